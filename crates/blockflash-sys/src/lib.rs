@@ -1,0 +1,17 @@
+//! Precompiled kernels of blockflash, the table that describes them, and their parameter structs.
+//!
+//! This crate makes no CUDA call and contains no unsafe code. [`manifest::rows`] is the single place where tile sizes are
+//! written: the kernel build, the planner, the tests and the benches all read it.
+#![forbid(unsafe_code)]
+
+mod dtype;
+pub mod image;
+pub mod manifest;
+#[rustfmt::skip]
+#[allow(missing_docs, non_camel_case_types)]
+pub mod params;
+mod target;
+
+pub use dtype::DType;
+pub use manifest::Row;
+pub use target::{ComputeCapability, Target};

@@ -1,0 +1,71 @@
+/* The ABI between host and kernels: one parameter struct per kernel, valid C11 and C++. Nothing else lives here.
+ *
+ * Strides count elements and are 64-bit; the innermost dimension is contiguous. A struct is passed by value as the only
+ * kernel argument. `cargo xtask bindgen` turns this file into crates/blockflash-sys/src/params.rs. */
+#ifndef BLOCKFLASH_PARAMS_H
+#define BLOCKFLASH_PARAMS_H
+
+#include <stdint.h>
+
+/* Element types that are chosen at run time. */
+#define BLOCKFLASH_DTYPE_F16 0
+#define BLOCKFLASH_DTYPE_BF16 1
+#define BLOCKFLASH_DTYPE_F32 2
+
+/* Window sides that do not limit anything. */
+#define BLOCKFLASH_WINDOW_UNBOUNDED INT32_MAX
+
+/* Attention forward: o = softmax(mask(q·kᵀ · softmax_scale))·v for each batch entry and head.
+ *
+ * Query i attends key j when -window_left <= j - (i + diagonal) <= window_right, where diagonal is
+ * seqlen_kv - seqlen_q when align_bottom_right is set and 0 otherwise; causal is window_right = 0. */
+typedef struct blockflash_attention_fwd_params {
+  const void* q;               /* [batch, seqlen_q, num_heads_q, head_dim] */
+  const void* k;               /* [batch, seqlen_kv, num_heads_kv, head_dim] */
+  const void* v;               /* [batch, seqlen_kv, num_heads_kv, head_dim] */
+  void* o;                     /* [batch, seqlen_q, num_heads_q, head_dim] */
+  float* lse;                  /* [batch, num_heads_q, seqlen_q], natural log; may be null */
+  const float* sink;           /* [num_heads_q] logits that join the denominator; may be null */
+  const int32_t* cu_seqlens_q; /* [batch + 1] offsets into packed queries; null when not variable-length */
+  const int32_t* cu_seqlens_kv; /* [batch + 1] offsets into packed keys; null exactly when cu_seqlens_q is */
+  int64_t q_stride_batch, q_stride_seq, q_stride_head;
+  int64_t k_stride_batch, k_stride_seq, k_stride_head;
+  int64_t v_stride_batch, v_stride_seq, v_stride_head;
+  int64_t o_stride_batch, o_stride_seq, o_stride_head;
+  int64_t lse_stride_batch, lse_stride_head;
+  int32_t batch, num_heads_q, num_heads_kv;
+  int32_t seqlen_q, seqlen_kv; /* the longest sequence of the batch when variable-length */
+  int32_t head_dim;            /* multiple of 8, at most the tile's head_dim */
+  int32_t window_left, window_right;
+  int32_t align_bottom_right;
+  float softmax_scale;         /* finite and positive */
+  float softcap;               /* 0 turns it off, else scores become softcap·tanh(score / softcap) */
+} blockflash_attention_fwd_params;
+
+/* Activations of the matmul epilogue. */
+#define BLOCKFLASH_ACTIVATION_NONE 0
+#define BLOCKFLASH_ACTIVATION_RELU 1
+#define BLOCKFLASH_ACTIVATION_GELU 2 /* x·Φ(x), Φ by erf */
+#define BLOCKFLASH_ACTIVATION_SILU 3
+
+/* BSR matmul: c = activation(alpha·a·b + beta·c + bias), a block-sparse [m, k], b and c dense row-major. */
+typedef struct blockflash_bsr_matmul_params {
+  const int32_t* row_ptr;   /* [ceil(m / block) + 1] */
+  const int32_t* col_idx;   /* [nnz_blocks], ascending and unique within a block row */
+  const void* values;       /* [nnz_blocks, block, block], rows and columns beyond m and k are zero */
+  const int32_t* row_order; /* [ceil(m / block)] order in which block rows are taken, longest first; null: natural */
+  const void* b;            /* [k, n] */
+  void* c;                  /* [m, n] */
+  const void* bias;         /* [m] or [n] in the type of b, see bias_per_row; null: none */
+  int64_t ldb, ldc;         /* elements between rows of b and of c */
+  int64_t m, n, k;
+  int32_t c_dtype;          /* BLOCKFLASH_DTYPE_… */
+  int32_t bias_per_row;     /* 1: bias[m] is added along a row of c, 0: bias[n] along a column */
+  int32_t activation;       /* BLOCKFLASH_ACTIVATION_… */
+  int32_t b_vectorized;     /* b and ldb allow 16-byte loads */
+  int32_t c_vectorized;     /* c and ldc allow 16-byte stores */
+  float alpha;
+  float beta;               /* 0: c is not read */
+} blockflash_bsr_matmul_params;
+
+#endif
