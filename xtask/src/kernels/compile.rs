@@ -1,0 +1,103 @@
+//! Compiling one row.
+
+use super::{
+    lock::Entry,
+    ptxas,
+    sources::{fingerprint, sha256},
+    toolchain::{Toolchain, identity},
+};
+use crate::workspace::{read_bytes, root};
+use anyhow::{Context, Result, bail};
+use blockflash_sys::Row;
+use std::{path::Path, process::Command};
+
+/// Flags of every row. Line information is left out on purpose: with it, images differ from build to build.
+const FLAGS: &[&str] = &[
+    "-std=c++20",
+    "-O3",
+    "--expt-relaxed-constexpr",
+    "--Werror",
+    "all-warnings",
+    "-Xptxas",
+    "-v",
+    "-I",
+    "kernels/include",
+];
+
+/// A freshly compiled image.
+pub struct Image {
+    /// Machine code or PTX text.
+    pub bytes: Vec<u8>,
+    /// What the lock file says about it.
+    pub entry: Entry,
+}
+
+/// Arguments of nvcc that decide what comes out, apart from the macros and the source.
+fn flags(row: &Row) -> Vec<&'static str> {
+    let kind = if row.target.is_ptx() { "-ptx" } else { "-cubin" };
+    [&["-gencode", row.target.gencode(), kind], FLAGS].concat()
+}
+
+/// Fingerprint of the compiler's version and flags for a row.
+pub fn build_fingerprint(row: &Row, nvcc_version: &str) -> Result<String> {
+    Ok(sha256(format!("{}\n{}", identity(nvcc_version)?, flags(row).join(" ")).as_bytes()))
+}
+
+/// Compiles a row; scratch files go to `scratch`. The error holds the compiler's own message.
+pub fn compile(row: &Row, toolchain: &Toolchain, scratch: &Path) -> Result<Image> {
+    let name = row.image_name();
+    let object = scratch.join(&name);
+    let source = format!("kernels/{}.cu", row.source());
+    if !root().join(&source).is_file() {
+        bail!("{source} does not exist");
+    }
+    let mut command = Command::new(&toolchain.nvcc);
+    command.args(flags(row)).args(row.macros().iter().map(|(name, value)| format!("-D{name}={value}")));
+    let mut report = complete(command.arg(&source).arg("-o").arg(&object))?;
+    if row.target.is_ptx() {
+        // Only an assembler knows registers and spills; the oldest GPU that takes the PTX stands for the others.
+        let arch = row.target.gencode().rsplit_once('_').map(|(_, number)| number).unwrap_or_default();
+        let cubin = scratch.join(format!("{name}.cubin"));
+        let mut assemble = Command::new(&toolchain.ptxas);
+        assemble.args(["-v", "-O3", &format!("-arch=sm_{arch}")]).arg(&object).arg("-o").arg(&cubin);
+        report = complete(&mut assemble)?;
+    }
+    let usage = ptxas::parse(&report)?;
+    let bytes = read_bytes(&object)?;
+    let entry = Entry {
+        image: name,
+        source: fingerprint(row)?,
+        build: build_fingerprint(row, &toolchain.version)?,
+        sha256: sha256(&bytes),
+        bytes: bytes.len() as u64,
+        registers: usage.registers,
+        spill_bytes: usage.spill_bytes,
+        smem_static: usage.smem_static,
+        smem_dynamic: row.smem_bytes(),
+    };
+    Ok(Image { bytes, entry })
+}
+
+/// What is wrong with a compiled row, if anything: spills that are not allowed, or too much shared memory.
+pub fn violations(row: &Row, entry: &Entry) -> Vec<String> {
+    let mut found = Vec::new();
+    if entry.spill_bytes > 0 && row.allows_spills().is_none() {
+        found.push(format!("spills {} bytes ({} registers)", entry.spill_bytes, entry.registers));
+    }
+    let smem = entry.smem_static + entry.smem_dynamic;
+    let limit = row.target.smem_limit();
+    if smem > limit {
+        found.push(format!("needs {smem} bytes of shared memory, {} has {limit}", row.target));
+    }
+    found
+}
+
+fn complete(command: &mut Command) -> Result<String> {
+    command.current_dir(root()).env_remove("NVCC_PREPEND_FLAGS").env_remove("NVCC_APPEND_FLAGS");
+    let output = command.output().with_context(|| format!("cannot start {:?}", command.get_program()))?;
+    let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+    if !output.status.success() {
+        bail!("{}", ptxas::complaints(&text).trim());
+    }
+    Ok(text)
+}

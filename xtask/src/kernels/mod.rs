@@ -1,0 +1,254 @@
+//! `cargo xtask kernels`: the manifest's rows become images in `crates/blockflash-sys/prebuilt`.
+
+mod compile;
+pub mod lock;
+mod ptxas;
+pub mod sources;
+pub mod store;
+pub mod toolchain;
+
+pub use compile::{build_fingerprint, violations};
+
+use crate::workspace::target_dir;
+use anyhow::{Result, bail};
+use blockflash_sys::{Row, Target, manifest};
+use compile::{Image, compile};
+use indicatif::{ProgressBar, ProgressStyle};
+use lock::Lock;
+use std::{
+    collections::BTreeMap,
+    path::PathBuf,
+    sync::atomic::{AtomicUsize, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+use toolchain::Toolchain;
+
+/// Options of the command.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Only images whose name contains this.
+    #[arg(long, value_name = "SUBSTRING")]
+    only: Vec<String>,
+    /// Only images for this target (may be repeated); sm_90a stands for sm_90 too, since such a GPU uses both.
+    #[arg(long, value_name = "TARGET", value_parser = parse_target)]
+    pub arch: Vec<Target>,
+    /// Write nothing: rebuild, and fail unless the committed images are exactly what the sources give.
+    #[arg(long)]
+    pub check: bool,
+    /// Rebuild images whose sources and flags have not changed, too.
+    #[arg(long)]
+    force: bool,
+    /// Compile with this nvcc rather than with the pinned wheels.
+    #[arg(long, value_name = "PATH")]
+    nvcc: Option<PathBuf>,
+    /// Rows compiled at once [default: one per core].
+    #[arg(long, value_name = "N")]
+    jobs: Option<usize>,
+}
+
+impl Args {
+    /// `kernels --check` for some targets, or for all when there are none.
+    pub fn checking(arch: &[Target]) -> Self {
+        Self { only: vec![], arch: arch.to_vec(), check: true, force: false, nvcc: None, jobs: None }
+    }
+
+    fn selects(&self, row: &Row) -> bool {
+        let uses = |arch: Target| arch == row.target || (arch == Target::Sm90a && row.target == Target::Sm90);
+        (self.arch.is_empty() || self.arch.iter().any(|&arch| uses(arch)))
+            && (self.only.is_empty() || self.only.iter().any(|part| row.image_name().contains(part.as_str())))
+    }
+
+    fn selects_all(&self) -> bool {
+        self.only.is_empty() && self.arch.is_empty()
+    }
+}
+
+/// Reads a target's name.
+pub fn parse_target(text: &str) -> Result<Target, String> {
+    let names = Target::ALL.map(Target::name).join(", ");
+    Target::ALL.into_iter().find(|target| target.name() == text).ok_or(format!("expected one of {names}"))
+}
+
+/// Runs the command.
+pub fn run(args: &Args) -> Result<()> {
+    let rows: Vec<&Row> = manifest::rows().iter().filter(|row| args.selects(row)).collect();
+    if rows.is_empty() {
+        bail!("no row of the manifest is selected");
+    }
+    let toolchain = match &args.nvcc {
+        Some(path) => Toolchain::at(path)?,
+        None => Toolchain::pinned()?,
+    };
+    let lock = lock::load()?;
+    let mut todo = Vec::new();
+    for &row in &rows {
+        if args.check || args.force || !is_current(row, &lock, &toolchain.version)? {
+            todo.push(row);
+        }
+    }
+    let started = Instant::now();
+    let built = compile_all(&todo, &toolchain, args.jobs)?;
+    let mut problems = Problems::default();
+    let mut images = Vec::new();
+    for (row, result) in todo.iter().zip(built) {
+        match result {
+            Ok((image, time)) => images.push((*row, image, time)),
+            Err(error) => problems.add(row, format!("{error:#}")),
+        }
+    }
+    print_usage(&images);
+    if args.check {
+        check(&lock, &images, &mut problems)?
+    } else {
+        write(lock, &images, args.selects_all())?
+    }
+    let unchanged = rows.len() - todo.len();
+    println!(
+        "{} of {} images {} with nvcc {} in {:.0} s, {unchanged} unchanged",
+        images.len(),
+        rows.len(),
+        if args.check { "rebuilt" } else { "written" },
+        toolchain.version,
+        started.elapsed().as_secs_f64()
+    );
+    problems.report(if args.check { "; `cargo xtask kernels` rebuilds what is out of date" } else { "" })
+}
+
+/// Whether the committed image comes from the present sources and flags.
+fn is_current(row: &Row, lock: &Lock, nvcc_version: &str) -> Result<bool> {
+    let name = row.image_name();
+    let Some(entry) = lock.get(&name) else { return Ok(false) };
+    // A source that cannot be read is reported by the build.
+    let Ok(source) = sources::fingerprint(row) else { return Ok(false) };
+    Ok(entry.source == source
+        && entry.build == build_fingerprint(row, nvcc_version)?
+        && store::digest(&name).ok().flatten().as_ref() == Some(&entry.sha256))
+}
+
+type Compiled = Result<(Image, Duration)>;
+
+/// Compiles rows on several threads; results are in the order of the rows.
+fn compile_all(rows: &[&Row], toolchain: &Toolchain, jobs: Option<usize>) -> Result<Vec<Compiled>> {
+    let scratch = target_dir("kernels/scratch")?;
+    let cores = thread::available_parallelism().map_or(1, |cores| cores.get());
+    let style = ProgressStyle::with_template("{bar:40} {pos}/{len} {elapsed} {wide_msg}")?;
+    let bar = ProgressBar::new(rows.len() as u64).with_style(style);
+    let next = AtomicUsize::new(0);
+    let worker = || {
+        let mut done = Vec::new();
+        while let Some(row) = rows.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let started = Instant::now();
+            let image = compile(row, toolchain, &scratch).map(|image| (image, started.elapsed()));
+            bar.set_message(row.image_name());
+            bar.inc(1);
+            done.push((row.image_name(), image));
+        }
+        done
+    };
+    let mut done: BTreeMap<String, Compiled> = thread::scope(|scope| {
+        let workers: Vec<_> = (0..jobs.unwrap_or(cores).max(1)).map(|_| scope.spawn(worker)).collect();
+        workers.into_iter().flat_map(|worker| worker.join().unwrap_or_default()).collect()
+    });
+    bar.finish_and_clear();
+    let lost = |name| anyhow::anyhow!("the thread that compiled {name} ended early");
+    Ok(rows
+        .iter()
+        .map(|row| row.image_name())
+        .map(|name| done.remove(&name).unwrap_or(Err(lost(name))))
+        .collect())
+}
+
+fn print_usage(images: &[(&Row, Image, Duration)]) {
+    for (row, image, time) in images {
+        let entry = &image.entry;
+        println!(
+            "{:>4} registers {:>6} spilled {:>7} smem {:>5.1} s  {}",
+            entry.registers,
+            entry.spill_bytes,
+            entry.smem_static + entry.smem_dynamic,
+            time.as_secs_f64(),
+            entry.image
+        );
+        for violation in violations(row, entry) {
+            println!("     warning: {violation}");
+        }
+    }
+}
+
+/// Writes images and lock file; after a build of everything, removes what no row asks for.
+fn write(mut lock: Lock, images: &[(&Row, Image, Duration)], all: bool) -> Result<()> {
+    for (_, image, _) in images {
+        store::store(&image.entry.image, &image.bytes)?;
+        lock.insert(image.entry.image.clone(), image.entry.clone());
+    }
+    if all {
+        for name in stale()? {
+            println!("removed {name}: no row of the manifest asks for it");
+            store::remove(&name)?;
+        }
+        let wanted: Vec<String> = manifest::rows().iter().map(Row::image_name).collect();
+        lock.retain(|name, _| wanted.contains(name));
+    }
+    lock::store(&lock)
+}
+
+/// Images in `prebuilt/` that no row asks for.
+pub fn stale() -> Result<Vec<String>> {
+    let wanted: Vec<String> = manifest::rows().iter().map(Row::image_name).collect();
+    Ok(store::names()?.into_iter().filter(|name| !wanted.contains(name)).collect())
+}
+
+/// Compares fresh images with the committed ones.
+fn check(lock: &Lock, images: &[(&Row, Image, Duration)], problems: &mut Problems) -> Result<()> {
+    for (row, image, _) in images {
+        let entry = &image.entry;
+        match store::load(&entry.image) {
+            Ok(None) => problems.add(row, "has no committed image".into()),
+            Ok(Some(bytes)) if bytes != image.bytes => {
+                problems.add(row, "is not what the sources give".into())
+            }
+            Ok(Some(_)) => {}
+            Err(error) => problems.add(row, format!("{error:#}")),
+        }
+        match lock.get(&entry.image) {
+            None => problems.add(row, "has no line in kernels.lock".into()),
+            Some(locked) if locked != entry => {
+                problems.add(row, "has an outdated line in kernels.lock".into())
+            }
+            Some(_) => {}
+        }
+        for violation in violations(row, entry) {
+            problems.add(row, violation);
+        }
+    }
+    for name in stale()? {
+        problems.add_name(name, "has no row in the manifest".into());
+    }
+    Ok(())
+}
+
+/// What went wrong, the same message once with all the images it applies to.
+#[derive(Default)]
+struct Problems(BTreeMap<String, Vec<String>>);
+
+impl Problems {
+    fn add(&mut self, row: &Row, message: String) {
+        self.add_name(row.image_name(), message);
+    }
+
+    fn add_name(&mut self, image: String, message: String) {
+        self.0.entry(message).or_default().push(image);
+    }
+
+    fn report(self, advice: &str) -> Result<()> {
+        if self.0.is_empty() {
+            return Ok(());
+        }
+        for (message, images) in &self.0 {
+            eprintln!("\n{}:\n{message}", images.join("\n"));
+        }
+        let count: usize = self.0.values().map(Vec::len).sum();
+        bail!("{count} problems{advice}");
+    }
+}
