@@ -1,0 +1,123 @@
+//! Options that several commands share, and the parsers of their values.
+
+use crate::failure::{Failure, Result};
+use blockflash_bench::io::Format;
+use blockflash_ops::{DType, Device};
+use std::path::PathBuf;
+
+/// Options of every command that runs an operation.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Common options")]
+pub struct Common {
+    #[command(flatten)]
+    pub device: DeviceArg,
+    /// Seed of random tensors and of the rows that a check samples
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    /// Compare the result with an f64 reference; exit code 1 if it is off
+    #[arg(long)]
+    pub check: bool,
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub json: bool,
+    /// Timed runs after the first one [default: what fits into a second, at most 20]
+    #[arg(long, value_name = "N")]
+    pub repeat: Option<usize>,
+}
+
+/// Where to run.
+#[derive(clap::Args)]
+pub struct DeviceArg {
+    /// Where to run: cpu, cuda or cuda:N [default: the first usable GPU, else cpu]
+    #[arg(long, value_name = "DEVICE", help_heading = "Common options")]
+    pub device: Option<String>,
+}
+
+impl DeviceArg {
+    pub fn open(&self) -> Result<Device> {
+        Ok(match &self.device {
+            Some(name) => name.parse()?,
+            None => Device::best(),
+        })
+    }
+}
+
+/// Element types of operands.
+#[derive(Clone, Copy, clap::ValueEnum)]
+pub enum Half {
+    F16,
+    Bf16,
+}
+
+impl From<Half> for DType {
+    fn from(half: Half) -> Self {
+        match half {
+            Half::F16 => DType::F16,
+            Half::Bf16 => DType::BF16,
+        }
+    }
+}
+
+/// Element types of results.
+#[derive(Clone, Copy, clap::ValueEnum)]
+pub enum Float {
+    F16,
+    Bf16,
+    F32,
+}
+
+impl From<Float> for DType {
+    fn from(float: Float) -> Self {
+        match float {
+            Float::F16 => DType::F16,
+            Float::Bf16 => DType::BF16,
+            Float::F32 => DType::F32,
+        }
+    }
+}
+
+/// `2x1024x8x64`.
+pub fn sizes<const N: usize>(text: &str) -> std::result::Result<[usize; N], String> {
+    let sizes: Option<Vec<usize>> = text.split(['x', 'X', '×']).map(|size| size.trim().parse().ok()).collect();
+    let example = ["", "16", "16x16", "64x64x64", "2x1024x8x64"].get(N).copied().unwrap_or_default();
+    sizes
+        .and_then(|sizes| sizes.try_into().ok())
+        .ok_or_else(|| format!("expected {N} sizes with `x` between them, for example {example}"))
+}
+
+/// Keys to see on each side of the diagonal; `None` is all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Window {
+    pub left: Option<usize>,
+    pub right: Option<usize>,
+}
+
+/// `128,0`, `-,16`, `inf,0`.
+pub fn window(text: &str) -> std::result::Result<Window, String> {
+    let side = |text: &str| match text.trim() {
+        "-" | "inf" => Some(None),
+        number => number.parse().ok().map(Some),
+    };
+    text.split_once(',')
+        .and_then(|(left, right)| Some(Window { left: side(left)?, right: side(right)? }))
+        .ok_or_else(|| "expected two numbers of keys, for example 128,0; `-` leaves a side open".to_owned())
+}
+
+/// A file to write: the name must say the format, and the folder must exist before work starts.
+pub fn out_path(text: &str) -> std::result::Result<PathBuf, String> {
+    let path = PathBuf::from(text);
+    if Format::of(&path).is_none() {
+        return Err("the name must end in .npy or .safetensors".to_owned());
+    }
+    match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() && !folder.is_dir() => {
+            Err(format!("the folder {} does not exist", folder.display()))
+        }
+        _ => Ok(path),
+    }
+}
+
+/// One of two options that exclude or need each other.
+pub fn ensure(condition: bool, message: &str) -> Result<()> {
+    if condition { Ok(()) } else { Err(Failure::new(message)) }
+}

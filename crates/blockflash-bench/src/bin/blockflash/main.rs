@@ -1,0 +1,52 @@
+//! The `blockflash` command: what can this machine do, run one operation on real tensors, check it, measure.
+#![forbid(unsafe_code)]
+
+mod args;
+mod attention;
+mod bench;
+mod bsr_matmul;
+mod failure;
+mod info;
+mod measure;
+mod operand;
+mod output;
+mod progress;
+mod report;
+mod table;
+
+use clap::Parser;
+use std::process::ExitCode;
+
+/// Fast attention and block-sparse matrix multiplication, on an NVIDIA GPU or the CPU.
+#[derive(Parser)]
+#[command(version, max_term_width = 110, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Show the devices of this machine and what runs on them
+    Info(info::Args),
+    /// Run attention on tensors from files or on random ones
+    Attention(Box<attention::Args>),
+    /// Multiply a block-sparse (BSR) matrix with a dense one
+    BsrMatmul(Box<bsr_matmul::Args>),
+    /// Measure the benchmark suites
+    Bench(bench::Args),
+    /// Draw tables and plots from measurements
+    Report(report::Args),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::try_parse() {
+        Ok(Cli { command: Command::Info(args) }) => info::run(args),
+        Ok(Cli { command: Command::Attention(args) }) => attention::run(*args),
+        Ok(Cli { command: Command::BsrMatmul(args) }) => bsr_matmul::run(*args),
+        Ok(Cli { command: Command::Bench(args) }) => bench::run(args),
+        Ok(Cli { command: Command::Report(args) }) => report::run(args),
+        Err(error) => return failure::usage(&error),
+    };
+    result.unwrap_or_else(|failure| failure.report())
+}

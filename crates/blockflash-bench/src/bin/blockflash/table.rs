@@ -1,0 +1,84 @@
+//! Tables and numbers for people.
+
+use comfy_table::{Table, presets};
+use std::fmt::Display;
+
+/// Facts about one run, a line each.
+#[derive(Default)]
+pub struct Facts(Vec<[String; 2]>);
+
+impl Facts {
+    pub fn add(&mut self, name: &str, value: impl Display) {
+        self.0.push([name.to_owned(), value.to_string()]);
+    }
+}
+
+impl Display for Facts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut table = Table::new();
+        table.load_style(presets::UTF8_FULL_CONDENSED).add_rows(&self.0);
+        table.fmt(f)
+    }
+}
+
+/// A table with a header.
+pub fn grid(header: &[&str], rows: Vec<Vec<String>>) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_FULL_CONDENSED).set_header(header).add_rows(rows);
+    table
+}
+
+/// Three or four significant digits.
+pub fn number(value: f64) -> String {
+    let decimals = match value.abs() {
+        magnitude if magnitude >= 100.0 => 0,
+        magnitude if magnitude >= 10.0 => 1,
+        magnitude if magnitude >= 1.0 => 2,
+        _ => 3,
+    };
+    format!("{value:.decimals$}")
+}
+
+/// `1.23 ms`.
+pub fn time(us: f64) -> String {
+    match us {
+        us if us < 1e3 => format!("{} µs", number(us)),
+        us if us < 1e6 => format!("{} ms", number(us / 1e3)),
+        us => format!("{} s", number(us / 1e6)),
+    }
+}
+
+/// `1.5 GiB`.
+pub fn bytes(bytes: u64) -> String {
+    let mut value = bytes as f64;
+    for unit in ["bytes", "KiB", "MiB", "GiB", "TiB"] {
+        if value < 1024.0 {
+            return format!("{} {unit}", if unit == "bytes" { bytes.to_string() } else { number(value) });
+        }
+        value /= 1024.0;
+    }
+    format!("{} PiB", number(value))
+}
+
+/// `131,072`.
+pub fn count(value: u64) -> String {
+    let digits = value.to_string();
+    let mut out = String::new();
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+/// `550 GFLOP`, `1.2 TFLOP`.
+pub fn flops(flops: f64) -> String {
+    match flops {
+        flops if flops < 1e6 => format!("{flops} FLOP"),
+        flops if flops < 1e9 => format!("{} MFLOP", number(flops / 1e6)),
+        flops if flops < 1e12 => format!("{} GFLOP", number(flops / 1e9)),
+        flops => format!("{} TFLOP", number(flops / 1e12)),
+    }
+}

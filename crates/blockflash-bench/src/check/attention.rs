@@ -1,0 +1,180 @@
+use super::{BUDGET, Comparison, Mismatch, ensure, representable, round, roundoff, sample};
+use crate::io::Array;
+use blockflash_sys::DType;
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Heads that a sample takes from a large problem.
+const SAMPLED_HEADS: usize = 16;
+
+/// Dense attention: `q` is `[batch, seqlen_q, num_heads_q, head_dim]`, `k` and `v` are `[batch, seqlen_kv, num_heads_kv, head_dim]`.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionCase<'a> {
+    /// Queries.
+    pub q: &'a Array,
+    /// Keys.
+    pub k: &'a Array,
+    /// Values.
+    pub v: &'a Array,
+    /// Query `i` is aligned with key `i + diagonal`.
+    pub diagonal: i64,
+    /// Keys to see before the aligned one; `None` is all.
+    pub left: Option<usize>,
+    /// Keys to see after the aligned one; `None` is all.
+    pub right: Option<usize>,
+    /// Factor of the scores.
+    pub softmax_scale: f32,
+    /// Scores become `softcap · tanh(score / softcap)`.
+    pub softcap: Option<f32>,
+}
+
+impl AttentionCase<'_> {
+    /// Keys that a query sees.
+    fn visible(&self, query: usize, seqlen_kv: usize) -> Range<usize> {
+        let aligned = query as i128 + i128::from(self.diagonal);
+        let bound = |at: i128| at.clamp(0, seqlen_kv as i128) as usize;
+        let start = self.left.map_or(0, |left| bound(aligned - left as i128));
+        let end = self.right.map_or(seqlen_kv, |right| bound(aligned + right as i128 + 1));
+        start..end.max(start)
+    }
+
+    fn score(&self, dot: f64) -> f64 {
+        let score = dot * f64::from(self.softmax_scale);
+        self.softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
+    }
+
+    fn plain_score(&self, dot: f32) -> f32 {
+        let score = dot * self.softmax_scale;
+        self.softcap.map_or(score, |cap| cap * (score / cap).tanh())
+    }
+}
+
+/// Compares the output `o` (shape of `q`) and `lse` (f32 `[batch, num_heads_q, seqlen_q]`) with the reference. `progress` is
+/// told the fraction that is done.
+///
+/// # Errors
+/// If shapes do not belong together.
+pub fn attention(
+    case: &AttentionCase<'_>,
+    o: &Array,
+    lse: &Array,
+    seed: u64,
+    progress: impl Fn(f64) + Sync,
+) -> Result<[Comparison; 2], Mismatch> {
+    let (&[batch, seqlen_q, heads, head_dim], &[_, seqlen_kv, heads_kv, _]) = (case.q.shape(), case.k.shape()) else {
+        return Err(Mismatch(format!("q is {:?} and k {:?}", case.q.shape(), case.k.shape())));
+    };
+    let kv_shape = [batch, seqlen_kv, heads_kv, head_dim];
+    ensure(case.k.shape() == kv_shape && case.v.shape() == kv_shape, || {
+        format!("k is {:?} and v {:?}", case.k.shape(), case.v.shape())
+    })?;
+    ensure(o.shape() == case.q.shape() && lse.shape() == [batch, heads, seqlen_q], || {
+        format!("o is {:?} and lse {:?}", o.shape(), lse.shape())
+    })?;
+    ensure(heads == 0 || heads_kv > 0 && heads.is_multiple_of(heads_kv), || {
+        format!("{heads} heads of q, {heads_kv} of k")
+    })?;
+
+    let cost = |heads: usize| (heads * seqlen_kv.max(1)) as u64 * 2 * head_dim as u64;
+    let affordable = |rows: usize, heads: usize| rows as u64 <= BUDGET / cost(heads).max(1);
+    let all_heads = batch * heads;
+    let (sampled_heads, sampled_rows) = if affordable(seqlen_q, all_heads) {
+        (all_heads, seqlen_q)
+    } else {
+        let heads = all_heads.min(SAMPLED_HEADS);
+        (heads, ((BUDGET / cost(heads)) as usize).max(2).min(seqlen_q))
+    };
+    let pairs = sample(sampled_heads, all_heads, seed, 0);
+    let done = std::sync::atomic::AtomicUsize::new(0);
+    let [o_result, lse_result] = pairs
+        .par_iter()
+        .map(|&pair| {
+            let (at, head) = (pair / heads, pair % heads);
+            let head_kv = head / (heads / heads_kv);
+            let keys = rows_of(case.k, at, head_kv);
+            let values = rows_of(case.v, at, head_kv);
+            let rows = sample(sampled_rows, seqlen_q, seed, 1 + pair as u64);
+            let results: Vec<_> = rows
+                .par_iter()
+                .map(|&row| {
+                    let start = ((at * seqlen_q + row) * heads + head) * head_dim;
+                    let range = start..start + head_dim;
+                    let query = case.q.to_f32(range.clone());
+                    let lse_at = (at * heads + head) * seqlen_q + row;
+                    let result = (o.to_f32(range), lse.to_f32(lse_at..lse_at + 1));
+                    compare_row(case, o.dtype(), &query, case.visible(row, seqlen_kv), &keys, &values, &result)
+                })
+                .collect();
+            let finished = 1 + done.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            progress(finished as f64 / pairs.len() as f64);
+            results.into_iter().fold(Default::default(), merge)
+        })
+        .reduce(Default::default, merge);
+    Ok([o_result.finish(o.len()), lse_result.finish(lse.len())])
+}
+
+fn merge(left: [Comparison; 2], right: [Comparison; 2]) -> [Comparison; 2] {
+    [left[0].merge(right[0]), left[1].merge(right[1])]
+}
+
+/// `[seqlen, head_dim]` of one head.
+fn rows_of(array: &Array, batch: usize, head: usize) -> Vec<f32> {
+    let &[_, seqlen, heads, head_dim] = array.shape() else { return Vec::new() };
+    let start = |row: usize| ((batch * seqlen + row) * heads + head) * head_dim;
+    (0..seqlen).flat_map(|row| array.to_f32(start(row)..start(row) + head_dim)).collect()
+}
+
+fn compare_row(
+    case: &AttentionCase<'_>,
+    dtype: DType,
+    query: &[f32],
+    visible: Range<usize>,
+    keys: &[f32],
+    values: &[f32],
+    (o, lse): &(Vec<f32>, Vec<f32>),
+) -> [Comparison; 2] {
+    let head_dim = query.len();
+    let row = |of: &'_ [f32], at: usize| at * head_dim..((at + 1) * head_dim).min(of.len());
+    let (exact_scores, plain_scores): (Vec<f64>, Vec<f32>) = visible
+        .clone()
+        .map(|at| {
+            let pairs = || query.iter().zip(&keys[row(keys, at)]);
+            let exact: f64 = pairs().map(|(&q, &k)| f64::from(q) * f64::from(k)).sum();
+            let plain: f32 = pairs().map(|(&q, &k)| q * k).sum();
+            (case.score(exact), case.plain_score(plain))
+        })
+        .unzip();
+    let exact_max = exact_scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let plain_max = plain_scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let (mut exact, mut plain) = (vec![0f64; head_dim], vec![0f32; head_dim]);
+    let (mut exact_sum, mut plain_sum) = (0f64, 0f32);
+    for (at, (exact_score, plain_score)) in visible.clone().zip(exact_scores.iter().zip(&plain_scores)) {
+        let exact_p = (exact_score - exact_max).exp();
+        let plain_p = (plain_score - plain_max).exp();
+        exact_sum += exact_p;
+        plain_sum += plain_p;
+        let rounded_p = round(dtype, plain_p);
+        for ((exact, plain), &value) in exact.iter_mut().zip(&mut plain).zip(&values[row(values, at)]) {
+            *exact += exact_p * f64::from(value);
+            *plain += rounded_p * value;
+        }
+    }
+    // A row that sees nothing is zero, and its lse -inf.
+    let (exact_inverse, plain_inverse) =
+        if visible.is_empty() { (0.0, 0.0) } else { (exact_sum.recip(), plain_sum.recip()) };
+    let mut results = <[Comparison; 2]>::default();
+    for ((exact, plain), &o) in exact.iter().zip(&plain).zip(o) {
+        let reference = representable(dtype, exact * exact_inverse);
+        let floor = roundoff(dtype) * if reference.is_finite() { reference.abs() } else { 0.0 };
+        results[0].add(o, reference, round(dtype, plain * plain_inverse), floor);
+    }
+    let reference = exact_max + exact_sum.ln();
+    let reference = if visible.is_empty() { f64::NEG_INFINITY } else { reference };
+    let plain = if visible.is_empty() { f32::NEG_INFINITY } else { plain_max + plain_sum.ln() };
+    // 2^-18: exp2 and log2 units work to about 2^-22, and the sums of both products round as well.
+    let floor = 2f64.powi(-18) * if reference.is_finite() { reference.abs().max(1.0) } else { 0.0 };
+    for &lse in lse {
+        results[1].add(lse, reference, plain, floor);
+    }
+    results
+}

@@ -1,0 +1,118 @@
+use super::Scalar;
+use blockflash_ops::{DType, Stream, Tensor, View};
+use half::{bf16, f16};
+use std::ops::Range;
+
+/// Row-major elements of one of the types that kernels take.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(missing_docs)]
+pub enum Values {
+    F16(Vec<f16>),
+    Bf16(Vec<bf16>),
+    F32(Vec<f32>),
+    I32(Vec<i32>),
+}
+
+/// A row-major array in host memory.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Array {
+    shape: Vec<usize>,
+    values: Values,
+}
+
+macro_rules! with {
+    ($values:expr, $vec:ident => $body:expr) => {
+        match $values {
+            Values::F16($vec) => $body,
+            Values::Bf16($vec) => $body,
+            Values::F32($vec) => $body,
+            Values::I32($vec) => $body,
+        }
+    };
+}
+
+impl Array {
+    /// `None` if the number of values is not the product of the shape.
+    pub fn new(shape: &[usize], values: Values) -> Option<Self> {
+        let elements = shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size))?;
+        (with!(&values, vec => vec.len()) == elements).then(|| Self { shape: shape.to_vec(), values })
+    }
+
+    /// Sizes, outermost first.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// The elements.
+    pub fn values(&self) -> &Values {
+        &self.values
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        match self.values {
+            Values::F16(_) => DType::F16,
+            Values::Bf16(_) => DType::BF16,
+            Values::F32(_) => DType::F32,
+            Values::I32(_) => DType::I32,
+        }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        with!(&self.values, vec => vec.len())
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The elements as they lie in memory.
+    pub fn bytes(&self) -> &[u8] {
+        with!(&self.values, vec => bytemuck::cast_slice(vec))
+    }
+
+    /// The elements, if they are i32.
+    pub fn as_i32(&self) -> Option<&[i32]> {
+        match &self.values {
+            Values::I32(values) => Some(values),
+            _ => None,
+        }
+    }
+
+    /// A range of elements in f32; exact for every floating-point type here. Empty if the range lies outside.
+    pub fn to_f32(&self, range: Range<usize>) -> Vec<f32> {
+        with!(&self.values, vec => vec.get(range).unwrap_or_default().iter().map(|value| value.to_f32()).collect())
+    }
+
+    /// The array as an operand of the CPU backend, without a copy.
+    ///
+    /// # Errors
+    /// If the shape has more dimensions than a view can have.
+    pub fn view(&self) -> blockflash_safe::Result<View<'_>> {
+        with!(&self.values, vec => View::from_slice(vec, &self.shape))
+    }
+
+    /// Copies the array to the device of the stream.
+    ///
+    /// # Errors
+    /// If the device has not enough memory.
+    pub fn upload(&self, stream: &Stream) -> blockflash_safe::Result<Tensor> {
+        with!(&self.values, vec => Tensor::from_slice(stream, vec, &self.shape))
+    }
+
+    /// Copies a tensor to host memory and waits for it.
+    ///
+    /// # Errors
+    /// If the device fails, also because of work queued before.
+    pub fn download(tensor: &Tensor, stream: &Stream) -> blockflash_safe::Result<Self> {
+        let values = match tensor.dtype() {
+            DType::F16 => Values::F16(tensor.to_vec(stream)?),
+            DType::BF16 => Values::Bf16(tensor.to_vec(stream)?),
+            DType::F32 => Values::F32(tensor.to_vec(stream)?),
+            DType::I32 => Values::I32(tensor.to_vec(stream)?),
+        };
+        Ok(Self { shape: tensor.shape().to_vec(), values })
+    }
+}

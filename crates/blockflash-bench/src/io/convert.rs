@@ -1,0 +1,128 @@
+use super::Values;
+use blockflash_sys::DType;
+use half::{bf16, f16};
+use rayon::prelude::*;
+use std::fmt;
+
+/// Element type in a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Stored {
+    F16,
+    Bf16,
+    F32,
+    F64,
+    I32,
+    I64,
+}
+
+impl Stored {
+    /// Bytes of one element.
+    pub const fn size(self) -> usize {
+        match self {
+            Stored::F16 | Stored::Bf16 => 2,
+            Stored::F32 | Stored::I32 => 4,
+            Stored::F64 | Stored::I64 => 8,
+        }
+    }
+}
+
+impl fmt::Display for Stored {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Stored::F16 => "f16",
+            Stored::Bf16 => "bf16",
+            Stored::F32 => "f32",
+            Stored::F64 => "f64",
+            Stored::I32 => "i32",
+            Stored::I64 => "i64",
+        })
+    }
+}
+
+/// Element type in memory: f16, bf16, f32 or i32.
+pub trait Scalar: blockflash_ops::Element + Default {
+    /// Largest magnitude.
+    const LIMIT: f64;
+    /// Rounded to nearest even.
+    fn from_f32(value: f32) -> Self;
+    /// Rounded once, to nearest even.
+    fn from_f64(value: f64) -> Self;
+    /// Exact for the types that fit into f32; i32 is rounded.
+    fn to_f32(self) -> f32;
+    /// The variant of [`Values`] for this type.
+    fn wrap(values: Vec<Self>) -> Values;
+}
+
+macro_rules! scalar {
+    ($type:ty, $variant:ident, $limit:expr, $from32:expr, $from64:expr, $to:expr) => {
+        impl Scalar for $type {
+            const LIMIT: f64 = $limit;
+            fn from_f32(value: f32) -> Self {
+                $from32(value)
+            }
+            fn from_f64(value: f64) -> Self {
+                $from64(value)
+            }
+            fn to_f32(self) -> f32 {
+                $to(self)
+            }
+            fn wrap(values: Vec<Self>) -> Values {
+                Values::$variant(values)
+            }
+        }
+    };
+}
+scalar!(f16, F16, 65504.0, f16::from_f32, f16::from_f64, f16::to_f32);
+scalar!(bf16, Bf16, 3.3895313892515355e38, bf16::from_f32, bf16::from_f64, bf16::to_f32);
+scalar!(f32, F32, f32::MAX as f64, |value| value, |value| value as f32, |value| value);
+scalar!(i32, I32, i32::MAX as f64, |value| value as i32, |value| value as i32, |value| value as f32);
+
+/// Why a piece of a file could not be converted.
+#[derive(Debug, PartialEq)]
+pub(super) enum Refusal {
+    /// Integers where numbers with a fraction are wanted, or the reverse.
+    Kind,
+    /// Position in the piece, and value.
+    Range(usize, f64),
+}
+
+/// Converts little-endian elements; finite values beyond the range of `T` are refused, infinities and NaN are kept.
+pub(super) fn convert<T: Scalar>(stored: Stored, bytes: &[u8], out: &mut [T]) -> Result<(), Refusal> {
+    let integers = matches!(stored, Stored::I32 | Stored::I64);
+    if integers != (T::DTYPE == DType::I32) {
+        return Err(Refusal::Kind);
+    }
+    match stored {
+        Stored::F16 => each(bytes, out, |b| f16::from_le_bytes(b).to_f32(), T::from_f32, f64::from),
+        Stored::Bf16 => each(bytes, out, |b| bf16::from_le_bytes(b).to_f32(), T::from_f32, f64::from),
+        Stored::F32 => each(bytes, out, f32::from_le_bytes, T::from_f32, f64::from),
+        Stored::F64 => each(bytes, out, f64::from_le_bytes, T::from_f64, |value| value),
+        Stored::I32 => each(bytes, out, i32::from_le_bytes, |value| T::from_f64(value.into()), f64::from),
+        Stored::I64 => each(bytes, out, i64::from_le_bytes, |value| T::from_f64(value as f64), |value| value as f64),
+    }
+}
+
+fn each<T: Scalar, S: Copy, const N: usize>(
+    bytes: &[u8],
+    out: &mut [T],
+    decode: impl Fn([u8; N]) -> S + Sync,
+    round: impl Fn(S) -> T + Sync,
+    magnitude: impl Fn(S) -> f64 + Sync,
+) -> Result<(), Refusal> {
+    const PIECE: usize = 1 << 14;
+    let pieces = out.par_chunks_mut(PIECE).zip(bytes.par_chunks(PIECE * N)).enumerate().map(|(piece, (out, bytes))| {
+        let (elements, _) = bytes.as_chunks::<N>();
+        for (at, (out, &element)) in out.iter_mut().zip(elements).enumerate() {
+            let value = decode(element);
+            let exact = magnitude(value);
+            if exact.is_finite() && exact.abs() > T::LIMIT {
+                return Err(Refusal::Range(piece * PIECE + at, exact));
+            }
+            *out = round(value);
+        }
+        Ok(())
+    });
+    // The leftmost refusal, whichever thread found one first.
+    pieces.reduce(|| Ok(()), |left, right| left.and(right))
+}

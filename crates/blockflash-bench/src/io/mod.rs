@@ -1,0 +1,21 @@
+//! Tensor files: NumPy `.npy` and `.safetensors`, read and written without trusting a byte of them.
+//!
+//! Only the tensors that are asked for are read, in pieces, and converted on the way, so that one tensor of a large file costs
+//! the memory of its converted form. Sizes claimed by a header are compared with the length of the file before any allocation.
+
+mod array;
+mod convert;
+mod error;
+mod npy;
+mod read;
+mod safetensors;
+mod write;
+
+pub use array::{Array, Values};
+pub use convert::{Scalar, Stored};
+pub use error::{Error, Problem};
+pub use read::{Entry, TensorFile};
+pub use write::{Format, write};
+
+/// Result of the functions of this module.
+pub type Result<T> = std::result::Result<T, Error>;

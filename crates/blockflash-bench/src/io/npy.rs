@@ -1,0 +1,178 @@
+//! NumPy's format: magic, version, a Python dictionary literal, data
+//! (<https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>).
+
+use super::read::byte_length;
+use super::{Entry, Problem, Stored};
+use blockflash_sys::DType;
+use std::io::Read;
+
+pub(super) const MAGIC: &[u8] = b"\x93NUMPY";
+
+/// NumPy itself refuses headers beyond 10,000 bytes by default.
+const MAX_HEADER: u64 = 64 << 10;
+
+/// Reads the header that follows the first eight bytes.
+pub(super) fn entry(source: &mut impl Read, first: [u8; 8], length: u64) -> Result<Entry, Problem> {
+    let major = first[6];
+    let (prefix, header_length) = match major {
+        1 => {
+            let mut bytes = [0; 2];
+            source.read_exact(&mut bytes).map_err(|_| truncated("the header", 10, length))?;
+            (10, u64::from(u16::from_le_bytes(bytes)))
+        }
+        2 | 3 => {
+            let mut bytes = [0; 4];
+            source.read_exact(&mut bytes).map_err(|_| truncated("the header", 12, length))?;
+            (12, u64::from(u32::from_le_bytes(bytes)))
+        }
+        _ => return Err(Problem::Unsupported(format!("is a .npy file of the unknown version {major}"))),
+    };
+    let offset = prefix + header_length;
+    if offset > length {
+        return Err(truncated("the header", offset, length));
+    }
+    if header_length > MAX_HEADER {
+        return Err(Problem::Unsupported(format!("has a header of {header_length} bytes, more than {MAX_HEADER}")));
+    }
+    let mut header = vec![0; header_length as usize];
+    source.read_exact(&mut header)?;
+    let header = std::str::from_utf8(&header).map_err(|_| Problem::Format("the header is no text".to_owned()))?;
+    let Header { descr, column_major, shape } = Header::parse(header)
+        .ok_or_else(|| Problem::Format(format!("unexpected header {:?}", abbreviated(header))))?;
+    let stored = stored(descr)?;
+    let bytes = byte_length(&shape, 8 * stored.size() as u64)
+        .ok_or_else(|| Problem::Format(format!("impossible shape {shape:?}")))?;
+    let expected = offset.saturating_add(bytes);
+    if expected != length {
+        return Err(truncated(&format!("shape {shape:?} of {stored}"), expected, length));
+    }
+    Ok(Entry { name: String::new(), stored: Ok(stored), shape, offset, column_major })
+}
+
+/// Everything before the data of a row-major array.
+pub(super) fn header(dtype: DType, shape: &[usize]) -> Result<Vec<u8>, Problem> {
+    let descr = match dtype {
+        DType::F16 => "<f2",
+        DType::F32 => "<f4",
+        DType::I32 => "<i4",
+        DType::BF16 => return Err(Problem::Unsupported("cannot hold bf16: .npy has no such type".to_owned())),
+    };
+    let sizes: String = shape.iter().map(|size| format!("{size}, ")).collect();
+    let mut text = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({}), }}", sizes.trim_end());
+    // The data starts at a multiple of 64 bytes, after a newline.
+    while (10 + text.len() + 1) % 64 != 0 {
+        text.push(' ');
+    }
+    text.push('\n');
+    let mut bytes = MAGIC.to_vec();
+    bytes.extend([1, 0]);
+    bytes.extend((text.len() as u16).to_le_bytes());
+    bytes.extend(text.as_bytes());
+    Ok(bytes)
+}
+
+fn truncated(what: &str, expected: u64, found: u64) -> Problem {
+    Problem::Length { what: what.to_owned(), expected, found }
+}
+
+fn stored(descr: &str) -> Result<Stored, Problem> {
+    match descr {
+        "<f2" => Ok(Stored::F16),
+        "<f4" => Ok(Stored::F32),
+        "<f8" => Ok(Stored::F64),
+        "<i4" => Ok(Stored::I32),
+        "<i8" => Ok(Stored::I64),
+        // What NumPy writes for the bfloat16 of ml_dtypes: two bytes without a meaning.
+        "<V2" | "|V2" => Err(Problem::Unsupported(
+            "holds 2-byte items without a type: .npy has no bf16, save f32 or use .safetensors".to_owned(),
+        )),
+        _ => Err(Problem::Unsupported(format!(
+            "has the element type '{descr}'; supported are little-endian f2, f4, f8, i4 and i8"
+        ))),
+    }
+}
+
+struct Header<'a> {
+    descr: &'a str,
+    column_major: bool,
+    shape: Vec<usize>,
+}
+
+impl<'a> Header<'a> {
+    /// `{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }`, keys in any order.
+    fn parse(text: &'a str) -> Option<Self> {
+        let mut rest = Cursor(text);
+        rest.expect('{')?;
+        let (mut descr, mut column_major, mut shape) = (None, None, None);
+        while !rest.accept('}') {
+            let key = rest.string()?;
+            rest.expect(':')?;
+            match key {
+                "descr" => descr = Some(rest.string()?),
+                "fortran_order" => column_major = Some(rest.boolean()?),
+                "shape" => shape = Some(rest.sizes()?),
+                _ => return None,
+            }
+            if !rest.accept(',') {
+                rest.expect('}')?;
+                break;
+            }
+        }
+        rest.0.trim().is_empty().then_some(())?;
+        Some(Self { descr: descr?, column_major: column_major?, shape: shape? })
+    }
+}
+
+/// The rest of a text.
+struct Cursor<'a>(&'a str);
+
+impl<'a> Cursor<'a> {
+    fn accept(&mut self, symbol: char) -> bool {
+        let rest = self.0.trim_start().strip_prefix(symbol);
+        self.0 = rest.unwrap_or(self.0);
+        rest.is_some()
+    }
+
+    fn expect(&mut self, symbol: char) -> Option<()> {
+        self.accept(symbol).then_some(())
+    }
+
+    fn string(&mut self) -> Option<&'a str> {
+        let quote = if self.accept('\'') { '\'' } else { self.expect('"').map(|()| '"')? };
+        let (text, rest) = self.0.split_once(quote)?;
+        self.0 = rest;
+        Some(text)
+    }
+
+    fn boolean(&mut self) -> Option<bool> {
+        let text = self.0.trim_start();
+        for (word, value) in [("True", true), ("False", false)] {
+            if let Some(rest) = text.strip_prefix(word) {
+                self.0 = rest;
+                return Some(value);
+            }
+        }
+        None
+    }
+
+    fn sizes(&mut self) -> Option<Vec<usize>> {
+        self.expect('(')?;
+        let mut sizes = Vec::new();
+        while !self.accept(')') {
+            let text = self.0.trim_start();
+            let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+            sizes.push(text[..end].parse().ok()?);
+            // Python 2 wrote 3L.
+            self.0 = text[end..].strip_prefix('L').unwrap_or(&text[end..]);
+            if !self.accept(',') {
+                self.expect(')')?;
+                break;
+            }
+        }
+        Some(sizes)
+    }
+}
+
+fn abbreviated(text: &str) -> String {
+    text.trim_end().chars().take(80).collect()
+}

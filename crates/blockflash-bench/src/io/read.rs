@@ -1,0 +1,207 @@
+use super::convert::{Refusal, convert};
+use super::{Array, Error, Problem, Result, Scalar, Stored, npy, safetensors};
+use blockflash_sys::DType;
+use half::{bf16, f16};
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+/// Bytes read at a time; a multiple of every element size.
+const PIECE: usize = 8 << 20;
+
+/// One tensor of a file: what its header says, checked against the length of the file.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Entry {
+    /// Name in a safetensors file, empty for `.npy`.
+    pub name: String,
+    /// Element type in the file; `Err` is the file's word for one that cannot be read here.
+    pub stored: std::result::Result<Stored, String>,
+    /// Sizes, outermost first.
+    pub shape: Vec<usize>,
+    /// First byte in the file.
+    pub(super) offset: u64,
+    /// Column-major (NumPy's `fortran_order`).
+    pub(super) column_major: bool,
+}
+
+/// A tensor file whose header has been read.
+#[derive(Debug)]
+pub struct TensorFile<R = File> {
+    path: PathBuf,
+    source: R,
+    entries: Vec<Entry>,
+}
+
+impl TensorFile<File> {
+    /// Opens a `.npy` or `.safetensors` file; the contents decide which one it is, not the name.
+    ///
+    /// # Errors
+    /// [`Problem::Io`], [`Problem::NotAFile`], [`Problem::Format`], [`Problem::Unsupported`], [`Problem::Length`].
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let open = || {
+            if !std::fs::metadata(path)?.is_file() {
+                return Err(Problem::NotAFile);
+            }
+            Ok(File::open(path)?)
+        };
+        Self::parse(path, open().map_err(|problem| Error { path: path.to_owned(), problem })?)
+    }
+}
+
+impl<R: Read + Seek> TensorFile<R> {
+    /// The same for any bytes; `path` is only used in errors.
+    ///
+    /// # Errors
+    /// As for [`TensorFile::open`].
+    pub fn parse(path: impl AsRef<Path>, mut source: R) -> Result<Self> {
+        let path = path.as_ref().to_owned();
+        match entries(&mut source) {
+            Ok(entries) => Ok(Self { path, source, entries }),
+            Err(problem) => Err(Error { path, problem }),
+        }
+    }
+
+    /// All tensors, in the order of the file.
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// The tensor of this name; the one array of a `.npy` file answers to every name.
+    ///
+    /// # Errors
+    /// [`Problem::NoTensor`].
+    pub fn entry(&self, name: &str) -> Result<&Entry> {
+        self.find(name).map_err(|problem| self.error(problem))
+    }
+
+    /// Reads a tensor and converts its elements to `dtype`: floating point to floating point, integers to i32.
+    ///
+    /// # Errors
+    /// [`Problem::NoTensor`], [`Problem::Convert`], [`Problem::Overflow`] for a finite value beyond the range of `dtype`,
+    /// [`Problem::OutOfMemory`], [`Problem::Io`].
+    pub fn load(&mut self, name: &str, dtype: DType) -> Result<Array> {
+        let loaded = match self.find(name).cloned() {
+            Ok(entry) => match dtype {
+                DType::F16 => self.values::<f16>(&entry),
+                DType::BF16 => self.values::<bf16>(&entry),
+                DType::F32 => self.values::<f32>(&entry),
+                DType::I32 => self.values::<i32>(&entry),
+            },
+            Err(problem) => Err(problem),
+        };
+        loaded.map_err(|problem| self.error(problem))
+    }
+
+    fn error(&self, problem: Problem) -> Error {
+        Error { path: self.path.clone(), problem }
+    }
+
+    fn find(&self, name: &str) -> std::result::Result<&Entry, Problem> {
+        let matches = |entry: &&Entry| entry.name == name || entry.name.is_empty();
+        self.entries.iter().find(matches).ok_or_else(|| Problem::NoTensor {
+            name: name.to_owned(),
+            present: some_names(&self.entries),
+        })
+    }
+
+    fn values<T: Scalar>(&mut self, entry: &Entry) -> std::result::Result<Array, Problem> {
+        let tensor = match entry.name.as_str() {
+            "" => "the array".to_owned(),
+            name => format!("tensor `{name}`"),
+        };
+        let stored = entry.stored.clone().map_err(|word| {
+            Problem::Unsupported(format!("{tensor} has the element type {word}, which cannot be read here"))
+        })?;
+        let elements = entry.shape.iter().product::<usize>();
+        let out_of_memory = |elements: usize, size: usize| Problem::OutOfMemory(elements as u64 * size as u64);
+        let mut values = Vec::<T>::new();
+        values.try_reserve_exact(elements).map_err(|_| out_of_memory(elements, size_of::<T>()))?;
+        self.source.seek(SeekFrom::Start(entry.offset))?;
+        let mut piece = vec![0; PIECE.min(elements * stored.size())];
+        while values.len() < elements {
+            let start = values.len();
+            let count = (elements - start).min(piece.len() / stored.size());
+            let bytes = &mut piece[..count * stored.size()];
+            self.source.read_exact(bytes)?;
+            values.resize(start + count, T::default());
+            convert(stored, bytes, &mut values[start..]).map_err(|refusal| match refusal {
+                Refusal::Kind => Problem::Convert { tensor: tensor.clone(), stored, wanted: T::DTYPE },
+                Refusal::Range(at, value) => Problem::Overflow {
+                    tensor: tensor.clone(),
+                    index: (start + at) as u64,
+                    value,
+                    wanted: T::DTYPE,
+                    limit: T::LIMIT,
+                },
+            })?;
+        }
+        if entry.column_major && entry.shape.len() > 1 {
+            values = row_major(&values, &entry.shape).ok_or_else(|| out_of_memory(elements, size_of::<T>()))?;
+        }
+        Array::new(&entry.shape, T::wrap(values))
+            .ok_or_else(|| Problem::Unsupported(format!("{tensor} has an impossible shape {:?}", entry.shape)))
+    }
+}
+
+fn entries(source: &mut (impl Read + Seek)) -> std::result::Result<Vec<Entry>, Problem> {
+    let length = source.seek(SeekFrom::End(0))?;
+    source.seek(SeekFrom::Start(0))?;
+    let mut magic = [0; 8];
+    if length < magic.len() as u64 {
+        return Err(Problem::Format(format!("{length} bytes only")));
+    }
+    source.read_exact(&mut magic)?;
+    if magic.starts_with(npy::MAGIC) {
+        Ok(vec![npy::entry(source, magic, length)?])
+    } else if magic.starts_with(b"PK\x03\x04") {
+        Err(Problem::Unsupported("is a zip archive (.npz or .pt): save .npy or .safetensors instead".to_owned()))
+    } else {
+        safetensors::entries(source, magic, length)
+    }
+}
+
+/// Number of bytes of a tensor, if the machine can count them.
+pub(super) fn byte_length(shape: &[usize], element_bits: u64) -> Option<u64> {
+    let bits = shape.iter().try_fold(element_bits, |product, &size| product.checked_mul(size as u64))?;
+    (usize::try_from(bits).is_ok() && bits.is_multiple_of(8)).then_some(bits / 8)
+}
+
+fn row_major<T: Scalar>(values: &[T], shape: &[usize]) -> Option<Vec<T>> {
+    let mut out = Vec::new();
+    out.try_reserve_exact(values.len()).ok()?;
+    // Strides of the file: the first dimension is the fastest.
+    let strides: Vec<usize> = shape
+        .iter()
+        .scan(1, |stride, &size| {
+            let this = *stride;
+            *stride *= size;
+            Some(this)
+        })
+        .collect();
+    let mut index = vec![0; shape.len()];
+    let mut offset = 0;
+    for _ in 0..values.len() {
+        out.push(values[offset]);
+        for dim in (0..shape.len()).rev() {
+            index[dim] += 1;
+            offset += strides[dim];
+            if index[dim] < shape[dim] {
+                break;
+            }
+            offset -= index[dim] * strides[dim];
+            index[dim] = 0;
+        }
+    }
+    Some(out)
+}
+
+fn some_names(entries: &[Entry]) -> String {
+    const SHOWN: usize = 8;
+    let mut names: Vec<&str> = entries.iter().take(SHOWN).map(|entry| entry.name.as_str()).collect();
+    let more = format!("{} more", entries.len().saturating_sub(SHOWN));
+    if entries.len() > SHOWN {
+        names.push(&more);
+    }
+    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+}

@@ -1,0 +1,59 @@
+//! Reproducible inputs: the same seed gives the same values, whatever the number of threads.
+
+use crate::io::{Array, Scalar, Values};
+use blockflash_sys::DType;
+use half::{bf16, f16};
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+use rand_distr::StandardNormal;
+use rayon::prelude::*;
+
+/// Elements that one generator makes.
+const PIECE: usize = 1 << 14;
+
+/// An array of N(0, 1) values. `lane` separates the tensors that are made from one seed; `progress` is told how many
+/// elements are done, piece by piece.
+///
+/// # Errors
+/// The number of bytes needed, if they cannot be had, or `u64::MAX` if it cannot be counted.
+pub fn normal(
+    dtype: DType,
+    shape: &[usize],
+    seed: u64,
+    lane: u64,
+    progress: impl Fn(u64) + Sync,
+) -> Result<Array, u64> {
+    let count = shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size)).ok_or(u64::MAX)?;
+    let values = match dtype {
+        DType::F16 => fill::<f16>(count, seed, lane, progress),
+        DType::BF16 => fill::<bf16>(count, seed, lane, progress),
+        DType::F32 => fill::<f32>(count, seed, lane, progress),
+        DType::I32 => fill::<i32>(count, seed, lane, progress),
+    }?;
+    Array::new(shape, values).ok_or(u64::MAX)
+}
+
+fn fill<T: Scalar>(count: usize, seed: u64, lane: u64, progress: impl Fn(u64) + Sync) -> Result<Values, u64> {
+    let mut values = Vec::<T>::new();
+    values.try_reserve_exact(count).map_err(|_| count as u64 * size_of::<T>() as u64)?;
+    values.resize(count, T::default());
+    values.par_chunks_mut(PIECE).enumerate().for_each(|(piece, values)| {
+        let mut generator = generator(seed, lane, piece as u64);
+        values.iter_mut().for_each(|value| *value = T::from_f32(generator.sample(StandardNormal)));
+        progress(values.len() as u64);
+    });
+    Ok(T::wrap(values))
+}
+
+/// `count` of `total` positions, each set equally likely, ascending. All of them if `count >= total`.
+pub fn choose(count: usize, total: usize, seed: u64, lane: u64) -> Vec<usize> {
+    let mut chosen = rand::seq::index::sample(&mut generator(seed, lane, 0), total, count.min(total)).into_vec();
+    chosen.sort_unstable();
+    chosen
+}
+
+fn generator(seed: u64, lane: u64, piece: u64) -> SmallRng {
+    // Odd multipliers keep the three numbers apart; `seed_from_u64` mixes the sum.
+    let mixed = lane.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(piece.wrapping_mul(0xD1B5_4A32_D192_ED03));
+    SmallRng::seed_from_u64(seed ^ mixed)
+}
