@@ -1,6 +1,7 @@
 //! Automation of the workspace: one file per command. Run it as `cargo xtask <command>`.
 #![allow(unreachable_pub)] // a program has no outside
 
+mod bindgen;
 mod kernels;
 mod workspace;
 
@@ -19,11 +20,14 @@ struct Cli {
 enum Command {
     /// Compile the kernels into crates/blockflash-sys/prebuilt, or prove that what is there is up to date.
     Kernels(kernels::Args),
+    /// Generate crates/blockflash-sys/src/params.rs from kernels/include/blockflash/params.h.
+    Bindgen(bindgen::Args),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Kernels(args) => kernels::run(&args),
+        Command::Bindgen(args) => bindgen::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
