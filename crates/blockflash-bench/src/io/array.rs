@@ -115,4 +115,13 @@ impl Array {
         };
         Ok(Self { shape: tensor.shape().to_vec(), values })
     }
+
+    /// Zeroes the elements at which the predicate, of the row-major position, is false.
+    #[must_use]
+    pub fn keep(mut self, inside: impl Fn(usize) -> bool) -> Self {
+        with!(&mut self.values, vec => vec.iter_mut().enumerate().filter(|(at, _)| !inside(*at)).for_each(|(_, value)| {
+            *value = Default::default();
+        }));
+        self
+    }
 }

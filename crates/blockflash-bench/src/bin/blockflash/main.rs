@@ -5,6 +5,7 @@ mod args;
 mod attention;
 mod bench;
 mod bsr_matmul;
+mod bsr_operands;
 mod failure;
 mod info;
 mod measure;

@@ -1,7 +1,14 @@
-//! stdout, which may be closed at any time.
+//! What a run says on stdout, which may be closed at any time.
 
 use crate::failure::Result;
+use crate::measure::Timing;
+use crate::table::{self, Facts};
+use blockflash_bench::check::Comparison;
+use blockflash_ops::Device;
+use blockflash_sys::Row;
+use serde_json::{Map, Value, json};
 use std::io::{ErrorKind, Write, stdout};
+use std::process::ExitCode;
 
 /// Prints a text and a newline. A reader that went away (`blockflash … | head -1`) has seen what it wanted.
 pub fn print(text: &str) -> Result<()> {
@@ -10,4 +17,122 @@ pub fn print(text: &str) -> Result<()> {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(()),
     }
+}
+
+/// One run of one operation.
+pub struct RunReport<'a> {
+    pub operation: &'static str,
+    pub device: &'a Device,
+    /// `None` on the CPU, and when there was nothing to compute.
+    pub kernel: Option<&'a Row>,
+    pub shapes: Vec<(&'static str, Vec<usize>)>,
+    pub dtype: String,
+    pub details: Vec<(&'static str, String)>,
+    pub flops: f64,
+    pub timing: Timing,
+    pub checks: Vec<(&'static str, Comparison)>,
+    /// Files, with remarks.
+    pub written: Vec<String>,
+}
+
+impl RunReport<'_> {
+    /// 1 if a check failed.
+    pub fn exit_code(&self) -> ExitCode {
+        ExitCode::from(u8::from(!self.passed()))
+    }
+
+    fn passed(&self) -> bool {
+        self.checks.iter().all(|(_, check)| check.passed())
+    }
+
+    fn tflops(&self) -> f64 {
+        self.flops / self.timing.typical_us() / 1e6
+    }
+
+    /// A table, or one JSON object on one line.
+    pub fn render(&self, json: bool) -> Result<String> {
+        Ok(if json { serde_json::to_string(&self.json()?)? } else { self.facts().to_string() })
+    }
+
+    fn facts(&self) -> Facts {
+        let mut facts = Facts::default();
+        for (name, shape) in &self.shapes {
+            facts.add(name, format!("{shape:?} {}", self.dtype));
+        }
+        for (name, value) in &self.details {
+            facts.add(name, value);
+        }
+        facts.add("device", device_name(self.device));
+        if let Some(row) = self.kernel {
+            facts.add("kernel", format!("{} ({})", row.symbol(), row.target));
+        }
+        let first = table::time(self.timing.first_us);
+        facts.add("time", match self.timing.median_us {
+            Some(median) => {
+                let times = if self.timing.repeats == 1 { "run" } else { "runs" };
+                format!("{}, median of {} {times} after the first ({first})", table::time(median), self.timing.repeats)
+            }
+            None => format!("{first}, first run"),
+        });
+        facts.add("speed", format!("{} TFLOP/s ({})", table::number(self.tflops()), table::flops(self.flops)));
+        for (name, check) in &self.checks {
+            let verdict = if check.passed() { "ok" } else { "FAILED" };
+            let relation = if check.passed() { "of" } else { "exceeds the" };
+            facts.add(
+                &format!("check {name}"),
+                format!(
+                    "{verdict}: error {:.1e} {relation} {:.1e} allowed, {} of {} elements",
+                    check.error,
+                    check.limit,
+                    table::count(check.checked),
+                    table::count(check.total)
+                ),
+            );
+        }
+        for file in &self.written {
+            facts.add("written", file);
+        }
+        facts
+    }
+
+    fn json(&self) -> Result<Value> {
+        let mut object = Map::new();
+        let mut set = |name: &str, value: Value| object.insert(name.to_owned(), value);
+        set("operation", json!(self.operation));
+        set("device", json!(self.device.to_string()));
+        set("device_name", json!(device_name(self.device)));
+        set("kernel", json!(self.kernel.map(|row| row.symbol())));
+        set("target", json!(self.kernel.map(|row| row.target.name())));
+        set("dtype", json!(self.dtype));
+        set("shapes", self.shapes.iter().map(|(name, shape)| (name.replace(", ", "_"), json!(shape))).collect());
+        set("options", self.details.iter().map(|(name, value)| ((*name).to_owned(), json!(value))).collect());
+        set("flops", json!(self.flops));
+        set("time", serde_json::to_value(self.timing)?);
+        set("tflops_per_second", json!(self.tflops()));
+        if !self.checks.is_empty() {
+            let mut checks = Map::new();
+            for (name, check) in &self.checks {
+                checks.insert((*name).to_owned(), serde_json::to_value(check)?);
+            }
+            checks.insert("passed".to_owned(), json!(self.passed()));
+            set("check", Value::Object(checks));
+        }
+        set("written", json!(self.written));
+        Ok(Value::Object(object))
+    }
+}
+
+/// `cuda:0 (NVIDIA H200, sm_90)`, `cpu (AMD EPYC, 16 threads)`.
+pub fn device_name(device: &Device) -> String {
+    match device.cuda_properties() {
+        Some(gpu) => format!("{device} ({}, {})", gpu.name, gpu.compute_capability),
+        None => format!("cpu ({}{} threads)", cpu_model(), rayon::current_num_threads()),
+    }
+}
+
+/// From the kernel's own words; empty where it says nothing.
+fn cpu_model() -> String {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = text.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
+    model.map_or(String::new(), |(_, name)| format!("{}, ", name.split_whitespace().collect::<Vec<_>>().join(" ")))
 }

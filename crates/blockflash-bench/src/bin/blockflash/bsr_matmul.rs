@@ -1,0 +1,218 @@
+//! `blockflash bsr-matmul`.
+
+use crate::args::{Common, Float, Half, ensure, out_path, sizes};
+use crate::bsr_operands::Operands;
+use crate::failure::Result;
+use crate::measure;
+use crate::operand::{Placed, save};
+use crate::output::{RunReport, print};
+use crate::progress::Progress;
+use crate::table;
+use blockflash_bench::check::{self, BsrCase, Comparison};
+use blockflash_bench::io::Array;
+use blockflash_ops::bsr_matmul::{BsrMatrix, BsrProblem};
+use blockflash_ops::{Activation, Bias, BsrMatmul, Tensor};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+const EXAMPLES: &str = "\
+Computes C = activation(alpha·A·B + beta·C + bias).
+
+Examples:
+  blockflash bsr-matmul --random 4096x4096x4096 --block 64 --density 0.1 --check
+  blockflash bsr-matmul --a weights.safetensors --b x.npy --bias bias.npy --activation gelu --out y.npy
+
+A is a .safetensors file with row_ptr (i32 or i64 [block rows + 1]), col_idx (i32 or i64 [blocks]), values (f16, bf16, f32 or
+f64 [blocks, b, b]) and, if A is no multiple of b, shape ([2]). Without it A has b times the block rows, and B's rows as columns.";
+
+/// Options of `blockflash bsr-matmul`.
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// Read A from a .safetensors file with row_ptr, col_idx and values
+    #[arg(long, value_name = "FILE", requires = "b", conflicts_with = "random", help_heading = "Input")]
+    pub a: Option<PathBuf>,
+    /// Read B, [k, n], from a .npy or .safetensors file (tensor `b`)
+    #[arg(long, value_name = "FILE", requires = "a", help_heading = "Input")]
+    pub b: Option<PathBuf>,
+    /// Draw the blocks of A (m x k) and B (k x n) from N(0, 1): m, n, k
+    #[arg(long, value_name = "MxNxK", value_parser = sizes::<3>, help_heading = "Input")]
+    pub random: Option<[usize; 3]>,
+    /// Rows and columns of a block of a random A [default: 64]
+    #[arg(long, value_name = "B", requires = "random", help_heading = "Input")]
+    pub block: Option<usize>,
+    /// Fraction of the blocks of a random A that are stored, 0 to 1 [default: 0.1]
+    #[arg(long, value_name = "X", requires = "random", allow_hyphen_values = true, help_heading = "Input")]
+    pub density: Option<f64>,
+    /// Element type of A, B and bias [default: that of the files, f16 for f32, f64 and random]
+    #[arg(long, help_heading = "Input")]
+    pub dtype: Option<Half>,
+
+    /// Factor of A·B [default: 1]
+    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Operation")]
+    pub alpha: Option<f32>,
+    /// Factor of the old C, which --c names [default: 0]
+    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Operation")]
+    pub beta: Option<f32>,
+    /// The old C, [m, n], from a .npy or .safetensors file (tensor `c`), or `random`
+    #[arg(long, value_name = "FILE|random", requires = "beta", help_heading = "Operation")]
+    pub c: Option<PathBuf>,
+    /// Add a bias from a .npy or .safetensors file (tensor `bias`), or `random`
+    #[arg(long, value_name = "FILE|random", help_heading = "Operation")]
+    pub bias: Option<PathBuf>,
+    /// Whether the bias has one value per row of C or one per column [default: row]
+    #[arg(long, requires = "bias", help_heading = "Operation")]
+    pub bias_axis: Option<BiasAxis>,
+    /// Function applied last
+    #[arg(long, default_value = "none", help_heading = "Operation")]
+    pub activation: ActivationName,
+
+    /// Write C to a .npy or .safetensors file (tensor `c`)
+    #[arg(long, value_name = "FILE", value_parser = out_path, help_heading = "Output")]
+    pub out: Option<PathBuf>,
+    /// Element type of C [default: that of A and B]
+    #[arg(long, help_heading = "Output")]
+    pub out_dtype: Option<Float>,
+
+    #[command(flatten)]
+    pub common: Common,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum BiasAxis {
+    Row,
+    Column,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum ActivationName {
+    None,
+    Relu,
+    Gelu,
+    Silu,
+}
+
+/// Runs the matmul once, checks and times it.
+pub fn run(args: Args) -> Result<ExitCode> {
+    let (alpha, beta) = (args.alpha.unwrap_or(1.0), args.beta.unwrap_or(0.0));
+    ensure(beta == 0.0 || args.c.is_some(), "--beta needs the old C: --c FILE or --c random")?;
+    let device = args.common.device.open()?;
+    let stream = device.stream()?;
+
+    let operands = Operands::new(&args)?;
+    let [m, n, _] = operands.sizes;
+    let a = if device.is_cpu() { None } else { Some(operands.a.to(&stream)?) };
+    let b = Placed::new(&operands.b, &stream)?;
+    let bias = operands.bias.as_ref().map(|bias| Placed::new(bias, &stream)).transpose()?;
+    let matmul = BsrMatmul {
+        alpha,
+        beta,
+        bias: match (&bias, args.bias_axis) {
+            (None, _) => Bias::None,
+            (Some(bias), None | Some(BiasAxis::Row)) => Bias::PerRow(bias.view()?),
+            (Some(bias), Some(BiasAxis::Column)) => Bias::PerColumn(bias.view()?),
+        },
+        activation: match args.activation {
+            ActivationName::None => Activation::None,
+            ActivationName::Relu => Activation::Relu,
+            ActivationName::Gelu => Activation::Gelu,
+            ActivationName::Silu => Activation::Silu,
+        },
+        ..BsrMatmul::new(a.as_ref().unwrap_or(&operands.a), b.view()?)
+    };
+
+    let old_c = || match &operands.c {
+        Some(c) => Ok(c.upload(&stream)?),
+        None => Tensor::empty(&stream, operands.c_dtype, &[m, n]),
+    };
+    let mut c = old_c()?;
+    let problem = matmul.problem(&c.view_mut())?;
+    let kernel = match device.cuda_properties() {
+        Some(gpu) if !problem.is_empty() => Some(blockflash_ops::bsr_matmul::select(&problem, gpu)?),
+        _ => None,
+    };
+    let first_us = measure::first("bsr-matmul", &stream, || Ok(matmul.matmul_into(c.view_mut(), &stream)?))?;
+    // With beta every run changes C: the result is that of the first one.
+    let mut other = if beta == 0.0 { None } else { Some(old_c()?) };
+    let again = || Ok(matmul.matmul_into(other.as_mut().unwrap_or(&mut c).view_mut(), &stream)?);
+    let timing = measure::repeat("bsr-matmul, again", &stream, first_us, args.common.repeat, again)?;
+
+    let (mut written, mut checks) = (Vec::new(), Vec::new());
+    if args.out.is_some() || args.common.check {
+        let c = Array::download(&c, &stream)?;
+        written = save(&[("c", &c, args.out.as_ref())])?;
+        if args.common.check {
+            checks.push(("c", check(&args, &operands, &problem, &c)?));
+        }
+    }
+
+    let report = RunReport {
+        operation: "bsr-matmul",
+        device: &device,
+        kernel,
+        shapes: vec![("a", vec![m, problem.k]), ("b", vec![problem.k, n]), ("c", vec![m, n])],
+        dtype: match (problem.dtype, problem.c_dtype) {
+            (dtype, c_dtype) if dtype == c_dtype => dtype.name().to_owned(),
+            (dtype, c_dtype) => format!("{dtype} to {c_dtype}"),
+        },
+        details: details(&args, &operands.a, &problem),
+        flops: blockflash_ops::bsr_flops(&problem) as f64,
+        timing,
+        checks,
+        written,
+    };
+    print(&report.render(args.common.json)?)?;
+    Ok(report.exit_code())
+}
+
+fn details(args: &Args, a: &BsrMatrix, problem: &BsrProblem) -> Vec<(&'static str, String)> {
+    let blocks = format!(
+        "{} of {} x {}, density {:.4}",
+        table::count(problem.nnz_blocks as u64),
+        problem.block_size,
+        problem.block_size,
+        a.density()
+    );
+    let mut formula = format!("{}A·B", factor(problem.alpha));
+    if problem.beta != 0.0 {
+        formula += &format!(" + {}C", factor(problem.beta));
+    }
+    if args.bias.is_some() {
+        let axis = if args.bias_axis == Some(BiasAxis::Column) { "column" } else { "row" };
+        formula += &format!(" + bias per {axis}");
+    }
+    formula = match args.activation {
+        ActivationName::None => formula,
+        ActivationName::Relu => format!("relu({formula})"),
+        ActivationName::Gelu => format!("gelu({formula})"),
+        ActivationName::Silu => format!("silu({formula})"),
+    };
+    vec![("blocks", blocks), ("formula", formula)]
+}
+
+fn factor(value: f32) -> String {
+    if value == 1.0 { String::new() } else { format!("{value}·") }
+}
+
+fn check(args: &Args, operands: &Operands, problem: &BsrProblem, c: &Array) -> Result<Comparison> {
+    let per_column = args.bias_axis == Some(BiasAxis::Column);
+    let case = BsrCase {
+        row_ptr: operands.row_ptr.as_i32().unwrap_or_default(),
+        col_idx: operands.col_idx.as_i32().unwrap_or_default(),
+        values: &operands.values,
+        b: &operands.b,
+        c: operands.c.as_ref(),
+        alpha: problem.alpha,
+        beta: problem.beta,
+        bias_per_row: operands.bias.as_ref().filter(|_| !per_column),
+        bias_per_column: operands.bias.as_ref().filter(|_| per_column),
+        activation: match args.activation {
+            ActivationName::None => check::Activation::None,
+            ActivationName::Relu => check::Activation::Relu,
+            ActivationName::Gelu => check::Activation::Gelu,
+            ActivationName::Silu => check::Activation::Silu,
+        },
+    };
+    let progress = Progress::fractions("checking");
+    Ok(check::bsr_matmul(&case, c, args.common.seed, |done| progress.fraction(done))?)
+}

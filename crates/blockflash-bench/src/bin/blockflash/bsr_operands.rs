@@ -1,0 +1,154 @@
+//! Operands of `blockflash bsr-matmul`.
+
+use crate::args::{Common, ensure};
+use crate::bsr_matmul::{Args, BiasAxis};
+use crate::failure::{Failure, Result};
+use crate::operand::{Source, common_dtype, random};
+use blockflash_bench::io::{Array, Values};
+use blockflash_bench::random::choose;
+use blockflash_ops::DType;
+use blockflash_ops::bsr_matmul::BsrMatrix;
+use std::path::Path;
+
+/// Random tensors of one seed.
+const LANE_B: u64 = 0;
+const LANE_VALUES: u64 = 1;
+const LANE_PATTERN: u64 = 2;
+const LANE_BIAS: u64 = 3;
+const LANE_C: u64 = 4;
+
+/// What is multiplied, on the host.
+pub struct Operands {
+    /// m, n, k.
+    pub sizes: [usize; 3],
+    pub a: BsrMatrix,
+    pub row_ptr: Array,
+    pub col_idx: Array,
+    pub values: Array,
+    pub b: Array,
+    pub bias: Option<Array>,
+    pub c: Option<Array>,
+    pub c_dtype: DType,
+}
+
+/// The arrays of A, and its size.
+struct Bsr {
+    shape: [usize; 2],
+    row_ptr: Array,
+    col_idx: Array,
+    values: Array,
+}
+
+impl Operands {
+    pub fn new(args: &Args) -> Result<Self> {
+        let wish = args.dtype.map(DType::from);
+        let (bsr, b) = match (args.random, &args.a, &args.b) {
+            (Some(sizes), ..) => random_operands(args, sizes, wish.unwrap_or(DType::F16))?,
+            (None, Some(a), Some(b)) => read_operands(a, b, wish)?,
+            _ => {
+                return Err(Failure::new("nothing to compute: give --a FILE and --b FILE, or --random MxNxK (see --help)"));
+            }
+        };
+        let Bsr { shape: [m, k], row_ptr, col_idx, values } = bsr;
+        let &[rows, n] = b.shape() else {
+            return Err(Failure::new(format!("b is {:?}, expected [k, n]", b.shape())));
+        };
+        ensure(rows == k, &format!("b has {rows} rows, but A has {k} columns"))?;
+        let &[_, block, _] = values.shape() else {
+            return Err(Failure::new(format!("values is {:?}, expected [blocks, b, b]", values.shape())));
+        };
+        let indices = |array: &Array| array.as_i32().unwrap_or_default().to_vec();
+        let a = BsrMatrix::from_parts(m, k, block, &indices(&row_ptr), &indices(&col_idx), values.view()?)?;
+
+        let dtype = values.dtype();
+        let bias_len = if args.bias_axis == Some(BiasAxis::Column) { n } else { m };
+        let bias = optional(args.bias.as_deref(), "bias", dtype, &[bias_len], &args.common, LANE_BIAS)?;
+        let c_dtype = args.out_dtype.map_or(dtype, DType::from);
+        let c = optional(args.c.as_deref(), "c", c_dtype, &[m, n], &args.common, LANE_C)?;
+        Ok(Self { sizes: [m, n, k], a, row_ptr, col_idx, values, b, bias, c, c_dtype })
+    }
+}
+
+/// A file, or `random`, or nothing.
+fn optional(
+    path: Option<&Path>,
+    name: &'static str,
+    dtype: DType,
+    shape: &[usize],
+    common: &Common,
+    lane: u64,
+) -> Result<Option<Array>> {
+    let Some(path) = path else { return Ok(None) };
+    if path == Path::new("random") {
+        return random(name, dtype, shape, common.seed, lane).map(Some);
+    }
+    let array = Source::open(path, name)?.load(dtype)?;
+    ensure(array.shape() == shape, &format!("{name} is {:?}, expected {shape:?}", array.shape()))?;
+    Ok(Some(array))
+}
+
+fn read_operands(a: &Path, b: &Path, wish: Option<DType>) -> Result<(Bsr, Array)> {
+    let sources = [Source::open(a, "values")?, Source::open(b, "b")?];
+    let dtype = common_dtype(wish, &sources)?;
+    let index = |name| Source::open(a, name)?.load(DType::I32);
+    let (row_ptr, col_idx) = (index("row_ptr")?, index("col_idx")?);
+    let shape = Source::open_optional(a, "shape")?.map(|source| source.load(DType::I32)).transpose()?;
+    let [values, b] = sources;
+    let (values, b) = (values.load(dtype)?, b.load(dtype)?);
+
+    for (name, array) in [("row_ptr", &row_ptr), ("col_idx", &col_idx)] {
+        ensure(array.shape().len() == 1, &format!("{name} is {:?}, expected one dimension", array.shape()))?;
+    }
+    ensure(!row_ptr.is_empty(), "row_ptr is empty, expected the number of block rows + 1 entries")?;
+    let &[blocks, height, width] = values.shape() else {
+        return Err(Failure::new(format!("values is {:?}, expected [blocks, b, b]", values.shape())));
+    };
+    ensure(height == width, &format!("values is [{blocks}, {height}, {width}], expected square blocks"))?;
+    let &[rows_of_b, _] = b.shape() else {
+        return Err(Failure::new(format!("b is {:?}, expected [k, n]", b.shape())));
+    };
+    let shape = match shape.as_ref().map(|array| array.as_i32().unwrap_or_default()) {
+        None => [(row_ptr.len() - 1) * height, rows_of_b],
+        Some(&[rows, cols]) if rows >= 0 && cols >= 0 => [rows as usize, cols as usize],
+        Some(other) => return Err(Failure::new(format!("shape is {other:?}, expected the rows and columns of A"))),
+    };
+    Ok((Bsr { shape, row_ptr, col_idx, values }, b))
+}
+
+fn random_operands(args: &Args, [m, n, k]: [usize; 3], dtype: DType) -> Result<(Bsr, Array)> {
+    let (block, density, seed) = (args.block.unwrap_or(64), args.density.unwrap_or(0.1), args.common.seed);
+    let limit = BsrMatrix::MAX_BLOCK_SIZE;
+    ensure((1..=limit).contains(&block), &format!("--block is {block}, expected 1 to {limit}"))?;
+    ensure((0.0..=1.0).contains(&density), &format!("--density is {density}, expected 0 to 1"))?;
+    let (block_rows, block_cols) = (m.div_ceil(block), k.div_ceil(block));
+    // The indices of the format are 32-bit.
+    let all = block_rows.checked_mul(block_cols).filter(|&all| block_rows.max(all) < i32::MAX as usize);
+    let all = all.ok_or_else(|| Failure::new(format!("A of {m} x {k} has too many blocks of {block}")))?;
+    let blocks = (all as f64 * density).round() as usize;
+
+    let b = random("b", dtype, &[k, n], seed, LANE_B)?;
+    let values = random("values", dtype, &[blocks, block, block], seed, LANE_VALUES)?;
+    let chosen = choose(blocks, all, seed, LANE_PATTERN);
+    let col_idx: Vec<i32> = chosen.iter().map(|at| (at % block_cols) as i32).collect();
+    let mut row_ptr = vec![0i32; block_rows + 1];
+    chosen.iter().for_each(|at| row_ptr[at / block_cols + 1] += 1);
+    (0..block_rows).for_each(|row| row_ptr[row + 1] += row_ptr[row]);
+    let values = without_padding(values, &chosen, [m, k], block_cols);
+    let vector = |values: Vec<i32>| Array::new(&[values.len()], Values::I32(values));
+    match (vector(row_ptr), vector(col_idx)) {
+        (Some(row_ptr), Some(col_idx)) => Ok((Bsr { shape: [m, k], row_ptr, col_idx, values }, b)),
+        _ => Err(Failure::new("A is too large")),
+    }
+}
+
+/// Zeroes what blocks at the edges hold beyond the matrix.
+fn without_padding(values: Array, chosen: &[usize], [m, k]: [usize; 2], block_cols: usize) -> Array {
+    let &[_, block, _] = values.shape() else { return values };
+    if m.is_multiple_of(block) && k.is_multiple_of(block) {
+        return values;
+    }
+    values.keep(|at| {
+        let (position, row, col) = (chosen[at / (block * block)], at / block % block, at % block);
+        position / block_cols * block + row < m && position % block_cols * block + col < k
+    })
+}

@@ -1,0 +1,101 @@
+//! `blockflash info`.
+
+use crate::args::DeviceArg;
+use crate::failure::Result;
+use crate::output::{device_name, print};
+use crate::table::{self, Facts, grid};
+use blockflash_ops::{Device, Status, SupportRow, support};
+use blockflash_safe::{CudaProperties, CudaStatus, cuda_status};
+use serde_json::{Value, json};
+use std::process::ExitCode;
+
+/// Options of `blockflash info`.
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    device: DeviceArg,
+    /// Print one JSON object instead of tables
+    #[arg(long, help_heading = "Common options")]
+    json: bool,
+}
+
+/// Shows devices and what runs on the one that the other commands would take.
+pub fn run(args: Args) -> Result<ExitCode> {
+    let status = cuda_status();
+    let device = args.device.open()?;
+    let rows = support(&device);
+    let text = if args.json {
+        serde_json::to_string(&as_json(&device, &status, &rows))?
+    } else {
+        let title = format!("What runs on {}", device_name(&device));
+        format!("{}\n\n{title}:\n{}", devices(&device, &status), support_table(&rows))
+    };
+    print(&text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn devices(default: &Device, status: &CudaStatus) -> Facts {
+    let mut facts = Facts::default();
+    facts.add("blockflash", env!("CARGO_PKG_VERSION"));
+    match status {
+        Ok(driver) => {
+            facts.add("CUDA driver", format!("{}.{}", driver.version / 1000, driver.version % 1000 / 10));
+            for gpu in &driver.devices {
+                facts.add(&format!("cuda:{}", gpu.ordinal), gpu_line(gpu));
+            }
+        }
+        Err(reason) => facts.add("CUDA", format!("not usable: {reason}")),
+    }
+    facts.add("cpu", device_name(&Device::cpu()).trim_start_matches("cpu (").trim_end_matches(')'));
+    facts.add("used here", default);
+    facts
+}
+
+fn gpu_line(gpu: &CudaProperties) -> String {
+    format!(
+        "{} ({}), {}, {} multiprocessors, {} shared memory per block",
+        gpu.name,
+        gpu.compute_capability,
+        table::bytes(gpu.memory_bytes),
+        gpu.multiprocessors,
+        table::bytes(gpu.smem_per_block.into())
+    )
+}
+
+fn support_table(rows: &[SupportRow]) -> impl std::fmt::Display {
+    let cells = rows.iter().map(|row| {
+        let runs = match &row.status {
+            Status::Kernel { symbol, target, .. } => format!("{symbol} ({target})"),
+            Status::Cpu => "yes".to_owned(),
+            Status::Unsupported { reason } => format!("no: {reason}"),
+        };
+        vec![row.op.to_owned(), row.dtype.to_string(), row.size.to_string(), runs]
+    });
+    grid(&["operation", "dtype", "size", "kernel"], cells.collect())
+}
+
+fn as_json(device: &Device, status: &CudaStatus, rows: &[SupportRow]) -> Value {
+    let support: Vec<Value> = rows
+        .iter()
+        .map(|row| {
+            let (runs, kernel, target, reason) = match &row.status {
+                Status::Kernel { symbol, target, .. } => (true, Some(symbol.to_string()), Some(target.to_string()), None),
+                Status::Cpu => (true, None, None, None),
+                Status::Unsupported { reason } => (false, None, None, Some(reason.to_string())),
+            };
+            json!({
+                "operation": row.op, "dtype": row.dtype.name(), "size": row.size,
+                "runs": runs, "kernel": kernel, "target": target, "reason": reason,
+            })
+        })
+        .collect();
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "cuda_driver": status.as_ref().ok().map(|driver| driver.version),
+        "cuda_devices": status.as_ref().map(|driver| driver.devices.clone()).unwrap_or_default(),
+        "cuda_problem": status.as_ref().err().map(ToString::to_string),
+        "cpu": device_name(&Device::cpu()),
+        "device": device.to_string(),
+        "support": support,
+    })
+}

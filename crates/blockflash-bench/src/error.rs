@@ -1,0 +1,66 @@
+use std::path::PathBuf;
+
+/// Why something cannot be measured or reported. Every message is one line.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The folder with suites and rivals is nowhere to be found.
+    #[error("found no folder benches/ with suites/ in it, neither above {from} nor above the program; set BLOCKFLASH_BENCHES")]
+    NoBenches {
+        /// Where the search began.
+        from: PathBuf,
+    },
+    /// No suite of this name.
+    #[error("there is no suite {name:?} (there are {present})")]
+    NoSuite {
+        /// The name that was asked for.
+        name: String,
+        /// The names that exist.
+        present: String,
+    },
+    /// A suite file with a mistake.
+    #[error("{}: {problem}", path.display())]
+    Suite {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
+    /// A record that is not one.
+    #[error("{}, line {line}: {problem}", path.display())]
+    Record {
+        /// The file.
+        path: PathBuf,
+        /// Line, from 1.
+        line: usize,
+        /// What is wrong.
+        problem: String,
+    },
+    /// The operating system refuses.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// An option whose value makes no sense here.
+    #[error("{0}")]
+    Option(String),
+    /// The operation itself fails.
+    #[error(transparent)]
+    Ops(#[from] blockflash_ops::Error),
+    /// The device fails.
+    #[error(transparent)]
+    Device(#[from] blockflash_safe::Error),
+}
+
+impl Error {
+    pub(crate) fn io(path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
+        let path = path.into();
+        move |source| Self::Io { path, source }
+    }
+}
+
+/// Result of measuring and reporting.
+pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,0 +1,133 @@
+//! Where a measurement is made: the folder of suites, the GPU and its driver, the commit.
+
+use crate::error::{Error, Result};
+use blockflash_ops::Device;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// The machine as records name it.
+#[derive(Clone, Debug)]
+pub struct Machine {
+    /// Name of the GPU, or `cpu: ` and the processor's.
+    pub gpu: String,
+    /// Version of the NVIDIA driver.
+    pub driver: Option<String>,
+    /// Commit of the build, `unknown` if nobody knows.
+    pub commit: String,
+    /// How `nvidia-smi -i` finds the GPU; `None` for the CPU.
+    pub smi_index: Option<String>,
+}
+
+impl Machine {
+    /// Describes the device that is measured.
+    pub fn of(device: &Device, benches: &Path) -> Self {
+        let commit = commit(benches);
+        let Some(properties) = device.cuda_properties() else {
+            return Self { gpu: format!("cpu: {}", processor()), driver: None, commit, smi_index: None };
+        };
+        let index = smi_index(properties.ordinal, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref());
+        let version = properties.driver_version;
+        let cuda = format!("CUDA {}.{}", version / 1000, version % 1000 / 10);
+        let driver = smi(&index, "driver_version").map_or(cuda.clone(), |driver| format!("{driver} ({cuda})"));
+        Self { gpu: properties.name.clone(), driver: Some(driver), commit, smi_index: Some(index) }
+    }
+
+    /// The name as a folder: `nvidia-h200`; `cpu` for every processor.
+    pub fn slug(&self) -> String {
+        if self.smi_index.is_none() {
+            return "cpu".to_owned();
+        }
+        let words = self.gpu.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
+        words.map(str::to_ascii_lowercase).collect::<Vec<_>>().join("-")
+    }
+}
+
+/// The folder `benches` with suites and rivals: `BLOCKFLASH_BENCHES`, else beside or above the working directory, else beside or
+/// above the program.
+///
+/// # Errors
+/// [`Error::NoBenches`].
+pub fn benches() -> Result<PathBuf> {
+    let valid = |folder: &PathBuf| folder.join("suites").is_dir();
+    let from = std::env::current_dir().unwrap_or_default();
+    if let Some(folder) = std::env::var_os("BLOCKFLASH_BENCHES").map(PathBuf::from) {
+        return Some(folder).filter(valid).ok_or(Error::NoBenches { from });
+    }
+    let program = std::env::current_exe().unwrap_or_default();
+    let mut above = from.ancestors().chain(program.ancestors().skip(1)).map(|place| place.join("benches"));
+    above.find(valid).ok_or(Error::NoBenches { from: from.clone() })
+}
+
+/// `BLOCKFLASH_COMMIT`, else a file `commit` beside the program or beside `benches`, else what git says of the repository.
+fn commit(benches: &Path) -> String {
+    let program = std::env::current_exe().unwrap_or_default();
+    let beside = [program.parent(), benches.parent()];
+    let file = || {
+        let mut files = beside.iter().flatten().map(|folder| folder.join("commit"));
+        files.find_map(|path| std::fs::read_to_string(path).ok())
+    };
+    let git = |arguments: &[&str]| {
+        let output = Command::new("git").arg("-C").arg(benches).args(arguments).stdin(Stdio::null()).output().ok()?;
+        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let of_git = || {
+        let commit = git(&["rev-parse", "--short=12", "HEAD"])?;
+        // Records of this very run do not make the build another one.
+        let changed = git(&["status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)benches/results"])?;
+        Some(if changed.is_empty() { commit } else { format!("{commit}-dirty") })
+    };
+    let found = std::env::var("BLOCKFLASH_COMMIT").ok().or_else(file).map(|text| text.trim().to_owned());
+    found.filter(|text| !text.is_empty()).or_else(of_git).unwrap_or_else(|| "unknown".to_owned())
+}
+
+fn processor() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let name = info.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(':'));
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    format!("{}, {threads} threads", name.map_or(std::env::consts::ARCH, |(_, name)| name.trim()))
+}
+
+/// The GPU's entry in `CUDA_VISIBLE_DEVICES` (a number or a UUID, both of which nvidia-smi takes), else its ordinal.
+fn smi_index(ordinal: usize, visible: Option<&str>) -> String {
+    let entry = visible.and_then(|list| list.split(',').nth(ordinal)).map(str::trim);
+    entry.filter(|entry| !entry.is_empty()).map_or_else(|| ordinal.to_string(), str::to_owned)
+}
+
+/// What nvidia-smi says of some properties, comma-separated; `None` if it is missing or knows one of them not.
+pub(crate) fn smi(index: &str, properties: &str) -> Option<String> {
+    let output = smi_command(index, properties).output().ok()?;
+    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+pub(crate) fn smi_command(index: &str, properties: &str) -> Command {
+    let mut command = Command::new("nvidia-smi");
+    command.args(["-i", index, "--format=csv,noheader,nounits"]).arg(format!("--query-gpu={properties}"));
+    command.stdin(Stdio::null()).stderr(Stdio::null());
+    command
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn visible_devices_are_renumbered() {
+        assert_eq!(smi_index(1, None), "1");
+        assert_eq!(smi_index(1, Some("3,GPU-abc")), "GPU-abc");
+        assert_eq!(smi_index(2, Some("3,1")), "2");
+    }
+
+    #[test]
+    fn folders_are_named_after_the_gpu() {
+        let machine = |gpu: &str, smi_index| Machine { gpu: gpu.into(), driver: None, commit: String::new(), smi_index };
+        assert_eq!(machine("NVIDIA H200", Some("0".into())).slug(), "nvidia-h200");
+        assert_eq!(machine("NVIDIA GeForce RTX 4090 (x)", Some("0".into())).slug(), "nvidia-geforce-rtx-4090-x");
+        assert_eq!(machine("cpu: some", None).slug(), "cpu");
+    }
+
+    #[test]
+    fn this_repository_is_found() {
+        assert!(benches().unwrap().join("suites/smoke.toml").is_file());
+        assert!(!commit(&benches().unwrap()).is_empty());
+    }
+}

@@ -1,0 +1,191 @@
+//! The record: one JSON line per measured implementation of a case. `benches/README.md` documents the fields.
+
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// Version of the fields.
+pub const SCHEMA: u32 = 1;
+
+/// Name of our own implementation in [`Record::implementation`].
+pub const OURS: &str = "blockflash";
+
+/// One line.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Record {
+    /// [`SCHEMA`].
+    pub schema: u32,
+    /// Name of the suite.
+    pub suite: String,
+    /// `attention_fwd` or `bsr_matmul`.
+    pub op: String,
+    /// The shape as one readable id.
+    pub case: String,
+    /// `blockflash` or the rival's name.
+    #[serde(rename = "impl")]
+    pub implementation: String,
+    /// Launch parameters or versions of a rival.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub settings: Option<String>,
+    /// Not a rival but a mark: it does another job (a dense product, for example).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub reference: bool,
+    /// The kernel, for ours on a GPU.
+    pub symbol: Option<String>,
+    /// Microseconds of a launch: the median over the rounds of the median within a window.
+    pub us: Option<f64>,
+    /// Smallest median of a round.
+    pub us_min: Option<f64>,
+    /// Largest median of a round.
+    pub us_max: Option<f64>,
+    /// `flops / us`.
+    pub tflops: Option<f64>,
+    /// Useful floating-point operations of a launch.
+    pub flops: f64,
+    /// Whether the output was compared with a reference and found right. A wrong or unchecked result has no time.
+    pub verified: bool,
+    /// ‖out − reference‖ / ‖reference‖ on the elements that were compared.
+    pub rel_err: Option<f64>,
+    /// Why there is no time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// Equal for everything that was measured interleaved.
+    pub run: String,
+    /// Windows of this implementation.
+    pub rounds: usize,
+    /// Length of a window in milliseconds.
+    pub window_ms: f64,
+    /// Idle time before each window in milliseconds.
+    pub gap_ms: f64,
+    /// Launches in one CUDA graph.
+    pub launches: Option<usize>,
+    /// Commit of the build.
+    pub commit: String,
+    /// Name of the GPU, or `cpu: ` and the processor's.
+    pub gpu: String,
+    /// Version of the NVIDIA driver.
+    pub driver: Option<String>,
+    /// Multiprocessor clock during the windows (median).
+    pub clock_mhz: Option<f64>,
+    /// Power during the windows (median).
+    pub power_w: Option<f64>,
+    /// GPU temperature during the windows (highest).
+    pub temperature_c: Option<f64>,
+    /// `warm`: launches follow each other on the same data, so what fits into the L2 cache stays there.
+    pub cache: String,
+    /// UTC, RFC 3339.
+    pub date: String,
+}
+
+/// Appends records to a file. A line is on its way to the disk when `append` returns, so an interrupted run keeps them.
+#[derive(Debug)]
+pub struct Writer {
+    path: PathBuf,
+    file: File,
+}
+
+impl Writer {
+    /// Opens or creates the file and the folders above it.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn open(path: &Path) -> Result<Self> {
+        if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+            std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
+        }
+        let file = OpenOptions::new().create(true).append(true).open(path).map_err(Error::io(path))?;
+        Ok(Self { path: path.to_owned(), file })
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Writes one line.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn append(&mut self, record: &Record) -> Result<()> {
+        let mut line = serde_json::to_string(record).map_err(|error| std::io::Error::other(error.to_string()));
+        if let Ok(line) = &mut line {
+            line.push('\n');
+        }
+        line.and_then(|line| self.file.write_all(line.as_bytes())).map_err(Error::io(&self.path))
+    }
+}
+
+/// Reads a file of records, oldest first. Fields that a newer program added are ignored; another schema is an error.
+///
+/// # Errors
+/// [`Error::Io`], [`Error::Record`].
+pub fn read(path: &Path) -> Result<Vec<Record>> {
+    let text = std::fs::read_to_string(path).map_err(Error::io(path))?;
+    let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
+    lines
+        .map(|(index, line)| {
+            let wrong = |problem: String| Error::Record { path: path.to_owned(), line: index + 1, problem };
+            let record: Record = serde_json::from_str(line).map_err(|error| wrong(error.to_string()))?;
+            match record.schema {
+                SCHEMA => Ok(record),
+                other => Err(wrong(format!("schema {other}, this program reads {SCHEMA}"))),
+            }
+        })
+        .collect()
+}
+
+/// The time now as `2026-11-21T08:15:00Z`.
+pub fn now() -> String {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    timestamp(since.as_secs())
+}
+
+/// An id for the run that starts now: time and process.
+pub fn run_id() -> String {
+    let compact: String = now().chars().filter(|c| !matches!(c, '-' | ':')).collect();
+    format!("{compact}-{:x}", std::process::id())
+}
+
+/// Seconds since 1970 as a date. The year is counted from March, so that the leap day comes last
+/// (<https://howardhinnant.github.io/date_algorithms.html>).
+fn timestamp(seconds: u64) -> String {
+    let days = seconds / 86_400 + 719_468; // since 0000-03-01
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted_month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
+    let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    let (hour, minute, second) = (seconds / 3_600 % 24, seconds / 60 % 60, seconds % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates() {
+        assert_eq!(timestamp(0), "1970-01-01T00:00:00Z");
+        assert_eq!(timestamp(951_782_399), "2000-02-28T23:59:59Z");
+        assert_eq!(timestamp(951_782_400), "2000-02-29T00:00:00Z");
+        assert_eq!(timestamp(1_795_248_000), "2026-11-21T08:00:00Z");
+    }
+
+    #[test]
+    fn a_file_grows_by_lines_and_reads_back() {
+        let folder = std::env::temp_dir().join(format!("blockflash-record-{}", std::process::id()));
+        let path = folder.join("gpu").join("suite.jsonl");
+        let record = Record { schema: SCHEMA, case: "a".into(), us: Some(1.5), ..Record::default() };
+        Writer::open(&path).unwrap().append(&record).unwrap();
+        Writer::open(&path).unwrap().append(&Record { case: "b".into(), ..record.clone() }).unwrap();
+        let records = read(&path).unwrap();
+        assert_eq!((records.len(), &records[0], records[1].case.as_str()), (2, &record, "b"));
+        std::fs::write(&path, "{\"schema\": 9}\n").unwrap();
+        assert!(read(&path).unwrap_err().to_string().contains("line 1"));
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+}

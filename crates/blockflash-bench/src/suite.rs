@@ -1,0 +1,252 @@
+//! Suites: files that list what is measured, as grids of cases.
+
+use crate::case::{AttentionShape, BsrShape, Case, MaskKind, Pattern};
+use crate::error::{Error, Result};
+use blockflash_sys::DType;
+use serde::Deserialize;
+use std::path::{Path, PathBuf};
+
+/// A list of cases, and how to measure them unless the command says otherwise.
+#[derive(Clone, Debug)]
+pub struct Suite {
+    /// Name of the file without `.toml`.
+    pub name: String,
+    /// One line for people.
+    pub description: String,
+    /// How often each implementation gets a window.
+    pub rounds: usize,
+    /// Length of a window in milliseconds.
+    pub window_ms: f64,
+    /// Idle time before each window in milliseconds.
+    pub gap_ms: f64,
+    /// Rivals as `--peers` takes them.
+    pub peers: String,
+    /// In the order of the file.
+    pub cases: Vec<Case>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    description: String,
+    #[serde(default = "default_rounds")]
+    rounds: usize,
+    #[serde(default = "default_window_ms")]
+    window_ms: f64,
+    #[serde(default = "default_gap_ms")]
+    gap_ms: f64,
+    #[serde(default = "default_peers")]
+    peers: String,
+    #[serde(default)]
+    attention_fwd: Vec<AttentionGrid>,
+    #[serde(default)]
+    bsr_matmul: Vec<BsrGrid>,
+}
+
+fn default_rounds() -> usize {
+    5
+}
+
+fn default_window_ms() -> f64 {
+    100.0
+}
+
+fn default_gap_ms() -> f64 {
+    50.0
+}
+
+fn default_peers() -> String {
+    "auto".to_owned()
+}
+
+/// Every combination of the lists is a case. Either `batch`, or `tokens` for a batch of `tokens / seqlen`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AttentionGrid {
+    batch: Option<usize>,
+    tokens: Option<usize>,
+    seqlen: Vec<usize>,
+    seqlen_kv: Option<usize>,
+    num_heads_q: usize,
+    num_heads_kv: Option<usize>,
+    head_dim: usize,
+    mask: Vec<MaskKind>,
+    dtype: Vec<DType>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct BsrGrid {
+    m: usize,
+    k: usize,
+    n: Vec<usize>,
+    block_size: Vec<usize>,
+    density: Vec<f64>,
+    pattern: Pattern,
+    dtype: Vec<DType>,
+}
+
+impl Suite {
+    /// Reads a suite by name from `benches/suites`, or any file by a path that ends in `.toml`.
+    ///
+    /// # Errors
+    /// [`Error::NoSuite`] lists what there is; [`Error::Suite`] says what is wrong in the file; [`Error::Io`].
+    pub fn load(benches: &Path, name: &str) -> Result<Self> {
+        let path = match name.ends_with(".toml") {
+            true => PathBuf::from(name),
+            false => benches.join("suites").join(format!("{name}.toml")),
+        };
+        if !path.is_file() {
+            let present = Self::names(benches)?.join(", ");
+            return Err(Error::NoSuite { name: name.to_owned(), present });
+        }
+        let text = std::fs::read_to_string(&path).map_err(Error::io(&path))?;
+        let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        Self::parse(name, &text).map_err(|problem| Error::Suite { path, problem })
+    }
+
+    /// Names of the suites, in alphabetical order.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn names(benches: &Path) -> Result<Vec<String>> {
+        let folder = benches.join("suites");
+        let entries = std::fs::read_dir(&folder).map_err(Error::io(&folder))?;
+        let name = |path: PathBuf| Some(path.file_name()?.to_str()?.strip_suffix(".toml")?.to_owned());
+        let mut names: Vec<_> = entries.flatten().filter_map(|entry| name(entry.path())).collect();
+        names.sort();
+        Ok(names)
+    }
+
+    fn parse(name: String, text: &str) -> Result<Self, String> {
+        let file: File = toml::from_str(text).map_err(|error| {
+            // The message of the parser spans lines and draws the place.
+            let line = error.span().map_or(1, |span| 1 + text[..span.start.min(text.len())].matches('\n').count());
+            format!("line {line}: {}", error.message())
+        })?;
+        let File { description, rounds, window_ms, gap_ms, peers, .. } = file;
+        let mut cases = Vec::new();
+        file.attention_fwd.iter().try_for_each(|grid| grid.expand(&mut cases))?;
+        file.bsr_matmul.iter().try_for_each(|grid| grid.expand(&mut cases))?;
+        if cases.is_empty() {
+            return Err("holds no case".to_owned());
+        }
+        for (index, case) in cases.iter().enumerate() {
+            if cases[..index].contains(case) {
+                return Err(format!("{case} occurs twice"));
+            }
+        }
+        if rounds == 0 || !(window_ms > 0.0 && window_ms.is_finite()) || !(gap_ms >= 0.0 && gap_ms.is_finite()) {
+            return Err("rounds and window_ms must be positive, gap_ms must not be negative".to_owned());
+        }
+        Ok(Self { name, description, rounds, window_ms, gap_ms, peers, cases })
+    }
+}
+
+impl AttentionGrid {
+    fn expand(&self, cases: &mut Vec<Case>) -> Result<(), String> {
+        let Self { num_heads_q, head_dim, .. } = *self;
+        let num_heads_kv = self.num_heads_kv.unwrap_or(num_heads_q);
+        if num_heads_q == 0 || num_heads_kv == 0 || num_heads_q % num_heads_kv != 0 {
+            return Err(format!("{num_heads_q} query heads cannot share {num_heads_kv} key-value heads"));
+        }
+        for &dtype in &self.dtype {
+            for &mask in &self.mask {
+                for &seqlen_q in &self.seqlen {
+                    let batch = match (self.batch, self.tokens) {
+                        (Some(batch), None) => batch,
+                        (None, Some(tokens)) if seqlen_q > 0 && tokens % seqlen_q == 0 => tokens / seqlen_q,
+                        (None, Some(tokens)) => return Err(format!("{tokens} tokens are no multiple of {seqlen_q}")),
+                        _ => return Err("an attention grid has either batch or tokens".to_owned()),
+                    };
+                    let seqlen_kv = self.seqlen_kv.unwrap_or(seqlen_q);
+                    if [batch, seqlen_q, seqlen_kv, head_dim].contains(&0) {
+                        return Err("an attention grid has a size of 0".to_owned());
+                    }
+                    let shape = AttentionShape {
+                        batch,
+                        seqlen_q,
+                        seqlen_kv,
+                        num_heads_q,
+                        num_heads_kv,
+                        head_dim,
+                        mask,
+                        dtype,
+                    };
+                    cases.push(Case::AttentionFwd(shape));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl BsrGrid {
+    fn expand(&self, cases: &mut Vec<Case>) -> Result<(), String> {
+        let Self { m, k, pattern, .. } = *self;
+        for &dtype in &self.dtype {
+            for &n in &self.n {
+                for &block_size in &self.block_size {
+                    if [m, n, k, block_size].contains(&0) || m % block_size != 0 || k % block_size != 0 {
+                        return Err(format!("m {m}, n {n}, k {k}: sizes of 0, or no multiples of block_size {block_size}"));
+                    }
+                    for &density in &self.density {
+                        if !(density > 0.0 && density <= 1.0) {
+                            return Err(format!("density {density} is not in (0, 1]"));
+                        }
+                        cases.push(Case::BsrMatmul(BsrShape { m, n, k, block_size, density, pattern, dtype }));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GRID: &str = "description = 'x'\n[[attention_fwd]]\ntokens = 1024\nseqlen = [256, 512]\nnum_heads_q = 4\n\
+                        head_dim = 64\nmask = ['full', 'causal']\ndtype = ['bf16']\n";
+
+    fn problem(text: &str) -> String {
+        Suite::parse("t".into(), text).unwrap_err()
+    }
+
+    #[test]
+    fn grids_expand_to_every_combination() {
+        let suite = Suite::parse("t".into(), GRID).unwrap();
+        let ids: Vec<_> = suite.cases.iter().map(Case::to_string).collect();
+        let expected = [
+            "b4_s256_h4_d64_full_bf16",
+            "b2_s512_h4_d64_full_bf16",
+            "b4_s256_h4_d64_causal_bf16",
+            "b2_s512_h4_d64_causal_bf16",
+        ];
+        assert_eq!(ids, expected);
+        assert_eq!((suite.rounds, suite.peers.as_str()), (5, "auto"));
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        assert!(problem("description = 'x'").contains("no case"));
+        assert!(problem(&GRID.replace("num_heads_q", "heads")).contains("line"));
+        assert!(problem(&GRID.replace("1024", "1000")).contains("no multiple"));
+        assert!(problem(&GRID.replace("512", "256")).contains("twice"));
+        assert!(problem(&format!("rounds = 0\n{GRID}")).contains("positive"));
+        assert!(problem("not toml").starts_with("line 1: "));
+    }
+
+    #[test]
+    fn the_suites_of_the_repository_are_valid() {
+        let benches = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches");
+        let names = Suite::names(&benches).unwrap();
+        assert!(names.iter().any(|name| name == "smoke"));
+        for name in names {
+            Suite::load(&benches, &name).unwrap();
+        }
+        let missing = Suite::load(&benches, "nothing").unwrap_err().to_string();
+        assert!(missing.contains("\"nothing\"") && missing.contains("smoke"));
+    }
+}

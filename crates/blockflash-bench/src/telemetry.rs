@@ -1,0 +1,120 @@
+//! Clock, power and temperature of the GPU while windows run, as nvidia-smi reports them.
+
+use crate::machine::{smi, smi_command};
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Time between two samples: about one falls into a window of the default length. Asking costs the driver some time.
+const PERIOD: Duration = Duration::from_millis(100);
+
+/// One moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Sample {
+    /// Multiprocessor clock in MHz.
+    pub clock_mhz: Option<f64>,
+    /// Power in watts.
+    pub power_w: Option<f64>,
+    /// Degrees Celsius.
+    pub temperature_c: Option<f64>,
+}
+
+impl Sample {
+    /// `1980, 650.12, 45`; what the GPU does not report is `[N/A]`.
+    fn parse(line: &str) -> Option<Self> {
+        let mut numbers = line.split(',').map(|field| field.trim().parse().ok());
+        Some(Self { clock_mhz: numbers.next()?, power_w: numbers.next()?, temperature_c: numbers.next()? })
+    }
+}
+
+/// A running nvidia-smi and what it said. Without a GPU or without nvidia-smi there are no samples.
+#[derive(Debug, Default)]
+pub struct Telemetry {
+    child: Option<Child>,
+    samples: Arc<Mutex<Vec<(Instant, Sample)>>>,
+}
+
+impl Telemetry {
+    /// Starts to sample the GPU that `nvidia-smi -i` finds under this name.
+    pub fn start(smi_index: Option<&str>) -> Self {
+        let Some(index) = smi_index else { return Self::default() };
+        // The plain power is a mean over a second on recent GPUs, which would mix neighbouring windows.
+        let power = match smi(index, "power.draw.instant") {
+            Some(_) => "power.draw.instant",
+            None => "power.draw",
+        };
+        let mut command = smi_command(index, &format!("clocks.sm,{power},temperature.gpu"));
+        let started = command.arg(format!("--loop-ms={}", PERIOD.as_millis())).stdout(Stdio::piped()).spawn();
+        let Ok(mut child) = started else { return Self::default() };
+        let samples = Arc::new(Mutex::new(Vec::new()));
+        if let Some(stdout) = child.stdout.take() {
+            let samples = Arc::clone(&samples);
+            std::thread::spawn(move || {
+                for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                    if let Some(sample) = Sample::parse(&line) {
+                        samples.lock().unwrap_or_else(PoisonError::into_inner).push((Instant::now(), sample));
+                    }
+                }
+            });
+        }
+        Self { child: Some(child), samples }
+    }
+
+    /// Median clock and power and highest temperature over the samples that fall into any of the windows.
+    pub fn during(&self, windows: &[(Instant, Instant)]) -> Sample {
+        let samples = self.samples.lock().unwrap_or_else(PoisonError::into_inner);
+        let inside = |at: &Instant| windows.iter().any(|(begin, end)| begin <= at && at <= end);
+        let inside: Vec<_> = samples.iter().filter(|(at, _)| inside(at)).map(|&(_, sample)| sample).collect();
+        let median = |field: fn(&Sample) -> Option<f64>| {
+            let mut values: Vec<_> = inside.iter().filter_map(field).collect();
+            crate::timing::median(&mut values)
+        };
+        Sample {
+            clock_mhz: median(|sample| sample.clock_mhz),
+            power_w: median(|sample| sample.power_w),
+            temperature_c: inside.iter().filter_map(|sample| sample.temperature_c).reduce(f64::max),
+        }
+    }
+
+    /// Drops what was said so far.
+    pub fn forget(&self) {
+        self.samples.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+}
+
+impl Drop for Telemetry {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.child {
+            // It may have ended by itself; nothing depends on it any more.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_nvidia_smi() {
+        let expected = Sample { clock_mhz: Some(1980.0), power_w: Some(650.12), temperature_c: Some(45.0) };
+        assert_eq!(Sample::parse("1980, 650.12, 45"), Some(expected));
+        assert_eq!(Sample::parse("1980, [N/A], 45").and_then(|sample| sample.power_w), None);
+        assert_eq!(Sample::parse("nothing"), None);
+    }
+
+    #[test]
+    fn only_samples_within_windows_count() {
+        let telemetry = Telemetry::default();
+        let start = Instant::now();
+        let at = |ms| start + Duration::from_millis(ms);
+        for (ms, clock) in [(0, 300.0), (10, 1900.0), (20, 1700.0), (30, 1800.0), (90, 200.0)] {
+            let sample = Sample { clock_mhz: Some(clock), ..Sample::default() };
+            telemetry.samples.lock().unwrap().push((at(ms), sample));
+        }
+        assert_eq!(telemetry.during(&[(at(5), at(15)), (at(18), at(35))]).clock_mhz, Some(1800.0));
+        assert_eq!(telemetry.during(&[]), Sample::default());
+    }
+}
