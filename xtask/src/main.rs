@@ -3,6 +3,10 @@
 
 mod bindgen;
 mod kernels;
+mod record;
+mod support;
+mod test;
+mod tidy;
 mod workspace;
 
 use clap::{Parser, Subcommand};
@@ -22,12 +26,21 @@ enum Command {
     Kernels(kernels::Args),
     /// Generate crates/blockflash-sys/src/params.rs from kernels/include/blockflash/params.h.
     Bindgen(bindgen::Args),
+    /// Run the tests of the whole workspace and count them.
+    Test(test::Args),
+    /// Check rules of the repository that no compiler checks.
+    Tidy(tidy::Args),
+    /// Add the GPU passes of a test run to tests/gpu-passed.jsonl.
+    Record(record::Args),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Kernels(args) => kernels::run(&args),
         Command::Bindgen(args) => bindgen::run(&args),
+        Command::Test(args) => test::run(&args),
+        Command::Tidy(args) => tidy::run(&args),
+        Command::Record(args) => record::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

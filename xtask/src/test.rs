@@ -1,0 +1,181 @@
+//! `cargo xtask test`: the tests of the whole workspace, and one line that counts them.
+
+use crate::{record, workspace};
+use anyhow::{Context, Result, bail};
+use std::{
+    fmt,
+    io::{BufRead, BufReader},
+    process::Stdio,
+};
+
+/// Options of the command.
+#[derive(clap::Args, Default)]
+pub struct Args {
+    /// Fail where a test finds no usable GPU, rather than skip it, and record what passed in tests/gpu-passed.jsonl.
+    #[arg(long)]
+    require_gpu: bool,
+    /// Passed on to every test binary, for example part of a test's name.
+    #[arg(last = true)]
+    filter: Vec<String>,
+}
+
+/// Runs the command and prints the summary last.
+pub fn run(args: &Args) -> Result<()> {
+    let (summary, result) = tests(args)?;
+    println!("{summary}");
+    result
+}
+
+/// Runs the tests: what was counted, and whether all is well.
+pub fn tests(args: &Args) -> Result<(Summary, Result<()>)> {
+    let mut command = workspace::cargo();
+    command.args(["test", "--workspace", "--no-fail-fast", "--", "--show-output"]).args(&args.filter);
+    let fresh = workspace::target_dir("gpu")?.join("passed.jsonl");
+    if args.require_gpu {
+        workspace::write(&fresh, "")?;
+        command.env("BLOCKFLASH_REQUIRE_GPU", "1").env("BLOCKFLASH_GPU_RECORD", &fresh);
+    }
+    let mut child = command.stdout(Stdio::piped()).spawn().context("cannot start cargo test")?;
+    let stdout = child.stdout.take().context("cargo test has no output")?;
+    let mut summary = Summary::default();
+    for line in BufReader::new(stdout).split(b'\n') {
+        let line = line?;
+        let line = String::from_utf8_lossy(&line);
+        if summary.read(&line) {
+            println!("{line}");
+        }
+    }
+    let status = child.wait()?;
+    if args.require_gpu {
+        record::merge(&fresh)?;
+    }
+    Ok((summary, verdict(&summary, status.success())))
+}
+
+fn verdict(summary: &Summary, cargo_succeeded: bool) -> Result<()> {
+    if summary.failed > 0 {
+        bail!("{} tests failed", summary.failed);
+    }
+    if !cargo_succeeded {
+        bail!("a test program did not build or did not end properly");
+    }
+    if summary.reported_passed + summary.ignored == 0 {
+        bail!("no test ran");
+    }
+    Ok(())
+}
+
+/// Counts of all test programs, read from their output.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Summary {
+    /// Test programs report a test that skipped itself as passed.
+    reported_passed: usize,
+    failed: usize,
+    ignored: usize,
+    skipped_itself: usize,
+    /// Inside the part that repeats what successful tests printed.
+    in_successes: bool,
+    /// The test whose output is being read has said already that it was skipped.
+    counted: bool,
+}
+
+impl Summary {
+    /// Takes one line of output; returns whether a person wants to see it.
+    fn read(&mut self, line: &str) -> bool {
+        if let Some(counts) = line.strip_prefix("test result: ") {
+            self.in_successes = false;
+            self.reported_passed += count(counts, "passed");
+            self.failed += count(counts, "failed");
+            self.ignored += count(counts, "ignored");
+            return true;
+        }
+        match line {
+            "successes:" => self.in_successes = true,
+            "failures:" => self.in_successes = false,
+            _ => {}
+        }
+        if !self.in_successes {
+            return true;
+        }
+        if line.starts_with("---- ") {
+            self.counted = false;
+        }
+        let skipped = line.starts_with("SKIPPED");
+        if skipped && !self.counted {
+            self.counted = true;
+            self.skipped_itself += 1;
+        }
+        skipped
+    }
+}
+
+impl fmt::Display for Summary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let passed = self.reported_passed.saturating_sub(self.skipped_itself);
+        write!(f, "{passed} passed, {} failed, {} skipped", self.failed, self.ignored + self.skipped_itself)
+    }
+}
+
+/// The number before a word, as in `ok. 2 passed; 0 failed;`.
+fn count(text: &str, what: &str) -> usize {
+    let words: Vec<&str> = text.split([' ', ';', '.']).filter(|word| !word.is_empty()).collect();
+    words.windows(2).find(|pair| pair[1] == what).and_then(|pair| pair[0].parse().ok()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OUTPUT: &str = "
+running 3 tests
+test gpu_row ... ok
+test plain ... ok
+test wrong ... FAILED
+
+successes:
+
+---- gpu_row stdout ----
+SKIPPED (no GPU): gpu_row a
+SKIPPED (no GPU): gpu_row b
+
+---- plain stdout ----
+chatter
+
+successes:
+    gpu_row
+    plain
+
+failures:
+
+---- wrong stdout ----
+SKIPPED is not what this test says
+
+failures:
+    wrong
+
+test result: FAILED. 2 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.01s
+
+running 2 tests
+test result: ok. 1 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s
+";
+
+    #[test]
+    fn sums_over_programs_and_counts_skipped_tests_once() {
+        let mut summary = Summary::default();
+        let shown: Vec<&str> = OUTPUT.lines().filter(|line| summary.read(line)).collect();
+        assert_eq!(summary.to_string(), "2 passed, 1 failed, 2 skipped");
+        assert!(shown.contains(&"SKIPPED (no GPU): gpu_row a"));
+        assert!(shown.contains(&"test wrong ... FAILED"));
+        assert!(!shown.contains(&"chatter"));
+    }
+
+    #[test]
+    fn failures_lost_programs_and_empty_runs_are_errors() {
+        let some = Summary { reported_passed: 1, ..Summary::default() };
+        assert!(verdict(&some, true).is_ok());
+        assert!(verdict(&some, false).is_err());
+        assert!(verdict(&Summary { failed: 1, ..some }, true).is_err());
+        assert!(verdict(&Summary::default(), true).is_err());
+        assert!(verdict(&Summary { ignored: 1, ..Summary::default() }, true).is_ok());
+    }
+}

@@ -1,0 +1,57 @@
+//! Rules about the committed kernel images, without compiling anything.
+
+use super::Findings;
+use crate::{
+    kernels::{build_fingerprint, lock, sources, stale, store, toolchain, violations},
+    record,
+};
+use anyhow::Result;
+use blockflash_sys::{Row, manifest};
+
+/// All compressed images together; a package on crates.io may have 10 MB.
+const MAX_TOTAL_BYTES: u64 = 6 * 1024 * 1024;
+
+/// Checks every row of the manifest, and the record of GPU passes.
+pub fn check(findings: &mut Findings) -> Result<()> {
+    let lock = lock::load()?;
+    let version = toolchain::pinned_version()?;
+    for row in manifest::rows() {
+        match problems(row, &lock, &version) {
+            Ok(problems) => {
+                problems
+                    .iter()
+                    .for_each(|problem| findings.error(format!("{}: {problem}", row.image_name())));
+            }
+            Err(error) => findings.error(format!("{}: {error:#}", row.image_name())),
+        }
+    }
+    stale()?.iter().for_each(|name| findings.error(format!("{name}: has no row in the manifest")));
+    let names: Vec<String> = manifest::rows().iter().map(Row::image_name).collect();
+    let orphans = lock.keys().filter(|name| !names.contains(name));
+    orphans.for_each(|name| findings.error(format!("{name}: in kernels.lock, but not in the manifest")));
+
+    let total = store::total_bytes()?;
+    if total > MAX_TOTAL_BYTES {
+        findings.error(format!("the images take {total} bytes, at most {MAX_TOTAL_BYTES}"));
+    }
+    let coverage = record::coverage(&lock, &record::load()?);
+    findings.note(format!("{coverage}; {:.1} MB of images", total as f64 / 1e6));
+    for name in &coverage.missing {
+        findings.error(format!("{name}: no GPU pass in tests/gpu-passed.jsonl"));
+    }
+    Ok(())
+}
+
+fn problems(row: &Row, lock: &lock::Lock, nvcc_version: &str) -> Result<Vec<String>> {
+    let name = row.image_name();
+    let Some(image) = store::digest(&name)? else { return Ok(vec!["has no image".into()]) };
+    let Some(entry) = lock.get(&name) else { return Ok(vec!["has no line in kernels.lock".into()]) };
+    let mut found = violations(row, entry);
+    if image != entry.sha256 {
+        found.push("is not the image that kernels.lock names".into());
+    }
+    if entry.source != sources::fingerprint(row)? || entry.build != build_fingerprint(row, nvcc_version)? {
+        found.push("its sources or flags have changed: run `cargo xtask kernels`".into());
+    }
+    Ok(found)
+}
