@@ -1,0 +1,96 @@
+//! The driver library: is it there, is it new enough, and what its error codes mean.
+
+use crate::{Error, Result};
+use cudarc::driver::sys::{self, CUresult};
+use std::sync::OnceLock;
+
+/// The CUDA version that the driver must support (`1000 * major + 10 * minor`): that of the compiler of the kernel images.
+/// Driver 580 is the first one. Every symbol that this crate calls exists in such a driver, so that cudarc's lazy lookup of
+/// symbols, which panics, always finds them.
+pub const NEEDED_DRIVER_VERSION: u32 = 13_000;
+
+/// Names under which the driver is installed: a subset of those that cudarc tries, because cudarc panics when none is found.
+const LIBRARY_NAMES: &[&str] = if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so.1", "libcuda.so"] };
+
+/// What is called before the driver's version is known.
+const FIRST_SYMBOLS: [&[u8]; 4] =
+    [b"cuInit\0", b"cuDriverGetVersion\0", b"cuGetErrorName\0", b"cuGetErrorString\0"];
+
+/// Whether the driver library can be loaded. cudarc's own `is_culib_present` does not exist when another crate of the
+/// program asks for linking at build time, so this looks for itself.
+fn library_is_present() -> bool {
+    static PRESENT: OnceLock<bool> = OnceLock::new();
+    *PRESENT.get_or_init(|| {
+        LIBRARY_NAMES.iter().any(|name| {
+            // SAFETY:
+            // 1. Loading runs the library's initialisers: it is the driver, which cudarc loads in any case.
+            // 2. The symbols are only looked for; they are never called through the types given here.
+            unsafe {
+                libloading::Library::new(*name).is_ok_and(|library| {
+                    let complete =
+                        FIRST_SYMBOLS.iter().all(|symbol| library.get::<*const ()>(*symbol).is_ok());
+                    // Unloading and loading it again would only cost time.
+                    std::mem::forget(library);
+                    complete
+                })
+            }
+        })
+    })
+}
+
+/// Makes the driver ready and returns its version. Must succeed before any other call of `sys`; cheap when repeated.
+///
+/// # Errors
+/// [`Error::NoDriver`], [`Error::DriverTooOld`], [`Error::NoSuchDevice`] with a count of 0 when the driver sees no GPU.
+pub(crate) fn initialise() -> Result<u32> {
+    if !library_is_present() {
+        return Err(Error::NoDriver);
+    }
+    let mut version = 0;
+    // SAFETY: 1. The library is present. 2. The pointer is valid for writes during the call.
+    let code = unsafe { sys::cuDriverGetVersion(&mut version) };
+    if code == CUresult::CUDA_ERROR_STUB_LIBRARY {
+        return Err(Error::NoDriver);
+    }
+    check("cuDriverGetVersion", code)?;
+    let found = u32::try_from(version).unwrap_or(0);
+    if found < NEEDED_DRIVER_VERSION {
+        return Err(Error::DriverTooOld { found, needed: NEEDED_DRIVER_VERSION });
+    }
+    // SAFETY: the library is present; 0 is the only flag there is.
+    match unsafe { sys::cuInit(0) } {
+        CUresult::CUDA_ERROR_NO_DEVICE => Err(Error::NoSuchDevice { ordinal: 0, count: 0 }),
+        CUresult::CUDA_ERROR_STUB_LIBRARY => Err(Error::NoDriver),
+        code => check("cuInit", code).map(|()| found),
+    }
+}
+
+/// Turns the result of the driver function `call` into ours.
+#[inline]
+pub(crate) fn check(call: &'static str, code: CUresult) -> Result<()> {
+    if code == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(failure(call, code)) }
+}
+
+#[cold]
+fn failure(call: &'static str, code: CUresult) -> Error {
+    let error = cudarc::driver::DriverError(code);
+    let text = |found: Result<&std::ffi::CStr, _>, otherwise: &str| {
+        found.map_or_else(|_| otherwise.to_owned(), |text| text.to_string_lossy().into_owned())
+    };
+    Error::Cuda {
+        call,
+        code: code as i32,
+        name: text(error.error_name(), "unknown error"),
+        message: text(error.error_string(), "the driver has no description"),
+    }
+}
+
+/// A pointer that the driver handed out as a name for one of its objects.
+#[derive(Debug)]
+pub(crate) struct Handle<T>(pub(crate) *mut T);
+
+// SAFETY: the driver API is thread-safe, and its handles are plain names that are valid in every thread. Objects whose calls
+// must not overlap (executable graphs) are behind a lock.
+unsafe impl<T> Send for Handle<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for Handle<T> {}

@@ -1,0 +1,24 @@
+use blockflash_sys::DType;
+use half::{bf16, f16};
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// A Rust type that is an element type of tensors: `f16`, `bf16` (of the crate `half`), `f32` and `i32`.
+pub trait Element: bytemuck::Pod + Send + Sync + std::fmt::Debug + PartialEq + sealed::Sealed {
+    /// The element type as a value.
+    const DTYPE: DType;
+}
+
+macro_rules! element {
+    ($($type:ty => $dtype:ident),*) => {$(
+        impl sealed::Sealed for $type {}
+        impl Element for $type {
+            const DTYPE: DType = DType::$dtype;
+        }
+        const _: () = assert!(size_of::<$type>() == DType::$dtype.size(), "a dtype's size is its Rust type's");
+    )*};
+}
+
+element!(f16 => F16, bf16 => BF16, f32 => F32, i32 => I32);

@@ -1,0 +1,187 @@
+use crate::Device;
+use blockflash_sys::DType;
+use blockflash_sys::image::ImageError;
+
+/// What goes wrong below the operations. Every message is one line.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The machine has no CUDA driver library.
+    #[error("no NVIDIA driver is installed (libcuda not found)")]
+    NoDriver,
+    /// The driver is older than the kernel images. Versions are `1000 * major + 10 * minor`.
+    #[error(
+        "the NVIDIA driver supports CUDA {}.{}, but {}.{} is needed: update the driver",
+        .found / 1000, .found % 1000 / 10, .needed / 1000, .needed % 1000 / 10
+    )]
+    DriverTooOld {
+        /// The newest CUDA version that the driver supports.
+        found: u32,
+        /// The CUDA version that the kernel images need.
+        needed: u32,
+    },
+    /// There is no GPU of this number.
+    #[error("there is no cuda:{ordinal}: the driver reports {count} GPU(s)")]
+    NoSuchDevice {
+        /// The number that was asked for, from 0.
+        ordinal: usize,
+        /// How many GPUs there are.
+        count: usize,
+    },
+    /// A device name that is none of `cpu`, `cuda` and `cuda:N`.
+    #[error("unknown device {text:?}: expected cpu, cuda or cuda:N")]
+    InvalidDevice {
+        /// The name that was given.
+        text: String,
+    },
+    /// The GPU lacks something that blockflash needs.
+    #[error("{device} does not support {what}")]
+    Unsupported {
+        /// The GPU.
+        device: Device,
+        /// What it lacks.
+        what: &'static str,
+    },
+    /// The device or the host has no room for an allocation.
+    #[error("out of memory: an allocation of {bytes} bytes failed")]
+    OutOfMemory {
+        /// Size of the allocation.
+        bytes: usize,
+    },
+    /// Any other failure of a CUDA driver call. After an asynchronous failure (an illegal address in a kernel, for example)
+    /// every later call on the GPU reports it, and the process has to be restarted.
+    #[error("{call} failed: {name} ({code}): {message}")]
+    Cuda {
+        /// The driver function.
+        call: &'static str,
+        /// The number of the error (`CUresult`).
+        code: i32,
+        /// The name of the error, such as `CUDA_ERROR_ILLEGAL_ADDRESS`.
+        name: String,
+        /// The driver's description.
+        message: String,
+    },
+    /// The kernel image is missing or damaged.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// The parameter struct of the host is not the one that the kernel image was compiled with.
+    #[error("kernel {symbol} takes parameters of {image} bytes, the host passes {host}")]
+    ParamSize {
+        /// The kernel.
+        symbol: String,
+        /// Bytes of the host's struct.
+        host: usize,
+        /// Bytes that the image expects.
+        image: usize,
+    },
+    /// A launch that does not fit its kernel or its tensors; a planner that respects the kernel's row never causes it.
+    #[error("launch of {symbol}: {what}")]
+    Launch {
+        /// The kernel.
+        symbol: String,
+        /// What does not fit.
+        what: String,
+    },
+    /// More dimensions than [`MAX_RANK`](crate::MAX_RANK).
+    #[error("a tensor has at most {} dimensions, not {found}", crate::MAX_RANK)]
+    Rank {
+        /// Number of dimensions that were given.
+        found: usize,
+    },
+    /// A shape and its strides have different lengths.
+    #[error("a shape of {shape} dimensions with {strides} strides")]
+    ShapeStrides {
+        /// Dimensions of the shape.
+        shape: usize,
+        /// Number of strides.
+        strides: usize,
+    },
+    /// The tensor's size in elements or bytes does not fit into 63 bits.
+    #[error("the tensor is too large to be addressed")]
+    TooLarge,
+    /// A tensor reaches beyond the memory that it is a view of, or a copy's lengths differ.
+    #[error("{needed} elements are needed, but the memory holds {available}")]
+    OutOfBounds {
+        /// Elements from the first to the last one of the tensor.
+        needed: usize,
+        /// Elements that there are.
+        available: usize,
+    },
+    /// A dimension or a range of indices that the tensor does not have.
+    #[error("dimension {dim}, indices {start}..{end}: not inside the shape {shape:?}")]
+    Slice {
+        /// The dimension.
+        dim: usize,
+        /// First index.
+        start: usize,
+        /// One past the last index.
+        end: usize,
+        /// The shape that was sliced.
+        shape: Vec<usize>,
+    },
+    /// The order of dimensions is not a permutation.
+    #[error("{order:?} is not a permutation of {rank} dimensions")]
+    Permutation {
+        /// What was given.
+        order: Vec<usize>,
+        /// Number of dimensions.
+        rank: usize,
+    },
+    /// The element type is another one.
+    #[error("expected elements of type {expected}, found {found}")]
+    DType {
+        /// The type that is needed.
+        expected: DType,
+        /// The type of the tensor.
+        found: DType,
+    },
+    /// Memory of a GPU cannot be read as a slice.
+    #[error("the tensor is on {device}, not on the CPU")]
+    NotOnCpu {
+        /// Where it is.
+        device: Device,
+    },
+    /// Only possible on a GPU.
+    #[error("{what} needs a GPU, not the CPU")]
+    NotOnGpu {
+        /// What was asked for.
+        what: &'static str,
+    },
+    /// A tensor, stream or event of one device used with another device.
+    #[error("expected something on {expected}, found it on {found}")]
+    DeviceMismatch {
+        /// The device of the operation.
+        expected: Device,
+        /// The device of the tensor, stream or event.
+        found: Device,
+    },
+    /// Several elements of a tensor that is written are (or may be) the same memory.
+    #[error("a tensor that is written must not overlap itself: shape {shape:?}, strides {strides:?}")]
+    OverlappingOutput {
+        /// Its shape.
+        shape: Vec<usize>,
+        /// Its strides in elements.
+        strides: Vec<usize>,
+    },
+    /// Not possible while the stream is being captured into a graph.
+    #[error("{what} is not possible while a graph is being captured")]
+    InCapture {
+        /// What was asked for.
+        what: &'static str,
+    },
+    /// An event that has not been recorded, or was created without timing.
+    #[error("the event {what}")]
+    Event {
+        /// What is wrong with it.
+        what: &'static str,
+    },
+    /// The description of a tensor map breaks a rule of the tensor memory accelerator.
+    #[error("tensor map: {what}")]
+    TensorMap {
+        /// The rule.
+        what: String,
+    },
+}
+
+/// A result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;

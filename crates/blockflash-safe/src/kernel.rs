@@ -1,0 +1,130 @@
+use crate::context::Context;
+use crate::driver::{Handle, check};
+use crate::{Device, Error, Result, Row};
+use blockflash_sys::image;
+use blockflash_sys::params::{blockflash_attention_fwd_params, blockflash_bsr_matmul_params};
+use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
+use std::ffi::CString;
+use std::ptr;
+use std::sync::{Arc, PoisonError};
+
+/// Shared memory that a kernel may use without asking for more.
+const DEFAULT_SMEM_BYTES: u32 = 48 * 1024;
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for super::blockflash_attention_fwd_params {}
+    impl Sealed for super::blockflash_bsr_matmul_params {}
+}
+
+/// The parameter structs of the kernels: those of [`params`](crate::params), and no others.
+pub trait KernelParams: Copy + 'static + sealed::Sealed {}
+
+impl KernelParams for blockflash_attention_fwd_params {}
+impl KernelParams for blockflash_bsr_matmul_params {}
+
+/// What a loaded kernel occupies, as the driver reports it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KernelInfo {
+    /// Registers per thread.
+    pub registers: u32,
+    /// Bytes of local memory per thread: spilled registers and stack.
+    pub local_bytes: u32,
+    /// Bytes of statically allocated shared memory per block.
+    pub static_smem_bytes: u32,
+    /// Bytes of dynamic shared memory per block, as the row says.
+    pub dynamic_smem_bytes: u32,
+    /// Threads that a block may have.
+    pub max_threads: u32,
+    /// Bytes of its parameter struct.
+    pub param_bytes: usize,
+}
+
+/// A kernel that is loaded in a context, for the rest of the process.
+pub(crate) struct Kernel {
+    pub(crate) raw: Handle<sys::CUfunc_st>,
+    pub(crate) symbol: String,
+    pub(crate) info: KernelInfo,
+}
+
+impl Kernel {
+    /// The kernel of a row, loaded at the first call.
+    pub(crate) fn of(context: &'static Context, row: &Row) -> Result<Arc<Kernel>> {
+        if let Some(kernel) = context.kernels.read().unwrap_or_else(PoisonError::into_inner).get(row) {
+            return Ok(Arc::clone(kernel));
+        }
+        let mut kernels = context.kernels.write().unwrap_or_else(PoisonError::into_inner);
+        // Another thread may have loaded it while this one waited.
+        if let Some(kernel) = kernels.get(row) {
+            return Ok(Arc::clone(kernel));
+        }
+        let kernel = Arc::new(Kernel::load(context, row)?);
+        kernels.insert(row.clone(), Arc::clone(&kernel));
+        Ok(kernel)
+    }
+
+    fn load(context: &'static Context, row: &Row) -> Result<Kernel> {
+        if !row.target.runs_on(context.properties.compute_capability) {
+            let device = Device::with_context(context);
+            return Err(Error::Unsupported { device, what: "the machine code of this kernel" });
+        }
+        let symbol = row.symbol();
+        let name = CString::new(symbol.as_str()).map_err(|_| Error::Launch {
+            symbol: symbol.clone(),
+            what: "its name contains a NUL".to_owned(),
+        })?;
+        let bytes = image::load(row)?;
+        // The driver reads ELF structures in place: they want 8-byte alignment, which a `Vec<u8>` does not promise.
+        let mut aligned = vec![0u64; bytes.len().div_ceil(8)];
+        bytemuck::cast_slice_mut(&mut aligned)[..bytes.len()].copy_from_slice(&bytes);
+
+        let _bound = context.bind()?;
+        let mut module = ptr::null_mut();
+        // SAFETY:
+        // 1. The context is current, the pointer valid for writes.
+        // 2. The image is a complete cubin, or PTX that ends with a NUL: `blockflash_sys::image` embeds no others. The driver
+        //    copies it.
+        let code = unsafe { sys::cuModuleLoadData(&mut module, aligned.as_ptr().cast()) };
+        check("cuModuleLoadData", code)?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: 1. The module was just loaded and is never unloaded. 2. The name ends with a NUL. 3. `raw` is writable.
+        let code = unsafe { sys::cuModuleGetFunction(&mut raw, module, name.as_ptr()) };
+        check("cuModuleGetFunction", code)?;
+        // SAFETY: `raw` is a function of a module of the current context. Loading it now, rather than at its first launch as
+        // the driver would, takes the cost out of the first launch.
+        check("cuFuncLoad", unsafe { sys::cuFuncLoad(raw) })?;
+        let info = KernelInfo {
+            registers: attribute(raw, Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS)?,
+            local_bytes: attribute(raw, Attribute::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?,
+            static_smem_bytes: attribute(raw, Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?,
+            dynamic_smem_bytes: row.smem_bytes(),
+            max_threads: attribute(raw, Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
+            param_bytes: param_bytes(raw)?,
+        };
+        if row.smem_bytes() > DEFAULT_SMEM_BYTES {
+            let limit = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: `raw` is a function of a module of the current context.
+            let code = unsafe { sys::cuFuncSetAttribute(raw, limit, row.smem_bytes() as i32) };
+            check("cuFuncSetAttribute", code)?;
+        }
+        Ok(Kernel { raw: Handle(raw), symbol, info })
+    }
+}
+
+fn attribute(function: sys::CUfunction, attribute: Attribute) -> Result<u32> {
+    let mut value = 0;
+    // SAFETY: 1. A loaded function of the current context. 2. The pointer is valid for writes during the call.
+    check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&mut value, attribute, function) })?;
+    Ok(u32::try_from(value).unwrap_or(0))
+}
+
+/// Bytes of the kernel's only parameter; 0 unless there is exactly one, which then fits no struct.
+fn param_bytes(function: sys::CUfunction) -> Result<usize> {
+    let (mut offset, mut size) = (0, 0);
+    // SAFETY: 1. A loaded function of the current context. 2. The pointers are valid for writes during the call.
+    check("cuFuncGetParamInfo", unsafe { sys::cuFuncGetParamInfo(function, 0, &mut offset, &mut size) })?;
+    let (mut second, mut ignored) = (0, 0);
+    // SAFETY: as above; asking for a parameter that does not exist is an error and nothing worse.
+    let code = unsafe { sys::cuFuncGetParamInfo(function, 1, &mut second, &mut ignored) };
+    Ok(if code == sys::CUresult::CUDA_SUCCESS { 0 } else { size })
+}

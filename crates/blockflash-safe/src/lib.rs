@@ -1,0 +1,61 @@
+//! Devices, streams, events, CUDA graphs, tensors and kernel launches of blockflash, on top of `cudarc`.
+//!
+//! Every `unsafe` of the workspace is in this crate. What it promises, and what it leaves to its users:
+//!
+//! - **No panic without a GPU.** No driver, an old driver, a missing GPU and out of memory are values of [`Error`]. The same
+//!   calls work on the CPU, where the "device" is host memory and work runs at once.
+//! - **Threads.** Everything is `Send` and `Sync`. The CUDA context is made current for the length of each call and the
+//!   calling thread's previous one is restored, so several threads may share a GPU, one thread may use several GPUs, and
+//!   other CUDA libraries in the same thread are not disturbed.
+//! - **Lifetimes on the GPU.** Work is asynchronous, but memory is never touched before it is allocated nor after it is
+//!   freed: a [`Tensor`] is freed in stream order, after everything that was queued on any stream that used it; a [`Graph`]
+//!   keeps the tensors alive that were used while it was captured.
+//! - **Order.** Work on one [`Stream`] runs in order. Between streams the caller orders work with [`Event`]s or
+//!   [`Stream::synchronize`]; without that, what a kernel reads or leaves in a tensor is unspecified (never a host data race,
+//!   since GPU memory is not handed out as Rust references). One help is given: the first use of a tensor on another
+//!   stream than its own waits for what its own stream has queued by then.
+//! - **Aliasing.** [`View`] and [`ViewMut`] borrow like `&[T]` and `&mut [T]`; the borrow ends when the call returns, the
+//!   order of queued work does the rest.
+//! - **Bounds.** The launches in this crate check shapes, strides, element types and launch geometry against the views.
+//!   They do not read index tensors on the device (`cu_seqlens`, `row_ptr`, `col_idx`): their builders in
+//!   `blockflash-ops` validate them.
+
+mod context;
+mod device;
+mod driver;
+mod element;
+mod error;
+mod event;
+mod graph;
+mod kernel;
+mod launch;
+mod layout;
+mod memory;
+mod operands;
+mod stream;
+mod tensor;
+mod tensor_map;
+mod view;
+
+pub use blockflash_sys::{ComputeCapability, DType, Row, Target, manifest, params};
+pub use device::{CudaDriver, CudaProperties, CudaStatus, Device, cuda_status};
+pub use driver::NEEDED_DRIVER_VERSION;
+pub use element::Element;
+pub use error::{Error, Result};
+pub use event::Event;
+pub use graph::Graph;
+pub use kernel::{KernelInfo, KernelParams};
+pub use launch::LaunchConfig;
+pub use layout::{Layout, MAX_RANK};
+pub use operands::{AttentionFwdOperands, BsrMatmulOperands};
+pub use stream::Stream;
+pub use tensor::Tensor;
+pub use tensor_map::{Swizzle, TensorMap, TensorMapSpec};
+pub use view::{View, ViewMut};
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Locks; a panic of another thread while it held the lock leaves the lists behind our locks in a valid state.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,206 @@
+use crate::context::{Bound, Context};
+use crate::driver::{Handle, check};
+use crate::memory::DeviceMemory;
+use crate::{Device, Error, Event, Result, lock};
+use cudarc::driver::sys;
+use std::ffi::c_void;
+use std::fmt;
+use std::ptr;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// A queue of work on a device. Clones are the same queue.
+#[derive(Clone)]
+pub struct Stream(Arc<Inner>);
+
+struct Inner {
+    device: Device,
+    /// `None` on the CPU.
+    queue: Option<Queue>,
+    /// While the stream is captured: the memory that the graph will use. The lock is held whenever something is queued, so
+    /// that no work of another thread slips into a capture without its memory being noted.
+    capture: Mutex<Option<Vec<Arc<DeviceMemory>>>>,
+}
+
+struct Queue {
+    context: &'static Context,
+    raw: Handle<sys::CUstream_st>,
+    owned: bool,
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        if self.owned
+            && let Ok(_bound) = self.context.bind()
+        {
+            // SAFETY:
+            // 1. We created the stream, and this is its only owner: it is destroyed once.
+            // 2. Work that is still queued is finished by the driver before the stream's resources go.
+            // An error has no one to be reported to.
+            let _ = unsafe { sys::cuStreamDestroy_v2(self.raw.0) };
+        }
+    }
+}
+
+impl Stream {
+    pub(crate) fn new(device: Device) -> Result<Stream> {
+        let Some(context) = device.context() else { return Ok(Stream::with(device, None)) };
+        let _bound = context.bind()?;
+        let mut raw = ptr::null_mut();
+        // Non-blocking: no hidden order with the legacy default stream of other libraries.
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: 1. The context is current. 2. The pointer is valid for writes during the call.
+        check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut raw, flags) })?;
+        Ok(Stream::with(device, Some(Queue { context, raw: Handle(raw), owned: true })))
+    }
+
+    /// Wraps a stream of somebody else (`CUstream` or `cudaStream_t`: PyTorch, candle, CUDA itself), which stays theirs. Null
+    /// is the legacy default stream.
+    ///
+    /// # Safety
+    /// 1. `stream` is a stream of the primary context of `device`, or null.
+    /// 2. It outlives the returned value, all its clones, and all tensors that were allocated on or used with them.
+    /// 3. When it is captured by other means than [`Stream::capture`] on this value or its clones, the tensors that are used
+    ///    meanwhile outlive the graph.
+    ///
+    /// # Errors
+    /// [`Error::NotOnGpu`] for the CPU.
+    pub unsafe fn from_raw(device: &Device, stream: *mut c_void) -> Result<Stream> {
+        let context = device.context().ok_or(Error::NotOnGpu { what: "a CUDA stream" })?;
+        Ok(Stream::with(*device, Some(Queue { context, raw: Handle(stream.cast()), owned: false })))
+    }
+
+    fn with(device: Device, queue: Option<Queue>) -> Stream {
+        Stream(Arc::new(Inner { device, queue, capture: Mutex::default() }))
+    }
+
+    /// Where the work runs.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// The `CUstream`, valid as long as this value or a clone lives; null for the CPU (and for the legacy default stream).
+    pub fn raw(&self) -> *mut c_void {
+        self.0.queue.as_ref().map_or(ptr::null_mut(), |queue| queue.raw.0.cast())
+    }
+
+    /// Waits until everything queued so far is done.
+    ///
+    /// # Errors
+    /// [`Error::InCapture`], and [`Error::Cuda`] with the first failure of the work (a fault in a kernel, for example).
+    pub fn synchronize(&self) -> Result<()> {
+        let Some(queue) = &self.0.queue else { return Ok(()) };
+        if lock(&self.0.capture).is_some() {
+            return Err(Error::InCapture { what: "synchronising" });
+        }
+        let _bound = queue.context.bind()?;
+        // SAFETY: the stream lives as long as `self` (`Queue`, or point 2 of `from_raw`).
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(queue.raw.0) })
+    }
+
+    /// Lets later work on this stream wait for the event, which may be of another stream or device. On the CPU the calling
+    /// thread waits.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn wait(&self, event: &Event) -> Result<()> {
+        let Some(raw_event) = event.raw() else { return Ok(()) };
+        let Some(session) = self.session()? else { return event.synchronize() };
+        // SAFETY: 1. The stream's context is current. 2. Stream and event live: both are borrowed. 3. 0: no flags.
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(session.raw(), raw_event, 0) })
+    }
+
+    /// Lets later work on this stream wait for everything that is queued on `other` now.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn wait_for(&self, other: &Stream) -> Result<()> {
+        if other.device().is_cpu() || self.is_same_queue(other) {
+            return Ok(());
+        }
+        let event = Event::new(other.device(), false)?;
+        event.record(other)?;
+        self.wait(&event)
+    }
+
+    /// Whether the stream is being captured into a graph, here or by another library.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn is_capturing(&self) -> Result<bool> {
+        self.session()?.map_or(Ok(false), |session| session.is_capturing())
+    }
+
+    pub(crate) fn is_same_queue(&self, other: &Stream) -> bool {
+        Arc::ptr_eq(&self.0, &other.0) || (self.device() == other.device() && self.raw() == other.raw())
+    }
+
+    /// Opens the stream for queueing; `None` on the CPU. Two sessions are never open in one thread: they hold locks.
+    pub(crate) fn session(&self) -> Result<Option<Session<'_>>> {
+        let Some(queue) = &self.0.queue else { return Ok(None) };
+        let capture = lock(&self.0.capture);
+        Ok(Some(Session { queue, capture, _bound: queue.context.bind()? }))
+    }
+}
+
+impl fmt::Debug for Stream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Stream({}, {:?})", self.device(), self.raw())
+    }
+}
+
+/// The right to queue work on a CUDA stream: its context is current in this thread, and no other thread queues.
+pub(crate) struct Session<'s> {
+    queue: &'s Queue,
+    capture: MutexGuard<'s, Option<Vec<Arc<DeviceMemory>>>>,
+    _bound: Bound,
+}
+
+impl Session<'_> {
+    pub(crate) fn raw(&self) -> sys::CUstream {
+        self.queue.raw.0
+    }
+
+    pub(crate) fn context(&self) -> &'static Context {
+        self.queue.context
+    }
+
+    /// The memory of the capture in progress, if there is one that was begun here.
+    pub(crate) fn capture(&mut self) -> &mut Option<Vec<Arc<DeviceMemory>>> {
+        &mut self.capture
+    }
+
+    /// Notes that the work queued next uses `memory`: a captured graph keeps it alive.
+    pub(crate) fn keep(&mut self, memory: &Arc<DeviceMemory>) {
+        if let Some(kept) = self.capture.as_mut()
+            && !kept.iter().any(|other| Arc::ptr_eq(other, memory))
+        {
+            kept.push(Arc::clone(memory));
+        }
+    }
+
+    pub(crate) fn is_capturing(&self) -> Result<bool> {
+        if self.capture.is_some() {
+            return Ok(true);
+        }
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: 1. The stream lives and its context is current. 2. The pointer is valid for writes during the call.
+        let code = unsafe { sys::cuStreamIsCapturing(self.raw(), &mut status) };
+        // Asking the legacy default stream while a blocking stream is captured is an error that means "in a way, yes".
+        if code == sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
+            return Ok(true);
+        }
+        check("cuStreamIsCapturing", code)?;
+        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
+    /// Refuses what a graph cannot replay.
+    pub(crate) fn refuse_capture(&self, what: &'static str) -> Result<()> {
+        if self.is_capturing()? { Err(Error::InCapture { what }) } else { Ok(()) }
+    }
+
+    /// Waits for the stream while it is kept from other threads.
+    pub(crate) fn synchronize(&self) -> Result<()> {
+        // SAFETY: the stream lives and its context is current.
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.raw()) })
+    }
+}

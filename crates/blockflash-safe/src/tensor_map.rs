@@ -1,0 +1,197 @@
+use crate::driver::check;
+use crate::{DType, Error, Result, View};
+use cudarc::driver::sys;
+use std::ffi::c_void;
+
+/// How the rows of a box are permuted in shared memory, to keep its reads free of bank conflicts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Swizzle {
+    /// Not at all.
+    None,
+    /// Within 32 bytes.
+    B32,
+    /// Within 64 bytes.
+    B64,
+    /// Within 128 bytes.
+    B128,
+}
+
+impl Swizzle {
+    /// The largest inner extent of a box in bytes, where the swizzle limits it.
+    const fn span(self) -> Option<usize> {
+        match self {
+            Swizzle::None => None,
+            Swizzle::B32 => Some(32),
+            Swizzle::B64 => Some(64),
+            Swizzle::B128 => Some(128),
+        }
+    }
+}
+
+/// A tiled tensor for the tensor memory accelerator (compute capability 9.0 and newer), before it is encoded.
+///
+/// Dimension 0 is the innermost one, which is contiguous: the reverse of the order of [`Layout`](crate::Layout).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TensorMapSpec<'s> {
+    /// Element type.
+    pub dtype: DType,
+    /// Sizes in elements, innermost first; 1 to 5 of them, each 1 to 2^32.
+    pub shape: &'s [u64],
+    /// Bytes between neighbours along dimensions 1, 2, …: one fewer than `shape`, multiples of 16, below 2^40.
+    pub strides_bytes: &'s [u64],
+    /// Size in elements of the box that one instruction moves, 1 to 256 along each dimension. The innermost extent is a
+    /// multiple of 16 bytes and at most the span of the swizzle.
+    pub box_shape: &'s [u32],
+    /// Arrangement in shared memory.
+    pub swizzle: Swizzle,
+}
+
+impl TensorMapSpec<'_> {
+    /// Checks the rules of `cuTensorMapEncodeTiled`, whose own errors do not say which one is broken.
+    ///
+    /// # Errors
+    /// [`Error::TensorMap`].
+    pub fn check(&self) -> Result<()> {
+        let rank = self.shape.len();
+        let rule = |holds: bool, what: &dyn Fn() -> String| {
+            if holds { Ok(()) } else { Err(Error::TensorMap { what: what() }) }
+        };
+        rule((1..=5).contains(&rank), &|| format!("{rank} dimensions, not 1 to 5"))?;
+        rule(self.strides_bytes.len() == rank - 1, &|| {
+            format!("{rank} dimensions need {} strides", rank - 1)
+        })?;
+        rule(self.box_shape.len() == rank, &|| format!("{rank} dimensions need as many box extents"))?;
+        for &size in self.shape {
+            rule((1..=1 << 32).contains(&size), &|| format!("a dimension of {size}, not 1 to 2^32"))?;
+        }
+        let mut least = self.shape[0] * self.dtype.size() as u64;
+        for (&stride, &size) in self.strides_bytes.iter().zip(&self.shape[1..]) {
+            rule(stride % 16 == 0, &|| format!("a stride of {stride} bytes, not a multiple of 16"))?;
+            rule(stride < 1 << 40, &|| format!("a stride of {stride} bytes, not below 2^40"))?;
+            rule(stride >= least || size == 1, &|| {
+                format!("a stride of {stride} bytes below the {least} inside it")
+            })?;
+            least = least.max(stride.saturating_mul(size));
+        }
+        for &extent in self.box_shape {
+            rule((1..=256).contains(&extent), &|| format!("a box extent of {extent}, not 1 to 256"))?;
+        }
+        let inner = self.box_shape[0] as usize * self.dtype.size();
+        rule(inner.is_multiple_of(16), &|| {
+            format!("an inner box extent of {inner} bytes, not a multiple of 16")
+        })?;
+        let limit = self.swizzle.span().unwrap_or(usize::MAX);
+        rule(inner <= limit, &|| format!("an inner box extent of {inner} bytes with a swizzle of {limit}"))
+    }
+
+    /// Bytes of memory from the first element to the end of the last one.
+    fn span_bytes(&self) -> u64 {
+        let inner = self.shape[0] * self.dtype.size() as u64;
+        let outer = self.shape[1..].iter().zip(self.strides_bytes);
+        outer.fold(inner, |span, (&size, &stride)| span.saturating_add((size - 1).saturating_mul(stride)))
+    }
+}
+
+/// An encoded tensor map: 128 opaque bytes that go into a kernel's parameters.
+///
+/// A type of our own because the alignment of cudarc's changes with the version of its bindings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C, align(128))]
+pub struct TensorMap {
+    opaque: [u64; 16],
+}
+
+const _: () = assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>(), "a tensor map is 128 bytes");
+const _: () =
+    assert!(align_of::<TensorMap>() >= align_of::<sys::CUtensorMap>(), "the driver may demand less");
+
+impl TensorMap {
+    /// Encodes a map of the memory of `view`, which must hold all that `spec` reaches from the view's first element. Boxes
+    /// that reach outside the shape read zeros and do not write there. The map does not keep the memory alive: the view goes
+    /// into the launch that uses it.
+    ///
+    /// # Errors
+    /// [`Error::TensorMap`], [`Error::NotOnGpu`], [`Error::DType`], [`Error::OutOfBounds`], [`Error::Unsupported`] for a GPU
+    /// below compute capability 9.0, [`Error::Cuda`].
+    pub fn encode_tiled(view: &View<'_>, spec: &TensorMapSpec<'_>) -> Result<TensorMap> {
+        spec.check()?;
+        if view.dtype() != spec.dtype {
+            return Err(Error::DType { expected: spec.dtype, found: view.dtype() });
+        }
+        let available = view.layout().span();
+        let needed = usize::try_from(spec.span_bytes()).unwrap_or(usize::MAX).div_ceil(spec.dtype.size());
+        if needed > available {
+            return Err(Error::OutOfBounds { needed, available });
+        }
+        let what = "a tensor map";
+        let (Some(address), Some(context)) = (view.device_ptr(), view.device().context()) else {
+            return Err(Error::NotOnGpu { what });
+        };
+        if address % 16 != 0 {
+            return Err(Error::TensorMap {
+                what: format!("the address {address:#x} is not a multiple of 16"),
+            });
+        }
+        if context.properties.compute_capability.major < 9 {
+            return Err(Error::Unsupported { device: *view.device(), what: "tensor maps" });
+        }
+        let rank = spec.shape.len();
+        // Padded to the largest rank, so that no length can be wrong.
+        let (mut shape, mut strides, mut box_shape) = ([1u64; 5], [16u64; 5], [1u32; 5]);
+        shape[..rank].copy_from_slice(spec.shape);
+        strides[..rank - 1].copy_from_slice(spec.strides_bytes);
+        box_shape[..rank].copy_from_slice(spec.box_shape);
+        let element_strides = [1u32; 5];
+        let mut map = TensorMap { opaque: [0; 16] };
+        let _bound = context.bind()?;
+        // SAFETY:
+        // 1. `map` is valid for writes, as large as the driver's type and aligned at least as strictly.
+        // 2. The arrays have at least `rank` entries (5).
+        // 3. The address is only recorded.
+        check("cuTensorMapEncodeTiled", unsafe {
+            sys::cuTensorMapEncodeTiled(
+                (&raw mut map).cast(),
+                data_type(spec.dtype),
+                rank as u32,
+                address as usize as *mut c_void,
+                shape.as_ptr(),
+                strides.as_ptr(),
+                box_shape.as_ptr(),
+                element_strides.as_ptr(),
+                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                swizzle(spec.swizzle),
+                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        })?;
+        Ok(map)
+    }
+
+    /// The encoded bytes, as words.
+    pub fn words(&self) -> &[u64; 16] {
+        &self.opaque
+    }
+}
+
+fn data_type(dtype: DType) -> sys::CUtensorMapDataType {
+    use sys::CUtensorMapDataType as Type;
+    match dtype {
+        DType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        DType::BF16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        DType::F32 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        DType::I32 => Type::CU_TENSOR_MAP_DATA_TYPE_INT32,
+    }
+}
+
+fn swizzle(swizzle: Swizzle) -> sys::CUtensorMapSwizzle {
+    match swizzle {
+        Swizzle::None => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+        Swizzle::B32 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_32B,
+        Swizzle::B64 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
+        Swizzle::B128 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+    }
+}
+
+#[cfg(test)]
+#[path = "tensor_map_tests.rs"]
+mod tests;

@@ -1,0 +1,426 @@
+use crate::memory::{DeviceMemory, download};
+use crate::{DType, Device, Element, Error, Layout, Result, Stream};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A borrowed tensor: memory on a device, element type, shape and strides. Copyable, like `&[T]`.
+#[derive(Clone, Copy, Debug)]
+pub struct View<'a> {
+    // Host memory is exactly the span of the layout. Device memory is valid for the span from `ptr`.
+    source: Source<'a>,
+    device: Device,
+    dtype: DType,
+    layout: Layout,
+}
+
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    Host(&'a [u8]),
+    Cuda { ptr: u64, owner: Option<&'a Arc<DeviceMemory>> },
+}
+
+impl std::fmt::Debug for Source<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Source::Host(bytes) => write!(f, "{:?}", bytes.as_ptr()),
+            Source::Cuda { ptr, .. } => write!(f, "{ptr:#x}"),
+        }
+    }
+}
+
+impl<'a> View<'a> {
+    /// Row-major host memory.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`] unless the slice has exactly the shape's number of elements; those of [`Layout::contiguous`].
+    pub fn from_slice<T: Element>(data: &'a [T], shape: &[usize]) -> Result<View<'a>> {
+        let layout = Layout::contiguous(shape)?;
+        check_length(&layout, data.len())?;
+        Ok(View::from_host(bytemuck::cast_slice(data), T::DTYPE, layout))
+    }
+
+    /// Host memory with strides in elements. The slice may be longer than the tensor's span.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`]; those of [`Layout::strided`].
+    pub fn from_slice_strided<T: Element>(
+        data: &'a [T],
+        shape: &[usize],
+        strides: &[usize],
+    ) -> Result<View<'a>> {
+        let layout = Layout::strided(shape, strides)?;
+        check_span(&layout, data.len())?;
+        Ok(View::from_host(bytemuck::cast_slice(data), T::DTYPE, layout))
+    }
+
+    /// Device memory of somebody else (PyTorch, candle, …).
+    ///
+    /// # Safety
+    /// 1. `ptr` is a pointer into memory of `device`, aligned to the element type and valid for reads of
+    ///    `layout.span()` elements (for any value when that is 0).
+    /// 2. It stays valid, and is not written by others without being ordered with our streams, until all work that was
+    ///    queued with this view or its copies is done and all graphs captured from it are gone, even beyond `'a`.
+    ///
+    /// # Errors
+    /// [`Error::NotOnGpu`] for the CPU.
+    pub unsafe fn from_raw_cuda(device: &Device, ptr: u64, dtype: DType, layout: Layout) -> Result<View<'a>> {
+        if device.is_cpu() {
+            return Err(Error::NotOnGpu { what: "a device pointer" });
+        }
+        Ok(View { source: Source::Cuda { ptr, owner: None }, device: *device, dtype, layout })
+    }
+
+    /// `bytes` start at the first element and reach at least to the last.
+    pub(crate) fn from_host(bytes: &'a [u8], dtype: DType, layout: Layout) -> View<'a> {
+        let source = Source::Host(&bytes[..layout.span() * dtype.size()]);
+        View { source, device: Device::cpu(), dtype, layout }
+    }
+
+    /// `memory` is at least the span of the layout.
+    pub(crate) fn from_memory(memory: &'a Arc<DeviceMemory>, dtype: DType, layout: Layout) -> View<'a> {
+        let source = Source::Cuda { ptr: memory.ptr(), owner: Some(memory) };
+        View { source, device: *memory.home().device(), dtype, layout }
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Shape and strides.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Sizes of the dimensions.
+    pub fn shape(&self) -> &[usize] {
+        self.layout.shape()
+    }
+
+    /// Elements between neighbours along each dimension.
+    pub fn strides(&self) -> &[usize] {
+        self.layout.strides()
+    }
+
+    /// Where the memory is.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Whether the memory is host memory.
+    pub fn is_cpu(&self) -> bool {
+        self.device.is_cpu()
+    }
+
+    /// The device address of the first element; `None` on the CPU.
+    pub fn device_ptr(&self) -> Option<u64> {
+        match self.source {
+            Source::Host(_) => None,
+            Source::Cuda { ptr, .. } => Some(ptr),
+        }
+    }
+
+    /// Whether the address of the first element is a multiple of `bytes`; true without elements.
+    pub fn is_aligned(&self, bytes: usize) -> bool {
+        let address = match self.source {
+            Source::Host(memory) => memory.as_ptr() as u64,
+            Source::Cuda { ptr, .. } => ptr,
+        };
+        self.layout.is_empty() || address.is_multiple_of(bytes.max(1) as u64)
+    }
+
+    /// The same elements with dimension `order[i]` in place `i`.
+    ///
+    /// # Errors
+    /// [`Error::Permutation`].
+    pub fn permute(&self, order: &[usize]) -> Result<View<'a>> {
+        Ok(View { layout: self.layout.permute(order)?, ..*self })
+    }
+
+    /// The indices `range` of dimension `dim`.
+    ///
+    /// # Errors
+    /// [`Error::Slice`].
+    pub fn slice(&self, dim: usize, range: Range<usize>) -> Result<View<'a>> {
+        let (layout, offset) = self.layout.slice(dim, range)?;
+        let bytes = offset * self.dtype.size();
+        let source = match self.source {
+            Source::Host(memory) => Source::Host(&memory[bytes..bytes + layout.span() * self.dtype.size()]),
+            Source::Cuda { ptr, owner } => Source::Cuda { ptr: ptr + bytes as u64, owner },
+        };
+        Ok(View { source, layout, ..*self })
+    }
+
+    /// Host memory from the first element to the last one; index it with [`strides`](Self::strides).
+    ///
+    /// # Errors
+    /// [`Error::NotOnCpu`], [`Error::DType`].
+    pub fn as_slice<T: Element>(&self) -> Result<&'a [T]> {
+        check_dtype::<T>(self.dtype)?;
+        match self.source {
+            Source::Host(bytes) => Ok(bytemuck::cast_slice(bytes)),
+            Source::Cuda { .. } => Err(Error::NotOnCpu { device: self.device }),
+        }
+    }
+
+    /// The elements in row-major order, from any device. Waits for the work on `stream`, which must be one of the tensor's
+    /// device; on the CPU any stream will do.
+    ///
+    /// # Errors
+    /// [`Error::DType`], [`Error::DeviceMismatch`], [`Error::InCapture`], [`Error::OutOfMemory`], [`Error::Cuda`].
+    pub fn to_vec<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {
+        if let Source::Host(_) = self.source {
+            return gather(&self.layout, self.as_slice::<T>()?.to_vec());
+        }
+        check_dtype::<T>(self.dtype)?;
+        let span = self.layout.span();
+        let mut data = Vec::new();
+        data.try_reserve_exact(span).map_err(|_| Error::OutOfMemory { bytes: span * size_of::<T>() })?;
+        data.resize(span, T::zeroed());
+        self.read_span(stream, bytemuck::cast_slice_mut(&mut data))?;
+        gather(&self.layout, data)
+    }
+
+    /// Copies a GPU view's memory, from its first element on, into host memory that is no longer than its span.
+    pub(crate) fn read_span(&self, stream: &Stream, bytes: &mut [u8]) -> Result<()> {
+        let Source::Cuda { ptr, owner } = self.source else { return Ok(()) };
+        self.device.expect(stream.device())?;
+        owner.map_or(Ok(()), |memory| memory.prepare(stream))?;
+        let Some(session) = stream.session()? else { return Ok(()) };
+        debug_assert!(bytes.len() <= self.layout.span() * self.dtype.size());
+        // SAFETY: the view's memory is valid for its span (our tensor's, or point 1 of `from_raw_cuda`), prepared above.
+        unsafe { download(&session, bytes, ptr) }
+    }
+
+    /// Who keeps the memory alive, when it is ours and on a GPU.
+    pub(crate) fn owner(&self) -> Option<&'a Arc<DeviceMemory>> {
+        match self.source {
+            Source::Host(_) => None,
+            Source::Cuda { owner, .. } => owner,
+        }
+    }
+}
+
+/// A borrowed tensor that is written: like [`View`], but exclusive, and no two of its elements are the same memory.
+#[derive(Debug)]
+pub struct ViewMut<'a> {
+    source: SourceMut<'a>,
+    device: Device,
+    dtype: DType,
+    layout: Layout,
+}
+
+enum SourceMut<'a> {
+    Host(&'a mut [u8]),
+    Cuda { ptr: u64, owner: Option<&'a Arc<DeviceMemory>> },
+}
+
+impl std::fmt::Debug for SourceMut<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.shared().fmt(f)
+    }
+}
+
+impl SourceMut<'_> {
+    fn shared(&self) -> Source<'_> {
+        match self {
+            SourceMut::Host(bytes) => Source::Host(bytes),
+            SourceMut::Cuda { ptr, owner } => Source::Cuda { ptr: *ptr, owner: *owner },
+        }
+    }
+}
+
+impl<'a> ViewMut<'a> {
+    /// Row-major host memory.
+    ///
+    /// # Errors
+    /// As [`View::from_slice`].
+    pub fn from_slice<T: Element>(data: &'a mut [T], shape: &[usize]) -> Result<ViewMut<'a>> {
+        let layout = Layout::contiguous(shape)?;
+        check_length(&layout, data.len())?;
+        Ok(ViewMut::from_host(bytemuck::cast_slice_mut(data), T::DTYPE, layout))
+    }
+
+    /// Host memory with strides in elements. The slice may be longer than the tensor's span.
+    ///
+    /// # Errors
+    /// As [`View::from_slice_strided`], and [`Error::OverlappingOutput`].
+    pub fn from_slice_strided<T: Element>(
+        data: &'a mut [T],
+        shape: &[usize],
+        strides: &[usize],
+    ) -> Result<ViewMut<'a>> {
+        let layout = Layout::strided(shape, strides)?;
+        check_span(&layout, data.len())?;
+        check_overlap(&layout)?;
+        Ok(ViewMut::from_host(bytemuck::cast_slice_mut(data), T::DTYPE, layout))
+    }
+
+    /// Device memory of somebody else (PyTorch, candle, …).
+    ///
+    /// # Safety
+    /// As [`View::from_raw_cuda`], for reads and writes, and nobody else reads the memory in that time either without being
+    /// ordered with our streams.
+    ///
+    /// # Errors
+    /// [`Error::NotOnGpu`] for the CPU, [`Error::OverlappingOutput`].
+    pub unsafe fn from_raw_cuda(
+        device: &Device,
+        ptr: u64,
+        dtype: DType,
+        layout: Layout,
+    ) -> Result<ViewMut<'a>> {
+        if device.is_cpu() {
+            return Err(Error::NotOnGpu { what: "a device pointer" });
+        }
+        check_overlap(&layout)?;
+        Ok(ViewMut { source: SourceMut::Cuda { ptr, owner: None }, device: *device, dtype, layout })
+    }
+
+    /// `bytes` start at the first element and reach at least to the last; the layout does not overlap itself.
+    pub(crate) fn from_host(bytes: &'a mut [u8], dtype: DType, layout: Layout) -> ViewMut<'a> {
+        let source = SourceMut::Host(&mut bytes[..layout.span() * dtype.size()]);
+        ViewMut { source, device: Device::cpu(), dtype, layout }
+    }
+
+    /// `memory` is at least the span of the layout and borrowed exclusively; the layout does not overlap itself.
+    pub(crate) fn from_memory(
+        memory: &'a mut Arc<DeviceMemory>,
+        dtype: DType,
+        layout: Layout,
+    ) -> ViewMut<'a> {
+        let device = *memory.home().device();
+        ViewMut { source: SourceMut::Cuda { ptr: memory.ptr(), owner: Some(memory) }, device, dtype, layout }
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Shape and strides.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Sizes of the dimensions.
+    pub fn shape(&self) -> &[usize] {
+        self.layout.shape()
+    }
+
+    /// Elements between neighbours along each dimension.
+    pub fn strides(&self) -> &[usize] {
+        self.layout.strides()
+    }
+
+    /// Where the memory is.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Whether the memory is host memory.
+    pub fn is_cpu(&self) -> bool {
+        self.device.is_cpu()
+    }
+
+    /// The device address of the first element; `None` on the CPU.
+    pub fn device_ptr(&self) -> Option<u64> {
+        self.as_view().device_ptr()
+    }
+
+    /// Whether the address of the first element is a multiple of `bytes`; true without elements.
+    pub fn is_aligned(&self, bytes: usize) -> bool {
+        self.as_view().is_aligned(bytes)
+    }
+
+    /// A shared view of the same elements.
+    pub fn as_view(&self) -> View<'_> {
+        View { source: self.source.shared(), device: self.device, dtype: self.dtype, layout: self.layout }
+    }
+
+    /// A shorter exclusive view of the same elements.
+    pub fn reborrow(&mut self) -> ViewMut<'_> {
+        let source = match &mut self.source {
+            SourceMut::Host(bytes) => SourceMut::Host(bytes),
+            SourceMut::Cuda { ptr, owner } => SourceMut::Cuda { ptr: *ptr, owner: *owner },
+        };
+        ViewMut { source, device: self.device, dtype: self.dtype, layout: self.layout }
+    }
+
+    /// The same elements with dimension `order[i]` in place `i`.
+    ///
+    /// # Errors
+    /// [`Error::Permutation`].
+    pub fn permute(self, order: &[usize]) -> Result<ViewMut<'a>> {
+        Ok(ViewMut { layout: self.layout.permute(order)?, ..self })
+    }
+
+    /// The indices `range` of dimension `dim`.
+    ///
+    /// # Errors
+    /// [`Error::Slice`].
+    pub fn slice(self, dim: usize, range: Range<usize>) -> Result<ViewMut<'a>> {
+        let (layout, offset) = self.layout.slice(dim, range)?;
+        let bytes = offset * self.dtype.size();
+        let source = match self.source {
+            SourceMut::Host(memory) => {
+                SourceMut::Host(&mut memory[bytes..bytes + layout.span() * self.dtype.size()])
+            }
+            SourceMut::Cuda { ptr, owner } => SourceMut::Cuda { ptr: ptr + bytes as u64, owner },
+        };
+        Ok(ViewMut { source, layout, ..self })
+    }
+
+    /// Host memory from the first element to the last one; index it with [`strides`](Self::strides).
+    ///
+    /// # Errors
+    /// [`Error::NotOnCpu`], [`Error::DType`].
+    pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
+        check_dtype::<T>(self.dtype)?;
+        match &mut self.source {
+            SourceMut::Host(bytes) => Ok(bytemuck::cast_slice_mut(bytes)),
+            SourceMut::Cuda { .. } => Err(Error::NotOnCpu { device: self.device }),
+        }
+    }
+}
+
+pub(crate) fn check_dtype<T: Element>(found: DType) -> Result<()> {
+    if found == T::DTYPE { Ok(()) } else { Err(Error::DType { expected: T::DTYPE, found }) }
+}
+
+/// A contiguous tensor takes the whole slice: another length is a mistake in the shape.
+pub(crate) fn check_length(layout: &Layout, available: usize) -> Result<()> {
+    let needed = layout.elements();
+    if needed == available { Ok(()) } else { Err(Error::OutOfBounds { needed, available }) }
+}
+
+fn check_span(layout: &Layout, available: usize) -> Result<()> {
+    let needed = layout.span();
+    if needed <= available { Ok(()) } else { Err(Error::OutOfBounds { needed, available }) }
+}
+
+fn check_overlap(layout: &Layout) -> Result<()> {
+    if layout.overlaps_itself() {
+        let (shape, strides) = (layout.shape().to_vec(), layout.strides().to_vec());
+        return Err(Error::OverlappingOutput { shape, strides });
+    }
+    Ok(())
+}
+
+/// The elements of `layout` in row-major order, out of the memory of its span.
+fn gather<T: Element>(layout: &Layout, span: Vec<T>) -> Result<Vec<T>> {
+    if layout.is_contiguous() {
+        return Ok(span);
+    }
+    let elements = layout.elements();
+    let mut gathered = Vec::new();
+    gathered
+        .try_reserve_exact(elements)
+        .map_err(|_| Error::OutOfMemory { bytes: elements * size_of::<T>() })?;
+    gathered.extend(layout.offsets().map(|offset| span[offset]));
+    Ok(gathered)
+}
+
+#[cfg(test)]
+#[path = "view_tests.rs"]
+mod tests;
