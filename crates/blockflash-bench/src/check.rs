@@ -27,8 +27,16 @@ pub struct Comparison {
     pub error: f64,
     /// What is allowed.
     pub limit: f64,
+    /// ‖result − reference‖ / ‖reference‖ over the checked elements.
+    pub relative: f64,
+    #[serde(skip)]
     plain_error: f64,
+    #[serde(skip)]
     floor: f64,
+    #[serde(skip)]
+    error_squares: f64,
+    #[serde(skip)]
+    reference_squares: f64,
 }
 
 impl Comparison {
@@ -39,7 +47,10 @@ impl Comparison {
 
     fn add(&mut self, result: f32, reference: f64, plain: f32, floor: f64) {
         self.checked += 1;
-        self.error = self.error.max(distance(result, reference));
+        let error = distance(result, reference);
+        self.error = self.error.max(error);
+        self.error_squares += error * error;
+        self.reference_squares += if reference.is_finite() { reference * reference } else { 0.0 };
         let plain = distance(plain, reference);
         // An overflow of the plain computation says nothing about what is allowed elsewhere.
         if plain.is_finite() {
@@ -55,12 +66,18 @@ impl Comparison {
             error: self.error.max(other.error),
             plain_error: self.plain_error.max(other.plain_error),
             floor: self.floor.max(other.floor),
+            error_squares: self.error_squares + other.error_squares,
+            reference_squares: self.reference_squares + other.reference_squares,
             limit: 0.0,
+            relative: 0.0,
         }
     }
 
     fn finish(self, total: usize) -> Self {
-        Self { total: total as u64, limit: 2.0 * self.plain_error + self.floor, ..self }
+        // Without a reference that is not zero any error is infinite, and none is none.
+        let scale = if self.error_squares == 0.0 { 1.0 } else { self.reference_squares };
+        let relative = (self.error_squares / scale).sqrt();
+        Self { total: total as u64, limit: 2.0 * self.plain_error + self.floor, relative, ..self }
     }
 }
 
@@ -121,3 +138,6 @@ fn sample(count: usize, total: usize, seed: u64, lane: u64) -> Vec<usize> {
     }
     chosen
 }
+
+#[cfg(test)]
+mod tests;
