@@ -173,9 +173,7 @@ impl BsrMatmulOperands<'_> {
         fits("c", &c, c.dtype(), [(p.m, p.ldc), (p.n, 1)])?;
         let entries = if p.bias_per_row != 0 { p.m } else { p.n };
         self.bias.map_or(Ok(()), |bias| fits("bias", &bias, tile.dtype, [(entries, 1)]))?;
-        let row_tiles = (block_rows * i128::from(tile.block_size) + i128::from(tile.block_m) - 1)
-            / i128::from(tile.block_m);
-        fits_row(config, row, ceil_div(p.n, tile.block_n) * row_tiles)
+        fits_row(config, row, ceil_div(p.n, tile.block_n) * block_rows)
     }
 }
 
