@@ -2,6 +2,8 @@
 #![allow(unreachable_pub)] // a program has no outside
 
 mod bindgen;
+mod ci;
+mod deny;
 mod kernels;
 mod record;
 mod support;
@@ -30,6 +32,10 @@ enum Command {
     Test(test::Args),
     /// Check rules of the repository that no compiler checks.
     Tidy(tidy::Args),
+    /// Check the dependencies by the rules of deny.toml.
+    Deny(deny::Args),
+    /// Run everything that continuous integration checks.
+    Ci(ci::Args),
     /// Add the GPU passes of a test run to tests/gpu-passed.jsonl.
     Record(record::Args),
 }
@@ -41,6 +47,8 @@ fn main() -> ExitCode {
         Command::Test(args) => test::run(&args),
         Command::Tidy(args) => tidy::run(&args),
         Command::Record(args) => record::run(&args),
+        Command::Deny(args) => deny::run(&args),
+        Command::Ci(args) => ci::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -39,18 +39,16 @@ fn replaced(readme: &str, table: &str) -> Result<String> {
     Ok(format!("{before}{BEGIN}{table}{END}{after}"))
 }
 
-/// The table: one line per operation and size, one column per target, the tiles in the cells.
+/// The table: one line per operation and size, one column per target. Tiles are left out: they change with tuning, and
+/// `blockflash info` shows them.
 fn markdown(rows: &[Row]) -> String {
     let targets: BTreeSet<Target> = rows.iter().map(|row| row.target).collect();
-    let mut cells: BTreeMap<Line, BTreeMap<Target, Vec<String>>> = BTreeMap::new();
+    let mut served: BTreeMap<Line, BTreeSet<Target>> = BTreeMap::new();
     let mut dtypes: BTreeMap<Line, BTreeSet<&str>> = BTreeMap::new();
     for row in rows {
-        let (line, dtype, tile) = describe(row);
+        let (line, dtype) = describe(row);
         dtypes.entry(line.clone()).or_default().insert(dtype);
-        let tiles = cells.entry(line).or_default().entry(row.target).or_default();
-        if !tiles.contains(&tile) {
-            tiles.push(tile);
-        }
+        served.entry(line).or_default().insert(row.target);
     }
     let mut table = String::from("| operation | size | types |");
     for target in &targets {
@@ -58,12 +56,11 @@ fn markdown(rows: &[Row]) -> String {
     }
     table += &format!(" CPU |\n|---|---|---|{}---|\n", "---|".repeat(targets.len()));
     let mut previous: Option<Line> = None;
-    for (line, by_target) in &cells {
+    for (line, by_target) in &served {
         let types = dtypes[line].iter().copied().collect::<Vec<_>>().join(", ");
         table += &format!("| {} | {} | {types} |", line.operation, size(line, previous.as_ref()));
         for target in &targets {
-            let tiles = by_target.get(target).map_or("–".to_string(), |tiles| tiles.join(", "));
-            table += &format!(" {tiles} |");
+            table += if by_target.contains(target) { " yes |" } else { " – |" };
         }
         table += " yes |\n";
         previous = Some(line.clone());
@@ -71,18 +68,12 @@ fn markdown(rows: &[Row]) -> String {
     table
 }
 
-fn describe(row: &Row) -> (Line, &'static str, String) {
+fn describe(row: &Row) -> (Line, &'static str) {
     match row.variant {
-        Variant::AttentionFwd(t) => (
-            Line { operation: "attention forward", size: t.head_dim },
-            t.dtype.name(),
-            format!("{}×{}", t.block_q, t.block_kv),
-        ),
-        Variant::BsrMatmul(t) => (
-            Line { operation: "BSR matmul", size: t.block_size },
-            t.dtype.name(),
-            format!("{}×{}×{}", t.block_m, t.block_n, t.block_k),
-        ),
+        Variant::AttentionFwd(t) => {
+            (Line { operation: "attention forward", size: t.head_dim }, t.dtype.name())
+        }
+        Variant::BsrMatmul(t) => (Line { operation: "BSR matmul", size: t.block_size }, t.dtype.name()),
     }
 }
 
