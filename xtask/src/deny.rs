@@ -38,7 +38,13 @@ pub fn run(args: &Args) -> Result<()> {
         workspace::run(install.arg("--root").arg(&tools).env_remove("CARGO_TARGET_DIR"))?;
     }
     let mut check = Command::new(&program);
-    check.current_dir(workspace::root()).args(["check", "licenses", "bans", "sources"]);
+    check.current_dir(workspace::root()).args([
+        "check",
+        "--hide-inclusion-graph",
+        "licenses",
+        "bans",
+        "sources",
+    ]);
     if args.advisories {
         check.arg("advisories");
     }
