@@ -1,0 +1,169 @@
+use std::ops::Range;
+
+/// Which diagonal a causal or window mask follows when `seqlen_q != seqlen_kv`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Align {
+    /// Query 0 stands at key 0.
+    TopLeft,
+    /// The last query stands at the last key: what decoding with a key-value cache needs.
+    #[default]
+    BottomRight,
+}
+
+/// Which keys a query attends.
+///
+/// Query `i` stands at key `p = i + diagonal`, where `diagonal` is 0 for [`Align::TopLeft`] and `seqlen_kv - seqlen_q` for
+/// [`Align::BottomRight`]. A query that attends no key at all gets output 0 and `lse` −∞.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Mask {
+    /// Every key.
+    #[default]
+    Full,
+    /// Keys `j <= p`.
+    Causal {
+        /// Which diagonal.
+        align: Align,
+    },
+    /// Keys `p - left <= j <= p + right`.
+    Window {
+        /// Keys before the query's own; `None` does not limit them.
+        left: Option<usize>,
+        /// Keys after the query's own; `None` does not limit them, `Some(0)` makes the window causal.
+        right: Option<usize>,
+        /// Which diagonal.
+        align: Align,
+    },
+}
+
+/// A mask as two limits that are known to matter; see [`Mask::limits`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Limits {
+    pub(crate) left: Option<usize>,
+    pub(crate) right: Option<usize>,
+    pub(crate) align: Align,
+}
+
+impl Mask {
+    /// Causal along the bottom-right diagonal, the usual meaning of the word.
+    pub const fn causal() -> Self {
+        Mask::Causal { align: Align::BottomRight }
+    }
+
+    /// The keys that query `i` attends, as a range of `0..seqlen_kv`; empty when there is none.
+    pub fn visible(&self, i: usize, seqlen_q: usize, seqlen_kv: usize) -> Range<usize> {
+        let (left, right, align) = self.sides();
+        // Signed 128 bits hold every sum of three usize.
+        let diagonal = match align {
+            Align::TopLeft => 0,
+            Align::BottomRight => seqlen_kv as i128 - seqlen_q as i128,
+        };
+        let position = i as i128 + diagonal;
+        let clamp = |key: i128| key.clamp(0, seqlen_kv as i128) as usize;
+        let start = left.map_or(0, |left| clamp(position - left as i128));
+        let end = right.map_or(seqlen_kv, |right| clamp(position + right as i128 + 1));
+        start..end.max(start)
+    }
+
+    /// Number of (query, key) pairs that the mask leaves: what the FLOPs are counted from.
+    pub fn visited_pairs(&self, seqlen_q: usize, seqlen_kv: usize) -> u64 {
+        if self.limits(seqlen_q, seqlen_kv) == Mask::Full.limits(seqlen_q, seqlen_kv) {
+            return (seqlen_q as u64).saturating_mul(seqlen_kv as u64);
+        }
+        (0..seqlen_q).map(|i| self.visible(i, seqlen_q, seqlen_kv).len() as u64).sum()
+    }
+
+    /// The sides of the window. One that cannot hide a key at these lengths becomes `None`, so that neither a kernel nor the
+    /// CPU spends time on it, and sums of positions and window stay within the range of the lengths.
+    pub(crate) fn limits(&self, seqlen_q: usize, seqlen_kv: usize) -> Limits {
+        let (left, right, align) = self.sides();
+        // The last query to the first key, and the first query to the last key.
+        let (farthest_left, farthest_right) = match align {
+            Align::TopLeft => (seqlen_q.saturating_sub(1), seqlen_kv.saturating_sub(1)),
+            Align::BottomRight => (seqlen_kv.saturating_sub(1), seqlen_q.saturating_sub(1)),
+        };
+        let left = left.filter(|&left| left < farthest_left);
+        let right = right.filter(|&right| right < farthest_right);
+        Limits { left, right, align: if left.or(right).is_some() { align } else { Align::TopLeft } }
+    }
+
+    fn sides(&self) -> (Option<usize>, Option<usize>, Align) {
+        match *self {
+            Mask::Full => (None, None, Align::TopLeft),
+            Mask::Causal { align } => (None, Some(0), align),
+            Mask::Window { left, right, align } => (left, right, align),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALIGNS: [Align; 2] = [Align::TopLeft, Align::BottomRight];
+
+    fn masks() -> Vec<Mask> {
+        let sides = [None, Some(0), Some(1), Some(3), Some(usize::MAX)];
+        let mut masks = vec![Mask::Full];
+        for align in ALIGNS {
+            masks.push(Mask::Causal { align });
+            for left in sides {
+                masks.extend(sides.map(|right| Mask::Window { left, right, align }));
+            }
+        }
+        masks
+    }
+
+    /// The definition in the documentation, pair by pair.
+    fn attends(mask: Mask, i: usize, j: usize, seqlen_q: usize, seqlen_kv: usize) -> bool {
+        let (left, right, align) = mask.sides();
+        let diagonal = if align == Align::BottomRight { seqlen_kv as i128 - seqlen_q as i128 } else { 0 };
+        let distance = j as i128 - (i as i128 + diagonal);
+        left.is_none_or(|left| distance >= -(left as i128))
+            && right.is_none_or(|right| distance <= right as i128)
+    }
+
+    #[test]
+    fn visible_is_the_definition() {
+        for mask in masks() {
+            for (seqlen_q, seqlen_kv) in [(1, 1), (5, 5), (3, 8), (8, 3), (4, 0), (1, 7), (7, 1)] {
+                let mut pairs = 0;
+                for i in 0..seqlen_q {
+                    let range = mask.visible(i, seqlen_q, seqlen_kv);
+                    for j in 0..seqlen_kv {
+                        let expected = attends(mask, i, j, seqlen_q, seqlen_kv);
+                        assert_eq!(
+                            range.contains(&j),
+                            expected,
+                            "{mask:?} {seqlen_q}x{seqlen_kv} ({i}, {j})"
+                        );
+                        pairs += u64::from(expected);
+                    }
+                }
+                assert_eq!(mask.visited_pairs(seqlen_q, seqlen_kv), pairs, "{mask:?} {seqlen_q}x{seqlen_kv}");
+            }
+        }
+    }
+
+    #[test]
+    fn limits_hide_the_same_keys() {
+        for mask in masks() {
+            for (seqlen_q, seqlen_kv) in [(1, 1), (5, 5), (3, 8), (8, 3), (4, 0), (1, 7), (7, 1)] {
+                let Limits { left, right, align } = mask.limits(seqlen_q, seqlen_kv);
+                let limited = Mask::Window { left, right, align };
+                for i in 0..seqlen_q {
+                    assert_eq!(
+                        mask.visible(i, seqlen_q, seqlen_kv),
+                        limited.visible(i, seqlen_q, seqlen_kv),
+                        "{mask:?} {seqlen_q}x{seqlen_kv} query {i}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn decoding_one_token_is_not_masked() {
+        assert_eq!(Mask::causal().limits(1, 4096), Mask::Full.limits(1, 4096));
+        assert_eq!(Mask::causal().limits(2, 2).right, Some(0));
+    }
+}

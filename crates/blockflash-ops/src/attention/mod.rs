@@ -1,0 +1,145 @@
+//! Dense attention: `o = softmax(mask(q·kᵀ · scale))·v` with the log-sum-exp of each row.
+
+mod cpu;
+mod launch;
+mod mask;
+mod plan;
+mod problem;
+mod select;
+mod seqlens;
+
+pub use mask::{Align, Mask};
+pub use plan::{AttentionPlan, plan};
+pub use problem::{AttentionProblem, LseStrides, MAX_SEQLEN, PackedRows, Strides};
+pub use select::select;
+pub use seqlens::CuSeqlens;
+
+pub(crate) use select::{OP, accepts, tile};
+
+use crate::Result;
+use blockflash_safe::{Stream, Tensor, View, ViewMut};
+use blockflash_sys::{DType, Row};
+
+/// A call of the attention forward pass. Fields left at their default do nothing:
+///
+/// ```
+/// # use blockflash_ops::{Attention, Mask, View};
+/// # use half::f16;
+/// # let data = vec![f16::ONE; 128 * 64];
+/// # let view = View::from_slice(&data, &[1, 128, 1, 64])?;
+/// # let (q, k, v) = (view, view, view);
+/// let attention = Attention { mask: Mask::causal(), softcap: Some(30.0), ..Attention::new(q, k, v) };
+/// # Ok::<(), blockflash_ops::Error>(())
+/// ```
+///
+/// Tensors are `[batch, seqlen, num_heads, head_dim]` with any strides but a contiguous `head_dim`, so a
+/// `[batch, num_heads, seqlen, head_dim]` tensor is passed as a permuted view. With [`cu_seqlens`](Self::cu_seqlens) they are
+/// packed, `[total rows, num_heads, head_dim]`. `num_heads_q` is a multiple of `num_heads_kv` (GQA, MQA).
+///
+/// Statistics and accumulation are f32. A masked pair contributes exactly nothing: NaN in a key or value that a query does not
+/// attend never reaches its output. On a GPU f16 and bf16 with a `head_dim` of any multiple of 8 up to 256 run, and pointers
+/// and strides must be multiples of 16 bytes; the CPU also takes f32, any `head_dim` and any alignment.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention<'a> {
+    /// Queries, `[batch, seqlen_q, num_heads_q, head_dim]` or packed `[total_q, num_heads_q, head_dim]`.
+    pub q: View<'a>,
+    /// Keys, `[batch, seqlen_kv, num_heads_kv, head_dim]` or packed `[total_kv, num_heads_kv, head_dim]`.
+    pub k: View<'a>,
+    /// Values, in the shape of the keys.
+    pub v: View<'a>,
+    /// Which keys a query attends.
+    pub mask: Mask,
+    /// Factor of q·kᵀ, finite and positive; `None` is `1 / sqrt(head_dim)`.
+    pub softmax_scale: Option<f32>,
+    /// Scores become `softcap * tanh(score / softcap)`; finite and positive.
+    pub softcap: Option<f32>,
+    /// f32 `[num_heads_q]`: a logit per head that joins the softmax denominator (and so the lse) and has no value.
+    pub sink: Option<View<'a>>,
+    /// Makes the batch variable-length.
+    pub cu_seqlens: Option<CuSeqlens<'a>>,
+}
+
+/// What [`Attention::forward`] returns.
+#[derive(Debug)]
+pub struct AttentionOutput {
+    /// Output in the shape and element type of q, contiguous.
+    pub o: Tensor,
+    /// Natural logarithm of the sum of exponentials of each row's scores, f32 `[batch, num_heads_q, seqlen_q]`, or
+    /// `[num_heads_q, total_q]` when variable-length. −∞ for a row that attends nothing.
+    pub lse: Tensor,
+}
+
+impl<'a> Attention<'a> {
+    /// Full attention with the default scale.
+    pub const fn new(q: View<'a>, k: View<'a>, v: View<'a>) -> Self {
+        Self { q, k, v, mask: Mask::Full, softmax_scale: None, softcap: None, sink: None, cu_seqlens: None }
+    }
+
+    /// Computes into tensors of the caller. Nothing is allocated and the stream is not synchronised on a GPU, so the call can
+    /// be captured into a graph; on the CPU it returns when the result is there.
+    ///
+    /// `o` has the shape and element type of q, `lse` is f32 `[batch, num_heads_q, seqlen_q]` or `[num_heads_q, total_q]`; both
+    /// may be strided except in the last dimension. An output without elements is fine and launches nothing.
+    ///
+    /// # Errors
+    /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) if an
+    /// operand is not on the stream's device; [`Error::Misaligned`](crate::Error::Misaligned) for a pointer or stride that is
+    /// no multiple of 16 bytes on a GPU.
+    pub fn forward_into(&self, o: ViewMut<'_>, lse: Option<ViewMut<'_>>, stream: &Stream) -> Result<()> {
+        let problem = launch::checked(self, &o, lse.as_ref(), stream)?;
+        if problem.is_empty() {
+            return Ok(());
+        }
+        match stream.device().cuda_properties() {
+            None => cpu::forward(self, &problem, o, lse, stream),
+            Some(gpu) => launch::launch(self, select(&problem, gpu)?, &problem, o, lse, stream),
+        }
+    }
+
+    /// Like [`forward_into`](Self::forward_into) with this very kernel, whatever [`select`] would take: for tests and
+    /// measurements.
+    ///
+    /// # Errors
+    /// Also [`Error::Unsupported`](crate::Error::Unsupported) if the row cannot compute this problem on this device.
+    pub fn forward_with(
+        &self,
+        row: &Row,
+        o: ViewMut<'_>,
+        lse: Option<ViewMut<'_>>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let problem = launch::checked(self, &o, lse.as_ref(), stream)?;
+        let Some(gpu) = stream.device().cuda_properties() else { return Err(launch::no_kernel_on_cpu(row)) };
+        accepts(row, &problem, gpu)?;
+        if problem.is_empty() {
+            return Ok(());
+        }
+        launch::launch(self, row, &problem, o, lse, stream)
+    }
+
+    /// Allocates the outputs and computes them. In a variable-length batch, rows that belong to no sequence are 0.
+    ///
+    /// # Errors
+    /// As [`forward_into`](Self::forward_into), and out of memory.
+    pub fn forward(&self, stream: &Stream) -> Result<AttentionOutput> {
+        let problem = self.problem()?;
+        let allocate = if problem.packed.is_some() { Tensor::zeros } else { Tensor::empty };
+        let mut o = allocate(stream, problem.dtype, &problem.o_shape())?;
+        let mut lse = allocate(stream, DType::F32, &problem.lse_shape())?;
+        self.forward_into(o.view_mut(), Some(lse.view_mut()), stream)?;
+        Ok(AttentionOutput { o, lse })
+    }
+
+    /// Downloads and verifies [`cu_seqlens`](Self::cu_seqlens) against the packed tensors, which synchronises the stream.
+    /// `Ok` when the batch is not variable-length.
+    ///
+    /// # Errors
+    /// [`Error::InvalidCuSeqlens`](crate::Error::InvalidCuSeqlens) names the first bad entry; all checks of
+    /// [`problem`](Self::problem).
+    pub fn check_cu_seqlens(&self, stream: &Stream) -> Result<()> {
+        if let (Some(cu_seqlens), Some(packed)) = (&self.cu_seqlens, self.problem()?.packed) {
+            cu_seqlens.read(stream, packed.total_q, packed.total_kv)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,259 @@
+use super::{Attention, CuSeqlens, Mask};
+use crate::check::{Operand, finite_positive, to_i32, vector};
+use crate::{Error, Result};
+use blockflash_safe::ViewMut;
+use blockflash_sys::DType;
+
+/// Longest sequence. Positions, windows and their sums stay within 32 bits in the kernels.
+pub const MAX_SEQLEN: usize = 1 << 30;
+
+/// Element strides of a `[batch, seqlen, num_heads, head_dim]` tensor; `head_dim` is contiguous. `batch` is 0 for packed
+/// (variable-length) tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Strides {
+    /// Between batch entries.
+    pub batch: usize,
+    /// Between rows of a sequence.
+    pub seq: usize,
+    /// Between heads.
+    pub head: usize,
+}
+
+/// Element strides of an lse tensor; rows of a sequence are contiguous. `batch` is 0 for packed (variable-length) tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LseStrides {
+    /// Between batch entries.
+    pub batch: usize,
+    /// Between heads.
+    pub head: usize,
+}
+
+/// Rows of the packed tensors of a variable-length batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PackedRows {
+    /// Rows of q and o.
+    pub total_q: usize,
+    /// Rows of k and v.
+    pub total_kv: usize,
+}
+
+/// An attention call reduced to plain numbers: what [`select`](super::select) and [`plan`](super::plan) work on.
+///
+/// [`Attention::problem`] makes one from tensors, with all checks; [`AttentionProblem::dense`] makes one without tensors.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionProblem {
+    /// Element type of q, k, v and o.
+    pub dtype: DType,
+    /// Batch entries.
+    pub batch: usize,
+    /// Queries per batch entry; the longest one when variable-length.
+    pub seqlen_q: usize,
+    /// Keys per batch entry; the longest one when variable-length.
+    pub seqlen_kv: usize,
+    /// Heads of q and o, a multiple of `num_heads_kv`.
+    pub num_heads_q: usize,
+    /// Heads of k and v.
+    pub num_heads_kv: usize,
+    /// Elements of a row of q, k, v and o.
+    pub head_dim: usize,
+    /// Set when the batch is variable-length.
+    pub packed: Option<PackedRows>,
+    /// Strides of q.
+    pub q: Strides,
+    /// Strides of k.
+    pub k: Strides,
+    /// Strides of v.
+    pub v: Strides,
+    /// Strides of o.
+    pub o: Strides,
+    /// Strides of lse.
+    pub lse: LseStrides,
+    /// Which keys a query attends.
+    pub mask: Mask,
+    /// Factor of q·kᵀ, finite and positive.
+    pub softmax_scale: f32,
+    /// Scores become `softcap * tanh(score / softcap)`; finite and positive.
+    pub softcap: Option<f32>,
+    /// Whether a sink logit per query head joins the denominator.
+    pub sink: bool,
+}
+
+impl AttentionProblem {
+    /// A full, contiguous problem with the default scale: the start of a plan without tensors. Not checked.
+    pub fn dense(
+        dtype: DType,
+        [batch, seqlen_q, seqlen_kv]: [usize; 3],
+        [num_heads_q, num_heads_kv]: [usize; 2],
+        head_dim: usize,
+    ) -> Self {
+        let strides = |seqlen: usize, heads: usize| Strides {
+            batch: seqlen.saturating_mul(heads).saturating_mul(head_dim),
+            seq: heads.saturating_mul(head_dim),
+            head: head_dim,
+        };
+        let (q, kv) = (strides(seqlen_q, num_heads_q), strides(seqlen_kv, num_heads_kv));
+        Self {
+            dtype,
+            batch,
+            seqlen_q,
+            seqlen_kv,
+            num_heads_q,
+            num_heads_kv,
+            head_dim,
+            packed: None,
+            q,
+            k: kv,
+            v: kv,
+            o: q,
+            lse: LseStrides { batch: num_heads_q.saturating_mul(seqlen_q), head: seqlen_q },
+            mask: Mask::Full,
+            softmax_scale: default_scale(head_dim),
+            softcap: None,
+            sink: false,
+        }
+    }
+
+    /// Whether there is no output element to compute.
+    pub fn is_empty(&self) -> bool {
+        let rows = self.packed.map_or(self.seqlen_q, |packed| packed.total_q.min(self.seqlen_q));
+        self.batch == 0 || self.num_heads_q == 0 || rows == 0
+    }
+
+    /// Shape of q and o.
+    pub(crate) fn o_shape(&self) -> Vec<usize> {
+        match self.packed {
+            Some(packed) => vec![packed.total_q, self.num_heads_q, self.head_dim],
+            None => vec![self.batch, self.seqlen_q, self.num_heads_q, self.head_dim],
+        }
+    }
+
+    /// Shape of lse.
+    pub(crate) fn lse_shape(&self) -> Vec<usize> {
+        match self.packed {
+            Some(packed) => vec![self.num_heads_q, packed.total_q],
+            None => vec![self.batch, self.num_heads_q, self.seqlen_q],
+        }
+    }
+
+    /// The same problem with the strides of these outputs, which are checked.
+    pub fn with_outputs(self, o: &ViewMut<'_>, lse: Option<&ViewMut<'_>>) -> Result<Self> {
+        let operand = Operand::of_mut("o", o);
+        operand.dtype_in(&[self.dtype])?;
+        operand.shape_is(&self.o_shape())?;
+        operand.last_dim_contiguous()?;
+        let mut problem = Self { o: strides(operand.strides), ..self };
+        if let Some(lse) = lse {
+            let operand = Operand::of_mut("lse", lse);
+            operand.dtype_in(&[DType::F32])?;
+            operand.shape_is(&self.lse_shape())?;
+            operand.last_dim_contiguous()?;
+            problem.lse = match *operand.strides {
+                [batch, head, _] => LseStrides { batch, head },
+                [head, ..] => LseStrides { batch: 0, head },
+                [] => problem.lse,
+            };
+        }
+        Ok(problem)
+    }
+}
+
+impl Attention<'_> {
+    /// Everything that can be checked without reading a tensor, and the result as plain numbers. The output strides are those
+    /// of contiguous tensors until [`AttentionProblem::with_outputs`] replaces them.
+    ///
+    /// Whether a kernel exists is another question, which [`select`](super::select) answers; the CPU runs every problem.
+    pub fn problem(&self) -> Result<AttentionProblem> {
+        let (q, k, v) = (Operand::new("q", &self.q), Operand::new("k", &self.k), Operand::new("v", &self.v));
+        q.dtype_in(&[DType::F16, DType::BF16, DType::F32])?;
+        k.dtype_in(&[q.dtype])?;
+        v.dtype_in(&[q.dtype])?;
+
+        let mut problem = match &self.cu_seqlens {
+            None => dense_sizes(&q, &k)?,
+            Some(cu_seqlens) => packed_sizes(cu_seqlens, &q, &k)?,
+        };
+        v.shape_is(k.shape)?;
+        for operand in [q, k, v] {
+            operand.last_dim_contiguous()?;
+        }
+        (problem.q, problem.k, problem.v) = (strides(q.strides), strides(k.strides), strides(v.strides));
+
+        let (num_heads_q, num_heads_kv) = (problem.num_heads_q, problem.num_heads_kv);
+        if num_heads_q > 0 && (num_heads_kv == 0 || num_heads_q % num_heads_kv != 0) {
+            return Err(Error::HeadGroups { num_heads_q, num_heads_kv });
+        }
+        for (what, size) in
+            [("batch", problem.batch), ("num_heads_q", num_heads_q), ("num_heads_kv", num_heads_kv)]
+        {
+            to_i32(what, size)?;
+        }
+        for (what, value) in [("seqlen_q", problem.seqlen_q), ("seqlen_kv", problem.seqlen_kv)] {
+            if value > MAX_SEQLEN {
+                return Err(Error::TooLarge { what, value, limit: MAX_SEQLEN });
+            }
+        }
+
+        problem.mask = self.mask;
+        problem.softmax_scale =
+            finite_positive("softmax_scale", self.softmax_scale.unwrap_or(default_scale(problem.head_dim)))?;
+        problem.softcap = self.softcap.map(|softcap| finite_positive("softcap", softcap)).transpose()?;
+        if let Some(sink) = &self.sink {
+            vector("sink", sink, DType::F32, &[num_heads_q])?;
+            problem.sink = true;
+        }
+        Ok(problem)
+    }
+}
+
+fn dense_sizes(q: &Operand<'_>, k: &Operand<'_>) -> Result<AttentionProblem> {
+    let &[batch, seqlen_q, num_heads_q, head_dim] = q.shape else {
+        return Err(q.wrong_shape("[batch, seqlen_q, num_heads_q, head_dim]"));
+    };
+    let &[_, seqlen_kv, num_heads_kv, _] = k.shape else {
+        return Err(k.wrong_shape("[batch, seqlen_kv, num_heads_kv, head_dim]"));
+    };
+    if head_dim == 0 {
+        return Err(q.wrong_shape("a head_dim of at least 1"));
+    }
+    k.shape_is(&[batch, seqlen_kv, num_heads_kv, head_dim])?;
+    Ok(AttentionProblem::dense(q.dtype, [batch, seqlen_q, seqlen_kv], [num_heads_q, num_heads_kv], head_dim))
+}
+
+fn packed_sizes(cu_seqlens: &CuSeqlens<'_>, q: &Operand<'_>, k: &Operand<'_>) -> Result<AttentionProblem> {
+    let &[total_q, num_heads_q, head_dim] = q.shape else {
+        return Err(q.wrong_shape("[total_q, num_heads_q, head_dim] (variable length)"));
+    };
+    let &[total_kv, num_heads_kv, _] = k.shape else {
+        return Err(k.wrong_shape("[total_kv, num_heads_kv, head_dim] (variable length)"));
+    };
+    if head_dim == 0 {
+        return Err(q.wrong_shape("a head_dim of at least 1"));
+    }
+    k.shape_is(&[total_kv, num_heads_kv, head_dim])?;
+    // Offsets into the packed rows are 32-bit.
+    to_i32("total_q", total_q)?;
+    to_i32("total_kv", total_kv)?;
+
+    let batch = cu_seqlens.batch()?;
+    let sizes = [batch, cu_seqlens.max_seqlen_q, cu_seqlens.max_seqlen_kv];
+    let dense = AttentionProblem::dense(q.dtype, sizes, [num_heads_q, num_heads_kv], head_dim);
+    Ok(AttentionProblem {
+        packed: Some(PackedRows { total_q, total_kv }),
+        o: Strides { batch: 0, ..dense.o },
+        lse: LseStrides { batch: 0, head: total_q },
+        ..dense
+    })
+}
+
+/// `1 / sqrt(head_dim)`.
+fn default_scale(head_dim: usize) -> f32 {
+    (1.0 / (head_dim as f64).sqrt()) as f32
+}
+
+fn strides(strides: &[usize]) -> Strides {
+    match *strides {
+        [batch, seq, head, _] => Strides { batch, seq, head },
+        [seq, head, _] => Strides { batch: 0, seq, head },
+        _ => Strides { batch: 0, seq: 0, head: 0 },
+    }
+}

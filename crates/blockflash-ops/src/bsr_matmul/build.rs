@@ -1,0 +1,291 @@
+//! Constructors of [`BsrMatrix`]: all run on the host, sort what may be unsorted and reject what is wrong.
+
+use super::BsrMatrix;
+use super::validate::{Shape, invalid, row_order};
+use crate::check::Operand;
+use crate::float::Float;
+use crate::{Error, Result};
+use blockflash_safe::{Device, Stream, Tensor, View};
+use blockflash_sys::DType;
+use half::{bf16, f16};
+
+/// Element types of values.
+const VALUE_TYPES: [DType; 3] = [DType::F16, DType::BF16, DType::F32];
+
+impl BsrMatrix {
+    /// Keeps the blocks of a dense matrix that have a value other than zero (NaN is one).
+    ///
+    /// `dense` is f16, bf16 or f32 `[rows, cols]` on the CPU, with any strides; the values are rounded to `dtype`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`], [`Error::DType`], [`Error::InvalidBsr`] for a block size beyond
+    /// [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE); a view that is not on the CPU.
+    pub fn from_dense(dense: View<'_>, block_size: usize, dtype: DType) -> Result<Self> {
+        let operand = Operand::new("dense", &dense);
+        operand.dtype_in(&VALUE_TYPES)?;
+        match dense.dtype() {
+            DType::F16 => from_dense::<f16>(dense, block_size, dtype),
+            DType::BF16 => from_dense::<bf16>(dense, block_size, dtype),
+            _ => from_dense::<f32>(dense, block_size, dtype),
+        }
+    }
+
+    /// From `(row, column, value)` triplets of single elements, in any order. A block is stored when it has a triplet, even if
+    /// the value is zero.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBsr`] names a triplet beyond the matrix or one that comes twice.
+    pub fn from_coo(
+        rows: usize,
+        cols: usize,
+        block_size: usize,
+        dtype: DType,
+        triplets: &[(usize, usize, f32)],
+    ) -> Result<Self> {
+        let shape = Shape::new(rows, cols, block_size)?;
+        if let Some(at) = triplets.iter().position(|&(row, col, _)| row >= rows || col >= cols) {
+            let (row, col, _) = triplets[at];
+            return invalid(format!("triplet {at} is at ({row}, {col}), beyond {rows} x {cols}"));
+        }
+        let block = |&(row, col, _): &(usize, usize, f32)| (row / block_size, col / block_size);
+        let mut sorted = triplets.to_vec();
+        sorted.sort_by_key(|triplet| (block(triplet), triplet.0, triplet.1));
+        if let Some(pair) = sorted.windows(2).find(|pair| (pair[0].0, pair[0].1) == (pair[1].0, pair[1].1)) {
+            return invalid(format!("element ({}, {}) comes twice", pair[0].0, pair[0].1));
+        }
+        let mut parts = Parts::new(&shape);
+        for triplets in sorted.chunk_by(|a, b| block(a) == block(b)) {
+            let values = parts.push(block(&triplets[0]));
+            for &(row, col, value) in triplets {
+                values[row % block_size * block_size + col % block_size] = value;
+            }
+        }
+        parts.finish(&shape, dtype)
+    }
+
+    /// From a matrix in CSR format; columns may be in any order within a row. See [`from_coo`](Self::from_coo).
+    ///
+    /// # Errors
+    /// [`Error::InvalidBsr`] names the first bad entry.
+    pub fn from_csr(
+        rows: usize,
+        cols: usize,
+        block_size: usize,
+        dtype: DType,
+        row_ptr: &[i32],
+        col_idx: &[i32],
+        values: &[f32],
+    ) -> Result<Self> {
+        if row_ptr.len() != rows.saturating_add(1) || row_ptr[0] != 0 {
+            return invalid(format!("CSR row_ptr needs {rows} + 1 entries and starts with 0"));
+        }
+        if let Some(row) = row_ptr.windows(2).position(|pair| pair[1] < pair[0]) {
+            return invalid(format!("CSR row_ptr descends at row {row}"));
+        }
+        if row_ptr[rows] as usize != values.len() || col_idx.len() != values.len() {
+            let (end, columns, values) = (row_ptr[rows], col_idx.len(), values.len());
+            return invalid(format!("CSR row_ptr ends at {end}, with {columns} columns and {values} values"));
+        }
+        if let Some(at) = col_idx.iter().position(|&col| col < 0) {
+            return invalid(format!("CSR col_idx[{at}] is {}", col_idx[at]));
+        }
+        let triplets: Vec<_> = row_ptr
+            .windows(2)
+            .enumerate()
+            .flat_map(|(row, pair)| (pair[0] as usize..pair[1] as usize).map(move |at| (row, at)))
+            .map(|(row, at)| (row, col_idx[at] as usize, values[at]))
+            .collect();
+        Self::from_coo(rows, cols, block_size, dtype, &triplets)
+    }
+
+    /// From blocks in any order: `(block row, block column)` each, and their values `[blocks.len(), block_size, block_size]`,
+    /// rounded to `dtype`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBsr`] names a block beyond the matrix or one that comes twice; [`Error::NonzeroPadding`] if a block at
+    /// the edge has a value other than zero beyond the matrix.
+    pub fn from_blocks(
+        rows: usize,
+        cols: usize,
+        block_size: usize,
+        dtype: DType,
+        blocks: &[(usize, usize)],
+        values: &[f32],
+    ) -> Result<Self> {
+        let shape = Shape::new(rows, cols, block_size)?;
+        let per_block = shape.block_elements();
+        if blocks.len().checked_mul(per_block) != Some(values.len()) {
+            return invalid(format!("{} blocks of {per_block} with {} values", blocks.len(), values.len()));
+        }
+        let beyond = |&(row, col): &(usize, usize)| row >= shape.block_rows || col >= shape.block_cols;
+        if let Some(at) = blocks.iter().position(beyond) {
+            let (Shape { block_rows, block_cols, .. }, (row, col)) = (shape, blocks[at]);
+            return invalid(format!(
+                "block {at} is at ({row}, {col}), beyond {block_rows} x {block_cols} blocks"
+            ));
+        }
+        let mut order: Vec<usize> = (0..blocks.len()).collect();
+        order.sort_by_key(|&at| blocks[at]);
+        if let Some(pair) = order.windows(2).find(|pair| blocks[pair[0]] == blocks[pair[1]]) {
+            return invalid(format!("block {:?} comes twice", blocks[pair[0]]));
+        }
+        let mut parts = Parts::new(&shape);
+        for at in order {
+            parts.push(blocks[at]).copy_from_slice(&values[at * per_block..][..per_block]);
+        }
+        parts.finish(&shape, dtype)
+    }
+
+    /// From the three arrays of the format, fully validated. `values` is contiguous f16, bf16 or f32
+    /// `[nnz_blocks, block_size, block_size]` on the CPU.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBsr`] names the first bad entry; [`Error::NonzeroPadding`], [`Error::Shape`], [`Error::DType`],
+    /// [`Error::Stride`].
+    pub fn from_parts(
+        rows: usize,
+        cols: usize,
+        block_size: usize,
+        row_ptr: &[i32],
+        col_idx: &[i32],
+        values: View<'_>,
+    ) -> Result<Self> {
+        let shape = Shape::new(rows, cols, block_size)?;
+        let operand = Operand::new("values", &values);
+        operand.dtype_in(&VALUE_TYPES)?;
+        operand.shape_is(&[col_idx.len(), block_size, block_size])?;
+        if !values.layout().is_contiguous() {
+            let found = operand.strides.to_vec();
+            return Err(Error::Stride { what: "values", expected: "blocks must be contiguous", found });
+        }
+        match values.dtype() {
+            DType::F16 => from_parts::<f16>(&shape, row_ptr, col_idx, values.as_slice()?),
+            DType::BF16 => from_parts::<bf16>(&shape, row_ptr, col_idx, values.as_slice()?),
+            _ => from_parts::<f32>(&shape, row_ptr, col_idx, values.as_slice()?),
+        }
+    }
+
+    /// The dense matrix, row-major `[rows, cols]`.
+    ///
+    /// # Errors
+    /// A matrix that is not on the CPU.
+    pub fn to_dense(&self) -> Result<Vec<f32>> {
+        match self.dtype() {
+            DType::F16 => to_dense::<f16>(self),
+            DType::BF16 => to_dense::<bf16>(self),
+            _ => to_dense::<f32>(self),
+        }
+    }
+}
+
+/// The arrays while blocks are appended in their order. Values are f32 until the end, which holds every other type exactly.
+struct Parts {
+    row_ptr: Vec<i32>,
+    col_idx: Vec<i32>,
+    values: Vec<f32>,
+    per_block: usize,
+}
+
+impl Parts {
+    fn new(shape: &Shape) -> Self {
+        let row_ptr = Vec::with_capacity(shape.block_rows + 1);
+        Self { row_ptr, col_idx: Vec::new(), values: Vec::new(), per_block: shape.block_elements() }
+    }
+
+    /// Appends a block of zeros and returns it. Its position comes after that of the one before.
+    fn push(&mut self, (block_row, block_col): (usize, usize)) -> &mut [f32] {
+        self.row_ptr.resize(block_row + 1, self.col_idx.len() as i32);
+        self.col_idx.push(block_col as i32);
+        let start = self.values.len();
+        self.values.resize(start + self.per_block, 0.0);
+        &mut self.values[start..]
+    }
+
+    fn finish(mut self, shape: &Shape, dtype: DType) -> Result<BsrMatrix> {
+        self.row_ptr.resize(shape.block_rows + 1, self.col_idx.len() as i32);
+        match dtype {
+            DType::F16 => self.rounded::<f16>(shape),
+            DType::BF16 => self.rounded::<bf16>(shape),
+            DType::F32 => from_parts(shape, &self.row_ptr, &self.col_idx, &self.values),
+            DType::I32 => {
+                Err(Error::DType { what: "values", expected: "f16, bf16 or f32".into(), found: dtype })
+            }
+        }
+    }
+
+    fn rounded<T: Float>(self, shape: &Shape) -> Result<BsrMatrix> {
+        let mut values = vec![T::zeroed(); self.values.len()];
+        T::narrow(&self.values, &mut values);
+        from_parts(shape, &self.row_ptr, &self.col_idx, &values)
+    }
+}
+
+fn from_parts<T: Float>(shape: &Shape, row_ptr: &[i32], col_idx: &[i32], values: &[T]) -> Result<BsrMatrix> {
+    shape.check_indices(row_ptr, col_idx, col_idx.len())?;
+    shape.check_padding(row_ptr, col_idx, values, T::is_zero)?;
+    let stream: &Stream = &Device::cpu().stream()?;
+    let order = row_order(row_ptr);
+    let Shape { rows, cols, block_size, .. } = *shape;
+    Ok(BsrMatrix {
+        rows,
+        cols,
+        block_size,
+        row_ptr: Tensor::from_slice(stream, row_ptr, &[row_ptr.len()])?,
+        col_idx: Tensor::from_slice(stream, col_idx, &[col_idx.len()])?,
+        values: Tensor::from_slice(stream, values, &[col_idx.len(), block_size, block_size])?,
+        row_order: Tensor::from_slice(stream, &order, &[order.len()])?,
+    })
+}
+
+fn from_dense<T: Float>(dense: View<'_>, block_size: usize, dtype: DType) -> Result<BsrMatrix> {
+    let (&[rows, cols], &[row_stride, col_stride]) = (dense.shape(), dense.strides()) else {
+        return Err(Operand::new("dense", &dense).wrong_shape("[rows, cols]"));
+    };
+    let shape = Shape::new(rows, cols, block_size)?;
+    let elements = dense.as_slice::<T>()?;
+    let mut parts = Parts::new(&shape);
+    let mut block = vec![0.0; shape.block_elements()];
+    for (block_row, block_col) in
+        (0..shape.block_rows).flat_map(|row| (0..shape.block_cols).map(move |col| (row, col)))
+    {
+        let (first_row, first_col) = (block_row * block_size, block_col * block_size);
+        let (height, width) = (block_size.min(rows - first_row), block_size.min(cols - first_col));
+        block.fill(0.0);
+        for row in 0..height {
+            let start = (first_row + row) * row_stride + first_col * col_stride;
+            for col in 0..width {
+                let element = &elements[start + col * col_stride..][..1];
+                T::widen(element, &mut block[row * block_size + col..][..1]);
+            }
+        }
+        if block.iter().any(|&value| value != 0.0) {
+            parts.push((block_row, block_col)).copy_from_slice(&block);
+        }
+    }
+    parts.finish(&shape, dtype)
+}
+
+fn to_dense<T: Float>(matrix: &BsrMatrix) -> Result<Vec<f32>> {
+    let BsrMatrix { rows, cols, block_size, .. } = *matrix;
+    let (row_ptr, col_idx) = (matrix.row_ptr.view(), matrix.col_idx.view());
+    let (row_ptr, col_idx) = (row_ptr.as_slice::<i32>()?, col_idx.as_slice::<i32>()?);
+    let values = matrix.values.view();
+    let values = values.as_slice::<T>()?;
+    let limit = isize::MAX as usize / size_of::<f32>();
+    let elements = rows.saturating_mul(cols);
+    if elements > limit {
+        return Err(Error::TooLarge { what: "rows * cols", value: elements, limit });
+    }
+    let mut dense = vec![0.0; elements];
+    for (block_row, pair) in row_ptr.windows(2).enumerate() {
+        for block in pair[0] as usize..pair[1] as usize {
+            let first_col = col_idx[block] as usize * block_size;
+            let width = block_size.min(cols - first_col);
+            for row in 0..block_size.min(rows - block_row * block_size) {
+                let source = &values[(block * block_size + row) * block_size..][..width];
+                T::widen(source, &mut dense[(block_row * block_size + row) * cols + first_col..][..width]);
+            }
+        }
+    }
+    Ok(dense)
+}

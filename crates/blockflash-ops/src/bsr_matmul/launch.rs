@@ -1,0 +1,53 @@
+//! From checked operands to a queued kernel.
+
+use super::{Bias, BsrMatmul, BsrProblem, OP, plan};
+use crate::check::Operand;
+use crate::{Error, Result};
+use blockflash_safe::{BsrMatmulOperands, Stream, View, ViewMut};
+use blockflash_sys::Row;
+
+impl<'a> Bias<'a> {
+    fn view(&self) -> Option<View<'a>> {
+        match *self {
+            Bias::None => None,
+            Bias::PerRow(bias) | Bias::PerColumn(bias) => Some(bias),
+        }
+    }
+}
+
+/// The problem after every check that needs no device; all operands are where the stream works.
+pub(super) fn checked(op: &BsrMatmul<'_>, c: &ViewMut<'_>, stream: &Stream) -> Result<BsrProblem> {
+    let problem = op.problem(c)?;
+    let device = stream.device();
+    Operand::new("a", &op.a.values().view()).on(device)?;
+    Operand::new("b", &op.b).on(device)?;
+    Operand::of_mut("c", c).on(device)?;
+    op.bias.view().map_or(Ok(()), |bias| Operand::new("bias", &bias).on(device))?;
+    Ok(problem)
+}
+
+/// Plans and queues the kernel of a row that accepts the problem. C has elements.
+pub(super) fn launch(
+    op: &BsrMatmul<'_>,
+    row: &Row,
+    problem: &BsrProblem,
+    c: ViewMut<'_>,
+    stream: &Stream,
+) -> Result<()> {
+    let plan = plan(row, problem)?;
+    let operands = BsrMatmulOperands {
+        row_ptr: op.a.row_ptr().view(),
+        col_idx: op.a.col_idx().view(),
+        values: op.a.values().view(),
+        row_order: Some(op.a.row_order().view()),
+        b: op.b,
+        c,
+        bias: op.bias.view(),
+    };
+    Ok(stream.launch_bsr_matmul(row, &plan.config, &plan.params, operands)?)
+}
+
+/// A kernel was named, but the operands are on the CPU.
+pub(super) fn no_kernel_on_cpu(row: &Row) -> Error {
+    Error::Unsupported { op: OP, arch: "cpu".into(), what: format!("{} runs on a GPU", row.symbol()) }
+}

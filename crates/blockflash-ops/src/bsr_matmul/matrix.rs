@@ -1,0 +1,106 @@
+use crate::Result;
+use blockflash_safe::{Device, Stream, Tensor};
+use blockflash_sys::DType;
+
+/// A block-sparse matrix in BSR format: square blocks of `block_size`, stored by block row, on the CPU or a GPU.
+///
+/// Every constructor validates the index arrays, and nothing changes them later, so the kernels need not check them. `rows` and
+/// `cols` need not be multiples of `block_size`: the blocks at the edge are padded with zeros. Any block size from 1 to
+/// [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE) is a valid matrix and works on the CPU; the kernels take 16, 32, 64 and 128.
+#[derive(Debug)]
+pub struct BsrMatrix {
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) block_size: usize,
+    pub(super) row_ptr: Tensor,
+    pub(super) col_idx: Tensor,
+    pub(super) values: Tensor,
+    pub(super) row_order: Tensor,
+}
+
+impl BsrMatrix {
+    /// Largest block size.
+    pub const MAX_BLOCK_SIZE: usize = 1024;
+
+    /// Rows of the matrix.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Columns of the matrix.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Rows and columns of a block.
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    /// Element type of the values.
+    pub fn dtype(&self) -> DType {
+        self.values.dtype()
+    }
+
+    /// Where the matrix is.
+    pub fn device(&self) -> Device {
+        self.values.device()
+    }
+
+    /// Number of block rows, `ceil(rows / block_size)`.
+    pub fn block_rows(&self) -> usize {
+        self.rows.div_ceil(self.block_size)
+    }
+
+    /// Number of block columns, `ceil(cols / block_size)`.
+    pub fn block_cols(&self) -> usize {
+        self.cols.div_ceil(self.block_size)
+    }
+
+    /// Number of stored blocks.
+    pub fn nnz_blocks(&self) -> usize {
+        self.values.shape().first().copied().unwrap_or(0)
+    }
+
+    /// Stored blocks per block of the matrix, 0 to 1; 0 for a matrix without blocks.
+    pub fn density(&self) -> f64 {
+        let blocks = self.block_rows() as f64 * self.block_cols() as f64;
+        if blocks == 0.0 { 0.0 } else { self.nnz_blocks() as f64 / blocks }
+    }
+
+    /// i32 `[block_rows + 1]`: the blocks of block row `i` are `row_ptr[i]..row_ptr[i + 1]`.
+    pub fn row_ptr(&self) -> &Tensor {
+        &self.row_ptr
+    }
+
+    /// i32 `[nnz_blocks]`: the block column of each block, ascending and unique within a block row.
+    pub fn col_idx(&self) -> &Tensor {
+        &self.col_idx
+    }
+
+    /// `[nnz_blocks, block_size, block_size]`: the blocks, each row-major; zero beyond `rows` and `cols`.
+    pub fn values(&self) -> &Tensor {
+        &self.values
+    }
+
+    /// i32 `[block_rows]`: the block rows in the order in which a kernel takes them, longest first.
+    pub fn row_order(&self) -> &Tensor {
+        &self.row_order
+    }
+
+    /// A copy on the stream's device.
+    ///
+    /// # Errors
+    /// Out of memory, or a failing device.
+    pub fn to(&self, stream: &Stream) -> Result<Self> {
+        Ok(Self {
+            rows: self.rows,
+            cols: self.cols,
+            block_size: self.block_size,
+            row_ptr: self.row_ptr.copy_to(stream)?,
+            col_idx: self.col_idx.copy_to(stream)?,
+            values: self.values.copy_to(stream)?,
+            row_order: self.row_order.copy_to(stream)?,
+        })
+    }
+}

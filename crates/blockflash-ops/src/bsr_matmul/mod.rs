@@ -1,0 +1,139 @@
+//! Block-sparse (BSR) times dense: `C = activation(alpha·A·B + beta·C + bias)`.
+
+mod build;
+mod cpu;
+mod launch;
+mod matrix;
+mod plan;
+mod problem;
+mod select;
+mod validate;
+
+pub use matrix::BsrMatrix;
+pub use plan::{BsrPlan, plan};
+pub use problem::{BiasKind, BsrProblem};
+pub use select::select;
+
+pub(crate) use select::{OP, accepts, tile};
+
+use crate::{Error, Result};
+use blockflash_safe::{Stream, Tensor, View, ViewMut};
+use blockflash_sys::{DType, Row};
+
+/// What is added to A·B, in the element type of B.
+#[derive(Clone, Copy, Debug, Default)]
+pub enum Bias<'a> {
+    /// Nothing.
+    #[default]
+    None,
+    /// `[m]`: one value per row of C, as a linear layer with its weights in A has it.
+    PerRow(View<'a>),
+    /// `[n]`: one value per column of C.
+    PerColumn(View<'a>),
+}
+
+/// What is applied last, in f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Activation {
+    /// Nothing.
+    #[default]
+    None,
+    /// `max(x, 0)`.
+    Relu,
+    /// `x·Φ(x)` with the exact normal distribution (erf), not the tanh approximation.
+    Gelu,
+    /// `x / (1 + exp(-x))`.
+    Silu,
+}
+
+/// `C = activation(alpha·A·B + beta·C + bias)` with a block-sparse A `[m, k]` and dense row-major B `[k, n]` and C `[m, n]`.
+///
+/// A and B are f16 or bf16 (on the CPU also f32), C is f16, bf16 or f32. Sums are f32. Rows of B and C may be any number of
+/// elements apart and start anywhere; 16-byte aligned ones are faster. Fields left at their default do nothing:
+///
+/// ```
+/// # use blockflash_ops::{Activation, BsrMatmul, BsrMatrix, DType, View};
+/// # let a = BsrMatrix::from_coo(64, 64, 16, DType::F32, &[(3, 5, 1.0)])?;
+/// # let data = vec![1f32; 64 * 8];
+/// # let b = View::from_slice(&data, &[64, 8])?;
+/// let layer = BsrMatmul { activation: Activation::Relu, ..BsrMatmul::new(&a, b) };
+/// # Ok::<(), blockflash_ops::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct BsrMatmul<'a> {
+    /// The block-sparse matrix `[m, k]`.
+    pub a: &'a BsrMatrix,
+    /// The dense matrix `[k, n]` in the element type of A; each row is contiguous.
+    pub b: View<'a>,
+    /// Factor of A·B, finite.
+    pub alpha: f32,
+    /// Factor of the old C, finite; with 0 C is not read.
+    pub beta: f32,
+    /// What is added.
+    pub bias: Bias<'a>,
+    /// What is applied last.
+    pub activation: Activation,
+}
+
+impl<'a> BsrMatmul<'a> {
+    /// `C = A·B`.
+    pub const fn new(a: &'a BsrMatrix, b: View<'a>) -> Self {
+        Self { a, b, alpha: 1.0, beta: 0.0, bias: Bias::None, activation: Activation::None }
+    }
+
+    /// Computes into a matrix of the caller, f16, bf16 or f32 `[m, n]` with contiguous rows. Nothing is allocated and the
+    /// stream is not synchronised on a GPU, so the call can be captured into a graph; on the CPU it returns when the result is
+    /// there. A C without elements is fine and launches nothing.
+    ///
+    /// # Errors
+    /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`] if an operand is not on the stream's
+    /// device.
+    pub fn matmul_into(&self, c: ViewMut<'_>, stream: &Stream) -> Result<()> {
+        let problem = launch::checked(self, &c, stream)?;
+        if problem.is_empty() {
+            return Ok(());
+        }
+        match stream.device().cuda_properties() {
+            None => cpu::matmul(self, &problem, c),
+            Some(gpu) => launch::launch(self, select(&problem, gpu)?, &problem, c, stream),
+        }
+    }
+
+    /// Like [`matmul_into`](Self::matmul_into) with this very kernel, whatever [`select`] would take: for tests and
+    /// measurements.
+    ///
+    /// # Errors
+    /// Also [`Error::Unsupported`] if the row cannot compute this problem on this device.
+    pub fn matmul_with(&self, row: &Row, c: ViewMut<'_>, stream: &Stream) -> Result<()> {
+        let problem = launch::checked(self, &c, stream)?;
+        let Some(gpu) = stream.device().cuda_properties() else { return Err(launch::no_kernel_on_cpu(row)) };
+        accepts(row, &problem, gpu)?;
+        if problem.is_empty() {
+            return Ok(());
+        }
+        launch::launch(self, row, &problem, c, stream)
+    }
+
+    /// Allocates C in this element type, f16, bf16 or f32, and computes it.
+    ///
+    /// # Errors
+    /// As [`matmul_into`](Self::matmul_into), and out of memory; [`Error::InvalidScale`] if `beta` is not 0, since there is no
+    /// old C.
+    pub fn matmul(&self, dtype: DType, stream: &Stream) -> Result<Tensor> {
+        if self.beta != 0.0 {
+            return Err(Error::InvalidScale {
+                what: "beta",
+                value: self.beta,
+                expected: "0 without an old C",
+            });
+        }
+        let &[_, n] = self.b.shape() else {
+            return Err(
+                crate::check::Operand::new("b", &self.b).wrong_shape(format!("[{}, n]", self.a.cols()))
+            );
+        };
+        let mut c = Tensor::empty(stream, dtype, &[self.a.rows(), n])?;
+        self.matmul_into(c.view_mut(), stream)?;
+        Ok(c)
+    }
+}

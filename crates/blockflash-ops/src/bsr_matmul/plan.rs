@@ -1,0 +1,80 @@
+use super::{Activation, BiasKind, BsrProblem, select};
+use crate::check::{grid_x, to_i64};
+use crate::{Error, Result};
+use blockflash_safe::LaunchConfig;
+use blockflash_sys::params::{
+    BLOCKFLASH_ACTIVATION_GELU, BLOCKFLASH_ACTIVATION_NONE, BLOCKFLASH_ACTIVATION_RELU,
+    BLOCKFLASH_ACTIVATION_SILU, BLOCKFLASH_DTYPE_BF16, BLOCKFLASH_DTYPE_F16, BLOCKFLASH_DTYPE_F32,
+    blockflash_bsr_matmul_params,
+};
+use blockflash_sys::{DType, Row};
+use std::ptr::{null, null_mut};
+
+/// A launch as plain data, before it has any pointer.
+#[derive(Clone, Copy, Debug)]
+pub struct BsrPlan {
+    /// The kernel argument; all pointers are null.
+    pub params: blockflash_bsr_matmul_params,
+    /// Grid, block and shared memory.
+    pub config: LaunchConfig,
+    /// Bytes of device memory that the caller must lend; this kernel needs none.
+    pub workspace_bytes: usize,
+}
+
+/// Fills the kernel argument and the launch configuration of `row` for a problem that it accepts.
+///
+/// # Errors
+/// [`Error::TooLarge`] for a grid or size that the kernel cannot count, [`Error::Unsupported`] if the row is no BSR kernel or one
+/// for other blocks, [`Error::DType`] for a C that is no floating-point matrix.
+pub fn plan(row: &Row, problem: &BsrProblem) -> Result<BsrPlan> {
+    let unsupported = |what| Error::Unsupported { op: select::OP, arch: row.target.to_string(), what };
+    let Some(tile) = select::tile(row) else {
+        return Err(unsupported(format!("{} computes something else", row.symbol())));
+    };
+    if tile.block_size as usize != problem.block_size {
+        return Err(unsupported(format!("blocks of {} with {}", problem.block_size, row.symbol())));
+    }
+    let c_dtype = match problem.c_dtype {
+        DType::F16 => BLOCKFLASH_DTYPE_F16,
+        DType::BF16 => BLOCKFLASH_DTYPE_BF16,
+        DType::F32 => BLOCKFLASH_DTYPE_F32,
+        found => return Err(Error::DType { what: "c", expected: "f16, bf16 or f32".into(), found }),
+    };
+    let params = blockflash_bsr_matmul_params {
+        row_ptr: null(),
+        col_idx: null(),
+        values: null(),
+        row_order: null(),
+        b: null(),
+        c: null_mut(),
+        bias: null(),
+        ldb: to_i64("ldb", problem.ldb)?,
+        ldc: to_i64("ldc", problem.ldc)?,
+        m: to_i64("m", problem.m)?,
+        n: to_i64("n", problem.n)?,
+        k: to_i64("k", problem.k)?,
+        c_dtype,
+        bias_per_row: i32::from(problem.bias == BiasKind::PerRow),
+        activation: match problem.activation {
+            Activation::None => BLOCKFLASH_ACTIVATION_NONE,
+            Activation::Relu => BLOCKFLASH_ACTIVATION_RELU,
+            Activation::Gelu => BLOCKFLASH_ACTIVATION_GELU,
+            Activation::Silu => BLOCKFLASH_ACTIVATION_SILU,
+        },
+        b_vectorized: i32::from(problem.b_vectorized),
+        c_vectorized: i32::from(problem.c_vectorized),
+        alpha: problem.alpha,
+        beta: problem.beta,
+    };
+    // A block of threads takes one block row; tiles along n come first.
+    let block_rows = problem.m.div_ceil(problem.block_size);
+    let tiles_n = problem.n.div_ceil(tile.block_n as usize);
+    let config = LaunchConfig {
+        grid: [grid_x(&[tiles_n, block_rows])?, 1, 1],
+        block: row.threads(),
+        smem_bytes: row.smem_bytes(),
+        cluster: None,
+        programmatic_dependent_launch: false,
+    };
+    Ok(BsrPlan { params, config, workspace_bytes: 0 })
+}

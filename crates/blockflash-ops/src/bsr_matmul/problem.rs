@@ -1,0 +1,141 @@
+use super::{Activation, Bias, BsrMatmul};
+use crate::Result;
+use crate::check::{Operand, finite, to_i64, vector};
+use blockflash_safe::ViewMut;
+use blockflash_sys::DType;
+
+/// How a bias is spread over C.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BiasKind {
+    /// No bias.
+    None,
+    /// One value per row of C.
+    PerRow,
+    /// One value per column of C.
+    PerColumn,
+}
+
+/// A BSR matmul reduced to plain numbers: what [`select`](super::select) and [`plan`](super::plan) work on.
+///
+/// [`BsrMatmul::problem`] makes one from tensors, with all checks; [`BsrProblem::new`] makes one without tensors.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BsrProblem {
+    /// Element type of A, B and the bias.
+    pub dtype: DType,
+    /// Element type of C.
+    pub c_dtype: DType,
+    /// Rows of A and C.
+    pub m: usize,
+    /// Columns of B and C.
+    pub n: usize,
+    /// Columns of A, rows of B.
+    pub k: usize,
+    /// Rows and columns of a block of A.
+    pub block_size: usize,
+    /// Stored blocks of A.
+    pub nnz_blocks: usize,
+    /// Elements between rows of B.
+    pub ldb: usize,
+    /// Elements between rows of C.
+    pub ldc: usize,
+    /// Factor of A·B.
+    pub alpha: f32,
+    /// Factor of C; 0 means that C is not read.
+    pub beta: f32,
+    /// How the bias is spread.
+    pub bias: BiasKind,
+    /// What is applied last.
+    pub activation: Activation,
+    /// Whether rows of B start at multiples of 16 bytes.
+    pub b_vectorized: bool,
+    /// Whether rows of C start at multiples of 16 bytes.
+    pub c_vectorized: bool,
+}
+
+impl BsrProblem {
+    /// `C = A·B` with contiguous, aligned operands: the start of a plan without tensors. Not checked.
+    pub fn new(dtype: DType, [m, n, k]: [usize; 3], block_size: usize, nnz_blocks: usize) -> Self {
+        Self {
+            dtype,
+            c_dtype: dtype,
+            m,
+            n,
+            k,
+            block_size,
+            nnz_blocks,
+            ldb: n,
+            ldc: n,
+            alpha: 1.0,
+            beta: 0.0,
+            bias: BiasKind::None,
+            activation: Activation::None,
+            b_vectorized: vectorized(dtype, n),
+            c_vectorized: vectorized(dtype, n),
+        }
+    }
+
+    /// Whether C has no element.
+    pub fn is_empty(&self) -> bool {
+        self.m == 0 || self.n == 0
+    }
+}
+
+impl BsrMatmul<'_> {
+    /// Everything that can be checked without reading a tensor, and the result as plain numbers, for a C of this shape and
+    /// layout.
+    ///
+    /// Whether a kernel exists is another question, which [`select`](super::select) answers; the CPU runs every problem.
+    pub fn problem(&self, c: &ViewMut<'_>) -> Result<BsrProblem> {
+        let (a, b, c_operand) = (self.a, Operand::new("b", &self.b), Operand::of_mut("c", c));
+        let (m, k) = (a.rows(), a.cols());
+        b.dtype_in(&[a.dtype()])?;
+        c_operand.dtype_in(&[DType::F16, DType::BF16, DType::F32])?;
+        let &[_, n] = b.shape else { return Err(b.wrong_shape(format!("[{k}, n]"))) };
+        b.shape_is(&[k, n])?;
+        c_operand.shape_is(&[m, n])?;
+        b.last_dim_contiguous()?;
+        c_operand.last_dim_contiguous()?;
+
+        let bias = match &self.bias {
+            Bias::None => BiasKind::None,
+            Bias::PerRow(bias) => {
+                vector("bias", bias, a.dtype(), &[m])?;
+                BiasKind::PerRow
+            }
+            Bias::PerColumn(bias) => {
+                vector("bias", bias, a.dtype(), &[n])?;
+                BiasKind::PerColumn
+            }
+        };
+        for (what, size) in [("m", m), ("n", n), ("k", k)] {
+            to_i64(what, size)?;
+        }
+        // A single row has no row stride that matters; its own length keeps it aligned if it can be.
+        let leading = |operand: &Operand<'_>| {
+            if operand.shape[0] > 1 { operand.strides[0] } else { n.next_multiple_of(8) }
+        };
+        let (ldb, ldc) = (leading(&b), leading(&c_operand));
+        Ok(BsrProblem {
+            dtype: a.dtype(),
+            c_dtype: c.dtype(),
+            m,
+            n,
+            k,
+            block_size: a.block_size(),
+            nnz_blocks: a.nnz_blocks(),
+            ldb,
+            ldc,
+            alpha: finite("alpha", self.alpha)?,
+            beta: finite("beta", self.beta)?,
+            bias,
+            activation: self.activation,
+            b_vectorized: vectorized(b.dtype, ldb) && self.b.is_aligned(16),
+            c_vectorized: vectorized(c.dtype(), ldc) && c.is_aligned(16),
+        })
+    }
+}
+
+/// Whether rows start at multiples of 16 bytes if the first one does.
+fn vectorized(dtype: DType, stride: usize) -> bool {
+    (stride % 8 * dtype.size()).is_multiple_of(16)
+}

@@ -1,0 +1,197 @@
+//! What makes index arrays a BSR matrix. Kernels read them unchecked, so nothing that fails here becomes a [`BsrMatrix`].
+
+use super::BsrMatrix;
+use crate::check::to_i32;
+use crate::{Error, Result};
+
+/// Dimensions of a BSR matrix that passed [`Shape::new`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) block_size: usize,
+    pub(crate) block_rows: usize,
+    pub(crate) block_cols: usize,
+}
+
+impl Shape {
+    pub(crate) fn new(rows: usize, cols: usize, block_size: usize) -> Result<Self> {
+        if !(1..=BsrMatrix::MAX_BLOCK_SIZE).contains(&block_size) {
+            return invalid(format!("block_size is {block_size}, not 1 to {}", BsrMatrix::MAX_BLOCK_SIZE));
+        }
+        let (block_rows, block_cols) = (rows.div_ceil(block_size), cols.div_ceil(block_size));
+        // Indices are 32-bit; row_ptr has one entry more than block rows.
+        to_i32("block rows", block_rows.saturating_add(1))?;
+        to_i32("block columns", block_cols)?;
+        Ok(Self { rows, cols, block_size, block_rows, block_cols })
+    }
+
+    /// Elements of one block.
+    pub(crate) fn block_elements(&self) -> usize {
+        self.block_size * self.block_size
+    }
+
+    /// Checks `row_ptr` and `col_idx` for `nnz_blocks` stored blocks; the error names the first bad entry.
+    pub(crate) fn check_indices(&self, row_ptr: &[i32], col_idx: &[i32], nnz_blocks: usize) -> Result<()> {
+        let Shape { block_rows, block_cols, .. } = *self;
+        to_i32("nnz_blocks", nnz_blocks)?;
+        if row_ptr.len() != block_rows + 1 {
+            return invalid(format!("row_ptr has {} entries, expected {}", row_ptr.len(), block_rows + 1));
+        }
+        if col_idx.len() != nnz_blocks {
+            return invalid(format!(
+                "col_idx has {} entries, but there are {nnz_blocks} blocks",
+                col_idx.len()
+            ));
+        }
+        if row_ptr[0] != 0 {
+            return invalid(format!("row_ptr[0] is {}, not 0", row_ptr[0]));
+        }
+        if let Some(row) = row_ptr.windows(2).position(|pair| pair[1] < pair[0]) {
+            let (from, to) = (row_ptr[row], row_ptr[row + 1]);
+            return invalid(format!("row_ptr descends from {from} to {to} at block row {row}"));
+        }
+        if row_ptr[block_rows] as usize != nnz_blocks {
+            let last = row_ptr[block_rows];
+            return invalid(format!("row_ptr ends at {last}, but there are {nnz_blocks} blocks"));
+        }
+        for (row, pair) in row_ptr.windows(2).enumerate() {
+            let mut before = -1;
+            for at in pair[0] as usize..pair[1] as usize {
+                let col = col_idx[at];
+                if col < 0 || col as usize >= block_cols {
+                    return invalid(format!(
+                        "col_idx[{at}] is {col} in block row {row}, not 0 to {block_cols} - 1"
+                    ));
+                }
+                if col <= before {
+                    let fault = if col == before { "twice" } else { "unsorted" };
+                    return invalid(format!(
+                        "block column {col} is {fault} in block row {row} (col_idx[{at}])"
+                    ));
+                }
+                before = col;
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that the parts of the edge blocks beyond the matrix are zero. The indices have passed
+    /// [`check_indices`](Self::check_indices).
+    pub(crate) fn check_padding<T>(
+        &self,
+        row_ptr: &[i32],
+        col_idx: &[i32],
+        values: &[T],
+        is_zero: impl Fn(&T) -> bool,
+    ) -> Result<()> {
+        let Shape { rows, cols, block_size, block_rows, block_cols } = *self;
+        for (block_row, pair) in row_ptr.windows(2).enumerate() {
+            let rows_inside =
+                if block_row + 1 == block_rows { rows - block_row * block_size } else { block_size };
+            for block in pair[0] as usize..pair[1] as usize {
+                let block_col = col_idx[block] as usize;
+                let last = block_col + 1 == block_cols;
+                let cols_inside = if last { cols - block_col * block_size } else { block_size };
+                if rows_inside == block_size && cols_inside == block_size {
+                    continue;
+                }
+                let elements = &values[block * self.block_elements()..][..self.block_elements()];
+                let bad = elements.iter().enumerate().find(|&(at, value)| {
+                    (at / block_size >= rows_inside || at % block_size >= cols_inside) && !is_zero(value)
+                });
+                if let Some((at, _)) = bad {
+                    let (row, col) = (at / block_size, at % block_size);
+                    return Err(Error::NonzeroPadding { block, block_row, block_col, row, col });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Block rows by descending number of blocks, so that the longest start first; their natural order when all are equal.
+pub(crate) fn row_order(row_ptr: &[i32]) -> Vec<i32> {
+    let blocks = |row: i32| row_ptr[row as usize + 1] - row_ptr[row as usize];
+    let mut order: Vec<i32> = (0..row_ptr.len() as i32 - 1).collect();
+    order.sort_by_key(|&row| std::cmp::Reverse(blocks(row)));
+    order
+}
+
+pub(crate) fn invalid<T>(what: String) -> Result<T> {
+    Err(Error::InvalidBsr(what))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// 100 × 70 in blocks of 32: 4 × 3 blocks, the last ones reach beyond the matrix.
+    fn shape() -> Shape {
+        Shape::new(100, 70, 32).unwrap()
+    }
+
+    fn indices(row_ptr: &[i32], col_idx: &[i32]) -> String {
+        shape().check_indices(row_ptr, col_idx, col_idx.len()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn good_indices() {
+        shape().check_indices(&[0, 0, 0, 0, 0], &[], 0).unwrap();
+        shape().check_indices(&[0, 3, 3, 4, 6], &[0, 1, 2, 1, 0, 2], 6).unwrap();
+        Shape::new(0, 70, 32).unwrap().check_indices(&[0], &[], 0).unwrap();
+        Shape::new(100, 0, 32).unwrap().check_indices(&[0; 5], &[], 0).unwrap();
+    }
+
+    #[test]
+    fn bad_indices_are_named() {
+        assert!(indices(&[0, 0], &[]).contains("row_ptr has 2 entries, expected 5"));
+        assert!(indices(&[1, 1, 1, 1, 1], &[0]).contains("row_ptr[0] is 1"));
+        assert!(indices(&[0, 2, 1, 2, 2], &[0, 1]).contains("descends from 2 to 1 at block row 1"));
+        assert!(indices(&[0, 1, 1, 1, 1], &[0, 1]).contains("row_ptr ends at 1, but there are 2 blocks"));
+        assert!(indices(&[0, 0, 1, 1, 1], &[3]).contains("col_idx[0] is 3 in block row 1"));
+        assert!(indices(&[0, 1, 1, 1, 1], &[-1]).contains("col_idx[0] is -1"));
+        assert!(indices(&[0, 2, 2, 2, 2], &[1, 1]).contains("block column 1 is twice in block row 0"));
+        assert!(indices(&[0, 0, 0, 2, 2], &[2, 0]).contains("block column 0 is unsorted in block row 2"));
+        let lengths = shape().check_indices(&[0, 1, 1, 1, 1], &[0], 2).unwrap_err().to_string();
+        assert!(lengths.contains("col_idx has 1 entries, but there are 2 blocks"));
+    }
+
+    #[test]
+    fn sizes_have_limits() {
+        assert!(Shape::new(1, 1, 0).unwrap_err().to_string().contains("block_size is 0"));
+        assert!(Shape::new(1, 1, 1025).is_err());
+        assert!(matches!(Shape::new(usize::MAX, 1, 1), Err(Error::TooLarge { what: "block rows", .. })));
+        assert!(matches!(Shape::new(1, 1 << 31, 1), Err(Error::TooLarge { what: "block columns", .. })));
+        let many = shape().check_indices(&[0; 5], &[], 1 << 31);
+        assert!(matches!(many, Err(Error::TooLarge { what: "nnz_blocks", .. })));
+    }
+
+    #[test]
+    fn padding_is_found() {
+        // Block (3, 2) keeps 4 rows and 6 columns inside the matrix.
+        let (row_ptr, col_idx) = ([0, 1, 1, 1, 2], [0, 2]);
+        let mut values = vec![0f32; 2 * 32 * 32];
+        values[..1024].fill(1.0);
+        values[1024 + 3 * 32 + 5] = 1.0;
+        let check = |values: &[f32]| shape().check_padding(&row_ptr, &col_idx, values, |&value| value == 0.0);
+        check(&values).unwrap();
+        for (row, col) in [(4, 0), (0, 6), (31, 31)] {
+            let mut bad = values.clone();
+            bad[1024 + row * 32 + col] = f32::NAN;
+            match check(&bad) {
+                Err(Error::NonzeroPadding { block: 1, block_row: 3, block_col: 2, row: r, col: c }) => {
+                    assert_eq!((r, c), (row, col));
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn longest_rows_first() {
+        assert_eq!(row_order(&[0, 1, 4, 4, 7, 8]), [1, 3, 0, 4, 2]);
+        assert_eq!(row_order(&[0, 2, 4, 6]), [0, 1, 2]);
+        assert_eq!(row_order(&[0]), [0i32; 0]);
+    }
+}

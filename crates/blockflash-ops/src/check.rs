@@ -1,0 +1,106 @@
+//! Checks that all operations share: each names the operand and says what would be right.
+
+use crate::{Error, Result};
+use blockflash_safe::{Device, View, ViewMut};
+use blockflash_sys::DType;
+
+/// What a check needs to know of a borrowed tensor, read-only or exclusive.
+#[derive(Clone, Copy)]
+pub(crate) struct Operand<'a> {
+    pub(crate) what: &'static str,
+    pub(crate) dtype: DType,
+    pub(crate) shape: &'a [usize],
+    pub(crate) strides: &'a [usize],
+    pub(crate) device: &'a Device,
+}
+
+impl<'a> Operand<'a> {
+    pub(crate) fn new(what: &'static str, view: &'a View<'_>) -> Self {
+        let (dtype, shape, strides, device) = (view.dtype(), view.shape(), view.strides(), view.device());
+        Self { what, dtype, shape, strides, device }
+    }
+
+    pub(crate) fn of_mut(what: &'static str, view: &'a ViewMut<'_>) -> Self {
+        let (dtype, shape, strides, device) = (view.dtype(), view.shape(), view.strides(), view.device());
+        Self { what, dtype, shape, strides, device }
+    }
+
+    /// The element type must be one of `accepted`.
+    pub(crate) fn dtype_in(&self, accepted: &[DType]) -> Result<()> {
+        if accepted.contains(&self.dtype) {
+            return Ok(());
+        }
+        let expected = accepted.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(" or ");
+        Err(Error::DType { what: self.what, expected, found: self.dtype })
+    }
+
+    /// The shape must be exactly this.
+    pub(crate) fn shape_is(&self, expected: &[usize]) -> Result<()> {
+        if self.shape == expected { Ok(()) } else { Err(self.wrong_shape(format!("{expected:?}"))) }
+    }
+
+    pub(crate) fn wrong_shape(&self, expected: impl Into<String>) -> Error {
+        Error::Shape { what: self.what, expected: expected.into(), found: self.shape.to_vec() }
+    }
+
+    /// The innermost dimension must be contiguous; one element always is.
+    pub(crate) fn last_dim_contiguous(&self) -> Result<()> {
+        match (self.shape.last(), self.strides.last()) {
+            (Some(&extent), Some(&stride)) if extent > 1 && stride != 1 => Err(Error::Stride {
+                what: self.what,
+                expected: "the last dimension must be contiguous (stride 1)",
+                found: self.strides.to_vec(),
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// The operand must live where the stream works.
+    pub(crate) fn on(&self, device: &Device) -> Result<()> {
+        if self.device == device {
+            return Ok(());
+        }
+        Err(Error::DeviceMismatch { what: self.what, expected: *device, found: *self.device })
+    }
+}
+
+/// A size that crosses the kernel ABI as a 32-bit integer.
+pub(crate) fn to_i32(what: &'static str, value: usize) -> Result<i32> {
+    i32::try_from(value).map_err(|_| Error::TooLarge { what, value, limit: i32::MAX as usize })
+}
+
+/// A size or stride that crosses the kernel ABI as a 64-bit integer.
+pub(crate) fn to_i64(what: &'static str, value: usize) -> Result<i64> {
+    i64::try_from(value).map_err(|_| Error::TooLarge { what, value, limit: i64::MAX as usize })
+}
+
+/// A one-dimensional grid of thread blocks, each factor a number of tiles.
+pub(crate) fn grid_x(factors: &[usize]) -> Result<u32> {
+    let limit = i32::MAX as usize;
+    let blocks = factors.iter().try_fold(1usize, |product, &factor| product.checked_mul(factor));
+    match blocks {
+        Some(blocks) if blocks <= limit => Ok(blocks as u32),
+        blocks => Err(Error::TooLarge { what: "grid", value: blocks.unwrap_or(usize::MAX), limit }),
+    }
+}
+
+/// A factor that must be finite.
+pub(crate) fn finite(what: &'static str, value: f32) -> Result<f32> {
+    if value.is_finite() { Ok(value) } else { Err(Error::InvalidScale { what, value, expected: "finite" }) }
+}
+
+/// A factor that must be finite and greater than 0.
+pub(crate) fn finite_positive(what: &'static str, value: f32) -> Result<f32> {
+    if value.is_finite() && value > 0.0 {
+        return Ok(value);
+    }
+    Err(Error::InvalidScale { what, value, expected: "finite and greater than 0" })
+}
+
+/// A contiguous one-dimensional operand.
+pub(crate) fn vector(what: &'static str, view: &View<'_>, dtype: DType, shape: &[usize]) -> Result<()> {
+    let operand = Operand::new(what, view);
+    operand.dtype_in(&[dtype])?;
+    operand.shape_is(shape)?;
+    operand.last_dim_contiguous()
+}

@@ -1,0 +1,143 @@
+use blockflash_safe::Device;
+use blockflash_sys::DType;
+
+/// Everything that can go wrong in this crate. Nothing is clamped or ignored: what cannot be done is an error.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The device, its memory or a launch failed.
+    #[error(transparent)]
+    Safe(#[from] blockflash_safe::Error),
+
+    /// A tensor has the wrong number of dimensions or extents that do not fit the other operands.
+    #[error("{what} has shape {found:?}, expected {expected}")]
+    Shape {
+        /// The operand.
+        what: &'static str,
+        /// What would be right, in words.
+        expected: String,
+        /// The shape it has.
+        found: Vec<usize>,
+    },
+
+    /// The layout of a tensor cannot be used: usually the innermost dimension is not contiguous.
+    #[error("{what} has strides {found:?}, but {expected}")]
+    Stride {
+        /// The operand.
+        what: &'static str,
+        /// The requirement, in words.
+        expected: &'static str,
+        /// The strides it has, in elements.
+        found: Vec<usize>,
+    },
+
+    /// A pointer or a stride does not allow the 16-byte accesses of the kernel.
+    #[error("{what} must allow 16-byte accesses: {problem}")]
+    Misaligned {
+        /// The operand.
+        what: &'static str,
+        /// Which address or stride is in the way.
+        problem: String,
+    },
+
+    /// An operand has the wrong element type.
+    #[error("{what} is {found}, expected {expected}")]
+    DType {
+        /// The operand.
+        what: &'static str,
+        /// The element types that are accepted, in words.
+        expected: String,
+        /// The element type it has.
+        found: DType,
+    },
+
+    /// No kernel for this combination on this device.
+    #[error("{op} is not supported on {arch}: {what}")]
+    Unsupported {
+        /// `attention` or `bsr_matmul`.
+        op: &'static str,
+        /// `cpu` or the architecture of the GPU, `sm_90`.
+        arch: String,
+        /// What is missing.
+        what: String,
+    },
+
+    /// A factor is not a number that makes sense: scale and softcap must be finite and positive, alpha and beta finite.
+    #[error("{what} is {value}, but must be {expected}")]
+    InvalidScale {
+        /// The factor.
+        what: &'static str,
+        /// Its value.
+        value: f32,
+        /// What it must be.
+        expected: &'static str,
+    },
+
+    /// The query heads cannot be shared evenly among the key and value heads.
+    #[error("{num_heads_q} query heads are not a multiple of {num_heads_kv} key and value heads")]
+    HeadGroups {
+        /// Heads of q.
+        num_heads_q: usize,
+        /// Heads of k and v.
+        num_heads_kv: usize,
+    },
+
+    /// The offsets of a variable-length batch are wrong.
+    #[error("cu_seqlens.{which}[{index}] is {value}: {problem}")]
+    InvalidCuSeqlens {
+        /// `q` or `kv`.
+        which: &'static str,
+        /// The first bad entry.
+        index: usize,
+        /// Its value.
+        value: i32,
+        /// What is wrong with it.
+        problem: String,
+    },
+
+    /// The index arrays of a block-sparse matrix are wrong.
+    #[error("invalid BSR matrix: {0}")]
+    InvalidBsr(String),
+
+    /// A block reaches beyond the matrix and is not zero there.
+    #[error(
+        "block {block} (block row {block_row}, block column {block_col}) has a value that is not zero at ({row}, {col}), beyond the matrix"
+    )]
+    NonzeroPadding {
+        /// Index into `values`.
+        block: usize,
+        /// Its block row.
+        block_row: usize,
+        /// Its block column.
+        block_col: usize,
+        /// Row inside the block.
+        row: usize,
+        /// Column inside the block.
+        col: usize,
+    },
+
+    /// Operands live on different devices.
+    #[error("{what} is on {found}, but the stream is on {expected}")]
+    DeviceMismatch {
+        /// The operand.
+        what: &'static str,
+        /// The device of the stream.
+        expected: Device,
+        /// The device of the operand.
+        found: Device,
+    },
+
+    /// A size does not fit what the kernels can count.
+    #[error("{what} is {value}, the limit is {limit}")]
+    TooLarge {
+        /// The quantity.
+        what: &'static str,
+        /// Its value.
+        value: usize,
+        /// The largest value that works.
+        limit: usize,
+    },
+}
+
+/// Result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -1,0 +1,72 @@
+//! How many operations a problem is counted as. Only work that must be done counts: a masked pair and a block that is not
+//! stored are no FLOPs, padding and tile waste neither.
+
+use crate::attention::AttentionProblem;
+use crate::bsr_matmul::BsrProblem;
+
+/// FLOPs of an attention forward pass: `4 * visited pairs * head_dim` for each batch entry and query head. `None` when the
+/// batch is variable-length: see [`attention_varlen_flops`].
+pub fn attention_flops(problem: &AttentionProblem) -> Option<u64> {
+    if problem.packed.is_some() {
+        return None;
+    }
+    let pairs = problem.mask.visited_pairs(problem.seqlen_q, problem.seqlen_kv);
+    Some(scaled(pairs, &[4, problem.batch, problem.num_heads_q, problem.head_dim]))
+}
+
+/// FLOPs of a variable-length attention forward pass with these offsets.
+pub fn attention_varlen_flops(
+    problem: &AttentionProblem,
+    cu_seqlens_q: &[i32],
+    cu_seqlens_kv: &[i32],
+) -> u64 {
+    let length = |pair: &[i32]| usize::try_from(pair[1].saturating_sub(pair[0])).unwrap_or(0);
+    let pairs = cu_seqlens_q
+        .windows(2)
+        .zip(cu_seqlens_kv.windows(2))
+        .map(|(q, kv)| problem.mask.visited_pairs(length(q), length(kv)))
+        .fold(0u64, u64::saturating_add);
+    scaled(pairs, &[4, problem.num_heads_q, problem.head_dim])
+}
+
+/// FLOPs of a BSR matmul: `2 * nnz_blocks * block_size² * n`.
+pub fn bsr_flops(problem: &BsrProblem) -> u64 {
+    scaled(2, &[problem.nnz_blocks, problem.block_size, problem.block_size, problem.n])
+}
+
+fn scaled(count: u64, factors: &[usize]) -> u64 {
+    factors.iter().fold(count, |product, &factor| product.saturating_mul(factor as u64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Align, DType, Mask};
+
+    #[test]
+    fn attention_counts_visited_pairs() {
+        let full = AttentionProblem::dense(DType::F16, [2, 5, 7], [4, 2], 64);
+        assert_eq!(attention_flops(&full), Some(4 * 2 * 4 * 64 * 35));
+        let causal = |align| AttentionProblem { mask: Mask::Causal { align }, ..full };
+        assert_eq!(attention_flops(&causal(Align::TopLeft)), Some(4 * 2 * 4 * 64 * (1 + 2 + 3 + 4 + 5)));
+        assert_eq!(attention_flops(&causal(Align::BottomRight)), Some(4 * 2 * 4 * 64 * (3 + 4 + 5 + 6 + 7)));
+        let mask = Mask::Window { left: Some(1), right: Some(0), align: Align::TopLeft };
+        let window = AttentionProblem { mask, ..full };
+        assert_eq!(attention_flops(&window), Some(4 * 2 * 4 * 64 * (1 + 2 + 2 + 2 + 2)));
+    }
+
+    #[test]
+    fn variable_length_sums_sequences() {
+        let packed = crate::PackedRows { total_q: 12, total_kv: 12 };
+        let dense = AttentionProblem::dense(DType::F16, [3, 7, 7], [2, 2], 8);
+        let problem = AttentionProblem { packed: Some(packed), mask: Mask::causal(), ..dense };
+        assert_eq!(attention_flops(&problem), None);
+        let flops = attention_varlen_flops(&problem, &[0, 5, 5, 12], &[0, 5, 5, 12]);
+        assert_eq!(flops, 4 * 2 * 8 * (15 + 28));
+    }
+
+    #[test]
+    fn bsr_counts_stored_blocks() {
+        assert_eq!(bsr_flops(&BsrProblem::new(DType::F16, [100, 30, 70], 32, 5)), 2 * 5 * 1024 * 30);
+    }
+}

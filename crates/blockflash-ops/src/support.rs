@@ -1,0 +1,96 @@
+use crate::attention::{self, AttentionProblem};
+use crate::bsr_matmul::{self, BsrProblem};
+use crate::{Error, Result};
+use blockflash_safe::{CudaProperties, Device};
+use blockflash_sys::manifest;
+use blockflash_sys::{DType, Row, Target};
+
+/// One line of the support table: an operation, an element type and a range of sizes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SupportRow {
+    /// `attention` or `bsr_matmul`.
+    pub op: &'static str,
+    /// Element type of the inputs.
+    pub dtype: DType,
+    /// What the line is about: `head_dim 72..=96`, `block 32`.
+    pub size: String,
+    /// What runs, or why nothing does.
+    pub status: Status,
+}
+
+/// What runs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Status {
+    /// A precompiled kernel.
+    Kernel {
+        /// Its name, as Nsight shows it.
+        symbol: String,
+        /// What it is compiled for; PTX is compiled by the driver at first use.
+        target: Target,
+        /// The image that holds it.
+        image: String,
+    },
+    /// The CPU backend.
+    Cpu,
+    /// Nothing.
+    Unsupported {
+        /// What is missing.
+        reason: String,
+    },
+}
+
+/// What runs on a device: every operation, element type and size that some kernel is made for, and what each would use here.
+/// For a BSR matmul it is the kernel for many columns; few columns may take a narrower one.
+pub fn support(device: &Device) -> Vec<SupportRow> {
+    support_with(device.cuda_properties())
+}
+
+/// The same for a GPU that need not be there; `None` is the CPU.
+pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
+    let mut table = Vec::new();
+    for dtype in [DType::F16, DType::BF16, DType::F32] {
+        let mut push = |op, size, selected: &dyn Fn(&CudaProperties) -> Result<&'static Row>| {
+            let status = gpu.map_or(Status::Cpu, |gpu| status(selected(gpu)));
+            table.push(SupportRow { op, dtype, size, status });
+        };
+        for (size, head_dim) in head_dims() {
+            let problem = AttentionProblem::dense(dtype, [1, 1, 1], [1, 1], head_dim as usize);
+            push(attention::OP, size, &|gpu| attention::select(&problem, gpu));
+        }
+        for block_size in block_sizes() {
+            let block = block_size as usize;
+            // As many columns as the widest tile of all: no waste speaks against it.
+            let problem = BsrProblem::new(dtype, [block, 1 << 20, block], block, 1);
+            push(bsr_matmul::OP, format!("block {block_size}"), &|gpu| bsr_matmul::select(&problem, gpu));
+        }
+    }
+    table
+}
+
+fn status(selected: Result<&'static Row>) -> Status {
+    match selected {
+        Ok(row) => Status::Kernel { symbol: row.symbol(), target: row.target, image: row.image_name() },
+        Err(Error::Unsupported { what, .. }) => Status::Unsupported { reason: what },
+        Err(error) => Status::Unsupported { reason: error.to_string() },
+    }
+}
+
+/// The head_dim tiles of all attention rows, each as the range of head dimensions it is the smallest for.
+fn head_dims() -> Vec<(String, u32)> {
+    let mut tiles: Vec<u32> =
+        manifest::rows().iter().filter_map(attention::tile).map(|tile| tile.head_dim).collect();
+    tiles.sort_unstable();
+    tiles.dedup();
+    // Head dimensions are multiples of 8.
+    let starts = std::iter::once(8).chain(tiles.iter().map(|tile| tile + 8)).collect::<Vec<_>>();
+    starts.iter().zip(&tiles).map(|(start, &tile)| (format!("head_dim {start}..={tile}"), tile)).collect()
+}
+
+/// The block sizes of all BSR rows.
+fn block_sizes() -> Vec<u32> {
+    let mut sizes: Vec<u32> =
+        manifest::rows().iter().filter_map(bsr_matmul::tile).map(|tile| tile.block_size).collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    sizes
+}
