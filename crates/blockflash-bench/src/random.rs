@@ -47,13 +47,15 @@ fn fill<T: Scalar>(count: usize, seed: u64, lane: u64, progress: impl Fn(u64) + 
 
 /// `count` of `total` positions, each set equally likely, ascending. All of them if `count >= total`.
 pub fn choose(count: usize, total: usize, seed: u64, lane: u64) -> Vec<usize> {
-    let mut chosen = rand::seq::index::sample(&mut generator(seed, lane, 0), total, count.min(total)).into_vec();
+    let mut chosen =
+        rand::seq::index::sample(&mut generator(seed, lane, 0), total, count.min(total)).into_vec();
     chosen.sort_unstable();
     chosen
 }
 
 fn generator(seed: u64, lane: u64, piece: u64) -> SmallRng {
     // Odd multipliers keep the three numbers apart; `seed_from_u64` mixes the sum.
-    let mixed = lane.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(piece.wrapping_mul(0xD1B5_4A32_D192_ED03));
+    let mixed =
+        lane.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(piece.wrapping_mul(0xD1B5_4A32_D192_ED03));
     SmallRng::seed_from_u64(seed ^ mixed)
 }

@@ -61,7 +61,9 @@ pub fn attention(
     seed: u64,
     progress: impl Fn(f64) + Sync,
 ) -> Result<[Comparison; 2], Mismatch> {
-    let (&[batch, seqlen_q, heads, head_dim], &[_, seqlen_kv, heads_kv, _]) = (case.q.shape(), case.k.shape()) else {
+    let (&[batch, seqlen_q, heads, head_dim], &[_, seqlen_kv, heads_kv, _]) =
+        (case.q.shape(), case.k.shape())
+    else {
         return Err(Mismatch(format!("q is {:?} and k {:?}", case.q.shape(), case.k.shape())));
     };
     let kv_shape = [batch, seqlen_kv, heads_kv, head_dim];
@@ -102,7 +104,15 @@ pub fn attention(
                     let query = case.q.to_f32(range.clone());
                     let lse_at = (at * heads + head) * seqlen_q + row;
                     let result = (o.to_f32(range), lse.to_f32(lse_at..lse_at + 1));
-                    compare_row(case, o.dtype(), &query, case.visible(row, seqlen_kv), &keys, &values, &result)
+                    compare_row(
+                        case,
+                        o.dtype(),
+                        &query,
+                        case.visible(row, seqlen_kv),
+                        &keys,
+                        &values,
+                        &result,
+                    )
                 })
                 .collect();
             let finished = 1 + done.fetch_add(1, std::sync::atomic::Ordering::Relaxed);

@@ -18,11 +18,17 @@ pub enum Activation {
 }
 
 impl Activation {
-    fn apply(self, x: f64) -> f64 {
+    pub(super) fn apply(self, x: f64) -> f64 {
         match self {
             Activation::None => x,
             // Not `max`, which would drop NaN.
-            Activation::Relu => if x < 0.0 { 0.0 } else { x },
+            Activation::Relu => {
+                if x < 0.0 {
+                    0.0
+                } else {
+                    x
+                }
+            }
             Activation::Gelu => 0.5 * x * (1.0 + erf(x / std::f64::consts::SQRT_2)),
             Activation::Silu => x / (1.0 + (-x).exp()),
         }
@@ -61,7 +67,8 @@ pub fn bsr_matmul(
     seed: u64,
     progress: impl Fn(f64) + Sync,
 ) -> Result<Comparison, Mismatch> {
-    let (&[_, block, _], &[k, n], &[m, columns]) = (case.values.shape(), case.b.shape(), result.shape()) else {
+    let (&[_, block, _], &[k, n], &[m, columns]) = (case.values.shape(), case.b.shape(), result.shape())
+    else {
         return Err(Mismatch("values must be [nnz, b, b], b [k, n] and c [m, n]".to_owned()));
     };
     ensure(columns == n && block > 0 && case.row_ptr.len() == m.div_ceil(block) + 1, || {
@@ -108,14 +115,17 @@ fn compare_row(
     let width = columns.len();
     let (mut exact, mut plain, mut magnitude) = (vec![0f64; width], vec![0f32; width], vec![0f64; width]);
     let bad = || Mismatch(format!("the indices of block row {} are out of range", row / block));
-    let [start, end] = [row / block, row / block + 1].map(|at| usize::try_from(case.row_ptr[at]).unwrap_or(usize::MAX));
+    let [start, end] =
+        [row / block, row / block + 1].map(|at| usize::try_from(case.row_ptr[at]).unwrap_or(usize::MAX));
     for (at, &col) in case.col_idx.get(start..end).ok_or_else(bad)?.iter().enumerate() {
         let first = usize::try_from(col).map_err(|_| bad())? * block;
         let offset = ((start + at) * block + row % block) * block;
         let values = case.values.to_f32(offset..offset + block);
         for (inner, &value) in (first..k).zip(&values) {
             let b_row = &b[inner * width..(inner + 1) * width];
-            for (((exact, plain), magnitude), &b) in exact.iter_mut().zip(&mut plain).zip(&mut magnitude).zip(b_row) {
+            for (((exact, plain), magnitude), &b) in
+                exact.iter_mut().zip(&mut plain).zip(&mut magnitude).zip(b_row)
+            {
                 let product = f64::from(value) * f64::from(b);
                 *exact += product;
                 *magnitude += product.abs();
@@ -139,7 +149,8 @@ fn compare_row(
         // Rounding of the result, and of the sum: tensor cores add in another order and truncate.
         let scale = if reference.is_finite() { reference.abs() } else { 0.0 };
         let sums = f64::from(case.alpha).abs() * magnitude[at];
-        let floor = roundoff(dtype) * scale + 4.0 * roundoff(DType::F32) * if sums.is_finite() { sums } else { 0.0 };
+        let floor =
+            roundoff(dtype) * scale + 4.0 * roundoff(DType::F32) * if sums.is_finite() { sums } else { 0.0 };
         comparison.add(result_row[column], reference, plain, floor);
     }
     Ok(comparison)

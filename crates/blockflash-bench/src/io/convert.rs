@@ -99,7 +99,9 @@ pub(super) fn convert<T: Scalar>(stored: Stored, bytes: &[u8], out: &mut [T]) ->
         Stored::F32 => each(bytes, out, f32::from_le_bytes, T::from_f32, f64::from),
         Stored::F64 => each(bytes, out, f64::from_le_bytes, T::from_f64, |value| value),
         Stored::I32 => each(bytes, out, i32::from_le_bytes, |value| T::from_f64(value.into()), f64::from),
-        Stored::I64 => each(bytes, out, i64::from_le_bytes, |value| T::from_f64(value as f64), |value| value as f64),
+        Stored::I64 => {
+            each(bytes, out, i64::from_le_bytes, |value| T::from_f64(value as f64), |value| value as f64)
+        }
     }
 }
 
@@ -111,18 +113,20 @@ fn each<T: Scalar, S: Copy, const N: usize>(
     magnitude: impl Fn(S) -> f64 + Sync,
 ) -> Result<(), Refusal> {
     const PIECE: usize = 1 << 14;
-    let pieces = out.par_chunks_mut(PIECE).zip(bytes.par_chunks(PIECE * N)).enumerate().map(|(piece, (out, bytes))| {
-        let (elements, _) = bytes.as_chunks::<N>();
-        for (at, (out, &element)) in out.iter_mut().zip(elements).enumerate() {
-            let value = decode(element);
-            let exact = magnitude(value);
-            if exact.is_finite() && exact.abs() > T::LIMIT {
-                return Err(Refusal::Range(piece * PIECE + at, exact));
+    let pieces = out.par_chunks_mut(PIECE).zip(bytes.par_chunks(PIECE * N)).enumerate().map(
+        |(piece, (out, bytes))| {
+            let (elements, _) = bytes.as_chunks::<N>();
+            for (at, (out, &element)) in out.iter_mut().zip(elements).enumerate() {
+                let value = decode(element);
+                let exact = magnitude(value);
+                if exact.is_finite() && exact.abs() > T::LIMIT {
+                    return Err(Refusal::Range(piece * PIECE + at, exact));
+                }
+                *out = round(value);
             }
-            *out = round(value);
-        }
-        Ok(())
-    });
+            Ok(())
+        },
+    );
     // The leftmost refusal, whichever thread found one first.
     pieces.reduce(|| Ok(()), |left, right| left.and(right))
 }

@@ -19,3 +19,6 @@ pub use write::{Format, write};
 
 /// Result of the functions of this module.
 pub type Result<T> = std::result::Result<T, Error>;
+
+#[cfg(test)]
+mod tests;

@@ -32,11 +32,14 @@ pub(super) fn entry(source: &mut impl Read, first: [u8; 8], length: u64) -> Resu
         return Err(truncated("the header", offset, length));
     }
     if header_length > MAX_HEADER {
-        return Err(Problem::Unsupported(format!("has a header of {header_length} bytes, more than {MAX_HEADER}")));
+        return Err(Problem::Unsupported(format!(
+            "has a header of {header_length} bytes, more than {MAX_HEADER}"
+        )));
     }
     let mut header = vec![0; header_length as usize];
     source.read_exact(&mut header)?;
-    let header = std::str::from_utf8(&header).map_err(|_| Problem::Format("the header is no text".to_owned()))?;
+    let header =
+        std::str::from_utf8(&header).map_err(|_| Problem::Format("the header is no text".to_owned()))?;
     let Header { descr, column_major, shape } = Header::parse(header)
         .ok_or_else(|| Problem::Format(format!("unexpected header {:?}", abbreviated(header))))?;
     let stored = stored(descr)?;
@@ -55,10 +58,13 @@ pub(super) fn header(dtype: DType, shape: &[usize]) -> Result<Vec<u8>, Problem> 
         DType::F16 => "<f2",
         DType::F32 => "<f4",
         DType::I32 => "<i4",
-        DType::BF16 => return Err(Problem::Unsupported("cannot hold bf16: .npy has no such type".to_owned())),
+        DType::BF16 => {
+            return Err(Problem::Unsupported("cannot hold bf16: .npy has no such type".to_owned()));
+        }
     };
     let sizes: String = shape.iter().map(|size| format!("{size}, ")).collect();
-    let mut text = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({}), }}", sizes.trim_end());
+    let mut text =
+        format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({}), }}", sizes.trim_end());
     // The data starts at a multiple of 64 bytes, after a newline.
     while (10 + text.len() + 1) % 64 != 0 {
         text.push(' ');

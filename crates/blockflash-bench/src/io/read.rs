@@ -99,10 +99,10 @@ impl<R: Read + Seek> TensorFile<R> {
 
     fn find(&self, name: &str) -> std::result::Result<&Entry, Problem> {
         let matches = |entry: &&Entry| entry.name == name || entry.name.is_empty();
-        self.entries.iter().find(matches).ok_or_else(|| Problem::NoTensor {
-            name: name.to_owned(),
-            present: some_names(&self.entries),
-        })
+        self.entries
+            .iter()
+            .find(matches)
+            .ok_or_else(|| Problem::NoTensor { name: name.to_owned(), present: some_names(&self.entries) })
     }
 
     fn values<T: Scalar>(&mut self, entry: &Entry) -> std::result::Result<Array, Problem> {
@@ -114,7 +114,8 @@ impl<R: Read + Seek> TensorFile<R> {
             Problem::Unsupported(format!("{tensor} has the element type {word}, which cannot be read here"))
         })?;
         let elements = entry.shape.iter().product::<usize>();
-        let out_of_memory = |elements: usize, size: usize| Problem::OutOfMemory(elements as u64 * size as u64);
+        let out_of_memory =
+            |elements: usize, size: usize| Problem::OutOfMemory(elements as u64 * size as u64);
         let mut values = Vec::<T>::new();
         values.try_reserve_exact(elements).map_err(|_| out_of_memory(elements, size_of::<T>()))?;
         self.source.seek(SeekFrom::Start(entry.offset))?;
@@ -137,10 +138,12 @@ impl<R: Read + Seek> TensorFile<R> {
             })?;
         }
         if entry.column_major && entry.shape.len() > 1 {
-            values = row_major(&values, &entry.shape).ok_or_else(|| out_of_memory(elements, size_of::<T>()))?;
+            values =
+                row_major(&values, &entry.shape).ok_or_else(|| out_of_memory(elements, size_of::<T>()))?;
         }
-        Array::new(&entry.shape, T::wrap(values))
-            .ok_or_else(|| Problem::Unsupported(format!("{tensor} has an impossible shape {:?}", entry.shape)))
+        Array::new(&entry.shape, T::wrap(values)).ok_or_else(|| {
+            Problem::Unsupported(format!("{tensor} has an impossible shape {:?}", entry.shape))
+        })
     }
 }
 
@@ -155,7 +158,9 @@ fn entries(source: &mut (impl Read + Seek)) -> std::result::Result<Vec<Entry>, P
     if magic.starts_with(npy::MAGIC) {
         Ok(vec![npy::entry(source, magic, length)?])
     } else if magic.starts_with(b"PK\x03\x04") {
-        Err(Problem::Unsupported("is a zip archive (.npz or .pt): save .npy or .safetensors instead".to_owned()))
+        Err(Problem::Unsupported(
+            "is a zip archive (.npz or .pt): save .npy or .safetensors instead".to_owned(),
+        ))
     } else {
         safetensors::entries(source, magic, length)
     }

@@ -61,8 +61,9 @@ fn entry(name: String, info: Info, start: u64, length: u64) -> Result<Entry, Pro
     };
     // The size of a type that is not read here is of no interest.
     if let Ok(stored) = stored {
-        let expected = byte_length(&info.shape, 8 * stored.size() as u64)
-            .ok_or_else(|| Problem::Format(format!("{} has the impossible shape {:?}", what(), info.shape)))?;
+        let expected = byte_length(&info.shape, 8 * stored.size() as u64).ok_or_else(|| {
+            Problem::Format(format!("{} has the impossible shape {:?}", what(), info.shape))
+        })?;
         if expected != end - begin {
             let what = format!("{} of shape {:?}", what(), info.shape);
             return Err(Problem::Length { what, expected, found: end - begin });
@@ -83,7 +84,8 @@ pub(super) fn header(tensors: &[(&str, &Array)]) -> Result<Vec<u8>, Problem> {
             DType::I32 => "I32",
         };
         let end = begin + array.bytes().len() as u64;
-        let info = Info { dtype: dtype.to_owned(), shape: array.shape().to_vec(), data_offsets: (begin, end) };
+        let info =
+            Info { dtype: dtype.to_owned(), shape: array.shape().to_vec(), data_offsets: (begin, end) };
         map.insert(*name, info);
         begin = end;
     }

@@ -41,7 +41,5 @@ pub fn write(path: impl AsRef<Path>, tensors: &[(&str, &Array)]) -> Result<()> {
         }
         file.flush()
     };
-    header
-        .and_then(|header| Ok(write(&header)?))
-        .map_err(|problem| Error { path: path.to_owned(), problem })
+    header.and_then(|header| Ok(write(&header)?)).map_err(|problem| Error { path: path.to_owned(), problem })
 }

@@ -78,7 +78,8 @@ impl From<Float> for DType {
 
 /// `2x1024x8x64`.
 pub fn sizes<const N: usize>(text: &str) -> std::result::Result<[usize; N], String> {
-    let sizes: Option<Vec<usize>> = text.split(['x', 'X', '×']).map(|size| size.trim().parse().ok()).collect();
+    let sizes: Option<Vec<usize>> =
+        text.split(['x', 'X', '×']).map(|size| size.trim().parse().ok()).collect();
     let example = ["", "16", "16x16", "64x64x64", "2x1024x8x64"].get(N).copied().unwrap_or_default();
     sizes
         .and_then(|sizes| sizes.try_into().ok())

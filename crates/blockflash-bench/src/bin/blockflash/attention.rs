@@ -8,7 +8,7 @@ use crate::progress::Progress;
 use crate::{measure, table};
 use blockflash_bench::check::{self, AttentionCase, Comparison};
 use blockflash_bench::io::Array;
-use blockflash_ops::{Align, Attention, AttentionProblem, DType, Mask, Stream, Tensor};
+use blockflash_ops::{Align, Attention, AttentionProblem, DType, Mask, Tensor};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -90,7 +90,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let stream = device.stream()?;
 
     let [q, k, v] = operands(&args)?;
-    let [placed_q, placed_k, placed_v] = [Placed::new(&q, &stream)?, Placed::new(&k, &stream)?, Placed::new(&v, &stream)?];
+    let [placed_q, placed_k, placed_v] =
+        [Placed::new(&q, &stream)?, Placed::new(&k, &stream)?, Placed::new(&v, &stream)?];
     let attention = Attention {
         mask,
         softmax_scale: args.scale,
@@ -126,7 +127,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         shapes: vec![("q, o", q.shape().to_vec()), ("k, v", k.shape().to_vec())],
         dtype: problem.dtype.name().to_owned(),
         details: details(&problem),
-        flops: blockflash_ops::attention_flops(&problem) as f64,
+        flops: blockflash_ops::attention_flops(&problem).unwrap_or(0) as f64,
         timing,
         checks,
         written,
@@ -154,12 +155,20 @@ fn operands(args: &Args) -> Result<[Array; 3]> {
     let dtype = args.dtype.map(DType::from);
     if let Some([batch, seqlen_q, heads_q, head_dim]) = args.random {
         let kv = [batch, args.seqlen_kv.unwrap_or(seqlen_q), args.kv_heads.unwrap_or(heads_q), head_dim];
-        let draw = |what, shape: &[usize], lane| random(what, dtype.unwrap_or(DType::F16), shape, args.common.seed, lane);
-        return Ok([draw("q", &[batch, seqlen_q, heads_q, head_dim], 0)?, draw("k", &kv, 1)?, draw("v", &kv, 2)?]);
+        let draw = |what, shape: &[usize], lane| {
+            random(what, dtype.unwrap_or(DType::F16), shape, args.common.seed, lane)
+        };
+        return Ok([
+            draw("q", &[batch, seqlen_q, heads_q, head_dim], 0)?,
+            draw("k", &kv, 1)?,
+            draw("v", &kv, 2)?,
+        ]);
     }
     let sources = match (&args.input, &args.q, &args.k, &args.v) {
         (Some(file), ..) => [Source::open(file, "q")?, Source::open(file, "k")?, Source::open(file, "v")?],
-        (None, Some(q), Some(k), Some(v)) => [Source::open(q, "q")?, Source::open(k, "k")?, Source::open(v, "v")?],
+        (None, Some(q), Some(k), Some(v)) => {
+            [Source::open(q, "q")?, Source::open(k, "k")?, Source::open(v, "v")?]
+        }
         _ => {
             return Err(Failure::new(
                 "nothing to compute: give --input FILE, or --q, --k and --v, or --random BxSxHxD (see --help)",
@@ -172,7 +181,8 @@ fn operands(args: &Args) -> Result<[Array; 3]> {
 }
 
 fn is_safetensors(path: Option<&PathBuf>) -> bool {
-    path.and_then(|path| path.extension()).is_some_and(|extension| extension.eq_ignore_ascii_case("safetensors"))
+    path.and_then(|path| path.extension())
+        .is_some_and(|extension| extension.eq_ignore_ascii_case("safetensors"))
 }
 
 fn details(problem: &AttentionProblem) -> Vec<(&'static str, String)> {

@@ -46,7 +46,9 @@ impl Operands {
             (Some(sizes), ..) => random_operands(args, sizes, wish.unwrap_or(DType::F16))?,
             (None, Some(a), Some(b)) => read_operands(a, b, wish)?,
             _ => {
-                return Err(Failure::new("nothing to compute: give --a FILE and --b FILE, or --random MxNxK (see --help)"));
+                return Err(Failure::new(
+                    "nothing to compute: give --a FILE and --b FILE, or --random MxNxK (see --help)",
+                ));
             }
         };
         let Bsr { shape: [m, k], row_ptr, col_idx, values } = bsr;
@@ -110,7 +112,9 @@ fn read_operands(a: &Path, b: &Path, wish: Option<DType>) -> Result<(Bsr, Array)
     let shape = match shape.as_ref().map(|array| array.as_i32().unwrap_or_default()) {
         None => [(row_ptr.len() - 1) * height, rows_of_b],
         Some(&[rows, cols]) if rows >= 0 && cols >= 0 => [rows as usize, cols as usize],
-        Some(other) => return Err(Failure::new(format!("shape is {other:?}, expected the rows and columns of A"))),
+        Some(other) => {
+            return Err(Failure::new(format!("shape is {other:?}, expected the rows and columns of A")));
+        }
     };
     Ok((Bsr { shape, row_ptr, col_idx, values }, b))
 }

@@ -79,7 +79,9 @@ fn as_json(device: &Device, status: &CudaStatus, rows: &[SupportRow]) -> Value {
         .iter()
         .map(|row| {
             let (runs, kernel, target, reason) = match &row.status {
-                Status::Kernel { symbol, target, .. } => (true, Some(symbol.to_string()), Some(target.to_string()), None),
+                Status::Kernel { symbol, target, .. } => {
+                    (true, Some(symbol.to_string()), Some(target.to_string()), None)
+                }
                 Status::Cpu => (true, None, None, None),
                 Status::Unsupported { reason } => (false, None, None, Some(reason.to_string())),
             };

@@ -11,8 +11,9 @@ use std::path::{Path, PathBuf};
 pub fn random(what: &str, dtype: DType, shape: &[usize], seed: u64, lane: u64) -> Result<Array> {
     let total = shape.iter().fold(1u64, |product, &size| product.saturating_mul(size as u64));
     let progress = Progress::bar(&format!("drawing {what}"), total);
-    random::normal(dtype, shape, seed, lane, |done| progress.add(done))
-        .map_err(|bytes| Failure::new(format!("{what} of {shape:?} needs {}, more than there is", crate::table::bytes(bytes))))
+    random::normal(dtype, shape, seed, lane, |done| progress.add(done)).map_err(|bytes| {
+        Failure::new(format!("{what} of {shape:?} needs {}, more than there is", crate::table::bytes(bytes)))
+    })
 }
 
 /// A tensor in a file.

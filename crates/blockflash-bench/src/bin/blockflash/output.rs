@@ -67,14 +67,22 @@ impl RunReport<'_> {
             facts.add("kernel", format!("{} ({})", row.symbol(), row.target));
         }
         let first = table::time(self.timing.first_us);
-        facts.add("time", match self.timing.median_us {
-            Some(median) => {
-                let times = if self.timing.repeats == 1 { "run" } else { "runs" };
-                format!("{}, median of {} {times} after the first ({first})", table::time(median), self.timing.repeats)
-            }
-            None => format!("{first}, first run"),
-        });
-        facts.add("speed", format!("{} TFLOP/s ({})", table::number(self.tflops()), table::flops(self.flops)));
+        facts.add(
+            "time",
+            match self.timing.median_us {
+                Some(median) => {
+                    let times = if self.timing.repeats == 1 { "run" } else { "runs" };
+                    format!(
+                        "{}, median of {} {times} after the first ({first})",
+                        table::time(median),
+                        self.timing.repeats
+                    )
+                }
+                None => format!("{first}, first run"),
+            },
+        );
+        facts
+            .add("speed", format!("{} TFLOP/s ({})", table::number(self.tflops()), table::flops(self.flops)));
         for (name, check) in &self.checks {
             let verdict = if check.passed() { "ok" } else { "FAILED" };
             let relation = if check.passed() { "of" } else { "exceeds the" };
@@ -104,7 +112,10 @@ impl RunReport<'_> {
         set("kernel", json!(self.kernel.map(|row| row.symbol())));
         set("target", json!(self.kernel.map(|row| row.target.name())));
         set("dtype", json!(self.dtype));
-        set("shapes", self.shapes.iter().map(|(name, shape)| (name.replace(", ", "_"), json!(shape))).collect());
+        set(
+            "shapes",
+            self.shapes.iter().map(|(name, shape)| (name.replace(", ", "_"), json!(shape))).collect(),
+        );
         set("options", self.details.iter().map(|(name, value)| ((*name).to_owned(), json!(value))).collect());
         set("flops", json!(self.flops));
         set("time", serde_json::to_value(self.timing)?);
@@ -134,5 +145,7 @@ pub fn device_name(device: &Device) -> String {
 fn cpu_model() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = text.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
-    model.map_or(String::new(), |(_, name)| format!("{}, ", name.split_whitespace().collect::<Vec<_>>().join(" ")))
+    model.map_or(String::new(), |(_, name)| {
+        format!("{}, ", name.split_whitespace().collect::<Vec<_>>().join(" "))
+    })
 }

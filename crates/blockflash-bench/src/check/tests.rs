@@ -1,0 +1,115 @@
+use super::*;
+use crate::io::{Array, Values};
+use crate::random::normal;
+
+fn array(shape: &[usize], values: Vec<f32>) -> Array {
+    Array::new(shape, Values::F32(values)).unwrap()
+}
+
+fn random(dtype: DType, shape: &[usize], lane: u64) -> Array {
+    normal(dtype, shape, 7, lane, |_| ()).unwrap()
+}
+
+/// One query, two keys: small enough for paper.
+fn two_keys() -> [Array; 3] {
+    let q = array(&[1, 1, 1, 1], vec![1.0]);
+    let k = array(&[1, 2, 1, 1], vec![0.0, 3f32.ln()]);
+    let v = array(&[1, 2, 1, 1], vec![4.0, 8.0]);
+    [q, k, v]
+}
+
+fn case<'a>([q, k, v]: &'a [Array; 3], right: Option<usize>) -> AttentionCase<'a> {
+    AttentionCase { q, k, v, diagonal: 0, left: None, right, softmax_scale: 1.0, softcap: None }
+}
+
+#[test]
+fn attention_on_paper() {
+    let tensors = two_keys();
+    let check = |right, o: f32, lse: f32| {
+        let (o, lse) = (array(&[1, 1, 1, 1], vec![o]), array(&[1, 1, 1], vec![lse]));
+        attention(&case(&tensors, right), &o, &lse, 0, |_| ()).unwrap().map(|c| c.passed())
+    };
+    // Weights 1/4 and 3/4.
+    assert_eq!(check(None, 7.0, 4f32.ln()), [true, true]);
+    assert_eq!(check(None, 7.0001, 1.39), [false, false]);
+    assert_eq!(check(None, f32::NAN, f32::INFINITY), [false, false]);
+    // The causal query sees the first key only.
+    assert_eq!(check(Some(0), 4.0, 0.0), [true, true]);
+    let nothing = AttentionCase { diagonal: -1, ..case(&tensors, Some(0)) };
+    let (o, lse) = (array(&[1, 1, 1, 1], vec![0.0]), array(&[1, 1, 1], vec![f32::NEG_INFINITY]));
+    assert!(attention(&nothing, &o, &lse, 0, |_| ()).unwrap().iter().all(Comparison::passed));
+}
+
+#[test]
+fn masked_nan_does_not_matter_and_seen_nan_does() {
+    let [q, k, _] = two_keys();
+    let tensors = [q, k, array(&[1, 2, 1, 1], vec![4.0, f32::NAN])];
+    let (o, lse) = (array(&[1, 1, 1, 1], vec![4.0]), array(&[1, 1, 1], vec![0.0]));
+    let check = |right| attention(&case(&tensors, right), &o, &lse, 0, |_| ()).unwrap()[0].passed();
+    assert!(check(Some(0)));
+    assert!(!check(None));
+}
+
+#[test]
+fn samples_of_large_problems_find_a_wrong_last_row() {
+    let seqlen = 3000;
+    let q = random(DType::F16, &[1, seqlen, 24, 32], 0);
+    let v = array(&[1, seqlen, 24, 32], vec![1.0; seqlen * 24 * 32]);
+    let zero = array(&[1, seqlen, 24, 32], vec![0.0; seqlen * 24 * 32]);
+    let tensors = [q, zero, v];
+    let o = array(&[1, seqlen, 24, 32], vec![1.0; seqlen * 24 * 32]);
+    let mut lse = vec![(seqlen as f32).ln(); 24 * seqlen];
+    let check = |lse: &[f32]| {
+        let lse = array(&[1, 24, seqlen], lse.to_vec());
+        attention(&case(&tensors, None), &o, &lse, 3, |_| ()).unwrap()
+    };
+    let [o_good, lse_good] = check(&lse);
+    assert!(o_good.passed() && lse_good.passed());
+    assert!(o_good.checked < o_good.total && o_good.checked > 0, "{o_good:?}");
+    *lse.last_mut().unwrap() += 0.01;
+    assert!(!check(&lse)[1].passed());
+}
+
+#[test]
+fn bsr_on_paper() {
+    // A = [[1 2] [3 4]] at block column 1, B = ones: 3 and 7 in each row.
+    let values = array(&[1, 2, 2], vec![1.0, 2.0, 3.0, 4.0]);
+    let b = array(&[4, 3], vec![1.0; 12]);
+    let c = array(&[4, 3], vec![10.0; 12]);
+    let bias = array(&[4], vec![0.0, 0.0, 0.0, -50.0]);
+    let case = BsrCase {
+        row_ptr: &[0, 0, 1],
+        col_idx: &[1],
+        values: &values,
+        b: &b,
+        c: Some(&c),
+        alpha: 2.0,
+        beta: 1.0,
+        bias_per_row: Some(&bias),
+        bias_per_column: None,
+        activation: Activation::Relu,
+    };
+    let expected = |last: f32| array(&[4, 3], [[10.0; 3], [10.0; 3], [16.0; 3], [last; 3]].concat());
+    assert!(bsr_matmul(&case, &expected(0.0), 0, |_| ()).unwrap().passed());
+    assert!(!bsr_matmul(&case, &expected(0.1), 0, |_| ()).unwrap().passed());
+    assert!(bsr_matmul(&BsrCase { col_idx: &[], ..case }, &expected(0.0), 0, |_| ()).is_err());
+    assert!(bsr_matmul(&case, &array(&[4, 2], vec![0.0; 8]), 0, |_| ()).is_err());
+    // Without beta C may be NaN.
+    let nan = array(&[4, 3], vec![f32::NAN; 12]);
+    let case = BsrCase { c: Some(&nan), beta: 0.0, activation: Activation::None, bias_per_row: None, ..case };
+    let result = array(&[4, 3], [[0.0; 3], [0.0; 3], [6.0; 3], [14.0; 3]].concat());
+    assert!(bsr_matmul(&case, &result, 0, |_| ()).unwrap().passed());
+}
+
+#[test]
+fn activations() {
+    let close = |activation: Activation, x: f64, y: f64| {
+        let found = activation.apply(x);
+        assert!((found - y).abs() <= 1e-12 * y.abs().max(1e-3), "{activation:?}({x}) is {found}");
+    };
+    close(Activation::Gelu, 1.0, 0.841_344_746_068_542_9);
+    close(Activation::Gelu, -2.0, -0.045_500_263_896_358_42);
+    close(Activation::Gelu, 9.0, 9.0);
+    close(Activation::Silu, 1.0, 0.731_058_578_630_004_9);
+    assert!(Activation::Relu.apply(f64::NAN).is_nan());
+}

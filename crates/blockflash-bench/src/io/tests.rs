@@ -1,0 +1,225 @@
+use super::*;
+use blockflash_sys::DType;
+use half::{bf16, f16};
+use proptest::prelude::*;
+use std::io::Cursor;
+
+fn parse(bytes: &[u8]) -> Result<TensorFile<Cursor<&[u8]>>> {
+    TensorFile::parse("test", Cursor::new(bytes))
+}
+
+fn load(bytes: &[u8], name: &str, dtype: DType) -> Result<Array> {
+    parse(bytes)?.load(name, dtype)
+}
+
+/// A `.npy` file as NumPy writes it.
+fn npy(descr: &str, fortran_order: &str, shape: &str, data: &[u8]) -> Vec<u8> {
+    let header = format!("{{'descr': '{descr}', 'fortran_order': {fortran_order}, 'shape': {shape}, }}");
+    let header = format!("{header:117}\n");
+    let mut bytes = b"\x93NUMPY\x01\x00".to_vec();
+    bytes.extend((header.len() as u16).to_le_bytes());
+    bytes.extend(header.as_bytes());
+    bytes.extend(data);
+    bytes
+}
+
+fn safetensors(header: &str, data: &[u8]) -> Vec<u8> {
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    bytes.extend(data);
+    bytes
+}
+
+fn f32_bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
+fn message<T: std::fmt::Debug>(result: Result<T>) -> String {
+    result.unwrap_err().to_string()
+}
+
+#[test]
+fn npy_types_and_orders() {
+    let file = npy("<f4", "False", "(2, 3)", &f32_bytes(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]));
+    let array = load(&file, "anything", DType::F32).unwrap();
+    assert_eq!((array.shape(), array.to_f32(0..6)), (&[2, 3][..], vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0]));
+
+    let file = npy("<f4", "True", "(2, 3)", &f32_bytes(&[1.0, 4.0, 2.0, 5.0, 3.0, 6.0]));
+    assert_eq!(load(&file, "", DType::F32).unwrap(), array);
+
+    let doubles: Vec<u8> = [1.0f64, 1e-3].iter().flat_map(|value| value.to_le_bytes()).collect();
+    let array = load(&npy("<f8", "False", "(2,)", &doubles), "", DType::BF16).unwrap();
+    assert_eq!(array.values(), &Values::Bf16(vec![bf16::ONE, bf16::from_f64(1e-3)]));
+
+    let array = load(&npy("<f2", "False", "()", &f16::ONE.to_le_bytes()), "", DType::F16).unwrap();
+    assert_eq!((array.shape().len(), array.len()), (0, 1));
+
+    let longs: Vec<u8> = [7i64, -1].iter().flat_map(|value| value.to_le_bytes()).collect();
+    let array = load(&npy("<i8", "False", "(2,)", &longs), "", DType::I32).unwrap();
+    assert_eq!(array.as_i32(), Some(&[7, -1][..]));
+}
+
+#[test]
+fn npy_refusals() {
+    let data = f32_bytes(&[1.0; 6]);
+    let refused = |descr: &str, shape: &str| message(parse(&npy(descr, "False", shape, &data)));
+    assert!(refused(">f4", "(6,)").contains("little-endian"), "{}", refused(">f4", "(6,)"));
+    assert!(refused("|V2", "(12,)").contains("no bf16"));
+    assert!(refused("<f4", "(2, 4)").contains("truncated or damaged: shape [2, 4] of f32 needs 160 bytes"));
+    assert!(refused("<f4", "(99999999999999, 99999999999999)").contains("impossible shape"));
+    // 4 TB must not be allocated.
+    assert!(refused("<f4", "(1000000000000,)").contains("truncated"));
+    assert!(refused("<f4", "(2, 3").contains("unexpected header"));
+    assert!(
+        message(load(&npy("<f4", "False", "(6,)", &data), "", DType::I32))
+            .contains("cannot be converted to i32")
+    );
+    assert!(message(parse(b"PK\x03\x04....")).contains("zip archive"));
+    assert!(message(parse(b"hello, world, this is text")).contains("not a .npy or .safetensors file"));
+    assert!(message(parse(b"")).contains("0 bytes"));
+}
+
+#[test]
+fn values_beyond_the_range_are_refused() {
+    let file = |values: &[f32]| npy("<f4", "False", &format!("({},)", values.len()), &f32_bytes(values));
+    let text = message(load(&file(&[1.0, 65504.0, -65505.0, 7e4]), "", DType::F16));
+    assert!(text.contains("-6.5505e4 at element 2"), "{text}");
+    assert!(load(&file(&[7e4]), "", DType::BF16).is_ok());
+    let kept = load(&file(&[f32::INFINITY, f32::NAN]), "", DType::F16).unwrap().to_f32(0..2);
+    assert!(kept[0].is_infinite() && kept[1].is_nan());
+    let long = npy("<i8", "False", "(1,)", &(1i64 << 40).to_le_bytes());
+    assert!(message(load(&long, "", DType::I32)).contains("beyond the range of i32"));
+    // The first one is named, whichever thread finds one.
+    let mut many = vec![0f32; 100_000];
+    many[99_999] = 1e9;
+    many[40_000] = 1e8;
+    assert!(message(load(&file(&many), "", DType::F16)).contains("element 40000,"));
+}
+
+#[test]
+fn safetensors_refusals() {
+    let file = |info: &str| safetensors(&format!("{{\"x\":{info}}}"), &[0; 8]);
+    let good = r#"{"dtype":"F32","shape":[2],"data_offsets":[0,8]}"#;
+    assert_eq!(load(&file(good), "x", DType::F16).unwrap().shape(), [2]);
+    assert_eq!(message(load(&file(good), "q", DType::F16)), "test: has no tensor `q` (it has x)");
+    let refused = |info: &str| message(load(&file(info), "x", DType::F16));
+    assert!(refused(r#"{"dtype":"F32","shape":[3],"data_offsets":[0,8]}"#).contains("needs 12 bytes"));
+    assert!(refused(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,16]}"#).contains("truncated"));
+    assert!(refused(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,0]}"#).contains("truncated"));
+    assert!(
+        refused(r#"{"dtype":"F32","shape":[2],"data_offsets":[0,18446744073709551615]}"#)
+            .contains("truncated")
+    );
+    let huge = r#"{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,8]}"#;
+    assert!(refused(huge).contains("impossible shape"));
+    assert!(
+        refused(r#"{"dtype":"F8_E4M3","shape":[8],"data_offsets":[0,8]}"#).contains("element type F8_E4M3")
+    );
+    assert!(refused(r#"{"dtype":"F32"}"#).contains("header of tensor `x`"));
+    assert!(message(parse(&safetensors("[1, 2, 3, 4]", &[]))).contains("header:"));
+}
+
+/// Other implementations read what is written here, and the reverse.
+#[test]
+fn safetensors_agrees_with_the_reference_implementation() {
+    let folder = std::env::temp_dir().join(format!("blockflash-io-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let path = folder.join("x.safetensors");
+    let x = Array::new(&[2, 1], Values::Bf16(vec![bf16::ONE, bf16::NEG_ONE])).unwrap();
+    let y = Array::new(&[3], Values::I32(vec![1, 2, 3])).unwrap();
+    write(&path, &[("x", &x), ("y", &y)]).unwrap();
+    let bytes = std::fs::read(&path).unwrap();
+    let reference = ::safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let view = reference.tensor("x").unwrap();
+    assert_eq!(
+        (view.dtype(), view.shape(), view.data()),
+        (::safetensors::Dtype::BF16, &[2, 1][..], x.bytes())
+    );
+    assert_eq!(reference.tensor("y").unwrap().data(), y.bytes());
+
+    let bytes = ::safetensors::serialize(reference.tensors(), None).unwrap();
+    assert_eq!(load(&bytes, "x", DType::BF16).unwrap(), x);
+    assert_eq!(load(&bytes, "y", DType::I32).unwrap(), y);
+
+    let path = folder.join("z.NPY");
+    let z = Array::new(&[3, 1], Values::F16(vec![f16::ONE; 3])).unwrap();
+    write(&path, &[("z", &z)]).unwrap();
+    assert_eq!(TensorFile::open(&path).unwrap().load("z", DType::F16).unwrap(), z);
+    assert_eq!(std::fs::read(&path).unwrap().len(), 128 + 6);
+    assert!(message(write(&path, &[("x", &x)])).contains("no such type"));
+    assert!(message(write(folder.join("z.txt"), &[("z", &z)])).contains("must end in"));
+    assert!(message(TensorFile::open(&folder)).contains("not a regular file"));
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+/// Loads everything that a file claims to hold.
+fn read_all(bytes: &[u8]) {
+    let Ok(mut file) = parse(bytes) else { return };
+    for entry in file.entries().to_vec() {
+        for dtype in [DType::F16, DType::I32] {
+            if let Ok(array) = file.load(&entry.name, dtype) {
+                assert_eq!(array.shape(), entry.shape);
+                assert_eq!(array.len(), entry.shape.iter().product::<usize>());
+            }
+        }
+    }
+}
+
+fn valid_files() -> [Vec<u8>; 3] {
+    let data = f32_bytes(&[1.0, 2.0, 3.0, 4.0]);
+    let header = r#"{"__metadata__":{"a":"b"},"q":{"dtype":"F32","shape":[2,1],"data_offsets":[0,8]},"k":{"dtype":"I64","shape":[1],"data_offsets":[8,16]}}"#;
+    [npy("<f4", "True", "(2, 2)", &data), npy("<i8", "False", "(2,)", &data), safetensors(header, &data)]
+}
+
+proptest! {
+    #[test]
+    fn random_bytes_never_panic(
+        magic in prop_oneof![Just(&b""[..]), Just(&b"\x93NUMPY\x01\x00"[..]), Just(&b"\x93NUMPY\x03\x00"[..]),
+            Just(&b"\x02\x00\x00\x00\x00\x00\x00\x00{}"[..])],
+        bytes in proptest::collection::vec(any::<u8>(), 0..200),
+    ) {
+        read_all(&[magic, &bytes].concat());
+    }
+
+    #[test]
+    fn damaged_files_never_panic(
+        which in 0..3usize,
+        damage in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
+        cut in proptest::option::of(any::<prop::sample::Index>()),
+    ) {
+        let mut bytes = valid_files()[which].clone();
+        for (at, value) in damage {
+            let at = at.index(bytes.len());
+            bytes[at] = value;
+        }
+        if let Some(cut) = cut {
+            bytes.truncate(cut.index(bytes.len()));
+        }
+        read_all(&bytes);
+    }
+
+    /// Digits are where sizes are lied about.
+    #[test]
+    fn lying_headers_never_panic(
+        which in 0..3usize,
+        sizes in proptest::collection::vec(prop_oneof![0..9u64, any::<u64>(), Just(1u64 << 62)], 1..8),
+    ) {
+        let text = String::from_utf8_lossy(&valid_files()[which][8..]).into_owned();
+        let mut sizes = sizes.iter().cycle();
+        let mut header = String::new();
+        for part in text.split_inclusive([',', '[', '(', ' ', ']', ')']) {
+            if part.trim_end_matches([',', ']', ')']).parse::<u64>().is_ok() {
+                header += &sizes.next().unwrap().to_string();
+                header.extend(part.chars().last().filter(|last| !last.is_ascii_digit()));
+            } else {
+                header += part;
+            }
+        }
+        let bytes = if which == 2 {
+            safetensors(&header, &[0; 16])
+        } else {
+            [&valid_files()[which][..8], header.as_bytes()].concat()
+        };
+        read_all(&bytes);
+    }
+}
