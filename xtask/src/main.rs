@@ -2,6 +2,7 @@
 #![allow(unreachable_pub)] // a program has no outside
 
 mod bindgen;
+mod bundle;
 mod ci;
 mod deny;
 mod kernels;
@@ -32,6 +33,8 @@ enum Command {
     Test(test::Args),
     /// Check rules of the repository that no compiler checks.
     Tidy(tidy::Args),
+    /// Write one folder that tests and measures on a GPU machine without Rust.
+    Bundle(bundle::Args),
     /// Check the dependencies by the rules of deny.toml.
     Deny(deny::Args),
     /// Run everything that continuous integration checks.
@@ -47,6 +50,7 @@ fn main() -> ExitCode {
         Command::Test(args) => test::run(&args),
         Command::Tidy(args) => tidy::run(&args),
         Command::Record(args) => record::run(&args),
+        Command::Bundle(args) => bundle::run(&args),
         Command::Deny(args) => deny::run(&args),
         Command::Ci(args) => ci::run(&args),
     };
