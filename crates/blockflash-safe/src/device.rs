@@ -215,3 +215,7 @@ pub fn cuda_status() -> CudaStatus {
     }
     Ok(CudaDriver { version, devices: (0..count).map(CudaProperties::read).collect::<Result<_>>()? })
 }
+
+#[cfg(test)]
+#[path = "device_tests.rs"]
+mod tests;

@@ -24,6 +24,9 @@ enum Kind {
 struct CudaEvent {
     context: &'static Context,
     raw: Handle<sys::CUevent_st>,
+    /// Whether the mark was last recorded in a capture. The lock is held while the event is recorded or waited for, so that
+    /// this is true of the mark that is meant; it is taken before that of a stream.
+    captured: Mutex<bool>,
 }
 
 impl std::fmt::Debug for CudaEvent {
@@ -60,7 +63,7 @@ impl Event {
                 let mut raw = ptr::null_mut();
                 // SAFETY: 1. The context is current. 2. The pointer is valid for writes during the call.
                 check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags as u32) })?;
-                Kind::Cuda(CudaEvent { context, raw: Handle(raw) })
+                Kind::Cuda(CudaEvent { context, raw: Handle(raw), captured: Mutex::new(false) })
             }
         };
         Ok(Event { device: *device, timing, kind })
@@ -72,18 +75,17 @@ impl Event {
     /// [`Error::DeviceMismatch`], [`Error::Cuda`].
     pub fn record(&self, stream: &Stream) -> Result<()> {
         self.device.expect(stream.device())?;
-        match (&self.kind, stream.session()?) {
-            (Kind::Cuda(event), Some(session)) => {
+        match &self.kind {
+            Kind::Cpu(instant) => *lock(instant) = Some(Instant::now()),
+            Kind::Cuda(event) => {
+                let mut captured = lock(&event.captured);
+                let Some(mut session) = stream.session()? else { return Ok(()) };
                 // SAFETY: 1. The context of both is current. 2. Both live: they are borrowed.
-                check("cuEventRecord", unsafe { sys::cuEventRecord(event.raw.0, session.raw()) })
+                check("cuEventRecord", unsafe { sys::cuEventRecord(event.raw.0, session.raw()) })?;
+                *captured = session.capture().is_some();
             }
-            (Kind::Cpu(instant), _) => {
-                *lock(instant) = Some(Instant::now());
-                Ok(())
-            }
-            // The devices are equal, so a CUDA event meets a CUDA stream.
-            (Kind::Cuda(_), None) => Ok(()),
         }
+        Ok(())
     }
 
     /// Waits until the mark is reached; at once when it was never recorded.
@@ -151,11 +153,20 @@ impl Event {
         }
     }
 
-    /// The driver's event; `None` on the CPU.
-    pub(crate) fn raw(&self) -> Option<sys::CUevent> {
-        match &self.kind {
-            Kind::Cpu(_) => None,
-            Kind::Cuda(event) => Some(event.raw.0),
+    /// Makes a CUDA stream wait; see [`Stream::wait`].
+    pub(crate) fn hold(&self, stream: &Stream) -> Result<()> {
+        let Kind::Cuda(event) = &self.kind else { return Ok(()) };
+        let captured = lock(&event.captured);
+        let Some(mut session) = stream.session()? else { return self.synchronize() };
+        match (*captured, session.capture().is_some()) {
+            // The stream would join the capture, and its work the graph, without this crate keeping the memory alive.
+            (true, false) => return Err(Error::InCapture { what: "waiting on another stream" }),
+            (false, true) => {
+                return Err(Error::InCapture { what: "waiting for work outside of the capture" });
+            }
+            _ => {}
         }
+        // SAFETY: 1. The stream's context is current. 2. Stream and event live: both are borrowed. 3. 0: no flags.
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(session.raw(), event.raw.0, 0) })
     }
 }

@@ -22,9 +22,9 @@ pub struct Graph {
 impl Stream {
     /// Captures what `work` queues on this stream into a graph instead of running it.
     ///
-    /// Inside `work`, launches, fills, copies between tensors and events work; allocating, copying from or to host memory
-    /// and synchronising are [`Error::InCapture`], and tensors that are dropped are freed after the capture. When `work`
-    /// fails or panics, the capture is ended and the stream is usable as before.
+    /// Inside `work`, launches, fills, copies between tensors and events work; allocating, copying from or to host memory,
+    /// synchronising, and waiting for or on other streams are [`Error::InCapture`], and tensors that are dropped are freed
+    /// after the capture. When `work` fails or panics, the capture is ended and the stream is usable as before.
     ///
     /// # Errors
     /// The error of `work`; [`Error::NotOnGpu`] on the CPU, [`Error::InCapture`] when the stream is being captured already,

@@ -27,6 +27,7 @@ mod element;
 mod error;
 mod event;
 mod graph;
+mod host_gemm;
 mod kernel;
 mod launch;
 mod layout;
@@ -36,6 +37,7 @@ mod stream;
 mod tensor;
 mod tensor_map;
 mod view;
+mod view_mut;
 
 pub use blockflash_sys::{ComputeCapability, DType, Row, Target, manifest, params};
 pub use device::{CudaDriver, CudaProperties, CudaStatus, Device, cuda_status};
@@ -44,6 +46,7 @@ pub use element::Element;
 pub use error::{Error, Result};
 pub use event::Event;
 pub use graph::Graph;
+pub use host_gemm::host_gemm;
 pub use kernel::{KernelInfo, KernelParams};
 pub use launch::LaunchConfig;
 pub use layout::{Layout, MAX_RANK};
@@ -51,7 +54,13 @@ pub use operands::{AttentionFwdOperands, BsrMatmulOperands};
 pub use stream::Stream;
 pub use tensor::Tensor;
 pub use tensor_map::{Swizzle, TensorMap, TensorMapSpec};
-pub use view::{View, ViewMut};
+pub use view::View;
+pub use view_mut::ViewMut;
+
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

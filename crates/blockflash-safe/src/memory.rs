@@ -52,6 +52,7 @@ pub(crate) struct DeviceMemory {
 impl DeviceMemory {
     /// Allocates on the device of `home`, which must be a GPU.
     pub(crate) fn allocate(home: &Stream, bytes: usize) -> Result<Arc<DeviceMemory>> {
+        free_deferred(home.device());
         let what = "a stream-ordered allocation";
         let session = home.session()?.ok_or(Error::NotOnGpu { what })?;
         session.refuse_capture("allocating")?;
@@ -68,10 +69,7 @@ impl DeviceMemory {
             return Err(Error::OutOfMemory { bytes });
         }
         check("cuMemAllocAsync", code)?;
-        drop(session);
-        let memory = Arc::new(DeviceMemory { ptr, home: home.clone(), users: Mutex::default() });
-        free_deferred(home.device());
-        Ok(memory)
+        Ok(Arc::new(DeviceMemory { ptr, home: home.clone(), users: Mutex::default() }))
     }
 
     pub(crate) fn ptr(&self) -> u64 {

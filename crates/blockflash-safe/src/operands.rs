@@ -118,7 +118,6 @@ impl AttentionFwdOperands<'_> {
         )?;
         let lse = self.lse.as_ref().map(ViewMut::as_view);
         let o = self.o.as_view();
-        let f32 = DType::F32;
         if let Some([cu_q, cu_kv]) = &self.cu_seqlens {
             fits("cu_seqlens_q", cu_q, DType::I32, [(batch + 1, 1)])?;
             fits("cu_seqlens_kv", cu_kv, DType::I32, [(batch + 1, 1)])?;
@@ -129,7 +128,9 @@ impl AttentionFwdOperands<'_> {
             fits("k", &self.k, tile.dtype, rows(total_kv, p.k_stride_seq, heads_kv, p.k_stride_head))?;
             fits("v", &self.v, tile.dtype, rows(total_kv, p.v_stride_seq, heads_kv, p.v_stride_head))?;
             fits("o", &o, tile.dtype, rows(total_q, p.o_stride_seq, heads_q, p.o_stride_head))?;
-            lse.map_or(Ok(()), |lse| fits("lse", &lse, f32, [(heads_q, p.lse_stride_head), (total_q, 1)]))?;
+            lse.map_or(Ok(()), |lse| {
+                fits("lse", &lse, DType::F32, [(heads_q, p.lse_stride_head), (total_q, 1)])
+            })?;
         } else {
             let rows = |seqlen, heads, strides: [i64; 3]| {
                 [(batch, strides[0]), (seqlen, strides[1]), (heads, strides[2]), (head_dim, 1)]
@@ -143,9 +144,9 @@ impl AttentionFwdOperands<'_> {
             fits("v", &self.v, tile.dtype, v)?;
             fits("o", &o, tile.dtype, out)?;
             let dims = [(batch, p.lse_stride_batch), (heads_q, p.lse_stride_head), (seqlen_q, 1)];
-            lse.map_or(Ok(()), |lse| fits("lse", &lse, f32, dims))?;
+            lse.map_or(Ok(()), |lse| fits("lse", &lse, DType::F32, dims))?;
         }
-        self.sink.map_or(Ok(()), |sink| fits("sink", &sink, f32, [(heads_q, 1)]))?;
+        self.sink.map_or(Ok(()), |sink| fits("sink", &sink, DType::F32, [(heads_q, 1)]))?;
         fits_row(config, row, ceil_div(seqlen_q, tile.block_q) * i128::from(heads_q) * i128::from(batch))
     }
 }

@@ -57,10 +57,11 @@ impl Stream {
     /// is the legacy default stream.
     ///
     /// # Safety
-    /// 1. `stream` is a stream of the primary context of `device`, or null.
+    /// 1. `stream` is a stream of the primary context of `device`, or null; not the per-thread default stream, which is
+    ///    another one in each thread.
     /// 2. It outlives the returned value, all its clones, and all tensors that were allocated on or used with them.
-    /// 3. When it is captured by other means than [`Stream::capture`] on this value or its clones, the tensors that are used
-    ///    meanwhile outlive the graph.
+    /// 3. When it is captured by other means than [`Stream::capture`] on this value or its clones, or joins such a capture,
+    ///    the tensors that are used meanwhile outlive the graph.
     ///
     /// # Errors
     /// [`Error::NotOnGpu`] for the CPU.
@@ -101,18 +102,15 @@ impl Stream {
     /// thread waits.
     ///
     /// # Errors
-    /// [`Error::Cuda`].
+    /// [`Error::InCapture`] when one of stream and event is part of a capture and the other is not, [`Error::Cuda`].
     pub fn wait(&self, event: &Event) -> Result<()> {
-        let Some(raw_event) = event.raw() else { return Ok(()) };
-        let Some(session) = self.session()? else { return event.synchronize() };
-        // SAFETY: 1. The stream's context is current. 2. Stream and event live: both are borrowed. 3. 0: no flags.
-        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(session.raw(), raw_event, 0) })
+        event.hold(self)
     }
 
     /// Lets later work on this stream wait for everything that is queued on `other` now.
     ///
     /// # Errors
-    /// [`Error::Cuda`].
+    /// As [`wait`](Stream::wait).
     pub fn wait_for(&self, other: &Stream) -> Result<()> {
         if other.device().is_cpu() || self.is_same_queue(other) {
             return Ok(());

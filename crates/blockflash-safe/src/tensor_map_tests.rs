@@ -1,1 +1,86 @@
+use super::*;
+use crate::{Device, View};
 
+fn spec() -> TensorMapSpec<'static> {
+    TensorMapSpec {
+        dtype: DType::F16,
+        shape: &[128, 4096],
+        strides_bytes: &[256],
+        box_shape: &[64, 128],
+        swizzle: Swizzle::B128,
+    }
+}
+
+#[test]
+fn what_the_hardware_takes_is_accepted() {
+    let accepted = [
+        spec(),
+        TensorMapSpec { strides_bytes: &[4096], ..spec() },
+        TensorMapSpec { shape: &[64], strides_bytes: &[], box_shape: &[64], ..spec() },
+        TensorMapSpec {
+            shape: &[8; 5],
+            strides_bytes: &[16, 128, 1024, 8192],
+            box_shape: &[8, 8, 8, 8, 8],
+            ..spec()
+        },
+        TensorMapSpec { box_shape: &[256, 256], swizzle: Swizzle::None, ..spec() },
+        TensorMapSpec { dtype: DType::F32, strides_bytes: &[512], box_shape: &[32, 1], ..spec() },
+    ];
+    for spec in accepted {
+        assert!(spec.check().is_ok(), "{spec:?}: {:?}", spec.check());
+    }
+}
+
+#[test]
+fn each_rule_is_named() {
+    let refused = [
+        (TensorMapSpec { shape: &[], strides_bytes: &[], box_shape: &[], ..spec() }, "0 dimensions"),
+        (
+            TensorMapSpec { shape: &[8; 6], strides_bytes: &[16; 5], box_shape: &[8; 6], ..spec() },
+            "6 dimensions, not 1 to 5",
+        ),
+        (TensorMapSpec { strides_bytes: &[], ..spec() }, "need 1 strides"),
+        (TensorMapSpec { box_shape: &[64], ..spec() }, "as many box extents"),
+        (TensorMapSpec { shape: &[128, 0], ..spec() }, "a dimension of 0"),
+        (TensorMapSpec { shape: &[128, (1 << 32) + 1], ..spec() }, "not 1 to 2^32"),
+        (TensorMapSpec { strides_bytes: &[264], ..spec() }, "264 bytes, not a multiple of 16"),
+        (TensorMapSpec { strides_bytes: &[1 << 40], ..spec() }, "not below 2^40"),
+        (TensorMapSpec { strides_bytes: &[128], ..spec() }, "below the 256 inside it"),
+        (TensorMapSpec { box_shape: &[64, 257], ..spec() }, "a box extent of 257"),
+        (TensorMapSpec { box_shape: &[0, 1], ..spec() }, "a box extent of 0"),
+        (TensorMapSpec { box_shape: &[4, 1], ..spec() }, "8 bytes, not a multiple of 16"),
+        (TensorMapSpec { box_shape: &[128, 1], ..spec() }, "256 bytes with a swizzle of 128"),
+        (
+            TensorMapSpec { box_shape: &[64, 1], swizzle: Swizzle::B64, ..spec() },
+            "128 bytes with a swizzle of 64",
+        ),
+    ];
+    for (spec, expected) in refused {
+        let error = spec.check().unwrap_err().to_string();
+        assert!(error.contains(expected), "{error:?} does not say {expected:?}");
+    }
+}
+
+#[test]
+fn maps_stay_inside_the_view_and_on_a_gpu() -> Result<()> {
+    let data = vec![0f32; 128 * 16];
+    let view = View::from_slice(&data, &[16, 128])?;
+    let spec = TensorMapSpec {
+        dtype: DType::F32,
+        shape: &[128, 16],
+        strides_bytes: &[512],
+        box_shape: &[32, 16],
+        swizzle: Swizzle::B128,
+    };
+    assert!(matches!(TensorMap::encode_tiled(&view, &spec), Err(Error::NotOnGpu { .. })));
+    let larger = TensorMapSpec { shape: &[128, 17], ..spec };
+    assert!(matches!(
+        TensorMap::encode_tiled(&view, &larger),
+        Err(Error::OutOfBounds { needed: 2176, available: 2048 })
+    ));
+    let other = TensorMapSpec { dtype: DType::I32, ..spec };
+    assert!(matches!(TensorMap::encode_tiled(&view, &other), Err(Error::DType { .. })));
+    assert_eq!(align_of::<TensorMap>(), 128);
+    assert_eq!(Device::cpu(), *view.device());
+    Ok(())
+}

@@ -14,7 +14,7 @@ pub struct View<'a> {
 }
 
 #[derive(Clone, Copy)]
-enum Source<'a> {
+pub(crate) enum Source<'a> {
     Host(&'a [u8]),
     Cuda { ptr: u64, owner: Option<&'a Arc<DeviceMemory>> },
 }
@@ -192,194 +192,16 @@ impl<'a> View<'a> {
         unsafe { download(&session, bytes, ptr) }
     }
 
+    /// The source holds the span of the layout.
+    pub(crate) fn with_source(source: Source<'a>, device: Device, dtype: DType, layout: Layout) -> View<'a> {
+        View { source, device, dtype, layout }
+    }
+
     /// Who keeps the memory alive, when it is ours and on a GPU.
     pub(crate) fn owner(&self) -> Option<&'a Arc<DeviceMemory>> {
         match self.source {
             Source::Host(_) => None,
             Source::Cuda { owner, .. } => owner,
-        }
-    }
-}
-
-/// A borrowed tensor that is written: like [`View`], but exclusive, and no two of its elements are the same memory.
-#[derive(Debug)]
-pub struct ViewMut<'a> {
-    source: SourceMut<'a>,
-    device: Device,
-    dtype: DType,
-    layout: Layout,
-}
-
-enum SourceMut<'a> {
-    Host(&'a mut [u8]),
-    Cuda { ptr: u64, owner: Option<&'a Arc<DeviceMemory>> },
-}
-
-impl std::fmt::Debug for SourceMut<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.shared().fmt(f)
-    }
-}
-
-impl SourceMut<'_> {
-    fn shared(&self) -> Source<'_> {
-        match self {
-            SourceMut::Host(bytes) => Source::Host(bytes),
-            SourceMut::Cuda { ptr, owner } => Source::Cuda { ptr: *ptr, owner: *owner },
-        }
-    }
-}
-
-impl<'a> ViewMut<'a> {
-    /// Row-major host memory.
-    ///
-    /// # Errors
-    /// As [`View::from_slice`].
-    pub fn from_slice<T: Element>(data: &'a mut [T], shape: &[usize]) -> Result<ViewMut<'a>> {
-        let layout = Layout::contiguous(shape)?;
-        check_length(&layout, data.len())?;
-        Ok(ViewMut::from_host(bytemuck::cast_slice_mut(data), T::DTYPE, layout))
-    }
-
-    /// Host memory with strides in elements. The slice may be longer than the tensor's span.
-    ///
-    /// # Errors
-    /// As [`View::from_slice_strided`], and [`Error::OverlappingOutput`].
-    pub fn from_slice_strided<T: Element>(
-        data: &'a mut [T],
-        shape: &[usize],
-        strides: &[usize],
-    ) -> Result<ViewMut<'a>> {
-        let layout = Layout::strided(shape, strides)?;
-        check_span(&layout, data.len())?;
-        check_overlap(&layout)?;
-        Ok(ViewMut::from_host(bytemuck::cast_slice_mut(data), T::DTYPE, layout))
-    }
-
-    /// Device memory of somebody else (PyTorch, candle, …).
-    ///
-    /// # Safety
-    /// As [`View::from_raw_cuda`], for reads and writes, and nobody else reads the memory in that time either without being
-    /// ordered with our streams.
-    ///
-    /// # Errors
-    /// [`Error::NotOnGpu`] for the CPU, [`Error::OverlappingOutput`].
-    pub unsafe fn from_raw_cuda(
-        device: &Device,
-        ptr: u64,
-        dtype: DType,
-        layout: Layout,
-    ) -> Result<ViewMut<'a>> {
-        if device.is_cpu() {
-            return Err(Error::NotOnGpu { what: "a device pointer" });
-        }
-        check_overlap(&layout)?;
-        Ok(ViewMut { source: SourceMut::Cuda { ptr, owner: None }, device: *device, dtype, layout })
-    }
-
-    /// `bytes` start at the first element and reach at least to the last; the layout does not overlap itself.
-    pub(crate) fn from_host(bytes: &'a mut [u8], dtype: DType, layout: Layout) -> ViewMut<'a> {
-        let source = SourceMut::Host(&mut bytes[..layout.span() * dtype.size()]);
-        ViewMut { source, device: Device::cpu(), dtype, layout }
-    }
-
-    /// `memory` is at least the span of the layout and borrowed exclusively; the layout does not overlap itself.
-    pub(crate) fn from_memory(
-        memory: &'a mut Arc<DeviceMemory>,
-        dtype: DType,
-        layout: Layout,
-    ) -> ViewMut<'a> {
-        let device = *memory.home().device();
-        ViewMut { source: SourceMut::Cuda { ptr: memory.ptr(), owner: Some(memory) }, device, dtype, layout }
-    }
-
-    /// Element type.
-    pub fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    /// Shape and strides.
-    pub fn layout(&self) -> &Layout {
-        &self.layout
-    }
-
-    /// Sizes of the dimensions.
-    pub fn shape(&self) -> &[usize] {
-        self.layout.shape()
-    }
-
-    /// Elements between neighbours along each dimension.
-    pub fn strides(&self) -> &[usize] {
-        self.layout.strides()
-    }
-
-    /// Where the memory is.
-    pub fn device(&self) -> &Device {
-        &self.device
-    }
-
-    /// Whether the memory is host memory.
-    pub fn is_cpu(&self) -> bool {
-        self.device.is_cpu()
-    }
-
-    /// The device address of the first element; `None` on the CPU.
-    pub fn device_ptr(&self) -> Option<u64> {
-        self.as_view().device_ptr()
-    }
-
-    /// Whether the address of the first element is a multiple of `bytes`; true without elements.
-    pub fn is_aligned(&self, bytes: usize) -> bool {
-        self.as_view().is_aligned(bytes)
-    }
-
-    /// A shared view of the same elements.
-    pub fn as_view(&self) -> View<'_> {
-        View { source: self.source.shared(), device: self.device, dtype: self.dtype, layout: self.layout }
-    }
-
-    /// A shorter exclusive view of the same elements.
-    pub fn reborrow(&mut self) -> ViewMut<'_> {
-        let source = match &mut self.source {
-            SourceMut::Host(bytes) => SourceMut::Host(bytes),
-            SourceMut::Cuda { ptr, owner } => SourceMut::Cuda { ptr: *ptr, owner: *owner },
-        };
-        ViewMut { source, device: self.device, dtype: self.dtype, layout: self.layout }
-    }
-
-    /// The same elements with dimension `order[i]` in place `i`.
-    ///
-    /// # Errors
-    /// [`Error::Permutation`].
-    pub fn permute(self, order: &[usize]) -> Result<ViewMut<'a>> {
-        Ok(ViewMut { layout: self.layout.permute(order)?, ..self })
-    }
-
-    /// The indices `range` of dimension `dim`.
-    ///
-    /// # Errors
-    /// [`Error::Slice`].
-    pub fn slice(self, dim: usize, range: Range<usize>) -> Result<ViewMut<'a>> {
-        let (layout, offset) = self.layout.slice(dim, range)?;
-        let bytes = offset * self.dtype.size();
-        let source = match self.source {
-            SourceMut::Host(memory) => {
-                SourceMut::Host(&mut memory[bytes..bytes + layout.span() * self.dtype.size()])
-            }
-            SourceMut::Cuda { ptr, owner } => SourceMut::Cuda { ptr: ptr + bytes as u64, owner },
-        };
-        Ok(ViewMut { source, layout, ..self })
-    }
-
-    /// Host memory from the first element to the last one; index it with [`strides`](Self::strides).
-    ///
-    /// # Errors
-    /// [`Error::NotOnCpu`], [`Error::DType`].
-    pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
-        check_dtype::<T>(self.dtype)?;
-        match &mut self.source {
-            SourceMut::Host(bytes) => Ok(bytemuck::cast_slice_mut(bytes)),
-            SourceMut::Cuda { .. } => Err(Error::NotOnCpu { device: self.device }),
         }
     }
 }
@@ -394,17 +216,9 @@ pub(crate) fn check_length(layout: &Layout, available: usize) -> Result<()> {
     if needed == available { Ok(()) } else { Err(Error::OutOfBounds { needed, available }) }
 }
 
-fn check_span(layout: &Layout, available: usize) -> Result<()> {
+pub(crate) fn check_span(layout: &Layout, available: usize) -> Result<()> {
     let needed = layout.span();
     if needed <= available { Ok(()) } else { Err(Error::OutOfBounds { needed, available }) }
-}
-
-fn check_overlap(layout: &Layout) -> Result<()> {
-    if layout.overlaps_itself() {
-        let (shape, strides) = (layout.shape().to_vec(), layout.strides().to_vec());
-        return Err(Error::OverlappingOutput { shape, strides });
-    }
-    Ok(())
 }
 
 /// The elements of `layout` in row-major order, out of the memory of its span.

@@ -1,1 +1,92 @@
+use crate::*;
+use half::f16;
 
+#[test]
+fn views_of_slices() -> Result<()> {
+    let data = [0i32, 1, 2, 3, 4, 5];
+    let view = View::from_slice(&data, &[2, 3])?;
+    assert_eq!((view.dtype(), view.shape(), view.strides()), (DType::I32, &[2, 3][..], &[3, 1][..]));
+    assert!(view.is_cpu() && view.device_ptr().is_none());
+    assert_eq!(view.as_slice::<i32>()?, data);
+    assert!(matches!(view.as_slice::<f32>(), Err(Error::DType { expected: DType::F32, found: DType::I32 })));
+    for shape in [&[2, 2][..], &[7]] {
+        assert!(matches!(View::from_slice(&data, shape), Err(Error::OutOfBounds { available: 6, .. })));
+    }
+    Ok(())
+}
+
+#[test]
+fn strided_views_hold_exactly_their_span() -> Result<()> {
+    let data: Vec<i32> = (0..20).collect();
+    let view = View::from_slice_strided(&data, &[2, 3], &[8, 2])?;
+    assert_eq!(view.as_slice::<i32>()?.len(), 13);
+    let out_of_bounds = View::from_slice_strided(&data, &[3, 3], &[8, 2]);
+    assert!(matches!(out_of_bounds, Err(Error::OutOfBounds { needed: 21, available: 20 })));
+    let stream = Device::cpu().stream()?;
+    assert_eq!(view.to_vec::<i32>(&stream)?, [0, 2, 4, 8, 10, 12]);
+    assert_eq!(view.permute(&[1, 0])?.to_vec::<i32>(&stream)?, [0, 8, 2, 10, 4, 12]);
+    let part = view.slice(1, 1..3)?;
+    assert_eq!((part.as_slice::<i32>()?[0], part.to_vec::<i32>(&stream)?), (2, vec![2, 4, 10, 12]));
+    assert_eq!(view.slice(0, 2..2)?.to_vec::<i32>(&stream)?, []);
+    // A repeated row may be read.
+    let repeated = View::from_slice_strided(&data, &[2, 2], &[0, 1])?;
+    assert_eq!(repeated.to_vec::<i32>(&stream)?, [0, 1, 0, 1]);
+    Ok(())
+}
+
+#[test]
+fn exclusive_views_write_through() -> Result<()> {
+    let mut data = vec![0f32; 6];
+    let mut view = ViewMut::from_slice(&mut data, &[2, 3])?;
+    view.reborrow().slice(0, 1..2)?.as_mut_slice::<f32>()?.fill(1.0);
+    view.reborrow().permute(&[1, 0])?.slice(0, 0..1)?.as_mut_slice::<f32>()?[0] = 2.0;
+    assert_eq!(view.as_view().as_slice::<f32>()?, [2.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
+    assert!(view.as_mut_slice::<i32>().is_err());
+    assert_eq!(data[0], 2.0);
+    Ok(())
+}
+
+#[test]
+fn exclusive_views_must_not_overlap_themselves() {
+    let mut data = [f16::ZERO; 8];
+    let overlapping = ViewMut::from_slice_strided(&mut data, &[2, 3], &[2, 1]);
+    assert!(matches!(overlapping, Err(Error::OverlappingOutput { .. })));
+    assert!(ViewMut::from_slice_strided(&mut data, &[2, 3], &[4, 1]).is_ok());
+}
+
+#[test]
+fn alignment_is_of_the_first_element() -> Result<()> {
+    let stream = Device::cpu().stream()?;
+    let tensor = Tensor::zeros(&stream, DType::F16, &[4, 8])?;
+    assert!(tensor.view().is_aligned(64));
+    assert!(tensor.view().slice(0, 1..2)?.is_aligned(16));
+    assert!(!tensor.view().slice(1, 1..2)?.is_aligned(4));
+    assert!(tensor.view().slice(1, 1..1)?.is_aligned(4), "nothing is aligned to anything");
+    Ok(())
+}
+
+#[test]
+fn device_pointers_need_a_device() -> Result<()> {
+    let layout = Layout::contiguous(&[4])?;
+    // SAFETY: refused for the CPU before the pointer is looked at.
+    let view = unsafe { View::from_raw_cuda(&Device::cpu(), 0, DType::F32, layout) };
+    assert!(matches!(view, Err(Error::NotOnGpu { .. })));
+    // SAFETY: as above.
+    let view = unsafe { ViewMut::from_raw_cuda(&Device::cpu(), 0, DType::F32, layout) };
+    assert!(matches!(view, Err(Error::NotOnGpu { .. })));
+    Ok(())
+}
+
+#[test]
+fn everything_crosses_threads() {
+    fn check<T: Send + Sync>() {}
+    check::<Device>();
+    check::<Stream>();
+    check::<Event>();
+    check::<Graph>();
+    check::<Tensor>();
+    check::<View<'_>>();
+    check::<ViewMut<'_>>();
+    check::<TensorMap>();
+    check::<Error>();
+}
