@@ -1,7 +1,7 @@
 //! The table of kernels: every image that exists, with its tile sizes. Nothing else in the workspace writes a tile size.
 //!
-//! Two families of tiles exist because of shared memory: sm_80 and sm_90 have 163 KB and more, every other GPU 99 KB. Rows with
-//! equal [`Row::symbol`] are the same source with the same tiles for different targets.
+//! Where tiles differ between targets it is because of shared memory: sm_80 and sm_90 have 163 KB and more, every other GPU 99 KB.
+//! Rows with equal [`Row::symbol`] are the same source with the same tiles for different targets.
 
 use crate::{DType, Target};
 use std::sync::LazyLock;
@@ -43,15 +43,13 @@ pub struct AttentionFwd {
     pub min_blocks: u32,
 }
 
-/// Tiles of `bsr_matmul_sm80.cu`: one block of threads computes a `block_m` × `block_n` tile of C.
+/// Tiles of `bsr_matmul_sm80.cu`: one block of threads computes one block row of A times `block_n` columns of B.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BsrMatmul {
     /// Element type of A and B.
     pub dtype: DType,
     /// Rows and columns of a block of A.
     pub block_size: u32,
-    /// Rows of C per block of threads: one or several block rows, which share the tiles of B that they stream.
-    pub block_m: u32,
     /// Columns of C per block of threads.
     pub block_n: u32,
     /// Depth of one pipeline stage along K.
@@ -74,9 +72,9 @@ impl AttentionFwd {
 }
 
 impl BsrMatmul {
-    /// Shared memory in bytes: a ring of A and B tiles, and the block map of each stage.
+    /// Shared memory in bytes: a ring of A and B tiles.
     pub const fn smem_bytes(&self) -> u32 {
-        self.stages * (self.block_m + self.block_n) * self.block_k * self.dtype.size() as u32
+        self.stages * (self.block_size + self.block_n) * self.block_k * self.dtype.size() as u32
     }
 }
 
@@ -103,11 +101,10 @@ impl Row {
                 t.stages
             ),
             Variant::BsrMatmul(t) => format!(
-                "blockflash_{}_{}_b{}_m{}_n{}_k{}_w{}x{}_s{}",
+                "blockflash_{}_{}_b{}_n{}_k{}_w{}x{}_s{}",
                 self.source(),
                 t.dtype,
                 t.block_size,
-                t.block_m,
                 t.block_n,
                 t.block_k,
                 t.warps_m,
@@ -160,7 +157,6 @@ impl Row {
             Variant::BsrMatmul(t) => {
                 number("VARIANT_DTYPE", t.dtype as u32);
                 number("VARIANT_BLOCK_SIZE", t.block_size);
-                number("VARIANT_BLOCK_M", t.block_m);
                 number("VARIANT_BLOCK_N", t.block_n);
                 number("VARIANT_BLOCK_K", t.block_k);
                 number("VARIANT_WARPS_M", t.warps_m);
@@ -178,46 +174,56 @@ impl Row {
     }
 }
 
+/// Every portable target: the tile fits into 99 KB of shared memory.
+const ALL: &[Target] = &[Target::Sm90, Target::Sm89, Target::Sm80, Target::Sm120, Target::Ptx80];
 /// GPUs with at least 163 KB of shared memory per block.
 const LARGE_SMEM: &[Target] = &[Target::Sm90, Target::Sm80];
 /// GPUs with 99 KB of shared memory per block, and whatever is not known yet.
 const SMALL_SMEM: &[Target] = &[Target::Sm89, Target::Sm120, Target::Ptx80];
 
-const fn attention(head_dim: u32, block_q: u32, block_kv: u32, warps: u32, stages: u32, min_blocks: u32) -> AttentionFwd {
+const fn attention(
+    head_dim: u32,
+    block_q: u32,
+    block_kv: u32,
+    warps: u32,
+    stages: u32,
+    min_blocks: u32,
+) -> AttentionFwd {
     AttentionFwd { dtype: DType::F16, head_dim, block_q, block_kv, warps, stages, min_blocks }
 }
 
-/// Attention tiles by head dimension: 32 query rows per warp halve the shared-memory reads of K and V where the
-/// accumulators fit into registers (head_dim ≤ 128), else 16 rows per warp and twice the warps.
+/// Attention tiles by head dimension: 32 query rows per warp halve the shared-memory reads of K and V where the accumulators fit
+/// into registers (head_dim ≤ 128), else 16. At 128 the tile that is fastest on Hopper leaves room for one block per
+/// multiprocessor on GPUs with 100 KB of shared memory, so those take half the keys per step and run two.
 const ATTENTION_FWD: &[(&[Target], AttentionFwd)] = &[
-    (LARGE_SMEM, attention(64, 128, 64, 4, 2, 2)),
-    (LARGE_SMEM, attention(96, 128, 64, 4, 1, 2)),
+    (ALL, attention(64, 128, 128, 4, 1, 2)),
+    (ALL, attention(96, 128, 64, 4, 1, 2)),
     (LARGE_SMEM, attention(128, 128, 64, 4, 1, 2)),
-    (LARGE_SMEM, attention(192, 128, 64, 8, 1, 1)),
-    (LARGE_SMEM, attention(256, 128, 64, 8, 1, 1)),
-    (SMALL_SMEM, attention(64, 128, 64, 4, 2, 2)),
-    (SMALL_SMEM, attention(96, 128, 64, 4, 1, 2)),
     (SMALL_SMEM, attention(128, 128, 32, 4, 1, 2)),
-    (SMALL_SMEM, attention(192, 128, 64, 8, 1, 1)),
-    (SMALL_SMEM, attention(256, 128, 32, 8, 1, 1)),
+    (ALL, attention(192, 64, 64, 4, 1, 2)),
+    (ALL, attention(256, 64, 64, 4, 1, 2)),
 ];
 
 const fn bsr(
     block_size: u32,
-    [block_m, block_n, block_k]: [u32; 3],
+    [block_n, block_k]: [u32; 2],
     [warps_m, warps_n]: [u32; 2],
     stages: u32,
     min_blocks: u32,
 ) -> BsrMatmul {
-    BsrMatmul { dtype: DType::F16, block_size, block_m, block_n, block_k, warps_m, warps_n, stages, min_blocks }
+    BsrMatmul { dtype: DType::F16, block_size, block_n, block_k, warps_m, warps_n, stages, min_blocks }
 }
 
-/// BSR tiles by block size, widest first: a row is taken when n exceeds half of the next narrower tile (see the planner).
+/// BSR tiles by block size: a wide one, and a narrow one for few columns.
 const BSR_MATMUL: &[(&[Target], BsrMatmul)] = &[
-    (LARGE_SMEM, bsr(16, [128, 256, 64], [8, 1], 4, 1)),
-    (LARGE_SMEM, bsr(32, [128, 256, 64], [4, 2], 4, 1)),
-    (LARGE_SMEM, bsr(64, [64, 256, 64], [2, 4], 3, 1)),
-    (LARGE_SMEM, bsr(128, [128, 256, 64], [2, 4], 3, 1)),
+    (ALL, bsr(16, [256, 32], [1, 4], 3, 4)),
+    (ALL, bsr(16, [64, 64], [1, 2], 4, 4)),
+    (ALL, bsr(32, [256, 32], [1, 4], 4, 3)),
+    (ALL, bsr(32, [64, 64], [1, 2], 4, 4)),
+    (ALL, bsr(64, [128, 64], [2, 2], 2, 4)),
+    (ALL, bsr(64, [64, 64], [2, 2], 3, 4)),
+    (ALL, bsr(128, [128, 64], [2, 2], 3, 2)),
+    (ALL, bsr(128, [64, 64], [2, 2], 3, 3)),
 ];
 
 /// All rows. The order is the order of preference: the first row that accepts a problem and a GPU is taken.

@@ -1,0 +1,57 @@
+// Turns the VARIANT_* macros of a manifest row into one constexpr struct. This is the only file that reads them.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#include "params.h"
+
+namespace blockflash {
+
+template <int dtype>
+struct ElementOf;
+template <>
+struct ElementOf<BLOCKFLASH_DTYPE_F16> {
+  using type = __half;
+};
+template <>
+struct ElementOf<BLOCKFLASH_DTYPE_BF16> {
+  using type = __nv_bfloat16;
+};
+
+constexpr int kWarpSize = 32;
+
+#ifdef VARIANT_HEAD_DIM
+struct AttentionFwdConfig {
+  using Element = ElementOf<VARIANT_DTYPE>::type;
+  static constexpr int head_dim = VARIANT_HEAD_DIM;
+  static constexpr int block_q = VARIANT_BLOCK_Q;
+  static constexpr int block_kv = VARIANT_BLOCK_KV;
+  static constexpr int warps = VARIANT_WARPS;
+  static constexpr int stages = VARIANT_STAGES;
+  static constexpr int threads = warps * kWarpSize;
+  static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
+  static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
+};
+#endif
+
+#ifdef VARIANT_BLOCK_SIZE
+struct BsrMatmulConfig {
+  using Element = ElementOf<VARIANT_DTYPE>::type;
+  static constexpr int block_size = VARIANT_BLOCK_SIZE;
+  static constexpr int block_n = VARIANT_BLOCK_N;
+  static constexpr int block_k = VARIANT_BLOCK_K;
+  static constexpr int warps_m = VARIANT_WARPS_M;
+  static constexpr int warps_n = VARIANT_WARPS_N;
+  static constexpr int stages = VARIANT_STAGES;
+  static constexpr int threads = warps_m * warps_n * kWarpSize;
+  static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
+  static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
+};
+#endif
+
+}  // namespace blockflash
+
+// Head of a kernel definition: name and resources come from the row.
+#define BLOCKFLASH_KERNEL extern "C" __global__ void __launch_bounds__(VARIANT_THREADS, VARIANT_MIN_BLOCKS) VARIANT_SYMBOL
