@@ -97,10 +97,10 @@ pub fn run(args: &Args) -> Result<()> {
             Err(error) => problems.add(row, format!("{error:#}")),
         }
     }
-    print_usage(&images);
     if args.check {
         check(&lock, &images, &mut problems)?
     } else {
+        print_usage(&images);
         write(lock, &images, args.selects_all())?
     }
     let unchanged = rows.len() - todo.len();
