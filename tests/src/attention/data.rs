@@ -1,0 +1,118 @@
+//! The numbers of an attention case.
+
+use super::{AttentionCase, Content, Sequence, visible_keys};
+use crate::number::{encode, normal, normal_rounded, rng, round_all};
+use rand::Rng;
+
+/// Logical tensors of a case, already rounded to its type and held as f32.
+#[derive(Clone, Debug)]
+pub struct AttentionData {
+    /// `[rows of q, heads_q, head_dim]`.
+    pub q: Vec<f32>,
+    /// `[rows of k, heads_kv, head_dim]`.
+    pub k: Vec<f32>,
+    /// `[rows of k, heads_kv, head_dim]`.
+    pub v: Vec<f32>,
+    /// `[heads_q]`, f32; used when the case has a sink.
+    pub sink: Vec<f32>,
+}
+
+impl AttentionData {
+    /// The data of a case.
+    pub fn generate(case: &AttentionCase) -> Self {
+        let (used, [rows_q, rows_kv]) = case.rows();
+        let (q_width, kv_width) = (case.heads_q * case.head_dim, case.heads_kv * case.head_dim);
+        let values = |salt: u64, n| normal_rounded(case.seed.wrapping_mul(4).wrapping_add(salt), n, case.dtype);
+        let mut data = Self {
+            q: values(0, rows_q * q_width),
+            k: values(1, rows_kv * kv_width),
+            v: values(2, rows_kv * kv_width),
+            sink: normal(case.seed.wrapping_mul(4).wrapping_add(3), case.heads_q),
+        };
+        for sequence in case.sequences() {
+            data.shape_scores(case, &sequence);
+            data.plant_nan(case, &sequence);
+        }
+        if case.broadcast_kv {
+            // Also what was planted: the first entry's keys serve all.
+            let first = case.sequences().first().map_or(0, |s| s.kv_len * kv_width);
+            for tensor in [&mut data.k, &mut data.v] {
+                (1..rows_kv * kv_width / first.max(1)).for_each(|b| tensor.copy_within(..first, b * first));
+            }
+        }
+        data.q[used[0] * q_width..].fill(f32::NAN);
+        data.k[used[1] * kv_width..].fill(f32::NAN);
+        data.v[used[1] * kv_width..].fill(f32::INFINITY);
+        for tensor in [&mut data.q, &mut data.k, &mut data.v] {
+            round_all(case.dtype, tensor);
+        }
+        data
+    }
+
+    /// Bits of q, k and v in the type of the case.
+    pub fn bits(&self, case: &AttentionCase) -> [Vec<u32>; 3] {
+        [&self.q, &self.k, &self.v].map(|t| t.iter().map(|&x| encode(case.dtype, x)).collect())
+    }
+
+    fn shape_scores(&mut self, case: &AttentionCase, s: &Sequence) {
+        let d = case.head_dim;
+        let ratio = case.heads_q / case.heads_kv;
+        let unit = case.scale() * (d as f32).sqrt(); // standard deviation of a score of N(0,1) vectors
+        let queries = s.q_start * case.heads_q * d..(s.q_start + s.q_len) * case.heads_q * d;
+        match case.content {
+            Content::LargeScores => self.q[queries].iter_mut().for_each(|x| *x *= 40.0 / unit),
+            Content::GrowingMaxima => {
+                let sign = |i: usize| if i % 3 == 0 { -1.0 } else { 1.0 };
+                self.q[queries].iter_mut().enumerate().for_each(|(i, x)| *x = sign(i % d) + 0.1 * *x);
+                for (at, x) in self.k[s.kv_start * case.heads_kv * d..].iter_mut().enumerate() {
+                    let key = at / (case.heads_kv * d);
+                    if key < s.kv_len {
+                        *x += sign(at % d) * 60.0 / (unit * (d as f32).sqrt()) * key as f32 / s.kv_len as f32;
+                    }
+                }
+            }
+            Content::OneHugeLogit if s.kv_len > 0 => {
+                for query in 0..s.q_len {
+                    let key = (query * 7 + 3) % s.kv_len;
+                    for head in 0..case.heads_kv {
+                        let q = ((s.q_start + query) * case.heads_q + head * ratio) * d;
+                        let k = ((s.kv_start + key) * case.heads_kv + head) * d;
+                        for i in 0..d {
+                            self.k[k + i] = self.q[q + i] * 80.0 / (unit * (d as f32).sqrt());
+                        }
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn plant_nan(&mut self, case: &AttentionCase, s: &Sequence) {
+        let d = case.head_dim;
+        let mut random = rng(case.seed ^ s.kv_start as u64);
+        let row = |key: usize, head: usize| ((s.kv_start + key) * case.heads_kv + head) * d;
+        match case.content {
+            Content::UnseenNan => {
+                let mut seen = vec![false; s.kv_len];
+                (0..s.q_len).for_each(|query| seen[visible_keys(case, s, query)].fill(true));
+                for key in (0..s.kv_len).filter(|&key| !seen[key]) {
+                    for head in 0..case.heads_kv {
+                        let bad = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
+                        self.k[row(key, head)..][..d].fill(bad[key % 3]);
+                        self.v[row(key, head)..][..d].fill(bad[(key / 3) % 3]);
+                    }
+                }
+            }
+            Content::NanInKeys | Content::NanInValues if s.kv_len > 0 => {
+                for _ in 0..2 {
+                    let at = row(random.random_range(0..s.kv_len), random.random_range(0..case.heads_kv))
+                        + random.random_range(0..d);
+                    let tensor =
+                        if case.content == Content::NanInKeys { &mut self.k } else { &mut self.v };
+                    tensor[at] = f32::NAN;
+                }
+            }
+            _ => {}
+        }
+    }
+}

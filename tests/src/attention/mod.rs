@@ -1,0 +1,16 @@
+//! Attention: cases, their data, the oracle, and the harness that runs a case on a device and judges every output.
+
+mod case;
+mod data;
+mod edges;
+mod oracle;
+mod run;
+mod strategy;
+
+pub use case::{AttentionCase, Content, Lengths, Sequence};
+pub use data::AttentionData;
+pub use edges::{edge_cases, many_heads, special_cases};
+pub use oracle::{AttentionReference, visible_keys};
+pub(crate) use run::written;
+pub use run::{AttentionInputs, AttentionOutputs, Kernel, run_and_check, run_case};
+pub use strategy::{Limits, attention_cases, head_dims, masks};

@@ -1,0 +1,243 @@
+//! Runs a case on a device and judges every element that was, or was not, to be written.
+
+use super::{AttentionCase, AttentionData, AttentionReference, Content, Lengths, Sequence};
+use crate::gpu::wait;
+use crate::host::{download, poisoned, refill, repeat, upload, view, view_mut};
+use crate::number::{POISON, decode, poison};
+use crate::placement::Placed;
+use crate::tolerance::check;
+use blockflash_ops::attention::{Attention, CuSeqlens};
+use blockflash_ops::{DType, Stream, Tensor};
+use blockflash_sys::Row;
+
+/// Which kernel computes a case.
+#[derive(Clone, Copy, Debug)]
+pub enum Kernel {
+    /// The one that the library selects; on the CPU its CPU backend.
+    Selected,
+    /// This row of the manifest.
+    Row(&'static Row),
+}
+
+/// The operands of a case on a device.
+pub struct AttentionInputs {
+    case: AttentionCase,
+    qkv: [Tensor; 3],
+    sink: Option<Tensor>,
+    cu_seqlens: Option<[Tensor; 2]>,
+}
+
+/// The outputs of a case on a device, poisoned when made.
+pub struct AttentionOutputs {
+    o: Tensor,
+    lse: Option<Tensor>,
+}
+
+/// Placements of q, k, v and o, and of the log-sum-exp. Broadcast keys and values are there once.
+fn placed(case: &AttentionCase) -> ([Placed; 4], Placed) {
+    let [q, mut kv, lse] = case.shapes();
+    if case.broadcast_kv {
+        kv[0] = kv[0].min(1);
+    }
+    let shapes = [&q, &kv, &kv, &q];
+    (std::array::from_fn(|i| case.placements[i].place(shapes[i])), case.lse_placement.place(&lse))
+}
+
+impl AttentionInputs {
+    /// Uploads the data of a case; what lies in the gaps of the tensors is NaN.
+    pub fn upload(case: &AttentionCase, data: &AttentionData, stream: &Stream) -> Result<Self, String> {
+        let (placed, _) = placed(case);
+        let [q, k, v] = physical(case, data);
+        let tensor = |i: usize, bits: &[u32]| upload(stream, case.dtype, bits, &placed[i].physical);
+        let sink: Vec<u32> = data.sink.iter().map(|x| x.to_bits()).collect();
+        Ok(Self {
+            case: case.clone(),
+            qkv: [tensor(0, &q)?, tensor(1, &k)?, tensor(2, &v)?],
+            sink: case.sink.then(|| upload(stream, DType::F32, &sink, &[sink.len()])).transpose()?,
+            cu_seqlens: match offsets(case) {
+                None => None,
+                Some([q, kv]) => Some([
+                    upload(stream, DType::I32, &q, &[q.len()])?,
+                    upload(stream, DType::I32, &kv, &[kv.len()])?,
+                ]),
+            },
+        })
+    }
+
+    /// Replaces q, k, v and the sequence offsets where they are, as a replayed graph needs it. The new case has the shapes and
+    /// placements of the old one, and no longer sequence than the longest that a call captured from the old one announced.
+    pub fn refill(&mut self, case: &AttentionCase, data: &AttentionData, stream: &Stream) -> Result<(), String> {
+        assert_eq!(self.case.shapes(), case.shapes());
+        let bits = physical(case, data);
+        self.qkv.iter_mut().zip(&bits).try_for_each(|(tensor, bits)| refill(tensor, stream, bits))?;
+        if let (Some(tensors), Some(offsets)) = (&mut self.cu_seqlens, offsets(case)) {
+            tensors.iter_mut().zip(&offsets).try_for_each(|(tensor, bits)| refill(tensor, stream, bits))?;
+        }
+        self.case = case.clone();
+        Ok(())
+    }
+
+    /// The call.
+    pub fn attention(&self) -> Attention<'_> {
+        let case = &self.case;
+        let (placed, _) = placed(case);
+        let [q, mut k, mut v] = std::array::from_fn(|i| view(&self.qkv[i], &placed[i]));
+        if let (true, Lengths::Dense { batch, .. }) = (case.broadcast_kv, &case.lengths) {
+            (k, v) = (repeat(k, *batch), repeat(v, *batch));
+        }
+        let longest = |which: fn(&(usize, usize)) -> usize| match &case.lengths {
+            // Any upper bound will do.
+            Lengths::Packed { lengths, .. } => lengths.iter().map(which).max().unwrap_or(0) + case.seed as usize % 3,
+            Lengths::Dense { .. } => 0,
+        };
+        Attention {
+            mask: case.mask,
+            softmax_scale: case.softmax_scale,
+            softcap: case.softcap,
+            sink: self.sink.as_ref().map(Tensor::view),
+            cu_seqlens: self.cu_seqlens.as_ref().map(|[q, kv]| CuSeqlens {
+                q: q.view(),
+                kv: kv.view(),
+                max_seqlen_q: longest(|l| l.0),
+                max_seqlen_kv: longest(|l| l.1),
+            }),
+            ..Attention::new(q, k, v)
+        }
+    }
+}
+
+impl AttentionOutputs {
+    /// Allocates and poisons the outputs of a case.
+    pub fn poisoned(case: &AttentionCase, stream: &Stream) -> Result<Self, String> {
+        let ([.., o], lse) = placed(case);
+        Ok(Self {
+            o: poisoned(stream, case.dtype, &o.physical)?,
+            lse: case.lse.then(|| poisoned(stream, DType::F32, &lse.physical)).transpose()?,
+        })
+    }
+
+    /// Poisons the outputs again.
+    pub fn poison(&mut self, stream: &Stream) -> Result<(), String> {
+        let mut tensors = [Some(&mut self.o), self.lse.as_mut()].into_iter().flatten();
+        tensors.try_for_each(|tensor| tensor.fill_bytes(stream, POISON)).map_err(|error| error.to_string())
+    }
+
+    /// Queues the computation.
+    pub fn launch(&mut self, inputs: &AttentionInputs, kernel: Kernel, stream: &Stream) -> Result<(), blockflash_ops::Error> {
+        let ([.., o], lse) = placed(&inputs.case);
+        let o = view_mut(&mut self.o, &o);
+        let lse = self.lse.as_mut().map(|tensor| view_mut(tensor, &lse));
+        match kernel {
+            Kernel::Selected => inputs.attention().forward_into(o, lse, stream),
+            Kernel::Row(row) => inputs.attention().forward_with(row, o, lse, stream),
+        }
+    }
+
+    /// Every bit of both outputs, gaps included.
+    pub fn bits(&self, stream: &Stream) -> Result<[Vec<u32>; 2], String> {
+        let lse = self.lse.as_ref().map(|lse| download(stream, lse)).transpose()?;
+        Ok([download(stream, &self.o)?, lse.unwrap_or_default()])
+    }
+
+    /// Judges the outputs; returns how many were compared.
+    pub fn check(&self, case: &AttentionCase, reference: &AttentionReference, stream: &Stream) -> Result<usize, String> {
+        let ([.., o_placed], lse_placed) = placed(case);
+        let [o, lse] = self.bits(stream)?;
+        let (d, heads) = (case.head_dim, case.heads_q);
+        let sequences = case.sequences();
+        let used = case.rows().0[0];
+        let rows = &reference.rows;
+        let o_name = |row: [usize; 3], e: usize| format!("o[batch {}, query {}, head {}, {e}]", row[0], row[1], row[2]);
+        let o = written(&o_placed, &o, case.dtype, |at| at < used * heads * d).map_err(|e| format!("o: {e}"))?;
+        let o_at = |&[b, i, h]: &[usize; 3]| ((sequences[b].q_start + i) * heads + h) * d;
+        let got: Vec<f64> = rows.iter().flat_map(|row| &o[o_at(row)..][..d]).map(|&x| f64::from(x)).collect();
+        check(&got, &reference.o, &AttentionReference::rounding(case), |i| o_name(rows[i / d], i % d))?;
+        let may_be_nan = matches!(case.content, Content::NanInKeys | Content::NanInValues);
+        if let (false, Some(at)) = (may_be_nan, o[..used * heads * d].iter().position(|x| !x.is_finite())) {
+            return Err(format!("o: logical element {at} is {}, nothing there is NaN or infinite", o[at]));
+        }
+        if self.lse.is_none() {
+            return Ok(1);
+        }
+        let total = case.shapes()[2].last().copied().unwrap_or(0).max(1);
+        let packed = matches!(case.lengths, Lengths::Packed { .. });
+        let lse = written(&lse_placed, &lse, DType::F32, |at| !packed || at % total < used)
+            .map_err(|error| format!("lse: {error}"))?;
+        let got: Vec<f64> = rows.iter().map(|&[b, i, h]| f64::from(lse[case.lse_index(b, h, i)])).collect();
+        let lse_name = |i: usize| format!("lse[batch {}, query {}, head {}]", rows[i][0], rows[i][1], rows[i][2]);
+        check(&got, &reference.lse, &AttentionReference::lse_rounding(case), lse_name)?;
+        Ok(2)
+    }
+}
+
+/// The logical values of an output, after checking that exactly those elements were written for which `due` says so.
+pub(crate) fn written(
+    placed: &Placed,
+    physical: &[u32],
+    dtype: DType,
+    due: impl Fn(usize) -> bool,
+) -> Result<Vec<f32>, String> {
+    let poison = poison(dtype);
+    if let Some(at) = placed.first_touched_gap(physical, poison) {
+        return Err(format!("element {at} of the memory {:?} lies in a gap but was written: bits {:#x}", placed.physical, physical[at]));
+    }
+    let logical = placed.gather(physical);
+    for (at, &bits) in logical.iter().enumerate() {
+        match (due(at), bits == poison) {
+            (true, true) => return Err(format!("logical element {at} was not written")),
+            (false, false) => return Err(format!("logical element {at} belongs to no sequence but was written")),
+            _ => {}
+        }
+    }
+    Ok(logical.into_iter().map(|bits| decode(dtype, bits)).collect())
+}
+
+/// Offsets of the queries and of the keys of a packed case.
+fn offsets(case: &AttentionCase) -> Option<[Vec<u32>; 2]> {
+    matches!(case.lengths, Lengths::Packed { .. }).then(|| {
+        let ends = |end: fn(&Sequence) -> usize| {
+            std::iter::once(0).chain(case.sequences().iter().map(|s| end(s) as u32)).collect()
+        };
+        [ends(|s| s.q_start + s.q_len), ends(|s| s.kv_start + s.kv_len)]
+    })
+}
+
+fn physical(case: &AttentionCase, data: &AttentionData) -> [Vec<u32>; 3] {
+    let (placed, _) = placed(case);
+    let mut bits = data.bits(case).into_iter();
+    std::array::from_fn(|i| placed[i].scatter(bits.next().expect("three tensors"), poison(case.dtype)))
+}
+
+/// Uploads, runs, waits and judges a case whose data and reference are there. Returns how many outputs were compared, or the
+/// complete story of what is wrong.
+pub fn run_and_check(
+    case: &AttentionCase,
+    data: &AttentionData,
+    reference: &AttentionReference,
+    kernel: Kernel,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let run = || {
+        let inputs = AttentionInputs::upload(case, data, stream)?;
+        let mut outputs = AttentionOutputs::poisoned(case, stream)?;
+        outputs.launch(&inputs, kernel, stream).map_err(|error| format!("refused: {error}"))?;
+        wait(stream, &|| story(kernel, stream, case, "hangs"))?;
+        outputs.check(case, reference, stream)
+    };
+    run().map_err(|error| story(kernel, stream, case, &error))
+}
+
+/// The same from the case alone.
+pub fn run_case(case: &AttentionCase, kernel: Kernel, stream: &Stream) -> Result<usize, String> {
+    let data = AttentionData::generate(case);
+    let reference = AttentionReference::compute(case, &data, 2e8);
+    run_and_check(case, &data, &reference, kernel, stream)
+}
+
+fn story(kernel: Kernel, stream: &Stream, case: &AttentionCase, what: &str) -> String {
+    let kernel = match kernel {
+        Kernel::Selected => format!("attention on {}", stream.device()),
+        Kernel::Row(row) => row.image_name(),
+    };
+    format!("{kernel}: {what}\n    {case:?}")
+}

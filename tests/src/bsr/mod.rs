@@ -1,0 +1,13 @@
+//! BSR matrix times dense matrix: cases, their data, the oracle, and the harness that runs a case on a device.
+
+mod case;
+mod edges;
+mod oracle;
+mod run;
+mod strategy;
+
+pub use case::{BiasKind, BsrCase, BsrData, NanInB, Pattern};
+pub use edges::{edge_cases, epilogue_cases};
+pub use oracle::{BsrReference, activate};
+pub use run::{BsrInputs, Kernel, check_output, run_and_check, run_case};
+pub use strategy::{Limits, bsr_cases, patterns};

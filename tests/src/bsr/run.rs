@@ -1,0 +1,164 @@
+//! Runs a product on a device and judges every element that was, or was not, to be written.
+
+use super::{BiasKind, BsrCase, BsrData, BsrReference, NanInB};
+use crate::attention::written;
+use crate::gpu::wait;
+use crate::host::{download, poisoned, refill, upload, view, view_mut};
+use crate::number::{encode, poison};
+use crate::placement::Placed;
+use crate::tolerance::check;
+use blockflash_ops::bsr_matmul::{Bias, BsrMatmul, BsrMatrix};
+use blockflash_ops::{DType, Device, Stream, Tensor};
+use blockflash_sys::Row;
+
+/// Which kernel computes a product.
+#[derive(Clone, Copy, Debug)]
+pub enum Kernel {
+    /// The one that the library selects; on the CPU its CPU backend.
+    Selected,
+    /// This row of the manifest.
+    Row(&'static Row),
+}
+
+/// The operands of a product on a device.
+pub struct BsrInputs {
+    case: BsrCase,
+    a: BsrMatrix,
+    b: Tensor,
+    bias: Option<Tensor>,
+}
+
+fn placed(case: &BsrCase) -> [Placed; 2] {
+    let [m, n, k] = case.mnk;
+    [case.placements[0].place(&[k, n]), case.placements[1].place(&[m, n])]
+}
+
+fn bits(dtype: DType, values: &[f32]) -> Vec<u32> {
+    values.iter().map(|&x| encode(dtype, x)).collect()
+}
+
+impl BsrData {
+    /// The block-sparse matrix on a device, built from its parts on the host.
+    pub fn matrix(&self, case: &BsrCase, stream: &Stream) -> Result<BsrMatrix, String> {
+        let host = Device::cpu().stream().map_err(|error| error.to_string())?;
+        let size = case.block_size;
+        let shape = [self.col_idx.len(), size, size];
+        let values = upload(&host, case.dtype, &bits(case.dtype, &self.values), &shape)?;
+        BsrMatrix::from_parts(case.mnk[0], case.mnk[2], size, &self.row_ptr, &self.col_idx, values.view())
+            .and_then(|matrix| matrix.to(stream))
+            .map_err(|error| format!("matrix: {error}"))
+    }
+}
+
+impl BsrInputs {
+    /// Uploads the data of a case; what lies in the gaps of B is NaN.
+    pub fn upload(case: &BsrCase, data: &BsrData, stream: &Stream) -> Result<Self, String> {
+        let [b, _] = placed(case);
+        let physical = b.scatter(bits(case.dtype, &data.b), poison(case.dtype));
+        let bias = bits(case.dtype, &data.bias);
+        Ok(Self {
+            case: case.clone(),
+            a: data.matrix(case, stream)?,
+            b: upload(stream, case.dtype, &physical, &b.physical)?,
+            bias: match case.bias {
+                BiasKind::None => None,
+                _ => Some(upload(stream, case.dtype, &bias, &[bias.len()])?),
+            },
+        })
+    }
+
+    /// Replaces B where it is, as a replayed graph needs it.
+    pub fn refill(&mut self, data: &BsrData, stream: &Stream) -> Result<(), String> {
+        let [b, _] = placed(&self.case);
+        refill(&mut self.b, stream, &b.scatter(bits(self.case.dtype, &data.b), poison(self.case.dtype)))
+    }
+
+    /// What C holds before: the old C of the case, poison in the gaps and everywhere when beta is 0.
+    pub fn old_c(&self, data: &BsrData, stream: &Stream) -> Result<Tensor, String> {
+        let (case, [_, c]) = (&self.case, placed(&self.case));
+        if case.beta == 0.0 {
+            return poisoned(stream, case.c_dtype, &c.physical);
+        }
+        let physical = c.scatter(bits(case.c_dtype, &data.c), poison(case.c_dtype));
+        upload(stream, case.c_dtype, &physical, &c.physical)
+    }
+
+    /// The call.
+    pub fn product(&self) -> BsrMatmul<'_> {
+        let case = &self.case;
+        let bias = self.bias.as_ref().map(Tensor::view);
+        BsrMatmul {
+            alpha: case.alpha,
+            beta: case.beta,
+            bias: match (case.bias, bias) {
+                (BiasKind::PerRow, Some(bias)) => Bias::PerRow(bias),
+                (BiasKind::PerColumn, Some(bias)) => Bias::PerColumn(bias),
+                _ => Bias::None,
+            },
+            activation: case.activation,
+            ..BsrMatmul::new(&self.a, view(&self.b, &placed(case)[0]))
+        }
+    }
+
+    /// Queues the computation.
+    pub fn launch(&self, c: &mut Tensor, kernel: Kernel, stream: &Stream) -> Result<(), blockflash_ops::Error> {
+        let c = view_mut(c, &placed(&self.case)[1]);
+        match kernel {
+            Kernel::Selected => self.product().matmul_into(c, stream),
+            Kernel::Row(row) => self.product().matmul_with(row, c, stream),
+        }
+    }
+}
+
+/// Judges C; returns how many outputs were compared.
+pub fn check_output(
+    c: &Tensor,
+    case: &BsrCase,
+    data: &BsrData,
+    reference: &BsrReference,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let n = case.mnk[1];
+    let c = written(&placed(case)[1], &download(stream, c)?, case.c_dtype, |_| true)?;
+    let rows = &reference.rows;
+    let got: Vec<f64> = rows.iter().flat_map(|&i| &c[i * n..][..n]).map(|&x| f64::from(x)).collect();
+    let name = |i: usize| format!("c[{}, {}]", rows[i / n], i % n);
+    check(&got, &reference.c, &BsrReference::rounding(case, data), name)?;
+    match c.iter().position(|x| !x.is_finite() && case.nan_in_b != NanInB::One) {
+        Some(at) => Err(format!("c[{}, {}] is {}, nothing there is NaN or infinite", at / n, at % n, c[at])),
+        None => Ok(1),
+    }
+}
+
+/// Uploads, runs, waits and judges a case whose data and reference are there. Returns how many outputs were compared, or the
+/// complete story of what is wrong.
+pub fn run_and_check(
+    case: &BsrCase,
+    data: &BsrData,
+    reference: &BsrReference,
+    kernel: Kernel,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let story = |what: &str| {
+        let kernel = match kernel {
+            Kernel::Selected => format!("bsr_matmul on {}", stream.device()),
+            Kernel::Row(row) => row.image_name(),
+        };
+        format!("{kernel}: {what}\n    {} stored blocks of {case:?}", data.col_idx.len())
+    };
+    let run = || {
+        let inputs = BsrInputs::upload(case, data, stream)?;
+        let mut c = inputs.old_c(data, stream)?;
+        inputs.launch(&mut c, kernel, stream).map_err(|error| format!("refused: {error}"))?;
+        wait(stream, &|| story("hangs"))?;
+        check_output(&c, case, data, reference, stream)
+    };
+    run().map_err(|error| story(&error))
+}
+
+/// The same from the case alone.
+pub fn run_case(case: &BsrCase, kernel: Kernel, stream: &Stream) -> Result<usize, String> {
+    let data = BsrData::generate(case);
+    let reference = BsrReference::compute(case, &data, 2e8);
+    run_and_check(case, &data, &reference, kernel, stream)
+}

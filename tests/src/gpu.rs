@@ -1,0 +1,115 @@
+//! Everything about having a GPU or not: the loud skip, the watchdog, the rows that run, the record of what passed.
+
+use blockflash_ops::{Device, Stream};
+use blockflash_safe::{CudaProperties, Event, cuda_status};
+use blockflash_sys::{Row, image, manifest};
+use sha2::{Digest, Sha256};
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+/// How long a launch may take. The slowest correct one takes well under a second.
+const LAUNCH_LIMIT: Duration = Duration::from_secs(30);
+
+/// A usable GPU and a stream on it.
+pub struct Gpu {
+    /// The GPU.
+    pub device: Device,
+    /// A stream of its own.
+    pub stream: Stream,
+    /// What it is.
+    pub properties: CudaProperties,
+}
+
+/// The GPU for a test, or `None` after one line on stderr that says that the test was skipped. With
+/// `BLOCKFLASH_REQUIRE_GPU=1` in the environment a skip is a failure.
+pub fn gpu(test: &str) -> Option<Gpu> {
+    let device = Device::best();
+    let Some(properties) = device.cuda_properties().cloned() else {
+        let required = std::env::var("BLOCKFLASH_REQUIRE_GPU").is_ok_and(|value| value == "1");
+        let reason = match cuda_status() {
+            Ok(driver) => format!("{} GPU(s), none of them usable", driver.devices.len()),
+            Err(error) => error.to_string(),
+        };
+        assert!(!required, "{test} needs a GPU because BLOCKFLASH_REQUIRE_GPU=1, but there is none: {reason}");
+        let line = format!("SKIPPED (no GPU): {test}");
+        // Seen once either way: the harness hides what a passing test prints unless it is told to show it.
+        if std::env::args().any(|argument| argument == "--show-output" || argument == "--nocapture") {
+            println!("{line}");
+        } else {
+            say(&line);
+        }
+        return None;
+    };
+    let stream = device.stream().expect("a stream on a usable GPU");
+    Some(Gpu { device, stream, properties })
+}
+
+/// A line on stderr that the test harness does not capture.
+pub fn say(line: &str) {
+    // Nothing is lost when stderr is closed.
+    let _ = writeln!(std::io::stderr().lock(), "{line}");
+}
+
+/// Waits for everything queued on a stream. A launch that hangs cannot be stopped: after the limit the process says which one
+/// it was and aborts.
+pub fn wait(stream: &Stream, what: &dyn Fn() -> String) -> Result<(), String> {
+    if stream.device().is_cpu() {
+        return Ok(());
+    }
+    let done = Event::new(stream.device(), false).map_err(|error| error.to_string())?;
+    done.record(stream).map_err(|error| error.to_string())?;
+    let start = Instant::now();
+    while !done.is_done().map_err(|error| error.to_string())? {
+        if start.elapsed() > LAUNCH_LIMIT {
+            say(&format!("WATCHDOG: a launch did not end within {LAUNCH_LIMIT:?}: {}", what()));
+            std::process::abort();
+        }
+        // Most launches end within microseconds.
+        if start.elapsed() > Duration::from_millis(2) {
+            std::thread::sleep(Duration::from_micros(200));
+        } else {
+            std::hint::spin_loop();
+        }
+    }
+    Ok(())
+}
+
+impl Gpu {
+    /// Rows of the manifest that this GPU can run, by their target and their shared memory.
+    pub fn rows(&self) -> impl Iterator<Item = &'static Row> + '_ {
+        manifest::rows().iter().filter(|row| {
+            row.target.runs_on(self.properties.compute_capability)
+                && row.smem_bytes() <= self.properties.smem_per_block
+        })
+    }
+
+    /// Appends to the file named by `BLOCKFLASH_GPU_RECORD`, if it is set, that this image passed a suite on this GPU.
+    /// `cases` is the number of output tensors that were compared.
+    pub fn record(&self, row: &Row, suite: &str, cases: usize) {
+        let Some(path) = std::env::var_os("BLOCKFLASH_GPU_RECORD") else { return };
+        let driver = self.properties.driver_version;
+        let line = serde_json::json!({
+            "image": row.image_name(),
+            "sha256": image_hash(row).expect("an image that was just run"),
+            "suite": suite,
+            "gpu": self.properties.name,
+            "driver": format!("{}.{}", driver / 1000, driver % 1000 / 10),
+            "cases": cases,
+        });
+        // One write of one line: suites may run at the same time.
+        let append = || {
+            std::fs::OpenOptions::new().create(true).append(true).open(&path)?.write_all(format!("{line}\n").as_bytes())
+        };
+        append().unwrap_or_else(|error| panic!("cannot append to {}: {error}", path.display()));
+    }
+}
+
+/// SHA-256 of an image as the compiler wrote it, in lower-case hexadecimal.
+pub fn image_hash(row: &Row) -> Result<String, image::ImageError> {
+    let mut bytes = image::load(row)?;
+    if row.target.is_ptx() {
+        // The terminating NUL is added when the image is loaded.
+        bytes.pop();
+    }
+    Ok(Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect())
+}

@@ -1,0 +1,176 @@
+//! The one rule by which a result is accepted.
+//!
+//! With `plain` the same computation done plainly in the same precision (inputs and probabilities rounded to the input type,
+//! f32 accumulation, output rounded), an output tensor is accepted when
+//!
+//! 1. **max**: `max |got - exact| <= 2 · max |plain - exact| + floor` over the tensor, and
+//! 2. **relative Frobenius, row by row**: `‖got - exact‖ <= 2 · ‖plain - exact‖ + floor`, which notices one key or one block
+//!    that is missing among thousands, in whatever row it happens;
+//! 3. elements whose exact value is NaN are NaN, infinite ones are that infinity, all others are finite.
+//!
+//! The floor keeps a lucky `plain` (a row of one key has no rounding error at all) from demanding the impossible. It is what
+//! any correct computation is free to do once: one rounding of the result, one rounding of the factor that enters the second
+//! product (the probabilities), and one f32 rounding per accumulation step, because tensor cores add 16 products at a time and
+//! truncate. Each is a unit roundoff times the size of what is rounded. It has no tunable factor and is never widened.
+
+use crate::number::{subnormal_roundoff, unit_roundoff};
+use blockflash_sys::DType;
+
+/// Exact and plainly computed values of one output tensor, or of sampled rows of it.
+#[derive(Clone, Debug, Default)]
+pub struct Reference {
+    /// Elements per row: the unit of the Frobenius rule.
+    pub width: usize,
+    /// Values in f64.
+    pub exact: Vec<f64>,
+    /// Values of the plain same-precision computation.
+    pub plain: Vec<f64>,
+    /// Root of the sum of squares of the terms that were added up for an element: the size of its partial sums.
+    pub magnitude: Vec<f64>,
+}
+
+/// What a correct computation is free to round.
+#[derive(Clone, Copy, Debug)]
+pub struct Rounding {
+    /// Type of the output: its values are rounded once.
+    pub output: DType,
+    /// Type of the probabilities, when there are any: they are rounded once.
+    pub factor: Option<DType>,
+    /// Roundings in f32 on the way: one per 16 products of the longest sum, plus those of the epilogue.
+    pub steps: usize,
+}
+
+impl Rounding {
+    /// The floor for values of size `exact` that are sums of terms of size `magnitude`; `elements` of them in a norm.
+    fn floor(&self, exact: f64, magnitude: f64, elements: usize) -> f64 {
+        let accumulation = self.steps as f64 * unit_roundoff(DType::F32);
+        unit_roundoff(self.output) * exact
+            + self.factor.map_or(0.0, unit_roundoff) * magnitude
+            + accumulation * exact.max(magnitude)
+            + subnormal_roundoff(self.output) * (elements as f64).sqrt()
+    }
+}
+
+/// Accepts `got` or says what is wrong: the rule, the first bad element (named by `name`), got, expected and limit.
+pub fn check(
+    got: &[f64],
+    reference: &Reference,
+    rounding: &Rounding,
+    name: impl Fn(usize) -> String,
+) -> Result<(), String> {
+    let Reference { width, exact, plain, magnitude } = reference;
+    assert_eq!((got.len(), plain.len(), magnitude.len()), (exact.len(), exact.len(), exact.len()));
+    check_classes(got, exact, &name)?;
+    let finite = |i: &usize| exact[*i].is_finite();
+    let largest = |values: &dyn Fn(usize) -> f64| (0..exact.len()).filter(finite).map(values).fold(0.0, f64::max);
+    let plain_error = largest(&|i| {
+        assert!(plain[i].is_finite(), "the plain computation of {} gives {}", name(i), plain[i]);
+        (plain[i] - exact[i]).abs()
+    });
+    let floor = rounding.floor(largest(&|i| exact[i].abs()), largest(&|i| magnitude[i]), 1);
+    let limit = 2.0 * plain_error + floor;
+    let bad: Vec<usize> =
+        (0..exact.len()).filter(finite).filter(|&i| (got[i] - exact[i]).abs() > limit).collect();
+    if let Some(&first) = bad.first() {
+        let error = |i: usize| (got[i] - exact[i]).abs();
+        let worst = bad.iter().copied().max_by(|&a, &b| error(a).total_cmp(&error(b))).unwrap_or(first);
+        return Err(format!(
+            "max error: {} of {} elements are off; first {}: got {}, expected {}, error {:.3e} > limit {limit:.3e} \
+             (plain error {plain_error:.3e}, floor {floor:.3e}); worst {}: got {}, expected {}",
+            bad.len(),
+            exact.len(),
+            name(first),
+            got[first],
+            exact[first],
+            error(first),
+            name(worst),
+            got[worst],
+            exact[worst],
+        ));
+    }
+    for row in (0..exact.len()).step_by((*width).max(1)) {
+        let row = row..exact.len().min(row + (*width).max(1));
+        let norm =
+            |values: &dyn Fn(usize) -> f64| row.clone().filter(finite).map(|i| values(i).powi(2)).sum::<f64>().sqrt();
+        let error = norm(&|i| got[i] - exact[i]);
+        let plain_error = norm(&|i| plain[i] - exact[i]);
+        let size = norm(&|i| exact[i]);
+        let floor = rounding.floor(size, norm(&|i| magnitude[i]), row.len());
+        let limit = 2.0 * plain_error + floor;
+        if error > limit {
+            return Err(format!(
+                "relative Frobenius error of the row from {} to {}: ‖error‖ {error:.3e} > limit {limit:.3e} (plain \
+                 {plain_error:.3e}, floor {floor:.3e}, ‖exact‖ {size:.3e}); its first element: got {}, expected {}",
+                name(row.start),
+                name(row.end - 1),
+                got[row.start],
+                exact[row.start],
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// NaN where NaN is due, the right infinity where one is due, finite elsewhere.
+fn check_classes(got: &[f64], exact: &[f64], name: &impl Fn(usize) -> String) -> Result<(), String> {
+    let same = |got: f64, exact: f64| match exact {
+        e if e.is_nan() => got.is_nan(),
+        e if e.is_infinite() => got == e,
+        _ => got.is_finite(),
+    };
+    let bad: Vec<usize> = (0..exact.len()).filter(|&i| !same(got[i], exact[i])).collect();
+    match bad.first() {
+        None => Ok(()),
+        Some(&i) => Err(format!(
+            "NaN or infinity where it must not be, or missing: {} of {} elements; first {}: got {}, expected {}",
+            bad.len(),
+            exact.len(),
+            name(i),
+            got[i],
+            exact[i]
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reference() -> Reference {
+        Reference {
+            width: 4,
+            exact: vec![1.0, -2.0, 0.5, f64::NEG_INFINITY, 0.25, f64::NAN, 3.0, 0.0],
+            plain: vec![1.0005, -2.0, 0.5, f64::NEG_INFINITY, 0.25, f64::NAN, 3.0, 0.0],
+            magnitude: vec![1.0; 8],
+        }
+    }
+    const F16: Rounding = Rounding { output: DType::F16, factor: None, steps: 1 };
+
+    fn verdict(change: impl Fn(&mut Vec<f64>)) -> Result<(), String> {
+        let mut got = reference().exact;
+        change(&mut got);
+        check(&got, &reference(), &F16, |i| format!("[{i}]"))
+    }
+
+    #[test]
+    fn accepts_what_is_as_good_as_the_plain_computation() {
+        verdict(|_| ()).unwrap();
+        verdict(|got| got[0] += 0.001).unwrap();
+    }
+
+    #[test]
+    fn rejects_errors_nan_and_missing_infinities() {
+        for change in [
+            |got: &mut Vec<f64>| got[1] += 0.01,
+            |got: &mut Vec<f64>| got[4] += 0.002, // passes the max rule, fails in its row
+            |got: &mut Vec<f64>| got[2] = f64::NAN,
+            |got: &mut Vec<f64>| got[2] = f64::INFINITY,
+            |got: &mut Vec<f64>| got[3] = -1e30,
+            |got: &mut Vec<f64>| got[3] = f64::INFINITY,
+            |got: &mut Vec<f64>| got[5] = 0.0,
+        ] {
+            let message = verdict(change).unwrap_err();
+            assert!(message.contains("got") && !message.contains('\n'), "{message}");
+        }
+    }
+}

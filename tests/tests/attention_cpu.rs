@@ -1,0 +1,132 @@
+//! The CPU backend of attention against the oracle.
+
+use blockflash_ops::attention::{Align, Mask};
+use blockflash_ops::{DType, Device, Stream};
+use blockflash_tests::attention::{
+    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, Kernel, Lengths, Limits, attention_cases,
+    edge_cases, head_dims, many_heads, run_case, special_cases,
+};
+use blockflash_tests::property;
+
+const HALVES: [DType; 2] = [DType::F16, DType::BF16];
+
+fn cpu() -> Stream {
+    Device::cpu().stream().expect("the CPU has streams")
+}
+
+fn run_all(cases: Vec<AttentionCase>) {
+    let stream = cpu();
+    let failures: Vec<String> =
+        cases.iter().filter_map(|case| run_case(case, Kernel::Selected, &stream).err()).collect();
+    assert!(failures.is_empty(), "{} of {} cases failed:\n{}", failures.len(), cases.len(), failures.join("\n"));
+}
+
+fn outputs(case: &AttentionCase) -> [Vec<u32>; 2] {
+    let stream = cpu();
+    let inputs = AttentionInputs::upload(case, &AttentionData::generate(case), &stream).unwrap();
+    let mut outputs = AttentionOutputs::poisoned(case, &stream).unwrap();
+    outputs.launch(&inputs, Kernel::Selected, &stream).unwrap();
+    outputs.bits(&stream).unwrap()
+}
+
+#[test]
+fn random_cases_in_half_precision() {
+    let limits = Limits {
+        dtypes: HALVES.to_vec(),
+        head_dims: head_dims(8..=256),
+        seqlen: 200,
+        alignment: 8,
+        work: 4_000_000,
+    };
+    let stream = cpu();
+    property::check(160, attention_cases(limits), |case| run_case(&case, Kernel::Selected, &stream).map(drop));
+}
+
+#[test]
+fn random_cases_that_only_the_cpu_takes() {
+    let limits = Limits {
+        dtypes: vec![DType::F32, DType::F32, DType::F16, DType::BF16],
+        head_dims: vec![1, 2, 3, 5, 7, 12, 20, 33, 60, 100, 129, 250, 264, 300],
+        seqlen: 140,
+        alignment: 1,
+        work: 2_000_000,
+    };
+    let stream = cpu();
+    property::check(80, attention_cases(limits), |case| run_case(&case, Kernel::Selected, &stream).map(drop));
+}
+
+#[test]
+fn tile_edges() {
+    // The tile sizes of the backend are its own affair; powers of two and their neighbours are a good guess.
+    run_all(edge_cases(DType::BF16, &[40, 64], 64, 64));
+    run_all(edge_cases(DType::F16, &[8, 72], 32, 128));
+}
+
+#[test]
+fn special_cases_of_every_mask() {
+    run_all(special_cases(DType::F16, 64, 32));
+    run_all(special_cases(DType::BF16, 24, 32));
+}
+
+#[test]
+fn many_heads_and_a_long_row() {
+    run_all(many_heads(DType::F16, 8));
+    run_all(vec![
+        AttentionCase::simple(DType::BF16, (2, 1), 128, (1, 5000)),
+        AttentionCase {
+            mask: Mask::causal(),
+            ..AttentionCase::simple(DType::F16, (1, 1), 64, (700, 700))
+        },
+    ]);
+}
+
+#[test]
+fn masks_that_mean_the_same_give_the_same_bits() {
+    let base = AttentionCase::simple(DType::F16, (4, 2), 48, (90, 90));
+    let with = |mask| outputs(&AttentionCase { mask, ..base.clone() });
+    let window = |left, right, align| Mask::Window { left, right, align };
+    let (top, bottom) = (Align::TopLeft, Align::BottomRight);
+    assert_eq!(with(Mask::Full), with(window(None, None, top)));
+    assert_eq!(with(Mask::Full), with(window(Some(90), Some(90), bottom)));
+    let causal = with(Mask::Causal { align: bottom });
+    assert_eq!(causal, with(Mask::Causal { align: top }), "the lengths are equal");
+    assert_eq!(causal, with(window(None, Some(0), top)));
+    assert_ne!(causal, with(Mask::Full));
+    // A packed batch of equal lengths is a dense batch.
+    let dense = AttentionCase { lengths: Lengths::Dense { batch: 3, seqlen_q: 20, seqlen_kv: 30 }, ..base.clone() };
+    let packed =
+        AttentionCase { lengths: Lengths::Packed { lengths: vec![(20, 30); 3], slack: (0, 0) }, ..base.clone() };
+    assert_eq!(outputs(&dense)[0], outputs(&packed)[0]);
+}
+
+#[test]
+fn repeats_are_equal_bit_by_bit() {
+    let case = AttentionCase {
+        lengths: Lengths::Dense { batch: 2, seqlen_q: 150, seqlen_kv: 333 },
+        mask: Mask::causal(),
+        sink: true,
+        ..AttentionCase::simple(DType::BF16, (6, 2), 72, (0, 0))
+    };
+    let first = outputs(&case);
+    for repeat in 1..30 {
+        assert!(outputs(&case) == first, "repeat {repeat} differs");
+    }
+}
+
+#[test]
+fn threads_do_not_disturb_each_other() {
+    std::thread::scope(|scope| {
+        for thread in 0..4u64 {
+            scope.spawn(move || {
+                for seed in 0..4 {
+                    let case = AttentionCase {
+                        seed: 10 * thread + seed,
+                        mask: Mask::causal(),
+                        ..AttentionCase::simple(DType::F16, (2, 2), 64, (65 + thread as usize, 130))
+                    };
+                    run_case(&case, Kernel::Selected, &cpu()).unwrap_or_else(|error| panic!("{error}"));
+                }
+            });
+        }
+    });
+}

@@ -1,0 +1,119 @@
+//! The CPU backend of the BSR product against the oracle.
+
+use blockflash_ops::{BsrMatrix, DType, Device, Stream, View};
+use blockflash_tests::bsr::{
+    BsrCase, BsrData, BsrInputs, Kernel, Limits, Pattern, bsr_cases, edge_cases, epilogue_cases, run_case,
+};
+use blockflash_tests::{host::download, property};
+
+fn cpu() -> Stream {
+    Device::cpu().stream().expect("the CPU has streams")
+}
+
+fn run_all(cases: Vec<BsrCase>) {
+    let stream = cpu();
+    let failures: Vec<String> =
+        cases.iter().filter_map(|case| run_case(case, Kernel::Selected, &stream).err()).collect();
+    assert!(failures.is_empty(), "{} of {} cases failed:\n{}", failures.len(), cases.len(), failures.join("\n"));
+}
+
+#[test]
+fn random_cases_in_half_precision() {
+    let limits =
+        Limits { dtypes: vec![DType::F16, DType::BF16], block_sizes: vec![16, 32, 64, 128], blocks: 4, columns: 260 };
+    let stream = cpu();
+    property::check(150, bsr_cases(limits), |case| run_case(&case, Kernel::Selected, &stream).map(drop));
+}
+
+#[test]
+fn random_cases_that_only_the_cpu_takes() {
+    let limits = Limits {
+        dtypes: vec![DType::F32, DType::F32, DType::F16],
+        block_sizes: vec![1, 2, 3, 5, 8, 24, 100],
+        blocks: 7,
+        columns: 130,
+    };
+    let stream = cpu();
+    property::check(150, bsr_cases(limits), |case| run_case(&case, Kernel::Selected, &stream).map(drop));
+}
+
+#[test]
+fn tile_edges() {
+    for (dtype, block_size) in [(DType::F16, 16), (DType::BF16, 32), (DType::F16, 64)] {
+        run_all(edge_cases(dtype, block_size, 128, 64));
+    }
+}
+
+#[test]
+fn every_epilogue() {
+    run_all(epilogue_cases(DType::F16, 16));
+    run_all(epilogue_cases(DType::BF16, 32));
+}
+
+#[test]
+fn repeats_are_equal_bit_by_bit() {
+    let case = BsrCase::simple(DType::BF16, 32, [300, 130, 500], Pattern::Random(0.5));
+    let (stream, data) = (cpu(), BsrData::generate(&case));
+    let inputs = BsrInputs::upload(&case, &data, &stream).unwrap();
+    let run = || {
+        let mut c = inputs.old_c(&data, &stream).unwrap();
+        inputs.launch(&mut c, Kernel::Selected, &stream).unwrap();
+        download(&stream, &c).unwrap()
+    };
+    let first = run();
+    for repeat in 1..30 {
+        assert!(run() == first, "repeat {repeat} differs");
+    }
+}
+
+/// All constructors of one matrix give the same arrays.
+#[test]
+fn constructors_agree() {
+    for (size, pattern) in [(16, Pattern::Random(0.4)), (7, Pattern::EmptyRows(0.5)), (32, Pattern::Full)] {
+        let case = BsrCase::simple(DType::F16, size, [75, 1, 90], pattern);
+        let data = BsrData::generate(&case);
+        let parts = data.matrix(&case, &cpu()).unwrap();
+        let dense = parts.to_dense().unwrap();
+        let (rows, cols) = (parts.rows(), parts.cols());
+        assert_eq!((rows, cols, dense.len()), (75, 90, 75 * 90));
+
+        let from_dense = BsrMatrix::from_dense(View::from_slice(&dense, &[rows, cols]).unwrap(), size, DType::F16);
+        let triplets: Vec<(usize, usize, f32)> = (0..dense.len())
+            .rev()
+            .filter(|&at| dense[at] != 0.0)
+            .map(|at| (at / cols, at % cols, dense[at]))
+            .collect();
+        let from_coo = BsrMatrix::from_coo(rows, cols, size, DType::F16, &triplets);
+        let (mut row_ptr, mut col_idx, mut values) = (vec![0i32], Vec::new(), Vec::new());
+        for row in 0..rows {
+            for col in (0..cols).filter(|&col| dense[row * cols + col] != 0.0) {
+                col_idx.push(col as i32);
+                values.push(dense[row * cols + col]);
+            }
+            row_ptr.push(col_idx.len() as i32);
+        }
+        let from_csr = BsrMatrix::from_csr(rows, cols, size, DType::F16, (&row_ptr, &col_idx, &values));
+        let mut blocks: Vec<(usize, usize)> = Vec::new();
+        for row in 0..parts.block_rows() {
+            let range = data.row_ptr[row] as usize..data.row_ptr[row + 1] as usize;
+            blocks.extend(data.col_idx[range].iter().map(|&col| (row, col as usize)));
+        }
+        // In reverse order, to be sorted.
+        blocks.reverse();
+        let reversed: Vec<f32> = data.values.chunks(size * size).rev().flatten().copied().collect();
+        let from_blocks = BsrMatrix::from_blocks(rows, cols, size, DType::F16, &blocks, &reversed);
+
+        let bits = |tensor: &blockflash_ops::Tensor| download(&cpu(), tensor).unwrap();
+        for (name, other) in
+            [("dense", from_dense), ("coo", from_coo), ("csr", from_csr), ("blocks", from_blocks)]
+        {
+            let other = other.unwrap_or_else(|error| panic!("from_{name}: {error}"));
+            assert_eq!(bits(other.row_ptr()), bits(parts.row_ptr()), "row_ptr from_{name}");
+            assert_eq!(bits(other.col_idx()), bits(parts.col_idx()), "col_idx from_{name}");
+            assert_eq!(bits(other.values()), bits(parts.values()), "values from_{name}");
+            assert_eq!(bits(other.row_order()), bits(parts.row_order()), "row_order from_{name}");
+            assert_eq!(other.nnz_blocks(), parts.nnz_blocks());
+            assert!((other.density() - parts.density()).abs() < 1e-12);
+        }
+    }
+}
