@@ -181,6 +181,7 @@ const RUN_ALL: &str = r#"#!/bin/sh
 # usage: ./run-all [FOLDER]                     results go to FOLDER (default: out)
 #        SUITES="attention_floor" ./run-all     measure these suites only; SUITES=none measures nothing
 #        TESTS=none ./run-all                   test nothing
+#        OPTIONS="--peers none" ./run-all       passed on to `blockflash bench`
 set -u
 mkdir -p "${1:-out}" || exit 1
 out=$(cd "${1:-out}" && pwd) || exit 1
@@ -210,7 +211,8 @@ for file in benches/suites/*.toml; do
   case " ${SUITES:-$suite} " in
   *" $suite "*)
     echo "== $suite"
-    ./blockflash bench "$suite" --out "$out/bench" || failed="$failed $suite"
+    # shellcheck disable=SC2086 # OPTIONS holds several words
+    ./blockflash bench "$suite" --out "$out/$suite.jsonl" ${OPTIONS:-} || failed="$failed $suite"
     ;;
   esac
 done
