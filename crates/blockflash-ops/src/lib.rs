@@ -35,6 +35,7 @@ mod check;
 mod error;
 mod float;
 mod flops;
+mod math;
 mod support;
 
 pub use attention::{Align, Attention, AttentionOutput, AttentionProblem, CuSeqlens, Mask, PackedRows};
@@ -47,3 +48,6 @@ pub use blockflash_safe::{
     ComputeCapability, CudaProperties, DType, Device, Element, Event, Graph, Layout, Row, Stream, Target,
     Tensor, View, ViewMut,
 };
+
+#[cfg(test)]
+mod fixtures;

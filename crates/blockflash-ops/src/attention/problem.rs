@@ -257,3 +257,7 @@ fn strides(strides: &[usize]) -> Strides {
         _ => Strides { batch: 0, seq: 0, head: 0 },
     }
 }
+
+#[cfg(test)]
+#[path = "problem_tests.rs"]
+mod tests;

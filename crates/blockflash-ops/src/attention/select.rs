@@ -40,7 +40,7 @@ pub(crate) fn accepts(row: &Row, problem: &AttentionProblem, gpu: &CudaPropertie
     if tile.dtype != problem.dtype {
         return refuse(format!("the kernel takes {}, the tensors are {}", tile.dtype, problem.dtype));
     }
-    if problem.head_dim > tile.head_dim as usize || problem.head_dim % 8 != 0 {
+    if problem.head_dim > tile.head_dim as usize || !problem.head_dim.is_multiple_of(8) {
         return refuse(format!(
             "head_dim {} is not a multiple of 8 up to {}",
             problem.head_dim, tile.head_dim
@@ -67,7 +67,7 @@ fn why_none(rows: &[Row], problem: &AttentionProblem, gpu: &CudaProperties) -> S
         return format!("kernels take f16 and bf16, the tensors are {}", problem.dtype);
     }
     let widest = tiles().map(|(_, tile)| tile.head_dim).max().unwrap_or(0);
-    if head_dim % 8 != 0 || head_dim > widest as usize {
+    if !head_dim.is_multiple_of(8) || head_dim > widest as usize {
         return format!("head_dim {head_dim}: kernels take multiples of 8 up to {widest}");
     }
     format!(
@@ -79,3 +79,7 @@ fn why_none(rows: &[Row], problem: &AttentionProblem, gpu: &CudaProperties) -> S
 fn unsupported(gpu: &CudaProperties, what: String) -> Error {
     Error::Unsupported { op: OP, arch: gpu.compute_capability.to_string(), what }
 }
+
+#[cfg(test)]
+#[path = "select_tests.rs"]
+mod tests;

@@ -57,8 +57,8 @@ impl Shape {
         }
         for (row, pair) in row_ptr.windows(2).enumerate() {
             let mut before = -1;
-            for at in pair[0] as usize..pair[1] as usize {
-                let col = col_idx[at];
+            let first = pair[0] as usize;
+            for (at, &col) in (first..).zip(&col_idx[first..pair[1] as usize]) {
                 if col < 0 || col as usize >= block_cols {
                     return invalid(format!(
                         "col_idx[{at}] is {col} in block row {row}, not 0 to {block_cols} - 1"

@@ -1,0 +1,202 @@
+use super::{BLOCK_Q, Operands, Task};
+use crate::Result;
+use crate::attention::{AttentionProblem, Strides};
+use crate::float::Float;
+use crate::math;
+use blockflash_safe::{View, ViewMut, host_gemm};
+use std::ops::Range;
+
+/// Keys per step; scores, keys and values of a step stay in the second-level cache.
+const BLOCK_KV: usize = 256;
+
+/// The f32 panels of one thread: a block of queries and its running softmax.
+pub(super) struct Tile {
+    head_dim: usize,
+    /// `[rows, head_dim]`
+    q: Vec<f32>,
+    /// `[keys, head_dim]`
+    k: Vec<f32>,
+    /// `[keys, head_dim]`
+    v: Vec<f32>,
+    /// Scores and then probabilities, `[rows, keys]`.
+    s: Vec<f32>,
+    /// Sum of probability times value, `[rows, head_dim]`.
+    o: Vec<f32>,
+    /// Largest score of each row, −∞ before the first.
+    max: Vec<f32>,
+    /// Sum of probabilities of each row, relative to `max`.
+    sum: Vec<f32>,
+    rows: usize,
+}
+
+impl Tile {
+    pub(super) fn new(problem: &AttentionProblem) -> Self {
+        let AttentionProblem { head_dim, seqlen_q, seqlen_kv, .. } = *problem;
+        let (rows, keys) = (BLOCK_Q.min(seqlen_q), BLOCK_KV.min(seqlen_kv));
+        let panel = |rows: usize, columns: usize| vec![0.0; rows * columns];
+        Self {
+            head_dim,
+            q: panel(rows, head_dim),
+            k: panel(keys, head_dim),
+            v: panel(keys, head_dim),
+            s: panel(rows, keys),
+            o: panel(rows, head_dim),
+            max: panel(rows, 1),
+            sum: panel(rows, 1),
+            rows: 0,
+        }
+    }
+
+    /// Output rows of the last task.
+    pub(super) fn o(&self) -> &[f32] {
+        &self.o[..self.rows * self.head_dim]
+    }
+
+    /// Log-sum-exp of each row of the last task.
+    pub(super) fn lse(&self) -> &[f32] {
+        &self.max[..self.rows]
+    }
+
+    /// Computes one block of queries.
+    pub(super) fn compute<T: Float>(&mut self, operands: &Operands<'_, T>, task: &Task) -> Result<()> {
+        let (problem, sequence) = (operands.problem, &task.sequence);
+        self.rows = task.queries.len();
+        self.max[..self.rows].fill(f32::NEG_INFINITY);
+        self.sum[..self.rows].fill(0.0);
+        self.o[..self.rows * self.head_dim].fill(0.0);
+        load(&mut self.q, operands.q, sequence.q, problem.q, task.head, task.queries.clone(), self.head_dim);
+
+        let head_kv = task.head / (problem.num_heads_q / problem.num_heads_kv);
+        let visible = |query| problem.mask.visible(query, sequence.seqlen_q, sequence.seqlen_kv);
+        // Both ends of the visible range only ever grow from query to query.
+        let (first, last) = (visible(task.queries.start), visible(task.queries.end - 1));
+        for start in (first.start..last.end).step_by(BLOCK_KV) {
+            let keys = start..(start + BLOCK_KV).min(last.end);
+            load(&mut self.k, operands.k, sequence.k, problem.k, head_kv, keys.clone(), self.head_dim);
+            load(&mut self.v, operands.v, sequence.v, problem.v, head_kv, keys.clone(), self.head_dim);
+            let masked = last.start > keys.start || first.end < keys.end;
+            let in_step = |row: usize| match masked {
+                true => clip(visible(task.queries.start + row), &keys),
+                false => 0..keys.len(),
+            };
+            self.scores(keys.len(), problem.softmax_scale)?;
+            self.softmax(keys.len(), problem.softcap, in_step);
+            self.accumulate(keys.len(), masked, in_step)?;
+        }
+        self.finish(operands.sink.map(|sink| sink[task.head]));
+        Ok(())
+    }
+
+    /// `s = scale·q·kᵀ`. Scores of masked pairs are computed too, and never read.
+    fn scores(&mut self, keys: usize, scale: f32) -> Result<()> {
+        let (rows, head_dim) = (self.rows, self.head_dim);
+        let q = View::from_slice(&self.q[..rows * head_dim], &[rows, head_dim])?;
+        let k_t = View::from_slice_strided(&self.k, &[head_dim, keys], &[1, head_dim])?;
+        let s = ViewMut::from_slice(&mut self.s[..rows * keys], &[rows, keys])?;
+        Ok(host_gemm(scale, q, k_t, false, s)?)
+    }
+
+    /// Turns scores into probabilities relative to the rows' new maxima; those of masked pairs are 0.
+    fn softmax(&mut self, keys: usize, softcap: Option<f32>, in_step: impl Fn(usize) -> Range<usize>) {
+        for row in 0..self.rows {
+            let s = &mut self.s[row * keys..][..keys];
+            let visible = in_step(row);
+            s[..visible.start].fill(0.0);
+            s[visible.end..].fill(0.0);
+            let s = &mut s[visible];
+            if s.is_empty() {
+                continue;
+            }
+            if let Some(softcap) = softcap {
+                math::cap(s, softcap);
+            }
+            let max = math::max(s).max(self.max[row]);
+            let shift = shift(max);
+            let shrink = math::exp(self.max[row] - shift);
+            self.max[row] = max;
+            self.sum[row] = self.sum[row] * shrink + math::exp_sum(s, shift);
+            if shrink != 1.0 {
+                let o = &mut self.o[row * self.head_dim..][..self.head_dim];
+                o.iter_mut().for_each(|o| *o *= shrink);
+            }
+        }
+    }
+
+    /// `o += s·v`. A masked pair must contribute nothing, but 0·NaN and 0·∞ are NaN: where pairs are masked, values with such
+    /// elements are taken out of the product and added for the rows that attend them.
+    fn accumulate(
+        &mut self,
+        keys: usize,
+        masked: bool,
+        in_step: impl Fn(usize) -> Range<usize>,
+    ) -> Result<()> {
+        let (rows, head_dim) = (self.rows, self.head_dim);
+        let panel = &mut self.v[..keys * head_dim];
+        let mut taken_out: Vec<(usize, Vec<f32>)> = Vec::new();
+        if masked && math::any_non_finite(panel) {
+            for (key, v) in panel.chunks_exact_mut(head_dim).enumerate() {
+                if math::any_non_finite(v) {
+                    taken_out.push((key, v.to_vec()));
+                    v.fill(0.0);
+                }
+            }
+        }
+        let s = View::from_slice(&self.s[..rows * keys], &[rows, keys])?;
+        let v = View::from_slice(&self.v[..keys * head_dim], &[keys, head_dim])?;
+        let o = ViewMut::from_slice(&mut self.o[..rows * head_dim], &[rows, head_dim])?;
+        host_gemm(1.0, s, v, true, o)?;
+        for (key, v) in taken_out {
+            for row in (0..rows).filter(|&row| in_step(row).contains(&key)) {
+                let (p, o) = (self.s[row * keys + key], &mut self.o[row * head_dim..][..head_dim]);
+                o.iter_mut().zip(&v).for_each(|(o, v)| *o += p * v);
+            }
+        }
+        Ok(())
+    }
+
+    /// Divides by the sums and turns `max` into the log-sum-exp. A sink is one more score, without a value.
+    fn finish(&mut self, sink: Option<f32>) {
+        for (row, o) in self.o[..self.rows * self.head_dim].chunks_exact_mut(self.head_dim).enumerate() {
+            let sink = sink.unwrap_or(f32::NEG_INFINITY);
+            let max = if sink > self.max[row] { sink } else { self.max[row] };
+            let shift = shift(max);
+            let shrink = math::exp(self.max[row] - shift);
+            let sum = self.sum[row] * shrink + math::exp(sink - shift);
+            if sum == 0.0 {
+                // Nothing was attended, or only keys with a score of −∞.
+                o.fill(0.0);
+                self.max[row] = f32::NEG_INFINITY;
+            } else {
+                o.iter_mut().for_each(|o| *o = *o * shrink / sum);
+                self.max[row] = shift + sum.ln();
+            }
+        }
+    }
+}
+
+/// What is subtracted from scores: their maximum, or 0 while that is −∞, since −∞ − (−∞) is NaN.
+fn shift(max: f32) -> f32 {
+    if max == f32::NEG_INFINITY { 0.0 } else { max }
+}
+
+/// The part of `visible` inside `keys`, counted from its start.
+fn clip(visible: Range<usize>, keys: &Range<usize>) -> Range<usize> {
+    let clamp = |key: usize| key.clamp(keys.start, keys.end) - keys.start;
+    clamp(visible.start)..clamp(visible.end)
+}
+
+/// Converts rows of one head to a panel.
+fn load<T: Float>(
+    panel: &mut [f32],
+    source: &[T],
+    first: usize,
+    strides: Strides,
+    head: usize,
+    rows: Range<usize>,
+    head_dim: usize,
+) {
+    for (row, target) in rows.zip(panel.chunks_exact_mut(head_dim)) {
+        let start = first + row * strides.seq + head * strides.head;
+        T::widen(&source[start..][..head_dim], target);
+    }
+}

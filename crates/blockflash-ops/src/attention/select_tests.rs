@@ -1,0 +1,178 @@
+use super::super::{Align, Mask, plan};
+use super::*;
+use crate::fixtures::{gpu, gpus};
+use blockflash_sys::params::BLOCKFLASH_WINDOW_UNBOUNDED;
+use blockflash_sys::{DType, Target};
+
+fn problem(dtype: DType, head_dim: usize) -> AttentionProblem {
+    AttentionProblem::dense(dtype, [2, 300, 500], [8, 2], head_dim)
+}
+
+fn attention_rows() -> impl Iterator<Item = (&'static Row, AttentionFwd)> {
+    manifest::rows().iter().filter_map(|row| Some((row, tile(row)?)))
+}
+
+#[test]
+fn every_gpu_runs_every_head_dim() {
+    for gpu in gpus() {
+        for dtype in [DType::F16, DType::BF16] {
+            for head_dim in (8..=256).step_by(8) {
+                let problem = problem(dtype, head_dim);
+                let row = select(&problem, &gpu).unwrap();
+                let chosen = tile(row).unwrap();
+                assert!(row.target.runs_on(gpu.compute_capability) && row.smem_bytes() <= gpu.smem_per_block);
+                assert!(chosen.dtype == dtype && chosen.head_dim as usize >= head_dim);
+                for (other, tile) in attention_rows().filter(|(row, _)| accepts(row, &problem, &gpu).is_ok())
+                {
+                    assert!(other.target != row.target || tile.head_dim >= chosen.head_dim, "{}", gpu.name);
+                    assert!(!row.target.is_ptx() || other.target.is_ptx(), "machine code comes before PTX");
+                }
+                plan(row, &problem).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn targets_are_those_of_the_gpu() {
+    let target =
+        |major, minor, head_dim| select(&problem(DType::F16, head_dim), &gpu(major, minor)).unwrap().target;
+    assert_eq!(target(8, 0, 128), Target::Sm80);
+    assert_eq!(target(8, 9, 128), Target::Sm89);
+    assert_eq!(target(12, 0, 128), Target::Sm120);
+    assert_eq!(target(10, 0, 128), Target::Ptx80);
+    assert!(matches!(target(9, 0, 128), Target::Sm90 | Target::Sm90a));
+}
+
+#[test]
+fn what_is_missing_is_said() {
+    let refusal = |dtype, head_dim, major, minor| match select(&problem(dtype, head_dim), &gpu(major, minor))
+        .unwrap_err()
+    {
+        Error::Unsupported { op: "attention", arch, what } => (arch, what),
+        other => panic!("{other}"),
+    };
+    let (arch, what) = refusal(DType::F16, 20, 8, 9);
+    assert_eq!(
+        (arch.as_str(), what.as_str()),
+        ("sm_89", "head_dim 20: kernels take multiples of 8 up to 256")
+    );
+    assert!(refusal(DType::F16, 264, 9, 0).1.contains("head_dim 264"));
+    assert!(refusal(DType::F32, 64, 9, 0).1.contains("kernels take f16 and bf16, the tensors are f32"));
+    assert!(refusal(DType::F16, 64, 7, 5).1.contains("compute capability 8.0"));
+    let mut small = gpu(8, 9);
+    small.smem_per_block = 1024;
+    let error = select(&problem(DType::F16, 64), &small).unwrap_err().to_string();
+    assert!(error.contains("1024 bytes of shared memory"), "{error}");
+}
+
+#[test]
+fn preference_is_target_then_tile() {
+    let row = |target, head_dim| Row {
+        variant: Variant::AttentionFwd(AttentionFwd {
+            dtype: DType::F16,
+            head_dim,
+            block_q: 64,
+            block_kv: 32,
+            warps: 4,
+            stages: 1,
+            min_blocks: 1,
+        }),
+        target,
+    };
+    let rows =
+        [row(Target::Ptx80, 64), row(Target::Sm80, 256), row(Target::Sm80, 128), row(Target::Sm89, 128)];
+    let chosen = |head_dim, minor| {
+        let row = select_among(&rows, &problem(DType::F16, head_dim), &gpu(8, minor)).unwrap();
+        (row.target, tile(row).unwrap().head_dim)
+    };
+    assert_eq!(chosen(64, 0), (Target::Sm80, 128));
+    assert_eq!(chosen(136, 0), (Target::Sm80, 256));
+    assert_eq!(chosen(64, 9), (Target::Sm89, 128));
+    assert_eq!(chosen(256, 9), (Target::Sm80, 256));
+}
+
+#[test]
+fn every_row_has_a_plan() {
+    for (row, tile) in attention_rows() {
+        let problem = problem(tile.dtype, tile.head_dim as usize);
+        let plan = plan(row, &problem).unwrap();
+        let tiles_q = 300u32.div_ceil(tile.block_q);
+        assert_eq!(plan.config.grid, [tiles_q * 8 * 2, 1, 1]);
+        assert_eq!((plan.config.block, plan.config.smem_bytes), (row.threads(), row.smem_bytes()));
+        assert_eq!((plan.config.cluster, plan.workspace_bytes), (None, 0));
+        let p = plan.params;
+        assert!(
+            p.q.is_null() && p.o.is_null() && p.lse.is_null() && p.sink.is_null() && p.cu_seqlens_q.is_null()
+        );
+        assert_eq!([p.batch, p.num_heads_q, p.num_heads_kv, p.seqlen_q, p.seqlen_kv], [2, 8, 2, 300, 500]);
+        assert_eq!(p.head_dim as u32, tile.head_dim);
+        let head_dim = i64::from(tile.head_dim);
+        assert_eq!(
+            [p.q_stride_batch, p.q_stride_seq, p.q_stride_head],
+            [300 * 8 * head_dim, 8 * head_dim, head_dim]
+        );
+        assert_eq!(
+            [p.v_stride_batch, p.v_stride_seq, p.v_stride_head],
+            [500 * 2 * head_dim, 2 * head_dim, head_dim]
+        );
+        assert_eq!([p.lse_stride_batch, p.lse_stride_head], [8 * 300, 300]);
+        assert_eq!([p.window_left, p.window_right], [BLOCKFLASH_WINDOW_UNBOUNDED; 2]);
+        assert_eq!((p.align_bottom_right, p.softcap), (0, 0.0));
+        assert_eq!(p.softmax_scale, (1.0 / (tile.head_dim as f64).sqrt()) as f32);
+    }
+}
+
+#[test]
+fn masks_become_windows() {
+    let (row, tile) = attention_rows().next().unwrap();
+    let unbounded = BLOCKFLASH_WINDOW_UNBOUNDED;
+    let window = |left, right| Mask::Window { left, right, align: Align::TopLeft };
+    let planned = |mask| {
+        let problem = AttentionProblem { mask, softcap: Some(7.0), ..problem(tile.dtype, 64) };
+        let p = plan(row, &problem).unwrap().params;
+        assert_eq!(p.softcap, 7.0);
+        (p.window_left, p.window_right, p.align_bottom_right)
+    };
+    assert_eq!(planned(Mask::causal()), (unbounded, 0, 1));
+    assert_eq!(planned(Mask::Causal { align: Align::TopLeft }), (unbounded, 0, 0));
+    assert_eq!(planned(window(Some(100), Some(20))), (100, 20, 0));
+    assert_eq!(planned(window(None, None)), (unbounded, unbounded, 0));
+    assert_eq!(planned(window(Some(usize::MAX), Some(1 << 31))), (unbounded, unbounded, 0));
+}
+
+#[test]
+fn misaligned_strides_are_refused() {
+    let (row, tile) = attention_rows().next().unwrap();
+    let good = problem(tile.dtype, 64);
+    let refused = |problem: &AttentionProblem| match plan(row, problem) {
+        Err(Error::Misaligned { what, problem }) => format!("{what}: {problem}"),
+        other => panic!("{other:?}"),
+    };
+    let mut bad = good;
+    bad.q.seq += 4;
+    assert_eq!(refused(&bad), "q: the sequence stride is 516 elements, not a multiple of 8");
+    let mut bad = good;
+    bad.v.head = 65;
+    assert!(refused(&bad).contains("v: the head stride"));
+    let mut bad = good;
+    bad.o.batch += 1;
+    assert!(refused(&bad).contains("o: the batch stride"));
+    let mut unused = AttentionProblem { batch: 1, ..good };
+    unused.k.batch = 3;
+    plan(row, &unused).unwrap();
+}
+
+#[test]
+fn grids_and_tiles_have_limits() {
+    let (row, tile) = attention_rows().next().unwrap();
+    let huge = AttentionProblem { batch: 1 << 20, num_heads_q: 1 << 12, ..problem(tile.dtype, 64) };
+    assert!(matches!(plan(row, &huge), Err(Error::TooLarge { what: "grid", .. })));
+    let wide = problem(tile.dtype, tile.head_dim as usize + 8);
+    assert!(matches!(plan(row, &wide), Err(Error::Unsupported { .. })));
+    let other = manifest::rows().iter().find(|row| super::tile(row).is_none()).unwrap();
+    let error = plan(other, &problem(DType::F16, 64)).unwrap_err().to_string();
+    assert!(error.contains("computes something else"), "{error}");
+    let refused = accepts(other, &problem(DType::F16, 64), &gpu(9, 0)).unwrap_err().to_string();
+    assert!(refused.contains("computes something else"), "{refused}");
+}
