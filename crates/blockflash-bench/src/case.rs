@@ -1,7 +1,9 @@
 //! What is measured: one shape of one operation, with an id that a person can read.
 
 use crate::random;
-use blockflash_ops::{Align, Mask};
+use blockflash_ops::attention::AttentionProblem;
+use blockflash_ops::bsr_matmul::BsrProblem;
+use blockflash_ops::{Align, Mask, attention_flops, bsr_flops};
 use blockflash_sys::DType;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -73,12 +75,9 @@ impl Case {
     /// Useful floating-point operations; the same count for ours and for every rival.
     pub fn flops(&self) -> f64 {
         match self {
-            Case::AttentionFwd(shape) => {
-                4.0 * shape.visited_pairs() * (shape.batch * shape.num_heads_q * shape.head_dim) as f64
-            }
-            Case::BsrMatmul(shape) => {
-                2.0 * shape.nnz_blocks() as f64 * (shape.block_size * shape.block_size * shape.n) as f64
-            }
+            // Only a variable-length problem has no count.
+            Case::AttentionFwd(shape) => attention_flops(&shape.problem()).unwrap_or(0) as f64,
+            Case::BsrMatmul(shape) => bsr_flops(&shape.problem()) as f64,
         }
     }
 }
@@ -115,26 +114,20 @@ impl fmt::Display for Case {
 }
 
 impl AttentionShape {
+    /// The problem of contiguous tensors.
+    pub fn problem(&self) -> AttentionProblem {
+        let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, dtype, .. } = *self;
+        let sizes = [batch, seqlen_q, seqlen_kv];
+        let problem = AttentionProblem::dense(dtype, sizes, [num_heads_q, num_heads_kv], head_dim);
+        AttentionProblem { mask: self.mask(), ..problem }
+    }
+
     /// The mask as the library takes it.
     pub fn mask(&self) -> Mask {
         match self.mask {
             MaskKind::Full => Mask::Full,
             MaskKind::Causal => Mask::Causal { align: Align::BottomRight },
         }
-    }
-
-    /// Query-key pairs of one head that the mask leaves.
-    fn visited_pairs(&self) -> f64 {
-        let (q, kv) = (self.seqlen_q as u128, self.seqlen_kv as u128);
-        let pairs = match self.mask {
-            MaskKind::Full => q * kv,
-            // The last `rows` queries see kv - rows + 1, …, kv keys; earlier ones see none.
-            MaskKind::Causal => {
-                let rows = q.min(kv);
-                rows * (2 * kv + 1 - rows) / 2
-            }
-        };
-        pairs as f64
     }
 }
 
@@ -157,6 +150,11 @@ impl BsrShape {
     /// Stored blocks.
     pub fn nnz_blocks(&self) -> usize {
         self.block_rows() * self.blocks_per_row()
+    }
+
+    /// The problem of contiguous dense operands.
+    pub fn problem(&self) -> BsrProblem {
+        BsrProblem::new(self.dtype, [self.m, self.n, self.k], self.block_size, self.nnz_blocks())
     }
 
     /// `row_ptr` and `col_idx`, ascending within each row.
@@ -203,12 +201,8 @@ mod tests {
 
     #[test]
     fn flops_count_what_is_needed() {
-        let pairs = |seqlen_q, seqlen_kv| {
-            AttentionShape { seqlen_q, seqlen_kv, batch: 1, num_heads_q: 1, ..ATTENTION }.visited_pairs()
-        };
-        assert_eq!(pairs(3, 3), 6.0);
-        assert_eq!(pairs(2, 5), 9.0); // 4 + 5
-        assert_eq!(pairs(5, 2), 3.0); // three rows see nothing
+        let causal = AttentionShape { seqlen_q: 2, seqlen_kv: 5, ..ATTENTION };
+        assert_eq!(Case::AttentionFwd(causal).flops(), 4.0 * 4.0 * 32.0 * 64.0 * 9.0); // 4 + 5 pairs
         let full = Case::AttentionFwd(AttentionShape { mask: MaskKind::Full, ..ATTENTION });
         assert_eq!(full.flops(), 4.0 * 4.0 * 32.0 * 4096.0 * 4096.0 * 64.0);
         // 12.8 blocks of a row round to 13.

@@ -1,13 +1,181 @@
 //! `blockflash bench`.
 
+use crate::args::DeviceArg;
 use crate::failure::{Failure, Result};
+use crate::output::{device_name, print};
+use crate::table;
+use blockflash_bench::machine::{Machine, benches};
+use blockflash_bench::peers::{Command, Peers, Selection};
+use blockflash_bench::record::{OURS, Record, Writer};
+use blockflash_bench::report;
+use blockflash_bench::rounds::Run;
+use blockflash_bench::suite::Suite;
+use blockflash_ops::Device;
+use indicatif::{ProgressBar, ProgressStyle};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+
+const EXAMPLES: &str = "\
+Every implementation of a case is verified, then all take windows in turns: ours, rival, rival, ours, … Each result is one
+JSON line; benches/README.md documents the fields.
+
+Examples:
+  blockflash bench smoke
+  blockflash bench attention_floor --peers flash,cudnn --rounds 9
+  blockflash bench bsr_floor --row b64 --peers none      compares all tile variants for blocks of 64
+  blockflash report";
 
 /// Options of `blockflash bench`.
 #[derive(clap::Args)]
-pub struct Args {}
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// Name of a suite in benches/suites, or a .toml file
+    pub suite: String,
+    /// Rivals: auto, none, or parts of their names with commas between [default: what the suite says; none on a CPU]
+    #[arg(long, value_name = "LIST")]
+    pub peers: Option<String>,
+    /// Windows of each implementation [default: what the suite says]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub rounds: Option<u16>,
+    /// Length of a window [default: what the suite says]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=60_000))]
+    pub window_ms: Option<u32>,
+    /// Only cases whose id contains one of these (commas between)
+    #[arg(long, value_name = "TEXT")]
+    pub filter: Option<String>,
+    /// Instead of the selected kernel measure each whose name contains one of these (commas between)
+    #[arg(long, value_name = "SYMBOL")]
+    pub row: Option<String>,
+    /// Append the record to this file [default: benches/results/GPU/SUITE.jsonl]
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+    /// Seconds that a tuned rival may search for its parameters, per case
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    pub tune_seconds: u32,
+    /// Seed of inputs and patterns
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    /// Show what the rivals' process writes to stderr
+    #[arg(long)]
+    pub verbose: bool,
+    #[command(flatten)]
+    pub device: DeviceArg,
+}
 
-/// Measures the suites.
-pub fn run(_: Args) -> Result<ExitCode> {
-    Err(Failure::new("`bench` is not part of this build"))
+/// Measures a suite. Exit code 1 if one of our results was wrong or missing.
+pub fn run(args: Args) -> Result<ExitCode> {
+    let benches = benches()?;
+    let suite = args.suite(&benches)?;
+    let device = args.device.open()?;
+    let machine = Machine::of(&device, &benches);
+    let rows = args.row.as_deref().map(words);
+    if device.is_cpu() && rows.is_some() {
+        return Err(Failure::new("--row names GPU kernels, but the CPU is measured"));
+    }
+    let default = benches.join("results").join(machine.slug()).join(format!("{}.jsonl", suite.name));
+    let mut writer = Writer::open(args.out.as_deref().unwrap_or(&default))?;
+
+    print(&format!("suite {}: {}", suite.name, suite.description))?;
+    let cpu = if device.is_cpu() { " — no GPU is used, this is the CPU backend" } else { "" };
+    print(&format!("device {}{cpu}, commit {}", device_name(&device), machine.commit))?;
+    let mut peers = args.start_peers(&suite, &device, &benches)?;
+    let run = Run::new(suite, machine, device.stream()?, args.seed, rows)?;
+    let records = measure(&run, &mut peers, &mut writer)?;
+
+    print(&summary(&records))?;
+    for record in records.iter().filter(|record| record.error.is_some()) {
+        let error = record.error.as_deref().unwrap_or_default();
+        print(&format!("{} {}: {error}", record.case, record.implementation))?;
+    }
+    print(&format!("{} records appended to {}", records.len(), writer.path().display()))?;
+    let failed = records.iter().any(|record| record.implementation == OURS && record.error.is_some());
+    Ok(ExitCode::from(u8::from(failed)))
+}
+
+impl Args {
+    /// The suite with what the options change.
+    fn suite(&self, benches: &Path) -> Result<Suite> {
+        let mut suite = Suite::load(benches, &self.suite)?;
+        if let Some(rounds) = self.rounds {
+            suite.rounds = rounds.into();
+        }
+        if let Some(window_ms) = self.window_ms {
+            suite.window_ms = window_ms.into();
+        }
+        if let Some(filter) = &self.filter {
+            let parts = words(filter);
+            suite.cases.retain(|case| parts.iter().any(|part| case.to_string().contains(part.as_str())));
+            if suite.cases.is_empty() {
+                return Err(Failure::new(format!("no case of the suite {} contains {filter:?}", suite.name)));
+            }
+        }
+        Ok(suite)
+    }
+
+    /// Starts the rivals and says which are missing.
+    fn start_peers(&self, suite: &Suite, device: &Device, benches: &Path) -> Result<Peers> {
+        // Rivals are GPU programs; on a CPU they run only when they are asked for.
+        let default = if device.is_cpu() { "none" } else { &suite.peers };
+        let selection = Selection::parse(self.peers.as_deref().unwrap_or(default));
+        let script = benches.join("peers").join("serve.py");
+        if selection != Selection::None && !script.is_file() {
+            return Err(Failure::new(format!("{} is missing, measure with --peers none", script.display())));
+        }
+        let arguments = vec![script.into(), "--device".into(), device.to_string().into()];
+        let command = Command { program: "python3".into(), arguments, verbose: self.verbose };
+        let peers = Peers::start(command, selection, self.tune_seconds.into());
+        if let Some(name) = peers.unknown().first() {
+            return Err(Failure::new(format!("--peers: there is no rival whose name contains {name:?}")));
+        }
+        if let Some(versions) = peers.versions() {
+            print(&format!("rivals: {versions}"))?;
+        }
+        for (names, reason) in peers.absent() {
+            print(&format!("rivals absent: {} ({reason})", names.join(", ")))?;
+        }
+        Ok(peers)
+    }
+}
+
+/// All cases; each result is on the disk before the next case begins.
+fn measure(run: &Run, peers: &mut Peers, writer: &mut Writer) -> Result<Vec<Record>> {
+    let cases = &run.suite.cases;
+    let bar = ProgressBar::new(cases.len() as u64);
+    let style = ProgressStyle::with_template("{spinner} {pos} of {len} {bar:20} {elapsed} {msg}");
+    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("━╸ "));
+    bar.enable_steady_tick(std::time::Duration::from_millis(200));
+    let mut all = Vec::new();
+    for case in cases {
+        bar.set_message(case.to_string());
+        let records = run.measure(case, peers, |step| bar.set_message(format!("{case}, {step}")));
+        bar.suspend(|| print(&line(&records)))?;
+        for record in records {
+            writer.append(&record)?;
+            all.push(record);
+        }
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    Ok(all)
+}
+
+/// One case as it is measured, for a log without a terminal.
+fn line(records: &[Record]) -> String {
+    let speed = |record: &Record| match (record.us, record.tflops) {
+        (Some(us), Some(tflops)) => format!("{} {} TFLOP/s", table::time(us), table::number(tflops)),
+        _ => "error".to_owned(),
+    };
+    let results = records.iter().map(|record| format!("{} {}", record.implementation, speed(record)));
+    let case = records.first().map_or("", |record| record.case.as_str());
+    format!("{case}: {}", results.collect::<Vec<_>>().join(", "))
+}
+
+fn summary(records: &[Record]) -> String {
+    let cells = report::cells(&records.iter().collect::<Vec<_>>());
+    let header: Vec<_> = cells.header.iter().map(String::as_str).collect();
+    table::grid(&header, cells.rows).to_string()
+}
+
+fn words(list: &str) -> Vec<String> {
+    list.split(',').map(str::trim).filter(|word| !word.is_empty()).map(str::to_owned).collect()
 }

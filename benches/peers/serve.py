@@ -1,0 +1,217 @@
+#!/usr/bin/env python3
+"""Rivals of blockflash, measured one window at a time on behalf of `blockflash bench`.
+
+usage: serve.py [--device cuda:0]                    JSON lines on stdin and stdout, see README.md in the parent folder
+       serve.py --self-test [--peer NAME] [--device cuda:0]   every rival once on small cases, tracebacks on stderr
+
+The process stays up for a whole run and is idle between two windows, so that ours and the rivals take turns on one GPU.
+"""
+import argparse
+import importlib
+import json
+import os
+import sys
+import traceback
+
+# Operation -> rival -> (module beside this file, class in it).
+PEERS = {
+    "attention_fwd": {
+        "torch_sdpa_flash": ("attention", "SdpaFlash"),
+        "torch_sdpa_cudnn": ("attention", "SdpaCudnn"),
+        "torch_sdpa_efficient": ("attention", "SdpaEfficient"),
+        "flash_attention_3": ("attention", "FlashAttention3"),
+    },
+    "bsr_matmul": {
+        "torch_triton_bsr": ("bsr", "TritonDefault"),
+        "torch_triton_bsr_tuned": ("bsr", "TritonTuned"),
+        "cusparse_blocked_ell": ("bsr", "CusparseBlockedEll"),
+        "torch_matmul_dense": ("bsr", "MatmulDense"),
+    },
+}
+# No rivals but marks: they do another job (a dense product), so no ratio is taken against them.
+REFERENCES = ["torch_matmul_dense"]
+
+
+def one_line(error):
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:400]
+
+
+def load(op, name):
+    """The class of a rival (a measure.Call)."""
+    module, cls = PEERS[op][name]
+    return getattr(importlib.import_module(module), cls)
+
+
+class Server:
+    """Inputs of one case, and the rivals that are prepared for it."""
+
+    def __init__(self, device):
+        self.device_name = device
+        self.device = None
+        self.inputs = None
+        self.case = None
+        self.prepared = {}
+
+    def hello(self, _request):
+        answer = {"ok": True, "python": sys.version.split()[0], "references": REFERENCES, "peers": {}, "absent": {}}
+        try:
+            import torch
+
+            self.device = torch.device(self.device_name)
+            answer["torch"] = torch.__version__
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+                answer["device"] = torch.cuda.get_device_name(self.device)
+                answer["cudnn"] = torch.backends.cudnn.version()
+            missing = None
+        except ImportError as error:
+            missing = f"python3 has no torch ({error})"
+        except Exception as error:  # torch without a usable GPU
+            missing = "torch cannot use the device: " + one_line(error)
+        for op, peers in PEERS.items():
+            answer["peers"][op] = []
+            for name in peers:
+                reason = missing
+                if reason is None:
+                    try:
+                        load(op, name).available(self.device)
+                    except Exception as error:
+                        if type(error).__name__ != "Absent":
+                            traceback.print_exc()
+                        reason = str(error) or one_line(error)
+                if reason is None:
+                    answer["peers"][op].append(name)
+                else:
+                    answer["absent"][name] = reason
+        return answer
+
+    def prepare(self, request):
+        """Builds the inputs of the case (once), makes the rival's call, captures it, and verifies what the replay wrote."""
+        import measure
+
+        case, name = request["case"], request["peer"]
+        op = case["op"]
+        peer = load(op, name)
+        if self.case != case:
+            self.drop({})
+            self.inputs = peer.Inputs(case, self.device)
+            self.case = case
+        call = peer(self.inputs, request.get("options", {}))
+        capture = measure.Capture(call.run, self.device, request.get("graph_us", 3000), request.get("max_launches", 512))
+        call.poison()
+        capture.replay()
+        rel_err = self.inputs.relative_error(call.output())
+        self.prepared[name] = (capture, call)
+        limit = self.inputs.tolerance
+        return {
+            "ok": True,
+            "verified": bool(rel_err <= limit),  # false for NaN
+            "rel_err": rel_err if rel_err == rel_err else None,
+            "tolerance": limit,
+            "settings": call.settings,
+            "launches": capture.launches,
+        }
+
+    def window(self, request):
+        capture, _ = self.prepared[request["peer"]]
+        return {"ok": True, **capture.window(request["ms"])}
+
+    def drop(self, _request):
+        self.prepared.clear()
+        self.inputs = self.case = None
+        import gc
+
+        gc.collect()
+        if self.device is not None and self.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        return {"ok": True}
+
+    def answer(self, request):
+        """One request, one answer; `fatal` says that the device context is lost and the process ends."""
+        try:
+            op = request.get("op")
+            if op not in ("hello", "prepare", "window", "drop"):
+                return {"error": f"unknown op {op!r}"}
+            return getattr(self, op)(request)
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": one_line(error)}
+            self.prepared.pop(request.get("peer"), None)
+            try:
+                if self.device is not None and self.device.type == "cuda":
+                    import torch
+
+                    torch.cuda.synchronize()
+            except Exception as lost:
+                answer["fatal"] = one_line(lost)
+            return answer
+
+
+def serve(device):
+    # Libraries that print must not break the protocol: they get stderr as their stdout.
+    channel = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    server = Server(device)
+    for line in sys.stdin:
+        if not line.strip():
+            continue
+        try:
+            request = json.loads(line)
+        except ValueError as error:
+            request, answer = {}, {"error": one_line(error)}
+        else:
+            answer = server.answer(request)
+        channel.write(json.dumps(answer) + "\n")
+        channel.flush()
+        if "fatal" in answer:
+            return 1
+    return 0
+
+
+def self_test(device, only):
+    """Each rival on small cases of every kind the suites hold."""
+    server = Server(device)
+    hello = server.hello({})
+    print(json.dumps(hello, indent=1), flush=True)
+    attention = dict(op="attention_fwd", batch=2, seqlen_q=512, seqlen_kv=512, num_heads_q=4, num_heads_kv=4, seed=1)
+    cases = [
+        dict(attention, head_dim=64, mask="full", dtype="bf16"),
+        dict(attention, head_dim=128, mask="causal", dtype="f16"),
+        dict(attention, head_dim=256, mask="causal", dtype="bf16"),
+        dict(attention, head_dim=128, mask="causal", dtype="bf16", num_heads_kv=2),
+    ]
+    for block in (16, 32, 64, 128):
+        cases.append(dict(op="bsr_matmul", m=1024, n=512, k=1024, block_size=block, blocks_per_row=256 // block, dtype="f16", seed=1))
+    failed = 0
+    for case in cases:
+        shape = " ".join(str(v) for k, v in case.items() if k not in ("op", "seed"))
+        for name in hello["peers"][case["op"]]:
+            if only and only not in name:
+                continue
+            answer = server.answer({"op": "prepare", "case": case, "peer": name, "options": {"tune_seconds": 15}})
+            if answer.get("ok"):
+                answer.update(server.answer({"op": "window", "peer": name, "ms": 20}))
+            good = answer.get("verified", False) and "error" not in answer
+            failed += not good
+            print("ok   " if good else "ERROR", case["op"], shape, name, json.dumps(answer), flush=True)
+            if "fatal" in answer:
+                print("ERROR the device context is lost, the rest was not run", flush=True)
+                return 1
+    return 1 if failed else 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu to try the protocol without a GPU")
+    parser.add_argument("--self-test", action="store_true", help="run every rival once on small cases")
+    parser.add_argument("--peer", help="self-test only rivals whose name contains this")
+    arguments = parser.parse_args()
+    return self_test(arguments.device, arguments.peer) if arguments.self_test else serve(arguments.device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

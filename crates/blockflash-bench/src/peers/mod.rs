@@ -1,0 +1,300 @@
+//! Rivals in another process: `benches/peers/serve.py` stays up for a run and is asked for one window at a time.
+
+mod server;
+
+use crate::case::Case;
+use crate::timing::{GRAPH_US, MAX_LAUNCHES, Window};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use server::Server;
+pub use server::{Command, Failure};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// Importing torch from a cold disk.
+const HELLO: Duration = Duration::from_secs(180);
+/// Inputs, reference, compilation and capture, without the sweep of a tuned rival.
+const PREPARE: Duration = Duration::from_secs(180);
+/// What a window may take beyond its length.
+const WINDOW: Duration = Duration::from_secs(20);
+
+/// Stands for every rival when there is no server to name them.
+const EVERYTHING: &str = "all";
+
+/// What the server has, as it says itself.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Hello {
+    /// By operation, in the order of the server.
+    peers: BTreeMap<String, Vec<String>>,
+    absent: BTreeMap<String, String>,
+    references: Vec<String>,
+    torch: Option<String>,
+    cudnn: Option<Value>,
+}
+
+/// A rival that is ready for its windows.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct Prepared {
+    /// Whether its output is right.
+    pub verified: bool,
+    /// ‖out − reference‖ / ‖reference‖; `None` for NaN.
+    pub rel_err: Option<f64>,
+    /// Launch parameters, or empty.
+    #[serde(default)]
+    pub settings: String,
+}
+
+/// Which rivals are wanted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Selection {
+    /// None: the server is not started.
+    None,
+    /// All that the machine has.
+    Auto,
+    /// Those whose name contains one of these.
+    Some(Vec<String>),
+}
+
+impl Selection {
+    /// `none`, `auto`, or a comma-separated list of names or parts of names.
+    pub fn parse(text: &str) -> Self {
+        let names = || text.split(',').map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect();
+        match text.trim() {
+            "none" | "" => Self::None,
+            "auto" => Self::Auto,
+            _ => Self::Some(names()),
+        }
+    }
+
+    fn wants(&self, name: &str) -> bool {
+        match self {
+            Self::None => false,
+            Self::Auto => true,
+            Self::Some(parts) => parts.iter().any(|part| name.contains(part.as_str())),
+        }
+    }
+}
+
+/// The rivals of a run.
+#[derive(Debug)]
+pub struct Peers {
+    command: Command,
+    tune_seconds: u64,
+    selection: Selection,
+    hello: Hello,
+    server: Option<Server>,
+    /// The case that is prepared, with the rivals that are, so that they can be prepared again in a new process.
+    case: Option<Value>,
+    prepared: Vec<String>,
+}
+
+impl Peers {
+    /// Starts the server and asks what it has. Without a Python or torch there are no rivals, and
+    /// [`absent`](Self::absent) says why.
+    pub fn start(command: Command, selection: Selection, tune_seconds: u64) -> Self {
+        let (hello, server, case, prepared) = (Hello::default(), None, None, Vec::new());
+        let mut peers = Self { command, tune_seconds, selection, hello, server, case, prepared };
+        if peers.selection == Selection::None {
+            return peers;
+        }
+        if let Err(failure) = peers.restart() {
+            peers.hello.absent.insert(EVERYTHING.to_owned(), failure.message);
+            peers.server = None;
+        }
+        peers
+    }
+
+    /// Rivals that this machine does not have, with the reason; those with the same reason together.
+    pub fn absent(&self) -> Vec<(Vec<String>, String)> {
+        let mut reasons: Vec<(Vec<String>, String)> = Vec::new();
+        let wanted = |name: &str| name == EVERYTHING || self.selection.wants(name);
+        for (name, reason) in self.hello.absent.iter().filter(|(name, _)| wanted(name)) {
+            match reasons.iter_mut().find(|(_, other)| other == reason) {
+                Some((names, _)) => names.push(name.clone()),
+                None => reasons.push((vec![name.clone()], reason.clone())),
+            }
+        }
+        reasons
+    }
+
+    /// Parts of a `--peers` list that no rival's name contains.
+    pub fn unknown(&self) -> Vec<String> {
+        let Selection::Some(parts) = &self.selection else { return Vec::new() };
+        let known: Vec<_> = self.hello.peers.values().flatten().chain(self.hello.absent.keys()).collect();
+        if self.hello.absent.contains_key(EVERYTHING) {
+            return Vec::new(); // nobody could say
+        }
+        let unknown = |part: &&String| !known.iter().any(|name| name.contains(part.as_str()));
+        parts.iter().filter(unknown).cloned().collect()
+    }
+
+    /// Versions that the server works with, for people.
+    pub fn versions(&self) -> Option<String> {
+        let torch = self.hello.torch.as_ref()?;
+        Some(match &self.hello.cudnn {
+            Some(cudnn) => format!("torch {torch}, cuDNN {cudnn}"),
+            None => format!("torch {torch}"),
+        })
+    }
+
+    /// Names of the wanted rivals of an operation that this machine has.
+    pub fn of(&self, op: &str) -> Vec<String> {
+        let names = self.hello.peers.get(op).into_iter().flatten();
+        names.filter(|name| self.selection.wants(name)).cloned().collect()
+    }
+
+    /// Whether the rival is only a mark: it does another job.
+    pub fn is_reference(&self, name: &str) -> bool {
+        self.hello.references.iter().any(|reference| reference == name)
+    }
+
+    /// Builds the inputs of the case in the server (once), captures the rival's launches and verifies their output.
+    ///
+    /// # Errors
+    /// What the rival says; the server is started again if it died or hung.
+    pub fn prepare(&mut self, case: &PeerCase, name: &str) -> Result<Prepared, Failure> {
+        let case = serde_json::to_value(case).map_err(|error| Failure::of(error.to_string()))?;
+        if self.case.as_ref() != Some(&case) {
+            self.forget();
+            self.case = Some(case);
+        }
+        let prepared = self.ask_prepare(name);
+        match &prepared {
+            Ok(_) => self.prepared.push(name.to_owned()),
+            Err(failure) if failure.lost => self.recover(),
+            Err(_) => {}
+        }
+        prepared
+    }
+
+    /// One window of a rival that is prepared. Returns when its GPU work is done.
+    ///
+    /// # Errors
+    /// What the rival says. If it hung or died the server is started again and the other rivals are prepared anew.
+    pub fn window(&mut self, name: &str, ms: f64) -> Result<Window, Failure> {
+        let timeout = WINDOW + Duration::from_secs_f64(ms * 1e-3 * 5.0);
+        let answer = self.ask(&json!({"op": "window", "peer": name, "ms": ms}), timeout);
+        if let Err(failure) = &answer {
+            self.prepared.retain(|other| other != name);
+            if failure.lost {
+                self.recover();
+            }
+        }
+        answer.and_then(decode)
+    }
+
+    /// Frees the inputs and rivals of a case. The next window of ours finds the memory free.
+    pub fn forget(&mut self) {
+        if self.case.take().is_some() {
+            self.prepared.clear();
+            if self.ask(&json!({"op": "drop"}), PREPARE).is_err_and(|failure| failure.lost) {
+                self.recover();
+            }
+        }
+    }
+
+    fn ask_prepare(&mut self, name: &str) -> Result<Prepared, Failure> {
+        let request = json!({
+            "op": "prepare", "case": self.case, "peer": name, "options": {"tune_seconds": self.tune_seconds},
+            "graph_us": GRAPH_US, "max_launches": MAX_LAUNCHES,
+        });
+        self.ask(&request, PREPARE + 4 * Duration::from_secs(self.tune_seconds)).and_then(decode)
+    }
+
+    fn ask(&mut self, request: &Value, timeout: Duration) -> Result<Value, Failure> {
+        match &mut self.server {
+            Some(server) => server.ask(request, timeout),
+            None => Err(Failure::of("the server of rivals does not run")),
+        }
+    }
+
+    fn restart(&mut self) -> Result<(), Failure> {
+        self.server = None; // the old process is gone before the new one needs its memory
+        let mut server = Server::start(&self.command)?;
+        self.hello = server.ask(&json!({"op": "hello"}), HELLO).and_then(decode)?;
+        self.server = Some(server);
+        Ok(())
+    }
+
+    /// A new process with the rivals of the lost one; a rival that cannot be prepared again fails at its next window.
+    fn recover(&mut self) {
+        if self.restart().is_err() {
+            self.server = None;
+            return;
+        }
+        for name in std::mem::take(&mut self.prepared) {
+            match self.ask_prepare(&name) {
+                Ok(_) => self.prepared.push(name),
+                Err(failure) if failure.lost => {
+                    // Twice in a row: no third time, or a run would never end.
+                    self.server = None;
+                    return;
+                }
+                Err(_) => {}
+            }
+        }
+    }
+}
+
+fn decode<T: serde::de::DeserializeOwned>(answer: Value) -> Result<T, Failure> {
+    serde_json::from_value(answer).map_err(|error| Failure::of(format!("unexpected answer of the server: {error}")))
+}
+
+/// A case as the server takes it.
+#[derive(Clone, Debug, Serialize)]
+#[serde(tag = "op", rename_all = "snake_case")]
+pub enum PeerCase {
+    /// Inputs are drawn by the server.
+    AttentionFwd {
+        /// Sizes, mask and type.
+        #[serde(flatten)]
+        shape: crate::case::AttentionShape,
+        /// Seed of the inputs.
+        seed: u64,
+    },
+    /// The pattern comes from files, so that both sides multiply the same blocks; values are drawn by the server.
+    BsrMatmul {
+        /// Sizes and type.
+        #[serde(flatten)]
+        shape: crate::case::BsrShape,
+        /// i32 `.npy` file.
+        row_ptr: std::path::PathBuf,
+        /// i32 `.npy` file.
+        col_idx: std::path::PathBuf,
+        /// Seed of the values.
+        seed: u64,
+    },
+}
+
+impl PeerCase {
+    /// Describes a case; a block pattern is written into `folder`.
+    ///
+    /// # Errors
+    /// If the files cannot be written.
+    pub fn new(case: &Case, seed: u64, folder: &std::path::Path) -> Result<Self, crate::io::Error> {
+        match *case {
+            Case::AttentionFwd(shape) => Ok(Self::AttentionFwd { shape, seed }),
+            Case::BsrMatmul(shape) => {
+                let (row_ptr, col_idx) = shape.pattern(seed);
+                let save = |name: &str, values: Vec<i32>| {
+                    let path = folder.join(format!("{case}_{name}.npy"));
+                    let shape = [values.len()];
+                    match crate::io::Array::new(&shape, crate::io::Values::I32(values)) {
+                        Some(array) => crate::io::write(&path, &[(name, &array)]).map(|()| path),
+                        None => Ok(path), // a vector always has its own length
+                    }
+                };
+                Ok(Self::BsrMatmul {
+                    shape,
+                    row_ptr: save("row_ptr", row_ptr)?,
+                    col_idx: save("col_idx", col_idx)?,
+                    seed,
+                })
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,128 @@
+use super::*;
+use crate::case::{AttentionShape, MaskKind};
+use blockflash_sys::DType;
+use std::path::PathBuf;
+
+/// A server made of a shell script: `$line` is the request.
+fn fake(cases: &str) -> Command {
+    let hello = r#"{"ok":true,"torch":"9.9","references":["dense"],"peers":{"attention_fwd":["good","bad"],"bsr_matmul":["dense"]},"absent":{"a":"no x","b":"no x","c":"no y"}}"#;
+    let script = format!(
+        "while read -r line; do case \"$line\" in *hello*) echo '{hello}';; {cases} *) echo '{{\"ok\":true}}';; esac; done"
+    );
+    Command { program: "sh".into(), arguments: vec!["-c".into(), script.into()], verbose: false }
+}
+
+fn start(cases: &str, selection: &str) -> Peers {
+    Peers::start(fake(cases), Selection::parse(selection), 0)
+}
+
+fn case() -> PeerCase {
+    let shape = AttentionShape {
+        batch: 1,
+        seqlen_q: 8,
+        seqlen_kv: 8,
+        num_heads_q: 1,
+        num_heads_kv: 1,
+        head_dim: 8,
+        mask: MaskKind::Full,
+        dtype: DType::BF16,
+    };
+    PeerCase::AttentionFwd { shape, seed: 3 }
+}
+
+const PREPARED: &str = r#"*prepare*) echo '{"ok":true,"verified":true,"rel_err":0.001,"settings":"s"}';;"#;
+const WINDOWED: &str =
+    r#"*window*) echo '{"ok":true,"us":5.5,"us_min":5.0,"us_max":6.0,"replays":9,"launches":4}';;"#;
+
+#[test]
+fn a_rival_is_prepared_and_timed() {
+    let mut peers = start(&format!("{PREPARED} {WINDOWED}"), "auto");
+    assert_eq!(peers.of("attention_fwd"), ["good", "bad"]);
+    assert!(peers.is_reference("dense") && !peers.is_reference("good"));
+    assert_eq!(peers.versions().as_deref(), Some("torch 9.9"));
+    let prepared = peers.prepare(&case(), "good").unwrap();
+    assert_eq!(prepared, Prepared { verified: true, rel_err: Some(0.001), settings: "s".into() });
+    let window = peers.window("good", 10.0).unwrap();
+    assert_eq!((window.us, window.replays), (5.5, 9));
+}
+
+#[test]
+fn absent_rivals_are_grouped_by_reason() {
+    let peers = start("", "auto");
+    let expected = [(vec!["a".into(), "b".into()], "no x".into()), (vec!["c".into()], "no y".to_owned())];
+    assert_eq!(peers.absent(), expected);
+    assert_eq!(start("", "goo, c").absent(), [(vec!["c".to_owned()], "no y".to_owned())]);
+}
+
+#[test]
+fn selections() {
+    assert_eq!(start("", "goo,dens").of("attention_fwd"), ["good"]);
+    assert_eq!(start("", "goo,typo").unknown(), ["typo"]);
+    let none = start("", "none");
+    assert!(none.of("attention_fwd").is_empty() && none.absent().is_empty());
+}
+
+#[test]
+fn errors_of_a_rival_leave_the_server_alive() {
+    let mut peers = start(&format!(r#"*bad*) echo '{{"error":"RuntimeError: no"}}';; {PREPARED}"#), "auto");
+    let failure = peers.prepare(&case(), "bad").unwrap_err();
+    assert_eq!(failure, Failure { message: "RuntimeError: no".into(), lost: false });
+    assert!(peers.prepare(&case(), "good").is_ok());
+}
+
+#[test]
+fn a_rival_that_kills_the_server_costs_only_itself() {
+    let die = r#"*window*bad*) echo gone >&2; exit 3;;"#;
+    let mut peers = start(&format!("{die} {PREPARED} {WINDOWED}"), "auto");
+    peers.prepare(&case(), "bad").unwrap();
+    peers.prepare(&case(), "good").unwrap();
+    // Objects are printed with sorted keys, so `op` comes before `peer`.
+    let failure = peers.window("bad", 1.0).unwrap_err();
+    assert!(failure.lost && failure.message.contains("gone") && failure.message.contains('3'), "{failure}");
+    assert_eq!(peers.prepared, ["good"]);
+    assert_eq!(peers.window("good", 1.0).unwrap().us, 5.5);
+}
+
+#[test]
+fn a_fatal_answer_restarts_too() {
+    let fatal = r#"*prepare*bad*) echo '{"error":"x","fatal":"context"}'; exit 1;;"#;
+    let mut peers = start(&format!("{fatal} {PREPARED}"), "auto");
+    assert!(peers.prepare(&case(), "bad").unwrap_err().lost);
+    assert!(peers.prepare(&case(), "good").is_ok());
+}
+
+#[test]
+fn a_hang_is_killed() {
+    let command = fake("*hang*) exec sleep 600;;");
+    let mut server = Server::start(&command).unwrap();
+    let failure = server.ask(&json!({"op": "hang"}), Duration::from_millis(200)).unwrap_err();
+    assert!(failure.lost && failure.message.contains("no answer"), "{failure}");
+}
+
+#[test]
+fn no_python_is_an_absence() {
+    let command = Command { program: "/nonexistent/python3".into(), arguments: vec![], verbose: false };
+    let peers = Peers::start(command, Selection::Auto, 0);
+    let absent = peers.absent();
+    assert!(absent.len() == 1 && absent[0].1.contains("cannot start /nonexistent/python3"), "{absent:?}");
+    assert!(peers.of("attention_fwd").is_empty());
+}
+
+#[test]
+fn the_real_server_speaks_the_protocol() {
+    let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../benches/peers/serve.py");
+    let arguments = vec![script.into(), "--device".into(), "cpu".into()];
+    let peers = Peers::start(Command { program: "python3".into(), arguments, verbose: false }, Selection::Auto, 0);
+    // Python, torch, both or none may be here; in every case each rival is there or absent with a reason.
+    let absent = peers.absent();
+    let counted = absent.iter().map(|(names, _)| names.len()).sum::<usize>();
+    let here = peers.of("attention_fwd").len() + peers.of("bsr_matmul").len();
+    assert!(absent.iter().any(|(names, _)| names == &[EVERYTHING]) || counted + here == 8, "{absent:?} {here}");
+}
+
+#[test]
+fn a_case_carries_its_shape() {
+    let value = serde_json::to_value(case()).unwrap();
+    assert_eq!(value["op"], "attention_fwd");
+    assert_eq!((&value["mask"], &value["dtype"], &value["seed"]), (&json!("full"), &json!("bf16"), &json!(3)));
+}

@@ -1,0 +1,204 @@
+//! One case, ours and the rivals in turns: every window is preceded by the same idle gap and has the same length, so that
+//! clocks, power and temperature drift for all alike.
+
+use crate::case::Case;
+use crate::error::{Error, Result};
+use crate::ours::Ours;
+use crate::peers::{PeerCase, Peers};
+use crate::record::{OURS, Record, SCHEMA, now};
+use crate::suite::Suite;
+use crate::telemetry::Telemetry;
+use crate::timing::{Window, median};
+use crate::{machine::Machine, record};
+use blockflash_ops::Stream;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// How a run measures, equal for all its cases.
+#[derive(Debug)]
+pub struct Run {
+    /// Suite with rounds, window and gap.
+    pub suite: Suite,
+    /// Where it runs.
+    pub machine: Machine,
+    /// Queue of the device.
+    pub stream: Stream,
+    /// Seed of inputs and patterns.
+    pub seed: u64,
+    /// Kernels to compare instead of the selected one, by parts of their names.
+    pub rows: Option<Vec<String>>,
+    /// Clock and power.
+    pub telemetry: Telemetry,
+    /// For files that rivals read.
+    pub scratch: PathBuf,
+    id: String,
+}
+
+/// Something that takes windows, and what they gave.
+struct Contestant {
+    record: Record,
+    who: Who,
+    times: Vec<f64>,
+    windows: Vec<(Instant, Instant)>,
+}
+
+#[derive(Clone, Debug)]
+enum Who {
+    Ours(usize),
+    Peer(String),
+}
+
+impl Run {
+    /// Starts a run: it gets an id, and the GPU is watched from now on.
+    pub fn new(suite: Suite, machine: Machine, stream: Stream, seed: u64, rows: Option<Vec<String>>) -> Result<Self> {
+        let id = record::run_id();
+        let scratch = std::env::temp_dir().join(format!("blockflash-{id}"));
+        std::fs::create_dir_all(&scratch).map_err(Error::io(&scratch))?;
+        let telemetry = Telemetry::start(machine.smi_index.as_deref());
+        Ok(Self { suite, machine, stream, seed, rows, telemetry, scratch, id })
+    }
+
+    /// Measures a case. Whatever fails becomes a record with an error. `step` is told what happens next.
+    pub fn measure(&self, case: &Case, peers: &mut Peers, step: impl Fn(&str)) -> Vec<Record> {
+        self.telemetry.forget();
+        step("ours: inputs and check");
+        let mut contestants = Vec::new();
+        let mut ours = Ours::new(case, &self.stream, self.seed, self.rows.as_deref());
+        match &ours {
+            Ok(ours) => {
+                for (index, kernel) in ours.kernels.iter().enumerate() {
+                    let mut contestant = self.contestant(case, OURS, Who::Ours(index));
+                    let record = &mut contestant.record;
+                    record.symbol = kernel.symbol.clone();
+                    record.launches = Some(kernel.launches());
+                    record.judge(kernel.verified, Some(kernel.rel_err));
+                    contestants.push(contestant);
+                }
+            }
+            Err(error) => {
+                let mut contestant = self.contestant(case, OURS, Who::Ours(0));
+                contestant.record.error = Some(error.to_string());
+                contestants.push(contestant);
+            }
+        }
+        self.prepare_peers(case, peers, &mut contestants, &step);
+        self.rounds(&mut ours, peers, &mut contestants, step);
+        peers.forget();
+        contestants.into_iter().map(|contestant| self.finish(contestant)).collect()
+    }
+
+    fn prepare_peers(&self, case: &Case, peers: &mut Peers, contestants: &mut Vec<Contestant>, step: &impl Fn(&str)) {
+        let names = peers.of(case.op());
+        if names.is_empty() {
+            return;
+        }
+        let peer_case = PeerCase::new(case, self.seed, &self.scratch);
+        for name in names {
+            step(&format!("{name}: inputs and check"));
+            let mut contestant = self.contestant(case, &name, Who::Peer(name.clone()));
+            let record = &mut contestant.record;
+            record.reference = peers.is_reference(&name);
+            let prepared = match &peer_case {
+                Ok(peer_case) => peers.prepare(peer_case, &name).map_err(|failure| failure.to_string()),
+                Err(error) => Err(error.to_string()),
+            };
+            match prepared {
+                Ok(prepared) => {
+                    record.settings = Some(prepared.settings).filter(|settings| !settings.is_empty());
+                    record.judge(prepared.verified, prepared.rel_err);
+                }
+                Err(message) => record.error = Some(message),
+            }
+            contestants.push(contestant);
+        }
+    }
+
+    /// A round that is not counted warms everything up; then all take their windows in turns.
+    fn rounds(&self, ours: &mut Result<Ours>, peers: &mut Peers, contestants: &mut [Contestant], step: impl Fn(&str)) {
+        for round in 0..=self.suite.rounds {
+            for contestant in contestants.iter_mut().filter(|contestant| contestant.record.error.is_none()) {
+                step(&format!("{}: round {round} of {}", contestant.record.implementation, self.suite.rounds));
+                std::thread::sleep(Duration::from_secs_f64(self.suite.gap_ms * 1e-3));
+                let begin = Instant::now();
+                let window: Result<Window, String> = match (&contestant.who, &mut *ours) {
+                    (Who::Ours(kernel), Ok(ours)) => {
+                        ours.window(*kernel, self.suite.window_ms).map_err(|error| error.to_string())
+                    }
+                    (Who::Ours(_), Err(error)) => Err(error.to_string()),
+                    (Who::Peer(name), _) => {
+                        peers.window(name, self.suite.window_ms).map_err(|failure| failure.to_string())
+                    }
+                };
+                match window {
+                    Err(message) => contestant.record.error = Some(message),
+                    Ok(_) if round == 0 => {}
+                    Ok(window) => {
+                        contestant.record.launches = Some(window.launches);
+                        contestant.times.push(window.us);
+                        contestant.windows.push((begin, Instant::now()));
+                    }
+                }
+            }
+        }
+    }
+
+    fn contestant(&self, case: &Case, implementation: &str, who: Who) -> Contestant {
+        let record = Record {
+            schema: SCHEMA,
+            suite: self.suite.name.clone(),
+            op: case.op().to_owned(),
+            case: case.to_string(),
+            implementation: implementation.to_owned(),
+            flops: case.flops(),
+            run: self.id.clone(),
+            window_ms: self.suite.window_ms,
+            gap_ms: self.suite.gap_ms,
+            commit: self.machine.commit.clone(),
+            gpu: self.machine.gpu.clone(),
+            driver: self.machine.driver.clone(),
+            cache: "warm".to_owned(),
+            ..Record::default()
+        };
+        Contestant { record, who, times: Vec::new(), windows: Vec::new() }
+    }
+
+    fn finish(&self, contestant: Contestant) -> Record {
+        let Contestant { mut record, mut times, windows, .. } = contestant;
+        record.date = now();
+        // A rival that failed in a late round has no time: its rounds are not those of the others.
+        if record.error.is_some() {
+            return record;
+        }
+        record.rounds = times.len();
+        record.us = median(&mut times);
+        (record.us_min, record.us_max) = (times.first().copied(), times.last().copied());
+        record.tflops = record.us.map(|us| record.flops / us * 1e-6);
+        let sample = self.telemetry.during(&windows);
+        (record.clock_mhz, record.power_w) = (sample.clock_mhz, sample.power_w);
+        record.temperature_c = sample.temperature_c;
+        record
+    }
+}
+
+impl Record {
+    /// Takes the verdict on the output; a wrong one is an error, so that it gets no time.
+    fn judge(&mut self, verified: bool, rel_err: Option<f64>) {
+        self.verified = verified;
+        // JSON has no infinity and no NaN.
+        self.rel_err = rel_err.filter(|rel_err| rel_err.is_finite());
+        if !verified {
+            let size = self.rel_err.map_or("not finite".to_owned(), |rel_err| format!("{rel_err:.1e}"));
+            self.error = Some(format!("wrong result: relative error {size}"));
+        }
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        // Patterns only; a rest in the temporary folder harms nobody.
+        let _ = std::fs::remove_dir_all(&self.scratch);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,87 @@
+use super::*;
+use crate::case::{BsrShape, Pattern};
+use crate::peers::{Command, Selection};
+use blockflash_ops::{DType, Device};
+use std::path::Path;
+
+const CASE: Case = Case::BsrMatmul(BsrShape {
+    m: 32,
+    n: 8,
+    k: 32,
+    block_size: 16,
+    density: 0.5,
+    pattern: Pattern::Uniform,
+    dtype: DType::F16,
+});
+
+fn run(rounds: usize) -> Run {
+    let suite = Suite {
+        name: "test".into(),
+        description: String::new(),
+        rounds,
+        window_ms: 1.0,
+        gap_ms: 0.0,
+        peers: "auto".into(),
+        cases: vec![CASE],
+    };
+    let device = Device::cpu();
+    let machine = Machine::of(&device, Path::new("."));
+    Run::new(suite, machine, device.stream().unwrap(), 1, None).unwrap()
+}
+
+/// Rivals `fast` (right), `wrong` (not verified), `late` (fails in its third window).
+fn peers() -> Peers {
+    let script = r#"n=0
+while read -r line; do case "$line" in
+  *hello*) echo '{"ok":true,"references":["fast"],"peers":{"bsr_matmul":["fast","wrong","late"]},"absent":{}}';;
+  *prepare*wrong*) echo '{"ok":true,"verified":false,"rel_err":0.5}';;
+  *prepare*) case "$line" in *col_idx*npy*) echo '{"ok":true,"verified":true,"rel_err":0.001,"settings":"x=1"}';; esac;;
+  *window*late*) n=$((n+1)); if [ $n -ge 3 ]; then echo '{"error":"late"}'; else
+    echo '{"ok":true,"us":1.0,"us_min":1.0,"us_max":1.0,"replays":1,"launches":1}'; fi;;
+  *window*) n2=$((n2+1)); echo "{\"ok\":true,\"us\":$((n2 * 10)).0,\"us_min\":1.0,\"us_max\":1.0,\"replays\":1,\"launches\":7}";;
+  *) echo '{"ok":true}';;
+esac; done"#;
+    let command = Command { program: "sh".into(), arguments: vec!["-c".into(), script.into()], verbose: false };
+    Peers::start(command, Selection::Auto, 0)
+}
+
+#[test]
+fn ours_and_rivals_take_turns() {
+    let run = run(3);
+    let steps = std::cell::RefCell::new(Vec::new());
+    let records = run.measure(&CASE, &mut peers(), |step| steps.borrow_mut().push(step.to_owned()));
+    let names: Vec<_> = records.iter().map(|record| record.implementation.as_str()).collect();
+    assert_eq!(names, ["blockflash", "fast", "wrong", "late"]);
+
+    let ours = &records[0];
+    assert!(ours.verified && ours.us.unwrap() > 0.0 && ours.error.is_none(), "{ours:?}");
+    assert_eq!((ours.rounds, ours.op.as_str(), ours.cache.as_str()), (3, "bsr_matmul", "warm"));
+    assert!((ours.tflops.unwrap() - ours.flops / ours.us.unwrap() / 1e6).abs() < 1e-12);
+
+    // Windows of 10 (warm-up), 20, 30 and 40 µs.
+    let fast = &records[1];
+    assert_eq!((fast.us, fast.us_min, fast.us_max), (Some(30.0), Some(20.0), Some(40.0)));
+    assert_eq!((fast.settings.as_deref(), fast.launches, fast.reference), (Some("x=1"), Some(7), true));
+    assert_eq!(fast.run, ours.run);
+
+    assert_eq!((records[2].us, records[2].verified), (None, false));
+    assert!(records[2].error.as_deref().unwrap().contains("5.0e-1"));
+    assert_eq!((records[3].us, records[3].error.as_deref()), (None, Some("late")));
+
+    let order: Vec<_> = steps.borrow().iter().filter(|step| step.contains("round 2")).cloned().collect();
+    assert_eq!(order, ["blockflash: round 2 of 3", "fast: round 2 of 3", "late: round 2 of 3"]);
+}
+
+#[test]
+fn a_record_survives_the_file() {
+    let run = run(1);
+    let none = || Peers::start(Command { program: "x".into(), arguments: vec![], verbose: false }, Selection::None, 0);
+    let records = run.measure(&CASE, &mut none(), |_| ());
+    let line = serde_json::to_string(&records[0]).unwrap();
+    assert_eq!(serde_json::from_str::<Record>(&line).unwrap(), records[0]);
+    assert!(line.contains("\"impl\":\"blockflash\"") && line.contains("\"schema\":1"));
+    let scratch = run.scratch.clone();
+    assert!(scratch.is_dir());
+    drop(run);
+    assert!(!scratch.exists());
+}

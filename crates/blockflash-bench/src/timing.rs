@@ -1,0 +1,183 @@
+//! Time of a launch: CUDA-graph replays between events in windows of a given length; on a CPU a timed loop.
+
+use crate::error::Result;
+use blockflash_ops::Stream;
+use blockflash_safe::{Event, Graph};
+use serde::{Deserialize, Serialize};
+use std::time::Instant;
+
+/// A graph holds launches for about this long: enough that starting it does not count. Rivals are captured by the same rule.
+pub const GRAPH_US: f64 = 3000.0;
+/// Most launches in one graph.
+pub const MAX_LAUNCHES: usize = 512;
+
+/// Most replays of one window.
+const MAX_REPLAYS: usize = 5000;
+
+/// Times of a launch within one window, in microseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Window {
+    /// Median.
+    pub us: f64,
+    /// Least.
+    pub us_min: f64,
+    /// Greatest.
+    pub us_max: f64,
+    /// How many replays were timed.
+    pub replays: usize,
+    /// Launches in one replay.
+    pub launches: usize,
+}
+
+impl Window {
+    /// From the times of replays, the first of which warmed up and is left out if there are more.
+    fn new(mut times: Vec<f64>, launches: usize) -> Self {
+        if times.len() > 1 {
+            times.remove(0);
+        }
+        times.iter_mut().for_each(|time| *time /= launches as f64);
+        let us = median(&mut times).unwrap_or(f64::NAN);
+        let (us_min, us_max) = (times.first().copied().unwrap_or(us), times.last().copied().unwrap_or(us));
+        Self { us, us_min, us_max, replays: times.len(), launches }
+    }
+}
+
+/// The median of the values, which are sorted by this; `None` without values.
+pub fn median(values: &mut [f64]) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    let upper = *values.get(values.len() / 2)?;
+    let lower = values.get((values.len() - 1) / 2).copied().unwrap_or(upper);
+    Some((lower + upper) / 2.0)
+}
+
+/// A launch that can be repeated: captured in a graph on a GPU.
+#[derive(Debug)]
+pub struct Repeat {
+    graph: Option<Graph>,
+    launches: usize,
+    replay_us: f64,
+    events: Vec<[Event; 2]>,
+}
+
+impl Repeat {
+    /// Prepares windows of a launch. On a GPU it is run a few times, captured, and replayed; on a CPU run once.
+    ///
+    /// # Errors
+    /// Whatever the launch or the device reports.
+    pub fn new(stream: &Stream, mut launch: impl FnMut(&Stream) -> Result<()>) -> Result<Self> {
+        let mut repeat = Self { graph: None, launches: 1, replay_us: 0.0, events: Vec::new() };
+        if stream.device().is_cpu() {
+            let start = Instant::now();
+            launch(stream)?;
+            repeat.replay_us = start.elapsed().as_secs_f64() * 1e6;
+            return Ok(repeat);
+        }
+        (0..3).try_for_each(|_| launch(stream))?;
+        stream.synchronize()?;
+        // A short graph first: timed outside a graph, a small kernel would count the host's part of its launch.
+        repeat.capture(stream, 8, &mut launch)?;
+        let estimate = repeat.replay_us / 8.0;
+        let launches = (GRAPH_US / estimate.max(1e-3)).round().clamp(1.0, MAX_LAUNCHES as f64) as usize;
+        if launches != 8 {
+            repeat.capture(stream, launches, &mut launch)?;
+        }
+        Ok(repeat)
+    }
+
+    fn capture(
+        &mut self,
+        stream: &Stream,
+        launches: usize,
+        launch: &mut impl FnMut(&Stream) -> Result<()>,
+    ) -> Result<()> {
+        self.graph = Some(stream.capture(|stream| (0..launches).try_for_each(|_| launch(stream)))?);
+        self.launches = launches;
+        // The first replay uploads the graph.
+        let times = self.replays(stream, 4)?;
+        self.replay_us = times[1..].iter().copied().fold(f64::INFINITY, f64::min);
+        Ok(())
+    }
+
+    /// Launches in one replay.
+    pub fn launches(&self) -> usize {
+        self.launches
+    }
+
+    /// Replays for about `ms`, and returns when the device is idle again.
+    ///
+    /// # Errors
+    /// Whatever the launch or the device reports.
+    pub fn window(
+        &mut self,
+        stream: &Stream,
+        ms: f64,
+        mut launch: impl FnMut(&Stream) -> Result<()>,
+    ) -> Result<Window> {
+        let count = (1.0 + (ms * 1e3 / self.replay_us.max(1e-3)).round()).clamp(2.0, MAX_REPLAYS as f64) as usize;
+        let times = match self.graph {
+            Some(_) => self.replays(stream, count)?,
+            None => {
+                let mut times = Vec::new();
+                for _ in 0..count {
+                    let start = Instant::now();
+                    launch(stream)?;
+                    times.push(start.elapsed().as_secs_f64() * 1e6);
+                }
+                times
+            }
+        };
+        let window = Window::new(times, self.launches);
+        self.replay_us = window.us * self.launches as f64;
+        Ok(window)
+    }
+
+    /// Queues all replays at once and waits for the last.
+    fn replays(&mut self, stream: &Stream, count: usize) -> Result<Vec<f64>> {
+        let Some(graph) = &self.graph else { return Ok(Vec::new()) };
+        while self.events.len() < count {
+            self.events.push([Event::new(stream.device(), true)?, Event::new(stream.device(), true)?]);
+        }
+        for [begin, end] in &self.events[..count] {
+            begin.record(stream)?;
+            graph.launch(stream)?;
+            end.record(stream)?;
+        }
+        stream.synchronize()?;
+        self.events[..count].iter().map(|[begin, end]| Ok(begin.elapsed_us(end)?)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use blockflash_ops::Device;
+
+    #[test]
+    fn medians() {
+        assert_eq!(median(&mut []), None);
+        assert_eq!(median(&mut [3.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(median(&mut [4.0, 1.0, 2.0, 3.0]), Some(2.5));
+    }
+
+    #[test]
+    fn a_window_leaves_the_first_replay_out() {
+        let window = Window::new(vec![900.0, 20.0, 40.0, 30.0], 10);
+        assert_eq!(window, Window { us: 3.0, us_min: 2.0, us_max: 4.0, replays: 3, launches: 10 });
+        assert_eq!(Window::new(vec![5.0], 1).us, 5.0);
+    }
+
+    #[test]
+    fn a_loop_on_the_cpu_fills_its_window() {
+        let stream = Device::cpu().stream().unwrap();
+        let mut calls = 0;
+        let mut launch = |_: &Stream| {
+            calls += 1;
+            std::thread::sleep(std::time::Duration::from_millis(2));
+            Ok(())
+        };
+        let mut repeat = Repeat::new(&stream, &mut launch).unwrap();
+        let window = repeat.window(&stream, 10.0, &mut launch).unwrap();
+        assert!(window.us >= 2000.0 && window.replays >= 1 && window.replays <= 5, "{window:?}");
+        assert_eq!(calls, 2 + window.replays);
+    }
+}
