@@ -128,9 +128,10 @@ impl AttentionFwdOperands<'_> {
             fits("k", &self.k, tile.dtype, rows(total_kv, p.k_stride_seq, heads_kv, p.k_stride_head))?;
             fits("v", &self.v, tile.dtype, rows(total_kv, p.v_stride_seq, heads_kv, p.v_stride_head))?;
             fits("o", &o, tile.dtype, rows(total_q, p.o_stride_seq, heads_q, p.o_stride_head))?;
-            lse.map_or(Ok(()), |lse| {
-                fits("lse", &lse, DType::F32, [(heads_q, p.lse_stride_head), (total_q, 1)])
-            })?;
+            let dims = [(heads_q, p.lse_stride_head), (total_q, 1)];
+            lse.map_or(Ok(()), |lse| fits("lse", &lse, DType::F32, dims))?;
+            // The kernels add this one also when the batch is packed.
+            require(p.lse_stride_batch == 0, "a packed lse has no batch stride")?;
         } else {
             let rows = |seqlen, heads, strides: [i64; 3]| {
                 [(batch, strides[0]), (seqlen, strides[1]), (heads, strides[2]), (head_dim, 1)]
