@@ -154,3 +154,8 @@ impl<T: Float> Outputs<'_, T> {
         }
     }
 }
+
+#[cfg(test)]
+mod reference;
+#[cfg(test)]
+mod tests;
