@@ -36,13 +36,15 @@ pub fn run(args: &Args) -> Result<()> {
         result
     });
     steps.print();
-    if let Some(summary) = summary {
-        println!("{summary}");
+    // The count stands last in either case.
+    let summary = summary.map_or("no test was counted".to_string(), |summary| summary.to_string());
+    let failed: Vec<&str> =
+        steps.0.iter().filter(|step| step.error.is_some()).map(|step| step.name).collect();
+    if !failed.is_empty() {
+        bail!("{} of {} steps failed: {}\n{summary}", failed.len(), steps.0.len(), failed.join(", "));
     }
-    match steps.0.iter().filter(|step| step.error.is_some()).count() {
-        0 => Ok(()),
-        failed => bail!("{failed} of {} steps failed", steps.0.len()),
-    }
+    println!("{summary}");
+    Ok(())
 }
 
 struct Step {

@@ -11,12 +11,11 @@ use std::collections::{BTreeMap, BTreeSet};
 const BEGIN: &str = "<!-- support:begin -->\n";
 const END: &str = "<!-- support:end -->";
 
-/// One line of the table.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Line {
-    operation: &'static str,
-    /// Head dimension of the tile, or block size.
-    size: u32,
+/// One line of the table, in the order of the table: an operation with the head dimension of its tile, or its block size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Line {
+    AttentionForward { head_dim: u32 },
+    BsrMatmul { block_size: u32 },
 }
 
 /// Whether the README's table is what the manifest gives.
@@ -47,7 +46,7 @@ fn markdown(rows: &[Row]) -> String {
     let mut dtypes: BTreeMap<Line, BTreeSet<&str>> = BTreeMap::new();
     for row in rows {
         let (line, dtype) = describe(row);
-        dtypes.entry(line.clone()).or_default().insert(dtype);
+        dtypes.entry(line).or_default().insert(dtype);
         served.entry(line).or_default().insert(row.target);
     }
     let mut table = String::from("| operation | size | types |");
@@ -55,36 +54,32 @@ fn markdown(rows: &[Row]) -> String {
         table += &format!(" {} |", column(*target));
     }
     table += &format!(" CPU |\n|---|---|---|{}---|\n", "---|".repeat(targets.len()));
-    let mut previous: Option<Line> = None;
+    let mut smaller = 0;
     for (line, by_target) in &served {
         let types = dtypes[line].iter().copied().collect::<Vec<_>>().join(", ");
-        table += &format!("| {} | {} | {types} |", line.operation, size(line, previous.as_ref()));
+        table += &match *line {
+            // A tile takes every multiple of 8 above the next smaller tile.
+            Line::AttentionForward { head_dim } => {
+                format!("| attention forward | head_dim {}–{head_dim} | {types} |", smaller + 8)
+            }
+            Line::BsrMatmul { block_size } => format!("| BSR matmul | block {block_size} | {types} |"),
+        };
+        if let Line::AttentionForward { head_dim } = *line {
+            smaller = head_dim;
+        }
         for target in &targets {
             table += if by_target.contains(target) { " yes |" } else { " – |" };
         }
         table += " yes |\n";
-        previous = Some(line.clone());
     }
     table
 }
 
 fn describe(row: &Row) -> (Line, &'static str) {
     match row.variant {
-        Variant::AttentionFwd(t) => {
-            (Line { operation: "attention forward", size: t.head_dim }, t.dtype.name())
-        }
-        Variant::BsrMatmul(t) => (Line { operation: "BSR matmul", size: t.block_size }, t.dtype.name()),
+        Variant::AttentionFwd(t) => (Line::AttentionForward { head_dim: t.head_dim }, t.dtype.name()),
+        Variant::BsrMatmul(t) => (Line::BsrMatmul { block_size: t.block_size }, t.dtype.name()),
     }
-}
-
-/// The sizes that a line serves: an attention tile takes every multiple of 8 above the next smaller tile.
-fn size(line: &Line, previous: Option<&Line>) -> String {
-    if line.operation == "BSR matmul" {
-        return format!("block {}", line.size);
-    }
-    let smaller =
-        previous.filter(|previous| previous.operation == line.operation).map_or(0, |line| line.size);
-    format!("head_dim {}–{}", smaller + 8, line.size)
 }
 
 fn column(target: Target) -> &'static str {

@@ -1,7 +1,7 @@
 //! `cargo xtask test`: the tests of the whole workspace, and one line that counts them.
 
 use crate::{record, workspace};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use std::{
     fmt,
     io::{BufRead, BufReader},
@@ -22,8 +22,9 @@ pub struct Args {
 /// Runs the command and prints the summary last.
 pub fn run(args: &Args) -> Result<()> {
     let (summary, result) = tests(args)?;
+    result.map_err(|error| anyhow!("{error:#}\n{summary}"))?;
     println!("{summary}");
-    result
+    Ok(())
 }
 
 /// Runs the tests: what was counted, and whether all is well.
