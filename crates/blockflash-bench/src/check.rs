@@ -1,8 +1,9 @@
 //! Is a result right? Both operations again, slowly and independently of the library, in f64.
 //!
-//! The allowed error is twice that of a plain computation in the same precision (f32 sums, results rounded to the output's
-//! type), plus a floor for what rounding alone does. Large problems are checked on a sample that contains the first and the
-//! last row.
+//! Each row of the output is held to twice the error that a plain computation in the same precision makes in it (f32 sums,
+//! probabilities and results rounded to their types), plus a floor for what a correct computation is free to round once. The row
+//! that comes closest to its limit, or exceeds it most, is reported. Large problems are checked on a sample that contains the
+//! first and the last row.
 
 mod attention;
 mod bsr_matmul;
@@ -23,61 +24,70 @@ pub struct Comparison {
     pub checked: u64,
     /// Elements of the whole result.
     pub total: u64,
-    /// Largest absolute error; infinite where the result is NaN or infinite and the reference is not, or the reverse.
+    /// Largest absolute error in the worst row; infinite where the result is NaN or infinite and the reference is not, or the
+    /// reverse.
     pub error: f64,
-    /// What is allowed.
+    /// What is allowed in that row.
     pub limit: f64,
     /// ‖result − reference‖ / ‖reference‖ over the checked elements.
     pub relative: f64,
-    #[serde(skip)]
-    plain_error: f64,
-    #[serde(skip)]
-    floor: f64,
     #[serde(skip)]
     error_squares: f64,
     #[serde(skip)]
     reference_squares: f64,
 }
 
+/// One element: what was computed, what is right, what a plain computation gives, and the root of the sum of squares of the
+/// terms that it is the sum of.
+struct Element {
+    result: f32,
+    reference: f64,
+    plain: f32,
+    magnitude: f64,
+}
+
 impl Comparison {
-    /// Whether every checked element is within the limit.
+    /// Whether every checked row is within its limit.
     pub fn passed(&self) -> bool {
         self.error <= self.limit
     }
 
-    fn add(&mut self, result: f32, reference: f64, plain: f32, floor: f64) {
-        self.checked += 1;
-        let error = distance(result, reference);
-        self.error = self.error.max(error);
-        self.error_squares += error * error;
-        self.reference_squares += if reference.is_finite() { reference * reference } else { 0.0 };
-        let plain = distance(plain, reference);
-        // An overflow of the plain computation says nothing about what is allowed elsewhere.
-        if plain.is_finite() {
-            self.plain_error = self.plain_error.max(plain);
+    /// Adds a row; `floor` gives what may be rounded, of the largest reference and magnitude.
+    fn add_row(&mut self, elements: impl Iterator<Item = Element>, floor: impl Fn(f64, f64) -> f64) {
+        let mut row = Self::default();
+        let (mut plain_error, mut largest, mut magnitude) = (0f64, 0f64, 0f64);
+        let finite = |value: f64| if value.is_finite() { value } else { 0.0 };
+        for element in elements {
+            let reference = finite(element.reference);
+            let error = distance(element.result, element.reference);
+            row.checked += 1;
+            row.error = row.error.max(error);
+            row.error_squares += error * error;
+            row.reference_squares += reference * reference;
+            // An overflow of the plain computation says nothing about what is allowed elsewhere.
+            plain_error = plain_error.max(finite(distance(element.plain, element.reference)));
+            largest = largest.max(reference.abs());
+            magnitude = magnitude.max(finite(element.magnitude));
         }
-        self.floor = self.floor.max(floor);
+        row.limit = 2.0 * plain_error + floor(largest, magnitude);
+        *self = self.merge(row);
     }
 
     fn merge(self, other: Self) -> Self {
+        let excess = |row: &Self| if row.error == 0.0 { 0.0 } else { row.error / row.limit };
+        let worst = if excess(&other) >= excess(&self) { other } else { self };
         Self {
             checked: self.checked + other.checked,
-            total: self.total + other.total,
-            error: self.error.max(other.error),
-            plain_error: self.plain_error.max(other.plain_error),
-            floor: self.floor.max(other.floor),
             error_squares: self.error_squares + other.error_squares,
             reference_squares: self.reference_squares + other.reference_squares,
-            limit: 0.0,
-            relative: 0.0,
+            ..worst
         }
     }
 
     fn finish(self, total: usize) -> Self {
         // Without a reference that is not zero any error is infinite, and none is none.
         let scale = if self.error_squares == 0.0 { 1.0 } else { self.reference_squares };
-        let relative = (self.error_squares / scale).sqrt();
-        Self { total: total as u64, limit: 2.0 * self.plain_error + self.floor, relative, ..self }
+        Self { total: total as u64, relative: (self.error_squares / scale).sqrt(), ..self }
     }
 }
 
@@ -101,12 +111,13 @@ fn distance(result: f32, reference: f64) -> f64 {
     }
 }
 
-/// Unit roundoff: the largest relative error of rounding to nearest.
-fn roundoff(dtype: DType) -> f64 {
+/// Largest error of rounding a value of this size to nearest.
+fn rounding(dtype: DType, size: f64) -> f64 {
     match dtype {
-        DType::F16 => 2f64.powi(-11),
-        DType::BF16 => 2f64.powi(-8),
-        DType::F32 | DType::I32 => 2f64.powi(-24),
+        // The second number is for subnormal values.
+        DType::F16 => (size * 2f64.powi(-11)).max(2f64.powi(-25)),
+        DType::BF16 => size * 2f64.powi(-8),
+        DType::F32 | DType::I32 => size * 2f64.powi(-24),
     }
 }
 

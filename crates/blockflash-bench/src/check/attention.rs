@@ -1,4 +1,4 @@
-use super::{BUDGET, Comparison, Mismatch, ensure, representable, round, roundoff, sample};
+use super::{BUDGET, Comparison, Element, Mismatch, ensure, representable, round, rounding, sample};
 use crate::io::Array;
 use blockflash_sys::DType;
 use rayon::prelude::*;
@@ -156,7 +156,8 @@ fn compare_row(
         .unzip();
     let exact_max = exact_scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let plain_max = plain_scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let (mut exact, mut plain) = (vec![0f64; head_dim], vec![0f32; head_dim]);
+    let (mut exact, mut plain, mut squares) =
+        (vec![0f64; head_dim], vec![0f32; head_dim], vec![0f32; head_dim]);
     let (mut exact_sum, mut plain_sum) = (0f64, 0f32);
     for (at, (exact_score, plain_score)) in visible.clone().zip(exact_scores.iter().zip(&plain_scores)) {
         let exact_p = (exact_score - exact_max).exp();
@@ -164,27 +165,35 @@ fn compare_row(
         exact_sum += exact_p;
         plain_sum += plain_p;
         let rounded_p = round(dtype, plain_p);
-        for ((exact, plain), &value) in exact.iter_mut().zip(&mut plain).zip(&values[row(values, at)]) {
+        let sums = exact.iter_mut().zip(&mut plain).zip(&mut squares);
+        for (((exact, plain), squares), &value) in sums.zip(&values[row(values, at)]) {
+            let term = rounded_p * value;
             *exact += exact_p * f64::from(value);
-            *plain += rounded_p * value;
+            *plain += term;
+            *squares += term * term;
         }
     }
     // A row that sees nothing is zero, and its lse -inf.
+    let nothing = visible.is_empty();
     let (exact_inverse, plain_inverse) =
-        if visible.is_empty() { (0.0, 0.0) } else { (exact_sum.recip(), plain_sum.recip()) };
+        if nothing { (0.0, 0.0) } else { (exact_sum.recip(), plain_sum.recip()) };
     let mut results = <[Comparison; 2]>::default();
-    for ((exact, plain), &o) in exact.iter().zip(&plain).zip(o) {
-        let reference = representable(dtype, exact * exact_inverse);
-        let floor = roundoff(dtype) * if reference.is_finite() { reference.abs() } else { 0.0 };
-        results[0].add(o, reference, round(dtype, plain * plain_inverse), floor);
-    }
-    let reference = exact_max + exact_sum.ln();
-    let reference = if visible.is_empty() { f64::NEG_INFINITY } else { reference };
-    let plain = if visible.is_empty() { f32::NEG_INFINITY } else { plain_max + plain_sum.ln() };
-    // 2^-18: exp2 and log2 units work to about 2^-22, and the sums of both products round as well.
-    let floor = 2f64.powi(-18) * if reference.is_finite() { reference.abs().max(1.0) } else { 0.0 };
-    for &lse in lse {
-        results[1].add(lse, reference, plain, floor);
-    }
+    let elements =
+        exact.iter().zip(&plain).zip(&squares).zip(o).map(|(((exact, plain), squares), &result)| Element {
+            result,
+            reference: representable(dtype, exact * exact_inverse),
+            plain: round(dtype, plain * plain_inverse),
+            magnitude: f64::from(squares.sqrt() * plain_inverse),
+        });
+    // The result is rounded, and the probabilities are: their errors are independent, four standard deviations are enough.
+    results[0].add_row(elements, |size, magnitude| rounding(dtype, size) + 4.0 * rounding(dtype, magnitude));
+    let elements = lse.iter().map(|&result| Element {
+        result,
+        reference: if nothing { f64::NEG_INFINITY } else { exact_max + exact_sum.ln() },
+        plain: if nothing { f32::NEG_INFINITY } else { plain_max + plain_sum.ln() },
+        magnitude: 1.0,
+    });
+    // 2^-20: the exponential and logarithm units of a GPU work to about 2^-22, and both products are summed in f32.
+    results[1].add_row(elements, |size, magnitude| 2f64.powi(-20) * size.max(magnitude));
     results
 }

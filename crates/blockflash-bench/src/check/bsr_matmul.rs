@@ -1,4 +1,4 @@
-use super::{BUDGET, Comparison, Mismatch, ensure, representable, round, roundoff, sample};
+use super::{BUDGET, Comparison, Element, Mismatch, ensure, representable, round, rounding, sample};
 use crate::io::Array;
 use blockflash_sys::DType;
 use rayon::prelude::*;
@@ -113,22 +113,23 @@ fn compare_row(
     let (block, n, k) = (case.values.shape()[1], case.b.shape()[1], case.b.shape()[0]);
     let dtype = result.dtype();
     let width = columns.len();
-    let (mut exact, mut plain, mut magnitude) = (vec![0f64; width], vec![0f32; width], vec![0f64; width]);
+    let (mut exact, mut plain, mut squares) = (vec![0f64; width], vec![0f32; width], vec![0f64; width]);
     let bad = || Mismatch(format!("the indices of block row {} are out of range", row / block));
     let [start, end] =
         [row / block, row / block + 1].map(|at| usize::try_from(case.row_ptr[at]).unwrap_or(usize::MAX));
-    for (at, &col) in case.col_idx.get(start..end).ok_or_else(bad)?.iter().enumerate() {
+    let blocks = case.col_idx.get(start..end).ok_or_else(bad)?;
+    for (at, &col) in blocks.iter().enumerate() {
         let first = usize::try_from(col).map_err(|_| bad())? * block;
         let offset = ((start + at) * block + row % block) * block;
         let values = case.values.to_f32(offset..offset + block);
         for (inner, &value) in (first..k).zip(&values) {
             let b_row = &b[inner * width..(inner + 1) * width];
-            for (((exact, plain), magnitude), &b) in
-                exact.iter_mut().zip(&mut plain).zip(&mut magnitude).zip(b_row)
+            for (((exact, plain), squares), &b) in
+                exact.iter_mut().zip(&mut plain).zip(&mut squares).zip(b_row)
             {
                 let product = f64::from(value) * f64::from(b);
                 *exact += product;
-                *magnitude += product.abs();
+                *squares += product * product;
                 *plain += value * b;
             }
         }
@@ -136,23 +137,29 @@ fn compare_row(
     let element = |array: Option<&Array>, at: usize| {
         array.map_or(0.0, |array| array.to_f32(at..at + 1).first().copied().unwrap_or(f32::NAN))
     };
-    let mut comparison = Comparison::default();
+    let bias_of_row = element(case.bias_per_row, row);
     let result_row = result.to_f32(row * n..(row + 1) * n);
     let c_row = case.c.filter(|_| case.beta != 0.0).map(|c| c.to_f32(row * n..(row + 1) * n));
-    for (at, &column) in columns.iter().enumerate() {
-        let bias = element(case.bias_per_row, row) + element(case.bias_per_column, column);
+    let elements = columns.iter().enumerate().map(|(at, &column)| {
+        let bias = bias_of_row + element(case.bias_per_column, column);
         let c = c_row.as_ref().map_or(0.0, |c| c[column]);
         let sum = f64::from(case.alpha) * exact[at] + f64::from(case.beta) * f64::from(c) + f64::from(bias);
-        let reference = representable(dtype, case.activation.apply(sum));
         let plain_sum = case.alpha * plain[at] + case.beta * c + bias;
-        let plain = round(dtype, case.activation.apply(f64::from(plain_sum)) as f32);
-        // Rounding of the result, and of the sum: tensor cores add in another order and truncate.
-        let scale = if reference.is_finite() { reference.abs() } else { 0.0 };
-        let sums = f64::from(case.alpha).abs() * magnitude[at];
-        let floor =
-            roundoff(dtype) * scale + 4.0 * roundoff(DType::F32) * if sums.is_finite() { sums } else { 0.0 };
-        comparison.add(result_row[column], reference, plain, floor);
-    }
+        Element {
+            result: result_row[column],
+            reference: representable(dtype, case.activation.apply(sum)),
+            plain: round(dtype, case.activation.apply(f64::from(plain_sum)) as f32),
+            magnitude: f64::from(case.alpha).abs() * squares[at].sqrt()
+                + f64::from(case.beta * c).abs()
+                + f64::from(bias).abs(),
+        }
+    });
+    // Tensor cores add 16 products at a time and truncate; then comes the epilogue, and the result is rounded.
+    let steps = (blocks.len() * block).div_ceil(16) + 4;
+    let mut comparison = Comparison::default();
+    comparison.add_row(elements, |size, magnitude| {
+        rounding(dtype, size) + steps as f64 * rounding(DType::F32, size.max(magnitude))
+    });
     Ok(comparison)
 }
 

@@ -21,9 +21,12 @@ Examples:
 Arrays are [batch, seqlen, heads, head_dim] in f16, bf16, f32 or f64; the number of query heads is a multiple of that of keys
 and values. The log-sum-exp is f32 [batch, heads, seqlen].";
 
+const USAGE: &str =
+    "blockflash attention [OPTIONS] --random BxSxHxD | --input FILE | --q FILE --k FILE --v FILE";
+
 /// Options of `blockflash attention`.
 #[derive(clap::Args)]
-#[command(after_help = EXAMPLES)]
+#[command(after_help = EXAMPLES, override_usage = USAGE)]
 pub struct Args {
     /// Read the tensors q, k and v from a .safetensors file
     #[arg(long, value_name = "FILE", conflicts_with_all = ["q", "k", "v", "random"], help_heading = "Input")]
@@ -32,26 +35,26 @@ pub struct Args {
     #[arg(long, value_name = "FILE", requires_all = ["k", "v"], conflicts_with = "random", help_heading = "Input")]
     q: Option<PathBuf>,
     /// Read k from a .npy file
-    #[arg(long, value_name = "FILE", requires_all = ["q", "v"], help_heading = "Input")]
+    #[arg(long, value_name = "FILE", requires_all = ["q", "v"], conflicts_with = "random", help_heading = "Input")]
     k: Option<PathBuf>,
     /// Read v from a .npy file
-    #[arg(long, value_name = "FILE", requires_all = ["q", "k"], help_heading = "Input")]
+    #[arg(long, value_name = "FILE", requires_all = ["q", "k"], conflicts_with = "random", help_heading = "Input")]
     v: Option<PathBuf>,
     /// Draw q, k and v from N(0, 1): batch, seqlen, heads, head_dim
     #[arg(long, value_name = "BxSxHxD", value_parser = sizes::<4>, help_heading = "Input")]
     random: Option<[usize; 4]>,
     /// Heads of random k and v [default: as many as q]
-    #[arg(long, value_name = "N", requires = "random", help_heading = "Input")]
+    #[arg(long, value_name = "N", help_heading = "Input")]
     kv_heads: Option<usize>,
     /// Length of random k and v [default: that of q]
-    #[arg(long, value_name = "N", requires = "random", help_heading = "Input")]
+    #[arg(long, value_name = "N", help_heading = "Input")]
     seqlen_kv: Option<usize>,
     /// Element type to compute in [default: that of the files, f16 for f32, f64 and random]
-    #[arg(long, help_heading = "Input")]
+    #[arg(long, value_name = "f16|bf16", hide_possible_values = true, help_heading = "Input")]
     dtype: Option<Half>,
 
-    /// Which keys a query sees; `causal` aligns the last query with the last key, `causal-top-left` the first with the first
-    #[arg(long, default_value = "full", help_heading = "Operation")]
+    /// full, causal (the last query is aligned with the last key) or causal-top-left (the first with the first)
+    #[arg(long, default_value = "full", hide_possible_values = true, help_heading = "Operation")]
     mask: MaskName,
     /// See only L keys before and R keys after the aligned one; `-` leaves a side open
     #[arg(long, value_name = "L,R", value_parser = window, allow_hyphen_values = true, help_heading = "Operation")]
@@ -164,6 +167,11 @@ fn operands(args: &Args) -> Result<[Array; 3]> {
             draw("v", &kv, 2)?,
         ]);
     }
+    // clap does not enforce `requires` where what is required conflicts with another option that is given.
+    ensure(
+        args.kv_heads.is_none() && args.seqlen_kv.is_none(),
+        "--kv-heads and --seqlen-kv only apply to --random",
+    )?;
     let sources = match (&args.input, &args.q, &args.k, &args.v) {
         (Some(file), ..) => [Source::open(file, "q")?, Source::open(file, "k")?, Source::open(file, "v")?],
         (None, Some(q), Some(k), Some(v)) => {

@@ -44,7 +44,14 @@ impl Operands {
         let wish = args.dtype.map(DType::from);
         let (bsr, b) = match (args.random, &args.a, &args.b) {
             (Some(sizes), ..) => random_operands(args, sizes, wish.unwrap_or(DType::F16))?,
-            (None, Some(a), Some(b)) => read_operands(a, b, wish)?,
+            (None, Some(a), Some(b)) => {
+                // clap does not enforce `requires` where what is required conflicts with another option that is given.
+                ensure(
+                    args.block.is_none() && args.density.is_none(),
+                    "--block and --density only apply to --random",
+                )?;
+                read_operands(a, b, wish)?
+            }
             _ => {
                 return Err(Failure::new(
                     "nothing to compute: give --a FILE and --b FILE, or --random MxNxK (see --help)",

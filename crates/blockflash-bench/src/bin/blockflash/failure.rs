@@ -64,5 +64,5 @@ pub fn usage(error: &clap::Error) -> ExitCode {
     let text = error.render().to_string();
     let text = text.strip_prefix("error: ").unwrap_or(&text);
     let end = text.find("\n\nUsage:").or_else(|| text.find("\n\nFor more information")).unwrap_or(text.len());
-    Failure::new(&text[..end]).report()
+    Failure::new(text[..end].replace("\n\n  tip:", "; tip:")).report()
 }

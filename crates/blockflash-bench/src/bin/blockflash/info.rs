@@ -27,8 +27,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let text = if args.json {
         serde_json::to_string(&as_json(&device, &status, &rows))?
     } else {
-        let title = format!("What runs on {}", device_name(&device));
-        format!("{}\n\n{title}:\n{}", devices(&device, &status), support_table(&rows))
+        format!("{}\n{}", devices(&device, &status), support_text(&rows))
     };
     print(&text)?;
     Ok(ExitCode::SUCCESS)
@@ -62,16 +61,36 @@ fn gpu_line(gpu: &CudaProperties) -> String {
     )
 }
 
-fn support_table(rows: &[SupportRow]) -> impl std::fmt::Display {
-    let cells = rows.iter().map(|row| {
+/// One line for the CPU, which runs everything; a table of kernels for a GPU.
+fn support_text(rows: &[SupportRow]) -> String {
+    if rows.iter().all(|row| row.status == Status::Cpu) {
+        let mut ops: Vec<&str> = rows.iter().map(|row| row.op).collect();
+        ops.dedup();
+        ops.sort_unstable();
+        ops.dedup();
+        let mut dtypes: Vec<&str> = rows.iter().map(|row| row.dtype.name()).collect();
+        dtypes.dedup();
+        return format!(
+            "The CPU runs {} in {}, with any head_dim and block size.",
+            ops.join(" and "),
+            dtypes.join(", ")
+        );
+    }
+    let mut sorted: Vec<&SupportRow> = rows.iter().collect();
+    sorted.sort_by_key(|row| (row.op, row.dtype));
+    // What is missing for the same reason is one line.
+    let same = |a: &&SupportRow, b: &&SupportRow| (a.op, a.dtype, &a.status) == (b.op, b.dtype, &b.status);
+    let cells = sorted.chunk_by(same).map(|rows| {
+        let row = rows[0];
         let runs = match &row.status {
             Status::Kernel { symbol, target, .. } => format!("{symbol} ({target})"),
-            Status::Cpu => "yes".to_owned(),
-            Status::Unsupported { reason } => format!("no: {reason}"),
+            Status::Cpu => "runs on the CPU".to_owned(),
+            Status::Unsupported { reason } => format!("none: {reason}"),
         };
-        vec![row.op.to_owned(), row.dtype.to_string(), row.size.to_string(), runs]
+        let size = if rows.len() == 1 { row.size.as_str() } else { "all sizes" };
+        vec![row.op.to_owned(), row.dtype.to_string(), size.to_owned(), runs]
     });
-    grid(&["operation", "dtype", "size", "kernel"], cells.collect())
+    grid(&["operation", "inputs", "size", "kernel"], cells.collect()).to_string()
 }
 
 fn as_json(device: &Device, status: &CudaStatus, rows: &[SupportRow]) -> Value {

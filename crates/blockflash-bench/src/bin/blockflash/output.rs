@@ -85,7 +85,7 @@ impl RunReport<'_> {
             .add("speed", format!("{} TFLOP/s ({})", table::number(self.tflops()), table::flops(self.flops)));
         for (name, check) in &self.checks {
             let verdict = if check.passed() { "ok" } else { "FAILED" };
-            let relation = if check.passed() { "of" } else { "exceeds the" };
+            let relation = if check.passed() { "of" } else { "exceeds" };
             facts.add(
                 &format!("check {name}"),
                 format!(
@@ -148,4 +148,43 @@ fn cpu_model() -> String {
     model.map_or(String::new(), |(_, name)| {
         format!("{}, ", name.split_whitespace().collect::<Vec<_>>().join(" "))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failed_check_exits_with_1() {
+        let report = |error: f64| {
+            let mut check = Comparison::default();
+            (check.error, check.limit) = (error, 0.25);
+            let timing = Timing { first_us: 1500.0, median_us: Some(2.0), repeats: 3 };
+            let report = RunReport {
+                operation: "attention",
+                device: &Device::cpu(),
+                kernel: None,
+                shapes: Vec::new(),
+                dtype: "f16".to_owned(),
+                details: Vec::new(),
+                flops: 8e6,
+                timing,
+                checks: vec![("o", check), ("lse", Comparison::default())],
+                written: Vec::new(),
+            };
+            (report.exit_code(), report.render(false).unwrap(), report.render(true).unwrap())
+        };
+        let (code, table, json) = report(0.25);
+        assert_eq!(code, ExitCode::SUCCESS);
+        assert!(
+            table.contains("ok: error 2.5e-1 of 2.5e-1 allowed") && table.contains("4.00 TFLOP/s"),
+            "{table}"
+        );
+        assert!(json.contains(r#""passed":true"#) && json.contains(r#""tflops_per_second":4.0"#), "{json}");
+        for error in [0.3, f64::INFINITY, f64::NAN] {
+            let (code, table, json) = report(error);
+            assert_eq!(code, ExitCode::from(1));
+            assert!(table.contains("FAILED: error") && json.contains(r#""passed":false"#), "{table}{json}");
+        }
+    }
 }
