@@ -60,6 +60,10 @@ impl DeviceMemory {
         if !context.has_memory_pools {
             return Err(Error::Unsupported { device: *home.device(), what: "stream-ordered allocation" });
         }
+        // The driver calls absurd sizes invalid rather than too large.
+        if bytes as u64 > context.properties.memory_bytes {
+            return Err(Error::OutOfMemory { bytes });
+        }
         let mut ptr = 0;
         // SAFETY:
         // 1. The stream lives and its context is current.

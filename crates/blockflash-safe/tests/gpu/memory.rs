@@ -73,9 +73,12 @@ fn copies_between_devices() -> Result<()> {
 fn too_much_memory_is_an_error_and_nothing_worse() -> Result<()> {
     let Some(device) = gpu("too_much_memory_is_an_error_and_nothing_worse") else { return Ok(()) };
     let stream = device.stream()?;
-    let bytes = 1usize << 46;
-    let result = Tensor::empty(&stream, DType::F32, &[bytes / 4]);
-    assert!(matches!(result, Err(Error::OutOfMemory { bytes: found }) if found == bytes), "{result:?}");
+    // More than is free, and more than there is.
+    let all = device.cuda_properties().unwrap().memory_bytes as usize / 4 * 4;
+    for bytes in [all, 1 << 46, 1 << 60] {
+        let result = Tensor::empty(&stream, DType::F32, &[bytes / 4]);
+        assert!(matches!(result, Err(Error::OutOfMemory { bytes: found }) if found == bytes), "{result:?}");
+    }
     assert_eq!(Tensor::from_slice(&stream, &[1i32, 2], &[2])?.to_vec::<i32>(&stream)?, [1, 2]);
     Ok(())
 }

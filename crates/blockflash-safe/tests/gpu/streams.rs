@@ -102,3 +102,22 @@ fn threads_share_devices() -> Result<()> {
     });
     Ok(())
 }
+
+/// Other CUDA code in the same thread finds its context as it left it.
+#[test]
+fn the_current_context_is_restored() -> Result<()> {
+    let Some(device) = gpu("the_current_context_is_restored") else { return Ok(()) };
+    let current = || cudarc::driver::result::ctx::get_current().unwrap();
+    std::thread::spawn(move || {
+        assert!(current().is_none());
+        let stream = device.stream()?;
+        let tensor = Tensor::from_slice(&stream, &ramp(10), &[10])?;
+        let graph = stream.capture(|stream| Event::new(&device, false)?.record(stream))?;
+        graph.launch(&stream)?;
+        drop((tensor, graph, stream));
+        assert!(current().is_none());
+        Ok(())
+    })
+    .join()
+    .unwrap()
+}
