@@ -1,23 +1,6 @@
-//! Attention and block-sparse matrix multiplication on NVIDIA GPUs, with kernels that are compiled ahead of time and travel
-//! inside the crate. Building needs no CUDA toolkit; running needs a driver, and without one the same calls run on the CPU.
+#![doc = include_str!("../README.md")]
 //!
-//! ```
-//! use blockflash_ops::{Attention, DType, Device, Mask, Tensor, Result};
-//! use half::f16;
-//!
-//! fn main() -> Result<()> {
-//!     let device = Device::best(); // the first usable GPU, else the CPU
-//!     let stream = device.stream()?;
-//!     let (batch, seqlen, heads, head_dim) = (1, 128, 2, 64);
-//!     let data: Vec<f16> = (0..batch * seqlen * heads * head_dim).map(|i| f16::from_f32((i as f32).sin())).collect();
-//!     let q = Tensor::from_slice(&stream, &data, &[batch, seqlen, heads, head_dim])?;
-//!     let attention = Attention { mask: Mask::causal(), ..Attention::new(q.view(), q.view(), q.view()) };
-//!     let output = attention.forward(&stream)?;
-//!     let o = output.o.to_vec::<f16>(&stream)?; // waits for the result
-//!     assert_eq!((o.len(), output.lse.dtype()), (data.len(), DType::F32));
-//!     Ok(())
-//! }
-//! ```
+//! # Where to look
 //!
 //! - [`Attention`]: softmax attention with causal and window [`Mask`]s, grouped heads, softcap, sinks, variable length.
 //! - [`BsrMatmul`]: a block-sparse [`BsrMatrix`] times a dense matrix, with bias and activation.
@@ -45,8 +28,8 @@ pub use flops::{attention_flops, attention_varlen_flops, bsr_flops};
 pub use support::{Status, SupportRow, support, support_with};
 
 pub use blockflash_safe::{
-    ComputeCapability, CudaProperties, DType, Device, Element, Event, Graph, Layout, Row, Stream, Target,
-    Tensor, View, ViewMut,
+    ComputeCapability, CudaProperties, CudaStatus, DType, Device, Element, Event, Graph, LaunchConfig,
+    Layout, Row, Stream, Target, Tensor, View, ViewMut, cuda_status,
 };
 
 #[cfg(test)]

@@ -94,3 +94,58 @@ fn block_sizes() -> Vec<u32> {
     sizes.dedup();
     sizes
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixtures::{gpu, gpus};
+
+    #[test]
+    fn the_cpu_runs_everything() {
+        let table = support(&Device::cpu());
+        assert!(table.iter().all(|row| row.status == Status::Cpu));
+        for dtype in [DType::F16, DType::BF16, DType::F32] {
+            for (op, size) in [
+                ("attention", "head_dim 8..=64"),
+                ("attention", "head_dim 200..=256"),
+                ("bsr_matmul", "block 64"),
+            ] {
+                let found =
+                    table.iter().filter(|row| (row.op, row.dtype, row.size.as_str()) == (op, dtype, size));
+                assert_eq!(found.count(), 1, "{op} {dtype} {size}");
+            }
+        }
+    }
+
+    #[test]
+    fn gpus_run_kernels_or_say_why_not() {
+        for gpu in gpus() {
+            for row in support_with(Some(&gpu)) {
+                match row.status {
+                    Status::Kernel { symbol, target, image } => {
+                        assert!(target.runs_on(gpu.compute_capability));
+                        assert!(
+                            symbol.contains(row.op.trim_end_matches("_fwd")) && image.starts_with(&symbol)
+                        );
+                        assert!(row.dtype != DType::F32);
+                    }
+                    Status::Cpu => panic!("a GPU is no CPU"),
+                    Status::Unsupported { reason } => assert!(!reason.is_empty()),
+                }
+            }
+        }
+        assert!(
+            support_with(Some(&gpu(7, 5))).iter().all(|row| matches!(row.status, Status::Unsupported { .. }))
+        );
+    }
+
+    #[test]
+    fn ranges_cover_every_head_dim_once() {
+        let mut next = 8;
+        for (size, tile) in head_dims() {
+            assert_eq!(size, format!("head_dim {next}..={tile}"));
+            next = tile + 8;
+        }
+        assert_eq!(next, 264);
+    }
+}

@@ -289,3 +289,7 @@ fn to_dense<T: Float>(matrix: &BsrMatrix) -> Result<Vec<f32>> {
     }
     Ok(dense)
 }
+
+#[cfg(test)]
+#[path = "build_tests.rs"]
+mod tests;

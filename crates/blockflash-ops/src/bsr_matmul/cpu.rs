@@ -164,3 +164,7 @@ fn widened<T: Float>(source: &[T]) -> Vec<f32> {
     T::widen(source, &mut target);
     target
 }
+
+#[cfg(test)]
+#[path = "cpu_tests.rs"]
+mod tests;

@@ -139,3 +139,7 @@ impl BsrMatmul<'_> {
 fn vectorized(dtype: DType, stride: usize) -> bool {
     (stride % 8 * dtype.size()).is_multiple_of(16)
 }
+
+#[cfg(test)]
+#[path = "problem_tests.rs"]
+mod tests;

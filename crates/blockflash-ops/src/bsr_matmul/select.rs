@@ -81,3 +81,7 @@ fn why_none(rows: &[Row], problem: &BsrProblem, gpu: &CudaProperties) -> String 
 fn unsupported(gpu: &CudaProperties, what: String) -> Error {
     Error::Unsupported { op: OP, arch: gpu.compute_capability.to_string(), what }
 }
+
+#[cfg(test)]
+#[path = "select_tests.rs"]
+mod tests;
