@@ -4,6 +4,7 @@ use blockflash_ops::{Device, Stream};
 use blockflash_safe::{CudaProperties, Event, cuda_status};
 use blockflash_sys::{Row, image, manifest};
 use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
@@ -83,6 +84,15 @@ impl Gpu {
         })
     }
 
+    /// Whether the GPU has this much memory; if not, one line says what is skipped.
+    pub fn has_memory(&self, gigabytes: u64, what: &str) -> bool {
+        let enough = self.properties.memory_bytes >= gigabytes << 30;
+        if !enough {
+            say(&format!("SKIPPED (needs a GPU with {gigabytes} GB): {what}"));
+        }
+        enough
+    }
+
     /// Appends to the file named by `BLOCKFLASH_GPU_RECORD`, if it is set, that this image passed a suite on this GPU.
     /// `cases` is the number of output tensors that were compared.
     pub fn record(&self, row: &Row, suite: &str, cases: usize) {
@@ -101,6 +111,47 @@ impl Gpu {
             std::fs::OpenOptions::new().create(true).append(true).open(&path)?.write_all(format!("{line}\n").as_bytes())
         };
         append().unwrap_or_else(|error| panic!("cannot append to {}: {error}", path.display()));
+    }
+}
+
+/// What the rows of a suite have passed and where they failed.
+#[derive(Default)]
+pub struct Report(BTreeMap<String, Outcome>);
+
+#[derive(Default)]
+struct Outcome {
+    row: Option<&'static Row>,
+    compared: usize,
+    failures: Vec<String>,
+}
+
+impl Report {
+    /// Runs one check of a row. It returns how many outputs it compared. A row that failed a few times is left alone.
+    pub fn run(&mut self, row: &'static Row, check: impl FnOnce() -> Result<usize, String>) {
+        let outcome = self.0.entry(row.image_name()).or_default();
+        outcome.row = Some(row);
+        if outcome.failures.len() < 4 {
+            match check() {
+                Ok(compared) => outcome.compared += compared,
+                Err(failure) => outcome.failures.push(failure),
+            }
+        }
+    }
+
+    /// Records the rows that passed everything, says so, and fails with all the failures if there are any.
+    pub fn finish(self, gpu: &Gpu, suite: &str) {
+        let mut failures = Vec::new();
+        assert!(!self.0.is_empty(), "no row of the manifest runs on {}", gpu.properties.name);
+        for (image, outcome) in self.0 {
+            match outcome.row {
+                Some(row) if outcome.failures.is_empty() && outcome.compared > 0 => {
+                    println!("{suite}: {image}: {} outputs compared", outcome.compared);
+                    gpu.record(row, suite, outcome.compared);
+                }
+                _ => failures.push(format!("{image}:\n  {}", outcome.failures.join("\n  "))),
+            }
+        }
+        assert!(failures.is_empty(), "{} rows failed on {}:\n{}", failures.len(), gpu.properties.name, failures.join("\n"));
     }
 }
 

@@ -92,7 +92,7 @@ fn constructors_agree() {
             }
             row_ptr.push(col_idx.len() as i32);
         }
-        let from_csr = BsrMatrix::from_csr(rows, cols, size, DType::F16, (&row_ptr, &col_idx, &values));
+        let from_csr = BsrMatrix::from_csr(rows, cols, size, DType::F16, &row_ptr, &col_idx, &values);
         let mut blocks: Vec<(usize, usize)> = Vec::new();
         for row in 0..parts.block_rows() {
             let range = data.row_ptr[row] as usize..data.row_ptr[row + 1] as usize;

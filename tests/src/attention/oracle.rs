@@ -1,7 +1,7 @@
 //! What attention means, in f64 and in the plain same-precision form. Both touch visible pairs only: a masked key cannot leak.
 
 use super::{AttentionCase, AttentionData, Sequence};
-use crate::number::{rng, round};
+use crate::number::{rng, round, unit_roundoff};
 use crate::tolerance::{Reference, Rounding};
 use blockflash_ops::attention::Mask;
 use blockflash_sys::DType;
@@ -60,16 +60,23 @@ impl AttentionReference {
     }
 
     /// What a correct implementation may round in the output.
-    pub fn rounding(case: &AttentionCase) -> Rounding {
+    pub fn rounding(&self, case: &AttentionCase) -> Rounding {
         let keys = case.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
-        Rounding { output: case.dtype, factor: Some(case.dtype), steps: 1 + keys.div_ceil(16) }
+        let largest_score = self.lse.magnitude.iter().copied().filter(|s| s.is_finite()).fold(0.0, f64::max);
+        let exponent = score_steps(case) as f64 * unit_roundoff(DType::F32) * largest_score;
+        Rounding { output: case.dtype, factor: Some(case.dtype), exponent, steps: 1 + keys.div_ceil(16) }
     }
 
-    /// What a correct implementation may round in the log-sum-exp: the score's sum, and 8 roundings for the change to base 2
-    /// and back, the exponential and the logarithm (2 units each in hardware).
+    /// What a correct implementation may round in the log-sum-exp.
     pub fn lse_rounding(case: &AttentionCase) -> Rounding {
-        Rounding { output: DType::F32, factor: None, steps: 8 + case.head_dim.div_ceil(16) }
+        Rounding { output: DType::F32, factor: None, exponent: 0.0, steps: score_steps(case) }
     }
+}
+
+/// Roundings of a score: those of its sum, and 8 for the change to base 2 and back, the exponential and the logarithm (2 units
+/// each in hardware).
+fn score_steps(case: &AttentionCase) -> usize {
+    8 + case.head_dim.div_ceil(16)
 }
 
 fn sample(case: &AttentionCase, sequences: &[Sequence], budget: f64) -> Vec<[usize; 3]> {

@@ -124,12 +124,23 @@ impl AttentionOutputs {
 
     /// Queues the computation.
     pub fn launch(&mut self, inputs: &AttentionInputs, kernel: Kernel, stream: &Stream) -> Result<(), blockflash_ops::Error> {
-        let ([.., o], lse) = placed(&inputs.case);
+        self.launch_call(&inputs.case, &inputs.attention(), kernel, stream)
+    }
+
+    /// Queues a call whose operands were not made by [`AttentionInputs`], for outputs of this case.
+    pub fn launch_call(
+        &mut self,
+        case: &AttentionCase,
+        call: &Attention<'_>,
+        kernel: Kernel,
+        stream: &Stream,
+    ) -> Result<(), blockflash_ops::Error> {
+        let ([.., o], lse) = placed(case);
         let o = view_mut(&mut self.o, &o);
         let lse = self.lse.as_mut().map(|tensor| view_mut(tensor, &lse));
         match kernel {
-            Kernel::Selected => inputs.attention().forward_into(o, lse, stream),
-            Kernel::Row(row) => inputs.attention().forward_with(row, o, lse, stream),
+            Kernel::Selected => call.forward_into(o, lse, stream),
+            Kernel::Row(row) => call.forward_with(row, o, lse, stream),
         }
     }
 
@@ -151,7 +162,7 @@ impl AttentionOutputs {
         let o = written(&o_placed, &o, case.dtype, |at| at < used * heads * d).map_err(|e| format!("o: {e}"))?;
         let o_at = |&[b, i, h]: &[usize; 3]| ((sequences[b].q_start + i) * heads + h) * d;
         let got: Vec<f64> = rows.iter().flat_map(|row| &o[o_at(row)..][..d]).map(|&x| f64::from(x)).collect();
-        check(&got, &reference.o, &AttentionReference::rounding(case), |i| o_name(rows[i / d], i % d))?;
+        check(&got, &reference.o, &reference.rounding(case), |i| o_name(rows[i / d], i % d))?;
         let may_be_nan = matches!(case.content, Content::NanInKeys | Content::NanInValues);
         if let (false, Some(at)) = (may_be_nan, o[..used * heads * d].iter().position(|x| !x.is_finite())) {
             return Err(format!("o: logical element {at} is {}, nothing there is NaN or infinite", o[at]));

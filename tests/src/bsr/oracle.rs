@@ -38,7 +38,8 @@ impl BsrReference {
     /// operations (alpha, beta·C, bias, activation).
     pub fn rounding(case: &BsrCase, data: &BsrData) -> Rounding {
         let longest = data.row_ptr.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0);
-        Rounding { output: case.c_dtype, factor: None, steps: 4 + (longest * case.block_size).div_ceil(16) }
+        let steps = 4 + (longest * case.block_size).div_ceil(16);
+        Rounding { output: case.c_dtype, factor: None, exponent: 0.0, steps }
     }
 }
 

@@ -1,0 +1,223 @@
+//! Every BSR kernel that the GPU can run against the oracle.
+
+use blockflash_ops::{BsrMatmul, DType, Stream, Tensor};
+use blockflash_sys::Row;
+use blockflash_sys::manifest::{BsrMatmul as Tile, Variant};
+use blockflash_tests::bsr::{
+    BsrCase, BsrData, BsrInputs, BsrReference, Kernel, Limits, Pattern, bsr_cases, check_output, edge_cases,
+    epilogue_cases, run_and_check,
+};
+use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
+use blockflash_tests::host::{download, poisoned};
+use blockflash_tests::number::{POISON, encode};
+use blockflash_tests::property;
+use half::{bf16, f16};
+use std::collections::BTreeMap;
+
+/// Multiply-adds per case and computation of the oracle; larger cases are sampled.
+const BUDGET: f64 = 2e8;
+
+fn tile(row: &Row) -> Option<Tile> {
+    match row.variant {
+        Variant::BsrMatmul(tile) => Some(tile),
+        _ => None,
+    }
+}
+
+/// Rows that compute the same problems: they share cases and references.
+fn groups(gpu: &Gpu) -> BTreeMap<(DType, u32), Vec<(&'static Row, Tile)>> {
+    let mut groups: BTreeMap<_, Vec<_>> = BTreeMap::new();
+    for (row, tile) in gpu.rows().filter_map(|row| Some((row, tile(row)?))) {
+        groups.entry((tile.dtype, tile.block_size)).or_default().push((row, tile));
+    }
+    groups
+}
+
+fn cases_of((dtype, block_size): (DType, u32), rows: &[(&'static Row, Tile)]) -> Vec<BsrCase> {
+    let size = block_size as usize;
+    let mut tiles: Vec<(usize, usize)> =
+        rows.iter().map(|(_, tile)| (tile.block_n as usize, tile.block_k as usize)).collect();
+    tiles.sort_unstable();
+    tiles.dedup();
+    let mut cases: Vec<BsrCase> =
+        tiles.into_iter().flat_map(|(block_n, block_k)| edge_cases(dtype, size, block_n, block_k)).collect();
+    cases.extend(epilogue_cases(dtype, size));
+    // More block rows than multiprocessors, more steps than pipeline stages.
+    for pattern in [Pattern::Random(0.1), Pattern::OneLongRow, Pattern::EmptyRows(0.2)] {
+        cases.push(BsrCase::simple(dtype, size, [300 * size - 5, 520, 70 * size - 3], pattern));
+    }
+    let limits = Limits { dtypes: vec![dtype], block_sizes: vec![size], blocks: 9, columns: 600 };
+    cases.extend(property::samples(60, bsr_cases(limits)));
+    cases
+}
+
+#[test]
+fn every_row() {
+    let Some(gpu) = gpu("bsr_gpu::every_row") else { return };
+    let stream = &gpu.stream;
+    let mut report = Report::default();
+    for (key, rows) in groups(&gpu) {
+        for case in cases_of(key, &rows) {
+            let (data, reference) = prepared(&case);
+            for &(row, _) in &rows {
+                report.run(row, || run_and_check(&case, &data, &reference, Kernel::Row(row), stream));
+            }
+        }
+        for &(row, tile) in &rows {
+            let story = |what: &'static str| move |error| format!("{what} of {}: {error}", row.image_name());
+            report.run(row, || replays_a_graph(row, &tile, stream).map_err(story("graph")));
+            report.run(row, || repeats_its_bits(row, &tile, stream).map_err(story("repeat")));
+            report.run(row, || runs_in_two_threads(row, &tile, &gpu).map_err(story("threads")));
+        }
+    }
+    beyond_31_bits(&gpu, &mut report);
+    report.finish(&gpu, "bsr_gpu");
+}
+
+fn prepared(case: &BsrCase) -> (BsrData, BsrReference) {
+    let data = BsrData::generate(case);
+    let reference = BsrReference::compute(case, &data, BUDGET);
+    (data, reference)
+}
+
+/// Captures a call once and replays it with another B.
+fn replays_a_graph(row: &'static Row, tile: &Tile, stream: &Stream) -> Result<usize, String> {
+    let size = tile.block_size as usize;
+    let case = BsrCase::simple(tile.dtype, size, [5 * size + 3, 130, 7 * size], Pattern::Random(0.5));
+    let mut data = BsrData::generate(&case);
+    let mut inputs = BsrInputs::upload(&case, &data, stream)?;
+    let mut c = inputs.old_c(&data, stream)?;
+    let graph = stream
+        .capture(|stream| inputs.launch(&mut c, Kernel::Row(row), stream))
+        .map_err(|error| format!("capture: {error}"))?;
+    for replay in 0..4 {
+        data.b.rotate_left(17 * replay + 1);
+        // Rows that nothing reads may now hold numbers, and rows that are read NaN: make all of them numbers.
+        data.b.iter_mut().filter(|x| x.is_nan()).for_each(|x| *x = 0.5);
+        let reference = BsrReference::compute(&case, &data, BUDGET);
+        inputs.refill(&data, stream)?;
+        c.fill_bytes(stream, POISON).map_err(|error| error.to_string())?;
+        graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
+        wait(stream, &|| format!("replay {replay} of {} with {case:?}", row.image_name()))?;
+        check_output(&c, &case, &data, &reference, stream).map_err(|error| format!("{error}\n    {case:?}"))?;
+    }
+    Ok(4)
+}
+
+fn repeats_its_bits(row: &'static Row, tile: &Tile, stream: &Stream) -> Result<usize, String> {
+    let size = tile.block_size as usize;
+    let case = BsrCase::simple(tile.dtype, size, [40 * size, 300, 30 * size], Pattern::Random(0.3));
+    let data = BsrData::generate(&case);
+    let inputs = BsrInputs::upload(&case, &data, stream)?;
+    let mut first = None;
+    for repeat in 0..30 {
+        let mut c = inputs.old_c(&data, stream)?;
+        inputs.launch(&mut c, Kernel::Row(row), stream).map_err(|error| error.to_string())?;
+        wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
+        let bits = download(stream, &c)?;
+        if *first.get_or_insert_with(|| bits.clone()) != bits {
+            return Err(format!("repeat {repeat} differs from the first run\n    {case:?}"));
+        }
+    }
+    Ok(30)
+}
+
+fn runs_in_two_threads(row: &'static Row, tile: &Tile, gpu: &Gpu) -> Result<usize, String> {
+    let size = tile.block_size as usize;
+    let work = |thread: usize| {
+        let stream = gpu.device.stream().map_err(|error| error.to_string())?;
+        let mut compared = 0;
+        for seed in 0..6 {
+            let mnk = [9 * size + thread, 200 + 57 * thread, 11 * size];
+            let case = BsrCase { seed, ..BsrCase::simple(tile.dtype, size, mnk, Pattern::Random(0.4)) };
+            let (data, reference) = prepared(&case);
+            compared += run_and_check(&case, &data, &reference, Kernel::Row(row), &stream)?;
+        }
+        Ok(compared)
+    };
+    std::thread::scope(|scope| {
+        let threads = [0, 1].map(|thread| scope.spawn(move || work(thread)));
+        threads.into_iter().try_fold(0, |sum, thread| {
+            let compared: Result<usize, String> = thread.join().map_err(|_| "a thread panicked".to_string())?;
+            Ok(sum + compared?)
+        })
+    })
+}
+
+/// Rows of B and of C 2²⁰ + 8 elements apart, and more than 2¹¹ of them. Whatever lies between them is NaN.
+fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
+    const STRIDE: usize = (1 << 20) + 8;
+    const ROWS: usize = (1 << 11) + 40;
+    const COLUMNS: usize = 72;
+    if !gpu.has_memory(24, "bsr_gpu: matrices beyond 2^31 elements") {
+        return;
+    }
+    let stream = &gpu.stream;
+    for dtype in [DType::F16, DType::BF16] {
+        // B does not depend on the block size.
+        let case = |size| BsrCase {
+            nan_in_b: blockflash_tests::bsr::NanInB::Nowhere,
+            ..BsrCase::simple(dtype, size, [ROWS, COLUMNS, ROWS], Pattern::Banded)
+        };
+        let b_data = BsrData::generate(&case(128)).b;
+        let upload = || {
+            let mut bits = vec![u16::from_ne_bytes([POISON; 2]); ROWS * STRIDE];
+            for (row, numbers) in b_data.chunks(COLUMNS).enumerate() {
+                let to = &mut bits[(row + 1) * STRIDE - COLUMNS..(row + 1) * STRIDE];
+                to.iter_mut().zip(numbers).for_each(|(bits, &x)| *bits = encode(dtype, x) as u16);
+            }
+            match dtype {
+                DType::F16 => Tensor::from_slice::<f16>(stream, bytemuck::cast_slice(&bits), &[ROWS, STRIDE]),
+                _ => Tensor::from_slice::<bf16>(stream, bytemuck::cast_slice(&bits), &[ROWS, STRIDE]),
+            }
+        };
+        let b = upload().expect("memory for a matrix beyond 2^31 elements");
+        let mut spread = Tensor::empty(stream, dtype, &[ROWS, STRIDE]).expect("memory for C beyond 2^31 elements");
+        for (row, tile) in gpu.rows().filter_map(|row| Some((row, tile(row)?))).filter(|(_, tile)| tile.dtype == dtype) {
+            report.run(row, || {
+                let case = case(tile.block_size as usize);
+                let data = BsrData { b: b_data.clone(), ..BsrData::generate(&case) };
+                let reference = BsrReference::compute(&case, &data, BUDGET);
+                let a = data.matrix(&case, stream)?;
+                let b = b.view().slice(1, STRIDE - COLUMNS..STRIDE).map_err(|error| error.to_string())?;
+                let product = BsrMatmul::new(&a, b);
+                let mut c = poisoned(stream, dtype, &[ROWS, COLUMNS])?;
+                product.matmul_with(row, c.view_mut(), stream).map_err(|error| error.to_string())?;
+                wait(stream, &|| format!("{} with B beyond 2^31 elements", row.image_name()))?;
+                check_output(&c, &case, &data, &reference, stream)?;
+                let expected = download(stream, &c)?;
+
+                spread.fill_bytes(stream, POISON).map_err(|error| error.to_string())?;
+                let out = spread.view_mut().slice(1, 8..8 + COLUMNS).map_err(|error| error.to_string())?;
+                product.matmul_with(row, out, stream).map_err(|error| error.to_string())?;
+                wait(stream, &|| format!("{} with C beyond 2^31 elements", row.image_name()))?;
+                for i in (0..ROWS).step_by(97).chain(ROWS - 45..ROWS) {
+                    check_row(&spread, i, &expected[i * COLUMNS..][..COLUMNS], stream)?;
+                }
+                Ok(2)
+            });
+        }
+    }
+}
+
+/// One row of the C that is spread over more than 2³¹ elements, with the gap around it.
+fn check_row(spread: &Tensor, row: usize, expected: &[u32], stream: &Stream) -> Result<(), String> {
+    let part = spread.view().slice(0, row..row + 1).and_then(|view| view.slice(1, 0..expected.len() + 64));
+    let part = part.map_err(|error| error.to_string())?;
+    let bits: Vec<u16> = match spread.dtype() {
+        DType::F16 => part.to_vec::<f16>(stream).map(|x| x.into_iter().map(f16::to_bits).collect()),
+        _ => part.to_vec::<bf16>(stream).map(|x| x.into_iter().map(bf16::to_bits).collect()),
+    }
+    .map_err(|error| error.to_string())?;
+    let gap = u32::from(u16::from_ne_bytes([POISON; 2]));
+    let due = |at: usize| at.checked_sub(8).and_then(|at| expected.get(at)).copied().unwrap_or(gap);
+    match (0..bits.len()).find(|&at| u32::from(bits[at]) != due(at)) {
+        None => Ok(()),
+        Some(at) => Err(format!(
+            "C beyond 2^31 elements, row {row}, column {}: bits {:#x}, expected {:#x} as in a small matrix",
+            at as isize - 8,
+            bits[at],
+            due(at)
+        )),
+    }
+}

@@ -1,0 +1,228 @@
+//! Selection, planning, support table and FLOP counts: pure functions, checked on fabricated GPUs without any GPU.
+
+use blockflash_ops::attention::{self, AttentionProblem, Mask};
+use blockflash_ops::bsr_matmul::{self, BsrProblem};
+use blockflash_ops::{
+    Align, ComputeCapability, CudaProperties, DType, Error, Row, Status, attention_flops, bsr_flops, support_with,
+};
+use blockflash_sys::manifest::{self, Variant};
+use proptest::prelude::*;
+use proptest::sample::select;
+use std::collections::HashSet;
+
+/// Name, compute capability, shared memory that a block may use in KB.
+const GPUS: [(&str, (u32, u32), u32); 12] = [
+    ("T4", (7, 5), 64),
+    ("A100", (8, 0), 163),
+    ("RTX 3090", (8, 6), 99),
+    ("Jetson Orin", (8, 7), 163),
+    ("L4", (8, 9), 99),
+    ("H100", (9, 0), 227),
+    ("H200", (9, 0), 227),
+    ("B200", (10, 0), 227),
+    ("B300", (10, 3), 227),
+    ("Thor", (11, 0), 227),
+    ("RTX 5090", (12, 0), 99),
+    ("GB10", (12, 1), 99),
+];
+
+fn fabricated(name: &str, (major, minor): (u32, u32), smem_kb: u32) -> CudaProperties {
+    CudaProperties {
+        ordinal: 0,
+        name: name.into(),
+        compute_capability: ComputeCapability::new(major, minor),
+        multiprocessors: 100,
+        smem_per_block: smem_kb * 1024,
+        smem_per_multiprocessor: (smem_kb + 1) * 1024,
+        l2_bytes: 40 << 20,
+        memory_bytes: 24 << 30,
+        driver_version: 13000,
+        clock_khz: 1_800_000,
+        memory_clock_khz: 1_000_000,
+        memory_bus_bits: 384,
+    }
+}
+
+fn gpus() -> impl Strategy<Value = CudaProperties> {
+    select(GPUS.to_vec()).prop_map(|(name, capability, smem)| fabricated(name, capability, smem))
+}
+
+/// Whether some row could run: the definition that selection must agree with.
+fn runs(row: &Row, gpu: &CudaProperties) -> bool {
+    row.target.runs_on(gpu.compute_capability) && row.smem_bytes() <= gpu.smem_per_block
+}
+
+proptest! {
+    #![proptest_config(blockflash_tests::property::config(400))]
+
+    #[test]
+    fn attention_rows_are_usable_or_nothing_is(
+        gpu in gpus(),
+        dtype in select(vec![DType::F16, DType::BF16, DType::F32]),
+        head_dim in 1..=300usize,
+        sizes in (0..5usize, 0..3000usize, 0..3000usize),
+        heads in (0..6usize, 1..6usize),
+        right in prop::option::of(0..50usize),
+    ) {
+        let heads = [heads.0 * heads.1, heads.1];
+        let problem = AttentionProblem {
+            mask: Mask::Window { left: None, right, align: Align::BottomRight },
+            ..AttentionProblem::dense(dtype, [sizes.0, sizes.1, sizes.2], heads, head_dim)
+        };
+        let fits = |row: &Row| matches!(row.variant, Variant::AttentionFwd(tile)
+            if tile.dtype == dtype && tile.head_dim as usize >= head_dim && head_dim % 8 == 0) && runs(row, &gpu);
+        let possible: Vec<&Row> = manifest::rows().iter().filter(|row| fits(row)).collect();
+        match attention::select(&problem, &gpu) {
+            Ok(row) => {
+                prop_assert!(fits(row), "{} on {}", row.image_name(), gpu.name);
+                let machine_code = possible.iter().any(|row| !row.target.is_ptx());
+                prop_assert!(!(machine_code && row.target.is_ptx()), "PTX where {} has machine code", gpu.name);
+                let plan = attention::plan(row, &problem).unwrap();
+                let Variant::AttentionFwd(tile) = row.variant else { unreachable!() };
+                let tiles = sizes.1.div_ceil(tile.block_q as usize) * heads[0] * sizes.0;
+                prop_assert_eq!(plan.config.grid, [tiles as u32, 1, 1]);
+                prop_assert_eq!((plan.config.block, plan.config.smem_bytes), (row.threads(), row.smem_bytes()));
+                prop_assert_eq!((plan.params.seqlen_q, plan.params.head_dim), (sizes.1 as i32, head_dim as i32));
+            }
+            Err(Error::Unsupported { op, arch, what }) => {
+                prop_assert!(possible.is_empty(), "{op} on {arch}: {what}; but {} runs", possible[0].image_name());
+                prop_assert_eq!(arch, gpu.compute_capability.to_string());
+                prop_assert!(!what.is_empty() && !what.contains('\n'));
+            }
+            Err(other) => prop_assert!(false, "{other}"),
+        }
+    }
+
+    #[test]
+    fn bsr_rows_are_usable_or_nothing_is(
+        gpu in gpus(),
+        dtype in select(vec![DType::F16, DType::BF16, DType::F32]),
+        block_size in select(vec![1usize, 8, 16, 32, 48, 64, 128, 256]),
+        mnk in (0..5000usize, 0..5000usize, 0..5000usize),
+    ) {
+        let problem = BsrProblem::new(dtype, [mnk.0, mnk.1, mnk.2], block_size, 7);
+        let fits = |row: &Row| matches!(row.variant, Variant::BsrMatmul(tile)
+            if tile.dtype == dtype && tile.block_size as usize == block_size) && runs(row, &gpu);
+        let possible: Vec<&Row> = manifest::rows().iter().filter(|row| fits(row)).collect();
+        match bsr_matmul::select(&problem, &gpu) {
+            Ok(row) => {
+                prop_assert!(fits(row), "{} on {}", row.image_name(), gpu.name);
+                let machine_code = possible.iter().any(|row| !row.target.is_ptx());
+                prop_assert!(!(machine_code && row.target.is_ptx()), "PTX where {} has machine code", gpu.name);
+                let plan = bsr_matmul::plan(row, &problem).unwrap();
+                let Variant::BsrMatmul(tile) = row.variant else { unreachable!() };
+                let tiles_n = mnk.1.div_ceil(tile.block_n as usize);
+                prop_assert!(plan.config.grid[0] as usize >= tiles_n * usize::from(mnk.0 > 0));
+                prop_assert_eq!(&plan.config.grid[1..], &[1, 1]);
+                prop_assert_eq!((plan.params.m, plan.params.n, plan.params.k), (mnk.0 as i64, mnk.1 as i64, mnk.2 as i64));
+            }
+            Err(Error::Unsupported { op, arch, what }) => {
+                prop_assert!(possible.is_empty(), "{op} on {arch}: {what}; but {} runs", possible[0].image_name());
+            }
+            Err(other) => prop_assert!(false, "{other}"),
+        }
+    }
+
+    #[test]
+    fn flops_count_visible_pairs(
+        case in blockflash_tests::attention::masks(40),
+        seqlen in (0..40usize, 0..40usize),
+        heads in 1..4usize,
+    ) {
+        let problem = AttentionProblem {
+            mask: case,
+            ..AttentionProblem::dense(DType::F16, [2, seqlen.0, seqlen.1], [heads, 1], 16)
+        };
+        let oracle = blockflash_tests::attention::AttentionCase {
+            mask: case,
+            ..blockflash_tests::attention::AttentionCase::simple(DType::F16, (heads, 1), 16, seqlen)
+        };
+        let sequence = oracle.sequences()[0];
+        let pairs: usize =
+            (0..seqlen.0).map(|i| blockflash_tests::attention::visible_keys(&oracle, &sequence, i).len()).sum();
+        prop_assert_eq!(attention_flops(&problem), Some(4 * (2 * heads * pairs * 16) as u64));
+    }
+}
+
+#[test]
+fn every_supported_gpu_runs_every_attention_size() {
+    for (name, capability, smem) in GPUS.into_iter().filter(|gpu| gpu.1.0 >= 8) {
+        let gpu = fabricated(name, capability, smem);
+        for dtype in [DType::F16, DType::BF16] {
+            for head_dim in (8..=256).step_by(8) {
+                let problem = AttentionProblem::dense(dtype, [1, 100, 100], [4, 1], head_dim);
+                if let Err(error) = attention::select(&problem, &gpu) {
+                    panic!("{name}, {dtype}, head_dim {head_dim}: {error}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_supported_gpu_runs_every_block_size() {
+    for (name, capability, smem) in GPUS.into_iter().filter(|gpu| gpu.1.0 >= 8) {
+        let gpu = fabricated(name, capability, smem);
+        for dtype in [DType::F16, DType::BF16] {
+            for (block_size, n) in [16, 32, 64, 128].into_iter().flat_map(|b| [1, 64, 256, 1000].map(|n| (b, n))) {
+                let problem = BsrProblem::new(dtype, [1000, n, 1000], block_size, 100);
+                if let Err(error) = bsr_matmul::select(&problem, &gpu) {
+                    panic!("{name}, {dtype}, blocks of {block_size}, n {n}: {error}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_fit_the_gpus_of_their_target_and_have_names_of_their_own() {
+    let mut names = HashSet::new();
+    for row in manifest::rows() {
+        assert!(names.insert(row.image_name()), "{} comes twice", row.image_name());
+        assert!(row.smem_bytes() <= row.target.smem_limit(), "{} needs {} bytes", row.image_name(), row.smem_bytes());
+        assert!(row.threads() <= 1024 && row.threads() % 32 == 0);
+    }
+}
+
+#[test]
+fn the_support_table_tells_the_truth() {
+    assert!(support_with(None).iter().all(|row| row.status == Status::Cpu), "the CPU runs everything");
+    for (name, capability, smem) in GPUS {
+        let gpu = fabricated(name, capability, smem);
+        let table = support_with(Some(&gpu));
+        assert!(!table.is_empty());
+        for row in &table {
+            match &row.status {
+                Status::Kernel { symbol, target, image } => {
+                    let found = manifest::rows().iter().find(|row| row.image_name() == *image);
+                    let found = found.unwrap_or_else(|| panic!("{name}: no row has the image {image}"));
+                    assert_eq!((found.symbol(), found.target), (symbol.clone(), *target));
+                    assert!(runs(found, &gpu), "{name} cannot run {image}");
+                }
+                Status::Cpu => panic!("{name}: the CPU backend in the table of a GPU"),
+                Status::Unsupported { reason } => {
+                    assert!(!reason.is_empty() && !reason.contains('\n'), "{name}: {reason}");
+                }
+            }
+        }
+        let any_kernel = table.iter().any(|row| matches!(row.status, Status::Kernel { .. }));
+        assert_eq!(any_kernel, capability.0 >= 8, "{name}");
+    }
+}
+
+#[test]
+fn bsr_flops_count_stored_blocks_only() {
+    assert_eq!(bsr_flops(&BsrProblem::new(DType::F16, [1000, 33, 1000], 64, 5)), 2 * 5 * 64 * 64 * 33);
+    assert_eq!(bsr_flops(&BsrProblem::new(DType::F16, [1000, 33, 1000], 64, 0)), 0);
+}
+
+#[test]
+fn grids_that_no_gpu_takes_are_errors() {
+    let h200 = fabricated("H200", (9, 0), 227);
+    let problem = AttentionProblem::dense(DType::F16, [1 << 20, 1 << 20, 64], [64, 64], 64);
+    let row = attention::select(&problem, &h200).unwrap();
+    assert!(matches!(attention::plan(row, &problem), Err(Error::TooLarge { .. })));
+    let problem = BsrProblem::new(DType::F16, [1 << 40, 1 << 30, 64], 64, 1);
+    let row = bsr_matmul::select(&problem, &h200).unwrap();
+    assert!(matches!(bsr_matmul::plan(row, &problem), Err(Error::TooLarge { .. })));
+}
