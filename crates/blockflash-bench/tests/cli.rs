@@ -88,7 +88,7 @@ fn attention_options_are_right_against_the_reference() {
     }
     let report = json(&["attention", "--random", "2x8x4x16", "--mask", "causal"]);
     assert_eq!(report["flops"], 4.0 * 2.0 * 4.0 * 16.0 * 36.0);
-    assert_eq!(report["shapes"]["q_o"], serde_json::json!([2, 8, 4, 16]));
+    assert_eq!(report["tensors"]["q"], serde_json::json!({ "shape": [2, 8, 4, 16], "dtype": "f16" }));
     assert_eq!((&report["device"], &report["kernel"]), (&"cpu".into(), &serde_json::Value::Null));
     assert!(report["time"]["first_us"].as_f64().unwrap() > 0.0);
     assert_eq!(report["time"]["repeats"], 0);
@@ -131,7 +131,7 @@ fn attention_files_round_trip() {
     json(&["attention", "--input", &input, "--out", &both, "--lse", &both, "--check"]);
     let files = ["--q", &paths[0], "--k", &paths[1], "--v", &paths[2]];
     let report = json(&[&["attention", "--out", &o, "--lse", &lse][..], &files].concat());
-    assert_eq!(report["dtype"], "f16");
+    assert_eq!(report["tensors"]["q"]["dtype"], "f16");
     assert_eq!(load(&both, "o", DType::F16), load(&o, "", DType::F16));
     assert_eq!(load(&both, "lse", DType::F32), load(&lse, "", DType::F32));
     assert_eq!(load(&lse, "", DType::F32).shape(), [1, 2, 12]);
@@ -157,7 +157,7 @@ fn bsr_files_round_trip() {
     write(&b_path, &[("", &b)]).unwrap();
     let run = ["bsr-matmul", "--a", &a_path, "--b", &b_path];
     let report = json(&[&run[..], &["--out", &c_path, "--out-dtype", "f32", "--check"]].concat());
-    assert_eq!(report["shapes"]["a"], serde_json::json!([48, 32]));
+    assert_eq!(report["tensors"]["a"]["shape"], serde_json::json!([48, 32]));
     let c = load(&c_path, "", DType::F32);
     assert_eq!((c.shape(), c.to_f32(80..160)), (&[48, 5][..], vec![0.0; 80]));
 
@@ -253,7 +253,7 @@ fn a_table_for_people() {
         blockflash(&["attention", "--random", "1x8x2x16", "--device", "cpu", "--check", "--repeat", "1"]);
     assert_eq!(output.status.code(), Some(0));
     let table = String::from_utf8(output.stdout).unwrap();
-    for part in ["[1, 8, 2, 16] f16", "check o", "ok: error", "TFLOP/s", "median of 1 run"] {
+    for part in ["[1, 8, 2, 16] f16", "check o", "ok: error", "FLOP/s (", "median of 1 run"] {
         assert!(table.contains(part), "{part:?} is not in\n{table}");
     }
 }

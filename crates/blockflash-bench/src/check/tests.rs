@@ -52,12 +52,12 @@ fn masked_nan_does_not_matter_and_seen_nan_does() {
 
 #[test]
 fn samples_of_large_problems_find_a_wrong_last_row() {
-    let seqlen = 3000;
-    let q = random(DType::F16, &[1, seqlen, 24, 32], 0);
-    let v = array(&[1, seqlen, 24, 32], vec![1.0; seqlen * 24 * 32]);
-    let zero = array(&[1, seqlen, 24, 32], vec![0.0; seqlen * 24 * 32]);
+    let seqlen = 500;
+    let q = random(DType::F16, &[1, seqlen, 24, 8], 0);
+    let v = array(&[1, seqlen, 24, 8], vec![1.0; seqlen * 24 * 8]);
+    let zero = array(&[1, seqlen, 24, 8], vec![0.0; seqlen * 24 * 8]);
     let tensors = [q, zero, v];
-    let o = array(&[1, seqlen, 24, 32], vec![1.0; seqlen * 24 * 32]);
+    let o = array(&[1, seqlen, 24, 8], vec![1.0; seqlen * 24 * 8]);
     let mut lse = vec![(seqlen as f32).ln(); 24 * seqlen];
     let check = |lse: &[f32]| {
         let lse = array(&[1, 24, seqlen], lse.to_vec());

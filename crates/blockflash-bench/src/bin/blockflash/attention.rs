@@ -127,8 +127,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
         operation: "attention",
         device: &device,
         kernel,
-        shapes: vec![("q, o", q.shape().to_vec()), ("k, v", k.shape().to_vec())],
-        dtype: problem.dtype.name().to_owned(),
+        tensors: [("q", &q), ("k", &k), ("v", &v)]
+            .map(|(name, array)| (name, array.shape().to_vec(), problem.dtype))
+            .to_vec(),
         details: details(&problem),
         flops: blockflash_ops::attention_flops(&problem).unwrap_or(0) as f64,
         timing,

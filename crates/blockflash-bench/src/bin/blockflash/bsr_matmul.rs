@@ -158,11 +158,11 @@ pub fn run(args: Args) -> Result<ExitCode> {
         operation: "bsr-matmul",
         device: &device,
         kernel,
-        shapes: vec![("a", vec![m, problem.k]), ("b", vec![problem.k, n]), ("c", vec![m, n])],
-        dtype: match (problem.dtype, problem.c_dtype) {
-            (dtype, c_dtype) if dtype == c_dtype => dtype.name().to_owned(),
-            (dtype, c_dtype) => format!("{dtype} to {c_dtype}"),
-        },
+        tensors: vec![
+            ("a", vec![m, problem.k], problem.dtype),
+            ("b", vec![problem.k, n], problem.dtype),
+            ("c", vec![m, n], problem.c_dtype),
+        ],
         details: details(&args, &operands.a, &problem),
         flops: blockflash_ops::bsr_flops(&problem) as f64,
         timing,

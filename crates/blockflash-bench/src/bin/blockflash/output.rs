@@ -4,7 +4,7 @@ use crate::failure::Result;
 use crate::measure::Timing;
 use crate::table::{self, Facts};
 use blockflash_bench::check::Comparison;
-use blockflash_ops::Device;
+use blockflash_ops::{DType, Device};
 use blockflash_sys::Row;
 use serde_json::{Map, Value, json};
 use std::io::{ErrorKind, Write, stdout};
@@ -25,8 +25,7 @@ pub struct RunReport<'a> {
     pub device: &'a Device,
     /// `None` on the CPU, and when there was nothing to compute.
     pub kernel: Option<&'a Row>,
-    pub shapes: Vec<(&'static str, Vec<usize>)>,
-    pub dtype: String,
+    pub tensors: Vec<(&'static str, Vec<usize>, DType)>,
     pub details: Vec<(&'static str, String)>,
     pub flops: f64,
     pub timing: Timing,
@@ -56,8 +55,8 @@ impl RunReport<'_> {
 
     fn facts(&self) -> Facts {
         let mut facts = Facts::default();
-        for (name, shape) in &self.shapes {
-            facts.add(name, format!("{shape:?} {}", self.dtype));
+        for (name, shape, dtype) in &self.tensors {
+            facts.add(name, format!("{shape:?} {dtype}"));
         }
         for (name, value) in &self.details {
             facts.add(name, value);
@@ -81,8 +80,8 @@ impl RunReport<'_> {
                 None => format!("{first}, first run"),
             },
         );
-        facts
-            .add("speed", format!("{} TFLOP/s ({})", table::number(self.tflops()), table::flops(self.flops)));
+        let (per_second, flops) = (self.tflops() * 1e12, self.flops);
+        facts.add("speed", format!("{}/s ({})", table::flops(per_second), table::flops(flops)));
         for (name, check) in &self.checks {
             let verdict = if check.passed() { "ok" } else { "FAILED" };
             let relation = if check.passed() { "of" } else { "exceeds" };
@@ -111,11 +110,10 @@ impl RunReport<'_> {
         set("device_name", json!(device_name(self.device)));
         set("kernel", json!(self.kernel.map(|row| row.symbol())));
         set("target", json!(self.kernel.map(|row| row.target.name())));
-        set("dtype", json!(self.dtype));
-        set(
-            "shapes",
-            self.shapes.iter().map(|(name, shape)| (name.replace(", ", "_"), json!(shape))).collect(),
-        );
+        let tensors = self.tensors.iter().map(|(name, shape, dtype)| {
+            ((*name).to_owned(), json!({ "shape": shape, "dtype": dtype.name() }))
+        });
+        set("tensors", Value::Object(tensors.collect()));
         set("options", self.details.iter().map(|(name, value)| ((*name).to_owned(), json!(value))).collect());
         set("flops", json!(self.flops));
         set("time", serde_json::to_value(self.timing)?);
@@ -164,8 +162,7 @@ mod tests {
                 operation: "attention",
                 device: &Device::cpu(),
                 kernel: None,
-                shapes: Vec::new(),
-                dtype: "f16".to_owned(),
+                tensors: Vec::new(),
                 details: Vec::new(),
                 flops: 8e6,
                 timing,

@@ -73,10 +73,10 @@ pub fn count(value: u64) -> String {
     out
 }
 
-/// `550 GFLOP`, `1.2 TFLOP`.
+/// `550 GFLOP`, `1.20 TFLOP`.
 pub fn flops(flops: f64) -> String {
     match flops {
-        flops if flops < 1e6 => format!("{flops} FLOP"),
+        flops if flops < 1e6 => format!("{flops:.0} FLOP"),
         flops if flops < 1e9 => format!("{} MFLOP", number(flops / 1e6)),
         flops if flops < 1e12 => format!("{} GFLOP", number(flops / 1e9)),
         flops => format!("{} TFLOP", number(flops / 1e12)),
