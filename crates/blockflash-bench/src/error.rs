@@ -5,7 +5,9 @@ use std::path::PathBuf;
 #[non_exhaustive]
 pub enum Error {
     /// The folder with suites and rivals is nowhere to be found.
-    #[error("found no folder benches/ with suites/ in it, neither above {from} nor above the program; set BLOCKFLASH_BENCHES")]
+    #[error(
+        "found no folder benches/ with suites/ in it, neither above {from} nor above the program; set BLOCKFLASH_BENCHES"
+    )]
     NoBenches {
         /// Where the search began.
         from: PathBuf,

@@ -28,7 +28,8 @@ impl Machine {
         let index = smi_index(properties.ordinal, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref());
         let version = properties.driver_version;
         let cuda = format!("CUDA {}.{}", version / 1000, version % 1000 / 10);
-        let driver = smi(&index, "driver_version").map_or(cuda.clone(), |driver| format!("{driver} ({cuda})"));
+        let driver =
+            smi(&index, "driver_version").map_or(cuda.clone(), |driver| format!("{driver} ({cuda})"));
         Self { gpu: properties.name.clone(), driver: Some(driver), commit, smi_index: Some(index) }
     }
 
@@ -67,13 +68,21 @@ fn commit(benches: &Path) -> String {
         files.find_map(|path| std::fs::read_to_string(path).ok())
     };
     let git = |arguments: &[&str]| {
-        let output = Command::new("git").arg("-C").arg(benches).args(arguments).stdin(Stdio::null()).output().ok()?;
+        let output =
+            Command::new("git").arg("-C").arg(benches).args(arguments).stdin(Stdio::null()).output().ok()?;
         output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
     };
     let of_git = || {
         let commit = git(&["rev-parse", "--short=12", "HEAD"])?;
         // Records of this very run do not make the build another one.
-        let changed = git(&["status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)benches/results"])?;
+        let changed = git(&[
+            "status",
+            "--porcelain",
+            "--untracked-files=no",
+            "--",
+            ":/",
+            ":(top,exclude)benches/results",
+        ])?;
         Some(if changed.is_empty() { commit } else { format!("{commit}-dirty") })
     };
     let found = std::env::var("BLOCKFLASH_COMMIT").ok().or_else(file).map(|text| text.trim().to_owned());
@@ -119,9 +128,17 @@ mod tests {
 
     #[test]
     fn folders_are_named_after_the_gpu() {
-        let machine = |gpu: &str, smi_index| Machine { gpu: gpu.into(), driver: None, commit: String::new(), smi_index };
+        let machine = |gpu: &str, smi_index| Machine {
+            gpu: gpu.into(),
+            driver: None,
+            commit: String::new(),
+            smi_index,
+        };
         assert_eq!(machine("NVIDIA H200", Some("0".into())).slug(), "nvidia-h200");
-        assert_eq!(machine("NVIDIA GeForce RTX 4090 (x)", Some("0".into())).slug(), "nvidia-geforce-rtx-4090-x");
+        assert_eq!(
+            machine("NVIDIA GeForce RTX 4090 (x)", Some("0".into())).slug(),
+            "nvidia-geforce-rtx-4090-x"
+        );
         assert_eq!(machine("cpu: some", None).slug(), "cpu");
     }
 

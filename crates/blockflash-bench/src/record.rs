@@ -109,7 +109,8 @@ impl Writer {
     /// # Errors
     /// [`Error::Io`].
     pub fn append(&mut self, record: &Record) -> Result<()> {
-        let mut line = serde_json::to_string(record).map_err(|error| std::io::Error::other(error.to_string()));
+        let mut line =
+            serde_json::to_string(record).map_err(|error| std::io::Error::other(error.to_string()));
         if let Ok(line) = &mut line {
             line.push('\n');
         }

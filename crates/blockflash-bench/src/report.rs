@@ -41,7 +41,9 @@ pub fn newest(records: &[Record]) -> Vec<Vec<&Record>> {
 /// How many times as fast as the fastest rival we are. Marks that do another job are no rivals.
 fn ratio<'r>(ours: &Record, peers: impl Iterator<Item = &'r Record>) -> Option<(f64, &'r str)> {
     let us = ours.us?;
-    let rivals = peers.filter(|peer| !peer.reference).filter_map(|peer| Some((peer.us?, peer.implementation.as_str())));
+    let rivals = peers
+        .filter(|peer| !peer.reference)
+        .filter_map(|peer| Some((peer.us?, peer.implementation.as_str())));
     let (best, name) = rivals.min_by(|a, b| a.0.total_cmp(&b.0))?;
     Some((best / us, name))
 }
@@ -76,10 +78,21 @@ pub fn cells(records: &[&Record]) -> Cells {
             row.push(of_case().find(|r| r.implementation == peer).map_or("—".to_owned(), speed));
         }
         if !peers.is_empty() {
-            row.push(ratio(ours, of_case()).map_or("—".to_owned(), |(ratio, name)| format!("{ratio:.2} {name}")));
+            row.push(
+                ratio(ours, of_case()).map_or("—".to_owned(), |(ratio, name)| format!("{ratio:.2} {name}")),
+            );
         }
         let all = std::iter::once(**ours).chain(of_case()).filter(|r| r.us.is_some()).all(|r| r.verified);
-        row.push(if ours.us.is_none() { "no" } else if all { "yes" } else { "NO" }.to_owned());
+        row.push(
+            if ours.us.is_none() {
+                "no"
+            } else if all {
+                "yes"
+            } else {
+                "NO"
+            }
+            .to_owned(),
+        );
         row
     };
     Cells { header, rows: ours.iter().map(row).collect() }
@@ -137,14 +150,16 @@ fn footnote(run: &[&Record]) -> String {
     }
     let range = |field: fn(&Record) -> Option<f64>| {
         let values: Vec<_> = run.iter().filter_map(|record| field(record)).collect();
-        let (least, most) = (values.iter().copied().reduce(f64::min)?, values.iter().copied().reduce(f64::max)?);
+        let (least, most) =
+            (values.iter().copied().reduce(f64::min)?, values.iter().copied().reduce(f64::max)?);
         Some(format!("{least:.0}–{most:.0}"))
     };
     parts.extend(range(|record| record.clock_mhz).map(|clock| format!("{clock} MHz")));
     parts.extend(range(|record| record.power_w).map(|power| format!("{power} W")));
     parts.push(format!("commit {}", first.commit));
     parts.push(first.date.split('T').next().unwrap_or_default().to_owned());
-    let marks: Vec<_> = run.iter().filter(|r| r.reference).map(|r| format!("`{}`", r.implementation)).collect();
+    let marks: Vec<_> =
+        run.iter().filter(|r| r.reference).map(|r| format!("`{}`", r.implementation)).collect();
     if let Some(mark) = marks.first() {
         parts.push(format!("{mark} computes the dense product and is no rival"));
     }
@@ -213,11 +228,13 @@ mod tests {
     #[test]
     fn only_the_newest_run_is_reported() {
         let mut records = sample();
-        let newer = Record { run: "r2".into(), date: "2026-11-22T08:00:00Z".into(), ..record("c", OURS, Some(1.0)) };
+        let newer =
+            Record { run: "r2".into(), date: "2026-11-22T08:00:00Z".into(), ..record("c", OURS, Some(1.0)) };
         records.insert(0, newer);
         records.push(Record { gpu: "F".into(), ..record("d", OURS, Some(1.0)) });
         let runs = newest(&records);
-        let cases: Vec<Vec<_>> = runs.iter().map(|run| run.iter().map(|r| r.case.as_str()).collect()).collect();
+        let cases: Vec<Vec<_>> =
+            runs.iter().map(|run| run.iter().map(|r| r.case.as_str()).collect()).collect();
         assert_eq!(cases, [vec!["d"], vec!["c"]]);
     }
 

@@ -50,7 +50,13 @@ enum Who {
 
 impl Run {
     /// Starts a run: it gets an id, and the GPU is watched from now on.
-    pub fn new(suite: Suite, machine: Machine, stream: Stream, seed: u64, rows: Option<Vec<String>>) -> Result<Self> {
+    pub fn new(
+        suite: Suite,
+        machine: Machine,
+        stream: Stream,
+        seed: u64,
+        rows: Option<Vec<String>>,
+    ) -> Result<Self> {
         let id = record::run_id();
         let scratch = std::env::temp_dir().join(format!("blockflash-{id}"));
         std::fs::create_dir_all(&scratch).map_err(Error::io(&scratch))?;
@@ -87,7 +93,13 @@ impl Run {
         contestants.into_iter().map(|contestant| self.finish(contestant)).collect()
     }
 
-    fn prepare_peers(&self, case: &Case, peers: &mut Peers, contestants: &mut Vec<Contestant>, step: &impl Fn(&str)) {
+    fn prepare_peers(
+        &self,
+        case: &Case,
+        peers: &mut Peers,
+        contestants: &mut Vec<Contestant>,
+        step: &impl Fn(&str),
+    ) {
         let names = peers.of(case.op());
         if names.is_empty() {
             return;
@@ -114,10 +126,19 @@ impl Run {
     }
 
     /// A round that is not counted warms everything up; then all take their windows in turns.
-    fn rounds(&self, ours: &mut Result<Ours>, peers: &mut Peers, contestants: &mut [Contestant], step: impl Fn(&str)) {
+    fn rounds(
+        &self,
+        ours: &mut Result<Ours>,
+        peers: &mut Peers,
+        contestants: &mut [Contestant],
+        step: impl Fn(&str),
+    ) {
         for round in 0..=self.suite.rounds {
             for contestant in contestants.iter_mut().filter(|contestant| contestant.record.error.is_none()) {
-                step(&format!("{}: round {round} of {}", contestant.record.implementation, self.suite.rounds));
+                step(&format!(
+                    "{}: round {round} of {}",
+                    contestant.record.implementation, self.suite.rounds
+                ));
                 std::thread::sleep(Duration::from_secs_f64(self.suite.gap_ms * 1e-3));
                 let begin = Instant::now();
                 let window: Result<Window, String> = match (&contestant.who, &mut *ours) {

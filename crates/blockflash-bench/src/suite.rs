@@ -121,7 +121,8 @@ impl Suite {
     fn parse(name: String, text: &str) -> Result<Self, String> {
         let file: File = toml::from_str(text).map_err(|error| {
             // The message of the parser spans lines and draws the place.
-            let line = error.span().map_or(1, |span| 1 + text[..span.start.min(text.len())].matches('\n').count());
+            let line =
+                error.span().map_or(1, |span| 1 + text[..span.start.min(text.len())].matches('\n').count());
             format!("line {line}: {}", error.message())
         })?;
         let File { description, rounds, window_ms, gap_ms, peers, .. } = file;
@@ -136,7 +137,10 @@ impl Suite {
                 return Err(format!("{case} occurs twice"));
             }
         }
-        if rounds == 0 || !(window_ms > 0.0 && window_ms.is_finite()) || !(gap_ms >= 0.0 && gap_ms.is_finite()) {
+        if rounds == 0
+            || !(window_ms > 0.0 && window_ms.is_finite())
+            || !(gap_ms >= 0.0 && gap_ms.is_finite())
+        {
             return Err("rounds and window_ms must be positive, gap_ms must not be negative".to_owned());
         }
         Ok(Self { name, description, rounds, window_ms, gap_ms, peers, cases })
@@ -156,7 +160,9 @@ impl AttentionGrid {
                     let batch = match (self.batch, self.tokens) {
                         (Some(batch), None) => batch,
                         (None, Some(tokens)) if seqlen_q > 0 && tokens % seqlen_q == 0 => tokens / seqlen_q,
-                        (None, Some(tokens)) => return Err(format!("{tokens} tokens are no multiple of {seqlen_q}")),
+                        (None, Some(tokens)) => {
+                            return Err(format!("{tokens} tokens are no multiple of {seqlen_q}"));
+                        }
                         _ => return Err("an attention grid has either batch or tokens".to_owned()),
                     };
                     let seqlen_kv = self.seqlen_kv.unwrap_or(seqlen_q);
@@ -188,13 +194,23 @@ impl BsrGrid {
             for &n in &self.n {
                 for &block_size in &self.block_size {
                     if [m, n, k, block_size].contains(&0) || m % block_size != 0 || k % block_size != 0 {
-                        return Err(format!("m {m}, n {n}, k {k}: sizes of 0, or no multiples of block_size {block_size}"));
+                        return Err(format!(
+                            "m {m}, n {n}, k {k}: sizes of 0, or no multiples of block_size {block_size}"
+                        ));
                     }
                     for &density in &self.density {
                         if !(density > 0.0 && density <= 1.0) {
                             return Err(format!("density {density} is not in (0, 1]"));
                         }
-                        cases.push(Case::BsrMatmul(BsrShape { m, n, k, block_size, density, pattern, dtype }));
+                        cases.push(Case::BsrMatmul(BsrShape {
+                            m,
+                            n,
+                            k,
+                            block_size,
+                            density,
+                            pattern,
+                            dtype,
+                        }));
                     }
                 }
             }

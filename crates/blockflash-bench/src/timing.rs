@@ -113,7 +113,8 @@ impl Repeat {
         ms: f64,
         mut launch: impl FnMut(&Stream) -> Result<()>,
     ) -> Result<Window> {
-        let count = (1.0 + (ms * 1e3 / self.replay_us.max(1e-3)).round()).clamp(2.0, MAX_REPLAYS as f64) as usize;
+        let count =
+            (1.0 + (ms * 1e3 / self.replay_us.max(1e-3)).round()).clamp(2.0, MAX_REPLAYS as f64) as usize;
         let times = match self.graph {
             Some(_) => self.replays(stream, count)?,
             None => {

@@ -1,10 +1,11 @@
 //! Rivals in another process: `benches/peers/serve.py` stays up for a run and is asked for one window at a time.
 
+mod case;
 mod server;
 
-use crate::case::Case;
 use crate::timing::{GRAPH_US, MAX_LAUNCHES, Window};
-use serde::{Deserialize, Serialize};
+pub use case::PeerCase;
+use serde::Deserialize;
 use serde_json::{Value, json};
 use server::Server;
 pub use server::{Command, Failure};
@@ -59,7 +60,8 @@ pub enum Selection {
 impl Selection {
     /// `none`, `auto`, or a comma-separated list of names or parts of names.
     pub fn parse(text: &str) -> Self {
-        let names = || text.split(',').map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect();
+        let names =
+            || text.split(',').map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect();
         match text.trim() {
             "none" | "" => Self::None,
             "auto" => Self::Auto,
@@ -238,62 +240,8 @@ impl Peers {
 }
 
 fn decode<T: serde::de::DeserializeOwned>(answer: Value) -> Result<T, Failure> {
-    serde_json::from_value(answer).map_err(|error| Failure::of(format!("unexpected answer of the server: {error}")))
-}
-
-/// A case as the server takes it.
-#[derive(Clone, Debug, Serialize)]
-#[serde(tag = "op", rename_all = "snake_case")]
-pub enum PeerCase {
-    /// Inputs are drawn by the server.
-    AttentionFwd {
-        /// Sizes, mask and type.
-        #[serde(flatten)]
-        shape: crate::case::AttentionShape,
-        /// Seed of the inputs.
-        seed: u64,
-    },
-    /// The pattern comes from files, so that both sides multiply the same blocks; values are drawn by the server.
-    BsrMatmul {
-        /// Sizes and type.
-        #[serde(flatten)]
-        shape: crate::case::BsrShape,
-        /// i32 `.npy` file.
-        row_ptr: std::path::PathBuf,
-        /// i32 `.npy` file.
-        col_idx: std::path::PathBuf,
-        /// Seed of the values.
-        seed: u64,
-    },
-}
-
-impl PeerCase {
-    /// Describes a case; a block pattern is written into `folder`.
-    ///
-    /// # Errors
-    /// If the files cannot be written.
-    pub fn new(case: &Case, seed: u64, folder: &std::path::Path) -> Result<Self, crate::io::Error> {
-        match *case {
-            Case::AttentionFwd(shape) => Ok(Self::AttentionFwd { shape, seed }),
-            Case::BsrMatmul(shape) => {
-                let (row_ptr, col_idx) = shape.pattern(seed);
-                let save = |name: &str, values: Vec<i32>| {
-                    let path = folder.join(format!("{case}_{name}.npy"));
-                    let shape = [values.len()];
-                    match crate::io::Array::new(&shape, crate::io::Values::I32(values)) {
-                        Some(array) => crate::io::write(&path, &[(name, &array)]).map(|()| path),
-                        None => Ok(path), // a vector always has its own length
-                    }
-                };
-                Ok(Self::BsrMatmul {
-                    shape,
-                    row_ptr: save("row_ptr", row_ptr)?,
-                    col_idx: save("col_idx", col_idx)?,
-                    seed,
-                })
-            }
-        }
-    }
+    serde_json::from_value(answer)
+        .map_err(|error| Failure::of(format!("unexpected answer of the server: {error}")))
 }
 
 #[cfg(test)]

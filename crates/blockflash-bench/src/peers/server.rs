@@ -55,7 +55,8 @@ impl Server {
         let mut process = std::process::Command::new(&command.program);
         process.args(&command.arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let program = command.program.to_string_lossy();
-        let mut child = process.spawn().map_err(|error| Failure::of(format!("cannot start {program}: {error}")))?;
+        let mut child =
+            process.spawn().map_err(|error| Failure::of(format!("cannot start {program}: {error}")))?;
         let (sender, answers) = channel();
         if let Some(stdout) = child.stdout.take() {
             std::thread::spawn(move || {
@@ -106,7 +107,9 @@ impl Server {
             .map_err(|error| Failure::lost(format!("the server of rivals does not speak JSON: {error}")))?;
         match answer.get("error").and_then(Value::as_str) {
             None => Ok(answer),
-            Some(message) => Err(Failure { message: message.to_owned(), lost: answer.get("fatal").is_some() }),
+            Some(message) => {
+                Err(Failure { message: message.to_owned(), lost: answer.get("fatal").is_some() })
+            }
         }
     }
 
@@ -120,7 +123,8 @@ impl Server {
             std::thread::sleep(Duration::from_millis(20));
             status = self.child.try_wait().ok().flatten();
         }
-        let status = status.map_or_else(|| "closed its output".to_owned(), |status| format!("ended: {status}"));
+        let status =
+            status.map_or_else(|| "closed its output".to_owned(), |status| format!("ended: {status}"));
         let last_words = self.last_words.lock().unwrap_or_else(PoisonError::into_inner);
         let last = last_words.back().map(|line| format!(" ({})", line.trim())).unwrap_or_default();
         Failure::lost(format!("the server of rivals {status}{last}"))

@@ -112,17 +112,24 @@ fn no_python_is_an_absence() {
 fn the_real_server_speaks_the_protocol() {
     let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../benches/peers/serve.py");
     let arguments = vec![script.into(), "--device".into(), "cpu".into()];
-    let peers = Peers::start(Command { program: "python3".into(), arguments, verbose: false }, Selection::Auto, 0);
+    let peers =
+        Peers::start(Command { program: "python3".into(), arguments, verbose: false }, Selection::Auto, 0);
     // Python, torch, both or none may be here; in every case each rival is there or absent with a reason.
     let absent = peers.absent();
     let counted = absent.iter().map(|(names, _)| names.len()).sum::<usize>();
     let here = peers.of("attention_fwd").len() + peers.of("bsr_matmul").len();
-    assert!(absent.iter().any(|(names, _)| names == &[EVERYTHING]) || counted + here == 8, "{absent:?} {here}");
+    assert!(
+        absent.iter().any(|(names, _)| names == &[EVERYTHING]) || counted + here == 8,
+        "{absent:?} {here}"
+    );
 }
 
 #[test]
 fn a_case_carries_its_shape() {
     let value = serde_json::to_value(case()).unwrap();
     assert_eq!(value["op"], "attention_fwd");
-    assert_eq!((&value["mask"], &value["dtype"], &value["seed"]), (&json!("full"), &json!("bf16"), &json!(3)));
+    assert_eq!(
+        (&value["mask"], &value["dtype"], &value["seed"]),
+        (&json!("full"), &json!("bf16"), &json!(3))
+    );
 }

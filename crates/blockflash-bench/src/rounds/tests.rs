@@ -41,7 +41,8 @@ while read -r line; do case "$line" in
   *window*) n2=$((n2+1)); echo "{\"ok\":true,\"us\":$((n2 * 10)).0,\"us_min\":1.0,\"us_max\":1.0,\"replays\":1,\"launches\":7}";;
   *) echo '{"ok":true}';;
 esac; done"#;
-    let command = Command { program: "sh".into(), arguments: vec!["-c".into(), script.into()], verbose: false };
+    let command =
+        Command { program: "sh".into(), arguments: vec!["-c".into(), script.into()], verbose: false };
     Peers::start(command, Selection::Auto, 0)
 }
 
@@ -75,7 +76,9 @@ fn ours_and_rivals_take_turns() {
 #[test]
 fn a_record_survives_the_file() {
     let run = run(1);
-    let none = || Peers::start(Command { program: "x".into(), arguments: vec![], verbose: false }, Selection::None, 0);
+    let none = || {
+        Peers::start(Command { program: "x".into(), arguments: vec![], verbose: false }, Selection::None, 0)
+    };
     let records = run.measure(&CASE, &mut none(), |_| ());
     let line = serde_json::to_string(&records[0]).unwrap();
     assert_eq!(serde_json::from_str::<Record>(&line).unwrap(), records[0]);

@@ -1,0 +1,59 @@
+use crate::case::{AttentionShape, BsrShape, Case};
+use crate::io;
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+
+/// A case as the server takes it.
+#[derive(Clone, Debug, Serialize)]
+#[serde(tag = "op", rename_all = "snake_case")]
+pub enum PeerCase {
+    /// Inputs are drawn by the server.
+    AttentionFwd {
+        /// Sizes, mask and type.
+        #[serde(flatten)]
+        shape: AttentionShape,
+        /// Seed of the inputs.
+        seed: u64,
+    },
+    /// The pattern comes from files, so that both sides multiply the same blocks; values are drawn by the server.
+    BsrMatmul {
+        /// Sizes and type.
+        #[serde(flatten)]
+        shape: BsrShape,
+        /// i32 `.npy` file.
+        row_ptr: PathBuf,
+        /// i32 `.npy` file.
+        col_idx: PathBuf,
+        /// Seed of the values.
+        seed: u64,
+    },
+}
+
+impl PeerCase {
+    /// Describes a case; a block pattern is written into `folder`.
+    ///
+    /// # Errors
+    /// If the files cannot be written.
+    pub fn new(case: &Case, seed: u64, folder: &Path) -> Result<Self, io::Error> {
+        match *case {
+            Case::AttentionFwd(shape) => Ok(Self::AttentionFwd { shape, seed }),
+            Case::BsrMatmul(shape) => {
+                let (row_ptr, col_idx) = shape.pattern(seed);
+                let save = |name: &str, values: Vec<i32>| {
+                    let path = folder.join(format!("{case}_{name}.npy"));
+                    let shape = [values.len()];
+                    match io::Array::new(&shape, io::Values::I32(values)) {
+                        Some(array) => io::write(&path, &[(name, &array)]).map(|()| path),
+                        None => Ok(path), // a vector always has its own length
+                    }
+                };
+                Ok(Self::BsrMatmul {
+                    shape,
+                    row_ptr: save("row_ptr", row_ptr)?,
+                    col_idx: save("col_idx", col_idx)?,
+                    seed,
+                })
+            }
+        }
+    }
+}

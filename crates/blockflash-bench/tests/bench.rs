@@ -1,0 +1,83 @@
+//! `blockflash bench` and `blockflash report` as a user runs them, on the CPU.
+
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+fn blockflash(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_blockflash")).args(arguments).output().unwrap()
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// The one line on stderr of a command that refuses, with exit code 2.
+fn refusal(arguments: &[&str]) -> String {
+    let output = blockflash(arguments);
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{arguments:?}: {text}");
+    assert_eq!((text.lines().count(), text.starts_with("error: ")), (1, true), "{text}");
+    text
+}
+
+fn scratch(name: &str) -> PathBuf {
+    let folder = std::env::temp_dir().join(format!("blockflash-bench-{name}-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    folder
+}
+
+#[test]
+fn a_suite_is_measured_recorded_and_reported() {
+    let folder = scratch("run");
+    let record = folder.join("smoke.jsonl");
+    let out = record.to_str().unwrap();
+    let options =
+        ["--device", "cpu", "--rounds", "1", "--window-ms", "2", "--out", out, "--filter", "d64_full,b64"];
+    let output = blockflash(&[&["bench", "smoke"], &options[..]].concat());
+    let text = stdout(&output);
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(text.contains("this is the CPU backend") && text.contains("2 records appended"), "{text}");
+
+    let lines = std::fs::read_to_string(&record).unwrap();
+    assert_eq!(lines.lines().count(), 2);
+    assert!(lines.lines().all(|line| line.contains("\"verified\":true") && line.contains("\"schema\":1")));
+
+    let report = blockflash(&["report", folder.to_str().unwrap()]);
+    let table = stdout(&report);
+    assert!(report.status.success() && table.contains("| b1_s512_h4_d64_full_bf16 |"), "{table}");
+
+    let readme = folder.join("README.md");
+    let marks = "a\n<!-- results:begin -->\n<!-- results:end -->\nb\n";
+    std::fs::write(&readme, marks).unwrap();
+    assert!(blockflash(&["report", out, "--into", readme.to_str().unwrap()]).status.success());
+    let document = std::fs::read_to_string(&readme).unwrap();
+    assert!(
+        document.starts_with("a\n<!-- results:begin -->\n### `smoke` on cpu")
+            && document.ends_with("-->\nb\n")
+    );
+    std::fs::write(&readme, "no marks").unwrap();
+    assert!(refusal(&["report", out, "--into", readme.to_str().unwrap()]).contains("results:begin"));
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+#[test]
+fn refusals_are_one_line() {
+    let folder = scratch("refusals");
+    let out = folder.join("x.jsonl");
+    let out = out.to_str().unwrap();
+    let smoke = ["bench", "smoke", "--device", "cpu", "--out", out];
+    let with = |more: &[&str]| refusal(&[&smoke[..], more].concat());
+    assert!(refusal(&["bench", "nothing"]).contains("smoke"));
+    assert!(with(&["--filter", "nothing"]).contains("no case"));
+    assert!(with(&["--row", "sm80"]).contains("CPU"));
+    with(&["--rounds", "0"]);
+    with(&["--window-ms", "0"]);
+    refusal(&["bench", "smoke", "--device", "cuda:99"]);
+    let suite = folder.join("bad.toml");
+    std::fs::write(&suite, "description = 'x'\n[[attention_fwd]]\nbatch = 'one'\n").unwrap();
+    assert!(refusal(&["bench", suite.to_str().unwrap()]).contains("line 3"));
+    assert!(refusal(&["report", folder.join("nothing").to_str().unwrap()]).contains("nothing"));
+    std::fs::write(out, "{}\n").unwrap();
+    assert!(refusal(&["report", out]).contains("line 1"));
+    std::fs::remove_dir_all(&folder).unwrap();
+}
