@@ -123,7 +123,7 @@ class TritonTuned(TritonDefault):
             except Exception as error:
                 # Triton refuses tiles that do not fit into shared memory; a broken context is not ours to hide.
                 torch.cuda.synchronize()
-                failed, last_error = failed + 1, error
+                failed, last_error = failed + 1, str(error)  # the exception itself would keep tensors alive
                 continue
             if us < best_us:
                 best_us, best = us, meta
@@ -145,7 +145,8 @@ class TritonTuned(TritonDefault):
         }.get(block, [])
         grid = [(tile, stages, warps) for tile in (256, 128, 512, 64) for stages in (3, 4, 5, 2) for warps in (4, 8)]
         seen = set()
-        for tile, stages, warps in favourites + grid:
+        default = [(block, 1, 4)]  # what torch takes where it has no better entry: tuned is never slower than default
+        for tile, stages, warps in favourites + default + grid:
             tile = min(tile, n)
             if n % tile or (tile, stages, warps) in seen or tile < 16:
                 continue
