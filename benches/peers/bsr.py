@@ -145,7 +145,7 @@ class TritonTuned(TritonDefault):
         }.get(block, [])
         grid = [(tile, stages, warps) for tile in (256, 128, 512, 64) for stages in (3, 4, 5, 2) for warps in (4, 8)]
         seen = set()
-        default = [(block, 1, 4)]  # what torch takes where it has no better entry: tuned is never slower than default
+        default = [(block, 1, 4)]  # what torch takes where its table has no entry
         for tile, stages, warps in favourites + default + grid:
             tile = min(tile, n)
             if n % tile or (tile, stages, warps) in seen or tile < 16:
