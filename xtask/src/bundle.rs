@@ -20,8 +20,8 @@ const MAX_BYTES: u64 = 60_000_000;
 /// Packages whose tests go along: what touches the GPU, and nothing that needs the repository at run time.
 const TESTED: [&str; 3] = ["blockflash-safe", "blockflash-ops", "blockflash-tests"];
 
-/// Debug information is dropped by the linker, so the usual release build of the dependencies is used again.
-const STRIP: [&str; 2] = ["--config", "profile.release.strip=\"debuginfo\""];
+/// Symbols are dropped by the linker, so the usual release build of the dependencies is used again. Panics still say where.
+const STRIP: [&str; 2] = ["--config", "profile.release.strip=\"symbols\""];
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
