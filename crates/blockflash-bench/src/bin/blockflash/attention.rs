@@ -5,7 +5,7 @@ use crate::failure::{Failure, Result};
 use crate::operand::{Placed, Source, common_dtype, random, save};
 use crate::output::{RunReport, print};
 use crate::progress::Progress;
-use crate::{measure, table};
+use crate::{measure, memory, table};
 use blockflash_bench::check::{self, AttentionCase, Comparison};
 use blockflash_bench::io::Array;
 use blockflash_ops::{Align, Attention, AttentionProblem, DType, Mask, Tensor};
@@ -158,7 +158,9 @@ fn mask(name: MaskName, window: Option<Window>) -> Result<Mask> {
 fn operands(args: &Args) -> Result<[Array; 3]> {
     let dtype = args.dtype.map(DType::from);
     if let Some([batch, seqlen_q, heads_q, head_dim]) = args.random {
+        let q = [batch, seqlen_q, heads_q, head_dim];
         let kv = [batch, args.seqlen_kv.unwrap_or(seqlen_q), args.kv_heads.unwrap_or(heads_q), head_dim];
+        memory::ensure("q, k, v and o", memory::size(&[&q, &kv, &kv, &q], DType::F16.size()))?;
         let draw = |what, shape: &[usize], lane| {
             random(what, dtype.unwrap_or(DType::F16), shape, args.common.seed, lane)
         };

@@ -3,6 +3,7 @@
 use crate::args::{Common, ensure};
 use crate::bsr_matmul::{Args, BiasAxis};
 use crate::failure::{Failure, Result};
+use crate::memory;
 use crate::operand::{Source, common_dtype, random};
 use blockflash_bench::io::{Array, Values};
 use blockflash_bench::random::choose;
@@ -137,8 +138,14 @@ fn random_operands(args: &Args, [m, n, k]: [usize; 3], dtype: DType) -> Result<(
     let all = all.ok_or_else(|| Failure::new(format!("A of {m} x {k} has too many blocks of {block}")))?;
     let blocks = (all as f64 * density).round() as usize;
 
+    // The blocks twice: as drawn, and as the matrix.
+    let block_shape = [blocks, block, block];
+    memory::ensure(
+        "A, B and C",
+        memory::size(&[&block_shape, &block_shape, &[k, n], &[m, n]], dtype.size()),
+    )?;
     let b = random("b", dtype, &[k, n], seed, LANE_B)?;
-    let values = random("values", dtype, &[blocks, block, block], seed, LANE_VALUES)?;
+    let values = random("values", dtype, &block_shape, seed, LANE_VALUES)?;
     let chosen = choose(blocks, all, seed, LANE_PATTERN);
     let col_idx: Vec<i32> = chosen.iter().map(|at| (at % block_cols) as i32).collect();
     let mut row_ptr = vec![0i32; block_rows + 1];

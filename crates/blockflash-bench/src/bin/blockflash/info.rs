@@ -27,7 +27,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let text = if args.json {
         serde_json::to_string(&as_json(&device, &status, &rows))?
     } else {
-        format!("{}\n{}", devices(&device, &status), support_text(&rows))
+        format!("{}\n\n{}", devices(&device, &status), support_text(&rows))
     };
     print(&text)?;
     Ok(ExitCode::SUCCESS)

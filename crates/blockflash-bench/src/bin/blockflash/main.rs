@@ -11,6 +11,7 @@ mod bsr_operands;
 mod failure;
 mod info;
 mod measure;
+mod memory;
 mod operand;
 mod output;
 mod progress;

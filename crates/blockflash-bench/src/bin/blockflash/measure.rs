@@ -3,13 +3,16 @@
 use crate::failure::Result;
 use crate::progress::Progress;
 use blockflash_ops::Stream;
-use blockflash_safe::Event;
+use blockflash_safe::{Event, Graph};
 use serde::Serialize;
 use std::time::Instant;
 
 /// Repeats that nobody asked for take about this long.
 const PATIENCE_US: f64 = 1e6;
 const MAX_DEFAULT_REPEATS: usize = 20;
+/// A repeat on a GPU is a graph of so many launches that it takes about this long: starting it does not count then.
+const REPLAY_US: f64 = 500.0;
+const MAX_LAUNCHES: f64 = 100.0;
 
 /// Times of one operation in microseconds.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -18,8 +21,10 @@ pub struct Timing {
     pub first_us: f64,
     /// Median of the repeats, timed on the GPU itself if there is one. `None` without repeats.
     pub median_us: Option<f64>,
-    /// How often the operation was repeated.
+    /// How often the operation was timed.
     pub repeats: usize,
+    /// Launches that were timed together, back to back; 1 on the CPU.
+    pub launches: usize,
 }
 
 impl Timing {
@@ -38,7 +43,7 @@ pub fn first(label: &str, stream: &Stream, operation: impl FnOnce() -> Result<()
     Ok(start.elapsed().as_secs_f64() * 1e6)
 }
 
-/// Runs the operation `repeat` times more, or as often as fits into a second.
+/// Times the operation `repeat` times more, or as often as fits into a second.
 pub fn repeat(
     label: &str,
     stream: &Stream,
@@ -49,29 +54,41 @@ pub fn repeat(
     let affordable = (PATIENCE_US / first_us.max(1.0)) as usize;
     let repeats = repeat.unwrap_or(affordable.min(MAX_DEFAULT_REPEATS));
     let progress = Progress::bar(label, repeats as u64);
+    let gpu = !stream.device().is_cpu() && repeats > 0;
+    let (graph, launches) = if gpu { captured(stream, &mut operation)? } else { (None, 1) };
     let mut times = Vec::new();
-    if stream.device().is_cpu() {
-        for _ in 0..repeats {
-            let start = Instant::now();
-            operation()?;
-            times.push(start.elapsed().as_secs_f64() * 1e6);
-            progress.add(1);
-        }
-    } else {
-        let mut before = Event::new(stream.device(), true)?;
-        for _ in 0..repeats {
-            let after = Event::new(stream.device(), true)?;
-            before.record(stream)?;
-            operation()?;
-            after.record(stream)?;
-            after.synchronize()?;
-            times.push(before.elapsed_us(&after)?);
-            before = after;
-            progress.add(1);
-        }
+    for _ in 0..repeats {
+        times.push(match &graph {
+            Some(graph) => timed(stream, || Ok(graph.launch(stream)?))? / launches as f64,
+            None => {
+                let start = Instant::now();
+                operation()?;
+                start.elapsed().as_secs_f64() * 1e6
+            }
+        });
+        progress.add(1);
     }
-    times.sort_by(f64::total_cmp);
-    let middle = times.get(times.len() / 2).copied();
-    let median_us = middle.map(|upper| (upper + times[(times.len() - 1) / 2]) / 2.0);
-    Ok(Timing { first_us, median_us, repeats })
+    let median_us = blockflash_bench::timing::median(&mut times);
+    Ok(Timing { first_us, median_us, repeats, launches })
+}
+
+/// A graph that takes long enough to be timed, and its number of launches.
+fn captured(stream: &Stream, operation: &mut impl FnMut() -> Result<()>) -> Result<(Option<Graph>, usize)> {
+    let estimate = timed(stream, &mut *operation)?;
+    let launches = (REPLAY_US / estimate.max(1.0)).ceil().clamp(1.0, MAX_LAUNCHES) as usize;
+    let graph = stream.capture(|_| (0..launches).try_for_each(|_| operation()))?;
+    // The first replay uploads the graph.
+    graph.launch(stream)?;
+    stream.synchronize()?;
+    Ok((Some(graph), launches))
+}
+
+/// Time of some work on the GPU, in microseconds.
+fn timed(stream: &Stream, work: impl FnOnce() -> Result<()>) -> Result<f64> {
+    let [begin, end] = [Event::new(stream.device(), true)?, Event::new(stream.device(), true)?];
+    begin.record(stream)?;
+    work()?;
+    end.record(stream)?;
+    end.synchronize()?;
+    Ok(begin.elapsed_us(&end)?)
 }

@@ -2,6 +2,7 @@
 
 use crate::failure::{Failure, Result};
 use crate::progress::Progress;
+use crate::{memory, table};
 use blockflash_bench::io::{Array, Error, Problem, Stored, TensorFile, Values, write};
 use blockflash_bench::random;
 use blockflash_ops::{DType, Stream, Tensor, View};
@@ -12,7 +13,7 @@ pub fn random(what: &str, dtype: DType, shape: &[usize], seed: u64, lane: u64) -
     let total = shape.iter().fold(1u64, |product, &size| product.saturating_mul(size as u64));
     let progress = Progress::bar(&format!("drawing {what}"), total);
     random::normal(dtype, shape, seed, lane, |done| progress.add(done)).map_err(|bytes| {
-        Failure::new(format!("{what} of {shape:?} needs {}, more than there is", crate::table::bytes(bytes)))
+        Failure::new(format!("{what} of {shape:?} needs {}, more than there is", table::bytes(bytes)))
     })
 }
 
@@ -41,6 +42,11 @@ impl Source {
     }
 
     pub fn load(mut self, dtype: DType) -> Result<Array> {
+        let entry = self.file.entry(self.name)?;
+        memory::ensure(
+            &format!("the elements of {}", self.name),
+            memory::size(&[&entry.shape], dtype.size()),
+        )?;
         let _progress = Progress::spinner(&format!("reading {}", self.name));
         self.file.load(self.name, dtype).map_err(|error| match &error {
             Error { problem: Problem::Overflow { wanted: DType::F16, .. }, .. } => {

@@ -66,20 +66,16 @@ impl RunReport<'_> {
             facts.add("kernel", format!("{} ({})", row.symbol(), row.target));
         }
         let first = table::time(self.timing.first_us);
-        facts.add(
-            "time",
-            match self.timing.median_us {
-                Some(median) => {
-                    let times = if self.timing.repeats == 1 { "run" } else { "runs" };
-                    format!(
-                        "{}, median of {} {times} after the first ({first})",
-                        table::time(median),
-                        self.timing.repeats
-                    )
-                }
-                None => format!("{first}, first run"),
-            },
-        );
+        let time = match (self.timing.median_us, self.timing.repeats, self.timing.launches) {
+            (Some(median), 1, 1) => format!("{}, one run after the first ({first})", table::time(median)),
+            (Some(median), repeats, launches) => {
+                let runs =
+                    if launches == 1 { repeats.to_string() } else { format!("{repeats} x {launches}") };
+                format!("{}, median of {runs} runs after the first ({first})", table::time(median))
+            }
+            (None, ..) => format!("{first}, first run"),
+        };
+        facts.add("time", time);
         let (per_second, flops) = (self.tflops() * 1e12, self.flops);
         facts.add("speed", format!("{}/s ({})", table::flops(per_second), table::flops(flops)));
         for (name, check) in &self.checks {
@@ -157,7 +153,7 @@ mod tests {
         let report = |error: f64| {
             let mut check = Comparison::default();
             (check.error, check.limit) = (error, 0.25);
-            let timing = Timing { first_us: 1500.0, median_us: Some(2.0), repeats: 3 };
+            let timing = Timing { first_us: 1500.0, median_us: Some(2.0), repeats: 3, launches: 1 };
             let report = RunReport {
                 operation: "attention",
                 device: &Device::cpu(),

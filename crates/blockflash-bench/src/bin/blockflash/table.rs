@@ -76,7 +76,8 @@ pub fn count(value: u64) -> String {
 /// `550 GFLOP`, `1.20 TFLOP`.
 pub fn flops(flops: f64) -> String {
     match flops {
-        flops if flops < 1e6 => format!("{flops:.0} FLOP"),
+        flops if flops < 1e3 => format!("{flops:.0} FLOP"),
+        flops if flops < 1e6 => format!("{} kFLOP", number(flops / 1e3)),
         flops if flops < 1e9 => format!("{} MFLOP", number(flops / 1e6)),
         flops if flops < 1e12 => format!("{} GFLOP", number(flops / 1e9)),
         flops => format!("{} TFLOP", number(flops / 1e12)),
