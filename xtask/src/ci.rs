@@ -1,6 +1,6 @@
 //! `cargo xtask ci`: everything that continuous integration checks, cheap checks first.
 
-use crate::{bindgen, deny, kernels, test, tidy, workspace};
+use crate::{bindgen, deny, kernels, package, test, tidy, workspace};
 use anyhow::{Result, bail};
 use blockflash_sys::Target;
 use std::time::{Duration, Instant};
@@ -18,6 +18,7 @@ pub fn run(args: &Args) -> Result<()> {
     let mut steps = Steps::default();
     steps.run("format", || workspace::run(workspace::cargo().args(["fmt", "--all", "--check"])));
     steps.run("tidy", || tidy::run(&tidy::Args::default()));
+    steps.run("packages", || package::run(&package::Args::default()));
     steps.run("clippy", || {
         let arguments = ["clippy", "--locked", "--workspace", "--all-targets", "--", "--deny", "warnings"];
         workspace::run(workspace::cargo().args(arguments))

@@ -6,6 +6,7 @@ mod bundle;
 mod ci;
 mod deny;
 mod kernels;
+mod package;
 mod record;
 mod support;
 mod test;
@@ -35,6 +36,8 @@ enum Command {
     Tidy(tidy::Args),
     /// Write one folder that tests and measures on a GPU machine without Rust.
     Bundle(bundle::Args),
+    /// Make the archives for crates.io and check their size.
+    Package(package::Args),
     /// Check the dependencies by the rules of deny.toml.
     Deny(deny::Args),
     /// Run everything that continuous integration checks.
@@ -51,6 +54,7 @@ fn main() -> ExitCode {
         Command::Tidy(args) => tidy::run(&args),
         Command::Record(args) => record::run(&args),
         Command::Bundle(args) => bundle::run(&args),
+        Command::Package(args) => package::run(&args),
         Command::Deny(args) => deny::run(&args),
         Command::Ci(args) => ci::run(&args),
     };

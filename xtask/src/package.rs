@@ -1,0 +1,42 @@
+//! `cargo xtask package`: what would go to crates.io, and whether it is small enough.
+
+use crate::workspace::{self, cargo, list, target_dir};
+use anyhow::{Result, bail};
+
+/// Options of the command.
+#[derive(clap::Args, Default)]
+pub struct Args {
+    /// Compile each package from its archive, too.
+    #[arg(long)]
+    verify: bool,
+}
+
+/// What crates.io accepts.
+const MAX_BYTES: u64 = 10 * 1024 * 1024;
+
+/// Packages every crate that is meant to be published; their dependencies on each other need not be published yet.
+pub fn run(args: &Args) -> Result<()> {
+    let target = target_dir("packages")?;
+    let mut command = cargo();
+    command.args(["package", "--quiet", "--allow-dirty", "--locked", "--workspace"]);
+    command.args(["--exclude", "xtask", "--exclude", "blockflash-tests", "--target-dir"]).arg(&target);
+    if !args.verify {
+        command.arg("--no-verify");
+    }
+    workspace::run(&mut command)?;
+    let mut too_large = Vec::new();
+    for archive in list(&target.join("package"))? {
+        if archive.extension().is_some_and(|extension| extension == "crate") {
+            let bytes = std::fs::metadata(&archive)?.len();
+            let name = archive.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            println!("{:>8.1} kB  {name}", bytes as f64 / 1e3);
+            if bytes > MAX_BYTES {
+                too_large.push(name);
+            }
+        }
+    }
+    if !too_large.is_empty() {
+        bail!("{} over {MAX_BYTES} bytes", too_large.join(", "));
+    }
+    Ok(())
+}
