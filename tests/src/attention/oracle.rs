@@ -41,9 +41,10 @@ impl AttentionReference {
         let sequences = case.sequences();
         let rows = sample(case, &sequences, budget);
         let d = case.head_dim;
+        let key_norms: Vec<f64> = data.k.par_chunks(d).map(|k| dot_f64(k, k).sqrt()).collect();
         let mut computed = vec![Row::default(); rows.len()];
         computed.par_iter_mut().zip(&rows).for_each_init(Scratch::default, |scratch, (out, &[b, i, h])| {
-            *out = row(case, data, &sequences[b], i, h, scratch);
+            *out = row(case, data, &key_norms, &sequences[b], i, h, scratch);
         });
         let mut reference = Self { rows, ..Self::default() };
         reference.o.width = d;
@@ -132,7 +133,15 @@ struct Scratch {
     sum: Vec<f32>,
 }
 
-fn row(case: &AttentionCase, data: &AttentionData, s: &Sequence, i: usize, h: usize, scratch: &mut Scratch) -> Row {
+fn row(
+    case: &AttentionCase,
+    data: &AttentionData,
+    key_norms: &[f64],
+    s: &Sequence,
+    i: usize,
+    h: usize,
+    scratch: &mut Scratch,
+) -> Row {
     let d = case.head_dim;
     let keys = visible_keys(case, s, i);
     let kv_head = h / (case.heads_q / case.heads_kv);
@@ -141,15 +150,17 @@ fn row(case: &AttentionCase, data: &AttentionData, s: &Sequence, i: usize, h: us
     let sink = case.sink.then(|| data.sink[h]);
     let (scale, softcap) = (case.scale(), case.softcap);
 
-    // Exact.
+    // Exact. A score is as large as its value, or as the terms that cancel in it.
+    let q_norm = dot_f64(q, q).sqrt() * f64::from(scale) / (d as f64).sqrt();
+    let mut largest_score = 1f64;
     let scores = &mut scratch.exact;
     scores.clear();
     scores.extend(keys.clone().map(|j| {
         let score = dot_f64(q, &data.k[at(j)..][..d]) * f64::from(scale);
+        largest_score = largest_score.max(score.abs()).max(q_norm * key_norms[at(j) / d]);
         softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
     }));
     let max = scores.iter().copied().chain(sink.map(f64::from)).fold(f64::NEG_INFINITY, f64::max);
-    let largest_score = scores.iter().fold(1.0, |largest: f64, s| largest.max(s.abs()));
     scores.iter_mut().for_each(|s| *s = (*s - max).exp());
     let sum = scores.iter().sum::<f64>() + sink.map_or(0.0, |sink| (f64::from(sink) - max).exp());
     let nothing = sum == 0.0; // no key and no sink

@@ -64,12 +64,16 @@ impl AttentionInputs {
         })
     }
 
-    /// Replaces q, k, v and the sequence offsets where they are, as a replayed graph needs it. The new case has the shapes and
+    /// Replaces q, k, v, the sink and the sequence offsets where they are, as a replayed graph needs it. The new case has the shapes and
     /// placements of the old one, and no longer sequence than the longest that a call captured from the old one announced.
     pub fn refill(&mut self, case: &AttentionCase, data: &AttentionData, stream: &Stream) -> Result<(), String> {
         assert_eq!(self.case.shapes(), case.shapes());
         let bits = physical(case, data);
         self.qkv.iter_mut().zip(&bits).try_for_each(|(tensor, bits)| refill(tensor, stream, bits))?;
+        if let Some(tensor) = &mut self.sink {
+            let sink: Vec<u32> = data.sink.iter().map(|x| x.to_bits()).collect();
+            refill(tensor, stream, &sink)?;
+        }
         if let (Some(tensors), Some(offsets)) = (&mut self.cu_seqlens, offsets(case)) {
             tensors.iter_mut().zip(&offsets).try_for_each(|(tensor, bits)| refill(tensor, stream, bits))?;
         }
