@@ -31,7 +31,10 @@ pub fn gpu(test: &str) -> Option<Gpu> {
             Ok(driver) => format!("{} GPU(s), none of them usable", driver.devices.len()),
             Err(error) => error.to_string(),
         };
-        assert!(!required, "{test} needs a GPU because BLOCKFLASH_REQUIRE_GPU=1, but there is none: {reason}");
+        assert!(
+            !required,
+            "{test} needs a GPU because BLOCKFLASH_REQUIRE_GPU=1, but there is none: {reason}"
+        );
         let line = format!("SKIPPED (no GPU): {test}");
         // Seen once either way: the harness hides what a passing test prints unless it is told to show it.
         if std::env::args().any(|argument| argument == "--show-output" || argument == "--nocapture") {
@@ -108,7 +111,11 @@ impl Gpu {
         });
         // One write of one line: suites may run at the same time.
         let append = || {
-            std::fs::OpenOptions::new().create(true).append(true).open(&path)?.write_all(format!("{line}\n").as_bytes())
+            std::fs::OpenOptions::new()
+                .create(true)
+                .append(true)
+                .open(&path)?
+                .write_all(format!("{line}\n").as_bytes())
         };
         append().unwrap_or_else(|error| panic!("cannot append to {}: {error}", path.display()));
     }
@@ -151,7 +158,13 @@ impl Report {
                 _ => failures.push(format!("{image}:\n  {}", outcome.failures.join("\n  "))),
             }
         }
-        assert!(failures.is_empty(), "{} rows failed on {}:\n{}", failures.len(), gpu.properties.name, failures.join("\n"));
+        assert!(
+            failures.is_empty(),
+            "{} rows failed on {}:\n{}",
+            failures.len(),
+            gpu.properties.name,
+            failures.join("\n")
+        );
     }
 }
 

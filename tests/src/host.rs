@@ -72,10 +72,18 @@ pub fn repeat(view: View<'_>, times: usize) -> View<'_> {
     (shape[0], strides[0]) = (times, 0);
     let host = match view.dtype() {
         _ if !view.is_cpu() => None,
-        DType::F16 => Some(View::from_slice_strided::<f16>(view.as_slice().expect("on the CPU"), &shape, &strides)),
-        DType::BF16 => Some(View::from_slice_strided::<bf16>(view.as_slice().expect("on the CPU"), &shape, &strides)),
-        DType::F32 => Some(View::from_slice_strided::<f32>(view.as_slice().expect("on the CPU"), &shape, &strides)),
-        DType::I32 => Some(View::from_slice_strided::<i32>(view.as_slice().expect("on the CPU"), &shape, &strides)),
+        DType::F16 => {
+            Some(View::from_slice_strided::<f16>(view.as_slice().expect("on the CPU"), &shape, &strides))
+        }
+        DType::BF16 => {
+            Some(View::from_slice_strided::<bf16>(view.as_slice().expect("on the CPU"), &shape, &strides))
+        }
+        DType::F32 => {
+            Some(View::from_slice_strided::<f32>(view.as_slice().expect("on the CPU"), &shape, &strides))
+        }
+        DType::I32 => {
+            Some(View::from_slice_strided::<i32>(view.as_slice().expect("on the CPU"), &shape, &strides))
+        }
     };
     let repeated = host.unwrap_or_else(|| {
         let layout = Layout::strided(&shape, &strides).expect("a layout with the span of the old one");

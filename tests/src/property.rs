@@ -15,7 +15,13 @@ pub fn config(cases: u32) -> Config {
     let factor = std::env::var("BLOCKFLASH_CASES")
         .map_or(1, |text| text.parse::<u32>().expect("BLOCKFLASH_CASES is a number"));
     // The failing case is printed completely, so nothing needs to be written into the source tree.
-    Config { cases: cases * factor, rng_seed: seed, failure_persistence: None, max_shrink_iters: 200, ..Config::default() }
+    Config {
+        cases: cases * factor,
+        rng_seed: seed,
+        failure_persistence: None,
+        max_shrink_iters: 200,
+        ..Config::default()
+    }
 }
 
 /// Runs a property over random cases and shrinks a failing one.
@@ -23,8 +29,8 @@ pub fn check<S: Strategy>(cases: u32, strategy: S, property: impl Fn(S::Value) -
 where
     S::Value: std::fmt::Debug,
 {
-    let result = TestRunner::new(config(cases))
-        .run(&strategy, |case| property(case).map_err(|reason| TestCaseError::fail(reason)));
+    let result =
+        TestRunner::new(config(cases)).run(&strategy, |case| property(case).map_err(TestCaseError::fail));
     if let Err(error) = result {
         panic!("{error}");
     }
@@ -35,5 +41,7 @@ pub fn samples<S: Strategy>(cases: u32, strategy: S) -> Vec<S::Value> {
     let config = config(cases);
     let count = config.cases;
     let mut runner = TestRunner::new(config);
-    (0..count).map(|_| strategy.new_tree(&mut runner).expect("a strategy without rejections").current()).collect()
+    (0..count)
+        .map(|_| strategy.new_tree(&mut runner).expect("a strategy without rejections").current())
+        .collect()
 }

@@ -53,7 +53,8 @@ impl Rounding {
 
     /// The floor of the norm of the errors, from the norms of values and terms.
     fn norm(&self, exact: f64, magnitude: f64, elements: usize) -> f64 {
-        self.floor(exact, magnitude, 3f64.sqrt().recip()) + subnormal_roundoff(self.output) * (elements as f64).sqrt()
+        self.floor(exact, magnitude, 3f64.sqrt().recip())
+            + subnormal_roundoff(self.output) * (elements as f64).sqrt()
     }
 
     fn floor(&self, exact: f64, magnitude: f64, of_a_rounding: f64) -> f64 {
@@ -100,7 +101,8 @@ fn judge(
     assert!(lengths.iter().all(|&length| length == exact.len()), "{lengths:?} and {} elements", exact.len());
     check_classes(got, expected, &name)?;
     let finite = |i: &usize| expected[*i].is_finite() && exact[*i].is_finite();
-    let largest = |values: &dyn Fn(usize) -> f64| (0..exact.len()).filter(finite).map(values).fold(0.0, f64::max);
+    let largest =
+        |values: &dyn Fn(usize) -> f64| (0..exact.len()).filter(finite).map(values).fold(0.0, f64::max);
     let plain_error = largest(&|i| {
         assert!(plain[i].is_finite(), "the plain computation of {} gives {}", name(i), plain[i]);
         (plain[i] - exact[i]).abs()
@@ -128,8 +130,9 @@ fn judge(
     }
     for row in (0..exact.len()).step_by((*width).max(1)) {
         let row = row..exact.len().min(row + (*width).max(1));
-        let norm =
-            |values: &dyn Fn(usize) -> f64| row.clone().filter(finite).map(|i| values(i).powi(2)).sum::<f64>().sqrt();
+        let norm = |values: &dyn Fn(usize) -> f64| {
+            row.clone().filter(finite).map(|i| values(i).powi(2)).sum::<f64>().sqrt()
+        };
         let error = norm(&|i| got[i] - expected[i]);
         let plain_error = norm(&|i| plain[i] - exact[i]);
         let size = norm(&|i| exact[i]);

@@ -3,7 +3,8 @@
 use blockflash_ops::attention::{Align, Attention, Mask};
 use blockflash_ops::{BsrMatmul, DType, Device, Stream};
 use blockflash_tests::attention::{
-    AttentionCase, AttentionData, AttentionInputs, AttentionReference, Lengths, Limits, attention_cases, head_dims,
+    AttentionCase, AttentionData, AttentionInputs, AttentionReference, Lengths, Limits, attention_cases,
+    head_dims,
 };
 use blockflash_tests::bsr::{self, BsrCase, BsrData, BsrInputs, BsrReference, bsr_cases};
 use blockflash_tests::gpu::{gpu, wait};
@@ -25,7 +26,8 @@ fn numbers(stream: &Stream, tensor: &blockflash_ops::Tensor) -> Vec<f64> {
 fn attention(case: &AttentionCase, data: &AttentionData, stream: &Stream) -> [Vec<f64>; 2] {
     let inputs = AttentionInputs::upload(case, data, stream).unwrap();
     let call: Attention<'_> = inputs.attention();
-    let output = call.forward(stream).unwrap_or_else(|error| panic!("{error} on {}: {case:?}", stream.device()));
+    let output =
+        call.forward(stream).unwrap_or_else(|error| panic!("{error} on {}: {case:?}", stream.device()));
     wait(stream, &|| format!("{case:?}")).unwrap();
     let [o_shape, _, lse_shape] = case.shapes();
     assert_eq!((output.o.shape(), output.lse.shape()), (&o_shape[..], &lse_shape[..]));
@@ -49,13 +51,22 @@ fn scattered(case: &AttentionCase, reference: &AttentionReference) -> [Reference
     let [rows_q, _] = case.rows().1;
     let (d, heads) = (case.head_dim, case.heads_q);
     let sequences = case.sequences();
-    let blank = |n: usize, width| Reference { width, exact: vec![0.0; n], plain: vec![0.0; n], magnitude: vec![0.0; n] };
+    let blank = |n: usize, width| Reference {
+        width,
+        exact: vec![0.0; n],
+        plain: vec![0.0; n],
+        magnitude: vec![0.0; n],
+    };
     let mut o = blank(rows_q * heads * d, d);
     let mut lse = blank(rows_q * heads, rows_q * heads);
     for (row, &[b, i, h]) in reference.rows.iter().enumerate() {
         let (from, to) = (row * d, ((sequences[b].q_start + i) * heads + h) * d);
         let at = case.lse_index(b, h, i);
-        for (source, target) in [(&reference.o.exact, &mut o.exact), (&reference.o.plain, &mut o.plain), (&reference.o.magnitude, &mut o.magnitude)] {
+        for (source, target) in [
+            (&reference.o.exact, &mut o.exact),
+            (&reference.o.plain, &mut o.plain),
+            (&reference.o.magnitude, &mut o.magnitude),
+        ] {
             target[to..to + d].copy_from_slice(&source[from..from + d]);
         }
         lse.exact[at] = reference.lse.exact[row];
@@ -76,7 +87,8 @@ fn forward_allocates_what_forward_into_fills() {
         let [o, lse] = attention(&case, &data, &stream);
         let name = |i: usize| format!("element {i} of {case:?}");
         check(&o, &o_expected, &reference.rounding(&case), name).unwrap_or_else(|e| panic!("o: {e}"));
-        check(&lse, &lse_expected, &AttentionReference::lse_rounding(&case), name).unwrap_or_else(|e| panic!("lse: {e}"));
+        check(&lse, &lse_expected, &AttentionReference::lse_rounding(&case), name)
+            .unwrap_or_else(|e| panic!("lse: {e}"));
     }
 }
 
@@ -112,7 +124,9 @@ fn products() -> Vec<BsrCase> {
 fn product(case: &BsrCase, data: &BsrData, stream: &Stream) -> Vec<f64> {
     let inputs = BsrInputs::upload(case, data, stream).unwrap();
     let call: BsrMatmul<'_> = inputs.product();
-    let c = call.matmul(case.c_dtype, stream).unwrap_or_else(|error| panic!("{error} on {}: {case:?}", stream.device()));
+    let c = call
+        .matmul(case.c_dtype, stream)
+        .unwrap_or_else(|error| panic!("{error} on {}: {case:?}", stream.device()));
     wait(stream, &|| format!("{case:?}")).unwrap();
     assert_eq!((c.shape(), c.dtype()), (&case.mnk[..2], case.c_dtype));
     numbers(stream, &c)

@@ -3,8 +3,8 @@
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_ops::{DType, Device, Stream};
 use blockflash_tests::attention::{
-    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, Kernel, Lengths, Limits, attention_cases,
-    edge_cases, head_dims, many_heads, run_case, special_cases,
+    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, Kernel, Lengths, Limits,
+    attention_cases, edge_cases, head_dims, many_heads, run_case, special_cases,
 };
 use blockflash_tests::property;
 
@@ -18,7 +18,13 @@ fn run_all(cases: Vec<AttentionCase>) {
     let stream = cpu();
     let failures: Vec<String> =
         cases.iter().filter_map(|case| run_case(case, Kernel::Selected, &stream).err()).collect();
-    assert!(failures.is_empty(), "{} of {} cases failed:\n{}", failures.len(), cases.len(), failures.join("\n"));
+    assert!(
+        failures.is_empty(),
+        "{} of {} cases failed:\n{}",
+        failures.len(),
+        cases.len(),
+        failures.join("\n")
+    );
 }
 
 fn outputs(case: &AttentionCase) -> [Vec<u32>; 2] {
@@ -39,7 +45,9 @@ fn random_cases_in_half_precision() {
         work: 4_000_000,
     };
     let stream = cpu();
-    property::check(160, attention_cases(limits), |case| run_case(&case, Kernel::Selected, &stream).map(drop));
+    property::check(160, attention_cases(limits), |case| {
+        run_case(&case, Kernel::Selected, &stream).map(drop)
+    });
 }
 
 #[test]
@@ -73,10 +81,7 @@ fn many_heads_and_a_long_row() {
     run_all(many_heads(DType::F16, 8));
     run_all(vec![
         AttentionCase::simple(DType::BF16, (2, 1), 128, (1, 5000)),
-        AttentionCase {
-            mask: Mask::causal(),
-            ..AttentionCase::simple(DType::F16, (1, 1), 64, (700, 700))
-        },
+        AttentionCase { mask: Mask::causal(), ..AttentionCase::simple(DType::F16, (1, 1), 64, (700, 700)) },
     ]);
 }
 
@@ -93,9 +98,12 @@ fn masks_that_mean_the_same_give_the_same_bits() {
     assert_eq!(causal, with(window(None, Some(0), top)));
     assert_ne!(causal, with(Mask::Full));
     // A packed batch of equal lengths is a dense batch.
-    let dense = AttentionCase { lengths: Lengths::Dense { batch: 3, seqlen_q: 20, seqlen_kv: 30 }, ..base.clone() };
-    let packed =
-        AttentionCase { lengths: Lengths::Packed { lengths: vec![(20, 30); 3], slack: (0, 0) }, ..base.clone() };
+    let dense =
+        AttentionCase { lengths: Lengths::Dense { batch: 3, seqlen_q: 20, seqlen_kv: 30 }, ..base.clone() };
+    let packed = AttentionCase {
+        lengths: Lengths::Packed { lengths: vec![(20, 30); 3], slack: (0, 0) },
+        ..base.clone()
+    };
     assert_eq!(outputs(&dense)[0], outputs(&packed)[0]);
 }
 

@@ -5,8 +5,8 @@ use blockflash_ops::{DType, Stream, Tensor};
 use blockflash_sys::Row;
 use blockflash_sys::manifest::{self, AttentionFwd, Variant};
 use blockflash_tests::attention::{
-    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Kernel, Lengths, Limits,
-    attention_cases, edge_cases, head_dims, many_heads, run_and_check, special_cases,
+    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Kernel, Lengths,
+    Limits, attention_cases, edge_cases, head_dims, many_heads, run_and_check, special_cases,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
 use blockflash_tests::number::{POISON, encode};
@@ -55,7 +55,10 @@ fn cases_of((dtype, head_dim): (DType, u32), rows: &[(&'static Row, AttentionFwd
     cases.extend(many_heads(dtype, narrow));
     // A kernel takes all head dimensions up to its own.
     cases.push(AttentionCase { mask: Mask::causal(), ..AttentionCase::simple(dtype, (3, 1), 8, (130, 200)) });
-    cases.push(AttentionCase { mask: Mask::causal(), ..AttentionCase::simple(dtype, (4, 2), wide, (1030, 2050)) });
+    cases.push(AttentionCase {
+        mask: Mask::causal(),
+        ..AttentionCase::simple(dtype, (4, 2), wide, (1030, 2050))
+    });
     let limits = Limits { dtypes: vec![dtype], head_dims: dims, seqlen: 400, alignment: 8, work: 30_000_000 };
     cases.extend(property::samples(40, attention_cases(limits)));
     cases
@@ -129,7 +132,8 @@ fn replays_a_graph(row: &'static Row, tile: &AttentionFwd, stream: &Stream) -> R
             outputs.poison(stream)?;
             graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
             wait(stream, &|| format!("replay of {} with {case:?}", row.image_name()))?;
-            compared += outputs.check(case, &reference, stream).map_err(|error| format!("{error}\n    {case:?}"))?;
+            compared +=
+                outputs.check(case, &reference, stream).map_err(|error| format!("{error}\n    {case:?}"))?;
         }
     }
     Ok(compared)
@@ -164,7 +168,12 @@ fn runs_in_two_threads(row: &'static Row, tile: &AttentionFwd, gpu: &Gpu) -> Res
             let case = AttentionCase {
                 seed: 10 * thread + seed,
                 mask: Mask::causal(),
-                ..AttentionCase::simple(tile.dtype, (6, 3), tile.head_dim as usize, (200 + 31 * thread as usize, 333))
+                ..AttentionCase::simple(
+                    tile.dtype,
+                    (6, 3),
+                    tile.head_dim as usize,
+                    (200 + 31 * thread as usize, 333),
+                )
             };
             let (data, reference) = prepared(&case);
             compared += run_and_check(&case, &data, &reference, Kernel::Row(row), &stream)?;
@@ -174,7 +183,8 @@ fn runs_in_two_threads(row: &'static Row, tile: &AttentionFwd, gpu: &Gpu) -> Res
     std::thread::scope(|scope| {
         let threads = [0, 1].map(|thread| scope.spawn(move || work(thread)));
         threads.into_iter().try_fold(0, |sum, thread| {
-            let compared: Result<usize, String> = thread.join().map_err(|_| "a thread panicked".to_string())?;
+            let compared: Result<usize, String> =
+                thread.join().map_err(|_| "a thread panicked".to_string())?;
             Ok(sum + compared?)
         })
     })
@@ -215,8 +225,11 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
             }
         };
         let qkv = upload().expect("memory for a tensor beyond 2^31 elements");
-        let mut spread = Tensor::empty(stream, dtype, &shape).expect("memory for an output beyond 2^31 elements");
-        for (row, _) in gpu.rows().filter_map(|row| Some((row, tile(row)?))).filter(|(_, tile)| tile.dtype == dtype) {
+        let mut spread =
+            Tensor::empty(stream, dtype, &shape).expect("memory for an output beyond 2^31 elements");
+        for (row, _) in
+            gpu.rows().filter_map(|row| Some((row, tile(row)?))).filter(|(_, tile)| tile.dtype == dtype)
+        {
             report.run(row, || {
                 let entries = qkv.view().slice(1, 0..SEQLEN).map_err(|error| error.to_string())?;
                 let call = Attention { mask: case.mask, ..Attention::new(entries, entries, entries) };

@@ -14,13 +14,23 @@ fn run_all(cases: Vec<BsrCase>) {
     let stream = cpu();
     let failures: Vec<String> =
         cases.iter().filter_map(|case| run_case(case, Kernel::Selected, &stream).err()).collect();
-    assert!(failures.is_empty(), "{} of {} cases failed:\n{}", failures.len(), cases.len(), failures.join("\n"));
+    assert!(
+        failures.is_empty(),
+        "{} of {} cases failed:\n{}",
+        failures.len(),
+        cases.len(),
+        failures.join("\n")
+    );
 }
 
 #[test]
 fn random_cases_in_half_precision() {
-    let limits =
-        Limits { dtypes: vec![DType::F16, DType::BF16], block_sizes: vec![16, 32, 64, 128], blocks: 4, columns: 260 };
+    let limits = Limits {
+        dtypes: vec![DType::F16, DType::BF16],
+        block_sizes: vec![16, 32, 64, 128],
+        blocks: 4,
+        columns: 260,
+    };
     let stream = cpu();
     property::check(150, bsr_cases(limits), |case| run_case(&case, Kernel::Selected, &stream).map(drop));
 }
@@ -77,7 +87,8 @@ fn constructors_agree() {
         let (rows, cols) = (parts.rows(), parts.cols());
         assert_eq!((rows, cols, dense.len()), (75, 90, 75 * 90));
 
-        let from_dense = BsrMatrix::from_dense(View::from_slice(&dense, &[rows, cols]).unwrap(), size, DType::F16);
+        let from_dense =
+            BsrMatrix::from_dense(View::from_slice(&dense, &[rows, cols]).unwrap(), size, DType::F16);
         let triplets: Vec<(usize, usize, f32)> = (0..dense.len())
             .rev()
             .filter(|&at| dense[at] != 0.0)

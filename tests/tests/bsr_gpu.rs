@@ -99,7 +99,8 @@ fn replays_a_graph(row: &'static Row, tile: &Tile, stream: &Stream) -> Result<us
         c.fill_bytes(stream, POISON).map_err(|error| error.to_string())?;
         graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
         wait(stream, &|| format!("replay {replay} of {} with {case:?}", row.image_name()))?;
-        check_output(&c, &case, &data, &reference, stream).map_err(|error| format!("{error}\n    {case:?}"))?;
+        check_output(&c, &case, &data, &reference, stream)
+            .map_err(|error| format!("{error}\n    {case:?}"))?;
     }
     Ok(4)
 }
@@ -138,7 +139,8 @@ fn runs_in_two_threads(row: &'static Row, tile: &Tile, gpu: &Gpu) -> Result<usiz
     std::thread::scope(|scope| {
         let threads = [0, 1].map(|thread| scope.spawn(move || work(thread)));
         threads.into_iter().try_fold(0, |sum, thread| {
-            let compared: Result<usize, String> = thread.join().map_err(|_| "a thread panicked".to_string())?;
+            let compared: Result<usize, String> =
+                thread.join().map_err(|_| "a thread panicked".to_string())?;
             Ok(sum + compared?)
         })
     })
@@ -172,8 +174,11 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
             }
         };
         let b = upload().expect("memory for a matrix beyond 2^31 elements");
-        let mut spread = Tensor::empty(stream, dtype, &[ROWS, STRIDE]).expect("memory for C beyond 2^31 elements");
-        for (row, tile) in gpu.rows().filter_map(|row| Some((row, tile(row)?))).filter(|(_, tile)| tile.dtype == dtype) {
+        let mut spread =
+            Tensor::empty(stream, dtype, &[ROWS, STRIDE]).expect("memory for C beyond 2^31 elements");
+        for (row, tile) in
+            gpu.rows().filter_map(|row| Some((row, tile(row)?))).filter(|(_, tile)| tile.dtype == dtype)
+        {
             report.run(row, || {
                 let case = case(tile.block_size as usize);
                 let data = BsrData { b: b_data.clone(), ..BsrData::generate(&case) };

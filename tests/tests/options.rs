@@ -3,7 +3,9 @@
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_ops::bsr_matmul::Activation;
 use blockflash_ops::{DType, Device, Stream};
-use blockflash_tests::attention::{AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, Kernel, Lengths};
+use blockflash_tests::attention::{
+    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, Kernel, Lengths,
+};
 use blockflash_tests::bsr::{BiasKind, BsrCase, BsrData, BsrInputs, Kernel as BsrKernel, Pattern};
 use blockflash_tests::gpu::{gpu, wait};
 use blockflash_tests::host::download;
@@ -57,12 +59,25 @@ fn attention_options_act(stream: &Stream) {
         .iter()
         .map(|case| {
             let sink = AttentionData::generate(case).sink;
-            attention(case, &AttentionData { sink, ..data.clone() }, stream).unwrap_or_else(|e| panic!("{e}: {case:?}"))
+            attention(case, &AttentionData { sink, ..data.clone() }, stream)
+                .unwrap_or_else(|e| panic!("{e}: {case:?}"))
         })
         .collect();
     for (i, j) in (0..cases.len()).flat_map(|i| (0..i).map(move |j| (i, j))) {
-        assert!(outputs[i][0] != outputs[j][0], "the same o on {}:\n{:?}\n{:?}", stream.device(), cases[i], cases[j]);
-        assert!(outputs[i][1] != outputs[j][1], "the same lse on {}:\n{:?}\n{:?}", stream.device(), cases[i], cases[j]);
+        assert!(
+            outputs[i][0] != outputs[j][0],
+            "the same o on {}:\n{:?}\n{:?}",
+            stream.device(),
+            cases[i],
+            cases[j]
+        );
+        assert!(
+            outputs[i][1] != outputs[j][1],
+            "the same lse on {}:\n{:?}\n{:?}",
+            stream.device(),
+            cases[i],
+            cases[j]
+        );
     }
     // Asking for no lse changes nothing else.
     let without = attention(&AttentionCase { lse: false, ..base.clone() }, &data, stream).unwrap();
@@ -136,7 +151,13 @@ fn bsr_options_act(stream: &Stream) {
     ];
     let outputs: Vec<_> = cases.iter().map(|case| product(case, &BsrData::generate(case), stream)).collect();
     for (i, j) in (0..cases.len()).flat_map(|i| (0..i).map(move |j| (i, j))) {
-        assert!(outputs[i] != outputs[j], "the same C on {}:\n{:?}\n{:?}", stream.device(), cases[i], cases[j]);
+        assert!(
+            outputs[i] != outputs[j],
+            "the same C on {}:\n{:?}\n{:?}",
+            stream.device(),
+            cases[i],
+            cases[j]
+        );
     }
     // Order of the epilogue: the activation comes after the bias.
     let relu = BsrCase { bias: BiasKind::PerRow, activation: Activation::Relu, ..base.clone() };
@@ -146,7 +167,10 @@ fn bsr_options_act(stream: &Stream) {
 }
 
 fn bsr_operands_act(stream: &Stream) {
-    let case = BsrCase { bias: BiasKind::PerColumn, ..BsrCase::simple(DType::BF16, 16, [60, 40, 75], Pattern::Full) };
+    let case = BsrCase {
+        bias: BiasKind::PerColumn,
+        ..BsrCase::simple(DType::BF16, 16, [60, 40, 75], Pattern::Full)
+    };
     let (data, [_, n, _]) = (BsrData::generate(&case), case.mnk);
     let base = product(&case, &data, stream);
     let changed = |change: &dyn Fn(&mut BsrData)| {
@@ -160,11 +184,18 @@ fn bsr_operands_act(stream: &Stream) {
     assert!(!rows.is_empty() && rows.iter().all(|&row| row == 19), "values act on rows {rows:?}");
     let b = changed(&|data| data.b[37 * n + 11] = 50.0);
     let columns: Vec<usize> = differing(&b, &base).map(|i| i % n).collect();
-    assert!(columns.len() > 50 && columns.iter().all(|&column| column == 11), "b acts on columns {columns:?}");
+    assert!(
+        columns.len() > 50 && columns.iter().all(|&column| column == 11),
+        "b acts on columns {columns:?}"
+    );
     let bias = changed(&|data| data.bias[3] += 100.0);
     assert!(bias != base && differing(&bias, &base).all(|i| i % n == 3));
     // The structure acts: the same values in another block column.
-    let sparse = BsrCase { pattern: Pattern::OneColumn, nan_in_b: blockflash_tests::bsr::NanInB::Nowhere, ..case.clone() };
+    let sparse = BsrCase {
+        pattern: Pattern::OneColumn,
+        nan_in_b: blockflash_tests::bsr::NanInB::Nowhere,
+        ..case.clone()
+    };
     let data = BsrData::generate(&sparse);
     let mut moved = data.clone();
     moved.col_idx.iter_mut().for_each(|col| *col = 1);

@@ -85,7 +85,8 @@ fn model(case: &AttentionCase, data: &AttentionData, [b, i, h]: [usize; 3], bug:
         for (e, o) in o.iter_mut().enumerate() {
             // A masked pair is no product: NaN in v must not meet its 0.
             let products = keys.clone().zip(&p).filter(|(j, _)| visible.contains(j));
-            let terms = products.map(|(j, &p)| f64::from(round(p_type, p)) * f64::from(data.v[at(j) + e])).sum();
+            let terms =
+                products.map(|(j, &p)| f64::from(round(p_type, p)) * f64::from(data.v[at(j) + e])).sum();
             *o = add_truncated(*o * rescale, terms);
             if bug == Bug::HalfAccumulator {
                 *o = round(case.dtype, *o);
@@ -116,7 +117,8 @@ fn judge(case: &AttentionCase, bug: Bug) -> Result<(), String> {
     let name = |i: usize| format!("element {i} (row {:?})", reference.rows[i / case.head_dim]);
     check(&o, &reference.o, &reference.rounding(case), name).map_err(|error| format!("o: {error}"))?;
     let name = |i: usize| format!("row {:?}", reference.rows[i]);
-    check(&lse, &reference.lse, &AttentionReference::lse_rounding(case), name).map_err(|error| format!("lse: {error}"))
+    check(&lse, &reference.lse, &AttentionReference::lse_rounding(case), name)
+        .map_err(|error| format!("lse: {error}"))
 }
 
 #[test]

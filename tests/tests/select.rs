@@ -3,7 +3,8 @@
 use blockflash_ops::attention::{self, AttentionProblem, Mask};
 use blockflash_ops::bsr_matmul::{self, BsrProblem};
 use blockflash_ops::{
-    Align, ComputeCapability, CudaProperties, DType, Error, Row, Status, attention_flops, bsr_flops, support_with,
+    Align, ComputeCapability, CudaProperties, DType, Error, Row, Status, attention_flops, bsr_flops,
+    support_with,
 };
 use blockflash_sys::manifest::{self, Variant};
 use proptest::prelude::*;
@@ -164,7 +165,9 @@ fn every_supported_gpu_runs_every_block_size() {
     for (name, capability, smem) in GPUS.into_iter().filter(|gpu| gpu.1.0 >= 8) {
         let gpu = fabricated(name, capability, smem);
         for dtype in [DType::F16, DType::BF16] {
-            for (block_size, n) in [16, 32, 64, 128].into_iter().flat_map(|b| [1, 64, 256, 1000].map(|n| (b, n))) {
+            for (block_size, n) in
+                [16, 32, 64, 128].into_iter().flat_map(|b| [1, 64, 256, 1000].map(|n| (b, n)))
+            {
                 let problem = BsrProblem::new(dtype, [1000, n, 1000], block_size, 100);
                 if let Err(error) = bsr_matmul::select(&problem, &gpu) {
                     panic!("{name}, {dtype}, blocks of {block_size}, n {n}: {error}");
@@ -179,7 +182,12 @@ fn rows_fit_the_gpus_of_their_target_and_have_names_of_their_own() {
     let mut names = HashSet::new();
     for row in manifest::rows() {
         assert!(names.insert(row.image_name()), "{} comes twice", row.image_name());
-        assert!(row.smem_bytes() <= row.target.smem_limit(), "{} needs {} bytes", row.image_name(), row.smem_bytes());
+        assert!(
+            row.smem_bytes() <= row.target.smem_limit(),
+            "{} needs {} bytes",
+            row.image_name(),
+            row.smem_bytes()
+        );
         assert!(row.threads() <= 1024 && row.threads() % 32 == 0);
     }
 }

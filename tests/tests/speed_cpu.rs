@@ -43,6 +43,7 @@ fn processor_time() -> Option<f64> {
 }
 
 /// Row `i` of head `h`, as the definition says it.
+#[allow(clippy::needless_range_loop, reason = "the plain loops are the point")]
 fn naive_row(data: &AttentionData, i: usize, h: usize) -> Vec<f64> {
     let at = |row: usize, e: usize| (row * HEADS + h) * HEAD_DIM + e;
     let scale = 1.0 / (HEAD_DIM as f64).sqrt();

@@ -22,7 +22,8 @@ impl AttentionData {
     pub fn generate(case: &AttentionCase) -> Self {
         let (used, [rows_q, rows_kv]) = case.rows();
         let (q_width, kv_width) = (case.heads_q * case.head_dim, case.heads_kv * case.head_dim);
-        let values = |salt: u64, n| normal_rounded(case.seed.wrapping_mul(4).wrapping_add(salt), n, case.dtype);
+        let values =
+            |salt: u64, n| normal_rounded(case.seed.wrapping_mul(4).wrapping_add(salt), n, case.dtype);
         let mut data = Self {
             q: values(0, rows_q * q_width),
             k: values(1, rows_kv * kv_width),
@@ -62,7 +63,7 @@ impl AttentionData {
         match case.content {
             Content::LargeScores => self.q[queries].iter_mut().for_each(|x| *x *= 40.0 / unit),
             Content::GrowingMaxima => {
-                let sign = |i: usize| if i % 3 == 0 { -1.0 } else { 1.0 };
+                let sign = |i: usize| if i.is_multiple_of(3) { -1.0 } else { 1.0 };
                 self.q[queries].iter_mut().enumerate().for_each(|(i, x)| *x = sign(i % d) + 0.1 * *x);
                 for (at, x) in self.k[s.kv_start * case.heads_kv * d..].iter_mut().enumerate() {
                     let key = at / (case.heads_kv * d);
@@ -107,8 +108,7 @@ impl AttentionData {
                 for _ in 0..2 {
                     let at = row(random.random_range(0..s.kv_len), random.random_range(0..case.heads_kv))
                         + random.random_range(0..d);
-                    let tensor =
-                        if case.content == Content::NanInKeys { &mut self.k } else { &mut self.v };
+                    let tensor = if case.content == Content::NanInKeys { &mut self.k } else { &mut self.v };
                     tensor[at] = f32::NAN;
                 }
             }

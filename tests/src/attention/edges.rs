@@ -77,7 +77,12 @@ pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<Atte
             lengths: vec![(0, 5), (1, 0), (129, long), (0, 0), (33, 1), (5, block_kv), (64, 64)],
             slack: (turn % 3, 2 - turn % 3),
         };
-        cases.push(AttentionCase { seed: 200 + turn as u64, mask, lengths: packed.clone(), ..base((4, 2), (0, 0)) });
+        cases.push(AttentionCase {
+            seed: 200 + turn as u64,
+            mask,
+            lengths: packed.clone(),
+            ..base((4, 2), (0, 0))
+        });
         cases.push(AttentionCase {
             seed: 300 + turn as u64,
             mask,
@@ -99,7 +104,12 @@ pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<Atte
             sink: true,
             broadcast_kv: turn % 3 == 1,
             lse: turn % 4 != 3,
-            placements: [gapped(4, &[0, 2, 1, 3]), gapped(4, &[]), gapped(4, &[2, 1, 0, 3]), gapped(4, &[1, 0, 2, 3])],
+            placements: [
+                gapped(4, &[0, 2, 1, 3]),
+                gapped(4, &[]),
+                gapped(4, &[2, 1, 0, 3]),
+                gapped(4, &[1, 0, 2, 3]),
+            ],
             lse_placement: Placement { order: vec![1, 0, 2], padding: vec![(1, 0), (0, 2), (5, 0)] },
             ..base((6, 3), (0, 0))
         });
@@ -112,9 +122,18 @@ pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<Atte
         AttentionCase { lengths: dense(0, 5, 5), ..base((2, 1), (0, 0)) },
         AttentionCase { lengths: dense(2, 0, 5), ..base((2, 1), (0, 0)) },
         AttentionCase { lengths: dense(2, 5, 0), sink: true, ..base((2, 1), (0, 0)) },
-        AttentionCase { lengths: Lengths::Packed { lengths: vec![(0, 0); 3], slack: (0, 0) }, ..base((2, 1), (0, 0)) },
-        AttentionCase { lengths: Lengths::Packed { lengths: vec![(0, 9); 2], slack: (3, 0) }, ..base((2, 1), (0, 0)) },
-        AttentionCase { lengths: Lengths::Packed { lengths: vec![(9, 0); 2], slack: (1, 0) }, ..base((2, 1), (0, 0)) },
+        AttentionCase {
+            lengths: Lengths::Packed { lengths: vec![(0, 0); 3], slack: (0, 0) },
+            ..base((2, 1), (0, 0))
+        },
+        AttentionCase {
+            lengths: Lengths::Packed { lengths: vec![(0, 9); 2], slack: (3, 0) },
+            ..base((2, 1), (0, 0))
+        },
+        AttentionCase {
+            lengths: Lengths::Packed { lengths: vec![(9, 0); 2], slack: (1, 0) },
+            ..base((2, 1), (0, 0))
+        },
         AttentionCase { mask: causal, ..base((2, 2), (300, 20)) },
         AttentionCase { mask: causal, ..base((1, 1), (20, 1500)) },
     ]);
@@ -124,8 +143,14 @@ pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<Atte
 /// More heads times batch than a grid's second dimension could count.
 pub fn many_heads(dtype: DType, head_dim: usize) -> Vec<AttentionCase> {
     vec![
-        AttentionCase { lengths: dense(257, 1, 3), ..AttentionCase::simple(dtype, (256, 1), head_dim, (0, 0)) },
-        AttentionCase { lengths: dense(65_537, 1, 2), ..AttentionCase::simple(dtype, (1, 1), head_dim, (0, 0)) },
+        AttentionCase {
+            lengths: dense(257, 1, 3),
+            ..AttentionCase::simple(dtype, (256, 1), head_dim, (0, 0))
+        },
+        AttentionCase {
+            lengths: dense(65_537, 1, 2),
+            ..AttentionCase::simple(dtype, (1, 1), head_dim, (0, 0))
+        },
     ]
 }
 

@@ -19,7 +19,9 @@ pub fn visible_keys(case: &AttentionCase, sequence: &Sequence, query: usize) -> 
     let keys = sequence.kv_len as i64;
     let center = query as i64 + case.diagonal(sequence);
     let start = left.map_or(0, |left| center.saturating_sub_unsigned(left as u64)).clamp(0, keys);
-    let end = right.map_or(keys, |right| center.saturating_add_unsigned(right as u64).saturating_add(1)).clamp(0, keys);
+    let end = right
+        .map_or(keys, |right| center.saturating_add_unsigned(right as u64).saturating_add(1))
+        .clamp(0, keys);
     start as usize..end.max(start) as usize
 }
 
@@ -81,13 +83,15 @@ fn score_steps(case: &AttentionCase) -> usize {
 }
 
 fn sample(case: &AttentionCase, sequences: &[Sequence], budget: f64) -> Vec<[usize; 3]> {
-    let cost = |s: &Sequence, i: usize| (2 * case.head_dim * visible_keys(case, s, i).len() + case.head_dim) as f64;
+    let cost =
+        |s: &Sequence, i: usize| (2 * case.head_dim * visible_keys(case, s, i).len() + case.head_dim) as f64;
     let queries: usize = sequences.iter().map(|s| s.q_len).sum();
     let keys: usize = sequences.iter().map(|s| s.kv_len).max().unwrap_or(0);
     let all = || {
-        sequences.iter().enumerate().flat_map(move |(b, s)| {
-            (0..s.q_len).flat_map(move |i| (0..case.heads_q).map(move |h| [b, i, h]))
-        })
+        sequences
+            .iter()
+            .enumerate()
+            .flat_map(move |(b, s)| (0..s.q_len).flat_map(move |i| (0..case.heads_q).map(move |h| [b, i, h])))
     };
     let upper_bound = queries as f64 * case.heads_q as f64 * (2 * case.head_dim * keys) as f64;
     if upper_bound <= budget || all().map(|[b, i, _]| cost(&sequences[b], i)).sum::<f64>() <= budget {

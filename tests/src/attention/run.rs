@@ -66,7 +66,12 @@ impl AttentionInputs {
 
     /// Replaces q, k, v, the sink and the sequence offsets where they are, as a replayed graph needs it. The new case has the shapes and
     /// placements of the old one, and no longer sequence than the longest that a call captured from the old one announced.
-    pub fn refill(&mut self, case: &AttentionCase, data: &AttentionData, stream: &Stream) -> Result<(), String> {
+    pub fn refill(
+        &mut self,
+        case: &AttentionCase,
+        data: &AttentionData,
+        stream: &Stream,
+    ) -> Result<(), String> {
         assert_eq!(self.case.shapes(), case.shapes());
         let bits = physical(case, data);
         self.qkv.iter_mut().zip(&bits).try_for_each(|(tensor, bits)| refill(tensor, stream, bits))?;
@@ -91,7 +96,9 @@ impl AttentionInputs {
         }
         let longest = |which: fn(&(usize, usize)) -> usize| match &case.lengths {
             // Any upper bound will do.
-            Lengths::Packed { lengths, .. } => lengths.iter().map(which).max().unwrap_or(0) + case.seed as usize % 3,
+            Lengths::Packed { lengths, .. } => {
+                lengths.iter().map(which).max().unwrap_or(0) + case.seed as usize % 3
+            }
             Lengths::Dense { .. } => 0,
         };
         Attention {
@@ -127,7 +134,12 @@ impl AttentionOutputs {
     }
 
     /// Queues the computation.
-    pub fn launch(&mut self, inputs: &AttentionInputs, kernel: Kernel, stream: &Stream) -> Result<(), blockflash_ops::Error> {
+    pub fn launch(
+        &mut self,
+        inputs: &AttentionInputs,
+        kernel: Kernel,
+        stream: &Stream,
+    ) -> Result<(), blockflash_ops::Error> {
         self.launch_call(&inputs.case, &inputs.attention(), kernel, stream)
     }
 
@@ -155,15 +167,23 @@ impl AttentionOutputs {
     }
 
     /// Judges the outputs; returns how many were compared.
-    pub fn check(&self, case: &AttentionCase, reference: &AttentionReference, stream: &Stream) -> Result<usize, String> {
+    pub fn check(
+        &self,
+        case: &AttentionCase,
+        reference: &AttentionReference,
+        stream: &Stream,
+    ) -> Result<usize, String> {
         let ([.., o_placed], lse_placed) = placed(case);
         let [o, lse] = self.bits(stream)?;
         let (d, heads) = (case.head_dim, case.heads_q);
         let sequences = case.sequences();
         let used = case.rows().0[0];
         let rows = &reference.rows;
-        let o_name = |row: [usize; 3], e: usize| format!("o[batch {}, query {}, head {}, {e}]", row[0], row[1], row[2]);
-        let o = written(&o_placed, &o, case.dtype, |at| at < used * heads * d).map_err(|e| format!("o: {e}"))?;
+        let o_name = |row: [usize; 3], e: usize| {
+            format!("o[batch {}, query {}, head {}, {e}]", row[0], row[1], row[2])
+        };
+        let o =
+            written(&o_placed, &o, case.dtype, |at| at < used * heads * d).map_err(|e| format!("o: {e}"))?;
         let o_at = |&[b, i, h]: &[usize; 3]| ((sequences[b].q_start + i) * heads + h) * d;
         let got: Vec<f64> = rows.iter().flat_map(|row| &o[o_at(row)..][..d]).map(|&x| f64::from(x)).collect();
         check(&got, &reference.o, &reference.rounding(case), |i| o_name(rows[i / d], i % d))?;
@@ -179,7 +199,8 @@ impl AttentionOutputs {
         let lse = written(&lse_placed, &lse, DType::F32, |at| !packed || at % total < used)
             .map_err(|error| format!("lse: {error}"))?;
         let got: Vec<f64> = rows.iter().map(|&[b, i, h]| f64::from(lse[case.lse_index(b, h, i)])).collect();
-        let lse_name = |i: usize| format!("lse[batch {}, query {}, head {}]", rows[i][0], rows[i][1], rows[i][2]);
+        let lse_name =
+            |i: usize| format!("lse[batch {}, query {}, head {}]", rows[i][0], rows[i][1], rows[i][2]);
         check(&got, &reference.lse, &AttentionReference::lse_rounding(case), lse_name)?;
         Ok(2)
     }
@@ -194,13 +215,18 @@ pub(crate) fn written(
 ) -> Result<Vec<f32>, String> {
     let poison = poison(dtype);
     if let Some(at) = placed.first_touched_gap(physical, poison) {
-        return Err(format!("element {at} of the memory {:?} lies in a gap but was written: bits {:#x}", placed.physical, physical[at]));
+        return Err(format!(
+            "element {at} of the memory {:?} lies in a gap but was written: bits {:#x}",
+            placed.physical, physical[at]
+        ));
     }
     let logical = placed.gather(physical);
     for (at, &bits) in logical.iter().enumerate() {
         match (due(at), bits == poison) {
             (true, true) => return Err(format!("logical element {at} was not written")),
-            (false, false) => return Err(format!("logical element {at} belongs to no sequence but was written")),
+            (false, false) => {
+                return Err(format!("logical element {at} belongs to no sequence but was written"));
+            }
             _ => {}
         }
     }

@@ -103,12 +103,13 @@ pub fn attention_cases(limits: Limits) -> impl Strategy<Value = AttentionCase> {
         let rank = if matches!(lengths, Lengths::Dense { .. }) { 4 } else { 3 };
         let placement = || placement(rank, limits.alignment);
         let broadcast = if rank == 4 { 0.15 } else { 0.0 };
-        let tensors = (placement(), placement(), placement(), placement()).prop_map(|(q, k, v, o)| [q, k, v, o]);
+        let tensors =
+            (placement(), placement(), placement(), placement()).prop_map(|(q, k, v, o)| [q, k, v, o]);
         (Just(lengths), tensors, lse_placement(rank - 1), prop::bool::weighted(broadcast))
     });
     let work = limits.work;
-    (any::<u32>(), select(limits.dtypes), select(limits.head_dims), heads, layout, options, content)
-        .prop_map(move |(seed, dtype, head_dim, heads, layout, options, content)| {
+    (any::<u32>(), select(limits.dtypes), select(limits.head_dims), heads, layout, options, content).prop_map(
+        move |(seed, dtype, head_dim, heads, layout, options, content)| {
             let (lengths, placements, lse_placement, broadcast_kv) = layout;
             let (mask, softmax_scale, softcap, sink, lse) = options;
             let case = AttentionCase {
@@ -126,7 +127,8 @@ pub fn attention_cases(limits: Limits) -> impl Strategy<Value = AttentionCase> {
                 ..AttentionCase::simple(dtype, heads, head_dim, (0, 0))
             };
             affordable(case, work)
-        })
+        },
+    )
 }
 
 /// Fewer heads where the case would cost too much.

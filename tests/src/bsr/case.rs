@@ -140,7 +140,9 @@ impl BsrData {
         let mut random = rng(case.seed);
         let (mut row_ptr, mut col_idx) = (vec![0], Vec::new());
         for row in 0..block_rows {
-            col_idx.extend((0..block_cols).filter(|&col| case.stores(row, col, &mut random)).map(|col| col as i32));
+            col_idx.extend(
+                (0..block_cols).filter(|&col| case.stores(row, col, &mut random)).map(|col| col as i32),
+            );
             row_ptr.push(col_idx.len() as i32);
         }
         let numbers = |salt, n, dtype| normal_rounded(case.seed.wrapping_mul(4).wrapping_add(salt), n, dtype);

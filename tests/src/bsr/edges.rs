@@ -34,7 +34,8 @@ pub fn edge_cases(dtype: DType, size: usize, block_n: usize, block_k: usize) -> 
     let block_m = size.max(128);
     let columns = [1, 7, 8, 100, 255, 256, 257, block_n - 1, block_n, block_n + 1, 2 * block_n + 3];
     let rows = [1, size - 1, size, size + 1, block_m - 1, block_m, block_m + 1, 2 * block_m + size + 3];
-    let depths = [1, size - 1, size, size + 1, block_k - 1, block_k + 1, 3 * size + 5, 5 * block_k + 3, 8 * size];
+    let depths =
+        [1, size - 1, size, size + 1, block_k - 1, block_k + 1, 3 * size + 5, 5 * block_k + 3, 8 * size];
     let mut cases = Vec::new();
     for (i, &n) in columns.iter().enumerate() {
         for (j, &m) in rows.iter().enumerate() {
@@ -59,8 +60,9 @@ pub fn edge_cases(dtype: DType, size: usize, block_n: usize, block_k: usize) -> 
             ..BsrCase::simple(dtype, size, mnk, pattern)
         });
     }
-    cases.extend([[0, 5, size], [size, 0, size], [size + 1, 9, 0]].map(|mnk| {
-        BsrCase { nan_in_b: NanInB::Nowhere, ..BsrCase::simple(dtype, size, mnk, Pattern::Full) }
+    cases.extend([[0, 5, size], [size, 0, size], [size + 1, 9, 0]].map(|mnk| BsrCase {
+        nan_in_b: NanInB::Nowhere,
+        ..BsrCase::simple(dtype, size, mnk, Pattern::Full)
     }));
     cases
 }

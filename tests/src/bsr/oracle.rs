@@ -48,7 +48,13 @@ pub fn activate(activation: Activation, x: f64) -> f64 {
     match activation {
         Activation::None => x,
         // `f64::max` would turn NaN into 0.
-        Activation::Relu => if x < 0.0 { 0.0 } else { x },
+        Activation::Relu => {
+            if x < 0.0 {
+                0.0
+            } else {
+                x
+            }
+        }
         Activation::Gelu => x * 0.5 * libm::erfc(-x * std::f64::consts::FRAC_1_SQRT_2),
         Activation::Silu => x / (1.0 + (-x).exp()),
     }
@@ -57,7 +63,13 @@ pub fn activate(activation: Activation, x: f64) -> f64 {
 fn activate_f32(activation: Activation, x: f32) -> f32 {
     match activation {
         Activation::None => x,
-        Activation::Relu => if x < 0.0 { 0.0 } else { x },
+        Activation::Relu => {
+            if x < 0.0 {
+                0.0
+            } else {
+                x
+            }
+        }
         Activation::Gelu => x * 0.5 * (1.0 + libm::erff(x * std::f32::consts::FRAC_1_SQRT_2)),
         Activation::Silu => x / (1.0 + (-x).exp()),
     }
@@ -67,7 +79,8 @@ fn sample(case: &BsrCase, data: &BsrData, budget: f64) -> Vec<usize> {
     let m = case.mnk[0];
     let cost = |i: usize| {
         let row = i / case.block_size;
-        ((data.row_ptr[row + 1] - data.row_ptr[row]) as usize * case.block_size + 1) as f64 * case.mnk[1] as f64
+        ((data.row_ptr[row + 1] - data.row_ptr[row]) as usize * case.block_size + 1) as f64
+            * case.mnk[1] as f64
     };
     if (0..m).map(cost).sum::<f64>() <= budget {
         return (0..m).collect();
@@ -142,7 +155,9 @@ mod tests {
         let mut a = vec![0.0; m * k];
         for row in 0..case.blocks()[0] {
             for at in data.row_ptr[row] as usize..data.row_ptr[row + 1] as usize {
-                for (i, &x) in data.values[at * case.block_size.pow(2)..][..case.block_size.pow(2)].iter().enumerate() {
+                for (i, &x) in
+                    data.values[at * case.block_size.pow(2)..][..case.block_size.pow(2)].iter().enumerate()
+                {
                     let (r, c) = (row * case.block_size + i / case.block_size, i % case.block_size);
                     let c = data.col_idx[at] as usize * case.block_size + c;
                     if r < m && c < k {

@@ -101,7 +101,12 @@ impl BsrInputs {
     }
 
     /// Queues the computation.
-    pub fn launch(&self, c: &mut Tensor, kernel: Kernel, stream: &Stream) -> Result<(), blockflash_ops::Error> {
+    pub fn launch(
+        &self,
+        c: &mut Tensor,
+        kernel: Kernel,
+        stream: &Stream,
+    ) -> Result<(), blockflash_ops::Error> {
         let c = view_mut(c, &placed(&self.case)[1]);
         match kernel {
             Kernel::Selected => self.product().matmul_into(c, stream),

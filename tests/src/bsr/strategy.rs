@@ -49,8 +49,10 @@ fn size(block: usize, blocks: usize) -> impl Strategy<Value = usize> {
 }
 
 fn columns(limit: usize) -> impl Strategy<Value = usize> {
-    let edges: Vec<usize> =
-        [1, 7, 8, 9, 63, 64, 65, 100, 127, 128, 129, 255, 256, 257].into_iter().filter(|n| *n <= limit).collect();
+    let edges: Vec<usize> = [1, 7, 8, 9, 63, 64, 65, 100, 127, 128, 129, 255, 256, 257]
+        .into_iter()
+        .filter(|n| *n <= limit)
+        .collect();
     prop_oneof![1 => select(edges), 1 => 1..=limit]
 }
 
@@ -69,15 +71,17 @@ pub fn bsr_cases(limits: Limits) -> impl Strategy<Value = BsrCase> {
         select(vec![DType::F16, DType::BF16, DType::F32]),
     );
     (any::<u32>(), select(limits.dtypes), shape, options, (gaps(), gaps())).prop_map(
-        |(seed, dtype, (block_size, m, n, k, pattern), (alpha, beta, bias, activation, c_dtype), (b, c))| BsrCase {
-            seed: seed.into(),
-            c_dtype,
-            alpha,
-            beta,
-            bias,
-            activation,
-            placements: [b, c],
-            ..BsrCase::simple(dtype, block_size, [m, n, k], pattern)
+        |(seed, dtype, (block_size, m, n, k, pattern), (alpha, beta, bias, activation, c_dtype), (b, c))| {
+            BsrCase {
+                seed: seed.into(),
+                c_dtype,
+                alpha,
+                beta,
+                bias,
+                activation,
+                placements: [b, c],
+                ..BsrCase::simple(dtype, block_size, [m, n, k], pattern)
+            }
         },
     )
 }
