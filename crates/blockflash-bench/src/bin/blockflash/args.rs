@@ -3,6 +3,7 @@
 use crate::failure::{Failure, Result};
 use blockflash_bench::io::Format;
 use blockflash_ops::{DType, Device};
+use blockflash_safe::{Error, cuda_status};
 use std::path::PathBuf;
 
 /// Options of every command that runs an operation.
@@ -39,6 +40,18 @@ impl DeviceArg {
             Some(name) => name.parse()?,
             None => Device::best(),
         })
+    }
+
+    /// Why the CPU was taken although there is a driver, for those who expect their GPU to be used.
+    pub fn note(&self, device: &Device) -> Option<String> {
+        if self.device.is_some() || !device.is_cpu() {
+            return None;
+        }
+        match cuda_status() {
+            Err(Error::NoDriver) => None,
+            Err(reason) => Some(format!("no GPU is used: {reason}")),
+            Ok(_) => Some("no GPU is used: none has compute capability 8.0 or newer".to_owned()),
+        }
     }
 }
 
@@ -118,7 +131,7 @@ pub fn out_path(text: &str) -> std::result::Result<PathBuf, String> {
     }
 }
 
-/// One of two options that exclude or need each other.
+/// Refuses options that contradict each other.
 pub fn ensure(condition: bool, message: &str) -> Result<()> {
     if condition { Ok(()) } else { Err(Failure::new(message)) }
 }

@@ -126,6 +126,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let report = RunReport {
         operation: "attention",
         device: &device,
+        note: args.common.device.note(&device),
         kernel,
         tensors: [("q", &q), ("k", &k), ("v", &v)]
             .map(|(name, array)| (name, array.shape().to_vec(), problem.dtype))

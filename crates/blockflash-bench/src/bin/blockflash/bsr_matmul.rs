@@ -157,6 +157,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let report = RunReport {
         operation: "bsr-matmul",
         device: &device,
+        note: args.common.device.note(&device),
         kernel,
         tensors: vec![
             ("a", vec![m, problem.k], problem.dtype),

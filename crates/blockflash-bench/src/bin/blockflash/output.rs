@@ -1,6 +1,6 @@
 //! What a run says on stdout, which may be closed at any time.
 
-use crate::failure::Result;
+use crate::failure::{Failure, Result};
 use crate::measure::Timing;
 use crate::table::{self, Facts};
 use blockflash_bench::check::Comparison;
@@ -14,7 +14,9 @@ use std::process::ExitCode;
 pub fn print(text: &str) -> Result<()> {
     let mut out = stdout().lock();
     match writeln!(out, "{text}").and_then(|()| out.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(Failure::new(format!("standard output: {error}")))
+        }
         _ => Ok(()),
     }
 }
@@ -23,6 +25,8 @@ pub fn print(text: &str) -> Result<()> {
 pub struct RunReport<'a> {
     pub operation: &'static str,
     pub device: &'a Device,
+    /// Why it is this device, if that may surprise.
+    pub note: Option<String>,
     /// `None` on the CPU, and when there was nothing to compute.
     pub kernel: Option<&'a Row>,
     pub tensors: Vec<(&'static str, Vec<usize>, DType)>,
@@ -62,6 +66,9 @@ impl RunReport<'_> {
             facts.add(name, value);
         }
         facts.add("device", device_name(self.device));
+        if let Some(note) = &self.note {
+            facts.add("note", note);
+        }
         if let Some(row) = self.kernel {
             facts.add("kernel", format!("{} ({})", row.symbol(), row.target));
         }
@@ -81,14 +88,15 @@ impl RunReport<'_> {
         for (name, check) in &self.checks {
             let verdict = if check.passed() { "ok" } else { "FAILED" };
             let relation = if check.passed() { "of" } else { "exceeds" };
+            let sample = match check.checked {
+                all if all == check.total => "all".to_owned(),
+                some => format!("a sample of {}", table::count(some)),
+            };
             facts.add(
                 &format!("check {name}"),
                 format!(
-                    "{verdict}: error {:.1e} {relation} {:.1e} allowed, {} of {} elements",
-                    check.error,
-                    check.limit,
-                    table::count(check.checked),
-                    table::count(check.total)
+                    "{verdict}: error {:.1e} {relation} {:.1e} allowed, {sample} elements",
+                    check.error, check.limit
                 ),
             );
         }
@@ -104,6 +112,7 @@ impl RunReport<'_> {
         set("operation", json!(self.operation));
         set("device", json!(self.device.to_string()));
         set("device_name", json!(device_name(self.device)));
+        set("note", json!(self.note));
         set("kernel", json!(self.kernel.map(|row| row.symbol())));
         set("target", json!(self.kernel.map(|row| row.target.name())));
         let tensors = self.tensors.iter().map(|(name, shape, dtype)| {
@@ -157,6 +166,7 @@ mod tests {
             let report = RunReport {
                 operation: "attention",
                 device: &Device::cpu(),
+                note: None,
                 kernel: None,
                 tensors: Vec::new(),
                 details: Vec::new(),
