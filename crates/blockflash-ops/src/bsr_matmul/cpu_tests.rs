@@ -82,8 +82,15 @@ fn half_precision() {
 
 #[test]
 fn epilogues() {
+    // Columns in one panel and in two.
+    for n in [9, PANEL_COLUMNS + 18] {
+        epilogues_of(n);
+    }
+}
+
+fn epilogues_of(n: usize) {
     let stream = Device::cpu().stream().unwrap();
-    let (a, n) = (matrix(16, DType::F32), 9);
+    let a = matrix(16, DType::F32);
     let (b, old) = (values(a.cols() * n, 2), values(a.rows() * n, 3));
     let (per_row, per_column) = (values(a.rows(), 4), values(n, 5));
     let view = View::from_slice(&b, &[a.cols(), n]).unwrap();
