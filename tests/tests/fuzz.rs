@@ -1,13 +1,31 @@
 //! Arbitrary bytes and arbitrary index arrays: an error or a valid object, never a panic.
 
 use blockflash_ops::{BsrMatmul, BsrMatrix, DType, Device, Error, Layout, Tensor, View};
+use blockflash_tests::bsr::{BsrData, Limits, bsr_cases};
 use blockflash_tests::property::config;
 use half::f16;
 use proptest::prelude::*;
 
+fn entry() -> impl Strategy<Value = i32> {
+    prop_oneof![6 => 0..12i32, 1 => any::<i32>(), 1 => -2..0i32]
+}
+
+/// What makes index arrays a BSR structure, said once more.
+fn valid(row_ptr: &[i32], col_idx: &[i32], block_rows: usize, block_cols: usize) -> bool {
+    let ends =
+        row_ptr.first() == Some(&0) && row_ptr.last().is_some_and(|&end| end as usize == col_idx.len());
+    ends && row_ptr.len() == block_rows + 1
+        && row_ptr.is_sorted()
+        && row_ptr.windows(2).all(|pair| {
+            let row = &col_idx[pair[0] as usize..pair[1] as usize];
+            row.windows(2).all(|pair| pair[0] < pair[1])
+                && row.iter().all(|&col| col >= 0 && (col as usize) < block_cols)
+        })
+}
+
 /// Index arrays between nonsense and nearly right.
 fn indices() -> impl Strategy<Value = Vec<i32>> {
-    let entry = prop_oneof![6 => 0..12i32, 1 => any::<i32>(), 1 => -2..0i32];
+    let entry = entry();
     let sorted = prop::collection::vec(0..12i32, 0..12).prop_map(|mut v| {
         v.sort_unstable();
         v
@@ -52,14 +70,7 @@ proptest! {
         match BsrMatrix::from_parts(rows, cols, block_size, &row_ptr, &col_idx, view) {
             Err(error) => one_line(&error),
             Ok(matrix) => {
-                prop_assert_eq!(row_ptr.len(), rows.div_ceil(block_size) + 1);
-                prop_assert!(row_ptr.is_sorted() && row_ptr[0] == 0);
-                prop_assert_eq!(row_ptr[row_ptr.len() - 1] as usize, col_idx.len());
-                for pair in row_ptr.windows(2) {
-                    let row = &col_idx[pair[0] as usize..pair[1] as usize];
-                    prop_assert!(row.windows(2).all(|pair| pair[0] < pair[1]), "unsorted or duplicate");
-                    prop_assert!(row.iter().all(|&col| col >= 0 && (col as usize) < cols.div_ceil(block_size)));
-                }
+                prop_assert!(valid(&row_ptr, &col_idx, rows.div_ceil(block_size), cols.div_ceil(block_size)));
                 // What was accepted can be used.
                 if rows.saturating_mul(cols) < 10_000 {
                     prop_assert_eq!(matrix.to_dense().unwrap().len(), rows * cols);
@@ -68,6 +79,42 @@ proptest! {
                     let c = BsrMatmul::new(&matrix, b).matmul(DType::F32, &Device::cpu().stream().unwrap()).unwrap();
                     prop_assert_eq!(c.shape(), &[rows, 3]);
                 }
+            }
+        }
+    }
+
+    /// Valid arrays with a few entries damaged: nearly right is the hard kind of wrong.
+    #[test]
+    fn bsr_from_damaged_parts(
+        case in bsr_cases(Limits { dtypes: vec![DType::F16], block_sizes: vec![1, 2, 3, 8], blocks: 6, columns: 1 }),
+        damage in prop::collection::vec((any::<prop::sample::Index>(), any::<bool>(), entry()), 0..3),
+        cut in prop::option::weighted(0.2, 1..3usize),
+    ) {
+        let data = BsrData::generate(&case);
+        let (mut row_ptr, mut col_idx) = (data.row_ptr.clone(), data.col_idx.clone());
+        for (at, in_rows, value) in damage {
+            let array = if in_rows { &mut row_ptr } else { &mut col_idx };
+            if !array.is_empty() {
+                let at = at.index(array.len());
+                array[at] = value;
+            }
+        }
+        if let Some(cut) = cut {
+            let array = if case.seed % 2 == 0 { &mut row_ptr } else { &mut col_idx };
+            array.truncate(array.len().saturating_sub(cut));
+        }
+        let [m, _, k] = case.mnk;
+        let size = case.block_size;
+        let values: Vec<f16> = data.values.iter().map(|&x| f16::from_f32(x)).collect();
+        let view = View::from_slice(&values, &[data.col_idx.len(), size, size]).unwrap();
+        match BsrMatrix::from_parts(m, k, size, &row_ptr, &col_idx, view) {
+            Err(error) => {
+                one_line(&error);
+                prop_assert!(row_ptr != data.row_ptr || col_idx != data.col_idx, "undamaged, but {error}");
+            }
+            Ok(matrix) => {
+                prop_assert!(valid(&row_ptr, &col_idx, m.div_ceil(size), k.div_ceil(size)));
+                prop_assert_eq!(matrix.to_dense().unwrap().len(), m * k);
             }
         }
     }

@@ -225,6 +225,26 @@ fn bsr_flops_count_stored_blocks_only() {
 }
 
 #[test]
+fn strides_that_no_kernel_takes_are_errors() {
+    let h200 = fabricated("H200", (9, 0), 227);
+    let good = AttentionProblem::dense(DType::F16, [2, 5, 7], [4, 2], 64);
+    let row = attention::select(&good, &h200).unwrap();
+    attention::plan(row, &good).unwrap();
+    for (what, at) in ["q", "k", "v", "o"].into_iter().flat_map(|what| (0..3).map(move |at| (what, at))) {
+        let mut bad = good;
+        let strides = match what {
+            "q" => &mut bad.q,
+            "k" => &mut bad.k,
+            "v" => &mut bad.v,
+            _ => &mut bad.o,
+        };
+        *[&mut strides.batch, &mut strides.seq, &mut strides.head][at] += 4;
+        let error = attention::plan(row, &bad).unwrap_err();
+        assert!(matches!(error, Error::Misaligned { what: found, .. } if found == what), "{what}: {error}");
+    }
+}
+
+#[test]
 fn grids_that_no_gpu_takes_are_errors() {
     let h200 = fabricated("H200", (9, 0), 227);
     let problem = AttentionProblem::dense(DType::F16, [1 << 20, 1 << 20, 64], [64, 64], 64);

@@ -14,6 +14,7 @@ macro_rules! assert_error {
 // After the macro, which they use.
 mod attention;
 mod bsr;
+mod gpu;
 
 use blockflash_ops::attention::{Attention, Mask};
 use blockflash_ops::{BsrMatmul, BsrMatrix, DType, Device, Error, Layout, Stream, Tensor, View};
