@@ -1,6 +1,9 @@
 //! `cargo xtask bundle`: one folder that tests and measures on a GPU machine without Rust.
 
-use crate::workspace::{cargo, create_dir, list, output, root, write};
+use crate::{
+    kernels,
+    workspace::{cargo, create_dir, list, output, root, write},
+};
 use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 use std::{
@@ -29,6 +32,10 @@ pub fn run(args: &Args) -> Result<()> {
         Some(folder) => folder.clone(),
         None => root().join("target/bundle"),
     };
+    let missing = kernels::missing()?;
+    if !missing.is_empty() {
+        eprintln!("warning: {} kernel images are missing: run `cargo xtask kernels` first", missing.len());
+    }
     clear(&folder)?;
     let programs = build()?;
     create_dir(&folder.join("tests"))?;

@@ -199,6 +199,12 @@ pub fn stale() -> Result<Vec<String>> {
     Ok(store::names()?.into_iter().filter(|name| !wanted.contains(name)).collect())
 }
 
+/// Images that a row asks for and `prebuilt/` lacks.
+pub fn missing() -> Result<Vec<String>> {
+    let present = store::names()?;
+    Ok(manifest::rows().iter().map(Row::image_name).filter(|name| !present.contains(name)).collect())
+}
+
 /// Compares fresh images with the committed ones.
 fn check(lock: &Lock, images: &[(&Row, Image, Duration)], problems: &mut Problems) -> Result<()> {
     for (row, image, _) in images {
