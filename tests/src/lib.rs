@@ -6,7 +6,14 @@
 //! - the [tolerance] rule, which compares a result with both;
 //! - the harness: poisoned outputs, NaN in every gap, a watchdog on every launch, a loud skip without a GPU.
 //!
-//! The suites are the files in `tests/`.
+//! The suites are the files in `tests/`. The environment decides:
+//!
+//! | variable | meaning |
+//! |---|---|
+//! | `BLOCKFLASH_REQUIRE_GPU=1` | a test that finds no usable GPU fails instead of being skipped |
+//! | `BLOCKFLASH_GPU_RECORD=file` | one JSON line is appended for each kernel image that passed a suite |
+//! | `BLOCKFLASH_SEED=number` or `random` | other random cases than usual |
+//! | `BLOCKFLASH_CASES=n` | n times as many random cases |
 
 pub mod attention;
 pub mod bsr;
