@@ -3,10 +3,15 @@
 use crate::{record, workspace};
 use anyhow::{Context, Result, anyhow, bail};
 use std::{
+    collections::BTreeSet,
     fmt,
-    io::{BufRead, BufReader},
-    process::Stdio,
+    io::{BufRead, BufReader, Read},
+    process::{Command, Stdio},
+    thread,
 };
+
+/// How the line begins with which a test says that it cannot run here.
+const SKIPPED: &str = "SKIPPED (";
 
 /// Options of the command.
 #[derive(clap::Args, Default)]
@@ -29,6 +34,8 @@ pub fn run(args: &Args) -> Result<()> {
 
 /// Runs the tests: what was counted, and whether all is well.
 pub fn tests(args: &Args) -> Result<(Summary, Result<()>)> {
+    // Built apart, so that cargo shows its progress on the terminal itself.
+    let built = workspace::run(workspace::cargo().args(["test", "--workspace", "--no-run"]));
     let mut command = workspace::cargo();
     command.args(["test", "--workspace", "--no-fail-fast", "--", "--show-output"]).args(&args.filter);
     let fresh = workspace::target_dir("gpu")?.join("passed.jsonl");
@@ -36,21 +43,47 @@ pub fn tests(args: &Args) -> Result<(Summary, Result<()>)> {
         workspace::write(&fresh, "")?;
         command.env("BLOCKFLASH_REQUIRE_GPU", "1").env("BLOCKFLASH_GPU_RECORD", &fresh);
     }
-    let mut child = command.stdout(Stdio::piped()).spawn().context("cannot start cargo test")?;
-    let stdout = child.stdout.take().context("cargo test has no output")?;
     let mut summary = Summary::default();
-    for line in BufReader::new(stdout).split(b'\n') {
-        let line = line?;
-        let line = String::from_utf8_lossy(&line);
+    let mut succeeded = false;
+    if built.is_ok() {
+        succeeded = follow(&mut command, &mut summary)?;
+        if args.require_gpu {
+            record::merge(&fresh)?;
+        }
+    }
+    Ok((summary, built.and_then(|()| verdict(&summary, succeeded))))
+}
+
+/// Runs the test programs, shows and counts; returns whether all of them ended well.
+fn follow(command: &mut Command, summary: &mut Summary) -> Result<bool> {
+    let mut child =
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().context("cannot start cargo test")?;
+    let stdout = child.stdout.take().context("cargo test has no output")?;
+    let stderr = child.stderr.take().context("cargo test has no error output")?;
+    // A test may write past the harness, so both streams are read, at the same time.
+    let said = thread::spawn(move || {
+        let mut skips = BTreeSet::new();
+        for line in lines(stderr) {
+            eprintln!("{line}");
+            if line.starts_with(SKIPPED) {
+                skips.insert(line);
+            }
+        }
+        skips.len()
+    });
+    for line in lines(stdout) {
         if summary.read(&line) {
             println!("{line}");
         }
     }
-    let status = child.wait()?;
-    if args.require_gpu {
-        record::merge(&fresh)?;
-    }
-    Ok((summary, verdict(&summary, status.success())))
+    summary.skipped_itself += said.join().unwrap_or_default();
+    Ok(child.wait()?.success())
+}
+
+/// Lines of a program's output, whatever bytes it writes.
+fn lines(stream: impl Read) -> impl Iterator<Item = String> {
+    let lines = BufReader::new(stream).split(b'\n').map_while(Result::ok);
+    lines.map(|line| String::from_utf8_lossy(&line).into_owned())
 }
 
 fn verdict(summary: &Summary, cargo_succeeded: bool) -> Result<()> {
@@ -101,7 +134,7 @@ impl Summary {
         if line.starts_with("---- ") {
             self.counted = false;
         }
-        let skipped = line.starts_with("SKIPPED");
+        let skipped = line.starts_with(SKIPPED);
         if skipped && !self.counted {
             self.counted = true;
             self.skipped_itself += 1;
