@@ -276,7 +276,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   const LaneAddress<kChunks> v_lane(v_smem, row_major.row, row_major.chunk);
 
   constexpr float kLog2e = 1.4426950408889634f;
-  const float cap_factor = p.softcap > 0.f ? 2.f * kLog2e * p.softmax_scale / p.softcap : 0.f;
+  const float scale_over_cap = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;
   const float scale_log2 = p.softcap > 0.f ? kLog2e : kLog2e * p.softmax_scale;
 
   QFragments q_rmem;
@@ -321,7 +321,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
 #pragma unroll
         for (int n = 0; n < kKvTiles; ++n)
 #pragma unroll
-          for (int e = 0; e < 4; ++e) s[m][n][e] = soft_cap(s[m][n][e], p.softcap, cap_factor);
+          for (int e = 0; e < 4; ++e) s[m][n][e] = soft_cap(s[m][n][e], p.softcap, scale_over_cap);
     }
     if (masked) apply_mask(s, mask, first_row, first_key, lane);
     softmax.update(s, o, scale_log2);
@@ -334,5 +334,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
     accumulate_output(o, s, v_lane, stage);
   }
   ptx::cp_async_wait_group<0>();
-  store_output(o, softmax, p, work, first_row, lane);
+  // Worked out once more rather than kept: its registers are short in the main loop.
+  const Work again(p);
+  store_output(o, softmax, p, again, again.q_begin + warp * kRowsPerWarp, lane);
 }

@@ -123,8 +123,5 @@ fn param_bytes(function: sys::CUfunction) -> Result<usize> {
     let (mut offset, mut size) = (0, 0);
     // SAFETY: 1. A loaded function of the current context. 2. The pointers are valid for writes during the call.
     check("cuFuncGetParamInfo", unsafe { sys::cuFuncGetParamInfo(function, 0, &mut offset, &mut size) })?;
-    let (mut second, mut ignored) = (0, 0);
-    // SAFETY: as above; asking for a parameter that does not exist is an error and nothing worse.
-    let code = unsafe { sys::cuFuncGetParamInfo(function, 1, &mut second, &mut ignored) };
-    Ok(if code == sys::CUresult::CUDA_SUCCESS { 0 } else { size })
+    Ok(size)
 }

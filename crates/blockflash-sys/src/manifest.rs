@@ -196,7 +196,7 @@ const fn attention(
 /// into registers (head_dim ≤ 128), else 16. At 128 the tile that is fastest on Hopper leaves room for one block per
 /// multiprocessor on GPUs with 100 KB of shared memory, so those take half the keys per step and run two.
 const ATTENTION_FWD: &[(&[Target], AttentionFwd)] = &[
-    (ALL, attention(64, 128, 128, 4, 1, 2)),
+    (ALL, attention(64, 128, 64, 4, 1, 2)),
     (ALL, attention(96, 128, 64, 4, 1, 2)),
     (LARGE_SMEM, attention(128, 128, 64, 4, 1, 2)),
     (SMALL_SMEM, attention(128, 128, 32, 4, 1, 2)),
