@@ -118,7 +118,7 @@ fn attribute(function: sys::CUfunction, attribute: Attribute) -> Result<u32> {
     Ok(u32::try_from(value).unwrap_or(0))
 }
 
-/// Bytes of the kernel's only parameter; 0 unless there is exactly one, which then fits no struct.
+/// Bytes of the kernel's first parameter. That there is no second one is not asked: memory checkers report the refusal.
 fn param_bytes(function: sys::CUfunction) -> Result<usize> {
     let (mut offset, mut size) = (0, 0);
     // SAFETY: 1. A loaded function of the current context. 2. The pointers are valid for writes during the call.
