@@ -169,9 +169,10 @@ __device__ __noinline__ float epilogue_term(const blockflash_bsr_matmul_params& 
   return activate(x, p.activation);
 }
 
-// Applies the epilogue to eight values of row `row` from column `column` on, and stores those inside of C.
-__device__ __forceinline__ void store_row_piece(const blockflash_bsr_matmul_params& p, float (&x)[8], bool plain, int64_t row,
-                                                int64_t column) {
+// Applies the epilogue to eight values of row `row` from column `column` on, and stores those inside of C. `plain`: the epilogue
+// is alpha alone.
+template <bool plain>
+__device__ __forceinline__ void store_row_piece(const blockflash_bsr_matmul_params& p, float (&x)[8], int64_t row, int64_t column) {
   const int count = static_cast<int>(min(p.n - column, static_cast<int64_t>(8)));
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -211,6 +212,22 @@ constexpr int kSliceStride = kSliceN + 8;  // floats; 8 more keep the eight rows
 static_assert(16 * kSliceStride * 4 * Config::warps_m * Config::warps_n <= Config::smem_bytes, "slices fit into the ring");
 static_assert(kWarpN % kSliceN == 0 && 16 * kSliceN % (8 * kWarpSize) == 0, "slices divide among the lanes");
 
+// Stores one slice, a row piece per lane and turn. `at_row`, `at_column`: where the slice lies in C.
+template <bool plain>
+__device__ __forceinline__ void store_slice(const blockflash_bsr_matmul_params& p, const float* slice, int64_t at_row, int64_t at_column,
+                                            int lane) {
+  constexpr int kTurns = 16 * kSliceN / (8 * kWarpSize);
+#pragma unroll(plain ? kTurns : 1)
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int i = turn * kWarpSize + lane;
+    const int row = i / (kSliceN / 8), column = i % (kSliceN / 8) * 8;
+    float x[8];
+    *reinterpret_cast<float4*>(x) = *reinterpret_cast<const float4*>(slice + row * kSliceStride + column);
+    *reinterpret_cast<float4*>(x + 4) = *reinterpret_cast<const float4*>(slice + row * kSliceStride + column + 4);
+    if (at_row + row < p.m && at_column + column < p.n) store_row_piece<plain>(p, x, at_row + row, at_column + column);
+  }
+}
+
 __device__ __forceinline__ void store_tile(const blockflash_bsr_matmul_params& p, const float (&acc)[kMTiles][kNTiles][4],
                                            float* slice, int64_t first_row, int64_t first_column, int lane) {
   const bool plain = p.beta == 0.f && p.bias == nullptr && p.activation == BLOCKFLASH_ACTIVATION_NONE;
@@ -225,15 +242,10 @@ __device__ __forceinline__ void store_tile(const blockflash_bsr_matmul_params& p
           *reinterpret_cast<float2*>(slice + ((lane >> 2) + half * 8) * kSliceStride + n * 8 + (lane & 3) * 2) =
               make_float2(acc[m][n0 + n][2 * half], acc[m][n0 + n][2 * half + 1]);
       __syncwarp();
-#pragma unroll 1
-      for (int i = lane; i < 16 * kSliceN / 8; i += kWarpSize) {
-        const int row = i / (kSliceN / 8), column = i % (kSliceN / 8) * 8;
-        float x[8];
-        *reinterpret_cast<float4*>(x) = *reinterpret_cast<const float4*>(slice + row * kSliceStride + column);
-        *reinterpret_cast<float4*>(x + 4) = *reinterpret_cast<const float4*>(slice + row * kSliceStride + column + 4);
-        if (first_row + m * 16 + row < p.m && first_column + n0 * 8 + column < p.n)
-          store_row_piece(p, x, plain, first_row + m * 16 + row, first_column + n0 * 8 + column);
-      }
+      if (plain)
+        store_slice<true>(p, slice, first_row + m * 16, first_column + n0 * 8, lane);
+      else
+        store_slice<false>(p, slice, first_row + m * 16, first_column + n0 * 8, lane);
       __syncwarp();
     }
 }
@@ -267,8 +279,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_params p) {
     if (step < steps) {
       unsigned char* const stage = smem + step % Config::stages * kStageBytes;
       const int k0 = step * Config::block_k;
-      b_copy.start(p, stage + kABytes, columns, kSlots == 1 ? k0 % kBlock : 0);
       a_copy.start(static_cast<uint32_t>(__cvta_generic_to_shared(stage)), k0, depth);
+      b_copy.start(p, stage + kABytes, columns, kSlots == 1 ? k0 % kBlock : 0);
       columns = fetch_columns(step + 1);
     }
     ptx::cp_async_commit_group();  // also past the end: the group of a step is always the oldest of stages - 1

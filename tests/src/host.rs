@@ -2,7 +2,7 @@
 
 use crate::number::POISON;
 use crate::placement::Placed;
-use blockflash_ops::{DType, Layout, Stream, Tensor, View, ViewMut};
+use blockflash_ops::{DType, Stream, Tensor, View, ViewMut};
 use half::{bf16, f16};
 
 /// A tensor with these bits, one `u32` per element.
@@ -64,35 +64,4 @@ pub fn view_mut<'a>(tensor: &'a mut Tensor, placed: &Placed) -> ViewMut<'a> {
         view = view.slice(dim, range.clone()).expect("a range of the physical shape");
     }
     view.permute(&placed.permutation).expect("a permutation")
-}
-
-/// A view with the first entry of dimension 0 repeated `times` times, by a stride of 0.
-pub fn repeat(view: View<'_>, times: usize) -> View<'_> {
-    let (mut shape, mut strides) = (view.shape().to_vec(), view.strides().to_vec());
-    (shape[0], strides[0]) = (times, 0);
-    let host = match view.dtype() {
-        _ if !view.is_cpu() => None,
-        DType::F16 => {
-            Some(View::from_slice_strided::<f16>(view.as_slice().expect("on the CPU"), &shape, &strides))
-        }
-        DType::BF16 => {
-            Some(View::from_slice_strided::<bf16>(view.as_slice().expect("on the CPU"), &shape, &strides))
-        }
-        DType::F32 => {
-            Some(View::from_slice_strided::<f32>(view.as_slice().expect("on the CPU"), &shape, &strides))
-        }
-        DType::I32 => {
-            Some(View::from_slice_strided::<i32>(view.as_slice().expect("on the CPU"), &shape, &strides))
-        }
-    };
-    let repeated = host.unwrap_or_else(|| {
-        let layout = Layout::strided(&shape, &strides).expect("a layout with the span of the old one");
-        let ptr = view.device_ptr().expect("on a GPU");
-        // SAFETY:
-        // 1. `ptr` is the first element of a view of our own tensor on this device, and the layout reaches no further.
-        // 2. The tensor is borrowed for the lifetime of the result, is not written meanwhile, and is freed in the order of the
-        //    one stream on which it is used; no graph is captured from a repeated view.
-        unsafe { View::from_raw_cuda(view.device(), ptr, view.dtype(), layout) }
-    });
-    repeated.expect("no more memory than before")
 }

@@ -23,3 +23,8 @@ pub mod number;
 pub mod placement;
 pub mod property;
 pub mod tolerance;
+
+/// The example of the repository's README compiles and runs.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct Readme;

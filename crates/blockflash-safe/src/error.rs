@@ -119,6 +119,14 @@ pub enum Error {
         /// The shape that was sliced.
         shape: Vec<usize>,
     },
+    /// A dimension that cannot be repeated.
+    #[error("dimension {dim} of shape {shape:?} cannot be expanded: only a dimension of size 1 can")]
+    Expand {
+        /// The dimension.
+        dim: usize,
+        /// The shape that was to be expanded.
+        shape: Vec<usize>,
+    },
     /// The order of dimensions is not a permutation.
     #[error("{order:?} is not a permutation of {rank} dimensions")]
     Permutation {

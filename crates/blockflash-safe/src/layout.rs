@@ -170,6 +170,19 @@ impl Layout {
         Ok((part, offset))
     }
 
+    /// Dimension `dim`, of size 1, repeated `size` times by a stride of 0.
+    ///
+    /// # Errors
+    /// [`Error::Expand`], [`Error::TooLarge`].
+    pub fn expand(&self, dim: usize, size: usize) -> Result<Layout> {
+        if self.shape().get(dim) != Some(&1) {
+            return Err(Error::Expand { dim, shape: self.shape().to_vec() });
+        }
+        let (mut shape, mut strides) = (self.shape, self.strides);
+        (shape[dim], strides[dim]) = (size, 0);
+        Layout::strided(&shape[..self.rank], &strides[..self.rank])
+    }
+
     /// Offsets of all elements in row-major order of their indices.
     pub fn offsets(&self) -> impl Iterator<Item = usize> + use<> {
         let layout = *self;

@@ -46,6 +46,18 @@ fn what_cannot_be_addressed_is_refused() {
 }
 
 #[test]
+fn only_single_entries_are_expanded() -> Result<()> {
+    let layout = Layout::strided(&[1, 3], &[7, 2])?;
+    let expanded = layout.expand(0, 5)?;
+    assert_eq!((expanded.shape(), expanded.strides(), expanded.span()), (&[5, 3][..], &[0, 2][..], layout.span()));
+    assert!(expanded.overlaps_itself());
+    assert!(matches!(layout.expand(1, 5), Err(Error::Expand { dim: 1, .. })));
+    assert!(matches!(layout.expand(2, 5), Err(Error::Expand { dim: 2, .. })));
+    assert!(matches!(layout.expand(0, usize::MAX), Err(Error::TooLarge)));
+    Ok(())
+}
+
+#[test]
 fn permutations_and_slices_are_checked() -> Result<()> {
     let layout = Layout::contiguous(&[2, 3, 4])?;
     let permuted = layout.permute(&[1, 2, 0])?;

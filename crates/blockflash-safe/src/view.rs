@@ -137,6 +137,14 @@ impl<'a> View<'a> {
         Ok(View { layout: self.layout.permute(order)?, ..*self })
     }
 
+    /// Dimension `dim`, of size 1, repeated `size` times without a copy.
+    ///
+    /// # Errors
+    /// [`Error::Expand`], [`Error::TooLarge`].
+    pub fn expand(&self, dim: usize, size: usize) -> Result<View<'a>> {
+        Ok(View { layout: self.layout.expand(dim, size)?, ..*self })
+    }
+
     /// The indices `range` of dimension `dim`.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 
 use super::{AttentionCase, AttentionData, AttentionReference, Content, Lengths, Sequence};
 use crate::gpu::wait;
-use crate::host::{download, poisoned, refill, repeat, upload, view, view_mut};
+use crate::host::{download, poisoned, refill, upload, view, view_mut};
 use crate::number::{POISON, decode, poison};
 use crate::placement::Placed;
 use crate::tolerance::check;
@@ -91,8 +91,9 @@ impl AttentionInputs {
         let case = &self.case;
         let (placed, _) = placed(case);
         let [q, mut k, mut v] = std::array::from_fn(|i| view(&self.qkv[i], &placed[i]));
-        if let (true, Lengths::Dense { batch, .. }) = (case.broadcast_kv, &case.lengths) {
-            (k, v) = (repeat(k, *batch), repeat(v, *batch));
+        if let (true, Lengths::Dense { batch: batch @ 1.., .. }) = (case.broadcast_kv, &case.lengths) {
+            k = k.expand(0, *batch).expect("one entry is stored");
+            v = v.expand(0, *batch).expect("one entry is stored");
         }
         let longest = |which: fn(&(usize, usize)) -> usize| match &case.lengths {
             // Any upper bound will do.
