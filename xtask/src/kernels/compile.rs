@@ -33,9 +33,20 @@ pub struct Image {
 }
 
 /// Arguments of nvcc that decide what comes out, apart from the macros and the source.
-fn flags(row: &Row) -> Vec<&'static str> {
+fn flags(row: &Row) -> Vec<String> {
     let kind = if row.target.is_ptx() { "-ptx" } else { "-cubin" };
-    [&["-gencode", row.target.gencode(), kind], FLAGS].concat()
+    // Names of internal functions hold a hash of the source's path: the same path wherever the repository lies.
+    let path = format!("/{}", source(row));
+    let place = ["-Xcicc", "--orig_src_path_name", "-Xcicc", &path];
+    [&["-gencode", row.target.gencode(), kind], FLAGS, &place]
+        .concat()
+        .into_iter()
+        .map(String::from)
+        .collect()
+}
+
+fn source(row: &Row) -> String {
+    format!("kernels/{}.cu", row.source())
 }
 
 /// Fingerprint of the compiler's version and flags for a row.
@@ -47,7 +58,7 @@ pub fn build_fingerprint(row: &Row, nvcc_version: &str) -> Result<String> {
 pub fn compile(row: &Row, toolchain: &Toolchain, scratch: &Path) -> Result<Image> {
     let name = row.image_name();
     let object = scratch.join(&name);
-    let source = format!("kernels/{}.cu", row.source());
+    let source = source(row);
     if !root().join(&source).is_file() {
         bail!("{source} does not exist");
     }
