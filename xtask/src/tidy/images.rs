@@ -16,20 +16,29 @@ const MAX_TOTAL_BYTES: u64 = 6 * 1024 * 1024;
 pub fn check(findings: &mut Findings) -> Result<()> {
     let lock = lock::load()?;
     let version = toolchain::pinned_version()?;
+    // Most problems concern many images: each is named once.
+    let mut found: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    let mut problem = |what: String, image: String| found.entry(what).or_default().push(image);
     for row in manifest::rows() {
         match problems(row, &lock, &version) {
-            Ok(problems) => {
-                problems
-                    .iter()
-                    .for_each(|problem| findings.error(format!("{}: {problem}", row.image_name())));
-            }
-            Err(error) => findings.error(format!("{}: {error:#}", row.image_name())),
+            Ok(problems) => problems.into_iter().for_each(|what| problem(what, row.image_name())),
+            Err(error) => problem(format!("{error:#}"), row.image_name()),
         }
     }
-    stale()?.iter().for_each(|name| findings.error(format!("{name}: has no row in the manifest")));
+    stale()?.into_iter().for_each(|image| problem("has no row in the manifest".into(), image));
     let names: Vec<String> = manifest::rows().iter().map(Row::image_name).collect();
     let orphans = lock.keys().filter(|name| !names.contains(name));
-    orphans.for_each(|name| findings.error(format!("{name}: in kernels.lock, but not in the manifest")));
+    orphans.for_each(|image| problem("in kernels.lock, but not in the manifest".into(), image.clone()));
+    let coverage = record::coverage(&lock, &record::load()?);
+    let missing = coverage.missing.iter();
+    missing.for_each(|image| problem("no GPU pass in tests/gpu-passed.jsonl".into(), image.clone()));
+    for (what, images) in &found {
+        let others = match images.len() {
+            1 => String::new(),
+            count => format!(" and {} other images", count - 1),
+        };
+        findings.error(format!("{}{others}: {what}", images[0]));
+    }
 
     let total = store::total_bytes()?;
     if total > MAX_TOTAL_BYTES {
