@@ -25,15 +25,20 @@ pub fn normal(
 ) -> Result<Array, u64> {
     let count = shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size)).ok_or(u64::MAX)?;
     let values = match dtype {
-        DType::F16 => fill::<f16>(count, seed, lane, progress),
-        DType::BF16 => fill::<bf16>(count, seed, lane, progress),
-        DType::F32 => fill::<f32>(count, seed, lane, progress),
-        DType::I32 => fill::<i32>(count, seed, lane, progress),
+        DType::F16 => fill::<f16>(count, seed, lane, &progress),
+        DType::BF16 => fill::<bf16>(count, seed, lane, &progress),
+        DType::F32 => fill::<f32>(count, seed, lane, &progress),
+        DType::I32 => fill::<i32>(count, seed, lane, &progress),
     }?;
     Array::new(shape, values).ok_or(u64::MAX)
 }
 
-fn fill<T: Scalar>(count: usize, seed: u64, lane: u64, progress: impl Fn(u64) + Sync) -> Result<Values, u64> {
+fn fill<T: Scalar>(
+    count: usize,
+    seed: u64,
+    lane: u64,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<Values, u64> {
     let mut values = Vec::<T>::new();
     values.try_reserve_exact(count).map_err(|_| count as u64 * size_of::<T>() as u64)?;
     values.resize(count, T::default());

@@ -61,6 +61,16 @@ pub fn attention(
     seed: u64,
     progress: impl Fn(f64) + Sync,
 ) -> Result<[Comparison; 2], Mismatch> {
+    compare(case, o, lse, seed, &progress)
+}
+
+fn compare(
+    case: &AttentionCase<'_>,
+    o: &Array,
+    lse: &Array,
+    seed: u64,
+    progress: &(dyn Fn(f64) + Sync),
+) -> Result<[Comparison; 2], Mismatch> {
     let (&[batch, seqlen_q, heads, head_dim], &[_, seqlen_kv, heads_kv, _]) =
         (case.q.shape(), case.k.shape())
     else {

@@ -67,6 +67,15 @@ pub fn bsr_matmul(
     seed: u64,
     progress: impl Fn(f64) + Sync,
 ) -> Result<Comparison, Mismatch> {
+    compare(case, result, seed, &progress)
+}
+
+fn compare(
+    case: &BsrCase<'_>,
+    result: &Array,
+    seed: u64,
+    progress: &(dyn Fn(f64) + Sync),
+) -> Result<Comparison, Mismatch> {
     let (&[_, block, _], &[k, n], &[m, columns]) = (case.values.shape(), case.b.shape(), result.shape())
     else {
         return Err(Mismatch("values must be [nnz, b, b], b [k, n] and c [m, n]".to_owned()));

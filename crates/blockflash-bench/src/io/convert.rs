@@ -89,10 +89,21 @@ pub(super) enum Refusal {
 
 /// Converts little-endian elements; finite values beyond the range of `T` are refused, infinities and NaN are kept.
 pub(super) fn convert<T: Scalar>(stored: Stored, bytes: &[u8], out: &mut [T]) -> Result<(), Refusal> {
+    const PIECE: usize = 1 << 14;
     let integers = matches!(stored, Stored::I32 | Stored::I64);
     if integers != (T::DTYPE == DType::I32) {
         return Err(Refusal::Kind);
     }
+    let pieces = out.par_chunks_mut(PIECE).zip(bytes.par_chunks(PIECE * stored.size())).enumerate();
+    let refusals = pieces.map(|(piece, (out, bytes))| match convert_piece(stored, bytes, out) {
+        Err(Refusal::Range(at, value)) => Err(Refusal::Range(piece * PIECE + at, value)),
+        result => result,
+    });
+    // The leftmost refusal, whichever thread found one first.
+    refusals.reduce(|| Ok(()), |left, right| left.and(right))
+}
+
+fn convert_piece<T: Scalar>(stored: Stored, bytes: &[u8], out: &mut [T]) -> Result<(), Refusal> {
     match stored {
         Stored::F16 => each(bytes, out, |b| f16::from_le_bytes(b).to_f32(), T::from_f32, f64::from),
         Stored::Bf16 => each(bytes, out, |b| bf16::from_le_bytes(b).to_f32(), T::from_f32, f64::from),
@@ -108,25 +119,18 @@ pub(super) fn convert<T: Scalar>(stored: Stored, bytes: &[u8], out: &mut [T]) ->
 fn each<T: Scalar, S: Copy, const N: usize>(
     bytes: &[u8],
     out: &mut [T],
-    decode: impl Fn([u8; N]) -> S + Sync,
-    round: impl Fn(S) -> T + Sync,
-    magnitude: impl Fn(S) -> f64 + Sync,
+    decode: impl Fn([u8; N]) -> S,
+    round: impl Fn(S) -> T,
+    magnitude: impl Fn(S) -> f64,
 ) -> Result<(), Refusal> {
-    const PIECE: usize = 1 << 14;
-    let pieces = out.par_chunks_mut(PIECE).zip(bytes.par_chunks(PIECE * N)).enumerate().map(
-        |(piece, (out, bytes))| {
-            let (elements, _) = bytes.as_chunks::<N>();
-            for (at, (out, &element)) in out.iter_mut().zip(elements).enumerate() {
-                let value = decode(element);
-                let exact = magnitude(value);
-                if exact.is_finite() && exact.abs() > T::LIMIT {
-                    return Err(Refusal::Range(piece * PIECE + at, exact));
-                }
-                *out = round(value);
-            }
-            Ok(())
-        },
-    );
-    // The leftmost refusal, whichever thread found one first.
-    pieces.reduce(|| Ok(()), |left, right| left.and(right))
+    let (elements, _) = bytes.as_chunks::<N>();
+    for (at, (out, &element)) in out.iter_mut().zip(elements).enumerate() {
+        let value = decode(element);
+        let exact = magnitude(value);
+        if exact.is_finite() && exact.abs() > T::LIMIT {
+            return Err(Refusal::Range(at, exact));
+        }
+        *out = round(value);
+    }
+    Ok(())
 }

@@ -12,7 +12,7 @@ pub(super) const MAGIC: &[u8] = b"\x93NUMPY";
 const MAX_HEADER: u64 = 64 << 10;
 
 /// Reads the header that follows the first eight bytes.
-pub(super) fn entry(source: &mut impl Read, first: [u8; 8], length: u64) -> Result<Entry, Problem> {
+pub(super) fn entry(source: &mut dyn Read, first: [u8; 8], length: u64) -> Result<Entry, Problem> {
     let major = first[6];
     let (prefix, header_length) = match major {
         1 => {

@@ -26,13 +26,18 @@ pub struct Entry {
 
 /// A tensor file whose header has been read.
 #[derive(Debug)]
-pub struct TensorFile<R = File> {
+pub struct TensorFile {
     path: PathBuf,
-    source: R,
+    source: Box<dyn Source>,
     entries: Vec<Entry>,
 }
 
-impl TensorFile<File> {
+/// Bytes that can be read anywhere. A trait object: the conversions are compiled once, not for each kind of file.
+trait Source: Read + Seek + std::fmt::Debug {}
+
+impl<S: Read + Seek + std::fmt::Debug> Source for S {}
+
+impl TensorFile {
     /// Opens a `.npy` or `.safetensors` file; the contents decide which one it is, not the name.
     ///
     /// # Errors
@@ -47,17 +52,18 @@ impl TensorFile<File> {
         };
         Self::parse(path, open().map_err(|problem| Error { path: path.to_owned(), problem })?)
     }
-}
 
-impl<R: Read + Seek> TensorFile<R> {
     /// The same for any bytes; `path` is only used in errors.
     ///
     /// # Errors
     /// As for [`TensorFile::open`].
-    pub fn parse(path: impl AsRef<Path>, mut source: R) -> Result<Self> {
+    pub fn parse(
+        path: impl AsRef<Path>,
+        mut source: impl Read + Seek + std::fmt::Debug + 'static,
+    ) -> Result<Self> {
         let path = path.as_ref().to_owned();
         match entries(&mut source) {
-            Ok(entries) => Ok(Self { path, source, entries }),
+            Ok(entries) => Ok(Self { path, source: Box::new(source), entries }),
             Err(problem) => Err(Error { path, problem }),
         }
     }
@@ -147,7 +153,7 @@ impl<R: Read + Seek> TensorFile<R> {
     }
 }
 
-fn entries(source: &mut (impl Read + Seek)) -> std::result::Result<Vec<Entry>, Problem> {
+fn entries(source: &mut dyn Source) -> std::result::Result<Vec<Entry>, Problem> {
     let length = source.seek(SeekFrom::End(0))?;
     source.seek(SeekFrom::Start(0))?;
     let mut magic = [0; 8];

@@ -18,7 +18,7 @@ struct Info {
 }
 
 /// Reads the header that follows the first eight bytes.
-pub(super) fn entries(source: &mut impl Read, first: [u8; 8], length: u64) -> Result<Vec<Entry>, Problem> {
+pub(super) fn entries(source: &mut dyn Read, first: [u8; 8], length: u64) -> Result<Vec<Entry>, Problem> {
     let header_length = u64::from_le_bytes(first);
     // A text file is the likeliest mistake: its first eight characters are a length of more than 10^18.
     let start = header_length.saturating_add(8);

@@ -4,8 +4,8 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 use std::io::Cursor;
 
-fn parse(bytes: &[u8]) -> Result<TensorFile<Cursor<&[u8]>>> {
-    TensorFile::parse("test", Cursor::new(bytes))
+fn parse(bytes: &[u8]) -> Result<TensorFile> {
+    TensorFile::parse("test", Cursor::new(bytes.to_vec()))
 }
 
 fn load(bytes: &[u8], name: &str, dtype: DType) -> Result<Array> {
