@@ -49,7 +49,10 @@ fn what_cannot_be_addressed_is_refused() {
 fn only_single_entries_are_expanded() -> Result<()> {
     let layout = Layout::strided(&[1, 3], &[7, 2])?;
     let expanded = layout.expand(0, 5)?;
-    assert_eq!((expanded.shape(), expanded.strides(), expanded.span()), (&[5, 3][..], &[0, 2][..], layout.span()));
+    assert_eq!(
+        (expanded.shape(), expanded.strides(), expanded.span()),
+        (&[5, 3][..], &[0, 2][..], layout.span())
+    );
     assert!(expanded.overlaps_itself());
     assert!(matches!(layout.expand(1, 5), Err(Error::Expand { dim: 1, .. })));
     assert!(matches!(layout.expand(2, 5), Err(Error::Expand { dim: 2, .. })));
