@@ -64,3 +64,27 @@ fn generator(seed: u64, lane: u64, piece: u64) -> SmallRng {
         lane.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(piece.wrapping_mul(0xD1B5_4A32_D192_ED03));
     SmallRng::seed_from_u64(seed ^ mixed)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn normal_and_reproducible() {
+        let draw = |seed, lane| normal(DType::F32, &[300, 1000], seed, lane, |_| ()).unwrap();
+        let values = draw(1, 0).to_f32(0..300_000);
+        let mean = |power: i32| values.iter().map(|value| f64::from(value.powi(power))).sum::<f64>() / 3e5;
+        assert!(mean(1).abs() < 0.01 && (mean(2) - 1.0).abs() < 0.01 && (mean(4) - 3.0).abs() < 0.1);
+        assert_eq!(draw(1, 0), draw(1, 0));
+        assert!(draw(1, 0) != draw(2, 0) && draw(1, 0) != draw(1, 1));
+        assert_eq!(normal(DType::F16, &[usize::MAX, 2], 0, 0, |_| ()), Err(u64::MAX));
+    }
+
+    #[test]
+    fn chosen_positions_are_ascending_and_unique() {
+        let chosen = choose(100, 1000, 3, 0);
+        assert_eq!(chosen.len(), 100);
+        assert!(chosen.windows(2).all(|pair| pair[0] < pair[1]) && chosen[99] < 1000);
+        assert_eq!(choose(7, 3, 0, 0), [0, 1, 2]);
+    }
+}

@@ -83,8 +83,10 @@ impl RunReport<'_> {
             (None, ..) => format!("{first}, first run"),
         };
         facts.add("time", time);
-        let (per_second, flops) = (self.tflops() * 1e12, self.flops);
-        facts.add("speed", format!("{}/s ({})", table::flops(per_second), table::flops(flops)));
+        if self.flops > 0.0 {
+            let per_second = table::flops(self.tflops() * 1e12);
+            facts.add("speed", format!("{per_second}/s ({})", table::flops(self.flops)));
+        }
         for (name, check) in &self.checks {
             let verdict = if check.passed() { "ok" } else { "FAILED" };
             let relation = if check.passed() { "of" } else { "exceeds" };
