@@ -161,8 +161,8 @@ __device__ __forceinline__ uint32_t pack(int dtype, float low, float high) {
   return dtype == BLOCKFLASH_DTYPE_F16 ? ElementTraits<__half>::pack(low, high) : ElementTraits<__nv_bfloat16>::pack(low, high);
 }
 
-// Everything of the epilogue but the factor alpha, for `count` of eight values from (row, column) on. The loop is not unrolled:
-// most calls have none of this, and the code stays small.
+// Everything of the epilogue but the factor alpha, for one value. A call: most products have none of this, and inlined eight
+// times the erf of gelu would be most of the kernel.
 __device__ __noinline__ float epilogue_term(const blockflash_bsr_matmul_params& p, float x, int64_t row, int64_t column) {
   if (p.beta != 0.f) x += p.beta * load_c(p, row * p.ldc + column);
   if (p.bias != nullptr) x += load_bias(p, p.bias_per_row ? row : column);
