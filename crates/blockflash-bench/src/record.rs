@@ -19,7 +19,7 @@ pub struct Record {
     pub schema: u32,
     /// Name of the suite.
     pub suite: String,
-    /// `attention_fwd` or `bsr_matmul`.
+    /// `attention_fwd`, `block_sparse_fwd` or `bsr_matmul`; `ceiling` for what the machine can do.
     pub op: String,
     /// The shape as one readable id.
     pub case: String,
@@ -44,6 +44,39 @@ pub struct Record {
     pub tflops: Option<f64>,
     /// Useful floating-point operations of a launch.
     pub flops: f64,
+    /// Fewest bytes of device memory that a launch moves: every input once, every output once.
+    #[serde(default)]
+    pub bytes: f64,
+    /// Bytes of operands that multiprocessors fetch from L2; see [`Case::work`](crate::case::Case::work).
+    #[serde(default)]
+    pub l2_bytes: f64,
+    /// Exponentials of a launch.
+    #[serde(default)]
+    pub exps: f64,
+    /// What limits a launch: `matmul`, `exp`, `l2` or `hbm`. Missing where no ceilings were measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ceiling: Option<String>,
+    /// Microseconds of a launch at that limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ceiling_us: Option<f64>,
+    /// `ceiling_us / us`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ceiling_fraction: Option<f64>,
+    /// For a ceiling (`op` is `ceiling`): units per second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rate: Option<f64>,
+    /// For a ceiling: `FLOP/s`, `B/s` or `exp/s`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unit: Option<String>,
+    /// Microseconds that a call of ours keeps the host, from validation to launch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_us: Option<f64>,
+    /// The same with a prepared plan.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_prepared_us: Option<f64>,
+    /// Microseconds of loading the kernel, where this case was the first to use it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub load_us: Option<f64>,
     /// Whether the output was compared with a reference and found right. A wrong or unchecked result has no time.
     pub verified: bool,
     /// ‖out − reference‖ / ‖reference‖ on the elements that were compared.
@@ -73,7 +106,8 @@ pub struct Record {
     pub power_w: Option<f64>,
     /// GPU temperature during the windows (highest).
     pub temperature_c: Option<f64>,
-    /// `warm`: launches follow each other on the same data, so what fits into the L2 cache stays there.
+    /// `warm`: launches follow each other on the same data, so what fits into the L2 cache stays there. `cold`: the cache is
+    /// overwritten before each launch.
     pub cache: String,
     /// UTC, RFC 3339.
     pub date: String,
