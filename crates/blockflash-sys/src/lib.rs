@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod dtype;
+mod expect;
 pub mod image;
 pub mod manifest;
 #[rustfmt::skip]
@@ -13,5 +14,6 @@ pub mod params;
 mod target;
 
 pub use dtype::DType;
+pub use expect::Expect;
 pub use manifest::Row;
 pub use target::{ComputeCapability, Target};

@@ -3,7 +3,7 @@
 //! Where tiles differ between targets it is because of shared memory: sm_80 and sm_90 have 163 KB and more, every other GPU 99 KB.
 //! Rows with equal [`Row::symbol`] are the same source with the same tiles for different targets.
 
-use crate::{DType, Target};
+use crate::{DType, Expect, Target};
 use std::sync::LazyLock;
 
 /// One kernel image: a variant compiled for a target.
@@ -171,6 +171,24 @@ impl Row {
     /// Why this row may spill registers to local memory; `None` means that it must not, and the build checks it.
     pub const fn allows_spills(&self) -> Option<&'static str> {
         None
+    }
+
+    /// What its machine code must contain and lack; `cargo xtask sass --check` looks. PTX rows are not looked at.
+    pub const fn expects(&self) -> &'static [Expect] {
+        use Expect::{Contains, Lacks};
+        match self.variant {
+            Variant::AttentionFwd(_) => &[
+                Contains("HMMA"),
+                Contains("LDGSTS"),
+                Contains("LDSM"),
+                Contains("MUFU"),
+                Lacks("LDL"),
+                Lacks("STL"),
+            ],
+            Variant::BsrMatmul(_) => {
+                &[Contains("HMMA"), Contains("LDGSTS"), Contains("LDSM"), Lacks("LDL"), Lacks("STL")]
+            }
+        }
     }
 }
 
