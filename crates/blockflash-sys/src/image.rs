@@ -1,7 +1,17 @@
-//! The embedded kernel images.
+//! The kernel images: embedded, or those of a folder that `BLOCKFLASH_IMAGES` names.
 
 use crate::Row;
-use std::io::Read;
+use std::{
+    io::Read,
+    path::{Path, PathBuf},
+};
+
+/// Environment variable with a folder whose images take the place of the embedded ones.
+///
+/// For kernels under development, for profiles with line information, and for comparing commits. Such a folder holds files as
+/// [`Row::image_name`] names them, not compressed; each kernel that is used must be there. Who sets the variable vouches for the
+/// images: the driver runs what they contain.
+pub const IMAGES_VARIABLE: &str = "BLOCKFLASH_IMAGES";
 
 static IMAGES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/images.rs"));
 
@@ -14,9 +24,17 @@ pub enum ImageError {
     /// The embedded bytes are not a zstd frame.
     #[error("the precompiled image {0} is damaged: {1}")]
     Damaged(String, String),
+    /// The folder that [`IMAGES_VARIABLE`] names lacks this image, or holds something else in its place.
+    #[error("{IMAGES_VARIABLE} is set, but {} {what}", .path.display())]
+    Folder {
+        /// Where the image was looked for.
+        path: PathBuf,
+        /// What is wrong there.
+        what: String,
+    },
 }
 
-/// The zstd frame of one image, as it is stored in `prebuilt/`.
+/// The zstd frame of one embedded image, as it is stored in `prebuilt/`.
 pub fn compressed(row: &Row) -> Result<&'static [u8], ImageError> {
     let name = row.image_name();
     IMAGES
@@ -25,16 +43,39 @@ pub fn compressed(row: &Row) -> Result<&'static [u8], ImageError> {
         .map_err(|_| ImageError::Missing(name))
 }
 
-/// The cubin of a row, or its NUL-terminated PTX, ready for `cuModuleLoadData`.
+/// The cubin of a row, or its NUL-terminated PTX, ready for `cuModuleLoadData`: from the folder that [`IMAGES_VARIABLE`] names
+/// when it is set, else the embedded one.
 pub fn load(row: &Row) -> Result<Vec<u8>, ImageError> {
+    let mut bytes = match std::env::var_os(IMAGES_VARIABLE) {
+        Some(folder) => from_folder(row, Path::new(&folder))?,
+        None => embedded(row)?,
+    };
+    if row.target.is_ptx() {
+        bytes.push(0);
+    }
+    Ok(bytes)
+}
+
+fn embedded(row: &Row) -> Result<Vec<u8>, ImageError> {
     let damaged = |error: &dyn std::fmt::Display| ImageError::Damaged(row.image_name(), error.to_string());
     let mut bytes = Vec::new();
     ruzstd::decoding::StreamingDecoder::new(compressed(row)?)
         .map_err(|error| damaged(&error))?
         .read_to_end(&mut bytes)
         .map_err(|error| damaged(&error))?;
-    if row.target.is_ptx() {
-        bytes.push(0);
+    Ok(bytes)
+}
+
+fn from_folder(row: &Row, folder: &Path) -> Result<Vec<u8>, ImageError> {
+    let path = folder.join(row.image_name());
+    let failed = |what: String| ImageError::Folder { path: path.clone(), what };
+    let bytes = std::fs::read(&path).map_err(|error| failed(format!("cannot be read: {error}")))?;
+    // The driver does not look twice at what it is given.
+    if row.target.is_ptx() && (bytes.contains(&0) || std::str::from_utf8(&bytes).is_err()) {
+        return Err(failed("is not PTX text".into()));
+    }
+    if !row.target.is_ptx() && !bytes.starts_with(b"\x7fELF") {
+        return Err(failed("is not machine code (is it compressed?)".into()));
     }
     Ok(bytes)
 }
@@ -42,4 +83,54 @@ pub fn load(row: &Row) -> Result<Vec<u8>, ImageError> {
 /// Names of all embedded images, sorted.
 pub fn names() -> impl Iterator<Item = &'static str> {
     IMAGES.iter().map(|(name, _)| *name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::manifest::rows;
+
+    /// A folder of its own for a test, removed at its end.
+    struct Scratch(PathBuf);
+
+    impl Scratch {
+        fn new(name: &str) -> Self {
+            let path = std::env::temp_dir().join(format!("blockflash-{name}-{}", std::process::id()));
+            std::fs::create_dir_all(&path).expect("a folder for scratch files");
+            Self(path)
+        }
+    }
+
+    impl Drop for Scratch {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn a_folder_takes_the_place_of_embedded_images() {
+        let scratch = Scratch::new("images");
+        let code = rows().iter().find(|row| !row.target.is_ptx()).unwrap();
+        let text = rows().iter().find(|row| row.target.is_ptx()).unwrap();
+        for row in [code, text] {
+            let image = embedded(row).unwrap();
+            std::fs::write(scratch.0.join(row.image_name()), &image).unwrap();
+            assert_eq!(from_folder(row, &scratch.0).unwrap(), image);
+        }
+    }
+
+    #[test]
+    fn what_is_missing_or_no_image_is_named() {
+        let scratch = Scratch::new("no-images");
+        let code = rows().iter().find(|row| !row.target.is_ptx()).unwrap();
+        let text = rows().iter().find(|row| row.target.is_ptx()).unwrap();
+        let error = |row| from_folder(row, &scratch.0).unwrap_err().to_string();
+        assert!(error(code).contains(&code.image_name()) && error(code).contains("cannot be read"));
+        for row in [code, text] {
+            std::fs::write(scratch.0.join(row.image_name()), compressed(row).unwrap()).unwrap();
+        }
+        assert!(error(code).ends_with("is not machine code (is it compressed?)"));
+        assert!(error(text).ends_with("is not PTX text"));
+        assert_eq!(error(text).lines().count(), 1);
+    }
 }
