@@ -1,6 +1,6 @@
 //! `cargo xtask ci`: everything that continuous integration checks, cheap checks first.
 
-use crate::{bindgen, deny, kernels, package, test, tidy, workspace};
+use crate::{bindgen, deny, kernels, package, sass, test, tidy, workspace};
 use anyhow::{Result, bail};
 use blockflash_sys::Target;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 /// Options of the command.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Rebuild and compare only the images for this target (may be repeated) [default: all images].
+    /// Rebuild, compare and look into only the images for this target (may be repeated) [default: all images].
     #[arg(long, value_name = "TARGET", value_parser = kernels::parse_target)]
     arch: Vec<Target>,
 }
@@ -30,6 +30,7 @@ pub fn run(args: &Args) -> Result<()> {
     steps.run("dependencies", || deny::run(&deny::Args::default()));
     steps.run("bindgen", || bindgen::run(&bindgen::Args { check: true }));
     steps.run("kernels", || kernels::run(&kernels::Args::checking(&args.arch)));
+    steps.run("sass", || sass::run(&sass::Args::checking(&args.arch)));
     let mut summary = None;
     steps.run("tests", || {
         let (counts, result) = test::tests(&test::Args::default())?;

@@ -7,8 +7,11 @@ mod ci;
 mod deny;
 mod kernels;
 mod package;
+mod parallel;
 mod record;
+mod sass;
 mod support;
+mod table;
 mod test;
 mod tidy;
 mod workspace;
@@ -30,6 +33,8 @@ enum Command {
     Kernels(kernels::Args),
     /// Generate crates/blockflash-sys/src/params.rs from kernels/include/blockflash/params.h.
     Bindgen(bindgen::Args),
+    /// Count the instructions of the committed machine code, and check what the manifest's rows declare about it.
+    Sass(sass::Args),
     /// Run the tests of the whole workspace and count them.
     Test(test::Args),
     /// Check rules of the repository that no compiler checks.
@@ -50,6 +55,7 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Kernels(args) => kernels::run(&args),
         Command::Bindgen(args) => bindgen::run(&args),
+        Command::Sass(args) => sass::run(&args),
         Command::Test(args) => test::run(&args),
         Command::Tidy(args) => tidy::run(&args),
         Command::Record(args) => record::run(&args),

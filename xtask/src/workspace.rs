@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, bail};
 use std::{
+    io::{ErrorKind, Write},
     path::{Path, PathBuf},
     process::Command,
 };
@@ -43,6 +44,15 @@ pub fn read_bytes(path: &Path) -> Result<Vec<u8>> {
 /// Writes a file.
 pub fn write(path: &Path, content: impl AsRef<[u8]>) -> Result<()> {
     std::fs::write(path, content).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Prints a text as it is. A reader that has seen enough, such as `head`, is no error.
+pub fn print(text: &str) -> Result<()> {
+    let mut stdout = std::io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error).context("cannot write to stdout"),
+        _ => Ok(()),
+    }
 }
 
 /// Sorted paths of the files and folders in a folder.

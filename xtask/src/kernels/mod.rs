@@ -9,7 +9,7 @@ pub mod toolchain;
 
 pub use compile::{build_fingerprint, violations};
 
-use crate::workspace::target_dir;
+use crate::{parallel, workspace::target_dir};
 use anyhow::{Result, bail};
 use blockflash_sys::{Row, Target, manifest};
 use compile::{Image, compile};
@@ -18,8 +18,6 @@ use lock::Lock;
 use std::{
     collections::BTreeMap,
     path::PathBuf,
-    sync::atomic::{AtomicUsize, Ordering},
-    thread,
     time::{Duration, Instant},
 };
 use toolchain::Toolchain;
@@ -54,14 +52,19 @@ impl Args {
     }
 
     fn selects(&self, row: &Row) -> bool {
-        let uses = |arch: Target| arch == row.target || (arch == Target::Sm90a && row.target == Target::Sm90);
-        (self.arch.is_empty() || self.arch.iter().any(|&arch| uses(arch)))
+        is_among(row.target, &self.arch)
             && (self.only.is_empty() || self.only.iter().any(|part| row.image_name().contains(part.as_str())))
     }
 
     fn selects_all(&self) -> bool {
         self.only.is_empty() && self.arch.is_empty()
     }
+}
+
+/// Whether `--arch` selects a target: all of them when it is not given, and sm_90a stands for sm_90 too.
+pub fn is_among(target: Target, arch: &[Target]) -> bool {
+    let is = |&arch: &Target| arch == target || (arch == Target::Sm90a && target == Target::Sm90);
+    arch.is_empty() || arch.iter().any(is)
 }
 
 /// Reads a target's name.
@@ -131,32 +134,17 @@ type Compiled = Result<(Image, Duration)>;
 /// Compiles rows on several threads; results are in the order of the rows.
 fn compile_all(rows: &[&Row], toolchain: &Toolchain, jobs: Option<usize>) -> Result<Vec<Compiled>> {
     let scratch = target_dir("kernels/scratch")?;
-    let cores = thread::available_parallelism().map_or(1, |cores| cores.get());
     let style = ProgressStyle::with_template("{bar:40} {pos}/{len} {elapsed} {wide_msg}")?;
     let bar = ProgressBar::new(rows.len() as u64).with_style(style);
-    let next = AtomicUsize::new(0);
-    let worker = || {
-        let mut done = Vec::new();
-        while let Some(row) = rows.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let started = Instant::now();
-            let image = compile(row, toolchain, &scratch).map(|image| (image, started.elapsed()));
-            bar.set_message(row.image_name());
-            bar.inc(1);
-            done.push((row.image_name(), image));
-        }
-        done
-    };
-    let mut done: BTreeMap<String, Compiled> = thread::scope(|scope| {
-        let workers: Vec<_> = (0..jobs.unwrap_or(cores).max(1)).map(|_| scope.spawn(worker)).collect();
-        workers.into_iter().flat_map(|worker| worker.join().unwrap_or_default()).collect()
+    let built = parallel::map(rows, jobs.unwrap_or_else(parallel::cores), |row| {
+        let started = Instant::now();
+        let image = compile(row, toolchain, &scratch).map(|image| (image, started.elapsed()));
+        bar.set_message(row.image_name());
+        bar.inc(1);
+        image
     });
     bar.finish_and_clear();
-    let lost = |name| anyhow::anyhow!("the thread that compiled {name} ended early");
-    Ok(rows
-        .iter()
-        .map(|row| row.image_name())
-        .map(|name| done.remove(&name).unwrap_or(Err(lost(name))))
-        .collect())
+    Ok(built)
 }
 
 fn print_usage(images: &[(&Row, Image, Duration)]) {

@@ -1,0 +1,178 @@
+//! `cargo xtask sass`: what the committed machine code consists of, and whether that is what the manifest's rows declare.
+
+mod listing;
+
+use crate::{
+    kernels::{self, lock, store, toolchain::Toolchain},
+    parallel, table,
+    workspace::{output, print, target_dir, write},
+};
+use anyhow::{Context, Result, bail};
+use blockflash_sys::{Row, Target, manifest};
+use listing::Mix;
+use std::{path::PathBuf, process::Command, time::Instant};
+
+/// Options of the command.
+#[derive(clap::Args, Default)]
+pub struct Args {
+    /// Only images whose name contains this.
+    pattern: Option<String>,
+    /// Only images for this target (may be repeated); sm_90a stands for sm_90 too, since such a GPU uses both.
+    #[arg(long, value_name = "TARGET", value_parser = kernels::parse_target)]
+    arch: Vec<Target>,
+    /// Fail unless each image contains and lacks what its row declares.
+    #[arg(long)]
+    check: bool,
+    /// Print the machine code of the one image that is selected.
+    #[arg(long, conflicts_with = "check")]
+    full: bool,
+}
+
+/// Instructions that have a column when one of the listed images contains them: matrix units, bulk and asynchronous copies,
+/// shared and global memory, spills, special functions, synchronisation.
+const COLUMNS: &[&str] = &[
+    "HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "OMMA", "IMMA", "UTMALDG", "UTMASTG", "LDGSTS", "LDSM",
+    "STSM", "LDS", "STS", "LDG", "STG", "RED", "ATOM", "ATOMG", "LDL", "STL", "MUFU", "SHFL", "SYNCS", "BAR",
+];
+
+/// Columns that are always there: that they are empty is what one wants to see.
+const ALWAYS: &[&str] = &["LDL", "STL"];
+
+impl Args {
+    /// `sass --check` for some targets, or for all when there are none.
+    pub fn checking(arch: &[Target]) -> Self {
+        Self { arch: arch.to_vec(), check: true, ..Self::default() }
+    }
+
+    fn selects(&self, row: &Row) -> bool {
+        kernels::is_among(row.target, &self.arch)
+            && self.pattern.as_deref().is_none_or(|pattern| row.image_name().contains(pattern))
+    }
+}
+
+/// An image that was looked at.
+struct Image {
+    row: &'static Row,
+    mix: Mix,
+}
+
+/// Runs the command.
+pub fn run(args: &Args) -> Result<()> {
+    let selected: Vec<&'static Row> = manifest::rows().iter().filter(|row| args.selects(row)).collect();
+    let rows: Vec<&'static Row> = selected.iter().copied().filter(|row| !row.target.is_ptx()).collect();
+    let ptx = selected.len() - rows.len();
+    if rows.is_empty() {
+        match ptx {
+            0 => bail!("no image is selected"),
+            _ => bail!("{ptx} images are selected, but they are PTX: that is no machine code yet"),
+        }
+    }
+    let started = Instant::now();
+    let disassembler = Disassembler::pinned()?;
+    if args.full {
+        let [row] = rows.as_slice() else {
+            bail!("--full prints one image, but {} are selected: name it, or add --arch", rows.len());
+        };
+        return print(&disassembler.listing(row)?);
+    }
+    let image = |row: &&'static Row| {
+        let listing = disassembler.listing(row);
+        listing.map(|listing| Image { row, mix: Mix::of(&listing) })
+    };
+    let images = parallel::map(&rows, parallel::cores(), image).into_iter().collect::<Result<Vec<_>>>()?;
+    if !args.check {
+        print(&text(&images)?)?;
+    }
+    let broken: Vec<String> = images.iter().flat_map(broken).collect();
+    broken.iter().for_each(|line| eprintln!("{}: {line}", if args.check { "error" } else { "warning" }));
+    let skipped = if ptx == 0 { String::new() } else { format!("; {ptx} PTX images are no machine code") };
+    print(&format!("{} images in {:.0} s{skipped}\n", images.len(), started.elapsed().as_secs_f64()))?;
+    if args.check && !broken.is_empty() {
+        bail!("{} images are not what their rows declare (`Row::expects` in manifest.rs)", broken.len());
+    }
+    Ok(())
+}
+
+/// What an image breaks of its row's declaration, as one line.
+fn broken(image: &Image) -> Option<String> {
+    let count = |opcode| image.mix.count(opcode);
+    let broken = image.row.expects().iter().filter(|expect| !expect.holds(count(expect.opcode())));
+    let words: Vec<String> = broken
+        .map(|expect| format!("its row {expect}, the image has it {} times", count(expect.opcode())))
+        .collect();
+    (!words.is_empty()).then(|| format!("{}: {}", image.row.image_name(), words.join("; ")))
+}
+
+fn text(images: &[Image]) -> Result<String> {
+    let lock = lock::load()?;
+    let occurs =
+        |opcode: &&&str| ALWAYS.contains(*opcode) || images.iter().any(|image| image.mix.count(opcode) > 0);
+    let columns: Vec<&str> = COLUMNS.iter().filter(occurs).copied().collect();
+    let mut header: Vec<String> = ["image", "regs", "spill"].map(String::from).to_vec();
+    header.extend(columns.iter().map(|column| column.to_string()));
+    header.push("total".into());
+    let cells = |image: &Image| {
+        let name = image.row.image_name();
+        // An image that was never written by `cargo xtask kernels` has no line.
+        let (registers, spilled) = match lock.get(&name) {
+            Some(entry) => (entry.registers.to_string(), entry.spill_bytes.to_string()),
+            None => ("?".into(), "?".into()),
+        };
+        let short = name.trim_start_matches("blockflash_").trim_end_matches(".cubin").to_string();
+        let counts = columns.iter().map(|column| image.mix.count(column));
+        let counts = counts.chain([image.mix.total()]).map(|count| count.to_string());
+        [short, registers, spilled].into_iter().chain(counts).collect()
+    };
+    Ok(table::text(&header, &images.iter().map(cells).collect::<Vec<_>>()))
+}
+
+/// The pinned disassembler, and where images are unpacked for it.
+struct Disassembler {
+    nvdisasm: PathBuf,
+    scratch: PathBuf,
+}
+
+impl Disassembler {
+    fn pinned() -> Result<Self> {
+        let nvdisasm = Toolchain::pinned()?.nvcc.with_file_name("nvdisasm");
+        Ok(Self { nvdisasm, scratch: target_dir("kernels/scratch")? })
+    }
+
+    fn listing(&self, row: &Row) -> Result<String> {
+        let name = row.image_name();
+        let image =
+            store::load(&name)?.with_context(|| format!("no image {name}: run `cargo xtask kernels`"))?;
+        // Not the file that a build running at the same time writes.
+        let path = self.scratch.join(format!("{name}.sass-{}", std::process::id()));
+        write(&path, image)?;
+        // What the data flow adds are labels of indirect branches; without it, reading takes two thirds of the time.
+        let arguments = ["--print-code", "--no-dataflow"];
+        let listing = output(Command::new(&self.nvdisasm).args(arguments).arg(&path));
+        let _ = std::fs::remove_file(&path);
+        listing.with_context(|| format!("cannot read the machine code of {name}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn broken_declarations_are_named() {
+        let row = manifest::rows().iter().find(|row| !row.expects().is_empty()).unwrap();
+        let wanted = row.expects().iter().filter(|expect| expect.holds(1));
+        let lines = |opcodes: &[&str]| {
+            opcodes.iter().map(|opcode| format!("/*0000*/ {opcode}.X R0 ;\n")).collect::<String>()
+        };
+        let wanted: Vec<&str> = wanted.map(|expect| expect.opcode()).collect();
+        assert_eq!(broken(&Image { row, mix: Mix::of(&lines(&wanted)) }), None);
+        let with_spill = [wanted.as_slice(), &["LDL"]].concat();
+        let line = broken(&Image { row, mix: Mix::of(&lines(&with_spill)) }).unwrap();
+        assert!(line.ends_with("its row lacks LDL, the image has it 1 times"), "{line}");
+        let line = broken(&Image { row, mix: Mix::of(&lines(&wanted[1..])) }).unwrap();
+        assert!(
+            line.contains(&format!("its row contains {}, the image has it 0 times", wanted[0])),
+            "{line}"
+        );
+    }
+}
