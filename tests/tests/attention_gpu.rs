@@ -20,8 +20,8 @@ const BUDGET: f64 = 3e8;
 fn tile(row: &Row) -> Option<AttentionFwd> {
     match row.variant {
         Variant::AttentionFwd(tile) => Some(tile),
-        // Rows of bsr_gpu. No catch-all: a new kind of kernel needs a suite.
-        Variant::BsrMatmul(_) => None,
+        // Rows of bsr_gpu and probe_gpu. No catch-all: a new kind of kernel needs a suite.
+        Variant::BsrMatmul(_) | Variant::Probe(_) => None,
     }
 }
 

@@ -20,8 +20,8 @@ const BUDGET: f64 = 2e8;
 fn tile(row: &Row) -> Option<Tile> {
     match row.variant {
         Variant::BsrMatmul(tile) => Some(tile),
-        // Rows of attention_gpu. No catch-all: a new kind of kernel needs a suite.
-        Variant::AttentionFwd(_) => None,
+        // Rows of attention_gpu and probe_gpu. No catch-all: a new kind of kernel needs a suite.
+        Variant::AttentionFwd(_) | Variant::Probe(_) => None,
     }
 }
 

@@ -41,11 +41,12 @@ fn replaced(readme: &str, table: &str) -> Result<String> {
 /// The table: one line per operation and size, one column per target. Tiles are left out: they change with tuning, and
 /// `blockflash info` shows them.
 fn markdown(rows: &[Row]) -> String {
-    let targets: BTreeSet<Target> = rows.iter().map(|row| row.target).collect();
     let mut served: BTreeMap<Line, BTreeSet<Target>> = BTreeMap::new();
     let mut dtypes: BTreeMap<Line, BTreeSet<&str>> = BTreeMap::new();
+    let mut targets = BTreeSet::new();
     for row in rows {
-        let (line, dtype) = describe(row);
+        let Some((line, dtype)) = describe(row) else { continue };
+        targets.insert(row.target);
         dtypes.entry(line).or_default().insert(dtype);
         served.entry(line).or_default().insert(row.target);
     }
@@ -75,10 +76,12 @@ fn markdown(rows: &[Row]) -> String {
     table
 }
 
-fn describe(row: &Row) -> (Line, &'static str) {
+fn describe(row: &Row) -> Option<(Line, &'static str)> {
     match row.variant {
-        Variant::AttentionFwd(t) => (Line::AttentionForward { head_dim: t.head_dim }, t.dtype.name()),
-        Variant::BsrMatmul(t) => (Line::BsrMatmul { block_size: t.block_size }, t.dtype.name()),
+        Variant::AttentionFwd(t) => Some((Line::AttentionForward { head_dim: t.head_dim }, t.dtype.name())),
+        Variant::BsrMatmul(t) => Some((Line::BsrMatmul { block_size: t.block_size }, t.dtype.name())),
+        // Computes nothing that a user asks for.
+        Variant::Probe(_) => None,
     }
 }
 

@@ -2,7 +2,9 @@ use crate::context::Context;
 use crate::driver::{Handle, check};
 use crate::{Device, Error, Result, Row};
 use blockflash_sys::image;
-use blockflash_sys::params::{blockflash_attention_fwd_params, blockflash_bsr_matmul_params};
+use blockflash_sys::params::{
+    blockflash_attention_fwd_params, blockflash_bsr_matmul_params, blockflash_probe_params,
+};
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 use std::ffi::CString;
 use std::ptr;
@@ -15,6 +17,7 @@ mod sealed {
     pub trait Sealed {}
     impl Sealed for super::blockflash_attention_fwd_params {}
     impl Sealed for super::blockflash_bsr_matmul_params {}
+    impl Sealed for super::blockflash_probe_params {}
 }
 
 /// The parameter structs of the kernels: those of [`params`](crate::params), and no others.
@@ -22,6 +25,7 @@ pub trait KernelParams: Copy + 'static + sealed::Sealed {}
 
 impl KernelParams for blockflash_attention_fwd_params {}
 impl KernelParams for blockflash_bsr_matmul_params {}
+impl KernelParams for blockflash_probe_params {}
 
 /// What a loaded kernel occupies, as the driver reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -47,10 +47,10 @@ pub struct BsrMatmulOperands<'a> {
 }
 
 /// What does not fit; becomes [`Error::Launch`]. Formatting is left to the failure path.
-type Fit = std::result::Result<(), String>;
+pub(crate) type Fit = std::result::Result<(), String>;
 
 /// Checks element type, shape and strides. Expected strides of dimensions of size 0 or 1 do not matter.
-fn fits<const N: usize>(name: &str, view: &View<'_>, dtype: DType, dims: [(i64, i64); N]) -> Fit {
+pub(crate) fn fits<const N: usize>(name: &str, view: &View<'_>, dtype: DType, dims: [(i64, i64); N]) -> Fit {
     let same = view.dtype() == dtype
         && view.shape().len() == N
         && dims.iter().zip(view.shape().iter().zip(view.strides())).all(
@@ -65,7 +65,7 @@ fn fits<const N: usize>(name: &str, view: &View<'_>, dtype: DType, dims: [(i64, 
     ))
 }
 
-fn require(condition: bool, what: &str) -> Fit {
+pub(crate) fn require(condition: bool, what: &str) -> Fit {
     if condition { Ok(()) } else { Err(what.to_owned()) }
 }
 
@@ -85,12 +85,12 @@ fn ceil_div(size: i64, tile: u32) -> i128 {
     (i128::from(size) + i128::from(tile) - 1) / i128::from(tile)
 }
 
-fn pointer(view: &View<'_>) -> *const c_void {
+pub(crate) fn pointer(view: &View<'_>) -> *const c_void {
     // Device addresses are 64-bit on every platform that CUDA 13 supports.
     ptr::without_provenance(view.device_ptr().unwrap_or(0) as usize)
 }
 
-fn pointer_mut(view: &ViewMut<'_>) -> *mut c_void {
+pub(crate) fn pointer_mut(view: &ViewMut<'_>) -> *mut c_void {
     pointer(&view.as_view()).cast_mut()
 }
 
@@ -274,7 +274,7 @@ impl Stream {
         unsafe { self.launch_with(row, config, &params, views.iter().flatten().filter_map(View::owner)) }
     }
 
-    fn expect_all(&self, views: &[Option<View<'_>>]) -> Result<()> {
+    pub(crate) fn expect_all(&self, views: &[Option<View<'_>>]) -> Result<()> {
         if self.device().is_cpu() {
             return Err(Error::NotOnGpu { what: "launching a kernel" });
         }

@@ -11,9 +11,11 @@ pub mod manifest;
 #[rustfmt::skip]
 #[allow(missing_docs, non_camel_case_types)]
 pub mod params;
+mod probe;
 mod target;
 
 pub use dtype::DType;
 pub use expect::Expect;
 pub use manifest::Row;
+pub use probe::Probe;
 pub use target::{ComputeCapability, Target};

@@ -3,7 +3,7 @@
 //! Where tiles differ between targets it is because of shared memory: sm_80 and sm_90 have 163 KB and more, every other GPU 99 KB.
 //! Rows with equal [`Row::symbol`] are the same source with the same tiles for different targets.
 
-use crate::{DType, Expect, Target};
+use crate::{DType, Expect, Probe, Target};
 use std::sync::LazyLock;
 
 /// One kernel image: a variant compiled for a target.
@@ -22,6 +22,8 @@ pub enum Variant {
     AttentionFwd(AttentionFwd),
     /// Block-sparse (BSR) matrix times dense matrix.
     BsrMatmul(BsrMatmul),
+    /// No operation: one unit of the GPU at its highest rate, which kernels are held against.
+    Probe(Probe),
 }
 
 /// Tiles of `attention_fwd_sm80.cu`: one block of threads computes `block_q` queries of one head against all keys.
@@ -84,6 +86,8 @@ impl Row {
         match self.variant {
             Variant::AttentionFwd(_) => "attention_fwd_sm80",
             Variant::BsrMatmul(_) => "bsr_matmul_sm80",
+            Variant::Probe(probe) if probe.is_hopper() => "probe_sm90a",
+            Variant::Probe(_) => "probe_sm80",
         }
     }
 
@@ -111,6 +115,7 @@ impl Row {
                 t.warps_n,
                 t.stages
             ),
+            Variant::Probe(probe) => format!("blockflash_{}_{}", self.source(), probe.name()),
         }
     }
 
@@ -125,6 +130,7 @@ impl Row {
         32 * match self.variant {
             Variant::AttentionFwd(t) => t.warps,
             Variant::BsrMatmul(t) => t.warps_m * t.warps_n,
+            Variant::Probe(_) => 8,
         }
     }
 
@@ -133,6 +139,7 @@ impl Row {
         match self.variant {
             Variant::AttentionFwd(t) => t.smem_bytes(),
             Variant::BsrMatmul(t) => t.smem_bytes(),
+            Variant::Probe(probe) => probe.smem_bytes(),
         }
     }
 
@@ -164,6 +171,10 @@ impl Row {
                 number("VARIANT_STAGES", t.stages);
                 number("VARIANT_MIN_BLOCKS", t.min_blocks);
             }
+            Variant::Probe(probe) => {
+                number("VARIANT_PROBE", probe as u32);
+                number("VARIANT_MIN_BLOCKS", probe.min_blocks());
+            }
         }
         macros
     }
@@ -188,6 +199,7 @@ impl Row {
             Variant::BsrMatmul(_) => {
                 &[Contains("HMMA"), Contains("LDGSTS"), Contains("LDSM"), Lacks("LDL"), Lacks("STL")]
             }
+            Variant::Probe(probe) => probe.expects(),
         }
     }
 }
@@ -257,6 +269,8 @@ pub fn rows() -> &'static [Row] {
                     rows.push(Row { variant: Variant::BsrMatmul(BsrMatmul { dtype, ..tile }), target });
                 }
             }
+            let probes = Probe::ALL.into_iter().filter(|probe| probe.targets().contains(&target));
+            rows.extend(probes.map(|probe| Row { variant: Variant::Probe(probe), target }));
         }
         rows
     });

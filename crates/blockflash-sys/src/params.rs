@@ -8,6 +8,16 @@ pub const BLOCKFLASH_ACTIVATION_NONE: i32 = 0;
 pub const BLOCKFLASH_ACTIVATION_RELU: i32 = 1;
 pub const BLOCKFLASH_ACTIVATION_GELU: i32 = 2;
 pub const BLOCKFLASH_ACTIVATION_SILU: i32 = 3;
+pub const BLOCKFLASH_PROBE_MMA_F16: i32 = 0;
+pub const BLOCKFLASH_PROBE_MMA_BF16: i32 = 1;
+pub const BLOCKFLASH_PROBE_MMA_E4M3: i32 = 2;
+pub const BLOCKFLASH_PROBE_EXP2: i32 = 3;
+pub const BLOCKFLASH_PROBE_READ: i32 = 4;
+pub const BLOCKFLASH_PROBE_COPY: i32 = 5;
+pub const BLOCKFLASH_PROBE_WGMMA_F16: i32 = 6;
+pub const BLOCKFLASH_PROBE_WGMMA_BF16: i32 = 7;
+pub const BLOCKFLASH_PROBE_WGMMA_E4M3: i32 = 8;
+pub const BLOCKFLASH_PROBE_BULK: i32 = 9;
 /** Attention forward: o = softmax(mask(q·kᵀ · softmax_scale))·v for each batch entry and head.
 
  Query i attends key j when -window_left <= j - (i + diagonal) <= window_right, where diagonal is
@@ -285,4 +295,38 @@ const _: () = {
     [
         "Offset of field: blockflash_bsr_matmul_params::beta",
     ][::core::mem::offset_of!(blockflash_bsr_matmul_params, beta) - 120usize];
+};
+/// Probe: one unit of the GPU at its highest rate, to measure what kernels are held against.
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_probe_params {
+    /// \[bytes\]; matrix probes multiply its beginning
+    pub input: *const ::core::ffi::c_void,
+    /// 4 bytes per thread of the grid; \[bytes\] for a copy
+    pub output: *mut ::core::ffi::c_void,
+    /// a multiple of 16384, at least 65536
+    pub bytes: i64,
+    /// of the inner loop, or passes over the input
+    pub iterations: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_probe_params",
+    ][::core::mem::size_of::<blockflash_probe_params>() - 32usize];
+    [
+        "Alignment of blockflash_probe_params",
+    ][::core::mem::align_of::<blockflash_probe_params>() - 8usize];
+    [
+        "Offset of field: blockflash_probe_params::input",
+    ][::core::mem::offset_of!(blockflash_probe_params, input) - 0usize];
+    [
+        "Offset of field: blockflash_probe_params::output",
+    ][::core::mem::offset_of!(blockflash_probe_params, output) - 8usize];
+    [
+        "Offset of field: blockflash_probe_params::bytes",
+    ][::core::mem::offset_of!(blockflash_probe_params, bytes) - 16usize];
+    [
+        "Offset of field: blockflash_probe_params::iterations",
+    ][::core::mem::offset_of!(blockflash_probe_params, iterations) - 24usize];
 };

@@ -51,6 +51,14 @@ struct BsrMatmulConfig {
 };
 #endif
 
+#ifdef VARIANT_PROBE
+struct ProbeConfig {
+  static constexpr int probe = VARIANT_PROBE;
+  static constexpr int threads = VARIANT_THREADS;
+  static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
+};
+#endif
+
 }  // namespace blockflash
 
 // Head of a kernel definition: name and resources come from the row.

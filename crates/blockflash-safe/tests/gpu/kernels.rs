@@ -2,6 +2,7 @@ use crate::{gpu, ramp, required, say};
 use blockflash_safe::manifest::{self, Variant};
 use blockflash_safe::params::{
     BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params, blockflash_bsr_matmul_params,
+    blockflash_probe_params,
 };
 use blockflash_safe::{
     AttentionFwdOperands, DType, Device, Error, LaunchConfig, Result, Row, Stream, Tensor,
@@ -29,6 +30,7 @@ fn every_embedded_kernel_loads() -> Result<()> {
         let expected = match row.variant {
             Variant::AttentionFwd(_) => size_of::<blockflash_attention_fwd_params>(),
             Variant::BsrMatmul(_) => size_of::<blockflash_bsr_matmul_params>(),
+            Variant::Probe(_) => size_of::<blockflash_probe_params>(),
         };
         assert_eq!(info.param_bytes, expected, "{}", row.symbol());
         assert!(info.max_threads >= row.threads(), "{}: {info:?}", row.symbol());
