@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod case;
+pub mod ceilings;
 pub mod check;
 mod error;
 pub mod io;

@@ -1,12 +1,14 @@
 //! Our implementation of a case: inputs on the device, the kernels that are compared, verification before any time.
 
+mod host;
 mod operands;
 
 use crate::case::Case;
 use crate::error::{Error, Result};
-use crate::timing::{Repeat, Window};
+use crate::timing::{Cache, Repeat, Window};
 use blockflash_ops::{Row, Stream, attention, bsr_matmul};
 use blockflash_sys::manifest;
+pub use host::HostCost;
 use operands::Operands;
 
 /// One case on one device, with the kernels that compute it.
@@ -29,6 +31,10 @@ pub struct Kernel {
     pub verified: bool,
     /// ‖out − reference‖ / ‖reference‖ on the checked elements.
     pub rel_err: f64,
+    /// Microseconds of loading it, if this was its first use.
+    pub load_us: Option<f64>,
+    /// What a call costs the host; measured for the selected kernel on a GPU.
+    pub host: HostCost,
     repeat: Repeat,
 }
 
@@ -38,18 +44,30 @@ impl Ours {
     ///
     /// # Errors
     /// If no kernel computes the case, or the device fails.
-    pub fn new(case: &Case, stream: &Stream, seed: u64, rows: Option<&[String]>) -> Result<Self> {
+    pub fn new(
+        case: &Case,
+        stream: &Stream,
+        cache: Cache,
+        seed: u64,
+        rows: Option<&[String]>,
+    ) -> Result<Self> {
         let (mut operands, host) = Operands::new(case, stream, seed)?;
         let mut kernels = Vec::new();
-        for (row, symbol) in candidates(case, stream, rows)? {
-            let verdict = match operands.verify(&host, row, stream, seed) {
-                // Of the kernels with a wanted name, those for other sizes and types are not meant.
-                Err(Error::Ops(blockflash_ops::Error::Unsupported { .. })) if row.is_some() => continue,
-                verdict => verdict?,
+        for Candidate { row, forced } in candidates(case, stream, rows)? {
+            // Of the kernels with a wanted name, those for other sizes and types are not meant.
+            if forced && row.is_some_and(|row| !computes(case, row, stream)) {
+                continue;
+            }
+            let load_us = row.map_or(Ok(None), |row| host::load(row, stream))?;
+            let symbol = row.map(Row::symbol);
+            let row = row.filter(|_| forced);
+            let (verified, rel_err) = operands.verify(&host, row, stream, seed)?;
+            let repeat = Repeat::new(stream, cache, |stream| operands.launch(row, stream))?;
+            let host = match forced || stream.device().is_cpu() {
+                true => HostCost::default(),
+                false => host::cost(&mut operands, stream, repeat.launch_us())?,
             };
-            let (verified, rel_err) = verdict;
-            let repeat = Repeat::new(stream, |stream| operands.launch(row, stream))?;
-            kernels.push(Kernel { row, symbol, verified, rel_err, repeat });
+            kernels.push(Kernel { row, symbol, verified, rel_err, load_us, host, repeat });
         }
         if kernels.is_empty() {
             return Err(Error::Option(
@@ -57,6 +75,36 @@ impl Ours {
             ));
         }
         Ok(Self { stream: stream.clone(), operands, kernels })
+    }
+
+    /// Launches the selected kernel, or the only one that computes the case and whose name contains one of `rows`, and waits.
+    /// Returns the kernel, `None` on the CPU.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and if several kernels are meant.
+    pub fn launch(
+        case: &Case,
+        stream: &Stream,
+        seed: u64,
+        rows: Option<&[String]>,
+        launches: usize,
+    ) -> Result<Option<&'static Row>> {
+        let (mut operands, _) = Operands::new(case, stream, seed)?;
+        let mut candidates = candidates(case, stream, rows)?;
+        candidates.retain(|candidate| candidate.row.is_none_or(|row| computes(case, row, stream)));
+        let [Candidate { row, forced }] = candidates[..] else {
+            let symbols: Vec<_> =
+                candidates.iter().filter_map(|candidate| candidate.row).map(Row::symbol).collect();
+            return Err(Error::Option(match symbols.is_empty() {
+                true => "no kernel whose name contains --row computes this case on this GPU".to_owned(),
+                false => format!("--row means several kernels: {}", symbols.join(", ")),
+            }));
+        };
+        for _ in 0..launches {
+            operands.launch(row.filter(|_| forced), stream)?;
+        }
+        stream.synchronize()?;
+        Ok(row)
     }
 
     /// One window of a kernel. Returns when the device is idle.
@@ -79,35 +127,50 @@ impl Kernel {
     }
 }
 
-/// The kernels to try: the row, if it is forced, and its name.
-fn candidates(
-    case: &Case,
-    stream: &Stream,
-    names: Option<&[String]>,
-) -> Result<Vec<(Option<&'static Row>, Option<String>)>> {
+/// Whether a kernel can be asked for this case.
+fn computes(case: &Case, row: &'static Row, stream: &Stream) -> bool {
+    let Some(gpu) = stream.device().cuda_properties() else { return false };
+    match case {
+        Case::AttentionFwd(shape) => attention::accepts(row, &shape.problem(), gpu).is_ok(),
+        Case::BsrMatmul(shape) => bsr_matmul::accepts(row, &shape.problem(), gpu).is_ok(),
+        Case::BlockSparseFwd(_) => false,
+    }
+}
+
+/// A kernel to try.
+struct Candidate {
+    /// `None` on the CPU.
+    row: Option<&'static Row>,
+    /// Whether it is asked for by name; else it is what the library selects anyway.
+    forced: bool,
+}
+
+fn candidates(case: &Case, stream: &Stream, names: Option<&[String]>) -> Result<Vec<Candidate>> {
     let Some(gpu) = stream.device().cuda_properties() else {
         return match names {
             Some(_) => Err(Error::Option("--row names kernels, and the CPU has none".to_owned())),
-            None => Ok(vec![(None, None)]),
+            None => Ok(vec![Candidate { row: None, forced: false }]),
         };
     };
     let Some(names) = names else {
         let row = match case {
             Case::AttentionFwd(shape) => attention::select(&shape.problem(), gpu)?,
             Case::BsrMatmul(shape) => bsr_matmul::select(&shape.problem(), gpu)?,
+            // Operands of it cannot be made.
+            Case::BlockSparseFwd(_) => return Ok(Vec::new()),
         };
-        return Ok(vec![(None, Some(row.symbol()))]);
+        return Ok(vec![Candidate { row: Some(row), forced: false }]);
     };
-    let mut found: Vec<(Option<&'static Row>, Option<String>)> = Vec::new();
+    let mut found: Vec<&'static Row> = Vec::new();
     for row in manifest::rows().iter().filter(|row| row.target.runs_on(gpu.compute_capability)) {
         let symbol = row.symbol();
         let wanted = names.iter().any(|name| symbol.contains(name.as_str()));
         // The same kernel for several targets: the first is preferred.
-        if wanted && !found.iter().any(|(_, other)| other.as_ref() == Some(&symbol)) {
-            found.push((Some(row), Some(symbol)));
+        if wanted && !found.iter().any(|other| other.symbol() == symbol) {
+            found.push(row);
         }
     }
-    Ok(found)
+    Ok(found.into_iter().map(|row| Candidate { row: Some(row), forced: true }).collect())
 }
 
 #[cfg(test)]
@@ -140,7 +203,7 @@ mod tests {
     fn both_operations_are_verified_and_timed_on_the_cpu() {
         let stream = Device::cpu().stream().unwrap();
         for case in [Case::AttentionFwd(ATTENTION), Case::BsrMatmul(BSR)] {
-            let mut ours = Ours::new(&case, &stream, 5, None).unwrap();
+            let mut ours = Ours::new(&case, &stream, Cache::Warm, 5, None).unwrap();
             assert!(
                 ours.kernels[0].verified && ours.kernels[0].rel_err < 1e-2,
                 "{case} {}",
@@ -148,7 +211,7 @@ mod tests {
             );
             assert!(ours.kernels[0].rel_err > 0.0);
             assert!(ours.window(0, 1.0).unwrap().us > 0.0);
-            assert!(Ours::new(&case, &stream, 5, Some(&["sm80".to_owned()])).is_err());
+            assert!(Ours::new(&case, &stream, Cache::Warm, 5, Some(&["sm80".to_owned()])).is_err());
         }
     }
 }

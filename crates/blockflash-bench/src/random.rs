@@ -50,12 +50,35 @@ fn fill<T: Scalar>(
     Ok(T::wrap(values))
 }
 
+/// N(0, 1) values.
+pub fn normals(count: usize, seed: u64) -> Vec<f32> {
+    let mut generator = generator(seed, 0, 0);
+    (0..count).map(|_| generator.sample(StandardNormal)).collect()
+}
+
+/// Words of random bits.
+pub fn words(count: usize, seed: u64) -> Vec<i32> {
+    let mut words = vec![0i32; count];
+    words.par_chunks_mut(PIECE).enumerate().for_each(|(piece, words)| {
+        let mut generator = generator(seed, 0, piece as u64);
+        words.iter_mut().for_each(|word| *word = generator.random());
+    });
+    words
+}
+
 /// `count` of `total` positions, each set equally likely, ascending. All of them if `count >= total`.
 pub fn choose(count: usize, total: usize, seed: u64, lane: u64) -> Vec<usize> {
     let mut chosen =
         rand::seq::index::sample(&mut generator(seed, lane, 0), total, count.min(total)).into_vec();
     chosen.sort_unstable();
     chosen
+}
+
+/// Puts values into a random order.
+pub fn shuffle<T>(values: &mut [T], seed: u64) {
+    use rand::seq::SliceRandom;
+    // A lane of its own: no tensor has so many.
+    values.shuffle(&mut generator(seed, u64::MAX, 0));
 }
 
 fn generator(seed: u64, lane: u64, piece: u64) -> SmallRng {

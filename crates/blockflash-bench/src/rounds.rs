@@ -2,13 +2,14 @@
 //! clocks, power and temperature drift for all alike.
 
 use crate::case::Case;
+use crate::ceilings::Ceilings;
 use crate::error::{Error, Result};
 use crate::ours::Ours;
 use crate::peers::{PeerCase, Peers};
 use crate::record::{OURS, Record, SCHEMA, now};
 use crate::suite::Suite;
 use crate::telemetry::Telemetry;
-use crate::timing::{Window, median};
+use crate::timing::{Cache, Window, flush_bytes, median};
 use crate::{machine::Machine, record};
 use blockflash_ops::Stream;
 use std::path::PathBuf;
@@ -29,6 +30,8 @@ pub struct Run {
     pub rows: Option<Vec<String>>,
     /// Clock and power.
     pub telemetry: Telemetry,
+    /// What the results are held against; nothing until [`measure_ceilings`](Run::measure_ceilings).
+    pub ceilings: Ceilings,
     /// For files that rivals read.
     pub scratch: PathBuf,
     id: String,
@@ -61,33 +64,90 @@ impl Run {
         let scratch = std::env::temp_dir().join(format!("blockflash-{id}"));
         std::fs::create_dir_all(&scratch).map_err(Error::io(&scratch))?;
         let telemetry = Telemetry::start(machine.smi_index.as_deref());
-        Ok(Self { suite, machine, stream, seed, rows, telemetry, scratch, id })
+        let ceilings = Ceilings::new(&stream);
+        Ok(Self { suite, machine, stream, seed, rows, telemetry, ceilings, scratch, id })
+    }
+
+    /// Measures what the GPU does at best, in turns like everything else; the records of a suite `ceilings`. `step` is told
+    /// what happens next.
+    pub fn measure_ceilings(&mut self, step: impl Fn(&str)) -> Result<Vec<Record>> {
+        step("ceilings: probes and check");
+        let mut probes = Ceilings::probes(&self.stream)?;
+        let mut taken = vec![(Vec::new(), Vec::new()); probes.len()];
+        for round in 0..=self.suite.rounds {
+            for (probe, (times, windows)) in probes.iter_mut().zip(&mut taken) {
+                step(&format!("{}: round {round} of {}", probe.ceiling.name(), self.suite.rounds));
+                std::thread::sleep(Duration::from_secs_f64(self.suite.gap_ms * 1e-3));
+                let begin = Instant::now();
+                let window = probe.window(self.suite.window_ms)?;
+                if round > 0 {
+                    times.push(window.us);
+                    windows.push((begin, Instant::now()));
+                }
+            }
+        }
+        let mut records = Vec::new();
+        for (probe, (mut times, windows)) in probes.iter().zip(taken) {
+            let us = median(&mut times);
+            let rate = us.map(|us| probe.work / us * 1e6).filter(|_| probe.verified);
+            if let Some(rate) = rate {
+                self.ceilings.add(probe.ceiling, rate);
+            }
+            let mut record = Record {
+                suite: "ceilings".to_owned(),
+                op: "ceiling".to_owned(),
+                case: probe.ceiling.name().to_owned(),
+                implementation: OURS.to_owned(),
+                symbol: Some(probe.symbol.clone()),
+                rate,
+                unit: Some(probe.ceiling.unit().to_owned()),
+                us: us.filter(|_| probe.verified),
+                us_min: times.first().copied(),
+                us_max: times.last().copied(),
+                launches: Some(probe.launches()),
+                rounds: times.len(),
+                error: (!probe.verified).then(|| "wrong result".to_owned()),
+                verified: probe.verified,
+                date: now(),
+                ..self.blank(Cache::Warm)
+            };
+            if probe.ceiling.unit() == "FLOP/s" {
+                record.flops = probe.work;
+                record.tflops = rate.map(|rate| rate * 1e-12);
+            }
+            self.observe(&mut record, &windows);
+            records.push(record);
+        }
+        self.telemetry.forget();
+        Ok(records)
     }
 
     /// Measures a case. Whatever fails becomes a record with an error. `step` is told what happens next.
-    pub fn measure(&self, case: &Case, peers: &mut Peers, step: impl Fn(&str)) -> Vec<Record> {
+    pub fn measure(&self, case: &Case, cache: Cache, peers: &mut Peers, step: impl Fn(&str)) -> Vec<Record> {
         self.telemetry.forget();
         step("ours: inputs and check");
         let mut contestants = Vec::new();
-        let mut ours = Ours::new(case, &self.stream, self.seed, self.rows.as_deref());
+        let mut ours = Ours::new(case, &self.stream, cache, self.seed, self.rows.as_deref());
         match &ours {
             Ok(ours) => {
                 for (index, kernel) in ours.kernels.iter().enumerate() {
-                    let mut contestant = self.contestant(case, OURS, Who::Ours(index));
+                    let mut contestant = self.contestant(case, cache, OURS, Who::Ours(index));
                     let record = &mut contestant.record;
                     record.symbol = kernel.symbol.clone();
                     record.launches = Some(kernel.launches());
+                    record.load_us = kernel.load_us;
+                    (record.host_us, record.host_prepared_us) = (kernel.host.us, kernel.host.prepared_us);
                     record.judge(kernel.verified, Some(kernel.rel_err));
                     contestants.push(contestant);
                 }
             }
             Err(error) => {
-                let mut contestant = self.contestant(case, OURS, Who::Ours(0));
+                let mut contestant = self.contestant(case, cache, OURS, Who::Ours(0));
                 contestant.record.error = Some(error.to_string());
                 contestants.push(contestant);
             }
         }
-        self.prepare_peers(case, peers, &mut contestants, &step);
+        self.prepare_peers(case, cache, peers, &mut contestants, &step);
         self.rounds(&mut ours, peers, &mut contestants, step);
         peers.forget();
         contestants.into_iter().map(|contestant| self.finish(contestant)).collect()
@@ -96,6 +156,7 @@ impl Run {
     fn prepare_peers(
         &self,
         case: &Case,
+        cache: Cache,
         peers: &mut Peers,
         contestants: &mut Vec<Contestant>,
         step: &impl Fn(&str),
@@ -104,10 +165,11 @@ impl Run {
         if names.is_empty() {
             return;
         }
+        peers.set_cache(cache, flush_bytes(&self.stream));
         let peer_case = PeerCase::new(case, self.seed, &self.scratch);
         for name in names {
             step(&format!("{name}: inputs and check"));
-            let mut contestant = self.contestant(case, &name, Who::Peer(name.clone()));
+            let mut contestant = self.contestant(case, cache, &name, Who::Peer(name.clone()));
             let record = &mut contestant.record;
             record.reference = peers.is_reference(&name);
             let prepared = match &peer_case {
@@ -163,24 +225,44 @@ impl Run {
         }
     }
 
-    fn contestant(&self, case: &Case, implementation: &str, who: Who) -> Contestant {
+    fn contestant(&self, case: &Case, cache: Cache, implementation: &str, who: Who) -> Contestant {
+        let work = case.work();
+        let limit = self.ceilings.limit(&work, case.dtype(), cache);
         let record = Record {
-            schema: SCHEMA,
-            suite: self.suite.name.clone(),
             op: case.op().to_owned(),
             case: case.to_string(),
             implementation: implementation.to_owned(),
-            flops: case.flops(),
+            flops: work.flops,
+            bytes: work.bytes,
+            l2_bytes: work.l2_bytes,
+            exps: work.exps,
+            ceiling: limit.map(|limit| limit.name.to_owned()),
+            ceiling_us: limit.map(|limit| limit.us),
+            ..self.blank(cache)
+        };
+        Contestant { record, who, times: Vec::new(), windows: Vec::new() }
+    }
+
+    /// What all records of this run have in common.
+    fn blank(&self, cache: Cache) -> Record {
+        Record {
+            schema: SCHEMA,
+            suite: self.suite.name.clone(),
             run: self.id.clone(),
             window_ms: self.suite.window_ms,
             gap_ms: self.suite.gap_ms,
             commit: self.machine.commit.clone(),
             gpu: self.machine.gpu.clone(),
             driver: self.machine.driver.clone(),
-            cache: "warm".to_owned(),
+            cache: cache.name().to_owned(),
             ..Record::default()
-        };
-        Contestant { record, who, times: Vec::new(), windows: Vec::new() }
+        }
+    }
+
+    fn observe(&self, record: &mut Record, windows: &[(Instant, Instant)]) {
+        let sample = self.telemetry.during(windows);
+        (record.clock_mhz, record.power_w) = (sample.clock_mhz, sample.power_w);
+        record.temperature_c = sample.temperature_c;
     }
 
     fn finish(&self, contestant: Contestant) -> Record {
@@ -194,9 +276,8 @@ impl Run {
         record.us = median(&mut times);
         (record.us_min, record.us_max) = (times.first().copied(), times.last().copied());
         record.tflops = record.us.map(|us| record.flops / us * 1e-6);
-        let sample = self.telemetry.during(&windows);
-        (record.clock_mhz, record.power_w) = (sample.clock_mhz, sample.power_w);
-        record.temperature_c = sample.temperature_c;
+        record.ceiling_fraction = record.us.and_then(|us| Some(record.ceiling_us? / us));
+        self.observe(&mut record, &windows);
         record
     }
 }

@@ -1,7 +1,7 @@
 //! Time of a launch: CUDA-graph replays between events in windows of a given length; on a CPU a timed loop.
 
-use crate::error::Result;
-use blockflash_ops::Stream;
+use crate::error::{Error, Result};
+use blockflash_ops::{DType, Stream, Tensor};
 use blockflash_safe::{Event, Graph};
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
@@ -13,6 +13,33 @@ pub const MAX_LAUNCHES: usize = 512;
 
 /// Most replays of one window.
 const MAX_REPLAYS: usize = 5000;
+
+/// What lies in the L2 cache when a launch begins.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Cache {
+    /// What the launch before left there: launches follow each other on the same data.
+    #[default]
+    Warm,
+    /// Other data: a buffer of [`flush_bytes`] is overwritten before each launch.
+    Cold,
+}
+
+impl Cache {
+    /// Name in records and on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Cache::Warm => "warm",
+            Cache::Cold => "cold",
+        }
+    }
+}
+
+/// How much is overwritten to make an L2 cache cold: twice its size. Rivals do the same.
+pub fn flush_bytes(stream: &Stream) -> usize {
+    let l2_bytes = stream.device().cuda_properties().map_or(0, |gpu| gpu.l2_bytes);
+    usize::try_from(2 * l2_bytes).unwrap_or(0).next_multiple_of(4)
+}
 
 /// Times of a launch within one window, in microseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -55,28 +82,39 @@ pub fn median(values: &mut [f64]) -> Option<f64> {
 pub struct Repeat {
     graph: Option<Graph>,
     launches: usize,
-    replay_us: f64,
+    /// Time from one replay to the next.
+    period_us: f64,
     events: Vec<[Event; 2]>,
+    /// Overwritten before each replay.
+    flush: Option<Tensor>,
 }
 
 impl Repeat {
     /// Prepares windows of a launch. On a GPU it is run a few times, captured, and replayed; on a CPU run once.
     ///
     /// # Errors
-    /// Whatever the launch or the device reports.
-    pub fn new(stream: &Stream, mut launch: impl FnMut(&Stream) -> Result<()>) -> Result<Self> {
-        let mut repeat = Self { graph: None, launches: 1, replay_us: 0.0, events: Vec::new() };
+    /// Whatever the launch or the device reports; a cold cache is a matter of GPUs.
+    pub fn new(stream: &Stream, cache: Cache, mut launch: impl FnMut(&Stream) -> Result<()>) -> Result<Self> {
+        let mut repeat = Self { graph: None, launches: 1, period_us: 0.0, events: Vec::new(), flush: None };
         if stream.device().is_cpu() {
+            if cache == Cache::Cold {
+                return Err(Error::Option("a cold L2 cache can only be measured on a GPU".to_owned()));
+            }
             let start = Instant::now();
             launch(stream)?;
-            repeat.replay_us = start.elapsed().as_secs_f64() * 1e6;
+            repeat.period_us = start.elapsed().as_secs_f64() * 1e6;
             return Ok(repeat);
         }
         (0..3).try_for_each(|_| launch(stream))?;
         stream.synchronize()?;
+        if cache == Cache::Cold {
+            repeat.flush = Some(Tensor::empty(stream, DType::I32, &[flush_bytes(stream) / 4])?);
+            repeat.capture(stream, 1, &mut launch)?;
+            return Ok(repeat);
+        }
         // A short graph first: timed outside a graph, a small kernel would count the host's part of its launch.
         repeat.capture(stream, 8, &mut launch)?;
-        let estimate = repeat.replay_us / 8.0;
+        let estimate = repeat.period_us / 8.0;
         let launches = (GRAPH_US / estimate.max(1e-3)).round().clamp(1.0, MAX_LAUNCHES as f64) as usize;
         if launches != 8 {
             repeat.capture(stream, launches, &mut launch)?;
@@ -94,8 +132,15 @@ impl Repeat {
         self.launches = launches;
         // The first replay uploads the graph.
         let times = self.replays(stream, 4)?;
-        self.replay_us = times[1..].iter().copied().fold(f64::INFINITY, f64::min);
+        if self.flush.is_none() {
+            self.period_us = times[1..].iter().copied().fold(f64::INFINITY, f64::min);
+        }
         Ok(())
+    }
+
+    /// Microseconds from one launch to the next, as far as known.
+    pub fn launch_us(&self) -> f64 {
+        self.period_us / self.launches as f64
     }
 
     /// Launches in one replay.
@@ -114,7 +159,7 @@ impl Repeat {
         mut launch: impl FnMut(&Stream) -> Result<()>,
     ) -> Result<Window> {
         let count =
-            (1.0 + (ms * 1e3 / self.replay_us.max(1e-3)).round()).clamp(2.0, MAX_REPLAYS as f64) as usize;
+            (1.0 + (ms * 1e3 / self.period_us.max(1e-3)).round()).clamp(2.0, MAX_REPLAYS as f64) as usize;
         let times = match self.graph {
             Some(_) => self.replays(stream, count)?,
             None => {
@@ -128,7 +173,9 @@ impl Repeat {
             }
         };
         let window = Window::new(times, self.launches);
-        self.replay_us = window.us * self.launches as f64;
+        if self.flush.is_none() {
+            self.period_us = window.us * self.launches as f64;
+        }
         Ok(window)
     }
 
@@ -138,12 +185,19 @@ impl Repeat {
         while self.events.len() < count {
             self.events.push([Event::new(stream.device(), true)?, Event::new(stream.device(), true)?]);
         }
+        let start = Instant::now();
         for [begin, end] in &self.events[..count] {
+            if let Some(flush) = &mut self.flush {
+                flush.fill_bytes(stream, 0)?;
+            }
             begin.record(stream)?;
             graph.launch(stream)?;
             end.record(stream)?;
         }
         stream.synchronize()?;
+        if self.flush.is_some() {
+            self.period_us = start.elapsed().as_secs_f64() * 1e6 / count as f64;
+        }
         self.events[..count].iter().map(|[begin, end]| Ok(begin.elapsed_us(end)?)).collect()
     }
 }
@@ -176,9 +230,11 @@ mod tests {
             std::thread::sleep(std::time::Duration::from_millis(2));
             Ok(())
         };
-        let mut repeat = Repeat::new(&stream, &mut launch).unwrap();
+        let mut repeat = Repeat::new(&stream, Cache::Warm, &mut launch).unwrap();
         let window = repeat.window(&stream, 10.0, &mut launch).unwrap();
         assert!(window.us >= 2000.0 && window.replays >= 1 && window.replays <= 5, "{window:?}");
         assert_eq!(calls, 2 + window.replays);
+        let cold = Repeat::new(&stream, Cache::Cold, |_| Ok(()));
+        assert!(cold.unwrap_err().to_string().contains("only be measured on a GPU"));
     }
 }

@@ -127,6 +127,13 @@ pub enum Error {
         found: Device,
     },
 
+    /// A prepared call was used for another problem or on another device.
+    #[error("this {op} call differs from the prepared one in sizes, strides, types, options or device")]
+    NotPrepared {
+        /// `attention` or `bsr_matmul`.
+        op: &'static str,
+    },
+
     /// A size does not fit what the kernels can count.
     #[error("{what} is {value}, the limit is {limit}")]
     TooLarge {

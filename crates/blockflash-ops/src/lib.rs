@@ -21,8 +21,10 @@ mod flops;
 mod math;
 mod support;
 
-pub use attention::{Align, Attention, AttentionOutput, AttentionProblem, CuSeqlens, Mask, PackedRows};
-pub use bsr_matmul::{Activation, Bias, BsrMatmul, BsrMatrix, BsrProblem};
+pub use attention::{
+    Align, Attention, AttentionOutput, AttentionProblem, CuSeqlens, Mask, PackedRows, PreparedAttention,
+};
+pub use bsr_matmul::{Activation, Bias, BsrMatmul, BsrMatrix, BsrProblem, PreparedBsrMatmul};
 pub use error::{Error, Result};
 pub use flops::{attention_flops, attention_varlen_flops, bsr_flops};
 pub use support::{Status, SupportRow, support, support_with};

@@ -4,7 +4,9 @@ use crate::error::{Error, Result};
 use crate::io::{Array, Values};
 use crate::random;
 use blockflash_ops::bsr_matmul::BsrMatrix;
-use blockflash_ops::{Attention, BsrMatmul, DType, Row, Stream, Tensor};
+use blockflash_ops::{
+    Attention, BsrMatmul, DType, PreparedAttention, PreparedBsrMatmul, Row, Stream, Tensor,
+};
 use rayon::prelude::*;
 
 /// Inputs and outputs on the device.
@@ -12,6 +14,12 @@ use rayon::prelude::*;
 pub(super) enum Operands {
     Attention { shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor },
     Bsr { a: BsrMatrix, b: Tensor, c: Tensor },
+}
+
+/// A call whose kernel is decided.
+pub(super) enum Prepared {
+    Attention(PreparedAttention),
+    Bsr(PreparedBsrMatmul),
 }
 
 /// What the reference is computed from.
@@ -44,6 +52,9 @@ impl Operands {
                     lse: Tensor::empty(stream, DType::F32, &[batch, num_heads_q, shape.seqlen_q])?,
                 };
                 Ok((operands, Host::Attention { q, k, v }))
+            }
+            Case::BlockSparseFwd(_) => {
+                Err(Error::Option("blockflash has no block-sparse attention yet".to_owned()))
             }
             Case::BsrMatmul(shape) => {
                 let BsrShape { m, n, k, block_size, dtype, .. } = shape;
@@ -78,6 +89,33 @@ impl Operands {
                     Some(row) => call.matmul_with(row, c.view_mut(), stream)?,
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// Decides on the kernel for [`launch_prepared`](Self::launch_prepared).
+    pub(super) fn prepare(&mut self, stream: &Stream) -> Result<Prepared> {
+        Ok(match self {
+            Self::Attention { shape, q, k, v, o, lse } => {
+                let call = Attention { mask: shape.mask(), ..Attention::new(q.view(), k.view(), v.view()) };
+                Prepared::Attention(call.prepare(&o.view_mut(), Some(&lse.view_mut()), stream)?)
+            }
+            Self::Bsr { a, b, c } => {
+                Prepared::Bsr(BsrMatmul::new(a, b.view()).prepare(&c.view_mut(), stream)?)
+            }
+        })
+    }
+
+    pub(super) fn launch_prepared(&mut self, prepared: &Prepared, stream: &Stream) -> Result<()> {
+        match (self, prepared) {
+            (Self::Attention { shape, q, k, v, o, lse }, Prepared::Attention(prepared)) => {
+                let call = Attention { mask: shape.mask(), ..Attention::new(q.view(), k.view(), v.view()) };
+                call.forward_prepared(prepared, o.view_mut(), Some(lse.view_mut()), stream)?;
+            }
+            (Self::Bsr { a, b, c }, Prepared::Bsr(prepared)) => {
+                BsrMatmul::new(a, b.view()).matmul_prepared(prepared, c.view_mut(), stream)?;
+            }
+            _ => return Err(Error::Option("prepared for another operation".to_owned())),
         }
         Ok(())
     }

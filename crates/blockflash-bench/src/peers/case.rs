@@ -1,4 +1,4 @@
-use crate::case::{AttentionShape, BsrShape, Case};
+use crate::case::{AttentionShape, BlockSparseShape, BsrShape, Case};
 use crate::io;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -12,6 +12,18 @@ pub enum PeerCase {
         /// Sizes, mask and type.
         #[serde(flatten)]
         shape: AttentionShape,
+        /// Seed of the inputs.
+        seed: u64,
+    },
+    /// The pattern comes from files, so that both sides visit the same blocks; inputs are drawn by the server.
+    BlockSparseFwd {
+        /// Sizes, mask and type.
+        #[serde(flatten)]
+        shape: BlockSparseShape,
+        /// i32 `.npy` file.
+        row_ptr: PathBuf,
+        /// i32 `.npy` file.
+        col_idx: PathBuf,
         /// Seed of the inputs.
         seed: u64,
     },
@@ -35,24 +47,25 @@ impl PeerCase {
     /// # Errors
     /// If the files cannot be written.
     pub fn new(case: &Case, seed: u64, folder: &Path) -> Result<Self, io::Error> {
+        let save = |name: &str, values: Vec<i32>| {
+            let path = folder.join(format!("{case}_{name}.npy"));
+            let shape = [values.len()];
+            match io::Array::new(&shape, io::Values::I32(values)) {
+                Some(array) => io::write(&path, &[(name, &array)]).map(|()| path),
+                None => Ok(path), // a vector always has its own length
+            }
+        };
         match *case {
             Case::AttentionFwd(shape) => Ok(Self::AttentionFwd { shape, seed }),
+            Case::BlockSparseFwd(shape) => {
+                let (row_ptr, col_idx) = shape.pattern(seed);
+                let (row_ptr, col_idx) = (save("row_ptr", row_ptr)?, save("col_idx", col_idx)?);
+                Ok(Self::BlockSparseFwd { shape, row_ptr, col_idx, seed })
+            }
             Case::BsrMatmul(shape) => {
                 let (row_ptr, col_idx) = shape.pattern(seed);
-                let save = |name: &str, values: Vec<i32>| {
-                    let path = folder.join(format!("{case}_{name}.npy"));
-                    let shape = [values.len()];
-                    match io::Array::new(&shape, io::Values::I32(values)) {
-                        Some(array) => io::write(&path, &[(name, &array)]).map(|()| path),
-                        None => Ok(path), // a vector always has its own length
-                    }
-                };
-                Ok(Self::BsrMatmul {
-                    shape,
-                    row_ptr: save("row_ptr", row_ptr)?,
-                    col_idx: save("col_idx", col_idx)?,
-                    seed,
-                })
+                let (row_ptr, col_idx) = (save("row_ptr", row_ptr)?, save("col_idx", col_idx)?);
+                Ok(Self::BsrMatmul { shape, row_ptr, col_idx, seed })
             }
         }
     }

@@ -3,7 +3,7 @@
 mod case;
 mod server;
 
-use crate::timing::{GRAPH_US, MAX_LAUNCHES, Window};
+use crate::timing::{Cache, GRAPH_US, MAX_LAUNCHES, Window};
 pub use case::PeerCase;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -89,6 +89,8 @@ pub struct Peers {
     /// The case that is prepared, with the rivals that are, so that they can be prepared again in a new process.
     case: Option<Value>,
     prepared: Vec<String>,
+    cache: Cache,
+    flush_bytes: usize,
 }
 
 impl Peers {
@@ -96,7 +98,9 @@ impl Peers {
     /// [`absent`](Self::absent) says why.
     pub fn start(command: Command, selection: Selection, tune_seconds: u64) -> Self {
         let (hello, server, case, prepared) = (Hello::default(), None, None, Vec::new());
-        let mut peers = Self { command, tune_seconds, selection, hello, server, case, prepared };
+        let (cache, flush_bytes) = (Cache::Warm, 0);
+        let mut peers =
+            Self { command, tune_seconds, selection, hello, server, case, prepared, cache, flush_bytes };
         if peers.selection == Selection::None {
             return peers;
         }
@@ -151,6 +155,11 @@ impl Peers {
         self.hello.references.iter().any(|reference| reference == name)
     }
 
+    /// How rivals that are prepared from now on find the L2 cache, and how much they overwrite to make it cold.
+    pub fn set_cache(&mut self, cache: Cache, flush_bytes: usize) {
+        (self.cache, self.flush_bytes) = (cache, flush_bytes);
+    }
+
     /// Builds the inputs of the case in the server (once), captures the rival's launches and verifies their output.
     ///
     /// # Errors
@@ -200,6 +209,7 @@ impl Peers {
         let request = json!({
             "op": "prepare", "case": self.case, "peer": name, "options": {"tune_seconds": self.tune_seconds},
             "graph_us": GRAPH_US, "max_launches": MAX_LAUNCHES,
+            "cache": self.cache, "flush_bytes": self.flush_bytes,
         });
         self.ask(&request, PREPARE + 4 * Duration::from_secs(self.tune_seconds)).and_then(decode)
     }

@@ -117,9 +117,10 @@ fn the_real_server_speaks_the_protocol() {
     // Python, torch, both or none may be here; in every case each rival is there or absent with a reason.
     let absent = peers.absent();
     let counted = absent.iter().map(|(names, _)| names.len()).sum::<usize>();
-    let here = peers.of("attention_fwd").len() + peers.of("bsr_matmul").len();
+    let here: usize =
+        ["attention_fwd", "block_sparse_fwd", "bsr_matmul"].iter().map(|op| peers.of(op).len()).sum();
     assert!(
-        absent.iter().any(|(names, _)| names == &[EVERYTHING]) || counted + here == 8,
+        absent.iter().any(|(names, _)| names == &[EVERYTHING]) || counted + here == 12,
         "{absent:?} {here}"
     );
 }

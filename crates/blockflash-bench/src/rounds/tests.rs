@@ -21,6 +21,7 @@ fn run(rounds: usize) -> Run {
         rounds,
         window_ms: 1.0,
         gap_ms: 0.0,
+        cache: vec![Cache::Warm],
         peers: "auto".into(),
         cases: vec![CASE],
     };
@@ -50,7 +51,8 @@ esac; done"#;
 fn ours_and_rivals_take_turns() {
     let run = run(3);
     let steps = std::cell::RefCell::new(Vec::new());
-    let records = run.measure(&CASE, &mut peers(), |step| steps.borrow_mut().push(step.to_owned()));
+    let records =
+        run.measure(&CASE, Cache::Warm, &mut peers(), |step| steps.borrow_mut().push(step.to_owned()));
     let names: Vec<_> = records.iter().map(|record| record.implementation.as_str()).collect();
     assert_eq!(names, ["blockflash", "fast", "wrong", "late"]);
 
@@ -79,7 +81,7 @@ fn a_record_survives_the_file() {
     let none = || {
         Peers::start(Command { program: "x".into(), arguments: vec![], verbose: false }, Selection::None, 0)
     };
-    let records = run.measure(&CASE, &mut none(), |_| ());
+    let records = run.measure(&CASE, Cache::Warm, &mut none(), |_| ());
     let line = serde_json::to_string(&records[0]).unwrap();
     assert_eq!(serde_json::from_str::<Record>(&line).unwrap(), records[0]);
     assert!(line.contains("\"impl\":\"blockflash\"") && line.contains("\"schema\":1"));

@@ -11,13 +11,13 @@ mod seqlens;
 pub use mask::{Align, Mask};
 pub use plan::{AttentionPlan, plan};
 pub use problem::{AttentionProblem, LseStrides, MAX_SEQLEN, PackedRows, Strides};
-pub use select::select;
+pub use select::{accepts, select};
 pub use seqlens::CuSeqlens;
 
-pub(crate) use select::{OP, accepts, tile};
+pub(crate) use select::{OP, tile};
 
-use crate::Result;
-use blockflash_safe::{Stream, Tensor, View, ViewMut};
+use crate::{Error, Result};
+use blockflash_safe::{Device, Stream, Tensor, View, ViewMut};
 use blockflash_sys::{DType, Row};
 
 /// A call of the attention forward pass. Fields left at their default do nothing:
@@ -69,6 +69,35 @@ pub struct AttentionOutput {
     pub lse: Tensor,
 }
 
+/// A call whose kernel is decided and loaded, for loops that repeat it: see [`Attention::prepare`].
+///
+/// ```
+/// # use blockflash_ops::{Attention, Device, Tensor};
+/// # let stream = Device::best().stream()?;
+/// # let q = Tensor::from_slice(&stream, &vec![half::f16::ONE; 16 * 2 * 64], &[1, 16, 2, 64])?;
+/// # let mut o = q.try_clone(&stream)?;
+/// let attention = Attention::new(q.view(), q.view(), q.view());
+/// let prepared = attention.prepare(&o.view_mut(), None, &stream)?;
+/// for _ in 0..3 {
+///     attention.forward_prepared(&prepared, o.view_mut(), None, &stream)?;
+/// }
+/// # Ok::<(), blockflash_ops::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct PreparedAttention {
+    problem: AttentionProblem,
+    device: Device,
+    /// `None` on the CPU, and where there is nothing to compute.
+    row: Option<&'static Row>,
+}
+
+impl PreparedAttention {
+    /// The kernel; `None` on the CPU, and where there is nothing to compute.
+    pub fn row(&self) -> Option<&'static Row> {
+        self.row
+    }
+}
+
 impl<'a> Attention<'a> {
     /// Full attention with the default scale.
     pub const fn new(q: View<'a>, k: View<'a>, v: View<'a>) -> Self {
@@ -115,6 +144,48 @@ impl<'a> Attention<'a> {
             return Ok(());
         }
         launch::launch(self, row, &problem, o, lse, stream)
+    }
+
+    /// Decides for good what [`forward_into`](Self::forward_into) decides anew at each call, and loads the kernel.
+    ///
+    /// # Errors
+    /// As [`forward_into`](Self::forward_into), and if the kernel cannot be loaded.
+    pub fn prepare(
+        &self,
+        o: &ViewMut<'_>,
+        lse: Option<&ViewMut<'_>>,
+        stream: &Stream,
+    ) -> Result<PreparedAttention> {
+        let problem = launch::checked(self, o, lse, stream)?;
+        let row = match stream.device().cuda_properties() {
+            Some(gpu) if !problem.is_empty() => Some(select(&problem, gpu)?),
+            _ => None,
+        };
+        row.map_or(Ok(()), |row| stream.device().preload(row).map(|_| ()))?;
+        Ok(PreparedAttention { problem, device: *stream.device(), row })
+    }
+
+    /// Like [`forward_into`](Self::forward_into) with the kernel that was decided on. The tensors may be others than those
+    /// that were prepared with; everything that they are checked for is checked again.
+    ///
+    /// # Errors
+    /// Also [`Error::NotPrepared`] if sizes, strides, types, options or the device differ.
+    pub fn forward_prepared(
+        &self,
+        prepared: &PreparedAttention,
+        o: ViewMut<'_>,
+        lse: Option<ViewMut<'_>>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let problem = launch::checked(self, &o, lse.as_ref(), stream)?;
+        if problem != prepared.problem || *stream.device() != prepared.device {
+            return Err(Error::NotPrepared { op: OP });
+        }
+        match prepared.row {
+            Some(row) => launch::launch(self, row, &problem, o, lse, stream),
+            None if problem.is_empty() => Ok(()),
+            None => cpu::forward(self, &problem, o, lse, stream),
+        }
     }
 
     /// Allocates the outputs and computes them. In a variable-length batch, rows that belong to no sequence are 0.

@@ -2,8 +2,9 @@ use super::AttentionProblem;
 use crate::arch;
 use crate::{Error, Result};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::Row;
 use blockflash_sys::manifest::{self, AttentionFwd, Variant};
+use blockflash_sys::{DType, Row};
+use std::fmt;
 
 /// Name of the operation in errors and in the support table.
 pub(crate) const OP: &str = "attention";
@@ -24,7 +25,7 @@ pub(crate) fn select_among<'r>(
 ) -> Result<&'r Row> {
     rows.iter()
         .filter_map(|row| Some((row, tile(row)?)))
-        .filter(|(row, _)| accepts(row, problem, gpu).is_ok())
+        .filter(|(row, tile)| fits(row, tile, problem, gpu).is_ok())
         .min_by_key(|(row, tile)| (arch::preference(row.target), tile.head_dim))
         .map(|(row, _)| row)
         .ok_or_else(|| unsupported(gpu, why_none(rows, problem, gpu)))
@@ -34,19 +35,46 @@ pub(crate) fn select_among<'r>(
 ///
 /// # Errors
 /// [`Error::Unsupported`] says what does not fit.
-pub(crate) fn accepts(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> Result<()> {
-    let refuse = |what: String| Err(unsupported(gpu, format!("{}: {what}", row.symbol())));
-    let Some(tile) = tile(row) else { return refuse("this kernel computes something else".into()) };
+pub fn accepts(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> Result<()> {
+    let refused = |what: String| unsupported(gpu, format!("{}: {what}", row.symbol()));
+    let Some(tile) = tile(row) else { return Err(refused("this kernel computes something else".into())) };
+    fits(row, &tile, problem, gpu).map_err(|mismatch| refused(mismatch.to_string()))
+}
+
+/// What keeps a row from computing a problem.
+enum Mismatch {
+    DType { kernel: DType, tensors: DType },
+    HeadDim { kernel: u32, tensors: usize },
+    Gpu(arch::Obstacle),
+}
+
+impl fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Mismatch::DType { kernel, tensors } => {
+                write!(f, "the kernel takes {kernel}, the tensors are {tensors}")
+            }
+            Mismatch::HeadDim { kernel, tensors } => {
+                write!(f, "head_dim {tensors} is not a multiple of 8 up to {kernel}")
+            }
+            Mismatch::Gpu(obstacle) => obstacle.fmt(f),
+        }
+    }
+}
+
+fn fits(
+    row: &Row,
+    tile: &AttentionFwd,
+    problem: &AttentionProblem,
+    gpu: &CudaProperties,
+) -> std::result::Result<(), Mismatch> {
     if tile.dtype != problem.dtype {
-        return refuse(format!("the kernel takes {}, the tensors are {}", tile.dtype, problem.dtype));
+        return Err(Mismatch::DType { kernel: tile.dtype, tensors: problem.dtype });
     }
     if problem.head_dim > tile.head_dim as usize || !problem.head_dim.is_multiple_of(8) {
-        return refuse(format!(
-            "head_dim {} is not a multiple of 8 up to {}",
-            problem.head_dim, tile.head_dim
-        ));
+        return Err(Mismatch::HeadDim { kernel: tile.head_dim, tensors: problem.head_dim });
     }
-    arch::runs(row, gpu).or_else(refuse)
+    arch::runs(row, gpu).map_err(Mismatch::Gpu)
 }
 
 pub(crate) fn tile(row: &Row) -> Option<AttentionFwd> {

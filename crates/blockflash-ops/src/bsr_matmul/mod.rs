@@ -12,12 +12,12 @@ mod validate;
 pub use matrix::BsrMatrix;
 pub use plan::{BsrPlan, plan};
 pub use problem::{BiasKind, BsrProblem};
-pub use select::select;
+pub use select::{accepts, select};
 
-pub(crate) use select::{OP, accepts, tile};
+pub(crate) use select::{OP, tile};
 
 use crate::{Error, Result};
-use blockflash_safe::{Stream, Tensor, View, ViewMut};
+use blockflash_safe::{Device, Stream, Tensor, View, ViewMut};
 use blockflash_sys::{DType, Row};
 
 /// What is added to A·B, in the element type of B.
@@ -75,6 +75,22 @@ pub struct BsrMatmul<'a> {
     pub activation: Activation,
 }
 
+/// A call whose kernel is decided and loaded, for loops that repeat it: see [`BsrMatmul::prepare`].
+#[derive(Clone, Copy, Debug)]
+pub struct PreparedBsrMatmul {
+    problem: BsrProblem,
+    device: Device,
+    /// `None` on the CPU, and where there is nothing to compute.
+    row: Option<&'static Row>,
+}
+
+impl PreparedBsrMatmul {
+    /// The kernel; `None` on the CPU, and where there is nothing to compute.
+    pub fn row(&self) -> Option<&'static Row> {
+        self.row
+    }
+}
+
 impl<'a> BsrMatmul<'a> {
     /// `C = A·B`.
     pub const fn new(a: &'a BsrMatrix, b: View<'a>) -> Self {
@@ -112,6 +128,42 @@ impl<'a> BsrMatmul<'a> {
             return Ok(());
         }
         launch::launch(self, row, &problem, c, stream)
+    }
+
+    /// Decides for good what [`matmul_into`](Self::matmul_into) decides anew at each call, and loads the kernel.
+    ///
+    /// # Errors
+    /// As [`matmul_into`](Self::matmul_into), and if the kernel cannot be loaded.
+    pub fn prepare(&self, c: &ViewMut<'_>, stream: &Stream) -> Result<PreparedBsrMatmul> {
+        let problem = launch::checked(self, c, stream)?;
+        let row = match stream.device().cuda_properties() {
+            Some(gpu) if !problem.is_empty() => Some(select(&problem, gpu)?),
+            _ => None,
+        };
+        row.map_or(Ok(()), |row| stream.device().preload(row).map(|_| ()))?;
+        Ok(PreparedBsrMatmul { problem, device: *stream.device(), row })
+    }
+
+    /// Like [`matmul_into`](Self::matmul_into) with the kernel that was decided on. The matrices may be others than those
+    /// that were prepared with; everything that they are checked for is checked again.
+    ///
+    /// # Errors
+    /// Also [`Error::NotPrepared`] if sizes, strides, types, options or the device differ.
+    pub fn matmul_prepared(
+        &self,
+        prepared: &PreparedBsrMatmul,
+        c: ViewMut<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let problem = launch::checked(self, &c, stream)?;
+        if problem != prepared.problem || *stream.device() != prepared.device {
+            return Err(Error::NotPrepared { op: OP });
+        }
+        match prepared.row {
+            Some(row) => launch::launch(self, row, &problem, c, stream),
+            None if problem.is_empty() => Ok(()),
+            None => cpu::matmul(self, &problem, c),
+        }
     }
 
     /// Allocates C in this element type, f16, bf16 or f32, and computes it.

@@ -2,9 +2,10 @@ use super::BsrProblem;
 use crate::arch;
 use crate::{Error, Result};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::Row;
 use blockflash_sys::manifest::{self, BsrMatmul, Variant};
+use blockflash_sys::{DType, Row};
 use std::cmp::Reverse;
+use std::fmt;
 
 /// Name of the operation in errors and in the support table.
 pub(crate) const OP: &str = "bsr_matmul";
@@ -25,7 +26,7 @@ pub(crate) fn select_among<'r>(
 ) -> Result<&'r Row> {
     rows.iter()
         .filter_map(|row| Some((row, tile(row)?)))
-        .filter(|(row, _)| accepts(row, problem, gpu).is_ok())
+        .filter(|(row, tile)| fits(row, tile, problem, gpu).is_ok())
         .min_by_key(|(row, tile)| {
             let columns = problem.n.div_ceil(tile.block_n as usize).saturating_mul(tile.block_n as usize);
             (arch::preference(row.target), columns, Reverse(tile.block_n))
@@ -38,16 +39,46 @@ pub(crate) fn select_among<'r>(
 ///
 /// # Errors
 /// [`Error::Unsupported`] says what does not fit.
-pub(crate) fn accepts(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<()> {
-    let refuse = |what: String| Err(unsupported(gpu, format!("{}: {what}", row.symbol())));
-    let Some(tile) = tile(row) else { return refuse("this kernel computes something else".into()) };
+pub fn accepts(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<()> {
+    let refused = |what: String| unsupported(gpu, format!("{}: {what}", row.symbol()));
+    let Some(tile) = tile(row) else { return Err(refused("this kernel computes something else".into())) };
+    fits(row, &tile, problem, gpu).map_err(|mismatch| refused(mismatch.to_string()))
+}
+
+/// What keeps a row from computing a problem.
+enum Mismatch {
+    DType { kernel: DType, matrices: DType },
+    BlockSize { kernel: u32, matrix: usize },
+    Gpu(arch::Obstacle),
+}
+
+impl fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Mismatch::DType { kernel, matrices } => {
+                write!(f, "the kernel takes {kernel}, the matrices are {matrices}")
+            }
+            Mismatch::BlockSize { kernel, matrix } => {
+                write!(f, "the kernel takes blocks of {kernel}, not {matrix}")
+            }
+            Mismatch::Gpu(obstacle) => obstacle.fmt(f),
+        }
+    }
+}
+
+fn fits(
+    row: &Row,
+    tile: &BsrMatmul,
+    problem: &BsrProblem,
+    gpu: &CudaProperties,
+) -> std::result::Result<(), Mismatch> {
     if tile.dtype != problem.dtype {
-        return refuse(format!("the kernel takes {}, the matrices are {}", tile.dtype, problem.dtype));
+        return Err(Mismatch::DType { kernel: tile.dtype, matrices: problem.dtype });
     }
     if tile.block_size as usize != problem.block_size {
-        return refuse(format!("the kernel takes blocks of {}, not {}", tile.block_size, problem.block_size));
+        return Err(Mismatch::BlockSize { kernel: tile.block_size, matrix: problem.block_size });
     }
-    arch::runs(row, gpu).or_else(refuse)
+    arch::runs(row, gpu).map_err(Mismatch::Gpu)
 }
 
 pub(crate) fn tile(row: &Row) -> Option<BsrMatmul> {

@@ -10,6 +10,7 @@ use blockflash_bench::record::{OURS, Record, Writer};
 use blockflash_bench::report;
 use blockflash_bench::rounds::Run;
 use blockflash_bench::suite::Suite;
+use blockflash_bench::timing::Cache;
 use blockflash_ops::Device;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::path::{Path, PathBuf};
@@ -40,6 +41,9 @@ pub struct Args {
     /// Length of a window [default: what the suite says]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=60_000))]
     pub window_ms: Option<u32>,
+    /// State of the L2 cache before a launch: warm, cold or both with a comma [default: what the suite says]
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    pub cache: Vec<CacheArg>,
     /// Only cases whose id contains one of these (commas between)
     #[arg(long, value_name = "TEXT")]
     pub filter: Option<String>,
@@ -62,6 +66,22 @@ pub struct Args {
     pub device: DeviceArg,
 }
 
+/// States of the L2 cache.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum CacheArg {
+    Warm,
+    Cold,
+}
+
+impl From<CacheArg> for Cache {
+    fn from(cache: CacheArg) -> Self {
+        match cache {
+            CacheArg::Warm => Cache::Warm,
+            CacheArg::Cold => Cache::Cold,
+        }
+    }
+}
+
 /// Measures a suite. Exit code 1 if one of our results was wrong or missing.
 pub fn run(args: Args) -> Result<ExitCode> {
     let benches = benches()?;
@@ -73,13 +93,17 @@ pub fn run(args: Args) -> Result<ExitCode> {
         return Err(Failure::new("--row names GPU kernels, but the CPU is measured"));
     }
     let default = benches.join("results").join(machine.slug()).join(format!("{}.jsonl", suite.name));
-    let mut writer = Writer::open(args.out.as_deref().unwrap_or(&default))?;
+    let out = args.out.as_deref().unwrap_or(&default);
+    let mut writer = Writer::open(out)?;
 
     print(&format!("suite {}: {}", suite.name, suite.description))?;
     let cpu = if device.is_cpu() { " — no GPU is used, this is the CPU backend" } else { "" };
     print(&format!("device {}{cpu}, commit {}", device_name(&device), machine.commit))?;
     let mut peers = args.start_peers(&suite, &device, &benches)?;
-    let run = Run::new(suite, machine, device.stream()?, args.seed, rows)?;
+    let mut run = Run::new(suite, machine, device.stream()?, args.seed, rows)?;
+    if !device.is_cpu() {
+        measure_ceilings(&mut run, &mut Writer::open(&out.with_file_name("ceilings.jsonl"))?)?;
+    }
     let records = measure(&run, &mut peers, &mut writer)?;
 
     print(&summary(&records))?;
@@ -101,6 +125,10 @@ impl Args {
         }
         if let Some(window_ms) = self.window_ms {
             suite.window_ms = window_ms.into();
+        }
+        if !self.cache.is_empty() {
+            suite.cache = self.cache.iter().map(|&cache| cache.into()).collect();
+            suite.cache.dedup();
         }
         if let Some(filter) = &self.filter {
             let parts = words(filter);
@@ -137,17 +165,34 @@ impl Args {
     }
 }
 
+/// What the GPU does at best, into a file of its own beside the suite's.
+fn measure_ceilings(run: &mut Run, writer: &mut Writer) -> Result<()> {
+    let bar = ProgressBar::new_spinner();
+    bar.enable_steady_tick(std::time::Duration::from_millis(200));
+    let records = run.measure_ceilings(|step| bar.set_message(step.to_owned()))?;
+    bar.finish_and_clear();
+    let rates = records.iter().map(|record| {
+        let (rate, unit) =
+            (record.rate.unwrap_or(f64::NAN) * 1e-12, record.unit.as_deref().unwrap_or_default());
+        format!("{} {} T{unit}", record.case, table::number(rate))
+    });
+    print(&format!("ceilings: {}", rates.collect::<Vec<_>>().join(", ")))?;
+    records.iter().try_for_each(|record| writer.append(record))?;
+    Ok(())
+}
+
 /// All cases; each result is on the disk before the next case begins.
 fn measure(run: &Run, peers: &mut Peers, writer: &mut Writer) -> Result<Vec<Record>> {
     let cases = &run.suite.cases;
-    let bar = ProgressBar::new(cases.len() as u64);
+    let caches = &run.suite.cache;
+    let bar = ProgressBar::new((cases.len() * caches.len()) as u64);
     let style = ProgressStyle::with_template("{spinner} {pos} of {len} {bar:20} {elapsed} {msg}");
     bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("━╸ "));
     bar.enable_steady_tick(std::time::Duration::from_millis(200));
     let mut all = Vec::new();
-    for case in cases {
+    for (case, &cache) in cases.iter().flat_map(|case| caches.iter().map(move |cache| (case, cache))) {
         bar.set_message(case.to_string());
-        let records = run.measure(case, peers, |step| bar.set_message(format!("{case}, {step}")));
+        let records = run.measure(case, cache, peers, |step| bar.set_message(format!("{case}, {step}")));
         bar.suspend(|| print(&line(&records)))?;
         for record in records {
             writer.append(&record)?;

@@ -10,6 +10,7 @@ mod bsr_matmul;
 mod bsr_operands;
 mod failure;
 mod info;
+mod launch;
 mod measure;
 mod memory;
 mod operand;
@@ -39,6 +40,8 @@ enum Command {
     BsrMatmul(Box<bsr_matmul::Args>),
     /// Measure the benchmark suites
     Bench(bench::Args),
+    /// Launch one case of a suite a few times, for profilers
+    Launch(launch::Args),
     /// Draw tables and plots from measurements
     Report(report::Args),
 }
@@ -49,6 +52,7 @@ fn main() -> ExitCode {
         Ok(Cli { command: Command::Attention(args) }) => attention::run(*args),
         Ok(Cli { command: Command::BsrMatmul(args) }) => bsr_matmul::run(*args),
         Ok(Cli { command: Command::Bench(args) }) => bench::run(args),
+        Ok(Cli { command: Command::Launch(args) }) => launch::run(args),
         Ok(Cli { command: Command::Report(args) }) => report::run(args),
         Err(error) => return failure::usage(&error),
     };

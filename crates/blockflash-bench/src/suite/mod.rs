@@ -1,8 +1,11 @@
 //! Suites: files that list what is measured, as grids of cases.
 
-use crate::case::{AttentionShape, BsrShape, Case, MaskKind, Pattern};
+mod grid;
+
+use crate::case::Case;
 use crate::error::{Error, Result};
-use blockflash_sys::DType;
+use crate::timing::Cache;
+use grid::{AttentionGrid, BlockSparseGrid, BsrGrid};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
@@ -21,6 +24,8 @@ pub struct Suite {
     pub gap_ms: f64,
     /// Rivals as `--peers` takes them.
     pub peers: String,
+    /// State of the L2 cache before a launch; each case is measured in every one.
+    pub cache: Vec<Cache>,
     /// In the order of the file.
     pub cases: Vec<Case>,
 }
@@ -37,8 +42,12 @@ struct File {
     gap_ms: f64,
     #[serde(default = "default_peers")]
     peers: String,
+    #[serde(default = "default_cache")]
+    cache: Vec<Cache>,
     #[serde(default)]
     attention_fwd: Vec<AttentionGrid>,
+    #[serde(default)]
+    block_sparse_fwd: Vec<BlockSparseGrid>,
     #[serde(default)]
     bsr_matmul: Vec<BsrGrid>,
 }
@@ -55,35 +64,12 @@ fn default_gap_ms() -> f64 {
     50.0
 }
 
+fn default_cache() -> Vec<Cache> {
+    vec![Cache::Warm]
+}
+
 fn default_peers() -> String {
     "auto".to_owned()
-}
-
-/// Every combination of the lists is a case. Either `batch`, or `tokens` for a batch of `tokens / seqlen`.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct AttentionGrid {
-    batch: Option<usize>,
-    tokens: Option<usize>,
-    seqlen: Vec<usize>,
-    seqlen_kv: Option<usize>,
-    num_heads_q: usize,
-    num_heads_kv: Option<usize>,
-    head_dim: usize,
-    mask: Vec<MaskKind>,
-    dtype: Vec<DType>,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct BsrGrid {
-    m: usize,
-    k: usize,
-    n: Vec<usize>,
-    block_size: Vec<usize>,
-    density: Vec<f64>,
-    pattern: Pattern,
-    dtype: Vec<DType>,
 }
 
 impl Suite {
@@ -125,9 +111,10 @@ impl Suite {
                 error.span().map_or(1, |span| 1 + text[..span.start.min(text.len())].matches('\n').count());
             format!("line {line}: {}", error.message())
         })?;
-        let File { description, rounds, window_ms, gap_ms, peers, .. } = file;
+        let File { description, rounds, window_ms, gap_ms, peers, cache, .. } = file;
         let mut cases = Vec::new();
         file.attention_fwd.iter().try_for_each(|grid| grid.expand(&mut cases))?;
+        file.block_sparse_fwd.iter().try_for_each(|grid| grid.expand(&mut cases))?;
         file.bsr_matmul.iter().try_for_each(|grid| grid.expand(&mut cases))?;
         if cases.is_empty() {
             return Err("holds no case".to_owned());
@@ -143,79 +130,10 @@ impl Suite {
         {
             return Err("rounds and window_ms must be positive, gap_ms must not be negative".to_owned());
         }
-        Ok(Self { name, description, rounds, window_ms, gap_ms, peers, cases })
-    }
-}
-
-impl AttentionGrid {
-    fn expand(&self, cases: &mut Vec<Case>) -> Result<(), String> {
-        let Self { num_heads_q, head_dim, .. } = *self;
-        let num_heads_kv = self.num_heads_kv.unwrap_or(num_heads_q);
-        if num_heads_q == 0 || num_heads_kv == 0 || num_heads_q % num_heads_kv != 0 {
-            return Err(format!("{num_heads_q} query heads cannot share {num_heads_kv} key-value heads"));
+        if cache.is_empty() || (1..cache.len()).any(|index| cache[..index].contains(&cache[index])) {
+            return Err("cache lists warm, cold or both, each once".to_owned());
         }
-        for &dtype in &self.dtype {
-            for &mask in &self.mask {
-                for &seqlen_q in &self.seqlen {
-                    let batch = match (self.batch, self.tokens) {
-                        (Some(batch), None) => batch,
-                        (None, Some(tokens)) if seqlen_q > 0 && tokens % seqlen_q == 0 => tokens / seqlen_q,
-                        (None, Some(tokens)) => {
-                            return Err(format!("{tokens} tokens are no multiple of {seqlen_q}"));
-                        }
-                        _ => return Err("an attention grid has either batch or tokens".to_owned()),
-                    };
-                    let seqlen_kv = self.seqlen_kv.unwrap_or(seqlen_q);
-                    if [batch, seqlen_q, seqlen_kv, head_dim].contains(&0) {
-                        return Err("an attention grid has a size of 0".to_owned());
-                    }
-                    let shape = AttentionShape {
-                        batch,
-                        seqlen_q,
-                        seqlen_kv,
-                        num_heads_q,
-                        num_heads_kv,
-                        head_dim,
-                        mask,
-                        dtype,
-                    };
-                    cases.push(Case::AttentionFwd(shape));
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-impl BsrGrid {
-    fn expand(&self, cases: &mut Vec<Case>) -> Result<(), String> {
-        let Self { m, k, pattern, .. } = *self;
-        for &dtype in &self.dtype {
-            for &n in &self.n {
-                for &block_size in &self.block_size {
-                    if [m, n, k, block_size].contains(&0) || m % block_size != 0 || k % block_size != 0 {
-                        return Err(format!(
-                            "m {m}, n {n}, k {k}: sizes of 0, or no multiples of block_size {block_size}"
-                        ));
-                    }
-                    for &density in &self.density {
-                        if !(density > 0.0 && density <= 1.0) {
-                            return Err(format!("density {density} is not in (0, 1]"));
-                        }
-                        cases.push(Case::BsrMatmul(BsrShape {
-                            m,
-                            n,
-                            k,
-                            block_size,
-                            density,
-                            pattern,
-                            dtype,
-                        }));
-                    }
-                }
-            }
-        }
-        Ok(())
+        Ok(Self { name, description, rounds, window_ms, gap_ms, peers, cache, cases })
     }
 }
 
@@ -251,6 +169,11 @@ mod tests {
         assert!(problem(&GRID.replace("1024", "1000")).contains("no multiple"));
         assert!(problem(&GRID.replace("512", "256")).contains("twice"));
         assert!(problem(&format!("rounds = 0\n{GRID}")).contains("positive"));
+        assert!(problem(&format!("cache = []\n{GRID}")).contains("cache"));
+        assert!(problem(&format!("cache = ['tepid']\n{GRID}")).starts_with("line 1"));
+        let sparse = "description = 'x'\n[[block_sparse_fwd]]\nbatch = 1\nseqlen = [1000]\nnum_heads_q = 2\n\
+                      head_dim = 64\nblock = [[128, 128]]\ndensity = [0.5]\ndtype = ['bf16']\n";
+        assert!(problem(sparse).contains("multiple"));
         assert!(problem("not toml").starts_with("line 1: "));
     }
 
