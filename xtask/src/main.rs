@@ -1,13 +1,16 @@
 //! Automation of the workspace: one file per command. Run it as `cargo xtask <command>`.
 #![allow(unreachable_pub)] // a program has no outside
 
+mod artifacts;
 mod bindgen;
 mod bundle;
 mod ci;
 mod deny;
+mod git;
 mod kernels;
 mod package;
 mod parallel;
+mod profile;
 mod record;
 mod sass;
 mod support;
@@ -33,6 +36,8 @@ enum Command {
     Kernels(kernels::Args),
     /// Generate crates/blockflash-sys/src/params.rs from kernels/include/blockflash/params.h.
     Bindgen(bindgen::Args),
+    /// Profile kernels with Nsight Compute: one page about what limits them.
+    Profile(profile::Args),
     /// Count the instructions of the committed machine code, and check what the manifest's rows declare about it.
     Sass(sass::Args),
     /// Run the tests of the whole workspace and count them.
@@ -55,6 +60,7 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Kernels(args) => kernels::run(&args),
         Command::Bindgen(args) => bindgen::run(&args),
+        Command::Profile(args) => profile::run(&args),
         Command::Sass(args) => sass::run(&args),
         Command::Test(args) => test::run(&args),
         Command::Tidy(args) => tidy::run(&args),

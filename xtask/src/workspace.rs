@@ -88,10 +88,15 @@ pub fn run(command: &mut Command) -> Result<()> {
 
 /// Runs a command and returns what it wrote to stdout; an error with its stderr when it fails.
 pub fn output(command: &mut Command) -> Result<String> {
+    Ok(String::from_utf8_lossy(&output_bytes(command)?).into_owned())
+}
+
+/// [`output`], whatever bytes it is.
+pub fn output_bytes(command: &mut Command) -> Result<Vec<u8>> {
     let output = command.output().with_context(|| format!("cannot start `{}`", shown(command)))?;
     if !output.status.success() {
         let stderr = String::from_utf8_lossy(&output.stderr);
         bail!("`{}` failed ({}):\n{stderr}", shown(command), output.status);
     }
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    Ok(output.stdout)
 }

@@ -54,8 +54,9 @@ pub fn build_fingerprint(row: &Row, nvcc_version: &str) -> Result<String> {
     Ok(sha256(format!("{}\n{}", identity(nvcc_version)?, flags(row).join(" ")).as_bytes()))
 }
 
-/// Compiles a row; scratch files go to `scratch`. The error holds the compiler's own message.
-pub fn compile(row: &Row, toolchain: &Toolchain, scratch: &Path) -> Result<Image> {
+/// Compiles a row, with flags besides the usual ones if any; scratch files go to `scratch`. The error holds the compiler's own
+/// message.
+pub fn compile(row: &Row, toolchain: &Toolchain, scratch: &Path, more_flags: &[&str]) -> Result<Image> {
     let name = row.image_name();
     let object = scratch.join(&name);
     let source = source(row);
@@ -63,7 +64,8 @@ pub fn compile(row: &Row, toolchain: &Toolchain, scratch: &Path) -> Result<Image
         bail!("{source} does not exist");
     }
     let mut command = Command::new(&toolchain.nvcc);
-    command.args(flags(row)).args(row.macros().iter().map(|(name, value)| format!("-D{name}={value}")));
+    command.args(flags(row)).args(more_flags);
+    command.args(row.macros().iter().map(|(name, value)| format!("-D{name}={value}")));
     let mut report = complete(command.arg(&source).arg("-o").arg(&object))?;
     if row.target.is_ptx() {
         // Only an assembler knows registers and spills; the oldest GPU that takes the PTX stands for the others.

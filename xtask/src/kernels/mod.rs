@@ -1,6 +1,7 @@
 //! `cargo xtask kernels`: the manifest's rows become images in `crates/blockflash-sys/prebuilt`.
 
 mod compile;
+mod lineinfo;
 pub mod lock;
 mod ptxas;
 pub mod sources;
@@ -8,6 +9,7 @@ pub mod store;
 pub mod toolchain;
 
 pub use compile::{build_fingerprint, violations};
+pub use lineinfo::with_line_information;
 
 use crate::{parallel, workspace::target_dir};
 use anyhow::{Result, bail};
@@ -138,7 +140,7 @@ fn compile_all(rows: &[&Row], toolchain: &Toolchain, jobs: Option<usize>) -> Res
     let bar = ProgressBar::new(rows.len() as u64).with_style(style);
     let built = parallel::map(rows, jobs.unwrap_or_else(parallel::cores), |row| {
         let started = Instant::now();
-        let image = compile(row, toolchain, &scratch).map(|image| (image, started.elapsed()));
+        let image = compile(row, toolchain, &scratch, &[]).map(|image| (image, started.elapsed()));
         bar.set_message(row.image_name());
         bar.inc(1);
         image

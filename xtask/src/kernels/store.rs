@@ -18,13 +18,15 @@ pub fn load(image: &str) -> Result<Option<Vec<u8>>> {
     if !path.exists() {
         return Ok(None);
     }
-    let compressed = read_bytes(&path)?;
+    let image = unpack(&read_bytes(&path)?).with_context(|| format!("{} is damaged", path.display()))?;
+    Ok(Some(image))
+}
+
+/// What a file of `prebuilt/` holds.
+pub fn unpack(compressed: &[u8]) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    ruzstd::decoding::StreamingDecoder::new(compressed.as_slice())
-        .map_err(anyhow::Error::from)
-        .and_then(|mut decoder| Ok(decoder.read_to_end(&mut bytes)?))
-        .with_context(|| format!("{} is damaged", path.display()))?;
-    Ok(Some(bytes))
+    ruzstd::decoding::StreamingDecoder::new(compressed)?.read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// SHA-256 of the image before compression, `None` when there is none.

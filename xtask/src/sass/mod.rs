@@ -31,8 +31,9 @@ pub struct Args {
 /// Instructions that have a column when one of the listed images contains them: matrix units, bulk and asynchronous copies,
 /// shared and global memory, spills, special functions, synchronisation.
 const COLUMNS: &[&str] = &[
-    "HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "OMMA", "IMMA", "UTMALDG", "UTMASTG", "LDGSTS", "LDSM",
-    "STSM", "LDS", "STS", "LDG", "STG", "RED", "ATOM", "ATOMG", "LDL", "STL", "MUFU", "SHFL", "SYNCS", "BAR",
+    "HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "OMMA", "IMMA", "UTMALDG", "UTMASTG", "UBLKCP", "LDGSTS",
+    "LDSM", "STSM", "LDS", "STS", "LDG", "STG", "RED", "ATOM", "ATOMG", "LDL", "STL", "MUFU", "SHFL",
+    "SYNCS", "BAR",
 ];
 
 /// Columns that are always there: that they are empty is what one wants to see.

@@ -1,0 +1,23 @@
+//! Images with line information, for profiles. They are never committed: with it, images differ from build to build.
+
+use super::{compile::compile, toolchain::Toolchain};
+use crate::{
+    parallel,
+    workspace::{create_dir, target_dir, write},
+};
+use anyhow::{Context, Result};
+use blockflash_sys::Row;
+use std::path::Path;
+
+/// Compiles rows as `cargo xtask kernels` does, with line information, into a folder for `BLOCKFLASH_IMAGES`.
+pub fn with_line_information(rows: &[&Row], folder: &Path) -> Result<()> {
+    let toolchain = Toolchain::pinned()?;
+    let scratch = target_dir("profile/scratch")?;
+    create_dir(folder)?;
+    let built = parallel::map(rows, parallel::cores(), |row| {
+        let image = compile(row, &toolchain, &scratch, &["-lineinfo"])
+            .with_context(|| format!("{} does not compile", row.image_name()))?;
+        write(&folder.join(row.image_name()), image.bytes)
+    });
+    built.into_iter().collect()
+}

@@ -1,0 +1,139 @@
+//! What the GPU can do at most: measured on it, else what Nsight Compute states.
+
+use super::{launch::Launch, raw::Raw};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// Rates of one GPU per second; what is not known is missing.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Ceilings {
+    /// Where they come from.
+    pub origin: String,
+    /// Floating-point operations of the matrix units, with inputs of the kernel's type.
+    pub matmul: Option<f64>,
+    /// Exponentials.
+    pub exp: Option<f64>,
+    /// Bytes from L2.
+    pub l2: Option<f64>,
+    /// Bytes of device memory.
+    pub hbm: Option<f64>,
+}
+
+/// A line of the record of `blockflash` that states a ceiling.
+#[derive(Deserialize)]
+struct Line {
+    /// Its name: `hbm_read`, `l2_read`, `matmul_bf16`, `exp2`.
+    #[serde(default)]
+    ceiling: String,
+    #[serde(default)]
+    case: String,
+    #[serde(default)]
+    op: String,
+    rate: Option<f64>,
+    #[serde(default)]
+    gpu: String,
+}
+
+/// What limits a launch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Limit {
+    /// The unit of the GPU.
+    pub name: &'static str,
+    /// Seconds of a launch if that unit never idled.
+    pub seconds: f64,
+}
+
+impl Ceilings {
+    /// Those of a GPU in the first of some files that has any.
+    pub fn measured(files: &[PathBuf], gpu: &str, dtype: &str) -> Option<Self> {
+        let read = |path: &PathBuf| {
+            let text = std::fs::read_to_string(path).ok()?;
+            Self::parse(&text, gpu, dtype)
+        };
+        files.iter().find_map(read)
+    }
+
+    /// The highest rates of each kind; `None` when there is none for this GPU.
+    fn parse(text: &str, gpu: &str, dtype: &str) -> Option<Self> {
+        let lines = text.lines().filter_map(|line| serde_json::from_str::<Line>(line).ok());
+        let mut found = Self { origin: "measured".into(), ..Self::default() };
+        for line in lines.filter(|line| line.gpu == gpu) {
+            // In the record of a suite the name of a ceiling is its case.
+            let name = if line.op == "ceiling" { &line.case } else { &line.ceiling };
+            let slot = match name.split('_').next().unwrap_or_default() {
+                "matmul" if name.ends_with(&format!("_{dtype}")) => &mut found.matmul,
+                "exp" | "exp2" => &mut found.exp,
+                "l2" => &mut found.l2,
+                "hbm" => &mut found.hbm,
+                _ => continue,
+            };
+            // Nothing is less than any rate.
+            if line.rate > *slot {
+                *slot = line.rate;
+            }
+        }
+        (found != Self { origin: found.origin.clone(), ..Self::default() }).then_some(found)
+    }
+
+    /// What Nsight Compute states, at the clocks of the profile.
+    pub fn stated(raw: &Raw, dtype: &str) -> Self {
+        let product = |peak: &str, clock: &str| Some(raw.first(&[peak])? * raw.first(&[clock])?);
+        let source = if dtype == "bf16" { "bf16" } else { "fp16" };
+        let matmul = format!("sm__ops_path_tensor_src_{source}_dst_fp32_sparsity_off.sum.peak_sustained");
+        Self {
+            origin: "stated by Nsight Compute".into(),
+            matmul: product(&matmul, "sm__cycles_elapsed.avg.per_second"),
+            exp: None,
+            l2: product("lts__t_bytes.sum.peak_sustained", "lts__cycles_elapsed.avg.per_second"),
+            hbm: product("dram__bytes.sum.peak_sustained", "dram__cycles_elapsed.avg.per_second"),
+        }
+    }
+
+    /// What limits a launch that moves these bytes: the unit that takes longest.
+    pub fn limit(&self, launch: &Launch, l2_bytes: f64, hbm_bytes: f64) -> Option<Limit> {
+        let units = [
+            ("the matrix units", launch.flops, self.matmul),
+            ("exponentials", launch.exps, self.exp),
+            ("L2", l2_bytes, self.l2),
+            ("device memory", hbm_bytes, self.hbm),
+        ];
+        let limits =
+            units.into_iter().filter_map(|(name, work, rate)| Some(Limit { name, seconds: work / rate? }));
+        limits.max_by(|a, b| a.seconds.total_cmp(&b.seconds))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::raw;
+    use super::*;
+
+    #[test]
+    fn lines_of_this_gpu_and_type_count() {
+        let text = r#"{"ceiling":"hbm_read","rate":4.0e12,"gpu":"A"}
+{"ceiling":"hbm_copy","rate":3.5e12,"gpu":"A"}
+{"ceiling":"hbm_read","rate":9.0e12,"gpu":"B"}
+{"op":"ceiling","case":"matmul_bf16","rate":7.0e14,"gpu":"A"}
+{"op":"attention_fwd","case":"b4_d64","ceiling":"matmul","rate":null,"gpu":"A"}
+{"ceiling":"matmul_f16","rate":8.0e14,"gpu":"A"}
+no json"#;
+        let found = Ceilings::parse(text, "A", "bf16").unwrap();
+        assert_eq!((found.hbm, found.matmul, found.l2), (Some(4.0e12), Some(7.0e14), None));
+        assert_eq!(Ceilings::parse(text, "A", "f16").unwrap().matmul, Some(8.0e14));
+        assert_eq!(Ceilings::parse(text, "C", "f16"), None);
+    }
+
+    #[test]
+    fn the_slowest_unit_limits() {
+        let raw = raw::parse(raw::tests::CSV, "blockflash_sample").unwrap();
+        let ceilings = Ceilings::stated(&raw, "bf16");
+        assert_eq!(ceilings.hbm, Some(768.0 * 6.25e9));
+        assert_eq!(Ceilings::stated(&raw, "f16").matmul, None, "the sample lacks it");
+        let launch = Launch { flops: 946.176e9, ..Launch::default() };
+        let limit = ceilings.limit(&launch, 0.0, 0.0).unwrap();
+        assert_eq!(limit.name, "the matrix units");
+        assert!((limit.seconds - 1e-3).abs() < 1e-9);
+        assert_eq!(ceilings.limit(&launch, 0.0, 48e9).unwrap().name, "device memory");
+        assert_eq!(Ceilings::default().limit(&launch, 1.0, 1.0), None);
+    }
+}

@@ -1,0 +1,59 @@
+//! What `blockflash launch` says about the kernel that it ran.
+
+use serde::{Deserialize, Serialize};
+
+/// A launched kernel and its counted work.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Launch {
+    /// The shape as a readable id.
+    pub case: String,
+    /// Name of the operation.
+    pub op: String,
+    /// Name of the kernel.
+    pub symbol: String,
+    /// Name of the image that it was loaded from.
+    pub image: String,
+    /// Useful floating-point operations.
+    pub flops: f64,
+    /// Fewest bytes of device memory: every input and every output once.
+    pub bytes: f64,
+    /// Bytes of operands that multiprocessors fetch from L2.
+    pub l2_bytes: f64,
+    /// Exponentials.
+    pub exps: f64,
+    /// Registers per thread, as the driver says.
+    pub registers: u32,
+    /// How often it was launched.
+    pub launches: u32,
+}
+
+impl Launch {
+    /// The JSON line among everything that ncu and the program print.
+    pub fn find(text: &str) -> Option<Self> {
+        let lines = text.lines().map(str::trim).filter(|line| line.starts_with('{'));
+        lines
+            .filter_map(|line| serde_json::from_str::<Self>(line).ok())
+            .find(|launch| !launch.symbol.is_empty())
+    }
+
+    /// Type of the inputs, the end of the id.
+    pub fn dtype(&self) -> &str {
+        self.case.rsplit('_').next().unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_is_found() {
+        let text = "==PROF== Connected\n{\"other\": 1}\n{\"case\":\"b1_s64_h1_d64_full_f16\",\"op\":\"attention_fwd\",\
+            \"symbol\":\"blockflash_x\",\"flops\":1048576,\"bytes\":3e4,\"launches\":3,\"new\":[]}\n==PROF== Disconnected\n";
+        let launch = Launch::find(text).unwrap();
+        assert_eq!((launch.flops, launch.bytes, launch.exps), (1048576.0, 30000.0, 0.0));
+        assert_eq!(launch.dtype(), "f16");
+        assert_eq!(Launch::find("==PROF== {"), None);
+    }
+}

@@ -1,0 +1,201 @@
+//! Running Nsight Compute.
+
+use super::{launch::Launch, raw};
+use crate::workspace::{create_dir, output};
+use anyhow::{Context, Result, bail};
+use blockflash_sys::image::IMAGES_VARIABLE;
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+const ABSENT: &str = "Nsight Compute is not there: no ncu in PATH, /usr/local/cuda*/bin and /opt/nvidia/nsight-compute; \
+    it comes with the CUDA toolkit (--ncu names another place)";
+const FORBIDDEN: &str = "the driver lets only root read the GPU's counters: run as root, or load the nvidia module with \
+    NVreg_RestrictProfilingToAdminUsers=0";
+
+/// The profiler.
+pub struct Ncu {
+    program: PathBuf,
+    /// Names of the counters that it knows on this GPU.
+    known: BTreeSet<String>,
+}
+
+/// One launch to be profiled.
+pub struct Job<'a> {
+    /// The `blockflash` program.
+    pub program: &'a Path,
+    /// What it computes.
+    pub case: &'a str,
+    /// The kernel.
+    pub symbol: &'a str,
+    /// The folder of images, if not those in the program.
+    pub images: Option<&'a Path>,
+    /// Where the kernels' sources lie.
+    pub sources: &'a Path,
+    /// The report that is written.
+    pub report: &'a Path,
+}
+
+impl Ncu {
+    /// The given program, else the one in PATH, else the newest of the usual places.
+    pub fn find(given: Option<&Path>) -> Result<Self> {
+        let program = match given {
+            Some(program) if program.is_file() => program.to_path_buf(),
+            Some(program) => bail!("--ncu: {} is no program", program.display()),
+            None => candidates().into_iter().find(|path| path.is_file()).context(ABSENT)?,
+        };
+        // Without the list only what the predefined set holds is collected.
+        let known = output(Command::new(&program).arg("--query-metrics"))
+            .map(|text| names(&text))
+            .unwrap_or_default();
+        Ok(Self { program, known })
+    }
+
+    /// Profiles one launch, keeps the report, and returns what was launched and what was counted.
+    pub fn profile(&self, job: &Job) -> Result<(Launch, raw::Raw)> {
+        create_dir(job.report.parent().unwrap_or(Path::new(".")))?;
+        let metrics: Vec<&str> =
+            raw::WANTED.iter().copied().filter(|metric| is_known(metric, &self.known)).collect();
+        let text = self.collect(job, &metrics)?;
+        let launch = Launch::find(&text)
+            .with_context(|| format!("{} does not say what it launched", job.program.display()))?;
+        let mut import = Command::new(&self.program);
+        import.env("LC_ALL", "C").arg("--import").arg(job.report);
+        let csv = output(import.args(["--page", "raw", "--csv", "--print-units", "base"]))?;
+        Ok((launch, raw::parse(&csv, job.symbol)?))
+    }
+
+    /// What ncu and the profiled program print.
+    fn collect(&self, job: &Job, metrics: &[&str]) -> Result<String> {
+        let mut command = Command::new(&self.program);
+        // Clocks and caches as they are in use: the launch before the profiled one has warmed them.
+        command.args([
+            "--force-overwrite",
+            "--clock-control",
+            "none",
+            "--cache-control",
+            "none",
+            "--set",
+            "full",
+        ]);
+        command.args([
+            "--kernel-name",
+            &format!("regex:^{}$", job.symbol),
+            "--launch-skip",
+            "1",
+            "--launch-count",
+            "1",
+        ]);
+        command.args(["--import-source", "yes"]);
+        if job.sources.is_dir() {
+            command.arg("--source-folders").arg(job.sources);
+        }
+        if !metrics.is_empty() {
+            command.args(["--metrics", &metrics.join(",")]);
+        }
+        command.arg("--export").arg(job.report).arg(job.program);
+        command.args(["launch", "--case", job.case, "--row", job.symbol, "--launches", "3", "--json"]);
+        match job.images {
+            Some(folder) => command.env(IMAGES_VARIABLE, folder),
+            None => command.env_remove(IMAGES_VARIABLE),
+        };
+        let output = command.output().with_context(|| format!("cannot start {}", self.program.display()))?;
+        let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+        match refusal(&text) {
+            Some(reason) => bail!("{}: {reason}", job.symbol),
+            None if !output.status.success() => bail!("{}: ncu failed ({})", job.symbol, output.status),
+            None => Ok(text),
+        }
+    }
+}
+
+/// Where ncu may lie, in the order of preference.
+fn candidates() -> Vec<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let mut places: Vec<PathBuf> = std::env::split_paths(&path).map(|folder| folder.join("ncu")).collect();
+    let toolkits = newest("/usr/local", "cuda").into_iter().map(|toolkit| toolkit.join("bin/ncu"));
+    places.extend(toolkits);
+    places.extend(newest("/opt/nvidia/nsight-compute", "").into_iter().map(|version| version.join("ncu")));
+    places
+}
+
+/// Folders whose name begins so, the highest version first.
+fn newest(folder: &str, prefix: &str) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut found: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
+    let name = |path: &PathBuf| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    found.retain(|path| name(path).starts_with(prefix));
+    found.sort_by_key(|path| std::cmp::Reverse(version(&name(path))));
+    found
+}
+
+/// The numbers in a name, for ordering: 2025.10 comes after 2025.9.
+fn version(name: &str) -> Vec<u32> {
+    name.split(|c: char| !c.is_ascii_digit()).filter_map(|digits| digits.parse().ok()).collect()
+}
+
+/// The counters in the output of `ncu --query-metrics`: the first word of each line that describes one.
+fn names(text: &str) -> BTreeSet<String> {
+    text.lines()
+        .filter_map(|line| line.split_whitespace().next())
+        .filter(|word| word.contains("__"))
+        .map(String::from)
+        .collect()
+}
+
+/// Whether a metric, such as `dram__bytes.sum.per_second`, is made of a known counter.
+fn is_known(metric: &str, known: &BTreeSet<String>) -> bool {
+    metric.split('.').next().is_some_and(|counter| known.contains(counter))
+}
+
+/// Why there is no profile, in one line; `None` when nothing in the output says so.
+fn refusal(text: &str) -> Option<String> {
+    if text.contains("ERR_NVGPUCTRPERM") {
+        return Some(FORBIDDEN.into());
+    }
+    let lines = || text.lines().map(str::trim);
+    // What the program says about itself comes first: ncu's complaints follow from it.
+    let own = lines().find_map(|line| line.strip_prefix("error: "));
+    let by_ncu = || lines().find_map(|line| line.strip_prefix("==ERROR== "));
+    let none = || {
+        text.contains("No kernels were profiled").then_some("it was not launched, so ncu profiled nothing")
+    };
+    own.or_else(by_ncu).or_else(none).map(String::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refusals_are_one_clear_line() {
+        let denied = "==PROF== Connected to process 1 (/x/blockflash)\n==ERROR== ERR_NVGPUCTRPERM - The user does not have \
+            permission to access NVIDIA GPU Performance Counters on the target device 0.\n";
+        assert!(refusal(denied).unwrap().contains("NVreg_RestrictProfilingToAdminUsers=0"));
+        let own = "==PROF== Connected\nerror: BLOCKFLASH_IMAGES is set, but x cannot be read\n==ERROR== The application returned an error code (1).\n";
+        assert_eq!(refusal(own).unwrap(), "BLOCKFLASH_IMAGES is set, but x cannot be read");
+        let nothing = "==PROF== Connected\n==PROF== Disconnected\n==WARNING== No kernels were profiled.\n";
+        assert!(refusal(nothing).unwrap().contains("not launched"));
+        let broken = "==ERROR== Failed to initialize the profiler: LibraryNotLoaded\n";
+        assert_eq!(refusal(broken).unwrap(), "Failed to initialize the profiler: LibraryNotLoaded");
+        assert_eq!(refusal("==PROF== Profiling \"x\" - 0: 0%....100% - 41 passes\n"), None);
+    }
+
+    #[test]
+    fn counters_of_the_gpu() {
+        let text = "Device NVIDIA H200 (GH100)\n-----------  -----\nMetric Name  Metric Type\n\
+            dram__bytes                Counter   byte   # of bytes\nsm__warps_active    Counter   warp  x\n";
+        let known = names(text);
+        assert_eq!(known.len(), 2);
+        assert!(is_known("dram__bytes.sum.peak_sustained", &known));
+        assert!(!is_known("dram__bytes_read.sum", &known));
+    }
+
+    #[test]
+    fn versions_are_numbers() {
+        assert!(version("2025.10.1") > version("2025.9.3"));
+        assert!(version("cuda-13.0") > version("cuda-12.8"));
+    }
+}

@@ -1,0 +1,72 @@
+#!/bin/sh
+# Written by `cargo xtask bundle`. Tests and then measures this machine's GPU.
+# usage: ./run-all [FOLDER]                     results go to FOLDER (default: out)
+#        SUITES="attention_floor" ./run-all     measure these suites only; SUITES=none measures nothing
+#        TESTS=none ./run-all                   test nothing
+#        OPTIONS="--peers none" ./run-all       passed on to `blockflash bench`
+#        SANITIZE=1 ./run-all                   memcheck and racecheck on some rows of each kernel, too
+set -u
+mkdir -p "${1:-out}" || exit 1
+out=$(cd "${1:-out}" && pwd) || exit 1
+cd "$(dirname "$0")" || exit 1
+failed=""
+
+nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem,memory.total --format=csv | tee "$out/gpu.txt"
+./blockflash info | tee "$out/info.txt" || failed="$failed info"
+
+if [ "${TESTS:-all}" != none ]; then
+  export BLOCKFLASH_REQUIRE_GPU=1 BLOCKFLASH_GPU_RECORD="$out/gpu-passed.jsonl"
+  : >"$BLOCKFLASH_GPU_RECORD"
+  for program in tests/*; do
+    name=$(basename "$program")
+    echo "== $name"
+    if "$program" >"$out/$name.log" 2>&1; then
+      grep '^test result' "$out/$name.log"
+    else
+      failed="$failed $name"
+      tail -n 40 "$out/$name.log"
+    fi
+  done
+fi
+
+if python3 -c 'import torch, safetensors' 2>/dev/null; then
+  echo "== a layer compared with torch"
+  python3 examples/compare_with_torch.py ./blockflash >"$out/compare_with_torch.txt" || failed="$failed compare_with_torch"
+  cat "$out/compare_with_torch.txt"
+fi
+
+if [ -n "${SANITIZE:-}" ]; then
+  while read -r arguments; do
+    for tool in memcheck racecheck; do
+      echo "== $tool: blockflash $arguments"
+      # shellcheck disable=SC2086 # several words
+      compute-sanitizer --tool "$tool" --error-exitcode 9 ./blockflash $arguments --check >"$out/$tool.log" 2>&1 ||
+        { failed="$failed $tool"; tail -n 40 "$out/$tool.log"; }
+    done
+  done <<END
+attention --random 1x200x4x64 --kv-heads 2 --mask causal --dtype bf16
+attention --random 2x131x2x128 --seqlen-kv 257 --window 70,- --softcap 20
+attention --random 1x130x1x256 --mask causal --dtype bf16
+bsr-matmul --random 200x130x333 --block 16 --density 0.3 --bias random --activation gelu
+bsr-matmul --random 200x300x333 --block 32 --density 0.3 --dtype bf16
+bsr-matmul --random 300x257x400 --block 64 --density 0.3 --activation silu
+bsr-matmul --random 300x128x400 --block 128 --density 0.5 --out-dtype f32
+END
+fi
+
+for file in benches/suites/*.toml; do
+  suite=$(basename "$file" .toml)
+  case " ${SUITES:-$suite} " in
+  *" $suite "*)
+    echo "== $suite"
+    # shellcheck disable=SC2086 # OPTIONS holds several words
+    ./blockflash bench "$suite" --out "$out/$suite.jsonl" ${OPTIONS:-} || failed="$failed $suite"
+    ;;
+  esac
+done
+
+if [ -n "$failed" ]; then
+  echo "FAILED:$failed"
+  exit 1
+fi
+echo "all passed; results are in $out"
