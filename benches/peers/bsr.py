@@ -1,10 +1,10 @@
-"""Rivals of the block-sparse (BSR) matmul c[m, n] = a[m, k]·b[k, n], all on the same pattern of blocks."""
+"""Inputs and rivals of the block-sparse (BSR) matmul c[m, n] = a[m, k]·b[k, n], all on the same pattern of blocks."""
 import math
-import time
 
 import torch
 
-from measure import DTYPES, TOLERANCE, Absent, Call, Capture, needs_cuda, relative
+from measure import DTYPES, TOLERANCE, Call, needs_cuda, needs_triton, relative
+from tune import Tuned
 
 
 class Inputs:
@@ -14,7 +14,7 @@ class Inputs:
         generator = torch.Generator(device=device).manual_seed(case.get("seed", 0))
         self.dtype, self.device, self.block = DTYPES[case["dtype"]], device, case["block_size"]
         self.m, self.n, self.k = case["m"], case["n"], case["k"]
-        self.tolerance = TOLERANCE[case["dtype"]]
+        self.tolerance, self.tuned = TOLERANCE[case["dtype"]], {}
         if self.m % self.block or self.k % self.block:
             raise ValueError(f"m {self.m} and k {self.k} must be multiples of the block size {self.block}")
         self.row_ptr, self.col_idx = (t.to(device) for t in self.pattern(case))
@@ -22,7 +22,7 @@ class Inputs:
         self.block_row = torch.repeat_interleave(torch.arange(self.m // self.block, device=device), self.row_ptr.diff())
 
         def draw(*shape):
-            return torch.randn(shape, device=device, dtype=torch.float32, generator=generator).to(self.dtype)
+            return torch.randn(shape, device=device, dtype=self.dtype, generator=generator)
 
         self.values = draw(self.nnz, self.block, self.block)
         self.b = draw(self.k, self.n)
@@ -30,6 +30,9 @@ class Inputs:
         torch.backends.cuda.matmul.allow_tf32 = False
         self.reference = self.dense().float() @ self.b.float()
         torch.backends.cuda.matmul.allow_tf32 = tf32
+        # An odd step meets every row within a block.
+        self.rows = torch.arange(0, self.m, (self.m // 512) | 1, device=device)
+        self.sample = self.reference[self.rows]
 
     def pattern(self, case):
         """int64 row_ptr and col_idx: the .npy files that `blockflash bench` wrote, else `blocks_per_row` drawn here."""
@@ -64,6 +67,12 @@ class Inputs:
     def relative_error(self, out):
         return relative(out, self.reference)
 
+    def quick_error(self, out):
+        """Of about 512 rows from everywhere; NaN in any row counts. For candidates, the winner is verified as a whole."""
+        if torch.isnan(out).any():
+            return math.nan
+        return relative(out[self.rows], self.sample)
+
 
 class Matmul(Call):
     """A rival that writes into its own `out`."""
@@ -92,10 +101,7 @@ class TritonDefault(Matmul):
     @classmethod
     def available(cls, device):
         needs_cuda(device)
-        try:
-            import triton  # noqa: F401
-        except ImportError as error:
-            raise Absent("python3 has no triton") from error
+        needs_triton()
 
     def __init__(self, inputs, _options):
         from torch.sparse._triton_ops import bsr_dense_addmm
@@ -107,98 +113,45 @@ class TritonDefault(Matmul):
         self.addmm(self.out, self.a, self.b, beta=0, alpha=1, out=self.out, meta=self.meta)
 
 
-class TritonTuned(TritonDefault):
+class TritonTuned(Tuned, TritonDefault):
     """The same kernel with the fastest correct launch parameters of a sweep, made for each case."""
+
+    # Width of a tile, stages and warps that won for a block size.
+    FAVOURITES = {
+        16: [(512, 5, 4), (256, 5, 4), (128, 5, 4)],
+        32: [(512, 5, 4), (256, 5, 4), (128, 5, 4)],
+        64: [(512, 5, 8), (256, 5, 8), (256, 4, 8)],
+        128: [(256, 3, 8), (128, 4, 8), (128, 3, 4)],
+    }
+
+    NAMES = ("SPLIT_N", "GROUP_SIZE_ROW", "num_stages", "num_warps")
 
     def __init__(self, inputs, options):
         super().__init__(inputs, options)
-        limit, start, tried, failed = options.get("tune_seconds", 60), time.monotonic(), 0, 0
-        best_us, best = math.inf, None
-        for meta in self.sweep(inputs):
-            if best is not None and time.monotonic() - start > limit:
-                break
-            tried += 1
-            try:
-                us = self.quick_time(inputs, meta)
-            except Exception as error:
-                # Triton refuses tiles that do not fit into shared memory; a broken context is not ours to hide.
-                torch.cuda.synchronize()
-                failed, last_error = failed + 1, str(error)  # the exception itself would keep tensors alive
-                continue
-            if us < best_us:
-                best_us, best = us, meta
-        if best is None:
-            raise RuntimeError(f"none of {tried} launch parameters ran: {last_error}")
-        self.meta = best
-        self.settings = "SPLIT_N={SPLIT_N} GROUP_SIZE_ROW={GROUP_SIZE_ROW} num_stages={num_stages} num_warps={num_warps}".format(**best)
-        self.settings += f", best of {tried - failed}"
+        self.tune(inputs, options)
 
-    @staticmethod
-    def sweep(inputs):
-        """Launch parameters, those that won on other shapes first."""
-        block, n = inputs.block, inputs.n
-        favourites = {
-            16: [(512, 5, 4), (256, 5, 4), (128, 5, 4)],
-            32: [(512, 5, 4), (256, 5, 4), (128, 5, 4)],
-            64: [(512, 5, 8), (256, 5, 8), (256, 4, 8)],
-            128: [(256, 3, 8), (128, 4, 8), (128, 3, 4)],
-        }.get(block, [])
-        grid = [(tile, stages, warps) for tile in (256, 128, 512, 64) for stages in (3, 4, 5, 2) for warps in (4, 8)]
-        seen = set()
-        default = [(block, 1, 4)]  # what torch takes where its table has no entry
-        for tile, stages, warps in favourites + default + grid:
-            tile = min(tile, n)
-            if n % tile or (tile, stages, warps) in seen or tile < 16:
-                continue
-            if block * tile > 128 * 32 * warps:  # more than 128 accumulators a thread spill
-                continue
-            seen.add((tile, stages, warps))
-            yield dict(SPLIT_N=n // tile, GROUP_SIZE_ROW=4, num_stages=stages, num_warps=warps)
+    def use(self, candidate):
+        self.meta = dict(candidate)
 
-    def quick_time(self, inputs, meta):
-        """Microseconds of a launch in a short graph; wrong output is an error."""
-        self.meta = meta
-        self.poison()
-        self.run()
-        torch.cuda.synchronize()
-        rel_err = inputs.relative_error(self.out)
-        if not rel_err <= inputs.tolerance:
-            raise RuntimeError(f"wrong result with {meta}: relative error {rel_err}")
-        return Capture(self.run, inputs.device, graph_us=500, max_launches=32).window(5)["us"]
+    def search(self, sweep):
+        def named(*values):
+            return tuple(zip(self.NAMES, values))
 
-
-class CusparseBlockedEll(Matmul):
-    """cuSPARSE SpMM, the format whose blocks are padded to the longest row."""
-
-    layouts = ["matrix", "blocks"]
+        sweep.run(named(*values) for values in self.parameters(self.inputs.block, self.inputs.n))
+        # How many rows of blocks are walked together matters less: only for the best.
+        for best in map(dict, sweep.best(2)):
+            sweep.run(named(best["SPLIT_N"], rows, best["num_stages"], best["num_warps"]) for rows in (1, 2, 8, 16))
 
     @classmethod
-    def available(cls, device):
-        needs_cuda(device)
-        from cusparse import Library
-
-        Library.get()
-
-    def __init__(self, inputs, _options):
-        from cusparse import BlockedEllSpmm
-
-        columns, tiles = inputs.blocked_ell()
-        rows, slots, b, _ = tiles.shape
-        self.out, errors = inputs.empty_output(), {}
-        # The manual leaves open whether values are one row-major [m, slots·b] matrix or block after block: the first
-        # layout whose result is right is taken, and tried first from then on.
-        for layout in list(self.layouts):
-            values = tiles if layout == "blocks" else tiles.transpose(1, 2).reshape(rows * b, slots * b).contiguous()
-            self.spmm = BlockedEllSpmm(columns, values, b, inputs.b, self.out)
-            self.poison()
-            self.run()
-            torch.cuda.synchronize()
-            errors[layout] = inputs.relative_error(self.out)
-            if errors[layout] <= inputs.tolerance:
-                CusparseBlockedEll.layouts = [layout]
-                self.settings = f"CUSPARSE_SPMM_BLOCKED_ELL_ALG1, row-major b and c, {slots} blocks per row"
-                return
-        raise RuntimeError(f"wrong result in every layout of the values: relative errors {errors}")
-
-    def run(self):
-        self.spmm.run()
+    def parameters(cls, block, n):
+        """Launch parameters, those that won on other shapes first."""
+        default = [(block, 1, 4)]  # what torch takes where its table has no entry
+        widths = (256, 128, 512, 64) if n > 256 else (128, 64, 32, 256)
+        grid = [(width, stages, warps) for width in widths for stages in (3, 4, 5, 2) for warps in (4, 8)]
+        for width, stages, warps in cls.FAVOURITES.get(block, []) + default + grid:
+            width = min(width, n)
+            if n % width or width < 16:
+                continue
+            if block * width > 128 * 32 * warps:  # more than 128 accumulators a thread spill
+                continue
+            yield n // width, 4, stages, warps

@@ -1,4 +1,4 @@
-"""cuSPARSE's Blocked-ELL SpMM through ctypes: torch ships the library and has no binding for this format."""
+"""cuSPARSE's SpMM with blocks (Blocked-ELL, BSR) through ctypes: torch ships the library and has no binding for these."""
 import ctypes
 import glob
 import os
@@ -14,9 +14,10 @@ DATA_TYPE = {torch.float16: 2, torch.bfloat16: 14, torch.float32: 0}
 COMPUTE_F32 = 0
 INDEX_32 = 2
 BASE_ZERO = 0
-ORDER_ROW = 2
+ORDER = {"column": 1, "row": 2}
 NO_TRANSPOSE = 0
 SPMM_BLOCKED_ELL_ALG1 = 13
+SPMM_BSR_ALG1 = 14
 
 SPMM = [POINTER, INT, INT, POINTER, POINTER, POINTER, POINTER, POINTER, INT, INT]
 SIGNATURES = {
@@ -24,6 +25,7 @@ SIGNATURES = {
     "cusparseGetVersion": [POINTER, ctypes.POINTER(INT)],
     "cusparseSetStream": [POINTER, POINTER],
     "cusparseCreateBlockedEll": [ctypes.POINTER(POINTER), INT64, INT64, INT64, INT64, POINTER, POINTER, INT, INT, INT],
+    "cusparseCreateBsr": [ctypes.POINTER(POINTER)] + [INT64] * 5 + [POINTER] * 3 + [INT] * 5,
     "cusparseCreateDnMat": [ctypes.POINTER(POINTER), INT64, INT64, INT64, POINTER, INT, INT],
     "cusparseDestroySpMat": [POINTER],
     "cusparseDestroyDnMat": [POINTER],
@@ -66,8 +68,9 @@ class Library:
         else:
             raise Absent("no libcusparse: " + "; ".join(tried)[:200])
         for name, arguments in SIGNATURES.items():
-            function = getattr(self.library, name)
-            function.argtypes, function.restype = arguments, INT
+            function = getattr(self.library, name, None)
+            if function is not None:  # an old library lacks BSR: whoever calls it gets an error
+                function.argtypes, function.restype = arguments, INT
         self.library.cusparseGetErrorString.argtypes = [INT]
         self.library.cusparseGetErrorString.restype = ctypes.c_char_p
         self.handle = POINTER()
@@ -82,20 +85,14 @@ class Library:
             raise RuntimeError(f"{name}: {self.library.cusparseGetErrorString(code).decode()} (code {code})")
 
 
-class BlockedEllSpmm:
-    """c = a·b: a in Blocked-ELL, b [k, n] and c [m, n] row-major, f32 accumulation."""
+class Spmm:
+    """c = a·b, b [k, n] and c [m, n] row-major or transposed views of such, f32 accumulation."""
 
-    def __init__(self, columns, values, block_size, b, c):
-        """columns: int32 [block rows, slots], -1 where a row has fewer blocks; values: the blocks in the order of the slots."""
-        self.cusparse = Library.get()
+    algorithm = None
+
+    def __init__(self, b, c):
+        """Of a derived class, which creates `a_matrix` first."""
         self.one, self.zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
-        self.keep = (columns, values, b, c)  # the descriptors hold bare pointers
-        (m, n), k = c.shape, b.shape[0]
-        self.a_matrix = POINTER()
-        self.cusparse.call(
-            "cusparseCreateBlockedEll", ctypes.byref(self.a_matrix), m, k, block_size, columns.shape[1] * block_size,
-            columns.data_ptr(), values.data_ptr(), INDEX_32, BASE_ZERO, DATA_TYPE[values.dtype],
-        )  # fmt: skip
         self.b_matrix, self.c_matrix = self.dense(b), self.dense(c)
         self.set_stream()
         size = ctypes.c_size_t()
@@ -104,16 +101,16 @@ class BlockedEllSpmm:
 
     def dense(self, t):
         matrix = POINTER()
-        rows, columns = t.shape
+        order, stride = ("row", t.stride(0)) if t.stride(1) == 1 else ("column", t.stride(1))
         self.cusparse.call(
-            "cusparseCreateDnMat", ctypes.byref(matrix), rows, columns, t.stride(0), t.data_ptr(), DATA_TYPE[t.dtype], ORDER_ROW
+            "cusparseCreateDnMat", ctypes.byref(matrix), *t.shape, stride, t.data_ptr(), DATA_TYPE[t.dtype], ORDER[order]
         )
         return matrix
 
     def arguments(self):
         return (
             self.cusparse.handle, NO_TRANSPOSE, NO_TRANSPOSE, ctypes.byref(self.one), self.a_matrix, self.b_matrix,
-            ctypes.byref(self.zero), self.c_matrix, COMPUTE_F32, SPMM_BLOCKED_ELL_ALG1,
+            ctypes.byref(self.zero), self.c_matrix, COMPUTE_F32, self.algorithm,
         )  # fmt: skip
 
     def set_stream(self):
@@ -128,3 +125,38 @@ class BlockedEllSpmm:
         for name, matrix in (("SpMat", "a_matrix"), ("DnMat", "b_matrix"), ("DnMat", "c_matrix")):
             if getattr(self, matrix, None):
                 getattr(self.cusparse.library, "cusparseDestroy" + name)(getattr(self, matrix))
+
+
+class BlockedEllSpmm(Spmm):
+    """a in Blocked-ELL."""
+
+    algorithm = SPMM_BLOCKED_ELL_ALG1
+
+    def __init__(self, columns, values, block_size, b, c):
+        """columns: int32 [block rows, slots], -1 where a row has fewer blocks; values: the blocks in the order of the slots."""
+        self.cusparse, self.a_matrix = Library.get(), POINTER()
+        self.keep = (columns, values, b, c)  # the descriptors hold bare pointers
+        self.cusparse.call(
+            "cusparseCreateBlockedEll", ctypes.byref(self.a_matrix), c.shape[0], b.shape[0], block_size,
+            columns.shape[1] * block_size, columns.data_ptr(), values.data_ptr(), INDEX_32, BASE_ZERO,
+            DATA_TYPE[values.dtype],
+        )  # fmt: skip
+        super().__init__(b, c)
+
+
+class BsrSpmm(Spmm):
+    """a in BSR."""
+
+    algorithm = SPMM_BSR_ALG1
+
+    def __init__(self, row_ptr, col_idx, values, order, b, c):
+        """row_ptr, col_idx: int32; values: contiguous blocks [nnz, size, size], each in `order`."""
+        self.cusparse, self.a_matrix = Library.get(), POINTER()
+        self.keep = (row_ptr, col_idx, values, b, c)
+        nnz, size, _ = values.shape
+        self.cusparse.call(
+            "cusparseCreateBsr", ctypes.byref(self.a_matrix), c.shape[0] // size, b.shape[0] // size, nnz, size, size,
+            row_ptr.data_ptr(), col_idx.data_ptr(), values.data_ptr(), INDEX_32, INDEX_32, BASE_ZERO,
+            DATA_TYPE[values.dtype], ORDER[order],
+        )  # fmt: skip
+        super().__init__(b, c)

@@ -40,22 +40,43 @@ def needs_cuda(device):
         raise Absent("needs a CUDA GPU")
 
 
+def needs_triton():
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise Absent("python3 has no triton") from error
+
+
 def relative(out, reference):
-    """‖out − reference‖ / ‖reference‖ in f64; NaN when the output holds one."""
-    reference = reference.double()
-    return ((out.double() - reference).norm() / reference.norm()).item()
+    """‖out − reference‖ / ‖reference‖ in f64, piece by piece; NaN when the output holds one."""
+    out, reference = out.reshape(-1, out.shape[-1]), reference.reshape(-1, reference.shape[-1])
+    rows = max(1, 2**24 // out.shape[-1])
+    difference = total = 0.0
+    for o, r in zip(out.split(rows), reference.split(rows)):
+        r = r.double()
+        difference += (o.double() - r).square().sum().item()
+        total += r.square().sum().item()
+    if total == 0:
+        return difference  # whatever is not zero is too much
+    return math.sqrt(difference / total)
 
 
 class Capture:
-    """Launches of one call in a CUDA graph, replayed and timed between events; on a CPU a timed loop."""
+    """Launches of one call in a CUDA graph, replayed and timed between events; on a CPU a timed loop.
 
-    def __init__(self, run, device, graph_us, max_launches):
-        self.run, self.device, self.launches, self.events = run, device, 1, []
+    With `flush`, a scratch tensor larger than the L2 cache, the graph holds one launch, and the tensor is overwritten
+    before each, so that a launch finds nothing of its data in the cache.
+    """
+
+    def __init__(self, run, device, graph_us, max_launches, flush=None):
+        self.run, self.device, self.flush, self.events = run, device, flush, []
         if device.type != "cuda":
+            self.launches = 1
             run()
             start = time.perf_counter()
+            self._overwrite()
             run()
-            self.replay_us = (time.perf_counter() - start) * 1e6
+            self.turn_us = (time.perf_counter() - start) * 1e6
             return
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -64,13 +85,16 @@ class Capture:
                 run()
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.synchronize(device)
-        # A short graph first: timed outside a graph, a small kernel would count its launch from Python.
-        self._record(8)
-        estimate = min(self._timed_replay() for _ in range(3)) / 8
-        launches = max(1, min(max_launches, round(graph_us / max(estimate, 1e-3))))
-        if launches != self.launches:
-            self._record(launches)
-        self.replay_us = min(self._timed_replay() for _ in range(2))
+        if flush is not None:
+            self._record(1)
+        else:
+            # A short graph first: timed outside a graph, a small kernel would count its launch from Python.
+            self._record(8)
+            estimate = min(self._timed_turn() for _ in range(3)) / 8
+            launches = max(1, min(max_launches, round(graph_us / max(estimate, 1e-3))))
+            if launches != self.launches:
+                self._record(launches)
+        self.turn_us = min(self._timed_turn() for _ in range(2))
 
     def _record(self, launches):
         self.graph = torch.cuda.CUDAGraph()
@@ -81,14 +105,20 @@ class Capture:
         self.graph.replay()
         torch.cuda.synchronize(self.device)
 
+    def _overwrite(self):
+        if self.flush is not None:
+            self.flush.zero_()
+
     def _pair(self, index):
         while len(self.events) <= index:
             self.events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
         return self.events[index]
 
-    def _timed_replay(self):
+    def _timed_turn(self):
+        """Microseconds of a turn: the overwriting, if any, and a replay."""
         begin, end = self._pair(0)
         begin.record()
+        self._overwrite()
         self.graph.replay()
         end.record()
         end.synchronize()
@@ -103,23 +133,27 @@ class Capture:
         torch.cuda.synchronize(self.device)
 
     def window(self, ms):
-        """Replays for about `ms`, all queued at once; microseconds per launch. The first replay warms up and is not counted."""
-        count = max(2, min(5000, 1 + round(ms * 1e3 / self.replay_us)))
-        times = []
+        """Turns for about `ms`, all queued at once; microseconds per launch. The first turn warms up and is not counted."""
+        count = max(2, min(5000, 1 + round(ms * 1e3 / self.turn_us)))
         if self.device.type == "cuda":
             for index in range(count):
                 begin, end = self._pair(index)
+                self._overwrite()
                 begin.record()
                 self.graph.replay()
                 end.record()
             torch.cuda.synchronize(self.device)
             times = [begin.elapsed_time(end) * 1e3 for begin, end in self.events[:count]]
+            self.turn_us = self.events[0][1].elapsed_time(self.events[count - 1][1]) * 1e3 / (count - 1)
         else:
+            times = []
             for _ in range(count):
+                self._overwrite()
                 start = time.perf_counter()
                 self.run()
                 times.append((time.perf_counter() - start) * 1e6)
-        self.replay_us = statistics.median(times[1:])
+            if self.flush is None:
+                self.turn_us = statistics.median(times[1:])
         times = [t / self.launches for t in times[1:]]
         return {
             "us": statistics.median(times),

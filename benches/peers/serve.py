@@ -11,6 +11,7 @@ import importlib
 import json
 import math
 import os
+import signal
 import sys
 import traceback
 
@@ -20,12 +21,18 @@ PEERS = {
         "torch_sdpa_flash": ("attention", "SdpaFlash"),
         "torch_sdpa_cudnn": ("attention", "SdpaCudnn"),
         "torch_sdpa_efficient": ("attention", "SdpaEfficient"),
-        "flash_attention_3": ("attention", "FlashAttention3"),
+        "flash_attention_3": ("flash3", "FlashAttention3"),
+        "triton_flash": ("triton_attention", "TritonFlash"),
+    },
+    "block_sparse_fwd": {
+        "flex_attention": ("flex", "FlexAttention"),
+        "flex_attention_tuned": ("flex", "FlexAttentionTuned"),
     },
     "bsr_matmul": {
         "torch_triton_bsr": ("bsr", "TritonDefault"),
         "torch_triton_bsr_tuned": ("bsr", "TritonTuned"),
-        "cusparse_blocked_ell": ("bsr", "CusparseBlockedEll"),
+        "cusparse_blocked_ell": ("bsr_cusparse", "CusparseBlockedEll"),
+        "cusparse_bsr": ("bsr_cusparse", "CusparseBsr"),
         "torch_matmul_dense": ("bsr", "MatmulDense"),
     },
 }
@@ -53,6 +60,7 @@ class Server:
         self.inputs = None
         self.case = None
         self.prepared = {}
+        self.scratch = None  # what a cold cache is overwritten with
 
     def hello(self, _request):
         answer = {"ok": True, "python": sys.version.split()[0], "references": REFERENCES, "peers": {}, "absent": {}}
@@ -93,17 +101,19 @@ class Server:
 
         case, name = request["case"], request["peer"]
         op = case["op"]
-        peer = load(op, name)
+        peer, flush = load(op, name), self.flush(request)
+        self.prepared.pop(name, None)  # its memory may be needed again
         if self.case != case:
             self.drop({})
             self.inputs = peer.Inputs(case, self.device)
             self.case = case
         call = peer(self.inputs, request.get("options", {}))
-        capture = measure.Capture(call.run, self.device, request.get("graph_us", 3000), request.get("max_launches", 512))
+        capture = measure.Capture(call.run, self.device, request.get("graph_us", 3000), request.get("max_launches", 512), flush)
         call.poison()
         capture.replay()
         rel_err = self.inputs.relative_error(call.output())
         self.prepared[name] = (capture, call)
+        self.give_back()
         limit = self.inputs.tolerance
         return {
             "ok": True,
@@ -113,6 +123,28 @@ class Server:
             "settings": call.settings,
             "launches": capture.launches,
         }
+
+    def flush(self, request):
+        """A tensor to overwrite before each launch if the L2 cache shall be cold, else None."""
+        cache, size = request.get("cache", "warm"), request.get("flush_bytes", 0)
+        if cache == "warm":
+            return None
+        if cache != "cold" or size <= 0:
+            raise ValueError(f"cache {cache!r} with flush_bytes {size}: it is warm, or cold with bytes to overwrite")
+        if self.scratch is None or self.scratch.numel() < size:
+            import torch
+
+            self.scratch = None  # before the larger one is allocated
+            self.scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self.scratch[:size]
+
+    def give_back(self):
+        """Memory that torch holds but does not need: ours runs on the same GPU."""
+        if self.device is not None and self.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
 
     def window(self, request):
         capture, _ = self.prepared[request["peer"]]
@@ -124,11 +156,7 @@ class Server:
         import gc
 
         gc.collect()
-        if self.device is not None and self.device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+        self.give_back()
         return {"ok": True}
 
     def answer(self, request):
@@ -153,6 +181,8 @@ class Server:
 
 
 def serve(device):
+    # Ctrl-C goes to the whole process group: whoever reads the answers ends this process by closing stdin.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Libraries that print must not break the protocol: they get stderr as their stdout.
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -166,42 +196,74 @@ def serve(device):
             request, answer = {}, {"error": one_line(error)}
         else:
             answer = server.answer(request)
-        channel.write(json.dumps(answer) + "\n")
-        channel.flush()
+        try:
+            channel.write(json.dumps(answer) + "\n")
+            channel.flush()
+        except BrokenPipeError:
+            return 0
         if "fatal" in answer:
             return 1
     return 0
 
 
+def cases():
+    """Small cases of every kind the suites hold, with the fields of the request that are not `warm`."""
+    attention = dict(op="attention_fwd", batch=2, seqlen_q=512, seqlen_kv=512, num_heads_q=4, num_heads_kv=4, seed=1)
+    warm, cold = {}, {"cache": "cold", "flush_bytes": 1 << 27}
+    yield dict(attention, head_dim=64, mask="full", dtype="bf16"), warm
+    yield dict(attention, head_dim=64, mask="full", dtype="bf16"), cold
+    yield dict(attention, head_dim=128, mask="causal", dtype="f16"), warm
+    yield dict(attention, head_dim=256, mask="causal", dtype="bf16"), warm
+    yield dict(attention, head_dim=128, mask="causal", dtype="bf16", num_heads_kv=2), warm
+    yield dict(attention, head_dim=128, mask="causal", dtype="bf16", seqlen_q=128, num_heads_kv=2), warm
+    for queries in (1, 16):
+        yield dict(attention, head_dim=128, mask="full", dtype="bf16", seqlen_q=queries, seqlen_kv=4096, num_heads_kv=1), warm
+    sparse = dict(attention, op="block_sparse_fwd", pattern="uniform", mask="full", dtype="bf16", density=0.25)
+    for block, head_dim, heads_kv in ((128, 64, 4), (128, 128, 4), (64, 64, 2), (64, 128, 4)):
+        row = dict(block_q=block, block_kv=block, blocks_per_row=128 // block, head_dim=head_dim, num_heads_kv=heads_kv)
+        yield dict(sparse, **row), warm
+    product = dict(op="bsr_matmul", m=1024, n=512, k=1024, dtype="f16", seed=1)
+    for block in (16, 32, 64, 128):
+        yield dict(product, block_size=block, blocks_per_row=256 // block), warm
+    yield dict(product, n=128, block_size=64, blocks_per_row=4), cold
+
+
+def refused(case, name):
+    """Why a rival cannot run a case: then an error is right."""
+    if name == "triton_flash" and case["seqlen_q"] < 64:
+        return "no tile for so few queries"
+    if case["op"] != "attention_fwd":
+        return None
+    if name == "torch_sdpa_efficient" and case["num_heads_q"] != case["num_heads_kv"]:
+        return "no grouped heads"
+    if name == "torch_sdpa_cudnn" and case["mask"] == "causal" and case["seqlen_q"] != case["seqlen_kv"]:
+        return "no diagonal that ends at the last key"
+    return None
+
+
 def self_test(device, only):
-    """Each rival on small cases of every kind the suites hold."""
+    """Each rival on all cases of its operation."""
     server = Server(device)
     hello = server.hello({})
     print(json.dumps(hello, indent=1), flush=True)
     if not any(hello["peers"].values()):
         print("error: no rival can run here", file=sys.stderr)
         return 2
-    attention = dict(op="attention_fwd", batch=2, seqlen_q=512, seqlen_kv=512, num_heads_q=4, num_heads_kv=4, seed=1)
-    cases = [
-        dict(attention, head_dim=64, mask="full", dtype="bf16"),
-        dict(attention, head_dim=128, mask="causal", dtype="f16"),
-        dict(attention, head_dim=256, mask="causal", dtype="bf16"),
-        dict(attention, head_dim=128, mask="causal", dtype="bf16", num_heads_kv=2),
-    ]
-    for block in (16, 32, 64, 128):
-        cases.append(dict(op="bsr_matmul", m=1024, n=512, k=1024, block_size=block, blocks_per_row=256 // block, dtype="f16", seed=1))
     failed = 0
-    for case in cases:
-        shape = " ".join(str(v) for k, v in case.items() if k not in ("op", "seed"))
+    for case, cache in cases():
+        shape = " ".join(str(v) for k, v in {**case, **cache}.items() if k not in ("op", "seed"))
         for name in hello["peers"][case["op"]]:
             if only and only not in name:
                 continue
-            answer = server.answer({"op": "prepare", "case": case, "peer": name, "options": {"tune_seconds": 15}})
+            request = {"op": "prepare", "case": case, "peer": name, "options": {"tune_seconds": 3}, **cache}
+            answer = server.answer(request)
             if answer.get("ok"):
                 answer.update(server.answer({"op": "window", "peer": name, "ms": 20}))
-            good = answer.get("verified", False) and "error" not in answer
+            reason = refused(case, name)
+            good = ("error" in answer) if reason else (answer.get("verified", False) and "error" not in answer)
             failed += not good
-            print("ok   " if good else "ERROR", case["op"], shape, name, json.dumps(answer), flush=True)
+            mark = "ok   " if good else "ERROR"
+            print(mark, case["op"], shape, name, f"({reason})" if reason else "", json.dumps(answer), flush=True)
             if "fatal" in answer:
                 print("ERROR the device context is lost, the rest was not run", flush=True)
                 return 1
