@@ -3,7 +3,7 @@
 use crate::{
     artifacts::{self, Program},
     git, kernels, profile,
-    workspace::{create_dir, list, root, write},
+    workspace::{create_dir, list, read_bytes, root, write},
 };
 use anyhow::{Context, Result, ensure};
 use blockflash_sys::{Row, Target, manifest};
@@ -28,8 +28,11 @@ pub struct Args {
 
 const MAX_BYTES: u64 = 60_000_000;
 
-/// Packages whose tests go along: what touches the GPU, and nothing that needs the repository at run time.
+/// Packages whose tests go along when they use the GPU; they need nothing of the repository at run time.
 const TESTED: [&str; 3] = ["blockflash-safe", "blockflash-ops", "blockflash-tests"];
+
+/// What every test program that uses a GPU asks for, and no other one: the name stands in it.
+const ASKS_FOR_GPU: &[u8] = b"BLOCKFLASH_REQUIRE_GPU";
 
 /// Symbols are dropped by the linker, so the usual release build of the dependencies is used again. Panics still say where.
 const STRIP: &[&str] = &["--config", "profile.release.strip=\"symbols\""];
@@ -44,7 +47,12 @@ pub fn run(args: &Args) -> Result<()> {
     if !missing.is_empty() {
         eprintln!("warning: {} kernel images are missing: run `cargo xtask kernels` first", missing.len());
     }
+    let rows = profiled(args)?;
     clear(&folder)?;
+    // First of all: it marks the folder as a bundle, should something fail below.
+    let script = folder.join("run-all");
+    write(&script, RUN_ALL)?;
+    make_executable(&script)?;
     let programs = build()?;
     create_dir(&folder.join("tests"))?;
     for program in &programs {
@@ -59,11 +67,9 @@ pub fn run(args: &Args) -> Result<()> {
     for part in ["suites", "peers"] {
         copy_folder(&root().join("benches").join(part), &folder.join("benches").join(part))?;
     }
-    profiles(args, &folder)?;
+    profiles(args, &rows, &folder)?;
+    ceilings(&folder)?;
     write(&folder.join("commit"), format!("{}\n", git::head()?))?;
-    let script = folder.join("run-all");
-    write(&script, RUN_ALL)?;
-    make_executable(&script)?;
     let bytes = size(&folder)?;
     println!(
         "{}: {} programs, {:.1} MB; start ./run-all there",
@@ -93,23 +99,25 @@ fn build() -> Result<Vec<Program>> {
     let tests = ["test", "--no-run", "--lib", "--test", "*"];
     let packages = TESTED.iter().flat_map(|package| ["--package", package]).collect::<Vec<_>>();
     let tests = artifacts::build(&[&tests, STRIP, &packages].concat())?;
-    programs.extend(tests.into_iter().filter(|program| program.is_test));
+    for program in tests.into_iter().filter(|program| program.is_test) {
+        // What needs no GPU has been tested where the bundle is made.
+        if contains(&read_bytes(&program.path)?, ASKS_FOR_GPU) {
+            programs.push(program);
+        }
+    }
+    ensure!(programs.iter().any(|program| program.is_test), "no test program asks for a GPU");
     Ok(programs)
 }
 
-/// Puts images for profiling and what belongs to them into the bundle.
-fn profiles(args: &Args, folder: &Path) -> Result<()> {
-    // Measured ceilings of every GPU are small, and which one it will be is not known.
-    for gpu in list(&root().join("benches/results")).unwrap_or_default() {
-        let name = gpu.file_name().unwrap_or_default();
-        if gpu.join("ceilings.jsonl").is_file() {
-            let to = folder.join("benches/results").join(name);
-            create_dir(&to)?;
-            copy(&gpu.join("ceilings.jsonl"), &to.join("ceilings.jsonl"))?;
-        }
-    }
+fn contains(bytes: &[u8], part: &[u8]) -> bool {
+    let starts = bytes.iter().enumerate().filter(|(_, byte)| **byte == part[0]);
+    starts.into_iter().any(|(at, _)| bytes[at..].starts_with(part))
+}
+
+/// The rows whose images go along for profiling.
+fn profiled(args: &Args) -> Result<Vec<&'static Row>> {
     if args.profile.is_empty() && args.profile_commit.is_empty() {
-        return Ok(());
+        return Ok(Vec::new());
     }
     let named = |row: &Row| {
         args.profile.is_empty() || args.profile.iter().any(|part| row.image_name().contains(part.as_str()))
@@ -117,9 +125,14 @@ fn profiles(args: &Args, folder: &Path) -> Result<()> {
     let selects = |row: &&Row| kernels::is_among(row.target, &args.profile_arch) && named(row);
     let rows: Vec<&Row> = manifest::rows().iter().filter(selects).collect();
     ensure!(!rows.is_empty(), "--profile and --profile-arch select no image");
+    Ok(rows)
+}
+
+/// Puts images for profiling into the bundle, and the sources that a report quotes.
+fn profiles(args: &Args, rows: &[&Row], folder: &Path) -> Result<()> {
     if !args.profile.is_empty() {
         println!("compiling {} images with line information", rows.len());
-        kernels::with_line_information(&rows, &folder.join("images").join(profile::WORK))?;
+        kernels::with_line_information(rows, &folder.join("images").join(profile::WORK))?;
         copy_tree(&root().join("kernels"), &folder.join("kernels"))?;
     }
     for name in &args.profile_commit {
@@ -129,6 +142,19 @@ fn profiles(args: &Args, folder: &Path) -> Result<()> {
         let had = rows.iter().filter(|row| profile::unpack(&commit, row, &images).is_ok()).count();
         ensure!(had > 0, "commit {commit} has none of the images that are selected");
         println!("commit {commit}: {had} of {} images", rows.len());
+    }
+    Ok(())
+}
+
+/// Measured ceilings of every GPU: they are small, and which one it will be is not known.
+fn ceilings(folder: &Path) -> Result<()> {
+    for gpu in list(&root().join("benches/results")).unwrap_or_default() {
+        let measured = gpu.join("ceilings.jsonl");
+        if measured.is_file() {
+            let to = folder.join("benches/results").join(gpu.file_name().unwrap_or_default());
+            create_dir(&to)?;
+            copy(&measured, &to.join("ceilings.jsonl"))?;
+        }
     }
     Ok(())
 }
@@ -188,6 +214,12 @@ const RUN_ALL: &str = include_str!("run-all.sh");
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn parts_of_programs() {
+        assert!(contains(b"..BLOCKBLOCKFLASH_REQUIRE_GPU..", ASKS_FOR_GPU));
+        assert!(!contains(b"BLOCKFLASH_REQUIRE", ASKS_FOR_GPU) && !contains(b"", ASKS_FOR_GPU));
+    }
 
     #[test]
     fn only_a_bundle_is_cleared() {
