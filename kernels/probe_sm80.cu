@@ -18,6 +18,16 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const
   if constexpr (kProbe == BLOCKFLASH_PROBE_MMA_E4M3) ptx::mma_m16n8k32_e4m3(d, a, b[0], b[1]);
 }
 
+// Changes nothing: no input has 2^48 bytes, but the compiler cannot know.
+template <int kATiles, int kBTiles>
+__device__ __forceinline__ void change(const blockflash_probe_params& p, int n, uint32_t (&a)[kATiles][4], uint32_t (&b)[kBTiles][2]) {
+  const uint32_t bits = static_cast<uint32_t>(p.bytes >> 48) * n;
+#pragma unroll
+  for (int i = 0; i < kATiles * 4; ++i) a[i / 4][i % 4] ^= bits;
+#pragma unroll
+  for (int i = 0; i < kBTiles * 2; ++i) b[i / 2][i % 2] ^= bits;
+}
+
 // Each warp adds the same 2 × 8 tile products again and again. The fragments lie in the input as lanes hold them: register r of
 // a[i] at word (4 i + r) * 32 + lane, those of b behind. A thread's result is the sum of its accumulators.
 __device__ __forceinline__ float matrix_rate(const blockflash_probe_params& p) {
@@ -29,11 +39,14 @@ __device__ __forceinline__ float matrix_rate(const blockflash_probe_params& p) {
   for (int i = 0; i < kATiles * 4; ++i) a[i / 4][i % 4] = words[i * kWarpSize];
 #pragma unroll
   for (int i = 0; i < kBTiles * 2; ++i) b[i / 2][i % 2] = words[(kATiles * 4 + i) * kWarpSize];
-  for (int n = 0; n < p.iterations; ++n)
+  for (int n = 0; n < p.iterations; ++n) {
+    // GPUs without FP8 products of warps convert: operands that might change keep the conversions in the loop.
+    if constexpr (kProbe == BLOCKFLASH_PROBE_MMA_E4M3) change(p, n, a, b);
 #pragma unroll
     for (int j = 0; j < kBTiles; ++j)
 #pragma unroll
       for (int i = 0; i < kATiles; ++i) mma(d[i][j], a[i], b[j]);
+  }
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < kATiles * kBTiles * 4; ++i) sum += d[i / 4 / kBTiles][i / 4 % kBTiles][i % 4];

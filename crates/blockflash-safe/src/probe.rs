@@ -27,8 +27,7 @@ impl Stream {
         };
         let views = [Some(input), Some(output.as_view())];
         self.expect_all(&views)?;
-        let iterations =
-            i32::try_from(iterations).map_err(|_| failed("too many iterations".to_owned()))?;
+        let iterations = i32::try_from(iterations).map_err(|_| failed("too many iterations".to_owned()))?;
         fit(row, probe, blocks, &input, &output).map_err(failed)?;
         let params = blockflash_probe_params {
             input: pointer(&input),
@@ -56,7 +55,10 @@ fn fit(row: &Row, probe: Probe, blocks: u32, input: &View<'_>, output: &ViewMut<
     let words = input.shape().first().map_or(0, |&words| words as i64);
     fits("input", input, DType::I32, [(words, 1)])?;
     let chunk = PROBE_CHUNK_BYTES as i64 / 4;
-    require(words % chunk == 0 && words >= 4 * chunk, "the input is no multiple of 16384 bytes from 65536 on")?;
+    require(
+        words % chunk == 0 && words >= 4 * chunk,
+        "the input is no multiple of 16384 bytes from 65536 on",
+    )?;
     require(blocks > 0, "a grid without blocks")?;
     require(input.is_aligned(16) && output.as_view().is_aligned(16), "an address is no multiple of 16")?;
     let threads = i64::from(blocks) * i64::from(row.threads());

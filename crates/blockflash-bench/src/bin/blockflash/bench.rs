@@ -93,6 +93,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
         return Err(Failure::new("--row names GPU kernels, but the CPU is measured"));
     }
     let default = benches.join("results").join(machine.slug()).join(format!("{}.jsonl", suite.name));
+    if suite.cases.is_empty() && device.is_cpu() {
+        return Err(Failure::new(format!("the suite {} measures a GPU, and none is used", suite.name)));
+    }
     let out = args.out.as_deref().unwrap_or(&default);
     let mut writer = Writer::open(out)?;
 
@@ -103,6 +106,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut run = Run::new(suite, machine, device.stream()?, args.seed, rows)?;
     if !device.is_cpu() {
         measure_ceilings(&mut run, &mut Writer::open(&out.with_file_name("ceilings.jsonl"))?)?;
+    }
+    if run.suite.cases.is_empty() {
+        return Ok(ExitCode::SUCCESS);
     }
     let records = measure(&run, &mut peers, &mut writer)?;
 

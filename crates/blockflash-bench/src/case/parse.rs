@@ -1,0 +1,109 @@
+//! Reading a case's id.
+
+use super::{AttentionShape, BlockSparseShape, BsrShape, Case, MaskKind, Pattern};
+use blockflash_sys::DType;
+use std::str::FromStr;
+
+impl FromStr for Case {
+    type Err = String;
+
+    /// Reads what [`Display`](std::fmt::Display) writes.
+    fn from_str(id: &str) -> Result<Self, String> {
+        // A pattern's name may hold the separator.
+        let joined = id.replace("power_law", "power-law");
+        let parts: Vec<&str> = joined.split('_').collect();
+        let case = if id.starts_with('m') { bsr(&parts) } else { attention(&parts) };
+        // Whatever was read differently from how it was written is not an id.
+        case.filter(|case| case.to_string() == id).ok_or_else(|| {
+            format!(
+                "{id:?} is no case: expected for example b4_s4096_h32_d64_causal_bf16, \
+                 b1_q1_kv8192_h32kv8_d128_full_f16 or m8192_n1024_k8192_b64_d0.1_uniform_f16"
+            )
+        })
+    }
+}
+
+fn number<T: FromStr>(part: &str, prefix: &str) -> Option<T> {
+    part.strip_prefix(prefix)?.parse().ok()
+}
+
+fn pair(part: &str, prefix: &str) -> Option<[usize; 2]> {
+    let (first, second) = part.strip_prefix(prefix)?.split_once("kv")?;
+    Some([first.parse().ok()?, second.parse().ok()?])
+}
+
+fn dtype(part: &str) -> Option<DType> {
+    [DType::F16, DType::BF16, DType::F32].into_iter().find(|dtype| dtype.name() == part)
+}
+
+fn mask(part: &str) -> Option<MaskKind> {
+    [MaskKind::Full, MaskKind::Causal].into_iter().find(|mask| mask.to_string() == part)
+}
+
+fn pattern(part: &str) -> Option<Pattern> {
+    let all = [Pattern::Uniform, Pattern::Random, Pattern::PowerLaw, Pattern::Banded];
+    all.into_iter().find(|pattern| pattern.to_string() == part.replace('-', "_"))
+}
+
+fn attention(parts: &[&str]) -> Option<Case> {
+    let (batch, rest) = parts.split_first()?;
+    let batch = number(batch, "b")?;
+    let ([seqlen_q, seqlen_kv], rest) = match rest {
+        [s, rest @ ..] if s.starts_with('s') => ([number(s, "s")?; 2], rest),
+        [q, kv, rest @ ..] => ([number(q, "q")?, number(kv, "kv")?], rest),
+        _ => return None,
+    };
+    let (heads, rest) = rest.split_first()?;
+    let [num_heads_q, num_heads_kv] = pair(heads, "h").or_else(|| Some([number(heads, "h")?; 2]))?;
+    if num_heads_kv == 0 {
+        return None;
+    }
+    match *rest {
+        [d, mask_name, dtype_name] => Some(Case::AttentionFwd(AttentionShape {
+            batch,
+            seqlen_q,
+            seqlen_kv,
+            num_heads_q,
+            num_heads_kv,
+            head_dim: number(d, "d")?,
+            mask: mask(mask_name)?,
+            dtype: dtype(dtype_name)?,
+        })),
+        [d, blocks, density, pattern_name, mask_name, dtype_name] => {
+            let [block_q, block_kv] = pair(blocks, "q")?;
+            if block_q == 0 || block_kv == 0 {
+                return None;
+            }
+            Some(Case::BlockSparseFwd(BlockSparseShape {
+                batch,
+                seqlen_q,
+                seqlen_kv,
+                num_heads_q,
+                num_heads_kv,
+                head_dim: number(d, "d")?,
+                block_q,
+                block_kv,
+                density: number(density, "d")?,
+                pattern: pattern(pattern_name)?,
+                mask: mask(mask_name)?,
+                dtype: dtype(dtype_name)?,
+            }))
+        }
+        _ => None,
+    }
+}
+
+fn bsr(parts: &[&str]) -> Option<Case> {
+    let &[m, n, k, block, density, pattern_name, dtype_name] = parts else { return None };
+    let block_size = number(block, "b")?;
+    (block_size > 0).then_some(())?;
+    Some(Case::BsrMatmul(BsrShape {
+        m: number(m, "m")?,
+        n: number(n, "n")?,
+        k: number(k, "k")?,
+        block_size,
+        density: number(density, "d")?,
+        pattern: pattern(pattern_name)?,
+        dtype: dtype(dtype_name)?,
+    }))
+}

@@ -1,0 +1,142 @@
+use super::*;
+
+const ATTENTION: AttentionShape = AttentionShape {
+    batch: 4,
+    seqlen_q: 4096,
+    seqlen_kv: 4096,
+    num_heads_q: 32,
+    num_heads_kv: 32,
+    head_dim: 64,
+    mask: MaskKind::Causal,
+    dtype: DType::BF16,
+};
+const BLOCK_SPARSE: BlockSparseShape = BlockSparseShape {
+    batch: 1,
+    seqlen_q: 1024,
+    seqlen_kv: 1024,
+    num_heads_q: 4,
+    num_heads_kv: 2,
+    head_dim: 128,
+    block_q: 64,
+    block_kv: 128,
+    density: 0.25,
+    pattern: Pattern::Uniform,
+    mask: MaskKind::Full,
+    dtype: DType::F16,
+};
+const BSR: BsrShape = BsrShape {
+    m: 8192,
+    n: 1024,
+    k: 8192,
+    block_size: 64,
+    density: 0.1,
+    pattern: Pattern::Uniform,
+    dtype: DType::F16,
+};
+
+#[test]
+fn ids_are_readable_and_can_be_read_back() {
+    let grouped = AttentionShape { num_heads_kv: 8, seqlen_q: 1, mask: MaskKind::Full, ..ATTENTION };
+    let skewed = BsrShape { pattern: Pattern::PowerLaw, density: 0.0625, ..BSR };
+    for (case, id) in [
+        (Case::AttentionFwd(ATTENTION), "b4_s4096_h32_d64_causal_bf16"),
+        (Case::AttentionFwd(grouped), "b4_q1_kv4096_h32kv8_d64_full_bf16"),
+        (Case::BlockSparseFwd(BLOCK_SPARSE), "b1_s1024_h4kv2_d128_q64kv128_d0.25_uniform_full_f16"),
+        (Case::BsrMatmul(BSR), "m8192_n1024_k8192_b64_d0.1_uniform_f16"),
+        (Case::BsrMatmul(skewed), "m8192_n1024_k8192_b64_d0.0625_power_law_f16"),
+    ] {
+        assert_eq!(case.to_string(), id);
+        assert_eq!(id.parse(), Ok(case));
+    }
+    for wrong in [
+        "",
+        "b",
+        "b4_s4096_h32_d64_causal",
+        "b4_s04096_h32_d64_causal_bf16",
+        "m8_n8_k8_b0_d1_uniform_f16",
+        "x",
+    ] {
+        assert!(wrong.parse::<Case>().unwrap_err().contains("is no case"), "{wrong}");
+    }
+}
+
+#[test]
+fn flops_count_what_is_needed() {
+    let causal = AttentionShape { seqlen_q: 2, seqlen_kv: 5, ..ATTENTION };
+    assert_eq!(Case::AttentionFwd(causal).work().flops, 4.0 * 4.0 * 32.0 * 64.0 * 9.0); // 4 + 5 pairs
+    assert_eq!(Case::AttentionFwd(causal).work().exps, 4.0 * 32.0 * 9.0);
+    let full = Case::AttentionFwd(AttentionShape { mask: MaskKind::Full, ..ATTENTION }).work();
+    assert_eq!(full.flops, 4.0 * 4.0 * 32.0 * 4096.0 * 4096.0 * 64.0);
+    // 2 of 8 blocks of keys for each of 16 blocks of queries and 4 heads.
+    let sparse = Case::BlockSparseFwd(BLOCK_SPARSE).work();
+    assert_eq!(sparse.flops, 4.0 * 128.0 * (4 * 16 * 2 * 64 * 128) as f64);
+    // 12.8 blocks of a row round to 13.
+    assert_eq!(Case::BsrMatmul(BSR).work().flops, 2.0 * 128.0 * 13.0 * 4096.0 * 1024.0);
+}
+
+#[test]
+fn bytes_count_operands_once_and_tiles_again() {
+    let full = AttentionShape { mask: MaskKind::Full, ..ATTENTION };
+    let work = Case::AttentionFwd(full).work();
+    let rows = 4.0 * 4096.0 * 32.0;
+    assert_eq!(work.bytes, rows * (4.0 * 128.0 + 4.0));
+    // 32 tiles of 128 queries fetch all keys and values, and each its queries.
+    assert_eq!(work.l2_bytes, 4.0 * 32.0 * 32.0 * 4096.0 * 256.0 + rows * 128.0);
+    // Tiles of a causal mask see 1, 2, … 32 tiles of keys.
+    let causal = Case::AttentionFwd(ATTENTION).work();
+    assert_eq!(causal.l2_bytes, 4.0 * 32.0 * (32.0 * 33.0 / 2.0) * 128.0 * 256.0 + rows * 128.0);
+    // All four heads that share keys fit into one tile of a single query.
+    let decode = AttentionShape { seqlen_q: 1, num_heads_kv: 8, mask: MaskKind::Full, ..ATTENTION };
+    assert_eq!(Case::AttentionFwd(decode).work().l2_bytes, 4.0 * 8.0 * 4096.0 * 256.0 + 4.0 * 32.0 * 128.0);
+
+    let sparse = Case::BlockSparseFwd(BLOCK_SPARSE).work();
+    assert_eq!(sparse.l2_bytes, (4 * 16 * 2 * 128 * 512 + 1024 * 4 * 256) as f64);
+    let bsr = Case::BsrMatmul(BSR).work();
+    let blocks = 128.0 * 13.0;
+    assert_eq!(bsr.l2_bytes, blocks * 64.0 * 1024.0 * 2.0 + blocks * 8192.0 * 4.0);
+    assert_eq!(bsr.bytes, blocks * 8192.0 + 4.0 * (blocks + 129.0) + 2.0 * 2.0 * 8192.0 * 1024.0);
+}
+
+#[test]
+fn uniform_rows_hold_the_same_number_of_ascending_columns() {
+    let (row_ptr, col_idx) = BSR.pattern(7);
+    assert_eq!((row_ptr.len(), row_ptr.last()), (129, Some(&(128 * 13))));
+    assert_ne!(col_idx[..13], col_idx[13..26]);
+    assert_eq!(BSR.pattern(7), (row_ptr, col_idx));
+}
+
+#[test]
+fn every_pattern_is_valid_and_stores_what_it_says() {
+    for pattern in [Pattern::Uniform, Pattern::Random, Pattern::PowerLaw, Pattern::Banded] {
+        for (density, block_size) in [(0.05, 128), (0.1, 64), (0.5, 16), (1.0, 128), (0.0, 32)] {
+            let shape = BsrShape { pattern, density, block_size, m: 4096, ..BSR };
+            let (row_ptr, col_idx) = shape.pattern(3);
+            assert_eq!(row_ptr.len(), shape.block_rows() + 1, "{pattern}");
+            assert_eq!(*row_ptr.last().unwrap() as usize, col_idx.len(), "{pattern}");
+            assert_eq!(col_idx.len(), shape.nnz_blocks(), "{pattern} {density}");
+            for row in row_ptr.windows(2) {
+                let columns = &col_idx[row[0] as usize..row[1] as usize];
+                assert!(columns.windows(2).all(|pair| pair[0] < pair[1]), "{pattern}");
+                assert!(columns.iter().all(|&column| (column as usize) < shape.block_columns()), "{pattern}");
+            }
+        }
+    }
+}
+
+#[test]
+fn patterns_look_like_their_names() {
+    let lengths = |pattern| {
+        let (row_ptr, _) = BsrShape { pattern, ..BSR }.pattern(3);
+        let mut lengths: Vec<i32> = row_ptr.windows(2).map(|row| row[1] - row[0]).collect();
+        lengths.sort_unstable();
+        lengths
+    };
+    assert_eq!(lengths(Pattern::Banded), lengths(Pattern::Uniform));
+    let random = lengths(Pattern::Random);
+    assert!(random[0] < 13 && random[127] > 13 && random[127] < 40, "{random:?}");
+    let skewed = lengths(Pattern::PowerLaw);
+    assert!(skewed[127] > 100 && skewed[0] < 8, "{skewed:?}");
+    let (_, band) = BsrShape { pattern: Pattern::Banded, ..BSR }.pattern(3);
+    assert_eq!(band[..13], (0..13).collect::<Vec<_>>());
+    assert_eq!(band[64 * 13..65 * 13], (58..71).collect::<Vec<_>>());
+}

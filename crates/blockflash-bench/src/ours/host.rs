@@ -1,0 +1,56 @@
+//! What a call costs the host.
+
+use super::operands::Operands;
+use crate::error::Result;
+use crate::timing::median;
+use blockflash_ops::{Row, Stream};
+use std::collections::HashSet;
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+/// Calls that are timed one by one; the device works on them meanwhile.
+const CALLS: usize = 200;
+/// At most so many, so that the device does not take longer than this for them.
+const DEVICE_US: f64 = 50e3;
+
+/// Microseconds that a call keeps the host, from validation to the launch: medians.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct HostCost {
+    /// Everything anew at each call.
+    pub us: Option<f64>,
+    /// With the kernel decided before.
+    pub prepared_us: Option<f64>,
+}
+
+/// Times calls of the kernel that the library selects, whose launch takes `launch_us` on the device.
+pub(super) fn cost(operands: &mut Operands, stream: &Stream, launch_us: f64) -> Result<HostCost> {
+    let calls = ((DEVICE_US / launch_us.max(1.0)) as usize).clamp(10, CALLS);
+    let prepared = operands.prepare(stream)?;
+    let us = times(stream, calls, || operands.launch(None, stream))?;
+    let prepared_us = times(stream, calls, || operands.launch_prepared(&prepared, stream))?;
+    Ok(HostCost { us, prepared_us })
+}
+
+fn times(stream: &Stream, calls: usize, mut call: impl FnMut() -> Result<()>) -> Result<Option<f64>> {
+    stream.synchronize()?;
+    let mut times = Vec::with_capacity(calls);
+    for _ in 0..calls {
+        let start = Instant::now();
+        call()?;
+        times.push(start.elapsed().as_secs_f64() * 1e6);
+    }
+    stream.synchronize()?;
+    Ok(median(&mut times))
+}
+
+/// Microseconds of loading a kernel, unless this process has used it before.
+pub(super) fn load(row: &Row, stream: &Stream) -> Result<Option<f64>> {
+    static LOADED: Mutex<Option<HashSet<String>>> = Mutex::new(None);
+    let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+    if !loaded.get_or_insert_default().insert(row.image_name()) {
+        return Ok(None);
+    }
+    let start = Instant::now();
+    stream.device().preload(row)?;
+    Ok(Some(start.elapsed().as_secs_f64() * 1e6))
+}

@@ -1,0 +1,157 @@
+//! Grids of a suite's file.
+
+use crate::case::{AttentionShape, BlockSparseShape, BsrShape, Case, MaskKind, Pattern};
+use blockflash_sys::DType;
+use serde::Deserialize;
+
+/// Every combination of the lists is a case. Either `batch`, or `tokens` for a batch of `tokens / seqlen`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct AttentionGrid {
+    batch: Option<usize>,
+    tokens: Option<usize>,
+    seqlen: Vec<usize>,
+    seqlen_kv: Option<usize>,
+    num_heads_q: usize,
+    num_heads_kv: Option<usize>,
+    head_dim: usize,
+    mask: Vec<MaskKind>,
+    dtype: Vec<DType>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct BlockSparseGrid {
+    batch: usize,
+    seqlen: Vec<usize>,
+    num_heads_q: usize,
+    num_heads_kv: Option<usize>,
+    head_dim: usize,
+    /// Queries and keys of a block.
+    block: Vec<[usize; 2]>,
+    density: Vec<f64>,
+    dtype: Vec<DType>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct BsrGrid {
+    m: usize,
+    k: usize,
+    n: Vec<usize>,
+    block_size: Vec<usize>,
+    density: Vec<f64>,
+    pattern: Vec<Pattern>,
+    dtype: Vec<DType>,
+}
+
+impl AttentionGrid {
+    pub(super) fn expand(&self, cases: &mut Vec<Case>) -> Result<(), String> {
+        let Self { num_heads_q, head_dim, .. } = *self;
+        let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
+        for &dtype in &self.dtype {
+            for &mask in &self.mask {
+                for &seqlen_q in &self.seqlen {
+                    let batch = match (self.batch, self.tokens) {
+                        (Some(batch), None) => batch,
+                        (None, Some(tokens)) if seqlen_q > 0 && tokens % seqlen_q == 0 => tokens / seqlen_q,
+                        (None, Some(tokens)) => {
+                            return Err(format!("{tokens} tokens are no multiple of {seqlen_q}"));
+                        }
+                        _ => return Err("an attention grid has either batch or tokens".to_owned()),
+                    };
+                    let seqlen_kv = self.seqlen_kv.unwrap_or(seqlen_q);
+                    if [batch, seqlen_q, seqlen_kv, head_dim].contains(&0) {
+                        return Err("an attention grid has a size of 0".to_owned());
+                    }
+                    let shape = AttentionShape {
+                        batch,
+                        seqlen_q,
+                        seqlen_kv,
+                        num_heads_q,
+                        num_heads_kv,
+                        head_dim,
+                        mask,
+                        dtype,
+                    };
+                    cases.push(Case::AttentionFwd(shape));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl BlockSparseGrid {
+    pub(super) fn expand(&self, cases: &mut Vec<Case>) -> Result<(), String> {
+        let Self { batch, num_heads_q, head_dim, .. } = *self;
+        let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
+        for &dtype in &self.dtype {
+            for &[block_q, block_kv] in &self.block {
+                for &seqlen in &self.seqlen {
+                    if [batch, head_dim, seqlen, block_q, block_kv].contains(&0) {
+                        return Err("a block-sparse grid has a size of 0".to_owned());
+                    }
+                    if seqlen % block_q != 0 || seqlen % block_kv != 0 {
+                        return Err(format!(
+                            "seqlen {seqlen} is no multiple of blocks {block_q} x {block_kv}"
+                        ));
+                    }
+                    for &density in &self.density {
+                        fraction(density)?;
+                        cases.push(Case::BlockSparseFwd(BlockSparseShape {
+                            batch,
+                            seqlen_q: seqlen,
+                            seqlen_kv: seqlen,
+                            num_heads_q,
+                            num_heads_kv,
+                            head_dim,
+                            block_q,
+                            block_kv,
+                            density,
+                            pattern: Pattern::Uniform,
+                            mask: MaskKind::Full,
+                            dtype,
+                        }));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl BsrGrid {
+    pub(super) fn expand(&self, cases: &mut Vec<Case>) -> Result<(), String> {
+        let Self { m, k, .. } = *self;
+        for &dtype in &self.dtype {
+            for &n in &self.n {
+                for &block_size in &self.block_size {
+                    if [m, n, k, block_size].contains(&0) || m % block_size != 0 || k % block_size != 0 {
+                        return Err(format!(
+                            "m {m}, n {n}, k {k}: sizes of 0, or no multiples of block_size {block_size}"
+                        ));
+                    }
+                    for &density in &self.density {
+                        fraction(density)?;
+                        let shape = |pattern| BsrShape { m, n, k, block_size, density, pattern, dtype };
+                        cases.extend(self.pattern.iter().map(|&pattern| Case::BsrMatmul(shape(pattern))));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn heads_kv(num_heads_q: usize, num_heads_kv: Option<usize>) -> Result<usize, String> {
+    let num_heads_kv = num_heads_kv.unwrap_or(num_heads_q);
+    if num_heads_q == 0 || num_heads_kv == 0 || !num_heads_q.is_multiple_of(num_heads_kv) {
+        return Err(format!("{num_heads_q} query heads cannot share {num_heads_kv} key-value heads"));
+    }
+    Ok(num_heads_kv)
+}
+
+fn fraction(density: f64) -> Result<(), String> {
+    if density > 0.0 && density <= 1.0 { Ok(()) } else { Err(format!("density {density} is not in (0, 1]")) }
+}
