@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Time between two samples: about one falls into a window of the default length. Asking costs the driver some time.
-const PERIOD: Duration = Duration::from_millis(100);
+const PERIOD: Duration = Duration::from_millis(50);
 
 /// One moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
