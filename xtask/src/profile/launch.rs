@@ -22,10 +22,6 @@ pub struct Launch {
     pub l2_bytes: f64,
     /// Exponentials.
     pub exps: f64,
-    /// Registers per thread, as the driver says.
-    pub registers: u32,
-    /// How often it was launched.
-    pub launches: u32,
 }
 
 impl Launch {

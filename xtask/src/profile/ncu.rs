@@ -101,13 +101,15 @@ impl Ncu {
             Some(folder) => command.env(IMAGES_VARIABLE, folder),
             None => command.env_remove(IMAGES_VARIABLE),
         };
+        // Whether a report is there afterwards tells more than the exit status.
+        let _ = std::fs::remove_file(job.report);
         let output = command.output().with_context(|| format!("cannot start {}", self.program.display()))?;
         let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
-        match refusal(&text) {
-            Some(reason) => bail!("{}: {reason}", job.symbol),
-            None if !output.status.success() => bail!("{}: ncu failed ({})", job.symbol, output.status),
-            None => Ok(text),
+        if output.status.success() && job.report.is_file() {
+            return Ok(text);
         }
+        let status = || format!("ncu wrote no report ({})", output.status);
+        bail!("{}: {}", job.symbol, refusal(&text).unwrap_or_else(status))
     }
 }
 
