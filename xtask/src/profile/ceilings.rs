@@ -2,7 +2,7 @@
 
 use super::{launch::Launch, raw::Raw};
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
+use std::{collections::BTreeMap, path::PathBuf};
 
 /// Rates of one GPU per second; what is not known is missing.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -19,18 +19,12 @@ pub struct Ceilings {
     pub hbm: Option<f64>,
 }
 
-/// A line of the record of `blockflash` that states a ceiling.
+/// A line of the record of `blockflash bench`; only those of ceilings have a rate.
 #[derive(Deserialize)]
 struct Line {
-    /// Its name: `hbm_read`, `l2_read`, `matmul_bf16`, `exp2`.
-    #[serde(default)]
-    ceiling: String,
-    #[serde(default)]
+    /// The ceiling: `hbm_read`, `l2_bulk`, `wgmma_bf16`, `exp2`.
     case: String,
-    #[serde(default)]
-    op: String,
     rate: Option<f64>,
-    #[serde(default)]
     gpu: String,
 }
 
@@ -53,26 +47,28 @@ impl Ceilings {
         files.iter().find_map(read)
     }
 
-    /// The highest rates of each kind; `None` when there is none for this GPU.
+    /// The highest rates of each kind, of each ceiling its newest record; `None` when there is none for this GPU.
     fn parse(text: &str, gpu: &str, dtype: &str) -> Option<Self> {
         let lines = text.lines().filter_map(|line| serde_json::from_str::<Line>(line).ok());
+        let newest: BTreeMap<String, f64> =
+            lines.filter(|line| line.gpu == gpu).filter_map(|line| Some((line.case, line.rate?))).collect();
         let mut found = Self { origin: "measured".into(), ..Self::default() };
-        for line in lines.filter(|line| line.gpu == gpu) {
-            // In the record of a suite the name of a ceiling is its case.
-            let name = if line.op == "ceiling" { &line.case } else { &line.ceiling };
+        let unknown = found.clone();
+        for (name, rate) in newest {
             let slot = match name.split('_').next().unwrap_or_default() {
-                "matmul" if name.ends_with(&format!("_{dtype}")) => &mut found.matmul,
-                "exp" | "exp2" => &mut found.exp,
+                // Which instruction multiplies is the kernel's choice, and may be what there is to gain.
+                "mma" | "wgmma" if name.ends_with(&format!("_{dtype}")) => &mut found.matmul,
+                "exp2" => &mut found.exp,
                 "l2" => &mut found.l2,
                 "hbm" => &mut found.hbm,
                 _ => continue,
             };
             // Nothing is less than any rate.
-            if line.rate > *slot {
-                *slot = line.rate;
+            if Some(rate) > *slot {
+                *slot = Some(rate);
             }
         }
-        (found != Self { origin: found.origin.clone(), ..Self::default() }).then_some(found)
+        (found != unknown).then_some(found)
     }
 
     /// What Nsight Compute states, at the clocks of the profile.
@@ -110,12 +106,14 @@ mod tests {
 
     #[test]
     fn lines_of_this_gpu_and_type_count() {
-        let text = r#"{"ceiling":"hbm_read","rate":4.0e12,"gpu":"A"}
-{"ceiling":"hbm_copy","rate":3.5e12,"gpu":"A"}
-{"ceiling":"hbm_read","rate":9.0e12,"gpu":"B"}
-{"op":"ceiling","case":"matmul_bf16","rate":7.0e14,"gpu":"A"}
-{"op":"attention_fwd","case":"b4_d64","ceiling":"matmul","rate":null,"gpu":"A"}
-{"ceiling":"matmul_f16","rate":8.0e14,"gpu":"A"}
+        let text = r#"{"op":"ceiling","case":"hbm_read","rate":5.0e12,"gpu":"A"}
+{"op":"ceiling","case":"hbm_read","rate":4.0e12,"gpu":"A"}
+{"op":"ceiling","case":"hbm_copy","rate":3.5e12,"gpu":"A"}
+{"op":"ceiling","case":"hbm_read","rate":9.0e12,"gpu":"B"}
+{"op":"ceiling","case":"mma_bf16","rate":5.0e14,"gpu":"A"}
+{"op":"ceiling","case":"wgmma_bf16","rate":7.0e14,"gpu":"A"}
+{"op":"attention_fwd","case":"b4_s4096_h32_d64_full_bf16","ceiling":"matmul","gpu":"A"}
+{"op":"ceiling","case":"mma_f16","rate":8.0e14,"gpu":"A"}
 no json"#;
         let found = Ceilings::parse(text, "A", "bf16").unwrap();
         assert_eq!((found.hbm, found.matmul, found.l2), (Some(4.0e12), Some(7.0e14), None));
