@@ -41,11 +41,13 @@ impl Device {
     }
 
     /// Whether this is the CPU.
+    #[inline]
     pub fn is_cpu(&self) -> bool {
         self.0.is_none()
     }
 
     /// What the GPU is; `None` for the CPU.
+    #[inline]
     pub fn cuda_properties(&self) -> Option<&CudaProperties> {
         self.0.map(|context| &context.properties)
     }

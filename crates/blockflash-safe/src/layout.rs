@@ -67,16 +67,19 @@ impl Layout {
     }
 
     /// Sizes of the dimensions.
+    #[inline]
     pub fn shape(&self) -> &[usize] {
         &self.shape[..self.rank]
     }
 
     /// Elements between neighbours along each dimension.
+    #[inline]
     pub fn strides(&self) -> &[usize] {
         &self.strides[..self.rank]
     }
 
     /// Number of dimensions; 0 is a single element.
+    #[inline]
     pub fn rank(&self) -> usize {
         self.rank
     }

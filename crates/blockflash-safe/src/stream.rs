@@ -75,6 +75,7 @@ impl Stream {
     }
 
     /// Where the work runs.
+    #[inline]
     pub fn device(&self) -> &Device {
         &self.0.device
     }

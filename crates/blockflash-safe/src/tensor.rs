@@ -204,6 +204,7 @@ impl Tensor {
     }
 
     /// Borrows the tensor.
+    #[inline]
     pub fn view(&self) -> View<'_> {
         match &self.memory {
             Memory::Host(memory) => View::from_host(memory.bytes(), self.dtype, self.layout),
@@ -212,6 +213,7 @@ impl Tensor {
     }
 
     /// Borrows the tensor for writing.
+    #[inline]
     pub fn view_mut(&mut self) -> ViewMut<'_> {
         match &mut self.memory {
             Memory::Host(memory) => ViewMut::from_host(memory.bytes_mut(), self.dtype, self.layout),
@@ -220,21 +222,25 @@ impl Tensor {
     }
 
     /// Element type.
+    #[inline]
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
     /// Shape and (contiguous) strides.
+    #[inline]
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 
     /// Sizes of the dimensions.
+    #[inline]
     pub fn shape(&self) -> &[usize] {
         self.layout.shape()
     }
 
     /// Where the memory is.
+    #[inline]
     pub fn device(&self) -> Device {
         match &self.memory {
             Memory::Host(_) => Device::cpu(),

@@ -77,42 +77,50 @@ impl<'a> View<'a> {
     }
 
     /// `memory` is at least the span of the layout.
+    #[inline]
     pub(crate) fn from_memory(memory: &'a Arc<DeviceMemory>, dtype: DType, layout: Layout) -> View<'a> {
         let source = Source::Cuda { ptr: memory.ptr(), owner: Some(memory) };
         View { source, device: *memory.home().device(), dtype, layout }
     }
 
     /// Element type.
+    #[inline]
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
     /// Shape and strides.
+    #[inline]
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 
     /// Sizes of the dimensions.
+    #[inline]
     pub fn shape(&self) -> &[usize] {
         self.layout.shape()
     }
 
     /// Elements between neighbours along each dimension.
+    #[inline]
     pub fn strides(&self) -> &[usize] {
         self.layout.strides()
     }
 
     /// Where the memory is.
+    #[inline]
     pub fn device(&self) -> &Device {
         &self.device
     }
 
     /// Whether the memory is host memory.
+    #[inline]
     pub fn is_cpu(&self) -> bool {
         self.device.is_cpu()
     }
 
     /// The device address of the first element; `None` on the CPU.
+    #[inline]
     pub fn device_ptr(&self) -> Option<u64> {
         match self.source {
             Source::Host(_) => None,
@@ -121,6 +129,7 @@ impl<'a> View<'a> {
     }
 
     /// Whether the address of the first element is a multiple of `bytes`; true without elements.
+    #[inline]
     pub fn is_aligned(&self, bytes: usize) -> bool {
         let address = match self.source {
             Source::Host(memory) => memory.as_ptr() as u64,
@@ -206,6 +215,7 @@ impl<'a> View<'a> {
     }
 
     /// Who keeps the memory alive, when it is ours and on a GPU.
+    #[inline]
     pub(crate) fn owner(&self) -> Option<&'a Arc<DeviceMemory>> {
         match self.source {
             Source::Host(_) => None,

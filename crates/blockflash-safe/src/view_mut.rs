@@ -25,6 +25,7 @@ impl std::fmt::Debug for SourceMut<'_> {
 }
 
 impl SourceMut<'_> {
+    #[inline]
     fn shared(&self) -> Source<'_> {
         match self {
             SourceMut::Host(bytes) => Source::Host(bytes),
@@ -87,6 +88,7 @@ impl<'a> ViewMut<'a> {
     }
 
     /// `memory` is at least the span of the layout and borrowed exclusively; the layout does not overlap itself.
+    #[inline]
     pub(crate) fn from_memory(
         memory: &'a mut Arc<DeviceMemory>,
         dtype: DType,
@@ -97,51 +99,61 @@ impl<'a> ViewMut<'a> {
     }
 
     /// Element type.
+    #[inline]
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
     /// Shape and strides.
+    #[inline]
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 
     /// Sizes of the dimensions.
+    #[inline]
     pub fn shape(&self) -> &[usize] {
         self.layout.shape()
     }
 
     /// Elements between neighbours along each dimension.
+    #[inline]
     pub fn strides(&self) -> &[usize] {
         self.layout.strides()
     }
 
     /// Where the memory is.
+    #[inline]
     pub fn device(&self) -> &Device {
         &self.device
     }
 
     /// Whether the memory is host memory.
+    #[inline]
     pub fn is_cpu(&self) -> bool {
         self.device.is_cpu()
     }
 
     /// The device address of the first element; `None` on the CPU.
+    #[inline]
     pub fn device_ptr(&self) -> Option<u64> {
         self.as_view().device_ptr()
     }
 
     /// Whether the address of the first element is a multiple of `bytes`; true without elements.
+    #[inline]
     pub fn is_aligned(&self, bytes: usize) -> bool {
         self.as_view().is_aligned(bytes)
     }
 
     /// A shared view of the same elements.
+    #[inline]
     pub fn as_view(&self) -> View<'_> {
         View::with_source(self.source.shared(), self.device, self.dtype, self.layout)
     }
 
     /// A shorter exclusive view of the same elements.
+    #[inline]
     pub fn reborrow(&mut self) -> ViewMut<'_> {
         let source = match &mut self.source {
             SourceMut::Host(bytes) => SourceMut::Host(bytes),
