@@ -9,6 +9,7 @@ pub mod io;
 pub mod machine;
 pub mod ours;
 pub mod peers;
+pub mod plot;
 pub mod random;
 pub mod record;
 pub mod report;

@@ -3,53 +3,188 @@
 use crate::failure::{Failure, Result};
 use crate::output::print;
 use blockflash_bench::machine::benches;
-use blockflash_bench::{record, report};
-use std::path::{Path, PathBuf};
+use blockflash_bench::plot::{Plot, plots};
+use blockflash_bench::record::{self, Record};
+use blockflash_bench::report::{self, Detail, Image};
+use std::io::IsTerminal;
+use std::path::{Component, Path, PathBuf};
 use std::process::ExitCode;
+
+const EXAMPLES: &str = "\
+The newest run of each suite is reported. Markdown goes to stdout, or with --into into a file.
+
+Examples:
+  blockflash report                                   a line for each group of cases and for each rival
+  blockflash report --suite attention_fwd --full      a line for each case
+  blockflash report --against e49784d4                what has changed since that commit; exit code 1 if a case is slower
+
+  A README with one plot and one summary of each suite, and beside the records a page with everything:
+  blockflash report benches/results/nvidia-h200 --plots benches/results/nvidia-h200 --into README.md
+  blockflash report benches/results/nvidia-h200 --plots benches/results/nvidia-h200 --full \\
+      --into benches/results/nvidia-h200/README.md";
 
 /// Options of `blockflash report`.
 #[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub struct Args {
     /// Records, or folders of them [default: benches/results]
     #[arg(value_name = "RESULTS")]
     pub results: Vec<PathBuf>,
-    /// Write the tables into this Markdown file, between the marks results:begin and results:end
+    /// Only these suites (commas between, or repeated)
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    pub suite: Vec<String>,
+    /// A line for each case instead of one for each group; suites of a few cases are always shown in full
+    #[arg(long)]
+    pub full: bool,
+    /// Write between the lines results:begin and results:end of this Markdown file; a missing file is made
     #[arg(long, value_name = "FILE")]
     pub into: Option<PathBuf>,
+    /// Draw SVG plots into this folder; with --into the file shows them, without --full one of each suite
+    #[arg(long, value_name = "FOLDER")]
+    pub plots: Option<PathBuf>,
+    /// Compare with the newest earlier runs of this commit; exit code 1 if a case of ours has become slower
+    #[arg(long, value_name = "COMMIT", conflicts_with_all = ["full", "into", "plots"])]
+    pub against: Option<String>,
 }
 
-/// Prints or writes the newest run of each suite on each GPU as Markdown tables.
+/// Prints or writes tables and plots of the newest runs, or compares them with a commit.
 pub fn run(args: Args) -> Result<ExitCode> {
-    let places = if args.results.is_empty() { vec![benches()?.join("results")] } else { args.results };
-    let mut files = Vec::new();
-    for place in &places {
-        collect(place, &mut files)?;
+    let records = args.records()?;
+    if let Some(commit) = &args.against {
+        let comparison = report::against(&records, commit)?;
+        print(&for_stdout(&comparison.text))?;
+        return Ok(ExitCode::from(u8::from(comparison.regressions > 0)));
     }
-    files.sort();
-    let mut records = Vec::new();
-    for file in &files {
-        records.extend(record::read(file)?);
+    let detail = if args.full { Detail::Cases } else { Detail::Groups };
+    let plots = match &args.plots {
+        Some(folder) => draw(&records, folder)?,
+        None => Vec::new(),
+    };
+    let images = match (&args.into, &args.plots) {
+        (Some(file), Some(folder)) => images(&plots, &link(file, folder)?),
+        (None, Some(folder)) => {
+            for plot in &plots {
+                print(&folder.join(&plot.file).display().to_string())?;
+            }
+            return Ok(ExitCode::SUCCESS);
+        }
+        (_, None) => Vec::new(),
+    };
+    let text = report::markdown(&records, detail, &images);
+    match &args.into {
+        None => print(&for_stdout(&text))?,
+        Some(path) => write_into(path, &text)?,
     }
-    if records.is_empty() {
-        let places: Vec<_> = places.iter().map(|place| place.display().to_string()).collect();
+    Ok(ExitCode::SUCCESS)
+}
+
+impl Args {
+    /// The records of the wanted suites, with all ceilings.
+    fn records(&self) -> Result<Vec<Record>> {
+        let places = match self.results.is_empty() {
+            true => vec![benches()?.join("results")],
+            false => self.results.clone(),
+        };
+        let mut files = Vec::new();
+        for place in &places {
+            collect(place, &mut files)?;
+        }
+        files.sort();
+        let mut records = Vec::new();
+        for file in &files {
+            records.extend(record::read(file)?);
+        }
+        if records.is_empty() {
+            let places: Vec<_> = places.iter().map(|place| place.display().to_string()).collect();
+            return Err(Failure::new(format!(
+                "no records in {}: run `blockflash bench` first",
+                places.join(", ")
+            )));
+        }
+        if let Some(unknown) =
+            self.suite.iter().find(|name| !records.iter().any(|record| record.suite == **name))
+        {
+            let mut present: Vec<_> = records.iter().map(|record| record.suite.as_str()).collect();
+            present.sort_unstable();
+            present.dedup();
+            return Err(Failure::new(format!(
+                "no records of a suite {unknown:?}; there are {}",
+                present.join(", ")
+            )));
+        }
+        if !self.suite.is_empty() {
+            records.retain(|record| record.op == "ceiling" || self.suite.contains(&record.suite));
+        }
+        Ok(records)
+    }
+}
+
+/// Padded for those who read it here; as it is for programs and files.
+fn for_stdout(text: &str) -> String {
+    if std::io::stdout().is_terminal() { report::align(text) } else { text.to_owned() }
+}
+
+fn draw(records: &[Record], folder: &Path) -> Result<Vec<Plot>> {
+    let mut gpus: Vec<_> = records.iter().map(|record| record.gpu.as_str()).collect();
+    gpus.sort_unstable();
+    gpus.dedup();
+    if gpus.len() > 1 {
         return Err(Failure::new(format!(
-            "no records in {}: run `blockflash bench` first",
-            places.join(", ")
+            "--plots draws one GPU, these are records of {}: name the folder of one",
+            gpus.join(", ")
         )));
     }
-    let text = report::markdown(&records);
-    let Some(path) = args.into else {
-        print(&text)?;
-        return Ok(ExitCode::SUCCESS);
+    let plots = plots(records)?;
+    let failure = |path: &Path, error: std::io::Error| Failure::new(format!("{}: {error}", path.display()));
+    std::fs::create_dir_all(folder).map_err(|error| failure(folder, error))?;
+    for plot in &plots {
+        let path = folder.join(&plot.file);
+        std::fs::write(&path, &plot.svg).map_err(|error| failure(&path, error))?;
+    }
+    Ok(plots)
+}
+
+fn images(plots: &[Plot], link: &str) -> Vec<Image> {
+    let image = |plot: &Plot| Image {
+        suite: plot.suite.clone(),
+        alt: plot.alt.clone(),
+        path: format!("{link}{}", plot.file),
+        cover: plot.cover,
     };
+    plots.iter().map(image).collect()
+}
+
+/// How a file refers to a folder: empty or with a `/` at the end.
+fn link(file: &Path, folder: &Path) -> Result<String> {
+    let absolute = |path: &Path| {
+        std::fs::canonicalize(path).map_err(|error| Failure::new(format!("{}: {error}", path.display())))
+    };
+    let parent = file.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let (from, to) = (absolute(parent)?, absolute(folder)?);
+    let common = from.components().zip(to.components()).take_while(|(a, b)| a == b).count();
+    let mut link = "../".repeat(from.components().count() - common);
+    for component in to.components().skip(common) {
+        if let Component::Normal(name) = component {
+            link += &format!("{}/", name.to_string_lossy());
+        }
+    }
+    Ok(link)
+}
+
+/// Replaces what stands between the marks.
+fn write_into(path: &Path, text: &str) -> Result<()> {
     let failure = |error: std::io::Error| Failure::new(format!("{}: {error}", path.display()));
-    let document = std::fs::read_to_string(&path).map_err(failure)?;
-    let Some(document) = report::insert(&document, &text) else {
+    let document = match std::fs::read_to_string(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            format!("# Results\n\n{}\n{}\n", report::BEGIN, report::END)
+        }
+        document => document.map_err(failure)?,
+    };
+    let Some(document) = report::insert(&document, text) else {
         let message = format!("{} has no lines {} and {}", path.display(), report::BEGIN, report::END);
         return Err(Failure::new(message));
     };
-    std::fs::write(&path, document).map_err(failure)?;
-    Ok(ExitCode::SUCCESS)
+    std::fs::write(path, document).map_err(failure)
 }
 
 /// A file as it is named, or every `.jsonl` below a folder.

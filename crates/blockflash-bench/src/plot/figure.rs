@@ -1,0 +1,131 @@
+//! What a plot shows, before it is drawn.
+
+use super::style::Style;
+
+/// Panels under a common title and legend.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Figure {
+    pub(super) title: String,
+    /// Where and when.
+    pub(super) subtitle: String,
+    pub(super) legend: Vec<(String, Style)>,
+    pub(super) panels: Vec<Panel>,
+    pub(super) columns: usize,
+    /// Pixels, with axes.
+    pub(super) panel_height: u32,
+    /// Pixels to the left of the y axis.
+    pub(super) y_labels: u32,
+}
+
+/// One pair of axes.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Panel {
+    pub(super) title: String,
+    pub(super) x: Axis,
+    pub(super) y: Axis,
+    pub(super) lines: Vec<Line>,
+    pub(super) notes: Vec<Note>,
+    /// A second row of labels below the x axis.
+    pub(super) x_groups: Vec<(f64, String)>,
+}
+
+/// Linear in what it is given: a logarithmic axis gets logarithms, and labels of the numbers.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Axis {
+    /// Name and unit.
+    pub(super) label: String,
+    pub(super) low: f64,
+    pub(super) high: f64,
+    pub(super) ticks: Vec<(f64, String)>,
+}
+
+/// Points that are joined, unless `joined` is false.
+#[derive(Clone, Debug)]
+pub(super) struct Line {
+    pub(super) points: Vec<(f64, f64)>,
+    pub(super) style: Style,
+    pub(super) joined: bool,
+}
+
+/// Words at a point.
+#[derive(Clone, Debug)]
+pub(super) struct Note {
+    pub(super) at: (f64, f64),
+    pub(super) text: String,
+    pub(super) side: Side,
+    pub(super) bold: bool,
+}
+
+/// Where the words are, seen from their point.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Side {
+    Left,
+    Right,
+    /// Above, ending at the point.
+    AboveLeft,
+}
+
+impl Axis {
+    /// From zero to a little more than the greatest value, with round ticks.
+    pub(super) fn from_zero(label: &str, most: f64) -> Self {
+        let high = if most > 0.0 { most * 1.07 } else { 1.0 };
+        let step = step(high / 5.0);
+        let count = (high / step).floor() as usize;
+        let ticks = (0..=count).map(|tick| tick as f64 * step).map(|value| (value, plain(value))).collect();
+        Self { label: label.to_owned(), low: 0.0, high, ticks }
+    }
+
+    /// Logarithmic to base 2, with a tick at each value.
+    pub(super) fn of_values(label: &str, values: &[f64]) -> Self {
+        let mut values = values.to_vec();
+        values.sort_by(f64::total_cmp);
+        values.dedup();
+        let logs: Vec<_> = values.iter().map(|value| value.log2()).collect();
+        let (low, high) = (logs.first().copied().unwrap_or(0.0), logs.last().copied().unwrap_or(1.0));
+        let margin = if high > low { (high - low) * 0.05 } else { 1.0 };
+        let ticks = logs.iter().zip(&values).map(|(&log, &value)| (log, plain(value))).collect();
+        Self { label: label.to_owned(), low: low - margin, high: high + margin, ticks }
+    }
+
+    /// Logarithmic to base 10 between two values, with ticks at 1, 2 and 5.
+    pub(super) fn decades(label: &str, low: f64, high: f64) -> Self {
+        let exponents = low.log10().floor() as i32..=high.log10().ceil() as i32;
+        let values = exponents.flat_map(|exponent| [1.0, 2.0, 5.0].map(|digit| digit * 10f64.powi(exponent)));
+        let inside = values.filter(|&value| value >= low && value <= high);
+        let ticks = inside.map(|value| (value.log10(), plain(value))).collect();
+        Self { label: label.to_owned(), low: low.log10(), high: high.log10(), ticks }
+    }
+}
+
+/// The next round number: 1, 2, 2.5 or 5 times a power of ten.
+fn step(at_least: f64) -> f64 {
+    let power = 10f64.powf(at_least.log10().floor());
+    let digits = [1.0, 2.0, 2.5, 5.0, 10.0].map(|digit| digit * power);
+    digits.into_iter().find(|&step| step >= at_least).unwrap_or(10.0 * power)
+}
+
+/// Without zeros at the end: 0.25, 16384.
+pub(super) fn plain(value: f64) -> String {
+    let text = format!("{value:.5}");
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn labels(axis: &Axis) -> Vec<&str> {
+        axis.ticks.iter().map(|(_, label)| label.as_str()).collect()
+    }
+
+    #[test]
+    fn ticks_are_round_or_at_the_values() {
+        assert_eq!(labels(&Axis::from_zero("", 832.0)), ["0", "200", "400", "600", "800"]);
+        assert_eq!(labels(&Axis::from_zero("", 0.0)), ["0", "0.2", "0.4", "0.6", "0.8", "1"]);
+        let lengths = Axis::of_values("", &[2048.0, 512.0, 2048.0]);
+        assert_eq!((labels(&lengths), lengths.ticks[0].0), (vec!["512", "2048"], 9.0));
+        assert!(lengths.low < 9.0 && lengths.high > 11.0);
+        assert_eq!(labels(&Axis::decades("", 0.3, 11.0)), ["0.5", "1", "2", "5", "10"]);
+        assert_eq!(plain(0.03125), "0.03125");
+    }
+}

@@ -1,0 +1,206 @@
+//! The table of cases: one line per kernel of ours, one column per rival.
+
+use super::run::{Row, geometric_mean, peer_names, rows};
+use crate::record::Record;
+
+/// Cells of a table, all rows as long as the header.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Cells {
+    /// Names of the columns.
+    pub header: Vec<String>,
+    /// Lines in the order of measuring; the last one is a mean where there are several ratios.
+    pub rows: Vec<Vec<String>>,
+}
+
+/// What stands where there is no number.
+pub(crate) const NONE: &str = "—";
+
+/// The table of some records of one run, for a terminal.
+pub fn cells(records: &[&Record]) -> Cells {
+    let rows = rows(records);
+    table(&rows.iter().collect::<Vec<_>>(), |text| text)
+}
+
+/// The same; `mark` is applied to the best of a row.
+pub(crate) fn table(rows: &[&Row<'_>], mark: fn(String) -> String) -> Cells {
+    let columns = Columns::of(rows);
+    let mut lines: Vec<_> = rows.iter().flat_map(|row| columns.lines(row, mark)).collect();
+    let ratios: Vec<_> = rows.iter().filter_map(|row| row.ratio()).collect();
+    if let Some(mean) = geometric_mean(&ratios).filter(|_| ratios.len() > 1) {
+        let cell = |name: &String| match name.as_str() {
+            "case" => "geometric mean".to_owned(),
+            RATIO => format!("{mean:.2}"),
+            _ => String::new(),
+        };
+        lines.push(columns.header().iter().map(cell).collect());
+    }
+    Cells { header: columns.header(), rows: lines }
+}
+
+const RATIO: &str = "× best rival";
+
+/// Which columns a table has: only those that say something.
+struct Columns<'a> {
+    peers: Vec<&'a str>,
+    rivals: bool,
+    kernel: bool,
+    ceiling: bool,
+}
+
+impl<'a> Columns<'a> {
+    fn of(rows: &[&Row<'a>]) -> Self {
+        let peers = || rows.iter().flat_map(|row| row.peers.iter().copied());
+        Self {
+            peers: peer_names(peers().filter(|peer| peer.us.is_some())),
+            rivals: rows.iter().any(|row| row.rivals().next().is_some()),
+            kernel: rows.iter().any(|row| row.ours.len() > 1),
+            ceiling: rows.iter().flat_map(|row| &row.ours).any(|ours| ours.ceiling.is_some()),
+        }
+    }
+
+    fn header(&self) -> Vec<String> {
+        let mut header = vec!["case"];
+        header.extend(self.kernel.then_some("kernel"));
+        header.extend(["µs", "blockflash"]);
+        header.extend(&self.peers);
+        header.extend(self.rivals.then_some(RATIO));
+        header.extend(self.ceiling.then_some("ceiling"));
+        header.push("verified");
+        header.into_iter().map(str::to_owned).collect()
+    }
+
+    /// A line for each kernel of ours, and one where there is none.
+    fn lines(&self, row: &Row<'_>, mark: fn(String) -> String) -> Vec<Vec<String>> {
+        match row.ours.as_slice() {
+            [] => vec![self.line(row, None, mark)],
+            ours => ours.iter().map(|ours| self.line(row, Some(ours), mark)).collect(),
+        }
+    }
+
+    fn line(&self, row: &Row<'_>, ours: Option<&Record>, mark: fn(String) -> String) -> Vec<String> {
+        let us = ours.and_then(|ours| ours.us);
+        let rival = row.best_rival().and_then(|rival| rival.us);
+        let best = [us, rival].into_iter().flatten().reduce(f64::min);
+        let speed = |record: Option<&Record>| match record {
+            None => NONE.to_owned(),
+            Some(record) if !record.reference && record.us.is_some() && record.us == best => {
+                mark(speed(record))
+            }
+            Some(record) => speed(record),
+        };
+        let mut line = vec![row.name()];
+        line.extend(self.kernel.then(|| ours.map_or(NONE.to_owned(), kernel)));
+        line.push(us.map_or(NONE.to_owned(), number));
+        line.push(speed(ours));
+        line.extend(self.peers.iter().map(|&peer| speed(row.peer(peer))));
+        if self.rivals {
+            let ratio = rival.zip(us).map(|(rival, us)| rival / us);
+            line.push(ratio.map_or(NONE.to_owned(), |ratio| format!("{ratio:.2}")));
+        }
+        line.extend(self.ceiling.then(|| ours.and_then(ceiling).unwrap_or(NONE.to_owned())));
+        line.push(verified(row, ours).to_owned());
+        line
+    }
+}
+
+/// Name of the kernel without the part that all have.
+pub(crate) fn kernel(record: &Record) -> String {
+    let symbol = record.symbol.as_deref().unwrap_or_default();
+    symbol.strip_prefix("blockflash_").unwrap_or(symbol).to_owned()
+}
+
+/// Which ceiling binds, and the fraction of it that was reached.
+fn ceiling(record: &Record) -> Option<String> {
+    let name = record.ceiling.clone()?;
+    Some(record.ceiling_fraction.map_or(name.clone(), |fraction| format!("{name} {fraction:.2}")))
+}
+
+/// A time of an output that was not found right must not hide among the others.
+fn verified(row: &Row<'_>, ours: Option<&Record>) -> &'static str {
+    let mut timed = ours.into_iter().chain(row.peers.iter().copied()).filter(|record| record.us.is_some());
+    match ours.is_some_and(|ours| ours.us.is_some()) {
+        _ if timed.any(|record| !record.verified) => "NO",
+        true => "yes",
+        false => "no",
+    }
+}
+
+/// TFLOP/s, or that it failed.
+fn speed(record: &Record) -> String {
+    record.tflops.filter(|_| record.us.is_some()).map_or("error".to_owned(), number)
+}
+
+/// Three or four significant digits.
+pub(crate) fn number(value: f64) -> String {
+    let decimals = match value {
+        value if value >= 100.0 => 0,
+        value if value >= 10.0 => 1,
+        value if value >= 1.0 => 2,
+        _ => 4,
+    };
+    format!("{value:.decimals$}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::sample::{record, suite};
+    use super::*;
+    use crate::record::OURS;
+
+    #[test]
+    fn a_line_compares_with_the_best_rival_and_not_with_a_mark() {
+        let records = suite();
+        let cells = cells(&records.iter().collect::<Vec<_>>());
+        assert_eq!(cells.header, ["case", "µs", "blockflash", "x", "y", "dense", "× best rival", "verified"]);
+        assert_eq!(cells.rows[0], ["a", "2.00", "50.0", "33.3", "25.0", "1000", "1.50", "yes"]);
+        assert_eq!(cells.rows[1], ["b", "—", "error", "20.0", "—", "—", "—", "no"]);
+        assert_eq!(cells.rows.len(), 2);
+    }
+
+    #[test]
+    fn the_best_of_a_row_is_marked() {
+        let records = suite();
+        let rows = rows(&records.iter().collect::<Vec<_>>());
+        let bold = table(&rows.iter().collect::<Vec<_>>(), |text| format!("**{text}**"));
+        assert_eq!(bold.rows[0][1..5], ["2.00", "**50.0**", "33.3", "25.0"]);
+        assert_eq!(bold.rows[1][2..4], ["error", "**20.0**"]);
+    }
+
+    #[test]
+    fn several_kernels_get_a_line_each() {
+        let forced = |symbol: &str| Record { symbol: Some(symbol.into()), ..record("a", OURS, Some(1.0)) };
+        let records = [forced("blockflash_p"), forced("blockflash_q")];
+        let cells = cells(&records.iter().collect::<Vec<_>>());
+        assert_eq!(cells.header, ["case", "kernel", "µs", "blockflash", "verified"]);
+        assert_eq!((cells.rows[0][1].as_str(), cells.rows[1][1].as_str()), ("p", "q"));
+    }
+
+    #[test]
+    fn a_rival_without_a_number_has_no_column_and_a_case_without_ours_a_line() {
+        let records = [record("a", "x", Some(3.0)), record("a", "absent", None)];
+        let cells = cells(&records.iter().collect::<Vec<_>>());
+        assert_eq!(cells.header, ["case", "µs", "blockflash", "x", "× best rival", "verified"]);
+        assert_eq!(cells.rows, [["a", "—", "—", "33.3", "—", "no"]]);
+    }
+
+    #[test]
+    fn the_ceiling_that_binds_and_a_mean() {
+        let limited = |case: &str, us| Record {
+            ceiling: Some("l2".into()),
+            ceiling_fraction: Some(0.416),
+            ..record(case, OURS, Some(us))
+        };
+        let records =
+            [limited("a", 1.0), record("a", "x", Some(2.0)), limited("b", 1.0), record("b", "x", Some(8.0))];
+        let cells = cells(&records.iter().collect::<Vec<_>>());
+        assert_eq!(cells.rows[0][5], "l2 0.42");
+        assert_eq!(cells.rows[2], ["geometric mean", "", "", "", "4.00", "", ""]);
+    }
+
+    #[test]
+    fn an_unverified_time_is_shouted() {
+        let records =
+            [record("a", OURS, Some(1.0)), Record { verified: false, ..record("a", "x", Some(1.0)) }];
+        assert_eq!(cells(&records.iter().collect::<Vec<_>>()).rows[0].last().unwrap(), "NO");
+    }
+}

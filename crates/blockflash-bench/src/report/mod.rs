@@ -1,0 +1,42 @@
+//! Reports from records: Markdown tables of the newest runs, and what has changed since a commit.
+
+mod against;
+mod cells;
+mod host;
+mod limits;
+mod markdown;
+mod notes;
+pub(crate) mod run;
+#[cfg(test)]
+pub(crate) mod sample;
+pub(crate) mod shape;
+mod summary;
+
+pub use against::{Against, AgainstError, against};
+pub use cells::{Cells, cells};
+pub use markdown::{Detail, Image, align, markdown};
+pub(crate) use notes::day;
+
+/// Marks between which `blockflash report --into` writes.
+pub const BEGIN: &str = "<!-- results:begin -->";
+/// The other one.
+pub const END: &str = "<!-- results:end -->";
+
+/// The document with the text between the marks replaced; `None` if it has no marks.
+pub fn insert(document: &str, text: &str) -> Option<String> {
+    let begin = document.find(BEGIN)? + BEGIN.len();
+    let end = begin + document[begin..].find(END)?;
+    Some(format!("{}\n{text}\n{}", &document[..begin], &document[end..]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_is_replaced_between_the_marks() {
+        let document = format!("x\n{BEGIN}\nold\n{END}\ny\n");
+        assert_eq!(insert(&document, "new").unwrap(), format!("x\n{BEGIN}\nnew\n{END}\ny\n"));
+        assert_eq!(insert("no marks", "new"), None);
+    }
+}

@@ -1,0 +1,294 @@
+//! Records as a report reads them: runs of suites, their cases, and who was fastest.
+
+use super::shape;
+use crate::case::Case;
+use crate::record::{OURS, Record};
+use blockflash_sys::DType;
+
+/// What one table shows: a suite, measured once on one GPU.
+#[derive(Debug)]
+pub(crate) struct Run<'r> {
+    /// Never empty, in the order of measuring, without ceilings.
+    pub(crate) records: Vec<&'r Record>,
+    /// What the GPU could do in this run.
+    pub(crate) rates: Rates<'r>,
+    /// An older run of the suite with more cases or rivals.
+    pub(crate) fuller: Option<Fuller<'r>>,
+}
+
+/// How much was measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Size {
+    pub(crate) cases: usize,
+    pub(crate) rivals: usize,
+}
+
+/// A run that the newest one hides.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Fuller<'r> {
+    pub(crate) record: &'r Record,
+    pub(crate) size: Size,
+}
+
+/// All that was measured of one case.
+#[derive(Debug)]
+pub(crate) struct Row<'r> {
+    /// A record of the case, to read its shape from.
+    pub(crate) any: &'r Record,
+    /// Ours: one, or one for each kernel that was asked for.
+    pub(crate) ours: Vec<&'r Record>,
+    /// Rivals and marks.
+    pub(crate) peers: Vec<&'r Record>,
+}
+
+/// Records of `op` `ceiling` of one run.
+#[derive(Debug, Default)]
+pub(crate) struct Rates<'r>(pub(crate) Vec<&'r Record>);
+
+/// The operation of records that say what a machine can do.
+pub(crate) const CEILING: &str = "ceiling";
+
+/// The newest run of each suite on each GPU.
+pub(crate) fn newest(records: &[Record]) -> Vec<Run<'_>> {
+    let mut runs: Vec<Run<'_>> = Vec::new();
+    for mut run in runs_of(records) {
+        match runs.iter_mut().find(|other| other.key() == run.key()) {
+            None => runs.push(run),
+            Some(newest) => {
+                // Equal dates: the run that stands later in the file.
+                if run.date() >= newest.date() {
+                    std::mem::swap(newest, &mut run);
+                }
+                newest.hides(&run);
+            }
+        }
+    }
+    runs.sort_by_key(|run| run.key());
+    runs
+}
+
+/// All runs, in the order of the records.
+pub(crate) fn runs_of(records: &[Record]) -> Vec<Run<'_>> {
+    let mut runs: Vec<Run<'_>> = Vec::new();
+    for record in records.iter().filter(|record| record.op != CEILING) {
+        let same = |run: &&mut Run<'_>| {
+            let first = run.first();
+            (&first.run, &first.suite, &first.gpu) == (&record.run, &record.suite, &record.gpu)
+        };
+        match runs.iter_mut().find(same) {
+            Some(run) => run.records.push(record),
+            None => {
+                let of_run = |other: &&Record| {
+                    other.op == CEILING && other.run == record.run && other.gpu == record.gpu
+                };
+                let rates = Rates(records.iter().filter(of_run).collect());
+                runs.push(Run { records: vec![record], rates, fuller: None });
+            }
+        }
+    }
+    runs
+}
+
+impl<'r> Run<'r> {
+    pub(crate) fn first(&self) -> &'r Record {
+        self.records[0]
+    }
+
+    /// GPU and suite.
+    pub(crate) fn key(&self) -> (&'r str, &'r str) {
+        (&self.first().gpu, &self.first().suite)
+    }
+
+    pub(crate) fn date(&self) -> &'r str {
+        self.records.iter().map(|record| record.date.as_str()).max().unwrap_or_default()
+    }
+
+    pub(crate) fn rows(&self) -> Vec<Row<'r>> {
+        rows(&self.records)
+    }
+
+    pub(crate) fn size(&self) -> Size {
+        let rivals = self.records.iter().copied().filter(|record| record.us.is_some() && !record.reference);
+        Size { cases: self.rows().len(), rivals: peer_names(rivals).len() }
+    }
+
+    fn hides(&mut self, older: &Run<'r>) {
+        let size = self.size();
+        // What the other run hid is hidden all the same.
+        let itself = Fuller { record: older.first(), size: older.size() };
+        let hidden = [Some(itself), older.fuller, self.fuller].into_iter().flatten();
+        self.fuller = hidden
+            .filter(|fuller| fuller.size.cases > size.cases || fuller.size.rivals > size.rivals)
+            .max_by_key(|fuller| fuller.size);
+    }
+}
+
+/// The cases of a run. Cold and warm caches are different cases.
+pub(crate) fn rows<'r>(records: &[&'r Record]) -> Vec<Row<'r>> {
+    let mut rows: Vec<Row<'r>> = Vec::new();
+    for &record in records {
+        let same = |row: &Row<'_>| {
+            row.any.op == record.op
+                && row.any.case == record.case
+                && shape::is_cold(row.any) == shape::is_cold(record)
+        };
+        let at = rows.iter().position(same).unwrap_or_else(|| {
+            rows.push(Row { any: record, ours: Vec::new(), peers: Vec::new() });
+            rows.len() - 1
+        });
+        match record.implementation == OURS {
+            true => rows[at].ours.push(record),
+            false => rows[at].peers.push(record),
+        }
+    }
+    rows
+}
+
+/// Rows by the heading that they stand under, in the order of measuring.
+pub(crate) fn groups<'a, 'r>(rows: &'a [Row<'r>]) -> Vec<(String, Vec<&'a Row<'r>>)> {
+    let mut groups: Vec<(String, Vec<&Row<'_>>)> = Vec::new();
+    for row in rows {
+        let label = shape::group(row.any);
+        match groups.iter_mut().find(|(other, _)| *other == label) {
+            Some((_, rows)) => rows.push(row),
+            None => groups.push((label, vec![row])),
+        }
+    }
+    groups
+}
+
+impl<'r> Row<'r> {
+    /// The id, and that caches were cold.
+    pub(crate) fn name(&self) -> String {
+        format!("{}{}", self.any.case, if shape::is_cold(self.any) { " (cold)" } else { "" })
+    }
+
+    pub(crate) fn case(&self) -> Option<Case> {
+        shape::case(self.any)
+    }
+
+    /// Our fastest kernel.
+    pub(crate) fn best(&self) -> Option<&'r Record> {
+        fastest(self.ours.iter().copied())
+    }
+
+    /// The fastest rival. Marks that do another job are no rivals.
+    pub(crate) fn best_rival(&self) -> Option<&'r Record> {
+        fastest(self.rivals())
+    }
+
+    pub(crate) fn rivals(&self) -> impl Iterator<Item = &'r Record> {
+        self.peers.iter().copied().filter(|peer| !peer.reference)
+    }
+
+    pub(crate) fn peer(&self, name: &str) -> Option<&'r Record> {
+        self.peers.iter().copied().find(|peer| peer.implementation == name)
+    }
+
+    /// How many times as fast as the fastest rival our fastest kernel is.
+    pub(crate) fn ratio(&self) -> Option<f64> {
+        Some(self.best_rival()?.us? / self.best()?.us?)
+    }
+}
+
+/// Whatever has no time is not fast.
+pub(crate) fn fastest<'r>(records: impl Iterator<Item = &'r Record>) -> Option<&'r Record> {
+    let timed = records.filter_map(|record| Some((record.us?, record)));
+    timed.min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, record)| record)
+}
+
+/// Names of rivals and marks in the order of measuring.
+pub(crate) fn peer_names<'r>(rows: impl Iterator<Item = &'r Record>) -> Vec<&'r str> {
+    let mut names: Vec<&str> = Vec::new();
+    for record in rows.filter(|record| record.implementation != OURS) {
+        if !names.contains(&record.implementation.as_str()) {
+            names.push(&record.implementation);
+        }
+    }
+    names
+}
+
+/// `None` of nothing.
+pub(crate) fn geometric_mean(values: &[f64]) -> Option<f64> {
+    let sum: f64 = values.iter().map(|value| value.ln()).sum();
+    (!values.is_empty()).then(|| (sum / values.len() as f64).exp())
+}
+
+/// Least and greatest; `None` of nothing.
+pub(crate) fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
+    values.fold(None, |range, value| {
+        let (least, most) = range.unwrap_or((value, value));
+        Some((least.min(value), most.max(value)))
+    })
+}
+
+impl Rates<'_> {
+    /// Units per second of a ceiling.
+    pub(crate) fn rate(&self, name: &str) -> Option<f64> {
+        self.0.iter().find(|record| record.case == name)?.rate
+    }
+
+    /// FLOP/s of the faster matrix instruction that takes the type.
+    pub(crate) fn matmul(&self, dtype: DType) -> Option<f64> {
+        let rates = ["mma", "wgmma"].map(|name| self.rate(&format!("{name}_{dtype}")));
+        rates.into_iter().flatten().reduce(f64::max)
+    }
+
+    /// B/s from L2 by the faster kind of copy.
+    pub(crate) fn l2(&self) -> Option<f64> {
+        ["l2_read", "l2_bulk"].map(|name| self.rate(name)).into_iter().flatten().reduce(f64::max)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::sample::{ceiling, record, suite};
+    use super::*;
+
+    #[test]
+    fn only_the_newest_run_is_reported_and_what_it_hides_is_known() {
+        let mut records = suite();
+        let newer =
+            Record { run: "r2".into(), date: "2026-11-22T08:00:00Z".into(), ..record("c", OURS, Some(1.0)) };
+        records.insert(0, newer.clone());
+        records.push(Record { gpu: "F".into(), ..record("d", OURS, Some(1.0)) });
+        records.push(Record { run: "r0".into(), date: "2026-11-01T08:00:00Z".into(), ..newer });
+        let runs = newest(&records);
+        let cases: Vec<Vec<_>> =
+            runs.iter().map(|run| run.records.iter().map(|r| r.case.as_str()).collect()).collect();
+        assert_eq!(cases, [vec!["d"], vec!["c"]]);
+        assert!(runs[0].fuller.is_none());
+        let fuller = runs[1].fuller.as_ref().unwrap();
+        assert_eq!((fuller.size, fuller.record.run.as_str()), (Size { cases: 2, rivals: 2 }, "r1"));
+    }
+
+    #[test]
+    fn cold_and_warm_are_different_cases() {
+        let cold = Record { cache: "cold".into(), ..record("a", OURS, Some(9.0)) };
+        let records = [record("a", OURS, Some(2.0)), cold, record("a", "x", Some(3.0))];
+        let rows = rows(&records.iter().collect::<Vec<_>>());
+        let names: Vec<_> = rows.iter().map(Row::name).collect();
+        assert_eq!(names, ["a", "a (cold)"]);
+        assert_eq!((rows[0].ratio(), rows[1].ratio()), (Some(1.5), None));
+        assert_eq!(groups(&rows).len(), 2);
+    }
+
+    #[test]
+    fn ceilings_belong_to_their_run() {
+        let mut records = suite();
+        records.push(ceiling("mma_f16", 2.0, "FLOP/s"));
+        records.push(ceiling("wgmma_f16", 3.0, "FLOP/s"));
+        records.push(Record { run: "other".into(), ..ceiling("exp2", 4.0, "exp/s") });
+        let runs = newest(&records);
+        assert_eq!(runs.len(), 1);
+        assert_eq!((runs[0].rates.matmul(DType::F16), runs[0].rates.rate("exp2")), (Some(3.0), None));
+        assert_eq!(runs[0].rates.l2(), None);
+    }
+
+    #[test]
+    fn means() {
+        assert_eq!(geometric_mean(&[]), None);
+        assert!((geometric_mean(&[0.5, 2.0, 8.0]).unwrap() - 2.0).abs() < 1e-12);
+        assert_eq!(range([2.0, 1.0, 3.0].into_iter()), Some((1.0, 3.0)));
+    }
+}

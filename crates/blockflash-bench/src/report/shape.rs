@@ -1,0 +1,98 @@
+//! The group that a case belongs to.
+
+use crate::case::{AttentionShape, BlockSparseShape, BsrShape, Case, MaskKind, Pattern};
+use crate::record::Record;
+use crate::timing::Cache;
+use blockflash_sys::DType;
+
+/// The case of a record. `None` for an id that this program does not know: such a case has tables but no plots.
+pub(crate) fn case(record: &Record) -> Option<Case> {
+    record.case.parse().ok().filter(|case: &Case| case.op() == record.op)
+}
+
+/// Whether the caches are emptied before each launch.
+pub(crate) fn is_cold(record: &Record) -> bool {
+    record.cache == Cache::Cold.name()
+}
+
+/// Heading under which a record is listed: what changes the character of a case, but not its length or density.
+pub(crate) fn group(record: &Record) -> String {
+    let case = case(record);
+    let mut label = match &case {
+        Some(Case::AttentionFwd(shape)) => attention(shape),
+        Some(Case::BlockSparseFwd(shape)) => block_sparse(shape),
+        Some(Case::BsrMatmul(shape)) => bsr(shape),
+        None => record.op.clone(),
+    };
+    // Both 16-bit types run at the same speed.
+    if let Some(dtype) =
+        case.map(|case| case.dtype()).filter(|dtype| !matches!(dtype, DType::F16 | DType::BF16))
+    {
+        label += &format!(", {dtype}");
+    }
+    if is_cold(record) {
+        label += ", cold caches";
+    }
+    label
+}
+
+fn attention(shape: &AttentionShape) -> String {
+    let queries = match shape.seqlen_q {
+        q if q == shape.seqlen_kv => String::new(),
+        1 => ", one query".to_owned(),
+        q => format!(", {q} queries"),
+    };
+    format!("head_dim {}, {}{queries}", shape.head_dim, shape.mask)
+}
+
+// What most suites have goes without saying.
+
+fn block_sparse(shape: &BlockSparseShape) -> String {
+    let BlockSparseShape { head_dim, block_q, block_kv, pattern, mask, .. } = shape;
+    let pattern = if *pattern == Pattern::Uniform { String::new() } else { format!(", {pattern}") };
+    let mask = if *mask == MaskKind::Full { String::new() } else { format!(", {mask}") };
+    format!("head_dim {head_dim}, blocks of {block_q} × {block_kv}{pattern}{mask}")
+}
+
+fn bsr(shape: &BsrShape) -> String {
+    match shape.pattern {
+        Pattern::Uniform => format!("blocks of {0} × {0}", shape.block_size),
+        // Rows of different lengths matter more than the size of their blocks.
+        pattern => format!("pattern {pattern}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn label(op: &str, case: &str) -> String {
+        group(&Record { op: op.into(), case: case.into(), ..Record::default() })
+    }
+
+    #[test]
+    fn groups_are_what_a_reader_looks_for() {
+        assert_eq!(label("attention_fwd", "b4_s4096_h32_d64_causal_bf16"), "head_dim 64, causal");
+        assert_eq!(
+            label("attention_fwd", "b1_q1_kv8192_h32kv8_d128_full_f16"),
+            "head_dim 128, full, one query"
+        );
+        assert_eq!(label("bsr_matmul", "m64_n1_k64_b64_d0.1_uniform_f16"), "blocks of 64 × 64");
+        assert_eq!(label("bsr_matmul", "m64_n1_k64_b64_d0.1_power_law_f16"), "pattern power_law");
+        let blocks = "b1_s16384_h16_d128_q128kv64_d0.25_uniform_full_bf16";
+        assert_eq!(label("block_sparse_fwd", blocks), "head_dim 128, blocks of 128 × 64");
+        let causal = "b1_s16384_h16_d128_q64kv64_d0.25_banded_causal_bf16";
+        assert_eq!(label("block_sparse_fwd", causal), "head_dim 128, blocks of 64 × 64, banded, causal");
+        assert_eq!(label("other", "x"), "other");
+        let cold = Record { op: "other".into(), cache: "cold".into(), ..Record::default() };
+        assert_eq!(group(&cold), "other, cold caches");
+    }
+
+    #[test]
+    fn an_id_of_another_operation_is_no_case() {
+        let id = "b4_s4096_h32_d64_causal_bf16";
+        let record = |op: &str| Record { op: op.into(), case: id.into(), ..Record::default() };
+        assert!(case(&record("attention_fwd")).is_some());
+        assert!(case(&record("block_sparse_fwd")).is_none());
+    }
+}
