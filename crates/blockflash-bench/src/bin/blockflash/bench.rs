@@ -105,7 +105,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut peers = args.start_peers(&suite, &device, &benches)?;
     let mut run = Run::new(suite, machine, device.stream()?, args.seed, rows)?;
     if !device.is_cpu() {
-        let path = if run.suite.cases.is_empty() { out.to_owned() } else { out.with_file_name("ceilings.jsonl") };
+        let path =
+            if run.suite.cases.is_empty() { out.to_owned() } else { out.with_file_name("ceilings.jsonl") };
         measure_ceilings(&mut run, &mut Writer::open(&path)?)?;
     }
     if run.suite.cases.is_empty() {
