@@ -42,6 +42,22 @@ pub fn figures(raw: &Raw, launch: &Launch, ceilings: &Ceilings) -> Figures {
     figures
 }
 
+/// Computes whatever is not measured anew, with these ceilings.
+pub fn limited(figures: &mut Figures, launch: &Launch, ceilings: &Ceilings) {
+    for line in PAGE.iter().flat_map(|(_, lines)| *lines) {
+        if matches!(line.from, From::Metric(_)) {
+            continue;
+        }
+        figures.remove(line.key);
+        let value = match line.from {
+            From::Metric(_) => None,
+            From::Work(value) => value(launch, figures),
+            From::Limit(value) => value(ceilings, launch, figures),
+        };
+        figures.extend(value.map(|value| (line.key.to_string(), value)));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::raw;

@@ -35,12 +35,12 @@ impl Gpu {
             _ => bail!("no GPU: nvidia-smi says {:?}", text.lines().next().unwrap_or_default()),
         }
     }
+}
 
-    /// The name as a folder: `nvidia-h200`.
-    pub fn slug(&self) -> String {
-        let words = self.name.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
-        words.map(str::to_ascii_lowercase).collect::<Vec<_>>().join("-")
-    }
+/// The name of a GPU as a folder: `nvidia-h200`.
+pub fn slug(name: &str) -> String {
+    let words = name.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
+    words.map(str::to_ascii_lowercase).collect::<Vec<_>>().join("-")
 }
 
 /// The first entry of CUDA_VISIBLE_DEVICES, a number or a UUID.
@@ -67,7 +67,7 @@ mod tests {
     fn what_nvidia_smi_says() {
         let gpu = parse("NVIDIA H200, 9.0, 580.159.04\n").unwrap();
         assert_eq!(gpu.capability, ComputeCapability::new(9, 0));
-        assert_eq!((gpu.slug().as_str(), gpu.driver.as_str()), ("nvidia-h200", "580.159.04"));
+        assert_eq!((slug(&gpu.name).as_str(), gpu.driver.as_str()), ("nvidia-h200", "580.159.04"));
         assert_eq!(parse("No devices were found"), None);
         assert_eq!(parse(""), None);
     }

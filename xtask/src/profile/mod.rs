@@ -34,6 +34,7 @@ Examples:
   cargo xtask profile _bf16_d64 --diff v0.1.0 work       committed images of two commits; `work` is this tree
   cargo xtask profile --diff _f16_b64_n128 _f16_b64_n64  two kernels
   cargo xtask profile --diff before.json after.json      two saved pages, without a GPU
+  cargo xtask profile page.json                          a saved page against the ceilings recorded since
 
 Report (.ncu-rep), page (.txt, .json) and roofline (.svg) go to target/profile, in a bundle to out/profile.";
 
@@ -41,7 +42,7 @@ Report (.ncu-rep), page (.txt, .json) and roofline (.svg) go to target/profile, 
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Part of a kernel's name; each kernel of this GPU whose name contains it is profiled.
+    /// Part of a kernel's name; each kernel of this GPU whose name contains it is profiled. Or a saved page (.json).
     pattern: Option<String>,
     /// What the kernel computes, as an id [default: a large case for its tile].
     #[arg(long, value_name = "CASE")]
@@ -81,6 +82,9 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let pattern = args.pattern.as_deref().context("which kernel? name it, or part of its name")?;
     let place = Place::find()?;
+    if pattern.ends_with(".json") {
+        return print(&again(Path::new(pattern), &place)?.text());
+    }
     let gpu = Gpu::find()?;
     let rows = select::rows(pattern, gpu.capability)?;
     let profiler = Profiler::new(args, place, gpu)?;
@@ -93,6 +97,29 @@ pub fn run(args: &Args) -> Result<()> {
         print("\n")?;
     }
     Ok(())
+}
+
+/// A saved page held against the ceilings that are known now; its text and picture are written again beside it.
+fn again(path: &Path, place: &Place) -> Result<Page> {
+    let page = Page::load(path)?;
+    let measured = Ceilings::measured(&place.ceilings(&gpu::slug(&page.gpu)), &page.gpu, page.launch.dtype());
+    let ceilings = measured.unwrap_or_else(|| page.ceilings.clone());
+    let page = page.held_against(ceilings);
+    keep(&page, path)?;
+    Ok(page)
+}
+
+/// Writes a page in its three forms, with the file's name.
+fn keep(page: &Page, path: &Path) -> Result<()> {
+    // A case may hold a dot: only the last extension is cut off.
+    let stem = path.with_extension("");
+    let file = |extension: &str| PathBuf::from(format!("{}.{extension}", stem.display()));
+    write(&file("txt"), page.text())?;
+    write(&file("json"), serde_json::to_string(page)? + "\n")?;
+    match roofline::svg(page) {
+        Some(picture) => write(&file("svg"), picture),
+        None => Ok(()),
+    }
 }
 
 fn compare(args: &Args, a: &str, b: &str) -> Result<()> {
@@ -206,14 +233,11 @@ impl Profiler {
             report: &report,
         })?;
         let dtype = launch.dtype().to_string();
-        let measured = Ceilings::measured(&self.place.ceilings(&self.gpu.slug()), &self.gpu.name, &dtype);
+        let measured =
+            Ceilings::measured(&self.place.ceilings(&gpu::slug(&self.gpu.name)), &self.gpu.name, &dtype);
         let ceilings = measured.unwrap_or_else(|| Ceilings::stated(&raw, &dtype));
         let page = Page::new(&self.gpu, &images.description, launch, ceilings, &raw);
-        write(&file("txt"), page.text())?;
-        write(&file("json"), serde_json::to_string(&page)? + "\n")?;
-        if let Some(picture) = roofline::svg(&page) {
-            write(&file("svg"), picture)?;
-        }
+        keep(&page, &file("json"))?;
         eprintln!("kept {}", report.display());
         Ok(page)
     }

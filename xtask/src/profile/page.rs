@@ -2,7 +2,7 @@
 
 use super::{
     ceilings::Ceilings,
-    figures::{Figures, figures},
+    figures::{Figures, figures, limited},
     gpu::Gpu,
     launch::Launch,
     lines::PAGE,
@@ -44,7 +44,7 @@ impl Page {
     /// Puts together what was measured.
     pub fn new(gpu: &Gpu, images: &str, launch: Launch, ceilings: Ceilings, raw: &Raw) -> Self {
         let reasons = raw.between("smsp__average_warps_issue_stalled_", "_per_issue_active.ratio");
-        Self {
+        let page = Self {
             schema: SCHEMA,
             gpu: gpu.name.clone(),
             driver: gpu.driver.clone(),
@@ -52,8 +52,23 @@ impl Page {
             figures: figures(raw, &launch, &ceilings),
             stalls: reasons.map(|(reason, cycles)| (reason.to_string(), cycles)).collect(),
             launch,
-            ceilings,
-        }
+            ceilings: ceilings.clone(),
+        };
+        // Where the rate of the matrix units is not known, their utilisation says how much faster they could be.
+        let implied = || {
+            Some(
+                page.figures.get("flop_rate")? * 100.0
+                    / page.figures.get("tensor_pipe").filter(|busy| **busy > 0.0)?,
+            )
+        };
+        let matmul = ceilings.matmul.or_else(implied);
+        page.held_against(Ceilings { matmul, ..ceilings })
+    }
+
+    /// The same launch held against other ceilings.
+    pub fn held_against(mut self, ceilings: Ceilings) -> Self {
+        limited(&mut self.figures, &self.launch, &ceilings);
+        Self { ceilings, ..self }
     }
 
     /// Reads a saved page.
@@ -198,6 +213,17 @@ pub(super) mod tests {
         assert!(
             text.starts_with("A: blockflash_sample\n") && text.contains("\nB: blockflash_sample\n"),
             "{text}"
+        );
+    }
+
+    #[test]
+    fn a_page_can_be_held_against_other_ceilings() {
+        let page = sample();
+        let ceilings = Ceilings { origin: "measured".into(), matmul: Some(800e12), ..Ceilings::default() };
+        let page = page.held_against(ceilings);
+        assert!((page.figures["attained"] - 50.0).abs() < 1e-9);
+        assert!(
+            page.text().contains("50 % of the attainable; the limit is the matrix units (ceilings measured)")
         );
     }
 

@@ -49,7 +49,8 @@ pub fn svg(page: &Page) -> Option<String> {
         [("L2", ceilings.l2, figure("per_l2_byte")), ("device memory", ceilings.hbm, figure("per_hbm_byte"))];
     let marks: Vec<(&str, [f64; 2])> =
         sloped.iter().filter_map(|(name, _, per_byte)| Some((*name, [(*per_byte)?, speed]))).collect();
-    let top = flat.iter().filter_map(|(_, rate)| *rate).fold(speed, f64::max);
+    // Slopes end at the lowest flat roof.
+    let top = flat.iter().filter_map(|(_, rate)| *rate).reduce(f64::min).unwrap_or(speed).max(speed);
     if flat.iter().all(|(_, rate)| rate.is_none()) && sloped.iter().all(|(_, rate, _)| rate.is_none()) {
         return None;
     }
@@ -88,7 +89,8 @@ pub fn svg(page: &Page) -> Option<String> {
     for (name, point) in &marks {
         let [x, y] = axes.place(*point);
         svg += &format!("<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"5\" fill=\"#c30\"/>\n");
-        svg += &text(x, y + 18.0, "middle", &format!("by bytes of {name}"));
+        let (beside, anchor) = if x < WIDTH / 2.0 { (x + 9.0, "start") } else { (x - 9.0, "end") };
+        svg += &text(beside, y + 4.0, anchor, &format!("by bytes of {name}"));
     }
     Some(svg + "</svg>\n")
 }

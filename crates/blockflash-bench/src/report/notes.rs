@@ -44,7 +44,7 @@ fn measured(run: &Run<'_>, rows: &[Row<'_>]) -> String {
             .push("ceiling: what limits the case, and the fraction of it that blockflash reaches".to_owned());
         let above = |row: &Row<'_>| row.best().and_then(|ours| ours.ceiling_fraction) > Some(1.0);
         if rows.iter().any(above) {
-            parts.push("above 1 a kernel fetches less from L2 than is counted".to_owned());
+            parts.push("above 1 operands are shared beyond what is counted".to_owned());
         }
     }
     parts.extend(first.driver.as_ref().map(|driver| format!("driver {driver}")));

@@ -1,0 +1,41 @@
+//! `blockflash info`, help, and output that nobody reads.
+
+use std::process::{Command, Output, Stdio};
+
+fn blockflash(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_blockflash")).args(args).output().unwrap()
+}
+
+#[test]
+fn a_closed_pipe_is_no_panic() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_blockflash"))
+        .args(["info", "--device", "cpu"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), output.stderr.as_slice()), (Some(0), &b""[..]));
+}
+
+#[test]
+fn info_and_help() {
+    let output = blockflash(&["info", "--device", "cpu"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success() && text.contains("attention and bsr_matmul"), "{text}");
+    let output = blockflash(&["info", "--device", "cpu", "--json"]);
+    let info: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(info["device"], "cpu");
+    assert!(info["support"].as_array().unwrap().iter().all(|row| row["runs"] == true));
+    for args in [
+        &["--help"][..],
+        &["attention", "--help"],
+        &["bench", "--help"],
+        &["report", "--help"],
+        &["--version"],
+    ] {
+        assert_eq!(blockflash(args).status.code(), Some(0), "{args:?}");
+    }
+    assert_eq!(blockflash(&[]).status.code(), Some(2));
+}
