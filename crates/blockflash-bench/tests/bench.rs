@@ -70,6 +70,9 @@ fn refusals_are_one_line() {
     assert!(refusal(&["bench", "nothing"]).contains("smoke"));
     assert!(with(&["--filter", "nothing"]).contains("no case"));
     assert!(with(&["--row", "sm80"]).contains("CPU"));
+    assert!(with(&["--cache", "cold"]).contains("only be measured on a GPU"));
+    assert!(with(&["--cache", "tepid"]).contains("warm, cold"));
+    assert!(refusal(&["bench", "ceilings", "--device", "cpu", "--out", out]).contains("measures a GPU"));
     with(&["--rounds", "0"]);
     with(&["--window-ms", "0"]);
     refusal(&["bench", "smoke", "--device", "cuda:99"]);

@@ -111,8 +111,8 @@ impl<'a> Attention<'a> {
     /// may be strided except in the last dimension. An output without elements is fine and launches nothing.
     ///
     /// # Errors
-    /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) if an
-    /// operand is not on the stream's device; [`Error::Misaligned`](crate::Error::Misaligned) for a pointer or stride that is
+    /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`] if an
+    /// operand is not on the stream's device; [`Error::Misaligned`] for a pointer or stride that is
     /// no multiple of 16 bytes on a GPU.
     pub fn forward_into(&self, o: ViewMut<'_>, lse: Option<ViewMut<'_>>, stream: &Stream) -> Result<()> {
         let problem = launch::checked(self, &o, lse.as_ref(), stream)?;
@@ -129,7 +129,7 @@ impl<'a> Attention<'a> {
     /// measurements.
     ///
     /// # Errors
-    /// Also [`Error::Unsupported`](crate::Error::Unsupported) if the row cannot compute this problem on this device.
+    /// Also [`Error::Unsupported`] if the row cannot compute this problem on this device.
     pub fn forward_with(
         &self,
         row: &Row,
@@ -205,7 +205,7 @@ impl<'a> Attention<'a> {
     /// `Ok` when the batch is not variable-length.
     ///
     /// # Errors
-    /// [`Error::InvalidCuSeqlens`](crate::Error::InvalidCuSeqlens) names the first bad entry; all checks of
+    /// [`Error::InvalidCuSeqlens`] names the first bad entry; all checks of
     /// [`problem`](Self::problem).
     pub fn check_cu_seqlens(&self, stream: &Stream) -> Result<()> {
         if let (Some(cu_seqlens), Some(packed)) = (&self.cu_seqlens, self.problem()?.packed) {

@@ -85,8 +85,16 @@ impl From<CacheArg> for Cache {
 /// Measures a suite. Exit code 1 if one of our results was wrong or missing.
 pub fn run(args: Args) -> Result<ExitCode> {
     let benches = benches()?;
-    let suite = args.suite(&benches)?;
+    let mut suite = args.suite(&benches)?;
     let device = args.device.open()?;
+    if device.is_cpu() && suite.cache.contains(&Cache::Cold) {
+        suite.cache.retain(|&cache| cache == Cache::Warm);
+        let message = "a cold L2 cache can only be measured on a GPU, and none is used";
+        if suite.cache.is_empty() {
+            return Err(Failure::new(message));
+        }
+        print(&format!("{message}: warm only"))?;
+    }
     let machine = Machine::of(&device, &benches);
     let rows = args.row.as_deref().map(words);
     if device.is_cpu() && rows.is_some() {
