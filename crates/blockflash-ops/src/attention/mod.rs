@@ -72,10 +72,10 @@ pub struct AttentionOutput {
 /// A call whose kernel is decided and loaded, for loops that repeat it: see [`Attention::prepare`].
 ///
 /// ```
-/// # use blockflash_ops::{Attention, Device, Tensor};
+/// # use blockflash_ops::{Attention, DType, Device, Tensor};
 /// # let stream = Device::best().stream()?;
 /// # let q = Tensor::from_slice(&stream, &vec![half::f16::ONE; 16 * 2 * 64], &[1, 16, 2, 64])?;
-/// # let mut o = q.try_clone(&stream)?;
+/// # let mut o = Tensor::empty(&stream, DType::F16, &[1, 16, 2, 64])?;
 /// let attention = Attention::new(q.view(), q.view(), q.view());
 /// let prepared = attention.prepare(&o.view_mut(), None, &stream)?;
 /// for _ in 0..3 {
