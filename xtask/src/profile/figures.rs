@@ -31,31 +31,32 @@ pub struct Line {
 /// All numbers that can be had.
 pub fn figures(raw: &Raw, launch: &Launch, ceilings: &Ceilings) -> Figures {
     let mut figures = Figures::new();
-    for line in PAGE.iter().flat_map(|(_, lines)| *lines) {
-        let value = match line.from {
-            From::Metric(names) => raw.first(names),
-            From::Work(value) => value(launch, &figures),
-            From::Limit(value) => value(ceilings, launch, &figures),
-        };
-        figures.extend(value.map(|value| (line.key.to_string(), value)));
+    for line in lines() {
+        if let From::Metric(names) = line.from {
+            figures.extend(raw.first(names).map(|value| (line.key.to_string(), value)));
+        }
     }
+    derive(&mut figures, launch, ceilings);
     figures
 }
 
-/// Computes whatever is not measured anew, with these ceilings.
-pub fn limited(figures: &mut Figures, launch: &Launch, ceilings: &Ceilings) {
-    for line in PAGE.iter().flat_map(|(_, lines)| *lines) {
-        if matches!(line.from, From::Metric(_)) {
-            continue;
-        }
-        figures.remove(line.key);
+/// Computes anew whatever is not measured, in the order of the page.
+pub fn derive(figures: &mut Figures, launch: &Launch, ceilings: &Ceilings) {
+    for line in lines() {
         let value = match line.from {
-            From::Metric(_) => None,
+            From::Metric(_) => continue,
             From::Work(value) => value(launch, figures),
             From::Limit(value) => value(ceilings, launch, figures),
         };
-        figures.extend(value.map(|value| (line.key.to_string(), value)));
+        match value {
+            Some(value) => figures.insert(line.key.to_string(), value),
+            None => figures.remove(line.key),
+        };
     }
+}
+
+fn lines() -> impl Iterator<Item = &'static Line> {
+    PAGE.iter().flat_map(|(_, lines)| *lines)
 }
 
 #[cfg(test)]

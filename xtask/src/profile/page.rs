@@ -2,7 +2,7 @@
 
 use super::{
     ceilings::Ceilings,
-    figures::{Figures, figures, limited},
+    figures::{Figures, derive, figures},
     gpu::Gpu,
     launch::Launch,
     lines::PAGE,
@@ -67,7 +67,7 @@ impl Page {
 
     /// The same launch held against other ceilings.
     pub fn held_against(mut self, ceilings: Ceilings) -> Self {
-        limited(&mut self.figures, &self.launch, &ceilings);
+        derive(&mut self.figures, &self.launch, &ceilings);
         Self { ceilings, ..self }
     }
 

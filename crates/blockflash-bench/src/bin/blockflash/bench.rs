@@ -112,13 +112,14 @@ pub fn run(args: Args) -> Result<ExitCode> {
     print(&format!("device {}{cpu}, commit {}", device_name(&device), machine.commit))?;
     let mut peers = args.start_peers(&suite, &device, &benches)?;
     let mut run = Run::new(suite, machine, device.stream()?, args.seed, rows)?;
+    let mut failed = false;
     if !device.is_cpu() {
         let path =
             if run.suite.cases.is_empty() { out.to_owned() } else { out.with_file_name("ceilings.jsonl") };
-        measure_ceilings(&mut run, &mut Writer::open(&path)?)?;
+        failed |= !measure_ceilings(&mut run, &mut Writer::open(&path)?)?;
     }
     if run.suite.cases.is_empty() {
-        return Ok(ExitCode::SUCCESS);
+        return Ok(ExitCode::from(u8::from(failed)));
     }
     let records = measure(&run, &mut peers, &mut writer)?;
 
@@ -128,7 +129,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         print(&format!("{} {}: {error}", record.case, record.implementation))?;
     }
     print(&format!("{} records appended to {}", records.len(), writer.path().display()))?;
-    let failed = records.iter().any(|record| record.implementation == OURS && record.error.is_some());
+    failed |= records.iter().any(|record| record.implementation == OURS && record.error.is_some());
     Ok(ExitCode::from(u8::from(failed)))
 }
 
@@ -143,8 +144,8 @@ impl Args {
             suite.window_ms = window_ms.into();
         }
         if !self.cache.is_empty() {
-            suite.cache = self.cache.iter().map(|&cache| cache.into()).collect();
-            suite.cache.dedup();
+            let wanted = |cache: &Cache| self.cache.iter().any(|&other| Cache::from(other) == *cache);
+            suite.cache = [Cache::Warm, Cache::Cold].into_iter().filter(wanted).collect();
         }
         if let Some(filter) = &self.filter {
             let parts = words(filter);
@@ -181,20 +182,19 @@ impl Args {
     }
 }
 
-/// What the GPU does at best, into a file of its own beside the suite's.
-fn measure_ceilings(run: &mut Run, writer: &mut Writer) -> Result<()> {
+/// What the GPU does at best, into a file of its own beside the suite's. False if a probe computed something wrong.
+fn measure_ceilings(run: &mut Run, writer: &mut Writer) -> Result<bool> {
     let bar = ProgressBar::new_spinner();
     bar.enable_steady_tick(std::time::Duration::from_millis(200));
     let records = run.measure_ceilings(|step| bar.set_message(step.to_owned()))?;
     bar.finish_and_clear();
-    let rates = records.iter().map(|record| {
-        let (rate, unit) =
-            (record.rate.unwrap_or(f64::NAN) * 1e-12, record.unit.as_deref().unwrap_or_default());
-        format!("{} {} T{unit}", record.case, table::number(rate))
+    let rates = records.iter().map(|record| match (record.rate, record.unit.as_deref()) {
+        (Some(rate), Some(unit)) => format!("{} {} T{unit}", record.case, table::number(rate * 1e-12)),
+        _ => format!("{} {}", record.case, record.error.as_deref().unwrap_or("not measured")),
     });
     print(&format!("ceilings: {}", rates.collect::<Vec<_>>().join(", ")))?;
     records.iter().try_for_each(|record| writer.append(record))?;
-    Ok(())
+    Ok(records.iter().all(|record| record.verified))
 }
 
 /// All cases; each result is on the disk before the next case begins.
