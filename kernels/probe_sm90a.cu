@@ -16,8 +16,8 @@ constexpr int kStages = ProbeConfig::smem_bytes / kChunkBytes;
 extern __shared__ __align__(1024) uint8_t smem[];
 
 __device__ __forceinline__ void wgmma(float (&d)[128], uint64_t a, uint64_t b) {
-  if constexpr (kProbe == BLOCKFLASH_PROBE_WGMMA_F16) ptx::wgmma_m64n256k16_f16(d, a, b);
-  if constexpr (kProbe == BLOCKFLASH_PROBE_WGMMA_BF16) ptx::wgmma_m64n256k16_bf16(d, a, b);
+  if constexpr (kProbe == BLOCKFLASH_PROBE_WGMMA_F16) ptx::Wgmma<256, __half>::ss<true>(d, a, b);
+  if constexpr (kProbe == BLOCKFLASH_PROBE_WGMMA_BF16) ptx::Wgmma<256, __nv_bfloat16>::ss<true>(d, a, b);
   if constexpr (kProbe == BLOCKFLASH_PROBE_WGMMA_E4M3) ptx::wgmma_m64n256k32_e4m3(d, a, b);
 }
 

@@ -22,7 +22,21 @@ struct ElementOf<BLOCKFLASH_DTYPE_BF16> {
 
 constexpr int kWarpSize = 32;
 
-#ifdef VARIANT_HEAD_DIM
+#ifdef VARIANT_WARPGROUPS
+struct AttentionFwdHopperConfig {
+  using Element = ElementOf<VARIANT_DTYPE>::type;
+  static constexpr int head_dim = VARIANT_HEAD_DIM;
+  static constexpr int block_kv = VARIANT_BLOCK_KV;
+  static constexpr int warpgroups = VARIANT_WARPGROUPS;  // of consumers, 64 queries each; one more produces
+  static constexpr int block_q = 64 * warpgroups;
+  static constexpr int stages = VARIANT_STAGES;
+  static constexpr int q_stages = VARIANT_Q_STAGES;
+  static constexpr bool q_in_registers = VARIANT_Q_IN_REGISTERS;
+  static constexpr int threads = 128 * (warpgroups + 1);
+  static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
+  static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
+};
+#elif defined(VARIANT_HEAD_DIM)
 struct AttentionFwdConfig {
   using Element = ElementOf<VARIANT_DTYPE>::type;
   static constexpr int head_dim = VARIANT_HEAD_DIM;

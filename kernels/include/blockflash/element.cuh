@@ -5,6 +5,8 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "ptx/math.cuh"
+
 namespace blockflash {
 
 template <class Element>
@@ -17,6 +19,10 @@ struct ElementTraits<__half> {
     const __half2 pair = __floats2half2_rn(low, high);
     return reinterpret_cast<const uint32_t&>(pair);
   }
+  // x·0 + sum of both halves: NaN once x has been NaN or infinite.
+  static __device__ __forceinline__ uint32_t zero_times_plus(uint32_t x, uint32_t sum) {
+    return ptx::fma_f16x2(x, 0, sum);
+  }
   static __device__ __forceinline__ float to_float(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 };
 
@@ -26,6 +32,9 @@ struct ElementTraits<__nv_bfloat16> {
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return reinterpret_cast<const uint32_t&>(pair);
+  }
+  static __device__ __forceinline__ uint32_t zero_times_plus(uint32_t x, uint32_t sum) {
+    return ptx::fma_bf16x2(x, 0, sum);
   }
   static __device__ __forceinline__ float to_float(uint16_t bits) { return __bfloat162float(__ushort_as_bfloat16(bits)); }
 };

@@ -7,6 +7,12 @@
 
 #include <stdint.h>
 
+#ifdef __cplusplus
+#define BLOCKFLASH_ALIGNAS(bytes) alignas(bytes)
+#else
+#define BLOCKFLASH_ALIGNAS(bytes) _Alignas(bytes)
+#endif
+
 /* Element types that are chosen at run time. */
 #define BLOCKFLASH_DTYPE_F16 0
 #define BLOCKFLASH_DTYPE_BF16 1
@@ -41,6 +47,26 @@ typedef struct blockflash_attention_fwd_params {
   float softmax_scale;         /* finite and positive */
   float softcap;               /* 0 turns it off, else scores become softcap·tanh(score / softcap) */
 } blockflash_attention_fwd_params;
+
+/* What the driver encodes a tensor into for the tensor memory accelerator (CUtensorMap). */
+typedef struct blockflash_tensor_map {
+  BLOCKFLASH_ALIGNAS(64) uint64_t opaque[16];
+} blockflash_tensor_map;
+
+/* Attention forward whose tiles are copied by the tensor memory accelerator, by blocks that stay and take tile after tile.
+ *
+ * The maps have the dimensions (head_dim, sequence, head, batch), boxes of 64 columns and 64 rows (q) or the tile's block_kv
+ * rows (k, v), and a swizzle of 128 bytes. Packed sequences are one sequence of a batch of 1. */
+typedef struct blockflash_attention_fwd_tma_params {
+  blockflash_tensor_map q;
+  blockflash_tensor_map k, v;  /* zeros when there are no keys */
+  blockflash_attention_fwd_params base;
+  uint32_t* tile_counter;      /* two zeros: {next tile, blocks that are done}, left as zeros; null: fixed turns */
+  int32_t heads_per_section;   /* heads that are computed together: their keys and values should fit into L2 */
+  float scale_log2;            /* factor of the (capped) score in the exponent of 2: log2(e), times softmax_scale if not capped */
+  float inverse_scale_log2;    /* 1 / scale_log2 */
+  float scale_over_cap;        /* softmax_scale / softcap, 0 without a cap */
+} blockflash_attention_fwd_tma_params;
 
 /* Activations of the matmul epilogue. */
 #define BLOCKFLASH_ACTIVATION_NONE 0

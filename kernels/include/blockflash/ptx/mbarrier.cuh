@@ -15,6 +15,10 @@ __device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbar
 // Orders this thread's writes to shared memory before what asynchronous units (copies, wgmma) read and write there.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrives, and adds bytes that copies have yet to deliver in this phase.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

@@ -1,0 +1,387 @@
+// Dense attention forward for Hopper: TMA, WGMMA, persistent blocks of one producer warpgroup and consumer warpgroups of 64 queries each.
+//
+// The producer streams Q, K and V into rings in shared memory. Each consumer walks the key tiles of its queries from the last to the first,
+// and on to its next queries without a pause: while it turns scores into probabilities, the tensor cores multiply for the others, and
+// P·V of a tile of queries ends while the scores of the next are under way. Follows FlashAttention-3 (Shah et al., 2024); the softmax
+// keeps its reference until a score exceeds it by a margin, and the tensor cores sum the denominator over columns of ones.
+#include "blockflash/attention_output.cuh"
+#include "blockflash/attention_pipeline.cuh"
+#include "blockflash/element.cuh"
+#include "blockflash/ptx/barrier.cuh"
+#include "blockflash/ptx/ldmatrix.cuh"
+#include "blockflash/ptx/wgmma.cuh"
+#include "blockflash/softmax_hopper.cuh"
+
+namespace blockflash {
+namespace {
+
+using Element = Config::Element;
+using Traits = ElementTraits<Element>;
+
+// Registers per thread of producer and consumers; together they are what the launch bounds give out.
+constexpr int kProducerRegisters = kWarpgroups == 1 ? 56 : kWarpgroups == 2 ? 24 : 32, kConsumerRegisters = kWarpgroups == 3 ? 160 : 240;
+// How far a score may exceed the reference, in powers of two: probabilities and their sums must not overflow the 16-bit type.
+constexpr float kSlack = Traits::exponent_mask == 0x7F80 ? 30.f : 8.f;
+
+// A warpgroup that computes 64 queries of each tile. Row g and g + 8 (g = lane / 4) of a warp's 16 are a lane's two, in all accumulators.
+struct Consumer {
+  const Params& params;
+  const Barriers barriers;
+  const uint32_t smem;
+  const int warpgroup;
+  Phases full = {0};
+
+  float s[kBlockKv / 2];          // scores, then probabilities
+  float o[kOutColumns / 2] = {};  // output, and the row sums behind it
+  uint32_t p[kBlockKv / 4] = {};  // probabilities in 16 bits
+  uint32_t q[Config::q_in_registers ? kPanels * 16 : 1];
+  HopperSoftmax<kBlockKv / 2, !kOnes> softmax;
+  int tiles = 0;  // of queries, fetched so far
+  int key_tile;   // the next one
+  // What is under way: probabilities wait for their product with V; it has been computed already; an output has not been stored. What is
+  // ahead: key tiles of this tile of queries; some to pass over first; nothing at all. And whether this step began a tile of queries.
+  enum { kPending = 1, kComputed = 2, kOpen = 4, kInside = 8, kPass = 16, kEnd = 32, kFresh = 64 };
+  int state = 0;  // in one register, as no other is free
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ int first_row() const { return warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + lane() / 4; }
+  __device__ __forceinline__ uint32_t slot() const { return slot_of(smem, tiles - 1); }
+  __device__ __forceinline__ KeyWalk walk() const { return KeyWalk::load(slot() + 48 + 16 * warpgroup); }
+  __device__ __forceinline__ int q_stage(int tile) const { return tile % Config::q_stages * kWarpgroups + warpgroup; }
+  static __device__ __forceinline__ int next(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }
+
+  __device__ __forceinline__ void release(int stage) const {
+    if (lane() == 0) ptx::mbarrier_arrive(barriers.empty + 8 * stage);
+  }
+  // Warpgroups issue their products in turns, so that one computes probabilities while the others multiply.
+  __device__ __forceinline__ void begin_turn() const {
+    if constexpr (kTurns) ptx::named_barrier_sync(1 + warpgroup, 256);
+  }
+  __device__ __forceinline__ void end_turn() const {
+    if constexpr (kTurns) ptx::named_barrier_arrive(1 + (warpgroup + 1) % kWarpgroups, 256);
+  }
+
+  // Waits for the next tile of queries and says what is ahead.
+  __device__ __forceinline__ int fetch() {
+    full.wait(barriers.full, Barriers::kQ + q_stage(tiles));
+    ++tiles;
+    const QueryTile tile = QueryTile::load(slot());
+    if (tile.key_tiles < 0) return kEnd;
+    const KeyWalk mine = walk();
+    key_tile = tile.first_key_tile + mine.left - 1;
+    if constexpr (Config::q_in_registers) {
+      const int row = threadIdx.x / 32 % 4 * 16 + lane() % 16;
+#pragma unroll
+      for (int d = 0; d < kPanels * 4; ++d) {
+        uint32_t fragment[4];
+        ptx::ldmatrix_x4(fragment, smem + q_stage(tiles - 1) * kQBytes + d / 4 * 8192 + row * 128 + ((d % 4 * 2 + lane() / 16) ^ row % 8) * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) q[4 * d + i] = fragment[i];
+      }
+    }
+    return (mine.left > 0 ? kInside : 0) | (mine.lead > 0 ? kPass : 0);
+  }
+
+  // s = Q·Kᵀ
+  __device__ __forceinline__ void start_scores(int stage) {
+    const uint64_t k = ptx::wgmma_descriptor(smem + kKOffset) + (stage * kKvBytes >> 4);
+    const uint64_t q_tile = ptx::wgmma_descriptor(smem) + (q_stage(tiles - 1) * kQBytes >> 4);
+#pragma unroll
+    for (int d = 0; d < (kD + 15) / 16; ++d) {
+      using Product = ptx::Wgmma<kBlockKv, Element>;
+      const uint64_t k_step = k + ((d / 4 * kBlockKv * 128 + d % 4 * 32) >> 4), q_step = q_tile + ((d / 4 * 8192 + d % 4 * 32) >> 4);
+      if constexpr (Config::q_in_registers) {
+        if (d == 0)
+          Product::template rs<false, false>(s, q + 4 * d, k_step);
+        else
+          Product::template rs<true, false>(s, q + 4 * d, k_step);
+      } else {
+        if (d == 0)
+          Product::template ss<false>(s, q_step, k_step);
+        else
+          Product::template ss<true>(s, q_step, k_step);
+      }
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // o += P·V, and the row sums of P by the ones behind V.
+  __device__ __forceinline__ void start_output(uint64_t v, int step) {
+#pragma unroll
+    for (int k = 0; k < kBlockKv / 16; ++k) ptx::Wgmma<kOutColumns, Element>::template rs<true, true>(o, p + 4 * k, v + k * step);
+    ptx::wgmma_commit_group();
+  }
+  static constexpr int kVStep = 16 * 128 >> 4;
+  __device__ __forceinline__ uint64_t v_tile(int stage) const {
+    return ptx::wgmma_descriptor_mn(smem + kVOffset, kBlockKv * 128, 1024) + (stage * kVStageBytes >> 4);
+  }
+
+  // Finite, to be multiplied with probabilities of 0: ones in all panels, or else the page of zeros in all rows.
+  __device__ __forceinline__ uint64_t harmless_tile() const {
+    return kOnes ? ptx::wgmma_descriptor_mn(smem + kVOffset + kKvBytes, 0, 1024) : ptx::wgmma_descriptor_mn(smem + kZerosOffset, 0, 0);
+  }
+
+  __device__ __forceinline__ void clear_probabilities() {
+#pragma unroll
+    for (int i = 0; i < kBlockKv / 4; ++i) p[i] = 0;
+  }
+
+  __device__ __forceinline__ void rescale_output(const float (&rescale)[2]) {
+#pragma unroll
+    for (int i = 0; i < kOutColumns / 2; ++i) o[i] *= rescale[i / 2 % 2];
+  }
+
+  __device__ __forceinline__ void clear_output() {
+#pragma unroll
+    for (int i = 0; i < kOutColumns / 2; ++i) o[i] = 0.f;
+    ptx::wgmma_pin(o);  // so that this is a branch, and not selects into other registers
+  }
+
+  __device__ __forceinline__ bool is_masked() const {
+    const KeyWalk mine = walk();
+    return key_tile > mine.unmasked_last || key_tile < mine.unmasked_first;
+  }
+
+  __device__ __forceinline__ void apply_mask() {
+    const QueryTile tile = QueryTile::load(slot());
+    const AttentionMask mask = tile.mask(params.base);
+    const int first_key = key_tile * kBlockKv + lane() % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const KeyRange keys = mask.keys_of<int>(tile.q_begin + first_row() + 8 * half);
+      mask_row(s, half, keys.begin - first_key, keys.end - first_key);
+    }
+  }
+
+  // A NaN or infinity in V reaches every row of a product, also those whose probability for its key is 0. Under a mask V is therefore
+  // looked through, and where it has one its product is computed here for the keys that a row does attend to. Rare, so small code.
+  __device__ __forceinline__ bool has_nonfinite(int stage) const {
+    uint32_t sums = 0;
+    const uint32_t at = smem + kVOffset + stage * kVStageBytes + threadIdx.x % 128 * 16;
+#pragma unroll 8
+    for (int i = 0; i < kKvBytes / 2048; ++i) {
+      const int4 words = ptx::load_shared_int4(at + i * 2048);
+      for (int word : {words.x, words.y, words.z, words.w}) sums = Traits::zero_times_plus(word, sums);
+    }
+    return ptx::named_barrier_or(1 + kWarpgroups + warpgroup, 128, sums != 0);
+  }
+
+  __device__ __forceinline__ void add_visible(int stage) {
+    const QueryTile tile = QueryTile::load(slot());
+    const AttentionMask mask = tile.mask(params.base);
+    const KeyRange keys[2] = {mask.keys_of<int>(tile.q_begin + first_row()), mask.keys_of<int>(tile.q_begin + first_row() + 8)};
+#pragma unroll 1
+    for (int key = 0; key < kBlockKv; ++key) {
+      float probability[2] = {0.f, 0.f};
+#pragma unroll
+      for (int i = 0; i < kBlockKv / 4; ++i)
+        if (i / 2 == key / 8) probability[i % 2] = Traits::to_float(static_cast<uint16_t>(p[i] >> (key % 2 * 16)));
+      bool visible[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        probability[half] = __shfl_sync(~0u, probability[half], lane() / 4 * 4 + key % 8 / 2);
+        visible[half] = key_tile * kBlockKv + key >= keys[half].begin && key_tile * kBlockKv + key < keys[half].end;
+      }
+      const uint32_t v_row = smem + kVOffset + stage * kVStageBytes + key * 128 + lane() % 4 * 4;
+#pragma unroll
+      for (int d = 0; d < kOutColumns / 8; ++d) {
+        const uint32_t pair = ptx::load_shared(v_row + d / 8 * kBlockKv * 128 + (d % 8 ^ key % 8) * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (visible[i / 2]) o[4 * d + i] += probability[i / 2] * Traits::to_float(static_cast<uint16_t>(pair >> (i % 2 * 16)));
+      }
+    }
+    clear_probabilities();
+  }
+
+  // Probabilities of a key tile without masks, from k_stage, and P·V of the one before, from v_stage.
+  __device__ __forceinline__ void fast_step(int k_stage, int v_stage) {
+    full.wait(barriers.full, k_stage);
+    begin_turn();
+    // s lives until here, or the assembler parts exponentials from their conversions.
+    ptx::wgmma_pin(o), ptx::wgmma_pin(s), ptx::wgmma_pin(p);
+    ptx::wgmma_fence();
+    start_scores(k_stage);
+    full.wait(barriers.full, Barriers::kV + v_stage);
+    ptx::wgmma_fence();
+    start_output(v_tile(v_stage), kVStep);
+    end_turn();
+    ptx::wgmma_wait_group<1>();
+    ptx::wgmma_pin(s);
+    release(k_stage);
+    int top[2];
+    softmax.largest(s, top);
+    const bool grew = softmax.exceeds(top, kSlack, params.inverse_scale_log2);
+    float rescale[2] = {1.f, 1.f};
+    if (grew) softmax.move(s, top, params.scale_log2, rescale);
+    softmax.exponentiate(s, params.scale_log2);
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_pin(o), ptx::wgmma_pin(p);
+    release(Barriers::kV + v_stage);
+    softmax.template round<Traits>(s, p);
+    ptx::wgmma_pin(p);
+    if (grew) rescale_output(rescale);
+  }
+
+  // Passes over key tiles that no query of this warpgroup sees. The first takes no turn: the others' first step does not either.
+  __device__ __forceinline__ int pass(int stage, int key_tiles) {
+#pragma unroll 1
+    for (int i = 0; i < key_tiles; ++i) {
+      full.wait(barriers.full, stage);
+      release(stage);
+      if (i > 0) begin_turn(), end_turn();
+      full.wait(barriers.full, Barriers::kV + stage);
+      release(Barriers::kV + stage);
+      stage = next(stage);
+    }
+    return stage;
+  }
+
+  __device__ __forceinline__ bool is(int bits) const { return state & bits; }
+  __device__ __forceinline__ bool has_scores() const { return (state & (kInside | kPass)) == kInside; }
+
+  __device__ __forceinline__ void run() {
+    int stage = 0;  // of the next key tile, if it is of the same tile of queries
+    const auto k_stage = [&] { return is(kFresh) ? 0 : stage; };
+    const auto v_stage = [&] { return stage == 0 ? kStages - 1 : stage - 1; };  // of the probabilities that are pending
+#pragma unroll 1
+    for (;;) {
+      // A step of any kind: the first of a tile of queries, which also completes the tile before; one with a mask; the last of all.
+      if (!is(kInside)) state |= kFresh;
+      const bool finish = !kOverlapTiles && is(kFresh) && is(kOpen);  // completes a tile, no more
+      if (!Config::q_in_registers && !kStageInQ && is(kFresh) && is(kOpen)) release(Barriers::kQ + q_stage(tiles - 1));
+      if (is(kFresh) && !finish) state |= fetch();
+      if (is(kPending)) full.wait(barriers.full, Barriers::kV + v_stage());
+      if (has_scores()) full.wait(barriers.full, k_stage());
+      if (has_scores() && !is(kFresh)) begin_turn();
+      // Both products in any case, since a branch around one would serialise them all; what is not wanted is thrown away.
+      ptx::wgmma_pin(o), ptx::wgmma_pin(p);
+      ptx::wgmma_fence();
+      start_scores(k_stage());
+      ptx::wgmma_fence();
+      start_output(is(kComputed) ? harmless_tile() : v_tile(v_stage()), kOnes || !is(kComputed) ? kVStep : 0);
+      if (has_scores() && !is(kFresh)) end_turn();
+      // With three warpgroups the probabilities must make room for what follows; else their product may go on meanwhile.
+      constexpr bool kMakeRoom = kWarpgroups == 3;
+      ptx::wgmma_wait_group<kMakeRoom ? 0 : 1>();
+      ptx::wgmma_pin(s);
+      if constexpr (kMakeRoom) ptx::wgmma_pin(o), ptx::wgmma_pin(p);
+      // Not before the scores are there: that fragments of Q were asked for does not mean that they have arrived.
+      if (Config::q_in_registers && is(kFresh) && !is(kEnd)) release(Barriers::kQ + q_stage(tiles - 1));
+      HopperSoftmax<kBlockKv / 2, !kOnes> before;  // of the tile of queries that ends here; in between, by what the output is rescaled
+      before.reference[0] = before.reference[1] = 1.f;
+      if (is(kFresh)) before = softmax, softmax.reset();
+      if (has_scores()) {
+        release(k_stage());
+        if (params.base.softcap > 0.f) cap_scores(s, params.base.softcap, params.scale_over_cap);
+        if (is_masked()) apply_mask();
+        int top[2];
+        softmax.largest(s, top);
+        if (is(kFresh) || softmax.exceeds(top, kSlack, params.inverse_scale_log2)) {
+          float rescale[2];
+          softmax.move(s, top, params.scale_log2, rescale);
+          if (!is(kFresh)) before.reference[0] = rescale[0], before.reference[1] = rescale[1];
+        }
+        softmax.exponentiate(s, params.scale_log2);
+      }
+      if constexpr (!kMakeRoom) {
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_pin(o), ptx::wgmma_pin(p);
+      }
+      if (is(kPending)) release(Barriers::kV + v_stage());
+      if (has_scores())
+        softmax.template round<Traits>(s, p);
+      else
+        clear_probabilities();
+      if (!is(kPending)) clear_output();
+      if (is(kFresh)) {
+        if (is(kOpen)) store_output(params.base, QueryTile::load(slot_of(smem, tiles - (finish ? 1 : 2))), o, before, smem, warpgroup);
+        if (kStageInQ && is(kOpen)) {
+          ptx::fence_proxy_async();
+          __syncwarp();
+          release(Barriers::kQ + q_stage(tiles - 1));
+        }
+        clear_output();
+      } else if (__any_sync(~0u, before.reference[0] != 1.f || before.reference[1] != 1.f)) {
+        rescale_output(before.reference);
+      }
+      if (is(kEnd)) break;
+      if (!has_scores()) {
+        if (is(kPass)) stage = pass(0, walk().lead);
+        state = (state & kInside) | (finish ? 0 : kOpen);
+        continue;
+      }
+      stage = k_stage();
+      state = kPending | kOpen | kInside;
+      if (is_masked()) {
+        full.peek(barriers.full, Barriers::kV + stage);
+        if (has_nonfinite(stage)) add_visible(stage), state |= kComputed;
+      }
+      const int first_key_tile = QueryTile::load(slot()).first_key_tile;
+      if (--key_tile < first_key_tile) state &= ~kInside;
+      const KeyWalk mine = walk();
+      const bool fast = stage == 0 && !is(kComputed) && !(params.base.softcap > 0.f) && key_tile <= mine.unmasked_last;
+      stage = next(stage);
+      if (!fast) continue;
+      // Whole turns of the ring without masks; with a cap every key tile takes the slower step, which keeps this one free of it.
+      int last_stage = 0;
+      while (key_tile >= mine.unmasked_first) {
+#pragma unroll
+        for (int u = 0; u < kStages; ++u) {
+          last_stage = (u + 1) % kStages;
+          fast_step(last_stage, u);
+          --key_tile;
+          if (u + 1 < kStages && key_tile < mine.unmasked_first) break;
+        }
+      }
+      stage = next(last_stage);
+      state = kPending | kOpen | (key_tile < first_key_tile ? 0 : kInside);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace blockflash
+
+BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_tma_params params) {
+  using namespace blockflash;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem_bytes));
+  const Barriers barriers(smem + kBarrierOffset);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+
+  ptx::launch_dependents();
+  Queue queue(params);
+  if (threadIdx.x == 32) {
+    if (params.base.cu_seqlens_q != nullptr) ptx::wait_for_predecessors();
+    announce(queue, slot_of(smem, 0));
+  } else if (threadIdx.x == 0) {
+    for (int i = 0; i < Barriers::kCount; ++i) {
+      ptx::mbarrier_init(barriers.full + 8 * i, 1);
+      ptx::mbarrier_init(barriers.empty + 8 * i, i < Barriers::kQ ? kWarpgroups * 4 : 4);  // an arrival per warp
+    }
+    ptx::mbarrier_init(barriers.announced, 1), ptx::mbarrier_init(barriers.wanted, 1);
+    ptx::fence_mbarrier_init();
+  } else if (threadIdx.x >= 64) {
+    const int thread = threadIdx.x - 64, threads = Config::threads - 64;
+    if constexpr (kOnes) {
+      constexpr int kPieces = kBlockKv * 128 / 16;
+      const int ones = Traits::pack(1.f, 1.f);
+      for (int i = thread; i < kStages * kPieces; i += threads)
+        ptx::store_shared_int4(smem + kVOffset + i / kPieces * kVStageBytes + kKvBytes + i % kPieces * 16, make_int4(ones, ones, ones, ones));
+    }
+    if (thread < 64) ptx::store_shared_int4(smem + kZerosOffset + thread * 16, make_int4(0, 0, 0, 0));
+  }
+  ptx::fence_proxy_async();
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    ptx::lower_registers<kProducerRegisters>();
+    if (threadIdx.x == 0) produce(params, smem, barriers);
+    if (threadIdx.x == 32) schedule(queue, smem, barriers);
+  } else {
+    ptx::raise_registers<kConsumerRegisters>();
+    if (kTurns && warpgroup == kWarpgroups) ptx::named_barrier_arrive(1, 256);  // the first turn
+    Consumer{params, barriers, smem, warpgroup - 1}.run();
+  }
+}

@@ -1,0 +1,67 @@
+// The output of attention_fwd_sm90a.cu on its way from accumulators to global memory.
+#pragma once
+
+#include "attention_pipeline.cuh"
+#include "element.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/stmatrix.cuh"
+#include "quad.cuh"
+#include "softmax_hopper.cuh"
+
+namespace blockflash {
+
+// Normalises and stores a warpgroup's rows of a tile of queries, and their log-sum-exp. o: accumulators, with the row sums behind them.
+__device__ __forceinline__ void store_output(const blockflash_attention_fwd_params& b, const QueryTile& tile, const float (&o)[kOutColumns / 2],
+                                             const HopperSoftmax<kBlockKv / 2, !kOnes>& rows, uint32_t smem, int warpgroup) {
+  using Element = Config::Element;
+  using Traits = ElementTraits<Element>;
+  constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int warp_row = tile.q_begin + warpgroup * 64 + warp * 16;  // the first of the warp
+  float scale[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = warp_row + lane / 4 + 8 * half;
+    float denominator = kOnes ? o[kD / 2 + 2 * half] : quad_sum(rows.sum[half]), reference = rows.reference[half], shrink = 1.f;
+    if (b.sink != nullptr) {
+      const float sink = b.sink[tile.head] * kLog2e;
+      const float moved = fmaxf(reference, sink);
+      shrink = ptx::ex2_approx(reference - moved);
+      denominator = denominator * shrink + ptx::ex2_approx(sink - moved);
+      reference = moved;
+    }
+    // A row without keys: the sum is exactly 0, and so is the output. NaN is not equal to 0 and passes through.
+    scale[half] = denominator == 0.f ? 0.f : shrink / denominator;
+    if (b.lse != nullptr && lane % 4 == 0 && row < tile.seqlen_q)
+      b.lse[tile.batch * b.lse_stride_batch + tile.head * b.lse_stride_head + tile.q_offset + row] =
+          (reference + ptx::lg2_approx(denominator)) * kLn2;
+  }
+  const auto word = [&](int d, int half) {
+    return Traits::pack(o[4 * d + 2 * half] * scale[half], o[4 * d + 2 * half + 1] * scale[half]);
+  };
+  Element* const o_head = static_cast<Element*>(b.o) + tile.batch * b.o_stride_batch * (b.cu_seqlens_q == nullptr) + tile.head * b.o_stride_head +
+                          static_cast<int64_t>(tile.q_offset) * b.o_stride_seq;
+  // Through a page of shared memory per warp, 64 columns at a time, so that neighbouring lanes store neighbouring addresses.
+  const uint32_t page = smem + kStagingOffset + warpgroup * kStagingStride + warp * 2048;
+  const int in_row = lane / 8 % 2 * 8 + lane % 8, in_chunk = lane / 16, out_row = lane / 8, out_chunk = lane % 8;
+  Element* const o_lane = o_head + static_cast<int64_t>(warp_row + out_row) * b.o_stride_seq + out_chunk * 8;
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+#pragma unroll
+    for (int d = panel * 8; d < min(panel * 8 + 8, kD / 8); d += 2) {
+      const uint32_t words[4] = {word(d, 0), word(d, 1), word(d + 1, 0), word(d + 1, 1)};
+      ptx::stmatrix_x4(page + in_row * 128 + (((d % 8 + in_chunk) ^ in_row % 8) * 16), words);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = i * 4 + out_row;
+      const int4 piece = ptx::load_shared_int4(page + row * 128 + ((out_chunk ^ row % 8) * 16));
+      if (warp_row + row < tile.seqlen_q && panel * 64 + out_chunk * 8 < b.head_dim)
+        *reinterpret_cast<int4*>(o_lane + i * 4 * b.o_stride_seq + panel * 64) = piece;
+    }
+    __syncwarp();
+  }
+}
+
+}  // namespace blockflash

@@ -1,0 +1,24 @@
+// Loads and stores by shared-memory address.
+#pragma once
+
+#include <stdint.h>
+
+namespace blockflash::ptx {
+
+__device__ __forceinline__ uint32_t load_shared(uint32_t at) {
+  uint32_t x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ int4 load_shared_int4(uint32_t at) {
+  int4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_shared_int4(uint32_t at, int4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+}  // namespace blockflash::ptx

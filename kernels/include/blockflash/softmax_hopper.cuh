@@ -1,0 +1,106 @@
+// Softmax over the score accumulators of wgmma, as few instructions per score as can be.
+//
+// The reference that is subtracted in the exponent is the largest score of the first key tile; it stays until a score exceeds it by more
+// than `slack` powers of two. That is found by comparing scores as integers, three at a time and without exchanges between lanes. The
+// result is exact either way, because the reference cancels.
+#pragma once
+
+#include <math_constants.h>
+#include <stdint.h>
+
+#include "ptx/math.cuh"
+#include "quad.cuh"
+
+namespace blockflash {
+
+// n scores of a lane: s[4 j + 2 half + e] is key 8 j + 2 (lane % 4) + e of its row `half`.
+template <int n, bool sums_rows>
+struct HopperSoftmax {
+  float reference[2];  // per row, in powers of two
+  float sum[2];        // this lane's share of the denominator, where the tensor cores do not sum the rows: of rounded probabilities, as theirs
+
+  // Never -inf: a row without keys keeps a finite reference, and 2^x of what is masked is 0 without any guard.
+  __device__ __forceinline__ void reset() { reference[0] = reference[1] = -1e30f, sum[0] = sum[1] = 0.f; }
+
+  // The largest scores of this lane as integers: right where one is positive. NaN is above everything.
+  static __device__ __forceinline__ void largest(const float (&s)[n], int (&top)[2]) {
+    top[0] = __float_as_int(s[0]), top[1] = __float_as_int(s[2]);
+#pragma unroll
+    for (int i = 0; i < n; i += 4) {
+      top[0] = __vimax3_s32(top[0], __float_as_int(s[i]), __float_as_int(s[i + 1]));
+      top[1] = __vimax3_s32(top[1], __float_as_int(s[i + 2]), __float_as_int(s[i + 3]));
+    }
+  }
+
+  // Whether a score of the warp exceeds the reference and its slack. A threshold that is not positive does not compare as an integer.
+  __device__ __forceinline__ bool exceeds(const int (&top)[2], float slack, float inverse_scale_log2) const {
+    const float limit[2] = {(reference[0] + slack) * inverse_scale_log2, (reference[1] + slack) * inverse_scale_log2};
+    return __any_sync(~0u, top[0] > __float_as_int(limit[0]) || top[1] > __float_as_int(limit[1]) || !(limit[0] > 0.f) || !(limit[1] > 0.f));
+  }
+
+  // Moves the references up to the largest scores; `rescale` is what becomes of everything that was summed so far.
+  __device__ __forceinline__ void move(const float (&s)[n], const int (&top)[2], float scale_log2, float (&rescale)[2]) {
+    // Of floats that are all negative the largest has the smallest bits.
+    const bool negative = __any_sync(~0u, top[0] < 0 || top[1] < 0);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float x = __int_as_float(top[half]);
+      if (negative) {
+        uint32_t bits = __float_as_uint(s[2 * half]);
+#pragma unroll
+        for (int i = 2 * half; i < n; i += 4) bits = __vimin3_u32(bits, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
+        if (top[half] < 0) x = __uint_as_float(bits);
+      }
+      const float moved = fmaxf(reference[half], quad_max(x) * scale_log2);
+      rescale[half] = ptx::ex2_approx(reference[half] - moved);
+      reference[half] = moved;
+      if constexpr (sums_rows) sum[half] *= rescale[half];
+    }
+  }
+
+  // Scores become unnormalised probabilities.
+  __device__ __forceinline__ void exponentiate(float (&s)[n], float scale_log2) const {
+#pragma unroll
+    for (int i = 0; i < n; ++i) s[i] = ptx::ex2_approx(fmaf(s[i], scale_log2, -reference[i / 2 % 2]));
+  }
+
+  // Probabilities as operands of a product: p[2 j + half] holds keys 8 j + 2 (lane % 4) and the next one. What is summed is what is
+  // multiplied: the error of rounding a probability that outweighs the others cancels.
+  template <class Traits>
+  __device__ __forceinline__ void round(const float (&s)[n], uint32_t (&p)[n / 2]) {
+    float partial[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < n / 2; ++i) {
+      p[i] = Traits::pack(s[2 * i], s[2 * i + 1]);
+      if constexpr (sums_rows)
+        partial[i % 2] += Traits::to_float(static_cast<uint16_t>(p[i])) + Traits::to_float(static_cast<uint16_t>(p[i] >> 16));
+    }
+    if constexpr (sums_rows) sum[0] += partial[0], sum[1] += partial[1];
+  }
+};
+
+// Scores become softcap·tanh(score·scale_over_cap). The error is a few 2^-23 of the cap: small beside that of 16-bit probabilities.
+template <int n>
+__device__ __forceinline__ void cap_scores(float (&s)[n], float softcap, float scale_over_cap) {
+  constexpr float kTwoLog2e = 2.8853900817779268f;
+#pragma unroll
+  for (int i = 0; i < n; ++i)
+    s[i] = fmaf(-2.f * softcap, ptx::rcp_approx(ptx::ex2_approx(s[i] * (scale_over_cap * kTwoLog2e)) + 1.f), softcap);
+}
+
+// Masks the scores of keys outside [begin, end) of row `half`; both count from the lane's first key.
+template <int n>
+__device__ __forceinline__ void mask_row(float (&s)[n], int half, int begin, int end) {
+  // Bit 2 j + e: key 8 j + e is below the limit.
+  const auto below = [](int limit) {
+    const int count = max((limit >> 3) * 2 + min(limit & 7, 2), 0);
+    return count >= 32 ? ~0u : (1u << count) - 1;
+  };
+  static_assert(n <= 64, "a bit per key of a row");
+  const uint32_t visible = below(end) & ~below(begin);
+#pragma unroll
+  for (int i = 0; i < n / 2; ++i)
+    if (!(visible >> i & 1)) s[i / 2 * 4 + 2 * half + i % 2] = -CUDART_INF_F;
+}
+
+}  // namespace blockflash
