@@ -15,6 +15,10 @@
 //! products at a time and truncate. Each is a unit roundoff times the size of what is rounded; in the norm of a row the first
 //! two count with their root mean square, a unit roundoff / √3. It has no tunable factor and is never widened. For f16 and bf16
 //! outputs all but the first two are negligible.
+//!
+//! One thing only some kernels are free to do, and their manifest rows say so (`Row::denominator`): adding up the denominator of
+//! the softmax from probabilities that are rounded. Its relative error, one unit roundoff, is an absolute one of the
+//! log-sum-exp. Results of all other kernels are judged without this term.
 
 use crate::number::{subnormal_roundoff, unit_roundoff};
 use blockflash_sys::DType;
@@ -41,6 +45,8 @@ pub struct Rounding {
     pub factor: Option<DType>,
     /// Absolute error of the exponents of the probabilities.
     pub exponent: f64,
+    /// For logarithms of sums: type to which the terms of the sum are rounded, when they are.
+    pub denominator: Option<DType>,
     /// Roundings in f32 on the way: one per 16 products of the longest sum, plus those of the epilogue.
     pub steps: usize,
 }
@@ -48,13 +54,19 @@ pub struct Rounding {
 impl Rounding {
     /// The floor of the largest error of values of size `exact` that are sums of terms of size `magnitude`.
     fn largest(&self, exact: f64, magnitude: f64) -> f64 {
-        self.floor(exact, magnitude, 1.0) + subnormal_roundoff(self.output)
+        self.floor(exact, magnitude, 1.0) + subnormal_roundoff(self.output) + self.logarithm()
     }
 
     /// The floor of the norm of the errors, from the norms of values and terms.
     fn norm(&self, exact: f64, magnitude: f64, elements: usize) -> f64 {
         self.floor(exact, magnitude, 3f64.sqrt().recip())
-            + subnormal_roundoff(self.output) * (elements as f64).sqrt()
+            + (subnormal_roundoff(self.output) + self.logarithm()) * (elements as f64).sqrt()
+    }
+
+    /// The absolute error of the logarithm of a sum whose terms are rounded. Few terms may make up a sum, and few sums a tensor:
+    /// in a norm it counts in full.
+    fn logarithm(&self) -> f64 {
+        self.denominator.map_or(0.0, unit_roundoff)
     }
 
     fn floor(&self, exact: f64, magnitude: f64, of_a_rounding: f64) -> f64 {
@@ -185,7 +197,8 @@ mod tests {
             magnitude: vec![1.0; 8],
         }
     }
-    const F16: Rounding = Rounding { output: DType::F16, factor: None, exponent: 0.0, steps: 1 };
+    const F16: Rounding =
+        Rounding { output: DType::F16, factor: None, exponent: 0.0, denominator: None, steps: 1 };
 
     fn verdict(change: impl Fn(&mut Vec<f64>)) -> Result<(), String> {
         let mut got = reference().exact;
@@ -197,6 +210,17 @@ mod tests {
     fn accepts_what_is_as_good_as_the_plain_computation() {
         verdict(|_| ()).unwrap();
         verdict(|got| got[0] += 0.001).unwrap();
+    }
+
+    #[test]
+    fn rounded_denominators_show_in_their_logarithms_only_where_they_may() {
+        let reference = Reference { width: 1, exact: vec![3.0], plain: vec![3.0], magnitude: vec![3.0] };
+        let exact = Rounding { output: DType::F32, factor: None, exponent: 0.0, denominator: None, steps: 9 };
+        let rounded = Rounding { denominator: Some(DType::BF16), ..exact };
+        let verdict = |error: f64, rounding| check(&[3.0 + error], &reference, rounding, |_| "lse".into());
+        verdict(1e-6, &exact).unwrap();
+        verdict(2f64.powi(-8), &rounded).unwrap();
+        assert!(verdict(2f64.powi(-8), &exact).is_err() && verdict(2f64.powi(-7), &rounded).is_err());
     }
 
     #[test]

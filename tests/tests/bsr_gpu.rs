@@ -21,7 +21,7 @@ fn tile(row: &Row) -> Option<Tile> {
     match row.variant {
         Variant::BsrMatmul(tile) => Some(tile),
         // Rows of attention_gpu and probe_gpu. No catch-all: a new kind of kernel needs a suite.
-        Variant::AttentionFwd(_) | Variant::Probe(_) => None,
+        Variant::AttentionFwd(_) | Variant::AttentionFwdHopper(_) | Variant::Probe(_) => None,
     }
 }
 

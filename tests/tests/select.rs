@@ -70,20 +70,24 @@ proptest! {
             mask: Mask::Window { left: None, right, align: Align::BottomRight },
             ..AttentionProblem::dense(dtype, [sizes.0, sizes.1, sizes.2], heads, head_dim)
         };
-        let fits = |row: &Row| matches!(row.variant, Variant::AttentionFwd(tile)
-            if tile.dtype == dtype && tile.head_dim as usize >= head_dim && head_dim % 8 == 0) && runs(row, &gpu);
+        let fits = |row: &Row| row.attention_tile().is_some_and(|tile| {
+            tile.dtype == dtype && tile.head_dim as usize >= head_dim && head_dim % 8 == 0
+        }) && runs(row, &gpu);
         let possible: Vec<&Row> = manifest::rows().iter().filter(|row| fits(row)).collect();
         match attention::select(&problem, &gpu) {
             Ok(row) => {
                 prop_assert!(fits(row), "{} on {}", row.image_name(), gpu.name);
                 let machine_code = possible.iter().any(|row| !row.target.is_ptx());
                 prop_assert!(!(machine_code && row.target.is_ptx()), "PTX where {} has machine code", gpu.name);
-                let plan = attention::plan(row, &problem).unwrap();
-                let Variant::AttentionFwd(tile) = row.variant else { unreachable!() };
-                let tiles = sizes.1.div_ceil(tile.block_q as usize) * heads[0] * sizes.0;
-                prop_assert_eq!(plan.config.grid, [tiles as u32, 1, 1]);
+                let plan = attention::plan(row, &problem, &gpu).unwrap();
+                let tile = row.attention_tile().unwrap();
+                let tiles = (sizes.1.div_ceil(tile.block_q as usize) * heads[0] * sizes.0) as u32;
+                let persistent = matches!(row.variant, Variant::AttentionFwdHopper(_));
+                let blocks = if persistent { tiles.min(gpu.multiprocessors) } else { tiles };
+                prop_assert_eq!(plan.config.grid, [blocks, 1, 1]);
+                prop_assert_eq!(plan.config.programmatic_dependent_launch, persistent);
                 prop_assert_eq!((plan.config.block, plan.config.smem_bytes), (row.threads(), row.smem_bytes()));
-                prop_assert_eq!((plan.params.seqlen_q, plan.params.head_dim), (sizes.1 as i32, head_dim as i32));
+                prop_assert_eq!((plan.params.base().seqlen_q, plan.params.base().head_dim), (sizes.1 as i32, head_dim as i32));
             }
             Err(Error::Unsupported { op, arch, what }) => {
                 prop_assert!(possible.is_empty(), "{op} on {arch}: {what}; but {} runs", possible[0].image_name());
@@ -180,7 +184,7 @@ fn every_supported_gpu_runs_every_block_size() {
 #[test]
 fn rows_fit_the_gpus_of_their_target_and_have_names_of_their_own() {
     let mut names = HashSet::new();
-    for row in manifest::rows() {
+    for row in manifest::all_rows() {
         assert!(names.insert(row.image_name()), "{} comes twice", row.image_name());
         assert!(
             row.smem_bytes() <= row.target.smem_limit(),
@@ -229,7 +233,7 @@ fn strides_that_no_kernel_takes_are_errors() {
     let h200 = fabricated("H200", (9, 0), 227);
     let good = AttentionProblem::dense(DType::F16, [2, 5, 7], [4, 2], 64);
     let row = attention::select(&good, &h200).unwrap();
-    attention::plan(row, &good).unwrap();
+    attention::plan(row, &good, &h200).unwrap();
     for (what, at) in ["q", "k", "v", "o"].into_iter().flat_map(|what| (0..3).map(move |at| (what, at))) {
         let mut bad = good;
         let strides = match what {
@@ -239,7 +243,7 @@ fn strides_that_no_kernel_takes_are_errors() {
             _ => &mut bad.o,
         };
         *[&mut strides.batch, &mut strides.seq, &mut strides.head][at] += 4;
-        let error = attention::plan(row, &bad).unwrap_err();
+        let error = attention::plan(row, &bad, &h200).unwrap_err();
         assert!(matches!(error, Error::Misaligned { what: found, .. } if found == what), "{what}: {error}");
     }
 }
@@ -249,7 +253,7 @@ fn grids_that_no_gpu_takes_are_errors() {
     let h200 = fabricated("H200", (9, 0), 227);
     let problem = AttentionProblem::dense(DType::F16, [1 << 20, 1 << 20, 64], [64, 64], 64);
     let row = attention::select(&problem, &h200).unwrap();
-    assert!(matches!(attention::plan(row, &problem), Err(Error::TooLarge { .. })));
+    assert!(matches!(attention::plan(row, &problem, &h200), Err(Error::TooLarge { .. })));
     let problem = BsrProblem::new(DType::F16, [1 << 40, 1 << 30, 64], 64, 1);
     let row = bsr_matmul::select(&problem, &h200).unwrap();
     assert!(matches!(bsr_matmul::plan(row, &problem), Err(Error::TooLarge { .. })));

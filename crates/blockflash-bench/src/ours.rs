@@ -60,8 +60,8 @@ impl Ours {
             }
             let load_us = row.map_or(Ok(None), |row| host::load(row, stream))?;
             let symbol = row.map(Row::symbol);
-            let row = row.filter(|_| forced);
-            let (verified, rel_err) = operands.verify(&host, row, stream, seed)?;
+            let (kernel, row) = (row, row.filter(|_| forced));
+            let (verified, rel_err) = operands.verify(&host, [row, kernel], stream, seed)?;
             let repeat = Repeat::new(stream, cache, |stream| operands.launch(row, stream))?;
             let host = match forced || stream.device().is_cpu() {
                 true => HostCost::default(),

@@ -78,7 +78,7 @@ fn status(selected: Result<&'static Row>) -> Status {
 /// The head_dim tiles of all attention rows, each as the range of head dimensions it is the smallest for.
 fn head_dims() -> Vec<(String, u32)> {
     let mut tiles: Vec<u32> =
-        manifest::rows().iter().filter_map(attention::tile).map(|tile| tile.head_dim).collect();
+        manifest::rows().iter().filter_map(Row::attention_tile).map(|tile| tile.head_dim).collect();
     tiles.sort_unstable();
     tiles.dedup();
     // Head dimensions are multiples of 8.

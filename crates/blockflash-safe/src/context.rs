@@ -3,6 +3,7 @@
 use crate::driver::{Handle, check, initialise};
 use crate::kernel::Kernel;
 use crate::memory::Freed;
+use crate::tile_counter::TileCounters;
 use crate::{CudaProperties, Error, Result, Row, lock};
 use cudarc::driver::sys::{self, CUdevice_attribute};
 use std::collections::HashMap;
@@ -23,6 +24,8 @@ pub(crate) struct Context {
     pub(crate) kernels: RwLock<HashMap<Row, Arc<Kernel>>>,
     /// Memory that could not be freed yet, because one of its streams was being captured.
     pub(crate) deferred: Mutex<Vec<Freed>>,
+    /// What blocks of threads count the tiles with that they take.
+    pub(crate) tile_counters: TileCounters,
     raw: Handle<sys::CUctx_st>,
 }
 
@@ -53,6 +56,7 @@ impl Context {
             has_memory_pools,
             kernels: RwLock::default(),
             deferred: Mutex::default(),
+            tile_counters: TileCounters::default(),
             raw: Handle(raw),
         })
     }

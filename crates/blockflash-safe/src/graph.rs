@@ -1,6 +1,7 @@
 use crate::context::Context;
 use crate::driver::{Handle, check};
 use crate::memory::{DeviceMemory, free_deferred};
+use crate::stream::Recording;
 use crate::{Device, Error, Result, Stream, lock};
 use cudarc::driver::sys;
 use std::fmt;
@@ -49,7 +50,7 @@ impl<'s> Capture<'s> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream lives and its context is current.
         check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(session.raw(), mode) })?;
-        *session.capture() = Some(Vec::new());
+        *session.capture() = Some(Recording::begin());
         Ok(Capture(stream))
     }
 
@@ -60,7 +61,7 @@ impl<'s> Capture<'s> {
             Ok(None) => return (Err(Error::NotOnGpu { what: "capturing a graph" }), Vec::new()),
             Err(error) => return (Err(error), Vec::new()),
         };
-        let memory = session.capture().take().unwrap_or_default();
+        let memory = session.capture().take().map(|recording| recording.memory).unwrap_or_default();
         let mut raw = ptr::null_mut();
         // SAFETY: 1. The stream lives and its context is current. 2. The pointer is valid for writes during the call. 3. In
         // relaxed mode any thread may end the capture. 4. After a failure the driver has ended it too and `raw` is null.

@@ -2,8 +2,10 @@ use crate::context::Context;
 use crate::driver::{Handle, check};
 use crate::{Device, Error, Result, Row};
 use blockflash_sys::image;
+use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
-    blockflash_attention_fwd_params, blockflash_bsr_matmul_params, blockflash_probe_params,
+    blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params, blockflash_bsr_matmul_params,
+    blockflash_probe_params,
 };
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 use std::ffi::CString;
@@ -16,6 +18,7 @@ const DEFAULT_SMEM_BYTES: u32 = 48 * 1024;
 mod sealed {
     pub trait Sealed {}
     impl Sealed for super::blockflash_attention_fwd_params {}
+    impl Sealed for super::blockflash_attention_fwd_tma_params {}
     impl Sealed for super::blockflash_bsr_matmul_params {}
     impl Sealed for super::blockflash_probe_params {}
 }
@@ -24,6 +27,7 @@ mod sealed {
 pub trait KernelParams: Copy + 'static + sealed::Sealed {}
 
 impl KernelParams for blockflash_attention_fwd_params {}
+impl KernelParams for blockflash_attention_fwd_tma_params {}
 impl KernelParams for blockflash_bsr_matmul_params {}
 impl KernelParams for blockflash_probe_params {}
 
@@ -83,6 +87,9 @@ impl Kernel {
         bytemuck::cast_slice_mut(&mut aligned)[..bytes.len()].copy_from_slice(&bytes);
 
         let _bound = context.bind()?;
+        if let Variant::AttentionFwdHopper(_) = row.variant {
+            context.tile_counters.allocate()?;
+        }
         let mut module = ptr::null_mut();
         // SAFETY:
         // 1. The context is current, the pointer valid for writes.

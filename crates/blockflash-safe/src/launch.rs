@@ -1,6 +1,7 @@
 use crate::driver::check;
 use crate::kernel::{Kernel, KernelParams};
 use crate::memory::DeviceMemory;
+use crate::stream::Session;
 use crate::{Error, Result, Row, Stream, View};
 use cudarc::driver::sys::{self, CUlaunchAttributeID as AttributeId};
 use std::ptr;
@@ -48,10 +49,11 @@ impl Stream {
             self.device().expect(view.device())?;
         }
         // SAFETY: the caller's promise, with the owners of `uses`.
-        unsafe { self.launch_with(row, config, params, uses.iter().filter_map(View::owner)) }
+        unsafe { self.launch_with(row, config, |_| *params, uses.iter().filter_map(View::owner)) }
     }
 
-    /// As [`launch`](Stream::launch), with the memory of the views.
+    /// As [`launch`](Stream::launch), with the memory of the views. `params` is asked when nothing else can be queued before the
+    /// kernel any more.
     ///
     /// # Safety
     /// As [`launch`](Stream::launch).
@@ -59,7 +61,7 @@ impl Stream {
         &self,
         row: &Row,
         config: &LaunchConfig,
-        params: &P,
+        params: impl FnOnce(&Session<'_>) -> P,
         uses: impl Iterator<Item = &'m Arc<DeviceMemory>> + Clone,
     ) -> Result<()> {
         let context = self.device().context().ok_or(Error::NotOnGpu { what: "launching a kernel" })?;
@@ -75,6 +77,7 @@ impl Stream {
         for memory in uses {
             session.keep(memory);
         }
+        let params = params(&session);
         let (mut attributes, count) = attributes(config);
         let launch = sys::CUlaunchConfig {
             gridDimX: config.grid[0],
@@ -88,7 +91,7 @@ impl Stream {
             attrs: attributes.as_mut_ptr(),
             numAttrs: count,
         };
-        let mut arguments = [ptr::from_ref(params).cast_mut().cast()];
+        let mut arguments = [ptr::from_ref(&params).cast_mut().cast()];
         // SAFETY:
         // 1. Stream and kernel belong to the current context and live.
         // 2. `launch`, its `count` attributes and `arguments` are valid during the call; the driver copies them and the

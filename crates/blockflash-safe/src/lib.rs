@@ -37,6 +37,7 @@ mod probe;
 mod stream;
 mod tensor;
 mod tensor_map;
+mod tile_counter;
 mod view;
 mod view_mut;
 

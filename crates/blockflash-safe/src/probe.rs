@@ -47,7 +47,7 @@ impl Stream {
         // 2. Both pointers come from views of this device. A probe reads `bytes` from the first, of which `fit` found enough,
         //    and writes a word per thread, or `bytes`, to the second, whose length `fit` found to be just that.
         // 3. The output is borrowed exclusively.
-        unsafe { self.launch_with(row, &config, &params, views.iter().flatten().filter_map(View::owner)) }
+        unsafe { self.launch_with(row, &config, |_| params, views.iter().flatten().filter_map(View::owner)) }
     }
 }
 

@@ -6,6 +6,7 @@ use cudarc::driver::sys;
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// A queue of work on a device. Clones are the same queue.
@@ -18,7 +19,7 @@ struct Inner {
     queue: Option<Queue>,
     /// While the stream is captured: the memory that the graph will use. The lock is held whenever something is queued, so
     /// that no work of another thread slips into a capture without its memory being noted.
-    capture: Mutex<Option<Vec<Arc<DeviceMemory>>>>,
+    capture: Mutex<Option<Recording>>,
 }
 
 struct Queue {
@@ -147,10 +148,25 @@ impl fmt::Debug for Stream {
     }
 }
 
+/// A capture that was begun here.
+pub(crate) struct Recording {
+    /// That no other capture of the process has.
+    number: u64,
+    /// What the graph will use.
+    pub(crate) memory: Vec<Arc<DeviceMemory>>,
+}
+
+impl Recording {
+    pub(crate) fn begin() -> Recording {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Recording { number: NEXT.fetch_add(1, Ordering::Relaxed), memory: Vec::new() }
+    }
+}
+
 /// The right to queue work on a CUDA stream: its context is current in this thread, and no other thread queues.
 pub(crate) struct Session<'s> {
     queue: &'s Queue,
-    capture: MutexGuard<'s, Option<Vec<Arc<DeviceMemory>>>>,
+    capture: MutexGuard<'s, Option<Recording>>,
     _bound: Bound,
 }
 
@@ -163,14 +179,19 @@ impl Session<'_> {
         self.queue.context
     }
 
-    /// The memory of the capture in progress, if there is one that was begun here.
-    pub(crate) fn capture(&mut self) -> &mut Option<Vec<Arc<DeviceMemory>>> {
+    /// The capture in progress, if there is one that was begun here.
+    pub(crate) fn capture(&mut self) -> &mut Option<Recording> {
         &mut self.capture
+    }
+
+    /// The number of the capture in progress, if there is one that was begun here.
+    pub(crate) fn capture_number(&self) -> Option<u64> {
+        self.capture.as_ref().map(|recording| recording.number)
     }
 
     /// Notes that the work queued next uses `memory`: a captured graph keeps it alive.
     pub(crate) fn keep(&mut self, memory: &Arc<DeviceMemory>) {
-        if let Some(kept) = self.capture.as_mut()
+        if let Some(Recording { memory: kept, .. }) = self.capture.as_mut()
             && !kept.iter().any(|other| Arc::ptr_eq(other, memory))
         {
             kept.push(Arc::clone(memory));

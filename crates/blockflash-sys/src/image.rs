@@ -8,9 +8,9 @@ use std::{
 
 /// Environment variable with a folder whose images take the place of the embedded ones.
 ///
-/// For kernels under development, for profiles with line information, and for comparing commits. Such a folder holds files as
-/// [`Row::image_name`] names them, not compressed; each kernel that is used must be there. Who sets the variable vouches for the
-/// images: the driver runs what they contain.
+/// For kernels under development ([`manifest::rows`](crate::manifest::rows) has those on trial while it is set), for profiles with
+/// line information, and for comparing commits. Such a folder holds files as [`Row::image_name`] names them, not compressed; each
+/// kernel that is used must be there. Who sets the variable vouches for the images: the driver runs what they contain.
 pub const IMAGES_VARIABLE: &str = "BLOCKFLASH_IMAGES";
 
 static IMAGES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/images.rs"));
@@ -18,8 +18,10 @@ static IMAGES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/images.rs"
 /// Why an image cannot be had.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
-    /// The crate was built from a tree whose `prebuilt/` lacks this image.
-    #[error("no precompiled image {0}: run `cargo xtask kernels`")]
+    /// The crate was built from a tree whose `prebuilt/` lacks this image, or the row is on trial.
+    #[error(
+        "no precompiled image {0}: run `cargo xtask kernels`, or set {IMAGES_VARIABLE} if it is on trial"
+    )]
     Missing(String),
     /// The embedded bytes are not a zstd frame.
     #[error("the precompiled image {0} is damaged: {1}")]
@@ -88,7 +90,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::manifest::rows;
+    use crate::manifest::released_rows;
 
     /// A folder of its own for a test, removed at its end.
     struct Scratch(PathBuf);
@@ -110,8 +112,8 @@ mod tests {
     #[test]
     fn a_folder_takes_the_place_of_embedded_images() {
         let scratch = Scratch::new("images");
-        let code = rows().iter().find(|row| !row.target.is_ptx()).unwrap();
-        let text = rows().iter().find(|row| row.target.is_ptx()).unwrap();
+        let code = released_rows().iter().find(|row| !row.target.is_ptx()).unwrap();
+        let text = released_rows().iter().find(|row| row.target.is_ptx()).unwrap();
         for row in [code, text] {
             let image = embedded(row).unwrap();
             std::fs::write(scratch.0.join(row.image_name()), &image).unwrap();
@@ -122,8 +124,8 @@ mod tests {
     #[test]
     fn what_is_missing_or_no_image_is_named() {
         let scratch = Scratch::new("no-images");
-        let code = rows().iter().find(|row| !row.target.is_ptx()).unwrap();
-        let text = rows().iter().find(|row| row.target.is_ptx()).unwrap();
+        let code = released_rows().iter().find(|row| !row.target.is_ptx()).unwrap();
+        let text = released_rows().iter().find(|row| row.target.is_ptx()).unwrap();
         let error = |row| from_folder(row, &scratch.0).unwrap_err().to_string();
         assert!(error(code).contains(&code.image_name()) && error(code).contains("cannot be read"));
         for row in [code, text] {

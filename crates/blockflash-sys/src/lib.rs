@@ -1,6 +1,6 @@
 //! Precompiled kernels of blockflash, the table that describes them, and their parameter structs.
 //!
-//! This crate makes no CUDA call and contains no unsafe code. [`manifest::rows`] is the single place where tile sizes are
+//! This crate makes no CUDA call and contains no unsafe code. [`manifest`] is the single place where tile sizes are
 //! written: the kernel build, the planner, the tests and the benches all read it.
 #![forbid(unsafe_code)]
 
@@ -12,7 +12,9 @@ pub mod manifest;
 #[allow(missing_docs, non_camel_case_types)]
 pub mod params;
 mod probe;
+mod release;
 mod target;
+mod tile;
 
 pub use dtype::DType;
 pub use expect::Expect;

@@ -1,7 +1,11 @@
 //! The table of kernels: every image that exists, with its tile sizes. Nothing else in the workspace writes a tile size.
+//! [`rows`] are those to choose from.
 //!
 //! Where tiles differ between targets it is because of shared memory: sm_80 and sm_90 have 163 KB and more, every other GPU 99 KB.
 //! Rows with equal [`Row::symbol`] are the same source with the same tiles for different targets.
+
+pub use crate::release::{released_rows, rows, trial_rows};
+pub use crate::tile::{AttentionFwd, AttentionFwdHopper, AttentionTile, BsrMatmul};
 
 use crate::{DType, Expect, Probe, Target};
 use std::sync::LazyLock;
@@ -18,66 +22,14 @@ pub struct Row {
 /// The operation of a row with its compile-time parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Variant {
-    /// Dense attention forward.
+    /// Dense attention forward with the instructions that every GPU from Ampere on has.
     AttentionFwd(AttentionFwd),
+    /// Dense attention forward with those that only Hopper has.
+    AttentionFwdHopper(AttentionFwdHopper),
     /// Block-sparse (BSR) matrix times dense matrix.
     BsrMatmul(BsrMatmul),
     /// No operation: one unit of the GPU at its highest rate, which kernels are held against.
     Probe(Probe),
-}
-
-/// Tiles of `attention_fwd_sm80.cu`: one block of threads computes `block_q` queries of one head against all keys.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct AttentionFwd {
-    /// Element type of q, k, v and o.
-    pub dtype: DType,
-    /// Head dimension of the tile; smaller ones are padded with zeros on chip.
-    pub head_dim: u32,
-    /// Queries per block of threads.
-    pub block_q: u32,
-    /// Keys per step of the main loop.
-    pub block_kv: u32,
-    /// Warps per block; each owns `block_q / warps` query rows.
-    pub warps: u32,
-    /// Depth of the K ring and of the V ring in shared memory.
-    pub stages: u32,
-    /// Blocks per multiprocessor that the register allocation must allow.
-    pub min_blocks: u32,
-}
-
-/// Tiles of `bsr_matmul_sm80.cu`: one block of threads computes one block row of A times `block_n` columns of B.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct BsrMatmul {
-    /// Element type of A and B.
-    pub dtype: DType,
-    /// Rows and columns of a block of A.
-    pub block_size: u32,
-    /// Columns of C per block of threads.
-    pub block_n: u32,
-    /// Depth of one pipeline stage along K.
-    pub block_k: u32,
-    /// Warps along M and along N.
-    pub warps_m: u32,
-    /// Warps along N.
-    pub warps_n: u32,
-    /// Pipeline stages in shared memory.
-    pub stages: u32,
-    /// Blocks per multiprocessor that the register allocation must allow.
-    pub min_blocks: u32,
-}
-
-impl AttentionFwd {
-    /// Shared memory in bytes: the Q tile, and a ring of K tiles and of V tiles.
-    pub const fn smem_bytes(&self) -> u32 {
-        (self.block_q + 2 * self.stages * self.block_kv) * self.head_dim * self.dtype.size() as u32
-    }
-}
-
-impl BsrMatmul {
-    /// Shared memory in bytes: a ring of A and B tiles.
-    pub const fn smem_bytes(&self) -> u32 {
-        self.stages * (self.block_size + self.block_n) * self.block_k * self.dtype.size() as u32
-    }
 }
 
 impl Row {
@@ -85,6 +37,7 @@ impl Row {
     pub const fn source(&self) -> &'static str {
         match self.variant {
             Variant::AttentionFwd(_) => "attention_fwd_sm80",
+            Variant::AttentionFwdHopper(_) => "attention_fwd_sm90a",
             Variant::BsrMatmul(_) => "bsr_matmul_sm80",
             Variant::Probe(probe) if probe.is_hopper() => "probe_sm90a",
             Variant::Probe(_) => "probe_sm80",
@@ -102,6 +55,15 @@ impl Row {
                 t.block_q,
                 t.block_kv,
                 t.warps,
+                t.stages
+            ),
+            Variant::AttentionFwdHopper(t) => format!(
+                "blockflash_{}_{}_d{}_q{}_kv{}_s{}",
+                self.source(),
+                t.dtype,
+                t.head_dim,
+                t.block_q(),
+                t.block_kv,
                 t.stages
             ),
             Variant::BsrMatmul(t) => format!(
@@ -129,6 +91,7 @@ impl Row {
     pub const fn threads(&self) -> u32 {
         32 * match self.variant {
             Variant::AttentionFwd(t) => t.warps,
+            Variant::AttentionFwdHopper(t) => t.warps(),
             Variant::BsrMatmul(t) => t.warps_m * t.warps_n,
             Variant::Probe(_) => 8,
         }
@@ -138,6 +101,7 @@ impl Row {
     pub const fn smem_bytes(&self) -> u32 {
         match self.variant {
             Variant::AttentionFwd(t) => t.smem_bytes(),
+            Variant::AttentionFwdHopper(t) => t.smem_bytes(),
             Variant::BsrMatmul(t) => t.smem_bytes(),
             Variant::Probe(probe) => probe.smem_bytes(),
         }
@@ -160,6 +124,16 @@ impl Row {
                 number("VARIANT_WARPS", t.warps);
                 number("VARIANT_STAGES", t.stages);
                 number("VARIANT_MIN_BLOCKS", t.min_blocks);
+            }
+            Variant::AttentionFwdHopper(t) => {
+                number("VARIANT_DTYPE", t.dtype as u32);
+                number("VARIANT_HEAD_DIM", t.head_dim);
+                number("VARIANT_BLOCK_KV", t.block_kv);
+                number("VARIANT_WARPGROUPS", t.warpgroups);
+                number("VARIANT_STAGES", t.stages);
+                number("VARIANT_Q_STAGES", t.q_stages);
+                number("VARIANT_Q_IN_REGISTERS", t.q_in_registers.into());
+                number("VARIANT_MIN_BLOCKS", 1);
             }
             Variant::BsrMatmul(t) => {
                 number("VARIANT_DTYPE", t.dtype as u32);
@@ -193,6 +167,15 @@ impl Row {
                 Contains("LDGSTS"),
                 Contains("LDSM"),
                 Contains("MUFU"),
+                Lacks("LDL"),
+                Lacks("STL"),
+            ],
+            Variant::AttentionFwdHopper(_) => &[
+                Contains("HGMMA"),
+                Contains("UTMALDG"),
+                Contains("MUFU"),
+                Contains("VIMNMX3"),
+                Contains("USETMAXREG"),
                 Lacks("LDL"),
                 Lacks("STL"),
             ],
@@ -234,6 +217,32 @@ const ATTENTION_FWD: &[(&[Target], AttentionFwd)] = &[
     (ALL, attention(256, 64, 64, 4, 1, 2)),
 ];
 
+const fn hopper(
+    head_dim: u32,
+    block_kv: u32,
+    warpgroups: u32,
+    [stages, q_stages]: [u32; 2],
+    q_in_registers: bool,
+    step_cost: u32,
+) -> AttentionFwdHopper {
+    let dtype = DType::F16;
+    AttentionFwdHopper { dtype, head_dim, block_kv, warpgroups, stages, q_stages, q_in_registers, step_cost }
+}
+
+/// Attention tiles of Hopper by head dimension. Three warpgroups where registers allow it (outputs, scores and probabilities
+/// take at most 132 of 160 per thread); with two or one, Q is in registers where some are free. Narrower blocks are for few
+/// queries: a grid that does not fill the multiprocessors costs more than they do.
+const ATTENTION_FWD_HOPPER: &[AttentionFwdHopper] = &[
+    hopper(64, 128, 3, [2, 2], false, 100),
+    hopper(64, 128, 2, [2, 1], true, 78),
+    hopper(64, 128, 1, [2, 1], true, 57),
+    hopper(96, 128, 2, [2, 1], true, 100),
+    hopper(128, 128, 2, [2, 1], true, 100),
+    hopper(128, 128, 1, [2, 1], true, 69),
+    hopper(192, 80, 2, [2, 1], false, 100),
+    hopper(256, 80, 2, [2, 1], false, 100),
+];
+
 const fn bsr(
     block_size: u32,
     [block_n, block_k]: [u32; 2],
@@ -256,12 +265,18 @@ const BSR_MATMUL: &[(&[Target], BsrMatmul)] = &[
     (ALL, bsr(128, [64, 64], [2, 2], 3, 3)),
 ];
 
-/// All rows. The order is the order of preference: the first row that accepts a problem and a GPU is taken.
-pub fn rows() -> &'static [Row] {
+/// All rows, released and on trial, the preferred targets first. Of rows that suit a problem equally well the first is taken.
+pub fn all_rows() -> &'static [Row] {
     static ROWS: LazyLock<Vec<Row>> = LazyLock::new(|| {
         let mut rows = Vec::new();
         for target in Target::ALL {
             for dtype in [DType::F16, DType::BF16] {
+                for &tile in ATTENTION_FWD_HOPPER.iter().filter(|_| target == Target::Sm90a) {
+                    rows.push(Row {
+                        variant: Variant::AttentionFwdHopper(AttentionFwdHopper { dtype, ..tile }),
+                        target,
+                    });
+                }
                 for &(_, tile) in ATTENTION_FWD.iter().filter(|(targets, _)| targets.contains(&target)) {
                     rows.push(Row { variant: Variant::AttentionFwd(AttentionFwd { dtype, ..tile }), target });
                 }

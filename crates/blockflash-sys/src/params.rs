@@ -191,6 +191,91 @@ const _: () = {
         "Offset of field: blockflash_attention_fwd_params::softcap",
     ][::core::mem::offset_of!(blockflash_attention_fwd_params, softcap) - 216usize];
 };
+/// What the driver encodes a tensor into for the tensor memory accelerator (CUtensorMap).
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_tensor_map {
+    pub opaque: [u64; 16usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_tensor_map",
+    ][::core::mem::size_of::<blockflash_tensor_map>() - 128usize];
+    [
+        "Alignment of blockflash_tensor_map",
+    ][::core::mem::align_of::<blockflash_tensor_map>() - 64usize];
+    [
+        "Offset of field: blockflash_tensor_map::opaque",
+    ][::core::mem::offset_of!(blockflash_tensor_map, opaque) - 0usize];
+};
+/** Attention forward whose tiles are copied by the tensor memory accelerator, by blocks that stay and take tile after tile.
+
+ The maps have the dimensions (head_dim, sequence, head, batch), boxes of 64 columns and 64 rows (q) or the tile's block_kv
+ rows (k, v), and a swizzle of 128 bytes. Packed sequences are one sequence of a batch of 1.*/
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_fwd_tma_params {
+    pub q: blockflash_tensor_map,
+    /// zeros when there are no keys
+    pub k: blockflash_tensor_map,
+    /// zeros when there are no keys
+    pub v: blockflash_tensor_map,
+    pub base: blockflash_attention_fwd_params,
+    /// two zeros: {next tile, blocks that are done}, left as zeros; null: fixed turns
+    pub tile_counter: *mut u32,
+    /// heads that are computed together: their keys and values should fit into L2
+    pub heads_per_section: i32,
+    /// factor of the (capped) score in the exponent of 2: log2(e), times softmax_scale if not capped
+    pub scale_log2: f32,
+    /// 1 / scale_log2
+    pub inverse_scale_log2: f32,
+    /// softmax_scale / softcap, 0 without a cap
+    pub scale_over_cap: f32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_fwd_tma_params",
+    ][::core::mem::size_of::<blockflash_attention_fwd_tma_params>() - 640usize];
+    [
+        "Alignment of blockflash_attention_fwd_tma_params",
+    ][::core::mem::align_of::<blockflash_attention_fwd_tma_params>() - 64usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::q",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, q) - 0usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::k",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, k) - 128usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::v",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, v) - 256usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::base",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, base) - 384usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::tile_counter",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, tile_counter)
+        - 608usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::heads_per_section",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, heads_per_section)
+        - 616usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::scale_log2",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, scale_log2)
+        - 620usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::inverse_scale_log2",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, inverse_scale_log2)
+        - 624usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::scale_over_cap",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, scale_over_cap)
+        - 628usize];
+};
 /// BSR matmul: c = activation(alpha·a·b + beta·c + bias), a block-sparse \[m, k\], b and c dense row-major.
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

@@ -56,6 +56,21 @@ pub fn edge_cases(dtype: DType, head_dims: &[usize], q: usize, kv: usize) -> Vec
     cases
 }
 
+/// For tiles of `q` queries and `kv` keys: all pairs of sequence lengths next to one, two and three tiles, without a mask and
+/// causal.
+pub fn tile_cases(dtype: DType, head_dim: usize, q: usize, kv: usize) -> Vec<AttentionCase> {
+    let lengths =
+        |tile| [1, tile - 1, tile, tile + 1, 2 * tile - 1, 2 * tile + 1, 3 * tile - 1, 3 * tile + 1];
+    let mut cases = Vec::new();
+    for (seqlen_q, seqlen_kv) in lengths(q).into_iter().flat_map(|i| lengths(kv).map(|j| (i, j))) {
+        for mask in [Mask::Full, Mask::Causal { align: BOTTOM }] {
+            let simple = AttentionCase::simple(dtype, (2, 1), head_dim, (seqlen_q, seqlen_kv));
+            cases.push(AttentionCase { seed: 500 + cases.len() as u64, mask, ..simple });
+        }
+    }
+    cases
+}
+
 /// Planted NaN, stress contents, all options at once, layouts, grouped heads, packed batches with empty sequences.
 pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<AttentionCase> {
     let base = |heads, seqlen| AttentionCase::simple(dtype, heads, head_dim, seqlen);

@@ -9,7 +9,7 @@ mod strategy;
 
 pub use case::{AttentionCase, Content, Lengths, Sequence};
 pub use data::AttentionData;
-pub use edges::{edge_cases, many_heads, special_cases};
+pub use edges::{edge_cases, many_heads, special_cases, tile_cases};
 pub use oracle::{AttentionReference, visible_keys};
 pub(crate) use run::written;
 pub use run::{AttentionInputs, AttentionOutputs, Kernel, run_and_check, run_case};

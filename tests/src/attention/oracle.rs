@@ -4,7 +4,7 @@ use super::{AttentionCase, AttentionData, Sequence};
 use crate::number::{rng, round, unit_roundoff};
 use crate::tolerance::{Reference, Rounding};
 use blockflash_ops::attention::Mask;
-use blockflash_sys::DType;
+use blockflash_sys::{DType, manifest};
 use rand::Rng;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -67,12 +67,14 @@ impl AttentionReference {
         let keys = case.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
         let largest_score = self.lse.magnitude.iter().copied().filter(|s| s.is_finite()).fold(0.0, f64::max);
         let exponent = score_steps(case) as f64 * unit_roundoff(DType::F32) * largest_score;
-        Rounding { output: case.dtype, factor: Some(case.dtype), exponent, steps: 1 + keys.div_ceil(16) }
+        let steps = 1 + keys.div_ceil(16);
+        Rounding { output: case.dtype, factor: Some(case.dtype), exponent, denominator: None, steps }
     }
 
-    /// What a correct implementation may round in the log-sum-exp.
-    pub fn lse_rounding(case: &AttentionCase) -> Rounding {
-        Rounding { output: DType::F32, factor: None, exponent: 0.0, steps: score_steps(case) }
+    /// What a correct implementation may round in the log-sum-exp; `kernel` computes it, unless the CPU does.
+    pub fn lse_rounding(case: &AttentionCase, kernel: Option<&manifest::Row>) -> Rounding {
+        let denominator = kernel.and_then(manifest::Row::denominator);
+        Rounding { output: DType::F32, factor: None, exponent: 0.0, denominator, steps: score_steps(case) }
     }
 }
 

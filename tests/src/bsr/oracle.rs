@@ -39,7 +39,7 @@ impl BsrReference {
     pub fn rounding(case: &BsrCase, data: &BsrData) -> Rounding {
         let longest = data.row_ptr.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0);
         let steps = 4 + (longest * case.block_size).div_ceil(16);
-        Rounding { output: case.c_dtype, factor: None, exponent: 0.0, steps }
+        Rounding { output: case.c_dtype, factor: None, exponent: 0.0, denominator: None, steps }
     }
 }
 

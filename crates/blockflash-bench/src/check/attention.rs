@@ -26,6 +26,8 @@ pub struct AttentionCase<'a> {
     pub softmax_scale: f32,
     /// Scores become `softcap · tanh(score / softcap)`.
     pub softcap: Option<f32>,
+    /// Type to which the kernel rounds the probabilities before it adds them up to the denominator; `None` for f32.
+    pub denominator: Option<DType>,
 }
 
 impl AttentionCase<'_> {
@@ -203,7 +205,9 @@ fn compare_row(
         plain: if nothing { f32::NEG_INFINITY } else { plain_max + plain_sum.ln() },
         magnitude: 1.0,
     });
-    // 2^-20: the exponential and logarithm units of a GPU work to about 2^-22, and both products are summed in f32.
-    results[1].add_row(elements, |size, magnitude| 2f64.powi(-20) * size.max(magnitude));
+    // 2^-20: the exponential and logarithm units of a GPU work to about 2^-22, and both products are summed in f32. A relative
+    // error of the denominator is an absolute one of its logarithm.
+    let denominator = case.denominator.map_or(0.0, |dtype| rounding(dtype, 1.0));
+    results[1].add_row(elements, |size, magnitude| 2f64.powi(-20) * size.max(magnitude) + denominator);
     results
 }

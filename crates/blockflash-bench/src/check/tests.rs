@@ -19,7 +19,17 @@ fn two_keys() -> [Array; 3] {
 }
 
 fn case<'a>([q, k, v]: &'a [Array; 3], right: Option<usize>) -> AttentionCase<'a> {
-    AttentionCase { q, k, v, diagonal: 0, left: None, right, softmax_scale: 1.0, softcap: None }
+    AttentionCase {
+        q,
+        k,
+        v,
+        diagonal: 0,
+        left: None,
+        right,
+        softmax_scale: 1.0,
+        softcap: None,
+        denominator: None,
+    }
 }
 
 #[test]

@@ -120,11 +120,11 @@ impl Operands {
         Ok(())
     }
 
-    /// Launches once into NaN and compares. Every element must be written; a sample is compared with the f64 reference.
+    /// Launches once into NaN and compares with what `kernel` may round: that of the row, or the selected one. Every element must be written; a sample is compared with the f64 reference.
     pub(super) fn verify(
         &mut self,
         host: &Host,
-        row: Option<&'static Row>,
+        [row, kernel]: [Option<&'static Row>; 2],
         stream: &Stream,
         seed: u64,
     ) -> Result<(bool, f64)> {
@@ -149,6 +149,7 @@ impl Operands {
                     right: causal.then_some(0),
                     softmax_scale: problem.softmax_scale,
                     softcap: None,
+                    denominator: kernel.and_then(Row::denominator),
                 };
                 check::attention(&case, o, lse, seed, |_| ()).map_err(mismatch)?.to_vec()
             }

@@ -1,6 +1,6 @@
 //! From checked operands to a queued kernel.
 
-use super::{Attention, AttentionProblem, OP, plan};
+use super::{Attention, AttentionParams, AttentionProblem, OP, plan};
 use crate::check::Operand;
 use crate::{Error, Result};
 use blockflash_safe::{AttentionFwdOperands, Stream, ViewMut};
@@ -37,7 +37,8 @@ pub(super) fn launch(
     lse: Option<ViewMut<'_>>,
     stream: &Stream,
 ) -> Result<()> {
-    let plan = plan(row, problem)?;
+    let Some(gpu) = stream.device().cuda_properties() else { return Err(no_kernel_on_cpu(row)) };
+    let plan = plan(row, problem, gpu)?;
     let aligned = [
         ("q", op.q.is_aligned(16)),
         ("k", op.k.is_aligned(16)),
@@ -56,7 +57,15 @@ pub(super) fn launch(
         sink: op.sink,
         cu_seqlens: op.cu_seqlens.map(|cu_seqlens| [cu_seqlens.q, cu_seqlens.kv]),
     };
-    Ok(stream.launch_attention_fwd(row, &plan.config, &plan.params, operands)?)
+    match &plan.params {
+        AttentionParams::Portable(params) => {
+            stream.launch_attention_fwd(row, &plan.config, params, operands)?;
+        }
+        AttentionParams::Hopper(params) => {
+            stream.launch_attention_fwd_tma(row, &plan.config, params, operands)?;
+        }
+    }
+    Ok(())
 }
 
 /// A kernel was named, but the tensors are on the CPU.

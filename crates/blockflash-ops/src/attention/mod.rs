@@ -9,12 +9,12 @@ mod select;
 mod seqlens;
 
 pub use mask::{Align, Mask};
-pub use plan::{AttentionPlan, plan};
+pub use plan::{AttentionParams, AttentionPlan, plan};
 pub use problem::{AttentionProblem, LseStrides, MAX_SEQLEN, PackedRows, Strides};
 pub use select::{accepts, select};
 pub use seqlens::CuSeqlens;
 
-pub(crate) use select::{OP, tile};
+pub(crate) use select::OP;
 
 use crate::{Error, Result};
 use blockflash_safe::{Device, Stream, Tensor, View, ViewMut};

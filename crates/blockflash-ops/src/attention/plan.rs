@@ -1,30 +1,58 @@
 use super::{AttentionProblem, select};
 use crate::check::{grid_x, to_i32, to_i64};
 use crate::{Error, Result};
-use blockflash_safe::LaunchConfig;
+use blockflash_safe::{CudaProperties, LaunchConfig};
 use blockflash_sys::Row;
-use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params};
+use blockflash_sys::manifest::Variant;
+use blockflash_sys::params::{
+    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params,
+    blockflash_tensor_map,
+};
+use std::f64::consts::LOG2_E;
 use std::ptr::{null, null_mut};
+
+/// Bytes of keys and values that stay in L2 while blocks work on them: about two thirds of that of the GPUs with tensor maps.
+const L2_BYTES: f64 = 34e6;
+
+/// The kernel argument; all pointers are null, all tensor maps zero.
+#[derive(Clone, Copy, Debug)]
+#[expect(clippy::large_enum_variant, reason = "plain data, made for one launch")]
+pub enum AttentionParams {
+    /// Of the kernels that run on every GPU.
+    Portable(blockflash_attention_fwd_params),
+    /// Of those for Hopper.
+    Hopper(blockflash_attention_fwd_tma_params),
+}
+
+impl AttentionParams {
+    /// What both have.
+    pub fn base(&self) -> &blockflash_attention_fwd_params {
+        match self {
+            AttentionParams::Portable(params) => params,
+            AttentionParams::Hopper(params) => &params.base,
+        }
+    }
+}
 
 /// A launch as plain data, before it has any pointer.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionPlan {
-    /// The kernel argument; all pointers are null.
-    pub params: blockflash_attention_fwd_params,
+    /// The kernel argument.
+    pub params: AttentionParams,
     /// Grid, block and shared memory.
     pub config: LaunchConfig,
     /// Bytes of device memory that the caller must lend; this kernel needs none.
     pub workspace_bytes: usize,
 }
 
-/// Fills the kernel argument and the launch configuration of `row` for a problem that it accepts.
+/// Fills the kernel argument and the launch configuration of `row` for a problem that it accepts on this GPU.
 ///
 /// # Errors
 /// [`Error::Misaligned`] for a stride that is not a multiple of 8 elements, [`Error::TooLarge`] for a grid or size beyond 32
 /// bits, [`Error::Unsupported`] if the row is no attention kernel or its tile is too small.
-pub fn plan(row: &Row, problem: &AttentionProblem) -> Result<AttentionPlan> {
+pub fn plan(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> Result<AttentionPlan> {
     let unsupported = |what| Error::Unsupported { op: select::OP, arch: row.target.to_string(), what };
-    let Some(tile) = select::tile(row) else {
+    let Some(tile) = row.attention_tile() else {
         return Err(unsupported(format!("{} computes something else", row.symbol())));
     };
     if problem.head_dim > tile.head_dim as usize {
@@ -33,12 +61,36 @@ pub fn plan(row: &Row, problem: &AttentionProblem) -> Result<AttentionPlan> {
     check_strides(problem)?;
 
     let tiles_q = problem.seqlen_q.div_ceil(tile.block_q as usize);
+    let tiles = grid_x(&[tiles_q, problem.num_heads_q, problem.batch])?;
+    let base = base_params(problem)?;
+    let hopper = matches!(row.variant, Variant::AttentionFwdHopper(_));
+    let multiprocessors = gpu.multiprocessors.max(1);
+    if hopper {
+        // Each block looks for a tile past the last one.
+        grid_x(&[tiles as usize + 2 * multiprocessors as usize])?;
+    }
+    let config = LaunchConfig {
+        // Blocks for Hopper stay and take tile after tile.
+        grid: [if hopper { tiles.min(multiprocessors) } else { tiles }, 1, 1],
+        block: row.threads(),
+        smem_bytes: row.smem_bytes(),
+        cluster: None,
+        programmatic_dependent_launch: hopper,
+    };
+    let params = match hopper {
+        true => AttentionParams::Hopper(hopper_params(problem, base)),
+        false => AttentionParams::Portable(base),
+    };
+    Ok(AttentionPlan { params, config, workspace_bytes: 0 })
+}
+
+fn base_params(problem: &AttentionProblem) -> Result<blockflash_attention_fwd_params> {
     let limits = problem.mask.limits(problem.seqlen_q, problem.seqlen_kv);
     let window = |side: Option<usize>| {
         side.and_then(|side| i32::try_from(side).ok()).unwrap_or(BLOCKFLASH_WINDOW_UNBOUNDED)
     };
     let stride = |value| to_i64("stride", value);
-    let params = blockflash_attention_fwd_params {
+    Ok(blockflash_attention_fwd_params {
         q: null(),
         k: null(),
         v: null(),
@@ -72,15 +124,41 @@ pub fn plan(row: &Row, problem: &AttentionProblem) -> Result<AttentionPlan> {
         align_bottom_right: i32::from(limits.align == super::Align::BottomRight),
         softmax_scale: problem.softmax_scale,
         softcap: problem.softcap.unwrap_or(0.0),
-    };
-    let config = LaunchConfig {
-        grid: [grid_x(&[tiles_q, problem.num_heads_q, problem.batch])?, 1, 1],
-        block: row.threads(),
-        smem_bytes: row.smem_bytes(),
-        cluster: None,
-        programmatic_dependent_launch: false,
-    };
-    Ok(AttentionPlan { params, config, workspace_bytes: 0 })
+    })
+}
+
+fn hopper_params(
+    problem: &AttentionProblem,
+    base: blockflash_attention_fwd_params,
+) -> blockflash_attention_fwd_tma_params {
+    let scale = f64::from(problem.softmax_scale);
+    // A capped score is scaled already.
+    let scale_log2 = if problem.softcap.is_some() { LOG2_E } else { LOG2_E * scale };
+    let unused = blockflash_tensor_map { opaque: [0; 16] };
+    blockflash_attention_fwd_tma_params {
+        q: unused,
+        k: unused,
+        v: unused,
+        base,
+        tile_counter: null_mut(),
+        heads_per_section: heads_per_section(&base, problem.packed.is_some()),
+        scale_log2: scale_log2 as f32,
+        inverse_scale_log2: scale_log2.recip() as f32,
+        scale_over_cap: problem.softcap.map_or(0.0, |cap| (scale / f64::from(cap)) as f32),
+    }
+}
+
+/// Heads that are computed together. A window lets tiles take unequal time: many heads at once even that out, but their keys
+/// and values should fit into L2. Without one, the heads that share keys are enough.
+fn heads_per_section(base: &blockflash_attention_fwd_params, packed: bool) -> i32 {
+    let group = (base.num_heads_q / base.num_heads_kv.max(1)).max(1);
+    if [base.window_left, base.window_right] == [BLOCKFLASH_WINDOW_UNBOUNDED; 2] {
+        return group;
+    }
+    let bytes_per_group = f64::from(base.seqlen_kv) * f64::from(base.head_dim) * 4.0;
+    let groups = (L2_BYTES / bytes_per_group.max(1.0)).max(1.0) as i32;
+    let heads = base.num_heads_q.saturating_mul(if packed { 1 } else { base.batch });
+    groups.saturating_mul(group).min(heads).max(group)
 }
 
 /// The kernel reads and writes 16 bytes at a time, so rows must start at multiples of 8 elements. The stride of a dimension

@@ -2,15 +2,18 @@ use super::AttentionProblem;
 use crate::arch;
 use crate::{Error, Result};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::manifest::{self, AttentionFwd, Variant};
+use blockflash_sys::manifest::{self, AttentionTile, Variant};
 use blockflash_sys::{DType, Row};
 use std::fmt;
 
 /// Name of the operation in errors and in the support table.
 pub(crate) const OP: &str = "attention";
 
+/// Strides of a tensor map are below this, in bytes.
+const TENSOR_MAP_STRIDE_LIMIT: usize = 1 << 40;
+
 /// The kernel for a problem on a GPU: of the usable rows those of the preferred target (machine code before PTX), of these the
-/// smallest head_dim tile that fits.
+/// smallest head_dim tile that fits, of these the one whose grid is estimated to end first.
 ///
 /// # Errors
 /// [`Error::Unsupported`] says what no row offers: the element type, the head dimension, the architecture or its shared memory.
@@ -24,9 +27,14 @@ pub(crate) fn select_among<'r>(
     gpu: &CudaProperties,
 ) -> Result<&'r Row> {
     rows.iter()
-        .filter_map(|row| Some((row, tile(row)?)))
+        .filter_map(|row| Some((row, row.attention_tile()?)))
         .filter(|(row, tile)| fits(row, tile, problem, gpu).is_ok())
-        .min_by_key(|(row, tile)| (arch::preference(row.target), tile.head_dim))
+        .min_by(|a, b| {
+            let preference =
+                |(row, tile): &(&Row, AttentionTile)| (arch::preference(row.target), tile.head_dim);
+            let time = |(row, tile): &(&Row, AttentionTile)| relative_time(row, tile, problem, gpu);
+            preference(a).cmp(&preference(b)).then_with(|| time(a).total_cmp(&time(b)))
+        })
         .map(|(row, _)| row)
         .ok_or_else(|| unsupported(gpu, why_none(rows, problem, gpu)))
 }
@@ -37,7 +45,9 @@ pub(crate) fn select_among<'r>(
 /// [`Error::Unsupported`] says what does not fit.
 pub fn accepts(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> Result<()> {
     let refused = |what: String| unsupported(gpu, format!("{}: {what}", row.symbol()));
-    let Some(tile) = tile(row) else { return Err(refused("this kernel computes something else".into())) };
+    let Some(tile) = row.attention_tile() else {
+        return Err(refused("this kernel computes something else".into()));
+    };
     fits(row, &tile, problem, gpu).map_err(|mismatch| refused(mismatch.to_string()))
 }
 
@@ -45,6 +55,7 @@ pub fn accepts(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> R
 enum Mismatch {
     DType { kernel: DType, tensors: DType },
     HeadDim { kernel: u32, tensors: usize },
+    TensorMap { what: &'static str, dim: &'static str, stride: usize },
     Gpu(arch::Obstacle),
 }
 
@@ -57,6 +68,9 @@ impl fmt::Display for Mismatch {
             Mismatch::HeadDim { kernel, tensors } => {
                 write!(f, "head_dim {tensors} is not a multiple of 8 up to {kernel}")
             }
+            Mismatch::TensorMap { what, dim, stride } => {
+                write!(f, "the {dim} stride of {what} is {stride} elements, which a tensor map cannot have")
+            }
             Mismatch::Gpu(obstacle) => obstacle.fmt(f),
         }
     }
@@ -64,7 +78,7 @@ impl fmt::Display for Mismatch {
 
 fn fits(
     row: &Row,
-    tile: &AttentionFwd,
+    tile: &AttentionTile,
     problem: &AttentionProblem,
     gpu: &CudaProperties,
 ) -> std::result::Result<(), Mismatch> {
@@ -74,20 +88,52 @@ fn fits(
     if problem.head_dim > tile.head_dim as usize || !problem.head_dim.is_multiple_of(8) {
         return Err(Mismatch::HeadDim { kernel: tile.head_dim, tensors: problem.head_dim });
     }
-    arch::runs(row, gpu).map_err(Mismatch::Gpu)
+    arch::runs(row, gpu).map_err(Mismatch::Gpu)?;
+    if let Variant::AttentionFwdHopper(_) = row.variant { tensor_maps(problem) } else { Ok(()) }
 }
 
-pub(crate) fn tile(row: &Row) -> Option<AttentionFwd> {
-    match row.variant {
-        Variant::AttentionFwd(tile) => Some(tile),
-        _ => None,
+/// Whether q, k and v can be described by tensor maps: those step on in every dimension, and not too far.
+fn tensor_maps(problem: &AttentionProblem) -> std::result::Result<(), Mismatch> {
+    let [rows_q, rows_kv] = match problem.packed {
+        Some(packed) => [packed.total_q, packed.total_kv],
+        None => [problem.seqlen_q, problem.seqlen_kv],
+    };
+    let batch = if problem.packed.is_some() { 1 } else { problem.batch };
+    let operands = [
+        ("q", problem.q, rows_q, problem.num_heads_q),
+        ("k", problem.k, rows_kv, problem.num_heads_kv),
+        ("v", problem.v, rows_kv, problem.num_heads_kv),
+    ];
+    // The map of a tensor without rows is never used.
+    for (what, strides, rows, heads) in operands.into_iter().filter(|(_, _, rows, _)| *rows > 0) {
+        let dims =
+            [("batch", strides.batch, batch), ("sequence", strides.seq, rows), ("head", strides.head, heads)];
+        for (dim, stride, extent) in dims {
+            let possible = stride > 0 && stride < TENSOR_MAP_STRIDE_LIMIT / problem.dtype.size();
+            if extent > 1 && !possible {
+                return Err(Mismatch::TensorMap { what, dim, stride });
+            }
+        }
     }
+    Ok(())
+}
+
+/// Estimated time in units that rows of one target and head_dim share. While tiles are few, the multiprocessors with most of
+/// them decide; many tiles spread evenly, but for half a round at the end.
+fn relative_time(row: &Row, tile: &AttentionTile, problem: &AttentionProblem, gpu: &CudaProperties) -> f64 {
+    let Variant::AttentionFwdHopper(hopper) = row.variant else { return 0.0 };
+    let tiles = problem.batch as f64
+        * problem.num_heads_q as f64
+        * problem.seqlen_q.div_ceil(tile.block_q as usize) as f64;
+    let rounds = tiles / f64::from(gpu.multiprocessors.max(1));
+    let rounds = if rounds <= 4.0 { rounds.ceil() } else { rounds + 0.5 };
+    rounds * f64::from(hopper.step_cost)
 }
 
 /// The first reason that rules out every row, from the general to the particular.
 fn why_none(rows: &[Row], problem: &AttentionProblem, gpu: &CudaProperties) -> String {
     let head_dim = problem.head_dim;
-    let tiles = || rows.iter().filter_map(|row| Some((row, tile(row)?)));
+    let tiles = || rows.iter().filter_map(|row| Some((row, row.attention_tile()?)));
     if !tiles().any(|(row, _)| row.target.runs_on(gpu.compute_capability)) {
         return "kernels need compute capability 8.0 or newer".into();
     }
@@ -107,6 +153,10 @@ fn why_none(rows: &[Row], problem: &AttentionProblem, gpu: &CudaProperties) -> S
 fn unsupported(gpu: &CudaProperties, what: String) -> Error {
     Error::Unsupported { op: OP, arch: gpu.compute_capability.to_string(), what }
 }
+
+#[cfg(test)]
+#[path = "hopper_tests.rs"]
+mod hopper_tests;
 
 #[cfg(test)]
 #[path = "select_tests.rs"]

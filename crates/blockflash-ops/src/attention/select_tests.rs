@@ -1,6 +1,7 @@
-use super::super::{Align, Mask, plan};
+use super::super::{Align, AttentionParams, Mask, plan};
 use super::*;
 use crate::fixtures::{gpu, gpus};
+use blockflash_sys::manifest::AttentionFwd;
 use blockflash_sys::params::BLOCKFLASH_WINDOW_UNBOUNDED;
 use blockflash_sys::{DType, Target};
 
@@ -8,8 +9,8 @@ fn problem(dtype: DType, head_dim: usize) -> AttentionProblem {
     AttentionProblem::dense(dtype, [2, 300, 500], [8, 2], head_dim)
 }
 
-fn attention_rows() -> impl Iterator<Item = (&'static Row, AttentionFwd)> {
-    manifest::rows().iter().filter_map(|row| Some((row, tile(row)?)))
+fn attention_rows() -> impl Iterator<Item = (&'static Row, AttentionTile)> {
+    manifest::all_rows().iter().filter_map(|row| Some((row, row.attention_tile()?)))
 }
 
 #[test]
@@ -18,8 +19,8 @@ fn every_gpu_runs_every_head_dim() {
         for dtype in [DType::F16, DType::BF16] {
             for head_dim in (8..=256).step_by(8) {
                 let problem = problem(dtype, head_dim);
-                let row = select(&problem, &gpu).unwrap();
-                let chosen = tile(row).unwrap();
+                let row = select_among(manifest::all_rows(), &problem, &gpu).unwrap();
+                let chosen = row.attention_tile().unwrap();
                 assert!(row.target.runs_on(gpu.compute_capability) && row.smem_bytes() <= gpu.smem_per_block);
                 assert!(chosen.dtype == dtype && chosen.head_dim as usize >= head_dim);
                 for (other, tile) in attention_rows().filter(|(row, _)| accepts(row, &problem, &gpu).is_ok())
@@ -27,7 +28,7 @@ fn every_gpu_runs_every_head_dim() {
                     assert!(other.target != row.target || tile.head_dim >= chosen.head_dim, "{}", gpu.name);
                     assert!(!row.target.is_ptx() || other.target.is_ptx(), "machine code comes before PTX");
                 }
-                plan(row, &problem).unwrap();
+                plan(row, &problem, &gpu).unwrap();
             }
         }
     }
@@ -84,7 +85,7 @@ fn preference_is_target_then_tile() {
         [row(Target::Ptx80, 64), row(Target::Sm80, 256), row(Target::Sm80, 128), row(Target::Sm89, 128)];
     let chosen = |head_dim, minor| {
         let row = select_among(&rows, &problem(DType::F16, head_dim), &gpu(8, minor)).unwrap();
-        (row.target, tile(row).unwrap().head_dim)
+        (row.target, row.attention_tile().unwrap().head_dim)
     };
     assert_eq!(chosen(64, 0), (Target::Sm80, 128));
     assert_eq!(chosen(136, 0), (Target::Sm80, 256));
@@ -96,12 +97,17 @@ fn preference_is_target_then_tile() {
 fn every_row_has_a_plan() {
     for (row, tile) in attention_rows() {
         let problem = problem(tile.dtype, tile.head_dim as usize);
-        let plan = plan(row, &problem).unwrap();
-        let tiles_q = 300u32.div_ceil(tile.block_q);
-        assert_eq!(plan.config.grid, [tiles_q * 8 * 2, 1, 1]);
+        let plan = plan(row, &problem, &gpu(9, 0)).unwrap();
+        let tiles = 300u32.div_ceil(tile.block_q) * 8 * 2;
+        let hopper = matches!(plan.params, AttentionParams::Hopper(_));
+        assert_eq!(plan.config.grid, [if hopper { tiles.min(108) } else { tiles }, 1, 1]);
+        assert_eq!(
+            (hopper, plan.config.programmatic_dependent_launch),
+            (row.target == Target::Sm90a, hopper)
+        );
         assert_eq!((plan.config.block, plan.config.smem_bytes), (row.threads(), row.smem_bytes()));
         assert_eq!((plan.config.cluster, plan.workspace_bytes), (None, 0));
-        let p = plan.params;
+        let p = plan.params.base();
         assert!(
             p.q.is_null() && p.o.is_null() && p.lse.is_null() && p.sink.is_null() && p.cu_seqlens_q.is_null()
         );
@@ -130,7 +136,8 @@ fn masks_become_windows() {
     let window = |left, right| Mask::Window { left, right, align: Align::TopLeft };
     let planned = |mask| {
         let problem = AttentionProblem { mask, softcap: Some(7.0), ..problem(tile.dtype, 64) };
-        let p = plan(row, &problem).unwrap().params;
+        let plan = plan(row, &problem, &gpu(9, 0)).unwrap();
+        let p = plan.params.base();
         assert_eq!(p.softcap, 7.0);
         (p.window_left, p.window_right, p.align_bottom_right)
     };
@@ -145,7 +152,7 @@ fn masks_become_windows() {
 fn misaligned_strides_are_refused() {
     let (row, tile) = attention_rows().next().unwrap();
     let good = problem(tile.dtype, 64);
-    let refused = |problem: &AttentionProblem| match plan(row, problem) {
+    let refused = |problem: &AttentionProblem| match plan(row, problem, &gpu(9, 0)) {
         Err(Error::Misaligned { what, problem }) => format!("{what}: {problem}"),
         other => panic!("{other:?}"),
     };
@@ -160,18 +167,18 @@ fn misaligned_strides_are_refused() {
     assert!(refused(&bad).contains("o: the batch stride"));
     let mut unused = AttentionProblem { batch: 1, ..good };
     unused.k.batch = 3;
-    plan(row, &unused).unwrap();
+    plan(row, &unused, &gpu(9, 0)).unwrap();
 }
 
 #[test]
 fn grids_and_tiles_have_limits() {
     let (row, tile) = attention_rows().next().unwrap();
     let huge = AttentionProblem { batch: 1 << 20, num_heads_q: 1 << 12, ..problem(tile.dtype, 64) };
-    assert!(matches!(plan(row, &huge), Err(Error::TooLarge { what: "grid", .. })));
+    assert!(matches!(plan(row, &huge, &gpu(9, 0)), Err(Error::TooLarge { what: "grid", .. })));
     let wide = problem(tile.dtype, tile.head_dim as usize + 8);
-    assert!(matches!(plan(row, &wide), Err(Error::Unsupported { .. })));
-    let other = manifest::rows().iter().find(|row| super::tile(row).is_none()).unwrap();
-    let error = plan(other, &problem(DType::F16, 64)).unwrap_err().to_string();
+    assert!(matches!(plan(row, &wide, &gpu(9, 0)), Err(Error::Unsupported { .. })));
+    let other = manifest::all_rows().iter().find(|row| row.attention_tile().is_none()).unwrap();
+    let error = plan(other, &problem(DType::F16, 64), &gpu(9, 0)).unwrap_err().to_string();
     assert!(error.contains("computes something else"), "{error}");
     let refused = accepts(other, &problem(DType::F16, 64), &gpu(9, 0)).unwrap_err().to_string();
     assert!(refused.contains("computes something else"), "{refused}");

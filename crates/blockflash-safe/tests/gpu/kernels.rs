@@ -1,8 +1,8 @@
 use crate::{gpu, ramp, required, say};
 use blockflash_safe::manifest::{self, Variant};
 use blockflash_safe::params::{
-    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params, blockflash_bsr_matmul_params,
-    blockflash_probe_params,
+    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params,
+    blockflash_bsr_matmul_params, blockflash_probe_params,
 };
 use blockflash_safe::{
     AttentionFwdOperands, DType, Device, Error, LaunchConfig, Result, Row, Stream, Tensor,
@@ -12,13 +12,13 @@ use std::ptr;
 
 const HEAD_DIM: usize = 64;
 
-/// Rows that this GPU can run and whose image is embedded.
+/// Rows that this GPU can run and whose image is there.
 fn rows(device: &Device) -> impl Iterator<Item = &'static Row> {
     let gpu = device.cuda_properties().cloned().unwrap();
     manifest::rows().iter().filter(move |row| {
         row.target.runs_on(gpu.compute_capability)
             && row.smem_bytes() <= gpu.smem_per_block
-            && blockflash_sys::image::compressed(row).is_ok()
+            && blockflash_sys::image::load(row).is_ok()
     })
 }
 
@@ -29,6 +29,7 @@ fn every_embedded_kernel_loads() -> Result<()> {
         let info = device.preload(row)?;
         let expected = match row.variant {
             Variant::AttentionFwd(_) => size_of::<blockflash_attention_fwd_params>(),
+            Variant::AttentionFwdHopper(_) => size_of::<blockflash_attention_fwd_tma_params>(),
             Variant::BsrMatmul(_) => size_of::<blockflash_bsr_matmul_params>(),
             Variant::Probe(_) => size_of::<blockflash_probe_params>(),
         };

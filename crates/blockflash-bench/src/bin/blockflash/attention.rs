@@ -8,7 +8,7 @@ use crate::progress::Progress;
 use crate::{measure, memory, table};
 use blockflash_bench::check::{self, AttentionCase, Comparison};
 use blockflash_bench::io::Array;
-use blockflash_ops::{Align, Attention, AttentionProblem, DType, Mask, Tensor};
+use blockflash_ops::{Align, Attention, AttentionProblem, DType, Mask, Row, Tensor};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -119,7 +119,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
         let (o, lse) = (Array::download(&o, &stream)?, Array::download(&lse, &stream)?);
         written = save(&[("o", &o, args.out.as_ref()), ("lse", &lse, args.lse.as_ref())])?;
         if args.common.check {
-            checks = check([&q, &k, &v], &problem, [&o, &lse], args.common.seed)?;
+            let denominator = kernel.and_then(Row::denominator);
+            checks = check([&q, &k, &v], &problem, [&o, &lse], denominator, args.common.seed)?;
         }
     }
 
@@ -222,6 +223,7 @@ fn check(
     [q, k, v]: [&Array; 3],
     problem: &AttentionProblem,
     [o, lse]: [&Array; 2],
+    denominator: Option<DType>,
     seed: u64,
 ) -> Result<Vec<(&'static str, Comparison)>> {
     let bottom_right = problem.seqlen_kv as i64 - problem.seqlen_q as i64;
@@ -239,6 +241,7 @@ fn check(
         right,
         softmax_scale: problem.softmax_scale,
         softcap: problem.softcap,
+        denominator,
     };
     let progress = Progress::fractions("checking");
     let [o, lse] = check::attention(&case, o, lse, seed, |done| progress.fraction(done))?;

@@ -1,0 +1,135 @@
+//! Selection and planning of the rows for Hopper.
+
+use super::super::{Align, AttentionParams, AttentionPlan, Mask, PackedRows, plan};
+use super::*;
+use crate::fixtures::gpu;
+use blockflash_sys::Target;
+use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_tma_params};
+
+/// As with `BLOCKFLASH_IMAGES`: rows on trial are among those to choose from.
+fn select(problem: &AttentionProblem, gpu: &CudaProperties) -> Result<&'static Row> {
+    select_among(manifest::all_rows(), problem, gpu)
+}
+
+fn h200() -> CudaProperties {
+    CudaProperties { multiprocessors: 132, ..gpu(9, 0) }
+}
+
+fn problem(batch: usize, heads: [usize; 2], seqlen: usize, head_dim: usize) -> AttentionProblem {
+    AttentionProblem::dense(DType::BF16, [batch, seqlen, seqlen], heads, head_dim)
+}
+
+fn planned(problem: &AttentionProblem) -> (AttentionPlan, blockflash_attention_fwd_tma_params) {
+    let plan = plan(select(problem, &h200()).unwrap(), problem, &h200()).unwrap();
+    match plan.params {
+        AttentionParams::Hopper(params) => (plan, params),
+        AttentionParams::Portable(_) => panic!("{problem:?} takes a portable row"),
+    }
+}
+
+#[test]
+fn blocks_are_as_wide_as_the_grid_allows() {
+    let block_q = |batch, heads, seqlen, head_dim| {
+        let row = select(&problem(batch, [heads, heads], seqlen, head_dim), &h200()).unwrap();
+        assert_eq!(row.target, Target::Sm90a);
+        row.attention_tile().unwrap().block_q
+    };
+    assert_eq!(block_q(1, 8, 512, 64), 64);
+    assert_eq!(block_q(1, 8, 4096, 64), 128);
+    assert_eq!(block_q(1, 8, 8192, 64), 192);
+    assert_eq!(block_q(4, 32, 4096, 64), 192);
+    assert_eq!(block_q(1, 8, 512, 128), 64);
+    assert_eq!(block_q(4, 16, 4096, 128), 128);
+    assert_eq!([72, 136, 256].map(|head_dim| block_q(1, 1, 1, head_dim)), [128; 3]);
+}
+
+#[test]
+fn strides_that_tensor_maps_lack_take_a_portable_row() {
+    let good = problem(2, [4, 2], 300, 64);
+    let hopper = select(&good, &h200()).unwrap();
+    let falls_back = |problem: AttentionProblem, reason: &str| {
+        let row = select(&problem, &h200()).unwrap();
+        assert_eq!(row.target, Target::Sm90, "{reason}");
+        assert!(matches!(plan(row, &problem, &h200()).unwrap().params, AttentionParams::Portable(_)));
+        let error = accepts(hopper, &problem, &h200()).unwrap_err().to_string();
+        assert!(error.contains(reason) && error.contains("tensor map"), "{error}");
+    };
+    let with = |change: &dyn Fn(&mut AttentionProblem)| {
+        let mut problem = good;
+        change(&mut problem);
+        problem
+    };
+    falls_back(with(&|p| p.k.batch = 0), "the batch stride of k is 0");
+    falls_back(with(&|p| p.v.head = 0), "the head stride of v is 0");
+    falls_back(with(&|p| p.q.seq = 0), "the sequence stride of q is 0");
+    falls_back(with(&|p| p.q.batch = 1 << 39), "the batch stride of q is 549755813888");
+    // What is never stepped over does not matter.
+    let one = with(&|p| (p.batch, p.q.batch, p.k.batch, p.o.batch) = (1, 0, 1 << 50, 0));
+    assert_eq!(select(&one, &h200()).unwrap(), select(&problem(1, [4, 2], 300, 64), &h200()).unwrap());
+    let packed = PackedRows { total_q: 600, total_kv: 600 };
+    let packed = with(&|p| (p.packed, p.q.batch, p.k.batch, p.v.batch) = (Some(packed), 0, 0, 0));
+    assert_eq!(select(&packed, &h200()).unwrap().target, Target::Sm90a);
+    let no_keys = with(&|p| (p.seqlen_kv, p.k.batch, p.v.batch) = (0, 0, 0));
+    assert_eq!(select(&no_keys, &h200()).unwrap().target, Target::Sm90a);
+}
+
+#[test]
+fn blocks_stay_and_start_early() {
+    let (plan, _) = planned(&problem(4, [32, 32], 4096, 64));
+    assert_eq!((plan.config.grid, plan.config.programmatic_dependent_launch), ([132, 1, 1], true));
+    let (plan, params) = planned(&problem(1, [8, 8], 128, 64));
+    assert_eq!(plan.config.grid, [16, 1, 1]);
+    assert!(params.tile_counter.is_null() && params.q.opaque == [0; 16]);
+    let huge = problem(1 << 20, [1 << 12, 1 << 12], 300, 64);
+    let row = select(&huge, &h200()).unwrap();
+    assert!(matches!(super::super::plan(row, &huge, &h200()), Err(Error::TooLarge { what: "grid", .. })));
+}
+
+#[test]
+fn sections_fit_into_l2_when_there_is_a_window() {
+    let heads = |problem: AttentionProblem| planned(&problem).1.heads_per_section;
+    let causal = |problem| AttentionProblem { mask: Mask::causal(), ..problem };
+    assert_eq!(heads(problem(4, [32, 8], 4096, 64)), 4);
+    // 1 MiB of keys and values per head: 32 of 128 heads.
+    assert_eq!(heads(causal(problem(4, [32, 32], 4096, 64))), 32);
+    assert_eq!(heads(causal(problem(4, [32, 8], 4096, 64))), 128);
+    assert_eq!(heads(causal(problem(4, [32, 8], 1 << 20, 64))), 4);
+    assert_eq!(heads(causal(problem(2, [6, 2], 16, 128))), 12);
+    let packed = Some(PackedRows { total_q: 100, total_kv: 100 });
+    assert_eq!(heads(AttentionProblem { packed, ..causal(problem(2, [6, 2], 16, 128)) }), 6);
+    // A window that hides nothing is none.
+    let mask = Mask::Window { left: Some(9999), right: None, align: Align::BottomRight };
+    assert_eq!(heads(AttentionProblem { mask, ..problem(4, [32, 8], 4096, 64) }), 4);
+}
+
+#[test]
+fn scales_are_those_of_the_exponent() {
+    let close = |got: f32, expected: f64| assert!((f64::from(got) / expected - 1.0).abs() < 1e-6, "{got}");
+    let log2_e = std::f64::consts::LOG2_E;
+    let base = AttentionProblem { softmax_scale: 0.25, ..problem(1, [1, 1], 100, 64) };
+    let (_, params) = planned(&base);
+    close(params.scale_log2, 0.25 * log2_e);
+    close(params.inverse_scale_log2, 4.0 / log2_e);
+    assert_eq!(params.scale_over_cap, 0.0);
+    let (_, params) = planned(&AttentionProblem { softcap: Some(50.0), ..base });
+    close(params.scale_log2, log2_e);
+    close(params.inverse_scale_log2, 1.0 / log2_e);
+    close(params.scale_over_cap, 0.005);
+}
+
+/// The kernel adds windows to positions in 32 bits.
+#[test]
+fn windows_are_no_longer_than_both_sequences() {
+    let sides = [0, 1, 299, 300, 800, 1 << 30, usize::MAX];
+    for align in [Align::TopLeft, Align::BottomRight] {
+        for (left, right) in sides.into_iter().flat_map(|left| sides.map(|right| (left, right))) {
+            let mask = Mask::Window { left: Some(left), right: Some(right), align };
+            let problem =
+                AttentionProblem { mask, ..AttentionProblem::dense(DType::F16, [1, 300, 500], [1, 1], 64) };
+            let (_, params) = planned(&problem);
+            for side in [params.base.window_left, params.base.window_right] {
+                assert!(side == BLOCKFLASH_WINDOW_UNBOUNDED || (0..800).contains(&side), "{mask:?}: {side}");
+            }
+        }
+    }
+}

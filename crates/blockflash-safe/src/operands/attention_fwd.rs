@@ -1,0 +1,138 @@
+//! Attention forward with the instructions that every GPU has, and what all attention kernels check.
+
+use super::{Fit, ceil_div, fits, fits_row, optional, pointer, pointer_mut, require, starts_last};
+use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};
+use blockflash_sys::manifest::{AttentionTile, Variant};
+use blockflash_sys::params::blockflash_attention_fwd_params;
+
+/// Tensors of the attention forward kernels. With `cu_seqlens` the batch is packed into the first dimension.
+#[derive(Debug)]
+pub struct AttentionFwdOperands<'a> {
+    /// `[batch, seqlen_q, num_heads_q, head_dim]`, packed `[total_q, num_heads_q, head_dim]`.
+    pub q: View<'a>,
+    /// `[batch, seqlen_kv, num_heads_kv, head_dim]`, packed `[total_kv, num_heads_kv, head_dim]`.
+    pub k: View<'a>,
+    /// As `k`.
+    pub v: View<'a>,
+    /// As `q`.
+    pub o: ViewMut<'a>,
+    /// f32 `[batch, num_heads_q, seqlen_q]`, packed `[num_heads_q, total_q]`.
+    pub lse: Option<ViewMut<'a>>,
+    /// f32 `[num_heads_q]`.
+    pub sink: Option<View<'a>>,
+    /// Packed only: i32 `[batch + 1]` offsets of the sequences in `q` and in `k`. The caller knows that they ascend from 0 to
+    /// the number of packed rows and that no sequence is longer than the parameters say.
+    pub cu_seqlens: Option<[View<'a>; 2]>,
+}
+
+impl AttentionFwdOperands<'_> {
+    /// Checks sizes and strides against the tensors, and says how many tiles of queries there are.
+    pub(super) fn fit(
+        &self,
+        tile: &AttentionTile,
+        p: &blockflash_attention_fwd_params,
+    ) -> std::result::Result<i128, String> {
+        let [batch, heads_q, heads_kv] = [p.batch, p.num_heads_q, p.num_heads_kv].map(i64::from);
+        let [seqlen_q, seqlen_kv, head_dim] = [p.seqlen_q, p.seqlen_kv, p.head_dim].map(i64::from);
+        let positive =
+            [batch, heads_q, heads_kv, seqlen_q, head_dim].iter().all(|&size| size > 0) && seqlen_kv >= 0;
+        require(positive, "a size is not positive")?;
+        require(heads_q % heads_kv == 0, "num_heads_q is not a multiple of num_heads_kv")?;
+        require(
+            head_dim % 8 == 0 && head_dim <= i64::from(tile.head_dim),
+            "the head dimension does not fit the tile",
+        )?;
+        let lse = self.lse.as_ref().map(ViewMut::as_view);
+        let o = self.o.as_view();
+        if let Some([cu_q, cu_kv]) = &self.cu_seqlens {
+            fits("cu_seqlens_q", cu_q, DType::I32, [(batch + 1, 1)])?;
+            fits("cu_seqlens_kv", cu_kv, DType::I32, [(batch + 1, 1)])?;
+            let packed = |view: &View<'_>| view.shape().first().map_or(0, |&rows| rows as i64);
+            let (total_q, total_kv) = (packed(&self.q), packed(&self.k));
+            let rows = |total, seq, heads, head| [(total, seq), (heads, head), (head_dim, 1)];
+            fits("q", &self.q, tile.dtype, rows(total_q, p.q_stride_seq, heads_q, p.q_stride_head))?;
+            fits("k", &self.k, tile.dtype, rows(total_kv, p.k_stride_seq, heads_kv, p.k_stride_head))?;
+            fits("v", &self.v, tile.dtype, rows(total_kv, p.v_stride_seq, heads_kv, p.v_stride_head))?;
+            fits("o", &o, tile.dtype, rows(total_q, p.o_stride_seq, heads_q, p.o_stride_head))?;
+            let dims = [(heads_q, p.lse_stride_head), (total_q, 1)];
+            lse.map_or(Ok(()), |lse| fits("lse", &lse, DType::F32, dims))?;
+            // The kernels add this one also when the batch is packed.
+            require(p.lse_stride_batch == 0, "a packed lse has no batch stride")?;
+        } else {
+            let rows = |seqlen, heads, strides: [i64; 3]| {
+                [(batch, strides[0]), (seqlen, strides[1]), (heads, strides[2]), (head_dim, 1)]
+            };
+            let q = rows(seqlen_q, heads_q, [p.q_stride_batch, p.q_stride_seq, p.q_stride_head]);
+            let k = rows(seqlen_kv, heads_kv, [p.k_stride_batch, p.k_stride_seq, p.k_stride_head]);
+            let v = rows(seqlen_kv, heads_kv, [p.v_stride_batch, p.v_stride_seq, p.v_stride_head]);
+            let out = rows(seqlen_q, heads_q, [p.o_stride_batch, p.o_stride_seq, p.o_stride_head]);
+            fits("q", &self.q, tile.dtype, q)?;
+            fits("k", &self.k, tile.dtype, k)?;
+            fits("v", &self.v, tile.dtype, v)?;
+            fits("o", &o, tile.dtype, out)?;
+            let dims = [(batch, p.lse_stride_batch), (heads_q, p.lse_stride_head), (seqlen_q, 1)];
+            lse.map_or(Ok(()), |lse| fits("lse", &lse, DType::F32, dims))?;
+        }
+        self.sink.map_or(Ok(()), |sink| fits("sink", &sink, DType::F32, [(heads_q, 1)]))?;
+        Ok(ceil_div(seqlen_q, tile.block_q) * i128::from(heads_q) * i128::from(batch))
+    }
+
+    /// Every tensor, read-only.
+    pub(super) fn views(&self) -> [Option<View<'_>>; 8] {
+        let [cu_q, cu_kv] = self.cu_seqlens.map_or([None, None], |both| both.map(Some));
+        let lse = self.lse.as_ref().map(ViewMut::as_view);
+        [Some(self.q), Some(self.k), Some(self.v), Some(self.o.as_view()), lse, self.sink, cu_q, cu_kv]
+    }
+
+    /// The parameters with the pointers of the tensors.
+    pub(super) fn pointers(&self, p: &blockflash_attention_fwd_params) -> blockflash_attention_fwd_params {
+        let [.., lse, sink, cu_q, cu_kv] = self.views();
+        blockflash_attention_fwd_params {
+            q: pointer(&self.q),
+            k: pointer(&self.k),
+            v: pointer(&self.v),
+            o: pointer_mut(&self.o),
+            lse: optional(lse.as_ref()).cast_mut().cast(),
+            sink: optional(sink.as_ref()).cast(),
+            cu_seqlens_q: optional(cu_q.as_ref()).cast(),
+            cu_seqlens_kv: optional(cu_kv.as_ref()).cast(),
+            ..*p
+        }
+    }
+}
+
+impl Stream {
+    /// Launches a kernel of [`Variant::AttentionFwd`]. The pointers in `params` are ignored: those of the operands are used.
+    ///
+    /// # Errors
+    /// [`Error::Launch`] when row, geometry, parameters and operands do not fit each other; [`Error::NotOnGpu`],
+    /// [`Error::DeviceMismatch`], [`Error::ParamSize`], [`Error::Image`], [`Error::Unsupported`], [`Error::Cuda`].
+    pub fn launch_attention_fwd(
+        &self,
+        row: &Row,
+        config: &LaunchConfig,
+        params: &blockflash_attention_fwd_params,
+        operands: AttentionFwdOperands<'_>,
+    ) -> Result<()> {
+        let failed = |what: String| Error::Launch { symbol: row.symbol(), what };
+        let Variant::AttentionFwd(tile) = &row.variant else {
+            return Err(failed("not a portable kernel of attention forward".to_owned()));
+        };
+        let views = operands.views();
+        self.expect_all(&views)?;
+        let fit = || -> Fit {
+            let blocks = operands.fit(&tile.tile(), params)?;
+            starts_last(config)?;
+            fits_row(config, row, blocks..=blocks)
+        };
+        fit().map_err(failed)?;
+        let params = operands.pointers(params);
+        // SAFETY:
+        // 1. The row is a variant of attention forward, whose parameter struct this is.
+        // 2. All pointers come from views of this device. The kernel's addresses follow from the sizes and strides in the
+        //    struct and from the grid; `fit` found them to be those of the views, which reach no further than their memory.
+        //    Where they follow from `cu_seqlens`, their contents are the promise of whoever built them.
+        // 3. `o` and `lse` are borrowed exclusively.
+        unsafe { self.launch_with(row, config, |_| params, views.iter().flatten().filter_map(View::owner)) }
+    }
+}

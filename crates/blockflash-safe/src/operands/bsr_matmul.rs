@@ -1,0 +1,100 @@
+//! BSR matmul.
+
+use super::{Fit, ceil_div, fits, fits_row, optional, pointer, pointer_mut, require, starts_last};
+use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};
+use blockflash_sys::manifest::{BsrMatmul, Variant};
+use blockflash_sys::params::blockflash_bsr_matmul_params;
+
+/// Tensors of the BSR matmul kernels.
+#[derive(Debug)]
+pub struct BsrMatmulOperands<'a> {
+    /// i32 `[ceil(m / block_size) + 1]`. The caller knows that it ascends from 0 to the number of blocks.
+    pub row_ptr: View<'a>,
+    /// i32 `[nnz_blocks]`. The caller knows that all are below `ceil(k / block_size)`.
+    pub col_idx: View<'a>,
+    /// `[nnz_blocks, block_size, block_size]`.
+    pub values: View<'a>,
+    /// i32 `[ceil(m / block_size)]`. The caller knows that it is a permutation.
+    pub row_order: Option<View<'a>>,
+    /// `[k, n]`.
+    pub b: View<'a>,
+    /// `[m, n]`.
+    pub c: ViewMut<'a>,
+    /// `[m]` or `[n]`.
+    pub bias: Option<View<'a>>,
+}
+
+impl BsrMatmulOperands<'_> {
+    fn fit(
+        &self,
+        row: &Row,
+        tile: &BsrMatmul,
+        config: &LaunchConfig,
+        p: &blockflash_bsr_matmul_params,
+    ) -> Fit {
+        require(p.m > 0 && p.n > 0 && p.k >= 0, "a size is not positive")?;
+        let block = i64::from(tile.block_size);
+        let block_rows = ceil_div(p.m, tile.block_size);
+        let rows = i64::try_from(block_rows).map_err(|_| "m is too large".to_owned())?;
+        let blocks = self.col_idx.shape().first().map_or(0, |&blocks| blocks as i64);
+        fits("row_ptr", &self.row_ptr, DType::I32, [(rows + 1, 1)])?;
+        fits("col_idx", &self.col_idx, DType::I32, [(blocks, 1)])?;
+        fits("values", &self.values, tile.dtype, [(blocks, block * block), (block, block), (block, 1)])?;
+        self.row_order.map_or(Ok(()), |order| fits("row_order", &order, DType::I32, [(rows, 1)]))?;
+        fits("b", &self.b, tile.dtype, [(p.k, p.ldb), (p.n, 1)])?;
+        let c = self.c.as_view();
+        require(p.c_dtype == c.dtype() as i32 && c.dtype() != DType::I32, "c_dtype is not the type of c")?;
+        fits("c", &c, c.dtype(), [(p.m, p.ldc), (p.n, 1)])?;
+        let entries = if p.bias_per_row != 0 { p.m } else { p.n };
+        self.bias.map_or(Ok(()), |bias| fits("bias", &bias, tile.dtype, [(entries, 1)]))?;
+        let blocks = ceil_div(p.n, tile.block_n) * block_rows;
+        starts_last(config)?;
+        fits_row(config, row, blocks..=blocks)
+    }
+}
+
+impl Stream {
+    /// Launches a kernel of [`Variant::BsrMatmul`]. The pointers in `params` are ignored: those of the operands are used.
+    ///
+    /// # Errors
+    /// As [`launch_attention_fwd`](Stream::launch_attention_fwd).
+    pub fn launch_bsr_matmul(
+        &self,
+        row: &Row,
+        config: &LaunchConfig,
+        params: &blockflash_bsr_matmul_params,
+        operands: BsrMatmulOperands<'_>,
+    ) -> Result<()> {
+        let failed = |what: String| Error::Launch { symbol: row.symbol(), what };
+        let Variant::BsrMatmul(tile) = &row.variant else {
+            return Err(failed("not a kernel of BSR matmul".to_owned()));
+        };
+        let views = [
+            Some(operands.row_ptr),
+            Some(operands.col_idx),
+            Some(operands.values),
+            operands.row_order,
+            Some(operands.b),
+            Some(operands.c.as_view()),
+            operands.bias,
+        ];
+        self.expect_all(&views)?;
+        operands.fit(row, tile, config, params).map_err(failed)?;
+        let params = blockflash_bsr_matmul_params {
+            row_ptr: pointer(&operands.row_ptr).cast(),
+            col_idx: pointer(&operands.col_idx).cast(),
+            values: pointer(&operands.values),
+            row_order: optional(operands.row_order.as_ref()).cast(),
+            b: pointer(&operands.b),
+            c: pointer_mut(&operands.c),
+            bias: optional(operands.bias.as_ref()),
+            ..*params
+        };
+        // SAFETY:
+        // 1. The row is a variant of BSR matmul, whose parameter struct this is.
+        // 2. As in `launch_attention_fwd`; the contents of `row_ptr`, `col_idx` and `row_order` are the promise of whoever
+        //    built them.
+        // 3. `c` is borrowed exclusively.
+        unsafe { self.launch_with(row, config, |_| params, views.iter().flatten().filter_map(View::owner)) }
+    }
+}

@@ -1,0 +1,191 @@
+//! The compile-time parameters of the kernels, and what follows from them.
+
+use crate::manifest::Variant;
+use crate::{DType, Row};
+
+/// What every attention kernel has: one block of threads computes `block_q` queries of one head, `block_kv` keys at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AttentionTile {
+    /// Element type of q, k, v and o.
+    pub dtype: DType,
+    /// Largest head dimension.
+    pub head_dim: u32,
+    /// Queries per block of threads.
+    pub block_q: u32,
+    /// Keys per step of the main loop.
+    pub block_kv: u32,
+}
+
+/// Tiles of `attention_fwd_sm80.cu`: one block of threads computes `block_q` queries of one head against all keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AttentionFwd {
+    /// Element type of q, k, v and o.
+    pub dtype: DType,
+    /// Head dimension of the tile; smaller ones are padded with zeros on chip.
+    pub head_dim: u32,
+    /// Queries per block of threads.
+    pub block_q: u32,
+    /// Keys per step of the main loop.
+    pub block_kv: u32,
+    /// Warps per block; each owns `block_q / warps` query rows.
+    pub warps: u32,
+    /// Depth of the K ring and of the V ring in shared memory.
+    pub stages: u32,
+    /// Blocks per multiprocessor that the register allocation must allow.
+    pub min_blocks: u32,
+}
+
+/// Tiles of `attention_fwd_sm90a.cu`: one block of threads per multiprocessor takes tile after tile, each `block_q` queries of one
+/// head against all keys. One warpgroup copies, the others compute 64 queries each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AttentionFwdHopper {
+    /// Element type of q, k, v and o.
+    pub dtype: DType,
+    /// Head dimension of the tile; smaller ones are padded with zeros on chip.
+    pub head_dim: u32,
+    /// Keys per step of the main loop.
+    pub block_kv: u32,
+    /// Warpgroups that compute.
+    pub warpgroups: u32,
+    /// Depth of the K ring and of the V ring in shared memory.
+    pub stages: u32,
+    /// Q tiles in shared memory per warpgroup.
+    pub q_stages: u32,
+    /// Whether Q is multiplied from registers.
+    pub q_in_registers: bool,
+    /// Time of one step of the main loop in percent of that of the largest tile of this head dimension; selection compares it.
+    pub step_cost: u32,
+}
+
+/// Tiles of `bsr_matmul_sm80.cu`: one block of threads computes one block row of A times `block_n` columns of B.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BsrMatmul {
+    /// Element type of A and B.
+    pub dtype: DType,
+    /// Rows and columns of a block of A.
+    pub block_size: u32,
+    /// Columns of C per block of threads.
+    pub block_n: u32,
+    /// Depth of one pipeline stage along K.
+    pub block_k: u32,
+    /// Warps along M and along N.
+    pub warps_m: u32,
+    /// Warps along N.
+    pub warps_n: u32,
+    /// Pipeline stages in shared memory.
+    pub stages: u32,
+    /// Blocks per multiprocessor that the register allocation must allow.
+    pub min_blocks: u32,
+}
+
+impl Row {
+    /// What the attention kernels share; `None` for the others.
+    pub const fn attention_tile(&self) -> Option<AttentionTile> {
+        match self.variant {
+            Variant::AttentionFwd(t) => Some(t.tile()),
+            Variant::AttentionFwdHopper(t) => Some(t.tile()),
+            Variant::BsrMatmul(_) | Variant::Probe(_) => None,
+        }
+    }
+
+    /// Type to which an attention kernel rounds the probabilities before it adds them up to the denominator; `None` for f32.
+    pub const fn denominator(&self) -> Option<DType> {
+        match self.variant {
+            Variant::AttentionFwdHopper(t) => Some(t.dtype),
+            Variant::AttentionFwd(_) | Variant::BsrMatmul(_) | Variant::Probe(_) => None,
+        }
+    }
+}
+
+impl AttentionFwd {
+    /// What it has in common with other attention kernels.
+    pub const fn tile(&self) -> AttentionTile {
+        let Self { dtype, head_dim, block_q, block_kv, .. } = *self;
+        AttentionTile { dtype, head_dim, block_q, block_kv }
+    }
+
+    /// Shared memory in bytes: the Q tile, and a ring of K tiles and of V tiles.
+    pub const fn smem_bytes(&self) -> u32 {
+        (self.block_q + 2 * self.stages * self.block_kv) * self.head_dim * self.dtype.size() as u32
+    }
+}
+
+impl AttentionFwdHopper {
+    /// Bytes of a row of a panel in shared memory: as much as the swizzle permutes, 64 elements.
+    const PANEL_ROW_BYTES: u32 = 128;
+    /// Bytes for barriers and the announced tiles, and a page of zeros.
+    const EXTRA_BYTES: u32 = 2048;
+    /// Bytes through which a consumer warp passes its output.
+    const STAGING_BYTES: u32 = 2048;
+
+    /// What it has in common with other attention kernels.
+    pub const fn tile(&self) -> AttentionTile {
+        let Self { dtype, head_dim, block_kv, .. } = *self;
+        AttentionTile { dtype, head_dim, block_q: self.block_q(), block_kv }
+    }
+
+    /// Queries per block of threads.
+    pub const fn block_q(&self) -> u32 {
+        64 * self.warpgroups
+    }
+
+    /// Warps per block: four per warpgroup, and those of the one that copies.
+    pub const fn warps(&self) -> u32 {
+        4 * (self.warpgroups + 1)
+    }
+
+    /// Shared memory in bytes: the Q tiles, a ring of K tiles and of V tiles, and per stage a panel with the ones whose product
+    /// with the probabilities is the denominator. V has columns to spare for them in some tiles, and at 256 none would fit.
+    pub const fn smem_bytes(&self) -> u32 {
+        let panels = self.head_dim.div_ceil(64);
+        let ones = self.head_dim.is_multiple_of(64) && self.head_dim < 256;
+        let q_rows = self.warpgroups * self.q_stages * 64 * panels;
+        let kv_rows = self.stages * self.block_kv * (2 * panels + ones as u32);
+        let staging = if self.head_dim < 256 { 4 * self.warpgroups * Self::STAGING_BYTES } else { 0 };
+        (q_rows + kv_rows) * Self::PANEL_ROW_BYTES + Self::EXTRA_BYTES + staging
+    }
+}
+
+impl BsrMatmul {
+    /// Shared memory in bytes: a ring of A and B tiles.
+    pub const fn smem_bytes(&self) -> u32 {
+        self.stages * (self.block_size + self.block_n) * self.block_k * self.dtype.size() as u32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Expect, Target, manifest};
+
+    #[test]
+    fn hopper_rows() {
+        let rows: Vec<_> = manifest::all_rows()
+            .iter()
+            .filter_map(|row| match row.variant {
+                Variant::AttentionFwdHopper(tile) => Some((row, tile)),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(rows.len(), 16);
+        for (row, tile) in &rows {
+            assert_eq!((row.target, row.source()), (Target::Sm90a, "attention_fwd_sm90a"));
+            assert_eq!(row.threads(), 128 * (tile.warpgroups + 1));
+            assert!(row.smem_bytes() <= row.target.smem_limit(), "{}: {}", row.symbol(), row.smem_bytes());
+            assert!((1..=100).contains(&tile.step_cost));
+            assert_eq!(row.attention_tile(), Some(tile.tile()));
+            assert!(row.expects().contains(&Expect::Contains("UTMALDG")));
+        }
+        let (row, _) = rows[0];
+        assert_eq!(row.symbol(), "blockflash_attention_fwd_sm90a_f16_d64_q192_kv128_s2");
+        assert_eq!(row.smem_bytes(), 174_080);
+        let bytes: Vec<u32> = rows[..8].iter().map(|(row, _)| row.smem_bytes()).collect();
+        assert_eq!(bytes[3..], [182_272, 215_040, 190_464, 210_944, 231_424]);
+        let macros = row.macros();
+        for (name, value) in
+            [("VARIANT_WARPGROUPS", "3"), ("VARIANT_Q_IN_REGISTERS", "0"), ("VARIANT_MIN_BLOCKS", "1")]
+        {
+            assert!(macros.contains(&(name, value.to_owned())), "{name}");
+        }
+    }
+}

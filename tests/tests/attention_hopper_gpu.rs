@@ -1,0 +1,234 @@
+//! What the attention kernels for Hopper do unlike the others: blocks of threads that stay, tiles taken by a counter, tensor maps.
+
+use blockflash_ops::attention::Mask;
+use blockflash_ops::{Align, Row, Stream};
+use blockflash_sys::manifest::{AttentionTile, Variant};
+use blockflash_tests::attention::{
+    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Content, Kernel,
+    Lengths, run_case, tile_cases,
+};
+use blockflash_tests::gpu::{Gpu, Report, gpu, say, wait};
+use blockflash_tests::number::decode;
+use blockflash_tests::tolerance::check_agreement;
+
+/// Multiply-adds per case and computation of the oracle; larger cases are sampled.
+const BUDGET: f64 = 1e8;
+
+#[test]
+fn every_hopper_row() {
+    let Some(gpu) = gpu("attention_hopper_gpu::every_hopper_row") else { return };
+    let is_hopper = |row: &&Row| matches!(row.variant, Variant::AttentionFwdHopper(_));
+    let rows: Vec<_> =
+        gpu.rows().filter(is_hopper).filter_map(|row| Some((row, row.attention_tile()?))).collect();
+    if rows.is_empty() {
+        // They are not among the rows while they are on trial, unless `BLOCKFLASH_IMAGES` is set.
+        say("SKIPPED (no row for Hopper to run): attention_hopper_gpu::every_hopper_row");
+        return;
+    }
+    let mut report = Report::default();
+    for (row, tile) in rows {
+        let story = |what: &'static str| move |error| format!("{what} of {}: {error}", row.image_name());
+        let (head_dim, block_q, block_kv) =
+            (tile.head_dim as usize, tile.block_q as usize, tile.block_kv as usize);
+        let cases = tile_cases(tile.dtype, head_dim, block_q, block_kv);
+        for case in cases.into_iter().chain(stress(&tile)).chain(without_keys(&tile)) {
+            report.run(row, || run_case(&case, Kernel::Row(row), &gpu.stream));
+        }
+        report.run(row, || agrees_with_the_portable_row(row, &tile, &gpu).map_err(story("agreement")));
+        report.run(row, || repeats_its_bits(row, &tile, &gpu).map_err(story("repeat")));
+        report.run(row, || shares_the_gpu(row, &tile, &gpu).map_err(story("two streams")));
+        report.run(row, || replays_graphs(row, &tile, &gpu).map_err(story("graphs")));
+    }
+    report.finish(&gpu, "attention_hopper_gpu");
+}
+
+/// Scores of ±100, maxima that rise with every key, one key that outweighs all others.
+fn stress(tile: &AttentionTile) -> Vec<AttentionCase> {
+    let seqlen = (2 * tile.block_q as usize + 3, 5 * tile.block_kv as usize + 7);
+    let mut cases = Vec::new();
+    for content in [Content::LargeScores, Content::GrowingMaxima, Content::OneHugeLogit] {
+        for mask in [Mask::Full, Mask::causal()] {
+            for softcap in [None, Some(30.0)] {
+                let simple = AttentionCase::simple(tile.dtype, (4, 2), tile.head_dim as usize, seqlen);
+                cases.push(AttentionCase { seed: 17, content, mask, softcap, ..simple });
+            }
+        }
+    }
+    cases
+}
+
+/// No key at all, and queries that see none.
+fn without_keys(tile: &AttentionTile) -> Vec<AttentionCase> {
+    let (block_q, block_kv) = (tile.block_q as usize, tile.block_kv as usize);
+    let of = |lengths, mask, sink| AttentionCase {
+        lengths,
+        mask,
+        sink,
+        ..AttentionCase::simple(tile.dtype, (4, 2), tile.head_dim as usize, (0, 0))
+    };
+    let dense = |seqlen_q, seqlen_kv| Lengths::Dense { batch: 2, seqlen_q, seqlen_kv };
+    let packed = |lengths: &[(usize, usize)]| Lengths::Packed { lengths: lengths.to_vec(), slack: (3, 0) };
+    let behind = Mask::Window { left: None, right: Some(0), align: Align::BottomRight };
+    let mut cases = Vec::new();
+    for sink in [false, true] {
+        cases.extend([
+            of(dense(2 * block_q + 1, 0), Mask::Full, sink),
+            of(dense(block_q, 0), Mask::causal(), sink),
+            of(dense(3 * block_q, block_kv / 2), Mask::causal(), sink),
+            of(dense(block_q + 9, 5), behind, sink),
+            of(packed(&[(block_q + 1, 0), (0, 0), (1, 0)]), Mask::Full, sink),
+            of(packed(&[(block_q, 0), (7, 2 * block_kv), (2 * block_q, 3), (5, 0)]), Mask::causal(), sink),
+        ]);
+    }
+    cases
+}
+
+/// More tiles than multiprocessors, of unequal length.
+fn busy(tile: &AttentionTile, gpu: &Gpu, seed: u64) -> AttentionCase {
+    let heads_kv = gpu.properties.multiprocessors as usize / 4 + 1;
+    let seqlen_q = 3 * tile.block_q as usize + 5;
+    let seqlen = (seqlen_q, seqlen_q + 77);
+    let simple = AttentionCase::simple(tile.dtype, (2 * heads_kv, heads_kv), tile.head_dim as usize, seqlen);
+    AttentionCase { seed, mask: Mask::causal(), ..simple }
+}
+
+fn agrees_with_the_portable_row(row: &'static Row, tile: &AttentionTile, gpu: &Gpu) -> Result<usize, String> {
+    let portable = gpu
+        .rows()
+        .filter(|row| matches!(row.variant, Variant::AttentionFwd(_)))
+        .find(|row| {
+            row.attention_tile().is_some_and(|t| (t.dtype, t.head_dim) == (tile.dtype, tile.head_dim))
+        })
+        .ok_or("no portable row for this type and head_dim")?;
+    let window = Mask::Window { left: Some(100), right: Some(7), align: Align::BottomRight };
+    let base = AttentionCase::simple(tile.dtype, (4, 2), tile.head_dim as usize, (413, 517));
+    let cases = [
+        base.clone(),
+        AttentionCase { mask: Mask::causal(), sink: true, ..base.clone() },
+        AttentionCase { mask: window, softcap: Some(15.0), ..base },
+    ];
+    let mut compared = 0;
+    for case in cases {
+        let data = AttentionData::generate(&case);
+        // Every row, in the order of the output.
+        let reference = AttentionReference::compute(&case, &data, f64::INFINITY);
+        let inputs = AttentionInputs::upload(&case, &data, &gpu.stream)?;
+        let run = |row| {
+            let mut outputs = AttentionOutputs::poisoned(&case, &gpu.stream)?;
+            outputs.launch(&inputs, Kernel::Row(row), &gpu.stream).map_err(|error| error.to_string())?;
+            wait(&gpu.stream, &|| format!("{} with {case:?}", row.image_name()))?;
+            let [o, lse] = outputs.bits(&gpu.stream)?;
+            let o: Vec<f64> = o.into_iter().map(|bits| decode(case.dtype, bits).into()).collect();
+            let lse = |&[b, i, h]: &[usize; 3]| f64::from(f32::from_bits(lse[case.lse_index(b, h, i)]));
+            Ok::<_, String>((o, reference.rows.iter().map(lse).collect::<Vec<f64>>()))
+        };
+        let ((o, lse), (other_o, other_lse)) = (run(row)?, run(portable)?);
+        let name = |i: usize| format!("element {i} of {case:?}");
+        check_agreement(&o, &other_o, &reference.o, &reference.rounding(&case), name)
+            .map_err(|error| format!("o: {error}"))?;
+        let rounding = AttentionReference::lse_rounding(&case, Some(row));
+        check_agreement(&lse, &other_lse, &reference.lse, &rounding, name)
+            .map_err(|error| format!("lse: {error}"))?;
+        compared += 2;
+    }
+    Ok(compared)
+}
+
+/// A case with its oracle and its operands on a stream.
+struct Job {
+    case: AttentionCase,
+    reference: AttentionReference,
+    inputs: AttentionInputs,
+    stream: Stream,
+}
+
+impl Job {
+    fn new(case: AttentionCase, stream: &Stream) -> Result<Job, String> {
+        let data = AttentionData::generate(&case);
+        let reference = AttentionReference::compute(&case, &data, BUDGET);
+        let inputs = AttentionInputs::upload(&case, &data, stream)?;
+        Ok(Job { case, reference, inputs, stream: stream.clone() })
+    }
+
+    fn outputs(&self, count: usize) -> Result<Vec<AttentionOutputs>, String> {
+        (0..count).map(|_| AttentionOutputs::poisoned(&self.case, &self.stream)).collect()
+    }
+
+    fn launch(&self, outputs: &mut AttentionOutputs, row: &'static Row) -> Result<(), String> {
+        outputs.launch(&self.inputs, Kernel::Row(row), &self.stream).map_err(|error| error.to_string())
+    }
+
+    /// The first output is right, and all others are the same in every bit.
+    fn check(&self, outputs: &[AttentionOutputs], row: &Row) -> Result<usize, String> {
+        wait(&self.stream, &|| format!("{} with {:?}", row.image_name(), self.case))?;
+        let mut compared = 0;
+        let mut first = None;
+        for (at, output) in outputs.iter().enumerate() {
+            let bits = output.bits(&self.stream)?;
+            if *first.get_or_insert_with(|| bits.clone()) != bits {
+                return Err(format!("output {at} differs from the first one\n    {:?}", self.case));
+            }
+            if at == 0 {
+                let judged = output.check(&self.case, &self.reference, &self.stream);
+                compared += judged.map_err(|error| format!("{error}\n    {:?}", self.case))?;
+            }
+        }
+        Ok(compared)
+    }
+}
+
+fn repeats_its_bits(row: &'static Row, tile: &AttentionTile, gpu: &Gpu) -> Result<usize, String> {
+    let job = Job::new(busy(tile, gpu, 1), &gpu.stream)?;
+    let mut outputs = job.outputs(30)?;
+    outputs.iter_mut().try_for_each(|output| job.launch(output, row))?;
+    job.check(&outputs, row)
+}
+
+/// Two streams that are busy at once, with one thread that feeds both.
+fn shares_the_gpu(row: &'static Row, tile: &AttentionTile, gpu: &Gpu) -> Result<usize, String> {
+    let stream = || gpu.device.stream().map_err(|error| error.to_string());
+    let jobs = [Job::new(busy(tile, gpu, 2), &stream()?)?, Job::new(busy(tile, gpu, 3), &stream()?)?];
+    let mut outputs = [jobs[0].outputs(25)?, jobs[1].outputs(25)?];
+    let [first, second] = &mut outputs;
+    for (a, b) in first.iter_mut().zip(second) {
+        jobs[0].launch(a, row)?;
+        jobs[1].launch(b, row)?;
+    }
+    jobs.iter().zip(&outputs).try_fold(0, |sum, (job, outputs)| Ok(sum + job.check(outputs, row)?))
+}
+
+/// Two graphs of several launches each, replayed at the same time while a third stream launches directly.
+fn replays_graphs(row: &'static Row, tile: &AttentionTile, gpu: &Gpu) -> Result<usize, String> {
+    let stream = || gpu.device.stream().map_err(|error| error.to_string());
+    let mut jobs = Vec::new();
+    for seed in 4..7 {
+        jobs.push(Job::new(busy(tile, gpu, seed), &stream()?)?);
+    }
+    let mut outputs = Vec::new();
+    for job in &jobs {
+        outputs.push(job.outputs(4)?);
+    }
+    let mut graphs = Vec::new();
+    for (job, outputs) in jobs.iter().zip(&mut outputs).take(2) {
+        let record = |_: &Stream| {
+            outputs
+                .iter_mut()
+                .try_for_each(|output| output.launch(&job.inputs, Kernel::Row(row), &job.stream))
+        };
+        graphs.push(job.stream.capture(record).map_err(|error| format!("capture: {error}"))?);
+    }
+    for replay in 0..5 {
+        for (at, output) in outputs[2].iter_mut().enumerate() {
+            // Now on its own stream, now on that of the other: launches of one graph never overlap.
+            for (which, graph) in graphs.iter().enumerate().filter(|_| at % 2 == 0) {
+                let stream = &jobs[(which + replay) % 2].stream;
+                graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
+            }
+            jobs[2].launch(output, row)?;
+        }
+    }
+    for job in &jobs {
+        wait(&job.stream, &|| format!("graphs of {}", row.image_name()))?;
+    }
+    jobs.iter().zip(&outputs).try_fold(0, |sum, (job, outputs)| Ok(sum + job.check(outputs, row)?))
+}
