@@ -1,10 +1,13 @@
 //! `cargo xtask record`: which kernel images have passed their tests on a GPU (`tests/gpu-passed.jsonl`).
+//!
+//! Images are reproducible, so a pass of a row on trial is kept: it counts as soon as the row is released with that very image.
 
 use crate::{
     kernels::lock::{self, Lock},
     workspace::{read, root, write},
 };
 use anyhow::{Context, Result, ensure};
+use blockflash_sys::{Row, manifest};
 use serde::{Deserialize, Serialize};
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -62,15 +65,21 @@ pub fn load() -> Result<Vec<Pass>> {
     if path.exists() { read_passes(&path) } else { Ok(Vec::new()) }
 }
 
-/// Adds the lines of a file to the committed record, and drops lines of images that are no longer committed.
+/// Adds the lines of a file to the committed record, and drops lines of images that are neither committed nor on trial.
 pub fn merge(file: &Path) -> Result<()> {
     let lock = lock::load()?;
-    let passes = merged(&lock, load()?, read_passes(file)?);
+    let trial: BTreeSet<String> = manifest::trial_rows().iter().map(Row::image_name).collect();
+    let passes = merged(&lock, &trial, load()?, read_passes(file)?);
     let lines =
         passes.iter().map(|pass| Ok(serde_json::to_string(pass)? + "\n")).collect::<Result<String>>()?;
     write(&path(), lines)?;
     let coverage = coverage(&lock, &passes);
     println!("{coverage}");
+    if !trial.is_empty() {
+        let passed = passes.iter().map(|pass| pass.image.as_str()).collect::<BTreeSet<_>>();
+        let count = trial.iter().filter(|image| passed.contains(image.as_str())).count();
+        println!("{count} of {} images on trial passed on a GPU", trial.len());
+    }
     Ok(())
 }
 
@@ -88,15 +97,16 @@ fn parse(text: &str) -> Result<Vec<Pass>> {
     Ok(passes)
 }
 
-/// One line per image, suite, GPU and driver, the newest; sorted.
-fn merged(lock: &Lock, old: Vec<Pass>, new: Vec<Pass>) -> Vec<Pass> {
+/// One line per image, suite, GPU and driver, the newest; sorted. Images on trial are known by name: nothing states their hash.
+fn merged(lock: &Lock, trial: &BTreeSet<String>, old: Vec<Pass>, new: Vec<Pass>) -> Vec<Pass> {
     let committed: BTreeSet<&str> = lock.values().map(|entry| entry.sha256.as_str()).collect();
-    let current = old.into_iter().chain(new).filter(|pass| committed.contains(pass.sha256.as_str()));
+    let kept = |pass: &Pass| committed.contains(pass.sha256.as_str()) || trial.contains(&pass.image);
+    let current = old.into_iter().chain(new).filter(kept);
     let keyed = current.map(|pass| {
         (
             [
                 pass.image.clone(),
-                pass.sha256.clone(),
+                if trial.contains(&pass.image) { String::new() } else { pass.sha256.clone() },
                 pass.suite.clone(),
                 pass.gpu.clone(),
                 pass.driver.clone(),
@@ -198,8 +208,19 @@ mod tests {
     #[test]
     fn merging_keeps_the_newest_line_of_committed_images() {
         let lock = lock(&[("a.sm_90.cubin", "source a", "1")]);
-        let passes = merged(&lock, vec![pass("1", 5), pass("gone", 5)], vec![pass("1", 7)]);
+        let passes = merged(&lock, &BTreeSet::new(), vec![pass("1", 5), pass("gone", 5)], vec![pass("1", 7)]);
         assert_eq!(passes, [pass("1", 7)]);
+    }
+
+    #[test]
+    fn merging_keeps_the_newest_line_of_images_on_trial() {
+        let lock = lock(&[("b.sm_90.cubin", "source b", "1")]);
+        let trial = BTreeSet::from(["a.sm_90.cubin".to_string()]);
+        let passes = merged(&lock, &trial, vec![pass("2", 5)], vec![pass("3", 7)]);
+        assert_eq!(passes, [pass("3", 7)]);
+        // They count once their row is released with that image.
+        let released = self::lock(&[("a.sm_90.cubin", "source a", "3")]);
+        assert_eq!(coverage(&released, &merged(&released, &BTreeSet::new(), passes, vec![])).direct, 1);
     }
 
     #[test]

@@ -2,10 +2,8 @@
 
 use crate::workspace::{read, root, write};
 use anyhow::{Context, Result};
-use blockflash_sys::{
-    Row, Target,
-    manifest::{self, Variant},
-};
+use blockflash_sys::manifest::{self, AttentionFwd, AttentionFwdHopper, Variant};
+use blockflash_sys::{Row, Target};
 use std::collections::{BTreeMap, BTreeSet};
 
 const BEGIN: &str = "<!-- support:begin -->\n";
@@ -21,14 +19,14 @@ enum Line {
 /// Whether the README's table is what the manifest gives.
 pub fn is_current() -> Result<bool> {
     let readme = read(&root().join("README.md"))?;
-    Ok(replaced(&readme, &markdown(manifest::rows()))? == readme)
+    Ok(replaced(&readme, &markdown(manifest::released_rows()))? == readme)
 }
 
 /// Writes the table into the README.
 pub fn update() -> Result<()> {
     let path = root().join("README.md");
     let readme = read(&path)?;
-    write(&path, replaced(&readme, &markdown(manifest::rows()))?)
+    write(&path, replaced(&readme, &markdown(manifest::released_rows()))?)
 }
 
 fn replaced(readme: &str, table: &str) -> Result<String> {
@@ -78,7 +76,10 @@ fn markdown(rows: &[Row]) -> String {
 
 fn describe(row: &Row) -> Option<(Line, &'static str)> {
     match row.variant {
-        Variant::AttentionFwd(t) => Some((Line::AttentionForward { head_dim: t.head_dim }, t.dtype.name())),
+        Variant::AttentionFwd(AttentionFwd { head_dim, dtype, .. })
+        | Variant::AttentionFwdHopper(AttentionFwdHopper { head_dim, dtype, .. }) => {
+            Some((Line::AttentionForward { head_dim }, dtype.name()))
+        }
         Variant::BsrMatmul(t) => Some((Line::BsrMatmul { block_size: t.block_size }, t.dtype.name())),
         // Computes nothing that a user asks for.
         Variant::Probe(_) => None,
@@ -102,7 +103,7 @@ mod tests {
 
     #[test]
     fn every_row_has_its_cell() {
-        let table = markdown(manifest::rows());
+        let table = markdown(manifest::released_rows());
         assert!(table.starts_with("| operation | size | types | sm_80"));
         assert!(table.contains("| attention forward | head_dim 8–64 | bf16, f16 |"));
         assert!(table.contains("| BSR matmul | block 16 |"));

@@ -1,4 +1,4 @@
-//! `cargo xtask kernels`: the manifest's rows become images in `crates/blockflash-sys/prebuilt`.
+//! `cargo xtask kernels`: the manifest's released rows become images in `crates/blockflash-sys/prebuilt`.
 
 mod compile;
 mod lineinfo;
@@ -7,6 +7,7 @@ mod ptxas;
 pub mod sources;
 pub mod store;
 pub mod toolchain;
+pub mod trial;
 
 pub use compile::{build_fingerprint, violations};
 pub use lineinfo::with_line_information;
@@ -25,7 +26,7 @@ use std::{
 use toolchain::Toolchain;
 
 /// Options of the command.
-#[derive(clap::Args)]
+#[derive(clap::Args, Default)]
 pub struct Args {
     /// Only images whose name contains this.
     #[arg(long, value_name = "SUBSTRING")]
@@ -39,6 +40,10 @@ pub struct Args {
     /// Rebuild images whose sources and flags have not changed, too.
     #[arg(long)]
     force: bool,
+    /// Write neither images nor lock file: compile the rows on trial, and put them and the released images into this folder, for
+    /// BLOCKFLASH_IMAGES.
+    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["only", "arch", "check", "force"])]
+    trial: Option<PathBuf>,
     /// Compile with this nvcc rather than with the pinned wheels.
     #[arg(long, value_name = "PATH")]
     nvcc: Option<PathBuf>,
@@ -50,7 +55,7 @@ pub struct Args {
 impl Args {
     /// `kernels --check` for some targets, or for all when there are none.
     pub fn checking(arch: &[Target]) -> Self {
-        Self { only: vec![], arch: arch.to_vec(), check: true, force: false, nvcc: None, jobs: None }
+        Self { arch: arch.to_vec(), check: true, ..Self::default() }
     }
 
     fn selects(&self, row: &Row) -> bool {
@@ -77,14 +82,17 @@ pub fn parse_target(text: &str) -> Result<Target, String> {
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
-    let rows: Vec<&Row> = manifest::rows().iter().filter(|row| args.selects(row)).collect();
+    let rows: Vec<&Row> = manifest::released_rows().iter().filter(|row| args.selects(row)).collect();
     if rows.is_empty() {
-        bail!("no row of the manifest is selected");
+        bail!("no released row of the manifest is selected");
     }
     let toolchain = match &args.nvcc {
         Some(path) => Toolchain::at(path)?,
         None => Toolchain::pinned()?,
     };
+    if let Some(folder) = &args.trial {
+        return trial::write_folder(folder, &toolchain, args.jobs);
+    }
     let lock = lock::load()?;
     let mut todo = Vec::new();
     for &row in &rows {
@@ -133,6 +141,9 @@ fn is_current(row: &Row, lock: &Lock, nvcc_version: &str) -> Result<bool> {
 
 type Compiled = Result<(Image, Duration)>;
 
+/// A compiled row, and how long it took.
+type Usage<'r> = (&'r Row, Image, Duration);
+
 /// Compiles rows on several threads; results are in the order of the rows.
 fn compile_all(rows: &[&Row], toolchain: &Toolchain, jobs: Option<usize>) -> Result<Vec<Compiled>> {
     let scratch = target_dir("kernels/scratch")?;
@@ -149,7 +160,7 @@ fn compile_all(rows: &[&Row], toolchain: &Toolchain, jobs: Option<usize>) -> Res
     Ok(built)
 }
 
-fn print_usage(images: &[(&Row, Image, Duration)]) {
+fn print_usage(images: &[Usage]) {
     for (row, image, time) in images {
         let entry = &image.entry;
         println!(
@@ -167,36 +178,36 @@ fn print_usage(images: &[(&Row, Image, Duration)]) {
 }
 
 /// Writes images and lock file; after a build of everything, removes what no row asks for.
-fn write(mut lock: Lock, images: &[(&Row, Image, Duration)], all: bool) -> Result<()> {
+fn write(mut lock: Lock, images: &[Usage], all: bool) -> Result<()> {
     for (_, image, _) in images {
         store::store(&image.entry.image, &image.bytes)?;
         lock.insert(image.entry.image.clone(), image.entry.clone());
     }
     if all {
         for name in stale()? {
-            println!("removed {name}: no row of the manifest asks for it");
+            println!("removed {name}: no released row asks for it");
             store::remove(&name)?;
         }
-        let wanted: Vec<String> = manifest::rows().iter().map(Row::image_name).collect();
+        let wanted: Vec<String> = manifest::released_rows().iter().map(Row::image_name).collect();
         lock.retain(|name, _| wanted.contains(name));
     }
     lock::store(&lock)
 }
 
-/// Images in `prebuilt/` that no row asks for.
+/// Images in `prebuilt/` that no released row asks for.
 pub fn stale() -> Result<Vec<String>> {
-    let wanted: Vec<String> = manifest::rows().iter().map(Row::image_name).collect();
+    let wanted: Vec<String> = manifest::released_rows().iter().map(Row::image_name).collect();
     Ok(store::names()?.into_iter().filter(|name| !wanted.contains(name)).collect())
 }
 
-/// Images that a row asks for and `prebuilt/` lacks.
+/// Images that a released row asks for and `prebuilt/` lacks.
 pub fn missing() -> Result<Vec<String>> {
     let present = store::names()?;
-    Ok(manifest::rows().iter().map(Row::image_name).filter(|name| !present.contains(name)).collect())
+    Ok(manifest::released_rows().iter().map(Row::image_name).filter(|name| !present.contains(name)).collect())
 }
 
 /// Compares fresh images with the committed ones.
-fn check(lock: &Lock, images: &[(&Row, Image, Duration)], problems: &mut Problems) -> Result<()> {
+fn check(lock: &Lock, images: &[Usage], problems: &mut Problems) -> Result<()> {
     for (row, image, _) in images {
         let entry = &image.entry;
         match store::load(&entry.image) {
@@ -219,7 +230,7 @@ fn check(lock: &Lock, images: &[(&Row, Image, Duration)], problems: &mut Problem
         }
     }
     for name in stale()? {
-        problems.add_name(name, "has no row in the manifest".into());
+        problems.add_name(name, "has no released row in the manifest".into());
     }
     Ok(())
 }

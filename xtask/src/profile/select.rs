@@ -1,13 +1,14 @@
 //! Which kernels are profiled, and on what.
 
 use anyhow::{Result, bail};
-use blockflash_sys::{ComputeCapability, Row, manifest, manifest::Variant};
+use blockflash_sys::manifest::{self, AttentionFwd, AttentionFwdHopper, Variant};
+use blockflash_sys::{ComputeCapability, Row};
 
 /// The rows that a GPU runs and whose symbol contains a text; of several for the same symbol the preferred one. A text that is a
 /// whole symbol selects no longer one.
 pub fn rows(pattern: &str, gpu: ComputeCapability) -> Result<Vec<&'static Row>> {
     let mut found: Vec<&'static Row> = Vec::new();
-    for row in manifest::rows().iter().filter(|row| row.target.runs_on(gpu) && case(row).is_some()) {
+    for row in manifest::all_rows().iter().filter(|row| row.target.runs_on(gpu) && case(row).is_some()) {
         if row.symbol().contains(pattern) && !found.iter().any(|other| other.symbol() == row.symbol()) {
             found.push(row);
         }
@@ -16,7 +17,7 @@ pub fn rows(pattern: &str, gpu: ComputeCapability) -> Result<Vec<&'static Row>> 
         found.retain(|row| row.symbol() == pattern);
     }
     if found.is_empty() {
-        let mut known: Vec<String> = manifest::rows().iter().map(Row::symbol).collect();
+        let mut known: Vec<String> = manifest::all_rows().iter().map(Row::symbol).collect();
         known.dedup();
         match known.iter().find(|symbol| symbol.contains(pattern)) {
             Some(symbol) => bail!("{symbol} is no kernel that {gpu} runs, or one that computes nothing"),
@@ -28,7 +29,7 @@ pub fn rows(pattern: &str, gpu: ComputeCapability) -> Result<Vec<&'static Row>> 
 
 /// The one row that a text selects; `None` when no symbol contains it.
 pub fn row(pattern: &str, gpu: ComputeCapability) -> Result<Option<&'static Row>> {
-    if !manifest::rows().iter().any(|row| row.symbol().contains(pattern)) {
+    if !manifest::all_rows().iter().any(|row| row.symbol().contains(pattern)) {
         return Ok(None);
     }
     match rows(pattern, gpu)?.as_slice() {
@@ -48,9 +49,10 @@ pub fn row(pattern: &str, gpu: ComputeCapability) -> Result<Option<&'static Row>
 /// to no operation.
 pub fn case(row: &Row) -> Option<String> {
     match row.variant {
-        Variant::AttentionFwd(tile) => {
-            let heads = 2048 / tile.head_dim.max(1);
-            Some(format!("b4_s4096_h{heads}_d{}_full_{}", tile.head_dim, tile.dtype))
+        Variant::AttentionFwd(AttentionFwd { head_dim, dtype, .. })
+        | Variant::AttentionFwdHopper(AttentionFwdHopper { head_dim, dtype, .. }) => {
+            let heads = 2048 / head_dim.max(1);
+            Some(format!("b4_s4096_h{heads}_d{head_dim}_full_{dtype}"))
         }
         Variant::BsrMatmul(tile) => {
             Some(format!("m8192_n1024_k8192_b{}_d0.1_uniform_{}", tile.block_size, tile.dtype))
@@ -74,6 +76,8 @@ mod tests {
         let whole = rows[0].symbol();
         assert_eq!(row(&whole, HOPPER).unwrap(), Some(rows[0]));
         assert_eq!(case(rows[0]).unwrap(), "b4_s4096_h32_d64_full_f16");
+        let hopper = super::rows("attention_fwd_sm90a_bf16_d192", HOPPER).unwrap();
+        assert_eq!(case(hopper[0]).unwrap(), "b4_s4096_h10_d192_full_bf16");
         let bsr = super::rows("bsr_matmul_sm80_bf16_b128", HOPPER).unwrap();
         assert!(bsr.len() > 1);
         assert_eq!(case(bsr[0]).unwrap(), "m8192_n1024_k8192_b128_d0.1_uniform_bf16");

@@ -1,16 +1,21 @@
-//! `cargo xtask sass`: what the committed machine code consists of, and whether that is what the manifest's rows declare.
+//! `cargo xtask sass`: what the machine code consists of, and whether that is what the manifest's rows declare. It is that of the
+//! committed images, and of the rows on trial.
 
 mod listing;
 
 use crate::{
-    kernels::{self, lock, store, toolchain::Toolchain},
+    kernels::{self, lock, store, toolchain::Toolchain, trial},
     parallel, table,
-    workspace::{output, print, target_dir, write},
+    workspace::{output, print, read_bytes, target_dir, write},
 };
 use anyhow::{Context, Result, bail};
 use blockflash_sys::{Row, Target, manifest};
 use listing::Mix;
-use std::{path::PathBuf, process::Command, time::Instant};
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+    time::Instant,
+};
 
 /// Options of the command.
 #[derive(clap::Args, Default)]
@@ -20,9 +25,12 @@ pub struct Args {
     /// Only images for this target (may be repeated); sm_90a stands for sm_90 too, since such a GPU uses both.
     #[arg(long, value_name = "TARGET", value_parser = kernels::parse_target)]
     arch: Vec<Target>,
-    /// Fail unless each image contains and lacks what its row declares.
+    /// Fail unless each image contains and lacks what its row declares. Without --trial it compiles the rows on trial first.
     #[arg(long)]
     check: bool,
+    /// The rows on trial, too, whose images `cargo xtask kernels --trial` has put there.
+    #[arg(long, value_name = "FOLDER")]
+    trial: Option<PathBuf>,
     /// Print the machine code of the one image that is selected.
     #[arg(long, conflicts_with = "check")]
     full: bool,
@@ -40,9 +48,19 @@ const COLUMNS: &[&str] = &[
 const ALWAYS: &[&str] = &["LDL", "STL"];
 
 impl Args {
-    /// `sass --check` for some targets, or for all when there are none.
-    pub fn checking(arch: &[Target]) -> Self {
-        Self { arch: arch.to_vec(), check: true, ..Self::default() }
+    /// `sass --check` for some targets, or for all when there are none, with the images on trial of a folder.
+    pub fn checking(arch: &[Target], trial: &Path) -> Self {
+        Self { arch: arch.to_vec(), check: true, trial: Some(trial.into()), ..Self::default() }
+    }
+
+    /// The folder with images on trial, compiled now when a check needs them.
+    fn trial(&self) -> Result<Option<PathBuf>> {
+        if self.trial.is_some() || !self.check {
+            return Ok(self.trial.clone());
+        }
+        let folder = trial::scratch()?;
+        trial::compile(&self.arch, &folder)?;
+        Ok(Some(folder))
     }
 
     fn selects(&self, row: &Row) -> bool {
@@ -59,17 +77,19 @@ struct Image {
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
-    let selected: Vec<&'static Row> = manifest::rows().iter().filter(|row| args.selects(row)).collect();
+    let trial = args.trial()?;
+    let looked_at = |row: &&Row| args.selects(row) && (trial.is_some() || !row.is_on_trial());
+    let selected: Vec<&'static Row> = manifest::all_rows().iter().filter(looked_at).collect();
     let rows: Vec<&'static Row> = selected.iter().copied().filter(|row| !row.target.is_ptx()).collect();
     let ptx = selected.len() - rows.len();
     if rows.is_empty() {
         match ptx {
-            0 => bail!("no image is selected"),
+            0 => bail!("no image is selected; those on trial need --trial"),
             _ => bail!("{ptx} images are selected, but they are PTX: that is no machine code yet"),
         }
     }
     let started = Instant::now();
-    let disassembler = Disassembler::pinned()?;
+    let disassembler = Disassembler::pinned(trial)?;
     if args.full {
         let [row] = rows.as_slice() else {
             bail!("--full prints one image, but {} are selected: name it, or add --arch", rows.len());
@@ -131,21 +151,28 @@ fn text(images: &[Image]) -> Result<String> {
 struct Disassembler {
     nvdisasm: PathBuf,
     scratch: PathBuf,
+    trial: Option<PathBuf>,
 }
 
 impl Disassembler {
-    fn pinned() -> Result<Self> {
+    fn pinned(trial: Option<PathBuf>) -> Result<Self> {
         let nvdisasm = Toolchain::pinned()?.nvcc.with_file_name("nvdisasm");
-        Ok(Self { nvdisasm, scratch: target_dir("kernels/scratch")? })
+        Ok(Self { nvdisasm, scratch: target_dir("kernels/scratch")?, trial })
+    }
+
+    fn image(&self, row: &Row) -> Result<Vec<u8>> {
+        let name = row.image_name();
+        match &self.trial {
+            Some(folder) if row.is_on_trial() => read_bytes(&folder.join(name)),
+            _ => store::load(&name)?.with_context(|| format!("no image {name}: run `cargo xtask kernels`")),
+        }
     }
 
     fn listing(&self, row: &Row) -> Result<String> {
         let name = row.image_name();
-        let image =
-            store::load(&name)?.with_context(|| format!("no image {name}: run `cargo xtask kernels`"))?;
         // Not the file that a build running at the same time writes.
         let path = self.scratch.join(format!("{name}.sass-{}", std::process::id()));
-        write(&path, image)?;
+        write(&path, self.image(row)?)?;
         // What the data flow adds are labels of indirect branches; without it, reading takes two thirds of the time.
         let arguments = ["--print-code", "--no-dataflow"];
         let listing = output(Command::new(&self.nvdisasm).args(arguments).arg(&path));
@@ -160,7 +187,7 @@ mod tests {
 
     #[test]
     fn broken_declarations_are_named() {
-        let row = manifest::rows().iter().find(|row| !row.expects().is_empty()).unwrap();
+        let row = manifest::released_rows().iter().find(|row| !row.expects().is_empty()).unwrap();
         let wanted = row.expects().iter().filter(|expect| expect.holds(1));
         let lines = |opcodes: &[&str]| {
             opcodes.iter().map(|opcode| format!("/*0000*/ {opcode}.X R0 ;\n")).collect::<String>()
