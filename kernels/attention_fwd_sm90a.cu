@@ -251,13 +251,13 @@ struct Consumer {
       const bool finish = !kOverlapTiles && is(kFresh) && is(kOpen);  // completes a tile, no more
       if (!Config::q_in_registers && !kStageInQ && is(kFresh) && is(kOpen)) release(Barriers::kQ + q_stage(tiles - 1));
       if (is(kFresh) && !finish) state |= fetch();
-      if (is(kPending)) full.wait(barriers.full, Barriers::kV + v_stage());
       if (has_scores()) full.wait(barriers.full, k_stage());
       if (has_scores() && !is(kFresh)) begin_turn();
       // Both products in any case, since a branch around one would serialise them all; what is not wanted is thrown away.
       ptx::wgmma_pin(o), ptx::wgmma_pin(p);
       ptx::wgmma_fence();
       start_scores(k_stage());
+      if (is(kPending)) full.wait(barriers.full, Barriers::kV + v_stage());
       ptx::wgmma_fence();
       start_output(is(kComputed) ? harmless_tile() : v_tile(v_stage()), kOnes || !is(kComputed) ? kVStep : 0);
       if (has_scores() && !is(kFresh)) end_turn();
@@ -295,7 +295,7 @@ struct Consumer {
         clear_probabilities();
       if (!is(kPending)) clear_output();
       if (is(kFresh)) {
-        if (is(kOpen)) store_output(params.base, QueryTile::load(slot_of(smem, tiles - (finish ? 1 : 2))), o, before, smem, warpgroup);
+        if (is(kOpen)) store_output(params, QueryTile::load(slot_of(smem, tiles - (finish ? 1 : 2))), o, before, smem, warpgroup);
         if (kStageInQ && is(kOpen)) {
           ptx::fence_proxy_async();
           __syncwarp();
@@ -383,5 +383,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_tma_params pa
     ptx::raise_registers<kConsumerRegisters>();
     if (kTurns && warpgroup == kWarpgroups) ptx::named_barrier_arrive(1, 256);  // the first turn
     Consumer{params, barriers, smem, warpgroup - 1}.run();
+    if (!kStageInQ && threadIdx.x % 32 == 0) ptx::tensor_store_wait();
   }
 }

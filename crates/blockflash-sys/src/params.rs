@@ -212,8 +212,8 @@ const _: () = {
 };
 /** Attention forward whose tiles are copied by the tensor memory accelerator, by blocks that stay and take tile after tile.
 
- The maps have the dimensions (head_dim, sequence, head, batch), boxes of 64 columns and 64 rows (q) or the tile's block_kv
- rows (k, v), and a swizzle of 128 bytes. Packed sequences are one sequence of a batch of 1.*/
+ The maps have the dimensions (head_dim, sequence, head, batch), boxes of 64 columns and 64 rows (q), the tile's block_kv
+ rows (k, v) or 16 rows (o), and a swizzle of 128 bytes. Packed sequences are one sequence of a batch of 1.*/
 #[repr(C)]
 #[repr(align(64))]
 #[derive(Debug, Copy, Clone)]
@@ -223,6 +223,7 @@ pub struct blockflash_attention_fwd_tma_params {
     pub k: blockflash_tensor_map,
     /// zeros when there are no keys
     pub v: blockflash_tensor_map,
+    pub o: blockflash_tensor_map,
     pub base: blockflash_attention_fwd_params,
     /// two zeros: {next tile, blocks that are done}, left as zeros; null: fixed turns
     pub tile_counter: *mut u32,
@@ -239,7 +240,7 @@ pub struct blockflash_attention_fwd_tma_params {
 const _: () = {
     [
         "Size of blockflash_attention_fwd_tma_params",
-    ][::core::mem::size_of::<blockflash_attention_fwd_tma_params>() - 640usize];
+    ][::core::mem::size_of::<blockflash_attention_fwd_tma_params>() - 768usize];
     [
         "Alignment of blockflash_attention_fwd_tma_params",
     ][::core::mem::align_of::<blockflash_attention_fwd_tma_params>() - 64usize];
@@ -253,28 +254,31 @@ const _: () = {
         "Offset of field: blockflash_attention_fwd_tma_params::v",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, v) - 256usize];
     [
+        "Offset of field: blockflash_attention_fwd_tma_params::o",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, o) - 384usize];
+    [
         "Offset of field: blockflash_attention_fwd_tma_params::base",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, base) - 384usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, base) - 512usize];
     [
         "Offset of field: blockflash_attention_fwd_tma_params::tile_counter",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, tile_counter)
-        - 608usize];
+        - 736usize];
     [
         "Offset of field: blockflash_attention_fwd_tma_params::heads_per_section",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, heads_per_section)
-        - 616usize];
+        - 744usize];
     [
         "Offset of field: blockflash_attention_fwd_tma_params::scale_log2",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, scale_log2)
-        - 620usize];
+        - 748usize];
     [
         "Offset of field: blockflash_attention_fwd_tma_params::inverse_scale_log2",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, inverse_scale_log2)
-        - 624usize];
+        - 752usize];
     [
         "Offset of field: blockflash_attention_fwd_tma_params::scale_over_cap",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, scale_over_cap)
-        - 628usize];
+        - 756usize];
 };
 /// BSR matmul: c = activation(alpha·a·b + beta·c + bias), a block-sparse \[m, k\], b and c dense row-major.
 #[repr(C)]

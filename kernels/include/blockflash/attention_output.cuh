@@ -11,8 +11,9 @@
 namespace blockflash {
 
 // Normalises and stores a warpgroup's rows of a tile of queries, and their log-sum-exp. o: accumulators, with the row sums behind them.
-__device__ __forceinline__ void store_output(const blockflash_attention_fwd_params& b, const QueryTile& tile, const float (&o)[kOutColumns / 2],
+__device__ __forceinline__ void store_output(const Params& params, const QueryTile& tile, const float (&o)[kOutColumns / 2],
                                              const HopperSoftmax<kBlockKv / 2, !kOnes>& rows, uint32_t smem, int warpgroup) {
+  const blockflash_attention_fwd_params& b = params.base;
   using Element = Config::Element;
   using Traits = ElementTraits<Element>;
   constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
@@ -39,29 +40,45 @@ __device__ __forceinline__ void store_output(const blockflash_attention_fwd_para
   const auto word = [&](int d, int half) {
     return Traits::pack(o[4 * d + 2 * half] * scale[half], o[4 * d + 2 * half + 1] * scale[half]);
   };
-  Element* const o_head = static_cast<Element*>(b.o) + tile.batch * b.o_stride_batch * (b.cu_seqlens_q == nullptr) + tile.head * b.o_stride_head +
-                          static_cast<int64_t>(tile.q_offset) * b.o_stride_seq;
-  // Through a page of shared memory per warp, 64 columns at a time, so that neighbouring lanes store neighbouring addresses.
-  const uint32_t page = smem + kStagingOffset + warpgroup * kStagingStride + warp * 2048;
-  const int in_row = lane / 8 % 2 * 8 + lane % 8, in_chunk = lane / 16, out_row = lane / 8, out_chunk = lane % 8;
-  Element* const o_lane = o_head + static_cast<int64_t>(warp_row + out_row) * b.o_stride_seq + out_chunk * 8;
-#pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel) {
-#pragma unroll
-    for (int d = panel * 8; d < min(panel * 8 + 8, kD / 8); d += 2) {
-      const uint32_t words[4] = {word(d, 0), word(d, 1), word(d + 1, 0), word(d + 1, 1)};
-      ptx::stmatrix_x4(page + in_row * 128 + (((d % 8 + in_chunk) ^ in_row % 8) * 16), words);
-    }
+  // Through shared memory: a page of 16 rows and 64 columns per panel.
+  const uint32_t pages = smem + kStagingOffset + warpgroup * kQBytes + warp * 2048 * kPanels;
+  if constexpr (!kStageInQ) {
+    if (lane == 0) ptx::tensor_store_wait_read();  // of the tile before
     __syncwarp();
+  }
+  const int in_row = lane / 8 % 2 * 8 + lane % 8, in_chunk = lane / 16;
+#pragma unroll
+  for (int d = 0; d < kD / 8; d += 2) {
+    const uint32_t words[4] = {word(d, 0), word(d, 1), word(d + 1, 0), word(d + 1, 1)};
+    ptx::stmatrix_x4(pages + d / 8 * 2048 + in_row * 128 + (((d % 8 + in_chunk) ^ in_row % 8) * 16), words);
+  }
+  const bool packed = b.cu_seqlens_q != nullptr;
+  // A tensor map knows where the tensor ends, but not where a sequence does. And a place that is given back has to be read by then.
+  if (!kStageInQ && !(packed && warp_row + 16 > tile.seqlen_q)) {
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel)
+        ptx::tensor_store_4d(&params.o, panel * 64, tile.q_offset + warp_row, tile.head, packed ? 0 : tile.batch, pages + panel * 2048);
+      ptx::tensor_store_commit();
+    }
+    return;
+  }
+  __syncwarp();
+  const int out_row = lane / 8, out_chunk = lane % 8;
+  Element* const o_lane = static_cast<Element*>(b.o) + tile.batch * b.o_stride_batch * !packed + tile.head * b.o_stride_head +
+                          (static_cast<int64_t>(tile.q_offset) + warp_row + out_row) * b.o_stride_seq + out_chunk * 8;
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = i * 4 + out_row;
-      const int4 piece = ptx::load_shared_int4(page + row * 128 + ((out_chunk ^ row % 8) * 16));
+      const int4 piece = ptx::load_shared_int4(pages + panel * 2048 + row * 128 + ((out_chunk ^ row % 8) * 16));
       if (warp_row + row < tile.seqlen_q && panel * 64 + out_chunk * 8 < b.head_dim)
         *reinterpret_cast<int4*>(o_lane + i * 4 * b.o_stride_seq + panel * 64) = piece;
     }
-    __syncwarp();
-  }
+  __syncwarp();
 }
 
 }  // namespace blockflash

@@ -21,15 +21,15 @@ constexpr bool kTurns = kWarpgroups > 1;
 // Scores of the next queries start before the queries before them are finished: Q needs a second place.
 constexpr bool kOverlapTiles = Config::q_in_registers || Config::q_stages == 2;
 
-// Shared memory: Q by stage and warpgroup, rings of K and V, a page of tile slots and barriers, one of zeros, and a page per warp on the way
-// of the output to global memory. Where that does not fit, the pages are in the place of Q, which is given back after the output.
+// Shared memory: Q by stage and warpgroup, rings of K and V, a page of tile slots and barriers, one of zeros, and the output on its way to
+// global memory, 16 rows per warp. Where tiles do not overlap the output takes the place of Q, which is given back after it.
 constexpr int kQBytes = 64 * 128 * kPanels, kKvBytes = kBlockKv * 128 * kPanels, kVStageBytes = kKvBytes + kOnes * kBlockKv * 128;
 constexpr int kKOffset = kWarpgroups * Config::q_stages * kQBytes, kVOffset = kKOffset + kStages * kKvBytes;
 constexpr int kSlotOffset = kVOffset + kStages * kVStageBytes, kSlots = 4, kSlotBytes = 48 + 16 * kWarpgroups;
 constexpr int kBarrierOffset = kSlotOffset + kSlots * kSlotBytes, kZerosOffset = kSlotOffset + 1024;
-constexpr bool kStageInQ = kD == 256;
-constexpr int kStagingOffset = kStageInQ ? 0 : kZerosOffset + 1024, kStagingStride = kStageInQ ? kQBytes : 4 * 2048;  // per warpgroup
-static_assert(kZerosOffset + 1024 + !kStageInQ * kWarpgroups * kStagingStride == Config::smem_bytes, "manifest and kernel disagree on smem");
+constexpr bool kStageInQ = !kOverlapTiles;
+constexpr int kStagingOffset = kStageInQ ? 0 : kZerosOffset + 1024;
+static_assert(kZerosOffset + 1024 + !kStageInQ * kWarpgroups * kQBytes == Config::smem_bytes, "manifest and kernel disagree on smem");
 
 // Each stage of the rings of K, V and Q (in this order) has a barrier for "full" and one for "empty". The rings of K and V restart at stage 0
 // for every tile of queries, so that stages are constants in unrolled code; each stage has a phase bit of its own.

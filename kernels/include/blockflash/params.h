@@ -55,11 +55,12 @@ typedef struct blockflash_tensor_map {
 
 /* Attention forward whose tiles are copied by the tensor memory accelerator, by blocks that stay and take tile after tile.
  *
- * The maps have the dimensions (head_dim, sequence, head, batch), boxes of 64 columns and 64 rows (q) or the tile's block_kv
- * rows (k, v), and a swizzle of 128 bytes. Packed sequences are one sequence of a batch of 1. */
+ * The maps have the dimensions (head_dim, sequence, head, batch), boxes of 64 columns and 64 rows (q), the tile's block_kv
+ * rows (k, v) or 16 rows (o), and a swizzle of 128 bytes. Packed sequences are one sequence of a batch of 1. */
 typedef struct blockflash_attention_fwd_tma_params {
   blockflash_tensor_map q;
   blockflash_tensor_map k, v;  /* zeros when there are no keys */
+  blockflash_tensor_map o;
   blockflash_attention_fwd_params base;
   uint32_t* tile_counter;      /* two zeros: {next tile, blocks that are done}, left as zeros; null: fixed turns */
   int32_t heads_per_section;   /* heads that are computed together: their keys and values should fit into L2 */

@@ -139,6 +139,7 @@ fn hopper_params(
         q: unused,
         k: unused,
         v: unused,
+        o: unused,
         base,
         tile_counter: null_mut(),
         heads_per_section: heads_per_section(&base, problem.packed.is_some()),

@@ -14,6 +14,8 @@ use blockflash_sys::params::{
 const BOX_COLUMNS: u32 = 64;
 /// Rows of a box of q: those of one warpgroup.
 const BOX_ROWS_Q: u32 = 64;
+/// Rows of a box of o: those of one warp.
+const BOX_ROWS_O: u32 = 16;
 
 impl Stream {
     /// Launches a kernel of [`Variant::AttentionFwdHopper`]. The tensor maps and pointers in `params` are ignored: they are made
@@ -44,6 +46,7 @@ impl Stream {
             q: encode(&operands.q, BOX_ROWS_Q)?,
             k: encode(&operands.k, tile.block_kv)?,
             v: encode(&operands.v, tile.block_kv)?,
+            o: encode(&operands.o.as_view(), BOX_ROWS_O)?,
             ..*params
         };
         // SAFETY:
