@@ -99,6 +99,10 @@ pub enum Error {
     #[error("invalid BSR matrix: {0}")]
     InvalidBsr(String),
 
+    /// The sizes or index arrays of a block mask are wrong, or those of two masks do not fit each other.
+    #[error("invalid block mask: {0}")]
+    InvalidBlockMask(String),
+
     /// A block reaches beyond the matrix and is not zero there.
     #[error(
         "block {block} (block row {block_row}, block column {block_col}) has a value that is not zero at ({row}, {col}), beyond the matrix"

@@ -4,6 +4,8 @@
 //!
 //! - [`Attention`]: softmax attention with causal and window [`Mask`]s, grouped heads, softcap, sinks, variable length.
 //! - [`BsrMatmul`]: a block-sparse [`BsrMatrix`] times a dense matrix, with bias and activation.
+//! - [`BlockMask`]: which blocks of queries × keys block-sparse attention visits; built, combined and counted so far, not yet
+//!   used by [`Attention`].
 //! - [`support`]: what runs on a device, and why not otherwise.
 //!
 //! Every call goes one way: the operands are validated into a plain problem ([`Attention::problem`]), a kernel is selected
@@ -13,6 +15,7 @@
 
 mod arch;
 pub mod attention;
+pub mod block_sparse;
 pub mod bsr_matmul;
 mod check;
 mod error;
@@ -24,6 +27,7 @@ mod support;
 pub use attention::{
     Align, Attention, AttentionOutput, AttentionProblem, CuSeqlens, Mask, PackedRows, PreparedAttention,
 };
+pub use block_sparse::{BlockGeometry, BlockMask};
 pub use bsr_matmul::{Activation, Bias, BsrMatmul, BsrMatrix, BsrProblem, PreparedBsrMatmul};
 pub use error::{Error, Result};
 pub use flops::{attention_flops, attention_varlen_flops, bsr_flops};

@@ -1,0 +1,141 @@
+//! Constructors of [`BlockMask`] from data. All run on the host, in a fixed order.
+
+use super::validate::{Sizes, invalid};
+use super::{BlockGeometry, BlockMask};
+use crate::check::to_i32;
+use crate::{Mask, Result};
+use blockflash_safe::{Device, Stream, Tensor};
+use std::cmp::Ordering;
+
+impl BlockMask {
+    /// From the arrays of the format, fully validated: `row_ptr` `[batch, heads, rows + 1]` holds offsets into `col_idx`, each
+    /// head starting where the one before ends; columns ascend strictly within a row.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) names the first bad entry;
+    /// [`Error::TooLarge`](crate::Error::TooLarge) if indices do not fit i32.
+    pub fn from_parts(
+        geometry: BlockGeometry,
+        batch: usize,
+        heads: usize,
+        row_ptr: &[i32],
+        col_idx: &[i32],
+    ) -> Result<Self> {
+        Sizes::new(geometry, batch, heads)?.check_indices(row_ptr, col_idx)?;
+        let stream: &Stream = &Device::cpu().stream()?;
+        let shape = [batch, heads, geometry.rows() + 1];
+        let row_ptr = Tensor::from_slice(stream, row_ptr, &shape)?;
+        let col_idx = Tensor::from_slice(stream, col_idx, &[col_idx.len()])?;
+        Ok(Self { geometry, batch, heads, row_ptr, col_idx })
+    }
+
+    /// The blocks that are true in `blocks`, `[batch, heads, rows, cols]` row-major.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](crate::Error::Shape) for another number of values; those of [`from_parts`](Self::from_parts).
+    pub fn from_bool(geometry: BlockGeometry, batch: usize, heads: usize, blocks: &[bool]) -> Result<Self> {
+        let cols = geometry.cols();
+        let sizes = Sizes::new(geometry, batch, heads)?;
+        sizes.check_length("blocks", cols, blocks.len())?;
+        sizes.build(|group, row, columns| {
+            let blocks = &blocks[(group * geometry.rows() + row) * cols..][..cols];
+            columns.extend(blocks.iter().zip(0..).filter(|&(&visited, _)| visited).map(|(_, col)| col));
+            Ok(())
+        })
+    }
+
+    /// From lists of up to `k` columns per row, `[batch, heads, rows, k]` row-major, in any order; −1 is no column.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) names the first column that does not exist or comes twice in
+    /// its row; [`Error::Shape`](crate::Error::Shape) for another number of columns; those of [`from_parts`](Self::from_parts).
+    pub fn from_top_k(
+        geometry: BlockGeometry,
+        batch: usize,
+        heads: usize,
+        k: usize,
+        columns: &[i32],
+    ) -> Result<Self> {
+        let (rows, cols) = (geometry.rows(), geometry.cols());
+        let sizes = Sizes::new(geometry, batch, heads)?;
+        sizes.check_length("columns", k, columns.len())?;
+        // The last row that had each column, counted from 1.
+        let mut had = vec![0; cols];
+        sizes.build(|group, row, out| {
+            let (at, start) = (group * rows + row, out.len());
+            for (position, &col) in columns[at * k..][..k].iter().enumerate().filter(|&(_, &col)| col != -1) {
+                sizes.check_column(col, cols, || (group, row, position))?;
+                if std::mem::replace(&mut had[col as usize], at + 1) == at + 1 {
+                    let place = sizes.place(group, row);
+                    return invalid(format!("column {col} comes twice at {place}, position {position}"));
+                }
+                out.push(col);
+            }
+            out[start..].sort_unstable();
+            Ok(())
+        })
+    }
+
+    /// The `k` blocks of each row with the largest scores, or all if there are no more; of equal scores the smaller column wins.
+    /// Blocks that the token mask hides entirely never count. Infinite scores are in order.
+    ///
+    /// `scores` is `[batch, heads, rows, cols]` row-major, as [`block_mean_scores`](super::block_mean_scores) returns it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) names the first score that is NaN, hidden ones included;
+    /// [`Error::Shape`](crate::Error::Shape) for another number of scores; those of [`from_parts`](Self::from_parts).
+    pub fn top_k_from_scores(
+        geometry: BlockGeometry,
+        batch: usize,
+        heads: usize,
+        scores: &[f32],
+        k: usize,
+        mask: Mask,
+    ) -> Result<Self> {
+        let (rows, cols) = (geometry.rows(), geometry.cols());
+        let sizes = Sizes::new(geometry, batch, heads)?;
+        sizes.check_length("scores", cols, scores.len())?;
+        let mut candidates = Vec::new();
+        sizes.build(|group, row, columns| {
+            let scores = &scores[(group * rows + row) * cols..][..cols];
+            if let Some(position) = scores.iter().position(|score| score.is_nan()) {
+                return invalid(format!("score is NaN at {}, position {position}", sizes.place(group, row)));
+            }
+            candidates.clear();
+            candidates.extend(geometry.visible_cols(row, mask));
+            if k < candidates.len() {
+                let descending = |a: f32, b: f32| b.partial_cmp(&a).unwrap_or(Ordering::Equal);
+                candidates
+                    .select_nth_unstable_by(k, |&a, &b| descending(scores[a], scores[b]).then(a.cmp(&b)));
+                candidates.truncate(k);
+                candidates.sort_unstable();
+            }
+            columns.extend(candidates.iter().map(|&col| col as i32));
+            Ok(())
+        })
+    }
+}
+
+impl Sizes {
+    /// Builds a mask row by row: `push` gets a group and a row, and appends the columns of that row.
+    pub(super) fn build(
+        &self,
+        mut push: impl FnMut(usize, usize, &mut Vec<i32>) -> Result<()>,
+    ) -> Result<BlockMask> {
+        let rows = self.geometry.rows();
+        let mut row_ptr = Vec::with_capacity(self.groups() * (rows + 1));
+        let mut col_idx = Vec::new();
+        for group in 0..self.groups() {
+            row_ptr.push(col_idx.len() as i32);
+            for row in 0..rows {
+                push(group, row, &mut col_idx)?;
+                row_ptr.push(to_i32("nnz", col_idx.len())?);
+            }
+        }
+        BlockMask::from_parts(self.geometry, self.batch, self.heads, &row_ptr, &col_idx)
+    }
+}
+
+#[cfg(test)]
+#[path = "build_tests.rs"]
+mod tests;

@@ -1,0 +1,155 @@
+//! What makes one block mask of others. All read the index arrays on the CPU.
+
+use super::BlockGeometry;
+use super::BlockMask;
+use super::validate::{Sizes, invalid};
+use crate::{Mask, Result};
+use std::cmp::Ordering;
+
+impl BlockMask {
+    /// Without the blocks that the token mask hides entirely; [`visited_pairs`](Self::visited_pairs) under that mask stays the
+    /// same.
+    ///
+    /// # Errors
+    /// A mask that is not on the CPU.
+    pub fn intersect_mask(&self, mask: Mask) -> Result<Self> {
+        let lists = self.lists()?;
+        self.sizes()?.build(|group, row, columns| {
+            let visible = self.geometry.visible_cols(row, mask);
+            let all = lists.row(group, row);
+            let until = |end: usize| all.partition_point(|&col| (col as usize) < end);
+            columns.extend(&all[until(visible.start)..until(visible.end)]);
+            Ok(())
+        })
+    }
+
+    /// The blocks that either mask visits. Where one has 1 batch entry or head, it counts for all of the other.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) if geometries differ, or numbers of batch entries or heads of
+    /// which none is 1; [`Error::TooLarge`](crate::Error::TooLarge) if the number of blocks does not fit i32; a mask that is not
+    /// on the CPU.
+    pub fn union(&self, other: &Self) -> Result<Self> {
+        self.merge(other, true)
+    }
+
+    /// The blocks that both masks visit. Where one has 1 batch entry or head, it counts for all of the other.
+    ///
+    /// # Errors
+    /// As for [`union`](Self::union).
+    pub fn intersection(&self, other: &Self) -> Result<Self> {
+        self.merge(other, false)
+    }
+
+    /// The mask of keys × queries: its rows list the block rows that visit a block of keys, as a backward pass needs them. Its
+    /// geometry has queries and keys exchanged.
+    ///
+    /// # Errors
+    /// [`Error::TooLarge`](crate::Error::TooLarge) if the entries of its `row_ptr` do not fit i32; a mask that is not on the CPU.
+    pub fn transpose(&self) -> Result<Self> {
+        let lists = self.lists()?;
+        let (rows, cols) = (self.rows(), self.cols());
+        let sizes = Sizes::new(self.geometry.transposed(), self.batch, self.heads)?;
+        let mut row_ptr = Vec::with_capacity(sizes.groups() * (cols + 1));
+        let mut col_idx = vec![0; self.nnz()];
+        let mut end = 0;
+        for group in 0..sizes.groups() {
+            // Per column first the number of its rows, then where the next one goes.
+            let mut next = vec![0; cols];
+            let blocks =
+                (0..rows).flat_map(|row| lists.row(group, row).iter().map(move |&col| (row, col as usize)));
+            blocks.clone().for_each(|(_, col)| next[col] += 1);
+            row_ptr.push(end as i32);
+            for next in &mut next {
+                let start = end;
+                end += *next;
+                *next = start;
+                row_ptr.push(end as i32);
+            }
+            for (row, col) in blocks {
+                col_idx[next[col]] = row as i32;
+                next[col] += 1;
+            }
+        }
+        Self::from_parts(sizes.geometry, self.batch, self.heads, &row_ptr, &col_idx)
+    }
+
+    /// The same pairs in smaller blocks: `block_q / factor_q` queries × `block_kv / factor_kv` keys.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) if a block size is not a multiple of its factor, or the
+    /// quotient is no block size; [`Error::TooLarge`](crate::Error::TooLarge) if the number of blocks does not fit i32; a mask
+    /// that is not on the CPU.
+    pub fn expand(&self, factor_q: usize, factor_kv: usize) -> Result<Self> {
+        let lists = self.lists()?;
+        let divided = |what: &str, size: usize, factor: usize| match size.checked_rem(factor) {
+            Some(0) => Ok(size / factor),
+            _ => invalid(format!("{what} is {size}, which {factor} does not divide")),
+        };
+        let geometry = BlockGeometry::new(
+            self.seqlen_q(),
+            self.seqlen_kv(),
+            divided("block_q", self.block_q(), factor_q)?,
+            divided("block_kv", self.block_kv(), factor_kv)?,
+        )?;
+        Sizes::new(geometry, self.batch, self.heads)?.build(|group, row, columns| {
+            for &col in lists.row(group, row / factor_q) {
+                let first = col as usize * factor_kv;
+                columns.extend(first as i32..(first + factor_kv).min(geometry.cols()) as i32);
+            }
+            Ok(())
+        })
+    }
+
+    /// Blocks that both masks visit, and with `either` those that one visits.
+    fn merge(&self, other: &Self, either: bool) -> Result<Self> {
+        if self.geometry != other.geometry {
+            return invalid(format!("geometries differ: {:?} and {:?}", self.geometry, other.geometry));
+        }
+        let common = |what: &str, a: usize, b: usize| match (a, b) {
+            _ if a == b || b == 1 => Ok(a),
+            (1, _) => Ok(b),
+            _ => invalid(format!("{what} differ and none is 1: {a} and {b}")),
+        };
+        let batch = common("batch entries", self.batch, other.batch)?;
+        let heads = common("heads", self.heads, other.heads)?;
+        let (ours, theirs) = (self.lists()?, other.lists()?);
+        let group_in = |mask: &Self, group: usize| {
+            let batch = if mask.batch == 1 { 0 } else { group / heads };
+            let head = if mask.heads == 1 { 0 } else { group % heads };
+            batch * mask.heads + head
+        };
+        Sizes::new(self.geometry, batch, heads)?.build(|group, row, columns| {
+            let (a, b) = (ours.row(group_in(self, group), row), theirs.row(group_in(other, group), row));
+            merge_rows(a, b, either, columns);
+            Ok(())
+        })
+    }
+
+    fn sizes(&self) -> Result<Sizes> {
+        Sizes::new(self.geometry, self.batch, self.heads)
+    }
+}
+
+/// Appends the columns of both ascending lists, and with `either` those of one.
+fn merge_rows(mut a: &[i32], mut b: &[i32], either: bool, columns: &mut Vec<i32>) {
+    while let ([first_a, rest_a @ ..], [first_b, rest_b @ ..]) = (a, b) {
+        let order = first_a.cmp(first_b);
+        if either || order == Ordering::Equal {
+            columns.push(*first_a.min(first_b));
+        }
+        if order != Ordering::Greater {
+            a = rest_a;
+        }
+        if order != Ordering::Less {
+            b = rest_b;
+        }
+    }
+    if either {
+        columns.extend(a.iter().chain(b));
+    }
+}
+
+#[cfg(test)]
+#[path = "combine_tests.rs"]
+mod tests;

@@ -1,0 +1,61 @@
+//! Small geometries with tails, token masks and random block masks for the tests of this module.
+
+use super::{BlockGeometry, BlockMask};
+use crate::fixtures::values;
+use crate::{Align, Mask};
+
+/// Equal and different lengths and blocks, with and without tails, with nothing at all.
+pub(super) fn geometries() -> Vec<BlockGeometry> {
+    [
+        (64, 64, 64, 64),
+        (300, 300, 64, 64),
+        (300, 300, 128, 64),
+        (200, 333, 64, 128),
+        (333, 70, 128, 64),
+        (1, 500, 64, 64),
+        (500, 1, 64, 128),
+        (0, 100, 64, 64),
+        (100, 0, 64, 64),
+    ]
+    .map(|(seqlen_q, seqlen_kv, block_q, block_kv)| {
+        BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv).unwrap()
+    })
+    .into()
+}
+
+/// Token masks of every kind.
+pub(super) fn token_masks() -> Vec<Mask> {
+    let mut masks = vec![Mask::Full];
+    for align in [Align::TopLeft, Align::BottomRight] {
+        masks.push(Mask::Causal { align });
+        for (left, right) in
+            [(Some(0), Some(0)), (Some(70), Some(0)), (Some(3), Some(100)), (None, Some(40)), (Some(0), None)]
+        {
+            masks.push(Mask::Window { left, right, align });
+        }
+    }
+    masks
+}
+
+/// Which blocks a random mask visits, about a third of them.
+pub(super) fn random_blocks(geometry: BlockGeometry, batch: usize, heads: usize, seed: u64) -> Vec<bool> {
+    let blocks = batch * heads * geometry.rows() * geometry.cols();
+    values(blocks, seed).into_iter().map(|value| value > 0.25).collect()
+}
+
+/// The mask of [`random_blocks`].
+pub(super) fn random_mask(geometry: BlockGeometry, batch: usize, heads: usize, seed: u64) -> BlockMask {
+    BlockMask::from_bool(geometry, batch, heads, &random_blocks(geometry, batch, heads, seed)).unwrap()
+}
+
+/// The index arrays.
+pub(super) fn indices(mask: &BlockMask) -> (Vec<i32>, Vec<i32>) {
+    let (row_ptr, col_idx) = (mask.row_ptr().view(), mask.col_idx().view());
+    (row_ptr.as_slice().unwrap().to_vec(), col_idx.as_slice().unwrap().to_vec())
+}
+
+/// A mask of one batch entry and one head by its definition, block by block.
+pub(super) fn blocks_where(geometry: BlockGeometry, visited: impl Fn(usize, usize) -> bool) -> Vec<bool> {
+    let visited = &visited;
+    (0..geometry.rows()).flat_map(|row| (0..geometry.cols()).map(move |col| visited(row, col))).collect()
+}

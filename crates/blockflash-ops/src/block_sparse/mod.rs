@@ -1,0 +1,34 @@
+//! Block masks for block-sparse attention: which blocks of queries × keys are visited.
+//!
+//! A [`BlockMask`] is built on the host, from index arrays, booleans, top-k lists, scores or a pattern, and masks are combined by
+//! [`union`](BlockMask::union) and [`intersection`](BlockMask::intersection). Within a visited block the token
+//! [`Mask`](crate::Mask) still decides pair by pair; what no visited block holds is not attended. [`Attention`](crate::Attention)
+//! does not take block masks yet.
+//!
+//! ```
+//! use blockflash_ops::{Align, BlockGeometry, BlockMask, Mask};
+//!
+//! // 1000 queries and keys in blocks of 128 × 64: three blocks back, and the first block, as far as the causal mask shows them.
+//! let geometry = BlockGeometry::new(1000, 1000, 128, 64)?;
+//! let local = BlockMask::window(geometry, Some(3), Some(0), Align::BottomRight)?;
+//! let mask = local.union(&BlockMask::sink(geometry, 1)?)?.intersect_mask(Mask::causal())?;
+//!
+//! assert_eq!(mask.row(0, 0, 4)?.collect::<Vec<_>>(), [0, 5, 6, 7, 8, 9]);
+//! assert!(mask.visited_pairs(Mask::causal())? < Mask::causal().visited_pairs(1000, 1000));
+//! # Ok::<(), blockflash_ops::Error>(())
+//! ```
+
+mod build;
+mod combine;
+mod geometry;
+mod mask;
+mod patterns;
+mod scores;
+mod validate;
+
+pub use geometry::BlockGeometry;
+pub use mask::BlockMask;
+pub use scores::block_mean_scores;
+
+#[cfg(test)]
+mod fixtures;
