@@ -7,6 +7,7 @@
 
 mod attention;
 mod bsr_matmul;
+mod sequences;
 
 pub use attention::{AttentionCase, attention};
 pub use bsr_matmul::{Activation, BsrCase, bsr_matmul};

@@ -1,5 +1,6 @@
 //! Our implementation of a case: inputs on the device, the kernels that are compared, verification before any time.
 
+mod attention_operands;
 mod host;
 mod operands;
 
@@ -132,6 +133,7 @@ fn computes(case: &Case, row: &'static Row, stream: &Stream) -> bool {
     let Some(gpu) = stream.device().cuda_properties() else { return false };
     match case {
         Case::AttentionFwd(shape) => attention::accepts(row, &shape.problem(), gpu).is_ok(),
+        Case::VarlenFwd(shape) => attention::accepts(row, &shape.problem(), gpu).is_ok(),
         Case::BsrMatmul(shape) => bsr_matmul::accepts(row, &shape.problem(), gpu).is_ok(),
         Case::BlockSparseFwd(_) => false,
     }
@@ -155,6 +157,7 @@ fn candidates(case: &Case, stream: &Stream, names: Option<&[String]>) -> Result<
     let Some(names) = names else {
         let row = match case {
             Case::AttentionFwd(shape) => attention::select(&shape.problem(), gpu)?,
+            Case::VarlenFwd(shape) => attention::select(&shape.problem(), gpu)?,
             Case::BsrMatmul(shape) => bsr_matmul::select(&shape.problem(), gpu)?,
             // Operands of it cannot be made.
             Case::BlockSparseFwd(_) => return Ok(Vec::new()),
@@ -198,6 +201,22 @@ mod tests {
         pattern: Pattern::Uniform,
         dtype: DType::F16,
     };
+
+    #[test]
+    fn packed_sequences_are_verified_and_timed_on_the_cpu() {
+        let stream = Device::cpu().stream().unwrap();
+        for id in ["varlen33+1+64x2_h4kv2_d16_causal_bf16", "varlen5+40_h2_d8_full_f16"] {
+            let case: Case = id.parse().unwrap();
+            let mut ours = Ours::new(&case, &stream, Cache::Warm, 5, None).unwrap();
+            let kernel = &ours.kernels[0];
+            assert!(
+                kernel.verified && kernel.rel_err > 0.0 && kernel.rel_err < 1e-2,
+                "{id} {}",
+                kernel.rel_err
+            );
+            assert!(ours.window(0, 1.0).unwrap().us > 0.0);
+        }
+    }
 
     #[test]
     fn both_operations_are_verified_and_timed_on_the_cpu() {

@@ -201,6 +201,7 @@ fn timestamp(seconds: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::case::Case;
 
     #[test]
     fn dates() {
@@ -208,6 +209,18 @@ mod tests {
         assert_eq!(timestamp(951_782_399), "2000-02-28T23:59:59Z");
         assert_eq!(timestamp(951_782_400), "2000-02-29T00:00:00Z");
         assert_eq!(timestamp(1_795_248_000), "2026-11-21T08:00:00Z");
+    }
+
+    #[test]
+    fn records_of_the_repository_can_be_read_and_so_can_their_cases() {
+        let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches/results/nvidia-h200");
+        let mut records = read(&results.join("attention_fwd.jsonl")).unwrap();
+        records.retain(|record| record.op != "ceiling");
+        assert!(!records.is_empty());
+        for Record { case, .. } in &records {
+            let read: Case = case.parse().unwrap();
+            assert_eq!((read.op(), &read.to_string()), ("attention_fwd", case));
+        }
     }
 
     #[test]

@@ -61,6 +61,31 @@ fn a_suite_is_measured_recorded_and_reported() {
 }
 
 #[test]
+fn packed_sequences_are_measured_recorded_and_reported() {
+    let folder = scratch("varlen");
+    let suite = folder.join("lengths.toml");
+    let text = "description = 'x'\nrounds = 1\nwindow_ms = 2\ngap_ms = 0\n[[attention_fwd]]\n\
+                lengths = [[70, 30, 30], [64, 64]]\nnum_heads_q = 2\nhead_dim = 16\nmask = ['full', 'causal']\n\
+                dtype = ['bf16']\n";
+    std::fs::write(&suite, text).unwrap();
+    let record = folder.join("lengths.jsonl");
+    let out = record.to_str().unwrap();
+    let options = ["--device", "cpu", "--out", out, "--filter", "varlen70+30x2"];
+    let output = blockflash(&[&["bench", suite.to_str().unwrap()], &options[..]].concat());
+    let text = stdout(&output);
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(text.contains("2 records appended"), "{text}");
+
+    let lines = std::fs::read_to_string(&record).unwrap();
+    let case = "\"op\":\"attention_fwd\",\"case\":\"varlen70+30x2_h2_d16_causal_bf16\"";
+    assert!(lines.contains(case) && lines.matches("\"verified\":true").count() == 2, "{lines}");
+    let report = blockflash(&["report", out, "--full"]);
+    let table = stdout(&report);
+    assert!(report.status.success() && table.contains("| varlen70+30x2_h2_d16_causal_bf16 |"), "{table}");
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+#[test]
 fn refusals_are_one_line() {
     let folder = scratch("refusals");
     let out = folder.join("x.jsonl");

@@ -10,7 +10,11 @@ fn launch(arguments: &[&str]) -> Output {
 
 #[test]
 fn a_case_is_launched_and_its_work_counted() {
-    for id in ["b1_q3_kv40_h4kv2_d16_causal_f16", "m64_n24_k96_b16_d0.4_banded_bf16"] {
+    for id in [
+        "b1_q3_kv40_h4kv2_d16_causal_f16",
+        "varlen40+3x2_h4kv2_d16_causal_f16",
+        "m64_n24_k96_b16_d0.4_banded_bf16",
+    ] {
         let output = launch(&["--case", id, "--launches", "2"]);
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let line: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();

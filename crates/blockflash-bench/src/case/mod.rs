@@ -2,9 +2,11 @@
 
 mod parse;
 mod pattern;
+mod varlen;
 mod work;
 
 pub use pattern::Pattern;
+pub use varlen::{Lengths, LengthsError, VarlenShape};
 pub use work::{TILE_COLUMNS, TILE_ROWS, Work};
 
 use blockflash_ops::attention::AttentionProblem;
@@ -15,10 +17,12 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// One measured problem.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Case {
     /// Dense attention forward.
     AttentionFwd(AttentionShape),
+    /// Attention forward over packed sequences of different lengths; in records the operation of the dense one.
+    VarlenFwd(VarlenShape),
     /// Attention forward over a mask of blocks.
     BlockSparseFwd(BlockSparseShape),
     /// Block-sparse matrix times dense matrix.
@@ -88,7 +92,7 @@ impl Case {
     /// Name of the operation in records.
     pub fn op(&self) -> &'static str {
         match self {
-            Case::AttentionFwd(_) => "attention_fwd",
+            Case::AttentionFwd(_) | Case::VarlenFwd(_) => "attention_fwd",
             Case::BlockSparseFwd(_) => "block_sparse_fwd",
             Case::BsrMatmul(_) => "bsr_matmul",
         }
@@ -98,6 +102,7 @@ impl Case {
     pub fn dtype(&self) -> DType {
         match self {
             Case::AttentionFwd(shape) => shape.dtype,
+            Case::VarlenFwd(shape) => shape.dtype,
             Case::BlockSparseFwd(shape) => shape.dtype,
             Case::BsrMatmul(shape) => shape.dtype,
         }
@@ -119,6 +124,11 @@ fn sizes(f: &mut fmt::Formatter<'_>, seqlens: [usize; 2], heads: [usize; 2]) -> 
         [q, kv] if q == kv => write!(f, "s{q}")?,
         [q, kv] => write!(f, "q{q}_kv{kv}")?,
     }
+    shared(f, heads)
+}
+
+/// `_h32`, `_h32kv8`.
+fn shared(f: &mut fmt::Formatter<'_>, heads: [usize; 2]) -> fmt::Result {
     match heads {
         [q, kv] if q == kv => write!(f, "_h{q}"),
         [q, kv] => write!(f, "_h{q}kv{kv}"),
@@ -126,13 +136,18 @@ fn sizes(f: &mut fmt::Formatter<'_>, seqlens: [usize; 2], heads: [usize; 2]) -> 
 }
 
 impl fmt::Display for Case {
-    /// The id: `b4_s4096_h32_d64_causal_bf16`, `b1_s16384_h16_d128_q128kv128_d0.25_uniform_full_bf16`,
+    /// The id: `b4_s4096_h32_d64_causal_bf16`, `varlen4096+512x2_h16_d128_causal_bf16`, `b1_s16384_h16_d128_q128kv128_d0.25_uniform_full_bf16`,
     /// `m8192_n1024_k8192_b64_d0.1_uniform_f16`. It can be read back.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Case::AttentionFwd(s) => {
                 write!(f, "b{}_", s.batch)?;
                 sizes(f, [s.seqlen_q, s.seqlen_kv], [s.num_heads_q, s.num_heads_kv])?;
+                write!(f, "_d{}_{}_{}", s.head_dim, s.mask, s.dtype)
+            }
+            Case::VarlenFwd(s) => {
+                write!(f, "varlen{}", s.lengths)?;
+                shared(f, [s.num_heads_q, s.num_heads_kv])?;
                 write!(f, "_d{}_{}_{}", s.head_dim, s.mask, s.dtype)
             }
             Case::BlockSparseFwd(s) => {

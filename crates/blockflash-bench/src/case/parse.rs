@@ -1,6 +1,6 @@
 //! Reading a case's id.
 
-use super::{AttentionShape, BlockSparseShape, BsrShape, Case, MaskKind, Pattern};
+use super::{AttentionShape, BlockSparseShape, BsrShape, Case, Lengths, MaskKind, Pattern, VarlenShape};
 use blockflash_sys::DType;
 use std::str::FromStr;
 
@@ -12,12 +12,16 @@ impl FromStr for Case {
         // A pattern's name may hold the separator.
         let joined = id.replace("power_law", "power-law");
         let parts: Vec<&str> = joined.split('_').collect();
-        let case = if id.starts_with('m') { bsr(&parts) } else { attention(&parts) };
+        let case = match id.as_bytes().first() {
+            Some(b'm') => bsr(&parts),
+            Some(b'v') => varlen(&parts),
+            _ => attention(&parts),
+        };
         // Whatever was read differently from how it was written is not an id.
         case.filter(|case| case.to_string() == id).ok_or_else(|| {
             format!(
                 "{id:?} is no case: expected for example b4_s4096_h32_d64_causal_bf16, \
-                 b1_q1_kv8192_h32kv8_d128_full_f16 or m8192_n1024_k8192_b64_d0.1_uniform_f16"
+                 b1_q1_kv8192_h32kv8_d128_full_f16, varlen4096+512x2_h16_d128_causal_bf16 or m8192_n1024_k8192_b64_d0.1_uniform_f16"
             )
         })
     }
@@ -30,6 +34,11 @@ fn number<T: FromStr>(part: &str, prefix: &str) -> Option<T> {
 fn pair(part: &str, prefix: &str) -> Option<[usize; 2]> {
     let (first, second) = part.strip_prefix(prefix)?.split_once("kv")?;
     Some([first.parse().ok()?, second.parse().ok()?])
+}
+
+/// `h32` or `h32kv8`.
+fn heads(part: &str) -> Option<[usize; 2]> {
+    pair(part, "h").or_else(|| Some([number(part, "h")?; 2])).filter(|heads| heads[1] > 0)
 }
 
 fn dtype(part: &str) -> Option<DType> {
@@ -53,11 +62,8 @@ fn attention(parts: &[&str]) -> Option<Case> {
         [q, kv, rest @ ..] => ([number(q, "q")?, number(kv, "kv")?], rest),
         _ => return None,
     };
-    let (heads, rest) = rest.split_first()?;
-    let [num_heads_q, num_heads_kv] = pair(heads, "h").or_else(|| Some([number(heads, "h")?; 2]))?;
-    if num_heads_kv == 0 {
-        return None;
-    }
+    let (head_counts, rest) = rest.split_first()?;
+    let [num_heads_q, num_heads_kv] = heads(head_counts)?;
     match *rest {
         [d, mask_name, dtype_name] => Some(Case::AttentionFwd(AttentionShape {
             batch,
@@ -91,6 +97,19 @@ fn attention(parts: &[&str]) -> Option<Case> {
         }
         _ => None,
     }
+}
+
+fn varlen(parts: &[&str]) -> Option<Case> {
+    let &[lengths, head_counts, d, mask_name, dtype_name] = parts else { return None };
+    let [num_heads_q, num_heads_kv] = heads(head_counts)?;
+    Some(Case::VarlenFwd(VarlenShape {
+        lengths: Lengths::parse(lengths.strip_prefix("varlen")?).ok()?,
+        num_heads_q,
+        num_heads_kv,
+        head_dim: number(d, "d")?,
+        mask: mask(mask_name)?,
+        dtype: dtype(dtype_name)?,
+    }))
 }
 
 fn bsr(parts: &[&str]) -> Option<Case> {

@@ -10,6 +10,12 @@ const ATTENTION: AttentionShape = AttentionShape {
     mask: MaskKind::Causal,
     dtype: DType::BF16,
 };
+
+fn varlen(lengths: &[usize], mask: MaskKind) -> VarlenShape {
+    let lengths = Lengths::new(lengths).unwrap();
+    VarlenShape { lengths, num_heads_q: 4, num_heads_kv: 2, head_dim: 64, mask, dtype: DType::BF16 }
+}
+
 const BLOCK_SPARSE: BlockSparseShape = BlockSparseShape {
     batch: 1,
     seqlen_q: 1024,
@@ -41,6 +47,12 @@ fn ids_are_readable_and_can_be_read_back() {
     for (case, id) in [
         (Case::AttentionFwd(ATTENTION), "b4_s4096_h32_d64_causal_bf16"),
         (Case::AttentionFwd(grouped), "b4_q1_kv4096_h32kv8_d64_full_bf16"),
+        (
+            Case::VarlenFwd(varlen(&[700, 300, 300, 8, 300], MaskKind::Causal)),
+            "varlen700+300x2+8+300_h4kv2_d64_causal_bf16",
+        ),
+        (Case::VarlenFwd(varlen(&[2048; 8], MaskKind::Full)), "varlen2048x8_h4kv2_d64_full_bf16"),
+        (Case::VarlenFwd(varlen(&[5], MaskKind::Full)), "varlen5_h4kv2_d64_full_bf16"),
         (Case::BlockSparseFwd(BLOCK_SPARSE), "b1_s1024_h4kv2_d128_q64kv128_d0.25_uniform_full_f16"),
         (Case::BsrMatmul(BSR), "m8192_n1024_k8192_b64_d0.1_uniform_f16"),
         (Case::BsrMatmul(skewed), "m8192_n1024_k8192_b64_d0.0625_power_law_f16"),
@@ -55,6 +67,17 @@ fn ids_are_readable_and_can_be_read_back() {
         "b4_s04096_h32_d64_causal_bf16",
         "m8_n8_k8_b0_d1_uniform_f16",
         "x",
+        "varlen_h4_d64_full_bf16",
+        "varlen0_h4_d64_full_bf16",
+        "varlen7+_h4_d64_full_bf16",
+        "varlen7x0_h4_d64_full_bf16",
+        "varlen7+7_h4_d64_full_bf16",
+        "varlen7x1_h4_d64_full_bf16",
+        "varlen+7_h4_d64_full_bf16",
+        "varlen7x9999999999_h4_d64_full_bf16",
+        "varlen2147483647+1_h4_d64_full_bf16",
+        "varlen7_h4_d64_q64kv64_d0.5_uniform_full_bf16",
+        "b1_varlen7_h4_d64_full_bf16",
     ] {
         assert!(wrong.parse::<Case>().unwrap_err().contains("is no case"), "{wrong}");
     }
@@ -72,6 +95,44 @@ fn flops_count_what_is_needed() {
     assert_eq!(sparse.flops, 4.0 * 128.0 * (4 * 16 * 2 * 64 * 128) as f64);
     // 12.8 blocks of a row round to 13.
     assert_eq!(Case::BsrMatmul(BSR).work().flops, 2.0 * 128.0 * 13.0 * 4096.0 * 1024.0);
+}
+
+#[test]
+fn packed_sequences_are_counted_one_by_one() {
+    let dense = |length| AttentionShape {
+        batch: 1,
+        seqlen_q: length,
+        seqlen_kv: length,
+        num_heads_q: 4,
+        num_heads_kv: 2,
+        ..ATTENTION
+    };
+    let shape = varlen(&[700, 8, 300], MaskKind::Causal);
+    let work = Case::VarlenFwd(shape.clone()).work();
+    let each = [700, 8, 300].map(|length| Case::AttentionFwd(dense(length)).work());
+    let sum = |of: fn(&Work) -> f64| each.iter().map(of).sum::<f64>();
+    assert_eq!((work.exps, work.l2_bytes), (sum(|work| work.exps), sum(|work| work.l2_bytes)));
+    assert_eq!(work.bytes, sum(|work| work.bytes) + 16.0);
+    let offsets = shape.lengths.offsets();
+    assert_eq!(offsets, [0, 700, 708, 1008]);
+    let flops = blockflash_ops::attention_varlen_flops(&shape.problem(), &offsets, &offsets);
+    assert_eq!((work.flops, sum(|work| work.flops)), (flops as f64, flops as f64));
+    // As many tokens in equal lengths are the work of a dense batch, but for the offsets.
+    let equal = Case::VarlenFwd(varlen(&[256; 4], MaskKind::Full)).work();
+    let batch = AttentionShape { batch: 4, mask: MaskKind::Full, ..dense(256) };
+    assert_eq!(equal, Work { bytes: equal.bytes, ..Case::AttentionFwd(batch).work() });
+}
+
+#[test]
+fn lists_that_are_no_lengths_say_why() {
+    assert_eq!(Lengths::new(&[]), Err(LengthsError::Empty));
+    assert_eq!(Lengths::new(&[3, 0]), Err(LengthsError::Zero));
+    assert_eq!(Lengths::new(&[1 << 30, 1 << 30]), Err(LengthsError::TooLarge));
+    assert_eq!(Lengths::new(&[usize::MAX, 2]), Err(LengthsError::TooLarge));
+    assert_eq!(Lengths::new(&[1; (1 << 16) + 1]), Err(LengthsError::TooLarge));
+    assert_eq!(Lengths::parse("3x"), Err(LengthsError::Text));
+    let lengths = Lengths::parse("3x2+9").unwrap();
+    assert_eq!((lengths.batch(), lengths.tokens(), lengths.longest()), (3, 15, 9));
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! What a case has to do: operations, exponentials and bytes, counted from the problem and not from a kernel.
 
-use super::{AttentionShape, BlockSparseShape, BsrShape, Case};
+use super::{AttentionShape, BlockSparseShape, BsrShape, Case, VarlenShape};
 use blockflash_ops::{attention_flops, bsr_flops};
 use serde::Serialize;
 
@@ -29,6 +29,7 @@ impl Case {
     pub fn work(&self) -> Work {
         match self {
             Case::AttentionFwd(shape) => attention(shape),
+            Case::VarlenFwd(shape) => varlen(shape),
             Case::BlockSparseFwd(shape) => block_sparse(shape),
             Case::BsrMatmul(shape) => bsr(shape),
         }
@@ -67,6 +68,18 @@ fn attention(shape: &AttentionShape) -> Work {
         l2_bytes: (batch * num_heads_kv * tiles_of_heads * keys * 2 * row) as f64
             + (batch * seqlen_q * num_heads_q * row) as f64,
     }
+}
+
+/// Every sequence for itself, and the offsets.
+fn varlen(shape: &VarlenShape) -> Work {
+    let offsets = 4.0 * (shape.lengths.batch() + 1) as f64;
+    let start = Work { bytes: offsets, ..Work::default() };
+    shape.sequences().map(|sequence| attention(&sequence)).fold(start, |sum, one| Work {
+        flops: sum.flops + one.flops,
+        exps: sum.exps + one.exps,
+        bytes: sum.bytes + one.bytes,
+        l2_bytes: sum.l2_bytes + one.l2_bytes,
+    })
 }
 
 fn block_sparse(shape: &BlockSparseShape) -> Work {

@@ -1,4 +1,5 @@
-use super::{BUDGET, Comparison, Element, Mismatch, ensure, representable, round, rounding, sample};
+use super::sequences::{Sequence, heads_of, sequences};
+use super::{BUDGET, Comparison, Element, Mismatch, representable, round, rounding, sample};
 use crate::io::Array;
 use blockflash_sys::DType;
 use rayon::prelude::*;
@@ -7,7 +8,8 @@ use std::ops::Range;
 /// Heads that a sample takes from a large problem.
 const SAMPLED_HEADS: usize = 16;
 
-/// Dense attention: `q` is `[batch, seqlen_q, num_heads_q, head_dim]`, `k` and `v` are `[batch, seqlen_kv, num_heads_kv, head_dim]`.
+/// Attention: `q` is `[batch, seqlen_q, num_heads_q, head_dim]`, `k` and `v` are `[batch, seqlen_kv, num_heads_kv, head_dim]`; or all
+/// are packed, `[rows, heads, head_dim]`.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionCase<'a> {
     /// Queries.
@@ -16,6 +18,8 @@ pub struct AttentionCase<'a> {
     pub k: &'a Array,
     /// Values.
     pub v: &'a Array,
+    /// Lengths of the packed sequences, of queries and keys alike; `None` for a dense batch.
+    pub lengths: Option<&'a [usize]>,
     /// Query `i` is aligned with key `i + diagonal`.
     pub diagonal: i64,
     /// Keys to see before the aligned one; `None` is all.
@@ -51,7 +55,8 @@ impl AttentionCase<'_> {
     }
 }
 
-/// Compares the output `o` (shape of `q`) and `lse` (f32 `[batch, num_heads_q, seqlen_q]`) with the reference. `progress` is
+/// Compares the output `o` (shape of `q`) and `lse` (f32 `[batch, num_heads_q, seqlen_q]`, packed `[num_heads_q, rows]`) with
+/// the reference. `progress` is
 /// told the fraction that is done.
 ///
 /// # Errors
@@ -63,87 +68,84 @@ pub fn attention(
     seed: u64,
     progress: impl Fn(f64) + Sync,
 ) -> Result<[Comparison; 2], Mismatch> {
-    compare(case, o, lse, seed, &progress)
+    let sequences = sequences(case, o, lse)?;
+    let progress: &(dyn Fn(f64) + Sync) = &progress;
+    let results = match case.lengths {
+        None => compare((case, o, lse), &sequences, BUDGET, seed, progress),
+        // Every sequence is looked at, for its share of the budget.
+        Some(_) => {
+            let (count, rows) = (sequences.len() as f64, case.q.shape()[0].max(1) as u64);
+            let compare_one = |(index, sequence): (usize, &Sequence)| {
+                let budget = (u128::from(BUDGET) * sequence.seqlen_q as u128 / u128::from(rows)) as u64;
+                let seed = seed.wrapping_add(index as u64);
+                let of_all = |done: f64| progress((index as f64 + done) / count);
+                compare((case, o, lse), std::slice::from_ref(sequence), budget, seed, &of_all)
+            };
+            sequences.iter().enumerate().map(compare_one).fold(Default::default(), merge)
+        }
+    };
+    let [o_result, lse_result] = results;
+    Ok([o_result.finish(o.len()), lse_result.finish(lse.len())])
 }
 
+/// Compares a sample of sequences of one length.
 fn compare(
-    case: &AttentionCase<'_>,
-    o: &Array,
-    lse: &Array,
+    (case, o, lse): (&AttentionCase<'_>, &Array, &Array),
+    sequences: &[Sequence],
+    budget: u64,
     seed: u64,
     progress: &(dyn Fn(f64) + Sync),
-) -> Result<[Comparison; 2], Mismatch> {
-    let (&[batch, seqlen_q, heads, head_dim], &[_, seqlen_kv, heads_kv, _]) =
-        (case.q.shape(), case.k.shape())
-    else {
-        return Err(Mismatch(format!("q is {:?} and k {:?}", case.q.shape(), case.k.shape())));
-    };
-    let kv_shape = [batch, seqlen_kv, heads_kv, head_dim];
-    ensure(case.k.shape() == kv_shape && case.v.shape() == kv_shape, || {
-        format!("k is {:?} and v {:?}", case.k.shape(), case.v.shape())
-    })?;
-    ensure(o.shape() == case.q.shape() && lse.shape() == [batch, heads, seqlen_q], || {
-        format!("o is {:?} and lse {:?}", o.shape(), lse.shape())
-    })?;
-    ensure(heads == 0 || heads_kv > 0 && heads.is_multiple_of(heads_kv), || {
-        format!("{heads} heads of q, {heads_kv} of k")
-    })?;
-
+) -> [Comparison; 2] {
+    let ([heads, head_dim], [heads_kv, _]) = (heads_of(case.q), heads_of(case.k));
+    let [seqlen_q, seqlen_kv] =
+        sequences.first().map_or([0; 2], |sequence| [sequence.seqlen_q, sequence.seqlen_kv]);
     let cost = |heads: usize| (heads * seqlen_kv.max(1)) as u64 * 2 * head_dim as u64;
-    let affordable = |rows: usize, heads: usize| rows as u64 <= BUDGET / cost(heads).max(1);
-    let all_heads = batch * heads;
+    let affordable = |rows: usize, heads: usize| rows as u64 <= budget / cost(heads).max(1);
+    let all_heads = sequences.len() * heads;
     let (sampled_heads, sampled_rows) = if affordable(seqlen_q, all_heads) {
         (all_heads, seqlen_q)
     } else {
         let heads = all_heads.min(SAMPLED_HEADS);
-        (heads, ((BUDGET / cost(heads)) as usize).max(2).min(seqlen_q))
+        (heads, ((budget / cost(heads)) as usize).max(2).min(seqlen_q))
     };
     let pairs = sample(sampled_heads, all_heads, seed, 0);
     let done = std::sync::atomic::AtomicUsize::new(0);
-    let [o_result, lse_result] = pairs
+    pairs
         .par_iter()
         .map(|&pair| {
-            let (at, head) = (pair / heads, pair % heads);
+            let (sequence, head) = (&sequences[pair / heads], pair % heads);
             let head_kv = head / (heads / heads_kv);
-            let keys = rows_of(case.k, at, head_kv);
-            let values = rows_of(case.v, at, head_kv);
+            let kv = sequence.kv..sequence.kv + seqlen_kv;
+            let (keys, values) = (rows_of(case.k, kv.clone(), head_kv), rows_of(case.v, kv, head_kv));
             let rows = sample(sampled_rows, seqlen_q, seed, 1 + pair as u64);
             let results: Vec<_> = rows
                 .par_iter()
                 .map(|&row| {
-                    let start = ((at * seqlen_q + row) * heads + head) * head_dim;
+                    let start = ((sequence.q + row) * heads + head) * head_dim;
                     let range = start..start + head_dim;
                     let query = case.q.to_f32(range.clone());
-                    let lse_at = (at * heads + head) * seqlen_q + row;
+                    let lse_at = sequence.lse + head * sequence.lse_head + row;
                     let result = (o.to_f32(range), lse.to_f32(lse_at..lse_at + 1));
-                    compare_row(
-                        case,
-                        o.dtype(),
-                        &query,
-                        case.visible(row, seqlen_kv),
-                        &keys,
-                        &values,
-                        &result,
-                    )
+                    let visible = case.visible(row, seqlen_kv);
+                    compare_row(case, o.dtype(), &query, visible, &keys, &values, &result)
                 })
                 .collect();
             let finished = 1 + done.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
             progress(finished as f64 / pairs.len() as f64);
             results.into_iter().fold(Default::default(), merge)
         })
-        .reduce(Default::default, merge);
-    Ok([o_result.finish(o.len()), lse_result.finish(lse.len())])
+        .reduce(Default::default, merge)
 }
 
 fn merge(left: [Comparison; 2], right: [Comparison; 2]) -> [Comparison; 2] {
     [left[0].merge(right[0]), left[1].merge(right[1])]
 }
 
-/// `[seqlen, head_dim]` of one head.
-fn rows_of(array: &Array, batch: usize, head: usize) -> Vec<f32> {
-    let &[_, seqlen, heads, head_dim] = array.shape() else { return Vec::new() };
-    let start = |row: usize| ((batch * seqlen + row) * heads + head) * head_dim;
-    (0..seqlen).flat_map(|row| array.to_f32(start(row)..start(row) + head_dim)).collect()
+/// `[rows, head_dim]` of one head.
+fn rows_of(array: &Array, rows: Range<usize>, head: usize) -> Vec<f32> {
+    let [heads, head_dim] = heads_of(array);
+    let start = |row: usize| (row * heads + head) * head_dim;
+    rows.flat_map(|row| array.to_f32(start(row)..start(row) + head_dim)).collect()
 }
 
 fn compare_row(

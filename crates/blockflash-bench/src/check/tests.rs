@@ -23,6 +23,7 @@ fn case<'a>([q, k, v]: &'a [Array; 3], right: Option<usize>) -> AttentionCase<'a
         q,
         k,
         v,
+        lengths: None,
         diagonal: 0,
         left: None,
         right,
@@ -48,6 +49,50 @@ fn attention_on_paper() {
     let nothing = AttentionCase { diagonal: -1, ..case(&tensors, Some(0)) };
     let (o, lse) = (array(&[1, 1, 1, 1], vec![0.0]), array(&[1, 1, 1], vec![f32::NEG_INFINITY]));
     assert!(attention(&nothing, &o, &lse, 0, |_| ()).unwrap().iter().all(Comparison::passed));
+}
+
+#[test]
+fn packed_sequences_see_themselves_only() {
+    // One key each: the output is the value, the lse the score. Then two keys, of which the causal query sees the first.
+    let q = array(&[3, 1, 1], vec![1.0, 1.0, 1.0]);
+    let k = array(&[3, 1, 1], vec![2.0, 0.0, 3f32.ln()]);
+    let v = array(&[3, 1, 1], vec![5.0, 4.0, 8.0]);
+    let tensors = [q, k, v];
+    let packed = AttentionCase { lengths: Some(&[1, 2]), ..case(&tensors, Some(0)) };
+    let check = |o: [f32; 3], lse: [f32; 3]| {
+        let (o, lse) = (array(&[3, 1, 1], o.to_vec()), array(&[1, 3], lse.to_vec()));
+        attention(&packed, &o, &lse, 0, |_| ()).unwrap().map(|c| (c.passed(), c.checked, c.total))
+    };
+    let lse = [2.0, 0.0, 4f32.ln()];
+    assert_eq!(check([5.0, 4.0, 7.0], lse), [(true, 3, 3); 2]);
+    assert_eq!(check([5.0, 4.5, 7.0], lse)[0], (false, 3, 3));
+    assert_eq!(check([5.0, 4.0, 7.0], [2.0, 0.1, 4f32.ln()])[1], (false, 3, 3));
+    let (o, lse) = (array(&[3, 1, 1], vec![5.0, 4.0, 7.0]), array(&[1, 3], lse.to_vec()));
+    let wrong = AttentionCase { lengths: Some(&[1, 1]), ..packed };
+    assert!(attention(&wrong, &o, &lse, 0, |_| ()).is_err());
+    assert!(attention(&AttentionCase { lengths: None, ..packed }, &o, &lse, 0, |_| ()).is_err());
+}
+
+#[test]
+fn samples_of_packed_sequences_visit_each() {
+    let (lengths, heads) = ([300, 40, 160], 24);
+    let rows: usize = lengths.iter().sum();
+    let constant = |value| array(&[rows, heads, 8], vec![value; rows * heads * 8]);
+    let tensors = [random(DType::F16, &[rows, heads, 8], 0), constant(0.0), constant(1.0)];
+    let o = constant(1.0);
+    let one_head: Vec<f32> = lengths.iter().flat_map(|&length| vec![(length as f32).ln(); length]).collect();
+    let mut lse = one_head.repeat(heads);
+    let case = AttentionCase { lengths: Some(&lengths), ..case(&tensors, None) };
+    let check = |lse: &[f32]| {
+        let lse = array(&[heads, rows], lse.to_vec());
+        attention(&case, &o, &lse, 3, |_| ()).unwrap()
+    };
+    let [o_good, lse_good] = check(&lse);
+    assert!(o_good.passed() && lse_good.passed());
+    assert!(o_good.checked < o_good.total, "{o_good:?}");
+    // The last query of the sequence in the middle, in the last head.
+    lse[(heads - 1) * rows + 339] += 0.01;
+    assert!(!check(&lse)[1].passed());
 }
 
 #[test]

@@ -1,18 +1,17 @@
-use crate::case::{AttentionShape, BsrShape, Case, MaskKind};
+use super::attention_operands::AttentionOperands;
+use crate::case::{BsrShape, Case};
 use crate::check;
 use crate::error::{Error, Result};
 use crate::io::{Array, Values};
 use crate::random;
 use blockflash_ops::bsr_matmul::BsrMatrix;
-use blockflash_ops::{
-    Attention, BsrMatmul, DType, PreparedAttention, PreparedBsrMatmul, Row, Stream, Tensor,
-};
+use blockflash_ops::{BsrMatmul, DType, PreparedAttention, PreparedBsrMatmul, Row, Stream, Tensor};
 use rayon::prelude::*;
 
 /// Inputs and outputs on the device.
 #[derive(Debug)]
 pub(super) enum Operands {
-    Attention { shape: AttentionShape, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor },
+    Attention(AttentionOperands),
     Bsr { a: BsrMatrix, b: Tensor, c: Tensor },
 }
 
@@ -36,28 +35,16 @@ impl Operands {
                 Error::Device(blockflash_safe::Error::OutOfMemory { bytes })
             })
         };
-        match *case {
-            Case::AttentionFwd(shape) => {
-                let AttentionShape { batch, num_heads_q, head_dim, dtype, .. } = shape;
-                let q_shape = [batch, shape.seqlen_q, num_heads_q, head_dim];
-                let kv_shape = [batch, shape.seqlen_kv, shape.num_heads_kv, head_dim];
-                let [q, k, v] =
-                    [normal(&q_shape, dtype, 0)?, normal(&kv_shape, dtype, 1)?, normal(&kv_shape, dtype, 2)?];
-                let operands = Self::Attention {
-                    shape,
-                    q: q.upload(stream)?,
-                    k: k.upload(stream)?,
-                    v: v.upload(stream)?,
-                    o: Tensor::empty(stream, dtype, &q_shape)?,
-                    lse: Tensor::empty(stream, DType::F32, &[batch, num_heads_q, shape.seqlen_q])?,
-                };
-                Ok((operands, Host::Attention { q, k, v }))
+        match case {
+            Case::AttentionFwd(_) | Case::VarlenFwd(_) => {
+                let (operands, [q, k, v]) = AttentionOperands::new(case, stream, normal)?;
+                Ok((Self::Attention(operands), Host::Attention { q, k, v }))
             }
             Case::BlockSparseFwd(_) => {
                 Err(Error::Option("blockflash has no block-sparse attention yet".to_owned()))
             }
             Case::BsrMatmul(shape) => {
-                let BsrShape { m, n, k, block_size, dtype, .. } = shape;
+                let BsrShape { m, n, k, block_size, dtype, .. } = *shape;
                 let (row_ptr, col_idx) = shape.pattern(seed);
                 let values = normal(&[col_idx.len(), block_size, block_size], dtype, 0)?;
                 let b = normal(&[k, n], dtype, 1)?;
@@ -74,14 +61,7 @@ impl Operands {
 
     pub(super) fn launch(&mut self, row: Option<&'static Row>, stream: &Stream) -> Result<()> {
         match self {
-            Self::Attention { shape, q, k, v, o, lse } => {
-                let call = Attention { mask: shape.mask(), ..Attention::new(q.view(), k.view(), v.view()) };
-                let (o, lse) = (o.view_mut(), Some(lse.view_mut()));
-                match row {
-                    None => call.forward_into(o, lse, stream)?,
-                    Some(row) => call.forward_with(row, o, lse, stream)?,
-                }
-            }
+            Self::Attention(operands) => operands.launch(row, stream)?,
             Self::Bsr { a, b, c } => {
                 let call = BsrMatmul::new(a, b.view());
                 match row {
@@ -96,10 +76,7 @@ impl Operands {
     /// Decides on the kernel for [`launch_prepared`](Self::launch_prepared).
     pub(super) fn prepare(&mut self, stream: &Stream) -> Result<Prepared> {
         Ok(match self {
-            Self::Attention { shape, q, k, v, o, lse } => {
-                let call = Attention { mask: shape.mask(), ..Attention::new(q.view(), k.view(), v.view()) };
-                Prepared::Attention(call.prepare(&o.view_mut(), Some(&lse.view_mut()), stream)?)
-            }
+            Self::Attention(operands) => Prepared::Attention(operands.prepare(stream)?),
             Self::Bsr { a, b, c } => {
                 Prepared::Bsr(BsrMatmul::new(a, b.view()).prepare(&c.view_mut(), stream)?)
             }
@@ -108,9 +85,8 @@ impl Operands {
 
     pub(super) fn launch_prepared(&mut self, prepared: &Prepared, stream: &Stream) -> Result<()> {
         match (self, prepared) {
-            (Self::Attention { shape, q, k, v, o, lse }, Prepared::Attention(prepared)) => {
-                let call = Attention { mask: shape.mask(), ..Attention::new(q.view(), k.view(), v.view()) };
-                call.forward_prepared(prepared, o.view_mut(), Some(lse.view_mut()), stream)?;
+            (Self::Attention(operands), Prepared::Attention(prepared)) => {
+                operands.launch_prepared(prepared, stream)?;
             }
             (Self::Bsr { a, b, c }, Prepared::Bsr(prepared)) => {
                 BsrMatmul::new(a, b.view()).matmul_prepared(prepared, c.view_mut(), stream)?;
@@ -137,20 +113,8 @@ impl Operands {
         let complete = !outputs.iter().any(holds_nan);
         let mismatch = |mismatch: check::Mismatch| Error::Option(mismatch.to_string());
         let comparisons = match (&*self, host, outputs.as_slice()) {
-            (Self::Attention { shape, .. }, Host::Attention { q, k, v }, [o, lse]) => {
-                let problem = shape.problem();
-                let causal = shape.mask == MaskKind::Causal;
-                let case = check::AttentionCase {
-                    q,
-                    k,
-                    v,
-                    diagonal: shape.seqlen_kv as i64 - shape.seqlen_q as i64,
-                    left: None,
-                    right: causal.then_some(0),
-                    softmax_scale: problem.softmax_scale,
-                    softcap: None,
-                    denominator: kernel.and_then(Row::denominator),
-                };
+            (Self::Attention(operands), Host::Attention { q, k, v }, [o, lse]) => {
+                let case = operands.check_case([q, k, v], kernel.and_then(Row::denominator));
                 check::attention(&case, o, lse, seed, |_| ()).map_err(mismatch)?.to_vec()
             }
             (Self::Bsr { .. }, Host::Bsr { row_ptr, col_idx, values, b }, [c]) => {
@@ -177,7 +141,7 @@ impl Operands {
 
     fn outputs(&mut self) -> Vec<&mut Tensor> {
         match self {
-            Self::Attention { o, lse, .. } => vec![o, lse],
+            Self::Attention(operands) => operands.outputs(),
             Self::Bsr { c, .. } => vec![c],
         }
     }

@@ -3,6 +3,17 @@ use crate::io;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
+/// Why rivals are not asked for a case.
+#[derive(Debug, thiserror::Error)]
+pub enum PeerCaseError {
+    /// The protocol has no packed sequences.
+    #[error("dense batches only")]
+    DenseOnly,
+    /// The pattern of blocks cannot be written.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
 /// A case as the server takes it.
 #[derive(Clone, Debug, Serialize)]
 #[serde(tag = "op", rename_all = "snake_case")]
@@ -45,8 +56,8 @@ impl PeerCase {
     /// Describes a case; a block pattern is written into `folder`.
     ///
     /// # Errors
-    /// If the files cannot be written.
-    pub fn new(case: &Case, seed: u64, folder: &Path) -> Result<Self, io::Error> {
+    /// If no rival computes it, or the files cannot be written.
+    pub fn new(case: &Case, seed: u64, folder: &Path) -> Result<Self, PeerCaseError> {
         let save = |name: &str, values: Vec<i32>| {
             let path = folder.join(format!("{case}_{name}.npy"));
             let shape = [values.len()];
@@ -56,6 +67,7 @@ impl PeerCase {
             }
         };
         match *case {
+            Case::VarlenFwd(_) => Err(PeerCaseError::DenseOnly),
             Case::AttentionFwd(shape) => Ok(Self::AttentionFwd { shape, seed }),
             Case::BlockSparseFwd(shape) => {
                 let (row_ptr, col_idx) = shape.pattern(seed);

@@ -4,7 +4,7 @@ mod case;
 mod server;
 
 use crate::timing::{Cache, GRAPH_US, MAX_LAUNCHES, Window};
-pub use case::PeerCase;
+pub use case::{PeerCase, PeerCaseError};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use server::Server;

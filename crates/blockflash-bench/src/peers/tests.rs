@@ -134,3 +134,10 @@ fn a_case_carries_its_shape() {
         (&json!("full"), &json!("bf16"), &json!(3))
     );
 }
+
+#[test]
+fn packed_sequences_never_become_a_dense_case() {
+    let packed = "varlen9+4_h2_d16_full_bf16".parse().unwrap();
+    let refusal = PeerCase::new(&packed, 3, &std::env::temp_dir()).unwrap_err();
+    assert_eq!(refusal.to_string(), "dense batches only");
+}

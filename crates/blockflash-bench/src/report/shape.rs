@@ -1,6 +1,6 @@
 //! The group that a case belongs to.
 
-use crate::case::{AttentionShape, BlockSparseShape, BsrShape, Case, MaskKind, Pattern};
+use crate::case::{AttentionShape, BlockSparseShape, BsrShape, Case, MaskKind, Pattern, VarlenShape};
 use crate::record::Record;
 use crate::timing::Cache;
 use blockflash_sys::DType;
@@ -20,6 +20,7 @@ pub(crate) fn group(record: &Record) -> String {
     let case = case(record);
     let mut label = match &case {
         Some(Case::AttentionFwd(shape)) => attention(shape),
+        Some(Case::VarlenFwd(shape)) => varlen(shape),
         Some(Case::BlockSparseFwd(shape)) => block_sparse(shape),
         Some(Case::BsrMatmul(shape)) => bsr(shape),
         None => record.op.clone(),
@@ -43,6 +44,10 @@ fn attention(shape: &AttentionShape) -> String {
         q => format!(", {q} queries"),
     };
     format!("head_dim {}, {}{queries}", shape.head_dim, shape.mask)
+}
+
+fn varlen(shape: &VarlenShape) -> String {
+    format!("head_dim {}, {}, variable length", shape.head_dim, shape.mask)
 }
 
 // What most suites have goes without saying.
@@ -76,6 +81,10 @@ mod tests {
         assert_eq!(
             label("attention_fwd", "b1_q1_kv8192_h32kv8_d128_full_f16"),
             "head_dim 128, full, one query"
+        );
+        assert_eq!(
+            label("attention_fwd", "varlen4096+512x2_h16_d128_causal_bf16"),
+            "head_dim 128, causal, variable length"
         );
         assert_eq!(label("bsr_matmul", "m64_n1_k64_b64_d0.1_uniform_f16"), "blocks of 64 × 64");
         assert_eq!(label("bsr_matmul", "m64_n1_k64_b64_d0.1_power_law_f16"), "pattern power_law");

@@ -34,8 +34,9 @@ fn run(rounds: usize) -> Run {
 fn peers() -> Peers {
     let script = r#"n=0
 while read -r line; do case "$line" in
-  *hello*) echo '{"ok":true,"references":["fast"],"peers":{"bsr_matmul":["fast","wrong","late"]},"absent":{}}';;
+  *hello*) echo '{"ok":true,"references":["fast"],"peers":{"bsr_matmul":["fast","wrong","late"],"attention_fwd":["fast"]},"absent":{}}';;
   *prepare*wrong*) echo '{"ok":true,"verified":false,"rel_err":0.5}';;
+  *prepare*attention*) echo '{"ok":true,"verified":true,"rel_err":0.001}';;
   *prepare*) case "$line" in *col_idx*npy*) echo '{"ok":true,"verified":true,"rel_err":0.001,"settings":"x=1"}';; esac;;
   *window*late*) n=$((n+1)); if [ $n -ge 3 ]; then echo '{"error":"late"}'; else
     echo '{"ok":true,"us":1.0,"us_min":1.0,"us_max":1.0,"replays":1,"launches":1}'; fi;;
@@ -73,6 +74,20 @@ fn ours_and_rivals_take_turns() {
 
     let order: Vec<_> = steps.borrow().iter().filter(|step| step.contains("round 2")).cloned().collect();
     assert_eq!(order, ["blockflash: round 2 of 3", "fast: round 2 of 3", "late: round 2 of 3"]);
+}
+
+#[test]
+fn rivals_are_not_asked_for_packed_sequences() {
+    let case: Case = "varlen9+4_h2_d16_causal_bf16".parse().unwrap();
+    let records = run(1).measure(&case, Cache::Warm, &mut peers(), |_| ());
+    assert_eq!(records.len(), 2);
+    let (ours, rival) = (&records[0], &records[1]);
+    assert!(ours.verified && ours.us.is_some() && ours.error.is_none(), "{ours:?}");
+    assert_eq!((ours.op.as_str(), ours.case.parse()), ("attention_fwd", Ok(case.clone())));
+    assert_eq!((ours.flops, rival.flops), (case.work().flops, case.work().flops));
+    // The script would have verified and timed it.
+    assert_eq!((rival.us, rival.verified), (None, false));
+    assert_eq!((rival.implementation.as_str(), rival.error.as_deref()), ("fast", Some("dense batches only")));
 }
 
 #[test]

@@ -1,16 +1,20 @@
 //! Grids of a suite's file.
 
-use crate::case::{AttentionShape, BlockSparseShape, BsrShape, Case, MaskKind, Pattern};
+use crate::case::{
+    AttentionShape, BlockSparseShape, BsrShape, Case, Lengths, MaskKind, Pattern, VarlenShape,
+};
 use blockflash_sys::DType;
 use serde::Deserialize;
 
-/// Every combination of the lists is a case. Either `batch`, or `tokens` for a batch of `tokens / seqlen`.
+/// Every combination of the lists is a case. Either `seqlen` with `batch`, or with `tokens` for a batch of `tokens / seqlen`; or
+/// `lengths`, each a list of the lengths of packed sequences.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct AttentionGrid {
     batch: Option<usize>,
     tokens: Option<usize>,
-    seqlen: Vec<usize>,
+    seqlen: Option<Vec<usize>>,
+    lengths: Option<Vec<Vec<usize>>>,
     seqlen_kv: Option<usize>,
     num_heads_q: usize,
     num_heads_kv: Option<usize>,
@@ -47,11 +51,40 @@ pub(super) struct BsrGrid {
 
 impl AttentionGrid {
     pub(super) fn expand(&self, cases: &mut Vec<Case>) -> Result<(), String> {
+        match (&self.seqlen, &self.lengths) {
+            (Some(seqlens), None) => self.dense(seqlens, cases),
+            (None, Some(lengths)) => self.varlen(lengths, cases),
+            _ => Err("an attention grid has either seqlen or lengths".to_owned()),
+        }
+    }
+
+    fn varlen(&self, lengths: &[Vec<usize>], cases: &mut Vec<Case>) -> Result<(), String> {
+        let Self { num_heads_q, head_dim, .. } = *self;
+        if [self.batch, self.tokens, self.seqlen_kv].iter().any(Option::is_some) {
+            return Err("lengths say what batch, tokens and seqlen_kv would say".to_owned());
+        }
+        if head_dim == 0 {
+            return Err("an attention grid has a size of 0".to_owned());
+        }
+        let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
+        for &dtype in &self.dtype {
+            for &mask in &self.mask {
+                for lengths in lengths {
+                    let lengths = Lengths::new(lengths).map_err(|error| error.to_string())?;
+                    let shape = VarlenShape { lengths, num_heads_q, num_heads_kv, head_dim, mask, dtype };
+                    cases.push(Case::VarlenFwd(shape));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn dense(&self, seqlens: &[usize], cases: &mut Vec<Case>) -> Result<(), String> {
         let Self { num_heads_q, head_dim, .. } = *self;
         let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
         for &dtype in &self.dtype {
             for &mask in &self.mask {
-                for &seqlen_q in &self.seqlen {
+                for &seqlen_q in seqlens {
                     let batch = match (self.batch, self.tokens) {
                         (Some(batch), None) => batch,
                         (None, Some(tokens)) if seqlen_q > 0 && tokens % seqlen_q == 0 => tokens / seqlen_q,

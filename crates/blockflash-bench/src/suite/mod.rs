@@ -160,6 +160,27 @@ mod tests {
     }
 
     #[test]
+    fn lengths_are_a_dimension_of_a_grid() {
+        let grid = GRID.replace("tokens = 1024\nseqlen = [256, 512]", "lengths = [[700, 300, 300], [64]]");
+        let ids: Vec<_> =
+            Suite::parse("t".into(), &grid).unwrap().cases.iter().map(Case::to_string).collect();
+        let expected = [
+            "varlen700+300x2_h4_d64_full_bf16",
+            "varlen64_h4_d64_full_bf16",
+            "varlen700+300x2_h4_d64_causal_bf16",
+            "varlen64_h4_d64_causal_bf16",
+        ];
+        assert_eq!(ids, expected);
+        assert!(problem(&grid.replace("[64]", "[]")).contains("empty"));
+        assert!(problem(&grid.replace("[64]", "[64, 0]")).contains("length of 0"));
+        assert!(problem(&grid.replace("head_dim = 64", "head_dim = 0")).contains("size of 0"));
+        assert!(problem(&grid.replace("lengths", "tokens = 1064\nlengths")).contains("lengths say"));
+        let neither = "has either seqlen or lengths";
+        assert!(problem(&grid.replace("lengths", "seqlen = [8]\nlengths")).contains(neither));
+        assert!(problem(&GRID.replace("seqlen = [256, 512]\n", "")).contains(neither));
+    }
+
+    #[test]
     fn mistakes_are_named() {
         assert!(Suite::parse("t".into(), "description = 'only ceilings'").unwrap().cases.is_empty());
         assert!(problem(&GRID.replace("num_heads_q", "heads")).contains("line"));

@@ -236,6 +236,7 @@ fn check(
         q,
         k,
         v,
+        lengths: None,
         diagonal: if align == Align::TopLeft { 0 } else { bottom_right },
         left,
         right,

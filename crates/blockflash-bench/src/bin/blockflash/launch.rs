@@ -11,7 +11,7 @@ use std::process::ExitCode;
 /// Options of `blockflash launch`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A case as the records name it: b4_s4096_h32_d64_causal_bf16, m8192_n1024_k8192_b64_d0.1_uniform_f16
+    /// A case as the records name it: b4_s4096_h32_d64_causal_bf16, varlen4096+512x2_h16_d128_causal_bf16, m8192_n1024_k8192_b64_d0.1_uniform_f16
     #[arg(long, value_name = "ID")]
     pub case: Case,
     /// Instead of the selected kernel the one whose name contains this

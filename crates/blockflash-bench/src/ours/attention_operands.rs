@@ -1,0 +1,195 @@
+//! Operands of attention: dense batches, and packed ones of different lengths.
+
+use crate::case::{Case, Lengths};
+use crate::check;
+use crate::error::{Error, Result};
+use crate::io::Array;
+use blockflash_ops::{
+    Attention, AttentionProblem, CuSeqlens, DType, Mask, PackedRows, PreparedAttention, Row, Stream, Tensor,
+};
+
+/// Inputs and outputs on the device.
+#[derive(Debug)]
+pub(super) struct AttentionOperands {
+    inputs: Inputs,
+    o: Tensor,
+    lse: Tensor,
+}
+
+#[derive(Debug)]
+struct Inputs {
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    /// Query 0 stands at this key.
+    diagonal: i64,
+    softmax_scale: f32,
+    packed: Option<Packed>,
+}
+
+/// Where the sequences of a packed batch lie.
+#[derive(Debug)]
+struct Packed {
+    lengths: Lengths,
+    /// i32 `[batch + 1]`, for queries and keys alike.
+    offsets: Tensor,
+}
+
+impl Inputs {
+    fn call(&self) -> Attention<'_> {
+        let cu_seqlens = self.packed.as_ref().map(|packed| {
+            let (offsets, longest) = (packed.offsets.view(), packed.lengths.longest());
+            CuSeqlens { q: offsets, kv: offsets, max_seqlen_q: longest, max_seqlen_kv: longest }
+        });
+        let call = Attention::new(self.q.view(), self.k.view(), self.v.view());
+        Attention { mask: self.mask, cu_seqlens, ..call }
+    }
+}
+
+/// Shapes of q and o, of k and v, and of lse.
+fn shapes(problem: &AttentionProblem) -> [Vec<usize>; 3] {
+    let AttentionProblem { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, .. } = *problem;
+    match problem.packed {
+        None => [
+            vec![batch, seqlen_q, num_heads_q, head_dim],
+            vec![batch, seqlen_kv, num_heads_kv, head_dim],
+            vec![batch, num_heads_q, seqlen_q],
+        ],
+        Some(PackedRows { total_q, total_kv }) => [
+            vec![total_q, num_heads_q, head_dim],
+            vec![total_kv, num_heads_kv, head_dim],
+            vec![num_heads_q, total_q],
+        ],
+    }
+}
+
+impl AttentionOperands {
+    /// `normal` draws an input of a shape; its last argument tells inputs apart. Returns q, k and v in host memory as well.
+    pub(super) fn new(
+        case: &Case,
+        stream: &Stream,
+        normal: impl Fn(&[usize], DType, u64) -> Result<Array>,
+    ) -> Result<(Self, [Array; 3])> {
+        let (problem, lengths) = match case {
+            Case::AttentionFwd(shape) => (shape.problem(), None),
+            Case::VarlenFwd(shape) => (shape.problem(), Some(&shape.lengths)),
+            Case::BlockSparseFwd(_) | Case::BsrMatmul(_) => {
+                return Err(Error::Option(format!("{case} is another operation")));
+            }
+        };
+        let [q_shape, kv_shape, lse_shape] = shapes(&problem);
+        let dtype = problem.dtype;
+        let [q, k, v] =
+            [normal(&q_shape, dtype, 0)?, normal(&kv_shape, dtype, 1)?, normal(&kv_shape, dtype, 2)?];
+        let packed = |lengths: &Lengths| -> Result<Packed> {
+            let offsets = lengths.offsets();
+            let offsets = Tensor::from_slice(stream, &offsets, &[offsets.len()])?;
+            Ok(Packed { lengths: lengths.clone(), offsets })
+        };
+        let inputs = Inputs {
+            q: q.upload(stream)?,
+            k: k.upload(stream)?,
+            v: v.upload(stream)?,
+            mask: problem.mask,
+            diagonal: problem.seqlen_kv as i64 - problem.seqlen_q as i64,
+            softmax_scale: problem.softmax_scale,
+            packed: lengths.map(packed).transpose()?,
+        };
+        let o = Tensor::empty(stream, dtype, &q_shape)?;
+        let lse = Tensor::empty(stream, DType::F32, &lse_shape)?;
+        Ok((Self { inputs, o, lse }, [q, k, v]))
+    }
+
+    pub(super) fn launch(&mut self, row: Option<&'static Row>, stream: &Stream) -> Result<()> {
+        let Self { inputs, o, lse } = self;
+        let (call, o, lse) = (inputs.call(), o.view_mut(), Some(lse.view_mut()));
+        match row {
+            None => call.forward_into(o, lse, stream)?,
+            Some(row) => call.forward_with(row, o, lse, stream)?,
+        }
+        Ok(())
+    }
+
+    pub(super) fn prepare(&mut self, stream: &Stream) -> Result<PreparedAttention> {
+        let Self { inputs, o, lse } = self;
+        Ok(inputs.call().prepare(&o.view_mut(), Some(&lse.view_mut()), stream)?)
+    }
+
+    pub(super) fn launch_prepared(&mut self, prepared: &PreparedAttention, stream: &Stream) -> Result<()> {
+        let Self { inputs, o, lse } = self;
+        Ok(inputs.call().forward_prepared(prepared, o.view_mut(), Some(lse.view_mut()), stream)?)
+    }
+
+    pub(super) fn outputs(&mut self) -> Vec<&mut Tensor> {
+        vec![&mut self.o, &mut self.lse]
+    }
+
+    /// What the outputs are compared with.
+    pub(super) fn check_case<'a>(
+        &'a self,
+        [q, k, v]: [&'a Array; 3],
+        denominator: Option<DType>,
+    ) -> check::AttentionCase<'a> {
+        let Inputs { mask, diagonal, softmax_scale, ref packed, .. } = self.inputs;
+        check::AttentionCase {
+            q,
+            k,
+            v,
+            lengths: packed.as_ref().map(|packed| packed.lengths.as_slice()),
+            diagonal,
+            left: None,
+            right: (mask != Mask::Full).then_some(0),
+            softmax_scale,
+            softcap: None,
+            denominator,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random;
+    use blockflash_ops::Device;
+
+    fn operands(id: &str, stream: &Stream) -> (Case, AttentionOperands) {
+        let case: Case = id.parse().unwrap();
+        let normal =
+            |shape: &[usize], dtype, lane| Ok(random::normal(dtype, shape, 5, lane, |_| ()).unwrap());
+        let (operands, _) = AttentionOperands::new(&case, stream, normal).unwrap();
+        (case, operands)
+    }
+
+    #[test]
+    fn kernels_are_chosen_for_the_problem_that_is_launched() {
+        let stream = Device::cpu().stream().unwrap();
+        let (dense, operands_of_dense) = operands("b2_q3_kv9_h4kv2_d16_causal_bf16", &stream);
+        let (packed, operands_of_packed) = operands("varlen7+2x3_h4kv2_d16_causal_bf16", &stream);
+        for (case, mut operands) in [(dense, operands_of_dense), (packed, operands_of_packed)] {
+            let expected = match &case {
+                Case::AttentionFwd(shape) => shape.problem(),
+                Case::VarlenFwd(shape) => shape.problem(),
+                _ => unreachable!(),
+            };
+            let AttentionOperands { inputs, o, lse } = &mut operands;
+            let problem = inputs.call().problem().unwrap();
+            assert_eq!(problem.with_outputs(&o.view_mut(), Some(&lse.view_mut())).unwrap(), expected);
+            inputs.call().check_cu_seqlens(&stream).unwrap();
+            let prepared = operands.prepare(&stream).unwrap();
+            operands.launch_prepared(&prepared, &stream).unwrap();
+        }
+    }
+
+    #[test]
+    fn sequences_lie_one_behind_the_other() {
+        let stream = Device::cpu().stream().unwrap();
+        let (_, operands) = operands("varlen7+2x3_h4kv2_d16_causal_bf16", &stream);
+        let shapes = [&operands.inputs.q, &operands.inputs.k, &operands.o, &operands.lse].map(Tensor::shape);
+        assert_eq!(shapes, [&[13, 4, 16][..], &[13, 2, 16], &[13, 4, 16], &[4, 13]]);
+        let packed = operands.inputs.packed.as_ref().unwrap();
+        assert_eq!(packed.offsets.to_vec::<i32>(&stream).unwrap(), [0, 7, 9, 11, 13]);
+        let cu_seqlens = operands.inputs.call().cu_seqlens.unwrap();
+        assert_eq!((cu_seqlens.max_seqlen_q, cu_seqlens.max_seqlen_kv), (7, 7));
+    }
+}
