@@ -1,7 +1,8 @@
 //! Prepared calls: the same results as the others, and nothing but what was prepared.
 
 use blockflash_ops::{
-    Attention, BsrMatmul, BsrMatrix, DType, Device, Error, Mask, Result, Stream, Tensor, View,
+    Attention, BlockGeometry, BlockMask, BsrMatmul, BsrMatrix, DType, Device, Error, Mask, Result, Stream,
+    Tensor, View,
 };
 use blockflash_tests::gpu::gpu;
 use half::f16;
@@ -40,6 +41,31 @@ fn attention(stream: &Stream) -> Result<()> {
     let shorter = first.q.slice(1, 0..39)?;
     let mut short = Tensor::empty(stream, DType::F16, &[2, 39, 4, 64])?;
     refused(Attention { q: shorter, ..first }, &mut short);
+    Ok(())
+}
+
+#[test]
+fn block_masks_of_as_many_blocks() -> Result<()> {
+    let stream = &Device::cpu().stream()?;
+    let shape = [1, 100, 2, 64];
+    let q = Tensor::from_slice(stream, &values(100 * 2 * 64, 0.37), &shape)?;
+    let mut o = Tensor::zeros(stream, DType::F16, &shape)?;
+    let mask = |block_q, blocks: &[bool]| {
+        BlockMask::from_bool(BlockGeometry::new(100, 100, block_q, 64)?, 1, 1, blocks)
+    };
+    let (first, other) = (mask(64, &[true, false, false, true])?, mask(64, &[false, true, true, false])?);
+    let plain = Attention::new(q.view(), q.view(), q.view());
+    let with = |mask| Attention { block_mask: Some(mask), ..plain };
+    let prepared = with(&first).prepare(&o.view_mut(), None, stream)?;
+    for mask in [&first, &other] {
+        with(mask).forward_prepared(&prepared, o.view_mut(), None, stream)?;
+        assert_eq!(bits(&o, stream), bits(&with(mask).forward(stream)?.o, stream));
+    }
+    let (fewer, wider) = (mask(64, &[true, false, false, false])?, mask(128, &[true, true])?);
+    for call in [plain, with(&fewer), with(&wider)] {
+        let result = call.forward_prepared(&prepared, o.view_mut(), None, stream);
+        assert!(matches!(result, Err(Error::NotPrepared { op: "attention" })), "{result:?}");
+    }
     Ok(())
 }
 

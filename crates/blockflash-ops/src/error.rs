@@ -99,7 +99,8 @@ pub enum Error {
     #[error("invalid BSR matrix: {0}")]
     InvalidBsr(String),
 
-    /// The sizes or index arrays of a block mask are wrong, or those of two masks do not fit each other.
+    /// The sizes or index arrays of a block mask are wrong, or those of two masks do not fit each other. One that does not fit the
+    /// tensors of a call is [`Shape`](Self::Shape).
     #[error("invalid block mask: {0}")]
     InvalidBlockMask(String),
 

@@ -4,8 +4,8 @@
 //!
 //! - [`Attention`]: softmax attention with causal and window [`Mask`]s, grouped heads, softcap, sinks, variable length.
 //! - [`BsrMatmul`]: a block-sparse [`BsrMatrix`] times a dense matrix, with bias and activation.
-//! - [`BlockMask`]: which blocks of queries × keys block-sparse attention visits; built, combined and counted so far, not yet
-//!   used by [`Attention`].
+//! - [`BlockMask`]: which blocks of queries × keys block-sparse attention visits. [`Attention`] takes one on the CPU; the kernel
+//!   for GPUs comes next.
 //! - [`support`]: what runs on a device, and why not otherwise.
 //!
 //! Every call goes one way: the operands are validated into a plain problem ([`Attention::problem`]), a kernel is selected
@@ -25,7 +25,8 @@ mod math;
 mod support;
 
 pub use attention::{
-    Align, Attention, AttentionOutput, AttentionProblem, CuSeqlens, Mask, PackedRows, PreparedAttention,
+    Align, Attention, AttentionOutput, AttentionProblem, BlockMaskSizes, CuSeqlens, Mask, PackedRows,
+    PreparedAttention,
 };
 pub use block_sparse::{BlockGeometry, BlockMask};
 pub use bsr_matmul::{Activation, Bias, BsrMatmul, BsrMatrix, BsrProblem, PreparedBsrMatmul};

@@ -1,5 +1,6 @@
 //! Description of one attention problem; everything else follows from it and its seed.
 
+use super::BlockCase;
 use crate::placement::Placement;
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_sys::DType;
@@ -21,6 +22,8 @@ pub struct AttentionCase {
     pub lengths: Lengths,
     /// Which keys a query sees.
     pub mask: Mask,
+    /// Which blocks of queries and keys are visited; `None`: all.
+    pub block_mask: Option<BlockCase>,
     /// Factor of the scores; `None`: 1/√head_dim.
     pub softmax_scale: Option<f32>,
     /// Bound of the scores.
@@ -103,6 +106,7 @@ impl AttentionCase {
             head_dim,
             lengths: Lengths::Dense { batch: 1, seqlen_q: seqlen.0, seqlen_kv: seqlen.1 },
             mask: Mask::Full,
+            block_mask: None,
             softmax_scale: None,
             softcap: None,
             sink: false,

@@ -1,6 +1,6 @@
 //! The numbers of an attention case.
 
-use super::{AttentionCase, Content, Sequence, visible_keys};
+use super::{AttentionCase, Blocks, Content, Sequence};
 use crate::number::{encode, normal, normal_rounded, rng, round_all};
 use rand::Rng;
 
@@ -30,9 +30,9 @@ impl AttentionData {
             v: values(2, rows_kv * kv_width),
             sink: normal(case.seed.wrapping_mul(4).wrapping_add(3), case.heads_q),
         };
-        for sequence in case.sequences() {
-            data.shape_scores(case, &sequence);
-            data.plant_nan(case, &sequence);
+        for (entry, sequence) in case.sequences().iter().enumerate() {
+            data.shape_scores(case, sequence);
+            data.plant_nan(case, entry, sequence);
         }
         if case.broadcast_kv {
             // Also what was planted: the first entry's keys serve all.
@@ -88,16 +88,24 @@ impl AttentionData {
         }
     }
 
-    fn plant_nan(&mut self, case: &AttentionCase, s: &Sequence) {
+    fn plant_nan(&mut self, case: &AttentionCase, entry: usize, s: &Sequence) {
         let d = case.head_dim;
         let mut random = rng(case.seed ^ s.kv_start as u64);
         let row = |key: usize, head: usize| ((s.kv_start + key) * case.heads_kv + head) * d;
         match case.content {
             Content::UnseenNan => {
-                let mut seen = vec![false; s.kv_len];
-                (0..s.q_len).for_each(|query| seen[visible_keys(case, s, query)].fill(true));
-                for key in (0..s.kv_len).filter(|&key| !seen[key]) {
-                    for head in 0..case.heads_kv {
+                let blocks = Blocks::of(case);
+                for head in 0..case.heads_kv {
+                    // Without a block mask all heads of a group see the same.
+                    let group = if blocks.is_some() { case.heads_q / case.heads_kv } else { 1 };
+                    let mut seen = vec![false; s.kv_len];
+                    for (query, head_q) in
+                        (0..s.q_len).flat_map(|i| (0..group).map(move |h| (i, head * group + h)))
+                    {
+                        let keys = case.attended_keys(blocks.as_ref(), [entry, query, head_q], s);
+                        keys.for_each(|key| seen[key] = true);
+                    }
+                    for key in (0..s.kv_len).filter(|&key| !seen[key]) {
                         let bad = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
                         self.k[row(key, head)..][..d].fill(bad[key % 3]);
                         self.v[row(key, head)..][..d].fill(bad[(key / 3) % 3]);

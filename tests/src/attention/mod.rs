@@ -1,5 +1,6 @@
 //! Attention: cases, their data, the oracle, and the harness that runs a case on a device and judges every output.
 
+mod blocks;
 mod case;
 mod data;
 mod edges;
@@ -7,10 +8,11 @@ mod oracle;
 mod run;
 mod strategy;
 
+pub use blocks::{BlockCase, BlockPattern, Blocks, MaskHeads};
 pub use case::{AttentionCase, Content, Lengths, Sequence};
 pub use data::AttentionData;
-pub use edges::{edge_cases, many_heads, special_cases, tile_cases};
+pub use edges::{block_cases, edge_cases, many_heads, special_cases, tile_cases};
 pub use oracle::{AttentionReference, visible_keys};
 pub(crate) use run::written;
 pub use run::{AttentionInputs, AttentionOutputs, Kernel, run_and_check, run_case};
-pub use strategy::{Limits, attention_cases, head_dims, masks};
+pub use strategy::{Limits, attention_cases, block_sparse_cases, head_dims, masks};

@@ -1,6 +1,6 @@
-//! What attention means, in f64 and in the plain same-precision form. Both touch visible pairs only: a masked key cannot leak.
+//! What attention means, in f64 and in the plain same-precision form. Both touch attended pairs only: a masked key cannot leak.
 
-use super::{AttentionCase, AttentionData, Sequence};
+use super::{AttentionCase, AttentionData, Blocks, Sequence};
 use crate::number::{rng, round, unit_roundoff};
 use crate::tolerance::{Reference, Rounding};
 use blockflash_ops::attention::Mask;
@@ -9,7 +9,7 @@ use rand::Rng;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Keys that a query of a sequence sees. Query i sees key j when `-left <= j - (i + diagonal) <= right`.
+/// Keys that a query of a sequence sees under the token mask. Query i sees key j when `-left <= j - (i + diagonal) <= right`.
 pub fn visible_keys(case: &AttentionCase, sequence: &Sequence, query: usize) -> Range<usize> {
     let (left, right) = match case.mask {
         Mask::Full => (None, None),
@@ -45,8 +45,9 @@ impl AttentionReference {
         let d = case.head_dim;
         let key_norms: Vec<f64> = data.k.par_chunks(d).map(|k| dot_f64(k, k).sqrt()).collect();
         let mut computed = vec![Row::default(); rows.len()];
-        computed.par_iter_mut().zip(&rows).for_each_init(Scratch::default, |scratch, (out, &[b, i, h])| {
-            *out = row(case, data, &key_norms, &sequences[b], i, h, scratch);
+        let call = Call { case, data, blocks: Blocks::of(case), key_norms, sequences };
+        computed.par_iter_mut().zip(&rows).for_each_init(Scratch::default, |scratch, (out, &at)| {
+            *out = row(&call, at, scratch);
         });
         let mut reference = Self { rows, ..Self::default() };
         reference.o.width = d;
@@ -132,24 +133,29 @@ struct Row {
     largest_score: f64,
 }
 
+/// What all rows share.
+struct Call<'a> {
+    case: &'a AttentionCase,
+    data: &'a AttentionData,
+    blocks: Option<Blocks>,
+    key_norms: Vec<f64>,
+    sequences: Vec<Sequence>,
+}
+
 #[derive(Default)]
 struct Scratch {
+    keys: Vec<usize>,
     exact: Vec<f64>,
     plain: Vec<f32>,
     sum: Vec<f32>,
 }
 
-fn row(
-    case: &AttentionCase,
-    data: &AttentionData,
-    key_norms: &[f64],
-    s: &Sequence,
-    i: usize,
-    h: usize,
-    scratch: &mut Scratch,
-) -> Row {
-    let d = case.head_dim;
-    let keys = visible_keys(case, s, i);
+fn row(call: &Call<'_>, [b, i, h]: [usize; 3], scratch: &mut Scratch) -> Row {
+    let Call { case, data, blocks, key_norms, sequences } = call;
+    let (d, s) = (case.head_dim, &sequences[b]);
+    let keys = &mut scratch.keys;
+    keys.clear();
+    keys.extend(case.attended_keys(blocks.as_ref(), [b, i, h], s));
     let kv_head = h / (case.heads_q / case.heads_kv);
     let q = &data.q[((s.q_start + i) * case.heads_q + h) * d..][..d];
     let at = |j: usize| ((s.kv_start + j) * case.heads_kv + kv_head) * d;
@@ -161,7 +167,7 @@ fn row(
     let mut largest_score = 1f64;
     let scores = &mut scratch.exact;
     scores.clear();
-    scores.extend(keys.clone().map(|j| {
+    scores.extend(keys.iter().map(|&j| {
         let score = dot_f64(q, &data.k[at(j)..][..d]) * f64::from(scale);
         largest_score = largest_score.max(score.abs()).max(q_norm * key_norms[at(j) / d]);
         softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
@@ -172,7 +178,7 @@ fn row(
     let nothing = sum == 0.0; // no key and no sink
     let mut exact = vec![0.0; d];
     let mut magnitude = vec![0.0; d];
-    for (p, j) in scores.iter().map(|p| p / sum).zip(keys.clone()) {
+    for (p, j) in scores.iter().map(|p| p / sum).zip(keys.iter().copied()) {
         for ((o, m), &v) in exact.iter_mut().zip(&mut magnitude).zip(&data.v[at(j)..][..d]) {
             let term = p * f64::from(v);
             *o += term;
@@ -184,7 +190,7 @@ fn row(
     // Plain, in the precision of the tensors: unnormalised probabilities, the largest is 1.
     let scores = &mut scratch.plain;
     scores.clear();
-    scores.extend(keys.clone().map(|j| {
+    scores.extend(keys.iter().map(|&j| {
         let score = dot_f32(q, &data.k[at(j)..][..d]) * scale;
         softcap.map_or(score, |cap| cap * (score / cap).tanh())
     }));
@@ -194,7 +200,7 @@ fn row(
     let accumulator = &mut scratch.sum;
     accumulator.clear();
     accumulator.resize(d, 0.0);
-    for (&score, j) in scores.iter().zip(keys) {
+    for (&score, &j) in scores.iter().zip(keys.iter()) {
         let p = (score - key_max).exp();
         plain_sum += p;
         let p = round(case.dtype, p);

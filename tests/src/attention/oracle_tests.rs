@@ -1,5 +1,5 @@
 use super::*;
-use crate::attention::{Content, Lengths};
+use crate::attention::{BlockCase, BlockPattern, Content, Lengths, MaskHeads};
 use blockflash_ops::attention::Align;
 
 fn reference(case: &AttentionCase) -> (AttentionData, AttentionReference) {
@@ -134,4 +134,45 @@ fn large_cases_are_sampled_within_the_budget() {
     let reference = AttentionReference::compute(&case, &data, 1e6);
     assert!(reference.rows.len() > 8 && reference.rows.len() < 60, "{}", reference.rows.len());
     assert!(reference.rows.contains(&[0, 0, 0]) && reference.rows.contains(&[0, 299, 1]));
+}
+
+#[test]
+fn block_masks_by_their_definition() {
+    let pattern = BlockPattern::Random(0.5);
+    for (heads, per_entry) in
+        [(MaskHeads::One, false), (MaskHeads::KeyValue, true), (MaskHeads::Query, false)]
+    {
+        let block_mask = Some(BlockCase { block_q: 64, block_kv: 128, per_entry, heads, pattern });
+        let case = AttentionCase {
+            lengths: Lengths::Dense { batch: 2, seqlen_q: 150, seqlen_kv: 300 },
+            mask: Mask::Causal { align: Align::TopLeft },
+            block_mask,
+            ..AttentionCase::simple(DType::F16, (4, 2), 8, (0, 0))
+        };
+        let blocks = Blocks::of(&case).unwrap();
+        let stream = blockflash_ops::Device::cpu().stream().unwrap();
+        let mask = case.block_mask(&stream).unwrap().unwrap();
+        assert_eq!(blocks.count(), (mask.nnz(), mask.batch() * mask.heads() * 9));
+        for at @ [b, i, h] in [[0, 0, 0], [0, 63, 1], [1, 64, 2], [1, 127, 3], [0, 128, 3], [1, 149, 0]] {
+            let head = match heads {
+                MaskHeads::One => 0,
+                MaskHeads::KeyValue => h / 2,
+                MaskHeads::Query => h,
+            };
+            let columns: Vec<usize> =
+                mask.row(if per_entry { b } else { 0 }, head, i / 64).unwrap().collect();
+            let expected: Vec<usize> = (0..=i).filter(|j| columns.contains(&(j / 128))).collect();
+            let sequence = case.sequences()[b];
+            let attended: Vec<usize> = case.attended_keys(Some(&blocks), at, &sequence).collect();
+            assert_eq!(attended, expected, "{heads:?} {at:?}");
+        }
+        // A row that attends nothing is 0.
+        let (_, reference) = reference(&case);
+        for (row, &at) in reference.rows.iter().enumerate() {
+            let sequence = case.sequences()[at[0]];
+            let nothing = case.attended_keys(Some(&blocks), at, &sequence).next().is_none();
+            assert_eq!(reference.lse.exact[row] == f64::NEG_INFINITY, nothing);
+            assert!(!nothing || reference.o.exact[row * 8..][..8] == [0.0; 8]);
+        }
+    }
 }

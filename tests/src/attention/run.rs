@@ -7,7 +7,7 @@ use crate::number::{POISON, decode, poison};
 use crate::placement::Placed;
 use crate::tolerance::check;
 use blockflash_ops::attention::{Attention, CuSeqlens, select};
-use blockflash_ops::{DType, Stream, Tensor};
+use blockflash_ops::{BlockMask, DType, Stream, Tensor};
 use blockflash_sys::Row;
 
 /// Which kernel computes a case.
@@ -25,6 +25,7 @@ pub struct AttentionInputs {
     qkv: [Tensor; 3],
     sink: Option<Tensor>,
     cu_seqlens: Option<[Tensor; 2]>,
+    block_mask: Option<BlockMask>,
 }
 
 /// The outputs of a case on a device, poisoned when made.
@@ -63,6 +64,7 @@ impl AttentionInputs {
                     upload(stream, DType::I32, &kv, &[kv.len()])?,
                 ]),
             },
+            block_mask: case.block_mask(stream)?,
         })
     }
 
@@ -75,6 +77,7 @@ impl AttentionInputs {
         stream: &Stream,
     ) -> Result<(), String> {
         assert_eq!(self.case.shapes(), case.shapes());
+        assert!(self.block_mask.is_none() && case.block_mask.is_none(), "block masks stay");
         let bits = physical(case, data);
         self.qkv.iter_mut().zip(&bits).try_for_each(|(tensor, bits)| refill(tensor, stream, bits))?;
         if let Some(tensor) = &mut self.sink {
@@ -115,6 +118,7 @@ impl AttentionInputs {
                 max_seqlen_q: longest(|l| l.0),
                 max_seqlen_kv: longest(|l| l.1),
             }),
+            block_mask: self.block_mask.as_ref(),
             ..Attention::new(q, k, v)
         }
     }

@@ -1,6 +1,6 @@
 //! Random attention problems.
 
-use super::{AttentionCase, Content, Lengths};
+use super::{AttentionCase, BlockCase, BlockPattern, Content, Lengths, MaskHeads};
 use crate::placement::Placement;
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_sys::DType;
@@ -129,6 +129,38 @@ pub fn attention_cases(limits: Limits) -> impl Strategy<Value = AttentionCase> {
             affordable(case, work)
         },
     )
+}
+
+/// Problems within the limits with a block mask, dense in their layout.
+pub fn block_sparse_cases(limits: Limits) -> impl Strategy<Value = AttentionCase> {
+    let pattern = prop_oneof![
+        4 => (0.0..=1.0f64).prop_map(BlockPattern::Random),
+        1 => Just(BlockPattern::EmptyRowsAndColumns),
+        1 => Just(BlockPattern::Seen),
+    ];
+    let block = || select(vec![64usize, 64, 128, 128, 192, 256]);
+    let heads = select(vec![MaskHeads::One, MaskHeads::KeyValue, MaskHeads::Query]);
+    let block = (block(), block(), any::<bool>(), heads, pattern);
+    (attention_cases(limits), block).prop_map(|(case, (block_q, block_kv, per_entry, heads, pattern))| {
+        let per_entry = per_entry && !case.broadcast_kv;
+        let block_mask = Some(BlockCase { block_q, block_kv, per_entry, heads, pattern });
+        let Lengths::Packed { lengths, .. } = &case.lengths else {
+            return AttentionCase { block_mask, ..case };
+        };
+        let longest = |which: fn(&(usize, usize)) -> usize| lengths.iter().map(which).max().unwrap_or(0);
+        AttentionCase {
+            block_mask,
+            lengths: Lengths::Dense {
+                batch: lengths.len(),
+                seqlen_q: longest(|l| l.0),
+                seqlen_kv: longest(|l| l.1),
+            },
+            // Those are of packed tensors.
+            placements: Default::default(),
+            lse_placement: Placement::default(),
+            ..case
+        }
+    })
 }
 
 /// Fewer heads where the case would cost too much.

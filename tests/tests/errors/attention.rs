@@ -2,7 +2,7 @@
 
 use super::{cpu, f16s, f32s, i32s};
 use blockflash_ops::attention::{Attention, CuSeqlens};
-use blockflash_ops::{DType, Error, Tensor, View, ViewMut};
+use blockflash_ops::{BlockGeometry, BlockMask, DType, Error, Tensor, View, ViewMut};
 use half::f16;
 
 #[test]
@@ -151,4 +151,56 @@ fn attention_sequences() {
         ..Attention::new(dense.view(), dense.view(), dense.view())
     };
     assert_error!(call.problem(), Error::Shape { what: "q", .. }, "q", "variable length");
+}
+
+#[test]
+fn attention_block_masks() {
+    let (q, k) = (f16s(&[3, 100, 8, 16]), f16s(&[3, 200, 2, 16]));
+    let full = |seqlens: [usize; 2], batch: usize, heads: usize| {
+        let geometry = BlockGeometry::new(seqlens[0], seqlens[1], 64, 128).unwrap();
+        let blocks = vec![true; batch * heads * geometry.rows() * geometry.cols()];
+        BlockMask::from_bool(geometry, batch, heads, &blocks).unwrap()
+    };
+    let with = |mask: &BlockMask| {
+        let call = Attention { block_mask: Some(mask), ..Attention::new(q.view(), k.view(), k.view()) };
+        let run = call.forward(&cpu());
+        assert_eq!(call.problem().is_ok(), run.is_ok(), "problem and forward disagree");
+        run
+    };
+    for (batch, heads) in [(1, 1), (1, 2), (1, 8), (3, 1), (3, 2), (3, 8)] {
+        with(&full([100, 200], batch, heads)).unwrap();
+    }
+    for (seqlens, batch, heads, words) in [
+        ([99, 200], 1, 1, ["99", "100"]),
+        ([128, 200], 1, 1, ["128", "100"]),
+        ([100, 256], 1, 1, ["256", "200"]),
+        ([200, 100], 1, 1, ["200, 100]", "100, 200]"]),
+        ([100, 200], 2, 1, ["[2, 1,", "1 or 3"]),
+        ([100, 200], 1, 4, ["[1, 4,", "1 or 2 or 8"]),
+        ([100, 200], 3, 16, ["[3, 16,", "1 or 2 or 8"]),
+    ] {
+        let result = with(&full(seqlens, batch, heads));
+        assert_error!(result, Error::Shape { what: "block_mask", .. }, words[0], words[1]);
+    }
+    // Also where there is nothing to compute.
+    let none = f16s(&[0, 100, 8, 16]);
+    let mask = full([99, 100], 1, 1);
+    let call = Attention { block_mask: Some(&mask), ..Attention::new(none.view(), none.view(), none.view()) };
+    assert_error!(call.forward(&cpu()), Error::Shape { what: "block_mask", .. }, "block_mask");
+
+    let (packed, offsets) = (f16s(&[100, 2, 16]), i32s(&[0, 40, 100]));
+    let cu_seqlens =
+        CuSeqlens { q: offsets.view(), kv: offsets.view(), max_seqlen_q: 100, max_seqlen_kv: 100 };
+    let mask = full([100, 100], 1, 1);
+    let call = Attention {
+        cu_seqlens: Some(cu_seqlens),
+        block_mask: Some(&mask),
+        ..Attention::new(packed.view(), packed.view(), packed.view())
+    };
+    assert_error!(
+        call.forward(&cpu()),
+        Error::Unsupported { op: "attention", .. },
+        "block masks",
+        "variable-length"
+    );
 }

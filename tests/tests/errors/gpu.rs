@@ -1,7 +1,7 @@
 //! What only a GPU refuses. Skipped without one.
 
 use blockflash_ops::attention::{Attention, CuSeqlens};
-use blockflash_ops::{BsrMatmul, BsrMatrix, DType, Error, Tensor};
+use blockflash_ops::{BlockGeometry, BlockMask, BsrMatmul, BsrMatrix, DType, Error, Tensor};
 use blockflash_tests::gpu::gpu;
 
 #[test]
@@ -58,6 +58,18 @@ fn attention_on_the_gpu() {
     let sink = super::f32s(&[2]);
     let result = Attention { sink: Some(sink.view()), ..call }.forward(stream);
     assert_error!(result, Error::DeviceMismatch { what: "sink", .. }, "sink");
+
+    // Block masks are for the CPU so far.
+    let mask = BlockMask::full(BlockGeometry::new(9, 9, 64, 64).unwrap()).unwrap();
+    let result = Attention { block_mask: Some(&mask), ..call }.forward(stream);
+    assert_error!(result, Error::DeviceMismatch { what: "block_mask", .. }, "block_mask", "cpu", "cuda");
+    let mask = mask.to(stream).unwrap();
+    let result = Attention { block_mask: Some(&mask), ..call }.forward(stream);
+    assert_error!(result, Error::Unsupported { op: "attention", .. }, "block masks", "no kernel yet");
+    let on_host =
+        Attention { block_mask: Some(&mask), ..Attention::new(host.view(), host.view(), host.view()) };
+    let result = on_host.forward(&super::cpu());
+    assert_error!(result, Error::DeviceMismatch { what: "block_mask", .. }, "block_mask", "cpu", "cuda");
 
     // Offsets on the GPU are checked when asked.
     let packed = zeros(DType::F16, &[9, 2, 64]);

@@ -23,6 +23,9 @@ pub(super) fn checked(
         Operand::new("cu_seqlens.q", &cu_seqlens.q).on(device)?;
         Operand::new("cu_seqlens.kv", &cu_seqlens.kv).on(device)?;
     }
+    if let Some(block_mask) = op.block_mask {
+        Operand::new("block_mask", &block_mask.row_ptr().view()).on(device)?;
+    }
     Operand::of_mut("o", o).on(device)?;
     lse.map_or(Ok(()), |lse| Operand::of_mut("lse", lse).on(device))?;
     Ok(problem)

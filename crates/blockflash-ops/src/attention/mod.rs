@@ -1,5 +1,6 @@
-//! Dense attention: `o = softmax(mask(q·kᵀ · scale))·v` with the log-sum-exp of each row.
+//! Attention: `o = softmax(mask(q·kᵀ · scale))·v` with the log-sum-exp of each row.
 
+mod block_mask;
 mod cpu;
 mod launch;
 mod mask;
@@ -8,6 +9,7 @@ mod problem;
 mod select;
 mod seqlens;
 
+pub use block_mask::BlockMaskSizes;
 pub use mask::{Align, Mask};
 pub use plan::{AttentionParams, AttentionPlan, plan};
 pub use problem::{AttentionProblem, LseStrides, MAX_SEQLEN, PackedRows, Strides};
@@ -16,7 +18,7 @@ pub use seqlens::CuSeqlens;
 
 pub(crate) use select::OP;
 
-use crate::{Error, Result};
+use crate::{BlockMask, Error, Result};
 use blockflash_safe::{Device, Stream, Tensor, View, ViewMut};
 use blockflash_sys::{DType, Row};
 
@@ -38,7 +40,8 @@ use blockflash_sys::{DType, Row};
 ///
 /// Statistics and accumulation are f32. A masked pair contributes exactly nothing: NaN in a key or value that a query does not
 /// attend never reaches its output. On a GPU f16 and bf16 with a `head_dim` of any multiple of 8 up to 256 run, and pointers
-/// and strides must be multiples of 16 bytes; the CPU also takes f32, any `head_dim` and any alignment.
+/// and strides must be multiples of 16 bytes; the CPU also takes f32, any `head_dim` and any alignment, and a
+/// [`block_mask`](Self::block_mask), for which a GPU has no kernel yet.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {
     /// Queries, `[batch, seqlen_q, num_heads_q, head_dim]` or packed `[total_q, num_heads_q, head_dim]`.
@@ -57,6 +60,10 @@ pub struct Attention<'a> {
     pub sink: Option<View<'a>>,
     /// Makes the batch variable-length.
     pub cu_seqlens: Option<CuSeqlens<'a>>,
+    /// Makes attention block-sparse: a query attends a key if the block of the pair is visited and [`mask`](Self::mask) shows
+    /// it. Blocks that are not visited cost nothing. The lengths are those of the tensors; the mask has 1 batch entry or that
+    /// of q, and 1 head, `num_heads_kv`, each for the query heads of its group, or `num_heads_q`. Not with `cu_seqlens`.
+    pub block_mask: Option<&'a BlockMask>,
 }
 
 /// What [`Attention::forward`] returns.
@@ -101,7 +108,17 @@ impl PreparedAttention {
 impl<'a> Attention<'a> {
     /// Full attention with the default scale.
     pub const fn new(q: View<'a>, k: View<'a>, v: View<'a>) -> Self {
-        Self { q, k, v, mask: Mask::Full, softmax_scale: None, softcap: None, sink: None, cu_seqlens: None }
+        Self {
+            q,
+            k,
+            v,
+            mask: Mask::Full,
+            softmax_scale: None,
+            softcap: None,
+            sink: None,
+            cu_seqlens: None,
+            block_mask: None,
+        }
     }
 
     /// Computes into tensors of the caller. Nothing is allocated and the stream is not synchronised on a GPU, so the call can
@@ -169,7 +186,8 @@ impl<'a> Attention<'a> {
     /// that were prepared with; everything that they are checked for is checked again.
     ///
     /// # Errors
-    /// Also [`Error::NotPrepared`] if sizes, strides, types, options or the device differ.
+    /// Also [`Error::NotPrepared`] if sizes, strides, types, options or the device differ. A block mask may visit other blocks,
+    /// but as many.
     pub fn forward_prepared(
         &self,
         prepared: &PreparedAttention,

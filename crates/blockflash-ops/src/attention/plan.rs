@@ -49,7 +49,7 @@ pub struct AttentionPlan {
 ///
 /// # Errors
 /// [`Error::Misaligned`] for a stride that is not a multiple of 8 elements, [`Error::TooLarge`] for a grid or size beyond 32
-/// bits, [`Error::Unsupported`] if the row is no attention kernel or its tile is too small.
+/// bits, [`Error::Unsupported`] if the row is no attention kernel, its tile is too small, or there is a block mask.
 pub fn plan(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> Result<AttentionPlan> {
     let unsupported = |what| Error::Unsupported { op: select::OP, arch: row.target.to_string(), what };
     let Some(tile) = row.attention_tile() else {
@@ -57,6 +57,9 @@ pub fn plan(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> Resu
     };
     if problem.head_dim > tile.head_dim as usize {
         return Err(unsupported(format!("head_dim {} is wider than {}", problem.head_dim, row.symbol())));
+    }
+    if problem.block_mask.is_some() {
+        return Err(unsupported(select::NO_BLOCK_MASKS.into()));
     }
     check_strides(problem)?;
 

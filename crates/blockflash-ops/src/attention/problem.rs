@@ -1,4 +1,4 @@
-use super::{Attention, CuSeqlens, Mask};
+use super::{Attention, BlockMaskSizes, CuSeqlens, Mask};
 use crate::check::{Operand, finite_positive, to_i32, vector};
 use crate::{Error, Result};
 use blockflash_safe::ViewMut;
@@ -76,6 +76,8 @@ pub struct AttentionProblem {
     pub softcap: Option<f32>,
     /// Whether a sink logit per query head joins the denominator.
     pub sink: bool,
+    /// Set when attention is block-sparse.
+    pub block_mask: Option<BlockMaskSizes>,
 }
 
 impl AttentionProblem {
@@ -110,6 +112,7 @@ impl AttentionProblem {
             softmax_scale: default_scale(head_dim),
             softcap: None,
             sink: false,
+            block_mask: None,
         }
     }
 
@@ -200,6 +203,9 @@ impl Attention<'_> {
         if let Some(sink) = &self.sink {
             vector("sink", sink, DType::F32, &[num_heads_q])?;
             problem.sink = true;
+        }
+        if let Some(block_mask) = self.block_mask {
+            problem.block_mask = Some(BlockMaskSizes::of(block_mask, &problem, self.q.device())?);
         }
         Ok(problem)
     }

@@ -9,6 +9,9 @@ use std::fmt;
 /// Name of the operation in errors and in the support table.
 pub(crate) const OP: &str = "attention";
 
+/// Why no kernel takes a block mask.
+pub(super) const NO_BLOCK_MASKS: &str = "block masks have no kernel yet";
+
 /// Strides of a tensor map are below this, in bytes.
 const TENSOR_MAP_STRIDE_LIMIT: usize = 1 << 40;
 
@@ -16,7 +19,8 @@ const TENSOR_MAP_STRIDE_LIMIT: usize = 1 << 40;
 /// smallest head_dim tile that fits, of these the one whose grid is estimated to end first.
 ///
 /// # Errors
-/// [`Error::Unsupported`] says what no row offers: the element type, the head dimension, the architecture or its shared memory.
+/// [`Error::Unsupported`] says what no row offers: block masks, the element type, the head dimension, the architecture or its
+/// shared memory.
 pub fn select(problem: &AttentionProblem, gpu: &CudaProperties) -> Result<&'static Row> {
     select_among(manifest::rows(), problem, gpu)
 }
@@ -53,6 +57,7 @@ pub fn accepts(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> R
 
 /// What keeps a row from computing a problem.
 enum Mismatch {
+    BlockMask,
     DType { kernel: DType, tensors: DType },
     HeadDim { kernel: u32, tensors: usize },
     TensorMap { what: &'static str, dim: &'static str, stride: usize },
@@ -62,6 +67,7 @@ enum Mismatch {
 impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Mismatch::BlockMask => f.write_str(NO_BLOCK_MASKS),
             Mismatch::DType { kernel, tensors } => {
                 write!(f, "the kernel takes {kernel}, the tensors are {tensors}")
             }
@@ -82,6 +88,9 @@ fn fits(
     problem: &AttentionProblem,
     gpu: &CudaProperties,
 ) -> std::result::Result<(), Mismatch> {
+    if problem.block_mask.is_some() {
+        return Err(Mismatch::BlockMask);
+    }
     if tile.dtype != problem.dtype {
         return Err(Mismatch::DType { kernel: tile.dtype, tensors: problem.dtype });
     }
@@ -136,6 +145,9 @@ fn why_none(rows: &[Row], problem: &AttentionProblem, gpu: &CudaProperties) -> S
     let tiles = || rows.iter().filter_map(|row| Some((row, row.attention_tile()?)));
     if !tiles().any(|(row, _)| row.target.runs_on(gpu.compute_capability)) {
         return "kernels need compute capability 8.0 or newer".into();
+    }
+    if problem.block_mask.is_some() {
+        return NO_BLOCK_MASKS.into();
     }
     if !tiles().any(|(_, tile)| tile.dtype == problem.dtype) {
         return format!("kernels take f16 and bf16, the tensors are {}", problem.dtype);

@@ -2,11 +2,11 @@
 //!
 //! A [`BlockMask`] is built on the host, from index arrays, booleans, top-k lists, scores or a pattern, and masks are combined by
 //! [`union`](BlockMask::union) and [`intersection`](BlockMask::intersection). Within a visited block the token
-//! [`Mask`](crate::Mask) still decides pair by pair; what no visited block holds is not attended. [`Attention`](crate::Attention)
-//! does not take block masks yet.
+//! [`Mask`](crate::Mask) still decides pair by pair; what no visited block holds is not attended.
+//! [`Attention::block_mask`](crate::Attention::block_mask) takes them on the CPU; the kernel for GPUs comes next.
 //!
 //! ```
-//! use blockflash_ops::{Align, BlockGeometry, BlockMask, Mask};
+//! use blockflash_ops::{Align, Attention, BlockGeometry, BlockMask, Device, Mask, View};
 //!
 //! // 1000 queries and keys in blocks of 128 × 64: three blocks back, and the first block, as far as the causal mask shows them.
 //! let geometry = BlockGeometry::new(1000, 1000, 128, 64)?;
@@ -15,6 +15,13 @@
 //!
 //! assert_eq!(mask.row(0, 0, 4)?.collect::<Vec<_>>(), [0, 5, 6, 7, 8, 9]);
 //! assert!(mask.visited_pairs(Mask::causal())? < Mask::causal().visited_pairs(1000, 1000));
+//!
+//! // The same for both heads.
+//! let data: Vec<f32> = (0..1000 * 2 * 8).map(|i| (i as f32).sin()).collect();
+//! let q = View::from_slice(&data, &[1, 1000, 2, 8])?;
+//! let attention = Attention { mask: Mask::causal(), block_mask: Some(&mask), ..Attention::new(q, q, q) };
+//! let output = attention.forward(&Device::cpu().stream()?)?;
+//! assert_eq!(output.o.shape(), [1, 1000, 2, 8]);
 //! # Ok::<(), blockflash_ops::Error>(())
 //! ```
 

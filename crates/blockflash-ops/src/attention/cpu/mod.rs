@@ -1,12 +1,13 @@
 //! Attention on the CPU: blocked online softmax in f32, in parallel over batch entries, heads and blocks of queries.
 //!
-//! Every block of queries is computed by one thread in a fixed order, so results do not depend on the number of threads.
+//! Every block of queries is computed by one thread in a fixed order, so results do not depend on the number of threads. Keys that a
+//! block mask does not visit are not even read.
 
 mod tile;
 
 use super::{Attention, AttentionProblem};
-use crate::Result;
 use crate::float::Float;
+use crate::{BlockMask, Result};
 use blockflash_safe::{Stream, ViewMut};
 use blockflash_sys::DType;
 use half::{bf16, f16};
@@ -18,9 +19,10 @@ use tile::Tile;
 /// Queries per task: enough that converting keys and values to f32 is small beside the products.
 const BLOCK_Q: usize = 128;
 
-/// One batch entry: offsets of its first rows in elements, and its lengths.
+/// One batch entry: its index, offsets of its first rows in elements, and its lengths.
 #[derive(Clone, Copy)]
 struct Sequence {
+    entry: usize,
     q: usize,
     k: usize,
     v: usize,
@@ -30,7 +32,7 @@ struct Sequence {
     seqlen_kv: usize,
 }
 
-/// One block of queries of one head.
+/// One block of queries of one head, all in one row of the block mask.
 struct Task {
     sequence: Sequence,
     head: usize,
@@ -44,6 +46,7 @@ struct Operands<'a, T> {
     k: &'a [T],
     v: &'a [T],
     sink: Option<&'a [f32]>,
+    block_mask: Option<&'a BlockMask>,
 }
 
 /// The outputs. Strided rows of several tasks interleave, so that tasks take turns at writing; computing takes far longer.
@@ -72,6 +75,7 @@ fn sequences(op: &Attention<'_>, problem: &AttentionProblem, stream: &Stream) ->
     let AttentionProblem { batch, seqlen_q, seqlen_kv, q, k, v, o, lse, .. } = *problem;
     let (Some(cu_seqlens), Some(packed)) = (&op.cu_seqlens, problem.packed) else {
         let entry = |b| Sequence {
+            entry: b,
             q: b * q.batch,
             k: b * k.batch,
             v: b * v.batch,
@@ -83,12 +87,13 @@ fn sequences(op: &Attention<'_>, problem: &AttentionProblem, stream: &Stream) ->
         return Ok((0..batch).map(entry).collect());
     };
     let (cu_q, cu_kv) = cu_seqlens.read(stream, packed.total_q, packed.total_kv)?;
-    let pairs = cu_q.windows(2).zip(cu_kv.windows(2));
+    let pairs = cu_q.windows(2).zip(cu_kv.windows(2)).enumerate();
     Ok(pairs
-        .map(|(rows_q, rows_kv)| {
+        .map(|(entry, (rows_q, rows_kv))| {
             let [first_q, end_q, first_kv, end_kv] =
                 [rows_q[0], rows_q[1], rows_kv[0], rows_kv[1]].map(|row| row as usize);
             Sequence {
+                entry,
                 q: first_q * q.seq,
                 k: first_kv * k.seq,
                 v: first_kv * v.seq,
@@ -114,6 +119,7 @@ fn run<T: Float>(
         k: op.k.as_slice()?,
         v: op.v.as_slice()?,
         sink: op.sink.as_ref().map(|sink| sink.as_slice()).transpose()?,
+        block_mask: op.block_mask,
     };
     let lse = lse.as_mut().map(|lse| lse.as_mut_slice()).transpose()?;
     let outputs = Mutex::new(Outputs { o: o.as_mut_slice::<T>()?, lse });
@@ -121,11 +127,8 @@ fn run<T: Float>(
         .iter()
         .flat_map(|&sequence| (0..problem.num_heads_q).map(move |head| (sequence, head)))
         .flat_map(|(sequence, head)| {
-            (0..sequence.seqlen_q).step_by(BLOCK_Q).map(move |start| Task {
-                sequence,
-                head,
-                queries: start..(start + BLOCK_Q).min(sequence.seqlen_q),
-            })
+            let blocks = query_blocks(sequence.seqlen_q, op.block_mask.map(BlockMask::block_q));
+            blocks.map(move |queries| Task { sequence, head, queries })
         })
         .collect();
     tasks.par_iter().try_for_each_init(
@@ -139,6 +142,36 @@ fn run<T: Float>(
             Ok(())
         },
     )
+}
+
+/// All queries of a sequence in blocks of at most [`BLOCK_Q`], each within one row of the block mask.
+fn query_blocks(seqlen_q: usize, mask_block_q: Option<usize>) -> impl Iterator<Item = Range<usize>> {
+    let row = mask_block_q.unwrap_or(seqlen_q).max(1);
+    (0..seqlen_q).step_by(row).flat_map(move |first| {
+        let end = (first + row).min(seqlen_q);
+        (first..end).step_by(BLOCK_Q).map(move |start| start..(start + BLOCK_Q).min(end))
+    })
+}
+
+impl<T> Operands<'_, T> {
+    /// The keys that a task visits, whatever the token mask shows, as ascending ranges with gaps between them.
+    fn visited_keys(&self, task: &Task) -> Result<Vec<Range<usize>>> {
+        let mut ranges: Vec<Range<usize>> = Vec::new();
+        let (Some(mask), Some(sizes)) = (self.block_mask, self.problem.block_mask) else {
+            ranges.push(0..task.sequence.seqlen_kv);
+            return Ok(ranges);
+        };
+        let entry = if sizes.batch == 1 { 0 } else { task.sequence.entry };
+        let head = sizes.head(task.head, self.problem.num_heads_q);
+        for col in mask.row(entry, head, task.queries.start / mask.block_q())? {
+            let keys = mask.geometry().keys(col);
+            match ranges.last_mut() {
+                Some(last) if last.end == keys.start => last.end = keys.end,
+                _ => ranges.push(keys),
+            }
+        }
+        Ok(ranges)
+    }
 }
 
 impl<T: Float> Outputs<'_, T> {
@@ -155,6 +188,8 @@ impl<T: Float> Outputs<'_, T> {
     }
 }
 
+#[cfg(test)]
+mod block_tests;
 #[cfg(test)]
 mod reference;
 #[cfg(test)]

@@ -70,8 +70,12 @@ impl Tile {
         let visible = |query| problem.mask.visible(query, sequence.seqlen_q, sequence.seqlen_kv);
         // Both ends of the visible range only ever grow from query to query.
         let (first, last) = (visible(task.queries.start), visible(task.queries.end - 1));
-        for start in (first.start..last.end).step_by(BLOCK_KV) {
-            let keys = start..(start + BLOCK_KV).min(last.end);
+        let steps = operands.visited_keys(task)?.into_iter().flat_map(|visited| {
+            let end = visited.end.min(last.end);
+            let starts = (visited.start.max(first.start)..end).step_by(BLOCK_KV);
+            starts.map(move |start| start..(start + BLOCK_KV).min(end))
+        });
+        for keys in steps {
             load(&mut self.k, operands.k, sequence.k, problem.k, head_kv, keys.clone(), self.head_dim);
             load(&mut self.v, operands.v, sequence.v, problem.v, head_kv, keys.clone(), self.head_dim);
             let masked = last.start > keys.start || first.end < keys.end;
