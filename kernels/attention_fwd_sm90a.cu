@@ -20,7 +20,8 @@ using Traits = ElementTraits<Element>;
 
 // Registers per thread of producer and consumers; together they are what the launch bounds give out.
 constexpr int kProducerRegisters = kWarpgroups == 1 ? 56 : kWarpgroups == 2 ? 24 : 32, kConsumerRegisters = kWarpgroups == 3 ? 160 : 240;
-// How far a score may exceed the reference, in powers of two: probabilities and their sums must not overflow the 16-bit type.
+// How far a score may exceed the reference, in powers of two: a probability must not overflow the 16-bit type. In bf16 sums of P·V stay
+// within f32 for values of V up to about 2^90.
 constexpr float kSlack = Traits::exponent_mask == 0x7F80 ? 30.f : 8.f;
 
 // A warpgroup that computes 64 queries of each tile. Row g and g + 8 (g = lane / 4) of a warp's 16 are a lane's two, in all accumulators.
