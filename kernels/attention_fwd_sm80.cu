@@ -1,7 +1,8 @@
-// Dense attention forward for sm_80 and newer: cp.async rings for K and V, ldmatrix, mma.sync, online softmax.
+// Attention forward for sm_80 and newer, dense or under a block mask: cp.async rings for K and V, ldmatrix, mma.sync, online softmax.
 //
-// One block of threads computes block_q queries of one head. Each warp owns block_q / warps of them and walks all key tiles, so
+// One block of threads computes block_q queries of one head. Each warp owns block_q / warps of them and walks all their key tiles, so
 // scores, probabilities and outputs stay in its registers; only K and V are shared. Follows FlashAttention-2 (Dao, 2023).
+#include "blockflash/block_walk.cuh"
 #include "blockflash/config.cuh"
 #include "blockflash/mask.cuh"
 #include "blockflash/ptx/cp_async.cuh"
@@ -46,12 +47,11 @@ struct Work {
   int64_t q_offset, kv_offset;  // first row of the sequence in packed tensors
 
   __device__ __forceinline__ explicit Work(const blockflash_attention_fwd_params& p) {
-    const int tiles = (p.seqlen_q + Config::block_q - 1) / Config::block_q;
+    const int tiles = tiles_of_queries(p.block_mask, p.seqlen_q, Config::block_q);
     const int batch_head = blockIdx.x / tiles;
-    // Last tile first: under a causal mask it is the longest, and long blocks should not start at the end of the grid.
-    q_begin = (tiles - 1 - static_cast<int>(blockIdx.x % tiles)) * Config::block_q;
     batch = batch_head / p.num_heads_q;
     head = batch_head % p.num_heads_q;
+    q_begin = tile_of_queries(p.block_mask, tiles, Config::block_q, batch, head, blockIdx.x % tiles) * Config::block_q;
     head_kv = head / (p.num_heads_q / p.num_heads_kv);
     seqlen_q = p.seqlen_q;
     seqlen_kv = p.seqlen_kv;
@@ -234,9 +234,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   const int q_last = min(work.q_begin + Config::block_q, work.seqlen_q) - 1;
   const KeyRange any = mask.keys_of_any(work.q_begin, q_last);
   const KeyRange all = mask.keys_of_all(work.q_begin, q_last);
-  // Key tiles are visited from the last to the first: [first_tile, first_tile + tiles).
-  const int first_tile = any.begin / Config::block_kv;
-  const int tiles = max((any.end + Config::block_kv - 1) / Config::block_kv - first_tile, 0);
+  // Key tiles are visited from the last to the first: `tiles` positions of the list up to `last`.
+  const TileList list = TileList::of(p.block_mask, Config::block_kv, work.batch, work.head, work.q_begin);
+  const int last = list.lower_bound((any.end + Config::block_kv - 1) / Config::block_kv) - 1;
+  const int tiles = last + 1 - list.lower_bound(any.begin / Config::block_kv);
 
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int first_row = work.q_begin + warp * kRowsPerWarp;
@@ -254,20 +255,22 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   const QCopy q_copy(threadIdx.x);
   const KvCopy kv_copy(threadIdx.x);
 
-  // The i-th tile in the order of visit goes to stage i % stages of its ring. Every call commits one group, also past the end.
-  const auto start_tile = [&](const Element* src, int64_t stride, uint32_t ring, int i) {
-    if (i < tiles) {
-      const int first_key = (first_tile + tiles - 1 - i) * Config::block_kv;
+  // The first key of the i-th tile in the order of visit.
+  const auto first_key_of = [&](int i) { return i < tiles ? list.tile_at(last - i) * Config::block_kv : 0; };
+  // The i-th tile goes to stage i % stages of its ring. Every call commits one group, also past the end.
+  const auto start_tile = [&](const Element* src, int64_t stride, uint32_t ring, int i, int first_key) {
+    if (i < tiles)
       kv_copy.start(ring + i % Config::stages * kKvTileBytes, src + first_key * stride, stride, work.seqlen_kv - first_key, p.head_dim);
-    }
     ptx::cp_async_commit_group();
   };
 
   q_copy.start(q_smem, q, p.q_stride_seq, work.seqlen_q - work.q_begin, p.head_dim);
+  int first_key[Config::stages];  // of the tiles i to i + stages - 1
 #pragma unroll
   for (int i = 0; i < Config::stages; ++i) {
-    start_tile(k, p.k_stride_seq, k_smem, i);
-    if (i + 1 < Config::stages) start_tile(v, p.v_stride_seq, v_smem, i);
+    first_key[i] = first_key_of(i);
+    start_tile(k, p.k_stride_seq, k_smem, i, first_key[i]);
+    if (i + 1 < Config::stages) start_tile(v, p.v_stride_seq, v_smem, i, first_key[i]);
   }
 
   const LaneCoords row_major = lane_row_major(lane), col_major = lane_col_major(lane);
@@ -289,13 +292,12 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   constexpr int kPending = 2 * Config::stages - 2;
 #pragma unroll 1
   for (int i = 0; i < tiles; ++i) {
-    const int first_key = (first_tile + tiles - 1 - i) * Config::block_kv;
     const uint32_t stage = i % Config::stages * kKvTileBytes;
-    const bool masked = first_key < all.begin || first_key + Config::block_kv > all.end;
+    const bool masked = first_key[0] < all.begin || first_key[0] + Config::block_kv > all.end;
 
     ptx::cp_async_wait_group<kPending>();
     __syncthreads();  // K tile i is visible to all; all have read V tile i - 1, whose stage is refilled next
-    start_tile(v, p.v_stride_seq, v_smem, i + Config::stages - 1);
+    start_tile(v, p.v_stride_seq, v_smem, i + Config::stages - 1, first_key[Config::stages - 1]);
 
     if constexpr (kQInRegisters)
       if (i == 0)
@@ -313,7 +315,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
       poisoned = __syncthreads_or(kv_copy.template has_nonfinite<Element>(v_tile));
     else
       __syncthreads();
-    start_tile(k, p.k_stride_seq, k_smem, i + Config::stages);
+    const int next_key = first_key_of(i + Config::stages);
+    start_tile(k, p.k_stride_seq, k_smem, i + Config::stages, next_key);
 
     if (p.softcap > 0.f) {
 #pragma unroll
@@ -323,15 +326,18 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) s[m][n][e] = soft_cap(s[m][n][e], p.softcap, scale_over_cap);
     }
-    if (masked) apply_mask(s, mask, first_row, first_key, lane);
+    if (masked) apply_mask(s, mask, first_row, first_key[0], lane);
     softmax.update(s, o, scale_log2);
     if (poisoned) {
-      add_visible_nonfinite(o, v_tile, mask, first_row, first_key, lane);
+      add_visible_nonfinite(o, v_tile, mask, first_row, first_key[0], lane);
       __syncthreads();  // all have read the tile before it is changed
       kv_copy.template clear_nonfinite<Element>(v_tile);
       __syncthreads();
     }
     accumulate_output(o, s, v_lane, stage);
+#pragma unroll
+    for (int ahead = 0; ahead + 1 < Config::stages; ++ahead) first_key[ahead] = first_key[ahead + 1];
+    first_key[Config::stages - 1] = next_key;
   }
   ptx::cp_async_wait_group<0>();
   // Worked out once more rather than kept: its registers are short in the main loop.

@@ -1,4 +1,5 @@
-// Dense attention forward for Hopper: TMA, WGMMA, persistent blocks of one producer warpgroup and consumer warpgroups of 64 queries each.
+// Attention forward for Hopper, dense or over a block mask: TMA, WGMMA, persistent blocks of one producer warpgroup and consumer warpgroups
+// of 64 queries each.
 //
 // The producer streams Q, K and V into rings in shared memory. Each consumer walks the key tiles of its queries from the last to the first,
 // and on to its next queries without a pause: while it turns scores into probabilities, the tensor cores multiply for the others, and
@@ -6,6 +7,7 @@
 // keeps its reference until a score exceeds it by a margin, and the tensor cores sum the denominator over columns of ones.
 #include "blockflash/attention_output.cuh"
 #include "blockflash/attention_pipeline.cuh"
+#include "blockflash/attention_values.cuh"
 #include "blockflash/element.cuh"
 #include "blockflash/ptx/barrier.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
@@ -17,9 +19,8 @@ namespace {
 
 using Element = Config::Element;
 using Traits = ElementTraits<Element>;
+using Softmax = HopperSoftmax<kBlockKv / 2, !kOnes>;
 
-// Registers per thread of producer and consumers; together they are what the launch bounds give out.
-constexpr int kProducerRegisters = kWarpgroups == 1 ? 56 : kWarpgroups == 2 ? 24 : 32, kConsumerRegisters = kWarpgroups == 3 ? 160 : 240;
 // How far a score may exceed the reference, in powers of two: a probability must not overflow the 16-bit type. In bf16 sums of P·V stay
 // within f32 for values of V up to about 2^90.
 constexpr float kSlack = Traits::exponent_mask == 0x7F80 ? 30.f : 8.f;
@@ -36,24 +37,26 @@ struct Consumer {
   float o[kOutColumns / 2] = {};  // output, and the row sums behind it
   uint32_t p[kBlockKv / 4] = {};  // probabilities in 16 bits
   uint32_t q[Config::q_in_registers ? kPanels * 16 : 1];
-  HopperSoftmax<kBlockKv / 2, !kOnes> softmax;
+  Softmax softmax;
   int tiles = 0;  // of queries, fetched so far
-  int key_tile;   // the next one
-  // What is under way: probabilities wait for their product with V; it has been computed already; an output has not been stored. What is
-  // ahead: key tiles of this tile of queries; some to pass over first; nothing at all. And whether this step began a tile of queries.
-  enum { kPending = 1, kComputed = 2, kOpen = 4, kInside = 8, kPass = 16, kEnd = 32, kFresh = 64 };
+  int key_tile;   // the next one's position
+  // What is under way: probabilities wait for their product with V; it is left to the CUDA cores; an output has not been stored. What is
+  // ahead: key tiles of this tile of queries; some to pass over first; nothing at all. And whether this step began a tile of queries, and
+  // had a mask.
+  enum { kPending = 1, kSkip = 2, kOpen = 4, kInside = 8, kPass = 16, kEnd = 32, kFresh = 64, kMasked = 128 };
   int state = 0;  // in one register, as no other is free
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ int first_row() const { return warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + lane() / 4; }
   __device__ __forceinline__ uint32_t slot() const { return slot_of(smem, tiles - 1); }
-  __device__ __forceinline__ KeyWalk walk() const { return KeyWalk::load(slot() + 48 + 16 * warpgroup); }
+  __device__ __forceinline__ KeyWalk walk() const { return KeyWalk::load(slot() + kWalkInSlot + 16 * warpgroup); }
   __device__ __forceinline__ int q_stage(int tile) const { return tile % Config::q_stages * kWarpgroups + warpgroup; }
   static __device__ __forceinline__ int next(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }
 
   __device__ __forceinline__ void release(int stage) const {
     if (lane() == 0) ptx::mbarrier_arrive(barriers.empty + 8 * stage);
   }
+  __device__ __forceinline__ void release_q() const { release(Barriers::kQ + q_stage(tiles - 1)); }
   // Warpgroups issue their products in turns, so that one computes probabilities while the others multiply.
   __device__ __forceinline__ void begin_turn() const {
     if constexpr (kTurns) ptx::named_barrier_sync(1 + warpgroup, 256);
@@ -106,20 +109,14 @@ struct Consumer {
     ptx::wgmma_commit_group();
   }
 
-  // o += P·V, and the row sums of P by the ones behind V.
-  __device__ __forceinline__ void start_output(uint64_t v, int step) {
+  // o += P·V, and the row sums of P by the ones behind V; or nothing, over and over the page of zeros.
+  __device__ __forceinline__ void start_output(int stage, bool skip = false) {
+    const uint64_t v = skip ? ptx::wgmma_descriptor_mn(smem + kZerosOffset, 0, 0)
+                            : ptx::wgmma_descriptor_mn(smem + kVOffset, kBlockKv * 128, 1024) + (stage * kVStageBytes >> 4);
+    const int step = skip ? 0 : 16 * 128 >> 4;
 #pragma unroll
     for (int k = 0; k < kBlockKv / 16; ++k) ptx::Wgmma<kOutColumns, Element>::template rs<true, true>(o, p + 4 * k, v + k * step);
     ptx::wgmma_commit_group();
-  }
-  static constexpr int kVStep = 16 * 128 >> 4;
-  __device__ __forceinline__ uint64_t v_tile(int stage) const {
-    return ptx::wgmma_descriptor_mn(smem + kVOffset, kBlockKv * 128, 1024) + (stage * kVStageBytes >> 4);
-  }
-
-  // Finite, to be multiplied with probabilities of 0: ones in all panels, or else the page of zeros in all rows.
-  __device__ __forceinline__ uint64_t harmless_tile() const {
-    return kOnes ? ptx::wgmma_descriptor_mn(smem + kVOffset + kKvBytes, 0, 1024) : ptx::wgmma_descriptor_mn(smem + kZerosOffset, 0, 0);
   }
 
   __device__ __forceinline__ void clear_probabilities() {
@@ -146,7 +143,7 @@ struct Consumer {
   __device__ __forceinline__ void apply_mask() {
     const QueryTile tile = QueryTile::load(slot());
     const AttentionMask mask = tile.mask(params.base);
-    const int first_key = key_tile * kBlockKv + lane() % 4 * 2;
+    const int first_key = key_tile_at(slot(), key_tile) * kBlockKv + lane() % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const KeyRange keys = mask.keys_of<int>(tile.q_begin + first_row() + 8 * half);
@@ -154,23 +151,19 @@ struct Consumer {
     }
   }
 
-  // A NaN or infinity in V reaches every row of a product, also those whose probability for its key is 0. Under a mask V is therefore
-  // looked through, and where it has one its product is computed here for the keys that a row does attend to. Rare, so small code.
-  __device__ __forceinline__ bool has_nonfinite(int stage) const {
-    uint32_t sums = 0;
-    const uint32_t at = smem + kVOffset + stage * kVStageBytes + threadIdx.x % 128 * 16;
-#pragma unroll 8
-    for (int i = 0; i < kKvBytes / 2048; ++i) {
-      const int4 words = ptx::load_shared_int4(at + i * 2048);
-      for (int word : {words.x, words.y, words.z, words.w}) sums = Traits::zero_times_plus(word, sums);
-    }
-    return ptx::named_barrier_or(1 + kWarpgroups + warpgroup, 128, sums != 0);
-  }
-
+  // A NaN or infinity in V reaches every row of a product, also those whose probability for its key is 0. Under a mask a product with
+  // such a V is therefore computed here, for the keys that a row does attend to: o += P·V of what is pending. Rare, so small code.
   __device__ __forceinline__ void add_visible(int stage) {
-    const QueryTile tile = QueryTile::load(slot());
+    const uint32_t its_slot = slot_of(smem, tiles - (is(kFresh) ? 2 : 1));
+    const QueryTile tile = QueryTile::load(its_slot);
+    const int first_key = key_tile_at(its_slot, is(kFresh) ? tile.first_key_tile : key_tile + 1) * kBlockKv;
     const AttentionMask mask = tile.mask(params.base);
-    const KeyRange keys[2] = {mask.keys_of<int>(tile.q_begin + first_row()), mask.keys_of<int>(tile.q_begin + first_row() + 8)};
+    int begin[2], end[2];  // of the keys that a row attends to, in this key tile
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const KeyRange keys = mask.keys_of<int>(tile.q_begin + first_row() + 8 * half);
+      begin[half] = keys.begin - first_key, end[half] = keys.end - first_key;
+    }
 #pragma unroll 1
     for (int key = 0; key < kBlockKv; ++key) {
       float probability[2] = {0.f, 0.f};
@@ -181,7 +174,7 @@ struct Consumer {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         probability[half] = __shfl_sync(~0u, probability[half], lane() / 4 * 4 + key % 8 / 2);
-        visible[half] = key_tile * kBlockKv + key >= keys[half].begin && key_tile * kBlockKv + key < keys[half].end;
+        visible[half] = key >= begin[half] && key < end[half];
       }
       const uint32_t v_row = smem + kVOffset + stage * kVStageBytes + key * 128 + lane() % 4 * 4;
 #pragma unroll
@@ -192,11 +185,17 @@ struct Consumer {
           if (visible[i / 2]) o[4 * d + i] += probability[i / 2] * Traits::to_float(static_cast<uint16_t>(pair >> (i % 2 * 16)));
       }
     }
-    clear_probabilities();
   }
 
-  // Probabilities of a key tile without masks, from k_stage, and P·V of the one before, from v_stage.
-  __device__ __forceinline__ void fast_step(int k_stage, int v_stage) {
+  // The product that was pending is there, but what was left to the CUDA cores.
+  __device__ __forceinline__ void take_product(int stage) {
+    ptx::wgmma_pin(o), ptx::wgmma_pin(p);
+    if (is(kSkip)) add_visible(stage);
+    if (is(kPending)) release(Barriers::kV + stage);
+  }
+
+  // Probabilities of a key tile without masks, from k_stage, and P·V of the one before, from v_stage. is_last: of these queries.
+  __device__ __forceinline__ void fast_step(int k_stage, int v_stage, bool is_last) {
     full.wait(barriers.full, k_stage);
     begin_turn();
     // s lives until here, or the assembler parts exponentials from their conversions.
@@ -205,11 +204,12 @@ struct Consumer {
     start_scores(k_stage);
     full.wait(barriers.full, Barriers::kV + v_stage);
     ptx::wgmma_fence();
-    start_output(v_tile(v_stage), kVStep);
+    start_output(v_stage);
     end_turn();
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_pin(s);
     release(k_stage);
+    if (kLateQ && is_last) release_q();
     int top[2];
     softmax.largest(s, top);
     const bool grew = softmax.exceeds(top, kSlack, params.inverse_scale_log2);
@@ -241,102 +241,116 @@ struct Consumer {
   __device__ __forceinline__ bool is(int bits) const { return state & bits; }
   __device__ __forceinline__ bool has_scores() const { return (state & (kInside | kPass)) == kInside; }
 
+  // The tile of queries before this one is done.
+  __device__ __forceinline__ void finish(const Softmax& before) {
+    if (!is(kPending)) clear_output();
+    if (is(kOpen)) store_output(params, QueryTile::load(slot_of(smem, tiles - 2)), o, before, smem, warpgroup);
+    clear_output();
+  }
+
   __device__ __forceinline__ void run() {
-    int stage = 0;  // of the next key tile, if it is of the same tile of queries
-    const auto k_stage = [&] { return is(kFresh) ? 0 : stage; };
+    int stage = 0;  // of the next key tile
     const auto v_stage = [&] { return stage == 0 ? kStages - 1 : stage - 1; };  // of the probabilities that are pending
+    const auto takes_turn = [&] { return has_scores() && !is(kFresh); };
 #pragma unroll 1
     for (;;) {
       // A step of any kind: the first of a tile of queries, which also completes the tile before; one with a mask; the last of all.
       if (!is(kInside)) state |= kFresh;
-      const bool finish = !kOverlapTiles && is(kFresh) && is(kOpen);  // completes a tile, no more
-      if (!Config::q_in_registers && !kStageInQ && is(kFresh) && is(kOpen)) release(Barriers::kQ + q_stage(tiles - 1));
-      if (is(kFresh) && !finish) state |= fetch();
-      if (has_scores()) full.wait(barriers.full, k_stage());
-      if (has_scores() && !is(kFresh)) begin_turn();
       // Both products in any case, since a branch around one would serialise them all; what is not wanted is thrown away.
-      ptx::wgmma_pin(o), ptx::wgmma_pin(p);
-      ptx::wgmma_fence();
-      start_scores(k_stage());
-      if (is(kPending)) full.wait(barriers.full, Barriers::kV + v_stage());
-      ptx::wgmma_fence();
-      start_output(is(kComputed) ? harmless_tile() : v_tile(v_stage()), kOnes || !is(kComputed) ? kVStep : 0);
-      if (has_scores() && !is(kFresh)) end_turn();
-      // With three warpgroups the probabilities must make room for what follows; else their product may go on meanwhile.
-      constexpr bool kMakeRoom = kWarpgroups == 3;
+      const auto start_scores_here = [&] {
+        if (Config::q_stages == 2 && is(kFresh) && is(kOpen)) release_q();
+        if (is(kFresh)) state |= fetch();
+        if (has_scores()) full.wait(barriers.full, stage);
+        if (!kLateQ && takes_turn()) begin_turn();
+        ptx::wgmma_pin(o), ptx::wgmma_pin(p);
+        ptx::wgmma_fence();
+        start_scores(stage);
+      };
+      const auto start_output_here = [&] {
+        if (is(kPending)) full.wait(barriers.full, Barriers::kV + v_stage());
+        if (kLateQ && takes_turn()) begin_turn();
+        ptx::wgmma_fence();
+        start_output(v_stage(), is(kSkip));
+      };
+      if constexpr (!kLateQ) start_scores_here();
+      start_output_here();
+      if constexpr (kLateQ) start_scores_here();
+      if (takes_turn()) end_turn();
+      // With three warpgroups the probabilities must make room for what follows; else their product may go on meanwhile, if it is the last.
+      constexpr bool kMakeRoom = kWarpgroups == 3 || kLateQ;
+      Softmax before = softmax;  // of the tile of queries that ends here
+      if constexpr (kLateQ) {
+        ptx::wgmma_wait_group<1>();
+        take_product(v_stage());
+        if (is(kFresh)) finish(softmax);
+      }
       ptx::wgmma_wait_group<kMakeRoom ? 0 : 1>();
       ptx::wgmma_pin(s);
-      if constexpr (kMakeRoom) ptx::wgmma_pin(o), ptx::wgmma_pin(p);
+      if constexpr (kMakeRoom && !kLateQ) take_product(v_stage());
       // Not before the scores are there: that fragments of Q were asked for does not mean that they have arrived.
-      if (Config::q_in_registers && is(kFresh) && !is(kEnd)) release(Barriers::kQ + q_stage(tiles - 1));
-      HopperSoftmax<kBlockKv / 2, !kOnes> before;  // of the tile of queries that ends here; in between, by what the output is rescaled
-      before.reference[0] = before.reference[1] = 1.f;
-      if (is(kFresh)) before = softmax, softmax.reset();
+      if (is(kFresh) && !is(kEnd) && (Config::q_in_registers || kLateQ && !is(kInside))) release_q();
+      if (is(kFresh)) softmax.reset();
+      float rescale[2] = {1.f, 1.f};
       if (has_scores()) {
-        release(k_stage());
+        release(stage);
+        if (kLateQ && key_tile == QueryTile::load(slot()).first_key_tile) release_q();
         if (params.base.softcap > 0.f) cap_scores(s, params.base.softcap, params.scale_over_cap);
-        if (is_masked()) apply_mask();
+        if (is_masked()) apply_mask(), state |= kMasked;
         int top[2];
         softmax.largest(s, top);
-        if (is(kFresh) || softmax.exceeds(top, kSlack, params.inverse_scale_log2)) {
-          float rescale[2];
-          softmax.move(s, top, params.scale_log2, rescale);
-          if (!is(kFresh)) before.reference[0] = rescale[0], before.reference[1] = rescale[1];
-        }
+        if (is(kFresh) || softmax.exceeds(top, kSlack, params.inverse_scale_log2)) softmax.move(s, top, params.scale_log2, rescale);
         softmax.exponentiate(s, params.scale_log2);
       }
       if constexpr (!kMakeRoom) {
         ptx::wgmma_wait_group<0>();
-        ptx::wgmma_pin(o), ptx::wgmma_pin(p);
+        take_product(v_stage());
       }
-      if (is(kPending)) release(Barriers::kV + v_stage());
       if (has_scores())
-        softmax.template round<Traits>(s, p);
+        softmax.template round<Traits>(s, p), --key_tile;
       else
         clear_probabilities();
-      if (!is(kPending)) clear_output();
-      if (is(kFresh)) {
-        if (is(kOpen)) store_output(params, QueryTile::load(slot_of(smem, tiles - (finish ? 1 : 2))), o, before, smem, warpgroup);
-        if (kStageInQ && is(kOpen)) {
-          ptx::fence_proxy_async();
-          __syncwarp();
-          release(Barriers::kQ + q_stage(tiles - 1));
-        }
-        clear_output();
-      } else if (__any_sync(~0u, before.reference[0] != 1.f || before.reference[1] != 1.f)) {
-        rescale_output(before.reference);
+      if (!is(kFresh)) {
+        if (!is(kPending)) clear_output();
+        if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f)) rescale_output(rescale);
+      } else if (!kLateQ) {
+        finish(before);
       }
       if (is(kEnd)) break;
       if (!has_scores()) {
-        if (is(kPass)) stage = pass(0, walk().lead);
-        state = (state & kInside) | (finish ? 0 : kOpen);
+        if (is(kPass)) stage = pass(stage, walk().lead);
+        state = (state & kInside) | kOpen;
         continue;
       }
-      stage = k_stage();
+      const bool masked = is(kMasked);
       state = kPending | kOpen | kInside;
-      if (is_masked()) {
-        full.peek(barriers.full, Barriers::kV + stage);
-        if (has_nonfinite(stage)) add_visible(stage), state |= kComputed;
+      if (masked) {
+        full.peek(barriers.checked - 8 * Barriers::kV, Barriers::kV + stage);
+        if (ptx::load_shared(barriers.nonfinite + 4 * stage)) state |= kSkip;
       }
       const int first_key_tile = QueryTile::load(slot()).first_key_tile;
-      if (--key_tile < first_key_tile) state &= ~kInside;
       const KeyWalk mine = walk();
-      const bool fast = stage == 0 && !is(kComputed) && !(params.base.softcap > 0.f) && key_tile <= mine.unmasked_last;
-      stage = next(stage);
-      if (!fast) continue;
-      // Whole turns of the ring without masks; with a cap every key tile takes the slower step, which keeps this one free of it.
-      int last_stage = 0;
-      while (key_tile >= mine.unmasked_first) {
+      // With a cap every key tile takes the slower step, which keeps the fast one free of it.
+      if (!is(kSkip) && !(params.base.softcap > 0.f) && key_tile <= mine.unmasked_last) {
+        // Whole turns of the ring, so that stages are constants; first the rest of a turn.
 #pragma unroll
-        for (int u = 0; u < kStages; ++u) {
-          last_stage = (u + 1) % kStages;
-          fast_step(last_stage, u);
+        for (int u = 1; u < kStages; ++u) {
+          if (u != stage || key_tile < mine.unmasked_first) continue;
+          stage = next(u);
+          fast_step(next(u), u, key_tile == first_key_tile);
           --key_tile;
-          if (u + 1 < kStages && key_tile < mine.unmasked_first) break;
+        }
+        while (key_tile >= mine.unmasked_first) {
+#pragma unroll
+          for (int u = 0; u < kStages; ++u) {
+            stage = next(u);
+            fast_step(next(u), u, key_tile == first_key_tile);
+            --key_tile;
+            if (u + 1 < kStages && key_tile < mine.unmasked_first) break;
+          }
         }
       }
-      stage = next(last_stage);
-      state = kPending | kOpen | (key_tile < first_key_tile ? 0 : kInside);
+      if (key_tile < first_key_tile) state &= ~kInside;
+      stage = next(stage);
     }
   }
 };
@@ -353,25 +367,14 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_tma_params pa
 
   ptx::launch_dependents();
   Queue queue(params);
-  if (threadIdx.x == 32) {
-    if (params.base.cu_seqlens_q != nullptr) ptx::wait_for_predecessors();
+  if (threadIdx.x / 32 == 1) {
+    // What is announced may depend on what they write.
+    if (params.base.cu_seqlens_q != nullptr || params.base.block_mask.row_ptr != nullptr) ptx::wait_for_predecessors();
     announce(queue, slot_of(smem, 0));
   } else if (threadIdx.x == 0) {
-    for (int i = 0; i < Barriers::kCount; ++i) {
-      ptx::mbarrier_init(barriers.full + 8 * i, 1);
-      ptx::mbarrier_init(barriers.empty + 8 * i, i < Barriers::kQ ? kWarpgroups * 4 : 4);  // an arrival per warp
-    }
-    ptx::mbarrier_init(barriers.announced, 1), ptx::mbarrier_init(barriers.wanted, 1);
-    ptx::fence_mbarrier_init();
+    barriers.init();
   } else if (threadIdx.x >= 64) {
-    const int thread = threadIdx.x - 64, threads = Config::threads - 64;
-    if constexpr (kOnes) {
-      constexpr int kPieces = kBlockKv * 128 / 16;
-      const int ones = Traits::pack(1.f, 1.f);
-      for (int i = thread; i < kStages * kPieces; i += threads)
-        ptx::store_shared_int4(smem + kVOffset + i / kPieces * kVStageBytes + kKvBytes + i % kPieces * 16, make_int4(ones, ones, ones, ones));
-    }
-    if (thread < 64) ptx::store_shared_int4(smem + kZerosOffset + thread * 16, make_int4(0, 0, 0, 0));
+    store_constants(smem, threadIdx.x - 64, Config::threads - 64);
   }
   ptx::fence_proxy_async();
   __syncthreads();
@@ -379,11 +382,12 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_tma_params pa
   if (warpgroup == 0) {
     ptx::lower_registers<kProducerRegisters>();
     if (threadIdx.x == 0) produce(params, smem, barriers);
-    if (threadIdx.x == 32) schedule(queue, smem, barriers);
+    if (threadIdx.x / 32 == 1) schedule(queue, smem, barriers);
+    if (threadIdx.x / 32 == 2) check_values(smem, barriers);
   } else {
     ptx::raise_registers<kConsumerRegisters>();
     if (kTurns && warpgroup == kWarpgroups) ptx::named_barrier_arrive(1, 256);  // the first turn
     Consumer{params, barriers, smem, warpgroup - 1}.run();
-    if (!kStageInQ && threadIdx.x % 32 == 0) ptx::tensor_store_wait();
+    if (kStaged && threadIdx.x % 32 == 0) ptx::tensor_store_wait();
   }
 }

@@ -8,11 +8,13 @@ use half::{bf16, f16};
 /// A tensor with these bits, one `u32` per element.
 pub fn upload(stream: &Stream, dtype: DType, bits: &[u32], shape: &[usize]) -> Result<Tensor, String> {
     let narrow = || bits.iter().map(|&bits| bits as u16).collect::<Vec<u16>>();
+    let bytes = || bits.iter().map(|&bits| bits as u8).collect::<Vec<u8>>();
     match dtype {
         DType::F16 => Tensor::from_slice::<f16>(stream, bytemuck::cast_slice(&narrow()), shape),
         DType::BF16 => Tensor::from_slice::<bf16>(stream, bytemuck::cast_slice(&narrow()), shape),
         DType::F32 => Tensor::from_slice::<f32>(stream, bytemuck::cast_slice(bits), shape),
         DType::I32 => Tensor::from_slice::<i32>(stream, bytemuck::cast_slice(bits), shape),
+        DType::U8 => Tensor::from_slice(stream, &bytes(), shape),
     }
     .map_err(|error| format!("upload of {dtype} {shape:?}: {error}"))
 }
@@ -20,11 +22,13 @@ pub fn upload(stream: &Stream, dtype: DType, bits: &[u32], shape: &[usize]) -> R
 /// Replaces the contents of a tensor; its memory stays where it is.
 pub fn refill(tensor: &mut Tensor, stream: &Stream, bits: &[u32]) -> Result<(), String> {
     let narrow = || bits.iter().map(|&bits| bits as u16).collect::<Vec<u16>>();
+    let bytes = || bits.iter().map(|&bits| bits as u8).collect::<Vec<u8>>();
     match tensor.dtype() {
         DType::F16 => tensor.copy_from_slice::<f16>(stream, bytemuck::cast_slice(&narrow())),
         DType::BF16 => tensor.copy_from_slice::<bf16>(stream, bytemuck::cast_slice(&narrow())),
         DType::F32 => tensor.copy_from_slice::<f32>(stream, bytemuck::cast_slice(bits)),
         DType::I32 => tensor.copy_from_slice::<i32>(stream, bytemuck::cast_slice(bits)),
+        DType::U8 => tensor.copy_from_slice(stream, &bytes()),
     }
     .map_err(|error| format!("refill: {error}"))
 }
@@ -37,6 +41,7 @@ pub fn download(stream: &Stream, tensor: &Tensor) -> Result<Vec<u32>, String> {
         DType::BF16 => tensor.to_vec::<bf16>(stream).map(|v| widen(bytemuck::cast_slice(&v))),
         DType::F32 => tensor.to_vec::<f32>(stream).map(|v| bytemuck::cast_slice(&v).to_vec()),
         DType::I32 => tensor.to_vec::<i32>(stream).map(|v| bytemuck::cast_slice(&v).to_vec()),
+        DType::U8 => tensor.to_vec::<u8>(stream).map(|v| v.into_iter().map(u32::from).collect()),
     }
     .map_err(|error| format!("download: {error}"))
 }

@@ -16,6 +16,7 @@
 //! | `BLOCKFLASH_CASES=n` | n times as many random cases |
 
 pub mod attention;
+pub mod block_masks;
 pub mod bsr;
 pub mod gpu;
 pub mod host;

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 pub const POISON: u8 = 0xFF;
 /// The bits of a poisoned element.
 pub fn poison(dtype: DType) -> u32 {
-    if dtype.size() == 2 { 0xFFFF } else { 0xFFFF_FFFF }
+    u32::MAX >> (32 - 8 * dtype.size())
 }
 
 /// The bits of `x` rounded to nearest in a floating-point type.
@@ -19,7 +19,7 @@ pub fn encode(dtype: DType, x: f32) -> u32 {
         DType::F16 => f16::from_f32(x).to_bits().into(),
         DType::BF16 => bf16::from_f32(x).to_bits().into(),
         DType::F32 => x.to_bits(),
-        DType::I32 => panic!("i32 tensors hold no real numbers"),
+        DType::I32 | DType::U8 => panic!("{dtype} tensors hold no real numbers"),
     }
 }
 
@@ -29,7 +29,7 @@ pub fn decode(dtype: DType, bits: u32) -> f32 {
         DType::F16 => f16::from_bits(bits as u16).to_f32(),
         DType::BF16 => bf16::from_bits(bits as u16).to_f32(),
         DType::F32 => f32::from_bits(bits),
-        DType::I32 => panic!("i32 tensors hold no real numbers"),
+        DType::I32 | DType::U8 => panic!("{dtype} tensors hold no real numbers"),
     }
 }
 
@@ -51,7 +51,7 @@ pub fn unit_roundoff(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 2f64.powi(-11),
         DType::BF16 => 2f64.powi(-8),
-        DType::F32 | DType::I32 => 2f64.powi(-24),
+        DType::F32 | DType::I32 | DType::U8 => 2f64.powi(-24),
     }
 }
 

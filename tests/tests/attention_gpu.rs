@@ -1,37 +1,22 @@
 //! Every attention kernel that the GPU can run against the oracle.
 
 use blockflash_ops::attention::{Attention, Mask};
-use blockflash_ops::{DType, Error, Stream, Tensor};
+use blockflash_ops::{DType, Stream, Tensor};
 use blockflash_sys::Row;
-use blockflash_sys::manifest::{self, AttentionTile, Variant};
+use blockflash_sys::manifest::AttentionTile;
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Kernel, Lengths,
-    Limits, attention_cases, edge_cases, head_dims, many_heads, run_and_check, special_cases,
+    Limits, attention_cases, dims_of_tile, edge_cases, many_heads, row_groups, run_and_check, run_or_refuse,
+    special_cases,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
 use blockflash_tests::number::{POISON, encode};
 use blockflash_tests::property;
 use half::{bf16, f16};
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 
 /// Multiply-adds per case and computation of the oracle; larger cases are sampled.
 const BUDGET: f64 = 3e8;
-
-/// Rows that compute the same problems: they share cases and references.
-fn groups(gpu: &Gpu) -> BTreeMap<(DType, u32), Vec<(&'static Row, AttentionTile)>> {
-    let mut groups: BTreeMap<_, Vec<_>> = BTreeMap::new();
-    for (row, tile) in gpu.rows().filter_map(|row| Some((row, row.attention_tile()?))) {
-        groups.entry((tile.dtype, tile.head_dim)).or_default().push((row, tile));
-    }
-    groups
-}
-
-/// Head dimensions for which a tile is the narrowest.
-fn dims_of_tile(head_dim: u32) -> Vec<usize> {
-    let widths = manifest::rows().iter().filter_map(Row::attention_tile).map(|tile| tile.head_dim);
-    let narrower = widths.filter(|&width| width < head_dim).max().unwrap_or(0);
-    head_dims(narrower as usize + 1..=head_dim as usize)
-}
 
 fn cases_of((dtype, head_dim): (DType, u32), rows: &[(&'static Row, AttentionTile)]) -> Vec<AttentionCase> {
     let dims = dims_of_tile(head_dim);
@@ -41,10 +26,11 @@ fn cases_of((dtype, head_dim): (DType, u32), rows: &[(&'static Row, AttentionTil
     tiles.sort_unstable();
     tiles.dedup();
     let mut cases = Vec::new();
-    for (block_q, block_kv) in tiles {
+    for &(block_q, block_kv) in &tiles {
         cases.extend(edge_cases(dtype, &dims, block_q, block_kv));
-        cases.extend(special_cases(dtype, wide, block_kv));
     }
+    let blocks_kv: BTreeSet<usize> = tiles.into_iter().map(|(_, block_kv)| block_kv).collect();
+    cases.extend(blocks_kv.into_iter().flat_map(|block_kv| special_cases(dtype, wide, block_kv)));
     cases.extend(many_heads(dtype, narrow));
     // A kernel takes all head dimensions up to its own.
     cases.push(AttentionCase { mask: Mask::causal(), ..AttentionCase::simple(dtype, (3, 1), 8, (130, 200)) });
@@ -62,7 +48,7 @@ fn every_row() {
     let Some(gpu) = gpu("attention_gpu::every_row") else { return };
     let stream = &gpu.stream;
     let mut report = Report::default();
-    for (key, rows) in groups(&gpu) {
+    for (key, rows) in row_groups(&gpu) {
         for case in cases_of(key, &rows) {
             let data = AttentionData::generate(&case);
             let reference = AttentionReference::compute(&case, &data, BUDGET);
@@ -79,28 +65,6 @@ fn every_row() {
     }
     beyond_31_bits(&gpu, &mut report);
     report.finish(&gpu, "attention_gpu");
-}
-
-/// Runs a case, unless the row has tensor maps and those cannot say that entries are repeated: then it says so, and the library
-/// takes another.
-fn run_or_refuse(
-    case: &AttentionCase,
-    data: &AttentionData,
-    reference: &AttentionReference,
-    row: &'static Row,
-    stream: &Stream,
-) -> Result<usize, String> {
-    let repeated =
-        case.broadcast_kv && matches!(case.lengths, Lengths::Dense { batch: 2.., seqlen_kv: 1.., .. });
-    if !(repeated && matches!(row.variant, Variant::AttentionFwdHopper(_))) {
-        return run_and_check(case, data, reference, Kernel::Row(row), stream);
-    }
-    let inputs = AttentionInputs::upload(case, data, stream)?;
-    match AttentionOutputs::poisoned(case, stream)?.launch(&inputs, Kernel::Row(row), stream) {
-        Err(Error::Unsupported { what, .. }) if what.contains("tensor map") => {}
-        other => return Err(format!("repeated keys were not refused: {other:?}\n    {case:?}")),
-    }
-    run_and_check(case, data, reference, Kernel::Selected, stream).map(|_| 0)
 }
 
 fn prepared(case: &AttentionCase) -> (AttentionData, AttentionReference) {

@@ -4,7 +4,7 @@ use blockflash_ops::attention::{Align, Mask};
 use blockflash_ops::{DType, Device, Stream};
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, BlockCase, BlockPattern, Blocks, Kernel,
-    Lengths, Limits, MaskHeads, block_cases, block_sparse_cases, head_dims, run_case,
+    Lengths, Limits, MaskHeads, block_cases, block_sparse_cases, block_tile_cases, head_dims, run_case,
 };
 use blockflash_tests::number::decode;
 use blockflash_tests::property;
@@ -46,6 +46,18 @@ fn densities_masks_and_block_sizes() {
     let stream = cpu();
     for (dtype, head_dim) in [(DType::F16, 64), (DType::BF16, 24), (DType::F32, 33)] {
         let cases = block_cases(dtype, head_dim);
+        let failures: Vec<String> =
+            cases.iter().filter_map(|case| run_case(case, Kernel::Selected, &stream).err()).collect();
+        assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures.join("\n"));
+    }
+}
+
+/// What kernels with such tiles are asked.
+#[test]
+fn blocks_that_consist_of_tiles() {
+    let stream = cpu();
+    for (q, kv) in [(64, 64), (128, 32), (192, 128), (128, 80)] {
+        let cases = block_tile_cases(DType::BF16, 16, q, kv);
         let failures: Vec<String> =
             cases.iter().filter_map(|case| run_case(case, Kernel::Selected, &stream).err()).collect();
         assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures.join("\n"));

@@ -20,8 +20,11 @@ const BUDGET: f64 = 2e8;
 fn tile(row: &Row) -> Option<Tile> {
     match row.variant {
         Variant::BsrMatmul(tile) => Some(tile),
-        // Rows of attention_gpu and probe_gpu. No catch-all: a new kind of kernel needs a suite.
-        Variant::AttentionFwd(_) | Variant::AttentionFwdHopper(_) | Variant::Probe(_) => None,
+        // Rows of attention_gpu, block_mask_gpu and probe_gpu. No catch-all: a new kind of kernel needs a suite.
+        Variant::AttentionFwd(_)
+        | Variant::AttentionFwdHopper(_)
+        | Variant::BlockMask(_)
+        | Variant::Probe(_) => None,
     }
 }
 

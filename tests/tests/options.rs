@@ -4,7 +4,8 @@ use blockflash_ops::attention::{Align, Mask};
 use blockflash_ops::bsr_matmul::Activation;
 use blockflash_ops::{DType, Device, Stream};
 use blockflash_tests::attention::{
-    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, Kernel, Lengths,
+    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, BlockCase, BlockPattern, Kernel,
+    Lengths, MaskHeads,
 };
 use blockflash_tests::bsr::{BiasKind, BsrCase, BsrData, BsrInputs, Kernel as BsrKernel, Pattern};
 use blockflash_tests::gpu::{gpu, wait};
@@ -28,6 +29,11 @@ fn attention_options_act(stream: &Stream) {
     let mask = |mask| AttentionCase { mask, ..base.clone() };
     let window = |left, right, align| mask(Mask::Window { left, right, align });
     let (top, bottom) = (Align::TopLeft, Align::BottomRight);
+    let blocks = |block_q, block_kv, heads, density| {
+        let pattern = BlockPattern::Random(density);
+        let block_mask = Some(BlockCase { block_q, block_kv, per_entry: false, heads, pattern });
+        AttentionCase { block_mask, ..base.clone() }
+    };
     // All pairwise different in o, whatever they are compared with.
     let cases = [
         base.clone(),
@@ -48,6 +54,11 @@ fn attention_options_act(stream: &Stream) {
         AttentionCase { sink: true, ..base.clone() },
         AttentionCase { sink: true, softcap: Some(1.0), ..base.clone() },
         AttentionCase { seed: 2, sink: true, ..base.clone() },
+        blocks(64, 64, MaskHeads::One, 0.5),
+        blocks(64, 64, MaskHeads::KeyValue, 0.5),
+        blocks(64, 64, MaskHeads::Query, 0.5),
+        blocks(128, 64, MaskHeads::One, 0.5),
+        blocks(64, 128, MaskHeads::One, 0.5),
         packed(&[(40, 100), (50, 50)]),
         packed(&[(41, 100), (49, 50)]),
         packed(&[(40, 101), (50, 49)]),

@@ -3,8 +3,8 @@
 use blockflash_ops::attention::{self, AttentionProblem, Mask};
 use blockflash_ops::bsr_matmul::{self, BsrProblem};
 use blockflash_ops::{
-    Align, ComputeCapability, CudaProperties, DType, Error, Row, Status, attention_flops, bsr_flops,
-    support_with,
+    Align, BlockMaskSizes, ComputeCapability, CudaProperties, DType, Error, Row, Status, attention_flops,
+    bsr_flops, support_with,
 };
 use blockflash_sys::manifest::{self, Variant};
 use proptest::prelude::*;
@@ -64,14 +64,23 @@ proptest! {
         sizes in (0..5usize, 0..3000usize, 0..3000usize),
         heads in (0..6usize, 1..6usize),
         right in prop::option::of(0..50usize),
+        blocks in prop::option::of((1..=6u32, 1..=6u32, any::<[bool; 2]>())),
     ) {
         let heads = [heads.0 * heads.1, heads.1];
+        let block_mask = blocks.map(|(q, kv, [per_entry, per_head])| BlockMaskSizes {
+            block_q: 64 * q,
+            block_kv: 64 * kv,
+            batch: if per_entry { sizes.0.max(1) as u32 } else { 1 },
+            heads: if per_head { heads[1] as u32 } else { 1 },
+        });
         let problem = AttentionProblem {
             mask: Mask::Window { left: None, right, align: Align::BottomRight },
+            block_mask,
             ..AttentionProblem::dense(dtype, [sizes.0, sizes.1, sizes.2], heads, head_dim)
         };
         let fits = |row: &Row| row.attention_tile().is_some_and(|tile| {
-            tile.dtype == dtype && tile.head_dim as usize >= head_dim && head_dim % 8 == 0
+            let divides = |mask: BlockMaskSizes| mask.block_q % tile.block_q == 0 && mask.block_kv % tile.block_kv == 0;
+            tile.dtype == dtype && tile.head_dim as usize >= head_dim && head_dim % 8 == 0 && block_mask.is_none_or(divides)
         }) && runs(row, &gpu);
         let possible: Vec<&Row> = manifest::rows().iter().filter(|row| fits(row)).collect();
         match attention::select(&problem, &gpu) {
@@ -81,13 +90,22 @@ proptest! {
                 prop_assert!(!(machine_code && row.target.is_ptx()), "PTX where {} has machine code", gpu.name);
                 let plan = attention::plan(row, &problem, &gpu).unwrap();
                 let tile = row.attention_tile().unwrap();
-                let tiles = (sizes.1.div_ceil(tile.block_q as usize) * heads[0] * sizes.0) as u32;
-                let persistent = matches!(row.variant, Variant::AttentionFwdHopper(_));
-                let blocks = if persistent { tiles.min(gpu.multiprocessors) } else { tiles };
+                // Rows of a mask have equally many tiles, also the last one.
+                let block_q = block_mask.map_or(tile.block_q, |mask| mask.block_q);
+                let tiles_q = sizes.1.div_ceil(block_q as usize) * (block_q / tile.block_q) as usize;
+                let tiles = (tiles_q * heads[0] * sizes.0) as u32;
+                let stay = match row.variant {
+                    Variant::AttentionFwdHopper(tile) => Some(gpu.multiprocessors * tile.blocks_per_multiprocessor),
+                    _ => None,
+                };
+                let (blocks, persistent) = (stay.map_or(tiles, |blocks| tiles.min(blocks)), stay.is_some());
                 prop_assert_eq!(plan.config.grid, [blocks, 1, 1]);
                 prop_assert_eq!(plan.config.programmatic_dependent_launch, persistent);
                 prop_assert_eq!((plan.config.block, plan.config.smem_bytes), (row.threads(), row.smem_bytes()));
                 prop_assert_eq!((plan.params.base().seqlen_q, plan.params.base().head_dim), (sizes.1 as i32, head_dim as i32));
+                let mask = plan.params.base().block_mask;
+                let rows = block_mask.map_or(0, |mask| sizes.1.div_ceil(mask.block_q as usize));
+                prop_assert_eq!(mask.rows as usize, rows);
             }
             Err(Error::Unsupported { op, arch, what }) => {
                 prop_assert!(possible.is_empty(), "{op} on {arch}: {what}; but {} runs", possible[0].image_name());

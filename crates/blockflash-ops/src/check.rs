@@ -104,3 +104,15 @@ pub(crate) fn vector(what: &'static str, view: &View<'_>, dtype: DType, shape: &
     operand.shape_is(shape)?;
     operand.last_dim_contiguous()
 }
+
+/// A contiguous operand of this type and shape.
+pub(crate) fn contiguous(what: &'static str, view: &View<'_>, dtype: DType, shape: &[usize]) -> Result<()> {
+    let operand = Operand::new(what, view);
+    operand.dtype_in(&[dtype])?;
+    operand.shape_is(shape)?;
+    if view.layout().is_contiguous() {
+        return Ok(());
+    }
+    let expected = "it must be row-major without gaps";
+    Err(Error::Stride { what, expected, found: view.strides().to_vec() })
+}

@@ -5,9 +5,10 @@ use crate::attention::AttentionProblem;
 use crate::bsr_matmul::BsrProblem;
 
 /// FLOPs of an attention forward pass: `4 * visited pairs * head_dim` for each batch entry and query head. `None` when the
-/// batch is variable-length: see [`attention_varlen_flops`].
+/// batch is variable-length, see [`attention_varlen_flops`], or when there is a block mask, see
+/// [`BlockMask::visited_pairs`](crate::BlockMask::visited_pairs).
 pub fn attention_flops(problem: &AttentionProblem) -> Option<u64> {
-    if problem.packed.is_some() {
+    if problem.packed.is_some() || problem.block_mask.is_some() {
         return None;
     }
     let pairs = problem.mask.visited_pairs(problem.seqlen_q, problem.seqlen_kv);
@@ -41,7 +42,7 @@ fn scaled(count: u64, factors: &[usize]) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Align, DType, Mask};
+    use crate::{Align, BlockMaskSizes, DType, Mask};
 
     #[test]
     fn attention_counts_visited_pairs() {
@@ -53,6 +54,9 @@ mod tests {
         let mask = Mask::Window { left: Some(1), right: Some(0), align: Align::TopLeft };
         let window = AttentionProblem { mask, ..full };
         assert_eq!(attention_flops(&window), Some(4 * 2 * 4 * 64 * (1 + 2 + 2 + 2 + 2)));
+        // Which blocks are visited is not known from their sizes.
+        let sizes = BlockMaskSizes { block_q: 64, block_kv: 64, batch: 1, heads: 1 };
+        assert_eq!(attention_flops(&AttentionProblem { block_mask: Some(sizes), ..full }), None);
     }
 
     #[test]

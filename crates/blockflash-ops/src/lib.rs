@@ -4,8 +4,7 @@
 //!
 //! - [`Attention`]: softmax attention with causal and window [`Mask`]s, grouped heads, softcap, sinks, variable length.
 //! - [`BsrMatmul`]: a block-sparse [`BsrMatrix`] times a dense matrix, with bias and activation.
-//! - [`BlockMask`]: which blocks of queries × keys block-sparse attention visits. [`Attention`] takes one on the CPU; the kernel
-//!   for GPUs comes next.
+//! - [`BlockMask`]: which blocks of queries × keys block-sparse [`Attention`] visits; a [`BlockMaskBuffer`] builds one on a GPU.
 //! - [`support`]: what runs on a device, and why not otherwise.
 //!
 //! Every call goes one way: the operands are validated into a plain problem ([`Attention::problem`]), a kernel is selected
@@ -28,7 +27,7 @@ pub use attention::{
     Align, Attention, AttentionOutput, AttentionProblem, BlockMaskSizes, CuSeqlens, Mask, PackedRows,
     PreparedAttention,
 };
-pub use block_sparse::{BlockGeometry, BlockMask};
+pub use block_sparse::{BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource};
 pub use bsr_matmul::{Activation, Bias, BsrMatmul, BsrMatrix, BsrProblem, PreparedBsrMatmul};
 pub use error::{Error, Result};
 pub use flops::{attention_flops, attention_varlen_flops, bsr_flops};

@@ -1,4 +1,4 @@
-use crate::attention::{self, AttentionProblem};
+use crate::attention::{self, AttentionProblem, BlockMaskSizes};
 use crate::bsr_matmul::{self, BsrProblem};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, Device};
@@ -12,7 +12,7 @@ pub struct SupportRow {
     pub op: &'static str,
     /// Element type of the inputs.
     pub dtype: DType,
-    /// What the line is about: `head_dim 72..=96`, `block 32`.
+    /// What the line is about: `head_dim 72..=96`, the same with `blocks of 64 × 64` of a block mask, `block 32`.
     pub size: String,
     /// What runs, or why nothing does.
     pub status: Status,
@@ -40,7 +40,8 @@ pub enum Status {
 }
 
 /// What runs on a device: every operation, element type and size that some kernel is made for, and what each would use here.
-/// For a BSR matmul it is the kernel for many columns; few columns may take a narrower one.
+/// For attention under a block mask it is the kernel for the smallest blocks and for twice as large ones; other blocks may take
+/// another. For a BSR matmul it is the kernel for many columns; few columns may take a narrower one.
 pub fn support(device: &Device) -> Vec<SupportRow> {
     support_with(device.cuda_properties())
 }
@@ -55,7 +56,13 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
         };
         for (size, head_dim) in head_dims() {
             let problem = AttentionProblem::dense(dtype, [1, 1, 1], [1, 1], head_dim as usize);
-            push(attention::OP, size, &|gpu| attention::select(&problem, gpu));
+            push(attention::OP, size.clone(), &|gpu| attention::select(&problem, gpu));
+            for block in [64, 128] {
+                let sizes = BlockMaskSizes { block_q: block, block_kv: block, batch: 1, heads: 1 };
+                let problem = AttentionProblem { block_mask: Some(sizes), ..problem };
+                let size = format!("{size}, blocks of {block} × {block}");
+                push(attention::OP, size, &|gpu| attention::select(&problem, gpu));
+            }
         }
         for block_size in block_sizes() {
             let block = block_size as usize;
@@ -108,6 +115,7 @@ mod tests {
             for (op, size) in [
                 ("attention", "head_dim 8..=64"),
                 ("attention", "head_dim 200..=256"),
+                ("attention", "head_dim 72..=96, blocks of 64 × 64"),
                 ("bsr_matmul", "block 64"),
             ] {
                 let found =

@@ -5,7 +5,7 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// A Rust type that is an element type of tensors: `f16`, `bf16` (of the crate `half`), `f32` and `i32`.
+/// A Rust type that is an element type of tensors: `f16`, `bf16` (of the crate `half`), `f32`, `i32` and `u8`.
 pub trait Element: bytemuck::Pod + Send + Sync + std::fmt::Debug + PartialEq + sealed::Sealed {
     /// The element type as a value.
     const DTYPE: DType;
@@ -21,4 +21,4 @@ macro_rules! element {
     )*};
 }
 
-element!(f16 => F16, bf16 => BF16, f32 => F32, i32 => I32);
+element!(f16 => F16, bf16 => BF16, f32 => F32, i32 => I32, u8 => U8);

@@ -4,8 +4,8 @@ use crate::{Device, Error, Result, Row};
 use blockflash_sys::image;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
-    blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params, blockflash_bsr_matmul_params,
-    blockflash_probe_params,
+    blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params, blockflash_block_mask_build_params,
+    blockflash_block_scores_params, blockflash_bsr_matmul_params, blockflash_probe_params,
 };
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 use std::ffi::CString;
@@ -19,6 +19,8 @@ mod sealed {
     pub trait Sealed {}
     impl Sealed for super::blockflash_attention_fwd_params {}
     impl Sealed for super::blockflash_attention_fwd_tma_params {}
+    impl Sealed for super::blockflash_block_mask_build_params {}
+    impl Sealed for super::blockflash_block_scores_params {}
     impl Sealed for super::blockflash_bsr_matmul_params {}
     impl Sealed for super::blockflash_probe_params {}
 }
@@ -28,6 +30,8 @@ pub trait KernelParams: Copy + 'static + sealed::Sealed {}
 
 impl KernelParams for blockflash_attention_fwd_params {}
 impl KernelParams for blockflash_attention_fwd_tma_params {}
+impl KernelParams for blockflash_block_mask_build_params {}
+impl KernelParams for blockflash_block_scores_params {}
 impl KernelParams for blockflash_bsr_matmul_params {}
 impl KernelParams for blockflash_probe_params {}
 

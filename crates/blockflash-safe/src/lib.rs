@@ -41,7 +41,7 @@ mod tile_counter;
 mod view;
 mod view_mut;
 
-pub use blockflash_sys::{ComputeCapability, DType, Row, Target, manifest, params};
+pub use blockflash_sys::{BlockMaskKernel, ComputeCapability, DType, Row, Target, manifest, params};
 pub use device::{CudaDriver, CudaProperties, CudaStatus, Device, cuda_status};
 pub use driver::NEEDED_DRIVER_VERSION;
 pub use element::Element;
@@ -52,7 +52,9 @@ pub use host_gemm::host_gemm;
 pub use kernel::{KernelInfo, KernelParams};
 pub use launch::LaunchConfig;
 pub use layout::{Layout, MAX_RANK};
-pub use operands::{AttentionFwdOperands, BsrMatmulOperands};
+pub use operands::{
+    AttentionFwdOperands, BlockMaskBuildOperands, BlockMaskOperands, BlockScoresOperands, BsrMatmulOperands,
+};
 pub use probe::PROBE_CHUNK_BYTES;
 pub use stream::Stream;
 pub use tensor::Tensor;

@@ -175,6 +175,7 @@ fn data_type(dtype: DType) -> sys::CUtensorMapDataType {
         DType::BF16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         DType::F32 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
         DType::I32 => Type::CU_TENSOR_MAP_DATA_TYPE_INT32,
+        DType::U8 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }
 }
 

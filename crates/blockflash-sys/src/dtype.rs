@@ -14,24 +14,28 @@ pub enum DType {
     F32 = 2,
     /// Signed 32-bit integer (indices, sequence offsets).
     I32 = 3,
+    /// Unsigned 8-bit integer (booleans: 0 is false).
+    U8 = 4,
 }
 
 impl DType {
     /// Bytes of one element.
     pub const fn size(self) -> usize {
         match self {
+            DType::U8 => 1,
             DType::F16 | DType::BF16 => 2,
             DType::F32 | DType::I32 => 4,
         }
     }
 
-    /// Short lower-case name: `f16`, `bf16`, `f32`, `i32`.
+    /// Short lower-case name: `f16`, `bf16`, `f32`, `i32`, `u8`.
     pub const fn name(self) -> &'static str {
         match self {
             DType::F16 => "f16",
             DType::BF16 => "bf16",
             DType::F32 => "f32",
             DType::I32 => "i32",
+            DType::U8 => "u8",
         }
     }
 }

@@ -4,6 +4,7 @@
 //! written: the kernel build, the planner, the tests and the benches all read it.
 #![forbid(unsafe_code)]
 
+mod block_mask;
 mod dtype;
 mod expect;
 pub mod image;
@@ -16,6 +17,7 @@ mod release;
 mod target;
 mod tile;
 
+pub use block_mask::BlockMaskKernel;
 pub use dtype::DType;
 pub use expect::Expect;
 pub use manifest::Row;

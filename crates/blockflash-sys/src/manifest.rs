@@ -7,7 +7,7 @@
 pub use crate::release::{released_rows, rows, trial_rows};
 pub use crate::tile::{AttentionFwd, AttentionFwdHopper, AttentionTile, BsrMatmul};
 
-use crate::{DType, Expect, Probe, Target};
+use crate::{BlockMaskKernel, DType, Expect, Probe, Target};
 use std::sync::LazyLock;
 
 /// One kernel image: a variant compiled for a target.
@@ -22,12 +22,14 @@ pub struct Row {
 /// The operation of a row with its compile-time parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Variant {
-    /// Dense attention forward with the instructions that every GPU from Ampere on has.
+    /// Attention forward, dense or under a block mask, with the instructions that every GPU from Ampere on has.
     AttentionFwd(AttentionFwd),
     /// Dense attention forward with those that only Hopper has.
     AttentionFwdHopper(AttentionFwdHopper),
     /// Block-sparse (BSR) matrix times dense matrix.
     BsrMatmul(BsrMatmul),
+    /// Block masks made on the GPU.
+    BlockMask(BlockMaskKernel),
     /// No operation: one unit of the GPU at its highest rate, which kernels are held against.
     Probe(Probe),
 }
@@ -39,6 +41,7 @@ impl Row {
             Variant::AttentionFwd(_) => "attention_fwd_sm80",
             Variant::AttentionFwdHopper(_) => "attention_fwd_sm90a",
             Variant::BsrMatmul(_) => "bsr_matmul_sm80",
+            Variant::BlockMask(kernel) => kernel.source(),
             Variant::Probe(probe) if probe.is_hopper() => "probe_sm90a",
             Variant::Probe(_) => "probe_sm80",
         }
@@ -77,6 +80,7 @@ impl Row {
                 t.warps_n,
                 t.stages
             ),
+            Variant::BlockMask(kernel) => format!("blockflash_{}_{}", self.source(), kernel.name()),
             Variant::Probe(probe) => format!("blockflash_{}_{}", self.source(), probe.name()),
         }
     }
@@ -93,6 +97,7 @@ impl Row {
             Variant::AttentionFwd(t) => t.warps,
             Variant::AttentionFwdHopper(t) => t.warps(),
             Variant::BsrMatmul(t) => t.warps_m * t.warps_n,
+            Variant::BlockMask(kernel) => kernel.warps(),
             Variant::Probe(_) => 8,
         }
     }
@@ -103,6 +108,7 @@ impl Row {
             Variant::AttentionFwd(t) => t.smem_bytes(),
             Variant::AttentionFwdHopper(t) => t.smem_bytes(),
             Variant::BsrMatmul(t) => t.smem_bytes(),
+            Variant::BlockMask(_) => 0,
             Variant::Probe(probe) => probe.smem_bytes(),
         }
     }
@@ -133,7 +139,7 @@ impl Row {
                 number("VARIANT_STAGES", t.stages);
                 number("VARIANT_Q_STAGES", t.q_stages);
                 number("VARIANT_Q_IN_REGISTERS", t.q_in_registers.into());
-                number("VARIANT_MIN_BLOCKS", 1);
+                number("VARIANT_MIN_BLOCKS", t.blocks_per_multiprocessor);
             }
             Variant::BsrMatmul(t) => {
                 number("VARIANT_DTYPE", t.dtype as u32);
@@ -145,10 +151,8 @@ impl Row {
                 number("VARIANT_STAGES", t.stages);
                 number("VARIANT_MIN_BLOCKS", t.min_blocks);
             }
-            Variant::Probe(probe) => {
-                number("VARIANT_PROBE", probe as u32);
-                number("VARIANT_MIN_BLOCKS", probe.min_blocks());
-            }
+            Variant::BlockMask(kernel) => kernel.macros(number),
+            Variant::Probe(probe) => probe.macros(number),
         }
         macros
     }
@@ -182,6 +186,7 @@ impl Row {
             Variant::BsrMatmul(_) => {
                 &[Contains("HMMA"), Contains("LDGSTS"), Contains("LDSM"), Lacks("LDL"), Lacks("STL")]
             }
+            Variant::BlockMask(kernel) => kernel.expects(),
             Variant::Probe(probe) => probe.expects(),
         }
     }
@@ -207,12 +212,15 @@ const fn attention(
 
 /// Attention tiles by head dimension: 32 query rows per warp halve the shared-memory reads of K and V where the accumulators fit
 /// into registers (head_dim ≤ 128), else 16. At 128 the tile that is fastest on Hopper leaves room for one block per
-/// multiprocessor on GPUs with 100 KB of shared memory, so those take half the keys per step and run two.
+/// multiprocessor on GPUs with 100 KB of shared memory, so those take half the keys per step and run two. The narrower tiles of 64
+/// and 128 are for block masks with 64 queries per block: dense problems take the first of a head dimension.
 const ATTENTION_FWD: &[(&[Target], AttentionFwd)] = &[
     (ALL, attention(64, 128, 64, 4, 1, 2)),
+    (ALL, attention(64, 64, 64, 4, 1, 2)),
     (ALL, attention(96, 128, 64, 4, 1, 2)),
     (LARGE_SMEM, attention(128, 128, 64, 4, 1, 2)),
     (SMALL_SMEM, attention(128, 128, 32, 4, 1, 2)),
+    (ALL, attention(128, 64, 64, 4, 1, 2)),
     (ALL, attention(192, 64, 64, 4, 1, 2)),
     (ALL, attention(256, 64, 64, 4, 1, 2)),
 ];
@@ -223,24 +231,42 @@ const fn hopper(
     warpgroups: u32,
     [stages, q_stages]: [u32; 2],
     q_in_registers: bool,
+    blocks_per_multiprocessor: u32,
     step_cost: u32,
 ) -> AttentionFwdHopper {
     let dtype = DType::F16;
-    AttentionFwdHopper { dtype, head_dim, block_kv, warpgroups, stages, q_stages, q_in_registers, step_cost }
+    AttentionFwdHopper {
+        dtype,
+        head_dim,
+        block_kv,
+        warpgroups,
+        stages,
+        q_stages,
+        q_in_registers,
+        blocks_per_multiprocessor,
+        step_cost,
+    }
 }
 
 /// Attention tiles of Hopper by head dimension. Three warpgroups where registers allow it (outputs, scores and probabilities
 /// take at most 132 of 160 per thread); with two or one, Q is in registers where some are free. Narrower blocks are for few
-/// queries: a grid that does not fill the multiprocessors costs more than they do.
+/// queries: a grid that does not fill the multiprocessors costs more than they do. Those with 64 keys are for block masks; of the ones with
+/// 64 queries as well two blocks share a multiprocessor, as warpgroups with lists of their own cannot share keys.
 const ATTENTION_FWD_HOPPER: &[AttentionFwdHopper] = &[
-    hopper(64, 128, 3, [2, 2], false, 100),
-    hopper(64, 128, 2, [2, 1], true, 78),
-    hopper(64, 128, 1, [2, 1], true, 57),
-    hopper(96, 128, 2, [2, 1], true, 100),
-    hopper(128, 128, 2, [2, 1], true, 100),
-    hopper(128, 128, 1, [2, 1], true, 69),
-    hopper(192, 80, 2, [2, 1], false, 100),
-    hopper(256, 80, 2, [2, 1], false, 100),
+    hopper(64, 128, 3, [2, 2], false, 1, 100),
+    hopper(64, 128, 2, [2, 1], true, 1, 78),
+    hopper(64, 128, 1, [2, 1], true, 1, 57),
+    hopper(64, 64, 2, [4, 1], true, 1, 87),
+    hopper(64, 64, 1, [4, 1], true, 2, 85),
+    hopper(96, 128, 2, [2, 1], true, 1, 100),
+    hopper(128, 128, 2, [2, 1], true, 1, 100),
+    hopper(128, 128, 1, [2, 1], true, 1, 69),
+    hopper(128, 64, 2, [3, 1], true, 1, 110),
+    hopper(128, 64, 1, [2, 1], true, 2, 118),
+    hopper(192, 80, 2, [2, 1], false, 1, 100),
+    hopper(256, 80, 2, [2, 1], false, 1, 100),
+    hopper(256, 64, 2, [2, 1], false, 1, 105),
+    hopper(256, 64, 1, [2, 1], false, 1, 70),
 ];
 
 const fn bsr(
@@ -270,22 +296,22 @@ pub fn all_rows() -> &'static [Row] {
     static ROWS: LazyLock<Vec<Row>> = LazyLock::new(|| {
         let mut rows = Vec::new();
         for target in Target::ALL {
+            let mut push = |variant| rows.push(Row { variant, target });
             for dtype in [DType::F16, DType::BF16] {
                 for &tile in ATTENTION_FWD_HOPPER.iter().filter(|_| target == Target::Sm90a) {
-                    rows.push(Row {
-                        variant: Variant::AttentionFwdHopper(AttentionFwdHopper { dtype, ..tile }),
-                        target,
-                    });
+                    push(Variant::AttentionFwdHopper(AttentionFwdHopper { dtype, ..tile }));
                 }
                 for &(_, tile) in ATTENTION_FWD.iter().filter(|(targets, _)| targets.contains(&target)) {
-                    rows.push(Row { variant: Variant::AttentionFwd(AttentionFwd { dtype, ..tile }), target });
+                    push(Variant::AttentionFwd(AttentionFwd { dtype, ..tile }));
                 }
                 for &(_, tile) in BSR_MATMUL.iter().filter(|(targets, _)| targets.contains(&target)) {
-                    rows.push(Row { variant: Variant::BsrMatmul(BsrMatmul { dtype, ..tile }), target });
+                    push(Variant::BsrMatmul(BsrMatmul { dtype, ..tile }));
                 }
             }
+            let kernels = BlockMaskKernel::ALL.into_iter().filter(|_| ALL.contains(&target));
+            kernels.for_each(|kernel| push(Variant::BlockMask(kernel)));
             let probes = Probe::ALL.into_iter().filter(|probe| probe.targets().contains(&target));
-            rows.extend(probes.map(|probe| Row { variant: Variant::Probe(probe), target }));
+            probes.for_each(|probe| push(Variant::Probe(probe)));
         }
         rows
     });

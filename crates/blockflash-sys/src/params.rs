@@ -18,6 +18,71 @@ pub const BLOCKFLASH_PROBE_WGMMA_F16: i32 = 6;
 pub const BLOCKFLASH_PROBE_WGMMA_BF16: i32 = 7;
 pub const BLOCKFLASH_PROBE_WGMMA_E4M3: i32 = 8;
 pub const BLOCKFLASH_PROBE_BULK: i32 = 9;
+pub const BLOCKFLASH_BLOCK_SOURCE_BOOL: i32 = 0;
+pub const BLOCKFLASH_BLOCK_SOURCE_LISTS: i32 = 1;
+pub const BLOCKFLASH_BLOCK_SOURCE_SCORES: i32 = 2;
+pub const BLOCKFLASH_BLOCK_MASK_CHOOSE: i32 = 0;
+pub const BLOCKFLASH_BLOCK_MASK_LIST: i32 = 1;
+pub const BLOCKFLASH_BLOCK_PROBLEM_NO_COLUMN: i32 = 0;
+pub const BLOCKFLASH_BLOCK_PROBLEM_TWICE: i32 = 1;
+pub const BLOCKFLASH_BLOCK_PROBLEM_NAN: i32 = 2;
+pub const BLOCKFLASH_BLOCK_PROBLEM_CAPACITY: i32 = 3;
+pub const BLOCKFLASH_BLOCK_SCORES_MEANS: i32 = 0;
+pub const BLOCKFLASH_BLOCK_SCORES_PRODUCTS: i32 = 1;
+/** Which blocks of queries × keys attention visits, in BSR: the block columns of block row r of group g are
+ col_idx\[row_ptr\[g·(rows + 1) + r\]\] to before col_idx\[row_ptr\[g·(rows + 1) + r + 1\]\], ascending. The group of a batch entry and
+ head of q is batch·groups_per_batch + head / heads_per_group.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_block_mask {
+    /// \[groups, rows + 1\]; null: every block is visited
+    pub row_ptr: *const i32,
+    pub col_idx: *const i32,
+    /// \[groups, rows\] order in which the rows of a group are taken, longest first; null: last first
+    pub row_order: *const i32,
+    /// ceil(seqlen_q / block_q)
+    pub rows: i32,
+    /// multiples of the tile's, which divide them
+    pub block_q: i32,
+    /// multiples of the tile's, which divide them
+    pub block_kv: i32,
+    /// 0: the same for all batch entries
+    pub groups_per_batch: i32,
+    pub heads_per_group: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_block_mask",
+    ][::core::mem::size_of::<blockflash_block_mask>() - 48usize];
+    [
+        "Alignment of blockflash_block_mask",
+    ][::core::mem::align_of::<blockflash_block_mask>() - 8usize];
+    [
+        "Offset of field: blockflash_block_mask::row_ptr",
+    ][::core::mem::offset_of!(blockflash_block_mask, row_ptr) - 0usize];
+    [
+        "Offset of field: blockflash_block_mask::col_idx",
+    ][::core::mem::offset_of!(blockflash_block_mask, col_idx) - 8usize];
+    [
+        "Offset of field: blockflash_block_mask::row_order",
+    ][::core::mem::offset_of!(blockflash_block_mask, row_order) - 16usize];
+    [
+        "Offset of field: blockflash_block_mask::rows",
+    ][::core::mem::offset_of!(blockflash_block_mask, rows) - 24usize];
+    [
+        "Offset of field: blockflash_block_mask::block_q",
+    ][::core::mem::offset_of!(blockflash_block_mask, block_q) - 28usize];
+    [
+        "Offset of field: blockflash_block_mask::block_kv",
+    ][::core::mem::offset_of!(blockflash_block_mask, block_kv) - 32usize];
+    [
+        "Offset of field: blockflash_block_mask::groups_per_batch",
+    ][::core::mem::offset_of!(blockflash_block_mask, groups_per_batch) - 36usize];
+    [
+        "Offset of field: blockflash_block_mask::heads_per_group",
+    ][::core::mem::offset_of!(blockflash_block_mask, heads_per_group) - 40usize];
+};
 /** Attention forward: o = softmax(mask(q·kᵀ · softmax_scale))·v for each batch entry and head.
 
  Query i attends key j when -window_left <= j - (i + diagonal) <= window_right, where diagonal is
@@ -71,12 +136,14 @@ pub struct blockflash_attention_fwd_params {
     pub softmax_scale: f32,
     /// 0 turns it off, else scores become softcap·tanh(score / softcap)
     pub softcap: f32,
+    /// not with cu_seqlens
+    pub block_mask: blockflash_block_mask,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     [
         "Size of blockflash_attention_fwd_params",
-    ][::core::mem::size_of::<blockflash_attention_fwd_params>() - 224usize];
+    ][::core::mem::size_of::<blockflash_attention_fwd_params>() - 272usize];
     [
         "Alignment of blockflash_attention_fwd_params",
     ][::core::mem::align_of::<blockflash_attention_fwd_params>() - 8usize];
@@ -190,6 +257,9 @@ const _: () = {
     [
         "Offset of field: blockflash_attention_fwd_params::softcap",
     ][::core::mem::offset_of!(blockflash_attention_fwd_params, softcap) - 216usize];
+    [
+        "Offset of field: blockflash_attention_fwd_params::block_mask",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, block_mask) - 224usize];
 };
 /// What the driver encodes a tensor into for the tensor memory accelerator (CUtensorMap).
 #[repr(C)]
@@ -240,7 +310,7 @@ pub struct blockflash_attention_fwd_tma_params {
 const _: () = {
     [
         "Size of blockflash_attention_fwd_tma_params",
-    ][::core::mem::size_of::<blockflash_attention_fwd_tma_params>() - 768usize];
+    ][::core::mem::size_of::<blockflash_attention_fwd_tma_params>() - 832usize];
     [
         "Alignment of blockflash_attention_fwd_tma_params",
     ][::core::mem::align_of::<blockflash_attention_fwd_tma_params>() - 64usize];
@@ -262,23 +332,23 @@ const _: () = {
     [
         "Offset of field: blockflash_attention_fwd_tma_params::tile_counter",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, tile_counter)
-        - 736usize];
+        - 784usize];
     [
         "Offset of field: blockflash_attention_fwd_tma_params::heads_per_section",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, heads_per_section)
-        - 744usize];
+        - 792usize];
     [
         "Offset of field: blockflash_attention_fwd_tma_params::scale_log2",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, scale_log2)
-        - 748usize];
+        - 796usize];
     [
         "Offset of field: blockflash_attention_fwd_tma_params::inverse_scale_log2",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, inverse_scale_log2)
-        - 752usize];
+        - 800usize];
     [
         "Offset of field: blockflash_attention_fwd_tma_params::scale_over_cap",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, scale_over_cap)
-        - 756usize];
+        - 804usize];
 };
 /// BSR matmul: c = activation(alpha·a·b + beta·c + bias), a block-sparse \[m, k\], b and c dense row-major.
 #[repr(C)]
@@ -418,4 +488,246 @@ const _: () = {
     [
         "Offset of field: blockflash_probe_params::iterations",
     ][::core::mem::offset_of!(blockflash_probe_params, iterations) - 24usize];
+};
+/** Block mask: the source's blocks and those of `always`, without what the token mask hides entirely, as index arrays in BSR.
+
+ Row r of a batch entry and head is row (batch·heads + head)·rows + r of all. A slab is as many neighbouring rows of one head
+ as a block of threads has warps; the last slab of a head may have fewer.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_block_mask_build_params {
+    pub source: *const ::core::ffi::c_void,
+    /// visited whatever the source says; row_ptr is null: none
+    pub always: blockflash_block_mask,
+    /// \[batch, heads, rows, ceil(cols / 32)\] columns of each row, the first in the lowest bit
+    pub bits: *mut u32,
+    /// \[batch, heads, rows\] columns of each row, whatever the capacity
+    pub lengths: *mut i32,
+    /// \[batch, heads, slabs\] sums of lengths
+    pub slab_lengths: *mut i32,
+    /// \[batch, heads, rows + 1\]
+    pub row_ptr: *mut i32,
+    /// \[capacity\]
+    pub col_idx: *mut i32,
+    /// \[batch, heads, rows\] longest first by lengths, of equally long rows the last one first
+    pub row_order: *mut i32,
+    /// \[2\], lowered by every launch: {row << 33 | position << 2 | problem, ~(blocks that would have had room)}
+    pub problems: *mut u64,
+    /// BLOCKFLASH_BLOCK_MASK_…
+    pub step: i32,
+    /// BLOCKFLASH_BLOCK_SOURCE_…
+    pub source_kind: i32,
+    /// not for booleans
+    pub k: i32,
+    pub batch: i32,
+    pub heads: i32,
+    pub rows: i32,
+    pub cols: i32,
+    pub capacity: i32,
+    pub seqlen_q: i32,
+    pub seqlen_kv: i32,
+    pub block_q: i32,
+    pub block_kv: i32,
+    /// the token mask, as for attention
+    pub window_left: i32,
+    /// the token mask, as for attention
+    pub window_right: i32,
+    pub align_bottom_right: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_block_mask_build_params",
+    ][::core::mem::size_of::<blockflash_block_mask_build_params>() - 176usize];
+    [
+        "Alignment of blockflash_block_mask_build_params",
+    ][::core::mem::align_of::<blockflash_block_mask_build_params>() - 8usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::source",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, source) - 0usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::always",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, always) - 8usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::bits",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, bits) - 56usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::lengths",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, lengths) - 64usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::slab_lengths",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, slab_lengths)
+        - 72usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::row_ptr",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, row_ptr) - 80usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::col_idx",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, col_idx) - 88usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::row_order",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, row_order) - 96usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::problems",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, problems) - 104usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::step",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, step) - 112usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::source_kind",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, source_kind)
+        - 116usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::k",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, k) - 120usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::batch",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, batch) - 124usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::heads",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, heads) - 128usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::rows",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, rows) - 132usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::cols",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, cols) - 136usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::capacity",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, capacity) - 140usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::seqlen_q",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, seqlen_q) - 144usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::seqlen_kv",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, seqlen_kv) - 148usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::block_q",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, block_q) - 152usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::block_kv",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, block_kv) - 156usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::window_left",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, window_left)
+        - 160usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::window_right",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, window_right)
+        - 164usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::align_bottom_right",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, align_bottom_right)
+        - 168usize];
+};
+/// Scores of blocks: the mean query of each block row times the mean key of each block column.
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_block_scores_params {
+    /// \[batch, seqlen_q, num_heads_q, head_dim\]
+    pub q: *const ::core::ffi::c_void,
+    /// \[batch, seqlen_kv, num_heads_kv, head_dim\]
+    pub k: *const ::core::ffi::c_void,
+    /// \[batch, num_heads_q, rows, head_dim\]
+    pub q_means: *mut f32,
+    /// \[batch, num_heads_kv, cols, head_dim\]
+    pub k_means: *mut f32,
+    /// \[batch, num_heads_q, rows, cols\]
+    pub scores: *mut f32,
+    pub q_stride_batch: i64,
+    pub q_stride_seq: i64,
+    pub q_stride_head: i64,
+    pub k_stride_batch: i64,
+    pub k_stride_seq: i64,
+    pub k_stride_head: i64,
+    /// BLOCKFLASH_BLOCK_SCORES_…
+    pub step: i32,
+    pub batch: i32,
+    pub num_heads_q: i32,
+    pub num_heads_kv: i32,
+    pub seqlen_q: i32,
+    pub seqlen_kv: i32,
+    pub block_q: i32,
+    pub block_kv: i32,
+    /// ceil(seqlen_q / block_q), ceil(seqlen_kv / block_kv)
+    pub rows: i32,
+    /// ceil(seqlen_q / block_q), ceil(seqlen_kv / block_kv)
+    pub cols: i32,
+    /// a multiple of 8, at most 256
+    pub head_dim: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_block_scores_params",
+    ][::core::mem::size_of::<blockflash_block_scores_params>() - 136usize];
+    [
+        "Alignment of blockflash_block_scores_params",
+    ][::core::mem::align_of::<blockflash_block_scores_params>() - 8usize];
+    [
+        "Offset of field: blockflash_block_scores_params::q",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, q) - 0usize];
+    [
+        "Offset of field: blockflash_block_scores_params::k",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, k) - 8usize];
+    [
+        "Offset of field: blockflash_block_scores_params::q_means",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, q_means) - 16usize];
+    [
+        "Offset of field: blockflash_block_scores_params::k_means",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, k_means) - 24usize];
+    [
+        "Offset of field: blockflash_block_scores_params::scores",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, scores) - 32usize];
+    [
+        "Offset of field: blockflash_block_scores_params::q_stride_batch",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, q_stride_batch) - 40usize];
+    [
+        "Offset of field: blockflash_block_scores_params::q_stride_seq",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, q_stride_seq) - 48usize];
+    [
+        "Offset of field: blockflash_block_scores_params::q_stride_head",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, q_stride_head) - 56usize];
+    [
+        "Offset of field: blockflash_block_scores_params::k_stride_batch",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, k_stride_batch) - 64usize];
+    [
+        "Offset of field: blockflash_block_scores_params::k_stride_seq",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, k_stride_seq) - 72usize];
+    [
+        "Offset of field: blockflash_block_scores_params::k_stride_head",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, k_stride_head) - 80usize];
+    [
+        "Offset of field: blockflash_block_scores_params::step",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, step) - 88usize];
+    [
+        "Offset of field: blockflash_block_scores_params::batch",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, batch) - 92usize];
+    [
+        "Offset of field: blockflash_block_scores_params::num_heads_q",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, num_heads_q) - 96usize];
+    [
+        "Offset of field: blockflash_block_scores_params::num_heads_kv",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, num_heads_kv) - 100usize];
+    [
+        "Offset of field: blockflash_block_scores_params::seqlen_q",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, seqlen_q) - 104usize];
+    [
+        "Offset of field: blockflash_block_scores_params::seqlen_kv",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, seqlen_kv) - 108usize];
+    [
+        "Offset of field: blockflash_block_scores_params::block_q",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, block_q) - 112usize];
+    [
+        "Offset of field: blockflash_block_scores_params::block_kv",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, block_kv) - 116usize];
+    [
+        "Offset of field: blockflash_block_scores_params::rows",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, rows) - 120usize];
+    [
+        "Offset of field: blockflash_block_scores_params::cols",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, cols) - 124usize];
+    [
+        "Offset of field: blockflash_block_scores_params::head_dim",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, head_dim) - 128usize];
 };

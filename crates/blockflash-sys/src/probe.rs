@@ -71,6 +71,12 @@ impl Probe {
         }
     }
 
+    /// Calls `number` with the name and the value of each preprocessor definition.
+    pub(crate) fn macros(self, mut number: impl FnMut(&'static str, u32)) {
+        number("VARIANT_PROBE", self as u32);
+        number("VARIANT_MIN_BLOCKS", self.min_blocks());
+    }
+
     /// Blocks per multiprocessor that saturate the unit; one more would not fit.
     pub const fn min_blocks(self) -> u32 {
         match self {

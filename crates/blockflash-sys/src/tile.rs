@@ -53,7 +53,9 @@ pub struct AttentionFwdHopper {
     pub q_stages: u32,
     /// Whether Q is multiplied from registers.
     pub q_in_registers: bool,
-    /// Time of one step of the main loop in percent of that of the largest tile of this head dimension; selection compares it.
+    /// Blocks of threads that share a multiprocessor.
+    pub blocks_per_multiprocessor: u32,
+    /// Time per key in percent of that of the largest tile of this head dimension; selection compares it.
     pub step_cost: u32,
 }
 
@@ -84,7 +86,7 @@ impl Row {
         match self.variant {
             Variant::AttentionFwd(t) => Some(t.tile()),
             Variant::AttentionFwdHopper(t) => Some(t.tile()),
-            Variant::BsrMatmul(_) | Variant::Probe(_) => None,
+            Variant::BsrMatmul(_) | Variant::BlockMask(_) | Variant::Probe(_) => None,
         }
     }
 
@@ -92,7 +94,9 @@ impl Row {
     pub const fn denominator(&self) -> Option<DType> {
         match self.variant {
             Variant::AttentionFwdHopper(t) => Some(t.dtype),
-            Variant::AttentionFwd(_) | Variant::BsrMatmul(_) | Variant::Probe(_) => None,
+            Variant::AttentionFwd(_) | Variant::BsrMatmul(_) | Variant::BlockMask(_) | Variant::Probe(_) => {
+                None
+            }
         }
     }
 }
@@ -139,9 +143,9 @@ impl AttentionFwdHopper {
         let ones = self.head_dim.is_multiple_of(64) && self.head_dim < 256;
         let q_rows = self.warpgroups * self.q_stages * 64 * panels;
         let kv_rows = self.stages * self.block_kv * (2 * panels + ones as u32);
-        // The output on its way to global memory, where it does not take the place of Q.
-        let tiles_overlap = self.q_in_registers || self.q_stages == 2;
-        let o_rows = if tiles_overlap { self.warpgroups * 64 * panels } else { 0 };
+        // The output on its way to global memory, where there is room.
+        let staged = (self.q_in_registers || self.q_stages == 2) && self.blocks_per_multiprocessor == 1;
+        let o_rows = if staged { self.warpgroups * 64 * panels } else { 0 };
         (q_rows + kv_rows + o_rows) * Self::PANEL_ROW_BYTES + Self::EXTRA_BYTES
     }
 }
@@ -167,20 +171,33 @@ mod tests {
                 _ => None,
             })
             .collect();
-        assert_eq!(rows.len(), 16);
+        assert_eq!(rows.len(), 28);
         for (row, tile) in &rows {
             assert_eq!((row.target, row.source()), (Target::Sm90a, "attention_fwd_sm90a"));
             assert_eq!(row.threads(), 128 * (tile.warpgroups + 1));
             assert!(row.smem_bytes() <= row.target.smem_limit(), "{}: {}", row.symbol(), row.smem_bytes());
-            assert!((1..=100).contains(&tile.step_cost));
+            assert!((1..=200).contains(&tile.step_cost));
             assert_eq!(row.attention_tile(), Some(tile.tile()));
             assert!(row.expects().contains(&Expect::Contains("UTMALDG")));
         }
         let (row, _) = rows[0];
         assert_eq!(row.symbol(), "blockflash_attention_fwd_sm90a_f16_d64_q192_kv128_s2");
         assert_eq!(row.smem_bytes(), 174_080);
-        let bytes: Vec<u32> = rows[..8].iter().map(|(row, _)| row.smem_bytes()).collect();
-        assert_eq!(bytes[3..], [198_656, 231_424, 198_656, 194_560, 231_424]);
+        for (row, tile) in &rows {
+            // Blocks that share a multiprocessor have 228 KB together, and 1 KB each is reserved.
+            let together = tile.blocks_per_multiprocessor * (row.smem_bytes() + 1024);
+            assert!(together <= 228 * 1024, "{}: {together}", row.symbol());
+        }
+        let bytes = |head_dim, block_kv, block_q| {
+            let same = |tile: &AttentionFwdHopper| {
+                (tile.head_dim, tile.block_kv, tile.block_q()) == (head_dim, block_kv, block_q)
+            };
+            rows.iter().find(|(_, tile)| same(tile)).unwrap().0.smem_bytes()
+        };
+        assert_eq!(bytes(96, 128, 128), 198_656);
+        assert_eq!(bytes(128, 128, 128), 231_424);
+        assert_eq!(bytes(128, 64, 64), 100_352);
+        assert_eq!(bytes(192, 80, 128), 194_560);
         let macros = row.macros();
         for (name, value) in
             [("VARIANT_WARPGROUPS", "3"), ("VARIANT_Q_IN_REGISTERS", "0"), ("VARIANT_MIN_BLOCKS", "1")]

@@ -40,21 +40,19 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
   const auto word = [&](int d, int half) {
     return Traits::pack(o[4 * d + 2 * half] * scale[half], o[4 * d + 2 * half + 1] * scale[half]);
   };
-  // Through shared memory: a page of 16 rows and 64 columns per panel.
-  const uint32_t pages = smem + kStagingOffset + warpgroup * kQBytes + warp * 2048 * kPanels;
-  if constexpr (!kStageInQ) {
+  const bool packed = b.cu_seqlens_q != nullptr;
+  // Through shared memory, a page of 16 rows and 64 columns per panel, and by tensor copies. A tensor map knows where the tensor ends, but
+  // not where a sequence does.
+  if (kStaged && !(packed && warp_row + 16 > tile.seqlen_q)) {
+    const uint32_t pages = smem + kStagingOffset + warpgroup * kQBytes + warp * 2048 * kPanels;
     if (lane == 0) ptx::tensor_store_wait_read();  // of the tile before
     __syncwarp();
-  }
-  const int in_row = lane / 8 % 2 * 8 + lane % 8, in_chunk = lane / 16;
+    const int in_row = lane / 8 % 2 * 8 + lane % 8, in_chunk = lane / 16;
 #pragma unroll
-  for (int d = 0; d < kD / 8; d += 2) {
-    const uint32_t words[4] = {word(d, 0), word(d, 1), word(d + 1, 0), word(d + 1, 1)};
-    ptx::stmatrix_x4(pages + d / 8 * 2048 + in_row * 128 + (((d % 8 + in_chunk) ^ in_row % 8) * 16), words);
-  }
-  const bool packed = b.cu_seqlens_q != nullptr;
-  // A tensor map knows where the tensor ends, but not where a sequence does. And a place that is given back has to be read by then.
-  if (!kStageInQ && !(packed && warp_row + 16 > tile.seqlen_q)) {
+    for (int d = 0; d < kD / 8; d += 2) {
+      const uint32_t words[4] = {word(d, 0), word(d, 1), word(d + 1, 0), word(d + 1, 1)};
+      ptx::stmatrix_x4(pages + d / 8 * 2048 + in_row * 128 + (((d % 8 + in_chunk) ^ in_row % 8) * 16), words);
+    }
     ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) {
@@ -65,20 +63,21 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
     }
     return;
   }
-  __syncwarp();
-  const int out_row = lane / 8, out_chunk = lane % 8;
-  Element* const o_lane = static_cast<Element*>(b.o) + tile.batch * b.o_stride_batch * !packed + tile.head * b.o_stride_head +
-                          (static_cast<int64_t>(tile.q_offset) + warp_row + out_row) * b.o_stride_seq + out_chunk * 8;
+  // From registers: the four lanes of a row exchange words, so that each has eight columns.
+  const int quad_lane = lane % 4;
 #pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel)
+  for (int half = 0; half < 2; ++half) {
+    const int row = warp_row + lane / 4 + 8 * half;
+    Element* const o_row = static_cast<Element*>(b.o) + tile.batch * b.o_stride_batch * !packed + tile.head * b.o_stride_head +
+                           (static_cast<int64_t>(tile.q_offset) + row) * b.o_stride_seq + quad_lane * 8;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = i * 4 + out_row;
-      const int4 piece = ptx::load_shared_int4(pages + panel * 2048 + row * 128 + ((out_chunk ^ row % 8) * 16));
-      if (warp_row + row < tile.seqlen_q && panel * 64 + out_chunk * 8 < b.head_dim)
-        *reinterpret_cast<int4*>(o_lane + i * 4 * b.o_stride_seq + panel * 64) = piece;
+    for (int d = 0; d < kD / 8; d += 4) {
+      uint32_t words[4] = {word(d, half), word(d + 1, half), word(d + 2, half), word(d + 3, half)};
+      quad_transpose(words, quad_lane);
+      if (row < tile.seqlen_q && (d + quad_lane) * 8 < b.head_dim)
+        *reinterpret_cast<uint4*>(o_row + d * 8) = make_uint4(words[0], words[1], words[2], words[3]);
     }
-  __syncwarp();
+  }
 }
 
 }  // namespace blockflash

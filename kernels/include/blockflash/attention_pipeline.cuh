@@ -18,26 +18,45 @@ constexpr int kPanels = (kD + 63) / 64;               // of 64 columns: a row of
 constexpr bool kOnes = kD % 64 == 0 && kD < 256;      // a panel of ones behind each tile of V; at 256 a product has no columns left
 constexpr int kOutColumns = kD + (kOnes ? 8 : 0);
 constexpr bool kTurns = kWarpgroups > 1;
-// Scores of the next queries start before the queries before them are finished: Q needs a second place.
-constexpr bool kOverlapTiles = Config::q_in_registers || Config::q_stages == 2;
+// Q has one place, which is free when the scores of the last key tile are there: the scores of the next queries then come after P·V of
+// that key tile. Else they come before it.
+constexpr bool kLateQ = !Config::q_in_registers && Config::q_stages == 1;
+
+// Registers per thread of producer and consumers; together they are what the launch bounds give out.
+constexpr int kProducerRegisters = kWarpgroups == 1 ? 56 : kWarpgroups == 2 ? 40 : 32;
+constexpr int kConsumerRegisters = Config::min_blocks == 2 ? 200 : kWarpgroups == 1 ? 240 : kWarpgroups == 2 ? 232 : 160;
 
 // Shared memory: Q by stage and warpgroup, rings of K and V, a page of tile slots and barriers, one of zeros, and the output on its way to
-// global memory, 16 rows per warp. Where tiles do not overlap the output takes the place of Q, which is given back after it.
+// global memory, 16 rows per warp, where there is room for it.
 constexpr int kQBytes = 64 * 128 * kPanels, kKvBytes = kBlockKv * 128 * kPanels, kVStageBytes = kKvBytes + kOnes * kBlockKv * 128;
 constexpr int kKOffset = kWarpgroups * Config::q_stages * kQBytes, kVOffset = kKOffset + kStages * kKvBytes;
-constexpr int kSlotOffset = kVOffset + kStages * kVStageBytes, kSlots = 4, kSlotBytes = 48 + 16 * kWarpgroups;
+constexpr int kSlotOffset = kVOffset + kStages * kVStageBytes, kSlots = 6, kSlotBytes = 64 + 16 * kWarpgroups;
 constexpr int kBarrierOffset = kSlotOffset + kSlots * kSlotBytes, kZerosOffset = kSlotOffset + 1024;
-constexpr bool kStageInQ = !kOverlapTiles;
-constexpr int kStagingOffset = kStageInQ ? 0 : kZerosOffset + 1024;
-static_assert(kZerosOffset + 1024 + !kStageInQ * kWarpgroups * kQBytes == Config::smem_bytes, "manifest and kernel disagree on smem");
+constexpr bool kStaged = !kLateQ && Config::min_blocks == 1;
+constexpr int kStagingOffset = kZerosOffset + 1024;
+static_assert(kSlots * kSlotBytes + 16 * (2 * kStages + kWarpgroups * Config::q_stages) + 16 + 12 * kStages <= 1024, "slots and barriers are a page");
+static_assert(kStagingOffset + kStaged * kWarpgroups * kQBytes == Config::smem_bytes, "manifest and kernel disagree on shared memory");
 
-// Each stage of the rings of K, V and Q (in this order) has a barrier for "full" and one for "empty". The rings of K and V restart at stage 0
-// for every tile of queries, so that stages are constants in unrolled code; each stage has a phase bit of its own.
+// Each stage of the rings of K, V and Q (in this order) has a barrier for "full" and one for "empty", and a phase bit.
 struct Barriers {
   static constexpr int kCount = 2 * kStages + kWarpgroups * Config::q_stages, kV = kStages, kQ = 2 * kStages;
-  uint32_t full, empty, announced, wanted;  // the last two: between scheduler and producer
+  uint32_t full, empty;
+  uint32_t announced, wanted;   // between scheduler and producer
+  uint32_t checked, nonfinite;  // a barrier and a word per stage of V
   __device__ __forceinline__ explicit Barriers(uint32_t at)
-      : full(at), empty(at + 8 * kCount), announced(at + 16 * kCount), wanted(at + 16 * kCount + 8) {}
+      : full(at), empty(at + 8 * kCount), announced(at + 16 * kCount), wanted(announced + 8), checked(announced + 16), nonfinite(checked + 8 * kStages) {}
+
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < kCount; ++i) {
+      // An arrival per warp that reads: those of one warpgroup or all, and of V and the first Q the one that looks through V.
+      const int checkers = i >= kV && (i < kQ || (i - kQ) % kWarpgroups == 0);
+      ptx::mbarrier_init(full + 8 * i, 1);
+      ptx::mbarrier_init(empty + 8 * i, (i < kQ ? kWarpgroups * 4 : 4) + checkers);
+    }
+    for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(checked + 8 * i, 1);
+    ptx::mbarrier_init(announced, 1), ptx::mbarrier_init(wanted, 1);
+    ptx::fence_mbarrier_init();
+  }
 };
 
 struct Phases {
@@ -49,35 +68,62 @@ struct Phases {
   }
 };
 
-// A slot tells about one tile of queries: the tile, its rows, and the walk of each warpgroup. No key tiles: -1 at the end of the queue.
+// A slot tells about one tile of queries: the tile, its rows, its list of key tiles, and the walk of each warpgroup. No key tiles: -1 at the
+// end of the queue.
 __device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) { return smem + kSlotOffset + n % kSlots * kSlotBytes; }
+constexpr int kRowsInSlot = 32, kListInSlot = 48, kWalkInSlot = 64;
 
+// The key tile at a position.
+__device__ __forceinline__ int key_tile_at(uint32_t slot, int position) { return TileList::load(slot + kListInSlot).tile_at(position); }
+
+// A warp takes the next tile of queries and works out its walks: a lane per number.
 __device__ __forceinline__ bool announce(Queue& queue, uint32_t slot) {
-  if (!queue.take(slot)) {
-    QueryTile{0, 0, 0, 0, 0, 0, 0, -1}.store(slot);
+  const blockflash_attention_fwd_params& p = queue.params.base;
+  const int lane = threadIdx.x % 32;
+  QueryTile tile;
+  if (!queue.take(tile)) {
+    if (lane == 0) QueryTile{0, 0, 0, 0, 0, 0, 0, -1}.store(slot);
     return false;
   }
-  // From memory again and again: the producer has few registers.
-  TileRows::of<kBlockKv>(queue.params.base, QueryTile::load(slot)).store(slot + 32);
-#pragma unroll 1
-  for (int w = 0; w < kWarpgroups; ++w) KeyWalk::of<kBlockKv>(queue.params.base, QueryTile::load(slot), w * 64).store(slot + 48 + 16 * w);
+  const TileList list = TileList::of(p.block_mask, kBlockKv, tile.batch, tile.head, tile.q_begin);
+  // Lanes 0 and 1 find the ends of the whole tile, lanes 4 w + 4 to 4 w + 7 the walk of warpgroup w.
+  const int warpgroup = lane / 4 - 1, word = lane % 4;
+  const bool whole = warpgroup < 0;
+  const KeyLimits limits = KeyLimits::of<kBlockKv>(p, tile, whole ? 0 : warpgroup * 64, whole ? Config::block_q : 64);
+  const int limit = whole ? (word == 0 ? limits.begin : limits.end)
+                          : (word < 2 ? limits.end : word == 2 ? limits.unmasked_begin : limits.unmasked_end);
+  const int position = list.lower_bound(limit), first = __shfl_sync(~0u, position, 0);
+  const int key_tiles = max(__shfl_sync(~0u, position, 1) - first, 0), left = min(max(position - first, 0), key_tiles);
+  const int walk = word == 0 ? left : word == 1 ? key_tiles - left : word == 2 ? max(position, first) : position - 1;
+  if (!whole && warpgroup < kWarpgroups) ptx::store_shared(slot + kWalkInSlot + 16 * warpgroup + 4 * word, walk);
+  if (lane == 0) {
+    tile.first_key_tile = first, tile.key_tiles = key_tiles;
+    tile.store(slot);
+    TileRows::of(p, tile).store(slot + kRowsInSlot);
+    list.store(slot + kListInSlot);
+  }
   return true;
 }
 
-// One thread takes tiles from the queue, some key tiles before the producer needs the next one, since it takes a while; not earlier, since
+// A warp takes tiles from the queue, some key tiles before the producer needs the next one, since it takes a while; not earlier, since
 // whoever is slow should take fewer. It has announced the first one already.
 constexpr int kAnnounceAhead = 8;
 __device__ __forceinline__ void schedule(Queue& queue, uint32_t smem, const Barriers& barriers) {
-  ptx::mbarrier_arrive(barriers.announced);
+  const auto announced = [&] {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barriers.announced);
+  };
+  announced();
   ptx::wait_for_predecessors();
   bool more = QueryTile::load(slot_of(smem, 0)).key_tiles >= 0;
   for (int n = 1; more; ++n) {
     ptx::mbarrier_wait(barriers.wanted, (n - 1) & 1);
+    __syncwarp();
     queue.advance();
     more = announce(queue, slot_of(smem, n));
-    ptx::mbarrier_arrive(barriers.announced);
+    announced();
   }
-  queue.close();
+  if (threadIdx.x % 32 == 0) queue.close();
 }
 
 // One thread starts the copies. V of a key tile follows K of the next one, also across tiles of queries.
@@ -90,15 +136,28 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem, con
     for (int panel = 0; panel < kPanels; ++panel)
       ptx::tensor_copy_4d(dst + panel * rows * 128, &map, panel * 64, row, head, batch, barriers.full + 8 * stage);
   };
-  uint32_t v_slot = 0;
-  int v_next = -1;  // key tile whose V has not been copied
-  const auto copy_v = [&] {
+  int stage = 0;  // of the next key tile
+  int v_next = -1;  // key tile whose V has not been copied; its place is that before `stage`
+  const auto copy_v = [&](uint32_t slot) {
     if (v_next < 0) return;
-    const TileRows rows = TileRows::load(v_slot + 32);
-    const int stage = v_next % kStages;
-    copy(Barriers::kV + stage, smem + kVOffset + stage * kVStageBytes, kKvBytes, kBlockKv, params.v, rows.last_key - v_next * kBlockKv,
+    const TileRows rows = TileRows::load(slot + kRowsInSlot);
+    const int v_stage = stage == 0 ? kStages - 1 : stage - 1;
+    copy(Barriers::kV + v_stage, smem + kVOffset + v_stage * kVStageBytes, kKvBytes, kBlockKv, params.v, rows.kv + v_next * kBlockKv,
          rows.head_kv, rows.batch);
     v_next = -1;
+  };
+  const auto copy_q = [&](int n, uint32_t slot, bool wanted) {
+#pragma unroll 1
+    for (int w = 0; w < kWarpgroups; ++w) {
+      const int at = n % Config::q_stages * kWarpgroups + w;
+      if (wanted) {
+        const TileRows rows = TileRows::load(slot + kRowsInSlot);
+        copy(Barriers::kQ + at, smem + at * kQBytes, kQBytes, 64, params.q, rows.q + w * 64, QueryTile::load(slot).head, rows.batch);
+      } else {
+        empty.wait(barriers.empty, Barriers::kQ + at);
+        ptx::mbarrier_arrive(barriers.full + 8 * (Barriers::kQ + at));
+      }
+    }
   };
   ptx::wait_for_predecessors();
 #pragma unroll 1
@@ -106,29 +165,21 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem, con
     ptx::mbarrier_wait(barriers.announced, n & 1);
     const uint32_t slot = slot_of(smem, n);
     const int key_tiles = QueryTile::load(slot).key_tiles;
-    if (!kOverlapTiles || key_tiles <= 0) copy_v();
-#pragma unroll 1
-    for (int w = 0; w < kWarpgroups; ++w) {
-      const int at = n % Config::q_stages * kWarpgroups + w;
-      if (key_tiles > 0) {
-        const TileRows rows = TileRows::load(slot + 32);
-        copy(Barriers::kQ + at, smem + at * kQBytes, kQBytes, 64, params.q, rows.q + w * 64, QueryTile::load(slot).head, rows.batch);
-      } else {
-        empty.wait(barriers.empty, Barriers::kQ + at);
-        ptx::mbarrier_arrive(barriers.full + 8 * (Barriers::kQ + at));
-      }
-    }
+    // All consumers have one of the two tiles before or are completing the one before those, so the slot of the next is free.
+    if (key_tiles >= 0 && key_tiles < kAnnounceAhead) ptx::mbarrier_arrive(barriers.wanted);
+    if (key_tiles <= 0) copy_v(slot_of(smem, n - 1));
+    if (!kLateQ || key_tiles <= 0) copy_q(n, slot, key_tiles > 0);
     if (key_tiles < 0) break;
-    // All consumers have this tile or the one before, so the slot of the next is free.
-    if (key_tiles == 0) ptx::mbarrier_arrive(barriers.wanted);
 #pragma unroll 1
-    for (int i = 0; i < key_tiles; ++i) {
-      const TileRows rows = TileRows::load(slot + 32);
-      const int stage = i % kStages;
-      copy(stage, smem + kKOffset + stage * kKvBytes, kKvBytes, kBlockKv, params.k, rows.last_key - i * kBlockKv, rows.head_kv, rows.batch);
-      copy_v();
-      v_slot = slot, v_next = i;
-      if (i == max(key_tiles - kAnnounceAhead, 0)) ptx::mbarrier_arrive(barriers.wanted);
+    for (int left = key_tiles; left > 0; --left) {
+      const int now = key_tile_at(slot, QueryTile::load(slot).first_key_tile + left - 1);
+      const TileRows rows = TileRows::load(slot + kRowsInSlot);
+      copy(stage, smem + kKOffset + stage * kKvBytes, kKvBytes, kBlockKv, params.k, rows.kv + now * kBlockKv, rows.head_kv, rows.batch);
+      copy_v(left == key_tiles ? slot_of(smem, n - 1) : slot);
+      if (kLateQ && left == key_tiles) copy_q(n, slot, true);
+      v_next = now;
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+      if (left == kAnnounceAhead) ptx::mbarrier_arrive(barriers.wanted);
     }
   }
 }

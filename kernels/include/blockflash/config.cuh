@@ -33,6 +33,7 @@ struct AttentionFwdHopperConfig {
   static constexpr int q_stages = VARIANT_Q_STAGES;
   static constexpr bool q_in_registers = VARIANT_Q_IN_REGISTERS;
   static constexpr int threads = 128 * (warpgroups + 1);
+  static constexpr int min_blocks = VARIANT_MIN_BLOCKS;  // per multiprocessor
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
 };
@@ -62,6 +63,22 @@ struct BsrMatmulConfig {
   static constexpr int threads = warps_m * warps_n * kWarpSize;
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
+};
+#endif
+
+#ifdef VARIANT_SLAB_ROWS
+struct BlockMaskConfig {
+  static constexpr int slab_rows = VARIANT_SLAB_ROWS;
+  static constexpr int threads = VARIANT_THREADS;
+  static_assert(threads == slab_rows * kWarpSize, "each warp builds one row of the mask");
+};
+#endif
+
+#ifdef VARIANT_SCORE_TILE
+struct BlockScoresConfig {
+  using Element = ElementOf<VARIANT_DTYPE>::type;
+  static constexpr int tile = VARIANT_SCORE_TILE;
+  static constexpr int threads = VARIANT_THREADS;
 };
 #endif
 

@@ -21,6 +21,19 @@
 /* Window sides that do not limit anything. */
 #define BLOCKFLASH_WINDOW_UNBOUNDED INT32_MAX
 
+/* Which blocks of queries × keys attention visits, in BSR: the block columns of block row r of group g are
+ * col_idx[row_ptr[g·(rows + 1) + r]] to before col_idx[row_ptr[g·(rows + 1) + r + 1]], ascending. The group of a batch entry and
+ * head of q is batch·groups_per_batch + head / heads_per_group. */
+typedef struct blockflash_block_mask {
+  const int32_t* row_ptr;      /* [groups, rows + 1]; null: every block is visited */
+  const int32_t* col_idx;
+  const int32_t* row_order;    /* [groups, rows] order in which the rows of a group are taken, longest first; null: last first */
+  int32_t rows;                /* ceil(seqlen_q / block_q) */
+  int32_t block_q, block_kv;   /* multiples of the tile's, which divide them */
+  int32_t groups_per_batch;    /* 0: the same for all batch entries */
+  int32_t heads_per_group;
+} blockflash_block_mask;
+
 /* Attention forward: o = softmax(mask(q·kᵀ · softmax_scale))·v for each batch entry and head.
  *
  * Query i attends key j when -window_left <= j - (i + diagonal) <= window_right, where diagonal is
@@ -46,6 +59,7 @@ typedef struct blockflash_attention_fwd_params {
   int32_t align_bottom_right;
   float softmax_scale;         /* finite and positive */
   float softcap;               /* 0 turns it off, else scores become softcap·tanh(score / softcap) */
+  blockflash_block_mask block_mask; /* not with cu_seqlens */
 } blockflash_attention_fwd_params;
 
 /* What the driver encodes a tensor into for the tensor memory accelerator (CUtensorMap). */
@@ -114,5 +128,64 @@ typedef struct blockflash_probe_params {
   int64_t bytes;      /* a multiple of 16384, at least 65536 */
   int32_t iterations; /* of the inner loop, or passes over the input */
 } blockflash_probe_params;
+
+/* What a block mask is built from. */
+#define BLOCKFLASH_BLOCK_SOURCE_BOOL 0   /* uint8_t [batch, heads, rows, cols]: blocks that are not 0 */
+#define BLOCKFLASH_BLOCK_SOURCE_LISTS 1  /* int32_t [batch, heads, rows, k]: columns in any order, -1 is none */
+#define BLOCKFLASH_BLOCK_SOURCE_SCORES 2 /* float [batch, heads, rows, cols]: the k largest that the token mask shows a part of */
+
+/* Steps of building a block mask: one launch each, in this order. */
+#define BLOCKFLASH_BLOCK_MASK_CHOOSE 0 /* source to bits, lengths and slab_lengths */
+#define BLOCKFLASH_BLOCK_MASK_LIST 1   /* these to row_ptr, col_idx and row_order */
+
+/* What may be wrong with a row while a mask is built. */
+#define BLOCKFLASH_BLOCK_PROBLEM_NO_COLUMN 0 /* a list has a column that does not exist; it is left out */
+#define BLOCKFLASH_BLOCK_PROBLEM_TWICE 1     /* a list has a column twice; it counts once */
+#define BLOCKFLASH_BLOCK_PROBLEM_NAN 2       /* a score is NaN; it is never chosen */
+#define BLOCKFLASH_BLOCK_PROBLEM_CAPACITY 3  /* there is no room in col_idx for the columns from this position on, nor for later rows */
+
+/* Block mask: the source's blocks and those of `always`, without what the token mask hides entirely, as index arrays in BSR.
+ *
+ * Row r of a batch entry and head is row (batch·heads + head)·rows + r of all. A slab is as many neighbouring rows of one head
+ * as a block of threads has warps; the last slab of a head may have fewer. */
+typedef struct blockflash_block_mask_build_params {
+  const void* source;
+  blockflash_block_mask always; /* visited whatever the source says; row_ptr is null: none */
+  uint32_t* bits;            /* [batch, heads, rows, ceil(cols / 32)] columns of each row, the first in the lowest bit */
+  int32_t* lengths;          /* [batch, heads, rows] columns of each row, whatever the capacity */
+  int32_t* slab_lengths;     /* [batch, heads, slabs] sums of lengths */
+  int32_t* row_ptr;          /* [batch, heads, rows + 1] */
+  int32_t* col_idx;          /* [capacity] */
+  int32_t* row_order;        /* [batch, heads, rows] longest first by lengths, of equally long rows the last one first */
+  uint64_t* problems;        /* [2], lowered by every launch: {row << 33 | position << 2 | problem, ~(blocks that would have had room)} */
+  int32_t step;              /* BLOCKFLASH_BLOCK_MASK_… */
+  int32_t source_kind;       /* BLOCKFLASH_BLOCK_SOURCE_… */
+  int32_t k;                 /* not for booleans */
+  int32_t batch, heads, rows, cols;
+  int32_t capacity;
+  int32_t seqlen_q, seqlen_kv, block_q, block_kv;
+  int32_t window_left, window_right; /* the token mask, as for attention */
+  int32_t align_bottom_right;
+} blockflash_block_mask_build_params;
+
+/* Steps of scoring blocks: one launch each, in this order. */
+#define BLOCKFLASH_BLOCK_SCORES_MEANS 0    /* q and k to q_means and k_means */
+#define BLOCKFLASH_BLOCK_SCORES_PRODUCTS 1 /* these to scores */
+
+/* Scores of blocks: the mean query of each block row times the mean key of each block column. */
+typedef struct blockflash_block_scores_params {
+  const void* q;             /* [batch, seqlen_q, num_heads_q, head_dim] */
+  const void* k;             /* [batch, seqlen_kv, num_heads_kv, head_dim] */
+  float* q_means;            /* [batch, num_heads_q, rows, head_dim] */
+  float* k_means;            /* [batch, num_heads_kv, cols, head_dim] */
+  float* scores;             /* [batch, num_heads_q, rows, cols] */
+  int64_t q_stride_batch, q_stride_seq, q_stride_head;
+  int64_t k_stride_batch, k_stride_seq, k_stride_head;
+  int32_t step;              /* BLOCKFLASH_BLOCK_SCORES_… */
+  int32_t batch, num_heads_q, num_heads_kv;
+  int32_t seqlen_q, seqlen_kv, block_q, block_kv;
+  int32_t rows, cols;        /* ceil(seqlen_q / block_q), ceil(seqlen_kv / block_kv) */
+  int32_t head_dim;          /* a multiple of 8, at most 256 */
+} blockflash_block_scores_params;
 
 #endif

@@ -6,7 +6,7 @@ use blockflash_ops::{BlockGeometry, BlockMask, Stream};
 use rand::Rng;
 
 /// A block mask, described. Dense cases only.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BlockCase {
     /// Queries of a block.
     pub block_q: usize,
@@ -42,8 +42,18 @@ pub enum BlockPattern {
     Seen,
 }
 
+/// The smallest block that consists of whole tiles of each of these sizes.
+pub fn smallest_block(tiles: &[u32]) -> usize {
+    let sizes =
+        (BlockGeometry::BLOCK_UNIT..=BlockGeometry::MAX_BLOCK_SIZE).step_by(BlockGeometry::BLOCK_UNIT);
+    sizes
+        .into_iter()
+        .find(|size| tiles.iter().all(|&tile| size.is_multiple_of(tile as usize)))
+        .unwrap_or_else(|| panic!("no block consists of tiles of {tiles:?}"))
+}
+
 /// Which blocks are visited, `[batch, heads, rows, cols]`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Blocks {
     case: BlockCase,
     batch: usize,

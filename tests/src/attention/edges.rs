@@ -1,6 +1,6 @@
 //! Attention problems at the edges of a kernel's tiles, and the ones that broke other libraries.
 
-use super::{AttentionCase, BlockCase, BlockPattern, Content, Lengths, MaskHeads};
+use super::{AttentionCase, Content, Lengths};
 use crate::placement::Placement;
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_sys::DType;
@@ -8,7 +8,8 @@ use blockflash_sys::DType;
 const TOP: Align = Align::TopLeft;
 const BOTTOM: Align = Align::BottomRight;
 
-fn some_masks(block_kv: usize) -> [Mask; 11] {
+/// Token masks of every kind, windows about as wide as a tile of keys.
+pub(super) fn some_masks(block_kv: usize) -> [Mask; 11] {
     let window = |left, right, align| Mask::Window { left, right, align };
     [
         Mask::Full,
@@ -25,7 +26,8 @@ fn some_masks(block_kv: usize) -> [Mask; 11] {
     ]
 }
 
-fn dense(batch: usize, seqlen_q: usize, seqlen_kv: usize) -> Lengths {
+/// A batch of equal lengths.
+pub(super) fn dense(batch: usize, seqlen_q: usize, seqlen_kv: usize) -> Lengths {
     Lengths::Dense { batch, seqlen_q, seqlen_kv }
 }
 
@@ -152,36 +154,6 @@ pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<Atte
         AttentionCase { mask: causal, ..base((2, 2), (300, 20)) },
         AttentionCase { mask: causal, ..base((1, 1), (20, 1500)) },
     ]);
-    cases
-}
-
-/// Block masks: every density with every token mask; block sizes, heads, lengths, options and contents take turns.
-pub fn block_cases(dtype: DType, head_dim: usize) -> Vec<AttentionCase> {
-    let random = [0.0, 0.05, 0.3, 0.5, 0.8, 1.0].map(BlockPattern::Random);
-    let patterns = random.into_iter().chain([BlockPattern::EmptyRowsAndColumns, BlockPattern::Seen]);
-    let sizes = [(64, 64), (128, 64), (64, 128), (128, 128), (192, 64), (64, 320)];
-    let lengths = [(300, 300), (200, 333), (333, 70), (64, 512), (1, 500), (257, 129), (400, 1), (129, 0)];
-    let contents = [Content::Normal, Content::UnseenNan, Content::LargeScores, Content::NanInValues];
-    let mut cases = Vec::new();
-    for pattern in patterns {
-        for mask in some_masks(64) {
-            let turn = cases.len();
-            let (block_q, block_kv) = sizes[turn % sizes.len()];
-            let heads = [MaskHeads::Query, MaskHeads::KeyValue, MaskHeads::One][turn % 3];
-            let (seqlen_q, seqlen_kv) = lengths[turn * 3 % lengths.len()];
-            let heads_of = [(4, 2), (2, 2), (3, 1), (6, 2), (1, 1)][turn % 5];
-            cases.push(AttentionCase {
-                seed: 700 + turn as u64,
-                mask,
-                block_mask: Some(BlockCase { block_q, block_kv, per_entry: turn % 4 < 2, heads, pattern }),
-                lengths: dense(1 + turn % 3 % 2, seqlen_q, seqlen_kv),
-                softcap: (turn % 7 == 3).then_some(5.0),
-                sink: turn % 5 > 2,
-                content: contents[turn / 2 % 4],
-                ..AttentionCase::simple(dtype, heads_of, head_dim, (0, 0))
-            });
-        }
-    }
     cases
 }
 

@@ -1,18 +1,22 @@
 //! Attention: cases, their data, the oracle, and the harness that runs a case on a device and judges every output.
 
+mod block_cases;
 mod blocks;
 mod case;
 mod data;
 mod edges;
 mod oracle;
+mod rows;
 mod run;
 mod strategy;
 
-pub use blocks::{BlockCase, BlockPattern, Blocks, MaskHeads};
+pub use block_cases::{block_cases, block_tile_cases};
+pub use blocks::{BlockCase, BlockPattern, Blocks, MaskHeads, smallest_block};
 pub use case::{AttentionCase, Content, Lengths, Sequence};
 pub use data::AttentionData;
-pub use edges::{block_cases, edge_cases, many_heads, special_cases, tile_cases};
+pub use edges::{edge_cases, many_heads, special_cases, tile_cases};
 pub use oracle::{AttentionReference, visible_keys};
+pub use rows::{RowGroups, dims_of_tile, row_groups, run_or_refuse};
 pub(crate) use run::written;
 pub use run::{AttentionInputs, AttentionOutputs, Kernel, run_and_check, run_case};
 pub use strategy::{Limits, attention_cases, block_sparse_cases, head_dims, masks};

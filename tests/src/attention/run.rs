@@ -1,6 +1,6 @@
 //! Runs a case on a device and judges every element that was, or was not, to be written.
 
-use super::{AttentionCase, AttentionData, AttentionReference, Content, Lengths, Sequence};
+use super::{AttentionCase, AttentionData, AttentionReference, Blocks, Content, Lengths, Sequence};
 use crate::gpu::wait;
 use crate::host::{download, poisoned, refill, upload, view, view_mut};
 use crate::number::{POISON, decode, poison};
@@ -68,8 +68,8 @@ impl AttentionInputs {
         })
     }
 
-    /// Replaces q, k, v, the sink and the sequence offsets where they are, as a replayed graph needs it. The new case has the shapes and
-    /// placements of the old one, and no longer sequence than the longest that a call captured from the old one announced.
+    /// Replaces q, k, v, the sink and the sequence offsets where they are, as a replayed graph needs it. The new case has the shapes,
+    /// placements and block mask of the old one, and no longer sequence than the longest that a call captured from it announced.
     pub fn refill(
         &mut self,
         case: &AttentionCase,
@@ -77,7 +77,7 @@ impl AttentionInputs {
         stream: &Stream,
     ) -> Result<(), String> {
         assert_eq!(self.case.shapes(), case.shapes());
-        assert!(self.block_mask.is_none() && case.block_mask.is_none(), "block masks stay");
+        assert_eq!(Blocks::of(&self.case), Blocks::of(case), "block masks stay");
         let bits = physical(case, data);
         self.qkv.iter_mut().zip(&bits).try_for_each(|(tensor, bits)| refill(tensor, stream, bits))?;
         if let Some(tensor) = &mut self.sink {

@@ -59,13 +59,12 @@ fn attention_on_the_gpu() {
     let result = Attention { sink: Some(sink.view()), ..call }.forward(stream);
     assert_error!(result, Error::DeviceMismatch { what: "sink", .. }, "sink");
 
-    // Block masks are for the CPU so far.
+    // A block mask is where the tensors are.
     let mask = BlockMask::full(BlockGeometry::new(9, 9, 64, 64).unwrap()).unwrap();
     let result = Attention { block_mask: Some(&mask), ..call }.forward(stream);
     assert_error!(result, Error::DeviceMismatch { what: "block_mask", .. }, "block_mask", "cpu", "cuda");
     let mask = mask.to(stream).unwrap();
-    let result = Attention { block_mask: Some(&mask), ..call }.forward(stream);
-    assert_error!(result, Error::Unsupported { op: "attention", .. }, "block masks", "no kernel yet");
+    Attention { block_mask: Some(&mask), ..call }.forward(stream).unwrap();
     let on_host =
         Attention { block_mask: Some(&mask), ..Attention::new(host.view(), host.view(), host.view()) };
     let result = on_host.forward(&super::cpu());

@@ -1,11 +1,14 @@
 //! How a block mask fits an attention call.
 
 use super::{AttentionProblem, OP};
+use crate::check::to_i32;
 use crate::{BlockMask, Error, Result};
 use blockflash_safe::Device;
+use blockflash_sys::manifest::AttentionTile;
+use blockflash_sys::params::blockflash_block_mask;
+use std::ptr::null;
 
-/// The sizes of a block mask: what planning needs to know of it. Its lengths are those of the problem. A block mask has no count
-/// beyond 31 bits.
+/// The sizes of a block mask: what selection and planning need to know of it. Its lengths are those of the problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockMaskSizes {
     /// Queries of a block.
@@ -16,8 +19,6 @@ pub struct BlockMaskSizes {
     pub batch: u32,
     /// 1, the heads of k and v, or those of q.
     pub heads: u32,
-    /// Visited blocks of all batch entries and heads of the mask.
-    pub nnz: u32,
 }
 
 impl BlockMaskSizes {
@@ -53,9 +54,49 @@ impl BlockMaskSizes {
             block_kv: mask.block_kv() as u32,
             batch: mask.batch() as u32,
             heads: mask.heads() as u32,
-            nnz: mask.nnz() as u32,
         })
     }
+
+    /// Whether blocks consist of whole tiles, and have any.
+    pub(super) fn divides_into(&self, tile: &AttentionTile) -> bool {
+        let divides = |block: u32, tile: u32| block > 0 && block.is_multiple_of(tile);
+        divides(self.block_q, tile.block_q) && divides(self.block_kv, tile.block_kv)
+    }
+
+    /// Tiles of queries of a head, as kernels count them: every row has as many, also the last one. Blocks consist of tiles.
+    pub(super) fn tiles_q(&self, seqlen_q: usize, tile: &AttentionTile) -> usize {
+        seqlen_q.div_ceil(self.block_q as usize) * (self.block_q / tile.block_q) as usize
+    }
+}
+
+/// The mask's part of a kernel argument for so many queries and heads; the pointers are null.
+pub(crate) fn params(
+    mask: Option<&BlockMaskSizes>,
+    seqlen_q: usize,
+    num_heads_q: usize,
+) -> Result<blockflash_block_mask> {
+    let (row_ptr, col_idx, row_order) = (null(), null(), null());
+    let [rows, block_q, block_kv, groups_per_batch, heads_per_group] = match mask {
+        None => [0; 5],
+        Some(mask) => {
+            let [block_q, block_kv, heads] =
+                [mask.block_q, mask.block_kv, mask.heads.max(1)].map(|size| size as usize);
+            let groups_per_batch = if mask.batch == 1 { 0 } else { heads };
+            let rows = seqlen_q.div_ceil(block_q);
+            [rows, block_q, block_kv, groups_per_batch, num_heads_q / heads]
+        }
+    };
+    let size = |size| to_i32("block_mask", size);
+    Ok(blockflash_block_mask {
+        row_ptr,
+        col_idx,
+        row_order,
+        rows: size(rows)?,
+        block_q: size(block_q)?,
+        block_kv: size(block_kv)?,
+        groups_per_batch: size(groups_per_batch)?,
+        heads_per_group: size(heads_per_group)?,
+    })
 }
 
 #[cfg(test)]

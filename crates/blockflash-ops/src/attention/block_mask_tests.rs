@@ -1,9 +1,11 @@
-use super::super::{Attention, CuSeqlens, accepts, plan, select};
+use super::super::select::select_among;
+use super::super::{Attention, AttentionParams, CuSeqlens, accepts, plan, select};
 use super::*;
 use crate::BlockGeometry;
-use crate::fixtures::gpus;
+use crate::fixtures::{gpu, gpus};
 use blockflash_safe::View;
-use blockflash_sys::{DType, manifest};
+use blockflash_sys::manifest::{self, Variant};
+use blockflash_sys::{DType, Row, Target};
 use half::f16;
 
 fn mask([seqlen_q, seqlen_kv]: [usize; 2], batch: usize, heads: usize) -> BlockMask {
@@ -25,8 +27,7 @@ fn masks_that_fit() {
     for (batch, heads) in [1, 2].into_iter().flat_map(|batch| [1, 2, 4].map(|heads| (batch, heads))) {
         let sizes = of(&mask([100, 200], batch, heads)).unwrap().block_mask.unwrap();
         let [batch, heads] = [batch, heads].map(|count| count as u32);
-        let nnz = batch * heads * 4;
-        assert_eq!(sizes, BlockMaskSizes { block_q: 64, block_kv: 128, batch, heads, nnz });
+        assert_eq!(sizes, BlockMaskSizes { block_q: 64, block_kv: 128, batch, heads });
         let followed = [0, 1, 2, 3].map(|head| sizes.head(head, 4));
         assert_eq!(followed, [0, 1, 2, 3].map(|head| head * heads as usize / 4));
     }
@@ -72,26 +73,122 @@ fn variable_length_is_refused() {
     );
 }
 
+/// Batch 2, 300 queries, 500 keys, 8 and 2 heads.
+fn sparse(head_dim: usize, block_q: u32, block_kv: u32) -> AttentionProblem {
+    let dense = AttentionProblem::dense(DType::F16, [2, 300, 500], [8, 2], head_dim);
+    let sizes = BlockMaskSizes { block_q, block_kv, batch: 1, heads: 1 };
+    AttentionProblem { block_mask: Some(sizes), ..dense }
+}
+
+fn attention_rows() -> impl Iterator<Item = (&'static Row, AttentionTile)> {
+    manifest::all_rows().iter().filter_map(|row| Some((row, row.attention_tile()?)))
+}
+
 #[test]
-fn no_kernel_takes_a_block_mask() {
-    let dense = AttentionProblem::dense(DType::F16, [2, 100, 200], [4, 2], 64);
-    let sizes = BlockMaskSizes { block_q: 64, block_kv: 128, batch: 1, heads: 1, nnz: 0 };
-    let problem = AttentionProblem { block_mask: Some(sizes), ..dense };
-    let refused = |result: Result<()>| match result {
-        Err(Error::Unsupported { op: "attention", what, .. }) => {
-            assert!(what.contains("block masks have no kernel yet"), "{what}");
-        }
-        other => panic!("{other:?}"),
-    };
-    for gpu in gpus() {
-        select(&dense, &gpu).unwrap();
-        refused(select(&problem, &gpu).map(drop));
-        for row in manifest::all_rows().iter().filter(|row| row.attention_tile().is_some()) {
-            refused(accepts(row, &problem, &gpu));
-            let tile = row.attention_tile().unwrap();
-            if tile.head_dim >= 64 {
-                refused(plan(row, &problem, &gpu).map(drop));
+fn every_gpu_runs_every_block_size() {
+    let blocks = (1..=16).flat_map(|q| (1..=16).map(move |kv| [64 * q, 64 * kv]));
+    for (gpu, [block_q, block_kv]) in gpus().iter().flat_map(|gpu| blocks.clone().map(move |b| (gpu, b))) {
+        for head_dim in [8, 64, 72, 96, 104, 128, 136, 192, 200, 256] {
+            let problem = sparse(head_dim, block_q, block_kv);
+            // With the rows on trial, and as without them.
+            for rows in [manifest::all_rows(), manifest::released_rows()] {
+                let row = select_among(rows, &problem, gpu).unwrap();
+                let chosen = row.attention_tile().unwrap();
+                assert!(block_q % chosen.block_q == 0 && block_kv % chosen.block_kv == 0);
+                plan(row, &problem, gpu).unwrap();
+                // Of what fits on the preferred target nothing is narrower, and of that width nothing has larger tiles.
+                let fitting = rows.iter().filter(|other| other.target == row.target);
+                for other in fitting.filter(|other| accepts(other, &problem, gpu).is_ok()) {
+                    let tile = other.attention_tile().unwrap();
+                    assert!(tile.head_dim >= chosen.head_dim);
+                    let size = |tile: AttentionTile| (tile.block_q, tile.block_kv);
+                    assert!(tile.head_dim > chosen.head_dim || size(tile) <= size(chosen));
+                }
             }
+        }
+    }
+}
+
+#[test]
+fn tiles_divide_the_blocks() {
+    let h200 = gpu(9, 0);
+    let tile = |rows, head_dim, block_q, block_kv| {
+        let row = select_among(rows, &sparse(head_dim, block_q, block_kv), &h200).unwrap();
+        let tile = row.attention_tile().unwrap();
+        (row.target, [tile.head_dim, tile.block_q, tile.block_kv])
+    };
+    let portable: Vec<Row> =
+        manifest::all_rows().iter().filter(|row| row.target != Target::Sm90a).cloned().collect();
+    let portable = |head_dim, block_q, block_kv| tile(&portable, head_dim, block_q, block_kv).1;
+    assert_eq!(portable(64, 128, 128), [64, 128, 64]);
+    assert_eq!(portable(64, 64, 128), [64, 64, 64]);
+    assert_eq!(portable(64, 192, 64), [64, 64, 64]);
+    assert_eq!(portable(128, 256, 192), [128, 128, 64]);
+    assert_eq!(portable(128, 64, 64), [128, 64, 64]);
+    // No tile of 96 has 64 queries: the next wider one that does.
+    assert_eq!(portable(96, 128, 64), [96, 128, 64]);
+    assert_eq!(portable(96, 64, 64), [128, 64, 64]);
+    assert_eq!(portable(256, 64, 64), [256, 64, 64]);
+    // Hopper's own rows come first, wider ones included.
+    let (target, [_, block_q, block_kv]) = tile(manifest::all_rows(), 64, 128, 128);
+    assert_eq!((target, block_q, block_kv), (Target::Sm90a, 128, 128));
+    assert_eq!(tile(manifest::all_rows(), 64, 192, 128), (Target::Sm90a, [64, 192, 128]));
+    assert_eq!(tile(manifest::all_rows(), 64, 64, 128), (Target::Sm90a, [64, 64, 128]));
+}
+
+#[test]
+fn a_row_says_that_its_tiles_do_not_divide() {
+    for (row, tile) in attention_rows().filter(|(_, tile)| tile.dtype == DType::F16) {
+        let gpu = gpus().into_iter().find(|gpu| row.target.runs_on(gpu.compute_capability)).unwrap();
+        let (head_dim, [q, kv]) = (tile.head_dim as usize, [tile.block_q, tile.block_kv]);
+        accepts(row, &sparse(head_dim, 2 * q, 3 * kv), &gpu).unwrap();
+        for (block_q, block_kv) in [(q / 2, kv), (q, kv / 2), (3 * q / 2, kv), (0, kv), (q, 0)] {
+            let problem = sparse(head_dim, block_q, block_kv);
+            let error = accepts(row, &problem, &gpu).unwrap_err().to_string();
+            let expected =
+                format!("tiles of {q} × {kv} do not divide the blocks of the mask, {block_q} × {block_kv}");
+            assert!(error.contains(&expected), "{error}");
+            let error = plan(row, &problem, &gpu).unwrap_err().to_string();
+            assert!(error.contains("do not consist of tiles"), "{error}");
+        }
+    }
+    let error = select(&sparse(64, 32, 64), &gpu(8, 0)).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "attention is not supported on sm_80: head_dim 64: no kernel has tiles that divide blocks of 32 × 64"
+    );
+}
+
+#[test]
+fn plans_say_how_the_mask_is_read() {
+    let h200 = gpu(9, 0);
+    for (row, tile) in attention_rows().filter(|(_, tile)| tile.head_dim >= 64) {
+        let [block_q, block_kv] = [2 * tile.block_q, 2 * tile.block_kv];
+        let planned = |batch, heads| {
+            let sizes = BlockMaskSizes { block_q, block_kv, batch, heads };
+            plan(row, &AttentionProblem { block_mask: Some(sizes), ..sparse(64, 0, 0) }, &h200).unwrap()
+        };
+        let groups = |batch, heads| {
+            let plan = planned(batch, heads);
+            let m = plan.params.base().block_mask;
+            assert!(m.row_ptr.is_null() && m.col_idx.is_null() && m.row_order.is_null());
+            assert_eq!(m.rows as u32, 300u32.div_ceil(block_q));
+            assert_eq!([m.block_q, m.block_kv], [block_q, block_kv].map(|size| size as i32));
+            // Two tiles per row, for 8 heads of 2 entries.
+            let tiles = 2 * m.rows as u32 * 8 * 2;
+            let blocks = match row.variant {
+                Variant::AttentionFwdHopper(tile) => tiles.min(108 * tile.blocks_per_multiprocessor),
+                _ => tiles,
+            };
+            assert_eq!(plan.config.grid, [blocks, 1, 1]);
+            (m.groups_per_batch, m.heads_per_group)
+        };
+        assert_eq!([groups(1, 1), groups(2, 1)], [(0, 8), (1, 8)]);
+        assert_eq!([groups(1, 2), groups(2, 2)], [(0, 4), (2, 4)]);
+        assert_eq!([groups(1, 8), groups(2, 8)], [(0, 1), (8, 1)]);
+        // Tiles take unequal time: as under a window.
+        if let AttentionParams::Hopper(params) = planned(1, 1).params {
+            assert_eq!(params.heads_per_section, 16);
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{Attention, AttentionParams, AttentionProblem, OP, plan};
 use crate::check::Operand;
-use crate::{Error, Result};
+use crate::{BlockMask, Error, Result};
 use blockflash_safe::{AttentionFwdOperands, Stream, ViewMut};
 use blockflash_sys::Row;
 
@@ -59,6 +59,7 @@ pub(super) fn launch(
         lse,
         sink: op.sink,
         cu_seqlens: op.cu_seqlens.map(|cu_seqlens| [cu_seqlens.q, cu_seqlens.kv]),
+        block_mask: op.block_mask.map(BlockMask::operands),
     };
     match &plan.params {
         AttentionParams::Portable(params) => {

@@ -16,6 +16,8 @@ pub use problem::{AttentionProblem, LseStrides, MAX_SEQLEN, PackedRows, Strides}
 pub use select::{accepts, select};
 pub use seqlens::CuSeqlens;
 
+pub(crate) use block_mask::params as block_mask_params;
+pub(crate) use plan::window_side;
 pub(crate) use select::OP;
 
 use crate::{BlockMask, Error, Result};
@@ -40,8 +42,7 @@ use blockflash_sys::{DType, Row};
 ///
 /// Statistics and accumulation are f32. A masked pair contributes exactly nothing: NaN in a key or value that a query does not
 /// attend never reaches its output. On a GPU f16 and bf16 with a `head_dim` of any multiple of 8 up to 256 run, and pointers
-/// and strides must be multiples of 16 bytes; the CPU also takes f32, any `head_dim` and any alignment, and a
-/// [`block_mask`](Self::block_mask), for which a GPU has no kernel yet.
+/// and strides must be multiples of 16 bytes; the CPU also takes f32, any `head_dim` and any alignment.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {
     /// Queries, `[batch, seqlen_q, num_heads_q, head_dim]` or packed `[total_q, num_heads_q, head_dim]`.
@@ -186,8 +187,7 @@ impl<'a> Attention<'a> {
     /// that were prepared with; everything that they are checked for is checked again.
     ///
     /// # Errors
-    /// Also [`Error::NotPrepared`] if sizes, strides, types, options or the device differ. A block mask may visit other blocks,
-    /// but as many.
+    /// Also [`Error::NotPrepared`] if sizes, strides, types, options or the device differ. A block mask may visit other blocks.
     pub fn forward_prepared(
         &self,
         prepared: &PreparedAttention,

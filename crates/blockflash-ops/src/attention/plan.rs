@@ -1,4 +1,4 @@
-use super::{AttentionProblem, select};
+use super::{AttentionProblem, block_mask, select};
 use crate::check::{grid_x, to_i32, to_i64};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
@@ -49,7 +49,7 @@ pub struct AttentionPlan {
 ///
 /// # Errors
 /// [`Error::Misaligned`] for a stride that is not a multiple of 8 elements, [`Error::TooLarge`] for a grid or size beyond 32
-/// bits, [`Error::Unsupported`] if the row is no attention kernel, its tile is too small, or there is a block mask.
+/// bits, [`Error::Unsupported`] if the row is no attention kernel, its tile is too small, or does not divide the blocks of the mask.
 pub fn plan(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> Result<AttentionPlan> {
     let unsupported = |what| Error::Unsupported { op: select::OP, arch: row.target.to_string(), what };
     let Some(tile) = row.attention_tile() else {
@@ -58,23 +58,34 @@ pub fn plan(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> Resu
     if problem.head_dim > tile.head_dim as usize {
         return Err(unsupported(format!("head_dim {} is wider than {}", problem.head_dim, row.symbol())));
     }
-    if problem.block_mask.is_some() {
-        return Err(unsupported(select::NO_BLOCK_MASKS.into()));
+    if problem.block_mask.is_some_and(|mask| !mask.divides_into(&tile)) {
+        return Err(unsupported(format!(
+            "the blocks of the mask do not consist of tiles of {}",
+            row.symbol()
+        )));
     }
     check_strides(problem)?;
 
-    let tiles_q = problem.seqlen_q.div_ceil(tile.block_q as usize);
+    let tiles_q = match problem.block_mask {
+        Some(mask) => mask.tiles_q(problem.seqlen_q, &tile),
+        None => problem.seqlen_q.div_ceil(tile.block_q as usize),
+    };
     let tiles = grid_x(&[tiles_q, problem.num_heads_q, problem.batch])?;
     let base = base_params(problem)?;
-    let hopper = matches!(row.variant, Variant::AttentionFwdHopper(_));
-    let multiprocessors = gpu.multiprocessors.max(1);
-    if hopper {
+    // Blocks for Hopper stay and take tile after tile.
+    let stay = match row.variant {
+        Variant::AttentionFwdHopper(tile) => {
+            Some(gpu.multiprocessors.max(1).saturating_mul(tile.blocks_per_multiprocessor))
+        }
+        _ => None,
+    };
+    let hopper = stay.is_some();
+    if let Some(blocks) = stay {
         // Each block looks for a tile past the last one.
-        grid_x(&[tiles as usize + 2 * multiprocessors as usize])?;
+        grid_x(&[tiles as usize + 2 * blocks as usize])?;
     }
     let config = LaunchConfig {
-        // Blocks for Hopper stay and take tile after tile.
-        grid: [if hopper { tiles.min(multiprocessors) } else { tiles }, 1, 1],
+        grid: [stay.map_or(tiles, |blocks| tiles.min(blocks)), 1, 1],
         block: row.threads(),
         smem_bytes: row.smem_bytes(),
         cluster: None,
@@ -89,9 +100,6 @@ pub fn plan(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> Resu
 
 fn base_params(problem: &AttentionProblem) -> Result<blockflash_attention_fwd_params> {
     let limits = problem.mask.limits(problem.seqlen_q, problem.seqlen_kv);
-    let window = |side: Option<usize>| {
-        side.and_then(|side| i32::try_from(side).ok()).unwrap_or(BLOCKFLASH_WINDOW_UNBOUNDED)
-    };
     let stride = |value| to_i64("stride", value);
     Ok(blockflash_attention_fwd_params {
         q: null(),
@@ -122,12 +130,18 @@ fn base_params(problem: &AttentionProblem) -> Result<blockflash_attention_fwd_pa
         seqlen_q: to_i32("seqlen_q", problem.seqlen_q)?,
         seqlen_kv: to_i32("seqlen_kv", problem.seqlen_kv)?,
         head_dim: to_i32("head_dim", problem.head_dim)?,
-        window_left: window(limits.left),
-        window_right: window(limits.right),
+        window_left: window_side(limits.left),
+        window_right: window_side(limits.right),
         align_bottom_right: i32::from(limits.align == super::Align::BottomRight),
         softmax_scale: problem.softmax_scale,
         softcap: problem.softcap.unwrap_or(0.0),
+        block_mask: block_mask::params(problem.block_mask.as_ref(), problem.seqlen_q, problem.num_heads_q)?,
     })
+}
+
+/// A side of a window as kernels take it.
+pub(crate) fn window_side(side: Option<usize>) -> i32 {
+    side.and_then(|side| i32::try_from(side).ok()).unwrap_or(BLOCKFLASH_WINDOW_UNBOUNDED)
 }
 
 fn hopper_params(
@@ -152,11 +166,12 @@ fn hopper_params(
     }
 }
 
-/// Heads that are computed together. A window lets tiles take unequal time: many heads at once even that out, but their keys
-/// and values should fit into L2. Without one, the heads that share keys are enough.
+/// Heads that are computed together. A window or a block mask lets tiles take unequal time: many heads at once even that out, but
+/// their keys and values should fit into L2. Without either, the heads that share keys are enough.
 fn heads_per_section(base: &blockflash_attention_fwd_params, packed: bool) -> i32 {
     let group = (base.num_heads_q / base.num_heads_kv.max(1)).max(1);
-    if [base.window_left, base.window_right] == [BLOCKFLASH_WINDOW_UNBOUNDED; 2] {
+    let windowless = [base.window_left, base.window_right] == [BLOCKFLASH_WINDOW_UNBOUNDED; 2];
+    if windowless && base.block_mask.rows == 0 {
         return group;
     }
     let bytes_per_group = f64::from(base.seqlen_kv) * f64::from(base.head_dim) * 4.0;

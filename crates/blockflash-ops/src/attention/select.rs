@@ -1,26 +1,25 @@
-use super::AttentionProblem;
+use super::{AttentionProblem, BlockMaskSizes};
 use crate::arch;
 use crate::{Error, Result};
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{self, AttentionTile, Variant};
 use blockflash_sys::{DType, Row};
+use std::cmp::Reverse;
 use std::fmt;
 
 /// Name of the operation in errors and in the support table.
 pub(crate) const OP: &str = "attention";
 
-/// Why no kernel takes a block mask.
-pub(super) const NO_BLOCK_MASKS: &str = "block masks have no kernel yet";
-
 /// Strides of a tensor map are below this, in bytes.
 const TENSOR_MAP_STRIDE_LIMIT: usize = 1 << 40;
 
 /// The kernel for a problem on a GPU: of the usable rows those of the preferred target (machine code before PTX), of these the
-/// smallest head_dim tile that fits, of these the one whose grid is estimated to end first.
+/// smallest head_dim tile that fits, of these the one whose grid is estimated to end first. Under a block mask tiles must divide
+/// its blocks, and the largest ones that do are taken.
 ///
 /// # Errors
-/// [`Error::Unsupported`] says what no row offers: block masks, the element type, the head dimension, the architecture or its
-/// shared memory.
+/// [`Error::Unsupported`] says what no row offers: the element type, the head dimension, the blocks of the mask, the architecture
+/// or its shared memory.
 pub fn select(problem: &AttentionProblem, gpu: &CudaProperties) -> Result<&'static Row> {
     select_among(manifest::rows(), problem, gpu)
 }
@@ -34,8 +33,11 @@ pub(crate) fn select_among<'r>(
         .filter_map(|row| Some((row, row.attention_tile()?)))
         .filter(|(row, tile)| fits(row, tile, problem, gpu).is_ok())
         .min_by(|a, b| {
-            let preference =
-                |(row, tile): &(&Row, AttentionTile)| (arch::preference(row.target), tile.head_dim);
+            let sparse = problem.block_mask.is_some();
+            let preference = |(row, tile): &(&Row, AttentionTile)| {
+                let largest = sparse.then_some(Reverse((tile.block_q, tile.block_kv)));
+                (arch::preference(row.target), tile.head_dim, largest)
+            };
             let time = |(row, tile): &(&Row, AttentionTile)| relative_time(row, tile, problem, gpu);
             preference(a).cmp(&preference(b)).then_with(|| time(a).total_cmp(&time(b)))
         })
@@ -57,9 +59,9 @@ pub fn accepts(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> R
 
 /// What keeps a row from computing a problem.
 enum Mismatch {
-    BlockMask,
     DType { kernel: DType, tensors: DType },
     HeadDim { kernel: u32, tensors: usize },
+    Blocks { tile: AttentionTile, mask: BlockMaskSizes },
     TensorMap { what: &'static str, dim: &'static str, stride: usize },
     Gpu(arch::Obstacle),
 }
@@ -67,13 +69,17 @@ enum Mismatch {
 impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Mismatch::BlockMask => f.write_str(NO_BLOCK_MASKS),
             Mismatch::DType { kernel, tensors } => {
                 write!(f, "the kernel takes {kernel}, the tensors are {tensors}")
             }
             Mismatch::HeadDim { kernel, tensors } => {
                 write!(f, "head_dim {tensors} is not a multiple of 8 up to {kernel}")
             }
+            Mismatch::Blocks { tile, mask } => write!(
+                f,
+                "tiles of {} × {} do not divide the blocks of the mask, {} × {}",
+                tile.block_q, tile.block_kv, mask.block_q, mask.block_kv
+            ),
             Mismatch::TensorMap { what, dim, stride } => {
                 write!(f, "the {dim} stride of {what} is {stride} elements, which a tensor map cannot have")
             }
@@ -88,14 +94,15 @@ fn fits(
     problem: &AttentionProblem,
     gpu: &CudaProperties,
 ) -> std::result::Result<(), Mismatch> {
-    if problem.block_mask.is_some() {
-        return Err(Mismatch::BlockMask);
-    }
     if tile.dtype != problem.dtype {
         return Err(Mismatch::DType { kernel: tile.dtype, tensors: problem.dtype });
     }
     if problem.head_dim > tile.head_dim as usize || !problem.head_dim.is_multiple_of(8) {
         return Err(Mismatch::HeadDim { kernel: tile.head_dim, tensors: problem.head_dim });
+    }
+    match problem.block_mask {
+        Some(mask) if !mask.divides_into(tile) => return Err(Mismatch::Blocks { tile: *tile, mask }),
+        _ => {}
     }
     arch::runs(row, gpu).map_err(Mismatch::Gpu)?;
     if let Variant::AttentionFwdHopper(_) = row.variant { tensor_maps(problem) } else { Ok(()) }
@@ -146,15 +153,21 @@ fn why_none(rows: &[Row], problem: &AttentionProblem, gpu: &CudaProperties) -> S
     if !tiles().any(|(row, _)| row.target.runs_on(gpu.compute_capability)) {
         return "kernels need compute capability 8.0 or newer".into();
     }
-    if problem.block_mask.is_some() {
-        return NO_BLOCK_MASKS.into();
-    }
     if !tiles().any(|(_, tile)| tile.dtype == problem.dtype) {
         return format!("kernels take f16 and bf16, the tensors are {}", problem.dtype);
     }
     let widest = tiles().map(|(_, tile)| tile.head_dim).max().unwrap_or(0);
     if !head_dim.is_multiple_of(8) || head_dim > widest as usize {
         return format!("head_dim {head_dim}: kernels take multiples of 8 up to {widest}");
+    }
+    let dense = AttentionProblem { block_mask: None, ..*problem };
+    if let (Some(mask), true) =
+        (problem.block_mask, tiles().any(|(row, tile)| fits(row, &tile, &dense, gpu).is_ok()))
+    {
+        let (block_q, block_kv) = (mask.block_q, mask.block_kv);
+        return format!(
+            "head_dim {head_dim}: no kernel has tiles that divide blocks of {block_q} × {block_kv}"
+        );
     }
     format!(
         "head_dim {head_dim} in {}: no kernel fits into {} bytes of shared memory",

@@ -34,6 +34,17 @@ fn every_gpu_runs_every_head_dim() {
     }
 }
 
+/// The narrow tiles are for block masks.
+#[test]
+fn dense_problems_take_the_widest_portable_tile() {
+    for (gpu, head_dim) in gpus().iter().flat_map(|gpu| [8, 64, 72, 96, 104, 128].map(|d| (gpu, d))) {
+        let portable = manifest::all_rows().iter().filter(|row| row.target != Target::Sm90a).cloned();
+        let portable: Vec<Row> = portable.collect();
+        let row = select_among(&portable, &problem(DType::BF16, head_dim), gpu).unwrap();
+        assert_eq!(row.attention_tile().unwrap().block_q, 128, "{}", row.image_name());
+    }
+}
+
 #[test]
 fn targets_are_those_of_the_gpu() {
     let target =

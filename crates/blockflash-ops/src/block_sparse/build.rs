@@ -5,7 +5,7 @@ use super::{BlockGeometry, BlockMask};
 use crate::check::to_i32;
 use crate::{Mask, Result};
 use blockflash_safe::{Device, Stream, Tensor};
-use std::cmp::Ordering;
+use std::cmp::{Ordering, Reverse};
 
 impl BlockMask {
     /// From the arrays of the format, fully validated: `row_ptr` `[batch, heads, rows + 1]` holds offsets into `col_idx`, each
@@ -23,10 +23,16 @@ impl BlockMask {
     ) -> Result<Self> {
         Sizes::new(geometry, batch, heads)?.check_indices(row_ptr, col_idx)?;
         let stream: &Stream = &Device::cpu().stream()?;
-        let shape = [batch, heads, geometry.rows() + 1];
-        let row_ptr = Tensor::from_slice(stream, row_ptr, &shape)?;
-        let col_idx = Tensor::from_slice(stream, col_idx, &[col_idx.len()])?;
-        Ok(Self { geometry, batch, heads, row_ptr, col_idx })
+        let rows = geometry.rows();
+        let order = row_order(row_ptr, rows);
+        Ok(Self {
+            geometry,
+            batch,
+            heads,
+            row_ptr: Tensor::from_slice(stream, row_ptr, &[batch, heads, rows + 1])?,
+            col_idx: Tensor::from_slice(stream, col_idx, &[col_idx.len()])?,
+            row_order: Tensor::from_slice(stream, &order, &[batch, heads, rows])?,
+        })
     }
 
     /// The blocks that are true in `blocks`, `[batch, heads, rows, cols]` row-major.
@@ -134,6 +140,18 @@ impl Sizes {
         }
         BlockMask::from_parts(self.geometry, self.batch, self.heads, &row_ptr, &col_idx)
     }
+}
+
+/// The rows of each group, the longest first, of equally long ones the last first; `row_ptr` holds `rows + 1` offsets per group.
+fn row_order(row_ptr: &[i32], rows: usize) -> Vec<i32> {
+    let mut order = Vec::with_capacity(row_ptr.len());
+    for offsets in row_ptr.chunks_exact(rows + 1) {
+        let start = order.len();
+        order.extend((0..rows as i32).rev());
+        let length = |row: i32| offsets[row as usize + 1] - offsets[row as usize];
+        order[start..].sort_by_key(|&row| Reverse(length(row)));
+    }
+    order
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 use super::BlockGeometry;
 use super::validate::{filled, invalid};
 use crate::{Mask, Result};
-use blockflash_safe::{Device, Stream, Tensor};
+use blockflash_safe::{BlockMaskOperands, Device, Stream, Tensor};
 
 /// Which blocks of queries × keys attention visits, per batch entry and head, on the CPU or a GPU.
 ///
@@ -9,7 +9,8 @@ use blockflash_safe::{Device, Stream, Tensor};
 /// ascending. `batch` and `heads` are each 1, for all alike, or a number of batch entries and of heads; whether those are the
 /// heads of the queries or of the keys is for the caller to say.
 ///
-/// Every constructor validates the index arrays, and nothing changes them later. Combining and counting read them on the CPU.
+/// Every constructor validates the index arrays, and nothing changes them later but the
+/// [`BlockMaskBuffer`](super::BlockMaskBuffer) that they belong to. Combining and counting read them on the CPU.
 #[derive(Debug)]
 pub struct BlockMask {
     pub(super) geometry: BlockGeometry,
@@ -17,6 +18,7 @@ pub struct BlockMask {
     pub(super) heads: usize,
     pub(super) row_ptr: Tensor,
     pub(super) col_idx: Tensor,
+    pub(super) row_order: Tensor,
 }
 
 /// The index arrays on the CPU.
@@ -98,6 +100,12 @@ impl BlockMask {
         &self.col_idx
     }
 
+    /// i32 `[batch, heads, rows]`: the rows of each head in the order in which a GPU takes them, the longest first; of rows that
+    /// list equally many columns the last comes first, which is the longer one under a causal token mask.
+    pub fn row_order(&self) -> &Tensor {
+        &self.row_order
+    }
+
     /// Where the mask is.
     pub fn device(&self) -> Device {
         self.row_ptr.device()
@@ -108,7 +116,12 @@ impl BlockMask {
     /// # Errors
     /// Out of memory, or a failing device.
     pub fn to(&self, stream: &Stream) -> Result<Self> {
-        Ok(Self { row_ptr: self.row_ptr.copy_to(stream)?, col_idx: self.col_idx.copy_to(stream)?, ..*self })
+        Ok(Self {
+            row_ptr: self.row_ptr.copy_to(stream)?,
+            col_idx: self.col_idx.copy_to(stream)?,
+            row_order: self.row_order.copy_to(stream)?,
+            ..*self
+        })
     }
 
     /// The columns of one row, ascending. The indices are those of the mask itself, so 0 where it has one batch entry or head
@@ -147,12 +160,13 @@ impl BlockMask {
         Ok(visited)
     }
 
-    /// Number of visited blocks, of all the mask's batch entries and heads together.
+    /// Number of visited blocks, of all the mask's batch entries and heads together; for a mask that is built on a GPU, the room
+    /// that its [`BlockMaskBuffer`](super::BlockMaskBuffer) has for them.
     pub fn nnz(&self) -> usize {
         self.col_idx.shape().first().copied().unwrap_or(0)
     }
 
-    /// Visited blocks per block, 0 to 1; 0 for a mask without any blocks.
+    /// Visited blocks ([`nnz`](Self::nnz)) per block, 0 to 1; 0 for a mask without any blocks.
     pub fn density(&self) -> f64 {
         let rows = (self.batch * self.heads * self.rows()) as f64;
         let blocks = rows * self.cols() as f64;
@@ -195,6 +209,15 @@ impl BlockMask {
             return all * queries.len() as u64;
         }
         queries.map(seen).sum()
+    }
+
+    /// The index arrays as kernels take them.
+    pub(crate) fn operands(&self) -> BlockMaskOperands<'_> {
+        BlockMaskOperands {
+            row_ptr: self.row_ptr.view(),
+            col_idx: self.col_idx.view(),
+            row_order: self.row_order.view(),
+        }
     }
 
     /// The index arrays, if they are on the CPU.

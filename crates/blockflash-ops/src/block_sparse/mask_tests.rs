@@ -21,6 +21,7 @@ fn accessors() {
     assert_eq!((mask.batch(), mask.heads(), mask.nnz(), mask.device()), (2, 2, 8, Device::cpu()));
     assert_eq!((mask.row_ptr().shape(), mask.col_idx().shape()), (&[2, 2, 3][..], &[8][..]));
     assert_eq!((mask.row_ptr().dtype(), mask.col_idx().dtype()), (DType::I32, DType::I32));
+    assert_eq!((mask.row_order().shape(), mask.row_order().dtype()), (&[2, 2, 2][..], DType::I32));
     assert_eq!(mask.density(), 8.0 / 24.0);
     assert_eq!(mask.imbalance().unwrap(), 3.0);
 }
@@ -36,6 +37,28 @@ fn rows_list_their_columns() {
     assert_eq!(problem(2, 0, 0), "invalid block mask: batch is 2, but there are 2");
     assert_eq!(problem(0, 2, 0), "invalid block mask: head is 2, but there are 2");
     assert_eq!(problem(0, 0, 2), "invalid block mask: row is 2, but there are 2");
+}
+
+/// Longest first; of equally long ones the last.
+#[test]
+fn rows_are_taken_in_the_order_of_their_length() {
+    let order = |mask: &BlockMask| mask.row_order().view().as_slice::<i32>().unwrap().to_vec();
+    assert_eq!(order(&mask()), [[1, 0], [1, 0], [1, 0], [1, 0]].concat());
+    let geometry = BlockGeometry::new(5 * 64, 3 * 64, 64, 64).unwrap();
+    let row_ptr = [[0, 1, 3, 4, 6, 6], [6, 6, 6, 6, 6, 6], [6, 9, 11, 12, 12, 12]].concat();
+    let mask =
+        BlockMask::from_parts(geometry, 1, 3, &row_ptr, &[2, 0, 1, 1, 0, 2, 0, 1, 2, 0, 1, 2]).unwrap();
+    assert_eq!(order(&mask), [[3, 1, 2, 0, 4], [4, 3, 2, 1, 0], [0, 1, 2, 4, 3]].concat());
+    assert_eq!(order(&mask.to(&Device::cpu().stream().unwrap()).unwrap()), order(&mask));
+    for geometry in geometries() {
+        let mask = random_mask(geometry, 2, 3, 5);
+        let columns = |at: usize, row: i32| mask.row(at / 3, at % 3, row as usize).unwrap().len();
+        for (at, order) in order(&mask).chunks_exact(geometry.rows().max(1)).enumerate() {
+            let mut expected: Vec<i32> = (0..geometry.rows() as i32).collect();
+            expected.sort_by_key(|&row| (usize::MAX - columns(at, row), -row));
+            assert_eq!(order, expected, "{geometry:?}");
+        }
+    }
 }
 
 #[test]

@@ -3,7 +3,10 @@
 //! A [`BlockMask`] is built on the host, from index arrays, booleans, top-k lists, scores or a pattern, and masks are combined by
 //! [`union`](BlockMask::union) and [`intersection`](BlockMask::intersection). Within a visited block the token
 //! [`Mask`](crate::Mask) still decides pair by pair; what no visited block holds is not attended.
-//! [`Attention::block_mask`](crate::Attention::block_mask) takes them on the CPU; the kernel for GPUs comes next.
+//! [`Attention::block_mask`](crate::Attention::block_mask) takes them where its tensors are: [`BlockMask::to`] moves one to a GPU.
+//!
+//! Masks that depend on the data of each call are built where that is: [`BlockScores`] computes scores of blocks and
+//! [`BlockMaskBuffer`] the mask, on a GPU without any help of the host, so that both fit into a graph with the attention that follows.
 //!
 //! ```
 //! use blockflash_ops::{Align, Attention, BlockGeometry, BlockMask, Device, Mask, View};
@@ -25,14 +28,23 @@
 //! # Ok::<(), blockflash_ops::Error>(())
 //! ```
 
+mod block_scores;
+mod buffer;
 mod build;
+mod build_plan;
+mod choice;
 mod combine;
 mod geometry;
+mod kernel;
 mod mask;
 mod patterns;
+mod problems;
 mod scores;
 mod validate;
 
+pub use block_scores::BlockScores;
+pub use buffer::BlockMaskBuffer;
+pub use choice::{BlockChoice, BlockSource};
 pub use geometry::BlockGeometry;
 pub use mask::BlockMask;
 pub use scores::block_mean_scores;

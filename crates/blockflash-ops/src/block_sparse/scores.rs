@@ -21,23 +21,7 @@ use rayon::prelude::*;
 /// [`Error::Shape`] if the sizes do not fit each other or the geometry, [`Error::HeadGroups`], [`Error::DType`],
 /// [`Error::Stride`]; out of memory; a view that is not on the CPU.
 pub fn block_mean_scores(geometry: BlockGeometry, q: View<'_>, k: View<'_>) -> Result<Vec<f32>> {
-    let (q_operand, k_operand) = (Operand::new("q", &q), Operand::new("k", &k));
-    q_operand.dtype_in(&[DType::F16, DType::BF16, DType::F32])?;
-    k_operand.dtype_in(&[q.dtype()])?;
-    let (seqlen_q, seqlen_kv) = (geometry.seqlen_q(), geometry.seqlen_kv());
-    let &[batch, _, heads_q, head_dim] = q.shape() else {
-        return Err(q_operand.wrong_shape(format!("[batch, {seqlen_q}, heads_q, head_dim]")));
-    };
-    let &[_, _, heads_kv, _] = k.shape() else {
-        return Err(k_operand.wrong_shape(format!("[{batch}, {seqlen_kv}, heads_kv, {head_dim}]")));
-    };
-    q_operand.shape_is(&[batch, seqlen_q, heads_q, head_dim])?;
-    k_operand.shape_is(&[batch, seqlen_kv, heads_kv, head_dim])?;
-    q_operand.last_dim_contiguous()?;
-    k_operand.last_dim_contiguous()?;
-    if heads_q > 0 && (heads_kv == 0 || heads_q % heads_kv != 0) {
-        return Err(Error::HeadGroups { num_heads_q: heads_q, num_heads_kv: heads_kv });
-    }
+    let ScoreSizes { batch, heads_q, heads_kv, head_dim, .. } = ScoreSizes::of(geometry, &q, &k)?;
     let means = match q.dtype() {
         DType::F16 => block_means::<f16>,
         DType::BF16 => block_means::<bf16>,
@@ -58,6 +42,40 @@ pub fn block_mean_scores(geometry: BlockGeometry, q: View<'_>, k: View<'_>) -> R
         }
     });
     Ok(scores)
+}
+
+/// Sizes and element type of q and k that fit each other and a geometry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ScoreSizes {
+    pub(super) geometry: BlockGeometry,
+    pub(super) dtype: DType,
+    pub(super) batch: usize,
+    pub(super) heads_q: usize,
+    pub(super) heads_kv: usize,
+    pub(super) head_dim: usize,
+}
+
+impl ScoreSizes {
+    pub(super) fn of(geometry: BlockGeometry, q: &View<'_>, k: &View<'_>) -> Result<Self> {
+        let (q_operand, k_operand) = (Operand::new("q", q), Operand::new("k", k));
+        q_operand.dtype_in(&[DType::F16, DType::BF16, DType::F32])?;
+        k_operand.dtype_in(&[q.dtype()])?;
+        let (seqlen_q, seqlen_kv) = (geometry.seqlen_q(), geometry.seqlen_kv());
+        let &[batch, _, heads_q, head_dim] = q.shape() else {
+            return Err(q_operand.wrong_shape(format!("[batch, {seqlen_q}, heads_q, head_dim]")));
+        };
+        let &[_, _, heads_kv, _] = k.shape() else {
+            return Err(k_operand.wrong_shape(format!("[{batch}, {seqlen_kv}, heads_kv, {head_dim}]")));
+        };
+        q_operand.shape_is(&[batch, seqlen_q, heads_q, head_dim])?;
+        k_operand.shape_is(&[batch, seqlen_kv, heads_kv, head_dim])?;
+        q_operand.last_dim_contiguous()?;
+        k_operand.last_dim_contiguous()?;
+        if heads_q > 0 && (heads_kv == 0 || heads_q % heads_kv != 0) {
+            return Err(Error::HeadGroups { num_heads_q: heads_q, num_heads_kv: heads_kv });
+        }
+        Ok(Self { geometry, dtype: q.dtype(), batch, heads_q, heads_kv, head_dim })
+    }
 }
 
 /// `[batch, heads, blocks, head_dim]`: the mean of each block of rows of `[batch, seqlen, heads, head_dim]`.

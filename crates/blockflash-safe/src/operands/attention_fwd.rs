@@ -1,9 +1,12 @@
 //! Attention forward with the instructions that every GPU has, and what all attention kernels check.
 
-use super::{Fit, ceil_div, fits, fits_row, optional, pointer, pointer_mut, require, starts_last};
+use super::{
+    BlockMaskOperands, Fit, ceil_div, fits, fits_row, optional, pointer, pointer_mut, require, starts_last,
+};
 use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};
 use blockflash_sys::manifest::{AttentionTile, Variant};
-use blockflash_sys::params::blockflash_attention_fwd_params;
+use blockflash_sys::params::{blockflash_attention_fwd_params, blockflash_block_mask};
+use std::ptr::null;
 
 /// Tensors of the attention forward kernels. With `cu_seqlens` the batch is packed into the first dimension.
 #[derive(Debug)]
@@ -23,6 +26,8 @@ pub struct AttentionFwdOperands<'a> {
     /// Packed only: i32 `[batch + 1]` offsets of the sequences in `q` and in `k`. The caller knows that they ascend from 0 to
     /// the number of packed rows and that no sequence is longer than the parameters say.
     pub cu_seqlens: Option<[View<'a>; 2]>,
+    /// Not packed only: which blocks are visited. Without it the sizes of a mask in the parameters are ignored.
+    pub block_mask: Option<BlockMaskOperands<'a>>,
 }
 
 impl AttentionFwdOperands<'_> {
@@ -74,19 +79,34 @@ impl AttentionFwdOperands<'_> {
             lse.map_or(Ok(()), |lse| fits("lse", &lse, DType::F32, dims))?;
         }
         self.sink.map_or(Ok(()), |sink| fits("sink", &sink, DType::F32, [(heads_q, 1)]))?;
-        Ok(ceil_div(seqlen_q, tile.block_q) * i128::from(heads_q) * i128::from(batch))
+        let tiles_q = match &self.block_mask {
+            None => ceil_div(seqlen_q, tile.block_q),
+            Some(mask) => {
+                require(self.cu_seqlens.is_none(), "a packed batch has no block mask")?;
+                mask.fit(tile, p)?;
+                // Every row of the mask has as many, also the last one.
+                i128::from(p.block_mask.rows) * ceil_div(p.block_mask.block_q.into(), tile.block_q)
+            }
+        };
+        Ok(tiles_q * i128::from(heads_q) * i128::from(batch))
     }
 
     /// Every tensor, read-only.
-    pub(super) fn views(&self) -> [Option<View<'_>>; 8] {
+    pub(super) fn views(&self) -> [Option<View<'_>>; 11] {
         let [cu_q, cu_kv] = self.cu_seqlens.map_or([None, None], |both| both.map(Some));
         let lse = self.lse.as_ref().map(ViewMut::as_view);
-        [Some(self.q), Some(self.k), Some(self.v), Some(self.o.as_view()), lse, self.sink, cu_q, cu_kv]
+        let [row_ptr, col_idx, row_order] =
+            self.block_mask.as_ref().map_or([None, None, None], BlockMaskOperands::views);
+        let o = self.o.as_view();
+        let [q, k, v, o] = [self.q, self.k, self.v, o].map(Some);
+        [q, k, v, o, lse, self.sink, cu_q, cu_kv, row_ptr, col_idx, row_order]
     }
 
     /// The parameters with the pointers of the tensors.
     pub(super) fn pointers(&self, p: &blockflash_attention_fwd_params) -> blockflash_attention_fwd_params {
-        let [.., lse, sink, cu_q, cu_kv] = self.views();
+        let [.., lse, sink, cu_q, cu_kv, _, _, _] = self.views();
+        let (row_ptr, col_idx, row_order) = (null(), null(), null());
+        let unused = blockflash_block_mask { row_ptr, col_idx, row_order, ..p.block_mask };
         blockflash_attention_fwd_params {
             q: pointer(&self.q),
             k: pointer(&self.k),
@@ -96,6 +116,7 @@ impl AttentionFwdOperands<'_> {
             sink: optional(sink.as_ref()).cast(),
             cu_seqlens_q: optional(cu_q.as_ref()).cast(),
             cu_seqlens_kv: optional(cu_kv.as_ref()).cast(),
+            block_mask: self.block_mask.map_or(unused, |mask| mask.pointers(&p.block_mask)),
             ..*p
         }
     }
@@ -131,7 +152,7 @@ impl Stream {
         // 1. The row is a variant of attention forward, whose parameter struct this is.
         // 2. All pointers come from views of this device. The kernel's addresses follow from the sizes and strides in the
         //    struct and from the grid; `fit` found them to be those of the views, which reach no further than their memory.
-        //    Where they follow from `cu_seqlens`, their contents are the promise of whoever built them.
+        //    Where they follow from `cu_seqlens` or a block mask, their contents are the promise of whoever built them.
         // 3. `o` and `lse` are borrowed exclusively.
         unsafe { self.launch_with(row, config, |_| params, views.iter().flatten().filter_map(View::owner)) }
     }

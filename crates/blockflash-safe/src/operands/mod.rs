@@ -3,9 +3,15 @@
 
 mod attention_fwd;
 mod attention_fwd_tma;
+mod block_mask;
+mod block_mask_build;
+mod block_scores;
 mod bsr_matmul;
 
 pub use attention_fwd::AttentionFwdOperands;
+pub use block_mask::BlockMaskOperands;
+pub use block_mask_build::BlockMaskBuildOperands;
+pub use block_scores::BlockScoresOperands;
 pub use bsr_matmul::BsrMatmulOperands;
 
 use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};

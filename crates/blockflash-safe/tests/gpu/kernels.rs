@@ -2,10 +2,11 @@ use crate::{gpu, ramp, required, say};
 use blockflash_safe::manifest::{self, Variant};
 use blockflash_safe::params::{
     BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params,
+    blockflash_block_mask, blockflash_block_mask_build_params, blockflash_block_scores_params,
     blockflash_bsr_matmul_params, blockflash_probe_params,
 };
 use blockflash_safe::{
-    AttentionFwdOperands, DType, Device, Error, LaunchConfig, Result, Row, Stream, Tensor,
+    AttentionFwdOperands, BlockMaskKernel, DType, Device, Error, LaunchConfig, Result, Row, Stream, Tensor,
 };
 use half::f16;
 use std::ptr;
@@ -31,6 +32,10 @@ fn every_embedded_kernel_loads() -> Result<()> {
             Variant::AttentionFwd(_) => size_of::<blockflash_attention_fwd_params>(),
             Variant::AttentionFwdHopper(_) => size_of::<blockflash_attention_fwd_tma_params>(),
             Variant::BsrMatmul(_) => size_of::<blockflash_bsr_matmul_params>(),
+            Variant::BlockMask(BlockMaskKernel::Build { .. }) => {
+                size_of::<blockflash_block_mask_build_params>()
+            }
+            Variant::BlockMask(BlockMaskKernel::Scores { .. }) => size_of::<blockflash_block_scores_params>(),
             Variant::Probe(_) => size_of::<blockflash_probe_params>(),
         };
         assert_eq!(info.param_bytes, expected, "{}", row.symbol());
@@ -114,6 +119,16 @@ impl Single {
             align_bottom_right: 0,
             softmax_scale: 0.125,
             softcap: 0.0,
+            block_mask: blockflash_block_mask {
+                row_ptr: ptr::null(),
+                col_idx: ptr::null(),
+                row_order: ptr::null(),
+                rows: 0,
+                block_q: 0,
+                block_kv: 0,
+                groups_per_batch: 0,
+                heads_per_group: 0,
+            },
         };
         let config = LaunchConfig {
             grid: [1, 1, 1],
@@ -138,6 +153,7 @@ impl Single {
             lse: Some(self.lse.view_mut()),
             sink: None,
             cu_seqlens: None,
+            block_mask: None,
         };
         stream.launch_attention_fwd(self.row, &self.config, &self.params, operands)
     }

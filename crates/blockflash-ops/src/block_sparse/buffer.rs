@@ -1,0 +1,239 @@
+use super::build_plan::{STEPS, plan, slabs};
+use super::choice::{BlockChoice, BlockSource};
+use super::problems::{NOTHING, describe, no_room};
+use super::validate::{Sizes, invalid};
+use super::{BlockGeometry, BlockMask, kernel};
+use crate::check::to_i32;
+use crate::{Error, Result};
+use blockflash_safe::{BlockMaskBuildOperands, CudaProperties, Stream, Tensor};
+use blockflash_sys::params::blockflash_block_mask_build_params;
+use blockflash_sys::{BlockMaskKernel, DType, Row};
+
+/// A block mask that is built anew, on the device where attention reads it, for example at each step of a model.
+///
+/// All memory is allocated at the start, with room for `capacity` visited blocks. On a GPU, [`build`](Self::build) is two launches
+/// that depend on nothing but the device: no host memory, no synchronisation, so that it can be captured in a graph, together
+/// with whatever computes the scores and with the attention that follows. What is wrong with the data is therefore known on the
+/// device only, and [`check`](Self::check) asks for it. The mask is one that attention can run with in any case: columns that do
+/// not exist are left out, one that comes twice counts once, NaN is never chosen, and rows end where the capacity does.
+///
+/// On the CPU the same calls use the constructors of [`BlockMask`].
+///
+/// ```
+/// use blockflash_ops::block_sparse::{BlockChoice, BlockMaskBuffer, BlockSource};
+/// use blockflash_ops::{Align, BlockGeometry, BlockMask, Device, Mask, Tensor};
+///
+/// let stream = Device::cpu().stream()?; // or of a GPU
+/// let geometry = BlockGeometry::new(1000, 1000, 128, 64)?;
+/// let mut buffer = BlockMaskBuffer::new(geometry, 1, 2, 2 * 8 * 7, &stream)?;
+///
+/// // Per head of queries the 4 best blocks, and always three blocks around the diagonal.
+/// let scores: Vec<f32> = (0..2 * 8 * 16).map(|i| (i as f32).sin()).collect();
+/// let scores = Tensor::from_slice(&stream, &scores, &[1, 2, 8, 16])?;
+/// let local = BlockMask::window(geometry, Some(1), Some(0), Align::BottomRight)?.to(&stream)?;
+/// let source = BlockSource::Scores { scores: scores.view(), k: 4 };
+/// let choice = BlockChoice { always: Some(&local), mask: Mask::causal(), ..BlockChoice::new(source) };
+///
+/// buffer.build(&choice, &stream)?; // again and again
+/// assert_eq!(buffer.mask().rows(), 8); // for `Attention::block_mask`
+/// buffer.check(&stream)?;
+/// assert!(buffer.to_host(&stream)?.row(0, 1, 7)?.len() >= 4);
+/// # Ok::<(), blockflash_ops::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct BlockMaskBuffer {
+    mask: BlockMask,
+    capacity: usize,
+    /// `None` on the CPU.
+    workspace: Option<Workspace>,
+}
+
+/// What a build on a GPU needs beside the mask.
+#[derive(Debug)]
+struct Workspace {
+    row: &'static Row,
+    bits: Tensor,
+    lengths: Tensor,
+    slab_lengths: Tensor,
+    problems: Tensor,
+}
+
+impl BlockMaskBuffer {
+    /// Memory for a mask of so many batch entries and heads, each 1 or a number as for [`BlockMask`], with up to `capacity` visited
+    /// blocks of all of them together. No block is visited until the first [`build`](Self::build).
+    ///
+    /// # Errors
+    /// [`Error::InvalidBlockMask`] if `batch` or `heads` is 0; [`Error::TooLarge`] if rows or the capacity do not fit i32;
+    /// [`Error::Unsupported`] for a GPU without a kernel; out of memory, or a failing device.
+    pub fn new(
+        geometry: BlockGeometry,
+        batch: usize,
+        heads: usize,
+        capacity: usize,
+        stream: &Stream,
+    ) -> Result<Self> {
+        let groups = Sizes::new(geometry, batch, heads)?.groups();
+        to_i32("capacity", capacity)?;
+        let nothing =
+            BlockMask::from_parts(geometry, batch, heads, &vec![0; groups * (geometry.rows() + 1)], &[])?;
+        let Some(gpu) = stream.device().cuda_properties() else {
+            return Ok(Self { mask: nothing, capacity, workspace: None });
+        };
+        let workspace = Workspace::new(&nothing, gpu, stream)?;
+        let col_idx = Tensor::zeros(stream, DType::I32, &[capacity])?;
+        let mask = BlockMask { col_idx, ..nothing.to(stream)? };
+        Ok(Self { mask, capacity, workspace: Some(workspace) })
+    }
+
+    /// The mask that was built last. On a GPU [`nnz`](BlockMask::nnz) and [`density`](BlockMask::density) are those of the whole
+    /// capacity, since how much of it is used is known on the device only; see [`to_host`](Self::to_host).
+    pub fn mask(&self) -> &BlockMask {
+        &self.mask
+    }
+
+    /// Visited blocks that there is room for.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Builds the mask of a choice. On a GPU this is queued on the stream: nothing is allocated, nobody waits, and what the data
+    /// has to be is looked at by [`check`](Self::check).
+    ///
+    /// # Errors
+    /// [`Error::Shape`], [`Error::DType`], [`Error::Stride`] and [`Error::DeviceMismatch`] name the operand;
+    /// [`Error::InvalidBlockMask`] if `always` has another geometry, or neither 1 nor as many batch entries or heads;
+    /// [`Error::TooLarge`] for lists of more than 2^30. On the CPU also what `check` would find; the mask then stays as it was.
+    pub fn build(&mut self, choice: &BlockChoice<'_>, stream: &Stream) -> Result<()> {
+        let sizes = self.checked(choice, stream)?;
+        match self.workspace.as_ref().map(|workspace| workspace.row) {
+            Some(row) => self.launch(row, &sizes, choice, stream),
+            None => self.build_on_host(&sizes, choice),
+        }
+    }
+
+    /// Like [`build`](Self::build) with this very kernel: for tests and measurements.
+    ///
+    /// # Errors
+    /// Also [`Error::Unsupported`] on the CPU, or if the row is no such kernel or does not run on this GPU.
+    pub fn build_with(&mut self, row: &Row, choice: &BlockChoice<'_>, stream: &Stream) -> Result<()> {
+        let sizes = self.checked(choice, stream)?;
+        self.launch(row, &sizes, choice, stream)
+    }
+
+    /// Asks whether the data of all builds since the last check was right. Waits for the work on the stream, which is that of the
+    /// builds or comes after it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBlockMask`] names the first row with a problem, and the first position in it: a column that does not exist
+    /// or comes twice, a NaN, or the end of the capacity. Then also a stream that is being captured, or a failing device.
+    pub fn check(&mut self, stream: &Stream) -> Result<()> {
+        let sizes = self.sizes()?;
+        let Some(workspace) = &mut self.workspace else { return Ok(()) };
+        let words = workspace.problems.to_vec::<i32>(stream)?;
+        let Some(problem) = describe(&words, &sizes, self.capacity) else { return Ok(()) };
+        workspace.problems.fill_bytes(stream, NOTHING)?;
+        invalid(problem)
+    }
+
+    /// A copy of the mask on the CPU. Waits for the work on the stream, as [`check`](Self::check) does.
+    ///
+    /// # Errors
+    /// A stream that is being captured, or a failing device.
+    pub fn to_host(&self, stream: &Stream) -> Result<BlockMask> {
+        let row_ptr = self.mask.row_ptr.to_vec::<i32>(stream)?;
+        let end = row_ptr.last().map_or(0, |&end| end as usize);
+        let col_idx = self.mask.col_idx.view().slice(0, 0..end)?.to_vec::<i32>(stream)?;
+        BlockMask::from_parts(self.mask.geometry, self.mask.batch, self.mask.heads, &row_ptr, &col_idx)
+    }
+
+    fn sizes(&self) -> Result<Sizes> {
+        Sizes::new(self.mask.geometry, self.mask.batch, self.mask.heads)
+    }
+
+    fn checked(&self, choice: &BlockChoice<'_>, stream: &Stream) -> Result<Sizes> {
+        let (expected, found) = (*stream.device(), self.mask.device());
+        if expected != found {
+            return Err(Error::DeviceMismatch { what: "buffer", expected, found });
+        }
+        let sizes = self.sizes()?;
+        choice.check(&sizes, stream.device())?;
+        Ok(sizes)
+    }
+
+    fn build_on_host(&mut self, sizes: &Sizes, choice: &BlockChoice<'_>) -> Result<()> {
+        let mask = choice.build(sizes)?;
+        let (nnz, capacity, rows) = (mask.nnz(), self.capacity, mask.rows());
+        if nnz > capacity {
+            // The first row that ends beyond; each group has one entry more than rows.
+            let row_ptr = mask.row_ptr.view().as_slice::<i32>()?;
+            let end = row_ptr.partition_point(|&end| end as usize <= capacity);
+            let place = sizes.place(end / (rows + 1), end % (rows + 1) - 1);
+            let position = capacity - row_ptr[end - 1] as usize;
+            return invalid(no_room(nnz as u64, capacity, &place, position as u64));
+        }
+        self.mask = mask;
+        Ok(())
+    }
+
+    fn launch(&mut self, row: &Row, sizes: &Sizes, choice: &BlockChoice<'_>, stream: &Stream) -> Result<()> {
+        let Some(workspace) = &mut self.workspace else {
+            let what = format!("{} runs on a GPU", row.symbol());
+            return Err(Error::Unsupported { op: kernel::OP, arch: "cpu".into(), what });
+        };
+        let (params, config) = plan(row, sizes, choice, self.capacity)?;
+        if sizes.geometry.rows() == 0 {
+            return Ok(());
+        }
+        for step in STEPS {
+            let params = blockflash_block_mask_build_params { step, ..params };
+            let operands = workspace.operands(&mut self.mask, choice);
+            stream.launch_block_mask_build(row, &config, &params, operands)?;
+        }
+        Ok(())
+    }
+}
+
+impl Workspace {
+    /// Sizes are those of `mask`.
+    fn new(mask: &BlockMask, gpu: &CudaProperties, stream: &Stream) -> Result<Self> {
+        let row = kernel::select(gpu, |kernel| matches!(kernel, BlockMaskKernel::Build { .. }))?;
+        // A build in a graph must not be the first one to load it.
+        stream.device().preload(row)?;
+        let words = mask.cols().div_ceil(32);
+        let integers = |shape: &[usize]| Tensor::empty(stream, DType::I32, shape);
+        let mut problems = integers(&[4])?;
+        problems.fill_bytes(stream, NOTHING)?;
+        Ok(Self {
+            row,
+            bits: integers(&[mask.batch, mask.heads, mask.rows(), words])?,
+            lengths: integers(&[mask.batch, mask.heads, mask.rows()])?,
+            slab_lengths: integers(&[mask.batch, mask.heads, slabs(row, mask.rows())?])?,
+            problems,
+        })
+    }
+
+    fn operands<'a>(
+        &'a mut self,
+        mask: &'a mut BlockMask,
+        choice: &BlockChoice<'a>,
+    ) -> BlockMaskBuildOperands<'a> {
+        BlockMaskBuildOperands {
+            source: match choice.source {
+                BlockSource::Bool(view) | BlockSource::TopK(view) => view,
+                BlockSource::Scores { scores, .. } => scores,
+            },
+            always: choice.always.map(BlockMask::operands),
+            bits: self.bits.view_mut(),
+            lengths: self.lengths.view_mut(),
+            slab_lengths: self.slab_lengths.view_mut(),
+            row_ptr: mask.row_ptr.view_mut(),
+            col_idx: mask.col_idx.view_mut(),
+            row_order: mask.row_order.view_mut(),
+            problems: self.problems.view_mut(),
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "buffer_tests.rs"]
+mod tests;

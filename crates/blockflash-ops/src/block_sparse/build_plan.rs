@@ -1,0 +1,99 @@
+//! The launches that build a block mask on a GPU, as plain data.
+
+use super::choice::{BlockChoice, BlockSource, list_length};
+use super::kernel::OP;
+use super::validate::Sizes;
+use crate::attention::{Align, BlockMaskSizes, block_mask_params, window_side};
+use crate::check::{grid_x, to_i32};
+use crate::{Error, Result};
+use blockflash_safe::LaunchConfig;
+use blockflash_sys::manifest::Variant;
+use blockflash_sys::params::{
+    BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLOCK_MASK_LIST, BLOCKFLASH_BLOCK_SOURCE_BOOL,
+    BLOCKFLASH_BLOCK_SOURCE_LISTS, BLOCKFLASH_BLOCK_SOURCE_SCORES, blockflash_block_mask_build_params,
+};
+use blockflash_sys::{BlockMaskKernel, Row};
+use std::ptr::{null, null_mut};
+
+/// The longest lists that the kernel counts.
+const MAX_LIST: usize = 1 << 30;
+
+/// The steps, in the order of their launches: they differ in this parameter only.
+pub(super) const STEPS: [i32; 2] = [BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLOCK_MASK_LIST];
+
+/// Blocks of threads per head: each builds so many neighbouring rows.
+pub(super) fn slabs(row: &Row, rows: usize) -> Result<usize> {
+    match row.variant {
+        Variant::BlockMask(BlockMaskKernel::Build { slab_rows }) => Ok(rows.div_ceil(slab_rows as usize)),
+        _ => Err(Error::Unsupported {
+            op: OP,
+            arch: row.target.to_string(),
+            what: format!("{} computes something else", row.symbol()),
+        }),
+    }
+}
+
+/// The kernel argument of the first step, whose pointers are null, and the geometry of both launches. The choice fits the sizes.
+pub(super) fn plan(
+    row: &Row,
+    sizes: &Sizes,
+    choice: &BlockChoice<'_>,
+    capacity: usize,
+) -> Result<(blockflash_block_mask_build_params, LaunchConfig)> {
+    let Sizes { geometry, batch, heads } = *sizes;
+    let (rows, cols) = (geometry.rows(), geometry.cols());
+    let (source_kind, k) = match &choice.source {
+        BlockSource::Bool(_) => (BLOCKFLASH_BLOCK_SOURCE_BOOL, 0),
+        BlockSource::TopK(columns) => (BLOCKFLASH_BLOCK_SOURCE_LISTS, list_length(columns)),
+        // No row has more.
+        BlockSource::Scores { k, .. } => (BLOCKFLASH_BLOCK_SOURCE_SCORES, (*k).min(cols)),
+    };
+    if k > MAX_LIST {
+        return Err(Error::TooLarge { what: "k", value: k, limit: MAX_LIST });
+    }
+    let always = choice.always.map(|mask| BlockMaskSizes {
+        block_q: mask.block_q() as u32,
+        block_kv: mask.block_kv() as u32,
+        batch: mask.batch() as u32,
+        heads: mask.heads() as u32,
+    });
+    let limits = choice.mask.limits(geometry.seqlen_q(), geometry.seqlen_kv());
+    let params = blockflash_block_mask_build_params {
+        source: null(),
+        always: block_mask_params(always.as_ref(), geometry.seqlen_q(), heads)?,
+        bits: null_mut(),
+        lengths: null_mut(),
+        slab_lengths: null_mut(),
+        row_ptr: null_mut(),
+        col_idx: null_mut(),
+        row_order: null_mut(),
+        problems: null_mut(),
+        step: STEPS[0],
+        source_kind,
+        k: to_i32("k", k)?,
+        batch: to_i32("batch", batch)?,
+        heads: to_i32("heads", heads)?,
+        rows: to_i32("rows", rows)?,
+        cols: to_i32("cols", cols)?,
+        capacity: to_i32("capacity", capacity)?,
+        seqlen_q: to_i32("seqlen_q", geometry.seqlen_q())?,
+        seqlen_kv: to_i32("seqlen_kv", geometry.seqlen_kv())?,
+        block_q: to_i32("block_q", geometry.block_q())?,
+        block_kv: to_i32("block_kv", geometry.block_kv())?,
+        window_left: window_side(limits.left),
+        window_right: window_side(limits.right),
+        align_bottom_right: i32::from(limits.align == Align::BottomRight),
+    };
+    let config = LaunchConfig {
+        grid: [grid_x(&[slabs(row, rows)?, heads, batch])?, 1, 1],
+        block: row.threads(),
+        smem_bytes: row.smem_bytes(),
+        cluster: None,
+        programmatic_dependent_launch: false,
+    };
+    Ok((params, config))
+}
+
+#[cfg(test)]
+#[path = "build_plan_tests.rs"]
+mod tests;

@@ -1,0 +1,93 @@
+use super::BlockMask;
+use super::validate::{Sizes, invalid};
+use crate::check::{Operand, contiguous};
+use crate::{Mask, Result};
+use blockflash_safe::{Device, View};
+use blockflash_sys::DType;
+
+/// Where the blocks of a mask come from: contiguous tensors with a value, or a list, for each row of each head.
+#[derive(Clone, Copy, Debug)]
+pub enum BlockSource<'a> {
+    /// u8 `[batch, heads, rows, cols]`: the blocks that are not 0.
+    Bool(View<'a>),
+    /// i32 `[batch, heads, rows, k]`: lists of up to `k` columns per row, in any order; −1 is no column. A column that does not
+    /// exist or comes twice is an error.
+    TopK(View<'a>),
+    /// The `k` blocks of each row with the largest scores, as [`BlockMask::top_k_from_scores`] chooses them: among those that the
+    /// token mask does not hide entirely, of equal scores the smaller column, all of them if there are no more. NaN is an error.
+    Scores {
+        /// f32 `[batch, heads, rows, cols]`.
+        scores: View<'a>,
+        /// Blocks per row.
+        k: usize,
+    },
+}
+
+/// The blocks that a mask is built of: those of a source and those that are always visited, without what the token mask hides.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockChoice<'a> {
+    /// Where they come from.
+    pub source: BlockSource<'a>,
+    /// Blocks that are visited in any case: windows, sinks, global rows and columns, and whatever else constructors of
+    /// [`BlockMask`] make. It has the geometry of the mask that is built, and 1 batch entry and head or as many as that.
+    pub always: Option<&'a BlockMask>,
+    /// The token mask: blocks that it hides entirely are left out.
+    pub mask: Mask,
+}
+
+impl<'a> BlockChoice<'a> {
+    /// The blocks of a source, no others, under no token mask.
+    pub const fn new(source: BlockSource<'a>) -> Self {
+        Self { source, always: None, mask: Mask::Full }
+    }
+
+    /// Checks that the operands fit a mask of these sizes on this device.
+    pub(super) fn check(&self, sizes: &Sizes, device: &Device) -> Result<()> {
+        let Sizes { geometry, batch, heads } = *sizes;
+        let (what, view, dtype, last) = match &self.source {
+            BlockSource::Bool(blocks) => ("blocks", blocks, DType::U8, geometry.cols()),
+            BlockSource::TopK(columns) => ("columns", columns, DType::I32, list_length(columns)),
+            BlockSource::Scores { scores, .. } => ("scores", scores, DType::F32, geometry.cols()),
+        };
+        contiguous(what, view, dtype, &[batch, heads, geometry.rows(), last])?;
+        Operand::new(what, view).on(device)?;
+        let Some(always) = self.always else { return Ok(()) };
+        if always.geometry != geometry {
+            return invalid(format!("`always` has the geometry {:?}, not {geometry:?}", always.geometry));
+        }
+        for (what, found, expected) in [("batch", always.batch, batch), ("heads", always.heads, heads)] {
+            if ![1, expected].contains(&found) {
+                return invalid(format!("{what} of `always` is {found}, neither 1 nor {expected}"));
+            }
+        }
+        Operand::new("always", &always.row_ptr.view()).on(device)
+    }
+
+    /// The mask, by the constructors for the CPU. The operands have been checked, and are there.
+    pub(super) fn build(&self, sizes: &Sizes) -> Result<BlockMask> {
+        let Sizes { geometry, batch, heads } = *sizes;
+        let chosen = match &self.source {
+            BlockSource::Bool(blocks) => {
+                let blocks: Vec<bool> = blocks.as_slice::<u8>()?.iter().map(|&block| block != 0).collect();
+                BlockMask::from_bool(geometry, batch, heads, &blocks)
+            }
+            BlockSource::TopK(columns) => {
+                BlockMask::from_top_k(geometry, batch, heads, list_length(columns), columns.as_slice()?)
+            }
+            BlockSource::Scores { scores, k } => {
+                let scores = scores.as_slice()?;
+                BlockMask::top_k_from_scores(geometry, batch, heads, scores, *k, self.mask)
+            }
+        }?;
+        let all = match self.always {
+            Some(always) => chosen.union(always)?,
+            None => chosen,
+        };
+        all.intersect_mask(self.mask)
+    }
+}
+
+/// `k` of `[batch, heads, rows, k]` lists.
+pub(super) fn list_length(columns: &View<'_>) -> usize {
+    columns.shape().last().copied().unwrap_or(0)
+}

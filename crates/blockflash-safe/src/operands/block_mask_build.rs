@@ -1,0 +1,168 @@
+//! Building a block mask on the GPU.
+
+use super::{BlockMaskOperands, Fit, ceil_div, fits, fits_row, pointer, pointer_mut, require, starts_last};
+use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};
+use blockflash_sys::BlockMaskKernel;
+use blockflash_sys::manifest::Variant;
+use blockflash_sys::params::{
+    BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLOCK_MASK_LIST, BLOCKFLASH_BLOCK_SOURCE_BOOL,
+    BLOCKFLASH_BLOCK_SOURCE_LISTS, BLOCKFLASH_BLOCK_SOURCE_SCORES, blockflash_block_mask,
+    blockflash_block_mask_build_params,
+};
+use std::ptr::null;
+
+/// Lists are read 32 positions at a time, counted in 32 bits.
+const MAX_K: i32 = 1 << 30;
+
+/// Tensors of a block mask that is built, all contiguous. The second step reads `bits`, `lengths` and `slab_lengths`: the caller
+/// knows that the first step has written them.
+#[derive(Debug)]
+pub struct BlockMaskBuildOperands<'a> {
+    /// u8 or f32 `[batch, heads, rows, cols]`, booleans or scores, or i32 `[batch, heads, rows, k]`, lists of columns.
+    pub source: View<'a>,
+    /// Blocks that are visited whatever the source says; `batch` is 1 or that of the mask, `heads` divides its heads.
+    pub always: Option<BlockMaskOperands<'a>>,
+    /// i32 `[batch, heads, rows, ceil(cols / 32)]`.
+    pub bits: ViewMut<'a>,
+    /// i32 `[batch, heads, rows]`.
+    pub lengths: ViewMut<'a>,
+    /// i32 `[batch, heads, ceil(rows / slab_rows)]`.
+    pub slab_lengths: ViewMut<'a>,
+    /// i32 `[batch, heads, rows + 1]`.
+    pub row_ptr: ViewMut<'a>,
+    /// i32 `[capacity]`.
+    pub col_idx: ViewMut<'a>,
+    /// i32 `[batch, heads, rows]`.
+    pub row_order: ViewMut<'a>,
+    /// i32 `[4]`, two words of 64 bits, at an address that is a multiple of 8.
+    pub problems: ViewMut<'a>,
+}
+
+impl BlockMaskBuildOperands<'_> {
+    fn fit(
+        &self,
+        row: &Row,
+        slab_rows: u32,
+        config: &LaunchConfig,
+        p: &blockflash_block_mask_build_params,
+    ) -> Fit {
+        let [batch, heads, rows, cols] = [p.batch, p.heads, p.rows, p.cols].map(i64::from);
+        let positive = [batch, heads, rows].iter().all(|&size| size > 0) && p.block_q > 0 && p.block_kv > 0;
+        let sizes = [p.cols, p.k, p.capacity, p.seqlen_q, p.seqlen_kv, p.window_left, p.window_right];
+        require(positive && sizes.iter().all(|&size| size >= 0), "a size is not positive")?;
+        let blocks = |length: i32, size: i32| ceil_div(length.into(), size.unsigned_abs());
+        require(i128::from(rows) == blocks(p.seqlen_q, p.block_q), "another number of rows")?;
+        require(i128::from(cols) == blocks(p.seqlen_kv, p.block_kv), "another number of columns")?;
+        // The kernel counts rows of all heads, queries and keys in 32 bits, also those of the last block that do not exist.
+        let limit = i128::from(i32::MAX);
+        let per_head = i128::from(batch) * i128::from(heads);
+        require(per_head * i128::from(rows + 1) <= limit, "there are too many rows")?;
+        let fits_i32 = |length: i32, size: i32| i128::from(length) + i128::from(size) <= limit;
+        require(
+            fits_i32(p.seqlen_q, p.block_q) && fits_i32(p.seqlen_kv, p.block_kv),
+            "a length is too long",
+        )?;
+        require(p.k <= MAX_K, "lists are too long")?;
+
+        let k = i64::from(p.k);
+        let per_row = |count: i64| [(batch, heads * rows * count), (heads, rows * count), (rows, count)];
+        let of_rows = |count: i64| {
+            let [batch, heads, rows] = per_row(count);
+            [batch, heads, rows, (count, 1)]
+        };
+        match p.source_kind {
+            BLOCKFLASH_BLOCK_SOURCE_BOOL => fits("source", &self.source, DType::U8, of_rows(cols)),
+            BLOCKFLASH_BLOCK_SOURCE_LISTS => fits("source", &self.source, DType::I32, of_rows(k)),
+            BLOCKFLASH_BLOCK_SOURCE_SCORES => fits("source", &self.source, DType::F32, of_rows(cols)),
+            _ => Err("an unknown source".to_owned()),
+        }?;
+        if let Some(always) = &self.always {
+            let m = &p.always;
+            let same = [m.rows, m.block_q, m.block_kv] == [p.rows, p.block_q, p.block_kv];
+            require(same, "the blocks of `always` are others")?;
+            always.fit_groups(m, p.batch, p.heads)?;
+        }
+        let slabs = ceil_div(rows, slab_rows) as i64;
+        let per_head = |count: i64| [(batch, heads * count), (heads, count), (count, 1)];
+        fits("bits", &self.bits.as_view(), DType::I32, of_rows((cols + 31) / 32))?;
+        fits("lengths", &self.lengths.as_view(), DType::I32, per_head(rows))?;
+        fits("slab_lengths", &self.slab_lengths.as_view(), DType::I32, per_head(slabs))?;
+        fits("row_ptr", &self.row_ptr.as_view(), DType::I32, per_head(rows + 1))?;
+        fits("col_idx", &self.col_idx.as_view(), DType::I32, [(p.capacity.into(), 1)])?;
+        fits("row_order", &self.row_order.as_view(), DType::I32, per_head(rows))?;
+        fits("problems", &self.problems.as_view(), DType::I32, [(4, 1)])?;
+        require(self.problems.is_aligned(8), "the address of problems is no multiple of 8")?;
+        require(
+            [BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLOCK_MASK_LIST].contains(&p.step),
+            "an unknown step",
+        )?;
+        let blocks = i128::from(batch) * i128::from(heads) * i128::from(slabs);
+        starts_last(config)?;
+        fits_row(config, row, blocks..=blocks)
+    }
+
+    fn views(&self) -> [Option<View<'_>>; 11] {
+        let [row_ptr, col_idx, row_order] =
+            self.always.as_ref().map_or([None, None, None], BlockMaskOperands::views);
+        let written = [
+            &self.bits,
+            &self.lengths,
+            &self.slab_lengths,
+            &self.row_ptr,
+            &self.col_idx,
+            &self.row_order,
+            &self.problems,
+        ];
+        let [a, b, c, d, e, f, g] = written.map(|view| Some(view.as_view()));
+        [Some(self.source), row_ptr, col_idx, row_order, a, b, c, d, e, f, g]
+    }
+
+    fn pointers(&self, p: &blockflash_block_mask_build_params) -> blockflash_block_mask_build_params {
+        let none = blockflash_block_mask { row_ptr: null(), col_idx: null(), row_order: null(), ..p.always };
+        blockflash_block_mask_build_params {
+            source: pointer(&self.source),
+            always: self.always.map_or(none, |always| always.pointers(&p.always)),
+            bits: pointer_mut(&self.bits).cast(),
+            lengths: pointer_mut(&self.lengths).cast(),
+            slab_lengths: pointer_mut(&self.slab_lengths).cast(),
+            row_ptr: pointer_mut(&self.row_ptr).cast(),
+            col_idx: pointer_mut(&self.col_idx).cast(),
+            row_order: pointer_mut(&self.row_order).cast(),
+            problems: pointer_mut(&self.problems).cast(),
+            ..*p
+        }
+    }
+}
+
+impl Stream {
+    /// Launches a step of [`BlockMaskKernel::Build`]. The pointers in `params` are ignored: those of the operands are used.
+    ///
+    /// # Errors
+    /// As [`launch_attention_fwd`](Stream::launch_attention_fwd).
+    pub fn launch_block_mask_build(
+        &self,
+        row: &Row,
+        config: &LaunchConfig,
+        params: &blockflash_block_mask_build_params,
+        operands: BlockMaskBuildOperands<'_>,
+    ) -> Result<()> {
+        let failed = |what: String| Error::Launch { symbol: row.symbol(), what };
+        let Variant::BlockMask(BlockMaskKernel::Build { slab_rows }) = row.variant else {
+            return Err(failed("not a kernel that builds block masks".to_owned()));
+        };
+        let views = operands.views();
+        self.expect_all(&views)?;
+        operands.fit(row, slab_rows, config, params).map_err(failed)?;
+        let params = operands.pointers(params);
+        // SAFETY:
+        // 1. The row builds block masks, whose parameter struct this is.
+        // 2. As in `launch_attention_fwd`. Columns that are read are bounded by the kernel, those of `always` by the promise of
+        //    whoever built it; what the first step leaves for the second one is the promise of the caller.
+        // 3. All tensors but `source` and `always` are borrowed exclusively.
+        unsafe { self.launch_with(row, config, |_| params, views.iter().flatten().filter_map(View::owner)) }
+    }
+}
+
+#[cfg(test)]
+#[path = "block_mask_build_tests.rs"]
+mod tests;

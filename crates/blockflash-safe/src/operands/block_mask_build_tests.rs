@@ -1,0 +1,173 @@
+use super::*;
+use crate::{Device, Tensor};
+use blockflash_sys::manifest;
+use blockflash_sys::params::BLOCKFLASH_WINDOW_UNBOUNDED;
+use std::ptr::null_mut;
+
+/// 2 batch entries, 3 heads, 20 rows of 64 queries, 40 columns of 128 keys; lists of 5.
+fn params() -> blockflash_block_mask_build_params {
+    blockflash_block_mask_build_params {
+        source: null(),
+        always: blockflash_block_mask {
+            row_ptr: null(),
+            col_idx: null(),
+            row_order: null(),
+            rows: 20,
+            block_q: 64,
+            block_kv: 128,
+            groups_per_batch: 0,
+            heads_per_group: 3,
+        },
+        bits: null_mut(),
+        lengths: null_mut(),
+        slab_lengths: null_mut(),
+        row_ptr: null_mut(),
+        col_idx: null_mut(),
+        row_order: null_mut(),
+        problems: null_mut(),
+        step: BLOCKFLASH_BLOCK_MASK_CHOOSE,
+        source_kind: BLOCKFLASH_BLOCK_SOURCE_SCORES,
+        k: 5,
+        batch: 2,
+        heads: 3,
+        rows: 20,
+        cols: 40,
+        capacity: 77,
+        seqlen_q: 1279,
+        seqlen_kv: 5001,
+        block_q: 64,
+        block_kv: 128,
+        window_left: BLOCKFLASH_WINDOW_UNBOUNDED,
+        window_right: 0,
+        align_bottom_right: 1,
+    }
+}
+
+/// Tensors on the CPU: `fit` looks at sizes and strides only.
+struct Tensors {
+    source: Tensor,
+    /// `row_ptr`, `col_idx` and `row_order` of the blocks that are always visited.
+    always: [Tensor; 3],
+    /// All that is written, in the order of the operands.
+    written: [Tensor; 7],
+}
+
+impl Tensors {
+    fn new() -> Self {
+        Self {
+            source: zeros(DType::F32, &[2, 3, 20, 40]),
+            always: [&[1, 1, 21][..], &[9], &[1, 1, 20]].map(|shape| zeros(DType::I32, shape)),
+            written: [&[2, 3, 20, 2][..], &[2, 3, 20], &[2, 3, 2], &[2, 3, 21], &[77], &[2, 3, 20], &[4]]
+                .map(|shape| zeros(DType::I32, shape)),
+        }
+    }
+
+    fn fit(&mut self, params: &blockflash_block_mask_build_params, blocks: u32) -> Fit {
+        let is_build = |row: &&Row| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
+        let row = manifest::all_rows().iter().find(is_build).ok_or("no row")?;
+        let config = LaunchConfig {
+            grid: [blocks, 1, 1],
+            block: row.threads(),
+            smem_bytes: row.smem_bytes(),
+            cluster: None,
+            programmatic_dependent_launch: false,
+        };
+        let [row_ptr, col_idx, row_order] = &self.always;
+        let always = BlockMaskOperands {
+            row_ptr: row_ptr.view(),
+            col_idx: col_idx.view(),
+            row_order: row_order.view(),
+        };
+        let [bits, lengths, slab_lengths, row_ptr, col_idx, row_order, problems] =
+            self.written.each_mut().map(Tensor::view_mut);
+        BlockMaskBuildOperands {
+            source: self.source.view(),
+            always: Some(always),
+            bits,
+            lengths,
+            slab_lengths,
+            row_ptr,
+            col_idx,
+            row_order,
+            problems,
+        }
+        .fit(row, 16, &config, params)
+    }
+}
+
+fn zeros(dtype: DType, shape: &[usize]) -> Tensor {
+    Tensor::zeros(&Device::cpu().stream().unwrap(), dtype, shape).unwrap()
+}
+
+type Change = fn(&mut blockflash_block_mask_build_params);
+
+#[test]
+fn builds_that_fit() {
+    let mut tensors = Tensors::new();
+    // Two slabs for each of six heads.
+    assert_eq!(tensors.fit(&params(), 12), Ok(()));
+    let last = blockflash_block_mask_build_params { step: BLOCKFLASH_BLOCK_MASK_LIST, ..params() };
+    assert_eq!(tensors.fit(&last, 12), Ok(()));
+    tensors.source = zeros(DType::I32, &[2, 3, 20, 5]);
+    let lists = blockflash_block_mask_build_params { source_kind: BLOCKFLASH_BLOCK_SOURCE_LISTS, ..params() };
+    assert_eq!(tensors.fit(&lists, 12), Ok(()));
+    tensors.source = zeros(DType::U8, &[2, 3, 20, 40]);
+    let booleans =
+        blockflash_block_mask_build_params { source_kind: BLOCKFLASH_BLOCK_SOURCE_BOOL, ..params() };
+    assert_eq!(tensors.fit(&booleans, 12), Ok(()));
+}
+
+#[test]
+fn parameters_that_do_not_fit() {
+    let cases: [(&str, Change); 22] = [
+        ("not positive", |p| p.batch = 0),
+        ("not positive", |p| p.heads = -3),
+        ("not positive", |p| p.block_q = 0),
+        ("not positive", |p| p.capacity = -1),
+        ("not positive", |p| p.k = -1),
+        ("not positive", |p| p.window_left = -1),
+        ("number of rows", |p| p.rows = 21),
+        ("number of rows", |p| p.seqlen_q = 1281),
+        ("number of columns", |p| p.cols = 39),
+        ("number of columns", |p| p.block_kv = 64),
+        ("too many rows", |p| (p.batch, p.heads) = (1 << 20, 1 << 10)),
+        ("too long", |p| (p.rows, p.seqlen_q) = (1 << 25, i32::MAX)),
+        ("lists are too long", |p| p.k = (1 << 30) + 1),
+        ("an unknown source", |p| p.source_kind = 3),
+        ("source is f32", |p| p.source_kind = BLOCKFLASH_BLOCK_SOURCE_LISTS),
+        ("`always` are others", |p| p.always.rows = 19),
+        ("`always` are others", |p| p.always.block_kv = 64),
+        ("heads of the mask", |p| p.always.heads_per_group = 2),
+        ("row_ptr is i32 [1, 1, 21]", |p| p.always.groups_per_batch = 1),
+        ("row_ptr is i32 [1, 1, 21]", |p| p.always.heads_per_group = 1),
+        ("col_idx is i32 [77]", |p| p.capacity = 78),
+        ("an unknown step", |p| p.step = 2),
+    ];
+    for (expected, change) in cases {
+        let mut params = params();
+        change(&mut params);
+        let error = Tensors::new().fit(&params, 12).unwrap_err();
+        assert!(error.contains(expected), "{error} does not say {expected}");
+    }
+    assert!(Tensors::new().fit(&params(), 11).unwrap_err().contains("11x1x1 blocks"));
+}
+
+#[test]
+fn tensors_that_do_not_fit() {
+    let names = ["bits", "lengths", "slab_lengths", "row_ptr", "col_idx", "row_order", "problems"];
+    for (at, name) in names.into_iter().enumerate() {
+        let mut tensors = Tensors::new();
+        let mut shape = tensors.written[at].shape().to_vec();
+        *shape.last_mut().unwrap() += 1;
+        tensors.written[at] = zeros(DType::I32, &shape);
+        let error = tensors.fit(&params(), 12).unwrap_err();
+        assert!(error.starts_with(&format!("{name} is i32")), "{error}");
+        let mut tensors = Tensors::new();
+        tensors.written[at] = zeros(DType::F32, tensors.written[at].shape());
+        let error = tensors.fit(&params(), 12).unwrap_err();
+        assert!(error.starts_with(&format!("{name} is f32")), "{error}");
+    }
+    let mut tensors = Tensors::new();
+    tensors.source = zeros(DType::F32, &[2, 3, 40, 20]);
+    assert!(tensors.fit(&params(), 12).unwrap_err().starts_with("source is f32 [2, 3, 40, 20]"));
+}

@@ -1,0 +1,176 @@
+use super::super::AttentionFwdOperands;
+use super::*;
+use crate::{Device, Result, Tensor};
+use std::ptr::{null, null_mut};
+
+const TILE: AttentionTile = AttentionTile { dtype: DType::F16, head_dim: 64, block_q: 64, block_kv: 32 };
+/// Batch 3, 150 queries, 100 keys, 4 and 2 heads of 8 elements.
+const SHAPE: [i64; 3] = [3, 4, 8];
+
+/// Parameters of that problem with a mask of 128 × 64 blocks: 2 rows, one for all batch entries, one per head of keys.
+fn params() -> blockflash_attention_fwd_params {
+    let [_, heads, head_dim] = SHAPE;
+    let [q_batch, kv_batch, row] = [150 * heads * head_dim, 100 * 2 * head_dim, heads * head_dim];
+    blockflash_attention_fwd_params {
+        q: null(),
+        k: null(),
+        v: null(),
+        o: null_mut(),
+        lse: null_mut(),
+        sink: null(),
+        cu_seqlens_q: null(),
+        cu_seqlens_kv: null(),
+        q_stride_batch: q_batch,
+        q_stride_seq: row,
+        q_stride_head: head_dim,
+        k_stride_batch: kv_batch,
+        k_stride_seq: row / 2,
+        k_stride_head: head_dim,
+        v_stride_batch: kv_batch,
+        v_stride_seq: row / 2,
+        v_stride_head: head_dim,
+        o_stride_batch: q_batch,
+        o_stride_seq: row,
+        o_stride_head: head_dim,
+        lse_stride_batch: 0,
+        lse_stride_head: 0,
+        batch: 3,
+        num_heads_q: 4,
+        num_heads_kv: 2,
+        seqlen_q: 150,
+        seqlen_kv: 100,
+        head_dim: 8,
+        window_left: 0,
+        window_right: 0,
+        align_bottom_right: 0,
+        softmax_scale: 1.0,
+        softcap: 0.0,
+        block_mask: blockflash_block_mask {
+            row_ptr: null(),
+            col_idx: null(),
+            row_order: null(),
+            rows: 2,
+            block_q: 128,
+            block_kv: 64,
+            groups_per_batch: 0,
+            heads_per_group: 2,
+        },
+    }
+}
+
+/// Tensors on the CPU: `fit` looks at sizes and strides only. The mask is `[batch, heads, rows]`.
+struct Tensors {
+    q: Tensor,
+    k: Tensor,
+    o: Tensor,
+    row_ptr: Tensor,
+    col_idx: Tensor,
+    row_order: Tensor,
+}
+
+impl Tensors {
+    fn new([batch, heads, rows]: [usize; 3]) -> Result<Self> {
+        let stream = Device::cpu().stream()?;
+        let index = |shape: &[usize]| Tensor::zeros(&stream, DType::I32, shape);
+        Ok(Self {
+            q: Tensor::zeros(&stream, DType::F16, &[3, 150, 4, 8])?,
+            k: Tensor::zeros(&stream, DType::F16, &[3, 100, 2, 8])?,
+            o: Tensor::zeros(&stream, DType::F16, &[3, 150, 4, 8])?,
+            row_ptr: index(&[batch, heads, rows + 1])?,
+            col_idx: index(&[5])?,
+            row_order: index(&[batch, heads, rows])?,
+        })
+    }
+
+    fn operands(&mut self) -> AttentionFwdOperands<'_> {
+        let block_mask = BlockMaskOperands {
+            row_ptr: self.row_ptr.view(),
+            col_idx: self.col_idx.view(),
+            row_order: self.row_order.view(),
+        };
+        let (q, k) = (self.q.view(), self.k.view());
+        let o = self.o.view_mut();
+        let block_mask = Some(block_mask);
+        AttentionFwdOperands { q, k, v: k, o, lse: None, sink: None, cu_seqlens: None, block_mask }
+    }
+}
+
+type Change = fn(&mut blockflash_attention_fwd_params);
+
+fn fit(mask: [usize; 3], change: Change) -> std::result::Result<i128, String> {
+    let mut params = params();
+    change(&mut params);
+    Tensors::new(mask).unwrap().operands().fit(&TILE, &params)
+}
+
+#[test]
+fn masks_that_fit() {
+    // Two tiles per row, also in the last one, for 4 heads of 3 entries.
+    assert_eq!(fit([1, 2, 2], |_| {}), Ok(2 * 2 * 4 * 3));
+    assert_eq!(fit([3, 2, 2], |p| p.block_mask.groups_per_batch = 2), Ok(48));
+    assert_eq!(fit([1, 1, 2], |p| p.block_mask.heads_per_group = 4), Ok(48));
+    assert_eq!(fit([1, 4, 2], |p| p.block_mask.heads_per_group = 1), Ok(48));
+    assert_eq!(fit([1, 2, 3], |p| (p.block_mask.rows, p.block_mask.block_q) = (3, 64)), Ok(36));
+    assert_eq!(fit([1, 2, 1], |p| (p.block_mask.rows, p.block_mask.block_q) = (1, 192)), Ok(36));
+    assert_eq!(fit([1, 2, 1], |p| (p.block_mask.rows, p.block_mask.block_q) = (1, 1024)), Ok(192));
+}
+
+#[test]
+fn masks_that_do_not_fit() {
+    let cases: [(&str, [usize; 3], Change); 16] = [
+        ("does not divide", [1, 2, 2], |p| p.block_mask.block_q = 96),
+        ("does not divide", [1, 2, 2], |p| p.block_mask.block_q = 0),
+        ("does not divide", [1, 2, 2], |p| p.block_mask.block_q = -128),
+        ("does not divide", [1, 2, 2], |p| p.block_mask.block_kv = 48),
+        ("does not divide", [1, 2, 2], |p| p.block_mask.block_kv = 0),
+        ("number of rows", [1, 2, 2], |p| p.block_mask.rows = 3),
+        ("number of rows", [1, 2, 2], |p| p.block_mask.rows = -2),
+        ("number of rows", [1, 2, 2], |p| p.block_mask.block_q = 256),
+        ("heads of the mask", [1, 2, 2], |p| p.block_mask.heads_per_group = 0),
+        ("heads of the mask", [1, 2, 2], |p| p.block_mask.heads_per_group = -1),
+        ("heads of the mask", [1, 2, 2], |p| p.block_mask.heads_per_group = 3),
+        ("other heads", [3, 2, 2], |p| p.block_mask.groups_per_batch = 1),
+        ("other heads", [3, 2, 2], |p| p.block_mask.groups_per_batch = -2),
+        ("row_ptr is i32 [1, 2, 3]", [1, 2, 2], |p| p.block_mask.groups_per_batch = 2),
+        ("row_ptr is i32 [3, 2, 3]", [3, 2, 2], |_| {}),
+        ("row_ptr is i32 [1, 4, 3]", [1, 4, 2], |_| {}),
+    ];
+    for (expected, mask, change) in cases {
+        let error = fit(mask, change).unwrap_err();
+        assert!(error.contains(expected), "{error} does not say {expected}");
+    }
+}
+
+#[test]
+fn arrays_that_do_not_fit() {
+    let stream = Device::cpu().stream().unwrap();
+    let index = |shape: &[usize]| Tensor::zeros(&stream, DType::I32, shape).unwrap();
+    let refused = |expected: &str, change: &dyn Fn(&mut Tensors)| {
+        let mut tensors = Tensors::new([1, 2, 2]).unwrap();
+        change(&mut tensors);
+        let error = tensors.operands().fit(&TILE, &params()).unwrap_err();
+        assert!(error.contains(expected), "{error} does not say {expected}");
+    };
+    refused("row_ptr", &|t| t.row_ptr = index(&[1, 2, 2]));
+    refused("row_ptr", &|t| t.row_ptr = index(&[2, 3]));
+    refused("row_ptr is f32", &|t| t.row_ptr = Tensor::zeros(&stream, DType::F32, &[1, 2, 3]).unwrap());
+    refused("col_idx", &|t| t.col_idx = index(&[5, 1]));
+    refused("row_order", &|t| t.row_order = index(&[1, 2, 3]));
+    refused("row_order", &|t| t.row_order = index(&[2, 1, 2]));
+    let offsets = index(&[4]);
+    let mut tensors = Tensors::new([1, 2, 2]).unwrap();
+    let packed = [offsets.view(), offsets.view()];
+    let operands = AttentionFwdOperands { cu_seqlens: Some(packed), ..tensors.operands() };
+    assert!(operands.fit(&TILE, &params()).is_err());
+}
+
+/// Whatever sizes the parameters have, a call without a mask is dense.
+#[test]
+fn without_a_mask_its_sizes_are_ignored() {
+    let mut tensors = Tensors::new([1, 2, 2]).unwrap();
+    let operands = AttentionFwdOperands { block_mask: None, ..tensors.operands() };
+    let mut params = params();
+    (params.block_mask.rows, params.block_mask.row_ptr) = (77, std::ptr::dangling());
+    assert_eq!(operands.fit(&TILE, &params), Ok(3 * 4 * 3));
+    assert!(operands.pointers(&params).block_mask.row_ptr.is_null());
+}

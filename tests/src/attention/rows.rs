@@ -1,0 +1,70 @@
+//! The rows of the manifest that compute attention: which there are, what they are asked, what they refuse.
+
+use super::{
+    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Kernel, Lengths,
+    head_dims, run_and_check,
+};
+use crate::gpu::Gpu;
+use blockflash_ops::{DType, Error, Stream};
+use blockflash_sys::Row;
+use blockflash_sys::manifest::{self, AttentionTile, Variant};
+use std::collections::BTreeMap;
+
+/// Rows with their tiles, by element type and head dimension. Those of a group compute the same problems: they share cases and
+/// references.
+pub type RowGroups = BTreeMap<(DType, u32), Vec<(&'static Row, AttentionTile)>>;
+
+/// The attention rows that a GPU can run.
+pub fn row_groups(gpu: &Gpu) -> RowGroups {
+    let mut groups = RowGroups::new();
+    for (row, tile) in gpu.rows().filter_map(|row| Some((row, row.attention_tile()?))) {
+        groups.entry((tile.dtype, tile.head_dim)).or_default().push((row, tile));
+    }
+    groups
+}
+
+/// Head dimensions for which a tile is the narrowest.
+pub fn dims_of_tile(head_dim: u32) -> Vec<usize> {
+    let widths = manifest::rows().iter().filter_map(Row::attention_tile).map(|tile| tile.head_dim);
+    let narrower = widths.filter(|&width| width < head_dim).max().unwrap_or(0);
+    head_dims(narrower as usize + 1..=head_dim as usize)
+}
+
+/// Runs a case, unless the row cannot: then it must say so.
+pub fn run_or_refuse(
+    case: &AttentionCase,
+    data: &AttentionData,
+    reference: &AttentionReference,
+    row: &'static Row,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let Some(reason) = refusal(case, row) else {
+        return run_and_check(case, data, reference, Kernel::Row(row), stream);
+    };
+    let inputs = AttentionInputs::upload(case, data, stream)?;
+    match AttentionOutputs::poisoned(case, stream)?.launch(&inputs, Kernel::Row(row), stream) {
+        Err(Error::Unsupported { what, .. }) if what.contains(reason) => {}
+        other => return Err(format!("not refused because of {reason:?}: {other:?}\n    {case:?}")),
+    }
+    if case.block_mask.is_none() {
+        // The library takes another row.
+        run_and_check(case, data, reference, Kernel::Selected, stream)?;
+    }
+    Ok(0)
+}
+
+/// What a row of the case's type and width says if it cannot compute it.
+fn refusal(case: &AttentionCase, row: &Row) -> Option<&'static str> {
+    let tile = row.attention_tile()?;
+    let divides = |tile: u32, block: usize| block.is_multiple_of(tile as usize);
+    let consists_of_tiles = case
+        .block_mask
+        .is_none_or(|block| divides(tile.block_q, block.block_q) && divides(tile.block_kv, block.block_kv));
+    if !consists_of_tiles {
+        return Some("do not divide the blocks");
+    }
+    // Tensor maps cannot say that entries are repeated.
+    let repeated =
+        case.broadcast_kv && matches!(case.lengths, Lengths::Dense { batch: 2.., seqlen_kv: 1.., .. });
+    (repeated && matches!(row.variant, Variant::AttentionFwdHopper(_))).then_some("tensor map")
+}
