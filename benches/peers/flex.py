@@ -1,4 +1,4 @@
-"""Rivals of block-sparse attention forward: torch's FlexAttention over whole blocks."""
+"""Rivals of block-sparse attention forward: torch's FlexAttention over lists of blocks."""
 import torch
 from torch.nn.attention import flex_attention as flex
 
@@ -43,15 +43,13 @@ class FlexAttention(Call):
     def __init__(self, inputs, options):
         self.inputs, self.out, self.kernel_options = inputs, None, None
         self.q, self.k, self.v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
-        lengths, columns = (t[None] for t in inputs.blocks())
-        # All blocks are full ones, in which no mask is evaluated; only the slow path of a CPU asks for it.
+        # A mask is evaluated only in the blocks that the diagonal cuts; the slow path of a CPU asks for all pairs.
+        mask_mod = inputs.before() if inputs.causal else None
+        crossed = inputs.crossed()
         self.block_mask = flex.BlockMask.from_kv_blocks(
-            torch.zeros_like(lengths),
-            torch.zeros_like(columns),
-            lengths,
-            columns,
+            *(t[None] for t in (*inputs.blocks(crossed), *inputs.blocks(~crossed))),
             BLOCK_SIZE=(inputs.block_q, inputs.block_kv),
-            mask_mod=None if inputs.q.is_cuda else inputs.visible(),
+            mask_mod=mask_mod if inputs.q.is_cuda else inputs.visible(),
             seq_lengths=(inputs.seqlen_q, inputs.seqlen_kv),
         )
         self.attend = flex.flex_attention

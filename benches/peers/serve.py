@@ -222,6 +222,7 @@ def cases():
     for block, head_dim, heads_kv in ((128, 64, 4), (128, 128, 4), (64, 64, 2), (64, 128, 4)):
         row = dict(block_q=block, block_kv=block, blocks_per_row=128 // block, head_dim=head_dim, num_heads_kv=heads_kv)
         yield dict(sparse, **row), warm
+        yield dict(sparse, **{**row, "mask": "causal"}), warm
     product = dict(op="bsr_matmul", m=1024, n=512, k=1024, dtype="f16", seed=1)
     for block in (16, 32, 64, 128):
         yield dict(product, block_size=block, blocks_per_row=256 // block), warm

@@ -79,7 +79,7 @@ proptest! {
             ..AttentionProblem::dense(dtype, [sizes.0, sizes.1, sizes.2], heads, head_dim)
         };
         let fits = |row: &Row| row.attention_tile().is_some_and(|tile| {
-            let divides = |mask: BlockMaskSizes| mask.block_q % tile.block_q == 0 && mask.block_kv % tile.block_kv == 0;
+            let divides = |mask: BlockMaskSizes| mask.block_q.is_multiple_of(tile.block_q) && mask.block_kv.is_multiple_of(tile.block_kv);
             tile.dtype == dtype && tile.head_dim as usize >= head_dim && head_dim % 8 == 0 && block_mask.is_none_or(divides)
         }) && runs(row, &gpu);
         let possible: Vec<&Row> = manifest::rows().iter().filter(|row| fits(row)).collect();

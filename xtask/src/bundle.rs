@@ -1,4 +1,4 @@
-//! `cargo xtask bundle`: one folder that tests and measures on a GPU machine without Rust.
+//! `cargo xtask bundle`: one folder, also packed, that tests and measures on a GPU machine without Rust.
 
 use crate::{
     artifacts::{self, Program},
@@ -7,7 +7,10 @@ use crate::{
 };
 use anyhow::{Context, Result, ensure};
 use blockflash_sys::{Row, Target, manifest};
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 /// Options of the command.
 #[derive(clap::Args)]
@@ -29,6 +32,7 @@ pub struct Args {
     profile_arch: Vec<Target>,
 }
 
+/// Of the packed bundle.
 const MAX_BYTES: u64 = 60_000_000;
 
 /// Folder below `images/` with everything that `BLOCKFLASH_IMAGES` needs for the kernels on trial; `run-all` knows it, too.
@@ -80,15 +84,26 @@ pub fn run(args: &Args) -> Result<()> {
     profiles(args, &rows, &folder)?;
     ceilings(&folder)?;
     write(&folder.join("commit"), format!("{}\n", git::head()?))?;
-    let bytes = size(&folder)?;
+    let archive = pack(&folder)?;
+    let bytes = archive.metadata().with_context(|| archive.display().to_string())?.len();
     println!(
-        "{}: {} programs, {:.1} MB; start ./run-all there",
+        "{}: {} programs, packed {:.1} MB in {}; start ./run-all there",
         folder.display(),
         programs.len(),
-        bytes as f64 / 1e6
+        bytes as f64 / 1e6,
+        archive.display()
     );
     ensure!(bytes < MAX_BYTES, "a bundle of {bytes} bytes is too large, at most {MAX_BYTES}");
     Ok(())
+}
+
+/// One file to copy: the folder as `FOLDER.tar.gz`.
+fn pack(folder: &Path) -> Result<PathBuf> {
+    let mut archive = folder.as_os_str().to_owned();
+    archive.push(".tar.gz");
+    let status = Command::new("tar").arg("-czf").arg(&archive).arg("-C").arg(folder).arg(".").status();
+    ensure!(status.context("cannot run tar")?.success(), "tar failed");
+    Ok(archive.into())
 }
 
 fn build() -> Result<Vec<Program>> {
@@ -102,6 +117,8 @@ fn build() -> Result<Vec<Program>> {
         "blockflash",
         "--bin",
         "xtask",
+        "--example",
+        "long_context",
     ];
     let mut programs = artifacts::build(&[&programs, STRIP].concat())?;
     programs.retain(|program| !program.is_test);
@@ -197,14 +214,6 @@ fn copy_tree(from: &Path, to: &Path) -> Result<()> {
         copy_tree(path, &to.join(path.file_name().unwrap_or_default()))?;
     }
     Ok(())
-}
-
-fn size(path: &Path) -> Result<u64> {
-    if path.is_dir() {
-        list(path)?.iter().map(|path| size(path)).sum()
-    } else {
-        Ok(std::fs::metadata(path)?.len())
-    }
 }
 
 #[cfg(unix)]

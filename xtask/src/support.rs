@@ -9,10 +9,14 @@ use std::collections::{BTreeMap, BTreeSet};
 const BEGIN: &str = "<!-- support:begin -->\n";
 const END: &str = "<!-- support:end -->";
 
+/// Block masks have blocks of this many queries and keys, or multiples.
+const SMALLEST_BLOCK: u32 = 64;
+
 /// One line of the table, in the order of the table: an operation with the head dimension of its tile, or its block size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Line {
     AttentionForward { head_dim: u32 },
+    BlockMasks,
     BsrMatmul { block_size: u32 },
 }
 
@@ -42,11 +46,19 @@ fn markdown(rows: &[Row]) -> String {
     let mut served: BTreeMap<Line, BTreeSet<Target>> = BTreeMap::new();
     let mut dtypes: BTreeMap<Line, BTreeSet<&str>> = BTreeMap::new();
     let mut targets = BTreeSet::new();
+    let widest = rows.iter().filter_map(Row::attention_tile).map(|tile| tile.head_dim).max();
     for row in rows {
         let Some((line, dtype)) = describe(row) else { continue };
         targets.insert(row.target);
-        dtypes.entry(line).or_default().insert(dtype);
-        served.entry(line).or_default().insert(row.target);
+        // The widest row takes every head dimension; if its tile divides the smallest blocks, then every mask, too.
+        let divides = |size| SMALLEST_BLOCK.is_multiple_of(size);
+        let masks = row
+            .attention_tile()
+            .filter(|tile| Some(tile.head_dim) == widest && divides(tile.block_q) && divides(tile.block_kv));
+        for line in [Some(line), masks.map(|_| Line::BlockMasks)].into_iter().flatten() {
+            dtypes.entry(line).or_default().insert(dtype);
+            served.entry(line).or_default().insert(row.target);
+        }
     }
     let mut table = String::from("| operation | size | types |");
     for target in &targets {
@@ -60,6 +72,10 @@ fn markdown(rows: &[Row]) -> String {
             // A tile takes every multiple of 8 above the next smaller tile.
             Line::AttentionForward { head_dim } => {
                 format!("| attention forward | head_dim {}–{head_dim} | {types} |", smaller + 8)
+            }
+            Line::BlockMasks => {
+                let block = SMALLEST_BLOCK;
+                format!("| attention under a block mask | multiples of {block} × {block} | {types} |")
             }
             Line::BsrMatmul { block_size } => format!("| BSR matmul | block {block_size} | {types} |"),
         };
@@ -81,8 +97,8 @@ fn describe(row: &Row) -> Option<(Line, &'static str)> {
             Some((Line::AttentionForward { head_dim }, dtype.name()))
         }
         Variant::BsrMatmul(t) => Some((Line::BsrMatmul { block_size: t.block_size }, t.dtype.name())),
-        // Computes nothing that a user asks for.
-        Variant::Probe(_) => None,
+        // Prepares the operand of an operation, or computes nothing that a user asks for.
+        Variant::BlockMask(_) | Variant::Probe(_) => None,
     }
 }
 
@@ -107,6 +123,10 @@ mod tests {
         assert!(table.starts_with("| operation | size | types | sm_80"));
         assert!(table.contains("| attention forward | head_dim 8–64 | bf16, f16 |"));
         assert!(table.contains("| BSR matmul | block 16 |"));
+        let masks = table.lines().find(|line| line.contains("block mask")).unwrap();
+        assert!(
+            masks.starts_with("| attention under a block mask | multiples of 64 × 64 | bf16, f16 | yes |")
+        );
         let columns: BTreeSet<usize> = table.lines().map(|line| line.matches('|').count()).collect();
         assert_eq!(columns.len(), 1, "{table}");
     }

@@ -6,10 +6,12 @@
 //! first and the last row.
 
 mod attention;
+mod blocks;
 mod bsr_matmul;
 mod sequences;
 
 pub use attention::{AttentionCase, attention};
+pub use blocks::Blocks;
 pub use bsr_matmul::{Activation, BsrCase, bsr_matmul};
 
 use blockflash_sys::DType;
@@ -118,7 +120,7 @@ fn rounding(dtype: DType, size: f64) -> f64 {
         // The second number is for subnormal values.
         DType::F16 => (size * 2f64.powi(-11)).max(2f64.powi(-25)),
         DType::BF16 => size * 2f64.powi(-8),
-        DType::F32 | DType::I32 => size * 2f64.powi(-24),
+        DType::F32 | DType::I32 | DType::U8 => size * 2f64.powi(-24),
     }
 }
 
@@ -135,7 +137,7 @@ fn round(dtype: DType, value: f32) -> f32 {
     match dtype {
         DType::F16 => f16::from_f32(value).to_f32(),
         DType::BF16 => bf16::from_f32(value).to_f32(),
-        DType::F32 | DType::I32 => value,
+        DType::F32 | DType::I32 | DType::U8 => value,
     }
 }
 

@@ -1,6 +1,7 @@
 //! What the `blockflash` command is made of: tensor files, reproducible inputs, and an f64 reference to check results against.
 #![forbid(unsafe_code)]
 
+pub mod block_pattern;
 pub mod case;
 pub mod ceilings;
 pub mod check;

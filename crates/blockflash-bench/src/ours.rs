@@ -1,13 +1,14 @@
 //! Our implementation of a case: inputs on the device, the kernels that are compared, verification before any time.
 
 mod attention_operands;
+mod block_lists;
 mod host;
 mod operands;
 
 use crate::case::Case;
 use crate::error::{Error, Result};
 use crate::timing::{Cache, Repeat, Window};
-use blockflash_ops::{Row, Stream, attention, bsr_matmul};
+use blockflash_ops::{Row, Stream};
 use blockflash_sys::manifest;
 pub use host::HostCost;
 use operands::Operands;
@@ -54,11 +55,7 @@ impl Ours {
     ) -> Result<Self> {
         let (mut operands, host) = Operands::new(case, stream, seed)?;
         let mut kernels = Vec::new();
-        for Candidate { row, forced } in candidates(case, stream, rows)? {
-            // Of the kernels with a wanted name, those for other sizes and types are not meant.
-            if forced && row.is_some_and(|row| !computes(case, row, stream)) {
-                continue;
-            }
+        for Candidate { row, forced } in candidates(&mut operands, stream, rows)? {
             let load_us = row.map_or(Ok(None), |row| host::load(row, stream))?;
             let symbol = row.map(Row::symbol);
             let (kernel, row) = (row, row.filter(|_| forced));
@@ -91,8 +88,7 @@ impl Ours {
         launches: usize,
     ) -> Result<Option<&'static Row>> {
         let (mut operands, _) = Operands::new(case, stream, seed)?;
-        let mut candidates = candidates(case, stream, rows)?;
-        candidates.retain(|candidate| candidate.row.is_none_or(|row| computes(case, row, stream)));
+        let candidates = candidates(&mut operands, stream, rows)?;
         let [Candidate { row, forced }] = candidates[..] else {
             let symbols: Vec<_> =
                 candidates.iter().filter_map(|candidate| candidate.row).map(Row::symbol).collect();
@@ -128,17 +124,6 @@ impl Kernel {
     }
 }
 
-/// Whether a kernel can be asked for this case.
-fn computes(case: &Case, row: &'static Row, stream: &Stream) -> bool {
-    let Some(gpu) = stream.device().cuda_properties() else { return false };
-    match case {
-        Case::AttentionFwd(shape) => attention::accepts(row, &shape.problem(), gpu).is_ok(),
-        Case::VarlenFwd(shape) => attention::accepts(row, &shape.problem(), gpu).is_ok(),
-        Case::BsrMatmul(shape) => bsr_matmul::accepts(row, &shape.problem(), gpu).is_ok(),
-        Case::BlockSparseFwd(_) => false,
-    }
-}
-
 /// A kernel to try.
 struct Candidate {
     /// `None` on the CPU.
@@ -147,7 +132,9 @@ struct Candidate {
     forced: bool,
 }
 
-fn candidates(case: &Case, stream: &Stream, names: Option<&[String]>) -> Result<Vec<Candidate>> {
+/// The kernel that the library selects; or those with a wanted name that compute these operands, since with the name those for
+/// other sizes and types are not meant.
+fn candidates(operands: &mut Operands, stream: &Stream, names: Option<&[String]>) -> Result<Vec<Candidate>> {
     let Some(gpu) = stream.device().cuda_properties() else {
         return match names {
             Some(_) => Err(Error::Option("--row names kernels, and the CPU has none".to_owned())),
@@ -155,21 +142,14 @@ fn candidates(case: &Case, stream: &Stream, names: Option<&[String]>) -> Result<
         };
     };
     let Some(names) = names else {
-        let row = match case {
-            Case::AttentionFwd(shape) => attention::select(&shape.problem(), gpu)?,
-            Case::VarlenFwd(shape) => attention::select(&shape.problem(), gpu)?,
-            Case::BsrMatmul(shape) => bsr_matmul::select(&shape.problem(), gpu)?,
-            // Operands of it cannot be made.
-            Case::BlockSparseFwd(_) => return Ok(Vec::new()),
-        };
-        return Ok(vec![Candidate { row: Some(row), forced: false }]);
+        return Ok(vec![Candidate { row: Some(operands.select(gpu)?), forced: false }]);
     };
     let mut found: Vec<&'static Row> = Vec::new();
     for row in manifest::rows().iter().filter(|row| row.target.runs_on(gpu.compute_capability)) {
         let symbol = row.symbol();
         let wanted = names.iter().any(|name| symbol.contains(name.as_str()));
         // The same kernel for several targets: the first is preferred.
-        if wanted && !found.iter().any(|other| other.symbol() == symbol) {
+        if wanted && !found.iter().any(|other| other.symbol() == symbol) && operands.accepts(row, gpu)? {
             found.push(row);
         }
     }
@@ -216,6 +196,29 @@ mod tests {
             );
             assert!(ours.window(0, 1.0).unwrap().us > 0.0);
         }
+    }
+
+    #[test]
+    fn lists_of_blocks_are_verified_and_timed_on_the_cpu() {
+        let stream = Device::cpu().stream().unwrap();
+        for id in [
+            "b2_q128_kv192_h4kv2_d16_q64kv64_d0.5_uniform_full_bf16",
+            "b1_s256_h4kv2m2_d16_q64kv64_d0.5_uniform_causal_f16",
+            "b1_s256_h2m1_d16_q128kv64_d0.4_power_law_full_bf16",
+        ] {
+            let case: Case = id.parse().unwrap();
+            let mut ours = Ours::new(&case, &stream, Cache::Warm, 5, None).unwrap();
+            let kernel = &ours.kernels[0];
+            assert!(
+                kernel.verified && kernel.rel_err > 0.0 && kernel.rel_err < 1e-2,
+                "{id} {}",
+                kernel.rel_err
+            );
+            assert!(ours.window(0, 1.0).unwrap().us > 0.0);
+        }
+        let odd = "b1_s96_h2_d16_q32kv32_d0.5_uniform_full_bf16".parse().unwrap();
+        let refused = Ours::new(&odd, &stream, Cache::Warm, 5, None).unwrap_err();
+        assert!(refused.to_string().contains("multiple of 64"), "{refused}");
     }
 
     #[test]

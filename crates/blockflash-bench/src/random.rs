@@ -29,6 +29,7 @@ pub fn normal(
         DType::BF16 => fill::<bf16>(count, seed, lane, &progress),
         DType::F32 => fill::<f32>(count, seed, lane, &progress),
         DType::I32 => fill::<i32>(count, seed, lane, &progress),
+        DType::U8 => fill::<u8>(count, seed, lane, &progress),
     }?;
     Array::new(shape, values).ok_or(u64::MAX)
 }

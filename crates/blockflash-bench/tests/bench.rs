@@ -86,6 +86,26 @@ fn packed_sequences_are_measured_recorded_and_reported() {
 }
 
 #[test]
+fn lists_of_blocks_are_measured_recorded_and_reported() {
+    let folder = scratch("blocks");
+    let record = folder.join("smoke.jsonl");
+    let out = record.to_str().unwrap();
+    let options = ["--device", "cpu", "--rounds", "1", "--window-ms", "2", "--out", out, "--filter", "kv2m2"];
+    let output = blockflash(&[&["bench", "smoke"], &options[..]].concat());
+    let text = stdout(&output);
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(text.contains("2 records appended"), "{text}");
+
+    let lines = std::fs::read_to_string(&record).unwrap();
+    let case = "b1_s512_h4kv2m2_d64_q64kv64_d0.25_uniform_causal_bf16";
+    let found = format!("\"op\":\"block_sparse_fwd\",\"case\":\"{case}\"");
+    assert!(lines.contains(&found) && lines.matches("\"verified\":true").count() == 2, "{lines}");
+    let table = stdout(&blockflash(&["report", out, "--full"]));
+    assert!(table.contains(&format!("| {case} |")), "{table}");
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+#[test]
 fn refusals_are_one_line() {
     let folder = scratch("refusals");
     let out = folder.join("x.jsonl");

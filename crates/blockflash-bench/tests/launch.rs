@@ -13,6 +13,7 @@ fn a_case_is_launched_and_its_work_counted() {
     for id in [
         "b1_q3_kv40_h4kv2_d16_causal_f16",
         "varlen40+3x2_h4kv2_d16_causal_f16",
+        "b1_s128_h4kv2m2_d16_q64kv64_d0.5_uniform_causal_bf16",
         "m64_n24_k96_b16_d0.4_banded_bf16",
     ] {
         let output = launch(&["--case", id, "--launches", "2"]);
@@ -32,7 +33,7 @@ fn what_cannot_be_launched_is_one_line() {
         (&["--case", "b1_s64_h1_d16_full_f16", "--row", "sm80"], "the CPU has none"),
         (&["--case", "b1_s64_h1_d16_full_f16", "--launches", "0"], "--launches"),
         (&["--case", "b1_s64_h3kv2_d16_full_f16"], "multiple"),
-        (&["--case", "b1_s128_h2_d64_q64kv64_d0.5_uniform_full_bf16"], "no block-sparse attention yet"),
+        (&["--case", "b1_s96_h2_d64_q32kv32_d0.5_uniform_full_bf16"], "block_q is 32"),
     ];
     for (arguments, expected) in cases {
         let output = launch(arguments);

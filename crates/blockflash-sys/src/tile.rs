@@ -171,7 +171,7 @@ mod tests {
                 _ => None,
             })
             .collect();
-        assert_eq!(rows.len(), 28);
+        assert_eq!(rows.len(), 26);
         for (row, tile) in &rows {
             assert_eq!((row.target, row.source()), (Target::Sm90a, "attention_fwd_sm90a"));
             assert_eq!(row.threads(), 128 * (tile.warpgroups + 1));

@@ -1,10 +1,12 @@
 //! What is measured: one shape of one operation, with an id that a person can read.
 
+mod block_sparse;
 mod parse;
 mod pattern;
 mod varlen;
 mod work;
 
+pub use block_sparse::BlockSparseShape;
 pub use pattern::Pattern;
 pub use varlen::{Lengths, LengthsError, VarlenShape};
 pub use work::{TILE_COLUMNS, TILE_ROWS, Work};
@@ -49,27 +51,6 @@ pub struct AttentionShape {
     pub num_heads_q: usize,
     pub num_heads_kv: usize,
     pub head_dim: usize,
-    pub mask: MaskKind,
-    pub dtype: DType,
-}
-
-/// Attention over `[batch, seqlen, num_heads, head_dim]` in which a block of queries attends to listed blocks of keys. Every head
-/// has its own list, equal for all batch entries.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[allow(missing_docs)]
-pub struct BlockSparseShape {
-    pub batch: usize,
-    pub seqlen_q: usize,
-    pub seqlen_kv: usize,
-    pub num_heads_q: usize,
-    pub num_heads_kv: usize,
-    pub head_dim: usize,
-    pub block_q: usize,
-    pub block_kv: usize,
-    /// Fraction of the blocks that are listed; a row of blocks lists this rounded to whole blocks, at least one.
-    pub density: f64,
-    pub pattern: Pattern,
-    /// What is masked inside the listed blocks.
     pub mask: MaskKind,
     pub dtype: DType,
 }
@@ -153,6 +134,9 @@ impl fmt::Display for Case {
             Case::BlockSparseFwd(s) => {
                 write!(f, "b{}_", s.batch)?;
                 sizes(f, [s.seqlen_q, s.seqlen_kv], [s.num_heads_q, s.num_heads_kv])?;
+                if s.mask_heads != s.num_heads_q {
+                    write!(f, "m{}", s.mask_heads)?;
+                }
                 write!(f, "_d{}_q{}kv{}_d{}_", s.head_dim, s.block_q, s.block_kv, s.density)?;
                 write!(f, "{}_{}_{}", s.pattern, s.mask, s.dtype)
             }
@@ -179,28 +163,6 @@ impl AttentionShape {
             MaskKind::Full => Mask::Full,
             MaskKind::Causal => Mask::Causal { align: Align::BottomRight },
         }
-    }
-}
-
-impl BlockSparseShape {
-    /// Blocks of queries of a head.
-    pub fn block_rows(&self) -> usize {
-        self.seqlen_q.div_ceil(self.block_q)
-    }
-
-    /// Blocks of keys.
-    pub fn block_columns(&self) -> usize {
-        self.seqlen_kv.div_ceil(self.block_kv)
-    }
-
-    /// Listed blocks of all heads.
-    pub fn nnz_blocks(&self) -> usize {
-        self.pattern.nnz_blocks(self.num_heads_q * self.block_rows(), self.block_columns(), self.density)
-    }
-
-    /// `row_ptr` and `col_idx`, ascending within each row; row `head * block_rows + block of queries`.
-    pub fn pattern(&self, seed: u64) -> (Vec<i32>, Vec<i32>) {
-        self.pattern.draw(self.num_heads_q * self.block_rows(), self.block_columns(), self.density, seed)
     }
 }
 

@@ -63,9 +63,13 @@ fn attention(parts: &[&str]) -> Option<Case> {
         _ => return None,
     };
     let (head_counts, rest) = rest.split_first()?;
+    let (head_counts, mask_heads) = match head_counts.split_once('m') {
+        Some((heads, of_mask)) => (heads, Some(of_mask.parse().ok()?)),
+        None => (*head_counts, None),
+    };
     let [num_heads_q, num_heads_kv] = heads(head_counts)?;
     match *rest {
-        [d, mask_name, dtype_name] => Some(Case::AttentionFwd(AttentionShape {
+        [d, mask_name, dtype_name] if mask_heads.is_none() => Some(Case::AttentionFwd(AttentionShape {
             batch,
             seqlen_q,
             seqlen_kv,
@@ -77,15 +81,13 @@ fn attention(parts: &[&str]) -> Option<Case> {
         })),
         [d, blocks, density, pattern_name, mask_name, dtype_name] => {
             let [block_q, block_kv] = pair(blocks, "q")?;
-            if block_q == 0 || block_kv == 0 {
-                return None;
-            }
-            Some(Case::BlockSparseFwd(BlockSparseShape {
+            let shape = BlockSparseShape {
                 batch,
                 seqlen_q,
                 seqlen_kv,
                 num_heads_q,
                 num_heads_kv,
+                mask_heads: mask_heads.unwrap_or(num_heads_q),
                 head_dim: number(d, "d")?,
                 block_q,
                 block_kv,
@@ -93,7 +95,8 @@ fn attention(parts: &[&str]) -> Option<Case> {
                 pattern: pattern(pattern_name)?,
                 mask: mask(mask_name)?,
                 dtype: dtype(dtype_name)?,
-            }))
+            };
+            shape.check().ok().map(|()| Case::BlockSparseFwd(shape))
         }
         _ => None,
     }

@@ -34,7 +34,7 @@ impl fmt::Display for Pattern {
 
 impl Pattern {
     /// Number of stored blocks: `density` rounded to whole blocks, per row (at least one) or for `Random` in all.
-    pub(super) fn nnz_blocks(self, rows: usize, columns: usize, density: f64) -> usize {
+    pub(crate) fn nnz_blocks(self, rows: usize, columns: usize, density: f64) -> usize {
         match self {
             Pattern::Random => rounded(density, rows * columns),
             _ => rows * rounded(density, columns),
@@ -42,7 +42,7 @@ impl Pattern {
     }
 
     /// `row_ptr` and `col_idx`, ascending within each row.
-    pub(super) fn draw(self, rows: usize, columns: usize, density: f64, seed: u64) -> (Vec<i32>, Vec<i32>) {
+    pub(crate) fn draw(self, rows: usize, columns: usize, density: f64, seed: u64) -> (Vec<i32>, Vec<i32>) {
         let each = rounded(density, columns);
         let at_random = |row: usize, count| random::choose(count, columns, seed, row as u64);
         let of_rows: Vec<Vec<usize>> = match self {
@@ -76,7 +76,7 @@ impl Pattern {
 }
 
 /// A fraction of so many blocks, at least one.
-fn rounded(density: f64, blocks: usize) -> usize {
+pub(super) fn rounded(density: f64, blocks: usize) -> usize {
     ((density * blocks as f64).round() as usize).clamp(1, blocks.max(1))
 }
 

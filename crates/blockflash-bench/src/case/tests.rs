@@ -22,6 +22,7 @@ const BLOCK_SPARSE: BlockSparseShape = BlockSparseShape {
     seqlen_kv: 1024,
     num_heads_q: 4,
     num_heads_kv: 2,
+    mask_heads: 4,
     head_dim: 128,
     block_q: 64,
     block_kv: 128,
@@ -44,6 +45,9 @@ const BSR: BsrShape = BsrShape {
 fn ids_are_readable_and_can_be_read_back() {
     let grouped = AttentionShape { num_heads_kv: 8, seqlen_q: 1, mask: MaskKind::Full, ..ATTENTION };
     let skewed = BsrShape { pattern: Pattern::PowerLaw, density: 0.0625, ..BSR };
+    let shared = BlockSparseShape { mask_heads: 2, mask: MaskKind::Causal, ..BLOCK_SPARSE };
+    let of_one =
+        BlockSparseShape { mask_heads: 1, num_heads_kv: 4, pattern: Pattern::PowerLaw, ..BLOCK_SPARSE };
     for (case, id) in [
         (Case::AttentionFwd(ATTENTION), "b4_s4096_h32_d64_causal_bf16"),
         (Case::AttentionFwd(grouped), "b4_q1_kv4096_h32kv8_d64_full_bf16"),
@@ -54,6 +58,8 @@ fn ids_are_readable_and_can_be_read_back() {
         (Case::VarlenFwd(varlen(&[2048; 8], MaskKind::Full)), "varlen2048x8_h4kv2_d64_full_bf16"),
         (Case::VarlenFwd(varlen(&[5], MaskKind::Full)), "varlen5_h4kv2_d64_full_bf16"),
         (Case::BlockSparseFwd(BLOCK_SPARSE), "b1_s1024_h4kv2_d128_q64kv128_d0.25_uniform_full_f16"),
+        (Case::BlockSparseFwd(shared), "b1_s1024_h4kv2m2_d128_q64kv128_d0.25_uniform_causal_f16"),
+        (Case::BlockSparseFwd(of_one), "b1_s1024_h4m1_d128_q64kv128_d0.25_power_law_full_f16"),
         (Case::BsrMatmul(BSR), "m8192_n1024_k8192_b64_d0.1_uniform_f16"),
         (Case::BsrMatmul(skewed), "m8192_n1024_k8192_b64_d0.0625_power_law_f16"),
     ] {
@@ -78,6 +84,12 @@ fn ids_are_readable_and_can_be_read_back() {
         "varlen2147483647+1_h4_d64_full_bf16",
         "varlen7_h4_d64_q64kv64_d0.5_uniform_full_bf16",
         "b1_varlen7_h4_d64_full_bf16",
+        "b1_s128_h4m1_d64_full_bf16",
+        "b1_s128_h4m4_d64_q64kv64_d0.5_uniform_full_bf16",
+        "b1_s128_h4m2_d64_q64kv64_d0.5_uniform_full_bf16",
+        "b1_s100_h4_d64_q64kv64_d0.5_uniform_full_bf16",
+        "b1_s128_h4_d64_q64kv64_d0_uniform_full_bf16",
+        "b1_s128_h4_d64_q64kv64_d0.5_banded_causal_bf16",
     ] {
         assert!(wrong.parse::<Case>().unwrap_err().contains("is no case"), "{wrong}");
     }
@@ -152,6 +164,11 @@ fn bytes_count_operands_once_and_tiles_again() {
 
     let sparse = Case::BlockSparseFwd(BLOCK_SPARSE).work();
     assert_eq!(sparse.l2_bytes, (4 * 16 * 2 * 128 * 512 + 1024 * 4 * 256) as f64);
+    // Two heads that share keys and lists fill one tile of 128 rows.
+    let shared = BlockSparseShape { mask_heads: 2, ..BLOCK_SPARSE };
+    let work = Case::BlockSparseFwd(shared).work();
+    assert_eq!(work.l2_bytes, (2 * 16 * 2 * 128 * 512 + 1024 * 4 * 256) as f64);
+    assert_eq!((work.flops, work.exps, work.bytes), (sparse.flops, sparse.exps, sparse.bytes));
     let bsr = Case::BsrMatmul(BSR).work();
     let blocks = 128.0 * 13.0;
     assert_eq!(bsr.l2_bytes, blocks * 64.0 * 1024.0 * 2.0 + blocks * 8192.0 * 4.0);

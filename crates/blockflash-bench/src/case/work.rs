@@ -85,14 +85,16 @@ fn varlen(shape: &VarlenShape) -> Work {
 fn block_sparse(shape: &BlockSparseShape) -> Work {
     let BlockSparseShape { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, .. } = *shape;
     let row = head_dim * shape.dtype.size();
-    let blocks = (batch * shape.nnz_blocks()) as f64;
-    let pairs = blocks * (shape.block_q * shape.block_kv) as f64;
+    let pairs = (batch * shape.visited_pairs()) as f64;
+    let sharing = shape.sharing_heads();
+    // Tiles of the query rows that share a block of keys.
+    let tiles = (sharing * shape.block_q).div_ceil(TILE_ROWS);
+    let fetches = (batch * shape.nnz_blocks() / sharing * tiles) as f64;
     Work {
         flops: 4.0 * pairs * head_dim as f64,
         exps: pairs,
         bytes: operands(batch, [seqlen_q, seqlen_kv], [num_heads_q, num_heads_kv], row),
-        l2_bytes: blocks * (shape.block_kv * 2 * row) as f64 * shape.block_q.div_ceil(TILE_ROWS) as f64
-            + (batch * seqlen_q * num_heads_q * row) as f64,
+        l2_bytes: fetches * (shape.block_kv * 2 * row) as f64 + (batch * seqlen_q * num_heads_q * row) as f64,
     }
 }
 

@@ -1,5 +1,5 @@
 use super::sequences::{Sequence, heads_of, sequences};
-use super::{BUDGET, Comparison, Element, Mismatch, representable, round, rounding, sample};
+use super::{BUDGET, Blocks, Comparison, Element, Mismatch, representable, round, rounding, sample};
 use crate::io::Array;
 use blockflash_sys::DType;
 use rayon::prelude::*;
@@ -20,6 +20,8 @@ pub struct AttentionCase<'a> {
     pub v: &'a Array,
     /// Lengths of the packed sequences, of queries and keys alike; `None` for a dense batch.
     pub lengths: Option<&'a [usize]>,
+    /// Which blocks of keys are seen at all; `None` for all. Not with `lengths`.
+    pub blocks: Option<Blocks<'a>>,
     /// Query `i` is aligned with key `i + diagonal`.
     pub diagonal: i64,
     /// Keys to see before the aligned one; `None` is all.
@@ -35,8 +37,22 @@ pub struct AttentionCase<'a> {
 }
 
 impl AttentionCase<'_> {
-    /// Keys that a query sees.
-    fn visible(&self, query: usize, seqlen_kv: usize) -> Range<usize> {
+    /// Keys that a query of `head` of so many sees.
+    fn visible(
+        &self,
+        query: usize,
+        head: [usize; 2],
+        [seqlen_q, seqlen_kv]: [usize; 2],
+    ) -> Vec<Range<usize>> {
+        let shown = self.shown(query, seqlen_kv);
+        match &self.blocks {
+            Some(blocks) => blocks.seen(query, head, seqlen_q, shown),
+            None => Vec::from_iter((!shown.is_empty()).then_some(shown)),
+        }
+    }
+
+    /// Keys that the mask shows to a query.
+    fn shown(&self, query: usize, seqlen_kv: usize) -> Range<usize> {
         let aligned = query as i128 + i128::from(self.diagonal);
         let bound = |at: i128| at.clamp(0, seqlen_kv as i128) as usize;
         let start = self.left.map_or(0, |left| bound(aligned - left as i128));
@@ -99,7 +115,8 @@ fn compare(
     let ([heads, head_dim], [heads_kv, _]) = (heads_of(case.q), heads_of(case.k));
     let [seqlen_q, seqlen_kv] =
         sequences.first().map_or([0; 2], |sequence| [sequence.seqlen_q, sequence.seqlen_kv]);
-    let cost = |heads: usize| (heads * seqlen_kv.max(1)) as u64 * 2 * head_dim as u64;
+    let keys = case.blocks.map_or(seqlen_kv, |blocks| blocks.mean_keys()).max(1);
+    let cost = |heads: usize| (heads * keys) as u64 * 2 * head_dim as u64;
     let affordable = |rows: usize, heads: usize| rows as u64 <= budget / cost(heads).max(1);
     let all_heads = sequences.len() * heads;
     let (sampled_heads, sampled_rows) = if affordable(seqlen_q, all_heads) {
@@ -126,8 +143,8 @@ fn compare(
                     let query = case.q.to_f32(range.clone());
                     let lse_at = sequence.lse + head * sequence.lse_head + row;
                     let result = (o.to_f32(range), lse.to_f32(lse_at..lse_at + 1));
-                    let visible = case.visible(row, seqlen_kv);
-                    compare_row(case, o.dtype(), &query, visible, &keys, &values, &result)
+                    let visible = case.visible(row, [head, heads], [seqlen_q, seqlen_kv]);
+                    compare_row(case, o.dtype(), &query, &visible, &keys, &values, &result)
                 })
                 .collect();
             let finished = 1 + done.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -152,15 +169,15 @@ fn compare_row(
     case: &AttentionCase<'_>,
     dtype: DType,
     query: &[f32],
-    visible: Range<usize>,
+    visible: &[Range<usize>],
     keys: &[f32],
     values: &[f32],
     (o, lse): &(Vec<f32>, Vec<f32>),
 ) -> [Comparison; 2] {
     let head_dim = query.len();
     let row = |of: &'_ [f32], at: usize| at * head_dim..((at + 1) * head_dim).min(of.len());
-    let (exact_scores, plain_scores): (Vec<f64>, Vec<f32>) = visible
-        .clone()
+    let seen = || visible.iter().cloned().flatten();
+    let (exact_scores, plain_scores): (Vec<f64>, Vec<f32>) = seen()
         .map(|at| {
             let pairs = || query.iter().zip(&keys[row(keys, at)]);
             let exact: f64 = pairs().map(|(&q, &k)| f64::from(q) * f64::from(k)).sum();
@@ -173,7 +190,7 @@ fn compare_row(
     let (mut exact, mut plain, mut squares) =
         (vec![0f64; head_dim], vec![0f32; head_dim], vec![0f32; head_dim]);
     let (mut exact_sum, mut plain_sum) = (0f64, 0f32);
-    for (at, (exact_score, plain_score)) in visible.clone().zip(exact_scores.iter().zip(&plain_scores)) {
+    for (at, (exact_score, plain_score)) in seen().zip(exact_scores.iter().zip(&plain_scores)) {
         let exact_p = (exact_score - exact_max).exp();
         let plain_p = (plain_score - plain_max).exp();
         exact_sum += exact_p;

@@ -32,6 +32,10 @@ pub(super) fn sequences(case: &AttentionCase<'_>, o: &Array, lse: &Array) -> Res
     ensure(heads == 0 || heads_kv > 0 && heads.is_multiple_of(heads_kv), || {
         format!("{heads} heads of q, {heads_kv} of k")
     })?;
+    if let (Some(blocks), Some(sequence)) = (case.blocks, sequences.first()) {
+        ensure(case.lengths.is_none(), || "packed sequences have no lists of blocks".to_owned())?;
+        blocks.check(sequence.seqlen_q, heads)?;
+    }
     Ok(sequences)
 }
 

@@ -24,6 +24,7 @@ fn case<'a>([q, k, v]: &'a [Array; 3], right: Option<usize>) -> AttentionCase<'a
         k,
         v,
         lengths: None,
+        blocks: None,
         diagonal: 0,
         left: None,
         right,
@@ -93,6 +94,53 @@ fn samples_of_packed_sequences_visit_each() {
     // The last query of the sequence in the middle, in the last head.
     lse[(heads - 1) * rows + 339] += 0.01;
     assert!(!check(&lse)[1].passed());
+}
+
+#[test]
+fn only_listed_blocks_are_seen() {
+    // Two query heads on one key head, four queries and six keys in blocks of 2: the key is the place, the value ten times it.
+    let q = array(&[1, 4, 2, 1], vec![0.0; 8]);
+    let k = array(&[1, 6, 1, 1], vec![0.0; 6]);
+    let v = array(&[1, 6, 1, 1], (0..6).map(|key| key as f32 * 10.0).collect());
+    let tensors = [q, k, v];
+    // Head 0: keys 0, 1, 4, 5 for the first two queries, nothing for the others. Head 1: keys 2, 3 and all.
+    let blocks =
+        Blocks { block_q: 2, block_kv: 2, heads: 2, row_ptr: &[0, 2, 2, 3, 6], col_idx: &[0, 2, 1, 0, 1, 2] };
+    let sparse = |blocks, right| AttentionCase { blocks: Some(blocks), ..case(&tensors, right) };
+    let check = |case: &AttentionCase<'_>, o: [f32; 8], lse: [f32; 8]| {
+        let (o, lse) = (array(&[1, 4, 2, 1], o.to_vec()), array(&[1, 2, 4], lse.to_vec()));
+        attention(case, &o, &lse, 0, |_| ()).unwrap().map(|c| (c.passed(), c.checked))
+    };
+    let (none, two, four, six) = (f32::NEG_INFINITY, 2f32.ln(), 4f32.ln(), 6f32.ln());
+    let full = sparse(blocks, None);
+    let (o, lse) =
+        ([25.0, 25.0, 25.0, 25.0, 0.0, 25.0, 0.0, 25.0], [four, four, none, none, two, two, six, six]);
+    assert_eq!(check(&full, o, lse), [(true, 8); 2]);
+    let mut wrong = o;
+    wrong[4] = 1.0;
+    assert_eq!(check(&full, wrong, lse)[0], (false, 8));
+    // Causal: query i sees the keys up to i + 2 of its blocks.
+    let causal = AttentionCase { diagonal: 2, ..sparse(blocks, Some(0)) };
+    let o = [5.0, 20.0, 5.0, 25.0, 0.0, 20.0, 0.0, 25.0];
+    let lse = [two, two, none, none, 0.0, two, 5f32.ln(), six];
+    assert_eq!(check(&causal, o, lse), [(true, 8); 2]);
+    // One list for both heads.
+    let shared = Blocks { heads: 1, row_ptr: &[0, 1, 2], col_idx: &[0, 2], ..blocks };
+    let (o, lse) = ([5.0, 5.0, 5.0, 5.0, 45.0, 45.0, 45.0, 45.0], [two; 8]);
+    assert_eq!(check(&sparse(shared, None), o, lse), [(true, 8); 2]);
+
+    for (wrong, what) in [
+        (Blocks { heads: 3, ..blocks }, "3 heads"),
+        (Blocks { block_q: 4, ..blocks }, "5 entries"),
+        (Blocks { row_ptr: &[0, 2, 1, 3, 6], ..blocks }, "does not lead"),
+        (Blocks { row_ptr: &[0, 2, 2, 3, 7], ..blocks }, "does not lead"),
+        (Blocks { col_idx: &[0, 2, 1, 0, 1, -2], ..blocks }, "negative"),
+        (Blocks { block_kv: 0, ..blocks }, "size of 0"),
+    ] {
+        let (o, lse) = (array(&[1, 4, 2, 1], vec![0.0; 8]), array(&[1, 2, 4], vec![0.0; 8]));
+        let refused = attention(&sparse(wrong, None), &o, &lse, 0, |_| ()).unwrap_err().to_string();
+        assert!(refused.contains(what), "{refused}");
+    }
 }
 
 #[test]

@@ -11,6 +11,7 @@ pub enum Values {
     Bf16(Vec<bf16>),
     F32(Vec<f32>),
     I32(Vec<i32>),
+    U8(Vec<u8>),
 }
 
 /// A row-major array in host memory.
@@ -27,6 +28,7 @@ macro_rules! with {
             Values::Bf16($vec) => $body,
             Values::F32($vec) => $body,
             Values::I32($vec) => $body,
+            Values::U8($vec) => $body,
         }
     };
 }
@@ -55,6 +57,7 @@ impl Array {
             Values::Bf16(_) => DType::BF16,
             Values::F32(_) => DType::F32,
             Values::I32(_) => DType::I32,
+            Values::U8(_) => DType::U8,
         }
     }
 
@@ -112,6 +115,7 @@ impl Array {
             DType::BF16 => Values::Bf16(tensor.to_vec(stream)?),
             DType::F32 => Values::F32(tensor.to_vec(stream)?),
             DType::I32 => Values::I32(tensor.to_vec(stream)?),
+            DType::U8 => Values::U8(tensor.to_vec(stream)?),
         };
         Ok(Self { shape: tensor.shape().to_vec(), values })
     }

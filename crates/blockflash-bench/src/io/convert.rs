@@ -14,12 +14,14 @@ pub enum Stored {
     F64,
     I32,
     I64,
+    Bool,
 }
 
 impl Stored {
     /// Bytes of one element.
     pub const fn size(self) -> usize {
         match self {
+            Stored::Bool => 1,
             Stored::F16 | Stored::Bf16 => 2,
             Stored::F32 | Stored::I32 => 4,
             Stored::F64 | Stored::I64 => 8,
@@ -36,11 +38,12 @@ impl fmt::Display for Stored {
             Stored::F64 => "f64",
             Stored::I32 => "i32",
             Stored::I64 => "i64",
+            Stored::Bool => "bool",
         })
     }
 }
 
-/// Element type in memory: f16, bf16, f32 or i32.
+/// Element type in memory: f16, bf16, f32, i32 or u8.
 pub trait Scalar: blockflash_ops::Element + Default {
     /// Largest magnitude.
     const LIMIT: f64;
@@ -77,6 +80,7 @@ scalar!(f16, F16, 65504.0, f16::from_f32, f16::from_f64, f16::to_f32);
 scalar!(bf16, Bf16, 3.3895313892515355e38, bf16::from_f32, bf16::from_f64, bf16::to_f32);
 scalar!(f32, F32, f32::MAX as f64, |value| value, |value| value as f32, |value| value);
 scalar!(i32, I32, i32::MAX as f64, |value| value as i32, |value| value as i32, |value| value as f32);
+scalar!(u8, U8, u8::MAX as f64, |value| value as u8, |value| value as u8, f32::from);
 
 /// Why a piece of a file could not be converted.
 #[derive(Debug, PartialEq)]
@@ -90,8 +94,9 @@ pub(super) enum Refusal {
 /// Converts little-endian elements; finite values beyond the range of `T` are refused, infinities and NaN are kept.
 pub(super) fn convert<T: Scalar>(stored: Stored, bytes: &[u8], out: &mut [T]) -> Result<(), Refusal> {
     const PIECE: usize = 1 << 14;
-    let integers = matches!(stored, Stored::I32 | Stored::I64);
-    if integers != (T::DTYPE == DType::I32) {
+    let integers = matches!(stored, Stored::I32 | Stored::I64 | Stored::Bool);
+    // Nothing becomes u8: that has no room for negative numbers.
+    if integers != (T::DTYPE == DType::I32) || T::DTYPE == DType::U8 {
         return Err(Refusal::Kind);
     }
     let pieces = out.par_chunks_mut(PIECE).zip(bytes.par_chunks(PIECE * stored.size())).enumerate();
@@ -110,6 +115,7 @@ fn convert_piece<T: Scalar>(stored: Stored, bytes: &[u8], out: &mut [T]) -> Resu
         Stored::F32 => each(bytes, out, f32::from_le_bytes, T::from_f32, f64::from),
         Stored::F64 => each(bytes, out, f64::from_le_bytes, T::from_f64, |value| value),
         Stored::I32 => each(bytes, out, i32::from_le_bytes, |value| T::from_f64(value.into()), f64::from),
+        Stored::Bool => each(bytes, out, |[b]| b != 0, |value| T::from_f64(value.into()), f64::from),
         Stored::I64 => {
             each(bytes, out, i64::from_le_bytes, |value| T::from_f64(value as f64), |value| value as f64)
         }

@@ -81,7 +81,8 @@ impl TensorFile {
         self.find(name).map_err(|problem| self.error(problem))
     }
 
-    /// Reads a tensor and converts its elements to `dtype`: floating point to floating point, integers to i32.
+    /// Reads a tensor and converts its elements to `dtype`: floating point to floating point, integers and booleans to
+    /// i32.
     ///
     /// # Errors
     /// [`Problem::NoTensor`], [`Problem::Convert`], [`Problem::Overflow`] for a finite value beyond the range of `dtype`,
@@ -93,6 +94,7 @@ impl TensorFile {
                 DType::BF16 => self.values::<bf16>(&entry),
                 DType::F32 => self.values::<f32>(&entry),
                 DType::I32 => self.values::<i32>(&entry),
+                DType::U8 => self.values::<u8>(&entry),
             },
             Err(problem) => Err(problem),
         };

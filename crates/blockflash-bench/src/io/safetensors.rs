@@ -57,6 +57,7 @@ fn entry(name: String, info: Info, start: u64, length: u64) -> Result<Entry, Pro
         "F64" => Ok(Stored::F64),
         "I32" => Ok(Stored::I32),
         "I64" => Ok(Stored::I64),
+        "BOOL" => Ok(Stored::Bool),
         _ => Err(info.dtype),
     };
     // The size of a type that is not read here is of no interest.
@@ -82,6 +83,7 @@ pub(super) fn header(tensors: &[(&str, &Array)]) -> Result<Vec<u8>, Problem> {
             DType::BF16 => "BF16",
             DType::F32 => "F32",
             DType::I32 => "I32",
+            DType::U8 => "U8",
         };
         let end = begin + array.bytes().len() as u64;
         let info =

@@ -57,6 +57,12 @@ fn npy_types_and_orders() {
     let longs: Vec<u8> = [7i64, -1].iter().flat_map(|value| value.to_le_bytes()).collect();
     let array = load(&npy("<i8", "False", "(2,)", &longs), "", DType::I32).unwrap();
     assert_eq!(array.as_i32(), Some(&[7, -1][..]));
+
+    let flags = npy("|b1", "True", "(2, 2)", &[1, 0, 1, 1]);
+    assert_eq!(load(&flags, "", DType::I32).unwrap().as_i32(), Some(&[1, 1, 0, 1][..]));
+    assert!(message(load(&flags, "", DType::F32)).contains("holds bool, which cannot be converted to f32"));
+    let flags = safetensors(r#"{"mask":{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]}}"#, &[0, 1, 1]);
+    assert_eq!(load(&flags, "mask", DType::I32).unwrap().as_i32(), Some(&[0, 1, 1][..]));
 }
 
 #[test]

@@ -1,11 +1,13 @@
-//! Operands of attention: dense batches, and packed ones of different lengths.
+//! Operands of attention: dense batches, packed ones of different lengths, and masks of blocks.
 
+use super::block_lists::BlockLists;
 use crate::case::{Case, Lengths};
 use crate::check;
 use crate::error::{Error, Result};
 use crate::io::Array;
 use blockflash_ops::{
-    Attention, AttentionProblem, CuSeqlens, DType, Mask, PackedRows, PreparedAttention, Row, Stream, Tensor,
+    Attention, AttentionProblem, BlockMask, CuSeqlens, DType, Mask, PackedRows, PreparedAttention, Row,
+    Stream, Tensor,
 };
 
 /// Inputs and outputs on the device.
@@ -26,6 +28,21 @@ struct Inputs {
     diagonal: i64,
     softmax_scale: f32,
     packed: Option<Packed>,
+    blocks: Option<Box<Blocks>>,
+}
+
+/// Which blocks are visited.
+#[derive(Debug)]
+struct Blocks {
+    /// What the reference reads.
+    lists: BlockLists,
+    mask: BlockMask,
+}
+
+impl Blocks {
+    fn new(lists: BlockLists, stream: &Stream) -> Result<Box<Self>> {
+        Ok(Box::new(Self { mask: lists.mask(stream)?, lists }))
+    }
 }
 
 /// Where the sequences of a packed batch lie.
@@ -43,7 +60,8 @@ impl Inputs {
             CuSeqlens { q: offsets, kv: offsets, max_seqlen_q: longest, max_seqlen_kv: longest }
         });
         let call = Attention::new(self.q.view(), self.k.view(), self.v.view());
-        Attention { mask: self.mask, cu_seqlens, ..call }
+        let block_mask = self.blocks.as_ref().map(|blocks| &blocks.mask);
+        Attention { mask: self.mask, cu_seqlens, block_mask, ..call }
     }
 }
 
@@ -65,18 +83,20 @@ fn shapes(problem: &AttentionProblem) -> [Vec<usize>; 3] {
 }
 
 impl AttentionOperands {
-    /// `normal` draws an input of a shape; its last argument tells inputs apart. Returns q, k and v in host memory as well.
+    /// `normal` draws an input of a shape; its last argument tells inputs apart. The seed is that of lists of blocks. Returns q, k and v in host memory as well.
     pub(super) fn new(
         case: &Case,
         stream: &Stream,
+        seed: u64,
         normal: impl Fn(&[usize], DType, u64) -> Result<Array>,
     ) -> Result<(Self, [Array; 3])> {
-        let (problem, lengths) = match case {
-            Case::AttentionFwd(shape) => (shape.problem(), None),
-            Case::VarlenFwd(shape) => (shape.problem(), Some(&shape.lengths)),
-            Case::BlockSparseFwd(_) | Case::BsrMatmul(_) => {
-                return Err(Error::Option(format!("{case} is another operation")));
+        let (problem, lengths, blocks) = match case {
+            Case::AttentionFwd(shape) => (shape.problem(), None, None),
+            Case::VarlenFwd(shape) => (shape.problem(), Some(&shape.lengths), None),
+            Case::BlockSparseFwd(shape) => {
+                (shape.dense().problem(), None, Some(BlockLists::new(shape, seed)))
             }
+            Case::BsrMatmul(_) => return Err(Error::Option(format!("{case} is another operation"))),
         };
         let [q_shape, kv_shape, lse_shape] = shapes(&problem);
         let dtype = problem.dtype;
@@ -95,10 +115,17 @@ impl AttentionOperands {
             diagonal: problem.seqlen_kv as i64 - problem.seqlen_q as i64,
             softmax_scale: problem.softmax_scale,
             packed: lengths.map(packed).transpose()?,
+            blocks: blocks.map(|lists| Blocks::new(lists, stream)).transpose()?,
         };
         let o = Tensor::empty(stream, dtype, &q_shape)?;
         let lse = Tensor::empty(stream, DType::F32, &lse_shape)?;
         Ok((Self { inputs, o, lse }, [q, k, v]))
+    }
+
+    /// What is computed.
+    pub(super) fn problem(&mut self) -> Result<AttentionProblem> {
+        let Self { inputs, o, lse } = self;
+        Ok(inputs.call().problem()?.with_outputs(&o.view_mut(), Some(&lse.view_mut()))?)
     }
 
     pub(super) fn launch(&mut self, row: Option<&'static Row>, stream: &Stream) -> Result<()> {
@@ -131,12 +158,13 @@ impl AttentionOperands {
         [q, k, v]: [&'a Array; 3],
         denominator: Option<DType>,
     ) -> check::AttentionCase<'a> {
-        let Inputs { mask, diagonal, softmax_scale, ref packed, .. } = self.inputs;
+        let Inputs { mask, diagonal, softmax_scale, ref packed, ref blocks, .. } = self.inputs;
         check::AttentionCase {
             q,
             k,
             v,
             lengths: packed.as_ref().map(|packed| packed.lengths.as_slice()),
+            blocks: blocks.as_ref().map(|blocks| blocks.lists.of_check()),
             diagonal,
             left: None,
             right: (mask != Mask::Full).then_some(0),
@@ -157,7 +185,7 @@ mod tests {
         let case: Case = id.parse().unwrap();
         let normal =
             |shape: &[usize], dtype, lane| Ok(random::normal(dtype, shape, 5, lane, |_| ()).unwrap());
-        let (operands, _) = AttentionOperands::new(&case, stream, normal).unwrap();
+        let (operands, _) = AttentionOperands::new(&case, stream, 5, normal).unwrap();
         (case, operands)
     }
 
@@ -172,13 +200,25 @@ mod tests {
                 Case::VarlenFwd(shape) => shape.problem(),
                 _ => unreachable!(),
             };
-            let AttentionOperands { inputs, o, lse } = &mut operands;
-            let problem = inputs.call().problem().unwrap();
-            assert_eq!(problem.with_outputs(&o.view_mut(), Some(&lse.view_mut())).unwrap(), expected);
+            assert_eq!(operands.problem().unwrap(), expected);
+            let inputs = &operands.inputs;
             inputs.call().check_cu_seqlens(&stream).unwrap();
             let prepared = operands.prepare(&stream).unwrap();
             operands.launch_prepared(&prepared, &stream).unwrap();
         }
+    }
+
+    #[test]
+    fn lists_of_blocks_are_a_part_of_the_problem() {
+        let stream = Device::cpu().stream().unwrap();
+        let (case, mut operands) = operands("b1_s256_h4kv2m2_d16_q64kv128_d0.5_uniform_causal_bf16", &stream);
+        let problem = operands.problem().unwrap();
+        let sizes = problem.block_mask.unwrap();
+        assert_eq!((sizes.block_q, sizes.block_kv, sizes.batch, sizes.heads), (64, 128, 1, 2));
+        let Case::BlockSparseFwd(shape) = case else { unreachable!() };
+        let blocks = operands.inputs.blocks.as_ref().unwrap();
+        assert_eq!(blocks.mask.nnz(), shape.nnz_blocks() / 2);
+        assert_eq!(AttentionProblem { block_mask: None, ..problem }, shape.dense().problem());
     }
 
     #[test]

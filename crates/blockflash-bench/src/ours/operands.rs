@@ -5,7 +5,10 @@ use crate::error::{Error, Result};
 use crate::io::{Array, Values};
 use crate::random;
 use blockflash_ops::bsr_matmul::BsrMatrix;
-use blockflash_ops::{BsrMatmul, DType, PreparedAttention, PreparedBsrMatmul, Row, Stream, Tensor};
+use blockflash_ops::{
+    BsrMatmul, CudaProperties, DType, PreparedAttention, PreparedBsrMatmul, Row, Stream, Tensor, attention,
+    bsr_matmul,
+};
 use rayon::prelude::*;
 
 /// Inputs and outputs on the device.
@@ -36,12 +39,9 @@ impl Operands {
             })
         };
         match case {
-            Case::AttentionFwd(_) | Case::VarlenFwd(_) => {
-                let (operands, [q, k, v]) = AttentionOperands::new(case, stream, normal)?;
+            Case::AttentionFwd(_) | Case::VarlenFwd(_) | Case::BlockSparseFwd(_) => {
+                let (operands, [q, k, v]) = AttentionOperands::new(case, stream, seed, normal)?;
                 Ok((Self::Attention(operands), Host::Attention { q, k, v }))
-            }
-            Case::BlockSparseFwd(_) => {
-                Err(Error::Option("blockflash has no block-sparse attention yet".to_owned()))
             }
             Case::BsrMatmul(shape) => {
                 let BsrShape { m, n, k, block_size, dtype, .. } = *shape;
@@ -57,6 +57,26 @@ impl Operands {
                 Ok((operands, Host::Bsr { row_ptr, col_idx, values, b }))
             }
         }
+    }
+
+    /// The kernel that the library selects on this GPU.
+    pub(super) fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Row> {
+        Ok(match self {
+            Self::Attention(operands) => attention::select(&operands.problem()?, gpu)?,
+            Self::Bsr { a, b, c } => {
+                bsr_matmul::select(&BsrMatmul::new(a, b.view()).problem(&c.view_mut())?, gpu)?
+            }
+        })
+    }
+
+    /// Whether this very kernel computes them on this GPU.
+    pub(super) fn accepts(&mut self, row: &Row, gpu: &CudaProperties) -> Result<bool> {
+        Ok(match self {
+            Self::Attention(operands) => attention::accepts(row, &operands.problem()?, gpu).is_ok(),
+            Self::Bsr { a, b, c } => {
+                bsr_matmul::accepts(row, &BsrMatmul::new(a, b.view()).problem(&c.view_mut())?, gpu).is_ok()
+            }
+        })
     }
 
     pub(super) fn launch(&mut self, row: Option<&'static Row>, stream: &Stream) -> Result<()> {
@@ -152,7 +172,7 @@ fn holds_nan(array: &Array) -> bool {
         Values::F16(values) => values.par_iter().any(|value| value.is_nan()),
         Values::Bf16(values) => values.par_iter().any(|value| value.is_nan()),
         Values::F32(values) => values.par_iter().any(|value| value.is_nan()),
-        Values::I32(_) => false,
+        Values::I32(_) | Values::U8(_) => false,
     }
 }
 

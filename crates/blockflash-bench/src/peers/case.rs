@@ -70,7 +70,8 @@ impl PeerCase {
             Case::VarlenFwd(_) => Err(PeerCaseError::DenseOnly),
             Case::AttentionFwd(shape) => Ok(Self::AttentionFwd { shape, seed }),
             Case::BlockSparseFwd(shape) => {
-                let (row_ptr, col_idx) = shape.pattern(seed);
+                // The protocol has lists of every query head.
+                let (row_ptr, col_idx) = shape.pattern_of_query_heads(seed);
                 let (row_ptr, col_idx) = (save("row_ptr", row_ptr)?, save("col_idx", col_idx)?);
                 Ok(Self::BlockSparseFwd { shape, row_ptr, col_idx, seed })
             }

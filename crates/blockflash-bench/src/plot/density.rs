@@ -1,8 +1,8 @@
 //! Block-sparse operations: speed over the density, a panel for each block size.
 
-use super::figure::{Axis, Figure, Line, Panel, plain};
+use super::figure::{Axis, Figure, Line, Panel, length, plain};
 use super::{ABOUT_SPEED, SPEED, Sketch, highest, implementations, legend, lines, style, subtitle};
-use crate::case::{BlockSparseShape, BsrShape, Case};
+use crate::case::{BlockSparseShape, BsrShape, Case, MaskKind, Pattern};
 use crate::report::run::{Row, Run};
 use crate::report::shape::is_cold;
 
@@ -88,12 +88,12 @@ fn product(run: &Run<'_>, cases: Vec<Product<'_, '_>>) -> Option<Sketch> {
     (!blocks.is_empty()).then(|| Sketch { name: format!("m{m}_k{k}_n{n}"), figure, weight })
 }
 
-/// Lengths and densities are no grid: the cases stand side by side, those of one length joined.
+/// Lengths and densities are no grid: the cases stand side by side, those of one length that differ in nothing else joined.
 fn sparse_attention(run: &Run<'_>, cases: Vec<Attention<'_, '_>>) -> Option<Sketch> {
     let head_dim = cases.first()?.0.head_dim;
     let title = |(shape, row): &Attention<'_, '_>| {
-        let BlockSparseShape { block_q, block_kv, pattern, mask, dtype, .. } = shape;
-        format!("blocks of {block_q} × {block_kv}, {pattern}, {mask}, {dtype}{}", cold(row))
+        let BlockSparseShape { block_q, block_kv, dtype, .. } = shape;
+        format!("blocks of {block_q} × {block_kv}, {dtype}{}", cold(row))
     };
     let shown: Vec<_> = cases.iter().map(|(_, row)| *row).collect();
     let implementations = implementations(&shown);
@@ -101,30 +101,36 @@ fn sparse_attention(run: &Run<'_>, cases: Vec<Attention<'_, '_>>) -> Option<Sket
     let panel = |cases: Vec<Attention<'_, '_>>| {
         let mut panel = Panel { title: title(&cases[0]), ..Panel::default() };
         let mut at = 0.0;
-        for mut of_length in grouped(cases, |(shape, _)| shape.seqlen_kv) {
-            of_length.sort_by(|(a, _), (b, _)| b.density.total_cmp(&a.density));
+        for mut alike in grouped(cases, |(shape, _)| (variant(shape), shape.seqlen_kv)) {
+            alike.sort_by(|(a, _), (b, _)| b.density.total_cmp(&a.density));
             let points: Vec<_> =
-                of_length.iter().enumerate().map(|(index, (_, row))| (at + index as f64, *row)).collect();
+                alike.iter().enumerate().map(|(index, (_, row))| (at + index as f64, *row)).collect();
             panel.lines.extend(limits(&points).map(widened));
+            panel.lines.extend(dense(&points).map(widened));
             panel.lines.extend(lines(&points, &implementations));
-            let ticks = points.iter().zip(&of_length);
+            let ticks = points.iter().zip(&alike);
             panel.x.ticks.extend(ticks.map(|((x, _), (shape, _))| (*x, plain(shape.density))));
             let last = points.len() as f64 - 1.0;
-            panel.x_groups.push((at + last / 2.0, length(of_length[0].0.seqlen_kv)));
-            // A gap between the lengths.
+            let label = format!("{} {}", length(alike[0].0.seqlen_kv), variant(&alike[0].0));
+            panel.x_groups.push((at + last / 2.0, label.trim_end().to_owned()));
+            // A gap between the groups.
             at += last + 1.6;
         }
         (panel.x.low, panel.x.high) = (-0.8, at - 0.8);
-        panel.x.label = "density, below it the sequence length".to_owned();
+        panel.x.label = "density, below it the sequence length and what is special".to_owned();
         panel.y = Axis::from_zero(SPEED, highest(panel.lines.iter()));
         panel
     };
     let panels: Vec<_> =
         grouped(cases, |case| (largest_first(case), title(case))).into_iter().map(panel).collect();
+    let mut legend = legend(&implementations);
+    if panels.iter().flat_map(|panel| &panel.lines).any(|line| line.style == style::DENSE) {
+        legend.push(("blockflash, dense".to_owned(), style::DENSE));
+    }
     let figure = Figure {
         title: format!("Block-sparse attention forward, head_dim {head_dim}"),
         subtitle: subtitle(run, ABOUT_SPEED),
-        legend: with_ceiling(legend(&implementations), &panels),
+        legend: with_ceiling(legend, &panels),
         columns: 1,
         panel_height: 270,
         y_labels: 54,
@@ -132,6 +138,23 @@ fn sparse_attention(run: &Run<'_>, cases: Vec<Attention<'_, '_>>) -> Option<Sket
     };
     let weight = if head_dim == USUAL_HEAD_DIM { 3 } else { 2 };
     Some(Sketch { name: format!("d{head_dim}"), figure, weight })
+}
+
+/// What is not as in most cases, in a few letters: nothing for lists of each head that are equally long, without a causal mask.
+fn variant(shape: &BlockSparseShape) -> String {
+    let BlockSparseShape { pattern, mask, num_heads_q, num_heads_kv, mask_heads, .. } = *shape;
+    let mut parts = Vec::new();
+    parts.extend((mask != MaskKind::Full).then(|| mask.to_string()));
+    parts.extend((pattern != Pattern::Uniform).then(|| pattern.to_string()));
+    parts.extend((num_heads_kv != num_heads_q).then(|| format!("{num_heads_q} on {num_heads_kv}")));
+    parts.extend((![num_heads_q, num_heads_kv].contains(&mask_heads)).then(|| "one list".to_owned()));
+    parts.join(" ")
+}
+
+/// Ours without a block mask, case by case; `None` where it was not measured.
+fn dense(points: &[(f64, &Row<'_>)]) -> Option<Line> {
+    let points: Option<Vec<_>> = points.iter().map(|(x, row)| Some((*x, row.dense?.tflops?))).collect();
+    points.map(|points| Line { points, style: style::DENSE, joined: true })
 }
 
 /// The ceiling that binds, case by case; `None` where it is unknown.
@@ -159,12 +182,4 @@ fn with_ceiling(mut legend: Vec<(String, style::Style)>, panels: &[Panel]) -> Ve
         legend.push(("binding ceiling".to_owned(), style::CEILING));
     }
     legend
-}
-
-/// `16k` for 16384.
-fn length(length: usize) -> String {
-    match length % 1024 {
-        0 => format!("{}k", length / 1024),
-        _ => length.to_string(),
-    }
 }

@@ -1,6 +1,7 @@
 //! What a plot shows, before it is drawn.
 
 use super::style::Style;
+use plotters::style::RGBColor;
 
 /// Panels under a common title and legend.
 #[derive(Clone, Debug, Default)]
@@ -23,10 +24,31 @@ pub(super) struct Panel {
     pub(super) title: String,
     pub(super) x: Axis,
     pub(super) y: Axis,
+    /// What lies below the lines, as large as the axes.
+    pub(super) cells: Option<Cells>,
     pub(super) lines: Vec<Line>,
     pub(super) notes: Vec<Note>,
     /// A second row of labels below the x axis.
     pub(super) x_groups: Vec<(f64, String)>,
+}
+
+/// A raster that fills its panel.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Cells {
+    pub(super) columns: usize,
+    /// Row-major, the top row first: how dark each cell is, from 0 for nothing to [`SHADES`](Self::SHADES).
+    pub(super) shades: Vec<u8>,
+}
+
+/// Cells of one colour.
+#[derive(Clone, Debug)]
+pub(super) struct Fill {
+    pub(super) colour: RGBColor,
+    /// Pixels of the figure: where the first cell begins, and how large one is.
+    pub(super) origin: [f64; 2],
+    pub(super) cell: [f64; 2],
+    /// In cells: column and row of the first, and how many to the right and downwards.
+    pub(super) areas: Vec<[usize; 4]>,
 }
 
 /// Linear in what it is given: a logarithmic axis gets logarithms, and labels of the numbers.
@@ -63,6 +85,36 @@ pub(super) enum Side {
     Right,
     /// Above, ending at the point.
     AboveLeft,
+}
+
+impl Cells {
+    /// The darkest.
+    pub(super) const SHADES: u8 = 6;
+
+    /// From below to above. `frame` is that of the panel in pixels: left, top, right, bottom.
+    pub(super) fn fills(
+        &self,
+        [left, top, right, bottom]: [f64; 4],
+        colour: impl Fn(u8) -> RGBColor,
+    ) -> Vec<Fill> {
+        let rows = self.shades.len().checked_div(self.columns).unwrap_or(0);
+        let cell = [(right - left) / self.columns.max(1) as f64, (bottom - top) / rows.max(1) as f64];
+        let fill = |shade| Fill { colour: colour(shade), origin: [left, top], cell, areas: Vec::new() };
+        let mut fills: Vec<_> = (0..=Self::SHADES).map(fill).collect();
+        // Nothing is the background of all.
+        fills[0].areas.push([0, 0, self.columns, rows]);
+        for (row, shades) in self.shades.chunks_exact(self.columns.max(1)).enumerate() {
+            let mut column = 0;
+            for run in shades.chunk_by(|a, b| a == b) {
+                if run[0] > 0 {
+                    fills[usize::from(run[0].min(Self::SHADES))].areas.push([column, row, run.len(), 1]);
+                }
+                column += run.len();
+            }
+        }
+        fills.retain(|fill| !fill.areas.is_empty());
+        fills
+    }
 }
 
 impl Axis {
@@ -108,6 +160,14 @@ fn step(at_least: f64) -> f64 {
 pub(super) fn plain(value: f64) -> String {
     let text = format!("{value:.5}");
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
+/// `16k` for 16384.
+pub(super) fn length(length: usize) -> String {
+    match length % 1024 {
+        0 if length > 0 => format!("{}k", length / 1024),
+        _ => length.to_string(),
+    }
 }
 
 #[cfg(test)]

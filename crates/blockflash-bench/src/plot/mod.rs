@@ -1,18 +1,29 @@
-//! SVG plots from records: speed over lengths and densities, the ratio to the best rival, and rooflines.
+//! Plots: from records speed over lengths and densities, the ratio to the best rival, and rooflines; block masks; what sparsity
+//! costs and gains.
 
+mod canvas;
 mod density;
+mod drawing;
 mod figure;
 mod lengths;
+mod letters;
+mod mask;
+mod png;
 mod ratio;
 mod render;
 mod roofline;
 mod style;
+mod tradeoff;
 
 use crate::record::{OURS, Record};
 use crate::report::day;
 use crate::report::run::{Row, Run, newest, peer_names};
+pub use drawing::{Drawing, PictureFormat};
 use figure::{Figure, Line};
+pub use mask::{MAX_SHOWN, MaskPicture};
+use std::path::PathBuf;
 use style::Style;
+pub use tradeoff::{Tradeoff, TradeoffPoint};
 
 /// A plot and what it is called.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,14 +40,46 @@ pub struct Plot {
     pub svg: String,
 }
 
-/// The library that draws has failed.
+/// Why there is no picture.
 #[derive(Debug, thiserror::Error)]
-#[error("drawing failed: {0}")]
-pub struct PlotError(String);
+#[non_exhaustive]
+pub enum PlotError {
+    /// The library that draws has failed.
+    #[error("drawing failed: {0}")]
+    Drawing(String),
+    /// A name that does not say what to write.
+    #[error("{}: a picture's name ends in .svg or .png", .0.display())]
+    Format(PathBuf),
+    /// Nothing to draw.
+    #[error("a plot without points")]
+    NoPoints,
+    /// Too many heads for a picture, or none.
+    #[error("a picture shows 1 to {MAX_SHOWN} heads, not {0}")]
+    Heads(usize),
+    /// A head that the mask does not have.
+    #[error("the mask has no head {head} of batch entry {batch}")]
+    NoHead {
+        /// Batch entry.
+        batch: usize,
+        /// Head.
+        head: usize,
+    },
+    /// The mask cannot be read.
+    #[error(transparent)]
+    Mask(#[from] blockflash_ops::Error),
+    /// The operating system refuses.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+}
 
 impl<E: std::error::Error + Send + Sync> From<plotters::drawing::DrawingAreaErrorKind<E>> for PlotError {
     fn from(error: plotters::drawing::DrawingAreaErrorKind<E>) -> Self {
-        Self(error.to_string())
+        Self::Drawing(error.to_string())
     }
 }
 
@@ -74,7 +117,7 @@ pub fn plots(records: &[Record]) -> Result<Vec<Plot>, PlotError> {
                 suite: run.key().1.to_owned(),
                 alt: figure.title.clone(),
                 cover: cover == Some(index),
-                svg: render::svg(&figure)?,
+                svg: Drawing(figure).svg()?,
             });
         }
     }

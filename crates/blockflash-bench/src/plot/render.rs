@@ -1,18 +1,18 @@
-//! Figures to SVG.
+//! Figures to what can be drawn on.
 
 use super::PlotError;
-use super::figure::{Axis, Figure, Line, Note, Panel, Side};
-use super::style::{FAINT, GRID, INK, Marker, Style};
+use super::figure::{Axis, Figure, Fill, Line, Note, Panel, Side};
+use super::style::{FAINT, GRID, INK, Marker, Style, shade};
 use plotters::chart::{ChartBuilder, ChartContext};
 use plotters::coord::Shift;
 use plotters::coord::cartesian::Cartesian2d;
 use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, ValueFormatter};
 use plotters::prelude::{
-    Circle, DashedLineSeries, DrawingArea, IntoDrawingArea, IntoFont, LineSeries, PathElement, Polygon,
-    Rectangle, SVGBackend, WHITE,
+    Circle, DashedLineSeries, DrawingArea, IntoFont, LineSeries, PathElement, Polygon, Rectangle, WHITE,
 };
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use plotters::style::{Color, FontStyle, RGBColor, TextStyle};
+use plotters_backend::DrawingBackend;
 use std::ops::Range;
 
 /// As wide as a README.
@@ -20,36 +20,45 @@ const WIDTH: u32 = 900;
 const MARGIN: i32 = 14;
 const LEGEND_ROW: i32 = 20;
 
-type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-type Chart<'c, 'a> = ChartContext<'c, SVGBackend<'a>, Cartesian2d<Axis, Axis>>;
+type Area<B> = DrawingArea<B, Shift>;
+type Chart<'c, B> = ChartContext<'c, B, Cartesian2d<Axis, Axis>>;
 type Result<T = ()> = std::result::Result<T, PlotError>;
 
-/// The whole picture.
-pub(super) fn svg(figure: &Figure) -> Result<String> {
-    let (legend, legend_rows) = legend_places(figure);
-    let top = 52 + legend_rows * LEGEND_ROW + 6;
+/// Pixels of the whole picture.
+pub(super) fn size(figure: &Figure) -> (u32, u32) {
+    let rows = figure.panels.len().div_ceil(figure.columns.max(1)) as u32;
+    (WIDTH, top(figure) as u32 + rows * figure.panel_height + 6)
+}
+
+/// Height of title and legend.
+fn top(figure: &Figure) -> i32 {
+    52 + legend_places(figure).1 * LEGEND_ROW + 6
+}
+
+/// Draws everything but the cells of panels, which a backend has better means for: they are returned.
+pub(super) fn draw<B: DrawingBackend>(figure: &Figure, root: &Area<B>) -> Result<Vec<Fill>>
+where
+    B::ErrorType: 'static,
+{
+    let (legend, _) = legend_places(figure);
     let columns = figure.columns.max(1);
     let rows = figure.panels.len().div_ceil(columns);
-    let height = top as u32 + rows as u32 * figure.panel_height + 6;
-    let mut svg = String::new();
-    {
-        let root = SVGBackend::with_string(&mut svg, (WIDTH, height)).into_drawing_area();
-        // Filled, so that a dark page does not swallow the text.
-        root.fill(&WHITE)?;
-        root.draw_text(&figure.title, &bold(17, INK), (MARGIN, 10))?;
-        root.draw_text(&figure.subtitle, &text(12, FAINT), (MARGIN, 33))?;
-        for ((name, style), (x, y)) in figure.legend.iter().zip(legend) {
-            key(&root, *style, (x, y))?;
-            root.draw_text(name, &text(12, INK).pos(Pos::new(HPos::Left, VPos::Center)), (x + 36, y))?;
-        }
-        let (_, below) = root.split_vertically(top);
-        let (below, _) = below.split_vertically((rows as u32 * figure.panel_height) as i32);
-        for (area, panel) in below.split_evenly((rows.max(1), columns)).iter().zip(&figure.panels) {
-            draw(&root, area, panel, figure.y_labels)?;
-        }
-        root.present()?;
+    // Filled, so that a dark page does not swallow the text.
+    root.fill(&WHITE)?;
+    root.draw_text(&figure.title, &bold(17, INK), (MARGIN, 10))?;
+    root.draw_text(&figure.subtitle, &text(12, FAINT), (MARGIN, 33))?;
+    for ((name, style), (x, y)) in figure.legend.iter().zip(legend) {
+        key(root, *style, (x, y))?;
+        root.draw_text(name, &text(12, INK).pos(Pos::new(HPos::Left, VPos::Center)), (x + 36, y))?;
     }
-    Ok(svg)
+    let (_, below) = root.split_vertically(top(figure));
+    let (below, _) = below.split_vertically((rows as u32 * figure.panel_height) as i32);
+    let mut fills = Vec::new();
+    for (area, panel) in below.split_evenly((rows.max(1), columns)).iter().zip(&figure.panels) {
+        fills.extend(draw_panel(root, area, panel, figure.y_labels)?);
+    }
+    root.present()?;
+    Ok(fills)
 }
 
 /// Where the entries of the legend begin: in rows, as many as fit. Widths are guessed, since only a viewer knows its font.
@@ -68,7 +77,7 @@ fn legend_places(figure: &Figure) -> (Vec<(i32, i32)>, i32) {
 }
 
 /// A sample of a line in the legend.
-fn key(root: &Area<'_>, style: Style, (x, y): (i32, i32)) -> Result {
+fn key<B: DrawingBackend>(root: &Area<B>, style: Style, (x, y): (i32, i32)) -> Result {
     if style.width > 0 {
         match style.dashed {
             false => {
@@ -85,7 +94,12 @@ fn key(root: &Area<'_>, style: Style, (x, y): (i32, i32)) -> Result {
     mark(root, (x + 14, y), style)
 }
 
-fn draw(root: &Area<'_>, area: &Area<'_>, panel: &Panel, y_labels: u32) -> Result {
+fn draw_panel<B: DrawingBackend>(
+    root: &Area<B>,
+    area: &Area<B>,
+    panel: &Panel,
+    y_labels: u32,
+) -> Result<Vec<Fill>> {
     let mut builder = ChartBuilder::on(area);
     builder.margin_top(4).margin_right(18).margin_left(6).margin_bottom(4);
     let x_labels = 36 + if panel.x_groups.is_empty() { 0 } else { 16 };
@@ -115,7 +129,10 @@ fn draw(root: &Area<'_>, area: &Area<'_>, panel: &Panel, y_labels: u32) -> Resul
         let style = text(11, FAINT).pos(Pos::new(HPos::Center, VPos::Top));
         root.draw_text(text_of_group, &style, (x, y + 23))?;
     }
-    Ok(())
+    let Some(cells) = &panel.cells else { return Ok(Vec::new()) };
+    let [first, last] =
+        [(panel.x.low, panel.y.high), (panel.x.high, panel.y.low)].map(|at| chart.backend_coord(&at));
+    Ok(cells.fills([first.0, first.1, last.0, last.1].map(f64::from), shade))
 }
 
 /// Ticks stand where the axis says and nowhere else.
@@ -146,7 +163,7 @@ impl ValueFormatter<f64> for Axis {
     }
 }
 
-fn series(root: &Area<'_>, chart: &mut Chart<'_, '_>, line: &Line) -> Result {
+fn series<B: DrawingBackend>(root: &Area<B>, chart: &mut Chart<'_, B>, line: &Line) -> Result {
     let Style { colour, width, dashed, .. } = line.style;
     let stroke = colour.stroke_width(width);
     if line.joined && dashed {
@@ -161,7 +178,7 @@ fn series(root: &Area<'_>, chart: &mut Chart<'_, '_>, line: &Line) -> Result {
 }
 
 /// The mark of a style at a pixel, larger for a thick line.
-fn mark(root: &Area<'_>, (x, y): (i32, i32), style: Style) -> Result {
+fn mark<B: DrawingBackend>(root: &Area<B>, (x, y): (i32, i32), style: Style) -> Result {
     let r = if style.width > 2 { 5 } else { 4 };
     let fill = style.colour.filled();
     match style.marker {
@@ -187,7 +204,7 @@ fn mark(root: &Area<'_>, (x, y): (i32, i32), style: Style) -> Result {
     Ok(())
 }
 
-fn annotate(root: &Area<'_>, chart: &Chart<'_, '_>, note: &Note) -> Result {
+fn annotate<B: DrawingBackend>(root: &Area<B>, chart: &Chart<'_, B>, note: &Note) -> Result {
     let (x, y) = chart.backend_coord(&note.at);
     let (dx, dy, pos) = match note.side {
         Side::Left => (-6, 0, Pos::new(HPos::Right, VPos::Center)),

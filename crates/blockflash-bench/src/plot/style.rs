@@ -1,5 +1,6 @@
 //! Colours and marks. An implementation looks the same in every plot.
 
+use super::figure::Cells;
 use crate::record::OURS;
 use plotters::style::RGBColor;
 
@@ -21,6 +22,9 @@ pub(super) enum Marker {
     Diamond,
     Cross,
 }
+
+const MARKERS: [Marker; 5] =
+    [Marker::Circle, Marker::Square, Marker::Triangle, Marker::Diamond, Marker::Cross];
 
 /// Text and axes.
 pub(super) const INK: RGBColor = RGBColor(0x33, 0x33, 0x33);
@@ -97,6 +101,16 @@ pub(super) const CEILING: Style = Style { colour: BLACK, width: 1, dashed: true,
 /// The second such line of a panel.
 pub(super) const CEILING_OF_EXP: Style = Style { colour: FAINT, width: 2, dashed: true, marker: None };
 
+/// Ours without a block mask.
+pub(super) const DENSE: Style = Style { colour: VERMILLION, width: 2, dashed: true, marker: None };
+/// Lengths of rows.
+pub(super) const LENGTHS: Style = Style { colour: BLUE, width: 2, dashed: false, marker: None };
+
+/// Ways to choose blocks; the first is the one that a plot is about.
+pub(super) fn choice(index: usize) -> Style {
+    Style { width: if index == 0 { 4 } else { 2 }, ..group(index) }
+}
+
 /// Groups of our own cases, where no rival is drawn.
 pub(super) fn group(index: usize) -> Style {
     const GROUPS: [(RGBColor, Marker); 8] = [
@@ -110,7 +124,22 @@ pub(super) fn group(index: usize) -> Style {
         (FAINT, Marker::Triangle),
     ];
     let (colour, marker) = GROUPS[index % GROUPS.len()];
-    Style { colour, width: 1, dashed: false, marker: Some(marker) }
+    // A colour that comes again gets another mark.
+    let again = MARKERS.iter().position(|&other| other == marker).unwrap_or(0) + index / GROUPS.len();
+    Style { colour, width: 1, dashed: false, marker: Some(MARKERS[again % MARKERS.len()]) }
+}
+
+/// Colour of a cell: from what is visited nowhere to what is visited whole.
+pub(super) fn shade(shade: u8) -> RGBColor {
+    const NOTHING: RGBColor = RGBColor(0xf3, 0xf3, 0xf3);
+    const LIGHTEST: RGBColor = RGBColor(0xa6, 0xcf, 0xe8);
+    if shade == 0 {
+        return NOTHING;
+    }
+    let part = f64::from(shade - 1) / f64::from(Cells::SHADES - 1);
+    let between =
+        |light: u8, dark: u8| (f64::from(light) * (1.0 - part) + f64::from(dark) * part).round() as u8;
+    RGBColor(between(LIGHTEST.0, BLUE.0), between(LIGHTEST.1, BLUE.1), between(LIGHTEST.2, BLUE.2))
 }
 
 #[cfg(test)]
@@ -148,5 +177,6 @@ mod tests {
         assert_ne!(of("cutlass_fmha_sm80", false), of("cutlass_fmha_sm90", false));
         assert_eq!(of("never heard of", false), of("never heard of", false));
         assert!(of("torch_matmul_dense", true).dashed);
+        assert!((0..24).all(|index| (0..index).all(|other| group(other) != group(index))));
     }
 }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::report::sample::{grid, record};
+use crate::report::sample::{block_sparse, grid, record};
 
 fn named<'p>(plots: &'p [Plot], file: &str) -> &'p Plot {
     let files: Vec<_> = plots.iter().map(|plot| plot.file.as_str()).collect();
@@ -102,4 +102,34 @@ fn what_is_missing_is_left_out() {
     let words = words(&named(&plots, "block_sparse_fwd_d128.svg").svg);
     assert!(words.contains(&"flash_attention_3") && !words.contains(&"blockflash"));
     assert!(!plots.iter().any(|plot| plot.file.contains("ratio")));
+}
+
+#[test]
+fn the_block_sparse_suite_is_drawn() {
+    let plots = plots(&block_sparse()).unwrap();
+    let files: Vec<_> = plots.iter().map(|plot| plot.file.as_str()).collect();
+    let expected = [
+        "block_sparse_fwd_d64.svg",
+        "block_sparse_fwd_d128.svg",
+        "block_sparse_fwd_ratio.svg",
+        "block_sparse_fwd_roofline.svg",
+    ];
+    assert_eq!(files, expected);
+    let svg = &named(&plots, "block_sparse_fwd_d128.svg").svg;
+    let words = words(svg);
+    for word in [
+        "blocks of 128 × 128, bf16",
+        "blocks of 64 × 64, bf16",
+        "128k",
+        "0.03125",
+        "16k causal",
+        "32k power_law",
+        "32k 32 on 8",
+        "blockflash, dense",
+        "flex_attention_tuned",
+        "binding ceiling",
+    ] {
+        assert!(words.contains(&word), "{word} is not in {words:?}");
+    }
+    assert!(!words.contains(&"8k power_law"));
 }

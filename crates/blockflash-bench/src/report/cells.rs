@@ -38,12 +38,15 @@ pub(crate) fn table(rows: &[&Row<'_>], mark: fn(String) -> String) -> Cells {
 }
 
 const RATIO: &str = "× best rival";
+/// TFLOP/s by those of dense attention.
+const OF_DENSE: &str = "of dense";
 
 /// Which columns a table has: only those that say something.
 struct Columns<'a> {
     peers: Vec<&'a str>,
     rivals: bool,
     kernel: bool,
+    dense: bool,
     ceiling: bool,
 }
 
@@ -54,6 +57,7 @@ impl<'a> Columns<'a> {
             peers: peer_names(peers().filter(|peer| peer.us.is_some())),
             rivals: rows.iter().any(|row| row.rivals().next().is_some()),
             kernel: rows.iter().any(|row| row.ours.len() > 1),
+            dense: rows.iter().any(|row| row.dense.is_some()),
             ceiling: rows.iter().flat_map(|row| &row.ours).any(|ours| ours.ceiling.is_some()),
         }
     }
@@ -64,6 +68,7 @@ impl<'a> Columns<'a> {
         header.extend(["µs", "blockflash"]);
         header.extend(&self.peers);
         header.extend(self.rivals.then_some(RATIO));
+        header.extend(self.dense.then_some(OF_DENSE));
         header.extend(self.ceiling.then_some("ceiling"));
         header.push("verified");
         header.into_iter().map(str::to_owned).collect()
@@ -97,6 +102,8 @@ impl<'a> Columns<'a> {
             let ratio = rival.zip(us).map(|(rival, us)| rival / us);
             line.push(ratio.map_or(NONE.to_owned(), |ratio| format!("{ratio:.2}")));
         }
+        let part = || Some(format!("{:.2}", row.part_of_dense(ours?)?));
+        line.extend(self.dense.then(|| part().unwrap_or(NONE.to_owned())));
         line.extend(self.ceiling.then(|| ours.and_then(ceiling).unwrap_or(NONE.to_owned())));
         line.push(verified(row, ours).to_owned());
         line
@@ -195,6 +202,18 @@ mod tests {
         let cells = cells(&records.iter().collect::<Vec<_>>());
         assert_eq!(cells.rows[0][5], "l2 0.42");
         assert_eq!(cells.rows[2], ["geometric mean", "", "", "", "4.00", "", ""]);
+    }
+
+    #[test]
+    fn attention_over_blocks_has_its_part_of_the_dense_rate() {
+        let case = "b1_s256_h4_d64_q64kv64_d0.5_uniform_full_bf16";
+        let records = [
+            Record { op: "block_sparse_fwd".into(), ..record(case, OURS, Some(2.5)) },
+            Record { op: "attention_fwd".into(), ..record("b1_s256_h4_d64_full_bf16", OURS, Some(2.0)) },
+        ];
+        let cells = cells(&records.iter().collect::<Vec<_>>());
+        assert_eq!(cells.header, ["case", "µs", "blockflash", "of dense", "verified"]);
+        assert_eq!((cells.rows[0][3].as_str(), cells.rows[1][3].as_str()), ("0.80", "—"));
     }
 
     #[test]

@@ -47,6 +47,11 @@ fn measured(run: &Run<'_>, rows: &[Row<'_>]) -> String {
             parts.push("above 1 operands are shared beyond what is counted".to_owned());
         }
     }
+    if rows.iter().any(|row| row.dense.is_some()) {
+        parts.push(
+            "of dense: TFLOP/s by those of blockflash without a block mask at the same shape".to_owned(),
+        );
+    }
     parts.extend(first.driver.as_ref().map(|driver| format!("driver {driver}")));
     let over = |field: fn(&Record) -> Option<f64>| {
         let (least, most) = range(run.records.iter().filter_map(|record| field(record)))?;

@@ -39,6 +39,8 @@ pub(crate) struct Row<'r> {
     pub(crate) ours: Vec<&'r Record>,
     /// Rivals and marks.
     pub(crate) peers: Vec<&'r Record>,
+    /// For attention over a block mask: ours of the same run and shape without one.
+    pub(crate) dense: Option<&'r Record>,
 }
 
 /// Records of `op` `ceiling` of one run.
@@ -133,7 +135,7 @@ pub(crate) fn rows<'r>(records: &[&'r Record]) -> Vec<Row<'r>> {
                 && shape::is_cold(row.any) == shape::is_cold(record)
         };
         let at = rows.iter().position(same).unwrap_or_else(|| {
-            rows.push(Row { any: record, ours: Vec::new(), peers: Vec::new() });
+            rows.push(Row { any: record, ours: Vec::new(), peers: Vec::new(), dense: None });
             rows.len() - 1
         });
         match record.implementation == OURS {
@@ -141,6 +143,8 @@ pub(crate) fn rows<'r>(records: &[&'r Record]) -> Vec<Row<'r>> {
             false => rows[at].peers.push(record),
         }
     }
+    let dense: Vec<_> = rows.iter().map(|row| row.dense_counterpart(&rows)).collect();
+    rows.iter_mut().zip(dense).for_each(|(row, dense)| row.dense = dense);
     rows
 }
 
@@ -170,6 +174,21 @@ impl<'r> Row<'r> {
     /// Our fastest kernel.
     pub(crate) fn best(&self) -> Option<&'r Record> {
         fastest(self.ours.iter().copied())
+    }
+
+    /// Our fastest kernel for the same shape without a block mask.
+    fn dense_counterpart(&self, rows: &[Row<'r>]) -> Option<&'r Record> {
+        let Case::BlockSparseFwd(shape) = self.case()? else { return None };
+        let dense = Case::AttentionFwd(shape.dense());
+        let same = |row: &&Row<'_>| {
+            row.case().as_ref() == Some(&dense) && shape::is_cold(row.any) == shape::is_cold(self.any)
+        };
+        rows.iter().find(same)?.best()
+    }
+
+    /// TFLOP/s of a record of ours, of visited pairs, by those without a block mask.
+    pub(crate) fn part_of_dense(&self, ours: &Record) -> Option<f64> {
+        Some(ours.tflops.filter(|_| ours.us.is_some())? / self.dense?.tflops?)
     }
 
     /// The fastest rival. Marks that do another job are no rivals.
@@ -241,54 +260,4 @@ impl Rates<'_> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::sample::{ceiling, record, suite};
-    use super::*;
-
-    #[test]
-    fn only_the_newest_run_is_reported_and_what_it_hides_is_known() {
-        let mut records = suite();
-        let newer =
-            Record { run: "r2".into(), date: "2026-11-22T08:00:00Z".into(), ..record("c", OURS, Some(1.0)) };
-        records.insert(0, newer.clone());
-        records.push(Record { gpu: "F".into(), ..record("d", OURS, Some(1.0)) });
-        records.push(Record { run: "r0".into(), date: "2026-11-01T08:00:00Z".into(), ..newer });
-        let runs = newest(&records);
-        let cases: Vec<Vec<_>> =
-            runs.iter().map(|run| run.records.iter().map(|r| r.case.as_str()).collect()).collect();
-        assert_eq!(cases, [vec!["d"], vec!["c"]]);
-        assert!(runs[0].fuller.is_none());
-        let fuller = runs[1].fuller.as_ref().unwrap();
-        assert_eq!((fuller.size, fuller.record.run.as_str()), (Size { cases: 2, rivals: 2 }, "r1"));
-    }
-
-    #[test]
-    fn cold_and_warm_are_different_cases() {
-        let cold = Record { cache: "cold".into(), ..record("a", OURS, Some(9.0)) };
-        let records = [record("a", OURS, Some(2.0)), cold, record("a", "x", Some(3.0))];
-        let rows = rows(&records.iter().collect::<Vec<_>>());
-        let names: Vec<_> = rows.iter().map(Row::name).collect();
-        assert_eq!(names, ["a", "a (cold)"]);
-        assert_eq!((rows[0].ratio(), rows[1].ratio()), (Some(1.5), None));
-        assert_eq!(groups(&rows).len(), 2);
-    }
-
-    #[test]
-    fn ceilings_belong_to_their_run() {
-        let mut records = suite();
-        records.push(ceiling("mma_f16", 2.0, "FLOP/s"));
-        records.push(ceiling("wgmma_f16", 3.0, "FLOP/s"));
-        records.push(Record { run: "other".into(), ..ceiling("exp2", 4.0, "exp/s") });
-        let runs = newest(&records);
-        assert_eq!(runs.len(), 1);
-        assert_eq!((runs[0].rates.matmul(DType::F16), runs[0].rates.rate("exp2")), (Some(3.0), None));
-        assert_eq!(runs[0].rates.l2(), None);
-    }
-
-    #[test]
-    fn means() {
-        assert_eq!(geometric_mean(&[]), None);
-        assert!((geometric_mean(&[0.5, 2.0, 8.0]).unwrap() - 2.0).abs() < 1e-12);
-        assert_eq!(range([2.0, 1.0, 3.0].into_iter()), Some((1.0, 3.0)));
-    }
-}
+mod tests;

@@ -1,7 +1,10 @@
 //! Records that tests invent.
 
 use super::run::CEILING;
+use crate::case::Case;
 use crate::record::{OURS, Record};
+use crate::suite::Suite;
+use std::path::Path;
 
 pub(crate) fn record(case: &str, implementation: &str, us: Option<f64>) -> Record {
     Record {
@@ -42,6 +45,48 @@ pub(crate) fn suite() -> Vec<Record> {
 pub(crate) fn ceiling(name: &str, rate: f64, unit: &str) -> Record {
     let (rate, unit) = (Some(rate), Some(unit.to_owned()));
     Record { suite: "ceilings".into(), op: CEILING.into(), rate, unit, ..record(name, OURS, None) }
+}
+
+/// The block-sparse suite of the repository as if it had been measured: ours at 0.8 of the dense rate, rivals where they are asked.
+pub(crate) fn block_sparse() -> Vec<Record> {
+    let benches = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches");
+    let suite = Suite::load(&benches, "block_sparse_fwd").unwrap();
+    let mut records = vec![
+        ceiling("wgmma_bf16", 830e12, "FLOP/s"),
+        ceiling("exp2", 4.2e12, "exp/s"),
+        ceiling("hbm_read", 4.2e12, "B/s"),
+        ceiling("l2_bulk", 9.1e12, "B/s"),
+    ];
+    for case in &suite.cases {
+        let work = case.work();
+        let dense = if case.to_string().contains("d128") { 650.0 } else { 520.0 };
+        let ours = match case {
+            Case::BlockSparseFwd(shape) if shape.block_q == 64 => 0.7 * dense,
+            Case::BlockSparseFwd(_) => 0.8 * dense,
+            _ => dense,
+        };
+        let rivals = [("flex_attention", 0.55), ("flex_attention_tuned", 0.7)];
+        let rivals = rivals.into_iter().filter(|_| !suite.alone.contains(case));
+        for (implementation, part) in [(OURS, 1.0)].into_iter().chain(rivals) {
+            let tflops = ours * part;
+            let us = work.flops / tflops * 1e-6;
+            records.push(Record {
+                suite: suite.name.clone(),
+                op: case.op().into(),
+                flops: work.flops,
+                bytes: work.bytes,
+                l2_bytes: work.l2_bytes,
+                exps: work.exps,
+                tflops: Some(tflops),
+                ceiling: Some("matmul".into()),
+                ceiling_us: Some(work.flops / 830e6),
+                ceiling_fraction: Some(tflops / 830.0),
+                symbol: (implementation == OURS).then(|| "blockflash_kernel".to_owned()),
+                ..record(&case.to_string(), implementation, Some(us))
+            });
+        }
+    }
+    records
 }
 
 /// A grid that has enough lengths, densities and sizes for every kind of plot, with ceilings.

@@ -56,7 +56,8 @@ fn block_sparse(shape: &BlockSparseShape) -> String {
     let BlockSparseShape { head_dim, block_q, block_kv, pattern, mask, .. } = shape;
     let pattern = if *pattern == Pattern::Uniform { String::new() } else { format!(", {pattern}") };
     let mask = if *mask == MaskKind::Full { String::new() } else { format!(", {mask}") };
-    format!("head_dim {head_dim}, blocks of {block_q} × {block_kv}{pattern}{mask}")
+    let shared = if shape.mask_heads == shape.num_heads_q { "" } else { ", lists of several heads" };
+    format!("head_dim {head_dim}, blocks of {block_q} × {block_kv}{pattern}{mask}{shared}")
 }
 
 fn bsr(shape: &BsrShape) -> String {
@@ -90,8 +91,13 @@ mod tests {
         assert_eq!(label("bsr_matmul", "m64_n1_k64_b64_d0.1_power_law_f16"), "pattern power_law");
         let blocks = "b1_s16384_h16_d128_q128kv64_d0.25_uniform_full_bf16";
         assert_eq!(label("block_sparse_fwd", blocks), "head_dim 128, blocks of 128 × 64");
-        let causal = "b1_s16384_h16_d128_q64kv64_d0.25_banded_causal_bf16";
-        assert_eq!(label("block_sparse_fwd", causal), "head_dim 128, blocks of 64 × 64, banded, causal");
+        let causal = "b1_s16384_h16_d128_q64kv64_d0.25_uniform_causal_bf16";
+        assert_eq!(label("block_sparse_fwd", causal), "head_dim 128, blocks of 64 × 64, causal");
+        let banded = "b1_s16384_h16_d128_q64kv64_d0.25_banded_full_bf16";
+        assert_eq!(label("block_sparse_fwd", banded), "head_dim 128, blocks of 64 × 64, banded");
+        let shared = "b1_s16384_h32kv8m8_d128_q64kv64_d0.25_uniform_full_bf16";
+        let expected = "head_dim 128, blocks of 64 × 64, lists of several heads";
+        assert_eq!(label("block_sparse_fwd", shared), expected);
         assert_eq!(label("other", "x"), "other");
         let cold = Record { op: "other".into(), cache: "cold".into(), ..Record::default() };
         assert_eq!(group(&cold), "other, cold caches");

@@ -36,6 +36,8 @@ pub(crate) fn by_group(rows: &[Row<'_>]) -> Cells {
     if rivals {
         header.extend(["best rival TFLOP/s", "× best rival", "least to most"]);
     }
+    let dense = rows.iter().any(|row| row.dense.is_some());
+    header.extend(dense.then_some("of dense"));
     header.extend(ceilings.then_some("ceiling"));
     let line = |label: &str, rows: &[&Row<'_>]| {
         let ours: Vec<_> = rows.iter().filter_map(|row| row.best()).collect();
@@ -46,6 +48,8 @@ pub(crate) fn by_group(rows: &[Row<'_>]) -> Cells {
             line.push(geometric_mean(&ratios).map_or(NONE.to_owned(), |mean| format!("**{mean:.2}**")));
             line.push(spread(&ratios));
         }
+        let parts: Vec<_> = rows.iter().filter_map(|row| row.part_of_dense(row.best()?)).collect();
+        line.extend(dense.then(|| spread(&parts)));
         line.extend(ceilings.then(|| binding(&ours)));
         line
     };

@@ -24,6 +24,7 @@ fn run(rounds: usize) -> Run {
         cache: vec![Cache::Warm],
         peers: "auto".into(),
         cases: vec![CASE],
+        alone: Vec::new(),
     };
     let device = Device::cpu();
     let machine = Machine::of(&device, Path::new("."));
@@ -88,6 +89,31 @@ fn rivals_are_not_asked_for_packed_sequences() {
     // The script would have verified and timed it.
     assert_eq!((rival.us, rival.verified), (None, false));
     assert_eq!((rival.implementation.as_str(), rival.error.as_deref()), ("fast", Some("dense batches only")));
+}
+
+#[test]
+fn a_case_without_rivals_is_ours_only() {
+    let mut run = run(1);
+    run.suite.alone = vec![CASE];
+    let records = run.measure(&CASE, Cache::Warm, &mut peers(), |_| ());
+    let names: Vec<_> = records.iter().map(|record| record.implementation.as_str()).collect();
+    assert_eq!((names, records[0].us.is_some()), (vec!["blockflash"], true));
+}
+
+#[test]
+fn lists_of_blocks_are_measured_and_rivals_get_those_of_every_query_head() {
+    let case: Case = "b1_s256_h4kv2m2_d16_q64kv64_d0.5_uniform_causal_bf16".parse().unwrap();
+    let run = run(1);
+    let records = run.measure(&case, Cache::Warm, &mut peers(), |_| ());
+    assert_eq!(records.len(), 1, "the script has no rival of this operation");
+    assert!(records[0].verified && records[0].us.is_some(), "{:?}", records[0]);
+    assert_eq!((records[0].op.as_str(), records[0].flops), ("block_sparse_fwd", case.work().flops));
+    let PeerCase::BlockSparseFwd { shape, row_ptr, .. } = PeerCase::new(&case, 1, &run.scratch).unwrap()
+    else {
+        panic!("another operation");
+    };
+    let offsets = crate::io::TensorFile::open(row_ptr).unwrap().load("", DType::I32).unwrap();
+    assert_eq!(offsets.as_i32(), Some(&shape.pattern_of_query_heads(1).0[..]));
 }
 
 #[test]

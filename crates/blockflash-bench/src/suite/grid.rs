@@ -6,6 +6,24 @@ use crate::case::{
 use blockflash_sys::DType;
 use serde::Deserialize;
 
+/// Which rivals the cases of a grid are measured with.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum GridPeers {
+    /// Those of the suite.
+    #[default]
+    Suite,
+    None,
+}
+
+fn uniform() -> Vec<Pattern> {
+    vec![Pattern::Uniform]
+}
+
+fn full() -> Vec<MaskKind> {
+    vec![MaskKind::Full]
+}
+
 /// Every combination of the lists is a case. Either `seqlen` with `batch`, or with `tokens` for a batch of `tokens / seqlen`; or
 /// `lengths`, each a list of the lengths of packed sequences.
 #[derive(Deserialize)]
@@ -21,6 +39,8 @@ pub(super) struct AttentionGrid {
     head_dim: usize,
     mask: Vec<MaskKind>,
     dtype: Vec<DType>,
+    #[serde(default)]
+    pub(super) peers: GridPeers,
 }
 
 #[derive(Deserialize)]
@@ -30,11 +50,18 @@ pub(super) struct BlockSparseGrid {
     seqlen: Vec<usize>,
     num_heads_q: usize,
     num_heads_kv: Option<usize>,
+    mask_heads: Option<usize>,
     head_dim: usize,
     /// Queries and keys of a block.
     block: Vec<[usize; 2]>,
     density: Vec<f64>,
+    #[serde(default = "uniform")]
+    pattern: Vec<Pattern>,
+    #[serde(default = "full")]
+    mask: Vec<MaskKind>,
     dtype: Vec<DType>,
+    #[serde(default)]
+    pub(super) peers: GridPeers,
 }
 
 #[derive(Deserialize)]
@@ -118,34 +145,33 @@ impl AttentionGrid {
 impl BlockSparseGrid {
     pub(super) fn expand(&self, cases: &mut Vec<Case>) -> Result<(), String> {
         let Self { batch, num_heads_q, head_dim, .. } = *self;
-        let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
+        let num_heads_kv = self.num_heads_kv.unwrap_or(num_heads_q);
         for &dtype in &self.dtype {
-            for &[block_q, block_kv] in &self.block {
-                for &seqlen in &self.seqlen {
-                    if [batch, head_dim, seqlen, block_q, block_kv].contains(&0) {
-                        return Err("a block-sparse grid has a size of 0".to_owned());
-                    }
-                    if seqlen % block_q != 0 || seqlen % block_kv != 0 {
-                        return Err(format!(
-                            "seqlen {seqlen} is no multiple of blocks {block_q} x {block_kv}"
-                        ));
-                    }
-                    for &density in &self.density {
-                        fraction(density)?;
-                        cases.push(Case::BlockSparseFwd(BlockSparseShape {
+            for &mask in &self.mask {
+                for &[block_q, block_kv] in &self.block {
+                    for &seqlen in &self.seqlen {
+                        let shape = |density, pattern| BlockSparseShape {
                             batch,
                             seqlen_q: seqlen,
                             seqlen_kv: seqlen,
                             num_heads_q,
                             num_heads_kv,
+                            mask_heads: self.mask_heads.unwrap_or(num_heads_q),
                             head_dim,
                             block_q,
                             block_kv,
                             density,
-                            pattern: Pattern::Uniform,
-                            mask: MaskKind::Full,
+                            pattern,
+                            mask,
                             dtype,
-                        }));
+                        };
+                        for &density in &self.density {
+                            for &pattern in &self.pattern {
+                                let shape = shape(density, pattern);
+                                shape.check()?;
+                                cases.push(Case::BlockSparseFwd(shape));
+                            }
+                        }
                     }
                 }
             }

@@ -5,7 +5,7 @@ mod grid;
 use crate::case::Case;
 use crate::error::{Error, Result};
 use crate::timing::Cache;
-use grid::{AttentionGrid, BlockSparseGrid, BsrGrid};
+use grid::{AttentionGrid, BlockSparseGrid, BsrGrid, GridPeers};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
@@ -28,6 +28,8 @@ pub struct Suite {
     pub cache: Vec<Cache>,
     /// In the order of the file. A suite without cases measures what the GPU does at best and nothing else.
     pub cases: Vec<Case>,
+    /// Cases for which no rival is asked.
+    pub alone: Vec<Case>,
 }
 
 #[derive(Deserialize)]
@@ -112,9 +114,17 @@ impl Suite {
             format!("line {line}: {}", error.message())
         })?;
         let File { description, rounds, window_ms, gap_ms, peers, cache, .. } = file;
-        let mut cases = Vec::new();
-        file.attention_fwd.iter().try_for_each(|grid| grid.expand(&mut cases))?;
-        file.block_sparse_fwd.iter().try_for_each(|grid| grid.expand(&mut cases))?;
+        let (mut cases, mut alone) = (Vec::new(), Vec::new());
+        let mut expand = |peers: GridPeers, grid: &dyn Fn(&mut Vec<Case>) -> Result<(), String>| {
+            let first = cases.len();
+            grid(&mut cases)?;
+            if peers == GridPeers::None {
+                alone.extend_from_slice(&cases[first..]);
+            }
+            Ok::<_, String>(())
+        };
+        file.attention_fwd.iter().try_for_each(|grid| expand(grid.peers, &|cases| grid.expand(cases)))?;
+        file.block_sparse_fwd.iter().try_for_each(|grid| expand(grid.peers, &|cases| grid.expand(cases)))?;
         file.bsr_matmul.iter().try_for_each(|grid| grid.expand(&mut cases))?;
         for (index, case) in cases.iter().enumerate() {
             if cases[..index].contains(case) {
@@ -130,80 +140,9 @@ impl Suite {
         if cache.is_empty() || (1..cache.len()).any(|index| cache[..index].contains(&cache[index])) {
             return Err("cache lists warm, cold or both, each once".to_owned());
         }
-        Ok(Self { name, description, rounds, window_ms, gap_ms, peers, cache, cases })
+        Ok(Self { name, description, rounds, window_ms, gap_ms, peers, cache, cases, alone })
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const GRID: &str = "description = 'x'\n[[attention_fwd]]\ntokens = 1024\nseqlen = [256, 512]\nnum_heads_q = 4\n\
-                        head_dim = 64\nmask = ['full', 'causal']\ndtype = ['bf16']\n";
-
-    fn problem(text: &str) -> String {
-        Suite::parse("t".into(), text).unwrap_err()
-    }
-
-    #[test]
-    fn grids_expand_to_every_combination() {
-        let suite = Suite::parse("t".into(), GRID).unwrap();
-        let ids: Vec<_> = suite.cases.iter().map(Case::to_string).collect();
-        let expected = [
-            "b4_s256_h4_d64_full_bf16",
-            "b2_s512_h4_d64_full_bf16",
-            "b4_s256_h4_d64_causal_bf16",
-            "b2_s512_h4_d64_causal_bf16",
-        ];
-        assert_eq!(ids, expected);
-        assert_eq!((suite.rounds, suite.peers.as_str()), (5, "auto"));
-    }
-
-    #[test]
-    fn lengths_are_a_dimension_of_a_grid() {
-        let grid = GRID.replace("tokens = 1024\nseqlen = [256, 512]", "lengths = [[700, 300, 300], [64]]");
-        let ids: Vec<_> =
-            Suite::parse("t".into(), &grid).unwrap().cases.iter().map(Case::to_string).collect();
-        let expected = [
-            "varlen700+300x2_h4_d64_full_bf16",
-            "varlen64_h4_d64_full_bf16",
-            "varlen700+300x2_h4_d64_causal_bf16",
-            "varlen64_h4_d64_causal_bf16",
-        ];
-        assert_eq!(ids, expected);
-        assert!(problem(&grid.replace("[64]", "[]")).contains("empty"));
-        assert!(problem(&grid.replace("[64]", "[64, 0]")).contains("length of 0"));
-        assert!(problem(&grid.replace("head_dim = 64", "head_dim = 0")).contains("size of 0"));
-        assert!(problem(&grid.replace("lengths", "tokens = 1064\nlengths")).contains("lengths say"));
-        let neither = "has either seqlen or lengths";
-        assert!(problem(&grid.replace("lengths", "seqlen = [8]\nlengths")).contains(neither));
-        assert!(problem(&GRID.replace("seqlen = [256, 512]\n", "")).contains(neither));
-    }
-
-    #[test]
-    fn mistakes_are_named() {
-        assert!(Suite::parse("t".into(), "description = 'only ceilings'").unwrap().cases.is_empty());
-        assert!(problem(&GRID.replace("num_heads_q", "heads")).contains("line"));
-        assert!(problem(&GRID.replace("1024", "1000")).contains("no multiple"));
-        assert!(problem(&GRID.replace("512", "256")).contains("twice"));
-        assert!(problem(&format!("rounds = 0\n{GRID}")).contains("positive"));
-        assert!(problem(&format!("cache = []\n{GRID}")).contains("cache"));
-        assert!(problem(&format!("cache = ['tepid']\n{GRID}")).starts_with("line 1"));
-        let sparse = "description = 'x'\n[[block_sparse_fwd]]\nbatch = 1\nseqlen = [1000]\nnum_heads_q = 2\n\
-                      head_dim = 64\nblock = [[128, 128]]\ndensity = [0.5]\ndtype = ['bf16']\n";
-        assert!(problem(sparse).contains("multiple"));
-        assert!(problem("not toml").starts_with("line 1: "));
-    }
-
-    #[test]
-    fn the_suites_of_the_repository_are_valid() {
-        let benches = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches");
-        let names = Suite::names(&benches).unwrap();
-        assert!(names.iter().any(|name| name == "smoke"));
-        for name in names {
-            Suite::load(&benches, &name).unwrap();
-        }
-        let missing = Suite::load(&benches, "nothing").unwrap_err().to_string();
-        assert!(missing.contains("\"nothing\"") && missing.contains("smoke"));
-    }
-}
+mod tests;

@@ -40,7 +40,8 @@ fn blocks_are_as_wide_as_the_grid_allows() {
     assert_eq!(block_q(4, 32, 4096, 64), 192);
     assert_eq!(block_q(1, 8, 512, 128), 64);
     assert_eq!(block_q(4, 16, 4096, 128), 128);
-    assert_eq!([72, 136, 256].map(|head_dim| block_q(1, 1, 1, head_dim)), [128; 3]);
+    assert_eq!([72, 136, 256].map(|head_dim| block_q(1, 1, 1, head_dim)), [128, 128, 64]);
+    assert_eq!([64, 128, 256].map(|head_dim| block_q(32, 16, 512, head_dim)), [192, 128, 128]);
 }
 
 #[test]

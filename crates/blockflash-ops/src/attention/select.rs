@@ -141,7 +141,7 @@ fn relative_time(row: &Row, tile: &AttentionTile, problem: &AttentionProblem, gp
     let tiles = problem.batch as f64
         * problem.num_heads_q as f64
         * problem.seqlen_q.div_ceil(tile.block_q as usize) as f64;
-    let rounds = tiles / f64::from(gpu.multiprocessors.max(1));
+    let rounds = tiles / f64::from(gpu.multiprocessors.max(1) * hopper.blocks_per_multiprocessor);
     let rounds = if rounds <= 4.0 { rounds.ceil() } else { rounds + 0.5 };
     rounds * f64::from(hopper.step_cost)
 }

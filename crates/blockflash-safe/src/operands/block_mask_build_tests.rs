@@ -111,6 +111,9 @@ fn builds_that_fit() {
     tensors.source = zeros(DType::I32, &[2, 3, 20, 5]);
     let lists = blockflash_block_mask_build_params { source_kind: BLOCKFLASH_BLOCK_SOURCE_LISTS, ..params() };
     assert_eq!(tensors.fit(&lists, 12), Ok(()));
+    // Lists without positions have no strides.
+    tensors.source = zeros(DType::I32, &[2, 3, 20, 0]);
+    assert_eq!(tensors.fit(&blockflash_block_mask_build_params { k: 0, ..lists }, 12), Ok(()));
     tensors.source = zeros(DType::U8, &[2, 3, 20, 40]);
     let booleans =
         blockflash_block_mask_build_params { source_kind: BLOCKFLASH_BLOCK_SOURCE_BOOL, ..params() };

@@ -22,12 +22,14 @@ use std::ptr;
 /// What does not fit; becomes [`Error::Launch`]. Formatting is left to the failure path.
 pub(crate) type Fit = std::result::Result<(), String>;
 
-/// Checks element type, shape and strides. Expected strides of dimensions of size 0 or 1 do not matter.
+/// Checks element type, shape and strides. Strides of dimensions of size 1 do not matter, nor any of a tensor without elements.
 pub(crate) fn fits<const N: usize>(name: &str, view: &View<'_>, dtype: DType, dims: [(i64, i64); N]) -> Fit {
     let same = view.dtype() == dtype
         && view.shape().len() == N
         && dims.iter().zip(view.shape().iter().zip(view.strides())).all(
-            |(&(size, stride), (&own, &step))| own as i64 == size && (own <= 1 || step as i64 == stride),
+            |(&(size, stride), (&own, &step))| {
+                own as i64 == size && (own <= 1 || step as i64 == stride || view.layout().is_empty())
+            },
         );
     if same {
         return Ok(());

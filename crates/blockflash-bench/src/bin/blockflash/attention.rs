@@ -237,6 +237,7 @@ fn check(
         k,
         v,
         lengths: None,
+        blocks: None,
         diagonal: if align == Align::TopLeft { 0 } else { bottom_right },
         left,
         right,

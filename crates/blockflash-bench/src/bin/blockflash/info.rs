@@ -78,7 +78,7 @@ fn support_text(rows: &[SupportRow]) -> String {
     }
     let mut sorted: Vec<&SupportRow> = rows.iter().collect();
     sorted.sort_by_key(|row| (row.op, row.dtype));
-    // What is missing for the same reason is one line.
+    // What the same kernel computes is one line, and so is what is missing for the same reason.
     let same = |a: &&SupportRow, b: &&SupportRow| (a.op, a.dtype, &a.status) == (b.op, b.dtype, &b.status);
     let cells = sorted.chunk_by(same).map(|rows| {
         let row = rows[0];
@@ -87,8 +87,12 @@ fn support_text(rows: &[SupportRow]) -> String {
             Status::Cpu => "runs on the CPU".to_owned(),
             Status::Unsupported { reason } => format!("none: {reason}"),
         };
-        let size = if rows.len() == 1 { row.size.as_str() } else { "all sizes" };
-        vec![row.op.to_owned(), row.dtype.to_string(), size.to_owned(), runs]
+        let size = match row.status {
+            Status::Kernel { .. } => rows.iter().map(|row| row.size.as_str()).collect::<Vec<_>>().join("; "),
+            _ if rows.len() == 1 => row.size.clone(),
+            _ => "all sizes".to_owned(),
+        };
+        vec![row.op.to_owned(), row.dtype.to_string(), size, runs]
     });
     grid(&["operation", "inputs", "size", "kernel"], cells.collect()).to_string()
 }

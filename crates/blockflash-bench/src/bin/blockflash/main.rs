@@ -11,6 +11,8 @@ mod bsr_operands;
 mod failure;
 mod info;
 mod launch;
+mod mask;
+mod mask_file;
 mod measure;
 mod memory;
 mod operand;
@@ -42,6 +44,8 @@ enum Command {
     Bench(bench::Args),
     /// Launch one case of a suite a few times, for profilers
     Launch(launch::Args),
+    /// Count and draw block masks
+    Mask(mask::Args),
     /// Draw tables and plots from measurements
     Report(report::Args),
 }
@@ -53,6 +57,7 @@ fn main() -> ExitCode {
         Ok(Cli { command: Command::BsrMatmul(args) }) => bsr_matmul::run(*args),
         Ok(Cli { command: Command::Bench(args) }) => bench::run(args),
         Ok(Cli { command: Command::Launch(args) }) => launch::run(args),
+        Ok(Cli { command: Command::Mask(args) }) => mask::run(args),
         Ok(Cli { command: Command::Report(args) }) => report::run(args),
         Err(error) => return failure::usage(&error),
     };

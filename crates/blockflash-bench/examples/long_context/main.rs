@@ -1,0 +1,105 @@
+//! Long context: how much faster and how wrong attention becomes when each block of queries visits only the first blocks, the blocks
+//! around it and those with the best scores, instead of everything before it.
+//!
+//! ```text
+//! cargo run --release --example long_context                       65,536 tokens, 32 heads on 8, on a GPU
+//! cargo run --release --example long_context -- --seqlen 4096 --heads 4 --heads-kv 2 --head-dim 64 --top-k 2,4,8 --device cpu
+//! ```
+//!
+//! Blocks are scored by the mean query times the mean key of each pair of blocks; the query heads that share a key-value head share
+//! its list. For comparison the same number of blocks goes to a wider window instead. The data has the structure of a document
+//! (`data.rs` has the recipe): the error on independent random numbers would say nothing, since all keys are alike there.
+//!
+//! Writes `long_context.svg` and `.png` (error and speed-up over the density), `long_context_mask.svg` and `.png`,
+//! `long_context.csv` and `.json`.
+#![forbid(unsafe_code)]
+// Nothing is outside of a program: `pub` is `pub(crate)` here.
+#![allow(unreachable_pub)]
+
+mod data;
+mod report;
+mod study;
+
+use blockflash_ops::Device;
+use clap::Parser;
+use data::Recipe;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use study::Options;
+
+/// Attention over chosen blocks against dense attention on a long document.
+#[derive(Parser)]
+struct Args {
+    /// Tokens
+    #[arg(long, default_value_t = 65536)]
+    seqlen: usize,
+    /// Query heads
+    #[arg(long, default_value_t = 32)]
+    heads: usize,
+    /// Key-value heads, each with its own list of blocks
+    #[arg(long, default_value_t = 8)]
+    heads_kv: usize,
+    /// Elements of a row
+    #[arg(long, default_value_t = 128)]
+    head_dim: usize,
+    /// Queries and keys of a block
+    #[arg(long, default_value_t = 128)]
+    block: usize,
+    /// Blocks at the beginning that every query visits
+    #[arg(long, default_value_t = 1)]
+    sink: usize,
+    /// Blocks before its own that every query visits
+    #[arg(long, default_value_t = 4)]
+    window: usize,
+    /// Blocks with the best scores that it visits besides: a point for each number
+    #[arg(long, value_delimiter = ',', default_value = "4,8,16,32,64,128")]
+    top_k: Vec<usize>,
+    /// Mean tokens of a segment of the document
+    #[arg(long, default_value_t = 1024)]
+    segment: usize,
+    /// Seed of the document
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Milliseconds for which each choice is timed
+    #[arg(long, default_value_t = 300.0)]
+    window_ms: f64,
+    /// cpu, cuda or cuda:N [default: the first usable GPU, else cpu]
+    #[arg(long)]
+    device: Option<String>,
+    /// Folder for the results
+    #[arg(long, default_value = ".")]
+    out: PathBuf,
+}
+
+fn main() -> ExitCode {
+    match run(Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
+    let device = match &args.device {
+        Some(name) => name.parse()?,
+        None => Device::best(),
+    };
+    let Args { seqlen, heads, heads_kv, head_dim, segment, seed, .. } = args;
+    let options = Options {
+        recipe: Recipe { seqlen, heads_q: heads, heads_kv, head_dim, segment, seed },
+        block: args.block,
+        sink: args.sink,
+        window: args.window,
+        top_k: args.top_k,
+        window_ms: args.window_ms,
+        device,
+    };
+    let (study, mask) = study::run(&options, |step| eprintln!("{step}"))?;
+    print!("{}", report::table(&study));
+    for path in report::write(&study, &mask, &args.out)? {
+        println!("{}", path.display());
+    }
+    Ok(())
+}

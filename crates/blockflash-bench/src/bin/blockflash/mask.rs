@@ -1,0 +1,212 @@
+//! `blockflash mask`.
+
+use crate::args::{ensure, sizes};
+use crate::failure::{Failure, Result};
+use crate::mask_file;
+use crate::output::print;
+use crate::progress::Progress;
+use crate::table::{self, Facts};
+use blockflash_bench::block_pattern::{self, BlockPattern};
+use blockflash_bench::case::{BlockSparseShape, Case};
+use blockflash_bench::plot::{MAX_SHOWN, MaskPicture, PictureFormat};
+use blockflash_ops::{BlockGeometry, BlockMask, Mask};
+use serde_json::json;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+const EXAMPLES: &str = "\
+Patterns are words with + between them; counts are blocks. causal cuts what the others visit:
+  full  window:8 (before and behind)  window:8,0  dilated:2,4  strided:4,1  sink:1  global:2
+  uniform:0.25  random:0.25  power_law:0.25  banded:0.25   (part of the blocks, drawn for each head as in benchmark cases)
+
+Files: a boolean tensor `mask` in .safetensors or an .npy array, [rows, cols], [heads, rows, cols] or
+[batch, heads, rows, cols] in blocks; or int tensors `row_ptr` and `col_idx` in .safetensors, row_ptr [rows + 1],
+[heads, rows + 1] or [batch, heads, rows + 1]; or row_ptr in an .npy file, and col_idx in the one that --col-idx names.
+
+Examples:
+  blockflash mask show --pattern causal+window:8+sink:1 --seqlen 65536 --out mask.svg --out mask.png
+  blockflash mask show mask.npy --block 128 --out mask.png
+  blockflash mask show --case b1_s16384_h16_d128_q128kv128_d0.25_power_law_full_bf16 --head 0,1,2,3 --out mask.svg";
+
+/// Options of `blockflash mask`.
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(clap::Subcommand)]
+enum Action {
+    /// Count the blocks of a mask and draw it
+    Show(Box<Show>),
+}
+
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES, override_usage = "blockflash mask show [OPTIONS] FILE | --pattern WORDS --seqlen N | --case ID")]
+pub struct Show {
+    /// Read the mask from a .npy or .safetensors file
+    #[arg(value_name = "FILE", conflicts_with_all = ["pattern", "case"])]
+    file: Option<PathBuf>,
+    /// The block columns, where FILE is the .npy file of row_ptr
+    #[arg(long, value_name = "FILE", requires = "file")]
+    pub col_idx: Option<PathBuf>,
+    /// Make the mask from words, for example causal+window:8+sink:1
+    #[arg(long, value_name = "WORDS", requires = "seqlen")]
+    pattern: Option<BlockPattern>,
+    /// Take the mask of a block-sparse benchmark case
+    #[arg(long, value_name = "ID", conflicts_with_all = ["pattern", "seqlen", "seqlen_kv", "block", "heads", "causal"])]
+    case: Option<Case>,
+    /// Number of queries [default: as many as the blocks of the file hold]
+    #[arg(long, value_name = "N")]
+    pub seqlen: Option<usize>,
+    /// Number of keys [default: that of queries; what the blocks of a boolean file hold]
+    #[arg(long, value_name = "N")]
+    pub seqlen_kv: Option<usize>,
+    /// Queries and keys of a block, 64x128, or one number for both [default: 128]
+    #[arg(long, value_name = "N|QxK", value_parser = block)]
+    pub block: Option<[usize; 2]>,
+    /// Heads of a pattern, or of a row_ptr whose offsets go on from head to head [default: 1]
+    #[arg(long, value_name = "N")]
+    pub heads: Option<usize>,
+    /// The mask is used together with a causal one: count only the pairs that both show
+    #[arg(long)]
+    causal: bool,
+    /// Draw these heads only (commas between) [default: all, at most 16]
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    head: Vec<usize>,
+    /// Draw this batch entry
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    batch: usize,
+    /// Seed of what is drawn at random
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Write a picture to a .svg or .png file (may be repeated)
+    #[arg(long, value_name = "FILE", value_parser = picture_path)]
+    out: Vec<PathBuf>,
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+/// A mask, what it is called, and what hides pairs inside its blocks.
+struct Named {
+    mask: BlockMask,
+    name: String,
+    token_mask: Mask,
+}
+
+/// Counts and draws.
+pub fn run(args: Args) -> Result<ExitCode> {
+    let Action::Show(show) = args.action;
+    let named = show.mask()?;
+    let shown = show.shown(&named.mask)?;
+    let picture = MaskPicture { mask: &named.mask, name: &named.name, shown: &shown };
+    if !show.out.is_empty() {
+        let _progress = Progress::spinner("drawing");
+        let drawing = picture.draw()?;
+        show.out.iter().try_for_each(|path| drawing.write(path))?;
+    }
+    print(&show.report(&named)?)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+impl Show {
+    fn mask(&self) -> Result<Named> {
+        let named = |mask, name, token_mask| Named { mask, name, token_mask };
+        match (&self.file, &self.pattern, &self.case) {
+            (Some(file), ..) => {
+                let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                Ok(named(mask_file::read(self, file)?, name, self.token_mask(Mask::Full)))
+            }
+            (None, Some(pattern), _) => {
+                let seqlen = self.seqlen.unwrap_or(0); // clap asks for it
+                let [block_q, block_kv] = self.block.unwrap_or([128; 2]);
+                let geometry =
+                    BlockGeometry::new(seqlen, self.seqlen_kv.unwrap_or(seqlen), block_q, block_kv)?;
+                let mask = pattern.mask(geometry, self.heads.unwrap_or(1), self.seed)?;
+                Ok(named(mask, pattern.to_string(), self.token_mask(pattern.token_mask())))
+            }
+            (None, None, Some(Case::BlockSparseFwd(shape))) => {
+                let BlockSparseShape { seqlen_q, seqlen_kv, block_q, block_kv, mask_heads, .. } = *shape;
+                let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
+                let (row_ptr, col_idx) = shape.pattern(self.seed);
+                let mask = block_pattern::from_rows(geometry, mask_heads, &row_ptr, &col_idx)?;
+                let name = format!("{} {}, {}", shape.pattern, shape.density, shape.mask);
+                Ok(named(mask, name, shape.dense().mask()))
+            }
+            (None, None, Some(other)) => Err(Failure::new(format!("{other} has no block mask"))),
+            (None, None, None) => Err(Failure::new(
+                "nothing to show: give FILE, or --pattern WORDS and --seqlen N, or --case ID (see --help)",
+            )),
+        }
+    }
+
+    fn token_mask(&self, own: Mask) -> Mask {
+        if self.causal { Mask::causal() } else { own }
+    }
+
+    fn shown(&self, mask: &BlockMask) -> Result<Vec<[usize; 2]>> {
+        let heads = match self.head.is_empty() {
+            true => (0..mask.heads().min(MAX_SHOWN)).collect(),
+            false => self.head.clone(),
+        };
+        ensure(
+            self.batch < mask.batch(),
+            &format!("--batch {}, but the mask has {}", self.batch, mask.batch()),
+        )?;
+        if let Some(head) = heads.iter().find(|&&head| head >= mask.heads()) {
+            return Err(Failure::new(format!("--head {head}, but the mask has {} heads", mask.heads())));
+        }
+        Ok(heads.into_iter().map(|head| [self.batch, head]).collect())
+    }
+
+    fn report(&self, Named { mask, name, token_mask }: &Named) -> Result<String> {
+        let pairs = mask.visited_pairs(*token_mask)?;
+        let groups = (mask.batch() * mask.heads()) as u64;
+        let all = groups * token_mask.visited_pairs(mask.seqlen_q(), mask.seqlen_kv());
+        let of_all = if all == 0 { 0.0 } else { pairs as f64 / all as f64 };
+        let blocks = groups * mask.rows() as u64 * mask.cols() as u64;
+        let written: Vec<_> = self.out.iter().map(|path| path.display().to_string()).collect();
+        if self.json {
+            return Ok(serde_json::to_string(&json!({
+                "name": name, "batch": mask.batch(), "heads": mask.heads(),
+                "seqlen_q": mask.seqlen_q(), "seqlen_kv": mask.seqlen_kv(),
+                "block_q": mask.block_q(), "block_kv": mask.block_kv(),
+                "blocks": blocks, "visited_blocks": mask.nnz(), "density": mask.density(),
+                "imbalance": mask.imbalance()?, "visited_pairs": pairs, "pairs": all, "written": written,
+            }))?);
+        }
+        let mut facts = Facts::default();
+        facts.add("mask", name);
+        facts.add("tokens", format!("{} x {}", mask.seqlen_q(), mask.seqlen_kv()));
+        facts.add("blocks of", format!("{} x {}", mask.block_q(), mask.block_kv()));
+        facts.add("batch, heads", format!("{}, {} (1: the same for all)", mask.batch(), mask.heads()));
+        let visited = table::count(mask.nnz() as u64);
+        facts.add(
+            "visited",
+            format!("{visited} of {} blocks, density {:.4}", table::count(blocks), mask.density()),
+        );
+        facts.add("imbalance", format!("{:.2} (longest row / mean row)", mask.imbalance()?));
+        let hidden = if *token_mask == Mask::Full { "all" } else { "those that the causal mask shows" };
+        facts.add("pairs", format!("{}, {:.2} % of {hidden}", table::count(pairs), 100.0 * of_all));
+        written.iter().for_each(|file| facts.add("written", file));
+        Ok(facts.to_string())
+    }
+}
+
+/// `128`, `64x128`.
+fn block(text: &str) -> std::result::Result<[usize; 2], String> {
+    let one = || text.trim().parse().map(|size| [size; 2]);
+    sizes::<2>(text)
+        .or_else(|_| one())
+        .map_err(|_| "expected a block size, for example 128 or 64x128".to_owned())
+}
+
+/// A picture to write: the name must say the format.
+fn picture_path(text: &str) -> std::result::Result<PathBuf, String> {
+    let path = PathBuf::from(text);
+    match PictureFormat::of(&path) {
+        Some(_) => Ok(path),
+        None => Err("the name must end in .svg or .png".to_owned()),
+    }
+}

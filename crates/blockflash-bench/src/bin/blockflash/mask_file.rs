@@ -1,0 +1,107 @@
+//! Block masks in files.
+
+use crate::failure::{Failure, Result};
+use crate::mask::Show;
+use crate::operand::Source;
+use blockflash_bench::block_pattern;
+use blockflash_bench::io::{Array, Stored};
+use blockflash_ops::{BlockGeometry, BlockMask, DType};
+use std::path::Path;
+
+/// Reads booleans, or the index arrays.
+pub fn read(show: &Show, file: &Path) -> Result<BlockMask> {
+    let is_bool = |source: &Source| source.stored() == Some(Stored::Bool);
+    let wrong = |what: &str| Err(Failure::new(format!("{} {what}", file.display())));
+    // The one array of an .npy file answers to every name.
+    let (row_ptr, col_idx) = match (Source::open_optional(file, "")?, show.col_idx.as_deref()) {
+        (Some(array), None) if is_bool(&array) => return from_booleans(show, Source::open(file, "mask")?),
+        (Some(_), None) => {
+            return wrong("holds no booleans: name the block columns of a row_ptr with --col-idx");
+        }
+        (Some(array), Some(_)) if is_bool(&array) => {
+            return wrong("holds booleans, and --col-idx belongs to a row_ptr");
+        }
+        (Some(_), Some(col_idx)) => (file, col_idx),
+        (None, Some(_)) => return wrong("is no .npy file, and holds its own col_idx: leave --col-idx out"),
+        (None, None) if Source::open_optional(file, "row_ptr")?.is_none() => {
+            let mask = Source::open(file, "mask")?;
+            return if is_bool(&mask) {
+                from_booleans(show, mask)
+            } else {
+                wrong("has a mask that is not boolean")
+            };
+        }
+        (None, None) => (file, file),
+    };
+    let index = |file, name| Source::open(file, name)?.load(DType::I32);
+    from_indices(show, &index(row_ptr, "row_ptr")?, &index(col_idx, "col_idx")?)
+}
+
+fn from_booleans(show: &Show, source: Source) -> Result<BlockMask> {
+    let blocks = source.load(DType::I32)?;
+    let [batch, heads, rows, cols] = match *blocks.shape() {
+        [rows, cols] => [1, 1, rows, cols],
+        [heads, rows, cols] => [1, heads, rows, cols],
+        [batch, heads, rows, cols] => [batch, heads, rows, cols],
+        ref other => return Err(Failure::new(format!("mask is {other:?}, expected [rows, cols] in blocks"))),
+    };
+    if show.heads.is_some_and(|wanted| wanted != heads) {
+        return Err(Failure::new(format!("--heads contradicts the file, which has {heads}")));
+    }
+    let [block_q, block_kv] = show.block.unwrap_or([128; 2]);
+    let seqlen_q = show.seqlen.unwrap_or(rows.saturating_mul(block_q));
+    let seqlen_kv = show.seqlen_kv.unwrap_or(cols.saturating_mul(block_kv));
+    let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
+    if [geometry.rows(), geometry.cols()] != [rows, cols] {
+        return Err(Failure::new(format!(
+            "the file has {rows} x {cols} blocks, but {seqlen_q} x {seqlen_kv} tokens have {} x {} of {block_q} x {block_kv}",
+            geometry.rows(),
+            geometry.cols()
+        )));
+    }
+    let blocks: Vec<bool> = blocks.as_i32().unwrap_or_default().iter().map(|&visited| visited != 0).collect();
+    Ok(BlockMask::from_bool(geometry, batch, heads, &blocks)?)
+}
+
+fn from_indices(show: &Show, row_ptr: &Array, col_idx: &Array) -> Result<BlockMask> {
+    let wanted = show.heads;
+    let contradiction = || {
+        Failure::new(format!(
+            "row_ptr is {:?}, which has not --heads {}",
+            row_ptr.shape(),
+            wanted.unwrap_or(1)
+        ))
+    };
+    let (batch, heads, rows) = match *row_ptr.shape() {
+        // Offsets that go on from head to head have one end only.
+        [entries] => {
+            let heads = wanted.unwrap_or(1);
+            match entries.checked_sub(1).filter(|rows| heads > 0 && rows % heads == 0) {
+                Some(rows) => (1, heads, rows / heads),
+                None => return Err(contradiction()),
+            }
+        }
+        [heads, entries] if entries > 0 && wanted.is_none_or(|wanted| wanted == heads) => {
+            (1, heads, entries - 1)
+        }
+        [batch, heads, entries] if entries > 0 && wanted.is_none_or(|wanted| wanted == heads) => {
+            (batch, heads, entries - 1)
+        }
+        [_, _] | [_, _, _] if wanted.is_some() => return Err(contradiction()),
+        ref other => return Err(Failure::new(format!("row_ptr is {other:?}, expected [rows + 1]"))),
+    };
+    let [block_q, block_kv] = show.block.unwrap_or([128; 2]);
+    let seqlen_q = show.seqlen.unwrap_or(rows.saturating_mul(block_q));
+    let geometry = BlockGeometry::new(seqlen_q, show.seqlen_kv.unwrap_or(seqlen_q), block_q, block_kv)?;
+    if geometry.rows() != rows {
+        return Err(Failure::new(format!(
+            "row_ptr has {rows} rows, but {seqlen_q} queries have {} blocks of {block_q}",
+            geometry.rows()
+        )));
+    }
+    let [row_ptr_values, col_idx] = [row_ptr, col_idx].map(|array| array.as_i32().unwrap_or_default());
+    Ok(match row_ptr.shape().len() {
+        1 => block_pattern::from_rows(geometry, heads, row_ptr_values, col_idx)?,
+        _ => BlockMask::from_parts(geometry, batch, heads, row_ptr_values, col_idx)?,
+    })
+}

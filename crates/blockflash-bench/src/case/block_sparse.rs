@@ -1,0 +1,172 @@
+//! Attention over lists of blocks: its shape, and the lists.
+
+use super::{AttentionShape, MaskKind, Pattern};
+use crate::random;
+use blockflash_sys::DType;
+use serde::Serialize;
+use std::ops::Range;
+
+/// Attention over `[batch, seqlen, num_heads, head_dim]` in which a block of queries attends to listed blocks of keys. Lists are
+/// equal for all batch entries.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[allow(missing_docs)]
+pub struct BlockSparseShape {
+    pub batch: usize,
+    pub seqlen_q: usize,
+    pub seqlen_kv: usize,
+    pub num_heads_q: usize,
+    pub num_heads_kv: usize,
+    /// Heads with lists of their own: all of the queries; those of the keys, for all query heads that share one; or 1 for all.
+    pub mask_heads: usize,
+    pub head_dim: usize,
+    pub block_q: usize,
+    pub block_kv: usize,
+    /// Fraction of the blocks that are listed, with a causal mask of those that it shows; a row of blocks lists this rounded to
+    /// whole blocks, at least one.
+    pub density: f64,
+    pub pattern: Pattern,
+    /// What is masked inside the listed blocks.
+    pub mask: MaskKind,
+    pub dtype: DType,
+}
+
+/// The blocks of keys that a causal mask shows to a block of queries.
+struct Seen {
+    /// To every query whole.
+    whole: Range<usize>,
+    /// Those on the diagonal.
+    partly: Range<usize>,
+}
+
+impl BlockSparseShape {
+    /// Whether such a case can be drawn and counted.
+    ///
+    /// # Errors
+    /// What is wrong, in one line.
+    pub fn check(&self) -> Result<(), String> {
+        let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, mask_heads, .. } = *self;
+        let Self { head_dim, block_q, block_kv, density, pattern, .. } = *self;
+        if [batch, seqlen_q, seqlen_kv, head_dim, block_q, block_kv].contains(&0) {
+            return Err("a block-sparse case has a size of 0".to_owned());
+        }
+        for (what, seqlen, block) in [("seqlen_q", seqlen_q, block_q), ("seqlen_kv", seqlen_kv, block_kv)] {
+            if seqlen % block != 0 {
+                return Err(format!("{what} {seqlen} is no multiple of blocks of {block}"));
+            }
+        }
+        if num_heads_q == 0 || num_heads_kv == 0 || !num_heads_q.is_multiple_of(num_heads_kv) {
+            return Err(format!("{num_heads_q} query heads cannot share {num_heads_kv} key-value heads"));
+        }
+        if ![1, num_heads_kv, num_heads_q].contains(&mask_heads) {
+            return Err(format!("mask_heads {mask_heads} is neither 1 nor {num_heads_kv} nor {num_heads_q}"));
+        }
+        if !(density > 0.0 && density <= 1.0) {
+            return Err(format!("density {density} is not in (0, 1]"));
+        }
+        if self.mask == MaskKind::Causal && pattern != Pattern::Uniform {
+            return Err(format!("causal lists are only drawn uniform, not {pattern}"));
+        }
+        Ok(())
+    }
+
+    /// The same attention to all keys.
+    pub fn dense(&self) -> AttentionShape {
+        let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, mask, dtype, .. } = *self;
+        AttentionShape { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, mask, dtype }
+    }
+
+    /// Blocks of queries of a head.
+    pub fn block_rows(&self) -> usize {
+        self.seqlen_q.div_ceil(self.block_q)
+    }
+
+    /// Blocks of keys.
+    pub fn block_columns(&self) -> usize {
+        self.seqlen_kv.div_ceil(self.block_kv)
+    }
+
+    /// Query heads that share their keys and their lists.
+    pub fn sharing_heads(&self) -> usize {
+        (self.num_heads_q / self.mask_heads).min(self.num_heads_q / self.num_heads_kv)
+    }
+
+    /// Listed blocks of all query heads.
+    pub fn nnz_blocks(&self) -> usize {
+        let rows = self.block_rows();
+        let listed = match self.mask {
+            MaskKind::Full => {
+                self.pattern.nnz_blocks(self.mask_heads * rows, self.block_columns(), self.density)
+            }
+            MaskKind::Causal => self.mask_heads * (0..rows).map(|row| self.listed(row)).sum::<usize>(),
+        };
+        listed * (self.num_heads_q / self.mask_heads)
+    }
+
+    /// Pairs of a query and a key in listed blocks that the mask shows, of all query heads of a batch entry.
+    pub fn visited_pairs(&self) -> usize {
+        let of_a_block = self.block_q * self.block_kv;
+        if self.mask == MaskKind::Full {
+            return self.nnz_blocks() * of_a_block;
+        }
+        let mask = self.dense().mask();
+        let of_a_row = |row: usize| {
+            let Seen { partly, .. } = self.seen(row);
+            let on_the_diagonal = |query: usize| {
+                let end = mask.visible(query, self.seqlen_q, self.seqlen_kv).end;
+                end.saturating_sub(partly.start * self.block_kv)
+            };
+            let queries = row * self.block_q..(row + 1) * self.block_q;
+            let cut: usize = if partly.is_empty() { 0 } else { queries.map(on_the_diagonal).sum() };
+            (self.listed(row) - partly.len()) * of_a_block + cut
+        };
+        self.num_heads_q * (0..self.block_rows()).map(of_a_row).sum::<usize>()
+    }
+
+    /// `row_ptr` and `col_idx` of the heads that have lists, ascending within each row; row `head * block_rows + block of queries`.
+    /// With a causal mask the blocks on the diagonal are listed, and others are drawn from those before.
+    pub fn pattern(&self, seed: u64) -> (Vec<i32>, Vec<i32>) {
+        let rows = self.mask_heads * self.block_rows();
+        if self.mask == MaskKind::Full {
+            return self.pattern.draw(rows, self.block_columns(), self.density, seed);
+        }
+        let (mut row_ptr, mut col_idx) = (vec![0], Vec::new());
+        for row in 0..rows {
+            let of_head = row % self.block_rows();
+            let Seen { whole, partly } = self.seen(of_head);
+            let drawn = random::choose(self.listed(of_head) - partly.len(), whole.len(), seed, row as u64);
+            col_idx.extend(drawn.into_iter().chain(partly).map(|column| column as i32));
+            row_ptr.push(col_idx.len() as i32);
+        }
+        (row_ptr, col_idx)
+    }
+
+    /// [`pattern`](Self::pattern) with the lists of every query head written out: row `query head * block_rows + block of queries`.
+    pub fn pattern_of_query_heads(&self, seed: u64) -> (Vec<i32>, Vec<i32>) {
+        let (rows, group) = (self.block_rows(), self.num_heads_q / self.mask_heads);
+        let (row_ptr, col_idx) = self.pattern(seed);
+        let (mut offsets, mut columns) = (vec![0], Vec::with_capacity(col_idx.len() * group));
+        for row in (0..self.num_heads_q).flat_map(|head| (0..rows).map(move |row| head / group * rows + row))
+        {
+            columns.extend(&col_idx[row_ptr[row] as usize..row_ptr[row + 1] as usize]);
+            offsets.push(columns.len() as i32);
+        }
+        (offsets, columns)
+    }
+
+    /// Blocks that a row lists under a causal mask.
+    fn listed(&self, row: usize) -> usize {
+        let Seen { whole, partly } = self.seen(row);
+        match whole.len() + partly.len() {
+            0 => 0,
+            seen => super::pattern::rounded(self.density, seen).max(partly.len()),
+        }
+    }
+
+    fn seen(&self, row: usize) -> Seen {
+        let mask = self.dense().mask();
+        let end = |query| mask.visible(query, self.seqlen_q, self.seqlen_kv).end;
+        let (first, last) = (end(row * self.block_q), end((row + 1) * self.block_q - 1));
+        let whole = first / self.block_kv;
+        Seen { whole: 0..whole, partly: whole..last.div_ceil(self.block_kv) }
+    }
+}

@@ -1,0 +1,134 @@
+use super::*;
+
+const GRID: &str = "description = 'x'\n[[attention_fwd]]\ntokens = 1024\nseqlen = [256, 512]\nnum_heads_q = 4\n\
+                    head_dim = 64\nmask = ['full', 'causal']\ndtype = ['bf16']\n";
+
+fn problem(text: &str) -> String {
+    Suite::parse("t".into(), text).unwrap_err()
+}
+
+#[test]
+fn grids_expand_to_every_combination() {
+    let suite = Suite::parse("t".into(), GRID).unwrap();
+    let ids: Vec<_> = suite.cases.iter().map(Case::to_string).collect();
+    let expected = [
+        "b4_s256_h4_d64_full_bf16",
+        "b2_s512_h4_d64_full_bf16",
+        "b4_s256_h4_d64_causal_bf16",
+        "b2_s512_h4_d64_causal_bf16",
+    ];
+    assert_eq!(ids, expected);
+    assert_eq!((suite.rounds, suite.peers.as_str()), (5, "auto"));
+}
+
+#[test]
+fn lengths_are_a_dimension_of_a_grid() {
+    let grid = GRID.replace("tokens = 1024\nseqlen = [256, 512]", "lengths = [[700, 300, 300], [64]]");
+    let ids: Vec<_> = Suite::parse("t".into(), &grid).unwrap().cases.iter().map(Case::to_string).collect();
+    let expected = [
+        "varlen700+300x2_h4_d64_full_bf16",
+        "varlen64_h4_d64_full_bf16",
+        "varlen700+300x2_h4_d64_causal_bf16",
+        "varlen64_h4_d64_causal_bf16",
+    ];
+    assert_eq!(ids, expected);
+    assert!(problem(&grid.replace("[64]", "[]")).contains("empty"));
+    assert!(problem(&grid.replace("[64]", "[64, 0]")).contains("length of 0"));
+    assert!(problem(&grid.replace("head_dim = 64", "head_dim = 0")).contains("size of 0"));
+    assert!(problem(&grid.replace("lengths", "tokens = 1064\nlengths")).contains("lengths say"));
+    let neither = "has either seqlen or lengths";
+    assert!(problem(&grid.replace("lengths", "seqlen = [8]\nlengths")).contains(neither));
+    assert!(problem(&GRID.replace("seqlen = [256, 512]\n", "")).contains(neither));
+}
+
+const SPARSE: &str = "description = 'x'\n[[block_sparse_fwd]]\nbatch = 1\nseqlen = [1024]\nnum_heads_q = 4\n\
+                      num_heads_kv = 2\nhead_dim = 64\nblock = [[128, 64]]\ndensity = [0.5]\ndtype = ['bf16']\n";
+
+#[test]
+fn patterns_and_masks_are_dimensions_of_a_block_sparse_grid() {
+    let ids = |more: &str| -> Vec<String> {
+        let suite = Suite::parse("t".into(), &format!("{SPARSE}{more}\n")).unwrap();
+        suite.cases.iter().map(Case::to_string).collect()
+    };
+    assert_eq!(ids(""), ["b1_s1024_h4kv2_d64_q128kv64_d0.5_uniform_full_bf16"]);
+    let expected = [
+        "b1_s1024_h4kv2_d64_q128kv64_d0.5_uniform_full_bf16",
+        "b1_s1024_h4kv2_d64_q128kv64_d0.5_power_law_full_bf16",
+    ];
+    assert_eq!(ids("pattern = ['uniform', 'power_law']"), expected);
+    let expected = [
+        "b1_s1024_h4kv2m2_d64_q128kv64_d0.5_uniform_full_bf16",
+        "b1_s1024_h4kv2m2_d64_q128kv64_d0.5_uniform_causal_bf16",
+    ];
+    assert_eq!(ids("mask_heads = 2\nmask = ['full', 'causal']"), expected);
+    let mistake = |more: &str| problem(&format!("{SPARSE}{more}\n"));
+    assert!(mistake("mask_heads = 3").contains("neither 1 nor 2 nor 4"));
+    assert!(mistake("mask = ['causal']\npattern = ['banded']").contains("only drawn uniform"));
+    assert!(problem(&SPARSE.replace("num_heads_kv = 2", "num_heads_kv = 3")).contains("cannot share"));
+    assert!(problem(&SPARSE.replace("[0.5]", "[1.5]")).contains("not in (0, 1]"));
+}
+
+#[test]
+fn grids_may_do_without_rivals() {
+    let text = format!("{GRID}peers = 'none'\n{}", SPARSE.replace("description = 'x'\n", ""));
+    let suite = Suite::parse("t".into(), &text).unwrap();
+    assert_eq!((suite.cases.len(), &suite.alone[..]), (5, &suite.cases[..4]));
+    assert!(problem(&format!("{SPARSE}peers = 'flex'\n")).contains("flex"));
+}
+
+/// What the targets are measured by.
+#[test]
+fn block_sparse_attention_has_its_cases() {
+    let benches = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches");
+    let suite = Suite::load(&benches, "block_sparse_fwd").unwrap();
+    let has = |id: &str| assert!(suite.cases.iter().any(|case| case.to_string() == id), "{id}");
+    for head_dim in [64, 128] {
+        for block in [64, 128] {
+            has(&format!("b1_s16384_h16_d{head_dim}_q{block}kv{block}_d0.25_uniform_full_bf16"));
+            for (seqlen, density) in [(32768, "0.125"), (65536, "0.0625"), (131_072, "0.03125")] {
+                has(&format!("b1_s{seqlen}_h8_d{head_dim}_q{block}kv{block}_d{density}_uniform_full_bf16"));
+            }
+        }
+        has(&format!("b1_s131072_h8_d{head_dim}_full_bf16"));
+    }
+    has("b1_s16384_h16_d128_q128kv128_d0.25_uniform_causal_bf16");
+    has("b1_s32768_h32kv8m8_d128_q128kv128_d0.125_uniform_full_bf16");
+    // Rows of very different lengths beside equal ones: as many blocks.
+    let blocks = |pattern: &str| {
+        let id = format!("b1_s32768_h8_d128_q128kv128_d0.125_{pattern}_full_bf16");
+        has(&id);
+        match id.parse().unwrap() {
+            Case::BlockSparseFwd(shape) => shape.nnz_blocks(),
+            _ => unreachable!(),
+        }
+    };
+    assert_eq!(blocks("power_law"), blocks("uniform"));
+    // Rivals compile and search for seconds in each of their cases.
+    let with_rivals = suite.cases.iter().filter(|case| !suite.alone.contains(case));
+    assert!(with_rivals.count() <= 8);
+}
+
+#[test]
+fn mistakes_are_named() {
+    assert!(Suite::parse("t".into(), "description = 'only ceilings'").unwrap().cases.is_empty());
+    assert!(problem(&GRID.replace("num_heads_q", "heads")).contains("line"));
+    assert!(problem(&GRID.replace("1024", "1000")).contains("no multiple"));
+    assert!(problem(&GRID.replace("512", "256")).contains("twice"));
+    assert!(problem(&format!("rounds = 0\n{GRID}")).contains("positive"));
+    assert!(problem(&format!("cache = []\n{GRID}")).contains("cache"));
+    assert!(problem(&format!("cache = ['tepid']\n{GRID}")).starts_with("line 1"));
+    assert!(problem(&SPARSE.replace("1024", "1000")).contains("multiple"));
+    assert!(problem("not toml").starts_with("line 1: "));
+}
+
+#[test]
+fn the_suites_of_the_repository_are_valid() {
+    let benches = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches");
+    let names = Suite::names(&benches).unwrap();
+    assert!(names.iter().any(|name| name == "smoke"));
+    for name in names {
+        Suite::load(&benches, &name).unwrap();
+    }
+    let missing = Suite::load(&benches, "nothing").unwrap_err().to_string();
+    assert!(missing.contains("\"nothing\"") && missing.contains("smoke"));
+}
