@@ -29,16 +29,20 @@ fn measured(run: &Run<'_>, rows: &[Row<'_>]) -> String {
     let first = run.first();
     let mut parts =
         vec!["TFLOP/s by useful operations".to_owned(), "× is the rival's time over ours".to_owned()];
-    let rounds = run.records.iter().map(|record| record.rounds).max().unwrap_or(0);
     let caches = match rows.iter().filter(|row| is_cold(row.any)).count() {
         0 => "warm",
         cold if cold == rows.len() => "cold",
         _ => "warm where not called cold",
     };
+    let windows = windows(rows);
+    let (rounds, window_ms, _) = windows[0];
     parts.push(format!(
-        "median of {rounds} interleaved windows of {} ms after {} ms idle, caches {caches}",
-        first.window_ms, first.gap_ms
+        "median of {rounds} interleaved windows of {window_ms} ms after {} ms idle, caches {caches}",
+        first.gap_ms
     ));
+    for (rounds, window_ms, cases) in &windows[1..] {
+        parts.push(format!("{} of {rounds} windows of {window_ms} ms", counted(*cases, "case")));
+    }
     if rows.iter().flat_map(|row| &row.ours).any(|ours| ours.ceiling.is_some()) {
         parts
             .push("ceiling: what limits the case, and the fraction of it that blockflash reaches".to_owned());
@@ -133,6 +137,22 @@ pub(crate) fn day(record: &Record) -> &str {
     record.date.split('T').next().unwrap_or_default()
 }
 
+/// How many windows of what length, and in how many cases, the most frequent first. Whatever failed had none.
+fn windows(rows: &[Row<'_>]) -> Vec<(usize, f64, usize)> {
+    let mut found: Vec<(usize, f64, usize)> = Vec::new();
+    for row in rows {
+        let records = || row.ours.iter().chain(&row.peers);
+        let rounds = records().map(|record| record.rounds).max().unwrap_or(0);
+        let window_ms = row.any.window_ms;
+        match found.iter_mut().find(|(r, w, _)| (*r, *w) == (rounds, window_ms)) {
+            Some((.., cases)) => *cases += 1,
+            None => found.push((rounds, window_ms, 1)),
+        }
+    }
+    found.sort_by_key(|&(rounds, _, cases)| std::cmp::Reverse((cases, rounds)));
+    found
+}
+
 fn code(names: &[&str]) -> String {
     names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
 }
@@ -167,10 +187,21 @@ mod tests {
     fn a_run_of_some_cases_says_so() {
         let mut records = suite();
         let newer = record("a", OURS, Some(1.0));
-        records.push(Record { run: "r2".into(), date: "2026-11-22T08:00:00Z".into(), ..newer });
+        let date = "2026-11-22T08:00:00Z".to_owned();
+        records.push(Record { run: "r2".into(), commit: "other".into(), date, ..newer });
         let notes = of(&records);
         let text = "An older run (commit abcdef012345, 2026-11-21) has 2 cases and 2 rivals, this one 1 case and 0 rivals.";
         assert_eq!(notes.last().unwrap(), text);
+    }
+
+    #[test]
+    fn windows_that_differ_are_listed() {
+        let mut records = suite();
+        let fewer = Record { rounds: 2, window_ms: 7.0, ..record("c", OURS, Some(1.0)) };
+        records.push(fewer);
+        let notes = of(&records);
+        let text = "caches warm; 1 case of 2 windows of 7 ms;";
+        assert!(notes[0].contains("median of 3 interleaved") && notes[0].contains(text), "{}", notes[0]);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use crate::case::Case;
 use crate::record::{OURS, Record};
 use blockflash_sys::DType;
 
-/// What one table shows: a suite, measured once on one GPU.
+/// What one table shows: a suite, measured on one GPU, once or in several runs of one commit that complete each other.
 #[derive(Debug)]
 pub(crate) struct Run<'r> {
     /// Never empty, in the order of measuring, without ceilings.
@@ -50,7 +50,7 @@ pub(crate) struct Rates<'r>(pub(crate) Vec<&'r Record>);
 /// The operation of records that say what a machine can do.
 pub(crate) const CEILING: &str = "ceiling";
 
-/// The newest run of each suite on each GPU.
+/// The newest run of each suite on each GPU, with the cases that it lacks from older runs of its commit.
 pub(crate) fn newest(records: &[Record]) -> Vec<Run<'_>> {
     let mut runs: Vec<Run<'_>> = Vec::new();
     for mut run in runs_of(records) {
@@ -61,6 +61,7 @@ pub(crate) fn newest(records: &[Record]) -> Vec<Run<'_>> {
                 if run.date() >= newest.date() {
                     std::mem::swap(newest, &mut run);
                 }
+                newest.complete(&run);
                 newest.hides(&run);
             }
         }
@@ -114,6 +115,18 @@ impl<'r> Run<'r> {
         Size { cases: self.rows().len(), rivals: peer_names(rivals).len() }
     }
 
+    /// Cases that only an older run of the same commit has come first.
+    fn complete(&mut self, older: &Run<'r>) {
+        let same = |record: &Record| {
+            let first = self.first();
+            (&record.commit, &record.driver) == (&first.commit, &first.driver)
+        };
+        let known = self.rows();
+        let is_known = |record: &Record| known.iter().any(|row| row.is_of(record));
+        let missing = older.records.iter().copied().filter(|record| same(record) && !is_known(record));
+        self.records = missing.chain(self.records.iter().copied()).collect();
+    }
+
     fn hides(&mut self, older: &Run<'r>) {
         let size = self.size();
         // What the other run hid is hidden all the same.
@@ -129,12 +142,7 @@ impl<'r> Run<'r> {
 pub(crate) fn rows<'r>(records: &[&'r Record]) -> Vec<Row<'r>> {
     let mut rows: Vec<Row<'r>> = Vec::new();
     for &record in records {
-        let same = |row: &Row<'_>| {
-            row.any.op == record.op
-                && row.any.case == record.case
-                && shape::is_cold(row.any) == shape::is_cold(record)
-        };
-        let at = rows.iter().position(same).unwrap_or_else(|| {
+        let at = rows.iter().position(|row| row.is_of(record)).unwrap_or_else(|| {
             rows.push(Row { any: record, ours: Vec::new(), peers: Vec::new(), dense: None });
             rows.len() - 1
         });
@@ -162,6 +170,11 @@ pub(crate) fn groups<'a, 'r>(rows: &'a [Row<'r>]) -> Vec<(String, Vec<&'a Row<'r
 }
 
 impl<'r> Row<'r> {
+    fn is_of(&self, record: &Record) -> bool {
+        (&self.any.op, &self.any.case) == (&record.op, &record.case)
+            && shape::is_cold(self.any) == shape::is_cold(record)
+    }
+
     /// The id, and that caches were cold.
     pub(crate) fn name(&self) -> String {
         format!("{}{}", self.any.case, if shape::is_cold(self.any) { " (cold)" } else { "" })

@@ -4,8 +4,12 @@ use super::*;
 #[test]
 fn only_the_newest_run_is_reported_and_what_it_hides_is_known() {
     let mut records = suite();
-    let newer =
-        Record { run: "r2".into(), date: "2026-11-22T08:00:00Z".into(), ..record("c", OURS, Some(1.0)) };
+    let newer = Record {
+        run: "r2".into(),
+        commit: "other".into(),
+        date: "2026-11-22T08:00:00Z".into(),
+        ..record("c", OURS, Some(1.0))
+    };
     records.insert(0, newer.clone());
     records.push(Record { gpu: "F".into(), ..record("d", OURS, Some(1.0)) });
     records.push(Record { run: "r0".into(), date: "2026-11-01T08:00:00Z".into(), ..newer });
@@ -16,6 +20,22 @@ fn only_the_newest_run_is_reported_and_what_it_hides_is_known() {
     assert!(runs[0].fuller.is_none());
     let fuller = runs[1].fuller.as_ref().unwrap();
     assert_eq!((fuller.size, fuller.record.run.as_str()), (Size { cases: 2, rivals: 2 }, "r1"));
+}
+
+#[test]
+fn runs_of_a_commit_complete_each_other() {
+    let mut records = suite();
+    let again = |case: &str| Record {
+        run: "r2".into(),
+        date: "2026-11-22T08:00:00Z".into(),
+        ..record(case, OURS, Some(1.0))
+    };
+    records.extend([again("b"), again("c")]);
+    let runs = newest(&records);
+    let rows = runs[0].rows();
+    let found: Vec<_> = rows.iter().map(|row| (row.any.case.as_str(), row.any.run.as_str())).collect();
+    assert_eq!(found, [("a", "r1"), ("b", "r2"), ("c", "r2")]);
+    assert!(runs.len() == 1 && rows[1].peers.is_empty());
 }
 
 #[test]
