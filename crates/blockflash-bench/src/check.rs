@@ -1,4 +1,4 @@
-//! Is a result right? Both operations again, slowly and independently of the library, in f64.
+//! Is a result right? Every operation again, slowly and independently of the library, in f64.
 //!
 //! Each row of the output is held to twice the error that a plain computation in the same precision makes in it (f32 sums,
 //! probabilities and results rounded to their types), plus a floor for what a correct computation is free to round once. The row
@@ -6,11 +6,13 @@
 //! first and the last row.
 
 mod attention;
+mod block_scores;
 mod blocks;
 mod bsr_matmul;
 mod sequences;
 
 pub use attention::{AttentionCase, attention};
+pub use block_scores::block_scores;
 pub use blocks::Blocks;
 pub use bsr_matmul::{Activation, BsrCase, bsr_matmul};
 

@@ -19,7 +19,7 @@ pub struct Record {
     pub schema: u32,
     /// Name of the suite.
     pub suite: String,
-    /// `attention_fwd`, `block_sparse_fwd` or `bsr_matmul`; `ceiling` for what the machine can do.
+    /// `attention_fwd`, `block_sparse_fwd`, `block_mask_build` or `bsr_matmul`; `ceiling` for what the machine can do.
     pub op: String,
     /// The shape as one readable id.
     pub case: String,
@@ -40,7 +40,7 @@ pub struct Record {
     pub us_min: Option<f64>,
     /// Largest median of a round.
     pub us_max: Option<f64>,
-    /// `flops / us`.
+    /// `flops / us`; `None` for work without floating-point operations.
     pub tflops: Option<f64>,
     /// Useful floating-point operations of a launch.
     pub flops: f64,

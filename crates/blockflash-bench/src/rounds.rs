@@ -223,7 +223,7 @@ impl Run {
         record.rounds = times.len();
         record.us = median(&mut times);
         (record.us_min, record.us_max) = (times.first().copied(), times.last().copied());
-        record.tflops = record.us.map(|us| record.flops / us * 1e-6);
+        record.tflops = record.us.filter(|_| record.flops > 0.0).map(|us| record.flops / us * 1e-6);
         record.ceiling_fraction = record.us.and_then(|us| Some(record.ceiling_us? / us));
         self.observe(&mut record, &windows);
         record

@@ -105,6 +105,30 @@ fn lists_of_blocks_are_measured_recorded_and_reported() {
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
+/// What has no floating-point operations has a time and no rate.
+#[test]
+fn masks_are_measured_recorded_and_shown() {
+    let folder = scratch("masks");
+    let (suite, record) = (folder.join("masks.toml"), folder.join("masks.jsonl"));
+    let grid = "seqlen = [1024]\nnum_heads = 2\nhead_dim = 16\nblock = [64]\ntop_k = 3\ndtype = ['bf16']\n";
+    std::fs::write(&suite, format!("description = 'x'\n[[block_mask_build]]\n{grid}")).unwrap();
+    let out = record.to_str().unwrap();
+    let options = ["--device", "cpu", "--rounds", "1", "--window-ms", "2", "--out", out];
+    let output = blockflash(&[&["bench", suite.to_str().unwrap()], &options[..]].concat());
+    let text = stdout(&output);
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+
+    let lines = std::fs::read_to_string(&record).unwrap();
+    assert!(lines.matches("\"op\":\"block_mask_build\"").count() == 2, "{lines}");
+    assert!(lines.matches("\"verified\":true").count() == 2 && lines.contains("\"tflops\":null"), "{lines}");
+    let table = stdout(&blockflash(&["report", out, "--full"]));
+    for case in ["mask_s1024_h2_b64_scores_d16_bf16", "mask_s1024_h2_b64_top3"] {
+        assert!(table.contains(&format!("| {case} |")), "{table}");
+    }
+    assert!(!table.contains("error"), "{table}");
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
 #[test]
 fn refusals_are_one_line() {
     let folder = scratch("refusals");

@@ -6,8 +6,9 @@
 //! cargo run --release --example long_context -- --seqlen 4096 --heads 4 --heads-kv 2 --head-dim 64 --top-k 2,4,8 --device cpu
 //! ```
 //!
-//! Blocks are scored by the mean query times the mean key of each pair of blocks; the query heads that share a key-value head share
-//! its list. For comparison the same number of blocks goes to a wider window instead. The data has the structure of a document
+//! Each query head scores its blocks by the mean query times the mean key, and has a list of its own. Scores and mask are made on the
+//! device, in the same way as a model would make them at each step; what that takes is reported beside attention. For comparison the
+//! same number of blocks of each row goes to the nearest ones instead. The data has the structure of a document
 //! (`data.rs` has the recipe): the error on independent random numbers would say nothing, since all keys are alike there.
 //!
 //! Writes `long_context.svg` and `.png` (error and speed-up over the density), `long_context_mask.svg` and `.png`,
@@ -17,6 +18,7 @@
 #![allow(unreachable_pub)]
 
 mod data;
+mod masks;
 mod report;
 mod study;
 
@@ -36,7 +38,7 @@ struct Args {
     /// Query heads
     #[arg(long, default_value_t = 32)]
     heads: usize,
-    /// Key-value heads, each with its own list of blocks
+    /// Key-value heads
     #[arg(long, default_value_t = 8)]
     heads_kv: usize,
     /// Elements of a row
@@ -51,7 +53,7 @@ struct Args {
     /// Blocks before its own that every query visits
     #[arg(long, default_value_t = 4)]
     window: usize,
-    /// Blocks with the best scores that it visits besides: a point for each number
+    /// Blocks with the best scores that it visits, be they among those or not: a point for each number
     #[arg(long, value_delimiter = ',', default_value = "4,8,16,32,64,128")]
     top_k: Vec<usize>,
     /// Mean tokens of a segment of the document

@@ -1,6 +1,6 @@
 //! What is left of a study: a table, files for programs, plots.
 
-use super::study::{Study, TOP_K, WINDOW};
+use super::study::{Point, Study, TOP_K, WINDOW};
 use blockflash_bench::plot::{MAX_SHOWN, MaskPicture, Tradeoff, TradeoffPoint};
 use blockflash_ops::BlockMask;
 use std::fmt::Write;
@@ -24,11 +24,23 @@ pub fn table(study: &Study) -> String {
         rate(study.dense_tflops),
         block = study.block,
     );
-    let _ = writeln!(text, "choice  blocks  density        ms  speed-up  TFLOP/s    error  softmax mass");
+    let _ = writeln!(
+        text,
+        "scores of blocks: {:.3} ms; choosing is not in the times below, but beside them in % of each",
+        study.scores_us * 1e-3
+    );
+    let _ = writeln!(
+        text,
+        "choice  blocks  density        ms  speed-up  TFLOP/s    error  softmax mass   scores     mask"
+    );
     for point in &study.points {
+        let [scores, mask] = choosing(study, point).map(|us| match us {
+            Some(us) => format!("{:.2} %", us / point.us * 100.0),
+            None => "–".to_owned(),
+        });
         let _ = writeln!(
             text,
-            "{:<6}  {:>6}  {:>5.1} %  {:>8.3}  {:>8.2}  {:>7}  {:>5.2} %  {:>10.2} %",
+            "{:<6}  {:>6}  {:>5.1} %  {:>8.3}  {:>8.2}  {:>7}  {:>5.2} %  {:>10.2} %  {scores:>7}  {mask:>7}",
             point.choice,
             point.blocks,
             point.density * 100.0,
@@ -42,6 +54,11 @@ pub fn table(study: &Study) -> String {
     text
 }
 
+/// Microseconds of scores and mask, where a point needs them.
+fn choosing(study: &Study, point: &Point) -> [Option<f64>; 2] {
+    [point.mask_us.map(|_| study.scores_us), point.mask_us]
+}
+
 /// TFLOP/s; of a CPU there are few.
 fn rate(tflops: f64) -> String {
     let decimals = if tflops >= 10.0 { 0 } else { 3 };
@@ -49,11 +66,13 @@ fn rate(tflops: f64) -> String {
 }
 
 fn csv(study: &Study) -> String {
-    let mut text = "choice,blocks,density,us,dense_us,speedup,tflops,error,mass\n".to_owned();
+    let mut text =
+        "choice,blocks,density,us,dense_us,speedup,tflops,error,mass,scores_us,mask_us\n".to_owned();
     for point in &study.points {
+        let [scores, mask] = choosing(study, point).map(|us| us.map_or(String::new(), |us| us.to_string()));
         let _ = writeln!(
             text,
-            "{},{},{},{},{},{},{},{},{}",
+            "{},{},{},{},{},{},{},{},{},{scores},{mask}",
             point.choice,
             point.blocks,
             point.density,
@@ -93,7 +112,7 @@ pub fn write(
     };
     let series = [
         ("sink, window and top-k by scores".to_owned(), points(TOP_K)),
-        ("sink and a wider window".to_owned(), points(WINDOW)),
+        ("sink and as many of the nearest".to_owned(), points(WINDOW)),
     ];
     let subtitle = format!(
         "{} · {} heads on {}, head_dim {}, bf16, causal · blocks of {block} × {block} · dense {:.1} ms, {} TFLOP/s",

@@ -1,11 +1,11 @@
 //! Dense attention against attention over chosen blocks: time, density, error.
 
 use super::data::Recipe;
+use super::masks::{Choices, nearest};
 use blockflash_bench::io::Array;
 use blockflash_bench::timing::{Cache, Repeat};
 use blockflash_bench::{Error, Result};
-use blockflash_ops::block_sparse::block_mean_scores;
-use blockflash_ops::{Align, Attention, BlockGeometry, BlockMask, DType, Device, Mask, Stream, Tensor};
+use blockflash_ops::{Attention, BlockGeometry, BlockMask, DType, Device, Mask, Stream, Tensor};
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -19,11 +19,22 @@ pub struct Options {
     pub sink: usize,
     /// Blocks before its own that every query visits.
     pub window: usize,
-    /// Blocks with the best scores that are visited besides, one point for each number.
+    /// Blocks of each row with the best scores, be they in sink and window or not: one point for each number.
     pub top_k: Vec<usize>,
     /// Milliseconds for which each choice is timed.
     pub window_ms: f64,
     pub device: Device,
+}
+
+impl Options {
+    /// How the document is divided into blocks.
+    ///
+    /// # Errors
+    /// Sizes that the library does not take.
+    pub fn geometry(&self) -> Result<BlockGeometry> {
+        let Self { recipe, block, .. } = *self;
+        Ok(BlockGeometry::new(recipe.seqlen, recipe.seqlen, block, block)?)
+    }
 }
 
 /// One choice of blocks.
@@ -31,7 +42,7 @@ pub struct Options {
 pub struct Point {
     /// `top-k`, or `window` for as many blocks without any scores.
     pub choice: &'static str,
-    /// Blocks beyond sink and window.
+    /// Blocks with the best scores.
     pub blocks: usize,
     /// Visited pairs of a query and a key by those that the causal mask shows.
     pub density: f64,
@@ -45,6 +56,8 @@ pub struct Point {
     pub error: f64,
     /// Mean part of the softmax that the visited keys have in dense attention.
     pub mass: f64,
+    /// Microseconds of building the mask, which are not in `us`; `None` for what needs no scores.
+    pub mask_us: Option<f64>,
 }
 
 /// All of them.
@@ -63,6 +76,8 @@ pub struct Study {
     /// Microseconds of a launch of dense causal attention.
     pub dense_us: f64,
     pub dense_tflops: f64,
+    /// Microseconds of computing the scores, which are not in the times of points.
+    pub scores_us: f64,
     pub points: Vec<Point>,
 }
 
@@ -77,9 +92,8 @@ struct Output {
     us: f64,
 }
 
-/// Operands where they are used: on the host to choose blocks, on the device to attend.
+/// Operands on the device.
 struct Operands {
-    host: [Array; 2],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -92,37 +106,36 @@ struct Operands {
 /// # Errors
 /// Sizes that do not fit each other, a device that has no such kernel or fails.
 pub fn run(options: &Options, step: impl Fn(&str)) -> Result<(Study, BlockMask)> {
-    let Options { recipe, block, sink, window, ref top_k, .. } = *options;
-    let geometry = BlockGeometry::new(recipe.seqlen, recipe.seqlen, block, block)?;
-    let most = geometry.cols().saturating_sub(sink + window + 1);
+    let Options { recipe, sink, ref top_k, window_ms, .. } = *options;
+    let most = options.geometry()?.cols();
     if top_k.is_empty() || top_k.iter().any(|&k| k > most) {
         return Err(Error::Option(format!(
-            "--top-k takes numbers up to {most}: {} blocks of keys without sink, window and diagonal",
-            geometry.cols()
+            "--top-k takes numbers up to {most}: there are {most} blocks of keys"
         )));
     }
     step("drawing the document");
     let operands = Operands::new(options)?;
+    let stream = &operands.stream;
     step("dense attention");
-    let dense = operands.attend(None, options.window_ms)?;
-    let fixed = |window: usize| -> Result<BlockMask> {
-        let local = BlockMask::window(geometry, Some(window), Some(0), Align::BottomRight)?;
-        Ok(local.union(&BlockMask::sink(geometry, sink)?)?.intersect_mask(Mask::causal())?)
-    };
+    let dense = operands.attend(None, window_ms)?;
     step("scores of blocks");
-    let scores = operands.scores(geometry, recipe.heads_q / recipe.heads_kv, &fixed(window)?)?;
+    let choices = Choices::new(options, &operands.q, &operands.k, stream)?;
     let visible = Mask::causal().visited_pairs(recipe.seqlen, recipe.seqlen) as f64;
     let flops = 4.0 * visible * (recipe.heads_q * recipe.head_dim) as f64;
-    let mut study = Study::new(options, dense.us, flops / dense.us * 1e-6);
+    let mut study = Study::new(options, dense.us, flops / dense.us * 1e-6, choices.scores_us);
     let mut looked_at = None;
     for (index, &blocks) in top_k.iter().enumerate() {
-        let best =
-            BlockMask::top_k_from_scores(geometry, 1, recipe.heads_kv, &scores, blocks, Mask::causal())?;
-        let by_scores = best.union(&fixed(window)?)?;
-        for (choice, mask) in [(TOP_K, by_scores), (WINDOW, fixed(window + blocks)?)] {
+        step(&format!("mask of {blocks} blocks"));
+        let (buffer, mask_us) = choices.best(blocks, window_ms, stream)?;
+        // How many blocks are visited is known on the device only.
+        let best = buffer.to_host(stream)?;
+        let near = nearest(&best, sink)?;
+        let near_device = near.to(stream)?;
+        let both = [(TOP_K, &best, buffer.mask(), Some(mask_us)), (WINDOW, &near, &near_device, None)];
+        for (choice, host, mask, mask_us) in both {
             step(&format!("{choice}, {blocks} blocks"));
-            let output = operands.attend(Some(&mask), options.window_ms)?;
-            let density = mask.visited_pairs(Mask::causal())? as f64 / (visible * mask.heads() as f64);
+            let output = operands.attend(Some(mask), window_ms)?;
+            let density = host.visited_pairs(Mask::causal())? as f64 / (visible * host.heads() as f64);
             study.points.push(Point {
                 choice,
                 blocks,
@@ -132,19 +145,20 @@ pub fn run(options: &Options, step: impl Fn(&str)) -> Result<(Study, BlockMask)>
                 tflops: flops * density / output.us * 1e-6,
                 error: relative_error(&output.o, &dense.o),
                 mass: mass(&output.lse, &dense.lse),
+                mask_us,
             });
-            if choice == TOP_K && index == top_k.len() / 2 {
-                looked_at = Some(mask);
-            }
+        }
+        if index == top_k.len() / 2 {
+            looked_at = Some(best);
         }
     }
     // There is a middle, since there is a first.
-    let mask = looked_at.map_or_else(|| fixed(window), Ok)?;
+    let mask = looked_at.ok_or_else(|| Error::Option("no mask was built".to_owned()))?;
     Ok((study, mask))
 }
 
 impl Study {
-    fn new(options: &Options, dense_us: f64, dense_tflops: f64) -> Self {
+    fn new(options: &Options, dense_us: f64, dense_tflops: f64, scores_us: f64) -> Self {
         let Options { recipe, block, sink, window, ref device, .. } = *options;
         let name = device.cuda_properties().map_or("CPU".to_owned(), |gpu| gpu.name.clone());
         Self {
@@ -160,6 +174,7 @@ impl Study {
             seed: recipe.seed,
             dense_us,
             dense_tflops,
+            scores_us,
             points: Vec::new(),
         }
     }
@@ -169,47 +184,38 @@ impl Operands {
     fn new(options: &Options) -> Result<Self> {
         let stream = options.device.stream()?;
         let [q, k, v] = options.recipe.draw()?;
-        let device = [q.upload(&stream)?, k.upload(&stream)?, v.upload(&stream)?];
-        let [device_q, device_k, device_v] = device;
-        Ok(Self { host: [q, k], q: device_q, k: device_k, v: device_v, stream })
-    }
-
-    /// Scores of blocks for each key-value head, `[1, heads_kv, rows, cols]`: a block is worth what it is worth to the query
-    /// head that wants it most, and nothing if it is visited anyway.
-    fn scores(&self, geometry: BlockGeometry, group: usize, visited: &BlockMask) -> Result<Vec<f32>> {
-        let [q, k] = &self.host;
-        let of_query_heads = block_mean_scores(geometry, q.view()?, k.view()?)?;
-        let size = geometry.rows() * geometry.cols();
-        let best = |heads: &[f32], block: usize| {
-            (0..group).map(|head| heads[head * size + block]).fold(f32::NEG_INFINITY, f32::max)
-        };
-        let visited = visited.to_bool()?;
-        let score =
-            |heads: &[f32], block: usize| if visited[block] { f32::NEG_INFINITY } else { best(heads, block) };
-        let mut scores = Vec::with_capacity(of_query_heads.len() / group);
-        for heads in of_query_heads.chunks_exact(group * size) {
-            scores.extend((0..size).map(|block| score(heads, block)));
-        }
-        Ok(scores)
+        Ok(Self { q: q.upload(&stream)?, k: k.upload(&stream)?, v: v.upload(&stream)?, stream })
     }
 
     /// Causal attention, over the blocks of a mask or all of them.
     fn attend(&self, mask: Option<&BlockMask>, window_ms: f64) -> Result<Output> {
         let Self { q, k, v, stream, .. } = self;
-        let mask = mask.map(|mask| mask.to(stream)).transpose()?;
         let [batch, seqlen, heads, _] = *q.shape() else {
             return Err(Error::Option(format!("q is {:?}", q.shape())));
         };
         let mut o = Tensor::empty(stream, q.dtype(), q.shape())?;
         let mut lse = Tensor::empty(stream, DType::F32, &[batch, heads, seqlen])?;
         let attention = Attention::new(q.view(), k.view(), v.view());
-        let attention = Attention { mask: Mask::causal(), block_mask: mask.as_ref(), ..attention };
-        let mut launch =
-            |stream: &Stream| Ok(attention.forward_into(o.view_mut(), Some(lse.view_mut()), stream)?);
-        let mut repeat = Repeat::new(stream, Cache::Warm, &mut launch)?;
-        let us = repeat.window(stream, window_ms, &mut launch)?.us;
+        let attention = Attention { mask: Mask::causal(), block_mask: mask, ..attention };
+        let us = time(stream, window_ms, |stream| {
+            attention.forward_into(o.view_mut(), Some(lse.view_mut()), stream)
+        })?;
         Ok(Output { o: Array::download(&o, stream)?, lse: Array::download(&lse, stream)?, us })
     }
+}
+
+/// Microseconds of a launch.
+///
+/// # Errors
+/// A launch or a device that fails.
+pub fn time(
+    stream: &Stream,
+    window_ms: f64,
+    mut launch: impl FnMut(&Stream) -> blockflash_ops::Result<()>,
+) -> Result<f64> {
+    let mut launch = |stream: &Stream| Ok(launch(stream)?);
+    let mut repeat = Repeat::new(stream, Cache::Warm, &mut launch)?;
+    Ok(repeat.window(stream, window_ms, &mut launch)?.us)
 }
 
 /// Rows that are compared at a time.

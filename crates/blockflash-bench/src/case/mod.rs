@@ -1,11 +1,13 @@
 //! What is measured: one shape of one operation, with an id that a person can read.
 
+mod block_mask;
 mod block_sparse;
 mod parse;
 mod pattern;
 mod varlen;
 mod work;
 
+pub use block_mask::{BlockMaskShape, MaskStep, SINK as MASK_SINK, WINDOW as MASK_WINDOW};
 pub use block_sparse::BlockSparseShape;
 pub use pattern::Pattern;
 pub use varlen::{Lengths, LengthsError, VarlenShape};
@@ -27,6 +29,8 @@ pub enum Case {
     VarlenFwd(VarlenShape),
     /// Attention forward over a mask of blocks.
     BlockSparseFwd(BlockSparseShape),
+    /// Scores of blocks, or a mask of blocks from scores.
+    BlockMaskBuild(BlockMaskShape),
     /// Block-sparse matrix times dense matrix.
     BsrMatmul(BsrShape),
 }
@@ -75,6 +79,7 @@ impl Case {
         match self {
             Case::AttentionFwd(_) | Case::VarlenFwd(_) => "attention_fwd",
             Case::BlockSparseFwd(_) => "block_sparse_fwd",
+            Case::BlockMaskBuild(_) => "block_mask_build",
             Case::BsrMatmul(_) => "bsr_matmul",
         }
     }
@@ -85,6 +90,7 @@ impl Case {
             Case::AttentionFwd(shape) => shape.dtype,
             Case::VarlenFwd(shape) => shape.dtype,
             Case::BlockSparseFwd(shape) => shape.dtype,
+            Case::BlockMaskBuild(shape) => shape.dtype(),
             Case::BsrMatmul(shape) => shape.dtype,
         }
     }
@@ -118,7 +124,7 @@ fn shared(f: &mut fmt::Formatter<'_>, heads: [usize; 2]) -> fmt::Result {
 
 impl fmt::Display for Case {
     /// The id: `b4_s4096_h32_d64_causal_bf16`, `varlen4096+512x2_h16_d128_causal_bf16`, `b1_s16384_h16_d128_q128kv128_d0.25_uniform_full_bf16`,
-    /// `m8192_n1024_k8192_b64_d0.1_uniform_f16`. It can be read back.
+    /// `mask_s32768_h16_b128_scores_d128_bf16`, `mask_s32768_h16_b128_top32`, `m8192_n1024_k8192_b64_d0.1_uniform_f16`. It can be read back.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Case::AttentionFwd(s) => {
@@ -139,6 +145,13 @@ impl fmt::Display for Case {
                 }
                 write!(f, "_d{}_q{}kv{}_d{}_", s.head_dim, s.block_q, s.block_kv, s.density)?;
                 write!(f, "{}_{}_{}", s.pattern, s.mask, s.dtype)
+            }
+            Case::BlockMaskBuild(BlockMaskShape { seqlen, num_heads, block, step }) => {
+                write!(f, "mask_s{seqlen}_h{num_heads}_b{block}_")?;
+                match step {
+                    MaskStep::Scores { head_dim, dtype } => write!(f, "scores_d{head_dim}_{dtype}"),
+                    MaskStep::Choose { top_k } => write!(f, "top{top_k}"),
+                }
             }
             Case::BsrMatmul(s) => {
                 let BsrShape { m, n, k, block_size, density, pattern, dtype } = s;

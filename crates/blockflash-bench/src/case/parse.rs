@@ -1,6 +1,9 @@
 //! Reading a case's id.
 
-use super::{AttentionShape, BlockSparseShape, BsrShape, Case, Lengths, MaskKind, Pattern, VarlenShape};
+use super::{
+    AttentionShape, BlockMaskShape, BlockSparseShape, BsrShape, Case, Lengths, MaskKind, MaskStep, Pattern,
+    VarlenShape,
+};
 use blockflash_sys::DType;
 use std::str::FromStr;
 
@@ -13,6 +16,7 @@ impl FromStr for Case {
         let joined = id.replace("power_law", "power-law");
         let parts: Vec<&str> = joined.split('_').collect();
         let case = match id.as_bytes().first() {
+            Some(b'm') if parts[0] == "mask" => block_mask(&parts[1..]),
             Some(b'm') => bsr(&parts),
             Some(b'v') => varlen(&parts),
             _ => attention(&parts),
@@ -113,6 +117,24 @@ fn varlen(parts: &[&str]) -> Option<Case> {
         mask: mask(mask_name)?,
         dtype: dtype(dtype_name)?,
     }))
+}
+
+fn block_mask(parts: &[&str]) -> Option<Case> {
+    let (&[seqlen, heads, block], step) = parts.split_first_chunk()?;
+    let step = match *step {
+        ["scores", d, dtype_name] => {
+            MaskStep::Scores { head_dim: number(d, "d")?, dtype: dtype(dtype_name)? }
+        }
+        [top_k] => MaskStep::Choose { top_k: number(top_k, "top")? },
+        _ => return None,
+    };
+    let shape = BlockMaskShape {
+        seqlen: number(seqlen, "s")?,
+        num_heads: number(heads, "h")?,
+        block: number(block, "b")?,
+        step,
+    };
+    shape.check().ok().map(|()| Case::BlockMaskBuild(shape))
 }
 
 fn bsr(parts: &[&str]) -> Option<Case> {

@@ -31,6 +31,13 @@ const BLOCK_SPARSE: BlockSparseShape = BlockSparseShape {
     mask: MaskKind::Full,
     dtype: DType::F16,
 };
+const SCORES: BlockMaskShape = BlockMaskShape {
+    seqlen: 1000,
+    num_heads: 4,
+    block: 128,
+    step: MaskStep::Scores { head_dim: 64, dtype: DType::BF16 },
+};
+const CHOOSE: MaskStep = MaskStep::Choose { top_k: 3 };
 const BSR: BsrShape = BsrShape {
     m: 8192,
     n: 1024,
@@ -60,6 +67,8 @@ fn ids_are_readable_and_can_be_read_back() {
         (Case::BlockSparseFwd(BLOCK_SPARSE), "b1_s1024_h4kv2_d128_q64kv128_d0.25_uniform_full_f16"),
         (Case::BlockSparseFwd(shared), "b1_s1024_h4kv2m2_d128_q64kv128_d0.25_uniform_causal_f16"),
         (Case::BlockSparseFwd(of_one), "b1_s1024_h4m1_d128_q64kv128_d0.25_power_law_full_f16"),
+        (Case::BlockMaskBuild(SCORES), "mask_s1000_h4_b128_scores_d64_bf16"),
+        (Case::BlockMaskBuild(BlockMaskShape { step: CHOOSE, ..SCORES }), "mask_s1000_h4_b128_top3"),
         (Case::BsrMatmul(BSR), "m8192_n1024_k8192_b64_d0.1_uniform_f16"),
         (Case::BsrMatmul(skewed), "m8192_n1024_k8192_b64_d0.0625_power_law_f16"),
     ] {
@@ -90,6 +99,11 @@ fn ids_are_readable_and_can_be_read_back() {
         "b1_s100_h4_d64_q64kv64_d0.5_uniform_full_bf16",
         "b1_s128_h4_d64_q64kv64_d0_uniform_full_bf16",
         "b1_s128_h4_d64_q64kv64_d0.5_banded_causal_bf16",
+        "mask_s128_h4_b64",
+        "mask_s128_h4_b64_top0",
+        "mask_s128_h4_b64_top3_f32",
+        "mask_s128_h4_b0_scores_d64_bf16",
+        "mask_s128_h4_b64_scores_d64_i64",
     ] {
         assert!(wrong.parse::<Case>().unwrap_err().contains("is no case"), "{wrong}");
     }
@@ -107,6 +121,20 @@ fn flops_count_what_is_needed() {
     assert_eq!(sparse.flops, 4.0 * 128.0 * (4 * 16 * 2 * 64 * 128) as f64);
     // 12.8 blocks of a row round to 13.
     assert_eq!(Case::BsrMatmul(BSR).work().flops, 2.0 * 128.0 * 13.0 * 4096.0 * 1024.0);
+}
+
+#[test]
+fn making_a_mask_reads_once_and_writes_once() {
+    let work = Case::BlockMaskBuild(SCORES).work();
+    let (inputs, scores) = (2.0 * 1000.0 * 4.0 * 64.0, 4.0 * 8.0 * 8.0);
+    assert_eq!((work.flops, work.exps), (inputs + scores * 128.0, 0.0));
+    assert_eq!(work.bytes, inputs * 2.0 + scores * 4.0);
+    let case = Case::BlockMaskBuild(BlockMaskShape { step: CHOOSE, ..SCORES });
+    let work = case.work();
+    assert_eq!((work.flops, case.dtype()), (0.0, DType::F32));
+    // 36 scores of 64 are seen. Sink, window and diagonal are all of the first six rows, and 6 blocks of the others.
+    let (seen, always) = (36.0, 21.0 + 6.0 + 6.0);
+    assert_eq!(work.bytes, 4.0 * (9.0 + always + 4.0 * (seen + always + 9.0 + 8.0)));
 }
 
 #[test]

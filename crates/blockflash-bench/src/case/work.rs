@@ -31,6 +31,7 @@ impl Case {
             Case::AttentionFwd(shape) => attention(shape),
             Case::VarlenFwd(shape) => varlen(shape),
             Case::BlockSparseFwd(shape) => block_sparse(shape),
+            Case::BlockMaskBuild(shape) => shape.work(),
             Case::BsrMatmul(shape) => bsr(shape),
         }
     }

@@ -56,6 +56,8 @@ impl Ceilings {
         let matmul = match dtype {
             DType::F16 => best(&[Ceiling::MmaF16, Ceiling::WgmmaF16])?,
             DType::BF16 => best(&[Ceiling::MmaBf16, Ceiling::WgmmaBf16])?,
+            // What multiplies nothing is not limited by it.
+            _ if work.flops == 0.0 => f64::INFINITY,
             _ => return None,
         };
         let hbm = best(&[Ceiling::HbmRead, Ceiling::HbmCopy])?;
@@ -103,5 +105,7 @@ mod tests {
         assert_eq!(limit(bandwidth, Cache::Warm), ("l2", 1.0));
         assert_eq!(limit(bandwidth, Cache::Cold), ("hbm", 10.0));
         assert_eq!(ceilings.limit(&work, DType::F32, Cache::Warm), None);
+        let choosing = Work { flops: 0.0, ..bandwidth };
+        assert_eq!(ceilings.limit(&choosing, DType::F32, Cache::Cold).unwrap().name, "hbm");
     }
 }

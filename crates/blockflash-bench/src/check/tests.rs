@@ -174,6 +174,22 @@ fn samples_of_large_problems_find_a_wrong_last_row() {
 }
 
 #[test]
+fn scores_of_blocks_on_paper() {
+    // Means of q are (1, 2) and (5, 0), of k (1, 1) and (3, −1); the second block has one row.
+    let q = array(&[1, 3, 1, 2], vec![0.0, 4.0, 2.0, 0.0, 5.0, 0.0]);
+    let k = array(&[1, 3, 1, 2], vec![-1.0, 1.0, 3.0, 1.0, 3.0, -1.0]);
+    let scores = |last| array(&[1, 1, 2, 2], vec![3.0, 1.0, 5.0, last]);
+    let right = block_scores(&q, &k, 2, &scores(15.0)).unwrap();
+    assert!(right.passed() && (right.checked, right.relative) == (4, 0.0), "{right:?}");
+    assert!(!block_scores(&q, &k, 2, &scores(15.001)).unwrap().passed());
+    assert!(!block_scores(&q, &k, 2, &scores(f32::NAN)).unwrap().passed());
+    assert!(
+        block_scores(&q, &k, 3, &scores(15.0)).is_err() && block_scores(&q, &k, 0, &scores(15.0)).is_err()
+    );
+    assert!(block_scores(&q, &array(&[1, 3, 2, 1], vec![0.0; 6]), 2, &scores(15.0)).is_err());
+}
+
+#[test]
 fn bsr_on_paper() {
     // A = [[1 2] [3 4]] at block column 1, B = ones: 3 and 7 in each row.
     let values = array(&[1, 2, 2], vec![1.0, 2.0, 3.0, 4.0]);

@@ -96,7 +96,9 @@ impl AttentionOperands {
             Case::BlockSparseFwd(shape) => {
                 (shape.dense().problem(), None, Some(BlockLists::new(shape, seed)))
             }
-            Case::BsrMatmul(_) => return Err(Error::Option(format!("{case} is another operation"))),
+            Case::BlockMaskBuild(_) | Case::BsrMatmul(_) => {
+                return Err(Error::Option(format!("{case} is another operation")));
+            }
         };
         let [q_shape, kv_shape, lse_shape] = shapes(&problem);
         let dtype = problem.dtype;

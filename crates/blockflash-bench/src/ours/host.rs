@@ -18,7 +18,7 @@ const DEVICE_US: f64 = 50e3;
 pub struct HostCost {
     /// Everything anew at each call.
     pub us: Option<f64>,
-    /// With the kernel decided before.
+    /// With the kernel decided before, where a call can be prepared.
     pub prepared_us: Option<f64>,
 }
 
@@ -27,7 +27,10 @@ pub(super) fn cost(operands: &mut Operands, stream: &Stream, launch_us: f64) -> 
     let calls = ((DEVICE_US / launch_us.max(1.0)) as usize).clamp(10, CALLS);
     let prepared = operands.prepare(stream)?;
     let us = times(stream, calls, || operands.launch(None, stream))?;
-    let prepared_us = times(stream, calls, || operands.launch_prepared(&prepared, stream))?;
+    let prepared_us = match prepared {
+        Some(prepared) => times(stream, calls, || operands.launch_prepared(&prepared, stream))?,
+        None => None,
+    };
     Ok(HostCost { us, prepared_us })
 }
 

@@ -1,4 +1,5 @@
 use super::attention_operands::AttentionOperands;
+use super::mask_operands::MaskOperands;
 use crate::case::{BsrShape, Case};
 use crate::check;
 use crate::error::{Error, Result};
@@ -15,6 +16,7 @@ use rayon::prelude::*;
 #[derive(Debug)]
 pub(super) enum Operands {
     Attention(AttentionOperands),
+    Mask(MaskOperands),
     Bsr { a: BsrMatrix, b: Tensor, c: Tensor },
 }
 
@@ -26,8 +28,19 @@ pub(super) enum Prepared {
 
 /// What the reference is computed from.
 pub(super) enum Host {
-    Attention { q: Array, k: Array, v: Array },
-    Bsr { row_ptr: Vec<i32>, col_idx: Vec<i32>, values: Array, b: Array },
+    Attention {
+        q: Array,
+        k: Array,
+        v: Array,
+    },
+    /// Its operands keep it.
+    Mask,
+    Bsr {
+        row_ptr: Vec<i32>,
+        col_idx: Vec<i32>,
+        values: Array,
+        b: Array,
+    },
 }
 
 impl Operands {
@@ -42,6 +55,9 @@ impl Operands {
             Case::AttentionFwd(_) | Case::VarlenFwd(_) | Case::BlockSparseFwd(_) => {
                 let (operands, [q, k, v]) = AttentionOperands::new(case, stream, seed, normal)?;
                 Ok((Self::Attention(operands), Host::Attention { q, k, v }))
+            }
+            Case::BlockMaskBuild(shape) => {
+                Ok((Self::Mask(MaskOperands::new(shape, stream, normal)?), Host::Mask))
             }
             Case::BsrMatmul(shape) => {
                 let BsrShape { m, n, k, block_size, dtype, .. } = *shape;
@@ -59,10 +75,18 @@ impl Operands {
         }
     }
 
+    /// Whether the kernel was loaded when memory was made for it: then nobody has timed that.
+    pub(super) fn is_loaded(&self) -> bool {
+        matches!(self, Self::Mask(_))
+    }
+
     /// The kernel that the library selects on this GPU.
     pub(super) fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Row> {
         Ok(match self {
             Self::Attention(operands) => attention::select(&operands.problem()?, gpu)?,
+            Self::Mask(operands) => {
+                operands.kernel().ok_or_else(|| Error::Option("this mask needs no kernel".to_owned()))?
+            }
             Self::Bsr { a, b, c } => {
                 bsr_matmul::select(&BsrMatmul::new(a, b.view()).problem(&c.view_mut())?, gpu)?
             }
@@ -73,6 +97,8 @@ impl Operands {
     pub(super) fn accepts(&mut self, row: &Row, gpu: &CudaProperties) -> Result<bool> {
         Ok(match self {
             Self::Attention(operands) => attention::accepts(row, &operands.problem()?, gpu).is_ok(),
+            // Its memory is that of the selected kernel.
+            Self::Mask(operands) => operands.kernel().is_some_and(|kernel| kernel.variant == row.variant),
             Self::Bsr { a, b, c } => {
                 bsr_matmul::accepts(row, &BsrMatmul::new(a, b.view()).problem(&c.view_mut())?, gpu).is_ok()
             }
@@ -82,6 +108,7 @@ impl Operands {
     pub(super) fn launch(&mut self, row: Option<&'static Row>, stream: &Stream) -> Result<()> {
         match self {
             Self::Attention(operands) => operands.launch(row, stream)?,
+            Self::Mask(operands) => operands.launch(row, stream)?,
             Self::Bsr { a, b, c } => {
                 let call = BsrMatmul::new(a, b.view());
                 match row {
@@ -93,12 +120,13 @@ impl Operands {
         Ok(())
     }
 
-    /// Decides on the kernel for [`launch_prepared`](Self::launch_prepared).
-    pub(super) fn prepare(&mut self, stream: &Stream) -> Result<Prepared> {
+    /// Decides on the kernel for [`launch_prepared`](Self::launch_prepared). `None` for what has decided when its memory was made.
+    pub(super) fn prepare(&mut self, stream: &Stream) -> Result<Option<Prepared>> {
         Ok(match self {
-            Self::Attention(operands) => Prepared::Attention(operands.prepare(stream)?),
+            Self::Attention(operands) => Some(Prepared::Attention(operands.prepare(stream)?)),
+            Self::Mask(_) => None,
             Self::Bsr { a, b, c } => {
-                Prepared::Bsr(BsrMatmul::new(a, b.view()).prepare(&c.view_mut(), stream)?)
+                Some(Prepared::Bsr(BsrMatmul::new(a, b.view()).prepare(&c.view_mut(), stream)?))
             }
         })
     }
@@ -124,6 +152,9 @@ impl Operands {
         stream: &Stream,
         seed: u64,
     ) -> Result<(bool, f64)> {
+        if let Self::Mask(operands) = self {
+            return operands.verify(row, stream);
+        }
         for output in self.outputs() {
             output.fill_bytes(stream, 0xFF)?;
         }
@@ -162,6 +193,7 @@ impl Operands {
     fn outputs(&mut self) -> Vec<&mut Tensor> {
         match self {
             Self::Attention(operands) => operands.outputs(),
+            Self::Mask(_) => Vec::new(), // it verifies itself
             Self::Bsr { c, .. } => vec![c],
         }
     }

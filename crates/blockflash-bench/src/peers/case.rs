@@ -9,6 +9,9 @@ pub enum PeerCaseError {
     /// The protocol has no packed sequences.
     #[error("dense batches only")]
     DenseOnly,
+    /// No rival does this.
+    #[error("ours only")]
+    OursOnly,
     /// The pattern of blocks cannot be written.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -68,6 +71,7 @@ impl PeerCase {
         };
         match *case {
             Case::VarlenFwd(_) => Err(PeerCaseError::DenseOnly),
+            Case::BlockMaskBuild(_) => Err(PeerCaseError::OursOnly),
             Case::AttentionFwd(shape) => Ok(Self::AttentionFwd { shape, seed }),
             Case::BlockSparseFwd(shape) => {
                 // The protocol has lists of every query head.

@@ -138,6 +138,9 @@ fn a_case_carries_its_shape() {
 #[test]
 fn packed_sequences_never_become_a_dense_case() {
     let packed = "varlen9+4_h2_d16_full_bf16".parse().unwrap();
+    let mask = "mask_s128_h4_b64_top3".parse().unwrap();
+    let refusal = PeerCase::new(&mask, 3, &std::env::temp_dir()).unwrap_err();
+    assert_eq!(refusal.to_string(), "ours only");
     let refusal = PeerCase::new(&packed, 3, &std::env::temp_dir()).unwrap_err();
     assert_eq!(refusal.to_string(), "dense batches only");
 }

@@ -88,7 +88,7 @@ impl<'a> Columns<'a> {
         let best = [us, rival].into_iter().flatten().reduce(f64::min);
         let speed = |record: Option<&Record>| match record {
             None => NONE.to_owned(),
-            Some(record) if !record.reference && record.us.is_some() && record.us == best => {
+            Some(record) if !record.reference && record.tflops.is_some() && record.us == best => {
                 mark(speed(record))
             }
             Some(record) => speed(record),
@@ -132,9 +132,12 @@ fn verified(row: &Row<'_>, ours: Option<&Record>) -> &'static str {
     }
 }
 
-/// TFLOP/s, or that it failed.
+/// TFLOP/s where there are any, or that it failed.
 fn speed(record: &Record) -> String {
-    record.tflops.filter(|_| record.us.is_some()).map_or("error".to_owned(), number)
+    match record.us {
+        Some(_) => record.tflops.map_or(NONE.to_owned(), number),
+        None => "error".to_owned(),
+    }
 }
 
 /// Three or four significant digits.

@@ -1,6 +1,9 @@
 //! The group that a case belongs to.
 
-use crate::case::{AttentionShape, BlockSparseShape, BsrShape, Case, MaskKind, Pattern, VarlenShape};
+use crate::case::{
+    AttentionShape, BlockMaskShape, BlockSparseShape, BsrShape, Case, MaskKind, MaskStep, Pattern,
+    VarlenShape,
+};
 use crate::record::Record;
 use crate::timing::Cache;
 use blockflash_sys::DType;
@@ -22,6 +25,7 @@ pub(crate) fn group(record: &Record) -> String {
         Some(Case::AttentionFwd(shape)) => attention(shape),
         Some(Case::VarlenFwd(shape)) => varlen(shape),
         Some(Case::BlockSparseFwd(shape)) => block_sparse(shape),
+        Some(Case::BlockMaskBuild(shape)) => block_mask(shape),
         Some(Case::BsrMatmul(shape)) => bsr(shape),
         None => record.op.clone(),
     };
@@ -58,6 +62,13 @@ fn block_sparse(shape: &BlockSparseShape) -> String {
     let mask = if *mask == MaskKind::Full { String::new() } else { format!(", {mask}") };
     let shared = if shape.mask_heads == shape.num_heads_q { "" } else { ", lists of several heads" };
     format!("head_dim {head_dim}, blocks of {block_q} × {block_kv}{pattern}{mask}{shared}")
+}
+
+fn block_mask(shape: &BlockMaskShape) -> String {
+    match shape.step {
+        MaskStep::Scores { .. } => format!("scores of blocks of {0} × {0}", shape.block),
+        MaskStep::Choose { .. } => format!("mask of blocks of {0} × {0}", shape.block),
+    }
 }
 
 fn bsr(shape: &BsrShape) -> String {
@@ -98,6 +109,10 @@ mod tests {
         let shared = "b1_s16384_h32kv8m8_d128_q64kv64_d0.25_uniform_full_bf16";
         let expected = "head_dim 128, blocks of 64 × 64, lists of several heads";
         assert_eq!(label("block_sparse_fwd", shared), expected);
+        let scores = "mask_s32768_h16_b128_scores_d128_bf16";
+        assert_eq!(label("block_mask_build", scores), "scores of blocks of 128 × 128");
+        let choose = "mask_s32768_h16_b128_top32";
+        assert_eq!(label("block_mask_build", choose), "mask of blocks of 128 × 128, f32");
         assert_eq!(label("other", "x"), "other");
         let cold = Record { op: "other".into(), cache: "cold".into(), ..Record::default() };
         assert_eq!(group(&cold), "other, cold caches");

@@ -1,7 +1,8 @@
 //! Grids of a suite's file.
 
 use crate::case::{
-    AttentionShape, BlockSparseShape, BsrShape, Case, Lengths, MaskKind, Pattern, VarlenShape,
+    AttentionShape, BlockMaskShape, BlockSparseShape, BsrShape, Case, Lengths, MaskKind, MaskStep, Pattern,
+    VarlenShape,
 };
 use blockflash_sys::DType;
 use serde::Deserialize;
@@ -62,6 +63,18 @@ pub(super) struct BlockSparseGrid {
     dtype: Vec<DType>,
     #[serde(default)]
     pub(super) peers: GridPeers,
+}
+
+/// Each combination is two cases: the scores, and the mask from scores.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct BlockMaskGrid {
+    seqlen: Vec<usize>,
+    num_heads: usize,
+    head_dim: usize,
+    block: Vec<usize>,
+    top_k: usize,
+    dtype: Vec<DType>,
 }
 
 #[derive(Deserialize)]
@@ -173,6 +186,23 @@ impl BlockSparseGrid {
                             }
                         }
                     }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl BlockMaskGrid {
+    pub(super) fn expand(&self, cases: &mut Vec<Case>) -> Result<(), String> {
+        let Self { num_heads, head_dim, top_k, .. } = *self;
+        for &seqlen in &self.seqlen {
+            for &block in &self.block {
+                let scores = self.dtype.iter().map(|&dtype| MaskStep::Scores { head_dim, dtype });
+                for step in scores.chain([MaskStep::Choose { top_k }]) {
+                    let shape = BlockMaskShape { seqlen, num_heads, block, step };
+                    shape.check()?;
+                    cases.push(Case::BlockMaskBuild(shape));
                 }
             }
         }

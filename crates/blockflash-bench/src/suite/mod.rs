@@ -5,7 +5,7 @@ mod grid;
 use crate::case::Case;
 use crate::error::{Error, Result};
 use crate::timing::Cache;
-use grid::{AttentionGrid, BlockSparseGrid, BsrGrid, GridPeers};
+use grid::{AttentionGrid, BlockMaskGrid, BlockSparseGrid, BsrGrid, GridPeers};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
@@ -50,6 +50,8 @@ struct File {
     attention_fwd: Vec<AttentionGrid>,
     #[serde(default)]
     block_sparse_fwd: Vec<BlockSparseGrid>,
+    #[serde(default)]
+    block_mask_build: Vec<BlockMaskGrid>,
     #[serde(default)]
     bsr_matmul: Vec<BsrGrid>,
 }
@@ -125,6 +127,7 @@ impl Suite {
         };
         file.attention_fwd.iter().try_for_each(|grid| expand(grid.peers, &|cases| grid.expand(cases)))?;
         file.block_sparse_fwd.iter().try_for_each(|grid| expand(grid.peers, &|cases| grid.expand(cases)))?;
+        file.block_mask_build.iter().try_for_each(|grid| grid.expand(&mut cases))?;
         file.bsr_matmul.iter().try_for_each(|grid| grid.expand(&mut cases))?;
         for (index, case) in cases.iter().enumerate() {
             if cases[..index].contains(case) {

@@ -68,6 +68,24 @@ fn patterns_and_masks_are_dimensions_of_a_block_sparse_grid() {
     assert!(problem(&SPARSE.replace("[0.5]", "[1.5]")).contains("not in (0, 1]"));
 }
 
+const MASKS: &str = "description = 'x'\n[[block_mask_build]]\nseqlen = [1000, 2000]\nnum_heads = 4\nhead_dim = 64\n\
+                     block = [64]\ntop_k = 8\ndtype = ['bf16']\n";
+
+#[test]
+fn a_mask_is_two_cases() {
+    let suite = Suite::parse("t".into(), MASKS).unwrap();
+    let ids: Vec<_> = suite.cases.iter().map(Case::to_string).collect();
+    let expected = [
+        "mask_s1000_h4_b64_scores_d64_bf16",
+        "mask_s1000_h4_b64_top8",
+        "mask_s2000_h4_b64_scores_d64_bf16",
+        "mask_s2000_h4_b64_top8",
+    ];
+    assert_eq!(ids, expected);
+    assert!(problem(&MASKS.replace("top_k = 8", "top_k = 0")).contains("size of 0"));
+    assert!(problem(&MASKS.replace("[1000, 2000]", "[1000, 1000]")).contains("twice"));
+}
+
 #[test]
 fn grids_may_do_without_rivals() {
     let text = format!("{GRID}peers = 'none'\n{}", SPARSE.replace("description = 'x'\n", ""));

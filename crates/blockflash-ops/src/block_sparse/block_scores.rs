@@ -82,6 +82,11 @@ impl BlockScores {
         &self.scores
     }
 
+    /// The kernel that computes them; `None` on the CPU, and where there is nothing to compute.
+    pub fn kernel(&self) -> Option<&'static Row> {
+        self.workspace.as_ref().map(|workspace| workspace.row)
+    }
+
     /// Computes the scores of tensors of the same sizes and type. On a GPU this is queued on the stream, and nothing is allocated.
     ///
     /// # Errors

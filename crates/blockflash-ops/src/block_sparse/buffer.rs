@@ -96,6 +96,11 @@ impl BlockMaskBuffer {
         self.capacity
     }
 
+    /// The kernel that builds it; `None` on the CPU.
+    pub fn kernel(&self) -> Option<&'static Row> {
+        self.workspace.as_ref().map(|workspace| workspace.row)
+    }
+
     /// Builds the mask of a choice. On a GPU this is queued on the stream: nothing is allocated, nobody waits, and what the data
     /// has to be is looked at by [`check`](Self::check).
     ///
@@ -105,7 +110,7 @@ impl BlockMaskBuffer {
     /// [`Error::TooLarge`] for lists of more than 2^30. On the CPU also what `check` would find; the mask then stays as it was.
     pub fn build(&mut self, choice: &BlockChoice<'_>, stream: &Stream) -> Result<()> {
         let sizes = self.checked(choice, stream)?;
-        match self.workspace.as_ref().map(|workspace| workspace.row) {
+        match self.kernel() {
             Some(row) => self.launch(row, &sizes, choice, stream),
             None => self.build_on_host(&sizes, choice),
         }

@@ -224,6 +224,7 @@ fn measure(run: &Run, peers: &mut Peers, writer: &mut Writer) -> Result<Vec<Reco
 fn line(records: &[Record]) -> String {
     let speed = |record: &Record| match (record.us, record.tflops) {
         (Some(us), Some(tflops)) => format!("{} {} TFLOP/s", table::time(us), table::number(tflops)),
+        (Some(us), None) => table::time(us),
         _ => "error".to_owned(),
     };
     let results = records.iter().map(|record| format!("{} {}", record.implementation, speed(record)));
