@@ -3,9 +3,8 @@
 // One block of threads computes one block row of A times block_n columns of B: a multistage matmul over the blocks of the row laid
 // end to end, whose rows of B are gathered by the column indices. No multiplication by a missing block is ever executed, and
 // nothing is planned ahead, so the pattern may change between launches.
-#include "blockflash/activation.cuh"
+#include "blockflash/bsr_epilogue.cuh"
 #include "blockflash/config.cuh"
-#include "blockflash/element.cuh"
 #include "blockflash/ptx/cp_async.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"
@@ -147,108 +146,10 @@ __device__ __forceinline__ void multiply(float (&acc)[kMTiles][kNTiles][4], cons
   }
 }
 
-__device__ __forceinline__ float load_c(const blockflash_bsr_matmul_params& p, int64_t at) {
-  if (p.c_dtype == BLOCKFLASH_DTYPE_F32) return static_cast<const float*>(p.c)[at];
-  const uint16_t bits = static_cast<const uint16_t*>(p.c)[at];
-  return p.c_dtype == BLOCKFLASH_DTYPE_F16 ? ElementTraits<__half>::to_float(bits) : ElementTraits<__nv_bfloat16>::to_float(bits);
-}
-
-__device__ __forceinline__ float load_bias(const blockflash_bsr_matmul_params& p, int64_t at) {
-  return ElementTraits<Element>::to_float(static_cast<const uint16_t*>(p.bias)[at]);
-}
-
-__device__ __forceinline__ uint32_t pack(int dtype, float low, float high) {
-  return dtype == BLOCKFLASH_DTYPE_F16 ? ElementTraits<__half>::pack(low, high) : ElementTraits<__nv_bfloat16>::pack(low, high);
-}
-
-// Everything of the epilogue but the factor alpha, for one value. A call: most products have none of this, and inlined eight
-// times the erf of gelu would be most of the kernel.
-__device__ __noinline__ float epilogue_term(const blockflash_bsr_matmul_params& p, float x, int64_t row, int64_t column) {
-  if (p.beta != 0.f) x += p.beta * load_c(p, row * p.ldc + column);
-  if (p.bias != nullptr) x += load_bias(p, p.bias_per_row ? row : column);
-  return activate(x, p.activation);
-}
-
-// Applies the epilogue to eight values of row `row` from column `column` on, and stores those inside of C. `plain`: the epilogue
-// is alpha alone.
-template <bool plain>
-__device__ __forceinline__ void store_row_piece(const blockflash_bsr_matmul_params& p, float (&x)[8], int64_t row, int64_t column) {
-  const int count = static_cast<int>(min(p.n - column, static_cast<int64_t>(8)));
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    x[i] *= p.alpha;
-    if (!plain && i < count) x[i] = epilogue_term(p, x[i], row, column + i);
-  }
-  const int64_t at = row * p.ldc + column;
-  if (p.c_dtype == BLOCKFLASH_DTYPE_F32) {
-    float* const c = static_cast<float*>(p.c) + at;
-    if (p.c_vectorized && count == 8) {
-      reinterpret_cast<float4*>(c)[0] = make_float4(x[0], x[1], x[2], x[3]);
-      reinterpret_cast<float4*>(c)[1] = make_float4(x[4], x[5], x[6], x[7]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        if (i < count) c[i] = x[i];
-    }
-    return;
-  }
-  uint32_t packed[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) packed[i] = pack(p.c_dtype, x[2 * i], x[2 * i + 1]);
-  uint16_t* const c = static_cast<uint16_t*>(p.c) + at;
-  if (p.c_vectorized && count == 8) {
-    *reinterpret_cast<uint4*>(c) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (i < count) c[i] = static_cast<uint16_t>(packed[i / 2] >> (i % 2 * 16));
-  }
-}
-
-// The accumulators go through shared memory in slices of 16 rows × kSliceN columns per warp: whole rows come out, so that loads
-// and stores of C are 16 bytes wide, and the epilogue is one short loop instead of being unrolled over the accumulators.
+// Slices of 16 rows × kSliceN columns per warp, through the freed ring.
 constexpr int kSliceN = kWarpN < 64 ? kWarpN : 64;
 constexpr int kSliceStride = kSliceN + 8;  // floats; 8 more keep the eight rows of a store in different banks
 static_assert(16 * kSliceStride * 4 * Config::warps_m * Config::warps_n <= Config::smem_bytes, "slices fit into the ring");
-static_assert(kWarpN % kSliceN == 0 && 16 * kSliceN % (8 * kWarpSize) == 0, "slices divide among the lanes");
-
-// Stores one slice, a row piece per lane and turn. `at_row`, `at_column`: where the slice lies in C.
-template <bool plain>
-__device__ __forceinline__ void store_slice(const blockflash_bsr_matmul_params& p, const float* slice, int64_t at_row, int64_t at_column,
-                                            int lane) {
-  constexpr int kTurns = 16 * kSliceN / (8 * kWarpSize);
-#pragma unroll(plain ? kTurns : 1)
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const int i = turn * kWarpSize + lane;
-    const int row = i / (kSliceN / 8), column = i % (kSliceN / 8) * 8;
-    float x[8];
-    *reinterpret_cast<float4*>(x) = *reinterpret_cast<const float4*>(slice + row * kSliceStride + column);
-    *reinterpret_cast<float4*>(x + 4) = *reinterpret_cast<const float4*>(slice + row * kSliceStride + column + 4);
-    if (at_row + row < p.m && at_column + column < p.n) store_row_piece<plain>(p, x, at_row + row, at_column + column);
-  }
-}
-
-__device__ __forceinline__ void store_tile(const blockflash_bsr_matmul_params& p, const float (&acc)[kMTiles][kNTiles][4],
-                                           float* slice, int64_t first_row, int64_t first_column, int lane) {
-  const bool plain = p.beta == 0.f && p.bias == nullptr && p.activation == BLOCKFLASH_ACTIVATION_NONE;
-#pragma unroll
-  for (int m = 0; m < kMTiles; ++m)
-#pragma unroll
-    for (int n0 = 0; n0 < kNTiles; n0 += kSliceN / 8) {
-#pragma unroll
-      for (int n = 0; n < kSliceN / 8; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          *reinterpret_cast<float2*>(slice + ((lane >> 2) + half * 8) * kSliceStride + n * 8 + (lane & 3) * 2) =
-              make_float2(acc[m][n0 + n][2 * half], acc[m][n0 + n][2 * half + 1]);
-      __syncwarp();
-      if (plain)
-        store_slice<true>(p, slice, first_row + m * 16, first_column + n0 * 8, lane);
-      else
-        store_slice<false>(p, slice, first_row + m * 16, first_column + n0 * 8, lane);
-      __syncwarp();
-    }
-}
 
 }  // namespace
 }  // namespace blockflash
@@ -306,5 +207,5 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_params p) {
 
   float* const slice = reinterpret_cast<float*>(smem) + warp * 16 * kSliceStride;
   const int64_t first_row = static_cast<int64_t>(work.block_row) * kBlock + warp_m * kWarpM;
-  store_tile(p, acc, slice, first_row, work.first_column + warp_n * kWarpN, lane);
+  store_tile<kSliceN, kSliceStride>(p, acc, slice, first_row, work.first_column + warp_n * kWarpN, lane);
 }

@@ -2,10 +2,10 @@
 
 use blockflash_ops::{BsrMatmul, DType, Stream, Tensor};
 use blockflash_sys::Row;
-use blockflash_sys::manifest::{BsrMatmul as Tile, Variant};
+use blockflash_sys::manifest::BsrTile;
 use blockflash_tests::bsr::{
     BsrCase, BsrData, BsrInputs, BsrReference, Kernel, Limits, Pattern, bsr_cases, check_output, edge_cases,
-    epilogue_cases, run_and_check,
+    epilogue_cases, run_on_row,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
 use blockflash_tests::host::{download, poisoned};
@@ -17,27 +17,16 @@ use std::collections::BTreeMap;
 /// Multiply-adds per case and computation of the oracle; larger cases are sampled.
 const BUDGET: f64 = 2e8;
 
-fn tile(row: &Row) -> Option<Tile> {
-    match row.variant {
-        Variant::BsrMatmul(tile) => Some(tile),
-        // Rows of attention_gpu, block_mask_gpu and probe_gpu. No catch-all: a new kind of kernel needs a suite.
-        Variant::AttentionFwd(_)
-        | Variant::AttentionFwdHopper(_)
-        | Variant::BlockMask(_)
-        | Variant::Probe(_) => None,
-    }
-}
-
 /// Rows that compute the same problems: they share cases and references.
-fn groups(gpu: &Gpu) -> BTreeMap<(DType, u32), Vec<(&'static Row, Tile)>> {
+fn groups(gpu: &Gpu) -> BTreeMap<(DType, u32), Vec<(&'static Row, BsrTile)>> {
     let mut groups: BTreeMap<_, Vec<_>> = BTreeMap::new();
-    for (row, tile) in gpu.rows().filter_map(|row| Some((row, tile(row)?))) {
+    for (row, tile) in gpu.rows().filter_map(|row| Some((row, row.bsr_tile()?))) {
         groups.entry((tile.dtype, tile.block_size)).or_default().push((row, tile));
     }
     groups
 }
 
-fn cases_of((dtype, block_size): (DType, u32), rows: &[(&'static Row, Tile)]) -> Vec<BsrCase> {
+fn cases_of((dtype, block_size): (DType, u32), rows: &[(&'static Row, BsrTile)]) -> Vec<BsrCase> {
     let size = block_size as usize;
     let mut tiles: Vec<(usize, usize)> =
         rows.iter().map(|(_, tile)| (tile.block_n as usize, tile.block_k as usize)).collect();
@@ -64,7 +53,7 @@ fn every_row() {
         for case in cases_of(key, &rows) {
             let (data, reference) = prepared(&case);
             for &(row, _) in &rows {
-                report.run(row, || run_and_check(&case, &data, &reference, Kernel::Row(row), stream));
+                report.run(row, || run_on_row(&case, &data, &reference, row, stream));
             }
         }
         for &(row, tile) in &rows {
@@ -85,9 +74,10 @@ fn prepared(case: &BsrCase) -> (BsrData, BsrReference) {
 }
 
 /// Captures a call once and replays it with another B.
-fn replays_a_graph(row: &'static Row, tile: &Tile, stream: &Stream) -> Result<usize, String> {
+fn replays_a_graph(row: &'static Row, tile: &BsrTile, stream: &Stream) -> Result<usize, String> {
     let size = tile.block_size as usize;
-    let case = BsrCase::simple(tile.dtype, size, [5 * size + 3, 130, 7 * size], Pattern::Random(0.5));
+    let case =
+        BsrCase::simple(tile.dtype, size, [5 * size + 3, 130, 7 * size], Pattern::Random(0.5)).for_row(row);
     let mut data = BsrData::generate(&case);
     let mut inputs = BsrInputs::upload(&case, &data, stream)?;
     let mut c = inputs.old_c(&data, stream)?;
@@ -109,9 +99,10 @@ fn replays_a_graph(row: &'static Row, tile: &Tile, stream: &Stream) -> Result<us
     Ok(4)
 }
 
-fn repeats_its_bits(row: &'static Row, tile: &Tile, stream: &Stream) -> Result<usize, String> {
+fn repeats_its_bits(row: &'static Row, tile: &BsrTile, stream: &Stream) -> Result<usize, String> {
     let size = tile.block_size as usize;
-    let case = BsrCase::simple(tile.dtype, size, [40 * size, 300, 30 * size], Pattern::Random(0.3));
+    let case =
+        BsrCase::simple(tile.dtype, size, [40 * size, 300, 30 * size], Pattern::Random(0.3)).for_row(row);
     let data = BsrData::generate(&case);
     let inputs = BsrInputs::upload(&case, &data, stream)?;
     let mut first = None;
@@ -127,7 +118,7 @@ fn repeats_its_bits(row: &'static Row, tile: &Tile, stream: &Stream) -> Result<u
     Ok(30)
 }
 
-fn runs_in_two_threads(row: &'static Row, tile: &Tile, gpu: &Gpu) -> Result<usize, String> {
+fn runs_in_two_threads(row: &'static Row, tile: &BsrTile, gpu: &Gpu) -> Result<usize, String> {
     let size = tile.block_size as usize;
     let work = |thread: usize| {
         let stream = gpu.device.stream().map_err(|error| error.to_string())?;
@@ -136,7 +127,7 @@ fn runs_in_two_threads(row: &'static Row, tile: &Tile, gpu: &Gpu) -> Result<usiz
             let mnk = [9 * size + thread, 200 + 57 * thread, 11 * size];
             let case = BsrCase { seed, ..BsrCase::simple(tile.dtype, size, mnk, Pattern::Random(0.4)) };
             let (data, reference) = prepared(&case);
-            compared += run_and_check(&case, &data, &reference, Kernel::Row(row), &stream)?;
+            compared += run_on_row(&case, &data, &reference, row, &stream)?;
         }
         Ok(compared)
     };
@@ -181,7 +172,7 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
         let mut spread =
             Tensor::empty(stream, dtype, &[ROWS, STRIDE]).expect("memory for C beyond 2^31 elements");
         for (row, tile) in
-            gpu.rows().filter_map(|row| Some((row, tile(row)?))).filter(|(_, tile)| tile.dtype == dtype)
+            gpu.rows().filter_map(|row| Some((row, row.bsr_tile()?))).filter(|(_, tile)| tile.dtype == dtype)
         {
             report.run(row, || {
                 let case = case(tile.block_size as usize);

@@ -124,18 +124,24 @@ proptest! {
         mnk in (0..5000usize, 0..5000usize, 0..5000usize),
     ) {
         let problem = BsrProblem::new(dtype, [mnk.0, mnk.1, mnk.2], block_size, 7);
-        let fits = |row: &Row| matches!(row.variant, Variant::BsrMatmul(tile)
-            if tile.dtype == dtype && tile.block_size as usize == block_size) && runs(row, &gpu);
+        let is_hopper = |row: &Row| matches!(row.variant, Variant::BsrMatmulHopper(_));
+        // Tensor maps want rows of B at multiples of 16 bytes.
+        let fits = |row: &Row| row.bsr_tile().is_some_and(|tile| {
+            tile.dtype == dtype && tile.block_size as usize == block_size
+        }) && runs(row, &gpu) && (!is_hopper(row) || mnk.1 % 8 == 0 || mnk.2 == 0);
         let possible: Vec<&Row> = manifest::rows().iter().filter(|row| fits(row)).collect();
         match bsr_matmul::select(&problem, &gpu) {
             Ok(row) => {
                 prop_assert!(fits(row), "{} on {}", row.image_name(), gpu.name);
                 let machine_code = possible.iter().any(|row| !row.target.is_ptx());
                 prop_assert!(!(machine_code && row.target.is_ptx()), "PTX where {} has machine code", gpu.name);
-                let plan = bsr_matmul::plan(row, &problem).unwrap();
-                let Variant::BsrMatmul(tile) = row.variant else { unreachable!() };
-                let tiles_n = mnk.1.div_ceil(tile.block_n as usize);
-                prop_assert!(plan.config.grid[0] as usize >= tiles_n * usize::from(mnk.0 > 0));
+                let plan = bsr_matmul::plan(row, &problem, &gpu).unwrap();
+                let tile = row.bsr_tile().unwrap();
+                let tiles_m = mnk.0.div_ceil(block_size).div_ceil(tile.block_rows as usize);
+                let tiles = mnk.1.div_ceil(tile.block_n as usize) * tiles_m;
+                let stay = if is_hopper(row) { gpu.multiprocessors as usize } else { usize::MAX };
+                prop_assert_eq!(plan.config.grid[0] as usize, tiles.min(stay));
+                prop_assert_eq!(plan.config.programmatic_dependent_launch, is_hopper(row));
                 prop_assert_eq!(&plan.config.grid[1..], &[1, 1]);
                 prop_assert_eq!((plan.params.m, plan.params.n, plan.params.k), (mnk.0 as i64, mnk.1 as i64, mnk.2 as i64));
             }
@@ -274,5 +280,5 @@ fn grids_that_no_gpu_takes_are_errors() {
     assert!(matches!(attention::plan(row, &problem, &h200), Err(Error::TooLarge { .. })));
     let problem = BsrProblem::new(DType::F16, [1 << 40, 1 << 30, 64], 64, 1);
     let row = bsr_matmul::select(&problem, &h200).unwrap();
-    assert!(matches!(bsr_matmul::plan(row, &problem), Err(Error::TooLarge { .. })));
+    assert!(matches!(bsr_matmul::plan(row, &problem, &h200), Err(Error::TooLarge { .. })));
 }

@@ -2,7 +2,7 @@
 
 use crate::workspace::{read, root, write};
 use anyhow::{Context, Result};
-use blockflash_sys::manifest::{self, AttentionFwd, AttentionFwdHopper, Variant};
+use blockflash_sys::manifest::{self, AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, Variant};
 use blockflash_sys::{Row, Target};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -96,7 +96,10 @@ fn describe(row: &Row) -> Option<(Line, &'static str)> {
         | Variant::AttentionFwdHopper(AttentionFwdHopper { head_dim, dtype, .. }) => {
             Some((Line::AttentionForward { head_dim }, dtype.name()))
         }
-        Variant::BsrMatmul(t) => Some((Line::BsrMatmul { block_size: t.block_size }, t.dtype.name())),
+        Variant::BsrMatmul(BsrMatmul { block_size, dtype, .. })
+        | Variant::BsrMatmulHopper(BsrMatmulHopper { block_size, dtype, .. }) => {
+            Some((Line::BsrMatmul { block_size }, dtype.name()))
+        }
         // Prepares the operand of an operation, or computes nothing that a user asks for.
         Variant::BlockMask(_) | Variant::Probe(_) => None,
     }

@@ -96,7 +96,7 @@ fn head_dims() -> Vec<(String, u32)> {
 /// The block sizes of all BSR rows.
 fn block_sizes() -> Vec<u32> {
     let mut sizes: Vec<u32> =
-        manifest::rows().iter().filter_map(bsr_matmul::tile).map(|tile| tile.block_size).collect();
+        manifest::rows().iter().filter_map(Row::bsr_tile).map(|tile| tile.block_size).collect();
     sizes.sort_unstable();
     sizes.dedup();
     sizes

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod block_mask;
+mod bsr_matmul_hopper;
 mod dtype;
 mod expect;
 pub mod image;

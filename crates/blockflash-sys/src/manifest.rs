@@ -4,8 +4,9 @@
 //! Where tiles differ between targets it is because of shared memory: sm_80 and sm_90 have 163 KB and more, every other GPU 99 KB.
 //! Rows with equal [`Row::symbol`] are the same source with the same tiles for different targets.
 
+pub use crate::bsr_matmul_hopper::BsrMatmulHopper;
 pub use crate::release::{released_rows, rows, trial_rows};
-pub use crate::tile::{AttentionFwd, AttentionFwdHopper, AttentionTile, BsrMatmul};
+pub use crate::tile::{AttentionFwd, AttentionFwdHopper, AttentionTile, BsrMatmul, BsrTile};
 
 use crate::{BlockMaskKernel, DType, Expect, Probe, Target};
 use std::sync::LazyLock;
@@ -26,8 +27,10 @@ pub enum Variant {
     AttentionFwd(AttentionFwd),
     /// Dense attention forward with those that only Hopper has.
     AttentionFwdHopper(AttentionFwdHopper),
-    /// Block-sparse (BSR) matrix times dense matrix.
+    /// Block-sparse (BSR) matrix times dense matrix, with the instructions that every GPU from Ampere on has.
     BsrMatmul(BsrMatmul),
+    /// Block-sparse (BSR) matrix times dense matrix with those that only Hopper has.
+    BsrMatmulHopper(BsrMatmulHopper),
     /// Block masks made on the GPU.
     BlockMask(BlockMaskKernel),
     /// No operation: one unit of the GPU at its highest rate, which kernels are held against.
@@ -41,6 +44,7 @@ impl Row {
             Variant::AttentionFwd(_) => "attention_fwd_sm80",
             Variant::AttentionFwdHopper(_) => "attention_fwd_sm90a",
             Variant::BsrMatmul(_) => "bsr_matmul_sm80",
+            Variant::BsrMatmulHopper(_) => "bsr_matmul_sm90a",
             Variant::BlockMask(kernel) => kernel.source(),
             Variant::Probe(probe) if probe.is_hopper() => "probe_sm90a",
             Variant::Probe(_) => "probe_sm80",
@@ -80,6 +84,7 @@ impl Row {
                 t.warps_n,
                 t.stages
             ),
+            Variant::BsrMatmulHopper(t) => format!("blockflash_{}_{}", self.source(), t.name()),
             Variant::BlockMask(kernel) => format!("blockflash_{}_{}", self.source(), kernel.name()),
             Variant::Probe(probe) => format!("blockflash_{}_{}", self.source(), probe.name()),
         }
@@ -97,6 +102,7 @@ impl Row {
             Variant::AttentionFwd(t) => t.warps,
             Variant::AttentionFwdHopper(t) => t.warps(),
             Variant::BsrMatmul(t) => t.warps_m * t.warps_n,
+            Variant::BsrMatmulHopper(t) => t.warps(),
             Variant::BlockMask(kernel) => kernel.warps(),
             Variant::Probe(_) => 8,
         }
@@ -108,6 +114,7 @@ impl Row {
             Variant::AttentionFwd(t) => t.smem_bytes(),
             Variant::AttentionFwdHopper(t) => t.smem_bytes(),
             Variant::BsrMatmul(t) => t.smem_bytes(),
+            Variant::BsrMatmulHopper(t) => t.smem_bytes(),
             Variant::BlockMask(_) => 0,
             Variant::Probe(probe) => probe.smem_bytes(),
         }
@@ -151,6 +158,7 @@ impl Row {
                 number("VARIANT_STAGES", t.stages);
                 number("VARIANT_MIN_BLOCKS", t.min_blocks);
             }
+            Variant::BsrMatmulHopper(t) => t.macros(number),
             Variant::BlockMask(kernel) => kernel.macros(number),
             Variant::Probe(probe) => probe.macros(number),
         }
@@ -186,6 +194,7 @@ impl Row {
             Variant::BsrMatmul(_) => {
                 &[Contains("HMMA"), Contains("LDGSTS"), Contains("LDSM"), Lacks("LDL"), Lacks("STL")]
             }
+            Variant::BsrMatmulHopper(_) => BsrMatmulHopper::expects(),
             Variant::BlockMask(kernel) => kernel.expects(),
             Variant::Probe(probe) => probe.expects(),
         }
@@ -291,6 +300,22 @@ const BSR_MATMUL: &[(&[Target], BsrMatmul)] = &[
     (ALL, bsr(128, [64, 64], [2, 2], 3, 3)),
 ];
 
+const fn bsr_hopper(block_size: u32, block_rows: u32, block_n: u32, stages: u32) -> BsrMatmulHopper {
+    BsrMatmulHopper { dtype: DType::F16, block_size, block_rows, block_n, stages }
+}
+
+/// BSR tiles of Hopper by block size: as many accumulators as two warpgroups have, and fewer for few columns. What flows into shared memory
+/// binds all of them: blocks of 64 take the more columns or, in dense patterns, two block rows that share B. Stages are as many as fit.
+const BSR_MATMUL_HOPPER: &[BsrMatmulHopper] = &[
+    bsr_hopper(64, 1, 512, 3),
+    bsr_hopper(64, 2, 256, 4),
+    bsr_hopper(64, 1, 256, 5),
+    bsr_hopper(64, 1, 128, 8),
+    bsr_hopper(128, 1, 256, 4),
+    bsr_hopper(128, 1, 128, 6),
+    bsr_hopper(128, 1, 64, 8),
+];
+
 /// All rows, released and on trial, the preferred targets first. Of rows that suit a problem equally well the first is taken.
 pub fn all_rows() -> &'static [Row] {
     static ROWS: LazyLock<Vec<Row>> = LazyLock::new(|| {
@@ -303,6 +328,9 @@ pub fn all_rows() -> &'static [Row] {
                 }
                 for &(_, tile) in ATTENTION_FWD.iter().filter(|(targets, _)| targets.contains(&target)) {
                     push(Variant::AttentionFwd(AttentionFwd { dtype, ..tile }));
+                }
+                for &tile in BSR_MATMUL_HOPPER.iter().filter(|_| target == Target::Sm90a) {
+                    push(Variant::BsrMatmulHopper(BsrMatmulHopper { dtype, ..tile }));
                 }
                 for &(_, tile) in BSR_MATMUL.iter().filter(|(targets, _)| targets.contains(&target)) {
                     push(Variant::BsrMatmul(BsrMatmul { dtype, ..tile }));

@@ -455,6 +455,48 @@ const _: () = {
         "Offset of field: blockflash_bsr_matmul_params::beta",
     ][::core::mem::offset_of!(blockflash_bsr_matmul_params, beta) - 120usize];
 };
+/** BSR matmul whose tiles are copied by the tensor memory accelerator, by blocks of threads that stay and take tile after tile. All maps
+ have a swizzle of 128 bytes; one of a tensor without elements is zeros.*/
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_bsr_matmul_tma_params {
+    /// (block, block, nnz_blocks), boxes of 64 columns and all rows of one block
+    pub a: blockflash_tensor_map,
+    /// whole panels of b, (64, k, n / 64), boxes of 64 rows and all panels of the tile; zeros if n < 64
+    pub b: blockflash_tensor_map,
+    /// (n, k, 1), boxes of 64 columns and 64 rows
+    pub b_edge: blockflash_tensor_map,
+    /// sizes fit into 31 bits
+    pub base: blockflash_bsr_matmul_params,
+    /// two zeros: {next tile, blocks that are done}, left as zeros; null: fixed turns
+    pub tile_counter: *mut u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_bsr_matmul_tma_params",
+    ][::core::mem::size_of::<blockflash_bsr_matmul_tma_params>() - 576usize];
+    [
+        "Alignment of blockflash_bsr_matmul_tma_params",
+    ][::core::mem::align_of::<blockflash_bsr_matmul_tma_params>() - 64usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::a",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, a) - 0usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::b",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, b) - 128usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::b_edge",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, b_edge) - 256usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::base",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, base) - 384usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::tile_counter",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, tile_counter)
+        - 512usize];
+};
 /// Probe: one unit of the GPU at its highest rate, to measure what kernels are held against.
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

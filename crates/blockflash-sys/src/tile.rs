@@ -59,6 +59,22 @@ pub struct AttentionFwdHopper {
     pub step_cost: u32,
 }
 
+/// What every BSR kernel has: one block of threads computes `block_rows` block rows of A times `block_n` columns of B, `block_k` of the
+/// depth at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BsrTile {
+    /// Element type of A and B.
+    pub dtype: DType,
+    /// Rows and columns of a block of A.
+    pub block_size: u32,
+    /// Block rows per tile.
+    pub block_rows: u32,
+    /// Columns of C per tile.
+    pub block_n: u32,
+    /// Depth of one pipeline stage along K.
+    pub block_k: u32,
+}
+
 /// Tiles of `bsr_matmul_sm80.cu`: one block of threads computes one block row of A times `block_n` columns of B.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BsrMatmul {
@@ -86,7 +102,22 @@ impl Row {
         match self.variant {
             Variant::AttentionFwd(t) => Some(t.tile()),
             Variant::AttentionFwdHopper(t) => Some(t.tile()),
-            Variant::BsrMatmul(_) | Variant::BlockMask(_) | Variant::Probe(_) => None,
+            Variant::BsrMatmul(_)
+            | Variant::BsrMatmulHopper(_)
+            | Variant::BlockMask(_)
+            | Variant::Probe(_) => None,
+        }
+    }
+
+    /// What the BSR kernels share; `None` for the others.
+    pub const fn bsr_tile(&self) -> Option<BsrTile> {
+        match self.variant {
+            Variant::BsrMatmul(t) => Some(t.tile()),
+            Variant::BsrMatmulHopper(t) => Some(t.tile()),
+            Variant::AttentionFwd(_)
+            | Variant::AttentionFwdHopper(_)
+            | Variant::BlockMask(_)
+            | Variant::Probe(_) => None,
         }
     }
 
@@ -94,9 +125,11 @@ impl Row {
     pub const fn denominator(&self) -> Option<DType> {
         match self.variant {
             Variant::AttentionFwdHopper(t) => Some(t.dtype),
-            Variant::AttentionFwd(_) | Variant::BsrMatmul(_) | Variant::BlockMask(_) | Variant::Probe(_) => {
-                None
-            }
+            Variant::AttentionFwd(_)
+            | Variant::BsrMatmul(_)
+            | Variant::BsrMatmulHopper(_)
+            | Variant::BlockMask(_)
+            | Variant::Probe(_) => None,
         }
     }
 }
@@ -151,6 +184,12 @@ impl AttentionFwdHopper {
 }
 
 impl BsrMatmul {
+    /// What it has in common with other BSR kernels.
+    pub const fn tile(&self) -> BsrTile {
+        let Self { dtype, block_size, block_n, block_k, .. } = *self;
+        BsrTile { dtype, block_size, block_rows: 1, block_n, block_k }
+    }
+
     /// Shared memory in bytes: a ring of A and B tiles.
     pub const fn smem_bytes(&self) -> u32 {
         self.stages * (self.block_size + self.block_n) * self.block_k * self.dtype.size() as u32

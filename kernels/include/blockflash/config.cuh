@@ -52,8 +52,25 @@ struct AttentionFwdConfig {
 #endif
 
 #ifdef VARIANT_BLOCK_SIZE
+using BsrMatmulElement = ElementOf<VARIANT_DTYPE>::type;
+#endif
+
+#ifdef VARIANT_CONSUMER_WARPGROUPS
+struct BsrMatmulHopperConfig {
+  using Element = BsrMatmulElement;
+  static constexpr int block_size = VARIANT_BLOCK_SIZE;
+  static constexpr int block_n = VARIANT_BLOCK_N;
+  static constexpr int block_k = VARIANT_BLOCK_K;
+  static constexpr int block_rows = VARIANT_BLOCK_ROWS;           // of a tile
+  static constexpr int warpgroups = VARIANT_CONSUMER_WARPGROUPS;  // one more produces
+  static constexpr int stages = VARIANT_STAGES;
+  static constexpr int threads = 128 * (warpgroups + 1);
+  static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
+  static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
+};
+#elif defined(VARIANT_BLOCK_SIZE)
 struct BsrMatmulConfig {
-  using Element = ElementOf<VARIANT_DTYPE>::type;
+  using Element = BsrMatmulElement;
   static constexpr int block_size = VARIANT_BLOCK_SIZE;
   static constexpr int block_n = VARIANT_BLOCK_N;
   static constexpr int block_k = VARIANT_BLOCK_K;

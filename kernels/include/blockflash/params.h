@@ -109,6 +109,16 @@ typedef struct blockflash_bsr_matmul_params {
   float beta;               /* 0: c is not read */
 } blockflash_bsr_matmul_params;
 
+/* BSR matmul whose tiles are copied by the tensor memory accelerator, by blocks of threads that stay and take tile after tile. All maps
+ * have a swizzle of 128 bytes; one of a tensor without elements is zeros. */
+typedef struct blockflash_bsr_matmul_tma_params {
+  blockflash_tensor_map a;      /* (block, block, nnz_blocks), boxes of 64 columns and all rows of one block */
+  blockflash_tensor_map b;      /* whole panels of b, (64, k, n / 64), boxes of 64 rows and all panels of the tile; zeros if n < 64 */
+  blockflash_tensor_map b_edge; /* (n, k, 1), boxes of 64 columns and 64 rows */
+  blockflash_bsr_matmul_params base; /* sizes fit into 31 bits */
+  uint32_t* tile_counter;       /* two zeros: {next tile, blocks that are done}, left as zeros; null: fixed turns */
+} blockflash_bsr_matmul_tma_params;
+
 /* What a probe keeps busy. */
 #define BLOCKFLASH_PROBE_MMA_F16 0
 #define BLOCKFLASH_PROBE_MMA_BF16 1

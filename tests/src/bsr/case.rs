@@ -3,7 +3,8 @@
 use crate::number::{normal_rounded, rng};
 use crate::placement::Placement;
 use blockflash_ops::bsr_matmul::Activation;
-use blockflash_sys::DType;
+use blockflash_sys::manifest::Variant;
+use blockflash_sys::{DType, Row};
 use rand::Rng;
 
 /// One product `C = activation(alpha·A·B + beta·C + bias)`: shape, structure, options, memory layout.
@@ -110,6 +111,19 @@ impl BsrCase {
             placements: Default::default(),
             nan_in_b: NanInB::Unread,
         }
+    }
+
+    /// The case for a kernel: those for Hopper copy B by tensor maps, so its rows then start at multiples of 16 bytes, with gaps
+    /// between them.
+    pub fn for_row(self, row: &Row) -> Self {
+        if !matches!(row.variant, Variant::BsrMatmulHopper(_)) {
+            return self;
+        }
+        let [mut b, c] = self.placements;
+        let n = self.mnk[1];
+        b.padding.resize(2, (0, 0));
+        b.padding[1] = (8, n.next_multiple_of(8) - n + 8);
+        Self { placements: [b, c], ..self }
     }
 
     /// Block rows and block columns.

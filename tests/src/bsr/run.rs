@@ -8,7 +8,7 @@ use crate::number::{encode, poison};
 use crate::placement::Placed;
 use crate::tolerance::check;
 use blockflash_ops::bsr_matmul::{Bias, BsrMatmul, BsrMatrix};
-use blockflash_ops::{DType, Device, Stream, Tensor};
+use blockflash_ops::{DType, Device, Error, Stream, Tensor};
 use blockflash_sys::Row;
 
 /// Which kernel computes a product.
@@ -133,6 +133,31 @@ pub fn check_output(
         Some(at) => Err(format!("c[{}, {}] is {}, nothing there is NaN or infinite", at / n, at % n, c[at])),
         None => Ok(1),
     }
+}
+
+/// Runs a case on a row, as it is or, where the row cannot and says so, with a B whose rows it can copy.
+pub fn run_on_row(
+    case: &BsrCase,
+    data: &BsrData,
+    reference: &BsrReference,
+    row: &'static Row,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let inputs = BsrInputs::upload(case, data, stream)?;
+    let mut c = inputs.old_c(data, stream)?;
+    let problem = inputs.product().problem(&view_mut(&mut c, &placed(case)[1]));
+    let problem = problem.map_err(|error| format!("{error}\n    {case:?}"))?;
+    let fitting = case.clone().for_row(row);
+    // A B without elements needs no tensor map.
+    let fits = problem.b_vectorized || problem.n == 0 || problem.k == 0;
+    if fits || fitting.placements == case.placements {
+        return run_and_check(case, data, reference, Kernel::Row(row), stream);
+    }
+    match inputs.launch(&mut c, Kernel::Row(row), stream) {
+        Err(Error::Unsupported { what, .. }) if what.contains("tensor map") => {}
+        other => return Err(format!("a B without a tensor map is not refused: {other:?}\n    {case:?}")),
+    }
+    run_and_check(&fitting, data, reference, Kernel::Row(row), stream)
 }
 
 /// Uploads, runs, waits and judges a case whose data and reference are there. Returns how many outputs were compared, or the

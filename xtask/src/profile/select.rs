@@ -1,7 +1,7 @@
 //! Which kernels are profiled, and on what.
 
 use anyhow::{Result, bail};
-use blockflash_sys::manifest::{self, AttentionFwd, AttentionFwdHopper, Variant};
+use blockflash_sys::manifest::{self, AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, Variant};
 use blockflash_sys::{ComputeCapability, Row};
 
 /// The rows that a GPU runs and whose symbol contains a text; of several for the same symbol the preferred one. A text that is a
@@ -54,8 +54,9 @@ pub fn case(row: &Row) -> Option<String> {
             let heads = 2048 / head_dim.max(1);
             Some(format!("b4_s4096_h{heads}_d{head_dim}_full_{dtype}"))
         }
-        Variant::BsrMatmul(tile) => {
-            Some(format!("m8192_n1024_k8192_b{}_d0.1_uniform_{}", tile.block_size, tile.dtype))
+        Variant::BsrMatmul(BsrMatmul { block_size, dtype, .. })
+        | Variant::BsrMatmulHopper(BsrMatmulHopper { block_size, dtype, .. }) => {
+            Some(format!("m8192_n1024_k8192_b{block_size}_d0.1_uniform_{dtype}"))
         }
         // The first belongs to no case of `blockflash bench`, the second is measured by it as a ceiling.
         Variant::BlockMask(_) | Variant::Probe(_) => None,

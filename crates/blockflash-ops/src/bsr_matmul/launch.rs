@@ -5,6 +5,7 @@ use crate::check::Operand;
 use crate::{Error, Result};
 use blockflash_safe::{BsrMatmulOperands, Stream, View, ViewMut};
 use blockflash_sys::Row;
+use blockflash_sys::manifest::Variant;
 
 impl<'a> Bias<'a> {
     fn view(&self) -> Option<View<'a>> {
@@ -34,7 +35,8 @@ pub(super) fn launch(
     c: ViewMut<'_>,
     stream: &Stream,
 ) -> Result<()> {
-    let plan = plan(row, problem)?;
+    let Some(gpu) = stream.device().cuda_properties() else { return Err(no_kernel_on_cpu(row)) };
+    let plan = plan(row, problem, gpu)?;
     let operands = BsrMatmulOperands {
         row_ptr: op.a.row_ptr().view(),
         col_idx: op.a.col_idx().view(),
@@ -44,7 +46,13 @@ pub(super) fn launch(
         c,
         bias: op.bias.view(),
     };
-    Ok(stream.launch_bsr_matmul(row, &plan.config, &plan.params, operands)?)
+    match row.variant {
+        Variant::BsrMatmulHopper(_) => {
+            stream.launch_bsr_matmul_tma(row, &plan.config, &plan.params, operands)?;
+        }
+        _ => stream.launch_bsr_matmul(row, &plan.config, &plan.params, operands)?,
+    }
+    Ok(())
 }
 
 /// A kernel was named, but the operands are on the CPU.

@@ -14,7 +14,7 @@ pub use plan::{BsrPlan, plan};
 pub use problem::{BiasKind, BsrProblem};
 pub use select::{accepts, select};
 
-pub(crate) use select::{OP, tile};
+pub(crate) use select::OP;
 
 use crate::{Error, Result};
 use blockflash_safe::{Device, Stream, Tensor, View, ViewMut};

@@ -1,7 +1,8 @@
 use super::{Activation, BiasKind, BsrProblem, select};
 use crate::check::{grid_x, to_i64};
 use crate::{Error, Result};
-use blockflash_safe::LaunchConfig;
+use blockflash_safe::{CudaProperties, LaunchConfig};
+use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
     BLOCKFLASH_ACTIVATION_GELU, BLOCKFLASH_ACTIVATION_NONE, BLOCKFLASH_ACTIVATION_RELU,
     BLOCKFLASH_ACTIVATION_SILU, BLOCKFLASH_DTYPE_BF16, BLOCKFLASH_DTYPE_F16, BLOCKFLASH_DTYPE_F32,
@@ -13,7 +14,7 @@ use std::ptr::{null, null_mut};
 /// A launch as plain data, before it has any pointer.
 #[derive(Clone, Copy, Debug)]
 pub struct BsrPlan {
-    /// The kernel argument; all pointers are null.
+    /// The kernel argument, or what it is made from; all pointers are null.
     pub params: blockflash_bsr_matmul_params,
     /// Grid, block and shared memory.
     pub config: LaunchConfig,
@@ -21,14 +22,14 @@ pub struct BsrPlan {
     pub workspace_bytes: usize,
 }
 
-/// Fills the kernel argument and the launch configuration of `row` for a problem that it accepts.
+/// Fills the kernel argument and the launch configuration of `row` for a problem that it accepts on this GPU.
 ///
 /// # Errors
 /// [`Error::TooLarge`] for a grid or size that the kernel cannot count, [`Error::Unsupported`] if the row is no BSR kernel or one
 /// for other blocks, [`Error::DType`] for a C that is no floating-point matrix.
-pub fn plan(row: &Row, problem: &BsrProblem) -> Result<BsrPlan> {
+pub fn plan(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<BsrPlan> {
     let unsupported = |what| Error::Unsupported { op: select::OP, arch: row.target.to_string(), what };
-    let Some(tile) = select::tile(row) else {
+    let Some(tile) = row.bsr_tile() else {
         return Err(unsupported(format!("{} computes something else", row.symbol())));
     };
     if tile.block_size as usize != problem.block_size {
@@ -66,15 +67,20 @@ pub fn plan(row: &Row, problem: &BsrProblem) -> Result<BsrPlan> {
         alpha: problem.alpha,
         beta: problem.beta,
     };
-    // A block of threads takes one block row; tiles along n come first.
-    let block_rows = problem.m.div_ceil(problem.block_size);
-    let tiles_n = problem.n.div_ceil(tile.block_n as usize);
+    let tiles_m = problem.m.div_ceil(problem.block_size).div_ceil(tile.block_rows as usize);
+    let tiles = grid_x(&[problem.n.div_ceil(tile.block_n as usize), tiles_m])?;
+    // Blocks for Hopper stay and take tile after tile; each looks for one past the last.
+    let hopper = matches!(row.variant, Variant::BsrMatmulHopper(_));
+    let stay = gpu.multiprocessors.max(1);
+    if hopper {
+        grid_x(&[tiles as usize + 2 * stay as usize])?;
+    }
     let config = LaunchConfig {
-        grid: [grid_x(&[tiles_n, block_rows])?, 1, 1],
+        grid: [if hopper { tiles.min(stay) } else { tiles }, 1, 1],
         block: row.threads(),
         smem_bytes: row.smem_bytes(),
         cluster: None,
-        programmatic_dependent_launch: false,
+        programmatic_dependent_launch: hopper,
     };
     Ok(BsrPlan { params, config, workspace_bytes: 0 })
 }

@@ -2,7 +2,7 @@ use super::BsrProblem;
 use crate::arch;
 use crate::{Error, Result};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::manifest::{self, BsrMatmul, Variant};
+use blockflash_sys::manifest::{self, BsrTile, Variant};
 use blockflash_sys::{DType, Row};
 use std::cmp::Reverse;
 use std::fmt;
@@ -10,8 +10,14 @@ use std::fmt;
 /// Name of the operation in errors and in the support table.
 pub(crate) const OP: &str = "bsr_matmul";
 
-/// The kernel for a problem on a GPU: of the usable rows those of the preferred target (machine code before PTX), of these the
-/// one whose tiles compute the fewest columns beyond n, of these the widest.
+/// Sizes that kernels for Hopper take are below this: they add a tile to them in 32 bits.
+const HOPPER_SIZE_LIMIT: usize = (1 << 31) - 1024;
+/// Strides of a tensor map are below this, in bytes.
+const TENSOR_MAP_STRIDE_LIMIT: usize = 1 << 40;
+
+/// The kernel for a problem on a GPU: of the usable rows those of the preferred target (machine code before PTX). Of those for
+/// Hopper the one that is estimated to end first, of the others the one whose tiles compute the fewest columns beyond n; of these the
+/// widest.
 ///
 /// # Errors
 /// [`Error::Unsupported`] says what no row offers: the element type, the block size, the architecture or its shared memory.
@@ -25,11 +31,19 @@ pub(crate) fn select_among<'r>(
     gpu: &CudaProperties,
 ) -> Result<&'r Row> {
     rows.iter()
-        .filter_map(|row| Some((row, tile(row)?)))
+        .filter_map(|row| Some((row, row.bsr_tile()?)))
         .filter(|(row, tile)| fits(row, tile, problem, gpu).is_ok())
-        .min_by_key(|(row, tile)| {
-            let columns = problem.n.div_ceil(tile.block_n as usize).saturating_mul(tile.block_n as usize);
-            (arch::preference(row.target), columns, Reverse(tile.block_n))
+        .min_by(|a, b| {
+            let preference = |(row, _): &(&Row, BsrTile)| arch::preference(row.target);
+            let cost = |(row, tile): &(&Row, BsrTile)| match is_hopper(row) {
+                true => hopper_time(tile, problem, gpu),
+                false => problem.n.div_ceil(tile.block_n as usize) as f64 * f64::from(tile.block_n),
+            };
+            let widest = |(_, tile): &(&Row, BsrTile)| Reverse(tile.block_n);
+            preference(a)
+                .cmp(&preference(b))
+                .then_with(|| cost(a).total_cmp(&cost(b)))
+                .then_with(|| widest(a).cmp(&widest(b)))
         })
         .map(|(row, _)| row)
         .ok_or_else(|| unsupported(gpu, why_none(rows, problem, gpu)))
@@ -41,7 +55,9 @@ pub(crate) fn select_among<'r>(
 /// [`Error::Unsupported`] says what does not fit.
 pub fn accepts(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<()> {
     let refused = |what: String| unsupported(gpu, format!("{}: {what}", row.symbol()));
-    let Some(tile) = tile(row) else { return Err(refused("this kernel computes something else".into())) };
+    let Some(tile) = row.bsr_tile() else {
+        return Err(refused("this kernel computes something else".into()));
+    };
     fits(row, &tile, problem, gpu).map_err(|mismatch| refused(mismatch.to_string()))
 }
 
@@ -49,6 +65,8 @@ pub fn accepts(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<
 enum Mismatch {
     DType { kernel: DType, matrices: DType },
     BlockSize { kernel: u32, matrix: usize },
+    Size { what: &'static str, size: usize },
+    TensorMap { ldb: usize },
     Gpu(arch::Obstacle),
 }
 
@@ -61,6 +79,10 @@ impl fmt::Display for Mismatch {
             Mismatch::BlockSize { kernel, matrix } => {
                 write!(f, "the kernel takes blocks of {kernel}, not {matrix}")
             }
+            Mismatch::Size { what, size } => write!(f, "{what} is {size}, not below {HOPPER_SIZE_LIMIT}"),
+            Mismatch::TensorMap { ldb } => {
+                write!(f, "b has no tensor map: rows of 16-byte aligned memory, {ldb} elements apart")
+            }
             Mismatch::Gpu(obstacle) => obstacle.fmt(f),
         }
     }
@@ -68,7 +90,7 @@ impl fmt::Display for Mismatch {
 
 fn fits(
     row: &Row,
-    tile: &BsrMatmul,
+    tile: &BsrTile,
     problem: &BsrProblem,
     gpu: &CudaProperties,
 ) -> std::result::Result<(), Mismatch> {
@@ -78,19 +100,52 @@ fn fits(
     if tile.block_size as usize != problem.block_size {
         return Err(Mismatch::BlockSize { kernel: tile.block_size, matrix: problem.block_size });
     }
-    arch::runs(row, gpu).map_err(Mismatch::Gpu)
+    arch::runs(row, gpu).map_err(Mismatch::Gpu)?;
+    if is_hopper(row) { fits_hopper(problem) } else { Ok(()) }
 }
 
-pub(crate) fn tile(row: &Row) -> Option<BsrMatmul> {
-    match row.variant {
-        Variant::BsrMatmul(tile) => Some(tile),
-        _ => None,
+fn is_hopper(row: &Row) -> bool {
+    matches!(row.variant, Variant::BsrMatmulHopper(_))
+}
+
+/// Whether the kernel can count the sizes, and a tensor map describe B. The map of a B without elements is never used.
+fn fits_hopper(problem: &BsrProblem) -> std::result::Result<(), Mismatch> {
+    let sizes = [("m", problem.m), ("n", problem.n), ("k", problem.k)];
+    if let Some(&(what, size)) = sizes.iter().find(|(_, size)| *size >= HOPPER_SIZE_LIMIT) {
+        return Err(Mismatch::Size { what, size });
     }
+    let ldb = problem.ldb;
+    let steps = ldb > 0 && ldb < TENSOR_MAP_STRIDE_LIMIT / problem.dtype.size();
+    if problem.k > 0 && problem.n > 0 && !(problem.b_vectorized && steps) {
+        return Err(Mismatch::TensorMap { ldb });
+    }
+    Ok(())
+}
+
+/// What writing an element of C costs, in the unit of what a step brings into shared memory: 64 elements of A or B.
+const COST_OF_C: f64 = 0.05;
+
+/// Estimated time in units that tiles of one block size share. What flows into shared memory binds the kernels: the blocks of A, 64 columns
+/// at a time, and the rows of B that they meet, which block rows of one tile share where both have a block. While tiles are few, the
+/// multiprocessors with most of them decide; many tiles spread evenly, but for half a round at the end.
+fn hopper_time(tile: &BsrTile, problem: &BsrProblem, gpu: &CudaProperties) -> f64 {
+    let [block_size, block_rows, block_n] =
+        [tile.block_size, tile.block_rows, tile.block_n].map(|size| size as usize);
+    let (rows, cols) = (problem.m.div_ceil(block_size), problem.k.div_ceil(block_size));
+    let density = (problem.nnz_blocks as f64 / (rows as f64 * cols as f64).max(1.0)).min(1.0);
+    let shared = 1.0 - (1.0 - density).powi(tile.block_rows as i32);
+    let (a, b) = ((block_rows * block_size) as f64, block_n as f64);
+    let steps = (cols * block_size).div_ceil(tile.block_k as usize) as f64;
+    let tile_time = steps * (density * a + shared * b) + COST_OF_C * a * b;
+    let tiles = rows.div_ceil(block_rows) as f64 * problem.n.div_ceil(block_n) as f64;
+    let rounds = tiles / f64::from(gpu.multiprocessors.max(1));
+    let rounds = if rounds <= 4.0 { rounds.ceil() } else { rounds + 0.5 };
+    rounds * tile_time
 }
 
 /// The first reason that rules out every row, from the general to the particular.
 fn why_none(rows: &[Row], problem: &BsrProblem, gpu: &CudaProperties) -> String {
-    let tiles = || rows.iter().filter_map(|row| Some((row, tile(row)?)));
+    let tiles = || rows.iter().filter_map(|row| Some((row, row.bsr_tile()?)));
     if !tiles().any(|(row, _)| row.target.runs_on(gpu.compute_capability)) {
         return "kernels need compute capability 8.0 or newer".into();
     }
@@ -112,6 +167,10 @@ fn why_none(rows: &[Row], problem: &BsrProblem, gpu: &CudaProperties) -> String 
 fn unsupported(gpu: &CudaProperties, what: String) -> Error {
     Error::Unsupported { op: OP, arch: gpu.compute_capability.to_string(), what }
 }
+
+#[cfg(test)]
+#[path = "hopper_tests.rs"]
+mod hopper_tests;
 
 #[cfg(test)]
 #[path = "select_tests.rs"]

@@ -1,37 +1,44 @@
 use super::super::{Activation, BiasKind, plan};
 use super::*;
 use crate::fixtures::{gpu, gpus};
+use blockflash_sys::manifest::BsrMatmul;
 use blockflash_sys::{DType, Target, params};
 
 fn problem(dtype: DType, block_size: usize, n: usize) -> BsrProblem {
     BsrProblem::new(dtype, [1000, n, 2000], block_size, 77)
 }
 
+/// Rows that every GPU from Ampere on can run; those for Hopper are in `hopper_tests`.
 fn bsr_rows() -> impl Iterator<Item = (&'static Row, BsrMatmul)> {
-    manifest::rows().iter().filter_map(|row| Some((row, tile(row)?)))
+    manifest::rows().iter().filter_map(|row| match row.variant {
+        Variant::BsrMatmul(tile) => Some((row, tile)),
+        _ => None,
+    })
 }
 
 #[test]
 fn every_gpu_takes_the_least_waste() {
+    let rows: Vec<Row> = bsr_rows().map(|(row, _)| row.clone()).collect();
     for gpu in gpus() {
         for (dtype, block_size) in bsr_rows().map(|(_, tile)| (tile.dtype, tile.block_size as usize)) {
             for n in [1, 8, 64, 65, 128, 129, 200, 256, 257, 1000, 4096] {
                 let problem = problem(dtype, block_size, n);
-                let Ok(row) = select(&problem, &gpu) else {
+                let Ok(row) = select_among(&rows, &problem, &gpu) else {
                     assert!(bsr_rows().all(|(row, _)| accepts(row, &problem, &gpu).is_err()));
                     continue;
                 };
-                let chosen = tile(row).unwrap();
+                let chosen = row.bsr_tile().unwrap();
                 assert!(row.target.runs_on(gpu.compute_capability) && row.smem_bytes() <= gpu.smem_per_block);
                 assert!(chosen.dtype == dtype && chosen.block_size as usize == block_size);
-                let columns = |tile: &BsrMatmul| n.next_multiple_of(tile.block_n as usize);
+                let columns = |tile: &BsrTile| n.next_multiple_of(tile.block_n as usize);
                 for (other, tile) in bsr_rows().filter(|(row, _)| accepts(row, &problem, &gpu).is_ok()) {
+                    let tile = tile.tile();
                     assert!(!row.target.is_ptx() || other.target.is_ptx(), "machine code comes before PTX");
                     let better = (columns(&tile), std::cmp::Reverse(tile.block_n))
                         < (columns(&chosen), std::cmp::Reverse(chosen.block_n));
                     assert!(other.target != row.target || !better, "{} n {n}", gpu.name);
                 }
-                plan(row, &problem).unwrap();
+                plan(row, &problem, &gpu).unwrap();
             }
         }
     }
@@ -48,7 +55,7 @@ fn wide_and_narrow_tiles() {
     let (_, tile_of_rows) = bsr_rows().next().unwrap();
     let chosen = |n| {
         let problem = problem(tile_of_rows.dtype, tile_of_rows.block_size as usize, n);
-        tile(select_among(&rows, &problem, &gpu(9, 0)).unwrap()).unwrap().block_n
+        select_among(&rows, &problem, &gpu(9, 0)).unwrap().bsr_tile().unwrap().block_n
     };
     assert_eq!(
         [1, 64, 65, 128, 129, 192, 193, 256, 300, 512].map(chosen),
@@ -86,7 +93,7 @@ fn every_row_has_a_plan() {
             activation: Activation::Gelu,
             ..problem(tile.dtype, tile.block_size as usize, 300)
         };
-        let plan = plan(row, &problem).unwrap();
+        let plan = plan(row, &problem, &gpu(9, 0)).unwrap();
         let block_rows = 1000u32.div_ceil(tile.block_size);
         assert_eq!(plan.config.grid, [300u32.div_ceil(tile.block_n) * block_rows, 1, 1]);
         assert_eq!((plan.config.block, plan.config.smem_bytes), (row.threads(), row.smem_bytes()));
@@ -105,22 +112,22 @@ fn every_row_has_a_plan() {
 
 #[test]
 fn plans_have_limits() {
-    let (row, tile) = bsr_rows().next().unwrap();
+    let (h100, (row, tile)) = (gpu(9, 0), bsr_rows().next().unwrap());
     let good = problem(tile.dtype, tile.block_size as usize, 64);
     let huge = BsrProblem { m: 1 << 36, n: 1 << 20, ..good };
-    assert!(matches!(plan(row, &huge), Err(Error::TooLarge { what: "grid", .. })));
+    assert!(matches!(plan(row, &huge, &h100), Err(Error::TooLarge { what: "grid", .. })));
     let integers = BsrProblem { c_dtype: DType::I32, ..good };
-    assert!(matches!(plan(row, &integers), Err(Error::DType { what: "c", .. })));
+    assert!(matches!(plan(row, &integers, &h100), Err(Error::DType { what: "c", .. })));
     let blocks = BsrProblem { block_size: 48, ..good };
-    assert!(matches!(plan(row, &blocks), Err(Error::Unsupported { .. })));
-    let other = manifest::rows().iter().find(|row| super::tile(row).is_none()).unwrap();
-    assert!(matches!(plan(other, &good), Err(Error::Unsupported { .. })));
-    assert!(matches!(accepts(other, &good, &gpu(9, 0)), Err(Error::Unsupported { .. })));
+    assert!(matches!(plan(row, &blocks, &h100), Err(Error::Unsupported { .. })));
+    let other = manifest::rows().iter().find(|row| row.bsr_tile().is_none()).unwrap();
+    assert!(matches!(plan(other, &good, &h100), Err(Error::Unsupported { .. })));
+    assert!(matches!(accepts(other, &good, &h100), Err(Error::Unsupported { .. })));
     for (activation, code) in [
         (Activation::None, params::BLOCKFLASH_ACTIVATION_NONE),
         (Activation::Relu, params::BLOCKFLASH_ACTIVATION_RELU),
         (Activation::Silu, params::BLOCKFLASH_ACTIVATION_SILU),
     ] {
-        assert_eq!(plan(row, &BsrProblem { activation, ..good }).unwrap().params.activation, code);
+        assert_eq!(plan(row, &BsrProblem { activation, ..good }, &h100).unwrap().params.activation, code);
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{Fit, ceil_div, fits, fits_row, optional, pointer, pointer_mut, require, starts_last};
 use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};
-use blockflash_sys::manifest::{BsrMatmul, Variant};
+use blockflash_sys::manifest::{BsrTile, Variant};
 use blockflash_sys::params::blockflash_bsr_matmul_params;
 
 /// Tensors of the BSR matmul kernels.
@@ -25,13 +25,12 @@ pub struct BsrMatmulOperands<'a> {
 }
 
 impl BsrMatmulOperands<'_> {
-    fn fit(
+    /// Checks sizes and strides against the tensors, and says how many tiles of C there are.
+    pub(super) fn fit(
         &self,
-        row: &Row,
-        tile: &BsrMatmul,
-        config: &LaunchConfig,
+        tile: &BsrTile,
         p: &blockflash_bsr_matmul_params,
-    ) -> Fit {
+    ) -> std::result::Result<i128, String> {
         require(p.m > 0 && p.n > 0 && p.k >= 0, "a size is not positive")?;
         let block = i64::from(tile.block_size);
         let block_rows = ceil_div(p.m, tile.block_size);
@@ -47,9 +46,27 @@ impl BsrMatmulOperands<'_> {
         fits("c", &c, c.dtype(), [(p.m, p.ldc), (p.n, 1)])?;
         let entries = if p.bias_per_row != 0 { p.m } else { p.n };
         self.bias.map_or(Ok(()), |bias| fits("bias", &bias, tile.dtype, [(entries, 1)]))?;
-        let blocks = ceil_div(p.n, tile.block_n) * block_rows;
-        starts_last(config)?;
-        fits_row(config, row, blocks..=blocks)
+        Ok(ceil_div(p.n, tile.block_n) * ceil_div(rows, tile.block_rows))
+    }
+
+    /// Every tensor, read-only.
+    pub(super) fn views(&self) -> [Option<View<'_>>; 7] {
+        let [row_ptr, col_idx, values, b] = [self.row_ptr, self.col_idx, self.values, self.b].map(Some);
+        [row_ptr, col_idx, values, self.row_order, b, Some(self.c.as_view()), self.bias]
+    }
+
+    /// The parameters with the pointers of the tensors.
+    pub(super) fn pointers(&self, p: &blockflash_bsr_matmul_params) -> blockflash_bsr_matmul_params {
+        blockflash_bsr_matmul_params {
+            row_ptr: pointer(&self.row_ptr).cast(),
+            col_idx: pointer(&self.col_idx).cast(),
+            values: pointer(&self.values),
+            row_order: optional(self.row_order.as_ref()).cast(),
+            b: pointer(&self.b),
+            c: pointer_mut(&self.c),
+            bias: optional(self.bias.as_ref()),
+            ..*p
+        }
     }
 }
 
@@ -67,29 +84,17 @@ impl Stream {
     ) -> Result<()> {
         let failed = |what: String| Error::Launch { symbol: row.symbol(), what };
         let Variant::BsrMatmul(tile) = &row.variant else {
-            return Err(failed("not a kernel of BSR matmul".to_owned()));
+            return Err(failed("not a portable kernel of BSR matmul".to_owned()));
         };
-        let views = [
-            Some(operands.row_ptr),
-            Some(operands.col_idx),
-            Some(operands.values),
-            operands.row_order,
-            Some(operands.b),
-            Some(operands.c.as_view()),
-            operands.bias,
-        ];
+        let views = operands.views();
         self.expect_all(&views)?;
-        operands.fit(row, tile, config, params).map_err(failed)?;
-        let params = blockflash_bsr_matmul_params {
-            row_ptr: pointer(&operands.row_ptr).cast(),
-            col_idx: pointer(&operands.col_idx).cast(),
-            values: pointer(&operands.values),
-            row_order: optional(operands.row_order.as_ref()).cast(),
-            b: pointer(&operands.b),
-            c: pointer_mut(&operands.c),
-            bias: optional(operands.bias.as_ref()),
-            ..*params
+        let fit = || -> Fit {
+            let blocks = operands.fit(&tile.tile(), params)?;
+            starts_last(config)?;
+            fits_row(config, row, blocks..=blocks)
         };
+        fit().map_err(failed)?;
+        let params = operands.pointers(params);
         // SAFETY:
         // 1. The row is a variant of BSR matmul, whose parameter struct this is.
         // 2. As in `launch_attention_fwd`; the contents of `row_ptr`, `col_idx` and `row_order` are the promise of whoever

@@ -7,6 +7,7 @@ mod block_mask;
 mod block_mask_build;
 mod block_scores;
 mod bsr_matmul;
+mod bsr_matmul_tma;
 
 pub use attention_fwd::AttentionFwdOperands;
 pub use block_mask::BlockMaskOperands;

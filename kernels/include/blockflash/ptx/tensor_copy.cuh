@@ -17,6 +17,13 @@ __device__ __forceinline__ void tensor_copy_4d(uint32_t dst_smem, const blockfla
                : "memory");
 }
 
+__device__ __forceinline__ void tensor_copy_3d(uint32_t dst_smem, const blockflash_tensor_map* map, int x, int y, int z, uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+               :
+               : "r"(dst_smem), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+               : "memory");
+}
+
 // Starts the copy of a box from shared memory to these coordinates. What lies outside the tensor is not written.
 __device__ __forceinline__ void tensor_store_4d(const blockflash_tensor_map* map, int x, int y, int z, int w, uint32_t src_smem) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];"

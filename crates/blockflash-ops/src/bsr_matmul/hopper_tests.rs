@@ -1,0 +1,112 @@
+//! Selection and planning of the rows for Hopper.
+
+use super::super::plan;
+use super::*;
+use crate::fixtures::gpu;
+use blockflash_sys::Target;
+
+/// As with `BLOCKFLASH_IMAGES`: rows on trial are among those to choose from.
+fn select(problem: &BsrProblem, gpu: &CudaProperties) -> Result<&'static Row> {
+    select_among(manifest::all_rows(), problem, gpu)
+}
+
+fn h200() -> CudaProperties {
+    CudaProperties { multiprocessors: 132, ..gpu(9, 0) }
+}
+
+fn problem([m, n, k]: [usize; 3], block_size: usize) -> BsrProblem {
+    BsrProblem::new(DType::BF16, [m, n, k], block_size, 1000)
+}
+
+fn hopper_rows() -> impl Iterator<Item = (&'static Row, BsrTile)> {
+    manifest::all_rows().iter().filter(|row| is_hopper(row)).filter_map(|row| Some((row, row.bsr_tile()?)))
+}
+
+#[test]
+fn tiles_are_as_wide_as_the_grid_allows() {
+    let block_n = |m, n, block_size| {
+        let nnz_blocks = m * 8192 / (block_size * block_size) / 10;
+        let problem = BsrProblem { nnz_blocks, ..problem([m, n, 8192], block_size) };
+        let row = select(&problem, &h200()).unwrap();
+        assert_eq!(row.target, Target::Sm90a);
+        row.bsr_tile().unwrap().block_n
+    };
+    assert_eq!(
+        [8, 64, 128, 256, 512, 1024, 8192].map(|n| block_n(8192, n, 128)),
+        [64, 64, 64, 128, 256, 256, 256]
+    );
+    assert_eq!([8, 128, 256, 512, 1024, 8192].map(|n| block_n(8192, n, 64)), [128, 128, 256, 512, 512, 512]);
+    // Few block rows: more tiles than one per row keep the multiprocessors busy.
+    assert_eq!([128, 64].map(|block_size| block_n(1024, 1024, block_size)), [64, 128]);
+}
+
+#[test]
+fn dense_patterns_of_small_blocks_share_b() {
+    let block_rows = |n, density: f64| {
+        let nnz_blocks = (128.0 * 128.0 * density) as usize;
+        let problem = BsrProblem { nnz_blocks, ..problem([8192, n, 8192], 64) };
+        select(&problem, &h200()).unwrap().bsr_tile().unwrap().block_rows
+    };
+    for n in [1024, 8192] {
+        assert_eq!(
+            [0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0].map(|density| block_rows(n, density)),
+            [1, 1, 1, 1, 2, 2, 2]
+        );
+    }
+}
+
+#[test]
+fn other_blocks_and_other_gpus_take_a_portable_row() {
+    for (block_size, gpu) in
+        [(16, h200()), (32, h200()), (64, gpu(8, 9)), (128, gpu(10, 0)), (64, gpu(12, 0))]
+    {
+        let row = select(&problem([1000, 512, 2000], block_size), &gpu).unwrap();
+        assert!(matches!(row.variant, Variant::BsrMatmul(_)), "{}", row.image_name());
+    }
+}
+
+#[test]
+fn what_tensor_maps_lack_takes_a_portable_row() {
+    let good = problem([1000, 512, 2000], 64);
+    let hopper = select(&good, &h200()).unwrap();
+    let falls_back = |problem: BsrProblem, reason: &str| {
+        assert_eq!(select(&problem, &h200()).unwrap().target, Target::Sm90, "{reason}");
+        let error = accepts(hopper, &problem, &h200()).unwrap_err().to_string();
+        assert!(error.contains(reason), "{error}");
+    };
+    falls_back(
+        BsrProblem { b_vectorized: false, ldb: 513, ..good },
+        "tensor map: rows of 16-byte aligned memory, 513",
+    );
+    falls_back(BsrProblem { ldb: 0, ..good }, "tensor map");
+    falls_back(BsrProblem { ldb: 1 << 39, ..good }, "tensor map");
+    falls_back(BsrProblem { k: 1 << 31, ..good }, "k is 2147483648");
+    falls_back(BsrProblem { m: (1 << 31) - 1024, ..good }, "m is 2147482624");
+    let takes = |problem: BsrProblem| assert_eq!(select(&problem, &h200()).unwrap().target, Target::Sm90a);
+    // Whatever C is like, and a B without rows.
+    takes(BsrProblem { c_vectorized: false, ldc: 513, c_dtype: DType::F32, beta: 1.0, ..good });
+    takes(BsrProblem { k: 0, b_vectorized: false, ldb: 0, ..good });
+    takes(BsrProblem { n: 0, b_vectorized: false, ldb: 0, ..good });
+    takes(BsrProblem { ldb: (1 << 39) - 8, k: (1 << 31) - 1025, ..good });
+}
+
+#[test]
+fn blocks_stay_and_start_early() {
+    assert_eq!(hopper_rows().count(), 14);
+    for (row, tile) in hopper_rows() {
+        let block = tile.block_size as usize;
+        let plan_of = |m, n| plan(row, &problem([m, n, 4096], block), &h200()).unwrap();
+        let many = plan_of(100 * block, 1000);
+        assert_eq!((many.config.grid, many.config.programmatic_dependent_launch), ([132, 1, 1], true));
+        assert_eq!((many.config.block, many.config.smem_bytes), (row.threads(), row.smem_bytes()));
+        let few = plan_of(3 * block - 1, tile.block_n as usize + 1);
+        assert_eq!(few.config.grid, [2 * 3u32.div_ceil(tile.block_rows), 1, 1]);
+        assert_eq!((few.workspace_bytes, few.config.cluster), (0, None));
+        // Blocks count two tiles past the last one each.
+        let at_limit = problem([((1 << 31) - 1025) / block * block, 64, 64], block);
+        assert!(plan(row, &at_limit, &h200()).is_ok());
+        let columns = 2 * (tile.block_n * tile.block_rows) as usize * block;
+        let beyond = plan(row, &BsrProblem { n: columns, ..at_limit }, &h200());
+        assert!(matches!(beyond, Err(Error::TooLarge { what: "grid", .. })));
+    }
+}

@@ -1,0 +1,124 @@
+// Block-sparse (BSR) times dense for Hopper: TMA, WGMMA, persistent blocks of one producer warpgroup and two consumer warpgroups.
+//
+// A tile of C is one block row of A, or two that share B, times block_n columns of B. The blocks of the row laid end to end are the depth
+// of a dense matmul, 64 of it a stage, whose rows of B are gathered by the column indices: blocks of A come straight from the values,
+// nothing is packed or planned, so the pattern may change between launches. While consumers store a tile the producer fills the ring
+// for the next.
+#include "blockflash/bsr_epilogue.cuh"
+#include "blockflash/bsr_pipeline.cuh"
+#include "blockflash/ptx/launch.cuh"
+#include "blockflash/ptx/wgmma.cuh"
+
+namespace blockflash {
+namespace {
+
+// The warpgroups take 64 rows of the tile each; where it has no more, they take columns.
+constexpr int kRowGroups = kRows * kSteps, kColumnGroups = Config::warpgroups / kRowGroups;
+constexpr int kN = kBlockN / kColumnGroups;  // columns of a warpgroup
+static_assert(kRowGroups * kColumnGroups == Config::warpgroups && kN % 64 == 0, "tiles divide among the warpgroups");
+
+// Accumulators on their way to C, 16 rows × kSliceN columns per warp. A few floats more keep the rows of a store in different banks.
+constexpr int kSliceStride = (Config::smem_bytes - kSliceOffset) / (Config::warpgroups * 4 * 16 * 4), kSliceN = kSliceStride / 16 * 16;
+static_assert(kSliceN >= 16 && kSliceStride % 4 == 0, "slices hold pieces of eight columns, 16-byte aligned");
+
+struct Consumer {
+  const Params& params;
+  const Barriers barriers;
+  const uint32_t smem;
+  const int warpgroup;
+  int stage = 0;
+  uint32_t parity = 0;  // of the next "full" of this stage
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ void release(int stage) const {
+    if (lane() == 0) ptx::mbarrier_arrive(barriers.empty + 8 * stage);
+  }
+
+  // acc += A·B over the stages of a tile: so many, or up to the one that says that it is the last.
+  __device__ __forceinline__ void multiply(float (&acc)[kN / 2], int steps) {
+    const uint64_t a_ring = ptx::wgmma_descriptor(smem + warpgroup % kRowGroups * 64 * 128);
+    const uint64_t b_ring = ptx::wgmma_descriptor_mn(smem + kABytes + warpgroup / kRowGroups * (kN / 64) * kPanelBytes, kPanelBytes, 1024);
+    int before = 0;
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      ptx::mbarrier_wait(barriers.full + 8 * stage, parity);
+      const uint32_t offset = stage * kStageBytes >> 4;
+      bool mine = true;
+      if constexpr (kRows > 1) {
+        // Shifted first and exchanged then, or the assembler takes the branch for a divergent one and serialises the products.
+        const uint32_t owners = __shfl_sync(~0u, ptx::load_shared(barriers.owners + 4 * stage) >> warpgroup, 0);
+        mine = owners & 1;
+        if (owners >> (kRows - warpgroup)) steps = step + 1;
+      }
+      if (mine) {
+        ptx::wgmma_pin(acc);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < Config::block_k / 16; ++k)
+          ptx::Wgmma<kN, Element>::template ss<true, true>(acc, a_ring + offset + k * (32 >> 4), b_ring + offset + k * (16 * 128 >> 4));
+        ptx::wgmma_commit_group();
+      } else {
+        ptx::wgmma_commit_group();  // of nothing, so that the group before is always the one to wait for
+      }
+      ptx::wgmma_wait_group<1>();  // the products of the stage before have read it
+      if (step > 0) release(before);
+      before = stage;
+      if (++stage == kStages) stage = 0, parity ^= 1;
+    }
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_pin(acc);
+    if (steps > 0) release(before);
+  }
+
+  __device__ __forceinline__ void run(unsigned char* smem_bytes) {
+    const int warp = threadIdx.x / 32 % 4;
+    float* const slice = reinterpret_cast<float*>(smem_bytes + kSliceOffset) + (warpgroup * 4 + warp) * 16 * kSliceStride;
+    if (lane() == 0) ptx::mbarrier_arrive(barriers.wanted + 8);  // the second slot holds no tile yet
+#pragma unroll 1
+    for (int n = 0;; ++n) {
+      ptx::mbarrier_wait(barriers.announced + n % 2 * 8, n / 2 & 1);
+      const uint32_t slot = slot_of(smem, n);
+      int blocks = 0;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const BlockRow row = BlockRow::load(slot + 16 * r);
+        blocks += row.end_block - row.first_block;
+      }
+      const int block_row = BlockRow::load(slot + 16 * (warpgroup % kRowGroups / kSteps)).index;
+      const int first_column = ptx::load_shared(slot + kColumnInSlot);
+      if (BlockRow::load(slot).index < 0) break;
+      __syncwarp();
+      if (lane() == 0) ptx::mbarrier_arrive(barriers.wanted + n % 2 * 8);
+      float acc[kN / 2] = {};
+      multiply(acc, blocks * kSteps);
+      const int64_t first_row = static_cast<int64_t>(block_row) * kBlock + warpgroup % kSteps * 64 + warp * 16;
+      store_tile<kSliceN, kSliceStride>(params.base, reinterpret_cast<const float(&)[1][kN / 8][4]>(acc), slice, first_row,
+                                        first_column + warpgroup / kRowGroups * kN, lane());
+    }
+  }
+};
+
+}  // namespace
+}  // namespace blockflash
+
+BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_tma_params params) {
+  using namespace blockflash;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem_bytes));
+  const Barriers barriers(smem + kBarrierOffset);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+
+  ptx::launch_dependents();
+  if (threadIdx.x == 0) barriers.init();
+  __syncthreads();
+  ptx::wait_for_predecessors();  // which may have written any operand, or still read C
+
+  if (warpgroup == 0) {
+    ptx::lower_registers<40>();
+    if (threadIdx.x == 0) produce(params, smem, barriers);
+    if (threadIdx.x == 32) schedule(params, smem, barriers);
+  } else {
+    ptx::raise_registers<232>();
+    Consumer{params, barriers, smem, warpgroup - 1}.run(smem_bytes);
+  }
+}

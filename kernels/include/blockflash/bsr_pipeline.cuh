@@ -1,0 +1,183 @@
+// Shared memory, barriers and the producer warpgroup of bsr_matmul_sm90a.cu.
+#pragma once
+
+#include "config.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/tensor_copy.cuh"
+
+namespace blockflash {
+
+using Config = BsrMatmulHopperConfig;
+using Element = Config::Element;
+using Params = blockflash_bsr_matmul_tma_params;
+
+constexpr int kBlock = Config::block_size, kRows = Config::block_rows, kBlockN = Config::block_n, kStages = Config::stages;
+constexpr int kSteps = kBlock / 64;  // of a block, a stage each
+static_assert(Config::block_k == 64 && kBlock % 64 == 0, "a stage is a row of the swizzle deep, 128 bytes, and a part of one block of A");
+
+// Shared memory: a ring of stages, the rows of a block of each block row and panels of 64 columns of B; barriers and tiles; what is left stages C.
+constexpr int kPanels = kBlockN / 64, kPanelBytes = 64 * 128;
+constexpr int kBlockBytes = kBlock * 128, kABytes = kRows * kBlockBytes;
+constexpr int kBBytes = kPanels * kPanelBytes, kStageBytes = kABytes + kBBytes;
+constexpr int kBarrierOffset = kStages * kStageBytes, kSlotOffset = kBarrierOffset + 256, kSliceOffset = kBarrierOffset + 384;
+constexpr int kConsumerWarps = 4 * Config::warpgroups;
+
+// Barriers "full" and "empty" of each stage, and of the two slots in which tiles are announced; and a word per stage that says whose it is.
+struct Barriers {
+  uint32_t full, empty, announced, wanted, owners;
+  __device__ __forceinline__ explicit Barriers(uint32_t at)
+      : full(at), empty(at + 8 * kStages), announced(at + 16 * kStages), wanted(announced + 16), owners(wanted + 16) {}
+
+  __device__ __forceinline__ void init() const {
+    static_assert(20 * kStages + 32 <= kSlotOffset - kBarrierOffset, "barriers end before the slots");
+    for (int i = 0; i < kStages; ++i) {
+      ptx::mbarrier_init(full + 8 * i, 1);
+      ptx::mbarrier_init(empty + 8 * i, kConsumerWarps);
+    }
+    for (int i = 0; i < 2; ++i) {
+      ptx::mbarrier_init(announced + 8 * i, 1);
+      // The consumers have read the tile that was there, and the producer is about to need the next.
+      ptx::mbarrier_init(wanted + 8 * i, kConsumerWarps + 1);
+    }
+    ptx::fence_mbarrier_init();
+  }
+};
+
+// A block row of a tile, as the tile's slot tells it: its blocks [first_block, end_block) of A, and the block column of the first one. One
+// that does not exist is the first beyond A and has no blocks; a negative one: there are no more tiles.
+struct BlockRow {
+  int index, first_block, end_block, first_column;
+
+  static __device__ __forceinline__ BlockRow load(uint32_t smem) {
+    const int4 x = ptx::load_shared_int4(smem);
+    return {x.x, x.y, x.z, x.w};
+  }
+  __device__ __forceinline__ void store(uint32_t smem) const {
+    ptx::store_shared_int4(smem, make_int4(index, first_block, end_block, first_column));
+  }
+};
+// A slot: the block rows, and the first column of C.
+__device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) { return smem + kSlotOffset + n % 2 * 64; }
+constexpr int kColumnInSlot = 16 * kRows;
+static_assert(kColumnInSlot + 4 <= 64 && kRows <= 2, "a tile fits into its slot");
+
+// The tile of C at a place in the order in which tiles are computed: that of the portable kernel.
+struct Tile {
+  int position;  // of its block rows, counted in tiles
+  int first_column;
+
+  __device__ __forceinline__ Tile(int tiles_m, int tiles_n, uint32_t index) {
+    // Panels of about 1024 columns: their slice of B stays in L2 while all block rows pass over it.
+    constexpr uint32_t kPanelTiles = 1024 / kBlockN;
+    const uint32_t panel = index / (tiles_m * kPanelTiles), rest = index - panel * tiles_m * kPanelTiles;
+    const uint32_t width = min(kPanelTiles, tiles_n - panel * kPanelTiles);
+    position = rest / width;
+    first_column = (panel * kPanelTiles + rest % width) * kBlockN;
+  }
+};
+
+// One thread takes tiles and looks up their blocks, some steps before the producer needs the next one, since it takes a while; not
+// earlier, since whoever is slow should take fewer.
+constexpr int kAnnounceAhead = 8 / kSteps;  // blocks
+__device__ __forceinline__ void schedule(const Params& params, uint32_t smem, const Barriers& barriers) {
+  const blockflash_bsr_matmul_params& p = params.base;
+  const int block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);
+  const int tiles_m = (block_rows + kRows - 1) / kRows, tiles_n = static_cast<int>((p.n + kBlockN - 1) / kBlockN);
+  uint32_t index = blockIdx.x;
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    if (n > 0) {
+      ptx::mbarrier_wait(barriers.wanted + n % 2 * 8, (n - 1) / 2 & 1);
+      index = params.tile_counter != nullptr ? gridDim.x + atomicAdd(params.tile_counter, 1u) : index + gridDim.x;
+    }
+    const uint32_t slot = slot_of(smem, n);
+    const bool more = index < static_cast<uint32_t>(tiles_m) * tiles_n;
+    if (more) {
+      const Tile tile(tiles_m, tiles_n, index);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int position = tile.position * kRows + r;
+        BlockRow row = {block_rows, 0, 0, 0};
+        if (position < block_rows) {
+          row.index = p.row_order != nullptr ? p.row_order[position] : position;
+          row.first_block = p.row_ptr[row.index], row.end_block = p.row_ptr[row.index + 1];
+          if (row.first_block < row.end_block) row.first_column = p.col_idx[row.first_block];
+        }
+        row.store(slot + 16 * r);
+      }
+      ptx::store_shared(slot + kColumnInSlot, tile.first_column);
+    } else {
+      BlockRow{-1, 0, 0, 0}.store(slot);
+    }
+    ptx::mbarrier_arrive(barriers.announced + n % 2 * 8);
+    if (!more) break;
+  }
+  if (params.tile_counter == nullptr) return;
+  // The last block leaves the counters as it found them.
+  __threadfence();
+  if (atomicAdd(params.tile_counter + 1, 1u) == gridDim.x - 1) params.tile_counter[0] = params.tile_counter[1] = 0;
+}
+
+// One thread starts the copies. Several block rows are merged: a stage is for those that have a block in the next column of any, and B
+// comes once for all of them. Rows and columns beyond A and B arrive as zeros.
+__device__ __forceinline__ void produce(const Params& params, uint32_t smem, const Barriers& barriers) {
+  const int panels = static_cast<int>(params.base.n / 64);  // whole ones of B
+  int stage = 0;
+  uint32_t parity = 1;  // everything is empty at first
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    ptx::mbarrier_wait(barriers.announced + n % 2 * 8, n / 2 & 1);
+    const uint32_t slot = slot_of(smem, n);
+    BlockRow rows[kRows];  // first_block and first_column move on
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) rows[r] = BlockRow::load(slot + 16 * r);
+    if (rows[0].index < 0) break;
+    const int panel = ptx::load_shared(slot + kColumnInSlot) / 64;
+    bool asked = false;  // for the next tile
+#pragma unroll 1
+    for (;;) {
+      int left = 0, column = INT32_MAX;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        left = max(left, rows[r].end_block - rows[r].first_block);
+        if (rows[r].first_block < rows[r].end_block) column = min(column, rows[r].first_column);
+      }
+      if (!asked && left <= kAnnounceAhead) asked = true, ptx::mbarrier_arrive(barriers.wanted + (n + 1) % 2 * 8);
+      if (left == 0) break;
+      int blocks[kRows];  // of this column; -1: none
+      uint32_t owners = 0, bytes = kBBytes;
+      bool last = true;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const bool owns = kRows == 1 || rows[r].first_block < rows[r].end_block && rows[r].first_column == column;
+        blocks[r] = owns ? rows[r].first_block : -1;
+        if (owns) {
+          owners |= 1u << r, bytes += kBlockBytes;
+          if (++rows[r].first_block < rows[r].end_block) rows[r].first_column = __ldg(params.base.col_idx + rows[r].first_block);
+        }
+        last &= rows[r].first_block == rows[r].end_block;
+      }
+#pragma unroll 1
+      for (int k = 0; k < kBlock; k += 64) {
+        const uint32_t full = barriers.full + 8 * stage, a = smem + stage * kStageBytes, b = a + kABytes;
+        ptx::mbarrier_wait(barriers.empty + 8 * stage, parity);
+        if constexpr (kRows > 1) ptx::store_shared(barriers.owners + 4 * stage, owners | last << kRows);
+        ptx::mbarrier_arrive_expect_tx(full, bytes);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+          if (blocks[r] >= 0) ptx::tensor_copy_3d(a + r * kBlockBytes, &params.a, k, 0, blocks[r], full);
+        if (panel + kPanels <= panels) {
+          ptx::tensor_copy_3d(b, &params.b, 0, column * kBlock + k, panel, full);
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < kPanels; ++i)
+            ptx::tensor_copy_3d(b + i * kPanelBytes, &params.b_edge, (panel + i) * 64, column * kBlock + k, 0, full);
+        }
+        if (++stage == kStages) stage = 0, parity ^= 1;
+      }
+    }
+  }
+}
+
+}  // namespace blockflash
