@@ -15,6 +15,7 @@ pub mod manifest;
 pub mod params;
 mod probe;
 mod release;
+mod rows;
 mod target;
 mod tile;
 

@@ -1,0 +1,150 @@
+//! The table itself: the tiles of every kernel, and the targets that they are compiled for.
+
+use crate::manifest::{AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, Row, Variant};
+use crate::{BlockMaskKernel, DType, Probe, Target};
+use std::sync::LazyLock;
+
+/// Every portable target: the tile fits into 99 KB of shared memory.
+const ALL: &[Target] = &[Target::Sm90, Target::Sm89, Target::Sm80, Target::Sm120, Target::Ptx80];
+/// GPUs with at least 163 KB of shared memory per block.
+const LARGE_SMEM: &[Target] = &[Target::Sm90, Target::Sm80];
+/// GPUs with 99 KB of shared memory per block, and whatever is not known yet.
+const SMALL_SMEM: &[Target] = &[Target::Sm89, Target::Sm120, Target::Ptx80];
+
+const fn attention(
+    head_dim: u32,
+    block_q: u32,
+    block_kv: u32,
+    warps: u32,
+    stages: u32,
+    min_blocks: u32,
+) -> AttentionFwd {
+    AttentionFwd { dtype: DType::F16, head_dim, block_q, block_kv, warps, stages, min_blocks }
+}
+
+/// Attention tiles by head dimension: 32 query rows per warp halve the shared-memory reads of K and V where the accumulators fit
+/// into registers (head_dim ≤ 128), else 16. At 128 the tile that is fastest on Hopper leaves room for one block per
+/// multiprocessor on GPUs with 100 KB of shared memory, so those take half the keys per step and run two. The narrower tiles of 64
+/// and 128 are for block masks with 64 queries per block: dense problems take the first of a head dimension.
+const ATTENTION_FWD: &[(&[Target], AttentionFwd)] = &[
+    (ALL, attention(64, 128, 64, 4, 1, 2)),
+    (ALL, attention(64, 64, 64, 4, 1, 2)),
+    (ALL, attention(96, 128, 64, 4, 1, 2)),
+    (LARGE_SMEM, attention(128, 128, 64, 4, 1, 2)),
+    (SMALL_SMEM, attention(128, 128, 32, 4, 1, 2)),
+    (ALL, attention(128, 64, 64, 4, 1, 2)),
+    (ALL, attention(192, 64, 64, 4, 1, 2)),
+    (ALL, attention(256, 64, 64, 4, 1, 2)),
+];
+
+const fn hopper(
+    head_dim: u32,
+    block_kv: u32,
+    warpgroups: u32,
+    [stages, q_stages]: [u32; 2],
+    q_in_registers: bool,
+    blocks_per_multiprocessor: u32,
+    step_cost: u32,
+) -> AttentionFwdHopper {
+    let dtype = DType::F16;
+    AttentionFwdHopper {
+        dtype,
+        head_dim,
+        block_kv,
+        warpgroups,
+        stages,
+        q_stages,
+        q_in_registers,
+        blocks_per_multiprocessor,
+        step_cost,
+    }
+}
+
+/// Attention tiles of Hopper by head dimension. Three warpgroups where registers allow it (outputs, scores and probabilities
+/// take at most 132 of 160 per thread); with two or one, Q is in registers where some are free. Narrower blocks are for few
+/// queries: a grid that does not fill the multiprocessors costs more than they do. Those with 64 keys are for block masks; of the ones with
+/// 64 queries as well two blocks share a multiprocessor, as warpgroups with lists of their own cannot share keys. At 256 they are also
+/// the faster ones without: 80 keys, as many as fit, straddle the diagonal of a causal mask.
+const ATTENTION_FWD_HOPPER: &[AttentionFwdHopper] = &[
+    hopper(64, 128, 3, [2, 2], false, 1, 100),
+    hopper(64, 128, 2, [2, 1], true, 1, 78),
+    hopper(64, 128, 1, [2, 1], true, 1, 57),
+    hopper(64, 64, 2, [4, 1], true, 1, 87),
+    hopper(64, 64, 1, [4, 1], true, 2, 85),
+    hopper(96, 128, 2, [2, 1], true, 1, 100),
+    hopper(128, 128, 2, [2, 1], true, 1, 100),
+    hopper(128, 128, 1, [2, 1], true, 1, 69),
+    hopper(128, 64, 2, [3, 1], true, 1, 110),
+    hopper(128, 64, 1, [2, 1], true, 2, 118),
+    hopper(192, 80, 2, [2, 1], false, 1, 100),
+    hopper(256, 64, 2, [2, 1], false, 1, 100),
+    hopper(256, 64, 1, [2, 1], false, 1, 70),
+];
+
+const fn bsr(
+    block_size: u32,
+    [block_n, block_k]: [u32; 2],
+    [warps_m, warps_n]: [u32; 2],
+    stages: u32,
+    min_blocks: u32,
+) -> BsrMatmul {
+    BsrMatmul { dtype: DType::F16, block_size, block_n, block_k, warps_m, warps_n, stages, min_blocks }
+}
+
+/// BSR tiles by block size: a wide one, and a narrow one for few columns.
+const BSR_MATMUL: &[(&[Target], BsrMatmul)] = &[
+    (ALL, bsr(16, [256, 32], [1, 4], 3, 4)),
+    (ALL, bsr(16, [64, 64], [1, 2], 4, 4)),
+    (ALL, bsr(32, [256, 32], [1, 4], 3, 4)),
+    (ALL, bsr(32, [64, 64], [1, 2], 4, 4)),
+    (ALL, bsr(64, [128, 64], [2, 2], 2, 4)),
+    (ALL, bsr(64, [64, 64], [2, 2], 3, 4)),
+    (ALL, bsr(128, [128, 64], [2, 2], 3, 2)),
+    (ALL, bsr(128, [64, 64], [2, 2], 3, 3)),
+];
+
+const fn bsr_hopper(block_size: u32, block_rows: u32, block_n: u32, stages: u32) -> BsrMatmulHopper {
+    BsrMatmulHopper { dtype: DType::F16, block_size, block_rows, block_n, stages }
+}
+
+/// BSR tiles of Hopper by block size: as many accumulators as two warpgroups have, and fewer for few columns. What flows into shared memory
+/// binds all of them: blocks of 64 take the more columns or, in dense patterns, two block rows that share B. Stages are as many as fit.
+const BSR_MATMUL_HOPPER: &[BsrMatmulHopper] = &[
+    bsr_hopper(64, 1, 512, 3),
+    bsr_hopper(64, 2, 256, 4),
+    bsr_hopper(64, 1, 256, 5),
+    bsr_hopper(64, 1, 128, 8),
+    bsr_hopper(128, 1, 256, 4),
+    bsr_hopper(128, 1, 128, 6),
+    bsr_hopper(128, 1, 64, 8),
+];
+
+/// All rows, released and on trial, the preferred targets first. Of rows that suit a problem equally well the first is taken.
+pub fn all_rows() -> &'static [Row] {
+    static ROWS: LazyLock<Vec<Row>> = LazyLock::new(|| {
+        let mut rows = Vec::new();
+        for target in Target::ALL {
+            let mut push = |variant| rows.push(Row { variant, target });
+            for dtype in [DType::F16, DType::BF16] {
+                for &tile in ATTENTION_FWD_HOPPER.iter().filter(|_| target == Target::Sm90a) {
+                    push(Variant::AttentionFwdHopper(AttentionFwdHopper { dtype, ..tile }));
+                }
+                for &(_, tile) in ATTENTION_FWD.iter().filter(|(targets, _)| targets.contains(&target)) {
+                    push(Variant::AttentionFwd(AttentionFwd { dtype, ..tile }));
+                }
+                for &tile in BSR_MATMUL_HOPPER.iter().filter(|_| target == Target::Sm90a) {
+                    push(Variant::BsrMatmulHopper(BsrMatmulHopper { dtype, ..tile }));
+                }
+                for &(_, tile) in BSR_MATMUL.iter().filter(|(targets, _)| targets.contains(&target)) {
+                    push(Variant::BsrMatmul(BsrMatmul { dtype, ..tile }));
+                }
+            }
+            let kernels = BlockMaskKernel::ALL.into_iter().filter(|_| ALL.contains(&target));
+            kernels.for_each(|kernel| push(Variant::BlockMask(kernel)));
+            let probes = Probe::ALL.into_iter().filter(|probe| probe.targets().contains(&target));
+            probes.for_each(|probe| push(Variant::Probe(probe)));
+        }
+        rows
+    });
+    &ROWS
+}
