@@ -1,31 +1,13 @@
 //! The command from outside: exit codes, what it prints, the files it reads and writes. CPU only, small shapes.
 
+mod common;
+
 use blockflash_bench::io::{Array, TensorFile, Values, write};
 use blockflash_bench::random::normal;
 use blockflash_sys::DType;
+use common::Folder;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-
-/// A folder of this test, removed at the end.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("blockflash-cli-{}-{name}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-
-    fn path(&self, name: &str) -> String {
-        self.0.join(name).to_str().unwrap().to_owned()
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 fn blockflash(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_blockflash")).args(args).output().unwrap()

@@ -1,29 +1,10 @@
 //! `blockflash mask show` as a user runs it.
 
+mod common;
+
 use blockflash_bench::io::{Array, Values, write};
-use std::path::PathBuf;
+use common::Folder;
 use std::process::{Command, Output};
-
-/// A folder of this test, removed at the end.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("blockflash-mask-{}-{name}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-
-    fn path(&self, name: &str) -> String {
-        self.0.join(name).to_str().unwrap().to_owned()
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 fn show(arguments: &[&str]) -> Output {
     let program = env!("CARGO_BIN_EXE_blockflash");

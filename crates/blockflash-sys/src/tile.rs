@@ -35,7 +35,7 @@ pub struct AttentionFwd {
     pub min_blocks: u32,
 }
 
-/// Tiles of `attention_fwd_sm90a.cu`: one block of threads per multiprocessor takes tile after tile, each `block_q` queries of one
+/// Tiles of `attention_fwd_sm90a.cu`: blocks of threads that stay, one or two per multiprocessor, take tile after tile, each `block_q` queries of one
 /// head against all keys. One warpgroup copies, the others compute 64 queries each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionFwdHopper {
