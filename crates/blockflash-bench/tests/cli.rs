@@ -6,7 +6,7 @@ use blockflash_bench::io::{Array, TensorFile, Values, write};
 use blockflash_bench::random::normal;
 use blockflash_sys::DType;
 use common::Folder;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 fn blockflash(args: &[&str]) -> Output {
