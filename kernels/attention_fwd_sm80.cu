@@ -42,7 +42,8 @@ using TileLayout = Swizzle<kChunks>;
 // The part of the problem that one block of threads works on.
 struct Work {
   int batch, head, head_kv;
-  int q_begin;  // first query row of the tile, within its sequence
+  BlockRows rows;  // of the block mask
+  int q_begin;     // first query row of the tile, within its sequence
   int seqlen_q, seqlen_kv;
   int64_t q_offset, kv_offset;  // first row of the sequence in packed tensors
 
@@ -51,7 +52,8 @@ struct Work {
     const int batch_head = blockIdx.x / tiles;
     batch = batch_head / p.num_heads_q;
     head = batch_head % p.num_heads_q;
-    q_begin = tile_of_queries(p.block_mask, tiles, Config::block_q, batch, head, blockIdx.x % tiles) * Config::block_q;
+    rows = BlockRows::of(p.block_mask, batch);
+    q_begin = tile_of_queries(p.block_mask, rows, tiles, Config::block_q, batch, head, blockIdx.x % tiles) * Config::block_q;
     head_kv = head / (p.num_heads_q / p.num_heads_kv);
     seqlen_q = p.seqlen_q;
     seqlen_kv = p.seqlen_kv;
@@ -235,7 +237,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   const KeyRange any = mask.keys_of_any(work.q_begin, q_last);
   const KeyRange all = mask.keys_of_all(work.q_begin, q_last);
   // Key tiles are visited from the last to the first: `tiles` positions of the list up to `last`.
-  const TileList list = TileList::of(p.block_mask, Config::block_kv, work.batch, work.head, work.q_begin);
+  const TileList list = TileList::of(p.block_mask, work.rows, Config::block_kv, work.batch, work.head, work.q_begin);
   const int last = list.lower_bound((any.end + Config::block_kv - 1) / Config::block_kv) - 1;
   const int tiles = last + 1 - list.lower_bound(any.begin / Config::block_kv);
 

@@ -38,25 +38,25 @@ struct Consumer {
   uint32_t p[kBlockKv / 4] = {};  // probabilities in 16 bits
   uint32_t q[Config::q_in_registers ? kPanels * 16 : 1];
   Softmax softmax;
-  int tiles = 0;  // of queries, fetched so far
+  uint32_t slot;  // of this tile of queries
   int key_tile;   // the next one's position
   // What is under way: probabilities wait for their product with V; it is left to the CUDA cores; an output has not been stored. What is
   // ahead: key tiles of this tile of queries; some to pass over first; nothing at all. And whether this step began a tile of queries, and
   // had a mask.
-  enum { kPending = 1, kSkip = 2, kOpen = 4, kInside = 8, kPass = 16, kEnd = 32, kFresh = 64, kMasked = 128 };
+  enum { kPending = 1, kSkip = 2, kOpen = 4, kInside = 8, kPass = 16, kEnd = 32, kFresh = 64, kMasked = 128, kOutput = 256 };
   int state = 0;  // in one register, as no other is free
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-  __device__ __forceinline__ int first_row() const { return warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + lane() / 4; }
-  __device__ __forceinline__ uint32_t slot() const { return slot_of(smem, tiles - 1); }
-  __device__ __forceinline__ KeyWalk walk() const { return KeyWalk::load(slot() + kWalkInSlot + 16 * warpgroup); }
-  __device__ __forceinline__ int q_stage(int tile) const { return tile % Config::q_stages * kWarpgroups + warpgroup; }
+  __device__ __forceinline__ int first_row() const { return warpgroup * kRowStep + threadIdx.x / 32 % 4 * 16 + lane() / 4; }
+  __device__ __forceinline__ uint32_t slot_before() const { return slot == slot_of(smem, 0) ? slot_of(smem, kSlots - 1) : slot - kSlotBytes; }
+  __device__ __forceinline__ KeyWalk walk() const { return KeyWalk::load(slot + kWalkInSlot + 16 * warpgroup); }
+  __device__ __forceinline__ int q_stage() const { return slot_parity(smem, slot) % Config::q_stages * kWarpgroups + warpgroup; }
   static __device__ __forceinline__ int next(int stage) { return stage + 1 == kStages ? 0 : stage + 1; }
 
   __device__ __forceinline__ void release(int stage) const {
     if (lane() == 0) ptx::mbarrier_arrive(barriers.empty + 8 * stage);
   }
-  __device__ __forceinline__ void release_q() const { release(Barriers::kQ + q_stage(tiles - 1)); }
+  __device__ __forceinline__ void release_q() const { release(Barriers::kQ + q_stage()); }
   // Warpgroups issue their products in turns, so that one computes probabilities while the others multiply.
   __device__ __forceinline__ void begin_turn() const {
     if constexpr (kTurns) ptx::named_barrier_sync(1 + warpgroup, 256);
@@ -67,9 +67,9 @@ struct Consumer {
 
   // Waits for the next tile of queries and says what is ahead.
   __device__ __forceinline__ int fetch() {
-    full.wait(barriers.full, Barriers::kQ + q_stage(tiles));
-    ++tiles;
-    const QueryTile tile = QueryTile::load(slot());
+    slot = slot == slot_of(smem, kSlots - 1) ? slot_of(smem, 0) : slot + kSlotBytes;
+    full.wait(barriers.full, Barriers::kQ + q_stage());
+    const QueryTile tile = QueryTile::load(slot);
     if (tile.key_tiles < 0) return kEnd;
     const KeyWalk mine = walk();
     key_tile = tile.first_key_tile + mine.left - 1;
@@ -78,7 +78,7 @@ struct Consumer {
 #pragma unroll
       for (int d = 0; d < kPanels * 4; ++d) {
         uint32_t fragment[4];
-        ptx::ldmatrix_x4(fragment, smem + q_stage(tiles - 1) * kQBytes + d / 4 * 8192 + row * 128 + ((d % 4 * 2 + lane() / 16) ^ row % 8) * 16);
+        ptx::ldmatrix_x4(fragment, smem + q_stage() * kQBytes + d / 4 * 8192 + row * 128 + ((d % 4 * 2 + lane() / 16) ^ row % 8) * 16);
 #pragma unroll
         for (int i = 0; i < 4; ++i) q[4 * d + i] = fragment[i];
       }
@@ -89,7 +89,7 @@ struct Consumer {
   // s = Q·Kᵀ
   __device__ __forceinline__ void start_scores(int stage) {
     const uint64_t k = ptx::wgmma_descriptor(smem + kKOffset) + (stage * kKvBytes >> 4);
-    const uint64_t q_tile = ptx::wgmma_descriptor(smem) + (q_stage(tiles - 1) * kQBytes >> 4);
+    const uint64_t q_tile = ptx::wgmma_descriptor(smem) + (q_stage() * kQBytes >> 4);
 #pragma unroll
     for (int d = 0; d < (kD + 15) / 16; ++d) {
       using Product = ptx::Wgmma<kBlockKv, Element>;
@@ -110,12 +110,18 @@ struct Consumer {
   }
 
   // o += P·V, and the row sums of P by the ones behind V; or nothing, over and over the page of zeros.
-  __device__ __forceinline__ void start_output(int stage, bool skip = false) {
+  __device__ __forceinline__ void start_output(int stage, uint32_t accumulate, bool skip = false) {
     const uint64_t v = skip ? ptx::wgmma_descriptor_mn(smem + kZerosOffset, 0, 0)
                             : ptx::wgmma_descriptor_mn(smem + kVOffset, kBlockKv * 128, 1024) + (stage * kVStageBytes >> 4);
     const int step = skip ? 0 : 16 * 128 >> 4;
 #pragma unroll
-    for (int k = 0; k < kBlockKv / 16; ++k) ptx::Wgmma<kOutColumns, Element>::template rs<true, true>(o, p + 4 * k, v + k * step);
+    for (int k = 0; k < kBlockKv / 16; ++k) {
+      using Product = ptx::Wgmma<kOutColumns, Element>;
+      if (k == 0)
+        Product::template rs_if<true>(accumulate, o, p, v);
+      else
+        Product::template rs<true, true>(o, p + 4 * k, v + k * step);
+    }
     ptx::wgmma_commit_group();
   }
 
@@ -140,51 +146,24 @@ struct Consumer {
     return key_tile > mine.unmasked_last || key_tile < mine.unmasked_first;
   }
 
-  __device__ __forceinline__ void apply_mask() {
-    const QueryTile tile = QueryTile::load(slot());
+  // The keys of this lane that its rows attend to, a bit each.
+  __device__ __forceinline__ void look_up_mask(uint32_t (&visible)[2]) const {
+    const QueryTile tile = QueryTile::load(slot);
     const AttentionMask mask = tile.mask(params.base);
-    const int first_key = key_tile_at(slot(), key_tile) * kBlockKv + lane() % 4 * 2;
+    const int first_key = key_tile_at(slot, key_tile) * kBlockKv + lane() % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const KeyRange keys = mask.keys_of<int>(tile.q_begin + first_row() + 8 * half);
-      mask_row(s, half, keys.begin - first_key, keys.end - first_key);
+      visible[half] = visible_keys(keys.begin - first_key, keys.end - first_key);
     }
   }
 
-  // A NaN or infinity in V reaches every row of a product, also those whose probability for its key is 0. Under a mask a product with
-  // such a V is therefore computed here, for the keys that a row does attend to: o += P·V of what is pending. Rare, so small code.
+  // What is pending, computed here because V has a NaN or infinity and a mask hides keys.
   __device__ __forceinline__ void add_visible(int stage) {
-    const uint32_t its_slot = slot_of(smem, tiles - (is(kFresh) ? 2 : 1));
+    const uint32_t its_slot = is(kFresh) ? slot_before() : slot;
     const QueryTile tile = QueryTile::load(its_slot);
     const int first_key = key_tile_at(its_slot, is(kFresh) ? tile.first_key_tile : key_tile + 1) * kBlockKv;
-    const AttentionMask mask = tile.mask(params.base);
-    int begin[2], end[2];  // of the keys that a row attends to, in this key tile
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const KeyRange keys = mask.keys_of<int>(tile.q_begin + first_row() + 8 * half);
-      begin[half] = keys.begin - first_key, end[half] = keys.end - first_key;
-    }
-#pragma unroll 1
-    for (int key = 0; key < kBlockKv; ++key) {
-      float probability[2] = {0.f, 0.f};
-#pragma unroll
-      for (int i = 0; i < kBlockKv / 4; ++i)
-        if (i / 2 == key / 8) probability[i % 2] = Traits::to_float(static_cast<uint16_t>(p[i] >> (key % 2 * 16)));
-      bool visible[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        probability[half] = __shfl_sync(~0u, probability[half], lane() / 4 * 4 + key % 8 / 2);
-        visible[half] = key >= begin[half] && key < end[half];
-      }
-      const uint32_t v_row = smem + kVOffset + stage * kVStageBytes + key * 128 + lane() % 4 * 4;
-#pragma unroll
-      for (int d = 0; d < kOutColumns / 8; ++d) {
-        const uint32_t pair = ptx::load_shared(v_row + d / 8 * kBlockKv * 128 + (d % 8 ^ key % 8) * 16);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (visible[i / 2]) o[4 * d + i] += probability[i / 2] * Traits::to_float(static_cast<uint16_t>(pair >> (i % 2 * 16)));
-      }
-    }
+    add_visible_products(o, p, tile.mask(params.base), tile.q_begin + first_row(), first_key, smem + kVOffset + stage * kVStageBytes);
   }
 
   // The product that was pending is there, but what was left to the CUDA cores.
@@ -204,7 +183,8 @@ struct Consumer {
     start_scores(k_stage);
     full.wait(barriers.full, Barriers::kV + v_stage);
     ptx::wgmma_fence();
-    start_output(v_stage);
+    start_output(v_stage, state & kOutput);
+    state |= kOutput;
     end_turn();
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_pin(s);
@@ -243,12 +223,13 @@ struct Consumer {
 
   // The tile of queries before this one is done.
   __device__ __forceinline__ void finish(const Softmax& before) {
-    if (!is(kPending)) clear_output();
-    if (is(kOpen)) store_output(params, QueryTile::load(slot_of(smem, tiles - 2)), o, before, smem, warpgroup);
-    clear_output();
+    if (!is(kOpen)) return;
+    if (!is(kPending)) clear_output();  // no key tile at all
+    store_output(params, QueryTile::load(slot_before()), o, before, smem, warpgroup);
   }
 
   __device__ __forceinline__ void run() {
+    slot = slot_of(smem, kSlots - 1);
     int stage = 0;  // of the next key tile
     const auto v_stage = [&] { return stage == 0 ? kStages - 1 : stage - 1; };  // of the probabilities that are pending
     const auto takes_turn = [&] { return has_scores() && !is(kFresh); };
@@ -256,6 +237,7 @@ struct Consumer {
     for (;;) {
       // A step of any kind: the first of a tile of queries, which also completes the tile before; one with a mask; the last of all.
       if (!is(kInside)) state |= kFresh;
+      stage = __shfl_sync(~0u, stage, 0);  // in a uniform register, for the descriptors
       // Both products in any case, since a branch around one would serialise them all; what is not wanted is thrown away.
       const auto start_scores_here = [&] {
         if (Config::q_stages == 2 && is(kFresh) && is(kOpen)) release_q();
@@ -270,12 +252,18 @@ struct Consumer {
         if (is(kPending)) full.wait(barriers.full, Barriers::kV + v_stage());
         if (kLateQ && takes_turn()) begin_turn();
         ptx::wgmma_fence();
-        start_output(v_stage(), is(kSkip));
+        const int now = __shfl_sync(~0u, state, 0);
+        start_output(v_stage(), now & kOutput, now & kSkip);
       };
       if constexpr (!kLateQ) start_scores_here();
       start_output_here();
       if constexpr (kLateQ) start_scores_here();
       if (takes_turn()) end_turn();
+      uint32_t visible[2] = {0, 0};
+      const auto look_up_mask_here = [&] {
+        if (has_scores() && is_masked()) look_up_mask(visible), state |= kMasked;
+      };
+      if constexpr (kWarpgroups < 3) look_up_mask_here();  // with three, registers are free only when the products are done
       // With three warpgroups the probabilities must make room for what follows; else their product may go on meanwhile, if it is the last.
       constexpr bool kMakeRoom = kWarpgroups == 3 || kLateQ;
       Softmax before = softmax;  // of the tile of queries that ends here
@@ -291,11 +279,12 @@ struct Consumer {
       if (is(kFresh) && !is(kEnd) && (Config::q_in_registers || kLateQ && !is(kInside))) release_q();
       if (is(kFresh)) softmax.reset();
       float rescale[2] = {1.f, 1.f};
+      if constexpr (kWarpgroups == 3) look_up_mask_here();
       if (has_scores()) {
         release(stage);
-        if (kLateQ && key_tile == QueryTile::load(slot()).first_key_tile) release_q();
+        if (kLateQ && key_tile == QueryTile::load(slot).first_key_tile) release_q();
         if (params.base.softcap > 0.f) cap_scores(s, params.base.softcap, params.scale_over_cap);
-        if (is_masked()) apply_mask(), state |= kMasked;
+        if (is(kMasked)) mask_row(s, 0, visible[0]), mask_row(s, 1, visible[1]);
         int top[2];
         softmax.largest(s, top);
         if (is(kFresh) || softmax.exceeds(top, kSlack, params.inverse_scale_log2)) softmax.move(s, top, params.scale_log2, rescale);
@@ -310,7 +299,6 @@ struct Consumer {
       else
         clear_probabilities();
       if (!is(kFresh)) {
-        if (!is(kPending)) clear_output();
         if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f)) rescale_output(rescale);
       } else if (!kLateQ) {
         finish(before);
@@ -322,12 +310,15 @@ struct Consumer {
         continue;
       }
       const bool masked = is(kMasked);
-      state = kPending | kOpen | kInside;
+      state = kPending | kOpen | kInside | ((state & (kPending | kFresh)) == kPending ? kOutput : 0);
       if (masked) {
         full.peek(barriers.checked - 8 * Barriers::kV, Barriers::kV + stage);
-        if (ptx::load_shared(barriers.nonfinite + 4 * stage)) state |= kSkip;
+        // Through lane 0, which also gives V back: it is what orders this before the next word.
+        uint32_t found = 0;
+        if (lane() == 0) found = ptx::load_shared(barriers.nonfinite + 8 * stage) | ptx::load_shared(barriers.nonfinite + 8 * stage + 4);
+        if (__shfl_sync(~0u, found, 0)) state |= kSkip;
       }
-      const int first_key_tile = QueryTile::load(slot()).first_key_tile;
+      const int first_key_tile = QueryTile::load(slot).first_key_tile;
       const KeyWalk mine = walk();
       // With a cap every key tile takes the slower step, which keeps the fast one free of it.
       if (!is(kSkip) && !(params.base.softcap > 0.f) && key_tile <= mine.unmasked_last) {
@@ -372,6 +363,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_tma_params pa
     if (params.base.cu_seqlens_q != nullptr || params.base.block_mask.row_ptr != nullptr) ptx::wait_for_predecessors();
     announce(queue, slot_of(smem, 0));
   } else if (threadIdx.x == 0) {
+    for (const blockflash_tensor_map* map : {&params.k, &params.q, &params.v, &params.o}) ptx::prefetch_tensor_map(map);
     barriers.init();
   } else if (threadIdx.x >= 64) {
     store_constants(smem, threadIdx.x - 64, Config::threads - 64);
@@ -383,7 +375,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_tma_params pa
     ptx::lower_registers<kProducerRegisters>();
     if (threadIdx.x == 0) produce(params, smem, barriers);
     if (threadIdx.x / 32 == 1) schedule(queue, smem, barriers);
-    if (threadIdx.x / 32 == 2) check_values(smem, barriers);
+    if (threadIdx.x / 32 >= 2) check_values(smem, barriers, threadIdx.x / 32 - 2);
   } else {
     ptx::raise_registers<kConsumerRegisters>();
     if (kTurns && warpgroup == kWarpgroups) ptx::named_barrier_arrive(1, 256);  // the first turn

@@ -92,8 +92,10 @@ struct Consumer {
       float acc[kN / 2] = {};
       multiply(acc, blocks * kSteps);
       const int64_t first_row = static_cast<int64_t>(block_row) * kBlock + warpgroup % kSteps * 64 + warp * 16;
-      store_tile<kSliceN, kSliceStride>(params.base, reinterpret_cast<const float(&)[1][kN / 8][4]>(acc), slice, first_row,
-                                        first_column + warpgroup / kRowGroups * kN, lane());
+      const auto& tiles = reinterpret_cast<const float(&)[1][kN / 8][4]>(acc);
+      const int64_t column = first_column + warpgroup / kRowGroups * kN;
+      if (!store_tile_directly(params.base, tiles[0], first_row, column, lane()))
+        store_tile<kSliceN, kSliceStride>(params.base, tiles, slice, first_row, column, lane());
     }
   }
 };
@@ -109,7 +111,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_tma_params param
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
   ptx::launch_dependents();
-  if (threadIdx.x == 0) barriers.init();
+  if (threadIdx.x == 0) {
+    for (const blockflash_tensor_map* map : {&params.a, &params.b, &params.b_edge}) ptx::prefetch_tensor_map(map);
+    barriers.init();
+  }
   __syncthreads();
   ptx::wait_for_predecessors();  // which may have written any operand, or still read C
 

@@ -209,7 +209,7 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
         for (row, _) in gpu
             .rows()
             .filter_map(|row| Some((row, row.attention_tile()?)))
-            .filter(|(_, tile)| tile.dtype == dtype)
+            .filter(|(_, tile)| tile.dtype == dtype && tile.heads == 1)
         {
             report.run(row, || {
                 let entries = qkv.view().slice(1, 0..SEQLEN).map_err(|error| error.to_string())?;

@@ -104,7 +104,8 @@ fn some_blocks(tiles: &[&AttentionTile]) -> BlockCase {
         block_q: smallest(|tile| tile.block_q),
         block_kv: smallest(|tile| tile.block_kv),
         per_entry: false,
-        heads: MaskHeads::Query,
+        // Heads that share a tile share its blocks, too.
+        heads: if tiles.iter().all(|tile| tile.heads == 1) { MaskHeads::Query } else { MaskHeads::KeyValue },
         pattern: BlockPattern::Random(0.6),
     }
 }

@@ -75,10 +75,13 @@ fn a_mask_that_hides_nothing_changes_nothing() {
         window(Some(70), Some(3), top),
         window(Some(200), Some(0), bottom),
     ];
-    for (mask, lengths) in
-        masks.into_iter().flat_map(|mask| [(300, 300), (200, 450), (330, 100)].map(|l| (mask, l)))
-    {
-        let plain = AttentionCase { mask, ..AttentionCase::simple(DType::F32, (4, 2), 40, lengths) };
+    let dense = |(seqlen_q, seqlen_kv)| Lengths::Dense { batch: 1, seqlen_q, seqlen_kv };
+    let packed = Lengths::Packed { lengths: vec![(300, 300), (0, 9), (65, 129), (200, 70)], slack: (0, 0) };
+    let lengths = [dense((300, 300)), dense((200, 450)), dense((330, 100)), packed];
+    for (mask, lengths) in masks.into_iter().flat_map(|mask| lengths.clone().map(|l| (mask, l))) {
+        let simple = AttentionCase::simple(DType::F32, (4, 2), 40, (0, 0));
+        let plain = AttentionCase { mask, lengths, ..simple };
+        let lengths = &plain.lengths;
         let data = AttentionData::generate(&plain);
         let expected = outputs(&plain, &data);
         // All blocks, or those that the token mask shows anything of: causal blocks with a causal mask.

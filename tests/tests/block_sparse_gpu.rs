@@ -69,15 +69,18 @@ fn bits(
 }
 
 /// A mask that hides nothing lets a row visit the same key tiles in the same order: the same bits. Blocks that the token mask shows
-/// a pair of are as good as all.
+/// a pair of are as good as all. Also for packed sequences.
 fn equals_dense(row: &'static Row, tile: &AttentionTile, stream: &Stream) -> Result<usize, String> {
     let window = Mask::Window { left: Some(70), right: Some(3), align: Align::TopLeft };
     let masks = [Mask::Full, Mask::causal(), Mask::Causal { align: Align::TopLeft }, window];
     let mut compared = 0;
-    for (turn, mask) in masks.into_iter().enumerate() {
-        let seqlen = [(517, 700), (700, 517)][turn % 2];
-        let simple = AttentionCase::simple(tile.dtype, (2, 1), tile.head_dim as usize, seqlen);
-        let dense = AttentionCase { mask, sink: true, ..simple };
+    let packed =
+        Lengths::Packed { lengths: vec![(130, 333), (0, 70), (400, 400), (65, 0), (1, 9)], slack: (2, 1) };
+    for (turn, mask) in masks.into_iter().flat_map(|mask| [mask; 2]).enumerate() {
+        let (seqlen_q, seqlen_kv) = [(517, 700), (700, 517)][turn / 2 % 2];
+        let lengths = [packed.clone(), Lengths::Dense { batch: 1, seqlen_q, seqlen_kv }][turn % 2].clone();
+        let simple = AttentionCase::simple(tile.dtype, (2, 1), tile.head_dim as usize, (0, 0));
+        let dense = AttentionCase { mask, lengths, sink: true, ..simple };
         let data = AttentionData::generate(&dense);
         let expected = bits(&dense, &data, row, stream)?;
         for pattern in [BlockPattern::Random(1.0), BlockPattern::Seen] {
@@ -123,12 +126,20 @@ fn repeats_its_bits(row: &'static Row, tile: &AttentionTile, stream: &Stream) ->
 
 /// Captures a call once and replays it with other numbers under the same mask.
 fn replays_a_graph(row: &'static Row, tile: &AttentionTile, stream: &Stream) -> Result<usize, String> {
-    let case = AttentionCase {
-        lengths: Lengths::Dense { batch: 2, seqlen_q: 300, seqlen_kv: 700 },
-        mask: Mask::Full,
-        sink: true,
-        ..uneven(tile, BlockPattern::Random(0.5))
-    };
+    let dense = Lengths::Dense { batch: 2, seqlen_q: 300, seqlen_kv: 700 };
+    let packed = Lengths::Packed { lengths: vec![(200, 400), (0, 3), (300, 700)], slack: (1, 0) };
+    let replayed = [dense, packed].map(|lengths| replays(lengths, row, tile, stream));
+    replayed.into_iter().sum()
+}
+
+fn replays(
+    lengths: Lengths,
+    row: &'static Row,
+    tile: &AttentionTile,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let case =
+        AttentionCase { lengths, mask: Mask::Full, sink: true, ..uneven(tile, BlockPattern::Random(0.5)) };
     let data = |seed| AttentionData::generate(&AttentionCase { seed, ..case.clone() });
     let mut inputs = AttentionInputs::upload(&case, &data(1), stream)?;
     let mut outputs = AttentionOutputs::poisoned(&case, stream)?;

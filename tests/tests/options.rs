@@ -63,6 +63,10 @@ fn attention_options_act(stream: &Stream) {
         packed(&[(41, 100), (49, 50)]),
         packed(&[(40, 101), (50, 49)]),
         AttentionCase { mask: Mask::causal(), ..packed(&[(40, 100), (50, 50)]) },
+        AttentionCase {
+            block_mask: blocks(64, 64, MaskHeads::Query, 0.5).block_mask,
+            ..packed(&[(40, 100), (50, 50)])
+        },
     ];
     // The same q, k, v for all: of the options alone comes the difference.
     let data = AttentionData::generate(&base);

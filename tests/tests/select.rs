@@ -72,6 +72,7 @@ proptest! {
             block_kv: 64 * kv,
             batch: if per_entry { sizes.0.max(1) as u32 } else { 1 },
             heads: if per_head { heads[1] as u32 } else { 1 },
+            packed_rows: None,
         });
         let problem = AttentionProblem {
             mask: Mask::Window { left: None, right, align: Align::BottomRight },

@@ -15,7 +15,8 @@ pub fn attention_flops(problem: &AttentionProblem) -> Option<u64> {
     Some(scaled(pairs, &[4, problem.batch, problem.num_heads_q, problem.head_dim]))
 }
 
-/// FLOPs of a variable-length attention forward pass with these offsets.
+/// FLOPs of a variable-length attention forward pass with these offsets. Of a block mask nothing is known here, see
+/// [`BlockMask::visited_pairs`](crate::BlockMask::visited_pairs).
 pub fn attention_varlen_flops(
     problem: &AttentionProblem,
     cu_seqlens_q: &[i32],
@@ -55,7 +56,7 @@ mod tests {
         let window = AttentionProblem { mask, ..full };
         assert_eq!(attention_flops(&window), Some(4 * 2 * 4 * 64 * (1 + 2 + 2 + 2 + 2)));
         // Which blocks are visited is not known from their sizes.
-        let sizes = BlockMaskSizes { block_q: 64, block_kv: 64, batch: 1, heads: 1 };
+        let sizes = BlockMaskSizes { block_q: 64, block_kv: 64, batch: 1, heads: 1, packed_rows: None };
         assert_eq!(attention_flops(&AttentionProblem { block_mask: Some(sizes), ..full }), None);
     }
 

@@ -58,7 +58,8 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
             let problem = AttentionProblem::dense(dtype, [1, 1, 1], [1, 1], head_dim as usize);
             push(attention::OP, size.clone(), &|gpu| attention::select(&problem, gpu));
             for block in [64, 128] {
-                let sizes = BlockMaskSizes { block_q: block, block_kv: block, batch: 1, heads: 1 };
+                let sizes =
+                    BlockMaskSizes { block_q: block, block_kv: block, batch: 1, heads: 1, packed_rows: None };
                 let problem = AttentionProblem { block_mask: Some(sizes), ..problem };
                 let size = format!("{size}, blocks of {block} × {block}");
                 push(attention::OP, size, &|gpu| attention::select(&problem, gpu));

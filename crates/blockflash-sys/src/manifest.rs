@@ -44,7 +44,7 @@ impl Row {
             Variant::AttentionFwd(_) => "attention_fwd_sm80",
             Variant::AttentionFwdHopper(_) => "attention_fwd_sm90a",
             Variant::BsrMatmul(_) => "bsr_matmul_sm80",
-            Variant::BsrMatmulHopper(_) => "bsr_matmul_sm90a",
+            Variant::BsrMatmulHopper(t) => t.source(),
             Variant::BlockMask(kernel) => kernel.source(),
             Variant::Probe(probe) if probe.is_hopper() => "probe_sm90a",
             Variant::Probe(_) => "probe_sm80",
@@ -65,13 +65,14 @@ impl Row {
                 t.stages
             ),
             Variant::AttentionFwdHopper(t) => format!(
-                "blockflash_{}_{}_d{}_q{}_kv{}_s{}",
+                "blockflash_{}_{}_d{}_q{}_kv{}_s{}{}",
                 self.source(),
                 t.dtype,
                 t.head_dim,
                 t.block_q(),
                 t.block_kv,
-                t.stages
+                t.stages,
+                if t.heads > 1 { format!("_h{}", t.heads) } else { String::new() }
             ),
             Variant::BsrMatmul(t) => format!(
                 "blockflash_{}_{}_b{}_n{}_k{}_w{}x{}_s{}",
@@ -143,6 +144,7 @@ impl Row {
                 number("VARIANT_HEAD_DIM", t.head_dim);
                 number("VARIANT_BLOCK_KV", t.block_kv);
                 number("VARIANT_WARPGROUPS", t.warpgroups);
+                number("VARIANT_HEADS", t.heads);
                 number("VARIANT_STAGES", t.stages);
                 number("VARIANT_Q_STAGES", t.q_stages);
                 number("VARIANT_Q_IN_REGISTERS", t.q_in_registers.into());
@@ -194,7 +196,7 @@ impl Row {
             Variant::BsrMatmul(_) => {
                 &[Contains("HMMA"), Contains("LDGSTS"), Contains("LDSM"), Lacks("LDL"), Lacks("STL")]
             }
-            Variant::BsrMatmulHopper(_) => BsrMatmulHopper::expects(),
+            Variant::BsrMatmulHopper(t) => t.expects(),
             Variant::BlockMask(kernel) => kernel.expects(),
             Variant::Probe(probe) => probe.expects(),
         }

@@ -31,22 +31,27 @@ pub const BLOCKFLASH_BLOCK_SCORES_MEANS: i32 = 0;
 pub const BLOCKFLASH_BLOCK_SCORES_PRODUCTS: i32 = 1;
 /** Which blocks of queries × keys attention visits, in BSR: the block columns of block row r of group g are
  col_idx\[row_ptr\[g·(rows + 1) + r\]\] to before col_idx\[row_ptr\[g·(rows + 1) + r + 1\]\], ascending. The group of a batch entry and
- head of q is batch·groups_per_batch + head / heads_per_group.*/
+ head of q is batch·groups_per_batch + head / heads_per_group.
+
+ The sequences of a packed batch follow one another in the rows of a group: row i of sequence b is r = cu_rows\[b\] + i. Rows in
+ row_order and block columns count from the start of their sequence.*/
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_block_mask {
-    /// \[groups, rows + 1\]; null: every block is visited
+    /// \[groups, rows + 1\], less than 2^31 entries; null: every block is visited
     pub row_ptr: *const i32,
     pub col_idx: *const i32,
-    /// \[groups, rows\] order in which the rows of a group are taken, longest first; null: last first
+    /// \[groups, rows\] order in which rows of a group or sequence are taken, longest first; null: last first
     pub row_order: *const i32,
-    /// ceil(seqlen_q / block_q)
+    /// \[batch + 1\] first row of each sequence, and `rows`; null exactly when cu_seqlens are
+    pub cu_rows: *const i32,
+    /// ceil(seqlen_q / block_q), for a packed batch the sum of those of its sequences
     pub rows: i32,
     /// multiples of the tile's, which divide them
     pub block_q: i32,
     /// multiples of the tile's, which divide them
     pub block_kv: i32,
-    /// 0: the same for all batch entries
+    /// 0: the same for all batch entries, and for a packed batch
     pub groups_per_batch: i32,
     pub heads_per_group: i32,
 }
@@ -54,7 +59,7 @@ pub struct blockflash_block_mask {
 const _: () = {
     [
         "Size of blockflash_block_mask",
-    ][::core::mem::size_of::<blockflash_block_mask>() - 48usize];
+    ][::core::mem::size_of::<blockflash_block_mask>() - 56usize];
     [
         "Alignment of blockflash_block_mask",
     ][::core::mem::align_of::<blockflash_block_mask>() - 8usize];
@@ -68,20 +73,23 @@ const _: () = {
         "Offset of field: blockflash_block_mask::row_order",
     ][::core::mem::offset_of!(blockflash_block_mask, row_order) - 16usize];
     [
+        "Offset of field: blockflash_block_mask::cu_rows",
+    ][::core::mem::offset_of!(blockflash_block_mask, cu_rows) - 24usize];
+    [
         "Offset of field: blockflash_block_mask::rows",
-    ][::core::mem::offset_of!(blockflash_block_mask, rows) - 24usize];
+    ][::core::mem::offset_of!(blockflash_block_mask, rows) - 32usize];
     [
         "Offset of field: blockflash_block_mask::block_q",
-    ][::core::mem::offset_of!(blockflash_block_mask, block_q) - 28usize];
+    ][::core::mem::offset_of!(blockflash_block_mask, block_q) - 36usize];
     [
         "Offset of field: blockflash_block_mask::block_kv",
-    ][::core::mem::offset_of!(blockflash_block_mask, block_kv) - 32usize];
+    ][::core::mem::offset_of!(blockflash_block_mask, block_kv) - 40usize];
     [
         "Offset of field: blockflash_block_mask::groups_per_batch",
-    ][::core::mem::offset_of!(blockflash_block_mask, groups_per_batch) - 36usize];
+    ][::core::mem::offset_of!(blockflash_block_mask, groups_per_batch) - 44usize];
     [
         "Offset of field: blockflash_block_mask::heads_per_group",
-    ][::core::mem::offset_of!(blockflash_block_mask, heads_per_group) - 40usize];
+    ][::core::mem::offset_of!(blockflash_block_mask, heads_per_group) - 48usize];
 };
 /** Attention forward: o = softmax(mask(q·kᵀ · softmax_scale))·v for each batch entry and head.
 
@@ -136,14 +144,13 @@ pub struct blockflash_attention_fwd_params {
     pub softmax_scale: f32,
     /// 0 turns it off, else scores become softcap·tanh(score / softcap)
     pub softcap: f32,
-    /// not with cu_seqlens
     pub block_mask: blockflash_block_mask,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     [
         "Size of blockflash_attention_fwd_params",
-    ][::core::mem::size_of::<blockflash_attention_fwd_params>() - 272usize];
+    ][::core::mem::size_of::<blockflash_attention_fwd_params>() - 280usize];
     [
         "Alignment of blockflash_attention_fwd_params",
     ][::core::mem::align_of::<blockflash_attention_fwd_params>() - 8usize];
@@ -332,23 +339,23 @@ const _: () = {
     [
         "Offset of field: blockflash_attention_fwd_tma_params::tile_counter",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, tile_counter)
-        - 784usize];
+        - 792usize];
     [
         "Offset of field: blockflash_attention_fwd_tma_params::heads_per_section",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, heads_per_section)
-        - 792usize];
+        - 800usize];
     [
         "Offset of field: blockflash_attention_fwd_tma_params::scale_log2",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, scale_log2)
-        - 796usize];
+        - 804usize];
     [
         "Offset of field: blockflash_attention_fwd_tma_params::inverse_scale_log2",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, inverse_scale_log2)
-        - 800usize];
+        - 808usize];
     [
         "Offset of field: blockflash_attention_fwd_tma_params::scale_over_cap",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, scale_over_cap)
-        - 804usize];
+        - 812usize];
 };
 /// BSR matmul: c = activation(alpha·a·b + beta·c + bias), a block-sparse \[m, k\], b and c dense row-major.
 #[repr(C)]
@@ -461,11 +468,11 @@ const _: () = {
 #[repr(align(64))]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_bsr_matmul_tma_params {
-    /// (block, block, nnz_blocks), boxes of 64 columns and all rows of one block
+    /// (block, block, nnz_blocks), boxes of 64 columns and all rows of one block; zeros where blocks are smaller
     pub a: blockflash_tensor_map,
-    /// whole panels of b, (64, k, n / 64), boxes of 64 rows and all panels of the tile; zeros if n < 64
+    /// whole panels of b, (64, k, n / 64), boxes of block_k rows and all panels of the tile; zeros if n < 64
     pub b: blockflash_tensor_map,
-    /// (n, k, 1), boxes of 64 columns and 64 rows
+    /// (n, k, 1), boxes of 64 columns and block_k rows
     pub b_edge: blockflash_tensor_map,
     /// sizes fit into 31 bits
     pub base: blockflash_bsr_matmul_params,
@@ -580,7 +587,7 @@ pub struct blockflash_block_mask_build_params {
 const _: () = {
     [
         "Size of blockflash_block_mask_build_params",
-    ][::core::mem::size_of::<blockflash_block_mask_build_params>() - 176usize];
+    ][::core::mem::size_of::<blockflash_block_mask_build_params>() - 184usize];
     [
         "Alignment of blockflash_block_mask_build_params",
     ][::core::mem::align_of::<blockflash_block_mask_build_params>() - 8usize];
@@ -592,75 +599,75 @@ const _: () = {
     ][::core::mem::offset_of!(blockflash_block_mask_build_params, always) - 8usize];
     [
         "Offset of field: blockflash_block_mask_build_params::bits",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, bits) - 56usize];
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, bits) - 64usize];
     [
         "Offset of field: blockflash_block_mask_build_params::lengths",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, lengths) - 64usize];
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, lengths) - 72usize];
     [
         "Offset of field: blockflash_block_mask_build_params::slab_lengths",
     ][::core::mem::offset_of!(blockflash_block_mask_build_params, slab_lengths)
-        - 72usize];
+        - 80usize];
     [
         "Offset of field: blockflash_block_mask_build_params::row_ptr",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, row_ptr) - 80usize];
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, row_ptr) - 88usize];
     [
         "Offset of field: blockflash_block_mask_build_params::col_idx",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, col_idx) - 88usize];
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, col_idx) - 96usize];
     [
         "Offset of field: blockflash_block_mask_build_params::row_order",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, row_order) - 96usize];
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, row_order) - 104usize];
     [
         "Offset of field: blockflash_block_mask_build_params::problems",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, problems) - 104usize];
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, problems) - 112usize];
     [
         "Offset of field: blockflash_block_mask_build_params::step",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, step) - 112usize];
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, step) - 120usize];
     [
         "Offset of field: blockflash_block_mask_build_params::source_kind",
     ][::core::mem::offset_of!(blockflash_block_mask_build_params, source_kind)
-        - 116usize];
+        - 124usize];
     [
         "Offset of field: blockflash_block_mask_build_params::k",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, k) - 120usize];
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, k) - 128usize];
     [
         "Offset of field: blockflash_block_mask_build_params::batch",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, batch) - 124usize];
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, batch) - 132usize];
     [
         "Offset of field: blockflash_block_mask_build_params::heads",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, heads) - 128usize];
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, heads) - 136usize];
     [
         "Offset of field: blockflash_block_mask_build_params::rows",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, rows) - 132usize];
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, rows) - 140usize];
     [
         "Offset of field: blockflash_block_mask_build_params::cols",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, cols) - 136usize];
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, cols) - 144usize];
     [
         "Offset of field: blockflash_block_mask_build_params::capacity",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, capacity) - 140usize];
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, capacity) - 148usize];
     [
         "Offset of field: blockflash_block_mask_build_params::seqlen_q",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, seqlen_q) - 144usize];
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, seqlen_q) - 152usize];
     [
         "Offset of field: blockflash_block_mask_build_params::seqlen_kv",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, seqlen_kv) - 148usize];
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, seqlen_kv) - 156usize];
     [
         "Offset of field: blockflash_block_mask_build_params::block_q",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, block_q) - 152usize];
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, block_q) - 160usize];
     [
         "Offset of field: blockflash_block_mask_build_params::block_kv",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, block_kv) - 156usize];
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, block_kv) - 164usize];
     [
         "Offset of field: blockflash_block_mask_build_params::window_left",
     ][::core::mem::offset_of!(blockflash_block_mask_build_params, window_left)
-        - 160usize];
+        - 168usize];
     [
         "Offset of field: blockflash_block_mask_build_params::window_right",
     ][::core::mem::offset_of!(blockflash_block_mask_build_params, window_right)
-        - 164usize];
+        - 172usize];
     [
         "Offset of field: blockflash_block_mask_build_params::align_bottom_right",
     ][::core::mem::offset_of!(blockflash_block_mask_build_params, align_bottom_right)
-        - 168usize];
+        - 176usize];
 };
 /// Scores of blocks: the mean query of each block row times the mean key of each block column.
 #[repr(C)]

@@ -44,7 +44,7 @@ const fn hopper(
     [stages, q_stages]: [u32; 2],
     q_in_registers: bool,
     blocks_per_multiprocessor: u32,
-    step_cost: u32,
+    cost_ns: [u32; 2],
 ) -> AttentionFwdHopper {
     let dtype = DType::F16;
     AttentionFwdHopper {
@@ -52,33 +52,37 @@ const fn hopper(
         head_dim,
         block_kv,
         warpgroups,
+        heads: 1,
         stages,
         q_stages,
         q_in_registers,
         blocks_per_multiprocessor,
-        step_cost,
+        cost_ns,
     }
 }
 
 /// Attention tiles of Hopper by head dimension. Three warpgroups where registers allow it (outputs, scores and probabilities
 /// take at most 132 of 160 per thread); with two or one, Q is in registers where some are free. Narrower blocks are for few
-/// queries: a grid that does not fill the multiprocessors costs more than they do. Those with 64 keys are for block masks; of the ones with
-/// 64 queries as well two blocks share a multiprocessor, as warpgroups with lists of their own cannot share keys. At 256 they are also
-/// the faster ones without: 80 keys, as many as fit, straddle the diagonal of a causal mask.
+/// queries: a grid that does not fill the multiprocessors costs more than they do. Those with 64 keys are for block masks; at 192 and 256
+/// they are the faster ones without, too, as wider ones straddle the diagonal of a causal mask. Blocks of 64 queries share a
+/// multiprocessor, since warpgroups with lists of their own cannot share keys; three at head_dim 64, where they change tiles of queries
+/// at different times, which short causal sequences gain from. Where heads of q share keys and a block mask, two of them share a tile.
 const ATTENTION_FWD_HOPPER: &[AttentionFwdHopper] = &[
-    hopper(64, 128, 3, [2, 2], false, 1, 100),
-    hopper(64, 128, 2, [2, 1], true, 1, 78),
-    hopper(64, 128, 1, [2, 1], true, 1, 57),
-    hopper(64, 64, 2, [4, 1], true, 1, 87),
-    hopper(64, 64, 1, [4, 1], true, 2, 85),
-    hopper(96, 128, 2, [2, 1], true, 1, 100),
-    hopper(128, 128, 2, [2, 1], true, 1, 100),
-    hopper(128, 128, 1, [2, 1], true, 1, 69),
-    hopper(128, 64, 2, [3, 1], true, 1, 110),
-    hopper(128, 64, 1, [2, 1], true, 2, 118),
-    hopper(192, 80, 2, [2, 1], false, 1, 100),
-    hopper(256, 64, 2, [2, 1], false, 1, 100),
-    hopper(256, 64, 1, [2, 1], false, 1, 70),
+    hopper(64, 128, 3, [2, 2], false, 1, [1364, 1900]),
+    hopper(64, 128, 2, [2, 1], true, 1, [1073, 2100]),
+    hopper(64, 128, 1, [2, 1], true, 1, [737, 1700]),
+    hopper(64, 64, 2, [4, 1], true, 1, [583, 2100]),
+    hopper(64, 64, 1, [2, 1], true, 3, [774, 2500]),
+    hopper(96, 96, 3, [2, 1], false, 1, [1356, 3000]),
+    hopper(96, 128, 2, [2, 1], true, 1, [1310, 2800]),
+    hopper(128, 128, 2, [2, 1], true, 1, [1340, 3000]),
+    hopper(128, 128, 1, [2, 1], true, 1, [988, 2200]),
+    hopper(128, 64, 2, [3, 1], true, 1, [729, 2800]),
+    hopper(128, 64, 1, [2, 1], true, 2, [794, 3200]),
+    AttentionFwdHopper { heads: 2, ..hopper(128, 64, 2, [3, 1], true, 1, [729, 2800]) },
+    hopper(192, 64, 2, [3, 1], false, 1, [983, 4000]),
+    hopper(256, 64, 2, [2, 1], false, 1, [1300, 4300]),
+    hopper(256, 64, 1, [2, 1], false, 1, [851, 2860]),
 ];
 
 const fn bsr(
@@ -108,8 +112,15 @@ const fn bsr_hopper(block_size: u32, block_rows: u32, block_n: u32, stages: u32)
 }
 
 /// BSR tiles of Hopper by block size: as many accumulators as two warpgroups have, and fewer for few columns. What flows into shared memory
-/// binds all of them: blocks of 64 take the more columns or, in dense patterns, two block rows that share B. Stages are as many as fit.
+/// binds all of them: blocks of 64 take the more columns or, in dense patterns, two block rows that share B; small blocks take 256 rows,
+/// and fewer where tiles are few. Stages are as many as fit.
 const BSR_MATMUL_HOPPER: &[BsrMatmulHopper] = &[
+    bsr_hopper(16, 16, 128, 4),
+    bsr_hopper(16, 16, 64, 6),
+    bsr_hopper(16, 8, 64, 6),
+    bsr_hopper(32, 8, 128, 4),
+    bsr_hopper(32, 8, 64, 6),
+    bsr_hopper(32, 4, 64, 6),
     bsr_hopper(64, 1, 512, 3),
     bsr_hopper(64, 2, 256, 4),
     bsr_hopper(64, 1, 256, 5),

@@ -3,7 +3,7 @@
 use crate::manifest::Variant;
 use crate::{DType, Row};
 
-/// What every attention kernel has: one block of threads computes `block_q` queries of one head, `block_kv` keys at a time.
+/// What every attention kernel has: one block of threads computes `block_q` queries of so many heads, `block_kv` keys at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionTile {
     /// Element type of q, k, v and o.
@@ -14,6 +14,8 @@ pub struct AttentionTile {
     pub block_q: u32,
     /// Keys per step of the main loop.
     pub block_kv: u32,
+    /// Heads of q per block of threads; they share keys and the block mask.
+    pub heads: u32,
 }
 
 /// Tiles of `attention_fwd_sm80.cu`: one block of threads computes `block_q` queries of one head against all keys.
@@ -35,8 +37,8 @@ pub struct AttentionFwd {
     pub min_blocks: u32,
 }
 
-/// Tiles of `attention_fwd_sm90a.cu`: blocks of threads that stay, one or two per multiprocessor, take tile after tile, each `block_q` queries of one
-/// head against all keys. One warpgroup copies, the others compute 64 queries each.
+/// Tiles of `attention_fwd_sm90a.cu`: blocks of threads that stay, one to three per multiprocessor, take tile after tile, each `block_q`
+/// queries of `heads` heads against all keys. One warpgroup copies, the others compute 64 queries of one head each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionFwdHopper {
     /// Element type of q, k, v and o.
@@ -47,6 +49,8 @@ pub struct AttentionFwdHopper {
     pub block_kv: u32,
     /// Warpgroups that compute.
     pub warpgroups: u32,
+    /// Heads of q that share the keys of a tile: 1, or one per warpgroup.
+    pub heads: u32,
     /// Depth of the K ring and of the V ring in shared memory.
     pub stages: u32,
     /// Q tiles in shared memory per warpgroup.
@@ -55,8 +59,9 @@ pub struct AttentionFwdHopper {
     pub q_in_registers: bool,
     /// Blocks of threads that share a multiprocessor.
     pub blocks_per_multiprocessor: u32,
-    /// Time per key in percent of that of the largest tile of this head dimension; selection compares it.
-    pub step_cost: u32,
+    /// Nanoseconds on an H200 of a key tile, where all blocks of a multiprocessor are busy, and of the change from one tile of queries
+    /// to the next. Selection compares them.
+    pub cost_ns: [u32; 2],
 }
 
 /// What every BSR kernel has: one block of threads computes `block_rows` block rows of A times `block_n` columns of B, `block_k` of the
@@ -138,7 +143,7 @@ impl AttentionFwd {
     /// What it has in common with other attention kernels.
     pub const fn tile(&self) -> AttentionTile {
         let Self { dtype, head_dim, block_q, block_kv, .. } = *self;
-        AttentionTile { dtype, head_dim, block_q, block_kv }
+        AttentionTile { dtype, head_dim, block_q, block_kv, heads: 1 }
     }
 
     /// Shared memory in bytes: the Q tile, and a ring of K tiles and of V tiles.
@@ -155,13 +160,13 @@ impl AttentionFwdHopper {
 
     /// What it has in common with other attention kernels.
     pub const fn tile(&self) -> AttentionTile {
-        let Self { dtype, head_dim, block_kv, .. } = *self;
-        AttentionTile { dtype, head_dim, block_q: self.block_q(), block_kv }
+        let Self { dtype, head_dim, block_kv, heads, .. } = *self;
+        AttentionTile { dtype, head_dim, block_q: self.block_q(), block_kv, heads }
     }
 
     /// Queries per block of threads.
     pub const fn block_q(&self) -> u32 {
-        64 * self.warpgroups
+        64 * self.warpgroups / self.heads
     }
 
     /// Warps per block: four per warpgroup, and those of the one that copies.
@@ -210,13 +215,15 @@ mod tests {
                 _ => None,
             })
             .collect();
-        assert_eq!(rows.len(), 26);
+        assert_eq!(rows.len(), 30);
         for (row, tile) in &rows {
             assert_eq!((row.target, row.source()), (Target::Sm90a, "attention_fwd_sm90a"));
             assert_eq!(row.threads(), 128 * (tile.warpgroups + 1));
             assert!(row.smem_bytes() <= row.target.smem_limit(), "{}: {}", row.symbol(), row.smem_bytes());
-            assert!((1..=200).contains(&tile.step_cost));
+            assert!(tile.cost_ns.iter().all(|cost| (500..5000).contains(cost)));
             assert_eq!(row.attention_tile(), Some(tile.tile()));
+            assert!([1, tile.warpgroups].contains(&tile.heads));
+            assert_eq!(row.symbol().ends_with("_h2"), tile.heads == 2);
             assert!(row.expects().contains(&Expect::Contains("UTMALDG")));
         }
         let (row, _) = rows[0];
@@ -229,14 +236,14 @@ mod tests {
         }
         let bytes = |head_dim, block_kv, block_q| {
             let same = |tile: &AttentionFwdHopper| {
-                (tile.head_dim, tile.block_kv, tile.block_q()) == (head_dim, block_kv, block_q)
+                (tile.head_dim, tile.block_kv, tile.block_q(), tile.heads) == (head_dim, block_kv, block_q, 1)
             };
             rows.iter().find(|(_, tile)| same(tile)).unwrap().0.smem_bytes()
         };
         assert_eq!(bytes(96, 128, 128), 198_656);
         assert_eq!(bytes(128, 128, 128), 231_424);
         assert_eq!(bytes(128, 64, 64), 100_352);
-        assert_eq!(bytes(192, 80, 128), 194_560);
+        assert_eq!(bytes(192, 64, 128), 223_232);
         let macros = row.macros();
         for (name, value) in
             [("VARIANT_WARPGROUPS", "3"), ("VARIANT_Q_IN_REGISTERS", "0"), ("VARIANT_MIN_BLOCKS", "1")]

@@ -18,25 +18,38 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
   using Traits = ElementTraits<Element>;
   constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int warp_row = tile.q_begin + warpgroup * 64 + warp * 16;  // the first of the warp
-  float scale[2];
+  const int warp_row = tile.q_begin + warpgroup * kRowStep + warp * 16;  // the first of the warp
+  const int head = tile.head + warpgroup * kHeadStep;
+  float scale[2], denominator[2], reference[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = warp_row + lane / 4 + 8 * half;
-    float denominator = kOnes ? o[kD / 2 + 2 * half] : quad_sum(rows.sum[half]), reference = rows.reference[half], shrink = 1.f;
-    if (b.sink != nullptr) {
-      const float sink = b.sink[tile.head] * kLog2e;
-      const float moved = fmaxf(reference, sink);
-      shrink = ptx::ex2_approx(reference - moved);
-      denominator = denominator * shrink + ptx::ex2_approx(sink - moved);
-      reference = moved;
-    }
-    // A row without keys: the sum is exactly 0, and so is the output. NaN is not equal to 0 and passes through.
-    scale[half] = denominator == 0.f ? 0.f : shrink / denominator;
-    if (b.lse != nullptr && lane % 4 == 0 && row < tile.seqlen_q)
-      b.lse[tile.batch * b.lse_stride_batch + tile.head * b.lse_stride_head + tile.q_offset + row] =
-          (reference + ptx::lg2_approx(denominator)) * kLn2;
+    denominator[half] = kOnes ? o[kD / 2 + 2 * half] : quad_sum(rows.sum[half]), reference[half] = rows.reference[half];
+    scale[half] = 1.f;
   }
+  if (b.sink != nullptr) {
+    const float sink = b.sink[head] * kLog2e;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float moved = fmaxf(reference[half], sink);
+      scale[half] = ptx::ex2_approx(reference[half] - moved);
+      denominator[half] = denominator[half] * scale[half] + ptx::ex2_approx(sink - moved);
+      reference[half] = moved;
+    }
+  }
+  // A row without keys: the sum is exactly 0, and so is the output. NaN is not equal to 0 and passes through.
+#pragma unroll
+  for (int half = 0; half < 2; ++half) scale[half] = denominator[half] == 0.f ? 0.f : scale[half] * ptx::rcp_approx(denominator[half]);
+  float row_lse[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) row_lse[half] = (reference[half] + ptx::lg2_approx(denominator[half])) * kLn2;
+  // After the output, which is the longer way.
+  const auto store_lse = [&] {
+    if (b.lse == nullptr || lane % 4 != 0) return;
+    float* const lse = b.lse + tile.batch * b.lse_stride_batch + head * b.lse_stride_head + tile.q_offset + warp_row + lane / 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (warp_row + lane / 4 + 8 * half < tile.seqlen_q) lse[8 * half] = row_lse[half];
+  };
   const auto word = [&](int d, int half) {
     return Traits::pack(o[4 * d + 2 * half] * scale[half], o[4 * d + 2 * half + 1] * scale[half]);
   };
@@ -58,9 +71,10 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
     if (lane == 0) {
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel)
-        ptx::tensor_store_4d(&params.o, panel * 64, tile.q_offset + warp_row, tile.head, packed ? 0 : tile.batch, pages + panel * 2048);
+        ptx::tensor_store_4d(&params.o, panel * 64, tile.q_offset + warp_row, head, packed ? 0 : tile.batch, pages + panel * 2048);
       ptx::tensor_store_commit();
     }
+    store_lse();
     return;
   }
   // From registers: the four lanes of a row exchange words, so that each has eight columns.
@@ -68,7 +82,7 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp_row + lane / 4 + 8 * half;
-    Element* const o_row = static_cast<Element*>(b.o) + tile.batch * b.o_stride_batch * !packed + tile.head * b.o_stride_head +
+    Element* const o_row = static_cast<Element*>(b.o) + tile.batch * b.o_stride_batch * !packed + head * b.o_stride_head +
                            (static_cast<int64_t>(tile.q_offset) + row) * b.o_stride_seq + quad_lane * 8;
 #pragma unroll
     for (int d = 0; d < kD / 8; d += 4) {
@@ -78,6 +92,7 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
         *reinterpret_cast<uint4*>(o_row + d * 8) = make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
+  store_lse();
 }
 
 }  // namespace blockflash

@@ -11,30 +11,38 @@ namespace blockflash {
 
 using Config = AttentionFwdHopperConfig;
 using Params = blockflash_attention_fwd_tma_params;
-using Queue = TileQueue<Config::block_q, Config::block_kv>;
+using Queue = TileQueue<Config::block_q, Config::heads>;
 
 constexpr int kD = Config::head_dim, kBlockKv = Config::block_kv, kWarpgroups = Config::warpgroups, kStages = Config::stages;
 constexpr int kPanels = (kD + 63) / 64;               // of 64 columns: a row of 128 bytes, with 128-byte swizzle
 constexpr bool kOnes = kD % 64 == 0 && kD < 256;      // a panel of ones behind each tile of V; at 256 a product has no columns left
 constexpr int kOutColumns = kD + (kOnes ? 8 : 0);
 constexpr bool kTurns = kWarpgroups > 1;
+// From a warpgroup to the next one: rows of Q, or heads.
+constexpr int kRowStep = Config::heads > 1 ? 0 : 64, kHeadStep = Config::heads > 1 ? 1 : 0;
+constexpr int kCheckers = 2;  // warps that look through V
 // Q has one place, which is free when the scores of the last key tile are there: the scores of the next queries then come after P·V of
 // that key tile. Else they come before it.
 constexpr bool kLateQ = !Config::q_in_registers && Config::q_stages == 1;
 
 // Registers per thread of producer and consumers; together they are what the launch bounds give out.
-constexpr int kProducerRegisters = kWarpgroups == 1 ? 56 : kWarpgroups == 2 ? 40 : 32;
-constexpr int kConsumerRegisters = Config::min_blocks == 2 ? 200 : kWarpgroups == 1 ? 240 : kWarpgroups == 2 ? 232 : 160;
+constexpr int kProducerRegisters = Config::min_blocks == 3 ? 32 : kWarpgroups == 1 ? 56 : kWarpgroups == 2 ? 40 : 32;
+constexpr int kConsumerRegisters = Config::min_blocks == 3   ? 128
+                                   : Config::min_blocks == 2 ? 200
+                                   : kWarpgroups == 1        ? 240
+                                   : kWarpgroups == 2        ? 232
+                                                             : 160;
 
 // Shared memory: Q by stage and warpgroup, rings of K and V, a page of tile slots and barriers, one of zeros, and the output on its way to
 // global memory, 16 rows per warp, where there is room for it.
 constexpr int kQBytes = 64 * 128 * kPanels, kKvBytes = kBlockKv * 128 * kPanels, kVStageBytes = kKvBytes + kOnes * kBlockKv * 128;
 constexpr int kKOffset = kWarpgroups * Config::q_stages * kQBytes, kVOffset = kKOffset + kStages * kKvBytes;
-constexpr int kSlotOffset = kVOffset + kStages * kVStageBytes, kSlots = 6, kSlotBytes = 64 + 16 * kWarpgroups;
+constexpr int kSlotOffset = kVOffset + kStages * kVStageBytes, kSlots = 6, kSlotBytes = 16 * (4 + kWarpgroups | 1);
 constexpr int kBarrierOffset = kSlotOffset + kSlots * kSlotBytes, kZerosOffset = kSlotOffset + 1024;
 constexpr bool kStaged = !kLateQ && Config::min_blocks == 1;
 constexpr int kStagingOffset = kZerosOffset + 1024;
-static_assert(kSlots * kSlotBytes + 16 * (2 * kStages + kWarpgroups * Config::q_stages) + 16 + 12 * kStages <= 1024, "slots and barriers are a page");
+static_assert(kSlots * kSlotBytes + 16 * (2 * kStages + kWarpgroups * Config::q_stages) + 16 + (8 + 4 * kCheckers) * kStages <= 1024,
+              "slots and barriers are a page");
 static_assert(kStagingOffset + kStaged * kWarpgroups * kQBytes == Config::smem_bytes, "manifest and kernel disagree on shared memory");
 
 // Each stage of the rings of K, V and Q (in this order) has a barrier for "full" and one for "empty", and a phase bit.
@@ -42,18 +50,18 @@ struct Barriers {
   static constexpr int kCount = 2 * kStages + kWarpgroups * Config::q_stages, kV = kStages, kQ = 2 * kStages;
   uint32_t full, empty;
   uint32_t announced, wanted;   // between scheduler and producer
-  uint32_t checked, nonfinite;  // a barrier and a word per stage of V
+  uint32_t checked, nonfinite;  // a barrier per stage of V, and a word per stage and checker
   __device__ __forceinline__ explicit Barriers(uint32_t at)
       : full(at), empty(at + 8 * kCount), announced(at + 16 * kCount), wanted(announced + 8), checked(announced + 16), nonfinite(checked + 8 * kStages) {}
 
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kCount; ++i) {
-      // An arrival per warp that reads: those of one warpgroup or all, and of V and the first Q the one that looks through V.
-      const int checkers = i >= kV && (i < kQ || (i - kQ) % kWarpgroups == 0);
+      // An arrival per warp that reads: those of one warpgroup or all, and of V and the first Q those that look through V.
+      const int checkers = i >= kV && (i < kQ || (i - kQ) % kWarpgroups == 0) ? kCheckers : 0;
       ptx::mbarrier_init(full + 8 * i, 1);
       ptx::mbarrier_init(empty + 8 * i, (i < kQ ? kWarpgroups * 4 : 4) + checkers);
     }
-    for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(checked + 8 * i, 1);
+    for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(checked + 8 * i, kCheckers);
     ptx::mbarrier_init(announced, 1), ptx::mbarrier_init(wanted, 1);
     ptx::fence_mbarrier_init();
   }
@@ -71,6 +79,8 @@ struct Phases {
 // A slot tells about one tile of queries: the tile, its rows, its list of key tiles, and the walk of each warpgroup. No key tiles: -1 at the
 // end of the queue.
 __device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) { return smem + kSlotOffset + n % kSlots * kSlotBytes; }
+// Whether a slot is of an odd tile: the slots are odd in units of 16 bytes, and even in number.
+__device__ __forceinline__ int slot_parity(uint32_t smem, uint32_t slot) { return (slot - slot_of(smem, 0)) >> 4 & 1; }
 constexpr int kRowsInSlot = 32, kListInSlot = 48, kWalkInSlot = 64;
 
 // The key tile at a position.
@@ -89,7 +99,7 @@ __device__ __forceinline__ bool announce(Queue& queue, uint32_t slot) {
   // Lanes 0 and 1 find the ends of the whole tile, lanes 4 w + 4 to 4 w + 7 the walk of warpgroup w.
   const int warpgroup = lane / 4 - 1, word = lane % 4;
   const bool whole = warpgroup < 0;
-  const KeyLimits limits = KeyLimits::of<kBlockKv>(p, tile, whole ? 0 : warpgroup * 64, whole ? Config::block_q : 64);
+  const KeyLimits limits = KeyLimits::of<kBlockKv>(p, tile, whole ? 0 : warpgroup * kRowStep, whole ? Config::block_q : 64);
   const int limit = whole ? (word == 0 ? limits.begin : limits.end)
                           : (word < 2 ? limits.end : word == 2 ? limits.unmasked_begin : limits.unmasked_end);
   const int position = list.lower_bound(limit), first = __shfl_sync(~0u, position, 0);
@@ -152,7 +162,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem, con
       const int at = n % Config::q_stages * kWarpgroups + w;
       if (wanted) {
         const TileRows rows = TileRows::load(slot + kRowsInSlot);
-        copy(Barriers::kQ + at, smem + at * kQBytes, kQBytes, 64, params.q, rows.q + w * 64, QueryTile::load(slot).head, rows.batch);
+        copy(Barriers::kQ + at, smem + at * kQBytes, kQBytes, 64, params.q, rows.q + w * kRowStep, QueryTile::load(slot).head + w * kHeadStep, rows.batch);
       } else {
         empty.wait(barriers.empty, Barriers::kQ + at);
         ptx::mbarrier_arrive(barriers.full + 8 * (Barriers::kQ + at));

@@ -8,7 +8,7 @@
 
 namespace blockflash {
 
-// A tile of queries of one head and the key tiles that it visits, by their positions (TileList) from first_key_tile on.
+// A tile of queries of one head, or of some from `head` on, and the key tiles that it visits, by their positions (TileList) from first_key_tile on.
 struct QueryTile {
   int batch, head, q_begin, q_offset;  // q_offset: first row of the sequence in packed tensors
   int seqlen_q, seqlen_kv, first_key_tile, key_tiles;
@@ -67,8 +67,8 @@ struct KeyLimits {
 };
 
 // The queue of tiles, which a whole warp works on. Heads are taken in sections whose keys fit into L2 together; in a section the queries that
-// see the most keys come first. Blocks that are done early take more, where the launch has a counter.
-template <int block_q, int block_kv>
+// see the most keys come first. Blocks that are done early take more, where the launch has a counter. `tile_heads` share a tile.
+template <int block_q, int tile_heads>
 struct TileQueue {
   const blockflash_attention_fwd_tma_params& params;
   int index = blockIdx.x;
@@ -90,13 +90,15 @@ struct TileQueue {
     const blockflash_attention_fwd_params& p = params.base;
     const bool packed = p.cu_seqlens_q != nullptr;
     tile = {0, 0, 0, 0, p.seqlen_q, p.seqlen_kv, 0, 0};
-    int heads = p.batch * p.num_heads_q;
+    // From here on heads are counted in those of a tile.
+    const int heads_q = p.num_heads_q / tile_heads, heads_per_section = params.heads_per_section / tile_heads;
+    int heads = p.batch * heads_q;
     if (packed) {
-      heads = p.num_heads_q;
+      heads = heads_q;
       for (;; ++batch) {
         if (batch == p.batch) return false;
         tile.q_offset = p.cu_seqlens_q[batch], tile.seqlen_q = p.cu_seqlens_q[batch + 1] - tile.q_offset;
-        const int tiles = (tile.seqlen_q + block_q - 1) / block_q * heads;
+        const int tiles = tiles_of_queries(p.block_mask, tile.seqlen_q, block_q) * heads;
         if (index - base < tiles) break;
         base += tiles;
       }
@@ -104,11 +106,12 @@ struct TileQueue {
     }
     const int tiles_q = tiles_of_queries(p.block_mask, tile.seqlen_q, block_q), at = index - base;
     if (at >= tiles_q * heads) return false;
-    const int section = at / (params.heads_per_section * tiles_q) * params.heads_per_section, rest = at - section * tiles_q;
-    const int width = min(params.heads_per_section, heads - section), row = rest / width, head = section + rest - row * width;
-    tile.batch = packed ? batch : head / p.num_heads_q;
-    tile.head = packed ? head : head - tile.batch * p.num_heads_q;
-    tile.q_begin = tile_of_queries(p.block_mask, tiles_q, block_q, tile.batch, tile.head, row) * block_q;
+    const int section = at / (heads_per_section * tiles_q) * heads_per_section, rest = at - section * tiles_q;
+    const int width = min(heads_per_section, heads - section), row = rest / width, head = section + rest - row * width;
+    tile.batch = packed ? batch : head / heads_q;
+    tile.head = (packed ? head : head - tile.batch * heads_q) * tile_heads;
+    const BlockRows rows = BlockRows::of(p.block_mask, tile.batch);
+    tile.q_begin = tile_of_queries(p.block_mask, rows, tiles_q, block_q, tile.batch, tile.head, row) * block_q;
     return true;
   }
 

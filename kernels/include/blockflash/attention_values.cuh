@@ -20,8 +20,9 @@ __device__ __forceinline__ void store_constants(uint32_t smem, int thread, int t
   if (thread < 64) ptx::store_shared_int4(smem + kZerosOffset + thread * 16, make_int4(0, 0, 0, 0));
 }
 
-// One warp looks through V where a mask hides keys from some of the queries. It follows the rings as consumers do, and tells them.
-__device__ __forceinline__ void check_values(uint32_t smem, const Barriers& barriers) {
+// Warps that look through V where a mask hides keys from some of the queries, each through its part. They follow the rings as consumers do,
+// and tell them.
+__device__ __forceinline__ void check_values(uint32_t smem, const Barriers& barriers, int checker) {
   using Traits = ElementTraits<Config::Element>;
   const int lane = threadIdx.x % 32;
   Phases full = {0};
@@ -46,14 +47,15 @@ __device__ __forceinline__ void check_values(uint32_t smem, const Barriers& barr
       full.wait(barriers.full, Barriers::kV + stage);
       if (key_tile < unmasked_first || key_tile > unmasked_last) {
         uint32_t sums = 0;
-        const uint32_t at = smem + kVOffset + stage * kVStageBytes + lane * 16;
+        constexpr int kPieces = kKvBytes / (512 * kCheckers);
+        const uint32_t at = smem + kVOffset + stage * kVStageBytes + checker * (kPieces * 512) + lane * 16;
 #pragma unroll 4
-        for (int piece = 0; piece < kKvBytes / 512; ++piece) {
+        for (int piece = 0; piece < kPieces; ++piece) {
           const int4 words = ptx::load_shared_int4(at + piece * 512);
           for (int word : {words.x, words.y, words.z, words.w}) sums = Traits::zero_times_plus(word, sums);
         }
         const bool found = __any_sync(~0u, sums != 0);
-        if (lane == 0) ptx::store_shared(barriers.nonfinite + 4 * stage, found);
+        if (lane == 0) ptx::store_shared(barriers.nonfinite + 4 * (stage * kCheckers + checker), found);
         __syncwarp();
       }
       if (lane == 0) {
@@ -61,6 +63,42 @@ __device__ __forceinline__ void check_values(uint32_t smem, const Barriers& barr
         ptx::mbarrier_arrive(barriers.empty + 8 * (Barriers::kV + stage));
       }
       stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+  }
+}
+
+// A NaN or infinity in V reaches every row of a product, also those whose probability for its key is 0. Under a mask a product with
+// such a V is therefore computed here, for the keys that a row does attend to: o += P·V, rows `row` and `row` + 8 and the key tile from
+// `first_key` on. Rare, so small code.
+__device__ __forceinline__ void add_visible_products(float (&o)[kOutColumns / 2], const uint32_t (&p)[kBlockKv / 4], const AttentionMask& mask,
+                                                     int row, int first_key, uint32_t v_smem) {
+  using Traits = ElementTraits<Config::Element>;
+  const int lane = threadIdx.x % 32;
+  int begin[2], end[2];  // of the keys that a row attends to, in this key tile
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const KeyRange keys = mask.keys_of<int>(row + 8 * half);
+    begin[half] = keys.begin - first_key, end[half] = keys.end - first_key;
+  }
+#pragma unroll 1
+  for (int key = 0; key < kBlockKv; ++key) {
+    float probability[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < kBlockKv / 4; ++i)
+      if (i / 2 == key / 8) probability[i % 2] = Traits::to_float(static_cast<uint16_t>(p[i] >> (key % 2 * 16)));
+    bool visible[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      probability[half] = __shfl_sync(~0u, probability[half], lane / 4 * 4 + key % 8 / 2);
+      visible[half] = key >= begin[half] && key < end[half];
+    }
+    const uint32_t v_row = v_smem + key * 128 + lane % 4 * 4;
+#pragma unroll
+    for (int d = 0; d < kOutColumns / 8; ++d) {
+      const uint32_t pair = ptx::load_shared(v_row + d / 8 * kBlockKv * 128 + (d % 8 ^ key % 8) * 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (visible[i / 2]) o[4 * d + i] += probability[i / 2] * Traits::to_float(static_cast<uint16_t>(pair >> (i % 2 * 16)));
     }
   }
 }

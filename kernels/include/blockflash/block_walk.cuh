@@ -8,24 +8,39 @@
 
 namespace blockflash {
 
-// The first entry of a head's row_ptr, or of its row_order, where each group has `entries` of them.
-__device__ __forceinline__ int64_t group_offset(const blockflash_block_mask& m, int entries, int batch, int head) {
-  return (static_cast<int64_t>(batch) * m.groups_per_batch + head / m.heads_per_group) * entries;
+// The first entry of a head's row_ptr, or of its row_order, where each group has `entries` of them; all together are counted in 32 bits.
+__device__ __forceinline__ int group_offset(const blockflash_block_mask& m, int entries, int batch, int head) {
+  return (batch * m.groups_per_batch + head / m.heads_per_group) * entries;
 }
+
+// The block rows of a batch entry: the first one in its groups, and how many. The sequences of a packed batch share the groups.
+struct BlockRows {
+  int first, count;
+
+  static __device__ __forceinline__ BlockRows of(const blockflash_block_mask& m, int batch) {
+    if (m.cu_rows == nullptr) return {0, m.rows};
+    const int first = m.cu_rows[batch];
+    return {first, m.cu_rows[batch + 1] - first};
+  }
+};
 
 // Tiles of queries of a head. Under a block mask every block row has as many; those past the last query have nothing to compute.
 __device__ __forceinline__ int tiles_of_queries(const blockflash_block_mask& m, int seqlen_q, int tile_block_q) {
   if (m.row_ptr == nullptr) return (seqlen_q + tile_block_q - 1) / tile_block_q;
-  return m.rows * (m.block_q / tile_block_q);
+  return (seqlen_q + m.block_q - 1) / m.block_q * (m.block_q / tile_block_q);
 }
 
 // The tile of queries of a head that is taken `turn`-th of `tiles`: long ones should not start last. Those of the longest block row
 // come first where an order is given, else the last tile, which is the longest under a causal mask.
-__device__ __forceinline__ int tile_of_queries(const blockflash_block_mask& m, int tiles, int tile_block_q, int batch, int head, int turn) {
+__device__ __forceinline__ int tile_of_queries(const blockflash_block_mask& m, BlockRows rows, int tiles, int tile_block_q, int batch,
+                                               int head, int turn) {
   if (m.row_ptr == nullptr || m.row_order == nullptr) return tiles - 1 - turn;
   const int tiles_per_row = m.block_q / tile_block_q;
-  const int row = m.row_order[group_offset(m, m.rows, batch, head) + turn / tiles_per_row];
-  return (row + 1) * tiles_per_row - 1 - turn % tiles_per_row;
+  int row = turn / tiles_per_row;
+  const int before_last = turn - row * tiles_per_row;
+  // A sequence that is shorter than `tiles` has no more rows to order.
+  if (row < rows.count) row = m.row_order[group_offset(m, m.rows, batch, head) + rows.first + row];
+  return row * tiles_per_row + (tiles_per_row - 1 - before_last);
 }
 
 // The key tiles that a tile of queries visits, by position: position p is key tile tile_at(p), and tiles ascend with positions.
@@ -36,10 +51,16 @@ struct TileList {
   int32_t tiles_per_col;
 
   // The tile of queries lies inside one block row, since the tile's block_q divides the mask's.
-  static __device__ __forceinline__ TileList of(const blockflash_block_mask& m, int tile_block_kv, int batch, int head, int q_begin) {
+  static __device__ __forceinline__ TileList of(const blockflash_block_mask& m, BlockRows rows, int tile_block_kv, int batch, int head,
+                                                int q_begin) {
     if (m.row_ptr == nullptr) return {nullptr, 0, 1};
-    const int32_t* const row = m.row_ptr + group_offset(m, m.rows + 1, batch, head) + q_begin / m.block_q;
+    const int at = q_begin / m.block_q;
+    if (at >= rows.count) return {m.col_idx, 0, 1};  // of cu_seqlens that are not those of the mask: it lists nothing
+    const int32_t* const row = m.row_ptr + group_offset(m, m.rows + 1, batch, head) + rows.first + at;
     return {m.col_idx + row[0], row[1] - row[0], m.block_kv / tile_block_kv};
+  }
+  static __device__ __forceinline__ TileList of(const blockflash_block_mask& m, int tile_block_kv, int batch, int head, int q_begin) {
+    return of(m, BlockRows::of(m, batch), tile_block_kv, batch, head, q_begin);
   }
 
   // 16 bytes of shared memory.

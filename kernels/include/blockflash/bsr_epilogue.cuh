@@ -4,9 +4,12 @@
 // of C are 16 bytes wide, and the epilogue is one short loop instead of being unrolled over the accumulators.
 #pragma once
 
+#include <type_traits>
+
 #include "activation.cuh"
 #include "config.cuh"
 #include "element.cuh"
+#include "quad.cuh"
 
 namespace blockflash {
 namespace {
@@ -110,6 +113,32 @@ __device__ __forceinline__ void store_tile(const blockflash_bsr_matmul_params& p
         store_slice<slice_n, slice_stride, false>(p, slice, first_row + m * 16, first_column + n0 * 8, lane);
       __syncwarp();
     }
+}
+
+// The same straight from registers, for what most products are: C of the type of A, no epilogue but alpha, whole pieces of 32 columns. The
+// four lanes of a row exchange words, so that each has eight columns. False: it is something else, and nothing is stored.
+template <int n_tiles>
+__device__ __forceinline__ bool store_tile_directly(const blockflash_bsr_matmul_params& p, const float (&acc)[n_tiles][4], int64_t first_row,
+                                                    int64_t first_column, int lane) {
+  static_assert(n_tiles % 4 == 0, "pieces of 32 columns");
+  using Traits = ElementTraits<BsrMatmulElement>;
+  constexpr int kDtype = std::is_same_v<BsrMatmulElement, __half> ? BLOCKFLASH_DTYPE_F16 : BLOCKFLASH_DTYPE_BF16;
+  const bool plain = p.beta == 0.f && p.bias == nullptr && p.activation == BLOCKFLASH_ACTIVATION_NONE;
+  if (!plain || p.c_dtype != kDtype || !p.c_vectorized || first_column + 8 * n_tiles > p.n) return false;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t row = first_row + lane / 4 + 8 * half;
+    uint16_t* const c = static_cast<uint16_t*>(p.c) + row * p.ldc + first_column + lane % 4 * 8;
+#pragma unroll
+    for (int n = 0; n < n_tiles; n += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = Traits::pack(acc[n + i][2 * half] * p.alpha, acc[n + i][2 * half + 1] * p.alpha);
+      quad_transpose(words, lane % 4);
+      if (row < p.m) *reinterpret_cast<uint4*>(c + n * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+  return true;
 }
 
 }  // namespace

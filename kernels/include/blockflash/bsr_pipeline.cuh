@@ -1,6 +1,7 @@
 // Shared memory, barriers and the producer warpgroup of bsr_matmul_sm90a.cu.
 #pragma once
 
+#include "bsr_tiles.cuh"
 #include "config.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
@@ -62,21 +63,6 @@ __device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) { return smem 
 constexpr int kColumnInSlot = 16 * kRows;
 static_assert(kColumnInSlot + 4 <= 64 && kRows <= 2, "a tile fits into its slot");
 
-// The tile of C at a place in the order in which tiles are computed: that of the portable kernel.
-struct Tile {
-  int position;  // of its block rows, counted in tiles
-  int first_column;
-
-  __device__ __forceinline__ Tile(int tiles_m, int tiles_n, uint32_t index) {
-    // Panels of about 1024 columns: their slice of B stays in L2 while all block rows pass over it.
-    constexpr uint32_t kPanelTiles = 1024 / kBlockN;
-    const uint32_t panel = index / (tiles_m * kPanelTiles), rest = index - panel * tiles_m * kPanelTiles;
-    const uint32_t width = min(kPanelTiles, tiles_n - panel * kPanelTiles);
-    position = rest / width;
-    first_column = (panel * kPanelTiles + rest % width) * kBlockN;
-  }
-};
-
 // One thread takes tiles and looks up their blocks, some steps before the producer needs the next one, since it takes a while; not
 // earlier, since whoever is slow should take fewer.
 constexpr int kAnnounceAhead = 8 / kSteps;  // blocks
@@ -89,12 +75,12 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem, co
   for (int n = 0;; ++n) {
     if (n > 0) {
       ptx::mbarrier_wait(barriers.wanted + n % 2 * 8, (n - 1) / 2 & 1);
-      index = params.tile_counter != nullptr ? gridDim.x + atomicAdd(params.tile_counter, 1u) : index + gridDim.x;
+      index = take_tile(params, index);
     }
     const uint32_t slot = slot_of(smem, n);
     const bool more = index < static_cast<uint32_t>(tiles_m) * tiles_n;
     if (more) {
-      const Tile tile(tiles_m, tiles_n, index);
+      const BsrTile<kBlockN> tile(tiles_m, tiles_n, index);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const int position = tile.position * kRows + r;
@@ -113,10 +99,7 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem, co
     ptx::mbarrier_arrive(barriers.announced + n % 2 * 8);
     if (!more) break;
   }
-  if (params.tile_counter == nullptr) return;
-  // The last block leaves the counters as it found them.
-  __threadfence();
-  if (atomicAdd(params.tile_counter + 1, 1u) == gridDim.x - 1) params.tile_counter[0] = params.tile_counter[1] = 0;
+  leave_tiles(params);
 }
 
 // One thread starts the copies. Several block rows are merged: a stage is for those that have a block in the next column of any, and B

@@ -28,7 +28,8 @@ struct AttentionFwdHopperConfig {
   static constexpr int head_dim = VARIANT_HEAD_DIM;
   static constexpr int block_kv = VARIANT_BLOCK_KV;
   static constexpr int warpgroups = VARIANT_WARPGROUPS;  // of consumers, 64 queries each; one more produces
-  static constexpr int block_q = 64 * warpgroups;
+  static constexpr int heads = VARIANT_HEADS;            // that share the keys of a tile: 1, or one per warpgroup
+  static constexpr int block_q = 64 * warpgroups / heads;
   static constexpr int stages = VARIANT_STAGES;
   static constexpr int q_stages = VARIANT_Q_STAGES;
   static constexpr bool q_in_registers = VARIANT_Q_IN_REGISTERS;

@@ -23,14 +23,18 @@
 
 /* Which blocks of queries × keys attention visits, in BSR: the block columns of block row r of group g are
  * col_idx[row_ptr[g·(rows + 1) + r]] to before col_idx[row_ptr[g·(rows + 1) + r + 1]], ascending. The group of a batch entry and
- * head of q is batch·groups_per_batch + head / heads_per_group. */
+ * head of q is batch·groups_per_batch + head / heads_per_group.
+ *
+ * The sequences of a packed batch follow one another in the rows of a group: row i of sequence b is r = cu_rows[b] + i. Rows in
+ * row_order and block columns count from the start of their sequence. */
 typedef struct blockflash_block_mask {
-  const int32_t* row_ptr;      /* [groups, rows + 1]; null: every block is visited */
+  const int32_t* row_ptr;      /* [groups, rows + 1], less than 2^31 entries; null: every block is visited */
   const int32_t* col_idx;
-  const int32_t* row_order;    /* [groups, rows] order in which the rows of a group are taken, longest first; null: last first */
-  int32_t rows;                /* ceil(seqlen_q / block_q) */
+  const int32_t* row_order;    /* [groups, rows] order in which rows of a group or sequence are taken, longest first; null: last first */
+  const int32_t* cu_rows;      /* [batch + 1] first row of each sequence, and `rows`; null exactly when cu_seqlens are */
+  int32_t rows;                /* ceil(seqlen_q / block_q), for a packed batch the sum of those of its sequences */
   int32_t block_q, block_kv;   /* multiples of the tile's, which divide them */
-  int32_t groups_per_batch;    /* 0: the same for all batch entries */
+  int32_t groups_per_batch;    /* 0: the same for all batch entries, and for a packed batch */
   int32_t heads_per_group;
 } blockflash_block_mask;
 
@@ -59,7 +63,7 @@ typedef struct blockflash_attention_fwd_params {
   int32_t align_bottom_right;
   float softmax_scale;         /* finite and positive */
   float softcap;               /* 0 turns it off, else scores become softcap·tanh(score / softcap) */
-  blockflash_block_mask block_mask; /* not with cu_seqlens */
+  blockflash_block_mask block_mask;
 } blockflash_attention_fwd_params;
 
 /* What the driver encodes a tensor into for the tensor memory accelerator (CUtensorMap). */
@@ -112,9 +116,9 @@ typedef struct blockflash_bsr_matmul_params {
 /* BSR matmul whose tiles are copied by the tensor memory accelerator, by blocks of threads that stay and take tile after tile. All maps
  * have a swizzle of 128 bytes; one of a tensor without elements is zeros. */
 typedef struct blockflash_bsr_matmul_tma_params {
-  blockflash_tensor_map a;      /* (block, block, nnz_blocks), boxes of 64 columns and all rows of one block */
-  blockflash_tensor_map b;      /* whole panels of b, (64, k, n / 64), boxes of 64 rows and all panels of the tile; zeros if n < 64 */
-  blockflash_tensor_map b_edge; /* (n, k, 1), boxes of 64 columns and 64 rows */
+  blockflash_tensor_map a;      /* (block, block, nnz_blocks), boxes of 64 columns and all rows of one block; zeros where blocks are smaller */
+  blockflash_tensor_map b;      /* whole panels of b, (64, k, n / 64), boxes of block_k rows and all panels of the tile; zeros if n < 64 */
+  blockflash_tensor_map b_edge; /* (n, k, 1), boxes of 64 columns and block_k rows */
   blockflash_bsr_matmul_params base; /* sizes fit into 31 bits */
   uint32_t* tile_counter;       /* two zeros: {next tile, blocks that are done}, left as zeros; null: fixed turns */
 } blockflash_bsr_matmul_tma_params;

@@ -88,16 +88,19 @@ __device__ __forceinline__ void cap_scores(float (&s)[n], float softcap, float s
     s[i] = fmaf(-2.f * softcap, ptx::rcp_approx(ptx::ex2_approx(s[i] * (scale_over_cap * kTwoLog2e)) + 1.f), softcap);
 }
 
-// Masks the scores of keys outside [begin, end) of row `half`; both count from the lane's first key.
-template <int n>
-__device__ __forceinline__ void mask_row(float (&s)[n], int half, int begin, int end) {
-  // Bit 2 j + e: key 8 j + e is below the limit.
+// Bit 2 j + e: key 8 j + e lies in [begin, end), both counted from the lane's first key.
+__device__ __forceinline__ uint32_t visible_keys(int begin, int end) {
   const auto below = [](int limit) {
     const int count = max((limit >> 3) * 2 + min(limit & 7, 2), 0);
     return count >= 32 ? ~0u : (1u << count) - 1;
   };
+  return below(end) & ~below(begin);
+}
+
+// Masks the scores of row `half` but those of visible keys.
+template <int n>
+__device__ __forceinline__ void mask_row(float (&s)[n], int half, uint32_t visible) {
   static_assert(n <= 64, "a bit per key of a row");
-  const uint32_t visible = below(end) & ~below(begin);
 #pragma unroll
   for (int i = 0; i < n / 2; ++i)
     if (!(visible >> i & 1)) s[i / 2 * 4 + 2 * half + i % 2] = -CUDART_INF_F;

@@ -1,7 +1,7 @@
-//! Attention problems with block masks: densities, block sizes, heads, token masks, tails.
+//! Attention problems with block masks: densities, block sizes, heads, token masks, tails, packed sequences.
 
 use super::edges::{dense, some_masks};
-use super::{AttentionCase, BlockCase, BlockPattern, Content, MaskHeads, smallest_block};
+use super::{AttentionCase, BlockCase, BlockPattern, Content, Lengths, MaskHeads, smallest_block};
 use blockflash_ops::attention::Mask;
 use blockflash_sys::DType;
 
@@ -11,23 +11,38 @@ fn patterns() -> impl Iterator<Item = BlockPattern> {
     random.into_iter().chain([BlockPattern::EmptyRowsAndColumns, BlockPattern::Seen])
 }
 
-/// Every pattern with every token mask; block sizes, heads, lengths, options and contents take turns.
+/// Sequences up to these lengths: tails, nothing on either side, and what is shorter than a block.
+fn packed(turn: usize, seqlen_q: usize, seqlen_kv: usize) -> Lengths {
+    let lengths = vec![
+        (seqlen_q / 2, seqlen_kv),
+        (0, seqlen_kv / 3),
+        (seqlen_q, seqlen_kv / 2 + 1),
+        (0, 0),
+        (65, 0),
+        (seqlen_kv % 70, seqlen_q % 150),
+    ];
+    Lengths::Packed { lengths, slack: (turn % 3, turn % 2) }
+}
+
+/// Every pattern with every token mask, one after the other dense and packed; block sizes, heads, lengths, options and contents take
+/// turns.
 pub fn block_cases(dtype: DType, head_dim: usize) -> Vec<AttentionCase> {
     let sizes = [(64, 64), (128, 64), (64, 128), (128, 128), (192, 64), (64, 320)];
     let lengths = [(300, 300), (200, 333), (333, 70), (64, 512), (1, 500), (257, 129), (400, 1), (129, 0)];
     let mut cases = Vec::new();
-    for pattern in patterns() {
-        for mask in some_masks(64) {
+    for is_packed in [false, true] {
+        for (pattern, mask) in patterns().flat_map(|pattern| some_masks(64).map(|mask| (pattern, mask))) {
             let turn = cases.len();
-            let (sizes, lengths) = (sizes[turn % sizes.len()], lengths[turn * 3 % lengths.len()]);
+            let (sizes, (q, kv)) = (sizes[turn % sizes.len()], lengths[turn * 3 % lengths.len()]);
+            let lengths = if is_packed { packed(turn, q, kv) } else { dense(1 + turn % 3 % 2, q, kv) };
             cases.push(block_case((dtype, head_dim), turn, pattern, mask, sizes, lengths));
         }
     }
     cases
 }
 
-/// For tiles of `q` queries and `kv` keys: every pattern in the smallest blocks that consist of such tiles, and in multiples of
-/// them; the rest takes turns.
+/// For tiles of `q` queries and `kv` keys: every pattern in the smallest blocks that consist of such tiles, dense and packed, and in
+/// multiples of them; the rest takes turns.
 pub fn block_tile_cases(dtype: DType, head_dim: usize, q: u32, kv: u32) -> Vec<AttentionCase> {
     let (q, kv) = (smallest_block(&[q]), smallest_block(&[kv]));
     let masks = some_masks(kv);
@@ -41,11 +56,16 @@ pub fn block_tile_cases(dtype: DType, head_dim: usize, q: u32, kv: u32) -> Vec<A
         (q + 1, 0),
     ];
     let mut cases = Vec::new();
-    for multiples in [(1, 1), (2, 1), (1, 3)] {
+    for (multiples, is_packed) in [((1, 1), false), ((2, 1), false), ((1, 3), false), ((1, 1), true)] {
         for pattern in patterns() {
             let turn = cases.len();
-            let (mask, lengths) = (masks[turn % masks.len()], lengths[turn * 3 % lengths.len()]);
+            let (mask, (seqlen_q, seqlen_kv)) =
+                (masks[turn % masks.len()], lengths[turn * 3 % lengths.len()]);
             let sizes = (multiples.0 * q, multiples.1 * kv);
+            let lengths = match is_packed {
+                true => packed(turn, seqlen_q, seqlen_kv),
+                false => dense(1 + turn % 3 % 2, seqlen_q, seqlen_kv),
+            };
             cases.push(block_case((dtype, head_dim), turn, pattern, mask, sizes, lengths));
         }
     }
@@ -58,7 +78,7 @@ fn block_case(
     pattern: BlockPattern,
     mask: Mask,
     (block_q, block_kv): (usize, usize),
-    (seqlen_q, seqlen_kv): (usize, usize),
+    lengths: Lengths,
 ) -> AttentionCase {
     let contents = [Content::Normal, Content::UnseenNan, Content::LargeScores, Content::NanInValues];
     let heads = [MaskHeads::Query, MaskHeads::KeyValue, MaskHeads::One][turn % 3];
@@ -67,7 +87,7 @@ fn block_case(
         seed: 700 + turn as u64,
         mask,
         block_mask: Some(BlockCase { block_q, block_kv, per_entry: turn % 4 < 2, heads, pattern }),
-        lengths: dense(1 + turn % 3 % 2, seqlen_q, seqlen_kv),
+        lengths,
         softcap: (turn % 7 == 3).then_some(5.0),
         sink: turn % 5 > 2,
         content: contents[turn / 2 % 4],

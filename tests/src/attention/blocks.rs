@@ -2,17 +2,17 @@
 
 use super::{AttentionCase, Lengths, visible_keys};
 use crate::number::rng;
-use blockflash_ops::{BlockGeometry, BlockMask, Stream};
+use blockflash_ops::{BlockGeometry, BlockMask, Error, Stream};
 use rand::Rng;
 
-/// A block mask, described. Dense cases only.
+/// A block mask, described.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BlockCase {
     /// Queries of a block.
     pub block_q: usize,
     /// Keys of a block.
     pub block_kv: usize,
-    /// Whether each batch entry has a mask of its own. Not together with broadcast keys.
+    /// Whether each batch entry has a mask of its own, as packed sequences have anyway. Not together with broadcast keys.
     pub per_entry: bool,
     /// Which heads have a mask of their own.
     pub heads: MaskHeads,
@@ -52,16 +52,25 @@ pub fn smallest_block(tiles: &[u32]) -> usize {
         .unwrap_or_else(|| panic!("no block consists of tiles of {tiles:?}"))
 }
 
-/// Which blocks are visited, `[batch, heads, rows, cols]`.
+/// Which blocks are visited.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Blocks {
     case: BlockCase,
-    batch: usize,
     heads: usize,
     /// Query heads that share a head of the mask.
     group: usize,
-    rows: usize,
+    /// Of each batch entry, or one for all.
+    entries: Vec<EntryBlocks>,
+    packed: bool,
+}
+
+/// Which blocks of a batch entry are visited.
+#[derive(Clone, Debug, PartialEq)]
+struct EntryBlocks {
+    seqlen_q: usize,
+    seqlen_kv: usize,
     cols: usize,
+    /// `[heads, rows, cols]`
     visited: Vec<bool>,
 }
 
@@ -69,69 +78,85 @@ impl Blocks {
     /// The blocks of a case that has a block mask.
     pub fn of(case: &AttentionCase) -> Option<Self> {
         let block = case.block_mask?;
-        let Lengths::Dense { batch, seqlen_q, seqlen_kv } = case.lengths else {
-            panic!("packed cases have no block mask: {case:?}")
-        };
-        let batch = if block.per_entry { batch.max(1) } else { 1 };
         let heads = match block.heads {
             MaskHeads::One => 1,
             MaskHeads::KeyValue => case.heads_kv,
             MaskHeads::Query => case.heads_q,
         };
-        let (rows, cols) = (seqlen_q.div_ceil(block.block_q), seqlen_kv.div_ceil(block.block_kv));
-        let mut visited = vec![false; batch * heads * rows * cols];
-        match block.pattern {
-            BlockPattern::Random(density) => {
-                let mut random = rng(case.seed);
-                visited.fill_with(|| random.random_bool(density));
+        let (packed, lengths) = match &case.lengths {
+            Lengths::Packed { lengths, .. } => (true, lengths.clone()),
+            Lengths::Dense { batch, seqlen_q, seqlen_kv } => {
+                (false, vec![(*seqlen_q, *seqlen_kv); if block.per_entry { (*batch).max(1) } else { 1 }])
             }
-            BlockPattern::EmptyRowsAndColumns => {
-                let mut random = rng(case.seed);
-                for (at, visited) in visited.iter_mut().enumerate() {
-                    let (group, row, col) = (at / (rows * cols), at / cols % rows, at % cols);
-                    *visited = (row + group) % 3 != 0 && col % 3 != 1 && random.random_bool(0.75);
+        };
+        let mut random = rng(case.seed);
+        let mut entries = Vec::new();
+        for (entry, (seqlen_q, seqlen_kv)) in lengths.into_iter().enumerate() {
+            let (rows, cols) = (seqlen_q.div_ceil(block.block_q), seqlen_kv.div_ceil(block.block_kv));
+            let mut visited = vec![false; heads * rows * cols];
+            match block.pattern {
+                BlockPattern::Random(density) => visited.fill_with(|| random.random_bool(density)),
+                BlockPattern::EmptyRowsAndColumns => {
+                    for (at, visited) in visited.iter_mut().enumerate() {
+                        let group = entry * heads + at / (rows * cols);
+                        let (row, col) = (at / cols % rows, at % cols);
+                        *visited = (row + group) % 3 != 0 && col % 3 != 1 && random.random_bool(0.75);
+                    }
                 }
-            }
-            BlockPattern::Seen => {
-                for sequence in case.sequences().iter().take(1) {
-                    for query in 0..sequence.q_len {
+                BlockPattern::Seen => {
+                    let sequences = case.sequences();
+                    let sequence = sequences.get(entry);
+                    for (sequence, query) in
+                        sequence.into_iter().flat_map(|s| (0..s.q_len).map(move |i| (s, i)))
+                    {
                         for key in visible_keys(case, sequence, query) {
                             let block = query / block.block_q * cols + key / block.block_kv;
-                            (0..batch * heads).for_each(|group| visited[group * rows * cols + block] = true);
+                            (0..heads).for_each(|head| visited[head * rows * cols + block] = true);
                         }
                     }
                 }
             }
+            entries.push(EntryBlocks { seqlen_q, seqlen_kv, cols, visited });
         }
-        Some(Self { case: block, batch, heads, group: case.heads_q / heads, rows, cols, visited })
+        Some(Self { case: block, heads, group: case.heads_q / heads, entries, packed })
     }
 
     /// Whether the block of a pair is visited, by the definition: batch entry, query head, query, key.
     pub fn visits(&self, entry: usize, head: usize, query: usize, key: usize) -> bool {
-        let entry = if self.batch == 1 { 0 } else { entry };
-        let head = head / self.group;
-        let row = (entry * self.heads + head) * self.rows + query / self.case.block_q;
-        self.visited[row * self.cols + key / self.case.block_kv]
+        let entry = &self.entries[if self.entries.len() == 1 { 0 } else { entry }];
+        let rows = entry.seqlen_q.div_ceil(self.case.block_q);
+        let row = head / self.group * rows + query / self.case.block_q;
+        entry.visited[row * entry.cols + key / self.case.block_kv]
     }
 
     /// Visited blocks, and all.
     pub fn count(&self) -> (usize, usize) {
-        (self.visited.iter().filter(|&&visited| visited).count(), self.visited.len())
+        let blocks = || self.entries.iter().flat_map(|entry| &entry.visited);
+        (blocks().filter(|&&visited| visited).count(), blocks().count())
+    }
+
+    /// The mask of the library, on the CPU.
+    fn mask(&self) -> Result<BlockMask, Error> {
+        let of = |entry: &EntryBlocks, batch: usize, visited: &[bool]| {
+            let (block_q, block_kv) = (self.case.block_q, self.case.block_kv);
+            let geometry = BlockGeometry::new(entry.seqlen_q, entry.seqlen_kv, block_q, block_kv)?;
+            BlockMask::from_bool(geometry, batch, self.heads, visited)
+        };
+        if self.packed {
+            let masks: Result<Vec<BlockMask>, Error> =
+                self.entries.iter().map(|entry| of(entry, 1, &entry.visited)).collect();
+            return BlockMask::packed(&masks?.iter().collect::<Vec<_>>());
+        }
+        let visited: Vec<bool> = self.entries.iter().flat_map(|entry| &entry.visited).copied().collect();
+        of(&self.entries[0], self.entries.len(), &visited)
     }
 }
 
 impl AttentionCase {
     /// The block mask of the library, on the stream's device.
     pub fn block_mask(&self, stream: &Stream) -> Result<Option<BlockMask>, String> {
-        let (Some(blocks), Lengths::Dense { seqlen_q, seqlen_kv, .. }) = (Blocks::of(self), &self.lengths)
-        else {
-            return Ok(None);
-        };
-        BlockGeometry::new(*seqlen_q, *seqlen_kv, blocks.case.block_q, blocks.case.block_kv)
-            .and_then(|geometry| BlockMask::from_bool(geometry, blocks.batch, blocks.heads, &blocks.visited))
-            .and_then(|mask| mask.to(stream))
-            .map(Some)
-            .map_err(|error| error.to_string())
+        let mask = Blocks::of(self).map(|blocks| blocks.mask()?.to(stream));
+        mask.transpose().map_err(|error| error.to_string())
     }
 
     /// The keys that a query attends: visible under the token mask, and in a visited block.

@@ -139,12 +139,18 @@ fn large_cases_are_sampled_within_the_budget() {
 #[test]
 fn block_masks_by_their_definition() {
     let pattern = BlockPattern::Random(0.5);
-    for (heads, per_entry) in
-        [(MaskHeads::One, false), (MaskHeads::KeyValue, true), (MaskHeads::Query, false)]
-    {
+    let dense = Lengths::Dense { batch: 2, seqlen_q: 150, seqlen_kv: 300 };
+    let packed = Lengths::Packed { lengths: vec![(140, 330), (150, 300)], slack: (3, 1) };
+    for (heads, per_entry, lengths) in [
+        (MaskHeads::One, false, &dense),
+        (MaskHeads::KeyValue, true, &dense),
+        (MaskHeads::Query, false, &dense),
+        (MaskHeads::One, true, &packed),
+        (MaskHeads::KeyValue, true, &packed),
+    ] {
         let block_mask = Some(BlockCase { block_q: 64, block_kv: 128, per_entry, heads, pattern });
         let case = AttentionCase {
-            lengths: Lengths::Dense { batch: 2, seqlen_q: 150, seqlen_kv: 300 },
+            lengths: lengths.clone(),
             mask: Mask::Causal { align: Align::TopLeft },
             block_mask,
             ..AttentionCase::simple(DType::F16, (4, 2), 8, (0, 0))

@@ -2,7 +2,7 @@
 
 use super::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Kernel, Lengths,
-    head_dims, run_and_check,
+    MaskHeads, head_dims, run_and_check,
 };
 use crate::gpu::Gpu;
 use blockflash_ops::{DType, Error, Stream};
@@ -62,6 +62,15 @@ fn refusal(case: &AttentionCase, row: &Row) -> Option<&'static str> {
         .is_none_or(|block| divides(tile.block_q, block.block_q) && divides(tile.block_kv, block.block_kv));
     if !consists_of_tiles {
         return Some("do not divide the blocks");
+    }
+    let shared = |groups: usize| (case.heads_q / groups).is_multiple_of(tile.heads as usize);
+    let mask_heads = case.block_mask.map_or(1, |block| match block.heads {
+        MaskHeads::One => 1,
+        MaskHeads::KeyValue => case.heads_kv,
+        MaskHeads::Query => case.heads_q,
+    });
+    if !shared(case.heads_kv) || !shared(mask_heads) {
+        return Some("share a tile");
     }
     // Tensor maps cannot say that entries are repeated.
     let repeated =

@@ -131,7 +131,7 @@ pub fn attention_cases(limits: Limits) -> impl Strategy<Value = AttentionCase> {
     )
 }
 
-/// Problems within the limits with a block mask, dense in their layout.
+/// Problems within the limits with a block mask.
 pub fn block_sparse_cases(limits: Limits) -> impl Strategy<Value = AttentionCase> {
     let pattern = prop_oneof![
         4 => (0.0..=1.0f64).prop_map(BlockPattern::Random),
@@ -144,22 +144,7 @@ pub fn block_sparse_cases(limits: Limits) -> impl Strategy<Value = AttentionCase
     (attention_cases(limits), block).prop_map(|(case, (block_q, block_kv, per_entry, heads, pattern))| {
         let per_entry = per_entry && !case.broadcast_kv;
         let block_mask = Some(BlockCase { block_q, block_kv, per_entry, heads, pattern });
-        let Lengths::Packed { lengths, .. } = &case.lengths else {
-            return AttentionCase { block_mask, ..case };
-        };
-        let longest = |which: fn(&(usize, usize)) -> usize| lengths.iter().map(which).max().unwrap_or(0);
-        AttentionCase {
-            block_mask,
-            lengths: Lengths::Dense {
-                batch: lengths.len(),
-                seqlen_q: longest(|l| l.0),
-                seqlen_kv: longest(|l| l.1),
-            },
-            // Those are of packed tensors.
-            placements: Default::default(),
-            lse_placement: Placement::default(),
-            ..case
-        }
+        AttentionCase { block_mask, ..case }
     })
 }
 

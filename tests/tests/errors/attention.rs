@@ -187,20 +187,42 @@ fn attention_block_masks() {
     let mask = full([99, 100], 1, 1);
     let call = Attention { block_mask: Some(&mask), ..Attention::new(none.view(), none.view(), none.view()) };
     assert_error!(call.forward(&cpu()), Error::Shape { what: "block_mask", .. }, "block_mask");
+}
 
-    let (packed, offsets) = (f16s(&[100, 2, 16]), i32s(&[0, 40, 100]));
-    let cu_seqlens =
-        CuSeqlens { q: offsets.view(), kv: offsets.view(), max_seqlen_q: 100, max_seqlen_kv: 100 };
-    let mask = full([100, 100], 1, 1);
-    let call = Attention {
-        cu_seqlens: Some(cu_seqlens),
-        block_mask: Some(&mask),
-        ..Attention::new(packed.view(), packed.view(), packed.view())
+#[test]
+fn attention_packed_block_masks() {
+    let (rows, offsets) = (f16s(&[100, 2, 16]), i32s(&[0, 40, 100]));
+    let of = |length: usize| BlockMask::full(BlockGeometry::new(length, length, 64, 128).unwrap()).unwrap();
+    let packed = |lengths: &[usize]| {
+        let masks: Vec<BlockMask> = lengths.iter().map(|&length| of(length)).collect();
+        BlockMask::packed(&masks.iter().collect::<Vec<_>>()).unwrap()
     };
-    assert_error!(
-        call.forward(&cpu()),
-        Error::Unsupported { op: "attention", .. },
-        "block masks",
-        "variable-length"
-    );
+    let with = |mask: &BlockMask| {
+        let cu_seqlens =
+            CuSeqlens { q: offsets.view(), kv: offsets.view(), max_seqlen_q: 60, max_seqlen_kv: 60 };
+        Attention {
+            cu_seqlens: Some(cu_seqlens),
+            block_mask: Some(mask),
+            ..Attention::new(rows.view(), rows.view(), rows.view())
+        }
+        .forward(&cpu())
+    };
+    with(&packed(&[40, 60])).unwrap();
+    for (mask, words) in [
+        (of(60), ["[1, 1, 60, 60]", "a packed mask"]),
+        (packed(&[40]), ["[1, 1, 40, 40]", "[2, 1 or 2 or 2, up to 60, up to 60]"]),
+        (packed(&[40, 61]), ["[2, 1, 61, 61]", "up to 60"]),
+    ] {
+        assert_error!(with(&mask), Error::Shape { what: "block_mask", .. }, words[0], words[1]);
+    }
+    for (lengths, words) in [([39, 60], ["sequence 0 has 40", "39"]), ([40, 59], ["sequence 1 has 60", "59"])]
+    {
+        let result = with(&packed(&lengths));
+        assert_error!(result, Error::InvalidCuSeqlens { which: "q", .. }, words[0], words[1]);
+    }
+    let dense = f16s(&[1, 100, 2, 16]);
+    let mask = packed(&[100]);
+    let call =
+        Attention { block_mask: Some(&mask), ..Attention::new(dense.view(), dense.view(), dense.view()) };
+    assert_error!(call.forward(&cpu()), Error::Shape { what: "block_mask", .. }, "not packed");
 }

@@ -1,9 +1,8 @@
 //! How a block mask fits an attention call.
 
-use super::{AttentionProblem, OP};
+use super::AttentionProblem;
 use crate::check::to_i32;
 use crate::{BlockMask, Error, Result};
-use blockflash_safe::Device;
 use blockflash_sys::manifest::AttentionTile;
 use blockflash_sys::params::blockflash_block_mask;
 use std::ptr::null;
@@ -19,6 +18,8 @@ pub struct BlockMaskSizes {
     pub batch: u32,
     /// 1, the heads of k and v, or those of q.
     pub heads: u32,
+    /// Block rows of all sequences together, when variable-length.
+    pub packed_rows: Option<u32>,
 }
 
 impl BlockMaskSizes {
@@ -27,33 +28,37 @@ impl BlockMaskSizes {
         head_q / (num_heads_q / self.heads as usize)
     }
 
-    /// Checks that the mask fits a problem whose tensors are on `device`.
-    pub(super) fn of(mask: &BlockMask, problem: &AttentionProblem, device: &Device) -> Result<Self> {
-        if problem.packed.is_some() {
-            let arch = device.cuda_properties().map(|gpu| gpu.compute_capability.to_string());
-            return Err(Error::Unsupported {
-                op: OP,
-                arch: arch.unwrap_or_else(|| "cpu".into()),
-                what: "block masks of variable-length batches".into(),
-            });
-        }
+    /// Checks that the mask fits a problem. Whether it fits each sequence of a packed batch is not known here.
+    pub(super) fn of(mask: &BlockMask, problem: &AttentionProblem) -> Result<Self> {
         let AttentionProblem { batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_kv, .. } = *problem;
-        let fits = [1, batch].contains(&mask.batch())
-            && [1, num_heads_kv, num_heads_q].contains(&mask.heads())
-            && [mask.seqlen_q(), mask.seqlen_kv()] == [seqlen_q, seqlen_kv];
-        if !fits {
+        let found = [mask.batch(), mask.heads(), mask.seqlen_q(), mask.seqlen_kv()];
+        let packed_rows = mask.packed_rows();
+        let packed = [problem.packed.is_some(), packed_rows.is_some()];
+        let fits = match packed {
+            [false, false] => [1, batch].contains(&found[0]) && found[2..] == [seqlen_q, seqlen_kv],
+            [true, true] => found[0] == batch && found[2] <= seqlen_q && found[3] <= seqlen_kv,
+            _ => false,
+        };
+        if !(fits && [1, num_heads_kv, num_heads_q].contains(&mask.heads())) {
             let heads = format!("1 or {num_heads_kv} or {num_heads_q}");
-            return Err(Error::Shape {
-                what: "block_mask",
-                expected: format!("[1 or {batch}, {heads}, {seqlen_q}, {seqlen_kv}] in queries and keys"),
-                found: vec![mask.batch(), mask.heads(), mask.seqlen_q(), mask.seqlen_kv()],
-            });
+            let expected = match packed {
+                [false, false] => {
+                    format!("[1 or {batch}, {heads}, {seqlen_q}, {seqlen_kv}] in queries and keys")
+                }
+                [true, true] => {
+                    format!("[{batch}, {heads}, up to {seqlen_q}, up to {seqlen_kv}] in queries and keys")
+                }
+                [true, false] => "a packed mask, as the batch is variable-length".into(),
+                [false, true] => "a mask that is not packed, as the batch is not variable-length".into(),
+            };
+            return Err(Error::Shape { what: "block_mask", expected, found: found.into() });
         }
         Ok(Self {
             block_q: mask.block_q() as u32,
             block_kv: mask.block_kv() as u32,
             batch: mask.batch() as u32,
             heads: mask.heads() as u32,
+            packed_rows: packed_rows.map(|rows| rows as u32),
         })
     }
 
@@ -75,14 +80,14 @@ pub(crate) fn params(
     seqlen_q: usize,
     num_heads_q: usize,
 ) -> Result<blockflash_block_mask> {
-    let (row_ptr, col_idx, row_order) = (null(), null(), null());
+    let (row_ptr, col_idx, row_order, cu_rows) = (null(), null(), null(), null());
     let [rows, block_q, block_kv, groups_per_batch, heads_per_group] = match mask {
         None => [0; 5],
         Some(mask) => {
             let [block_q, block_kv, heads] =
                 [mask.block_q, mask.block_kv, mask.heads.max(1)].map(|size| size as usize);
-            let groups_per_batch = if mask.batch == 1 { 0 } else { heads };
-            let rows = seqlen_q.div_ceil(block_q);
+            let groups_per_batch = if mask.batch == 1 || mask.packed_rows.is_some() { 0 } else { heads };
+            let rows = mask.packed_rows.map_or(seqlen_q.div_ceil(block_q), |rows| rows as usize);
             [rows, block_q, block_kv, groups_per_batch, num_heads_q / heads]
         }
     };
@@ -91,6 +96,7 @@ pub(crate) fn params(
         row_ptr,
         col_idx,
         row_order,
+        cu_rows,
         rows: size(rows)?,
         block_q: size(block_q)?,
         block_kv: size(block_kv)?,
@@ -98,6 +104,10 @@ pub(crate) fn params(
         heads_per_group: size(heads_per_group)?,
     })
 }
+
+#[cfg(test)]
+#[path = "packed_mask_tests.rs"]
+mod packed_tests;
 
 #[cfg(test)]
 #[path = "block_mask_tests.rs"]

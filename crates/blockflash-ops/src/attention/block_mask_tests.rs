@@ -1,5 +1,5 @@
 use super::super::select::select_among;
-use super::super::{Attention, AttentionParams, CuSeqlens, accepts, plan, select};
+use super::super::{Attention, AttentionParams, accepts, plan, select};
 use super::*;
 use crate::BlockGeometry;
 use crate::fixtures::{gpu, gpus};
@@ -27,7 +27,7 @@ fn masks_that_fit() {
     for (batch, heads) in [1, 2].into_iter().flat_map(|batch| [1, 2, 4].map(|heads| (batch, heads))) {
         let sizes = of(&mask([100, 200], batch, heads)).unwrap().block_mask.unwrap();
         let [batch, heads] = [batch, heads].map(|count| count as u32);
-        assert_eq!(sizes, BlockMaskSizes { block_q: 64, block_kv: 128, batch, heads });
+        assert_eq!(sizes, BlockMaskSizes { block_q: 64, block_kv: 128, batch, heads, packed_rows: None });
         let followed = [0, 1, 2, 3].map(|head| sizes.head(head, 4));
         assert_eq!(followed, [0, 1, 2, 3].map(|head| head * heads as usize / 4));
     }
@@ -56,27 +56,10 @@ fn masks_that_do_not_fit() {
     );
 }
 
-#[test]
-fn variable_length_is_refused() {
-    let (data, offsets) = (vec![f16::ONE; 100 * 8], [0i32, 100]);
-    let rows = View::from_slice(&data, &[100, 1, 8]).unwrap();
-    let offsets = View::from_slice(&offsets, &[2]).unwrap();
-    let cu_seqlens = Some(CuSeqlens { q: offsets, kv: offsets, max_seqlen_q: 100, max_seqlen_kv: 100 });
-    let mask = mask([100, 100], 1, 1);
-    let error = Attention { cu_seqlens, block_mask: Some(&mask), ..Attention::new(rows, rows, rows) }
-        .problem()
-        .unwrap_err();
-    assert!(matches!(error, Error::Unsupported { op: "attention", .. }));
-    assert_eq!(
-        error.to_string(),
-        "attention is not supported on cpu: block masks of variable-length batches"
-    );
-}
-
 /// Batch 2, 300 queries, 500 keys, 8 and 2 heads.
 fn sparse(head_dim: usize, block_q: u32, block_kv: u32) -> AttentionProblem {
     let dense = AttentionProblem::dense(DType::F16, [2, 300, 500], [8, 2], head_dim);
-    let sizes = BlockMaskSizes { block_q, block_kv, batch: 1, heads: 1 };
+    let sizes = BlockMaskSizes { block_q, block_kv, batch: 1, heads: 1, packed_rows: None };
     AttentionProblem { block_mask: Some(sizes), ..dense }
 }
 
@@ -165,17 +148,17 @@ fn plans_say_how_the_mask_is_read() {
     for (row, tile) in attention_rows().filter(|(_, tile)| tile.head_dim >= 64) {
         let [block_q, block_kv] = [2 * tile.block_q, 2 * tile.block_kv];
         let planned = |batch, heads| {
-            let sizes = BlockMaskSizes { block_q, block_kv, batch, heads };
-            plan(row, &AttentionProblem { block_mask: Some(sizes), ..sparse(64, 0, 0) }, &h200).unwrap()
+            let sizes = BlockMaskSizes { block_q, block_kv, batch, heads, packed_rows: None };
+            plan(row, &AttentionProblem { block_mask: Some(sizes), ..sparse(64, 0, 0) }, &h200)
         };
         let groups = |batch, heads| {
-            let plan = planned(batch, heads);
+            let plan = planned(batch, heads).unwrap();
             let m = plan.params.base().block_mask;
             assert!(m.row_ptr.is_null() && m.col_idx.is_null() && m.row_order.is_null());
             assert_eq!(m.rows as u32, 300u32.div_ceil(block_q));
             assert_eq!([m.block_q, m.block_kv], [block_q, block_kv].map(|size| size as i32));
             // Two tiles per row, for 8 heads of 2 entries.
-            let tiles = 2 * m.rows as u32 * 8 * 2;
+            let tiles = 2 * m.rows as u32 * (8 / tile.heads) * 2;
             let blocks = match row.variant {
                 Variant::AttentionFwdHopper(tile) => tiles.min(108 * tile.blocks_per_multiprocessor),
                 _ => tiles,
@@ -185,9 +168,13 @@ fn plans_say_how_the_mask_is_read() {
         };
         assert_eq!([groups(1, 1), groups(2, 1)], [(0, 8), (1, 8)]);
         assert_eq!([groups(1, 2), groups(2, 2)], [(0, 4), (2, 4)]);
-        assert_eq!([groups(1, 8), groups(2, 8)], [(0, 1), (8, 1)]);
+        if tile.heads == 1 {
+            assert_eq!([groups(1, 8), groups(2, 8)], [(0, 1), (8, 1)]);
+        } else {
+            assert!(planned(1, 8).unwrap_err().to_string().contains("share a tile"));
+        }
         // Tiles take unequal time: as under a window.
-        if let AttentionParams::Hopper(params) = planned(1, 1).params {
+        if let AttentionParams::Hopper(params) = planned(1, 1).unwrap().params {
             assert_eq!(params.heads_per_section, 16);
         }
     }

@@ -42,6 +42,33 @@ fn blocks_are_as_wide_as_the_grid_allows() {
     assert_eq!(block_q(4, 16, 4096, 128), 128);
     assert_eq!([72, 136, 256].map(|head_dim| block_q(1, 1, 1, head_dim)), [128, 128, 64]);
     assert_eq!([64, 128, 256].map(|head_dim| block_q(32, 16, 512, head_dim)), [192, 128, 128]);
+    assert_eq!([96, 192].map(|head_dim| block_q(4, 16, 4096, head_dim)), [192, 128]);
+}
+
+/// A short causal sequence has few key tiles for each tile of queries: three narrow blocks change tiles at different times.
+#[test]
+fn short_causal_sequences_take_narrow_tiles() {
+    let block_q = |batch, seqlen, head_dim| {
+        let causal =
+            AttentionProblem { mask: Mask::causal(), ..problem(batch, [32, 32], seqlen, head_dim) };
+        select(&causal, &h200()).unwrap().attention_tile().unwrap().block_q
+    };
+    assert_eq!([(32, 512), (16, 1024)].map(|(batch, seqlen)| block_q(batch, seqlen, 64)), [64, 64]);
+    assert_eq!([(4, 4096), (1, 16384)].map(|(batch, seqlen)| block_q(batch, seqlen, 64)), [192, 192]);
+    assert_eq!([(32, 512), (4, 4096)].map(|(batch, seqlen)| block_q(batch, seqlen, 128)), [128, 128]);
+}
+
+/// Two heads of q share a tile where they share keys and blocks of 64 queries.
+#[test]
+fn heads_that_share_blocks_share_tiles() {
+    let heads = |heads: [usize; 2], mask_heads| {
+        let mask = BlockMaskSizes { block_q: 64, block_kv: 64, batch: 1, heads: mask_heads, packed_rows: None };
+        let problem = AttentionProblem { block_mask: Some(mask), ..problem(1, heads, 8192, 128) };
+        let tile = select(&problem, &h200()).unwrap().attention_tile().unwrap();
+        (tile.block_q, tile.heads)
+    };
+    assert_eq!([heads([32, 8], 8), heads([32, 8], 1)], [(64, 2); 2]);
+    assert_eq!([heads([32, 8], 32), heads([32, 32], 1), heads([24, 8], 8)], [(64, 1); 3]);
 }
 
 #[test]
@@ -91,7 +118,9 @@ fn sections_fit_into_l2_when_there_is_a_window() {
     let heads = |problem: AttentionProblem| planned(&problem).1.heads_per_section;
     let causal = |problem| AttentionProblem { mask: Mask::causal(), ..problem };
     assert_eq!(heads(problem(4, [32, 8], 4096, 64)), 4);
-    // 1 MiB of keys and values per head: 32 of 128 heads.
+    // 1 MiB of keys and values per head: 32 of 128 heads. 3 MiB: 10 of 32 fit, which makes four sections.
+    assert_eq!(heads(causal(problem(4, [8, 8], 4096, 192))), 8);
+    assert_eq!(heads(causal(problem(2, [16, 4], 8192, 192))), 16);
     assert_eq!(heads(causal(problem(4, [32, 32], 4096, 64))), 32);
     assert_eq!(heads(causal(problem(4, [32, 8], 4096, 64))), 128);
     assert_eq!(heads(causal(problem(4, [32, 8], 1 << 20, 64))), 4);

@@ -43,6 +43,13 @@ pub(crate) struct Limits {
     pub(crate) align: Align,
 }
 
+impl Limits {
+    /// Whether every query attends every key.
+    pub(crate) fn is_unbounded(&self) -> bool {
+        self.left.or(self.right).is_none()
+    }
+}
+
 impl Mask {
     /// Causal along the bottom-right diagonal, the usual meaning of the word.
     pub const fn causal() -> Self {

@@ -63,7 +63,8 @@ pub struct Attention<'a> {
     pub cu_seqlens: Option<CuSeqlens<'a>>,
     /// Makes attention block-sparse: a query attends a key if the block of the pair is visited and [`mask`](Self::mask) shows
     /// it. Blocks that are not visited cost nothing. The lengths are those of the tensors; the mask has 1 batch entry or that
-    /// of q, and 1 head, `num_heads_kv`, each for the query heads of its group, or `num_heads_q`. Not with `cu_seqlens`.
+    /// of q, and 1 head, `num_heads_kv`, each for the query heads of its group, or `num_heads_q`. With `cu_seqlens` it is
+    /// [packed](BlockMask::packed), of the same sequences.
     pub block_mask: Option<&'a BlockMask>,
 }
 
@@ -219,15 +220,15 @@ impl<'a> Attention<'a> {
         Ok(AttentionOutput { o, lse })
     }
 
-    /// Downloads and verifies [`cu_seqlens`](Self::cu_seqlens) against the packed tensors, which synchronises the stream.
-    /// `Ok` when the batch is not variable-length.
+    /// Downloads and verifies [`cu_seqlens`](Self::cu_seqlens) against the packed tensors and the sequences of
+    /// [`block_mask`](Self::block_mask), which synchronises the stream. `Ok` when the batch is not variable-length.
     ///
     /// # Errors
     /// [`Error::InvalidCuSeqlens`] names the first bad entry; all checks of
     /// [`problem`](Self::problem).
     pub fn check_cu_seqlens(&self, stream: &Stream) -> Result<()> {
         if let (Some(cu_seqlens), Some(packed)) = (&self.cu_seqlens, self.problem()?.packed) {
-            cu_seqlens.read(stream, packed.total_q, packed.total_kv)?;
+            cu_seqlens.read(stream, packed.total_q, packed.total_kv, self.block_mask)?;
         }
         Ok(())
     }

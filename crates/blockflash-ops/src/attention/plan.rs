@@ -64,13 +64,20 @@ pub fn plan(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> Resu
             row.symbol()
         )));
     }
+    if !select::shares_heads(&tile, problem) {
+        return Err(unsupported(format!(
+            "{} heads of q share a tile of {}, but not keys and the block mask",
+            tile.heads,
+            row.symbol()
+        )));
+    }
     check_strides(problem)?;
 
     let tiles_q = match problem.block_mask {
         Some(mask) => mask.tiles_q(problem.seqlen_q, &tile),
         None => problem.seqlen_q.div_ceil(tile.block_q as usize),
     };
-    let tiles = grid_x(&[tiles_q, problem.num_heads_q, problem.batch])?;
+    let tiles = grid_x(&[tiles_q, problem.num_heads_q / tile.heads as usize, problem.batch])?;
     let base = base_params(problem)?;
     // Blocks for Hopper stay and take tile after tile.
     let stay = match row.variant {
@@ -177,7 +184,10 @@ fn heads_per_section(base: &blockflash_attention_fwd_params, packed: bool) -> i3
     let bytes_per_group = f64::from(base.seqlen_kv) * f64::from(base.head_dim) * 4.0;
     let groups = (L2_BYTES / bytes_per_group.max(1.0)).max(1.0) as i32;
     let heads = base.num_heads_q.saturating_mul(if packed { 1 } else { base.batch });
-    groups.saturating_mul(group).min(heads).max(group)
+    // Sections of one size: the last one would otherwise leave multiprocessors without tiles.
+    let all = (heads / group).max(1);
+    let sections = all / groups + i32::from(all % groups != 0);
+    (all / sections + i32::from(all % sections != 0)) * group
 }
 
 /// The kernel reads and writes 16 bytes at a time, so rows must start at multiples of 8 elements. The stride of a dimension

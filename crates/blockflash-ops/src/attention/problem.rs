@@ -205,7 +205,7 @@ impl Attention<'_> {
             problem.sink = true;
         }
         if let Some(block_mask) = self.block_mask {
-            problem.block_mask = Some(BlockMaskSizes::of(block_mask, &problem, self.q.device())?);
+            problem.block_mask = Some(BlockMaskSizes::of(block_mask, &problem)?);
         }
         Ok(problem)
     }

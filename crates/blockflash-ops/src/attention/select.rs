@@ -62,6 +62,7 @@ enum Mismatch {
     DType { kernel: DType, tensors: DType },
     HeadDim { kernel: u32, tensors: usize },
     Blocks { tile: AttentionTile, mask: BlockMaskSizes },
+    Heads { tile: u32 },
     TensorMap { what: &'static str, dim: &'static str, stride: usize },
     Gpu(arch::Obstacle),
 }
@@ -80,6 +81,7 @@ impl fmt::Display for Mismatch {
                 "tiles of {} × {} do not divide the blocks of the mask, {} × {}",
                 tile.block_q, tile.block_kv, mask.block_q, mask.block_kv
             ),
+            Mismatch::Heads { tile } => write!(f, "{tile} heads of q share a tile, but not keys and a block mask"),
             Mismatch::TensorMap { what, dim, stride } => {
                 write!(f, "the {dim} stride of {what} is {stride} elements, which a tensor map cannot have")
             }
@@ -104,8 +106,19 @@ fn fits(
         Some(mask) if !mask.divides_into(tile) => return Err(Mismatch::Blocks { tile: *tile, mask }),
         _ => {}
     }
+    if !shares_heads(tile, problem) {
+        return Err(Mismatch::Heads { tile: tile.heads });
+    }
     arch::runs(row, gpu).map_err(Mismatch::Gpu)?;
     if let Variant::AttentionFwdHopper(_) = row.variant { tensor_maps(problem) } else { Ok(()) }
+}
+
+/// Whether the heads of q that would share a tile share keys, and the block mask.
+pub(super) fn shares_heads(tile: &AttentionTile, problem: &AttentionProblem) -> bool {
+    let shared = |groups: usize| {
+        groups > 0 && (problem.num_heads_q / groups).is_multiple_of(tile.heads as usize)
+    };
+    shared(problem.num_heads_kv) && problem.block_mask.is_none_or(|mask| shared(mask.heads as usize))
 }
 
 /// Whether q, k and v can be described by tensor maps: those step on in every dimension, and not too far.
@@ -134,16 +147,38 @@ fn tensor_maps(problem: &AttentionProblem) -> std::result::Result<(), Mismatch> 
     Ok(())
 }
 
-/// Estimated time in units that rows of one target and head_dim share. While tiles are few, the multiprocessors with most of
-/// them decide; many tiles spread evenly, but for half a round at the end.
+/// Estimated nanoseconds of a row for Hopper. While tiles are few, the multiprocessors with most of them decide; many tiles spread
+/// evenly, but for half a round at the end. Under a causal mask or a window tiles are unequal: the longest start first, and the others fill
+/// the gaps.
 fn relative_time(row: &Row, tile: &AttentionTile, problem: &AttentionProblem, gpu: &CudaProperties) -> f64 {
     let Variant::AttentionFwdHopper(hopper) = row.variant else { return 0.0 };
     let tiles = problem.batch as f64
-        * problem.num_heads_q as f64
+        * (problem.num_heads_q / tile.heads as usize) as f64
         * problem.seqlen_q.div_ceil(tile.block_q as usize) as f64;
     let rounds = tiles / f64::from(gpu.multiprocessors.max(1) * hopper.blocks_per_multiprocessor);
-    let rounds = if rounds <= 4.0 { rounds.ceil() } else { rounds + 0.5 };
-    rounds * f64::from(hopper.step_cost)
+    let [step, change] = hopper.cost_ns.map(f64::from);
+    let [mean, most] = key_tiles(tile, problem).map(|key_tiles| key_tiles * step + change);
+    if rounds <= 4.0 && mean == most { rounds.ceil() * most } else { most.max((rounds + 0.5) * mean) }
+}
+
+/// Key tiles that tiles of queries visit: the mean of some of them, and the most.
+fn key_tiles(tile: &AttentionTile, problem: &AttentionProblem) -> [f64; 2] {
+    const SAMPLES: usize = 16;
+    let (block_q, block_kv) = (tile.block_q as usize, tile.block_kv as usize);
+    let tiles = problem.seqlen_q.div_ceil(block_q);
+    if problem.mask.limits(problem.seqlen_q, problem.seqlen_kv).is_unbounded() || tiles == 0 {
+        return [problem.seqlen_kv.div_ceil(block_kv) as f64; 2];
+    }
+    let samples = tiles.min(SAMPLES);
+    let visited = (0..samples).map(|i| {
+        let first = i * (tiles - 1) / (samples - 1).max(1) * block_q;
+        let last = (first + block_q).min(problem.seqlen_q) - 1;
+        let keys = |row| problem.mask.visible(row, problem.seqlen_q, problem.seqlen_kv);
+        let end = keys(last).end.div_ceil(block_kv);
+        (end - (keys(first).start / block_kv).min(end)) as f64
+    });
+    let (sum, most) = visited.fold((0.0, 0.0), |(sum, most): (f64, f64), n| (sum + n, most.max(n)));
+    [sum / samples as f64, most]
 }
 
 /// The first reason that rules out every row, from the general to the particular.

@@ -109,7 +109,7 @@ fn every_row_has_a_plan() {
     for (row, tile) in attention_rows() {
         let problem = problem(tile.dtype, tile.head_dim as usize);
         let plan = plan(row, &problem, &gpu(9, 0)).unwrap();
-        let tiles = 300u32.div_ceil(tile.block_q) * 8 * 2;
+        let tiles = 300u32.div_ceil(tile.block_q) * (8 / tile.heads) * 2;
         let hopper = matches!(plan.params, AttentionParams::Hopper(_));
         assert_eq!(plan.config.grid, [if hopper { tiles.min(108) } else { tiles }, 1, 1]);
         assert_eq!(

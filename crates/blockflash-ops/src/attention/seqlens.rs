@@ -1,5 +1,5 @@
 use crate::check::{Operand, vector};
-use crate::{Error, Result};
+use crate::{BlockGeometry, BlockMask, Error, Result};
 use blockflash_safe::{Stream, View};
 use blockflash_sys::DType;
 
@@ -7,9 +7,10 @@ use blockflash_sys::DType;
 /// `q[i]..q[i + 1]` and the keys `kv[i]..kv[i + 1]`. Sequences of length 0 are fine.
 ///
 /// On a GPU the offsets are read by the kernel, never by the host, so that a captured graph can be replayed with other lengths
-/// under the same maxima. They must then be right by construction: start at 0, never descend, end within the packed rows, and
-/// no sequence longer than the maximum. [`Attention::check_cu_seqlens`](super::Attention::check_cu_seqlens) downloads and
-/// verifies them. On the CPU every call verifies them.
+/// under the same maxima. They must then be right by construction: start at 0, never descend, end within the packed rows, no
+/// sequence longer than the maximum, and under a [`BlockMask`] each as long as that of the mask.
+/// [`Attention::check_cu_seqlens`](super::Attention::check_cu_seqlens) downloads and verifies them. On the CPU every call verifies
+/// them.
 ///
 /// Rows of the packed outputs beyond the last offset are left untouched.
 #[derive(Clone, Copy, Debug)]
@@ -51,17 +52,22 @@ impl CuSeqlens<'_> {
         check_offsets("kv", &self.kv.to_vec::<i32>(stream)?, self.max_seqlen_kv, None)
     }
 
-    /// The same, and within the packed rows. Returns the offsets.
+    /// The same, within the packed rows, and of the sequences of the block mask if there is one. Returns the offsets.
     pub(crate) fn read(
         &self,
         stream: &Stream,
         total_q: usize,
         total_kv: usize,
+        mask: Option<&BlockMask>,
     ) -> Result<(Vec<i32>, Vec<i32>)> {
         self.batch()?;
         let (q, kv) = (self.q.to_vec::<i32>(stream)?, self.kv.to_vec::<i32>(stream)?);
         check_offsets("q", &q, self.max_seqlen_q, Some(total_q))?;
         check_offsets("kv", &kv, self.max_seqlen_kv, Some(total_kv))?;
+        if let Some(mask) = mask {
+            mask.check_lengths("q", &q, BlockGeometry::seqlen_q)?;
+            mask.check_lengths("kv", &kv, BlockGeometry::seqlen_kv)?;
+        }
         Ok((q, kv))
     }
 }

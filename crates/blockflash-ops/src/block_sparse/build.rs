@@ -32,6 +32,7 @@ impl BlockMask {
             row_ptr: Tensor::from_slice(stream, row_ptr, &[batch, heads, rows + 1])?,
             col_idx: Tensor::from_slice(stream, col_idx, &[col_idx.len()])?,
             row_order: Tensor::from_slice(stream, &order, &[batch, heads, rows])?,
+            packed: None,
         })
     }
 

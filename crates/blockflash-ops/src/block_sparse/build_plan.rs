@@ -56,6 +56,7 @@ pub(super) fn plan(
         block_kv: mask.block_kv() as u32,
         batch: mask.batch() as u32,
         heads: mask.heads() as u32,
+        packed_rows: None,
     });
     let limits = choice.mask.limits(geometry.seqlen_q(), geometry.seqlen_kv());
     let params = blockflash_block_mask_build_params {

@@ -52,6 +52,9 @@ impl<'a> BlockChoice<'a> {
         contiguous(what, view, dtype, &[batch, heads, geometry.rows(), last])?;
         Operand::new(what, view).on(device)?;
         let Some(always) = self.always else { return Ok(()) };
+        if always.sequences().is_some() {
+            return invalid("`always` is packed, which masks that are built anew are not".into());
+        }
         if always.geometry != geometry {
             return invalid(format!("`always` has the geometry {:?}, not {geometry:?}", always.geometry));
         }

@@ -1,4 +1,4 @@
-//! What makes one block mask of others. All read the index arrays on the CPU.
+//! What makes one block mask of others. All read the index arrays on the CPU. Packed masks are treated sequence by sequence.
 
 use super::BlockGeometry;
 use super::BlockMask;
@@ -13,6 +13,9 @@ impl BlockMask {
     /// # Errors
     /// A mask that is not on the CPU.
     pub fn intersect_mask(&self, mask: Mask) -> Result<Self> {
+        if self.packed.is_some() {
+            return self.by_sequence(|_, sequence| sequence.intersect_mask(mask));
+        }
         let lists = self.lists()?;
         self.sizes()?.build(|group, row, columns| {
             let visible = self.geometry.visible_cols(row, mask);
@@ -47,6 +50,9 @@ impl BlockMask {
     /// # Errors
     /// [`Error::TooLarge`](crate::Error::TooLarge) if the entries of its `row_ptr` do not fit i32; a mask that is not on the CPU.
     pub fn transpose(&self) -> Result<Self> {
+        if self.packed.is_some() {
+            return self.by_sequence(|_, sequence| sequence.transpose());
+        }
         let lists = self.lists()?;
         let (rows, cols) = (self.rows(), self.cols());
         let sizes = Sizes::new(self.geometry.transposed(), self.batch, self.heads)?;
@@ -81,6 +87,9 @@ impl BlockMask {
     /// quotient is no block size; [`Error::TooLarge`](crate::Error::TooLarge) if the number of blocks does not fit i32; a mask
     /// that is not on the CPU.
     pub fn expand(&self, factor_q: usize, factor_kv: usize) -> Result<Self> {
+        if self.packed.is_some() {
+            return self.by_sequence(|_, sequence| sequence.expand(factor_q, factor_kv));
+        }
         let lists = self.lists()?;
         let divided = |what: &str, size: usize, factor: usize| match size.checked_rem(factor) {
             Some(0) => Ok(size / factor),
@@ -103,6 +112,12 @@ impl BlockMask {
 
     /// Blocks that both masks visit, and with `either` those that one visits.
     fn merge(&self, other: &Self, either: bool) -> Result<Self> {
+        if self.sequences() != other.sequences() {
+            return invalid("not both are packed of the same sequences".into());
+        }
+        if self.packed.is_some() {
+            return self.by_sequence(|at, sequence| sequence.merge(&other.entry(at)?, either));
+        }
         if self.geometry != other.geometry {
             return invalid(format!("geometries differ: {:?} and {:?}", self.geometry, other.geometry));
         }

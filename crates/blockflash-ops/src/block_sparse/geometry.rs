@@ -94,6 +94,21 @@ impl BlockGeometry {
         first.start / self.block_kv..last.end.div_ceil(self.block_kv)
     }
 
+    /// (query, key) pairs of a block that exists which the token mask leaves.
+    pub(super) fn pairs(&self, row: usize, col: usize, mask: Mask) -> u64 {
+        let (queries, keys) = (self.queries(row), self.keys(col));
+        let seen = |query| {
+            let visible = mask.visible(query, self.seqlen_q, self.seqlen_kv);
+            visible.end.min(keys.end).saturating_sub(visible.start.max(keys.start)) as u64
+        };
+        let all = keys.len() as u64;
+        // The ends of the visible keys never go back from one query to the next: what first and last see whole, all do.
+        if seen(queries.start) == all && seen(queries.end - 1) == all {
+            return all * queries.len() as u64;
+        }
+        queries.map(seen).sum()
+    }
+
     /// Columns and rows exchanged.
     pub(super) fn transposed(&self) -> Self {
         let Self { seqlen_q, seqlen_kv, block_q, block_kv } = *self;

@@ -1,5 +1,6 @@
 use super::BlockGeometry;
-use super::validate::{filled, invalid};
+use super::packed::Packed;
+use super::validate::{exists, filled};
 use crate::{Mask, Result};
 use blockflash_safe::{BlockMaskOperands, Device, Stream, Tensor};
 
@@ -8,6 +9,9 @@ use blockflash_safe::{BlockMaskOperands, Device, Stream, Tensor};
 /// The format is BSR: [`row_ptr`](Self::row_ptr) and [`col_idx`](Self::col_idx) list the block columns of each block row,
 /// ascending. `batch` and `heads` are each 1, for all alike, or a number of batch entries and of heads; whether those are the
 /// heads of the queries or of the keys is for the caller to say.
+///
+/// The mask of a packed (variable-length) batch is made from those of its sequences, see [`packed`](Self::packed): its batch entries
+/// are the sequences, and its lengths, [`rows`](Self::rows) and [`cols`](Self::cols) those of the longest ones.
 ///
 /// Every constructor validates the index arrays, and nothing changes them later but the
 /// [`BlockMaskBuffer`](super::BlockMaskBuffer) that they belong to. Combining and counting read them on the CPU.
@@ -19,6 +23,7 @@ pub struct BlockMask {
     pub(super) row_ptr: Tensor,
     pub(super) col_idx: Tensor,
     pub(super) row_order: Tensor,
+    pub(super) packed: Option<Packed>,
 }
 
 /// The index arrays on the CPU.
@@ -26,25 +31,31 @@ pub struct BlockMask {
 pub(super) struct Lists<'a> {
     row_ptr: &'a [i32],
     col_idx: &'a [i32],
+    /// First row of each sequence.
+    cu_rows: Option<&'a [i32]>,
+    /// Rows of a group.
     rows: usize,
+    heads: usize,
 }
 
 impl<'a> Lists<'a> {
-    /// The columns of a row that exists; `group` is `batch * heads + head`.
+    /// The columns of a row of a group that exists: `batch * heads + head`, packed `head`.
     pub(super) fn row(&self, group: usize, row: usize) -> &'a [i32] {
         let at = group * (self.rows + 1) + row;
         &self.col_idx[self.row_ptr[at] as usize..self.row_ptr[at + 1] as usize]
     }
 
-    /// The rows of all groups, in their order.
-    fn all(self) -> impl Iterator<Item = (usize, &'a [i32])> {
-        let groups = self.row_ptr.len() / (self.rows + 1);
-        (0..groups).flat_map(move |group| (0..self.rows).map(move |row| (row, self.row(group, row))))
+    /// The columns of a row that exists.
+    pub(super) fn at(&self, [batch, head, row]: [usize; 3]) -> &'a [i32] {
+        match self.cu_rows {
+            Some(cu_rows) => self.row(head, cu_rows[batch] as usize + row),
+            None => self.row(batch * self.heads + head, row),
+        }
     }
 }
 
 impl BlockMask {
-    /// How queries and keys are divided into blocks.
+    /// How queries and keys are divided into blocks; packed: as many as the longest sequences have.
     pub fn geometry(&self) -> BlockGeometry {
         self.geometry
     }
@@ -91,6 +102,8 @@ impl BlockMask {
 
     /// i32 `[batch, heads, rows + 1]`: the columns of row `r` of head `h` of batch entry `b` are
     /// `col_idx[row_ptr[b, h, r]..row_ptr[b, h, r + 1]]`. A head starts where the one before ends.
+    ///
+    /// Packed: `[heads, total rows + 1]`, where row `r` of sequence `b` is `cu_rows[b] + r`, see [`cu_rows`](Self::cu_rows).
     pub fn row_ptr(&self) -> &Tensor {
         &self.row_ptr
     }
@@ -101,7 +114,8 @@ impl BlockMask {
     }
 
     /// i32 `[batch, heads, rows]`: the rows of each head in the order in which a GPU takes them, the longest first; of rows that
-    /// list equally many columns the last comes first, which is the longer one under a causal token mask.
+    /// list equally many columns the last comes first, which is the longer one under a causal token mask. Packed: `[heads, total
+    /// rows]`, where this holds for the rows of each sequence, which count from its first one.
     pub fn row_order(&self) -> &Tensor {
         &self.row_order
     }
@@ -120,6 +134,7 @@ impl BlockMask {
             row_ptr: self.row_ptr.copy_to(stream)?,
             col_idx: self.col_idx.copy_to(stream)?,
             row_order: self.row_order.copy_to(stream)?,
+            packed: self.packed.as_ref().map(|packed| packed.to(stream)).transpose()?,
             ..*self
         })
     }
@@ -135,26 +150,21 @@ impl BlockMask {
         head: usize,
         row: usize,
     ) -> Result<impl ExactSizeIterator<Item = usize> + '_> {
-        for (what, index, count) in
-            [("batch", batch, self.batch), ("head", head, self.heads), ("row", row, self.rows())]
-        {
-            if index >= count {
-                return invalid(format!("{what} is {index}, but there are {count}"));
-            }
-        }
-        let columns = self.lists()?.row(batch * self.heads + head, row);
-        Ok(columns.iter().map(|&col| col as usize))
+        exists("batch", batch, self.batch)?;
+        exists("head", head, self.heads)?;
+        exists("row", row, self.geometry_of(batch).rows())?;
+        Ok(self.lists()?.at([batch, head, row]).iter().map(|&col| col as usize))
     }
 
-    /// Which blocks are visited, `[batch, heads, rows, cols]`.
+    /// Which blocks are visited, `[batch, heads, rows, cols]`; those that a shorter sequence does not have are not.
     ///
     /// # Errors
     /// Out of memory; a mask that is not on the CPU.
     pub fn to_bool(&self) -> Result<Vec<bool>> {
-        let lists = self.lists()?;
-        let cols = self.cols();
-        let mut visited = filled(false, &[self.batch, self.heads, self.rows(), cols])?;
-        for (at, (_, columns)) in lists.all().enumerate() {
+        let (rows, cols) = (self.rows(), self.cols());
+        let mut visited = filled(false, &[self.batch, self.heads, rows, cols])?;
+        for ([batch, head, row], columns) in self.all()? {
+            let at = (batch * self.heads + head) * rows + row;
             columns.iter().for_each(|&col| visited[at * cols + col as usize] = true);
         }
         Ok(visited)
@@ -168,8 +178,11 @@ impl BlockMask {
 
     /// Visited blocks ([`nnz`](Self::nnz)) per block, 0 to 1; 0 for a mask without any blocks.
     pub fn density(&self) -> f64 {
-        let rows = (self.batch * self.heads * self.rows()) as f64;
-        let blocks = rows * self.cols() as f64;
+        let blocks_of = |batch| {
+            let geometry = self.geometry_of(batch);
+            geometry.rows() as f64 * geometry.cols() as f64
+        };
+        let blocks = self.heads as f64 * (0..self.batch).map(blocks_of).sum::<f64>();
         if blocks == 0.0 { 0.0 } else { self.nnz() as f64 / blocks }
     }
 
@@ -179,8 +192,8 @@ impl BlockMask {
     /// # Errors
     /// A mask that is not on the CPU.
     pub fn imbalance(&self) -> Result<f64> {
-        let longest = self.lists()?.all().map(|(_, columns)| columns.len()).max().unwrap_or(0);
-        let rows = self.batch * self.heads * self.rows();
+        let longest = self.all()?.map(|(_, columns)| columns.len()).max().unwrap_or(0);
+        let rows = self.heads * self.packed_rows().unwrap_or(self.batch * self.rows());
         Ok(if longest == 0 { 1.0 } else { longest as f64 * rows as f64 / self.nnz() as f64 })
     }
 
@@ -190,25 +203,11 @@ impl BlockMask {
     /// # Errors
     /// A mask that is not on the CPU.
     pub fn visited_pairs(&self, mask: Mask) -> Result<u64> {
-        let pairs = |(row, columns): (usize, &[i32])| {
-            columns.iter().map(|&col| self.pairs(row, col as usize, mask)).sum::<u64>()
+        let pairs = |([batch, _, row], columns): ([usize; 3], &[i32])| {
+            let geometry = self.geometry_of(batch);
+            columns.iter().map(|&col| geometry.pairs(row, col as usize, mask)).sum::<u64>()
         };
-        Ok(self.lists()?.all().map(pairs).sum())
-    }
-
-    /// Pairs of one block that the token mask leaves.
-    fn pairs(&self, row: usize, col: usize, mask: Mask) -> u64 {
-        let (queries, keys) = (self.geometry.queries(row), self.geometry.keys(col));
-        let seen = |query| {
-            let visible = mask.visible(query, self.seqlen_q(), self.seqlen_kv());
-            visible.end.min(keys.end).saturating_sub(visible.start.max(keys.start)) as u64
-        };
-        let all = keys.len() as u64;
-        // The ends of the visible keys never go back from one query to the next: what first and last see whole, all do.
-        if seen(queries.start) == all && seen(queries.end - 1) == all {
-            return all * queries.len() as u64;
-        }
-        queries.map(seen).sum()
+        Ok(self.all()?.map(pairs).sum())
     }
 
     /// The index arrays as kernels take them.
@@ -217,13 +216,29 @@ impl BlockMask {
             row_ptr: self.row_ptr.view(),
             col_idx: self.col_idx.view(),
             row_order: self.row_order.view(),
+            cu_rows: self.cu_rows().map(Tensor::view),
         }
     }
 
     /// The index arrays, if they are on the CPU.
     pub(super) fn lists(&self) -> Result<Lists<'_>> {
         let (row_ptr, col_idx) = (self.row_ptr.view().as_slice()?, self.col_idx.view().as_slice()?);
-        Ok(Lists { row_ptr, col_idx, rows: self.rows() })
+        let cu_rows = self.cu_rows().map(|cu_rows| cu_rows.view().as_slice()).transpose()?;
+        Ok(Lists {
+            row_ptr,
+            col_idx,
+            cu_rows,
+            rows: self.packed_rows().unwrap_or(self.rows()),
+            heads: self.heads,
+        })
+    }
+
+    /// The columns of all rows, in the order `[batch, heads, rows]`.
+    fn all(&self) -> Result<impl Iterator<Item = ([usize; 3], &[i32])>> {
+        let lists = self.lists()?;
+        let rows = |batch, head| (0..self.geometry_of(batch).rows()).map(move |row| [batch, head, row]);
+        let heads = move |batch| (0..self.heads).flat_map(move |head| rows(batch, head));
+        Ok((0..self.batch).flat_map(heads).map(move |at| (at, lists.at(at))))
     }
 }
 

@@ -4,6 +4,7 @@
 //! [`union`](BlockMask::union) and [`intersection`](BlockMask::intersection). Within a visited block the token
 //! [`Mask`](crate::Mask) still decides pair by pair; what no visited block holds is not attended.
 //! [`Attention::block_mask`](crate::Attention::block_mask) takes them where its tensors are: [`BlockMask::to`] moves one to a GPU.
+//! For variable-length batches [`BlockMask::packed`] puts those of the sequences together.
 //!
 //! Masks that depend on the data of each call are built where that is: [`BlockScores`] computes scores of blocks and
 //! [`BlockMaskBuffer`] the mask, on a GPU without any help of the host, so that both fit into a graph with the attention that follows.
@@ -37,6 +38,7 @@ mod combine;
 mod geometry;
 mod kernel;
 mod mask;
+mod packed;
 mod patterns;
 mod problems;
 mod scores;

@@ -101,6 +101,11 @@ impl Sizes {
     }
 }
 
+/// Checks that something exists of which there are `count`.
+pub(super) fn exists(what: &str, index: usize, count: usize) -> Result<()> {
+    if index < count { Ok(()) } else { invalid(format!("{what} is {index}, but there are {count}")) }
+}
+
 /// `value` for every index of this shape; too much for this machine is an error.
 pub(super) fn filled<T: Clone>(value: T, shape: &[usize]) -> Result<Vec<T>> {
     let count = shape.iter().try_fold(1usize, |count, &extent| count.checked_mul(extent));

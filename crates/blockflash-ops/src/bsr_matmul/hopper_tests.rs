@@ -56,10 +56,30 @@ fn dense_patterns_of_small_blocks_share_b() {
 }
 
 #[test]
-fn other_blocks_and_other_gpus_take_a_portable_row() {
-    for (block_size, gpu) in
-        [(16, h200()), (32, h200()), (64, gpu(8, 9)), (128, gpu(10, 0)), (64, gpu(12, 0))]
-    {
+fn small_blocks_take_large_tiles_where_these_keep_the_multiprocessors_busy() {
+    for block_size in [16, 32] {
+        let tile = |m, n, density: f64| {
+            let nnz_blocks = (m as f64 * 8192.0 * density) as usize / (block_size * block_size);
+            let problem = BsrProblem { nnz_blocks, ..problem([m, n, 8192], block_size) };
+            let row = select(&problem, &h200()).unwrap();
+            let tile = row.bsr_tile().unwrap();
+            is_hopper(row).then_some((tile.block_rows as usize * block_size, tile.block_n))
+        };
+        for density in [0.05, 0.1, 0.2, 0.5] {
+            assert_eq!([1024, 8192].map(|n| tile(8192, n, density)), [Some((256, 128)); 2]);
+        }
+        // As large as gives every multiprocessor one; portable rows for fewer still.
+        assert_eq!(
+            [64, 128, 256, 512].map(|n| tile(8192, n, 0.1)),
+            [None, Some((128, 64)), Some((256, 64)), Some((256, 128))]
+        );
+        assert_eq!([64, 128, 256, 512].map(|n| tile(1024, n, 0.1)), [None; 4]);
+    }
+}
+
+#[test]
+fn other_gpus_take_a_portable_row() {
+    for (block_size, gpu) in [(16, gpu(8, 9)), (64, gpu(8, 9)), (128, gpu(10, 0)), (64, gpu(12, 0))] {
         let row = select(&problem([1000, 512, 2000], block_size), &gpu).unwrap();
         assert!(matches!(row.variant, Variant::BsrMatmul(_)), "{}", row.image_name());
     }
@@ -92,11 +112,11 @@ fn what_tensor_maps_lack_takes_a_portable_row() {
 
 #[test]
 fn blocks_stay_and_start_early() {
-    assert_eq!(hopper_rows().count(), 14);
+    assert_eq!(hopper_rows().count(), 26);
     for (row, tile) in hopper_rows() {
         let block = tile.block_size as usize;
         let plan_of = |m, n| plan(row, &problem([m, n, 4096], block), &h200()).unwrap();
-        let many = plan_of(100 * block, 1000);
+        let many = plan_of(1000 * block, 1000);
         assert_eq!((many.config.grid, many.config.programmatic_dependent_launch), ([132, 1, 1], true));
         assert_eq!((many.config.block, many.config.smem_bytes), (row.threads(), row.smem_bytes()));
         let few = plan_of(3 * block - 1, tile.block_n as usize + 1);

@@ -15,9 +15,9 @@ const HOPPER_SIZE_LIMIT: usize = (1 << 31) - 1024;
 /// Strides of a tensor map are below this, in bytes.
 const TENSOR_MAP_STRIDE_LIMIT: usize = 1 << 40;
 
-/// The kernel for a problem on a GPU: of the usable rows those of the preferred target (machine code before PTX). Of those for
-/// Hopper the one that is estimated to end first, of the others the one whose tiles compute the fewest columns beyond n; of these the
-/// widest.
+/// The kernel for a problem on a GPU: of the usable rows those of the preferred target (machine code before PTX), but for small blocks
+/// those for Hopper only where they are estimated to be faster. Of those for Hopper the one that is estimated to end first, of the others
+/// the one whose tiles compute the fewest columns beyond n; of these the widest.
 ///
 /// # Errors
 /// [`Error::Unsupported`] says what no row offers: the element type, the block size, the architecture or its shared memory.
@@ -34,7 +34,9 @@ pub(crate) fn select_among<'r>(
         .filter_map(|row| Some((row, row.bsr_tile()?)))
         .filter(|(row, tile)| fits(row, tile, problem, gpu).is_ok())
         .min_by(|a, b| {
-            let preference = |(row, _): &(&Row, BsrTile)| arch::preference(row.target);
+            let preference = |(row, tile): &(&Row, BsrTile)| {
+                (is_hopper(row) && !pays(tile, problem, gpu), arch::preference(row.target))
+            };
             let cost = |(row, tile): &(&Row, BsrTile)| match is_hopper(row) {
                 true => hopper_time(tile, problem, gpu),
                 false => problem.n.div_ceil(tile.block_n as usize) as f64 * f64::from(tile.block_n),
@@ -122,12 +124,16 @@ fn fits_hopper(problem: &BsrProblem) -> std::result::Result<(), Mismatch> {
     Ok(())
 }
 
-/// What writing an element of C costs, in the unit of what a step brings into shared memory: 64 elements of A or B.
-const COST_OF_C: f64 = 0.05;
+/// What writing an element of C costs, in the unit of what a step brings into shared memory: elements of A or B.
+const COST_OF_C: f64 = 3.2;
+/// What finding the next block column of several block rows costs at least, in that unit.
+const COST_OF_COLUMN: f64 = 1800.0;
+/// What an element costs that a portable kernel brings into shared memory.
+const COST_OF_PORTABLE: f64 = 1.4;
 
-/// Estimated time in units that tiles of one block size share. What flows into shared memory binds the kernels: the blocks of A, 64 columns
-/// at a time, and the rows of B that they meet, which block rows of one tile share where both have a block. While tiles are few, the
-/// multiprocessors with most of them decide; many tiles spread evenly, but for half a round at the end.
+/// Estimated time of a kernel for Hopper, in elements per multiprocessor. What flows into shared memory binds them: the blocks of A, and the
+/// rows of B that they meet, which block rows of one tile share where both have a block. While tiles are few, the multiprocessors with
+/// most of them decide; many tiles spread evenly, but for half a round at the end.
 fn hopper_time(tile: &BsrTile, problem: &BsrProblem, gpu: &CudaProperties) -> f64 {
     let [block_size, block_rows, block_n] =
         [tile.block_size, tile.block_rows, tile.block_n].map(|size| size as usize);
@@ -135,12 +141,25 @@ fn hopper_time(tile: &BsrTile, problem: &BsrProblem, gpu: &CudaProperties) -> f6
     let density = (problem.nnz_blocks as f64 / (rows as f64 * cols as f64).max(1.0)).min(1.0);
     let shared = 1.0 - (1.0 - density).powi(tile.block_rows as i32);
     let (a, b) = ((block_rows * block_size) as f64, block_n as f64);
-    let steps = (cols * block_size).div_ceil(tile.block_k as usize) as f64;
-    let tile_time = steps * (density * a + shared * b) + COST_OF_C * a * b;
+    let copied = (density * a + shared * b) * block_size as f64;
+    let tile_time = cols as f64 * copied.max(shared * COST_OF_COLUMN) + COST_OF_C * a * b;
     let tiles = rows.div_ceil(block_rows) as f64 * problem.n.div_ceil(block_n) as f64;
     let rounds = tiles / f64::from(gpu.multiprocessors.max(1));
     let rounds = if rounds <= 4.0 { rounds.ceil() } else { rounds + 0.5 };
     rounds * tile_time
+}
+
+/// Whether a kernel for Hopper is worth its large tiles. For small blocks few of them may leave most multiprocessors idle, where one block
+/// row per tile, each with its own rows of B, keeps all of them busy.
+fn pays(tile: &BsrTile, problem: &BsrProblem, gpu: &CudaProperties) -> bool {
+    if tile.block_size >= 64 {
+        return true;
+    }
+    let block = tile.block_size as f64;
+    let copied = problem.nnz_blocks as f64 * block * (block + problem.n as f64);
+    let written = problem.m as f64 * problem.n as f64;
+    let portable = COST_OF_PORTABLE * copied + COST_OF_C * written;
+    hopper_time(tile, problem, gpu) <= portable / f64::from(gpu.multiprocessors.max(1))
 }
 
 /// The first reason that rules out every row, from the general to the particular.

@@ -1,12 +1,12 @@
 //! Attention forward with the instructions that every GPU has, and what all attention kernels check.
 
 use super::{
-    BlockMaskOperands, Fit, ceil_div, fits, fits_row, optional, pointer, pointer_mut, require, starts_last,
+    BlockMaskOperands, Fit, block_mask, ceil_div, fits, fits_row, optional, pointer, pointer_mut, require,
+    starts_last,
 };
 use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};
 use blockflash_sys::manifest::{AttentionTile, Variant};
-use blockflash_sys::params::{blockflash_attention_fwd_params, blockflash_block_mask};
-use std::ptr::null;
+use blockflash_sys::params::blockflash_attention_fwd_params;
 
 /// Tensors of the attention forward kernels. With `cu_seqlens` the batch is packed into the first dimension.
 #[derive(Debug)]
@@ -26,7 +26,7 @@ pub struct AttentionFwdOperands<'a> {
     /// Packed only: i32 `[batch + 1]` offsets of the sequences in `q` and in `k`. The caller knows that they ascend from 0 to
     /// the number of packed rows and that no sequence is longer than the parameters say.
     pub cu_seqlens: Option<[View<'a>; 2]>,
-    /// Not packed only: which blocks are visited. Without it the sizes of a mask in the parameters are ignored.
+    /// Which blocks are visited, packed exactly if the batch is. Without it the sizes of a mask in the parameters are ignored.
     pub block_mask: Option<BlockMaskOperands<'a>>,
 }
 
@@ -82,31 +82,35 @@ impl AttentionFwdOperands<'_> {
         let tiles_q = match &self.block_mask {
             None => ceil_div(seqlen_q, tile.block_q),
             Some(mask) => {
-                require(self.cu_seqlens.is_none(), "a packed batch has no block mask")?;
-                mask.fit(tile, p)?;
-                // Every row of the mask has as many, also the last one.
-                i128::from(p.block_mask.rows) * ceil_div(p.block_mask.block_q.into(), tile.block_q)
+                let packed = self.cu_seqlens.is_some();
+                require(mask.cu_rows.is_some() == packed, "either the batch or its mask is packed")?;
+                mask.fit(tile, p)?
             }
         };
-        Ok(tiles_q * i128::from(heads_q) * i128::from(batch))
+        let (heads_per_tile, group) = (i64::from(tile.heads), heads_q / heads_kv);
+        let mask_group =
+            if self.block_mask.is_some() { i64::from(p.block_mask.heads_per_group) } else { group };
+        require(
+            group % heads_per_tile == 0 && mask_group % heads_per_tile == 0,
+            "the heads of a tile share neither keys nor a mask",
+        )?;
+        Ok(tiles_q * i128::from(heads_q / heads_per_tile) * i128::from(batch))
     }
 
     /// Every tensor, read-only.
-    pub(super) fn views(&self) -> [Option<View<'_>>; 11] {
+    pub(super) fn views(&self) -> [Option<View<'_>>; 12] {
         let [cu_q, cu_kv] = self.cu_seqlens.map_or([None, None], |both| both.map(Some));
         let lse = self.lse.as_ref().map(ViewMut::as_view);
-        let [row_ptr, col_idx, row_order] =
-            self.block_mask.as_ref().map_or([None, None, None], BlockMaskOperands::views);
+        let [row_ptr, col_idx, row_order, cu_rows] =
+            self.block_mask.as_ref().map_or([None; 4], BlockMaskOperands::views);
         let o = self.o.as_view();
         let [q, k, v, o] = [self.q, self.k, self.v, o].map(Some);
-        [q, k, v, o, lse, self.sink, cu_q, cu_kv, row_ptr, col_idx, row_order]
+        [q, k, v, o, lse, self.sink, cu_q, cu_kv, row_ptr, col_idx, row_order, cu_rows]
     }
 
     /// The parameters with the pointers of the tensors.
     pub(super) fn pointers(&self, p: &blockflash_attention_fwd_params) -> blockflash_attention_fwd_params {
-        let [.., lse, sink, cu_q, cu_kv, _, _, _] = self.views();
-        let (row_ptr, col_idx, row_order) = (null(), null(), null());
-        let unused = blockflash_block_mask { row_ptr, col_idx, row_order, ..p.block_mask };
+        let [.., lse, sink, cu_q, cu_kv, _, _, _, _] = self.views();
         blockflash_attention_fwd_params {
             q: pointer(&self.q),
             k: pointer(&self.k),
@@ -116,7 +120,7 @@ impl AttentionFwdOperands<'_> {
             sink: optional(sink.as_ref()).cast(),
             cu_seqlens_q: optional(cu_q.as_ref()).cast(),
             cu_seqlens_kv: optional(cu_kv.as_ref()).cast(),
-            block_mask: self.block_mask.map_or(unused, |mask| mask.pointers(&p.block_mask)),
+            block_mask: block_mask::pointers(self.block_mask.as_ref(), &p.block_mask),
             ..*p
         }
     }

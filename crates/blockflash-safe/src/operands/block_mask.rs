@@ -1,36 +1,48 @@
 //! The block mask of attention: which key tiles each tile of queries visits.
 
-use super::{Fit, ceil_div, fits, pointer, require};
+use super::{Fit, ceil_div, fits, optional, pointer, require};
 use crate::{DType, View};
 use blockflash_sys::manifest::AttentionTile;
 use blockflash_sys::params::{blockflash_attention_fwd_params, blockflash_block_mask};
+use std::ptr::null;
 
-/// Index arrays of a block mask, contiguous. `batch` is 1 or that of q, `heads` divides that of q.
+/// Index arrays of a block mask, contiguous. `batch` is 1 or that of q, `heads` divides that of q. For a packed batch a head has the
+/// rows of all sequences, one sequence after another.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockMaskOperands<'a> {
-    /// i32 `[batch, heads, rows + 1]`. The caller knows that a head's entries ascend and stay within `col_idx`.
+    /// i32 `[batch, heads, rows + 1]`, packed `[heads, rows + 1]`. The caller knows that a head's entries ascend and stay within
+    /// `col_idx`.
     pub row_ptr: View<'a>,
     /// i32 `[columns]`, at least as many as `row_ptr` asks for. The caller knows that those of a row ascend and exist.
     pub col_idx: View<'a>,
-    /// i32 `[batch, heads, rows]`. The caller knows that each head has a permutation of its rows.
+    /// i32 `[batch, heads, rows]`, packed `[heads, rows]`. The caller knows that each head, packed each sequence of it, has a
+    /// permutation of its rows.
     pub row_order: View<'a>,
+    /// Packed only: i32 `[batch + 1]`, the first row of each sequence. The caller knows that they ascend from 0 to `rows`.
+    pub cu_rows: Option<View<'a>>,
 }
 
 impl BlockMaskOperands<'_> {
-    /// Checks the sizes in the parameters, those of the mask and those of the problem, against the arrays.
-    pub(super) fn fit(&self, tile: &AttentionTile, p: &blockflash_attention_fwd_params) -> Fit {
+    /// Checks the sizes in the parameters, those of the mask and those of the problem, against the arrays, and says how many tiles
+    /// of queries a head has: every row has as many, also the last one.
+    pub(super) fn fit(
+        &self,
+        tile: &AttentionTile,
+        p: &blockflash_attention_fwd_params,
+    ) -> std::result::Result<i128, String> {
         let m = &p.block_mask;
         let divides = |tile: u32, block: i32| block > 0 && i64::from(block) % i64::from(tile) == 0;
         require(
             divides(tile.block_q, m.block_q) && divides(tile.block_kv, m.block_kv),
             "the tile does not divide the blocks of the mask",
         )?;
-        let rows = i64::from(m.rows);
-        let block_rows = ceil_div(p.seqlen_q.into(), m.block_q.unsigned_abs());
-        require(i128::from(rows) == block_rows, "the mask has another number of rows")?;
+        // Of a packed batch: those of the longest sequence.
+        let rows = ceil_div(p.seqlen_q.into(), m.block_q.unsigned_abs());
+        require(self.cu_rows.is_some() || i128::from(m.rows) == rows, "the mask has another number of rows")?;
         // Tiles past the last query are numbered, too.
-        require(rows * i64::from(m.block_q) <= i64::from(i32::MAX), "there are too many queries")?;
-        self.fit_groups(m, p.batch, p.num_heads_q)
+        require(rows * i128::from(m.block_q) <= i128::from(i32::MAX), "there are too many queries")?;
+        self.fit_groups(m, p.batch, p.num_heads_q)?;
+        Ok(rows * ceil_div(m.block_q.into(), tile.block_q))
     }
 
     /// Checks the arrays of a mask with `m.rows` rows for so many batch entries and heads, which are positive.
@@ -41,26 +53,47 @@ impl BlockMaskOperands<'_> {
         )?;
         let heads = heads / m.heads_per_group;
         require([0, heads].contains(&m.groups_per_batch), "a batch entry of the mask has other heads")?;
-        let batch = if m.groups_per_batch == 0 { 1 } else { i64::from(batch) };
-        let (rows, heads) = (i64::from(m.rows), i64::from(heads));
-        let per_row = |more| [(batch, heads * (rows + more)), (heads, rows + more), (rows + more, 1)];
         let columns = self.col_idx.shape().first().map_or(0, |&columns| columns as i64);
-        fits("block_mask.row_ptr", &self.row_ptr, DType::I32, per_row(1))?;
         fits("block_mask.col_idx", &self.col_idx, DType::I32, [(columns, 1)])?;
-        fits("block_mask.row_order", &self.row_order, DType::I32, per_row(0))
+        let (rows, heads, entries) = (i64::from(m.rows), i64::from(heads), i64::from(batch));
+        // The kernels count the entries of row_ptr in 32 bits.
+        let counted = self.row_ptr.layout().elements() <= i32::MAX as usize;
+        require(counted, "the mask has too many rows")?;
+        let per_row = |more| [(heads, rows + more), (rows + more, 1)];
+        if let Some(cu_rows) = &self.cu_rows {
+            require(m.groups_per_batch == 0, "a packed mask has no batch entries")?;
+            fits("block_mask.cu_rows", cu_rows, DType::I32, [(entries + 1, 1)])?;
+            fits("block_mask.row_ptr", &self.row_ptr, DType::I32, per_row(1))?;
+            return fits("block_mask.row_order", &self.row_order, DType::I32, per_row(0));
+        }
+        let entries = if m.groups_per_batch == 0 { 1 } else { entries };
+        let per_entry = |more| {
+            let [of_heads, of_rows] = per_row(more);
+            [(entries, heads * (rows + more)), of_heads, of_rows]
+        };
+        fits("block_mask.row_ptr", &self.row_ptr, DType::I32, per_entry(1))?;
+        fits("block_mask.row_order", &self.row_order, DType::I32, per_entry(0))
     }
 
-    pub(super) fn views(&self) -> [Option<View<'_>>; 3] {
-        [self.row_ptr, self.col_idx, self.row_order].map(Some)
+    pub(super) fn views(&self) -> [Option<View<'_>>; 4] {
+        [Some(self.row_ptr), Some(self.col_idx), Some(self.row_order), self.cu_rows]
     }
+}
 
-    /// The parameters with the pointers of the arrays.
-    pub(super) fn pointers(&self, m: &blockflash_block_mask) -> blockflash_block_mask {
-        let row_ptr = pointer(&self.row_ptr).cast();
-        // To a kernel no list means that every key is visited. One without columns may have no address; it is never read.
-        let col_idx = if self.col_idx.layout().is_empty() { row_ptr } else { pointer(&self.col_idx).cast() };
-        blockflash_block_mask { row_ptr, col_idx, row_order: pointer(&self.row_order).cast(), ..*m }
-    }
+/// The parameters with the pointers of the arrays; without a mask they are null.
+pub(super) fn pointers(
+    operands: Option<&BlockMaskOperands<'_>>,
+    m: &blockflash_block_mask,
+) -> blockflash_block_mask {
+    let Some(mask) = operands else {
+        let (row_ptr, col_idx, row_order, cu_rows) = (null(), null(), null(), null());
+        return blockflash_block_mask { row_ptr, col_idx, row_order, cu_rows, ..*m };
+    };
+    let row_ptr = pointer(&mask.row_ptr).cast();
+    // To a kernel no list means that every key is visited. One without columns may have no address; it is never read.
+    let col_idx = if mask.col_idx.layout().is_empty() { row_ptr } else { pointer(&mask.col_idx).cast() };
+    let (row_order, cu_rows) = (pointer(&mask.row_order).cast(), optional(mask.cu_rows.as_ref()).cast());
+    blockflash_block_mask { row_ptr, col_idx, row_order, cu_rows, ..*m }
 }
 
 #[cfg(test)]

@@ -1,15 +1,15 @@
 //! Building a block mask on the GPU.
 
-use super::{BlockMaskOperands, Fit, ceil_div, fits, fits_row, pointer, pointer_mut, require, starts_last};
+use super::{
+    BlockMaskOperands, Fit, block_mask, ceil_div, fits, fits_row, pointer, pointer_mut, require, starts_last,
+};
 use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};
 use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
     BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLOCK_MASK_LIST, BLOCKFLASH_BLOCK_SOURCE_BOOL,
-    BLOCKFLASH_BLOCK_SOURCE_LISTS, BLOCKFLASH_BLOCK_SOURCE_SCORES, blockflash_block_mask,
-    blockflash_block_mask_build_params,
+    BLOCKFLASH_BLOCK_SOURCE_LISTS, BLOCKFLASH_BLOCK_SOURCE_SCORES, blockflash_block_mask_build_params,
 };
-use std::ptr::null;
 
 /// Lists are read 32 positions at a time, counted in 32 bits.
 const MAX_K: i32 = 1 << 30;
@@ -80,6 +80,7 @@ impl BlockMaskBuildOperands<'_> {
             let m = &p.always;
             let same = [m.rows, m.block_q, m.block_kv] == [p.rows, p.block_q, p.block_kv];
             require(same, "the blocks of `always` are others")?;
+            require(always.cu_rows.is_none(), "`always` is packed")?;
             always.fit_groups(m, p.batch, p.heads)?;
         }
         let slabs = ceil_div(rows, slab_rows) as i64;
@@ -102,8 +103,8 @@ impl BlockMaskBuildOperands<'_> {
     }
 
     fn views(&self) -> [Option<View<'_>>; 11] {
-        let [row_ptr, col_idx, row_order] =
-            self.always.as_ref().map_or([None, None, None], BlockMaskOperands::views);
+        let [row_ptr, col_idx, row_order, _] =
+            self.always.as_ref().map_or([None; 4], BlockMaskOperands::views);
         let written = [
             &self.bits,
             &self.lengths,
@@ -118,10 +119,9 @@ impl BlockMaskBuildOperands<'_> {
     }
 
     fn pointers(&self, p: &blockflash_block_mask_build_params) -> blockflash_block_mask_build_params {
-        let none = blockflash_block_mask { row_ptr: null(), col_idx: null(), row_order: null(), ..p.always };
         blockflash_block_mask_build_params {
             source: pointer(&self.source),
-            always: self.always.map_or(none, |always| always.pointers(&p.always)),
+            always: block_mask::pointers(self.always.as_ref(), &p.always),
             bits: pointer_mut(&self.bits).cast(),
             lengths: pointer_mut(&self.lengths).cast(),
             slab_lengths: pointer_mut(&self.slab_lengths).cast(),

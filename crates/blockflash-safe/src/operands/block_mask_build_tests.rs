@@ -1,8 +1,8 @@
 use super::*;
 use crate::{Device, Tensor};
 use blockflash_sys::manifest;
-use blockflash_sys::params::BLOCKFLASH_WINDOW_UNBOUNDED;
-use std::ptr::null_mut;
+use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_block_mask};
+use std::ptr::{null, null_mut};
 
 /// 2 batch entries, 3 heads, 20 rows of 64 queries, 40 columns of 128 keys; lists of 5.
 fn params() -> blockflash_block_mask_build_params {
@@ -12,6 +12,7 @@ fn params() -> blockflash_block_mask_build_params {
             row_ptr: null(),
             col_idx: null(),
             row_order: null(),
+            cu_rows: null(),
             rows: 20,
             block_q: 64,
             block_kv: 128,
@@ -48,6 +49,8 @@ struct Tensors {
     source: Tensor,
     /// `row_ptr`, `col_idx` and `row_order` of the blocks that are always visited.
     always: [Tensor; 3],
+    /// What makes those packed.
+    cu_rows: Option<Tensor>,
     /// All that is written, in the order of the operands.
     written: [Tensor; 7],
 }
@@ -57,6 +60,7 @@ impl Tensors {
         Self {
             source: zeros(DType::F32, &[2, 3, 20, 40]),
             always: [&[1, 1, 21][..], &[9], &[1, 1, 20]].map(|shape| zeros(DType::I32, shape)),
+            cu_rows: None,
             written: [&[2, 3, 20, 2][..], &[2, 3, 20], &[2, 3, 2], &[2, 3, 21], &[77], &[2, 3, 20], &[4]]
                 .map(|shape| zeros(DType::I32, shape)),
         }
@@ -77,6 +81,7 @@ impl Tensors {
             row_ptr: row_ptr.view(),
             col_idx: col_idx.view(),
             row_order: row_order.view(),
+            cu_rows: self.cu_rows.as_ref().map(Tensor::view),
         };
         let [bits, lengths, slab_lengths, row_ptr, col_idx, row_order, problems] =
             self.written.each_mut().map(Tensor::view_mut);
@@ -173,4 +178,7 @@ fn tensors_that_do_not_fit() {
     let mut tensors = Tensors::new();
     tensors.source = zeros(DType::F32, &[2, 3, 40, 20]);
     assert!(tensors.fit(&params(), 12).unwrap_err().starts_with("source is f32 [2, 3, 40, 20]"));
+    let mut tensors = Tensors::new();
+    tensors.cu_rows = Some(zeros(DType::I32, &[3]));
+    assert_eq!(tensors.fit(&params(), 12).unwrap_err(), "`always` is packed");
 }

@@ -3,7 +3,8 @@ use super::*;
 use crate::{Device, Result, Tensor};
 use std::ptr::{null, null_mut};
 
-const TILE: AttentionTile = AttentionTile { dtype: DType::F16, head_dim: 64, block_q: 64, block_kv: 32 };
+const TILE: AttentionTile =
+    AttentionTile { dtype: DType::F16, head_dim: 64, block_q: 64, block_kv: 32, heads: 1 };
 /// Batch 3, 150 queries, 100 keys, 4 and 2 heads of 8 elements.
 const SHAPE: [i64; 3] = [3, 4, 8];
 
@@ -49,6 +50,7 @@ fn params() -> blockflash_attention_fwd_params {
             row_ptr: null(),
             col_idx: null(),
             row_order: null(),
+            cu_rows: null(),
             rows: 2,
             block_q: 128,
             block_kv: 64,
@@ -56,6 +58,14 @@ fn params() -> blockflash_attention_fwd_params {
             heads_per_group: 2,
         },
     }
+}
+
+/// The same as a packed batch of 3 sequences: 170 queries, none of more than 150, and 250 keys. The mask has 5 rows.
+fn packed_params() -> blockflash_attention_fwd_params {
+    let mut p = params();
+    (p.q_stride_batch, p.k_stride_batch, p.v_stride_batch, p.o_stride_batch) = (0, 0, 0, 0);
+    p.block_mask.rows = 5;
+    p
 }
 
 /// Tensors on the CPU: `fit` looks at sizes and strides only. The mask is `[batch, heads, rows]`.
@@ -66,6 +76,8 @@ struct Tensors {
     row_ptr: Tensor,
     col_idx: Tensor,
     row_order: Tensor,
+    /// Offsets of the queries and keys, and of the rows of the mask, of a packed batch.
+    packed: Option<[Tensor; 2]>,
 }
 
 impl Tensors {
@@ -79,7 +91,23 @@ impl Tensors {
             row_ptr: index(&[batch, heads, rows + 1])?,
             col_idx: index(&[5])?,
             row_order: index(&[batch, heads, rows])?,
+            packed: None,
         })
+    }
+
+    /// Of [`packed_params`].
+    fn packed() -> Self {
+        let stream = Device::cpu().stream().unwrap();
+        let zeros = |dtype, shape: &[usize]| Tensor::zeros(&stream, dtype, shape).unwrap();
+        Self {
+            q: zeros(DType::F16, &[170, 4, 8]),
+            k: zeros(DType::F16, &[250, 2, 8]),
+            o: zeros(DType::F16, &[170, 4, 8]),
+            row_ptr: zeros(DType::I32, &[2, 6]),
+            col_idx: zeros(DType::I32, &[5]),
+            row_order: zeros(DType::I32, &[2, 5]),
+            packed: Some([zeros(DType::I32, &[4]), zeros(DType::I32, &[4])]),
+        }
     }
 
     fn operands(&mut self) -> AttentionFwdOperands<'_> {
@@ -87,11 +115,13 @@ impl Tensors {
             row_ptr: self.row_ptr.view(),
             col_idx: self.col_idx.view(),
             row_order: self.row_order.view(),
+            cu_rows: self.packed.as_ref().map(|[_, rows]| rows.view()),
         };
         let (q, k) = (self.q.view(), self.k.view());
         let o = self.o.view_mut();
+        let cu_seqlens = self.packed.as_ref().map(|[sequences, _]| [sequences.view(), sequences.view()]);
         let block_mask = Some(block_mask);
-        AttentionFwdOperands { q, k, v: k, o, lse: None, sink: None, cu_seqlens: None, block_mask }
+        AttentionFwdOperands { q, k, v: k, o, lse: None, sink: None, cu_seqlens, block_mask }
     }
 }
 
@@ -157,11 +187,62 @@ fn arrays_that_do_not_fit() {
     refused("col_idx", &|t| t.col_idx = index(&[5, 1]));
     refused("row_order", &|t| t.row_order = index(&[1, 2, 3]));
     refused("row_order", &|t| t.row_order = index(&[2, 1, 2]));
+}
+
+#[test]
+fn packed_masks_that_fit() {
+    let fit = |change: Change| {
+        let mut params = packed_params();
+        change(&mut params);
+        Tensors::packed().operands().fit(&TILE, &params)
+    };
+    // As many tiles as for the longest sequence, which has 2 rows, for 4 heads of 3 sequences.
+    assert_eq!(fit(|_| {}), Ok(2 * 2 * 4 * 3));
+    assert_eq!(fit(|p| p.seqlen_q = 128), Ok(24));
+    assert_eq!(fit(|p| (p.block_mask.block_q, p.seqlen_kv) = (64, 250)), Ok(36));
+    for (expected, change) in [
+        ("no batch entries", (|p| p.block_mask.groups_per_batch = 2) as Change),
+        ("heads of the mask", |p| p.block_mask.heads_per_group = 3),
+        ("row_ptr is i32 [2, 6]", |p| p.block_mask.heads_per_group = 4),
+        ("row_ptr is i32 [2, 6]", |p| p.block_mask.rows = 4),
+        ("row_ptr is i32 [2, 6]", |p| p.block_mask.rows = -1),
+        ("too many queries", |p| p.seqlen_q = i32::MAX),
+    ] {
+        let error = fit(change).unwrap_err();
+        assert!(error.contains(expected), "{error} does not say {expected}");
+    }
+}
+
+#[test]
+fn packed_arrays_that_do_not_fit() {
+    let stream = Device::cpu().stream().unwrap();
+    let index = |shape: &[usize]| Tensor::zeros(&stream, DType::I32, shape).unwrap();
+    let refused = |expected: &str, change: &dyn Fn(&mut Tensors)| {
+        let mut tensors = Tensors::packed();
+        change(&mut tensors);
+        let error = tensors.operands().fit(&TILE, &packed_params()).unwrap_err();
+        assert!(error.contains(expected), "{error} does not say {expected}");
+    };
+    refused("row_ptr", &|t| t.row_ptr = index(&[1, 2, 6]));
+    refused("row_order", &|t| t.row_order = index(&[2, 6]));
+    refused("cu_rows", &|t| t.packed = Some([index(&[4]), index(&[3])]));
+    refused("cu_rows", &|t| t.packed = Some([index(&[4]), index(&[1, 4])]));
+    let mut tensors = Tensors::packed();
+    let mut operands = tensors.operands();
+    let mask = operands.block_mask.as_mut().unwrap();
+    mask.row_ptr = mask.row_ptr.slice(0, 0..1).unwrap().expand(0, 1 << 29).unwrap();
+    assert_eq!(operands.fit(&TILE, &packed_params()).unwrap_err(), "the mask has too many rows");
+    // Either the batch or the mask.
+    let mut tensors = Tensors::packed();
+    let operands = AttentionFwdOperands { cu_seqlens: None, ..tensors.operands() };
+    assert!(operands.fit(&TILE, &packed_params()).is_err());
     let offsets = index(&[4]);
-    let mut tensors = Tensors::new([1, 2, 2]).unwrap();
-    let packed = [offsets.view(), offsets.view()];
-    let operands = AttentionFwdOperands { cu_seqlens: Some(packed), ..tensors.operands() };
-    assert!(operands.fit(&TILE, &params()).is_err());
+    let mut dense = Tensors::new([1, 2, 2]).unwrap();
+    let cu_seqlens = Some([offsets.view(), offsets.view()]);
+    let (q, k, o) = (tensors.q.view(), tensors.k.view(), tensors.o.view_mut());
+    let operands = AttentionFwdOperands { q, k, v: k, o, cu_seqlens, ..dense.operands() };
+    let error = operands.fit(&TILE, &packed_params()).unwrap_err();
+    assert!(error.contains("either the batch or its mask is packed"), "{error}");
 }
 
 /// Whatever sizes the parameters have, a call without a mask is dense.
@@ -171,6 +252,8 @@ fn without_a_mask_its_sizes_are_ignored() {
     let operands = AttentionFwdOperands { block_mask: None, ..tensors.operands() };
     let mut params = params();
     (params.block_mask.rows, params.block_mask.row_ptr) = (77, std::ptr::dangling());
+    params.block_mask.cu_rows = std::ptr::dangling();
     assert_eq!(operands.fit(&TILE, &params), Ok(3 * 4 * 3));
-    assert!(operands.pointers(&params).block_mask.row_ptr.is_null());
+    let mask = operands.pointers(&params).block_mask;
+    assert!(mask.row_ptr.is_null() && mask.cu_rows.is_null());
 }

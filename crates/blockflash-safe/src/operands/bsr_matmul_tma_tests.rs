@@ -102,7 +102,7 @@ fn what_fits_and_what_does_not() {
 
 #[test]
 fn maps_describe_blocks_panels_and_edges() {
-    let [a, b, b_edge] = maps(&TILE.tile(), &params(), BLOCKS as u64);
+    let [a, b, b_edge] = maps(&TILE, &params(), BLOCKS as u64);
     assert_eq!(
         a,
         Map { shape: [64, 64, 5], strides_bytes: [128, 64 * 128], box_shape: [64, 64, 1] },
@@ -119,13 +119,22 @@ fn maps_describe_blocks_panels_and_edges() {
 }
 
 #[test]
+fn small_blocks_are_copied_as_they_lie() {
+    let gathers = BsrMatmulHopper { block_size: 32, block_rows: 8, block_n: 128, ..TILE };
+    let [a, b, b_edge] = maps(&gathers, &params(), BLOCKS as u64);
+    assert!(a.shape.contains(&0));
+    // The rows of B that one block column meets.
+    assert_eq!((b.box_shape, b_edge.box_shape), ([64, 32, 2], [64, 32, 1]));
+}
+
+#[test]
 fn tensors_without_elements_have_no_map() {
     let stream = &Device::cpu().stream().unwrap();
     let nothing = Tensor::empty(stream, DType::F16, &[0]).unwrap();
     let narrow = blockflash_bsr_matmul_params { n: 63, k: 0, ..params() };
-    for map in maps(&TILE.tile(), &narrow, 0) {
+    for map in maps(&TILE, &narrow, 0) {
         assert_eq!(map.encode(&nothing.view()).unwrap().opaque, [0; 16]);
     }
-    let [_, b, b_edge] = maps(&TILE.tile(), &blockflash_bsr_matmul_params { n: 63, ..params() }, 1);
+    let [_, b, b_edge] = maps(&TILE, &blockflash_bsr_matmul_params { n: 63, ..params() }, 1);
     assert!(b.shape.contains(&0) && !b_edge.shape.contains(&0));
 }

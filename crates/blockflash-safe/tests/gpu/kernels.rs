@@ -124,6 +124,7 @@ impl Single {
                 row_ptr: ptr::null(),
                 col_idx: ptr::null(),
                 row_order: ptr::null(),
+                cu_rows: ptr::null(),
                 rows: 0,
                 block_q: 0,
                 block_kv: 0,

@@ -10,6 +10,11 @@ __device__ __forceinline__ void cp_async_cg_16(uint32_t dst_smem, const void* sr
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst_smem), "l"(src), "r"(src_bytes) : "memory");
 }
 
+// Copies 4 bytes, through L1.
+__device__ __forceinline__ void cp_async_ca_4(uint32_t dst_smem, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst_smem), "l"(src) : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `pending` of this thread's youngest groups are still under way.

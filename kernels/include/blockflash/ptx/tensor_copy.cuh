@@ -17,6 +17,11 @@ __device__ __forceinline__ void tensor_copy_4d(uint32_t dst_smem, const blockfla
                : "memory");
 }
 
+// Fetches a tensor map ahead of its first use.
+__device__ __forceinline__ void prefetch_tensor_map(const blockflash_tensor_map* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 __device__ __forceinline__ void tensor_copy_3d(uint32_t dst_smem, const blockflash_tensor_map* map, int x, int y, int z, uint32_t barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                :

@@ -78,8 +78,8 @@ struct Wgmma;
 #define BLOCKFLASH_RS(n, type, registers, o0, o1, o2, o3, o4, o5, scale)                                                             \
   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, {" o0 ", " o1 ", " o2 ", " o3 "}, " o4 ", " scale \
   ", 1, 1, " o5 ";"
-// Products that do not accumulate define d without reading it.
-#define BLOCKFLASH_WGMMA(n, element, type, registers, d_list, o0, o1, o2, o3, o4, o5)                                                  \
+// Products that do not accumulate define d without reading it. `rs_if` decides when it runs, for all warps alike.
+#define BLOCKFLASH_WGMMA(n, element, type, registers, d_list, o0, o1, o2, o3, o4, o5, o6)                                              \
   template <>                                                                                                                          \
   struct Wgmma<n, element> {                                                                                                           \
     template <bool accumulate, bool transposed = false>                                                                                \
@@ -104,34 +104,40 @@ struct Wgmma;
                      : d_list("=f")                                                                                                    \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(transposed));                                           \
     }                                                                                                                                  \
+    template <bool transposed>                                                                                                         \
+    static __device__ __forceinline__ void rs_if(uint32_t accumulate, float (&d)[n / 2], const uint32_t* a, uint64_t b) {              \
+      asm volatile("{.reg .pred p; setp.ne.u32 p, " o6 ", 0; " BLOCKFLASH_RS(n, type, registers, o0, o1, o2, o3, o4, o5, "p") "}"      \
+                   : d_list("+f")                                                                                                      \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(transposed), "r"(accumulate));                            \
+    }                                                                                                                                  \
   };
 #define BLOCKFLASH_WGMMA_TYPES(n, registers, d_list, ...)                       \
   BLOCKFLASH_WGMMA(n, __half, "f16", registers, d_list, __VA_ARGS__)            \
   BLOCKFLASH_WGMMA(n, __nv_bfloat16, "bf16", registers, d_list, __VA_ARGS__)
 
 #define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D32(f, 0)
-BLOCKFLASH_WGMMA_TYPES(64, BLOCKFLASH_R0_32, BLOCKFLASH_D_LIST, "%32", "%33", "%34", "%35", "%36", "%37")
+BLOCKFLASH_WGMMA_TYPES(64, BLOCKFLASH_R0_32, BLOCKFLASH_D_LIST, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
 #undef BLOCKFLASH_D_LIST
 #define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D32(f, 0), BLOCKFLASH_D4(f, 32)
-BLOCKFLASH_WGMMA_TYPES(72, BLOCKFLASH_R0_32 BLOCKFLASH_R32_36, BLOCKFLASH_D_LIST, "%36", "%37", "%38", "%39", "%40", "%41")
+BLOCKFLASH_WGMMA_TYPES(72, BLOCKFLASH_R0_32 BLOCKFLASH_R32_36, BLOCKFLASH_D_LIST, "%36", "%37", "%38", "%39", "%40", "%41", "%42")
 #undef BLOCKFLASH_D_LIST
 #define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D32(f, 0), BLOCKFLASH_D4(f, 32), BLOCKFLASH_D4(f, 36)
-BLOCKFLASH_WGMMA_TYPES(80, BLOCKFLASH_R0_32 BLOCKFLASH_R32_40, BLOCKFLASH_D_LIST, "%40", "%41", "%42", "%43", "%44", "%45")
+BLOCKFLASH_WGMMA_TYPES(80, BLOCKFLASH_R0_32 BLOCKFLASH_R32_40, BLOCKFLASH_D_LIST, "%40", "%41", "%42", "%43", "%44", "%45", "%46")
 #undef BLOCKFLASH_D_LIST
 #define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D32(f, 0), BLOCKFLASH_D16(f, 32)
-BLOCKFLASH_WGMMA_TYPES(96, BLOCKFLASH_R0_32 BLOCKFLASH_R32_48, BLOCKFLASH_D_LIST, "%48", "%49", "%50", "%51", "%52", "%53")
+BLOCKFLASH_WGMMA_TYPES(96, BLOCKFLASH_R0_32 BLOCKFLASH_R32_48, BLOCKFLASH_D_LIST, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
 #undef BLOCKFLASH_D_LIST
 #define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D64(f, 0)
-BLOCKFLASH_WGMMA_TYPES(128, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64, BLOCKFLASH_D_LIST, "%64", "%65", "%66", "%67", "%68", "%69")
+BLOCKFLASH_WGMMA_TYPES(128, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64, BLOCKFLASH_D_LIST, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
 #undef BLOCKFLASH_D_LIST
 #define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D64(f, 0), BLOCKFLASH_D4(f, 64)
-BLOCKFLASH_WGMMA_TYPES(136, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64 BLOCKFLASH_R64_68, BLOCKFLASH_D_LIST, "%68", "%69", "%70", "%71", "%72", "%73")
+BLOCKFLASH_WGMMA_TYPES(136, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64 BLOCKFLASH_R64_68, BLOCKFLASH_D_LIST, "%68", "%69", "%70", "%71", "%72", "%73", "%74")
 #undef BLOCKFLASH_D_LIST
 #define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D64(f, 0), BLOCKFLASH_D32(f, 64), BLOCKFLASH_D4(f, 96)
-BLOCKFLASH_WGMMA_TYPES(200, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64 BLOCKFLASH_R64_96 BLOCKFLASH_R96_100, BLOCKFLASH_D_LIST, "%100", "%101", "%102", "%103", "%104", "%105")
+BLOCKFLASH_WGMMA_TYPES(200, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64 BLOCKFLASH_R64_96 BLOCKFLASH_R96_100, BLOCKFLASH_D_LIST, "%100", "%101", "%102", "%103", "%104", "%105", "%106")
 #undef BLOCKFLASH_D_LIST
 #define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D64(f, 0), BLOCKFLASH_D64(f, 64)
-BLOCKFLASH_WGMMA_TYPES(256, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64 BLOCKFLASH_R64_96 BLOCKFLASH_R96_128, BLOCKFLASH_D_LIST, "%128", "%129", "%130", "%131", "%132", "%133")
+BLOCKFLASH_WGMMA_TYPES(256, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64 BLOCKFLASH_R64_96 BLOCKFLASH_R96_128, BLOCKFLASH_D_LIST, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 #undef BLOCKFLASH_D_LIST
 
 // d[64, 256] += a·bᵀ of e4m3, a and b K-major.

@@ -86,7 +86,7 @@ fn sequences(op: &Attention<'_>, problem: &AttentionProblem, stream: &Stream) ->
         };
         return Ok((0..batch).map(entry).collect());
     };
-    let (cu_q, cu_kv) = cu_seqlens.read(stream, packed.total_q, packed.total_kv)?;
+    let (cu_q, cu_kv) = cu_seqlens.read(stream, packed.total_q, packed.total_kv, op.block_mask)?;
     let pairs = cu_q.windows(2).zip(cu_kv.windows(2)).enumerate();
     Ok(pairs
         .map(|(entry, (rows_q, rows_kv))| {
@@ -164,7 +164,7 @@ impl<T> Operands<'_, T> {
         let entry = if sizes.batch == 1 { 0 } else { task.sequence.entry };
         let head = sizes.head(task.head, self.problem.num_heads_q);
         for col in mask.row(entry, head, task.queries.start / mask.block_q())? {
-            let keys = mask.geometry().keys(col);
+            let keys = mask.geometry_of(entry).keys(col);
             match ranges.last_mut() {
                 Some(last) if last.end == keys.start => last.end = keys.end,
                 _ => ranges.push(keys),

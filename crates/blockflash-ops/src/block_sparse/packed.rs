@@ -1,0 +1,187 @@
+//! Block masks of packed batches: those of the sequences, one after another.
+
+use super::validate::{Sizes, exists, invalid};
+use super::{BlockGeometry, BlockMask};
+use crate::check::to_i32;
+use crate::{Error, Result};
+use blockflash_safe::{Device, Stream, Tensor};
+
+/// The sequences of a packed mask.
+#[derive(Debug)]
+pub(super) struct Packed {
+    geometries: Vec<BlockGeometry>,
+    /// Rows of all together.
+    rows: usize,
+    cu_rows: Tensor,
+}
+
+impl Packed {
+    /// A copy on the stream's device.
+    pub(super) fn to(&self, stream: &Stream) -> Result<Self> {
+        let cu_rows = self.cu_rows.copy_to(stream)?;
+        Ok(Self { geometries: self.geometries.clone(), rows: self.rows, cu_rows })
+    }
+}
+
+impl BlockMask {
+    /// The mask of a packed batch, for [`CuSeqlens`](crate::CuSeqlens) of the same sequences: one mask per sequence, with its
+    /// lengths, in their order. They have blocks of one size, 1 batch entry, and 1 head, for all alike, or as many as the others.
+    ///
+    /// ```
+    /// use blockflash_ops::{Align, Attention, BlockGeometry, BlockMask, CuSeqlens, Device, Mask, View};
+    ///
+    /// // Sequences of 300 and 100 tokens: the block before and the own one.
+    /// let local = |length| {
+    ///     let geometry = BlockGeometry::new(length, length, 64, 64)?;
+    ///     BlockMask::window(geometry, Some(1), Some(0), Align::BottomRight)
+    /// };
+    /// let mask = BlockMask::packed(&[&local(300)?, &local(100)?])?;
+    /// assert_eq!(mask.row(0, 0, 4)?.collect::<Vec<_>>(), [3, 4]);
+    /// assert_eq!(mask.row(1, 0, 1)?.collect::<Vec<_>>(), [0, 1]);
+    ///
+    /// let data: Vec<f32> = (0..400 * 2 * 8).map(|i| (i as f32).sin()).collect();
+    /// let q = View::from_slice(&data, &[400, 2, 8])?;
+    /// let offsets = View::from_slice(&[0, 300, 400], &[3])?;
+    /// let attention = Attention {
+    ///     mask: Mask::causal(),
+    ///     cu_seqlens: Some(CuSeqlens { q: offsets, kv: offsets, max_seqlen_q: 300, max_seqlen_kv: 300 }),
+    ///     block_mask: Some(&mask),
+    ///     ..Attention::new(q, q, q)
+    /// };
+    /// assert_eq!(attention.forward(&Device::cpu().stream()?)?.o.shape(), [400, 2, 8]);
+    /// # Ok::<(), blockflash_ops::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::InvalidBlockMask`] without masks, and names the first one that does not fit the others; [`Error::TooLarge`] if
+    /// indices do not fit i32; a mask that is not on the CPU.
+    pub fn packed(masks: &[&Self]) -> Result<Self> {
+        let Some(first) = masks.first() else {
+            return invalid("there is no sequence to pack".into());
+        };
+        let heads = masks.iter().map(|mask| mask.heads).max().unwrap_or(1);
+        for (index, mask) in masks.iter().enumerate() {
+            mask.check_packable(first, heads).or_else(|fault| invalid(format!("mask {index} {fault}")))?;
+        }
+        let geometries: Vec<BlockGeometry> = masks.iter().map(|mask| mask.geometry).collect();
+        let longest = |length: fn(&BlockGeometry) -> usize| geometries.iter().map(length).max().unwrap_or(0);
+        let [seqlen_q, seqlen_kv] = [BlockGeometry::seqlen_q, BlockGeometry::seqlen_kv].map(longest);
+        let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, first.block_q(), first.block_kv())?;
+
+        let (mut rows, mut cu_rows) = (0, vec![0]);
+        for geometry in &geometries {
+            rows += geometry.rows();
+            cu_rows.push(to_i32("rows", rows)?);
+        }
+        to_i32("heads * (rows + 1)", heads.saturating_mul(rows + 1))?;
+        let [mut row_ptr, mut col_idx, mut row_order] = [const { Vec::new() }; 3];
+        for head in 0..heads {
+            row_ptr.push(col_idx.len() as i32);
+            for mask in masks {
+                let (lists, order) = (mask.lists()?, mask.row_order.view().as_slice::<i32>()?);
+                let (head, rows) = (if mask.heads == 1 { 0 } else { head }, mask.rows());
+                for row in 0..rows {
+                    col_idx.extend(lists.row(head, row));
+                    row_ptr.push(to_i32("nnz", col_idx.len())?);
+                }
+                row_order.extend(&order[head * rows..][..rows]);
+            }
+        }
+        let stream: &Stream = &Device::cpu().stream()?;
+        let cu_rows = Tensor::from_slice(stream, &cu_rows, &[cu_rows.len()])?;
+        Ok(Self {
+            geometry,
+            batch: masks.len(),
+            heads,
+            row_ptr: Tensor::from_slice(stream, &row_ptr, &[heads, rows + 1])?,
+            col_idx: Tensor::from_slice(stream, &col_idx, &[col_idx.len()])?,
+            row_order: Tensor::from_slice(stream, &row_order, &[heads, rows])?,
+            packed: Some(Packed { geometries, rows, cu_rows }),
+        })
+    }
+
+    /// The mask of one batch entry, of a packed mask that of one sequence.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBlockMask`] for an entry that does not exist; a mask that is not on the CPU.
+    pub fn entry(&self, batch: usize) -> Result<Self> {
+        exists("batch", batch, self.batch)?;
+        let lists = self.lists()?;
+        Sizes::new(self.geometry_of(batch), 1, self.heads)?.build(|head, row, columns| {
+            columns.extend(lists.at([batch, head, row]));
+            Ok(())
+        })
+    }
+
+    /// Of a packed mask: how the queries and keys of each sequence are divided into blocks.
+    pub fn sequences(&self) -> Option<&[BlockGeometry]> {
+        self.packed.as_ref().map(|packed| packed.geometries.as_slice())
+    }
+
+    /// Of a packed mask: i32 `[batch + 1]`, where the rows of each sequence start in those of a head, and how many a head has.
+    pub fn cu_rows(&self) -> Option<&Tensor> {
+        self.packed.as_ref().map(|packed| &packed.cu_rows)
+    }
+
+    /// Of a packed mask: rows of a head.
+    pub(crate) fn packed_rows(&self) -> Option<usize> {
+        self.packed.as_ref().map(|packed| packed.rows)
+    }
+
+    /// How queries and keys of a batch entry that exists are divided.
+    pub(crate) fn geometry_of(&self, batch: usize) -> BlockGeometry {
+        self.sequences().map_or(self.geometry, |sequences| sequences[batch])
+    }
+
+    /// Checks that the sequences between these offsets have the lengths of those that were packed; `which` they are, in errors.
+    pub(crate) fn check_lengths(
+        &self,
+        which: &'static str,
+        offsets: &[i32],
+        length: fn(&BlockGeometry) -> usize,
+    ) -> Result<()> {
+        let lengths = offsets.windows(2).map(|pair| (pair[1] - pair[0]) as usize);
+        for (index, (found, geometry)) in lengths.zip(self.sequences().unwrap_or_default()).enumerate() {
+            let expected = length(geometry);
+            if found != expected {
+                let problem = format!("sequence {index} has {found} rows, that of the block mask {expected}");
+                return Err(Error::InvalidCuSeqlens {
+                    which,
+                    index: index + 1,
+                    value: offsets[index + 1],
+                    problem,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Of a packed mask: what `change` makes of each sequence, packed again.
+    pub(super) fn by_sequence(&self, change: impl Fn(usize, &Self) -> Result<Self>) -> Result<Self> {
+        let masks: Result<Vec<Self>> = (0..self.batch).map(|at| change(at, &self.entry(at)?)).collect();
+        Self::packed(&masks?.iter().collect::<Vec<_>>())
+    }
+
+    /// What keeps the mask from being packed with the first one into a mask with so many heads.
+    fn check_packable(&self, first: &Self, heads: usize) -> std::result::Result<(), String> {
+        let blocks = |mask: &Self| [mask.block_q(), mask.block_kv()];
+        let ([q, kv], [first_q, first_kv]) = (blocks(self), blocks(first));
+        if self.packed.is_some() {
+            return Err("is packed already".into());
+        }
+        if self.batch != 1 {
+            return Err(format!("has {} batch entries, not 1", self.batch));
+        }
+        if [q, kv] != [first_q, first_kv] {
+            return Err(format!("has blocks of {q} × {kv}, the first one of {first_q} × {first_kv}"));
+        }
+        if ![1, heads].contains(&self.heads) {
+            return Err(format!("has {} heads, neither 1 nor {heads}", self.heads));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[path = "packed_tests.rs"]
+mod tests;

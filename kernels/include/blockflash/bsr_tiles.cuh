@@ -1,0 +1,38 @@
+// Which tiles of C a block of threads of the persistent BSR kernels computes, one after another.
+#pragma once
+
+#include <stdint.h>
+
+#include "params.h"
+
+namespace blockflash {
+
+// The tile of C at a place in the order in which tiles are computed: that of the portable kernel.
+template <int block_n>
+struct BsrTile {
+  int position;  // of its block rows, counted in tiles
+  int first_column;
+
+  __device__ __forceinline__ BsrTile(int tiles_m, int tiles_n, uint32_t index) {
+    // Panels of about 1024 columns: their slice of B stays in L2 while all block rows pass over it.
+    constexpr uint32_t kPanelTiles = 1024 / block_n;
+    const uint32_t panel = index / (tiles_m * kPanelTiles), rest = index - panel * tiles_m * kPanelTiles;
+    const uint32_t width = min(kPanelTiles, tiles_n - panel * kPanelTiles);
+    position = rest / width;
+    first_column = (panel * kPanelTiles + rest % width) * block_n;
+  }
+};
+
+// Takes the tile after the one at `index`: the next of all, or without a counter the next of this block's fixed turns.
+__device__ __forceinline__ uint32_t take_tile(const blockflash_bsr_matmul_tma_params& params, uint32_t index) {
+  return params.tile_counter != nullptr ? gridDim.x + atomicAdd(params.tile_counter, 1u) : index + gridDim.x;
+}
+
+// To be called by one thread of each block when there are no more tiles: the last block leaves the counters as it found them.
+__device__ __forceinline__ void leave_tiles(const blockflash_bsr_matmul_tma_params& params) {
+  if (params.tile_counter == nullptr) return;
+  __threadfence();
+  if (atomicAdd(params.tile_counter + 1, 1u) == gridDim.x - 1) params.tile_counter[0] = params.tile_counter[1] = 0;
+}
+
+}  // namespace blockflash
