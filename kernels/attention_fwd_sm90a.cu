@@ -363,7 +363,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_tma_params pa
     if (params.base.cu_seqlens_q != nullptr || params.base.block_mask.row_ptr != nullptr) ptx::wait_for_predecessors();
     announce(queue, slot_of(smem, 0));
   } else if (threadIdx.x == 0) {
-    for (const blockflash_tensor_map* map : {&params.k, &params.q, &params.v, &params.o}) ptx::prefetch_tensor_map(map);
     barriers.init();
   } else if (threadIdx.x >= 64) {
     store_constants(smem, threadIdx.x - 64, Config::threads - 64);

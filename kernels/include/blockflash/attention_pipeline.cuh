@@ -102,7 +102,7 @@ __device__ __forceinline__ bool announce(Queue& queue, uint32_t slot) {
   const KeyLimits limits = KeyLimits::of<kBlockKv>(p, tile, whole ? 0 : warpgroup * kRowStep, whole ? Config::block_q : 64);
   const int limit = whole ? (word == 0 ? limits.begin : limits.end)
                           : (word < 2 ? limits.end : word == 2 ? limits.unmasked_begin : limits.unmasked_end);
-  const int position = list.lower_bound(limit), first = __shfl_sync(~0u, position, 0);
+  const int position = limit > 0 ? list.lower_bound(limit) : 0, first = __shfl_sync(~0u, position, 0);
   const int key_tiles = max(__shfl_sync(~0u, position, 1) - first, 0), left = min(max(position - first, 0), key_tiles);
   const int walk = word == 0 ? left : word == 1 ? key_tiles - left : word == 2 ? max(position, first) : position - 1;
   if (!whole && warpgroup < kWarpgroups) ptx::store_shared(slot + kWalkInSlot + 16 * warpgroup + 4 * word, walk);

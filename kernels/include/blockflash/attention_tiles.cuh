@@ -67,7 +67,8 @@ struct KeyLimits {
 };
 
 // The queue of tiles, which a whole warp works on. Heads are taken in sections whose keys fit into L2 together; in a section the queries that
-// see the most keys come first. Blocks that are done early take more, where the launch has a counter. `tile_heads` share a tile.
+// see the most keys come first. Under a block mask an eighth of the rows, the longest of all heads, comes before the sections: one that starts
+// late would end long after the others. Blocks that are done early take more, where the launch has a counter. `tile_heads` share a tile.
 template <int block_q, int tile_heads>
 struct TileQueue {
   const blockflash_attention_fwd_tma_params& params;
@@ -104,14 +105,17 @@ struct TileQueue {
       }
       tile.seqlen_kv = p.cu_seqlens_kv[batch + 1] - p.cu_seqlens_kv[batch];
     }
-    const int tiles_q = tiles_of_queries(p.block_mask, tile.seqlen_q, block_q), at = index - base;
-    if (at >= tiles_q * heads) return false;
-    const int section = at / (heads_per_section * tiles_q) * heads_per_section, rest = at - section * tiles_q;
+    const int tiles_q = tiles_of_queries(p.block_mask, tile.seqlen_q, block_q);
+    const int early = p.block_mask.row_order != nullptr && !packed ? tiles_q / 8 : 0;
+    int at = index - base, first_row = 0, rows_here = early;
+    if (at >= early * heads) at -= early * heads, first_row = early, rows_here = tiles_q - early;
+    if (at >= rows_here * heads) return false;
+    const int section = at / (heads_per_section * rows_here) * heads_per_section, rest = at - section * rows_here;
     const int width = min(heads_per_section, heads - section), row = rest / width, head = section + rest - row * width;
     tile.batch = packed ? batch : head / heads_q;
     tile.head = (packed ? head : head - tile.batch * heads_q) * tile_heads;
     const BlockRows rows = BlockRows::of(p.block_mask, tile.batch);
-    tile.q_begin = tile_of_queries(p.block_mask, rows, tiles_q, block_q, tile.batch, tile.head, row) * block_q;
+    tile.q_begin = tile_of_queries(p.block_mask, rows, tiles_q, block_q, tile.batch, tile.head, first_row + row) * block_q;
     return true;
   }
 
