@@ -101,13 +101,16 @@ struct Consumer {
 #pragma unroll 1
     while (!last) {
       ptx::mbarrier_wait(barriers.full + 8 * stage, parity);
-      const uint32_t row = ptx::load_shared(stage_of(smem, stage).row(warp / kWarpsPerRow));
+      const Stage description = stage_of(smem, stage);
+      const Stage::Head head = description.load();
       const uint32_t b = smem + stage * kStageBytes;
-      uint32_t block = b + kBBytes + (row >> 8 & 0xFF) * kBlockBytes;
+      uint32_t block = b + kBBytes + ptx::load_shared(description.slot(warp / kWarpsPerRow)) * kBlockBytes;
 #pragma unroll 1
-      for (uint32_t mine = row & 0xFF; mine != 0; mine &= mine - 1, block += kBlockBytes)
-        multiply(acc, block, b + (__ffs(mine) - 1) * kColumnBytes);
-      last = row & Stage::kLast;
+      for (uint32_t mine = ptx::load_shared(description.columns(warp / kWarpsPerRow)); mine != 0; mine &= mine - 1, block += kBlockBytes) {
+        const uint32_t before = (mine & -mine) - 1;
+        multiply(acc, block, b + __popc(head.columns & before) * kColumnBytes);
+      }
+      last = head.last;
       // The products have been issued, so their fragments are here.
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(barriers.empty + 8 * stage);
@@ -164,7 +167,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_tma_params param
     ptx::lower_registers<kProducerRegisters>();
     if (warp == 0) schedule(params, smem, barriers);
     if (warp == 1) merge(params, smem, barriers);
-    if (threadIdx.x == 64) copy_b(params, smem, barriers);
+    if (warp == 2) copy_b(params, smem, barriers);
     if (warp == 3) copy_a(params, smem, barriers);
   } else {
     ptx::raise_registers<kConsumerRegisters>();

@@ -27,6 +27,8 @@ impl BsrMatmulHopper {
     const GATHERED_K: u32 = 128;
     /// Bytes of a stage for blocks of A there.
     const GATHERED_A_BYTES: u32 = 16 * 1024;
+    /// Bytes of barriers, descriptions of stages and announced tiles there.
+    const GATHERED_PLAN_BYTES: u32 = 8 * 1024;
 
     /// Whether blocks are small, and many block rows gather the rows of B that any of them needs.
     pub const fn gathers(&self) -> bool {
@@ -70,7 +72,7 @@ impl BsrMatmulHopper {
     pub(crate) const fn smem_bytes(&self) -> u32 {
         let element = self.dtype.size() as u32;
         let (stage, extra) = if self.gathers() {
-            (Self::GATHERED_A_BYTES + Self::GATHERED_K * self.block_n * element, 4096)
+            (Self::GATHERED_A_BYTES + Self::GATHERED_K * self.block_n * element, Self::GATHERED_PLAN_BYTES)
         } else {
             ((self.block_rows * self.block_size + self.block_n) * Self::BLOCK_K * element, 384)
         };
@@ -99,7 +101,7 @@ impl BsrMatmulHopper {
                 Contains("HMMA"),
                 Contains("LDSM"),
                 Contains("UTMALDG"),
-                Contains("UBLKCP"),
+                Contains("LDGSTS"),
                 Contains("USETMAXREG"),
                 Lacks("LDL"),
                 Lacks("STL"),
@@ -163,7 +165,7 @@ mod tests {
         }
         let (row, _) = rows[0];
         assert_eq!(row.symbol(), "blockflash_bsr_matmul_gather_sm90a_f16_b16_r16_n128_s4");
-        assert_eq!(row.smem_bytes(), 4 * 48 * 1024 + 4096 + 16 * 16 * 20 * 4);
+        assert_eq!(row.smem_bytes(), 4 * 48 * 1024 + 8192 + 16 * 16 * 20 * 4);
         for (name, value) in [("VARIANT_CONSUMER_WARPGROUPS", "4"), ("VARIANT_BLOCK_K", "16")] {
             assert!(row.macros().contains(&(name, value.to_owned())), "{name}");
         }

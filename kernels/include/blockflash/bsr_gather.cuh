@@ -3,9 +3,9 @@
 // Block rows of a tile share B: it is read once for the union of their block columns. The union is found while copying, nothing is planned:
 //
 //   schedule (a warp)    takes the next tile, looks up its block rows and their first columns, announces it in a slot
-//   merge    (a warp)    lane r walks the columns of block row r; the least of all lanes is the next of the union; describes stages
-//   copy_b   (a thread)  brings the rows of B of a stage's block columns, by tensor copies
-//   copy_a   (a warp)    brings the blocks of A: those of a block row lie one after another in the values, so one copy per block row
+//   merge    (a warp)    lane r has the next columns of block row r as bits; their union is cut into stages, which it describes
+//   copy_b   (a warp)    brings the rows of B of a stage's block columns, by tensor copies of one thread
+//   copy_a   (a warp)    brings the blocks of A, those of a block row one after another
 //
 // Nobody waits in a circle. A stage is described when the consumers have emptied it, which takes only stages described before; copies
 // wait for a description alone. A tile is announced when the merge asks for it, which it does at the latest in the last stage of the tile
@@ -16,6 +16,8 @@
 #include "bsr_tiles.cuh"
 #include "config.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/cp_async_mbarrier.cuh"
+#include "ptx/elect.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tensor_copy.cuh"
@@ -38,31 +40,39 @@ constexpr int kStageBytes = kBBytes + kABytes;
 static_assert(kSlots >= kRows && kRows <= 16, "a column in which every block row has a block fits into a stage");
 
 constexpr int kBarrierOffset = kStages * kStageBytes;
-constexpr int kSliceOffset = kBarrierOffset + 4096;  // what is left stages C
+constexpr int kSliceOffset = kBarrierOffset + 8192;  // what is left stages C
 
-// The description of a stage.
+// The description of a stage: up to kColumns of the 32 block columns from `first` on, bit i is column first + i.
 struct Stage {
-  static constexpr int kBytes = 192;
+  static constexpr int kBytes = 3 * 64 + 128 + 16;
   uint32_t at;
 
-  // Per block row: which of the stage's columns it has a block in (bits 0 to 7), the slot of the first of these (bits 8 to 15), and whether
-  // the stage is the tile's last.
-  static constexpr uint32_t kLast = 1u << 31;
-  __device__ __forceinline__ uint32_t row(int r) const { return at + 4 * r; }
-  // Per block row: where the first of these is among all blocks of A.
-  __device__ __forceinline__ uint32_t block(int r) const { return at + 64 + 4 * r; }
-  // The block columns.
-  __device__ __forceinline__ uint32_t column(int i) const { return at + 128 + 4 * i; }
-  // How many of them there are; -1: there are no more stages. And the first panel of the tile.
-  __device__ __forceinline__ uint32_t columns() const { return at + 160; }
-  __device__ __forceinline__ uint32_t panel() const { return at + 164; }
+  struct Head {
+    uint32_t columns;
+    int first, panel;  // the tile's first panel of B; negative: there are no more stages
+    bool last;         // of the tile
+  };
+  __device__ __forceinline__ void store(const Head& head) const {
+    ptx::store_shared_int4(at, make_int4(head.columns, head.first, head.panel, head.last));
+  }
+  __device__ __forceinline__ Head load() const {
+    const int4 x = ptx::load_shared_int4(at);
+    return {static_cast<uint32_t>(x.x), x.y, x.z, x.w != 0};
+  }
+  // Per block row: which of the columns it has a block in, where the first of these is among all blocks of A, and its slot in the stage.
+  __device__ __forceinline__ uint32_t columns(int r) const { return at + 16 + 4 * r; }
+  __device__ __forceinline__ uint32_t block(int r) const { return at + 80 + 4 * r; }
+  __device__ __forceinline__ uint32_t slot(int r) const { return at + 144 + 4 * r; }
+  // Per slot: where its block is among all blocks of A.
+  __device__ __forceinline__ uint32_t source(int slot) const { return at + 208 + 4 * slot; }
 };
+static_assert(kSlots <= 32 && kSlots % 4 == 0, "sources are read four at a time");
 
 // An announced tile: a queue of block columns per block row, the block rows as {index, first block, end of blocks}, and the first column
 // in C. A row that does not exist is the first beyond A and has no blocks; a negative first one: there are no more tiles.
 struct TileSlot {
   // Columns are fetched so many blocks before they are needed. The queue is a ring: that of block i is in place i % kAhead.
-  static constexpr uint32_t kAhead = 16, kQueueBytes = 4 * kAhead;
+  static constexpr uint32_t kAhead = 32, kQueueBytes = 4 * kAhead;
   static constexpr int kBytes = kRows * (kQueueBytes + 16) + 64;
   uint32_t at;
 
@@ -81,8 +91,8 @@ struct Barriers {
   __device__ __forceinline__ void init() const {
     static_assert(24 * kStages + 32 <= 256, "barriers end before the descriptions");
     for (int i = 0; i < kStages; ++i) {
-      // Both who copy, when they have read the description: so it is not written again before.
-      ptx::mbarrier_init(full + 8 * i, 2);
+      // Both who copy, when they have read the description: so it is not written again before. And each lane's copies of A.
+      ptx::mbarrier_init(full + 8 * i, 2 + kWarpSize);
       ptx::mbarrier_init(empty + 8 * i, kConsumerWarps);
       ptx::mbarrier_init(described + 8 * i, 1);
     }
@@ -115,20 +125,21 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem, co
     }
     const TileSlot slot = slot_of(smem, n);
     const bool more = index < static_cast<uint32_t>(tiles_m) * tiles_n;
-    if (more && lane < kRows) {
+    if (more) {
       const BsrTile<kBlockN> tile(tiles_m, tiles_n, index);
-      const int position = tile.position * kRows + lane;
+      const int r = lane % kRows, position = tile.position * kRows + r;
       int4 row = make_int4(block_rows, 0, 0, 0);
       if (position < block_rows) {
         row.x = p.row_order != nullptr ? p.row_order[position] : position;
         row.y = p.row_ptr[row.x], row.z = p.row_ptr[row.x + 1];
       }
+      // Several lanes for a row.
       const int blocks = min(row.z - row.y, static_cast<int>(TileSlot::kAhead));
-#pragma unroll 1
-      for (int i = 0; i < blocks; ++i) ptx::cp_async_ca_4(slot.queue(lane, row.y + i), p.col_idx + row.y + i);
+#pragma unroll 4
+      for (int i = lane / kRows; i < blocks; i += kWarpSize / kRows) ptx::cp_async_ca_4(slot.queue(r, row.y + i), p.col_idx + row.y + i);
       ptx::cp_async_commit_group();
       ptx::cp_async_wait_group<0>();
-      ptx::store_shared_int4(slot.row(lane), row);
+      if (lane < kRows) ptx::store_shared_int4(slot.row(lane), row);
       if (lane == 0) ptx::store_shared(slot.first_column(), tile.first_column);
     } else if (lane == 0) {
       ptx::store_shared_int4(slot.row(0), make_int4(-1, 0, 0, 0));
@@ -146,7 +157,7 @@ constexpr int kAnnounceAhead = 128 / kBlock;
 constexpr int kNoColumn = INT32_MAX;
 
 __device__ __forceinline__ void merge(const Params& params, uint32_t smem, const Barriers& barriers) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, r = lane % kRows;
   int at_stage = 0;
   uint32_t parity = 1;  // everything is empty at first
 #pragma unroll 1
@@ -160,53 +171,44 @@ __device__ __forceinline__ void merge(const Params& params, uint32_t smem, const
       const int4 row = ptx::load_shared_int4(slot.row(lane));
       block = row.y, left = row.z - row.y;
     }
-    int column = left > 0 ? ptx::load_shared(slot.queue(lane % kRows, block)) : kNoColumn;
-    int next = left > 1 ? ptx::load_shared(slot.queue(lane % kRows, block + 1)) : kNoColumn;
-    const int* ahead = params.base.col_idx + block + TileSlot::kAhead;
-    int least = __reduce_min_sync(~0u, column);
-    bool owns = column == least;
-    int owners = __popc(__ballot_sync(~0u, owns));
     bool asked = false, last = false;  // for the next tile; stage of this one
 #pragma unroll 1
     while (!last) {
-      const int first_block = block;
+      // A stage takes kColumns blocks of a row at most, and each made one group: a column that is needed was asked for before these.
+      ptx::cp_async_wait_group<TileSlot::kAhead / kColumns - 1>();
+      int next[kColumns];
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) next[i] = i < left ? ptx::load_shared(slot.queue(r, block + i)) : kNoColumn;
+      // Without any column, the one that none has lies just outside.
+      const int first = min(__reduce_min_sync(~0u, next[0]), kNoColumn - 32);
       uint32_t mine = 0;
-      int columns = 0, blocks = 0, kept = 0;  // lane i keeps column i
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) mine |= next[i] - first < 32 ? 1u << (next[i] - first) : 0;
+      // What a row has beyond its first kColumns is not among the first kColumns of all.
+      const uint32_t all = __reduce_or_sync(~0u, mine);
+      uint32_t columns = __ballot_sync(~0u, (all >> lane & 1) != 0 && __popc(all & ((1u << lane) - 1)) < kColumns);
 #pragma unroll 1
-      while (least != kNoColumn && columns < kColumns && blocks + owners <= kSlots) {
-        kept = lane == columns ? least : kept;
-        column = owns ? next : column;
-        least = __reduce_min_sync(~0u, column);
-        // What else there is to do about this column takes place while the lanes find the next one.
-        if (owns && left > static_cast<int>(TileSlot::kAhead)) ptx::cp_async_ca_4(slot.queue(lane % kRows, block), ahead);
-        ptx::cp_async_commit_group();
-        // A column that is needed was asked for when block `block + 2 - kAhead` was taken: since then, each block made a younger group.
-        ptx::cp_async_wait_group<TileSlot::kAhead - 2>();
-        const int queued = ptx::load_shared(slot.queue(lane % kRows, block + 2));
-        next = owns ? (left > 2 ? queued : kNoColumn) : next;
-        mine |= static_cast<uint32_t>(owns) << columns;
-        block += owns, ahead += owns, left -= owns;
-        blocks += owners;
-        ++columns;
-        owns = column == least;
-        owners = __popc(__ballot_sync(~0u, owns));
-      }
-      last = least == kNoColumn;
-      if (!asked && __reduce_max_sync(~0u, left) <= kAnnounceAhead) {
+      while (__reduce_add_sync(~0u, __popc(mine & columns)) > kSlots) columns ^= 0x80000000u >> __clz(columns);
+      mine &= columns;
+      const int taken = __popc(mine), first_block = block;
+#pragma unroll 1
+      for (int i = 0; i < taken && i + static_cast<int>(TileSlot::kAhead) < left; ++i)
+        ptx::cp_async_ca_4(slot.queue(r, block + i), params.base.col_idx + block + i + TileSlot::kAhead);
+      ptx::cp_async_commit_group();
+      block += taken, left -= taken;
+      const int most = __reduce_max_sync(~0u, left);
+      last = most == 0;
+      if (!asked && most <= kAnnounceAhead) {
         asked = true;
         if (lane == 0) ptx::mbarrier_arrive(barriers.wanted + (n + 1) % 2 * 8);
       }
       const Stage stage = stage_of(smem, at_stage);
       ptx::mbarrier_wait(barriers.empty + 8 * at_stage, parity);
       if (lane < kRows) {
-        ptx::store_shared(stage.row(lane), last ? mine | Stage::kLast : mine);
+        ptx::store_shared(stage.columns(lane), mine);
         ptx::store_shared(stage.block(lane), first_block);
       }
-      if (lane < kColumns) ptx::store_shared(stage.column(lane), kept);
-      if (lane == 0) {
-        ptx::store_shared(stage.columns(), columns);
-        ptx::store_shared(stage.panel(), panel);
-      }
+      if (lane == 0) stage.store({columns, first, panel, last});
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(barriers.described + 8 * at_stage);
       if (++at_stage == kStages) at_stage = 0, parity ^= 1;
@@ -214,73 +216,90 @@ __device__ __forceinline__ void merge(const Params& params, uint32_t smem, const
   }
   ptx::mbarrier_wait(barriers.empty + 8 * at_stage, parity);
   if (lane == 0) {
-    ptx::store_shared(stage_of(smem, at_stage).columns(), ~0u);
+    stage_of(smem, at_stage).store({0, 0, -1, true});
     ptx::mbarrier_arrive(barriers.described + 8 * at_stage);
   }
 }
 
-// Rows and columns beyond B arrive as zeros.
+// Rows and columns beyond B arrive as zeros. The compiler must see that it is one thread that copies: else each copy becomes a loop over the
+// threads that may be there.
 __device__ __forceinline__ void copy_b(const Params& params, uint32_t smem, const Barriers& barriers) {
   const int panels = static_cast<int>(params.base.n / 64);  // whole ones of B
   int at_stage = 0;
   uint32_t parity = 0;
 #pragma unroll 1
   for (;;) {
-    const Stage stage = stage_of(smem, at_stage);
     ptx::mbarrier_wait(barriers.described + 8 * at_stage, parity);
-    const int columns = ptx::load_shared(stage.columns()), panel = ptx::load_shared(stage.panel());
-    if (columns < 0) break;
-    int first_rows[kColumns];
+    const Stage::Head head = stage_of(smem, at_stage).load();
+    if (head.panel < 0) break;
+    if (ptx::elect()) {
+      const uint32_t full = barriers.full + 8 * at_stage;
+      ptx::mbarrier_arrive_expect_tx(full, __popc(head.columns) * kColumnBytes);
+      uint32_t b = smem + at_stage * kStageBytes, columns = head.columns;
+      if (head.panel + kPanels <= panels) {
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) first_rows[i] = ptx::load_shared(stage.column(i)) * kBlock;
-    const uint32_t full = barriers.full + 8 * at_stage, b = smem + at_stage * kStageBytes;
-    ptx::mbarrier_arrive_expect_tx(full, columns * kColumnBytes);
-    if (panel + kPanels <= panels) {
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i)
-        if (i < columns) ptx::tensor_copy_3d(b + i * kColumnBytes, &params.b, 0, first_rows[i], panel, full);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kColumns * kPanels; ++i)
-        if (i / kPanels < columns)
-          ptx::tensor_copy_3d(b + i * kPanelBytes, &params.b_edge, (panel + i % kPanels) * 64, first_rows[i / kPanels], 0, full);
+        for (int i = 0; i < kColumns; ++i, columns &= columns - 1)
+          if (columns != 0)
+            ptx::tensor_copy_3d(b + i * kColumnBytes, &params.b, 0, (head.first + __ffs(columns) - 1) * kBlock, head.panel, full);
+      } else {
+#pragma unroll 1
+        for (; columns != 0; columns &= columns - 1)
+#pragma unroll 1
+          for (int i = 0; i < kPanels; ++i, b += kPanelBytes)
+            ptx::tensor_copy_3d(b, &params.b_edge, (head.panel + i) * 64, (head.first + __ffs(columns) - 1) * kBlock, 0, full);
+      }
     }
+    __syncwarp();
     if (++at_stage == kStages) at_stage = 0, parity ^= 1;
   }
 }
 
 __device__ __forceinline__ void copy_a(const Params& params, uint32_t smem, const Barriers& barriers) {
+  constexpr int kTurnBytes = 16 * kWarpSize;
   const int lane = threadIdx.x % 32;
-  const char* const values = static_cast<const char*>(params.base.values);
+  const char* const values = static_cast<const char*>(params.base.values) + 16 * lane;
   int at_stage = 0;
   uint32_t parity = 0;
 #pragma unroll 1
   for (;;) {
     const Stage stage = stage_of(smem, at_stage);
     ptx::mbarrier_wait(barriers.described + 8 * at_stage, parity);
-    if (static_cast<int>(ptx::load_shared(stage.columns())) < 0) break;
-    uint32_t row = 0, first_block = 0;
-    if (lane < kRows) row = ptx::load_shared(stage.row(lane)), first_block = ptx::load_shared(stage.block(lane));
+    if (stage.load().panel < 0) break;
+    uint32_t columns = 0, first_block = 0;
+    if (lane < kRows) columns = ptx::load_shared(stage.columns(lane)), first_block = ptx::load_shared(stage.block(lane));
     // Slots of the blocks: those of a block row after those of the rows before it.
-    const int blocks = __popc(row & 0xFF);
+    const int blocks = __popc(columns);
     int end = blocks;
 #pragma unroll
     for (int i = 1; i < kRows; i *= 2) {
       const int before = __shfl_up_sync(~0u, end, i);
       if (lane >= i) end += before;
     }
-    const int slot = end - blocks;
-    if (lane < kRows) ptx::store_shared(stage.row(lane), row | slot << 8);
+    const int slot = end - blocks, all = __shfl_sync(~0u, end, kRows - 1);
+    if (lane < kRows) ptx::store_shared(stage.slot(lane), slot);
+#pragma unroll 1
+    for (int i = 0; i < blocks; ++i) ptx::store_shared(stage.source(slot + i), first_block + i);
     const uint32_t full = barriers.full + 8 * at_stage;
     __syncwarp();
-    if (lane == kRows - 1) ptx::mbarrier_arrive_expect_tx(full, end * kBlockBytes);
-    __syncwarp();
-    if (blocks > 0) {
-      const uint32_t a = smem + at_stage * kStageBytes + kBBytes + slot * kBlockBytes;
-      ptx::bulk_copy(a, values + static_cast<int64_t>(first_block) * kBlockBytes, blocks * kBlockBytes, full);
+    if (lane == 0) ptx::mbarrier_arrive(full);
+    uint32_t a = smem + at_stage * kStageBytes + kBBytes + 16 * lane;
+#pragma unroll 1
+    for (int i = 0; i < all; i += 4, a += 4 * kBlockBytes) {
+      const int4 x = ptx::load_shared_int4(stage.source(i));
+      const int sources[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (i + j < all)
+#pragma unroll
+          for (int at = 0; at < kBlockBytes; at += kTurnBytes)
+            ptx::cp_async_cg_16(a + j * kBlockBytes + at, values + static_cast<int64_t>(sources[j]) * kBlockBytes + at, 16);
     }
+    ptx::cp_async_arrive(full);
     if (++at_stage == kStages) at_stage = 0, parity ^= 1;
   }
+  // Nobody leaves with copies under way.
+  ptx::cp_async_commit_group();
+  ptx::cp_async_wait_group<0>();
 }
 
 }  // namespace blockflash

@@ -234,6 +234,7 @@ fn from_parts<T: Float>(shape: &Shape, row_ptr: &[i32], col_idx: &[i32], values:
         col_idx: Tensor::from_slice(stream, col_idx, &[col_idx.len()])?,
         values: Tensor::from_slice(stream, values, &[col_idx.len(), block_size, block_size])?,
         row_order: Tensor::from_slice(stream, &order, &[order.len()])?,
+        longest_row: row_ptr.windows(2).map(|pair| pair[1].abs_diff(pair[0]) as usize).max().unwrap_or(0),
     })
 }
 

@@ -37,7 +37,7 @@ fn dense_and_back() {
     let matrix = BsrMatrix::from_dense(dense(), 2, DType::F32).unwrap();
     assert_eq!(indices(&matrix), (vec![0, 2, 3, 5], vec![0, 3, 1, 2, 3]));
     assert_eq!((matrix.block_rows(), matrix.block_cols(), matrix.nnz_blocks()), (3, 4, 5));
-    assert_eq!(matrix.density(), 5.0 / 12.0);
+    assert_eq!((matrix.density(), matrix.longest_row()), (5.0 / 12.0, 2));
     let order = matrix.row_order().view();
     assert_eq!(order.as_slice::<i32>().unwrap(), [0, 2, 1]);
 }
@@ -148,6 +148,8 @@ fn parts_are_checked() {
     assert_eq!(good.to_dense().unwrap()[8..], [1.0; 8]);
     let order = good.row_order().view();
     assert_eq!(order.as_slice::<i32>().unwrap(), [1, 0]);
+    let copy = good.to(&Device::cpu().stream().unwrap()).unwrap();
+    assert_eq!([good.longest_row(), copy.longest_row()], [2; 2]);
     assert!(problem(parts(&[0, 0, 2], &[1, 0], &[2, 2, 2])).contains("unsorted in block row 1"));
     assert!(problem(parts(&[0, 2, 1], &[0, 1], &[2, 2, 2])).contains("descends"));
     assert!(

@@ -56,6 +56,36 @@ fn dense_patterns_of_small_blocks_share_b() {
 }
 
 #[test]
+fn a_long_block_row_takes_narrow_tiles() {
+    let tile = |block_size: usize, density: f64, longest: f64| {
+        let cols = 8192 / block_size;
+        let problem = BsrProblem {
+            nnz_blocks: (cols as f64 * cols as f64 * density) as usize,
+            longest_row: Some((cols as f64 * longest) as usize),
+            ..problem([8192, 1024, 8192], block_size)
+        };
+        let tile = select(&problem, &h200()).unwrap().bsr_tile().unwrap();
+        (tile.block_rows, tile.block_n)
+    };
+    // Power laws, of which some row is full or nearly so.
+    for longest in [0.8, 1.0] {
+        assert_eq!([128, 64].map(|block_size| tile(block_size, 0.1, longest)), [(1, 64), (1, 128)]);
+    }
+    // What is the longest of random rows changes nothing.
+    assert_eq!(
+        [(0.05, 0.14), (0.1, 0.2), (0.2, 0.35)].map(|(d, longest)| tile(128, d, longest)),
+        [(1, 256); 3]
+    );
+    assert_eq!(
+        [(0.05, 0.1), (0.1, 0.17), (0.2, 0.3)].map(|(d, longest)| tile(64, d, longest)),
+        [(1, 512); 3]
+    );
+    assert_eq!(tile(64, 0.5, 0.61), (2, 256));
+    // Less than the mean is no estimate.
+    assert_eq!(tile(128, 0.1, 0.0), (1, 256));
+}
+
+#[test]
 fn small_blocks_take_large_tiles_where_these_keep_the_multiprocessors_busy() {
     for block_size in [16, 32] {
         let tile = |m, n, density: f64| {

@@ -16,6 +16,7 @@ pub struct BsrMatrix {
     pub(super) col_idx: Tensor,
     pub(super) values: Tensor,
     pub(super) row_order: Tensor,
+    pub(super) longest_row: usize,
 }
 
 impl BsrMatrix {
@@ -88,6 +89,11 @@ impl BsrMatrix {
         &self.row_order
     }
 
+    /// Stored blocks of the block row that has the most; 0 for a matrix without block rows.
+    pub fn longest_row(&self) -> usize {
+        self.longest_row
+    }
+
     /// A copy on the stream's device.
     ///
     /// # Errors
@@ -101,6 +107,7 @@ impl BsrMatrix {
             col_idx: self.col_idx.copy_to(stream)?,
             values: self.values.copy_to(stream)?,
             row_order: self.row_order.copy_to(stream)?,
+            longest_row: self.longest_row,
         })
     }
 }

@@ -34,6 +34,9 @@ pub struct BsrProblem {
     pub block_size: usize,
     /// Stored blocks of A.
     pub nnz_blocks: usize,
+    /// Blocks of the longest block row of A, or an upper estimate; none: unknown, block rows count as equally long. It decides about the
+    /// kernel only, not about the result.
+    pub longest_row: Option<usize>,
     /// Elements between rows of B.
     pub ldb: usize,
     /// Elements between rows of C.
@@ -63,6 +66,7 @@ impl BsrProblem {
             k,
             block_size,
             nnz_blocks,
+            longest_row: None,
             ldb: n,
             ldc: n,
             alpha: 1.0,
@@ -123,6 +127,7 @@ impl BsrMatmul<'_> {
             k,
             block_size: a.block_size(),
             nnz_blocks: a.nnz_blocks(),
+            longest_row: Some(a.longest_row()),
             ldb,
             ldc,
             alpha: finite("alpha", self.alpha)?,

@@ -34,6 +34,7 @@ fn numbers() {
         (problem.m, problem.n, problem.k, problem.block_size, problem.nnz_blocks),
         (40, 24, 70, 16, 2)
     );
+    assert_eq!(problem.longest_row, Some(1));
     assert_eq!((problem.dtype, problem.c_dtype, problem.ldb, problem.ldc), (DType::F16, DType::F32, 24, 24));
     assert_eq!(
         (problem.alpha, problem.beta, problem.bias, problem.activation),

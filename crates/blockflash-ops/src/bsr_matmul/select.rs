@@ -130,23 +130,31 @@ const COST_OF_C: f64 = 3.2;
 const COST_OF_COLUMN: f64 = 1800.0;
 /// What an element costs that a portable kernel brings into shared memory.
 const COST_OF_PORTABLE: f64 = 1.4;
+/// Columns of a wide portable tile for small blocks.
+const PORTABLE_BLOCK_N: usize = 256;
 
 /// Estimated time of a kernel for Hopper, in elements per multiprocessor. What flows into shared memory binds them: the blocks of A, and the
 /// rows of B that they meet, which block rows of one tile share where both have a block. While tiles are few, the multiprocessors with
-/// most of them decide; many tiles spread evenly, but for half a round at the end.
+/// most of them decide; many tiles spread evenly, but for half a round at the end. A row much longer than the others decides alone.
 fn hopper_time(tile: &BsrTile, problem: &BsrProblem, gpu: &CudaProperties) -> f64 {
     let [block_size, block_rows, block_n] =
         [tile.block_size, tile.block_rows, tile.block_n].map(|size| size as usize);
     let (rows, cols) = (problem.m.div_ceil(block_size), problem.k.div_ceil(block_size));
     let density = (problem.nnz_blocks as f64 / (rows as f64 * cols as f64).max(1.0)).min(1.0);
-    let shared = 1.0 - (1.0 - density).powi(tile.block_rows as i32);
-    let (a, b) = ((block_rows * block_size) as f64, block_n as f64);
-    let copied = (density * a + shared * b) * block_size as f64;
-    let tile_time = cols as f64 * copied.max(shared * COST_OF_COLUMN) + COST_OF_C * a * b;
+    let longest =
+        problem.longest_row.map_or(density, |blocks| (blocks as f64 / cols.max(1) as f64).clamp(density, 1.0));
+    // Of a tile with a block row of this density, and others of the mean.
+    let tile_time = |of_first: f64| {
+        let shared = 1.0 - (1.0 - of_first) * (1.0 - density).powi(tile.block_rows as i32 - 1);
+        let a = (of_first + density * (block_rows - 1) as f64) * block_size as f64;
+        let copied = (a + shared * block_n as f64) * block_size as f64;
+        let written = (block_rows * block_size * block_n) as f64;
+        cols as f64 * copied.max(shared * COST_OF_COLUMN) + COST_OF_C * written
+    };
     let tiles = rows.div_ceil(block_rows) as f64 * problem.n.div_ceil(block_n) as f64;
     let rounds = tiles / f64::from(gpu.multiprocessors.max(1));
     let rounds = if rounds <= 4.0 { rounds.ceil() } else { rounds + 0.5 };
-    rounds * tile_time
+    (rounds * tile_time(density)).max(tile_time(longest))
 }
 
 /// Whether a kernel for Hopper is worth its large tiles. For small blocks few of them may leave most multiprocessors idle, where one block
@@ -156,10 +164,12 @@ fn pays(tile: &BsrTile, problem: &BsrProblem, gpu: &CudaProperties) -> bool {
         return true;
     }
     let block = tile.block_size as f64;
-    let copied = problem.nnz_blocks as f64 * block * (block + problem.n as f64);
+    let copied = |blocks: usize, columns: usize| blocks as f64 * block * (block + columns as f64);
     let written = problem.m as f64 * problem.n as f64;
-    let portable = COST_OF_PORTABLE * copied + COST_OF_C * written;
-    hopper_time(tile, problem, gpu) <= portable / f64::from(gpu.multiprocessors.max(1))
+    let all = COST_OF_PORTABLE * copied(problem.nnz_blocks, problem.n) + COST_OF_C * written;
+    let longest = copied(problem.longest_row.unwrap_or(0), problem.n.min(PORTABLE_BLOCK_N));
+    let portable = (all / f64::from(gpu.multiprocessors.max(1))).max(COST_OF_PORTABLE * longest);
+    hopper_time(tile, problem, gpu) <= portable
 }
 
 /// The first reason that rules out every row, from the general to the particular.
