@@ -13,12 +13,11 @@ const USUAL: usize = 128;
 
 /// One figure per head dimension.
 pub(super) fn sketches(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<Sketch> {
-    // What stands for the dense rate in the plots of block-sparse attention is not shown twice.
-    let is_reference = |row: &&Row<'_>| {
-        rows.iter().filter_map(|other| other.dense).any(|reference| reference.case == row.any.case)
-    };
-    let others = rows.iter().filter(|row| !is_reference(row));
-    let dense: Vec<(AttentionShape, &Row<'_>)> = others.filter_map(|row| Some((dense(row)?, row))).collect();
+    // What stands for the dense rate beside block-sparse attention is no subject of its own.
+    if rows.iter().any(|row| row.dense.is_some()) {
+        return Vec::new();
+    }
+    let dense: Vec<(AttentionShape, &Row<'_>)> = rows.iter().filter_map(|row| Some((dense(row)?, row))).collect();
     let mut head_dims: Vec<_> = dense.iter().map(|(shape, _)| shape.head_dim).collect();
     head_dims.sort_unstable();
     head_dims.dedup();
