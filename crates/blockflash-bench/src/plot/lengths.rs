@@ -17,7 +17,8 @@ pub(super) fn sketches(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<Sketch> {
     if rows.iter().any(|row| row.dense.is_some()) {
         return Vec::new();
     }
-    let dense: Vec<(AttentionShape, &Row<'_>)> = rows.iter().filter_map(|row| Some((dense(row)?, row))).collect();
+    let dense: Vec<(AttentionShape, &Row<'_>)> =
+        rows.iter().filter_map(|row| Some((dense(row)?, row))).collect();
     let mut head_dims: Vec<_> = dense.iter().map(|(shape, _)| shape.head_dim).collect();
     head_dims.sort_unstable();
     head_dims.dedup();

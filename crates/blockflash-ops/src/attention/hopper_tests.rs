@@ -49,8 +49,7 @@ fn blocks_are_as_wide_as_the_grid_allows() {
 #[test]
 fn short_causal_sequences_take_narrow_tiles() {
     let block_q = |batch, seqlen, head_dim| {
-        let causal =
-            AttentionProblem { mask: Mask::causal(), ..problem(batch, [32, 32], seqlen, head_dim) };
+        let causal = AttentionProblem { mask: Mask::causal(), ..problem(batch, [32, 32], seqlen, head_dim) };
         select(&causal, &h200()).unwrap().attention_tile().unwrap().block_q
     };
     assert_eq!([(32, 512), (16, 1024)].map(|(batch, seqlen)| block_q(batch, seqlen, 64)), [64, 64]);
@@ -62,7 +61,8 @@ fn short_causal_sequences_take_narrow_tiles() {
 #[test]
 fn heads_that_share_blocks_share_tiles() {
     let heads = |heads: [usize; 2], mask_heads| {
-        let mask = BlockMaskSizes { block_q: 64, block_kv: 64, batch: 1, heads: mask_heads, packed_rows: None };
+        let mask =
+            BlockMaskSizes { block_q: 64, block_kv: 64, batch: 1, heads: mask_heads, packed_rows: None };
         let problem = AttentionProblem { block_mask: Some(mask), ..problem(1, heads, 8192, 128) };
         let tile = select(&problem, &h200()).unwrap().attention_tile().unwrap();
         (tile.block_q, tile.heads)

@@ -81,7 +81,9 @@ impl fmt::Display for Mismatch {
                 "tiles of {} × {} do not divide the blocks of the mask, {} × {}",
                 tile.block_q, tile.block_kv, mask.block_q, mask.block_kv
             ),
-            Mismatch::Heads { tile } => write!(f, "{tile} heads of q share a tile, but not keys and a block mask"),
+            Mismatch::Heads { tile } => {
+                write!(f, "{tile} heads of q share a tile, but not keys and a block mask")
+            }
             Mismatch::TensorMap { what, dim, stride } => {
                 write!(f, "the {dim} stride of {what} is {stride} elements, which a tensor map cannot have")
             }
@@ -115,9 +117,8 @@ fn fits(
 
 /// Whether the heads of q that would share a tile share keys, and the block mask.
 pub(super) fn shares_heads(tile: &AttentionTile, problem: &AttentionProblem) -> bool {
-    let shared = |groups: usize| {
-        groups > 0 && (problem.num_heads_q / groups).is_multiple_of(tile.heads as usize)
-    };
+    let shared =
+        |groups: usize| groups > 0 && (problem.num_heads_q / groups).is_multiple_of(tile.heads as usize);
     shared(problem.num_heads_kv) && problem.block_mask.is_none_or(|mask| shared(mask.heads as usize))
 }
 

@@ -141,8 +141,9 @@ fn hopper_time(tile: &BsrTile, problem: &BsrProblem, gpu: &CudaProperties) -> f6
         [tile.block_size, tile.block_rows, tile.block_n].map(|size| size as usize);
     let (rows, cols) = (problem.m.div_ceil(block_size), problem.k.div_ceil(block_size));
     let density = (problem.nnz_blocks as f64 / (rows as f64 * cols as f64).max(1.0)).min(1.0);
-    let longest =
-        problem.longest_row.map_or(density, |blocks| (blocks as f64 / cols.max(1) as f64).clamp(density, 1.0));
+    let longest = problem
+        .longest_row
+        .map_or(density, |blocks| (blocks as f64 / cols.max(1) as f64).clamp(density, 1.0));
     // Of a tile with a block row of this density, and others of the mean.
     let tile_time = |of_first: f64| {
         let shared = 1.0 - (1.0 - of_first) * (1.0 - density).powi(tile.block_rows as i32 - 1);
