@@ -7,7 +7,7 @@ use blockflash_sys::manifest::AttentionTile;
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Kernel, Lengths,
     Limits, attention_cases, dims_of_tile, edge_cases, many_heads, row_groups, run_and_check, run_or_refuse,
-    special_cases,
+    same_bits, special_cases,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
 use blockflash_tests::number::{POISON, encode};
@@ -124,19 +124,7 @@ fn repeats_its_bits(row: &'static Row, tile: &AttentionTile, stream: &Stream) ->
         mask: Mask::causal(),
         ..AttentionCase::simple(tile.dtype, (8, 2), tile.head_dim as usize, (0, 0))
     };
-    let inputs = AttentionInputs::upload(&case, &AttentionData::generate(&case), stream)?;
-    let mut outputs = AttentionOutputs::poisoned(&case, stream)?;
-    let mut first = None;
-    for repeat in 0..30 {
-        outputs.poison(stream)?;
-        outputs.launch(&inputs, Kernel::Row(row), stream).map_err(|error| error.to_string())?;
-        wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
-        let bits = outputs.bits(stream)?;
-        if *first.get_or_insert_with(|| bits.clone()) != bits {
-            return Err(format!("repeat {repeat} differs from the first run\n    {case:?}"));
-        }
-    }
-    Ok(30)
+    same_bits(&case, row, stream)
 }
 
 fn runs_in_two_threads(row: &'static Row, tile: &AttentionTile, gpu: &Gpu) -> Result<usize, String> {

@@ -7,7 +7,7 @@ use blockflash_sys::manifest::AttentionTile;
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, BlockCase,
     BlockPattern, Blocks, Kernel, Lengths, Limits, MaskHeads, block_sparse_cases, block_tile_cases,
-    dims_of_tile, row_groups, run_case, run_or_refuse, smallest_block,
+    dims_of_tile, row_groups, run_case, run_or_refuse, same_bits, smallest_block,
 };
 use blockflash_tests::gpu::{Report, gpu, wait};
 use blockflash_tests::property;
@@ -109,19 +109,7 @@ fn uneven(tile: &AttentionTile, pattern: BlockPattern) -> AttentionCase {
 
 fn repeats_its_bits(row: &'static Row, tile: &AttentionTile, stream: &Stream) -> Result<usize, String> {
     let case = uneven(tile, BlockPattern::EmptyRowsAndColumns);
-    let inputs = AttentionInputs::upload(&case, &AttentionData::generate(&case), stream)?;
-    let mut outputs = AttentionOutputs::poisoned(&case, stream)?;
-    let mut first = None;
-    for repeat in 0..30 {
-        outputs.poison(stream)?;
-        outputs.launch(&inputs, Kernel::Row(row), stream).map_err(|error| error.to_string())?;
-        wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
-        let bits = outputs.bits(stream)?;
-        if *first.get_or_insert_with(|| bits.clone()) != bits {
-            return Err(format!("repeat {repeat} differs from the first run\n    {case:?}"));
-        }
-    }
-    Ok(30)
+    same_bits(&case, row, stream)
 }
 
 /// Captures a call once and replays it with other numbers under the same mask.

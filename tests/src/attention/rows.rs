@@ -4,7 +4,7 @@ use super::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Kernel, Lengths,
     MaskHeads, head_dims, run_and_check,
 };
-use crate::gpu::Gpu;
+use crate::gpu::{Gpu, wait};
 use blockflash_ops::{DType, Error, Stream};
 use blockflash_sys::Row;
 use blockflash_sys::manifest::{self, AttentionTile, Variant};
@@ -76,4 +76,21 @@ fn refusal(case: &AttentionCase, row: &Row) -> Option<&'static str> {
     let repeated =
         case.broadcast_kv && matches!(case.lengths, Lengths::Dense { batch: 2.., seqlen_kv: 1.., .. });
     (repeated && matches!(row.variant, Variant::AttentionFwdHopper(_))).then_some("tensor map")
+}
+
+/// Runs a case 30 times: the same bits every time.
+pub fn same_bits(case: &AttentionCase, row: &'static Row, stream: &Stream) -> Result<usize, String> {
+    let inputs = AttentionInputs::upload(case, &AttentionData::generate(case), stream)?;
+    let mut outputs = AttentionOutputs::poisoned(case, stream)?;
+    let mut first = None;
+    for repeat in 0..30 {
+        outputs.poison(stream)?;
+        outputs.launch(&inputs, Kernel::Row(row), stream).map_err(|error| error.to_string())?;
+        wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
+        let bits = outputs.bits(stream)?;
+        if *first.get_or_insert_with(|| bits.clone()) != bits {
+            return Err(format!("repeat {repeat} differs from the first run\n    {case:?}"));
+        }
+    }
+    Ok(30)
 }
