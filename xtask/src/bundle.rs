@@ -119,6 +119,8 @@ fn build() -> Result<Vec<Program>> {
         "xtask",
         "--example",
         "long_context",
+        "--example",
+        "block_sparse_mlp",
     ];
     let mut programs = artifacts::build(&[&programs, STRIP].concat())?;
     programs.retain(|program| !program.is_test);

@@ -7,6 +7,8 @@ mod data;
 mod masks;
 #[path = "../examples/long_context/report.rs"]
 mod report;
+#[path = "../examples/common/results.rs"]
+mod results;
 #[path = "../examples/long_context/study.rs"]
 mod study;
 

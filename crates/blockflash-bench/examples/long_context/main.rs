@@ -19,10 +19,13 @@
 
 mod data;
 mod masks;
+#[path = "../common/program.rs"]
+mod program;
 mod report;
+#[path = "../common/results.rs"]
+mod results;
 mod study;
 
-use blockflash_ops::Device;
 use clap::Parser;
 use data::Recipe;
 use std::path::PathBuf;
@@ -74,20 +77,11 @@ struct Args {
 }
 
 fn main() -> ExitCode {
-    match run(Args::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::from(2)
-        }
-    }
+    program::main(run)
 }
 
-fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
-    let device = match &args.device {
-        Some(name) => name.parse()?,
-        None => Device::best(),
-    };
+fn run(args: Args) -> Result<(), program::Failure> {
+    let device = program::device(args.device.as_deref())?;
     let Args { seqlen, heads, heads_kv, head_dim, segment, seed, .. } = args;
     let options = Options {
         recipe: Recipe { seqlen, heads_q: heads, heads_kv, head_dim, segment, seed },

@@ -1,5 +1,6 @@
 //! What is left of a study: a table, files for programs, plots.
 
+use super::results::{self, rate};
 use super::study::{Point, Study, TOP_K, WINDOW};
 use blockflash_bench::plot::{MAX_SHOWN, MaskPicture, Tradeoff, TradeoffPoint};
 use blockflash_ops::BlockMask;
@@ -59,12 +60,6 @@ fn choosing(study: &Study, point: &Point) -> [Option<f64>; 2] {
     [point.mask_us.map(|_| study.scores_us), point.mask_us]
 }
 
-/// TFLOP/s; of a CPU there are few.
-fn rate(tflops: f64) -> String {
-    let decimals = if tflops >= 10.0 { 0 } else { 3 };
-    format!("{tflops:.decimals$}")
-}
-
 fn csv(study: &Study) -> String {
     let mut text =
         "choice,blocks,density,us,dense_us,speedup,tflops,error,mass,scores_us,mask_us\n".to_owned();
@@ -96,14 +91,6 @@ pub fn write(
     mask: &BlockMask,
     folder: &Path,
 ) -> Result<Vec<PathBuf>, Box<dyn std::error::Error>> {
-    std::fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
-    let mut files = Vec::new();
-    let texts = [("csv", csv(study)), ("json", serde_json::to_string_pretty(study)? + "\n")];
-    for (extension, text) in texts {
-        let path = folder.join(format!("long_context.{extension}"));
-        std::fs::write(&path, text).map_err(|error| format!("{}: {error}", path.display()))?;
-        files.push(path);
-    }
     let points = |choice: &str| -> Vec<TradeoffPoint> {
         let of_choice = study.points.iter().filter(|point| point.choice == choice);
         of_choice
@@ -128,12 +115,7 @@ pub fn write(
     let tradeoff = Tradeoff { title: &title, subtitle: &subtitle, series: &series }.draw()?;
     let shown: Vec<_> = (0..mask.heads().min(MAX_SHOWN)).map(|head| [0, head]).collect();
     let picture = MaskPicture { mask, name: "sink, window and top-k", shown: &shown }.draw()?;
-    for (name, drawing) in [("long_context", tradeoff), ("long_context_mask", picture)] {
-        for extension in ["svg", "png"] {
-            let path = folder.join(format!("{name}.{extension}"));
-            drawing.write(&path)?;
-            files.push(path);
-        }
-    }
-    Ok(files)
+    let texts = [("csv", csv(study)), ("json", serde_json::to_string_pretty(study)? + "\n")];
+    let drawings = [("long_context", tradeoff), ("long_context_mask", picture)];
+    results::write(folder, "long_context", &texts, &drawings)
 }

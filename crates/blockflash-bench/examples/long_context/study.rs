@@ -2,6 +2,7 @@
 
 use super::data::Recipe;
 use super::masks::{Choices, nearest};
+use super::results::device_name;
 use blockflash_bench::io::Array;
 use blockflash_bench::timing::{Cache, Repeat};
 use blockflash_bench::{Error, Result};
@@ -160,9 +161,8 @@ pub fn run(options: &Options, step: impl Fn(&str)) -> Result<(Study, BlockMask)>
 impl Study {
     fn new(options: &Options, dense_us: f64, dense_tflops: f64, scores_us: f64) -> Self {
         let Options { recipe, block, sink, window, ref device, .. } = *options;
-        let name = device.cuda_properties().map_or("CPU".to_owned(), |gpu| gpu.name.clone());
         Self {
-            device: name,
+            device: device_name(device),
             seqlen: recipe.seqlen,
             num_heads_q: recipe.heads_q,
             num_heads_kv: recipe.heads_kv,

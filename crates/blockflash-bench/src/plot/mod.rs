@@ -12,6 +12,7 @@ mod png;
 mod ratio;
 mod render;
 mod roofline;
+mod speedup;
 mod style;
 mod tradeoff;
 
@@ -21,6 +22,7 @@ use crate::report::run::{Row, Run, newest, peer_names};
 pub use drawing::{Drawing, PictureFormat};
 use figure::{Figure, Line};
 pub use mask::{MAX_SHOWN, MaskPicture};
+pub use speedup::{Speedup, SpeedupLine, SpeedupPanel};
 use std::path::PathBuf;
 use style::Style;
 pub use tradeoff::{Tradeoff, TradeoffPoint};

@@ -83,7 +83,7 @@ impl Tradeoff<'_> {
 }
 
 /// Logarithmic between two positive values, a little beyond them.
-fn percent_axis(label: &str, (least, most): (f64, f64)) -> Axis {
+pub(super) fn percent_axis(label: &str, (least, most): (f64, f64)) -> Axis {
     let axis = Axis::decades(label, least / 1.25, most * 1.25);
     let percent = |(at, _): (f64, String)| (at, format!("{} %", plain(100.0 * 10f64.powf(at))));
     Axis { ticks: axis.ticks.into_iter().map(percent).collect(), ..axis }

@@ -1,0 +1,154 @@
+//! Products of another library, which take their windows in turns with ours.
+
+use super::weights::{Kept, Weights};
+use blockflash_bench::case::{BsrShape, Pattern};
+use blockflash_bench::io::{self, Array, Values};
+use blockflash_bench::peers::{Command, PeerCase, Peers, Selection};
+use blockflash_bench::timing::median;
+use blockflash_bench::{Error, Result, machine};
+use blockflash_ops::{DType, Device};
+use serde::Serialize;
+use std::path::PathBuf;
+
+/// Name of the operation in the protocol.
+const OP: &str = "bsr_matmul";
+
+/// What a rival took for both projections. It computes the same blocks of values of its own, with the activation left out, and finds its
+/// weights in the L2 cache where they fit.
+#[derive(Clone, Debug, Serialize)]
+pub struct Rival {
+    pub name: String,
+    /// Microseconds of both products; `None` with an error.
+    pub us: Option<f64>,
+    pub error: Option<String>,
+    /// Of each projection.
+    #[serde(skip)]
+    times: [Vec<f64>; 2],
+}
+
+/// The process of the rivals.
+pub struct Rivals {
+    peers: Peers,
+    seed: u64,
+    /// For patterns.
+    scratch: PathBuf,
+}
+
+impl Rivals {
+    /// `list` is `none`, `auto`, or parts of names with commas between; what is missing is told to `step`.
+    ///
+    /// # Errors
+    /// No folder with the rivals, although some are wanted; a name that no rival has.
+    pub fn start(
+        list: &str,
+        tune_seconds: u64,
+        seed: u64,
+        device: &Device,
+        step: impl Fn(&str),
+    ) -> Result<Self> {
+        let selection = Selection::parse(list);
+        let script = match selection {
+            Selection::None => PathBuf::new(),
+            _ => machine::benches()?.join("peers").join("serve.py"),
+        };
+        let arguments = vec![script.into(), "--device".into(), device.to_string().into()];
+        let command = Command { program: "python3".into(), arguments, verbose: false };
+        let peers = Peers::start(command, selection, tune_seconds);
+        if let Some(name) = peers.unknown().first() {
+            return Err(Error::Option(format!("--peers: there is no rival whose name contains {name:?}")));
+        }
+        for (names, reason) in peers.absent() {
+            step(&format!("rivals absent: {} ({reason})", names.join(", ")));
+        }
+        Ok(Self::new(peers, seed))
+    }
+
+    /// The rivals of a process that runs.
+    pub fn new(peers: Peers, seed: u64) -> Self {
+        let scratch = std::env::temp_dir().join(format!("blockflash-mlp-{}", std::process::id()));
+        Self { peers, seed, scratch }
+    }
+
+    /// Those that multiply blocks, or those that multiply dense matrices.
+    pub fn named(&self, dense: bool) -> Vec<Rival> {
+        let names = self.peers.of(OP).into_iter().filter(|name| self.peers.is_reference(name) == dense);
+        names.map(|name| Rival { name, us: None, error: None, times: Default::default() }).collect()
+    }
+
+    /// Makes the rivals ready for a projection; who fails has an error from now on.
+    ///
+    /// # Errors
+    /// A pattern that cannot be written.
+    pub fn prepare(
+        &mut self,
+        rivals: &mut [Rival],
+        weights: &Weights,
+        kept: &Kept,
+        tokens: usize,
+    ) -> Result<()> {
+        let case = self.case(weights, kept, tokens)?;
+        for rival in rivals.iter_mut().filter(|rival| rival.error.is_none()) {
+            rival.error = match self.peers.prepare(&case, &rival.name) {
+                Ok(prepared) if prepared.verified => None,
+                Ok(_) => Some("wrong result".to_owned()),
+                Err(failure) => Some(failure.message),
+            };
+        }
+        Ok(())
+    }
+
+    fn case(&self, weights: &Weights, kept: &Kept, tokens: usize) -> Result<PeerCase> {
+        let failed = |source| Error::Io { path: self.scratch.clone(), source };
+        std::fs::create_dir_all(&self.scratch).map_err(failed)?;
+        let save = |name: &str, values: &[i32]| {
+            let path = self.scratch.join(format!("{name}.npy"));
+            // A vector always has its own length.
+            if let Some(array) = Array::new(&[values.len()], Values::I32(values.to_vec())) {
+                io::write(&path, &[(name, &array)]).map_err(|error| Error::Option(error.to_string()))?;
+            }
+            Ok::<_, Error>(path)
+        };
+        let Weights { rows: m, cols: k, .. } = *weights;
+        let density = kept.elements() as f64 / (m * k) as f64;
+        let block_size = kept.block_size;
+        let pattern = Pattern::Random;
+        let shape = BsrShape { m, n: tokens, k, block_size, density, pattern, dtype: DType::BF16 };
+        Ok(PeerCase::BsrMatmul {
+            shape,
+            row_ptr: save("row_ptr", &kept.row_ptr)?,
+            col_idx: save("col_idx", &kept.col_idx)?,
+            seed: self.seed,
+        })
+    }
+
+    /// A window of a rival; it counts if its projection is named.
+    pub fn window(&mut self, rival: &mut Rival, ms: f64, projection: Option<usize>) {
+        match (self.peers.window(&rival.name, ms), projection) {
+            (Ok(window), Some(projection)) => rival.times[projection].push(window.us),
+            (Ok(_), None) => {}
+            (Err(failure), _) => rival.error = Some(failure.message),
+        }
+    }
+
+    /// Ends with the case that was prepared.
+    pub fn forget(&mut self) {
+        self.peers.forget();
+    }
+}
+
+impl Rival {
+    /// Both projections together, each by its median.
+    #[must_use]
+    pub fn finish(mut self) -> Self {
+        let [up, down] = self.times.each_mut().map(|times| median(times));
+        self.us = up.zip(down).filter(|_| self.error.is_none()).map(|(up, down)| up + down);
+        self
+    }
+}
+
+impl Drop for Rivals {
+    fn drop(&mut self) {
+        // Patterns only; a rest in the temporary folder harms nobody.
+        let _ = std::fs::remove_dir_all(&self.scratch);
+    }
+}

@@ -1,0 +1,151 @@
+//! Dense weights whose blocks differ in size, and which blocks stay when the small ones are dropped.
+//!
+//! The recipe: N(0, 1) values, multiplied with exp(spread · g) for each level of blocks of 128, 64, 32 and 16, where g ~ N(0, 1) is
+//! drawn for each block of that level. So large values come in clusters, blocks of any size have unequal norms, and small
+//! blocks follow the clusters more closely than large ones. All values are then scaled so that a row keeps the variance of its input.
+//! With a spread of 0 all blocks are alike: dropping any of them costs as much as dropping any other.
+
+use blockflash_bench::{Error, Result, random};
+use blockflash_ops::bsr_matmul::BsrMatrix;
+use blockflash_ops::{DType, View};
+use half::bf16;
+use rayon::prelude::*;
+
+/// Rows and columns of the blocks that the recipe scales.
+const LEVELS: [usize; 4] = [128, 64, 32, 16];
+/// The finest of them.
+const FINEST: usize = 16;
+
+/// The dense weights of a projection, `[rows, cols]` row-major: it maps `cols` features to `rows`.
+pub struct Weights {
+    pub rows: usize,
+    pub cols: usize,
+    pub values: Vec<bf16>,
+}
+
+/// Which blocks of a matrix are stored, as BSR has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Kept {
+    pub block_size: usize,
+    /// `[block rows + 1]`.
+    pub row_ptr: Vec<i32>,
+    /// Ascending within a block row.
+    pub col_idx: Vec<i32>,
+}
+
+/// All blocks of a matrix, those with the greatest norms first.
+pub struct Ranking {
+    block_size: usize,
+    block_rows: usize,
+    block_cols: usize,
+    /// `block row * block_cols + block column`.
+    blocks: Vec<usize>,
+}
+
+impl Weights {
+    /// Equal seeds and lanes give equal weights.
+    ///
+    /// # Errors
+    /// Too little memory.
+    pub fn draw([rows, cols]: [usize; 2], spread: f32, seed: u64, lane: u64) -> Result<Self> {
+        let noise = random::normal(DType::F32, &[rows, cols], seed, lane, |_| ()).map_err(out_of_memory)?;
+        let (fine_rows, fine_cols) = (rows.div_ceil(FINEST), cols.div_ceil(FINEST));
+        let mut exponents = vec![0f32; fine_rows * fine_cols];
+        for level in LEVELS {
+            let (step, wide) = (level / FINEST, cols.div_ceil(level));
+            let drawn = random::normals(rows.div_ceil(level) * wide, seed ^ (lane << 32 | level as u64));
+            for (at, exponent) in exponents.iter_mut().enumerate() {
+                *exponent += spread * drawn[at / fine_cols / step * wide + at % fine_cols / step];
+            }
+        }
+        let squares: f64 = exponents.iter().map(|&exponent| f64::from(2.0 * exponent).exp()).sum();
+        let unit = (squares / exponents.len().max(1) as f64 * cols as f64).sqrt() as f32;
+        let mut values = vec![bf16::ZERO; rows * cols];
+        values.par_chunks_mut(cols.max(1)).enumerate().for_each(|(row, values)| {
+            let noise = noise.to_f32(row * cols..(row + 1) * cols);
+            let exponents = &exponents[row / FINEST * fine_cols..][..fine_cols];
+            for ((col, value), noise) in values.iter_mut().enumerate().zip(noise) {
+                *value = bf16::from_f32(noise * exponents[col / FINEST].exp() / unit);
+            }
+        });
+        Ok(Self { rows, cols, values })
+    }
+
+    /// Orders blocks by their Frobenius norms, over the whole matrix: block rows may keep different numbers of them.
+    ///
+    /// # Errors
+    /// A block size that does not divide both sizes.
+    pub fn rank(&self, block_size: usize) -> Result<Ranking> {
+        let Self { rows, cols, .. } = *self;
+        if block_size == 0 || rows % block_size != 0 || cols % block_size != 0 {
+            return Err(Error::Option(format!(
+                "blocks of {block_size} do not divide weights of {rows} x {cols}"
+            )));
+        }
+        let (block_rows, block_cols) = (rows / block_size, cols / block_size);
+        let squares = |block: usize| -> f64 {
+            let values = self.block(block_size, block / block_cols, block % block_cols).flatten();
+            values.map(|value| value.to_f64().powi(2)).sum()
+        };
+        let squares: Vec<f64> = (0..block_rows * block_cols).into_par_iter().map(squares).collect();
+        let mut blocks: Vec<_> = (0..squares.len()).collect();
+        // Stable: of equal blocks the first ones stay.
+        blocks.sort_by(|&a, &b| squares[b].total_cmp(&squares[a]));
+        Ok(Ranking { block_size, block_rows, block_cols, blocks })
+    }
+
+    /// The rows of a block.
+    fn block(&self, size: usize, row: usize, col: usize) -> impl Iterator<Item = &[bf16]> {
+        (0..size).map(move |inner| &self.values[(row * size + inner) * self.cols + col * size..][..size])
+    }
+
+    /// The blocks that stay, as the library takes them, in host memory.
+    ///
+    /// # Errors
+    /// Those of the library.
+    pub fn bsr(&self, kept: &Kept) -> Result<BsrMatrix> {
+        let size = kept.block_size;
+        let mut values = Vec::with_capacity(kept.col_idx.len() * size * size);
+        for (row, col) in kept.blocks() {
+            self.block(size, row, col).for_each(|row| values.extend_from_slice(row));
+        }
+        let view = View::from_slice(&values, &[kept.col_idx.len(), size, size])?;
+        Ok(BsrMatrix::from_parts(self.rows, self.cols, size, &kept.row_ptr, &kept.col_idx, view)?)
+    }
+}
+
+impl Ranking {
+    /// The best blocks: this part of all, rounded to whole blocks, at least one.
+    pub fn keep(&self, density: f64) -> Kept {
+        let Self { block_size, block_rows, block_cols, ref blocks } = *self;
+        let count = ((density * blocks.len() as f64).round() as usize).max(1).min(blocks.len());
+        let mut kept = blocks[..count].to_vec();
+        kept.sort_unstable();
+        let before = |row: usize| kept.partition_point(|&block| block < row * block_cols) as i32;
+        Kept {
+            block_size,
+            row_ptr: (0..=block_rows).map(before).collect(),
+            col_idx: kept.iter().map(|block| (block % block_cols) as i32).collect(),
+        }
+    }
+}
+
+impl Kept {
+    /// Block row and block column of each.
+    pub fn blocks(&self) -> impl Iterator<Item = (usize, usize)> {
+        let rows = self.row_ptr.windows(2).enumerate();
+        rows.flat_map(|(row, ends)| (ends[0]..ends[1]).map(move |at| (row, at as usize)))
+            .map(|(row, at)| (row, self.col_idx[at] as usize))
+    }
+
+    /// Elements that are stored.
+    pub fn elements(&self) -> usize {
+        self.col_idx.len() * self.block_size * self.block_size
+    }
+}
+
+/// As [`random::normal`] reports it.
+pub fn out_of_memory(bytes: u64) -> Error {
+    let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+    Error::Device(blockflash_safe::Error::OutOfMemory { bytes })
+}
