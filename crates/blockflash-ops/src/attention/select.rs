@@ -164,7 +164,7 @@ fn relative_time(row: &Row, tile: &AttentionTile, problem: &AttentionProblem, gp
 
 /// Key tiles that tiles of queries visit: the mean of some of them, and the most.
 fn key_tiles(tile: &AttentionTile, problem: &AttentionProblem) -> [f64; 2] {
-    const SAMPLES: usize = 16;
+    const SAMPLES: usize = 8;
     let (block_q, block_kv) = (tile.block_q as usize, tile.block_kv as usize);
     let tiles = problem.seqlen_q.div_ceil(block_q);
     if problem.mask.limits(problem.seqlen_q, problem.seqlen_kv).is_unbounded() || tiles == 0 {
