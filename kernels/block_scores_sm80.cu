@@ -15,6 +15,7 @@ using Element = Config::Element;
 
 constexpr int kThreads = Config::threads;
 constexpr int kChunk = 8;  // elements of a 16-byte load
+constexpr int kLoads = 8;  // of a thread at a time
 constexpr int kTile = Config::tile;
 constexpr int kDepth = 16;  // elements of the means that are multiplied between two barriers
 constexpr int kRowsPerThread = kTile / (kThreads / kWarpSize);  // a warp has these rows of a tile of scores,
@@ -30,13 +31,21 @@ __device__ __forceinline__ void write_mean(const Element* x, int64_t stride, int
   const int team = threadIdx.x / chunks, chunk = threadIdx.x % chunks;
   if (team < teams) {
     float sum[kChunk] = {};
-#pragma unroll 8
-    for (int row = team; row < rows; row += teams) {
-      const uint4 words = __ldg(reinterpret_cast<const uint4*>(x + row * stride + chunk * kChunk));
-      const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll 1
+    for (int first = team; first < rows; first += kLoads * teams) {
+      uint4 words[kLoads];  // under way together, or each would wait for memory
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i)
-        sum[i] += ElementTraits<Element>::to_float(static_cast<uint16_t>(pairs[i / 2] >> (16 * (i % 2))));
+      for (int i = 0; i < kLoads; ++i) {
+        const int row = first + i * teams;
+        words[i] = row < rows ? __ldg(reinterpret_cast<const uint4*>(x + row * stride + chunk * kChunk)) : make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const uint32_t pairs[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
+#pragma unroll
+        for (int j = 0; j < kChunk; ++j)
+          sum[j] += ElementTraits<Element>::to_float(static_cast<uint16_t>(pairs[j / 2] >> (16 * (j % 2))));
+      }
     }
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) sums[team * head_dim + chunk * kChunk + i] = sum[i];

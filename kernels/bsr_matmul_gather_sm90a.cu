@@ -1,9 +1,9 @@
 // Block-sparse (BSR) times dense for Hopper and small blocks: TMA and mma.sync, persistent blocks of one producer warpgroup and two or four
 // of consumers.
 //
-// A tile of C is several block rows of A times block_n columns of B. B arrives once for the union of their block columns
-// (bsr_gather.cuh), and each consumer warp multiplies the blocks of its own block row with it: no multiplication by a missing block is
-// ever executed. Nothing is packed or planned, so the pattern may change between launches.
+// A tile of C is a group of block rows of A times block_n columns of B. B arrives once for the union of their block columns, in stages that
+// the plan of the pattern lists (bsr_gather.cuh), and each consumer warp multiplies the blocks of its own block row with it: no
+// multiplication by a missing block is ever executed. The plan does not know the values: nothing is packed, they may change between launches.
 #include "blockflash/bsr_epilogue.cuh"
 #include "blockflash/bsr_gather.cuh"
 #include "blockflash/ptx/launch.cuh"
@@ -75,10 +75,8 @@ struct Consumer {
   }
 
   // acc += a block of A times a block column of B.
-  __device__ __forceinline__ void multiply(float (&acc)[kTiles][kN / 8][4], uint32_t block, uint32_t column) const {
-    constexpr int kLoads = kTiles * kPairs, kBuffers = 2;
-    Fragments a;
-    load_a(a, block);
+  __device__ __forceinline__ void multiply(float (&acc)[kTiles][kN / 8][4], const Fragments& a, uint32_t column) const {
+    constexpr int kLoads = kTiles * kPairs, kBuffers = 4;
     uint32_t b[kBuffers][4];
 #pragma unroll
     for (int i = 0; i < kBuffers - 1; ++i) load_b(b[i], column, i);
@@ -96,21 +94,18 @@ struct Consumer {
   }
 
   // acc += A·B over the stages of a tile.
-  __device__ __forceinline__ void walk(float (&acc)[kTiles][kN / 8][4]) {
-    bool last = false;
+  __device__ __forceinline__ void walk(float (&acc)[kTiles][kN / 8][4], int stages) {
 #pragma unroll 1
-    while (!last) {
+    for (int i = 0; i < stages; ++i) {
       ptx::mbarrier_wait(barriers.full + 8 * stage, parity);
-      const Stage description = stage_of(smem, stage);
-      const Stage::Head head = description.load();
-      const uint32_t b = smem + stage * kStageBytes;
-      uint32_t block = b + kBBytes + ptx::load_shared(description.slot(warp / kWarpsPerRow)) * kBlockBytes;
+      const uint32_t row = ptx::load_shared(stage_row(smem, stage, warp / kWarpsPerRow)), b = smem + stage * kStageBytes;
+      uint32_t block = b + kBBytes + (row >> 8) * kBlockBytes, mine = row & 0xFF;
 #pragma unroll 1
-      for (uint32_t mine = ptx::load_shared(description.columns(warp / kWarpsPerRow)); mine != 0; mine &= mine - 1, block += kBlockBytes) {
-        const uint32_t before = (mine & -mine) - 1;
-        multiply(acc, block, b + __popc(head.columns & before) * kColumnBytes);
+      for (; mine != 0; mine &= mine - 1, block += kBlockBytes) {
+        Fragments a;
+        load_a(a, block);
+        multiply(acc, a, b + (__ffs(mine) - 1) * kColumnBytes);
       }
-      last = head.last;
       // The products have been issued, so their fragments are here.
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(barriers.empty + 8 * stage);
@@ -119,24 +114,26 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void run(unsigned char* smem_bytes) {
+    const blockflash_bsr_matmul_params& p = params.base;
     float* const slice = reinterpret_cast<float*>(smem_bytes + kSliceOffset) + warp * 16 * kSliceStride;
     if (lane == 0) ptx::mbarrier_arrive(barriers.wanted + 8);  // the second slot holds no tile yet
 #pragma unroll 1
     for (int n = 0;; ++n) {
       ptx::mbarrier_wait(barriers.announced + n % 2 * 8, n / 2 & 1);
-      const TileSlot slot = slot_of(smem, n);
-      const int block_row = ptx::load_shared(slot.row(warp / kWarpsPerRow)), first_column = ptx::load_shared(slot.first_column());
-      if (static_cast<int>(ptx::load_shared(slot.row(0))) < 0) break;
+      const Tile tile = Tile::load(smem, n);
+      if (tile.group < 0) break;
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(barriers.wanted + n % 2 * 8);
+      // A row that does not exist is the first beyond A.
+      const int position = tile.group * kRows + warp / kWarpsPerRow, block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);
+      const int64_t block_row = position < block_rows ? p.row_order[position] : block_rows;
       float acc[kTiles][kN / 8][4] = {};
-      walk(acc);
-      const int64_t first_row = static_cast<int64_t>(block_row) * kBlock;
-      const int64_t column = first_column + warp % kWarpsPerRow * kN;
+      walk(acc, tile.stages);
+      const int64_t column = tile.first_column + warp % kWarpsPerRow * kN;
       bool stored = true;  // all of it or nothing
 #pragma unroll
-      for (int m = 0; m < kTiles; ++m) stored &= store_tile_directly(params.base, acc[m], first_row + m * 16, column, lane);
-      if (!stored) store_tile<kSliceN, kSliceStride>(params.base, acc, slice, first_row, column, lane);
+      for (int m = 0; m < kTiles; ++m) stored &= store_tile_directly(p, acc[m], block_row * kBlock + m * 16, column, lane);
+      if (!stored) store_tile<kSliceN, kSliceStride>(p, acc, slice, block_row * kBlock, column, lane);
     }
   }
 };
@@ -165,10 +162,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_tma_params param
   constexpr int kConsumerRegisters = !kMany ? 232 : kWide ? 112 : 104, kProducerRegisters = !kMany ? 40 : kWide ? 32 : 64;
   if (warp < 4) {
     ptx::lower_registers<kProducerRegisters>();
-    if (warp == 0) schedule(params, smem, barriers);
-    if (warp == 1) merge(params, smem, barriers);
-    if (warp == 2) copy_b(params, smem, barriers);
-    if (warp == 3) copy_a(params, smem, barriers);
+    if (threadIdx.x == 0) schedule(params, smem, barriers);
+    if (warp > 0) copy(params, smem, barriers, warp - 1);
   } else {
     ptx::raise_registers<kConsumerRegisters>();
     Consumer(params, barriers, smem).run(smem_bytes);

@@ -1,10 +1,12 @@
 // Block-sparse (BSR) times dense for Hopper: TMA, WGMMA, persistent blocks of one producer warpgroup and two consumer warpgroups.
 //
-// A tile of C is one block row of A, or two that share B, times block_n columns of B. The blocks of the row laid end to end are the depth
+// A tile of C is one block row of op(A), or two that share B, times block_n columns of B. The blocks of the row laid end to end are the depth
 // of a dense matmul, 64 of it a stage, whose rows of B are gathered by the column indices: blocks of A come straight from the values,
 // nothing is packed or planned, so the pattern may change between launches. While consumers store a tile the producer fills the ring
-// for the next.
+// for the next. op(A) is A or, by an index of its block columns, the transposed A; B is row-major or column-major.
 #include "blockflash/bsr_epilogue.cuh"
+#include "blockflash/bsr_epilogue_columns.cuh"
+#include "blockflash/bsr_epilogue_copy.cuh"
 #include "blockflash/bsr_pipeline.cuh"
 #include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/wgmma.cuh"
@@ -16,10 +18,16 @@ namespace {
 constexpr int kRowGroups = kRows * kSteps, kColumnGroups = Config::warpgroups / kRowGroups;
 constexpr int kN = kBlockN / kColumnGroups;  // columns of a warpgroup
 static_assert(kRowGroups * kColumnGroups == Config::warpgroups && kN % 64 == 0, "tiles divide among the warpgroups");
+static_assert(!Config::b_column_major || kBlockN <= 256, "a box has at most 256 columns of B");
 
-// Accumulators on their way to C, 16 rows × kSliceN columns per warp. A few floats more keep the rows of a store in different banks.
-constexpr int kSliceStride = (Config::smem_bytes - kSliceOffset) / (Config::warpgroups * 4 * 16 * 4), kSliceN = kSliceStride / 16 * 16;
-static_assert(kSliceN >= 16 && kSliceStride % 4 == 0, "slices hold pieces of eight columns, 16-byte aligned");
+// 16 further along K in units of descriptors: on in the rows of a K-major operand, 16 rows down in an MN-major one.
+constexpr int kNextA = Config::a_transposed ? 16 * 128 >> 4 : 32 >> 4, kNextB = Config::b_column_major ? 32 >> 4 : 16 * 128 >> 4;
+
+// C on its way to memory: pages of a warp for tensor copies, or its slice of 16 rows × kSliceN columns of accumulators, whose rows a few
+// floats more keep in different banks.
+constexpr int kStagingBytes = (Config::smem_bytes - kStagingOffset) / kConsumerWarps, kPages = kStagingBytes / kPageBytes;
+constexpr int kSliceN = kStagingBytes >= 16 * 40 * 4 ? 32 : 16, kSliceStride = kSliceN * 5 / 4;
+static_assert(kPages <= 2 && kStagingBytes >= 16 * kSliceStride * 4, "there is room for either");
 
 struct Consumer {
   const Params& params;
@@ -36,8 +44,9 @@ struct Consumer {
 
   // acc += A·B over the stages of a tile: so many, or up to the one that says that it is the last.
   __device__ __forceinline__ void multiply(float (&acc)[kN / 2], int steps) {
-    const uint64_t a_ring = ptx::wgmma_descriptor(smem + warpgroup % kRowGroups * 64 * 128);
-    const uint64_t b_ring = ptx::wgmma_descriptor_mn(smem + kABytes + warpgroup / kRowGroups * (kN / 64) * kPanelBytes, kPanelBytes, 1024);
+    const uint32_t a_smem = smem + warpgroup % kRowGroups * 64 * 128, b_smem = smem + kABytes + warpgroup / kRowGroups * kN * 128;
+    const uint64_t a_ring = Config::a_transposed ? ptx::wgmma_descriptor_mn(a_smem, kPanelBytes, 1024) : ptx::wgmma_descriptor(a_smem);
+    const uint64_t b_ring = Config::b_column_major ? ptx::wgmma_descriptor(b_smem) : ptx::wgmma_descriptor_mn(b_smem, kPanelBytes, 1024);
     int before = 0;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
@@ -55,7 +64,8 @@ struct Consumer {
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < Config::block_k / 16; ++k)
-          ptx::Wgmma<kN, Element>::template ss<true, true>(acc, a_ring + offset + k * (32 >> 4), b_ring + offset + k * (16 * 128 >> 4));
+          ptx::Wgmma<kN, Element>::template ss<true, !Config::b_column_major, Config::a_transposed>(
+              acc, a_ring + offset + k * kNextA, b_ring + offset + k * kNextB);
         ptx::wgmma_commit_group();
       } else {
         ptx::wgmma_commit_group();  // of nothing, so that the group before is always the one to wait for
@@ -72,7 +82,8 @@ struct Consumer {
 
   __device__ __forceinline__ void run(unsigned char* smem_bytes) {
     const int warp = threadIdx.x / 32 % 4;
-    float* const slice = reinterpret_cast<float*>(smem_bytes + kSliceOffset) + (warpgroup * 4 + warp) * 16 * kSliceStride;
+    const uint32_t pages = smem + kStagingOffset + (warpgroup * 4 + warp) * kPages * kPageBytes;
+    float* const slice = reinterpret_cast<float*>(smem_bytes + kStagingOffset) + (warpgroup * 4 + warp) * 16 * kSliceStride;
     if (lane() == 0) ptx::mbarrier_arrive(barriers.wanted + 8);  // the second slot holds no tile yet
 #pragma unroll 1
     for (int n = 0;; ++n) {
@@ -94,9 +105,14 @@ struct Consumer {
       const int64_t first_row = static_cast<int64_t>(block_row) * kBlock + warpgroup % kSteps * 64 + warp * 16;
       const auto& tiles = reinterpret_cast<const float(&)[1][kN / 8][4]>(acc);
       const int64_t column = first_column + warpgroup / kRowGroups * kN;
-      if (!store_tile_directly(params.base, tiles[0], first_row, column, lane()))
+      if (kPages > 0 && params.c_by_copies)
+        store_tile_by_copies<kPages ? kPages : 1>(params, tiles[0], pages, first_row, column, lane());
+      else if (params.base.c_column_major)
+        store_tile_columns<kSliceN, kSliceStride>(params.base, tiles[0], slice, first_row, column, lane());
+      else if (!store_tile_directly(params.base, tiles[0], first_row, column, lane()))
         store_tile<kSliceN, kSliceStride>(params.base, tiles, slice, first_row, column, lane());
     }
+    if (kPages > 0 && lane() == 0) ptx::tensor_store_wait();
   }
 };
 

@@ -1,6 +1,6 @@
 //! What the test suites of blockflash share. There is one of each:
 //!
-//! - cases ([`attention::AttentionCase`], [`bsr::BsrCase`]): a problem as plain data, from which everything follows;
+//! - cases ([`attention::AttentionCase`], [`bsr::BsrCase`], [`sddmm::SddmmCase`]): a problem as plain data, from which everything follows;
 //! - generators of cases (proptest strategies) and of N(0,1) numbers, never scaled down;
 //! - the oracle in f64 and the plain same-precision computation beside it;
 //! - the [tolerance] rule, which compares a result with both;
@@ -23,6 +23,7 @@ pub mod host;
 pub mod number;
 pub mod placement;
 pub mod property;
+pub mod sddmm;
 pub mod tolerance;
 
 /// The example of the repository's README compiles and runs.

@@ -124,6 +124,7 @@ fn products() -> Vec<BsrCase> {
         block_sizes: vec![16, 32, 64, 128],
         blocks: 5,
         columns: 300,
+        any_layout: false,
     };
     // `matmul` has no old C.
     samples(60, bsr_cases(limits)).into_iter().map(|case| BsrCase { beta: 0.0, ..case }).collect()

@@ -2,7 +2,8 @@
 
 use blockflash_ops::{BsrMatrix, DType, Device, Stream, View};
 use blockflash_tests::bsr::{
-    BsrCase, BsrData, BsrInputs, Kernel, Limits, Pattern, bsr_cases, edge_cases, epilogue_cases, run_case,
+    BsrCase, BsrData, BsrInputs, Kernel, Limits, Pattern, bsr_cases, column_cases, edge_cases,
+    epilogue_cases, run_case,
 };
 use blockflash_tests::{host::download, property};
 
@@ -30,6 +31,7 @@ fn random_cases_in_half_precision() {
         block_sizes: vec![16, 32, 64, 128],
         blocks: 4,
         columns: 260,
+        any_layout: true,
     };
     let stream = cpu();
     property::check(150, bsr_cases(limits), |case| run_case(&case, Kernel::Selected, &stream).map(drop));
@@ -42,6 +44,7 @@ fn random_cases_that_only_the_cpu_takes() {
         block_sizes: vec![1, 2, 3, 5, 8, 24, 100],
         blocks: 7,
         columns: 130,
+        any_layout: true,
     };
     let stream = cpu();
     property::check(150, bsr_cases(limits), |case| run_case(&case, Kernel::Selected, &stream).map(drop));
@@ -51,6 +54,52 @@ fn random_cases_that_only_the_cpu_takes() {
 fn tile_edges() {
     for (dtype, block_size) in [(DType::F16, 16), (DType::BF16, 32), (DType::F16, 64)] {
         run_all(edge_cases(dtype, block_size, 128, 64));
+        run_all(column_cases(dtype, block_size, 128));
+    }
+}
+
+/// What the suite of the GPU kernels relies on: a case made for a row is one that the row accepts.
+#[test]
+fn cases_lie_as_a_row_takes_them() {
+    let stream = cpu();
+    for (row, tile) in manifest::all_rows().iter().filter_map(|row| Some((row, row.bsr_tile()?))) {
+        // Tiles differ in sizes only, and these do not matter here.
+        if (tile.dtype, tile.block_n) != (DType::F16, 128) {
+            continue;
+        }
+        let size = tile.block_size as usize;
+        for case in
+            edge_cases(DType::F16, size, 128, 64).into_iter().chain(column_cases(DType::F16, size, 128))
+        {
+            let [_, n, _] = case.mnk;
+            let case = case.for_row(row);
+            let inputs = BsrInputs::upload(&case, &BsrData::generate(&case), &stream).unwrap();
+            let problem = inputs.problem(&stream).unwrap();
+            // A single column, or none, is one of rows: kernels for columns take it where A is transposed only.
+            let taken = n > 1 || !tile.b_column_major || tile.a_transposed && n == 1;
+            let gpu = hopper();
+            let accepted = bsr_matmul::accepts(row, &problem, &gpu);
+            assert!(accepted.is_ok() || !taken || row.target != Target::Sm90a, "{accepted:?}: {case:?}");
+        }
+    }
+}
+
+#[test]
+fn the_transpose_by_an_index_is_the_transposed_matrix_bit_by_bit() {
+    let stream = cpu();
+    for (size, pattern) in [(16, Pattern::Random(0.4)), (7, Pattern::EmptyRows(0.5)), (64, Pattern::Full)] {
+        for n in [1, 33, 200] {
+            let case = BsrCase::simple(DType::F16, size, [5 * size - 3, n, 4 * size + 1], pattern);
+            let data = BsrData::generate(&case);
+            let bits = |transposed| {
+                let case = BsrCase { transposed, ..case.clone() };
+                let inputs = BsrInputs::upload(&case, &data, &stream).unwrap();
+                let mut c = inputs.old_c(&data, &stream).unwrap();
+                inputs.launch(&mut c, Kernel::Selected, &stream).unwrap();
+                download(&stream, &c).unwrap()
+            };
+            assert!(bits(true) == bits(false), "{case:?}");
+        }
     }
 }
 

@@ -4,8 +4,8 @@ use blockflash_ops::{BsrMatmul, DType, Stream, Tensor};
 use blockflash_sys::Row;
 use blockflash_sys::manifest::BsrTile;
 use blockflash_tests::bsr::{
-    BsrCase, BsrData, BsrInputs, BsrReference, Kernel, Limits, Pattern, bsr_cases, check_output, edge_cases,
-    epilogue_cases, run_on_row,
+    BsrCase, BsrData, BsrInputs, BsrReference, Kernel, Limits, Pattern, bsr_cases, check_output,
+    column_cases, edge_cases, epilogue_cases, run_on_row,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
 use blockflash_tests::host::{download, poisoned};
@@ -32,14 +32,18 @@ fn cases_of((dtype, block_size): (DType, u32), rows: &[(&'static Row, BsrTile)])
         rows.iter().map(|(_, tile)| (tile.block_n as usize, tile.block_k as usize)).collect();
     tiles.sort_unstable();
     tiles.dedup();
-    let mut cases: Vec<BsrCase> =
-        tiles.into_iter().flat_map(|(block_n, block_k)| edge_cases(dtype, size, block_n, block_k)).collect();
+    let mut cases: Vec<BsrCase> = tiles
+        .iter()
+        .flat_map(|&(block_n, block_k)| edge_cases(dtype, size, block_n, block_k))
+        .chain(tiles.iter().flat_map(|&(block_n, _)| column_cases(dtype, size, block_n)))
+        .collect();
     cases.extend(epilogue_cases(dtype, size));
     // More block rows than multiprocessors, more steps than pipeline stages.
     for pattern in [Pattern::Random(0.1), Pattern::OneLongRow, Pattern::EmptyRows(0.2)] {
         cases.push(BsrCase::simple(dtype, size, [300 * size - 5, 520, 70 * size - 3], pattern));
     }
-    let limits = Limits { dtypes: vec![dtype], block_sizes: vec![size], blocks: 9, columns: 600 };
+    let limits =
+        Limits { dtypes: vec![dtype], block_sizes: vec![size], blocks: 9, columns: 600, any_layout: true };
     cases.extend(property::samples(60, bsr_cases(limits)));
     cases
 }
@@ -61,6 +65,9 @@ fn every_row() {
             report.run(row, || replays_a_graph(row, &tile, stream).map_err(story("graph")));
             report.run(row, || repeats_its_bits(row, &tile, stream).map_err(story("repeat")));
             report.run(row, || runs_in_two_threads(row, &tile, &gpu).map_err(story("threads")));
+            if tile.a_transposed {
+                report.run(row, || is_the_transposed_matrix(row, &rows, stream).map_err(story("transpose")));
+            }
         }
     }
     beyond_31_bits(&gpu, &mut report);
@@ -116,6 +123,39 @@ fn repeats_its_bits(row: &'static Row, tile: &BsrTile, stream: &Stream) -> Resul
         }
     }
     Ok(30)
+}
+
+/// Aᵀ by an index, and the transposed matrix by the kernel with the same tiles: equal bits.
+fn is_the_transposed_matrix(
+    row: &'static Row,
+    rows: &[(&'static Row, BsrTile)],
+    stream: &Stream,
+) -> Result<usize, String> {
+    let tile = row.bsr_tile().ok_or("no tile")?;
+    let same = BsrTile { a_transposed: false, ..tile };
+    let is_other = |(other, tile): &&(&'static Row, BsrTile)| *tile == same && other.source() == row.source();
+    let (other, _) = rows.iter().find(is_other).ok_or("no kernel with the same tiles")?;
+    let size = tile.block_size as usize;
+    let mut compared = 0;
+    for (seed, pattern) in
+        [Pattern::Random(0.3), Pattern::EmptyRows(0.5), Pattern::Full].into_iter().enumerate()
+    {
+        let mnk = [11 * size - 3, 2 * tile.block_n as usize + 40, 9 * size - 5];
+        let case = BsrCase { seed: seed as u64, ..BsrCase::simple(tile.dtype, size, mnk, pattern) };
+        let data = BsrData::generate(&case);
+        let bits = |row: &'static Row| -> Result<Vec<u32>, String> {
+            let inputs = BsrInputs::upload(&case.clone().for_row(row), &data, stream)?;
+            let mut c = inputs.old_c(&data, stream)?;
+            inputs.launch(&mut c, Kernel::Row(row), stream).map_err(|error| error.to_string())?;
+            wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
+            download(stream, &c)
+        };
+        if bits(row)? != bits(other)? {
+            return Err(format!("bits differ from those of {}\n    {case:?}", other.image_name()));
+        }
+        compared += 1;
+    }
+    Ok(compared)
 }
 
 fn runs_in_two_threads(row: &'static Row, tile: &BsrTile, gpu: &Gpu) -> Result<usize, String> {
@@ -174,6 +214,10 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
         for (row, tile) in
             gpu.rows().filter_map(|row| Some((row, row.bsr_tile()?))).filter(|(_, tile)| tile.dtype == dtype)
         {
+            // B and C lie by rows here, and A as it is.
+            if tile.a_transposed || tile.b_column_major {
+                continue;
+            }
             report.run(row, || {
                 let case = case(tile.block_size as usize);
                 let data = BsrData { b: b_data.clone(), ..BsrData::generate(&case) };

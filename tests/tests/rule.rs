@@ -87,6 +87,7 @@ fn accepts_a_faithful_product() {
         block_sizes: vec![16, 32],
         blocks,
         columns,
+        any_layout: false,
     };
     property::check(300, bsr_cases(limits(2, 9)), |case| judge_product(&case, None));
     property::check(40, bsr_cases(limits(8, 70)), |case| judge_product(&case, None));

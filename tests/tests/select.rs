@@ -3,8 +3,8 @@
 use blockflash_ops::attention::{self, AttentionProblem, Mask};
 use blockflash_ops::bsr_matmul::{self, BsrProblem};
 use blockflash_ops::{
-    Align, BlockMaskSizes, ComputeCapability, CudaProperties, DType, Error, Row, Status, attention_flops,
-    bsr_flops, support_with,
+    Align, BlockMaskSizes, ComputeCapability, CudaProperties, DType, Error, Major, Row, Status,
+    attention_flops, bsr_flops, support_with,
 };
 use blockflash_sys::manifest::{self, Variant};
 use proptest::prelude::*;
@@ -123,13 +123,22 @@ proptest! {
         dtype in select(vec![DType::F16, DType::BF16, DType::F32]),
         block_size in select(vec![1usize, 8, 16, 32, 48, 64, 128, 256]),
         mnk in (0..5000usize, 0..5000usize, 0..5000usize),
+        // Mostly as most kernels take them.
+        (a_transposed, [b, c]) in prop_oneof![
+            3 => Just((false, [Major::Row; 2])),
+            1 => (any::<bool>(), [select(Major::ALL.to_vec()), select(Major::ALL.to_vec())]),
+        ],
     ) {
-        let problem = BsrProblem::new(dtype, [mnk.0, mnk.1, mnk.2], block_size, 7);
+        let problem = BsrProblem::new(dtype, [mnk.0, mnk.1, mnk.2], block_size, 7).lying(a_transposed, b, c);
         let is_hopper = |row: &Row| matches!(row.variant, Variant::BsrMatmulHopper(_));
-        // Tensor maps want rows of B at multiples of 16 bytes.
+        // Tensor maps want rows or columns of B at multiples of 16 bytes.
+        let line = if b == Major::Row { mnk.1 } else { mnk.2 };
+        let any_c = |row: &Row| matches!(row.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers());
         let fits = |row: &Row| row.bsr_tile().is_some_and(|tile| {
             tile.dtype == dtype && tile.block_size as usize == block_size
-        }) && runs(row, &gpu) && (!is_hopper(row) || mnk.1 % 8 == 0 || mnk.2 == 0);
+                && tile.a_transposed == a_transposed && tile.b_column_major == (b == Major::Column)
+        }) && runs(row, &gpu) && (c == Major::Row || any_c(row))
+            && (!is_hopper(row) || line % 8 == 0 || mnk.1 == 0 || mnk.2 == 0);
         let possible: Vec<&Row> = manifest::rows().iter().filter(|row| fits(row)).collect();
         match bsr_matmul::select(&problem, &gpu) {
             Ok(row) => {

@@ -2,7 +2,9 @@
 
 use crate::workspace::{read, root, write};
 use anyhow::{Context, Result};
-use blockflash_sys::manifest::{self, AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, Variant};
+use blockflash_sys::manifest::{
+    self, AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmmHopper, Variant,
+};
 use blockflash_sys::{Row, Target};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,6 +20,8 @@ enum Line {
     AttentionForward { head_dim: u32 },
     BlockMasks,
     BsrMatmul { block_size: u32 },
+    BsrMatmulTransposed { block_size: u32 },
+    BsrSddmm { block_size: u32 },
 }
 
 /// Whether the README's table is what the manifest gives.
@@ -78,6 +82,10 @@ fn markdown(rows: &[Row]) -> String {
                 format!("| attention under a block mask | multiples of {block} × {block} | {types} |")
             }
             Line::BsrMatmul { block_size } => format!("| BSR matmul | block {block_size} | {types} |"),
+            Line::BsrMatmulTransposed { block_size } => {
+                format!("| BSR matmul, Aᵀ, column-major B | block {block_size} | {types} |")
+            }
+            Line::BsrSddmm { block_size } => format!("| sampled product | block {block_size} | {types} |"),
         };
         if let Line::AttentionForward { head_dim } = *line {
             smaller = head_dim;
@@ -96,9 +104,17 @@ fn describe(row: &Row) -> Option<(Line, &'static str)> {
         | Variant::AttentionFwdHopper(AttentionFwdHopper { head_dim, dtype, .. }) => {
             Some((Line::AttentionForward { head_dim }, dtype.name()))
         }
+        Variant::BsrMatmulHopper(BsrMatmulHopper {
+            block_size, dtype, a_transposed, b_column_major, ..
+        }) if a_transposed || b_column_major => {
+            Some((Line::BsrMatmulTransposed { block_size }, dtype.name()))
+        }
         Variant::BsrMatmul(BsrMatmul { block_size, dtype, .. })
         | Variant::BsrMatmulHopper(BsrMatmulHopper { block_size, dtype, .. }) => {
             Some((Line::BsrMatmul { block_size }, dtype.name()))
+        }
+        Variant::BsrSddmmHopper(BsrSddmmHopper { block_size, dtype, .. }) => {
+            Some((Line::BsrSddmm { block_size }, dtype.name()))
         }
         // Prepares the operand of an operation, or computes nothing that a user asks for.
         Variant::BlockMask(_) | Variant::Probe(_) => None,
@@ -132,6 +148,17 @@ mod tests {
         );
         let columns: BTreeSet<usize> = table.lines().map(|line| line.matches('|').count()).collect();
         assert_eq!(columns.len(), 1, "{table}");
+    }
+
+    #[test]
+    fn what_only_some_kernels_take_has_lines_of_its_own() {
+        let table = markdown(manifest::all_rows());
+        for block in [64, 128] {
+            let line =
+                format!("| BSR matmul, Aᵀ, column-major B | block {block} | bf16, f16 | – | – | – | yes |");
+            assert!(table.contains(&line), "{table}");
+        }
+        assert!(!table.contains("column-major B | block 32"), "{table}");
     }
 
     #[test]

@@ -9,12 +9,14 @@ mod attention;
 mod block_scores;
 mod blocks;
 mod bsr_matmul;
+mod bsr_sddmm;
 mod sequences;
 
 pub use attention::{AttentionCase, attention};
 pub use block_scores::block_scores;
 pub use blocks::Blocks;
 pub use bsr_matmul::{Activation, BsrCase, bsr_matmul};
+pub use bsr_sddmm::{SddmmCase, bsr_sddmm};
 
 use blockflash_sys::DType;
 use half::{bf16, f16};

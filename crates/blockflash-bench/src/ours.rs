@@ -5,6 +5,7 @@ mod block_lists;
 mod host;
 mod mask_operands;
 mod operands;
+mod sddmm_operands;
 
 use crate::case::Case;
 use crate::error::{Error, Result};
@@ -237,6 +238,22 @@ mod tests {
         let odd = "mask_s1000_h2_b100_top3".parse().unwrap();
         let refused = Ours::new(&odd, &stream, Cache::Warm, 5, None).unwrap_err();
         assert!(refused.to_string().contains("multiple of 64"), "{refused}");
+    }
+
+    #[test]
+    fn sampled_products_are_verified_and_timed_on_the_cpu() {
+        let stream = Device::cpu().stream().unwrap();
+        for layouts in ["row_row", "row_column", "column_row", "column_column"] {
+            let case = format!("sddmm_m100_n90_k70_b32_d0.5_uniform_{layouts}_bf16").parse().unwrap();
+            let mut ours = Ours::new(&case, &stream, Cache::Warm, 5, None).unwrap();
+            let kernel = &ours.kernels[0];
+            assert!(
+                kernel.verified && kernel.rel_err > 0.0 && kernel.rel_err < 1e-2,
+                "{case} {}",
+                kernel.rel_err
+            );
+            assert!(ours.window(0, 1.0).unwrap().us > 0.0);
+        }
     }
 
     #[test]

@@ -78,7 +78,30 @@ fn attention_options_are_right_against_the_reference() {
 
 #[test]
 fn bsr_options_are_right_against_the_reference() {
-    let options: [&[&str]; 7] = [
+    let options: [&[&str]; 10] = [
+        &["--random", "50x33x70", "--block", "16", "--density", "0.4", "--transpose-a", "--dtype", "bf16"],
+        &["--random", "70x16x50", "--b-layout", "column", "--c-layout", "row", "--bias", "random"],
+        &[
+            "--random",
+            "70x16x50",
+            "--block",
+            "32",
+            "--density",
+            "0.7",
+            "--transpose-a",
+            "--b-layout",
+            "column",
+            "--c-layout",
+            "column",
+            "--beta",
+            "2",
+            "--c",
+            "random",
+            "--bias",
+            "random",
+            "--bias-axis",
+            "column",
+        ],
         &["--random", "64x40x96", "--block", "16", "--density", "0.3"],
         &["--random", "50x33x70", "--block", "16", "--density", "1"],
         &["--random", "50x33x70", "--block", "32", "--density", "0"],
@@ -94,6 +117,10 @@ fn bsr_options_are_right_against_the_reference() {
     }
     let report = json(&["bsr-matmul", "--random", "64x10x64", "--block", "16", "--density", "0.25"]);
     assert_eq!(report["flops"], 2.0 * 4.0 * 256.0 * 10.0);
+    // The sizes are those of the product: A is stored the other way round.
+    let report = json(&["bsr-matmul", "--random", "64x10x48", "--block", "16", "--transpose-a"]);
+    assert_eq!(report["tensors"]["a"]["shape"], serde_json::json!([48, 64]));
+    assert_eq!(report["tensors"]["c"]["shape"], serde_json::json!([64, 10]));
 }
 
 /// f32 `.npy` files and an f16 `.safetensors` file of the same values give the same result.
@@ -142,6 +169,14 @@ fn bsr_files_round_trip() {
     assert_eq!(report["tensors"]["a"]["shape"], serde_json::json!([48, 32]));
     let c = load(&c_path, "", DType::F32);
     assert_eq!((c.shape(), c.to_f32(80..160)), (&[48, 5][..], vec![0.0; 80]));
+
+    // Columns in memory do not change what the file has; the transpose needs A's shape.
+    let columns = folder.path("columns.npy");
+    json(&[&run[..], &["--c-layout", "column", "--out", &columns, "--out-dtype", "f32"]].concat());
+    assert_eq!(load(&columns, "", DType::F32), c);
+    let report = json(&[&run[..], &["--b-layout", "column", "--c-layout", "column", "--check"]].concat());
+    assert_eq!(report["check"]["passed"], true);
+    assert!(refused(&[&run[..], &["--transpose-a"]].concat()).contains("`shape`"));
 
     // C as an operand, and a bias.
     let bias_path = folder.path("bias.npy");

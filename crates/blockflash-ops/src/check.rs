@@ -2,7 +2,7 @@
 
 use crate::{Error, Result};
 use blockflash_safe::{Device, View, ViewMut};
-use blockflash_sys::DType;
+use blockflash_sys::{DType, Major};
 
 /// What a check needs to know of a borrowed tensor, read-only or exclusive.
 #[derive(Clone, Copy)]
@@ -53,6 +53,22 @@ impl<'a> Operand<'a> {
             }),
             _ => Ok(()),
         }
+    }
+
+    /// What is contiguous in a matrix, its rows or its columns, and the elements from one to the next. A single one has no next; its own
+    /// length, rounded up to a multiple of 8, keeps it aligned if it can be. Where both are contiguous it is the rows, unless only columns
+    /// are as far apart as is not `worse`.
+    pub(crate) fn lines(&self, worse: impl Fn(usize) -> bool) -> Result<(Major, usize)> {
+        let lines = |major: Major| {
+            let (along, across) = if major == Major::Row { (1, 0) } else { (0, 1) };
+            let contiguous = self.shape[along] <= 1 || self.strides[along] == 1;
+            let own = self.shape[along].next_multiple_of(8);
+            contiguous.then(|| (major, if self.shape[across] > 1 { self.strides[across] } else { own }))
+        };
+        Major::ALL.into_iter().filter_map(lines).min_by_key(|&(_, stride)| worse(stride)).ok_or_else(|| {
+            let expected = "its rows or its columns must be contiguous (stride 1)";
+            Error::Stride { what: self.what, expected, found: self.strides.to_vec() }
+        })
     }
 
     /// The operand must live where the stream works.

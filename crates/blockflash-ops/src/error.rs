@@ -54,7 +54,7 @@ pub enum Error {
     /// No kernel for this combination on this device.
     #[error("{op} is not supported on {arch}: {what}")]
     Unsupported {
-        /// `attention`, `bsr_matmul` or `block_mask`.
+        /// `attention`, `bsr_matmul`, `bsr_sddmm` or `block_mask`.
         op: &'static str,
         /// `cpu` or the architecture of the GPU, `sm_90`.
         arch: String,
@@ -95,7 +95,7 @@ pub enum Error {
         problem: String,
     },
 
-    /// The index arrays of a block-sparse matrix are wrong.
+    /// The index arrays of a block-sparse matrix are wrong, or the transpose that is given with one is that of another pattern.
     #[error("invalid BSR matrix: {0}")]
     InvalidBsr(String),
 
@@ -135,7 +135,7 @@ pub enum Error {
     /// A prepared call was used for another problem or on another device.
     #[error("this {op} call differs from the prepared one in sizes, strides, types, options or device")]
     NotPrepared {
-        /// `attention`, `bsr_matmul` or `block_mask`.
+        /// `attention`, `bsr_matmul`, `bsr_sddmm` or `block_mask`.
         op: &'static str,
     },
 

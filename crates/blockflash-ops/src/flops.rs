@@ -3,6 +3,7 @@
 
 use crate::attention::AttentionProblem;
 use crate::bsr_matmul::BsrProblem;
+use crate::bsr_sddmm::BsrSddmmProblem;
 
 /// FLOPs of an attention forward pass: `4 * visited pairs * head_dim` for each batch entry and query head. `None` when the
 /// batch is variable-length, see [`attention_varlen_flops`], or when there is a block mask, see
@@ -34,6 +35,11 @@ pub fn attention_varlen_flops(
 /// FLOPs of a BSR matmul: `2 * nnz_blocks * block_size² * n`.
 pub fn bsr_flops(problem: &BsrProblem) -> u64 {
     scaled(2, &[problem.nnz_blocks, problem.block_size, problem.block_size, problem.n])
+}
+
+/// FLOPs of a sampled product: `2 * nnz_blocks * block_size² * k`.
+pub fn bsr_sddmm_flops(problem: &BsrSddmmProblem) -> u64 {
+    scaled(2, &[problem.nnz_blocks, problem.block_size, problem.block_size, problem.k])
 }
 
 fn scaled(count: u64, factors: &[usize]) -> u64 {
@@ -73,5 +79,7 @@ mod tests {
     #[test]
     fn bsr_counts_stored_blocks() {
         assert_eq!(bsr_flops(&BsrProblem::new(DType::F16, [100, 30, 70], 32, 5)), 2 * 5 * 1024 * 30);
+        let sampled = BsrSddmmProblem::new(DType::F16, [100, 30, 70], 32, 5, [crate::Major::Row; 2]);
+        assert_eq!(bsr_sddmm_flops(&sampled), 2 * 5 * 1024 * 70);
     }
 }

@@ -3,7 +3,8 @@
 //! # Where to look
 //!
 //! - [`Attention`]: softmax attention with causal and window [`Mask`]s, grouped heads, softcap, sinks, variable length.
-//! - [`BsrMatmul`]: a block-sparse [`BsrMatrix`] times a dense matrix, with bias and activation.
+//! - [`BsrMatmul`]: a block-sparse [`BsrMatrix`], or its transpose, times a dense matrix or the other way round, with bias and activation.
+//! - [`BsrSddmm`]: a product of dense matrices at the stored blocks of a [`BsrMatrix`] only, as gradients of its values need it.
 //! - [`BlockMask`]: which blocks of queries × keys block-sparse [`Attention`] visits; a [`BlockMaskBuffer`] builds one on a GPU.
 //! - [`support`]: what runs on a device, and why not otherwise.
 //!
@@ -16,6 +17,7 @@ mod arch;
 pub mod attention;
 pub mod block_sparse;
 pub mod bsr_matmul;
+pub mod bsr_sddmm;
 mod check;
 mod error;
 mod float;
@@ -28,14 +30,15 @@ pub use attention::{
     PreparedAttention,
 };
 pub use block_sparse::{BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource};
-pub use bsr_matmul::{Activation, Bias, BsrMatmul, BsrMatrix, BsrProblem, PreparedBsrMatmul};
+pub use bsr_matmul::{Activation, Bias, BsrMatmul, BsrMatrix, BsrProblem, BsrTranspose, PreparedBsrMatmul};
+pub use bsr_sddmm::{BsrSddmm, BsrSddmmProblem, DenseLayout, PreparedBsrSddmm};
 pub use error::{Error, Result};
-pub use flops::{attention_flops, attention_varlen_flops, bsr_flops};
+pub use flops::{attention_flops, attention_varlen_flops, bsr_flops, bsr_sddmm_flops};
 pub use support::{Status, SupportRow, support, support_with};
 
 pub use blockflash_safe::{
     ComputeCapability, CudaProperties, CudaStatus, DType, Device, Element, Event, Graph, LaunchConfig,
-    Layout, Row, Stream, Target, Tensor, View, ViewMut, cuda_status,
+    Layout, Major, Row, Stream, Target, Tensor, View, ViewMut, cuda_status,
 };
 
 #[cfg(test)]

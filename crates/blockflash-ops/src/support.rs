@@ -1,18 +1,19 @@
 use crate::attention::{self, AttentionProblem, BlockMaskSizes};
 use crate::bsr_matmul::{self, BsrProblem};
+use crate::bsr_sddmm::{self, BsrSddmmProblem};
 use crate::{Error, Result};
-use blockflash_safe::{CudaProperties, Device};
+use blockflash_safe::{CudaProperties, Device, Major};
 use blockflash_sys::manifest;
 use blockflash_sys::{DType, Row, Target};
 
 /// One line of the support table: an operation, an element type and a range of sizes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SupportRow {
-    /// `attention` or `bsr_matmul`.
+    /// `attention`, `bsr_matmul` or `bsr_sddmm`.
     pub op: &'static str,
     /// Element type of the inputs.
     pub dtype: DType,
-    /// What the line is about: `head_dim 72..=96`, the same with `blocks of 64 × 64` of a block mask, `block 32`.
+    /// What the line is about: `head_dim 72..=96`, the same with `blocks of 64 × 64` of a block mask, `block 32`, the same with a `transposed A` or a `column-major B and C`.
     pub size: String,
     /// What runs, or why nothing does.
     pub status: Status,
@@ -41,7 +42,8 @@ pub enum Status {
 
 /// What runs on a device: every operation, element type and size that some kernel is made for, and what each would use here.
 /// For attention under a block mask it is the kernel for the smallest blocks and for twice as large ones; other blocks may take
-/// another. For a BSR matmul it is the kernel for many columns; few columns may take a narrower one.
+/// another. For a BSR matmul it is the kernel for many columns; few columns may take a narrower one. For a sampled product it is the
+/// kernel for the gradient of weights, a column-major A and a row-major B; other layouts have their own.
 pub fn support(device: &Device) -> Vec<SupportRow> {
     support_with(device.cuda_properties())
 }
@@ -70,10 +72,29 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
             // As many columns as the widest tile of all: no waste speaks against it.
             let problem = BsrProblem::new(dtype, [block, 1 << 20, block], block, 1);
             push(bsr_matmul::OP, format!("block {block_size}"), &|gpu| bsr_matmul::select(&problem, gpu));
+            for (layout, a_transposed, lines) in BSR_LAYOUTS {
+                let problem = problem.lying(a_transposed, lines, lines);
+                let size = format!("block {block_size}, {layout}");
+                push(bsr_matmul::OP, size, &|gpu| bsr_matmul::select(&problem, gpu));
+            }
+        }
+        // Those on trial, too: the CPU computes them, and a GPU says what is missing.
+        for block_size in bsr_sddmm::block_sizes(manifest::all_rows()) {
+            let block = block_size as usize;
+            let layouts = [Major::Column, Major::Row];
+            let problem = BsrSddmmProblem::new(dtype, [block; 3], block, 1, layouts);
+            push(bsr_sddmm::OP, format!("block {block_size}"), &|gpu| bsr_sddmm::select(&problem, gpu));
         }
     }
     table
 }
+
+/// What not every kernel of the BSR matmul takes: Aᵀ, and columns of B and C, as dense times sparse has them.
+const BSR_LAYOUTS: [(&str, bool, Major); 3] = [
+    ("transposed A", true, Major::Row),
+    ("column-major B and C", false, Major::Column),
+    ("transposed A, column-major B and C", true, Major::Column),
+];
 
 fn status(selected: Result<&'static Row>) -> Status {
     match selected {
@@ -118,6 +139,8 @@ mod tests {
                 ("attention", "head_dim 200..=256"),
                 ("attention", "head_dim 72..=96, blocks of 64 × 64"),
                 ("bsr_matmul", "block 64"),
+                ("bsr_matmul", "block 16, transposed A, column-major B and C"),
+                ("bsr_sddmm", "block 128"),
             ] {
                 let found =
                     table.iter().filter(|row| (row.op, row.dtype, row.size.as_str()) == (op, dtype, size));

@@ -6,7 +6,7 @@ use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
     blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params, blockflash_block_mask_build_params,
     blockflash_block_scores_params, blockflash_bsr_matmul_params, blockflash_bsr_matmul_tma_params,
-    blockflash_probe_params,
+    blockflash_bsr_sddmm_params, blockflash_probe_params,
 };
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 use std::ffi::CString;
@@ -24,6 +24,7 @@ mod sealed {
     impl Sealed for super::blockflash_block_scores_params {}
     impl Sealed for super::blockflash_bsr_matmul_params {}
     impl Sealed for super::blockflash_bsr_matmul_tma_params {}
+    impl Sealed for super::blockflash_bsr_sddmm_params {}
     impl Sealed for super::blockflash_probe_params {}
 }
 
@@ -36,6 +37,7 @@ impl KernelParams for blockflash_block_mask_build_params {}
 impl KernelParams for blockflash_block_scores_params {}
 impl KernelParams for blockflash_bsr_matmul_params {}
 impl KernelParams for blockflash_bsr_matmul_tma_params {}
+impl KernelParams for blockflash_bsr_sddmm_params {}
 impl KernelParams for blockflash_probe_params {}
 
 /// What a loaded kernel occupies, as the driver reports it.
@@ -94,7 +96,9 @@ impl Kernel {
         bytemuck::cast_slice_mut(&mut aligned)[..bytes.len()].copy_from_slice(&bytes);
 
         let _bound = context.bind()?;
-        if let Variant::AttentionFwdHopper(_) | Variant::BsrMatmulHopper(_) = row.variant {
+        if let Variant::AttentionFwdHopper(_) | Variant::BsrMatmulHopper(_) | Variant::BsrSddmmHopper(_) =
+            row.variant
+        {
             context.tile_counters.allocate()?;
         }
         let mut module = ptr::null_mut();

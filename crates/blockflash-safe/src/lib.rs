@@ -41,7 +41,7 @@ mod tile_counter;
 mod view;
 mod view_mut;
 
-pub use blockflash_sys::{BlockMaskKernel, ComputeCapability, DType, Row, Target, manifest, params};
+pub use blockflash_sys::{BlockMaskKernel, ComputeCapability, DType, Major, Row, Target, manifest, params};
 pub use device::{CudaDriver, CudaProperties, CudaStatus, Device, cuda_status};
 pub use driver::NEEDED_DRIVER_VERSION;
 pub use element::Element;
@@ -54,6 +54,7 @@ pub use launch::LaunchConfig;
 pub use layout::{Layout, MAX_RANK};
 pub use operands::{
     AttentionFwdOperands, BlockMaskBuildOperands, BlockMaskOperands, BlockScoresOperands, BsrMatmulOperands,
+    BsrSddmmOperands,
 };
 pub use probe::PROBE_CHUNK_BYTES;
 pub use stream::Stream;

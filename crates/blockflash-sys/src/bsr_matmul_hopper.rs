@@ -18,6 +18,10 @@ pub struct BsrMatmulHopper {
     pub block_n: u32,
     /// Pipeline stages in shared memory.
     pub stages: u32,
+    /// Whether blocks of A are multiplied transposed, in the order of an index of their block columns.
+    pub a_transposed: bool,
+    /// Whether columns of B are contiguous instead of rows.
+    pub b_column_major: bool,
 }
 
 impl BsrMatmulHopper {
@@ -25,14 +29,29 @@ impl BsrMatmulHopper {
     const BLOCK_K: u32 = 64;
     /// Depth along K of what a stage holds of B at most, where blocks are smaller.
     const GATHERED_K: u32 = 128;
-    /// Bytes of a stage for blocks of A there.
-    const GATHERED_A_BYTES: u32 = 16 * 1024;
-    /// Bytes of barriers, descriptions of stages and announced tiles there.
-    const GATHERED_PLAN_BYTES: u32 = 8 * 1024;
+    /// Rows of a group of block rows there.
+    const GROUP: u32 = 256;
+    /// Bytes of barriers, announced tiles and what consumers need to know of stages.
+    const EXTRA_BYTES: u32 = 1024;
 
     /// Whether blocks are small, and many block rows gather the rows of B that any of them needs.
     pub const fn gathers(&self) -> bool {
         self.block_size < Self::BLOCK_K
+    }
+
+    /// Block rows of a tile there, a group of the plan.
+    pub const fn group_rows(block_size: u32) -> u32 {
+        Self::GROUP / block_size
+    }
+
+    /// Most block columns of a stage of the plan there.
+    pub const fn stage_columns(block_size: u32) -> u32 {
+        Self::GATHERED_K / block_size
+    }
+
+    /// Most blocks of A of a stage of the plan there. A block column in which every row of a group has a block fits.
+    pub const fn stage_blocks(block_size: u32) -> u32 {
+        if block_size == 16 { 32 } else { 10 }
     }
 
     /// Name of the source file in `kernels/`, without `.cu`.
@@ -52,14 +71,17 @@ impl BsrMatmulHopper {
 
     /// What it has in common with other BSR kernels.
     pub const fn tile(&self) -> BsrTile {
-        let Self { dtype, block_size, block_rows, block_n, .. } = *self;
-        BsrTile { dtype, block_size, block_rows, block_n, block_k: self.block_k() }
+        let Self { dtype, block_size, block_rows, block_n, a_transposed, b_column_major, .. } = *self;
+        let block_k = self.block_k();
+        BsrTile { dtype, block_size, block_rows, block_n, block_k, a_transposed, b_column_major }
     }
 
     /// What distinguishes it in symbols.
     pub(crate) fn name(&self) -> String {
-        let Self { dtype, block_size, block_rows, block_n, stages } = self;
-        format!("{dtype}_b{block_size}_r{block_rows}_n{block_n}_s{stages}")
+        let Self { dtype, block_size, block_rows, block_n, stages, .. } = self;
+        let a = if self.a_transposed { "_ta" } else { "" };
+        let b = if self.b_column_major { "_tb" } else { "" };
+        format!("{dtype}_b{block_size}_r{block_rows}_n{block_n}_s{stages}{a}{b}")
     }
 
     /// Warps per block of threads: four per warpgroup, and those of the one that copies.
@@ -67,19 +89,28 @@ impl BsrMatmulHopper {
         4 * (self.warpgroups() + 1)
     }
 
-    /// Shared memory in bytes: a ring of A and B tiles, barriers and the announced tiles, and per warp 16 rows of f32 accumulators on their
-    /// way to C, 32 columns wide or, where the ring leaves no room for that, 16; a few more keep rows in different banks.
+    /// Shared memory in bytes: a ring of A and B tiles, barriers and the announced tiles, and what is left up to some size for C on its way
+    /// to memory. That is per warp two pages of 16 rows × 64 columns for tensor copies, where blocks are large, or 16 rows of f32
+    /// accumulators, 32 columns wide or at least 16; a few more keep rows in different banks.
     pub(crate) const fn smem_bytes(&self) -> u32 {
         let element = self.dtype.size() as u32;
-        let (stage, extra) = if self.gathers() {
-            (Self::GATHERED_A_BYTES + Self::GATHERED_K * self.block_n * element, Self::GATHERED_PLAN_BYTES)
+        let stage = if self.gathers() {
+            let a = Self::stage_blocks(self.block_size) * self.block_size * self.block_size;
+            (a + Self::GATHERED_K * self.block_n) * element
         } else {
-            ((self.block_rows * self.block_size + self.block_n) * Self::BLOCK_K * element, 384)
+            (self.block_rows * self.block_size + self.block_n) * Self::BLOCK_K * element
         };
-        let column = 4 * self.warpgroups() * 16 * size_of::<f32>() as u32;
-        let (narrow, wide) = ((16 + 4) * column, (32 + 8) * column);
-        let ring = self.stages * stage + extra;
-        if ring + wide <= Target::Sm90a.smem_limit() { ring + wide } else { ring + narrow }
+        let warps = 4 * self.warpgroups();
+        let pages = if self.gathers() { 0 } else { warps * 2 * 16 * 64 * element };
+        let (wide, narrow) = (warps * 16 * (32 + 8) * 4, warps * 16 * (16 + 4) * 4);
+        let (ring, limit) = (self.stages * stage + Self::EXTRA_BYTES, Target::Sm90a.smem_limit());
+        ring + if pages > 0 && ring + pages <= limit {
+            pages
+        } else if ring + wide <= limit {
+            wide
+        } else {
+            narrow
+        }
     }
 
     /// Calls `number` with the name and the value of each preprocessor definition.
@@ -91,6 +122,9 @@ impl BsrMatmulHopper {
         number("VARIANT_BLOCK_K", self.block_k());
         number("VARIANT_CONSUMER_WARPGROUPS", self.warpgroups());
         number("VARIANT_STAGES", self.stages);
+        number("VARIANT_A_TRANSPOSED", self.a_transposed.into());
+        number("VARIANT_B_COLUMN_MAJOR", self.b_column_major.into());
+        number("VARIANT_STAGE_BLOCKS", Self::stage_blocks(self.block_size));
         number("VARIANT_MIN_BLOCKS", 1);
     }
 
@@ -101,7 +135,7 @@ impl BsrMatmulHopper {
                 Contains("HMMA"),
                 Contains("LDSM"),
                 Contains("UTMALDG"),
-                Contains("LDGSTS"),
+                Contains("UBLKCP"),
                 Contains("USETMAXREG"),
                 Lacks("LDL"),
                 Lacks("STL"),
@@ -135,7 +169,7 @@ mod tests {
     #[test]
     fn hopper_rows() {
         let rows = rows(false);
-        assert_eq!(rows.len(), 14);
+        assert_eq!(rows.len(), 2 * (7 + 3 * 5));
         for (row, tile) in &rows {
             assert_eq!((row.source(), row.threads()), ("bsr_matmul_sm90a", 384));
             assert!(row.expects().contains(&Expect::Contains("HGMMA")));
@@ -143,29 +177,43 @@ mod tests {
         }
         let (row, _) = rows[0];
         assert_eq!(row.symbol(), "blockflash_bsr_matmul_sm90a_f16_b64_r1_n512_s3");
-        assert_eq!(row.smem_bytes(), 3 * 72 * 1024 + 384 + 8 * 16 * 20 * 4);
+        assert_eq!(row.smem_bytes(), 3 * 72 * 1024 + 1024 + 8 * 16 * 20 * 4);
         assert!(row.macros().contains(&("VARIANT_CONSUMER_WARPGROUPS", "2".to_owned())));
+        for (row, tile) in &rows {
+            let suffix = ["", "_tb", "_ta", "_ta_tb"]
+                [usize::from(tile.a_transposed) * 2 + usize::from(tile.b_column_major)];
+            assert!(row.symbol().ends_with(&format!("_s{}{suffix}", tile.stages)), "{}", row.symbol());
+            let flags = [
+                ("VARIANT_A_TRANSPOSED", tile.a_transposed),
+                ("VARIANT_B_COLUMN_MAJOR", tile.b_column_major),
+            ];
+            for (name, flag) in flags {
+                assert!(row.macros().contains(&(name, u32::from(flag).to_string())), "{name}");
+            }
+            // One box holds all columns of a column-major B.
+            assert!(!tile.b_column_major || tile.block_n <= 256, "{}", row.symbol());
+        }
         let widest = rows.iter().find(|(_, tile)| (tile.block_size, tile.block_n) == (128, 256)).unwrap().0;
-        assert_eq!(widest.smem_bytes(), 4 * 48 * 1024 + 384 + 8 * 16 * 40 * 4);
+        assert_eq!(widest.smem_bytes(), 4 * 48 * 1024 + 1024 + 8 * 2 * 16 * 64 * 2);
     }
 
     #[test]
     fn rows_that_gather() {
         let rows = rows(true);
-        assert_eq!(rows.len(), 12);
+        assert_eq!(rows.len(), 8);
         for (row, tile) in &rows {
             assert_eq!(row.source(), "bsr_matmul_gather_sm90a");
+            assert!(!tile.a_transposed && !tile.b_column_major, "{}", row.symbol());
             assert!(row.expects().contains(&Expect::Contains("HMMA")));
             // A warp per block row, but eight at least.
             let warps = tile.block_rows.max(8);
             assert!(warps % tile.block_rows == 0 && row.threads() == 128 + 32 * warps, "{}", row.symbol());
-            // A column in which every block row has a block fits into a stage.
-            let blocks = tile.block_rows * tile.block_size * tile.block_size * 2;
-            assert!(blocks <= BsrMatmulHopper::GATHERED_A_BYTES, "{}", row.symbol());
+            assert_eq!(tile.block_rows, BsrMatmulHopper::group_rows(tile.block_size));
+            assert!(BsrMatmulHopper::stage_blocks(tile.block_size) >= tile.block_rows, "{}", row.symbol());
         }
         let (row, _) = rows[0];
         assert_eq!(row.symbol(), "blockflash_bsr_matmul_gather_sm90a_f16_b16_r16_n128_s4");
-        assert_eq!(row.smem_bytes(), 4 * 48 * 1024 + 8192 + 16 * 16 * 20 * 4);
+        assert_eq!(row.smem_bytes(), 4 * 48 * 1024 + 1024 + 16 * 16 * 20 * 4);
         for (name, value) in [("VARIANT_CONSUMER_WARPGROUPS", "4"), ("VARIANT_BLOCK_K", "16")] {
             assert!(row.macros().contains(&(name, value.to_owned())), "{name}");
         }

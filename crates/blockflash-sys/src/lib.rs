@@ -6,6 +6,7 @@
 
 mod block_mask;
 mod bsr_matmul_hopper;
+mod bsr_sddmm;
 mod dtype;
 mod expect;
 pub mod image;
@@ -20,6 +21,7 @@ mod target;
 mod tile;
 
 pub use block_mask::BlockMaskKernel;
+pub use bsr_sddmm::Major;
 pub use dtype::DType;
 pub use expect::Expect;
 pub use manifest::Row;

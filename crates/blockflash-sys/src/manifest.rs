@@ -5,6 +5,7 @@
 //! Rows with equal [`Row::symbol`] are the same source with the same tiles for different targets.
 
 pub use crate::bsr_matmul_hopper::BsrMatmulHopper;
+pub use crate::bsr_sddmm::BsrSddmmHopper;
 pub use crate::release::{released_rows, rows, trial_rows};
 pub use crate::rows::all_rows;
 pub use crate::tile::{AttentionFwd, AttentionFwdHopper, AttentionTile, BsrMatmul, BsrTile};
@@ -31,6 +32,8 @@ pub enum Variant {
     BsrMatmul(BsrMatmul),
     /// Block-sparse (BSR) matrix times dense matrix with those that only Hopper has.
     BsrMatmulHopper(BsrMatmulHopper),
+    /// Product of dense matrices at the stored blocks of a block-sparse one, with the instructions that only Hopper has.
+    BsrSddmmHopper(BsrSddmmHopper),
     /// Block masks made on the GPU.
     BlockMask(BlockMaskKernel),
     /// No operation: one unit of the GPU at its highest rate, which kernels are held against.
@@ -45,6 +48,7 @@ impl Row {
             Variant::AttentionFwdHopper(_) => "attention_fwd_sm90a",
             Variant::BsrMatmul(_) => "bsr_matmul_sm80",
             Variant::BsrMatmulHopper(t) => t.source(),
+            Variant::BsrSddmmHopper(_) => "bsr_sddmm_sm90a",
             Variant::BlockMask(kernel) => kernel.source(),
             Variant::Probe(probe) if probe.is_hopper() => "probe_sm90a",
             Variant::Probe(_) => "probe_sm80",
@@ -86,6 +90,7 @@ impl Row {
                 t.stages
             ),
             Variant::BsrMatmulHopper(t) => format!("blockflash_{}_{}", self.source(), t.name()),
+            Variant::BsrSddmmHopper(t) => format!("blockflash_{}_{}", self.source(), t.name()),
             Variant::BlockMask(kernel) => format!("blockflash_{}_{}", self.source(), kernel.name()),
             Variant::Probe(probe) => format!("blockflash_{}_{}", self.source(), probe.name()),
         }
@@ -104,6 +109,7 @@ impl Row {
             Variant::AttentionFwdHopper(t) => t.warps(),
             Variant::BsrMatmul(t) => t.warps_m * t.warps_n,
             Variant::BsrMatmulHopper(t) => t.warps(),
+            Variant::BsrSddmmHopper(t) => t.warps(),
             Variant::BlockMask(kernel) => kernel.warps(),
             Variant::Probe(_) => 8,
         }
@@ -116,6 +122,7 @@ impl Row {
             Variant::AttentionFwdHopper(t) => t.smem_bytes(),
             Variant::BsrMatmul(t) => t.smem_bytes(),
             Variant::BsrMatmulHopper(t) => t.smem_bytes(),
+            Variant::BsrSddmmHopper(t) => t.smem_bytes(),
             Variant::BlockMask(_) => 0,
             Variant::Probe(probe) => probe.smem_bytes(),
         }
@@ -161,6 +168,7 @@ impl Row {
                 number("VARIANT_MIN_BLOCKS", t.min_blocks);
             }
             Variant::BsrMatmulHopper(t) => t.macros(number),
+            Variant::BsrSddmmHopper(t) => t.macros(number),
             Variant::BlockMask(kernel) => kernel.macros(number),
             Variant::Probe(probe) => probe.macros(number),
         }
@@ -197,6 +205,7 @@ impl Row {
                 &[Contains("HMMA"), Contains("LDGSTS"), Contains("LDSM"), Lacks("LDL"), Lacks("STL")]
             }
             Variant::BsrMatmulHopper(t) => t.expects(),
+            Variant::BsrSddmmHopper(t) => t.expects(),
             Variant::BlockMask(kernel) => kernel.expects(),
             Variant::Probe(probe) => probe.expects(),
         }

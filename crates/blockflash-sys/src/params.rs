@@ -357,7 +357,10 @@ const _: () = {
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, scale_over_cap)
         - 812usize];
 };
-/// BSR matmul: c = activation(alpha·a·b + beta·c + bias), a block-sparse \[m, k\], b and c dense row-major.
+/** BSR matmul: c = activation(alpha·a·b + beta·c + bias), a block-sparse \[m, k\], b and c dense.
+
+ Kernels for a transposed a take the index of the transposed pattern in row_ptr and col_idx, and the values as they are: block i of the
+ index is the transposed block block_idx\[i\] of the values.*/
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_bsr_matmul_params {
@@ -375,9 +378,9 @@ pub struct blockflash_bsr_matmul_params {
     pub c: *mut ::core::ffi::c_void,
     /// \[m\] or \[n\] in the type of b, see bias_per_row; null: none
     pub bias: *const ::core::ffi::c_void,
-    /// elements between rows of b and of c
+    /// elements between rows of b and of c, or between columns where these are contiguous
     pub ldb: i64,
-    /// elements between rows of b and of c
+    /// elements between rows of b and of c, or between columns where these are contiguous
     pub ldc: i64,
     pub m: i64,
     pub n: i64,
@@ -395,6 +398,8 @@ pub struct blockflash_bsr_matmul_params {
     pub alpha: f32,
     /// 0: c is not read
     pub beta: f32,
+    /// 1: columns of c are contiguous; 0 for kernels that write rows only
+    pub c_column_major: i32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -461,6 +466,9 @@ const _: () = {
     [
         "Offset of field: blockflash_bsr_matmul_params::beta",
     ][::core::mem::offset_of!(blockflash_bsr_matmul_params, beta) - 120usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_params::c_column_major",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_params, c_column_major) - 124usize];
 };
 /** BSR matmul whose tiles are copied by the tensor memory accelerator, by blocks of threads that stay and take tile after tile. All maps
  have a swizzle of 128 bytes; one of a tensor without elements is zeros.*/
@@ -468,22 +476,37 @@ const _: () = {
 #[repr(align(64))]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_bsr_matmul_tma_params {
-    /// (block, block, nnz_blocks), boxes of 64 columns and all rows of one block; zeros where blocks are smaller
+    /** (block, block, nnz_blocks), boxes of 64 columns and all rows of one block, or 64 rows if a is transposed;
+ zeros where blocks are smaller*/
     pub a: blockflash_tensor_map,
-    /// whole panels of b, (64, k, n / 64), boxes of block_k rows and all panels of the tile; zeros if n < 64
+    /** whole panels of b, (64, k, n / 64), boxes of block_k rows and all panels of the tile; zeros if n < 64.
+ Column-major: all of b, (k, n, 1), boxes of block_k rows and all columns of the tile*/
     pub b: blockflash_tensor_map,
-    /// (n, k, 1), boxes of 64 columns and block_k rows
+    /// (n, k, 1), boxes of 64 columns and block_k rows; zeros for a column-major b
     pub b_edge: blockflash_tensor_map,
+    /// (n, m), boxes of 64 columns and 16 rows, for what c_by_copies says; else zeros
+    pub c: blockflash_tensor_map,
     /// sizes fit into 31 bits
     pub base: blockflash_bsr_matmul_params,
     /// two zeros: {next tile, blocks that are done}, left as zeros; null: fixed turns
     pub tile_counter: *mut u32,
+    /// \[nnz_blocks\] which of the values each block is, for kernels that transpose a; else null
+    pub block_idx: *const i32,
+    /** \[stages, 32, 2\] for blocks of 16 and 32, else null: what a group of block rows, which are neighbours in
+ row_order, reads of b at a time, by lanes of a warp. Lane r < 16: the first of block row r's blocks and
+ {bit i: one meets column i of the stage, from bit 8 on: their place among the stage's blocks}; lane
+ 16 + i: column i, 0; lane 24: number of columns, of blocks*/
+    pub stages: *const i32,
+    /// \[groups + 1\] the first stage of each group
+    pub group_stages: *const i32,
+    /// 1: c is row-major, 16-byte aligned and of the type of a, and the epilogue is alpha alone
+    pub c_by_copies: i32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     [
         "Size of blockflash_bsr_matmul_tma_params",
-    ][::core::mem::size_of::<blockflash_bsr_matmul_tma_params>() - 576usize];
+    ][::core::mem::size_of::<blockflash_bsr_matmul_tma_params>() - 704usize];
     [
         "Alignment of blockflash_bsr_matmul_tma_params",
     ][::core::mem::align_of::<blockflash_bsr_matmul_tma_params>() - 64usize];
@@ -497,12 +520,28 @@ const _: () = {
         "Offset of field: blockflash_bsr_matmul_tma_params::b_edge",
     ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, b_edge) - 256usize];
     [
+        "Offset of field: blockflash_bsr_matmul_tma_params::c",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, c) - 384usize];
+    [
         "Offset of field: blockflash_bsr_matmul_tma_params::base",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, base) - 384usize];
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, base) - 512usize];
     [
         "Offset of field: blockflash_bsr_matmul_tma_params::tile_counter",
     ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, tile_counter)
-        - 512usize];
+        - 640usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::block_idx",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, block_idx) - 648usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::stages",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, stages) - 656usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::group_stages",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, group_stages)
+        - 664usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::c_by_copies",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, c_by_copies) - 672usize];
 };
 /// Probe: one unit of the GPU at its highest rate, to measure what kernels are held against.
 #[repr(C)]
@@ -779,4 +818,80 @@ const _: () = {
     [
         "Offset of field: blockflash_block_scores_params::head_dim",
     ][::core::mem::offset_of!(blockflash_block_scores_params, head_dim) - 128usize];
+};
+/** Sampled product: values = alpha·a·b + beta·values at the stored blocks of a BSR matrix, a \[m, k\] and b \[k, n\] dense, each row- or
+ column-major as the kernel was compiled. The maps have a swizzle of 128 bytes; they are zeros if k is 0.*/
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_bsr_sddmm_params {
+    /// row-major: (k, m), boxes of 64 columns and the rows of a block; column-major: (m, k), boxes of 64 × 64
+    pub a: blockflash_tensor_map,
+    /// column-major: (k, n), boxes of 64 rows and the columns of a block; row-major: (n, k), boxes of 64 × 64
+    pub b: blockflash_tensor_map,
+    /// \[ceil(m / block) + 1\]
+    pub row_ptr: *const i32,
+    /// \[nnz_blocks\]
+    pub col_idx: *const i32,
+    /// \[nnz_blocks, block, block\], 16-byte aligned; what lies beyond m and n becomes zero
+    pub values: *mut ::core::ffi::c_void,
+    /// two zeros: {next tile, blocks that are done}, left as zeros; null: fixed turns
+    pub tile_counter: *mut u32,
+    pub m: i32,
+    pub n: i32,
+    pub k: i32,
+    pub nnz_blocks: i32,
+    /// BLOCKFLASH_DTYPE_…
+    pub values_dtype: i32,
+    pub alpha: f32,
+    /// 0: values are not read
+    pub beta: f32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_bsr_sddmm_params",
+    ][::core::mem::size_of::<blockflash_bsr_sddmm_params>() - 320usize];
+    [
+        "Alignment of blockflash_bsr_sddmm_params",
+    ][::core::mem::align_of::<blockflash_bsr_sddmm_params>() - 64usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::a",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, a) - 0usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::b",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, b) - 128usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::row_ptr",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, row_ptr) - 256usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::col_idx",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, col_idx) - 264usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::values",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, values) - 272usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::tile_counter",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, tile_counter) - 280usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::m",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, m) - 288usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::n",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, n) - 292usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::k",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, k) - 296usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::nnz_blocks",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, nnz_blocks) - 300usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::values_dtype",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, values_dtype) - 304usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::alpha",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, alpha) - 308usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::beta",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, beta) - 312usize];
 };

@@ -1,7 +1,9 @@
 //! The table itself: the tiles of every kernel, and the targets that they are compiled for.
 
-use crate::manifest::{AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, Row, Variant};
-use crate::{BlockMaskKernel, DType, Probe, Target};
+use crate::manifest::{
+    AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmmHopper, Row, Variant,
+};
+use crate::{BlockMaskKernel, DType, Major, Probe, Target};
 use std::sync::LazyLock;
 
 /// Every portable target: the tile fits into 99 KB of shared memory.
@@ -108,19 +110,18 @@ const BSR_MATMUL: &[(&[Target], BsrMatmul)] = &[
 ];
 
 const fn bsr_hopper(block_size: u32, block_rows: u32, block_n: u32, stages: u32) -> BsrMatmulHopper {
-    BsrMatmulHopper { dtype: DType::F16, block_size, block_rows, block_n, stages }
+    let (dtype, a_transposed, b_column_major) = (DType::F16, false, false);
+    BsrMatmulHopper { dtype, block_size, block_rows, block_n, stages, a_transposed, b_column_major }
 }
 
 /// BSR tiles of Hopper by block size: as many accumulators as two warpgroups have, and fewer for few columns. What flows into shared memory
 /// binds all of them: blocks of 64 take the more columns or, in dense patterns, two block rows that share B; small blocks take 256 rows,
-/// and fewer where tiles are few. Stages are as many as fit.
+/// the group of a pattern's plan. Stages are as many as fit.
 const BSR_MATMUL_HOPPER: &[BsrMatmulHopper] = &[
     bsr_hopper(16, 16, 128, 4),
     bsr_hopper(16, 16, 64, 6),
-    bsr_hopper(16, 8, 64, 6),
     bsr_hopper(32, 8, 128, 4),
     bsr_hopper(32, 8, 64, 6),
-    bsr_hopper(32, 4, 64, 6),
     bsr_hopper(64, 1, 512, 3),
     bsr_hopper(64, 2, 256, 4),
     bsr_hopper(64, 1, 256, 5),
@@ -129,6 +130,18 @@ const BSR_MATMUL_HOPPER: &[BsrMatmulHopper] = &[
     bsr_hopper(128, 1, 128, 6),
     bsr_hopper(128, 1, 64, 8),
 ];
+
+/// Those of them that there are also for a transposed A, a column-major B, and both.
+const BSR_MATMUL_HOPPER_TRANSPOSED: &[BsrMatmulHopper] = &[
+    bsr_hopper(64, 2, 256, 4),
+    bsr_hopper(64, 1, 256, 5),
+    bsr_hopper(64, 1, 128, 8),
+    bsr_hopper(128, 1, 256, 4),
+    bsr_hopper(128, 1, 128, 6),
+];
+
+/// Tiles of the sampled product on Hopper by block size, for every layout of A and B: as many stages as fit.
+const BSR_SDDMM_HOPPER: &[(u32, u32)] = &[(64, 5), (128, 4)];
 
 /// All rows, released and on trial, the preferred targets first. Of rows that suit a problem equally well the first is taken.
 pub fn all_rows() -> &'static [Row] {
@@ -145,6 +158,17 @@ pub fn all_rows() -> &'static [Row] {
                 }
                 for &tile in BSR_MATMUL_HOPPER.iter().filter(|_| target == Target::Sm90a) {
                     push(Variant::BsrMatmulHopper(BsrMatmulHopper { dtype, ..tile }));
+                }
+                for &tile in BSR_MATMUL_HOPPER_TRANSPOSED.iter().filter(|_| target == Target::Sm90a) {
+                    for [a_transposed, b_column_major] in [[true, false], [false, true], [true, true]] {
+                        let tile = BsrMatmulHopper { dtype, a_transposed, b_column_major, ..tile };
+                        push(Variant::BsrMatmulHopper(tile));
+                    }
+                }
+                for &(block_size, stages) in BSR_SDDMM_HOPPER.iter().filter(|_| target == Target::Sm90a) {
+                    for [a, b] in Major::ALL.into_iter().flat_map(|a| Major::ALL.map(|b| [a, b])) {
+                        push(Variant::BsrSddmmHopper(BsrSddmmHopper { dtype, block_size, a, b, stages }));
+                    }
                 }
                 for &(_, tile) in BSR_MATMUL.iter().filter(|(targets, _)| targets.contains(&target)) {
                     push(Variant::BsrMatmul(BsrMatmul { dtype, ..tile }));

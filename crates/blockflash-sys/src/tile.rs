@@ -78,6 +78,10 @@ pub struct BsrTile {
     pub block_n: u32,
     /// Depth of one pipeline stage along K.
     pub block_k: u32,
+    /// Whether A is multiplied transposed.
+    pub a_transposed: bool,
+    /// Whether columns of B are contiguous instead of rows.
+    pub b_column_major: bool,
 }
 
 /// Tiles of `bsr_matmul_sm80.cu`: one block of threads computes one block row of A times `block_n` columns of B.
@@ -109,6 +113,7 @@ impl Row {
             Variant::AttentionFwdHopper(t) => Some(t.tile()),
             Variant::BsrMatmul(_)
             | Variant::BsrMatmulHopper(_)
+            | Variant::BsrSddmmHopper(_)
             | Variant::BlockMask(_)
             | Variant::Probe(_) => None,
         }
@@ -121,6 +126,7 @@ impl Row {
             Variant::BsrMatmulHopper(t) => Some(t.tile()),
             Variant::AttentionFwd(_)
             | Variant::AttentionFwdHopper(_)
+            | Variant::BsrSddmmHopper(_)
             | Variant::BlockMask(_)
             | Variant::Probe(_) => None,
         }
@@ -133,6 +139,7 @@ impl Row {
             Variant::AttentionFwd(_)
             | Variant::BsrMatmul(_)
             | Variant::BsrMatmulHopper(_)
+            | Variant::BsrSddmmHopper(_)
             | Variant::BlockMask(_)
             | Variant::Probe(_) => None,
         }
@@ -192,7 +199,8 @@ impl BsrMatmul {
     /// What it has in common with other BSR kernels.
     pub const fn tile(&self) -> BsrTile {
         let Self { dtype, block_size, block_n, block_k, .. } = *self;
-        BsrTile { dtype, block_size, block_rows: 1, block_n, block_k }
+        let (a_transposed, b_column_major) = (false, false);
+        BsrTile { dtype, block_size, block_rows: 1, block_n, block_k, a_transposed, b_column_major }
     }
 
     /// Shared memory in bytes: a ring of A and B tiles.

@@ -180,9 +180,11 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem, con
     if (key_tiles <= 0) copy_v(slot_of(smem, n - 1));
     if (!kLateQ || key_tiles <= 0) copy_q(n, slot, key_tiles > 0);
     if (key_tiles < 0) break;
+    DescendingTiles tiles(slot + kListInSlot, QueryTile::load(slot).first_key_tile + key_tiles - 1);
 #pragma unroll 1
     for (int left = key_tiles; left > 0; --left) {
-      const int now = key_tile_at(slot, QueryTile::load(slot).first_key_tile + left - 1);
+      const int now = tiles.tile();
+      tiles.advance();
       const TileRows rows = TileRows::load(slot + kRowsInSlot);
       copy(stage, smem + kKOffset + stage * kKvBytes, kKvBytes, kBlockKv, params.k, rows.kv + now * kBlockKv, rows.head_kv, rows.batch);
       copy_v(left == key_tiles ? slot_of(smem, n - 1) : slot);

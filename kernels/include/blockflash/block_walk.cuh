@@ -104,4 +104,28 @@ struct TileList {
   }
 };
 
+// The tiles of a list in shared memory from a position downwards, without a division or a wait for memory in each step: a column is fetched
+// when the one after it is begun.
+struct DescendingTiles {
+  uint32_t list;
+  int within, first_tile;  // tiles of the column that are left below this one; its first tile
+  int listed, column;      // the next column, and how many come after it
+
+  __device__ __forceinline__ DescendingTiles(uint32_t list_smem, int position)
+      : list(list_smem), within(position), first_tile(0), listed(0), column(0) {
+    const TileList tiles = TileList::load(list);
+    if (tiles.cols == nullptr) return;
+    listed = position / tiles.tiles_per_col, within = position - listed * tiles.tiles_per_col;
+    first_tile = tiles.cols[listed] * tiles.tiles_per_col;
+    if (listed > 0) column = tiles.cols[--listed];
+  }
+  __device__ __forceinline__ int tile() const { return first_tile + within; }
+  __device__ __forceinline__ void advance() {
+    if (--within >= 0) return;
+    const TileList tiles = TileList::load(list);
+    within = tiles.tiles_per_col - 1, first_tile = column * tiles.tiles_per_col;
+    if (listed > 0) column = tiles.cols[--listed];
+  }
+};
+
 }  // namespace blockflash

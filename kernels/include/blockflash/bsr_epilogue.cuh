@@ -36,17 +36,8 @@ __device__ __noinline__ float epilogue_term(const blockflash_bsr_matmul_params& 
   return activate(x, p.activation);
 }
 
-// Applies the epilogue to eight values of row `row` from column `column` on, and stores those inside of C. `plain`: the epilogue
-// is alpha alone.
-template <bool plain>
-__device__ __forceinline__ void store_row_piece(const blockflash_bsr_matmul_params& p, float (&x)[8], int64_t row, int64_t column) {
-  const int count = static_cast<int>(min(p.n - column, static_cast<int64_t>(8)));
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    x[i] *= p.alpha;
-    if (!plain && i < count) x[i] = epilogue_term(p, x[i], row, column + i);
-  }
-  const int64_t at = row * p.ldc + column;
+// Stores the first `count` of eight values that are neighbours in C.
+__device__ __forceinline__ void store_piece(const blockflash_bsr_matmul_params& p, const float (&x)[8], int64_t at, int count) {
   if (p.c_dtype == BLOCKFLASH_DTYPE_F32) {
     float* const c = static_cast<float*>(p.c) + at;
     if (p.c_vectorized && count == 8) {
@@ -72,6 +63,19 @@ __device__ __forceinline__ void store_row_piece(const blockflash_bsr_matmul_para
   }
 }
 
+// Applies the epilogue to eight values of row `row` from column `column` on, and stores those inside of C. `plain`: the epilogue
+// is alpha alone.
+template <bool plain>
+__device__ __forceinline__ void store_row_piece(const blockflash_bsr_matmul_params& p, float (&x)[8], int64_t row, int64_t column) {
+  const int count = static_cast<int>(min(p.n - column, static_cast<int64_t>(8)));
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    x[i] *= p.alpha;
+    if (!plain && i < count) x[i] = epilogue_term(p, x[i], row, column + i);
+  }
+  store_piece(p, x, row * p.ldc + column, count);
+}
+
 // Stores one slice, a row piece per lane and turn. `at_row`, `at_column`: where the slice lies in C.
 template <int slice_n, int slice_stride, bool plain>
 __device__ __forceinline__ void store_slice(const blockflash_bsr_matmul_params& p, const float* slice, int64_t at_row, int64_t at_column,
@@ -88,6 +92,17 @@ __device__ __forceinline__ void store_slice(const blockflash_bsr_matmul_params& 
   }
 }
 
+// Puts the accumulators of 16 rows × slice_n columns from tile n0 on into the slice.
+template <int slice_n, int slice_stride, int n_tiles>
+__device__ __forceinline__ void fill_slice(const float (&acc)[n_tiles][4], int n0, float* slice, int lane) {
+#pragma unroll
+  for (int n = 0; n < slice_n / 8; ++n)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      *reinterpret_cast<float2*>(slice + ((lane >> 2) + half * 8) * slice_stride + n * 8 + (lane & 3) * 2) =
+          make_float2(acc[n0 + n][2 * half], acc[n0 + n][2 * half + 1]);
+}
+
 // Applies the epilogue to 16·m_tiles rows × 8·n_tiles columns of a warp and stores them, from accumulators in the layout of MMA: with
 // g = lane / 4 and t = lane % 4, rows g (the first two of four) and g + 8, columns 2·t and 2·t + 1 of a tile. `slice`: 16 rows of
 // slice_stride floats of the warp's own.
@@ -100,12 +115,7 @@ __device__ __forceinline__ void store_tile(const blockflash_bsr_matmul_params& p
   for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
     for (int n0 = 0; n0 < n_tiles; n0 += slice_n / 8) {
-#pragma unroll
-      for (int n = 0; n < slice_n / 8; ++n)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          *reinterpret_cast<float2*>(slice + ((lane >> 2) + half * 8) * slice_stride + n * 8 + (lane & 3) * 2) =
-              make_float2(acc[m][n0 + n][2 * half], acc[m][n0 + n][2 * half + 1]);
+      fill_slice<slice_n, slice_stride>(acc[m], n0, slice, lane);
       __syncwarp();
       if (plain)
         store_slice<slice_n, slice_stride, true>(p, slice, first_row + m * 16, first_column + n0 * 8, lane);

@@ -18,10 +18,11 @@ constexpr int kSteps = kBlock / 64;  // of a block, a stage each
 static_assert(Config::block_k == 64 && kBlock % 64 == 0, "a stage is a row of the swizzle deep, 128 bytes, and a part of one block of A");
 
 // Shared memory: a ring of stages, the rows of a block of each block row and panels of 64 columns of B; barriers and tiles; what is left stages C.
+// A transposed block comes in panels of 64 of its columns, a column-major B as columns of 128 bytes: as many bytes.
 constexpr int kPanels = kBlockN / 64, kPanelBytes = 64 * 128;
 constexpr int kBlockBytes = kBlock * 128, kABytes = kRows * kBlockBytes;
 constexpr int kBBytes = kPanels * kPanelBytes, kStageBytes = kABytes + kBBytes;
-constexpr int kBarrierOffset = kStages * kStageBytes, kSlotOffset = kBarrierOffset + 256, kSliceOffset = kBarrierOffset + 384;
+constexpr int kBarrierOffset = kStages * kStageBytes, kSlotOffset = kBarrierOffset + 256, kStagingOffset = kBarrierOffset + 1024;
 constexpr int kConsumerWarps = 4 * Config::warpgroups;
 
 // Barriers "full" and "empty" of each stage, and of the two slots in which tiles are announced; and a word per stage that says whose it is.
@@ -61,7 +62,9 @@ struct BlockRow {
 // A slot: the block rows, and the first column of C.
 __device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) { return smem + kSlotOffset + n % 2 * 64; }
 constexpr int kColumnInSlot = 16 * kRows;
-static_assert(kColumnInSlot + 4 <= 64 && kRows <= 2, "a tile fits into its slot");
+// Where A is transposed: where the first block of each block row lies among the values.
+constexpr int kPlacesInSlot = kColumnInSlot + 4;
+static_assert(kPlacesInSlot + 4 * kRows <= 64 && kRows <= 2, "a tile fits into its slot");
 
 // One thread takes tiles and looks up their blocks, some steps before the producer needs the next one, since it takes a while; not
 // earlier, since whoever is slow should take fewer.
@@ -91,6 +94,8 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem, co
           if (row.first_block < row.end_block) row.first_column = p.col_idx[row.first_block];
         }
         row.store(slot + 16 * r);
+        if constexpr (Config::a_transposed)
+          ptx::store_shared(slot + kPlacesInSlot + 4 * r, row.first_block < row.end_block ? params.block_idx[row.first_block] : 0);
       }
       ptx::store_shared(slot + kColumnInSlot, tile.first_column);
     } else {
@@ -100,6 +105,16 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem, co
     if (!more) break;
   }
   leave_tiles(params);
+}
+
+// Starts the copy of 64 columns of a block of A from k on. Transposed, these are rows of the block as it is stored, in panels of 64 columns.
+__device__ __forceinline__ void copy_block(const Params& params, uint32_t a, int k, int block, uint32_t full) {
+  if constexpr (Config::a_transposed) {
+#pragma unroll
+    for (int m = 0; m < kBlock; m += 64) ptx::tensor_copy_3d(a + m * 128, &params.a, m, k, block, full);
+  } else {
+    ptx::tensor_copy_3d(a, &params.a, k, 0, block, full);
+  }
 }
 
 // One thread starts the copies. Several block rows are merged: a stage is for those that have a block in the next column of any, and B
@@ -116,7 +131,11 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem, con
 #pragma unroll
     for (int r = 0; r < kRows; ++r) rows[r] = BlockRow::load(slot + 16 * r);
     if (rows[0].index < 0) break;
-    const int panel = ptx::load_shared(slot + kColumnInSlot) / 64;
+    int places[kRows] = {};  // of the next blocks among the values, where A is transposed; else they follow one another
+    if constexpr (Config::a_transposed)
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) places[r] = ptx::load_shared(slot + kPlacesInSlot + 4 * r);
+    const int first_column = ptx::load_shared(slot + kColumnInSlot), panel = first_column / 64;
     bool asked = false;  // for the next tile
 #pragma unroll 1
     for (;;) {
@@ -134,10 +153,13 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem, con
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const bool owns = kRows == 1 || rows[r].first_block < rows[r].end_block && rows[r].first_column == column;
-        blocks[r] = owns ? rows[r].first_block : -1;
+        blocks[r] = !owns ? -1 : Config::a_transposed ? places[r] : rows[r].first_block;
         if (owns) {
           owners |= 1u << r, bytes += kBlockBytes;
-          if (++rows[r].first_block < rows[r].end_block) rows[r].first_column = __ldg(params.base.col_idx + rows[r].first_block);
+          if (++rows[r].first_block < rows[r].end_block) {
+            rows[r].first_column = __ldg(params.base.col_idx + rows[r].first_block);
+            if constexpr (Config::a_transposed) places[r] = __ldg(params.block_idx + rows[r].first_block);
+          }
         }
         last &= rows[r].first_block == rows[r].end_block;
       }
@@ -149,8 +171,10 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem, con
         ptx::mbarrier_arrive_expect_tx(full, bytes);
 #pragma unroll
         for (int r = 0; r < kRows; ++r)
-          if (blocks[r] >= 0) ptx::tensor_copy_3d(a + r * kBlockBytes, &params.a, k, 0, blocks[r], full);
-        if (panel + kPanels <= panels) {
+          if (blocks[r] >= 0) copy_block(params, a + r * kBlockBytes, k, blocks[r], full);
+        if constexpr (Config::b_column_major) {
+          ptx::tensor_copy_3d(b, &params.b, column * kBlock + k, first_column, 0, full);
+        } else if (panel + kPanels <= panels) {
           ptx::tensor_copy_3d(b, &params.b, 0, column * kBlock + k, panel, full);
         } else {
 #pragma unroll 1

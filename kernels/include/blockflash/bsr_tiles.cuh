@@ -24,12 +24,14 @@ struct BsrTile {
 };
 
 // Takes the tile after the one at `index`: the next of all, or without a counter the next of this block's fixed turns.
-__device__ __forceinline__ uint32_t take_tile(const blockflash_bsr_matmul_tma_params& params, uint32_t index) {
+template <class Params>
+__device__ __forceinline__ uint32_t take_tile(const Params& params, uint32_t index) {
   return params.tile_counter != nullptr ? gridDim.x + atomicAdd(params.tile_counter, 1u) : index + gridDim.x;
 }
 
 // To be called by one thread of each block when there are no more tiles: the last block leaves the counters as it found them.
-__device__ __forceinline__ void leave_tiles(const blockflash_bsr_matmul_tma_params& params) {
+template <class Params>
+__device__ __forceinline__ void leave_tiles(const Params& params) {
   if (params.tile_counter == nullptr) return;
   __threadfence();
   if (atomicAdd(params.tile_counter + 1, 1u) == gridDim.x - 1) params.tile_counter[0] = params.tile_counter[1] = 0;

@@ -63,7 +63,10 @@ struct BsrMatmulHopperConfig {
   static constexpr int block_n = VARIANT_BLOCK_N;
   static constexpr int block_k = VARIANT_BLOCK_K;
   static constexpr int block_rows = VARIANT_BLOCK_ROWS;           // of a tile
+  static constexpr bool a_transposed = VARIANT_A_TRANSPOSED;      // blocks of A arrive as columns
+  static constexpr bool b_column_major = VARIANT_B_COLUMN_MAJOR;
   static constexpr int warpgroups = VARIANT_CONSUMER_WARPGROUPS;  // one more produces
+  static constexpr int stage_blocks = VARIANT_STAGE_BLOCKS;        // blocks of A in a stage, where blocks are small
   static constexpr int stages = VARIANT_STAGES;
   static constexpr int threads = 128 * (warpgroups + 1);
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
@@ -97,6 +100,21 @@ struct BlockScoresConfig {
   using Element = ElementOf<VARIANT_DTYPE>::type;
   static constexpr int tile = VARIANT_SCORE_TILE;
   static constexpr int threads = VARIANT_THREADS;
+};
+#endif
+
+#ifdef VARIANT_SDDMM_BLOCK_SIZE
+struct BsrSddmmConfig {
+  using Element = ElementOf<VARIANT_DTYPE>::type;
+  static constexpr int block_size = VARIANT_SDDMM_BLOCK_SIZE;
+  static constexpr int blocks = VARIANT_SDDMM_BLOCKS;  // of a tile, side by side
+  static constexpr bool a_column_major = VARIANT_A_COLUMN_MAJOR;
+  static constexpr bool b_column_major = VARIANT_B_COLUMN_MAJOR;
+  static constexpr int warpgroups = 2;  // that compute; one more produces
+  static constexpr int stages = VARIANT_STAGES;
+  static constexpr int threads = 128 * (warpgroups + 1);
+  static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
+  static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
 };
 #endif
 

@@ -93,7 +93,10 @@ typedef struct blockflash_attention_fwd_tma_params {
 #define BLOCKFLASH_ACTIVATION_GELU 2 /* x·Φ(x), Φ by erf */
 #define BLOCKFLASH_ACTIVATION_SILU 3
 
-/* BSR matmul: c = activation(alpha·a·b + beta·c + bias), a block-sparse [m, k], b and c dense row-major. */
+/* BSR matmul: c = activation(alpha·a·b + beta·c + bias), a block-sparse [m, k], b and c dense.
+ *
+ * Kernels for a transposed a take the index of the transposed pattern in row_ptr and col_idx, and the values as they are: block i of the
+ * index is the transposed block block_idx[i] of the values. */
 typedef struct blockflash_bsr_matmul_params {
   const int32_t* row_ptr;   /* [ceil(m / block) + 1] */
   const int32_t* col_idx;   /* [nnz_blocks], ascending and unique within a block row */
@@ -102,7 +105,7 @@ typedef struct blockflash_bsr_matmul_params {
   const void* b;            /* [k, n] */
   void* c;                  /* [m, n] */
   const void* bias;         /* [m] or [n] in the type of b, see bias_per_row; null: none */
-  int64_t ldb, ldc;         /* elements between rows of b and of c */
+  int64_t ldb, ldc;         /* elements between rows of b and of c, or between columns where these are contiguous */
   int64_t m, n, k;
   int32_t c_dtype;          /* BLOCKFLASH_DTYPE_… */
   int32_t bias_per_row;     /* 1: bias[m] is added along a row of c, 0: bias[n] along a column */
@@ -111,16 +114,27 @@ typedef struct blockflash_bsr_matmul_params {
   int32_t c_vectorized;     /* c and ldc allow 16-byte stores */
   float alpha;
   float beta;               /* 0: c is not read */
+  int32_t c_column_major;   /* 1: columns of c are contiguous; 0 for kernels that write rows only */
 } blockflash_bsr_matmul_params;
 
 /* BSR matmul whose tiles are copied by the tensor memory accelerator, by blocks of threads that stay and take tile after tile. All maps
  * have a swizzle of 128 bytes; one of a tensor without elements is zeros. */
 typedef struct blockflash_bsr_matmul_tma_params {
-  blockflash_tensor_map a;      /* (block, block, nnz_blocks), boxes of 64 columns and all rows of one block; zeros where blocks are smaller */
-  blockflash_tensor_map b;      /* whole panels of b, (64, k, n / 64), boxes of block_k rows and all panels of the tile; zeros if n < 64 */
-  blockflash_tensor_map b_edge; /* (n, k, 1), boxes of 64 columns and block_k rows */
+  blockflash_tensor_map a;      /* (block, block, nnz_blocks), boxes of 64 columns and all rows of one block, or 64 rows if a is transposed;
+                                   zeros where blocks are smaller */
+  blockflash_tensor_map b;      /* whole panels of b, (64, k, n / 64), boxes of block_k rows and all panels of the tile; zeros if n < 64.
+                                   Column-major: all of b, (k, n, 1), boxes of block_k rows and all columns of the tile */
+  blockflash_tensor_map b_edge; /* (n, k, 1), boxes of 64 columns and block_k rows; zeros for a column-major b */
+  blockflash_tensor_map c;      /* (n, m), boxes of 64 columns and 16 rows, for what c_by_copies says; else zeros */
   blockflash_bsr_matmul_params base; /* sizes fit into 31 bits */
   uint32_t* tile_counter;       /* two zeros: {next tile, blocks that are done}, left as zeros; null: fixed turns */
+  const int32_t* block_idx;     /* [nnz_blocks] which of the values each block is, for kernels that transpose a; else null */
+  const int32_t* stages;        /* [stages, 32, 2] for blocks of 16 and 32, else null: what a group of block rows, which are neighbours in
+                                   row_order, reads of b at a time, by lanes of a warp. Lane r < 16: the first of block row r's blocks and
+                                   {bit i: one meets column i of the stage, from bit 8 on: their place among the stage's blocks}; lane
+                                   16 + i: column i, 0; lane 24: number of columns, of blocks */
+  const int32_t* group_stages;  /* [groups + 1] the first stage of each group */
+  int32_t c_by_copies;          /* 1: c is row-major, 16-byte aligned and of the type of a, and the epilogue is alpha alone */
 } blockflash_bsr_matmul_tma_params;
 
 /* What a probe keeps busy. */
@@ -201,5 +215,21 @@ typedef struct blockflash_block_scores_params {
   int32_t rows, cols;        /* ceil(seqlen_q / block_q), ceil(seqlen_kv / block_kv) */
   int32_t head_dim;          /* a multiple of 8, at most 256 */
 } blockflash_block_scores_params;
+
+/* Sampled product: values = alpha·a·b + beta·values at the stored blocks of a BSR matrix, a [m, k] and b [k, n] dense, each row- or
+ * column-major as the kernel was compiled. The maps have a swizzle of 128 bytes; they are zeros if k is 0. */
+typedef struct blockflash_bsr_sddmm_params {
+  blockflash_tensor_map a;  /* row-major: (k, m), boxes of 64 columns and the rows of a block; column-major: (m, k), boxes of 64 × 64 */
+  blockflash_tensor_map b;  /* column-major: (k, n), boxes of 64 rows and the columns of a block; row-major: (n, k), boxes of 64 × 64 */
+  const int32_t* row_ptr;   /* [ceil(m / block) + 1] */
+  const int32_t* col_idx;   /* [nnz_blocks] */
+  void* values;             /* [nnz_blocks, block, block], 16-byte aligned; what lies beyond m and n becomes zero */
+  uint32_t* tile_counter;   /* two zeros: {next tile, blocks that are done}, left as zeros; null: fixed turns */
+  int32_t m, n, k;
+  int32_t nnz_blocks;
+  int32_t values_dtype;     /* BLOCKFLASH_DTYPE_… */
+  float alpha;
+  float beta;               /* 0: values are not read */
+} blockflash_bsr_sddmm_params;
 
 #endif

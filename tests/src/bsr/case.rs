@@ -22,6 +22,8 @@ pub struct BsrCase {
     pub block_size: usize,
     /// Which blocks are stored.
     pub pattern: Pattern,
+    /// Whether the matrix that is multiplied with is Aᵀ, stored so, and taken by an index. Structure and data are those of A all the same.
+    pub transposed: bool,
     /// Factor of the product.
     pub alpha: f32,
     /// Factor of the C that was there; 0: it holds NaN.
@@ -34,6 +36,11 @@ pub struct BsrCase {
     pub placements: [Placement; 2],
     /// Where B holds NaN.
     pub nan_in_b: NanInB,
+}
+
+/// Order of the dimensions of a matrix in memory, of a row-major or a column-major one.
+pub fn order(column_major: bool) -> Vec<usize> {
+    if column_major { vec![1, 0] } else { Vec::new() }
 }
 
 /// Where B holds NaN.
@@ -104,6 +111,7 @@ impl BsrCase {
             mnk,
             block_size,
             pattern,
+            transposed: false,
             alpha: 1.0,
             beta: 0.0,
             bias: BiasKind::None,
@@ -113,17 +121,29 @@ impl BsrCase {
         }
     }
 
-    /// The case for a kernel: those for Hopper copy B by tensor maps, so its rows then start at multiples of 16 bytes, with gaps
-    /// between them.
+    /// The case for a kernel: [`lying_for`](Self::lying_for) it, and those for Hopper copy B by tensor maps, so its rows or columns then
+    /// start at multiples of 16 bytes, with gaps between them.
     pub fn for_row(self, row: &Row) -> Self {
         if !matches!(row.variant, Variant::BsrMatmulHopper(_)) {
-            return self;
+            return self.lying_for(row);
         }
-        let [mut b, c] = self.placements;
-        let n = self.mnk[1];
+        let case = self.lying_for(row);
+        let [mut b, c] = case.placements;
+        let (along, [_, n, k]) = (usize::from(b.order.is_empty()), case.mnk);
+        let length = [k, n][along];
         b.padding.resize(2, (0, 0));
-        b.padding[1] = (8, n.next_multiple_of(8) - n + 8);
-        Self { placements: [b, c], ..self }
+        b.padding[along] = (8, length.next_multiple_of(8) - length + 8);
+        Self { placements: [b, c], ..case }
+    }
+
+    /// The case with A, B and C as the kernel of this row takes them: transposed or not, and by rows or columns.
+    pub fn lying_for(self, row: &Row) -> Self {
+        let Some(tile) = row.bsr_tile() else { return self };
+        let any_c = matches!(row.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers());
+        let [b, c] = self.placements;
+        let b = Placement { order: order(tile.b_column_major), ..b };
+        let c = if any_c { c } else { Placement { order: Vec::new(), ..c } };
+        Self { transposed: tile.a_transposed, placements: [b, c], ..self }
     }
 
     /// Block rows and block columns.
@@ -146,6 +166,23 @@ impl BsrCase {
 }
 
 impl BsrData {
+    /// The arrays of the transposed matrix: `row_ptr`, `col_idx` and `values`.
+    pub fn transposed(&self, case: &BsrCase) -> (Vec<i32>, Vec<i32>, Vec<f32>) {
+        let (size, rows) = (case.block_size, self.row_ptr.len() - 1);
+        let row_of =
+            |row: usize| (self.row_ptr[row]..self.row_ptr[row + 1]).map(move |at| (row as i32, at as usize));
+        let mut blocks: Vec<_> =
+            (0..rows).flat_map(row_of).map(|(row, at)| (self.col_idx[at], row, at)).collect();
+        blocks.sort_unstable();
+        let before = |col: usize| blocks.partition_point(|block| (block.0 as usize) < col) as i32;
+        let element = |at: usize, i: usize| self.values[at * size * size + i % size * size + i / size];
+        (
+            (0..=case.blocks()[1]).map(before).collect(),
+            blocks.iter().map(|block| block.1).collect(),
+            blocks.iter().flat_map(|&(.., at)| (0..size * size).map(move |i| element(at, i))).collect(),
+        )
+    }
+
     /// Structure and numbers of a case.
     pub fn generate(case: &BsrCase) -> Self {
         let [m, n, k] = case.mnk;

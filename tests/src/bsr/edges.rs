@@ -1,6 +1,6 @@
 //! Products at the edges of a kernel's tiles.
 
-use super::{BiasKind, BsrCase, NanInB, Pattern};
+use super::{BiasKind, BsrCase, NanInB, Pattern, order};
 use crate::placement::Placement;
 use blockflash_ops::bsr_matmul::Activation;
 use blockflash_sys::DType;
@@ -64,6 +64,39 @@ pub fn edge_cases(dtype: DType, size: usize, block_n: usize, block_k: usize) -> 
         nan_in_b: NanInB::Nowhere,
         ..BsrCase::simple(dtype, size, mnk, Pattern::Full)
     }));
+    cases
+}
+
+/// A column-major C at the edges of tiles of so many columns, aligned or not, and B by rows and columns: whole warps of rows and what is left,
+/// every type of C, and a few epilogues.
+pub fn column_cases(dtype: DType, size: usize, block_n: usize) -> Vec<BsrCase> {
+    let rows = [1, 8, 15, 16, 17, size, size + 24, 2 * size - 1, 3 * size + 8];
+    let columns = [1, 2, 8, 64, 100, block_n - 1, block_n, block_n + 1, 2 * block_n + 72];
+    let mut cases = Vec::new();
+    for (i, &m) in rows.iter().enumerate() {
+        for (j, &n) in columns.iter().enumerate() {
+            let turn = i * columns.len() + j;
+            // Mostly what goes straight from registers where rows allow it: no gaps that unalign, C of the type of A.
+            let c =
+                Placement { order: order(true), ..gaps(if turn.is_multiple_of(3) { turn / 3 } else { 0 }) };
+            cases.push(BsrCase {
+                seed: 4000 + turn as u64,
+                c_dtype: [dtype, dtype, dtype, DType::F32, DType::BF16][turn % 5],
+                alpha: [1.0, -0.5][turn % 2],
+                beta: if turn % 4 == 3 { 0.75 } else { 0.0 },
+                bias: [BiasKind::None, BiasKind::None, BiasKind::PerRow, BiasKind::PerColumn][turn / 2 % 4],
+                activation: [Activation::None, Activation::None, Activation::Gelu][turn / 3 % 3],
+                placements: [Placement { order: order(turn.is_multiple_of(2)), ..gaps(turn / 5) }, c],
+                transposed: (turn / 2).is_multiple_of(2),
+                ..BsrCase::simple(
+                    dtype,
+                    size,
+                    [m, n, [size, 3 * size + 5, 6 * size - 8][turn % 3]],
+                    PATTERNS[turn % PATTERNS.len()],
+                )
+            });
+        }
+    }
     cases
 }
 

@@ -6,8 +6,8 @@ mod oracle;
 mod run;
 mod strategy;
 
-pub use case::{BiasKind, BsrCase, BsrData, NanInB, Pattern};
-pub use edges::{edge_cases, epilogue_cases};
+pub use case::{BiasKind, BsrCase, BsrData, NanInB, Pattern, order};
+pub use edges::{column_cases, edge_cases, epilogue_cases};
 pub use oracle::{BsrReference, activate};
 pub use run::{BsrInputs, Kernel, check_output, run_and_check, run_case, run_on_row};
 pub use strategy::{Limits, bsr_cases, patterns};

@@ -7,9 +7,10 @@ use crate::host::{download, poisoned, refill, upload, view, view_mut};
 use crate::number::{encode, poison};
 use crate::placement::Placed;
 use crate::tolerance::check;
-use blockflash_ops::bsr_matmul::{Bias, BsrMatmul, BsrMatrix};
-use blockflash_ops::{DType, Device, Error, Stream, Tensor};
+use blockflash_ops::bsr_matmul::{Bias, BsrMatmul, BsrMatrix, BsrTranspose};
+use blockflash_ops::{DType, Device, Error, Major, Stream, Tensor};
 use blockflash_sys::Row;
+use blockflash_sys::manifest::Variant;
 
 /// Which kernel computes a product.
 #[derive(Clone, Copy, Debug)]
@@ -24,6 +25,7 @@ pub enum Kernel {
 pub struct BsrInputs {
     case: BsrCase,
     a: BsrMatrix,
+    index: Option<BsrTranspose>,
     b: Tensor,
     bias: Option<Tensor>,
 }
@@ -38,15 +40,22 @@ fn bits(dtype: DType, values: &[f32]) -> Vec<u32> {
 }
 
 impl BsrData {
-    /// The block-sparse matrix on a device, built from its parts on the host.
+    /// The block-sparse matrix on a device, built from its parts on the host; the transposed one for a case that multiplies with that.
     pub fn matrix(&self, case: &BsrCase, stream: &Stream) -> Result<BsrMatrix, String> {
         let host = Device::cpu().stream().map_err(|error| error.to_string())?;
-        let size = case.block_size;
+        let (size, [m, _, k]) = (case.block_size, case.mnk);
         let shape = [self.col_idx.len(), size, size];
-        let values = upload(&host, case.dtype, &bits(case.dtype, &self.values), &shape)?;
-        BsrMatrix::from_parts(case.mnk[0], case.mnk[2], size, &self.row_ptr, &self.col_idx, values.view())
-            .and_then(|matrix| matrix.to(stream))
-            .map_err(|error| format!("matrix: {error}"))
+        let build = |[rows, cols]: [usize; 2], row_ptr: &[i32], col_idx: &[i32], values: &[f32]| {
+            let values = upload(&host, case.dtype, &bits(case.dtype, values), &shape)?;
+            Ok::<_, String>(BsrMatrix::from_parts(rows, cols, size, row_ptr, col_idx, values.view()))
+        };
+        let matrix = if case.transposed {
+            let (row_ptr, col_idx, values) = self.transposed(case);
+            build([k, m], &row_ptr, &col_idx, &values)?
+        } else {
+            build([m, k], &self.row_ptr, &self.col_idx, &self.values)?
+        };
+        matrix.and_then(|matrix| matrix.to(stream)).map_err(|error| format!("matrix: {error}"))
     }
 }
 
@@ -56,9 +65,12 @@ impl BsrInputs {
         let [b, _] = placed(case);
         let physical = b.scatter(bits(case.dtype, &data.b), poison(case.dtype));
         let bias = bits(case.dtype, &data.bias);
+        let a = data.matrix(case, stream)?;
+        let index = case.transposed.then(|| BsrTranspose::new(&a, stream)).transpose();
         Ok(Self {
             case: case.clone(),
-            a: data.matrix(case, stream)?,
+            index: index.map_err(|error| format!("index: {error}"))?,
+            a,
             b: upload(stream, case.dtype, &physical, &b.physical)?,
             bias: match case.bias {
                 BiasKind::None => None,
@@ -96,6 +108,7 @@ impl BsrInputs {
                 _ => Bias::None,
             },
             activation: case.activation,
+            transpose: self.index.as_ref(),
             ..BsrMatmul::new(&self.a, view(&self.b, &placed(case)[0]))
         }
     }
@@ -135,7 +148,8 @@ pub fn check_output(
     }
 }
 
-/// Runs a case on a row, as it is or, where the row cannot and says so, with a B whose rows it can copy.
+/// Runs a case on a row, lying as it takes them and else as it is or, where the row cannot and says so, with a B whose rows or columns it can
+/// copy.
 pub fn run_on_row(
     case: &BsrCase,
     data: &BsrData,
@@ -143,21 +157,29 @@ pub fn run_on_row(
     row: &'static Row,
     stream: &Stream,
 ) -> Result<usize, String> {
-    let inputs = BsrInputs::upload(case, data, stream)?;
-    let mut c = inputs.old_c(data, stream)?;
-    let problem = inputs.product().problem(&view_mut(&mut c, &placed(case)[1]));
-    let problem = problem.map_err(|error| format!("{error}\n    {case:?}"))?;
-    let fitting = case.clone().for_row(row);
-    // A B without elements needs no tensor map.
-    let fits = problem.b_vectorized || problem.n == 0 || problem.k == 0;
-    if fits || fitting.placements == case.placements {
-        return run_and_check(case, data, reference, Kernel::Row(row), stream);
+    let tile = row.bsr_tile().ok_or_else(|| format!("{} is no BSR kernel", row.image_name()))?;
+    let as_it_is = case.clone().lying_for(row);
+    let fitting = as_it_is.clone().for_row(row);
+    for case in [as_it_is, fitting] {
+        let inputs = BsrInputs::upload(&case, data, stream)?;
+        let mut c = inputs.old_c(data, stream)?;
+        let problem = inputs.product().problem(&view_mut(&mut c, &placed(&case)[1]));
+        let problem = problem.map_err(|error| format!("{error}\n    {case:?}"))?;
+        // A single column counts as one of rows, whatever memory it was cut from.
+        let lies = (problem.b_major == Major::Column) == tile.b_column_major;
+        // A B without elements needs no tensor map, and a portable kernel none at all.
+        let hopper = matches!(row.variant, Variant::BsrMatmulHopper(_));
+        let aligned = problem.b_vectorized || problem.n == 0 || problem.k == 0 || !hopper;
+        if lies && aligned {
+            return run_and_check(&case, data, reference, Kernel::Row(row), stream);
+        }
+        let reason = if lies { "tensor map" } else { "-major b" };
+        match inputs.launch(&mut c, Kernel::Row(row), stream) {
+            Err(Error::Unsupported { what, .. }) if what.contains(reason) => {}
+            other => return Err(format!("no refusal because of {reason}: {other:?}\n    {case:?}")),
+        }
     }
-    match inputs.launch(&mut c, Kernel::Row(row), stream) {
-        Err(Error::Unsupported { what, .. }) if what.contains("tensor map") => {}
-        other => return Err(format!("a B without a tensor map is not refused: {other:?}\n    {case:?}")),
-    }
-    run_and_check(&fitting, data, reference, Kernel::Row(row), stream)
+    Ok(0)
 }
 
 /// Uploads, runs, waits and judges a case whose data and reference are there. Returns how many outputs were compared, or the

@@ -1,6 +1,6 @@
 //! Random products.
 
-use super::{BiasKind, BsrCase, Pattern};
+use super::{BiasKind, BsrCase, Pattern, order};
 use crate::placement::Placement;
 use blockflash_ops::bsr_matmul::Activation;
 use blockflash_sys::DType;
@@ -18,6 +18,8 @@ pub struct Limits {
     pub blocks: usize,
     /// Largest n.
     pub columns: usize,
+    /// Whether there are Aᵀ and columns of B and C, which not every kernel takes.
+    pub any_layout: bool,
 }
 
 /// Structures of every kind.
@@ -70,9 +72,22 @@ pub fn bsr_cases(limits: Limits) -> impl Strategy<Value = BsrCase> {
         select(vec![Activation::None, Activation::Relu, Activation::Gelu, Activation::Silu]),
         select(vec![DType::F16, DType::BF16, DType::F32]),
     );
-    (any::<u32>(), select(limits.dtypes), shape, options, (gaps(), gaps())).prop_map(
-        |(seed, dtype, (block_size, m, n, k, pattern), (alpha, beta, bias, activation, c_dtype), (b, c))| {
+    let layouts = if limits.any_layout { vec![false, true] } else { vec![false] };
+    let layout = move || select(layouts.clone());
+    let layouts = (layout(), layout(), layout());
+    (any::<u32>(), select(limits.dtypes), shape, options, (gaps(), gaps()), layouts).prop_map(
+        |(
+            seed,
+            dtype,
+            (block_size, m, n, k, pattern),
+            (alpha, beta, bias, activation, c_dtype),
+            (b, c),
+            (transposed, columns_of_b, columns_of_c),
+        )| {
+            let b = Placement { order: order(columns_of_b), ..b };
+            let c = Placement { order: order(columns_of_c), ..c };
             BsrCase {
+                transposed,
                 seed: seed.into(),
                 c_dtype,
                 alpha,

@@ -1,7 +1,8 @@
 //! Bad block-sparse matrices and products.
 
 use super::{cpu, f16s, f32s, i32s};
-use blockflash_ops::{Bias, BsrMatmul, BsrMatrix, DType, Error, Tensor};
+use blockflash_ops::{Bias, BsrMatmul, BsrMatrix, BsrTranspose, DType, Error, Tensor, View, ViewMut};
+use half::f16;
 
 #[test]
 fn bsr_products() {
@@ -30,9 +31,22 @@ fn bsr_products() {
         "b",
         "f32"
     );
-    let transposed = f16s(&[9, 70]);
-    let transposed = BsrMatmul { b: transposed.view().permute(&[1, 0]).unwrap(), ..base };
-    assert_error!(run(transposed, &[40, 9]), Error::Stride { what: "b", .. }, "b", "contiguous");
+    let columns = f16s(&[9, 70]);
+    run(BsrMatmul { b: columns.view().permute(&[1, 0]).unwrap(), ..base }, &[40, 9]).unwrap();
+    let spread = vec![f16::ONE; 70 * 18];
+    let spread = View::from_slice_strided(&spread, &[70, 9], &[18, 2]).unwrap();
+    let spread = BsrMatmul { b: spread, ..base };
+    assert_error!(
+        run(spread, &[40, 9]),
+        Error::Stride { what: "b", .. },
+        "b",
+        "rows",
+        "columns",
+        "contiguous"
+    );
+    let mut c = vec![0f32; 40 * 18];
+    let c = ViewMut::from_slice_strided(&mut c, &[40, 9], &[18, 2]).unwrap();
+    assert_error!(base.matmul_into(c, &stream), Error::Stride { what: "c", .. }, "c", "rows", "columns");
     let ints = base.matmul_into(i32s(&[0; 360]).view_mut(), &stream);
     assert_error!(ints, Error::Shape { .. } | Error::DType { .. }, "c");
     for bad in [f32::NAN, f32::INFINITY] {
@@ -62,6 +76,40 @@ fn bsr_products() {
         "beta"
     );
     assert_error!(base.matmul(DType::I32, &stream), Error::DType { what: "c", .. }, "c", "i32");
+}
+
+#[test]
+fn bsr_transposes() {
+    let stream = cpu();
+    let coo = |block, triplets: &[(usize, usize, f32)]| {
+        BsrMatrix::from_coo(40, 70, block, DType::F16, triplets).unwrap()
+    };
+    let a = coo(16, &[(3, 5, 1.0), (39, 69, 2.0)]);
+    let index = BsrTranspose::new(&a, &stream).unwrap();
+    let (b, x) = (f16s(&[40, 9]), f16s(&[9, 40]));
+    let run = |a: &BsrMatrix, c: &[usize]| {
+        BsrMatmul::transposed(a, &index, b.view()).matmul_into(f32s(c).view_mut(), &stream)
+    };
+    run(&a, &[70, 9]).unwrap();
+    assert_error!(run(&a, &[40, 9]), Error::Shape { what: "c", .. }, "c", "[70, 9]");
+    let wide = f16s(&[70, 9]);
+    let wide = BsrMatmul { b: wide.view(), ..BsrMatmul::transposed(&a, &index, b.view()) };
+    assert_error!(wide.matmul(DType::F32, &stream), Error::Shape { what: "b", .. }, "b", "[40, 9]");
+    // Fewer blocks, other blocks, another block size, another shape.
+    for other in [
+        coo(16, &[(3, 5, 1.0)]),
+        coo(16, &[(3, 5, 1.0), (39, 0, 2.0)]),
+        coo(8, &[(3, 5, 1.0), (39, 69, 2.0)]),
+    ] {
+        assert_error!(run(&other, &[70, 9]), Error::InvalidBsr(_), "another pattern", "40 x 70");
+    }
+    let other = BsrMatrix::from_coo(40, 71, 16, DType::F16, &[(3, 5, 1.0), (39, 69, 2.0)]).unwrap();
+    assert_error!(run(&other, &[71, 9]), Error::InvalidBsr(_), "another pattern", "40 x 71");
+    let y = BsrMatmul::dense_sparse(x.view(), &a, &index).unwrap();
+    assert_eq!(y.matmul_transposed(DType::F16, &stream).unwrap().shape(), [9, 70]);
+    let beta = BsrMatmul { beta: 1.0, ..y };
+    assert_error!(beta.matmul_transposed(DType::F16, &stream), Error::InvalidScale { .. }, "beta");
+    assert_error!(BsrMatmul::linear(f16s(&[70]).view(), &a), Error::Shape { what: "x", .. }, "x", "[70]");
 }
 
 #[test]

@@ -1,7 +1,9 @@
 //! Which kernels are profiled, and on what.
 
 use anyhow::{Result, bail};
-use blockflash_sys::manifest::{self, AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, Variant};
+use blockflash_sys::manifest::{
+    self, AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmmHopper, Variant,
+};
 use blockflash_sys::{ComputeCapability, Row};
 
 /// The rows that a GPU runs and whose symbol contains a text; of several for the same symbol the preferred one. A text that is a
@@ -54,9 +56,15 @@ pub fn case(row: &Row) -> Option<String> {
             let heads = 2048 / head_dim.max(1);
             Some(format!("b4_s4096_h{heads}_d{head_dim}_full_{dtype}"))
         }
+        // No case has Aᵀ, or B by columns.
+        Variant::BsrMatmulHopper(tile) if tile.a_transposed || tile.b_column_major => None,
         Variant::BsrMatmul(BsrMatmul { block_size, dtype, .. })
         | Variant::BsrMatmulHopper(BsrMatmulHopper { block_size, dtype, .. }) => {
             Some(format!("m8192_n1024_k8192_b{block_size}_d0.1_uniform_{dtype}"))
+        }
+        Variant::BsrSddmmHopper(BsrSddmmHopper { block_size, dtype, a, b, .. }) => {
+            let (a, b) = (a.name(), b.name());
+            Some(format!("sddmm_m8192_n8192_k4096_b{block_size}_d0.1_uniform_{a}_{b}_{dtype}"))
         }
         // The first belongs to no case of `blockflash bench`, the second is measured by it as a ceiling.
         Variant::BlockMask(_) | Variant::Probe(_) => None,
@@ -82,6 +90,8 @@ mod tests {
         let bsr = super::rows("bsr_matmul_sm80_bf16_b128", HOPPER).unwrap();
         assert!(bsr.len() > 1);
         assert_eq!(case(bsr[0]).unwrap(), "m8192_n1024_k8192_b128_d0.1_uniform_bf16");
+        let sampled = super::rows("bsr_sddmm_sm90a_bf16_b64_column_row", HOPPER).unwrap();
+        assert_eq!(case(sampled[0]).unwrap(), "sddmm_m8192_n8192_k4096_b64_d0.1_uniform_column_row_bf16");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 mod block_mask;
 mod block_sparse;
+mod bsr_sddmm;
 mod parse;
 mod pattern;
 mod varlen;
@@ -9,6 +10,7 @@ mod work;
 
 pub use block_mask::{BlockMaskShape, MaskStep, SINK as MASK_SINK, WINDOW as MASK_WINDOW};
 pub use block_sparse::BlockSparseShape;
+pub use bsr_sddmm::SddmmShape;
 pub use pattern::Pattern;
 pub use varlen::{Lengths, LengthsError, VarlenShape};
 pub use work::{TILE_COLUMNS, TILE_ROWS, Work};
@@ -33,6 +35,8 @@ pub enum Case {
     BlockMaskBuild(BlockMaskShape),
     /// Block-sparse matrix times dense matrix.
     BsrMatmul(BsrShape),
+    /// Dense times dense at the blocks of a sparse matrix.
+    BsrSddmm(SddmmShape),
 }
 
 /// Masks that suites know.
@@ -81,6 +85,7 @@ impl Case {
             Case::BlockSparseFwd(_) => "block_sparse_fwd",
             Case::BlockMaskBuild(_) => "block_mask_build",
             Case::BsrMatmul(_) => "bsr_matmul",
+            Case::BsrSddmm(_) => "bsr_sddmm",
         }
     }
 
@@ -92,6 +97,7 @@ impl Case {
             Case::BlockSparseFwd(shape) => shape.dtype,
             Case::BlockMaskBuild(shape) => shape.dtype(),
             Case::BsrMatmul(shape) => shape.dtype,
+            Case::BsrSddmm(shape) => shape.dtype,
         }
     }
 }
@@ -124,7 +130,8 @@ fn shared(f: &mut fmt::Formatter<'_>, heads: [usize; 2]) -> fmt::Result {
 
 impl fmt::Display for Case {
     /// The id: `b4_s4096_h32_d64_causal_bf16`, `varlen4096+512x2_h16_d128_causal_bf16`, `b1_s16384_h16_d128_q128kv128_d0.25_uniform_full_bf16`,
-    /// `mask_s32768_h16_b128_scores_d128_bf16`, `mask_s32768_h16_b128_top32`, `m8192_n1024_k8192_b64_d0.1_uniform_f16`. It can be read back.
+    /// `mask_s32768_h16_b128_scores_d128_bf16`, `mask_s32768_h16_b128_top32`, `m8192_n1024_k8192_b64_d0.1_uniform_f16`,
+    /// `sddmm_m4096_n4096_k1024_b64_d0.1_uniform_column_row_f16`. It can be read back.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Case::AttentionFwd(s) => {
@@ -156,6 +163,11 @@ impl fmt::Display for Case {
             Case::BsrMatmul(s) => {
                 let BsrShape { m, n, k, block_size, density, pattern, dtype } = s;
                 write!(f, "m{m}_n{n}_k{k}_b{block_size}_d{density}_{pattern}_{dtype}")
+            }
+            Case::BsrSddmm(s) => {
+                let SddmmShape { m, n, k, block_size, density, pattern, a_major, b_major, dtype } = s;
+                let (a, b) = (a_major.name(), b_major.name());
+                write!(f, "sddmm_m{m}_n{n}_k{k}_b{block_size}_d{density}_{pattern}_{a}_{b}_{dtype}")
             }
         }
     }

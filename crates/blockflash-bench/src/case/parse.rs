@@ -2,9 +2,9 @@
 
 use super::{
     AttentionShape, BlockMaskShape, BlockSparseShape, BsrShape, Case, Lengths, MaskKind, MaskStep, Pattern,
-    VarlenShape,
+    SddmmShape, VarlenShape,
 };
-use blockflash_sys::DType;
+use blockflash_sys::{DType, Major};
 use std::str::FromStr;
 
 impl FromStr for Case {
@@ -18,6 +18,7 @@ impl FromStr for Case {
         let case = match id.as_bytes().first() {
             Some(b'm') if parts[0] == "mask" => block_mask(&parts[1..]),
             Some(b'm') => bsr(&parts),
+            Some(b's') => sddmm(&parts),
             Some(b'v') => varlen(&parts),
             _ => attention(&parts),
         };
@@ -150,4 +151,21 @@ fn bsr(parts: &[&str]) -> Option<Case> {
         pattern: pattern(pattern_name)?,
         dtype: dtype(dtype_name)?,
     }))
+}
+
+fn sddmm(parts: &[&str]) -> Option<Case> {
+    let &["sddmm", m, n, k, block, density, pattern_name, a, b, dtype_name] = parts else { return None };
+    let major = |part: &str| Major::ALL.into_iter().find(|major| major.name() == part);
+    let shape = SddmmShape {
+        m: number(m, "m")?,
+        n: number(n, "n")?,
+        k: number(k, "k")?,
+        block_size: number(block, "b")?,
+        density: number(density, "d")?,
+        pattern: pattern(pattern_name)?,
+        a_major: major(a)?,
+        b_major: major(b)?,
+        dtype: dtype(dtype_name)?,
+    };
+    shape.check().ok().map(|()| Case::BsrSddmm(shape))
 }

@@ -33,6 +33,7 @@ impl Case {
             Case::BlockSparseFwd(shape) => block_sparse(shape),
             Case::BlockMaskBuild(shape) => shape.work(),
             Case::BsrMatmul(shape) => bsr(shape),
+            Case::BsrSddmm(shape) => shape.work(),
         }
     }
 }

@@ -120,6 +120,31 @@ impl Array {
         Ok(Self { shape: tensor.shape().to_vec(), values })
     }
 
+    /// An array of this shape whose element at a row-major position is the one of this array at `source` of that position. `None` if there
+    /// are not as many positions as the shape has, or one lies outside.
+    pub fn rearranged(&self, shape: &[usize], source: impl Fn(usize) -> usize) -> Option<Self> {
+        let positions = 0..self.len();
+        macro_rules! picked {
+            ($variant:ident, $vec:expr) => {
+                Values::$variant(positions.map(|at| $vec.get(source(at)).copied()).collect::<Option<_>>()?)
+            };
+        }
+        let values = match &self.values {
+            Values::F16(vec) => picked!(F16, vec),
+            Values::Bf16(vec) => picked!(Bf16, vec),
+            Values::F32(vec) => picked!(F32, vec),
+            Values::I32(vec) => picked!(I32, vec),
+            Values::U8(vec) => picked!(U8, vec),
+        };
+        Self::new(shape, values)
+    }
+
+    /// The transposed matrix; `None` if this is none.
+    pub fn transposed(&self) -> Option<Self> {
+        let &[rows, cols] = self.shape() else { return None };
+        self.rearranged(&[cols, rows], |at| at % rows * cols + at / rows)
+    }
+
     /// Zeroes the elements at which the predicate, of the row-major position, is false.
     #[must_use]
     pub fn keep(mut self, inside: impl Fn(usize) -> bool) -> Self {

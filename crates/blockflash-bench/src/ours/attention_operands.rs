@@ -96,7 +96,7 @@ impl AttentionOperands {
             Case::BlockSparseFwd(shape) => {
                 (shape.dense().problem(), None, Some(BlockLists::new(shape, seed)))
             }
-            Case::BlockMaskBuild(_) | Case::BsrMatmul(_) => {
+            Case::BlockMaskBuild(_) | Case::BsrMatmul(_) | Case::BsrSddmm(_) => {
                 return Err(Error::Option(format!("{case} is another operation")));
             }
         };

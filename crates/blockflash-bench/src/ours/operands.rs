@@ -1,5 +1,6 @@
 use super::attention_operands::AttentionOperands;
 use super::mask_operands::MaskOperands;
+use super::sddmm_operands::SddmmOperands;
 use crate::case::{BsrShape, Case};
 use crate::check;
 use crate::error::{Error, Result};
@@ -7,8 +8,8 @@ use crate::io::{Array, Values};
 use crate::random;
 use blockflash_ops::bsr_matmul::BsrMatrix;
 use blockflash_ops::{
-    BsrMatmul, CudaProperties, DType, PreparedAttention, PreparedBsrMatmul, Row, Stream, Tensor, attention,
-    bsr_matmul,
+    BsrMatmul, CudaProperties, DType, PreparedAttention, PreparedBsrMatmul, PreparedBsrSddmm, Row, Stream,
+    Tensor, attention, bsr_matmul, bsr_sddmm,
 };
 use rayon::prelude::*;
 
@@ -18,12 +19,14 @@ pub(super) enum Operands {
     Attention(AttentionOperands),
     Mask(MaskOperands),
     Bsr { a: BsrMatrix, b: Tensor, c: Tensor },
+    Sddmm(Box<SddmmOperands>),
 }
 
 /// A call whose kernel is decided.
 pub(super) enum Prepared {
     Attention(PreparedAttention),
     Bsr(PreparedBsrMatmul),
+    Sddmm(PreparedBsrSddmm),
 }
 
 /// What the reference is computed from.
@@ -33,8 +36,8 @@ pub(super) enum Host {
         k: Array,
         v: Array,
     },
-    /// Its operands keep it.
-    Mask,
+    /// The operands keep it.
+    Kept,
     Bsr {
         row_ptr: Vec<i32>,
         col_idx: Vec<i32>,
@@ -57,7 +60,7 @@ impl Operands {
                 Ok((Self::Attention(operands), Host::Attention { q, k, v }))
             }
             Case::BlockMaskBuild(shape) => {
-                Ok((Self::Mask(MaskOperands::new(shape, stream, normal)?), Host::Mask))
+                Ok((Self::Mask(MaskOperands::new(shape, stream, normal)?), Host::Kept))
             }
             Case::BsrMatmul(shape) => {
                 let BsrShape { m, n, k, block_size, dtype, .. } = *shape;
@@ -71,6 +74,10 @@ impl Operands {
                     c: Tensor::empty(stream, dtype, &[m, n])?,
                 };
                 Ok((operands, Host::Bsr { row_ptr, col_idx, values, b }))
+            }
+            Case::BsrSddmm(shape) => {
+                let operands = SddmmOperands::new(shape, stream, seed, normal)?;
+                Ok((Self::Sddmm(Box::new(operands)), Host::Kept))
             }
         }
     }
@@ -90,6 +97,7 @@ impl Operands {
             Self::Bsr { a, b, c } => {
                 bsr_matmul::select(&BsrMatmul::new(a, b.view()).problem(&c.view_mut())?, gpu)?
             }
+            Self::Sddmm(operands) => bsr_sddmm::select(&operands.problem()?, gpu)?,
         })
     }
 
@@ -102,6 +110,7 @@ impl Operands {
             Self::Bsr { a, b, c } => {
                 bsr_matmul::accepts(row, &BsrMatmul::new(a, b.view()).problem(&c.view_mut())?, gpu).is_ok()
             }
+            Self::Sddmm(operands) => bsr_sddmm::accepts(row, &operands.problem()?, gpu).is_ok(),
         })
     }
 
@@ -109,6 +118,7 @@ impl Operands {
         match self {
             Self::Attention(operands) => operands.launch(row, stream)?,
             Self::Mask(operands) => operands.launch(row, stream)?,
+            Self::Sddmm(operands) => operands.launch(row, stream)?,
             Self::Bsr { a, b, c } => {
                 let call = BsrMatmul::new(a, b.view());
                 match row {
@@ -128,6 +138,7 @@ impl Operands {
             Self::Bsr { a, b, c } => {
                 Some(Prepared::Bsr(BsrMatmul::new(a, b.view()).prepare(&c.view_mut(), stream)?))
             }
+            Self::Sddmm(operands) => Some(Prepared::Sddmm(operands.prepare(stream)?)),
         })
     }
 
@@ -138,6 +149,9 @@ impl Operands {
             }
             (Self::Bsr { a, b, c }, Prepared::Bsr(prepared)) => {
                 BsrMatmul::new(a, b.view()).matmul_prepared(prepared, c.view_mut(), stream)?;
+            }
+            (Self::Sddmm(operands), Prepared::Sddmm(prepared)) => {
+                operands.launch_prepared(prepared, stream)?;
             }
             _ => return Err(Error::Option("prepared for another operation".to_owned())),
         }
@@ -183,6 +197,7 @@ impl Operands {
                 };
                 vec![check::bsr_matmul(&case, c, seed, |_| ()).map_err(mismatch)?]
             }
+            (Self::Sddmm(operands), Host::Kept, [values]) => vec![operands.compare(values, seed)?],
             _ => Vec::new(), // operands and host are made together
         };
         let passed =
@@ -195,6 +210,7 @@ impl Operands {
             Self::Attention(operands) => operands.outputs(),
             Self::Mask(_) => Vec::new(), // it verifies itself
             Self::Bsr { c, .. } => vec![c],
+            Self::Sddmm(operands) => vec![operands.values()],
         }
     }
 }

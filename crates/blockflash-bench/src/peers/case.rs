@@ -71,7 +71,7 @@ impl PeerCase {
         };
         match *case {
             Case::VarlenFwd(_) => Err(PeerCaseError::DenseOnly),
-            Case::BlockMaskBuild(_) => Err(PeerCaseError::OursOnly),
+            Case::BlockMaskBuild(_) | Case::BsrSddmm(_) => Err(PeerCaseError::OursOnly),
             Case::AttentionFwd(shape) => Ok(Self::AttentionFwd { shape, seed }),
             Case::BlockSparseFwd(shape) => {
                 // The protocol has lists of every query head.

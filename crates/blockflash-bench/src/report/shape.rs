@@ -2,7 +2,7 @@
 
 use crate::case::{
     AttentionShape, BlockMaskShape, BlockSparseShape, BsrShape, Case, MaskKind, MaskStep, Pattern,
-    VarlenShape,
+    SddmmShape, VarlenShape,
 };
 use crate::record::Record;
 use crate::timing::Cache;
@@ -27,6 +27,7 @@ pub(crate) fn group(record: &Record) -> String {
         Some(Case::BlockSparseFwd(shape)) => block_sparse(shape),
         Some(Case::BlockMaskBuild(shape)) => block_mask(shape),
         Some(Case::BsrMatmul(shape)) => bsr(shape),
+        Some(Case::BsrSddmm(shape)) => sddmm(shape),
         None => record.op.clone(),
     };
     // Both 16-bit types run at the same speed.
@@ -79,6 +80,11 @@ fn bsr(shape: &BsrShape) -> String {
     }
 }
 
+fn sddmm(shape: &SddmmShape) -> String {
+    let SddmmShape { block_size, a_major, b_major, .. } = shape;
+    format!("blocks of {block_size} × {block_size}, A by {}s, B by {}s", a_major.name(), b_major.name())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -113,6 +119,8 @@ mod tests {
         assert_eq!(label("block_mask_build", scores), "scores of blocks of 128 × 128");
         let choose = "mask_s32768_h16_b128_top32";
         assert_eq!(label("block_mask_build", choose), "mask of blocks of 128 × 128, f32");
+        let sampled = "sddmm_m64_n64_k64_b64_d0.1_uniform_column_row_f16";
+        assert_eq!(label("bsr_sddmm", sampled), "blocks of 64 × 64, A by columns, B by rows");
         assert_eq!(label("other", "x"), "other");
         let cold = Record { op: "other".into(), cache: "cold".into(), ..Record::default() };
         assert_eq!(group(&cold), "other, cold caches");

@@ -17,7 +17,7 @@ pub(super) enum GridPeers {
     None,
 }
 
-fn uniform() -> Vec<Pattern> {
+pub(super) fn uniform() -> Vec<Pattern> {
     vec![Pattern::Uniform]
 }
 

@@ -1,11 +1,13 @@
 //! Suites: files that list what is measured, as grids of cases.
 
 mod grid;
+mod sddmm_grid;
 
 use crate::case::Case;
 use crate::error::{Error, Result};
 use crate::timing::Cache;
 use grid::{AttentionGrid, BlockMaskGrid, BlockSparseGrid, BsrGrid, GridPeers};
+use sddmm_grid::SddmmGrid;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
@@ -54,6 +56,8 @@ struct File {
     block_mask_build: Vec<BlockMaskGrid>,
     #[serde(default)]
     bsr_matmul: Vec<BsrGrid>,
+    #[serde(default)]
+    bsr_sddmm: Vec<SddmmGrid>,
 }
 
 fn default_rounds() -> usize {
@@ -129,6 +133,7 @@ impl Suite {
         file.block_sparse_fwd.iter().try_for_each(|grid| expand(grid.peers, &|cases| grid.expand(cases)))?;
         file.block_mask_build.iter().try_for_each(|grid| grid.expand(&mut cases))?;
         file.bsr_matmul.iter().try_for_each(|grid| grid.expand(&mut cases))?;
+        file.bsr_sddmm.iter().try_for_each(|grid| grid.expand(&mut cases))?;
         for (index, case) in cases.iter().enumerate() {
             if cases[..index].contains(case) {
                 return Err(format!("{case} occurs twice"));

@@ -1,7 +1,9 @@
 //! Constructors of [`BsrMatrix`]: all run on the host, sort what may be unsorted and reject what is wrong.
 
 use super::BsrMatrix;
-use super::validate::{Shape, invalid, row_order};
+use super::stages::Stages;
+use super::transpose::pattern_hash;
+use super::validate::{Shape, invalid, longest_row, row_order};
 use crate::check::Operand;
 use crate::float::Float;
 use crate::{Error, Result};
@@ -234,7 +236,9 @@ fn from_parts<T: Float>(shape: &Shape, row_ptr: &[i32], col_idx: &[i32], values:
         col_idx: Tensor::from_slice(stream, col_idx, &[col_idx.len()])?,
         values: Tensor::from_slice(stream, values, &[col_idx.len(), block_size, block_size])?,
         row_order: Tensor::from_slice(stream, &order, &[order.len()])?,
-        longest_row: row_ptr.windows(2).map(|pair| pair[1].abs_diff(pair[0]) as usize).max().unwrap_or(0),
+        longest_row: longest_row(row_ptr),
+        stages: Stages::new(block_size, row_ptr, col_idx, &order, stream)?,
+        pattern_hash: pattern_hash(row_ptr, col_idx),
     })
 }
 

@@ -1,12 +1,13 @@
 //! BSR matmul on the CPU: f32 products of blocks, in parallel over block rows.
 //!
-//! Every tile of C is summed by one thread in the order of the blocks, so results do not depend on the number of threads.
+//! Every tile of C is summed by one thread in the order of the blocks, so results do not depend on the number of threads. Rows of a
+//! row-major C are finished where they were summed; columns of a column-major one when all block rows are.
 
 use super::{Activation, Bias, BsrMatmul, BsrProblem};
 use crate::float::Float;
 use crate::{Result, math};
 use blockflash_safe::{View, ViewMut, host_gemm};
-use blockflash_sys::DType;
+use blockflash_sys::{DType, Major};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
@@ -38,6 +39,8 @@ struct Operands<'a, T> {
     problem: &'a BsrProblem,
     row_ptr: &'a [i32],
     col_idx: &'a [i32],
+    /// Which of the values each block is, if they are multiplied transposed.
+    block_idx: Option<&'a [i32]>,
     values: &'a [T],
     bias: BiasValues,
 }
@@ -49,10 +52,18 @@ enum BiasValues {
     PerColumn(Vec<f32>),
 }
 
-/// Columns of B in f32, `[k, width]`.
+/// The bias of a row or column of C, or of a part of it.
+enum LineBias<'a> {
+    None,
+    Same(f32),
+    Each(&'a [f32]),
+}
+
+/// Columns of B in f32, `[k, width]`, in memory as B is.
 struct Panel {
     first: usize,
     width: usize,
+    strides: [usize; 2],
     values: Vec<f32>,
 }
 
@@ -63,16 +74,21 @@ struct Buffers {
     block: Vec<f32>,
     /// A block row times a panel, `[block_size, width]`.
     sums: Vec<f32>,
-    /// A row of the old C.
+    /// A row or column of the old C.
     old: Vec<f32>,
 }
 
 fn run<T: Float, U: Float>(op: &BsrMatmul<'_>, problem: &BsrProblem, mut c: ViewMut<'_>) -> Result<()> {
-    let (row_ptr, col_idx, values) = (op.a.row_ptr().view(), op.a.col_idx().view(), op.a.values().view());
+    let (row_ptr, col_idx, block_idx) = match op.transpose {
+        None => (op.a.row_ptr(), op.a.col_idx(), None),
+        Some(index) => (index.row_ptr(), index.col_idx(), Some(index.block_idx().view())),
+    };
+    let (row_ptr, col_idx, values) = (row_ptr.view(), col_idx.view(), op.a.values().view());
     let operands = Operands::<T> {
         problem,
         row_ptr: row_ptr.as_slice()?,
         col_idx: col_idx.as_slice()?,
+        block_idx: block_idx.map(|index| index.as_slice()).transpose()?,
         values: values.as_slice()?,
         bias: match &op.bias {
             Bias::None => BiasValues::None,
@@ -82,80 +98,135 @@ fn run<T: Float, U: Float>(op: &BsrMatmul<'_>, problem: &BsrProblem, mut c: View
     };
     let b = op.b.as_slice::<T>()?;
     let c = c.as_mut_slice::<U>()?;
-    let BsrProblem { n, k, block_size, ldb, ldc, .. } = *problem;
-    let width = (PANEL_ELEMENTS / k.max(1)).clamp(16, PANEL_COLUMNS).min(n);
-    let mut panel = Panel { first: 0, width, values: vec![0.0; k * width] };
+    let BsrProblem { m, n, k, block_size, ldc, c_major, .. } = *problem;
+    // A column-major C has the sums of a panel of all its rows.
+    let depth = if c_major == Major::Row { k } else { k.max(m) };
+    let width = (PANEL_ELEMENTS / depth.max(1)).clamp(16, PANEL_COLUMNS).min(n);
+    let mut panel = Panel { first: 0, width, strides: [0; 2], values: vec![0.0; k * width] };
+    let mut all_sums = vec![0.0; if c_major == Major::Row { 0 } else { m * width }];
     for first in (0..n).step_by(width) {
         (panel.first, panel.width) = (first, width.min(n - first));
-        let width = panel.width;
-        panel.values[..k * width].par_chunks_mut(width).enumerate().for_each(|(row, target)| {
-            T::widen(&b[row * ldb + first..][..width], target);
+        panel.fill(b, problem);
+        if c_major == Major::Row {
+            // Rows of C do not overlap, so block rows are disjoint slices.
+            c.par_chunks_mut(block_size.saturating_mul(ldc)).enumerate().try_for_each_init(
+                Buffers::default,
+                |buffers, (block_row, rows)| -> Result<()> {
+                    let Buffers { block, sums, old } = buffers;
+                    sums.resize(block_size.min(m - block_row * block_size) * panel.width, 0.0);
+                    operands.sum_blocks(block_row, &panel, block, sums)?;
+                    for (row, sums) in sums.chunks_exact_mut(panel.width).enumerate() {
+                        let bias = operands.bias.of_row(block_row * block_size + row, &panel);
+                        let c = &mut rows[row * ldc + panel.first..][..panel.width];
+                        operands.finish(sums, &bias, old, c);
+                    }
+                    Ok(())
+                },
+            )?;
+            continue;
+        }
+        let sums = &mut all_sums[..m * panel.width];
+        sums.par_chunks_mut(block_size * panel.width)
+            .enumerate()
+            .try_for_each_init(Vec::new, |block, (block_row, sums)| {
+                operands.sum_blocks(block_row, &panel, block, sums)
+            })?;
+        // Nor do columns.
+        let columns = c.par_chunks_mut(ldc).enumerate().skip(first).take(panel.width);
+        columns.for_each_init(Buffers::default, |buffers, (column, c)| {
+            let Buffers { sums: line, old, .. } = buffers;
+            line.clear();
+            line.extend(sums[column - first..].iter().step_by(panel.width));
+            operands.finish(line, &operands.bias.of_column(column), old, &mut c[..m]);
         });
-        // Rows of C do not overlap, so block rows are disjoint slices.
-        c.par_chunks_mut(block_size.saturating_mul(ldc)).enumerate().try_for_each_init(
-            Buffers::default,
-            |buffers, (block_row, rows)| -> Result<()> {
-                operands.sum_blocks(block_row, &panel, buffers)?;
-                operands.finish(block_row, &panel, buffers, rows);
-                Ok(())
-            },
-        )?;
     }
     Ok(())
 }
 
+impl BiasValues {
+    /// Of the panel's part of a row of C.
+    fn of_row(&self, row: usize, panel: &Panel) -> LineBias<'_> {
+        match self {
+            BiasValues::None => LineBias::None,
+            BiasValues::PerRow(bias) => LineBias::Same(bias[row]),
+            BiasValues::PerColumn(bias) => LineBias::Each(&bias[panel.first..]),
+        }
+    }
+
+    fn of_column(&self, column: usize) -> LineBias<'_> {
+        match self {
+            BiasValues::None => LineBias::None,
+            BiasValues::PerRow(bias) => LineBias::Each(bias),
+            BiasValues::PerColumn(bias) => LineBias::Same(bias[column]),
+        }
+    }
+}
+
+impl Panel {
+    /// Converts the panel's columns of B, a contiguous row or column at a time.
+    fn fill<T: Float>(&mut self, b: &[T], problem: &BsrProblem) {
+        let BsrProblem { k, ldb, b_major, .. } = *problem;
+        let (lines, length, strides, start, next) = match b_major {
+            Major::Row => (k, self.width, [self.width, 1], self.first, ldb),
+            Major::Column => (self.width, k, [1, k], self.first * ldb, ldb),
+        };
+        self.strides = strides;
+        let lines = self.values[..lines * length].par_chunks_mut(length.max(1)).enumerate();
+        lines.for_each(|(line, target)| T::widen(&b[start + line * next..][..length], target));
+    }
+}
+
 impl<T: Float> Operands<'_, T> {
-    /// `sums = A[block row]·panel`.
-    fn sum_blocks(&self, block_row: usize, panel: &Panel, buffers: &mut Buffers) -> Result<()> {
-        let BsrProblem { m, k, block_size, .. } = *self.problem;
-        let height = block_size.min(m - block_row * block_size);
-        buffers.block.resize(block_size * block_size, 0.0);
-        buffers.sums.clear();
-        buffers.sums.resize(height * panel.width, 0.0);
+    /// `sums = A[block row]·panel`, `[rows of the block row, width]`; `buffer` has room for a block.
+    fn sum_blocks(
+        &self,
+        block_row: usize,
+        panel: &Panel,
+        buffer: &mut Vec<f32>,
+        sums: &mut [f32],
+    ) -> Result<()> {
+        let BsrProblem { k, block_size, .. } = *self.problem;
+        let height = sums.len() / panel.width;
+        buffer.resize(block_size * block_size, 0.0);
+        sums.fill(0.0);
         for block in self.row_ptr[block_row] as usize..self.row_ptr[block_row + 1] as usize {
-            let values = &self.values[block * block_size * block_size..][..block_size * block_size];
-            T::widen(values, &mut buffers.block);
+            let (place, strides) = match self.block_idx {
+                None => (block, [block_size, 1]),
+                Some(index) => (index[block] as usize, [1, block_size]),
+            };
+            T::widen(&self.values[place * block_size * block_size..][..block_size * block_size], buffer);
             let first = self.col_idx[block] as usize * block_size;
             let depth = block_size.min(k - first);
-            let a = View::from_slice_strided(&buffers.block, &[height, depth], &[block_size, 1])?;
-            let b = &panel.values[first * panel.width..][..depth * panel.width];
-            let b = View::from_slice(b, &[depth, panel.width])?;
-            let sums = ViewMut::from_slice(&mut buffers.sums, &[height, panel.width])?;
-            host_gemm(1.0, a, b, true, sums)?;
+            let a = View::from_slice_strided(buffer, &[height, depth], &strides)?;
+            let b = &panel.values[first * panel.strides[0]..];
+            let b = View::from_slice_strided(b, &[depth, panel.width], &panel.strides)?;
+            host_gemm(1.0, a, b, true, ViewMut::from_slice(sums, &[height, panel.width])?)?;
         }
         Ok(())
     }
 
-    /// `C = activation(alpha·sums + beta·C + bias)` for the panel's columns; `rows` starts with the block row's first row of C.
-    fn finish<U: Float>(&self, block_row: usize, panel: &Panel, buffers: &mut Buffers, rows: &mut [U]) {
-        let BsrProblem { block_size, ldc, alpha, beta, activation, .. } = *self.problem;
-        for (row, sums) in buffers.sums.chunks_exact_mut(panel.width).enumerate() {
-            let c = &mut rows[row * ldc + panel.first..][..panel.width];
-            sums.iter_mut().for_each(|sum| *sum *= alpha);
-            if beta != 0.0 {
-                buffers.old.resize(panel.width, 0.0);
-                U::widen(c, &mut buffers.old);
-                sums.iter_mut().zip(&buffers.old).for_each(|(sum, old)| *sum += beta * old);
-            }
-            match &self.bias {
-                BiasValues::None => {}
-                BiasValues::PerRow(bias) => {
-                    let bias = bias[block_row * block_size + row];
-                    sums.iter_mut().for_each(|sum| *sum += bias);
-                }
-                BiasValues::PerColumn(bias) => {
-                    sums.iter_mut().zip(&bias[panel.first..]).for_each(|(sum, bias)| *sum += bias);
-                }
-            }
-            match activation {
-                Activation::None => {}
-                // A comparison that NaN fails: it stays.
-                Activation::Relu => sums.iter_mut().for_each(|x| *x = if *x < 0.0 { 0.0 } else { *x }),
-                Activation::Gelu => sums.iter_mut().for_each(|x| *x = math::gelu(*x)),
-                Activation::Silu => sums.iter_mut().for_each(|x| *x = math::silu(*x)),
-            }
-            U::narrow(sums, c);
+    /// `C = activation(alpha·sums + beta·C + bias)` for a part of a row or column of C.
+    fn finish<U: Float>(&self, sums: &mut [f32], bias: &LineBias<'_>, old: &mut Vec<f32>, c: &mut [U]) {
+        let BsrProblem { alpha, beta, activation, .. } = *self.problem;
+        sums.iter_mut().for_each(|sum| *sum *= alpha);
+        if beta != 0.0 {
+            old.resize(c.len(), 0.0);
+            U::widen(c, old);
+            sums.iter_mut().zip(&*old).for_each(|(sum, old)| *sum += beta * old);
         }
+        match bias {
+            LineBias::None => {}
+            LineBias::Same(bias) => sums.iter_mut().for_each(|sum| *sum += bias),
+            LineBias::Each(bias) => sums.iter_mut().zip(*bias).for_each(|(sum, bias)| *sum += bias),
+        }
+        match activation {
+            Activation::None => {}
+            // A comparison that NaN fails: it stays.
+            Activation::Relu => sums.iter_mut().for_each(|x| *x = if *x < 0.0 { 0.0 } else { *x }),
+            Activation::Gelu => sums.iter_mut().for_each(|x| *x = math::gelu(*x)),
+            Activation::Silu => sums.iter_mut().for_each(|x| *x = math::silu(*x)),
+        }
+        U::narrow(sums, c);
     }
 }
 
@@ -164,6 +235,10 @@ fn widened<T: Float>(source: &[T]) -> Vec<f32> {
     T::widen(source, &mut target);
     target
 }
+
+#[cfg(test)]
+#[path = "layout_tests.rs"]
+mod layout_tests;
 
 #[cfg(test)]
 #[path = "cpu_tests.rs"]

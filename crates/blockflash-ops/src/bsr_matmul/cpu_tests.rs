@@ -6,7 +6,7 @@ use blockflash_safe::Element;
 use blockflash_sys::manifest;
 
 /// A matrix with an empty block row, rows of different lengths, and tails in both directions.
-fn matrix(block_size: usize, dtype: DType) -> BsrMatrix {
+pub(super) fn matrix(block_size: usize, dtype: DType) -> BsrMatrix {
     let (rows, cols) = (3 * block_size + 2, 4 * block_size + 1);
     let blocks = [(0, 0), (0, 2), (0, 4), (2, 1), (3, 0), (3, 4)];
     let inside = |block: usize, at: usize| {
@@ -25,7 +25,12 @@ fn matrix(block_size: usize, dtype: DType) -> BsrMatrix {
 }
 
 /// The definition in f64; `finish` gets A·B and its row and column.
-fn reference(a: &BsrMatrix, b: &[f32], n: usize, finish: impl Fn(f64, usize, usize) -> f64) -> Vec<f64> {
+pub(super) fn reference(
+    a: &BsrMatrix,
+    b: &[f32],
+    n: usize,
+    finish: impl Fn(f64, usize, usize) -> f64,
+) -> Vec<f64> {
     let dense = a.to_dense().unwrap();
     let k = a.cols();
     let dot =
@@ -34,7 +39,7 @@ fn reference(a: &BsrMatrix, b: &[f32], n: usize, finish: impl Fn(f64, usize, usi
 }
 
 #[track_caller]
-fn assert_close(found: &[f32], expected: &[f64], tolerance: f64) {
+pub(super) fn assert_close(found: &[f32], expected: &[f64], tolerance: f64) {
     assert_eq!(found.len(), expected.len());
     for (at, (&found, &expected)) in found.iter().zip(expected).enumerate() {
         let error = (f64::from(found) - expected).abs();
@@ -42,7 +47,7 @@ fn assert_close(found: &[f32], expected: &[f64], tolerance: f64) {
     }
 }
 
-fn to_vec<T: Element>(tensor: &Tensor, widen: fn(T) -> f32) -> Vec<f32> {
+pub(super) fn to_vec<T: Element>(tensor: &Tensor, widen: fn(T) -> f32) -> Vec<f32> {
     tensor.to_vec::<T>(&Device::cpu().stream().unwrap()).unwrap().into_iter().map(widen).collect()
 }
 

@@ -101,7 +101,7 @@ fn small_blocks_take_large_tiles_where_these_keep_the_multiprocessors_busy() {
         // As large as gives every multiprocessor one; portable rows for fewer still.
         assert_eq!(
             [64, 128, 256, 512].map(|n| tile(8192, n, 0.1)),
-            [None, Some((128, 64)), Some((256, 64)), Some((256, 128))]
+            [None, None, Some((256, 64)), Some((256, 128))]
         );
         assert_eq!([64, 128, 256, 512].map(|n| tile(1024, n, 0.1)), [None; 4]);
     }
@@ -142,7 +142,7 @@ fn what_tensor_maps_lack_takes_a_portable_row() {
 
 #[test]
 fn blocks_stay_and_start_early() {
-    assert_eq!(hopper_rows().count(), 26);
+    assert_eq!(hopper_rows().count(), 22 + 30);
     for (row, tile) in hopper_rows() {
         let block = tile.block_size as usize;
         let plan_of = |m, n| plan(row, &problem([m, n, 4096], block), &h200()).unwrap();
@@ -159,4 +159,71 @@ fn blocks_stay_and_start_early() {
         let beyond = plan(row, &BsrProblem { n: columns, ..at_limit }, &h200());
         assert!(matches!(beyond, Err(Error::TooLarge { what: "grid", .. })));
     }
+}
+
+#[test]
+fn large_blocks_lie_as_they_like() {
+    for block_size in [64, 128] {
+        for n in [8, 64, 1000, 8192] {
+            for a_transposed in [false, true] {
+                for [b, c] in Major::ALL.into_iter().flat_map(|b| Major::ALL.map(|c| [b, c])) {
+                    let problem = problem([4096, n, 4096], block_size).lying(a_transposed, b, c);
+                    let row = select(&problem, &h200()).unwrap();
+                    let tile = row.bsr_tile().unwrap();
+                    assert_eq!((tile.a_transposed, tile.b_column_major), (a_transposed, b == Major::Column));
+                    assert_eq!(row.target, Target::Sm90a, "{}", row.image_name());
+                    let plan = plan(row, &problem, &h200()).unwrap();
+                    assert_eq!(plan.params.c_column_major, i32::from(c == Major::Column));
+                    // Rows of every other kind refuse it.
+                    for (other, tile) in
+                        hopper_rows().filter(|(_, tile)| tile.block_size as usize == block_size)
+                    {
+                        let same =
+                            (tile.a_transposed, tile.b_column_major) == (a_transposed, b == Major::Column);
+                        let fits = same && tile.dtype == problem.dtype;
+                        assert_eq!(accepts(other, &problem, &h200()).is_ok(), fits, "{}", other.image_name());
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_no_kernel_takes_is_named() {
+    let (row, column) = (Major::Row, Major::Column);
+    let why = |problem: &BsrProblem, gpu: &CudaProperties| match select(problem, gpu).unwrap_err() {
+        Error::Unsupported { op: "bsr_matmul", what, .. } => what,
+        other => panic!("{other}"),
+    };
+    let (small, large) = (problem([1000, 512, 2000], 32), problem([1000, 512, 2000], 64));
+    let special = [(true, row, row), (false, column, row), (false, row, column), (true, column, column)];
+    for ((a_transposed, b, c), asked) in special.into_iter().zip([
+        "a transposed A",
+        "a column-major b",
+        "a column-major c",
+        "a transposed A and a column-major b and a column-major c",
+    ]) {
+        let small = small.lying(a_transposed, b, c);
+        assert_eq!(why(&small, &h200()), format!("block size 32 with {asked}: kernels take [64, 128]"));
+        let large = large.lying(a_transposed, b, c);
+        let found = why(&large, &gpu(8, 0));
+        assert_eq!(found, format!("block size 64 with {asked}: the image is compiled for sm_90a"));
+        // Portable rows, and those that gather, say so themselves.
+        for (row, tile) in manifest::all_rows().iter().filter_map(|row| Some((row, row.bsr_tile()?))) {
+            let gathers = matches!(row.variant, Variant::BsrMatmulHopper(tile) if tile.gathers());
+            if gathers || !is_hopper(row) {
+                let problem = BsrProblem { block_size: tile.block_size as usize, dtype: tile.dtype, ..small };
+                let error = accepts(row, &problem, &h200()).unwrap_err().to_string();
+                let reasons = ["multiplies A as it is", "takes a row-major b", "takes a row-major c"];
+                assert!(reasons.iter().any(|reason| error.contains(reason)), "{error}");
+            }
+        }
+    }
+    let unaligned = BsrProblem { b_vectorized: false, ldb: 2001, ..large.lying(true, column, row) };
+    let found = why(&unaligned, &h200());
+    assert!(
+        found.ends_with("b has no tensor map: columns of 16-byte aligned memory, 2001 elements apart"),
+        "{found}"
+    );
 }

@@ -1,5 +1,6 @@
 //! From checked operands to a queued kernel.
 
+use super::stages::Stages;
 use super::{Bias, BsrMatmul, BsrProblem, OP, plan};
 use crate::check::Operand;
 use crate::{Error, Result};
@@ -21,6 +22,7 @@ pub(super) fn checked(op: &BsrMatmul<'_>, c: &ViewMut<'_>, stream: &Stream) -> R
     let problem = op.problem(c)?;
     let device = stream.device();
     Operand::new("a", &op.a.values().view()).on(device)?;
+    op.transpose.map_or(Ok(()), |index| Operand::new("transpose", &index.row_ptr().view()).on(device))?;
     Operand::new("b", &op.b).on(device)?;
     Operand::of_mut("c", c).on(device)?;
     op.bias.view().map_or(Ok(()), |bias| Operand::new("bias", &bias).on(device))?;
@@ -37,11 +39,20 @@ pub(super) fn launch(
 ) -> Result<()> {
     let Some(gpu) = stream.device().cuda_properties() else { return Err(no_kernel_on_cpu(row)) };
     let plan = plan(row, problem, gpu)?;
+    let (row_ptr, col_idx, row_order) = match op.transpose {
+        None => (op.a.row_ptr(), op.a.col_idx(), op.a.row_order()),
+        Some(index) => (index.row_ptr(), index.col_idx(), index.row_order()),
+    };
     let operands = BsrMatmulOperands {
-        row_ptr: op.a.row_ptr().view(),
-        col_idx: op.a.col_idx().view(),
+        row_ptr: row_ptr.view(),
+        col_idx: col_idx.view(),
+        block_idx: op.transpose.map(|index| index.block_idx().view()),
         values: op.a.values().view(),
-        row_order: Some(op.a.row_order().view()),
+        row_order: Some(row_order.view()),
+        stages: op.a.stages.as_ref().filter(|_| op.transpose.is_none()).map(|plan| {
+            let Stages { stages, group_stages } = plan;
+            [stages.view(), group_stages.view()]
+        }),
         b: op.b,
         c,
         bias: op.bias.view(),

@@ -1,3 +1,4 @@
+use super::stages::Stages;
 use crate::Result;
 use blockflash_safe::{Device, Stream, Tensor};
 use blockflash_sys::DType;
@@ -17,6 +18,10 @@ pub struct BsrMatrix {
     pub(super) values: Tensor,
     pub(super) row_order: Tensor,
     pub(super) longest_row: usize,
+    /// How block rows share B, where the kernels for the block size need to know.
+    pub(super) stages: Option<Stages>,
+    /// Of the index arrays: whether a `BsrTranspose` is that of this matrix.
+    pub(super) pattern_hash: u64,
 }
 
 impl BsrMatrix {
@@ -108,6 +113,8 @@ impl BsrMatrix {
             values: self.values.copy_to(stream)?,
             row_order: self.row_order.copy_to(stream)?,
             longest_row: self.longest_row,
+            stages: self.stages.as_ref().map(|stages| stages.to(stream)).transpose()?,
+            pattern_hash: self.pattern_hash,
         })
     }
 }

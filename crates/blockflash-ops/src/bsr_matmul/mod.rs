@@ -1,18 +1,22 @@
-//! Block-sparse (BSR) times dense: `C = activation(alpha·A·B + beta·C + bias)`.
+//! Block-sparse (BSR) times dense: `C = activation(alpha·A·B + beta·C + bias)`, also with Aᵀ; and dense times block-sparse.
 
 mod build;
 mod cpu;
+mod dense_sparse;
 mod launch;
 mod matrix;
 mod plan;
 mod problem;
 mod select;
+mod stages;
+mod transpose;
 mod validate;
 
 pub use matrix::BsrMatrix;
 pub use plan::{BsrPlan, plan};
 pub use problem::{BiasKind, BsrProblem};
 pub use select::{accepts, select};
+pub use transpose::BsrTranspose;
 
 pub(crate) use select::OP;
 
@@ -46,10 +50,13 @@ pub enum Activation {
     Silu,
 }
 
-/// `C = activation(alpha·A·B + beta·C + bias)` with a block-sparse A `[m, k]` and dense row-major B `[k, n]` and C `[m, n]`.
+/// `C = activation(alpha·A·B + beta·C + bias)` with a block-sparse A `[m, k]` and dense B `[k, n]` and C `[m, n]`; with
+/// [`transpose`](Self::transpose) the block-sparse matrix is `[k, m]`, and Aᵀ takes the place of A.
 ///
-/// A and B are f16 or bf16 (on the CPU also f32), C is f16, bf16 or f32. Sums are f32. Rows of B and C may be any number of
-/// elements apart and start anywhere; 16-byte aligned ones are faster. Fields left at their default do nothing:
+/// A and B are f16 or bf16 (on the CPU also f32), C is f16, bf16 or f32. Sums are f32. B and C are row-major or, as a permuted view of a
+/// row-major matrix is, column-major, each as it likes. Their rows or columns may be any number of elements apart and start anywhere;
+/// 16-byte aligned ones are faster, and some kernels take no others of B. Dense times block-sparse is this product of transposed
+/// views: [`linear`](Self::linear), [`dense_sparse`](Self::dense_sparse). Fields left at their default do nothing:
 ///
 /// ```
 /// # use blockflash_ops::{Activation, BsrMatmul, BsrMatrix, DType, View};
@@ -61,9 +68,11 @@ pub enum Activation {
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct BsrMatmul<'a> {
-    /// The block-sparse matrix `[m, k]`.
+    /// The block-sparse matrix, `[m, k]` or, transposed, `[k, m]`.
     pub a: &'a BsrMatrix,
-    /// The dense matrix `[k, n]` in the element type of A; each row is contiguous.
+    /// The index by which A is multiplied transposed, that of its pattern; `None`: as it is.
+    pub transpose: Option<&'a BsrTranspose>,
+    /// The dense matrix `[k, n]` in the element type of A; each row or each column is contiguous.
     pub b: View<'a>,
     /// Factor of A·B, finite.
     pub alpha: f32,
@@ -94,10 +103,15 @@ impl PreparedBsrMatmul {
 impl<'a> BsrMatmul<'a> {
     /// `C = A·B`.
     pub const fn new(a: &'a BsrMatrix, b: View<'a>) -> Self {
-        Self { a, b, alpha: 1.0, beta: 0.0, bias: Bias::None, activation: Activation::None }
+        Self { a, transpose: None, b, alpha: 1.0, beta: 0.0, bias: Bias::None, activation: Activation::None }
     }
 
-    /// Computes into a matrix of the caller, f16, bf16 or f32 `[m, n]` with contiguous rows. Nothing is allocated and the
+    /// `C = Aᵀ·B`, by an index of A's pattern.
+    pub const fn transposed(a: &'a BsrMatrix, index: &'a BsrTranspose, b: View<'a>) -> Self {
+        Self { transpose: Some(index), ..Self::new(a, b) }
+    }
+
+    /// Computes into a matrix of the caller, f16, bf16 or f32 `[m, n]` with contiguous rows or columns. Nothing is allocated and the
     /// stream is not synchronised on a GPU, so the call can be captured into a graph; on the CPU it returns when the result is
     /// there. A C without elements is fine and launches nothing.
     ///
@@ -172,6 +186,13 @@ impl<'a> BsrMatmul<'a> {
     /// As [`matmul_into`](Self::matmul_into), and out of memory; [`Error::InvalidScale`] if `beta` is not 0, since there is no
     /// old C.
     pub fn matmul(&self, dtype: DType, stream: &Stream) -> Result<Tensor> {
+        let mut c = Tensor::empty(stream, dtype, &self.new_c()?)?;
+        self.matmul_into(c.view_mut(), stream)?;
+        Ok(c)
+    }
+
+    /// Shape of a C that is allocated for the result.
+    fn new_c(&self) -> Result<[usize; 2]> {
         if self.beta != 0.0 {
             return Err(Error::InvalidScale {
                 what: "beta",
@@ -179,13 +200,16 @@ impl<'a> BsrMatmul<'a> {
                 expected: "0 without an old C",
             });
         }
+        let [m, k] = self.shape_of_a();
         let &[_, n] = self.b.shape() else {
-            return Err(
-                crate::check::Operand::new("b", &self.b).wrong_shape(format!("[{}, n]", self.a.cols()))
-            );
+            return Err(crate::check::Operand::new("b", &self.b).wrong_shape(format!("[{k}, n]")));
         };
-        let mut c = Tensor::empty(stream, dtype, &[self.a.rows(), n])?;
-        self.matmul_into(c.view_mut(), stream)?;
-        Ok(c)
+        Ok([m, n])
+    }
+
+    /// m and k.
+    fn shape_of_a(&self) -> [usize; 2] {
+        let (rows, cols) = (self.a.rows(), self.a.cols());
+        if self.transpose.is_some() { [cols, rows] } else { [rows, cols] }
     }
 }

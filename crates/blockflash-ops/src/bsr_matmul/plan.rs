@@ -8,7 +8,7 @@ use blockflash_sys::params::{
     BLOCKFLASH_ACTIVATION_SILU, BLOCKFLASH_DTYPE_BF16, BLOCKFLASH_DTYPE_F16, BLOCKFLASH_DTYPE_F32,
     blockflash_bsr_matmul_params,
 };
-use blockflash_sys::{DType, Row};
+use blockflash_sys::{DType, Major, Row};
 use std::ptr::{null, null_mut};
 
 /// A launch as plain data, before it has any pointer.
@@ -66,6 +66,7 @@ pub fn plan(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<Bsr
         c_vectorized: i32::from(problem.c_vectorized),
         alpha: problem.alpha,
         beta: problem.beta,
+        c_column_major: i32::from(problem.c_major == Major::Column),
     };
     let tiles_m = problem.m.div_ceil(problem.block_size).div_ceil(tile.block_rows as usize);
     let tiles = grid_x(&[problem.n.div_ceil(tile.block_n as usize), tiles_m])?;

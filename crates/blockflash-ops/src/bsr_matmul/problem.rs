@@ -2,7 +2,7 @@ use super::{Activation, Bias, BsrMatmul};
 use crate::Result;
 use crate::check::{Operand, finite, to_i64, vector};
 use blockflash_safe::ViewMut;
-use blockflash_sys::DType;
+use blockflash_sys::{DType, Major};
 
 /// How a bias is spread over C.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -24,12 +24,14 @@ pub struct BsrProblem {
     pub dtype: DType,
     /// Element type of C.
     pub c_dtype: DType,
-    /// Rows of A and C.
+    /// Rows of A, or of Aᵀ, and of C.
     pub m: usize,
     /// Columns of B and C.
     pub n: usize,
-    /// Columns of A, rows of B.
+    /// Columns of A, or of Aᵀ, and rows of B.
     pub k: usize,
+    /// Whether Aᵀ is multiplied.
+    pub a_transposed: bool,
     /// Rows and columns of a block of A.
     pub block_size: usize,
     /// Stored blocks of A.
@@ -37,9 +39,13 @@ pub struct BsrProblem {
     /// Blocks of the longest block row of A, or an upper estimate; none: unknown, block rows count as equally long. It decides about the
     /// kernel only, not about the result.
     pub longest_row: Option<usize>,
-    /// Elements between rows of B.
+    /// What is contiguous in B.
+    pub b_major: Major,
+    /// What is contiguous in C.
+    pub c_major: Major,
+    /// Elements between rows of B, or columns if these are contiguous.
     pub ldb: usize,
-    /// Elements between rows of C.
+    /// Elements between rows of C, or columns if these are contiguous.
     pub ldc: usize,
     /// Factor of A·B.
     pub alpha: f32,
@@ -49,14 +55,14 @@ pub struct BsrProblem {
     pub bias: BiasKind,
     /// What is applied last.
     pub activation: Activation,
-    /// Whether rows of B start at multiples of 16 bytes.
+    /// Whether rows of B, or columns if these are contiguous, start at multiples of 16 bytes.
     pub b_vectorized: bool,
-    /// Whether rows of C start at multiples of 16 bytes.
+    /// Whether rows of C, or columns if these are contiguous, start at multiples of 16 bytes.
     pub c_vectorized: bool,
 }
 
 impl BsrProblem {
-    /// `C = A·B` with contiguous, aligned operands: the start of a plan without tensors. Not checked.
+    /// `C = A·B` with contiguous, aligned, row-major operands: the start of a plan without tensors. Not checked.
     pub fn new(dtype: DType, [m, n, k]: [usize; 3], block_size: usize, nnz_blocks: usize) -> Self {
         Self {
             dtype,
@@ -64,9 +70,12 @@ impl BsrProblem {
             m,
             n,
             k,
+            a_transposed: false,
             block_size,
             nnz_blocks,
             longest_row: None,
+            b_major: Major::Row,
+            c_major: Major::Row,
             ldb: n,
             ldc: n,
             alpha: 1.0,
@@ -76,6 +85,15 @@ impl BsrProblem {
             b_vectorized: vectorized(dtype, n),
             c_vectorized: vectorized(dtype, n),
         }
+    }
+
+    /// The same problem of Aᵀ, or of B and C in which this is contiguous: without gaps, and aligned if that is possible.
+    #[must_use]
+    pub fn lying(self, a_transposed: bool, b_major: Major, c_major: Major) -> Self {
+        let line = |major, row, column| if major == Major::Row { row } else { column };
+        let (ldb, ldc) = (line(b_major, self.n, self.k), line(c_major, self.n, self.m));
+        let (b_vectorized, c_vectorized) = (vectorized(self.dtype, ldb), vectorized(self.c_dtype, ldc));
+        Self { a_transposed, b_major, c_major, ldb, ldc, b_vectorized, c_vectorized, ..self }
     }
 
     /// Whether C has no element.
@@ -91,15 +109,13 @@ impl BsrMatmul<'_> {
     /// Whether a kernel exists is another question, which [`select`](super::select) answers; the CPU runs every problem.
     pub fn problem(&self, c: &ViewMut<'_>) -> Result<BsrProblem> {
         let (a, b, c_operand) = (self.a, Operand::new("b", &self.b), Operand::of_mut("c", c));
-        let (m, k) = (a.rows(), a.cols());
+        let [m, k] = self.shape_of_a();
+        self.transpose.map_or(Ok(()), |index| index.is_of(a))?;
         b.dtype_in(&[a.dtype()])?;
         c_operand.dtype_in(&[DType::F16, DType::BF16, DType::F32])?;
         let &[_, n] = b.shape else { return Err(b.wrong_shape(format!("[{k}, n]"))) };
         b.shape_is(&[k, n])?;
         c_operand.shape_is(&[m, n])?;
-        b.last_dim_contiguous()?;
-        c_operand.last_dim_contiguous()?;
-
         let bias = match &self.bias {
             Bias::None => BiasKind::None,
             Bias::PerRow(bias) => {
@@ -114,20 +130,21 @@ impl BsrMatmul<'_> {
         for (what, size) in [("m", m), ("n", n), ("k", k)] {
             to_i64(what, size)?;
         }
-        // A single row has no row stride that matters; its own length keeps it aligned if it can be.
-        let leading = |operand: &Operand<'_>| {
-            if operand.shape[0] > 1 { operand.strides[0] } else { n.next_multiple_of(8) }
-        };
-        let (ldb, ldc) = (leading(&b), leading(&c_operand));
+        // Kernels for Aᵀ copy aligned lines of B: a single column is one, where its rows of one element are not.
+        let (b_major, ldb) = b.lines(|stride| self.transpose.is_some() && !vectorized(b.dtype, stride))?;
+        let (c_major, ldc) = c_operand.lines(|_| false)?;
         Ok(BsrProblem {
             dtype: a.dtype(),
             c_dtype: c.dtype(),
             m,
             n,
             k,
+            a_transposed: self.transpose.is_some(),
             block_size: a.block_size(),
             nnz_blocks: a.nnz_blocks(),
-            longest_row: Some(a.longest_row()),
+            longest_row: Some(self.transpose.map_or(a.longest_row(), |index| index.longest_row())),
+            b_major,
+            c_major,
             ldb,
             ldc,
             alpha: finite("alpha", self.alpha)?,

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{BsrMatrix, Error, View};
+use crate::{BsrMatrix, BsrTranspose, Device, Error, View};
 use half::f16;
 
 const DATA: [f16; 2048] = [f16::ONE; 2048];
@@ -66,6 +66,59 @@ fn vector_access_needs_aligned_rows() {
 }
 
 #[test]
+fn rows_or_columns_are_contiguous() {
+    let a = matrix();
+    let index = BsrTranspose::new(&a, &Device::cpu().stream().unwrap()).unwrap();
+    let first = DATA.as_ptr().align_offset(16);
+    let of = |b: View<'_>, transposed: bool| {
+        let [m, n] = [if transposed { 70 } else { 40 }, b.shape()[1]];
+        let op = if transposed { BsrMatmul::transposed(&a, &index, b) } else { BsrMatmul::new(&a, b) };
+        let problem = check(&op, &[m, n]).unwrap();
+        assert_eq!((problem.a_transposed, problem.m, problem.c_major), (transposed, m, Major::Row));
+        (problem.b_major, problem.ldb, problem.b_vectorized)
+    };
+    let strided = |shape: [usize; 2], strides: [usize; 2]| {
+        View::from_slice_strided(&DATA[first..], &shape, &strides).unwrap()
+    };
+    assert_eq!(of(strided([70, 8], [1, 72]), false), (Major::Column, 72, true));
+    assert_eq!(of(strided([70, 8], [1, 71]), false), (Major::Column, 71, false));
+    assert_eq!(of(strided([40, 8], [1, 40]), true), (Major::Column, 40, true));
+    assert_eq!(of(strided([40, 8], [8, 1]), true), (Major::Row, 8, true));
+    // A single column is one of either: of rows, but of aligned columns where only these have a kernel.
+    assert_eq!(of(strided([70, 1], [1, 1]), false), (Major::Row, 1, false));
+    assert_eq!(of(strided([40, 1], [1, 1]), true), (Major::Column, 40, true));
+    assert_eq!(of(strided([40, 1], [16, 1]), true), (Major::Row, 16, true));
+    // A single row of elements that are not neighbours is columns of one element.
+    let b = BsrMatrix::from_coo(1, 1, 16, DType::F16, &[]).unwrap();
+    let problem = check(&BsrMatmul::new(&b, strided([1, 5], [3, 3])), &[1, 5]).unwrap();
+    assert_eq!((problem.b_major, problem.ldb), (Major::Column, 3));
+
+    let mut data = vec![0f32; 8 * 44];
+    let c = ViewMut::from_slice_strided(&mut data, &[40, 8], &[1, 44]).unwrap();
+    let problem = BsrMatmul::new(&a, view(&[70, 8])).problem(&c).unwrap();
+    assert_eq!((problem.c_major, problem.ldc), (Major::Column, 44));
+}
+
+#[test]
+fn a_transposed_problem_has_the_other_sizes() {
+    let a = BsrMatrix::from_coo(40, 70, 16, DType::F16, &[(0, 3, 1.0), (39, 5, 2.0), (20, 15, 1.0)]).unwrap();
+    let index = BsrTranspose::new(&a, &Device::cpu().stream().unwrap()).unwrap();
+    let bias = Bias::PerRow(view(&[70]));
+    let problem =
+        check(&BsrMatmul { bias, ..BsrMatmul::transposed(&a, &index, view(&[40, 8])) }, &[70, 8]).unwrap();
+    assert_eq!((problem.m, problem.n, problem.k, problem.nnz_blocks), (70, 8, 40, 3));
+    assert_eq!((problem.longest_row, a.longest_row()), (Some(3), 1));
+    let error = check(&BsrMatmul::transposed(&a, &index, view(&[70, 8])), &[70, 8]).unwrap_err();
+    assert!(error.contains("b has shape [70, 8], expected [40, 8]"), "{error}");
+    let other = matrix();
+    let error = check(&BsrMatmul::transposed(&other, &index, view(&[40, 8])), &[70, 8]).unwrap_err();
+    assert!(
+        error.contains("another pattern, 40 x 70 with 3 blocks of 16; A is 40 x 70 with 2 blocks"),
+        "{error}"
+    );
+}
+
+#[test]
 fn operands_are_checked() {
     let a = matrix();
     let with = |b, c: &[usize]| check(&BsrMatmul::new(&a, b), c).unwrap_err();
@@ -73,8 +126,11 @@ fn operands_are_checked() {
     assert!(with(view(&[64, 8]), &[40, 8]).contains("b has shape [64, 8], expected [70, 8]"));
     assert!(with(view(&[70, 8]), &[8, 40]).contains("c has shape [8, 40], expected [40, 8]"));
     assert!(with(view(&[70, 8]), &[320]).contains("c has shape [320], expected [40, 8]"));
-    let transposed = view(&[8, 70]).permute(&[1, 0]).unwrap();
-    assert!(with(transposed, &[40, 8]).contains("b has strides [1, 70]"));
+    let spread = View::from_slice_strided(&DATA, &[70, 8], &[16, 2]).unwrap();
+    assert!(
+        with(spread, &[40, 8])
+            .contains("b has strides [16, 2], but its rows or its columns must be contiguous")
+    );
     let floats = [0f32; 560];
     assert_eq!(with(View::from_slice(&floats, &[70, 8]).unwrap(), &[40, 8]), "b is f32, expected f16");
 
@@ -82,8 +138,8 @@ fn operands_are_checked() {
     let error =
         BsrMatmul::new(&a, view(&[70, 8])).problem(&ViewMut::from_slice(&mut ints, &[40, 8]).unwrap());
     assert_eq!(error.unwrap_err().to_string(), "c is i32, expected f16 or bf16 or f32");
-    let mut columns = vec![0f32; 320];
-    let c = ViewMut::from_slice(&mut columns, &[8, 40]).unwrap().permute(&[1, 0]).unwrap();
+    let mut spread = vec![0f32; 40 * 17];
+    let c = ViewMut::from_slice_strided(&mut spread, &[40, 8], &[17, 2]).unwrap();
     let error = BsrMatmul::new(&a, view(&[70, 8])).problem(&c).unwrap_err();
     assert!(matches!(error, Error::Stride { what: "c", .. }), "{error}");
 }

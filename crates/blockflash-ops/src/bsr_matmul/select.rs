@@ -3,7 +3,7 @@ use crate::arch;
 use crate::{Error, Result};
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{self, BsrTile, Variant};
-use blockflash_sys::{DType, Row};
+use blockflash_sys::{DType, Major, Row};
 use std::cmp::Reverse;
 use std::fmt;
 
@@ -20,7 +20,8 @@ const TENSOR_MAP_STRIDE_LIMIT: usize = 1 << 40;
 /// the one whose tiles compute the fewest columns beyond n; of these the widest.
 ///
 /// # Errors
-/// [`Error::Unsupported`] says what no row offers: the element type, the block size, the architecture or its shared memory.
+/// [`Error::Unsupported`] says what no row offers: the element type, the block size, the transposed A or the layouts of B and C, the
+/// architecture or its shared memory.
 pub fn select(problem: &BsrProblem, gpu: &CudaProperties) -> Result<&'static Row> {
     select_among(manifest::rows(), problem, gpu)
 }
@@ -67,8 +68,10 @@ pub fn accepts(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<
 enum Mismatch {
     DType { kernel: DType, matrices: DType },
     BlockSize { kernel: u32, matrix: usize },
+    Transposed { kernel: bool },
+    Major { what: &'static str, kernel: Major },
     Size { what: &'static str, size: usize },
-    TensorMap { ldb: usize },
+    TensorMap { lines: Major, ldb: usize },
     Gpu(arch::Obstacle),
 }
 
@@ -81,9 +84,16 @@ impl fmt::Display for Mismatch {
             Mismatch::BlockSize { kernel, matrix } => {
                 write!(f, "the kernel takes blocks of {kernel}, not {matrix}")
             }
+            Mismatch::Transposed { kernel } => {
+                write!(f, "the kernel multiplies A {}", if *kernel { "transposed" } else { "as it is" })
+            }
+            Mismatch::Major { what, kernel } => {
+                write!(f, "the kernel takes a {}-major {what}", kernel.name())
+            }
             Mismatch::Size { what, size } => write!(f, "{what} is {size}, not below {HOPPER_SIZE_LIMIT}"),
-            Mismatch::TensorMap { ldb } => {
-                write!(f, "b has no tensor map: rows of 16-byte aligned memory, {ldb} elements apart")
+            Mismatch::TensorMap { lines, ldb } => {
+                let lines = if *lines == Major::Row { "rows" } else { "columns" };
+                write!(f, "b has no tensor map: {lines} of 16-byte aligned memory, {ldb} elements apart")
             }
             Mismatch::Gpu(obstacle) => obstacle.fmt(f),
         }
@@ -102,8 +112,25 @@ fn fits(
     if tile.block_size as usize != problem.block_size {
         return Err(Mismatch::BlockSize { kernel: tile.block_size, matrix: problem.block_size });
     }
+    lies_as(row, tile, problem)?;
     arch::runs(row, gpu).map_err(Mismatch::Gpu)?;
     if is_hopper(row) { fits_hopper(problem) } else { Ok(()) }
+}
+
+/// Whether the kernel reads A and B, and writes C, the way that they lie in memory.
+fn lies_as(row: &Row, tile: &BsrTile, problem: &BsrProblem) -> std::result::Result<(), Mismatch> {
+    if tile.a_transposed != problem.a_transposed {
+        return Err(Mismatch::Transposed { kernel: tile.a_transposed });
+    }
+    let b = if tile.b_column_major { Major::Column } else { Major::Row };
+    if b != problem.b_major {
+        return Err(Mismatch::Major { what: "b", kernel: b });
+    }
+    let any_c = matches!(row.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers());
+    if problem.c_major == Major::Column && !any_c {
+        return Err(Mismatch::Major { what: "c", kernel: Major::Row });
+    }
+    Ok(())
 }
 
 fn is_hopper(row: &Row) -> bool {
@@ -119,17 +146,19 @@ fn fits_hopper(problem: &BsrProblem) -> std::result::Result<(), Mismatch> {
     let ldb = problem.ldb;
     let steps = ldb > 0 && ldb < TENSOR_MAP_STRIDE_LIMIT / problem.dtype.size();
     if problem.k > 0 && problem.n > 0 && !(problem.b_vectorized && steps) {
-        return Err(Mismatch::TensorMap { ldb });
+        return Err(Mismatch::TensorMap { lines: problem.b_major, ldb });
     }
     Ok(())
 }
 
 /// What writing an element of C costs, in the unit of what a step brings into shared memory: elements of A or B.
 const COST_OF_C: f64 = 3.2;
-/// What finding the next block column of several block rows costs at least, in that unit.
-const COST_OF_COLUMN: f64 = 1800.0;
+/// What a multiply-add of kernels that gather small blocks costs at least, in that unit: dense patterns keep their tensor cores busy.
+const COST_OF_PRODUCT: f64 = 0.024;
+/// What fetching the blocks of A for these costs, in columns of C.
+const COLUMNS_OF_A: usize = 16;
 /// What an element costs that a portable kernel brings into shared memory.
-const COST_OF_PORTABLE: f64 = 1.4;
+const COST_OF_PORTABLE: f64 = 1.2;
 /// Columns of a wide portable tile for small blocks.
 const PORTABLE_BLOCK_N: usize = 256;
 
@@ -149,8 +178,10 @@ fn hopper_time(tile: &BsrTile, problem: &BsrProblem, gpu: &CudaProperties) -> f6
         let shared = 1.0 - (1.0 - of_first) * (1.0 - density).powi(tile.block_rows as i32 - 1);
         let a = (of_first + density * (block_rows - 1) as f64) * block_size as f64;
         let copied = (a + shared * block_n as f64) * block_size as f64;
+        let columns = if block_size < 64 { block_n + COLUMNS_OF_A } else { 0 };
+        let multiplied = COST_OF_PRODUCT * a * (block_size * columns) as f64;
         let written = (block_rows * block_size * block_n) as f64;
-        cols as f64 * copied.max(shared * COST_OF_COLUMN) + COST_OF_C * written
+        cols as f64 * copied.max(multiplied) + COST_OF_C * written
     };
     let tiles = rows.div_ceil(block_rows) as f64 * problem.n.div_ceil(block_n) as f64;
     let rounds = tiles / f64::from(gpu.multiprocessors.max(1));
@@ -182,16 +213,43 @@ fn why_none(rows: &[Row], problem: &BsrProblem, gpu: &CudaProperties) -> String 
     if !tiles().any(|(_, tile)| tile.dtype == problem.dtype) {
         return format!("kernels take f16 and bf16, the matrices are {}", problem.dtype);
     }
-    let mut sizes: Vec<u32> = tiles().map(|(_, tile)| tile.block_size).collect();
+    let asked = layouts(problem);
+    let suited: Vec<_> = tiles().filter(|(row, tile)| lies_as(row, tile, problem).is_ok()).collect();
+    let mut sizes: Vec<u32> = suited.iter().map(|(_, tile)| tile.block_size).collect();
     sizes.sort_unstable();
     sizes.dedup();
     if !sizes.iter().any(|&size| size as usize == problem.block_size) {
-        return format!("block size {}: kernels take {sizes:?}", problem.block_size);
+        let kernels =
+            if sizes.is_empty() { "no kernel takes that".into() } else { format!("kernels take {sizes:?}") };
+        return format!("block size {}{asked}: {kernels}", problem.block_size);
     }
-    format!(
-        "block size {} in {}: no kernel for this architecture and its {} bytes of shared memory",
-        problem.block_size, problem.dtype, gpu.smem_per_block
-    )
+    // Portable rows take whatever lies as they need it, so what is in the way of others is said.
+    let mismatches = suited.iter().filter_map(|(row, tile)| fits(row, tile, problem, gpu).err());
+    let closest = mismatches.max_by_key(|mismatch| match mismatch {
+        Mismatch::TensorMap { .. } | Mismatch::Size { .. } => 2,
+        Mismatch::Gpu(_) => 1,
+        _ => 0,
+    });
+    match closest {
+        Some(mismatch) if !asked.is_empty() => {
+            format!("block size {}{asked}: {mismatch}", problem.block_size)
+        }
+        _ => format!(
+            "block size {} in {}: no kernel for this architecture and its {} bytes of shared memory",
+            problem.block_size, problem.dtype, gpu.smem_per_block
+        ),
+    }
+}
+
+/// What of a problem not every kernel takes, in words that follow the block size.
+fn layouts(problem: &BsrProblem) -> String {
+    let asked = [
+        (problem.a_transposed, "a transposed A"),
+        (problem.b_major == Major::Column, "a column-major b"),
+        (problem.c_major == Major::Column, "a column-major c"),
+    ];
+    let asked: Vec<&str> = asked.into_iter().filter(|(is, _)| *is).map(|(_, what)| what).collect();
+    if asked.is_empty() { String::new() } else { format!(" with {}", asked.join(" and ")) }
 }
 
 fn unsupported(gpu: &CudaProperties, what: String) -> Error {

@@ -118,6 +118,11 @@ pub(crate) fn row_order(row_ptr: &[i32]) -> Vec<i32> {
     order
 }
 
+/// Blocks of the longest block row.
+pub(crate) fn longest_row(row_ptr: &[i32]) -> usize {
+    row_ptr.windows(2).map(|pair| pair[1].abs_diff(pair[0]) as usize).max().unwrap_or(0)
+}
+
 pub(crate) fn invalid<T>(what: String) -> Result<T> {
     Err(Error::InvalidBsr(what))
 }

@@ -12,10 +12,16 @@ pub struct BsrMatmulOperands<'a> {
     pub row_ptr: View<'a>,
     /// i32 `[nnz_blocks]`. The caller knows that all are below `ceil(k / block_size)`.
     pub col_idx: View<'a>,
+    /// i32 `[nnz_blocks]`, for kernels that transpose A and only for them: which of the values each block is. The caller knows that all
+    /// are below the number of blocks.
+    pub block_idx: Option<View<'a>>,
     /// `[nnz_blocks, block_size, block_size]`.
     pub values: View<'a>,
     /// i32 `[ceil(m / block_size)]`. The caller knows that it is a permutation.
     pub row_order: Option<View<'a>>,
+    /// i32 `[stages, 32, 2]` and `[groups + 1]`: how block rows share B, for kernels that gather it. The caller knows that they are the
+    /// plan of this pattern in this order.
+    pub stages: Option<[View<'a>; 2]>,
     /// `[k, n]`.
     pub b: View<'a>,
     /// `[m, n]`.
@@ -40,19 +46,23 @@ impl BsrMatmulOperands<'_> {
         fits("col_idx", &self.col_idx, DType::I32, [(blocks, 1)])?;
         fits("values", &self.values, tile.dtype, [(blocks, block * block), (block, block), (block, 1)])?;
         self.row_order.map_or(Ok(()), |order| fits("row_order", &order, DType::I32, [(rows, 1)]))?;
-        fits("b", &self.b, tile.dtype, [(p.k, p.ldb), (p.n, 1)])?;
+        require(self.block_idx.is_some() == tile.a_transposed, "block_idx is for kernels that transpose a")?;
+        self.block_idx.map_or(Ok(()), |index| fits("block_idx", &index, DType::I32, [(blocks, 1)]))?;
+        fits("b", &self.b, tile.dtype, dims([p.k, p.n], p.ldb, tile.b_column_major))?;
         let c = self.c.as_view();
         require(p.c_dtype == c.dtype() as i32 && c.dtype() != DType::I32, "c_dtype is not the type of c")?;
-        fits("c", &c, c.dtype(), [(p.m, p.ldc), (p.n, 1)])?;
+        fits("c", &c, c.dtype(), dims([p.m, p.n], p.ldc, p.c_column_major != 0))?;
         let entries = if p.bias_per_row != 0 { p.m } else { p.n };
         self.bias.map_or(Ok(()), |bias| fits("bias", &bias, tile.dtype, [(entries, 1)]))?;
         Ok(ceil_div(p.n, tile.block_n) * ceil_div(rows, tile.block_rows))
     }
 
     /// Every tensor, read-only.
-    pub(super) fn views(&self) -> [Option<View<'_>>; 7] {
+    pub(super) fn views(&self) -> [Option<View<'_>>; 10] {
         let [row_ptr, col_idx, values, b] = [self.row_ptr, self.col_idx, self.values, self.b].map(Some);
-        [row_ptr, col_idx, values, self.row_order, b, Some(self.c.as_view()), self.bias]
+        let [stages, group_stages] = [0, 1].map(|i| self.stages.map(|stages| stages[i]));
+        let c = Some(self.c.as_view());
+        [row_ptr, col_idx, self.block_idx, values, self.row_order, stages, group_stages, b, c, self.bias]
     }
 
     /// The parameters with the pointers of the tensors.
@@ -68,6 +78,16 @@ impl BsrMatmulOperands<'_> {
             ..*p
         }
     }
+}
+
+/// Sizes and strides of a matrix whose rows or columns are contiguous and so many elements apart.
+fn dims([rows, columns]: [i64; 2], leading: i64, column_major: bool) -> [(i64, i64); 2] {
+    if column_major { [(rows, 1), (columns, leading)] } else { [(rows, leading), (columns, 1)] }
+}
+
+/// Checks that the kernel is one that writes C row by row, or that C has such rows.
+pub(super) fn writes(rows_only: bool, p: &blockflash_bsr_matmul_params) -> Fit {
+    require(!rows_only || p.c_column_major == 0, "the kernel writes rows of c, not columns")
 }
 
 impl Stream {
@@ -90,6 +110,7 @@ impl Stream {
         self.expect_all(&views)?;
         let fit = || -> Fit {
             let blocks = operands.fit(&tile.tile(), params)?;
+            writes(true, params)?;
             starts_last(config)?;
             fits_row(config, row, blocks..=blocks)
         };

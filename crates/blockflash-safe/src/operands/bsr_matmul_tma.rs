@@ -1,8 +1,9 @@
 //! BSR matmul with Hopper's own instructions: tiles are copied by the tensor memory accelerator.
 
-use super::{BsrMatmulOperands, Fit, fits_row, require};
+use super::bsr_matmul::writes;
+use super::{BsrMatmulOperands, Fit, ceil_div, fits, fits_row, optional, require};
 use crate::{
-    Error, LaunchConfig, Result, Row, Stream, Swizzle, TensorMap, TensorMapSpec, View, tile_counter,
+    DType, Error, LaunchConfig, Result, Row, Stream, Swizzle, TensorMap, TensorMapSpec, View, tile_counter,
 };
 use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
 use blockflash_sys::params::{
@@ -12,12 +13,16 @@ use std::ptr::null_mut;
 
 /// Columns of a panel: as many elements of two bytes as the swizzle permutes.
 const PANEL: u32 = 64;
+/// Of a tensor that no kernel reads by its map.
+const NO_MAP: blockflash_tensor_map = blockflash_tensor_map { opaque: [0; 16] };
+/// Rows of C are fewer elements apart than this where tensor copies store it.
+const STRIDE_LIMIT: i64 = 1 << 39;
 /// Sizes are below this: the kernel adds a tile to them in 32 bits.
 const SIZE_LIMIT: i64 = (1 << 31) - 1024;
 
 impl Stream {
     /// Launches a kernel of [`Variant::BsrMatmulHopper`]. The pointers in `params` are ignored: those of the operands are used, and
-    /// tensor maps are made from them. B may be read through rows of 16-byte aligned memory only.
+    /// tensor maps are made from them. B may be read through rows, or columns, of 16-byte aligned memory only.
     ///
     /// Counters are shared as those of [`launch_attention_fwd_tma`](Stream::launch_attention_fwd_tma).
     ///
@@ -39,17 +44,25 @@ impl Stream {
         fit(row, tile, config, params, &operands).map_err(failed)?;
         let blocks = operands.col_idx.shape().first().map_or(0, |&blocks| blocks as u64);
         let [a, b, b_edge] = maps(tile, params, blocks);
+        let c = operands.c.as_view();
+        let c_by_copies = copies_c(tile, params, c.is_aligned(16), operands.bias.is_none());
+        let c_map = if c_by_copies { encode_c(&c, params)? } else { NO_MAP };
         let params = blockflash_bsr_matmul_tma_params {
             a: a.encode(&operands.values)?,
             b: b.encode(&operands.b)?,
             b_edge: b_edge.encode(&operands.b)?,
+            c: c_map,
             base: operands.pointers(params),
             tile_counter: null_mut(),
+            block_idx: optional(operands.block_idx.as_ref()).cast(),
+            stages: optional(operands.stages.as_ref().map(|[stages, _]| stages)).cast(),
+            group_stages: optional(operands.stages.as_ref().map(|[_, groups]| groups)).cast(),
+            c_by_copies: c_by_copies.into(),
         };
         // SAFETY:
         // 1. The row is a Hopper variant of BSR matmul, whose parameter struct this is.
-        // 2. As in `launch_bsr_matmul`. What is read through a tensor map lies inside the view that it was encoded from; whole
-        //    blocks that are copied without one lie where `row_ptr` says, in a view that starts at a multiple of 16 bytes (`fit`).
+        // 2. As in `launch_bsr_matmul`, also for `block_idx`. What is read through a tensor map lies inside the view that it was encoded
+        //    from; whole blocks that are copied without one lie where `row_ptr` says, in a view that starts at a multiple of 16 bytes (`fit`).
         //    The tile counter is null or a slot that no other launch uses at the same time (`tile_counter`), and it lives as long
         //    as the context.
         // 3. `c` is borrowed exclusively.
@@ -75,12 +88,48 @@ fn fit(
     operands: &BsrMatmulOperands<'_>,
 ) -> Fit {
     let tiles = operands.fit(&tile.tile(), p)?;
+    writes(tile.gathers(), p)?;
     require([p.m, p.n, p.k].into_iter().all(|size| size < SIZE_LIMIT), "a size is too large")?;
     require(operands.values.is_aligned(16), "values do not start at a multiple of 16 bytes")?;
     fits_row(config, row, 1..=tiles)?;
+    if tile.gathers() {
+        require(operands.row_order.is_some(), "the kernel needs the order of the block rows")?;
+        planned(tile, p, operands.stages.as_ref())?;
+    }
     // Each block looks for a tile past the last one, and counts in 32 bits.
     let past = tiles + 2 * i128::from(config.grid[0]);
     require(past <= i128::from(i32::MAX), "there are too many tiles")
+}
+
+/// Whether C can be stored by tensor copies: rows of the type of A, 16-byte aligned, and no epilogue but alpha.
+fn copies_c(tile: &BsrMatmulHopper, p: &blockflash_bsr_matmul_params, aligned: bool, unbiased: bool) -> bool {
+    let plain = p.beta == 0.0 && unbiased && p.activation == 0;
+    let lies = p.c_column_major == 0 && aligned && p.ldc % 8 == 0 && (8..STRIDE_LIMIT).contains(&p.ldc);
+    !tile.gathers() && plain && lies && p.c_dtype == tile.dtype as i32
+}
+
+/// The map of C, 16 rows of a panel at a time.
+fn encode_c(c: &View<'_>, p: &blockflash_bsr_matmul_params) -> Result<blockflash_tensor_map> {
+    let spec = TensorMapSpec {
+        dtype: c.dtype(),
+        shape: &[p.n as u64, p.m as u64],
+        strides_bytes: &[p.ldc as u64 * c.dtype().size() as u64],
+        box_shape: &[PANEL, 16],
+        swizzle: Swizzle::B128,
+    };
+    Ok(blockflash_tensor_map { opaque: *TensorMap::encode_tiled(c, &spec)?.words() })
+}
+
+/// Checks that the plan of a kernel that needs one has its shapes.
+fn planned(tile: &BsrMatmulHopper, p: &blockflash_bsr_matmul_params, stages: Option<&[View<'_>; 2]>) -> Fit {
+    let Some([stages, group_stages]) = stages else {
+        return Err("the kernel needs the plan of the pattern".to_owned());
+    };
+    let groups = ceil_div(p.m, tile.block_size * tile.block_rows);
+    let groups = i64::try_from(groups).map_err(|_| "m is too large".to_owned())?;
+    let count = stages.shape().first().map_or(0, |&count| count as i64);
+    fits("stages", stages, DType::I32, [(count, 64), (32, 2), (2, 1)])?;
+    fits("group_stages", group_stages, DType::I32, [(groups + 1, 1)])
 }
 
 /// A tensor map before it is encoded: sizes and boxes in elements, strides of the outer dimensions in bytes.
@@ -92,7 +141,7 @@ struct Map {
 }
 
 /// The maps of A, of the whole panels of B, and of B at its edges. The sizes have been found to fit. Small blocks of A are copied as they
-/// lie, as many as follow one another, so their map is one without elements.
+/// lie, as many as follow one another, so their map is one without elements. A column-major B is copied by one map, edges included.
 fn maps(tile: &BsrMatmulHopper, p: &blockflash_bsr_matmul_params, blocks: u64) -> [Map; 3] {
     let blocks = if tile.gathers() { 0 } else { blocks };
     let tile = tile.tile();
@@ -102,17 +151,22 @@ fn maps(tile: &BsrMatmulHopper, p: &blockflash_bsr_matmul_params, blocks: u64) -
     let a = Map {
         shape: [block, block, blocks],
         strides_bytes: [block * bytes, block * block * bytes],
-        box_shape: [PANEL, tile.block_size, 1],
+        // Transposed, the depth of a stage is rows of the block.
+        box_shape: [PANEL, if tile.a_transposed { tile.block_k } else { tile.block_size }, 1],
     };
-    let b = Map {
-        shape: [PANEL.into(), k, n / u64::from(PANEL)],
-        strides_bytes: [ldb * bytes, u64::from(PANEL) * bytes],
-        box_shape: [PANEL, tile.block_k, tile.block_n / PANEL],
+    let b = if tile.b_column_major {
+        // The last dimension is never stepped over, but needs a valid stride.
+        Map { shape: [k, n, 1], strides_bytes: [ldb * bytes; 2], box_shape: [tile.block_k, tile.block_n, 1] }
+    } else {
+        Map {
+            shape: [PANEL.into(), k, n / u64::from(PANEL)],
+            strides_bytes: [ldb * bytes, u64::from(PANEL) * bytes],
+            box_shape: [PANEL, tile.block_k, tile.block_n / PANEL],
+        }
     };
-    // The last dimension is never stepped over, but needs a valid stride.
     let b_edge = Map {
-        shape: [n, k, 1],
-        strides_bytes: [ldb * bytes, ldb * bytes],
+        shape: [n, k, u64::from(!tile.b_column_major)],
+        strides_bytes: [ldb * bytes; 2],
         box_shape: [PANEL, tile.block_k, 1],
     };
     [a, b, b_edge]
@@ -122,7 +176,7 @@ impl Map {
     /// The map of this view; zeros where it has no element: the kernel does not use it then.
     fn encode(&self, view: &View<'_>) -> Result<blockflash_tensor_map> {
         if self.shape.contains(&0) {
-            return Ok(blockflash_tensor_map { opaque: [0; 16] });
+            return Ok(NO_MAP);
         }
         Ok(blockflash_tensor_map { opaque: *TensorMap::encode_tiled(view, &self.spec(view))?.words() })
     }

@@ -2,14 +2,22 @@ use super::*;
 use crate::{DType, Device, Tensor, ViewMut};
 use std::ptr::null;
 
-const TILE: BsrMatmulHopper =
-    BsrMatmulHopper { dtype: DType::F16, block_size: 64, block_rows: 1, block_n: 256, stages: 5 };
+const TILE: BsrMatmulHopper = BsrMatmulHopper {
+    dtype: DType::F16,
+    block_size: 64,
+    block_rows: 1,
+    block_n: 256,
+    stages: 5,
+    a_transposed: false,
+    b_column_major: false,
+};
 const PAIRS: BsrMatmulHopper = BsrMatmulHopper { block_rows: 2, stages: 4, ..TILE };
 /// 150 × 200 in blocks of 64, of which five are stored, times 200 × 136, whose rows are 144 apart.
 const M: usize = 150;
 const N: usize = 136;
 const K: usize = 200;
 const LDB: usize = 144;
+const LDB_COLUMNS: usize = 208;
 const BLOCKS: usize = 5;
 
 fn params() -> blockflash_bsr_matmul_params {
@@ -33,6 +41,7 @@ fn params() -> blockflash_bsr_matmul_params {
         c_vectorized: 1,
         alpha: 1.0,
         beta: 0.0,
+        c_column_major: 0,
     }
 }
 
@@ -50,7 +59,7 @@ fn config(tile: BsrMatmulHopper, blocks: u32) -> LaunchConfig {
     }
 }
 
-/// What `fit` says about these operands with changed parameters and launch.
+/// What `fit` says about these operands with changed parameters and launch. B and C lie as tile and parameters say.
 fn fit_of(
     tile: BsrMatmulHopper,
     change: impl FnOnce(&mut blockflash_bsr_matmul_params),
@@ -58,21 +67,32 @@ fn fit_of(
 ) -> Fit {
     let stream = &Device::cpu().stream().unwrap();
     let tensor = |dtype, shape: &[usize]| Tensor::empty(stream, dtype, shape).unwrap();
-    let [row_ptr, col_idx, row_order] = [4, BLOCKS, 3].map(|entries| tensor(DType::I32, &[entries]));
+    let [row_ptr, col_idx, row_order, block_idx] =
+        [4, BLOCKS, 3, BLOCKS].map(|entries| tensor(DType::I32, &[entries]));
     let values = tensor(DType::F16, &[BLOCKS, 64, 64]);
+    let mut params = params();
+    change(&mut params);
     let (b, mut c) = (tensor(DType::F16, &[K, LDB]), tensor(DType::F32, &[M, N]));
-    let c: ViewMut<'_> = c.view_mut();
+    let (mut b, mut c): (View<'_>, ViewMut<'_>) = (b.view().slice(1, 0..N).unwrap(), c.view_mut());
+    let (columns_of_b, mut columns_of_c) =
+        (tensor(DType::F16, &[N, LDB_COLUMNS]), tensor(DType::F32, &[N, M]));
+    if tile.b_column_major {
+        b = columns_of_b.view().slice(1, 0..K).unwrap().permute(&[1, 0]).unwrap();
+    }
+    if params.c_column_major != 0 {
+        c = columns_of_c.view_mut().permute(&[1, 0]).unwrap();
+    }
     let operands = BsrMatmulOperands {
         row_ptr: row_ptr.view(),
         col_idx: col_idx.view(),
         values: values.view(),
         row_order: Some(row_order.view()),
-        b: b.view().slice(1, 0..N).unwrap(),
+        stages: None,
+        block_idx: tile.a_transposed.then(|| block_idx.view()),
+        b,
         c,
         bias: None,
     };
-    let mut params = params();
-    change(&mut params);
     fit(&row(tile), &tile, config, &params, &operands)
 }
 
@@ -101,6 +121,43 @@ fn what_fits_and_what_does_not() {
 }
 
 #[test]
+fn columns_fit_where_the_tile_or_the_kernel_takes_them() {
+    let columns = |p: &mut blockflash_bsr_matmul_params| (p.ldc, p.c_column_major) = (M as i64, 1);
+    let transposed = BsrMatmulHopper { a_transposed: true, b_column_major: true, ..TILE };
+    let of_b = |p: &mut blockflash_bsr_matmul_params| p.ldb = LDB_COLUMNS as i64;
+    fit_of(TILE, columns, &config(TILE, 3)).unwrap();
+    fit_of(transposed, of_b, &config(transposed, 3)).unwrap();
+    fit_of(transposed, |p| (of_b(p), columns(p)).0, &config(transposed, 3)).unwrap();
+    let refused = |tile, change: &dyn Fn(&mut blockflash_bsr_matmul_params), reason: &str| {
+        let found = fit_of(tile, change, &config(tile, 3)).unwrap_err();
+        assert!(found.contains(reason), "{found}");
+    };
+    refused(TILE, &|p| p.c_column_major = 1, "c is f32");
+    refused(transposed, &|_| (), "b is f16");
+    let columns = blockflash_bsr_matmul_params { c_column_major: 1, ..params() };
+    assert!(writes(true, &columns).unwrap_err().contains("rows of c"));
+    writes(false, &columns).unwrap();
+}
+
+#[test]
+fn the_maps_of_a_transposed_block_and_of_columns_of_b() {
+    let tile = BsrMatmulHopper { block_size: 128, a_transposed: true, b_column_major: true, ..TILE };
+    let [a, b, b_edge] = maps(&tile, &blockflash_bsr_matmul_params { ldb: 208, ..params() }, BLOCKS as u64);
+    assert_eq!(
+        a,
+        Map { shape: [128, 128, 5], strides_bytes: [256, 128 * 256], box_shape: [64, 64, 1] },
+        "64 rows of a block, which are 64 of the depth"
+    );
+    assert_eq!(b, Map { shape: [200, 136, 1], strides_bytes: [416, 416], box_shape: [64, 256, 1] });
+    let stream = &Device::cpu().stream().unwrap();
+    let view = Tensor::empty(stream, DType::F16, &[1]).unwrap();
+    for map in [&a, &b] {
+        map.spec(&view.view()).check().unwrap();
+    }
+    assert_eq!(b_edge.encode(&view.view()).unwrap().opaque, [0; 16], "one map takes the edges along");
+}
+
+#[test]
 fn maps_describe_blocks_panels_and_edges() {
     let [a, b, b_edge] = maps(&TILE, &params(), BLOCKS as u64);
     assert_eq!(
@@ -125,6 +182,45 @@ fn small_blocks_are_copied_as_they_lie() {
     assert!(a.shape.contains(&0));
     // The rows of B that one block column meets.
     assert_eq!((b.box_shape, b_edge.box_shape), ([64, 32, 2], [64, 32, 1]));
+}
+
+#[test]
+fn what_tensor_copies_can_store() {
+    let plain = blockflash_bsr_matmul_params { c_dtype: DType::F16 as i32, ..params() };
+    assert!(copies_c(&TILE, &plain, true, true));
+    let refused = [
+        blockflash_bsr_matmul_params { c_dtype: DType::F32 as i32, ..plain },
+        blockflash_bsr_matmul_params { beta: 0.5, ..plain },
+        blockflash_bsr_matmul_params { activation: 1, ..plain },
+        blockflash_bsr_matmul_params { c_column_major: 1, ..plain },
+        blockflash_bsr_matmul_params { ldc: 140, ..plain },
+        blockflash_bsr_matmul_params { ldc: 0, ..plain },
+        blockflash_bsr_matmul_params { ldc: 1 << 39, ..plain },
+    ];
+    for p in &refused {
+        assert!(!copies_c(&TILE, p, true, true));
+    }
+    assert!(!copies_c(&TILE, &plain, false, true) && !copies_c(&TILE, &plain, true, false));
+    let gathers = BsrMatmulHopper { block_size: 32, block_rows: 8, block_n: 128, ..TILE };
+    assert!(!copies_c(&gathers, &plain, true, true), "its pages have no room");
+}
+
+#[test]
+fn small_blocks_need_a_plan() {
+    let gathers = BsrMatmulHopper { block_size: 32, block_rows: 8, block_n: 128, ..TILE };
+    let stream = &Device::cpu().stream().unwrap();
+    let tensor = |shape: &[usize]| Tensor::empty(stream, DType::I32, shape).unwrap();
+    // 300 rows are two groups of 256.
+    let params = blockflash_bsr_matmul_params { m: 300, ..params() };
+    let planned = |stages: &Tensor, groups: &Tensor| {
+        super::planned(&gathers, &params, Some(&[stages.view(), groups.view()]))
+    };
+    planned(&tensor(&[7, 32, 2]), &tensor(&[3])).unwrap();
+    planned(&tensor(&[0, 32, 2]), &tensor(&[3])).unwrap();
+    assert!(planned(&tensor(&[7, 32]), &tensor(&[3])).unwrap_err().contains("stages is i32"));
+    assert!(planned(&tensor(&[7, 16, 4]), &tensor(&[3])).unwrap_err().contains("stages is i32"));
+    assert!(planned(&tensor(&[7, 32, 2]), &tensor(&[2])).unwrap_err().contains("group_stages is i32"));
+    assert!(super::planned(&gathers, &params, None).unwrap_err().contains("the plan of the pattern"));
 }
 
 #[test]

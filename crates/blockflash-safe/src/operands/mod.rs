@@ -8,12 +8,14 @@ mod block_mask_build;
 mod block_scores;
 mod bsr_matmul;
 mod bsr_matmul_tma;
+mod bsr_sddmm;
 
 pub use attention_fwd::AttentionFwdOperands;
 pub use block_mask::BlockMaskOperands;
 pub use block_mask_build::BlockMaskBuildOperands;
 pub use block_scores::BlockScoresOperands;
 pub use bsr_matmul::BsrMatmulOperands;
+pub use bsr_sddmm::BsrSddmmOperands;
 
 use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};
 use std::ffi::c_void;

@@ -29,6 +29,13 @@ __device__ __forceinline__ void tensor_copy_3d(uint32_t dst_smem, const blockfla
                : "memory");
 }
 
+__device__ __forceinline__ void tensor_copy_2d(uint32_t dst_smem, const blockflash_tensor_map* map, int x, int y, uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+               :
+               : "r"(dst_smem), "l"(map), "r"(x), "r"(y), "r"(barrier)
+               : "memory");
+}
+
 // Starts the copy of a box from shared memory to these coordinates. What lies outside the tensor is not written.
 __device__ __forceinline__ void tensor_store_4d(const blockflash_tensor_map* map, int x, int y, int z, int w, uint32_t src_smem) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
@@ -37,11 +44,21 @@ __device__ __forceinline__ void tensor_store_4d(const blockflash_tensor_map* map
                : "memory");
 }
 
+__device__ __forceinline__ void tensor_store_2d(const blockflash_tensor_map* map, int x, int y, uint32_t src_smem) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];"
+               :
+               : "l"(map), "r"(x), "r"(y), "r"(src_smem)
+               : "memory");
+}
+
 // Closes a group of this thread's stores.
 __device__ __forceinline__ void tensor_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until all groups of this thread have read shared memory.
-__device__ __forceinline__ void tensor_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until all but the `pending` youngest groups of this thread have read shared memory.
+template <int pending = 0>
+__device__ __forceinline__ void tensor_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+}
 
 // Waits until all groups of this thread have written.
 __device__ __forceinline__ void tensor_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

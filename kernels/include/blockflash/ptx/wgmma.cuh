@@ -69,12 +69,12 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_mn(uint32_t tile_smem, uint
   "%120, %121, %122, %123, %124, %125, %126, %127"
 
 // d[64, n] (+)= a·b, f32. `ss` takes a and b from shared memory, `rs` takes a from registers, in the layout of two neighbouring accumulator
-// tiles rounded to 16 bits. a is K-major, b K-major or, `transposed`, MN-major.
+// tiles rounded to 16 bits. a is K-major or, `a_transposed`, MN-major; b K-major or, `transposed`, MN-major.
 template <int n, class Element>
 struct Wgmma;
 
-#define BLOCKFLASH_SS(n, type, registers, o0, o1, o2, scale) \
-  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, " o0 ", " o1 ", " scale ", 1, 1, 0, " o2 ";"
+#define BLOCKFLASH_SS(n, type, registers, o0, o1, o2, o3, scale) \
+  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, " o0 ", " o1 ", " scale ", 1, 1, " o3 ", " o2 ";"
 #define BLOCKFLASH_RS(n, type, registers, o0, o1, o2, o3, o4, o5, scale)                                                             \
   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, {" o0 ", " o1 ", " o2 ", " o3 "}, " o4 ", " scale \
   ", 1, 1, " o5 ";"
@@ -82,16 +82,16 @@ struct Wgmma;
 #define BLOCKFLASH_WGMMA(n, element, type, registers, d_list, o0, o1, o2, o3, o4, o5, o6)                                              \
   template <>                                                                                                                          \
   struct Wgmma<n, element> {                                                                                                           \
-    template <bool accumulate, bool transposed = false>                                                                                \
+    template <bool accumulate, bool transposed = false, bool a_transposed = false>                                                     \
     static __device__ __forceinline__ void ss(float (&d)[n / 2], uint64_t a, uint64_t b) {                                             \
       if constexpr (accumulate)                                                                                                        \
-        asm volatile("{.reg .pred p; setp.eq.u32 p, 0, 0; " BLOCKFLASH_SS(n, type, registers, o0, o1, o2, "p") "}"                     \
+        asm volatile("{.reg .pred p; setp.eq.u32 p, 0, 0; " BLOCKFLASH_SS(n, type, registers, o0, o1, o2, o3, "p") "}"                     \
                      : d_list("+f")                                                                                                    \
-                     : "l"(a), "l"(b), "n"(transposed));                                                                               \
+                     : "l"(a), "l"(b), "n"(transposed), "n"(a_transposed));                                                            \
       else                                                                                                                             \
-        asm volatile("{.reg .pred p; setp.ne.u32 p, 0, 0; " BLOCKFLASH_SS(n, type, registers, o0, o1, o2, "p") "}"                     \
+        asm volatile("{.reg .pred p; setp.ne.u32 p, 0, 0; " BLOCKFLASH_SS(n, type, registers, o0, o1, o2, o3, "p") "}"                     \
                      : d_list("=f")                                                                                                    \
-                     : "l"(a), "l"(b), "n"(transposed));                                                                               \
+                     : "l"(a), "l"(b), "n"(transposed), "n"(a_transposed));                                                            \
     }                                                                                                                                  \
     template <bool accumulate, bool transposed>                                                                                        \
     static __device__ __forceinline__ void rs(float (&d)[n / 2], const uint32_t* a, uint64_t b) {                                      \

@@ -1,7 +1,7 @@
 //! Operands of `blockflash bsr-matmul`.
 
 use crate::args::{Common, ensure};
-use crate::bsr_matmul::{Args, BiasAxis};
+use crate::bsr_matmul::{Args, Axis};
 use crate::failure::{Failure, Result};
 use crate::memory;
 use crate::operand::{Source, common_dtype, random};
@@ -22,6 +22,7 @@ const LANE_C: u64 = 4;
 pub struct Operands {
     /// m, n, k.
     pub sizes: [usize; 3],
+    /// `[m, k]`, or `[k, m]` if it is multiplied transposed.
     pub a: BsrMatrix,
     pub row_ptr: Array,
     pub col_idx: Array,
@@ -51,7 +52,7 @@ impl Operands {
                     args.block.is_none() && args.density.is_none(),
                     "--block and --density only apply to --random",
                 )?;
-                read_operands(a, b, wish)?
+                read_operands(a, b, wish, args.transpose_a)?
             }
             _ => {
                 return Err(Failure::new(
@@ -59,23 +60,46 @@ impl Operands {
                 ));
             }
         };
-        let Bsr { shape: [m, k], row_ptr, col_idx, values } = bsr;
+        let Bsr { shape, row_ptr, col_idx, values } = bsr;
+        let [m, k] = if args.transpose_a { [shape[1], shape[0]] } else { shape };
         let &[rows, n] = b.shape() else {
             return Err(Failure::new(format!("b is {:?}, expected [k, n]", b.shape())));
         };
-        ensure(rows == k, &format!("b has {rows} rows, but A has {k} columns"))?;
+        let what = if args.transpose_a { "rows" } else { "columns" };
+        ensure(rows == k, &format!("b has {rows} rows, but A has {k} {what}"))?;
         let &[_, block, _] = values.shape() else {
             return Err(Failure::new(format!("values is {:?}, expected [blocks, b, b]", values.shape())));
         };
         let indices = |array: &Array| array.as_i32().unwrap_or_default().to_vec();
-        let a = BsrMatrix::from_parts(m, k, block, &indices(&row_ptr), &indices(&col_idx), values.view()?)?;
+        let ([rows, cols], a) = (shape, values.view()?);
+        let a = BsrMatrix::from_parts(rows, cols, block, &indices(&row_ptr), &indices(&col_idx), a)?;
 
         let dtype = values.dtype();
-        let bias_len = if args.bias_axis == Some(BiasAxis::Column) { n } else { m };
+        let bias_len = if args.bias_axis == Some(Axis::Column) { n } else { m };
         let bias = optional(args.bias.as_deref(), "bias", dtype, &[bias_len], &args.common, LANE_BIAS)?;
         let c_dtype = args.out_dtype.map_or(dtype, DType::from);
         let c = optional(args.c.as_deref(), "c", c_dtype, &[m, n], &args.common, LANE_C)?;
         Ok(Self { sizes: [m, n, k], a, row_ptr, col_idx, values, b, bias, c, c_dtype })
+    }
+
+    /// `row_ptr`, `col_idx` and values of Aᵀ, every block of it written out: what a result is checked against, without an index.
+    pub fn transposed(&self) -> Option<[Array; 3]> {
+        let (row_ptr, col_idx) = (self.row_ptr.as_i32()?, self.col_idx.as_i32()?);
+        let &[blocks, size, _] = self.values.shape() else { return None };
+        let mut order: Vec<(i32, usize, usize)> = Vec::with_capacity(blocks);
+        for (row, pair) in row_ptr.windows(2).enumerate() {
+            order.extend((pair[0] as usize..pair[1] as usize).map(|at| (col_idx[at], row, at)));
+        }
+        order.sort_unstable();
+        let before = |col: usize| order.partition_point(|block| (block.0 as usize) < col) as i32;
+        let row_ptr: Vec<i32> = (0..=self.a.block_cols()).map(before).collect();
+        let col_idx: Vec<i32> = order.iter().map(|block| block.1 as i32).collect();
+        let values = self.values.rearranged(self.values.shape(), |at| {
+            let (block, inner) = (order[at / (size * size)].2, at % (size * size));
+            (block * size + inner % size) * size + inner / size
+        })?;
+        let vector = |entries: Vec<i32>| Array::new(&[entries.len()], Values::I32(entries));
+        Some([vector(row_ptr)?, vector(col_idx)?, values])
     }
 }
 
@@ -97,7 +121,7 @@ fn optional(
     Ok(Some(array))
 }
 
-fn read_operands(a: &Path, b: &Path, wish: Option<DType>) -> Result<(Bsr, Array)> {
+fn read_operands(a: &Path, b: &Path, wish: Option<DType>, transposed: bool) -> Result<(Bsr, Array)> {
     let sources = [Source::open(a, "values")?, Source::open(b, "b")?];
     let dtype = common_dtype(wish, &sources)?;
     let index = |name| Source::open(a, name)?.load(DType::I32);
@@ -118,6 +142,11 @@ fn read_operands(a: &Path, b: &Path, wish: Option<DType>) -> Result<(Bsr, Array)
         return Err(Failure::new(format!("b is {:?}, expected [k, n]", b.shape())));
     };
     let shape = match shape.as_ref().map(|array| array.as_i32().unwrap_or_default()) {
+        None if transposed => {
+            let message =
+                "the file of a transposed A needs a tensor `shape`: B does not say how many columns A has";
+            return Err(Failure::new(message));
+        }
         None => [(row_ptr.len() - 1) * height, rows_of_b],
         Some(&[rows, cols]) if rows >= 0 && cols >= 0 => [rows as usize, cols as usize],
         Some(other) => {
@@ -127,34 +156,64 @@ fn read_operands(a: &Path, b: &Path, wish: Option<DType>) -> Result<(Bsr, Array)
     Ok((Bsr { shape, row_ptr, col_idx, values }, b))
 }
 
+/// How many blocks a random matrix has and stores.
+pub struct BlockGrid {
+    block_rows: usize,
+    block_cols: usize,
+    pub stored: usize,
+}
+
+/// The stored blocks of a random matrix.
+pub struct RandomStructure {
+    pub row_ptr: Vec<i32>,
+    pub col_idx: Vec<i32>,
+    /// Their places in the matrix, row by row, ascending.
+    chosen: Vec<usize>,
+}
+
+impl BlockGrid {
+    /// That of a matrix which messages call `what`.
+    pub fn new(what: &str, [rows, cols]: [usize; 2], block: usize, density: f64) -> Result<Self> {
+        let limit = BsrMatrix::MAX_BLOCK_SIZE;
+        ensure((1..=limit).contains(&block), &format!("--block is {block}, expected 1 to {limit}"))?;
+        ensure((0.0..=1.0).contains(&density), &format!("--density is {density}, expected 0 to 1"))?;
+        let (block_rows, block_cols) = (rows.div_ceil(block), cols.div_ceil(block));
+        // The indices of the format are 32-bit.
+        let all = block_rows.checked_mul(block_cols).filter(|&all| block_rows.max(all) < i32::MAX as usize);
+        let too_many = || Failure::new(format!("{what} of {rows} x {cols} has too many blocks of {block}"));
+        let stored = (all.ok_or_else(too_many)? as f64 * density).round() as usize;
+        Ok(Self { block_rows, block_cols, stored })
+    }
+
+    /// Draws the stored blocks.
+    pub fn draw(&self, seed: u64, lane: u64) -> RandomStructure {
+        let chosen = choose(self.stored, self.block_rows * self.block_cols, seed, lane);
+        let col_idx = chosen.iter().map(|at| (at % self.block_cols) as i32).collect();
+        let mut row_ptr = vec![0i32; self.block_rows + 1];
+        chosen.iter().for_each(|at| row_ptr[at / self.block_cols + 1] += 1);
+        (0..self.block_rows).for_each(|row| row_ptr[row + 1] += row_ptr[row]);
+        RandomStructure { row_ptr, col_idx, chosen }
+    }
+}
+
 fn random_operands(args: &Args, [m, n, k]: [usize; 3], dtype: DType) -> Result<(Bsr, Array)> {
     let (block, density, seed) = (args.block.unwrap_or(64), args.density.unwrap_or(0.1), args.common.seed);
-    let limit = BsrMatrix::MAX_BLOCK_SIZE;
-    ensure((1..=limit).contains(&block), &format!("--block is {block}, expected 1 to {limit}"))?;
-    ensure((0.0..=1.0).contains(&density), &format!("--density is {density}, expected 0 to 1"))?;
-    let (block_rows, block_cols) = (m.div_ceil(block), k.div_ceil(block));
-    // The indices of the format are 32-bit.
-    let all = block_rows.checked_mul(block_cols).filter(|&all| block_rows.max(all) < i32::MAX as usize);
-    let all = all.ok_or_else(|| Failure::new(format!("A of {m} x {k} has too many blocks of {block}")))?;
-    let blocks = (all as f64 * density).round() as usize;
+    let shape = if args.transpose_a { [k, m] } else { [m, k] };
+    let grid = BlockGrid::new("A", shape, block, density)?;
 
     // The blocks twice: as drawn, and as the matrix.
-    let block_shape = [blocks, block, block];
+    let block_shape = [grid.stored, block, block];
     memory::ensure(
         "A, B and C",
         memory::size(&[&block_shape, &block_shape, &[k, n], &[m, n]], dtype.size()),
     )?;
     let b = random("b", dtype, &[k, n], seed, LANE_B)?;
     let values = random("values", dtype, &block_shape, seed, LANE_VALUES)?;
-    let chosen = choose(blocks, all, seed, LANE_PATTERN);
-    let col_idx: Vec<i32> = chosen.iter().map(|at| (at % block_cols) as i32).collect();
-    let mut row_ptr = vec![0i32; block_rows + 1];
-    chosen.iter().for_each(|at| row_ptr[at / block_cols + 1] += 1);
-    (0..block_rows).for_each(|row| row_ptr[row + 1] += row_ptr[row]);
-    let values = without_padding(values, &chosen, [m, k], block_cols);
+    let RandomStructure { row_ptr, col_idx, chosen } = grid.draw(seed, LANE_PATTERN);
+    let values = without_padding(values, &chosen, shape, grid.block_cols);
     let vector = |values: Vec<i32>| Array::new(&[values.len()], Values::I32(values));
     match (vector(row_ptr), vector(col_idx)) {
-        (Some(row_ptr), Some(col_idx)) => Ok((Bsr { shape: [m, k], row_ptr, col_idx, values }, b)),
+        (Some(row_ptr), Some(col_idx)) => Ok((Bsr { shape, row_ptr, col_idx, values }, b)),
         _ => Err(Failure::new("A is too large")),
     }
 }

@@ -19,6 +19,7 @@ mod operand;
 mod output;
 mod progress;
 mod report;
+mod sddmm;
 mod table;
 
 use clap::Parser;
@@ -40,6 +41,8 @@ enum Command {
     Attention(Box<attention::Args>),
     /// Multiply a block-sparse (BSR) matrix with a dense one
     BsrMatmul(Box<bsr_matmul::Args>),
+    /// Run a dense times dense product at the blocks of a block-sparse matrix, on random tensors
+    Sddmm(Box<sddmm::Args>),
     /// Measure the benchmark suites
     Bench(bench::Args),
     /// Launch one case of a suite a few times, for profilers
@@ -55,6 +58,7 @@ fn main() -> ExitCode {
         Ok(Cli { command: Command::Info(args) }) => info::run(args),
         Ok(Cli { command: Command::Attention(args) }) => attention::run(*args),
         Ok(Cli { command: Command::BsrMatmul(args) }) => bsr_matmul::run(*args),
+        Ok(Cli { command: Command::Sddmm(args) }) => sddmm::run(*args),
         Ok(Cli { command: Command::Bench(args) }) => bench::run(args),
         Ok(Cli { command: Command::Launch(args) }) => launch::run(args),
         Ok(Cli { command: Command::Mask(args) }) => mask::run(args),

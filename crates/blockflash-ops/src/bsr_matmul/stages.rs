@@ -1,0 +1,134 @@
+//! How the block rows of a pattern with small blocks share B: made once per pattern, without the values.
+//!
+//! Kernels for blocks of 16 and 32 multiply a group of block rows at a time, neighbours in the order of the rows, and read each row of B
+//! that any of them needs once. A stage is what they read at a time: some block columns, and the group's blocks in these. The format
+//! is that of `stages` in `params.h`, whose lanes are those of a warp that copies a stage.
+
+use crate::Result;
+use blockflash_safe::{Stream, Tensor};
+use blockflash_sys::manifest::BsrMatmulHopper;
+use rayon::prelude::*;
+
+/// Lanes of a stage, and the numbers of each.
+const LANES: usize = 32;
+const NUMBERS: usize = 2;
+/// The lane of the first column, and that of the counts.
+const FIRST_COLUMN: usize = 16;
+const COUNTS: usize = 24;
+/// Where the place of a row's blocks begins, above the bits of its columns.
+const PLACE_SHIFT: i32 = 8;
+
+/// The plan of a pattern.
+#[derive(Debug)]
+pub(crate) struct Stages {
+    /// i32 `[stages, 32, 2]`.
+    pub(crate) stages: Tensor,
+    /// i32 `[groups + 1]`: the stages of group `i` are `group_stages[i]..group_stages[i + 1]`.
+    pub(crate) group_stages: Tensor,
+}
+
+impl Stages {
+    /// The plan for a pattern whose indices have passed validation, on the CPU; none for blocks whose kernels need none. `order` is the
+    /// order of the block rows.
+    pub(crate) fn new(
+        block_size: usize,
+        row_ptr: &[i32],
+        col_idx: &[i32],
+        order: &[i32],
+        stream: &Stream,
+    ) -> Result<Option<Self>> {
+        let Some(limits) = Limits::of(block_size) else { return Ok(None) };
+        let groups: Vec<Vec<i32>> =
+            order.par_chunks(limits.rows).map(|rows| limits.stages(row_ptr, col_idx, rows)).collect();
+        let mut group_stages = vec![0];
+        let mut count = 0;
+        for group in &groups {
+            count += (group.len() / (LANES * NUMBERS)) as i32;
+            group_stages.push(count);
+        }
+        let stages = groups.concat();
+        Ok(Some(Self {
+            stages: Tensor::from_slice(stream, &stages, &[count as usize, LANES, NUMBERS])?,
+            group_stages: Tensor::from_slice(stream, &group_stages, &[group_stages.len()])?,
+        }))
+    }
+
+    /// A copy on the stream's device.
+    pub(crate) fn to(&self, stream: &Stream) -> Result<Self> {
+        Ok(Self { stages: self.stages.copy_to(stream)?, group_stages: self.group_stages.copy_to(stream)? })
+    }
+}
+
+/// What fits into a group and a stage.
+struct Limits {
+    rows: usize,
+    columns: usize,
+    blocks: usize,
+}
+
+impl Limits {
+    fn of(block_size: usize) -> Option<Self> {
+        let block = [16, 32].into_iter().find(|&block| block as usize == block_size)?;
+        Some(Self {
+            rows: BsrMatmulHopper::group_rows(block) as usize,
+            columns: BsrMatmulHopper::stage_columns(block) as usize,
+            blocks: BsrMatmulHopper::stage_blocks(block) as usize,
+        })
+    }
+
+    /// The stages of a group of block rows. Columns ascend, so that a row's blocks of a stage follow one another in its list, and each
+    /// stage takes as many columns as fit.
+    fn stages(&self, row_ptr: &[i32], col_idx: &[i32], rows: &[i32]) -> Vec<i32> {
+        let bounds = |&row: &i32| row_ptr[row as usize] as usize..row_ptr[row as usize + 1] as usize;
+        let mut blocks: Vec<(i32, usize)> = rows
+            .iter()
+            .enumerate()
+            .flat_map(|(lane, row)| col_idx[bounds(row)].iter().map(move |&column| (column, lane)))
+            .collect();
+        blocks.sort_unstable();
+        let mut next: Vec<i32> = rows.iter().map(|&row| row_ptr[row as usize]).collect();
+        let mut stages = Vec::new();
+        let mut stage: Vec<&[(i32, usize)]> = Vec::new();
+        let mut count = 0;
+        for column in blocks.chunk_by(|a, b| a.0 == b.0) {
+            if stage.len() == self.columns || count + column.len() > self.blocks {
+                push(&mut stages, &stage, count, &mut next);
+                stage.clear();
+                count = 0;
+            }
+            stage.push(column);
+            count += column.len();
+        }
+        if !stage.is_empty() {
+            push(&mut stages, &stage, count, &mut next);
+        }
+        stages
+    }
+}
+
+/// Appends a stage of these columns, each a list of its block rows. `next` is each row's first block that is in no stage yet.
+fn push(stages: &mut Vec<i32>, columns: &[&[(i32, usize)]], count: usize, next: &mut [i32]) {
+    let start = stages.len();
+    stages.resize(start + LANES * NUMBERS, 0);
+    let lanes = &mut stages[start..];
+    for (i, column) in columns.iter().enumerate() {
+        lanes[(FIRST_COLUMN + i) * NUMBERS] = column[0].0;
+        for &(_, lane) in *column {
+            lanes[lane * NUMBERS + 1] |= 1 << i;
+        }
+    }
+    let mut place = 0;
+    for (lane, next) in next.iter_mut().enumerate() {
+        let own = lanes[lane * NUMBERS + 1].count_ones() as i32;
+        lanes[lane * NUMBERS] = *next;
+        lanes[lane * NUMBERS + 1] |= place << PLACE_SHIFT;
+        *next += own;
+        place += own;
+    }
+    lanes[COUNTS * NUMBERS] = columns.len() as i32;
+    lanes[COUNTS * NUMBERS + 1] = count as i32;
+}
+
+#[cfg(test)]
+#[path = "stages_tests.rs"]
+mod tests;

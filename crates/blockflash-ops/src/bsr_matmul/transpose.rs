@@ -1,0 +1,152 @@
+//! The transposed pattern of a block-sparse matrix: where the blocks of each block column are.
+
+use super::BsrMatrix;
+use super::validate::{invalid, longest_row, row_order};
+use crate::check::Operand;
+use crate::{Device, Result};
+use blockflash_safe::{Stream, Tensor};
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+/// The pattern of a [`BsrMatrix`] by block columns: what [`BsrMatmul::transposed`](super::BsrMatmul::transposed) multiplies with
+/// beside the matrix itself. It holds no values, so one index serves every matrix of the same pattern, whatever the values are.
+///
+/// ```
+/// # use blockflash_ops::{BsrMatmul, BsrMatrix, BsrTranspose, DType, Device, View};
+/// let stream = Device::cpu().stream()?;
+/// let a = BsrMatrix::from_coo(2, 3, 1, DType::F32, &[(0, 2, 5.0), (1, 0, 7.0)])?;
+/// let index = BsrTranspose::new(&a, &stream)?;
+/// let b = View::from_slice(&[1.0f32, 10.0], &[2, 1])?;
+/// let c = BsrMatmul::transposed(&a, &index, b).matmul(DType::F32, &stream)?;
+/// assert_eq!(c.to_vec::<f32>(&stream)?, [70.0, 0.0, 5.0]);
+/// # Ok::<(), blockflash_ops::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct BsrTranspose {
+    of: Pattern,
+    row_ptr: Tensor,
+    col_idx: Tensor,
+    block_idx: Tensor,
+    row_order: Tensor,
+    longest_row: usize,
+}
+
+/// What an index and its matrix have in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Pattern {
+    rows: usize,
+    cols: usize,
+    block_size: usize,
+    nnz_blocks: usize,
+    hash: u64,
+}
+
+impl Pattern {
+    fn of(a: &BsrMatrix) -> Self {
+        let (rows, cols, block_size) = (a.rows(), a.cols(), a.block_size());
+        Self { rows, cols, block_size, nnz_blocks: a.nnz_blocks(), hash: a.pattern_hash }
+    }
+}
+
+/// Tells patterns of equal size apart, on whatever device they are.
+pub(super) fn pattern_hash(row_ptr: &[i32], col_idx: &[i32]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (row_ptr, col_idx).hash(&mut hasher);
+    hasher.finish()
+}
+
+impl BsrTranspose {
+    /// The index of this matrix and of all with the same pattern, on the device of the matrix. It is made on the host: on a GPU this waits for
+    /// the work on the stream.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) if the stream is of another device than the matrix; out of memory, or
+    /// a failing device.
+    pub fn new(a: &BsrMatrix, stream: &Stream) -> Result<Self> {
+        Operand::new("a", &a.values().view()).on(stream.device())?;
+        let (rows, cols) = (a.row_ptr().to_vec::<i32>(stream)?, a.col_idx().to_vec::<i32>(stream)?);
+        let mut row_ptr = vec![0i32; a.block_cols() + 1];
+        cols.iter().for_each(|&col| row_ptr[col as usize + 1] += 1);
+        (1..row_ptr.len()).for_each(|row| row_ptr[row] += row_ptr[row - 1]);
+        // Block rows are gone through in their order, so each list of them ascends.
+        let mut next = row_ptr.clone();
+        let (mut col_idx, mut block_idx) = (vec![0i32; cols.len()], vec![0i32; cols.len()]);
+        for (row, pair) in rows.windows(2).enumerate() {
+            for block in pair[0] as usize..pair[1] as usize {
+                let place = &mut next[cols[block] as usize];
+                col_idx[*place as usize] = row as i32;
+                block_idx[*place as usize] = block as i32;
+                *place += 1;
+            }
+        }
+        let tensor = |entries: &[i32]| Tensor::from_slice(stream, entries, &[entries.len()]);
+        Ok(Self {
+            of: Pattern::of(a),
+            row_order: tensor(&row_order(&row_ptr))?,
+            longest_row: longest_row(&row_ptr),
+            row_ptr: tensor(&row_ptr)?,
+            col_idx: tensor(&col_idx)?,
+            block_idx: tensor(&block_idx)?,
+        })
+    }
+
+    /// Where the index is.
+    pub fn device(&self) -> Device {
+        self.row_ptr.device()
+    }
+
+    /// i32 `[block columns of the matrix + 1]`: the entries of block column `i` are `row_ptr[i]..row_ptr[i + 1]`.
+    pub fn row_ptr(&self) -> &Tensor {
+        &self.row_ptr
+    }
+
+    /// i32 `[nnz_blocks]`: the block row of each entry, ascending and unique within a block column.
+    pub fn col_idx(&self) -> &Tensor {
+        &self.col_idx
+    }
+
+    /// i32 `[nnz_blocks]`: which block of the values each entry is.
+    pub fn block_idx(&self) -> &Tensor {
+        &self.block_idx
+    }
+
+    /// i32 `[block columns of the matrix]`: the block columns in the order in which a kernel takes them, longest first.
+    pub fn row_order(&self) -> &Tensor {
+        &self.row_order
+    }
+
+    /// Stored blocks of the block column that has the most; 0 for a matrix without block columns.
+    pub fn longest_row(&self) -> usize {
+        self.longest_row
+    }
+
+    /// A copy on the stream's device.
+    ///
+    /// # Errors
+    /// Out of memory, or a failing device.
+    pub fn to(&self, stream: &Stream) -> Result<Self> {
+        Ok(Self {
+            of: self.of,
+            row_ptr: self.row_ptr.copy_to(stream)?,
+            col_idx: self.col_idx.copy_to(stream)?,
+            block_idx: self.block_idx.copy_to(stream)?,
+            row_order: self.row_order.copy_to(stream)?,
+            longest_row: self.longest_row,
+        })
+    }
+
+    /// The index must be that of the pattern of `a`.
+    pub(super) fn is_of(&self, a: &BsrMatrix) -> Result<()> {
+        let (Pattern { rows, cols, block_size, nnz_blocks, .. }, of_a) = (self.of, Pattern::of(a));
+        if self.of == of_a {
+            return Ok(());
+        }
+        let found = format!("{rows} x {cols} with {nnz_blocks} blocks of {block_size}");
+        let Pattern { rows, cols, block_size, nnz_blocks, .. } = of_a;
+        let expected = format!("{rows} x {cols} with {nnz_blocks} blocks of {block_size}");
+        invalid(format!("the transpose is that of another pattern, {found}; A is {expected}"))
+    }
+}
+
+#[cfg(test)]
+#[path = "transpose_tests.rs"]
+mod tests;

@@ -1,0 +1,161 @@
+//! Sampled dense-dense product (SDDMM): `alpha·A·B` at the stored blocks of a block-sparse matrix.
+
+mod cpu;
+mod launch;
+mod plan;
+mod problem;
+mod select;
+
+pub use plan::{BsrSddmmPlan, plan};
+pub use problem::{BsrSddmmProblem, DenseLayout};
+pub use select::{accepts, select};
+
+pub(crate) use select::{OP, block_sizes};
+
+use crate::{BsrMatrix, Error, Result};
+use blockflash_safe::{Device, Stream, Tensor, View, ViewMut};
+use blockflash_sys::{DType, Row};
+
+/// `values = alpha·A·B + beta·values` at the stored blocks of a block-sparse matrix `[m, n]`, with dense A `[m, k]` and B `[k, n]`.
+///
+/// It is what the gradient of block-sparse weights W needs, `dW = dYᵀ·X` on the pattern of W with A = dYᵀ, a permuted view of dY, and
+/// B = X; and the scores `Q·Kᵀ` of block-sparse attention, with A = Q and B a permuted view of K.
+///
+/// A and B are f16 or bf16 (on the CPU also f32), and each is row- or column-major: either its rows or its columns are contiguous, any
+/// distance apart. Sums are f32. Of the pattern only the structure counts, not the values or their type:
+///
+/// ```
+/// # use blockflash_ops::{BsrMatrix, BsrSddmm, DType, Device, View};
+/// // One block of 16 × 16 of a 64 × 32 matrix: that with element (3, 20).
+/// let weights = BsrMatrix::from_coo(64, 32, 16, DType::F32, &[(3, 20, 1.0)])?;
+/// let (dy, x) = (vec![0.5f32; 8 * 64], vec![2f32; 8 * 32]);
+/// let dy = View::from_slice(&dy, &[8, 64])?; // [batch, outputs]
+/// let x = View::from_slice(&x, &[8, 32])?; // [batch, inputs]
+///
+/// let stream = Device::cpu().stream()?;
+/// let gradient = BsrSddmm::new(&weights, dy.permute(&[1, 0])?, x).sddmm(DType::F32, &stream)?;
+/// assert_eq!(gradient.shape(), [1, 16, 16]);
+/// assert!(gradient.to_vec::<f32>(&stream)?.iter().all(|&value| value == 8.0));
+/// # Ok::<(), blockflash_ops::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct BsrSddmm<'a> {
+    /// Which blocks of the product are computed, `[m, n]`.
+    pub pattern: &'a BsrMatrix,
+    /// The dense matrix `[m, k]`.
+    pub a: View<'a>,
+    /// The dense matrix `[k, n]` in the element type of A.
+    pub b: View<'a>,
+    /// Factor of A·B, finite.
+    pub alpha: f32,
+    /// Factor of the old values, finite; with 0 they are not read.
+    pub beta: f32,
+}
+
+/// A call whose kernel is decided and loaded, for loops that repeat it: see [`BsrSddmm::prepare`].
+#[derive(Clone, Copy, Debug)]
+pub struct PreparedBsrSddmm {
+    problem: BsrSddmmProblem,
+    device: Device,
+    /// `None` on the CPU, and where there is nothing to compute.
+    row: Option<&'static Row>,
+}
+
+impl PreparedBsrSddmm {
+    /// The kernel; `None` on the CPU, and where there is nothing to compute.
+    pub fn row(&self) -> Option<&'static Row> {
+        self.row
+    }
+}
+
+impl<'a> BsrSddmm<'a> {
+    /// `A·B` at the stored blocks of `pattern`.
+    pub const fn new(pattern: &'a BsrMatrix, a: View<'a>, b: View<'a>) -> Self {
+        Self { pattern, a, b, alpha: 1.0, beta: 0.0 }
+    }
+
+    /// Computes into values of the caller, f16, bf16 or f32 `[nnz_blocks, block_size, block_size]` without gaps, in the order of the
+    /// pattern's own [`values`](BsrMatrix::values). What blocks at the edge have beyond the matrix becomes zero. Nothing is allocated and
+    /// the stream is not synchronised on a GPU, so the call can be captured into a graph; on the CPU it returns when the result is
+    /// there. A pattern without blocks is fine and launches nothing.
+    ///
+    /// # Errors
+    /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`] if an operand is not on the stream's
+    /// device.
+    pub fn sddmm_into(&self, values: ViewMut<'_>, stream: &Stream) -> Result<()> {
+        let problem = launch::checked(self, &values, stream)?;
+        if problem.is_empty() {
+            return Ok(());
+        }
+        match stream.device().cuda_properties() {
+            None => cpu::sddmm(self, &problem, values),
+            Some(gpu) => launch::launch(self, select(&problem, gpu)?, &problem, values, stream),
+        }
+    }
+
+    /// Like [`sddmm_into`](Self::sddmm_into) with this very kernel, whatever [`select`] would take: for tests and measurements.
+    ///
+    /// # Errors
+    /// Also [`Error::Unsupported`] if the row cannot compute this problem on this device.
+    pub fn sddmm_with(&self, row: &Row, values: ViewMut<'_>, stream: &Stream) -> Result<()> {
+        let problem = launch::checked(self, &values, stream)?;
+        let Some(gpu) = stream.device().cuda_properties() else { return Err(launch::no_kernel_on_cpu(row)) };
+        accepts(row, &problem, gpu)?;
+        if problem.is_empty() {
+            return Ok(());
+        }
+        launch::launch(self, row, &problem, values, stream)
+    }
+
+    /// Decides for good what [`sddmm_into`](Self::sddmm_into) decides anew at each call, and loads the kernel.
+    ///
+    /// # Errors
+    /// As [`sddmm_into`](Self::sddmm_into), and if the kernel cannot be loaded.
+    pub fn prepare(&self, values: &ViewMut<'_>, stream: &Stream) -> Result<PreparedBsrSddmm> {
+        let problem = launch::checked(self, values, stream)?;
+        let row = match stream.device().cuda_properties() {
+            Some(gpu) if !problem.is_empty() => Some(select(&problem, gpu)?),
+            _ => None,
+        };
+        row.map_or(Ok(()), |row| stream.device().preload(row).map(|_| ()))?;
+        Ok(PreparedBsrSddmm { problem, device: *stream.device(), row })
+    }
+
+    /// Like [`sddmm_into`](Self::sddmm_into) with the kernel that was decided on. The matrices may be others than those that were
+    /// prepared with; everything that they are checked for is checked again.
+    ///
+    /// # Errors
+    /// Also [`Error::NotPrepared`] if sizes, layouts, types, factors or the device differ.
+    pub fn sddmm_prepared(
+        &self,
+        prepared: &PreparedBsrSddmm,
+        values: ViewMut<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let problem = launch::checked(self, &values, stream)?;
+        if problem != prepared.problem || *stream.device() != prepared.device {
+            return Err(Error::NotPrepared { op: OP });
+        }
+        match prepared.row {
+            Some(row) => launch::launch(self, row, &problem, values, stream),
+            None if problem.is_empty() => Ok(()),
+            None => cpu::sddmm(self, &problem, values),
+        }
+    }
+
+    /// Allocates values in this element type, f16, bf16 or f32, and computes them.
+    ///
+    /// # Errors
+    /// As [`sddmm_into`](Self::sddmm_into), and out of memory; [`Error::InvalidScale`] if `beta` is not 0, since there are no old
+    /// values.
+    pub fn sddmm(&self, dtype: DType, stream: &Stream) -> Result<Tensor> {
+        if self.beta != 0.0 {
+            let expected = "0 without old values";
+            return Err(Error::InvalidScale { what: "beta", value: self.beta, expected });
+        }
+        let block = self.pattern.block_size();
+        let mut values = Tensor::empty(stream, dtype, &[self.pattern.nnz_blocks(), block, block])?;
+        self.sddmm_into(values.view_mut(), stream)?;
+        Ok(values)
+    }
+}

@@ -1,0 +1,65 @@
+use super::{BsrSddmmProblem, select};
+use crate::check::{grid_x, to_i32};
+use crate::{Error, Result};
+use blockflash_safe::{CudaProperties, LaunchConfig};
+use blockflash_sys::params::{blockflash_bsr_sddmm_params, blockflash_tensor_map};
+use blockflash_sys::{DType, Row};
+use std::ptr::{null, null_mut};
+
+/// A launch as plain data, before it has any pointer.
+#[derive(Clone, Copy, Debug)]
+pub struct BsrSddmmPlan {
+    /// The kernel argument; pointers are null and tensor maps zeros.
+    pub params: blockflash_bsr_sddmm_params,
+    /// Grid, block and shared memory.
+    pub config: LaunchConfig,
+}
+
+/// Fills the kernel argument and the launch configuration of `row` for a problem that it accepts on this GPU and that has blocks.
+///
+/// # Errors
+/// [`Error::TooLarge`] for sizes or tiles that the kernel cannot count, [`Error::Unsupported`] if the row is no kernel of the sampled
+/// product or one for other blocks, [`Error::DType`] for values that are no floating-point numbers.
+pub fn plan(row: &Row, problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<BsrSddmmPlan> {
+    let unsupported = |what| Error::Unsupported { op: select::OP, arch: row.target.to_string(), what };
+    let Some(tile) = row.bsr_sddmm_tile() else {
+        return Err(unsupported(format!("{} computes something else", row.symbol())));
+    };
+    if tile.block_size as usize != problem.block_size {
+        return Err(unsupported(format!("blocks of {} with {}", problem.block_size, row.symbol())));
+    }
+    if !matches!(problem.values_dtype, DType::F16 | DType::BF16 | DType::F32) {
+        let (expected, found) = ("f16, bf16 or f32".into(), problem.values_dtype);
+        return Err(Error::DType { what: "values", expected, found });
+    }
+    let nothing = blockflash_tensor_map { opaque: [0; 16] };
+    let params = blockflash_bsr_sddmm_params {
+        a: nothing,
+        b: nothing,
+        row_ptr: null(),
+        col_idx: null(),
+        values: null_mut(),
+        tile_counter: null_mut(),
+        m: to_i32("m", problem.m)?,
+        n: to_i32("n", problem.n)?,
+        k: to_i32("k", problem.k)?,
+        nnz_blocks: to_i32("nnz_blocks", problem.nnz_blocks)?,
+        // The discriminants are the constants of the ABI.
+        values_dtype: problem.values_dtype as i32,
+        alpha: problem.alpha,
+        beta: problem.beta,
+    };
+    // Full tiles, and one more for each block row: its last may have fewer blocks. Some of these have none and cost a look.
+    let tiles = problem.nnz_blocks / tile.blocks() as usize + problem.m.div_ceil(problem.block_size);
+    // Blocks of threads stay and take tile after tile; each looks for one past the last.
+    let stay = gpu.multiprocessors.max(1) as usize;
+    grid_x(&[tiles.saturating_add(2 * stay)])?;
+    let config = LaunchConfig {
+        grid: [grid_x(&[tiles.min(stay)])?, 1, 1],
+        block: row.threads(),
+        smem_bytes: row.smem_bytes(),
+        cluster: None,
+        programmatic_dependent_launch: true,
+    };
+    Ok(BsrSddmmPlan { params, config })
+}

@@ -1,0 +1,163 @@
+//! Sampled dense-dense product.
+
+use super::{Fit, ceil_div, fits, fits_row, pointer, pointer_mut, require};
+use crate::{
+    DType, Error, LaunchConfig, Major, Result, Row, Stream, Swizzle, TensorMap, TensorMapSpec, View, ViewMut,
+    tile_counter,
+};
+use blockflash_sys::manifest::BsrSddmmHopper;
+use blockflash_sys::params::{blockflash_bsr_sddmm_params, blockflash_tensor_map};
+
+/// Lines of a box along a row of the swizzle, and in a panel of a matrix that is not contiguous along K: as many elements of two bytes as
+/// the swizzle permutes.
+const PANEL: u32 = BsrSddmmHopper::BLOCK_K;
+/// Sizes are below this: the kernel adds a tile to them in 32 bits.
+const SIZE_LIMIT: i32 = i32::MAX - 1023;
+
+/// Tensors of the kernels of the sampled product.
+#[derive(Debug)]
+pub struct BsrSddmmOperands<'a> {
+    /// i32 `[ceil(m / block_size) + 1]`. The caller knows that it ascends from 0 to the number of blocks.
+    pub row_ptr: View<'a>,
+    /// i32 `[nnz_blocks]`. The caller knows that all are below `ceil(n / block_size)`.
+    pub col_idx: View<'a>,
+    /// `[m, k]`, contiguous along the dimension that the row says.
+    pub a: View<'a>,
+    /// `[k, n]`, contiguous along the dimension that the row says.
+    pub b: View<'a>,
+    /// `[nnz_blocks, block_size, block_size]`.
+    pub values: ViewMut<'a>,
+}
+
+impl Stream {
+    /// Launches a kernel of [`Variant::BsrSddmmHopper`](crate::manifest::Variant). Pointers and tensor maps in `params` are ignored: they
+    /// are made from the operands. A and B may be read through lines of 16-byte aligned memory only.
+    ///
+    /// Counters are shared as those of [`launch_attention_fwd_tma`](Stream::launch_attention_fwd_tma).
+    ///
+    /// # Errors
+    /// As [`launch_attention_fwd_tma`](Stream::launch_attention_fwd_tma).
+    pub fn launch_bsr_sddmm(
+        &self,
+        row: &Row,
+        config: &LaunchConfig,
+        params: &blockflash_bsr_sddmm_params,
+        operands: BsrSddmmOperands<'_>,
+    ) -> Result<()> {
+        let failed = |what: String| Error::Launch { symbol: row.symbol(), what };
+        let Some(tile) = row.bsr_sddmm_tile() else {
+            return Err(failed("not a kernel of the sampled product".to_owned()));
+        };
+        let BsrSddmmOperands { row_ptr, col_idx, a, b, .. } = operands;
+        let views = [row_ptr, col_idx, a, b, operands.values.as_view()].map(Some);
+        self.expect_all(&views)?;
+        fit(row, &tile, config, params, &operands).map_err(failed)?;
+        let [a_map, b_map] = maps(&tile, &operands);
+        let params = blockflash_bsr_sddmm_params {
+            a: a_map.encode(&a)?,
+            b: b_map.encode(&b)?,
+            row_ptr: pointer(&row_ptr).cast(),
+            col_idx: pointer(&col_idx).cast(),
+            values: pointer_mut(&operands.values),
+            ..*params
+        };
+        // SAFETY:
+        // 1. The row is a variant of the sampled product, whose parameter struct this is.
+        // 2. As in `launch_bsr_matmul_tma`: A and B are read through tensor maps alone, the blocks of `values` that are read and written
+        //    are those that `row_ptr` counts, which the caller knows to be as many as `values` has.
+        // 3. `values` are borrowed exclusively.
+        unsafe {
+            self.launch_with(
+                row,
+                config,
+                |session| blockflash_bsr_sddmm_params { tile_counter: tile_counter::of(session), ..params },
+                views.iter().flatten().filter_map(View::owner),
+            )
+        }
+    }
+}
+
+fn fit(
+    row: &Row,
+    tile: &BsrSddmmHopper,
+    config: &LaunchConfig,
+    p: &blockflash_bsr_sddmm_params,
+    operands: &BsrSddmmOperands<'_>,
+) -> Fit {
+    require(p.m > 0 && p.n > 0 && p.k >= 0 && p.nnz_blocks > 0, "a size is not positive")?;
+    require([p.m, p.n, p.k].into_iter().all(|size| size < SIZE_LIMIT), "a size is too large")?;
+    let [m, n, k, blocks] = [p.m, p.n, p.k, p.nnz_blocks].map(i64::from);
+    let block = i64::from(tile.block_size);
+    let block_rows = ceil_div(m, tile.block_size);
+    fits("row_ptr", &operands.row_ptr, DType::I32, [(block_rows as i64 + 1, 1)])?;
+    fits("col_idx", &operands.col_idx, DType::I32, [(blocks, 1)])?;
+    let values = operands.values.as_view();
+    let float = matches!(values.dtype(), DType::F16 | DType::BF16 | DType::F32);
+    require(float && p.values_dtype == values.dtype() as i32, "values_dtype is not the type of values")?;
+    fits("values", &values, values.dtype(), [(blocks, block * block), (block, block), (block, 1)])?;
+    require(values.is_aligned(16), "values do not start at a multiple of 16 bytes")?;
+    fits_dense("a", &operands.a, tile.dtype, [m, k], tile.a)?;
+    fits_dense("b", &operands.b, tile.dtype, [k, n], tile.b)?;
+    let tiles = i128::from(blocks / i64::from(tile.blocks())) + block_rows;
+    fits_row(config, row, 1..=tiles)?;
+    // Each block looks for a tile past the last one, and counts in 32 bits.
+    let past = tiles + 2 * i128::from(config.grid[0]);
+    require(past <= i128::from(i32::MAX), "there are too many tiles")
+}
+
+/// Checks a matrix with lines any number of elements apart.
+fn fits_dense(name: &str, view: &View<'_>, dtype: DType, [rows, cols]: [i64; 2], major: Major) -> Fit {
+    let step = |dim: usize| view.strides().get(dim).map_or(0, |&stride| stride as i64);
+    let strides = match major {
+        Major::Row => [step(0), 1],
+        Major::Column => [1, step(1)],
+    };
+    fits(name, view, dtype, [(rows, strides[0]), (cols, strides[1])])
+}
+
+/// A tensor map before it is encoded: sizes and box in elements, the inner one first.
+#[derive(Debug, PartialEq)]
+struct Map {
+    shape: [u64; 2],
+    stride_bytes: u64,
+    box_shape: [u32; 2],
+}
+
+/// The maps of A and B, which have been found to fit.
+fn maps(tile: &BsrSddmmHopper, operands: &BsrSddmmOperands<'_>) -> [Map; 2] {
+    let map = |view: &View<'_>, major: Major, k_major: Major| {
+        let inner = usize::from(major == Major::Row);
+        let outer = 1 - inner;
+        let length = view.shape()[inner];
+        // The distance of a single line to the next does not matter, but must be valid.
+        let distance =
+            if view.shape()[outer] > 1 { view.strides()[outer] } else { length.next_multiple_of(8) };
+        Map {
+            shape: [length as u64, view.shape()[outer] as u64],
+            stride_bytes: (distance * view.dtype().size()) as u64,
+            box_shape: [PANEL, if major == k_major { tile.block_size } else { PANEL }],
+        }
+    };
+    [map(&operands.a, tile.a, Major::Row), map(&operands.b, tile.b, Major::Column)]
+}
+
+impl Map {
+    /// The map of this view; zeros where it has no element: the kernel does not use it then.
+    fn encode(&self, view: &View<'_>) -> Result<blockflash_tensor_map> {
+        if self.shape.contains(&0) {
+            return Ok(blockflash_tensor_map { opaque: [0; 16] });
+        }
+        let spec = TensorMapSpec {
+            dtype: view.dtype(),
+            shape: &self.shape,
+            strides_bytes: &[self.stride_bytes],
+            box_shape: &self.box_shape,
+            swizzle: Swizzle::B128,
+        };
+        Ok(blockflash_tensor_map { opaque: *TensorMap::encode_tiled(view, &spec)?.words() })
+    }
+}
+
+#[cfg(test)]
+#[path = "bsr_sddmm_tests.rs"]
+mod tests;

@@ -1,0 +1,183 @@
+//! Runs a sampled product on a device and judges every value that was, or was not, to be written.
+
+use super::{SddmmCase, SddmmData, SddmmReference};
+use crate::attention::written;
+use crate::bsr::Kernel;
+use crate::gpu::wait;
+use crate::host::{download, poisoned, refill, upload, view, view_mut};
+use crate::number::{encode, poison};
+use crate::placement::{Placed, Placement};
+use crate::tolerance::check;
+use blockflash_ops::{BsrMatrix, BsrSddmm, DType, Error, Stream, Tensor};
+use blockflash_sys::Row;
+
+/// The operands of a sampled product on a device.
+pub struct SddmmInputs {
+    case: SddmmCase,
+    pattern: BsrMatrix,
+    /// A and B.
+    dense: [Tensor; 2],
+}
+
+fn placed(case: &SddmmCase) -> [Placed; 2] {
+    let ([m, n, k], [a, b]) = (case.mnk, case.placements());
+    [a.place(&[m, k]), b.place(&[k, n])]
+}
+
+/// The values have a block before them and one behind that nobody may touch.
+fn placed_values(case: &SddmmCase, data: &SddmmData) -> Placed {
+    let (blocks, size) = (data.structure.col_idx.len(), case.block_size);
+    Placement { order: Vec::new(), padding: vec![(1, 1)] }.place(&[blocks, size, size])
+}
+
+fn bits(dtype: DType, values: &[f32]) -> Vec<u32> {
+    values.iter().map(|&x| encode(dtype, x)).collect()
+}
+
+/// The bits of A and B in memory, NaN in every gap.
+fn scattered(case: &SddmmCase, data: &SddmmData) -> [Vec<u32>; 2] {
+    let ([a, b], filler) = (placed(case), poison(case.dtype));
+    [a.scatter(bits(case.dtype, &data.a), filler), b.scatter(bits(case.dtype, &data.b), filler)]
+}
+
+impl SddmmInputs {
+    /// Uploads the data of a case; what lies in the gaps of A and B is NaN.
+    pub fn upload(case: &SddmmCase, data: &SddmmData, stream: &Stream) -> Result<Self, String> {
+        let (placed, [a, b]) = (placed(case), scattered(case, data));
+        Ok(Self {
+            case: case.clone(),
+            pattern: data.structure.matrix(&case.structure(), stream)?,
+            dense: [
+                upload(stream, case.dtype, &a, &placed[0].physical)?,
+                upload(stream, case.dtype, &b, &placed[1].physical)?,
+            ],
+        })
+    }
+
+    /// Replaces A and B where they are, as a replayed graph needs it.
+    pub fn refill(&mut self, data: &SddmmData, stream: &Stream) -> Result<(), String> {
+        let bits = scattered(&self.case, data);
+        self.dense.iter_mut().zip(&bits).try_for_each(|(tensor, bits)| refill(tensor, stream, bits))
+    }
+
+    /// What the values hold before: the old ones of the case, poison around them and everywhere when beta is 0.
+    pub fn old_values(&self, data: &SddmmData, stream: &Stream) -> Result<Tensor, String> {
+        let (case, placed) = (&self.case, placed_values(&self.case, data));
+        if case.beta == 0.0 {
+            return poisoned(stream, case.values_dtype, &placed.physical);
+        }
+        let physical = placed.scatter(bits(case.values_dtype, &data.old), poison(case.values_dtype));
+        upload(stream, case.values_dtype, &physical, &placed.physical)
+    }
+
+    /// The call.
+    pub fn product(&self) -> BsrSddmm<'_> {
+        let [a, b] = placed(&self.case);
+        let [a, b] = [view(&self.dense[0], &a), view(&self.dense[1], &b)];
+        BsrSddmm { alpha: self.case.alpha, beta: self.case.beta, ..BsrSddmm::new(&self.pattern, a, b) }
+    }
+
+    /// Queues the computation.
+    pub fn launch(
+        &self,
+        values: &mut Tensor,
+        data: &SddmmData,
+        kernel: Kernel,
+        stream: &Stream,
+    ) -> Result<(), Error> {
+        let values = view_mut(values, &placed_values(&self.case, data));
+        match kernel {
+            Kernel::Selected => self.product().sddmm_into(values, stream),
+            Kernel::Row(row) => self.product().sddmm_with(row, values, stream),
+        }
+    }
+}
+
+/// Judges the values; returns how many outputs were compared.
+pub fn check_values(
+    values: &Tensor,
+    case: &SddmmCase,
+    data: &SddmmData,
+    reference: &SddmmReference,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let size = case.block_size;
+    let bits = download(stream, values)?;
+    let values = written(&placed_values(case, data), &bits, case.values_dtype, |_| true)?;
+    let rows = &reference.rows;
+    let got: Vec<f64> =
+        rows.iter().flat_map(|&row| &values[row * size..][..size]).map(|&x| f64::from(x)).collect();
+    let name = |at: usize| {
+        let row = rows[at / size];
+        format!("values[{}, {}, {}]", row / size, row % size, at % size)
+    };
+    check(&got, &reference.values, &SddmmReference::rounding(case), name)?;
+    let wrong = |&at: &usize| match data.position(case, at) {
+        Some(_) => !values[at].is_finite() && !case.nan_inside,
+        None => values[at].to_bits() != 0,
+    };
+    match (0..values.len()).find(wrong) {
+        Some(at) => {
+            Err(format!("value {at} at {:?} of the matrix is {}", data.position(case, at), values[at]))
+        }
+        None => Ok(1),
+    }
+}
+
+/// Runs a case on a row, as it is or, where the row cannot and says so, with matrices that it can copy.
+pub fn run_on_row(
+    case: &SddmmCase,
+    data: &SddmmData,
+    reference: &SddmmReference,
+    row: &'static Row,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let inputs = SddmmInputs::upload(case, data, stream)?;
+    let mut values = inputs.old_values(data, stream)?;
+    let problem = inputs.product().problem(&view_mut(&mut values, &placed_values(case, data)));
+    let problem = problem.map_err(|error| format!("{error}\n    {case:?}"))?;
+    // Matrices without elements need no tensor map.
+    if problem.a.aligned && problem.b.aligned || problem.k == 0 {
+        return run_and_check(case, data, reference, Kernel::Row(row), stream);
+    }
+    match inputs.launch(&mut values, data, Kernel::Row(row), stream) {
+        Err(Error::Unsupported { what, .. }) if what.contains("tensor map") => {}
+        other => {
+            return Err(format!("a matrix without a tensor map is not refused: {other:?}\n    {case:?}"));
+        }
+    }
+    run_and_check(&case.clone().aligned(), data, reference, Kernel::Row(row), stream)
+}
+
+/// Uploads, runs, waits and judges a case whose data and reference are there. Returns how many outputs were compared, or the
+/// complete story of what is wrong.
+pub fn run_and_check(
+    case: &SddmmCase,
+    data: &SddmmData,
+    reference: &SddmmReference,
+    kernel: Kernel,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let story = |what: &str| {
+        let kernel = match kernel {
+            Kernel::Selected => format!("bsr_sddmm on {}", stream.device()),
+            Kernel::Row(row) => row.image_name(),
+        };
+        format!("{kernel}: {what}\n    {} blocks of {case:?}", data.structure.col_idx.len())
+    };
+    let run = || {
+        let inputs = SddmmInputs::upload(case, data, stream)?;
+        let mut values = inputs.old_values(data, stream)?;
+        inputs.launch(&mut values, data, kernel, stream).map_err(|error| format!("refused: {error}"))?;
+        wait(stream, &|| story("hangs"))?;
+        check_values(&values, case, data, reference, stream)
+    };
+    run().map_err(|error| story(&error))
+}
+
+/// The same from the case alone.
+pub fn run_case(case: &SddmmCase, kernel: Kernel, stream: &Stream) -> Result<usize, String> {
+    let data = SddmmData::generate(case);
+    let reference = SddmmReference::compute(case, &data, 2e8);
+    run_and_check(case, &data, &reference, kernel, stream)
+}

@@ -1,0 +1,181 @@
+//! Every kernel of the sampled product that the GPU can run against the oracle.
+
+use blockflash_ops::{BsrMatrix, BsrSddmm, DType, Device, Error, Major, Stream, Tensor, ViewMut};
+use blockflash_sys::Row;
+use blockflash_sys::manifest::{self, BsrSddmmHopper};
+use blockflash_tests::bsr::{Kernel, Pattern};
+use blockflash_tests::gpu::{Gpu, Report, gpu, say, wait};
+use blockflash_tests::host::download;
+use blockflash_tests::number::POISON;
+use blockflash_tests::property;
+use blockflash_tests::sddmm::{
+    Limits, SddmmCase, SddmmData, SddmmInputs, SddmmReference, check_values, edge_cases, run_and_check,
+    run_on_row, sddmm_cases,
+};
+
+/// Multiply-adds per case and computation of the oracle; larger cases are sampled.
+const BUDGET: f64 = 2e8;
+
+/// A case for a row.
+fn simple(tile: &BsrSddmmHopper, blocks: [usize; 2], k: usize, pattern: Pattern) -> SddmmCase {
+    let size = tile.block_size as usize;
+    let mnk = [blocks[0] * size - 5, blocks[1] * size - 3, k];
+    SddmmCase { majors: [tile.a, tile.b], ..SddmmCase::simple(tile.dtype, size, mnk, pattern) }.aligned()
+}
+
+fn cases_of(tile: &BsrSddmmHopper) -> Vec<SddmmCase> {
+    let (size, majors) = (tile.block_size as usize, [tile.a, tile.b]);
+    let mut cases = edge_cases(tile.dtype, size, majors);
+    // More tiles than multiprocessors; many block rows, most of them short or empty; more depth than 16 bits of it can count.
+    for pattern in [Pattern::Random(0.1), Pattern::OneLongRow, Pattern::EmptyRows(0.2)] {
+        cases.push(simple(tile, [70, 60], 200, pattern));
+        cases.push(simple(tile, [1100, 3], 72, pattern));
+    }
+    cases.push(simple(tile, [2, 3], 70_000, Pattern::Full));
+    let limits = Limits {
+        dtypes: vec![tile.dtype],
+        block_sizes: vec![size],
+        blocks: 9,
+        depth: 700,
+        majors: vec![majors],
+    };
+    cases.extend(property::samples(60, sddmm_cases(limits)));
+    cases
+}
+
+#[test]
+fn every_row() {
+    let Some(gpu) = gpu("sddmm_gpu::every_row") else { return };
+    let rows: Vec<_> = gpu.rows().filter_map(|row| Some((row, row.bsr_sddmm_tile()?))).collect();
+    if rows.is_empty() {
+        // Kernels on trial are there only with a folder of their images.
+        assert!(gpu.rows().all(|row| row.source() != "bsr_sddmm_sm90a"));
+        return say(
+            "SKIPPED (no kernel of the sampled product is released for this GPU): sddmm_gpu::every_row",
+        );
+    }
+    let stream = &gpu.stream;
+    let mut report = Report::default();
+    for (row, tile) in &rows {
+        for case in cases_of(tile) {
+            let data = SddmmData::generate(&case);
+            let reference = SddmmReference::compute(&case, &data, BUDGET);
+            report.run(row, || run_on_row(&case, &data, &reference, row, stream));
+        }
+        let story = |what: &'static str| move |error| format!("{what} of {}: {error}", row.image_name());
+        report.run(row, || replays_a_graph(row, tile, stream).map_err(story("graph")));
+        report.run(row, || repeats_its_bits(row, tile, stream).map_err(story("repeat")));
+        report.run(row, || runs_in_two_threads(row, tile, &gpu).map_err(story("threads")));
+    }
+    report.finish(&gpu, "sddmm_gpu");
+}
+
+/// Captures a call once and replays it with other matrices.
+fn replays_a_graph(row: &'static Row, tile: &BsrSddmmHopper, stream: &Stream) -> Result<usize, String> {
+    let case = simple(tile, [5, 7], 130, Pattern::Random(0.5));
+    let mut data = SddmmData::generate(&case);
+    let mut inputs = SddmmInputs::upload(&case, &data, stream)?;
+    let mut values = inputs.old_values(&data, stream)?;
+    let graph = stream
+        .capture(|stream| inputs.launch(&mut values, &data, Kernel::Row(row), stream))
+        .map_err(|error| format!("capture: {error}"))?;
+    for replay in 0..4 {
+        data.a.rotate_left(17 * replay + 1);
+        data.b.rotate_left(23 * replay + 1);
+        // What nothing reads may now hold numbers, and what is read NaN: make all of them numbers.
+        data.a.iter_mut().chain(&mut data.b).filter(|x| x.is_nan()).for_each(|x| *x = 0.5);
+        let reference = SddmmReference::compute(&case, &data, BUDGET);
+        inputs.refill(&data, stream)?;
+        values.fill_bytes(stream, POISON).map_err(|error| error.to_string())?;
+        graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
+        wait(stream, &|| format!("replay {replay} of {} with {case:?}", row.image_name()))?;
+        check_values(&values, &case, &data, &reference, stream)
+            .map_err(|error| format!("{error}\n    {case:?}"))?;
+    }
+    Ok(4)
+}
+
+fn repeats_its_bits(row: &'static Row, tile: &BsrSddmmHopper, stream: &Stream) -> Result<usize, String> {
+    let case = simple(tile, [40, 30], 500, Pattern::Random(0.3));
+    let data = SddmmData::generate(&case);
+    let inputs = SddmmInputs::upload(&case, &data, stream)?;
+    let mut first = None;
+    for repeat in 0..20 {
+        let mut values = inputs.old_values(&data, stream)?;
+        inputs.launch(&mut values, &data, Kernel::Row(row), stream).map_err(|error| error.to_string())?;
+        wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
+        let bits = download(stream, &values)?;
+        if *first.get_or_insert_with(|| bits.clone()) != bits {
+            return Err(format!("repeat {repeat} differs from the first run\n    {case:?}"));
+        }
+    }
+    Ok(20)
+}
+
+fn runs_in_two_threads(row: &'static Row, tile: &BsrSddmmHopper, gpu: &Gpu) -> Result<usize, String> {
+    let work = |thread: usize| {
+        let stream = gpu.device.stream().map_err(|error| error.to_string())?;
+        let mut compared = 0;
+        for seed in 0..6 {
+            let case = SddmmCase { seed, ..simple(tile, [9 + thread, 11], 200, Pattern::Random(0.4)) };
+            let data = SddmmData::generate(&case);
+            let reference = SddmmReference::compute(&case, &data, BUDGET);
+            compared += run_and_check(&case, &data, &reference, Kernel::Row(row), &stream)?;
+        }
+        Ok(compared)
+    };
+    std::thread::scope(|scope| {
+        let threads = [0, 1].map(|thread| scope.spawn(move || work(thread)));
+        threads.into_iter().try_fold(0, |sum, thread| {
+            let compared: Result<usize, String> =
+                thread.join().map_err(|_| "a thread panicked".to_string())?;
+            Ok(sum + compared?)
+        })
+    })
+}
+
+/// What is selected is the row of the layouts, and what no kernel takes is refused by name.
+#[test]
+fn selection() {
+    let Some(gpu) = gpu("sddmm_gpu::selection") else { return };
+    let hopper = gpu.rows().any(|row| row.bsr_sddmm_tile().is_some());
+    for (size, [a, b]) in [16, 64, 128]
+        .into_iter()
+        .flat_map(|size| Major::ALL.into_iter().flat_map(move |a| Major::ALL.map(move |b| (size, [a, b]))))
+    {
+        let base = SddmmCase::simple(DType::F16, size, [3 * size, 2 * size, 64], Pattern::Full);
+        let case = SddmmCase { majors: [a, b], ..base };
+        let data = SddmmData::generate(&case);
+        let reference = SddmmReference::compute(&case, &data, BUDGET);
+        let found = run_and_check(&case, &data, &reference, Kernel::Selected, &gpu.stream);
+        match found {
+            Ok(_) => assert!(hopper && size >= 64, "there is no kernel for blocks of {size}"),
+            Err(error) => {
+                assert!(!hopper || size < 64, "{error}");
+                assert!(error.contains("bsr_sddmm is not supported on sm_"), "{error}");
+            }
+        }
+    }
+    assert!(manifest::all_rows().iter().any(|row| row.bsr_sddmm_tile().is_some()));
+}
+
+#[test]
+fn operands_elsewhere_are_named() {
+    let Some(gpu) = gpu("sddmm_gpu::operands_elsewhere_are_named") else { return };
+    let (here, host) = (&gpu.stream, &Device::cpu().stream().unwrap());
+    let pattern = BsrMatrix::from_coo(70, 70, 64, DType::F16, &[(3, 5, 1.0)]).unwrap();
+    let on = |stream| {
+        let zeros = |shape: &[usize]| Tensor::zeros(stream, DType::F16, shape).unwrap();
+        (pattern.to(stream).unwrap(), zeros(&[70, 8]), zeros(&[8, 70]), zeros(&[1, 64, 64]))
+    };
+    let ((pattern, a, b, mut values), mut other) = (on(here), on(host));
+    let call = BsrSddmm::new(&pattern, a.view(), b.view());
+    let elsewhere = |op: BsrSddmm<'_>, values: ViewMut<'_>| match op.sddmm_into(values, here) {
+        Err(Error::DeviceMismatch { what, .. }) => what,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(elsewhere(BsrSddmm { pattern: &other.0, ..call }, values.view_mut()), "pattern");
+    assert_eq!(elsewhere(BsrSddmm { a: other.1.view(), ..call }, values.view_mut()), "a");
+    assert_eq!(elsewhere(BsrSddmm { b: other.2.view(), ..call }, values.view_mut()), "b");
+    assert_eq!(elsewhere(call, other.3.view_mut()), "values");
+}
