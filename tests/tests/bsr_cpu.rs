@@ -1,6 +1,7 @@
 //! The CPU backend of the BSR product against the oracle.
 
-use blockflash_ops::{BsrMatrix, DType, Device, Stream, View};
+use blockflash_ops::{BsrMatrix, DType, Device, Major, Stream, View};
+use blockflash_sys::manifest::{self, Variant};
 use blockflash_tests::bsr::{
     BsrCase, BsrData, BsrInputs, Kernel, Limits, Pattern, bsr_cases, column_cases, edge_cases,
     epilogue_cases, run_case,
@@ -58,28 +59,27 @@ fn tile_edges() {
     }
 }
 
-/// What the suite of the GPU kernels relies on: a case made for a row is one that the row accepts.
+/// What the suite of the GPU kernels relies on: a case that is made for a row has A, B and C as the row takes them.
 #[test]
 fn cases_lie_as_a_row_takes_them() {
     let stream = cpu();
-    for (row, tile) in manifest::all_rows().iter().filter_map(|row| Some((row, row.bsr_tile()?))) {
-        // Tiles differ in sizes only, and these do not matter here.
-        if (tile.dtype, tile.block_n) != (DType::F16, 128) {
-            continue;
-        }
+    // Tiles differ in sizes, too, but these do not matter here.
+    let rows = manifest::all_rows().iter().filter_map(|row| Some((row, row.bsr_tile()?)));
+    for (row, tile) in rows.filter(|(_, tile)| (tile.dtype, tile.block_n) == (DType::F16, 128)) {
+        let Variant::BsrMatmulHopper(hopper) = row.variant else { continue };
         let size = tile.block_size as usize;
-        for case in
-            edge_cases(DType::F16, size, 128, 64).into_iter().chain(column_cases(DType::F16, size, 128))
-        {
-            let [_, n, _] = case.mnk;
-            let case = case.for_row(row);
-            let inputs = BsrInputs::upload(&case, &BsrData::generate(&case), &stream).unwrap();
-            let problem = inputs.problem(&stream).unwrap();
-            // A single column, or none, is one of rows: kernels for columns take it where A is transposed only.
-            let taken = n > 1 || !tile.b_column_major || tile.a_transposed && n == 1;
-            let gpu = hopper();
-            let accepted = bsr_matmul::accepts(row, &problem, &gpu);
-            assert!(accepted.is_ok() || !taken || row.target != Target::Sm90a, "{accepted:?}: {case:?}");
+        let cases = [edge_cases(DType::F16, size, 128, 64), column_cases(DType::F16, size, 128)].concat();
+        for case in cases.into_iter().map(|case| case.for_row(row)) {
+            let data = BsrData::generate(&case);
+            let inputs = BsrInputs::upload(&case, &data, &stream).unwrap();
+            let problem = inputs.problem(&mut inputs.old_c(&data, &stream).unwrap()).unwrap();
+            assert_eq!(problem.a_transposed, tile.a_transposed);
+            assert!(problem.c_major == Major::Row || !hopper.gathers(), "{case:?}");
+            // A single column, or none, is one of rows: kernels for columns take it only where A is transposed.
+            if problem.n > 1 || !tile.b_column_major {
+                assert_eq!(problem.b_major == Major::Column, tile.b_column_major, "{case:?}");
+                assert!(problem.b_vectorized || problem.n == 0 || problem.k == 0, "{case:?}");
+            }
         }
     }
 }

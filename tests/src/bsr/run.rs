@@ -7,7 +7,7 @@ use crate::host::{download, poisoned, refill, upload, view, view_mut};
 use crate::number::{encode, poison};
 use crate::placement::Placed;
 use crate::tolerance::check;
-use blockflash_ops::bsr_matmul::{Bias, BsrMatmul, BsrMatrix, BsrTranspose};
+use blockflash_ops::bsr_matmul::{Bias, BsrMatmul, BsrMatrix, BsrProblem, BsrTranspose};
 use blockflash_ops::{DType, Device, Error, Major, Stream, Tensor};
 use blockflash_sys::Row;
 use blockflash_sys::manifest::Variant;
@@ -113,6 +113,12 @@ impl BsrInputs {
         }
     }
 
+    /// The call as plain numbers.
+    pub fn problem(&self, c: &mut Tensor) -> Result<BsrProblem, String> {
+        let problem = self.product().problem(&view_mut(c, &placed(&self.case)[1]));
+        problem.map_err(|error| format!("{error}\n    {:?}", self.case))
+    }
+
     /// Queues the computation.
     pub fn launch(
         &self,
@@ -163,8 +169,7 @@ pub fn run_on_row(
     for case in [as_it_is, fitting] {
         let inputs = BsrInputs::upload(&case, data, stream)?;
         let mut c = inputs.old_c(data, stream)?;
-        let problem = inputs.product().problem(&view_mut(&mut c, &placed(&case)[1]));
-        let problem = problem.map_err(|error| format!("{error}\n    {case:?}"))?;
+        let problem = inputs.problem(&mut c)?;
         // A single column counts as one of rows, whatever memory it was cut from.
         let lies = (problem.b_major == Major::Column) == tile.b_column_major;
         // A B without elements needs no tensor map, and a portable kernel none at all.
