@@ -25,7 +25,9 @@ constexpr int kNextA = Config::a_transposed ? 16 * 128 >> 4 : 32 >> 4, kNextB = 
 
 // C on its way to memory: pages of a warp for tensor copies, or its slice of 16 rows × kSliceN columns of accumulators, whose rows a few
 // floats more keep in different banks.
-constexpr int kStagingBytes = (Config::smem_bytes - kStagingOffset) / kConsumerWarps, kPages = kStagingBytes / kPageBytes;
+// Each page of a tile is another one than the page before, also across tiles: so there are no more than a tile needs.
+constexpr int kStagingBytes = (Config::smem_bytes - kStagingOffset) / kConsumerWarps;
+constexpr int kPages = kStagingBytes / kPageBytes < kN / 64 ? kStagingBytes / kPageBytes : kN / 64;
 constexpr int kSliceN = kStagingBytes >= 16 * 40 * 4 ? 32 : 16, kSliceStride = kSliceN * 5 / 4;
 static_assert(kPages <= 2 && kStagingBytes >= 16 * kSliceStride * 4, "there is room for either");
 

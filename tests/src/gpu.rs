@@ -79,11 +79,20 @@ pub fn wait(stream: &Stream, what: &dyn Fn() -> String) -> Result<(), String> {
 }
 
 impl Gpu {
-    /// Rows of the manifest that this GPU can run, by their target and their shared memory.
+    /// Rows of the manifest that this GPU can run, by their target and their shared memory. `BLOCKFLASH_GPU_ROWS` in the environment, parts
+    /// of image names with commas between, leaves out all others, loudly: passes are recorded by image, so after a change of some images
+    /// only these need to run.
     pub fn rows(&self) -> impl Iterator<Item = &'static Row> + '_ {
-        manifest::rows().iter().filter(|row| {
+        let only = std::env::var("BLOCKFLASH_GPU_ROWS").ok();
+        if let Some(only) = &only {
+            say(&format!("ONLY SOME ROWS (BLOCKFLASH_GPU_ROWS): {only}"));
+        }
+        manifest::rows().iter().filter(move |row| {
             row.target.runs_on(self.properties.compute_capability)
                 && row.smem_bytes() <= self.properties.smem_per_block
+                && only
+                    .as_ref()
+                    .is_none_or(|only| only.split(',').any(|part| row.image_name().contains(part)))
         })
     }
 

@@ -121,6 +121,8 @@ fn build() -> Result<Vec<Program>> {
         "long_context",
         "--example",
         "block_sparse_mlp",
+        "--example",
+        "block_sparse_training",
     ];
     let mut programs = artifacts::build(&[&programs, STRIP].concat())?;
     programs.retain(|program| !program.is_test);

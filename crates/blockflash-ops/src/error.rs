@@ -121,6 +121,19 @@ pub enum Error {
         col: usize,
     },
 
+    /// Blocks reach beyond the matrix, and nothing would check that these values are zero there.
+    #[error(
+        "blocks reach beyond the {rows} x {cols} matrix, where nothing would check that {what} are zero: set values from host memory, or compute them by bsr_sddmm"
+    )]
+    UncheckedPadding {
+        /// The values, in words.
+        what: &'static str,
+        /// Rows of the matrix.
+        rows: usize,
+        /// Its columns.
+        cols: usize,
+    },
+
     /// Operands live on different devices.
     #[error("{what} is on {found}, but the stream is on {expected}")]
     DeviceMismatch {

@@ -1,7 +1,8 @@
 //! Plots: from records speed over lengths and densities, the ratio to the best rival, and rooflines; block masks; what sparsity
-//! costs and gains.
+//! costs and gains; curves of training.
 
 mod canvas;
+mod curves;
 mod density;
 mod drawing;
 mod figure;
@@ -19,6 +20,7 @@ mod tradeoff;
 use crate::record::{OURS, Record};
 use crate::report::day;
 use crate::report::run::{Row, Run, newest, peer_names};
+pub use curves::Curves;
 pub use drawing::{Drawing, PictureFormat};
 use figure::{Figure, Line};
 pub use mask::{MAX_SHOWN, MaskPicture};

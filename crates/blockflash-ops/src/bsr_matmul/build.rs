@@ -4,7 +4,7 @@ use super::BsrMatrix;
 use super::stages::Stages;
 use super::transpose::pattern_hash;
 use super::validate::{Shape, invalid, longest_row, row_order};
-use crate::check::Operand;
+use crate::check::{Operand, contiguous};
 use crate::float::Float;
 use crate::{Error, Result};
 use blockflash_safe::{Device, Stream, Tensor, View};
@@ -23,8 +23,7 @@ impl BsrMatrix {
     /// [`Error::Shape`], [`Error::DType`], [`Error::InvalidBsr`] for a block size beyond
     /// [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE); a view that is not on the CPU.
     pub fn from_dense(dense: View<'_>, block_size: usize, dtype: DType) -> Result<Self> {
-        let operand = Operand::new("dense", &dense);
-        operand.dtype_in(&VALUE_TYPES)?;
+        Operand::new("dense", &dense).dtype_in(&VALUE_TYPES)?;
         match dense.dtype() {
             DType::F16 => from_dense::<f16>(dense, block_size, dtype),
             DType::BF16 => from_dense::<bf16>(dense, block_size, dtype),
@@ -153,13 +152,8 @@ impl BsrMatrix {
         values: View<'_>,
     ) -> Result<Self> {
         let shape = Shape::new(rows, cols, block_size)?;
-        let operand = Operand::new("values", &values);
-        operand.dtype_in(&VALUE_TYPES)?;
-        operand.shape_is(&[col_idx.len(), block_size, block_size])?;
-        if !values.layout().is_contiguous() {
-            let found = operand.strides.to_vec();
-            return Err(Error::Stride { what: "values", expected: "blocks must be contiguous", found });
-        }
+        Operand::new("values", &values).dtype_in(&VALUE_TYPES)?;
+        contiguous("values", &values, values.dtype(), &[col_idx.len(), block_size, block_size])?;
         match values.dtype() {
             DType::F16 => from_parts::<f16>(&shape, row_ptr, col_idx, values.as_slice()?),
             DType::BF16 => from_parts::<bf16>(&shape, row_ptr, col_idx, values.as_slice()?),
@@ -224,7 +218,8 @@ impl Parts {
 
 fn from_parts<T: Float>(shape: &Shape, row_ptr: &[i32], col_idx: &[i32], values: &[T]) -> Result<BsrMatrix> {
     shape.check_indices(row_ptr, col_idx, col_idx.len())?;
-    shape.check_padding(row_ptr, col_idx, values, T::is_zero)?;
+    let edge_blocks = shape.edge_blocks(row_ptr, col_idx);
+    edge_blocks.iter().try_for_each(|edge| edge.check_padding(shape.block_size, values))?;
     let stream: &Stream = &Device::cpu().stream()?;
     let order = row_order(row_ptr);
     let Shape { rows, cols, block_size, .. } = *shape;
@@ -239,6 +234,7 @@ fn from_parts<T: Float>(shape: &Shape, row_ptr: &[i32], col_idx: &[i32], values:
         longest_row: longest_row(row_ptr),
         stages: Stages::new(block_size, row_ptr, col_idx, &order, stream)?,
         pattern_hash: pattern_hash(row_ptr, col_idx),
+        edge_blocks,
     })
 }
 

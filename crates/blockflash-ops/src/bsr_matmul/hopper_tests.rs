@@ -1,5 +1,6 @@
 //! Selection and planning of the rows for Hopper.
 
+use super::super::Activation;
 use super::super::plan;
 use super::*;
 use crate::fixtures::gpu;
@@ -35,23 +36,24 @@ fn tiles_are_as_wide_as_the_grid_allows() {
         [8, 64, 128, 256, 512, 1024, 8192].map(|n| block_n(8192, n, 128)),
         [64, 64, 64, 128, 256, 256, 256]
     );
-    assert_eq!([8, 128, 256, 512, 1024, 8192].map(|n| block_n(8192, n, 64)), [128, 128, 256, 512, 512, 512]);
+    assert_eq!([8, 128, 256, 512, 1024, 8192].map(|n| block_n(8192, n, 64)), [128, 128, 256, 256, 256, 256]);
     // Few block rows: more tiles than one per row keep the multiprocessors busy.
     assert_eq!([128, 64].map(|block_size| block_n(1024, 1024, block_size)), [64, 128]);
 }
 
 #[test]
-fn dense_patterns_of_small_blocks_share_b() {
-    let block_rows = |n, density: f64| {
+fn pairs_of_block_rows_share_b() {
+    let block_rows = |n, density: f64, activation| {
         let nnz_blocks = (128.0 * 128.0 * density) as usize;
-        let problem = BsrProblem { nnz_blocks, ..problem([8192, n, 8192], 64) };
+        let problem = BsrProblem { nnz_blocks, activation, ..problem([8192, n, 8192], 64) };
         select(&problem, &h200()).unwrap().bsr_tile().unwrap().block_rows
     };
+    let densities = [0.05, 0.1, 0.2, 0.3, 0.5, 1.0];
     for n in [1024, 8192] {
-        assert_eq!(
-            [0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0].map(|density| block_rows(n, density)),
-            [1, 1, 1, 1, 2, 2, 2]
-        );
+        assert_eq!(densities.map(|density| block_rows(n, density, Activation::None)), [2; 6]);
+        // Where tensor copies do not write C, sparse patterns take more columns instead.
+        let found = densities.map(|density| block_rows(n, density, Activation::Relu));
+        assert_eq!(found, [1, 1, 1, 2, 2, 2]);
     }
 }
 
@@ -78,7 +80,7 @@ fn a_long_block_row_takes_narrow_tiles() {
     );
     assert_eq!(
         [(0.05, 0.1), (0.1, 0.17), (0.2, 0.3)].map(|(d, longest)| tile(64, d, longest)),
-        [(1, 512); 3]
+        [(2, 256); 3]
     );
     assert_eq!(tile(64, 0.5, 0.61), (2, 256));
     // Less than the mean is no estimate.

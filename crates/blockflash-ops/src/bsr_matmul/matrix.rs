@@ -1,4 +1,5 @@
 use super::stages::Stages;
+use super::validate::EdgeBlock;
 use crate::Result;
 use blockflash_safe::{Device, Stream, Tensor};
 use blockflash_sys::DType;
@@ -8,6 +9,9 @@ use blockflash_sys::DType;
 /// Every constructor validates the index arrays, and nothing changes them later, so the kernels need not check them. `rows` and
 /// `cols` need not be multiples of `block_size`: the blocks at the edge are padded with zeros. Any block size from 1 to
 /// [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE) is a valid matrix and works on the CPU; the kernels take 16, 32, 64 and 128.
+///
+/// Values may change, as weights do, by [`set_values`](Self::set_values), [`values_mut`](Self::values_mut) and
+/// [`BsrSddmm::sddmm_into_matrix`](crate::BsrSddmm::sddmm_into_matrix), all of which leave the zeros at the edge.
 #[derive(Debug)]
 pub struct BsrMatrix {
     pub(super) rows: usize,
@@ -22,6 +26,8 @@ pub struct BsrMatrix {
     pub(super) stages: Option<Stages>,
     /// Of the index arrays: whether a `BsrTranspose` is that of this matrix.
     pub(super) pattern_hash: u64,
+    /// The blocks that hang over the matrix, on the host wherever the matrix is.
+    pub(super) edge_blocks: Vec<EdgeBlock>,
 }
 
 impl BsrMatrix {
@@ -115,6 +121,7 @@ impl BsrMatrix {
             longest_row: self.longest_row,
             stages: self.stages.as_ref().map(|stages| stages.to(stream)).transpose()?,
             pattern_hash: self.pattern_hash,
+            edge_blocks: self.edge_blocks.clone(),
         })
     }
 }

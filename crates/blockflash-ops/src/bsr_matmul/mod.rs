@@ -11,6 +11,7 @@ mod select;
 mod stages;
 mod transpose;
 mod validate;
+mod values;
 
 pub use matrix::BsrMatrix;
 pub use plan::{BsrPlan, plan};

@@ -100,6 +100,13 @@ impl BsrProblem {
     pub fn is_empty(&self) -> bool {
         self.m == 0 || self.n == 0
     }
+
+    /// Whether C is rows of whole 16 bytes in the type of A, and nothing but alpha is applied to it.
+    pub(super) fn has_plain_output(&self) -> bool {
+        let plain = self.beta == 0.0 && self.bias == BiasKind::None && self.activation == Activation::None;
+        let lies = self.c_major == Major::Row && self.c_vectorized && self.n.is_multiple_of(8);
+        plain && lies && self.c_dtype == self.dtype
+    }
 }
 
 impl BsrMatmul<'_> {

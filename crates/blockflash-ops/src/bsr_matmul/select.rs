@@ -153,6 +153,10 @@ fn fits_hopper(problem: &BsrProblem) -> std::result::Result<(), Mismatch> {
 
 /// What writing an element of C costs, in the unit of what a step brings into shared memory: elements of A or B.
 const COST_OF_C: f64 = 3.2;
+/// The same where tensor copies write it.
+const COST_OF_COPIED_C: f64 = 2.2;
+/// Columns of a tile beside whose stages nothing is left for tensor copies of C.
+const NO_ROOM_FOR_C: usize = 512;
 /// What a multiply-add of kernels that gather small blocks costs at least, in that unit: dense patterns keep their tensor cores busy.
 const COST_OF_PRODUCT: f64 = 0.024;
 /// What fetching the blocks of A for these costs, in columns of C.
@@ -173,6 +177,8 @@ fn hopper_time(tile: &BsrTile, problem: &BsrProblem, gpu: &CudaProperties) -> f6
     let longest = problem
         .longest_row
         .map_or(density, |blocks| (blocks as f64 / cols.max(1) as f64).clamp(density, 1.0));
+    let copies_c = block_size >= 64 && block_n < NO_ROOM_FOR_C && problem.has_plain_output();
+    let cost_of_c = if copies_c { COST_OF_COPIED_C } else { COST_OF_C };
     // Of a tile with a block row of this density, and others of the mean.
     let tile_time = |of_first: f64| {
         let shared = 1.0 - (1.0 - of_first) * (1.0 - density).powi(tile.block_rows as i32 - 1);
@@ -181,7 +187,7 @@ fn hopper_time(tile: &BsrTile, problem: &BsrProblem, gpu: &CudaProperties) -> f6
         let columns = if block_size < 64 { block_n + COLUMNS_OF_A } else { 0 };
         let multiplied = COST_OF_PRODUCT * a * (block_size * columns) as f64;
         let written = (block_rows * block_size * block_n) as f64;
-        cols as f64 * copied.max(multiplied) + COST_OF_C * written
+        cols as f64 * copied.max(multiplied) + cost_of_c * written
     };
     let tiles = rows.div_ceil(block_rows) as f64 * problem.n.div_ceil(block_n) as f64;
     let rounds = tiles / f64::from(gpu.multiprocessors.max(1));

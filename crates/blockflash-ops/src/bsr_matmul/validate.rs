@@ -2,6 +2,7 @@
 
 use super::BsrMatrix;
 use crate::check::to_i32;
+use crate::float::Float;
 use crate::{Error, Result};
 
 /// Dimensions of a BSR matrix that passed [`Shape::new`].
@@ -76,34 +77,45 @@ impl Shape {
         Ok(())
     }
 
-    /// Checks that the parts of the edge blocks beyond the matrix are zero. The indices have passed
-    /// [`check_indices`](Self::check_indices).
-    pub(crate) fn check_padding<T>(
-        &self,
-        row_ptr: &[i32],
-        col_idx: &[i32],
-        values: &[T],
-        is_zero: impl Fn(&T) -> bool,
-    ) -> Result<()> {
-        let Shape { rows, cols, block_size, block_rows, block_cols } = *self;
+    /// The stored blocks that hang over the matrix. The indices have passed [`check_indices`](Self::check_indices).
+    pub(crate) fn edge_blocks(&self, row_ptr: &[i32], col_idx: &[i32]) -> Vec<EdgeBlock> {
+        let Shape { rows, cols, block_size, .. } = *self;
+        let mut edge_blocks = Vec::new();
         for (block_row, pair) in row_ptr.windows(2).enumerate() {
-            let rows_inside =
-                if block_row + 1 == block_rows { rows - block_row * block_size } else { block_size };
-            for block in pair[0] as usize..pair[1] as usize {
-                let block_col = col_idx[block] as usize;
-                let last = block_col + 1 == block_cols;
-                let cols_inside = if last { cols - block_col * block_size } else { block_size };
-                if rows_inside == block_size && cols_inside == block_size {
-                    continue;
+            let rows_inside = block_size.min(rows - block_row * block_size);
+            let first = pair[0] as usize;
+            for (block, &col) in (first..).zip(&col_idx[first..pair[1] as usize]) {
+                let block_col = col as usize;
+                let cols_inside = block_size.min(cols - block_col * block_size);
+                if rows_inside < block_size || cols_inside < block_size {
+                    edge_blocks.push(EdgeBlock { block, block_row, block_col, rows_inside, cols_inside });
                 }
-                let elements = &values[block * self.block_elements()..][..self.block_elements()];
-                let bad = elements.iter().enumerate().find(|&(at, value)| {
-                    (at / block_size >= rows_inside || at % block_size >= cols_inside) && !is_zero(value)
-                });
-                if let Some((at, _)) = bad {
-                    let (row, col) = (at / block_size, at % block_size);
-                    return Err(Error::NonzeroPadding { block, block_row, block_col, row, col });
-                }
+            }
+        }
+        edge_blocks
+    }
+}
+
+/// A stored block that hangs over the matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct EdgeBlock {
+    /// Index into the values.
+    pub(crate) block: usize,
+    pub(crate) block_row: usize,
+    pub(crate) block_col: usize,
+    pub(crate) rows_inside: usize,
+    pub(crate) cols_inside: usize,
+}
+
+impl EdgeBlock {
+    /// Checks that what is beyond the matrix is zero. `values` are those of all blocks.
+    pub(crate) fn check_padding<T: Float>(&self, block_size: usize, values: &[T]) -> Result<()> {
+        let Self { block, block_row, block_col, rows_inside, cols_inside } = *self;
+        let per_block = block_size * block_size;
+        for (at, value) in values[block * per_block..][..per_block].iter().enumerate() {
+            let (row, col) = (at / block_size, at % block_size);
+            if (row >= rows_inside || col >= cols_inside) && !value.is_zero() {
+                return Err(Error::NonzeroPadding { block, block_row, block_col, row, col });
             }
         }
         Ok(())
@@ -179,7 +191,10 @@ mod tests {
         let mut values = vec![0f32; 2 * 32 * 32];
         values[..1024].fill(1.0);
         values[1024 + 3 * 32 + 5] = 1.0;
-        let check = |values: &[f32]| shape().check_padding(&row_ptr, &col_idx, values, |&value| value == 0.0);
+        let edge_blocks = shape().edge_blocks(&row_ptr, &col_idx);
+        let [edge] = edge_blocks[..] else { panic!("{edge_blocks:?}") };
+        assert_eq!((edge.block, edge.rows_inside, edge.cols_inside), (1, 4, 6));
+        let check = |values: &[f32]| edge.check_padding(32, values);
         check(&values).unwrap();
         for (row, col) in [(4, 0), (0, 6), (31, 31)] {
             let mut bad = values.clone();

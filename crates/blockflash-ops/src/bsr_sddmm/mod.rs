@@ -93,6 +93,17 @@ impl<'a> BsrSddmm<'a> {
         }
     }
 
+    /// Like [`sddmm_into`](Self::sddmm_into), into the values of a matrix of the same pattern: the write on a GPU that is right for blocks
+    /// at the edge, too. With weights in the matrix, alpha = −rate and beta = 1 it is a step of gradient descent in one launch, rounded to
+    /// the type of the weights.
+    ///
+    /// # Errors
+    /// Also [`Error::InvalidBsr`] if the matrix has another pattern.
+    pub fn sddmm_into_matrix(&self, matrix: &mut BsrMatrix, stream: &Stream) -> Result<()> {
+        matrix.has_pattern_of(self.pattern)?;
+        self.sddmm_into(matrix.unchecked_values_mut(), stream)
+    }
+
     /// Like [`sddmm_into`](Self::sddmm_into) with this very kernel, whatever [`select`] would take: for tests and measurements.
     ///
     /// # Errors

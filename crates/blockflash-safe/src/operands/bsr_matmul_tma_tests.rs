@@ -193,6 +193,7 @@ fn what_tensor_copies_can_store() {
         blockflash_bsr_matmul_params { beta: 0.5, ..plain },
         blockflash_bsr_matmul_params { activation: 1, ..plain },
         blockflash_bsr_matmul_params { c_column_major: 1, ..plain },
+        blockflash_bsr_matmul_params { n: 131, ..plain },
         blockflash_bsr_matmul_params { ldc: 140, ..plain },
         blockflash_bsr_matmul_params { ldc: 0, ..plain },
         blockflash_bsr_matmul_params { ldc: 1 << 39, ..plain },

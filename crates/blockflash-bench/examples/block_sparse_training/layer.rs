@@ -1,0 +1,144 @@
+//! A linear layer with block-sparse weights: the three products of training, and a step of gradient descent.
+//!
+//! The weights that are multiplied have the type that is computed in. The sum of small steps needs more digits than bf16 has, so the
+//! weights are kept in f32 as well. Here these and the momentum lie in host memory and are rounded into the matrix after each step:
+//! simple, and slow on a GPU, where an optimizer would run on the device and write through `BsrMatrix::values_mut`.
+
+use super::sparsity::Sparsity;
+use blockflash_bench::io::{Array, Scalar};
+use blockflash_bench::{Error, Result};
+use blockflash_ops::{Activation, BsrMatmul, BsrMatrix, BsrSddmm, BsrTranspose};
+use blockflash_ops::{DType, Device, Stream, Tensor, View, ViewMut};
+use half::{bf16, f16};
+
+/// Weights, their gradient and what a step needs.
+pub struct Layer {
+    weights: BsrMatrix,
+    index: BsrTranspose,
+    /// f32 `[blocks, block_size, block_size]`, like the next two.
+    gradient: Tensor,
+    exact: Vec<f32>,
+    velocity: Vec<f32>,
+    fan_in: usize,
+}
+
+impl Layer {
+    /// On the device of the stream, weights ~ N(0, gain / inputs of an output).
+    ///
+    /// # Errors
+    /// Too little memory, a device that fails.
+    pub fn new(sparsity: &Sparsity, gain: f32, seed: u64, dtype: DType, stream: &Stream) -> Result<Self> {
+        let Sparsity { outputs, inputs, block_size, ref blocks, .. } = *sparsity;
+        let exact = sparsity.values(gain, seed);
+        let weights = BsrMatrix::from_blocks(outputs, inputs, block_size, dtype, blocks, &exact)?;
+        let weights = weights.to(stream)?;
+        Ok(Self {
+            index: BsrTranspose::new(&weights, stream)?,
+            gradient: Tensor::zeros(stream, DType::F32, weights.values().shape())?,
+            velocity: vec![0.0; exact.len()],
+            exact,
+            weights,
+            fan_in: sparsity.fan_in(),
+        })
+    }
+
+    /// `y = activation(x·Wᵀ)`: x `[samples, inputs]`, y `[samples, outputs]`.
+    ///
+    /// # Errors
+    /// An x that is no matrix; so of the next two.
+    pub fn forward<'a>(&'a self, x: View<'a>, activation: Activation) -> Result<BsrMatmul<'a>> {
+        Ok(BsrMatmul { activation, ..BsrMatmul::linear(x, &self.weights)? })
+    }
+
+    /// `dx = dy·W`, the gradient of y taken back to x.
+    pub fn backward<'a>(&'a self, dy: View<'a>) -> Result<BsrMatmul<'a>> {
+        Ok(BsrMatmul::dense_sparse(dy, &self.weights, &self.index)?)
+    }
+
+    /// `dW = dyᵀ·x / samples` at the stored blocks.
+    pub fn weight_gradient<'a>(&'a self, dy: View<'a>, x: View<'a>) -> Result<BsrSddmm<'a>> {
+        gradient_of(&self.weights, dy, x)
+    }
+
+    /// Computes that gradient.
+    ///
+    /// # Errors
+    /// A device that has no such kernel or fails.
+    pub fn find_gradient(&mut self, dy: View<'_>, x: View<'_>, stream: &Stream) -> Result<()> {
+        Ok(gradient_of(&self.weights, dy, x)?.sddmm_into(self.gradient.view_mut(), stream)?)
+    }
+
+    /// The gradient that was found last.
+    ///
+    /// # Errors
+    /// A device that fails.
+    pub fn gradient(&self, stream: &Stream) -> Result<Vec<f32>> {
+        Ok(self.gradient.to_vec(stream)?)
+    }
+
+    /// A step against the gradient, with momentum. The rate is that for one input: an output with many reacts to the sum of their steps.
+    ///
+    /// # Errors
+    /// A device that fails.
+    pub fn descend(&mut self, rate: f32, momentum: f32, stream: &Stream) -> Result<()> {
+        let gradient = self.gradient(stream)?;
+        let rate = rate / self.fan_in as f32;
+        for ((weight, velocity), gradient) in self.exact.iter_mut().zip(&mut self.velocity).zip(gradient) {
+            *velocity = momentum * *velocity + gradient;
+            *weight -= rate * *velocity;
+        }
+        self.round(stream)
+    }
+
+    /// Changes one weight.
+    ///
+    /// # Errors
+    /// A device that fails.
+    pub fn set_weight(&mut self, at: usize, value: f32, stream: &Stream) -> Result<()> {
+        self.exact[at] = value;
+        self.round(stream)
+    }
+
+    /// A weight before rounding.
+    pub fn weight(&self, at: usize) -> f32 {
+        self.exact[at]
+    }
+
+    /// Gives the matrix the values of the weights; pattern and index stay.
+    fn round(&mut self, stream: &Stream) -> Result<()> {
+        let values = rounded(&self.exact, self.weights.values().shape(), self.weights.dtype())?;
+        Ok(self.weights.set_values(&values.upload(&Device::cpu().stream()?)?, stream)?)
+    }
+}
+
+fn gradient_of<'a>(weights: &'a BsrMatrix, dy: View<'a>, x: View<'a>) -> Result<BsrSddmm<'a>> {
+    let alpha = 1.0 / x.shape()[0] as f32;
+    Ok(BsrSddmm { alpha, ..BsrSddmm::new(weights, dy.permute(&[1, 0])?, x) })
+}
+
+/// Where the result of a product of views lies: `[samples, features]` for what the operation calls C, `[features, samples]`.
+///
+/// # Errors
+/// Not for a matrix.
+pub fn transposed(y: &mut Tensor) -> Result<ViewMut<'_>> {
+    Ok(y.view_mut().permute(&[1, 0])?)
+}
+
+/// An array of this type.
+///
+/// # Errors
+/// A type that is none of floating point, another number of values than the shape has.
+pub fn rounded(values: &[f32], shape: &[usize], dtype: DType) -> Result<Array> {
+    fn round<T: Scalar>(values: &[f32]) -> blockflash_bench::io::Values {
+        T::wrap(values.iter().map(|&value| T::from_f32(value)).collect())
+    }
+    let rounded = match dtype {
+        DType::F16 => round::<f16>(values),
+        DType::BF16 => round::<bf16>(values),
+        DType::F32 => round::<f32>(values),
+        DType::I32 | DType::U8 => {
+            return Err(Error::Option(format!("a network does not compute in {dtype}")));
+        }
+    };
+    Array::new(shape, rounded).ok_or_else(|| Error::Option(format!("{} values for {shape:?}", values.len())))
+}
