@@ -1,16 +1,10 @@
 //! Which rows are shipped: an image without a recorded GPU pass is not, and its row is on trial until then.
 
-use crate::manifest::{BsrTile, all_rows};
-use crate::{Row, image::IMAGES_VARIABLE};
+use crate::{Row, image::IMAGES_VARIABLE, manifest::all_rows};
 use std::sync::LazyLock;
 
 /// Sources whose rows are on trial. A family is released by taking its line out, `cargo xtask kernels`, and the record of its pass.
-const ON_TRIAL: &[&str] = &["bsr_matmul_gather_sm90a", "bsr_sddmm_sm90a"];
-
-/// Whether these tiles are on trial while others of their source are released: those for a transposed A or a column-major B.
-fn is_tile_on_trial(tile: BsrTile) -> bool {
-    tile.a_transposed || tile.b_column_major
-}
+const ON_TRIAL: &[&str] = &[];
 
 static RELEASED: LazyLock<Vec<Row>> = LazyLock::new(|| having(|row| !row.is_on_trial()));
 static TRIAL: LazyLock<Vec<Row>> = LazyLock::new(|| having(Row::is_on_trial));
@@ -18,7 +12,7 @@ static TRIAL: LazyLock<Vec<Row>> = LazyLock::new(|| having(Row::is_on_trial));
 impl Row {
     /// Whether its image is not embedded, since no pass on a GPU is recorded for it yet.
     pub fn is_on_trial(&self) -> bool {
-        ON_TRIAL.contains(&self.source()) || self.bsr_tile().is_some_and(is_tile_on_trial)
+        ON_TRIAL.contains(&self.source())
     }
 }
 
