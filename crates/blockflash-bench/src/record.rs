@@ -96,6 +96,9 @@ pub struct Record {
     pub launches: Option<usize>,
     /// Commit of the build.
     pub commit: String,
+    /// A later commit that launches the very same images for this case, as `kernels.lock` shows: the record completes those of that commit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub same_as: Option<String>,
     /// Name of the GPU, or `cpu: ` and the processor's.
     pub gpu: String,
     /// Version of the NVIDIA driver.

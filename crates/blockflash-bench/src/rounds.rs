@@ -200,6 +200,7 @@ impl Run {
             window_ms: self.suite.window_ms,
             gap_ms: self.suite.gap_ms,
             commit: self.machine.commit.clone(),
+            same_as: None,
             gpu: self.machine.gpu.clone(),
             driver: self.machine.driver.clone(),
             cache: cache.name().to_owned(),

@@ -115,11 +115,12 @@ impl<'r> Run<'r> {
         Size { cases: self.rows().len(), rivals: peer_names(rivals).len() }
     }
 
-    /// Cases that only an older run of the same commit has come first.
+    /// Cases that only an older run of the same commit has, or of the same images, come first.
     fn complete(&mut self, older: &Run<'r>) {
         let same = |record: &Record| {
             let first = self.first();
-            (&record.commit, &record.driver) == (&first.commit, &first.driver)
+            let commit = record.same_as.as_ref().unwrap_or(&record.commit);
+            (commit, &record.driver) == (&first.commit, &first.driver)
         };
         let known = self.rows();
         let is_known = |record: &Record| known.iter().any(|row| row.is_of(record));

@@ -39,6 +39,27 @@ fn runs_of_a_commit_complete_each_other() {
 }
 
 #[test]
+fn runs_of_the_same_images_complete_each_other() {
+    let of = |case: &str, run: &str, commit: &str, same_as: Option<&str>| Record {
+        run: run.into(),
+        commit: commit.into(),
+        same_as: same_as.map(str::to_owned),
+        date: format!("2026-11-2{}T08:00:00Z", &run[1..]),
+        ..record(case, OURS, Some(1.0))
+    };
+    let records = [
+        of("a", "r1", "first", Some("second")),
+        of("b", "r1", "first", None),
+        of("c", "r1", "first", Some("second")),
+        of("c", "r2", "second", None),
+    ];
+    let runs = newest(&records);
+    let rows = runs[0].rows();
+    let found: Vec<_> = rows.iter().map(|row| (row.any.case.as_str(), row.any.run.as_str())).collect();
+    assert_eq!(found, [("a", "r1"), ("c", "r2")]);
+}
+
+#[test]
 fn cold_and_warm_are_different_cases() {
     let cold = Record { cache: "cold".into(), ..record("a", OURS, Some(9.0)) };
     let records = [record("a", OURS, Some(2.0)), cold, record("a", "x", Some(3.0))];
