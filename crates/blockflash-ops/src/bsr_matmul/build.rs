@@ -1,9 +1,9 @@
 //! Constructors of [`BsrMatrix`]: all run on the host, sort what may be unsorted and reject what is wrong.
 
-use super::BsrMatrix;
 use super::stages::Stages;
 use super::transpose::pattern_hash;
-use super::validate::{Shape, invalid, longest_row, row_order};
+use super::validate::{Shape, invalid, longest_row};
+use super::{BsrMatrix, grouping};
 use crate::check::{Operand, contiguous};
 use crate::float::Float;
 use crate::{Error, Result};
@@ -221,7 +221,7 @@ fn from_parts<T: Float>(shape: &Shape, row_ptr: &[i32], col_idx: &[i32], values:
     let edge_blocks = shape.edge_blocks(row_ptr, col_idx);
     edge_blocks.iter().try_for_each(|edge| edge.check_padding(shape.block_size, values))?;
     let stream: &Stream = &Device::cpu().stream()?;
-    let order = row_order(row_ptr);
+    let order = grouping::row_order(shape.block_size, shape.block_cols, row_ptr, col_idx);
     let Shape { rows, cols, block_size, .. } = *shape;
     Ok(BsrMatrix {
         rows,

@@ -95,7 +95,8 @@ impl BsrMatrix {
         &self.values
     }
 
-    /// i32 `[block_rows]`: the block rows in the order in which a kernel takes them, longest first.
+    /// i32 `[block_rows]`: the block rows in the order in which a kernel takes them: the longest first, and
+    /// where neighbours share B, those that need much the same of it side by side.
     pub fn row_order(&self) -> &Tensor {
         &self.row_order
     }

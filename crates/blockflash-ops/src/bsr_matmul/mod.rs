@@ -3,6 +3,7 @@
 mod build;
 mod cpu;
 mod dense_sparse;
+mod grouping;
 mod launch;
 mod matrix;
 mod plan;

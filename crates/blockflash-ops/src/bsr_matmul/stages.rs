@@ -59,6 +59,11 @@ impl Stages {
     }
 }
 
+/// Block rows of a group, for blocks whose kernels gather.
+pub(super) fn group_rows(block_size: usize) -> Option<usize> {
+    Limits::of(block_size).map(|limits| limits.rows)
+}
+
 /// What fits into a group and a stage.
 struct Limits {
     rows: usize,

@@ -1,7 +1,7 @@
 //! The transposed pattern of a block-sparse matrix: where the blocks of each block column are.
 
-use super::BsrMatrix;
-use super::validate::{invalid, longest_row, row_order};
+use super::validate::{invalid, longest_row};
+use super::{BsrMatrix, grouping};
 use crate::check::Operand;
 use crate::{Device, Result};
 use blockflash_safe::{Stream, Tensor};
@@ -81,7 +81,7 @@ impl BsrTranspose {
         let tensor = |entries: &[i32]| Tensor::from_slice(stream, entries, &[entries.len()]);
         Ok(Self {
             of: Pattern::of(a),
-            row_order: tensor(&row_order(&row_ptr))?,
+            row_order: tensor(&grouping::row_order(a.block_size(), a.block_rows(), &row_ptr, &col_idx))?,
             longest_row: longest_row(&row_ptr),
             row_ptr: tensor(&row_ptr)?,
             col_idx: tensor(&col_idx)?,
@@ -109,7 +109,8 @@ impl BsrTranspose {
         &self.block_idx
     }
 
-    /// i32 `[block columns of the matrix]`: the block columns in the order in which a kernel takes them, longest first.
+    /// i32 `[block columns of the matrix]`: the block columns in the order in which a kernel takes them, as
+    /// [`BsrMatrix::row_order`].
     pub fn row_order(&self) -> &Tensor {
         &self.row_order
     }

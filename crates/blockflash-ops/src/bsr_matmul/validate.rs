@@ -122,14 +122,6 @@ impl EdgeBlock {
     }
 }
 
-/// Block rows by descending number of blocks, so that the longest start first; their natural order when all are equal.
-pub(crate) fn row_order(row_ptr: &[i32]) -> Vec<i32> {
-    let blocks = |row: i32| row_ptr[row as usize + 1] - row_ptr[row as usize];
-    let mut order: Vec<i32> = (0..row_ptr.len() as i32 - 1).collect();
-    order.sort_by_key(|&row| std::cmp::Reverse(blocks(row)));
-    order
-}
-
 /// Blocks of the longest block row.
 pub(crate) fn longest_row(row_ptr: &[i32]) -> usize {
     row_ptr.windows(2).map(|pair| pair[1].abs_diff(pair[0]) as usize).max().unwrap_or(0)
@@ -206,12 +198,5 @@ mod tests {
                 other => panic!("{other:?}"),
             }
         }
-    }
-
-    #[test]
-    fn longest_rows_first() {
-        assert_eq!(row_order(&[0, 1, 4, 4, 7, 8]), [1, 3, 0, 4, 2]);
-        assert_eq!(row_order(&[0, 2, 4, 6]), [0, 1, 2]);
-        assert_eq!(row_order(&[0]), [0i32; 0]);
     }
 }
