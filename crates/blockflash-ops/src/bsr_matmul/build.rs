@@ -175,7 +175,7 @@ impl BsrMatrix {
 }
 
 /// The arrays while blocks are appended in their order. Values are f32 until the end, which holds every other type exactly.
-struct Parts {
+pub(super) struct Parts {
     row_ptr: Vec<i32>,
     col_idx: Vec<i32>,
     values: Vec<f32>,
@@ -183,13 +183,13 @@ struct Parts {
 }
 
 impl Parts {
-    fn new(shape: &Shape) -> Self {
+    pub(super) fn new(shape: &Shape) -> Self {
         let row_ptr = Vec::with_capacity(shape.block_rows + 1);
         Self { row_ptr, col_idx: Vec::new(), values: Vec::new(), per_block: shape.block_elements() }
     }
 
     /// Appends a block of zeros and returns it. Its position comes after that of the one before.
-    fn push(&mut self, (block_row, block_col): (usize, usize)) -> &mut [f32] {
+    pub(super) fn push(&mut self, (block_row, block_col): (usize, usize)) -> &mut [f32] {
         self.row_ptr.resize(block_row + 1, self.col_idx.len() as i32);
         self.col_idx.push(block_col as i32);
         let start = self.values.len();
@@ -197,7 +197,7 @@ impl Parts {
         &mut self.values[start..]
     }
 
-    fn finish(mut self, shape: &Shape, dtype: DType) -> Result<BsrMatrix> {
+    pub(super) fn finish(mut self, shape: &Shape, dtype: DType) -> Result<BsrMatrix> {
         self.row_ptr.resize(shape.block_rows + 1, self.col_idx.len() as i32);
         match dtype {
             DType::F16 => self.rounded::<f16>(shape),

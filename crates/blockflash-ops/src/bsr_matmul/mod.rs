@@ -1,6 +1,7 @@
 //! Block-sparse (BSR) times dense: `C = activation(alpha·A·B + beta·C + bias)`, also with Aᵀ; and dense times block-sparse.
 
 mod build;
+mod coarsen;
 mod cpu;
 mod dense_sparse;
 mod grouping;
