@@ -131,7 +131,7 @@ pub fn plots(records: &[Record]) -> Result<Vec<Plot>, PlotError> {
 /// `NVIDIA H200 · 2026-11-21 · commit e49784d4dbd3`, and what it is about.
 fn subtitle(run: &Run<'_>, about: &str) -> String {
     let first = run.first();
-    format!("{} · {} · commit {} · {about}", first.gpu, day(first), first.commit)
+    format!("{} · {} · commit {} · {about}", first.gpu, day(first), run.commits())
 }
 
 const SPEED: &str = "TFLOP/s";

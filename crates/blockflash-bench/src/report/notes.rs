@@ -63,7 +63,7 @@ fn measured(run: &Run<'_>, rows: &[Row<'_>]) -> String {
     };
     parts.extend(over(|record| record.clock_mhz).map(|clock| format!("{clock} MHz")));
     parts.extend(over(|record| record.power_w).map(|power| format!("{power} W")));
-    parts.push(format!("commit {}, {}", first.commit, day(first)));
+    parts.push(format!("commit {}, {}", run.commits(), day(first)));
     let marks = peer_names(run.records.iter().copied().filter(|record| record.reference));
     if !marks.is_empty() {
         parts.push(format!("{} does another job (the dense product) and is no rival", code(&marks)));

@@ -102,6 +102,17 @@ impl<'r> Run<'r> {
         (&self.first().gpu, &self.first().suite)
     }
 
+    /// Its commit, after others with the same images whose cases complete it.
+    pub(crate) fn commits(&self) -> String {
+        let mut commits: Vec<&str> = Vec::new();
+        for record in &self.records {
+            if !commits.contains(&record.commit.as_str()) {
+                commits.push(&record.commit);
+            }
+        }
+        commits.join(" and ")
+    }
+
     pub(crate) fn date(&self) -> &'r str {
         self.records.iter().map(|record| record.date.as_str()).max().unwrap_or_default()
     }

@@ -57,6 +57,7 @@ fn runs_of_the_same_images_complete_each_other() {
     let rows = runs[0].rows();
     let found: Vec<_> = rows.iter().map(|row| (row.any.case.as_str(), row.any.run.as_str())).collect();
     assert_eq!(found, [("a", "r1"), ("c", "r2")]);
+    assert_eq!(runs[0].commits(), "first and second");
 }
 
 #[test]
