@@ -370,7 +370,7 @@ pub struct blockflash_bsr_matmul_params {
     pub col_idx: *const i32,
     /// \[nnz_blocks, block, block\], rows and columns beyond m and k are zero
     pub values: *const ::core::ffi::c_void,
-    /// \[ceil(m / block)\] order in which block rows are taken, longest first; null: natural
+    /// \[ceil(m / block)\] order in which block rows are taken, the longest first or those that share b together; null: natural
     pub row_order: *const i32,
     /// \[k, n\]
     pub b: *const ::core::ffi::c_void,

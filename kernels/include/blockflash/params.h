@@ -101,7 +101,7 @@ typedef struct blockflash_bsr_matmul_params {
   const int32_t* row_ptr;   /* [ceil(m / block) + 1] */
   const int32_t* col_idx;   /* [nnz_blocks], ascending and unique within a block row */
   const void* values;       /* [nnz_blocks, block, block], rows and columns beyond m and k are zero */
-  const int32_t* row_order; /* [ceil(m / block)] order in which block rows are taken, longest first; null: natural */
+  const int32_t* row_order; /* [ceil(m / block)] order in which block rows are taken, the longest first or those that share b together; null: natural */
   const void* b;            /* [k, n] */
   void* c;                  /* [m, n] */
   const void* bias;         /* [m] or [n] in the type of b, see bias_per_row; null: none */

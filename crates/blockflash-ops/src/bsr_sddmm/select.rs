@@ -117,14 +117,8 @@ fn can_be_described(problem: &BsrSddmmProblem) -> std::result::Result<(), Mismat
 /// The first reason that rules out every row, from the general to the particular.
 fn why_none(rows: &[Row], problem: &BsrSddmmProblem, gpu: &CudaProperties) -> String {
     let tiles = || rows.iter().filter_map(|row| Some((row, row.bsr_sddmm_tile()?)));
-    if !manifest::all_rows()
-        .iter()
-        .any(|row| row.bsr_sddmm_tile().is_some() && row.target.runs_on(gpu.compute_capability))
-    {
+    if !tiles().any(|(row, _)| row.target.runs_on(gpu.compute_capability)) {
         return "kernels need compute capability 9.0".into();
-    }
-    if tiles().next().is_none() {
-        return "the kernels are on trial, without a recorded pass on a GPU".into();
     }
     if !tiles().any(|(_, tile)| tile.dtype == problem.dtype) {
         return format!("kernels take f16 and bf16, the matrices are {}", problem.dtype);
