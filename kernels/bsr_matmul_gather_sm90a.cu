@@ -3,7 +3,8 @@
 //
 // A tile of C is a group of block rows of A times block_n columns of B. B arrives once for the union of their block columns, in stages that
 // the plan of the pattern lists (bsr_gather.cuh), and each consumer warp multiplies the blocks of its own block row with it: no
-// multiplication by a missing block is ever executed. The plan does not know the values: nothing is packed, they may change between launches.
+// multiplication by a missing block is ever executed. The plan does not know the values: nothing is packed, they may change between
+// launches. Long tiles may be computed in parts (bsr_parts.cuh).
 #include "blockflash/bsr_epilogue.cuh"
 #include "blockflash/bsr_gather.cuh"
 #include "blockflash/ptx/launch.cuh"
@@ -121,6 +122,7 @@ struct Consumer {
     for (int n = 0;; ++n) {
       ptx::mbarrier_wait(barriers.announced + n % 2 * 8, n / 2 & 1);
       const Tile tile = Tile::load(smem, n);
+      const BsrPart part = Tile::part(smem, n);
       if (tile.group < 0) break;
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(barriers.wanted + n % 2 * 8);
@@ -129,6 +131,14 @@ struct Consumer {
       const int64_t block_row = position < block_rows ? p.row_order[position] : block_rows;
       float acc[kTiles][kN / 8][4] = {};
       walk(acc, tile.stages);
+      auto& all = reinterpret_cast<float(&)[kTiles * kN / 8 * 4]>(acc);
+      const int tiles_n = static_cast<int>((p.n + kBlockN - 1) / kBlockN);
+      const BsrSums<kConsumerWarps, kTiles * kN / 2> sums = {params, tile.group, tile.first_column / kBlockN, tiles_n, warp, lane};
+      if (part.number > 0) {
+        sums.leave(part.number, all);
+        continue;
+      }
+      sums.add(part.count, all);
       const int64_t column = tile.first_column + warp % kWarpsPerRow * kN;
       bool stored = true;  // all of it or nothing
 #pragma unroll

@@ -3,7 +3,8 @@
 // A tile of C is one block row of op(A), or two that share B, times block_n columns of B. The blocks of the row laid end to end are the depth
 // of a dense matmul, 64 of it a stage, whose rows of B are gathered by the column indices: blocks of A come straight from the values,
 // nothing is packed or planned, so the pattern may change between launches. While consumers store a tile the producer fills the ring
-// for the next. op(A) is A or, by an index of its block columns, the transposed A; B is row-major or column-major.
+// for the next. Long tiles may be computed in parts (bsr_parts.cuh). op(A) is A or, by an index of its block columns, the transposed A; B is
+// row-major or column-major.
 #include "blockflash/bsr_epilogue.cuh"
 #include "blockflash/bsr_epilogue_columns.cuh"
 #include "blockflash/bsr_epilogue_copy.cuh"
@@ -99,11 +100,22 @@ struct Consumer {
       }
       const int block_row = BlockRow::load(slot + 16 * (warpgroup % kRowGroups / kSteps)).index;
       const int first_column = ptx::load_shared(slot + kColumnInSlot);
+      const BsrPart part = kSplits ? BsrPart::load(slot + kPartInSlot) : BsrPart{0, 1};
+      const int position = kSplits ? ptx::load_shared(slot + kPartInSlot + 4) : 0;
       if (BlockRow::load(slot).index < 0) break;
       __syncwarp();
       if (lane() == 0) ptx::mbarrier_arrive(barriers.wanted + n % 2 * 8);
       float acc[kN / 2] = {};
       multiply(acc, blocks * kSteps);
+      if constexpr (kSplits) {
+        const int tiles_n = static_cast<int>((params.base.n + kBlockN - 1) / kBlockN);
+        const BsrSums<kConsumerWarps, kN / 2> sums = {params, position, first_column / kBlockN, tiles_n, warpgroup * 4 + warp, lane()};
+        if (part.number > 0) {
+          sums.leave(part.number, acc);
+          continue;
+        }
+        sums.add(part.count, acc);
+      }
       const int64_t first_row = static_cast<int64_t>(block_row) * kBlock + warpgroup % kSteps * 64 + warp * 16;
       const auto& tiles = reinterpret_cast<const float(&)[1][kN / 8][4]>(acc);
       const int64_t column = first_column + warpgroup / kRowGroups * kN;

@@ -4,7 +4,7 @@ use blockflash_ops::{BsrMatmul, DType, Stream, Tensor};
 use blockflash_sys::Row;
 use blockflash_sys::manifest::BsrTile;
 use blockflash_tests::bsr::{
-    BsrCase, BsrData, BsrInputs, BsrReference, Kernel, Limits, Pattern, bsr_cases, check_output,
+    BsrCase, BsrData, BsrInputs, BsrReference, Kernel, Limits, Pattern, Workspace, bsr_cases, check_output,
     column_cases, edge_cases, epilogue_cases, run_on_row,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
@@ -40,7 +40,9 @@ fn cases_of((dtype, block_size): (DType, u32), rows: &[(&'static Row, BsrTile)])
     cases.extend(epilogue_cases(dtype, size));
     // More block rows than multiprocessors, more steps than pipeline stages.
     for pattern in [Pattern::Random(0.1), Pattern::OneLongRow, Pattern::EmptyRows(0.2)] {
-        cases.push(BsrCase::simple(dtype, size, [300 * size - 5, 520, 70 * size - 3], pattern));
+        let case = BsrCase::simple(dtype, size, [300 * size - 5, 520, 70 * size - 3], pattern);
+        cases.push(case.clone());
+        cases.push(BsrCase { workspace: Workspace::Parts(5), ..case });
     }
     let limits =
         Limits { dtypes: vec![dtype], block_sizes: vec![size], blocks: 9, columns: 600, any_layout: true };
@@ -83,8 +85,10 @@ fn prepared(case: &BsrCase) -> (BsrData, BsrReference) {
 /// Captures a call once and replays it with another B.
 fn replays_a_graph(row: &'static Row, tile: &BsrTile, stream: &Stream) -> Result<usize, String> {
     let size = tile.block_size as usize;
-    let case =
-        BsrCase::simple(tile.dtype, size, [5 * size + 3, 130, 7 * size], Pattern::Random(0.5)).for_row(row);
+    let case = BsrCase {
+        workspace: Workspace::Parts(2),
+        ..BsrCase::simple(tile.dtype, size, [5 * size + 3, 130, 7 * size], Pattern::Random(0.5)).for_row(row)
+    };
     let mut data = BsrData::generate(&case);
     let mut inputs = BsrInputs::upload(&case, &data, stream)?;
     let mut c = inputs.old_c(&data, stream)?;
@@ -106,10 +110,29 @@ fn replays_a_graph(row: &'static Row, tile: &BsrTile, stream: &Stream) -> Result
     Ok(4)
 }
 
+/// Also where tiles are computed in parts, whoever is first: all tiles alike, and one among empty ones.
 fn repeats_its_bits(row: &'static Row, tile: &BsrTile, stream: &Stream) -> Result<usize, String> {
+    let of = |(pattern, workspace)| same_bits(row, tile, pattern, workspace, stream);
+    let cases = [
+        (Pattern::Random(0.3), Workspace::None),
+        (Pattern::Random(0.3), Workspace::Parts(3)),
+        (Pattern::OneLongRow, Workspace::Parts(8)),
+    ];
+    cases.into_iter().map(of).sum()
+}
+
+fn same_bits(
+    row: &'static Row,
+    tile: &BsrTile,
+    pattern: Pattern,
+    workspace: Workspace,
+    stream: &Stream,
+) -> Result<usize, String> {
     let size = tile.block_size as usize;
-    let case =
-        BsrCase::simple(tile.dtype, size, [40 * size, 300, 30 * size], Pattern::Random(0.3)).for_row(row);
+    let case = BsrCase {
+        workspace,
+        ..BsrCase::simple(tile.dtype, size, [40 * size, 300, 30 * size], pattern).for_row(row)
+    };
     let data = BsrData::generate(&case);
     let inputs = BsrInputs::upload(&case, &data, stream)?;
     let mut first = None;

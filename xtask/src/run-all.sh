@@ -58,7 +58,9 @@ bsr-matmul --random 300x257x400 --block 64 --density 0.3 --activation silu
 bsr-matmul --random 300x128x400 --block 128 --density 0.5 --out-dtype f32
 bsr-matmul --random 2100x2000x600 --block 16 --density 0.1
 bsr-matmul --random 2100x2000x600 --block 32 --density 0.2 --dtype bf16
-bsr-matmul --random 304x264x400 --block 64 --density 0.3
+bsr-matmul --random 304x264x400 --block 64 --density 0.3 --activation silu --bias random
+bsr-matmul --random 256x128x8192 --block 16 --density 0.5
+bsr-matmul --random 256x128x8192 --block 128 --density 0.9
 bsr-matmul --random 304x264x400 --block 64 --density 0.3 --transpose-a --c-layout column
 bsr-matmul --random 304x264x400 --block 128 --density 0.5 --transpose-a --b-layout column
 sddmm --random 304x200x264 --block 64 --density 0.4 --a-layout column

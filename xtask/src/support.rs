@@ -117,7 +117,7 @@ fn describe(row: &Row) -> Option<(Line, &'static str)> {
             Some((Line::BsrSddmm { block_size }, dtype.name()))
         }
         // Prepares the operand of an operation, or computes nothing that a user asks for.
-        Variant::BlockMask(_) | Variant::Probe(_) => None,
+        Variant::BsrReblock(_) | Variant::BlockMask(_) | Variant::Probe(_) => None,
     }
 }
 

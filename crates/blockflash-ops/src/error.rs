@@ -54,7 +54,7 @@ pub enum Error {
     /// No kernel for this combination on this device.
     #[error("{op} is not supported on {arch}: {what}")]
     Unsupported {
-        /// `attention`, `bsr_matmul`, `bsr_sddmm` or `block_mask`.
+        /// `attention`, `bsr_matmul`, `bsr_sddmm`, `bsr_reblock` or `block_mask`.
         op: &'static str,
         /// `cpu` or the architecture of the GPU, `sm_90`.
         arch: String,
@@ -143,6 +143,13 @@ pub enum Error {
         expected: Device,
         /// The device of the operand.
         found: Device,
+    },
+
+    /// An operand may only be used on the stream that it was made for.
+    #[error("the {what} was made for another stream")]
+    OtherStream {
+        /// The operand.
+        what: &'static str,
     },
 
     /// A prepared call was used for another problem or on another device.

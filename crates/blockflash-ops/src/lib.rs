@@ -30,7 +30,10 @@ pub use attention::{
     PreparedAttention,
 };
 pub use block_sparse::{BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource};
-pub use bsr_matmul::{Activation, Bias, BsrMatmul, BsrMatrix, BsrProblem, BsrTranspose, PreparedBsrMatmul};
+pub use bsr_matmul::{
+    Activation, Bias, BsrMatmul, BsrMatrix, BsrProblem, BsrReblock, BsrTranspose, BsrWorkspace,
+    PreparedBsrMatmul,
+};
 pub use bsr_sddmm::{BsrSddmm, BsrSddmmProblem, DenseLayout, PreparedBsrSddmm};
 pub use error::{Error, Result};
 pub use flops::{attention_flops, attention_varlen_flops, bsr_flops, bsr_sddmm_flops};

@@ -119,6 +119,18 @@ pub enum Error {
         /// The shape that was sliced.
         shape: Vec<usize>,
     },
+    /// Dimensions that are not there, or do not lie in memory as one.
+    #[error("dimensions {start}..{end} cannot be flattened: shape {shape:?}, strides {strides:?}")]
+    Flatten {
+        /// First dimension.
+        start: usize,
+        /// One past the last dimension.
+        end: usize,
+        /// The shape.
+        shape: Vec<usize>,
+        /// The strides in elements.
+        strides: Vec<usize>,
+    },
     /// A dimension that cannot be repeated.
     #[error("dimension {dim} of shape {shape:?} cannot be expanded: only a dimension of size 1 can")]
     Expand {

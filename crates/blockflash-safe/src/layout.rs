@@ -173,6 +173,35 @@ impl Layout {
         Ok((part, offset))
     }
 
+    /// The dimensions `dims` as one, in row-major order: `[batch, k, n]` with `0..2` is `[batch * k, n]`. Each of them has to continue
+    /// where the one inside it ends; strides of dimensions of size 1 do not matter, nor any where there are no elements.
+    ///
+    /// # Errors
+    /// [`Error::Flatten`].
+    pub fn flatten(&self, dims: Range<usize>) -> Result<Layout> {
+        let refused = || {
+            let (shape, strides) = (self.shape().to_vec(), self.strides().to_vec());
+            Error::Flatten { start: dims.start, end: dims.end, shape, strides }
+        };
+        if dims.start >= dims.end || dims.end > self.rank {
+            return Err(refused());
+        }
+        let (mut size, mut stride) = (1, None);
+        for dim in dims.clone().rev() {
+            let step = self.strides[dim];
+            if !self.is_empty() && self.shape[dim] != 1 && *stride.get_or_insert(step) * size != step {
+                return Err(refused());
+            }
+            size *= self.shape[dim];
+        }
+        let (mut shape, mut strides) = (self.shape, self.strides);
+        (shape[dims.start], strides[dims.start]) = (size, stride.unwrap_or(strides[dims.end - 1]));
+        shape.copy_within(dims.end.., dims.start + 1);
+        strides.copy_within(dims.end.., dims.start + 1);
+        let rank = self.rank + 1 - dims.len();
+        Layout::strided(&shape[..rank], &strides[..rank])
+    }
+
     /// Dimension `dim`, of size 1, repeated `size` times by a stride of 0.
     ///
     /// # Errors

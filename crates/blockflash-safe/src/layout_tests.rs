@@ -80,6 +80,33 @@ fn permutations_and_slices_are_checked() -> Result<()> {
 }
 
 #[test]
+fn dimensions_that_continue_each_other_are_flattened() -> Result<()> {
+    let batch = Layout::strided(&[5, 3, 4], &[24, 8, 1])?;
+    let matrix = batch.flatten(0..2)?;
+    assert_eq!((matrix.shape(), matrix.strides()), (&[15, 4][..], &[8, 1][..]));
+    assert_eq!(batch.flatten(1..2)?, batch);
+    let whole = Layout::contiguous(&[2, 3, 4])?.flatten(0..3)?;
+    assert_eq!((whole.shape(), whole.strides()), (&[24][..], &[1][..]));
+    // A gap between entries, rows that are not contiguous, a batch that repeats its entry, columns before rows.
+    let gap = Layout::strided(&[5, 3, 4], &[25, 8, 1])?;
+    let repeated = Layout::strided(&[5, 3, 4], &[0, 8, 1])?;
+    let transposed = batch.permute(&[0, 2, 1])?;
+    for (layout, dims) in [(gap, 0..2), (batch, 1..3), (repeated, 0..2), (transposed, 0..2)] {
+        assert!(matches!(layout.flatten(dims), Err(Error::Flatten { .. })), "{layout:?}");
+    }
+    // Strides that are never used.
+    let single = Layout::strided(&[1, 3, 1], &[7, 2, 9])?;
+    assert_eq!((single.flatten(0..3)?.shape(), single.flatten(0..3)?.strides()), (&[3][..], &[2][..]));
+    assert_eq!(Layout::strided(&[2, 0, 3], &[usize::MAX, 7, 7])?.flatten(0..2)?.shape(), [0, 3]);
+    #[expect(clippy::reversed_empty_ranges)]
+    for dims in [1..1, 2..1, 0..4, 3..3] {
+        let error = batch.flatten(dims.clone()).unwrap_err();
+        assert!(matches!(error, Error::Flatten { start, end, .. } if (start..end) == dims), "{error}");
+    }
+    Ok(())
+}
+
+#[test]
 fn repeated_elements_overlap() -> Result<()> {
     assert!(Layout::strided(&[3], &[0])?.overlaps_itself());
     assert!(Layout::strided(&[3, 3], &[1, 1])?.overlaps_itself());
@@ -154,6 +181,14 @@ proptest! {
             offsets
         };
         prop_assert_eq!(sorted(&permuted), sorted(&layout));
+    }
+
+    #[test]
+    fn flattening_keeps_the_order(layout in layouts(), start in 0usize..MAX_RANK, end in 0usize..=MAX_RANK) {
+        if let Ok(flat) = layout.flatten(start..end) {
+            prop_assert!(flat.offsets().eq(layout.offsets()));
+            prop_assert_eq!((flat.span(), flat.rank()), (layout.span(), layout.rank() + start + 1 - end));
+        }
     }
 
     #[test]

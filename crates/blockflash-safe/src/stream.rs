@@ -130,7 +130,9 @@ impl Stream {
         self.session()?.map_or(Ok(false), |session| session.is_capturing())
     }
 
-    pub(crate) fn is_same_queue(&self, other: &Stream) -> bool {
+    /// Whether work on the other stream runs after what is queued on this one, because they are clones of each other or wrap the same
+    /// `CUstream`. All streams of the CPU are the same.
+    pub fn is_same_queue(&self, other: &Stream) -> bool {
         Arc::ptr_eq(&self.0, &other.0) || (self.device() == other.device() && self.raw() == other.raw())
     }
 

@@ -146,6 +146,14 @@ impl<'a> View<'a> {
         Ok(View { layout: self.layout.permute(order)?, ..*self })
     }
 
+    /// The dimensions `dims` as one, without a copy: a batch `[batch, k, n]` with `0..2` is the matrix `[batch * k, n]`.
+    ///
+    /// # Errors
+    /// [`Error::Flatten`] where strides do not allow it, or for dimensions that there are not.
+    pub fn flatten(&self, dims: Range<usize>) -> Result<View<'a>> {
+        Ok(View { layout: self.layout.flatten(dims)?, ..*self })
+    }
+
     /// Dimension `dim`, of size 1, repeated `size` times without a copy.
     ///
     /// # Errors

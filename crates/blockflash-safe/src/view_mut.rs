@@ -170,6 +170,14 @@ impl<'a> ViewMut<'a> {
         Ok(ViewMut { layout: self.layout.permute(order)?, ..self })
     }
 
+    /// The dimensions `dims` as one, without a copy.
+    ///
+    /// # Errors
+    /// As [`View::flatten`].
+    pub fn flatten(self, dims: Range<usize>) -> Result<ViewMut<'a>> {
+        Ok(ViewMut { layout: self.layout.flatten(dims)?, ..self })
+    }
+
     /// The indices `range` of dimension `dim`.
     ///
     /// # Errors

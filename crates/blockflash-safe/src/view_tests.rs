@@ -47,6 +47,21 @@ fn exclusive_views_write_through() -> Result<()> {
 }
 
 #[test]
+fn batches_are_flattened() -> Result<()> {
+    let stream = Device::cpu().stream()?;
+    let mut data: Vec<i32> = (0..18).collect();
+    let batch = View::from_slice(&data, &[2, 3, 3])?;
+    let matrix = batch.slice(2, 0..2)?.flatten(0..2)?;
+    assert_eq!((matrix.shape(), matrix.strides()), (&[6, 2][..], &[3, 1][..]));
+    assert_eq!(matrix.to_vec::<i32>(&stream)?, [0, 1, 3, 4, 6, 7, 9, 10, 12, 13, 15, 16]);
+    assert!(matches!(batch.slice(1, 0..2)?.flatten(0..2), Err(Error::Flatten { start: 0, end: 2, .. })));
+    let batch = ViewMut::from_slice(&mut data, &[2, 3, 3])?;
+    batch.flatten(0..2)?.slice(0, 4..5)?.as_mut_slice::<i32>()?.fill(-1);
+    assert_eq!(data[11..16], [11, -1, -1, -1, 15]);
+    Ok(())
+}
+
+#[test]
 fn exclusive_views_must_not_overlap_themselves() {
     let mut data = [f16::ZERO; 8];
     let overlapping = ViewMut::from_slice_strided(&mut data, &[2, 3], &[2, 1]);

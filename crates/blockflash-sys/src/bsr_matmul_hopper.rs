@@ -54,6 +54,17 @@ impl BsrMatmulHopper {
         if block_size == 16 { 32 } else { 10 }
     }
 
+    /// Whether a long tile may be computed in parts. Two block rows are cut nowhere at once, and the widest tiles, which are for many, leave no
+    /// registers for it.
+    pub const fn splits(&self) -> bool {
+        self.gathers() || self.block_rows == 1 && self.block_n < 512
+    }
+
+    /// Warps that compute, each with its own sums of a tile.
+    pub const fn consumer_warps(&self) -> u32 {
+        4 * self.warpgroups()
+    }
+
     /// Name of the source file in `kernels/`, without `.cu`.
     pub(crate) const fn source(&self) -> &'static str {
         if self.gathers() { "bsr_matmul_gather_sm90a" } else { "bsr_matmul_sm90a" }
@@ -100,7 +111,7 @@ impl BsrMatmulHopper {
         } else {
             (self.block_rows * self.block_size + self.block_n) * Self::BLOCK_K * element
         };
-        let warps = 4 * self.warpgroups();
+        let warps = self.consumer_warps();
         let pages = if self.gathers() { 0 } else { warps * 2 * 16 * 64 * element };
         let (wide, narrow) = (warps * 16 * (32 + 8) * 4, warps * 16 * (16 + 4) * 4);
         let (ring, limit) = (self.stages * stage + Self::EXTRA_BYTES, Target::Sm90a.smem_limit());

@@ -6,6 +6,7 @@
 
 mod block_mask;
 mod bsr_matmul_hopper;
+mod bsr_reblock;
 mod bsr_sddmm;
 mod dtype;
 mod expect;
@@ -21,6 +22,7 @@ mod target;
 mod tile;
 
 pub use block_mask::BlockMaskKernel;
+pub use bsr_reblock::BsrReblockKernel;
 pub use bsr_sddmm::Major;
 pub use dtype::DType;
 pub use expect::Expect;

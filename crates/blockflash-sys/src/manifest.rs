@@ -10,7 +10,7 @@ pub use crate::release::{released_rows, rows, trial_rows};
 pub use crate::rows::all_rows;
 pub use crate::tile::{AttentionFwd, AttentionFwdHopper, AttentionTile, BsrMatmul, BsrTile};
 
-use crate::{BlockMaskKernel, Expect, Probe, Target};
+use crate::{BlockMaskKernel, BsrReblockKernel, Expect, Probe, Target};
 
 /// One kernel image: a variant compiled for a target.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -34,6 +34,8 @@ pub enum Variant {
     BsrMatmulHopper(BsrMatmulHopper),
     /// Product of dense matrices at the stored blocks of a block-sparse one, with the instructions that only Hopper has.
     BsrSddmmHopper(BsrSddmmHopper),
+    /// The blocks of a block-sparse matrix copied into larger ones.
+    BsrReblock(BsrReblockKernel),
     /// Block masks made on the GPU.
     BlockMask(BlockMaskKernel),
     /// No operation: one unit of the GPU at its highest rate, which kernels are held against.
@@ -49,6 +51,7 @@ impl Row {
             Variant::BsrMatmul(_) => "bsr_matmul_sm80",
             Variant::BsrMatmulHopper(t) => t.source(),
             Variant::BsrSddmmHopper(_) => "bsr_sddmm_sm90a",
+            Variant::BsrReblock(_) => "bsr_reblock_sm80",
             Variant::BlockMask(kernel) => kernel.source(),
             Variant::Probe(probe) if probe.is_hopper() => "probe_sm90a",
             Variant::Probe(_) => "probe_sm80",
@@ -91,6 +94,7 @@ impl Row {
             ),
             Variant::BsrMatmulHopper(t) => format!("blockflash_{}_{}", self.source(), t.name()),
             Variant::BsrSddmmHopper(t) => format!("blockflash_{}_{}", self.source(), t.name()),
+            Variant::BsrReblock(kernel) => format!("blockflash_{}_{}", self.source(), kernel.name()),
             Variant::BlockMask(kernel) => format!("blockflash_{}_{}", self.source(), kernel.name()),
             Variant::Probe(probe) => format!("blockflash_{}_{}", self.source(), probe.name()),
         }
@@ -110,6 +114,7 @@ impl Row {
             Variant::BsrMatmul(t) => t.warps_m * t.warps_n,
             Variant::BsrMatmulHopper(t) => t.warps(),
             Variant::BsrSddmmHopper(t) => t.warps(),
+            Variant::BsrReblock(kernel) => kernel.warps,
             Variant::BlockMask(kernel) => kernel.warps(),
             Variant::Probe(_) => 8,
         }
@@ -123,7 +128,7 @@ impl Row {
             Variant::BsrMatmul(t) => t.smem_bytes(),
             Variant::BsrMatmulHopper(t) => t.smem_bytes(),
             Variant::BsrSddmmHopper(t) => t.smem_bytes(),
-            Variant::BlockMask(_) => 0,
+            Variant::BsrReblock(_) | Variant::BlockMask(_) => 0,
             Variant::Probe(probe) => probe.smem_bytes(),
         }
     }
@@ -169,6 +174,7 @@ impl Row {
             }
             Variant::BsrMatmulHopper(t) => t.macros(number),
             Variant::BsrSddmmHopper(t) => t.macros(number),
+            Variant::BsrReblock(kernel) => kernel.macros(number),
             Variant::BlockMask(kernel) => kernel.macros(number),
             Variant::Probe(probe) => probe.macros(number),
         }
@@ -206,6 +212,7 @@ impl Row {
             }
             Variant::BsrMatmulHopper(t) => t.expects(),
             Variant::BsrSddmmHopper(t) => t.expects(),
+            Variant::BsrReblock(kernel) => kernel.expects(),
             Variant::BlockMask(kernel) => kernel.expects(),
             Variant::Probe(probe) => probe.expects(),
         }

@@ -8,6 +8,7 @@ pub const BLOCKFLASH_ACTIVATION_NONE: i32 = 0;
 pub const BLOCKFLASH_ACTIVATION_RELU: i32 = 1;
 pub const BLOCKFLASH_ACTIVATION_GELU: i32 = 2;
 pub const BLOCKFLASH_ACTIVATION_SILU: i32 = 3;
+pub const BLOCKFLASH_BSR_PARTS: i32 = 8;
 pub const BLOCKFLASH_PROBE_MMA_F16: i32 = 0;
 pub const BLOCKFLASH_PROBE_MMA_BF16: i32 = 1;
 pub const BLOCKFLASH_PROBE_MMA_E4M3: i32 = 2;
@@ -499,14 +500,23 @@ pub struct blockflash_bsr_matmul_tma_params {
     pub stages: *const i32,
     /// \[groups + 1\] the first stage of each group
     pub group_stages: *const i32,
-    /// 1: c is row-major, 16-byte aligned and of the type of a, and the epilogue is alpha alone
+    /// 1: c is row-major, 16-byte aligned and of the type of a, and beta is 0
     pub c_by_copies: i32,
+    /// tiles of more blocks (of stages where there are any) than this are computed in several parts; positive
+    pub part_steps: i32,
+    /** the order of all parts: at \[p\] begin the tiles of the first column that may have a part p, the
+ longest, as many as there are up to \[p - 1\]; descends to 0. All zeros: no tile has more than one*/
+    pub part_begin: [i32; 8usize],
+    /// \[part_begin\[0\] · tiles along n, tile\] sums of parts but the first, as the threads hold them; or null
+    pub part_sums: *mut f32,
+    /// \[part_begin\[0\] · tiles along n, consumer warps\] zeros, left as zeros; or null
+    pub part_arrived: *mut u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     [
         "Size of blockflash_bsr_matmul_tma_params",
-    ][::core::mem::size_of::<blockflash_bsr_matmul_tma_params>() - 704usize];
+    ][::core::mem::size_of::<blockflash_bsr_matmul_tma_params>() - 768usize];
     [
         "Alignment of blockflash_bsr_matmul_tma_params",
     ][::core::mem::align_of::<blockflash_bsr_matmul_tma_params>() - 64usize];
@@ -542,6 +552,19 @@ const _: () = {
     [
         "Offset of field: blockflash_bsr_matmul_tma_params::c_by_copies",
     ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, c_by_copies) - 672usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::part_steps",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_steps) - 676usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::part_begin",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_begin) - 680usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::part_sums",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_sums) - 712usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_tma_params::part_arrived",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_arrived)
+        - 720usize];
 };
 /// Probe: one unit of the GPU at its highest rate, to measure what kernels are held against.
 #[repr(C)]
@@ -894,4 +917,51 @@ const _: () = {
     [
         "Offset of field: blockflash_bsr_sddmm_params::beta",
     ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, beta) - 312usize];
+};
+/// BSR in larger blocks: the blocks of a matrix, copied to where they lie in blocks that are factor times as large; zeros where none lies.
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_bsr_reblock_params {
+    /// \[large_blocks, factor, factor\] which block lies there, -1: none
+    pub block_idx: *const i32,
+    /// \[blocks, block, block\], 16-byte aligned
+    pub from: *const ::core::ffi::c_void,
+    /// \[large_blocks, factor·block, factor·block\], 16-byte aligned
+    pub to: *mut ::core::ffi::c_void,
+    pub large_blocks: i32,
+    pub factor: i32,
+    /// rows of a block that is copied
+    pub block: i32,
+    /// chunks of 16 bytes of a row of it
+    pub row_chunks: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_bsr_reblock_params",
+    ][::core::mem::size_of::<blockflash_bsr_reblock_params>() - 40usize];
+    [
+        "Alignment of blockflash_bsr_reblock_params",
+    ][::core::mem::align_of::<blockflash_bsr_reblock_params>() - 8usize];
+    [
+        "Offset of field: blockflash_bsr_reblock_params::block_idx",
+    ][::core::mem::offset_of!(blockflash_bsr_reblock_params, block_idx) - 0usize];
+    [
+        "Offset of field: blockflash_bsr_reblock_params::from",
+    ][::core::mem::offset_of!(blockflash_bsr_reblock_params, from) - 8usize];
+    [
+        "Offset of field: blockflash_bsr_reblock_params::to",
+    ][::core::mem::offset_of!(blockflash_bsr_reblock_params, to) - 16usize];
+    [
+        "Offset of field: blockflash_bsr_reblock_params::large_blocks",
+    ][::core::mem::offset_of!(blockflash_bsr_reblock_params, large_blocks) - 24usize];
+    [
+        "Offset of field: blockflash_bsr_reblock_params::factor",
+    ][::core::mem::offset_of!(blockflash_bsr_reblock_params, factor) - 28usize];
+    [
+        "Offset of field: blockflash_bsr_reblock_params::block",
+    ][::core::mem::offset_of!(blockflash_bsr_reblock_params, block) - 32usize];
+    [
+        "Offset of field: blockflash_bsr_reblock_params::row_chunks",
+    ][::core::mem::offset_of!(blockflash_bsr_reblock_params, row_chunks) - 36usize];
 };

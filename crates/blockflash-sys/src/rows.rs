@@ -3,7 +3,7 @@
 use crate::manifest::{
     AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmmHopper, Row, Variant,
 };
-use crate::{BlockMaskKernel, DType, Major, Probe, Target};
+use crate::{BlockMaskKernel, BsrReblockKernel, DType, Major, Probe, Target};
 use std::sync::LazyLock;
 
 /// Every portable target: the tile fits into 99 KB of shared memory.
@@ -173,6 +173,9 @@ pub fn all_rows() -> &'static [Row] {
                 for &(_, tile) in BSR_MATMUL.iter().filter(|(targets, _)| targets.contains(&target)) {
                     push(Variant::BsrMatmul(BsrMatmul { dtype, ..tile }));
                 }
+            }
+            if ALL.contains(&target) {
+                push(Variant::BsrReblock(BsrReblockKernel::TILE));
             }
             let kernels = BlockMaskKernel::ALL.into_iter().filter(|_| ALL.contains(&target));
             kernels.for_each(|kernel| push(Variant::BlockMask(kernel)));

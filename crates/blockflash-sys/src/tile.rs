@@ -114,6 +114,7 @@ impl Row {
             Variant::BsrMatmul(_)
             | Variant::BsrMatmulHopper(_)
             | Variant::BsrSddmmHopper(_)
+            | Variant::BsrReblock(_)
             | Variant::BlockMask(_)
             | Variant::Probe(_) => None,
         }
@@ -127,6 +128,7 @@ impl Row {
             Variant::AttentionFwd(_)
             | Variant::AttentionFwdHopper(_)
             | Variant::BsrSddmmHopper(_)
+            | Variant::BsrReblock(_)
             | Variant::BlockMask(_)
             | Variant::Probe(_) => None,
         }
@@ -140,6 +142,7 @@ impl Row {
             | Variant::BsrMatmul(_)
             | Variant::BsrMatmulHopper(_)
             | Variant::BsrSddmmHopper(_)
+            | Variant::BsrReblock(_)
             | Variant::BlockMask(_)
             | Variant::Probe(_) => None,
         }

@@ -10,6 +10,7 @@
 // previous tile, which takes only tiles before that.
 #pragma once
 
+#include "bsr_parts.cuh"
 #include "bsr_tiles.cuh"
 #include "config.cuh"
 #include "ptx/elect.cuh"
@@ -53,17 +54,17 @@ struct Barriers {
     ptx::fence_mbarrier_init();
   }
 };
-constexpr int kSlotOffset = kStages * kStageBytes + 192, kRowsOffset = kSlotOffset + 32, kSliceOffset = kSlotOffset + 832;
+constexpr int kSlotOffset = kStages * kStageBytes + 192, kRowsOffset = kSlotOffset + 64, kSliceOffset = kSlotOffset + 832;
 static_assert(16 * kStages + 32 <= 192 && kRowsOffset + kStages * kRows * 4 <= kSliceOffset, "all this ends before the slices");
 
 // What a warp needs to know of a stage: the columns in which its block row has blocks, as bits, and where the first block lies in the stage.
 __device__ __forceinline__ uint32_t stage_row(uint32_t smem, int stage, int row) { return smem + kRowsOffset + (stage * kRows + row) * 4; }
 
-// An announced tile. A negative group: there are no more.
+// An announced tile, or a part of it. A negative group: there are no more.
 struct Tile {
   int first_stage, stages, first_column, group;
 
-  static __device__ __forceinline__ uint32_t slot(uint32_t smem, int n) { return smem + kSlotOffset + n % 2 * 16; }
+  static __device__ __forceinline__ uint32_t slot(uint32_t smem, int n) { return smem + kSlotOffset + n % 2 * 32; }
   static __device__ __forceinline__ Tile load(uint32_t smem, int n) {
     const int4 x = ptx::load_shared_int4(slot(smem, n));
     return {x.x, x.y, x.z, x.w};
@@ -71,6 +72,8 @@ struct Tile {
   __device__ __forceinline__ void store(uint32_t smem, int n) const {
     ptx::store_shared_int4(slot(smem, n), make_int4(first_stage, stages, first_column, group));
   }
+  // Which part it is.
+  static __device__ __forceinline__ BsrPart part(uint32_t smem, int n) { return BsrPart::load(slot(smem, n) + 16); }
 };
 
 __device__ __forceinline__ void schedule(const Params& params, uint32_t smem, const Barriers& barriers) {
@@ -85,10 +88,17 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem, co
       index = take_tile(params, index);
     }
     Tile tile = {0, 0, 0, -1};
-    if (index < static_cast<uint32_t>(groups) * tiles_n) {
-      const BsrTile<kBlockN> place(groups, tiles_n, index);
-      const int first = params.group_stages[place.position];
-      tile = {first, params.group_stages[place.position + 1] - first, place.first_column, place.position};
+#pragma unroll 1
+    for (;; index = take_tile(params, index)) {
+      const BsrPlace place(params, groups, tiles_n, index);
+      if (place.tiles_m == 0) break;
+      const BsrTile<kBlockN> at(place.tiles_m, tiles_n, place.index);
+      const int first = params.group_stages[at.position], stages = params.group_stages[at.position + 1] - first;
+      const BsrPart part = {place.part, parts_of(params, stages)};
+      if (part.number >= part.count) continue;  // tiles that are shorter than others of their place
+      part.store(Tile::slot(smem, n) + 16);
+      tile = {first + part.begin(stages), part.end(stages) - part.begin(stages), at.first_column, at.position};
+      break;
     }
     tile.store(smem, n);
     ptx::mbarrier_arrive(barriers.announced + n % 2 * 8);

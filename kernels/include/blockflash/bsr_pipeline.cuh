@@ -1,6 +1,7 @@
 // Shared memory, barriers and the producer warpgroup of bsr_matmul_sm90a.cu.
 #pragma once
 
+#include "bsr_parts.cuh"
 #include "bsr_tiles.cuh"
 #include "config.cuh"
 #include "ptx/mbarrier.cuh"
@@ -64,7 +65,20 @@ __device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) { return smem 
 constexpr int kColumnInSlot = 16 * kRows;
 // Where A is transposed: where the first block of each block row lies among the values.
 constexpr int kPlacesInSlot = kColumnInSlot + 4;
-static_assert(kPlacesInSlot + 4 * kRows <= 64 && kRows <= 2, "a tile fits into its slot");
+// Which part of a tile of one block row it is, and the position of that in the order of block rows. Two are not split: where they would be
+// cut only their merged columns tell. Nor are the widest tiles, which are for many, and whose accumulators leave no registers for it.
+constexpr bool kSplits = kRows == 1 && kBlockN < 512;
+constexpr int kPartInSlot = 32;
+static_assert(kPlacesInSlot + 4 * kRows <= (kSplits ? kPartInSlot : 64) && kRows <= 2, "a tile fits into its slot");
+
+// The block row at a position in the order of block rows, and how many blocks it has.
+__device__ __forceinline__ int row_at(const blockflash_bsr_matmul_params& p, int position) {
+  return p.row_order != nullptr ? p.row_order[position] : position;
+}
+__device__ __forceinline__ int blocks_of(const blockflash_bsr_matmul_params& p, int position) {
+  const int row = row_at(p, position);
+  return p.row_ptr[row + 1] - p.row_ptr[row];
+}
 
 // One thread takes tiles and looks up their blocks, some steps before the producer needs the next one, since it takes a while; not
 // earlier, since whoever is slow should take fewer.
@@ -81,16 +95,26 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem, co
       index = take_tile(params, index);
     }
     const uint32_t slot = slot_of(smem, n);
-    const bool more = index < static_cast<uint32_t>(tiles_m) * tiles_n;
+    BsrPlace place(params, tiles_m, tiles_n, index);
+    // Tiles that are shorter than others of their place have no such part.
+    while (place.part > 0 && place.part >= parts_of(params, blocks_of(p, BsrTile<kBlockN>(place.tiles_m, tiles_n, place.index).position)))
+      index = take_tile(params, index), place = BsrPlace(params, tiles_m, tiles_n, index);
+    const bool more = place.tiles_m > 0;
     if (more) {
-      const BsrTile<kBlockN> tile(tiles_m, tiles_n, index);
+      const BsrTile<kBlockN> tile(place.tiles_m, tiles_n, place.index);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const int position = tile.position * kRows + r;
         BlockRow row = {block_rows, 0, 0, 0};
         if (position < block_rows) {
-          row.index = p.row_order != nullptr ? p.row_order[position] : position;
+          row.index = row_at(p, position);
           row.first_block = p.row_ptr[row.index], row.end_block = p.row_ptr[row.index + 1];
+          if constexpr (kSplits) {
+            const int blocks = row.end_block - row.first_block;
+            const BsrPart part = {place.part, parts_of(params, blocks)};
+            part.store(slot + kPartInSlot), ptx::store_shared(slot + kPartInSlot + 4, position);
+            row.end_block = row.first_block + part.end(blocks), row.first_block += part.begin(blocks);
+          }
           if (row.first_block < row.end_block) row.first_column = p.col_idx[row.first_block];
         }
         row.store(slot + 16 * r);

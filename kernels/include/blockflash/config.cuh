@@ -118,6 +118,13 @@ struct BsrSddmmConfig {
 };
 #endif
 
+#ifdef VARIANT_REBLOCK_CHUNKS
+struct BsrReblockConfig {
+  static constexpr int chunks = VARIANT_REBLOCK_CHUNKS;  // of 16 bytes, per thread
+  static constexpr int threads = VARIANT_THREADS;
+};
+#endif
+
 #ifdef VARIANT_PROBE
 struct ProbeConfig {
   static constexpr int probe = VARIANT_PROBE;

@@ -117,6 +117,9 @@ typedef struct blockflash_bsr_matmul_params {
   int32_t c_column_major;   /* 1: columns of c are contiguous; 0 for kernels that write rows only */
 } blockflash_bsr_matmul_params;
 
+/* Most parts of a tile of a BSR matmul. */
+#define BLOCKFLASH_BSR_PARTS 8
+
 /* BSR matmul whose tiles are copied by the tensor memory accelerator, by blocks of threads that stay and take tile after tile. All maps
  * have a swizzle of 128 bytes; one of a tensor without elements is zeros. */
 typedef struct blockflash_bsr_matmul_tma_params {
@@ -134,7 +137,12 @@ typedef struct blockflash_bsr_matmul_tma_params {
                                    {bit i: one meets column i of the stage, from bit 8 on: their place among the stage's blocks}; lane
                                    16 + i: column i, 0; lane 24: number of columns, of blocks */
   const int32_t* group_stages;  /* [groups + 1] the first stage of each group */
-  int32_t c_by_copies;          /* 1: c is row-major, 16-byte aligned and of the type of a, and the epilogue is alpha alone */
+  int32_t c_by_copies;          /* 1: c is row-major, 16-byte aligned and of the type of a, and beta is 0 */
+  int32_t part_steps;           /* tiles of more blocks (of stages where there are any) than this are computed in several parts; positive */
+  int32_t part_begin[BLOCKFLASH_BSR_PARTS]; /* the order of all parts: at [p] begin the tiles of the first column that may have a part p, the
+                                   longest, as many as there are up to [p - 1]; descends to 0. All zeros: no tile has more than one */
+  float* part_sums;             /* [part_begin[0] · tiles along n, tile] sums of parts but the first, as the threads hold them; or null */
+  uint32_t* part_arrived;       /* [part_begin[0] · tiles along n, consumer warps] zeros, left as zeros; or null */
 } blockflash_bsr_matmul_tma_params;
 
 /* What a probe keeps busy. */
@@ -231,5 +239,16 @@ typedef struct blockflash_bsr_sddmm_params {
   float alpha;
   float beta;               /* 0: values are not read */
 } blockflash_bsr_sddmm_params;
+
+/* BSR in larger blocks: the blocks of a matrix, copied to where they lie in blocks that are factor times as large; zeros where none lies. */
+typedef struct blockflash_bsr_reblock_params {
+  const int32_t* block_idx; /* [large_blocks, factor, factor] which block lies there, -1: none */
+  const void* from;         /* [blocks, block, block], 16-byte aligned */
+  void* to;                 /* [large_blocks, factor·block, factor·block], 16-byte aligned */
+  int32_t large_blocks;
+  int32_t factor;
+  int32_t block;            /* rows of a block that is copied */
+  int32_t row_chunks;       /* chunks of 16 bytes of a row of it */
+} blockflash_bsr_reblock_params;
 
 #endif

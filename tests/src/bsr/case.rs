@@ -36,6 +36,26 @@ pub struct BsrCase {
     pub placements: [Placement; 2],
     /// Where B holds NaN.
     pub nan_in_b: NanInB,
+    /// Whether there is a workspace, with which long tiles may be computed in parts.
+    pub workspace: Workspace,
+}
+
+/// Memory for sums of parts of tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Workspace {
+    /// None: tiles are whole.
+    None,
+    /// The library decides what is split.
+    Estimate,
+    /// The longest tile has this many parts.
+    Parts(usize),
+}
+
+impl Workspace {
+    /// Every kind in turns.
+    pub fn turn(turn: usize) -> Self {
+        [Self::None, Self::Parts(2), Self::Estimate, Self::Parts(3), Self::None, Self::Parts(8)][turn % 6]
+    }
 }
 
 /// Order of the dimensions of a matrix in memory, of a row-major or a column-major one.
@@ -118,6 +138,7 @@ impl BsrCase {
             activation: Activation::None,
             placements: Default::default(),
             nan_in_b: NanInB::Unread,
+            workspace: Workspace::None,
         }
     }
 

@@ -1,6 +1,6 @@
 //! Products at the edges of a kernel's tiles.
 
-use super::{BiasKind, BsrCase, NanInB, Pattern, order};
+use super::{BiasKind, BsrCase, NanInB, Pattern, Workspace, order};
 use crate::placement::Placement;
 use blockflash_ops::bsr_matmul::Activation;
 use blockflash_sys::DType;
@@ -45,6 +45,7 @@ pub fn edge_cases(dtype: DType, size: usize, block_n: usize, block_k: usize) -> 
                 seed: turn as u64,
                 c_dtype: [dtype, DType::F32, DType::F16, DType::BF16][turn % 4],
                 placements: [gaps(turn / 2), gaps(turn / 3)],
+                workspace: Workspace::turn(turn / 2 + i),
                 ..BsrCase::simple(dtype, size, [m, n, k], PATTERNS[(turn + i) % PATTERNS.len()])
             });
         }
@@ -52,11 +53,17 @@ pub fn edge_cases(dtype: DType, size: usize, block_n: usize, block_k: usize) -> 
     // One row with many blocks among empty ones, and more rows than a tile takes.
     for (turn, pattern) in PATTERNS.into_iter().enumerate() {
         let mnk = [4 * block_m + 1, block_n + 8 * turn, 12 * size.max(block_k) - 3];
-        cases.push(BsrCase { seed: 1000 + turn as u64, ..BsrCase::simple(dtype, size, mnk, pattern) });
+        let workspace = Workspace::turn(turn);
+        cases.push(BsrCase {
+            seed: 1000 + turn as u64,
+            workspace,
+            ..BsrCase::simple(dtype, size, mnk, pattern)
+        });
         cases.push(BsrCase {
             seed: 2000 + turn as u64,
             nan_in_b: NanInB::One,
             placements: [gaps(turn), gaps(turn)],
+            workspace: Workspace::turn(turn + 1),
             ..BsrCase::simple(dtype, size, mnk, pattern)
         });
     }
@@ -88,6 +95,7 @@ pub fn column_cases(dtype: DType, size: usize, block_n: usize) -> Vec<BsrCase> {
                 activation: [Activation::None, Activation::None, Activation::Gelu][turn / 3 % 3],
                 placements: [Placement { order: order(turn.is_multiple_of(2)), ..gaps(turn / 5) }, c],
                 transposed: (turn / 2).is_multiple_of(2),
+                workspace: Workspace::turn(turn / 3),
                 ..BsrCase::simple(
                     dtype,
                     size,
@@ -116,6 +124,7 @@ pub fn epilogue_cases(dtype: DType, block_size: usize) -> Vec<BsrCase> {
                         bias,
                         activation,
                         placements: [Placement::default(), gaps(turn)],
+                        workspace: Workspace::turn(turn / 4),
                         ..BsrCase::simple(
                             dtype,
                             block_size,

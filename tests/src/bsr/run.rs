@@ -1,13 +1,13 @@
 //! Runs a product on a device and judges every element that was, or was not, to be written.
 
-use super::{BiasKind, BsrCase, BsrData, BsrReference, NanInB};
+use super::{BiasKind, BsrCase, BsrData, BsrReference, NanInB, Workspace};
 use crate::attention::written;
 use crate::gpu::wait;
 use crate::host::{download, poisoned, refill, upload, view, view_mut};
 use crate::number::{encode, poison};
 use crate::placement::Placed;
 use crate::tolerance::check;
-use blockflash_ops::bsr_matmul::{Bias, BsrMatmul, BsrMatrix, BsrProblem, BsrTranspose};
+use blockflash_ops::bsr_matmul::{Bias, BsrMatmul, BsrMatrix, BsrProblem, BsrTranspose, BsrWorkspace};
 use blockflash_ops::{DType, Device, Error, Major, Stream, Tensor};
 use blockflash_sys::Row;
 use blockflash_sys::manifest::Variant;
@@ -28,6 +28,7 @@ pub struct BsrInputs {
     index: Option<BsrTranspose>,
     b: Tensor,
     bias: Option<Tensor>,
+    workspace: Option<BsrWorkspace>,
 }
 
 fn placed(case: &BsrCase) -> [Placed; 2] {
@@ -59,6 +60,14 @@ impl BsrData {
     }
 }
 
+fn workspace(case: &BsrCase, stream: &Stream) -> Result<Option<BsrWorkspace>, Error> {
+    Ok(match case.workspace {
+        Workspace::None => None,
+        Workspace::Estimate => Some(BsrWorkspace::new(stream)?),
+        Workspace::Parts(parts) => Some(BsrWorkspace::new(stream)?.with_parts(parts)),
+    })
+}
+
 impl BsrInputs {
     /// Uploads the data of a case; what lies in the gaps of B is NaN.
     pub fn upload(case: &BsrCase, data: &BsrData, stream: &Stream) -> Result<Self, String> {
@@ -76,6 +85,7 @@ impl BsrInputs {
                 BiasKind::None => None,
                 _ => Some(upload(stream, case.dtype, &bias, &[bias.len()])?),
             },
+            workspace: workspace(case, stream).map_err(|error| format!("workspace: {error}"))?,
         })
     }
 
@@ -109,6 +119,7 @@ impl BsrInputs {
             },
             activation: case.activation,
             transpose: self.index.as_ref(),
+            workspace: self.workspace.as_ref(),
             ..BsrMatmul::new(&self.a, view(&self.b, &placed(case)[0]))
         }
     }

@@ -1,6 +1,6 @@
 //! Random products.
 
-use super::{BiasKind, BsrCase, Pattern, order};
+use super::{BiasKind, BsrCase, Pattern, Workspace, order};
 use crate::placement::Placement;
 use blockflash_ops::bsr_matmul::Activation;
 use blockflash_sys::DType;
@@ -95,6 +95,7 @@ pub fn bsr_cases(limits: Limits) -> impl Strategy<Value = BsrCase> {
                 bias,
                 activation,
                 placements: [b, c],
+                workspace: Workspace::turn(seed as usize % 6),
                 ..BsrCase::simple(dtype, block_size, [m, n, k], pattern)
             }
         },

@@ -1,7 +1,7 @@
 //! What only a GPU refuses. Skipped without one.
 
 use blockflash_ops::attention::{Attention, CuSeqlens};
-use blockflash_ops::{BlockGeometry, BlockMask, BsrMatmul, BsrMatrix, DType, Error, Tensor};
+use blockflash_ops::{BlockGeometry, BlockMask, BsrMatmul, BsrMatrix, BsrWorkspace, DType, Error, Tensor};
 use blockflash_tests::gpu::gpu;
 
 #[test]
@@ -109,4 +109,11 @@ fn bsr_on_the_gpu() {
     let mut c = super::f32s(&[40, 9]);
     let result = BsrMatmul::new(&a, b.view()).matmul_into(c.view_mut(), stream);
     assert_error!(result, Error::DeviceMismatch { what: "c", .. }, "c");
+    let other = gpu.device.stream().unwrap();
+    for stream_of_it in [&other, &super::cpu()] {
+        let workspace = BsrWorkspace::new(stream_of_it).unwrap();
+        let product = BsrMatmul { workspace: Some(&workspace), ..BsrMatmul::new(&a, b.view()) };
+        let result = product.matmul(DType::F32, stream);
+        assert_error!(result, Error::OtherStream { what: "workspace" }, "workspace", "another stream");
+    }
 }

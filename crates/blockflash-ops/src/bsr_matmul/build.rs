@@ -1,8 +1,9 @@
 //! Constructors of [`BsrMatrix`]: all run on the host, sort what may be unsorted and reject what is wrong.
 
+use super::parts::Lengths;
 use super::stages::Stages;
 use super::transpose::pattern_hash;
-use super::validate::{Shape, invalid, longest_row};
+use super::validate::{Shape, invalid};
 use super::{BsrMatrix, grouping};
 use crate::check::{Operand, contiguous};
 use crate::float::Float;
@@ -231,7 +232,7 @@ fn from_parts<T: Float>(shape: &Shape, row_ptr: &[i32], col_idx: &[i32], values:
         col_idx: Tensor::from_slice(stream, col_idx, &[col_idx.len()])?,
         values: Tensor::from_slice(stream, values, &[col_idx.len(), block_size, block_size])?,
         row_order: Tensor::from_slice(stream, &order, &[order.len()])?,
-        longest_row: longest_row(row_ptr),
+        lengths: Lengths::of_rows(row_ptr, &order),
         stages: Stages::new(block_size, row_ptr, col_idx, &order, stream)?,
         pattern_hash: pattern_hash(row_ptr, col_idx),
         edge_blocks,

@@ -1,7 +1,6 @@
 //! Selection and planning of the rows for Hopper.
 
-use super::super::Activation;
-use super::super::plan;
+use super::super::{cost, plan};
 use super::*;
 use crate::fixtures::gpu;
 use blockflash_sys::Target;
@@ -43,16 +42,16 @@ fn tiles_are_as_wide_as_the_grid_allows() {
 
 #[test]
 fn pairs_of_block_rows_share_b() {
-    let block_rows = |n, density: f64, activation| {
+    let block_rows = |n, density: f64, beta| {
         let nnz_blocks = (128.0 * 128.0 * density) as usize;
-        let problem = BsrProblem { nnz_blocks, activation, ..problem([8192, n, 8192], 64) };
+        let problem = BsrProblem { nnz_blocks, beta, ..problem([8192, n, 8192], 64) };
         select(&problem, &h200()).unwrap().bsr_tile().unwrap().block_rows
     };
     let densities = [0.05, 0.1, 0.2, 0.3, 0.5, 1.0];
     for n in [1024, 8192] {
-        assert_eq!(densities.map(|density| block_rows(n, density, Activation::None)), [2; 6]);
+        assert_eq!(densities.map(|density| block_rows(n, density, 0.0)), [2; 6]);
         // Where tensor copies do not write C, sparse patterns take more columns instead.
-        let found = densities.map(|density| block_rows(n, density, Activation::Relu));
+        let found = densities.map(|density| block_rows(n, density, 0.5));
         assert_eq!(found, [1, 1, 1, 2, 2, 2]);
     }
 }
@@ -110,6 +109,37 @@ fn small_blocks_take_large_tiles_where_these_keep_the_multiprocessors_busy() {
 }
 
 #[test]
+fn a_workspace_splits_what_few_multiprocessors_would_compute() {
+    // Columns of the tile and parts of its longest tile.
+    let chosen = |n, block_size: usize, density: f64, longest: f64| {
+        let cols = 8192 / block_size;
+        let problem = BsrProblem {
+            nnz_blocks: (cols as f64 * cols as f64 * density) as usize,
+            longest_row: Some((cols as f64 * longest) as usize),
+            longest_group: (block_size < 64).then_some(longest / density),
+            workspace: true,
+            ..problem([8192, n, 8192], block_size)
+        };
+        let row = select(&problem, &h200()).unwrap();
+        (row.bsr_tile().unwrap().block_n, cost::parts(row, &problem, &h200()))
+    };
+    // Many tiles of equal length stay whole.
+    for block_size in [16, 32, 64, 128] {
+        for density in [0.05, 0.1, 0.2, 0.5] {
+            assert_eq!(chosen(8192, block_size, density, density).1, 1, "blocks of {block_size}");
+            assert_eq!(chosen(1024, block_size, density, density).1, 1, "blocks of {block_size}");
+        }
+    }
+    // Few columns, and a row that is full where others are not.
+    assert_eq!([0.1, 0.5].map(|density| chosen(128, 128, density, density)), [(64, 1), (128, 2)]);
+    assert!([16, 32, 64, 128].iter().all(|&block_size| chosen(1024, block_size, 0.1, 1.0).1 > 2));
+    assert!(chosen(1024, 128, 1.0 / 64.0, 1.0).1 > 4);
+    // Without a workspace nothing is split.
+    let problem = BsrProblem { longest_row: Some(64), ..problem([8192, 1024, 8192], 128) };
+    assert_eq!(cost::parts(select(&problem, &h200()).unwrap(), &problem, &h200()), 1);
+}
+
+#[test]
 fn other_gpus_take_a_portable_row() {
     for (block_size, gpu) in [(16, gpu(8, 9)), (64, gpu(8, 9)), (128, gpu(10, 0)), (64, gpu(12, 0))] {
         let row = select(&problem([1000, 512, 2000], block_size), &gpu).unwrap();
@@ -153,7 +183,7 @@ fn blocks_stay_and_start_early() {
         assert_eq!((many.config.block, many.config.smem_bytes), (row.threads(), row.smem_bytes()));
         let few = plan_of(3 * block - 1, tile.block_n as usize + 1);
         assert_eq!(few.config.grid, [2 * 3u32.div_ceil(tile.block_rows), 1, 1]);
-        assert_eq!((few.workspace_bytes, few.config.cluster), (0, None));
+        assert_eq!((few.parts, few.config.cluster), (1, None));
         // Blocks count two tiles past the last one each.
         let at_limit = problem([((1 << 31) - 1025) / block * block, 64, 64], block);
         assert!(plan(row, &at_limit, &h200()).is_ok());

@@ -4,7 +4,7 @@ use super::stages::Stages;
 use super::{Bias, BsrMatmul, BsrProblem, OP, plan};
 use crate::check::Operand;
 use crate::{Error, Result};
-use blockflash_safe::{BsrMatmulOperands, Stream, View, ViewMut};
+use blockflash_safe::{BsrMatmulOperands, BsrParts, Stream, View, ViewMut};
 use blockflash_sys::Row;
 use blockflash_sys::manifest::Variant;
 
@@ -25,6 +25,7 @@ pub(super) fn checked(op: &BsrMatmul<'_>, c: &ViewMut<'_>, stream: &Stream) -> R
     op.transpose.map_or(Ok(()), |index| Operand::new("transpose", &index.row_ptr().view()).on(device))?;
     Operand::new("b", &op.b).on(device)?;
     Operand::of_mut("c", c).on(device)?;
+    op.workspace.map_or(Ok(()), |workspace| workspace.on(stream))?;
     op.bias.view().map_or(Ok(()), |bias| Operand::new("bias", &bias).on(device))?;
     Ok(problem)
 }
@@ -38,7 +39,11 @@ pub(super) fn launch(
     stream: &Stream,
 ) -> Result<()> {
     let Some(gpu) = stream.device().cuda_properties() else { return Err(no_kernel_on_cpu(row)) };
-    let plan = plan(row, problem, gpu)?;
+    let mut plan = plan(row, problem, gpu)?;
+    let parts = parts(op, row, problem, plan.parts);
+    if let Some(parts) = &parts {
+        plan.add_parts(parts.begin[0] as usize, row, problem, gpu)?;
+    }
     let (row_ptr, col_idx, row_order) = match op.transpose {
         None => (op.a.row_ptr(), op.a.col_idx(), op.a.row_order()),
         Some(index) => (index.row_ptr(), index.col_idx(), index.row_order()),
@@ -50,9 +55,10 @@ pub(super) fn launch(
         values: op.a.values().view(),
         row_order: Some(row_order.view()),
         stages: op.a.stages.as_ref().filter(|_| op.transpose.is_none()).map(|plan| {
-            let Stages { stages, group_stages } = plan;
+            let Stages { stages, group_stages, .. } = plan;
             [stages.view(), group_stages.view()]
         }),
+        parts,
         b: op.b,
         c,
         bias: op.bias.view(),
@@ -64,6 +70,17 @@ pub(super) fn launch(
         _ => stream.launch_bsr_matmul(row, &plan.config, &plan.params, operands)?,
     }
     Ok(())
+}
+
+/// The parts of long tiles, for kernels that have some and a caller who lends memory for their sums.
+fn parts<'a>(op: &BsrMatmul<'a>, row: &Row, problem: &BsrProblem, most: usize) -> Option<BsrParts<'a>> {
+    let (Variant::BsrMatmulHopper(tile), Some(workspace)) = (&row.variant, op.workspace) else { return None };
+    let lengths = match (op.transpose, &op.a.stages) {
+        (Some(index), _) => index.lengths(),
+        (None, Some(stages)) if tile.gathers() => &stages.lengths,
+        (None, _) => &op.a.lengths,
+    };
+    workspace.parts(tile, lengths, problem.n.div_ceil(tile.block_n as usize), most)
 }
 
 /// A kernel was named, but the operands are on the CPU.

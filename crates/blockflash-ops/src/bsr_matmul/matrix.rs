@@ -1,3 +1,4 @@
+use super::parts::Lengths;
 use super::stages::Stages;
 use super::validate::EdgeBlock;
 use crate::Result;
@@ -21,7 +22,8 @@ pub struct BsrMatrix {
     pub(super) col_idx: Tensor,
     pub(super) values: Tensor,
     pub(super) row_order: Tensor,
-    pub(super) longest_row: usize,
+    /// Of the block rows in their order.
+    pub(super) lengths: Lengths,
     /// How block rows share B, where the kernels for the block size need to know.
     pub(super) stages: Option<Stages>,
     /// Of the index arrays: whether a `BsrTranspose` is that of this matrix.
@@ -103,7 +105,7 @@ impl BsrMatrix {
 
     /// Stored blocks of the block row that has the most; 0 for a matrix without block rows.
     pub fn longest_row(&self) -> usize {
-        self.longest_row
+        self.lengths.longest()
     }
 
     /// A copy on the stream's device.
@@ -119,7 +121,7 @@ impl BsrMatrix {
             col_idx: self.col_idx.copy_to(stream)?,
             values: self.values.copy_to(stream)?,
             row_order: self.row_order.copy_to(stream)?,
-            longest_row: self.longest_row,
+            lengths: self.lengths.clone(),
             stages: self.stages.as_ref().map(|stages| stages.to(stream)).transpose()?,
             pattern_hash: self.pattern_hash,
             edge_blocks: self.edge_blocks.clone(),

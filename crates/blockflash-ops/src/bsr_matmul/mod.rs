@@ -1,14 +1,19 @@
 //! Block-sparse (BSR) times dense: `C = activation(alpha·A·B + beta·C + bias)`, also with Aᵀ; and dense times block-sparse.
 
+mod advise;
+mod block_diagonal;
 mod build;
 mod coarsen;
+mod cost;
 mod cpu;
 mod dense_sparse;
 mod grouping;
 mod launch;
 mod matrix;
+mod parts;
 mod plan;
 mod problem;
+mod reblock;
 mod select;
 mod stages;
 mod transpose;
@@ -16,8 +21,10 @@ mod validate;
 mod values;
 
 pub use matrix::BsrMatrix;
+pub use parts::BsrWorkspace;
 pub use plan::{BsrPlan, plan};
 pub use problem::{BiasKind, BsrProblem};
+pub use reblock::BsrReblock;
 pub use select::{accepts, select};
 pub use transpose::BsrTranspose;
 
@@ -59,7 +66,8 @@ pub enum Activation {
 /// A and B are f16 or bf16 (on the CPU also f32), C is f16, bf16 or f32. Sums are f32. B and C are row-major or, as a permuted view of a
 /// row-major matrix is, column-major, each as it likes. Their rows or columns may be any number of elements apart and start anywhere;
 /// 16-byte aligned ones are faster, and some kernels take no others of B. Dense times block-sparse is this product of transposed
-/// views: [`linear`](Self::linear), [`dense_sparse`](Self::dense_sparse). Fields left at their default do nothing:
+/// views: [`linear`](Self::linear), [`dense_sparse`](Self::dense_sparse); a batch of products with a pattern each is this product of a block
+/// diagonal: [`batched`](Self::batched). Fields left at their default do nothing:
 ///
 /// ```
 /// # use blockflash_ops::{Activation, BsrMatmul, BsrMatrix, DType, View};
@@ -85,6 +93,9 @@ pub struct BsrMatmul<'a> {
     pub bias: Bias<'a>,
     /// What is applied last.
     pub activation: Activation,
+    /// Memory with which several multiprocessors may share a long block row, or one of few; `None`: one computes each tile. It changes
+    /// rounding and time only, and does nothing where kernels do not use it.
+    pub workspace: Option<&'a BsrWorkspace>,
 }
 
 /// A call whose kernel is decided and loaded, for loops that repeat it: see [`BsrMatmul::prepare`].
@@ -106,7 +117,8 @@ impl PreparedBsrMatmul {
 impl<'a> BsrMatmul<'a> {
     /// `C = A·B`.
     pub const fn new(a: &'a BsrMatrix, b: View<'a>) -> Self {
-        Self { a, transpose: None, b, alpha: 1.0, beta: 0.0, bias: Bias::None, activation: Activation::None }
+        let (bias, activation) = (Bias::None, Activation::None);
+        Self { a, transpose: None, b, alpha: 1.0, beta: 0.0, bias, activation, workspace: None }
     }
 
     /// `C = Aᵀ·B`, by an index of A's pattern.
@@ -120,7 +132,7 @@ impl<'a> BsrMatmul<'a> {
     ///
     /// # Errors
     /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`] if an operand is not on the stream's
-    /// device.
+    /// device, [`Error::OtherStream`] for a workspace of another stream.
     pub fn matmul_into(&self, c: ViewMut<'_>, stream: &Stream) -> Result<()> {
         let problem = launch::checked(self, &c, stream)?;
         if problem.is_empty() {

@@ -1,8 +1,8 @@
-use super::{Activation, BiasKind, BsrProblem, select};
+use super::{Activation, BiasKind, BsrProblem, cost, select};
 use crate::check::{grid_x, to_i64};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
-use blockflash_sys::manifest::Variant;
+use blockflash_sys::manifest::{BsrTile, Variant};
 use blockflash_sys::params::{
     BLOCKFLASH_ACTIVATION_GELU, BLOCKFLASH_ACTIVATION_NONE, BLOCKFLASH_ACTIVATION_RELU,
     BLOCKFLASH_ACTIVATION_SILU, BLOCKFLASH_DTYPE_BF16, BLOCKFLASH_DTYPE_F16, BLOCKFLASH_DTYPE_F32,
@@ -16,10 +16,10 @@ use std::ptr::{null, null_mut};
 pub struct BsrPlan {
     /// The kernel argument, or what it is made from; all pointers are null.
     pub params: blockflash_bsr_matmul_params,
-    /// Grid, block and shared memory.
+    /// Grid, block and shared memory, for whole tiles.
     pub config: LaunchConfig,
-    /// Bytes of device memory that the caller must lend; this kernel needs none.
-    pub workspace_bytes: usize,
+    /// Parts in which the longest tile is to be computed, with a workspace; 1: tiles are whole.
+    pub parts: usize,
 }
 
 /// Fills the kernel argument and the launch configuration of `row` for a problem that it accepts on this GPU.
@@ -68,20 +68,47 @@ pub fn plan(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<Bsr
         beta: problem.beta,
         c_column_major: i32::from(problem.c_major == Major::Column),
     };
-    let tiles_m = problem.m.div_ceil(problem.block_size).div_ceil(tile.block_rows as usize);
-    let tiles = grid_x(&[problem.n.div_ceil(tile.block_n as usize), tiles_m])?;
-    // Blocks for Hopper stay and take tile after tile; each looks for one past the last.
-    let hopper = matches!(row.variant, Variant::BsrMatmulHopper(_));
-    let stay = gpu.multiprocessors.max(1);
-    if hopper {
-        grid_x(&[tiles as usize + 2 * stay as usize])?;
-    }
     let config = LaunchConfig {
-        grid: [if hopper { tiles.min(stay) } else { tiles }, 1, 1],
+        grid: [blocks(row, &tile, problem, gpu, 0)?, 1, 1],
         block: row.threads(),
         smem_bytes: row.smem_bytes(),
         cluster: None,
-        programmatic_dependent_launch: hopper,
+        programmatic_dependent_launch: matches!(row.variant, Variant::BsrMatmulHopper(_)),
     };
-    Ok(BsrPlan { params, config, workspace_bytes: 0 })
+    Ok(BsrPlan { params, config, parts: cost::parts(row, problem, gpu) })
+}
+
+impl BsrPlan {
+    /// Widens the grid for so many parts per tile of columns beside the first ones of all tiles.
+    pub(super) fn add_parts(
+        &mut self,
+        parts: usize,
+        row: &Row,
+        problem: &BsrProblem,
+        gpu: &CudaProperties,
+    ) -> Result<()> {
+        if let Some(tile) = row.bsr_tile() {
+            self.config.grid[0] = blocks(row, &tile, problem, gpu, parts)?;
+        }
+        Ok(())
+    }
+}
+
+/// Blocks of threads for the tiles of C and, per tile of columns, so many parts more.
+fn blocks(
+    row: &Row,
+    tile: &BsrTile,
+    problem: &BsrProblem,
+    gpu: &CudaProperties,
+    parts: usize,
+) -> Result<u32> {
+    let tiles_m = problem.m.div_ceil(problem.block_size).div_ceil(tile.block_rows as usize);
+    let tiles = grid_x(&[problem.n.div_ceil(tile.block_n as usize), tiles_m + parts])?;
+    if !matches!(row.variant, Variant::BsrMatmulHopper(_)) {
+        return Ok(tiles);
+    }
+    // Blocks for Hopper stay and take tile after tile; each looks for one past the last.
+    let stay = gpu.multiprocessors.max(1);
+    grid_x(&[tiles as usize + 2 * stay as usize])?;
+    Ok(tiles.min(stay))
 }

@@ -1,3 +1,4 @@
+use super::stages::Stages;
 use super::{Activation, Bias, BsrMatmul};
 use crate::Result;
 use crate::check::{Operand, finite, to_i64, vector};
@@ -39,6 +40,9 @@ pub struct BsrProblem {
     /// Blocks of the longest block row of A, or an upper estimate; none: unknown, block rows count as equally long. It decides about the
     /// kernel only, not about the result.
     pub longest_row: Option<usize>,
+    /// How many times as long as the mean the longest group of block rows takes, where block rows share B (blocks of 16 and 32); none: unknown,
+    /// what [`longest_row`](Self::longest_row) suggests. As that, it decides about the kernel only.
+    pub longest_group: Option<f64>,
     /// What is contiguous in B.
     pub b_major: Major,
     /// What is contiguous in C.
@@ -55,6 +59,8 @@ pub struct BsrProblem {
     pub bias: BiasKind,
     /// What is applied last.
     pub activation: Activation,
+    /// Whether there is a workspace for sums of parts of tiles.
+    pub workspace: bool,
     /// Whether rows of B, or columns if these are contiguous, start at multiples of 16 bytes.
     pub b_vectorized: bool,
     /// Whether rows of C, or columns if these are contiguous, start at multiples of 16 bytes.
@@ -74,6 +80,7 @@ impl BsrProblem {
             block_size,
             nnz_blocks,
             longest_row: None,
+            longest_group: None,
             b_major: Major::Row,
             c_major: Major::Row,
             ldb: n,
@@ -82,6 +89,7 @@ impl BsrProblem {
             beta: 0.0,
             bias: BiasKind::None,
             activation: Activation::None,
+            workspace: false,
             b_vectorized: vectorized(dtype, n),
             c_vectorized: vectorized(dtype, n),
         }
@@ -101,11 +109,10 @@ impl BsrProblem {
         self.m == 0 || self.n == 0
     }
 
-    /// Whether C is rows of whole 16 bytes in the type of A, and nothing but alpha is applied to it.
+    /// Whether C is rows of whole 16 bytes in the type of A, and the old C is not read.
     pub(super) fn has_plain_output(&self) -> bool {
-        let plain = self.beta == 0.0 && self.bias == BiasKind::None && self.activation == Activation::None;
         let lies = self.c_major == Major::Row && self.c_vectorized && self.n.is_multiple_of(8);
-        plain && lies && self.c_dtype == self.dtype
+        self.beta == 0.0 && lies && self.c_dtype == self.dtype
     }
 }
 
@@ -150,6 +157,7 @@ impl BsrMatmul<'_> {
             block_size: a.block_size(),
             nnz_blocks: a.nnz_blocks(),
             longest_row: Some(self.transpose.map_or(a.longest_row(), |index| index.longest_row())),
+            longest_group: a.stages.as_ref().filter(|_| self.transpose.is_none()).map(Stages::skew),
             b_major,
             c_major,
             ldb,
@@ -158,6 +166,7 @@ impl BsrMatmul<'_> {
             beta: finite("beta", self.beta)?,
             bias,
             activation: self.activation,
+            workspace: self.workspace.is_some(),
             b_vectorized: vectorized(b.dtype, ldb) && self.b.is_aligned(16),
             c_vectorized: vectorized(c.dtype(), ldc) && c.is_aligned(16),
         })

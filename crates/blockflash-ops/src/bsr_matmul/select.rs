@@ -1,4 +1,5 @@
 use super::BsrProblem;
+use super::cost::{hopper_time, pays};
 use crate::arch;
 use crate::{Error, Result};
 use blockflash_safe::CudaProperties;
@@ -36,10 +37,10 @@ pub(crate) fn select_among<'r>(
         .filter(|(row, tile)| fits(row, tile, problem, gpu).is_ok())
         .min_by(|a, b| {
             let preference = |(row, tile): &(&Row, BsrTile)| {
-                (is_hopper(row) && !pays(tile, problem, gpu), arch::preference(row.target))
+                (is_hopper(row) && !pays(row, tile, problem, gpu), arch::preference(row.target))
             };
             let cost = |(row, tile): &(&Row, BsrTile)| match is_hopper(row) {
-                true => hopper_time(tile, problem, gpu),
+                true => hopper_time(row, tile, problem, gpu).0,
                 false => problem.n.div_ceil(tile.block_n as usize) as f64 * f64::from(tile.block_n),
             };
             let widest = |(_, tile): &(&Row, BsrTile)| Reverse(tile.block_n);
@@ -133,7 +134,7 @@ fn lies_as(row: &Row, tile: &BsrTile, problem: &BsrProblem) -> std::result::Resu
     Ok(())
 }
 
-fn is_hopper(row: &Row) -> bool {
+pub(super) fn is_hopper(row: &Row) -> bool {
     matches!(row.variant, Variant::BsrMatmulHopper(_))
 }
 
@@ -149,65 +150,6 @@ fn fits_hopper(problem: &BsrProblem) -> std::result::Result<(), Mismatch> {
         return Err(Mismatch::TensorMap { lines: problem.b_major, ldb });
     }
     Ok(())
-}
-
-/// What writing an element of C costs, in the unit of what a step brings into shared memory: elements of A or B.
-const COST_OF_C: f64 = 3.2;
-/// The same where tensor copies write it.
-const COST_OF_COPIED_C: f64 = 2.2;
-/// Columns of a tile beside whose stages nothing is left for tensor copies of C.
-const NO_ROOM_FOR_C: usize = 512;
-/// What a multiply-add of kernels that gather small blocks costs at least, in that unit: dense patterns keep their tensor cores busy.
-const COST_OF_PRODUCT: f64 = 0.024;
-/// What fetching the blocks of A for these costs, in columns of C.
-const COLUMNS_OF_A: usize = 16;
-/// What an element costs that a portable kernel brings into shared memory.
-const COST_OF_PORTABLE: f64 = 1.2;
-/// Columns of a wide portable tile for small blocks.
-const PORTABLE_BLOCK_N: usize = 256;
-
-/// Estimated time of a kernel for Hopper, in elements per multiprocessor. What flows into shared memory binds them: the blocks of A, and the
-/// rows of B that they meet, which block rows of one tile share where both have a block. While tiles are few, the multiprocessors with
-/// most of them decide; many tiles spread evenly, but for half a round at the end. A row much longer than the others decides alone.
-fn hopper_time(tile: &BsrTile, problem: &BsrProblem, gpu: &CudaProperties) -> f64 {
-    let [block_size, block_rows, block_n] =
-        [tile.block_size, tile.block_rows, tile.block_n].map(|size| size as usize);
-    let (rows, cols) = (problem.m.div_ceil(block_size), problem.k.div_ceil(block_size));
-    let density = (problem.nnz_blocks as f64 / (rows as f64 * cols as f64).max(1.0)).min(1.0);
-    let longest = problem
-        .longest_row
-        .map_or(density, |blocks| (blocks as f64 / cols.max(1) as f64).clamp(density, 1.0));
-    let copies_c = block_size >= 64 && block_n < NO_ROOM_FOR_C && problem.has_plain_output();
-    let cost_of_c = if copies_c { COST_OF_COPIED_C } else { COST_OF_C };
-    // Of a tile with a block row of this density, and others of the mean.
-    let tile_time = |of_first: f64| {
-        let shared = 1.0 - (1.0 - of_first) * (1.0 - density).powi(tile.block_rows as i32 - 1);
-        let a = (of_first + density * (block_rows - 1) as f64) * block_size as f64;
-        let copied = (a + shared * block_n as f64) * block_size as f64;
-        let columns = if block_size < 64 { block_n + COLUMNS_OF_A } else { 0 };
-        let multiplied = COST_OF_PRODUCT * a * (block_size * columns) as f64;
-        let written = (block_rows * block_size * block_n) as f64;
-        cols as f64 * copied.max(multiplied) + cost_of_c * written
-    };
-    let tiles = rows.div_ceil(block_rows) as f64 * problem.n.div_ceil(block_n) as f64;
-    let rounds = tiles / f64::from(gpu.multiprocessors.max(1));
-    let rounds = if rounds <= 4.0 { rounds.ceil() } else { rounds + 0.5 };
-    (rounds * tile_time(density)).max(tile_time(longest))
-}
-
-/// Whether a kernel for Hopper is worth its large tiles. For small blocks few of them may leave most multiprocessors idle, where one block
-/// row per tile, each with its own rows of B, keeps all of them busy.
-fn pays(tile: &BsrTile, problem: &BsrProblem, gpu: &CudaProperties) -> bool {
-    if tile.block_size >= 64 {
-        return true;
-    }
-    let block = tile.block_size as f64;
-    let copied = |blocks: usize, columns: usize| blocks as f64 * block * (block + columns as f64);
-    let written = problem.m as f64 * problem.n as f64;
-    let all = COST_OF_PORTABLE * copied(problem.nnz_blocks, problem.n) + COST_OF_C * written;
-    let longest = copied(problem.longest_row.unwrap_or(0), problem.n.min(PORTABLE_BLOCK_N));
-    let portable = (all / f64::from(gpu.multiprocessors.max(1))).max(COST_OF_PORTABLE * longest);
-    hopper_time(tile, problem, gpu) <= portable
 }
 
 /// The first reason that rules out every row, from the general to the particular.

@@ -97,7 +97,7 @@ fn every_row_has_a_plan() {
         let block_rows = 1000u32.div_ceil(tile.block_size);
         assert_eq!(plan.config.grid, [300u32.div_ceil(tile.block_n) * block_rows, 1, 1]);
         assert_eq!((plan.config.block, plan.config.smem_bytes), (row.threads(), row.smem_bytes()));
-        assert_eq!((plan.config.cluster, plan.workspace_bytes), (None, 0));
+        assert_eq!((plan.config.cluster, plan.parts), (None, 1));
         let p = plan.params;
         assert!(
             p.row_ptr.is_null() && p.values.is_null() && p.b.is_null() && p.c.is_null() && p.bias.is_null()

@@ -4,6 +4,7 @@
 //! that any of them needs once. A stage is what they read at a time: some block columns, and the group's blocks in these. The format
 //! is that of `stages` in `params.h`, whose lanes are those of a warp that copies a stage.
 
+use super::parts::Lengths;
 use crate::Result;
 use blockflash_safe::{Stream, Tensor};
 use blockflash_sys::manifest::BsrMatmulHopper;
@@ -25,6 +26,8 @@ pub(crate) struct Stages {
     pub(crate) stages: Tensor,
     /// i32 `[groups + 1]`: the stages of group `i` are `group_stages[i]..group_stages[i + 1]`.
     pub(crate) group_stages: Tensor,
+    /// Stages of each group.
+    pub(super) lengths: Lengths,
 }
 
 impl Stages {
@@ -46,16 +49,29 @@ impl Stages {
             count += (group.len() / (LANES * NUMBERS)) as i32;
             group_stages.push(count);
         }
+        let lengths = Lengths::new(group_stages.windows(2).map(|pair| pair[1] - pair[0]).collect());
         let stages = groups.concat();
         Ok(Some(Self {
             stages: Tensor::from_slice(stream, &stages, &[count as usize, LANES, NUMBERS])?,
             group_stages: Tensor::from_slice(stream, &group_stages, &[group_stages.len()])?,
+            lengths,
         }))
+    }
+
+    /// How many times as long as the mean the longest group is.
+    pub(super) fn skew(&self) -> f64 {
+        let groups = self.group_stages.shape()[0] - 1;
+        let mean = self.stages.shape()[0] as f64 / groups.max(1) as f64;
+        if mean > 0.0 { self.lengths.longest() as f64 / mean } else { 1.0 }
     }
 
     /// A copy on the stream's device.
     pub(crate) fn to(&self, stream: &Stream) -> Result<Self> {
-        Ok(Self { stages: self.stages.copy_to(stream)?, group_stages: self.group_stages.copy_to(stream)? })
+        Ok(Self {
+            stages: self.stages.copy_to(stream)?,
+            group_stages: self.group_stages.copy_to(stream)?,
+            lengths: self.lengths.clone(),
+        })
     }
 }
 

@@ -1,6 +1,7 @@
 //! The transposed pattern of a block-sparse matrix: where the blocks of each block column are.
 
-use super::validate::{invalid, longest_row};
+use super::parts::Lengths;
+use super::validate::invalid;
 use super::{BsrMatrix, grouping};
 use crate::check::Operand;
 use crate::{Device, Result};
@@ -27,12 +28,12 @@ pub struct BsrTranspose {
     col_idx: Tensor,
     block_idx: Tensor,
     row_order: Tensor,
-    longest_row: usize,
+    lengths: Lengths,
 }
 
 /// What an index and its matrix have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Pattern {
+pub(super) struct Pattern {
     rows: usize,
     cols: usize,
     block_size: usize,
@@ -41,9 +42,26 @@ struct Pattern {
 }
 
 impl Pattern {
-    fn of(a: &BsrMatrix) -> Self {
+    pub(super) fn of(a: &BsrMatrix) -> Self {
         let (rows, cols, block_size) = (a.rows(), a.cols(), a.block_size());
         Self { rows, cols, block_size, nnz_blocks: a.nnz_blocks(), hash: a.pattern_hash }
+    }
+
+    /// What has this pattern, `index`, must be that of the matrix `a`, which errors call `name`.
+    pub(super) fn expect(&self, index: &str, name: &str, a: &BsrMatrix) -> Result<()> {
+        let of_a = Self::of(a);
+        if *self == of_a {
+            return Ok(());
+        }
+        let describe = |of: &Self| {
+            let Self { rows, cols, block_size, nnz_blocks, .. } = of;
+            format!("{rows} x {cols} with {nnz_blocks} blocks of {block_size}")
+        };
+        invalid(format!(
+            "the {index} is that of another pattern, {}; {name} is {}",
+            describe(self),
+            describe(&of_a)
+        ))
     }
 }
 
@@ -79,10 +97,11 @@ impl BsrTranspose {
             }
         }
         let tensor = |entries: &[i32]| Tensor::from_slice(stream, entries, &[entries.len()]);
+        let order = grouping::row_order(a.block_size(), a.block_rows(), &row_ptr, &col_idx);
         Ok(Self {
             of: Pattern::of(a),
-            row_order: tensor(&grouping::row_order(a.block_size(), a.block_rows(), &row_ptr, &col_idx))?,
-            longest_row: longest_row(&row_ptr),
+            row_order: tensor(&order)?,
+            lengths: Lengths::of_rows(&row_ptr, &order),
             row_ptr: tensor(&row_ptr)?,
             col_idx: tensor(&col_idx)?,
             block_idx: tensor(&block_idx)?,
@@ -117,7 +136,7 @@ impl BsrTranspose {
 
     /// Stored blocks of the block column that has the most; 0 for a matrix without block columns.
     pub fn longest_row(&self) -> usize {
-        self.longest_row
+        self.lengths.longest()
     }
 
     /// A copy on the stream's device.
@@ -131,20 +150,18 @@ impl BsrTranspose {
             col_idx: self.col_idx.copy_to(stream)?,
             block_idx: self.block_idx.copy_to(stream)?,
             row_order: self.row_order.copy_to(stream)?,
-            longest_row: self.longest_row,
+            lengths: self.lengths.clone(),
         })
+    }
+
+    /// Of the block columns in their order.
+    pub(super) fn lengths(&self) -> &Lengths {
+        &self.lengths
     }
 
     /// The index must be that of the pattern of `a`.
     pub(super) fn is_of(&self, a: &BsrMatrix) -> Result<()> {
-        let (Pattern { rows, cols, block_size, nnz_blocks, .. }, of_a) = (self.of, Pattern::of(a));
-        if self.of == of_a {
-            return Ok(());
-        }
-        let found = format!("{rows} x {cols} with {nnz_blocks} blocks of {block_size}");
-        let Pattern { rows, cols, block_size, nnz_blocks, .. } = of_a;
-        let expected = format!("{rows} x {cols} with {nnz_blocks} blocks of {block_size}");
-        invalid(format!("the transpose is that of another pattern, {found}; A is {expected}"))
+        self.of.expect("transpose", "A", a)
     }
 }
 

@@ -122,11 +122,6 @@ impl EdgeBlock {
     }
 }
 
-/// Blocks of the longest block row.
-pub(crate) fn longest_row(row_ptr: &[i32]) -> usize {
-    row_ptr.windows(2).map(|pair| pair[1].abs_diff(pair[0]) as usize).max().unwrap_or(0)
-}
-
 pub(crate) fn invalid<T>(what: String) -> Result<T> {
     Err(Error::InvalidBsr(what))
 }

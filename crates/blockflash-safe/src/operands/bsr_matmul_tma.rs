@@ -1,13 +1,14 @@
 //! BSR matmul with Hopper's own instructions: tiles are copied by the tensor memory accelerator.
 
 use super::bsr_matmul::writes;
-use super::{BsrMatmulOperands, Fit, ceil_div, fits, fits_row, optional, require};
+use super::{BsrMatmulOperands, BsrParts, Fit, ceil_div, fits, fits_row, optional, pointer, require};
 use crate::{
     DType, Error, LaunchConfig, Result, Row, Stream, Swizzle, TensorMap, TensorMapSpec, View, tile_counter,
 };
 use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
 use blockflash_sys::params::{
-    blockflash_bsr_matmul_params, blockflash_bsr_matmul_tma_params, blockflash_tensor_map,
+    BLOCKFLASH_BSR_PARTS, blockflash_bsr_matmul_params, blockflash_bsr_matmul_tma_params,
+    blockflash_tensor_map,
 };
 use std::ptr::null_mut;
 
@@ -45,7 +46,7 @@ impl Stream {
         let blocks = operands.col_idx.shape().first().map_or(0, |&blocks| blocks as u64);
         let [a, b, b_edge] = maps(tile, params, blocks);
         let c = operands.c.as_view();
-        let c_by_copies = copies_c(tile, params, c.is_aligned(16), operands.bias.is_none());
+        let c_by_copies = copies_c(tile, params, c.is_aligned(16));
         let c_map = if c_by_copies { encode_c(&c, params)? } else { NO_MAP };
         let params = blockflash_bsr_matmul_tma_params {
             a: a.encode(&operands.values)?,
@@ -58,21 +59,27 @@ impl Stream {
             stages: optional(operands.stages.as_ref().map(|[stages, _]| stages)).cast(),
             group_stages: optional(operands.stages.as_ref().map(|[_, groups]| groups)).cast(),
             c_by_copies: c_by_copies.into(),
+            part_steps: i32::MAX,
+            part_begin: [0; BLOCKFLASH_BSR_PARTS as usize],
+            part_sums: null_mut(),
+            part_arrived: null_mut(),
         };
         // SAFETY:
         // 1. The row is a Hopper variant of BSR matmul, whose parameter struct this is.
         // 2. As in `launch_bsr_matmul`, also for `block_idx`. What is read through a tensor map lies inside the view that it was encoded
         //    from; whole blocks that are copied without one lie where `row_ptr` says, in a view that starts at a multiple of 16 bytes (`fit`).
         //    The tile counter is null or a slot that no other launch uses at the same time (`tile_counter`), and it lives as long
-        //    as the context.
+        //    as the context. The same holds for the sums of parts, of which there is room for as many as `begin` says (`split`).
         // 3. `c` is borrowed exclusively.
         unsafe {
             self.launch_with(
                 row,
                 config,
-                |session| blockflash_bsr_matmul_tma_params {
-                    tile_counter: tile_counter::of(session),
-                    ..params
+                |session| {
+                    let tile_counter = tile_counter::of(session);
+                    // Parts wait for others that were taken before, and only the counter says which were.
+                    let parts = operands.parts.as_ref().filter(|_| !tile_counter.is_null());
+                    blockflash_bsr_matmul_tma_params { tile_counter, ..with_parts(params, parts) }
                 },
                 views.iter().flatten().filter_map(View::owner),
             )
@@ -91,26 +98,69 @@ fn fit(
     writes(tile.gathers(), p)?;
     require([p.m, p.n, p.k].into_iter().all(|size| size < SIZE_LIMIT), "a size is too large")?;
     require(operands.values.is_aligned(16), "values do not start at a multiple of 16 bytes")?;
-    fits_row(config, row, 1..=tiles)?;
+    let items = tiles + split(tile, p, operands.parts.as_ref())?;
+    fits_row(config, row, 1..=items)?;
     if tile.gathers() {
         require(operands.row_order.is_some(), "the kernel needs the order of the block rows")?;
         planned(tile, p, operands.stages.as_ref())?;
     }
     // Each block looks for a tile past the last one, and counts in 32 bits.
-    let past = tiles + 2 * i128::from(config.grid[0]);
+    let past = items + 2 * i128::from(config.grid[0]);
     require(past <= i128::from(i32::MAX), "there are too many tiles")
 }
 
-/// Whether C can be stored by tensor copies: rows of the type of A, 16-byte aligned, and no epilogue but alpha. Whole rows of 16 bytes: on
+/// Checks the parts of long tiles, and says how many there are beside one for each tile.
+fn split(
+    tile: &BsrMatmulHopper,
+    p: &blockflash_bsr_matmul_params,
+    parts: Option<&BsrParts<'_>>,
+) -> std::result::Result<i128, String> {
+    let Some(BsrParts { steps, begin, sums, arrived }) = parts else { return Ok(0) };
+    require(tile.splits(), "the kernel computes whole tiles")?;
+    require(*steps > 0, "a part has no steps")?;
+    require(
+        begin.is_sorted_by(|a, b| a >= b) && begin[begin.len() - 1] == 0,
+        "parts do not descend to none",
+    )?;
+    let positions = ceil_div(p.m, tile.block_size * tile.block_rows);
+    let widest = begin.windows(2).map(|pair| i128::from(pair[0] - pair[1])).max().unwrap_or(0);
+    require(widest <= positions, "more tiles have a part than there are")?;
+    let items = i128::from(begin[0]) * ceil_div(p.n, tile.block_n);
+    let per_item = tile.block_rows * tile.block_size * tile.block_n;
+    for (what, view, dtype, entries) in [
+        ("part sums", sums, DType::F32, per_item),
+        ("part words", arrived, DType::I32, tile.consumer_warps()),
+    ] {
+        let entries = i64::try_from(items * i128::from(entries)).map_err(|_| format!("too many {what}"))?;
+        fits(what, view, dtype, [(entries, 1)])?;
+    }
+    Ok(items)
+}
+
+/// The parameters of a kernel that computes long tiles in parts.
+fn with_parts(
+    params: blockflash_bsr_matmul_tma_params,
+    parts: Option<&BsrParts<'_>>,
+) -> blockflash_bsr_matmul_tma_params {
+    let Some(BsrParts { steps, begin, sums, arrived }) = parts else { return params };
+    blockflash_bsr_matmul_tma_params {
+        part_steps: *steps,
+        part_begin: *begin,
+        part_sums: pointer(sums).cast_mut().cast(),
+        part_arrived: pointer(arrived).cast_mut().cast(),
+        ..params
+    }
+}
+
+/// Whether C can be stored by tensor copies: rows of the type of A, 16-byte aligned, and the old C is not read. Whole rows of 16 bytes: on
 /// an H200 a copy that ends inside of 16 bytes was seen to write zeros up to their end.
-fn copies_c(tile: &BsrMatmulHopper, p: &blockflash_bsr_matmul_params, aligned: bool, unbiased: bool) -> bool {
-    let plain = p.beta == 0.0 && unbiased && p.activation == 0;
+fn copies_c(tile: &BsrMatmulHopper, p: &blockflash_bsr_matmul_params, aligned: bool) -> bool {
     let lies = p.c_column_major == 0
         && aligned
         && p.n % 8 == 0
         && p.ldc % 8 == 0
         && (8..STRIDE_LIMIT).contains(&p.ldc);
-    !tile.gathers() && plain && lies && p.c_dtype == tile.dtype as i32
+    !tile.gathers() && p.beta == 0.0 && lies && p.c_dtype == tile.dtype as i32
 }
 
 /// The map of C, 16 rows of a panel at a time.

@@ -88,6 +88,7 @@ fn fit_of(
         values: values.view(),
         row_order: Some(row_order.view()),
         stages: None,
+        parts: None,
         block_idx: tile.a_transposed.then(|| block_idx.view()),
         b,
         c,
@@ -118,6 +119,40 @@ fn what_fits_and_what_does_not() {
     refused(&|p| p.c_dtype = 0, "c_dtype");
     let cluster = LaunchConfig { cluster: Some([1, 1, 1]), ..config(TILE, 3) };
     assert!(fit_of(TILE, |_| (), &cluster).unwrap_err().contains("no clusters"));
+}
+
+#[test]
+fn parts_have_room_and_places() {
+    let stream = Device::cpu().stream().unwrap();
+    let sums = Tensor::empty(&stream, DType::F32, &[8 * 64 * 256]).unwrap();
+    let words = Tensor::zeros(&stream, DType::I32, &[8 * 8]).unwrap();
+    // With memory for so many parts.
+    let of = |begin: &[i32], room: usize| {
+        let mut all = [0; BLOCKFLASH_BSR_PARTS as usize];
+        all[..begin.len()].copy_from_slice(begin);
+        let sums = sums.view().slice(0, 0..room * 64 * 256).unwrap();
+        BsrParts { steps: 2, begin: all, sums, arrived: words.view().slice(0, 0..room * 8).unwrap() }
+    };
+    // Three block rows and one tile of columns.
+    let split_of = |tile: &BsrMatmulHopper, parts: BsrParts<'_>| split(tile, &params(), Some(&parts));
+    assert_eq!(split(&TILE, &params(), None), Ok(0));
+    assert_eq!(split_of(&TILE, of(&[], 0)), Ok(0));
+    assert_eq!(split_of(&TILE, of(&[4, 1], 4)), Ok(4));
+    assert_eq!(split_of(&TILE, of(&[3], 3)), Ok(3));
+    let refused = |tile: &BsrMatmulHopper, parts: BsrParts<'_>, reason: &str| {
+        let found = split_of(tile, parts).unwrap_err();
+        assert!(found.contains(reason), "{found}");
+    };
+    refused(&TILE, of(&[5, 2], 4), "part sums");
+    refused(&TILE, BsrParts { arrived: words.view(), ..of(&[3], 3) }, "part words");
+    refused(&TILE, BsrParts { arrived: sums.view(), ..of(&[3], 3) }, "part words");
+    refused(&TILE, of(&[4], 4), "more tiles have a part");
+    refused(&TILE, of(&[1, 2], 1), "descend");
+    refused(&TILE, of(&[2, -1], 2), "descend");
+    refused(&TILE, of(&[7; 8], 7), "descend");
+    refused(&TILE, BsrParts { steps: 0, ..of(&[3], 3) }, "no steps");
+    refused(&PAIRS, of(&[1], 1), "whole tiles");
+    refused(&BsrMatmulHopper { block_n: 512, stages: 3, ..TILE }, of(&[1], 1), "whole tiles");
 }
 
 #[test]
@@ -187,11 +222,10 @@ fn small_blocks_are_copied_as_they_lie() {
 #[test]
 fn what_tensor_copies_can_store() {
     let plain = blockflash_bsr_matmul_params { c_dtype: DType::F16 as i32, ..params() };
-    assert!(copies_c(&TILE, &plain, true, true));
+    assert!(copies_c(&TILE, &plain, true));
     let refused = [
         blockflash_bsr_matmul_params { c_dtype: DType::F32 as i32, ..plain },
         blockflash_bsr_matmul_params { beta: 0.5, ..plain },
-        blockflash_bsr_matmul_params { activation: 1, ..plain },
         blockflash_bsr_matmul_params { c_column_major: 1, ..plain },
         blockflash_bsr_matmul_params { n: 131, ..plain },
         blockflash_bsr_matmul_params { ldc: 140, ..plain },
@@ -199,11 +233,13 @@ fn what_tensor_copies_can_store() {
         blockflash_bsr_matmul_params { ldc: 1 << 39, ..plain },
     ];
     for p in &refused {
-        assert!(!copies_c(&TILE, p, true, true));
+        assert!(!copies_c(&TILE, p, true));
     }
-    assert!(!copies_c(&TILE, &plain, false, true) && !copies_c(&TILE, &plain, true, false));
+    assert!(!copies_c(&TILE, &plain, false));
+    let activated = blockflash_bsr_matmul_params { activation: 1, ..plain };
+    assert!(copies_c(&TILE, &activated, true));
     let gathers = BsrMatmulHopper { block_size: 32, block_rows: 8, block_n: 128, ..TILE };
-    assert!(!copies_c(&gathers, &plain, true, true), "its pages have no room");
+    assert!(!copies_c(&gathers, &plain, true), "its pages have no room");
 }
 
 #[test]

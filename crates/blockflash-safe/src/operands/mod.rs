@@ -8,13 +8,15 @@ mod block_mask_build;
 mod block_scores;
 mod bsr_matmul;
 mod bsr_matmul_tma;
+mod bsr_reblock;
 mod bsr_sddmm;
 
 pub use attention_fwd::AttentionFwdOperands;
 pub use block_mask::BlockMaskOperands;
 pub use block_mask_build::BlockMaskBuildOperands;
 pub use block_scores::BlockScoresOperands;
-pub use bsr_matmul::BsrMatmulOperands;
+pub use bsr_matmul::{BsrMatmulOperands, BsrParts};
+pub use bsr_reblock::BsrReblockOperands;
 pub use bsr_sddmm::BsrSddmmOperands;
 
 use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};

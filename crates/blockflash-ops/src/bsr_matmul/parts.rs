@@ -1,0 +1,152 @@
+//! Long tiles in parts: several multiprocessors compute a tile of C where few tiles, or one that is longer than the others, would leave most of
+//! them idle.
+
+use crate::{Error, Result};
+use blockflash_safe::{BsrParts, Device, Stream, Tensor};
+use blockflash_sys::DType;
+use blockflash_sys::manifest::BsrMatmulHopper;
+use blockflash_sys::params::BLOCKFLASH_BSR_PARTS;
+
+/// Most parts of a tile.
+pub(super) const MOST_PARTS: usize = BLOCKFLASH_BSR_PARTS as usize;
+
+/// Memory in which a [`BsrMatmul`](super::BsrMatmul) leaves sums of parts of tiles, for calls on one stream.
+///
+/// With it, block rows that are much longer than others, and products with few tiles (few columns of B), are computed by several multiprocessors
+/// each; the sums are added in a fixed order, so results are the same in every run. They may differ in the last bits from those without a
+/// workspace, which add in one go. Kernels that cannot use it leave it alone: those for other GPUs than Hopper, and the CPU, for which it
+/// has no memory.
+///
+/// A graph that was captured with it uses it at each launch, so do not launch two such graphs at once.
+///
+/// ```
+/// # use blockflash_ops::{BsrMatmul, BsrMatrix, BsrWorkspace, DType, Device, View};
+/// let stream = Device::cpu().stream()?;
+/// let workspace = BsrWorkspace::new(&stream)?; // once, for all products on this stream
+/// let a = BsrMatrix::from_coo(2, 3, 1, DType::F32, &[(0, 2, 5.0)])?;
+/// let b = View::from_slice(&[1.0f32, 10.0, 100.0], &[3, 1])?;
+/// let product = BsrMatmul { workspace: Some(&workspace), ..BsrMatmul::new(&a, b) };
+/// assert_eq!(product.matmul(DType::F32, &stream)?.to_vec::<f32>(&stream)?, [500.0, 0.0]);
+/// # Ok::<(), blockflash_ops::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct BsrWorkspace {
+    stream: Stream,
+    sums: Tensor,
+    arrived: Tensor,
+    /// Parts of the longest tile, instead of an estimate.
+    asked: Option<usize>,
+}
+
+impl BsrWorkspace {
+    /// Bytes of device memory for sums: room for 256 of the largest tiles.
+    pub const BYTES: usize = 32 << 20;
+    /// Words that say that sums are there, one per warp that computes.
+    const WORDS: usize = Self::BYTES / 4096;
+
+    /// A workspace for calls on this stream, or on clones of it.
+    ///
+    /// # Errors
+    /// Out of memory, a stream that is being captured, or a failing device.
+    pub fn new(stream: &Stream) -> Result<Self> {
+        let [sums, words] = if stream.device().is_cpu() { [0; 2] } else { [Self::BYTES / 4, Self::WORDS] };
+        Ok(Self {
+            stream: stream.clone(),
+            sums: Tensor::empty(stream, DType::F32, &[sums])?,
+            arrived: Tensor::zeros(stream, DType::I32, &[words])?,
+            asked: None,
+        })
+    }
+
+    /// The same memory for products whose longest tile is computed in this many parts, 1 to 8, whatever the estimate says, unless it has fewer
+    /// steps or there is no room for them: for tests and measurements.
+    #[must_use]
+    pub fn with_parts(self, parts: usize) -> Self {
+        Self { asked: Some(parts), ..self }
+    }
+
+    /// Where the memory is.
+    pub fn device(&self) -> Device {
+        self.sums.device()
+    }
+
+    /// Calls on different streams may run at once, and then would write to the same place.
+    pub(super) fn on(&self, stream: &Stream) -> Result<()> {
+        if self.stream.is_same_queue(stream) { Ok(()) } else { Err(Error::OtherStream { what: "workspace" }) }
+    }
+
+    /// The parts of a product whose longest tile is estimated to need this many, at most as many as there is room for. None: tiles are whole.
+    pub(super) fn parts(
+        &self,
+        tile: &BsrMatmulHopper,
+        lengths: &Lengths,
+        tiles_n: usize,
+        estimate: usize,
+    ) -> Option<BsrParts<'_>> {
+        if !tile.splits() {
+            return None;
+        }
+        let most = self.asked.unwrap_or(estimate);
+        let per_tile = (tile.block_rows * tile.block_size * tile.block_n) as usize;
+        let warps = tile.consumer_warps() as usize;
+        let (sums, arrived) = (self.sums.view(), self.arrived.view());
+        let room = (sums.shape()[0] / per_tile).min(arrived.shape()[0] / warps);
+        (2..=most.min(MOST_PARTS)).rev().find_map(|parts| {
+            let (steps, begin) = lengths.cut(parts)?;
+            let slots = (begin[0] as usize).checked_mul(tiles_n)?;
+            if slots == 0 || slots > room {
+                return None;
+            }
+            let sums = sums.slice(0, 0..slots * per_tile).ok()?;
+            let arrived = arrived.slice(0, 0..slots * warps).ok()?;
+            Some(BsrParts { steps, begin, sums, arrived })
+        })
+    }
+}
+
+/// How long tiles are along K, in the order in which they are taken: in blocks, or in stages of the plan. An upper bound that never ascends, since
+/// tiles that share B well may come before longer ones.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Lengths(Vec<i32>);
+
+impl Lengths {
+    /// From the length of each tile in this order.
+    pub(super) fn new(mut lengths: Vec<i32>) -> Self {
+        let mut longest = 0;
+        for length in lengths.iter_mut().rev() {
+            longest = longest.max(*length);
+            *length = longest;
+        }
+        Self(lengths)
+    }
+
+    /// Of the block rows of a pattern in this order.
+    pub(super) fn of_rows(row_ptr: &[i32], order: &[i32]) -> Self {
+        Self::new(order.iter().map(|&row| row_ptr[row as usize + 1] - row_ptr[row as usize]).collect())
+    }
+
+    /// The longest; 0 if there are none.
+    pub(super) fn longest(&self) -> usize {
+        self.0.first().map_or(0, |&length| length as usize)
+    }
+
+    /// Steps of a part if the longest tile has so many parts, and where the tiles begin that may have a part of each number:
+    /// `part_begin` in `params.h`. None where the longest has fewer steps than parts.
+    fn cut(&self, parts: usize) -> Option<(i32, [i32; MOST_PARTS])> {
+        let longest = *self.0.first()?;
+        if longest < parts as i32 {
+            return None;
+        }
+        let steps = (longest - 1) / parts as i32 + 1;
+        let mut begin = [0; MOST_PARTS];
+        for part in (1..MOST_PARTS).rev() {
+            let longer = self.0.partition_point(|&length| i64::from(length) > part as i64 * i64::from(steps));
+            begin[part - 1] = begin[part] + longer as i32;
+        }
+        Some((steps, begin))
+    }
+}
+
+#[cfg(test)]
+#[path = "parts_tests.rs"]
+mod tests;
