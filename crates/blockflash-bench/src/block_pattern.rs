@@ -29,7 +29,8 @@ enum Part {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?} is no part of a pattern: expected full, causal, window:8 (blocks before and behind, or window:8,0), dilated:2,4, \
-     strided:4,1, sink:1, global:2, uniform:0.25, random:0.25, power_law:0.25 or banded:0.25, with + between them"
+     strided:4,1, sink:1, global:2, uniform:0.25, random:0.25, power_law:0.25, banded:0.25, full_rows:0.25, clustered:0.25 or \
+     butterfly:0.25, with + between them"
 )]
 pub struct PatternError(String);
 
@@ -77,11 +78,7 @@ fn part(word: &str) -> Option<Part> {
         ("strided", [stride, local]) => Some(Part::Strided { stride: count(stride)?, local: count(local)? }),
         ("sink", [columns]) => Some(Part::Sink(count(columns)?)),
         ("global", [blocks]) => Some(Part::Global(count(blocks)?)),
-        ("uniform", _) => drawn(Pattern::Uniform),
-        ("random", _) => drawn(Pattern::Random),
-        ("power_law", _) => drawn(Pattern::PowerLaw),
-        ("banded", _) => drawn(Pattern::Banded),
-        _ => None,
+        _ => drawn(Pattern::named(name)?),
     }
 }
 
@@ -205,6 +202,7 @@ mod tests {
         assert_eq!(rows("strided:4,1")[5], [1, 4, 5, 6, 9]);
         assert_eq!((rows("global:1")[0].len(), &rows(" global:1 + window:0 ")[7][..]), (10, &[0, 7][..]));
         assert!(rows("uniform:0.3").iter().all(|row| row.len() == 3));
+        assert_eq!((rows("full_rows:0.1")[5].len(), rows("full_rows:0.1")[4].len()), (10, 0));
         assert_eq!(rows("full")[9].len(), 10);
         let pattern: BlockPattern = "causal+window:2".parse().unwrap();
         assert_eq!((pattern.to_string().as_str(), pattern.token_mask()), ("causal+window:2", Mask::causal()));
@@ -238,6 +236,7 @@ mod tests {
         ] {
             let error = text.parse::<BlockPattern>().unwrap_err().to_string();
             assert!(error.contains("is no part of a pattern"), "{text}: {error}");
+            assert!(Pattern::ALL.iter().all(|pattern| error.contains(&format!(" {pattern}:"))), "{error}");
         }
         let pattern = |text: &str| {
             text.parse::<BlockPattern>().unwrap().mask(geometry(), 1, 0).unwrap_err().to_string()

@@ -2,6 +2,7 @@
 
 mod attention_operands;
 mod block_lists;
+mod bsr_operands;
 mod host;
 mod mask_operands;
 mod operands;

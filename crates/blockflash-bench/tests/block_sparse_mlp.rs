@@ -1,8 +1,6 @@
 //! The example `block_sparse_mlp`, small and on the CPU.
 #![allow(missing_docs, unreachable_pub)]
 
-#[path = "../examples/block_sparse_mlp/break_even.rs"]
-mod break_even;
 #[path = "../examples/block_sparse_mlp/layer.rs"]
 mod layer;
 #[path = "../examples/block_sparse_mlp/reference.rs"]
@@ -152,14 +150,35 @@ fn more_blocks_are_closer_to_all_of_them() {
     assert_eq!(errors(&study), errors(&again));
 }
 
+/// All times are known: of the layers from the study, of the dense product from the rival that always takes 5 µs.
 #[test]
-fn break_even_is_where_the_line_meets_one() {
-    let found = break_even::density(&[(0.1, 4.0), (0.4, 0.25)]).unwrap();
-    assert!((found - 0.2).abs() < 1e-12, "{found}");
-    assert_eq!(break_even::density(&[(0.1, 2.0), (0.5, 1.0), (1.0, 0.5)]), Some(0.5));
-    assert_eq!(break_even::density(&[(0.1, 2.0), (1.0, 1.5)]), Some(1.0));
-    assert_eq!(break_even::density(&[(0.1, 0.9), (0.5, 1.1)]), None);
-    assert_eq!(break_even::density(&[]), None);
+fn break_even_is_found_for_each_block_size_and_dense_product() {
+    let study = study::run(&options(), &mut fake_rivals(), |_| ()).unwrap();
+    let found: Vec<_> =
+        study.break_even.iter().map(|found| (found.tokens, found.block_size, found.over.as_str())).collect();
+    let of_tokens = |tokens| {
+        [16, 64]
+            .into_iter()
+            .flat_map(move |block| [(tokens, block, ALL_BLOCKS), (tokens, block, "torch_matmul_dense")])
+    };
+    assert_eq!(found, of_tokens(1).chain(of_tokens(19)).collect::<Vec<_>>());
+    for found in &study.break_even {
+        let same = |point: &&Point| (point.tokens, point.block_size) == (found.tokens, found.block_size);
+        let faster = |point: &&Point| point.us < if found.over == ALL_BLOCKS { point.dense_us } else { 5.0 };
+        let points: Vec<_> = study.points.iter().filter(same).collect();
+        let slower = points.iter().position(|point| !faster(point));
+        match (found.density, slower) {
+            (None, Some(0)) => {}
+            (Some(density), Some(slower)) if slower > 0 => {
+                assert!(
+                    (points[slower - 1].density..=points[slower].density).contains(&density),
+                    "{points:?}"
+                );
+            }
+            (Some(density), None) => assert_eq!(density, 1.0),
+            other => panic!("{other:?}: {points:?}"),
+        }
+    }
 }
 
 #[test]

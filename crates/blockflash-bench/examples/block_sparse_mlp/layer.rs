@@ -10,7 +10,7 @@ use super::weights::{Kept, Ranking, Weights, out_of_memory};
 use blockflash_bench::io::Array;
 use blockflash_bench::{Result, random};
 use blockflash_ops::bsr_matmul::BsrMatrix;
-use blockflash_ops::{Activation, BsrMatmul, DType, Stream, Tensor};
+use blockflash_ops::{Activation, BsrMatmul, BsrWorkspace, DType, Stream, Tensor};
 use std::cell::Cell;
 
 /// Elements of 16 bytes.
@@ -69,6 +69,7 @@ pub struct Activations {
     x: Tensor,
     hidden: Tensor,
     y: Tensor,
+    workspace: BsrWorkspace,
 }
 
 impl Activations {
@@ -86,7 +87,8 @@ impl Activations {
         // Lanes 0 and 1 are those of the weights.
         let x = random::normal(DType::BF16, &[features, stride], seed, 2, |_| ()).map_err(out_of_memory)?;
         let empty = |rows| Tensor::empty(stream, DType::BF16, &[rows, stride]);
-        Ok(Self { tokens, x: x.upload(stream)?, hidden: empty(intermediate)?, y: empty(features)? })
+        let (hidden, y) = (empty(intermediate)?, empty(features)?);
+        Ok(Self { tokens, x: x.upload(stream)?, hidden, y, workspace: BsrWorkspace::new(stream)? })
     }
 
     /// How many there are.
@@ -102,10 +104,12 @@ impl Activations {
         let [up, down] = &mlp.copies[mlp.next.get()];
         mlp.next.set((mlp.next.get() + 1) % mlp.copies.len());
         let tokens = 0..self.tokens;
+        let workspace = Some(&self.workspace);
         let up = BsrMatmul::new(up, self.x.view().slice(1, tokens.clone())?);
-        let up = BsrMatmul { activation: Activation::Silu, ..up };
+        let up = BsrMatmul { activation: Activation::Silu, workspace, ..up };
         up.matmul_into(self.hidden.view_mut().slice(1, tokens.clone())?, stream)?;
         let down = BsrMatmul::new(down, self.hidden.view().slice(1, tokens.clone())?);
+        let down = BsrMatmul { workspace, ..down };
         Ok(down.matmul_into(self.y.view_mut().slice(1, tokens)?, stream)?)
     }
 

@@ -22,7 +22,6 @@
 // Nothing is outside of a program: `pub` is `pub(crate)` here.
 #![allow(unreachable_pub)]
 
-mod break_even;
 mod layer;
 #[path = "../common/program.rs"]
 mod program;

@@ -9,6 +9,7 @@ use blockflash_bench::{Error, Result, machine};
 use blockflash_ops::{DType, Device};
 use serde::Serialize;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Name of the operation in the protocol.
 const OP: &str = "bsr_matmul";
@@ -65,7 +66,10 @@ impl Rivals {
 
     /// The rivals of a process that runs.
     pub fn new(peers: Peers, seed: u64) -> Self {
-        let scratch = std::env::temp_dir().join(format!("blockflash-mlp-{}", std::process::id()));
+        // Of this one only: it goes with it.
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let scratch = std::env::temp_dir().join(format!("blockflash-mlp-{}-{number}", std::process::id()));
         Self { peers, seed, scratch }
     }
 

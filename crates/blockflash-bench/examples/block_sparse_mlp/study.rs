@@ -1,11 +1,11 @@
 //! The layer with all blocks against the layer with some of them: time, error, break-even.
 
-use super::break_even;
 use super::layer::{Activations, Mlp};
 use super::reference;
 use super::results::device_name;
 use super::rivals::{Rival, Rivals};
 use super::weights::{Ranking, Weights};
+use blockflash_bench::report;
 use blockflash_bench::timing::{Cache, Repeat, flush_bytes, median};
 use blockflash_bench::{Error, Result};
 use blockflash_ops::{Device, Stream};
@@ -273,13 +273,13 @@ impl Study {
         let points = || self.points.iter().filter(|point| point.tokens == tokens);
         for of_block in points().collect::<Vec<_>>().chunk_by(|a, b| a.block_size == b.block_size) {
             for &(over, us) in &against {
-                let speedup = |point: &&Point| us.map_or(point.speedup, |us| us / point.us);
-                let line: Vec<_> = of_block.iter().map(|point| (point.density, speedup(point))).collect();
+                let time = |point: &&Point| point.us / us.unwrap_or(point.dense_us);
+                let line: Vec<_> = of_block.iter().map(|point| (point.density, time(point))).collect();
                 self.break_even.push(BreakEven {
                     tokens,
                     block_size: of_block[0].block_size,
                     over: over.to_owned(),
-                    density: break_even::density(&line),
+                    density: report::break_even(&line).and_then(report::BreakEven::density),
                 });
             }
         }

@@ -7,7 +7,7 @@
 use super::sparsity::Sparsity;
 use blockflash_bench::io::{Array, Scalar};
 use blockflash_bench::{Error, Result};
-use blockflash_ops::{Activation, BsrMatmul, BsrMatrix, BsrSddmm, BsrTranspose};
+use blockflash_ops::{Activation, BsrMatmul, BsrMatrix, BsrSddmm, BsrTranspose, BsrWorkspace};
 use blockflash_ops::{DType, Device, Stream, Tensor, View, ViewMut};
 use half::{bf16, f16};
 
@@ -20,6 +20,7 @@ pub struct Layer {
     exact: Vec<f32>,
     velocity: Vec<f32>,
     fan_in: usize,
+    workspace: BsrWorkspace,
 }
 
 impl Layer {
@@ -39,6 +40,7 @@ impl Layer {
             exact,
             weights,
             fan_in: sparsity.fan_in(),
+            workspace: BsrWorkspace::new(stream)?,
         })
     }
 
@@ -47,12 +49,14 @@ impl Layer {
     /// # Errors
     /// An x that is no matrix; so of the next two.
     pub fn forward<'a>(&'a self, x: View<'a>, activation: Activation) -> Result<BsrMatmul<'a>> {
-        Ok(BsrMatmul { activation, ..BsrMatmul::linear(x, &self.weights)? })
+        let workspace = Some(&self.workspace);
+        Ok(BsrMatmul { activation, workspace, ..BsrMatmul::linear(x, &self.weights)? })
     }
 
     /// `dx = dy·W`, the gradient of y taken back to x.
     pub fn backward<'a>(&'a self, dy: View<'a>) -> Result<BsrMatmul<'a>> {
-        Ok(BsrMatmul::dense_sparse(dy, &self.weights, &self.index)?)
+        let workspace = Some(&self.workspace);
+        Ok(BsrMatmul { workspace, ..BsrMatmul::dense_sparse(dy, &self.weights, &self.index)? })
     }
 
     /// `dW = dyᵀ·x / samples` at the stored blocks.

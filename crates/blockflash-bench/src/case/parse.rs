@@ -13,7 +13,8 @@ impl FromStr for Case {
     /// Reads what [`Display`](std::fmt::Display) writes.
     fn from_str(id: &str) -> Result<Self, String> {
         // A pattern's name may hold the separator.
-        let joined = id.replace("power_law", "power-law");
+        let join = |id: String, name: String| id.replace(&name, &name.replace('_', "-"));
+        let joined = Pattern::ALL.iter().map(ToString::to_string).fold(id.to_owned(), join);
         let parts: Vec<&str> = joined.split('_').collect();
         let case = match id.as_bytes().first() {
             Some(b'm') if parts[0] == "mask" => block_mask(&parts[1..]),
@@ -55,8 +56,7 @@ fn mask(part: &str) -> Option<MaskKind> {
 }
 
 fn pattern(part: &str) -> Option<Pattern> {
-    let all = [Pattern::Uniform, Pattern::Random, Pattern::PowerLaw, Pattern::Banded];
-    all.into_iter().find(|pattern| pattern.to_string() == part.replace('-', "_"))
+    Pattern::named(&part.replace('-', "_"))
 }
 
 fn attention(parts: &[&str]) -> Option<Case> {

@@ -16,10 +16,21 @@ pub enum Pattern {
     PowerLaw,
     /// The same number of blocks in each row, side by side around the diagonal.
     Banded,
+    /// As many full rows as the density is of all rows, evenly spread; the others are empty. A density of one row stores the middle one.
+    FullRows,
+    /// The same number of blocks in each row. At most sixteen rows at equal distances are a cluster: they take nine tenths of their
+    /// columns from one list of as many; the rest is drawn at random.
+    Clustered,
+    /// The same number of blocks in each row: its own column and those that differ from it in one bit, nearest first. Where that are
+    /// too few, each stands for an aligned run of 2, 4, … columns, the shortest that suffices; what is too much is left out at the far end.
+    Butterfly,
 }
 
 /// Exponent of [`Pattern::PowerLaw`].
 const SKEW: f64 = 0.8;
+/// Rows of a cluster of [`Pattern::Clustered`], and what they take from its list.
+const CLUSTER: usize = 16;
+const SHARED: f64 = 0.9;
 
 impl fmt::Display for Pattern {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -28,15 +39,36 @@ impl fmt::Display for Pattern {
             Pattern::Random => "random",
             Pattern::PowerLaw => "power_law",
             Pattern::Banded => "banded",
+            Pattern::FullRows => "full_rows",
+            Pattern::Clustered => "clustered",
+            Pattern::Butterfly => "butterfly",
         })
     }
 }
 
 impl Pattern {
-    /// Number of stored blocks: `density` rounded to whole blocks, per row (at least one) or for `Random` in all.
+    /// All of them.
+    pub const ALL: [Pattern; 7] = [
+        Pattern::Uniform,
+        Pattern::Random,
+        Pattern::PowerLaw,
+        Pattern::Banded,
+        Pattern::FullRows,
+        Pattern::Clustered,
+        Pattern::Butterfly,
+    ];
+
+    /// The pattern that is [displayed](fmt::Display) like this.
+    pub(crate) fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|pattern| pattern.to_string() == name)
+    }
+
+    /// Number of stored blocks: `density` rounded to whole blocks, per row (at least one) or for `Random` in all; for `FullRows` to whole
+    /// rows (at least one).
     pub(crate) fn nnz_blocks(self, rows: usize, columns: usize, density: f64) -> usize {
         match self {
             Pattern::Random => rounded(density, rows * columns),
+            Pattern::FullRows => rounded(density, rows) * columns,
             _ => rows * rounded(density, columns),
         }
     }
@@ -64,6 +96,19 @@ impl Pattern {
                     of_rows[block / columns].push(block % columns);
                 }
                 of_rows
+            }
+            Pattern::FullRows => {
+                let mut of_rows = vec![Vec::new(); rows];
+                let full = rounded(density, rows).min(rows);
+                (0..full).for_each(|at| of_rows[(2 * at + 1) * rows / (2 * full)] = (0..columns).collect());
+                of_rows
+            }
+            Pattern::Clustered => clustered(rows, columns, each, seed),
+            Pattern::Butterfly => {
+                let run = shortest_run(columns, each);
+                // Rows of a matrix that is not square are stretched to its columns.
+                let row = |row: usize| butterfly(row * columns / rows, columns, each, run);
+                (0..rows).map(row).collect()
             }
         };
         let mut row_ptr = vec![0];
@@ -105,3 +150,47 @@ fn skewed(rows: usize, columns: usize, sum: usize, seed: u64) -> Vec<usize> {
     random::shuffle(&mut lengths, seed);
     lengths
 }
+
+/// Columns of the rows of [`Pattern::Clustered`], row `r` in cluster `r % clusters`.
+fn clustered(rows: usize, columns: usize, each: usize, seed: u64) -> Vec<Vec<usize>> {
+    let clusters = rows.div_ceil(CLUSTER);
+    // Near density 1 there are not enough columns beside the list.
+    let shared = ((SHARED * each as f64).round() as usize).max((2 * each).saturating_sub(columns));
+    let row = |row: usize| {
+        let draw = |count, total, lane| random::choose(count, total, seed, lane as u64);
+        // A lane for each list and two for each row.
+        let list = draw(each, columns, row % clusters);
+        let others: Vec<usize> = (0..columns).filter(|column| list.binary_search(column).is_err()).collect();
+        let of_list = draw(shared, list.len(), clusters + 2 * row);
+        let of_others = draw(each - shared, others.len(), clusters + 2 * row + 1);
+        let mut chosen: Vec<usize> = of_list.into_iter().map(|at| list[at]).collect();
+        chosen.extend(of_others.into_iter().map(|at| others[at]));
+        chosen.sort_unstable();
+        chosen
+    };
+    (0..rows).map(row).collect()
+}
+
+/// The least power of two so that a run of so many columns at each place of a butterfly holds `each` columns.
+fn shortest_run(columns: usize, each: usize) -> usize {
+    let places = |run: usize| 1 + columns.div_ceil(run).next_power_of_two().ilog2() as usize;
+    let mut run = 1;
+    while run * places(run) < each {
+        run *= 2;
+    }
+    run
+}
+
+/// Columns of the row whose own column is `own`. Where the number of columns is no power of two some places lie outside of the matrix:
+/// those that differ in two bits follow, and so on.
+fn butterfly(own: usize, columns: usize, each: usize, run: usize) -> Vec<usize> {
+    let distance = |column: &usize| (((own / run) ^ (column / run)).count_ones(), own ^ column);
+    let mut nearest: Vec<usize> = (0..columns).collect();
+    nearest.sort_unstable_by_key(distance);
+    nearest.truncate(each);
+    nearest.sort_unstable();
+    nearest
+}
+
+#[cfg(test)]
+mod tests;

@@ -52,8 +52,7 @@ mod tests {
         let stream = Device::cpu().stream().unwrap();
         let uniform = shape("b2_q512_kv1024_h8kv4_d64_q128kv64_d0.3_uniform_full_bf16");
         let causal = shape("b1_s1024_h4_d64_q64kv128_d0.3_uniform_causal_bf16");
-        let patterns = [Pattern::Uniform, Pattern::Random, Pattern::PowerLaw, Pattern::Banded];
-        let with_pattern = patterns.map(|pattern| BlockSparseShape { pattern, ..uniform });
+        let with_pattern = Pattern::ALL.map(|pattern| BlockSparseShape { pattern, ..uniform });
         let others = [
             causal,
             shape("b1_s1024_h4_d64_q128kv64_d0.01_uniform_causal_bf16"),

@@ -1,4 +1,5 @@
 use super::attention_operands::AttentionOperands;
+use super::bsr_operands::BsrOperands;
 use super::mask_operands::MaskOperands;
 use super::sddmm_operands::SddmmOperands;
 use crate::case::{BsrShape, Case};
@@ -8,17 +9,17 @@ use crate::io::{Array, Values};
 use crate::random;
 use blockflash_ops::bsr_matmul::BsrMatrix;
 use blockflash_ops::{
-    BsrMatmul, CudaProperties, DType, PreparedAttention, PreparedBsrMatmul, PreparedBsrSddmm, Row, Stream,
-    Tensor, attention, bsr_matmul, bsr_sddmm,
+    CudaProperties, DType, PreparedAttention, PreparedBsrMatmul, PreparedBsrSddmm, Row, Stream, Tensor,
+    attention, bsr_sddmm,
 };
 use rayon::prelude::*;
 
 /// Inputs and outputs on the device.
 #[derive(Debug)]
 pub(super) enum Operands {
-    Attention(AttentionOperands),
+    Attention(Box<AttentionOperands>),
     Mask(MaskOperands),
-    Bsr { a: BsrMatrix, b: Tensor, c: Tensor },
+    Bsr(Box<BsrOperands>),
     Sddmm(Box<SddmmOperands>),
 }
 
@@ -57,7 +58,7 @@ impl Operands {
         match case {
             Case::AttentionFwd(_) | Case::VarlenFwd(_) | Case::BlockSparseFwd(_) => {
                 let (operands, [q, k, v]) = AttentionOperands::new(case, stream, seed, normal)?;
-                Ok((Self::Attention(operands), Host::Attention { q, k, v }))
+                Ok((Self::Attention(Box::new(operands)), Host::Attention { q, k, v }))
             }
             Case::BlockMaskBuild(shape) => {
                 Ok((Self::Mask(MaskOperands::new(shape, stream, normal)?), Host::Kept))
@@ -68,12 +69,9 @@ impl Operands {
                 let values = normal(&[col_idx.len(), block_size, block_size], dtype, 0)?;
                 let b = normal(&[k, n], dtype, 1)?;
                 let a = BsrMatrix::from_parts(m, k, block_size, &row_ptr, &col_idx, values.view()?)?;
-                let operands = Self::Bsr {
-                    a: a.to(stream)?,
-                    b: b.upload(stream)?,
-                    c: Tensor::empty(stream, dtype, &[m, n])?,
-                };
-                Ok((operands, Host::Bsr { row_ptr, col_idx, values, b }))
+                let c = Tensor::empty(stream, dtype, &[m, n])?;
+                let operands = BsrOperands::new(&a, b.upload(stream)?, c, stream)?;
+                Ok((Self::Bsr(Box::new(operands)), Host::Bsr { row_ptr, col_idx, values, b }))
             }
             Case::BsrSddmm(shape) => {
                 let operands = SddmmOperands::new(shape, stream, seed, normal)?;
@@ -94,9 +92,7 @@ impl Operands {
             Self::Mask(operands) => {
                 operands.kernel().ok_or_else(|| Error::Option("this mask needs no kernel".to_owned()))?
             }
-            Self::Bsr { a, b, c } => {
-                bsr_matmul::select(&BsrMatmul::new(a, b.view()).problem(&c.view_mut())?, gpu)?
-            }
+            Self::Bsr(operands) => operands.select(gpu)?,
             Self::Sddmm(operands) => bsr_sddmm::select(&operands.problem()?, gpu)?,
         })
     }
@@ -107,9 +103,7 @@ impl Operands {
             Self::Attention(operands) => attention::accepts(row, &operands.problem()?, gpu).is_ok(),
             // Its memory is that of the selected kernel.
             Self::Mask(operands) => operands.kernel().is_some_and(|kernel| kernel.variant == row.variant),
-            Self::Bsr { a, b, c } => {
-                bsr_matmul::accepts(row, &BsrMatmul::new(a, b.view()).problem(&c.view_mut())?, gpu).is_ok()
-            }
+            Self::Bsr(operands) => operands.accepts(row, gpu)?,
             Self::Sddmm(operands) => bsr_sddmm::accepts(row, &operands.problem()?, gpu).is_ok(),
         })
     }
@@ -118,14 +112,8 @@ impl Operands {
         match self {
             Self::Attention(operands) => operands.launch(row, stream)?,
             Self::Mask(operands) => operands.launch(row, stream)?,
+            Self::Bsr(operands) => operands.launch(row, stream)?,
             Self::Sddmm(operands) => operands.launch(row, stream)?,
-            Self::Bsr { a, b, c } => {
-                let call = BsrMatmul::new(a, b.view());
-                match row {
-                    None => call.matmul_into(c.view_mut(), stream)?,
-                    Some(row) => call.matmul_with(row, c.view_mut(), stream)?,
-                }
-            }
         }
         Ok(())
     }
@@ -135,9 +123,7 @@ impl Operands {
         Ok(match self {
             Self::Attention(operands) => Some(Prepared::Attention(operands.prepare(stream)?)),
             Self::Mask(_) => None,
-            Self::Bsr { a, b, c } => {
-                Some(Prepared::Bsr(BsrMatmul::new(a, b.view()).prepare(&c.view_mut(), stream)?))
-            }
+            Self::Bsr(operands) => Some(Prepared::Bsr(operands.prepare(stream)?)),
             Self::Sddmm(operands) => Some(Prepared::Sddmm(operands.prepare(stream)?)),
         })
     }
@@ -147,9 +133,7 @@ impl Operands {
             (Self::Attention(operands), Prepared::Attention(prepared)) => {
                 operands.launch_prepared(prepared, stream)?;
             }
-            (Self::Bsr { a, b, c }, Prepared::Bsr(prepared)) => {
-                BsrMatmul::new(a, b.view()).matmul_prepared(prepared, c.view_mut(), stream)?;
-            }
+            (Self::Bsr(operands), Prepared::Bsr(prepared)) => operands.launch_prepared(prepared, stream)?,
             (Self::Sddmm(operands), Prepared::Sddmm(prepared)) => {
                 operands.launch_prepared(prepared, stream)?;
             }
@@ -182,7 +166,7 @@ impl Operands {
                 let case = operands.check_case([q, k, v], kernel.and_then(Row::denominator));
                 check::attention(&case, o, lse, seed, |_| ()).map_err(mismatch)?.to_vec()
             }
-            (Self::Bsr { .. }, Host::Bsr { row_ptr, col_idx, values, b }, [c]) => {
+            (Self::Bsr(_), Host::Bsr { row_ptr, col_idx, values, b }, [c]) => {
                 let case = check::BsrCase {
                     row_ptr,
                     col_idx,
@@ -209,7 +193,7 @@ impl Operands {
         match self {
             Self::Attention(operands) => operands.outputs(),
             Self::Mask(_) => Vec::new(), // it verifies itself
-            Self::Bsr { c, .. } => vec![c],
+            Self::Bsr(operands) => vec![operands.output()],
             Self::Sddmm(operands) => vec![operands.values()],
         }
     }

@@ -2,7 +2,7 @@
 
 use super::cells::{Cells, table};
 use super::run::{Row, Run, groups, newest};
-use super::{host, limits, notes, summary};
+use super::{break_even, host, limits, notes, summary};
 use crate::record::Record;
 use std::fmt::Write;
 
@@ -83,8 +83,22 @@ fn suite(text: &mut String, run: &Run<'_>, detail: Detail, images: &[Image]) {
             put(text, &summary::by_rival(&rows));
         }
     }
+    if detail == Detail::Cases {
+        against_dense(text, &rows);
+    }
     for note in notes::notes(run, &rows) {
         let _ = writeln!(text, "{note}\n");
+    }
+}
+
+fn against_dense(text: &mut String, rows: &[Row<'_>]) {
+    let tables = break_even::tables(rows);
+    for (heading, cells) in &tables {
+        let _ = writeln!(text, "#### {heading}\n");
+        put(text, cells);
+    }
+    if !tables.is_empty() {
+        let _ = writeln!(text, "{}\n", break_even::NOTE);
     }
 }
 
@@ -179,6 +193,8 @@ mod tests {
         let full = markdown(&records, Detail::Cases, &[]);
         assert!(full.contains("#### head_dim 64, causal\n\n| case |"), "{full}");
         assert!(full.contains("| b8_s2048_h16_d64_causal_bf16 |"), "{full}");
+        let break_even = "| block | N | at 0.05 | at 0.1 | at 0.5 | break-even |";
+        assert!(full.contains(break_even) && !short.contains(break_even), "{full}");
         for text in [short, full] {
             assert!(
                 text.contains("### Ceilings of G") && text.contains("| wgmma_f16 | 832 TFLOP/s |"),

@@ -1,6 +1,7 @@
 //! Reports from records: Markdown tables of the newest runs, and what has changed since a commit.
 
 mod against;
+mod break_even;
 mod cells;
 mod host;
 mod limits;
@@ -13,6 +14,7 @@ pub(crate) mod shape;
 mod summary;
 
 pub use against::{Against, AgainstError, against};
+pub use break_even::{BreakEven, break_even};
 pub use cells::{Cells, cells};
 pub use markdown::{Detail, Image, align, markdown};
 pub(crate) use notes::day;

@@ -127,6 +127,31 @@ fn block_sparse_attention_has_its_cases() {
 }
 
 #[test]
+fn patterns_of_products_have_uniform_twins_of_as_many_blocks() {
+    let benches = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches");
+    let suite = Suite::load(&benches, "bsr_matmul").unwrap();
+    let blocks = |id: &str| match suite.cases.iter().find(|case| case.to_string() == id) {
+        Some(Case::BsrMatmul(shape)) => shape.nnz_blocks(),
+        other => panic!("{id}: {other:?}"),
+    };
+    let of = |block: usize, density: &str, pattern: &str| {
+        blocks(&format!("m8192_n1024_k8192_b{block}_d{density}_{pattern}_f16"))
+    };
+    for block in [16, 32, 64, 128] {
+        for pattern in ["power_law", "banded", "clustered", "butterfly"] {
+            assert_eq!(of(block, "0.1", pattern), of(block, "0.1", "uniform"), "{pattern}");
+        }
+    }
+    for (block, density) in [(64, "0.0078125"), (16, "0.001953125")] {
+        assert_eq!(
+            (of(block, density, "full_rows"), of(block, density, "uniform")),
+            (8192 / block, 8192 / block)
+        );
+    }
+    assert_eq!((of(64, "0.00006103515625", "random"), of(128, "1", "uniform")), (1, 64 * 64));
+}
+
+#[test]
 fn mistakes_are_named() {
     assert!(Suite::parse("t".into(), "description = 'only ceilings'").unwrap().cases.is_empty());
     assert!(problem(&GRID.replace("num_heads_q", "heads")).contains("line"));

@@ -11,7 +11,7 @@ use crate::table;
 use blockflash_bench::check::{self, BsrCase, Comparison};
 use blockflash_bench::io::Array;
 use blockflash_ops::bsr_matmul::{BsrMatrix, BsrProblem, BsrTranspose};
-use blockflash_ops::{Activation, Bias, BsrMatmul, Tensor};
+use blockflash_ops::{Activation, Bias, BsrMatmul, BsrWorkspace, Tensor};
 use std::borrow::Cow;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -126,6 +126,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let b = lying(&operands.b, args.b_layout)?;
     let b = Placed::new(&b, &stream)?;
     let bias = operands.bias.as_ref().map(|bias| Placed::new(bias, &stream)).transpose()?;
+    let workspace = BsrWorkspace::new(&stream)?;
     let matmul = BsrMatmul {
         alpha,
         beta,
@@ -141,6 +142,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
             ActivationName::Silu => Activation::Silu,
         },
         transpose: index.as_ref(),
+        workspace: Some(&workspace),
         ..BsrMatmul::new(matrix, b.view()?.permute(order(args.b_layout))?)
     };
 

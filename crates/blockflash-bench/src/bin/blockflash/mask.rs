@@ -17,7 +17,8 @@ use std::process::ExitCode;
 const EXAMPLES: &str = "\
 Patterns are words with + between them; counts are blocks. causal cuts what the others visit:
   full  window:8 (before and behind)  window:8,0  dilated:2,4  strided:4,1  sink:1  global:2
-  uniform:0.25  random:0.25  power_law:0.25  banded:0.25   (part of the blocks, drawn for each head as in benchmark cases)
+  uniform:0.25  random:0.25  power_law:0.25  banded:0.25  full_rows:0.25  clustered:0.25  butterfly:0.25
+  (part of the blocks, drawn for each head as in benchmark cases)
 
 Files: a boolean tensor `mask` in .safetensors or an .npy array, [rows, cols], [heads, rows, cols] or
 [batch, heads, rows, cols] in blocks; or int tensors `row_ptr` and `col_idx` in .safetensors, row_ptr [rows + 1],

@@ -1,0 +1,216 @@
+//! Block-sparse products against the dense one: how much of its rate they reach, and up to which density they take less time.
+
+use super::cells::{Cells, NONE};
+use super::run::{Row, fastest};
+use super::shape::is_cold;
+use crate::case::{BsrShape, Case, Pattern};
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// Up to which density a sparse product is faster than a dense one.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum BreakEven {
+    /// It is not, even at the least density.
+    Below(f64),
+    /// Where both take equally long.
+    At(f64),
+    /// It is at all densities, of which this is the greatest.
+    Above(f64),
+}
+
+impl BreakEven {
+    /// The greatest density for which it is known to be faster.
+    pub fn density(self) -> Option<f64> {
+        match self {
+            Self::Below(_) => None,
+            Self::At(density) | Self::Above(density) => Some(density),
+        }
+    }
+}
+
+impl fmt::Display for BreakEven {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Below(density) => write!(f, "below {density:.2}"),
+            Self::At(density) => write!(f, "{density:.2}"),
+            Self::Above(density) => write!(f, "above {density:.2}"),
+        }
+    }
+}
+
+/// Where the time of a sparse product reaches that of the dense one, between neighbouring points along a straight line. `points` are
+/// densities and times, the time of the dense product being 1, by ascending density. `None` without points.
+///
+/// ```
+/// use blockflash_bench::report::{BreakEven, break_even};
+///
+/// assert_eq!(break_even(&[(0.25, 0.5), (0.75, 1.5)]), Some(BreakEven::At(0.5)));
+/// assert_eq!(break_even(&[(0.25, 0.5), (0.75, 0.9)]), Some(BreakEven::Above(0.75)));
+/// ```
+pub fn break_even(points: &[(f64, f64)]) -> Option<BreakEven> {
+    let &(mut below) = points.first()?;
+    if below.1 >= 1.0 {
+        return Some(BreakEven::Below(below.0));
+    }
+    for &(density, time) in &points[1..] {
+        if time >= 1.0 {
+            let part = (1.0 - below.1) / (time - below.1);
+            return Some(BreakEven::At(below.0 + part * (density - below.0)));
+        }
+        below = (density, time);
+    }
+    Some(BreakEven::Above(below.0))
+}
+
+/// What the tables mean.
+pub(crate) const NOTE: &str = "Columns of densities: the rate of the stored blocks by that of the dense product, zeros counted as work. \
+Break-even: the part of the blocks up to which the sparse product takes less time, between measured densities along straight lines.";
+
+/// A measured density.
+struct Point {
+    /// As the case has it.
+    density: f64,
+    /// Stored blocks by all.
+    stored: f64,
+    /// Our time by that of the dense product in the same run.
+    time: f64,
+}
+
+/// What differs in its density only, by block size, the largest first, and columns of the dense matrix.
+type Lines = BTreeMap<(Reverse<usize>, usize), Vec<Point>>;
+
+/// A table with its heading for each size and type of A and each dense product that was measured.
+pub(crate) fn tables(rows: &[Row<'_>]) -> Vec<(String, Cells)> {
+    let mut tables: BTreeMap<String, Lines> = BTreeMap::new();
+    for row in rows {
+        let Some((heading, shape, point)) = point(row) else { continue };
+        let line = (Reverse(shape.block_size), shape.n);
+        tables.entry(heading).or_default().entry(line).or_default().push(point);
+    }
+    for lines in tables.values_mut() {
+        lines.retain(|_, points| points.len() > 1);
+        lines.values_mut().for_each(|points| points.sort_by(|a, b| a.stored.total_cmp(&b.stored)));
+    }
+    tables.retain(|_, lines| !lines.is_empty());
+    tables.into_iter().map(|(heading, lines)| (heading, cells(&lines))).collect()
+}
+
+fn point(row: &Row<'_>) -> Option<(String, BsrShape, Point)> {
+    let Some(Case::BsrMatmul(shape)) = row.case().filter(|_| !row.ours.is_empty()) else { return None };
+    let dense = fastest(row.peers.iter().copied().filter(|peer| peer.reference))?;
+    let BsrShape { m, k, density, dtype, .. } = shape;
+    let caches = if is_cold(row.any) { ", cold caches" } else { "" };
+    let heading = format!("{m} × {k}, {dtype}{caches}: part of the rate of `{}`", dense.implementation);
+    let stored = shape.nnz_blocks() as f64 / (shape.block_rows() * shape.block_columns()) as f64;
+    let point = Point { density, stored, time: row.best()?.us? / dense.us? };
+    (shape.pattern == Pattern::Uniform).then_some((heading, shape, point))
+}
+
+fn cells(lines: &Lines) -> Cells {
+    let mut densities: Vec<f64> = lines.values().flatten().map(|point| point.density).collect();
+    densities.sort_by(f64::total_cmp);
+    // What few lines have tells nothing beside the others.
+    let most = |alike: &&[f64]| 2 * alike.len() > lines.len();
+    let densities: Vec<f64> = densities.chunk_by(|a, b| a == b).filter(most).map(|alike| alike[0]).collect();
+    let mut header = vec!["block".to_owned(), "N".to_owned()];
+    header.extend(densities.iter().map(|density| format!("at {density}")));
+    header.push("break-even".to_owned());
+    let line = |(&(Reverse(block), n), points): (&(Reverse<usize>, usize), &Vec<Point>)| {
+        let rate = |&density: &f64| {
+            let point = points.iter().find(|point| point.density == density);
+            point.map_or(NONE.to_owned(), |point| format!("{:.2}", point.stored / point.time))
+        };
+        let times: Vec<_> = points.iter().map(|point| (point.stored, point.time)).collect();
+        let mut line = vec![block.to_string(), n.to_string()];
+        line.extend(densities.iter().map(rate));
+        line.push(break_even(&times).map_or(NONE.to_owned(), |found| found.to_string()));
+        line
+    };
+    Cells { header, rows: lines.iter().map(line).collect() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::run::rows;
+    use super::super::sample::record;
+    use super::*;
+    use crate::record::{OURS, Record};
+
+    /// Ours, whose time grows with the density, and the dense product of 100 µs.
+    fn measured(n: usize, block: usize, densities: &[f64], us: fn(f64) -> f64) -> Vec<Record> {
+        let case = |density| format!("m1024_n{n}_k1024_b{block}_d{density}_uniform_f16");
+        let both = |&density: &f64| {
+            let dense = record(&case(density), "cublas", Some(100.0));
+            [record(&case(density), OURS, Some(us(density))), Record { reference: true, ..dense }]
+        };
+        densities.iter().flat_map(both).collect()
+    }
+
+    fn tables_of(records: &[Record]) -> Vec<(String, Cells)> {
+        tables(&rows(&records.iter().collect::<Vec<_>>()))
+    }
+
+    #[test]
+    fn the_line_between_two_densities_meets_the_dense_time() {
+        let at = |points: &[(f64, f64)]| match break_even(points) {
+            Some(BreakEven::At(density)) => density,
+            other => panic!("{other:?}"),
+        };
+        assert!((at(&[(0.1, 0.4), (0.2, 0.7), (0.6, 1.9)]) - 0.3).abs() < 1e-12);
+        assert_eq!(at(&[(0.1, 0.2), (0.5, 1.0), (1.0, 2.0)]), 0.5);
+        assert_eq!(break_even(&[(0.1, 0.5), (1.0, 0.9)]), Some(BreakEven::Above(1.0)));
+        assert_eq!(break_even(&[(0.1, 1.0), (0.5, 0.9)]), Some(BreakEven::Below(0.1)));
+        assert_eq!(break_even(&[]), None);
+        let known = [BreakEven::Below(0.1), BreakEven::At(0.2), BreakEven::Above(0.3)];
+        assert_eq!(known.map(BreakEven::density), [None, Some(0.2), Some(0.3)]);
+    }
+
+    #[test]
+    fn a_line_for_each_block_size_and_width() {
+        let records = [
+            measured(1024, 32, &[0.5, 0.25, 0.125], |density| 50.0 + 200.0 * density),
+            measured(128, 64, &[0.125, 0.25, 0.5], |density| 20.0 + 100.0 * density),
+            // Its density of 1 is no column, but counts for the break-even.
+            measured(1024, 64, &[0.125, 0.25, 0.5, 1.0], |density| 110.0 * density),
+            measured(64, 64, &[0.125, 0.25, 0.5], |density| 100.0 + density),
+        ];
+        let tables = tables_of(&records.concat());
+        let [(heading, cells)] = &tables[..] else { panic!("{tables:?}") };
+        assert_eq!(heading, "1024 × 1024, f16: part of the rate of `cublas`");
+        assert_eq!(cells.header, ["block", "N", "at 0.125", "at 0.25", "at 0.5", "break-even"]);
+        assert_eq!(cells.rows[0], ["64", "64", "0.12", "0.25", "0.50", "below 0.12"]);
+        assert_eq!(cells.rows[1], ["64", "128", "0.38", "0.56", "0.71", "above 0.50"]);
+        assert_eq!(cells.rows[2], ["64", "1024", "0.91", "0.91", "0.91", "0.91"]);
+        assert_eq!(cells.rows[3], ["32", "1024", "0.17", "0.25", "0.33", "0.25"]);
+    }
+
+    #[test]
+    fn stored_blocks_count_and_not_what_was_asked_for() {
+        // Of 16 columns 0.1 is 2 and 0.3 is 5.
+        let records = measured(8, 64, &[0.1, 0.3], |density| if density < 0.2 { 50.0 } else { 125.0 });
+        let (_, cells) = &tables_of(&records)[0];
+        assert_eq!(cells.header[2..4], ["at 0.1", "at 0.3"]);
+        // 2/16 of the work in half the time; two thirds of the way from 0.125 to 0.3125.
+        assert_eq!(cells.rows[0], ["64", "8", "0.25", "0.25", "0.25"]);
+    }
+
+    #[test]
+    fn types_and_caches_are_kept_apart_and_lines_need_two_densities() {
+        let warm = measured(8, 64, &[0.25, 0.5], |density| density);
+        let cold = warm.iter().cloned().map(|record| Record { cache: "cold".into(), ..record });
+        let headings: Vec<_> = tables_of(&warm.iter().cloned().chain(cold).collect::<Vec<_>>())
+            .into_iter()
+            .map(|t| t.0)
+            .collect();
+        let expected = ["1024 × 1024, f16, cold caches", "1024 × 1024, f16"];
+        assert_eq!(headings, expected.map(|heading| format!("{heading}: part of the rate of `cublas`")));
+        assert!(tables_of(&measured(8, 64, &[0.25], |density| density)).is_empty());
+        // Without the mark, or another pattern.
+        let rivals: Vec<_> =
+            warm.iter().cloned().map(|record| Record { reference: false, ..record }).collect();
+        assert!(tables_of(&rivals).is_empty());
+        let other = |record: Record| Record { case: record.case.replace("uniform", "banded"), ..record };
+        assert!(tables_of(&warm.into_iter().map(other).collect::<Vec<_>>()).is_empty());
+    }
+}
