@@ -64,7 +64,7 @@ fn workspace(case: &BsrCase, stream: &Stream) -> Result<Option<BsrWorkspace>, Er
     Ok(match case.workspace {
         Workspace::None => None,
         Workspace::Estimate => Some(BsrWorkspace::new(stream)?),
-        Workspace::Parts(parts) => Some(BsrWorkspace::new(stream)?.with_parts(parts)),
+        Workspace::Parts(parts) => Some(BsrWorkspace::new(stream)?.with_parts(parts)?),
     })
 }
 

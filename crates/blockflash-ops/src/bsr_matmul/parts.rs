@@ -58,11 +58,16 @@ impl BsrWorkspace {
         })
     }
 
-    /// The same memory for products whose longest tile is computed in this many parts, 1 to 8, whatever the estimate says, unless it has fewer
+    /// The same memory for products whose longest tile is computed in this many parts, up to 8, whatever the estimate says, unless it has fewer
     /// steps or there is no room for them: for tests and measurements.
-    #[must_use]
-    pub fn with_parts(self, parts: usize) -> Self {
-        Self { asked: Some(parts), ..self }
+    ///
+    /// # Errors
+    /// [`Error::TooLarge`] for more parts than kernels make.
+    pub fn with_parts(self, parts: usize) -> Result<Self> {
+        match parts {
+            0..=MOST_PARTS => Ok(Self { asked: Some(parts), ..self }),
+            _ => Err(Error::TooLarge { what: "parts", value: parts, limit: MOST_PARTS }),
+        }
     }
 
     /// Where the memory is.

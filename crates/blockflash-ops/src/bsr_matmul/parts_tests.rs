@@ -87,7 +87,11 @@ fn there_are_as_many_parts_as_there_is_room_for() {
     assert!(workspace.parts(&pairs, &lengths, 1, 8).is_none(), "two block rows are cut nowhere at once");
     let short = Lengths::new(vec![1; 4]);
     assert!(workspace.parts(&TILE, &short, 1, 8).is_none());
-    let asked = self::workspace().with_parts(2);
+    assert!(matches!(
+        self::workspace().with_parts(9),
+        Err(Error::TooLarge { what: "parts", value: 9, limit: 8 })
+    ));
+    let asked = self::workspace().with_parts(2).unwrap();
     assert_eq!(asked.parts(&TILE, &lengths, 1, 8).map(|parts| parts.steps), Some(32));
     let on_cpu = BsrWorkspace::new(&Device::cpu().stream().unwrap()).unwrap();
     assert!(on_cpu.parts(&TILE, &lengths, 1, 8).is_none(), "there is nothing to split for");
