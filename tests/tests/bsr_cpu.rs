@@ -1,12 +1,14 @@
 //! The CPU backend of the BSR product against the oracle.
 
 use blockflash_ops::{BsrMatrix, DType, Device, Major, Stream, View};
+use blockflash_sys::Target;
 use blockflash_sys::manifest::{self, Variant};
 use blockflash_tests::bsr::{
     BsrCase, BsrData, BsrInputs, Kernel, Limits, Pattern, bsr_cases, column_cases, edge_cases,
-    epilogue_cases, run_case,
+    epilogue_cases, run_case, tiles,
 };
 use blockflash_tests::{host::download, property};
+use std::collections::BTreeSet;
 
 fn cpu() -> Stream {
     Device::cpu().stream().expect("the CPU has streams")
@@ -63,24 +65,42 @@ fn tile_edges() {
 #[test]
 fn cases_lie_as_a_row_takes_them() {
     let stream = cpu();
+    let mut columns_of_c = BTreeSet::new();
     // Tiles differ in sizes, too, but these do not matter here.
-    let rows = manifest::all_rows().iter().filter_map(|row| Some((row, row.bsr_tile()?)));
+    let rows =
+        manifest::all_rows().iter().flat_map(|row| tiles(row).into_iter().map(move |tile| (row, tile)));
     for (row, tile) in rows.filter(|(_, tile)| (tile.dtype, tile.block_n) == (DType::F16, 128)) {
-        let Variant::BsrMatmulHopper(hopper) = row.variant else { continue };
+        let hopper = match row.variant {
+            Variant::BsrMatmulHopper(tile) => Some(tile),
+            _ if row.takes_any_layout() && row.target == Target::Sm80 => None,
+            _ => continue,
+        };
         let size = tile.block_size as usize;
         let cases = [edge_cases(DType::F16, size, 128, 64), column_cases(DType::F16, size, 128)].concat();
-        for case in cases.into_iter().map(|case| case.for_row(row)) {
+        for case in cases.into_iter().map(|case| case.for_row(row, &tile)) {
             let data = BsrData::generate(&case);
             let inputs = BsrInputs::upload(&case, &data, &stream).unwrap();
             let problem = inputs.problem(&mut inputs.old_c(&data, &stream).unwrap()).unwrap();
             assert_eq!(problem.a_transposed, tile.a_transposed);
-            assert!(problem.c_major == Major::Row || !hopper.gathers(), "{case:?}");
-            // A single column, or none, is one of rows: kernels for columns take it only where A is transposed.
-            if problem.n > 1 || !tile.b_column_major {
+            assert!(problem.c_major == Major::Row || !hopper.is_some_and(|tile| tile.gathers()), "{case:?}");
+            columns_of_c.extend((problem.n > 1 && problem.c_major == Major::Column).then_some(row.symbol()));
+            // A single column, or none, is one of rows: kernels for columns take it only where A is transposed. Without the gaps that
+            // those for Hopper need, a single row is one of columns, too.
+            let told = if hopper.is_some() {
+                problem.n > 1 || !tile.b_column_major
+            } else {
+                problem.n > 1 && problem.k > 1
+            };
+            if told {
                 assert_eq!(problem.b_major == Major::Column, tile.b_column_major, "{case:?}");
-                assert!(problem.b_vectorized || problem.n == 0 || problem.k == 0, "{case:?}");
+                let empty = problem.n == 0 || problem.k == 0;
+                assert!(problem.b_vectorized || empty || hopper.is_none(), "{case:?}");
             }
         }
+    }
+    for size in [16, 32, 64, 128] {
+        let any = format!("blockflash_bsr_matmul_any_sm80_f16_b{size}_");
+        assert!(columns_of_c.iter().any(|symbol| symbol.starts_with(&any)), "{any}");
     }
 }
 

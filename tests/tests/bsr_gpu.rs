@@ -5,7 +5,7 @@ use blockflash_sys::Row;
 use blockflash_sys::manifest::BsrTile;
 use blockflash_tests::bsr::{
     BsrCase, BsrData, BsrInputs, BsrReference, Kernel, Limits, Pattern, Workspace, bsr_cases, check_output,
-    column_cases, edge_cases, epilogue_cases, run_on_row,
+    column_cases, edge_cases, epilogue_cases, run_on_row, tiles,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
 use blockflash_tests::host::{download, poisoned};
@@ -17,10 +17,10 @@ use std::collections::BTreeMap;
 /// Multiply-adds per case and computation of the oracle; larger cases are sampled.
 const BUDGET: f64 = 2e8;
 
-/// Rows that compute the same problems: they share cases and references.
+/// Rows that compute the same problems: they share cases and references. A row that takes any layout is there with each.
 fn groups(gpu: &Gpu) -> BTreeMap<(DType, u32), Vec<(&'static Row, BsrTile)>> {
     let mut groups: BTreeMap<_, Vec<_>> = BTreeMap::new();
-    for (row, tile) in gpu.rows().filter_map(|row| Some((row, row.bsr_tile()?))) {
+    for (row, tile) in gpu.rows().flat_map(|row| tiles(row).into_iter().map(move |tile| (row, tile))) {
         groups.entry((tile.dtype, tile.block_size)).or_default().push((row, tile));
     }
     groups
@@ -58,8 +58,8 @@ fn every_row() {
     for (key, rows) in groups(&gpu) {
         for case in cases_of(key, &rows) {
             let (data, reference) = prepared(&case);
-            for &(row, _) in &rows {
-                report.run(row, || run_on_row(&case, &data, &reference, row, stream));
+            for (row, tile) in &rows {
+                report.run(row, || run_on_row(&case, &data, &reference, (row, tile), stream));
             }
         }
         for &(row, tile) in &rows {
@@ -68,7 +68,9 @@ fn every_row() {
             report.run(row, || repeats_its_bits(row, &tile, stream).map_err(story("repeat")));
             report.run(row, || runs_in_two_threads(row, &tile, &gpu).map_err(story("threads")));
             if tile.a_transposed {
-                report.run(row, || is_the_transposed_matrix(row, &rows, stream).map_err(story("transpose")));
+                report.run(row, || {
+                    is_the_transposed_matrix(row, &tile, &rows, stream).map_err(story("transpose"))
+                });
             }
         }
     }
@@ -87,7 +89,8 @@ fn replays_a_graph(row: &'static Row, tile: &BsrTile, stream: &Stream) -> Result
     let size = tile.block_size as usize;
     let case = BsrCase {
         workspace: Workspace::Parts(2),
-        ..BsrCase::simple(tile.dtype, size, [5 * size + 3, 130, 7 * size], Pattern::Random(0.5)).for_row(row)
+        ..BsrCase::simple(tile.dtype, size, [5 * size + 3, 130, 7 * size], Pattern::Random(0.5))
+            .for_row(row, tile)
     };
     let mut data = BsrData::generate(&case);
     let mut inputs = BsrInputs::upload(&case, &data, stream)?;
@@ -131,7 +134,7 @@ fn same_bits(
     let size = tile.block_size as usize;
     let case = BsrCase {
         workspace,
-        ..BsrCase::simple(tile.dtype, size, [40 * size, 300, 30 * size], pattern).for_row(row)
+        ..BsrCase::simple(tile.dtype, size, [40 * size, 300, 30 * size], pattern).for_row(row, tile)
     };
     let data = BsrData::generate(&case);
     let inputs = BsrInputs::upload(&case, &data, stream)?;
@@ -151,12 +154,14 @@ fn same_bits(
 /// Aᵀ by an index, and the transposed matrix by the kernel with the same tiles: equal bits.
 fn is_the_transposed_matrix(
     row: &'static Row,
+    tile: &BsrTile,
     rows: &[(&'static Row, BsrTile)],
     stream: &Stream,
 ) -> Result<usize, String> {
-    let tile = row.bsr_tile().ok_or("no tile")?;
-    let same = BsrTile { a_transposed: false, ..tile };
-    let is_other = |(other, tile): &&(&'static Row, BsrTile)| *tile == same && other.source() == row.source();
+    let same = BsrTile { a_transposed: false, ..*tile };
+    let is_other = |(other, tile): &&(&'static Row, BsrTile)| {
+        *tile == same && (other.source(), other.target) == (row.source(), row.target)
+    };
     let (other, _) = rows.iter().find(is_other).ok_or("no kernel with the same tiles")?;
     let size = tile.block_size as usize;
     let mut compared = 0;
@@ -166,14 +171,14 @@ fn is_the_transposed_matrix(
         let mnk = [11 * size - 3, 2 * tile.block_n as usize + 40, 9 * size - 5];
         let case = BsrCase { seed: seed as u64, ..BsrCase::simple(tile.dtype, size, mnk, pattern) };
         let data = BsrData::generate(&case);
-        let bits = |row: &'static Row| -> Result<Vec<u32>, String> {
-            let inputs = BsrInputs::upload(&case.clone().for_row(row), &data, stream)?;
+        let bits = |row: &'static Row, tile: &BsrTile| -> Result<Vec<u32>, String> {
+            let inputs = BsrInputs::upload(&case.clone().for_row(row, tile), &data, stream)?;
             let mut c = inputs.old_c(&data, stream)?;
             inputs.launch(&mut c, Kernel::Row(row), stream).map_err(|error| error.to_string())?;
             wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
             download(stream, &c)
         };
-        if bits(row)? != bits(other)? {
+        if bits(row, tile)? != bits(other, &same)? {
             return Err(format!("bits differ from those of {}\n    {case:?}", other.image_name()));
         }
         compared += 1;
@@ -190,7 +195,7 @@ fn runs_in_two_threads(row: &'static Row, tile: &BsrTile, gpu: &Gpu) -> Result<u
             let mnk = [9 * size + thread, 200 + 57 * thread, 11 * size];
             let case = BsrCase { seed, ..BsrCase::simple(tile.dtype, size, mnk, Pattern::Random(0.4)) };
             let (data, reference) = prepared(&case);
-            compared += run_on_row(&case, &data, &reference, row, &stream)?;
+            compared += run_on_row(&case, &data, &reference, (row, tile), &stream)?;
         }
         Ok(compared)
     };

@@ -136,8 +136,10 @@ proptest! {
         let any_c = |row: &Row| matches!(row.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers());
         let fits = |row: &Row| row.bsr_tile().is_some_and(|tile| {
             tile.dtype == dtype && tile.block_size as usize == block_size
-                && tile.a_transposed == a_transposed && tile.b_column_major == (b == Major::Column)
-        }) && runs(row, &gpu) && (c == Major::Row || any_c(row))
+                && (row.takes_any_layout() || c == Major::Row || any_c(row))
+                && (row.takes_any_layout()
+                    || tile.a_transposed == a_transposed && tile.b_column_major == (b == Major::Column))
+        }) && runs(row, &gpu)
             && (!is_hopper(row) || line % 8 == 0 || mnk.1 == 0 || mnk.2 == 0);
         let possible: Vec<&Row> = manifest::rows().iter().filter(|row| fits(row)).collect();
         match bsr_matmul::select(&problem, &gpu) {

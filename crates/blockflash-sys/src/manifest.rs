@@ -30,6 +30,8 @@ pub enum Variant {
     AttentionFwdHopper(AttentionFwdHopper),
     /// Block-sparse (BSR) matrix times dense matrix, with the instructions that every GPU from Ampere on has.
     BsrMatmul(BsrMatmul),
+    /// The same for A as it is or transposed, and B and C by rows or columns, which is decided at run time.
+    BsrMatmulAny(BsrMatmul),
     /// Block-sparse (BSR) matrix times dense matrix with those that only Hopper has.
     BsrMatmulHopper(BsrMatmulHopper),
     /// Product of dense matrices at the stored blocks of a block-sparse one, with the instructions that only Hopper has.
@@ -49,6 +51,7 @@ impl Row {
             Variant::AttentionFwd(_) => "attention_fwd_sm80",
             Variant::AttentionFwdHopper(_) => "attention_fwd_sm90a",
             Variant::BsrMatmul(_) => "bsr_matmul_sm80",
+            Variant::BsrMatmulAny(_) => "bsr_matmul_any_sm80",
             Variant::BsrMatmulHopper(t) => t.source(),
             Variant::BsrSddmmHopper(_) => "bsr_sddmm_sm90a",
             Variant::BsrReblock(_) => "bsr_reblock_sm80",
@@ -81,7 +84,7 @@ impl Row {
                 t.stages,
                 if t.heads > 1 { format!("_h{}", t.heads) } else { String::new() }
             ),
-            Variant::BsrMatmul(t) => format!(
+            Variant::BsrMatmul(t) | Variant::BsrMatmulAny(t) => format!(
                 "blockflash_{}_{}_b{}_n{}_k{}_w{}x{}_s{}",
                 self.source(),
                 t.dtype,
@@ -111,7 +114,7 @@ impl Row {
         32 * match self.variant {
             Variant::AttentionFwd(t) => t.warps,
             Variant::AttentionFwdHopper(t) => t.warps(),
-            Variant::BsrMatmul(t) => t.warps_m * t.warps_n,
+            Variant::BsrMatmul(t) | Variant::BsrMatmulAny(t) => t.warps_m * t.warps_n,
             Variant::BsrMatmulHopper(t) => t.warps(),
             Variant::BsrSddmmHopper(t) => t.warps(),
             Variant::BsrReblock(kernel) => kernel.warps,
@@ -125,7 +128,7 @@ impl Row {
         match self.variant {
             Variant::AttentionFwd(t) => t.smem_bytes(),
             Variant::AttentionFwdHopper(t) => t.smem_bytes(),
-            Variant::BsrMatmul(t) => t.smem_bytes(),
+            Variant::BsrMatmul(t) | Variant::BsrMatmulAny(t) => t.smem_bytes(),
             Variant::BsrMatmulHopper(t) => t.smem_bytes(),
             Variant::BsrSddmmHopper(t) => t.smem_bytes(),
             Variant::BsrReblock(_) | Variant::BlockMask(_) => 0,
@@ -162,7 +165,7 @@ impl Row {
                 number("VARIANT_Q_IN_REGISTERS", t.q_in_registers.into());
                 number("VARIANT_MIN_BLOCKS", t.blocks_per_multiprocessor);
             }
-            Variant::BsrMatmul(t) => {
+            Variant::BsrMatmul(t) | Variant::BsrMatmulAny(t) => {
                 number("VARIANT_DTYPE", t.dtype as u32);
                 number("VARIANT_BLOCK_SIZE", t.block_size);
                 number("VARIANT_BLOCK_N", t.block_n);
@@ -207,7 +210,7 @@ impl Row {
                 Lacks("LDL"),
                 Lacks("STL"),
             ],
-            Variant::BsrMatmul(_) => {
+            Variant::BsrMatmul(_) | Variant::BsrMatmulAny(_) => {
                 &[Contains("HMMA"), Contains("LDGSTS"), Contains("LDSM"), Lacks("LDL"), Lacks("STL")]
             }
             Variant::BsrMatmulHopper(t) => t.expects(),

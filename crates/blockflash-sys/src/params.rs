@@ -965,3 +965,38 @@ const _: () = {
         "Offset of field: blockflash_bsr_reblock_params::row_chunks",
     ][::core::mem::offset_of!(blockflash_bsr_reblock_params, row_chunks) - 36usize];
 };
+/// BSR matmul whose operands lie in any layout, which is decided at run time.
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_bsr_matmul_any_params {
+    pub base: blockflash_bsr_matmul_params,
+    /// \[nnz_blocks\] which of the values each block is, where a is transposed; else null
+    pub block_idx: *const i32,
+    /// 1: each of the values is a block of the transposed a
+    pub a_transposed: i32,
+    /// 1: columns of b are contiguous
+    pub b_column_major: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_bsr_matmul_any_params",
+    ][::core::mem::size_of::<blockflash_bsr_matmul_any_params>() - 144usize];
+    [
+        "Alignment of blockflash_bsr_matmul_any_params",
+    ][::core::mem::align_of::<blockflash_bsr_matmul_any_params>() - 8usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_any_params::base",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, base) - 0usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_any_params::block_idx",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, block_idx) - 128usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_any_params::a_transposed",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, a_transposed)
+        - 136usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_any_params::b_column_major",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, b_column_major)
+        - 140usize];
+};

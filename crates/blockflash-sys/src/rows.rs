@@ -109,6 +109,14 @@ const BSR_MATMUL: &[(&[Target], BsrMatmul)] = &[
     (ALL, bsr(128, [64, 64], [2, 2], 3, 3)),
 ];
 
+/// BSR tiles by block size for whatever layout A, B and C have: one of each, as such products are rarer.
+const BSR_MATMUL_ANY: &[(&[Target], BsrMatmul)] = &[
+    (ALL, bsr(16, [128, 64], [1, 4], 2, 4)),
+    (ALL, bsr(32, [128, 64], [1, 4], 2, 4)),
+    (ALL, bsr(64, [128, 64], [2, 2], 2, 3)),
+    (ALL, bsr(128, [128, 64], [2, 2], 3, 2)),
+];
+
 const fn bsr_hopper(block_size: u32, block_rows: u32, block_n: u32, stages: u32) -> BsrMatmulHopper {
     let (dtype, a_transposed, b_column_major) = (DType::F16, false, false);
     BsrMatmulHopper { dtype, block_size, block_rows, block_n, stages, a_transposed, b_column_major }
@@ -172,6 +180,9 @@ pub fn all_rows() -> &'static [Row] {
                 }
                 for &(_, tile) in BSR_MATMUL.iter().filter(|(targets, _)| targets.contains(&target)) {
                     push(Variant::BsrMatmul(BsrMatmul { dtype, ..tile }));
+                }
+                for &(_, tile) in BSR_MATMUL_ANY.iter().filter(|(targets, _)| targets.contains(&target)) {
+                    push(Variant::BsrMatmulAny(BsrMatmul { dtype, ..tile }));
                 }
             }
             if ALL.contains(&target) {

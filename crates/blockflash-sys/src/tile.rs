@@ -84,7 +84,7 @@ pub struct BsrTile {
     pub b_column_major: bool,
 }
 
-/// Tiles of `bsr_matmul_sm80.cu`: one block of threads computes one block row of A times `block_n` columns of B.
+/// Tiles of `bsr_matmul_sm80.cu` and `bsr_matmul_any_sm80.cu`: one block of threads computes one block row of A times `block_n` columns of B.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BsrMatmul {
     /// Element type of A and B.
@@ -112,6 +112,7 @@ impl Row {
             Variant::AttentionFwd(t) => Some(t.tile()),
             Variant::AttentionFwdHopper(t) => Some(t.tile()),
             Variant::BsrMatmul(_)
+            | Variant::BsrMatmulAny(_)
             | Variant::BsrMatmulHopper(_)
             | Variant::BsrSddmmHopper(_)
             | Variant::BsrReblock(_)
@@ -120,10 +121,11 @@ impl Row {
         }
     }
 
-    /// What the BSR kernels share; `None` for the others.
+    /// What the BSR kernels share; `None` for the others. That of a kernel that [takes any layout](Row::takes_any_layout) is as for A as it
+    /// is and rows of B.
     pub const fn bsr_tile(&self) -> Option<BsrTile> {
         match self.variant {
-            Variant::BsrMatmul(t) => Some(t.tile()),
+            Variant::BsrMatmul(t) | Variant::BsrMatmulAny(t) => Some(t.tile()),
             Variant::BsrMatmulHopper(t) => Some(t.tile()),
             Variant::AttentionFwd(_)
             | Variant::AttentionFwdHopper(_)
@@ -134,12 +136,18 @@ impl Row {
         }
     }
 
+    /// Whether a BSR kernel takes A as it is and transposed, and B and C by rows and columns.
+    pub const fn takes_any_layout(&self) -> bool {
+        matches!(self.variant, Variant::BsrMatmulAny(_))
+    }
+
     /// Type to which an attention kernel rounds the probabilities before it adds them up to the denominator; `None` for f32.
     pub const fn denominator(&self) -> Option<DType> {
         match self.variant {
             Variant::AttentionFwdHopper(t) => Some(t.dtype),
             Variant::AttentionFwd(_)
             | Variant::BsrMatmul(_)
+            | Variant::BsrMatmulAny(_)
             | Variant::BsrMatmulHopper(_)
             | Variant::BsrSddmmHopper(_)
             | Variant::BsrReblock(_)
@@ -216,6 +224,19 @@ impl BsrMatmul {
 mod tests {
     use super::*;
     use crate::{Expect, Target, manifest};
+
+    #[test]
+    fn one_tile_of_a_block_size_takes_any_layout() {
+        let rows: Vec<_> = manifest::all_rows().iter().filter(|row| row.takes_any_layout()).collect();
+        assert_eq!(rows.len(), 2 * 4 * 5);
+        for (i, row) in rows.iter().enumerate() {
+            let tile = row.bsr_tile().unwrap();
+            assert_eq!(tile.block_size, [16, 32, 64, 128][i % 4]);
+            assert!(row.smem_bytes() <= 99 * 1024 && row.target != Target::Sm90a, "{}", row.image_name());
+            assert_eq!(row.source(), "bsr_matmul_any_sm80");
+        }
+        assert_eq!(rows[0].symbol(), "blockflash_bsr_matmul_any_sm80_f16_b16_n128_k64_w1x4_s2");
+    }
 
     #[test]
     fn hopper_rows() {

@@ -7,11 +7,11 @@
 
 namespace blockflash {
 
-// The tile of C at a place in the order in which tiles are computed: that of the portable kernel.
-template <int block_n>
+// The tile of C at a place in the order in which tiles are computed: that of the portable kernel. `Column` counts columns of C.
+template <int block_n, class Column = int>
 struct BsrTile {
   int position;  // of its block rows, counted in tiles
-  int first_column;
+  Column first_column;
 
   __device__ __forceinline__ BsrTile(int tiles_m, int tiles_n, uint32_t index) {
     // Panels of about 1024 columns: their slice of B stays in L2 while all block rows pass over it.
@@ -19,7 +19,7 @@ struct BsrTile {
     const uint32_t panel = index / (tiles_m * kPanelTiles), rest = index - panel * tiles_m * kPanelTiles;
     const uint32_t width = min(kPanelTiles, tiles_n - panel * kPanelTiles);
     position = rest / width;
-    first_column = (panel * kPanelTiles + rest % width) * block_n;
+    first_column = static_cast<Column>(panel * kPanelTiles + rest % width) * block_n;
   }
 };
 

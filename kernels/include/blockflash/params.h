@@ -251,4 +251,12 @@ typedef struct blockflash_bsr_reblock_params {
   int32_t row_chunks;       /* chunks of 16 bytes of a row of it */
 } blockflash_bsr_reblock_params;
 
+/* BSR matmul whose operands lie in any layout, which is decided at run time. */
+typedef struct blockflash_bsr_matmul_any_params {
+  blockflash_bsr_matmul_params base;
+  const int32_t* block_idx; /* [nnz_blocks] which of the values each block is, where a is transposed; else null */
+  int32_t a_transposed;     /* 1: each of the values is a block of the transposed a */
+  int32_t b_column_major;   /* 1: columns of b are contiguous */
+} blockflash_bsr_matmul_any_params;
+
 #endif

@@ -3,7 +3,7 @@
 use crate::number::{normal_rounded, rng};
 use crate::placement::Placement;
 use blockflash_ops::bsr_matmul::Activation;
-use blockflash_sys::manifest::Variant;
+use blockflash_sys::manifest::{BsrTile, Variant};
 use blockflash_sys::{DType, Row};
 use rand::Rng;
 
@@ -56,6 +56,16 @@ impl Workspace {
     pub fn turn(turn: usize) -> Self {
         [Self::None, Self::Parts(2), Self::Estimate, Self::Parts(3), Self::None, Self::Parts(8)][turn % 6]
     }
+}
+
+/// The tile of a BSR row in each layout of A and B that it takes: none for other rows, one for most.
+pub fn tiles(row: &Row) -> Vec<BsrTile> {
+    let Some(tile) = row.bsr_tile() else { return Vec::new() };
+    if !row.takes_any_layout() {
+        return vec![tile];
+    }
+    let layouts = [[false, false], [false, true], [true, false], [true, true]];
+    layouts.map(|[a_transposed, b_column_major]| BsrTile { a_transposed, b_column_major, ..tile }).into()
 }
 
 /// Order of the dimensions of a matrix in memory, of a row-major or a column-major one.
@@ -142,13 +152,13 @@ impl BsrCase {
         }
     }
 
-    /// The case for a kernel: [`lying_for`](Self::lying_for) it, and those for Hopper copy B by tensor maps, so its rows or columns then
+    /// The case for a kernel: [`lying_for`](Self::lying_for) it; and those for Hopper copy B by tensor maps, so its rows or columns then
     /// start at multiples of 16 bytes, with gaps between them.
-    pub fn for_row(self, row: &Row) -> Self {
+    pub fn for_row(self, row: &Row, tile: &BsrTile) -> Self {
+        let case = self.lying_for(row, tile);
         if !matches!(row.variant, Variant::BsrMatmulHopper(_)) {
-            return self.lying_for(row);
+            return case;
         }
-        let case = self.lying_for(row);
         let [mut b, c] = case.placements;
         let (along, [_, n, k]) = (usize::from(b.order.is_empty()), case.mnk);
         let length = [k, n][along];
@@ -157,10 +167,11 @@ impl BsrCase {
         Self { placements: [b, c], ..case }
     }
 
-    /// The case with A, B and C as the kernel of this row takes them: transposed or not, and by rows or columns.
-    pub fn lying_for(self, row: &Row) -> Self {
-        let Some(tile) = row.bsr_tile() else { return self };
-        let any_c = matches!(row.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers());
+    /// The case with A and B as this tile of the row takes them, transposed or not, and by rows or columns; and with C by rows if it has no
+    /// columns.
+    pub fn lying_for(self, row: &Row, tile: &BsrTile) -> Self {
+        let hopper = matches!(row.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers());
+        let any_c = hopper || row.takes_any_layout();
         let [b, c] = self.placements;
         let b = Placement { order: order(tile.b_column_major), ..b };
         let c = if any_c { c } else { Placement { order: Vec::new(), ..c } };

@@ -10,7 +10,7 @@ use crate::tolerance::check;
 use blockflash_ops::bsr_matmul::{Bias, BsrMatmul, BsrMatrix, BsrProblem, BsrTranspose, BsrWorkspace};
 use blockflash_ops::{DType, Device, Error, Major, Stream, Tensor};
 use blockflash_sys::Row;
-use blockflash_sys::manifest::Variant;
+use blockflash_sys::manifest::{BsrTile, Variant};
 
 /// Which kernel computes a product.
 #[derive(Clone, Copy, Debug)]
@@ -165,24 +165,23 @@ pub fn check_output(
     }
 }
 
-/// Runs a case on a row, lying as it takes them and else as it is or, where the row cannot and says so, with a B whose rows or columns it can
+/// Runs a case on a row, lying as this tile of it takes it and else as it is or, where the row cannot and says so, with a B whose rows or columns it can
 /// copy.
 pub fn run_on_row(
     case: &BsrCase,
     data: &BsrData,
     reference: &BsrReference,
-    row: &'static Row,
+    (row, tile): (&'static Row, &BsrTile),
     stream: &Stream,
 ) -> Result<usize, String> {
-    let tile = row.bsr_tile().ok_or_else(|| format!("{} is no BSR kernel", row.image_name()))?;
-    let as_it_is = case.clone().lying_for(row);
-    let fitting = as_it_is.clone().for_row(row);
+    let as_it_is = case.clone().lying_for(row, tile);
+    let fitting = as_it_is.clone().for_row(row, tile);
     for case in [as_it_is, fitting] {
         let inputs = BsrInputs::upload(&case, data, stream)?;
         let mut c = inputs.old_c(data, stream)?;
         let problem = inputs.problem(&mut c)?;
         // A single column counts as one of rows, whatever memory it was cut from.
-        let lies = (problem.b_major == Major::Column) == tile.b_column_major;
+        let lies = row.takes_any_layout() || (problem.b_major == Major::Column) == tile.b_column_major;
         // A B without elements needs no tensor map, and a portable kernel none at all.
         let hopper = matches!(row.variant, Variant::BsrMatmulHopper(_));
         let aligned = problem.b_vectorized || problem.n == 0 || problem.k == 0 || !hopper;

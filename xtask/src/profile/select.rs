@@ -59,6 +59,7 @@ pub fn case(row: &Row) -> Option<String> {
         // No case has Aᵀ, or B by columns.
         Variant::BsrMatmulHopper(tile) if tile.a_transposed || tile.b_column_major => None,
         Variant::BsrMatmul(BsrMatmul { block_size, dtype, .. })
+        | Variant::BsrMatmulAny(BsrMatmul { block_size, dtype, .. })
         | Variant::BsrMatmulHopper(BsrMatmulHopper { block_size, dtype, .. }) => {
             Some(format!("m8192_n1024_k8192_b{block_size}_d0.1_uniform_{dtype}"))
         }

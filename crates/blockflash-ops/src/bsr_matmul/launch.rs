@@ -67,6 +67,9 @@ pub(super) fn launch(
         Variant::BsrMatmulHopper(_) => {
             stream.launch_bsr_matmul_tma(row, &plan.config, &plan.params, operands)?;
         }
+        Variant::BsrMatmulAny(_) => {
+            stream.launch_bsr_matmul_any(row, &plan.config, &plan.any_params(problem), operands)?;
+        }
         _ => stream.launch_bsr_matmul(row, &plan.config, &plan.params, operands)?,
     }
     Ok(())

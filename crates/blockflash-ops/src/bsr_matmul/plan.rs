@@ -6,7 +6,7 @@ use blockflash_sys::manifest::{BsrTile, Variant};
 use blockflash_sys::params::{
     BLOCKFLASH_ACTIVATION_GELU, BLOCKFLASH_ACTIVATION_NONE, BLOCKFLASH_ACTIVATION_RELU,
     BLOCKFLASH_ACTIVATION_SILU, BLOCKFLASH_DTYPE_BF16, BLOCKFLASH_DTYPE_F16, BLOCKFLASH_DTYPE_F32,
-    blockflash_bsr_matmul_params,
+    blockflash_bsr_matmul_any_params, blockflash_bsr_matmul_params,
 };
 use blockflash_sys::{DType, Major, Row};
 use std::ptr::{null, null_mut};
@@ -79,6 +79,16 @@ pub fn plan(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<Bsr
 }
 
 impl BsrPlan {
+    /// The argument of a kernel that takes any layout, for the layout of this problem.
+    pub fn any_params(&self, problem: &BsrProblem) -> blockflash_bsr_matmul_any_params {
+        blockflash_bsr_matmul_any_params {
+            base: self.params,
+            block_idx: null(),
+            a_transposed: problem.a_transposed.into(),
+            b_column_major: (problem.b_major == Major::Column).into(),
+        }
+    }
+
     /// Widens the grid for so many parts per tile of columns beside the first ones of all tiles.
     pub(super) fn add_parts(
         &mut self,

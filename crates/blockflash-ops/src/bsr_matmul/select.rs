@@ -17,7 +17,7 @@ const HOPPER_SIZE_LIMIT: usize = (1 << 31) - 1024;
 const TENSOR_MAP_STRIDE_LIMIT: usize = 1 << 40;
 
 /// The kernel for a problem on a GPU: of the usable rows those of the preferred target (machine code before PTX), but for small blocks
-/// those for Hopper only where they are estimated to be faster. Of those for Hopper the one that is estimated to end first, of the others
+/// those for Hopper only where they are estimated to be faster; rows for any layout where there is no other. Of those for Hopper the one that is estimated to end first, of the others
 /// the one whose tiles compute the fewest columns beyond n; of these the widest.
 ///
 /// # Errors
@@ -37,7 +37,8 @@ pub(crate) fn select_among<'r>(
         .filter(|(row, tile)| fits(row, tile, problem, gpu).is_ok())
         .min_by(|a, b| {
             let preference = |(row, tile): &(&Row, BsrTile)| {
-                (is_hopper(row) && !pays(row, tile, problem, gpu), arch::preference(row.target))
+                let waits = is_hopper(row) && !pays(row, tile, problem, gpu);
+                (row.takes_any_layout(), waits, arch::preference(row.target))
             };
             let cost = |(row, tile): &(&Row, BsrTile)| match is_hopper(row) {
                 true => hopper_time(row, tile, problem, gpu).0,
@@ -120,6 +121,9 @@ fn fits(
 
 /// Whether the kernel reads A and B, and writes C, the way that they lie in memory.
 fn lies_as(row: &Row, tile: &BsrTile, problem: &BsrProblem) -> std::result::Result<(), Mismatch> {
+    if row.takes_any_layout() {
+        return Ok(());
+    }
     if tile.a_transposed != problem.a_transposed {
         return Err(Mismatch::Transposed { kernel: tile.a_transposed });
     }
@@ -203,6 +207,10 @@ fn layouts(problem: &BsrProblem) -> String {
 fn unsupported(gpu: &CudaProperties, what: String) -> Error {
     Error::Unsupported { op: OP, arch: gpu.compute_capability.to_string(), what }
 }
+
+#[cfg(test)]
+#[path = "any_layout_tests.rs"]
+mod any_layout_tests;
 
 #[cfg(test)]
 #[path = "hopper_tests.rs"]

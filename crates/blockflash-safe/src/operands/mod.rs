@@ -7,6 +7,7 @@ mod block_mask;
 mod block_mask_build;
 mod block_scores;
 mod bsr_matmul;
+mod bsr_matmul_any;
 mod bsr_matmul_tma;
 mod bsr_reblock;
 mod bsr_sddmm;

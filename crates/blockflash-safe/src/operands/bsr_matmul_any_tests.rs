@@ -1,0 +1,126 @@
+use super::*;
+use crate::{DType, Device, Tensor};
+use blockflash_sys::manifest;
+use blockflash_sys::params::blockflash_bsr_matmul_params;
+use std::ptr::{null, null_mut};
+
+/// 40 × 50 in blocks of 16, of which seven are stored, times 50 × 136.
+const M: usize = 40;
+const N: usize = 136;
+const K: usize = 50;
+const BLOCKS: usize = 7;
+
+/// Of A as it is, or transposed, and B and C by rows or columns, without gaps.
+fn params([a, b, c]: [bool; 3]) -> blockflash_bsr_matmul_any_params {
+    blockflash_bsr_matmul_any_params {
+        base: blockflash_bsr_matmul_params {
+            row_ptr: null(),
+            col_idx: null(),
+            values: null(),
+            row_order: null(),
+            b: null(),
+            c: null_mut(),
+            bias: null(),
+            ldb: if b { K } else { N } as i64,
+            ldc: if c { M } else { N } as i64,
+            m: M as i64,
+            n: N as i64,
+            k: K as i64,
+            c_dtype: DType::F32 as i32,
+            bias_per_row: 0,
+            activation: 0,
+            b_vectorized: 0,
+            c_vectorized: 0,
+            alpha: 1.0,
+            beta: 0.0,
+            c_column_major: c.into(),
+        },
+        block_idx: null(),
+        a_transposed: a.into(),
+        b_column_major: b.into(),
+    }
+}
+
+/// Fits tensors on the CPU, which lie so (`fit` looks at sizes and strides only), with these parameters.
+fn fit_lying(
+    [a, b, c]: [bool; 3],
+    params: &blockflash_bsr_matmul_any_params,
+    change: impl Fn(&mut LaunchConfig),
+) -> Fit {
+    let zeros =
+        |dtype, shape: &[usize]| Tensor::zeros(&Device::cpu().stream().unwrap(), dtype, shape).unwrap();
+    let index = |entries| zeros(DType::I32, &[entries]);
+    let (row_ptr, col_idx, block_idx) = (index(M.div_ceil(16) + 1), index(BLOCKS), index(BLOCKS));
+    let values = zeros(DType::F16, &[BLOCKS, 16, 16]);
+    let b_tensor = zeros(DType::F16, &if b { [N, K] } else { [K, N] });
+    let mut c_tensor = zeros(DType::F32, &if c { [N, M] } else { [M, N] });
+    let operands = BsrMatmulOperands {
+        row_ptr: row_ptr.view(),
+        col_idx: col_idx.view(),
+        block_idx: a.then(|| block_idx.view()),
+        values: values.view(),
+        row_order: None,
+        stages: None,
+        parts: None,
+        b: if b { b_tensor.view().permute(&[1, 0]).unwrap() } else { b_tensor.view() },
+        c: if c { c_tensor.view_mut().permute(&[1, 0]).unwrap() } else { c_tensor.view_mut() },
+        bias: None,
+    };
+    let tile_of = |row: &'static Row| match &row.variant {
+        Variant::BsrMatmulAny(tile) if (tile.dtype, tile.block_size) == (DType::F16, 16) => Some((row, tile)),
+        _ => None,
+    };
+    let (row, tile) = manifest::all_rows().iter().find_map(tile_of).ok_or("no row")?;
+    let mut config = LaunchConfig {
+        grid: [3 * (N as u32).div_ceil(tile.block_n), 1, 1],
+        block: row.threads(),
+        smem_bytes: row.smem_bytes(),
+        cluster: None,
+        programmatic_dependent_launch: false,
+    };
+    change(&mut config);
+    fit(row, tile, &config, params, &operands)
+}
+
+const LAYOUTS: [[bool; 3]; 8] = [
+    [false, false, false],
+    [false, false, true],
+    [false, true, false],
+    [false, true, true],
+    [true, false, false],
+    [true, false, true],
+    [true, true, false],
+    [true, true, true],
+];
+
+#[test]
+fn operands_lie_as_the_parameters_say() {
+    for says in LAYOUTS {
+        for lies in LAYOUTS {
+            let found = fit_lying(lies, &params(says), |_| ());
+            assert_eq!(found.is_ok(), says == lies, "{says:?} {lies:?}: {found:?}");
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit() {
+    let layout = [true, true, true];
+    let refused = |params: &blockflash_bsr_matmul_any_params, expected: &str| {
+        let error = fit_lying(layout, params, |_| ()).unwrap_err();
+        assert!(error.contains(expected), "{error} does not say {expected}");
+    };
+    let good = params(layout);
+    refused(&blockflash_bsr_matmul_any_params { a_transposed: 0, ..good }, "block_idx is for kernels that");
+    let with = |base| blockflash_bsr_matmul_any_params { base, ..good };
+    refused(&with(blockflash_bsr_matmul_params { ldb: K as i64 + 8, ..good.base }), "b is f16");
+    refused(&with(blockflash_bsr_matmul_params { ldc: M as i64 - 1, ..good.base }), "c is f32");
+    refused(&with(blockflash_bsr_matmul_params { m: 0, ..good.base }), "not positive");
+    let refused = |change: fn(&mut LaunchConfig), expected: &str| {
+        let error = fit_lying(layout, &good, change).unwrap_err();
+        assert!(error.contains(expected), "{error} does not say {expected}");
+    };
+    refused(|config| config.grid[0] += 1, "a grid of 7x1x1 blocks");
+    refused(|config| config.programmatic_dependent_launch = true, "does not wait for its predecessor");
+    refused(|config| config.smem_bytes += 16, "shared memory");
+}
