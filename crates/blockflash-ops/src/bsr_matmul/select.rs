@@ -17,8 +17,9 @@ const HOPPER_SIZE_LIMIT: usize = (1 << 31) - 1024;
 const TENSOR_MAP_STRIDE_LIMIT: usize = 1 << 40;
 
 /// The kernel for a problem on a GPU: of the usable rows those of the preferred target (machine code before PTX), but for small blocks
-/// those for Hopper only where they are estimated to be faster; rows for any layout where there is no other. Of those for Hopper the one that is estimated to end first, of the others
-/// the one whose tiles compute the fewest columns beyond n; of these the widest.
+/// those for Hopper only where they are estimated to be faster, and those that take any layout only where no other is usable. Of those for
+/// Hopper the one that is estimated to end first, of the others the one whose tiles compute the fewest columns beyond n; of these the
+/// widest.
 ///
 /// # Errors
 /// [`Error::Unsupported`] says what no row offers: the element type, the block size, the transposed A or the layouts of B and C, the
