@@ -53,9 +53,8 @@ __device__ __forceinline__ void start_a(const blockflash_bsr_matmul_any_params& 
   const Block block = blocks.of_slot(chunk * 8 / kSquare);
   const bool valid = block.column >= 0;
   const int square_step = params.a_transposed ? kSquare : kSquare * kBlock;  // from a square of the stage to the next lines
-  const Element* const from = values + (valid ? static_cast<int64_t>(block.value) * (kBlock * kBlock) + row0 * kBlock + chunk * 8 % kSquare +
-                                                    (params.a_transposed ? k0 * kBlock : k0)
-                                              : 0);
+  const Element* const from = values + static_cast<int64_t>(block.value) * (kBlock * kBlock) + (params.a_transposed ? k0 * kBlock : k0) +
+                              row0 * kBlock + chunk * 8 % kSquare;
 #pragma unroll
   for (int r = 0; r < kBlock; r += kRowStep)
     ptx::cp_async_cg_16(tile + Layout::offset(row0 + r, chunk), valid ? from + r / kSquare * square_step + r % kSquare * kBlock : values,
