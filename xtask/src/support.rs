@@ -3,7 +3,7 @@
 use crate::workspace::{read, root, write};
 use anyhow::{Context, Result};
 use blockflash_sys::manifest::{
-    self, AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmmHopper, Variant,
+    self, AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmm, BsrSddmmHopper, Variant,
 };
 use blockflash_sys::{Row, Target};
 use std::collections::{BTreeMap, BTreeSet};
@@ -116,7 +116,8 @@ fn describe(row: &Row) -> Option<(Line, &'static str)> {
         | Variant::BsrMatmulHopper(BsrMatmulHopper { block_size, dtype, .. }) => {
             Some((Line::BsrMatmul { block_size }, dtype.name()))
         }
-        Variant::BsrSddmmHopper(BsrSddmmHopper { block_size, dtype, .. }) => {
+        Variant::BsrSddmm(BsrSddmm { block_size, dtype, .. })
+        | Variant::BsrSddmmHopper(BsrSddmmHopper { block_size, dtype, .. }) => {
             Some((Line::BsrSddmm { block_size }, dtype.name()))
         }
         // Prepares the operand of an operation, or computes nothing that a user asks for.
@@ -162,6 +163,14 @@ mod tests {
             );
             assert!(table.contains(&line), "{table}");
         }
+        assert!(
+            table.contains("| sampled product | block 16 | bf16, f16 | yes | yes | yes | – |"),
+            "{table}"
+        );
+        assert!(
+            table.contains("| sampled product | block 64 | bf16, f16 | yes | yes | yes | yes |"),
+            "{table}"
+        );
     }
 
     #[test]

@@ -43,7 +43,7 @@ pub enum Status {
 /// What runs on a device: every operation, element type and size that some kernel is made for, and what each would use here.
 /// For attention under a block mask it is the kernel for the smallest blocks and for twice as large ones; other blocks may take
 /// another. For a BSR matmul it is the kernel for many columns; few columns may take a narrower one. For a sampled product it is the
-/// kernel for the gradient of weights, a column-major A and a row-major B; other layouts have their own.
+/// kernel for the gradient of weights, a column-major A and a row-major B; on Hopper other layouts may have their own.
 pub fn support(device: &Device) -> Vec<SupportRow> {
     support_with(device.cuda_properties())
 }

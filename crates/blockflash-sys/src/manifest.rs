@@ -5,7 +5,7 @@
 //! Rows with equal [`Row::symbol`] are the same source with the same tiles for different targets.
 
 pub use crate::bsr_matmul_hopper::BsrMatmulHopper;
-pub use crate::bsr_sddmm::BsrSddmmHopper;
+pub use crate::bsr_sddmm::{BsrSddmm, BsrSddmmHopper, BsrSddmmTile};
 pub use crate::release::{released_rows, rows, trial_rows};
 pub use crate::rows::all_rows;
 pub use crate::tile::{AttentionFwd, AttentionFwdHopper, AttentionTile, BsrMatmul, BsrTile};
@@ -34,7 +34,9 @@ pub enum Variant {
     BsrMatmulAny(BsrMatmul),
     /// Block-sparse (BSR) matrix times dense matrix with those that only Hopper has.
     BsrMatmulHopper(BsrMatmulHopper),
-    /// Product of dense matrices at the stored blocks of a block-sparse one, with the instructions that only Hopper has.
+    /// Product of dense matrices at the stored blocks of a block-sparse one, with the instructions that every GPU from Ampere on has.
+    BsrSddmm(BsrSddmm),
+    /// The same with those that only Hopper has.
     BsrSddmmHopper(BsrSddmmHopper),
     /// The blocks of a block-sparse matrix copied into larger ones.
     BsrReblock(BsrReblockKernel),
@@ -53,6 +55,7 @@ impl Row {
             Variant::BsrMatmul(_) => "bsr_matmul_sm80",
             Variant::BsrMatmulAny(_) => "bsr_matmul_any_sm80",
             Variant::BsrMatmulHopper(t) => t.source(),
+            Variant::BsrSddmm(_) => "bsr_sddmm_sm80",
             Variant::BsrSddmmHopper(_) => "bsr_sddmm_sm90a",
             Variant::BsrReblock(_) => "bsr_reblock_sm80",
             Variant::BlockMask(kernel) => kernel.source(),
@@ -96,6 +99,7 @@ impl Row {
                 t.stages
             ),
             Variant::BsrMatmulHopper(t) => format!("blockflash_{}_{}", self.source(), t.name()),
+            Variant::BsrSddmm(t) => format!("blockflash_{}_{}", self.source(), t.name()),
             Variant::BsrSddmmHopper(t) => format!("blockflash_{}_{}", self.source(), t.name()),
             Variant::BsrReblock(kernel) => format!("blockflash_{}_{}", self.source(), kernel.name()),
             Variant::BlockMask(kernel) => format!("blockflash_{}_{}", self.source(), kernel.name()),
@@ -116,6 +120,7 @@ impl Row {
             Variant::AttentionFwdHopper(t) => t.warps(),
             Variant::BsrMatmul(t) | Variant::BsrMatmulAny(t) => t.warps_m * t.warps_n,
             Variant::BsrMatmulHopper(t) => t.warps(),
+            Variant::BsrSddmm(t) => t.warps_m * t.warps_n,
             Variant::BsrSddmmHopper(t) => t.warps(),
             Variant::BsrReblock(kernel) => kernel.warps,
             Variant::BlockMask(kernel) => kernel.warps(),
@@ -130,6 +135,7 @@ impl Row {
             Variant::AttentionFwdHopper(t) => t.smem_bytes(),
             Variant::BsrMatmul(t) | Variant::BsrMatmulAny(t) => t.smem_bytes(),
             Variant::BsrMatmulHopper(t) => t.smem_bytes(),
+            Variant::BsrSddmm(t) => t.smem_bytes(),
             Variant::BsrSddmmHopper(t) => t.smem_bytes(),
             Variant::BsrReblock(_) | Variant::BlockMask(_) => 0,
             Variant::Probe(probe) => probe.smem_bytes(),
@@ -176,6 +182,7 @@ impl Row {
                 number("VARIANT_MIN_BLOCKS", t.min_blocks);
             }
             Variant::BsrMatmulHopper(t) => t.macros(number),
+            Variant::BsrSddmm(t) => t.macros(number),
             Variant::BsrSddmmHopper(t) => t.macros(number),
             Variant::BsrReblock(kernel) => kernel.macros(number),
             Variant::BlockMask(kernel) => kernel.macros(number),
@@ -210,7 +217,7 @@ impl Row {
                 Lacks("LDL"),
                 Lacks("STL"),
             ],
-            Variant::BsrMatmul(_) | Variant::BsrMatmulAny(_) => {
+            Variant::BsrMatmul(_) | Variant::BsrMatmulAny(_) | Variant::BsrSddmm(_) => {
                 &[Contains("HMMA"), Contains("LDGSTS"), Contains("LDSM"), Lacks("LDL"), Lacks("STL")]
             }
             Variant::BsrMatmulHopper(t) => t.expects(),

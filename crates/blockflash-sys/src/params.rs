@@ -1000,3 +1000,107 @@ const _: () = {
     ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, b_column_major)
         - 140usize];
 };
+/// Sampled product by kernels that take a and b in every layout: values = alpha·a·b + beta·values, as above.
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_bsr_sddmm_portable_params {
+    /// \[ceil(m / block) + 1\]
+    pub row_ptr: *const i32,
+    /// \[nnz_blocks\]
+    pub col_idx: *const i32,
+    /// \[m, k\]
+    pub a: *const ::core::ffi::c_void,
+    /// \[k, n\]
+    pub b: *const ::core::ffi::c_void,
+    /// \[nnz_blocks, block, block\]; what lies beyond m and n becomes zero
+    pub values: *mut ::core::ffi::c_void,
+    /// elements between rows, or between columns where these are contiguous
+    pub lda: i64,
+    /// elements between rows, or between columns where these are contiguous
+    pub ldb: i64,
+    pub m: i32,
+    pub n: i32,
+    pub k: i32,
+    /// 1: columns are contiguous, 0: rows
+    pub a_column_major: i32,
+    pub b_column_major: i32,
+    /// a and lda allow 16-byte loads
+    pub a_vectorized: i32,
+    pub b_vectorized: i32,
+    /// values allow 16-byte stores
+    pub values_vectorized: i32,
+    /// BLOCKFLASH_DTYPE_…
+    pub values_dtype: i32,
+    pub alpha: f32,
+    /// 0: values are not read
+    pub beta: f32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_bsr_sddmm_portable_params",
+    ][::core::mem::size_of::<blockflash_bsr_sddmm_portable_params>() - 104usize];
+    [
+        "Alignment of blockflash_bsr_sddmm_portable_params",
+    ][::core::mem::align_of::<blockflash_bsr_sddmm_portable_params>() - 8usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::row_ptr",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, row_ptr) - 0usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::col_idx",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, col_idx) - 8usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::a",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, a) - 16usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::b",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, b) - 24usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::values",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, values) - 32usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::lda",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, lda) - 40usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::ldb",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, ldb) - 48usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::m",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, m) - 56usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::n",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, n) - 60usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::k",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, k) - 64usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::a_column_major",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, a_column_major)
+        - 68usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::b_column_major",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, b_column_major)
+        - 72usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::a_vectorized",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, a_vectorized)
+        - 76usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::b_vectorized",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, b_vectorized)
+        - 80usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::values_vectorized",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, values_vectorized)
+        - 84usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::values_dtype",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, values_dtype)
+        - 88usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::alpha",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, alpha) - 92usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::beta",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, beta) - 96usize];
+};

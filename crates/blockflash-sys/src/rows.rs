@@ -1,7 +1,7 @@
 //! The table itself: the tiles of every kernel, and the targets that they are compiled for.
 
 use crate::manifest::{
-    AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmmHopper, Row, Variant,
+    AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmm, BsrSddmmHopper, Row, Variant,
 };
 use crate::{BlockMaskKernel, BsrReblockKernel, DType, Major, Probe, Target};
 use std::sync::LazyLock;
@@ -148,6 +148,16 @@ const BSR_MATMUL_HOPPER_TRANSPOSED: &[BsrMatmulHopper] = &[
     bsr_hopper(128, 1, 128, 6),
 ];
 
+const fn sddmm(block_size: u32, [warps_m, warps_n]: [u32; 2], stages: u32, min_blocks: u32) -> BsrSddmm {
+    let (dtype, columns, block_k) = (DType::F16, 128, 64);
+    BsrSddmm { dtype, block_size, columns, block_k, warps_m, warps_n, stages, min_blocks }
+}
+
+/// Tiles of the sampled product by block size, for all layouts of A and B: two stages where several blocks of threads share a
+/// multiprocessor and hide each other's copies, three where registers leave room for one or two.
+const BSR_SDDMM: &[BsrSddmm] =
+    &[sddmm(16, [1, 4], 2, 4), sddmm(32, [1, 4], 2, 4), sddmm(64, [2, 2], 2, 3), sddmm(128, [2, 2], 3, 2)];
+
 /// Tiles of the sampled product on Hopper by block size, for every layout of A and B: as many stages as fit.
 const BSR_SDDMM_HOPPER: &[(u32, u32)] = &[(64, 5), (128, 4)];
 
@@ -177,6 +187,9 @@ pub fn all_rows() -> &'static [Row] {
                     for [a, b] in Major::ALL.into_iter().flat_map(|a| Major::ALL.map(|b| [a, b])) {
                         push(Variant::BsrSddmmHopper(BsrSddmmHopper { dtype, block_size, a, b, stages }));
                     }
+                }
+                for &tile in BSR_SDDMM.iter().filter(|_| ALL.contains(&target)) {
+                    push(Variant::BsrSddmm(BsrSddmm { dtype, ..tile }));
                 }
                 for &(_, tile) in BSR_MATMUL.iter().filter(|(targets, _)| targets.contains(&target)) {
                     push(Variant::BsrMatmul(BsrMatmul { dtype, ..tile }));

@@ -114,6 +114,7 @@ impl Row {
             Variant::BsrMatmul(_)
             | Variant::BsrMatmulAny(_)
             | Variant::BsrMatmulHopper(_)
+            | Variant::BsrSddmm(_)
             | Variant::BsrSddmmHopper(_)
             | Variant::BsrReblock(_)
             | Variant::BlockMask(_)
@@ -129,6 +130,7 @@ impl Row {
             Variant::BsrMatmulHopper(t) => Some(t.tile()),
             Variant::AttentionFwd(_)
             | Variant::AttentionFwdHopper(_)
+            | Variant::BsrSddmm(_)
             | Variant::BsrSddmmHopper(_)
             | Variant::BsrReblock(_)
             | Variant::BlockMask(_)
@@ -149,6 +151,7 @@ impl Row {
             | Variant::BsrMatmul(_)
             | Variant::BsrMatmulAny(_)
             | Variant::BsrMatmulHopper(_)
+            | Variant::BsrSddmm(_)
             | Variant::BsrSddmmHopper(_)
             | Variant::BsrReblock(_)
             | Variant::BlockMask(_)

@@ -10,6 +10,7 @@
 #include "config.cuh"
 #include "element.cuh"
 #include "quad.cuh"
+#include "staging.cuh"
 
 namespace blockflash {
 namespace {
@@ -22,10 +23,6 @@ __device__ __forceinline__ float load_c(const blockflash_bsr_matmul_params& p, i
 
 __device__ __forceinline__ float load_bias(const blockflash_bsr_matmul_params& p, int64_t at) {
   return ElementTraits<BsrMatmulElement>::to_float(static_cast<const uint16_t*>(p.bias)[at]);
-}
-
-__device__ __forceinline__ uint32_t pack(int dtype, float low, float high) {
-  return dtype == BLOCKFLASH_DTYPE_F16 ? ElementTraits<__half>::pack(low, high) : ElementTraits<__nv_bfloat16>::pack(low, high);
 }
 
 // Everything of the epilogue but the factor alpha, for one value. A call: most products have none of this, and inlined eight
@@ -90,17 +87,6 @@ __device__ __forceinline__ void store_slice(const blockflash_bsr_matmul_params& 
     *reinterpret_cast<float4*>(x + 4) = *reinterpret_cast<const float4*>(slice + row * slice_stride + column + 4);
     if (at_row + row < p.m && at_column + column < p.n) store_row_piece<plain>(p, x, at_row + row, at_column + column);
   }
-}
-
-// Puts the accumulators of 16 rows × slice_n columns from tile n0 on into the slice.
-template <int slice_n, int slice_stride, int n_tiles>
-__device__ __forceinline__ void fill_slice(const float (&acc)[n_tiles][4], int n0, float* slice, int lane) {
-#pragma unroll
-  for (int n = 0; n < slice_n / 8; ++n)
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      *reinterpret_cast<float2*>(slice + ((lane >> 2) + half * 8) * slice_stride + n * 8 + (lane & 3) * 2) =
-          make_float2(acc[n0 + n][2 * half], acc[n0 + n][2 * half + 1]);
 }
 
 // Applies the epilogue to 16·m_tiles rows × 8·n_tiles columns of a warp and stores them, from accumulators in the layout of MMA: with

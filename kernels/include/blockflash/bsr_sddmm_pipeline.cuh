@@ -1,6 +1,7 @@
 // Shared memory, barriers and the producer warpgroup of bsr_sddmm_sm90a.cu.
 #pragma once
 
+#include "bsr_sddmm_tiles.cuh"
 #include "bsr_tiles.cuh"
 #include "config.cuh"
 #include "ptx/mbarrier.cuh"
@@ -60,29 +61,13 @@ struct Tile {
 };
 __device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) { return smem + kSlotOffset + n % 2 * kSlotBytes; }
 
-__device__ __forceinline__ int block_rows_of(const Params& p) { return p.m / kBlock + (p.m % kBlock != 0); }
-
-// Tiles are counted without a plan: block row r begins at index row_ptr[r] / kBlocks + r. That leaves it room for all of its tiles, and at
-// most one index too many, whose tile has no block.
-__device__ __forceinline__ uint32_t first_tile(const Params& p, int block_row) {
-  return static_cast<uint32_t>(__ldg(p.row_ptr + block_row)) / kBlocks + block_row;
-}
-
-// A warp finds the tile at an index below that of block row ceil(m / block): each turn divides the block rows among its lanes.
+// The tile at an index below that of block row ceil(m / block), found by a warp.
 __device__ __forceinline__ Tile find_tile(const Params& p, uint32_t index, int lane) {
-  int first = 0, rows = block_rows_of(p);  // where its block row is
-  while (rows > 1) {
-    const int step = (rows + 31) / 32, probe = lane * step;
-    const uint32_t before = __ballot_sync(~0u, probe < rows && first_tile(p, first + min(probe, rows - 1)) <= index);
-    const int last = 31 - __clz(before);  // the first lane's row never begins behind it
-    first += last * step, rows = min(step, rows - last * step);
-  }
-  const int start = __ldg(p.row_ptr + first), end = __ldg(p.row_ptr + first + 1);
-  const int block = start + static_cast<int>(index - (start / kBlocks + first)) * kBlocks;
-  Tile tile = {first, block, max(min(kBlocks, end - block), 0), {}};
+  const StoredBlocks blocks = find_blocks<kBlock, kBlocks>(p, index, lane);
+  Tile tile = {blocks.block_row, blocks.first, blocks.count, {}};
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i)
-    if (i < tile.blocks) tile.columns[i] = __ldg(p.col_idx + block + i);
+    if (i < tile.blocks) tile.columns[i] = __ldg(p.col_idx + blocks.first + i);
   return tile;
 }
 
@@ -90,7 +75,7 @@ __device__ __forceinline__ Tile find_tile(const Params& p, uint32_t index, int l
 // since whoever is slow should take fewer.
 constexpr int kAnnounceAhead = 8;
 __device__ __forceinline__ void schedule(const Params& p, uint32_t smem, const Barriers& barriers, int lane) {
-  const uint32_t tiles = p.nnz_blocks / kBlocks + block_rows_of(p);
+  const uint32_t tiles = p.nnz_blocks / kBlocks + block_rows_of<kBlock>(p);
   uint32_t index = blockIdx.x;
 #pragma unroll 1
   for (int n = 0;; ++n) {

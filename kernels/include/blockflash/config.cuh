@@ -103,7 +103,20 @@ struct BlockScoresConfig {
 };
 #endif
 
-#ifdef VARIANT_SDDMM_BLOCK_SIZE
+#ifdef VARIANT_SDDMM_COLUMNS
+struct BsrSddmmPortableConfig {
+  using Element = ElementOf<VARIANT_DTYPE>::type;
+  static constexpr int block_size = VARIANT_SDDMM_BLOCK_SIZE;
+  static constexpr int columns = VARIANT_SDDMM_COLUMNS;  // of a tile, those of neighbouring blocks side by side
+  static constexpr int block_k = VARIANT_BLOCK_K;
+  static constexpr int warps_m = VARIANT_WARPS_M;
+  static constexpr int warps_n = VARIANT_WARPS_N;
+  static constexpr int stages = VARIANT_STAGES;
+  static constexpr int threads = warps_m * warps_n * kWarpSize;
+  static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
+  static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
+};
+#elif defined(VARIANT_SDDMM_BLOCK_SIZE)
 struct BsrSddmmConfig {
   using Element = ElementOf<VARIANT_DTYPE>::type;
   static constexpr int block_size = VARIANT_SDDMM_BLOCK_SIZE;

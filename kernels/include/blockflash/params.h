@@ -259,4 +259,23 @@ typedef struct blockflash_bsr_matmul_any_params {
   int32_t b_column_major;   /* 1: columns of b are contiguous */
 } blockflash_bsr_matmul_any_params;
 
+/* Sampled product by kernels that take a and b in every layout: values = alpha·a·b + beta·values, as above. */
+typedef struct blockflash_bsr_sddmm_portable_params {
+  const int32_t* row_ptr;   /* [ceil(m / block) + 1] */
+  const int32_t* col_idx;   /* [nnz_blocks] */
+  const void* a;            /* [m, k] */
+  const void* b;            /* [k, n] */
+  void* values;             /* [nnz_blocks, block, block]; what lies beyond m and n becomes zero */
+  int64_t lda, ldb;         /* elements between rows, or between columns where these are contiguous */
+  int32_t m, n, k;
+  int32_t a_column_major;   /* 1: columns are contiguous, 0: rows */
+  int32_t b_column_major;
+  int32_t a_vectorized;     /* a and lda allow 16-byte loads */
+  int32_t b_vectorized;
+  int32_t values_vectorized; /* values allow 16-byte stores */
+  int32_t values_dtype;     /* BLOCKFLASH_DTYPE_… */
+  float alpha;
+  float beta;               /* 0: values are not read */
+} blockflash_bsr_sddmm_portable_params;
+
 #endif

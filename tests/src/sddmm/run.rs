@@ -9,8 +9,7 @@ use crate::number::{encode, poison};
 use crate::placement::{Placed, Placement};
 use crate::tolerance::check;
 use blockflash_ops::{BsrMatrix, BsrSddmm, DType, Error, Stream, Tensor};
-use blockflash_sys::Row;
-use blockflash_sys::manifest::{BsrSddmmHopper, Variant};
+use blockflash_sys::{Major, Row};
 
 /// The operands of a sampled product on a device.
 pub struct SddmmInputs {
@@ -125,7 +124,7 @@ pub fn check_values(
     }
 }
 
-/// Runs a case on a row, as it is or, where the row cannot and says so, with matrices that it can copy. A single row or column lies either
+/// Runs a case on a row, as it is or, where the row needs tensor maps that do not describe the matrices, and says so, with others. A single row or column lies either
 /// way, and may be taken for another row's: then nothing is compared.
 pub fn run_on_row(
     case: &SddmmCase,
@@ -134,10 +133,13 @@ pub fn run_on_row(
     row: &'static Row,
     stream: &Stream,
 ) -> Result<usize, String> {
-    let Variant::BsrSddmmHopper(tile) = &row.variant else {
+    let Some(tile) = row.bsr_sddmm_tile() else {
         return Err(format!("{row:?} is another kernel"));
     };
-    if let Some(expected) = refusal(case, data, tile, stream)? {
+    let Some(majors) = tile.majors else {
+        return run_and_check(case, data, reference, Kernel::Row(row), stream);
+    };
+    if let Some(expected) = refusal(case, data, majors, stream)? {
         let inputs = SddmmInputs::upload(case, data, stream)?;
         let mut values = inputs.old_values(data, stream)?;
         match inputs.launch(&mut values, data, Kernel::Row(row), stream) {
@@ -145,7 +147,7 @@ pub fn run_on_row(
             other => return Err(format!("not refused for its {expected}: {other:?}\n    {case:?}")),
         }
         let aligned = case.clone().aligned();
-        return match refusal(&aligned, data, tile, stream)? {
+        return match refusal(&aligned, data, majors, stream)? {
             None => run_and_check(&aligned, data, reference, Kernel::Row(row), stream),
             Some(_) => Ok(0),
         };
@@ -157,14 +159,14 @@ pub fn run_on_row(
 fn refusal(
     case: &SddmmCase,
     data: &SddmmData,
-    tile: &BsrSddmmHopper,
+    majors: [Major; 2],
     stream: &Stream,
 ) -> Result<Option<&'static str>, String> {
     let inputs = SddmmInputs::upload(case, data, stream)?;
     let mut values = inputs.old_values(data, stream)?;
     let problem = inputs.product().problem(&view_mut(&mut values, &placed_values(case, data)));
     let problem = problem.map_err(|error| format!("{error}\n    {case:?}"))?;
-    Ok(if [problem.a.major, problem.b.major] != [tile.a, tile.b] {
+    Ok(if [problem.a.major, problem.b.major] != majors {
         Some("the kernel takes a ")
     } else if !(problem.a.aligned && problem.b.aligned || problem.k == 0) {
         // Matrices without elements need no tensor map.

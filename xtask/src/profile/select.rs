@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail};
 use blockflash_sys::manifest::{
-    self, AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmmHopper, Variant,
+    self, AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmm, BsrSddmmHopper, Variant,
 };
 use blockflash_sys::{ComputeCapability, Row};
 
@@ -62,6 +62,10 @@ pub fn case(row: &Row) -> Option<String> {
         | Variant::BsrMatmulAny(BsrMatmul { block_size, dtype, .. })
         | Variant::BsrMatmulHopper(BsrMatmulHopper { block_size, dtype, .. }) => {
             Some(format!("m8192_n1024_k8192_b{block_size}_d0.1_uniform_{dtype}"))
+        }
+        // The gradient of weights.
+        Variant::BsrSddmm(BsrSddmm { block_size, dtype, .. }) => {
+            Some(format!("sddmm_m8192_n8192_k4096_b{block_size}_d0.1_uniform_column_row_{dtype}"))
         }
         Variant::BsrSddmmHopper(BsrSddmmHopper { block_size, dtype, a, b, .. }) => {
             let (a, b) = (a.name(), b.name());

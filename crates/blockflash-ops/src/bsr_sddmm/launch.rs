@@ -5,6 +5,7 @@ use crate::check::Operand;
 use crate::{Error, Result};
 use blockflash_safe::{BsrSddmmOperands, Stream, ViewMut};
 use blockflash_sys::Row;
+use blockflash_sys::manifest::Variant;
 
 /// The problem after every check that needs no device; all operands are where the stream works.
 pub(super) fn checked(op: &BsrSddmm<'_>, values: &ViewMut<'_>, stream: &Stream) -> Result<BsrSddmmProblem> {
@@ -29,7 +30,13 @@ pub(super) fn launch(
     let plan = plan(row, problem, gpu)?;
     let (row_ptr, col_idx) = (op.pattern.row_ptr().view(), op.pattern.col_idx().view());
     let operands = BsrSddmmOperands { row_ptr, col_idx, a: op.a, b: op.b, values };
-    Ok(stream.launch_bsr_sddmm(row, &plan.config, &plan.params, operands)?)
+    match row.variant {
+        Variant::BsrSddmmHopper(_) => {
+            stream.launch_bsr_sddmm(row, &plan.config, &plan.params, operands)?;
+        }
+        _ => stream.launch_bsr_sddmm_portable(row, &plan.config, &plan.params, operands)?,
+    }
+    Ok(())
 }
 
 /// A kernel was named, but the operands are on the CPU.

@@ -2,6 +2,7 @@ use super::{BsrSddmmProblem, select};
 use crate::check::{grid_x, to_i32};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
+use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{blockflash_bsr_sddmm_params, blockflash_tensor_map};
 use blockflash_sys::{DType, Row};
 use std::ptr::{null, null_mut};
@@ -9,7 +10,7 @@ use std::ptr::{null, null_mut};
 /// A launch as plain data, before it has any pointer.
 #[derive(Clone, Copy, Debug)]
 pub struct BsrSddmmPlan {
-    /// The kernel argument; pointers are null and tensor maps zeros.
+    /// The kernel argument, or what it is made from; pointers are null and tensor maps zeros.
     pub params: blockflash_bsr_sddmm_params,
     /// Grid, block and shared memory.
     pub config: LaunchConfig,
@@ -50,16 +51,22 @@ pub fn plan(row: &Row, problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Resul
         beta: problem.beta,
     };
     // Full tiles, and one more for each block row: its last may have fewer blocks. Some of these have none and cost a look.
-    let tiles = problem.nnz_blocks / tile.blocks() as usize + problem.m.div_ceil(problem.block_size);
-    // Blocks of threads stay and take tile after tile; each looks for one past the last.
-    let stay = gpu.multiprocessors.max(1) as usize;
-    grid_x(&[tiles.saturating_add(2 * stay)])?;
+    let tiles = problem.nnz_blocks / tile.blocks as usize + problem.m.div_ceil(problem.block_size);
+    let stays = matches!(row.variant, Variant::BsrSddmmHopper(_));
+    let blocks = if stays {
+        // Blocks of threads take tile after tile; each looks for one past the last.
+        let stay = gpu.multiprocessors.max(1) as usize;
+        grid_x(&[tiles.saturating_add(2 * stay)])?;
+        tiles.min(stay)
+    } else {
+        tiles
+    };
     let config = LaunchConfig {
-        grid: [grid_x(&[tiles.min(stay)])?, 1, 1],
+        grid: [grid_x(&[blocks])?, 1, 1],
         block: row.threads(),
         smem_bytes: row.smem_bytes(),
         cluster: None,
-        programmatic_dependent_launch: true,
+        programmatic_dependent_launch: stays,
     };
     Ok(BsrSddmmPlan { params, config })
 }

@@ -2,8 +2,8 @@ use super::{BsrSddmmProblem, DenseLayout};
 use crate::arch;
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, Major};
-use blockflash_sys::manifest::{self, BsrSddmmHopper};
-use blockflash_sys::{DType, Row};
+use blockflash_sys::manifest::{self, BsrSddmmTile};
+use blockflash_sys::{DType, Row, Target};
 use std::fmt;
 
 /// Name of the operation in errors and in the support table.
@@ -14,11 +14,12 @@ const SIZE_LIMIT: usize = (1 << 31) - 1024;
 /// Strides of a tensor map are below this, in bytes.
 const TENSOR_MAP_STRIDE_LIMIT: usize = 1 << 40;
 
-/// The kernel for a problem on a GPU: there is one for each element type, block size and pair of layouts.
+/// The kernel for a problem on a GPU. On Hopper there is one for each element type, larger block size and pair of layouts that tensor maps
+/// describe; the portable one of an element type and block size takes every layout, and is taken where there is no other.
 ///
 /// # Errors
 /// [`Error::Unsupported`] says what no row offers: the architecture, the element type, the block size, or a memory layout that tensor
-/// maps cannot describe.
+/// maps cannot describe where there is no portable kernel.
 pub fn select(problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<&'static Row> {
     select_among(manifest::rows(), problem, gpu)
 }
@@ -80,7 +81,7 @@ impl fmt::Display for Mismatch {
 
 fn fits(
     row: &Row,
-    tile: &BsrSddmmHopper,
+    tile: &BsrSddmmTile,
     problem: &BsrSddmmProblem,
     gpu: &CudaProperties,
 ) -> std::result::Result<(), Mismatch> {
@@ -90,21 +91,23 @@ fn fits(
     if tile.block_size as usize != problem.block_size {
         return Err(Mismatch::BlockSize { kernel: tile.block_size, pattern: problem.block_size });
     }
-    for (what, kernel, layout) in [("a", tile.a, problem.a), ("b", tile.b, problem.b)] {
-        if kernel != layout.major {
-            return Err(Mismatch::Layout { what, kernel });
+    if let Some([a, b]) = tile.majors {
+        for (what, kernel, layout) in [("a", a, problem.a), ("b", b, problem.b)] {
+            if kernel != layout.major {
+                return Err(Mismatch::Layout { what, kernel });
+            }
         }
     }
     arch::runs(row, gpu).map_err(Mismatch::Gpu)?;
-    can_be_described(problem)
-}
-
-/// Whether the kernels can count the sizes, and tensor maps describe A and B. Those of matrices without elements are never used.
-fn can_be_described(problem: &BsrSddmmProblem) -> std::result::Result<(), Mismatch> {
     let sizes = [("m", problem.m), ("n", problem.n), ("k", problem.k)];
     if let Some(&(what, size)) = sizes.iter().find(|(_, size)| *size >= SIZE_LIMIT) {
         return Err(Mismatch::Size { what, size });
     }
+    tile.majors.map_or(Ok(()), |_| can_be_described(problem))
+}
+
+/// Whether tensor maps describe A and B. Those of matrices without elements are never used.
+fn can_be_described(problem: &BsrSddmmProblem) -> std::result::Result<(), Mismatch> {
     for (what, DenseLayout { ld, aligned, .. }) in [("a", problem.a), ("b", problem.b)] {
         let steps = ld > 0 && ld < TENSOR_MAP_STRIDE_LIMIT / problem.dtype.size();
         if problem.k > 0 && !(aligned && steps) {
@@ -118,7 +121,9 @@ fn can_be_described(problem: &BsrSddmmProblem) -> std::result::Result<(), Mismat
 fn why_none(rows: &[Row], problem: &BsrSddmmProblem, gpu: &CudaProperties) -> String {
     let tiles = || rows.iter().filter_map(|row| Some((row, row.bsr_sddmm_tile()?)));
     if !tiles().any(|(row, _)| row.target.runs_on(gpu.compute_capability)) {
-        return "kernels need compute capability 9.0".into();
+        let portable = tiles().any(|(row, _)| row.target != Target::Sm90a);
+        let oldest = if portable { "8.0 or newer" } else { "9.0" };
+        return format!("kernels need compute capability {oldest}");
     }
     if !tiles().any(|(_, tile)| tile.dtype == problem.dtype) {
         return format!("kernels take f16 and bf16, the matrices are {}", problem.dtype);
@@ -127,7 +132,14 @@ fn why_none(rows: &[Row], problem: &BsrSddmmProblem, gpu: &CudaProperties) -> St
     if !sizes.iter().any(|&size| size as usize == problem.block_size) {
         return format!("block size {}: kernels take {sizes:?}", problem.block_size);
     }
-    if let Err(mismatch) = can_be_described(problem) {
+    // The row that comes closest: but for sizes, layout in memory and alignment it takes the problem.
+    let closest = tiles().find_map(|(row, tile)| match fits(row, &tile, problem, gpu) {
+        Err(mismatch @ (Mismatch::Size { .. } | Mismatch::TensorMap { .. } | Mismatch::Values)) => {
+            Some(mismatch)
+        }
+        _ => None,
+    });
+    if let Some(mismatch) = closest {
         return mismatch.to_string();
     }
     let (a, b) = (problem.a.major.name(), problem.b.major.name());

@@ -20,6 +20,10 @@ fn reason(rows: &[Row], problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Stri
     }
 }
 
+fn hopper_rows() -> Vec<Row> {
+    manifest::all_rows().iter().filter(|row| row.target == Target::Sm90a).cloned().collect()
+}
+
 #[test]
 fn there_is_one_row_for_each_layout() {
     for block_size in [64, 128] {
@@ -28,10 +32,11 @@ fn there_is_one_row_for_each_layout() {
                 let problem = BsrSddmmProblem::new(dtype, [1000, 520, 264], block_size, 37, [a, b]);
                 let row = select_among(manifest::all_rows(), &problem, &gpu(9, 0)).unwrap();
                 let tile = row.bsr_sddmm_tile().unwrap();
-                let found = (tile.dtype, tile.block_size as usize, tile.a, tile.b);
-                assert_eq!(found, (dtype, block_size, a, b));
+                let found = (tile.dtype, tile.block_size as usize, tile.majors);
+                assert_eq!(found, (dtype, block_size, Some([a, b])));
                 accepts(row, &problem, &gpu(9, 0)).unwrap();
-                let others = manifest::all_rows().iter().filter(|other| *other != row);
+                let rows = hopper_rows();
+                let others = rows.iter().filter(|other| *other != row);
                 assert!(others.into_iter().all(|other| accepts(other, &problem, &gpu(9, 0)).is_err()));
             }
         }
@@ -39,8 +44,37 @@ fn there_is_one_row_for_each_layout() {
 }
 
 #[test]
+fn one_portable_row_takes_every_layout() {
+    let all = manifest::all_rows();
+    let is_portable = |problem: &BsrSddmmProblem, gpu: &CudaProperties| {
+        let row = select_among(all, problem, gpu).unwrap();
+        accepts(row, problem, gpu).unwrap();
+        let tile = row.bsr_sddmm_tile().unwrap();
+        assert_eq!((tile.dtype, tile.block_size as usize), (problem.dtype, problem.block_size));
+        assert!(row.target.runs_on(gpu.compute_capability));
+        tile.majors.is_none()
+    };
+    for (gpu, block_size) in gpus().iter().flat_map(|gpu| [16, 32, 64, 128].map(|size| (gpu, size))) {
+        let hopper = gpu.compute_capability == blockflash_sys::ComputeCapability::new(9, 0);
+        for majors in LAYOUTS {
+            let p = BsrSddmmProblem::new(DType::F16, [1000, 520, 264], block_size, 37, majors);
+            assert_eq!(is_portable(&p, gpu), !hopper || block_size < 64, "{gpu:?} {p:?}");
+            // What tensor maps cannot describe, and values that start anywhere.
+            let unaligned = BsrSddmmProblem { a: DenseLayout { aligned: false, ld: 1001, ..p.a }, ..p };
+            let repeated = BsrSddmmProblem { b: DenseLayout { ld: 0, ..p.b }, ..p };
+            let odd = BsrSddmmProblem { values_aligned: false, ..p };
+            assert!([unaligned, repeated, odd].iter().all(|p| is_portable(p, gpu)));
+        }
+    }
+    let none = BsrSddmmProblem { n: (1 << 31) - 1024, ..problem(16) };
+    assert!(reason(all, &none, &gpu(8, 0)).contains("n is 2147482624"));
+    assert_eq!(reason(all, &problem(16), &gpu(7, 5)), "kernels need compute capability 8.0 or newer");
+    assert_eq!(reason(all, &problem(48), &gpu(8, 9)), "block size 48: kernels take [16, 32, 64, 128]");
+}
+
+#[test]
 fn what_no_kernel_takes_is_named() {
-    let (all, hopper) = (manifest::all_rows(), gpu(9, 0));
+    let (all, hopper) = (&hopper_rows()[..], gpu(9, 0));
     for gpu in gpus().iter().filter(|gpu| gpu.compute_capability != hopper.compute_capability) {
         assert_eq!(reason(all, &problem(64), gpu), "kernels need compute capability 9.0");
     }
@@ -102,4 +136,14 @@ fn plans() {
     assert!(matches!(plan(row(&small), &many, &hopper), Err(Error::Unsupported { .. })));
     let integers = BsrSddmmProblem { values_dtype: DType::I32, ..small };
     assert!(matches!(plan(row(&small), &integers, &hopper), Err(Error::DType { what: "values", .. })));
+
+    // A block of threads for every place that a tile may have: 37 / 8, and one more for each of 63 block rows.
+    let blocks = problem(16);
+    let planned = plan(row(&blocks), &blocks, &hopper).unwrap();
+    assert_eq!((planned.config.grid, planned.config.block), ([4 + 63, 1, 1], 128));
+    assert_eq!(planned.config.smem_bytes, row(&blocks).smem_bytes());
+    assert!(!planned.config.programmatic_dependent_launch);
+    let many = BsrSddmmProblem { m: 128 * 5, nnz_blocks: (1 << 31) - 1, ..problem(128) };
+    let row = select_among(manifest::all_rows(), &many, &gpu(8, 0)).unwrap();
+    assert!(matches!(plan(row, &many, &gpu(8, 0)), Err(Error::TooLarge { .. })));
 }

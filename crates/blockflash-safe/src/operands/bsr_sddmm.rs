@@ -5,7 +5,7 @@ use crate::{
     DType, Error, LaunchConfig, Major, Result, Row, Stream, Swizzle, TensorMap, TensorMapSpec, View, ViewMut,
     tile_counter,
 };
-use blockflash_sys::manifest::BsrSddmmHopper;
+use blockflash_sys::manifest::{BsrSddmmHopper, BsrSddmmTile, Variant};
 use blockflash_sys::params::{blockflash_bsr_sddmm_params, blockflash_tensor_map};
 
 /// Lines of a box along a row of the swizzle, and in a panel of a matrix that is not contiguous along K: as many elements of two bytes as
@@ -30,7 +30,7 @@ pub struct BsrSddmmOperands<'a> {
 }
 
 impl Stream {
-    /// Launches a kernel of [`Variant::BsrSddmmHopper`](crate::manifest::Variant). Pointers and tensor maps in `params` are ignored: they
+    /// Launches a kernel of [`Variant::BsrSddmmHopper`]. Pointers and tensor maps in `params` are ignored: they
     /// are made from the operands. A and B may be read through lines of 16-byte aligned memory only.
     ///
     /// Counters are shared as those of [`launch_attention_fwd_tma`](Stream::launch_attention_fwd_tma).
@@ -45,8 +45,8 @@ impl Stream {
         operands: BsrSddmmOperands<'_>,
     ) -> Result<()> {
         let failed = |what: String| Error::Launch { symbol: row.symbol(), what };
-        let Some(tile) = row.bsr_sddmm_tile() else {
-            return Err(failed("not a kernel of the sampled product".to_owned()));
+        let Variant::BsrSddmmHopper(tile) = row.variant else {
+            return Err(failed("not a kernel of the sampled product for Hopper".to_owned()));
         };
         let BsrSddmmOperands { row_ptr, col_idx, a, b, .. } = operands;
         let views = [row_ptr, col_idx, a, b, operands.values.as_view()].map(Some);
@@ -77,17 +77,15 @@ impl Stream {
     }
 }
 
-fn fit(
-    row: &Row,
-    tile: &BsrSddmmHopper,
-    config: &LaunchConfig,
+/// What every kernel of the sampled product needs of its operands, but for A and B: their sizes are checked. How many tiles there are.
+pub(super) fn fits_tiles(
+    tile: &BsrSddmmTile,
     p: &blockflash_bsr_sddmm_params,
     operands: &BsrSddmmOperands<'_>,
-) -> Fit {
+) -> std::result::Result<i128, String> {
     require(p.m > 0 && p.n > 0 && p.k >= 0 && p.nnz_blocks > 0, "a size is not positive")?;
     require([p.m, p.n, p.k].into_iter().all(|size| size < SIZE_LIMIT), "a size is too large")?;
-    let [m, n, k, blocks] = [p.m, p.n, p.k, p.nnz_blocks].map(i64::from);
-    let block = i64::from(tile.block_size);
+    let (m, blocks, block) = (i64::from(p.m), i64::from(p.nnz_blocks), i64::from(tile.block_size));
     let block_rows = ceil_div(m, tile.block_size);
     fits("row_ptr", &operands.row_ptr, DType::I32, [(block_rows as i64 + 1, 1)])?;
     fits("col_idx", &operands.col_idx, DType::I32, [(blocks, 1)])?;
@@ -95,10 +93,21 @@ fn fit(
     let float = matches!(values.dtype(), DType::F16 | DType::BF16 | DType::F32);
     require(float && p.values_dtype == values.dtype() as i32, "values_dtype is not the type of values")?;
     fits("values", &values, values.dtype(), [(blocks, block * block), (block, block), (block, 1)])?;
-    require(values.is_aligned(16), "values do not start at a multiple of 16 bytes")?;
+    Ok(i128::from(blocks / i64::from(tile.blocks)) + block_rows)
+}
+
+fn fit(
+    row: &Row,
+    tile: &BsrSddmmHopper,
+    config: &LaunchConfig,
+    p: &blockflash_bsr_sddmm_params,
+    operands: &BsrSddmmOperands<'_>,
+) -> Fit {
+    let tiles = fits_tiles(&tile.tile(), p, operands)?;
+    let [m, n, k] = [p.m, p.n, p.k].map(i64::from);
+    require(operands.values.is_aligned(16), "values do not start at a multiple of 16 bytes")?;
     fits_dense("a", &operands.a, tile.dtype, [m, k], tile.a)?;
     fits_dense("b", &operands.b, tile.dtype, [k, n], tile.b)?;
-    let tiles = i128::from(blocks / i64::from(tile.blocks())) + block_rows;
     fits_row(config, row, 1..=tiles)?;
     // Each block looks for a tile past the last one, and counts in 32 bits.
     let past = tiles + 2 * i128::from(config.grid[0]);

@@ -11,6 +11,7 @@ mod bsr_matmul_any;
 mod bsr_matmul_tma;
 mod bsr_reblock;
 mod bsr_sddmm;
+mod bsr_sddmm_portable;
 
 pub use attention_fwd::AttentionFwdOperands;
 pub use block_mask::BlockMaskOperands;
