@@ -38,7 +38,7 @@ const SCORES: BlockMaskShape = BlockMaskShape {
     step: MaskStep::Scores { head_dim: 64, dtype: DType::BF16 },
 };
 const CHOOSE: MaskStep = MaskStep::Choose { top_k: 3 };
-const BSR: BsrShape = BsrShape {
+pub(super) const BSR: BsrShape = BsrShape {
     m: 8192,
     n: 1024,
     k: 8192,

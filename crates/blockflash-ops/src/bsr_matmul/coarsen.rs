@@ -12,7 +12,7 @@ use rayon::prelude::*;
 impl BsrMatrix {
     /// The same matrix in blocks of `block_size`, a multiple of its own: a block holds those that lie in it, and zeros. On the CPU.
     ///
-    /// Small blocks cost more per element than large ones, so where most of a large block is stored it is the faster one: on an H200, blocks of
+    /// Small blocks cost more per element than large ones, so where most of a large block is stored it may be the faster one: on an H200, blocks of
     /// 16 and 32 of which half are stored take longer than a dense product ([`longest_row`](Self::longest_row) and
     /// [`density`](Self::density) of the result tell what has become of the pattern, and
     /// [`advised_block_size`](Self::advised_block_size) whether it is worth it). Values that change on a GPU go into larger blocks by a

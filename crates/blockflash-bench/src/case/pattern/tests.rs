@@ -1,17 +1,7 @@
 use super::*;
+use crate::case::tests::BSR;
 use crate::case::{BsrShape, Case};
-use blockflash_sys::DType;
 use std::collections::BTreeSet;
-
-const BSR: BsrShape = BsrShape {
-    m: 8192,
-    n: 1024,
-    k: 8192,
-    block_size: 64,
-    density: 0.1,
-    pattern: Pattern::Uniform,
-    dtype: DType::F16,
-};
 
 /// The columns of each row.
 fn rows(shape: &BsrShape) -> Vec<Vec<i32>> {
