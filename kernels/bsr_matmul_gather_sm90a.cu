@@ -4,7 +4,7 @@
 // A tile of C is a group of block rows of A times block_n columns of B. B arrives once for the union of their block columns, in stages that
 // the plan of the pattern lists (bsr_gather.cuh), and each consumer warp multiplies the blocks of its own block row with it: no
 // multiplication by a missing block is ever executed. The plan does not know the values: nothing is packed, they may change between
-// launches. Long tiles may be computed in parts (bsr_parts.cuh).
+// launches. Long tiles may be computed in parts (bsr_parts.cuh); neighbouring tiles may share A (bsr_cluster.cuh).
 #include "blockflash/bsr_epilogue.cuh"
 #include "blockflash/bsr_gather.cuh"
 #include "blockflash/ptx/launch.cuh"
@@ -109,7 +109,7 @@ struct Consumer {
       }
       // The products have been issued, so their fragments are here.
       __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(barriers.empty + 8 * stage);
+      Cluster::release(barriers.empty + 8 * stage, lane);
       if (++stage == kStages) stage = 0, parity ^= 1;
     }
   }
@@ -117,29 +117,30 @@ struct Consumer {
   __device__ __forceinline__ void run(unsigned char* smem_bytes) {
     const blockflash_bsr_matmul_params& p = params.base;
     float* const slice = reinterpret_cast<float*>(smem_bytes + kSliceOffset) + warp * 16 * kSliceStride;
-    if (lane == 0) ptx::mbarrier_arrive(barriers.wanted + 8);  // the second slot holds no tile yet
+    if (lane == 0) Cluster::ask(barriers.wanted + 8);  // the second slot holds no tile yet
 #pragma unroll 1
     for (int n = 0;; ++n) {
       ptx::mbarrier_wait(barriers.announced + n % 2 * 8, n / 2 & 1);
       const Tile tile = Tile::load(smem, n);
+      const int first_column = tile.first_column + Cluster::rank() * kBlockN;
       const BsrPart part = Tile::part(smem, n);
       if (tile.group < 0) break;
       __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(barriers.wanted + n % 2 * 8);
+      if (lane == 0) Cluster::ask(barriers.wanted + n % 2 * 8);
       // A row that does not exist is the first beyond A.
       const int position = tile.group * kRows + warp / kWarpsPerRow, block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);
       const int64_t block_row = position < block_rows ? p.row_order[position] : block_rows;
       float acc[kTiles][kN / 8][4] = {};
       walk(acc, tile.stages);
       auto& all = reinterpret_cast<float(&)[kTiles * kN / 8 * 4]>(acc);
-      const int tiles_n = static_cast<int>((p.n + kBlockN - 1) / kBlockN);
-      const BsrSums<kConsumerWarps, kTiles * kN / 2> sums = {params, tile.group, tile.first_column / kBlockN, tiles_n, warp, lane};
+      const int tiles_n = static_cast<int>((p.n + kClusterN - 1) / kClusterN) * Config::cluster;
+      const BsrSums<kConsumerWarps, kTiles * kN / 2> sums = {params, tile.group, first_column / kBlockN, tiles_n, warp, lane};
       if (part.number > 0) {
         sums.leave(part.number, all);
         continue;
       }
       sums.add(part.count, all);
-      const int64_t column = tile.first_column + warp % kWarpsPerRow * kN;
+      const int64_t column = first_column + warp % kWarpsPerRow * kN;
       bool stored = true;  // all of it or nothing
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) stored &= store_tile_directly(p, acc[m], block_row * kBlock + m * 16, column, lane);
@@ -163,19 +164,20 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_tma_params param
     for (const blockflash_tensor_map* map : {&params.b, &params.b_edge}) ptx::prefetch_tensor_map(map);
     barriers.init();
   }
-  __syncthreads();
+  Cluster::begin();
   ptx::wait_for_predecessors();  // which may have written any operand, or still read C
 
   // What the producers give up is what the consumers take: more would never come. With four warpgroups of consumers there are 96 each to
-  // begin with, else 168.
-  constexpr bool kMany = Config::warpgroups == 4, kWide = kBlockN == 128;
+  // begin with, else 168. Producers of a cluster need more than those of a wide tile otherwise have.
+  constexpr bool kMany = Config::warpgroups == 4, kWide = kBlockN == 128 && Config::cluster == 1;
   constexpr int kConsumerRegisters = !kMany ? 232 : kWide ? 112 : 104, kProducerRegisters = !kMany ? 40 : kWide ? 32 : 64;
   if (warp < 4) {
     ptx::lower_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) schedule(params, smem, barriers);
+    if (threadIdx.x == 0 && Cluster::rank() == 0) schedule(params, smem, barriers);
     if (warp > 0) copy(params, smem, barriers, warp - 1);
   } else {
     ptx::raise_registers<kConsumerRegisters>();
     Consumer(params, barriers, smem).run(smem_bytes);
   }
+  Cluster::end();
 }

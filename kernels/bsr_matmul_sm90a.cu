@@ -3,8 +3,8 @@
 // A tile of C is one block row of op(A), or two that share B, times block_n columns of B. The blocks of the row laid end to end are the depth
 // of a dense matmul, 64 of it a stage, whose rows of B are gathered by the column indices: blocks of A come straight from the values,
 // nothing is packed or planned, so the pattern may change between launches. While consumers store a tile the producer fills the ring
-// for the next. Long tiles may be computed in parts (bsr_parts.cuh). op(A) is A or, by an index of its block columns, the transposed A; B is
-// row-major or column-major.
+// for the next. Long tiles may be computed in parts (bsr_parts.cuh), neighbouring tiles may share A (bsr_cluster.cuh). op(A) is A or, by an
+// index of its block columns, the transposed A; B is row-major or column-major.
 #include "blockflash/bsr_epilogue.cuh"
 #include "blockflash/bsr_epilogue_columns.cuh"
 #include "blockflash/bsr_epilogue_copy.cuh"
@@ -41,9 +41,7 @@ struct Consumer {
   uint32_t parity = 0;  // of the next "full" of this stage
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-  __device__ __forceinline__ void release(int stage) const {
-    if (lane() == 0) ptx::mbarrier_arrive(barriers.empty + 8 * stage);
-  }
+  __device__ __forceinline__ void release(int stage) const { Cluster::release(barriers.empty + 8 * stage, lane()); }
 
   // acc += A·B over the stages of a tile: so many, or up to the one that says that it is the last.
   __device__ __forceinline__ void multiply(float (&acc)[kN / 2], int steps) {
@@ -87,7 +85,7 @@ struct Consumer {
     const int warp = threadIdx.x / 32 % 4;
     const uint32_t pages = smem + kStagingOffset + (warpgroup * 4 + warp) * kPages * kPageBytes;
     float* const slice = reinterpret_cast<float*>(smem_bytes + kStagingOffset) + (warpgroup * 4 + warp) * 16 * kSliceStride;
-    if (lane() == 0) ptx::mbarrier_arrive(barriers.wanted + 8);  // the second slot holds no tile yet
+    if (lane() == 0) Cluster::ask(barriers.wanted + 8);  // the second slot holds no tile yet
 #pragma unroll 1
     for (int n = 0;; ++n) {
       ptx::mbarrier_wait(barriers.announced + n % 2 * 8, n / 2 & 1);
@@ -99,16 +97,16 @@ struct Consumer {
         blocks += row.end_block - row.first_block;
       }
       const int block_row = BlockRow::load(slot + 16 * (warpgroup % kRowGroups / kSteps)).index;
-      const int first_column = ptx::load_shared(slot + kColumnInSlot);
+      const int first_column = ptx::load_shared(slot + kColumnInSlot) + Cluster::rank() * kBlockN;
       const BsrPart part = kSplits ? BsrPart::load(slot + kPartInSlot) : BsrPart{0, 1};
       const int position = kSplits ? ptx::load_shared(slot + kPartInSlot + 4) : 0;
       if (BlockRow::load(slot).index < 0) break;
       __syncwarp();
-      if (lane() == 0) ptx::mbarrier_arrive(barriers.wanted + n % 2 * 8);
+      if (lane() == 0) Cluster::ask(barriers.wanted + n % 2 * 8);
       float acc[kN / 2] = {};
       multiply(acc, blocks * kSteps);
       if constexpr (kSplits) {
-        const int tiles_n = static_cast<int>((params.base.n + kBlockN - 1) / kBlockN);
+        const int tiles_n = static_cast<int>((params.base.n + kClusterN - 1) / kClusterN) * Config::cluster;
         const BsrSums<kConsumerWarps, kN / 2> sums = {params, position, first_column / kBlockN, tiles_n, warpgroup * 4 + warp, lane()};
         if (part.number > 0) {
           sums.leave(part.number, acc);
@@ -145,15 +143,16 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_tma_params param
     for (const blockflash_tensor_map* map : {&params.a, &params.b, &params.b_edge}) ptx::prefetch_tensor_map(map);
     barriers.init();
   }
-  __syncthreads();
+  Cluster::begin();
   ptx::wait_for_predecessors();  // which may have written any operand, or still read C
 
   if (warpgroup == 0) {
     ptx::lower_registers<40>();
     if (threadIdx.x == 0) produce(params, smem, barriers);
-    if (threadIdx.x == 32) schedule(params, smem, barriers);
+    if (threadIdx.x == 32 && Cluster::rank() == 0) schedule(params, smem, barriers);
   } else {
     ptx::raise_registers<232>();
     Consumer{params, barriers, smem, warpgroup - 1}.run(smem_bytes);
   }
+  Cluster::end();
 }

@@ -18,6 +18,8 @@ pub struct BsrMatmulHopper {
     pub block_n: u32,
     /// Pipeline stages in shared memory.
     pub stages: u32,
+    /// Blocks of threads that compute neighbouring tiles of the same block rows, to all of which A comes at once: 1, 2 or 4.
+    pub cluster: u32,
     /// Whether blocks of A are multiplied transposed, in the order of an index of their block columns.
     pub a_transposed: bool,
     /// Whether columns of B are contiguous instead of rows.
@@ -82,17 +84,19 @@ impl BsrMatmulHopper {
 
     /// What it has in common with other BSR kernels.
     pub const fn tile(&self) -> BsrTile {
-        let Self { dtype, block_size, block_rows, block_n, a_transposed, b_column_major, .. } = *self;
+        let Self { dtype, block_size, block_rows, block_n, cluster, a_transposed, b_column_major, .. } =
+            *self;
         let block_k = self.block_k();
-        BsrTile { dtype, block_size, block_rows, block_n, block_k, a_transposed, b_column_major }
+        BsrTile { dtype, block_size, block_rows, block_n, block_k, cluster, a_transposed, b_column_major }
     }
 
     /// What distinguishes it in symbols.
     pub(crate) fn name(&self) -> String {
-        let Self { dtype, block_size, block_rows, block_n, stages, .. } = self;
+        let Self { dtype, block_size, block_rows, block_n, stages, cluster, .. } = self;
+        let cluster = if *cluster > 1 { format!("_c{cluster}") } else { String::new() };
         let a = if self.a_transposed { "_ta" } else { "" };
         let b = if self.b_column_major { "_tb" } else { "" };
-        format!("{dtype}_b{block_size}_r{block_rows}_n{block_n}_s{stages}{a}{b}")
+        format!("{dtype}_b{block_size}_r{block_rows}_n{block_n}_s{stages}{cluster}{a}{b}")
     }
 
     /// Warps per block of threads: four per warpgroup, and those of the one that copies.
@@ -133,6 +137,7 @@ impl BsrMatmulHopper {
         number("VARIANT_BLOCK_K", self.block_k());
         number("VARIANT_CONSUMER_WARPGROUPS", self.warpgroups());
         number("VARIANT_STAGES", self.stages);
+        number("VARIANT_CLUSTER", self.cluster);
         number("VARIANT_A_TRANSPOSED", self.a_transposed.into());
         number("VARIANT_B_COLUMN_MAJOR", self.b_column_major.into());
         number("VARIANT_STAGE_BLOCKS", Self::stage_blocks(self.block_size));
@@ -180,7 +185,7 @@ mod tests {
     #[test]
     fn hopper_rows() {
         let rows = rows(false);
-        assert_eq!(rows.len(), 2 * (7 + 3 * 5));
+        assert_eq!(rows.len(), 2 * (10 + 3 * 5));
         for (row, tile) in &rows {
             assert_eq!((row.source(), row.threads()), ("bsr_matmul_sm90a", 384));
             assert!(row.expects().contains(&Expect::Contains("HGMMA")));
@@ -193,7 +198,13 @@ mod tests {
         for (row, tile) in &rows {
             let suffix = ["", "_tb", "_ta", "_ta_tb"]
                 [usize::from(tile.a_transposed) * 2 + usize::from(tile.b_column_major)];
-            assert!(row.symbol().ends_with(&format!("_s{}{suffix}", tile.stages)), "{}", row.symbol());
+            let cluster = if tile.cluster > 1 { "_c2" } else { "" };
+            assert!(
+                row.symbol().ends_with(&format!("_s{}{cluster}{suffix}", tile.stages)),
+                "{}",
+                row.symbol()
+            );
+            assert_eq!(row.cluster(), (tile.cluster > 1).then_some([2, 1, 1]), "{}", row.symbol());
             let flags = [
                 ("VARIANT_A_TRANSPOSED", tile.a_transposed),
                 ("VARIANT_B_COLUMN_MAJOR", tile.b_column_major),
@@ -211,7 +222,7 @@ mod tests {
     #[test]
     fn rows_that_gather() {
         let rows = rows(true);
-        assert_eq!(rows.len(), 8);
+        assert_eq!(rows.len(), 2 * 7);
         for (row, tile) in &rows {
             assert_eq!(row.source(), "bsr_matmul_gather_sm90a");
             assert!(!tile.a_transposed && !tile.b_column_major, "{}", row.symbol());

@@ -113,6 +113,14 @@ impl Row {
         format!("{}.{}.{extension}", self.symbol(), self.target)
     }
 
+    /// Blocks per cluster in x, y and z, for kernels with clusters.
+    pub const fn cluster(&self) -> Option<[u32; 3]> {
+        match self.variant {
+            Variant::BsrMatmulHopper(t) if t.cluster > 1 => Some([t.cluster, 1, 1]),
+            _ => None,
+        }
+    }
+
     /// Threads per block.
     pub const fn threads(&self) -> u32 {
         32 * match self.variant {

@@ -118,13 +118,18 @@ const BSR_MATMUL_ANY: &[(&[Target], BsrMatmul)] = &[
 ];
 
 const fn bsr_hopper(block_size: u32, block_rows: u32, block_n: u32, stages: u32) -> BsrMatmulHopper {
-    let (dtype, a_transposed, b_column_major) = (DType::F16, false, false);
-    BsrMatmulHopper { dtype, block_size, block_rows, block_n, stages, a_transposed, b_column_major }
+    let (dtype, cluster, a_transposed, b_column_major) = (DType::F16, 1, false, false);
+    BsrMatmulHopper { dtype, block_size, block_rows, block_n, stages, cluster, a_transposed, b_column_major }
+}
+
+/// The same in clusters of two blocks of threads.
+const fn bsr_pair(tile: BsrMatmulHopper) -> BsrMatmulHopper {
+    BsrMatmulHopper { cluster: 2, ..tile }
 }
 
 /// BSR tiles of Hopper by block size: as many accumulators as two warpgroups have, and fewer for few columns. What flows into shared memory
 /// binds all of them: blocks of 64 take the more columns or, in dense patterns, two block rows that share B; small blocks take 256 rows,
-/// the group of a pattern's plan. Stages are as many as fit.
+/// the group of a pattern's plan. Stages are as many as fit. Pairs share A, where that was seen to gain.
 const BSR_MATMUL_HOPPER: &[BsrMatmulHopper] = &[
     bsr_hopper(16, 16, 128, 4),
     bsr_hopper(16, 16, 64, 6),
@@ -137,6 +142,12 @@ const BSR_MATMUL_HOPPER: &[BsrMatmulHopper] = &[
     bsr_hopper(128, 1, 256, 4),
     bsr_hopper(128, 1, 128, 6),
     bsr_hopper(128, 1, 64, 8),
+    bsr_pair(bsr_hopper(16, 16, 128, 4)),
+    bsr_pair(bsr_hopper(16, 16, 64, 6)),
+    bsr_pair(bsr_hopper(32, 8, 128, 4)),
+    bsr_pair(bsr_hopper(64, 2, 256, 4)),
+    bsr_pair(bsr_hopper(128, 1, 256, 4)),
+    bsr_pair(bsr_hopper(128, 1, 64, 8)),
 ];
 
 /// Those of them that there are also for a transposed A, a column-major B, and both.

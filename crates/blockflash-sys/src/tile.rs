@@ -78,10 +78,19 @@ pub struct BsrTile {
     pub block_n: u32,
     /// Depth of one pipeline stage along K.
     pub block_k: u32,
+    /// Blocks of threads that are launched together, with neighbouring columns of C.
+    pub cluster: u32,
     /// Whether A is multiplied transposed.
     pub a_transposed: bool,
     /// Whether columns of B are contiguous instead of rows.
     pub b_column_major: bool,
+}
+
+impl BsrTile {
+    /// Tiles along so many columns of C: those of whole clusters, so that some may have no columns.
+    pub const fn tiles_n(&self, n: u64) -> u64 {
+        n.div_ceil((self.cluster * self.block_n) as u64) * self.cluster as u64
+    }
 }
 
 /// Tiles of `bsr_matmul_sm80.cu` and `bsr_matmul_any_sm80.cu`: one block of threads computes one block row of A times `block_n` columns of B.
@@ -214,7 +223,16 @@ impl BsrMatmul {
     pub const fn tile(&self) -> BsrTile {
         let Self { dtype, block_size, block_n, block_k, .. } = *self;
         let (a_transposed, b_column_major) = (false, false);
-        BsrTile { dtype, block_size, block_rows: 1, block_n, block_k, a_transposed, b_column_major }
+        BsrTile {
+            dtype,
+            block_size,
+            block_rows: 1,
+            block_n,
+            block_k,
+            cluster: 1,
+            a_transposed,
+            b_column_major,
+        }
     }
 
     /// Shared memory in bytes: a ring of A and B tiles.

@@ -25,12 +25,32 @@ __device__ __forceinline__ float load_bias(const blockflash_bsr_matmul_params& p
   return ElementTraits<BsrMatmulElement>::to_float(static_cast<const uint16_t*>(p.bias)[at]);
 }
 
-// Everything of the epilogue but the factor alpha, for one value. A call: most products have none of this, and inlined eight
-// times the erf of gelu would be most of the kernel.
-__device__ __noinline__ float epilogue_term(const blockflash_bsr_matmul_params& p, float x, int64_t row, int64_t column) {
-  if (p.beta != 0.f) x += p.beta * load_c(p, row * p.ldc + column);
-  if (p.bias != nullptr) x += load_bias(p, p.bias_per_row ? row : column);
-  return activate(x, p.activation);
+// Everything of the epilogue but the factor alpha, for the first `count` of eight values that are neighbours in C from `at` on. `bias_at`: of
+// the first one, and `bias_step` further for the next.
+__device__ __forceinline__ void apply_epilogue(const blockflash_bsr_matmul_params& p, float (&x)[8], int64_t at, int64_t bias_at, int bias_step,
+                                               int count) {
+  if (p.beta != 0.f) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (i < count) x[i] += p.beta * load_c(p, at + i);
+  }
+  if (p.bias != nullptr) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (i < count) x[i] += load_bias(p, bias_at + i * bias_step);
+  }
+  const auto each = [&](auto activation) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = activate(x[i], activation);
+  };
+  switch (p.activation) {
+    case BLOCKFLASH_ACTIVATION_RELU:
+      return each(std::integral_constant<int, BLOCKFLASH_ACTIVATION_RELU>());
+    case BLOCKFLASH_ACTIVATION_GELU:
+      return each(std::integral_constant<int, BLOCKFLASH_ACTIVATION_GELU>());
+    case BLOCKFLASH_ACTIVATION_SILU:
+      return each(std::integral_constant<int, BLOCKFLASH_ACTIVATION_SILU>());
+  }
 }
 
 // Stores the first `count` of eight values that are neighbours in C.
@@ -60,20 +80,7 @@ __device__ __forceinline__ void store_piece(const blockflash_bsr_matmul_params& 
   }
 }
 
-// Applies the epilogue to eight values of row `row` from column `column` on, and stores those inside of C. `plain`: the epilogue
-// is alpha alone.
-template <bool plain>
-__device__ __forceinline__ void store_row_piece(const blockflash_bsr_matmul_params& p, float (&x)[8], int64_t row, int64_t column) {
-  const int count = static_cast<int>(min(p.n - column, static_cast<int64_t>(8)));
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    x[i] *= p.alpha;
-    if (!plain && i < count) x[i] = epilogue_term(p, x[i], row, column + i);
-  }
-  store_piece(p, x, row * p.ldc + column, count);
-}
-
-// Stores one slice, a row piece per lane and turn. `at_row`, `at_column`: where the slice lies in C.
+// Stores one slice, a row piece per lane and turn, those inside of C. `at_row`, `at_column`: where the slice lies in C.
 template <int slice_n, int slice_stride, bool plain>
 __device__ __forceinline__ void store_slice(const blockflash_bsr_matmul_params& p, const float* slice, int64_t at_row, int64_t at_column,
                                             int lane) {
@@ -81,12 +88,25 @@ __device__ __forceinline__ void store_slice(const blockflash_bsr_matmul_params& 
 #pragma unroll(plain ? kTurns : 1)
   for (int turn = 0; turn < kTurns; ++turn) {
     const int i = turn * kWarpSize + lane;
-    const int row = i / (slice_n / 8), column = i % (slice_n / 8) * 8;
+    const int in_row = i / (slice_n / 8), in_column = i % (slice_n / 8) * 8;
+    const int64_t row = at_row + in_row, column = at_column + in_column;
+    if (row >= p.m || column >= p.n) continue;
     float x[8];
-    *reinterpret_cast<float4*>(x) = *reinterpret_cast<const float4*>(slice + row * slice_stride + column);
-    *reinterpret_cast<float4*>(x + 4) = *reinterpret_cast<const float4*>(slice + row * slice_stride + column + 4);
-    if (at_row + row < p.m && at_column + column < p.n) store_row_piece<plain>(p, x, at_row + row, at_column + column);
+    *reinterpret_cast<float4*>(x) = *reinterpret_cast<const float4*>(slice + in_row * slice_stride + in_column);
+    *reinterpret_cast<float4*>(x + 4) = *reinterpret_cast<const float4*>(slice + in_row * slice_stride + in_column + 4);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] *= p.alpha;
+    const int count = static_cast<int>(min(p.n - column, static_cast<int64_t>(8)));
+    if constexpr (!plain) apply_epilogue(p, x, row * p.ldc + column, p.bias_per_row ? row : column, !p.bias_per_row, count);
+    store_piece(p, x, row * p.ldc + column, count);
   }
+}
+
+// A call: inlined once per slice this would be most of the kernel.
+template <int slice_n, int slice_stride>
+__device__ __noinline__ void store_slice_with_epilogue(const blockflash_bsr_matmul_params& p, const float* slice, int64_t at_row,
+                                                       int64_t at_column, int lane) {
+  store_slice<slice_n, slice_stride, false>(p, slice, at_row, at_column, lane);
 }
 
 // Applies the epilogue to 16·m_tiles rows × 8·n_tiles columns of a warp and stores them, from accumulators in the layout of MMA: with
@@ -106,7 +126,7 @@ __device__ __forceinline__ void store_tile(const blockflash_bsr_matmul_params& p
       if (plain)
         store_slice<slice_n, slice_stride, true>(p, slice, first_row + m * 16, first_column + n0 * 8, lane);
       else
-        store_slice<slice_n, slice_stride, false>(p, slice, first_row + m * 16, first_column + n0 * 8, lane);
+        store_slice_with_epilogue<slice_n, slice_stride>(p, slice, first_row + m * 16, first_column + n0 * 8, lane);
       __syncwarp();
     }
 }

@@ -7,12 +7,6 @@
 namespace blockflash {
 namespace {
 
-__device__ __noinline__ float column_epilogue_term(const blockflash_bsr_matmul_params& p, float x, int64_t row, int64_t column) {
-  if (p.beta != 0.f) x += p.beta * load_c(p, column * p.ldc + row);
-  if (p.bias != nullptr) x += load_bias(p, p.bias_per_row ? row : column);
-  return activate(x, p.activation);
-}
-
 // Stores one slice, eight rows of a column per lane and turn. `at_row`, `at_column`: where the slice lies in C. A call: inlined once per slice
 // it would be half of the kernel.
 template <int slice_n, int slice_stride>
@@ -25,10 +19,8 @@ __device__ __noinline__ void store_column_slice(const blockflash_bsr_matmul_para
     const int count = static_cast<int>(min(p.m - row, static_cast<int64_t>(8)));
     float x[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      x[j] = slice[(i % 2 * 8 + j) * slice_stride + i / 2] * p.alpha;
-      if (!plain && j < count) x[j] = column_epilogue_term(p, x[j], row + j, column);
-    }
+    for (int j = 0; j < 8; ++j) x[j] = slice[(i % 2 * 8 + j) * slice_stride + i / 2] * p.alpha;
+    if (!plain) apply_epilogue(p, x, column * p.ldc + row, p.bias_per_row ? row : column, p.bias_per_row, count);
     store_piece(p, x, column * p.ldc + row, count);
   }
 }

@@ -52,7 +52,8 @@ struct PairBias {
   }
 };
 
-template <int pages, int activation, int n_tiles>
+// `biased`: there may be a bias; looking for one at each pair takes time.
+template <int pages, int activation, bool biased, int n_tiles>
 __device__ __forceinline__ void store_activated_by_copies(const blockflash_bsr_matmul_tma_params& params, const float (&acc)[n_tiles][4],
                                                           uint32_t smem, int first_row, int first_column, int lane) {
   using Traits = ElementTraits<BsrMatmulElement>;
@@ -69,8 +70,8 @@ __device__ __forceinline__ void store_activated_by_copies(const blockflash_bsr_m
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
-        float2 terms[2];
-        bias.load(terms, n0 + n + i / 2);
+        float2 terms[2] = {};
+        if constexpr (biased) bias.load(terms, n0 + n + i / 2);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float* const pair = acc[n0 + n + i / 2] + half * 2;
@@ -96,13 +97,15 @@ __device__ __forceinline__ void store_tile_by_copies(const blockflash_bsr_matmul
                                                      uint32_t smem, int first_row, int first_column, int lane) {
   switch (params.base.activation) {
     case BLOCKFLASH_ACTIVATION_RELU:
-      return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_RELU>(params, acc, smem, first_row, first_column, lane);
+      return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_RELU, true>(params, acc, smem, first_row, first_column, lane);
     case BLOCKFLASH_ACTIVATION_GELU:
-      return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_GELU>(params, acc, smem, first_row, first_column, lane);
+      return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_GELU, true>(params, acc, smem, first_row, first_column, lane);
     case BLOCKFLASH_ACTIVATION_SILU:
-      return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_SILU>(params, acc, smem, first_row, first_column, lane);
+      return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_SILU, true>(params, acc, smem, first_row, first_column, lane);
     default:
-      return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_NONE>(params, acc, smem, first_row, first_column, lane);
+      if (params.base.bias == nullptr)
+        return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_NONE, false>(params, acc, smem, first_row, first_column, lane);
+      return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_NONE, true>(params, acc, smem, first_row, first_column, lane);
   }
 }
 

@@ -10,6 +10,7 @@
 // previous tile, which takes only tiles before that.
 #pragma once
 
+#include "bsr_cluster.cuh"
 #include "bsr_parts.cuh"
 #include "bsr_tiles.cuh"
 #include "config.cuh"
@@ -25,6 +26,8 @@ using Element = Config::Element;
 using Params = blockflash_bsr_matmul_tma_params;
 
 constexpr int kBlock = Config::block_size, kRows = Config::block_rows, kBlockN = Config::block_n, kStages = Config::stages;
+using Cluster = BsrCluster<Config::cluster>;
+constexpr int kClusterN = Config::cluster * kBlockN;  // columns of C of a cluster
 constexpr int kConsumerWarps = 4 * Config::warpgroups, kCopyWarps = 3;
 static_assert(Config::block_k == kBlock, "boxes of B are as many rows as a block of A has columns");
 
@@ -44,12 +47,12 @@ struct Barriers {
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(full + 8 * i, 1);
-      ptx::mbarrier_init(empty + 8 * i, kConsumerWarps);
+      ptx::mbarrier_init(empty + 8 * i, kConsumerWarps * Config::cluster);
     }
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(announced + 8 * i, 1);
-      // The consumers have read the tile that was there, and all who copy are about to need the next.
-      ptx::mbarrier_init(wanted + 8 * i, kConsumerWarps + kCopyWarps);
+      // The consumers have read the tile that was there, and all who copy are about to need the next: of the first block, which all ask.
+      ptx::mbarrier_init(wanted + 8 * i, (kConsumerWarps + kCopyWarps) * Config::cluster);
     }
     ptx::fence_mbarrier_init();
   }
@@ -60,7 +63,7 @@ static_assert(16 * kStages + 32 <= 192 && kRowsOffset + kStages * kRows * 4 <= k
 // What a warp needs to know of a stage: the columns in which its block row has blocks, as bits, and where the first block lies in the stage.
 __device__ __forceinline__ uint32_t stage_row(uint32_t smem, int stage, int row) { return smem + kRowsOffset + (stage * kRows + row) * 4; }
 
-// An announced tile, or a part of it. A negative group: there are no more.
+// An announced tile of the cluster, or a part of it. A negative group: there are no more.
 struct Tile {
   int first_stage, stages, first_column, group;
 
@@ -69,8 +72,8 @@ struct Tile {
     const int4 x = ptx::load_shared_int4(slot(smem, n));
     return {x.x, x.y, x.z, x.w};
   }
-  __device__ __forceinline__ void store(uint32_t smem, int n) const {
-    ptx::store_shared_int4(slot(smem, n), make_int4(first_stage, stages, first_column, group));
+  __device__ __forceinline__ void store(uint32_t smem, int n, uint32_t barrier) const {
+    Cluster::store_int4(slot(smem, n), make_int4(first_stage, stages, first_column, group), barrier);
   }
   // Which part it is.
   static __device__ __forceinline__ BsrPart part(uint32_t smem, int n) { return BsrPart::load(slot(smem, n) + 16); }
@@ -79,32 +82,33 @@ struct Tile {
 __device__ __forceinline__ void schedule(const Params& params, uint32_t smem, const Barriers& barriers) {
   const blockflash_bsr_matmul_params& p = params.base;
   const int block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);
-  const int groups = (block_rows + kRows - 1) / kRows, tiles_n = static_cast<int>((p.n + kBlockN - 1) / kBlockN);
-  uint32_t index = blockIdx.x;
+  const int groups = (block_rows + kRows - 1) / kRows, tiles_n = static_cast<int>((p.n + kClusterN - 1) / kClusterN);
+  uint32_t index = Cluster::index();
 #pragma unroll 1
   for (int n = 0;; ++n) {
     if (n > 0) {
       ptx::mbarrier_wait(barriers.wanted + n % 2 * 8, (n - 1) / 2 & 1);
-      index = take_tile(params, index);
+      index = take_tile(params, index, Cluster::count());
     }
+    const uint32_t announced = barriers.announced + n % 2 * 8;
     Tile tile = {0, 0, 0, -1};
 #pragma unroll 1
-    for (;; index = take_tile(params, index)) {
+    for (;; index = take_tile(params, index, Cluster::count())) {
       const BsrPlace place(params, groups, tiles_n, index);
       if (place.tiles_m == 0) break;
-      const BsrTile<kBlockN> at(place.tiles_m, tiles_n, place.index);
+      const BsrTile<kClusterN> at(place.tiles_m, tiles_n, place.index);
       const int first = params.group_stages[at.position], stages = params.group_stages[at.position + 1] - first;
       const BsrPart part = {place.part, parts_of(params, stages)};
       if (part.number >= part.count) continue;  // tiles that are shorter than others of their place
-      part.store(Tile::slot(smem, n) + 16);
+      Cluster::store(Tile::slot(smem, n) + 16, part.word(), announced);
       tile = {first + part.begin(stages), part.end(stages) - part.begin(stages), at.first_column, at.position};
       break;
     }
-    tile.store(smem, n);
-    ptx::mbarrier_arrive(barriers.announced + n % 2 * 8);
+    tile.store(smem, n, announced);
+    Cluster::announce(announced, tile.group < 0 ? 16 : 20);
     if (tile.group < 0) break;
   }
-  leave_tiles(params);
+  leave_tiles(params, Cluster::count());
 }
 
 // The next tile is asked for when so many stages are left: looking it up takes a while, but whoever is slow should take fewer.
@@ -117,7 +121,7 @@ static_assert(kRows <= kColumnLane && kColumns <= 8, "a stage of the plan holds 
 // Rows and columns beyond B arrive as zeros.
 __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const Barriers& barriers, int who) {
   const int panels = static_cast<int>(params.base.n / 64);  // whole ones of B
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, rank = Cluster::rank();
   const char* const values = static_cast<const char*>(params.base.values);
   const int2* const plan = reinterpret_cast<const int2*>(params.stages) + lane;
   uint32_t before = 0;  // stages of the tiles before
@@ -126,14 +130,15 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
     ptx::mbarrier_wait(barriers.announced + n % 2 * 8, n / 2 & 1);
     const Tile tile = Tile::load(smem, n);
     if (tile.group < 0) break;
-    const int panel = tile.first_column / 64;
+    const int first_column = tile.first_column + rank * kBlockN, panel = first_column / 64;
+    const bool inside = Config::cluster == 1 || first_column < params.base.n;  // of C
     const auto load = [&](int i) {
       return i < tile.stages ? __ldg(plan + static_cast<int64_t>(tile.first_stage + i) * 32) : make_int2(0, 0);
     };
     bool asked = false;  // for the next tile
     const auto ask = [&] {
       __syncwarp();
-      if (!asked && lane == 0) ptx::mbarrier_arrive(barriers.wanted + (n + 1) % 2 * 8);
+      if (!asked && lane == 0) Cluster::ask(barriers.wanted + (n + 1) % 2 * 8);
       asked = true;
     };
     int i = (who + kCopyWarps - before % kCopyWarps) % kCopyWarps;
@@ -149,14 +154,16 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
       ptx::mbarrier_wait(barriers.empty + 8 * stage, ((before + i) / kStages & 1) ^ 1);
       if (lane < kRows) ptx::store_shared(stage_row(smem, stage, lane), now.y);
       __syncwarp();
-      if (ptx::elect()) ptx::mbarrier_arrive_expect_tx(full, columns * kColumnBytes + blocks * kBlockBytes);
+      if (ptx::elect()) ptx::mbarrier_arrive_expect_tx(full, (inside ? columns * kColumnBytes : 0) + blocks * kBlockBytes);
       __syncwarp();
       const int count = lane < kRows ? __popc(now.y & 0xFF) : 0;
-      if (count > 0)
-        ptx::bulk_copy(b + kBBytes + (now.y >> 8) * kBlockBytes, values + static_cast<int64_t>(now.x) * kBlockBytes, count * kBlockBytes, full);
+      // The block rows are shared out among the blocks of threads.
+      if (count > 0 && lane % Config::cluster == rank)
+        Cluster::bulk_copy(b + kBBytes + (now.y >> 8) * kBlockBytes, values + static_cast<int64_t>(now.x) * kBlockBytes, count * kBlockBytes,
+                           full);
       // A lane for each column of the stage.
       const int c = lane - kColumnLane;
-      if (c >= 0 && c < columns) {
+      if (c >= 0 && c < columns && inside) {
         const uint32_t to = b + c * kColumnBytes;
         if (panel + kPanels <= panels) {
           ptx::tensor_copy_3d(to, &params.b, 0, now.x * kBlock, panel, full);

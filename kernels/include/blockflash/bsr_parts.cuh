@@ -21,11 +21,13 @@ struct BsrPart {
     const uint32_t x = ptx::load_shared(smem);
     return {static_cast<int>(x % 16), static_cast<int>(x / 16)};
   }
-  __device__ __forceinline__ void store(uint32_t smem) const { ptx::store_shared(smem, number + count * 16); }
+  __device__ __forceinline__ uint32_t word() const { return number + count * 16; }  // what load takes
 
-  // Its steps out of so many of the tile.
-  __device__ __forceinline__ int begin(int steps) const { return static_cast<int>(static_cast<int64_t>(steps) * number / count); }
-  __device__ __forceinline__ int end(int steps) const { return static_cast<int>(static_cast<int64_t>(steps) * (number + 1) / count); }
+  // Its steps out of so many of the tile: the first parts have one more.
+  __device__ __forceinline__ int begin(int steps) const { return before(number, steps); }
+  __device__ __forceinline__ int end(int steps) const { return before(number + 1, steps); }
+
+  __device__ __forceinline__ int before(int part, int steps) const { return steps / count * part + min(part, steps % count); }
 };
 static_assert(BLOCKFLASH_BSR_PARTS < 16, "a number fits into four bits");
 

@@ -1,6 +1,7 @@
 // Shared memory, barriers and the producer warpgroup of bsr_matmul_sm90a.cu.
 #pragma once
 
+#include "bsr_cluster.cuh"
 #include "bsr_parts.cuh"
 #include "bsr_tiles.cuh"
 #include "config.cuh"
@@ -15,7 +16,9 @@ using Element = Config::Element;
 using Params = blockflash_bsr_matmul_tma_params;
 
 constexpr int kBlock = Config::block_size, kRows = Config::block_rows, kBlockN = Config::block_n, kStages = Config::stages;
-constexpr int kSteps = kBlock / 64;  // of a block, a stage each
+using Cluster = BsrCluster<Config::cluster>;
+constexpr int kClusterN = Config::cluster * kBlockN;  // columns of C of a cluster
+constexpr int kSteps = kBlock / 64;                   // of a block, a stage each
 static_assert(Config::block_k == 64 && kBlock % 64 == 0, "a stage is a row of the swizzle deep, 128 bytes, and a part of one block of A");
 
 // Shared memory: a ring of stages, the rows of a block of each block row and panels of 64 columns of B; barriers and tiles; what is left stages C.
@@ -36,12 +39,12 @@ struct Barriers {
     static_assert(20 * kStages + 32 <= kSlotOffset - kBarrierOffset, "barriers end before the slots");
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(full + 8 * i, 1);
-      ptx::mbarrier_init(empty + 8 * i, kConsumerWarps);
+      ptx::mbarrier_init(empty + 8 * i, kConsumerWarps * Config::cluster);
     }
     for (int i = 0; i < 2; ++i) {
       ptx::mbarrier_init(announced + 8 * i, 1);
-      // The consumers have read the tile that was there, and the producer is about to need the next.
-      ptx::mbarrier_init(wanted + 8 * i, kConsumerWarps + 1);
+      // The consumers have read the tile that was there, and the producer is about to need the next: of the first block, which all ask.
+      ptx::mbarrier_init(wanted + 8 * i, (kConsumerWarps + 1) * Config::cluster);
     }
     ptx::fence_mbarrier_init();
   }
@@ -56,11 +59,11 @@ struct BlockRow {
     const int4 x = ptx::load_shared_int4(smem);
     return {x.x, x.y, x.z, x.w};
   }
-  __device__ __forceinline__ void store(uint32_t smem) const {
-    ptx::store_shared_int4(smem, make_int4(index, first_block, end_block, first_column));
+  __device__ __forceinline__ void store(uint32_t smem, uint32_t barrier) const {
+    Cluster::store_int4(smem, make_int4(index, first_block, end_block, first_column), barrier);
   }
 };
-// A slot: the block rows, and the first column of C.
+// A slot: the block rows, and the first column of C of the cluster.
 __device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) { return smem + kSlotOffset + n % 2 * 64; }
 constexpr int kColumnInSlot = 16 * kRows;
 // Where A is transposed: where the first block of each block row lies among the values.
@@ -69,6 +72,7 @@ constexpr int kPlacesInSlot = kColumnInSlot + 4;
 // cut only their merged columns tell. Nor are the widest tiles, which are for many, and whose accumulators leave no registers for it.
 constexpr bool kSplits = kRows == 1 && kBlockN < 512;
 constexpr int kPartInSlot = 32;
+constexpr uint32_t kSlotBytes = 16 * kRows + 4 + 4 * kRows * Config::a_transposed + 8 * kSplits;  // that are stored
 static_assert(kPlacesInSlot + 4 * kRows <= (kSplits ? kPartInSlot : 64) && kRows <= 2, "a tile fits into its slot");
 
 // The block row at a position in the order of block rows, and how many blocks it has.
@@ -80,28 +84,28 @@ __device__ __forceinline__ int blocks_of(const blockflash_bsr_matmul_params& p, 
   return p.row_ptr[row + 1] - p.row_ptr[row];
 }
 
-// One thread takes tiles and looks up their blocks, some steps before the producer needs the next one, since it takes a while; not
+// One thread of a cluster takes tiles and looks up their blocks, some steps before the producer needs the next one, since it takes a while; not
 // earlier, since whoever is slow should take fewer.
 constexpr int kAnnounceAhead = 8 / kSteps;  // blocks
 __device__ __forceinline__ void schedule(const Params& params, uint32_t smem, const Barriers& barriers) {
   const blockflash_bsr_matmul_params& p = params.base;
   const int block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);
-  const int tiles_m = (block_rows + kRows - 1) / kRows, tiles_n = static_cast<int>((p.n + kBlockN - 1) / kBlockN);
-  uint32_t index = blockIdx.x;
+  const int tiles_m = (block_rows + kRows - 1) / kRows, tiles_n = static_cast<int>((p.n + kClusterN - 1) / kClusterN);
+  uint32_t index = Cluster::index();
 #pragma unroll 1
   for (int n = 0;; ++n) {
     if (n > 0) {
       ptx::mbarrier_wait(barriers.wanted + n % 2 * 8, (n - 1) / 2 & 1);
-      index = take_tile(params, index);
+      index = take_tile(params, index, Cluster::count());
     }
-    const uint32_t slot = slot_of(smem, n);
+    const uint32_t slot = slot_of(smem, n), announced = barriers.announced + n % 2 * 8;
     BsrPlace place(params, tiles_m, tiles_n, index);
     // Tiles that are shorter than others of their place have no such part.
-    while (place.part > 0 && place.part >= parts_of(params, blocks_of(p, BsrTile<kBlockN>(place.tiles_m, tiles_n, place.index).position)))
-      index = take_tile(params, index), place = BsrPlace(params, tiles_m, tiles_n, index);
+    while (place.part > 0 && place.part >= parts_of(params, blocks_of(p, BsrTile<kClusterN>(place.tiles_m, tiles_n, place.index).position)))
+      index = take_tile(params, index, Cluster::count()), place = BsrPlace(params, tiles_m, tiles_n, index);
     const bool more = place.tiles_m > 0;
     if (more) {
-      const BsrTile<kBlockN> tile(place.tiles_m, tiles_n, place.index);
+      const BsrTile<kClusterN> tile(place.tiles_m, tiles_n, place.index);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const int position = tile.position * kRows + r;
@@ -112,39 +116,45 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem, co
           if constexpr (kSplits) {
             const int blocks = row.end_block - row.first_block;
             const BsrPart part = {place.part, parts_of(params, blocks)};
-            part.store(slot + kPartInSlot), ptx::store_shared(slot + kPartInSlot + 4, position);
+            Cluster::store(slot + kPartInSlot, part.word(), announced), Cluster::store(slot + kPartInSlot + 4, position, announced);
             row.end_block = row.first_block + part.end(blocks), row.first_block += part.begin(blocks);
           }
           if (row.first_block < row.end_block) row.first_column = p.col_idx[row.first_block];
         }
-        row.store(slot + 16 * r);
+        row.store(slot + 16 * r, announced);
         if constexpr (Config::a_transposed)
-          ptx::store_shared(slot + kPlacesInSlot + 4 * r, row.first_block < row.end_block ? params.block_idx[row.first_block] : 0);
+          Cluster::store(slot + kPlacesInSlot + 4 * r, row.first_block < row.end_block ? params.block_idx[row.first_block] : 0, announced);
       }
-      ptx::store_shared(slot + kColumnInSlot, tile.first_column);
+      Cluster::store(slot + kColumnInSlot, tile.first_column, announced);
     } else {
-      BlockRow{-1, 0, 0, 0}.store(slot);
+      BlockRow{-1, 0, 0, 0}.store(slot, announced);
     }
-    ptx::mbarrier_arrive(barriers.announced + n % 2 * 8);
+    Cluster::announce(announced, more ? kSlotBytes : 16);
     if (!more) break;
   }
-  leave_tiles(params);
+  leave_tiles(params, Cluster::count());
 }
 
-// Starts the copy of 64 columns of a block of A from k on. Transposed, these are rows of the block as it is stored, in panels of 64 columns.
-__device__ __forceinline__ void copy_block(const Params& params, uint32_t a, int k, int block, uint32_t full) {
+// Starts the copy of this block's share of 64 columns of a block of A from k on. Transposed, these are rows of the block as it is stored, in
+// panels of 64 columns.
+__device__ __forceinline__ void copy_block(const Params& params, uint32_t a, int k, int block, uint32_t full, int rank, uint64_t policy) {
+  constexpr int kShare = (Config::a_transposed ? 64 : kBlock) / Config::cluster;
+  static_assert(kShare % 8 == 0, "shares are whole rows of the swizzle");
+  const int first = rank * kShare;
   if constexpr (Config::a_transposed) {
 #pragma unroll
-    for (int m = 0; m < kBlock; m += 64) ptx::tensor_copy_3d(a + m * 128, &params.a, m, k, block, full);
+    for (int m = 0; m < kBlock; m += 64) Cluster::tensor_copy_3d(a + (m + first) * 128, &params.a, m, k + first, block, full, policy);
   } else {
-    ptx::tensor_copy_3d(a, &params.a, k, 0, block, full);
+    Cluster::tensor_copy_3d(a + first * 128, &params.a, k, first, block, full, policy);
   }
 }
 
 // One thread starts the copies. Several block rows are merged: a stage is for those that have a block in the next column of any, and B
 // comes once for all of them. Rows and columns beyond A and B arrive as zeros.
 __device__ __forceinline__ void produce(const Params& params, uint32_t smem, const Barriers& barriers) {
-  const int panels = static_cast<int>(params.base.n / 64);  // whole ones of B
+  const int panels = static_cast<int>(params.base.n / 64), rank = Cluster::rank();  // whole ones of B
+  // Where tiles are wide each block of A is read by few, at about the same time: better L2 keeps B.
+  const uint64_t policy = kBlockN >= 256 ? ptx::evict_first() : ptx::evict_normal();
   int stage = 0;
   uint32_t parity = 1;  // everything is empty at first
 #pragma unroll 1
@@ -159,8 +169,9 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem, con
     if constexpr (Config::a_transposed)
 #pragma unroll
       for (int r = 0; r < kRows; ++r) places[r] = ptx::load_shared(slot + kPlacesInSlot + 4 * r);
-    const int first_column = ptx::load_shared(slot + kColumnInSlot), panel = first_column / 64;
-    bool asked = false;  // for the next tile
+    const int first_column = ptx::load_shared(slot + kColumnInSlot) + rank * kBlockN, panel = first_column / 64;
+    const bool inside = Config::cluster == 1 || first_column < params.base.n;  // of C
+    bool asked = false;                                                        // for the next tile
 #pragma unroll 1
     for (;;) {
       int left = 0, column = INT32_MAX;
@@ -169,10 +180,10 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem, con
         left = max(left, rows[r].end_block - rows[r].first_block);
         if (rows[r].first_block < rows[r].end_block) column = min(column, rows[r].first_column);
       }
-      if (!asked && left <= kAnnounceAhead) asked = true, ptx::mbarrier_arrive(barriers.wanted + (n + 1) % 2 * 8);
+      if (!asked && left <= kAnnounceAhead) asked = true, Cluster::ask(barriers.wanted + (n + 1) % 2 * 8);
       if (left == 0) break;
       int blocks[kRows];  // of this column; -1: none
-      uint32_t owners = 0, bytes = kBBytes;
+      uint32_t owners = 0, bytes = inside ? kBBytes : 0;
       bool last = true;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -195,8 +206,10 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem, con
         ptx::mbarrier_arrive_expect_tx(full, bytes);
 #pragma unroll
         for (int r = 0; r < kRows; ++r)
-          if (blocks[r] >= 0) copy_block(params, a + r * kBlockBytes, k, blocks[r], full);
-        if constexpr (Config::b_column_major) {
+          if (blocks[r] >= 0) copy_block(params, a + r * kBlockBytes, k, blocks[r], full, rank, policy);
+        if (!inside) {
+          // nothing of B is for this block
+        } else if constexpr (Config::b_column_major) {
           ptx::tensor_copy_3d(b, &params.b, column * kBlock + k, first_column, 0, full);
         } else if (panel + kPanels <= panels) {
           ptx::tensor_copy_3d(b, &params.b, 0, column * kBlock + k, panel, full);

@@ -83,7 +83,7 @@ __device__ __forceinline__ void schedule(const Params& p, uint32_t smem, const B
     Tile tile = {-1, 0, 0, {}};
     for (bool take = n > 0;; take = true) {
       if (take) {
-        if (lane == 0) index = take_tile(p, index);
+        if (lane == 0) index = take_tile(p, index, gridDim.x);
         index = __shfl_sync(~0u, index, 0);
       }
       if (index >= tiles) break;
@@ -97,7 +97,7 @@ __device__ __forceinline__ void schedule(const Params& p, uint32_t smem, const B
     }
     if (tile.block_row < 0) break;
   }
-  if (lane == 0) leave_tiles(p);
+  if (lane == 0) leave_tiles(p, gridDim.x);
 }
 
 // Copies what a stage has of A's block row, or of a block column of B, which starts at this row or column: 64 along K from k on.

@@ -23,18 +23,19 @@ struct BsrTile {
   }
 };
 
-// Takes the tile after the one at `index`: the next of all, or without a counter the next of this block's fixed turns.
+// Takes the tile after the one at `index`: the next of all, or without a counter the next of this taker's fixed turns. `takers`: blocks of
+// threads, or clusters of them.
 template <class Params>
-__device__ __forceinline__ uint32_t take_tile(const Params& params, uint32_t index) {
-  return params.tile_counter != nullptr ? gridDim.x + atomicAdd(params.tile_counter, 1u) : index + gridDim.x;
+__device__ __forceinline__ uint32_t take_tile(const Params& params, uint32_t index, uint32_t takers) {
+  return params.tile_counter != nullptr ? takers + atomicAdd(params.tile_counter, 1u) : index + takers;
 }
 
-// To be called by one thread of each block when there are no more tiles: the last block leaves the counters as it found them.
+// To be called by one thread of each taker when there are no more tiles: the last one leaves the counters as it found them.
 template <class Params>
-__device__ __forceinline__ void leave_tiles(const Params& params) {
+__device__ __forceinline__ void leave_tiles(const Params& params, uint32_t takers) {
   if (params.tile_counter == nullptr) return;
   __threadfence();
-  if (atomicAdd(params.tile_counter + 1, 1u) == gridDim.x - 1) params.tile_counter[0] = params.tile_counter[1] = 0;
+  if (atomicAdd(params.tile_counter + 1, 1u) == takers - 1) params.tile_counter[0] = params.tile_counter[1] = 0;
 }
 
 }  // namespace blockflash

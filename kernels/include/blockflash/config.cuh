@@ -63,6 +63,7 @@ struct BsrMatmulHopperConfig {
   static constexpr int block_n = VARIANT_BLOCK_N;
   static constexpr int block_k = VARIANT_BLOCK_K;
   static constexpr int block_rows = VARIANT_BLOCK_ROWS;           // of a tile
+  static constexpr int cluster = VARIANT_CLUSTER;                 // blocks of threads that share A
   static constexpr bool a_transposed = VARIANT_A_TRANSPOSED;      // blocks of A arrive as columns
   static constexpr bool b_column_major = VARIANT_B_COLUMN_MAJOR;
   static constexpr int warpgroups = VARIANT_CONSUMER_WARPGROUPS;  // one more produces

@@ -123,8 +123,8 @@ typedef struct blockflash_bsr_matmul_params {
 /* BSR matmul whose tiles are copied by the tensor memory accelerator, by blocks of threads that stay and take tile after tile. All maps
  * have a swizzle of 128 bytes; one of a tensor without elements is zeros. */
 typedef struct blockflash_bsr_matmul_tma_params {
-  blockflash_tensor_map a;      /* (block, block, nnz_blocks), boxes of 64 columns and all rows of one block, or 64 rows if a is transposed;
-                                   zeros where blocks are smaller */
+  blockflash_tensor_map a;      /* (block, block, nnz_blocks), boxes of 64 columns and all rows of one block, or 64 rows if a is transposed,
+                                   of which each block of a cluster copies its share; zeros where blocks are smaller */
   blockflash_tensor_map b;      /* whole panels of b, (64, k, n / 64), boxes of block_k rows and all panels of the tile; zeros if n < 64.
                                    Column-major: all of b, (k, n, 1), boxes of block_k rows and all columns of the tile */
   blockflash_tensor_map b_edge; /* (n, k, 1), boxes of 64 columns and block_k rows; zeros for a column-major b */
@@ -141,7 +141,8 @@ typedef struct blockflash_bsr_matmul_tma_params {
   int32_t part_steps;           /* tiles of more blocks (of stages where there are any) than this are computed in several parts; positive */
   int32_t part_begin[BLOCKFLASH_BSR_PARTS]; /* the order of all parts: at [p] begin the tiles of the first column that may have a part p, the
                                    longest, as many as there are up to [p - 1]; descends to 0. All zeros: no tile has more than one */
-  float* part_sums;             /* [part_begin[0] · tiles along n, tile] sums of parts but the first, as the threads hold them; or null */
+  float* part_sums;             /* [part_begin[0] · tiles along n, tile] sums of parts but the first, as the threads hold them; or null. The
+                                   tiles are those of whole clusters */
   uint32_t* part_arrived;       /* [part_begin[0] · tiles along n, consumer warps] zeros, left as zeros; or null */
 } blockflash_bsr_matmul_tma_params;
 

@@ -19,6 +19,8 @@ const COST_OF_SUM: f64 = 2.0;
 const COST_OF_PARTS: f64 = 150_000.0;
 /// Columns of C that are computed before the next ones: `BsrTile` in `bsr_tiles.cuh`.
 const PANEL_N: usize = 1024;
+/// What part of the cost of A is saved where L2 need not deliver it: it still has to be written to shared memory.
+const COST_SAVED_BY_SHARING: f64 = 0.5;
 /// What a multiply-add of kernels that gather small blocks costs at least: dense patterns keep their tensor cores busy.
 const COST_OF_PRODUCT: f64 = 0.024;
 /// What fetching the blocks of A for these costs, in columns of C.
@@ -29,7 +31,7 @@ const COST_OF_PORTABLE: f64 = 1.4;
 const PORTABLE_BLOCK_N: usize = 256;
 
 /// Estimated time of a kernel for Hopper. What flows into shared memory binds them: the blocks of A, and the
-/// rows of B that they meet, which block rows of one tile share where both have a block. While tiles are few, the multiprocessors with
+/// rows of B that they meet, which block rows of one tile share where both have a block. Tiles of a cluster share A. While tiles are few, the multiprocessors with
 /// most of them decide; many tiles spread evenly, but for half a round at the end. A tile much longer than the others decides alone, and comes
 /// late in the last panel of columns. With a workspace long tiles may be computed in parts: how many the longest should have is the
 /// second number.
@@ -46,11 +48,13 @@ pub(super) fn hopper_time(
     let of_longest_row = problem
         .longest_row
         .map_or(density, |blocks| (blocks as f64 / cols.max(1) as f64).clamp(density, 1.0));
+    let sharers = problem.n.div_ceil(block_n).clamp(1, tile.cluster as usize);
+    let saved = COST_SAVED_BY_SHARING * (1.0 - 1.0 / sharers as f64);
     // Of a tile with a block row of this density, and others of the mean.
     let depth = |of_first: f64| {
         let shared = 1.0 - (1.0 - of_first) * (1.0 - density).powi(tile.block_rows as i32 - 1);
         let a = (of_first + density * (block_rows - 1) as f64) * block_size as f64;
-        let copied = (a + shared * block_n as f64) * block_size as f64;
+        let copied = (a * (1.0 - saved) + shared * block_n as f64) * block_size as f64;
         let columns = if block_size < 64 { block_n + COLUMNS_OF_A } else { 0 };
         let multiplied = COST_OF_PRODUCT * a * (block_size * columns) as f64;
         cols as f64 * copied.max(multiplied)
@@ -67,7 +71,7 @@ pub(super) fn hopper_time(
         let added = if parts > 1.0 { COST_OF_PARTS + (parts - 1.0) * COST_OF_SUM * elements } else { 0.0 };
         depth / parts + written + added
     };
-    let tiles = rows.div_ceil(block_rows) as f64 * problem.n.div_ceil(block_n) as f64;
+    let tiles = rows.div_ceil(block_rows) as f64 * tile.tiles_n(problem.n as u64) as f64;
     let before_last_panel = 1.0 - 1.0 / problem.n.div_ceil(PANEL_N).max(1) as f64;
     // The longest tile in so many parts, of which a tile of the mean has fewer.
     let time = |parts: usize| {

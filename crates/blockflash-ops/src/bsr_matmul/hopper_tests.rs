@@ -56,8 +56,28 @@ fn pairs_of_block_rows_share_b() {
         assert_eq!(densities.map(|density| block_rows(n, density, 0.0)), [2; 6]);
         // Where tensor copies do not write C, sparse patterns take more columns instead.
         let found = densities.map(|density| block_rows(n, density, 0.5));
-        assert_eq!(found, [1, 1, 1, 2, 2, 2]);
+        assert_eq!(found, [1, 1, 2, 2, 2, 2]);
     }
+}
+
+#[test]
+fn neighbouring_tiles_share_a() {
+    let cluster = |n, block_size: usize| {
+        let nnz_blocks = 8192 * 8192 / (block_size * block_size) / 10;
+        let problem = BsrProblem { nnz_blocks, ..problem([8192, n, 8192], block_size) };
+        select(&problem, &h200()).unwrap().bsr_tile().unwrap().cluster
+    };
+    for block_size in [16, 32, 64, 128] {
+        assert_eq!([1024, 8192].map(|n| cluster(n, block_size)), [2; 2], "blocks of {block_size}");
+    }
+    // Where a pair of the widest tiles would have one without columns, narrower ones do, or a tile on its own.
+    assert_eq!([64, 128, 256].map(|n| cluster(n, 128)), [1, 2, 1]);
+    // An odd number of multiprocessors leaves one out.
+    let row = hopper_rows().find(|(_, tile)| tile.cluster == 2).unwrap().0;
+    let block_size = row.bsr_tile().unwrap().block_size as usize;
+    let gpu = CudaProperties { multiprocessors: 131, ..h200() };
+    let plan = plan(row, &problem([1 << 20, 4096, 4096], block_size), &gpu).unwrap();
+    assert_eq!((plan.config.grid, plan.config.cluster), ([130, 1, 1], Some([2, 1, 1])));
 }
 
 #[test]
@@ -103,10 +123,11 @@ fn small_blocks_take_large_tiles_where_these_keep_the_multiprocessors_busy() {
         for density in [0.05, 0.1, 0.2, 0.5] {
             assert_eq!([1024, 8192].map(|n| tile(8192, n, density)), [Some((256, 128)); 2]);
         }
-        // As large as gives every multiprocessor one; portable rows for fewer still.
+        // As large as gives every multiprocessor one; portable rows for fewer still. Blocks of 16 have pairs of narrow tiles.
+        let pair_of_128 = (block_size == 16).then_some((256, 64));
         assert_eq!(
             [64, 128, 256, 512].map(|n| tile(8192, n, 0.1)),
-            [None, None, Some((256, 64)), Some((256, 128))]
+            [None, pair_of_128, Some((256, 64)), Some((256, 128))]
         );
         assert_eq!([64, 128, 256, 512].map(|n| tile(1024, n, 0.1)), [None; 4]);
     }
@@ -135,7 +156,7 @@ fn a_workspace_splits_what_few_multiprocessors_would_compute() {
         }
     }
     // Few columns, and a row that is full where others are not.
-    assert_eq!([0.1, 0.5].map(|density| chosen(128, 128, density, density)), [(64, 1), (128, 2)]);
+    assert_eq!([0.1, 0.5].map(|density| chosen(128, 128, density, density)), [(64, 1); 2]);
     assert!([16, 32, 64, 128].iter().all(|&block_size| chosen(1024, block_size, 0.1, 1.0).1 > 2));
     assert!(chosen(1024, 128, 1.0 / 64.0, 1.0).1 > 4);
     // Without a workspace nothing is split.
@@ -178,7 +199,7 @@ fn what_tensor_maps_lack_takes_a_portable_row() {
 
 #[test]
 fn blocks_stay_and_start_early() {
-    assert_eq!(hopper_rows().count(), 22 + 30);
+    assert_eq!(hopper_rows().count(), 22 + 12 + 30);
     for (row, tile) in hopper_rows() {
         let block = tile.block_size as usize;
         let plan_of = |m, n| plan(row, &problem([m, n, 4096], block), &h200()).unwrap();
@@ -187,7 +208,7 @@ fn blocks_stay_and_start_early() {
         assert_eq!((many.config.block, many.config.smem_bytes), (row.threads(), row.smem_bytes()));
         let few = plan_of(3 * block - 1, tile.block_n as usize + 1);
         assert_eq!(few.config.grid, [2 * 3u32.div_ceil(tile.block_rows), 1, 1]);
-        assert_eq!((few.parts, few.config.cluster), (1, None));
+        assert_eq!((few.parts, few.config.cluster), (1, row.cluster()));
         // Blocks count two tiles past the last one each.
         let at_limit = problem([((1 << 31) - 1025) / block * block, 64, 64], block);
         assert!(plan(row, &at_limit, &h200()).is_ok());

@@ -83,7 +83,7 @@ fn parts<'a>(op: &BsrMatmul<'a>, row: &Row, problem: &BsrProblem, most: usize) -
         (None, Some(stages)) if tile.gathers() => &stages.lengths,
         (None, _) => &op.a.lengths,
     };
-    workspace.parts(tile, lengths, problem.n.div_ceil(tile.block_n as usize), most)
+    workspace.parts(tile, lengths, tile.tile().tiles_n(problem.n as u64) as usize, most)
 }
 
 /// A kernel was named, but the operands are on the CPU.

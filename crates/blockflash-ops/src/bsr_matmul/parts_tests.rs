@@ -6,6 +6,7 @@ const TILE: BsrMatmulHopper = BsrMatmulHopper {
     block_rows: 1,
     block_n: 256,
     stages: 4,
+    cluster: 1,
     a_transposed: false,
     b_column_major: false,
 };

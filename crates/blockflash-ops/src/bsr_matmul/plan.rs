@@ -72,7 +72,7 @@ pub fn plan(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<Bsr
         grid: [blocks(row, &tile, problem, gpu, 0)?, 1, 1],
         block: row.threads(),
         smem_bytes: row.smem_bytes(),
-        cluster: None,
+        cluster: row.cluster(),
         programmatic_dependent_launch: matches!(row.variant, Variant::BsrMatmulHopper(_)),
     };
     Ok(BsrPlan { params, config, parts: cost::parts(row, problem, gpu) })
@@ -113,12 +113,12 @@ fn blocks(
     parts: usize,
 ) -> Result<u32> {
     let tiles_m = problem.m.div_ceil(problem.block_size).div_ceil(tile.block_rows as usize);
-    let tiles = grid_x(&[problem.n.div_ceil(tile.block_n as usize), tiles_m + parts])?;
+    let tiles = grid_x(&[tile.tiles_n(problem.n as u64) as usize, tiles_m + parts])?;
     if !matches!(row.variant, Variant::BsrMatmulHopper(_)) {
         return Ok(tiles);
     }
     // Blocks for Hopper stay and take tile after tile; each looks for one past the last.
-    let stay = gpu.multiprocessors.max(1);
+    let stay = (gpu.multiprocessors / tile.cluster * tile.cluster).max(tile.cluster);
     grid_x(&[tiles as usize + 2 * stay as usize])?;
     Ok(tiles.min(stay))
 }

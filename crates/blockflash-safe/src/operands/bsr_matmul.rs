@@ -71,7 +71,7 @@ impl BsrMatmulOperands<'_> {
         fits("c", &c, c.dtype(), dims([p.m, p.n], p.ldc, p.c_column_major != 0))?;
         let entries = if p.bias_per_row != 0 { p.m } else { p.n };
         self.bias.map_or(Ok(()), |bias| fits("bias", &bias, tile.dtype, [(entries, 1)]))?;
-        Ok(ceil_div(p.n, tile.block_n) * ceil_div(rows, tile.block_rows))
+        Ok(i128::from(tile.tiles_n(p.n as u64)) * ceil_div(rows, tile.block_rows))
     }
 
     /// Every tensor, read-only.

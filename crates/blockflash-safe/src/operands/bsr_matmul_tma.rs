@@ -125,7 +125,7 @@ fn split(
     let positions = ceil_div(p.m, tile.block_size * tile.block_rows);
     let widest = begin.windows(2).map(|pair| i128::from(pair[0] - pair[1])).max().unwrap_or(0);
     require(widest <= positions, "more tiles have a part than there are")?;
-    let items = i128::from(begin[0]) * ceil_div(p.n, tile.block_n);
+    let items = i128::from(begin[0]) * i128::from(tile.tile().tiles_n(p.n as u64));
     let per_item = tile.block_rows * tile.block_size * tile.block_n;
     for (what, view, dtype, entries) in [
         ("part sums", sums, DType::F32, per_item),
@@ -206,8 +206,8 @@ fn maps(tile: &BsrMatmulHopper, p: &blockflash_bsr_matmul_params, blocks: u64) -
     let a = Map {
         shape: [block, block, blocks],
         strides_bytes: [block * bytes, block * block * bytes],
-        // Transposed, the depth of a stage is rows of the block.
-        box_shape: [PANEL, if tile.a_transposed { tile.block_k } else { tile.block_size }, 1],
+        // Transposed, the depth of a stage is rows of the block. Each block of a cluster copies its share.
+        box_shape: [PANEL, if tile.a_transposed { tile.block_k } else { tile.block_size } / tile.cluster, 1],
     };
     let b = if tile.b_column_major {
         // The last dimension is never stepped over, but needs a valid stride.

@@ -8,6 +8,7 @@ const TILE: BsrMatmulHopper = BsrMatmulHopper {
     block_rows: 1,
     block_n: 256,
     stages: 5,
+    cluster: 1,
     a_transposed: false,
     b_column_major: false,
 };
@@ -122,6 +123,34 @@ fn what_fits_and_what_does_not() {
 }
 
 #[test]
+fn clusters_are_whole() {
+    // Three block rows and one tile of columns: each pair has a block of threads without any.
+    let pair = BsrMatmulHopper { cluster: 2, ..TILE };
+    let launch = |cluster, blocks| fit_of(pair, |_| (), &LaunchConfig { cluster, ..config(pair, blocks) });
+    for blocks in [2, 4, 6] {
+        launch(Some([2, 1, 1]), blocks).unwrap();
+    }
+    for (cluster, blocks, reason) in [
+        (Some([2, 1, 1]), 8, "a grid of 8x1x1"),
+        (Some([2, 1, 1]), 3, "not whole"),
+        (Some([4, 1, 1]), 4, "not those of the row"),
+        (None, 4, "not those of the row"),
+    ] {
+        let found = launch(cluster, blocks).unwrap_err();
+        assert!(found.contains(reason), "{found}");
+    }
+    // Each copies half of a block of A, and all of its tile of B.
+    let [[a, b, edge], [half, same, same_edge]] = [TILE, pair].map(|tile| maps(&tile, &params(), 5));
+    assert_eq!((a.box_shape, half.box_shape), ([64, 64, 1], [64, 32, 1]));
+    assert_eq!((b, edge), (same, same_edge));
+    let [ta, half] = [TILE, pair].map(|tile| {
+        let tile = BsrMatmulHopper { block_size: 128, a_transposed: true, ..tile };
+        maps(&tile, &params(), 5)[0].box_shape
+    });
+    assert_eq!((ta, half), ([64, 64, 1], [64, 32, 1]));
+}
+
+#[test]
 fn parts_have_room_and_places() {
     let stream = Device::cpu().stream().unwrap();
     let sums = Tensor::empty(&stream, DType::F32, &[8 * 64 * 256]).unwrap();
@@ -143,6 +172,9 @@ fn parts_have_room_and_places() {
         let found = split_of(tile, parts).unwrap_err();
         assert!(found.contains(reason), "{found}");
     };
+    let pair = BsrMatmulHopper { cluster: 2, ..TILE };
+    assert_eq!(split_of(&pair, of(&[3], 6)), Ok(6));
+    refused(&pair, of(&[3], 5), "part sums");
     refused(&TILE, of(&[5, 2], 4), "part sums");
     refused(&TILE, BsrParts { arrived: words.view(), ..of(&[3], 3) }, "part words");
     refused(&TILE, BsrParts { arrived: sums.view(), ..of(&[3], 3) }, "part words");

@@ -59,7 +59,12 @@ fn fits_row(config: &LaunchConfig, row: &Row, blocks: RangeInclusive<i128>) -> F
     }
     require(config.block == row.threads(), "the number of threads is not that of the row")?;
     require(config.smem_bytes == row.smem_bytes(), "the shared memory is not that of the row")?;
-    require(config.cluster.is_none(), "the kernel has no clusters")
+    let (blocks, expected) = match row.cluster() {
+        None => (1, "the kernel has no clusters"),
+        Some([blocks, ..]) => (blocks, "the clusters are not those of the row"),
+    };
+    require(config.cluster == row.cluster(), expected)?;
+    require(x % blocks == 0, "the last cluster is not whole")
 }
 
 /// Checks that the kernel is not started before its predecessor has finished.
