@@ -30,6 +30,13 @@ pub const BLOCKFLASH_BLOCK_PROBLEM_NAN: i32 = 2;
 pub const BLOCKFLASH_BLOCK_PROBLEM_CAPACITY: i32 = 3;
 pub const BLOCKFLASH_BLOCK_SCORES_MEANS: i32 = 0;
 pub const BLOCKFLASH_BLOCK_SCORES_PRODUCTS: i32 = 1;
+pub const BLOCKFLASH_BSR_PLAN_LIMIT: i32 = 16384;
+pub const BLOCKFLASH_BSR_PLAN_REPORT_WORDS: i32 = 4;
+pub const BLOCKFLASH_BSR_PLAN_WRONG: i32 = 2;
+pub const BLOCKFLASH_BSR_PLAN_CHECK: i32 = 0;
+pub const BLOCKFLASH_BSR_PLAN_GROUP: i32 = 1;
+pub const BLOCKFLASH_BSR_PLAN_COUNT: i32 = 2;
+pub const BLOCKFLASH_BSR_PLAN_FILL: i32 = 3;
 /** Which blocks of queries × keys attention visits, in BSR: the block columns of block row r of group g are
  col_idx\[row_ptr\[g·(rows + 1) + r\]\] to before col_idx\[row_ptr\[g·(rows + 1) + r + 1\]\], ascending. The group of a batch entry and
  head of q is batch·groups_per_batch + head / heads_per_group.
@@ -1103,4 +1110,129 @@ const _: () = {
     [
         "Offset of field: blockflash_bsr_sddmm_portable_params::beta",
     ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, beta) - 96usize];
+};
+/** BSR plan: in which order kernels take the block rows of a pattern, and what a group of them, which are neighbours in that order, reads of b
+ at a time. The rank of a block row is its place in by_length.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_bsr_plan_params {
+    /// \[rows + 1\], whatever they are
+    pub row_ptr: *const i32,
+    /// \[nnz_blocks\], whatever they are
+    pub col_idx: *const i32,
+    /// \[rows, row_words\] the block columns of each rank, the first in the lowest bit; null: rows are ordered by length
+    pub bits: *mut u32,
+    /// \[rows\] the longest first, equally long ones in their order
+    pub by_length: *mut i32,
+    /// \[rows\]
+    pub row_order: *mut i32,
+    /// \[rows\] ranks, a group after another as they are formed
+    pub formed: *mut i32,
+    /// \[groups\] block columns of each group that is formed
+    pub group_columns: *mut i32,
+    /** BLOCKFLASH_BSR_PLAN_REPORT_WORDS, lengths by rank \[rows\], ranks in their order \[rows\], stages of each
+ group \[groups\]; zeros before the first step*/
+    pub report: *mut i32,
+    /// \[groups, cols\] block columns of each group, ascending: {column | rows of the group that have it << 16}
+    pub columns: *mut i32,
+    /// \[groups, cols + 1\] the first of them in each stage, and their number
+    pub starts: *mut i32,
+    /// \[groups + 1\] as for BSR matmul
+    pub group_stages: *mut i32,
+    /// \[stages, 32, 2\] as for BSR matmul
+    pub stages: *mut i32,
+    /// a row of a group has at least this part of the blocks of its longest
+    pub least_length: f64,
+    /// rows are grouped if groups then have at most this part of the columns that they have by length
+    pub most_kept: f64,
+    /// BLOCKFLASH_BSR_PLAN_…
+    pub step: i32,
+    /// in blocks, at most BLOCKFLASH_BSR_PLAN_LIMIT each
+    pub rows: i32,
+    /// in blocks, at most BLOCKFLASH_BSR_PLAN_LIMIT each
+    pub cols: i32,
+    pub nnz_blocks: i32,
+    /// ceil(cols / 256) · 8
+    pub row_words: i32,
+    /// block rows of a group; the last one may have fewer
+    pub group_rows: i32,
+    /// most block columns of a stage
+    pub stage_columns: i32,
+    /// most blocks of a stage, no fewer than group_rows
+    pub stage_blocks: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_bsr_plan_params",
+    ][::core::mem::size_of::<blockflash_bsr_plan_params>() - 144usize];
+    [
+        "Alignment of blockflash_bsr_plan_params",
+    ][::core::mem::align_of::<blockflash_bsr_plan_params>() - 8usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::row_ptr",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, row_ptr) - 0usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::col_idx",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, col_idx) - 8usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::bits",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, bits) - 16usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::by_length",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, by_length) - 24usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::row_order",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, row_order) - 32usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::formed",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, formed) - 40usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::group_columns",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, group_columns) - 48usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::report",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, report) - 56usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::columns",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, columns) - 64usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::starts",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, starts) - 72usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::group_stages",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, group_stages) - 80usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::stages",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, stages) - 88usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::least_length",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, least_length) - 96usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::most_kept",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, most_kept) - 104usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::step",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, step) - 112usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::rows",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, rows) - 116usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::cols",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, cols) - 120usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::nnz_blocks",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, nnz_blocks) - 124usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::row_words",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, row_words) - 128usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::group_rows",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, group_rows) - 132usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::stage_columns",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, stage_columns) - 136usize];
+    [
+        "Offset of field: blockflash_bsr_plan_params::stage_blocks",
+    ][::core::mem::offset_of!(blockflash_bsr_plan_params, stage_blocks) - 140usize];
 };

@@ -126,6 +126,7 @@ impl Row {
             | Variant::BsrSddmm(_)
             | Variant::BsrSddmmHopper(_)
             | Variant::BsrReblock(_)
+            | Variant::BsrPlan(_)
             | Variant::BlockMask(_)
             | Variant::Probe(_) => None,
         }
@@ -142,6 +143,7 @@ impl Row {
             | Variant::BsrSddmm(_)
             | Variant::BsrSddmmHopper(_)
             | Variant::BsrReblock(_)
+            | Variant::BsrPlan(_)
             | Variant::BlockMask(_)
             | Variant::Probe(_) => None,
         }
@@ -163,6 +165,7 @@ impl Row {
             | Variant::BsrSddmm(_)
             | Variant::BsrSddmmHopper(_)
             | Variant::BsrReblock(_)
+            | Variant::BsrPlan(_)
             | Variant::BlockMask(_)
             | Variant::Probe(_) => None,
         }

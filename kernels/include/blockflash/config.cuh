@@ -139,6 +139,14 @@ struct BsrReblockConfig {
 };
 #endif
 
+#ifdef VARIANT_PLAN_WARPS
+struct BsrPlanConfig {
+  static constexpr int warps = VARIANT_PLAN_WARPS;
+  static constexpr int threads = VARIANT_THREADS;
+  static_assert(threads == warps * kWarpSize, "the manifest row and the kernel disagree on threads");
+};
+#endif
+
 #ifdef VARIANT_PROBE
 struct ProbeConfig {
   static constexpr int probe = VARIANT_PROBE;

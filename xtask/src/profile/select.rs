@@ -71,8 +71,8 @@ pub fn case(row: &Row) -> Option<String> {
             let (a, b) = (a.name(), b.name());
             Some(format!("sddmm_m8192_n8192_k4096_b{block_size}_d0.1_uniform_{a}_{b}_{dtype}"))
         }
-        // The first two belong to no case of `blockflash bench`, the third is measured by it as a ceiling.
-        Variant::BsrReblock(_) | Variant::BlockMask(_) | Variant::Probe(_) => None,
+        // The first three belong to no case of `blockflash bench`, the last is measured by it as a ceiling.
+        Variant::BsrReblock(_) | Variant::BsrPlan(_) | Variant::BlockMask(_) | Variant::Probe(_) => None,
     }
 }
 

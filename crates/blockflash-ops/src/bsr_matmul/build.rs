@@ -1,10 +1,8 @@
 //! Constructors of [`BsrMatrix`]: all run on the host, sort what may be unsorted and reject what is wrong.
 
-use super::parts::Lengths;
-use super::stages::Stages;
-use super::transpose::pattern_hash;
+use super::BsrMatrix;
+use super::pattern_plan::PatternPlan;
 use super::validate::{Shape, invalid};
-use super::{BsrMatrix, grouping};
 use crate::check::{Operand, contiguous};
 use crate::float::Float;
 use crate::{Error, Result};
@@ -13,7 +11,7 @@ use blockflash_sys::DType;
 use half::{bf16, f16};
 
 /// Element types of values.
-const VALUE_TYPES: [DType; 3] = [DType::F16, DType::BF16, DType::F32];
+pub(super) const VALUE_TYPES: [DType; 3] = [DType::F16, DType::BF16, DType::F32];
 
 impl BsrMatrix {
     /// Keeps the blocks of a dense matrix that have a value other than zero (NaN is one).
@@ -222,21 +220,11 @@ fn from_parts<T: Float>(shape: &Shape, row_ptr: &[i32], col_idx: &[i32], values:
     let edge_blocks = shape.edge_blocks(row_ptr, col_idx);
     edge_blocks.iter().try_for_each(|edge| edge.check_padding(shape.block_size, values))?;
     let stream: &Stream = &Device::cpu().stream()?;
-    let order = grouping::row_order(shape.block_size, shape.block_cols, row_ptr, col_idx);
-    let Shape { rows, cols, block_size, .. } = *shape;
-    Ok(BsrMatrix {
-        rows,
-        cols,
-        block_size,
-        row_ptr: Tensor::from_slice(stream, row_ptr, &[row_ptr.len()])?,
-        col_idx: Tensor::from_slice(stream, col_idx, &[col_idx.len()])?,
-        values: Tensor::from_slice(stream, values, &[col_idx.len(), block_size, block_size])?,
-        row_order: Tensor::from_slice(stream, &order, &[order.len()])?,
-        lengths: Lengths::of_rows(row_ptr, &order),
-        stages: Stages::new(block_size, row_ptr, col_idx, &order, stream)?,
-        pattern_hash: pattern_hash(row_ptr, col_idx),
-        edge_blocks,
-    })
+    let plan = PatternPlan::on_host(shape, row_ptr, col_idx, stream)?;
+    let row_ptr = Tensor::from_slice(stream, row_ptr, &[row_ptr.len()])?;
+    let values = Tensor::from_slice(stream, values, &[col_idx.len(), shape.block_size, shape.block_size])?;
+    let col_idx = Tensor::from_slice(stream, col_idx, &[col_idx.len()])?;
+    Ok(plan.matrix(shape, row_ptr, col_idx, values, edge_blocks))
 }
 
 fn from_dense<T: Float>(dense: View<'_>, block_size: usize, dtype: DType) -> Result<BsrMatrix> {

@@ -111,7 +111,7 @@ impl BsrWorkspace {
 
 /// How long tiles are along K, in the order in which they are taken: in blocks, or in stages of the plan. An upper bound that never ascends, since
 /// tiles that share B well may come before longer ones.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Lengths(Vec<i32>);
 
 impl Lengths {

@@ -89,3 +89,22 @@ fn one_index_serves_all_values_of_a_pattern_and_no_other_pattern() {
         }
     }
 }
+
+#[test]
+fn hashes_tell_patterns_apart() {
+    // All patterns of 3 × 3 blocks.
+    let patterns = (0..1u32 << 9).map(|stored| {
+        let (mut row_ptr, mut col_idx) = (vec![0], Vec::new());
+        for row in 0..3 {
+            col_idx.extend((0..3).filter(|col| stored >> (row * 3 + col) & 1 != 0));
+            row_ptr.push(col_idx.len() as i32);
+        }
+        pattern_hash(&row_ptr, &col_idx)
+    });
+    let mut hashes: Vec<u64> = patterns.collect();
+    let bits: u32 = hashes.iter().map(|hash| hash.count_ones()).sum();
+    assert!((bits as f64 / hashes.len() as f64 - 32.0).abs() < 1.0, "{bits} bits");
+    hashes.sort_unstable();
+    hashes.dedup();
+    assert_eq!(hashes.len(), 1 << 9);
+}

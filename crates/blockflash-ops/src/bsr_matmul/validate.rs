@@ -35,16 +35,7 @@ impl Shape {
     /// Checks `row_ptr` and `col_idx` for `nnz_blocks` stored blocks; the error names the first bad entry.
     pub(crate) fn check_indices(&self, row_ptr: &[i32], col_idx: &[i32], nnz_blocks: usize) -> Result<()> {
         let Shape { block_rows, block_cols, .. } = *self;
-        to_i32("nnz_blocks", nnz_blocks)?;
-        if row_ptr.len() != block_rows + 1 {
-            return invalid(format!("row_ptr has {} entries, expected {}", row_ptr.len(), block_rows + 1));
-        }
-        if col_idx.len() != nnz_blocks {
-            return invalid(format!(
-                "col_idx has {} entries, but there are {nnz_blocks} blocks",
-                col_idx.len()
-            ));
-        }
+        self.check_lengths(row_ptr.len(), col_idx.len(), nnz_blocks)?;
         if row_ptr[0] != 0 {
             return invalid(format!("row_ptr[0] is {}, not 0", row_ptr[0]));
         }
@@ -75,6 +66,24 @@ impl Shape {
             }
         }
         Ok(())
+    }
+
+    /// Checks how many entries the arrays have.
+    pub(crate) fn check_lengths(&self, row_ptr: usize, col_idx: usize, nnz_blocks: usize) -> Result<()> {
+        to_i32("nnz_blocks", nnz_blocks)?;
+        let expected = self.block_rows + 1;
+        if row_ptr != expected {
+            return invalid(format!("row_ptr has {row_ptr} entries, expected {expected}"));
+        }
+        if col_idx != nnz_blocks {
+            return invalid(format!("col_idx has {col_idx} entries, but there are {nnz_blocks} blocks"));
+        }
+        Ok(())
+    }
+
+    /// Whether block rows or columns hang over the matrix, whatever they store.
+    pub(crate) fn hangs_over(&self) -> bool {
+        !self.rows.is_multiple_of(self.block_size) || !self.cols.is_multiple_of(self.block_size)
     }
 
     /// The stored blocks that hang over the matrix. The indices have passed [`check_indices`](Self::check_indices).

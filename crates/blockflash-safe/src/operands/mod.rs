@@ -9,6 +9,7 @@ mod block_scores;
 mod bsr_matmul;
 mod bsr_matmul_any;
 mod bsr_matmul_tma;
+mod bsr_plan;
 mod bsr_reblock;
 mod bsr_sddmm;
 mod bsr_sddmm_portable;
@@ -18,6 +19,7 @@ pub use block_mask::BlockMaskOperands;
 pub use block_mask_build::BlockMaskBuildOperands;
 pub use block_scores::BlockScoresOperands;
 pub use bsr_matmul::{BsrMatmulOperands, BsrParts};
+pub use bsr_plan::{BsrPlanGroups, BsrPlanOperands};
 pub use bsr_reblock::BsrReblockOperands;
 pub use bsr_sddmm::BsrSddmmOperands;
 
