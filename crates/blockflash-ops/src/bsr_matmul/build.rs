@@ -1,4 +1,4 @@
-//! Constructors of [`BsrMatrix`]: all run on the host, sort what may be unsorted and reject what is wrong.
+//! Constructors of [`BsrMatrix`] from data on the host: they sort what may be unsorted and reject what is wrong.
 
 use super::BsrMatrix;
 use super::pattern_plan::PatternPlan;
