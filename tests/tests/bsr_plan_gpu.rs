@@ -81,8 +81,8 @@ fn patterns() -> Vec<Indices> {
     patterns.push(Indices::new(16, [1100, 600], Kind::Random(0.02), 1));
     patterns.push(Indices::new(32, [2100, 150], Kind::Clustered, 2));
     patterns.push(Indices::new(64, [1500, 200], Kind::Random(0.05), 3));
-    patterns.push(Indices::new(16, [40, 16384], Kind::Random(0.01), 4));
-    patterns.push(Indices::new(128, [16384, 40], Kind::PowerLaw, 5));
+    patterns.push(Indices::new(16, [40, 4096], Kind::Random(0.01), 4));
+    patterns.push(Indices::new(128, [4096, 40], Kind::PowerLaw, 5));
     // Other block sizes are ordered by length.
     patterns.push(Indices::new(7, [50, 60], Kind::Random(0.3), 6));
     patterns.push(Indices::new(1, [300, 200], Kind::PowerLaw, 7));

@@ -9,8 +9,7 @@ namespace blockflash {
 constexpr int kChunkWords = 8;                                                  // of bits, which are counted together
 constexpr int kHeldChunks = 2;                                                  // of a candidate, kept in registers: 512 columns
 constexpr int kMostWords = BLOCKFLASH_BSR_PLAN_LIMIT / 32;
-constexpr unsigned kTaken = 0xFFFF;                                             // no rank
-static_assert(kMostWords <= kPlanThreads, "each word of columns has a thread");
+constexpr unsigned kTaken = 0xFFFF;                                             // no rank, and more columns than there are
 static_assert(BLOCKFLASH_BSR_PLAN_LIMIT < kTaken, "ranks and columns take 16 bits each of a key");
 
 // Eight words, as two loads.
@@ -48,11 +47,6 @@ __device__ __forceinline__ int added_from(const PlanParams& p, int chunk, int ra
   return added;
 }
 
-// Orders candidates: those that may come before the others, which are in the order of their ranks; then what they add, then ranks.
-__device__ __forceinline__ unsigned key_of(bool may, int added, unsigned rank) {
-  return (may ? static_cast<unsigned>(added) << 16 : kTaken << 16) | rank;
-}
-
 // Removes the first of the `left` and those that are taken, and says how many stay.
 __device__ __forceinline__ int keep_others(uint16_t* left, int count, int* sums) {
   int kept = 0;
@@ -83,13 +77,17 @@ __device__ __forceinline__ int columns_by_length(const PlanParams& p, int* sums)
   return all;
 }
 
-// Forms all groups and returns the columns of all of them. A thread holds the bits of one candidate, and looks those of others up.
+// The least key of a candidate is the choice: the columns that it adds, those of rows that are too short being the most, and its rank.
+//
+// Forms all groups and returns the columns of all of them. A thread holds the bits of one candidate, and looks those of others up. Each
+// choice waits for the one before, so there is one barrier per choice: all warps find it, and each knows what is missing for itself.
 __device__ __forceinline__ int form(const PlanParams& p, uint16_t* left, int* sums) {
-  __shared__ __align__(16) uint32_t missing[kMostWords];  // columns that the group does not have yet
-  __shared__ unsigned keys[kPlanWarps];
+  __shared__ __align__(16) uint32_t missing_of_warps[kPlanWarps][kMostWords];  // columns that the group does not have yet
+  __shared__ unsigned keys[2][kPlanWarps];                                     // of turns that follow one another
   const int thread = threadIdx.x, lane = thread % kWarpSize, warp = thread / kWarpSize;
   const int chunks = p.row_words / kChunkWords;
   const int32_t* const length = lengths(p);
+  uint32_t* const missing = missing_of_warps[warp];
   int count = p.rows, total = 0;
   for (int rank = thread; rank < count; rank += kPlanThreads) left[rank] = static_cast<uint16_t>(rank);
   __syncthreads();
@@ -97,42 +95,46 @@ __device__ __forceinline__ int form(const PlanParams& p, uint16_t* left, int* su
     const int first = left[0], least = __double2int_ru(p.least_length * length[first]);
     unsigned own = thread + 1 < count ? left[thread + 1] : kTaken;
     const bool own_may = own != kTaken && length[own] >= least;
-    Chunk held[kHeldChunks];
+    Chunk held[kHeldChunks] = {};  // zeros count nothing, whatever is missing
 #pragma unroll
     for (int chunk = 0; chunk < kHeldChunks; ++chunk)
-      if (own != kTaken && chunk < chunks) held[chunk] = chunk_of(bits_of(p, own), chunk);
-    if (thread < p.row_words) missing[thread] = ~bits_of(p, first)[thread];
+      if (own_may && chunk < chunks) held[chunk] = chunk_of(bits_of(p, own), chunk);
+    const bool has_candidates = warp == 0 || thread - lane + 1 < count;  // the warp
+    for (int word = lane; word < p.row_words; word += kWarpSize) missing[word] = ~bits_of(p, first)[word];
+    if (lane == 0) keys[0][warp] = keys[1][warp] = ~0u;
     int32_t* const formed = p.formed + group * p.group_rows;
     if (thread == 0) formed[0] = first;
     __syncthreads();
     for (int taken = 1; taken < min(p.group_rows, count); ++taken) {
-      unsigned mine = ~0u;
-      if (own != kTaken) {
+      if (!has_candidates) {
+        __syncthreads();
+        continue;
+      }
+      unsigned mine = own == kTaken ? ~0u : kTaken << 16 | own;
+      if (own != kTaken && own_may) {
         int added = added_from(p, kHeldChunks, own, missing);
 #pragma unroll
-        for (int chunk = 0; chunk < kHeldChunks; ++chunk)
-          if (chunk < chunks) added += ones_in_both(held[chunk], chunk_of(missing, chunk));
-        mine = key_of(own_may, added, own);
+        for (int chunk = 0; chunk < kHeldChunks; ++chunk) added += ones_in_both(held[chunk], chunk_of(missing, chunk));
+        mine = static_cast<unsigned>(added) << 16 | own;
       }
 #pragma unroll 1
       for (int slot = thread + 1 + kPlanThreads; slot < count; slot += kPlanThreads) {
         const unsigned rank = left[slot];
         if (rank == kTaken) continue;
-        mine = min(mine, key_of(length[rank] >= least, added_from(p, 0, rank, missing), rank));
+        const unsigned added = length[rank] >= least ? added_from(p, 0, rank, missing) : kTaken;
+        mine = min(mine, added << 16 | rank);
       }
       const unsigned of_warp = __reduce_min_sync(kAllLanes, mine);
-      if (lane == 0) keys[warp] = of_warp;
+      if (lane == 0) keys[taken % 2][warp] = of_warp;
       __syncthreads();
-      const unsigned best = __reduce_min_sync(kAllLanes, keys[lane]) & kTaken;
-      if (thread < p.row_words) missing[thread] &= ~bits_of(p, best)[thread];
+      const unsigned best = __reduce_min_sync(kAllLanes, keys[taken % 2][lane]) & kTaken;
+      for (int word = lane; word < p.row_words; word += kWarpSize) missing[word] &= ~bits_of(p, best)[word];
       if (thread == 0) formed[taken] = best;
-      if ((mine & kTaken) == best) {
+      if (own == best) own = left[thread + 1] = kTaken;
 #pragma unroll 1
-        for (int slot = thread + 1; slot < count; slot += kPlanThreads)
-          if (left[slot] == best) left[slot] = kTaken;
-        if (own == best) own = kTaken;
-      }
-      __syncthreads();
+      for (int slot = thread + 1 + kPlanThreads; slot < count; slot += kPlanThreads)
+        if (left[slot] == best) left[slot] = kTaken;
+      __syncwarp();  // the warp's `missing`
     }
     if (warp == 0) {
       int columns = 0;
@@ -141,6 +143,7 @@ __device__ __forceinline__ int form(const PlanParams& p, uint16_t* left, int* su
       if (lane == 0) p.group_columns[group] = columns;
       total += columns;
     }
+    __syncthreads();  // all have marked what is taken
     count = keep_others(left, count, sums);
   }
   if (thread == 0) sums[0] = total;

@@ -280,7 +280,7 @@ typedef struct blockflash_bsr_sddmm_portable_params {
 } blockflash_bsr_sddmm_portable_params;
 
 /* Most block rows, and most block columns, of a pattern whose plan is made on the device. */
-#define BLOCKFLASH_BSR_PLAN_LIMIT 16384
+#define BLOCKFLASH_BSR_PLAN_LIMIT 4096
 
 /* Words at the beginning of the report of a BSR plan: the pattern's hash (two words, the low one first), and 1 if the indices are wrong. */
 #define BLOCKFLASH_BSR_PLAN_REPORT_WORDS 4

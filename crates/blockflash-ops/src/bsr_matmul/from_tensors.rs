@@ -18,7 +18,7 @@ impl BsrMatrix {
     ///
     /// On a GPU everything that the other constructors do on the host is done there, with the same result: the indices are validated, the
     /// block rows ordered and grouped. Some numbers per block row come back, which waits for the work on the stream. Where no kernel does it,
-    /// and for more than 16384 block rows or columns, the indices are copied to the host instead.
+    /// and for more than 4096 block rows or columns, the indices are copied to the host instead.
     ///
     /// ```
     /// # use blockflash_ops::{BsrMatrix, Device, Tensor};
