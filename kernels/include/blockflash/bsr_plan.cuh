@@ -16,10 +16,9 @@ __device__ __forceinline__ int32_t* lengths(const PlanParams& p) { return p.repo
 __device__ __forceinline__ int32_t* ranks(const PlanParams& p) { return lengths(p) + p.rows; }
 __device__ __forceinline__ int32_t* stage_counts(const PlanParams& p) { return ranks(p) + p.rows; }
 
-// The columns of a rank.
-__device__ __forceinline__ const uint32_t* bits_of(const PlanParams& p, int rank) {
-  return p.bits + static_cast<int64_t>(rank) * p.row_words;
-}
+// The columns of a rank. There are few enough to count them in 32 bits.
+__device__ __forceinline__ const uint32_t* bits_of(const PlanParams& p, int rank) { return p.bits + rank * p.row_words; }
+static_assert(BLOCKFLASH_BSR_PLAN_LIMIT <= 1 << 15, "as many rows of as many columns");
 
 __device__ __forceinline__ int groups(const PlanParams& p) { return (p.rows + p.group_rows - 1) / p.group_rows; }
 

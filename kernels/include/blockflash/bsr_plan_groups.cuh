@@ -77,17 +77,23 @@ __device__ __forceinline__ int columns_by_length(const PlanParams& p, int* sums)
   return all;
 }
 
+// What a warp knows of the group.
+struct __align__(16) WarpState {
+  uint32_t missing[kMostWords];  // columns that the group does not have yet
+  unsigned keys[2];              // the least of the warp's, of turns that follow one another
+};
+
 // The least key of a candidate is the choice: the columns that it adds, those of rows that are too short being the most, and its rank.
 //
 // Forms all groups and returns the columns of all of them. A thread holds the bits of one candidate, and looks those of others up. Each
 // choice waits for the one before, so there is one barrier per choice: all warps find it, and each knows what is missing for itself.
 __device__ __forceinline__ int form(const PlanParams& p, uint16_t* left, int* sums) {
-  __shared__ __align__(16) uint32_t missing_of_warps[kPlanWarps][kMostWords];  // columns that the group does not have yet
-  __shared__ unsigned keys[2][kPlanWarps];                                     // of turns that follow one another
+  __shared__ WarpState states[kPlanWarps];
   const int thread = threadIdx.x, lane = thread % kWarpSize, warp = thread / kWarpSize;
   const int chunks = p.row_words / kChunkWords;
   const int32_t* const length = lengths(p);
-  uint32_t* const missing = missing_of_warps[warp];
+  WarpState& state = states[warp];
+  uint32_t* const missing = state.missing;
   int count = p.rows, total = 0;
   for (int rank = thread; rank < count; rank += kPlanThreads) left[rank] = static_cast<uint16_t>(rank);
   __syncthreads();
@@ -101,7 +107,7 @@ __device__ __forceinline__ int form(const PlanParams& p, uint16_t* left, int* su
       if (own_may && chunk < chunks) held[chunk] = chunk_of(bits_of(p, own), chunk);
     const bool has_candidates = warp == 0 || thread - lane + 1 < count;  // the warp
     for (int word = lane; word < p.row_words; word += kWarpSize) missing[word] = ~bits_of(p, first)[word];
-    if (lane == 0) keys[0][warp] = keys[1][warp] = ~0u;
+    if (lane == 0) state.keys[0] = state.keys[1] = ~0u;
     int32_t* const formed = p.formed + group * p.group_rows;
     if (thread == 0) formed[0] = first;
     __syncthreads();
@@ -125,10 +131,11 @@ __device__ __forceinline__ int form(const PlanParams& p, uint16_t* left, int* su
         mine = min(mine, added << 16 | rank);
       }
       const unsigned of_warp = __reduce_min_sync(kAllLanes, mine);
-      if (lane == 0) keys[taken % 2][warp] = of_warp;
+      if (lane == 0) state.keys[taken % 2] = of_warp;
       __syncthreads();
-      const unsigned best = __reduce_min_sync(kAllLanes, keys[taken % 2][lane]) & kTaken;
-      for (int word = lane; word < p.row_words; word += kWarpSize) missing[word] &= ~bits_of(p, best)[word];
+      const unsigned best = __reduce_min_sync(kAllLanes, states[lane].keys[taken % 2]) & kTaken;
+#pragma unroll 1  // one turn for most patterns
+      for (int word = lane; word < p.row_words; word += kWarpSize) missing[word] &= ~p.bits[best * p.row_words + word];
       if (thread == 0) formed[taken] = best;
       if (own == best) own = left[thread + 1] = kTaken;
 #pragma unroll 1
