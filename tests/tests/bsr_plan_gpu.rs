@@ -99,6 +99,8 @@ fn plans_are_those_of_the_host() {
     for indices in patterns().iter().step_by(7) {
         same_plan(indices, None, stream).unwrap_or_else(|error| panic!("{error}"));
     }
+    names_what_is_wrong(None, stream).unwrap_or_else(|error| panic!("{error}"));
+    products_are_right(None, stream).unwrap_or_else(|error| panic!("{error}"));
     let rows = rows(&gpu);
     if rows.is_empty() {
         // They are not among the rows while they are on trial, unless `BLOCKFLASH_IMAGES` is set.

@@ -6,10 +6,10 @@
 
 namespace blockflash {
 
-constexpr int kChunkWords = 8;                                                  // of bits, which are counted together
-constexpr int kHeldChunks = 2;                                                  // of a candidate, kept in registers: 512 columns
+constexpr int kChunkWords = 8;  // of bits, which are counted together
+constexpr int kHeldChunks = 2;  // of a candidate, kept in registers: 512 columns
 constexpr int kMostWords = BLOCKFLASH_BSR_PLAN_LIMIT / 32;
-constexpr unsigned kTaken = 0xFFFF;                                             // no rank, and more columns than there are
+constexpr unsigned kTaken = 0xFFFF;  // no rank, and more columns than there are
 static_assert(BLOCKFLASH_BSR_PLAN_LIMIT < kTaken, "ranks and columns take 16 bits each of a key");
 
 // Eight words, as two loads.
@@ -112,27 +112,26 @@ __device__ __forceinline__ int form(const PlanParams& p, uint16_t* left, int* su
     if (thread == 0) formed[0] = first;
     __syncthreads();
     for (int taken = 1; taken < min(p.group_rows, count); ++taken) {
-      if (!has_candidates) {
-        __syncthreads();
-        continue;
-      }
-      unsigned mine = own == kTaken ? ~0u : kTaken << 16 | own;
-      if (own != kTaken && own_may) {
-        int added = added_from(p, kHeldChunks, own, missing);
+      if (has_candidates) {
+        unsigned mine = own == kTaken ? ~0u : kTaken << 16 | own;
+        if (own != kTaken && own_may) {
+          int added = added_from(p, kHeldChunks, own, missing);
 #pragma unroll
-        for (int chunk = 0; chunk < kHeldChunks; ++chunk) added += ones_in_both(held[chunk], chunk_of(missing, chunk));
-        mine = static_cast<unsigned>(added) << 16 | own;
-      }
+          for (int chunk = 0; chunk < kHeldChunks; ++chunk) added += ones_in_both(held[chunk], chunk_of(missing, chunk));
+          mine = static_cast<unsigned>(added) << 16 | own;
+        }
 #pragma unroll 1
-      for (int slot = thread + 1 + kPlanThreads; slot < count; slot += kPlanThreads) {
-        const unsigned rank = left[slot];
-        if (rank == kTaken) continue;
-        const unsigned added = length[rank] >= least ? added_from(p, 0, rank, missing) : kTaken;
-        mine = min(mine, added << 16 | rank);
+        for (int slot = thread + 1 + kPlanThreads; slot < count; slot += kPlanThreads) {
+          const unsigned rank = left[slot];
+          if (rank == kTaken) continue;
+          const unsigned added = length[rank] >= least ? added_from(p, 0, rank, missing) : kTaken;
+          mine = min(mine, added << 16 | rank);
+        }
+        const unsigned of_warp = __reduce_min_sync(kAllLanes, mine);
+        if (lane == 0) state.keys[taken % 2] = of_warp;
       }
-      const unsigned of_warp = __reduce_min_sync(kAllLanes, mine);
-      if (lane == 0) state.keys[taken % 2] = of_warp;
       __syncthreads();
+      if (!has_candidates) continue;
       const unsigned best = __reduce_min_sync(kAllLanes, states[lane].keys[taken % 2]) & kTaken;
 #pragma unroll 1  // one turn for most patterns
       for (int word = lane; word < p.row_words; word += kWarpSize) missing[word] &= ~p.bits[best * p.row_words + word];

@@ -1,4 +1,4 @@
-// Stages of the groups of a BSR plan: what kernels for small blocks read of B at a time. Columns ascend, and each stage takes as many as fit.
+// Stages of the groups of a BSR plan: what kernels for small blocks read of B at a time. Columns ascend, and each takes as many as fit.
 #pragma once
 
 #include "bsr_plan.cuh"
@@ -8,7 +8,7 @@ namespace blockflash {
 constexpr int kMostGroupRows = 16;  // lanes of a stage that stand for block rows
 constexpr int kFirstColumn = 16;    // the lane of a stage's first column, and that of its counts
 constexpr int kStageCounts = 24;
-constexpr int kPlaceShift = 8;      // above the bits of a row's columns: the place of its blocks
+constexpr int kPlaceShift = 8;  // above the bits of a row's columns: the place of its blocks
 
 // The block rows of a group, by their ranks.
 struct Members {
@@ -95,7 +95,8 @@ __device__ __forceinline__ void write_stage(const PlanParams& p, const Members& 
   int2 numbers = make_int2(0, 0);
   if (is_row) {
     const int before = up_to - __popc(meets);
-    numbers = make_int2(p.row_ptr[p.row_order[place_in_order]] + columns_before(bits, first_column), static_cast<int>(meets | before << kPlaceShift));
+    numbers = make_int2(p.row_ptr[p.row_order[place_in_order]] + columns_before(bits, first_column),
+                        static_cast<int>(meets | before << kPlaceShift));
   }
   if (lane >= kFirstColumn && lane < kFirstColumn + count) numbers.x = column;
   if (lane == kStageCounts) numbers = make_int2(count, blocks);

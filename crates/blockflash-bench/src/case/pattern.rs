@@ -74,7 +74,7 @@ impl Pattern {
     }
 
     /// `row_ptr` and `col_idx`, ascending within each row.
-    pub(crate) fn draw(self, rows: usize, columns: usize, density: f64, seed: u64) -> (Vec<i32>, Vec<i32>) {
+    pub fn draw(self, rows: usize, columns: usize, density: f64, seed: u64) -> (Vec<i32>, Vec<i32>) {
         let each = rounded(density, columns);
         let at_random = |row: usize, count| random::choose(count, columns, seed, row as u64);
         let of_rows: Vec<Vec<usize>> = match self {
