@@ -101,7 +101,9 @@ pub fn run(args: &Args) -> Result<()> {
 fn pack(folder: &Path) -> Result<PathBuf> {
     let mut archive = folder.as_os_str().to_owned();
     archive.push(".tar.xz");
-    let status = Command::new("tar").arg("-cJf").arg(&archive).arg("-C").arg(folder).arg(".").status();
+    let compress = ["--use-compress-program", "xz --lzma2=preset=6,dict=192MiB"];
+    let status =
+        Command::new("tar").args(compress).arg("-cf").arg(&archive).arg("-C").arg(folder).arg(".").status();
     ensure!(status.context("cannot run tar")?.success(), "tar failed");
     Ok(archive.into())
 }

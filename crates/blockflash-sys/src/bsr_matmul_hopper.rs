@@ -185,7 +185,7 @@ mod tests {
     #[test]
     fn hopper_rows() {
         let rows = rows(false);
-        assert_eq!(rows.len(), 2 * (10 + 3 * 5));
+        assert_eq!(rows.len(), 2 * (9 + 3 * 5));
         for (row, tile) in &rows {
             assert_eq!((row.source(), row.threads()), ("bsr_matmul_sm90a", 384));
             assert!(row.expects().contains(&Expect::Contains("HGMMA")));

@@ -4,7 +4,7 @@ use crate::{Row, image::IMAGES_VARIABLE, manifest::all_rows};
 use std::sync::LazyLock;
 
 /// Sources whose rows are on trial. A family is released by taking its line out, `cargo xtask kernels`, and the record of its pass.
-const ON_TRIAL: &[&str] = &["bsr_plan_sm80"];
+const ON_TRIAL: &[&str] = &[];
 
 static RELEASED: LazyLock<Vec<Row>> = LazyLock::new(|| having(|row| !row.is_on_trial()));
 static TRIAL: LazyLock<Vec<Row>> = LazyLock::new(|| having(Row::is_on_trial));

@@ -146,7 +146,6 @@ const BSR_MATMUL_HOPPER: &[BsrMatmulHopper] = &[
     bsr_pair(bsr_hopper(16, 16, 64, 6)),
     bsr_pair(bsr_hopper(32, 8, 128, 4)),
     bsr_pair(bsr_hopper(64, 2, 256, 4)),
-    bsr_pair(bsr_hopper(128, 1, 256, 4)),
     bsr_pair(bsr_hopper(128, 1, 64, 8)),
 ];
 

@@ -21,9 +21,13 @@ const COST_OF_PARTS: f64 = 150_000.0;
 const PANEL_N: usize = 1024;
 /// What part of the cost of A is saved where L2 need not deliver it: it still has to be written to shared memory.
 const COST_SAVED_BY_SHARING: f64 = 0.5;
+/// What a launch in clusters costs: their blocks wait for one another at both ends.
+const COST_OF_CLUSTERS: f64 = 20_000.0;
 /// What a multiply-add of kernels that gather small blocks costs at least: dense patterns keep their tensor cores busy.
 const COST_OF_PRODUCT: f64 = 0.024;
-/// What fetching the blocks of A for these costs, in columns of C.
+/// The same for warpgroups: as much as copying a whole tile of 128 × 256, where nothing is gained by sharing A.
+const COST_OF_WARPGROUP_PRODUCT: f64 = 0.0117;
+/// What fetching the blocks of A for small ones costs, in columns of C.
 const COLUMNS_OF_A: usize = 16;
 /// What an element costs that a portable kernel brings into shared memory.
 const COST_OF_PORTABLE: f64 = 1.4;
@@ -55,8 +59,11 @@ pub(super) fn hopper_time(
         let shared = 1.0 - (1.0 - of_first) * (1.0 - density).powi(tile.block_rows as i32 - 1);
         let a = (of_first + density * (block_rows - 1) as f64) * block_size as f64;
         let copied = (a * (1.0 - saved) + shared * block_n as f64) * block_size as f64;
-        let columns = if block_size < 64 { block_n + COLUMNS_OF_A } else { 0 };
-        let multiplied = COST_OF_PRODUCT * a * (block_size * columns) as f64;
+        let (cost, columns) = match block_size {
+            ..64 => (COST_OF_PRODUCT, block_n + COLUMNS_OF_A),
+            _ => (COST_OF_WARPGROUP_PRODUCT, block_n),
+        };
+        let multiplied = cost * a * (block_size * columns) as f64;
         cols as f64 * copied.max(multiplied)
     };
     let mean = depth(density);
@@ -73,13 +80,14 @@ pub(super) fn hopper_time(
     };
     let tiles = rows.div_ceil(block_rows) as f64 * tile.tiles_n(problem.n as u64) as f64;
     let before_last_panel = 1.0 - 1.0 / problem.n.div_ceil(PANEL_N).max(1) as f64;
+    let clusters = if tile.cluster > 1 { COST_OF_CLUSTERS } else { 0.0 };
     // The longest tile in so many parts, of which a tile of the mean has fewer.
     let time = |parts: usize| {
         let of_mean = if parts == 1 { 1.0 } else { (parts as f64 * mean / longest).ceil() };
         let rounds = tiles * of_mean / f64::from(gpu.multiprocessors.max(1));
         let rounds = if rounds <= 4.0 { rounds.ceil() } else { rounds + 0.5 };
         let all = rounds * in_parts(mean, of_mean);
-        all.max(before_last_panel * all + in_parts(longest, parts as f64))
+        clusters + all.max(before_last_panel * all + in_parts(longest, parts as f64))
     };
     let splits = matches!(row.variant, Variant::BsrMatmulHopper(tile) if tile.splits());
     let most = if splits && problem.workspace && longest > 0.0 { MOST_PARTS } else { 1 };

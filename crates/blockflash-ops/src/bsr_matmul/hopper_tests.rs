@@ -67,11 +67,14 @@ fn neighbouring_tiles_share_a() {
         let problem = BsrProblem { nnz_blocks, ..problem([8192, n, 8192], block_size) };
         select(&problem, &h200()).unwrap().bsr_tile().unwrap().cluster
     };
-    for block_size in [16, 32, 64, 128] {
+    for block_size in [16, 32, 64] {
         assert_eq!([1024, 8192].map(|n| cluster(n, block_size)), [2; 2], "blocks of {block_size}");
     }
-    // Where a pair of the widest tiles would have one without columns, narrower ones do, or a tile on its own.
-    assert_eq!([64, 128, 256].map(|n| cluster(n, 128)), [1, 2, 1]);
+    // Large blocks where the tiles have few columns, so that A is most of what comes; no pair where one of it would have no columns.
+    assert_eq!([64, 128, 256, 1024, 8192].map(|n| cluster(n, 128)), [1, 2, 1, 1, 1]);
+    // Nearly nothing stored: starting together costs more than sharing saves.
+    let sparse = BsrProblem { nnz_blocks: 128, ..problem([8192, 1024, 8192], 64) };
+    assert_eq!(select(&sparse, &h200()).unwrap().bsr_tile().unwrap().cluster, 1);
     // An odd number of multiprocessors leaves one out.
     let row = hopper_rows().find(|(_, tile)| tile.cluster == 2).unwrap().0;
     let block_size = row.bsr_tile().unwrap().block_size as usize;
@@ -199,7 +202,7 @@ fn what_tensor_maps_lack_takes_a_portable_row() {
 
 #[test]
 fn blocks_stay_and_start_early() {
-    assert_eq!(hopper_rows().count(), 22 + 12 + 30);
+    assert_eq!(hopper_rows().count(), 22 + 10 + 30);
     for (row, tile) in hopper_rows() {
         let block = tile.block_size as usize;
         let plan_of = |m, n| plan(row, &problem([m, n, 4096], block), &h200()).unwrap();
