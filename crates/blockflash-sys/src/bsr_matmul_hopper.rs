@@ -56,10 +56,9 @@ impl BsrMatmulHopper {
         if block_size == 16 { 32 } else { 10 }
     }
 
-    /// Whether a long tile may be computed in parts. Two block rows are cut nowhere at once, and the widest tiles, which are for many, leave no
-    /// registers for it.
+    /// Whether a long tile may be computed in parts. Two block rows are cut nowhere at once.
     pub const fn splits(&self) -> bool {
-        self.gathers() || self.block_rows == 1 && self.block_n < 512
+        self.gathers() || self.block_rows == 1
     }
 
     /// Warps that compute, each with its own sums of a tile.
@@ -185,15 +184,15 @@ mod tests {
     #[test]
     fn hopper_rows() {
         let rows = rows(false);
-        assert_eq!(rows.len(), 2 * (9 + 3 * 5));
+        assert_eq!(rows.len(), 2 * (8 + 3 * 5));
         for (row, tile) in &rows {
             assert_eq!((row.source(), row.threads()), ("bsr_matmul_sm90a", 384));
             assert!(row.expects().contains(&Expect::Contains("HGMMA")));
             assert!(matches!((tile.block_size, tile.block_rows), (64, 1 | 2) | (128, 1)), "{}", row.symbol());
         }
         let (row, _) = rows[0];
-        assert_eq!(row.symbol(), "blockflash_bsr_matmul_sm90a_f16_b64_r1_n512_s3");
-        assert_eq!(row.smem_bytes(), 3 * 72 * 1024 + 1024 + 8 * 16 * 20 * 4);
+        assert_eq!(row.symbol(), "blockflash_bsr_matmul_sm90a_f16_b64_r2_n256_s4");
+        assert_eq!(row.smem_bytes(), 4 * 48 * 1024 + 1024 + 8 * 2 * 16 * 64 * 2);
         assert!(row.macros().contains(&("VARIANT_CONSUMER_WARPGROUPS", "2".to_owned())));
         for (row, tile) in &rows {
             let suffix = ["", "_tb", "_ta", "_ta_tb"]

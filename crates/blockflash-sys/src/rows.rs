@@ -128,14 +128,12 @@ const fn bsr_pair(tile: BsrMatmulHopper) -> BsrMatmulHopper {
 }
 
 /// BSR tiles of Hopper by block size: as many accumulators as two warpgroups have, and fewer for few columns. What flows into shared memory
-/// binds all of them: blocks of 64 take the more columns or, in dense patterns, two block rows that share B; small blocks take 256 rows,
-/// the group of a pattern's plan. Stages are as many as fit. Pairs share A, where that was seen to gain.
+/// binds all of them: blocks of 64 take two block rows that share B, small ones 256 rows, the group of a pattern's plan. Stages are as many as fit. Pairs share A, where that was seen to gain.
 const BSR_MATMUL_HOPPER: &[BsrMatmulHopper] = &[
     bsr_hopper(16, 16, 128, 4),
     bsr_hopper(16, 16, 64, 6),
     bsr_hopper(32, 8, 128, 4),
     bsr_hopper(32, 8, 64, 6),
-    bsr_hopper(64, 1, 512, 3),
     bsr_hopper(64, 2, 256, 4),
     bsr_hopper(64, 1, 256, 5),
     bsr_hopper(64, 1, 128, 8),

@@ -69,8 +69,8 @@ constexpr int kColumnInSlot = 16 * kRows;
 // Where A is transposed: where the first block of each block row lies among the values.
 constexpr int kPlacesInSlot = kColumnInSlot + 4;
 // Which part of a tile of one block row it is, and the position of that in the order of block rows. Two are not split: where they would be
-// cut only their merged columns tell. Nor are the widest tiles, which are for many, and whose accumulators leave no registers for it.
-constexpr bool kSplits = kRows == 1 && kBlockN < 512;
+// cut only their merged columns tell.
+constexpr bool kSplits = kRows == 1;
 constexpr int kPartInSlot = 32;
 constexpr uint32_t kSlotBytes = 16 * kRows + 4 + 4 * kRows * Config::a_transposed + 8 * kSplits;  // that are stored
 static_assert(kPlacesInSlot + 4 * kRows <= (kSplits ? kPartInSlot : 64) && kRows <= 2, "a tile fits into its slot");

@@ -11,8 +11,6 @@ use blockflash_sys::manifest::{BsrTile, Variant};
 const COST_OF_C: f64 = 3.2;
 /// The same where tensor copies write it.
 const COST_OF_COPIED_C: f64 = 2.2;
-/// Columns of a tile beside whose stages nothing is left for tensor copies of C.
-const NO_ROOM_FOR_C: usize = 512;
 /// What adding the sums of a part costs per element of C.
 const COST_OF_SUM: f64 = 2.0;
 /// What a tile of several parts costs beside: until one multiprocessor sees what others have left.
@@ -71,7 +69,7 @@ pub(super) fn hopper_time(
         Some(group) if block_size < 64 => mean * group.max(1.0),
         _ => depth(of_longest_row),
     };
-    let copies_c = block_size >= 64 && block_n < NO_ROOM_FOR_C && problem.has_plain_output();
+    let copies_c = block_size >= 64 && problem.has_plain_output();
     let elements = (block_rows * block_size * block_n) as f64;
     let written = elements * if copies_c { COST_OF_COPIED_C } else { COST_OF_C };
     let in_parts = |depth: f64, parts: f64| {

@@ -184,7 +184,6 @@ fn parts_have_room_and_places() {
     refused(&TILE, of(&[7; 8], 7), "descend");
     refused(&TILE, BsrParts { steps: 0, ..of(&[3], 3) }, "no steps");
     refused(&PAIRS, of(&[1], 1), "whole tiles");
-    refused(&BsrMatmulHopper { block_n: 512, stages: 3, ..TILE }, of(&[1], 1), "whole tiles");
 }
 
 #[test]
