@@ -128,11 +128,10 @@ impl<'r> Run<'r> {
 
     /// Cases that only an older run of the same commit has, or of the same images, come first.
     fn complete(&mut self, older: &Run<'r>) {
-        let same = |record: &Record| {
-            let first = self.first();
-            let commit = record.same_as.as_ref().unwrap_or(&record.commit);
-            (commit, &record.driver) == (&first.commit, &first.driver)
-        };
+        // What has completed it before comes first, and may be of another commit itself.
+        let images = |record: &'r Record| (record.same_as.as_ref().unwrap_or(&record.commit), &record.driver);
+        let own = images(self.first());
+        let same = |record: &'r Record| images(record) == own;
         let known = self.rows();
         let is_known = |record: &Record| known.iter().any(|row| row.is_of(record));
         let missing = older.records.iter().copied().filter(|record| same(record) && !is_known(record));

@@ -33,24 +33,20 @@ pub(crate) fn select_among<'r>(
     problem: &BsrProblem,
     gpu: &CudaProperties,
 ) -> Result<&'r Row> {
+    // Estimates take longer than everything else here: one for each row that fits.
+    let rank = |(row, tile): &(&Row, BsrTile)| {
+        let waits = is_hopper(row) && !pays(row, tile, problem, gpu);
+        let cost = match is_hopper(row) {
+            true => hopper_time(row, tile, problem, gpu).0,
+            false => problem.n.div_ceil(tile.block_n as usize) as f64 * f64::from(tile.block_n),
+        };
+        // Bits of numbers that are not negative ascend as they do.
+        (row.takes_any_layout(), waits, arch::preference(row.target), cost.to_bits(), Reverse(tile.block_n))
+    };
     rows.iter()
         .filter_map(|row| Some((row, row.bsr_tile()?)))
         .filter(|(row, tile)| fits(row, tile, problem, gpu).is_ok())
-        .min_by(|a, b| {
-            let preference = |(row, tile): &(&Row, BsrTile)| {
-                let waits = is_hopper(row) && !pays(row, tile, problem, gpu);
-                (row.takes_any_layout(), waits, arch::preference(row.target))
-            };
-            let cost = |(row, tile): &(&Row, BsrTile)| match is_hopper(row) {
-                true => hopper_time(row, tile, problem, gpu).0,
-                false => problem.n.div_ceil(tile.block_n as usize) as f64 * f64::from(tile.block_n),
-            };
-            let widest = |(_, tile): &(&Row, BsrTile)| Reverse(tile.block_n);
-            preference(a)
-                .cmp(&preference(b))
-                .then_with(|| cost(a).total_cmp(&cost(b)))
-                .then_with(|| widest(a).cmp(&widest(b)))
-        })
+        .min_by_key(rank)
         .map(|(row, _)| row)
         .ok_or_else(|| unsupported(gpu, why_none(rows, problem, gpu)))
 }

@@ -53,11 +53,21 @@ fn runs_of_the_same_images_complete_each_other() {
         of("c", "r1", "first", Some("second")),
         of("c", "r2", "second", None),
     ];
-    let runs = newest(&records);
-    let rows = runs[0].rows();
-    let found: Vec<_> = rows.iter().map(|row| (row.any.case.as_str(), row.any.run.as_str())).collect();
-    assert_eq!(found, [("a", "r1"), ("c", "r2")]);
-    assert_eq!(runs[0].commits(), "first and second");
+    let found = |records: &[Record]| {
+        let runs = newest(records);
+        let rows = runs[0].rows();
+        let rows: Vec<_> = rows.iter().map(|row| format!("{} {}", row.any.case, row.any.run)).collect();
+        (rows.join(", "), runs[0].commits())
+    };
+    assert_eq!(found(&records), ("a r1, c r2".into(), "first and second".into()));
+    // A run of the later commit completes the newest one, too, wherever one of the first stands.
+    let between =
+        [records.to_vec(), vec![of("d", "r2", "second", None), of("e", "r3", "second", None)]].concat();
+    assert_eq!(found(&between), ("a r1, c r2, d r2, e r3".into(), "first and second".into()));
+    let after = [&between[3..5], &records[..1], &between[5..]].concat();
+    let late = |record: &Record| Record { date: "2026-11-22T09:00:00Z".into(), ..record.clone() };
+    let after: Vec<_> = after.iter().map(|r| if r.run == "r1" { late(r) } else { r.clone() }).collect();
+    assert_eq!(found(&after).0, "c r2, d r2, a r1, e r3");
 }
 
 #[test]
