@@ -484,8 +484,8 @@ const _: () = {
 #[repr(align(64))]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_bsr_matmul_tma_params {
-    /** (block, block, nnz_blocks), boxes of 64 columns and all rows of one block, or 64 rows if a is transposed;
- zeros where blocks are smaller*/
+    /** (block, block, nnz_blocks), boxes of 64 columns and all rows of one block, or 64 rows if a is transposed,
+ of which each block of a cluster copies its share; zeros where blocks are smaller*/
     pub a: blockflash_tensor_map,
     /** whole panels of b, (64, k, n / 64), boxes of block_k rows and all panels of the tile; zeros if n < 64.
  Column-major: all of b, (k, n, 1), boxes of block_k rows and all columns of the tile*/
@@ -514,7 +514,8 @@ pub struct blockflash_bsr_matmul_tma_params {
     /** the order of all parts: at \[p\] begin the tiles of the first column that may have a part p, the
  longest, as many as there are up to \[p - 1\]; descends to 0. All zeros: no tile has more than one*/
     pub part_begin: [i32; 8usize],
-    /// \[part_begin\[0\] · tiles along n, tile\] sums of parts but the first, as the threads hold them; or null
+    /** \[part_begin\[0\] · tiles along n, tile\] sums of parts but the first, as the threads hold them; or null. The
+ tiles are those of whole clusters*/
     pub part_sums: *mut f32,
     /// \[part_begin\[0\] · tiles along n, consumer warps\] zeros, left as zeros; or null
     pub part_arrived: *mut u32,
