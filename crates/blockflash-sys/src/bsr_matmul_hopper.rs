@@ -18,7 +18,7 @@ pub struct BsrMatmulHopper {
     pub block_n: u32,
     /// Pipeline stages in shared memory.
     pub stages: u32,
-    /// Blocks of threads that compute neighbouring tiles of the same block rows, to all of which A comes at once: 1, 2 or 4.
+    /// Blocks of threads that compute neighbouring tiles of the same block rows, to all of which A comes at once: 1 or 2.
     pub cluster: u32,
     /// Whether blocks of A are multiplied transposed, in the order of an index of their block columns.
     pub a_transposed: bool,
