@@ -6,7 +6,7 @@
 // multiplication by a missing block is ever executed. The plan does not know the values: nothing is packed, they may change between
 // launches. Long tiles may be computed in parts (bsr_parts.cuh); neighbouring tiles may share A (bsr_cluster.cuh).
 #include "blockflash/bsr_epilogue.cuh"
-#include "blockflash/bsr_gather.cuh"
+#include "blockflash/bsr_gather_copy.cuh"
 #include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"
@@ -99,7 +99,7 @@ struct Consumer {
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
       ptx::mbarrier_wait(barriers.full + 8 * stage, parity);
-      const uint32_t row = ptx::load_shared(stage_row(smem, stage, warp / kWarpsPerRow)), b = smem + stage * kStageBytes;
+      const uint32_t row = ptx::load_shared(stage_word(smem, stage, warp / kWarpsPerRow)), b = smem + stage * kStageBytes;
       uint32_t block = b + kBBytes + (row >> 8) * kBlockBytes, mine = row & 0xFF;
 #pragma unroll 1
       for (; mine != 0; mine &= mine - 1, block += kBlockBytes) {
@@ -168,9 +168,9 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_tma_params param
   ptx::wait_for_predecessors();  // which may have written any operand, or still read C
 
   // What the producers give up is what the consumers take: more would never come. With four warpgroups of consumers there are 96 each to
-  // begin with, else 168. Producers of a cluster need more than those of a wide tile otherwise have.
-  constexpr bool kMany = Config::warpgroups == 4, kWide = kBlockN == 128 && Config::cluster == 1;
-  constexpr int kConsumerRegisters = !kMany ? 232 : kWide ? 112 : 104, kProducerRegisters = !kMany ? 40 : kWide ? 32 : 64;
+  // begin with, else 168.
+  constexpr bool kMany = Config::warpgroups == 4;
+  constexpr int kConsumerRegisters = kMany ? 104 : 232, kProducerRegisters = kMany ? 64 : 40;
   if (warp < 4) {
     ptx::lower_registers<kProducerRegisters>();
     if (threadIdx.x == 0 && Cluster::rank() == 0) schedule(params, smem, barriers);

@@ -5,7 +5,8 @@ use crate::{DType, Expect, Target};
 /// `block_n` columns of B. One warpgroup copies, the others compute.
 ///
 /// Blocks of 64 and 128 (`bsr_matmul_sm90a.cu`): two warpgroups compute, 64 rows each where the tile has 128, else half of the columns.
-/// Blocks of 16 and 32 (`bsr_matmul_gather_sm90a.cu`): each warp computes one block row, or with fewer than eight half of its columns.
+/// Blocks of 16 and 32 (`bsr_matmul_gather_sm90a.cu`): each warp computes one block row, or with fewer than eight half of its columns. Where
+/// they are filled with zeros (`bsr_matmul_filled_sm90a.cu`), each of two warpgroups computes 64 rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BsrMatmulHopper {
     /// Element type of A and B.
@@ -18,6 +19,9 @@ pub struct BsrMatmulHopper {
     pub block_n: u32,
     /// Pipeline stages in shared memory.
     pub stages: u32,
+    /// Whether small blocks are filled up with zeros to 64 rows, for instructions that multiply so many. The blocks of threads of a
+    /// cluster then have the columns of all of them, and a part of the block rows each.
+    pub filled: bool,
     /// Blocks of threads that compute neighbouring tiles of the same block rows, to all of which A comes at once: 1 or 2.
     pub cluster: u32,
     /// Whether blocks of A are multiplied transposed, in the order of an index of their block columns.
@@ -68,7 +72,11 @@ impl BsrMatmulHopper {
 
     /// Name of the source file in `kernels/`, without `.cu`.
     pub(crate) const fn source(&self) -> &'static str {
-        if self.gathers() { "bsr_matmul_gather_sm90a" } else { "bsr_matmul_sm90a" }
+        match (self.gathers(), self.filled) {
+            (true, true) => "bsr_matmul_filled_sm90a",
+            (true, false) => "bsr_matmul_gather_sm90a",
+            (false, _) => "bsr_matmul_sm90a",
+        }
     }
 
     /// Depth along K that is copied at once.
@@ -78,7 +86,10 @@ impl BsrMatmulHopper {
 
     /// Warpgroups that compute.
     const fn warpgroups(&self) -> u32 {
-        if self.gathers() && self.block_rows > 8 { self.block_rows / 4 } else { 2 }
+        match (self.gathers(), self.filled) {
+            (true, false) if self.block_rows > 8 => self.block_rows / 4,
+            _ => 2,
+        }
     }
 
     /// What it has in common with other BSR kernels.
@@ -104,18 +115,18 @@ impl BsrMatmulHopper {
     }
 
     /// Shared memory in bytes: a ring of A and B tiles, barriers and the announced tiles, and what is left up to some size for C on its way
-    /// to memory. That is per warp two pages of 16 rows × 64 columns for tensor copies, where blocks are large, or 16 rows of f32
+    /// to memory. That is per warp two pages of 16 rows × 64 columns for tensor copies, where warpgroups compute, or 16 rows of f32
     /// accumulators, 32 columns wide or at least 16; a few more keep rows in different banks.
     pub(crate) const fn smem_bytes(&self) -> u32 {
         let element = self.dtype.size() as u32;
-        let stage = if self.gathers() {
+        let stage = if self.gathers() && !self.filled {
             let a = Self::stage_blocks(self.block_size) * self.block_size * self.block_size;
             (a + Self::GATHERED_K * self.block_n) * element
         } else {
-            (self.block_rows * self.block_size + self.block_n) * Self::BLOCK_K * element
+            (self.block_rows * self.block_size + self.block_n) * self.block_k() * element
         };
         let warps = self.consumer_warps();
-        let pages = if self.gathers() { 0 } else { warps * 2 * 16 * 64 * element };
+        let pages = if self.gathers() && !self.filled { 0 } else { warps * 2 * 16 * 64 * element };
         let (wide, narrow) = (warps * 16 * (32 + 8) * 4, warps * 16 * (16 + 4) * 4);
         let (ring, limit) = (self.stages * stage + Self::EXTRA_BYTES, Target::Sm90a.smem_limit());
         ring + if pages > 0 && ring + pages <= limit {
@@ -136,6 +147,7 @@ impl BsrMatmulHopper {
         number("VARIANT_BLOCK_K", self.block_k());
         number("VARIANT_CONSUMER_WARPGROUPS", self.warpgroups());
         number("VARIANT_STAGES", self.stages);
+        number("VARIANT_FILLED", self.filled.into());
         number("VARIANT_CLUSTER", self.cluster);
         number("VARIANT_A_TRANSPOSED", self.a_transposed.into());
         number("VARIANT_B_COLUMN_MAJOR", self.b_column_major.into());
@@ -145,7 +157,7 @@ impl BsrMatmulHopper {
 
     pub(crate) const fn expects(&self) -> &'static [Expect] {
         use Expect::{Contains, Lacks};
-        if self.gathers() {
+        if self.gathers() && !self.filled {
             &[
                 Contains("HMMA"),
                 Contains("LDSM"),
@@ -167,9 +179,9 @@ mod tests {
     use crate::Row;
     use crate::manifest::{self, Variant};
 
-    fn rows(gathers: bool) -> Vec<(&'static Row, BsrMatmulHopper)> {
+    fn rows(source: &str) -> Vec<(&'static Row, BsrMatmulHopper)> {
         let rows = manifest::all_rows().iter().filter_map(|row| match row.variant {
-            Variant::BsrMatmulHopper(tile) if tile.gathers() == gathers => Some((row, tile)),
+            Variant::BsrMatmulHopper(tile) if row.source() == source => Some((row, tile)),
             _ => None,
         });
         rows.inspect(|(row, tile)| {
@@ -183,10 +195,10 @@ mod tests {
 
     #[test]
     fn hopper_rows() {
-        let rows = rows(false);
+        let rows = rows("bsr_matmul_sm90a");
         assert_eq!(rows.len(), 2 * (8 + 3 * 5));
         for (row, tile) in &rows {
-            assert_eq!((row.source(), row.threads()), ("bsr_matmul_sm90a", 384));
+            assert_eq!(row.threads(), 384);
             assert!(row.expects().contains(&Expect::Contains("HGMMA")));
             assert!(matches!((tile.block_size, tile.block_rows), (64, 1 | 2) | (128, 1)), "{}", row.symbol());
         }
@@ -220,10 +232,9 @@ mod tests {
 
     #[test]
     fn rows_that_gather() {
-        let rows = rows(true);
+        let rows = rows("bsr_matmul_gather_sm90a");
         assert_eq!(rows.len(), 2 * 7);
         for (row, tile) in &rows {
-            assert_eq!(row.source(), "bsr_matmul_gather_sm90a");
             assert!(!tile.a_transposed && !tile.b_column_major, "{}", row.symbol());
             assert!(row.expects().contains(&Expect::Contains("HMMA")));
             // A warp per block row, but eight at least.
@@ -238,5 +249,23 @@ mod tests {
         for (name, value) in [("VARIANT_CONSUMER_WARPGROUPS", "4"), ("VARIANT_BLOCK_K", "16")] {
             assert!(row.macros().contains(&(name, value.to_owned())), "{name}");
         }
+    }
+
+    #[test]
+    fn rows_filled_with_zeros() {
+        let rows = rows("bsr_matmul_filled_sm90a");
+        assert_eq!(rows.len(), 2);
+        for (row, tile) in &rows {
+            assert!(tile.gathers() && tile.filled && tile.splits(), "{}", row.symbol());
+            // Two warpgroups in each of two blocks multiply 64 rows each: the group of the plan.
+            assert_eq!((row.threads(), row.cluster()), (384, Some([2, 1, 1])), "{}", row.symbol());
+            assert_eq!(tile.block_rows, BsrMatmulHopper::group_rows(tile.block_size));
+            assert!(row.expects().contains(&Expect::Contains("HGMMA")));
+            assert!(row.macros().contains(&("VARIANT_FILLED", "1".to_owned())));
+        }
+        let (row, _) = rows[0];
+        assert_eq!(row.symbol(), "blockflash_bsr_matmul_filled_sm90a_f16_b32_r8_n128_s8_c2");
+        // Half of 256 rows and all of 256 columns, 32 deep.
+        assert_eq!(row.smem_bytes(), 8 * (128 + 256) * 32 * 2 + 1024 + 8 * 2 * 16 * 64 * 2);
     }
 }

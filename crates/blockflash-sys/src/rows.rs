@@ -118,8 +118,24 @@ const BSR_MATMUL_ANY: &[(&[Target], BsrMatmul)] = &[
 ];
 
 const fn bsr_hopper(block_size: u32, block_rows: u32, block_n: u32, stages: u32) -> BsrMatmulHopper {
-    let (dtype, cluster, a_transposed, b_column_major) = (DType::F16, 1, false, false);
-    BsrMatmulHopper { dtype, block_size, block_rows, block_n, stages, cluster, a_transposed, b_column_major }
+    let (dtype, filled, cluster) = (DType::F16, false, 1);
+    let (a_transposed, b_column_major) = (false, false);
+    BsrMatmulHopper {
+        dtype,
+        block_size,
+        block_rows,
+        block_n,
+        stages,
+        filled,
+        cluster,
+        a_transposed,
+        b_column_major,
+    }
+}
+
+/// Small blocks filled up with zeros, in clusters that share B.
+const fn bsr_filled(tile: BsrMatmulHopper) -> BsrMatmulHopper {
+    BsrMatmulHopper { filled: true, ..bsr_pair(tile) }
 }
 
 /// The same in clusters of two blocks of threads.
@@ -145,6 +161,7 @@ const BSR_MATMUL_HOPPER: &[BsrMatmulHopper] = &[
     bsr_pair(bsr_hopper(32, 8, 128, 4)),
     bsr_pair(bsr_hopper(64, 2, 256, 4)),
     bsr_pair(bsr_hopper(128, 1, 64, 8)),
+    bsr_filled(bsr_hopper(32, 8, 128, 8)),
 ];
 
 /// Those of them that there are also for a transposed A, a column-major B, and both.

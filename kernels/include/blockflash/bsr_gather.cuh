@@ -1,9 +1,10 @@
-// Shared memory, barriers and the producer warpgroup of bsr_matmul_gather_sm90a.cu.
+// Shared memory, barriers and the producer warpgroup of the kernels for small blocks, bsr_matmul_gather_sm90a.cu and
+// bsr_matmul_filled_sm90a.cu.
 //
 // Block rows of a tile, a group, share B: it is read once for the union of their block columns, cut into stages by the plan of the pattern.
 //
 //   schedule (a thread)     takes the next tile, looks up the stages of its group, announces it in a slot
-//   copy     (three warps)  take stages in turn: the rows of B by tensor copies, the blocks of A by bulk copies
+//   copy     (three warps)  take stages of the ring in turn: bsr_gather_copy.cuh, bsr_filled_copy.cuh
 //
 // Nobody waits in a circle. A stage is filled when the consumers have emptied it, which takes only stages before it. A tile is announced
 // when all who copy ask for it, which they do at the latest at the end of the tile before, and when the consumers have read the slot's
@@ -28,17 +29,22 @@ using Params = blockflash_bsr_matmul_tma_params;
 constexpr int kBlock = Config::block_size, kRows = Config::block_rows, kBlockN = Config::block_n, kStages = Config::stages;
 using Cluster = BsrCluster<Config::cluster>;
 constexpr int kClusterN = Config::cluster * kBlockN;  // columns of C of a cluster
+// The blocks of a cluster compute some of these columns each or, filled, all of them for some of the block rows.
+constexpr int kOwnN = Config::filled ? kClusterN : kBlockN, kOwnRows = Config::filled ? kRows / Config::cluster : kRows;
 constexpr int kConsumerWarps = 4 * Config::warpgroups, kCopyWarps = 3;
 static_assert(Config::block_k == kBlock, "boxes of B are as many rows as a block of A has columns");
 
-// A stage holds up to kColumns block columns of B, as panels of 64 columns each, and the blocks of A that meet them, by block row.
-constexpr int kColumns = 128 / kBlock, kSlots = Config::stage_blocks;
-constexpr int kPanels = kBlockN / 64, kPanelBytes = kBlock * 128, kColumnBytes = kPanels * kPanelBytes, kBBytes = kColumns * kColumnBytes;
+// A stage of the ring is one of the plan, up to kColumns block columns of B as panels of 64 columns each and the blocks of A that meet them by
+// block row; filled, it is one block column and a place for a block of each block row of its own.
+constexpr int kPlanColumns = 128 / kBlock;
+constexpr int kColumns = Config::filled ? 1 : kPlanColumns, kSlots = Config::filled ? kOwnRows : Config::stage_blocks;
+constexpr int kPanels = kOwnN / 64, kPanelBytes = kBlock * 128, kColumnBytes = kPanels * kPanelBytes, kBBytes = kColumns * kColumnBytes;
 constexpr int kBlockBytes = kBlock * kBlock * 2, kStageBytes = kBBytes + kSlots * kBlockBytes;
-static_assert(kSlots >= kRows, "a column in which every block row has a block fits into a stage");
+static_assert(kSlots >= kOwnRows, "a column in which every block row has a block fits into a stage");
 static_assert(kStageBytes % 1024 == 0, "panels are aligned to the swizzle");
 
-// Behind the ring: barriers "full" and "empty" of each stage, "announced" and "wanted" of two slots; the slots; a word per stage and block row.
+// Behind the ring: barriers "full" and "empty" of each stage, "announced" and "wanted" of two slots; the slots; a word per stage and block
+// row or, filled, per stage.
 struct Barriers {
   uint32_t full, empty, announced, wanted;
   __device__ __forceinline__ explicit Barriers(uint32_t smem)
@@ -57,11 +63,15 @@ struct Barriers {
     ptx::fence_mbarrier_init();
   }
 };
-constexpr int kSlotOffset = kStages * kStageBytes + 192, kRowsOffset = kSlotOffset + 64, kSliceOffset = kSlotOffset + 832;
-static_assert(16 * kStages + 32 <= 192 && kRowsOffset + kStages * kRows * 4 <= kSliceOffset, "all this ends before the slices");
+constexpr int kStageWords = Config::filled ? 1 : kRows;
+constexpr int kSlotOffset = kStages * kStageBytes + 192, kRowsOffset = kSlotOffset + 64, kSliceOffset = kStages * kStageBytes + 1024;
+static_assert(16 * kStages + 32 <= 192 && kRowsOffset + kStages * kStageWords * 4 <= kSliceOffset, "all this ends before the slices");
 
 // What a warp needs to know of a stage: the columns in which its block row has blocks, as bits, and where the first block lies in the stage.
-__device__ __forceinline__ uint32_t stage_row(uint32_t smem, int stage, int row) { return smem + kRowsOffset + (stage * kRows + row) * 4; }
+// Filled: which warpgroups have blocks in it, as bits, and above these whether it is the last of its tile.
+__device__ __forceinline__ uint32_t stage_word(uint32_t smem, int stage, int row = 0) {
+  return smem + kRowsOffset + (stage * kStageWords + row) * 4;
+}
 
 // An announced tile of the cluster, or a part of it. A negative group: there are no more.
 struct Tile {
@@ -116,68 +126,6 @@ constexpr int kAnnounceAhead = 8;
 
 // A stage of the plan, see params.h, is a pair per lane.
 constexpr int kColumnLane = 16, kSizeLane = kColumnLane + 8;
-static_assert(kRows <= kColumnLane && kColumns <= 8, "a stage of the plan holds all of it");
-
-// Rows and columns beyond B arrive as zeros.
-__device__ __forceinline__ void copy(const Params& params, uint32_t smem, const Barriers& barriers, int who) {
-  const int panels = static_cast<int>(params.base.n / 64);  // whole ones of B
-  const int lane = threadIdx.x % 32, rank = Cluster::rank();
-  const char* const values = static_cast<const char*>(params.base.values);
-  const int2* const plan = reinterpret_cast<const int2*>(params.stages) + lane;
-  uint32_t before = 0;  // stages of the tiles before
-#pragma unroll 1
-  for (int n = 0;; ++n) {
-    ptx::mbarrier_wait(barriers.announced + n % 2 * 8, n / 2 & 1);
-    const Tile tile = Tile::load(smem, n);
-    if (tile.group < 0) break;
-    const int first_column = tile.first_column + rank * kBlockN, panel = first_column / 64;
-    const bool inside = Config::cluster == 1 || first_column < params.base.n;  // of C
-    const auto load = [&](int i) {
-      return i < tile.stages ? __ldg(plan + static_cast<int64_t>(tile.first_stage + i) * 32) : make_int2(0, 0);
-    };
-    bool asked = false;  // for the next tile
-    const auto ask = [&] {
-      __syncwarp();
-      if (!asked && lane == 0) Cluster::ask(barriers.wanted + (n + 1) % 2 * 8);
-      asked = true;
-    };
-    int i = (who + kCopyWarps - before % kCopyWarps) % kCopyWarps;
-    int2 next = load(i);
-#pragma unroll 1
-    for (; i < tile.stages; i += kCopyWarps) {
-      const int2 now = next;
-      next = load(i + kCopyWarps);
-      if (tile.stages - i <= kAnnounceAhead) ask();
-      const int stage = (before + i) % kStages;
-      const uint32_t full = barriers.full + 8 * stage, b = smem + stage * kStageBytes;
-      const int columns = __shfl_sync(~0u, now.x, kSizeLane), blocks = __shfl_sync(~0u, now.y, kSizeLane);
-      ptx::mbarrier_wait(barriers.empty + 8 * stage, ((before + i) / kStages & 1) ^ 1);
-      if (lane < kRows) ptx::store_shared(stage_row(smem, stage, lane), now.y);
-      __syncwarp();
-      if (ptx::elect()) ptx::mbarrier_arrive_expect_tx(full, (inside ? columns * kColumnBytes : 0) + blocks * kBlockBytes);
-      __syncwarp();
-      const int count = lane < kRows ? __popc(now.y & 0xFF) : 0;
-      // The block rows are shared out among the blocks of threads.
-      if (count > 0 && lane % Config::cluster == rank)
-        Cluster::bulk_copy(b + kBBytes + (now.y >> 8) * kBlockBytes, values + static_cast<int64_t>(now.x) * kBlockBytes, count * kBlockBytes,
-                           full);
-      // A lane for each column of the stage.
-      const int c = lane - kColumnLane;
-      if (c >= 0 && c < columns && inside) {
-        const uint32_t to = b + c * kColumnBytes;
-        if (panel + kPanels <= panels) {
-          ptx::tensor_copy_3d(to, &params.b, 0, now.x * kBlock, panel, full);
-        } else {
-#pragma unroll 1
-          for (int k = 0; k < kPanels; ++k)
-            ptx::tensor_copy_3d(to + k * kPanelBytes, &params.b_edge, (panel + k) * 64, now.x * kBlock, 0, full);
-        }
-      }
-      __syncwarp();
-    }
-    ask();
-    before += tile.stages;
-  }
-}
+static_assert(kRows <= kColumnLane && kPlanColumns <= 8, "a stage of the plan holds all of it");
 
 }  // namespace blockflash

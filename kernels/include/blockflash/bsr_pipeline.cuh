@@ -150,9 +150,9 @@ __device__ __forceinline__ void copy_block(const Params& params, uint32_t a, int
 }
 
 // One thread starts the copies. Several block rows are merged: a stage is for those that have a block in the next column of any, and B
-// comes once for all of them. Rows and columns beyond A and B arrive as zeros.
+// comes once for all of them. Rows beyond A and B arrive as zeros, and so do columns up to the end of a panel; panels beyond B are not copied.
 __device__ __forceinline__ void produce(const Params& params, uint32_t smem, const Barriers& barriers) {
-  const int panels = static_cast<int>(params.base.n / 64), rank = Cluster::rank();  // whole ones of B
+  const int rank = Cluster::rank();
   // Where tiles are wide each block of A is read by few, at about the same time: better L2 keeps B.
   const uint64_t policy = kBlockN >= 256 ? ptx::evict_first() : ptx::evict_normal();
   int stage = 0;
@@ -170,8 +170,10 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem, con
 #pragma unroll
       for (int r = 0; r < kRows; ++r) places[r] = ptx::load_shared(slot + kPlacesInSlot + 4 * r);
     const int first_column = ptx::load_shared(slot + kColumnInSlot) + rank * kBlockN, panel = first_column / 64;
-    const bool inside = Config::cluster == 1 || first_column < params.base.n;  // of C
-    bool asked = false;                                                        // for the next tile
+    const int columns = min(kBlockN, static_cast<int>(params.base.n) - first_column);  // of the tile that there are
+    const int panels = columns <= 0 ? 0 : (columns + 63) / 64;
+    const uint32_t b_bytes = Config::b_column_major ? columns * 128 : panels * kPanelBytes;
+    bool asked = false;  // for the next tile
 #pragma unroll 1
     for (;;) {
       int left = 0, column = INT32_MAX;
@@ -183,7 +185,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem, con
       if (!asked && left <= kAnnounceAhead) asked = true, Cluster::ask(barriers.wanted + (n + 1) % 2 * 8);
       if (left == 0) break;
       int blocks[kRows];  // of this column; -1: none
-      uint32_t owners = 0, bytes = inside ? kBBytes : 0;
+      uint32_t owners = 0, bytes = b_bytes;
       bool last = true;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -207,15 +209,13 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem, con
 #pragma unroll
         for (int r = 0; r < kRows; ++r)
           if (blocks[r] >= 0) copy_block(params, a + r * kBlockBytes, k, blocks[r], full, rank, policy);
-        if (!inside) {
-          // nothing of B is for this block
-        } else if constexpr (Config::b_column_major) {
-          ptx::tensor_copy_3d(b, &params.b, column * kBlock + k, first_column, 0, full);
-        } else if (panel + kPanels <= panels) {
+        if constexpr (Config::b_column_major) {
+          ptx::tensor_copy_3d(b, columns == kBlockN ? &params.b : &params.b_edge, column * kBlock + k, first_column, 0, full);
+        } else if (columns == kBlockN) {
           ptx::tensor_copy_3d(b, &params.b, 0, column * kBlock + k, panel, full);
         } else {
 #pragma unroll 1
-          for (int i = 0; i < kPanels; ++i)
+          for (int i = 0; i < panels; ++i)
             ptx::tensor_copy_3d(b + i * kPanelBytes, &params.b_edge, (panel + i) * 64, column * kBlock + k, 0, full);
         }
         if (++stage == kStages) stage = 0, parity ^= 1;

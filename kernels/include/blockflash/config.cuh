@@ -67,7 +67,8 @@ struct BsrMatmulHopperConfig {
   static constexpr bool a_transposed = VARIANT_A_TRANSPOSED;      // blocks of A arrive as columns
   static constexpr bool b_column_major = VARIANT_B_COLUMN_MAJOR;
   static constexpr int warpgroups = VARIANT_CONSUMER_WARPGROUPS;  // one more produces
-  static constexpr int stage_blocks = VARIANT_STAGE_BLOCKS;        // blocks of A in a stage, where blocks are small
+  static constexpr int stage_blocks = VARIANT_STAGE_BLOCKS;        // blocks of A in a stage of the plan, where blocks are small
+  static constexpr bool filled = VARIANT_FILLED;                  // small blocks are filled up to 64 rows with zeros
   static constexpr int stages = VARIANT_STAGES;
   static constexpr int threads = 128 * (warpgroups + 1);
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;

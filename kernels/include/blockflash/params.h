@@ -121,13 +121,15 @@ typedef struct blockflash_bsr_matmul_params {
 #define BLOCKFLASH_BSR_PARTS 8
 
 /* BSR matmul whose tiles are copied by the tensor memory accelerator, by blocks of threads that stay and take tile after tile. All maps
- * have a swizzle of 128 bytes; one of a tensor without elements is zeros. */
+ * have a swizzle of 128 bytes but that of blocks of 32; one of a tensor without elements is zeros. */
 typedef struct blockflash_bsr_matmul_tma_params {
   blockflash_tensor_map a;      /* (block, block, nnz_blocks), boxes of 64 columns and all rows of one block, or 64 rows if a is transposed,
-                                   of which each block of a cluster copies its share; zeros where blocks are smaller */
+                                   of which each block of a cluster copies its share. Blocks of 32 that are filled with zeros: boxes of
+                                   one block, a swizzle of 64 bytes. Zeros where small blocks are copied as they lie */
   blockflash_tensor_map b;      /* whole panels of b, (64, k, n / 64), boxes of block_k rows and all panels of the tile; zeros if n < 64.
                                    Column-major: all of b, (k, n, 1), boxes of block_k rows and all columns of the tile */
-  blockflash_tensor_map b_edge; /* (n, k, 1), boxes of 64 columns and block_k rows; zeros for a column-major b */
+  blockflash_tensor_map b_edge; /* (n, k, 1), boxes of 64 columns and block_k rows. Column-major: as b, boxes of the n % block_n columns of the
+                                   last tile; zeros if there are none */
   blockflash_tensor_map c;      /* (n, m), boxes of 64 columns and 16 rows, for what c_by_copies says; else zeros */
   blockflash_bsr_matmul_params base; /* sizes fit into 31 bits */
   uint32_t* tile_counter;       /* two zeros: {next tile, blocks that are done}, left as zeros; null: fixed turns */

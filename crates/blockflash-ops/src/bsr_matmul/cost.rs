@@ -25,6 +25,10 @@ const COST_OF_CLUSTERS: f64 = 20_000.0;
 const COST_OF_PRODUCT: f64 = 0.024;
 /// The same for warpgroups: as much as copying a whole tile of 128 × 256, where nothing is gained by sharing A.
 const COST_OF_WARPGROUP_PRODUCT: f64 = 0.0117;
+/// What all this costs where blocks are filled with zeros, one by one and a block column at a time: so many times as much.
+const COST_OF_FILLING: f64 = 1.3;
+/// Rows that a warpgroup multiplies, those without a block filled with zeros.
+const WARPGROUP_ROWS: usize = 64;
 /// What fetching the blocks of A for small ones costs, in columns of C.
 const COLUMNS_OF_A: usize = 16;
 /// What an element costs that a portable kernel brings into shared memory.
@@ -50,26 +54,34 @@ pub(super) fn hopper_time(
     let of_longest_row = problem
         .longest_row
         .map_or(density, |blocks| (blocks as f64 / cols.max(1) as f64).clamp(density, 1.0));
-    let sharers = problem.n.div_ceil(block_n).clamp(1, tile.cluster as usize);
+    let filled = matches!(row.variant, Variant::BsrMatmulHopper(tile) if tile.filled);
+    // Blocks are filled with zeros by clusters that share B instead, which is in what that costs.
+    let sharers = if filled { 1 } else { problem.n.div_ceil(block_n).clamp(1, tile.cluster as usize) };
     let saved = COST_SAVED_BY_SHARING * (1.0 - 1.0 / sharers as f64);
     // Of a tile with a block row of this density, and others of the mean.
     let depth = |of_first: f64| {
         let shared = 1.0 - (1.0 - of_first) * (1.0 - density).powi(tile.block_rows as i32 - 1);
         let a = (of_first + density * (block_rows - 1) as f64) * block_size as f64;
         let copied = (a * (1.0 - saved) + shared * block_n as f64) * block_size as f64;
-        let (cost, columns) = match block_size {
-            ..64 => (COST_OF_PRODUCT, block_n + COLUMNS_OF_A),
-            _ => (COST_OF_WARPGROUP_PRODUCT, block_n),
+        // Rows of the tile that a column of blocks is multiplied with, at which cost, and how many columns count.
+        let (cost, multiplied, columns) = match block_size {
+            _ if filled => {
+                let rows = WARPGROUP_ROWS / block_size;
+                let has_some = 1.0 - (1.0 - density).powi(rows as i32);
+                (COST_OF_WARPGROUP_PRODUCT, has_some * (block_rows * block_size) as f64, block_n)
+            }
+            ..64 => (COST_OF_PRODUCT, a, block_n + COLUMNS_OF_A),
+            _ => (COST_OF_WARPGROUP_PRODUCT, a, block_n),
         };
-        let multiplied = cost * a * (block_size * columns) as f64;
-        cols as f64 * copied.max(multiplied)
+        let multiplied = cost * multiplied * (block_size * columns) as f64;
+        cols as f64 * copied.max(multiplied) * if filled { COST_OF_FILLING } else { 1.0 }
     };
     let mean = depth(density);
     let longest = match problem.longest_group {
         Some(group) if block_size < 64 => mean * group.max(1.0),
         _ => depth(of_longest_row),
     };
-    let copies_c = block_size >= 64 && problem.has_plain_output();
+    let copies_c = (block_size >= 64 || filled) && problem.has_plain_output();
     let elements = (block_rows * block_size * block_n) as f64;
     let written = elements * if copies_c { COST_OF_COPIED_C } else { COST_OF_C };
     let in_parts = |depth: f64, parts: f64| {

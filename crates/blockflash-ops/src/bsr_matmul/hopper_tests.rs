@@ -88,6 +88,22 @@ fn neighbouring_tiles_share_a() {
 }
 
 #[test]
+fn dense_patterns_of_small_blocks_are_filled_with_zeros() {
+    let filled = |n, density: f64| {
+        let nnz_blocks = (256.0 * 256.0 * density) as usize;
+        let problem = BsrProblem { nnz_blocks, ..problem([8192, n, 8192], 32) };
+        matches!(select(&problem, &h200()).unwrap().variant, Variant::BsrMatmulHopper(tile) if tile.filled)
+    };
+    assert_eq!(
+        [0.05, 0.1, 0.2, 0.35, 0.5, 1.0].map(|density| filled(1024, density)),
+        [false, false, false, true, true, true]
+    );
+    assert_eq!([0.1, 0.2, 0.35, 0.5].map(|density| filled(8192, density)), [false, false, true, true]);
+    // Half of its columns would be computed for nothing.
+    assert_eq!([0.1, 0.5].map(|density| filled(128, density)), [false; 2]);
+}
+
+#[test]
 fn a_long_block_row_takes_narrow_tiles() {
     let tile = |block_size: usize, density: f64, longest: f64| {
         let cols = 8192 / block_size;
@@ -206,7 +222,7 @@ fn what_tensor_maps_lack_takes_a_portable_row() {
 
 #[test]
 fn blocks_stay_and_start_early() {
-    assert_eq!(hopper_rows().count(), 20 + 10 + 30);
+    assert_eq!(hopper_rows().count(), 20 + 10 + 2 + 30);
     for (row, tile) in hopper_rows() {
         let block = tile.block_size as usize;
         let plan_of = |m, n| plan(row, &problem([m, n, 4096], block), &h200()).unwrap();

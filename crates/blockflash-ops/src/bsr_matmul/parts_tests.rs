@@ -1,6 +1,7 @@
 use super::*;
 
 const TILE: BsrMatmulHopper = BsrMatmulHopper {
+    filled: false,
     dtype: DType::F16,
     block_size: 128,
     block_rows: 1,

@@ -1,21 +1,15 @@
 //! BSR matmul with Hopper's own instructions: tiles are copied by the tensor memory accelerator.
 
 use super::bsr_matmul::writes;
+use super::bsr_matmul_maps::{NO_MAP, encode_c, maps};
 use super::{BsrMatmulOperands, BsrParts, Fit, ceil_div, fits, fits_row, optional, pointer, require};
-use crate::{
-    DType, Error, LaunchConfig, Result, Row, Stream, Swizzle, TensorMap, TensorMapSpec, View, tile_counter,
-};
+use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View, tile_counter};
 use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
 use blockflash_sys::params::{
     BLOCKFLASH_BSR_PARTS, blockflash_bsr_matmul_params, blockflash_bsr_matmul_tma_params,
-    blockflash_tensor_map,
 };
 use std::ptr::null_mut;
 
-/// Columns of a panel: as many elements of two bytes as the swizzle permutes.
-const PANEL: u32 = 64;
-/// Of a tensor that no kernel reads by its map.
-const NO_MAP: blockflash_tensor_map = blockflash_tensor_map { opaque: [0; 16] };
 /// Rows of C are fewer elements apart than this where tensor copies store it.
 const STRIDE_LIMIT: i64 = 1 << 39;
 /// Sizes are below this: the kernel adds a tile to them in 32 bits.
@@ -160,19 +154,7 @@ fn copies_c(tile: &BsrMatmulHopper, p: &blockflash_bsr_matmul_params, aligned: b
         && p.n % 8 == 0
         && p.ldc % 8 == 0
         && (8..STRIDE_LIMIT).contains(&p.ldc);
-    !tile.gathers() && p.beta == 0.0 && lies && p.c_dtype == tile.dtype as i32
-}
-
-/// The map of C, 16 rows of a panel at a time.
-fn encode_c(c: &View<'_>, p: &blockflash_bsr_matmul_params) -> Result<blockflash_tensor_map> {
-    let spec = TensorMapSpec {
-        dtype: c.dtype(),
-        shape: &[p.n as u64, p.m as u64],
-        strides_bytes: &[p.ldc as u64 * c.dtype().size() as u64],
-        box_shape: &[PANEL, 16],
-        swizzle: Swizzle::B128,
-    };
-    Ok(blockflash_tensor_map { opaque: *TensorMap::encode_tiled(c, &spec)?.words() })
+    (tile.filled || !tile.gathers()) && p.beta == 0.0 && lies && p.c_dtype == tile.dtype as i32
 }
 
 /// Checks that the plan of a kernel that needs one has its shapes.
@@ -185,66 +167,6 @@ fn planned(tile: &BsrMatmulHopper, p: &blockflash_bsr_matmul_params, stages: Opt
     let count = stages.shape().first().map_or(0, |&count| count as i64);
     fits("stages", stages, DType::I32, [(count, 64), (32, 2), (2, 1)])?;
     fits("group_stages", group_stages, DType::I32, [(groups + 1, 1)])
-}
-
-/// A tensor map before it is encoded: sizes and boxes in elements, strides of the outer dimensions in bytes.
-#[derive(Debug, PartialEq)]
-struct Map {
-    shape: [u64; 3],
-    strides_bytes: [u64; 2],
-    box_shape: [u32; 3],
-}
-
-/// The maps of A, of the whole panels of B, and of B at its edges. The sizes have been found to fit. Small blocks of A are copied as they
-/// lie, as many as follow one another, so their map is one without elements. A column-major B is copied by one map, edges included.
-fn maps(tile: &BsrMatmulHopper, p: &blockflash_bsr_matmul_params, blocks: u64) -> [Map; 3] {
-    let blocks = if tile.gathers() { 0 } else { blocks };
-    let tile = tile.tile();
-    let bytes = tile.dtype.size() as u64;
-    let block = u64::from(tile.block_size);
-    let [n, k, ldb] = [p.n, p.k, p.ldb].map(|size| size as u64);
-    let a = Map {
-        shape: [block, block, blocks],
-        strides_bytes: [block * bytes, block * block * bytes],
-        // Transposed, the depth of a stage is rows of the block. Each block of a cluster copies its share.
-        box_shape: [PANEL, if tile.a_transposed { tile.block_k } else { tile.block_size } / tile.cluster, 1],
-    };
-    let b = if tile.b_column_major {
-        // The last dimension is never stepped over, but needs a valid stride.
-        Map { shape: [k, n, 1], strides_bytes: [ldb * bytes; 2], box_shape: [tile.block_k, tile.block_n, 1] }
-    } else {
-        Map {
-            shape: [PANEL.into(), k, n / u64::from(PANEL)],
-            strides_bytes: [ldb * bytes, u64::from(PANEL) * bytes],
-            box_shape: [PANEL, tile.block_k, tile.block_n / PANEL],
-        }
-    };
-    let b_edge = Map {
-        shape: [n, k, u64::from(!tile.b_column_major)],
-        strides_bytes: [ldb * bytes; 2],
-        box_shape: [PANEL, tile.block_k, 1],
-    };
-    [a, b, b_edge]
-}
-
-impl Map {
-    /// The map of this view; zeros where it has no element: the kernel does not use it then.
-    fn encode(&self, view: &View<'_>) -> Result<blockflash_tensor_map> {
-        if self.shape.contains(&0) {
-            return Ok(NO_MAP);
-        }
-        Ok(blockflash_tensor_map { opaque: *TensorMap::encode_tiled(view, &self.spec(view))?.words() })
-    }
-
-    fn spec(&self, view: &View<'_>) -> TensorMapSpec<'_> {
-        TensorMapSpec {
-            dtype: view.dtype(),
-            shape: &self.shape,
-            strides_bytes: &self.strides_bytes,
-            box_shape: &self.box_shape,
-            swizzle: Swizzle::B128,
-        }
-    }
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ const TILE: BsrMatmulHopper = BsrMatmulHopper {
     block_rows: 1,
     block_n: 256,
     stages: 5,
+    filled: false,
     cluster: 1,
     a_transposed: false,
     b_column_major: false,
@@ -139,12 +140,6 @@ fn clusters_are_whole() {
         let found = launch(cluster, blocks).unwrap_err();
         assert!(found.contains(reason), "{found}");
     }
-    // Each copies half of a block of A, and all of its tile of B.
-    let [[a, b, edge], [half, same, same_edge]] = [TILE, pair].map(|tile| maps(&tile, &params(), 5));
-    assert_eq!((a.box_shape, half.box_shape), ([64, 64, 1], [64, 32, 1]));
-    assert_eq!((b, edge), (same, same_edge));
-    let transposed = BsrMatmulHopper { block_size: 128, a_transposed: true, ..pair };
-    assert_eq!(maps(&transposed, &params(), 5)[0].box_shape, [64, 32, 1]);
 }
 
 #[test]
@@ -203,51 +198,6 @@ fn columns_fit_where_the_tile_or_the_kernel_takes_them() {
 }
 
 #[test]
-fn the_maps_of_a_transposed_block_and_of_columns_of_b() {
-    let tile = BsrMatmulHopper { block_size: 128, a_transposed: true, b_column_major: true, ..TILE };
-    let [a, b, b_edge] = maps(&tile, &blockflash_bsr_matmul_params { ldb: 208, ..params() }, BLOCKS as u64);
-    assert_eq!(
-        a,
-        Map { shape: [128, 128, 5], strides_bytes: [256, 128 * 256], box_shape: [64, 64, 1] },
-        "64 rows of a block, which are 64 of the depth"
-    );
-    assert_eq!(b, Map { shape: [200, 136, 1], strides_bytes: [416, 416], box_shape: [64, 256, 1] });
-    let stream = &Device::cpu().stream().unwrap();
-    let view = Tensor::empty(stream, DType::F16, &[1]).unwrap();
-    for map in [&a, &b] {
-        map.spec(&view.view()).check().unwrap();
-    }
-    assert_eq!(b_edge.encode(&view.view()).unwrap().opaque, [0; 16], "one map takes the edges along");
-}
-
-#[test]
-fn maps_describe_blocks_panels_and_edges() {
-    let [a, b, b_edge] = maps(&TILE, &params(), BLOCKS as u64);
-    assert_eq!(
-        a,
-        Map { shape: [64, 64, 5], strides_bytes: [128, 64 * 128], box_shape: [64, 64, 1] },
-        "a block"
-    );
-    // 136 columns: two whole panels, the rest by the map of the edges.
-    assert_eq!(b, Map { shape: [64, 200, 2], strides_bytes: [288, 128], box_shape: [64, 64, 4] });
-    assert_eq!(b_edge, Map { shape: [136, 200, 1], strides_bytes: [288, 288], box_shape: [64, 64, 1] });
-    let stream = &Device::cpu().stream().unwrap();
-    let view = Tensor::empty(stream, DType::F16, &[1]).unwrap();
-    for map in [&a, &b, &b_edge] {
-        map.spec(&view.view()).check().unwrap();
-    }
-}
-
-#[test]
-fn small_blocks_are_copied_as_they_lie() {
-    let gathers = BsrMatmulHopper { block_size: 32, block_rows: 8, block_n: 128, ..TILE };
-    let [a, b, b_edge] = maps(&gathers, &params(), BLOCKS as u64);
-    assert!(a.shape.contains(&0));
-    // The rows of B that one block column meets.
-    assert_eq!((b.box_shape, b_edge.box_shape), ([64, 32, 2], [64, 32, 1]));
-}
-
-#[test]
 fn what_tensor_copies_can_store() {
     let plain = blockflash_bsr_matmul_params { c_dtype: DType::F16 as i32, ..params() };
     assert!(copies_c(&TILE, &plain, true));
@@ -268,6 +218,7 @@ fn what_tensor_copies_can_store() {
     assert!(copies_c(&TILE, &activated, true));
     let gathers = BsrMatmulHopper { block_size: 32, block_rows: 8, block_n: 128, ..TILE };
     assert!(!copies_c(&gathers, &plain, true), "its pages have no room");
+    assert!(copies_c(&BsrMatmulHopper { filled: true, ..gathers }, &plain, true));
 }
 
 #[test]
@@ -286,16 +237,4 @@ fn small_blocks_need_a_plan() {
     assert!(planned(&tensor(&[7, 16, 4]), &tensor(&[3])).unwrap_err().contains("stages is i32"));
     assert!(planned(&tensor(&[7, 32, 2]), &tensor(&[2])).unwrap_err().contains("group_stages is i32"));
     assert!(super::planned(&gathers, &params, None).unwrap_err().contains("the plan of the pattern"));
-}
-
-#[test]
-fn tensors_without_elements_have_no_map() {
-    let stream = &Device::cpu().stream().unwrap();
-    let nothing = Tensor::empty(stream, DType::F16, &[0]).unwrap();
-    let narrow = blockflash_bsr_matmul_params { n: 63, k: 0, ..params() };
-    for map in maps(&TILE, &narrow, 0) {
-        assert_eq!(map.encode(&nothing.view()).unwrap().opaque, [0; 16]);
-    }
-    let [_, b, b_edge] = maps(&TILE, &blockflash_bsr_matmul_params { n: 63, ..params() }, 1);
-    assert!(b.shape.contains(&0) && !b_edge.shape.contains(&0));
 }

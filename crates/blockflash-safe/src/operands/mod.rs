@@ -8,6 +8,7 @@ mod block_mask_build;
 mod block_scores;
 mod bsr_matmul;
 mod bsr_matmul_any;
+mod bsr_matmul_maps;
 mod bsr_matmul_tma;
 mod bsr_plan;
 mod bsr_reblock;
