@@ -107,6 +107,8 @@ class Server:
             self.drop({})
             self.inputs = peer.Inputs(case, self.device)
             self.case = case
+        if case.get("fresh_bytes", 0) > 0 and not getattr(peer, "takes_fresh", False):
+            raise ValueError("this rival multiplies one and the same a, which may be in a cache")
         call = peer(self.inputs, request.get("options", {}))
         capture = measure.Capture(call.run, self.device, request.get("graph_us", 3000), request.get("max_launches", 512), flush)
         call.poison()
@@ -227,12 +229,15 @@ def cases():
     for block in (16, 32, 64, 128):
         yield dict(product, block_size=block, blocks_per_row=256 // block), warm
     yield dict(product, n=128, block_size=64, blocks_per_row=4), cold
+    yield dict(product, n=16, block_size=64, blocks_per_row=4, fresh_bytes=1 << 27), warm
 
 
 def refused(case, name):
     """Why a rival cannot run a case: then an error is right."""
     if name == "triton_flash" and case["seqlen_q"] < 64:
         return "no tile for so few queries"
+    if case.get("fresh_bytes") and "cusparse" in name:
+        return "one matrix only"
     if case["op"] != "attention_fwd":
         return None
     if name == "torch_sdpa_efficient" and case["num_heads_q"] != case["num_heads_kv"]:

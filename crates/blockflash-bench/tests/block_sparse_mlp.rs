@@ -50,7 +50,7 @@ fn fake_rivals() -> Rivals {
     esac; done"#;
     let command =
         Command { program: "sh".into(), arguments: vec!["-c".into(), script.into()], verbose: false };
-    Rivals::new(Peers::start(command, Selection::Auto, 0), 0)
+    Rivals::new(Peers::start(command, Selection::Auto, 0), 0, 0)
 }
 
 fn run(options: &Options) -> blockflash_bench::Result<Study> {

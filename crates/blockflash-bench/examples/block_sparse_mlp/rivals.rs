@@ -4,7 +4,7 @@ use super::weights::{Kept, Weights};
 use blockflash_bench::case::{BsrShape, Pattern};
 use blockflash_bench::io::{self, Array, Values};
 use blockflash_bench::peers::{Command, PeerCase, Peers, Selection};
-use blockflash_bench::timing::median;
+use blockflash_bench::timing::{flush_bytes, median};
 use blockflash_bench::{Error, Result, machine};
 use blockflash_ops::{DType, Device};
 use serde::Serialize;
@@ -14,8 +14,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Name of the operation in the protocol.
 const OP: &str = "bsr_matmul";
 
-/// What a rival took for both projections. It computes the same blocks of values of its own, with the activation left out, and finds its
-/// weights in the L2 cache where they fit.
+/// What a rival took for both projections. It computes the same blocks of values of its own, with the activation left out. Its weights come
+/// from device memory at each launch, as ours do.
 #[derive(Clone, Debug, Serialize)]
 pub struct Rival {
     pub name: String,
@@ -31,6 +31,8 @@ pub struct Rival {
 pub struct Rivals {
     peers: Peers,
     seed: u64,
+    /// Of weights that launches take in turns.
+    fresh_bytes: usize,
     /// For patterns.
     scratch: PathBuf,
 }
@@ -61,16 +63,16 @@ impl Rivals {
         for (names, reason) in peers.absent() {
             step(&format!("rivals absent: {} ({reason})", names.join(", ")));
         }
-        Ok(Self::new(peers, seed))
+        Ok(Self::new(peers, seed, flush_bytes(&device.stream()?)))
     }
 
-    /// The rivals of a process that runs.
-    pub fn new(peers: Peers, seed: u64) -> Self {
+    /// The rivals of a process that runs, with so many bytes of weights.
+    pub fn new(peers: Peers, seed: u64, fresh_bytes: usize) -> Self {
         // Of this one only: it goes with it.
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let scratch = std::env::temp_dir().join(format!("blockflash-mlp-{}-{number}", std::process::id()));
-        Self { peers, seed, scratch }
+        Self { peers, seed, fresh_bytes, scratch }
     }
 
     /// Those that multiply blocks, or those that multiply dense matrices.
@@ -122,6 +124,7 @@ impl Rivals {
             row_ptr: save("row_ptr", &kept.row_ptr)?,
             col_idx: save("col_idx", &kept.col_idx)?,
             seed: self.seed,
+            fresh_bytes: self.fresh_bytes,
         })
     }
 

@@ -52,6 +52,9 @@ pub enum PeerCase {
         col_idx: PathBuf,
         /// Seed of the values.
         seed: u64,
+        /// The values are stored so often that they have this many bytes, and launches take them in turns, so that none finds its own in
+        /// a cache of half that size; 0: once.
+        fresh_bytes: usize,
     },
 }
 
@@ -82,7 +85,7 @@ impl PeerCase {
             Case::BsrMatmul(shape) => {
                 let (row_ptr, col_idx) = shape.pattern(seed);
                 let (row_ptr, col_idx) = (save("row_ptr", row_ptr)?, save("col_idx", col_idx)?);
-                Ok(Self::BsrMatmul { shape, row_ptr, col_idx, seed })
+                Ok(Self::BsrMatmul { shape, row_ptr, col_idx, seed, fresh_bytes: 0 })
             }
         }
     }
