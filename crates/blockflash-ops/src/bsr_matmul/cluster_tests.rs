@@ -1,0 +1,42 @@
+//! When neighbouring tiles share A, or two halves of one share B.
+
+use super::*;
+
+#[test]
+fn neighbouring_tiles_share_a() {
+    let cluster = |n, block_size: usize| {
+        let nnz_blocks = 8192 * 8192 / (block_size * block_size) / 10;
+        let problem = BsrProblem { nnz_blocks, ..problem([8192, n, 8192], block_size) };
+        select(&problem, &h200()).unwrap().bsr_tile().unwrap().cluster
+    };
+    for block_size in [16, 32, 64] {
+        assert_eq!([1024, 8192].map(|n| cluster(n, block_size)), [2; 2], "blocks of {block_size}");
+    }
+    // Large blocks where the tiles have few columns, so that A is most of what comes; no pair where one of it would have no columns.
+    assert_eq!([64, 128, 256, 1024, 8192].map(|n| cluster(n, 128)), [1, 2, 1, 1, 1]);
+    // Nearly nothing stored: starting together costs more than sharing saves.
+    let sparse = BsrProblem { nnz_blocks: 128, ..problem([8192, 1024, 8192], 64) };
+    assert_eq!(select(&sparse, &h200()).unwrap().bsr_tile().unwrap().cluster, 1);
+    // An odd number of multiprocessors leaves one out.
+    let row = hopper_rows().find(|(_, tile)| tile.cluster == 2).unwrap().0;
+    let block_size = row.bsr_tile().unwrap().block_size as usize;
+    let gpu = CudaProperties { multiprocessors: 131, ..h200() };
+    let plan = plan(row, &problem([1 << 20, 4096, 4096], block_size), &gpu).unwrap();
+    assert_eq!((plan.config.grid, plan.config.cluster), ([130, 1, 1], Some([2, 1, 1])));
+}
+
+#[test]
+fn dense_patterns_of_small_blocks_are_filled_with_zeros() {
+    let filled = |n, density: f64| {
+        let nnz_blocks = (256.0 * 256.0 * density) as usize;
+        let problem = BsrProblem { nnz_blocks, ..problem([8192, n, 8192], 32) };
+        matches!(select(&problem, &h200()).unwrap().variant, Variant::BsrMatmulHopper(tile) if tile.filled)
+    };
+    assert_eq!(
+        [0.05, 0.1, 0.2, 0.35, 0.5, 1.0].map(|density| filled(1024, density)),
+        [false, false, false, true, true, true]
+    );
+    assert_eq!([0.1, 0.2, 0.35, 0.5].map(|density| filled(8192, density)), [false, false, true, true]);
+    // Half of its columns would be computed for nothing.
+    assert_eq!([0.1, 0.5].map(|density| filled(128, density)), [false; 2]);
+}
