@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Version of the fields.
 pub const SCHEMA: u32 = 1;
@@ -180,10 +181,13 @@ pub fn now() -> String {
     timestamp(since.as_secs())
 }
 
-/// An id for the run that starts now: time and process.
+/// An id for the run that starts now: time and process, and for others of this process their number.
 pub fn run_id() -> String {
+    static BEFORE: AtomicU32 = AtomicU32::new(0);
     let compact: String = now().chars().filter(|c| !matches!(c, '-' | ':')).collect();
-    format!("{compact}-{:x}", std::process::id())
+    let (process, before) = (std::process::id(), BEFORE.fetch_add(1, Ordering::Relaxed));
+    let number = if before > 0 { format!("-{before}") } else { String::new() };
+    format!("{compact}-{process:x}{number}")
 }
 
 /// Seconds since 1970 as a date. The year is counted from March, so that the leap day comes last
@@ -205,6 +209,12 @@ fn timestamp(seconds: u64) -> String {
 mod tests {
     use super::*;
     use crate::case::Case;
+
+    #[test]
+    fn runs_of_one_second_have_ids_of_their_own() {
+        let ids: std::collections::BTreeSet<String> = (0..50).map(|_| run_id()).collect();
+        assert_eq!(ids.len(), 50);
+    }
 
     #[test]
     fn dates() {
