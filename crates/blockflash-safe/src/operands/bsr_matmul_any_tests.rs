@@ -1,8 +1,9 @@
 use super::*;
+use crate::operands::bsr_matmul_fixtures as fixtures;
 use crate::{DType, Device, Tensor};
 use blockflash_sys::manifest;
 use blockflash_sys::params::blockflash_bsr_matmul_params;
-use std::ptr::{null, null_mut};
+use std::ptr::null;
 
 /// 40 × 50 in blocks of 16, of which seven are stored, times 50 × 136.
 const M: usize = 40;
@@ -14,26 +15,11 @@ const BLOCKS: usize = 7;
 fn params([a, b, c]: [bool; 3]) -> blockflash_bsr_matmul_any_params {
     blockflash_bsr_matmul_any_params {
         base: blockflash_bsr_matmul_params {
-            row_ptr: null(),
-            col_idx: null(),
-            values: null(),
-            row_order: null(),
-            b: null(),
-            c: null_mut(),
-            bias: null(),
-            ldb: if b { K } else { N } as i64,
             ldc: if c { M } else { N } as i64,
-            m: M as i64,
-            n: N as i64,
-            k: K as i64,
-            c_dtype: DType::F32 as i32,
-            bias_per_row: 0,
-            activation: 0,
             b_vectorized: 0,
             c_vectorized: 0,
-            alpha: 1.0,
-            beta: 0.0,
             c_column_major: c.into(),
+            ..fixtures::params([M, N, K], if b { K } else { N })
         },
         block_idx: null(),
         a_transposed: a.into(),

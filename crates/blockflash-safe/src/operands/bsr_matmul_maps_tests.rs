@@ -1,6 +1,6 @@
 use super::*;
+use crate::operands::bsr_matmul_fixtures as fixtures;
 use crate::{DType, Device, Tensor};
-use std::ptr::{null, null_mut};
 
 const TILE: BsrMatmulHopper = BsrMatmulHopper {
     dtype: DType::F16,
@@ -18,28 +18,7 @@ const BLOCKS: u64 = 5;
 
 /// 150 × 200 in blocks of 64 times 200 × 136, whose rows are 144 apart.
 fn params() -> blockflash_bsr_matmul_params {
-    blockflash_bsr_matmul_params {
-        row_ptr: null(),
-        col_idx: null(),
-        values: null(),
-        row_order: null(),
-        b: null(),
-        c: null_mut(),
-        bias: null(),
-        ldb: 144,
-        ldc: 136,
-        m: 150,
-        n: 136,
-        k: 200,
-        c_dtype: DType::F32 as i32,
-        bias_per_row: 0,
-        activation: 0,
-        b_vectorized: 1,
-        c_vectorized: 1,
-        alpha: 1.0,
-        beta: 0.0,
-        c_column_major: 0,
-    }
+    fixtures::params([150, 136, 200], 144)
 }
 
 fn map(shape: [u64; 3], strides_bytes: [u64; 2], box_shape: [u32; 3]) -> Map {

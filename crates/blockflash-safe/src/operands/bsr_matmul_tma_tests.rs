@@ -1,6 +1,6 @@
 use super::*;
+use crate::operands::bsr_matmul_fixtures as fixtures;
 use crate::{DType, Device, Tensor, ViewMut};
-use std::ptr::null;
 
 const TILE: BsrMatmulHopper = BsrMatmulHopper {
     dtype: DType::F16,
@@ -23,28 +23,7 @@ const LDB_COLUMNS: usize = 208;
 const BLOCKS: usize = 5;
 
 fn params() -> blockflash_bsr_matmul_params {
-    blockflash_bsr_matmul_params {
-        row_ptr: null(),
-        col_idx: null(),
-        values: null(),
-        row_order: null(),
-        b: null(),
-        c: null_mut(),
-        bias: null(),
-        ldb: LDB as i64,
-        ldc: N as i64,
-        m: M as i64,
-        n: N as i64,
-        k: K as i64,
-        c_dtype: DType::F32 as i32,
-        bias_per_row: 0,
-        activation: 0,
-        b_vectorized: 1,
-        c_vectorized: 1,
-        alpha: 1.0,
-        beta: 0.0,
-        c_column_major: 0,
-    }
+    fixtures::params([M, N, K], LDB)
 }
 
 fn row(tile: BsrMatmulHopper) -> Row {

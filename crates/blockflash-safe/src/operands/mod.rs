@@ -8,6 +8,8 @@ mod block_mask_build;
 mod block_scores;
 mod bsr_matmul;
 mod bsr_matmul_any;
+#[cfg(test)]
+mod bsr_matmul_fixtures;
 mod bsr_matmul_maps;
 mod bsr_matmul_tma;
 mod bsr_plan;
