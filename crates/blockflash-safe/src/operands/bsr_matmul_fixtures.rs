@@ -1,8 +1,22 @@
 //! Arguments of BSR matmul for tests.
 
 use crate::DType;
+use blockflash_sys::manifest::BsrMatmulHopper;
 use blockflash_sys::params::blockflash_bsr_matmul_params;
 use std::ptr::{null, null_mut};
+
+/// A row of which others differ little.
+pub(super) const TILE: BsrMatmulHopper = BsrMatmulHopper {
+    dtype: DType::F16,
+    block_size: 64,
+    block_rows: 1,
+    block_n: 256,
+    stages: 5,
+    filled: false,
+    cluster: 1,
+    a_transposed: false,
+    b_column_major: false,
+};
 
 /// `C = A·B` in f32, row-major: all numbers, no pointers.
 pub(super) fn params([m, n, k]: [usize; 3], ldb: usize) -> blockflash_bsr_matmul_params {

@@ -1,18 +1,7 @@
 use super::*;
-use crate::operands::bsr_matmul_fixtures as fixtures;
+use crate::operands::bsr_matmul_fixtures::{self as fixtures, TILE};
 use crate::{DType, Device, Tensor};
 
-const TILE: BsrMatmulHopper = BsrMatmulHopper {
-    dtype: DType::F16,
-    block_size: 64,
-    block_rows: 1,
-    block_n: 256,
-    stages: 5,
-    filled: false,
-    cluster: 1,
-    a_transposed: false,
-    b_column_major: false,
-};
 const SMALL: BsrMatmulHopper = BsrMatmulHopper { block_size: 32, block_rows: 8, block_n: 128, ..TILE };
 const BLOCKS: u64 = 5;
 

@@ -1,18 +1,7 @@
 use super::*;
-use crate::operands::bsr_matmul_fixtures as fixtures;
+use crate::operands::bsr_matmul_fixtures::{self as fixtures, TILE};
 use crate::{DType, Device, Tensor, ViewMut};
 
-const TILE: BsrMatmulHopper = BsrMatmulHopper {
-    dtype: DType::F16,
-    block_size: 64,
-    block_rows: 1,
-    block_n: 256,
-    stages: 5,
-    filled: false,
-    cluster: 1,
-    a_transposed: false,
-    b_column_major: false,
-};
 const PAIRS: BsrMatmulHopper = BsrMatmulHopper { block_rows: 2, stages: 4, ..TILE };
 /// 150 × 200 in blocks of 64, of which five are stored, times 200 × 136, whose rows are 144 apart.
 const M: usize = 150;
