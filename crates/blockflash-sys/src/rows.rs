@@ -144,7 +144,8 @@ const fn bsr_pair(tile: BsrMatmulHopper) -> BsrMatmulHopper {
 }
 
 /// BSR tiles of Hopper by block size: as many accumulators as two warpgroups have, and fewer for few columns. What flows into shared memory
-/// binds all of them: blocks of 64 take two block rows that share B, small ones 256 rows, the group of a pattern's plan. Stages are as many as fit. Pairs share A, where that was seen to gain.
+/// binds all of them: blocks of 64 take two block rows that share B, small ones 256 rows, the group of a pattern's plan. Stages are as many
+/// as fit. Pairs share A where that was seen to gain, or B where small blocks are filled with zeros.
 const BSR_MATMUL_HOPPER: &[BsrMatmulHopper] = &[
     bsr_hopper(16, 16, 128, 4),
     bsr_hopper(16, 16, 64, 6),

@@ -9,7 +9,7 @@
 
 namespace blockflash {
 
-constexpr int kCopiedPanels = kBlockN / 64;                     // of B by each block, for all
+constexpr int kCopiedPanels = kBlockN / 64;                    // of B by each block, for all
 constexpr int kWarpgroupRows = kOwnRows / Config::warpgroups;  // block rows of a warpgroup
 static_assert(kWarpgroupRows * kBlock == 64, "a warpgroup multiplies 64 rows");
 

@@ -30,12 +30,12 @@ __device__ __forceinline__ void wgmma_pin(uint32_t (&registers)[n]) {
   for (int i = 0; i < n; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
-// Describes a K-major tile whose rows are 128, 64 or 32 bytes with a swizzle of as many, eight rows after eight; its address is a multiple of
+// Describes a K-major tile whose rows are 128 or 64 bytes with a swizzle of as many, eight rows after eight; its address is a multiple of
 // eight rows. Adding 2 moves 32 bytes along K.
 template <int row_bytes = 128>
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t tile_smem) {
-  constexpr uint64_t kSwizzle = row_bytes == 128 ? 1 : row_bytes == 64 ? 2 : 3;
-  static_assert(row_bytes == 128 || row_bytes == 64 || row_bytes == 32, "rows are as wide as a swizzle");
+  static_assert(row_bytes == 128 || row_bytes == 64, "rows are as wide as a swizzle");
+  constexpr uint64_t kSwizzle = row_bytes == 128 ? 1 : 2;
   constexpr uint64_t kEightRows = 8 * row_bytes >> 4;
   return kSwizzle << 62 | kEightRows << 32 | (tile_smem & 0x3FFFF) >> 4;
 }
