@@ -5,6 +5,7 @@
 #include "blockflash/block_walk.cuh"
 #include "blockflash/config.cuh"
 #include "blockflash/mask.cuh"
+#include "blockflash/packed_rows.cuh"
 #include "blockflash/ptx/cp_async.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"
@@ -59,11 +60,43 @@ struct Work {
     seqlen_kv = p.seqlen_kv;
     q_offset = kv_offset = 0;
     if (p.cu_seqlens_q != nullptr) {
-      q_offset = p.cu_seqlens_q[batch];
-      kv_offset = p.cu_seqlens_kv[batch];
-      seqlen_q = p.cu_seqlens_q[batch + 1] - static_cast<int>(q_offset);
-      seqlen_kv = p.cu_seqlens_kv[batch + 1] - static_cast<int>(kv_offset);
+      const PackedRows queries = PackedRows::of(p.cu_seqlens_q, batch, p.total_q, p.seqlen_q);
+      const PackedRows keys = PackedRows::of(p.cu_seqlens_kv, batch, p.total_kv, p.seqlen_kv);
+      q_offset = queries.begin, seqlen_q = queries.length;
+      kv_offset = keys.begin, seqlen_kv = keys.length;
     }
+  }
+};
+
+// What a block of threads computes: its part of the problem, and which key tiles it visits, from the last to the first: `tiles`
+// positions of the list up to `last`.
+struct Visit {
+  Work work;
+  TileList list;
+  int last, tiles;
+
+  __device__ __forceinline__ AttentionMask mask(const blockflash_attention_fwd_params& p) const {
+    return {work.seqlen_kv, p.align_bottom_right ? work.seqlen_kv - work.seqlen_q : 0, p.window_left, p.window_right};
+  }
+  __device__ __forceinline__ int q_last() const { return min(work.q_begin + Config::block_q, work.seqlen_q) - 1; }
+
+  __device__ __forceinline__ explicit Visit(const blockflash_attention_fwd_params& p) : work(p) {
+    const KeyRange any = mask(p).keys_of_any(work.q_begin, q_last());
+    list = TileList::of(p.block_mask, work.rows, Config::block_kv, work.batch, work.head, work.q_begin);
+    last = list.lower_bound((any.end + Config::block_kv - 1) / Config::block_kv) - 1;
+    tiles = last + 1 - list.lower_bound(any.begin / Config::block_kv);
+  }
+
+  // Offsets and lists may change while the kernel runs. If each thread read them for itself, threads could disagree about how
+  // often they meet at a barrier, so one thread reads them for all.
+  static __device__ __forceinline__ Visit& shared() {
+    __shared__ __align__(16) unsigned char bytes[sizeof(Visit)];
+    return reinterpret_cast<Visit&>(bytes);
+  }
+  static __device__ __forceinline__ Visit agreed(const blockflash_attention_fwd_params& p) {
+    if (threadIdx.x == 0) shared() = Visit(p);
+    __syncthreads();
+    return shared();
   }
 };
 
@@ -230,16 +263,13 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   using namespace blockflash;
   extern __shared__ __align__(128) unsigned char smem[];
 
-  const Work work(p);
+  const Visit visit = Visit::agreed(p);
+  const Work& work = visit.work;
   if (work.q_begin >= work.seqlen_q) return;
-  const AttentionMask mask = {work.seqlen_kv, p.align_bottom_right ? work.seqlen_kv - work.seqlen_q : 0, p.window_left, p.window_right};
-  const int q_last = min(work.q_begin + Config::block_q, work.seqlen_q) - 1;
-  const KeyRange any = mask.keys_of_any(work.q_begin, q_last);
-  const KeyRange all = mask.keys_of_all(work.q_begin, q_last);
-  // Key tiles are visited from the last to the first: `tiles` positions of the list up to `last`.
-  const TileList list = TileList::of(p.block_mask, work.rows, Config::block_kv, work.batch, work.head, work.q_begin);
-  const int last = list.lower_bound((any.end + Config::block_kv - 1) / Config::block_kv) - 1;
-  const int tiles = last + 1 - list.lower_bound(any.begin / Config::block_kv);
+  const AttentionMask mask = visit.mask(p);
+  const KeyRange all = mask.keys_of_all(work.q_begin, visit.q_last());
+  const TileList list = visit.list;
+  const int last = visit.last, tiles = visit.tiles;
 
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int first_row = work.q_begin + warp * kRowsPerWarp;
@@ -310,13 +340,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
     compute_scores(s, q_rmem, q_lane, k_lane, stage);
 
     ptx::cp_async_wait_group<kPending>();
-    bool poisoned = false;
     unsigned char* const v_tile = smem + kQTileBytes + Config::stages * kKvTileBytes + stage;
-    // V tile i is visible to all; all have read K tile i, whose stage is refilled next.
-    if (masked)
-      poisoned = __syncthreads_or(kv_copy.template has_nonfinite<Element>(v_tile));
-    else
-      __syncthreads();
+    // V tile i is visible to all; all have read K tile i, whose stage is refilled next. One kind of barrier in both cases: under
+    // a block mask that changes meanwhile, threads need not agree that a tile is masked.
+    const bool poisoned = __syncthreads_or(masked && kv_copy.template has_nonfinite<Element>(v_tile));
     const int next_key = first_key_of(i + Config::stages);
     start_tile(k, p.k_stride_seq, k_smem, i + Config::stages, next_key);
 
@@ -342,7 +369,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
     first_key[Config::stages - 1] = next_key;
   }
   ptx::cp_async_wait_group<0>();
-  // Worked out once more rather than kept: its registers are short in the main loop.
-  const Work again(p);
+  // Read once more rather than kept: registers are short in the main loop.
+  const Work& again = Visit::shared().work;
   store_output(o, softmax, p, again, again.q_begin + warp * kRowsPerWarp, lane);
 }

@@ -12,14 +12,13 @@
 #include "blockflash/ptx/barrier.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/wgmma.cuh"
-#include "blockflash/softmax_hopper.cuh"
 
 namespace blockflash {
 namespace {
 
 using Element = Config::Element;
 using Traits = ElementTraits<Element>;
-using Softmax = HopperSoftmax<kBlockKv / 2, !kOnes>;
+using Softmax = HopperSoftmax<kBlockKv / 2, !kOnes, Config::lse>;
 
 // How far a score may exceed the reference, in powers of two: a probability must not overflow the 16-bit type. In bf16 sums of P·V stay
 // within f32 for values of V up to about 2^90.
@@ -222,7 +221,7 @@ struct Consumer {
   __device__ __forceinline__ bool has_scores() const { return (state & (kInside | kPass)) == kInside; }
 
   // The tile of queries before this one is done.
-  __device__ __forceinline__ void finish(const Softmax& before) {
+  __device__ __forceinline__ void finish(const RowTotals& before) {
     if (!is(kOpen)) return;
     if (!is(kPending)) clear_output();  // no key tile at all
     store_output(params, QueryTile::load(slot_before()), o, before, smem, warpgroup);
@@ -266,18 +265,25 @@ struct Consumer {
       if constexpr (kWarpgroups < 3) look_up_mask_here();  // with three, registers are free only when the products are done
       // With three warpgroups the probabilities must make room for what follows; else their product may go on meanwhile, if it is the last.
       constexpr bool kMakeRoom = kWarpgroups == 3 || kLateQ;
-      Softmax before = softmax;  // of the tile of queries that ends here
+      // With three warpgroups there is no register for the log-sum-exp beside the next scores.
+      constexpr bool kFinishFirst = kLateQ || (kWarpgroups == 3 && Config::lse);
+      RowTotals before;  // of the tile of queries that ends here
+      if constexpr (!Config::lse) before = softmax.totals();
       if constexpr (kLateQ) {
         ptx::wgmma_wait_group<1>();
         take_product(v_stage());
-        if (is(kFresh)) finish(softmax);
+        if (is(kFresh)) finish(softmax.totals());
       }
       ptx::wgmma_wait_group<kMakeRoom ? 0 : 1>();
       ptx::wgmma_pin(s);
       if constexpr (kMakeRoom && !kLateQ) take_product(v_stage());
+      if (kFinishFirst && !kLateQ && is(kFresh)) finish(softmax.totals());
       // Not before the scores are there: that fragments of Q were asked for does not mean that they have arrived.
       if (is(kFresh) && !is(kEnd) && (Config::q_in_registers || kLateQ && !is(kInside))) release_q();
-      if (is(kFresh)) softmax.reset();
+      if (is(kFresh)) {
+        if constexpr (Config::lse) before = softmax.totals();
+        softmax.reset();
+      }
       float rescale[2] = {1.f, 1.f};
       if constexpr (kWarpgroups == 3) look_up_mask_here();
       if (has_scores()) {
@@ -300,7 +306,7 @@ struct Consumer {
         clear_probabilities();
       if (!is(kFresh)) {
         if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f)) rescale_output(rescale);
-      } else if (!kLateQ) {
+      } else if (!kFinishFirst) {
         finish(before);
       }
       if (is(kEnd)) break;

@@ -228,13 +228,14 @@ __device__ __forceinline__ void write_columns(const Params& p, const Row& row, i
   }
 }
 
-// Rows of the same head that are taken before this one.
+// Rows of the same head that are taken before this one: fewer than all of them, whatever the lengths are. Another launch may
+// change them meanwhile, so the row must not compare with itself.
 __device__ __forceinline__ int rows_before(const Params& p, const Row& row, int length) {
   const int32_t* const lengths = p.lengths + (row.index - row.row);
   int count = 0;
 #pragma unroll 4
   for (int other = row.lane; other < p.rows; other += kWarpSize)
-    count += lengths[other] > length || (lengths[other] == length && other > row.row);
+    count += other != row.row && (lengths[other] > length || (lengths[other] == length && other > row.row));
   return __reduce_add_sync(kAllLanes, count);
 }
 

@@ -75,11 +75,8 @@ fn prepared(case: &AttentionCase) -> (AttentionData, AttentionReference) {
 
 /// Captures a call once and replays it with other numbers, and other sequences under the same maxima.
 fn replays_a_graph(row: &'static Row, tile: &AttentionTile, stream: &Stream) -> Result<usize, String> {
-    let base = AttentionCase {
-        mask: Mask::causal(),
-        sink: true,
-        ..AttentionCase::simple(tile.dtype, (4, 2), tile.head_dim as usize, (0, 0))
-    };
+    let base =
+        AttentionCase { mask: Mask::causal(), sink: true, ..AttentionCase::of_tile(tile, (4, 2), (0, 0)) };
     let dense = |seed| AttentionCase {
         seed,
         lengths: Lengths::Dense { batch: 2, seqlen_q: 150, seqlen_kv: 190 },
@@ -122,7 +119,7 @@ fn repeats_its_bits(row: &'static Row, tile: &AttentionTile, stream: &Stream) ->
     let case = AttentionCase {
         lengths: Lengths::Dense { batch: 3, seqlen_q: 500, seqlen_kv: 777 },
         mask: Mask::causal(),
-        ..AttentionCase::simple(tile.dtype, (8, 2), tile.head_dim as usize, (0, 0))
+        ..AttentionCase::of_tile(tile, (8, 2), (0, 0))
     };
     same_bits(&case, row, stream)
 }
@@ -135,12 +132,7 @@ fn runs_in_two_threads(row: &'static Row, tile: &AttentionTile, gpu: &Gpu) -> Re
             let case = AttentionCase {
                 seed: 10 * thread + seed,
                 mask: Mask::causal(),
-                ..AttentionCase::simple(
-                    tile.dtype,
-                    (6, 3),
-                    tile.head_dim as usize,
-                    (200 + 31 * thread as usize, 333),
-                )
+                ..AttentionCase::of_tile(tile, (6, 3), (200 + 31 * thread as usize, 333))
             };
             let (data, reference) = prepared(&case);
             compared += run_and_check(&case, &data, &reference, Kernel::Row(row), &stream)?;
@@ -202,6 +194,7 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
             report.run(row, || {
                 let entries = qkv.view().slice(1, 0..SEQLEN).map_err(|error| error.to_string())?;
                 let call = Attention { mask: case.mask, ..Attention::new(entries, entries, entries) };
+                let case = case.as_asked(row);
                 let mut outputs = AttentionOutputs::poisoned(&case, stream)?;
                 let launched = outputs.launch_call(&case, &call, Kernel::Row(row), stream);
                 launched.map_err(|error| error.to_string())?;
@@ -211,7 +204,10 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
 
                 spread.fill_bytes(stream, POISON).map_err(|error| error.to_string())?;
                 let o = spread.view_mut().slice(1, 0..SEQLEN).map_err(|error| error.to_string())?;
-                call.forward_with(row, o, None, stream).map_err(|error| error.to_string())?;
+                let lse = case.lse.then(|| Tensor::empty(stream, DType::F32, &[BATCH, 1, SEQLEN]));
+                let mut lse = lse.transpose().map_err(|error| error.to_string())?;
+                let lse = lse.as_mut().map(Tensor::view_mut);
+                call.forward_with(row, o, lse, stream).map_err(|error| error.to_string())?;
                 wait(stream, &|| format!("{} into a tensor beyond 2^31 elements", row.image_name()))?;
                 for (batch, expected) in expected.chunks(SEQLEN * HEAD_DIM).enumerate() {
                     check_entry(&spread, batch, expected, stream)?;

@@ -79,7 +79,7 @@ fn equals_dense(row: &'static Row, tile: &AttentionTile, stream: &Stream) -> Res
     for (turn, mask) in masks.into_iter().flat_map(|mask| [mask; 2]).enumerate() {
         let (seqlen_q, seqlen_kv) = [(517, 700), (700, 517)][turn / 2 % 2];
         let lengths = [packed.clone(), Lengths::Dense { batch: 1, seqlen_q, seqlen_kv }][turn % 2].clone();
-        let simple = AttentionCase::simple(tile.dtype, (2, 1), tile.head_dim as usize, (0, 0));
+        let simple = AttentionCase::of_tile(tile, (2, 1), (0, 0));
         let dense = AttentionCase { mask, lengths, sink: true, ..simple };
         let data = AttentionData::generate(&dense);
         let expected = bits(&dense, &data, row, stream)?;
@@ -103,7 +103,7 @@ fn uneven(tile: &AttentionTile, pattern: BlockPattern) -> AttentionCase {
         lengths: Lengths::Dense { batch: 2, seqlen_q: 600, seqlen_kv: 1300 },
         mask: Mask::causal(),
         block_mask: Some(block(tile, [1, 1], pattern)),
-        ..AttentionCase::simple(tile.dtype, (4, 2), tile.head_dim as usize, (0, 0))
+        ..AttentionCase::of_tile(tile, (4, 2), (0, 0))
     }
 }
 

@@ -8,7 +8,7 @@ pub use crate::bsr_matmul_hopper::BsrMatmulHopper;
 pub use crate::bsr_sddmm::{BsrSddmm, BsrSddmmHopper, BsrSddmmTile};
 pub use crate::release::{released_rows, rows, trial_rows};
 pub use crate::rows::all_rows;
-pub use crate::tile::{AttentionFwd, AttentionFwdHopper, AttentionTile, BsrMatmul, BsrTile};
+pub use crate::tile::{AttentionFwd, AttentionFwdHopper, AttentionTile, BsrMatmul, BsrTile, Lse};
 
 use crate::{BlockMaskKernel, BsrPlanKernel, BsrReblockKernel, Expect, Probe, Target};
 
@@ -81,14 +81,15 @@ impl Row {
                 t.stages
             ),
             Variant::AttentionFwdHopper(t) => format!(
-                "blockflash_{}_{}_d{}_q{}_kv{}_s{}{}",
+                "blockflash_{}_{}_d{}_q{}_kv{}_s{}{}{}",
                 self.source(),
                 t.dtype,
                 t.head_dim,
                 t.block_q(),
                 t.block_kv,
                 t.stages,
-                if t.heads > 1 { format!("_h{}", t.heads) } else { String::new() }
+                if t.heads > 1 { format!("_h{}", t.heads) } else { String::new() },
+                if t.lse { "_lse" } else { "" }
             ),
             Variant::BsrMatmul(t) | Variant::BsrMatmulAny(t) => format!(
                 "blockflash_{}_{}_b{}_n{}_k{}_w{}x{}_s{}",
@@ -182,6 +183,7 @@ impl Row {
                 number("VARIANT_STAGES", t.stages);
                 number("VARIANT_Q_STAGES", t.q_stages);
                 number("VARIANT_Q_IN_REGISTERS", t.q_in_registers.into());
+                number("VARIANT_LSE", t.lse.into());
                 number("VARIANT_MIN_BLOCKS", t.blocks_per_multiprocessor);
             }
             Variant::BsrMatmul(t) | Variant::BsrMatmulAny(t) => {

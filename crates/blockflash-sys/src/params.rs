@@ -114,7 +114,7 @@ pub struct blockflash_attention_fwd_params {
     pub v: *const ::core::ffi::c_void,
     /// \[batch, seqlen_q, num_heads_q, head_dim\]
     pub o: *mut ::core::ffi::c_void,
-    /// \[batch, num_heads_q, seqlen_q\], natural log; may be null
+    /// \[batch, num_heads_q, seqlen_q\], natural log; may be null. Kernels without row sums ignore it
     pub lse: *mut f32,
     /// \[num_heads_q\] logits that join the denominator; may be null
     pub sink: *const f32,
@@ -143,6 +143,10 @@ pub struct blockflash_attention_fwd_params {
     pub seqlen_q: i32,
     /// the longest sequence of the batch when variable-length
     pub seqlen_kv: i32,
+    /// rows of q and o, and of k and v, when variable-length: offsets are clamped to them
+    pub total_q: i32,
+    /// rows of q and o, and of k and v, when variable-length: offsets are clamped to them
+    pub total_kv: i32,
     /// multiple of 8, at most the tile's head_dim
     pub head_dim: i32,
     pub window_left: i32,
@@ -158,7 +162,7 @@ pub struct blockflash_attention_fwd_params {
 const _: () = {
     [
         "Size of blockflash_attention_fwd_params",
-    ][::core::mem::size_of::<blockflash_attention_fwd_params>() - 280usize];
+    ][::core::mem::size_of::<blockflash_attention_fwd_params>() - 288usize];
     [
         "Alignment of blockflash_attention_fwd_params",
     ][::core::mem::align_of::<blockflash_attention_fwd_params>() - 8usize];
@@ -253,28 +257,34 @@ const _: () = {
         "Offset of field: blockflash_attention_fwd_params::seqlen_kv",
     ][::core::mem::offset_of!(blockflash_attention_fwd_params, seqlen_kv) - 192usize];
     [
+        "Offset of field: blockflash_attention_fwd_params::total_q",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, total_q) - 196usize];
+    [
+        "Offset of field: blockflash_attention_fwd_params::total_kv",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, total_kv) - 200usize];
+    [
         "Offset of field: blockflash_attention_fwd_params::head_dim",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, head_dim) - 196usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, head_dim) - 204usize];
     [
         "Offset of field: blockflash_attention_fwd_params::window_left",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, window_left) - 200usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, window_left) - 208usize];
     [
         "Offset of field: blockflash_attention_fwd_params::window_right",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, window_right) - 204usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, window_right) - 212usize];
     [
         "Offset of field: blockflash_attention_fwd_params::align_bottom_right",
     ][::core::mem::offset_of!(blockflash_attention_fwd_params, align_bottom_right)
-        - 208usize];
+        - 216usize];
     [
         "Offset of field: blockflash_attention_fwd_params::softmax_scale",
     ][::core::mem::offset_of!(blockflash_attention_fwd_params, softmax_scale)
-        - 212usize];
+        - 220usize];
     [
         "Offset of field: blockflash_attention_fwd_params::softcap",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, softcap) - 216usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, softcap) - 224usize];
     [
         "Offset of field: blockflash_attention_fwd_params::block_mask",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_params, block_mask) - 224usize];
+    ][::core::mem::offset_of!(blockflash_attention_fwd_params, block_mask) - 232usize];
 };
 /// What the driver encodes a tensor into for the tensor memory accelerator (CUtensorMap).
 #[repr(C)]
@@ -347,23 +357,23 @@ const _: () = {
     [
         "Offset of field: blockflash_attention_fwd_tma_params::tile_counter",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, tile_counter)
-        - 792usize];
+        - 800usize];
     [
         "Offset of field: blockflash_attention_fwd_tma_params::heads_per_section",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, heads_per_section)
-        - 800usize];
+        - 808usize];
     [
         "Offset of field: blockflash_attention_fwd_tma_params::scale_log2",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, scale_log2)
-        - 804usize];
+        - 812usize];
     [
         "Offset of field: blockflash_attention_fwd_tma_params::inverse_scale_log2",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, inverse_scale_log2)
-        - 808usize];
+        - 816usize];
     [
         "Offset of field: blockflash_attention_fwd_tma_params::scale_over_cap",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, scale_over_cap)
-        - 812usize];
+        - 820usize];
 };
 /** BSR matmul: c = activation(alpha·a·b + beta·c + bias), a block-sparse \[m, k\], b and c dense.
 

@@ -59,6 +59,7 @@ const fn hopper(
         q_stages,
         q_in_registers,
         blocks_per_multiprocessor,
+        lse: false,
         cost_ns,
     }
 }
@@ -195,7 +196,9 @@ pub fn all_rows() -> &'static [Row] {
             let mut push = |variant| rows.push(Row { variant, target });
             for dtype in [DType::F16, DType::BF16] {
                 for &tile in ATTENTION_FWD_HOPPER.iter().filter(|_| target == Target::Sm90a) {
-                    push(Variant::AttentionFwdHopper(AttentionFwdHopper { dtype, ..tile }));
+                    for lse in [false, true] {
+                        push(Variant::AttentionFwdHopper(AttentionFwdHopper { dtype, lse, ..tile }));
+                    }
                 }
                 for &(_, tile) in ATTENTION_FWD.iter().filter(|(targets, _)| targets.contains(&target)) {
                     push(Variant::AttentionFwd(AttentionFwd { dtype, ..tile }));

@@ -16,6 +16,30 @@ pub struct AttentionTile {
     pub block_kv: u32,
     /// Heads of q per block of threads; they share keys and the block mask.
     pub heads: u32,
+    /// When it computes the log-sum-exp.
+    pub lse: Lse,
+}
+
+/// When an attention kernel computes the log-sum-exp of each row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Lse {
+    /// Where the launch asks for it.
+    AsAsked,
+    /// In every launch, which has to ask for it.
+    Always,
+    /// In no launch.
+    Never,
+}
+
+impl Lse {
+    /// Whether such a kernel suits a launch that asks for the log-sum-exp or does not.
+    pub const fn suits(self, asked: bool) -> bool {
+        match self {
+            Lse::AsAsked => true,
+            Lse::Always => asked,
+            Lse::Never => !asked,
+        }
+    }
 }
 
 /// Tiles of `attention_fwd_sm80.cu`: one block of threads computes `block_q` queries of one head against all keys.
@@ -59,6 +83,9 @@ pub struct AttentionFwdHopper {
     pub q_in_registers: bool,
     /// Blocks of threads that share a multiprocessor.
     pub blocks_per_multiprocessor: u32,
+    /// Whether it computes the log-sum-exp, which takes a second sum of each row, of the unrounded probabilities. It has kernels
+    /// of its own, so that nobody pays for it who does not ask.
+    pub lse: bool,
     /// Nanoseconds on an H200 of a key tile, where all blocks of a multiprocessor are busy, and of the change from one tile of queries
     /// to the next. Selection compares them.
     pub cost_ns: [u32; 2],
@@ -156,19 +183,7 @@ impl Row {
 
     /// Type to which an attention kernel rounds the probabilities before it adds them up to the denominator; `None` for f32.
     pub const fn denominator(&self) -> Option<DType> {
-        match self.variant {
-            Variant::AttentionFwdHopper(t) => Some(t.dtype),
-            Variant::AttentionFwd(_)
-            | Variant::BsrMatmul(_)
-            | Variant::BsrMatmulAny(_)
-            | Variant::BsrMatmulHopper(_)
-            | Variant::BsrSddmm(_)
-            | Variant::BsrSddmmHopper(_)
-            | Variant::BsrReblock(_)
-            | Variant::BsrPlan(_)
-            | Variant::BlockMask(_)
-            | Variant::Probe(_) => None,
-        }
+        None
     }
 }
 
@@ -176,7 +191,7 @@ impl AttentionFwd {
     /// What it has in common with other attention kernels.
     pub const fn tile(&self) -> AttentionTile {
         let Self { dtype, head_dim, block_q, block_kv, .. } = *self;
-        AttentionTile { dtype, head_dim, block_q, block_kv, heads: 1 }
+        AttentionTile { dtype, head_dim, block_q, block_kv, heads: 1, lse: Lse::AsAsked }
     }
 
     /// Shared memory in bytes: the Q tile, and a ring of K tiles and of V tiles.
@@ -194,7 +209,8 @@ impl AttentionFwdHopper {
     /// What it has in common with other attention kernels.
     pub const fn tile(&self) -> AttentionTile {
         let Self { dtype, head_dim, block_kv, heads, .. } = *self;
-        AttentionTile { dtype, head_dim, block_q: self.block_q(), block_kv, heads }
+        let lse = if self.lse { Lse::Always } else { Lse::Never };
+        AttentionTile { dtype, head_dim, block_q: self.block_q(), block_kv, heads, lse }
     }
 
     /// Queries per block of threads.

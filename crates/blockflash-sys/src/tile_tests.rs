@@ -23,7 +23,7 @@ fn hopper_rows() {
             _ => None,
         })
         .collect();
-    assert_eq!(rows.len(), 30);
+    assert_eq!(rows.len(), 60);
     for (row, tile) in &rows {
         assert_eq!((row.target, row.source()), (Target::Sm90a, "attention_fwd_sm90a"));
         assert_eq!(row.threads(), 128 * (tile.warpgroups + 1));
@@ -31,7 +31,11 @@ fn hopper_rows() {
         assert!(tile.cost_ns.iter().all(|cost| (500..5000).contains(cost)));
         assert_eq!(row.attention_tile(), Some(tile.tile()));
         assert!([1, tile.warpgroups].contains(&tile.heads));
-        assert_eq!(row.symbol().ends_with("_h2"), tile.heads == 2);
+        assert_eq!(row.symbol().contains("_h2"), tile.heads == 2);
+        assert_eq!(row.symbol().ends_with("_lse"), tile.lse);
+        assert!(tile.tile().lse.suits(tile.lse) && !tile.tile().lse.suits(!tile.lse));
+        let twin = AttentionFwdHopper { lse: !tile.lse, ..*tile };
+        assert!(rows.iter().any(|(_, other)| *other == twin), "with and without the log-sum-exp");
         assert!(row.expects().contains(&Expect::Contains("UTMALDG")));
     }
     let (row, _) = rows[0];

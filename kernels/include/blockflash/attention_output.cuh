@@ -12,7 +12,7 @@ namespace blockflash {
 
 // Normalises and stores a warpgroup's rows of a tile of queries, and their log-sum-exp. o: accumulators, with the row sums behind them.
 __device__ __forceinline__ void store_output(const Params& params, const QueryTile& tile, const float (&o)[kOutColumns / 2],
-                                             const HopperSoftmax<kBlockKv / 2, !kOnes>& rows, uint32_t smem, int warpgroup) {
+                                             const RowTotals& rows, uint32_t smem, int warpgroup) {
   const blockflash_attention_fwd_params& b = params.base;
   using Element = Config::Element;
   using Traits = ElementTraits<Element>;
@@ -20,36 +20,36 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int warp_row = tile.q_begin + warpgroup * kRowStep + warp * 16;  // the first of the warp
   const int head = tile.head + warpgroup * kHeadStep;
-  float scale[2], denominator[2], reference[2];
+  float scale[2], row_lse[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    denominator[half] = kOnes ? o[kD / 2 + 2 * half] : quad_sum(rows.sum[half]), reference[half] = rows.reference[half];
-    scale[half] = 1.f;
-  }
-  if (b.sink != nullptr) {
-    const float sink = b.sink[head] * kLog2e;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float moved = fmaxf(reference[half], sink);
-      scale[half] = ptx::ex2_approx(reference[half] - moved);
-      denominator[half] = denominator[half] * scale[half] + ptx::ex2_approx(sink - moved);
-      reference[half] = moved;
+    float denominator = kOnes ? o[kD / 2 + 2 * half] : rows.sum[half];
+    float log2 = rows.log2[half], share = 1.f;
+    if (b.sink != nullptr) {
+      const float sink = b.sink[head] * kLog2e;
+      if constexpr (Config::lse) {
+        // Beside the unrounded sum, as the logarithm has it. A row without keys has -inf - (-1e30).
+        const float moved = fmaxf(fmaxf(log2, sink), -1e30f);
+        const float keys = ptx::ex2_approx(log2 - moved), all = keys + ptx::ex2_approx(sink - moved);
+        share = keys * ptx::rcp_approx(all);
+        log2 = moved + ptx::lg2_approx(all);
+      } else {
+        const float moved = fmaxf(log2, sink);
+        share = ptx::ex2_approx(log2 - moved);
+        denominator = denominator * share + ptx::ex2_approx(sink - moved);
+      }
     }
+    // A row without keys: the sum is exactly 0, and so is the output. NaN is not equal to 0 and passes through.
+    scale[half] = denominator == 0.f ? 0.f : share * ptx::rcp_approx(denominator);
+    row_lse[half] = log2 * kLn2;
   }
-  // A row without keys: the sum is exactly 0, and so is the output. NaN is not equal to 0 and passes through.
-#pragma unroll
-  for (int half = 0; half < 2; ++half) scale[half] = denominator[half] == 0.f ? 0.f : scale[half] * ptx::rcp_approx(denominator[half]);
-  float row_lse[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) row_lse[half] = (reference[half] + ptx::lg2_approx(denominator[half])) * kLn2;
-  // After the output, which is the longer way.
-  const auto store_lse = [&] {
-    if (b.lse == nullptr || lane % 4 != 0) return;
+  // Before the output, which needs the registers.
+  if (Config::lse && lane % 4 == 0) {
     float* const lse = b.lse + tile.batch * b.lse_stride_batch + head * b.lse_stride_head + tile.q_offset + warp_row + lane / 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       if (warp_row + lane / 4 + 8 * half < tile.seqlen_q) lse[8 * half] = row_lse[half];
-  };
+  }
   const auto word = [&](int d, int half) {
     return Traits::pack(o[4 * d + 2 * half] * scale[half], o[4 * d + 2 * half + 1] * scale[half]);
   };
@@ -74,7 +74,6 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
         ptx::tensor_store_4d(&params.o, panel * 64, tile.q_offset + warp_row, head, packed ? 0 : tile.batch, pages + panel * 2048);
       ptx::tensor_store_commit();
     }
-    store_lse();
     return;
   }
   // From registers: the four lanes of a row exchange words, so that each has eight columns.
@@ -92,7 +91,6 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
         *reinterpret_cast<uint4*>(o_row + d * 8) = make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
-  store_lse();
 }
 
 }  // namespace blockflash

@@ -3,6 +3,7 @@
 
 #include "block_walk.cuh"
 #include "mask.cuh"
+#include "packed_rows.cuh"
 #include "params.h"
 #include "ptx/shared.cuh"
 
@@ -32,8 +33,8 @@ struct TileRows {
 
   static __device__ __forceinline__ TileRows of(const blockflash_attention_fwd_params& p, const QueryTile& tile) {
     const bool packed = p.cu_seqlens_kv != nullptr;
-    return {tile.q_offset + tile.q_begin, tile.head / (p.num_heads_q / p.num_heads_kv), packed ? p.cu_seqlens_kv[tile.batch] : 0,
-            packed ? 0 : tile.batch};
+    const int first_key = packed ? PackedRows::of(p.cu_seqlens_kv, tile.batch, p.total_kv, p.seqlen_kv).begin : 0;
+    return {tile.q_offset + tile.q_begin, tile.head / (p.num_heads_q / p.num_heads_kv), first_key, packed ? 0 : tile.batch};
   }
   static __device__ __forceinline__ TileRows load(uint32_t smem) {
     const int4 a = ptx::load_shared_int4(smem);
@@ -98,12 +99,13 @@ struct TileQueue {
       heads = heads_q;
       for (;; ++batch) {
         if (batch == p.batch) return false;
-        tile.q_offset = p.cu_seqlens_q[batch], tile.seqlen_q = p.cu_seqlens_q[batch + 1] - tile.q_offset;
+        const PackedRows queries = PackedRows::of(p.cu_seqlens_q, batch, p.total_q, p.seqlen_q);
+        tile.q_offset = queries.begin, tile.seqlen_q = queries.length;
         const int tiles = tiles_of_queries(p.block_mask, tile.seqlen_q, block_q) * heads;
         if (index - base < tiles) break;
         base += tiles;
       }
-      tile.seqlen_kv = p.cu_seqlens_kv[batch + 1] - p.cu_seqlens_kv[batch];
+      tile.seqlen_kv = PackedRows::of(p.cu_seqlens_kv, batch, p.total_kv, p.seqlen_kv).length;
     }
     const int tiles_q = tiles_of_queries(p.block_mask, tile.seqlen_q, block_q);
     const int early = p.block_mask.row_order != nullptr && !packed ? tiles_q / 8 : 0;

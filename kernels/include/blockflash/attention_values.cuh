@@ -74,31 +74,27 @@ __device__ __forceinline__ void add_visible_products(float (&o)[kOutColumns / 2]
                                                      int row, int first_key, uint32_t v_smem) {
   using Traits = ElementTraits<Config::Element>;
   const int lane = threadIdx.x % 32;
-  int begin[2], end[2];  // of the keys that a row attends to, in this key tile
+  // One row after the other: scores and probabilities are live here, and leave few registers.
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const KeyRange keys = mask.keys_of<int>(row + 8 * half);
-    begin[half] = keys.begin - first_key, end[half] = keys.end - first_key;
-  }
+    const int begin = keys.begin - first_key, end = keys.end - first_key;
 #pragma unroll 1
-  for (int key = 0; key < kBlockKv; ++key) {
-    float probability[2] = {0.f, 0.f};
+    for (int key = 0; key < kBlockKv; ++key) {
+      float probability = 0.f;
 #pragma unroll
-    for (int i = 0; i < kBlockKv / 4; ++i)
-      if (i / 2 == key / 8) probability[i % 2] = Traits::to_float(static_cast<uint16_t>(p[i] >> (key % 2 * 16)));
-    bool visible[2];
+      for (int i = half; i < kBlockKv / 4; i += 2)
+        if (i / 2 == key / 8) probability = Traits::to_float(static_cast<uint16_t>(p[i] >> (key % 2 * 16)));
+      probability = __shfl_sync(~0u, probability, lane / 4 * 4 + key % 8 / 2);
+      if (key < begin || key >= end) continue;
+      const uint32_t v_row = v_smem + key * 128 + lane % 4 * 4;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      probability[half] = __shfl_sync(~0u, probability[half], lane / 4 * 4 + key % 8 / 2);
-      visible[half] = key >= begin[half] && key < end[half];
-    }
-    const uint32_t v_row = v_smem + key * 128 + lane % 4 * 4;
+      for (int d = 0; d < kOutColumns / 8; ++d) {
+        const uint32_t pair = ptx::load_shared(v_row + d / 8 * kBlockKv * 128 + (d % 8 ^ key % 8) * 16);
 #pragma unroll
-    for (int d = 0; d < kOutColumns / 8; ++d) {
-      const uint32_t pair = ptx::load_shared(v_row + d / 8 * kBlockKv * 128 + (d % 8 ^ key % 8) * 16);
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (visible[i / 2]) o[4 * d + i] += probability[i / 2] * Traits::to_float(static_cast<uint16_t>(pair >> (i % 2 * 16)));
+        for (int i = 0; i < 2; ++i)
+          o[4 * d + 2 * half + i] += probability * Traits::to_float(static_cast<uint16_t>(pair >> (i * 16)));
+      }
     }
   }
 }

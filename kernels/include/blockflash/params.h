@@ -47,7 +47,7 @@ typedef struct blockflash_attention_fwd_params {
   const void* k;               /* [batch, seqlen_kv, num_heads_kv, head_dim] */
   const void* v;               /* [batch, seqlen_kv, num_heads_kv, head_dim] */
   void* o;                     /* [batch, seqlen_q, num_heads_q, head_dim] */
-  float* lse;                  /* [batch, num_heads_q, seqlen_q], natural log; may be null */
+  float* lse;                  /* [batch, num_heads_q, seqlen_q], natural log; may be null. Kernels without row sums ignore it */
   const float* sink;           /* [num_heads_q] logits that join the denominator; may be null */
   const int32_t* cu_seqlens_q; /* [batch + 1] offsets into packed queries; null when not variable-length */
   const int32_t* cu_seqlens_kv; /* [batch + 1] offsets into packed keys; null exactly when cu_seqlens_q is */
@@ -58,6 +58,7 @@ typedef struct blockflash_attention_fwd_params {
   int64_t lse_stride_batch, lse_stride_head;
   int32_t batch, num_heads_q, num_heads_kv;
   int32_t seqlen_q, seqlen_kv; /* the longest sequence of the batch when variable-length */
+  int32_t total_q, total_kv;   /* rows of q and o, and of k and v, when variable-length: offsets are clamped to them */
   int32_t head_dim;            /* multiple of 8, at most the tile's head_dim */
   int32_t window_left, window_right;
   int32_t align_bottom_right;

@@ -13,14 +13,39 @@
 
 namespace blockflash {
 
+// What is left of a lane's two rows when all keys have been visited, as little as the output needs: it lives beside the next rows.
+struct RowTotals {
+  float log2[2];  // log2 of the sum of the unrounded probabilities where that is made, else the reference
+  float sum[2];   // of the rounded probabilities, where the tensor cores do not make it
+};
+
 // n scores of a lane: s[4 j + 2 half + e] is key 8 j + 2 (lane % 4) + e of its row `half`.
-template <int n, bool sums_rows>
+//
+// There are two sums of a row. The output is divided by the sum of the rounded probabilities, those that V is multiplied with, so that the
+// error of rounding a probability that outweighs the others cancels; unless `sums_rounded`, the tensor cores make that sum. The
+// log-sum-exp is the logarithm of the sum of the unrounded ones, which `sums_exact` asks for.
+template <int n, bool sums_rounded, bool sums_exact>
 struct HopperSoftmax {
   float reference[2];  // per row, in powers of two
-  float sum[2];        // this lane's share of the denominator, where the tensor cores do not sum the rows: of rounded probabilities, as theirs
+  float sum[2];        // this lane's share of the sum of rounded probabilities
+  float exact[2];      // this lane's share of the sum of unrounded probabilities
 
   // Never -inf: a row without keys keeps a finite reference, and 2^x of what is masked is 0 without any guard.
-  __device__ __forceinline__ void reset() { reference[0] = reference[1] = -1e30f, sum[0] = sum[1] = 0.f; }
+  __device__ __forceinline__ void reset() {
+    reference[0] = reference[1] = -1e30f;
+    if constexpr (sums_rounded) sum[0] = sum[1] = 0.f;
+    if constexpr (sums_exact) exact[0] = exact[1] = 0.f;
+  }
+
+  __device__ __forceinline__ RowTotals totals() const {
+    RowTotals of;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      of.log2[half] = sums_exact ? reference[half] + ptx::lg2_approx(quad_sum(exact[half])) : reference[half];
+      of.sum[half] = sums_rounded ? quad_sum(sum[half]) : 0.f;
+    }
+    return of;
+  }
 
   // The largest scores of this lane as integers: right where one is positive. NaN is above everything.
   static __device__ __forceinline__ void largest(const float (&s)[n], int (&top)[2]) {
@@ -54,28 +79,35 @@ struct HopperSoftmax {
       const float moved = fmaxf(reference[half], quad_max(x) * scale_log2);
       rescale[half] = ptx::ex2_approx(reference[half] - moved);
       reference[half] = moved;
-      if constexpr (sums_rows) sum[half] *= rescale[half];
+      if constexpr (sums_rounded) sum[half] *= rescale[half];
+      if constexpr (sums_exact) exact[half] *= rescale[half];
     }
   }
 
-  // Scores become unnormalised probabilities.
-  __device__ __forceinline__ void exponentiate(float (&s)[n], float scale_log2) const {
+  // Scores become unnormalised probabilities. Those of a key tile are summed apart, so that a long row loses few bits.
+  __device__ __forceinline__ void exponentiate(float (&s)[n], float scale_log2) {
 #pragma unroll
     for (int i = 0; i < n; ++i) s[i] = ptx::ex2_approx(fmaf(s[i], scale_log2, -reference[i / 2 % 2]));
+    if constexpr (sums_exact) {
+      float partial[2] = {s[0], s[2]};
+#pragma unroll
+      for (int i = 1; i < n; ++i)
+        if (i != 2) partial[i / 2 % 2] += s[i];
+      exact[0] += partial[0], exact[1] += partial[1];
+    }
   }
 
-  // Probabilities as operands of a product: p[2 j + half] holds keys 8 j + 2 (lane % 4) and the next one. What is summed is what is
-  // multiplied: the error of rounding a probability that outweighs the others cancels.
+  // Probabilities as operands of a product: p[2 j + half] holds keys 8 j + 2 (lane % 4) and the next one.
   template <class Traits>
   __device__ __forceinline__ void round(const float (&s)[n], uint32_t (&p)[n / 2]) {
     float partial[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < n / 2; ++i) {
       p[i] = Traits::pack(s[2 * i], s[2 * i + 1]);
-      if constexpr (sums_rows)
+      if constexpr (sums_rounded)
         partial[i % 2] += Traits::to_float(static_cast<uint16_t>(p[i])) + Traits::to_float(static_cast<uint16_t>(p[i] >> 16));
     }
-    if constexpr (sums_rows) sum[0] += partial[0], sum[1] += partial[1];
+    if constexpr (sums_rounded) sum[0] += partial[0], sum[1] += partial[1];
   }
 };
 

@@ -4,6 +4,8 @@ use super::BlockCase;
 use crate::placement::Placement;
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_sys::DType;
+use blockflash_sys::Row;
+use blockflash_sys::manifest::AttentionTile;
 
 /// One attention problem: shape, options, memory layout and kind of data.
 #[derive(Clone, Debug)]
@@ -116,6 +118,17 @@ impl AttentionCase {
             broadcast_kv: false,
             content: Content::Normal,
         }
+    }
+
+    /// The same of the type and width of a tile, with or without the log-sum-exp as its kernel computes it.
+    pub fn of_tile(tile: &AttentionTile, heads: (usize, usize), seqlen: (usize, usize)) -> Self {
+        Self { lse: tile.lse.suits(true), ..Self::simple(tile.dtype, heads, tile.head_dim as usize, seqlen) }
+    }
+
+    /// The same with or without the log-sum-exp, where the kernel of a row computes it always or never.
+    pub fn as_asked(&self, row: &Row) -> Self {
+        let suits = row.attention_tile().is_none_or(|tile| tile.lse.suits(self.lse));
+        Self { lse: self.lse == suits, ..self.clone() }
     }
 
     /// The sequences in the order of the batch.

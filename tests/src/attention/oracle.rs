@@ -4,7 +4,7 @@ use super::{AttentionCase, AttentionData, Blocks, Sequence};
 use crate::number::{rng, round, unit_roundoff};
 use crate::tolerance::{Reference, Rounding};
 use blockflash_ops::attention::Mask;
-use blockflash_sys::{DType, manifest};
+use blockflash_sys::DType;
 use rand::Rng;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -72,10 +72,10 @@ impl AttentionReference {
         Rounding { output: case.dtype, factor: Some(case.dtype), exponent, denominator: None, steps }
     }
 
-    /// What a correct implementation may round in the log-sum-exp; `kernel` computes it, unless the CPU does.
-    pub fn lse_rounding(case: &AttentionCase, kernel: Option<&manifest::Row>) -> Rounding {
-        let denominator = kernel.and_then(manifest::Row::denominator);
-        Rounding { output: DType::F32, factor: None, exponent: 0.0, denominator, steps: score_steps(case) }
+    /// What a correct implementation may round in the log-sum-exp: it sums unrounded probabilities.
+    pub fn lse_rounding(case: &AttentionCase) -> Rounding {
+        let steps = score_steps(case);
+        Rounding { output: DType::F32, factor: None, exponent: 0.0, denominator: None, steps }
     }
 }
 

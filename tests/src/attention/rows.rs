@@ -38,6 +38,7 @@ pub fn run_or_refuse(
     row: &'static Row,
     stream: &Stream,
 ) -> Result<usize, String> {
+    let case = &case.as_asked(row);
     let Some(reason) = refusal(case, row) else {
         return run_and_check(case, data, reference, Kernel::Row(row), stream);
     };
@@ -80,6 +81,7 @@ fn refusal(case: &AttentionCase, row: &Row) -> Option<&'static str> {
 
 /// Runs a case 30 times: the same bits every time.
 pub fn same_bits(case: &AttentionCase, row: &'static Row, stream: &Stream) -> Result<usize, String> {
+    let case = &case.as_asked(row);
     let inputs = AttentionInputs::upload(case, &AttentionData::generate(case), stream)?;
     let mut outputs = AttentionOutputs::poisoned(case, stream)?;
     let mut first = None;

@@ -1,5 +1,5 @@
 use super::super::select::select_among;
-use super::super::{Attention, AttentionParams, accepts, plan, select};
+use super::super::{Attention, AttentionParams, accepts, as_asked, plan, select};
 use super::*;
 use crate::BlockGeometry;
 use crate::fixtures::{gpu, gpus};
@@ -124,9 +124,9 @@ fn a_row_says_that_its_tiles_do_not_divide() {
     for (row, tile) in attention_rows().filter(|(_, tile)| tile.dtype == DType::F16) {
         let gpu = gpus().into_iter().find(|gpu| row.target.runs_on(gpu.compute_capability)).unwrap();
         let (head_dim, [q, kv]) = (tile.head_dim as usize, [tile.block_q, tile.block_kv]);
-        accepts(row, &sparse(head_dim, 2 * q, 3 * kv), &gpu).unwrap();
+        accepts(row, &as_asked(sparse(head_dim, 2 * q, 3 * kv), &tile), &gpu).unwrap();
         for (block_q, block_kv) in [(q / 2, kv), (q, kv / 2), (3 * q / 2, kv), (0, kv), (q, 0)] {
-            let problem = sparse(head_dim, block_q, block_kv);
+            let problem = as_asked(sparse(head_dim, block_q, block_kv), &tile);
             let error = accepts(row, &problem, &gpu).unwrap_err().to_string();
             let expected =
                 format!("tiles of {q} × {kv} do not divide the blocks of the mask, {block_q} × {block_kv}");
@@ -149,7 +149,8 @@ fn plans_say_how_the_mask_is_read() {
         let [block_q, block_kv] = [2 * tile.block_q, 2 * tile.block_kv];
         let planned = |batch, heads| {
             let sizes = BlockMaskSizes { block_q, block_kv, batch, heads, packed_rows: None };
-            plan(row, &AttentionProblem { block_mask: Some(sizes), ..sparse(64, 0, 0) }, &h200)
+            let problem = AttentionProblem { block_mask: Some(sizes), ..sparse(64, 0, 0) };
+            plan(row, &as_asked(problem, &tile), &h200)
         };
         let groups = |batch, heads| {
             let plan = planned(batch, heads).unwrap();

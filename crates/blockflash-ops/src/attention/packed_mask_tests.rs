@@ -1,4 +1,4 @@
-use super::super::{Attention, CuSeqlens, PackedRows, plan};
+use super::super::{Attention, CuSeqlens, PackedRows, as_asked, plan};
 use super::*;
 use crate::fixtures::{gpu, values};
 use crate::{BlockGeometry, Device};
@@ -181,7 +181,7 @@ fn plans_say_how_the_mask_is_read() {
         if 256 % tile.block_kv != 0 {
             continue;
         }
-        let plan = plan(row, &problem, &gpu(9, 0)).unwrap();
+        let plan = plan(row, &as_asked(problem, &tile), &gpu(9, 0)).unwrap();
         let m = plan.params.base().block_mask;
         assert!(m.row_ptr.is_null() && m.cu_rows.is_null());
         assert_eq!([m.rows, m.groups_per_batch, m.heads_per_group], [8, 0, 4]);

@@ -64,6 +64,9 @@ pub fn plan(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> Resu
             row.symbol()
         )));
     }
+    if !tile.lse.suits(problem.lse.is_some()) {
+        return Err(unsupported(format!("{}: {}", row.symbol(), select::log_sum_exp(tile.lse))));
+    }
     if !select::shares_heads(&tile, problem) {
         return Err(unsupported(format!(
             "{} heads of q share a tile of {}, but not keys and the block mask",
@@ -129,13 +132,15 @@ fn base_params(problem: &AttentionProblem) -> Result<blockflash_attention_fwd_pa
         o_stride_batch: stride(problem.o.batch)?,
         o_stride_seq: stride(problem.o.seq)?,
         o_stride_head: stride(problem.o.head)?,
-        lse_stride_batch: stride(problem.lse.batch)?,
-        lse_stride_head: stride(problem.lse.head)?,
+        lse_stride_batch: stride(problem.lse.map_or(0, |lse| lse.batch))?,
+        lse_stride_head: stride(problem.lse.map_or(0, |lse| lse.head))?,
         batch: to_i32("batch", problem.batch)?,
         num_heads_q: to_i32("num_heads_q", problem.num_heads_q)?,
         num_heads_kv: to_i32("num_heads_kv", problem.num_heads_kv)?,
         seqlen_q: to_i32("seqlen_q", problem.seqlen_q)?,
         seqlen_kv: to_i32("seqlen_kv", problem.seqlen_kv)?,
+        total_q: to_i32("total_q", problem.packed.map_or(0, |packed| packed.total_q))?,
+        total_kv: to_i32("total_kv", problem.packed.map_or(0, |packed| packed.total_kv))?,
         head_dim: to_i32("head_dim", problem.head_dim)?,
         window_left: window_side(limits.left),
         window_right: window_side(limits.right),

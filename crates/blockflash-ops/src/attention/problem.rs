@@ -66,8 +66,8 @@ pub struct AttentionProblem {
     pub v: Strides,
     /// Strides of o.
     pub o: Strides,
-    /// Strides of lse.
-    pub lse: LseStrides,
+    /// Strides of lse; `None` when nobody asks for it.
+    pub lse: Option<LseStrides>,
     /// Which keys a query attends.
     pub mask: Mask,
     /// Factor of q·kᵀ, finite and positive.
@@ -107,7 +107,7 @@ impl AttentionProblem {
             k: kv,
             v: kv,
             o: q,
-            lse: LseStrides { batch: num_heads_q.saturating_mul(seqlen_q), head: seqlen_q },
+            lse: None,
             mask: Mask::Full,
             softmax_scale: default_scale(head_dim),
             softcap: None,
@@ -138,31 +138,40 @@ impl AttentionProblem {
         }
     }
 
-    /// The same problem with the strides of these outputs, which are checked.
+    /// The same problem, asking for a contiguous `lse` too.
+    pub fn with_lse(self) -> Self {
+        let (batch, head) = match self.packed {
+            Some(packed) => (0, packed.total_q),
+            None => (self.num_heads_q.saturating_mul(self.seqlen_q), self.seqlen_q),
+        };
+        Self { lse: Some(LseStrides { batch, head }), ..self }
+    }
+
+    /// The same problem with these outputs, which are checked.
     pub fn with_outputs(self, o: &ViewMut<'_>, lse: Option<&ViewMut<'_>>) -> Result<Self> {
         let operand = Operand::of_mut("o", o);
         operand.dtype_in(&[self.dtype])?;
         operand.shape_is(&self.o_shape())?;
         operand.last_dim_contiguous()?;
-        let mut problem = Self { o: strides(operand.strides), ..self };
-        if let Some(lse) = lse {
-            let operand = Operand::of_mut("lse", lse);
-            operand.dtype_in(&[DType::F32])?;
-            operand.shape_is(&self.lse_shape())?;
-            operand.last_dim_contiguous()?;
-            problem.lse = match *operand.strides {
-                [batch, head, _] => LseStrides { batch, head },
-                [head, ..] => LseStrides { batch: 0, head },
-                [] => problem.lse,
-            };
-        }
-        Ok(problem)
+        let lse = lse.map(|lse| self.lse_strides(&Operand::of_mut("lse", lse))).transpose()?;
+        Ok(Self { o: strides(operand.strides), lse, ..self })
+    }
+
+    fn lse_strides(&self, lse: &Operand<'_>) -> Result<LseStrides> {
+        lse.dtype_in(&[DType::F32])?;
+        lse.shape_is(&self.lse_shape())?;
+        lse.last_dim_contiguous()?;
+        Ok(match *lse.strides {
+            [batch, head, _] => LseStrides { batch, head },
+            [head, ..] => LseStrides { batch: 0, head },
+            [] => LseStrides { batch: 0, head: 0 },
+        })
     }
 }
 
 impl Attention<'_> {
-    /// Everything that can be checked without reading a tensor, and the result as plain numbers. The output strides are those
-    /// of contiguous tensors until [`AttentionProblem::with_outputs`] replaces them.
+    /// Everything that can be checked without reading a tensor, and the result as plain numbers: for a contiguous `o` and no
+    /// `lse`, until [`AttentionProblem::with_outputs`] says otherwise.
     ///
     /// Whether a kernel exists is another question, which [`select`](super::select) answers; the CPU runs every problem.
     pub fn problem(&self) -> Result<AttentionProblem> {
@@ -246,7 +255,6 @@ fn packed_sizes(cu_seqlens: &CuSeqlens<'_>, q: &Operand<'_>, k: &Operand<'_>) ->
     Ok(AttentionProblem {
         packed: Some(PackedRows { total_q, total_kv }),
         o: Strides { batch: 0, ..dense.o },
-        lse: LseStrides { batch: 0, head: total_q },
         ..dense
     })
 }

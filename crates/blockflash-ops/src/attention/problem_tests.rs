@@ -37,7 +37,7 @@ fn dense_numbers() {
     let expected = AttentionProblem::dense(DType::F16, [2, 5, 7], [4, 2], 8);
     assert_eq!(problem, expected);
     assert_eq!(problem.q, Strides { batch: 160, seq: 32, head: 8 });
-    assert_eq!(problem.lse, LseStrides { batch: 20, head: 5 });
+    assert_eq!(problem.lse, None, "nobody has asked for it");
     assert_eq!(problem.softmax_scale, 1.0 / 8f32.sqrt());
     assert!(!problem.is_empty());
 }
@@ -48,7 +48,7 @@ fn packed_numbers() {
     assert_eq!((problem.batch, problem.seqlen_q, problem.seqlen_kv), (3, 4, 3));
     assert_eq!(problem.packed, Some(PackedRows { total_q: 6, total_kv: 9 }));
     assert_eq!(problem.q, Strides { batch: 0, seq: 32, head: 8 });
-    assert_eq!(problem.lse, LseStrides { batch: 0, head: 6 });
+    assert_eq!((problem.lse, problem.with_lse().lse), (None, Some(LseStrides { batch: 0, head: 6 })));
     assert_eq!((problem.o_shape(), problem.lse_shape()), (vec![6, 4, 8], vec![4, 6]));
 }
 
@@ -183,7 +183,8 @@ fn outputs_are_checked() {
             (ViewMut::from_slice(&mut o_data, o).unwrap(), ViewMut::from_slice(&mut lse_data, lse).unwrap());
         problem.with_outputs(&o, Some(&lse)).map_err(|error| error.to_string())
     };
-    assert_eq!(with(&[2, 5, 4, 8], &[2, 4, 5]).unwrap(), problem);
+    assert_eq!(with(&[2, 5, 4, 8], &[2, 4, 5]).unwrap(), problem.with_lse());
+    assert_eq!(problem.with_lse().lse, Some(LseStrides { batch: 20, head: 5 }));
     assert!(with(&[2, 5, 4, 16], &[2, 4, 5]).unwrap_err().contains("o has shape [2, 5, 4, 16]"));
     assert!(
         with(&[2, 5, 4, 8], &[2, 5, 4]).unwrap_err().contains("lse has shape [2, 5, 4], expected [2, 4, 5]")
@@ -199,7 +200,8 @@ fn outputs_are_checked() {
     let lse = ViewMut::from_slice_strided(&mut floats, &[2, 4, 5], &[80, 20, 1]).unwrap();
     let strided = problem.with_outputs(&o, Some(&lse)).unwrap();
     assert_eq!(strided.o, Strides { batch: 320, seq: 8, head: 40 });
-    assert_eq!(strided.lse, LseStrides { batch: 80, head: 20 });
+    assert_eq!(strided.lse, Some(LseStrides { batch: 80, head: 20 }));
+    assert_eq!(problem.with_outputs(&o, None).unwrap().lse, None);
     let lse = ViewMut::from_slice_strided(&mut floats, &[2, 4, 5], &[80, 20, 2]).unwrap();
     assert!(problem.with_outputs(&o, Some(&lse)).unwrap_err().to_string().contains("lse has strides"));
 }

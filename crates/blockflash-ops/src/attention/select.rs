@@ -2,7 +2,7 @@ use super::{AttentionProblem, BlockMaskSizes};
 use crate::arch;
 use crate::{Error, Result};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::manifest::{self, AttentionTile, Variant};
+use blockflash_sys::manifest::{self, AttentionTile, Lse, Variant};
 use blockflash_sys::{DType, Row};
 use std::cmp::Reverse;
 use std::fmt;
@@ -63,6 +63,7 @@ enum Mismatch {
     HeadDim { kernel: u32, tensors: usize },
     Blocks { tile: AttentionTile, mask: BlockMaskSizes },
     Heads { tile: u32 },
+    LogSumExp { tile: Lse },
     TensorMap { what: &'static str, dim: &'static str, stride: usize },
     Gpu(arch::Obstacle),
 }
@@ -84,6 +85,7 @@ impl fmt::Display for Mismatch {
             Mismatch::Heads { tile } => {
                 write!(f, "{tile} heads of q share a tile, but not keys and a block mask")
             }
+            Mismatch::LogSumExp { tile } => f.write_str(log_sum_exp(*tile)),
             Mismatch::TensorMap { what, dim, stride } => {
                 write!(f, "the {dim} stride of {what} is {stride} elements, which a tensor map cannot have")
             }
@@ -104,6 +106,9 @@ fn fits(
     if problem.head_dim > tile.head_dim as usize || !problem.head_dim.is_multiple_of(8) {
         return Err(Mismatch::HeadDim { kernel: tile.head_dim, tensors: problem.head_dim });
     }
+    if !tile.lse.suits(problem.lse.is_some()) {
+        return Err(Mismatch::LogSumExp { tile: tile.lse });
+    }
     match problem.block_mask {
         Some(mask) if !mask.divides_into(tile) => return Err(Mismatch::Blocks { tile: *tile, mask }),
         _ => {}
@@ -113,6 +118,14 @@ fn fits(
     }
     arch::runs(row, gpu).map_err(Mismatch::Gpu)?;
     if let Variant::AttentionFwdHopper(_) = row.variant { tensor_maps(problem) } else { Ok(()) }
+}
+
+/// What a kernel says that does not suit a call with or without `lse`.
+pub(super) const fn log_sum_exp(kernel: Lse) -> &'static str {
+    match kernel {
+        Lse::Never => "it computes no lse",
+        Lse::Always | Lse::AsAsked => "it always computes lse, which is not asked for",
+    }
 }
 
 /// Whether the heads of q that would share a tile share keys, and the block mask.

@@ -107,8 +107,15 @@ fn preference_is_target_then_tile() {
 #[test]
 fn every_row_has_a_plan() {
     for (row, tile) in attention_rows() {
-        let problem = problem(tile.dtype, tile.head_dim as usize);
-        let plan = plan(row, &problem, &gpu(9, 0)).unwrap();
+        let without = problem(tile.dtype, tile.head_dim as usize);
+        let with = without.with_lse();
+        let gpu_of_row = gpus().into_iter().find(|gpu| row.target.runs_on(gpu.compute_capability)).unwrap();
+        for (problem, asks) in [(with, true), (without, false)] {
+            assert_eq!(plan(row, &problem, &gpu_of_row).is_ok(), tile.lse.suits(asks), "{}", row.symbol());
+            assert_eq!(accepts(row, &problem, &gpu_of_row).is_ok(), tile.lse.suits(asks), "{}", row.symbol());
+        }
+        let asks = tile.lse.suits(true);
+        let plan = plan(row, if asks { &with } else { &without }, &gpu(9, 0)).unwrap();
         let tiles = 300u32.div_ceil(tile.block_q) * (8 / tile.heads) * 2;
         let hopper = matches!(plan.params, AttentionParams::Hopper(_));
         assert_eq!(plan.config.grid, [if hopper { tiles.min(108) } else { tiles }, 1, 1]);
@@ -133,7 +140,9 @@ fn every_row_has_a_plan() {
             [p.v_stride_batch, p.v_stride_seq, p.v_stride_head],
             [500 * 2 * head_dim, 2 * head_dim, head_dim]
         );
-        assert_eq!([p.lse_stride_batch, p.lse_stride_head], [8 * 300, 300]);
+        let lse_strides = if asks { [8 * 300, 300] } else { [0; 2] };
+        assert_eq!([p.lse_stride_batch, p.lse_stride_head], lse_strides);
+        assert_eq!([p.total_q, p.total_kv], [0; 2], "not packed");
         assert_eq!([p.window_left, p.window_right], [BLOCKFLASH_WINDOW_UNBOUNDED; 2]);
         assert_eq!((p.align_bottom_right, p.softcap), (0, 0.0));
         assert_eq!(p.softmax_scale, (1.0 / (tile.head_dim as f64).sqrt()) as f32);

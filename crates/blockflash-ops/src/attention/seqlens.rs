@@ -7,10 +7,11 @@ use blockflash_sys::DType;
 /// `q[i]..q[i + 1]` and the keys `kv[i]..kv[i + 1]`. Sequences of length 0 are fine.
 ///
 /// On a GPU the offsets are read by the kernel, never by the host, so that a captured graph can be replayed with other lengths
-/// under the same maxima. They must then be right by construction: start at 0, never descend, end within the packed rows, no
-/// sequence longer than the maximum, and under a [`BlockMask`] each as long as that of the mask.
-/// [`Attention::check_cu_seqlens`](super::Attention::check_cu_seqlens) downloads and verifies them. On the CPU every call verifies
-/// them.
+/// under the same maxima. Right offsets start at 0, never descend, end within the packed rows, make no sequence longer than the
+/// maximum, and under a [`BlockMask`] each as long as that of the mask. Kernels clamp wrong ones: whatever the offsets are, nothing
+/// outside of the tensors is read or written, but what the rows of the outputs then hold is unspecified.
+/// [`Attention::check_cu_seqlens`](super::Attention::check_cu_seqlens) downloads and verifies the offsets. On the CPU every call
+/// verifies them.
 ///
 /// Rows of the packed outputs beyond the last offset are left untouched.
 #[derive(Clone, Copy, Debug)]

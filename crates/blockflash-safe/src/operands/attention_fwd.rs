@@ -23,8 +23,8 @@ pub struct AttentionFwdOperands<'a> {
     pub lse: Option<ViewMut<'a>>,
     /// f32 `[num_heads_q]`.
     pub sink: Option<View<'a>>,
-    /// Packed only: i32 `[batch + 1]` offsets of the sequences in `q` and in `k`. The caller knows that they ascend from 0 to
-    /// the number of packed rows and that no sequence is longer than the parameters say.
+    /// Packed only: i32 `[batch + 1]` offsets of the sequences in `q` and in `k`. They may hold anything: kernels clamp them to the
+    /// packed rows and to the longest sequence of the parameters.
     pub cu_seqlens: Option<[View<'a>; 2]>,
     /// Which blocks are visited, packed exactly if the batch is. Without it the sizes of a mask in the parameters are ignored.
     pub block_mask: Option<BlockMaskOperands<'a>>,
@@ -47,6 +47,7 @@ impl AttentionFwdOperands<'_> {
             head_dim % 8 == 0 && head_dim <= i64::from(tile.head_dim),
             "the head dimension does not fit the tile",
         )?;
+        require(tile.lse.suits(self.lse.is_some()), "the kernel computes lse in each launch or in none")?;
         let lse = self.lse.as_ref().map(ViewMut::as_view);
         let o = self.o.as_view();
         if let Some([cu_q, cu_kv]) = &self.cu_seqlens {
@@ -54,6 +55,9 @@ impl AttentionFwdOperands<'_> {
             fits("cu_seqlens_kv", cu_kv, DType::I32, [(batch + 1, 1)])?;
             let packed = |view: &View<'_>| view.shape().first().map_or(0, |&rows| rows as i64);
             let (total_q, total_kv) = (packed(&self.q), packed(&self.k));
+            // What the kernels clamp the offsets to.
+            let totals = [p.total_q, p.total_kv].map(i64::from);
+            require(totals == [total_q, total_kv], "the packed rows are not those of the tensors")?;
             let rows = |total, seq, heads, head| [(total, seq), (heads, head), (head_dim, 1)];
             fits("q", &self.q, tile.dtype, rows(total_q, p.q_stride_seq, heads_q, p.q_stride_head))?;
             fits("k", &self.k, tile.dtype, rows(total_kv, p.k_stride_seq, heads_kv, p.k_stride_head))?;
@@ -156,7 +160,8 @@ impl Stream {
         // 1. The row is a variant of attention forward, whose parameter struct this is.
         // 2. All pointers come from views of this device. The kernel's addresses follow from the sizes and strides in the
         //    struct and from the grid; `fit` found them to be those of the views, which reach no further than their memory.
-        //    Where they follow from `cu_seqlens` or a block mask, their contents are the promise of whoever built them.
+        //    What the kernel reads from `cu_seqlens` it clamps to the packed rows, which `fit` compared. Where addresses follow
+        //    from a block mask, its contents are the promise of whoever built it.
         // 3. `o` and `lse` are borrowed exclusively.
         unsafe { self.launch_with(row, config, |_| params, views.iter().flatten().filter_map(View::owner)) }
     }

@@ -73,6 +73,7 @@ pub(super) fn forward(
 
 fn sequences(op: &Attention<'_>, problem: &AttentionProblem, stream: &Stream) -> Result<Vec<Sequence>> {
     let AttentionProblem { batch, seqlen_q, seqlen_kv, q, k, v, o, lse, .. } = *problem;
+    let lse_batch = lse.map_or(0, |lse| lse.batch);
     let (Some(cu_seqlens), Some(packed)) = (&op.cu_seqlens, problem.packed) else {
         let entry = |b| Sequence {
             entry: b,
@@ -80,7 +81,7 @@ fn sequences(op: &Attention<'_>, problem: &AttentionProblem, stream: &Stream) ->
             k: b * k.batch,
             v: b * v.batch,
             o: b * o.batch,
-            lse: b * lse.batch,
+            lse: b * lse_batch,
             seqlen_q,
             seqlen_kv,
         };
@@ -181,8 +182,8 @@ impl<T: Float> Outputs<'_, T> {
         for (query, row) in task.queries.clone().zip(o.chunks_exact(problem.head_dim)) {
             self.o[first + query * problem.o.seq..][..row.len()].copy_from_slice(row);
         }
-        if let Some(target) = &mut self.lse {
-            let first = task.sequence.lse + task.head * problem.lse.head + task.queries.start;
+        if let (Some(target), Some(strides)) = (&mut self.lse, problem.lse) {
+            let first = task.sequence.lse + task.head * strides.head + task.queries.start;
             target[first..][..lse.len()].copy_from_slice(lse);
         }
     }
