@@ -38,6 +38,7 @@ mod stream;
 mod tensor;
 mod tensor_map;
 mod tile_counter;
+mod turns;
 mod view;
 mod view_mut;
 
@@ -54,7 +55,7 @@ pub use launch::LaunchConfig;
 pub use layout::{Layout, MAX_RANK};
 pub use operands::{
     AttentionFwdOperands, BlockMaskBuildOperands, BlockMaskOperands, BlockScoresOperands, BsrMatmulOperands,
-    BsrParts, BsrPlanGroups, BsrPlanOperands, BsrReblockOperands, BsrSddmmOperands,
+    BsrParts, BsrPartsMemory, BsrPlanGroups, BsrPlanOperands, BsrReblockOperands, BsrSddmmOperands,
 };
 pub use probe::PROBE_CHUNK_BYTES;
 pub use stream::Stream;
