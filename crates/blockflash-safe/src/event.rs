@@ -31,9 +31,10 @@ struct CudaEvent {
 }
 
 impl CudaEvent {
-    fn record(&self, session: &Session<'_>) -> Result<()> {
-        // SAFETY: 1. The context of both is current. 2. Both live: they are borrowed.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(self.raw.0, session.raw()) })
+    /// The stream lives, and its context is current.
+    fn record(&self, stream: sys::CUstream) -> Result<()> {
+        // SAFETY: 1. The context of both is current. 2. Both live: the event is borrowed, the stream is the caller's word.
+        check("cuEventRecord", unsafe { sys::cuEventRecord(self.raw.0, stream) })
     }
 
     fn hold(&self, session: &Session<'_>) -> Result<()> {
@@ -93,7 +94,7 @@ impl Event {
             Kind::Cuda(event) => {
                 let mut captured = lock(&event.captured);
                 let Some(session) = stream.session()? else { return Ok(()) };
-                event.record(&session)?;
+                event.record(session.raw())?;
                 *captured = session.capture_number();
             }
         }
@@ -183,14 +184,21 @@ impl Event {
 
     /// A mark behind everything that is queued on `stream` now; `None` while it is being captured, here or elsewhere.
     pub(crate) fn mark(stream: &Stream) -> Result<Option<Event>> {
-        let mark = Event::new(stream.device(), false)?;
-        if let (Kind::Cuda(event), Some(session)) = (&mark.kind, stream.session()?) {
-            if session.is_capturing()? {
-                return Ok(None);
-            }
-            event.record(&session)?;
+        match stream.session()? {
+            Some(session) if session.is_capturing()? => Ok(None),
+            Some(session) => Event::behind(stream.device(), session.raw()).map(Some),
+            None => Event::new(stream.device(), false).map(Some),
         }
-        Ok(Some(mark))
+    }
+
+    /// A mark behind everything that is queued on a stream of the device now, which lives, is not being captured, and whose
+    /// context is current.
+    pub(crate) fn behind(device: &Device, stream: sys::CUstream) -> Result<Event> {
+        let mark = Event::new(device, false)?;
+        if let Kind::Cuda(event) = &mark.kind {
+            event.record(stream)?;
+        }
+        Ok(mark)
     }
 
     /// Lets a stream that is not being captured wait for what [`mark`](Self::mark) has returned.

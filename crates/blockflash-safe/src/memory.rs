@@ -1,7 +1,7 @@
 //! Owned memory: aligned host memory, and device memory that lives exactly as long as work needs it.
 
-use crate::driver::check;
-use crate::stream::{Kept, Session};
+use crate::driver::{Relaxed, check};
+use crate::stream::{Kept, Session, User};
 use crate::turns::Turn;
 use crate::{Error, Event, Result, Stream, lock};
 use cudarc::driver::sys;
@@ -47,7 +47,7 @@ pub(crate) struct DeviceMemory {
     ptr: u64,
     home: Stream,
     /// Streams other than the home that have used the memory.
-    users: Mutex<Vec<Stream>>,
+    users: Mutex<Vec<User>>,
     /// For memory that only one piece of work may use at a time.
     turn: Option<Turn>,
 }
@@ -118,7 +118,7 @@ impl Kept for DeviceMemory {
             return Ok(());
         }
         let mut users = lock(&self.users);
-        if users.iter().any(|user| user.is_same_queue(stream)) {
+        if users.iter().any(|user| user.is(stream)) {
             return Ok(());
         }
         if self.home.is_capturing()? {
@@ -135,7 +135,10 @@ impl Kept for DeviceMemory {
         } else {
             stream.wait_for(&self.home)?;
         }
-        users.push(stream.clone());
+        // A program may use as many streams as it likes one after another. Asking is no danger to captures of other threads.
+        let _relaxed = Relaxed::enter()?;
+        users.retain(|user| !user.is_over());
+        users.push(stream.user());
         Ok(())
     }
 
@@ -145,13 +148,13 @@ impl Kept for DeviceMemory {
 }
 
 /// Lets `home` wait for `users`, unless one of them is being captured: `what` would become part of the graph.
-fn gather(home: &Stream, users: &[Stream], what: &'static str) -> Result<()> {
-    for stream in users.iter().chain([home]) {
+fn gather(home: &Stream, users: &[User], what: &'static str) -> Result<()> {
+    for stream in users.iter().filter_map(User::stream).chain([home.clone()]) {
         if stream.is_capturing()? {
             return Err(Error::InCapture { what });
         }
     }
-    users.iter().try_for_each(|user| home.wait_for(user))
+    users.iter().try_for_each(|user| user.precede(home))
 }
 
 impl Drop for DeviceMemory {
@@ -165,7 +168,7 @@ impl Drop for DeviceMemory {
 pub(crate) struct Freed {
     ptr: u64,
     home: Stream,
-    users: Vec<Stream>,
+    users: Vec<User>,
 }
 
 /// Memory that could not be freed yet, because one of its streams was being captured.

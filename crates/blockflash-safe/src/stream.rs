@@ -1,5 +1,5 @@
 use crate::context::{Bound, Context};
-use crate::driver::{Handle, check};
+use crate::driver::{Handle, check, is_captured};
 use crate::tile_counter::{Slot, TileCounters};
 use crate::{Device, Error, Event, Result, lock};
 use cudarc::driver::sys;
@@ -7,13 +7,13 @@ use std::ffi::c_void;
 use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 
 /// A queue of work on a device. Clones are the same queue.
 #[derive(Clone)]
 pub struct Stream(Arc<Inner>);
 
-struct Inner {
+pub(crate) struct Inner {
     device: Device,
     /// `None` on the CPU.
     queue: Option<Queue>,
@@ -28,27 +28,94 @@ struct Queue {
     owned: bool,
     /// For launches that are not captured, from the first one on that counts tiles.
     counter: OnceLock<Slot>,
+    end: Arc<End>,
 }
+
+/// For a stream of ours that is gone: a mark behind its last work, unless none could be made.
+type End = OnceLock<Option<Event>>;
 
 impl Queue {
     fn new(context: &'static Context, raw: sys::CUstream, owned: bool) -> Queue {
-        Queue { context, raw: Handle(raw), owned, counter: OnceLock::new() }
+        Queue { context, raw: Handle(raw), owned, counter: OnceLock::new(), end: Arc::default() }
     }
 }
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        if self.owned
-            && let Ok(_bound) = self.context.bind()
-        {
-            if let Some(counter) = self.counter.get() {
-                counter.give_back_behind(self.raw.0);
+        if !self.owned {
+            return;
+        }
+        let mut end = None;
+        if let Ok(_bound) = self.context.bind() {
+            // What is queued on a captured stream becomes a part of the graph: then the counters stay taken, and memory that
+            // was used on the stream is not freed.
+            if is_captured(self.raw.0).is_ok_and(|captured| !captured) {
+                if let Some(counter) = self.counter.get() {
+                    counter.give_back_behind(self.raw.0);
+                }
+                if Arc::strong_count(&self.end) > 1 {
+                    end = Event::behind(&Device::with_context(self.context), self.raw.0).ok();
+                }
             }
             // SAFETY:
             // 1. We created the stream, and this is its only owner: it is destroyed once.
             // 2. Work that is still queued is finished by the driver before the stream's resources go.
             // An error has no one to be reported to.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.raw.0) };
+        }
+        // Nobody else sets it.
+        let _ = self.end.set(end);
+    }
+}
+
+/// A stream that memory was used on. One of ours is not kept alive by that, so that it may go before the memory.
+#[derive(Clone)]
+pub(crate) enum User {
+    Own {
+        stream: Weak<Inner>,
+        end: Arc<End>,
+    },
+    /// Of somebody else: it outlives the memory, by point 2 of `from_raw`.
+    Foreign(Stream),
+}
+
+impl User {
+    pub(crate) fn is(&self, stream: &Stream) -> bool {
+        match self {
+            // By identity: when a stream is gone another one may get its handle.
+            User::Own { stream: own, .. } => ptr::eq(own.as_ptr(), Arc::as_ptr(&stream.0)),
+            User::Foreign(foreign) => foreign.is_same_queue(stream),
+        }
+    }
+
+    /// While it exists.
+    pub(crate) fn stream(&self) -> Option<Stream> {
+        match self {
+            User::Own { stream, .. } => stream.upgrade().map(Stream),
+            User::Foreign(foreign) => Some(foreign.clone()),
+        }
+    }
+
+    /// Lets `stream` wait for what was queued on this one.
+    pub(crate) fn precede(&self, stream: &Stream) -> Result<()> {
+        if let Some(user) = self.stream() {
+            return stream.wait_for(&user);
+        }
+        let User::Own { end, .. } = self else { return Ok(()) };
+        // Set at the end of the drop that has begun, since the stream is gone.
+        match end.wait() {
+            Some(end) => stream.wait(end),
+            None => Err(Error::InCapture { what: "waiting for a stream that was destroyed" }),
+        }
+    }
+
+    /// Whether the stream is gone and its work done: nothing has to be waited for.
+    pub(crate) fn is_over(&self) -> bool {
+        match self {
+            User::Own { end, .. } => {
+                end.get().and_then(Option::as_ref).is_some_and(|end| end.is_done().unwrap_or(false))
+            }
+            User::Foreign(_) => false,
         }
     }
 }
@@ -153,6 +220,16 @@ impl Stream {
         Arc::ptr_eq(&self.0, &other.0) || (self.device() == other.device() && self.raw() == other.raw())
     }
 
+    /// To be noted by memory that is used on the stream, which is not that of the CPU.
+    pub(crate) fn user(&self) -> User {
+        match &self.0.queue {
+            Some(Queue { owned: true, end, .. }) => {
+                User::Own { stream: Arc::downgrade(&self.0), end: Arc::clone(end) }
+            }
+            _ => User::Foreign(self.clone()),
+        }
+    }
+
     /// Opens the stream for queueing; `None` on the CPU. Two sessions are never open in one thread: they hold locks.
     pub(crate) fn session(&self) -> Result<Option<Session<'_>>> {
         let Some(queue) = &self.0.queue else { return Ok(None) };
@@ -248,15 +325,7 @@ impl Session<'_> {
         if self.capture.is_some() {
             return Ok(true);
         }
-        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: 1. The stream lives and its context is current. 2. The pointer is valid for writes during the call.
-        let code = unsafe { sys::cuStreamIsCapturing(self.raw(), &mut status) };
-        // Asking the legacy default stream while a blocking stream is captured is an error that means "in a way, yes".
-        if code == sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
-            return Ok(true);
-        }
-        check("cuStreamIsCapturing", code)?;
-        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+        is_captured(self.raw())
     }
 
     /// Refuses what a graph cannot replay.

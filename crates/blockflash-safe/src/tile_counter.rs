@@ -6,11 +6,9 @@
 //! and its work done, that of a capture when the graph, all executable graphs made of it and their launches are.
 
 use crate::context::Context;
-use crate::driver::check;
+use crate::driver::{Relaxed, check};
 use crate::{Error, Result, lock};
-use cudarc::driver::sys::{
-    self, CUgraph, CUresult, CUstream, CUstreamCaptureMode as Mode, CUstreamCaptureStatus as Status,
-};
+use cudarc::driver::sys::{self, CUgraph, CUresult, CUstream, CUstreamCaptureStatus as Status};
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::ptr;
@@ -136,16 +134,9 @@ impl Slot {
         ptr::without_provenance_mut(self.counters.address as usize + self.index * SLOT_BYTES)
     }
 
-    /// Gives the slot back when everything that is queued on the stream is done. Its context is current, and nothing more
-    /// will be queued that uses the slot.
+    /// Gives the slot back when everything that is queued on the stream is done, which is not being captured. Its context is
+    /// current, and nothing more will be queued that uses the slot.
     pub(crate) fn give_back_behind(self, stream: CUstream) {
-        let mut status = Status::CU_STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: 1. The stream lives and its context is current. 2. The pointer is valid for writes during the call.
-        let code = unsafe { sys::cuStreamIsCapturing(stream, &mut status) };
-        if code != CUresult::CUDA_SUCCESS || status != Status::CU_STREAM_CAPTURE_STATUS_NONE {
-            // The return would become part of a graph. Whether the work is done is unknown, so the slot stays taken.
-            return;
-        }
         let lease = Box::into_raw(Box::new(Lease { slot: self, capture: None }));
         // SAFETY:
         // 1. The stream lives and its context is current.
@@ -244,25 +235,6 @@ fn zeroed(bytes: usize) -> Result<u64> {
     // SAFETY: we created the stream, and this is its only owner. An error has no one to be reported to.
     let _ = unsafe { sys::cuStreamDestroy_v2(stream) };
     filled
-}
-
-/// While it lives, calls of this thread do not disturb captures.
-struct Relaxed(Mode);
-
-impl Relaxed {
-    fn enter() -> Result<Relaxed> {
-        let mut mode = Mode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the pointer is valid for reads and writes during the call, which swaps the thread's mode with it.
-        let code = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
-        check("cuThreadExchangeStreamCaptureMode", code).map(|()| Relaxed(mode))
-    }
-}
-
-impl Drop for Relaxed {
-    fn drop(&mut self) {
-        // SAFETY: as in `enter`. An error has no one to be reported to.
-        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut self.0) };
-    }
 }
 
 #[cfg(test)]
