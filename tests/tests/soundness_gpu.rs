@@ -1,4 +1,5 @@
-//! What safe programs may do with graphs, streams and workspaces, however often and in whatever order.
+//! What safe programs may do with graphs, streams and workspaces, however often and in whatever
+//! order.
 #![forbid(unsafe_code)]
 
 use blockflash_ops::bsr_matmul::{BsrMatmul, BsrMatrix, BsrWorkspace};
@@ -20,7 +21,8 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A block row of this many blocks of 64 × 64 and a short one, times a matrix of `value`. All sums are small integers.
+/// A block row of this many blocks of 64 × 64 and a short one, times a matrix of `value`. All sums
+/// are small integers.
 struct Product {
     a: BsrMatrix,
     b: Tensor,
@@ -74,7 +76,8 @@ impl Product {
     }
 }
 
-/// Kernels for the product that count tiles, and compute long ones in parts: there are none but on Hopper.
+/// Kernels for the product that count tiles, and compute long ones in parts: there are none but on
+/// Hopper.
 fn counting(gpu: &Gpu, product: &mut Product) -> Vec<&'static Row> {
     let splits = |row: &&Row| matches!(&row.variant, Variant::BsrMatmulHopper(tile) if tile.splits());
     let rows: Vec<&Row> = gpu.rows().filter(splits).collect();
@@ -193,7 +196,8 @@ fn a_graph_is_not_launched_into_a_capture() {
     product.check(stream, "after the refusal");
 }
 
-/// Another stream cannot wait for one that is being captured: an error, and neither a wait without end nor a broken capture.
+/// Another stream cannot wait for one that is being captured: an error, and neither a wait without
+/// end nor a broken capture.
 #[test]
 fn a_workspace_that_a_captured_stream_used_last() {
     let Some(gpu) = gpu("soundness_gpu::a_workspace_that_a_captured_stream_used_last") else { return };

@@ -100,9 +100,11 @@ unsafe impl<T> Sync for Handle<T> {}
 /// Whether a stream of the current context is being captured into a graph, by whomever.
 pub(crate) fn is_captured(stream: sys::CUstream) -> Result<bool> {
     let mut status = CaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-    // SAFETY: 1. The stream lives and its context is current. 2. The pointer is valid for writes during the call.
+    // SAFETY: 1. The stream lives and its context is current. 2. The pointer is valid for writes
+    // during the call.
     let code = unsafe { sys::cuStreamIsCapturing(stream, &mut status) };
-    // Asking the legacy default stream while a blocking stream is captured is an error that means "in a way, yes".
+    // Asking the legacy default stream while a blocking stream is captured is an error that means
+    // "in a way, yes".
     if code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
         return Ok(true);
     }
@@ -116,7 +118,8 @@ pub(crate) struct Relaxed(CaptureMode);
 impl Relaxed {
     pub(crate) fn enter() -> Result<Relaxed> {
         let mut mode = CaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the pointer is valid for reads and writes during the call, which swaps the thread's mode with it.
+        // SAFETY: the pointer is valid for reads and writes during the call, which swaps the
+        // thread's mode with it.
         let code = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
         check("cuThreadExchangeStreamCaptureMode", code).map(|()| Relaxed(mode))
     }

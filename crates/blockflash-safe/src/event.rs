@@ -25,20 +25,23 @@ enum Kind {
 struct CudaEvent {
     context: &'static Context,
     raw: Handle<sys::CUevent_st>,
-    /// The number of the capture that the mark was last recorded in. The lock is held while the event is recorded or waited
-    /// for, so that this is true of the mark that is meant; it is taken before that of a stream.
+    /// The number of the capture that the mark was last recorded in. The lock is held while the
+    /// event is recorded or waited for, so that this is true of the mark that is meant; it is taken
+    /// before that of a stream.
     captured: Mutex<Option<u64>>,
 }
 
 impl CudaEvent {
     /// The stream lives, and its context is current.
     fn record(&self, stream: sys::CUstream) -> Result<()> {
-        // SAFETY: 1. The context of both is current. 2. Both live: the event is borrowed, the stream is the caller's word.
+        // SAFETY: 1. The context of both is current. 2. Both live: the event is borrowed, the
+        // stream is the caller's word.
         check("cuEventRecord", unsafe { sys::cuEventRecord(self.raw.0, stream) })
     }
 
     fn hold(&self, session: &Session<'_>) -> Result<()> {
-        // SAFETY: 1. The stream's context is current. 2. Stream and event live: both are borrowed. 3. 0: no flags.
+        // SAFETY: 1. The stream's context is current. 2. Stream and event live: both are borrowed.
+        // 3. 0: no flags.
         check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(session.raw(), self.raw.0, 0) })
     }
 }
@@ -182,7 +185,8 @@ impl Event {
         event.hold(&session)
     }
 
-    /// A mark behind everything that is queued on `stream` now; `None` while it is being captured, here or elsewhere.
+    /// A mark behind everything that is queued on `stream` now; `None` while it is being captured,
+    /// here or elsewhere.
     pub(crate) fn mark(stream: &Stream) -> Result<Option<Event>> {
         match stream.session()? {
             Some(session) if session.is_capturing()? => Ok(None),
@@ -191,8 +195,8 @@ impl Event {
         }
     }
 
-    /// A mark behind everything that is queued on a stream of the device now, which lives, is not being captured, and whose
-    /// context is current.
+    /// A mark behind everything that is queued on a stream of the device now, which lives, is not
+    /// being captured, and whose context is current.
     pub(crate) fn behind(device: &Device, stream: sys::CUstream) -> Result<Event> {
         let mark = Event::new(device, false)?;
         if let Kind::Cuda(event) = &mark.kind {

@@ -55,7 +55,8 @@ impl<'s> Capture<'s> {
         Ok(Capture(stream))
     }
 
-    /// Ends the capture. What it keeps is returned even with an error, to be dropped outside of the session.
+    /// Ends the capture. What it keeps is returned even with an error, to be dropped outside of the
+    /// session.
     fn end(&self) -> (Result<GraphTemplate>, Vec<Arc<dyn Kept>>) {
         let mut session = match self.0.session() {
             Ok(Some(session)) => session,
@@ -117,12 +118,13 @@ impl Drop for GraphTemplate {
 }
 
 impl Graph {
-    /// Queues the captured work on a stream of the same device. Launches of one graph run one after the other, whatever
-    /// their streams; so do launches of graphs that use the same [`BsrPartsMemory`](crate::BsrPartsMemory).
+    /// Queues the captured work on a stream of the same device. Launches of one graph run one after
+    /// the other, whatever their streams; so do launches of graphs that use the same
+    /// [`BsrPartsMemory`](crate::BsrPartsMemory).
     ///
     /// # Errors
-    /// [`Error::DeviceMismatch`]; [`Error::InCapture`] while the stream is being captured, here or by another library, or
-    /// the stream that used such memory last; [`Error::Cuda`].
+    /// [`Error::DeviceMismatch`]; [`Error::InCapture`] while the stream is being captured, here or
+    /// by another library, or the stream that used such memory last; [`Error::Cuda`].
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.device.expect(stream.device())?;
         for kept in &self.kept {
@@ -136,8 +138,9 @@ impl Graph {
         // SAFETY:
         // 1. Graph and stream live and belong to the current context.
         // 2. No other call uses the executable graph: its lock is held.
-        // 3. The memory that the captured work uses is alive (`self.kept`, or the promise behind a foreign view), and will
-        //    be freed after this launch: it was prepared for the stream. Where it is used in turns, this launch has them.
+        // 3. The memory that the captured work uses is alive (`self.kept`, or the promise behind a
+        //    foreign view), and will be freed after this launch: it was prepared for the stream.
+        //    Where it is used in turns, this launch has them.
         check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(raw.0, session.raw()) })
     }
 

@@ -69,8 +69,9 @@ impl Stream {
         unsafe { self.queue_kernel(row, config, |session| Ok(params(session)), uses) }
     }
 
-    /// As [`launch_with`](Stream::launch_with), for kernels that count tiles: `params` gets two words that are zero and that
-    /// no other launch uses at the same time. They live as long as the context, and the kernel leaves them zero.
+    /// As [`launch_with`](Stream::launch_with), for kernels that count tiles: `params` gets two
+    /// words that are zero and that no other launch uses at the same time. They live as long as the
+    /// context, and the kernel leaves them zero.
     ///
     /// # Safety
     /// As [`launch`](Stream::launch).
@@ -129,9 +130,10 @@ impl Stream {
         // 2. `launch`, its `count` attributes and `arguments` are valid during the call; the driver copies them and the
         //    parameters before it returns, and writes to none of them.
         // 3. The kernel has exactly one parameter, of the size of `P`: checked above and in `Kernel`.
-        // 4. What the kernel does with its pointers is the caller's promise. The memory behind them is prepared for this
-        //    stream, so it is freed after the kernel; a graph that captures the launch keeps it alive. Where it is used in
-        //    turns, this launch has them, or each launch of the graph takes them.
+        // 4. What the kernel does with its pointers is the caller's promise. The memory behind them
+        //    is prepared for this stream, so it is freed after the kernel; a graph that captures
+        //    the launch keeps it alive. Where it is used in turns, this launch has them, or each
+        //    launch of the graph takes them.
         check("cuLaunchKernelEx", unsafe {
             sys::cuLaunchKernelEx(&launch, kernel.raw.0, arguments.as_mut_ptr(), ptr::null_mut())
         })

@@ -53,7 +53,8 @@ pub(crate) struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// Allocates on the device of `home`, which must be a GPU. `zeroed`: all bytes are 0 before anything else is queued.
+    /// Allocates on the device of `home`, which must be a GPU. `zeroed`: all bytes are 0 before
+    /// anything else is queued.
     pub(crate) fn allocate(home: &Stream, bytes: usize, zeroed: bool) -> Result<DeviceMemory> {
         free_deferred();
         let what = "a stream-ordered allocation";
@@ -79,7 +80,8 @@ impl DeviceMemory {
         let memory = DeviceMemory { ptr, home: home.clone(), users: Mutex::default(), turn: None };
         if zeroed && bytes > 0 {
             // SAFETY:
-            // 1. The memory was just allocated in the order of this stream, with so many bytes, and is used by nobody else.
+            // 1. The memory was just allocated in the order of this stream, with so many bytes, and
+            //    is used by nobody else.
             // 2. The stream lives and its context is current.
             let code = unsafe { sys::cuMemsetD8Async(ptr, 0, bytes, session.raw()) };
             if let Err(error) = check("cuMemsetD8Async", code) {
@@ -135,7 +137,8 @@ impl Kept for DeviceMemory {
         } else {
             stream.wait_for(&self.home)?;
         }
-        // A program may use as many streams as it likes one after another. Asking is no danger to captures of other threads.
+        // A program may use as many streams as it likes one after another. Asking is no danger to
+        // captures of other threads.
         let _relaxed = Relaxed::enter()?;
         users.retain(|user| !user.is_over());
         users.push(stream.user());

@@ -7,13 +7,18 @@ use std::ffi::c_void;
 use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+
+mod user;
+
+use user::End;
+pub(crate) use user::User;
 
 /// A queue of work on a device. Clones are the same queue.
 #[derive(Clone)]
 pub struct Stream(Arc<Inner>);
 
-pub(crate) struct Inner {
+struct Inner {
     device: Device,
     /// `None` on the CPU.
     queue: Option<Queue>,
@@ -31,9 +36,6 @@ struct Queue {
     end: Arc<End>,
 }
 
-/// For a stream of ours that is gone: a mark behind its last work, unless none could be made.
-type End = OnceLock<Option<Event>>;
-
 impl Queue {
     fn new(context: &'static Context, raw: sys::CUstream, owned: bool) -> Queue {
         Queue { context, raw: Handle(raw), owned, counter: OnceLock::new(), end: Arc::default() }
@@ -47,8 +49,8 @@ impl Drop for Queue {
         }
         let mut end = None;
         if let Ok(_bound) = self.context.bind() {
-            // What is queued on a captured stream becomes a part of the graph: then the counters stay taken, and memory that
-            // was used on the stream is not freed.
+            // What is queued on a captured stream becomes a part of the graph: then the counters
+            // stay taken, and memory that was used on the stream is not freed.
             if is_captured(self.raw.0).is_ok_and(|captured| !captured) {
                 if let Some(counter) = self.counter.get() {
                     counter.give_back_behind(self.raw.0);
@@ -65,58 +67,6 @@ impl Drop for Queue {
         }
         // Nobody else sets it.
         let _ = self.end.set(end);
-    }
-}
-
-/// A stream that memory was used on. One of ours is not kept alive by that, so that it may go before the memory.
-#[derive(Clone)]
-pub(crate) enum User {
-    Own {
-        stream: Weak<Inner>,
-        end: Arc<End>,
-    },
-    /// Of somebody else: it outlives the memory, by point 2 of `from_raw`.
-    Foreign(Stream),
-}
-
-impl User {
-    pub(crate) fn is(&self, stream: &Stream) -> bool {
-        match self {
-            // By identity: when a stream is gone another one may get its handle.
-            User::Own { stream: own, .. } => ptr::eq(own.as_ptr(), Arc::as_ptr(&stream.0)),
-            User::Foreign(foreign) => foreign.is_same_queue(stream),
-        }
-    }
-
-    /// While it exists.
-    pub(crate) fn stream(&self) -> Option<Stream> {
-        match self {
-            User::Own { stream, .. } => stream.upgrade().map(Stream),
-            User::Foreign(foreign) => Some(foreign.clone()),
-        }
-    }
-
-    /// Lets `stream` wait for what was queued on this one.
-    pub(crate) fn precede(&self, stream: &Stream) -> Result<()> {
-        if let Some(user) = self.stream() {
-            return stream.wait_for(&user);
-        }
-        let User::Own { end, .. } = self else { return Ok(()) };
-        // Set at the end of the drop that has begun, since the stream is gone.
-        match end.wait() {
-            Some(end) => stream.wait(end),
-            None => Err(Error::InCapture { what: "waiting for a stream that was destroyed" }),
-        }
-    }
-
-    /// Whether the stream is gone and its work done: nothing has to be waited for.
-    pub(crate) fn is_over(&self) -> bool {
-        match self {
-            User::Own { end, .. } => {
-                end.get().and_then(Option::as_ref).is_some_and(|end| end.is_done().unwrap_or(false))
-            }
-            User::Foreign(_) => false,
-        }
     }
 }
 
@@ -139,14 +89,16 @@ impl Stream {
     /// 1. `stream` is a stream of the primary context of `device`, or null; not the per-thread default stream, which is
     ///    another one in each thread.
     /// 2. It outlives the returned value, all its clones, and all tensors that were allocated on or used with them.
-    /// 3. When it is captured by other means than [`Stream::capture`] on this value or its clones, or joins such a capture:
-    ///    the tensors that are used meanwhile outlive the graph and its launches; launches of all that is made of the graph
-    ///    (executable graphs, child graphs) run one after another; and no launch runs at the same time as other work, in
-    ///    this or another graph, with memory that is used in turns ([`BsrPartsMemory`](crate::BsrPartsMemory)) if the
-    ///    capture uses it.
+    /// 3. When it is captured by other means than [`Stream::capture`] on this value or its clones,
+    ///    or joins such a capture: the tensors that are used meanwhile outlive the graph and its
+    ///    launches; launches of all that is made of the graph (executable graphs, child graphs) run
+    ///    one after another; and no launch runs at the same time as other work, in this or another
+    ///    graph, with memory that is used in turns ([`BsrPartsMemory`](crate::BsrPartsMemory)) if
+    ///    the capture uses it.
     ///
-    /// Kernels that count tiles take one of 8192 pairs of counters for each such stream. Nobody says when it is gone, so it
-    /// keeps them for the rest of the process; those of captures return when the graph is gone.
+    /// Kernels that count tiles take one of 8192 pairs of counters for each such stream. Nobody
+    /// says when it is gone, so it keeps them for the rest of the process; those of captures return
+    /// when the graph is gone.
     ///
     /// # Errors
     /// [`Error::NotOnGpu`] for the CPU.
@@ -220,16 +172,6 @@ impl Stream {
         Arc::ptr_eq(&self.0, &other.0) || (self.device() == other.device() && self.raw() == other.raw())
     }
 
-    /// To be noted by memory that is used on the stream, which is not that of the CPU.
-    pub(crate) fn user(&self) -> User {
-        match &self.0.queue {
-            Some(Queue { owned: true, end, .. }) => {
-                User::Own { stream: Arc::downgrade(&self.0), end: Arc::clone(end) }
-            }
-            _ => User::Foreign(self.clone()),
-        }
-    }
-
     /// Opens the stream for queueing; `None` on the CPU. Two sessions are never open in one thread: they hold locks.
     pub(crate) fn session(&self) -> Result<Option<Session<'_>>> {
         let Some(queue) = &self.0.queue else { return Ok(None) };
@@ -246,7 +188,8 @@ impl fmt::Debug for Stream {
 
 /// What queued work uses.
 pub(crate) trait Kept: Send + Sync {
-    /// Must be called before work that uses it is queued on `stream`, and not while a session is open.
+    /// Must be called before work that uses it is queued on `stream`, and not while a session is
+    /// open.
     fn prepare(&self, stream: &Stream) -> Result<()>;
 
     /// For what one piece of work uses at a time (`turns.rs`): the stream that used it last.
@@ -303,7 +246,8 @@ impl Session<'_> {
         }
     }
 
-    /// The tile counters of a kernel that is queued next: those of the stream, or of the graph that it becomes a part of.
+    /// The tile counters of a kernel that is queued next: those of the stream, or of the graph that
+    /// it becomes a part of.
     pub(crate) fn tile_counter(&self) -> Result<*mut u32> {
         let slot = if self.is_capturing()? {
             TileCounters::of(self.context())?.of_capture(self.raw())?

@@ -41,8 +41,8 @@ impl Tensor {
         Tensor::allocate(stream, dtype, shape, true, |memory| memory)
     }
 
-    /// All elements 0, in memory that only one piece of work uses at a time (`turns.rs`). Only launches may use it, which
-    /// take turns; the other methods of tensors do not.
+    /// All elements 0, in memory that only one piece of work uses at a time (`turns.rs`). Only
+    /// launches may use it, which take turns; the other methods of tensors do not.
     pub(crate) fn zeros_in_turns(stream: &Stream, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         Tensor::allocate(stream, dtype, shape, true, DeviceMemory::in_turns)
     }

@@ -1,9 +1,11 @@
 //! Where the blocks of a persistent kernel count which tile is next.
 //!
-//! A kernel leaves its counters as it found them, zero. So launches that run one after another may share a slot: those of one
-//! stream, and those that one capture makes of one stream. Other launches may run at the same time and get slots of their own.
-//! A slot is handed on when nothing can use it any more, and then it is zero again: that of a stream when the stream is gone
-//! and its work done, that of a capture when the graph, all executable graphs made of it and their launches are.
+//! A kernel leaves its counters as it found them, zero. So launches that run one after another may
+//! share a slot: those of one stream, and those that one capture makes of one stream. Other
+//! launches may run at the same time and get slots of their own. A slot is handed on when nothing
+//! can use it any more, and then it is zero again: that of a stream when the stream is gone and its
+//! work done, that of a capture when the graph, all executable graphs made of it and their launches
+//! are.
 
 use crate::context::Context;
 use crate::driver::{Relaxed, check};
@@ -47,8 +49,8 @@ struct Slots {
     /// The last one is taken next.
     free: Vec<usize>,
     captures: HashMap<Capture, usize>,
-    /// Of streams of somebody else, by the driver's number, which is not used twice in a process. Nobody says when they are
-    /// gone, so they keep their slots.
+    /// Of streams of somebody else, by the driver's number, which is not used twice in a process.
+    /// Nobody says when they are gone, so they keep their slots.
     foreign: HashMap<u64, usize>,
 }
 
@@ -107,18 +109,20 @@ impl TileCounters {
     /// The slot of a stream of somebody else, whose context is current.
     pub(crate) fn of_foreign_stream(&'static self, stream: CUstream) -> Result<Slot> {
         let mut number = 0;
-        // SAFETY: 1. The stream lives and its context is current. 2. The pointer is valid for writes.
+        // SAFETY: 1. The stream lives and its context is current. 2. The pointer is valid for
+        // writes.
         check("cuStreamGetId", unsafe { sys::cuStreamGetId(stream, &mut number) })?;
         let index = lock(&self.slots).take_for_stream(number)?;
         Ok(Slot { counters: self, index })
     }
 
-    /// The slot of what a capture makes of a stream, whose context is current, whoever captures. The graph owns the slot.
+    /// The slot of what a capture makes of a stream, whose context is current, whoever captures.
+    /// The graph owns the slot.
     pub(crate) fn of_capture(&'static self, stream: CUstream) -> Result<Slot> {
         let (number, graph) = capture_of(stream)?;
         let capture = Capture { stream: stream as usize, number };
-        // A session keeps other threads from capturing with this value of the stream; another one that wraps the same
-        // `CUstream` would at worst take a second slot.
+        // A session keeps other threads from capturing with this value of the stream; another one
+        // that wraps the same `CUstream` would at worst take a second slot.
         if let Some(&index) = lock(&self.slots).captures.get(&capture) {
             return Ok(Slot { counters: self, index });
         }
@@ -134,8 +138,8 @@ impl Slot {
         ptr::without_provenance_mut(self.counters.address as usize + self.index * SLOT_BYTES)
     }
 
-    /// Gives the slot back when everything that is queued on the stream is done, which is not being captured. Its context is
-    /// current, and nothing more will be queued that uses the slot.
+    /// Gives the slot back when everything that is queued on the stream is done, which is not being
+    /// captured. Its context is current, and nothing more will be queued that uses the slot.
     pub(crate) fn give_back_behind(self, stream: CUstream) {
         let lease = Box::into_raw(Box::new(Lease { slot: self, capture: None }));
         // SAFETY:
@@ -162,15 +166,17 @@ unsafe extern "C" fn give_back(lease: *mut c_void) {
     lock(&slot.counters.slots).give_back(slot.index, capture);
 }
 
-/// Makes a graph that is being captured the owner of a slot. The programming guide on CUDA user objects: executable graphs
-/// take over a copy of every reference, and when they are destroyed keep it until their launches have finished.
+/// Makes a graph that is being captured the owner of a slot. The programming guide on CUDA user
+/// objects: executable graphs take over a copy of every reference, and when they are destroyed keep
+/// it until their launches have finished.
 fn own(graph: CUgraph, lease: Lease) -> Result<()> {
     let lease: *mut c_void = Box::into_raw(Box::new(lease)).cast();
     let mut object = ptr::null_mut();
     let flags = sys::CUuserObject_flags::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC as u32;
     // SAFETY:
     // 1. The pointer is valid for writes during the call.
-    // 2. The driver calls `give_back` once, with the pointer that it expects, when the last reference is gone.
+    // 2. The driver calls `give_back` once, with the pointer that it expects, when the last
+    //    reference is gone.
     let code = unsafe { sys::cuUserObjectCreate(&mut object, lease, Some(give_back), 1, flags) };
     if let Err(error) = check("cuUserObjectCreate", code) {
         // SAFETY: there is no object, so nobody else uses the lease.
@@ -179,12 +185,13 @@ fn own(graph: CUgraph, lease: Lease) -> Result<()> {
     }
     let flags = sys::CUuserObjectRetain_flags::CU_GRAPH_USER_OBJECT_MOVE as u32;
     // SAFETY:
-    // 1. The graph is being captured, by a capture that this thread is about to add a kernel to: it lives, and the driver
-    //    allows everything with it but to destroy it and to remove nodes.
+    // 1. The graph is being captured, by a capture that this thread is about to add a kernel to: it
+    //    lives, and the driver allows everything with it but to destroy it and to remove nodes.
     // 2. The object was just created, with one reference, which is ours and is moved.
     let code = unsafe { sys::cuGraphRetainUserObject(graph, object, 1, flags) };
     check("cuGraphRetainUserObject", code).inspect_err(|_| {
-        // SAFETY: the reference was not moved, so it is still ours. Releasing it gives the slot back.
+        // SAFETY: the reference was not moved, so it is still ours. Releasing it gives the slot
+        // back.
         let _ = unsafe { sys::cuUserObjectRelease(object, 1) };
     })
 }

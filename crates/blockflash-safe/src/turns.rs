@@ -1,8 +1,8 @@
 //! Memory that only one piece of queued work uses at a time, whatever streams it is queued on.
 //!
-//! Whoever queues such work takes a turn with the memory: the stream waits for what the stream that used it last has queued,
-//! and nobody else takes a turn until the work is queued. What is captured does not run, so it takes no turns; each launch of
-//! the graph takes them.
+//! Whoever queues such work takes a turn with the memory: the stream waits for what the stream that
+//! used it last has queued, and nobody else takes a turn until the work is queued. What is captured
+//! does not run, so it takes no turns; each launch of the graph takes them.
 
 use crate::stream::Session;
 use crate::{Error, Event, Result, Stream, lock};
@@ -26,7 +26,8 @@ enum Before {
     Own,
     /// What another stream has queued.
     Mark(Event),
-    /// What another stream has queued, which is being captured: nobody outside of the capture can wait for that stream.
+    /// What another stream has queued, which is being captured: nobody outside of the capture can
+    /// wait for that stream.
     Captured,
 }
 
@@ -45,7 +46,8 @@ impl<'m> Turns<'m> {
         Ok(Turns(taken.collect::<Result<_>>()?))
     }
 
-    /// Lets the stream of the session wait for its turns. What is queued next in the session may use the memory.
+    /// Lets the stream of the session wait for its turns. What is queued next in the session may
+    /// use the memory.
     pub(crate) fn begin(&mut self, session: &Session<'_>, stream: &Stream) -> Result<()> {
         if self.0.is_empty() || session.is_capturing()? {
             return Ok(());
@@ -66,7 +68,8 @@ impl<'m> Turns<'m> {
     }
 }
 
-/// Each turn once, in one order for all threads: so two that take the same ones never wait for each other.
+/// Each turn once, in one order for all threads: so two that take the same ones never wait for each
+/// other.
 fn in_order<'m>(turns: impl Iterator<Item = &'m Turn>) -> Vec<&'m Turn> {
     let mut turns: Vec<&Turn> = turns.collect();
     turns.sort_by_key(|turn| ptr::from_ref(*turn).addr());

@@ -16,9 +16,10 @@ pub(super) const MOST_PARTS: usize = BLOCKFLASH_BSR_PARTS as usize;
 /// workspace, which add in one go. Kernels that cannot use it leave it alone: those for other GPUs than Hopper, and the CPU, for which it
 /// has no memory.
 ///
-/// Any number of calls, streams and captured graphs may share one. They use it one after another: a call, or a launch of a
-/// graph, waits on its stream for what the stream that used the workspace last has queued. So streams that are to compute at
-/// the same time have a workspace each. While that last stream is being captured, other streams get
+/// Any number of calls, streams and captured graphs may share one. They use it one after another: a
+/// call, or a launch of a graph, waits on its stream for what the stream that used the workspace
+/// last has queued. So streams that are to compute at the same time have a workspace each. While
+/// that last stream is being captured, other streams get
 /// [`InCapture`](blockflash_safe::Error::InCapture).
 ///
 /// ```

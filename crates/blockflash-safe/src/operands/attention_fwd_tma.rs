@@ -23,8 +23,9 @@ impl Stream {
     /// another.
     ///
     /// # Errors
-    /// As [`launch_attention_fwd`](Stream::launch_attention_fwd); [`Error::TensorMap`] for strides that a tensor map cannot have;
-    /// [`Error::TileCounters`] when other streams and graphs have all counters.
+    /// As [`launch_attention_fwd`](Stream::launch_attention_fwd); [`Error::TensorMap`] for strides
+    /// that a tensor map cannot have; [`Error::TileCounters`] when other streams and graphs have
+    /// all counters.
     pub fn launch_attention_fwd_tma(
         &self,
         row: &Row,

@@ -61,10 +61,12 @@ impl Stream {
         let params = with_parts(whole_tiles, operands.parts.as_ref());
         // SAFETY:
         // 1. The row is a Hopper variant of BSR matmul, whose parameter struct this is.
-        // 2. As in `launch_bsr_matmul`, also for `block_idx`. What is read through a tensor map lies inside the view that it was encoded
-        //    from; whole blocks that are copied without one lie where `row_ptr` says, in a view that starts at a multiple of 16 bytes (`fit`).
-        //    The tile counter is that of `launch_counting`. No other launch uses the memory of parts at the same time either, which
-        //    is used in turns, and there is room for as many as `begin` says (`split`).
+        // 2. As in `launch_bsr_matmul`, also for `block_idx`. What is read through a tensor map
+        //    lies inside the view that it was encoded from; whole blocks that are copied without
+        //    one lie where `row_ptr` says, in a view that starts at a multiple of 16 bytes (`fit`).
+        //    The tile counter is that of `launch_counting`. No other launch uses the memory of
+        //    parts at the same time either, which is used in turns, and there is room for as many
+        //    as `begin` says (`split`).
         // 3. `c` is borrowed exclusively.
         unsafe {
             self.launch_counting(

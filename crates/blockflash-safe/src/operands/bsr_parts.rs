@@ -7,19 +7,23 @@ use blockflash_sys::params::BLOCKFLASH_BSR_PARTS;
 /// In which parts the long tiles of a BSR matmul are computed, and where their sums lie meanwhile.
 #[derive(Clone, Copy, Debug)]
 pub struct BsrParts<'a> {
-    /// Tiles of more blocks, or stages where the kernel has a plan of these, are computed in several parts. Positive.
+    /// Tiles of more blocks, or stages where the kernel has a plan of these, are computed in
+    /// several parts. Positive.
     pub steps: i32,
-    /// At `[p]` begin, in the order of all parts, the block rows (or their groups) that may have a part `p`: the first ones in
-    /// `row_order`, as many as there are up to `[p - 1]`. Descends to 0. The caller knows that these are all that have one.
+    /// At `[p]` begin, in the order of all parts, the block rows (or their groups) that may have a
+    /// part `p`: the first ones in `row_order`, as many as there are up to `[p - 1]`. Descends to
+    /// zero. The caller knows that these are all that have one.
     pub begin: [i32; BLOCKFLASH_BSR_PARTS as usize],
     /// Room for `begin[0]·tiles_n` tiles.
     pub memory: &'a BsrPartsMemory,
 }
 
-/// Memory in which the multiprocessors that share a tile leave their sums, and words that say that they are there.
+/// Memory in which the multiprocessors that share a tile leave their sums, and words that say that
+/// they are there.
 ///
-/// A word that another launch resets would be waited for without end. So launches use it one after another, whatever their
-/// streams: each waits for what the stream that used the memory last has queued, and so does a [`Graph`](crate::Graph) with it.
+/// A word that another launch resets would be waited for without end. So launches use it one after
+/// another, whatever their streams: each waits for what the stream that used the memory last has
+/// queued, and so does a [`Graph`](crate::Graph) with it.
 #[derive(Debug)]
 pub struct BsrPartsMemory {
     /// Sums, then words. Only kernels use it, and leave the words as zeros.
@@ -29,7 +33,8 @@ pub struct BsrPartsMemory {
 }
 
 impl BsrPartsMemory {
-    /// Room for so many sums of 32 bits, as many as tiles have elements, and for so many words, one per warp that computes.
+    /// Room for so many sums of 32 bits, as many as tiles have elements, and for so many words, one
+    /// per warp that computes.
     ///
     /// # Errors
     /// As [`Tensor::zeros`].

@@ -125,7 +125,8 @@ fn tensors_may_be_dropped_in_a_capture() -> Result<()> {
 fn a_graph_is_not_launched_into_a_capture_of_others() -> Result<()> {
     let Some(device) = gpu("a_graph_is_not_launched_into_a_capture_of_others") else { return Ok(()) };
     let stream = device.stream()?;
-    // SAFETY: 1. A stream of the device's primary context. 2. `stream` outlives it. 3. The capture below uses no tensors.
+    // SAFETY: 1. A stream of the device's primary context. 2. `stream` outlives it. 3. The capture
+    // below uses no tensors.
     let somebody = unsafe { Stream::from_raw(&device, stream.raw())? };
     let empty: Graph = stream.capture(|_| Ok::<(), Error>(()))?;
     let captured = somebody.capture(|_| -> Result<()> {
