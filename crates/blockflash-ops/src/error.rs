@@ -145,13 +145,6 @@ pub enum Error {
         found: Device,
     },
 
-    /// An operand may only be used on the stream that it was made for.
-    #[error("the {what} was made for another stream")]
-    OtherStream {
-        /// The operand.
-        what: &'static str,
-    },
-
     /// A prepared call was used for another problem or on another device.
     #[error("this {op} call differs from the prepared one in sizes, strides, types, options or device")]
     NotPrepared {

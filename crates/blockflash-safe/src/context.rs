@@ -2,8 +2,6 @@
 
 use crate::driver::{Handle, check, initialise};
 use crate::kernel::Kernel;
-use crate::memory::Freed;
-use crate::tile_counter::TileCounters;
 use crate::{CudaProperties, Error, Result, Row, lock};
 use cudarc::driver::sys::{self, CUdevice_attribute};
 use std::collections::HashMap;
@@ -22,10 +20,6 @@ pub(crate) struct Context {
     pub(crate) has_memory_pools: bool,
     /// Kernels by row: a hash of a few integers per launch, no strings.
     pub(crate) kernels: RwLock<HashMap<Row, Arc<Kernel>>>,
-    /// Memory that could not be freed yet, because one of its streams was being captured.
-    pub(crate) deferred: Mutex<Vec<Freed>>,
-    /// What blocks of threads count the tiles with that they take.
-    pub(crate) tile_counters: TileCounters,
     raw: Handle<sys::CUctx_st>,
 }
 
@@ -50,15 +44,7 @@ impl Context {
         let mut raw = ptr::null_mut();
         // SAFETY: 1. `device` comes from the driver. 2. The pointer is valid for writes during the call.
         check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&mut raw, device) })?;
-        Ok(Context {
-            ordinal,
-            properties,
-            has_memory_pools,
-            kernels: RwLock::default(),
-            deferred: Mutex::default(),
-            tile_counters: TileCounters::default(),
-            raw: Handle(raw),
-        })
+        Ok(Context { ordinal, properties, has_memory_pools, kernels: RwLock::default(), raw: Handle(raw) })
     }
 
     pub(crate) fn raw(&self) -> sys::CUcontext {

@@ -1,7 +1,9 @@
 //! The driver library: is it there, is it new enough, and what its error codes mean.
 
 use crate::{Error, Result};
-use cudarc::driver::sys::{self, CUresult};
+use cudarc::driver::sys::{
+    self, CUresult, CUstreamCaptureMode as CaptureMode, CUstreamCaptureStatus as CaptureStatus,
+};
 use std::sync::OnceLock;
 
 /// The CUDA version that the driver must support (`1000 * major + 10 * minor`): that of the compiler of the kernel images.
@@ -94,3 +96,38 @@ pub(crate) struct Handle<T>(pub(crate) *mut T);
 unsafe impl<T> Send for Handle<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Handle<T> {}
+
+/// Whether a stream of the current context is being captured into a graph, by whomever.
+pub(crate) fn is_captured(stream: sys::CUstream) -> Result<bool> {
+    let mut status = CaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: 1. The stream lives and its context is current. 2. The pointer is valid for writes
+    // during the call.
+    let code = unsafe { sys::cuStreamIsCapturing(stream, &mut status) };
+    // Asking the legacy default stream while a blocking stream is captured is an error that means
+    // "in a way, yes".
+    if code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
+        return Ok(true);
+    }
+    check("cuStreamIsCapturing", code)?;
+    Ok(status != CaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+}
+
+/// While it lives, calls of this thread do not disturb captures.
+pub(crate) struct Relaxed(CaptureMode);
+
+impl Relaxed {
+    pub(crate) fn enter() -> Result<Relaxed> {
+        let mut mode = CaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the pointer is valid for reads and writes during the call, which swaps the
+        // thread's mode with it.
+        let code = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
+        check("cuThreadExchangeStreamCaptureMode", code).map(|()| Relaxed(mode))
+    }
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        // SAFETY: as in `enter`. An error has no one to be reported to.
+        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut self.0) };
+    }
+}

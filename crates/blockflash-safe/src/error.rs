@@ -189,6 +189,14 @@ pub enum Error {
         /// What was asked for.
         what: &'static str,
     },
+    /// Streams and captured graphs that launch persistent kernels have a pair of counters each, and
+    /// none is left. They return some time after a stream or a graph was dropped and its work is
+    /// done.
+    #[error("all {limit} pairs of tile counters are in use, one by each stream and each captured graph")]
+    TileCounters {
+        /// How many a GPU has.
+        limit: usize,
+    },
     /// An event that has not been recorded, or was created without timing.
     #[error("the event {what}")]
     Event {

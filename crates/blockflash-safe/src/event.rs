@@ -1,5 +1,6 @@
 use crate::context::Context;
 use crate::driver::{Handle, check};
+use crate::stream::Session;
 use crate::{Device, Error, Result, Stream, lock};
 use cudarc::driver::sys;
 use std::ptr;
@@ -24,9 +25,25 @@ enum Kind {
 struct CudaEvent {
     context: &'static Context,
     raw: Handle<sys::CUevent_st>,
-    /// Whether the mark was last recorded in a capture. The lock is held while the event is recorded or waited for, so that
-    /// this is true of the mark that is meant; it is taken before that of a stream.
-    captured: Mutex<bool>,
+    /// The number of the capture that the mark was last recorded in. The lock is held while the
+    /// event is recorded or waited for, so that this is true of the mark that is meant; it is taken
+    /// before that of a stream.
+    captured: Mutex<Option<u64>>,
+}
+
+impl CudaEvent {
+    /// The stream lives, and its context is current.
+    fn record(&self, stream: sys::CUstream) -> Result<()> {
+        // SAFETY: 1. The context of both is current. 2. Both live: the event is borrowed, the
+        // stream is the caller's word.
+        check("cuEventRecord", unsafe { sys::cuEventRecord(self.raw.0, stream) })
+    }
+
+    fn hold(&self, session: &Session<'_>) -> Result<()> {
+        // SAFETY: 1. The stream's context is current. 2. Stream and event live: both are borrowed.
+        // 3. 0: no flags.
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(session.raw(), self.raw.0, 0) })
+    }
 }
 
 impl std::fmt::Debug for CudaEvent {
@@ -63,7 +80,7 @@ impl Event {
                 let mut raw = ptr::null_mut();
                 // SAFETY: 1. The context is current. 2. The pointer is valid for writes during the call.
                 check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags as u32) })?;
-                Kind::Cuda(CudaEvent { context, raw: Handle(raw), captured: Mutex::new(false) })
+                Kind::Cuda(CudaEvent { context, raw: Handle(raw), captured: Mutex::default() })
             }
         };
         Ok(Event { device: *device, timing, kind })
@@ -79,10 +96,9 @@ impl Event {
             Kind::Cpu(instant) => *lock(instant) = Some(Instant::now()),
             Kind::Cuda(event) => {
                 let mut captured = lock(&event.captured);
-                let Some(mut session) = stream.session()? else { return Ok(()) };
-                // SAFETY: 1. The context of both is current. 2. Both live: they are borrowed.
-                check("cuEventRecord", unsafe { sys::cuEventRecord(event.raw.0, session.raw()) })?;
-                *captured = session.capture().is_some();
+                let Some(session) = stream.session()? else { return Ok(()) };
+                event.record(session.raw())?;
+                *captured = session.capture_number();
             }
         }
         Ok(())
@@ -157,16 +173,43 @@ impl Event {
     pub(crate) fn hold(&self, stream: &Stream) -> Result<()> {
         let Kind::Cuda(event) = &self.kind else { return Ok(()) };
         let captured = lock(&event.captured);
-        let Some(mut session) = stream.session()? else { return self.synchronize() };
-        match (*captured, session.capture().is_some()) {
+        let Some(session) = stream.session()? else { return self.synchronize() };
+        match (*captured, session.capture_number()) {
             // The stream would join the capture, and its work the graph, without this crate keeping the memory alive.
-            (true, false) => return Err(Error::InCapture { what: "waiting on another stream" }),
-            (false, true) => {
+            (Some(_), None) => return Err(Error::InCapture { what: "waiting on another stream" }),
+            (mark, Some(own)) if mark != Some(own) => {
                 return Err(Error::InCapture { what: "waiting for work outside of the capture" });
             }
             _ => {}
         }
-        // SAFETY: 1. The stream's context is current. 2. Stream and event live: both are borrowed. 3. 0: no flags.
-        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(session.raw(), event.raw.0, 0) })
+        event.hold(&session)
+    }
+
+    /// A mark behind everything that is queued on `stream` now; `None` while it is being captured,
+    /// here or elsewhere.
+    pub(crate) fn mark(stream: &Stream) -> Result<Option<Event>> {
+        match stream.session()? {
+            Some(session) if session.is_capturing()? => Ok(None),
+            Some(session) => Event::behind(stream.device(), session.raw()).map(Some),
+            None => Event::new(stream.device(), false).map(Some),
+        }
+    }
+
+    /// A mark behind everything that is queued on a stream of the device now, which lives, is not
+    /// being captured, and whose context is current.
+    pub(crate) fn behind(device: &Device, stream: sys::CUstream) -> Result<Event> {
+        let mark = Event::new(device, false)?;
+        if let Kind::Cuda(event) = &mark.kind {
+            event.record(stream)?;
+        }
+        Ok(mark)
+    }
+
+    /// Lets a stream that is not being captured wait for what [`mark`](Self::mark) has returned.
+    pub(crate) fn hold_marked(&self, session: &Session<'_>) -> Result<()> {
+        match &self.kind {
+            Kind::Cpu(_) => Ok(()),
+            Kind::Cuda(event) => event.hold(session),
+        }
     }
 }

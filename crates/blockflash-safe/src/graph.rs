@@ -1,7 +1,8 @@
 use crate::context::Context;
 use crate::driver::{Handle, check};
-use crate::memory::{DeviceMemory, free_deferred};
-use crate::stream::Recording;
+use crate::memory::free_deferred;
+use crate::stream::{Kept, Recording};
+use crate::turns::Turns;
 use crate::{Device, Error, Result, Stream, lock};
 use cudarc::driver::sys;
 use std::fmt;
@@ -17,7 +18,7 @@ pub struct Graph {
     device: Device,
     /// The driver does not allow two calls with the same executable graph at a time.
     raw: Mutex<Handle<sys::CUgraphExec_st>>,
-    memory: Vec<Arc<DeviceMemory>>,
+    kept: Vec<Arc<dyn Kept>>,
 }
 
 impl Stream {
@@ -54,24 +55,25 @@ impl<'s> Capture<'s> {
         Ok(Capture(stream))
     }
 
-    /// Ends the capture. The memory is returned even with an error, to be dropped outside of the session.
-    fn end(&self) -> (Result<GraphTemplate>, Vec<Arc<DeviceMemory>>) {
+    /// Ends the capture. What it keeps is returned even with an error, to be dropped outside of the
+    /// session.
+    fn end(&self) -> (Result<GraphTemplate>, Vec<Arc<dyn Kept>>) {
         let mut session = match self.0.session() {
             Ok(Some(session)) => session,
             Ok(None) => return (Err(Error::NotOnGpu { what: "capturing a graph" }), Vec::new()),
             Err(error) => return (Err(error), Vec::new()),
         };
-        let memory = session.capture().take().map(|recording| recording.memory).unwrap_or_default();
+        let kept = session.capture().take().map(|recording| recording.kept).unwrap_or_default();
         let mut raw = ptr::null_mut();
         // SAFETY: 1. The stream lives and its context is current. 2. The pointer is valid for writes during the call. 3. In
         // relaxed mode any thread may end the capture. 4. After a failure the driver has ended it too and `raw` is null.
         let code = unsafe { sys::cuStreamEndCapture(session.raw(), &mut raw) };
         let template = GraphTemplate { context: session.context(), raw };
-        (check("cuStreamEndCapture", code).map(|()| template), memory)
+        (check("cuStreamEndCapture", code).map(|()| template), kept)
     }
 
     fn into_graph(self) -> Result<Graph> {
-        let (template, memory) = self.end();
+        let (template, kept) = self.end();
         let device = *self.0.device();
         // Nothing is left to do for `drop` but to free what the capture kept from being freed.
         drop(self);
@@ -81,7 +83,7 @@ impl<'s> Capture<'s> {
         // SAFETY: 1. The template is a graph of the current context. 2. The pointer is valid for writes. 3. 0: no flags.
         let code = unsafe { sys::cuGraphInstantiateWithFlags(&mut raw, template.raw, 0) };
         check("cuGraphInstantiate", code)?;
-        Ok(Graph { device, raw: Mutex::new(Handle(raw)), memory })
+        Ok(Graph { device, raw: Mutex::new(Handle(raw)), kept })
     }
 }
 
@@ -92,7 +94,7 @@ impl Drop for Capture<'_> {
         if capturing {
             drop(self.end());
         }
-        free_deferred(self.0.device());
+        free_deferred();
     }
 }
 
@@ -116,26 +118,29 @@ impl Drop for GraphTemplate {
 }
 
 impl Graph {
-    /// Queues the captured work on a stream of the same device. Launches of one graph run one after the other, whatever
-    /// their streams.
+    /// Queues the captured work on a stream of the same device. Launches of one graph run one after
+    /// the other, whatever their streams; so do launches of graphs that use the same
+    /// [`BsrPartsMemory`](crate::BsrPartsMemory).
     ///
     /// # Errors
-    /// [`Error::DeviceMismatch`], [`Error::InCapture`], [`Error::Cuda`].
+    /// [`Error::DeviceMismatch`]; [`Error::InCapture`] while the stream is being captured, here or
+    /// by another library, or the stream that used such memory last; [`Error::Cuda`].
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.device.expect(stream.device())?;
-        for memory in &self.memory {
-            memory.prepare(stream)?;
+        for kept in &self.kept {
+            kept.prepare(stream)?;
         }
+        let mut turns = Turns::take(self.kept.iter().filter_map(|kept| kept.turn()), stream)?;
         let raw = lock(&self.raw);
-        let Some(mut session) = stream.session()? else { return Ok(()) };
-        if session.capture().is_some() {
-            return Err(Error::InCapture { what: "launching a graph" });
-        }
+        let Some(session) = stream.session()? else { return Ok(()) };
+        session.refuse_capture("launching a graph")?;
+        turns.begin(&session, stream)?;
         // SAFETY:
         // 1. Graph and stream live and belong to the current context.
         // 2. No other call uses the executable graph: its lock is held.
-        // 3. The memory that the captured work uses is alive (`self.memory`, or the promise behind a foreign view), and will
-        //    be freed after this launch: it was prepared for the stream.
+        // 3. The memory that the captured work uses is alive (`self.kept`, or the promise behind a
+        //    foreign view), and will be freed after this launch: it was prepared for the stream.
+        //    Where it is used in turns, this launch has them.
         check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(raw.0, session.raw()) })
     }
 
@@ -159,6 +164,6 @@ impl Drop for Graph {
 
 impl fmt::Debug for Graph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Graph({}, {} tensors)", self.device, self.memory.len())
+        write!(f, "Graph({}, {} tensors)", self.device, self.kept.len())
     }
 }

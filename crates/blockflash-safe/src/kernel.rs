@@ -1,8 +1,8 @@
 use crate::context::Context;
 use crate::driver::{Handle, check};
+use crate::tile_counter::TileCounters;
 use crate::{Device, Error, Result, Row};
 use blockflash_sys::image;
-use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
     blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params, blockflash_block_mask_build_params,
     blockflash_block_scores_params, blockflash_bsr_matmul_any_params, blockflash_bsr_matmul_params,
@@ -105,11 +105,8 @@ impl Kernel {
         bytemuck::cast_slice_mut(&mut aligned)[..bytes.len()].copy_from_slice(&bytes);
 
         let _bound = context.bind()?;
-        if let Variant::AttentionFwdHopper(_) | Variant::BsrMatmulHopper(_) | Variant::BsrSddmmHopper(_) =
-            row.variant
-        {
-            context.tile_counters.allocate()?;
-        }
+        // For kernels that count tiles: allocated now rather than at the first launch.
+        TileCounters::of(context)?;
         let mut module = ptr::null_mut();
         // SAFETY:
         // 1. The context is current, the pointer valid for writes.

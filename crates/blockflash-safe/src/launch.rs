@@ -1,7 +1,8 @@
 use crate::driver::check;
 use crate::kernel::{Kernel, KernelParams};
 use crate::memory::DeviceMemory;
-use crate::stream::Session;
+use crate::stream::{Kept, Session};
+use crate::turns::Turns;
 use crate::{Error, Result, Row, Stream, View};
 use cudarc::driver::sys::{self, CUlaunchAttributeID as AttributeId};
 use std::ptr;
@@ -64,6 +65,36 @@ impl Stream {
         params: impl FnOnce(&Session<'_>) -> P,
         uses: impl Iterator<Item = &'m Arc<DeviceMemory>> + Clone,
     ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.queue_kernel(row, config, |session| Ok(params(session)), uses) }
+    }
+
+    /// As [`launch_with`](Stream::launch_with), for kernels that count tiles: `params` gets two
+    /// words that are zero and that no other launch uses at the same time. They live as long as the
+    /// context, and the kernel leaves them zero.
+    ///
+    /// # Safety
+    /// As [`launch`](Stream::launch).
+    pub(crate) unsafe fn launch_counting<'m, P: KernelParams>(
+        &self,
+        row: &Row,
+        config: &LaunchConfig,
+        params: impl FnOnce(*mut u32) -> P,
+        uses: impl Iterator<Item = &'m Arc<DeviceMemory>> + Clone,
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.queue_kernel(row, config, |session| session.tile_counter().map(params), uses) }
+    }
+
+    /// # Safety
+    /// As [`launch`](Stream::launch).
+    unsafe fn queue_kernel<'m, P: KernelParams>(
+        &self,
+        row: &Row,
+        config: &LaunchConfig,
+        params: impl FnOnce(&Session<'_>) -> Result<P>,
+        uses: impl Iterator<Item = &'m Arc<DeviceMemory>> + Clone,
+    ) -> Result<()> {
         let context = self.device().context().ok_or(Error::NotOnGpu { what: "launching a kernel" })?;
         let kernel = Kernel::of(context, row)?;
         if size_of::<P>() != kernel.info.param_bytes {
@@ -73,11 +104,13 @@ impl Stream {
         for memory in uses.clone() {
             memory.prepare(self)?;
         }
+        let mut turns = Turns::take(uses.clone().filter_map(|memory| memory.turn()), self)?;
         let Some(mut session) = self.session()? else { return Ok(()) };
         for memory in uses {
             session.keep(memory);
         }
-        let params = params(&session);
+        let params = params(&session)?;
+        turns.begin(&session, self)?;
         let (mut attributes, count) = attributes(config);
         let launch = sys::CUlaunchConfig {
             gridDimX: config.grid[0],
@@ -97,8 +130,10 @@ impl Stream {
         // 2. `launch`, its `count` attributes and `arguments` are valid during the call; the driver copies them and the
         //    parameters before it returns, and writes to none of them.
         // 3. The kernel has exactly one parameter, of the size of `P`: checked above and in `Kernel`.
-        // 4. What the kernel does with its pointers is the caller's promise. The memory behind them is prepared for this
-        //    stream, so it is freed after the kernel; a graph that captures the launch keeps it alive.
+        // 4. What the kernel does with its pointers is the caller's promise. The memory behind them
+        //    is prepared for this stream, so it is freed after the kernel; a graph that captures
+        //    the launch keeps it alive. Where it is used in turns, this launch has them, or each
+        //    launch of the graph takes them.
         check("cuLaunchKernelEx", unsafe {
             sys::cuLaunchKernelEx(&launch, kernel.raw.0, arguments.as_mut_ptr(), ptr::null_mut())
         })

@@ -14,6 +14,8 @@
 //!   [`Stream::synchronize`]; without that, what a kernel reads or leaves in a tensor is unspecified (never a host data race,
 //!   since GPU memory is not handed out as Rust references). One help is given: the first use of a tensor on another
 //!   stream than its own waits for what its own stream has queued by then.
+//!   A [`BsrPartsMemory`] is ordered by this crate: kernels that wait for words in it use it in
+//!   turns, whatever their streams and graphs.
 //! - **Aliasing.** [`View`] and [`ViewMut`] borrow like `&[T]` and `&mut [T]`; the borrow ends when the call returns, the
 //!   order of queued work does the rest.
 //! - **Bounds.** The launches in this crate check shapes, strides, element types and launch geometry against the views.
@@ -38,6 +40,7 @@ mod stream;
 mod tensor;
 mod tensor_map;
 mod tile_counter;
+mod turns;
 mod view;
 mod view_mut;
 
@@ -54,7 +57,7 @@ pub use launch::LaunchConfig;
 pub use layout::{Layout, MAX_RANK};
 pub use operands::{
     AttentionFwdOperands, BlockMaskBuildOperands, BlockMaskOperands, BlockScoresOperands, BsrMatmulOperands,
-    BsrParts, BsrPlanGroups, BsrPlanOperands, BsrReblockOperands, BsrSddmmOperands,
+    BsrParts, BsrPartsMemory, BsrPlanGroups, BsrPlanOperands, BsrReblockOperands, BsrSddmmOperands,
 };
 pub use probe::PROBE_CHUNK_BYTES;
 pub use stream::Stream;

@@ -1,10 +1,11 @@
 //! Owned memory: aligned host memory, and device memory that lives exactly as long as work needs it.
 
-use crate::driver::check;
-use crate::stream::Session;
-use crate::{Device, Error, Event, Result, Stream, lock};
+use crate::driver::{Relaxed, check};
+use crate::stream::{Kept, Session, User};
+use crate::turns::Turn;
+use crate::{Error, Event, Result, Stream, lock};
 use cudarc::driver::sys;
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 
 /// Alignment of host memory in bytes: a cache line, and as much as any vector instruction asks for.
 pub(crate) const HOST_ALIGNMENT: usize = 64;
@@ -46,13 +47,16 @@ pub(crate) struct DeviceMemory {
     ptr: u64,
     home: Stream,
     /// Streams other than the home that have used the memory.
-    users: Mutex<Vec<Stream>>,
+    users: Mutex<Vec<User>>,
+    /// For memory that only one piece of work may use at a time.
+    turn: Option<Turn>,
 }
 
 impl DeviceMemory {
-    /// Allocates on the device of `home`, which must be a GPU.
-    pub(crate) fn allocate(home: &Stream, bytes: usize) -> Result<Arc<DeviceMemory>> {
-        free_deferred(home.device());
+    /// Allocates on the device of `home`, which must be a GPU. `zeroed`: all bytes are 0 before
+    /// anything else is queued.
+    pub(crate) fn allocate(home: &Stream, bytes: usize, zeroed: bool) -> Result<DeviceMemory> {
+        free_deferred();
         let what = "a stream-ordered allocation";
         let session = home.session()?.ok_or(Error::NotOnGpu { what })?;
         session.refuse_capture("allocating")?;
@@ -73,7 +77,26 @@ impl DeviceMemory {
             return Err(Error::OutOfMemory { bytes });
         }
         check("cuMemAllocAsync", code)?;
-        Ok(Arc::new(DeviceMemory { ptr, home: home.clone(), users: Mutex::default() }))
+        let memory = DeviceMemory { ptr, home: home.clone(), users: Mutex::default(), turn: None };
+        if zeroed && bytes > 0 {
+            // SAFETY:
+            // 1. The memory was just allocated in the order of this stream, with so many bytes, and
+            //    is used by nobody else.
+            // 2. The stream lives and its context is current.
+            let code = unsafe { sys::cuMemsetD8Async(ptr, 0, bytes, session.raw()) };
+            if let Err(error) = check("cuMemsetD8Async", code) {
+                // Freeing opens a session of its own.
+                drop(session);
+                return Err(error);
+            }
+        }
+        Ok(memory)
+    }
+
+    /// The same memory, which work uses in turns from now on: see `turns.rs`.
+    pub(crate) fn in_turns(mut self) -> DeviceMemory {
+        self.turn = Some(Turn::new(self.home.clone()));
+        self
     }
 
     pub(crate) fn ptr(&self) -> u64 {
@@ -84,13 +107,20 @@ impl DeviceMemory {
         &self.home
     }
 
-    /// Must be called before work that uses the memory is queued on `stream`, and not while a session is open.
-    pub(crate) fn prepare(&self, stream: &Stream) -> Result<()> {
+    /// Lets the home stream wait for what the other streams have queued that may use the memory.
+    pub(crate) fn gather(&self, what: &'static str) -> Result<()> {
+        let users = lock(&self.users).clone();
+        gather(&self.home, &users, what)
+    }
+}
+
+impl Kept for DeviceMemory {
+    fn prepare(&self, stream: &Stream) -> Result<()> {
         if stream.is_same_queue(&self.home) {
             return Ok(());
         }
         let mut users = lock(&self.users);
-        if users.iter().any(|user| user.is_same_queue(stream)) {
+        if users.iter().any(|user| user.is(stream)) {
             return Ok(());
         }
         if self.home.is_capturing()? {
@@ -107,25 +137,27 @@ impl DeviceMemory {
         } else {
             stream.wait_for(&self.home)?;
         }
-        users.push(stream.clone());
+        // A program may use as many streams as it likes one after another. Asking is no danger to
+        // captures of other threads.
+        let _relaxed = Relaxed::enter()?;
+        users.retain(|user| !user.is_over());
+        users.push(stream.user());
         Ok(())
     }
 
-    /// Lets the home stream wait for what the other streams have queued that may use the memory.
-    pub(crate) fn gather(&self, what: &'static str) -> Result<()> {
-        let users = lock(&self.users).clone();
-        gather(&self.home, &users, what)
+    fn turn(&self) -> Option<&Turn> {
+        self.turn.as_ref()
     }
 }
 
 /// Lets `home` wait for `users`, unless one of them is being captured: `what` would become part of the graph.
-fn gather(home: &Stream, users: &[Stream], what: &'static str) -> Result<()> {
-    for stream in users.iter().chain([home]) {
+fn gather(home: &Stream, users: &[User], what: &'static str) -> Result<()> {
+    for stream in users.iter().filter_map(User::stream).chain([home.clone()]) {
         if stream.is_capturing()? {
             return Err(Error::InCapture { what });
         }
     }
-    users.iter().try_for_each(|user| home.wait_for(user))
+    users.iter().try_for_each(|user| user.precede(home))
 }
 
 impl Drop for DeviceMemory {
@@ -139,17 +171,18 @@ impl Drop for DeviceMemory {
 pub(crate) struct Freed {
     ptr: u64,
     home: Stream,
-    users: Vec<Stream>,
+    users: Vec<User>,
 }
+
+/// Memory that could not be freed yet, because one of its streams was being captured.
+static DEFERRED: Mutex<Vec<Freed>> = Mutex::new(Vec::new());
 
 impl Freed {
     /// Queues the release, or leaves it for later when a stream that is involved is being captured: the release would
     /// become part of the graph.
     fn free(self) {
-        if self.try_free().is_err()
-            && let Some(context) = self.home.device().context()
-        {
-            lock(&context.deferred).push(self);
+        if self.try_free().is_err() {
+            lock(&DEFERRED).push(self);
         }
     }
 
@@ -169,11 +202,9 @@ impl Freed {
 }
 
 /// Tries again to free what a capture had kept from being freed.
-pub(crate) fn free_deferred(device: &Device) {
-    if let Some(context) = device.context() {
-        let deferred = std::mem::take(&mut *lock(&context.deferred));
-        deferred.into_iter().for_each(Freed::free);
-    }
+pub(crate) fn free_deferred() {
+    let deferred = std::mem::take(&mut *lock(&DEFERRED));
+    deferred.into_iter().for_each(Freed::free);
 }
 
 /// Copies host memory to the device and waits for it.

@@ -1,13 +1,18 @@
 use crate::context::{Bound, Context};
-use crate::driver::{Handle, check};
-use crate::memory::DeviceMemory;
+use crate::driver::{Handle, check, is_captured};
+use crate::tile_counter::{Slot, TileCounters};
 use crate::{Device, Error, Event, Result, lock};
 use cudarc::driver::sys;
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+
+mod user;
+
+use user::End;
+pub(crate) use user::User;
 
 /// A queue of work on a device. Clones are the same queue.
 #[derive(Clone)]
@@ -26,19 +31,42 @@ struct Queue {
     context: &'static Context,
     raw: Handle<sys::CUstream_st>,
     owned: bool,
+    /// For launches that are not captured, from the first one on that counts tiles.
+    counter: OnceLock<Slot>,
+    end: Arc<End>,
+}
+
+impl Queue {
+    fn new(context: &'static Context, raw: sys::CUstream, owned: bool) -> Queue {
+        Queue { context, raw: Handle(raw), owned, counter: OnceLock::new(), end: Arc::default() }
+    }
 }
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        if self.owned
-            && let Ok(_bound) = self.context.bind()
-        {
+        if !self.owned {
+            return;
+        }
+        let mut end = None;
+        if let Ok(_bound) = self.context.bind() {
+            // What is queued on a captured stream becomes a part of the graph: then the counters
+            // stay taken, and memory that was used on the stream is not freed.
+            if is_captured(self.raw.0).is_ok_and(|captured| !captured) {
+                if let Some(counter) = self.counter.get() {
+                    counter.give_back_behind(self.raw.0);
+                }
+                if Arc::strong_count(&self.end) > 1 {
+                    end = Event::behind(&Device::with_context(self.context), self.raw.0).ok();
+                }
+            }
             // SAFETY:
             // 1. We created the stream, and this is its only owner: it is destroyed once.
             // 2. Work that is still queued is finished by the driver before the stream's resources go.
             // An error has no one to be reported to.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.raw.0) };
         }
+        // Nobody else sets it.
+        let _ = self.end.set(end);
     }
 }
 
@@ -51,7 +79,7 @@ impl Stream {
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: 1. The context is current. 2. The pointer is valid for writes during the call.
         check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut raw, flags) })?;
-        Ok(Stream::with(device, Some(Queue { context, raw: Handle(raw), owned: true })))
+        Ok(Stream::with(device, Some(Queue::new(context, raw, true))))
     }
 
     /// Wraps a stream of somebody else (`CUstream` or `cudaStream_t`: PyTorch, candle, CUDA itself), which stays theirs. Null
@@ -61,14 +89,22 @@ impl Stream {
     /// 1. `stream` is a stream of the primary context of `device`, or null; not the per-thread default stream, which is
     ///    another one in each thread.
     /// 2. It outlives the returned value, all its clones, and all tensors that were allocated on or used with them.
-    /// 3. When it is captured by other means than [`Stream::capture`] on this value or its clones, or joins such a capture,
-    ///    the tensors that are used meanwhile outlive the graph.
+    /// 3. When it is captured by other means than [`Stream::capture`] on this value or its clones,
+    ///    or joins such a capture: the tensors that are used meanwhile outlive the graph and its
+    ///    launches; launches of all that is made of the graph (executable graphs, child graphs) run
+    ///    one after another; and no launch runs at the same time as other work, in this or another
+    ///    graph, with memory that is used in turns ([`BsrPartsMemory`](crate::BsrPartsMemory)) if
+    ///    the capture uses it.
+    ///
+    /// Kernels that count tiles take one of 8192 pairs of counters for each such stream. Nobody
+    /// says when it is gone, so it keeps them for the rest of the process; those of captures return
+    /// when the graph is gone.
     ///
     /// # Errors
     /// [`Error::NotOnGpu`] for the CPU.
     pub unsafe fn from_raw(device: &Device, stream: *mut c_void) -> Result<Stream> {
         let context = device.context().ok_or(Error::NotOnGpu { what: "a CUDA stream" })?;
-        Ok(Stream::with(*device, Some(Queue { context, raw: Handle(stream.cast()), owned: false })))
+        Ok(Stream::with(*device, Some(Queue::new(context, stream.cast(), false))))
     }
 
     fn with(device: Device, queue: Option<Queue>) -> Stream {
@@ -150,18 +186,28 @@ impl fmt::Debug for Stream {
     }
 }
 
+/// What queued work uses.
+pub(crate) trait Kept: Send + Sync {
+    /// Must be called before work that uses it is queued on `stream`, and not while a session is
+    /// open.
+    fn prepare(&self, stream: &Stream) -> Result<()>;
+
+    /// For what one piece of work uses at a time (`turns.rs`): the stream that used it last.
+    fn turn(&self) -> Option<&Mutex<Stream>>;
+}
+
 /// A capture that was begun here.
 pub(crate) struct Recording {
     /// That no other capture of the process has.
     number: u64,
     /// What the graph will use.
-    pub(crate) memory: Vec<Arc<DeviceMemory>>,
+    pub(crate) kept: Vec<Arc<dyn Kept>>,
 }
 
 impl Recording {
     pub(crate) fn begin() -> Recording {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        Recording { number: NEXT.fetch_add(1, Ordering::Relaxed), memory: Vec::new() }
+        Recording { number: NEXT.fetch_add(1, Ordering::Relaxed), kept: Vec::new() }
     }
 }
 
@@ -191,28 +237,39 @@ impl Session<'_> {
         self.capture.as_ref().map(|recording| recording.number)
     }
 
-    /// Notes that the work queued next uses `memory`: a captured graph keeps it alive.
-    pub(crate) fn keep(&mut self, memory: &Arc<DeviceMemory>) {
-        if let Some(Recording { memory: kept, .. }) = self.capture.as_mut()
-            && !kept.iter().any(|other| Arc::ptr_eq(other, memory))
+    /// Notes that the work queued next uses `what`: a captured graph keeps it alive.
+    pub(crate) fn keep<K: Kept + 'static>(&mut self, what: &Arc<K>) {
+        if let Some(Recording { kept, .. }) = self.capture.as_mut()
+            && !kept.iter().any(|other| ptr::addr_eq(Arc::as_ptr(other), Arc::as_ptr(what)))
         {
-            kept.push(Arc::clone(memory));
+            kept.push(Arc::<K>::clone(what));
         }
+    }
+
+    /// The tile counters of a kernel that is queued next: those of the stream, or of the graph that
+    /// it becomes a part of.
+    pub(crate) fn tile_counter(&self) -> Result<*mut u32> {
+        let slot = if self.is_capturing()? {
+            TileCounters::of(self.context())?.of_capture(self.raw())?
+        } else if let Some(&slot) = self.queue.counter.get() {
+            slot
+        } else {
+            let counters = TileCounters::of(self.context())?;
+            let slot = match self.queue.owned {
+                true => counters.of_stream()?,
+                false => counters.of_foreign_stream(self.raw())?,
+            };
+            // The session is the only one of this queue, so nobody else has set it.
+            *self.queue.counter.get_or_init(|| slot)
+        };
+        Ok(slot.address())
     }
 
     pub(crate) fn is_capturing(&self) -> Result<bool> {
         if self.capture.is_some() {
             return Ok(true);
         }
-        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: 1. The stream lives and its context is current. 2. The pointer is valid for writes during the call.
-        let code = unsafe { sys::cuStreamIsCapturing(self.raw(), &mut status) };
-        // Asking the legacy default stream while a blocking stream is captured is an error that means "in a way, yes".
-        if code == sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
-            return Ok(true);
-        }
-        check("cuStreamIsCapturing", code)?;
-        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+        is_captured(self.raw())
     }
 
     /// Refuses what a graph cannot replay.

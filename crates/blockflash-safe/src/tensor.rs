@@ -1,4 +1,5 @@
 use crate::memory::{DeviceMemory, HostMemory, upload};
+use crate::stream::Kept;
 use crate::view::{check_dtype, check_length};
 use crate::{DType, Device, Element, Error, Layout, Result, Stream, View, ViewMut};
 use cudarc::driver::sys;
@@ -29,7 +30,7 @@ impl Tensor {
     /// [`Error::OutOfMemory`], [`Error::InCapture`], [`Error::Unsupported`] for a GPU without memory pools, [`Error::Cuda`];
     /// those of [`Layout::contiguous`].
     pub fn empty(stream: &Stream, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        Tensor::allocate(stream, dtype, shape, 0xFF)
+        Tensor::allocate(stream, dtype, shape, false, |memory| memory)
     }
 
     /// All elements 0.
@@ -37,11 +38,13 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::empty`].
     pub fn zeros(stream: &Stream, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        let mut tensor = Tensor::allocate(stream, dtype, shape, 0)?;
-        if !stream.device().is_cpu() {
-            tensor.fill_bytes(stream, 0)?;
-        }
-        Ok(tensor)
+        Tensor::allocate(stream, dtype, shape, true, |memory| memory)
+    }
+
+    /// All elements 0, in memory that only one piece of work uses at a time (`turns.rs`). Only
+    /// launches may use it, which take turns; the other methods of tensors do not.
+    pub(crate) fn zeros_in_turns(stream: &Stream, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        Tensor::allocate(stream, dtype, shape, true, DeviceMemory::in_turns)
     }
 
     /// A copy of host memory, row-major. Waits for the copy.
@@ -55,14 +58,20 @@ impl Tensor {
         Ok(tensor)
     }
 
-    /// `fill` is the initial value of each byte on the CPU.
-    fn allocate(stream: &Stream, dtype: DType, shape: &[usize], fill: u8) -> Result<Tensor> {
+    /// Not `zeroed`: all bits are set on the CPU.
+    fn allocate(
+        stream: &Stream,
+        dtype: DType,
+        shape: &[usize],
+        zeroed: bool,
+        on_gpu: impl FnOnce(DeviceMemory) -> DeviceMemory,
+    ) -> Result<Tensor> {
         let layout = Layout::contiguous(shape)?;
         let bytes = layout.elements() * dtype.size();
         let memory = if stream.device().is_cpu() {
-            Memory::Host(HostMemory::filled(bytes, fill)?)
+            Memory::Host(HostMemory::filled(bytes, if zeroed { 0 } else { 0xFF })?)
         } else {
-            Memory::Cuda(DeviceMemory::allocate(stream, bytes)?)
+            Memory::Cuda(Arc::new(on_gpu(DeviceMemory::allocate(stream, bytes, zeroed)?)))
         };
         Ok(Tensor { memory, dtype, layout })
     }

@@ -1,108 +1,223 @@
 //! Where the blocks of a persistent kernel count which tile is next.
 //!
-//! A kernel leaves its counters as it found them, zero. So launches that run one after another may share a slot: those of one
-//! stream, and those that one capture makes of one stream. Other launches may run at the same time and get slots of their own.
+//! A kernel leaves its counters as it found them, zero. So launches that run one after another may
+//! share a slot: those of one stream, and those that one capture makes of one stream. Other
+//! launches may run at the same time and get slots of their own. A slot is handed on when nothing
+//! can use it any more, and then it is zero again: that of a stream when the stream is gone and its
+//! work done, that of a capture when the graph, all executable graphs made of it and their launches
+//! are.
 
-use crate::driver::check;
-use crate::stream::Session;
-use crate::{Result, lock};
-use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode as Mode, CUstreamCaptureStatus as Status};
+use crate::context::Context;
+use crate::driver::{Relaxed, check};
+use crate::{Error, Result, lock};
+use cudarc::driver::sys::{self, CUgraph, CUresult, CUstream, CUstreamCaptureStatus as Status};
 use std::collections::HashMap;
+use std::ffi::c_void;
 use std::ptr;
 use std::sync::Mutex;
 
-/// Slots of a context: one per stream, and one per captured stream of each capture, for as long as the process runs.
+/// Slots of a context.
 const SLOTS: usize = 8192;
 /// Bytes of a slot: the next tile and the number of blocks that are done, u32 each.
 const SLOT_BYTES: usize = 8;
 
 /// The slots of a context.
-#[derive(Default)]
-pub(crate) struct TileCounters(Mutex<Slots>);
-
-#[derive(Default)]
-struct Slots {
-    /// Device address of all slots; 0 until the first kernel that counts is loaded. Never freed.
+pub(crate) struct TileCounters {
+    /// Device address of all slots, which are never freed.
     address: u64,
-    taken: HashMap<Key, usize>,
+    /// Never locked during a call into the driver, whose threads lock it in [`give_back`].
+    slots: Mutex<Slots>,
 }
 
-/// Whose launches run one after another. No number is used twice in a process.
+/// A slot that somebody has.
+#[derive(Clone, Copy)]
+pub(crate) struct Slot {
+    counters: &'static TileCounters,
+    index: usize,
+}
+
+/// What a capture makes of a stream, which lives as long as the capture.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-enum Key {
-    /// What is queued on a stream: its number.
-    Stream(u64),
-    /// What a capture of this crate, which is of one stream, makes part of a graph: the number of the capture.
-    Capture(u64),
-    /// What a capture by another library makes of a stream, which lives as long as the capture: its handle, and the number that
-    /// the driver gave the capture.
-    Foreign { stream: usize, capture: u64 },
+struct Capture {
+    stream: usize,
+    /// The driver's; no number is used twice in a process.
+    number: u64,
+}
+
+struct Slots {
+    limit: usize,
+    /// The last one is taken next.
+    free: Vec<usize>,
+    captures: HashMap<Capture, usize>,
+    /// Of streams of somebody else, by the driver's number, which is not used twice in a process.
+    /// Nobody says when they are gone, so they keep their slots.
+    foreign: HashMap<u64, usize>,
+}
+
+impl Slots {
+    fn new(limit: usize) -> Slots {
+        let free = (0..limit).rev().collect();
+        Slots { limit, free, captures: HashMap::new(), foreign: HashMap::new() }
+    }
+
+    fn take(&mut self) -> Result<usize> {
+        self.free.pop().ok_or(Error::TileCounters { limit: self.limit })
+    }
+
+    fn take_for_stream(&mut self, number: u64) -> Result<usize> {
+        if let Some(&index) = self.foreign.get(&number) {
+            return Ok(index);
+        }
+        let index = self.take()?;
+        self.foreign.insert(number, index);
+        Ok(index)
+    }
+
+    fn take_for_capture(&mut self, capture: Capture) -> Result<usize> {
+        let index = self.take()?;
+        self.captures.insert(capture, index);
+        Ok(index)
+    }
+
+    fn give_back(&mut self, index: usize, capture: Option<Capture>) {
+        capture.map(|capture| self.captures.remove(&capture));
+        self.free.push(index);
+    }
 }
 
 impl TileCounters {
-    /// Allocates the slots unless they are there. The context is current.
-    pub(crate) fn allocate(&self) -> Result<()> {
-        let mut slots = lock(&self.0);
-        if slots.address == 0 {
-            slots.address = zeroed(SLOTS * SLOT_BYTES)?;
+    /// Those of a context, which is current, allocated at the first call.
+    pub(crate) fn of(context: &Context) -> Result<&'static TileCounters> {
+        static ALL: Mutex<Vec<(usize, &TileCounters)>> = Mutex::new(Vec::new());
+        let mut all = lock(&ALL);
+        if let Some((_, counters)) = all.iter().find(|(ordinal, _)| *ordinal == context.ordinal) {
+            return Ok(counters);
         }
-        Ok(())
+        let slots = Mutex::new(Slots::new(SLOTS));
+        let counters = TileCounters { address: zeroed(SLOTS * SLOT_BYTES)?, slots };
+        let counters: &'static TileCounters = Box::leak(Box::new(counters));
+        all.push((context.ordinal, counters));
+        Ok(counters)
     }
 
-    /// Address of the slot of a stream; null when there is none left.
-    fn slot(&self, key: Key) -> *mut u32 {
-        let mut slots = lock(&self.0);
-        let (address, next) = (slots.address, slots.taken.len());
-        if address == 0 {
-            return ptr::null_mut();
+    /// A slot for a stream of this crate, which gives it back when it is destroyed.
+    pub(crate) fn of_stream(&'static self) -> Result<Slot> {
+        let index = lock(&self.slots).take()?;
+        Ok(Slot { counters: self, index })
+    }
+
+    /// The slot of a stream of somebody else, whose context is current.
+    pub(crate) fn of_foreign_stream(&'static self, stream: CUstream) -> Result<Slot> {
+        let mut number = 0;
+        // SAFETY: 1. The stream lives and its context is current. 2. The pointer is valid for
+        // writes.
+        check("cuStreamGetId", unsafe { sys::cuStreamGetId(stream, &mut number) })?;
+        let index = lock(&self.slots).take_for_stream(number)?;
+        Ok(Slot { counters: self, index })
+    }
+
+    /// The slot of what a capture makes of a stream, whose context is current, whoever captures.
+    /// The graph owns the slot.
+    pub(crate) fn of_capture(&'static self, stream: CUstream) -> Result<Slot> {
+        let (number, graph) = capture_of(stream)?;
+        let capture = Capture { stream: stream as usize, number };
+        // A session keeps other threads from capturing with this value of the stream; another one
+        // that wraps the same `CUstream` would at worst take a second slot.
+        if let Some(&index) = lock(&self.slots).captures.get(&capture) {
+            return Ok(Slot { counters: self, index });
         }
-        let slot = match slots.taken.get(&key) {
-            Some(&slot) => slot,
-            None if next < SLOTS => *slots.taken.entry(key).or_insert(next),
-            None => return ptr::null_mut(),
-        };
-        ptr::without_provenance_mut(address as usize + slot * SLOT_BYTES)
+        let index = lock(&self.slots).take_for_capture(capture)?;
+        let slot = Slot { counters: self, index };
+        own(graph, Lease { slot, capture: Some(capture) })?;
+        Ok(slot)
     }
 }
 
-/// The counters for a kernel that is queued next. Null, without which the kernel takes tiles in fixed turns, when all are taken
-/// or the driver does not say what the stream is (the legacy default stream while another one is captured).
-pub(crate) fn of(session: &Session<'_>) -> *mut u32 {
-    key(session).map_or(ptr::null_mut(), |key| session.context().tile_counters.slot(key))
+impl Slot {
+    pub(crate) fn address(self) -> *mut u32 {
+        ptr::without_provenance_mut(self.counters.address as usize + self.index * SLOT_BYTES)
+    }
+
+    /// Gives the slot back when everything that is queued on the stream is done, which is not being
+    /// captured. Its context is current, and nothing more will be queued that uses the slot.
+    pub(crate) fn give_back_behind(self, stream: CUstream) {
+        let lease = Box::into_raw(Box::new(Lease { slot: self, capture: None }));
+        // SAFETY:
+        // 1. The stream lives and its context is current.
+        // 2. `give_back` is called at most once, with the pointer that it expects.
+        // After a failure the context is lost and the slot, with it, too.
+        let _ = unsafe { sys::cuLaunchHostFunc(stream, Some(give_back), lease.cast()) };
+    }
 }
 
-fn key(session: &Session<'_>) -> Option<Key> {
-    if let Some(number) = session.capture_number() {
-        return Some(Key::Capture(number));
-    }
-    if session.is_capturing().ok()? {
-        return foreign(session);
-    }
-    let mut number = 0;
-    // SAFETY: 1. The stream lives, its context is current, and it is not captured. 2. The pointer is valid for writes.
-    let code = unsafe { sys::cuStreamGetId(session.raw(), &mut number) };
-    (code == CUresult::CUDA_SUCCESS).then_some(Key::Stream(number))
+/// The driver's right to a slot.
+struct Lease {
+    slot: Slot,
+    capture: Option<Capture>,
 }
 
-fn foreign(session: &Session<'_>) -> Option<Key> {
-    let (mut status, mut capture) = (Status::CU_STREAM_CAPTURE_STATUS_NONE, 0);
+/// Called by the driver: must not call into it, nor wait for anybody who does.
+///
+/// # Safety
+/// `lease` comes from `Box::<Lease>::into_raw` and is not used again.
+unsafe extern "C" fn give_back(lease: *mut c_void) {
+    // SAFETY: the caller's promise.
+    let Lease { slot, capture } = *unsafe { Box::from_raw(lease.cast::<Lease>()) };
+    lock(&slot.counters.slots).give_back(slot.index, capture);
+}
+
+/// Makes a graph that is being captured the owner of a slot. The programming guide on CUDA user
+/// objects: executable graphs take over a copy of every reference, and when they are destroyed keep
+/// it until their launches have finished.
+fn own(graph: CUgraph, lease: Lease) -> Result<()> {
+    let lease: *mut c_void = Box::into_raw(Box::new(lease)).cast();
+    let mut object = ptr::null_mut();
+    let flags = sys::CUuserObject_flags::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC as u32;
+    // SAFETY:
+    // 1. The pointer is valid for writes during the call.
+    // 2. The driver calls `give_back` once, with the pointer that it expects, when the last
+    //    reference is gone.
+    let code = unsafe { sys::cuUserObjectCreate(&mut object, lease, Some(give_back), 1, flags) };
+    if let Err(error) = check("cuUserObjectCreate", code) {
+        // SAFETY: there is no object, so nobody else uses the lease.
+        unsafe { give_back(lease) };
+        return Err(error);
+    }
+    let flags = sys::CUuserObjectRetain_flags::CU_GRAPH_USER_OBJECT_MOVE as u32;
+    // SAFETY:
+    // 1. The graph is being captured, by a capture that this thread is about to add a kernel to: it
+    //    lives, and the driver allows everything with it but to destroy it and to remove nodes.
+    // 2. The object was just created, with one reference, which is ours and is moved.
+    let code = unsafe { sys::cuGraphRetainUserObject(graph, object, 1, flags) };
+    check("cuGraphRetainUserObject", code).inspect_err(|_| {
+        // SAFETY: the reference was not moved, so it is still ours. Releasing it gives the slot
+        // back.
+        let _ = unsafe { sys::cuUserObjectRelease(object, 1) };
+    })
+}
+
+/// The driver's number of the capture that the stream is in, and the graph.
+fn capture_of(stream: CUstream) -> Result<(u64, CUgraph)> {
+    let (mut status, mut number, mut graph) = (Status::CU_STREAM_CAPTURE_STATUS_NONE, 0, ptr::null_mut());
     // SAFETY:
     // 1. The stream lives and its context is current.
     // 2. The pointers that are not null are valid for writes during the call; the others say that nothing is asked for.
     let code = unsafe {
         sys::cuStreamGetCaptureInfo_v3(
-            session.raw(),
+            stream,
             &mut status,
-            &mut capture,
-            ptr::null_mut(),
+            &mut number,
+            &mut graph,
             ptr::null_mut(),
             ptr::null_mut(),
             ptr::null_mut(),
         )
     };
-    let active = status == Status::CU_STREAM_CAPTURE_STATUS_ACTIVE;
-    let stream = session.raw() as usize;
-    (code == CUresult::CUDA_SUCCESS && active).then_some(Key::Foreign { stream, capture })
+    check("cuStreamGetCaptureInfo", code)?;
+    if status != Status::CU_STREAM_CAPTURE_STATUS_ACTIVE {
+        check("cuStreamGetCaptureInfo", CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)?;
+    }
+    Ok((number, graph))
 }
 
 /// Device memory of zeros, also while streams are being captured, here or by another library.
@@ -129,42 +244,6 @@ fn zeroed(bytes: usize) -> Result<u64> {
     filled
 }
 
-/// While it lives, calls of this thread do not disturb captures.
-struct Relaxed(Mode);
-
-impl Relaxed {
-    fn enter() -> Result<Relaxed> {
-        let mut mode = Mode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the pointer is valid for reads and writes during the call, which swaps the thread's mode with it.
-        let code = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
-        check("cuThreadExchangeStreamCaptureMode", code).map(|()| Relaxed(mode))
-    }
-}
-
-impl Drop for Relaxed {
-    fn drop(&mut self) {
-        // SAFETY: as in `enter`. An error has no one to be reported to.
-        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut self.0) };
-    }
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn streams_and_captures_have_slots_of_their_own_until_all_are_taken() {
-        let counters = TileCounters::default();
-        let foreign = Key::Foreign { stream: 1, capture: 1 };
-        assert!(counters.slot(Key::Stream(1)).is_null(), "nothing is allocated yet");
-        lock(&counters.0).address = 4096;
-        let at = |key| counters.slot(key) as usize;
-        assert_eq!([at(Key::Stream(1)), at(Key::Capture(1)), at(foreign)], [4096, 4104, 4112]);
-        assert_eq!([at(Key::Stream(1)), at(foreign)], [4096, 4112], "a slot is kept");
-        for number in 10..10 + SLOTS as u64 - 3 {
-            assert_ne!(at(Key::Stream(number)), 0);
-        }
-        assert_eq!(at(Key::Stream(9)), 0);
-        assert_eq!(at(Key::Capture(1)), 4104);
-    }
-}
+#[path = "tile_counter_tests.rs"]
+mod tests;

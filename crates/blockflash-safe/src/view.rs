@@ -1,4 +1,5 @@
 use crate::memory::{DeviceMemory, download};
+use crate::stream::Kept;
 use crate::{DType, Device, Element, Error, Layout, Result, Stream};
 use std::ops::Range;
 use std::sync::Arc;

@@ -25,7 +25,7 @@ pub(super) fn checked(op: &BsrMatmul<'_>, c: &ViewMut<'_>, stream: &Stream) -> R
     op.transpose.map_or(Ok(()), |index| Operand::new("transpose", &index.row_ptr().view()).on(device))?;
     Operand::new("b", &op.b).on(device)?;
     Operand::of_mut("c", c).on(device)?;
-    op.workspace.map_or(Ok(()), |workspace| workspace.on(stream))?;
+    op.workspace.map_or(Ok(()), |workspace| workspace.on(device))?;
     op.bias.view().map_or(Ok(()), |bias| Operand::new("bias", &bias).on(device))?;
     Ok(problem)
 }

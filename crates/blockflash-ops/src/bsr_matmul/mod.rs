@@ -135,7 +135,7 @@ impl<'a> BsrMatmul<'a> {
     ///
     /// # Errors
     /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`] if an operand is not on the stream's
-    /// device, [`Error::OtherStream`] for a workspace of another stream.
+    /// device.
     pub fn matmul_into(&self, c: ViewMut<'_>, stream: &Stream) -> Result<()> {
         let problem = launch::checked(self, &c, stream)?;
         if problem.is_empty() {

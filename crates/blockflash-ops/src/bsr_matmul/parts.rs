@@ -2,27 +2,30 @@
 //! them idle.
 
 use crate::{Error, Result};
-use blockflash_safe::{BsrParts, Device, Stream, Tensor};
-use blockflash_sys::DType;
+use blockflash_safe::{BsrParts, BsrPartsMemory, Device, Stream};
 use blockflash_sys::manifest::BsrMatmulHopper;
 use blockflash_sys::params::BLOCKFLASH_BSR_PARTS;
 
 /// Most parts of a tile.
 pub(super) const MOST_PARTS: usize = BLOCKFLASH_BSR_PARTS as usize;
 
-/// Memory in which a [`BsrMatmul`](super::BsrMatmul) leaves sums of parts of tiles, for calls on one stream.
+/// Memory in which a [`BsrMatmul`](super::BsrMatmul) leaves sums of parts of tiles.
 ///
 /// With it, block rows that are much longer than others, and products with few tiles (few columns of B), are computed by several multiprocessors
 /// each; the sums are added in a fixed order, so results are the same in every run. They may differ in the last bits from those without a
 /// workspace, which add in one go. Kernels that cannot use it leave it alone: those for other GPUs than Hopper, and the CPU, for which it
 /// has no memory.
 ///
-/// A graph that was captured with it uses it at each launch, so do not launch two such graphs at once.
+/// Any number of calls, streams and captured graphs may share one. They use it one after another: a
+/// call, or a launch of a graph, waits on its stream for what the stream that used the workspace
+/// last has queued. So streams that are to compute at the same time have a workspace each. While
+/// that last stream is being captured, other streams get
+/// [`InCapture`](blockflash_safe::Error::InCapture).
 ///
 /// ```
 /// # use blockflash_ops::{BsrMatmul, BsrMatrix, BsrWorkspace, DType, Device, View};
 /// let stream = Device::cpu().stream()?;
-/// let workspace = BsrWorkspace::new(&stream)?; // once, for all products on this stream
+/// let workspace = BsrWorkspace::new(&stream)?; // once, for all products
 /// let a = BsrMatrix::from_coo(2, 3, 1, DType::F32, &[(0, 2, 5.0)])?;
 /// let b = View::from_slice(&[1.0f32, 10.0, 100.0], &[3, 1])?;
 /// let product = BsrMatmul { workspace: Some(&workspace), ..BsrMatmul::new(&a, b) };
@@ -31,9 +34,7 @@ pub(super) const MOST_PARTS: usize = BLOCKFLASH_BSR_PARTS as usize;
 /// ```
 #[derive(Debug)]
 pub struct BsrWorkspace {
-    stream: Stream,
-    sums: Tensor,
-    arrived: Tensor,
+    memory: BsrPartsMemory,
     /// Parts of the longest tile, instead of an estimate.
     asked: Option<usize>,
 }
@@ -44,18 +45,13 @@ impl BsrWorkspace {
     /// Words that say that sums are there, one per warp that computes.
     const WORDS: usize = Self::BYTES / 4096;
 
-    /// A workspace for calls on this stream, or on clones of it.
+    /// A workspace on the device of a stream.
     ///
     /// # Errors
     /// Out of memory, a stream that is being captured, or a failing device.
     pub fn new(stream: &Stream) -> Result<Self> {
         let [sums, words] = if stream.device().is_cpu() { [0; 2] } else { [Self::BYTES / 4, Self::WORDS] };
-        Ok(Self {
-            stream: stream.clone(),
-            sums: Tensor::empty(stream, DType::F32, &[sums])?,
-            arrived: Tensor::zeros(stream, DType::I32, &[words])?,
-            asked: None,
-        })
+        Ok(Self { memory: BsrPartsMemory::new(stream, sums, words)?, asked: None })
     }
 
     /// The same memory for products whose longest tile is computed in this many parts, up to 8, whatever the estimate says, unless it has fewer
@@ -72,12 +68,12 @@ impl BsrWorkspace {
 
     /// Where the memory is.
     pub fn device(&self) -> Device {
-        self.sums.device()
+        self.memory.device()
     }
 
-    /// Calls on different streams may run at once, and then would write to the same place.
-    pub(super) fn on(&self, stream: &Stream) -> Result<()> {
-        if self.stream.is_same_queue(stream) { Ok(()) } else { Err(Error::OtherStream { what: "workspace" }) }
+    pub(super) fn on(&self, expected: &Device) -> Result<()> {
+        let (what, expected, found) = ("workspace", *expected, self.device());
+        if expected == found { Ok(()) } else { Err(Error::DeviceMismatch { what, expected, found }) }
     }
 
     /// The parts of a product whose longest tile is estimated to need this many, at most as many as there is room for. None: tiles are whole.
@@ -94,17 +90,11 @@ impl BsrWorkspace {
         let most = self.asked.unwrap_or(estimate);
         let per_tile = (tile.block_rows * tile.block_size * tile.block_n) as usize;
         let warps = tile.consumer_warps() as usize;
-        let (sums, arrived) = (self.sums.view(), self.arrived.view());
-        let room = (sums.shape()[0] / per_tile).min(arrived.shape()[0] / warps);
+        let room = (self.memory.sums() / per_tile).min(self.memory.words() / warps);
         (2..=most.min(MOST_PARTS)).rev().find_map(|parts| {
             let (steps, begin) = lengths.cut(parts)?;
             let slots = (begin[0] as usize).checked_mul(tiles_n)?;
-            if slots == 0 || slots > room {
-                return None;
-            }
-            let sums = sums.slice(0, 0..slots * per_tile).ok()?;
-            let arrived = arrived.slice(0, 0..slots * warps).ok()?;
-            Some(BsrParts { steps, begin, sums, arrived })
+            (1..=room).contains(&slots).then_some(BsrParts { steps, begin, memory: &self.memory })
         })
     }
 }

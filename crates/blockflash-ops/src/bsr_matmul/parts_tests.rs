@@ -1,4 +1,5 @@
 use super::*;
+use blockflash_sys::DType;
 
 const TILE: BsrMatmulHopper = BsrMatmulHopper {
     filled: false,
@@ -15,10 +16,8 @@ const TILE: BsrMatmulHopper = BsrMatmulHopper {
 /// Memory as on a GPU.
 fn workspace() -> BsrWorkspace {
     let stream = Device::cpu().stream().unwrap();
-    let tensor = |dtype, words| Tensor::zeros(&stream, dtype, &[words]).unwrap();
-    let (sums, arrived) =
-        (tensor(DType::F32, BsrWorkspace::BYTES / 4), tensor(DType::I32, BsrWorkspace::WORDS));
-    BsrWorkspace { stream, sums, arrived, asked: None }
+    let memory = BsrPartsMemory::new(&stream, BsrWorkspace::BYTES / 4, BsrWorkspace::WORDS).unwrap();
+    BsrWorkspace { memory, asked: None }
 }
 
 /// Parts of the tile at each position, as a kernel counts them, and the positions that each part number has a place for.

@@ -1,9 +1,7 @@
 //! Attention forward with Hopper's own instructions: tiles are copied by the tensor memory accelerator.
 
 use super::{AttentionFwdOperands, Fit, fits_row, require};
-use crate::{
-    Error, LaunchConfig, Result, Row, Stream, Swizzle, TensorMap, TensorMapSpec, View, tile_counter,
-};
+use crate::{Error, LaunchConfig, Result, Row, Stream, Swizzle, TensorMap, TensorMapSpec, View};
 use blockflash_sys::manifest::{AttentionFwdHopper, Variant};
 use blockflash_sys::params::{
     BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params,
@@ -22,11 +20,12 @@ impl Stream {
     /// from the operands.
     ///
     /// Launches of one stream share a pair of counters, and so do those that one capture makes of it, since they run one after
-    /// another. Whoever instantiates a captured graph twice by other means than [`Stream::capture`] must not let the two run
-    /// at the same time.
+    /// another.
     ///
     /// # Errors
-    /// As [`launch_attention_fwd`](Stream::launch_attention_fwd); [`Error::TensorMap`] for strides that a tensor map cannot have.
+    /// As [`launch_attention_fwd`](Stream::launch_attention_fwd); [`Error::TensorMap`] for strides
+    /// that a tensor map cannot have; [`Error::TileCounters`] when other streams and graphs have
+    /// all counters.
     pub fn launch_attention_fwd_tma(
         &self,
         row: &Row,
@@ -52,17 +51,13 @@ impl Stream {
         // SAFETY:
         // 1. The row is a Hopper variant of attention forward, whose parameter struct this is.
         // 2. As in `launch_attention_fwd`. What is read through a tensor map lies inside the view that it was encoded from. The
-        //    tile counter is null or a slot that no other launch uses at the same time (`tile_counter`), and it lives as long
-        //    as the context.
+        //    tile counter is that of `launch_counting`.
         // 3. `o` and `lse` are borrowed exclusively.
         unsafe {
-            self.launch_with(
+            self.launch_counting(
                 row,
                 config,
-                |session| blockflash_attention_fwd_tma_params {
-                    tile_counter: tile_counter::of(session),
-                    ..params
-                },
+                |tile_counter| blockflash_attention_fwd_tma_params { tile_counter, ..params },
                 views.iter().flatten().filter_map(View::owner),
             )
         }

@@ -1,9 +1,9 @@
 //! BSR matmul.
 
-use super::{Fit, ceil_div, fits, fits_row, optional, pointer, pointer_mut, require, starts_last};
+use super::{BsrParts, Fit, ceil_div, fits, fits_row, optional, pointer, pointer_mut, require, starts_last};
 use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};
 use blockflash_sys::manifest::{BsrTile, Variant};
-use blockflash_sys::params::{BLOCKFLASH_BSR_PARTS, blockflash_bsr_matmul_params};
+use blockflash_sys::params::blockflash_bsr_matmul_params;
 
 /// Tensors of the BSR matmul kernels.
 #[derive(Debug)]
@@ -30,21 +30,6 @@ pub struct BsrMatmulOperands<'a> {
     pub c: ViewMut<'a>,
     /// `[m]` or `[n]`.
     pub bias: Option<View<'a>>,
-}
-
-/// In which parts the long tiles of a BSR matmul are computed, and where their sums lie meanwhile.
-#[derive(Clone, Copy, Debug)]
-pub struct BsrParts<'a> {
-    /// Tiles of more blocks, or stages where the kernel has a plan of these, are computed in several parts. Positive.
-    pub steps: i32,
-    /// At `[p]` begin, in the order of all parts, the block rows (or their groups) that may have a part `p`: the first ones in `row_order`, as
-    /// many as there are up to `[p - 1]`. Descends to 0.
-    pub begin: [i32; BLOCKFLASH_BSR_PARTS as usize],
-    /// f32 `[begin[0]·tiles_n·tile]`, with as many elements as a tile of C has.
-    pub sums: View<'a>,
-    /// i32 `[begin[0]·tiles_n·warps]`, of the warps that compute. The caller knows that they are zeros, and that nothing else
-    /// uses them or the sums meanwhile.
-    pub arrived: View<'a>,
 }
 
 impl BsrMatmulOperands<'_> {
@@ -75,13 +60,13 @@ impl BsrMatmulOperands<'_> {
     }
 
     /// Every tensor, read-only.
-    pub(super) fn views(&self) -> [Option<View<'_>>; 12] {
+    pub(super) fn views(&self) -> [Option<View<'_>>; 11] {
         let [row_ptr, col_idx, values, b] = [self.row_ptr, self.col_idx, self.values, self.b].map(Some);
         let [stages, group_stages] = [0, 1].map(|i| self.stages.map(|stages| stages[i]));
-        let (sums, arrived) = (self.parts.map(|parts| parts.sums), self.parts.map(|parts| parts.arrived));
+        let parts = self.parts.map(|parts| parts.memory.view());
         let c = Some(self.c.as_view());
         let (block_idx, row_order, bias) = (self.block_idx, self.row_order, self.bias);
-        [row_ptr, col_idx, block_idx, values, row_order, stages, group_stages, sums, arrived, b, c, bias]
+        [row_ptr, col_idx, block_idx, values, row_order, stages, group_stages, parts, b, c, bias]
     }
 
     /// The parameters with the pointers of the tensors.

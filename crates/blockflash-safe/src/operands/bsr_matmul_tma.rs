@@ -2,8 +2,8 @@
 
 use super::bsr_matmul::writes;
 use super::bsr_matmul_maps::{NO_MAP, encode_c, maps};
-use super::{BsrMatmulOperands, BsrParts, Fit, ceil_div, fits, fits_row, optional, pointer, require};
-use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View, tile_counter};
+use super::{BsrMatmulOperands, BsrParts, Fit, ceil_div, fits, fits_row, optional, require};
+use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View};
 use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
 use blockflash_sys::params::{
     BLOCKFLASH_BSR_PARTS, blockflash_bsr_matmul_params, blockflash_bsr_matmul_tma_params,
@@ -42,7 +42,7 @@ impl Stream {
         let c = operands.c.as_view();
         let c_by_copies = copies_c(tile, params, c.is_aligned(16));
         let c_map = if c_by_copies { encode_c(&c, params)? } else { NO_MAP };
-        let params = blockflash_bsr_matmul_tma_params {
+        let whole_tiles = blockflash_bsr_matmul_tma_params {
             a: a.encode(&operands.values)?,
             b: b.encode(&operands.b)?,
             b_edge: b_edge.encode(&operands.b)?,
@@ -58,23 +58,21 @@ impl Stream {
             part_sums: null_mut(),
             part_arrived: null_mut(),
         };
+        let params = with_parts(whole_tiles, operands.parts.as_ref());
         // SAFETY:
         // 1. The row is a Hopper variant of BSR matmul, whose parameter struct this is.
-        // 2. As in `launch_bsr_matmul`, also for `block_idx`. What is read through a tensor map lies inside the view that it was encoded
-        //    from; whole blocks that are copied without one lie where `row_ptr` says, in a view that starts at a multiple of 16 bytes (`fit`).
-        //    The tile counter is null or a slot that no other launch uses at the same time (`tile_counter`), and it lives as long
-        //    as the context. The same holds for the sums of parts, of which there is room for as many as `begin` says (`split`).
+        // 2. As in `launch_bsr_matmul`, also for `block_idx`. What is read through a tensor map
+        //    lies inside the view that it was encoded from; whole blocks that are copied without
+        //    one lie where `row_ptr` says, in a view that starts at a multiple of 16 bytes (`fit`).
+        //    The tile counter is that of `launch_counting`. No other launch uses the memory of
+        //    parts at the same time either, which is used in turns, and there is room for as many
+        //    as `begin` says (`split`).
         // 3. `c` is borrowed exclusively.
         unsafe {
-            self.launch_with(
+            self.launch_counting(
                 row,
                 config,
-                |session| {
-                    let tile_counter = tile_counter::of(session);
-                    // Parts wait for others that were taken before, and only the counter says which were.
-                    let parts = operands.parts.as_ref().filter(|_| !tile_counter.is_null());
-                    blockflash_bsr_matmul_tma_params { tile_counter, ..with_parts(params, parts) }
-                },
+                |tile_counter| blockflash_bsr_matmul_tma_params { tile_counter, ..params },
                 views.iter().flatten().filter_map(View::owner),
             )
         }
@@ -109,7 +107,7 @@ fn split(
     p: &blockflash_bsr_matmul_params,
     parts: Option<&BsrParts<'_>>,
 ) -> std::result::Result<i128, String> {
-    let Some(BsrParts { steps, begin, sums, arrived }) = parts else { return Ok(0) };
+    let Some(BsrParts { steps, begin, memory }) = parts else { return Ok(0) };
     require(tile.splits(), "the kernel computes whole tiles")?;
     require(*steps > 0, "a part has no steps")?;
     require(
@@ -121,13 +119,9 @@ fn split(
     require(widest <= positions, "more tiles have a part than there are")?;
     let items = i128::from(begin[0]) * i128::from(tile.tile().tiles_n(p.n as u64));
     let per_item = tile.block_rows * tile.block_size * tile.block_n;
-    for (what, view, dtype, entries) in [
-        ("part sums", sums, DType::F32, per_item),
-        ("part words", arrived, DType::I32, tile.consumer_warps()),
-    ] {
-        let entries = i64::try_from(items * i128::from(entries)).map_err(|_| format!("too many {what}"))?;
-        fits(what, view, dtype, [(entries, 1)])?;
-    }
+    require(items * i128::from(per_item) <= memory.sums() as i128, "there is no room for the sums of parts")?;
+    let words = items * i128::from(tile.consumer_warps());
+    require(words <= memory.words() as i128, "there is no room for the words of parts")?;
     Ok(items)
 }
 
@@ -136,12 +130,12 @@ fn with_parts(
     params: blockflash_bsr_matmul_tma_params,
     parts: Option<&BsrParts<'_>>,
 ) -> blockflash_bsr_matmul_tma_params {
-    let Some(BsrParts { steps, begin, sums, arrived }) = parts else { return params };
+    let Some(BsrParts { steps, begin, memory }) = parts else { return params };
     blockflash_bsr_matmul_tma_params {
         part_steps: *steps,
         part_begin: *begin,
-        part_sums: pointer(sums).cast_mut().cast(),
-        part_arrived: pointer(arrived).cast_mut().cast(),
+        part_sums: memory.sums_pointer(),
+        part_arrived: memory.words_pointer(),
         ..params
     }
 }

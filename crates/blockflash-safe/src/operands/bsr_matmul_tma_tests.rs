@@ -1,6 +1,6 @@
 use super::*;
 use crate::operands::bsr_matmul_fixtures::{self as fixtures, TILE};
-use crate::{DType, Device, Tensor, ViewMut};
+use crate::{BsrPartsMemory, DType, Device, Tensor, ViewMut};
 
 const PAIRS: BsrMatmulHopper = BsrMatmulHopper { block_rows: 2, stages: 4, ..TILE };
 /// 150 × 200 in blocks of 64, of which five are stored, times 200 × 136, whose rows are 144 apart.
@@ -113,14 +113,13 @@ fn clusters_are_whole() {
 #[test]
 fn parts_have_room_and_places() {
     let stream = Device::cpu().stream().unwrap();
-    let sums = Tensor::empty(&stream, DType::F32, &[8 * 64 * 256]).unwrap();
-    let words = Tensor::zeros(&stream, DType::I32, &[8 * 8]).unwrap();
+    let memory = |sums: usize, words: usize| BsrPartsMemory::new(&stream, sums, words).unwrap();
+    let rooms: Vec<BsrPartsMemory> = (0..8).map(|room| memory(room * 64 * 256, room * 8)).collect();
     // With memory for so many parts.
     let of = |begin: &[i32], room: usize| {
         let mut all = [0; BLOCKFLASH_BSR_PARTS as usize];
         all[..begin.len()].copy_from_slice(begin);
-        let sums = sums.view().slice(0, 0..room * 64 * 256).unwrap();
-        BsrParts { steps: 2, begin: all, sums, arrived: words.view().slice(0, 0..room * 8).unwrap() }
+        BsrParts { steps: 2, begin: all, memory: &rooms[room] }
     };
     // Three block rows and one tile of columns.
     let split_of = |tile: &BsrMatmulHopper, parts: BsrParts<'_>| split(tile, &params(), Some(&parts));
@@ -128,16 +127,20 @@ fn parts_have_room_and_places() {
     assert_eq!(split_of(&TILE, of(&[], 0)), Ok(0));
     assert_eq!(split_of(&TILE, of(&[4, 1], 4)), Ok(4));
     assert_eq!(split_of(&TILE, of(&[3], 3)), Ok(3));
+    assert_eq!(split_of(&TILE, of(&[3], 7)), Ok(3), "more room than is needed");
     let refused = |tile: &BsrMatmulHopper, parts: BsrParts<'_>, reason: &str| {
         let found = split_of(tile, parts).unwrap_err();
         assert!(found.contains(reason), "{found}");
     };
     let pair = BsrMatmulHopper { cluster: 2, ..TILE };
     assert_eq!(split_of(&pair, of(&[3], 6)), Ok(6));
-    refused(&pair, of(&[3], 5), "part sums");
-    refused(&TILE, of(&[5, 2], 4), "part sums");
-    refused(&TILE, BsrParts { arrived: words.view(), ..of(&[3], 3) }, "part words");
-    refused(&TILE, BsrParts { arrived: sums.view(), ..of(&[3], 3) }, "part words");
+    refused(&pair, of(&[3], 5), "room for the sums");
+    refused(&TILE, of(&[5, 2], 4), "room for the sums");
+    refused(
+        &TILE,
+        BsrParts { memory: &memory(3 * 64 * 256, 3 * 8 - 1), ..of(&[3], 3) },
+        "room for the words",
+    );
     refused(&TILE, of(&[4], 4), "more tiles have a part");
     refused(&TILE, of(&[1, 2], 1), "descend");
     refused(&TILE, of(&[2, -1], 2), "descend");

@@ -3,7 +3,6 @@
 use super::{Fit, ceil_div, fits, fits_row, pointer, pointer_mut, require};
 use crate::{
     DType, Error, LaunchConfig, Major, Result, Row, Stream, Swizzle, TensorMap, TensorMapSpec, View, ViewMut,
-    tile_counter,
 };
 use blockflash_sys::manifest::{BsrSddmmHopper, BsrSddmmTile, Variant};
 use blockflash_sys::params::{blockflash_bsr_sddmm_params, blockflash_tensor_map};
@@ -67,10 +66,10 @@ impl Stream {
         //    are those that `row_ptr` counts, which the caller knows to be as many as `values` has.
         // 3. `values` are borrowed exclusively.
         unsafe {
-            self.launch_with(
+            self.launch_counting(
                 row,
                 config,
-                |session| blockflash_bsr_sddmm_params { tile_counter: tile_counter::of(session), ..params },
+                |tile_counter| blockflash_bsr_sddmm_params { tile_counter, ..params },
                 views.iter().flatten().filter_map(View::owner),
             )
         }

@@ -119,3 +119,50 @@ fn tensors_may_be_dropped_in_a_capture() -> Result<()> {
     drop(graph);
     assert_usable(&stream)
 }
+
+/// What the stream's own value does not know, the driver does.
+#[test]
+fn a_graph_is_not_launched_into_a_capture_of_others() -> Result<()> {
+    let Some(device) = gpu("a_graph_is_not_launched_into_a_capture_of_others") else { return Ok(()) };
+    let stream = device.stream()?;
+    // SAFETY: 1. A stream of the device's primary context. 2. `stream` outlives it. 3. The capture
+    // below uses no tensors.
+    let somebody = unsafe { Stream::from_raw(&device, stream.raw())? };
+    let empty: Graph = stream.capture(|_| Ok::<(), Error>(()))?;
+    let captured = somebody.capture(|_| -> Result<()> {
+        assert!(stream.is_capturing()?);
+        let refused = empty.launch(&stream);
+        assert!(matches!(refused, Err(Error::InCapture { .. })), "{refused:?}");
+        Ok(())
+    })?;
+    captured.launch(&stream)?;
+    empty.launch(&stream)?;
+    stream.synchronize()?;
+    assert_usable(&stream)
+}
+
+/// An event of one capture means nothing in another one, and does not spoil it.
+#[test]
+fn captures_do_not_wait_for_each_other() -> Result<()> {
+    let Some(device) = gpu("captures_do_not_wait_for_each_other") else { return Ok(()) };
+    let (first, second) = (device.stream()?, device.stream()?);
+    let (over, open) = (Event::new(&device, false)?, Event::new(&device, false)?);
+    first.capture(|first| over.record(first))?;
+    let mut tensor = Tensor::zeros(&second, DType::F32, &[COUNT])?;
+    let mut inner = None;
+    let outer = first.capture(|first| -> Result<()> {
+        open.record(first)?;
+        inner = Some(second.capture(|second| -> Result<()> {
+            for event in [&over, &open] {
+                let refused = second.wait(event);
+                assert!(matches!(refused, Err(Error::InCapture { .. })), "{refused:?}");
+            }
+            tensor.fill_bytes(second, 1)
+        })?);
+        first.wait(&open)
+    })?;
+    outer.launch(&first)?;
+    inner.unwrap().launch(&second)?;
+    assert_eq!(tensor.to_vec::<f32>(&second)?, [f32::from_ne_bytes([1; 4]); COUNT]);
+    assert_usable(&first)
+}

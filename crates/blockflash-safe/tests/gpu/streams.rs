@@ -79,6 +79,38 @@ fn dropped_tensors_outlive_their_uses() -> Result<()> {
     Ok(())
 }
 
+/// Memory is freed after work on streams that were destroyed before it, however many they are.
+#[test]
+fn tensors_outlive_streams() -> Result<()> {
+    let Some(device) = gpu("tensors_outlive_streams") else { return Ok(()) };
+    let home = device.stream()?;
+    let source = Tensor::from_slice(&home, &ramp(1 << 16), &[1 << 16])?;
+    let mut copies = Vec::new();
+    for _ in 0..8 {
+        let mut large = Tensor::empty(&home, DType::I32, &[LARGE / 8])?;
+        large.fill_bytes(&home, 7)?;
+        let user = device.stream()?;
+        let mut copy = Tensor::empty(&user, DType::I32, &[LARGE / 8])?;
+        copy.copy_from(&user, &large)?;
+        drop(user);
+        drop(large);
+        let mut next = Tensor::empty(&home, DType::I32, &[LARGE / 8])?;
+        next.fill_bytes(&home, 0xEE)?;
+        copies.push(copy);
+    }
+    for copy in copies {
+        let expected = i32::from_ne_bytes([7; 4]);
+        assert!(copy.to_vec::<i32>(&device.stream()?)?.iter().all(|&found| found == expected));
+    }
+    for _ in 0..2000 {
+        let user = device.stream()?;
+        let mut copy = Tensor::empty(&user, DType::F32, &[1 << 16])?;
+        copy.copy_from(&user, &source)?;
+    }
+    assert_eq!(source.copy_to(&device.stream()?)?.to_vec::<f32>(&home)?, ramp(1 << 16));
+    Ok(())
+}
+
 #[test]
 fn threads_share_devices() -> Result<()> {
     let Some(device) = gpu("threads_share_devices") else { return Ok(()) };

@@ -1,0 +1,76 @@
+use super::{Inner, Queue, Stream};
+use crate::{Error, Event, Result};
+use std::ptr;
+use std::sync::{Arc, OnceLock, Weak};
+
+/// For a stream of ours that is gone: a mark behind its last work, unless none could be made.
+pub(super) type End = OnceLock<Option<Event>>;
+
+/// A stream that memory was used on. One of ours is not kept alive by that, so that it may go
+/// before the memory.
+#[derive(Clone)]
+pub(crate) struct User(Whose);
+
+#[derive(Clone)]
+enum Whose {
+    Own {
+        stream: Weak<Inner>,
+        end: Arc<End>,
+    },
+    /// Of somebody else: it outlives the memory, by point 2 of `from_raw`.
+    Foreign(Stream),
+}
+
+impl User {
+    pub(crate) fn is(&self, stream: &Stream) -> bool {
+        match &self.0 {
+            // By identity: when a stream is gone another one may get its handle.
+            Whose::Own { stream: own, .. } => ptr::eq(own.as_ptr(), Arc::as_ptr(&stream.0)),
+            Whose::Foreign(foreign) => foreign.is_same_queue(stream),
+        }
+    }
+
+    /// While it exists.
+    pub(crate) fn stream(&self) -> Option<Stream> {
+        match &self.0 {
+            Whose::Own { stream, .. } => stream.upgrade().map(Stream),
+            Whose::Foreign(foreign) => Some(foreign.clone()),
+        }
+    }
+
+    /// Lets `stream` wait for what was queued on this one.
+    pub(crate) fn precede(&self, stream: &Stream) -> Result<()> {
+        if let Some(user) = self.stream() {
+            return stream.wait_for(&user);
+        }
+        let Whose::Own { end, .. } = &self.0 else { return Ok(()) };
+        // Set at the end of the drop that has begun, since the stream is gone.
+        match end.wait() {
+            Some(end) => stream.wait(end),
+            None => Err(Error::InCapture { what: "waiting for a stream that was destroyed" }),
+        }
+    }
+
+    /// Whether the stream is gone and its work done: nothing has to be waited for.
+    pub(crate) fn is_over(&self) -> bool {
+        match &self.0 {
+            Whose::Own { end, .. } => {
+                end.get().and_then(Option::as_ref).is_some_and(|end| end.is_done().unwrap_or(false))
+            }
+            Whose::Foreign(_) => false,
+        }
+    }
+}
+
+impl Stream {
+    /// To be noted by memory that is used on the stream, which is not that of the CPU.
+    pub(crate) fn user(&self) -> User {
+        let whose = match &self.0.queue {
+            Some(Queue { owned: true, end, .. }) => {
+                Whose::Own { stream: Arc::downgrade(&self.0), end: Arc::clone(end) }
+            }
+            _ => Whose::Foreign(self.clone()),
+        };
+        User(whose)
+    }
+}

@@ -1,0 +1,127 @@
+//! Memory that only one piece of queued work uses at a time, whatever streams it is queued on.
+//!
+//! Whoever queues such work takes a turn with the memory: the stream waits for what the stream that
+//! used it last has queued, and nobody else takes a turn until the work is queued. What is captured
+//! does not run, so it takes no turns; each launch of the graph takes them.
+
+use crate::stream::Session;
+use crate::{Error, Event, Result, Stream, lock};
+use std::ptr;
+use std::sync::{Mutex, MutexGuard};
+
+/// Which stream used the memory last.
+pub(crate) type Turn = Mutex<Stream>;
+
+/// The turns of work that is about to be queued on a stream. To be held until it is queued.
+pub(crate) struct Turns<'m>(Vec<Taken<'m>>);
+
+struct Taken<'m> {
+    last: MutexGuard<'m, Stream>,
+    before: Before,
+}
+
+/// What the work comes after.
+enum Before {
+    /// The stream's own work.
+    Own,
+    /// What another stream has queued.
+    Mark(Event),
+    /// What another stream has queued, which is being captured: nobody outside of the capture can
+    /// wait for that stream.
+    Captured,
+}
+
+impl<'m> Turns<'m> {
+    /// Not while a session is open.
+    pub(crate) fn take(turns: impl Iterator<Item = &'m Turn>, stream: &Stream) -> Result<Turns<'m>> {
+        let taken = in_order(turns).into_iter().map(|turn| {
+            let last = lock(turn);
+            let before = if last.is_same_queue(stream) {
+                Before::Own
+            } else {
+                Event::mark(&last)?.map_or(Before::Captured, Before::Mark)
+            };
+            Ok(Taken { last, before })
+        });
+        Ok(Turns(taken.collect::<Result<_>>()?))
+    }
+
+    /// Lets the stream of the session wait for its turns. What is queued next in the session may
+    /// use the memory.
+    pub(crate) fn begin(&mut self, session: &Session<'_>, stream: &Stream) -> Result<()> {
+        if self.0.is_empty() || session.is_capturing()? {
+            return Ok(());
+        }
+        for Taken { last, before } in &mut self.0 {
+            match before {
+                Before::Own => continue,
+                Before::Mark(mark) => mark.hold_marked(session)?,
+                Before::Captured => {
+                    return Err(Error::InCapture {
+                        what: "using memory that the captured stream was the last one to use",
+                    });
+                }
+            }
+            **last = stream.clone();
+        }
+        Ok(())
+    }
+}
+
+/// Each turn once, in one order for all threads: so two that take the same ones never wait for each
+/// other.
+fn in_order<'m>(turns: impl Iterator<Item = &'m Turn>) -> Vec<&'m Turn> {
+    let mut turns: Vec<&Turn> = turns.collect();
+    turns.sort_by_key(|turn| ptr::from_ref(*turn).addr());
+    turns.dedup_by(|a, b| ptr::eq(*a, *b));
+    turns
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Device;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    fn turns() -> [Turn; 3] {
+        std::array::from_fn(|_| Mutex::new(Device::cpu().stream().unwrap()))
+    }
+
+    #[test]
+    fn turns_are_taken_once_and_in_one_order() {
+        let turns = turns();
+        let [a, b, c] = [&turns[0], &turns[1], &turns[2]];
+        let addresses = |turns: &[&Turn]| {
+            in_order(turns.iter().copied()).iter().map(|turn| ptr::from_ref(*turn)).collect()
+        };
+        let all: Vec<*const Turn> = addresses(&[a, b, c]);
+        assert_eq!(all.len(), 3);
+        for order in [[c, b, a], [b, a, c], [c, a, b]] {
+            let found: Vec<*const Turn> = addresses(&order);
+            assert_eq!(found, all);
+        }
+        let twice: Vec<*const Turn> = addresses(&[b, a, b, b, a]);
+        assert_eq!(twice, all[..2]);
+        assert!(in_order(std::iter::empty()).is_empty());
+    }
+
+    #[test]
+    fn one_at_a_time_and_nobody_waits_for_ever() {
+        let turns = turns();
+        let stream = Device::cpu().stream().unwrap();
+        let users = [const { AtomicUsize::new(0) }; 3];
+        let use_them = |order: [usize; 2]| {
+            for _ in 0..10_000 {
+                let taken = Turns::take(order.iter().map(|&i| &turns[i]), &stream).unwrap();
+                assert!(order.iter().all(|&i| users[i].fetch_add(1, Ordering::SeqCst) == 0));
+                assert!(order.iter().all(|&i| users[i].fetch_sub(1, Ordering::SeqCst) == 1));
+                drop(taken);
+            }
+        };
+        std::thread::scope(|scope| {
+            for order in [[0, 1], [1, 0], [1, 2], [2, 0]] {
+                scope.spawn(move || use_them(order));
+            }
+        });
+    }
+}
