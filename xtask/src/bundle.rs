@@ -120,8 +120,6 @@ fn build() -> Result<Vec<Program>> {
         "--bin",
         "xtask",
         "--example",
-        "bsr_plan",
-        "--example",
         "long_context",
         "--example",
         "block_sparse_mlp",

@@ -121,7 +121,7 @@ fn describe(row: &Row) -> Option<(Line, &'static str)> {
             Some((Line::BsrSddmm { block_size }, dtype.name()))
         }
         // Prepares the operand of an operation, or computes nothing that a user asks for.
-        Variant::BsrReblock(_) | Variant::BsrPlan(_) | Variant::BlockMask(_) | Variant::Probe(_) => None,
+        Variant::BlockMask(_) | Variant::Probe(_) => None,
     }
 }
 

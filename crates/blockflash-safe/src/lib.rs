@@ -54,7 +54,7 @@ pub use launch::LaunchConfig;
 pub use layout::{Layout, MAX_RANK};
 pub use operands::{
     AttentionFwdOperands, BlockMaskBuildOperands, BlockMaskOperands, BlockScoresOperands, BsrMatmulOperands,
-    BsrParts, BsrPlanGroups, BsrPlanOperands, BsrReblockOperands, BsrSddmmOperands,
+    BsrParts, BsrSddmmOperands,
 };
 pub use probe::PROBE_CHUNK_BYTES;
 pub use stream::Stream;

@@ -6,8 +6,6 @@
 
 mod block_mask;
 mod bsr_matmul_hopper;
-mod bsr_plan;
-mod bsr_reblock;
 mod bsr_sddmm;
 mod dtype;
 mod expect;
@@ -23,8 +21,6 @@ mod target;
 mod tile;
 
 pub use block_mask::BlockMaskKernel;
-pub use bsr_plan::BsrPlanKernel;
-pub use bsr_reblock::BsrReblockKernel;
 pub use bsr_sddmm::Major;
 pub use dtype::DType;
 pub use expect::Expect;

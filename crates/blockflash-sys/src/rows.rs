@@ -3,7 +3,7 @@
 use crate::manifest::{
     AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmm, BsrSddmmHopper, Row, Variant,
 };
-use crate::{BlockMaskKernel, BsrPlanKernel, BsrReblockKernel, DType, Major, Probe, Target};
+use crate::{BlockMaskKernel, DType, Major, Probe, Target};
 use std::sync::LazyLock;
 
 /// Every portable target: the tile fits into 99 KB of shared memory.
@@ -223,10 +223,6 @@ pub fn all_rows() -> &'static [Row] {
                 for &(_, tile) in BSR_MATMUL_ANY.iter().filter(|(targets, _)| targets.contains(&target)) {
                     push(Variant::BsrMatmulAny(BsrMatmul { dtype, ..tile }));
                 }
-            }
-            if ALL.contains(&target) {
-                push(Variant::BsrReblock(BsrReblockKernel::TILE));
-                push(Variant::BsrPlan(BsrPlanKernel::TILE));
             }
             let kernels = BlockMaskKernel::ALL.into_iter().filter(|_| ALL.contains(&target));
             kernels.for_each(|kernel| push(Variant::BlockMask(kernel)));

@@ -125,8 +125,6 @@ impl Row {
             | Variant::BsrMatmulHopper(_)
             | Variant::BsrSddmm(_)
             | Variant::BsrSddmmHopper(_)
-            | Variant::BsrReblock(_)
-            | Variant::BsrPlan(_)
             | Variant::BlockMask(_)
             | Variant::Probe(_) => None,
         }
@@ -142,8 +140,6 @@ impl Row {
             | Variant::AttentionFwdHopper(_)
             | Variant::BsrSddmm(_)
             | Variant::BsrSddmmHopper(_)
-            | Variant::BsrReblock(_)
-            | Variant::BsrPlan(_)
             | Variant::BlockMask(_)
             | Variant::Probe(_) => None,
         }
@@ -164,8 +160,6 @@ impl Row {
             | Variant::BsrMatmulHopper(_)
             | Variant::BsrSddmm(_)
             | Variant::BsrSddmmHopper(_)
-            | Variant::BsrReblock(_)
-            | Variant::BsrPlan(_)
             | Variant::BlockMask(_)
             | Variant::Probe(_) => None,
         }

@@ -72,7 +72,7 @@ pub fn case(row: &Row) -> Option<String> {
             Some(format!("sddmm_m8192_n8192_k4096_b{block_size}_d0.1_uniform_{a}_{b}_{dtype}"))
         }
         // The first three belong to no case of `blockflash bench`, the last is measured by it as a ceiling.
-        Variant::BsrReblock(_) | Variant::BsrPlan(_) | Variant::BlockMask(_) | Variant::Probe(_) => None,
+        Variant::BlockMask(_) | Variant::Probe(_) => None,
     }
 }
 

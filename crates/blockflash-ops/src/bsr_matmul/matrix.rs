@@ -1,6 +1,8 @@
+use super::grouping;
 use super::parts::Lengths;
 use super::stages::Stages;
-use super::validate::EdgeBlock;
+use super::transpose::pattern_hash;
+use super::validate::{EdgeBlock, Shape};
 use crate::Result;
 use blockflash_safe::{Device, Stream, Tensor};
 use blockflash_sys::DType;
@@ -35,6 +37,34 @@ pub struct BsrMatrix {
 impl BsrMatrix {
     /// Largest block size.
     pub const MAX_BLOCK_SIZE: usize = 1024;
+
+    /// The matrix of indices, values and edge blocks that have passed validation. The index arrays and
+    /// what is planned from them are made on the stream's device, where the values are.
+    pub(super) fn of_pattern(
+        shape: &Shape,
+        row_ptr: &[i32],
+        col_idx: &[i32],
+        values: Tensor,
+        edge_blocks: Vec<EdgeBlock>,
+        stream: &Stream,
+    ) -> Result<Self> {
+        let Shape { rows, cols, block_size, block_cols, .. } = *shape;
+        let order = grouping::row_order(block_size, block_cols, row_ptr, col_idx);
+        let tensor = |entries: &[i32]| Tensor::from_slice(stream, entries, &[entries.len()]);
+        Ok(Self {
+            rows,
+            cols,
+            block_size,
+            row_ptr: tensor(row_ptr)?,
+            col_idx: tensor(col_idx)?,
+            values,
+            lengths: Lengths::of_rows(row_ptr, &order),
+            stages: Stages::new(block_size, row_ptr, col_idx, &order, stream)?,
+            row_order: tensor(&order)?,
+            pattern_hash: pattern_hash(row_ptr, col_idx),
+            edge_blocks,
+        })
+    }
 
     /// Rows of the matrix.
     pub fn rows(&self) -> usize {

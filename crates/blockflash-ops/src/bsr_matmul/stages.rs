@@ -11,8 +11,8 @@ use blockflash_sys::manifest::BsrMatmulHopper;
 use rayon::prelude::*;
 
 /// Lanes of a stage, and the numbers of each.
-pub(super) const LANES: usize = 32;
-pub(super) const NUMBERS: usize = 2;
+const LANES: usize = 32;
+const NUMBERS: usize = 2;
 /// The lane of the first column, and that of the counts.
 const FIRST_COLUMN: usize = 16;
 const COUNTS: usize = 24;
@@ -81,14 +81,14 @@ pub(super) fn group_rows(block_size: usize) -> Option<usize> {
 }
 
 /// What fits into a group and a stage.
-pub(super) struct Limits {
-    pub(super) rows: usize,
-    pub(super) columns: usize,
-    pub(super) blocks: usize,
+struct Limits {
+    rows: usize,
+    columns: usize,
+    blocks: usize,
 }
 
 impl Limits {
-    pub(super) fn of(block_size: usize) -> Option<Self> {
+    fn of(block_size: usize) -> Option<Self> {
         let block = [16, 32].into_iter().find(|&block| block as usize == block_size)?;
         Some(Self {
             rows: BsrMatmulHopper::group_rows(block) as usize,

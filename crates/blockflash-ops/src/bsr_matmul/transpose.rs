@@ -6,6 +6,7 @@ use super::{BsrMatrix, grouping};
 use crate::check::Operand;
 use crate::{Device, Result};
 use blockflash_safe::{Stream, Tensor};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// The pattern of a [`BsrMatrix`] by block columns: what [`BsrMatmul::transposed`](super::BsrMatmul::transposed) multiplies with
 /// beside the matrix itself. It holds no values, so one index serves every matrix of the same pattern, whatever the values are.
@@ -64,21 +65,11 @@ impl Pattern {
     }
 }
 
-/// Tells patterns of equal size apart, on whatever device they are: a sum over the blocks, whose order does not matter to those who add in
-/// parallel.
+/// Tells patterns of equal size apart.
 pub(super) fn pattern_hash(row_ptr: &[i32], col_idx: &[i32]) -> u64 {
-    let columns = |pair: &[i32]| &col_idx[pair[0] as usize..pair[1] as usize];
-    let blocks =
-        row_ptr.windows(2).zip(0..).flat_map(|(pair, row)| columns(pair).iter().map(move |&col| (row, col)));
-    blocks.fold(0, |sum: u64, (row, col)| sum.wrapping_add(mixed(row, col)))
-}
-
-/// A number in which every bit of the place of a block changes about half of the bits; `bsr_plan_sm80.cu` has the same.
-fn mixed(row: u32, col: i32) -> u64 {
-    let x = (u64::from(row) << 32 | u64::from(col as u32)).wrapping_add(0x9E37_79B9_7F4A_7C15);
-    let x = (x ^ x >> 32).wrapping_mul(0xD6E8_FEB8_6659_FD93);
-    let x = (x ^ x >> 29).wrapping_mul(0xA076_1D64_78BD_642F);
-    x ^ x >> 32
+    let mut hasher = DefaultHasher::new();
+    (row_ptr, col_idx).hash(&mut hasher);
+    hasher.finish()
 }
 
 impl BsrTranspose {
