@@ -15,7 +15,6 @@ pub mod manifest;
 #[allow(missing_docs, non_camel_case_types)]
 pub mod params;
 mod probe;
-mod release;
 mod rows;
 mod target;
 mod tile;

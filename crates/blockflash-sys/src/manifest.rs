@@ -1,13 +1,11 @@
 //! The table of kernels: every image that exists, with its tile sizes. Nothing else in the workspace writes a tile size.
-//! [`rows`] are those to choose from.
 //!
 //! Where tiles differ between targets it is because of shared memory: sm_80 and sm_90 have 163 KB and more, every other GPU 99 KB.
 //! Rows with equal [`Row::symbol`] are the same source with the same tiles for different targets.
 
 pub use crate::bsr_matmul_hopper::BsrMatmulHopper;
 pub use crate::bsr_sddmm::{BsrSddmm, BsrSddmmHopper, BsrSddmmTile};
-pub use crate::release::{released_rows, rows, trial_rows};
-pub use crate::rows::all_rows;
+pub use crate::rows::rows;
 pub use crate::tile::{AttentionFwd, AttentionFwdHopper, AttentionTile, BsrMatmul, BsrTile};
 
 use crate::{BlockMaskKernel, Expect, Probe, Target};

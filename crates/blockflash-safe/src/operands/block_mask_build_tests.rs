@@ -68,7 +68,7 @@ impl Tensors {
 
     fn fit(&mut self, params: &blockflash_block_mask_build_params, blocks: u32) -> Fit {
         let is_build = |row: &&Row| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
-        let row = manifest::all_rows().iter().find(is_build).ok_or("no row")?;
+        let row = manifest::rows().iter().find(is_build).ok_or("no row")?;
         let config = LaunchConfig {
             grid: [blocks, 1, 1],
             block: row.threads(),

@@ -56,7 +56,7 @@ fn fit_lying(
         Variant::BsrMatmulAny(tile) if (tile.dtype, tile.block_size) == (DType::F16, 16) => Some((row, tile)),
         _ => None,
     };
-    let (row, tile) = manifest::all_rows().iter().find_map(tile_of).ok_or("no row")?;
+    let (row, tile) = manifest::rows().iter().find_map(tile_of).ok_or("no row")?;
     let mut config = LaunchConfig {
         grid: [3 * (N as u32).div_ceil(tile.block_n), 1, 1],
         block: row.threads(),
