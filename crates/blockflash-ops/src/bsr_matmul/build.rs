@@ -253,7 +253,7 @@ fn from_dense<T: Float>(dense: View<'_>, block_size: usize, dtype: DType) -> Res
 
 fn to_dense<T: Float>(matrix: &BsrMatrix) -> Result<Vec<f32>> {
     let BsrMatrix { rows, cols, block_size, .. } = *matrix;
-    let (row_ptr, col_idx) = (matrix.row_ptr.view(), matrix.col_idx.view());
+    let (row_ptr, col_idx) = (matrix.row_ptr().view(), matrix.col_idx().view());
     let (row_ptr, col_idx) = (row_ptr.as_slice::<i32>()?, col_idx.as_slice::<i32>()?);
     let values = matrix.values.view();
     let values = values.as_slice::<T>()?;

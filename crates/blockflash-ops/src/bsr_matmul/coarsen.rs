@@ -43,7 +43,7 @@ impl BsrMatrix {
 fn in_blocks<T: Float>(matrix: &BsrMatrix, shape: &Shape) -> Result<BsrMatrix> {
     let (size, large) = (matrix.block_size, shape.block_size);
     let factor = large / size;
-    let (row_ptr, col_idx) = (matrix.row_ptr.view(), matrix.col_idx.view());
+    let (row_ptr, col_idx) = (matrix.row_ptr().view(), matrix.col_idx().view());
     let (row_ptr, col_idx) = (row_ptr.as_slice::<i32>()?, col_idx.as_slice::<i32>()?);
     let values = matrix.values.view();
     let values = values.as_slice::<T>()?;

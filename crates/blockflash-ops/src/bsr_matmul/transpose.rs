@@ -5,7 +5,7 @@ use super::validate::invalid;
 use super::{BsrMatrix, grouping};
 use crate::check::Operand;
 use crate::{Device, Result};
-use blockflash_safe::{Stream, Tensor};
+use blockflash_safe::{BsrIndexArrays, BsrIndices, Stream, Tensor};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// The pattern of a [`BsrMatrix`] by block columns: what [`BsrMatmul::transposed`](super::BsrMatmul::transposed) multiplies with
@@ -24,10 +24,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 #[derive(Debug)]
 pub struct BsrTranspose {
     of: Pattern,
-    row_ptr: Tensor,
-    col_idx: Tensor,
-    block_idx: Tensor,
-    row_order: Tensor,
+    indices: BsrIndices,
     lengths: Lengths,
 }
 
@@ -96,42 +93,41 @@ impl BsrTranspose {
                 *place += 1;
             }
         }
-        let tensor = |entries: &[i32]| Tensor::from_slice(stream, entries, &[entries.len()]);
         let order = grouping::row_order(a.block_size(), a.block_rows(), &row_ptr, &col_idx);
+        let arrays = BsrIndexArrays {
+            block_cols: a.block_rows(),
+            row_ptr: &row_ptr,
+            col_idx: &col_idx,
+            row_order: &order,
+            block_idx: Some(&block_idx),
+            stages: None,
+        };
         Ok(Self {
             of: Pattern::of(a),
-            row_order: tensor(&order)?,
+            indices: BsrIndices::new(&arrays, stream)?,
             lengths: Lengths::of_rows(&row_ptr, &order),
-            row_ptr: tensor(&row_ptr)?,
-            col_idx: tensor(&col_idx)?,
-            block_idx: tensor(&block_idx)?,
         })
     }
 
     /// Where the index is.
     pub fn device(&self) -> Device {
-        self.row_ptr.device()
+        self.indices.device()
     }
 
     /// i32 `[block columns of the matrix + 1]`: the entries of block column `i` are `row_ptr[i]..row_ptr[i + 1]`.
     pub fn row_ptr(&self) -> &Tensor {
-        &self.row_ptr
+        self.indices.row_ptr()
     }
 
     /// i32 `[nnz_blocks]`: the block row of each entry, ascending and unique within a block column.
     pub fn col_idx(&self) -> &Tensor {
-        &self.col_idx
-    }
-
-    /// i32 `[nnz_blocks]`: which block of the values each entry is.
-    pub fn block_idx(&self) -> &Tensor {
-        &self.block_idx
+        self.indices.col_idx()
     }
 
     /// i32 `[block columns of the matrix]`: the block columns in the order in which a kernel takes them, as
     /// [`BsrMatrix::row_order`].
     pub fn row_order(&self) -> &Tensor {
-        &self.row_order
+        self.indices.row_order()
     }
 
     /// Stored blocks of the block column that has the most; 0 for a matrix without block columns.
@@ -144,14 +140,11 @@ impl BsrTranspose {
     /// # Errors
     /// Out of memory, or a failing device.
     pub fn to(&self, stream: &Stream) -> Result<Self> {
-        Ok(Self {
-            of: self.of,
-            row_ptr: self.row_ptr.copy_to(stream)?,
-            col_idx: self.col_idx.copy_to(stream)?,
-            block_idx: self.block_idx.copy_to(stream)?,
-            row_order: self.row_order.copy_to(stream)?,
-            lengths: self.lengths.clone(),
-        })
+        Ok(Self { of: self.of, indices: self.indices.copy_to(stream)?, lengths: self.lengths.clone() })
+    }
+
+    pub(super) fn indices(&self) -> &BsrIndices {
+        &self.indices
     }
 
     /// Of the block columns in their order.

@@ -16,7 +16,6 @@ mod bsr_sddmm;
 mod bsr_sddmm_portable;
 
 pub use attention_fwd::AttentionFwdOperands;
-pub use block_mask::BlockMaskOperands;
 pub use block_mask_build::BlockMaskBuildOperands;
 pub use block_scores::BlockScoresOperands;
 pub use bsr_matmul::{BsrMatmulOperands, BsrParts};
