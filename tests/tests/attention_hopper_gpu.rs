@@ -21,7 +21,6 @@ fn every_hopper_row() {
     let rows: Vec<_> =
         gpu.rows().filter(is_hopper).filter_map(|row| Some((row, row.attention_tile()?))).collect();
     if rows.is_empty() {
-        // They are not among the rows while they are on trial, unless `BLOCKFLASH_IMAGES` is set.
         say("SKIPPED (no row for Hopper to run): attention_hopper_gpu::every_hopper_row");
         return;
     }

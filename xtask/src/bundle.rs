@@ -1,7 +1,7 @@
 //! `cargo xtask bundle`: one folder, also packed, that tests and measures on a GPU machine without Rust.
 
 use crate::{
-    artifacts::{self, Program},
+    artifacts::{self, IMAGES_FEATURE, Program},
     git, kernels, profile,
     workspace::{create_dir, list, read_bytes, root, write},
 };
@@ -17,9 +17,6 @@ use std::{
 pub struct Args {
     /// Where to write; what an earlier bundle left there is replaced [default: target/bundle].
     folder: Option<PathBuf>,
-    /// Take the kernels on trial along: there, tests and measurements use them.
-    #[arg(long)]
-    trial: bool,
     /// Take images with line information along, for `./xtask profile` there: those whose name contains this (may be repeated).
     #[arg(long, value_name = "PATTERN")]
     profile: Vec<String>,
@@ -34,9 +31,6 @@ pub struct Args {
 
 /// Of the packed bundle.
 const MAX_BYTES: u64 = 60_000_000;
-
-/// Folder below `images/` with everything that `BLOCKFLASH_IMAGES` needs for the kernels on trial; `run-all` knows it, too.
-pub const TRIAL: &str = "trial";
 
 /// Packages whose tests go along when they use the GPU; they need nothing of the repository at run time.
 const TESTED: [&str; 3] = ["blockflash-safe", "blockflash-ops", "blockflash-tests"];
@@ -77,10 +71,6 @@ pub fn run(args: &Args) -> Result<()> {
     for part in ["suites", "peers"] {
         copy_folder(&root().join("benches").join(part), &folder.join("benches").join(part))?;
     }
-    if args.trial {
-        let toolchain = kernels::toolchain::Toolchain::pinned()?;
-        kernels::trial::write_folder(&folder.join("images").join(TRIAL), &toolchain, None)?;
-    }
     profiles(args, &rows, &folder)?;
     ceilings(&folder)?;
     write(&folder.join("commit"), format!("{}\n", git::head()?))?;
@@ -113,14 +103,14 @@ fn build() -> Result<Vec<Program>> {
         "build",
         "--package",
         "blockflash-bench",
+        "--features",
+        IMAGES_FEATURE,
         "--package",
         "xtask",
         "--bin",
         "blockflash",
         "--bin",
         "xtask",
-        "--example",
-        "bsr_plan",
         "--example",
         "long_context",
         "--example",
@@ -158,7 +148,7 @@ fn profiled(args: &Args) -> Result<Vec<&'static Row>> {
         args.profile.is_empty() || args.profile.iter().any(|part| row.image_name().contains(part.as_str()))
     };
     let selects = |row: &&Row| kernels::is_among(row.target, &args.profile_arch) && named(row);
-    let rows: Vec<&Row> = manifest::all_rows().iter().filter(selects).collect();
+    let rows: Vec<&Row> = manifest::rows().iter().filter(selects).collect();
     ensure!(!rows.is_empty(), "--profile and --profile-arch select no image");
     Ok(rows)
 }

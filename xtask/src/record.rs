@@ -1,13 +1,10 @@
 //! `cargo xtask record`: which kernel images have passed their tests on a GPU (`tests/gpu-passed.jsonl`).
-//!
-//! Images are reproducible, so a pass of a row on trial is kept: it counts as soon as the row is released with that very image.
 
 use crate::{
     kernels::lock::{self, Lock},
     workspace::{read, root, write},
 };
 use anyhow::{Context, Result, ensure};
-use blockflash_sys::{Row, manifest};
 use serde::{Deserialize, Serialize};
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -65,21 +62,14 @@ pub fn load() -> Result<Vec<Pass>> {
     if path.exists() { read_passes(&path) } else { Ok(Vec::new()) }
 }
 
-/// Adds the lines of a file to the committed record, and drops lines of images that are neither committed nor on trial.
+/// Adds the lines of a file to the committed record, and drops lines of images that are not committed.
 pub fn merge(file: &Path) -> Result<()> {
     let lock = lock::load()?;
-    let trial: BTreeSet<String> = manifest::trial_rows().iter().map(Row::image_name).collect();
-    let passes = merged(&lock, &trial, load()?, read_passes(file)?);
+    let passes = merged(&lock, load()?, read_passes(file)?);
     let lines =
         passes.iter().map(|pass| Ok(serde_json::to_string(pass)? + "\n")).collect::<Result<String>>()?;
     write(&path(), lines)?;
-    let coverage = coverage(&lock, &passes);
-    println!("{coverage}");
-    if !trial.is_empty() {
-        let passed = passes.iter().map(|pass| pass.image.as_str()).collect::<BTreeSet<_>>();
-        let count = trial.iter().filter(|image| passed.contains(image.as_str())).count();
-        println!("{count} of {} images on trial passed on a GPU", trial.len());
-    }
+    println!("{}", coverage(&lock, &passes));
     Ok(())
 }
 
@@ -97,22 +87,13 @@ fn parse(text: &str) -> Result<Vec<Pass>> {
     Ok(passes)
 }
 
-/// One line per image, suite, GPU and driver, the newest; sorted. Images on trial are known by name: nothing states their hash.
-fn merged(lock: &Lock, trial: &BTreeSet<String>, old: Vec<Pass>, new: Vec<Pass>) -> Vec<Pass> {
+/// One line per committed image, suite, GPU and driver, the newest; sorted.
+fn merged(lock: &Lock, old: Vec<Pass>, new: Vec<Pass>) -> Vec<Pass> {
     let committed: BTreeSet<&str> = lock.values().map(|entry| entry.sha256.as_str()).collect();
-    let kept = |pass: &Pass| committed.contains(pass.sha256.as_str()) || trial.contains(&pass.image);
-    let current = old.into_iter().chain(new).filter(kept);
+    let current = old.into_iter().chain(new).filter(|pass| committed.contains(pass.sha256.as_str()));
     let keyed = current.map(|pass| {
-        (
-            [
-                pass.image.clone(),
-                if trial.contains(&pass.image) { String::new() } else { pass.sha256.clone() },
-                pass.suite.clone(),
-                pass.gpu.clone(),
-                pass.driver.clone(),
-            ],
-            pass,
-        )
+        let Pass { image, sha256, suite, gpu, driver, .. } = pass.clone();
+        ([image, sha256, suite, gpu, driver], pass)
     });
     keyed.collect::<BTreeMap<_, _>>().into_values().collect()
 }
@@ -208,19 +189,8 @@ mod tests {
     #[test]
     fn merging_keeps_the_newest_line_of_committed_images() {
         let lock = lock(&[("a.sm_90.cubin", "source a", "1")]);
-        let passes = merged(&lock, &BTreeSet::new(), vec![pass("1", 5), pass("gone", 5)], vec![pass("1", 7)]);
+        let passes = merged(&lock, vec![pass("1", 5), pass("gone", 5)], vec![pass("1", 7)]);
         assert_eq!(passes, [pass("1", 7)]);
-    }
-
-    #[test]
-    fn merging_keeps_the_newest_line_of_images_on_trial() {
-        let lock = lock(&[("b.sm_90.cubin", "source b", "1")]);
-        let trial = BTreeSet::from(["a.sm_90.cubin".to_string()]);
-        let passes = merged(&lock, &trial, vec![pass("2", 5)], vec![pass("3", 7)]);
-        assert_eq!(passes, [pass("3", 7)]);
-        // They count once their row is released with that image.
-        let released = self::lock(&[("a.sm_90.cubin", "source a", "3")]);
-        assert_eq!(coverage(&released, &merged(&released, &BTreeSet::new(), passes, vec![])).direct, 1);
     }
 
     #[test]

@@ -11,11 +11,6 @@ out=$(cd "${1:-out}" && pwd) || exit 1
 cd "$(dirname "$0")" || exit 1
 failed=""
 
-if [ -d images/trial ]; then
-  # `cargo xtask bundle --trial`: kernels on trial take part in tests and measurements.
-  export BLOCKFLASH_IMAGES="$PWD/images/trial"
-fi
-
 nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem,memory.total --format=csv | tee "$out/gpu.txt"
 ./blockflash info | tee "$out/info.txt" || failed="$failed info"
 

@@ -27,14 +27,14 @@ enum Line {
 /// Whether the README's table is what the manifest gives.
 pub fn is_current() -> Result<bool> {
     let readme = read(&root().join("README.md"))?;
-    Ok(replaced(&readme, &markdown(manifest::released_rows()))? == readme)
+    Ok(replaced(&readme, &markdown(manifest::rows()))? == readme)
 }
 
 /// Writes the table into the README.
 pub fn update() -> Result<()> {
     let path = root().join("README.md");
     let readme = read(&path)?;
-    write(&path, replaced(&readme, &markdown(manifest::released_rows()))?)
+    write(&path, replaced(&readme, &markdown(manifest::rows()))?)
 }
 
 fn replaced(readme: &str, table: &str) -> Result<String> {
@@ -121,7 +121,7 @@ fn describe(row: &Row) -> Option<(Line, &'static str)> {
             Some((Line::BsrSddmm { block_size }, dtype.name()))
         }
         // Prepares the operand of an operation, or computes nothing that a user asks for.
-        Variant::BsrReblock(_) | Variant::BsrPlan(_) | Variant::BlockMask(_) | Variant::Probe(_) => None,
+        Variant::BlockMask(_) | Variant::Probe(_) => None,
     }
 }
 
@@ -142,7 +142,7 @@ mod tests {
 
     #[test]
     fn every_row_has_its_cell() {
-        let table = markdown(manifest::released_rows());
+        let table = markdown(manifest::rows());
         assert!(table.starts_with("| operation | size | types | sm_80"));
         assert!(table.contains("| attention forward | head_dim 8–64 | bf16, f16 |"));
         assert!(table.contains("| BSR matmul | block 16 |"));
@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn what_only_some_kernels_take_has_lines_of_its_own() {
-        let table = markdown(manifest::all_rows());
+        let table = markdown(manifest::rows());
         for (block, hopper) in [(16, "–"), (32, "–"), (64, "yes"), (128, "yes")] {
             let line = format!(
                 "| BSR matmul, Aᵀ, column-major B | block {block} | bf16, f16 | yes | yes | yes | {hopper} | yes | yes | yes |"

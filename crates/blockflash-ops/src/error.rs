@@ -54,7 +54,7 @@ pub enum Error {
     /// No kernel for this combination on this device.
     #[error("{op} is not supported on {arch}: {what}")]
     Unsupported {
-        /// `attention`, `bsr_matmul`, `bsr_sddmm`, `bsr_reblock`, `bsr_plan` or `block_mask`.
+        /// `attention`, `bsr_matmul`, `bsr_sddmm` or `block_mask`.
         op: &'static str,
         /// `cpu` or the architecture of the GPU, `sm_90`.
         arch: String,

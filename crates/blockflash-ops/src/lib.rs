@@ -31,8 +31,7 @@ pub use attention::{
 };
 pub use block_sparse::{BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource};
 pub use bsr_matmul::{
-    Activation, Bias, BsrMatmul, BsrMatrix, BsrProblem, BsrReblock, BsrTranspose, BsrWorkspace,
-    PreparedBsrMatmul,
+    Activation, Bias, BsrMatmul, BsrMatrix, BsrProblem, BsrTranspose, BsrWorkspace, PreparedBsrMatmul,
 };
 pub use bsr_sddmm::{BsrSddmm, BsrSddmmProblem, DenseLayout, PreparedBsrSddmm};
 pub use error::{Error, Result};

@@ -78,8 +78,7 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
                 push(bsr_matmul::OP, size, &|gpu| bsr_matmul::select(&problem, gpu));
             }
         }
-        // Those on trial, too: the CPU computes them, and a GPU says what is missing.
-        for block_size in bsr_sddmm::block_sizes(manifest::all_rows()) {
+        for block_size in bsr_sddmm::block_sizes(manifest::rows()) {
             let block = block_size as usize;
             let layouts = [Major::Column, Major::Row];
             let problem = BsrSddmmProblem::new(dtype, [block; 3], block, 1, layouts);

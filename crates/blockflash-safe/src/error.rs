@@ -203,6 +203,12 @@ pub enum Error {
         /// What is wrong with it.
         what: &'static str,
     },
+    /// Index arrays that no kernel may follow.
+    #[error("{what}")]
+    Indices {
+        /// The first entry that is wrong.
+        what: String,
+    },
     /// The description of a tensor map breaks a rule of the tensor memory accelerator.
     #[error("tensor map: {what}")]
     TensorMap {

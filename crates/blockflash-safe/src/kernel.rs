@@ -6,8 +6,8 @@ use blockflash_sys::image;
 use blockflash_sys::params::{
     blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params, blockflash_block_mask_build_params,
     blockflash_block_scores_params, blockflash_bsr_matmul_any_params, blockflash_bsr_matmul_params,
-    blockflash_bsr_matmul_tma_params, blockflash_bsr_plan_params, blockflash_bsr_reblock_params,
-    blockflash_bsr_sddmm_params, blockflash_bsr_sddmm_portable_params, blockflash_probe_params,
+    blockflash_bsr_matmul_tma_params, blockflash_bsr_sddmm_params, blockflash_bsr_sddmm_portable_params,
+    blockflash_probe_params,
 };
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 use std::ffi::CString;
@@ -26,8 +26,6 @@ mod sealed {
     impl Sealed for super::blockflash_bsr_matmul_any_params {}
     impl Sealed for super::blockflash_bsr_matmul_params {}
     impl Sealed for super::blockflash_bsr_matmul_tma_params {}
-    impl Sealed for super::blockflash_bsr_plan_params {}
-    impl Sealed for super::blockflash_bsr_reblock_params {}
     impl Sealed for super::blockflash_bsr_sddmm_params {}
     impl Sealed for super::blockflash_bsr_sddmm_portable_params {}
     impl Sealed for super::blockflash_probe_params {}
@@ -43,8 +41,6 @@ impl KernelParams for blockflash_block_scores_params {}
 impl KernelParams for blockflash_bsr_matmul_any_params {}
 impl KernelParams for blockflash_bsr_matmul_params {}
 impl KernelParams for blockflash_bsr_matmul_tma_params {}
-impl KernelParams for blockflash_bsr_plan_params {}
-impl KernelParams for blockflash_bsr_reblock_params {}
 impl KernelParams for blockflash_bsr_sddmm_params {}
 impl KernelParams for blockflash_bsr_sddmm_portable_params {}
 impl KernelParams for blockflash_probe_params {}
@@ -111,7 +107,7 @@ impl Kernel {
         // SAFETY:
         // 1. The context is current, the pointer valid for writes.
         // 2. The image is a complete cubin, or PTX that ends with a NUL: `blockflash_sys::image` embeds no others, and for those
-        //    of a folder in BLOCKFLASH_IMAGES whoever sets the variable vouches. The driver copies it.
+        //    of a folder whoever enables the feature `images-from-folder` vouches. The driver copies it.
         let code = unsafe { sys::cuModuleLoadData(&mut module, aligned.as_ptr().cast()) };
         check("cuModuleLoadData", code)?;
         let mut raw = ptr::null_mut();

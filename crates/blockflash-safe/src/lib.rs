@@ -19,8 +19,8 @@
 //! - **Aliasing.** [`View`] and [`ViewMut`] borrow like `&[T]` and `&mut [T]`; the borrow ends when the call returns, the
 //!   order of queued work does the rest.
 //! - **Bounds.** The launches in this crate check shapes, strides, element types and launch geometry against the views.
-//!   They do not read index tensors on the device (`cu_seqlens`, `row_ptr`, `col_idx`): their builders in
-//!   `blockflash-ops` validate them.
+//!   Index arrays that kernels follow are types of their own ([`BsrIndices`], [`BlockLists`]): checked on the
+//!   host, in memory that safe code cannot write any more.
 
 mod context;
 mod device;
@@ -30,6 +30,7 @@ mod error;
 mod event;
 mod graph;
 mod host_gemm;
+mod indices;
 mod kernel;
 mod launch;
 mod layout;
@@ -52,12 +53,15 @@ pub use error::{Error, Result};
 pub use event::Event;
 pub use graph::Graph;
 pub use host_gemm::host_gemm;
+pub use indices::{
+    BlockListArrays, BlockListScratch, BlockLists, BsrIndexArrays, BsrIndices, BsrStageArrays,
+};
 pub use kernel::{KernelInfo, KernelParams};
 pub use launch::LaunchConfig;
 pub use layout::{Layout, MAX_RANK};
 pub use operands::{
-    AttentionFwdOperands, BlockMaskBuildOperands, BlockMaskOperands, BlockScoresOperands, BsrMatmulOperands,
-    BsrParts, BsrPartsMemory, BsrPlanGroups, BsrPlanOperands, BsrReblockOperands, BsrSddmmOperands,
+    AttentionFwdOperands, BlockMaskBuildOperands, BlockScoresOperands, BsrMatmulOperands, BsrParts,
+    BsrPartsMemory, BsrSddmmOperands,
 };
 pub use probe::PROBE_CHUNK_BYTES;
 pub use stream::Stream;

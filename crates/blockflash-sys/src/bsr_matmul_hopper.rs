@@ -180,7 +180,7 @@ mod tests {
     use crate::manifest::{self, Variant};
 
     fn rows(source: &str) -> Vec<(&'static Row, BsrMatmulHopper)> {
-        let rows = manifest::all_rows().iter().filter_map(|row| match row.variant {
+        let rows = manifest::rows().iter().filter_map(|row| match row.variant {
             Variant::BsrMatmulHopper(tile) if row.source() == source => Some((row, tile)),
             _ => None,
         });

@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn every_layout_has_its_row() {
-        let rows: Vec<_> = manifest::all_rows()
+        let rows: Vec<_> = manifest::rows()
             .iter()
             .filter_map(|row| match row.variant {
                 Variant::BsrSddmmHopper(tile) => Some((row, tile)),
@@ -215,7 +215,7 @@ mod tests {
 
     #[test]
     fn one_row_for_every_layout() {
-        let rows: Vec<_> = manifest::all_rows()
+        let rows: Vec<_> = manifest::rows()
             .iter()
             .filter_map(|row| match row.variant {
                 Variant::BsrSddmm(tile) => Some((row, tile)),

@@ -1,16 +1,19 @@
-//! The kernel images: embedded, or those of a folder that `BLOCKFLASH_IMAGES` names.
+//! The kernel images: embedded, or with the feature `images-from-folder` those of a folder that
+//! `BLOCKFLASH_IMAGES` names.
 
 use crate::Row;
 use std::{
+    ffi::OsString,
     io::Read,
     path::{Path, PathBuf},
 };
 
-/// Environment variable with a folder whose images take the place of the embedded ones.
+/// Environment variable with a folder whose images take the place of the embedded ones, in programs that are
+/// built with the feature `images-from-folder`. Without the feature, which is the default, it does nothing.
 ///
-/// For kernels under development ([`manifest::rows`](crate::manifest::rows) has those on trial while it is set), for profiles with
-/// line information, and for comparing commits. Such a folder holds files as [`Row::image_name`] names them, not compressed; each
-/// kernel that is used must be there. Who sets the variable vouches for the images: the driver runs what they contain.
+/// For kernels under development, for profiles with line information, and for comparing commits. Such a
+/// folder holds files as [`Row::image_name`] names them, not compressed; each kernel that is used must be
+/// there. Who enables the feature vouches for the images: the driver runs what they contain.
 pub const IMAGES_VARIABLE: &str = "BLOCKFLASH_IMAGES";
 
 static IMAGES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/images.rs"));
@@ -18,10 +21,8 @@ static IMAGES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/images.rs"
 /// Why an image cannot be had.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
-    /// The crate was built from a tree whose `prebuilt/` lacks this image, or the row is on trial.
-    #[error(
-        "no precompiled image {0}: run `cargo xtask kernels`, or set {IMAGES_VARIABLE} if it is on trial"
-    )]
+    /// The crate was built from a tree whose `prebuilt/` lacks this image.
+    #[error("no precompiled image {0}: run `cargo xtask kernels`")]
     Missing(String),
     /// The embedded bytes are not a zstd frame.
     #[error("the precompiled image {0} is damaged: {1}")]
@@ -45,10 +46,10 @@ pub fn compressed(row: &Row) -> Result<&'static [u8], ImageError> {
         .map_err(|_| ImageError::Missing(name))
 }
 
-/// The cubin of a row, or its NUL-terminated PTX, ready for `cuModuleLoadData`: from the folder that [`IMAGES_VARIABLE`] names
-/// when it is set, else the embedded one.
+/// The cubin of a row, or its NUL-terminated PTX, ready for `cuModuleLoadData`: the embedded one, unless
+/// [`IMAGES_VARIABLE`] names a folder and the feature `images-from-folder` is enabled.
 pub fn load(row: &Row) -> Result<Vec<u8>, ImageError> {
-    let mut bytes = match std::env::var_os(IMAGES_VARIABLE) {
+    let mut bytes = match folder() {
         Some(folder) => from_folder(row, Path::new(&folder))?,
         None => embedded(row)?,
     };
@@ -56,6 +57,11 @@ pub fn load(row: &Row) -> Result<Vec<u8>, ImageError> {
         bytes.push(0);
     }
     Ok(bytes)
+}
+
+/// The folder that takes the place of the embedded images.
+fn folder() -> Option<OsString> {
+    if cfg!(feature = "images-from-folder") { std::env::var_os(IMAGES_VARIABLE) } else { None }
 }
 
 fn embedded(row: &Row) -> Result<Vec<u8>, ImageError> {
@@ -90,7 +96,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::manifest::released_rows;
+    use crate::manifest::rows;
 
     /// A folder of its own for a test, removed at its end.
     struct Scratch(PathBuf);
@@ -110,10 +116,35 @@ mod tests {
     }
 
     #[test]
+    fn exactly_the_rows_are_embedded() {
+        let mut expected: Vec<String> = rows().iter().map(Row::image_name).collect();
+        expected.sort();
+        assert!(names().eq(expected));
+    }
+
+    /// Also what the next test starts in a process of its own.
+    #[test]
+    fn a_row_loads() {
+        load(&rows()[0]).unwrap();
+    }
+
+    #[test]
+    fn the_variable_acts_with_the_feature_only() {
+        let child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "image::tests::a_row_loads"])
+            .env(IMAGES_VARIABLE, "no such folder")
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&child.stdout);
+        assert!(said.contains("running 1 test"), "{said}");
+        assert_eq!(child.status.success(), !cfg!(feature = "images-from-folder"), "{said}");
+    }
+
+    #[test]
     fn a_folder_takes_the_place_of_embedded_images() {
         let scratch = Scratch::new("images");
-        let code = released_rows().iter().find(|row| !row.target.is_ptx()).unwrap();
-        let text = released_rows().iter().find(|row| row.target.is_ptx()).unwrap();
+        let code = rows().iter().find(|row| !row.target.is_ptx()).unwrap();
+        let text = rows().iter().find(|row| row.target.is_ptx()).unwrap();
         for row in [code, text] {
             let image = embedded(row).unwrap();
             std::fs::write(scratch.0.join(row.image_name()), &image).unwrap();
@@ -124,8 +155,8 @@ mod tests {
     #[test]
     fn what_is_missing_or_no_image_is_named() {
         let scratch = Scratch::new("no-images");
-        let code = released_rows().iter().find(|row| !row.target.is_ptx()).unwrap();
-        let text = released_rows().iter().find(|row| row.target.is_ptx()).unwrap();
+        let code = rows().iter().find(|row| !row.target.is_ptx()).unwrap();
+        let text = rows().iter().find(|row| row.target.is_ptx()).unwrap();
         let error = |row| from_folder(row, &scratch.0).unwrap_err().to_string();
         assert!(error(code).contains(&code.image_name()) && error(code).contains("cannot be read"));
         for row in [code, text] {

@@ -6,8 +6,6 @@
 
 mod block_mask;
 mod bsr_matmul_hopper;
-mod bsr_plan;
-mod bsr_reblock;
 mod bsr_sddmm;
 mod dtype;
 mod expect;
@@ -17,14 +15,11 @@ pub mod manifest;
 #[allow(missing_docs, non_camel_case_types)]
 pub mod params;
 mod probe;
-mod release;
 mod rows;
 mod target;
 mod tile;
 
 pub use block_mask::BlockMaskKernel;
-pub use bsr_plan::BsrPlanKernel;
-pub use bsr_reblock::BsrReblockKernel;
 pub use bsr_sddmm::Major;
 pub use dtype::DType;
 pub use expect::Expect;

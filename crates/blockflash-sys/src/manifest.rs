@@ -1,16 +1,14 @@
 //! The table of kernels: every image that exists, with its tile sizes. Nothing else in the workspace writes a tile size.
-//! [`rows`] are those to choose from.
 //!
 //! Where tiles differ between targets it is because of shared memory: sm_80 and sm_90 have 163 KB and more, every other GPU 99 KB.
 //! Rows with equal [`Row::symbol`] are the same source with the same tiles for different targets.
 
 pub use crate::bsr_matmul_hopper::BsrMatmulHopper;
 pub use crate::bsr_sddmm::{BsrSddmm, BsrSddmmHopper, BsrSddmmTile};
-pub use crate::release::{released_rows, rows, trial_rows};
-pub use crate::rows::all_rows;
+pub use crate::rows::rows;
 pub use crate::tile::{AttentionFwd, AttentionFwdHopper, AttentionTile, BsrMatmul, BsrTile, Lse};
 
-use crate::{BlockMaskKernel, BsrPlanKernel, BsrReblockKernel, Expect, Probe, Target};
+use crate::{BlockMaskKernel, Expect, Probe, Target};
 
 /// One kernel image: a variant compiled for a target.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -38,10 +36,6 @@ pub enum Variant {
     BsrSddmm(BsrSddmm),
     /// The same with those that only Hopper has.
     BsrSddmmHopper(BsrSddmmHopper),
-    /// The blocks of a block-sparse matrix copied into larger ones.
-    BsrReblock(BsrReblockKernel),
-    /// The order and the stages of a block-sparse pattern, made on the GPU.
-    BsrPlan(BsrPlanKernel),
     /// Block masks made on the GPU.
     BlockMask(BlockMaskKernel),
     /// No operation: one unit of the GPU at its highest rate, which kernels are held against.
@@ -59,8 +53,6 @@ impl Row {
             Variant::BsrMatmulHopper(t) => t.source(),
             Variant::BsrSddmm(_) => "bsr_sddmm_sm80",
             Variant::BsrSddmmHopper(_) => "bsr_sddmm_sm90a",
-            Variant::BsrReblock(_) => "bsr_reblock_sm80",
-            Variant::BsrPlan(_) => "bsr_plan_sm80",
             Variant::BlockMask(kernel) => kernel.source(),
             Variant::Probe(probe) if probe.is_hopper() => "probe_sm90a",
             Variant::Probe(_) => "probe_sm80",
@@ -105,8 +97,6 @@ impl Row {
             Variant::BsrMatmulHopper(t) => format!("blockflash_{}_{}", self.source(), t.name()),
             Variant::BsrSddmm(t) => format!("blockflash_{}_{}", self.source(), t.name()),
             Variant::BsrSddmmHopper(t) => format!("blockflash_{}_{}", self.source(), t.name()),
-            Variant::BsrReblock(kernel) => format!("blockflash_{}_{}", self.source(), kernel.name()),
-            Variant::BsrPlan(kernel) => format!("blockflash_{}_{}", self.source(), kernel.name()),
             Variant::BlockMask(kernel) => format!("blockflash_{}_{}", self.source(), kernel.name()),
             Variant::Probe(probe) => format!("blockflash_{}_{}", self.source(), probe.name()),
         }
@@ -135,8 +125,6 @@ impl Row {
             Variant::BsrMatmulHopper(t) => t.warps(),
             Variant::BsrSddmm(t) => t.warps_m * t.warps_n,
             Variant::BsrSddmmHopper(t) => t.warps(),
-            Variant::BsrReblock(kernel) => kernel.warps,
-            Variant::BsrPlan(kernel) => kernel.warps,
             Variant::BlockMask(kernel) => kernel.warps(),
             Variant::Probe(_) => 8,
         }
@@ -151,7 +139,7 @@ impl Row {
             Variant::BsrMatmulHopper(t) => t.smem_bytes(),
             Variant::BsrSddmm(t) => t.smem_bytes(),
             Variant::BsrSddmmHopper(t) => t.smem_bytes(),
-            Variant::BsrReblock(_) | Variant::BsrPlan(_) | Variant::BlockMask(_) => 0,
+            Variant::BlockMask(_) => 0,
             Variant::Probe(probe) => probe.smem_bytes(),
         }
     }
@@ -199,8 +187,6 @@ impl Row {
             Variant::BsrMatmulHopper(t) => t.macros(number),
             Variant::BsrSddmm(t) => t.macros(number),
             Variant::BsrSddmmHopper(t) => t.macros(number),
-            Variant::BsrReblock(kernel) => kernel.macros(number),
-            Variant::BsrPlan(kernel) => kernel.macros(number),
             Variant::BlockMask(kernel) => kernel.macros(number),
             Variant::Probe(probe) => probe.macros(number),
         }
@@ -238,8 +224,6 @@ impl Row {
             }
             Variant::BsrMatmulHopper(t) => t.expects(),
             Variant::BsrSddmmHopper(t) => t.expects(),
-            Variant::BsrReblock(kernel) => kernel.expects(),
-            Variant::BsrPlan(kernel) => kernel.expects(),
             Variant::BlockMask(kernel) => kernel.expects(),
             Variant::Probe(probe) => probe.expects(),
         }

@@ -3,7 +3,7 @@
 use crate::manifest::{
     AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmm, BsrSddmmHopper, Row, Variant,
 };
-use crate::{BlockMaskKernel, BsrPlanKernel, BsrReblockKernel, DType, Major, Probe, Target};
+use crate::{BlockMaskKernel, DType, Major, Probe, Target};
 use std::sync::LazyLock;
 
 /// Every portable target: the tile fits into 99 KB of shared memory.
@@ -188,8 +188,9 @@ const BSR_SDDMM: &[BsrSddmm] =
 /// Tiles of the sampled product on Hopper by block size, for every layout of A and B: as many stages as fit.
 const BSR_SDDMM_HOPPER: &[(u32, u32)] = &[(64, 5), (128, 4)];
 
-/// All rows, released and on trial, the preferred targets first. Of rows that suit a problem equally well the first is taken.
-pub fn all_rows() -> &'static [Row] {
+/// All rows, the preferred targets first. Of rows that suit a problem equally well the first is taken.
+/// Each has a committed image, a line in `kernels.lock` and a recorded GPU pass.
+pub fn rows() -> &'static [Row] {
     static ROWS: LazyLock<Vec<Row>> = LazyLock::new(|| {
         let mut rows = Vec::new();
         for target in Target::ALL {
@@ -226,10 +227,6 @@ pub fn all_rows() -> &'static [Row] {
                 for &(_, tile) in BSR_MATMUL_ANY.iter().filter(|(targets, _)| targets.contains(&target)) {
                     push(Variant::BsrMatmulAny(BsrMatmul { dtype, ..tile }));
                 }
-            }
-            if ALL.contains(&target) {
-                push(Variant::BsrReblock(BsrReblockKernel::TILE));
-                push(Variant::BsrPlan(BsrPlanKernel::TILE));
             }
             let kernels = BlockMaskKernel::ALL.into_iter().filter(|_| ALL.contains(&target));
             kernels.for_each(|kernel| push(Variant::BlockMask(kernel)));

@@ -152,8 +152,6 @@ impl Row {
             | Variant::BsrMatmulHopper(_)
             | Variant::BsrSddmm(_)
             | Variant::BsrSddmmHopper(_)
-            | Variant::BsrReblock(_)
-            | Variant::BsrPlan(_)
             | Variant::BlockMask(_)
             | Variant::Probe(_) => None,
         }
@@ -169,8 +167,6 @@ impl Row {
             | Variant::AttentionFwdHopper(_)
             | Variant::BsrSddmm(_)
             | Variant::BsrSddmmHopper(_)
-            | Variant::BsrReblock(_)
-            | Variant::BsrPlan(_)
             | Variant::BlockMask(_)
             | Variant::Probe(_) => None,
         }

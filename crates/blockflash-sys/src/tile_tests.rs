@@ -3,7 +3,7 @@ use crate::{Expect, Target, manifest};
 
 #[test]
 fn one_tile_of_a_block_size_takes_any_layout() {
-    let rows: Vec<_> = manifest::all_rows().iter().filter(|row| row.takes_any_layout()).collect();
+    let rows: Vec<_> = manifest::rows().iter().filter(|row| row.takes_any_layout()).collect();
     assert_eq!(rows.len(), 2 * 4 * 5);
     for (i, row) in rows.iter().enumerate() {
         let tile = row.bsr_tile().unwrap();
@@ -16,7 +16,7 @@ fn one_tile_of_a_block_size_takes_any_layout() {
 
 #[test]
 fn hopper_rows() {
-    let rows: Vec<_> = manifest::all_rows()
+    let rows: Vec<_> = manifest::rows()
         .iter()
         .filter_map(|row| match row.variant {
             Variant::AttentionFwdHopper(tile) => Some((row, tile)),

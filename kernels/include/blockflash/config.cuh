@@ -134,21 +134,6 @@ struct BsrSddmmConfig {
 };
 #endif
 
-#ifdef VARIANT_REBLOCK_CHUNKS
-struct BsrReblockConfig {
-  static constexpr int chunks = VARIANT_REBLOCK_CHUNKS;  // of 16 bytes, per thread
-  static constexpr int threads = VARIANT_THREADS;
-};
-#endif
-
-#ifdef VARIANT_PLAN_WARPS
-struct BsrPlanConfig {
-  static constexpr int warps = VARIANT_PLAN_WARPS;
-  static constexpr int threads = VARIANT_THREADS;
-  static_assert(threads == warps * kWarpSize, "the manifest row and the kernel disagree on threads");
-};
-#endif
-
 #ifdef VARIANT_PROBE
 struct ProbeConfig {
   static constexpr int probe = VARIANT_PROBE;

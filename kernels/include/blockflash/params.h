@@ -244,17 +244,6 @@ typedef struct blockflash_bsr_sddmm_params {
   float beta;               /* 0: values are not read */
 } blockflash_bsr_sddmm_params;
 
-/* BSR in larger blocks: the blocks of a matrix, copied to where they lie in blocks that are factor times as large; zeros where none lies. */
-typedef struct blockflash_bsr_reblock_params {
-  const int32_t* block_idx; /* [large_blocks, factor, factor] which block lies there, -1: none */
-  const void* from;         /* [blocks, block, block], 16-byte aligned */
-  void* to;                 /* [large_blocks, factor·block, factor·block], 16-byte aligned */
-  int32_t large_blocks;
-  int32_t factor;
-  int32_t block;            /* rows of a block that is copied */
-  int32_t row_chunks;       /* chunks of 16 bytes of a row of it */
-} blockflash_bsr_reblock_params;
-
 /* BSR matmul whose operands lie in any layout, which is decided at run time. */
 typedef struct blockflash_bsr_matmul_any_params {
   blockflash_bsr_matmul_params base;
@@ -281,45 +270,5 @@ typedef struct blockflash_bsr_sddmm_portable_params {
   float alpha;
   float beta;               /* 0: values are not read */
 } blockflash_bsr_sddmm_portable_params;
-
-/* Most block rows, and most block columns, of a pattern whose plan is made on the device. */
-#define BLOCKFLASH_BSR_PLAN_LIMIT 4096
-
-/* Words at the beginning of the report of a BSR plan: the pattern's hash (two words, the low one first), and 1 if the indices are wrong. */
-#define BLOCKFLASH_BSR_PLAN_REPORT_WORDS 4
-#define BLOCKFLASH_BSR_PLAN_WRONG 2
-
-/* Steps of planning a BSR pattern: one launch each, in this order. After one that finds the indices wrong, the others do nothing. */
-#define BLOCKFLASH_BSR_PLAN_CHECK 0  /* indices to hash, by_length and lengths, and to bits if there is room for them */
-#define BLOCKFLASH_BSR_PLAN_GROUP 1  /* by_length, lengths and bits to ranks and row_order: rows that share columns side by side */
-#define BLOCKFLASH_BSR_PLAN_COUNT 2  /* ranks and bits to columns, starts, and the number of stages of each group */
-#define BLOCKFLASH_BSR_PLAN_FILL 3   /* all of these to group_stages and stages */
-
-/* BSR plan: in which order kernels take the block rows of a pattern, and what a group of them, which are neighbours in that order, reads of b
- * at a time. The rank of a block row is its place in by_length. */
-typedef struct blockflash_bsr_plan_params {
-  const int32_t* row_ptr;   /* [rows + 1], whatever they are */
-  const int32_t* col_idx;   /* [nnz_blocks], whatever they are */
-  uint32_t* bits;           /* [rows, row_words] the block columns of each rank, the first in the lowest bit; null: rows are ordered by length */
-  int32_t* by_length;       /* [rows] the longest first, equally long ones in their order */
-  int32_t* row_order;       /* [rows] */
-  int32_t* formed;          /* [rows] ranks, a group after another as they are formed */
-  int32_t* group_columns;   /* [groups] block columns of each group that is formed */
-  int32_t* report;          /* BLOCKFLASH_BSR_PLAN_REPORT_WORDS, lengths by rank [rows], ranks in their order [rows], stages of each
-                               group [groups]; zeros before the first step */
-  int32_t* columns;         /* [groups, cols] block columns of each group, ascending: {column | rows of the group that have it << 16} */
-  int32_t* starts;          /* [groups, cols + 1] the first of them in each stage, and their number */
-  int32_t* group_stages;    /* [groups + 1] as for BSR matmul */
-  int32_t* stages;          /* [stages, 32, 2] as for BSR matmul */
-  double least_length;      /* a row of a group has at least this part of the blocks of its longest */
-  double most_kept;         /* rows are grouped if groups then have at most this part of the columns that they have by length */
-  int32_t step;             /* BLOCKFLASH_BSR_PLAN_… */
-  int32_t rows, cols;       /* in blocks, at most BLOCKFLASH_BSR_PLAN_LIMIT each */
-  int32_t nnz_blocks;
-  int32_t row_words;        /* ceil(cols / 256) · 8 */
-  int32_t group_rows;       /* block rows of a group; the last one may have fewer */
-  int32_t stage_columns;    /* most block columns of a stage */
-  int32_t stage_blocks;     /* most blocks of a stage, no fewer than group_rows */
-} blockflash_bsr_plan_params;
 
 #endif

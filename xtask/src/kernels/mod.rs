@@ -1,4 +1,4 @@
-//! `cargo xtask kernels`: the manifest's released rows become images in `crates/blockflash-sys/prebuilt`.
+//! `cargo xtask kernels`: the manifest's rows become images in `crates/blockflash-sys/prebuilt`.
 
 mod compile;
 mod lineinfo;
@@ -7,7 +7,6 @@ mod ptxas;
 pub mod sources;
 pub mod store;
 pub mod toolchain;
-pub mod trial;
 
 pub use compile::{build_fingerprint, violations};
 pub use lineinfo::with_line_information;
@@ -40,10 +39,6 @@ pub struct Args {
     /// Rebuild images whose sources and flags have not changed, too.
     #[arg(long)]
     force: bool,
-    /// Write neither images nor lock file: compile the rows on trial, and put them and the released images into this folder, for
-    /// BLOCKFLASH_IMAGES.
-    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["only", "arch", "check", "force"])]
-    trial: Option<PathBuf>,
     /// Compile with this nvcc rather than with the pinned wheels.
     #[arg(long, value_name = "PATH")]
     nvcc: Option<PathBuf>,
@@ -82,17 +77,14 @@ pub fn parse_target(text: &str) -> Result<Target, String> {
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
-    let rows: Vec<&Row> = manifest::released_rows().iter().filter(|row| args.selects(row)).collect();
+    let rows: Vec<&Row> = manifest::rows().iter().filter(|row| args.selects(row)).collect();
     if rows.is_empty() {
-        bail!("no released row of the manifest is selected");
+        bail!("no row of the manifest is selected");
     }
     let toolchain = match &args.nvcc {
         Some(path) => Toolchain::at(path)?,
         None => Toolchain::pinned()?,
     };
-    if let Some(folder) = &args.trial {
-        return trial::write_folder(folder, &toolchain, args.jobs);
-    }
     let lock = lock::load()?;
     let mut todo = Vec::new();
     for &row in &rows {
@@ -185,25 +177,25 @@ fn write(mut lock: Lock, images: &[Usage], all: bool) -> Result<()> {
     }
     if all {
         for name in stale()? {
-            println!("removed {name}: no released row asks for it");
+            println!("removed {name}: no row asks for it");
             store::remove(&name)?;
         }
-        let wanted: Vec<String> = manifest::released_rows().iter().map(Row::image_name).collect();
+        let wanted: Vec<String> = manifest::rows().iter().map(Row::image_name).collect();
         lock.retain(|name, _| wanted.contains(name));
     }
     lock::store(&lock)
 }
 
-/// Images in `prebuilt/` that no released row asks for.
+/// Images in `prebuilt/` that no row asks for.
 pub fn stale() -> Result<Vec<String>> {
-    let wanted: Vec<String> = manifest::released_rows().iter().map(Row::image_name).collect();
+    let wanted: Vec<String> = manifest::rows().iter().map(Row::image_name).collect();
     Ok(store::names()?.into_iter().filter(|name| !wanted.contains(name)).collect())
 }
 
-/// Images that a released row asks for and `prebuilt/` lacks.
+/// Images that a row asks for and `prebuilt/` lacks.
 pub fn missing() -> Result<Vec<String>> {
     let present = store::names()?;
-    Ok(manifest::released_rows().iter().map(Row::image_name).filter(|name| !present.contains(name)).collect())
+    Ok(manifest::rows().iter().map(Row::image_name).filter(|name| !present.contains(name)).collect())
 }
 
 /// Compares fresh images with the committed ones.
@@ -230,7 +222,7 @@ fn check(lock: &Lock, images: &[Usage], problems: &mut Problems) -> Result<()> {
         }
     }
     for name in stale()? {
-        problems.add_name(name, "has no released row in the manifest".into());
+        problems.add_name(name, "has no row in the manifest".into());
     }
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 use super::place::Place;
 use crate::{
-    bundle, git,
+    git,
     kernels::{store, with_line_information},
     workspace::{create_dir, write},
 };
@@ -25,11 +25,11 @@ pub struct Images {
 }
 
 impl Images {
-    /// Those of the present tree, with line information: compiled, or in a bundle what it brought for this row; else those on trial,
-    /// or in the program.
+    /// Those of the present tree, with line information: compiled, or in a bundle what it brought for this row;
+    /// else those in the program.
     pub fn of_tree(place: &Place, row: &Row) -> Result<Self> {
         let label = place.label()?;
-        let mut folder = match place {
+        let folder = match place {
             Place::Repository(_) => {
                 let folder = place.results().join(&label).join("images");
                 eprintln!("compiling {}", row.image_name());
@@ -42,10 +42,7 @@ impl Images {
             let description = format!("{label}, with line information");
             return Ok(Self { label, description, folder: Some(folder) });
         }
-        // What the program itself does not hold.
-        folder.set_file_name(bundle::TRIAL);
-        let folder = folder.join(row.image_name()).is_file().then_some(folder);
-        Ok(Self { description: format!("{label}, without line information"), label, folder })
+        Ok(Self { description: format!("{label}, without line information"), label, folder: None })
     }
 
     /// The committed ones of a commit.
@@ -94,7 +91,7 @@ mod tests {
     fn images_of_a_commit_are_unpacked() {
         let folder = std::env::temp_dir().join(format!("xtask-images-{}", std::process::id()));
         let path = |row: &Row| format!("crates/blockflash-sys/prebuilt/{}.zst", row.image_name());
-        let row = manifest::released_rows().iter().find(|row| git::file_at("HEAD", &path(row)).is_ok());
+        let row = manifest::rows().iter().find(|row| git::file_at("HEAD", &path(row)).is_ok());
         let Some(row) = row else { return println!("SKIPPED (no git): images_of_a_commit_are_unpacked") };
         unpack("HEAD", row, &folder).unwrap();
         let image = std::fs::read(folder.join(row.image_name())).unwrap();

@@ -1,7 +1,8 @@
 //! Where the command runs: in the repository, or in a bundle on a machine without Rust.
 
 use crate::{
-    artifacts, git,
+    artifacts::{self, IMAGES_FEATURE},
+    git,
     workspace::{list, read, root},
 };
 use anyhow::{Context, Result, bail, ensure};
@@ -74,8 +75,8 @@ impl Place {
     pub fn program(&self) -> Result<PathBuf> {
         match self {
             Self::Repository(_) => {
-                let programs =
-                    artifacts::build(&["build", "--package", "blockflash-bench", "--bin", "blockflash"])?;
+                let package = ["build", "--package", "blockflash-bench", "--bin", "blockflash"];
+                let programs = artifacts::build(&[&package[..], &["--features", IMAGES_FEATURE]].concat())?;
                 let program = programs.into_iter().find(|program| program.name == "blockflash");
                 Ok(program.context("cargo built no program `blockflash`")?.path)
             }

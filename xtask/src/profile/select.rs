@@ -10,7 +10,7 @@ use blockflash_sys::{ComputeCapability, Row};
 /// whole symbol selects no longer one.
 pub fn rows(pattern: &str, gpu: ComputeCapability) -> Result<Vec<&'static Row>> {
     let mut found: Vec<&'static Row> = Vec::new();
-    for row in manifest::all_rows().iter().filter(|row| row.target.runs_on(gpu) && case(row).is_some()) {
+    for row in manifest::rows().iter().filter(|row| row.target.runs_on(gpu) && case(row).is_some()) {
         if row.symbol().contains(pattern) && !found.iter().any(|other| other.symbol() == row.symbol()) {
             found.push(row);
         }
@@ -19,7 +19,7 @@ pub fn rows(pattern: &str, gpu: ComputeCapability) -> Result<Vec<&'static Row>> 
         found.retain(|row| row.symbol() == pattern);
     }
     if found.is_empty() {
-        let mut known: Vec<String> = manifest::all_rows().iter().map(Row::symbol).collect();
+        let mut known: Vec<String> = manifest::rows().iter().map(Row::symbol).collect();
         known.dedup();
         match known.iter().find(|symbol| symbol.contains(pattern)) {
             Some(symbol) => bail!("{symbol} is no kernel that {gpu} runs, or one that computes nothing"),
@@ -31,7 +31,7 @@ pub fn rows(pattern: &str, gpu: ComputeCapability) -> Result<Vec<&'static Row>> 
 
 /// The one row that a text selects; `None` when no symbol contains it.
 pub fn row(pattern: &str, gpu: ComputeCapability) -> Result<Option<&'static Row>> {
-    if !manifest::all_rows().iter().any(|row| row.symbol().contains(pattern)) {
+    if !manifest::rows().iter().any(|row| row.symbol().contains(pattern)) {
         return Ok(None);
     }
     match rows(pattern, gpu)?.as_slice() {
@@ -72,7 +72,7 @@ pub fn case(row: &Row) -> Option<String> {
             Some(format!("sddmm_m8192_n8192_k4096_b{block_size}_d0.1_uniform_{a}_{b}_{dtype}"))
         }
         // The first three belong to no case of `blockflash bench`, the last is measured by it as a ceiling.
-        Variant::BsrReblock(_) | Variant::BsrPlan(_) | Variant::BlockMask(_) | Variant::Probe(_) => None,
+        Variant::BlockMask(_) | Variant::Probe(_) => None,
     }
 }
 

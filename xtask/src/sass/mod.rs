@@ -1,21 +1,17 @@
-//! `cargo xtask sass`: what the machine code consists of, and whether that is what the manifest's rows declare. It is that of the
-//! committed images, and of the rows on trial.
+//! `cargo xtask sass`: what the machine code consists of, and whether that is what the manifest's
+//! rows declare.
 
 mod listing;
 
 use crate::{
-    kernels::{self, lock, store, toolchain::Toolchain, trial},
+    kernels::{self, lock, store, toolchain::Toolchain},
     parallel, table,
-    workspace::{output, print, read_bytes, target_dir, write},
+    workspace::{output, print, target_dir, write},
 };
 use anyhow::{Context, Result, bail};
 use blockflash_sys::{Row, Target, manifest};
 use listing::Mix;
-use std::{
-    path::{Path, PathBuf},
-    process::Command,
-    time::Instant,
-};
+use std::{path::PathBuf, process::Command, time::Instant};
 
 /// Options of the command.
 #[derive(clap::Args, Default)]
@@ -25,12 +21,9 @@ pub struct Args {
     /// Only images for this target (may be repeated); sm_90a stands for sm_90 too, since such a GPU uses both.
     #[arg(long, value_name = "TARGET", value_parser = kernels::parse_target)]
     arch: Vec<Target>,
-    /// Fail unless each image contains and lacks what its row declares. Without --trial it compiles the rows on trial first.
+    /// Fail unless each image contains and lacks what its row declares.
     #[arg(long)]
     check: bool,
-    /// The rows on trial, too, whose images `cargo xtask kernels --trial` has put there.
-    #[arg(long, value_name = "FOLDER")]
-    trial: Option<PathBuf>,
     /// Print the machine code of the one image that is selected.
     #[arg(long, conflicts_with = "check")]
     full: bool,
@@ -48,19 +41,9 @@ const COLUMNS: &[&str] = &[
 const ALWAYS: &[&str] = &["LDL", "STL"];
 
 impl Args {
-    /// `sass --check` for some targets, or for all when there are none, with the images on trial of a folder.
-    pub fn checking(arch: &[Target], trial: &Path) -> Self {
-        Self { arch: arch.to_vec(), check: true, trial: Some(trial.into()), ..Self::default() }
-    }
-
-    /// The folder with images on trial, compiled now when a check needs them.
-    fn trial(&self) -> Result<Option<PathBuf>> {
-        if self.trial.is_some() || !self.check {
-            return Ok(self.trial.clone());
-        }
-        let folder = trial::scratch()?;
-        trial::compile(&self.arch, &folder)?;
-        Ok(Some(folder))
+    /// `sass --check` for some targets, or for all when there are none.
+    pub fn checking(arch: &[Target]) -> Self {
+        Self { arch: arch.to_vec(), check: true, ..Self::default() }
     }
 
     fn selects(&self, row: &Row) -> bool {
@@ -77,19 +60,17 @@ struct Image {
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
-    let trial = args.trial()?;
-    let looked_at = |row: &&Row| args.selects(row) && (trial.is_some() || !row.is_on_trial());
-    let selected: Vec<&'static Row> = manifest::all_rows().iter().filter(looked_at).collect();
+    let selected: Vec<&'static Row> = manifest::rows().iter().filter(|row| args.selects(row)).collect();
     let rows: Vec<&'static Row> = selected.iter().copied().filter(|row| !row.target.is_ptx()).collect();
     let ptx = selected.len() - rows.len();
     if rows.is_empty() {
         match ptx {
-            0 => bail!("no image is selected; those on trial need --trial"),
+            0 => bail!("no image is selected"),
             _ => bail!("{ptx} images are selected, but they are PTX: that is no machine code yet"),
         }
     }
     let started = Instant::now();
-    let disassembler = Disassembler::pinned(trial)?;
+    let disassembler = Disassembler::pinned()?;
     if args.full {
         let [row] = rows.as_slice() else {
             bail!("--full prints one image, but {} are selected: name it, or add --arch", rows.len());
@@ -151,21 +132,17 @@ fn text(images: &[Image]) -> Result<String> {
 struct Disassembler {
     nvdisasm: PathBuf,
     scratch: PathBuf,
-    trial: Option<PathBuf>,
 }
 
 impl Disassembler {
-    fn pinned(trial: Option<PathBuf>) -> Result<Self> {
+    fn pinned() -> Result<Self> {
         let nvdisasm = Toolchain::pinned()?.nvcc.with_file_name("nvdisasm");
-        Ok(Self { nvdisasm, scratch: target_dir("kernels/scratch")?, trial })
+        Ok(Self { nvdisasm, scratch: target_dir("kernels/scratch")? })
     }
 
     fn image(&self, row: &Row) -> Result<Vec<u8>> {
         let name = row.image_name();
-        match &self.trial {
-            Some(folder) if row.is_on_trial() => read_bytes(&folder.join(name)),
-            _ => store::load(&name)?.with_context(|| format!("no image {name}: run `cargo xtask kernels`")),
-        }
+        store::load(&name)?.with_context(|| format!("no image {name}: run `cargo xtask kernels`"))
     }
 
     fn listing(&self, row: &Row) -> Result<String> {
@@ -187,7 +164,7 @@ mod tests {
 
     #[test]
     fn broken_declarations_are_named() {
-        let row = manifest::released_rows().iter().find(|row| !row.expects().is_empty()).unwrap();
+        let row = manifest::rows().iter().find(|row| !row.expects().is_empty()).unwrap();
         let wanted = row.expects().iter().filter(|expect| expect.holds(1));
         let lines = |opcodes: &[&str]| {
             opcodes.iter().map(|opcode| format!("/*0000*/ {opcode}.X R0 ;\n")).collect::<String>()

@@ -12,25 +12,23 @@ use std::collections::BTreeMap;
 /// All compressed images together; a package on crates.io may have 10 MB.
 const MAX_TOTAL_BYTES: u64 = 13 * 512 * 1024;
 
-/// Checks every released row of the manifest, and the record of GPU passes.
+/// Checks every row of the manifest, and the record of GPU passes.
 pub fn check(findings: &mut Findings) -> Result<()> {
     let lock = lock::load()?;
     let version = toolchain::pinned_version()?;
     // Most problems concern many images: each is named once.
     let mut found: BTreeMap<String, Vec<String>> = BTreeMap::new();
     let mut problem = |what: String, image: String| found.entry(what).or_default().push(image);
-    for row in manifest::released_rows() {
+    for row in manifest::rows() {
         match problems(row, &lock, &version) {
             Ok(problems) => problems.into_iter().for_each(|what| problem(what, row.image_name())),
             Err(error) => problem(format!("{error:#}"), row.image_name()),
         }
     }
-    stale()?.into_iter().for_each(|image| problem("has no released row in the manifest".into(), image));
-    let names: Vec<String> = manifest::released_rows().iter().map(Row::image_name).collect();
+    stale()?.into_iter().for_each(|image| problem("has no row in the manifest".into(), image));
+    let names: Vec<String> = manifest::rows().iter().map(Row::image_name).collect();
     let orphans = lock.keys().filter(|name| !names.contains(name));
-    orphans.for_each(|image| {
-        problem("in kernels.lock, but not a released row of the manifest".into(), image.clone())
-    });
+    orphans.for_each(|image| problem("in kernels.lock, but not a row of the manifest".into(), image.clone()));
     let coverage = record::coverage(&lock, &record::load()?);
     let missing = coverage.missing.iter();
     missing.for_each(|image| problem("no GPU pass in tests/gpu-passed.jsonl".into(), image.clone()));

@@ -64,7 +64,7 @@ fn sparse(head_dim: usize, block_q: u32, block_kv: u32) -> AttentionProblem {
 }
 
 fn attention_rows() -> impl Iterator<Item = (&'static Row, AttentionTile)> {
-    manifest::all_rows().iter().filter_map(|row| Some((row, row.attention_tile()?)))
+    manifest::rows().iter().filter_map(|row| Some((row, row.attention_tile()?)))
 }
 
 #[test]
@@ -73,20 +73,18 @@ fn every_gpu_runs_every_block_size() {
     for (gpu, [block_q, block_kv]) in gpus().iter().flat_map(|gpu| blocks.clone().map(move |b| (gpu, b))) {
         for head_dim in [8, 64, 72, 96, 104, 128, 136, 192, 200, 256] {
             let problem = sparse(head_dim, block_q, block_kv);
-            // With the rows on trial, and as without them.
-            for rows in [manifest::all_rows(), manifest::released_rows()] {
-                let row = select_among(rows, &problem, gpu).unwrap();
-                let chosen = row.attention_tile().unwrap();
-                assert!(block_q % chosen.block_q == 0 && block_kv % chosen.block_kv == 0);
-                plan(row, &problem, gpu).unwrap();
-                // Of what fits on the preferred target nothing is narrower, and of that width nothing has larger tiles.
-                let fitting = rows.iter().filter(|other| other.target == row.target);
-                for other in fitting.filter(|other| accepts(other, &problem, gpu).is_ok()) {
-                    let tile = other.attention_tile().unwrap();
-                    assert!(tile.head_dim >= chosen.head_dim);
-                    let size = |tile: AttentionTile| (tile.block_q, tile.block_kv);
-                    assert!(tile.head_dim > chosen.head_dim || size(tile) <= size(chosen));
-                }
+            let rows = manifest::rows();
+            let row = select_among(rows, &problem, gpu).unwrap();
+            let chosen = row.attention_tile().unwrap();
+            assert!(block_q % chosen.block_q == 0 && block_kv % chosen.block_kv == 0);
+            plan(row, &problem, gpu).unwrap();
+            // Of what fits on the preferred target nothing is narrower, and of that width nothing has larger tiles.
+            let fitting = rows.iter().filter(|other| other.target == row.target);
+            for other in fitting.filter(|other| accepts(other, &problem, gpu).is_ok()) {
+                let tile = other.attention_tile().unwrap();
+                assert!(tile.head_dim >= chosen.head_dim);
+                let size = |tile: AttentionTile| (tile.block_q, tile.block_kv);
+                assert!(tile.head_dim > chosen.head_dim || size(tile) <= size(chosen));
             }
         }
     }
@@ -101,7 +99,7 @@ fn tiles_divide_the_blocks() {
         (row.target, [tile.head_dim, tile.block_q, tile.block_kv])
     };
     let portable: Vec<Row> =
-        manifest::all_rows().iter().filter(|row| row.target != Target::Sm90a).cloned().collect();
+        manifest::rows().iter().filter(|row| row.target != Target::Sm90a).cloned().collect();
     let portable = |head_dim, block_q, block_kv| tile(&portable, head_dim, block_q, block_kv).1;
     assert_eq!(portable(64, 128, 128), [64, 128, 64]);
     assert_eq!(portable(64, 64, 128), [64, 64, 64]);
@@ -113,10 +111,10 @@ fn tiles_divide_the_blocks() {
     assert_eq!(portable(96, 64, 64), [128, 64, 64]);
     assert_eq!(portable(256, 64, 64), [256, 64, 64]);
     // Hopper's own rows come first, wider ones included.
-    let (target, [_, block_q, block_kv]) = tile(manifest::all_rows(), 64, 128, 128);
+    let (target, [_, block_q, block_kv]) = tile(manifest::rows(), 64, 128, 128);
     assert_eq!((target, block_q, block_kv), (Target::Sm90a, 128, 128));
-    assert_eq!(tile(manifest::all_rows(), 64, 192, 128), (Target::Sm90a, [64, 192, 128]));
-    assert_eq!(tile(manifest::all_rows(), 64, 64, 128), (Target::Sm90a, [64, 64, 128]));
+    assert_eq!(tile(manifest::rows(), 64, 192, 128), (Target::Sm90a, [64, 192, 128]));
+    assert_eq!(tile(manifest::rows(), 64, 64, 128), (Target::Sm90a, [64, 64, 128]));
 }
 
 #[test]

@@ -6,9 +6,8 @@ use crate::fixtures::gpu;
 use blockflash_sys::Target;
 use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_tma_params};
 
-/// As with `BLOCKFLASH_IMAGES`: rows on trial are among those to choose from.
 fn select(problem: &AttentionProblem, gpu: &CudaProperties) -> Result<&'static Row> {
-    select_among(manifest::all_rows(), problem, gpu)
+    select_among(manifest::rows(), problem, gpu)
 }
 
 fn h200() -> CudaProperties {

@@ -59,7 +59,7 @@ pub(super) fn launch(
         lse,
         sink: op.sink,
         cu_seqlens: op.cu_seqlens.map(|cu_seqlens| [cu_seqlens.q, cu_seqlens.kv]),
-        block_mask: op.block_mask.map(BlockMask::operands),
+        block_mask: op.block_mask.map(BlockMask::for_kernels),
     };
     match &plan.params {
         AttentionParams::Portable(params) => {

@@ -10,7 +10,7 @@ fn problem(dtype: DType, head_dim: usize) -> AttentionProblem {
 }
 
 fn attention_rows() -> impl Iterator<Item = (&'static Row, AttentionTile)> {
-    manifest::all_rows().iter().filter_map(|row| Some((row, row.attention_tile()?)))
+    manifest::rows().iter().filter_map(|row| Some((row, row.attention_tile()?)))
 }
 
 #[test]
@@ -19,7 +19,7 @@ fn every_gpu_runs_every_head_dim() {
         for dtype in [DType::F16, DType::BF16] {
             for head_dim in (8..=256).step_by(8) {
                 let problem = problem(dtype, head_dim);
-                let row = select_among(manifest::all_rows(), &problem, &gpu).unwrap();
+                let row = select_among(manifest::rows(), &problem, &gpu).unwrap();
                 let chosen = row.attention_tile().unwrap();
                 assert!(row.target.runs_on(gpu.compute_capability) && row.smem_bytes() <= gpu.smem_per_block);
                 assert!(chosen.dtype == dtype && chosen.head_dim as usize >= head_dim);
@@ -38,7 +38,7 @@ fn every_gpu_runs_every_head_dim() {
 #[test]
 fn dense_problems_take_the_widest_portable_tile() {
     for (gpu, head_dim) in gpus().iter().flat_map(|gpu| [8, 64, 72, 96, 104, 128].map(|d| (gpu, d))) {
-        let portable = manifest::all_rows().iter().filter(|row| row.target != Target::Sm90a).cloned();
+        let portable = manifest::rows().iter().filter(|row| row.target != Target::Sm90a).cloned();
         let portable: Vec<Row> = portable.collect();
         let row = select_among(&portable, &problem(DType::BF16, head_dim), gpu).unwrap();
         assert_eq!(row.attention_tile().unwrap().block_q, 128, "{}", row.image_name());
@@ -197,7 +197,7 @@ fn grids_and_tiles_have_limits() {
     assert!(matches!(plan(row, &huge, &gpu(9, 0)), Err(Error::TooLarge { what: "grid", .. })));
     let wide = problem(tile.dtype, tile.head_dim as usize + 8);
     assert!(matches!(plan(row, &wide, &gpu(9, 0)), Err(Error::Unsupported { .. })));
-    let other = manifest::all_rows().iter().find(|row| row.attention_tile().is_none()).unwrap();
+    let other = manifest::rows().iter().find(|row| row.attention_tile().is_none()).unwrap();
     let error = plan(other, &problem(DType::F16, 64), &gpu(9, 0)).unwrap_err().to_string();
     assert!(error.contains("computes something else"), "{error}");
     let refused = accepts(other, &problem(DType::F16, 64), &gpu(9, 0)).unwrap_err().to_string();

@@ -1,11 +1,11 @@
-use super::build_plan::{STEPS, plan, slabs};
+use super::build_plan::{STEPS, plan, slab_rows};
 use super::choice::{BlockChoice, BlockSource};
 use super::problems::{NOTHING, describe, no_room};
 use super::validate::{Sizes, invalid};
 use super::{BlockGeometry, BlockMask, kernel};
 use crate::check::to_i32;
 use crate::{Error, Result};
-use blockflash_safe::{BlockMaskBuildOperands, CudaProperties, Stream, Tensor};
+use blockflash_safe::{BlockListScratch, BlockLists, BlockMaskBuildOperands, CudaProperties, Stream, Tensor};
 use blockflash_sys::params::blockflash_block_mask_build_params;
 use blockflash_sys::{BlockMaskKernel, DType, Row};
 
@@ -52,9 +52,7 @@ pub struct BlockMaskBuffer {
 #[derive(Debug)]
 struct Workspace {
     row: &'static Row,
-    bits: Tensor,
-    lengths: Tensor,
-    slab_lengths: Tensor,
+    scratch: BlockListScratch,
     problems: Tensor,
 }
 
@@ -74,14 +72,15 @@ impl BlockMaskBuffer {
     ) -> Result<Self> {
         let groups = Sizes::new(geometry, batch, heads)?.groups();
         to_i32("capacity", capacity)?;
-        let nothing =
-            BlockMask::from_parts(geometry, batch, heads, &vec![0; groups * (geometry.rows() + 1)], &[])?;
+        let (rows, cols) = (geometry.rows(), geometry.cols());
         let Some(gpu) = stream.device().cuda_properties() else {
-            return Ok(Self { mask: nothing, capacity, workspace: None });
+            let nothing = vec![0; groups * (rows + 1)];
+            let mask = BlockMask::from_parts(geometry, batch, heads, &nothing, &[])?;
+            return Ok(Self { mask, capacity, workspace: None });
         };
-        let workspace = Workspace::new(&nothing, gpu, stream)?;
-        let col_idx = Tensor::zeros(stream, DType::I32, &[capacity])?;
-        let mask = BlockMask { col_idx, ..nothing.to(stream)? };
+        let lists = BlockLists::with_capacity([batch, heads], rows, cols, capacity, stream)?;
+        let mask = BlockMask { geometry, batch, heads, lists, packed: None };
+        let workspace = Workspace::new(&mask, gpu, stream)?;
         Ok(Self { mask, capacity, workspace: Some(workspace) })
     }
 
@@ -145,9 +144,9 @@ impl BlockMaskBuffer {
     /// # Errors
     /// A stream that is being captured, or a failing device.
     pub fn to_host(&self, stream: &Stream) -> Result<BlockMask> {
-        let row_ptr = self.mask.row_ptr.to_vec::<i32>(stream)?;
+        let row_ptr = self.mask.row_ptr().to_vec::<i32>(stream)?;
         let end = row_ptr.last().map_or(0, |&end| end as usize);
-        let col_idx = self.mask.col_idx.view().slice(0, 0..end)?.to_vec::<i32>(stream)?;
+        let col_idx = self.mask.col_idx().view().slice(0, 0..end)?.to_vec::<i32>(stream)?;
         BlockMask::from_parts(self.mask.geometry, self.mask.batch, self.mask.heads, &row_ptr, &col_idx)
     }
 
@@ -170,7 +169,7 @@ impl BlockMaskBuffer {
         let (nnz, capacity, rows) = (mask.nnz(), self.capacity, mask.rows());
         if nnz > capacity {
             // The first row that ends beyond; each group has one entry more than rows.
-            let row_ptr = mask.row_ptr.view().as_slice::<i32>()?;
+            let row_ptr = mask.row_ptr().view().as_slice::<i32>()?;
             let end = row_ptr.partition_point(|&end| end as usize <= capacity);
             let place = sizes.place(end / (rows + 1), end % (rows + 1) - 1);
             let position = capacity - row_ptr[end - 1] as usize;
@@ -204,17 +203,11 @@ impl Workspace {
         let row = kernel::select(gpu, |kernel| matches!(kernel, BlockMaskKernel::Build { .. }))?;
         // A build in a graph must not be the first one to load it.
         stream.device().preload(row)?;
-        let words = mask.cols().div_ceil(32);
-        let integers = |shape: &[usize]| Tensor::empty(stream, DType::I32, shape);
-        let mut problems = integers(&[4])?;
+        let mut problems = Tensor::empty(stream, DType::I32, &[4])?;
         problems.fill_bytes(stream, NOTHING)?;
-        Ok(Self {
-            row,
-            bits: integers(&[mask.batch, mask.heads, mask.rows(), words])?,
-            lengths: integers(&[mask.batch, mask.heads, mask.rows()])?,
-            slab_lengths: integers(&[mask.batch, mask.heads, slabs(row, mask.rows())?])?,
-            problems,
-        })
+        let groups = [mask.batch, mask.heads];
+        let scratch = BlockListScratch::new(groups, mask.rows(), mask.cols(), slab_rows(row)?, stream)?;
+        Ok(Self { row, scratch, problems })
     }
 
     fn operands<'a>(
@@ -227,13 +220,9 @@ impl Workspace {
                 BlockSource::Bool(view) | BlockSource::TopK(view) => view,
                 BlockSource::Scores { scores, .. } => scores,
             },
-            always: choice.always.map(BlockMask::operands),
-            bits: self.bits.view_mut(),
-            lengths: self.lengths.view_mut(),
-            slab_lengths: self.slab_lengths.view_mut(),
-            row_ptr: mask.row_ptr.view_mut(),
-            col_idx: mask.col_idx.view_mut(),
-            row_order: mask.row_order.view_mut(),
+            always: choice.always.map(BlockMask::for_kernels),
+            scratch: &mut self.scratch,
+            lists: &mut mask.lists,
             problems: self.problems.view_mut(),
         }
     }

@@ -4,7 +4,7 @@ use super::validate::{Sizes, invalid};
 use super::{BlockGeometry, BlockMask};
 use crate::check::to_i32;
 use crate::{Mask, Result};
-use blockflash_safe::{Device, Stream, Tensor};
+use blockflash_safe::{BlockListArrays, BlockLists, Device, Stream};
 use std::cmp::{Ordering, Reverse};
 
 impl BlockMask {
@@ -25,15 +25,16 @@ impl BlockMask {
         let stream: &Stream = &Device::cpu().stream()?;
         let rows = geometry.rows();
         let order = row_order(row_ptr, rows);
-        Ok(Self {
-            geometry,
-            batch,
-            heads,
-            row_ptr: Tensor::from_slice(stream, row_ptr, &[batch, heads, rows + 1])?,
-            col_idx: Tensor::from_slice(stream, col_idx, &[col_idx.len()])?,
-            row_order: Tensor::from_slice(stream, &order, &[batch, heads, rows])?,
-            packed: None,
-        })
+        let arrays = BlockListArrays {
+            groups: &[batch, heads],
+            rows,
+            cols: geometry.cols(),
+            row_ptr,
+            col_idx,
+            row_order: &order,
+            cu_rows: None,
+        };
+        Ok(Self { geometry, batch, heads, lists: BlockLists::new(&arrays, stream)?, packed: None })
     }
 
     /// The blocks that are true in `blocks`, `[batch, heads, rows, cols]` row-major.

@@ -21,10 +21,10 @@ const MAX_LIST: usize = 1 << 30;
 /// The steps, in the order of their launches: they differ in this parameter only.
 pub(super) const STEPS: [i32; 2] = [BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLOCK_MASK_LIST];
 
-/// Blocks of threads per head: each builds so many neighbouring rows.
-pub(super) fn slabs(row: &Row, rows: usize) -> Result<usize> {
+/// Neighbouring rows of a head that a block of threads builds.
+pub(super) fn slab_rows(row: &Row) -> Result<usize> {
     match row.variant {
-        Variant::BlockMask(BlockMaskKernel::Build { slab_rows }) => Ok(rows.div_ceil(slab_rows as usize)),
+        Variant::BlockMask(BlockMaskKernel::Build { slab_rows }) => Ok(slab_rows as usize),
         _ => Err(Error::Unsupported {
             op: OP,
             arch: row.target.to_string(),
@@ -86,7 +86,7 @@ pub(super) fn plan(
         align_bottom_right: i32::from(limits.align == Align::BottomRight),
     };
     let config = LaunchConfig {
-        grid: [grid_x(&[slabs(row, rows)?, heads, batch])?, 1, 1],
+        grid: [grid_x(&[rows.div_ceil(slab_rows(row)?), heads, batch])?, 1, 1],
         block: row.threads(),
         smem_bytes: row.smem_bytes(),
         cluster: None,

@@ -7,7 +7,7 @@ use blockflash_sys::params::BLOCKFLASH_WINDOW_UNBOUNDED;
 
 fn row() -> &'static Row {
     let is_build = |row: &&Row| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
-    manifest::all_rows().iter().filter(is_build).find(|row| row.target == Target::Sm90).unwrap()
+    manifest::rows().iter().filter(is_build).find(|row| row.target == Target::Sm90).unwrap()
 }
 
 /// 40 rows and 19 columns of 2 batch entries and 3 heads.
@@ -55,7 +55,7 @@ fn blocks_that_are_always_visited() {
 #[test]
 fn what_cannot_be_planned() {
     let data = vec![0f32; 2 * 3 * 40 * 19];
-    let other = manifest::all_rows().iter().find(|row| row.source() == "bsr_matmul_sm80").unwrap();
+    let other = manifest::rows().iter().find(|row| row.source() == "bsr_matmul_sm80").unwrap();
     let error = plan(other, &sizes(), &BlockChoice::new(scores(1, &data)), 1).unwrap_err().to_string();
     assert!(error.contains("computes something else"), "{error}");
     let one = View::from_slice(&[-1i32], &[1, 1, 1, 1]).unwrap();

@@ -63,7 +63,7 @@ impl<'a> BlockChoice<'a> {
                 return invalid(format!("{what} of `always` is {found}, neither 1 nor {expected}"));
             }
         }
-        Operand::new("always", &always.row_ptr.view()).on(device)
+        Operand::new("always", &always.row_ptr().view()).on(device)
     }
 
     /// The mask, by the constructors for the CPU. The operands have been checked, and are there.

@@ -2,7 +2,7 @@ use super::BlockGeometry;
 use super::packed::Packed;
 use super::validate::{exists, filled};
 use crate::{Mask, Result};
-use blockflash_safe::{BlockMaskOperands, Device, Stream, Tensor};
+use blockflash_safe::{BlockLists, Device, Stream, Tensor};
 
 /// Which blocks of queries × keys attention visits, per batch entry and head, on the CPU or a GPU.
 ///
@@ -13,16 +13,14 @@ use blockflash_safe::{BlockMaskOperands, Device, Stream, Tensor};
 /// The mask of a packed (variable-length) batch is made from those of its sequences, see [`packed`](Self::packed): its batch entries
 /// are the sequences, and its lengths, [`rows`](Self::rows) and [`cols`](Self::cols) those of the longest ones.
 ///
-/// Every constructor validates the index arrays, and nothing changes them later but the
+/// Every constructor validates the index arrays and copies them, and nothing changes them later but the
 /// [`BlockMaskBuffer`](super::BlockMaskBuffer) that they belong to. Combining and counting read them on the CPU.
 #[derive(Debug)]
 pub struct BlockMask {
     pub(super) geometry: BlockGeometry,
     pub(super) batch: usize,
     pub(super) heads: usize,
-    pub(super) row_ptr: Tensor,
-    pub(super) col_idx: Tensor,
-    pub(super) row_order: Tensor,
+    pub(super) lists: BlockLists,
     pub(super) packed: Option<Packed>,
 }
 
@@ -105,24 +103,24 @@ impl BlockMask {
     ///
     /// Packed: `[heads, total rows + 1]`, where row `r` of sequence `b` is `cu_rows[b] + r`, see [`cu_rows`](Self::cu_rows).
     pub fn row_ptr(&self) -> &Tensor {
-        &self.row_ptr
+        self.lists.row_ptr()
     }
 
     /// i32 `[nnz]`: the block columns, ascending and unique within a row.
     pub fn col_idx(&self) -> &Tensor {
-        &self.col_idx
+        self.lists.col_idx()
     }
 
     /// i32 `[batch, heads, rows]`: the rows of each head in the order in which a GPU takes them, the longest first; of rows that
     /// list equally many columns the last comes first, which is the longer one under a causal token mask. Packed: `[heads, total
     /// rows]`, where this holds for the rows of each sequence, which count from its first one.
     pub fn row_order(&self) -> &Tensor {
-        &self.row_order
+        self.lists.row_order()
     }
 
     /// Where the mask is.
     pub fn device(&self) -> Device {
-        self.row_ptr.device()
+        self.lists.device()
     }
 
     /// A copy on the stream's device.
@@ -130,13 +128,7 @@ impl BlockMask {
     /// # Errors
     /// Out of memory, or a failing device.
     pub fn to(&self, stream: &Stream) -> Result<Self> {
-        Ok(Self {
-            row_ptr: self.row_ptr.copy_to(stream)?,
-            col_idx: self.col_idx.copy_to(stream)?,
-            row_order: self.row_order.copy_to(stream)?,
-            packed: self.packed.as_ref().map(|packed| packed.to(stream)).transpose()?,
-            ..*self
-        })
+        Ok(Self { lists: self.lists.copy_to(stream)?, packed: self.packed.clone(), ..*self })
     }
 
     /// The columns of one row, ascending. The indices are those of the mask itself, so 0 where it has one batch entry or head
@@ -173,7 +165,7 @@ impl BlockMask {
     /// Number of visited blocks, of all the mask's batch entries and heads together; for a mask that is built on a GPU, the room
     /// that its [`BlockMaskBuffer`](super::BlockMaskBuffer) has for them.
     pub fn nnz(&self) -> usize {
-        self.col_idx.shape().first().copied().unwrap_or(0)
+        self.col_idx().shape().first().copied().unwrap_or(0)
     }
 
     /// Visited blocks ([`nnz`](Self::nnz)) per block, 0 to 1; 0 for a mask without any blocks.
@@ -211,18 +203,13 @@ impl BlockMask {
     }
 
     /// The index arrays as kernels take them.
-    pub(crate) fn operands(&self) -> BlockMaskOperands<'_> {
-        BlockMaskOperands {
-            row_ptr: self.row_ptr.view(),
-            col_idx: self.col_idx.view(),
-            row_order: self.row_order.view(),
-            cu_rows: self.cu_rows().map(Tensor::view),
-        }
+    pub(crate) fn for_kernels(&self) -> &BlockLists {
+        &self.lists
     }
 
     /// The index arrays, if they are on the CPU.
     pub(super) fn lists(&self) -> Result<Lists<'_>> {
-        let (row_ptr, col_idx) = (self.row_ptr.view().as_slice()?, self.col_idx.view().as_slice()?);
+        let (row_ptr, col_idx) = (self.row_ptr().view().as_slice()?, self.col_idx().view().as_slice()?);
         let cu_rows = self.cu_rows().map(|cu_rows| cu_rows.view().as_slice()).transpose()?;
         Ok(Lists {
             row_ptr,

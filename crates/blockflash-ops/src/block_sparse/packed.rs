@@ -4,23 +4,14 @@ use super::validate::{Sizes, exists, invalid};
 use super::{BlockGeometry, BlockMask};
 use crate::check::to_i32;
 use crate::{Error, Result};
-use blockflash_safe::{Device, Stream, Tensor};
+use blockflash_safe::{BlockListArrays, BlockLists, Device, Stream, Tensor};
 
 /// The sequences of a packed mask.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Packed {
     geometries: Vec<BlockGeometry>,
     /// Rows of all together.
     rows: usize,
-    cu_rows: Tensor,
-}
-
-impl Packed {
-    /// A copy on the stream's device.
-    pub(super) fn to(&self, stream: &Stream) -> Result<Self> {
-        let cu_rows = self.cu_rows.copy_to(stream)?;
-        Ok(Self { geometries: self.geometries.clone(), rows: self.rows, cu_rows })
-    }
 }
 
 impl BlockMask {
@@ -78,7 +69,7 @@ impl BlockMask {
         for head in 0..heads {
             row_ptr.push(col_idx.len() as i32);
             for mask in masks {
-                let (lists, order) = (mask.lists()?, mask.row_order.view().as_slice::<i32>()?);
+                let (lists, order) = (mask.lists()?, mask.row_order().view().as_slice::<i32>()?);
                 let (head, rows) = (if mask.heads == 1 { 0 } else { head }, mask.rows());
                 for row in 0..rows {
                     col_idx.extend(lists.row(head, row));
@@ -88,16 +79,17 @@ impl BlockMask {
             }
         }
         let stream: &Stream = &Device::cpu().stream()?;
-        let cu_rows = Tensor::from_slice(stream, &cu_rows, &[cu_rows.len()])?;
-        Ok(Self {
-            geometry,
-            batch: masks.len(),
-            heads,
-            row_ptr: Tensor::from_slice(stream, &row_ptr, &[heads, rows + 1])?,
-            col_idx: Tensor::from_slice(stream, &col_idx, &[col_idx.len()])?,
-            row_order: Tensor::from_slice(stream, &row_order, &[heads, rows])?,
-            packed: Some(Packed { geometries, rows, cu_rows }),
-        })
+        let arrays = BlockListArrays {
+            groups: &[heads],
+            rows,
+            cols: geometry.cols(),
+            row_ptr: &row_ptr,
+            col_idx: &col_idx,
+            row_order: &row_order,
+            cu_rows: Some(&cu_rows),
+        };
+        let lists = BlockLists::new(&arrays, stream)?;
+        Ok(Self { geometry, batch: masks.len(), heads, lists, packed: Some(Packed { geometries, rows }) })
     }
 
     /// The mask of one batch entry, of a packed mask that of one sequence.
@@ -120,7 +112,7 @@ impl BlockMask {
 
     /// Of a packed mask: i32 `[batch + 1]`, where the rows of each sequence start in those of a head, and how many a head has.
     pub fn cu_rows(&self) -> Option<&Tensor> {
-        self.packed.as_ref().map(|packed| &packed.cu_rows)
+        self.lists.cu_rows()
     }
 
     /// Of a packed mask: rows of a head.

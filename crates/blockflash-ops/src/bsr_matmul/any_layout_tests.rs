@@ -13,7 +13,7 @@ fn layouts() -> impl Iterator<Item = (bool, Major, Major)> {
 }
 
 fn rows(any_layout: bool) -> Vec<Row> {
-    manifest::all_rows().iter().filter(|row| row.takes_any_layout() == any_layout).cloned().collect()
+    manifest::rows().iter().filter(|row| row.takes_any_layout() == any_layout).cloned().collect()
 }
 
 fn problem(dtype: DType, block_size: usize) -> BsrProblem {
@@ -29,7 +29,7 @@ fn every_layout_has_a_row_and_others_come_first() {
         {
             for (a, b, c) in layouts() {
                 let problem = problem(dtype, block_size).lying(a, b, c);
-                let row = select_among(manifest::all_rows(), &problem, &gpu).unwrap();
+                let row = select_among(manifest::rows(), &problem, &gpu).unwrap();
                 match select_among(&others, &problem, &gpu) {
                     Ok(other) => assert_eq!(row, other, "{}", gpu.name),
                     Err(_) => assert!(row.takes_any_layout(), "{}: {}", gpu.name, row.image_name()),
@@ -43,8 +43,7 @@ fn every_layout_has_a_row_and_others_come_first() {
 fn hopper_takes_its_own_where_tensor_maps_exist() {
     let hopper = gpu(9, 0);
     let good = problem(DType::BF16, 64).lying(true, Major::Column, Major::Column);
-    let selected =
-        |problem| select_among(manifest::all_rows(), &problem, &hopper).unwrap().takes_any_layout();
+    let selected = |problem| select_among(manifest::rows(), &problem, &hopper).unwrap().takes_any_layout();
     assert!(!selected(good));
     assert!(selected(BsrProblem { b_vectorized: false, ldb: 2001, ..good }));
     assert!(selected(BsrProblem { k: 1 << 31, ldb: 1 << 31, ..good }));

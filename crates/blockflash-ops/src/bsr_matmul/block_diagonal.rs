@@ -61,9 +61,9 @@ fn block_diagonal<T: Float>(matrices: &[&BsrMatrix], block_size: usize) -> Resul
     let mut first_col = 0;
     for matrix in matrices {
         let first_block = col_idx.len() as i32;
-        let ends = &matrix.row_ptr.view().as_slice::<i32>()?[1..];
+        let ends = &matrix.row_ptr().view().as_slice::<i32>()?[1..];
         row_ptr.extend(ends.iter().map(|end| first_block + end));
-        col_idx.extend(matrix.col_idx.view().as_slice::<i32>()?.iter().map(|col| first_col + col));
+        col_idx.extend(matrix.col_idx().view().as_slice::<i32>()?.iter().map(|col| first_col + col));
         values.extend_from_slice(matrix.values.view().as_slice()?);
         first_col += matrix.block_cols() as i32;
     }

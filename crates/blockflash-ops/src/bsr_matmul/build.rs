@@ -1,7 +1,6 @@
 //! Constructors of [`BsrMatrix`] from data on the host: they sort what may be unsorted and reject what is wrong.
 
 use super::BsrMatrix;
-use super::pattern_plan::PatternPlan;
 use super::validate::{Shape, invalid};
 use crate::check::{Operand, contiguous};
 use crate::float::Float;
@@ -220,11 +219,8 @@ fn from_parts<T: Float>(shape: &Shape, row_ptr: &[i32], col_idx: &[i32], values:
     let edge_blocks = shape.edge_blocks(row_ptr, col_idx);
     edge_blocks.iter().try_for_each(|edge| edge.check_padding(shape.block_size, values))?;
     let stream: &Stream = &Device::cpu().stream()?;
-    let plan = PatternPlan::on_host(shape, row_ptr, col_idx, stream)?;
-    let row_ptr = Tensor::from_slice(stream, row_ptr, &[row_ptr.len()])?;
     let values = Tensor::from_slice(stream, values, &[col_idx.len(), shape.block_size, shape.block_size])?;
-    let col_idx = Tensor::from_slice(stream, col_idx, &[col_idx.len()])?;
-    Ok(plan.matrix(shape, row_ptr, col_idx, values, edge_blocks))
+    BsrMatrix::of_pattern(shape, row_ptr, col_idx, values, edge_blocks, stream)
 }
 
 fn from_dense<T: Float>(dense: View<'_>, block_size: usize, dtype: DType) -> Result<BsrMatrix> {
@@ -257,7 +253,7 @@ fn from_dense<T: Float>(dense: View<'_>, block_size: usize, dtype: DType) -> Res
 
 fn to_dense<T: Float>(matrix: &BsrMatrix) -> Result<Vec<f32>> {
     let BsrMatrix { rows, cols, block_size, .. } = *matrix;
-    let (row_ptr, col_idx) = (matrix.row_ptr.view(), matrix.col_idx.view());
+    let (row_ptr, col_idx) = (matrix.row_ptr().view(), matrix.col_idx().view());
     let (row_ptr, col_idx) = (row_ptr.as_slice::<i32>()?, col_idx.as_slice::<i32>()?);
     let values = matrix.values.view();
     let values = values.as_slice::<T>()?;

@@ -7,16 +7,13 @@ use crate::float::Float;
 use blockflash_safe::View;
 use blockflash_sys::DType;
 use half::{bf16, f16};
-use rayon::prelude::*;
 
 impl BsrMatrix {
     /// The same matrix in blocks of `block_size`, a multiple of its own: a block holds those that lie in it, and zeros. On the CPU.
     ///
     /// Small blocks cost more per element than large ones, so where most of a large block is stored it may be the faster one: on an H200, blocks of
-    /// 16 and 32 of which half are stored take longer than a dense product ([`longest_row`](Self::longest_row) and
-    /// [`density`](Self::density) of the result tell what has become of the pattern, and
-    /// [`advised_block_size`](Self::advised_block_size) whether it is worth it). Values that change on a GPU go into larger blocks by a
-    /// [`BsrReblock`](super::BsrReblock).
+    /// 16 and 32 of which half are stored take longer than a dense product. [`longest_row`](Self::longest_row) and
+    /// [`density`](Self::density) of the result tell what has become of the pattern.
     ///
     /// ```
     /// # use blockflash_ops::{BsrMatrix, DType};
@@ -31,94 +28,51 @@ impl BsrMatrix {
     /// [`Error::InvalidBsr`](crate::Error::InvalidBsr) for a size that is no multiple of the matrix' own or beyond
     /// [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE); a matrix that is not on the CPU.
     pub fn with_block_size(&self, block_size: usize) -> Result<Self> {
-        let (row_ptr, col_idx) = (self.row_ptr.view(), self.col_idx.view());
-        let blocks = LargeBlocks::new(self, block_size, row_ptr.as_slice()?, col_idx.as_slice()?)?;
+        if !block_size.is_multiple_of(self.block_size) {
+            return invalid(format!("block_size {block_size} is no multiple of {}", self.block_size));
+        }
+        let shape = Shape::new(self.rows, self.cols, block_size)?;
         match self.dtype() {
-            DType::F16 => in_blocks::<f16>(self, &blocks),
-            DType::BF16 => in_blocks::<bf16>(self, &blocks),
-            _ => in_blocks::<f32>(self, &blocks),
+            DType::F16 => in_blocks::<f16>(self, &shape),
+            DType::BF16 => in_blocks::<bf16>(self, &shape),
+            _ => in_blocks::<f32>(self, &shape),
         }
     }
 }
 
-/// A pattern in larger blocks, and where its blocks lie in them.
-pub(super) struct LargeBlocks {
-    pub(super) shape: Shape,
-    /// Rows and columns of blocks in a large one.
-    pub(super) factor: usize,
-    pub(super) row_ptr: Vec<i32>,
-    pub(super) col_idx: Vec<i32>,
-    /// `[large blocks, factor, factor]`: which block lies there, −1: none.
-    pub(super) block_idx: Vec<i32>,
-}
-
-impl LargeBlocks {
-    /// Of the index arrays of `matrix`, which may be elsewhere.
-    ///
-    /// # Errors
-    /// Those of [`BsrMatrix::with_block_size`].
-    pub(super) fn new(
-        matrix: &BsrMatrix,
-        block_size: usize,
-        row_ptr: &[i32],
-        col_idx: &[i32],
-    ) -> Result<Self> {
-        if !block_size.is_multiple_of(matrix.block_size) {
-            return invalid(format!("block_size {block_size} is no multiple of {}", matrix.block_size));
-        }
-        let shape = Shape::new(matrix.rows, matrix.cols, block_size)?;
-        let factor = block_size / matrix.block_size;
-        let (mut ends, mut columns, mut block_idx) = (vec![0], Vec::new(), Vec::new());
-        for rows in row_ptr.windows(2).collect::<Vec<_>>().chunks(factor) {
-            // Column of the large block, then which part of it, and its place among all.
-            let mut inside: Vec<(usize, usize, i32)> = Vec::new();
-            for (row, pair) in rows.iter().enumerate() {
-                inside.extend((pair[0]..pair[1]).map(|block| {
-                    let col = col_idx[block as usize] as usize;
-                    (col / factor, row * factor + col % factor, block)
-                }));
-            }
-            inside.sort_unstable();
-            for large in inside.chunk_by(|a, b| a.0 == b.0) {
-                columns.push(large[0].0 as i32);
-                let first = block_idx.len();
-                block_idx.resize(first + factor * factor, -1);
-                large.iter().for_each(|&(_, part, block)| block_idx[first + part] = block);
-            }
-            ends.push(columns.len() as i32);
-        }
-        Ok(Self { shape, factor, row_ptr: ends, col_idx: columns, block_idx })
-    }
-
-    /// The matrix with these values.
-    pub(super) fn matrix<T: Float>(&self, values: &[T]) -> Result<BsrMatrix> {
-        let Shape { rows, cols, block_size, .. } = self.shape;
-        let values = View::from_slice(values, &[self.col_idx.len(), block_size, block_size])?;
-        BsrMatrix::from_parts(rows, cols, block_size, &self.row_ptr, &self.col_idx, values)
-    }
-}
-
-/// Copies blocks of `size` to where `block_idx` says that they lie in blocks of `large`, and zeros where none lies.
-pub(super) fn copy_blocks<T: Float>(block_idx: &[i32], [size, large]: [usize; 2], from: &[T], to: &mut [T]) {
+fn in_blocks<T: Float>(matrix: &BsrMatrix, shape: &Shape) -> Result<BsrMatrix> {
+    let (size, large) = (matrix.block_size, shape.block_size);
     let factor = large / size;
-    let pairs = to.par_chunks_exact_mut(large * large).zip(block_idx.par_chunks_exact(factor * factor));
-    pairs.for_each(|(to, blocks)| {
-        for (row, to) in to.chunks_exact_mut(large).enumerate() {
-            for (to, &block) in to.chunks_exact_mut(size).zip(&blocks[row / size * factor..]) {
-                match usize::try_from(block) {
-                    Ok(block) => to.copy_from_slice(&from[(block * size + row % size) * size..][..size]),
-                    Err(_) => to.fill(T::zeroed()),
+    let (row_ptr, col_idx) = (matrix.row_ptr().view(), matrix.col_idx().view());
+    let (row_ptr, col_idx) = (row_ptr.as_slice::<i32>()?, col_idx.as_slice::<i32>()?);
+    let values = matrix.values.view();
+    let values = values.as_slice::<T>()?;
+    let (mut ends, mut columns, mut blocks) = (vec![0], Vec::new(), Vec::new());
+    for rows in row_ptr.windows(2).collect::<Vec<_>>().chunks(factor) {
+        // Column of the large block, then the rows and columns of elements before it there, and its values.
+        let mut inside = Vec::new();
+        for (row, pair) in rows.iter().enumerate() {
+            for block in pair[0] as usize..pair[1] as usize {
+                let col = col_idx[block] as usize;
+                inside.push((col / factor, row * size, col % factor * size, block));
+            }
+        }
+        inside.sort_unstable();
+        for of_large in inside.chunk_by(|a, b| a.0 == b.0) {
+            columns.push(of_large[0].0 as i32);
+            let first = blocks.len();
+            blocks.resize(first + large * large, T::zeroed());
+            for &(_, above, left, block) in of_large {
+                for row in 0..size {
+                    let from = &values[(block * size + row) * size..][..size];
+                    blocks[first + (above + row) * large + left..][..size].copy_from_slice(from);
                 }
             }
         }
-    });
-}
-
-fn in_blocks<T: Float>(matrix: &BsrMatrix, blocks: &LargeBlocks) -> Result<BsrMatrix> {
-    let (size, large) = (matrix.block_size, blocks.shape.block_size);
-    let mut values = vec![T::zeroed(); blocks.col_idx.len() * large * large];
-    copy_blocks(&blocks.block_idx, [size, large], matrix.values.view().as_slice()?, &mut values);
-    blocks.matrix(&values)
+        ends.push(columns.len() as i32);
+    }
+    let blocks = View::from_slice(&blocks, &[columns.len(), large, large])?;
+    BsrMatrix::from_parts(shape.rows, shape.cols, large, &ends, &columns, blocks)
 }
 
 #[cfg(test)]

@@ -130,12 +130,3 @@ fn portable_time(problem: &BsrProblem, gpu: &CudaProperties) -> f64 {
     let longest = copied(problem.longest_row.unwrap_or(0), problem.n.min(PORTABLE_BLOCK_N));
     (all / f64::from(gpu.multiprocessors.max(1))).max(COST_OF_PORTABLE * longest)
 }
-
-/// Estimated time of a row that accepts the problem; none for portable kernels of larger blocks, which the estimate does not know.
-pub(super) fn estimated_time(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Option<f64> {
-    match row.bsr_tile()? {
-        tile if is_hopper(row) => Some(hopper_time(row, &tile, problem, gpu).0),
-        tile if tile.block_size < 64 => Some(portable_time(problem, gpu)),
-        _ => None,
-    }
-}

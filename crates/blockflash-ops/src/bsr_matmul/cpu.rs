@@ -3,7 +3,7 @@
 //! Every tile of C is summed by one thread in the order of the blocks, so results do not depend on the number of threads. Rows of a
 //! row-major C are finished where they were summed; columns of a column-major one when all block rows are.
 
-use super::{Activation, Bias, BsrMatmul, BsrProblem};
+use super::{Activation, Bias, BsrMatmul, BsrProblem, BsrTranspose};
 use crate::float::Float;
 use crate::{Result, math};
 use blockflash_safe::{View, ViewMut, host_gemm};
@@ -79,16 +79,14 @@ struct Buffers {
 }
 
 fn run<T: Float, U: Float>(op: &BsrMatmul<'_>, problem: &BsrProblem, mut c: ViewMut<'_>) -> Result<()> {
-    let (row_ptr, col_idx, block_idx) = match op.transpose {
-        None => (op.a.row_ptr(), op.a.col_idx(), None),
-        Some(index) => (index.row_ptr(), index.col_idx(), Some(index.block_idx().view())),
-    };
-    let (row_ptr, col_idx, values) = (row_ptr.view(), col_idx.view(), op.a.values().view());
+    let indices = op.transpose.map_or(op.a.indices(), BsrTranspose::indices);
+    let (row_ptr, col_idx, values) =
+        (indices.row_ptr().view(), indices.col_idx().view(), op.a.values().view());
     let operands = Operands::<T> {
         problem,
         row_ptr: row_ptr.as_slice()?,
         col_idx: col_idx.as_slice()?,
-        block_idx: block_idx.map(|index| index.as_slice()).transpose()?,
+        block_idx: indices.block_idx().map(|index| index.view().as_slice()).transpose()?,
         values: values.as_slice()?,
         bias: match &op.bias {
             Bias::None => BiasValues::None,

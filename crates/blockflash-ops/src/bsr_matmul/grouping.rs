@@ -7,16 +7,16 @@ use std::cmp::Reverse;
 /// Words of bits that are compared at most; with more block rows the order is by length alone.
 const MOST_COMPARED: usize = 1 << 27;
 /// A row of a group has at least this part of the blocks of its longest row: they are computed side by side.
-pub(super) const LEAST_LENGTH: f64 = 0.75;
+const LEAST_LENGTH: f64 = 0.75;
 /// Rows are grouped by what they need of B where that saves at least this part of it.
-pub(super) const LEAST_GAIN: f64 = 0.05;
+const LEAST_GAIN: f64 = 0.05;
 
 /// The block rows in the order in which kernels take them.
 pub(super) fn row_order(block_size: usize, block_cols: usize, row_ptr: &[i32], col_idx: &[i32]) -> Vec<i32> {
     let by_length = longest_first(row_ptr);
     let (rows, group) = (by_length.len(), rows_that_share(block_size));
     let words = block_cols.div_ceil(64);
-    if group < 2 || rows <= group || !are_compared(rows, block_cols) {
+    if group < 2 || rows <= group || rows.saturating_mul(rows).saturating_mul(words) > MOST_COMPARED {
         return by_length;
     }
     let columns = Columns::new(words, row_ptr, col_idx);
@@ -25,13 +25,8 @@ pub(super) fn row_order(block_size: usize, block_cols: usize, row_ptr: &[i32], c
     if after <= before * (1.0 - LEAST_GAIN) { by_columns } else { by_length }
 }
 
-/// Whether so many block rows are compared with one another.
-pub(super) fn are_compared(block_rows: usize, block_cols: usize) -> bool {
-    block_rows.saturating_mul(block_rows).saturating_mul(block_cols.div_ceil(64)) <= MOST_COMPARED
-}
-
 /// How many neighbours in the order may share B.
-pub(super) fn rows_that_share(block_size: usize) -> usize {
+fn rows_that_share(block_size: usize) -> usize {
     match block_size {
         64 => 2,
         _ => stages::group_rows(block_size).unwrap_or(1),

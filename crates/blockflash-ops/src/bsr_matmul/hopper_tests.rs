@@ -6,11 +6,10 @@ use crate::fixtures::gpu;
 use blockflash_sys::Target;
 use std::sync::LazyLock;
 
-/// As with `BLOCKFLASH_IMAGES`: rows on trial are among those to choose from. Not those that take any layout, see `any_layout_tests`.
+/// Not among those that take any layout, see `any_layout_tests`.
 fn select(problem: &BsrProblem, gpu: &CudaProperties) -> Result<&'static Row> {
-    static ROWS: LazyLock<Vec<Row>> = LazyLock::new(|| {
-        manifest::all_rows().iter().filter(|row| !row.takes_any_layout()).cloned().collect()
-    });
+    static ROWS: LazyLock<Vec<Row>> =
+        LazyLock::new(|| manifest::rows().iter().filter(|row| !row.takes_any_layout()).cloned().collect());
     select_among(&ROWS, problem, gpu)
 }
 
@@ -26,7 +25,7 @@ fn problem([m, n, k]: [usize; 3], block_size: usize) -> BsrProblem {
 mod cluster_tests;
 
 fn hopper_rows() -> impl Iterator<Item = (&'static Row, BsrTile)> {
-    manifest::all_rows().iter().filter(|row| is_hopper(row)).filter_map(|row| Some((row, row.bsr_tile()?)))
+    manifest::rows().iter().filter(|row| is_hopper(row)).filter_map(|row| Some((row, row.bsr_tile()?)))
 }
 
 #[test]
@@ -254,7 +253,7 @@ fn what_no_kernel_takes_is_named() {
         let found = why(&large, &gpu(8, 0));
         assert_eq!(found, format!("block size 64 with {asked}: the image is compiled for sm_90a"));
         // Portable rows, and those that gather, say so themselves.
-        for (row, tile) in manifest::all_rows().iter().filter_map(|row| Some((row, row.bsr_tile()?))) {
+        for (row, tile) in manifest::rows().iter().filter_map(|row| Some((row, row.bsr_tile()?))) {
             let gathers = matches!(row.variant, Variant::BsrMatmulHopper(tile) if tile.gathers());
             if gathers || !is_hopper(row) && !row.takes_any_layout() {
                 let problem = BsrProblem { block_size: tile.block_size as usize, dtype: tile.dtype, ..small };

@@ -1,7 +1,6 @@
 //! From checked operands to a queued kernel.
 
-use super::stages::Stages;
-use super::{Bias, BsrMatmul, BsrProblem, OP, plan};
+use super::{Bias, BsrMatmul, BsrProblem, BsrTranspose, OP, plan};
 use crate::check::Operand;
 use crate::{Error, Result};
 use blockflash_safe::{BsrMatmulOperands, BsrParts, Stream, View, ViewMut};
@@ -44,20 +43,9 @@ pub(super) fn launch(
     if let Some(parts) = &parts {
         plan.add_parts(parts.begin[0] as usize, row, problem, gpu)?;
     }
-    let (row_ptr, col_idx, row_order) = match op.transpose {
-        None => (op.a.row_ptr(), op.a.col_idx(), op.a.row_order()),
-        Some(index) => (index.row_ptr(), index.col_idx(), index.row_order()),
-    };
     let operands = BsrMatmulOperands {
-        row_ptr: row_ptr.view(),
-        col_idx: col_idx.view(),
-        block_idx: op.transpose.map(|index| index.block_idx().view()),
+        indices: op.transpose.map_or(op.a.indices(), BsrTranspose::indices),
         values: op.a.values().view(),
-        row_order: Some(row_order.view()),
-        stages: op.a.stages.as_ref().filter(|_| op.transpose.is_none()).map(|plan| {
-            let Stages { stages, group_stages, .. } = plan;
-            [stages.view(), group_stages.view()]
-        }),
         parts,
         b: op.b,
         c,
@@ -78,9 +66,9 @@ pub(super) fn launch(
 /// The parts of long tiles, for kernels that have some and a caller who lends memory for their sums.
 fn parts<'a>(op: &BsrMatmul<'a>, row: &Row, problem: &BsrProblem, most: usize) -> Option<BsrParts<'a>> {
     let (Variant::BsrMatmulHopper(tile), Some(workspace)) = (&row.variant, op.workspace) else { return None };
-    let lengths = match (op.transpose, &op.a.stages) {
+    let lengths = match (op.transpose, &op.a.groups) {
         (Some(index), _) => index.lengths(),
-        (None, Some(stages)) if tile.gathers() => &stages.lengths,
+        (None, Some(groups)) if tile.gathers() => &groups.lengths,
         (None, _) => &op.a.lengths,
     };
     workspace.parts(tile, lengths, tile.tile().tiles_n(problem.n as u64) as usize, most)

@@ -1,13 +1,15 @@
+use super::grouping;
 use super::parts::Lengths;
-use super::stages::Stages;
-use super::validate::EdgeBlock;
+use super::stages::{Groups, Stages};
+use super::transpose::pattern_hash;
+use super::validate::{EdgeBlock, Shape};
 use crate::Result;
-use blockflash_safe::{Device, Stream, Tensor};
+use blockflash_safe::{BsrIndexArrays, BsrIndices, Device, Stream, Tensor};
 use blockflash_sys::DType;
 
 /// A block-sparse matrix in BSR format: square blocks of `block_size`, stored by block row, on the CPU or a GPU.
 ///
-/// Every constructor validates the index arrays, and nothing changes them later, so the kernels need not check them. `rows` and
+/// Every constructor validates the index arrays and copies them, and nothing changes them later, so the kernels need not check them. `rows` and
 /// `cols` need not be multiples of `block_size`: the blocks at the edge are padded with zeros. Any block size from 1 to
 /// [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE) is a valid matrix and works on the CPU; the kernels take 16, 32, 64 and 128.
 ///
@@ -18,14 +20,12 @@ pub struct BsrMatrix {
     pub(super) rows: usize,
     pub(super) cols: usize,
     pub(super) block_size: usize,
-    pub(super) row_ptr: Tensor,
-    pub(super) col_idx: Tensor,
+    pub(super) indices: BsrIndices,
     pub(super) values: Tensor,
-    pub(super) row_order: Tensor,
     /// Of the block rows in their order.
     pub(super) lengths: Lengths,
     /// How block rows share B, where the kernels for the block size need to know.
-    pub(super) stages: Option<Stages>,
+    pub(super) groups: Option<Groups>,
     /// Of the index arrays: whether a `BsrTranspose` is that of this matrix.
     pub(super) pattern_hash: u64,
     /// The blocks that hang over the matrix, on the host wherever the matrix is.
@@ -35,6 +35,40 @@ pub struct BsrMatrix {
 impl BsrMatrix {
     /// Largest block size.
     pub const MAX_BLOCK_SIZE: usize = 1024;
+
+    /// The matrix of indices, values and edge blocks that have passed validation. The index arrays and
+    /// what is planned from them are made on the stream's device, where the values are.
+    pub(super) fn of_pattern(
+        shape: &Shape,
+        row_ptr: &[i32],
+        col_idx: &[i32],
+        values: Tensor,
+        edge_blocks: Vec<EdgeBlock>,
+        stream: &Stream,
+    ) -> Result<Self> {
+        let Shape { rows, cols, block_size, block_cols, .. } = *shape;
+        let order = grouping::row_order(block_size, block_cols, row_ptr, col_idx);
+        let stages = Stages::new(block_size, row_ptr, col_idx, &order);
+        let arrays = BsrIndexArrays {
+            block_cols,
+            row_ptr,
+            col_idx,
+            row_order: &order,
+            block_idx: None,
+            stages: stages.as_ref().map(Stages::arrays),
+        };
+        Ok(Self {
+            rows,
+            cols,
+            block_size,
+            indices: BsrIndices::new(&arrays, stream)?,
+            values,
+            lengths: Lengths::of_rows(row_ptr, &order),
+            groups: stages.as_ref().map(Stages::groups),
+            pattern_hash: pattern_hash(row_ptr, col_idx),
+            edge_blocks,
+        })
+    }
 
     /// Rows of the matrix.
     pub fn rows(&self) -> usize {
@@ -84,12 +118,12 @@ impl BsrMatrix {
 
     /// i32 `[block_rows + 1]`: the blocks of block row `i` are `row_ptr[i]..row_ptr[i + 1]`.
     pub fn row_ptr(&self) -> &Tensor {
-        &self.row_ptr
+        self.indices.row_ptr()
     }
 
     /// i32 `[nnz_blocks]`: the block column of each block, ascending and unique within a block row.
     pub fn col_idx(&self) -> &Tensor {
-        &self.col_idx
+        self.indices.col_idx()
     }
 
     /// `[nnz_blocks, block_size, block_size]`: the blocks, each row-major; zero beyond `rows` and `cols`.
@@ -100,7 +134,11 @@ impl BsrMatrix {
     /// i32 `[block_rows]`: the block rows in the order in which a kernel takes them: the longest first, and
     /// where neighbours share B, those that need much the same of it side by side.
     pub fn row_order(&self) -> &Tensor {
-        &self.row_order
+        self.indices.row_order()
+    }
+
+    pub(crate) fn indices(&self) -> &BsrIndices {
+        &self.indices
     }
 
     /// Stored blocks of the block row that has the most; 0 for a matrix without block rows.
@@ -117,12 +155,10 @@ impl BsrMatrix {
             rows: self.rows,
             cols: self.cols,
             block_size: self.block_size,
-            row_ptr: self.row_ptr.copy_to(stream)?,
-            col_idx: self.col_idx.copy_to(stream)?,
+            indices: self.indices.copy_to(stream)?,
             values: self.values.copy_to(stream)?,
-            row_order: self.row_order.copy_to(stream)?,
             lengths: self.lengths.clone(),
-            stages: self.stages.as_ref().map(|stages| stages.to(stream)).transpose()?,
+            groups: self.groups.clone(),
             pattern_hash: self.pattern_hash,
             edge_blocks: self.edge_blocks.clone(),
         })

@@ -1,22 +1,18 @@
 //! Block-sparse (BSR) times dense: `C = activation(alpha·A·B + beta·C + bias)`, also with Aᵀ; and dense times block-sparse.
 
-mod advise;
 mod block_diagonal;
 mod build;
 mod coarsen;
 mod cost;
 mod cpu;
 mod dense_sparse;
-mod device_plan;
 mod from_tensors;
 mod grouping;
 mod launch;
 mod matrix;
 mod parts;
-mod pattern_plan;
 mod plan;
 mod problem;
-mod reblock;
 mod select;
 mod stages;
 mod transpose;
@@ -27,7 +23,6 @@ pub use matrix::BsrMatrix;
 pub use parts::BsrWorkspace;
 pub use plan::{BsrPlan, plan};
 pub use problem::{BiasKind, BsrProblem};
-pub use reblock::BsrReblock;
 pub use select::{accepts, select};
 pub use transpose::BsrTranspose;
 

@@ -1,4 +1,3 @@
-use super::stages::Stages;
 use super::{Activation, Bias, BsrMatmul};
 use crate::Result;
 use crate::check::{Operand, finite, to_i64, vector};
@@ -157,7 +156,7 @@ impl BsrMatmul<'_> {
             block_size: a.block_size(),
             nnz_blocks: a.nnz_blocks(),
             longest_row: Some(self.transpose.map_or(a.longest_row(), |index| index.longest_row())),
-            longest_group: a.stages.as_ref().filter(|_| self.transpose.is_none()).map(Stages::skew),
+            longest_group: a.groups.as_ref().filter(|_| self.transpose.is_none()).map(|groups| groups.skew),
             b_major,
             c_major,
             ldb,

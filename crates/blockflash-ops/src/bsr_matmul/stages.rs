@@ -5,42 +5,43 @@
 //! is that of `stages` in `params.h`, whose lanes are those of a warp that copies a stage.
 
 use super::parts::Lengths;
-use crate::Result;
-use blockflash_safe::{Stream, Tensor};
+use blockflash_safe::BsrStageArrays;
 use blockflash_sys::manifest::BsrMatmulHopper;
 use rayon::prelude::*;
 
 /// Lanes of a stage, and the numbers of each.
-pub(super) const LANES: usize = 32;
-pub(super) const NUMBERS: usize = 2;
+const LANES: usize = 32;
+const NUMBERS: usize = 2;
 /// The lane of the first column, and that of the counts.
 const FIRST_COLUMN: usize = 16;
 const COUNTS: usize = 24;
 /// Where the place of a row's blocks begins, above the bits of its columns.
 const PLACE_SHIFT: i32 = 8;
 
-/// The plan of a pattern.
+/// The plan of a pattern, to be uploaded.
 #[derive(Debug)]
-pub(crate) struct Stages {
-    /// i32 `[stages, 32, 2]`.
-    pub(crate) stages: Tensor,
-    /// i32 `[groups + 1]`: the stages of group `i` are `group_stages[i]..group_stages[i + 1]`.
-    pub(crate) group_stages: Tensor,
+pub(super) struct Stages {
+    block_size: u32,
+    /// `[stages, 32, 2]`.
+    stages: Vec<i32>,
+    /// `[groups + 1]`: the stages of group `i` are `group_stages[i]..group_stages[i + 1]`.
+    group_stages: Vec<i32>,
+}
+
+/// What the host keeps of a plan.
+#[derive(Clone, Debug)]
+pub(super) struct Groups {
     /// Stages of each group.
     pub(super) lengths: Lengths,
+    /// How many times as long as the mean the longest group is.
+    pub(super) skew: f64,
 }
 
 impl Stages {
-    /// The plan for a pattern whose indices have passed validation, on the CPU; none for blocks whose kernels need none. `order` is the
-    /// order of the block rows.
-    pub(crate) fn new(
-        block_size: usize,
-        row_ptr: &[i32],
-        col_idx: &[i32],
-        order: &[i32],
-        stream: &Stream,
-    ) -> Result<Option<Self>> {
-        let Some(limits) = Limits::of(block_size) else { return Ok(None) };
+    /// The plan for a pattern whose indices have passed validation; none for blocks whose kernels need none.
+    /// `order` is the order of the block rows.
+    pub(super) fn new(block_size: usize, row_ptr: &[i32], col_idx: &[i32], order: &[i32]) -> Option<Self> {
+        let limits = Limits::of(block_size)?;
         let groups: Vec<Vec<i32>> =
             order.par_chunks(limits.rows).map(|rows| limits.stages(row_ptr, col_idx, rows)).collect();
         let mut group_stages = vec![0];
@@ -49,29 +50,20 @@ impl Stages {
             count += (group.len() / (LANES * NUMBERS)) as i32;
             group_stages.push(count);
         }
-        let lengths = Lengths::new(group_stages.windows(2).map(|pair| pair[1] - pair[0]).collect());
-        let stages = groups.concat();
-        Ok(Some(Self {
-            stages: Tensor::from_slice(stream, &stages, &[count as usize, LANES, NUMBERS])?,
-            group_stages: Tensor::from_slice(stream, &group_stages, &[group_stages.len()])?,
-            lengths,
-        }))
+        Some(Self { block_size: block_size as u32, stages: groups.concat(), group_stages })
     }
 
-    /// How many times as long as the mean the longest group is.
-    pub(super) fn skew(&self) -> f64 {
-        let groups = self.group_stages.shape()[0] - 1;
-        let mean = self.stages.shape()[0] as f64 / groups.max(1) as f64;
-        if mean > 0.0 { self.lengths.longest() as f64 / mean } else { 1.0 }
+    pub(super) fn arrays(&self) -> BsrStageArrays<'_> {
+        let Self { block_size, stages, group_stages } = self;
+        BsrStageArrays { block_size: *block_size, stages, group_stages }
     }
 
-    /// A copy on the stream's device.
-    pub(crate) fn to(&self, stream: &Stream) -> Result<Self> {
-        Ok(Self {
-            stages: self.stages.copy_to(stream)?,
-            group_stages: self.group_stages.copy_to(stream)?,
-            lengths: self.lengths.clone(),
-        })
+    pub(super) fn groups(&self) -> Groups {
+        let lengths: Vec<i32> = self.group_stages.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        let mean = (self.stages.len() / (LANES * NUMBERS)) as f64 / lengths.len().max(1) as f64;
+        let lengths = Lengths::new(lengths);
+        let skew = if mean > 0.0 { lengths.longest() as f64 / mean } else { 1.0 };
+        Groups { lengths, skew }
     }
 }
 
@@ -81,14 +73,14 @@ pub(super) fn group_rows(block_size: usize) -> Option<usize> {
 }
 
 /// What fits into a group and a stage.
-pub(super) struct Limits {
-    pub(super) rows: usize,
-    pub(super) columns: usize,
-    pub(super) blocks: usize,
+struct Limits {
+    rows: usize,
+    columns: usize,
+    blocks: usize,
 }
 
 impl Limits {
-    pub(super) fn of(block_size: usize) -> Option<Self> {
+    fn of(block_size: usize) -> Option<Self> {
         let block = [16, 32].into_iter().find(|&block| block as usize == block_size)?;
         Some(Self {
             rows: BsrMatmulHopper::group_rows(block) as usize,

@@ -5,7 +5,8 @@ use super::validate::invalid;
 use super::{BsrMatrix, grouping};
 use crate::check::Operand;
 use crate::{Device, Result};
-use blockflash_safe::{Stream, Tensor};
+use blockflash_safe::{BsrIndexArrays, BsrIndices, Stream, Tensor};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// The pattern of a [`BsrMatrix`] by block columns: what [`BsrMatmul::transposed`](super::BsrMatmul::transposed) multiplies with
 /// beside the matrix itself. It holds no values, so one index serves every matrix of the same pattern, whatever the values are.
@@ -23,10 +24,7 @@ use blockflash_safe::{Stream, Tensor};
 #[derive(Debug)]
 pub struct BsrTranspose {
     of: Pattern,
-    row_ptr: Tensor,
-    col_idx: Tensor,
-    block_idx: Tensor,
-    row_order: Tensor,
+    indices: BsrIndices,
     lengths: Lengths,
 }
 
@@ -64,21 +62,11 @@ impl Pattern {
     }
 }
 
-/// Tells patterns of equal size apart, on whatever device they are: a sum over the blocks, whose order does not matter to those who add in
-/// parallel.
+/// Tells patterns of equal size apart.
 pub(super) fn pattern_hash(row_ptr: &[i32], col_idx: &[i32]) -> u64 {
-    let columns = |pair: &[i32]| &col_idx[pair[0] as usize..pair[1] as usize];
-    let blocks =
-        row_ptr.windows(2).zip(0..).flat_map(|(pair, row)| columns(pair).iter().map(move |&col| (row, col)));
-    blocks.fold(0, |sum: u64, (row, col)| sum.wrapping_add(mixed(row, col)))
-}
-
-/// A number in which every bit of the place of a block changes about half of the bits; `bsr_plan_sm80.cu` has the same.
-fn mixed(row: u32, col: i32) -> u64 {
-    let x = (u64::from(row) << 32 | u64::from(col as u32)).wrapping_add(0x9E37_79B9_7F4A_7C15);
-    let x = (x ^ x >> 32).wrapping_mul(0xD6E8_FEB8_6659_FD93);
-    let x = (x ^ x >> 29).wrapping_mul(0xA076_1D64_78BD_642F);
-    x ^ x >> 32
+    let mut hasher = DefaultHasher::new();
+    (row_ptr, col_idx).hash(&mut hasher);
+    hasher.finish()
 }
 
 impl BsrTranspose {
@@ -105,42 +93,41 @@ impl BsrTranspose {
                 *place += 1;
             }
         }
-        let tensor = |entries: &[i32]| Tensor::from_slice(stream, entries, &[entries.len()]);
         let order = grouping::row_order(a.block_size(), a.block_rows(), &row_ptr, &col_idx);
+        let arrays = BsrIndexArrays {
+            block_cols: a.block_rows(),
+            row_ptr: &row_ptr,
+            col_idx: &col_idx,
+            row_order: &order,
+            block_idx: Some(&block_idx),
+            stages: None,
+        };
         Ok(Self {
             of: Pattern::of(a),
-            row_order: tensor(&order)?,
+            indices: BsrIndices::new(&arrays, stream)?,
             lengths: Lengths::of_rows(&row_ptr, &order),
-            row_ptr: tensor(&row_ptr)?,
-            col_idx: tensor(&col_idx)?,
-            block_idx: tensor(&block_idx)?,
         })
     }
 
     /// Where the index is.
     pub fn device(&self) -> Device {
-        self.row_ptr.device()
+        self.indices.device()
     }
 
     /// i32 `[block columns of the matrix + 1]`: the entries of block column `i` are `row_ptr[i]..row_ptr[i + 1]`.
     pub fn row_ptr(&self) -> &Tensor {
-        &self.row_ptr
+        self.indices.row_ptr()
     }
 
     /// i32 `[nnz_blocks]`: the block row of each entry, ascending and unique within a block column.
     pub fn col_idx(&self) -> &Tensor {
-        &self.col_idx
-    }
-
-    /// i32 `[nnz_blocks]`: which block of the values each entry is.
-    pub fn block_idx(&self) -> &Tensor {
-        &self.block_idx
+        self.indices.col_idx()
     }
 
     /// i32 `[block columns of the matrix]`: the block columns in the order in which a kernel takes them, as
     /// [`BsrMatrix::row_order`].
     pub fn row_order(&self) -> &Tensor {
-        &self.row_order
+        self.indices.row_order()
     }
 
     /// Stored blocks of the block column that has the most; 0 for a matrix without block columns.
@@ -153,14 +140,11 @@ impl BsrTranspose {
     /// # Errors
     /// Out of memory, or a failing device.
     pub fn to(&self, stream: &Stream) -> Result<Self> {
-        Ok(Self {
-            of: self.of,
-            row_ptr: self.row_ptr.copy_to(stream)?,
-            col_idx: self.col_idx.copy_to(stream)?,
-            block_idx: self.block_idx.copy_to(stream)?,
-            row_order: self.row_order.copy_to(stream)?,
-            lengths: self.lengths.clone(),
-        })
+        Ok(Self { of: self.of, indices: self.indices.copy_to(stream)?, lengths: self.lengths.clone() })
+    }
+
+    pub(super) fn indices(&self) -> &BsrIndices {
+        &self.indices
     }
 
     /// Of the block columns in their order.

@@ -25,11 +25,14 @@ fn block_columns_are_listed() {
     let index = BsrTranspose::new(&matrix(&BLOCKS), &cpu()).unwrap();
     assert_eq!(entries(index.row_ptr()), [0, 1, 4, 5, 5, 6]);
     assert_eq!(entries(index.col_idx()), [1, 0, 1, 3, 3, 0]);
-    assert_eq!(entries(index.block_idx()), [2, 0, 3, 4, 5, 1]);
+    assert_eq!(entries(index.indices().block_idx().unwrap()), [2, 0, 3, 4, 5, 1]);
     assert_eq!((entries(index.row_order()), index.longest_row()), (vec![1, 0, 2, 4, 3], 3));
     assert_eq!(index.device(), Device::cpu());
     let copy = index.to(&cpu()).unwrap();
-    assert_eq!((copy.of, entries(copy.block_idx())), (index.of, entries(index.block_idx())));
+    assert_eq!(
+        (copy.of, entries(copy.indices().block_idx().unwrap())),
+        (index.of, entries(index.indices().block_idx().unwrap()))
+    );
 }
 
 #[test]
@@ -38,7 +41,7 @@ fn empty_matrices_have_an_index() {
         let a = BsrMatrix::from_coo(rows, cols, 2, DType::F32, &[]).unwrap();
         let index = BsrTranspose::new(&a, &cpu()).unwrap();
         assert_eq!(entries(index.row_ptr()), vec![0; cols.div_ceil(2) + 1]);
-        assert_eq!((entries(index.block_idx()).len(), index.longest_row()), (0, 0));
+        assert_eq!((entries(index.indices().block_idx().unwrap()).len(), index.longest_row()), (0, 0));
         index.is_of(&a).unwrap();
     }
 }
@@ -55,8 +58,10 @@ fn twice_is_the_same() {
     let back = BsrTranspose::new(&transposed, &cpu()).unwrap();
     assert_eq!(entries(back.row_ptr()), entries(a.row_ptr()));
     assert_eq!(entries(back.col_idx()), entries(a.col_idx()));
-    let there: Vec<i32> =
-        entries(back.block_idx()).iter().map(|&at| entries(index.block_idx())[at as usize]).collect();
+    let there: Vec<i32> = entries(back.indices().block_idx().unwrap())
+        .iter()
+        .map(|&at| entries(index.indices().block_idx().unwrap())[at as usize])
+        .collect();
     assert_eq!(there, [0, 1, 2, 3, 4, 5]);
 }
 

@@ -190,7 +190,7 @@ fn prepared_calls_and_named_kernels() {
     let other = BsrSddmm { alpha: 2.0, ..op };
     let refused = other.sddmm_prepared(&prepared, values.view_mut(), &stream);
     assert!(matches!(refused, Err(Error::NotPrepared { op: "bsr_sddmm" })));
-    let row = manifest::all_rows().iter().find(|row| row.bsr_sddmm_tile().is_some()).unwrap();
+    let row = manifest::rows().iter().find(|row| row.bsr_sddmm_tile().is_some()).unwrap();
     let refused = op.sddmm_with(row, values.view_mut(), &stream);
     assert!(matches!(refused, Err(Error::Unsupported { op: "bsr_sddmm", .. })));
 }

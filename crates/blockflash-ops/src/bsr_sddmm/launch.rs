@@ -28,8 +28,7 @@ pub(super) fn launch(
 ) -> Result<()> {
     let Some(gpu) = stream.device().cuda_properties() else { return Err(no_kernel_on_cpu(row)) };
     let plan = plan(row, problem, gpu)?;
-    let (row_ptr, col_idx) = (op.pattern.row_ptr().view(), op.pattern.col_idx().view());
-    let operands = BsrSddmmOperands { row_ptr, col_idx, a: op.a, b: op.b, values };
+    let operands = BsrSddmmOperands { pattern: op.pattern.indices(), a: op.a, b: op.b, values };
     match row.variant {
         Variant::BsrSddmmHopper(_) => {
             stream.launch_bsr_sddmm(row, &plan.config, &plan.params, operands)?;

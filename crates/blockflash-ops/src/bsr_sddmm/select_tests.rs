@@ -21,7 +21,7 @@ fn reason(rows: &[Row], problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Stri
 }
 
 fn hopper_rows() -> Vec<Row> {
-    manifest::all_rows().iter().filter(|row| row.target == Target::Sm90a).cloned().collect()
+    manifest::rows().iter().filter(|row| row.target == Target::Sm90a).cloned().collect()
 }
 
 #[test]
@@ -30,7 +30,7 @@ fn there_is_one_row_for_each_layout() {
         for [a, b] in LAYOUTS {
             for dtype in [DType::F16, DType::BF16] {
                 let problem = BsrSddmmProblem::new(dtype, [1000, 520, 264], block_size, 37, [a, b]);
-                let row = select_among(manifest::all_rows(), &problem, &gpu(9, 0)).unwrap();
+                let row = select_among(manifest::rows(), &problem, &gpu(9, 0)).unwrap();
                 let tile = row.bsr_sddmm_tile().unwrap();
                 let found = (tile.dtype, tile.block_size as usize, tile.majors);
                 assert_eq!(found, (dtype, block_size, Some([a, b])));
@@ -45,7 +45,7 @@ fn there_is_one_row_for_each_layout() {
 
 #[test]
 fn one_portable_row_takes_every_layout() {
-    let all = manifest::all_rows();
+    let all = manifest::rows();
     let is_portable = |problem: &BsrSddmmProblem, gpu: &CudaProperties| {
         let row = select_among(all, problem, gpu).unwrap();
         accepts(row, problem, gpu).unwrap();
@@ -99,7 +99,7 @@ fn what_no_kernel_takes_is_named() {
 
 #[test]
 fn rows_say_what_they_do_not_take() {
-    let row = select_among(manifest::all_rows(), &problem(64), &gpu(9, 0)).unwrap();
+    let row = select_among(manifest::rows(), &problem(64), &gpu(9, 0)).unwrap();
     let refused = |problem: &BsrSddmmProblem, expected: &str| {
         let found = accepts(row, problem, &gpu(9, 0)).unwrap_err().to_string();
         assert!(found.contains(expected) && found.contains(&row.symbol()), "{found}");
@@ -109,14 +109,14 @@ fn rows_say_what_they_do_not_take() {
     let [a, b] = [problem(64).b, problem(64).a];
     refused(&BsrSddmmProblem { a, ..problem(64) }, "the kernel takes a column-major a");
     refused(&BsrSddmmProblem { b, ..problem(64) }, "the kernel takes a row-major b");
-    let other = manifest::all_rows().iter().find(|row| row.bsr_sddmm_tile().is_none()).unwrap();
+    let other = manifest::rows().iter().find(|row| row.bsr_sddmm_tile().is_none()).unwrap();
     assert!(accepts(other, &problem(64), &gpu(9, 0)).unwrap_err().to_string().contains("something else"));
 }
 
 #[test]
 fn plans() {
     let hopper = gpu(9, 0);
-    let row = |problem: &BsrSddmmProblem| select_among(manifest::all_rows(), problem, &hopper).unwrap();
+    let row = |problem: &BsrSddmmProblem| select_among(manifest::rows(), problem, &hopper).unwrap();
     let small = BsrSddmmProblem { alpha: 0.5, beta: 2.0, values_dtype: DType::F32, ..problem(64) };
     let planned = plan(row(&small), &small, &hopper).unwrap();
     let p = planned.params;
@@ -144,6 +144,6 @@ fn plans() {
     assert_eq!(planned.config.smem_bytes, row(&blocks).smem_bytes());
     assert!(!planned.config.programmatic_dependent_launch);
     let many = BsrSddmmProblem { m: 128 * 5, nnz_blocks: (1 << 31) - 1, ..problem(128) };
-    let row = select_among(manifest::all_rows(), &many, &gpu(8, 0)).unwrap();
+    let row = select_among(manifest::rows(), &many, &gpu(8, 0)).unwrap();
     assert!(matches!(plan(row, &many, &gpu(8, 0)), Err(Error::TooLarge { .. })));
 }

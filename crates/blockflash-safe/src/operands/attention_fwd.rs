@@ -1,10 +1,9 @@
 //! Attention forward with the instructions that every GPU has, and what all attention kernels check.
 
 use super::{
-    BlockMaskOperands, Fit, block_mask, ceil_div, fits, fits_row, optional, pointer, pointer_mut, require,
-    starts_last,
+    Fit, block_mask, ceil_div, fits, fits_row, optional, pointer, pointer_mut, require, starts_last,
 };
-use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};
+use crate::{BlockLists, DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};
 use blockflash_sys::manifest::{AttentionTile, Variant};
 use blockflash_sys::params::blockflash_attention_fwd_params;
 
@@ -27,7 +26,7 @@ pub struct AttentionFwdOperands<'a> {
     /// packed rows and to the longest sequence of the parameters.
     pub cu_seqlens: Option<[View<'a>; 2]>,
     /// Which blocks are visited, packed exactly if the batch is. Without it the sizes of a mask in the parameters are ignored.
-    pub block_mask: Option<BlockMaskOperands<'a>>,
+    pub block_mask: Option<&'a BlockLists>,
 }
 
 impl AttentionFwdOperands<'_> {
@@ -87,7 +86,7 @@ impl AttentionFwdOperands<'_> {
             None => ceil_div(seqlen_q, tile.block_q),
             Some(mask) => {
                 let packed = self.cu_seqlens.is_some();
-                require(mask.cu_rows.is_some() == packed, "either the batch or its mask is packed")?;
+                require(mask.cu_rows().is_some() == packed, "either the batch or its mask is packed")?;
                 mask.fit(tile, p)?
             }
         };
@@ -105,8 +104,7 @@ impl AttentionFwdOperands<'_> {
     pub(super) fn views(&self) -> [Option<View<'_>>; 12] {
         let [cu_q, cu_kv] = self.cu_seqlens.map_or([None, None], |both| both.map(Some));
         let lse = self.lse.as_ref().map(ViewMut::as_view);
-        let [row_ptr, col_idx, row_order, cu_rows] =
-            self.block_mask.as_ref().map_or([None; 4], BlockMaskOperands::views);
+        let [row_ptr, col_idx, row_order, cu_rows] = self.block_mask.map_or([None; 4], BlockLists::views);
         let o = self.o.as_view();
         let [q, k, v, o] = [self.q, self.k, self.v, o].map(Some);
         [q, k, v, o, lse, self.sink, cu_q, cu_kv, row_ptr, col_idx, row_order, cu_rows]
@@ -124,7 +122,7 @@ impl AttentionFwdOperands<'_> {
             sink: optional(sink.as_ref()).cast(),
             cu_seqlens_q: optional(cu_q.as_ref()).cast(),
             cu_seqlens_kv: optional(cu_kv.as_ref()).cast(),
-            block_mask: block_mask::pointers(self.block_mask.as_ref(), &p.block_mask),
+            block_mask: block_mask::pointers(self.block_mask, &p.block_mask),
             ..*p
         }
     }
@@ -161,7 +159,7 @@ impl Stream {
         // 2. All pointers come from views of this device. The kernel's addresses follow from the sizes and strides in the
         //    struct and from the grid; `fit` found them to be those of the views, which reach no further than their memory.
         //    What the kernel reads from `cu_seqlens` it clamps to the packed rows, which `fit` compared. Where addresses follow
-        //    from a block mask, its contents are the promise of whoever built it.
+        //    from a block mask, its entries are those that `BlockLists` has checked.
         // 3. `o` and `lse` are borrowed exclusively.
         unsafe { self.launch_with(row, config, |_| params, views.iter().flatten().filter_map(View::owner)) }
     }

@@ -1,28 +1,11 @@
 //! The block mask of attention: which key tiles each tile of queries visits.
 
-use super::{Fit, ceil_div, fits, optional, pointer, require};
-use crate::{DType, View};
+use super::{Fit, ceil_div, fits, optional, require};
+use crate::{BlockLists, DType};
 use blockflash_sys::manifest::AttentionTile;
 use blockflash_sys::params::{blockflash_attention_fwd_params, blockflash_block_mask};
-use std::ptr::null;
 
-/// Index arrays of a block mask, contiguous. `batch` is 1 or that of q, `heads` divides that of q. For a packed batch a head has the
-/// rows of all sequences, one sequence after another.
-#[derive(Clone, Copy, Debug)]
-pub struct BlockMaskOperands<'a> {
-    /// i32 `[batch, heads, rows + 1]`, packed `[heads, rows + 1]`. The caller knows that a head's entries ascend and stay within
-    /// `col_idx`.
-    pub row_ptr: View<'a>,
-    /// i32 `[columns]`, at least as many as `row_ptr` asks for. The caller knows that those of a row ascend and exist.
-    pub col_idx: View<'a>,
-    /// i32 `[batch, heads, rows]`, packed `[heads, rows]`. The caller knows that each head, packed each sequence of it, has a
-    /// permutation of its rows.
-    pub row_order: View<'a>,
-    /// Packed only: i32 `[batch + 1]`, the first row of each sequence. The caller knows that they ascend from 0 to `rows`.
-    pub cu_rows: Option<View<'a>>,
-}
-
-impl BlockMaskOperands<'_> {
+impl BlockLists {
     /// Checks the sizes in the parameters, those of the mask and those of the problem, against the arrays, and says how many tiles
     /// of queries a head has: every row has as many, also the last one.
     pub(super) fn fit(
@@ -38,9 +21,14 @@ impl BlockMaskOperands<'_> {
         )?;
         // Of a packed batch: those of the longest sequence.
         let rows = ceil_div(p.seqlen_q.into(), m.block_q.unsigned_abs());
-        require(self.cu_rows.is_some() || i128::from(m.rows) == rows, "the mask has another number of rows")?;
+        require(
+            self.cu_rows().is_some() || i128::from(m.rows) == rows,
+            "the mask has another number of rows",
+        )?;
         // Tiles past the last query are numbered, too.
         require(rows * i128::from(m.block_q) <= i128::from(i32::MAX), "there are too many queries")?;
+        let cols = ceil_div(p.seqlen_kv.into(), m.block_kv.unsigned_abs());
+        require(self.has_columns_below(cols), "the mask has more columns")?;
         self.fit_groups(m, p.batch, p.num_heads_q)?;
         Ok(rows * ceil_div(m.block_q.into(), tile.block_q))
     }
@@ -53,46 +41,38 @@ impl BlockMaskOperands<'_> {
         )?;
         let heads = heads / m.heads_per_group;
         require([0, heads].contains(&m.groups_per_batch), "a batch entry of the mask has other heads")?;
-        let columns = self.col_idx.shape().first().map_or(0, |&columns| columns as i64);
-        fits("block_mask.col_idx", &self.col_idx, DType::I32, [(columns, 1)])?;
+        let (row_ptr, col_idx, row_order) =
+            (self.row_ptr().view(), self.col_idx().view(), self.row_order().view());
+        let columns = col_idx.shape().first().map_or(0, |&columns| columns as i64);
+        fits("block_mask.col_idx", &col_idx, DType::I32, [(columns, 1)])?;
         let (rows, heads, entries) = (i64::from(m.rows), i64::from(heads), i64::from(batch));
         // The kernels count the entries of row_ptr in 32 bits.
-        let counted = self.row_ptr.layout().elements() <= i32::MAX as usize;
+        let counted = row_ptr.layout().elements() <= i32::MAX as usize;
         require(counted, "the mask has too many rows")?;
         let per_row = |more| [(heads, rows + more), (rows + more, 1)];
-        if let Some(cu_rows) = &self.cu_rows {
+        if let Some(cu_rows) = self.cu_rows() {
             require(m.groups_per_batch == 0, "a packed mask has no batch entries")?;
-            fits("block_mask.cu_rows", cu_rows, DType::I32, [(entries + 1, 1)])?;
-            fits("block_mask.row_ptr", &self.row_ptr, DType::I32, per_row(1))?;
-            return fits("block_mask.row_order", &self.row_order, DType::I32, per_row(0));
+            fits("block_mask.cu_rows", &cu_rows.view(), DType::I32, [(entries + 1, 1)])?;
+            fits("block_mask.row_ptr", &row_ptr, DType::I32, per_row(1))?;
+            return fits("block_mask.row_order", &row_order, DType::I32, per_row(0));
         }
         let entries = if m.groups_per_batch == 0 { 1 } else { entries };
         let per_entry = |more| {
             let [of_heads, of_rows] = per_row(more);
             [(entries, heads * (rows + more)), of_heads, of_rows]
         };
-        fits("block_mask.row_ptr", &self.row_ptr, DType::I32, per_entry(1))?;
-        fits("block_mask.row_order", &self.row_order, DType::I32, per_entry(0))
-    }
-
-    pub(super) fn views(&self) -> [Option<View<'_>>; 4] {
-        [Some(self.row_ptr), Some(self.col_idx), Some(self.row_order), self.cu_rows]
+        fits("block_mask.row_ptr", &row_ptr, DType::I32, per_entry(1))?;
+        fits("block_mask.row_order", &row_order, DType::I32, per_entry(0))
     }
 }
 
 /// The parameters with the pointers of the arrays; without a mask they are null.
-pub(super) fn pointers(
-    operands: Option<&BlockMaskOperands<'_>>,
-    m: &blockflash_block_mask,
-) -> blockflash_block_mask {
-    let Some(mask) = operands else {
-        let (row_ptr, col_idx, row_order, cu_rows) = (null(), null(), null(), null());
-        return blockflash_block_mask { row_ptr, col_idx, row_order, cu_rows, ..*m };
-    };
-    let row_ptr = pointer(&mask.row_ptr).cast();
+pub(super) fn pointers(lists: Option<&BlockLists>, m: &blockflash_block_mask) -> blockflash_block_mask {
+    let views = lists.map_or([None; 4], BlockLists::views);
+    let [row_ptr, col_idx, row_order, cu_rows] = views.each_ref().map(|view| optional(view.as_ref()).cast());
     // To a kernel no list means that every key is visited. One without columns may have no address; it is never read.
-    let col_idx = if mask.col_idx.layout().is_empty() { row_ptr } else { pointer(&mask.col_idx).cast() };
-    let (row_order, cu_rows) = (pointer(&mask.row_order).cast(), optional(mask.cu_rows.as_ref()).cast());
+    let col_idx =
+        if lists.is_some_and(|lists| lists.col_idx().layout().is_empty()) { row_ptr } else { col_idx };
     blockflash_block_mask { row_ptr, col_idx, row_order, cu_rows, ..*m }
 }
 

@@ -1,9 +1,9 @@
 //! Building a block mask on the GPU.
 
-use super::{
-    BlockMaskOperands, Fit, block_mask, ceil_div, fits, fits_row, pointer, pointer_mut, require, starts_last,
+use super::{Fit, block_mask, ceil_div, fits, fits_row, pointer, pointer_mut, require, starts_last};
+use crate::{
+    BlockListScratch, BlockLists, DType, Error, LaunchConfig, Result, Row, Stream, Tensor, View, ViewMut,
 };
-use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};
 use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
@@ -14,26 +14,17 @@ use blockflash_sys::params::{
 /// Lists are read 32 positions at a time, counted in 32 bits.
 const MAX_K: i32 = 1 << 30;
 
-/// Tensors of a block mask that is built, all contiguous. The second step reads `bits`, `lengths` and `slab_lengths`: the caller
-/// knows that the first step has written them.
+/// What a block mask is built of and from.
 #[derive(Debug)]
 pub struct BlockMaskBuildOperands<'a> {
-    /// u8 or f32 `[batch, heads, rows, cols]`, booleans or scores, or i32 `[batch, heads, rows, k]`, lists of columns.
+    /// Contiguous: u8 or f32 `[batch, heads, rows, cols]`, booleans or scores, or i32 `[batch, heads, rows, k]`, lists of columns.
     pub source: View<'a>,
     /// Blocks that are visited whatever the source says; `batch` is 1 or that of the mask, `heads` divides its heads.
-    pub always: Option<BlockMaskOperands<'a>>,
-    /// i32 `[batch, heads, rows, ceil(cols / 32)]`.
-    pub bits: ViewMut<'a>,
-    /// i32 `[batch, heads, rows]`.
-    pub lengths: ViewMut<'a>,
-    /// i32 `[batch, heads, ceil(rows / slab_rows)]`.
-    pub slab_lengths: ViewMut<'a>,
-    /// i32 `[batch, heads, rows + 1]`.
-    pub row_ptr: ViewMut<'a>,
-    /// i32 `[capacity]`.
-    pub col_idx: ViewMut<'a>,
-    /// i32 `[batch, heads, rows]`.
-    pub row_order: ViewMut<'a>,
+    pub always: Option<&'a BlockLists>,
+    /// What the first step leaves for the second one.
+    pub scratch: &'a mut BlockListScratch,
+    /// Lists for kernels to fill, `[batch, heads, rows]` with room for `capacity` columns.
+    pub lists: &'a mut BlockLists,
     /// i32 `[4]`, two words of 64 bits, at an address that is a multiple of 8.
     pub problems: ViewMut<'a>,
 }
@@ -80,17 +71,23 @@ impl BlockMaskBuildOperands<'_> {
             let m = &p.always;
             let same = [m.rows, m.block_q, m.block_kv] == [p.rows, p.block_q, p.block_kv];
             require(same, "the blocks of `always` are others")?;
-            require(always.cu_rows.is_none(), "`always` is packed")?;
+            require(always.cu_rows().is_none(), "`always` is packed")?;
+            require(always.has_columns_below(cols.into()), "`always` has more columns")?;
             always.fit_groups(m, p.batch, p.heads)?;
         }
         let slabs = ceil_div(rows, slab_rows) as i64;
         let per_head = |count: i64| [(batch, heads * count), (heads, count), (count, 1)];
-        fits("bits", &self.bits.as_view(), DType::I32, of_rows((cols + 31) / 32))?;
-        fits("lengths", &self.lengths.as_view(), DType::I32, per_head(rows))?;
-        fits("slab_lengths", &self.slab_lengths.as_view(), DType::I32, per_head(slabs))?;
-        fits("row_ptr", &self.row_ptr.as_view(), DType::I32, per_head(rows + 1))?;
-        fits("col_idx", &self.col_idx.as_view(), DType::I32, [(p.capacity.into(), 1)])?;
-        fits("row_order", &self.row_order.as_view(), DType::I32, per_head(rows))?;
+        let [bits, lengths, slab_lengths] = self.scratch.views();
+        fits("bits", &bits, DType::I32, of_rows((cols + 31) / 32))?;
+        fits("lengths", &lengths, DType::I32, per_head(rows))?;
+        fits("slab_lengths", &slab_lengths, DType::I32, per_head(slabs))?;
+        require(
+            self.lists.may_be_filled(cols.into()),
+            "the lists are not for kernels to fill with these columns",
+        )?;
+        fits("row_ptr", &self.lists.row_ptr().view(), DType::I32, per_head(rows + 1))?;
+        fits("col_idx", &self.lists.col_idx().view(), DType::I32, [(p.capacity.into(), 1)])?;
+        fits("row_order", &self.lists.row_order().view(), DType::I32, per_head(rows))?;
         fits("problems", &self.problems.as_view(), DType::I32, [(4, 1)])?;
         require(self.problems.is_aligned(8), "the address of problems is no multiple of 8")?;
         require(
@@ -103,31 +100,25 @@ impl BlockMaskBuildOperands<'_> {
     }
 
     fn views(&self) -> [Option<View<'_>>; 11] {
-        let [row_ptr, col_idx, row_order, _] =
-            self.always.as_ref().map_or([None; 4], BlockMaskOperands::views);
-        let written = [
-            &self.bits,
-            &self.lengths,
-            &self.slab_lengths,
-            &self.row_ptr,
-            &self.col_idx,
-            &self.row_order,
-            &self.problems,
-        ];
-        let [a, b, c, d, e, f, g] = written.map(|view| Some(view.as_view()));
-        [Some(self.source), row_ptr, col_idx, row_order, a, b, c, d, e, f, g]
+        let [a, b, c, _] = self.always.map_or([None; 4], BlockLists::views);
+        let [d, e, f, _] = self.lists.views();
+        let [g, h, i] = self.scratch.views().map(Some);
+        [Some(self.source), a, b, c, d, e, f, g, h, i, Some(self.problems.as_view())]
     }
 
     fn pointers(&self, p: &blockflash_block_mask_build_params) -> blockflash_block_mask_build_params {
+        let [bits, lengths, slab_lengths] = self.scratch.views();
+        let [row_ptr, col_idx, row_order] =
+            [self.lists.row_ptr(), self.lists.col_idx(), self.lists.row_order()].map(Tensor::view);
         blockflash_block_mask_build_params {
             source: pointer(&self.source),
-            always: block_mask::pointers(self.always.as_ref(), &p.always),
-            bits: pointer_mut(&self.bits).cast(),
-            lengths: pointer_mut(&self.lengths).cast(),
-            slab_lengths: pointer_mut(&self.slab_lengths).cast(),
-            row_ptr: pointer_mut(&self.row_ptr).cast(),
-            col_idx: pointer_mut(&self.col_idx).cast(),
-            row_order: pointer_mut(&self.row_order).cast(),
+            always: block_mask::pointers(self.always, &p.always),
+            bits: pointer(&bits).cast_mut().cast(),
+            lengths: pointer(&lengths).cast_mut().cast(),
+            slab_lengths: pointer(&slab_lengths).cast_mut().cast(),
+            row_ptr: pointer(&row_ptr).cast_mut().cast(),
+            col_idx: pointer(&col_idx).cast_mut().cast(),
+            row_order: pointer(&row_order).cast_mut().cast(),
             problems: pointer_mut(&self.problems).cast(),
             ..*p
         }
@@ -156,8 +147,10 @@ impl Stream {
         let params = operands.pointers(params);
         // SAFETY:
         // 1. The row builds block masks, whose parameter struct this is.
-        // 2. As in `launch_attention_fwd`. Columns that are read are bounded by the kernel, those of `always` by the promise of
-        //    whoever built it; what the first step leaves for the second one is the promise of the caller.
+        // 2. As in `launch_attention_fwd`. Columns that are read are bounded by the kernel, those of `always` are below
+        //    `cols`. The second step adds up lengths that only the first one writes and that are never negative, and
+        //    ends with the capacity, so what it writes stays within the lists and in the ranges of `BlockLists`, whatever
+        //    other build runs at the same time.
         // 3. All tensors but `source` and `always` are borrowed exclusively.
         unsafe { self.launch_with(row, config, |_| params, views.iter().flatten().filter_map(View::owner)) }
     }

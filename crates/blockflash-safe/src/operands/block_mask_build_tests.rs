@@ -1,5 +1,5 @@
 use super::*;
-use crate::{Device, Tensor};
+use crate::{BlockListArrays, Device, Tensor};
 use blockflash_sys::manifest;
 use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_block_mask};
 use std::ptr::{null, null_mut};
@@ -47,28 +47,27 @@ fn params() -> blockflash_block_mask_build_params {
 /// Tensors on the CPU: `fit` looks at sizes and strides only.
 struct Tensors {
     source: Tensor,
-    /// `row_ptr`, `col_idx` and `row_order` of the blocks that are always visited.
-    always: [Tensor; 3],
-    /// What makes those packed.
-    cu_rows: Option<Tensor>,
-    /// All that is written, in the order of the operands.
-    written: [Tensor; 7],
+    always: BlockLists,
+    scratch: BlockListScratch,
+    lists: BlockLists,
+    problems: Tensor,
 }
 
 impl Tensors {
     fn new() -> Self {
+        let stream = &Device::cpu().stream().unwrap();
         Self {
             source: zeros(DType::F32, &[2, 3, 20, 40]),
-            always: [&[1, 1, 21][..], &[9], &[1, 1, 20]].map(|shape| zeros(DType::I32, shape)),
-            cu_rows: None,
-            written: [&[2, 3, 20, 2][..], &[2, 3, 20], &[2, 3, 2], &[2, 3, 21], &[77], &[2, 3, 20], &[4]]
-                .map(|shape| zeros(DType::I32, shape)),
+            always: BlockLists::with_capacity([1, 1], 20, 40, 9, stream).unwrap(),
+            scratch: BlockListScratch::new([2, 3], 20, 40, 16, stream).unwrap(),
+            lists: BlockLists::with_capacity([2, 3], 20, 40, 77, stream).unwrap(),
+            problems: zeros(DType::I32, &[4]),
         }
     }
 
     fn fit(&mut self, params: &blockflash_block_mask_build_params, blocks: u32) -> Fit {
         let is_build = |row: &&Row| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
-        let row = manifest::all_rows().iter().find(is_build).ok_or("no row")?;
+        let row = manifest::rows().iter().find(is_build).ok_or("no row")?;
         let config = LaunchConfig {
             grid: [blocks, 1, 1],
             block: row.threads(),
@@ -76,27 +75,10 @@ impl Tensors {
             cluster: None,
             programmatic_dependent_launch: false,
         };
-        let [row_ptr, col_idx, row_order] = &self.always;
-        let always = BlockMaskOperands {
-            row_ptr: row_ptr.view(),
-            col_idx: col_idx.view(),
-            row_order: row_order.view(),
-            cu_rows: self.cu_rows.as_ref().map(Tensor::view),
-        };
-        let [bits, lengths, slab_lengths, row_ptr, col_idx, row_order, problems] =
-            self.written.each_mut().map(Tensor::view_mut);
-        BlockMaskBuildOperands {
-            source: self.source.view(),
-            always: Some(always),
-            bits,
-            lengths,
-            slab_lengths,
-            row_ptr,
-            col_idx,
-            row_order,
-            problems,
-        }
-        .fit(row, 16, &config, params)
+        let (scratch, lists) = (&mut self.scratch, &mut self.lists);
+        let (source, always) = (self.source.view(), Some(&self.always));
+        let problems = self.problems.view_mut();
+        BlockMaskBuildOperands { source, always, scratch, lists, problems }.fit(row, 16, &config, params)
     }
 }
 
@@ -162,23 +144,47 @@ fn parameters_that_do_not_fit() {
 
 #[test]
 fn tensors_that_do_not_fit() {
-    let names = ["bits", "lengths", "slab_lengths", "row_ptr", "col_idx", "row_order", "problems"];
-    for (at, name) in names.into_iter().enumerate() {
-        let mut tensors = Tensors::new();
-        let mut shape = tensors.written[at].shape().to_vec();
-        *shape.last_mut().unwrap() += 1;
-        tensors.written[at] = zeros(DType::I32, &shape);
+    let stream = &Device::cpu().stream().unwrap();
+    let refused = |expected: &str, tensors: &mut Tensors| {
         let error = tensors.fit(&params(), 12).unwrap_err();
-        assert!(error.starts_with(&format!("{name} is i32")), "{error}");
-        let mut tensors = Tensors::new();
-        tensors.written[at] = zeros(DType::F32, tensors.written[at].shape());
-        let error = tensors.fit(&params(), 12).unwrap_err();
-        assert!(error.starts_with(&format!("{name} is f32")), "{error}");
-    }
-    let mut tensors = Tensors::new();
-    tensors.source = zeros(DType::F32, &[2, 3, 40, 20]);
-    assert!(tensors.fit(&params(), 12).unwrap_err().starts_with("source is f32 [2, 3, 40, 20]"));
-    let mut tensors = Tensors::new();
-    tensors.cu_rows = Some(zeros(DType::I32, &[3]));
-    assert_eq!(tensors.fit(&params(), 12).unwrap_err(), "`always` is packed");
+        assert!(error.starts_with(expected), "{error} does not say {expected}");
+    };
+    let scratch = |expected, heads, rows, cols, slab_rows| {
+        let scratch = BlockListScratch::new([2, heads], rows, cols, slab_rows, stream).unwrap();
+        refused(expected, &mut Tensors { scratch, ..Tensors::new() });
+    };
+    scratch("bits is i32 [2, 4, 20, 2]", 4, 20, 40, 16);
+    scratch("bits is i32 [2, 3, 21, 2]", 3, 21, 40, 16);
+    scratch("bits is i32 [2, 3, 20, 3]", 3, 20, 65, 16);
+    scratch("slab_lengths is i32 [2, 3, 3]", 3, 20, 40, 8);
+    let lists = |expected, heads, rows, cols, capacity| {
+        let lists = BlockLists::with_capacity([2, heads], rows, cols, capacity, stream).unwrap();
+        refused(expected, &mut Tensors { lists, ..Tensors::new() });
+    };
+    lists("row_ptr is i32 [2, 2, 21]", 2, 20, 40, 77);
+    lists("row_ptr is i32 [2, 3, 20]", 3, 19, 40, 77);
+    lists("col_idx is i32 [76]", 3, 20, 40, 76);
+    // The kernel could write columns that the lists do not promise.
+    lists("the lists are not for kernels to fill", 3, 20, 32, 77);
+    lists("the lists are not for kernels to fill", 3, 20, 65, 77);
+    refused(
+        "source is f32 [2, 3, 40, 20]",
+        &mut Tensors { source: zeros(DType::F32, &[2, 3, 40, 20]), ..Tensors::new() },
+    );
+    refused("problems is i32 [5]", &mut Tensors { problems: zeros(DType::I32, &[5]), ..Tensors::new() });
+    let fixed = |groups: &[usize], cu_rows, cols| {
+        let count = groups.iter().product::<usize>();
+        let (row_ptr, row_order): (Vec<i32>, Vec<i32>) =
+            (vec![0; count * 21], (0..count).flat_map(|_| 0..20).collect());
+        let (row_ptr, row_order) = (&row_ptr[..], &row_order[..]);
+        let arrays = BlockListArrays { groups, rows: 20, cols, row_ptr, col_idx: &[], row_order, cu_rows };
+        BlockLists::new(&arrays, stream).unwrap()
+    };
+    // Lists that were checked once and never change are not for a kernel to write.
+    let lists = fixed(&[2, 3], None, 40);
+    refused("the lists are not for kernels to fill", &mut Tensors { lists, ..Tensors::new() });
+    let always = fixed(&[1], Some(&[0, 20]), 40);
+    refused("`always` is packed", &mut Tensors { always, ..Tensors::new() });
+    let always = fixed(&[1, 1], None, 41);
+    refused("`always` has more columns", &mut Tensors { always, ..Tensors::new() });
 }

@@ -1,10 +1,11 @@
 use super::super::AttentionFwdOperands;
 use super::*;
-use crate::{Device, Result, Tensor};
+use blockflash_sys::manifest::Lse;
+use crate::{BlockListArrays, DType, Device, Result, Tensor};
 use std::ptr::{null, null_mut};
 
 const TILE: AttentionTile =
-    AttentionTile { dtype: DType::F16, head_dim: 64, block_q: 64, block_kv: 32, heads: 1 };
+    AttentionTile { dtype: DType::F16, head_dim: 64, block_q: 64, block_kv: 32, heads: 1, lse: Lse::AsAsked };
 /// Batch 3, 150 queries, 100 keys, 4 and 2 heads of 8 elements.
 const SHAPE: [i64; 3] = [3, 4, 8];
 
@@ -40,6 +41,8 @@ fn params() -> blockflash_attention_fwd_params {
         num_heads_kv: 2,
         seqlen_q: 150,
         seqlen_kv: 100,
+        total_q: 0,
+        total_kv: 0,
         head_dim: 8,
         window_left: 0,
         window_right: 0,
@@ -64,6 +67,7 @@ fn params() -> blockflash_attention_fwd_params {
 fn packed_params() -> blockflash_attention_fwd_params {
     let mut p = params();
     (p.q_stride_batch, p.k_stride_batch, p.v_stride_batch, p.o_stride_batch) = (0, 0, 0, 0);
+    (p.total_q, p.total_kv) = (170, 250);
     p.block_mask.rows = 5;
     p
 }
@@ -73,25 +77,20 @@ struct Tensors {
     q: Tensor,
     k: Tensor,
     o: Tensor,
-    row_ptr: Tensor,
-    col_idx: Tensor,
-    row_order: Tensor,
-    /// Offsets of the queries and keys, and of the rows of the mask, of a packed batch.
-    packed: Option<[Tensor; 2]>,
+    lists: BlockLists,
+    /// Offsets of the queries and keys of a packed batch.
+    cu_seqlens: Option<Tensor>,
 }
 
 impl Tensors {
     fn new([batch, heads, rows]: [usize; 3]) -> Result<Self> {
         let stream = Device::cpu().stream()?;
-        let index = |shape: &[usize]| Tensor::zeros(&stream, DType::I32, shape);
         Ok(Self {
             q: Tensor::zeros(&stream, DType::F16, &[3, 150, 4, 8])?,
             k: Tensor::zeros(&stream, DType::F16, &[3, 100, 2, 8])?,
             o: Tensor::zeros(&stream, DType::F16, &[3, 150, 4, 8])?,
-            row_ptr: index(&[batch, heads, rows + 1])?,
-            col_idx: index(&[5])?,
-            row_order: index(&[batch, heads, rows])?,
-            packed: None,
+            lists: lists(&[batch, heads], rows, None),
+            cu_seqlens: None,
         })
     }
 
@@ -103,26 +102,31 @@ impl Tensors {
             q: zeros(DType::F16, &[170, 4, 8]),
             k: zeros(DType::F16, &[250, 2, 8]),
             o: zeros(DType::F16, &[170, 4, 8]),
-            row_ptr: zeros(DType::I32, &[2, 6]),
-            col_idx: zeros(DType::I32, &[5]),
-            row_order: zeros(DType::I32, &[2, 5]),
-            packed: Some([zeros(DType::I32, &[4]), zeros(DType::I32, &[4])]),
+            lists: lists(&[2], 5, Some(&[0, 2, 3, 5])),
+            cu_seqlens: Some(zeros(DType::I32, &[4])),
         }
     }
 
     fn operands(&mut self) -> AttentionFwdOperands<'_> {
-        let block_mask = BlockMaskOperands {
-            row_ptr: self.row_ptr.view(),
-            col_idx: self.col_idx.view(),
-            row_order: self.row_order.view(),
-            cu_rows: self.packed.as_ref().map(|[_, rows]| rows.view()),
-        };
         let (q, k) = (self.q.view(), self.k.view());
         let o = self.o.view_mut();
-        let cu_seqlens = self.packed.as_ref().map(|[sequences, _]| [sequences.view(), sequences.view()]);
-        let block_mask = Some(block_mask);
+        let cu_seqlens = self.cu_seqlens.as_ref().map(|offsets| [offsets.view(), offsets.view()]);
+        let block_mask = Some(&self.lists);
         AttentionFwdOperands { q, k, v: k, o, lse: None, sink: None, cu_seqlens, block_mask }
     }
+}
+
+/// Lists with the second of two columns, in the first row.
+fn lists(groups: &[usize], rows: usize, cu_rows: Option<&[i32]>) -> BlockLists {
+    let count = groups.iter().product::<usize>();
+    let mut row_ptr = vec![1; count * (rows + 1)];
+    row_ptr[0] = 0;
+    let sequences = cu_rows.map_or(vec![0, rows as i32], <[i32]>::to_vec);
+    let order = || sequences.windows(2).flat_map(|pair| (0..pair[1] - pair[0]).rev());
+    let row_order: Vec<i32> = (0..count).flat_map(|_| order()).collect();
+    let (row_ptr, row_order) = (&row_ptr, &row_order);
+    let arrays = BlockListArrays { groups, rows, cols: 2, row_ptr, col_idx: &[1], row_order, cu_rows };
+    BlockLists::new(&arrays, &Device::cpu().stream().unwrap()).unwrap()
 }
 
 type Change = fn(&mut blockflash_attention_fwd_params);
@@ -147,7 +151,7 @@ fn masks_that_fit() {
 
 #[test]
 fn masks_that_do_not_fit() {
-    let cases: [(&str, [usize; 3], Change); 16] = [
+    let cases: [(&str, [usize; 3], Change); 18] = [
         ("does not divide", [1, 2, 2], |p| p.block_mask.block_q = 96),
         ("does not divide", [1, 2, 2], |p| p.block_mask.block_q = 0),
         ("does not divide", [1, 2, 2], |p| p.block_mask.block_q = -128),
@@ -164,29 +168,13 @@ fn masks_that_do_not_fit() {
         ("row_ptr is i32 [1, 2, 3]", [1, 2, 2], |p| p.block_mask.groups_per_batch = 2),
         ("row_ptr is i32 [3, 2, 3]", [3, 2, 2], |_| {}),
         ("row_ptr is i32 [1, 4, 3]", [1, 4, 2], |_| {}),
+        ("more columns", [1, 2, 2], |p| p.block_mask.block_kv = 128),
+        ("row_ptr is i32 [1, 2, 2]", [1, 2, 1], |_| {}),
     ];
     for (expected, mask, change) in cases {
         let error = fit(mask, change).unwrap_err();
         assert!(error.contains(expected), "{error} does not say {expected}");
     }
-}
-
-#[test]
-fn arrays_that_do_not_fit() {
-    let stream = Device::cpu().stream().unwrap();
-    let index = |shape: &[usize]| Tensor::zeros(&stream, DType::I32, shape).unwrap();
-    let refused = |expected: &str, change: &dyn Fn(&mut Tensors)| {
-        let mut tensors = Tensors::new([1, 2, 2]).unwrap();
-        change(&mut tensors);
-        let error = tensors.operands().fit(&TILE, &params()).unwrap_err();
-        assert!(error.contains(expected), "{error} does not say {expected}");
-    };
-    refused("row_ptr", &|t| t.row_ptr = index(&[1, 2, 2]));
-    refused("row_ptr", &|t| t.row_ptr = index(&[2, 3]));
-    refused("row_ptr is f32", &|t| t.row_ptr = Tensor::zeros(&stream, DType::F32, &[1, 2, 3]).unwrap());
-    refused("col_idx", &|t| t.col_idx = index(&[5, 1]));
-    refused("row_order", &|t| t.row_order = index(&[1, 2, 3]));
-    refused("row_order", &|t| t.row_order = index(&[2, 1, 2]));
 }
 
 #[test]
@@ -207,6 +195,9 @@ fn packed_masks_that_fit() {
         ("row_ptr is i32 [2, 6]", |p| p.block_mask.rows = 4),
         ("row_ptr is i32 [2, 6]", |p| p.block_mask.rows = -1),
         ("too many queries", |p| p.seqlen_q = i32::MAX),
+        // Offsets are clamped to these, so they must be the rows that there are.
+        ("packed rows", |p| p.total_q = 171),
+        ("packed rows", |p| p.total_kv = i32::MAX),
     ] {
         let error = fit(change).unwrap_err();
         assert!(error.contains(expected), "{error} does not say {expected}");
@@ -214,29 +205,32 @@ fn packed_masks_that_fit() {
 }
 
 #[test]
+fn a_log_sum_exp_where_the_kernel_computes_one() {
+    let mut tensors = Tensors::packed();
+    let mut fit = |lse| {
+        let operands = tensors.operands();
+        assert!(operands.lse.is_none());
+        operands.fit(&AttentionTile { lse, ..TILE }, &packed_params())
+    };
+    assert_eq!((fit(Lse::AsAsked), fit(Lse::Never)), (Ok(48), Ok(48)));
+    assert!(fit(Lse::Always).unwrap_err().contains("computes lse in each launch or in none"));
+}
+
+#[test]
 fn packed_arrays_that_do_not_fit() {
-    let stream = Device::cpu().stream().unwrap();
-    let index = |shape: &[usize]| Tensor::zeros(&stream, DType::I32, shape).unwrap();
-    let refused = |expected: &str, change: &dyn Fn(&mut Tensors)| {
-        let mut tensors = Tensors::packed();
-        change(&mut tensors);
+    let refused = |expected: &str, lists: BlockLists| {
+        let mut tensors = Tensors { lists, ..Tensors::packed() };
         let error = tensors.operands().fit(&TILE, &packed_params()).unwrap_err();
         assert!(error.contains(expected), "{error} does not say {expected}");
     };
-    refused("row_ptr", &|t| t.row_ptr = index(&[1, 2, 6]));
-    refused("row_order", &|t| t.row_order = index(&[2, 6]));
-    refused("cu_rows", &|t| t.packed = Some([index(&[4]), index(&[3])]));
-    refused("cu_rows", &|t| t.packed = Some([index(&[4]), index(&[1, 4])]));
-    let mut tensors = Tensors::packed();
-    let mut operands = tensors.operands();
-    let mask = operands.block_mask.as_mut().unwrap();
-    mask.row_ptr = mask.row_ptr.slice(0, 0..1).unwrap().expand(0, 1 << 29).unwrap();
-    assert_eq!(operands.fit(&TILE, &packed_params()).unwrap_err(), "the mask has too many rows");
+    refused("row_ptr", lists(&[1], 5, Some(&[0, 2, 3, 5])));
+    refused("row_ptr", lists(&[2], 6, Some(&[0, 2, 3, 6])));
+    refused("cu_rows", lists(&[2], 5, Some(&[0, 2, 5])));
     // Either the batch or the mask.
     let mut tensors = Tensors::packed();
     let operands = AttentionFwdOperands { cu_seqlens: None, ..tensors.operands() };
     assert!(operands.fit(&TILE, &packed_params()).is_err());
-    let offsets = index(&[4]);
+    let offsets = Tensor::zeros(&Device::cpu().stream().unwrap(), DType::I32, &[4]).unwrap();
     let mut dense = Tensors::new([1, 2, 2]).unwrap();
     let cu_seqlens = Some([offsets.view(), offsets.view()]);
     let (q, k, o) = (tensors.q.view(), tensors.k.view(), tensors.o.view_mut());

@@ -50,7 +50,7 @@ fn fit(tensors: &mut [Tensor; 5], params: &blockflash_block_scores_params, block
     let is_f16 = |row: &&Row| {
         matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Scores { dtype: DType::F16, .. }))
     };
-    let row = manifest::all_rows().iter().find(is_f16).ok_or("no row")?;
+    let row = manifest::rows().iter().find(is_f16).ok_or("no row")?;
     let config = LaunchConfig {
         grid: [blocks, 1, 1],
         block: row.threads(),

@@ -1,27 +1,18 @@
 //! BSR matmul.
 
 use super::{BsrParts, Fit, ceil_div, fits, fits_row, optional, pointer, pointer_mut, require, starts_last};
-use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};
+use crate::{BsrIndices, DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};
 use blockflash_sys::manifest::{BsrTile, Variant};
 use blockflash_sys::params::blockflash_bsr_matmul_params;
 
 /// Tensors of the BSR matmul kernels.
 #[derive(Debug)]
 pub struct BsrMatmulOperands<'a> {
-    /// i32 `[ceil(m / block_size) + 1]`. The caller knows that it ascends from 0 to the number of blocks.
-    pub row_ptr: View<'a>,
-    /// i32 `[nnz_blocks]`. The caller knows that all are below `ceil(k / block_size)`.
-    pub col_idx: View<'a>,
-    /// i32 `[nnz_blocks]`, for kernels that transpose A and only for them: which of the values each block is. The caller knows that all
-    /// are below the number of blocks.
-    pub block_idx: Option<View<'a>>,
+    /// The pattern of the block-sparse matrix; that of its transpose, with `block_idx`, exactly for kernels that
+    /// transpose A.
+    pub indices: &'a BsrIndices,
     /// `[nnz_blocks, block_size, block_size]`.
     pub values: View<'a>,
-    /// i32 `[ceil(m / block_size)]`. The caller knows that it is a permutation.
-    pub row_order: Option<View<'a>>,
-    /// i32 `[stages, 32, 2]` and `[groups + 1]`: how block rows share B, for kernels that gather it. The caller knows that they are the
-    /// plan of this pattern in this order.
-    pub stages: Option<[View<'a>; 2]>,
     /// For kernels that compute long tiles in parts; `None`: tiles are whole.
     pub parts: Option<BsrParts<'a>>,
     /// `[k, n]`.
@@ -43,13 +34,13 @@ impl BsrMatmulOperands<'_> {
         let block = i64::from(tile.block_size);
         let block_rows = ceil_div(p.m, tile.block_size);
         let rows = i64::try_from(block_rows).map_err(|_| "m is too large".to_owned())?;
-        let blocks = self.col_idx.shape().first().map_or(0, |&blocks| blocks as i64);
-        fits("row_ptr", &self.row_ptr, DType::I32, [(rows + 1, 1)])?;
-        fits("col_idx", &self.col_idx, DType::I32, [(blocks, 1)])?;
+        let blocks = self.indices.blocks() as i64;
+        fits("row_ptr", &self.indices.row_ptr().view(), DType::I32, [(rows + 1, 1)])?;
+        let block_cols = ceil_div(p.k, tile.block_size);
+        require(self.indices.has_columns_below(block_cols), "a block column lies beyond k")?;
         fits("values", &self.values, tile.dtype, [(blocks, block * block), (block, block), (block, 1)])?;
-        self.row_order.map_or(Ok(()), |order| fits("row_order", &order, DType::I32, [(rows, 1)]))?;
-        require(self.block_idx.is_some() == tile.a_transposed, "block_idx is for kernels that transpose a")?;
-        self.block_idx.map_or(Ok(()), |index| fits("block_idx", &index, DType::I32, [(blocks, 1)]))?;
+        let transposed = self.indices.block_idx().is_some();
+        require(transposed == tile.a_transposed, "block_idx is for kernels that transpose a")?;
         fits("b", &self.b, tile.dtype, dims([p.k, p.n], p.ldb, tile.b_column_major))?;
         let c = self.c.as_view();
         require(p.c_dtype == c.dtype() as i32 && c.dtype() != DType::I32, "c_dtype is not the type of c")?;
@@ -61,21 +52,20 @@ impl BsrMatmulOperands<'_> {
 
     /// Every tensor, read-only.
     pub(super) fn views(&self) -> [Option<View<'_>>; 11] {
-        let [row_ptr, col_idx, values, b] = [self.row_ptr, self.col_idx, self.values, self.b].map(Some);
-        let [stages, group_stages] = [0, 1].map(|i| self.stages.map(|stages| stages[i]));
+        let [row_ptr, col_idx, row_order, block_idx, stages, group_stages] = self.indices.views();
         let parts = self.parts.map(|parts| parts.memory.view());
-        let c = Some(self.c.as_view());
-        let (block_idx, row_order, bias) = (self.block_idx, self.row_order, self.bias);
-        [row_ptr, col_idx, block_idx, values, row_order, stages, group_stages, parts, b, c, bias]
+        let (values, b, c) = (Some(self.values), Some(self.b), Some(self.c.as_view()));
+        [row_ptr, col_idx, row_order, block_idx, stages, group_stages, values, parts, b, c, self.bias]
     }
 
     /// The parameters with the pointers of the tensors.
     pub(super) fn pointers(&self, p: &blockflash_bsr_matmul_params) -> blockflash_bsr_matmul_params {
+        let [row_ptr, col_idx, row_order, ..] = self.indices.views();
         blockflash_bsr_matmul_params {
-            row_ptr: pointer(&self.row_ptr).cast(),
-            col_idx: pointer(&self.col_idx).cast(),
+            row_ptr: optional(row_ptr.as_ref()).cast(),
+            col_idx: optional(col_idx.as_ref()).cast(),
             values: pointer(&self.values),
-            row_order: optional(self.row_order.as_ref()).cast(),
+            row_order: optional(row_order.as_ref()).cast(),
             b: pointer(&self.b),
             c: pointer_mut(&self.c),
             bias: optional(self.bias.as_ref()),
@@ -122,8 +112,7 @@ impl Stream {
         let params = operands.pointers(params);
         // SAFETY:
         // 1. The row is a variant of BSR matmul, whose parameter struct this is.
-        // 2. As in `launch_attention_fwd`; the contents of `row_ptr`, `col_idx` and `row_order` are the promise of whoever
-        //    built them.
+        // 2. As in `launch_attention_fwd`; where addresses follow from index arrays, `BsrIndices` has checked their entries.
         // 3. `c` is borrowed exclusively.
         unsafe { self.launch_with(row, config, |_| params, views.iter().flatten().filter_map(View::owner)) }
     }

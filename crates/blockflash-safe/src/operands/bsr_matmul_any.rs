@@ -24,9 +24,10 @@ impl Stream {
         let views = operands.views();
         self.expect_all(&views)?;
         fit(row, tile, config, params, &operands).map_err(failed)?;
+        let [_, _, _, block_idx, ..] = operands.indices.views();
         let params = blockflash_bsr_matmul_any_params {
             base: operands.pointers(&params.base),
-            block_idx: optional(operands.block_idx.as_ref()).cast(),
+            block_idx: optional(block_idx.as_ref()).cast(),
             ..*params
         };
         // SAFETY:

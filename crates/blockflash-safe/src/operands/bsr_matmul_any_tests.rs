@@ -35,18 +35,13 @@ fn fit_lying(
 ) -> Fit {
     let zeros =
         |dtype, shape: &[usize]| Tensor::zeros(&Device::cpu().stream().unwrap(), dtype, shape).unwrap();
-    let index = |entries| zeros(DType::I32, &[entries]);
-    let (row_ptr, col_idx, block_idx) = (index(M.div_ceil(16) + 1), index(BLOCKS), index(BLOCKS));
+    let indices = fixtures::pattern(&[2, 1, 4], a);
     let values = zeros(DType::F16, &[BLOCKS, 16, 16]);
     let b_tensor = zeros(DType::F16, &if b { [N, K] } else { [K, N] });
     let mut c_tensor = zeros(DType::F32, &if c { [N, M] } else { [M, N] });
     let operands = BsrMatmulOperands {
-        row_ptr: row_ptr.view(),
-        col_idx: col_idx.view(),
-        block_idx: a.then(|| block_idx.view()),
+        indices: &indices,
         values: values.view(),
-        row_order: None,
-        stages: None,
         parts: None,
         b: if b { b_tensor.view().permute(&[1, 0]).unwrap() } else { b_tensor.view() },
         c: if c { c_tensor.view_mut().permute(&[1, 0]).unwrap() } else { c_tensor.view_mut() },
@@ -56,7 +51,7 @@ fn fit_lying(
         Variant::BsrMatmulAny(tile) if (tile.dtype, tile.block_size) == (DType::F16, 16) => Some((row, tile)),
         _ => None,
     };
-    let (row, tile) = manifest::all_rows().iter().find_map(tile_of).ok_or("no row")?;
+    let (row, tile) = manifest::rows().iter().find_map(tile_of).ok_or("no row")?;
     let mut config = LaunchConfig {
         grid: [3 * (N as u32).div_ceil(tile.block_n), 1, 1],
         block: row.threads(),

@@ -1,6 +1,6 @@
 //! Arguments of BSR matmul for tests.
 
-use crate::DType;
+use crate::{BsrIndexArrays, BsrIndices, DType, Device};
 use blockflash_sys::manifest::BsrMatmulHopper;
 use blockflash_sys::params::blockflash_bsr_matmul_params;
 use std::ptr::{null, null_mut};
@@ -42,4 +42,24 @@ pub(super) fn params([m, n, k]: [usize; 3], ldb: usize) -> blockflash_bsr_matmul
         beta: 0.0,
         c_column_major: 0,
     }
+}
+
+/// A pattern with so many blocks in each block row, in the first block columns.
+pub(super) fn pattern(lengths: &[i32], transposed: bool) -> BsrIndices {
+    let (mut row_ptr, mut col_idx) = (vec![0], Vec::new());
+    for &length in lengths {
+        col_idx.extend(0..length);
+        row_ptr.push(col_idx.len() as i32);
+    }
+    let row_order: Vec<i32> = (0..lengths.len() as i32).collect();
+    let block_idx: Vec<i32> = (0..col_idx.len() as i32).collect();
+    let arrays = BsrIndexArrays {
+        block_cols: lengths.iter().max().map_or(0, |&most| most as usize),
+        row_ptr: &row_ptr,
+        col_idx: &col_idx,
+        row_order: &row_order,
+        block_idx: transposed.then_some(&block_idx),
+        stages: None,
+    };
+    BsrIndices::new(&arrays, &Device::cpu().stream().unwrap()).unwrap()
 }

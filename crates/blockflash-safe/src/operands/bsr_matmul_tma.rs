@@ -2,8 +2,8 @@
 
 use super::bsr_matmul::writes;
 use super::bsr_matmul_maps::{NO_MAP, encode_c, maps};
-use super::{BsrMatmulOperands, BsrParts, Fit, ceil_div, fits, fits_row, optional, require};
-use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View};
+use super::{BsrMatmulOperands, BsrParts, Fit, ceil_div, fits_row, optional, require};
+use crate::{Error, LaunchConfig, Result, Row, Stream, View};
 use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
 use blockflash_sys::params::{
     BLOCKFLASH_BSR_PARTS, blockflash_bsr_matmul_params, blockflash_bsr_matmul_tma_params,
@@ -37,8 +37,8 @@ impl Stream {
         let views = operands.views();
         self.expect_all(&views)?;
         fit(row, tile, config, params, &operands).map_err(failed)?;
-        let blocks = operands.col_idx.shape().first().map_or(0, |&blocks| blocks as u64);
-        let [a, b, b_edge] = maps(tile, params, blocks);
+        let [a, b, b_edge] = maps(tile, params, operands.indices.blocks() as u64);
+        let [_, _, _, block_idx, stages, group_stages] = operands.indices.views();
         let c = operands.c.as_view();
         let c_by_copies = copies_c(tile, params, c.is_aligned(16));
         let c_map = if c_by_copies { encode_c(&c, params)? } else { NO_MAP };
@@ -49,9 +49,9 @@ impl Stream {
             c: c_map,
             base: operands.pointers(params),
             tile_counter: null_mut(),
-            block_idx: optional(operands.block_idx.as_ref()).cast(),
-            stages: optional(operands.stages.as_ref().map(|[stages, _]| stages)).cast(),
-            group_stages: optional(operands.stages.as_ref().map(|[_, groups]| groups)).cast(),
+            block_idx: optional(block_idx.as_ref()).cast(),
+            stages: optional(stages.as_ref()).cast(),
+            group_stages: optional(group_stages.as_ref()).cast(),
             c_by_copies: c_by_copies.into(),
             part_steps: i32::MAX,
             part_begin: [0; BLOCKFLASH_BSR_PARTS as usize],
@@ -61,12 +61,11 @@ impl Stream {
         let params = with_parts(whole_tiles, operands.parts.as_ref());
         // SAFETY:
         // 1. The row is a Hopper variant of BSR matmul, whose parameter struct this is.
-        // 2. As in `launch_bsr_matmul`, also for `block_idx`. What is read through a tensor map
-        //    lies inside the view that it was encoded from; whole blocks that are copied without
-        //    one lie where `row_ptr` says, in a view that starts at a multiple of 16 bytes (`fit`).
-        //    The tile counter is that of `launch_counting`. No other launch uses the memory of
-        //    parts at the same time either, which is used in turns, and there is room for as many
-        //    as `begin` says (`split`).
+        // 2. As in `launch_bsr_matmul`. What is read through a tensor map lies inside the view that it
+        //    was encoded from; whole blocks that are copied without one lie where `row_ptr` says, in
+        //    a view that starts at a multiple of 16 bytes (`fit`). The tile counter is that of
+        //    `launch_counting`. No other launch uses the memory of parts at the same time either,
+        //    which is used in turns, and there is room for as many as `begin` says (`split`).
         // 3. `c` is borrowed exclusively.
         unsafe {
             self.launch_counting(
@@ -90,12 +89,10 @@ fn fit(
     writes(tile.gathers(), p)?;
     require([p.m, p.n, p.k].into_iter().all(|size| size < SIZE_LIMIT), "a size is too large")?;
     require(operands.values.is_aligned(16), "values do not start at a multiple of 16 bytes")?;
-    let items = tiles + split(tile, p, operands.parts.as_ref())?;
+    let items = tiles + split(tile, p, operands)?;
     fits_row(config, row, 1..=items)?;
-    if tile.gathers() {
-        require(operands.row_order.is_some(), "the kernel needs the order of the block rows")?;
-        planned(tile, p, operands.stages.as_ref())?;
-    }
+    let planned = !tile.gathers() || operands.indices.has_stages_of(tile.block_size);
+    require(planned, "the kernel needs the stages of the pattern")?;
     // Each block looks for a tile past the last one, and counts in 32 bits.
     let past = items + 2 * i128::from(config.grid[0]);
     require(past <= i128::from(i32::MAX), "there are too many tiles")
@@ -105,9 +102,9 @@ fn fit(
 fn split(
     tile: &BsrMatmulHopper,
     p: &blockflash_bsr_matmul_params,
-    parts: Option<&BsrParts<'_>>,
+    operands: &BsrMatmulOperands<'_>,
 ) -> std::result::Result<i128, String> {
-    let Some(BsrParts { steps, begin, memory }) = parts else { return Ok(0) };
+    let Some(BsrParts { steps, begin, memory }) = &operands.parts else { return Ok(0) };
     require(tile.splits(), "the kernel computes whole tiles")?;
     require(*steps > 0, "a part has no steps")?;
     require(
@@ -117,6 +114,14 @@ fn split(
     let positions = ceil_div(p.m, tile.block_size * tile.block_rows);
     let widest = begin.windows(2).map(|pair| i128::from(pair[0] - pair[1])).max().unwrap_or(0);
     require(widest <= positions, "more tiles have a part than there are")?;
+    // A tile that is longer waits for parts that nobody computes, in memory behind the sums.
+    for (part, pair) in (1..).zip(begin.windows(2)) {
+        let longest = operands.indices.longest_from((pair[0] - pair[1]) as usize, tile.gathers());
+        require(
+            i64::from(longest) <= part * i64::from(*steps),
+            "a tile has more parts than there is room for",
+        )?;
+    }
     let items = i128::from(begin[0]) * i128::from(tile.tile().tiles_n(p.n as u64));
     let per_item = tile.block_rows * tile.block_size * tile.block_n;
     require(items * i128::from(per_item) <= memory.sums() as i128, "there is no room for the sums of parts")?;
@@ -149,18 +154,6 @@ fn copies_c(tile: &BsrMatmulHopper, p: &blockflash_bsr_matmul_params, aligned: b
         && p.ldc % 8 == 0
         && (8..STRIDE_LIMIT).contains(&p.ldc);
     (tile.filled || !tile.gathers()) && p.beta == 0.0 && lies && p.c_dtype == tile.dtype as i32
-}
-
-/// Checks that the plan of a kernel that needs one has its shapes.
-fn planned(tile: &BsrMatmulHopper, p: &blockflash_bsr_matmul_params, stages: Option<&[View<'_>; 2]>) -> Fit {
-    let Some([stages, group_stages]) = stages else {
-        return Err("the kernel needs the plan of the pattern".to_owned());
-    };
-    let groups = ceil_div(p.m, tile.block_size * tile.block_rows);
-    let groups = i64::try_from(groups).map_err(|_| "m is too large".to_owned())?;
-    let count = stages.shape().first().map_or(0, |&count| count as i64);
-    fits("stages", stages, DType::I32, [(count, 64), (32, 2), (2, 1)])?;
-    fits("group_stages", group_stages, DType::I32, [(groups + 1, 1)])
 }
 
 #[cfg(test)]

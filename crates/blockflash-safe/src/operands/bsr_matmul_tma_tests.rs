@@ -1,6 +1,6 @@
 use super::*;
 use crate::operands::bsr_matmul_fixtures::{self as fixtures, TILE};
-use crate::{BsrPartsMemory, DType, Device, Tensor, ViewMut};
+use crate::{BsrIndexArrays, BsrIndices, BsrPartsMemory, BsrStageArrays, DType, Device, Tensor, ViewMut};
 
 const PAIRS: BsrMatmulHopper = BsrMatmulHopper { block_rows: 2, stages: 4, ..TILE };
 /// 150 × 200 in blocks of 64, of which five are stored, times 200 × 136, whose rows are 144 apart.
@@ -10,6 +10,8 @@ const K: usize = 200;
 const LDB: usize = 144;
 const LDB_COLUMNS: usize = 208;
 const BLOCKS: usize = 5;
+/// Of the block rows.
+const LENGTHS: [i32; 3] = [3, 2, 0];
 
 fn params() -> blockflash_bsr_matmul_params {
     fixtures::params([M, N, K], LDB)
@@ -37,8 +39,7 @@ fn fit_of(
 ) -> Fit {
     let stream = &Device::cpu().stream().unwrap();
     let tensor = |dtype, shape: &[usize]| Tensor::empty(stream, dtype, shape).unwrap();
-    let [row_ptr, col_idx, row_order, block_idx] =
-        [4, BLOCKS, 3, BLOCKS].map(|entries| tensor(DType::I32, &[entries]));
+    let indices = fixtures::pattern(&LENGTHS, tile.a_transposed);
     let values = tensor(DType::F16, &[BLOCKS, 64, 64]);
     let mut params = params();
     change(&mut params);
@@ -52,18 +53,8 @@ fn fit_of(
     if params.c_column_major != 0 {
         c = columns_of_c.view_mut().permute(&[1, 0]).unwrap();
     }
-    let operands = BsrMatmulOperands {
-        row_ptr: row_ptr.view(),
-        col_idx: col_idx.view(),
-        values: values.view(),
-        row_order: Some(row_order.view()),
-        stages: None,
-        parts: None,
-        block_idx: tile.a_transposed.then(|| block_idx.view()),
-        b,
-        c,
-        bias: None,
-    };
+    let operands =
+        BsrMatmulOperands { indices: &indices, values: values.view(), parts: None, b, c, bias: None };
     fit(&row(tile), &tile, config, &params, &operands)
 }
 
@@ -85,6 +76,7 @@ fn what_fits_and_what_does_not() {
     refused(&|p| p.k += 1, "b is f16");
     refused(&|p| p.n += 1, "b is f16");
     refused(&|p| p.m += 64, "row_ptr is i32");
+    refused(&|p| p.k = 128, "beyond k");
     refused(&|p| p.ldc += 8, "c is f32");
     refused(&|p| p.c_dtype = 0, "c_dtype");
     let cluster = LaunchConfig { cluster: Some([1, 1, 1]), ..config(TILE, 3) };
@@ -115,6 +107,13 @@ fn parts_have_room_and_places() {
     let stream = Device::cpu().stream().unwrap();
     let memory = |sums: usize, words: usize| BsrPartsMemory::new(&stream, sums, words).unwrap();
     let rooms: Vec<BsrPartsMemory> = (0..8).map(|room| memory(room * 64 * 256, room * 8)).collect();
+    let too_few_words = memory(3 * 64 * 256, 3 * 8 - 1);
+    let (values, mut c) = (
+        Tensor::empty(&stream, DType::F16, &[BLOCKS, 64, 64]).unwrap(),
+        Tensor::empty(&stream, DType::F32, &[M, N]).unwrap(),
+    );
+    let indices = fixtures::pattern(&LENGTHS, false);
+    let longer = fixtures::pattern(&[3, 4, 0], false);
     // With memory for so many parts.
     let of = |begin: &[i32], room: usize| {
         let mut all = [0; BLOCKFLASH_BSR_PARTS as usize];
@@ -122,25 +121,32 @@ fn parts_have_room_and_places() {
         BsrParts { steps: 2, begin: all, memory: &rooms[room] }
     };
     // Three block rows and one tile of columns.
-    let split_of = |tile: &BsrMatmulHopper, parts: BsrParts<'_>| split(tile, &params(), Some(&parts));
-    assert_eq!(split(&TILE, &params(), None), Ok(0));
-    assert_eq!(split_of(&TILE, of(&[], 0)), Ok(0));
+    let mut split_in = |indices: &BsrIndices, tile: &BsrMatmulHopper, parts: Option<BsrParts<'_>>| {
+        let (values, b) = (values.view(), values.view());
+        let c = c.view_mut();
+        split(tile, &params(), &BsrMatmulOperands { indices, values, parts, b, c, bias: None })
+    };
+    assert_eq!(split_in(&indices, &TILE, None), Ok(0));
+    // The second block row is cut in two, too.
+    assert_eq!(split_in(&longer, &TILE, Some(of(&[2], 2))), Ok(2));
+    let error = split_in(&longer, &TILE, Some(of(&[1], 1))).unwrap_err();
+    assert!(error.contains("more parts than there is room for"), "{error}");
+    let mut split_of = |tile: &BsrMatmulHopper, parts: BsrParts<'_>| split_in(&indices, tile, Some(parts));
+    let error = split_of(&TILE, of(&[], 0)).unwrap_err();
+    assert!(error.contains("more parts than there is room for"), "{error}");
+    assert_eq!(split_of(&TILE, BsrParts { steps: 3, ..of(&[], 0) }), Ok(0));
     assert_eq!(split_of(&TILE, of(&[4, 1], 4)), Ok(4));
     assert_eq!(split_of(&TILE, of(&[3], 3)), Ok(3));
     assert_eq!(split_of(&TILE, of(&[3], 7)), Ok(3), "more room than is needed");
-    let refused = |tile: &BsrMatmulHopper, parts: BsrParts<'_>, reason: &str| {
+    let pair = BsrMatmulHopper { cluster: 2, ..TILE };
+    assert_eq!(split_of(&pair, of(&[3], 6)), Ok(6));
+    let mut refused = |tile: &BsrMatmulHopper, parts: BsrParts<'_>, reason: &str| {
         let found = split_of(tile, parts).unwrap_err();
         assert!(found.contains(reason), "{found}");
     };
-    let pair = BsrMatmulHopper { cluster: 2, ..TILE };
-    assert_eq!(split_of(&pair, of(&[3], 6)), Ok(6));
     refused(&pair, of(&[3], 5), "room for the sums");
     refused(&TILE, of(&[5, 2], 4), "room for the sums");
-    refused(
-        &TILE,
-        BsrParts { memory: &memory(3 * 64 * 256, 3 * 8 - 1), ..of(&[3], 3) },
-        "room for the words",
-    );
+    refused(&TILE, BsrParts { memory: &too_few_words, ..of(&[3], 3) }, "room for the words");
     refused(&TILE, of(&[4], 4), "more tiles have a part");
     refused(&TILE, of(&[1, 2], 1), "descend");
     refused(&TILE, of(&[2, -1], 2), "descend");
@@ -194,18 +200,32 @@ fn what_tensor_copies_can_store() {
 
 #[test]
 fn small_blocks_need_a_plan() {
-    let gathers = BsrMatmulHopper { block_size: 32, block_rows: 8, block_n: 128, ..TILE };
+    let gathers = BsrMatmulHopper { block_size: 32, block_rows: 8, block_n: 128, stages: 4, ..TILE };
     let stream = &Device::cpu().stream().unwrap();
-    let tensor = |shape: &[usize]| Tensor::empty(stream, DType::I32, shape).unwrap();
-    // 300 rows are two groups of 256.
-    let params = blockflash_bsr_matmul_params { m: 300, ..params() };
-    let planned = |stages: &Tensor, groups: &Tensor| {
-        super::planned(&gathers, &params, Some(&[stages.view(), groups.view()]))
+    // 150 × 200 in blocks of 32, one block in the last row and column: one group with one stage.
+    let mut stage = [0; 64];
+    (stage[2 * 4 + 1], stage[2 * 16], stage[2 * 24], stage[2 * 24 + 1]) = (1, 6, 1, 1);
+    let stages = BsrStageArrays { block_size: 32, stages: &stage, group_stages: &[0, 1] };
+    let fit_with = |stages| {
+        let arrays = BsrIndexArrays {
+            block_cols: 7,
+            row_ptr: &[0, 0, 0, 0, 0, 1],
+            col_idx: &[6],
+            row_order: &[4, 3, 2, 1, 0],
+            block_idx: None,
+            stages,
+        };
+        let indices = &BsrIndices::new(&arrays, stream).unwrap();
+        let tensor = |dtype, shape: &[usize]| Tensor::empty(stream, dtype, shape).unwrap();
+        let (values, b) = (tensor(DType::F16, &[1, 32, 32]), tensor(DType::F16, &[K, LDB]));
+        let mut c = tensor(DType::F32, &[M, N]);
+        let (values, b, c) = (values.view(), b.view().slice(1, 0..N).unwrap(), c.view_mut());
+        let operands = BsrMatmulOperands { indices, values, parts: None, b, c, bias: None };
+        let row = row(gathers);
+        let (block, smem_bytes) = (row.threads(), row.smem_bytes());
+        let config = LaunchConfig { block, smem_bytes, ..config(TILE, 1) };
+        fit(&row, &gathers, &config, &params(), &operands)
     };
-    planned(&tensor(&[7, 32, 2]), &tensor(&[3])).unwrap();
-    planned(&tensor(&[0, 32, 2]), &tensor(&[3])).unwrap();
-    assert!(planned(&tensor(&[7, 32]), &tensor(&[3])).unwrap_err().contains("stages is i32"));
-    assert!(planned(&tensor(&[7, 16, 4]), &tensor(&[3])).unwrap_err().contains("stages is i32"));
-    assert!(planned(&tensor(&[7, 32, 2]), &tensor(&[2])).unwrap_err().contains("group_stages is i32"));
-    assert!(super::planned(&gathers, &params, None).unwrap_err().contains("the plan of the pattern"));
+    fit_with(Some(stages)).unwrap();
+    assert!(fit_with(None).unwrap_err().contains("the stages of the pattern"));
 }

@@ -2,7 +2,8 @@
 
 use super::{Fit, ceil_div, fits, fits_row, pointer, pointer_mut, require};
 use crate::{
-    DType, Error, LaunchConfig, Major, Result, Row, Stream, Swizzle, TensorMap, TensorMapSpec, View, ViewMut,
+    BsrIndices, DType, Error, LaunchConfig, Major, Result, Row, Stream, Swizzle, Tensor, TensorMap,
+    TensorMapSpec, View, ViewMut,
 };
 use blockflash_sys::manifest::{BsrSddmmHopper, BsrSddmmTile, Variant};
 use blockflash_sys::params::{blockflash_bsr_sddmm_params, blockflash_tensor_map};
@@ -16,16 +17,22 @@ const SIZE_LIMIT: i32 = i32::MAX - 1023;
 /// Tensors of the kernels of the sampled product.
 #[derive(Debug)]
 pub struct BsrSddmmOperands<'a> {
-    /// i32 `[ceil(m / block_size) + 1]`. The caller knows that it ascends from 0 to the number of blocks.
-    pub row_ptr: View<'a>,
-    /// i32 `[nnz_blocks]`. The caller knows that all are below `ceil(n / block_size)`.
-    pub col_idx: View<'a>,
+    /// The pattern of `values`.
+    pub pattern: &'a BsrIndices,
     /// `[m, k]`, contiguous along the dimension that the row says.
     pub a: View<'a>,
     /// `[k, n]`, contiguous along the dimension that the row says.
     pub b: View<'a>,
     /// `[nnz_blocks, block_size, block_size]`.
     pub values: ViewMut<'a>,
+}
+
+impl BsrSddmmOperands<'_> {
+    /// Every tensor, read-only.
+    pub(super) fn views(&self) -> [Option<View<'_>>; 5] {
+        let [row_ptr, col_idx] = [self.pattern.row_ptr(), self.pattern.col_idx()].map(Tensor::view);
+        [row_ptr, col_idx, self.a, self.b, self.values.as_view()].map(Some)
+    }
 }
 
 impl Stream {
@@ -47,23 +54,22 @@ impl Stream {
         let Variant::BsrSddmmHopper(tile) = row.variant else {
             return Err(failed("not a kernel of the sampled product for Hopper".to_owned()));
         };
-        let BsrSddmmOperands { row_ptr, col_idx, a, b, .. } = operands;
-        let views = [row_ptr, col_idx, a, b, operands.values.as_view()].map(Some);
+        let views = operands.views();
         self.expect_all(&views)?;
         fit(row, &tile, config, params, &operands).map_err(failed)?;
         let [a_map, b_map] = maps(&tile, &operands);
         let params = blockflash_bsr_sddmm_params {
-            a: a_map.encode(&a)?,
-            b: b_map.encode(&b)?,
-            row_ptr: pointer(&row_ptr).cast(),
-            col_idx: pointer(&col_idx).cast(),
+            a: a_map.encode(&operands.a)?,
+            b: b_map.encode(&operands.b)?,
+            row_ptr: pointer(&operands.pattern.row_ptr().view()).cast(),
+            col_idx: pointer(&operands.pattern.col_idx().view()).cast(),
             values: pointer_mut(&operands.values),
             ..*params
         };
         // SAFETY:
         // 1. The row is a variant of the sampled product, whose parameter struct this is.
         // 2. As in `launch_bsr_matmul_tma`: A and B are read through tensor maps alone, the blocks of `values` that are read and written
-        //    are those that `row_ptr` counts, which the caller knows to be as many as `values` has.
+        //    are those that `row_ptr` counts, as many as `values` has; it ascends, as the search in it needs.
         // 3. `values` are borrowed exclusively.
         unsafe {
             self.launch_counting(
@@ -86,8 +92,10 @@ pub(super) fn fits_tiles(
     require([p.m, p.n, p.k].into_iter().all(|size| size < SIZE_LIMIT), "a size is too large")?;
     let (m, blocks, block) = (i64::from(p.m), i64::from(p.nnz_blocks), i64::from(tile.block_size));
     let block_rows = ceil_div(m, tile.block_size);
-    fits("row_ptr", &operands.row_ptr, DType::I32, [(block_rows as i64 + 1, 1)])?;
-    fits("col_idx", &operands.col_idx, DType::I32, [(blocks, 1)])?;
+    fits("row_ptr", &operands.pattern.row_ptr().view(), DType::I32, [(block_rows as i64 + 1, 1)])?;
+    fits("col_idx", &operands.pattern.col_idx().view(), DType::I32, [(blocks, 1)])?;
+    let block_cols = ceil_div(p.n.into(), tile.block_size);
+    require(operands.pattern.has_columns_below(block_cols), "a block column lies beyond n")?;
     let values = operands.values.as_view();
     let float = matches!(values.dtype(), DType::F16 | DType::BF16 | DType::F32);
     require(float && p.values_dtype == values.dtype() as i32, "values_dtype is not the type of values")?;

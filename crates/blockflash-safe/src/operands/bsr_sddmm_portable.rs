@@ -23,8 +23,7 @@ impl Stream {
         let Variant::BsrSddmm(tile) = row.variant else {
             return Err(failed("not a portable kernel of the sampled product".to_owned()));
         };
-        let BsrSddmmOperands { row_ptr, col_idx, a, b, .. } = operands;
-        let views = [row_ptr, col_idx, a, b, operands.values.as_view()].map(Some);
+        let views = operands.views();
         self.expect_all(&views)?;
         let params = fit(row, &tile.tile(), config, params, &operands).map_err(failed)?;
         // SAFETY:
@@ -50,8 +49,8 @@ fn fit(
     starts_last(config)?;
     fits_row(config, row, tiles..=tiles)?;
     Ok(blockflash_bsr_sddmm_portable_params {
-        row_ptr: pointer(&operands.row_ptr).cast(),
-        col_idx: pointer(&operands.col_idx).cast(),
+        row_ptr: pointer(&operands.pattern.row_ptr().view()).cast(),
+        col_idx: pointer(&operands.pattern.col_idx().view()).cast(),
         a: pointer(&operands.a),
         b: pointer(&operands.b),
         values: pointer_mut(&operands.values),

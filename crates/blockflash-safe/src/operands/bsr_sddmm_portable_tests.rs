@@ -1,5 +1,6 @@
 use super::*;
 use crate::manifest::BsrSddmm;
+use crate::operands::bsr_matmul_fixtures::pattern;
 use crate::{Device, Target, Tensor, ViewMut};
 use blockflash_sys::params::blockflash_tensor_map;
 use std::ptr::{null, null_mut};
@@ -60,12 +61,11 @@ fn fit_of(
 ) -> std::result::Result<blockflash_bsr_sddmm_portable_params, String> {
     let stream = &Device::cpu().stream().unwrap();
     let tensor = |dtype, shape: &[usize]| Tensor::empty(stream, dtype, shape).unwrap();
-    let (row_ptr, col_idx) = (tensor(DType::I32, &[6]), tensor(DType::I32, &[BLOCKS]));
+    let pattern = &pattern(&[5, 0, 1, 2, 3], false);
     let mut values = tensor(DType::F32, &[BLOCKS, 32, 32]);
     let [a, b] = [lda, ldb].map(|ld| tensor(DType::F16, &[256, ld]));
     let operands = BsrSddmmOperands {
-        row_ptr: row_ptr.view(),
-        col_idx: col_idx.view(),
+        pattern,
         a: matrix(&a, majors[0], [M, K]),
         b: matrix(&b, majors[1], [K, N]),
         values: values.view_mut(),
@@ -94,18 +94,12 @@ fn values_start_anywhere() {
     let start = data.as_ptr().align_offset(16);
     let stream = &Device::cpu().stream().unwrap();
     let tensor = |dtype, shape: &[usize]| Tensor::empty(stream, dtype, shape).unwrap();
-    let (row_ptr, col_idx) = (tensor(DType::I32, &[2]), tensor(DType::I32, &[2]));
+    let pattern = &pattern(&[2], false);
     let (a, b) = (tensor(DType::F16, &[32, 8]), tensor(DType::F16, &[8, 64]));
     let params = blockflash_bsr_sddmm_params { m: 32, n: 64, k: 8, nnz_blocks: 2, ..params() };
     for (offset, vectorized) in [(0, 1), (1, 0), (2, 0), (4, 1)] {
         let values = ViewMut::from_slice(&mut data[start + offset..][..2 * 32 * 32], &[2, 32, 32]).unwrap();
-        let operands = BsrSddmmOperands {
-            row_ptr: row_ptr.view(),
-            col_idx: col_idx.view(),
-            a: a.view(),
-            b: b.view(),
-            values,
-        };
+        let operands = BsrSddmmOperands { pattern, a: a.view(), b: b.view(), values };
         let p = fit(&row(), &row().bsr_sddmm_tile().unwrap(), &config(1), &params, &operands).unwrap();
         assert_eq!(p.values_vectorized, vectorized, "{offset}");
     }

@@ -1,5 +1,6 @@
 use super::*;
 use crate::manifest::Variant;
+use crate::operands::bsr_matmul_fixtures::pattern;
 use crate::{Device, Tensor};
 use std::ptr::{null, null_mut};
 
@@ -47,7 +48,7 @@ fn config(tile: BsrSddmmHopper, blocks: u32) -> LaunchConfig {
 fn with_operands<T>(tile: BsrSddmmHopper, look: impl FnOnce(&BsrSddmmOperands<'_>) -> T) -> T {
     let stream = &Device::cpu().stream().unwrap();
     let tensor = |dtype, shape: &[usize]| Tensor::empty(stream, dtype, shape).unwrap();
-    let (row_ptr, col_idx) = (tensor(DType::I32, &[4]), tensor(DType::I32, &[BLOCKS]));
+    let pattern = &pattern(&[3, 2, 0], false);
     let mut values = tensor(DType::F32, &[BLOCKS, 64, 64]);
     // Lines along K are 208 elements apart, the others 160.
     let (along_k, across) = (tensor(DType::F16, &[160, 208]), tensor(DType::F16, &[208, 160]));
@@ -57,8 +58,7 @@ fn with_operands<T>(tile: BsrSddmmHopper, look: impl FnOnce(&BsrSddmmOperands<'_
         view.slice(0, 0..rows).and_then(|view| view.slice(1, 0..cols)).unwrap()
     };
     look(&BsrSddmmOperands {
-        row_ptr: row_ptr.view(),
-        col_idx: col_idx.view(),
+        pattern,
         a: matrix([M, K], tile.a, Major::Row),
         b: matrix([K, N], tile.b, Major::Column),
         values: values.view_mut(),
@@ -99,6 +99,7 @@ fn what_fits_and_what_does_not() {
     refused(&|p| p.n += 1, "b is f16");
     refused(&|p| p.m += 64, "row_ptr is i32");
     refused(&|p| p.nnz_blocks -= 1, "col_idx is i32");
+    refused(&|p| p.n = 128, "beyond n");
     refused(&|p| p.nnz_blocks = 0, "not positive");
     refused(&|p| p.values_dtype = 0, "values_dtype");
     refused(&|p| p.m = SIZE_LIMIT, "too large");

@@ -13,19 +13,14 @@ mod bsr_matmul_fixtures;
 mod bsr_matmul_maps;
 mod bsr_matmul_tma;
 mod bsr_parts;
-mod bsr_plan;
-mod bsr_reblock;
 mod bsr_sddmm;
 mod bsr_sddmm_portable;
 
 pub use attention_fwd::AttentionFwdOperands;
-pub use block_mask::BlockMaskOperands;
 pub use block_mask_build::BlockMaskBuildOperands;
 pub use block_scores::BlockScoresOperands;
 pub use bsr_matmul::BsrMatmulOperands;
 pub use bsr_parts::{BsrParts, BsrPartsMemory};
-pub use bsr_plan::{BsrPlanGroups, BsrPlanOperands};
-pub use bsr_reblock::BsrReblockOperands;
 pub use bsr_sddmm::BsrSddmmOperands;
 
 use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};

@@ -4,8 +4,7 @@ use blockflash_safe::params::{
     BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params,
     blockflash_block_mask, blockflash_block_mask_build_params, blockflash_block_scores_params,
     blockflash_bsr_matmul_any_params, blockflash_bsr_matmul_params, blockflash_bsr_matmul_tma_params,
-    blockflash_bsr_plan_params, blockflash_bsr_reblock_params, blockflash_bsr_sddmm_params,
-    blockflash_bsr_sddmm_portable_params, blockflash_probe_params,
+    blockflash_bsr_sddmm_params, blockflash_bsr_sddmm_portable_params, blockflash_probe_params,
 };
 use blockflash_safe::{
     AttentionFwdOperands, BlockMaskKernel, DType, Device, Error, LaunchConfig, Result, Row, Stream, Tensor,
@@ -38,8 +37,6 @@ fn every_embedded_kernel_loads() -> Result<()> {
             Variant::BsrMatmulHopper(_) => size_of::<blockflash_bsr_matmul_tma_params>(),
             Variant::BsrSddmm(_) => size_of::<blockflash_bsr_sddmm_portable_params>(),
             Variant::BsrSddmmHopper(_) => size_of::<blockflash_bsr_sddmm_params>(),
-            Variant::BsrReblock(_) => size_of::<blockflash_bsr_reblock_params>(),
-            Variant::BsrPlan(_) => size_of::<blockflash_bsr_plan_params>(),
             Variant::BlockMask(BlockMaskKernel::Build { .. }) => {
                 size_of::<blockflash_block_mask_build_params>()
             }
@@ -121,6 +118,8 @@ impl Single {
             num_heads_kv: 1,
             seqlen_q: 1,
             seqlen_kv: 1,
+            total_q: 0,
+            total_kv: 0,
             head_dim: HEAD_DIM as i32,
             window_left: BLOCKFLASH_WINDOW_UNBOUNDED,
             window_right: BLOCKFLASH_WINDOW_UNBOUNDED,

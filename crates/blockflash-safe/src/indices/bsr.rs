@@ -1,0 +1,249 @@
+use super::{IndexTensor, check_permutation, invalid, views};
+use crate::{Device, Result, Stream, Tensor, View};
+use blockflash_sys::manifest::BsrMatmulHopper;
+
+/// The pattern of a block-sparse (BSR) matrix on the host: what [`BsrIndices::new`] checks and uploads.
+#[derive(Clone, Copy, Debug)]
+pub struct BsrIndexArrays<'a> {
+    /// Number of block columns.
+    pub block_cols: usize,
+    /// `[block rows + 1]`: the blocks of block row `i` are `row_ptr[i]..row_ptr[i + 1]`.
+    pub row_ptr: &'a [i32],
+    /// `[blocks]`: block columns.
+    pub col_idx: &'a [i32],
+    /// `[block rows]`: the order in which kernels take the block rows.
+    pub row_order: &'a [i32],
+    /// `[blocks]`: which of the values each block is, where the matrix is multiplied transposed; else they are
+    /// in this order.
+    pub block_idx: Option<&'a [i32]>,
+    /// How block rows share B, for kernels that gather it.
+    pub stages: Option<BsrStageArrays<'a>>,
+}
+
+/// What groups of block rows, which are neighbours in `row_order`, read of B at a time.
+#[derive(Clone, Copy, Debug)]
+pub struct BsrStageArrays<'a> {
+    /// Rows and columns of a block: 16 or 32.
+    pub block_size: u32,
+    /// `[stages, 32, 2]`, as `stages` in `params.h`.
+    pub stages: &'a [i32],
+    /// `[groups + 1]`: the stages of group `i` are `group_stages[i]..group_stages[i + 1]`.
+    pub group_stages: &'a [i32],
+}
+
+/// The pattern of a block-sparse (BSR) matrix on a device, checked, in memory that nothing changes any more.
+///
+/// Kernels rely on this, and read nothing outside of the arrays and the values that it is launched with:
+///
+/// - `row_ptr` starts with 0, ascends and ends with the number of blocks. The sampled product searches it.
+/// - `col_idx` is below the number of block columns, `block_idx` below that of blocks.
+/// - `row_order` is a permutation.
+/// - `stages`: every number is in its range, and the counts of a stage are those of its bits, since consumers
+///   wait for as many bytes as the counts say; see [`BsrStageArrays`].
+/// - The lengths of tiles in the order in which they are taken are known on the host: a launch may not ask for
+///   parts of tiles that it has given no room.
+#[derive(Debug)]
+pub struct BsrIndices {
+    row_ptr: IndexTensor,
+    col_idx: IndexTensor,
+    row_order: IndexTensor,
+    block_idx: Option<IndexTensor>,
+    stages: Option<Stages>,
+    /// Blocks of the longest block row from each position of the order on.
+    longest: Vec<i32>,
+}
+
+#[derive(Debug)]
+struct Stages {
+    block_size: u32,
+    stages: Tensor,
+    group_stages: IndexTensor,
+    /// Stages of the longest group from each one on.
+    longest: Vec<i32>,
+}
+
+impl BsrIndices {
+    /// Checks the arrays and uploads them to the stream's device.
+    ///
+    /// # Errors
+    /// [`Error::Indices`](crate::Error::Indices) names what kernels may not follow; those of
+    /// [`Tensor::from_slice`].
+    pub fn new(arrays: &BsrIndexArrays<'_>, stream: &Stream) -> Result<Self> {
+        let BsrIndexArrays { block_cols, row_ptr, col_idx, row_order, block_idx, .. } = *arrays;
+        let blocks = col_idx.len();
+        if row_ptr.len() != row_order.len() + 1 || block_idx.is_some_and(|index| index.len() != blocks) {
+            return invalid("index arrays of a BSR matrix have different lengths".into());
+        }
+        let row_ptr_tensor = IndexTensor::offsets("row_ptr", row_ptr, &[row_ptr.len()], blocks, stream)?;
+        check_permutation("row_order", row_order)?;
+        let array =
+            |name, entries: &[i32], limit| IndexTensor::new(name, entries, &[entries.len()], limit, stream);
+        let length = |&row: &i32| row_ptr[row as usize + 1] - row_ptr[row as usize];
+        Ok(Self {
+            row_ptr: row_ptr_tensor,
+            col_idx: array("col_idx", col_idx, block_cols)?,
+            row_order: array("row_order", row_order, row_order.len())?,
+            block_idx: block_idx.map(|index| array("block_idx", index, blocks)).transpose()?,
+            stages: arrays.stages.as_ref().map(|stages| Stages::new(stages, arrays, stream)).transpose()?,
+            longest: longest_from(row_order.iter().map(length).collect()),
+        })
+    }
+
+    /// A copy on the stream's device.
+    ///
+    /// # Errors
+    /// Those of [`Tensor::copy_to`].
+    pub fn copy_to(&self, stream: &Stream) -> Result<Self> {
+        Ok(Self {
+            row_ptr: self.row_ptr.copy_to(stream)?,
+            col_idx: self.col_idx.copy_to(stream)?,
+            row_order: self.row_order.copy_to(stream)?,
+            block_idx: self.block_idx.as_ref().map(|index| index.copy_to(stream)).transpose()?,
+            stages: self.stages.as_ref().map(|stages| stages.copy_to(stream)).transpose()?,
+            longest: self.longest.clone(),
+        })
+    }
+
+    /// i32 `[block rows + 1]`.
+    pub fn row_ptr(&self) -> &Tensor {
+        &self.row_ptr
+    }
+
+    /// i32 `[blocks]`.
+    pub fn col_idx(&self) -> &Tensor {
+        &self.col_idx
+    }
+
+    /// i32 `[block rows]`.
+    pub fn row_order(&self) -> &Tensor {
+        &self.row_order
+    }
+
+    /// i32 `[blocks]`, where the matrix is multiplied transposed.
+    pub fn block_idx(&self) -> Option<&Tensor> {
+        self.block_idx.as_deref()
+    }
+
+    /// Number of blocks.
+    pub fn blocks(&self) -> usize {
+        self.col_idx.layout().elements()
+    }
+
+    /// Where the arrays are.
+    pub fn device(&self) -> Device {
+        self.row_ptr.device()
+    }
+
+    /// Whether all block columns are below this.
+    pub(crate) fn has_columns_below(&self, block_cols: i128) -> bool {
+        self.col_idx.limit() <= block_cols
+    }
+
+    /// Whether there are stages for blocks of this size.
+    pub(crate) fn has_stages_of(&self, block_size: u32) -> bool {
+        self.stages.as_ref().is_some_and(|stages| stages.block_size == block_size)
+    }
+
+    /// Blocks of the longest block row, or for kernels that gather B stages of the longest group, from this
+    /// position of the order on.
+    pub(crate) fn longest_from(&self, position: usize, gathers: bool) -> i32 {
+        let stages = self.stages.as_ref().map_or(&[][..], |stages| &stages.longest);
+        let longest = if gathers { stages } else { &self.longest };
+        longest.get(position).copied().unwrap_or(0)
+    }
+
+    /// `row_ptr`, `col_idx`, `row_order`, `block_idx`, `stages` and `group_stages`.
+    pub(crate) fn views(&self) -> [Option<View<'_>>; 6] {
+        let group_stages = self.stages.as_ref().map(|stages| &stages.group_stages);
+        let arrays = [Some(&self.row_ptr), Some(&self.col_idx), Some(&self.row_order)];
+        let [row_ptr, col_idx, row_order] = views(arrays);
+        let [block_idx, group_stages] = views([self.block_idx.as_ref(), group_stages]);
+        let stages = self.stages.as_ref().map(|stages| stages.stages.view());
+        [row_ptr, col_idx, row_order, block_idx, stages, group_stages]
+    }
+}
+
+/// Lanes of a stage, two numbers each; that of the first column, and that of the counts.
+const LANES: usize = 32;
+const FIRST_COLUMN: usize = 16;
+const COUNTS: usize = 24;
+
+impl Stages {
+    fn new(arrays: &BsrStageArrays<'_>, of: &BsrIndexArrays<'_>, stream: &Stream) -> Result<Self> {
+        let BsrStageArrays { block_size, stages, group_stages } = *arrays;
+        if ![16, 32].contains(&block_size) {
+            return invalid(format!("there are no stages for blocks of {block_size}"));
+        }
+        let groups = of.row_order.len().div_ceil(BsrMatmulHopper::group_rows(block_size) as usize);
+        let (each, rest) = stages.as_chunks::<{ 2 * LANES }>();
+        if !rest.is_empty() || group_stages.len() != groups + 1 {
+            return invalid("the stages of a pattern have another length".into());
+        }
+        let shape = [group_stages.len()];
+        let groups = IndexTensor::offsets("group_stages", group_stages, &shape, each.len(), stream)?;
+        for (at, stage) in each.iter().enumerate() {
+            let checked = check_stage(stage, block_size, of.col_idx.len(), of.block_cols);
+            checked.or_else(|what| invalid(format!("stage {at} of a pattern {what}")))?;
+        }
+        Ok(Self {
+            block_size,
+            stages: Tensor::from_slice(stream, stages, &[each.len(), LANES, 2])?,
+            group_stages: groups,
+            longest: longest_from(group_stages.windows(2).map(|pair| pair[1] - pair[0]).collect()),
+        })
+    }
+
+    fn copy_to(&self, stream: &Stream) -> Result<Self> {
+        Ok(Self {
+            block_size: self.block_size,
+            stages: self.stages.copy_to(stream)?,
+            group_stages: self.group_stages.copy_to(stream)?,
+            longest: self.longest.clone(),
+        })
+    }
+}
+
+/// Checks all numbers of a stage that kernels read. A lane of a block row has its first block, and packed into
+/// one number the bits of its columns and above them the place of its blocks among those of the stage.
+fn check_stage(
+    stage: &[i32; 2 * LANES],
+    block_size: u32,
+    blocks: usize,
+    block_cols: usize,
+) -> std::result::Result<(), &'static str> {
+    let rows = BsrMatmulHopper::group_rows(block_size) as usize;
+    let number = |lane: usize, which: usize| usize::try_from(stage[2 * lane + which]).ok();
+    let require = |holds: bool, what| if holds { Ok(()) } else { Err(what) };
+    let (columns, count) = (number(COUNTS, 0).unwrap_or(0), number(COUNTS, 1).unwrap_or(0));
+    let most = BsrMatmulHopper::stage_columns(block_size) as usize;
+    require((1..=most).contains(&columns), "has no columns, or too many")?;
+    require(count <= BsrMatmulHopper::stage_blocks(block_size) as usize, "has too many blocks")?;
+    for lane in 0..columns {
+        require(number(FIRST_COLUMN + lane, 0).is_some_and(|col| col < block_cols), "has no such column")?;
+    }
+    let mut place = 0;
+    for lane in 0..FIRST_COLUMN {
+        let packed = number(lane, 1).ok_or("has a negative place")?;
+        let (bits, own_place) = (packed & 0xFF, packed >> 8);
+        if bits == 0 {
+            continue;
+        }
+        let own = bits.count_ones() as usize;
+        require(lane < rows && bits < 1 << columns, "has a block in no row or column of it")?;
+        require(own_place == place, "has blocks in other places")?;
+        let first = number(lane, 0).filter(|first| first.saturating_add(own) <= blocks);
+        require(first.is_some(), "has no such block")?;
+        place += own;
+    }
+    require(place == count, "counts other blocks")
+}
+
+/// The longest of these from each on.
+fn longest_from(mut lengths: Vec<i32>) -> Vec<i32> {
+    let mut longest = 0;
+    for length in lengths.iter_mut().rev() {
+        longest = longest.max(*length);
+        *length = longest;
+    }
+    lengths
+}
