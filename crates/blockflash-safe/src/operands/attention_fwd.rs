@@ -152,10 +152,11 @@ impl Stream {
         let params = operands.pointers(params);
         // SAFETY:
         // 1. The row is a variant of attention forward, whose parameter struct this is.
-        // 2. All pointers come from views of this device. The kernel's addresses follow from the sizes and strides in the
-        //    struct and from the grid; `fit` found them to be those of the views, which reach no further than their memory.
-        //    Where they follow from a block mask, its entries are those that `BlockLists` has checked; where they follow
-        //    from `cu_seqlens`, their contents are the promise of whoever built them.
+        // 2. All pointers come from views of this device. The kernel's addresses follow from the
+        //    sizes and strides in the struct and from the grid; `fit` found them to be those of the
+        //    views, which reach no further than their memory. Where they follow from a block mask,
+        //    its entries are those that `BlockLists` has checked; where they follow from
+        //    `cu_seqlens`, their contents are the promise of whoever built them.
         // 3. `o` and `lse` are borrowed exclusively.
         unsafe { self.launch_with(row, config, |_| params, views.iter().flatten().filter_map(View::owner)) }
     }

@@ -60,10 +60,12 @@ impl Stream {
         };
         // SAFETY:
         // 1. The row is a Hopper variant of BSR matmul, whose parameter struct this is.
-        // 2. As in `launch_bsr_matmul`. What is read through a tensor map lies inside the view that it was encoded
-        //    from; whole blocks that are copied without one lie where `row_ptr` says, in a view that starts at a multiple of 16 bytes (`fit`).
-        //    The tile counter is null or a slot that no other launch uses at the same time (`tile_counter`), and it lives as long
-        //    as the context. The same holds for the sums of parts, of which there is room for as many as `begin` says (`split`).
+        // 2. As in `launch_bsr_matmul`. What is read through a tensor map lies inside the view that
+        //    it was encoded from; whole blocks that are copied without one lie where `row_ptr`
+        //    says, in a view that starts at a multiple of 16 bytes (`fit`). The tile counter is
+        //    null or a slot that no other launch uses at the same time (`tile_counter`), and it
+        //    lives as long as the context. The same holds for the sums of parts, of which there is
+        //    room for as many as `begin` says (`split`).
         // 3. `c` is borrowed exclusively.
         unsafe {
             self.launch_with(
