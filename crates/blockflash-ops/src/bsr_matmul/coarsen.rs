@@ -54,8 +54,9 @@ fn in_blocks<T: Float>(matrix: &BsrMatrix, shape: &Shape) -> Result<BsrMatrix> {
         // values.
         let mut inside = Vec::new();
         for (row, pair) in rows.iter().enumerate() {
-            for block in pair[0] as usize..pair[1] as usize {
-                let col = col_idx[block] as usize;
+            let first = pair[0] as usize;
+            for (block, &col) in (first..).zip(&col_idx[first..pair[1] as usize]) {
+                let col = col as usize;
                 inside.push((col / factor, row * size, col % factor * size, block));
             }
         }

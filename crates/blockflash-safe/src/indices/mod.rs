@@ -96,10 +96,8 @@ fn check_permutation(name: &str, order: &[i32]) -> Result<()> {
     let mut seen = vec![false; order.len()];
     for &entry in order {
         let place = usize::try_from(entry).ok().and_then(|entry| seen.get_mut(entry));
-        if !place.is_some_and(|seen| !std::mem::replace(seen, true)) {
-            return invalid(format!(
-                "{name} is no permutation: it has {entry} twice, or is too short for it"
-            ));
+        if place.is_none_or(|seen| std::mem::replace(seen, true)) {
+            return invalid(format!("{name} is no permutation: {entry} twice or out of range"));
         }
     }
     Ok(())
