@@ -5,7 +5,8 @@ use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use std::path::PathBuf;
 
-/// What a `blockflash` that is profiled is built with: it runs images of a folder that `BLOCKFLASH_IMAGES` names.
+/// What a `blockflash` that is profiled is built with: it runs images of a folder that
+/// `BLOCKFLASH_IMAGES` names.
 pub const IMAGES_FEATURE: &str = "blockflash-bench/images-from-folder";
 
 /// A compiled program.

@@ -62,7 +62,8 @@ pub fn load() -> Result<Vec<Pass>> {
     if path.exists() { read_passes(&path) } else { Ok(Vec::new()) }
 }
 
-/// Adds the lines of a file to the committed record, and drops lines of images that are not committed.
+/// Adds the lines of a file to the committed record, and drops lines of images that are not
+/// committed.
 pub fn merge(file: &Path) -> Result<()> {
     let lock = lock::load()?;
     let passes = merged(&lock, load()?, read_passes(file)?);

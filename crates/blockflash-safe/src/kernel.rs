@@ -106,8 +106,9 @@ impl Kernel {
         let mut module = ptr::null_mut();
         // SAFETY:
         // 1. The context is current, the pointer valid for writes.
-        // 2. The image is a complete cubin, or PTX that ends with a NUL: `blockflash_sys::image` embeds no others, and for those
-        //    of a folder whoever enables the feature `images-from-folder` vouches. The driver copies it.
+        // 2. The image is a complete cubin, or PTX that ends with a NUL: `blockflash_sys::image`
+        //    embeds no others, and for those of a folder whoever enables the feature
+        //    `images-from-folder` vouches. The driver copies it.
         let code = unsafe { sys::cuModuleLoadData(&mut module, aligned.as_ptr().cast()) };
         check("cuModuleLoadData", code)?;
         let mut raw = ptr::null_mut();

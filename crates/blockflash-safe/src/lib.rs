@@ -18,9 +18,10 @@
 //!   turns, whatever their streams and graphs.
 //! - **Aliasing.** [`View`] and [`ViewMut`] borrow like `&[T]` and `&mut [T]`; the borrow ends when the call returns, the
 //!   order of queued work does the rest.
-//! - **Bounds.** The launches in this crate check shapes, strides, element types and launch geometry against the views.
-//!   Index arrays that kernels follow are types of their own ([`BsrIndices`], [`BlockLists`]): checked on the
-//!   host, in memory that safe code cannot write any more.
+//! - **Bounds.** The launches in this crate check shapes, strides, element types and launch
+//!   geometry against the views. Index arrays that kernels follow are types of their own
+//!   ([`BsrIndices`], [`BlockLists`]): checked on the host, in memory that safe code cannot write
+//!   any more.
 
 mod context;
 mod device;

@@ -8,12 +8,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Environment variable with a folder whose images take the place of the embedded ones, in programs that are
-/// built with the feature `images-from-folder`. Without the feature, which is the default, it does nothing.
+/// Environment variable with a folder whose images take the place of the embedded ones, in programs
+/// that are built with the feature `images-from-folder`. Without the feature, which is the default,
+/// it does nothing.
 ///
-/// For kernels under development, for profiles with line information, and for comparing commits. Such a
-/// folder holds files as [`Row::image_name`] names them, not compressed; each kernel that is used must be
-/// there. Who enables the feature vouches for the images: the driver runs what they contain.
+/// For kernels under development, for profiles with line information, and for comparing commits.
+/// Such a folder holds files as [`Row::image_name`] names them, not compressed; each kernel that is
+/// used must be there. Who enables the feature vouches for the images: the driver runs what they
+/// contain.
 pub const IMAGES_VARIABLE: &str = "BLOCKFLASH_IMAGES";
 
 static IMAGES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/images.rs"));
@@ -46,8 +48,8 @@ pub fn compressed(row: &Row) -> Result<&'static [u8], ImageError> {
         .map_err(|_| ImageError::Missing(name))
 }
 
-/// The cubin of a row, or its NUL-terminated PTX, ready for `cuModuleLoadData`: the embedded one, unless
-/// [`IMAGES_VARIABLE`] names a folder and the feature `images-from-folder` is enabled.
+/// The cubin of a row, or its NUL-terminated PTX, ready for `cuModuleLoadData`: the embedded one,
+/// unless [`IMAGES_VARIABLE`] names a folder and the feature `images-from-folder` is enabled.
 pub fn load(row: &Row) -> Result<Vec<u8>, ImageError> {
     let mut bytes = match folder() {
         Some(folder) => from_folder(row, Path::new(&folder))?,

@@ -188,8 +188,8 @@ const BSR_SDDMM: &[BsrSddmm] =
 /// Tiles of the sampled product on Hopper by block size, for every layout of A and B: as many stages as fit.
 const BSR_SDDMM_HOPPER: &[(u32, u32)] = &[(64, 5), (128, 4)];
 
-/// All rows, the preferred targets first. Of rows that suit a problem equally well the first is taken.
-/// Each has a committed image, a line in `kernels.lock` and a recorded GPU pass.
+/// All rows, the preferred targets first. Of rows that suit a problem equally well the first is
+/// taken. Each has a committed image, a line in `kernels.lock` and a recorded GPU pass.
 pub fn rows() -> &'static [Row] {
     static ROWS: LazyLock<Vec<Row>> = LazyLock::new(|| {
         let mut rows = Vec::new();

@@ -2,14 +2,12 @@
 
 mod case;
 mod edges;
-mod indices;
 mod oracle;
 mod run;
 mod strategy;
 
 pub use case::{BiasKind, BsrCase, BsrData, NanInB, Pattern, Workspace, order, tiles};
 pub use edges::{column_cases, edge_cases, epilogue_cases};
-pub use indices::{Indices, Kind};
 pub use oracle::{BsrReference, activate};
 pub use run::{BsrInputs, Kernel, check_output, run_and_check, run_case, run_on_row};
 pub use strategy::{Limits, bsr_cases, patterns};

@@ -25,8 +25,8 @@ pub struct Images {
 }
 
 impl Images {
-    /// Those of the present tree, with line information: compiled, or in a bundle what it brought for this row;
-    /// else those in the program.
+    /// Those of the present tree, with line information: compiled, or in a bundle what it brought
+    /// for this row; else those in the program.
     pub fn of_tree(place: &Place, row: &Row) -> Result<Self> {
         let label = place.label()?;
         let folder = match place {

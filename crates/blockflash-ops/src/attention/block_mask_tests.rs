@@ -78,7 +78,8 @@ fn every_gpu_runs_every_block_size() {
             let chosen = row.attention_tile().unwrap();
             assert!(block_q % chosen.block_q == 0 && block_kv % chosen.block_kv == 0);
             plan(row, &problem, gpu).unwrap();
-            // Of what fits on the preferred target nothing is narrower, and of that width nothing has larger tiles.
+            // Of what fits on the preferred target nothing is narrower, and of that width nothing
+            // has larger tiles.
             let fitting = rows.iter().filter(|other| other.target == row.target);
             for other in fitting.filter(|other| accepts(other, &problem, gpu).is_ok()) {
                 let tile = other.attention_tile().unwrap();

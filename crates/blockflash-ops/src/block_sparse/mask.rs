@@ -13,8 +13,9 @@ use blockflash_safe::{BlockLists, Device, Stream, Tensor};
 /// The mask of a packed (variable-length) batch is made from those of its sequences, see [`packed`](Self::packed): its batch entries
 /// are the sequences, and its lengths, [`rows`](Self::rows) and [`cols`](Self::cols) those of the longest ones.
 ///
-/// Every constructor validates the index arrays and copies them, and nothing changes them later but the
-/// [`BlockMaskBuffer`](super::BlockMaskBuffer) that they belong to. Combining and counting read them on the CPU.
+/// Every constructor validates the index arrays and copies them, and nothing changes them later but
+/// the [`BlockMaskBuffer`](super::BlockMaskBuffer) that they belong to.
+/// Combining and counting read them on the CPU.
 #[derive(Debug)]
 pub struct BlockMask {
     pub(super) geometry: BlockGeometry,
@@ -127,8 +128,20 @@ impl BlockMask {
     ///
     /// # Errors
     /// Out of memory, or a failing device.
+    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) for the mask of a
+    /// [`BlockMaskBuffer`](super::BlockMaskBuffer) that is copied to the CPU in the middle of a
+    /// build on another stream.
     pub fn to(&self, stream: &Stream) -> Result<Self> {
-        Ok(Self { lists: self.lists.copy_to(stream)?, packed: self.packed.clone(), ..*self })
+        let lists = self.lists.copy_to(stream)?;
+        // Of what a kernel has written only ranges are known, but the CPU backend counts on lists.
+        if stream.device().is_cpu() && !self.device().is_cpu() && self.packed.is_none() {
+            let (row_ptr, col_idx) = (lists.row_ptr().view(), lists.col_idx().view());
+            let row_ptr = row_ptr.as_slice::<i32>()?;
+            let end = row_ptr.last().map_or(0, |&end| end as usize);
+            let col_idx = &col_idx.as_slice::<i32>()?[..end];
+            return Self::from_parts(self.geometry, self.batch, self.heads, row_ptr, col_idx);
+        }
+        Ok(Self { lists, packed: self.packed.clone(), ..*self })
     }
 
     /// The columns of one row, ascending. The indices are those of the mask itself, so 0 where it has one batch entry or head

@@ -11,8 +11,9 @@ use half::{bf16, f16};
 impl BsrMatrix {
     /// The same matrix in blocks of `block_size`, a multiple of its own: a block holds those that lie in it, and zeros. On the CPU.
     ///
-    /// Small blocks cost more per element than large ones, so where most of a large block is stored it may be the faster one: on an H200, blocks of
-    /// 16 and 32 of which half are stored take longer than a dense product. [`longest_row`](Self::longest_row) and
+    /// Small blocks cost more per element than large ones, so where most of a large block is stored
+    /// it may be the faster one: on an H200, blocks of 16 and 32 of which half are stored take
+    /// longer than a dense product. [`longest_row`](Self::longest_row) and
     /// [`density`](Self::density) of the result tell what has become of the pattern.
     ///
     /// ```
@@ -49,11 +50,13 @@ fn in_blocks<T: Float>(matrix: &BsrMatrix, shape: &Shape) -> Result<BsrMatrix> {
     let values = values.as_slice::<T>()?;
     let (mut ends, mut columns, mut blocks) = (vec![0], Vec::new(), Vec::new());
     for rows in row_ptr.windows(2).collect::<Vec<_>>().chunks(factor) {
-        // Column of the large block, then the rows and columns of elements before it there, and its values.
+        // Column of the large block, then the rows and columns of elements before it there, and its
+        // values.
         let mut inside = Vec::new();
         for (row, pair) in rows.iter().enumerate() {
-            for block in pair[0] as usize..pair[1] as usize {
-                let col = col_idx[block] as usize;
+            let first = pair[0] as usize;
+            for (block, &col) in (first..).zip(&col_idx[first..pair[1] as usize]) {
+                let col = col as usize;
                 inside.push((col / factor, row * size, col % factor * size, block));
             }
         }

@@ -12,13 +12,13 @@ use half::{bf16, f16};
 
 impl BsrMatrix {
     /// From the three arrays of the format on the device of the stream: `row_ptr` is i32
-    /// `[block_rows + 1]`, `col_idx` i32 `[nnz_blocks]`, columns ascending and unique within a block row,
-    /// and `values` f16, bf16 or f32 `[nnz_blocks, block_size, block_size]`.
+    /// `[block_rows + 1]`, `col_idx` i32 `[nnz_blocks]`, columns ascending and unique within a
+    /// block row, and `values` f16, bf16 or f32 `[nnz_blocks, block_size, block_size]`.
     ///
-    /// The values are taken over as they are. The indices are copied: what every stream that used their
-    /// tensors has queued by now is waited for, and whatever writes to them later does not change the
-    /// matrix. The copy comes to the host, which validates the pattern and plans it, as the other
-    /// constructors do.
+    /// The values are taken over as they are. The indices are copied: what every stream that used
+    /// their tensors has queued by now is waited for, and whatever writes to them later does not
+    /// change the matrix. The copy comes to the host, which validates the pattern and plans it, as
+    /// the other constructors do.
     ///
     /// ```
     /// # use blockflash_ops::{BsrMatrix, Device, Tensor};
@@ -34,9 +34,9 @@ impl BsrMatrix {
     /// # Errors
     /// [`Error::InvalidBsr`] names the first bad entry; [`Error::Shape`], [`Error::DType`];
     /// [`Error::DeviceMismatch`] for an array that is not on the stream's device. On the CPU
-    /// [`Error::NonzeroPadding`]; on a GPU [`Error::UncheckedPadding`] unless `rows` and `cols` are multiples
-    /// of `block_size`, since nothing looks at values there. A stream that is being captured, out of
-    /// memory, or a failing device.
+    /// [`Error::NonzeroPadding`]; on a GPU [`Error::UncheckedPadding`] unless `rows` and `cols` are
+    /// multiples of `block_size`, since nothing looks at values there. A stream that is being
+    /// captured, out of memory, or a failing device.
     pub fn from_tensors(
         rows: usize,
         cols: usize,
@@ -69,7 +69,8 @@ impl BsrMatrix {
     }
 }
 
-/// Checks types, places and shapes of `row_ptr`, `col_idx` and `values`, and says how many blocks there are.
+/// Checks types, places and shapes of `row_ptr`, `col_idx` and `values`, and says how many blocks
+/// there are.
 fn check_arrays(shape: &Shape, arrays: [&Tensor; 3], stream: &Stream) -> Result<usize> {
     let [row_ptr, col_idx, values] = arrays;
     let integers: &[DType] = &[DType::I32];

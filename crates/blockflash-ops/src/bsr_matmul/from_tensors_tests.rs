@@ -51,6 +51,19 @@ fn it_is_the_matrix_of_these_arrays() {
 }
 
 #[test]
+fn the_indices_are_copies() {
+    let [row_ptr, col_idx] = indices(5);
+    let [mut rows, mut columns, values] = tensors(&row_ptr, &col_idx, 16);
+    let matrix = BsrMatrix::from_tensors(9 * 16, 7 * 16, 16, &rows, &columns, values, &cpu()).unwrap();
+    let dense = matrix.to_dense().unwrap();
+    rows.fill_bytes(&cpu(), 0x7F).unwrap();
+    columns.fill_bytes(&cpu(), 0x7F).unwrap();
+    assert_eq!(matrix.row_ptr().to_vec::<i32>(&cpu()).unwrap(), row_ptr);
+    assert_eq!(matrix.col_idx().to_vec::<i32>(&cpu()).unwrap(), col_idx);
+    assert_eq!(matrix.to_dense().unwrap(), dense);
+}
+
+#[test]
 fn values_beyond_the_matrix_are_checked() {
     // Rows 0..15 and columns 0..14 in blocks of 8: both edges hang over.
     let arrays = || tensors(&[0, 1, 2], &[0, 1], 8);

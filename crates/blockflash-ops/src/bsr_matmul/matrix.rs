@@ -9,9 +9,11 @@ use blockflash_sys::DType;
 
 /// A block-sparse matrix in BSR format: square blocks of `block_size`, stored by block row, on the CPU or a GPU.
 ///
-/// Every constructor validates the index arrays and copies them, and nothing changes them later, so the kernels need not check them. `rows` and
-/// `cols` need not be multiples of `block_size`: the blocks at the edge are padded with zeros. Any block size from 1 to
-/// [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE) is a valid matrix and works on the CPU; the kernels take 16, 32, 64 and 128.
+/// Every constructor validates the index arrays and copies them, and nothing changes them later, so
+/// the kernels need not check them. `rows` and `cols` need not be multiples of `block_size`: the
+/// blocks at the edge are padded with zeros. Any block size from 1 to
+/// [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE) is a valid matrix and works on the CPU; the kernels
+/// take 16, 32, 64 and 128.
 ///
 /// Values may change, as weights do, by [`set_values`](Self::set_values), [`values_mut`](Self::values_mut) and
 /// [`BsrSddmm::sddmm_into_matrix`](crate::BsrSddmm::sddmm_into_matrix), all of which leave the zeros at the edge.
@@ -36,8 +38,8 @@ impl BsrMatrix {
     /// Largest block size.
     pub const MAX_BLOCK_SIZE: usize = 1024;
 
-    /// The matrix of indices, values and edge blocks that have passed validation. The index arrays and
-    /// what is planned from them are made on the stream's device, where the values are.
+    /// The matrix of indices, values and edge blocks that have passed validation. The index arrays
+    /// and what is planned from them are made on the stream's device, where the values are.
     pub(super) fn of_pattern(
         shape: &Shape,
         row_ptr: &[i32],

@@ -38,8 +38,8 @@ pub(super) struct Groups {
 }
 
 impl Stages {
-    /// The plan for a pattern whose indices have passed validation; none for blocks whose kernels need none.
-    /// `order` is the order of the block rows.
+    /// The plan for a pattern whose indices have passed validation; none for blocks whose kernels
+    /// need none. `order` is the order of the block rows.
     pub(super) fn new(block_size: usize, row_ptr: &[i32], col_idx: &[i32], order: &[i32]) -> Option<Self> {
         let limits = Limits::of(block_size)?;
         let groups: Vec<Vec<i32>> =

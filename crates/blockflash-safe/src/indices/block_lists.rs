@@ -6,15 +6,18 @@ use crate::{DType, Device, Result, Stream, Tensor, View};
 pub struct BlockListArrays<'a> {
     /// `[batch, heads]`, and `[heads]` of a packed batch.
     pub groups: &'a [usize],
-    /// Block rows of a group. A head of a packed batch has those of all sequences, one sequence after another.
+    /// Block rows of a group. A head of a packed batch has those of all sequences, one sequence
+    /// after another.
     pub rows: usize,
     /// Block columns; those of the longest sequence.
     pub cols: usize,
-    /// `[groups, rows + 1]`: row `r` of group `g` lists `col_idx[row_ptr[g, r]..row_ptr[g, r + 1]]`.
+    /// `[groups, rows + 1]`: row `r` of group `g` lists `col_idx[row_ptr[g, r]..row_ptr[g, r +
+    /// 1]]`.
     pub row_ptr: &'a [i32],
     /// Block columns. Those of a row ascend, or results are wrong.
     pub col_idx: &'a [i32],
-    /// `[groups, rows]`: the order in which the rows of a group, packed of each sequence of it, are taken.
+    /// `[groups, rows]`: the order in which the rows of a group, packed of each sequence of it, are
+    /// taken.
     pub row_order: &'a [i32],
     /// Packed only: `[batch + 1]`, the first row of each sequence.
     pub cu_rows: Option<&'a [i32]>,
@@ -22,11 +25,20 @@ pub struct BlockListArrays<'a> {
 
 /// The lists of a block mask on a device, which key blocks each block of queries visits.
 ///
-/// Kernels rely on the range of each entry, and read nothing outside of the arrays: `row_ptr` stays within
-/// `col_idx`, columns and rows in the order exist. `cu_rows` starts with 0, ascends, and ends with the number of
-/// rows. Lists that come from the host never change; those [`with_capacity`](Self::with_capacity) are written
-/// by [`Stream::launch_block_mask_build`], and a reader on another stream may see a half of an update: then
-/// what attention computes is unspecified, but the entries are in range at all times.
+/// Kernels rely on the range of each entry, and read nothing outside of the arrays: `row_ptr` stays
+/// within `col_idx`, columns and rows in the order exist. `cu_rows` starts with 0, ascends, and
+/// ends with the number of rows. Lists that come from the host never change; those
+/// [`with_capacity`](Self::with_capacity) are written by [`Stream::launch_block_mask_build`], and a
+/// reader on another stream may see a half of an update: then what attention computes is
+/// unspecified, but the entries are in range at all times.
+///
+/// Safe code reads them, but never writes them, neither now nor by a graph:
+/// ```compile_fail,E0596
+/// # use blockflash_safe::{BlockLists, Result, Stream, Tensor};
+/// fn spoil(lists: &mut BlockLists, bad: &Tensor, stream: &Stream) -> Result<()> {
+///     lists.row_ptr().copy_from(stream, bad) // a shared reference
+/// }
+/// ```
 #[derive(Debug)]
 pub struct BlockLists {
     row_ptr: IndexTensor,
@@ -74,7 +86,8 @@ impl BlockLists {
         })
     }
 
-    /// Lists without columns that [`Stream::launch_block_mask_build`] may fill with up to `capacity` of them.
+    /// Lists without columns that [`Stream::launch_block_mask_build`] may fill with up to
+    /// `capacity` of them.
     ///
     /// # Errors
     /// Those of [`Tensor::zeros`].
@@ -90,7 +103,8 @@ impl BlockLists {
         let limit = capacity.saturating_add(1);
         Ok(Self {
             row_ptr: IndexTensor::zeros(&[batch, heads, rows + 1], limit, stream)?,
-            // A kernel chooses columns by words of 32 bits, in which those that do not exist are cut off last.
+            // A kernel chooses columns by words of 32 bits, in which those that do not exist are
+            // cut off last.
             col_idx: IndexTensor::zeros(&[capacity], cols.next_multiple_of(32), stream)?,
             row_order: IndexTensor::new("row_order", &order, &[batch, heads, rows], rows, stream)?,
             cu_rows: None,
@@ -137,7 +151,8 @@ impl BlockLists {
         self.row_ptr.device()
     }
 
-    /// Whether the columns exist where there are so many; of lists that a kernel fills, up to whole words of 32.
+    /// Whether the columns exist where there are so many; of lists that a kernel fills, up to whole
+    /// words of 32.
     pub(crate) fn has_columns_below(&self, cols: i128) -> bool {
         self.col_idx.limit() <= if self.fillable { in_words(cols) } else { cols }
     }
@@ -158,8 +173,9 @@ fn in_words(cols: i128) -> i128 {
     (cols + 31) / 32 * 32
 }
 
-/// What the first step of building lists leaves for the second one. Nothing else can write it, and it begins as
-/// zeros, so whatever ran before, the second step adds up lengths that are not negative.
+/// What the first step of building lists leaves for the second one. Nothing else can write it, and
+/// it begins as zeros, so whatever ran before, the second step adds up lengths that are not
+/// negative.
 #[derive(Debug)]
 pub struct BlockListScratch {
     /// i32 `[batch, heads, rows, ceil(cols / 32)]`.
@@ -170,7 +186,8 @@ pub struct BlockListScratch {
 }
 
 impl BlockListScratch {
-    /// For lists of this size, and a kernel whose blocks of threads have `slab_rows` rows each, which is positive.
+    /// For lists of this size, and a kernel whose blocks of threads have `slab_rows` rows each,
+    /// which is positive.
     ///
     /// # Errors
     /// Those of [`Tensor::zeros`].

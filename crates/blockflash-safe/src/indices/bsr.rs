@@ -2,7 +2,8 @@ use super::{IndexTensor, check_permutation, invalid, views};
 use crate::{Device, Result, Stream, Tensor, View};
 use blockflash_sys::manifest::BsrMatmulHopper;
 
-/// The pattern of a block-sparse (BSR) matrix on the host: what [`BsrIndices::new`] checks and uploads.
+/// The pattern of a block-sparse (BSR) matrix on the host: what [`BsrIndices::new`] checks and
+/// uploads.
 #[derive(Clone, Copy, Debug)]
 pub struct BsrIndexArrays<'a> {
     /// Number of block columns.
@@ -13,8 +14,8 @@ pub struct BsrIndexArrays<'a> {
     pub col_idx: &'a [i32],
     /// `[block rows]`: the order in which kernels take the block rows.
     pub row_order: &'a [i32],
-    /// `[blocks]`: which of the values each block is, where the matrix is multiplied transposed; else they are
-    /// in this order.
+    /// `[blocks]`: which of the values each block is, where the matrix is multiplied transposed;
+    /// else they are in this order.
     pub block_idx: Option<&'a [i32]>,
     /// How block rows share B, for kernels that gather it.
     pub stages: Option<BsrStageArrays<'a>>,
@@ -31,17 +32,48 @@ pub struct BsrStageArrays<'a> {
     pub group_stages: &'a [i32],
 }
 
-/// The pattern of a block-sparse (BSR) matrix on a device, checked, in memory that nothing changes any more.
+/// The pattern of a block-sparse (BSR) matrix on a device, checked, in memory that nothing changes
+/// any more.
 ///
-/// Kernels rely on this, and read nothing outside of the arrays and the values that it is launched with:
+/// Kernels rely on this, and read nothing outside of the arrays and the values that it is launched
+/// with:
 ///
-/// - `row_ptr` starts with 0, ascends and ends with the number of blocks. The sampled product searches it.
+/// - `row_ptr` starts with 0, ascends and ends with the number of blocks. The sampled product
+///   searches it.
 /// - `col_idx` is below the number of block columns, `block_idx` below that of blocks.
 /// - `row_order` is a permutation.
-/// - `stages`: every number is in its range, and the counts of a stage are those of its bits, since consumers
-///   wait for as many bytes as the counts say; see [`BsrStageArrays`].
-/// - The lengths of tiles in the order in which they are taken are known on the host: a launch may not ask for
-///   parts of tiles that it has given no room.
+/// - `stages`: every number is in its range, and the counts of a stage are those of its bits, since
+///   consumers wait for as many bytes as the counts say; see [`BsrStageArrays`].
+/// - The lengths of tiles in the order in which they are taken are known on the host: a launch may
+///   not ask for parts of tiles that it has given no room.
+///
+/// ```
+/// # use blockflash_safe::{BsrIndexArrays, BsrIndices, Device};
+/// # let stream = Device::cpu().stream()?;
+/// let (row_ptr, col_idx, row_order) = (&[0, 2, 3], &[0, 5, 1], &[0, 1]);
+/// let pattern = BsrIndexArrays {
+///     block_cols: 6, row_ptr, col_idx, row_order, block_idx: None, stages: None,
+/// };
+/// let indices = BsrIndices::new(&pattern, &stream)?;
+/// assert_eq!(indices.col_idx().view().as_slice::<i32>()?, [0, 5, 1]);
+/// assert!(BsrIndices::new(&BsrIndexArrays { block_cols: 5, ..pattern }, &stream).is_err());
+/// # Ok::<(), blockflash_safe::Error>(())
+/// ```
+///
+/// Nothing writes to them afterwards, neither now nor by a graph:
+/// ```compile_fail,E0596
+/// # use blockflash_safe::{BsrIndices, Result, Stream, Tensor};
+/// fn spoil(indices: &mut BsrIndices, bad: &Tensor, stream: &Stream) -> Result<()> {
+///     indices.row_ptr().copy_from(stream, bad) // a shared reference
+/// }
+/// ```
+/// and an array of somebody else cannot take their place in a launch:
+/// ```compile_fail,E0308
+/// # use blockflash_safe::{BsrSddmmOperands, View, ViewMut};
+/// fn operands<'a>(row_ptr: View<'a>, a: View<'a>, b: View<'a>, values: ViewMut<'a>) ->
+/// BsrSddmmOperands<'a> { BsrSddmmOperands { pattern: &row_ptr, a, b, values } // not indices that
+/// were checked }
+/// ```
 #[derive(Debug)]
 pub struct BsrIndices {
     row_ptr: IndexTensor,
@@ -144,8 +176,8 @@ impl BsrIndices {
         self.stages.as_ref().is_some_and(|stages| stages.block_size == block_size)
     }
 
-    /// Blocks of the longest block row, or for kernels that gather B stages of the longest group, from this
-    /// position of the order on.
+    /// Blocks of the longest block row, or for kernels that gather B stages of the longest group,
+    /// from this position of the order on.
     pub(crate) fn longest_from(&self, position: usize, gathers: bool) -> i32 {
         let stages = self.stages.as_ref().map_or(&[][..], |stages| &stages.longest);
         let longest = if gathers { stages } else { &self.longest };
@@ -203,8 +235,9 @@ impl Stages {
     }
 }
 
-/// Checks all numbers of a stage that kernels read. A lane of a block row has its first block, and packed into
-/// one number the bits of its columns and above them the place of its blocks among those of the stage.
+/// Checks all numbers of a stage that kernels read. A lane of a block row has its first block, and
+/// packed into one number the bits of its columns and above them the place of its blocks among
+/// those of the stage.
 fn check_stage(
     stage: &[i32; 2 * LANES],
     block_size: u32,

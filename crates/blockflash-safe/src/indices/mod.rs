@@ -13,14 +13,14 @@ use std::ops::Deref;
 ///
 /// Kernels compute addresses from such entries, so the soundness of the launches rests on it:
 ///
-/// - **Made of host memory.** The entries are checked on the host and uploaded into memory of their own, or are
-///   zeros. Device memory of somebody else is never taken over: a copy into it may be pending on another
-///   stream, or a captured graph that writes to it may be launched later.
-/// - **Handed out read-only.** There is no mutable view of the memory, so safe code can queue no write to it,
-///   also not into a graph. One launch of this crate writes such arrays, of a kernel that leaves entries below
-///   the limit at all times, whatever runs beside it.
-/// - **Ordered.** The upload is waited for; zeros and copies are queued on the stream that the memory was
-///   allocated with, and the first use on another stream waits for that one.
+/// - **Made of host memory.** The entries are checked on the host and uploaded into memory of their
+///   own, or are zeros. Device memory of somebody else is never taken over: a copy into it may be
+///   pending on another stream, or a captured graph that writes to it may be launched later.
+/// - **Handed out read-only.** There is no mutable view of the memory, so safe code can queue no
+///   write to it, also not into a graph. One launch of this crate writes such arrays, of a kernel
+///   that leaves entries below the limit at all times, whatever runs beside it.
+/// - **Ordered.** The upload is waited for; zeros and copies are queued on the stream that the
+///   memory was allocated with, and the first use on another stream waits for that one.
 #[derive(Debug)]
 pub(crate) struct IndexTensor {
     tensor: Tensor,
@@ -63,7 +63,8 @@ impl IndexTensor {
         Ok(Self { tensor: Tensor::zeros(stream, DType::I32, shape)?, limit: as_i64(limit) })
     }
 
-    /// A copy on the stream's device. Nobody else can write the source or the copy, so its entries are in range, too.
+    /// A copy on the stream's device. Nobody else can write the source or the copy, so its entries
+    /// are in range, too.
     pub(crate) fn copy_to(&self, stream: &Stream) -> Result<Self> {
         Ok(Self { tensor: self.tensor.copy_to(stream)?, limit: self.limit })
     }
@@ -95,10 +96,8 @@ fn check_permutation(name: &str, order: &[i32]) -> Result<()> {
     let mut seen = vec![false; order.len()];
     for &entry in order {
         let place = usize::try_from(entry).ok().and_then(|entry| seen.get_mut(entry));
-        if !place.is_some_and(|seen| !std::mem::replace(seen, true)) {
-            return invalid(format!(
-                "{name} is no permutation: it has {entry} twice, or is too short for it"
-            ));
+        if place.is_none_or(|seen| std::mem::replace(seen, true)) {
+            return invalid(format!("{name} is no permutation: {entry} twice or out of range"));
         }
     }
     Ok(())

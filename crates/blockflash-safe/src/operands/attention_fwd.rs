@@ -156,9 +156,10 @@ impl Stream {
         let params = operands.pointers(params);
         // SAFETY:
         // 1. The row is a variant of attention forward, whose parameter struct this is.
-        // 2. All pointers come from views of this device. The kernel's addresses follow from the sizes and strides in the
-        //    struct and from the grid; `fit` found them to be those of the views, which reach no further than their memory.
-        //    What the kernel reads from `cu_seqlens` it clamps to the packed rows, which `fit` compared. Where addresses follow
+        // 2. All pointers come from views of this device. The kernel's addresses follow from the
+        //    sizes and strides in the struct and from the grid; `fit` found them to be those of the
+        //    views, which reach no further than their memory. What the kernel reads from
+        //    `cu_seqlens` it clamps to the packed rows, which `fit` compared. Where addresses follow
         //    from a block mask, its entries are those that `BlockLists` has checked.
         // 3. `o` and `lse` are borrowed exclusively.
         unsafe { self.launch_with(row, config, |_| params, views.iter().flatten().filter_map(View::owner)) }

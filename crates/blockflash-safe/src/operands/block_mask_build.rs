@@ -17,7 +17,8 @@ const MAX_K: i32 = 1 << 30;
 /// What a block mask is built of and from.
 #[derive(Debug)]
 pub struct BlockMaskBuildOperands<'a> {
-    /// Contiguous: u8 or f32 `[batch, heads, rows, cols]`, booleans or scores, or i32 `[batch, heads, rows, k]`, lists of columns.
+    /// Contiguous: u8 or f32 `[batch, heads, rows, cols]`, booleans or scores, or i32 `[batch,
+    /// heads, rows, k]`, lists of columns.
     pub source: View<'a>,
     /// Blocks that are visited whatever the source says; `batch` is 1 or that of the mask, `heads` divides its heads.
     pub always: Option<&'a BlockLists>,
@@ -147,10 +148,11 @@ impl Stream {
         let params = operands.pointers(params);
         // SAFETY:
         // 1. The row builds block masks, whose parameter struct this is.
-        // 2. As in `launch_attention_fwd`. Columns that are read are bounded by the kernel, those of `always` are below
-        //    `cols`. The second step adds up lengths that only the first one writes and that are never negative, and
-        //    ends with the capacity, so what it writes stays within the lists and in the ranges of `BlockLists`, whatever
-        //    other build runs at the same time.
+        // 2. As in `launch_attention_fwd`. Columns that are read are bounded by the kernel, those
+        //    of `always` are below `cols`. The second step adds up lengths that only the first one
+        //    writes and that are never negative, and ends with the capacity, so what it writes
+        //    stays within the lists and in the ranges of `BlockLists`, whatever other build runs at
+        //    the same time.
         // 3. All tensors but `source` and `always` are borrowed exclusively.
         unsafe { self.launch_with(row, config, |_| params, views.iter().flatten().filter_map(View::owner)) }
     }

@@ -8,8 +8,8 @@ use blockflash_sys::params::blockflash_bsr_matmul_params;
 /// Tensors of the BSR matmul kernels.
 #[derive(Debug)]
 pub struct BsrMatmulOperands<'a> {
-    /// The pattern of the block-sparse matrix; that of its transpose, with `block_idx`, exactly for kernels that
-    /// transpose A.
+    /// The pattern of the block-sparse matrix; that of its transpose, with `block_idx`, exactly for
+    /// kernels that transpose A.
     pub indices: &'a BsrIndices,
     /// `[nnz_blocks, block_size, block_size]`.
     pub values: View<'a>,
@@ -112,7 +112,8 @@ impl Stream {
         let params = operands.pointers(params);
         // SAFETY:
         // 1. The row is a variant of BSR matmul, whose parameter struct this is.
-        // 2. As in `launch_attention_fwd`; where addresses follow from index arrays, `BsrIndices` has checked their entries.
+        // 2. As in `launch_attention_fwd`; where addresses follow from index arrays, `BsrIndices`
+        //    has checked their entries.
         // 3. `c` is borrowed exclusively.
         unsafe { self.launch_with(row, config, |_| params, views.iter().flatten().filter_map(View::owner)) }
     }

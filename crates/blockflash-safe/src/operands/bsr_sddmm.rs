@@ -68,8 +68,9 @@ impl Stream {
         };
         // SAFETY:
         // 1. The row is a variant of the sampled product, whose parameter struct this is.
-        // 2. As in `launch_bsr_matmul_tma`: A and B are read through tensor maps alone, the blocks of `values` that are read and written
-        //    are those that `row_ptr` counts, as many as `values` has; it ascends, as the search in it needs.
+        // 2. As in `launch_bsr_matmul_tma`: A and B are read through tensor maps alone, the blocks
+        //    of `values` that are read and written are those that `row_ptr` counts, as many as
+        //    `values` has; it ascends, as the search in it needs.
         // 3. `values` are borrowed exclusively.
         unsafe {
             self.launch_counting(
