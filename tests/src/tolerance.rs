@@ -12,7 +12,7 @@
 //! any correct computation is free to do once: one rounding of the result, one rounding of the factor that enters the second
 //! product (the probabilities), the f32 roundings of the exponents from which that factor is computed (an absolute error of an
 //! exponent is a relative one of the probability), the f32 roundings of the epilogue, and what tensor cores cut off while they
-//! add ([`ProductSum`] derives how much). Each is a unit roundoff times the size of what is rounded; in the norm of a row the
+//! add (`check/rounding.rs` of `blockflash-bench` derives how much). Each is a unit roundoff times the size of what is rounded; in the norm of a row the
 //! first two count with their root mean square, a unit roundoff / √3. It has no tunable factor and is never widened. For f16 and
 //! bf16 outputs all but the first two are small.
 //!
@@ -20,7 +20,7 @@
 //! the softmax from probabilities that are rounded. Its relative error, one unit roundoff, is an absolute one of the
 //! log-sum-exp. Results of all other kernels are judged without this term.
 
-pub use blockflash_bench::check::{PRODUCTS, ProductSum, Rounding, Sizes};
+pub use blockflash_bench::check::{PRODUCTS, PartialSums, ProductSum, Rounding, Sizes};
 
 /// Exact and plainly computed values of one output tensor, or of sampled rows of it.
 #[derive(Clone, Debug, Default)]

@@ -18,7 +18,9 @@ pub use block_scores::block_scores;
 pub use blocks::Blocks;
 pub use bsr_matmul::{Activation, BsrCase, bsr_matmul};
 pub use bsr_sddmm::{SddmmCase, bsr_sddmm};
-pub use rounding::{PRODUCTS, ProductSum, Rounding, Sizes, TRUNCATION, subnormal_roundoff, unit_roundoff};
+pub use rounding::{
+    PRODUCTS, PartialSums, ProductSum, Rounding, Sizes, TRUNCATION, subnormal_roundoff, unit_roundoff,
+};
 
 use blockflash_sys::DType;
 use half::{bf16, f16};

@@ -2,7 +2,7 @@
 
 use super::{BiasKind, BsrCase, BsrData};
 use crate::number::{rng, round};
-use crate::tolerance::{PRODUCTS, ProductSum, Reference, Rounding};
+use crate::tolerance::{PRODUCTS, PartialSums, ProductSum, Reference, Rounding};
 use blockflash_ops::bsr_matmul::Activation;
 use rand::Rng;
 use rayon::prelude::*;
@@ -111,6 +111,7 @@ fn row(case: &BsrCase, data: &BsrData, i: usize) -> Row {
     let size = case.block_size;
     let (block_row, inner_row) = (i / size, i % size);
     let mut sums = vec![ProductSum::default(); n];
+    let mut partials = vec![PartialSums::default(); n];
     let mut plain = vec![0f32; n];
     for at in data.row_ptr[block_row] as usize..data.row_ptr[block_row + 1] as usize {
         let first = data.col_idx[at] as usize * size;
@@ -123,7 +124,7 @@ fn row(case: &BsrCase, data: &BsrData, i: usize) -> Row {
                     *plain += a * b;
                 }
             }
-            sums.iter_mut().for_each(ProductSum::settle);
+            partials.iter_mut().zip(&sums).for_each(|(partial, &sum)| partial.settle(sum));
         }
     }
     let (alpha, beta) = (f64::from(case.alpha), f64::from(case.beta));
@@ -141,7 +142,7 @@ fn row(case: &BsrCase, data: &BsrData, i: usize) -> Row {
         let plain = activate_f32(case.activation, case.alpha * plain + case.beta * old + bias);
         row.plain.push(f64::from(round(case.c_dtype, plain)));
         row.magnitude.push((alpha * alpha * sum.squares + added[0].powi(2) + added[1].powi(2)).sqrt());
-        row.partial.push(alpha.abs() * sum.partial());
+        row.partial.push(alpha.abs() * partials[j].mean());
     }
     row
 }

@@ -2,7 +2,7 @@
 
 use super::{SddmmCase, SddmmData};
 use crate::number::{rng, round};
-use crate::tolerance::{PRODUCTS, ProductSum, Reference, Rounding};
+use crate::tolerance::{PRODUCTS, PartialSums, ProductSum, Reference, Rounding};
 use rand::Rng;
 use rayon::prelude::*;
 
@@ -59,20 +59,20 @@ fn sample(case: &SddmmCase, rows: usize, affordable: f64) -> Vec<usize> {
 fn element(case: &SddmmCase, data: &SddmmData, b: &[f32], at: usize) -> [f64; 4] {
     let Some((row, col)) = data.position(case, at) else { return [0.0; 4] };
     let k = case.mnk[2];
-    let (mut sum, mut plain) = (ProductSum::default(), 0f32);
+    let (mut sum, mut partial, mut plain) = (ProductSum::default(), PartialSums::default(), 0f32);
     for (a, b) in data.a[row * k..][..k].chunks(PRODUCTS).zip(b[col * k..][..k].chunks(PRODUCTS)) {
         for (&a, &b) in a.iter().zip(b) {
             sum.add(f64::from(a) * f64::from(b));
             plain += a * b;
         }
-        sum.settle();
+        partial.settle(sum);
     }
     // With beta 0 the old values are not read: they may be NaN.
     let old = if case.beta == 0.0 { 0.0 } else { data.old[at] };
     let (alpha, added) = (f64::from(case.alpha), f64::from(case.beta) * f64::from(old));
     let plain = round(case.values_dtype, case.alpha * plain + case.beta * old);
     let magnitude = (alpha * alpha * sum.squares + added * added).sqrt();
-    [alpha * sum.sum + added, f64::from(plain), magnitude, alpha.abs() * sum.partial()]
+    [alpha * sum.sum + added, f64::from(plain), magnitude, alpha.abs() * partial.mean()]
 }
 
 #[cfg(test)]

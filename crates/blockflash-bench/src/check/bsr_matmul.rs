@@ -1,5 +1,5 @@
 use super::{BUDGET, Comparison, Element, Mismatch, ensure, representable, round, sample};
-use super::{PRODUCTS, ProductSum, Rounding};
+use super::{PRODUCTS, PartialSums, ProductSum, Rounding};
 use crate::io::Array;
 use rayon::prelude::*;
 
@@ -123,6 +123,7 @@ fn compare_row(
     let dtype = result.dtype();
     let width = columns.len();
     let (mut sums, mut plain) = (vec![ProductSum::default(); width], vec![0f32; width]);
+    let mut partials = vec![PartialSums::default(); width];
     let bad = || Mismatch(format!("the indices of block row {} are out of range", row / block));
     let [start, end] =
         [row / block, row / block + 1].map(|at| usize::try_from(case.row_ptr[at]).unwrap_or(usize::MAX));
@@ -139,7 +140,7 @@ fn compare_row(
                     *plain += value * b;
                 }
             }
-            sums.iter_mut().for_each(ProductSum::settle);
+            partials.iter_mut().zip(&sums).for_each(|(partial, &sum)| partial.settle(sum));
         }
     }
     let element = |array: Option<&Array>, at: usize| {
@@ -161,7 +162,7 @@ fn compare_row(
             magnitude: alpha.abs() * product.squares.sqrt()
                 + f64::from(case.beta * c).abs()
                 + f64::from(bias).abs(),
-            partial: alpha.abs() * product.partial(),
+            partial: alpha.abs() * partials[at].mean(),
         }
     });
     // The epilogue has four operations.

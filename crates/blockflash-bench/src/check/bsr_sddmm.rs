@@ -1,5 +1,5 @@
 use super::{BUDGET, Comparison, Element, Mismatch, ensure, representable, round, sample};
-use super::{PRODUCTS, ProductSum, Rounding};
+use super::{PRODUCTS, PartialSums, ProductSum, Rounding};
 use crate::io::Array;
 use blockflash_sys::Major;
 use rayon::prelude::*;
@@ -95,13 +95,13 @@ fn compare_row(case: &SddmmCase<'_>, result: &Array, row: usize, a: &[f32], b: &
         if i >= m || j >= n {
             return Element { result: value, reference: 0.0, plain: 0.0, magnitude: 0.0, partial: 0.0 };
         }
-        let (mut sum, mut plain) = (ProductSum::default(), 0f32);
+        let (mut sum, mut partial, mut plain) = (ProductSum::default(), PartialSums::default(), 0f32);
         for (a, b) in a[i * k..][..k].chunks(PRODUCTS).zip(b[j * k..][..k].chunks(PRODUCTS)) {
             for (&a, &b) in a.iter().zip(b) {
                 sum.add(f64::from(a) * f64::from(b));
                 plain += a * b;
             }
-            sum.settle();
+            partial.settle(sum);
         }
         let old = old.as_ref().map_or(0.0, |old| old[at]);
         let (alpha, added) = (f64::from(case.alpha), f64::from(case.beta) * f64::from(old));
@@ -110,7 +110,7 @@ fn compare_row(case: &SddmmCase<'_>, result: &Array, row: usize, a: &[f32], b: &
             reference: representable(dtype, alpha * sum.sum + added),
             plain: round(dtype, case.alpha * plain + case.beta * old),
             magnitude: alpha.abs() * sum.squares.sqrt() + added.abs(),
-            partial: alpha.abs() * sum.partial(),
+            partial: alpha.abs() * partial.mean(),
         }
     });
     // Alpha and beta are two operations.

@@ -38,17 +38,13 @@ pub fn subnormal_roundoff(dtype: DType) -> f64 {
     }
 }
 
-/// A sum of products in f64, and how large it is on the way.
+/// A sum of products in f64.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ProductSum {
     /// The sum.
     pub sum: f64,
     /// Of the squares of the products.
     pub squares: f64,
-    additions: usize,
-    sizes: f64,
-    /// Of the partial sum before the current addition and the products in it.
-    largest: f64,
 }
 
 impl ProductSum {
@@ -56,18 +52,29 @@ impl ProductSum {
     pub fn add(&mut self, product: f64) {
         self.sum += product;
         self.squares += product * product;
-        self.largest = self.largest.max(product.abs());
     }
+}
 
-    /// Ends an addition of a tensor core: due after [`PRODUCTS`] products, or as many as there are.
-    pub fn settle(&mut self) {
+/// How large a sum of products is on the way.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PartialSums {
+    additions: usize,
+    sizes: f64,
+    before: ProductSum,
+}
+
+impl PartialSums {
+    /// An addition of a tensor core ends here: due after [`PRODUCTS`] products, or as many as there are.
+    pub fn settle(&mut self, now: ProductSum) {
+        // The root is at least the largest of the products.
+        let products = (now.squares - self.before.squares).sqrt();
+        self.sizes += self.before.sum.abs().max(now.sum.abs()).max(products);
         self.additions += 1;
-        self.sizes += self.largest.max(self.sum.abs());
-        self.largest = self.sum.abs();
+        self.before = now;
     }
 
     /// Mean size of what is aligned in an addition: for products of one sign about half of the sum.
-    pub fn partial(&self) -> f64 {
+    pub fn mean(&self) -> f64 {
         self.sizes / self.additions.max(1) as f64
     }
 }
@@ -79,7 +86,7 @@ pub struct Sizes {
     pub exact: f64,
     /// Of the root of the sum of squares of the terms that were added up.
     pub magnitude: f64,
-    /// Of the partial sums in a tensor core, on average ([`ProductSum::partial`]).
+    /// Of the partial sums in a tensor core, on average ([`PartialSums::mean`]).
     pub partial: f64,
 }
 
