@@ -8,13 +8,15 @@
 //!    that is missing among thousands, in whatever row it happens;
 //! 3. elements whose exact value is NaN are NaN, infinite ones are that infinity, all others are finite.
 //!
-//! The floor keeps a lucky `plain` (a row of one key has no rounding error at all) from demanding the impossible. It is what
-//! any correct computation is free to do once: one rounding of the result, one rounding of the factor that enters the second
-//! product (the probabilities), the f32 roundings of the exponents from which that factor is computed (an absolute error of an
-//! exponent is a relative one of the probability), the f32 roundings of the epilogue, and what tensor cores cut off while they
-//! add (`check/rounding.rs` of `blockflash-bench` derives how much). Each is a unit roundoff times the size of what is rounded; in the norm of a row the
-//! first two count with their root mean square, a unit roundoff / √3. It has no tunable factor and is never widened. For f16 and
-//! bf16 outputs all but the first two are small.
+//! The floor keeps a lucky `plain` (a row of one key has no rounding error at all) from demanding
+//! the impossible. It is what any correct computation is free to do once: one rounding of the
+//! result, one rounding of the factor that enters the second product (the probabilities), the f32
+//! roundings of the exponents from which that factor is computed (an absolute error of an exponent
+//! is a relative one of the probability), the f32 roundings of the epilogue, and what tensor cores
+//! cut off while they add (`check/rounding.rs` of `blockflash-bench` derives how much). Each is a
+//! unit roundoff times the size of what is rounded; in the norm of a row the first two count with
+//! their root mean square, a unit roundoff / √3. It has no tunable factor and is never widened. For
+//! f16 and bf16 outputs all but the first two are small.
 //!
 //! One thing only some kernels are free to do, and their manifest rows say so (`Row::denominator`): adding up the denominator of
 //! the softmax from probabilities that are rounded. Its relative error, one unit roundoff, is an absolute one of the

@@ -1,5 +1,6 @@
-//! Tensor cores truncate while they add, and with products of one sign that adds up. The rule knows how much, in the tests and
-//! in `--check` of the command, and still sees what is missing from long sums.
+//! Tensor cores truncate while they add, and with products of one sign that adds up. The rule knows
+//! how much, in the tests and in `--check` of the command, and still sees what is missing from long
+//! sums.
 
 use blockflash_bench::check::{self, Activation};
 use blockflash_bench::io::{Array, Values};
@@ -65,7 +66,8 @@ enum Content {
     Positive,
     /// All the same, and so all low bits that are cut off.
     Constant,
-    /// |N(0, 1)|, the first ones a hundred times as large: partial sums are large from the beginning.
+    /// |N(0, 1)|, the first ones a hundred times as large: partial sums are large from the
+    /// beginning.
     Falling,
     /// |N(0, 1)|, in the second half of A negative: what remains is small beside its partial sums.
     Cancelling,
@@ -174,7 +176,8 @@ fn what_is_missing_from_a_long_sum_is_seen() {
                 let row = core.first_row(&case, &data, first..first + 16);
                 assert_eq!(verdicts(&case, &data, &row), [false; 2], "{core:?}, {k}: 16 at {first}");
             }
-            // One element of A: as large as the mean for the shorter sum, for the longer one the largest.
+            // One element of A: as large as the mean for the shorter sum, for the longer one the
+            // largest.
             let a = |col: usize| data.values[col / 16 * 256 + col % 16];
             let mean = (0..k).map(a).sum::<f32>() / k as f32;
             let by_mean = |&col: &usize| ((a(col) - mean).abs() * 1e6) as i64;

@@ -48,7 +48,8 @@ pub struct Comparison {
     reference_squares: f64,
 }
 
-/// One element: what was computed, what is right, what a plain computation gives, and the sizes that [`Sizes`] names.
+/// One element: what was computed, what is right, what a plain computation gives, and the sizes
+/// that [`Sizes`] names.
 struct Element {
     result: f32,
     reference: f64,

@@ -1,5 +1,6 @@
-//! One case, ours and the rivals in turns: every window is preceded by the same idle gap and has the same length, so that
-//! clocks, power and temperature drift for all alike, and orders change so that each runs behind each other one equally often.
+//! One case, ours and the rivals in turns: every window is preceded by the same idle gap and has
+//! the same length, so that clocks, power and temperature drift for all alike, and orders change so
+//! that each runs behind each other one equally often.
 
 mod ceilings;
 mod swap;
@@ -127,7 +128,8 @@ impl Run {
         if self.suite.alone.contains(case) { Vec::new() } else { peers.of(case.op()) }
     }
 
-    /// How long the windows of a case take with one kernel of ours, if no rival fails; without inputs, checks and sweeps.
+    /// How long the windows of a case take with one kernel of ours, if no rival fails; without
+    /// inputs, checks and sweeps.
     pub fn time(&self, turns: Turns, case: &Case, peers: &Peers) -> Duration {
         let Suite { rounds, window_ms, gap_ms, .. } = self.suite;
         turns.time(1 + self.rivals(case, peers).len(), rounds, ms(window_ms), ms(gap_ms))
@@ -189,7 +191,8 @@ impl Run {
                 std::thread::sleep(ms(self.suite.gap_ms));
                 let contestant = ready.get_mut(number);
                 match contestant.filter(|contestant| contestant.record.error.is_none()) {
-                    // An empty place, or somebody who has failed: the next one finds a rested GPU as if it were planned.
+                    // An empty place, or somebody who has failed: the next one finds a rested GPU
+                    // as if it were planned.
                     None => std::thread::sleep(ms(self.suite.window_ms)),
                     Some(contestant) => {
                         step(&format!("{}: round {round} of {rounds}", contestant.record.implementation));

@@ -1,10 +1,12 @@
-//! Who takes a window when. Whoever ran before leaves a clock and a temperature behind: at the power limit that moved ratios by
-//! up to 6 %, when all rounds had the same order.
+//! Who takes a window when. Whoever ran before leaves a clock and a temperature behind: at the
+//! power limit that moved ratios by up to 6 %, when all rounds had the same order.
 //!
-//! The orders are those of E. J. Williams ("Experimental designs balanced for the estimation of residual effects of treatments",
-//! Australian Journal of Scientific Research A 2, 1949): 0, 1, n−1, 2, n−2, … and what follows from it by adding 1, 2, … modulo
-//! n, for an even n. In n rounds each contestant is in each place once, and directly behind each other one once. Each order is
-//! followed by its reverse, which is one of them as well. With an odd number of contestants one place of each round stays empty.
+//! The orders are those of E. J. Williams ("Experimental designs balanced for the estimation of
+//! residual effects of treatments", Australian Journal of Scientific Research A 2, 1949): 0, 1,
+//! n−1, 2, n−2, … and what follows from it by adding 1, 2, … modulo n, for an even n. In n rounds
+//! each contestant is in each place once, and directly behind each other one once. Each order is
+//! followed by its reverse, which is one of them as well. With an odd number of contestants one
+//! place of each round stays empty.
 
 use std::fmt;
 use std::time::Duration;
@@ -38,7 +40,8 @@ impl Turns {
         }
     }
 
-    /// Who has the places of a round, one after another. Numbers that are no contestant's stand for empty places.
+    /// Who has the places of a round, one after another. Numbers that are no contestant's stand for
+    /// empty places.
     pub fn order(self, contestants: usize, round: usize) -> Vec<usize> {
         let places = self.places(contestants);
         match self {

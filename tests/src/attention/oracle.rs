@@ -53,7 +53,8 @@ impl AttentionReference {
         reference.o.width = d;
         reference.lse.width = computed.len();
         for row in computed {
-            // Any key may come first and outweigh the others: partial sums may be as large as the output all along.
+            // Any key may come first and outweigh the others: partial sums may be as large as the
+            // output all along.
             let partial = row.exact.iter().zip(&row.magnitude).map(|(o, magnitude)| o.abs().max(*magnitude));
             reference.o.partial.extend(partial);
             reference.o.exact.extend(row.exact);

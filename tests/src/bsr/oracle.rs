@@ -35,8 +35,8 @@ impl BsrReference {
         reference
     }
 
-    /// What a correct implementation may round: the sum of the longest row, the epilogue's 4 operations (alpha, beta·C, bias,
-    /// activation), and the result.
+    /// What a correct implementation may round: the sum of the longest row, the epilogue's 4
+    /// operations (alpha, beta·C, bias, activation), and the result.
     pub fn rounding(case: &BsrCase, data: &BsrData) -> Rounding {
         let longest = data.row_ptr.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0);
         Rounding::of_products(longest * case.block_size, 4, case.c_dtype)

@@ -33,7 +33,8 @@ impl SddmmReference {
         Self { rows, values: Reference { width: size, exact, plain, magnitude, partial } }
     }
 
-    /// What a correct implementation may round: the sum, the two operations of alpha and beta, and the result.
+    /// What a correct implementation may round: the sum, the two operations of alpha and beta, and
+    /// the result.
     pub fn rounding(case: &SddmmCase) -> Rounding {
         Rounding::of_products(case.mnk[2], 2, case.values_dtype)
     }

@@ -31,7 +31,8 @@ pub fn block_scores(q: &Array, k: &Array, block: usize, scores: &Array) -> Resul
             .collect()
     };
     let (of_q, of_k) = (means(q), means(k));
-    // CUDA cores add: one rounding for each row of a block and each product, then that of the result.
+    // CUDA cores add: one rounding for each row of a block and each product, then that of the
+    // result.
     let rounding = Rounding::of_products(0, block + head_dim, DType::F32);
     let compare_row = |row: usize| {
         let found = scores.to_f32(row * blocks..(row + 1) * blocks);

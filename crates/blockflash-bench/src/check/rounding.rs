@@ -1,18 +1,23 @@
-//! What a correct computation is free to round: the floors below which no error is a mistake. The checks of the command and the
-//! tests of the workspace share them.
+//! What a correct computation is free to round: the floors below which no error is a mistake. The
+//! checks of the command and the tests of the workspace share them.
 //!
-//! A tensor core adds a few products to an f32 accumulator at once. It aligns all addends to the largest of them, cuts off what
-//! lies below 24 bits and one or two extra ones, adds, and cuts the sum off to 24 bits. Ampere and Ada add 8 products with one
-//! extra bit, Hopper and Blackwell 16 with two (Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores",
-//! PeerJ Computer Science 7:e330, 2021; Khattak and Mikaitis, "Accurate models of NVIDIA tensor cores", arXiv:2512.07004, 2025).
-//! With S the largest of partial sums and products, such an addition loses at most
+//! A tensor core adds a few products to an f32 accumulator at once. It aligns all addends to the
+//! largest of them, cuts off what lies below 24 bits and one or two extra ones, adds, and cuts the
+//! sum off to 24 bits. Ampere and Ada add 8 products with one extra bit, Hopper and Blackwell 16
+//! with two (Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ
+//! Computer Science 7:e330, 2021; Khattak and Mikaitis, "Accurate models of NVIDIA tensor cores",
+//! arXiv:2512.07004, 2025). With S the largest of partial sums and products, such an addition loses
+//! at most
 //!
-//! - 16 · 2^-25 · S by aligning 16 products and 2^-23 · S by cutting off the sum: 5 · 2^-23 · S for 16 products on Hopper;
-//! - 8 · 2^-24 · S + 2^-23 · S = 5 · 2^-23 · S for 8 products on Ampere. A truncation loses half of its bound on average, and
-//!   the mean of hundreds of them does not stray from that: 5 · 2^-23 · S for 16 products there as well.
+//! - 16 · 2^-25 · S by aligning 16 products and 2^-23 · S by cutting off the sum: 5 · 2^-23 · S for
+//!   16 products on Hopper;
+//! - 8 · 2^-24 · S + 2^-23 · S = 5 · 2^-23 · S for 8 products on Ampere. A truncation loses half of
+//!   its bound on average, and the mean of hundreds of them does not stray from that unless the low
+//!   bits of all products are alike: 5 · 2^-23 · S for 16 products there as well.
 //!
-//! Truncation is towards zero, so losses of sums of one sign add up instead of cancelling: the error grows like the number of
-//! additions and not like its root. Rounding to nearest, as a CPU does it, stays far below.
+//! Truncation is towards zero, so losses of sums of one sign add up instead of cancelling: the
+//! error grows like the number of additions and not like its root. Rounding to nearest, as a CPU
+//! does it, stays far below.
 
 use blockflash_sys::DType;
 
@@ -30,7 +35,8 @@ pub fn unit_roundoff(dtype: DType) -> f64 {
     }
 }
 
-/// The largest absolute error of one rounding among the subnormal numbers; it matters for f16 alone.
+/// The largest absolute error of one rounding among the subnormal numbers; it matters for f16
+/// alone.
 pub fn subnormal_roundoff(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 2f64.powi(-25),
@@ -64,7 +70,8 @@ pub struct PartialSums {
 }
 
 impl PartialSums {
-    /// An addition of a tensor core ends here: due after [`PRODUCTS`] products, or as many as there are.
+    /// An addition of a tensor core ends here: due after [`PRODUCTS`] products, or as many as there
+    /// are.
     pub fn settle(&mut self, now: ProductSum) {
         // The root is at least the largest of the products.
         let products = (now.squares - self.before.squares).sqrt();
@@ -108,7 +115,8 @@ pub struct Rounding {
 }
 
 impl Rounding {
-    /// Of sums of so many products in f32: the sum, then so many operations of the epilogue, then the output.
+    /// Of sums of so many products in f32: the sum, then so many operations of the epilogue, then
+    /// the output.
     pub fn of_products(products: usize, steps: usize, output: DType) -> Self {
         let additions = products.div_ceil(PRODUCTS);
         Self { output, factor: None, exponent: 0.0, denominator: None, steps, additions }
@@ -125,8 +133,8 @@ impl Rounding {
             + (subnormal_roundoff(self.output) + self.logarithm()) * (elements as f64).sqrt()
     }
 
-    /// The absolute error of the logarithm of a sum whose terms are rounded. Few terms may make up a sum, and few sums a tensor:
-    /// in a norm it counts in full.
+    /// The absolute error of the logarithm of a sum whose terms are rounded. Few terms may make up
+    /// a sum, and few sums a tensor: in a norm it counts in full.
     fn logarithm(&self) -> f64 {
         self.denominator.map_or(0.0, unit_roundoff)
     }

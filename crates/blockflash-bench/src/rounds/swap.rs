@@ -39,8 +39,9 @@ impl Swap {
 }
 
 impl Run {
-    /// Measures a case with all rounds in one order, then in the reverse of it; everything is prepared once. Of two contestants
-    /// each follows the other one in both orders, so at least two rivals have to run.
+    /// Measures a case with all rounds in one order, then in the reverse of it; everything is
+    /// prepared once. Of two contestants each follows the other one in both orders, so at least two
+    /// rivals have to run.
     pub fn swap_check(
         &self,
         case: &Case,

@@ -20,8 +20,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 const EXAMPLES: &str = "\
-Every implementation of a case is verified, then all take windows in turns, in an order that changes from round to round. Each
-result is one JSON line; benches/README.md documents the fields.
+Every implementation of a case is verified, then all take windows in turns, in an order that changes
+from round to round. Each result is one JSON line; benches/README.md documents the fields.
 
 Examples:
   blockflash bench smoke
@@ -39,7 +39,7 @@ pub struct Args {
     /// Rivals: auto, none, or parts of their names with commas between [default: what the suite says; none on a CPU]
     #[arg(long, value_name = "LIST")]
     pub peers: Option<String>,
-    /// Windows of each implementation, and the few more that balanced turns take [default: what the suite says]
+    /// Windows of each implementation, at least: balanced turns take a few more [default: what the suite says]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub rounds: Option<u16>,
     /// Length of a window [default: what the suite says]
@@ -220,7 +220,7 @@ pub fn announce(run: &Run, peers: &Peers, turns: &[Turns]) -> Result<()> {
     let caches = run.suite.cache.len() as u32;
     let minutes = (run.suite.cases.iter().map(of_case).sum::<Duration>() * caches).as_secs_f64() / 60.0;
     print(&format!(
-        "windows of {} ms after {} ms idle: about {} min for {} cases; inputs, checks and sweeps of rivals come on top",
+        "windows of {} ms after {} ms idle: about {} min for {} cases, and inputs, checks and sweeps",
         run.suite.window_ms,
         run.suite.gap_ms,
         table::number(minutes),

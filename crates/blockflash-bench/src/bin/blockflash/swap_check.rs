@@ -9,8 +9,8 @@ use blockflash_bench::rounds::{Run, Swap};
 use blockflash_bench::turns::Turns;
 use std::process::ExitCode;
 
-/// Measures every case in one order and in the reverse of it, and says by how much ratios move. Exit code 1 if ours
-/// failed, or everybody else.
+/// Measures every case in one order and in the reverse of it, and says by how much ratios move.
+/// Exit code 1 if ours failed, or everybody else.
 pub fn run(run: &Run, peers: &mut Peers) -> Result<ExitCode> {
     if cases(run).all(|(case, _)| run.rivals(case, peers).len() < 2) {
         let why = "of two contestants each follows the other one in any order";
