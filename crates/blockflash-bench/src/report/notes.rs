@@ -40,9 +40,10 @@ fn measured(run: &Run<'_>, rows: &[Row<'_>]) -> String {
         "median of {rounds} interleaved windows of {window_ms} ms after {} ms idle, caches {caches}",
         first.gap_ms
     ));
-    let mut timed = run.records.iter().filter(|record| record.us.is_some());
-    let places = |record: &&Record| record.protocol.as_ref().map_or(0, |protocol| protocol.places);
-    if timed.clone().map(|r| places(&r)).max() > Some(1) && timed.all(|record| places(&record) > 0) {
+    // Places of a round; 0 where all rounds had one order.
+    let timed = run.records.iter().filter(|record| record.us.is_some());
+    let places = timed.map(|record| record.protocol.as_ref().map_or(0, |protocol| protocol.places));
+    if range(places.map(|places| places as f64)).is_some_and(|(least, most)| least > 0.0 && most > 1.0) {
         parts.push("each behind each other one equally often".to_owned());
     }
     for (rounds, window_ms, cases) in &windows[1..] {

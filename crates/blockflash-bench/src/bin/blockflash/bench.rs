@@ -220,7 +220,7 @@ pub fn announce(run: &Run, peers: &Peers, turns: &[Turns]) -> Result<()> {
     let caches = run.suite.cache.len() as u32;
     let minutes = (run.suite.cases.iter().map(of_case).sum::<Duration>() * caches).as_secs_f64() / 60.0;
     print(&format!(
-        "windows of {} ms after {} ms idle: about {} min for {} cases, and inputs, checks and sweeps",
+        "windows of {} ms after {} ms idle: about {} min for {} cases, without inputs, checks and sweeps",
         run.suite.window_ms,
         run.suite.gap_ms,
         table::number(minutes),
