@@ -109,7 +109,9 @@ fn verdicts(case: &BsrCase, data: &BsrData, row: &[f32]) -> [bool; 2] {
     let others = reference.exact[n..].iter().map(|&x| x as f32);
     let c: Vec<f32> = row.iter().copied().chain(others).collect();
     let Reference { exact, plain, magnitude, partial, .. } = &mut reference;
-    [exact, plain, magnitude, partial].map(|values| values.truncate(n));
+    for values in [exact, plain, magnitude, partial] {
+        values.truncate(n);
+    }
     let got: Vec<f64> = row.iter().map(|&x| f64::from(x)).collect();
     let rounding = BsrReference::rounding(case, data);
     let tests = tolerance::check(&got, &reference, &rounding, |j| format!("column {j}"));
