@@ -8,11 +8,22 @@ from measure import DTYPES, TOLERANCE, Call, needs_cuda, needs_triton, relative
 from tune import Tuned
 
 
+def product(a, b):
+    """The dense product in f32, without TF32."""
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        return a.float() @ b.float()
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
 class Inputs:
     """Block pattern of the case, values and b ~ N(0, 1), and the dense f32 reference."""
 
     def __init__(self, case, device):
-        generator = torch.Generator(device=device).manual_seed(case.get("seed", 0))
+        self.seed = case.get("seed", 0)
+        generator = torch.Generator(device=device).manual_seed(self.seed)
         self.dtype, self.device, self.block = DTYPES[case["dtype"]], device, case["block_size"]
         self.m, self.n, self.k = case["m"], case["n"], case["k"]
         self.tolerance, self.tuned = TOLERANCE[case["dtype"]], {}
@@ -28,10 +39,7 @@ class Inputs:
 
         self.values = draw(self.nnz, self.block, self.block)
         self.b = draw(self.k, self.n)
-        tf32 = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = False
-        self.reference = self.dense().float() @ self.b.float()
-        torch.backends.cuda.matmul.allow_tf32 = tf32
+        self.reference = product(self.dense(), self.b)
         # An odd step meets every row within a block.
         self.rows = torch.arange(0, self.m, (self.m // 512) | 1, device=device)
         self.sample = self.reference[self.rows]
@@ -93,15 +101,34 @@ class Matmul(Call):
 
 
 class MatmulDense(Matmul):
-    """The dense product over a with its zeros: a mark to beat, not a rival."""
+    """The dense product over a with its zeros: a mark to beat, not a rival.
+
+    Zeros save power, and so the clock is higher than for other numbers.
+    """
 
     takes_fresh = True
 
     def __init__(self, inputs, _options):
-        self.a, self.b, self.out = inputs.in_turn(inputs.dense, inputs.m * inputs.k), inputs.b, inputs.empty_output()
+        self.a = inputs.in_turn(lambda: self.operand(inputs), inputs.m * inputs.k)
+        self.b, self.out = inputs.b, inputs.empty_output()
+
+    def operand(self, inputs):
+        return inputs.dense()
 
     def run(self):
         torch.matmul(next(self.a), self.b, out=self.out)
+
+
+class MatmulRandom(MatmulDense):
+    """The dense product of N(0, 1) numbers without zeros: what a user of dense weights has."""
+
+    def operand(self, inputs):
+        generator = torch.Generator(device=inputs.device).manual_seed(inputs.seed + 1)
+        shape = (inputs.m, inputs.k)
+        return torch.randn(shape, device=inputs.device, dtype=inputs.dtype, generator=generator)
+
+    def relative_error(self, _inputs):
+        return relative(self.out, product(next(self.a), self.b))
 
 
 class TritonDefault(Matmul):

@@ -34,10 +34,11 @@ PEERS = {
         "cusparse_blocked_ell": ("bsr_cusparse", "CusparseBlockedEll"),
         "cusparse_bsr": ("bsr_cusparse", "CusparseBsr"),
         "torch_matmul_dense": ("bsr", "MatmulDense"),
+        "torch_matmul_random": ("bsr", "MatmulRandom"),
     },
 }
 # No rivals but marks: they do another job (a dense product), so no ratio is taken against them.
-REFERENCES = ["torch_matmul_dense"]
+REFERENCES = ["torch_matmul_dense", "torch_matmul_random"]
 
 
 def one_line(error):
@@ -113,7 +114,7 @@ class Server:
         capture = measure.Capture(call.run, self.device, request.get("graph_us", 3000), request.get("max_launches", 512), flush)
         call.poison()
         capture.replay()
-        rel_err = self.inputs.relative_error(call.output())
+        rel_err = call.relative_error(self.inputs)
         self.prepared[name] = (capture, call)
         self.give_back()
         limit = self.inputs.tolerance

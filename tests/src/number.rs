@@ -1,5 +1,6 @@
 //! Bits and rounding of the 16-bit types, and normal random numbers.
 
+pub use blockflash_bench::check::unit_roundoff;
 use blockflash_sys::DType;
 use half::{bf16, f16};
 use rand::{Rng, SeedableRng, rngs::StdRng};
@@ -44,23 +45,6 @@ pub fn round(dtype: DType, x: f32) -> f32 {
 /// Rounds a slice in place.
 pub fn round_all(dtype: DType, values: &mut [f32]) {
     values.iter_mut().for_each(|x| *x = round(dtype, *x));
-}
-
-/// The largest relative error of one rounding: 2⁻¹¹ for f16, 2⁻⁸ for bf16, 2⁻²⁴ for f32.
-pub fn unit_roundoff(dtype: DType) -> f64 {
-    match dtype {
-        DType::F16 => 2f64.powi(-11),
-        DType::BF16 => 2f64.powi(-8),
-        DType::F32 | DType::I32 | DType::U8 => 2f64.powi(-24),
-    }
-}
-
-/// The largest absolute error of one rounding among the subnormal numbers; it matters for f16 alone.
-pub fn subnormal_roundoff(dtype: DType) -> f64 {
-    match dtype {
-        DType::F16 => 2f64.powi(-25),
-        _ => f64::from(f32::MIN_POSITIVE),
-    }
 }
 
 /// `n` independent N(0,1) numbers. The same seed gives the same numbers on every machine.

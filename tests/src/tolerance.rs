@@ -8,20 +8,21 @@
 //!    that is missing among thousands, in whatever row it happens;
 //! 3. elements whose exact value is NaN are NaN, infinite ones are that infinity, all others are finite.
 //!
-//! The floor keeps a lucky `plain` (a row of one key has no rounding error at all) from demanding the impossible. It is what
-//! any correct computation is free to do once: one rounding of the result, one rounding of the factor that enters the second
-//! product (the probabilities), the f32 roundings of the exponents from which that factor is computed (an absolute error of an
-//! exponent is a relative one of the probability), and one f32 rounding per accumulation step, because tensor cores add 16
-//! products at a time and truncate. Each is a unit roundoff times the size of what is rounded; in the norm of a row the first
-//! two count with their root mean square, a unit roundoff / √3. It has no tunable factor and is never widened. For f16 and bf16
-//! outputs all but the first two are negligible.
+//! The floor keeps a lucky `plain` (a row of one key has no rounding error at all) from demanding
+//! the impossible. It is what any correct computation is free to do once: one rounding of the
+//! result, one rounding of the factor that enters the second product (the probabilities), the f32
+//! roundings of the exponents from which that factor is computed (an absolute error of an exponent
+//! is a relative one of the probability), the f32 roundings of the epilogue, and what tensor cores
+//! cut off while they add (`check/rounding.rs` of `blockflash-bench` derives how much). Each is a
+//! unit roundoff times the size of what is rounded; in the norm of a row the first two count with
+//! their root mean square, a unit roundoff / √3. It has no tunable factor and is never widened. For
+//! f16 and bf16 outputs all but the first two are small.
 //!
 //! One thing only some kernels are free to do, and their manifest rows say so (`Row::denominator`): adding up the denominator of
 //! the softmax from probabilities that are rounded. Its relative error, one unit roundoff, is an absolute one of the
 //! log-sum-exp. Results of all other kernels are judged without this term.
 
-use crate::number::{subnormal_roundoff, unit_roundoff};
-use blockflash_sys::DType;
+pub use blockflash_bench::check::{PRODUCTS, PartialSums, ProductSum, Rounding, Sizes};
 
 /// Exact and plainly computed values of one output tensor, or of sampled rows of it.
 #[derive(Clone, Debug, Default)]
@@ -32,50 +33,10 @@ pub struct Reference {
     pub exact: Vec<f64>,
     /// Values of the plain same-precision computation.
     pub plain: Vec<f64>,
-    /// Root of the sum of squares of the terms that were added up for an element: the size of its partial sums.
+    /// Root of the sum of squares of the terms that were added up for an element.
     pub magnitude: Vec<f64>,
-}
-
-/// What a correct computation is free to round.
-#[derive(Clone, Copy, Debug)]
-pub struct Rounding {
-    /// Type of the output: its values are rounded once.
-    pub output: DType,
-    /// Type of the probabilities, when there are any: they are rounded once.
-    pub factor: Option<DType>,
-    /// Absolute error of the exponents of the probabilities.
-    pub exponent: f64,
-    /// For logarithms of sums: type to which the terms of the sum are rounded, when they are.
-    pub denominator: Option<DType>,
-    /// Roundings in f32 on the way: one per 16 products of the longest sum, plus those of the epilogue.
-    pub steps: usize,
-}
-
-impl Rounding {
-    /// The floor of the largest error of values of size `exact` that are sums of terms of size `magnitude`.
-    fn largest(&self, exact: f64, magnitude: f64) -> f64 {
-        self.floor(exact, magnitude, 1.0) + subnormal_roundoff(self.output) + self.logarithm()
-    }
-
-    /// The floor of the norm of the errors, from the norms of values and terms.
-    fn norm(&self, exact: f64, magnitude: f64, elements: usize) -> f64 {
-        self.floor(exact, magnitude, 3f64.sqrt().recip())
-            + (subnormal_roundoff(self.output) + self.logarithm()) * (elements as f64).sqrt()
-    }
-
-    /// The absolute error of the logarithm of a sum whose terms are rounded. Few terms may make up a sum, and few sums a tensor:
-    /// in a norm it counts in full.
-    fn logarithm(&self) -> f64 {
-        self.denominator.map_or(0.0, unit_roundoff)
-    }
-
-    fn floor(&self, exact: f64, magnitude: f64, of_a_rounding: f64) -> f64 {
-        let factor = self.factor.map_or(0.0, unit_roundoff);
-        let accumulation = self.steps as f64 * unit_roundoff(DType::F32);
-        of_a_rounding * (unit_roundoff(self.output) * exact + factor * magnitude)
-            + self.exponent * magnitude
-            + accumulation * exact.max(magnitude)
-    }
+    /// Mean size of the partial sums in a tensor core; 0 where there is none.
+    pub partial: Vec<f64>,
 }
 
 /// Accepts `got` or says what is wrong: the rule, the first bad element (named by `name`), got, expected and limit.
@@ -108,8 +69,8 @@ fn judge(
     computations: f64,
     name: impl Fn(usize) -> String,
 ) -> Result<(), String> {
-    let Reference { width, exact, plain, magnitude } = reference;
-    let lengths = [got.len(), expected.len(), plain.len(), magnitude.len()];
+    let Reference { width, exact, plain, magnitude, partial } = reference;
+    let lengths = [got.len(), expected.len(), plain.len(), magnitude.len(), partial.len()];
     assert!(lengths.iter().all(|&length| length == exact.len()), "{lengths:?} and {} elements", exact.len());
     check_classes(got, expected, &name)?;
     let finite = |i: &usize| expected[*i].is_finite() && exact[*i].is_finite();
@@ -119,7 +80,11 @@ fn judge(
         assert!(plain[i].is_finite(), "the plain computation of {} gives {}", name(i), plain[i]);
         (plain[i] - exact[i]).abs()
     });
-    let floor = rounding.largest(largest(&|i| exact[i].abs()), largest(&|i| magnitude[i]));
+    let floor = rounding.largest(Sizes {
+        exact: largest(&|i| exact[i].abs()),
+        magnitude: largest(&|i| magnitude[i]),
+        partial: largest(&|i| partial[i]),
+    });
     let limit = computations * (2.0 * plain_error + floor);
     let bad: Vec<usize> =
         (0..exact.len()).filter(finite).filter(|&i| (got[i] - expected[i]).abs() > limit).collect();
@@ -148,7 +113,8 @@ fn judge(
         let error = norm(&|i| got[i] - expected[i]);
         let plain_error = norm(&|i| plain[i] - exact[i]);
         let size = norm(&|i| exact[i]);
-        let floor = rounding.norm(size, norm(&|i| magnitude[i]), row.len());
+        let sizes = Sizes { exact: size, magnitude: norm(&|i| magnitude[i]), partial: norm(&|i| partial[i]) };
+        let floor = rounding.norm(sizes, row.len());
         let limit = computations * (2.0 * plain_error + floor);
         if error > limit {
             return Err(format!(
@@ -188,6 +154,7 @@ fn check_classes(got: &[f64], expected: &[f64], name: &impl Fn(usize) -> String)
 #[cfg(test)]
 mod tests {
     use super::*;
+    use blockflash_sys::DType;
 
     fn reference() -> Reference {
         Reference {
@@ -195,10 +162,17 @@ mod tests {
             exact: vec![1.0, -2.0, 0.5, f64::NEG_INFINITY, 0.25, f64::NAN, 3.0, 0.0],
             plain: vec![1.0005, -2.0, 0.5, f64::NEG_INFINITY, 0.25, f64::NAN, 3.0, 0.0],
             magnitude: vec![1.0; 8],
+            partial: vec![0.0; 8],
         }
     }
-    const F16: Rounding =
-        Rounding { output: DType::F16, factor: None, exponent: 0.0, denominator: None, steps: 1 };
+    const F16: Rounding = Rounding {
+        output: DType::F16,
+        factor: None,
+        exponent: 0.0,
+        denominator: None,
+        steps: 1,
+        additions: 0,
+    };
 
     fn verdict(change: impl Fn(&mut Vec<f64>)) -> Result<(), String> {
         let mut got = reference().exact;
@@ -214,8 +188,14 @@ mod tests {
 
     #[test]
     fn rounded_denominators_show_in_their_logarithms_only_where_they_may() {
-        let reference = Reference { width: 1, exact: vec![3.0], plain: vec![3.0], magnitude: vec![3.0] };
-        let exact = Rounding { output: DType::F32, factor: None, exponent: 0.0, denominator: None, steps: 9 };
+        let reference = Reference {
+            width: 1,
+            exact: vec![3.0],
+            plain: vec![3.0],
+            magnitude: vec![3.0],
+            partial: vec![0.0],
+        };
+        let exact = Rounding { output: DType::F32, steps: 9, ..F16 };
         let rounded = Rounding { denominator: Some(DType::BF16), ..exact };
         let verdict = |error: f64, rounding| check(&[3.0 + error], &reference, rounding, |_| "lse".into());
         verdict(1e-6, &exact).unwrap();

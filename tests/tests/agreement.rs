@@ -56,6 +56,7 @@ fn scattered(case: &AttentionCase, reference: &AttentionReference) -> [Reference
         exact: vec![0.0; n],
         plain: vec![0.0; n],
         magnitude: vec![0.0; n],
+        partial: vec![0.0; n],
     };
     let mut o = blank(rows_q * heads * d, d);
     let mut lse = blank(rows_q * heads, rows_q * heads);
@@ -66,6 +67,7 @@ fn scattered(case: &AttentionCase, reference: &AttentionReference) -> [Reference
             (&reference.o.exact, &mut o.exact),
             (&reference.o.plain, &mut o.plain),
             (&reference.o.magnitude, &mut o.magnitude),
+            (&reference.o.partial, &mut o.partial),
         ] {
             target[to..to + d].copy_from_slice(&source[from..from + d]);
         }

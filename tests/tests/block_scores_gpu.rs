@@ -121,13 +121,15 @@ impl Case {
         let views = [0, 1].map(|i| self.logical(View::from_slice(&data[i], &self.shape(i)).unwrap()));
         let plain = block_mean_scores(geometry, views[0], views[1]).unwrap();
         reference.plain = plain.into_iter().map(f64::from).collect();
+        // CUDA cores add, and round.
+        reference.partial = vec![0.0; reference.exact.len()];
         reference
     }
 
     /// One f32 rounding per row of a block and per product.
     fn rounding(&self) -> Rounding {
         let steps = self.blocks[0].max(self.blocks[1]) + self.head_dim;
-        Rounding { output: DType::F32, factor: None, exponent: 0.0, denominator: None, steps }
+        Rounding::of_products(0, steps, DType::F32)
     }
 }
 

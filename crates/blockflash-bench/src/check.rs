@@ -10,6 +10,7 @@ mod block_scores;
 mod blocks;
 mod bsr_matmul;
 mod bsr_sddmm;
+mod rounding;
 mod sequences;
 
 pub use attention::{AttentionCase, attention};
@@ -17,6 +18,9 @@ pub use block_scores::block_scores;
 pub use blocks::Blocks;
 pub use bsr_matmul::{Activation, BsrCase, bsr_matmul};
 pub use bsr_sddmm::{SddmmCase, bsr_sddmm};
+pub use rounding::{
+    PRODUCTS, PartialSums, ProductSum, Rounding, Sizes, TRUNCATION, subnormal_roundoff, unit_roundoff,
+};
 
 use blockflash_sys::DType;
 use half::{bf16, f16};
@@ -44,13 +48,14 @@ pub struct Comparison {
     reference_squares: f64,
 }
 
-/// One element: what was computed, what is right, what a plain computation gives, and the root of the sum of squares of the
-/// terms that it is the sum of.
+/// One element: what was computed, what is right, what a plain computation gives, and the sizes
+/// that [`Sizes`] names.
 struct Element {
     result: f32,
     reference: f64,
     plain: f32,
     magnitude: f64,
+    partial: f64,
 }
 
 impl Comparison {
@@ -59,10 +64,10 @@ impl Comparison {
         self.error <= self.limit
     }
 
-    /// Adds a row; `floor` gives what may be rounded, of the largest reference and magnitude.
-    fn add_row(&mut self, elements: impl Iterator<Item = Element>, floor: impl Fn(f64, f64) -> f64) {
+    /// Adds a row; `floor` gives what may be rounded, of the largest sizes.
+    fn add_row(&mut self, elements: impl Iterator<Item = Element>, floor: impl Fn(Sizes) -> f64) {
         let mut row = Self::default();
-        let (mut plain_error, mut largest, mut magnitude) = (0f64, 0f64, 0f64);
+        let (mut plain_error, mut largest) = (0f64, Sizes::default());
         let finite = |value: f64| if value.is_finite() { value } else { 0.0 };
         for element in elements {
             let reference = finite(element.reference);
@@ -73,10 +78,11 @@ impl Comparison {
             row.reference_squares += reference * reference;
             // An overflow of the plain computation says nothing about what is allowed elsewhere.
             plain_error = plain_error.max(finite(distance(element.plain, element.reference)));
-            largest = largest.max(reference.abs());
-            magnitude = magnitude.max(finite(element.magnitude));
+            largest.exact = largest.exact.max(reference.abs());
+            largest.magnitude = largest.magnitude.max(finite(element.magnitude));
+            largest.partial = largest.partial.max(finite(element.partial));
         }
-        row.limit = 2.0 * plain_error + floor(largest, magnitude);
+        row.limit = 2.0 * plain_error + floor(largest);
         *self = self.merge(row);
     }
 
@@ -120,12 +126,7 @@ fn distance(result: f32, reference: f64) -> f64 {
 
 /// Largest error of rounding a value of this size to nearest.
 fn rounding(dtype: DType, size: f64) -> f64 {
-    match dtype {
-        // The second number is for subnormal values.
-        DType::F16 => (size * 2f64.powi(-11)).max(2f64.powi(-25)),
-        DType::BF16 => size * 2f64.powi(-8),
-        DType::F32 | DType::I32 | DType::U8 => size * 2f64.powi(-24),
-    }
+    (size * unit_roundoff(dtype)).max(subnormal_roundoff(dtype))
 }
 
 /// The reference as the output's type would hold it: f16 overflows to infinity beyond its range.

@@ -18,5 +18,6 @@ pub mod rounds;
 pub mod suite;
 pub mod telemetry;
 pub mod timing;
+pub mod turns;
 
 pub use error::{Error, Result};

@@ -1,6 +1,7 @@
 //! The record: one JSON line per measured implementation of a case. `benches/README.md` documents the fields.
 
 use crate::error::{Error, Result};
+use crate::turns::Turns;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -93,6 +94,9 @@ pub struct Record {
     pub window_ms: f64,
     /// Idle time before each window in milliseconds.
     pub gap_ms: f64,
+    /// Which windows were whose; missing in old records, whose rounds all had the same order.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub protocol: Option<Protocol>,
     /// Launches in one CUDA graph.
     pub launches: Option<usize>,
     /// Commit of the build.
@@ -115,6 +119,24 @@ pub struct Record {
     pub cache: String,
     /// UTC, RFC 3339.
     pub date: String,
+}
+
+/// How turns were taken, so that the order of each round follows from it: see [`Turns`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Protocol {
+    /// `williams`, `fixed` or `reversed`.
+    pub turns: String,
+    /// Number of this implementation among those that took windows of the case.
+    pub contestant: usize,
+    /// Places of a round; one may be empty.
+    pub places: usize,
+}
+
+impl Protocol {
+    /// Of one of so many contestants.
+    pub fn of(turns: Turns, contestant: usize, contestants: usize) -> Self {
+        Self { turns: turns.to_string(), contestant, places: turns.places(contestants) }
+    }
 }
 
 /// Appends records to a file. A line is on its way to the disk when `append` returns, so an interrupted run keeps them.

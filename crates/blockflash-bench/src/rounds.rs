@@ -1,21 +1,25 @@
-//! One case, ours and the rivals in turns: every window is preceded by the same idle gap and has the same length, so that
-//! clocks, power and temperature drift for all alike.
+//! One case, ours and the rivals in turns: every window is preceded by the same idle gap and has
+//! the same length, so that clocks, power and temperature drift for all alike, and orders change so
+//! that each runs behind each other one equally often.
 
 mod ceilings;
+mod swap;
 
 use crate::case::Case;
 use crate::ceilings::Ceilings;
 use crate::error::{Error, Result};
 use crate::ours::Ours;
 use crate::peers::{PeerCase, Peers};
-use crate::record::{OURS, Record, SCHEMA, now};
+use crate::record::{OURS, Protocol, Record, SCHEMA, now};
 use crate::suite::Suite;
 use crate::telemetry::Telemetry;
 use crate::timing::{Cache, Window, flush_bytes, median};
+use crate::turns::Turns;
 use crate::{machine::Machine, record};
 use blockflash_ops::Stream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
+pub use swap::Swap;
 
 /// How a run measures, equal for all its cases.
 #[derive(Debug)]
@@ -40,6 +44,7 @@ pub struct Run {
 }
 
 /// Something that takes windows, and what they gave.
+#[derive(Clone)]
 struct Contestant {
     record: Record,
     who: Who,
@@ -72,6 +77,19 @@ impl Run {
 
     /// Measures a case. Whatever fails becomes a record with an error. `step` is told what happens next.
     pub fn measure(&self, case: &Case, cache: Cache, peers: &mut Peers, step: impl Fn(&str)) -> Vec<Record> {
+        let [records] = self.measure_in([Turns::Balanced], case, cache, peers, step);
+        records
+    }
+
+    /// Prepares a case once, and measures it with each kind of turns.
+    fn measure_in<const N: usize>(
+        &self,
+        turns: [Turns; N],
+        case: &Case,
+        cache: Cache,
+        peers: &mut Peers,
+        step: impl Fn(&str),
+    ) -> [Vec<Record>; N] {
         self.telemetry.forget();
         step("ours: inputs and check");
         let mut contestants = Vec::new();
@@ -96,9 +114,25 @@ impl Run {
             }
         }
         self.prepare_peers(case, cache, peers, &mut contestants, &step);
-        self.rounds(&mut ours, peers, &mut contestants, step);
+        let measured = turns.map(|turns| {
+            let mut contestants = contestants.clone();
+            self.rounds(turns, &mut ours, peers, &mut contestants, &step);
+            contestants.into_iter().map(|contestant| self.finish(contestant)).collect()
+        });
         peers.forget();
-        contestants.into_iter().map(|contestant| self.finish(contestant)).collect()
+        measured
+    }
+
+    /// Rivals and marks that are asked for a case.
+    pub fn rivals(&self, case: &Case, peers: &Peers) -> Vec<String> {
+        if self.suite.alone.contains(case) { Vec::new() } else { peers.of(case.op()) }
+    }
+
+    /// How long the windows of a case take with one kernel of ours, if no rival fails; without
+    /// inputs, checks and sweeps.
+    pub fn time(&self, turns: Turns, case: &Case, peers: &Peers) -> Duration {
+        let Suite { rounds, window_ms, gap_ms, .. } = self.suite;
+        turns.time(1 + self.rivals(case, peers).len(), rounds, ms(window_ms), ms(gap_ms))
     }
 
     fn prepare_peers(
@@ -109,8 +143,8 @@ impl Run {
         contestants: &mut Vec<Contestant>,
         step: &impl Fn(&str),
     ) {
-        let names = peers.of(case.op());
-        if names.is_empty() || self.suite.alone.contains(case) {
+        let names = self.rivals(case, peers);
+        if names.is_empty() {
             return;
         }
         peers.set_cache(cache, flush_bytes(&self.stream));
@@ -138,37 +172,56 @@ impl Run {
     /// A round that is not counted warms everything up; then all take their windows in turns.
     fn rounds(
         &self,
+        turns: Turns,
         ours: &mut Result<Ours>,
         peers: &mut Peers,
         contestants: &mut [Contestant],
         step: impl Fn(&str),
     ) {
-        for round in 0..=self.suite.rounds {
-            for contestant in contestants.iter_mut().filter(|contestant| contestant.record.error.is_none()) {
-                step(&format!(
-                    "{}: round {round} of {}",
-                    contestant.record.implementation, self.suite.rounds
-                ));
-                std::thread::sleep(Duration::from_secs_f64(self.suite.gap_ms * 1e-3));
-                let begin = Instant::now();
-                let window: Result<Window, String> = match (&contestant.who, &mut *ours) {
-                    (Who::Ours(kernel), Ok(ours)) => {
-                        ours.window(*kernel, self.suite.window_ms).map_err(|error| error.to_string())
-                    }
-                    (Who::Ours(_), Err(error)) => Err(error.to_string()),
-                    (Who::Peer(name), _) => {
-                        peers.window(name, self.suite.window_ms).map_err(|failure| failure.to_string())
-                    }
-                };
-                match window {
-                    Err(message) => contestant.record.error = Some(message),
-                    Ok(_) if round == 0 => {}
-                    Ok(window) => {
-                        contestant.record.launches = Some(window.launches);
-                        contestant.times.push(window.us);
-                        contestant.windows.push((begin, Instant::now()));
+        let mut ready: Vec<_> =
+            contestants.iter_mut().filter(|contestant| contestant.record.error.is_none()).collect();
+        let (count, rounds) = (ready.len(), turns.rounds(ready.len(), self.suite.rounds));
+        for (number, contestant) in ready.iter_mut().enumerate() {
+            contestant.record.protocol = Some(Protocol::of(turns, number, count));
+        }
+        for round in 0..=rounds {
+            // Before the first round that counts comes the order that does so later.
+            let turn = round.checked_sub(1).unwrap_or(rounds.saturating_sub(1));
+            for number in turns.order(count, turn) {
+                std::thread::sleep(ms(self.suite.gap_ms));
+                let contestant = ready.get_mut(number);
+                match contestant.filter(|contestant| contestant.record.error.is_none()) {
+                    // An empty place, or somebody who has failed: the next one finds a rested GPU
+                    // as if it were planned.
+                    None => std::thread::sleep(ms(self.suite.window_ms)),
+                    Some(contestant) => {
+                        step(&format!("{}: round {round} of {rounds}", contestant.record.implementation));
+                        self.window(ours, peers, contestant, round > 0);
                     }
                 }
+            }
+        }
+    }
+
+    /// A window of a contestant, which `counts` or warms up.
+    fn window(&self, ours: &mut Result<Ours>, peers: &mut Peers, contestant: &mut Contestant, counts: bool) {
+        let begin = Instant::now();
+        let window: Result<Window, String> = match (&contestant.who, ours) {
+            (Who::Ours(kernel), Ok(ours)) => {
+                ours.window(*kernel, self.suite.window_ms).map_err(|error| error.to_string())
+            }
+            (Who::Ours(_), Err(error)) => Err(error.to_string()),
+            (Who::Peer(name), _) => {
+                peers.window(name, self.suite.window_ms).map_err(|failure| failure.to_string())
+            }
+        };
+        match window {
+            Err(message) => contestant.record.error = Some(message),
+            Ok(_) if !counts => {}
+            Ok(window) => {
+                contestant.record.launches = Some(window.launches);
+                contestant.times.push(window.us);
+                contestant.windows.push((begin, Instant::now()));
             }
         }
     }
@@ -242,6 +295,10 @@ impl Record {
             self.error = Some(format!("wrong result: relative error {size}"));
         }
     }
+}
+
+fn ms(ms: f64) -> Duration {
+    Duration::from_secs_f64(ms * 1e-3)
 }
 
 impl Drop for Run {

@@ -144,6 +144,10 @@ fn refusals_are_one_line() {
     assert!(refusal(&["bench", "ceilings", "--device", "cpu", "--out", out]).contains("measures a GPU"));
     with(&["--rounds", "0"]);
     with(&["--window-ms", "0"]);
+    with(&["--gap-ms", "-1"]);
+    assert!(with(&["--swap-check"]).contains("cannot be used with"));
+    let rivals = ["bench", "smoke", "--device", "cpu", "--swap-check", "--peers", "none"];
+    assert!(refusal(&rivals).contains("two rivals"));
     refusal(&["bench", "smoke", "--device", "cuda:99"]);
     let suite = folder.join("bad.toml");
     std::fs::write(&suite, "description = 'x'\n[[attention_fwd]]\nbatch = 'one'\n").unwrap();

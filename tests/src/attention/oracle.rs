@@ -2,7 +2,7 @@
 
 use super::{AttentionCase, AttentionData, Blocks, Sequence};
 use crate::number::{rng, round, unit_roundoff};
-use crate::tolerance::{Reference, Rounding};
+use crate::tolerance::{PRODUCTS, Reference, Rounding};
 use blockflash_ops::attention::Mask;
 use blockflash_sys::DType;
 use rand::Rng;
@@ -53,12 +53,17 @@ impl AttentionReference {
         reference.o.width = d;
         reference.lse.width = computed.len();
         for row in computed {
+            // Any key may come first and outweigh the others: partial sums may be as large as the
+            // output all along.
+            let partial = row.exact.iter().zip(&row.magnitude).map(|(o, magnitude)| o.abs().max(*magnitude));
+            reference.o.partial.extend(partial);
             reference.o.exact.extend(row.exact);
             reference.o.plain.extend(row.plain);
             reference.o.magnitude.extend(row.magnitude);
             reference.lse.exact.push(row.lse);
             reference.lse.plain.push(row.plain_lse);
             reference.lse.magnitude.push(row.largest_score);
+            reference.lse.partial.push(0.0);
         }
         reference
     }
@@ -68,21 +73,19 @@ impl AttentionReference {
         let keys = case.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
         let largest_score = self.lse.magnitude.iter().copied().filter(|s| s.is_finite()).fold(0.0, f64::max);
         let exponent = score_steps(case) as f64 * unit_roundoff(DType::F32) * largest_score;
-        let steps = 1 + keys.div_ceil(16);
-        Rounding { output: case.dtype, factor: Some(case.dtype), exponent, denominator: None, steps }
+        Rounding { factor: Some(case.dtype), exponent, ..Rounding::of_products(keys, 1, case.dtype) }
     }
 
     /// What a correct implementation may round in the log-sum-exp: it sums unrounded probabilities.
     pub fn lse_rounding(case: &AttentionCase) -> Rounding {
-        let steps = score_steps(case);
-        Rounding { output: DType::F32, factor: None, exponent: 0.0, denominator: None, steps }
+        Rounding::of_products(0, score_steps(case), DType::F32)
     }
 }
 
 /// Roundings of a score: those of its sum, and 8 for the change to base 2 and back, the exponential and the logarithm (2 units
 /// each in hardware).
 fn score_steps(case: &AttentionCase) -> usize {
-    8 + case.head_dim.div_ceil(16)
+    8 + case.head_dim.div_ceil(PRODUCTS)
 }
 
 fn sample(case: &AttentionCase, sequences: &[Sequence], budget: f64) -> Vec<[usize; 3]> {

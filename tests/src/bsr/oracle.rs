@@ -2,7 +2,7 @@
 
 use super::{BiasKind, BsrCase, BsrData};
 use crate::number::{rng, round};
-use crate::tolerance::{Reference, Rounding};
+use crate::tolerance::{PRODUCTS, PartialSums, ProductSum, Reference, Rounding};
 use blockflash_ops::bsr_matmul::Activation;
 use rand::Rng;
 use rayon::prelude::*;
@@ -30,16 +30,16 @@ impl BsrReference {
             reference.c.exact.extend(row.exact);
             reference.c.plain.extend(row.plain);
             reference.c.magnitude.extend(row.magnitude);
+            reference.c.partial.extend(row.partial);
         }
         reference
     }
 
-    /// What a correct implementation may round: the result, a step per 16 products of the longest row, and the epilogue's 4
-    /// operations (alpha, beta·C, bias, activation).
+    /// What a correct implementation may round: the sum of the longest row, the epilogue's 4
+    /// operations (alpha, beta·C, bias, activation), and the result.
     pub fn rounding(case: &BsrCase, data: &BsrData) -> Rounding {
         let longest = data.row_ptr.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0);
-        let steps = 4 + (longest * case.block_size).div_ceil(16);
-        Rounding { output: case.c_dtype, factor: None, exponent: 0.0, denominator: None, steps }
+        Rounding::of_products(longest * case.block_size, 4, case.c_dtype)
     }
 }
 
@@ -103,30 +103,33 @@ struct Row {
     exact: Vec<f64>,
     plain: Vec<f64>,
     magnitude: Vec<f64>,
+    partial: Vec<f64>,
 }
 
 fn row(case: &BsrCase, data: &BsrData, i: usize) -> Row {
     let [_, n, k] = case.mnk;
     let size = case.block_size;
     let (block_row, inner_row) = (i / size, i % size);
-    let mut exact = vec![0f64; n];
-    let mut squares = vec![0f64; n];
+    let mut sums = vec![ProductSum::default(); n];
+    let mut partials = vec![PartialSums::default(); n];
     let mut plain = vec![0f32; n];
     for at in data.row_ptr[block_row] as usize..data.row_ptr[block_row + 1] as usize {
         let first = data.col_idx[at] as usize * size;
-        for col in first..k.min(first + size) {
-            let a = data.values[(at * size + inner_row) * size + col - first];
-            let b = &data.b[col * n..][..n];
-            for j in 0..n {
-                let term = f64::from(a) * f64::from(b[j]);
-                exact[j] += term;
-                squares[j] += term * term;
-                plain[j] += a * b[j];
+        let end = k.min(first + size);
+        for step in (first..end).step_by(PRODUCTS) {
+            for col in step..end.min(step + PRODUCTS) {
+                let a = data.values[(at * size + inner_row) * size + col - first];
+                for ((sum, plain), &b) in sums.iter_mut().zip(&mut plain).zip(&data.b[col * n..][..n]) {
+                    sum.add(f64::from(a) * f64::from(b));
+                    *plain += a * b;
+                }
             }
+            partials.iter_mut().zip(&sums).for_each(|(partial, &sum)| partial.settle(sum));
         }
     }
     let (alpha, beta) = (f64::from(case.alpha), f64::from(case.beta));
-    for j in 0..n {
+    let mut row = Row::default();
+    for (j, (sum, plain)) in sums.into_iter().zip(plain).enumerate() {
         let bias = match case.bias {
             BiasKind::None => 0.0,
             BiasKind::PerRow => data.bias[i],
@@ -134,14 +137,14 @@ fn row(case: &BsrCase, data: &BsrData, i: usize) -> Row {
         };
         // With beta 0 the old C is not read: it may be NaN.
         let old = if case.beta == 0.0 { 0.0 } else { data.c[i * n + j] };
-        let sum = alpha * exact[j] + beta * f64::from(old) + f64::from(bias);
-        exact[j] = activate(case.activation, sum);
-        squares[j] =
-            (alpha * alpha * squares[j] + (beta * f64::from(old)).powi(2) + f64::from(bias).powi(2)).sqrt();
-        plain[j] = activate_f32(case.activation, case.alpha * plain[j] + case.beta * old + bias);
+        let added = [beta * f64::from(old), f64::from(bias)];
+        row.exact.push(activate(case.activation, alpha * sum.sum + added[0] + added[1]));
+        let plain = activate_f32(case.activation, case.alpha * plain + case.beta * old + bias);
+        row.plain.push(f64::from(round(case.c_dtype, plain)));
+        row.magnitude.push((alpha * alpha * sum.squares + added[0].powi(2) + added[1].powi(2)).sqrt());
+        row.partial.push(alpha.abs() * partials[j].mean());
     }
-    let plain = plain.into_iter().map(|x| f64::from(round(case.c_dtype, x))).collect();
-    Row { exact, plain, magnitude: squares }
+    row
 }
 
 #[cfg(test)]

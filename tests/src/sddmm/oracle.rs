@@ -2,7 +2,7 @@
 
 use super::{SddmmCase, SddmmData};
 use crate::number::{rng, round};
-use crate::tolerance::{Reference, Rounding};
+use crate::tolerance::{PRODUCTS, PartialSums, ProductSum, Reference, Rounding};
 use rand::Rng;
 use rayon::prelude::*;
 
@@ -23,19 +23,20 @@ impl SddmmReference {
         let rows = sample(case, data.structure.col_idx.len() * size, budget / (size * (k + 1)) as f64);
         // A column of B is read for every row of a block.
         let b: Vec<f32> = transposed(&data.b, k, case.mnk[1]);
-        let elements: Vec<[f64; 3]> = rows
+        let elements: Vec<[f64; 4]> = rows
             .par_iter()
             .flat_map_iter(|&row| (0..size).map(move |col| row * size + col))
             .map(|at| element(case, data, &b, at))
             .collect();
         let part = |which: usize| elements.iter().map(|element| element[which]).collect();
-        Self { rows, values: Reference { width: size, exact: part(0), plain: part(1), magnitude: part(2) } }
+        let [exact, plain, magnitude, partial] = [0, 1, 2, 3].map(part);
+        Self { rows, values: Reference { width: size, exact, plain, magnitude, partial } }
     }
 
-    /// What a correct implementation may round: the result, a step per 16 products, and the two operations of alpha and beta.
+    /// What a correct implementation may round: the sum, the two operations of alpha and beta, and
+    /// the result.
     pub fn rounding(case: &SddmmCase) -> Rounding {
-        let steps = 2 + case.mnk[2].div_ceil(16);
-        Rounding { output: case.values_dtype, factor: None, exponent: 0.0, denominator: None, steps }
+        Rounding::of_products(case.mnk[2], 2, case.values_dtype)
     }
 }
 
@@ -55,22 +56,24 @@ fn sample(case: &SddmmCase, rows: usize, affordable: f64) -> Vec<usize> {
     sampled
 }
 
-/// Exact value, plain value, and the size of the sum; `b` is transposed.
-fn element(case: &SddmmCase, data: &SddmmData, b: &[f32], at: usize) -> [f64; 3] {
-    let Some((row, col)) = data.position(case, at) else { return [0.0; 3] };
+/// Exact value, plain value, and the sizes of the terms and of the partial sums; `b` is transposed.
+fn element(case: &SddmmCase, data: &SddmmData, b: &[f32], at: usize) -> [f64; 4] {
+    let Some((row, col)) = data.position(case, at) else { return [0.0; 4] };
     let k = case.mnk[2];
-    let (mut exact, mut squares, mut plain) = (0f64, 0f64, 0f32);
-    for (&a, &b) in data.a[row * k..][..k].iter().zip(&b[col * k..][..k]) {
-        let term = f64::from(a) * f64::from(b);
-        exact += term;
-        squares += term * term;
-        plain += a * b;
+    let (mut sum, mut partial, mut plain) = (ProductSum::default(), PartialSums::default(), 0f32);
+    for (a, b) in data.a[row * k..][..k].chunks(PRODUCTS).zip(b[col * k..][..k].chunks(PRODUCTS)) {
+        for (&a, &b) in a.iter().zip(b) {
+            sum.add(f64::from(a) * f64::from(b));
+            plain += a * b;
+        }
+        partial.settle(sum);
     }
     // With beta 0 the old values are not read: they may be NaN.
     let old = if case.beta == 0.0 { 0.0 } else { data.old[at] };
     let (alpha, added) = (f64::from(case.alpha), f64::from(case.beta) * f64::from(old));
     let plain = round(case.values_dtype, case.alpha * plain + case.beta * old);
-    [alpha * exact + added, f64::from(plain), (alpha * alpha * squares + added * added).sqrt()]
+    let magnitude = (alpha * alpha * sum.squares + added * added).sqrt();
+    [alpha * sum.sum + added, f64::from(plain), magnitude, alpha.abs() * partial.mean()]
 }
 
 #[cfg(test)]

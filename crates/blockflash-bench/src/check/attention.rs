@@ -1,5 +1,6 @@
 use super::sequences::{Sequence, heads_of, sequences};
 use super::{BUDGET, Blocks, Comparison, Element, Mismatch, representable, round, rounding, sample};
+use super::{PRODUCTS, TRUNCATION};
 use crate::io::Array;
 use blockflash_sys::DType;
 use rayon::prelude::*;
@@ -215,18 +216,26 @@ fn compare_row(
             reference: representable(dtype, exact * exact_inverse),
             plain: round(dtype, plain * plain_inverse),
             magnitude: f64::from(squares.sqrt() * plain_inverse),
+            // Any key may come first and outweigh the others.
+            partial: (exact * exact_inverse).abs().max(f64::from(squares.sqrt() * plain_inverse)),
         });
     // The result is rounded, and the probabilities are: their errors are independent, four standard deviations are enough.
-    results[0].add_row(elements, |size, magnitude| rounding(dtype, size) + 4.0 * rounding(dtype, magnitude));
+    let additions = exact_scores.len().div_ceil(PRODUCTS) as f64;
+    results[0].add_row(elements, |sizes| {
+        rounding(dtype, sizes.exact)
+            + 4.0 * rounding(dtype, sizes.magnitude)
+            + additions * TRUNCATION * sizes.partial
+    });
     let elements = lse.iter().map(|&result| Element {
         result,
         reference: if nothing { f64::NEG_INFINITY } else { exact_max + exact_sum.ln() },
         plain: if nothing { f32::NEG_INFINITY } else { plain_max + plain_sum.ln() },
         magnitude: 1.0,
+        partial: 0.0,
     });
     // 2^-20: the exponential and logarithm units of a GPU work to about 2^-22, and both products are summed in f32. A relative
     // error of the denominator is an absolute one of its logarithm.
     let denominator = case.denominator.map_or(0.0, |dtype| rounding(dtype, 1.0));
-    results[1].add_row(elements, |size, magnitude| 2f64.powi(-20) * size.max(magnitude) + denominator);
+    results[1].add_row(elements, |sizes| 2f64.powi(-20) * sizes.exact.max(sizes.magnitude) + denominator);
     results
 }

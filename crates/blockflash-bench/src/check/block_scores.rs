@@ -1,4 +1,4 @@
-use super::{Comparison, Element, Mismatch, ensure, rounding};
+use super::{Comparison, Element, Mismatch, Rounding, ensure};
 use crate::io::Array;
 use blockflash_sys::DType;
 use rayon::prelude::*;
@@ -31,16 +31,15 @@ pub fn block_scores(q: &Array, k: &Array, block: usize, scores: &Array) -> Resul
             .collect()
     };
     let (of_q, of_k) = (means(q), means(k));
-    // One rounding for each row of a block and each product, then that of the result.
-    let steps = (block + head_dim) as f64;
+    // CUDA cores add: one rounding for each row of a block and each product, then that of the
+    // result.
+    let rounding = Rounding::of_products(0, block + head_dim, DType::F32);
     let compare_row = |row: usize| {
         let found = scores.to_f32(row * blocks..(row + 1) * blocks);
         let keys = &of_k[row / blocks * blocks..][..blocks];
         let elements = found.into_iter().zip(keys).map(|(result, key)| element(&of_q[row], key, result));
         let mut comparison = Comparison::default();
-        comparison.add_row(elements, |size, magnitude| {
-            rounding(DType::F32, size) + steps * rounding(DType::F32, size.max(magnitude))
-        });
+        comparison.add_row(elements, |sizes| rounding.largest(sizes));
         comparison
     };
     let rows: Vec<_> = (0..heads * blocks).into_par_iter().map(compare_row).collect();
@@ -75,5 +74,6 @@ fn element(q: &Mean, k: &Mean, result: f32) -> Element {
         reference: q.exact.iter().zip(&k.exact).map(|(q, k)| q * k).sum(),
         plain: q.plain.iter().zip(&k.plain).map(|(q, k)| q * k).sum(),
         magnitude: q.magnitude.iter().zip(&k.magnitude).map(|(q, k)| (q * k).powi(2)).sum::<f64>().sqrt(),
+        partial: 0.0,
     }
 }

@@ -1,6 +1,6 @@
-use super::{BUDGET, Comparison, Element, Mismatch, ensure, representable, round, rounding, sample};
+use super::{BUDGET, Comparison, Element, Mismatch, ensure, representable, round, sample};
+use super::{PRODUCTS, PartialSums, ProductSum, Rounding};
 use crate::io::Array;
-use blockflash_sys::DType;
 use rayon::prelude::*;
 
 /// Columns that a sample takes from a large problem.
@@ -122,7 +122,8 @@ fn compare_row(
     let (block, n, k) = (case.values.shape()[1], case.b.shape()[1], case.b.shape()[0]);
     let dtype = result.dtype();
     let width = columns.len();
-    let (mut exact, mut plain, mut squares) = (vec![0f64; width], vec![0f32; width], vec![0f64; width]);
+    let (mut sums, mut plain) = (vec![ProductSum::default(); width], vec![0f32; width]);
+    let mut partials = vec![PartialSums::default(); width];
     let bad = || Mismatch(format!("the indices of block row {} are out of range", row / block));
     let [start, end] =
         [row / block, row / block + 1].map(|at| usize::try_from(case.row_ptr[at]).unwrap_or(usize::MAX));
@@ -131,16 +132,15 @@ fn compare_row(
         let first = usize::try_from(col).map_err(|_| bad())? * block;
         let offset = ((start + at) * block + row % block) * block;
         let values = case.values.to_f32(offset..offset + block);
-        for (inner, &value) in (first..k).zip(&values) {
-            let b_row = &b[inner * width..(inner + 1) * width];
-            for (((exact, plain), squares), &b) in
-                exact.iter_mut().zip(&mut plain).zip(&mut squares).zip(b_row)
-            {
-                let product = f64::from(value) * f64::from(b);
-                *exact += product;
-                *squares += product * product;
-                *plain += value * b;
+        for (step, values) in (first..k).step_by(PRODUCTS).zip(values.chunks(PRODUCTS)) {
+            for (inner, &value) in (step..k).zip(values) {
+                let b_row = &b[inner * width..(inner + 1) * width];
+                for ((sum, plain), &b) in sums.iter_mut().zip(&mut plain).zip(b_row) {
+                    sum.add(f64::from(value) * f64::from(b));
+                    *plain += value * b;
+                }
             }
+            partials.iter_mut().zip(&sums).for_each(|(partial, &sum)| partial.settle(sum));
         }
     }
     let element = |array: Option<&Array>, at: usize| {
@@ -152,23 +152,23 @@ fn compare_row(
     let elements = columns.iter().enumerate().map(|(at, &column)| {
         let bias = bias_of_row + element(case.bias_per_column, column);
         let c = c_row.as_ref().map_or(0.0, |c| c[column]);
-        let sum = f64::from(case.alpha) * exact[at] + f64::from(case.beta) * f64::from(c) + f64::from(bias);
+        let (alpha, product) = (f64::from(case.alpha), &sums[at]);
+        let sum = alpha * product.sum + f64::from(case.beta) * f64::from(c) + f64::from(bias);
         let plain_sum = case.alpha * plain[at] + case.beta * c + bias;
         Element {
             result: result_row[column],
             reference: representable(dtype, case.activation.apply(sum)),
             plain: round(dtype, case.activation.apply(f64::from(plain_sum)) as f32),
-            magnitude: f64::from(case.alpha).abs() * squares[at].sqrt()
+            magnitude: alpha.abs() * product.squares.sqrt()
                 + f64::from(case.beta * c).abs()
                 + f64::from(bias).abs(),
+            partial: alpha.abs() * partials[at].mean(),
         }
     });
-    // Tensor cores add 16 products at a time and truncate; then comes the epilogue, and the result is rounded.
-    let steps = (blocks.len() * block).div_ceil(16) + 4;
+    // The epilogue has four operations.
+    let rounding = Rounding::of_products(blocks.len() * block, 4, dtype);
     let mut comparison = Comparison::default();
-    comparison.add_row(elements, |size, magnitude| {
-        rounding(dtype, size) + steps as f64 * rounding(DType::F32, size.max(magnitude))
-    });
+    comparison.add_row(elements, |sizes| rounding.largest(sizes));
     Ok(comparison)
 }
 

@@ -1,6 +1,7 @@
-use super::{BUDGET, Comparison, Element, Mismatch, ensure, representable, round, rounding, sample};
+use super::{BUDGET, Comparison, Element, Mismatch, ensure, representable, round, sample};
+use super::{PRODUCTS, PartialSums, ProductSum, Rounding};
 use crate::io::Array;
-use blockflash_sys::{DType, Major};
+use blockflash_sys::Major;
 use rayon::prelude::*;
 
 /// `alpha · A·B + beta · old` at the blocks of a block-sparse matrix: row `i` of blocks has the columns
@@ -92,30 +93,30 @@ fn compare_row(case: &SddmmCase<'_>, result: &Array, row: usize, a: &[f32], b: &
     let elements = values.iter().enumerate().map(|(at, &value)| {
         let j = first_col + at;
         if i >= m || j >= n {
-            return Element { result: value, reference: 0.0, plain: 0.0, magnitude: 0.0 };
+            return Element { result: value, reference: 0.0, plain: 0.0, magnitude: 0.0, partial: 0.0 };
         }
-        let (mut exact, mut squares, mut plain) = (0f64, 0f64, 0f32);
-        for (&a, &b) in a[i * k..][..k].iter().zip(&b[j * k..][..k]) {
-            let product = f64::from(a) * f64::from(b);
-            exact += product;
-            squares += product * product;
-            plain += a * b;
+        let (mut sum, mut partial, mut plain) = (ProductSum::default(), PartialSums::default(), 0f32);
+        for (a, b) in a[i * k..][..k].chunks(PRODUCTS).zip(b[j * k..][..k].chunks(PRODUCTS)) {
+            for (&a, &b) in a.iter().zip(b) {
+                sum.add(f64::from(a) * f64::from(b));
+                plain += a * b;
+            }
+            partial.settle(sum);
         }
         let old = old.as_ref().map_or(0.0, |old| old[at]);
         let (alpha, added) = (f64::from(case.alpha), f64::from(case.beta) * f64::from(old));
         Element {
             result: value,
-            reference: representable(dtype, alpha * exact + added),
+            reference: representable(dtype, alpha * sum.sum + added),
             plain: round(dtype, case.alpha * plain + case.beta * old),
-            magnitude: alpha.abs() * squares.sqrt() + added.abs(),
+            magnitude: alpha.abs() * sum.squares.sqrt() + added.abs(),
+            partial: alpha.abs() * partial.mean(),
         }
     });
-    // Tensor cores add 16 products at a time and truncate; then come alpha and beta, and the result is rounded.
-    let steps = k.div_ceil(16) + 2;
+    // Alpha and beta are two operations.
+    let rounding = Rounding::of_products(k, 2, dtype);
     let mut comparison = Comparison::default();
-    comparison.add_row(elements, |size, magnitude| {
-        rounding(dtype, size) + steps as f64 * rounding(DType::F32, size.max(magnitude))
-    });
+    comparison.add_row(elements, |sizes| rounding.largest(sizes));
     comparison
 }
 

@@ -119,10 +119,11 @@ fn the_real_server_speaks_the_protocol() {
     let counted = absent.iter().map(|(names, _)| names.len()).sum::<usize>();
     let here: usize =
         ["attention_fwd", "block_sparse_fwd", "bsr_matmul"].iter().map(|op| peers.of(op).len()).sum();
-    assert!(
-        absent.iter().any(|(names, _)| names == &[EVERYTHING]) || counted + here == 12,
-        "{absent:?} {here}"
-    );
+    let nobody = absent.iter().any(|(names, _)| names == &[EVERYTHING]);
+    assert!(nobody || counted + here == 13, "{absent:?} {here}");
+    let marks = ["torch_matmul_dense", "torch_matmul_random"];
+    assert!(nobody || marks.iter().all(|mark| peers.is_reference(mark)));
+    assert!(!peers.is_reference("torch_triton_bsr"));
 }
 
 #[test]

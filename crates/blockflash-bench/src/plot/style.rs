@@ -78,7 +78,9 @@ pub(super) fn of(implementation: &str, reference: bool) -> Style {
         return Style { colour: VERMILLION, width: 4, dashed: false, marker: Some(Marker::Circle) };
     }
     if reference {
-        return Style { colour: FAINT, width: 2, dashed: true, marker: None };
+        // The same product of other numbers.
+        let colour = if implementation.contains("random") { GREEN } else { FAINT };
+        return Style { colour, width: 2, dashed: true, marker: None };
     }
     let known = KNOWN.iter().find(|(part, ..)| implementation.contains(part));
     let (colour, marker) = match known {

@@ -1,9 +1,10 @@
 //! Block-sparse products against the dense one: how much of its rate they reach, and up to which density they take less time.
 
 use super::cells::{Cells, NONE};
-use super::run::{Row, fastest};
+use super::run::Row;
 use super::shape::is_cold;
 use crate::case::{BsrShape, Case, Pattern};
+use crate::record::Record;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -64,8 +65,11 @@ pub fn break_even(points: &[(f64, f64)]) -> Option<BreakEven> {
 }
 
 /// What the tables mean.
-pub(crate) const NOTE: &str = "Columns of densities: the rate of the stored blocks by that of the dense product, zeros counted as work. \
-Break-even: the part of the blocks up to which the sparse product takes less time, between measured densities along straight lines.";
+pub(crate) const NOTE: &str = "\
+Columns of densities: the rate of the stored blocks by that of the dense product, zeros counted as work. \
+Break-even: the part of the blocks up to which the sparse product takes less time, between measured \
+densities along straight lines. Of two dense products one multiplies the zeros, which save power and so \
+raise the clock, the other one N(0, 1) everywhere.";
 
 /// A measured density.
 struct Point {
@@ -83,8 +87,11 @@ type Lines = BTreeMap<(Reverse<usize>, usize), Vec<Point>>;
 /// A table with its heading for each size and type of A and each dense product that was measured.
 pub(crate) fn tables(rows: &[Row<'_>]) -> Vec<(String, Cells)> {
     let mut tables: BTreeMap<String, Lines> = BTreeMap::new();
-    for row in rows {
-        let Some((heading, shape, point)) = point(row) else { continue };
+    for (row, dense) in rows.iter().flat_map(|row| row.marks().map(move |dense| (row, dense))) {
+        let Some((heading, shape, point)) = point(row, dense) else { continue };
+        if shape.pattern != Pattern::Uniform {
+            continue;
+        }
         let line = (Reverse(shape.block_size), shape.n);
         tables.entry(heading).or_default().entry(line).or_default().push(point);
     }
@@ -96,15 +103,19 @@ pub(crate) fn tables(rows: &[Row<'_>]) -> Vec<(String, Cells)> {
     tables.into_iter().map(|(heading, lines)| (heading, cells(&lines))).collect()
 }
 
-fn point(row: &Row<'_>) -> Option<(String, BsrShape, Point)> {
+/// Our rate by that of a dense product, zeros counted as work.
+pub(crate) fn part(row: &Row<'_>, dense: &Record) -> Option<f64> {
+    point(row, dense).map(|(_, _, point)| point.stored / point.time)
+}
+
+fn point(row: &Row<'_>, dense: &Record) -> Option<(String, BsrShape, Point)> {
     let Some(Case::BsrMatmul(shape)) = row.case().filter(|_| !row.ours.is_empty()) else { return None };
-    let dense = fastest(row.peers.iter().copied().filter(|peer| peer.reference))?;
     let BsrShape { m, k, density, dtype, .. } = shape;
     let caches = if is_cold(row.any) { ", cold caches" } else { "" };
     let heading = format!("{m} × {k}, {dtype}{caches}: part of the rate of `{}`", dense.implementation);
     let stored = shape.nnz_blocks() as f64 / (shape.block_rows() * shape.block_columns()) as f64;
     let point = Point { density, stored, time: row.best()?.us? / dense.us? };
-    (shape.pattern == Pattern::Uniform).then_some((heading, shape, point))
+    Some((heading, shape, point))
 }
 
 fn cells(lines: &Lines) -> Cells {
@@ -135,7 +146,7 @@ mod tests {
     use super::super::run::rows;
     use super::super::sample::record;
     use super::*;
-    use crate::record::{OURS, Record};
+    use crate::record::OURS;
 
     /// Ours, whose time grows with the density, and the dense product of 100 µs.
     fn measured(n: usize, block: usize, densities: &[f64], us: fn(f64) -> f64) -> Vec<Record> {
@@ -183,6 +194,22 @@ mod tests {
         assert_eq!(cells.rows[1], ["64", "128", "0.38", "0.56", "0.71", "above 0.50"]);
         assert_eq!(cells.rows[2], ["64", "1024", "0.91", "0.91", "0.91", "0.91"]);
         assert_eq!(cells.rows[3], ["32", "1024", "0.17", "0.25", "0.33", "0.25"]);
+    }
+
+    #[test]
+    fn each_dense_product_has_its_table() {
+        let mut records = measured(8, 64, &[0.25, 0.5], |density| 200.0 * density);
+        let marks = records.iter().filter(|record| record.reference);
+        let slower = |record: &Record| Record {
+            implementation: "random".into(),
+            us: record.us.map(|us| us * 1.25),
+            ..record.clone()
+        };
+        let slower: Vec<_> = marks.map(slower).collect();
+        records.extend(slower);
+        let [(zeros, of_zeros), (random, of_random)] = &tables_of(&records)[..] else { panic!() };
+        assert!(zeros.ends_with("`cublas`") && random.ends_with("`random`"), "{zeros}, {random}");
+        assert_eq!((of_zeros.rows[0][2].as_str(), of_random.rows[0][2].as_str()), ("0.50", "0.62"));
     }
 
     #[test]

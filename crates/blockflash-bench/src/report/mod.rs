@@ -18,6 +18,7 @@ pub use break_even::{BreakEven, break_even};
 pub use cells::{Cells, cells};
 pub use markdown::{Detail, Image, align, markdown};
 pub(crate) use notes::day;
+pub(crate) use run::fastest;
 
 /// Marks between which `blockflash report --into` writes.
 pub const BEGIN: &str = "<!-- results:begin -->";

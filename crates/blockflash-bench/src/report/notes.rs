@@ -40,6 +40,12 @@ fn measured(run: &Run<'_>, rows: &[Row<'_>]) -> String {
         "median of {rounds} interleaved windows of {window_ms} ms after {} ms idle, caches {caches}",
         first.gap_ms
     ));
+    // Places of a round; 0 where all rounds had one order.
+    let timed = run.records.iter().filter(|record| record.us.is_some());
+    let places = timed.map(|record| record.protocol.as_ref().map_or(0, |protocol| protocol.places));
+    if range(places.map(|places| places as f64)).is_some_and(|(least, most)| least > 0.0 && most > 1.0) {
+        parts.push("each behind each other one equally often".to_owned());
+    }
     for (rounds, window_ms, cases) in &windows[1..] {
         parts.push(format!("{} of {rounds} windows of {window_ms} ms", counted(*cases, "case")));
     }
@@ -65,10 +71,25 @@ fn measured(run: &Run<'_>, rows: &[Row<'_>]) -> String {
     parts.extend(over(|record| record.power_w).map(|power| format!("{power} W")));
     parts.push(format!("commit {}, {}", run.commits(), day(first)));
     let marks = peer_names(run.records.iter().copied().filter(|record| record.reference));
-    if !marks.is_empty() {
-        parts.push(format!("{} does another job (the dense product) and is no rival", code(&marks)));
+    if let [_, others @ ..] = &marks[..] {
+        let marks: Vec<_> = marks.iter().map(|mark| about(mark)).collect();
+        let verbs = if others.is_empty() {
+            "does another job (the dense product) and is no rival"
+        } else {
+            "do another job (the dense product) and are no rivals"
+        };
+        parts.push(format!("{} {verbs}", marks.join(" and ")));
     }
     format!("{}.", parts.join("; "))
+}
+
+/// A mark, with the numbers that it multiplies.
+fn about(mark: &str) -> String {
+    match mark {
+        "torch_matmul_dense" => format!("`{mark}` (cuBLAS on the matrix with its zeros, which save power)"),
+        "torch_matmul_random" => format!("`{mark}` (cuBLAS on a matrix of N(0, 1) without zeros)"),
+        _ => format!("`{mark}`"),
+    }
 }
 
 /// Cases that have no result of ours, by reason.
@@ -153,16 +174,13 @@ fn windows(rows: &[Row<'_>]) -> Vec<(usize, f64, usize)> {
     found
 }
 
-fn code(names: &[&str]) -> String {
-    names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::run::newest;
     use super::super::sample::{record, suite};
     use super::*;
-    use crate::record::OURS;
+    use crate::record::{OURS, Protocol};
+    use crate::turns::Turns;
 
     fn of(records: &[Record]) -> Vec<String> {
         let runs = newest(records);
@@ -181,6 +199,26 @@ mod tests {
         let failed =
             "Absent or failed: `y` in 1 of 2 cases (it failed); `z` in every case (no 'such' 'thing').";
         assert_eq!(notes[2], failed);
+    }
+
+    #[test]
+    fn balanced_turns_and_marks_are_explained() {
+        let mut records = suite();
+        assert!(!of(&records)[0].contains("equally often"));
+        let protocol = Some(Protocol::of(Turns::Balanced, 0, 2));
+        records.iter_mut().for_each(|record| record.protocol = protocol.clone());
+        let marks = ["torch_matmul_dense", "torch_matmul_random"];
+        records.extend(marks.map(|mark| Record {
+            reference: true,
+            protocol: protocol.clone(),
+            ..record("a", mark, Some(1.0))
+        }));
+        records.retain(|record| record.implementation != "dense");
+        let note = &of(&records)[0];
+        assert!(note.contains("each behind each other one equally often"), "{note}");
+        let text = "with its zeros, which save power) and `torch_matmul_random` (cuBLAS on a matrix of N(0, 1) \
+                    without zeros) do another job (the dense product) and are no rivals";
+        assert!(note.contains(text), "{note}");
     }
 
     #[test]

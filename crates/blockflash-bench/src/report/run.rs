@@ -224,6 +224,11 @@ impl<'r> Row<'r> {
         self.peers.iter().copied().filter(|peer| !peer.reference)
     }
 
+    /// Dense products and the like that were measured.
+    pub(crate) fn marks(&self) -> impl Iterator<Item = &'r Record> {
+        self.peers.iter().copied().filter(|peer| peer.reference && peer.us.is_some())
+    }
+
     pub(crate) fn peer(&self, name: &str) -> Option<&'r Record> {
         self.peers.iter().copied().find(|peer| peer.implementation == name)
     }

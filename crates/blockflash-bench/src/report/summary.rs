@@ -1,5 +1,6 @@
 //! A suite in a few lines: how far from the best rival, by groups of cases and against each rival.
 
+use super::break_even::part;
 use super::cells::{Cells, NONE, number};
 use super::notes::counted;
 use super::run::{Row, geometric_mean, groups, peer_names, range};
@@ -38,6 +39,10 @@ pub(crate) fn by_group(rows: &[Row<'_>]) -> Cells {
     }
     let dense = rows.iter().any(|row| row.dense.is_some());
     header.extend(dense.then_some("of dense"));
+    // Dense products in whose rates ours has a part.
+    let marks = peer_names(rows.iter().flat_map(|row| row.marks().filter(|mark| part(row, mark).is_some())));
+    let of_marks: Vec<_> = marks.iter().map(|mark| format!("of `{mark}`")).collect();
+    header.extend(of_marks.iter().map(String::as_str));
     header.extend(ceilings.then_some("ceiling"));
     let line = |label: &str, rows: &[&Row<'_>]| {
         let ours: Vec<_> = rows.iter().filter_map(|row| row.best()).collect();
@@ -50,6 +55,7 @@ pub(crate) fn by_group(rows: &[Row<'_>]) -> Cells {
         }
         let parts: Vec<_> = rows.iter().filter_map(|row| row.part_of_dense(row.best()?)).collect();
         line.extend(dense.then(|| spread(&parts)));
+        line.extend(marks.iter().map(|mark| spread(&parts_of(rows, mark))));
         line.extend(ceilings.then(|| binding(&ours)));
         line
     };
@@ -58,6 +64,11 @@ pub(crate) fn by_group(rows: &[Row<'_>]) -> Cells {
         lines.push(line("all", &rows.iter().collect::<Vec<_>>()));
     }
     Cells { header: header.into_iter().map(str::to_owned).collect(), rows: lines }
+}
+
+/// Our parts in the rate of a dense product, where it was measured.
+fn parts_of(rows: &[&Row<'_>], mark: &str) -> Vec<f64> {
+    rows.iter().filter_map(|row| part(row, row.peer(mark)?)).collect()
 }
 
 /// One line per rival; ratios over the cases that both have.
@@ -155,6 +166,25 @@ mod tests {
         let rivals = by_rival(&rows);
         assert_eq!(rivals.rows.len(), 2, "a mark is no rival");
         assert_eq!(rivals.rows[1], ["`torch_sdpa_cudnn`", "12", "417", "**1.20**", "1.20–1.20", "12"]);
+    }
+
+    #[test]
+    fn dense_products_have_a_column_each_which_old_records_leave_empty() {
+        let case = |block| format!("m1024_n8_k1024_b{block}_d0.25_uniform_f16");
+        let mark = |block, name: &str, us| Record { reference: true, ..record(&case(block), name, Some(us)) };
+        let records = [
+            record(&case(64), OURS, Some(50.0)),
+            mark(64, "torch_matmul_dense", 100.0),
+            mark(64, "torch_matmul_random", 110.0),
+            record(&case(32), OURS, Some(100.0)),
+            mark(32, "torch_matmul_dense", 100.0),
+        ];
+        let groups = |records: &[Record]| by_group(&rows(&records.iter().collect::<Vec<_>>()));
+        let cells = groups(&records);
+        assert_eq!(cells.header[3..], ["of `torch_matmul_dense`", "of `torch_matmul_random`"]);
+        assert_eq!(cells.rows[0][3..], ["0.50–0.50", "0.55–0.55"]);
+        assert_eq!(cells.rows[1][3..], ["0.25–0.25", "—"]);
+        assert_eq!(groups(&records[3..]).header[3..], ["of `torch_matmul_dense`"]);
     }
 
     #[test]

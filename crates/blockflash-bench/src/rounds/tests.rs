@@ -60,12 +60,19 @@ fn ours_and_rivals_take_turns() {
 
     let ours = &records[0];
     assert!(ours.verified && ours.us.unwrap() > 0.0 && ours.error.is_none(), "{ours:?}");
-    assert_eq!((ours.rounds, ours.op.as_str(), ours.cache.as_str()), (3, "bsr_matmul", "warm"));
+    // Three contestants have four places, and balance takes as many rounds.
+    assert_eq!((ours.rounds, ours.op.as_str(), ours.cache.as_str()), (4, "bsr_matmul", "warm"));
+    let protocol = |record: &Record| {
+        let Protocol { turns, contestant, places } = record.protocol.clone()?;
+        Some((turns, contestant, places))
+    };
+    let expected = [Some(0), Some(1), None, Some(2)].map(|at| Some(("williams".to_owned(), at?, 4)));
+    assert_eq!(records.iter().map(protocol).collect::<Vec<_>>(), expected);
     assert!((ours.tflops.unwrap() - ours.flops / ours.us.unwrap() / 1e6).abs() < 1e-12);
 
-    // Windows of 10 (warm-up), 20, 30 and 40 µs.
+    // Windows of 10 (warm-up), 20, 30, 40 and 50 µs.
     let fast = &records[1];
-    assert_eq!((fast.us, fast.us_min, fast.us_max), (Some(30.0), Some(20.0), Some(40.0)));
+    assert_eq!((fast.us, fast.us_min, fast.us_max), (Some(35.0), Some(20.0), Some(50.0)));
     assert_eq!((fast.settings.as_deref(), fast.launches, fast.reference), (Some("x=1"), Some(7), true));
     assert_eq!(fast.run, ours.run);
 
@@ -73,8 +80,42 @@ fn ours_and_rivals_take_turns() {
     assert!(records[2].error.as_deref().unwrap().contains("5.0e-1"));
     assert_eq!((records[3].us, records[3].error.as_deref()), (None, Some("late")));
 
-    let order: Vec<_> = steps.borrow().iter().filter(|step| step.contains("round 2")).cloned().collect();
-    assert_eq!(order, ["blockflash: round 2 of 3", "fast: round 2 of 3", "late: round 2 of 3"]);
+    let steps = steps.borrow();
+    let order = |round: usize| -> Vec<&str> {
+        steps.iter().filter_map(|step| step.strip_suffix(&format!(": round {round} of 4"))).collect()
+    };
+    // The place of number 3 is empty. The last order comes first, to warm up.
+    assert_eq!(order(0), ["blockflash", "late", "fast"]);
+    assert_eq!(order(1), ["blockflash", "fast", "late"]);
+    assert_eq!(order(2), ["late", "fast", "blockflash"]);
+    assert_eq!((order(3), order(4)), (vec!["fast", "blockflash"], vec!["blockflash", "fast"]));
+}
+
+#[test]
+fn a_swap_check_prepares_once_and_turns_the_order_round() {
+    let steps = std::cell::RefCell::new(Vec::new());
+    let (swaps, records) =
+        run(2).swap_check(&CASE, Cache::Warm, &mut peers(), |step| steps.borrow_mut().push(step.to_owned()));
+    // Windows of 10 (warm-up), 20 and 30 µs, then of 40 (warm-up), 50 and 60 µs.
+    let ours: Vec<_> = records.iter().filter(|record| record.implementation == OURS).collect();
+    let fast: Vec<_> = records.iter().filter(|record| record.implementation == "fast").collect();
+    assert_eq!([fast[0].us_min, fast[1].us_min], [Some(20.0), Some(50.0)]);
+    let ratios = [0, 1].map(|at| fast[at].us.unwrap() / ours[at].us.unwrap());
+    assert_eq!(swaps, [Swap { rival: "fast".into(), ratios }]);
+    let turns = |record: &Record| record.protocol.as_ref().map(|protocol| protocol.turns.clone());
+    assert_eq!([turns(fast[0]), turns(fast[1])], [Some("fixed".into()), Some("reversed".into())]);
+    let steps = steps.borrow();
+    let second: Vec<_> = steps.iter().filter_map(|step| step.strip_suffix(": round 1 of 2")).collect();
+    // The third window of `late` fails.
+    assert_eq!(second, ["blockflash", "fast", "late", "fast", "blockflash"]);
+    assert_eq!(steps.iter().filter(|step| step.contains("inputs and check")).count(), 4);
+}
+
+#[test]
+fn what_moves_is_a_part_of_the_ratio() {
+    let swap = |ratios| Swap { rival: String::new(), ratios };
+    assert!((swap([0.955, 1.067]).moved() - 0.117).abs() < 1e-3);
+    assert!((swap([1.0, 0.99]).moved() - 0.01).abs() < 1e-12);
 }
 
 #[test]

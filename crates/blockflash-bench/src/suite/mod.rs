@@ -18,7 +18,7 @@ pub struct Suite {
     pub name: String,
     /// One line for people.
     pub description: String,
-    /// How often each implementation gets a window.
+    /// How often each implementation gets a window, at least: balanced turns may take a few more.
     pub rounds: usize,
     /// Length of a window in milliseconds.
     pub window_ms: f64,
@@ -69,7 +69,7 @@ fn default_window_ms() -> f64 {
 }
 
 fn default_gap_ms() -> f64 {
-    50.0
+    100.0
 }
 
 fn default_cache() -> Vec<Cache> {

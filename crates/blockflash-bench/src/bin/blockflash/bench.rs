@@ -3,7 +3,8 @@
 use crate::args::DeviceArg;
 use crate::failure::{Failure, Result};
 use crate::output::{device_name, print};
-use crate::table;
+use crate::{swap_check, table};
+use blockflash_bench::case::Case;
 use blockflash_bench::machine::{Machine, benches};
 use blockflash_bench::peers::{Command, Peers, Selection};
 use blockflash_bench::record::{OURS, Record, Writer};
@@ -11,18 +12,21 @@ use blockflash_bench::report;
 use blockflash_bench::rounds::Run;
 use blockflash_bench::suite::Suite;
 use blockflash_bench::timing::Cache;
+use blockflash_bench::turns::Turns;
 use blockflash_ops::Device;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 const EXAMPLES: &str = "\
-Every implementation of a case is verified, then all take windows in turns: ours, rival, rival, ours, … Each result is one
-JSON line; benches/README.md documents the fields.
+Every implementation of a case is verified, then all take windows in turns, in an order that changes
+from round to round. Each result is one JSON line; benches/README.md documents the fields.
 
 Examples:
   blockflash bench smoke
   blockflash bench attention_floor --peers flash,cudnn --rounds 9
+  blockflash bench attention_fwd --swap-check --filter d256_causal
   blockflash bench bsr_floor --row b64 --peers none      compares all tile variants for blocks of 64
   blockflash report";
 
@@ -35,12 +39,18 @@ pub struct Args {
     /// Rivals: auto, none, or parts of their names with commas between [default: what the suite says; none on a CPU]
     #[arg(long, value_name = "LIST")]
     pub peers: Option<String>,
-    /// Windows of each implementation [default: what the suite says]
+    /// Windows of each implementation, at least: balanced turns take a few more [default: what the suite says]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub rounds: Option<u16>,
     /// Length of a window [default: what the suite says]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=60_000))]
     pub window_ms: Option<u32>,
+    /// Idle time before each window [default: what the suite says]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=60_000))]
+    pub gap_ms: Option<u32>,
+    /// Record nothing, but say by how much ratios move when the order of a round is reversed
+    #[arg(long, conflicts_with = "out")]
+    pub swap_check: bool,
     /// State of the L2 cache before a launch: warm, cold or both with a comma [default: what the suite says]
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub cache: Vec<CacheArg>,
@@ -105,13 +115,16 @@ pub fn run(args: Args) -> Result<ExitCode> {
         return Err(Failure::new(format!("the suite {} measures a GPU, and none is used", suite.name)));
     }
     let out = args.out.as_deref().unwrap_or(&default);
-    let mut writer = Writer::open(out)?;
 
     print(&format!("suite {}: {}", suite.name, suite.description))?;
     let cpu = if device.is_cpu() { " — no GPU is used, this is the CPU backend" } else { "" };
     print(&format!("device {}{cpu}, commit {}", device_name(&device), machine.commit))?;
     let mut peers = args.start_peers(&suite, &device, &benches)?;
     let mut run = Run::new(suite, machine, device.stream()?, args.seed, rows)?;
+    if args.swap_check {
+        return swap_check::run(&run, &mut peers);
+    }
+    let mut writer = Writer::open(out)?;
     let mut failed = false;
     if !device.is_cpu() {
         let path =
@@ -121,6 +134,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if run.suite.cases.is_empty() {
         return Ok(ExitCode::from(u8::from(failed)));
     }
+    announce(&run, &peers, &[Turns::Balanced])?;
     let records = measure(&run, &mut peers, &mut writer)?;
 
     print(&summary(&records))?;
@@ -142,6 +156,9 @@ impl Args {
         }
         if let Some(window_ms) = self.window_ms {
             suite.window_ms = window_ms.into();
+        }
+        if let Some(gap_ms) = self.gap_ms {
+            suite.gap_ms = gap_ms.into();
         }
         if !self.cache.is_empty() {
             let wanted = |cache: &Cache| self.cache.iter().any(|&other| Cache::from(other) == *cache);
@@ -185,7 +202,7 @@ impl Args {
 /// What the GPU does at best, into a file of its own beside the suite's. False if a probe computed something wrong.
 fn measure_ceilings(run: &mut Run, writer: &mut Writer) -> Result<bool> {
     let bar = ProgressBar::new_spinner();
-    bar.enable_steady_tick(std::time::Duration::from_millis(200));
+    bar.enable_steady_tick(Duration::from_millis(200));
     let records = run.measure_ceilings(|step| bar.set_message(step.to_owned()))?;
     bar.finish_and_clear();
     let rates = records.iter().map(|record| match (record.rate, record.unit.as_deref()) {
@@ -197,16 +214,39 @@ fn measure_ceilings(run: &mut Run, writer: &mut Writer) -> Result<bool> {
     Ok(records.iter().all(|record| record.verified))
 }
 
-/// All cases; each result is on the disk before the next case begins.
-fn measure(run: &Run, peers: &mut Peers, writer: &mut Writer) -> Result<Vec<Record>> {
-    let cases = &run.suite.cases;
-    let caches = &run.suite.cache;
-    let bar = ProgressBar::new((cases.len() * caches.len()) as u64);
+/// Says how long it will take, and with how many windows.
+pub fn announce(run: &Run, peers: &Peers, turns: &[Turns]) -> Result<()> {
+    let of_case = |case| turns.iter().map(|&turns| run.time(turns, case, peers)).sum::<Duration>();
+    let caches = run.suite.cache.len() as u32;
+    let minutes = (run.suite.cases.iter().map(of_case).sum::<Duration>() * caches).as_secs_f64() / 60.0;
+    print(&format!(
+        "windows of {} ms after {} ms idle: about {} min for {} cases, without inputs, checks and sweeps",
+        run.suite.window_ms,
+        run.suite.gap_ms,
+        table::number(minutes),
+        run.suite.cases.len() * run.suite.cache.len(),
+    ))
+}
+
+/// All cases with the states of the L2 cache.
+pub fn cases(run: &Run) -> impl Iterator<Item = (&Case, Cache)> {
+    run.suite.cases.iter().flat_map(|case| run.suite.cache.iter().map(move |&cache| (case, cache)))
+}
+
+/// A bar for so many cases.
+pub fn progress(run: &Run) -> ProgressBar {
+    let bar = ProgressBar::new(cases(run).count() as u64);
     let style = ProgressStyle::with_template("{spinner} {pos} of {len} {bar:20} {elapsed} {msg}");
     bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("━╸ "));
-    bar.enable_steady_tick(std::time::Duration::from_millis(200));
+    bar.enable_steady_tick(Duration::from_millis(200));
+    bar
+}
+
+/// All cases; each result is on the disk before the next case begins.
+fn measure(run: &Run, peers: &mut Peers, writer: &mut Writer) -> Result<Vec<Record>> {
+    let bar = progress(run);
     let mut all = Vec::new();
-    for (case, &cache) in cases.iter().flat_map(|case| caches.iter().map(move |cache| (case, cache))) {
+    for (case, cache) in cases(run) {
         bar.set_message(case.to_string());
         let records = run.measure(case, cache, peers, |step| bar.set_message(format!("{case}, {step}")));
         bar.suspend(|| print(&line(&records)))?;

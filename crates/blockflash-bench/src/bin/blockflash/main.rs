@@ -20,6 +20,7 @@ mod output;
 mod progress;
 mod report;
 mod sddmm;
+mod swap_check;
 mod table;
 
 use clap::Parser;

@@ -1,0 +1,55 @@
+//! `blockflash bench --swap-check`: does the order of a round matter, or is the gap long enough?
+
+use crate::bench::{announce, cases, progress};
+use crate::failure::{Failure, Result};
+use crate::output::print;
+use blockflash_bench::peers::Peers;
+use blockflash_bench::record::OURS;
+use blockflash_bench::rounds::{Run, Swap};
+use blockflash_bench::turns::Turns;
+use std::process::ExitCode;
+
+/// Measures every case in one order and in the reverse of it, and says by how much ratios move.
+/// Exit code 1 if ours failed, or everybody else.
+pub fn run(run: &Run, peers: &mut Peers) -> Result<ExitCode> {
+    if cases(run).all(|(case, _)| run.rivals(case, peers).len() < 2) {
+        let why = "of two contestants each follows the other one in any order";
+        return Err(Failure::new(format!("--swap-check needs two rivals that run: {why}")));
+    }
+    announce(run, peers, &[Turns::Fixed, Turns::Reversed])?;
+    let bar = progress(run);
+    let (mut most, mut compared, mut failed) = (0f64, 0, false);
+    for (case, cache) in cases(run) {
+        let step = |step: &str| bar.set_message(format!("{case}, {step}"));
+        let (swaps, records) = run.swap_check(case, cache, peers, step);
+        bar.suspend(|| print(&format!("{case}: {}", line(&swaps))))?;
+        for record in records.iter().filter(|record| record.error.is_some()) {
+            let error = record.error.as_deref().unwrap_or_default();
+            bar.suspend(|| print(&format!("{case} {}: {error}", record.implementation)))?;
+            failed |= record.implementation == OURS;
+        }
+        compared += swaps.len();
+        most = swaps.iter().map(Swap::moved).fold(most, f64::max);
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    print(&format!(
+        "after {} ms idle, {compared} ratios move by at most {:.2} % when the order is reversed",
+        run.suite.gap_ms,
+        100.0 * most
+    ))?;
+    Ok(ExitCode::from(u8::from(failed || compared == 0)))
+}
+
+/// `flash 0.955, reversed 0.962 (0.73 %); … most 0.73 %`.
+fn line(swaps: &[Swap]) -> String {
+    let Some(most) = swaps.iter().map(Swap::moved).reduce(f64::max) else {
+        return "nothing to compare".to_owned();
+    };
+    let one = |swap: &Swap| {
+        let [forward, reversed] = swap.ratios;
+        format!("{} {forward:.3}, reversed {reversed:.3} ({:.2} %)", swap.rival, 100.0 * swap.moved())
+    };
+    let each: Vec<_> = swaps.iter().map(one).collect();
+    format!("{}; most {:.2} %", each.join("; "), 100.0 * most)
+}

@@ -1,0 +1,55 @@
+//! Does it matter who runs behind whom?
+
+use super::Run;
+use crate::case::Case;
+use crate::peers::Peers;
+use crate::record::{OURS, Record};
+use crate::report::fastest;
+use crate::timing::Cache;
+use crate::turns::Turns;
+
+/// A rival's time over ours, with all rounds in one order and in the reverse of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Swap {
+    /// The rival, or the mark.
+    pub rival: String,
+    /// In the order of the record, and reversed.
+    pub ratios: [f64; 2],
+}
+
+impl Swap {
+    /// By which part of it the ratio moves: 0.01 is 1 %.
+    pub fn moved(&self) -> f64 {
+        let [forward, reversed] = self.ratios;
+        (reversed / forward - 1.0).abs()
+    }
+
+    /// Of those that were measured both times.
+    fn of([forward, reversed]: &[Vec<Record>; 2]) -> Vec<Self> {
+        let ours =
+            |records: &[Record]| fastest(records.iter().filter(|record| record.implementation == OURS))?.us;
+        let (Some(first), Some(second)) = (ours(forward), ours(reversed)) else { return Vec::new() };
+        let pairs = forward.iter().zip(reversed).filter(|(record, _)| record.implementation != OURS);
+        let swap = |(forward, reversed): (&Record, &Record)| {
+            let rival = forward.implementation.clone();
+            Some(Self { rival, ratios: [forward.us? / first, reversed.us? / second] })
+        };
+        pairs.filter_map(swap).collect()
+    }
+}
+
+impl Run {
+    /// Measures a case with all rounds in one order, then in the reverse of it; everything is
+    /// prepared once. Of two contestants each follows the other one in both orders, so at least two
+    /// rivals have to run.
+    pub fn swap_check(
+        &self,
+        case: &Case,
+        cache: Cache,
+        peers: &mut Peers,
+        step: impl Fn(&str),
+    ) -> (Vec<Swap>, Vec<Record>) {
+        let both = self.measure_in([Turns::Fixed, Turns::Reversed], case, cache, peers, step);
+        (Swap::of(&both), both.concat())
+    }
+}
