@@ -1,4 +1,4 @@
-use super::{IndexTensor, check_permutation, invalid, views};
+use super::{IndexTensor, as_i64, check_permutation, invalid, views};
 use crate::{DType, Device, Result, Stream, Tensor, View};
 
 /// The lists of a block mask on the host: what [`BlockLists::new`] checks and uploads.
@@ -45,6 +45,8 @@ pub struct BlockLists {
     col_idx: IndexTensor,
     row_order: IndexTensor,
     cu_rows: Option<IndexTensor>,
+    /// No row has more columns.
+    longest: i64,
     /// Whether a kernel may write them: nothing relies on more than ranges then.
     fillable: bool,
 }
@@ -76,12 +78,14 @@ impl BlockLists {
             }
         }
         let shape = |more| [groups, &[rows + more]].concat();
+        let longest = row_ptr.windows(2).map(|pair| i64::from(pair[1]) - i64::from(pair[0])).max();
         let row_ptr = IndexTensor::offsets("row_ptr", row_ptr, &shape(1), col_idx.len(), stream)?;
         Ok(Self {
             row_ptr,
             col_idx: IndexTensor::new("col_idx", col_idx, &[col_idx.len()], cols, stream)?,
             row_order: IndexTensor::new("row_order", row_order, &shape(0), rows, stream)?,
             cu_rows: cu_rows_tensor,
+            longest: longest.unwrap_or(0),
             fillable: false,
         })
     }
@@ -108,6 +112,7 @@ impl BlockLists {
             col_idx: IndexTensor::zeros(&[capacity], cols.next_multiple_of(32), stream)?,
             row_order: IndexTensor::new("row_order", &order, &[batch, heads, rows], rows, stream)?,
             cu_rows: None,
+            longest: as_i64(capacity),
             fillable: true,
         })
     }
@@ -122,6 +127,7 @@ impl BlockLists {
             col_idx: self.col_idx.copy_to(stream)?,
             row_order: self.row_order.copy_to(stream)?,
             cu_rows: self.cu_rows.as_ref().map(|rows| rows.copy_to(stream)).transpose()?,
+            longest: self.longest,
             fillable: self.fillable,
         })
     }
@@ -155,6 +161,11 @@ impl BlockLists {
     /// words of 32.
     pub(crate) fn has_columns_below(&self, cols: i128) -> bool {
         self.col_idx.limit() <= if self.fillable { in_words(cols) } else { cols }
+    }
+
+    /// As many columns as a row may have; of lists that a kernel fills, all that there is room for.
+    pub(crate) fn longest(&self) -> i128 {
+        self.longest.into()
     }
 
     /// `row_ptr`, `col_idx`, `row_order` and `cu_rows`.

@@ -29,6 +29,9 @@ impl BlockLists {
         require(rows * i128::from(m.block_q) <= i128::from(i32::MAX), "there are too many queries")?;
         let cols = ceil_div(p.seqlen_kv.into(), m.block_kv.unsigned_abs());
         require(self.has_columns_below(cols), "the mask has more columns")?;
+        // The kernels count the key tiles of a row in 32 bits.
+        let tiles = self.longest() * ceil_div(m.block_kv.into(), tile.block_kv);
+        require(tiles <= i128::from(i32::MAX), "a row of the mask is too long")?;
         self.fit_groups(m, p.batch, p.num_heads_q)?;
         Ok(rows * ceil_div(m.block_q.into(), tile.block_q))
     }

@@ -49,11 +49,10 @@ impl BlockMaskBuildOperands<'_> {
         let limit = i128::from(i32::MAX);
         let per_head = i128::from(batch) * i128::from(heads);
         require(per_head * i128::from(rows + 1) <= limit, "there are too many rows")?;
-        let fits_i32 = |length: i32, size: i32| i128::from(length) + i128::from(size) <= limit;
-        require(
-            fits_i32(p.seqlen_q, p.block_q) && fits_i32(p.seqlen_kv, p.block_kv),
-            "a length is too long",
-        )?;
+        let queries = i128::from(p.seqlen_q) + i128::from(p.block_q);
+        // Columns are chosen by words of 32 bits.
+        let keys = i128::from((cols + 31) / 32 * 32) * i128::from(p.block_kv);
+        require(queries <= limit && keys <= limit, "a length is too long")?;
         require(p.k <= MAX_K, "lists are too long")?;
 
         let k = i64::from(p.k);

@@ -109,7 +109,7 @@ fn builds_that_fit() {
 
 #[test]
 fn parameters_that_do_not_fit() {
-    let cases: [(&str, Change); 22] = [
+    let cases: [(&str, Change); 23] = [
         ("not positive", |p| p.batch = 0),
         ("not positive", |p| p.heads = -3),
         ("not positive", |p| p.block_q = 0),
@@ -122,6 +122,7 @@ fn parameters_that_do_not_fit() {
         ("number of columns", |p| p.block_kv = 64),
         ("too many rows", |p| (p.batch, p.heads) = (1 << 20, 1 << 10)),
         ("too long", |p| (p.rows, p.seqlen_q) = (1 << 25, i32::MAX)),
+        ("too long", |p| (p.cols, p.seqlen_kv, p.block_kv) = (1, 1, 1 << 26)),
         ("lists are too long", |p| p.k = (1 << 30) + 1),
         ("an unknown source", |p| p.source_kind = 3),
         ("source is f32", |p| p.source_kind = BLOCKFLASH_BLOCK_SOURCE_LISTS),

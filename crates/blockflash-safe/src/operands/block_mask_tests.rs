@@ -177,6 +177,18 @@ fn masks_that_do_not_fit() {
     }
 }
 
+/// Positions in a row are counted in 32 bits, whatever a kernel may write to it.
+#[test]
+fn rows_of_a_mask_are_not_too_long() {
+    let lists = BlockLists::with_capacity([1, 2], 2, 2, 1 << 10, &Device::cpu().stream().unwrap());
+    let mut tensors = Tensors { lists: lists.unwrap(), ..Tensors::new([1, 2, 2]).unwrap() };
+    // Room for 2^10 columns of 2^27 keys, 2^22 tiles each.
+    let mut params = params();
+    (params.block_mask.block_kv, params.seqlen_kv) = (1 << 27, 100);
+    let error = tensors.operands().fit(&TILE, &params).unwrap_err();
+    assert_eq!(error, "a row of the mask is too long");
+}
+
 #[test]
 fn packed_masks_that_fit() {
     let fit = |change: Change| {

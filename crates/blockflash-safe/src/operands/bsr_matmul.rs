@@ -38,6 +38,9 @@ impl BsrMatmulOperands<'_> {
         fits("row_ptr", &self.indices.row_ptr().view(), DType::I32, [(rows + 1, 1)])?;
         let block_cols = ceil_div(p.k, tile.block_size);
         require(self.indices.has_columns_below(block_cols), "a block column lies beyond k")?;
+        // The kernels count the depth of a block row in 32 bits.
+        let depth = i64::from(self.indices.longest_from(0, false)) * block;
+        require(depth <= i64::from(i32::MAX), "a block row is too long")?;
         fits("values", &self.values, tile.dtype, [(blocks, block * block), (block, block), (block, 1)])?;
         let transposed = self.indices.block_idx().is_some();
         require(transposed == tile.a_transposed, "block_idx is for kernels that transpose a")?;
