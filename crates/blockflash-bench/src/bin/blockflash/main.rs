@@ -5,6 +5,8 @@
 
 mod args;
 mod attention;
+mod attention_mask;
+mod attention_operands;
 mod bench;
 mod bsr_matmul;
 mod bsr_operands;
@@ -17,9 +19,11 @@ mod measure;
 mod memory;
 mod operand;
 mod output;
+mod outputs;
 mod progress;
 mod report;
 mod sddmm;
+mod sddmm_operands;
 mod table;
 
 use clap::Parser;
@@ -41,7 +45,7 @@ enum Command {
     Attention(Box<attention::Args>),
     /// Multiply a block-sparse (BSR) matrix with a dense one
     BsrMatmul(Box<bsr_matmul::Args>),
-    /// Run a dense times dense product at the blocks of a block-sparse matrix, on random tensors
+    /// Run a dense times dense product at the blocks of a block-sparse matrix
     Sddmm(Box<sddmm::Args>),
     /// Measure the benchmark suites
     Bench(bench::Args),
