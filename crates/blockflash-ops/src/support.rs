@@ -13,7 +13,8 @@ pub struct SupportRow {
     pub op: &'static str,
     /// Element type of the inputs.
     pub dtype: DType,
-    /// What the line is about: `head_dim 72..=96`, the same with `blocks of 64 × 64` of a block mask, `block 32`, the same with a `transposed A` or a `column-major B and C`.
+    /// What the line is about: `head_dim 72..=96`, the same with `blocks of 64 × 64` of a block mask, `block 32`, the same with a
+    /// `transposed A` or a `column-major B and C`, or `other head_dim`, `other block`, for which no kernel is made.
     pub size: String,
     /// What runs, or why nothing does.
     pub status: Status,
@@ -40,7 +41,8 @@ pub enum Status {
     },
 }
 
-/// What runs on a device: every operation, element type and size that some kernel is made for, and what each would use here.
+/// What runs on a device: every operation, element type and size that some kernel is made for, and what each would use here; and
+/// a line for all other sizes, which only the CPU runs.
 /// For attention under a block mask it is the kernel for the smallest blocks and for twice as large ones; other blocks may take
 /// another. For a BSR matmul it is the kernel for many columns; few columns may take a narrower one. For a sampled product it is the
 /// kernel for the gradient of weights, a column-major A and a row-major B; on Hopper other layouts may have their own.
@@ -67,6 +69,9 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
                 push(attention::OP, size, &|gpu| attention::select(&problem, gpu));
             }
         }
+        let problem = AttentionProblem::dense(dtype, [1, 1, 1], [1, 1], OTHER_HEAD_DIM);
+        let size = format!("other head_dim, as {OTHER_HEAD_DIM}");
+        push(attention::OP, size, &|gpu| attention::select(&problem, gpu));
         for block_size in block_sizes() {
             let block = block_size as usize;
             // As many columns as the widest tile of all: no waste speaks against it.
@@ -78,6 +83,9 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
                 push(bsr_matmul::OP, size, &|gpu| bsr_matmul::select(&problem, gpu));
             }
         }
+        let problem = BsrProblem::new(dtype, [OTHER_BLOCK, 1 << 20, OTHER_BLOCK], OTHER_BLOCK, 1);
+        let size = format!("other block, as {OTHER_BLOCK}");
+        push(bsr_matmul::OP, size.clone(), &|gpu| bsr_matmul::select(&problem, gpu));
         // Those on trial, too: the CPU computes them, and a GPU says what is missing.
         for block_size in bsr_sddmm::block_sizes(manifest::all_rows()) {
             let block = block_size as usize;
@@ -85,9 +93,16 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
             let problem = BsrSddmmProblem::new(dtype, [block; 3], block, 1, layouts);
             push(bsr_sddmm::OP, format!("block {block_size}"), &|gpu| bsr_sddmm::select(&problem, gpu));
         }
+        let problem =
+            BsrSddmmProblem::new(dtype, [OTHER_BLOCK; 3], OTHER_BLOCK, 1, [Major::Column, Major::Row]);
+        push(bsr_sddmm::OP, size, &|gpu| bsr_sddmm::select(&problem, gpu));
     }
     table
 }
+
+/// Sizes that stand for all those that no kernel is made for.
+const OTHER_HEAD_DIM: usize = 59;
+const OTHER_BLOCK: usize = 24;
 
 /// What not every kernel of the BSR matmul takes: Aᵀ, and columns of B and C, as dense times sparse has them.
 const BSR_LAYOUTS: [(&str, bool, Major); 3] = [
@@ -141,6 +156,9 @@ mod tests {
                 ("bsr_matmul", "block 64"),
                 ("bsr_matmul", "block 16, transposed A, column-major B and C"),
                 ("bsr_sddmm", "block 128"),
+                ("attention", "other head_dim, as 59"),
+                ("bsr_matmul", "other block, as 24"),
+                ("bsr_sddmm", "other block, as 24"),
             ] {
                 let found =
                     table.iter().filter(|row| (row.op, row.dtype, row.size.as_str()) == (op, dtype, size));
@@ -153,6 +171,8 @@ mod tests {
     fn gpus_run_kernels_or_say_why_not() {
         for gpu in gpus() {
             for row in support_with(Some(&gpu)) {
+                let runs = matches!(row.status, Status::Kernel { .. });
+                assert!(!(runs && row.size.starts_with("other")), "{row:?}");
                 match row.status {
                     Status::Kernel { symbol, target, image } => {
                         assert!(target.runs_on(gpu.compute_capability));
@@ -169,6 +189,14 @@ mod tests {
         assert!(
             support_with(Some(&gpu(7, 5))).iter().all(|row| matches!(row.status, Status::Unsupported { .. }))
         );
+    }
+
+    #[test]
+    fn a_size_between_says_what_would_run() {
+        let table = support_with(Some(&gpu(9, 0)));
+        let row = table.iter().find(|row| row.size.starts_with("other head_dim")).unwrap();
+        let Status::Unsupported { reason } = &row.status else { panic!("{row:?}") };
+        assert!(reason.contains("zero-padded to 64"), "{reason}");
     }
 
     #[test]

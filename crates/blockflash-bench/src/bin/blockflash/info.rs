@@ -4,7 +4,7 @@ use crate::args::DeviceArg;
 use crate::failure::Result;
 use crate::output::{device_name, print};
 use crate::table::{self, Facts, grid};
-use blockflash_ops::{Device, Status, SupportRow, support};
+use blockflash_ops::{DType, Device, Status, SupportRow, support};
 use blockflash_safe::{CudaProperties, CudaStatus, cuda_status};
 use serde_json::{Value, json};
 use std::process::ExitCode;
@@ -71,9 +71,10 @@ fn support_text(rows: &[SupportRow]) -> String {
         let mut dtypes: Vec<&str> = rows.iter().map(|row| row.dtype.name()).collect();
         dtypes.dedup();
         return format!(
-            "The CPU runs {} in {}, with any head_dim and block size.",
+            "The CPU runs {} in {}, with any head_dim and block size.\nSizes that GPUs have kernels for, in f16 and bf16: {}.",
             ops.join(" and "),
-            dtypes.join(", ")
+            dtypes.join(", "),
+            kernel_sizes(rows)
         );
     }
     let mut sorted: Vec<&SupportRow> = rows.iter().collect();
@@ -95,6 +96,17 @@ fn support_text(rows: &[SupportRow]) -> String {
         vec![row.op.to_owned(), row.dtype.to_string(), size, runs]
     });
     grid(&["operation", "inputs", "size", "kernel"], cells.collect()).to_string()
+}
+
+/// `attention: head_dim 8..=64, …; bsr_matmul: block 16, …`. Of layouts and block masks nothing is said.
+fn kernel_sizes(rows: &[SupportRow]) -> String {
+    let plain = |row: &&SupportRow| row.dtype == DType::F16 && !row.size.contains(", ");
+    let rows: Vec<&SupportRow> = rows.iter().filter(plain).collect();
+    let of_op = |rows: &[&SupportRow]| {
+        let sizes: Vec<&str> = rows.iter().map(|row| row.size.as_str()).collect();
+        format!("{}: {}", rows[0].op, sizes.join(", "))
+    };
+    rows.chunk_by(|a, b| a.op == b.op).map(of_op).collect::<Vec<_>>().join("; ")
 }
 
 fn as_json(device: &Device, status: &CudaStatus, rows: &[SupportRow]) -> Value {

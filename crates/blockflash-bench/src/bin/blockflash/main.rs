@@ -7,6 +7,7 @@ mod args;
 mod attention;
 mod attention_mask;
 mod attention_operands;
+mod attention_result;
 mod bench;
 mod bsr_matmul;
 mod bsr_operands;

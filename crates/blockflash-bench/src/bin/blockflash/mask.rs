@@ -105,7 +105,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if !show.out.is_empty() {
         let _progress = Progress::spinner("drawing");
         let drawing = picture.draw()?;
-        show.out.iter().try_for_each(|path| drawing.write(path))?;
+        drawing.write(&show.out)?;
     }
     print(&show.report(&named)?)?;
     Ok(ExitCode::SUCCESS)

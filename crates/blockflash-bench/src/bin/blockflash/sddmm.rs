@@ -25,8 +25,8 @@ Examples:
   blockflash sddmm --a dy_t.npy --b x.npy --pattern weights.safetensors --out-dtype f32 --out gradient.npy
 
 The pattern is a .safetensors file as `blockflash bsr-matmul --a` reads it: row_ptr (i32 or i64 [block rows + 1]), col_idx (i32 or
-i64 [blocks]), values ([blocks, b, b]) and, if A·B is to be checked against it, shape ([2]). Its values are the old ones; without
---beta only their sizes are read.";
+i64 [blocks]), values ([blocks, b, b]) and, if it is there, shape ([2]), which must be that of A·B. Its values are the old ones;
+without --beta only their sizes are read.";
 
 const USAGE: &str = "blockflash sddmm [OPTIONS] --random MxKxN | --a FILE --b FILE --pattern FILE";
 
