@@ -28,7 +28,8 @@ enum Line {
 }
 
 impl Line {
-    /// What no kernel computes, and the CPU does: sizes between and beyond those of the kernels, and f32.
+    /// What no kernel computes, and the CPU does: sizes between and beyond those of the kernels,
+    /// and f32.
     const CPU_ONLY: [Self; 3] = [Self::OtherHeadDims, Self::OtherBlocks, Self::SinglePrecision];
 }
 

@@ -1,11 +1,11 @@
-//! `blockflash attention` with block masks, a sink and packed sequences, from files and random. CPU only, small shapes.
+//! `blockflash attention` with block masks, a sink and packed sequences, from files and random.
 
 mod common;
 
 use blockflash_bench::io::{Array, TensorFile, Values, write};
 use blockflash_bench::random::normal;
 use blockflash_sys::DType;
-use common::{Folder, json, refused};
+use common::{Folder, has_gpu, json, json_on, refused};
 
 fn random(dtype: DType, shape: &[usize], lane: u64) -> Array {
     normal(dtype, shape, 1, lane, |_| ()).unwrap()
@@ -29,77 +29,78 @@ fn booleans(path: &str, shape: &[usize], values: &[bool]) {
     std::fs::write(path, bytes).unwrap();
 }
 
-#[test]
-fn options_are_right_against_the_reference() {
-    let options: [&[&str]; 12] = [
-        &["--random", "2x200x4x16", "--sink", "random"],
-        &["--random", "1x50x2x16", "--mask", "causal", "--seqlen-kv", "20", "--sink", "random"],
-        &["--random", "2x200x4x16", "--block-mask", "causal+window:1,0+sink:1", "--block", "64"],
-        &["--random", "1x300x4x16", "--kv-heads", "2", "--seqlen-kv", "500", "--block-mask", "window:1"],
-        &["--random", "1x300x4x8", "--block-mask", "random:0.3", "--block", "64x128", "--mask-heads", "4"],
-        &["--random", "2x300x4x8", "--kv-heads", "2", "--block-mask", "uniform:0.5", "--mask-heads", "2"],
-        // Rows that see nothing, with a window inside of the blocks.
-        &["--random", "1x300x2x8", "--block-mask", "full_rows:0.3", "--block", "64", "--window", "70,3"],
-        &["--random", "1x300x4x16", "--cu-seqlens", "0,100,100,170,300", "--mask", "causal"],
-        &[
-            "--random",
-            "1x30x2x16",
-            "--seqlen-kv",
-            "60",
-            "--cu-seqlens",
-            "0,10,30",
-            "--cu-seqlens-kv",
-            "0,50,60",
-            "--mask",
-            "causal",
-            "--sink",
-            "random",
-            "--dtype",
-            "bf16",
-        ],
-        &[
-            "--random",
-            "1x30x2x16",
-            "--seqlen-kv",
-            "60",
-            "--cu-seqlens",
-            "0,10,30",
-            "--cu-seqlens-kv",
-            "0,50,60",
-            "--mask",
-            "causal-top-left",
-            "--window",
-            "5,0",
-        ],
-        &[
-            "--random",
-            "1x400x4x8",
-            "--cu-seqlens",
-            "0,130,400",
-            "--block-mask",
-            "causal+window:0+sink:1",
-            "--block",
-            "64",
-            "--sink",
-            "random",
-            "--softcap",
-            "5",
-        ],
-        &[
-            "--random",
-            "1x400x4x8",
-            "--cu-seqlens",
-            "0,130,400",
-            "--block-mask",
-            "random:0.4",
-            "--block",
-            "64",
-            "--mask-heads",
-            "4",
-        ],
-    ];
-    for options in options {
-        let report = json(&[&["attention", "--check"], options].concat());
+/// Every option with others.
+const OPTIONS: [&[&str]; 12] = [
+    &["--random", "2x200x4x16", "--sink", "random"],
+    &["--random", "1x50x2x16", "--mask", "causal", "--seqlen-kv", "20", "--sink", "random"],
+    &["--random", "2x200x4x16", "--block-mask", "causal+window:1,0+sink:1", "--block", "64"],
+    &["--random", "1x300x4x16", "--kv-heads", "2", "--seqlen-kv", "500", "--block-mask", "window:1"],
+    &["--random", "1x300x4x8", "--block-mask", "random:0.3", "--block", "64x128", "--mask-heads", "4"],
+    &["--random", "2x300x4x8", "--kv-heads", "2", "--block-mask", "uniform:0.5", "--mask-heads", "2"],
+    // Rows that see nothing, with a window inside of the blocks.
+    &["--random", "1x300x2x8", "--block-mask", "full_rows:0.3", "--block", "64", "--window", "70,3"],
+    &["--random", "1x300x4x16", "--cu-seqlens", "0,100,100,170,300", "--mask", "causal"],
+    &[
+        "--random",
+        "1x30x2x16",
+        "--seqlen-kv",
+        "60",
+        "--cu-seqlens",
+        "0,10,30",
+        "--cu-seqlens-kv",
+        "0,50,60",
+        "--mask",
+        "causal",
+        "--sink",
+        "random",
+        "--dtype",
+        "bf16",
+    ],
+    &[
+        "--random",
+        "1x30x2x16",
+        "--seqlen-kv",
+        "60",
+        "--cu-seqlens",
+        "0,10,30",
+        "--cu-seqlens-kv",
+        "0,50,60",
+        "--mask",
+        "causal-top-left",
+        "--window",
+        "5,0",
+    ],
+    &[
+        "--random",
+        "1x400x4x8",
+        "--cu-seqlens",
+        "0,130,400",
+        "--block-mask",
+        "causal+window:0+sink:1",
+        "--block",
+        "64",
+        "--sink",
+        "random",
+        "--softcap",
+        "5",
+    ],
+    &[
+        "--random",
+        "1x400x4x8",
+        "--cu-seqlens",
+        "0,130,400",
+        "--block-mask",
+        "random:0.4",
+        "--block",
+        "64",
+        "--mask-heads",
+        "4",
+    ],
+];
+
+fn right_against_the_reference(device: &str) {
+    for options in OPTIONS {
+        let report = json_on(device, &[&["attention", "--check"], options].concat());
         assert_eq!(report["check"]["passed"], true, "{options:?}: {report}");
         for result in ["o", "lse"] {
             let result = &report["check"][result];
@@ -108,7 +109,20 @@ fn options_are_right_against_the_reference() {
     }
 }
 
-/// What is counted is what is seen: the words that say `causal` make it causal inside of the blocks, too.
+#[test]
+fn options_are_right_on_the_cpu() {
+    right_against_the_reference("cpu");
+}
+
+#[test]
+fn options_are_right_on_a_gpu() {
+    if has_gpu("options_are_right_on_a_gpu") {
+        right_against_the_reference("cuda");
+    }
+}
+
+/// What is counted is what is seen: the words that say `causal` make it causal inside of the
+/// blocks, too.
 #[test]
 fn the_flops_are_those_of_the_visited_pairs() {
     let flops =
@@ -184,7 +198,8 @@ fn flags_of(folder: &Folder, heads: usize) -> String {
     folder.path(&format!("flags{heads}.npy"))
 }
 
-/// Everything from one file is the same as from a file each; sequences are independent of each other.
+/// Everything from one file is the same as from a file each; sequences are independent of each
+/// other.
 #[test]
 fn packed_sequences_and_a_sink_from_files() {
     let folder = Folder::new("packed");

@@ -1,4 +1,5 @@
-//! Files that are written: all or none, never in place of an input, and whatever happens the old ones stay.
+//! Files that are written: all or none, never in place of an input, and whatever happens the old
+//! ones stay.
 
 mod common;
 
@@ -19,7 +20,8 @@ fn names(folder: &Folder) -> Vec<String> {
     names
 }
 
-/// A limit on the size of files stands for a full disk: what is written beyond it is an error in the middle of a file.
+/// A limit on the size of files stands for a full disk: what is written beyond it is an error in
+/// the middle of a file.
 #[cfg(unix)]
 #[test]
 fn a_full_disk_leaves_the_old_files() {
@@ -131,7 +133,8 @@ fn two_names_of_one_file_are_one_file() {
     assert!(std::fs::symlink_metadata(&link).unwrap().is_symlink());
 }
 
-/// Sizes are claims: they are held against the file, and against the memory for all tensors, before any is read.
+/// Sizes are claims: they are held against the file, and against the memory for all tensors, before
+/// any is read.
 #[cfg(unix)]
 #[test]
 fn huge_claims_are_refused_at_once() {
@@ -151,7 +154,8 @@ fn huge_claims_are_refused_at_once() {
     bytes.extend(header.as_bytes());
     std::fs::write(&path, &bytes).unwrap();
     assert!(refused(&["attention", "--input", &path]).contains("truncated or damaged"));
-    // A file with a hole as long as the claim, if the file system can have one: then memory is what is missing.
+    // A file with a hole as long as the claim, if the file system can have one: then memory is what
+    // is missing.
     let length = bytes.len() as u64 + 2 * elements.iter().sum::<u64>();
     let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
     if file.set_len(length).is_ok() {

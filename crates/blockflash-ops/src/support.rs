@@ -13,8 +13,9 @@ pub struct SupportRow {
     pub op: &'static str,
     /// Element type of the inputs.
     pub dtype: DType,
-    /// What the line is about: `head_dim 72..=96`, the same with `blocks of 64 × 64` of a block mask, `block 32`, the same with a
-    /// `transposed A` or a `column-major B and C`, or `other head_dim`, `other block`, for which no kernel is made.
+    /// What the line is about: `head_dim 72..=96`, the same with `blocks of 64 × 64` of a block
+    /// mask, `block 32`, the same with a `transposed A` or a `column-major B and C`, or `other
+    /// head_dim`, `other block`, for which no kernel is made.
     pub size: String,
     /// What runs, or why nothing does.
     pub status: Status,
@@ -41,11 +42,12 @@ pub enum Status {
     },
 }
 
-/// What runs on a device: every operation, element type and size that some kernel is made for, and what each would use here; and
-/// a line for all other sizes, which only the CPU runs.
-/// For attention under a block mask it is the kernel for the smallest blocks and for twice as large ones; other blocks may take
-/// another. For a BSR matmul it is the kernel for many columns; few columns may take a narrower one. For a sampled product it is the
-/// kernel for the gradient of weights, a column-major A and a row-major B; on Hopper other layouts may have their own.
+/// What runs on a device: every operation, element type and size that some kernel is made for, and
+/// what each would use here; and a line for all other sizes, which only the CPU runs. For attention
+/// under a block mask it is the kernel for the smallest blocks and for twice as large ones; other
+/// blocks may take another. For a BSR matmul it is the kernel for many columns; few columns may
+/// take a narrower one. For a sampled product it is the kernel for the gradient of weights, a
+/// column-major A and a row-major B; on Hopper other layouts may have their own.
 pub fn support(device: &Device) -> Vec<SupportRow> {
     support_with(device.cuda_properties())
 }

@@ -18,13 +18,16 @@ pub struct AttentionCase<'a> {
     pub k: &'a Array,
     /// Values.
     pub v: &'a Array,
-    /// f32 `[num_heads_q]`: a score of each head that joins the sum of exponentials and has no value.
+    /// f32 `[num_heads_q]`: a score of each head that joins the sum of exponentials and has no
+    /// value.
     pub sink: Option<&'a Array>,
-    /// Lengths of the packed sequences, of their queries and of their keys; `None` for a dense batch.
+    /// Lengths of the packed sequences, of their queries and of their keys; `None` for a dense
+    /// batch.
     pub lengths: Option<[&'a [usize]; 2]>,
     /// Which blocks of keys are seen at all; `None` for all.
     pub blocks: Option<Blocks<'a>>,
-    /// The last query of a sequence is aligned with its last key; otherwise the first with the first.
+    /// The last query of a sequence is aligned with its last key; otherwise the first with the
+    /// first.
     pub bottom_right: bool,
     /// Keys to see before the aligned one; `None` is all.
     pub left: Option<usize>,

@@ -4,8 +4,9 @@ use super::sequences::Sequence;
 use super::{Mismatch, ensure};
 use std::ops::Range;
 
-/// The blocks of keys that each block of queries attends to. There is a row for each block of queries of each head of each
-/// sequence, in this order of counting; or the rows of one sequence stand for all, which are then equally long.
+/// The blocks of keys that each block of queries attends to. There is a row for each block of
+/// queries of each head of each sequence, in this order of counting; or the rows of one sequence
+/// stand for all, which are then equally long.
 #[derive(Clone, Copy, Debug)]
 pub struct Blocks<'a> {
     /// Queries of a block.

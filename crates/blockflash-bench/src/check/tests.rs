@@ -74,7 +74,8 @@ fn a_sink_joins_the_sum() {
     assert!(check(&array(&[2], vec![0.0; 2]), 3.5, 8f32.ln()).is_err());
 }
 
-/// Of each sequence the last query is at its last key, also where there are more keys or more queries; blocks are its own.
+/// Of each sequence the last query is at its last key, also where there are more keys or more
+/// queries; blocks are its own.
 #[test]
 fn sequences_of_queries_and_keys_of_other_lengths() {
     // Queries 2 and 2, keys 3 and 1; the value is ten times the place among all keys.

@@ -2,8 +2,8 @@ use super::Stored;
 use blockflash_sys::DType;
 use std::path::PathBuf;
 
-/// Text with its control characters and invisible ones escaped: what a file calls its tensors must not move the cursor of a
-/// terminal, hide a part of a message or pretend to be another line.
+/// Text with its control characters and invisible ones escaped: what a file calls its tensors must
+/// not move the cursor of a terminal, hide a part of a message or pretend to be another line.
 pub fn printable(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for character in text.chars() {

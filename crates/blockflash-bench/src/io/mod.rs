@@ -1,8 +1,9 @@
 //! Tensor files: NumPy `.npy` and `.safetensors`, read and written without trusting a byte of them.
 //!
-//! Only the tensors that are asked for are read, in pieces, and converted on the way, so that one tensor of a large file costs
-//! the memory of its converted form. Sizes claimed by a header are compared with the length of the file before any allocation.
-//! What is written appears complete or not at all, and text of a file that reaches an error has its control characters escaped.
+//! Only the tensors that are asked for are read, in pieces, and converted on the way, so that one
+//! tensor of a large file costs the memory of its converted form. Sizes claimed by a header are
+//! compared with the length of the file before any allocation. What is written appears complete or
+//! not at all, and text of a file that reaches an error has its control characters escaped.
 
 mod array;
 mod convert;

@@ -6,8 +6,9 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use tempfile::{Builder, NamedTempFile};
 
-/// A file that is being written: beside the place where it belongs, to which [`commit`](Self::commit) moves it. Dropped before
-/// that, it leaves nothing behind, and an old file stays as it is.
+/// A file that is being written: beside the place where it belongs, to which
+/// [`commit`](Self::commit) moves it. Dropped before that, it leaves nothing behind, and an old
+/// file stays as it is.
 #[derive(Debug)]
 pub struct Replacement {
     temporary: NamedTempFile,
@@ -17,10 +18,12 @@ pub struct Replacement {
 }
 
 impl Replacement {
-    /// Starts an empty file for this path. Where that works the path can be written, so starting and dropping is a check.
+    /// Starts an empty file for this path. Where that works the path can be written, so starting
+    /// and dropping is a check.
     ///
     /// # Errors
-    /// Those of [`destination`]; [`Problem::Io`] if the folder, or a file that exists, cannot be written.
+    /// Those of [`destination`]; [`Problem::Io`] if the folder, or a file that exists, cannot be
+    /// written.
     pub fn begin(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let destination = destination(path)?;
@@ -45,7 +48,8 @@ impl Replacement {
                 Ok(old) => done.push((destination, old)),
                 Err(error) => {
                     for (destination, old) in done.into_iter().rev() {
-                        // The first error is the one to report: nothing is left to try if this fails, too.
+                        // The first error is the one to report: nothing is left to try if this
+                        // fails, too.
                         let _ = match old {
                             Some(old) => old.persist(destination).map(|_| ()).map_err(Into::into),
                             None => fs::remove_file(destination),
@@ -69,11 +73,12 @@ impl Write for Replacement {
     }
 }
 
-/// Where a file of this name is or would be. Links are followed, so that all names of one file give the same.
+/// Where a file of this name is or would be. Links are followed, so that all names of one file give
+/// the same.
 ///
 /// # Errors
-/// [`Problem::NotAFile`] for what is there and no regular file, [`Problem::NoFolder`], [`Problem::Io`] for a link to nothing and
-/// for what the operating system refuses.
+/// [`Problem::NotAFile`] for what is there and no regular file, [`Problem::NoFolder`],
+/// [`Problem::Io`] for a link to nothing and for what the operating system refuses.
 pub fn destination(path: impl AsRef<Path>) -> Result<PathBuf> {
     let path = path.as_ref();
     let find = || match fs::metadata(path) {
@@ -94,7 +99,8 @@ pub fn destination(path: impl AsRef<Path>) -> Result<PathBuf> {
 /// A temporary file beside this one, with the permissions that this one has or would get.
 fn create(destination: &Path) -> io::Result<NamedTempFile> {
     let permissions = match OpenOptions::new().write(true).open(destination) {
-        // It is opened for writing because a rename would also replace a file that is protected against that.
+        // It is opened for writing because a rename would also replace a file that is protected
+        // against that.
         Ok(old) => Some(old.metadata()?.permissions()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => of_new_files(),
         Err(error) => return Err(error),
@@ -105,7 +111,8 @@ fn create(destination: &Path) -> io::Result<NamedTempFile> {
     builder.tempfile_in(folder_of(destination))
 }
 
-/// Another name of a file that exists, by which it can be put back; a copy where the file system has no links.
+/// Another name of a file that exists, by which it can be put back; a copy where the file system
+/// has no links.
 fn second_name(file: &Path) -> io::Result<Option<NamedTempFile<()>>> {
     if !file.exists() {
         return Ok(None);

@@ -1,5 +1,5 @@
-//! The safetensors format (<https://huggingface.co/docs/safetensors>). Its reference library reads and checks headers; the data
-//! is read and written here, piece by piece.
+//! The safetensors format (<https://huggingface.co/docs/safetensors>). Its reference library reads
+//! and checks headers; the data is read and written here, piece by piece.
 
 use super::{Array, Entry, Problem, Stored};
 use blockflash_sys::DType;
@@ -10,7 +10,8 @@ use std::io::Read;
 /// The limit of the reference library.
 const MAX_HEADER: u64 = 100_000_000;
 
-/// Reads the header that follows the first eight bytes. The tensors cover the rest of the file without overlap, hole or rest.
+/// Reads the header that follows the first eight bytes. The tensors cover the rest of the file
+/// without overlap, hole or rest.
 pub(super) fn entries(source: &mut dyn Read, first: [u8; 8], length: u64) -> Result<Vec<Entry>, Problem> {
     let header_length = u64::from_le_bytes(first);
     // A text file is the likeliest mistake: its first eight characters are a length of more than 10^18.

@@ -21,11 +21,12 @@ impl Format {
     }
 }
 
-/// Writes named arrays to a file, replacing it. A `.npy` file takes exactly one, and no bf16. After an error the file is what it
-/// was before.
+/// Writes named arrays to a file, replacing it. A `.npy` file takes exactly one, and no bf16. After
+/// an error the file is what it was before.
 ///
 /// # Errors
-/// [`Problem::Unsupported`] if the file name or the format does not allow it, and those of [`Replacement`].
+/// [`Problem::Unsupported`] if the file name or the format does not allow it, and those of
+/// [`Replacement`].
 pub fn write(path: impl AsRef<Path>, tensors: &[(&str, &Array)]) -> Result<()> {
     write_all(&[(path.as_ref(), tensors)])
 }
@@ -42,7 +43,8 @@ pub fn write_all(files: &[(&Path, &[(&str, &Array)])]) -> Result<()> {
 /// Everything that the file will hold, under another name.
 fn beside(path: &Path, tensors: &[(&str, &Array)]) -> Result<Replacement> {
     let failed = |problem| Error { path: path.to_owned(), problem };
-    // As the reference library orders them: then each starts at a multiple of its element size, which some readers need.
+    // As the reference library orders them: then each starts at a multiple of its element size,
+    // which some readers need.
     let mut tensors = tensors.to_vec();
     tensors.sort_by_key(|(_, array)| Reverse(array.dtype().size()));
     let header = match (Format::of(path), &tensors[..]) {

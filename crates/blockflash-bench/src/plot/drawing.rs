@@ -66,7 +66,8 @@ impl Drawing {
     /// Writes files, whose names say the format: all of them, or none.
     ///
     /// # Errors
-    /// [`PlotError::Format`] for another extension than `.svg` and `.png`, [`PlotError::File`], [`PlotError::Drawing`].
+    /// [`PlotError::Format`] for another extension than `.svg` and `.png`, [`PlotError::File`],
+    /// [`PlotError::Drawing`].
     pub fn write(&self, paths: &[impl AsRef<Path>]) -> Result<(), PlotError> {
         let beside = |path: &Path| -> Result<Replacement, PlotError> {
             let bytes = match PictureFormat::of(path) {

@@ -13,13 +13,15 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 #[command(next_help_heading = "Block mask")]
 pub struct MaskArgs {
-    /// Attend only within the blocks that a file lists or that words describe, as in `blockflash mask show`: causal+window:8+sink:1
+    /// Attend only within the blocks that a file lists or that words describe, as in `blockflash
+    /// mask show`: causal+window:8+sink:1
     #[arg(long, value_name = "FILE|WORDS", value_parser = source)]
     block_mask: Option<Source>,
     /// Queries and keys of a block, 64x128, or one number for both: multiples of 64 [default: 128]
     #[arg(long, value_name = "N|QxK", value_parser = block, requires = "block_mask")]
     block: Option<[usize; 2]>,
-    /// Heads that have lists of their own: 1, those of k and v, or those of q [default: those of the file, 1 for words]
+    /// Heads that have lists of their own: 1, those of k and v, or those of q [default: those of
+    /// the file, 1 for words]
     #[arg(long, value_name = "N", requires = "block_mask")]
     mask_heads: Option<usize>,
     /// The block columns, where the file of the mask is the .npy file of its row_ptr
@@ -51,7 +53,8 @@ impl MaskArgs {
         [("--block-mask", file), ("--mask-col-idx", self.mask_col_idx.as_ref())]
     }
 
-    /// The mask on the host; `packed` are the lengths of queries and keys of the sequences of a packed batch.
+    /// The mask on the host; `packed` are the lengths of queries and keys of the sequences of a
+    /// packed batch.
     pub fn load(
         &self,
         problem: &AttentionProblem,
@@ -102,7 +105,8 @@ fn source(text: &str) -> std::result::Result<Source, String> {
     }
 }
 
-/// The lists of all rows of a mask on the host, in the order of sequences, heads and rows, and where each begins.
+/// The lists of all rows of a mask on the host, in the order of sequences, heads and rows, and
+/// where each begins.
 pub fn lists(mask: &BlockMask) -> Result<[Vec<i32>; 2]> {
     let (mut row_ptr, mut col_idx) = (vec![0], Vec::new());
     for batch in 0..mask.batch() {

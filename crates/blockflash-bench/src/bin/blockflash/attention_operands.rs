@@ -66,7 +66,8 @@ fn tensors(args: &Args) -> Result<[Array; 3]> {
         };
         return Ok([draw("q", q, 0)?, draw("k", kv, 1)?, draw("v", kv, 2)?]);
     }
-    // clap does not enforce `requires` where what is required conflicts with another option that is given.
+    // clap does not enforce `requires` where what is required conflicts with another option that is
+    // given.
     ensure(
         args.kv_heads.is_none() && args.seqlen_kv.is_none(),
         "--kv-heads and --seqlen-kv only apply to --random",

@@ -71,7 +71,8 @@ fn support_text(rows: &[SupportRow]) -> String {
         let mut dtypes: Vec<&str> = rows.iter().map(|row| row.dtype.name()).collect();
         dtypes.dedup();
         return format!(
-            "The CPU runs {} in {}, with any head_dim and block size.\nSizes that GPUs have kernels for, in f16 and bf16: {}.",
+            "The CPU runs {} in {}, with any head_dim and block size.\n\
+             Sizes that GPUs have kernels for, in f16 and bf16: {}.",
             ops.join(" and "),
             dtypes.join(", "),
             kernel_sizes(rows)
@@ -98,7 +99,8 @@ fn support_text(rows: &[SupportRow]) -> String {
     grid(&["operation", "inputs", "size", "kernel"], cells.collect()).to_string()
 }
 
-/// `attention: head_dim 8..=64, …; bsr_matmul: block 16, …`. Of layouts and block masks nothing is said.
+/// `attention: head_dim 8..=64, …; bsr_matmul: block 16, …`. Of layouts and block masks nothing is
+/// said.
 fn kernel_sizes(rows: &[SupportRow]) -> String {
     let plain = |row: &&SupportRow| row.dtype == DType::F16 && !row.size.contains(", ");
     let rows: Vec<&SupportRow> = rows.iter().filter(plain).collect();

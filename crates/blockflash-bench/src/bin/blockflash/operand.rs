@@ -36,7 +36,8 @@ impl Source {
         Ok(file.entry(name).is_ok().then_some(Self { file, name }))
     }
 
-    /// Several tensors of a file that tells them apart by their names; `instead` says what takes those that have none.
+    /// Several tensors of a file that tells them apart by their names; `instead` says what takes
+    /// those that have none.
     pub fn open_named<const N: usize>(
         path: &Path,
         names: [&'static str; N],
@@ -76,7 +77,8 @@ impl Source {
     }
 }
 
-/// Loads all of them, once it is sure that there is memory for all and for a result of so many bytes: a file may claim anything.
+/// Loads all of them, once it is sure that there is memory for all and for a result of so many
+/// bytes: a file may claim anything.
 pub fn load_all<const N: usize>(sources: [Source; N], dtype: DType, result: u64) -> Result<[Array; N]> {
     let (mut names, mut bytes) = (Vec::new(), result);
     for source in &sources {

@@ -22,8 +22,8 @@ struct Output {
 }
 
 impl Outputs {
-    /// Makes sure that the files can be written, and that none takes the place of another one or of an input. `inputs` are the
-    /// files that are read and must stay.
+    /// Makes sure that the files can be written, and that none takes the place of another one or of
+    /// an input. `inputs` are the files that are read and must stay.
     pub fn new(wanted: &[Named<'_>], inputs: &[(&str, Option<&PathBuf>)]) -> Result<Self> {
         let mut outputs: Vec<Output> = Vec::new();
         for &(option, tensor, path) in wanted {
@@ -57,8 +57,8 @@ impl Outputs {
         self.0.iter().any(|output| output.tensor == tensor)
     }
 
-    /// Writes those of the results that are wanted; tensors of one `.safetensors` file go there together. Returns what was
-    /// written, in words.
+    /// Writes those of the results that are wanted; tensors of one `.safetensors` file go there
+    /// together. Returns what was written, in words.
     pub fn save(&self, results: &[(&str, &Array)]) -> Result<Vec<String>> {
         let (mut files, mut notes): (Vec<(&Output, Vec<(&str, Cow<'_, Array>)>)>, Vec<String>) =
             Default::default();

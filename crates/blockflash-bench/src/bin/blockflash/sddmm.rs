@@ -24,9 +24,9 @@ Examples:
   blockflash sddmm --random 2048x64x2048 --block 128 --density 0.25 --b-layout column --out scores.safetensors
   blockflash sddmm --a dy_t.npy --b x.npy --pattern weights.safetensors --out-dtype f32 --out gradient.npy
 
-The pattern is a .safetensors file as `blockflash bsr-matmul --a` reads it: row_ptr (i32 or i64 [block rows + 1]), col_idx (i32 or
-i64 [blocks]), values ([blocks, b, b]) and, if it is there, shape ([2]), which must be that of A·B. Its values are the old ones;
-without --beta only their sizes are read.";
+The pattern is a .safetensors file as `blockflash bsr-matmul --a` reads it: row_ptr (i32 or i64
+[block rows + 1]), col_idx (i32 or i64 [blocks]), values ([blocks, b, b]) and, if it is there, shape ([2]),
+which must be that of A·B. Its values are the old ones; without --beta only their sizes are read.";
 
 const USAGE: &str = "blockflash sddmm [OPTIONS] --random MxKxN | --a FILE --b FILE --pattern FILE";
 
@@ -35,13 +35,31 @@ const USAGE: &str = "blockflash sddmm [OPTIONS] --random MxKxN | --a FILE --b FI
 #[command(after_help = EXAMPLES, override_usage = USAGE)]
 pub struct Args {
     /// Read A, [m, k], from a .npy or .safetensors file (tensor `a`)
-    #[arg(long, value_name = "FILE", requires_all = ["b", "pattern"], conflicts_with = "random", help_heading = "Input")]
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires_all = ["b", "pattern"],
+        conflicts_with = "random",
+        help_heading = "Input"
+    )]
     pub a: Option<PathBuf>,
     /// Read B, [k, n], from a .npy or .safetensors file (tensor `b`)
-    #[arg(long, value_name = "FILE", requires_all = ["a", "pattern"], conflicts_with = "random", help_heading = "Input")]
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires_all = ["a", "pattern"],
+        conflicts_with = "random",
+        help_heading = "Input"
+    )]
     pub b: Option<PathBuf>,
     /// Read the stored blocks from a .safetensors file with row_ptr, col_idx and values
-    #[arg(long, value_name = "FILE", requires_all = ["a", "b"], conflicts_with = "random", help_heading = "Input")]
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires_all = ["a", "b"],
+        conflicts_with = "random",
+        help_heading = "Input"
+    )]
     pub pattern: Option<PathBuf>,
     /// Draw A (m x k), B (k x n) and the stored blocks: m, k, n
     #[arg(long, value_name = "MxKxN", value_parser = sizes::<3>, help_heading = "Input")]

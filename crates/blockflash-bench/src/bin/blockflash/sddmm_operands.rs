@@ -44,7 +44,8 @@ impl Operands {
         match (args.random, &args.a, &args.b, &args.pattern) {
             (Some(sizes), ..) => Self::random(args, sizes, dtype.unwrap_or(DType::F16)),
             (None, Some(a), Some(b), Some(pattern)) => {
-                // clap does not enforce `requires` where what is required conflicts with another option that is given.
+                // clap does not enforce `requires` where what is required conflicts with another
+                // option that is given.
                 ensure(
                     args.block.is_none() && args.density.is_none(),
                     "--block and --density only apply to --random",
