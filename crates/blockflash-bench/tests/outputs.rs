@@ -131,6 +131,12 @@ fn two_names_of_one_file_are_one_file() {
     let written = TensorFile::open(&file).unwrap();
     assert!(written.entry("o").is_ok() && written.entry("lse").is_ok());
     assert!(std::fs::symlink_metadata(&link).unwrap().is_symlink());
+    let array = folder.path("array.npy");
+    std::os::unix::fs::symlink("file.safetensors", &array).unwrap();
+    for [o, lse] in [[&array, &file], [&file, &array]] {
+        let text = refused(&["attention", "--random", "1x8x1x8", "--out", o, "--lse", lse]);
+        assert!(text.contains("name the same .npy file"), "{text}");
+    }
 }
 
 /// Sizes are claims: they are held against the file, and against the memory for all tensors, before

@@ -32,14 +32,12 @@ impl Outputs {
             Replacement::begin(path)?;
             let output = Output { option, tensor, path: path.clone(), destination: destination(path)? };
             let taken = |other: &&Output| other.destination == output.destination;
-            match outputs.iter().find(taken) {
-                Some(other) if Format::of(path) == Some(Format::Npy) => {
-                    return Err(Failure::new(format!(
-                        "{} and {option} name the same .npy file; only .safetensors holds both",
-                        other.option
-                    )));
-                }
-                _ => {}
+            let npy = |path: &Path| Format::of(path) == Some(Format::Npy);
+            if let Some(other) = outputs.iter().find(taken).filter(|other| npy(path) || npy(&other.path)) {
+                let other = other.option;
+                return Err(Failure::new(format!(
+                    "{other} and {option} name the same .npy file; only .safetensors holds both"
+                )));
             }
             let same = |input: &Path| input.canonicalize().is_ok_and(|input| input == output.destination);
             if let Some((input, _)) = inputs.iter().find(|(_, path)| path.is_some_and(|path| same(path))) {
@@ -60,33 +58,29 @@ impl Outputs {
     /// Writes those of the results that are wanted; tensors of one `.safetensors` file go there
     /// together. Returns what was written, in words.
     pub fn save(&self, results: &[(&str, &Array)]) -> Result<Vec<String>> {
-        let (mut files, mut notes): (Vec<(&Output, Vec<(&str, Cow<'_, Array>)>)>, Vec<String>) =
-            Default::default();
+        let mut stored: Vec<(&Output, Cow<'_, Array>)> = Vec::new();
         for output in &self.0 {
-            let Some(&(name, array)) = results.iter().find(|(name, _)| *name == output.tensor) else {
-                continue;
-            };
-            let array = storable(array, &output.path)?;
+            if let Some((_, array)) = results.iter().find(|(name, _)| *name == output.tensor) {
+                stored.push((output, storable(array, &output.path)?));
+            }
+        }
+        let mut files: Vec<(&Output, Vec<(&str, &Array)>)> = Vec::new();
+        let mut notes = Vec::new();
+        for (output, array) in &stored {
+            let tensor = (output.tensor, array.as_ref());
             match files.iter_mut().find(|(other, _)| other.destination == output.destination) {
-                Some((_, tensors)) => tensors.push((name, array)),
+                Some((_, tensors)) => tensors.push(tensor),
                 None => {
-                    let note =
-                        if matches!(array, Cow::Owned(_)) { " (f32, because .npy has no bf16)" } else { "" };
+                    let converted = matches!(array, Cow::Owned(_));
+                    let note = if converted { " (f32, because .npy has no bf16)" } else { "" };
                     notes.push(format!("{}{note}", output.path.display()));
-                    files.push((output, vec![(name, array)]));
+                    files.push((output, vec![tensor]));
                 }
             }
         }
         let _progress = Progress::spinner("writing");
-        let tensors: Vec<Vec<(&str, &Array)>> = files
-            .iter()
-            .map(|(_, tensors)| tensors.iter().map(|(name, array)| (*name, array.as_ref())).collect())
-            .collect();
-        let files: Vec<(&Path, &[_])> = files
-            .iter()
-            .zip(&tensors)
-            .map(|((output, _), tensors)| (output.path.as_path(), &tensors[..]))
-            .collect();
+        let files: Vec<(&Path, &[_])> =
+            files.iter().map(|(output, tensors)| (output.path.as_path(), &tensors[..])).collect();
         write_all(&files)?;
         Ok(notes)
     }
