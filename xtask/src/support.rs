@@ -91,7 +91,10 @@ fn markdown(rows: &[Row]) -> String {
         table += &match *line {
             // A tile takes every multiple of 8 above the next smaller tile.
             Line::AttentionForward { head_dim } => {
-                format!("| attention forward | head_dim {}–{head_dim} | {types} |", smaller + 8)
+                format!(
+                    "| attention forward | head_dim {}–{head_dim}, multiples of 8 | {types} |",
+                    smaller + 8
+                )
             }
             Line::BlockMasks => {
                 let block = SMALLEST_BLOCK;
@@ -163,7 +166,7 @@ mod tests {
     fn every_row_has_its_cell() {
         let table = markdown(manifest::released_rows());
         assert!(table.starts_with("| operation | size | types | sm_80"));
-        assert!(table.contains("| attention forward | head_dim 8–64 | bf16, f16 |"));
+        assert!(table.contains("| attention forward | head_dim 8–64, multiples of 8 | bf16, f16 |"));
         assert!(table.contains("| BSR matmul | block 16 |"));
         let masks = table.lines().find(|line| line.contains("block mask")).unwrap();
         assert!(

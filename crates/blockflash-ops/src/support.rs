@@ -13,10 +13,12 @@ pub struct SupportRow {
     pub op: &'static str,
     /// Element type of the inputs.
     pub dtype: DType,
-    /// What the line is about: `head_dim 72..=96`, the same with `blocks of 64 × 64` of a block
-    /// mask, `block 32`, the same with a `transposed A` or a `column-major B and C`, or `other
-    /// head_dim`, `other block`, for which no kernel is made.
+    /// What the line is about: `head_dim 72..=96 by 8`, the same with `blocks of 64 × 64` of a block
+    /// mask after a comma, `block 32`, the same with a `transposed A` or a `column-major B and C`; or
+    /// `other head_dim`, `other block`, for which no kernel is made.
     pub size: String,
+    /// Whether there are kernels for it; without, only the CPU runs it.
+    pub on_gpus: bool,
     /// What runs, or why nothing does.
     pub status: Status,
 }
@@ -56,9 +58,10 @@ pub fn support(device: &Device) -> Vec<SupportRow> {
 pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
     let mut table = Vec::new();
     for dtype in [DType::F16, DType::BF16, DType::F32] {
-        let mut push = |op, size, selected: &dyn Fn(&CudaProperties) -> Result<&'static Row>| {
+        let mut push = |op, size: String, selected: &dyn Fn(&CudaProperties) -> Result<&'static Row>| {
             let status = gpu.map_or(Status::Cpu, |gpu| status(selected(gpu)));
-            table.push(SupportRow { op, dtype, size, status });
+            let on_gpus = dtype != DType::F32 && !size.starts_with(OTHER);
+            table.push(SupportRow { op, dtype, size, on_gpus, status });
         };
         for (size, head_dim) in head_dims() {
             let problem = AttentionProblem::dense(dtype, [1, 1, 1], [1, 1], head_dim as usize);
@@ -72,7 +75,7 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
             }
         }
         let problem = AttentionProblem::dense(dtype, [1, 1, 1], [1, 1], OTHER_HEAD_DIM);
-        let size = format!("other head_dim, as {OTHER_HEAD_DIM}");
+        let size = format!("{OTHER} head_dim ({OTHER_HEAD_DIM})");
         push(attention::OP, size, &|gpu| attention::select(&problem, gpu));
         for block_size in block_sizes() {
             let block = block_size as usize;
@@ -86,7 +89,7 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
             }
         }
         let problem = BsrProblem::new(dtype, [OTHER_BLOCK, 1 << 20, OTHER_BLOCK], OTHER_BLOCK, 1);
-        let size = format!("other block, as {OTHER_BLOCK}");
+        let size = format!("{OTHER} block ({OTHER_BLOCK})");
         push(bsr_matmul::OP, size.clone(), &|gpu| bsr_matmul::select(&problem, gpu));
         // Those on trial, too: the CPU computes them, and a GPU says what is missing.
         for block_size in bsr_sddmm::block_sizes(manifest::all_rows()) {
@@ -102,7 +105,8 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
     table
 }
 
-/// Sizes that stand for all those that no kernel is made for.
+/// Sizes that stand for all those that no kernel is made for, and how their lines begin.
+const OTHER: &str = "other";
 const OTHER_HEAD_DIM: usize = 59;
 const OTHER_BLOCK: usize = 24;
 
@@ -129,7 +133,11 @@ fn head_dims() -> Vec<(String, u32)> {
     tiles.dedup();
     // Head dimensions are multiples of 8.
     let starts = std::iter::once(8).chain(tiles.iter().map(|tile| tile + 8)).collect::<Vec<_>>();
-    starts.iter().zip(&tiles).map(|(start, &tile)| (format!("head_dim {start}..={tile}"), tile)).collect()
+    starts
+        .iter()
+        .zip(&tiles)
+        .map(|(start, &tile)| (format!("head_dim {start}..={tile} by 8"), tile))
+        .collect()
 }
 
 /// The block sizes of all BSR rows.
@@ -152,15 +160,15 @@ mod tests {
         assert!(table.iter().all(|row| row.status == Status::Cpu));
         for dtype in [DType::F16, DType::BF16, DType::F32] {
             for (op, size) in [
-                ("attention", "head_dim 8..=64"),
-                ("attention", "head_dim 200..=256"),
-                ("attention", "head_dim 72..=96, blocks of 64 × 64"),
+                ("attention", "head_dim 8..=64 by 8"),
+                ("attention", "head_dim 200..=256 by 8"),
+                ("attention", "head_dim 72..=96 by 8, blocks of 64 × 64"),
                 ("bsr_matmul", "block 64"),
                 ("bsr_matmul", "block 16, transposed A, column-major B and C"),
                 ("bsr_sddmm", "block 128"),
-                ("attention", "other head_dim, as 59"),
-                ("bsr_matmul", "other block, as 24"),
-                ("bsr_sddmm", "other block, as 24"),
+                ("attention", "other head_dim (59)"),
+                ("bsr_matmul", "other block (24)"),
+                ("bsr_sddmm", "other block (24)"),
             ] {
                 let found =
                     table.iter().filter(|row| (row.op, row.dtype, row.size.as_str()) == (op, dtype, size));
@@ -174,7 +182,7 @@ mod tests {
         for gpu in gpus() {
             for row in support_with(Some(&gpu)) {
                 let runs = matches!(row.status, Status::Kernel { .. });
-                assert!(!(runs && row.size.starts_with("other")), "{row:?}");
+                assert!(row.on_gpus || !runs, "{row:?}");
                 match row.status {
                     Status::Kernel { symbol, target, image } => {
                         assert!(target.runs_on(gpu.compute_capability));
@@ -193,6 +201,16 @@ mod tests {
         );
     }
 
+    /// What is said to have kernels has one somewhere.
+    #[test]
+    fn sizes_that_have_kernels_run_on_some_gpu() {
+        let tables: Vec<_> = gpus().iter().map(|gpu| support_with(Some(gpu))).collect();
+        for (at, row) in support_with(None).iter().enumerate() {
+            let some = tables.iter().any(|table| matches!(table[at].status, Status::Kernel { .. }));
+            assert_eq!(row.on_gpus, some, "{row:?}");
+        }
+    }
+
     #[test]
     fn a_size_between_says_what_would_run() {
         let table = support_with(Some(&gpu(9, 0)));
@@ -205,7 +223,7 @@ mod tests {
     fn ranges_cover_every_head_dim_once() {
         let mut next = 8;
         for (size, tile) in head_dims() {
-            assert_eq!(size, format!("head_dim {next}..={tile}"));
+            assert_eq!(size, format!("head_dim {next}..={tile} by 8"));
             next = tile + 8;
         }
         assert_eq!(next, 264);
