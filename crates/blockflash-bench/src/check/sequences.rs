@@ -96,3 +96,7 @@ fn packed(
     };
     Ok(lengths_q.iter().zip(lengths_kv).map(sequence).collect())
 }
+
+#[cfg(test)]
+#[path = "sequences_tests.rs"]
+mod tests;

@@ -85,6 +85,9 @@ fn tensors(args: &Args) -> Result<[Array; 3]> {
             ));
         }
     };
+    let (k, v) = (sources[1].shape()?, sources[2].shape()?);
+    // Before anything is read: one of them may be hundreds of gigabytes long.
+    ensure(k == v, &format!("v is {v:?} and k {k:?}, expected the same"))?;
     let dtype = common_dtype(dtype, &sources)?;
     let o = memory::size(&[sources[0].shape()?], dtype.size());
     load_all(sources, dtype, o)
