@@ -22,6 +22,15 @@ enum Line {
     BsrMatmul { block_size: u32 },
     BsrMatmulTransposed { block_size: u32 },
     BsrSddmm { block_size: u32 },
+    OtherHeadDims,
+    OtherBlocks,
+    SinglePrecision,
+}
+
+impl Line {
+    /// What no kernel computes, and the CPU does: sizes between and beyond those of the kernels,
+    /// and f32.
+    const CPU_ONLY: [Self; 3] = [Self::OtherHeadDims, Self::OtherBlocks, Self::SinglePrecision];
 }
 
 /// Whether the README's table is what the manifest gives.
@@ -64,6 +73,13 @@ fn markdown(rows: &[Row]) -> String {
             served.entry(line).or_default().insert(row.target);
         }
     }
+    let kernel_types: BTreeSet<&str> = dtypes.values().flatten().copied().collect();
+    for line in Line::CPU_ONLY {
+        let types =
+            if line == Line::SinglePrecision { BTreeSet::from(["f32"]) } else { kernel_types.clone() };
+        dtypes.insert(line, types);
+        served.insert(line, BTreeSet::new());
+    }
     let mut table = String::from("| operation | size | types |");
     for target in &targets {
         table += &format!(" {} |", column(*target));
@@ -75,7 +91,10 @@ fn markdown(rows: &[Row]) -> String {
         table += &match *line {
             // A tile takes every multiple of 8 above the next smaller tile.
             Line::AttentionForward { head_dim } => {
-                format!("| attention forward | head_dim {}–{head_dim} | {types} |", smaller + 8)
+                format!(
+                    "| attention forward | head_dim {}–{head_dim}, multiples of 8 | {types} |",
+                    smaller + 8
+                )
             }
             Line::BlockMasks => {
                 let block = SMALLEST_BLOCK;
@@ -86,6 +105,9 @@ fn markdown(rows: &[Row]) -> String {
                 format!("| BSR matmul, Aᵀ, column-major B | block {block_size} | {types} |")
             }
             Line::BsrSddmm { block_size } => format!("| sampled product | block {block_size} | {types} |"),
+            Line::OtherHeadDims => format!("| attention forward | any other head_dim | {types} |"),
+            Line::OtherBlocks => format!("| BSR matmul, sampled product | any other block | {types} |"),
+            Line::SinglePrecision => format!("| all of these | all of these | {types} |"),
         };
         if let Line::AttentionForward { head_dim } = *line {
             smaller = head_dim;
@@ -144,7 +166,7 @@ mod tests {
     fn every_row_has_its_cell() {
         let table = markdown(manifest::rows());
         assert!(table.starts_with("| operation | size | types | sm_80"));
-        assert!(table.contains("| attention forward | head_dim 8–64 | bf16, f16 |"));
+        assert!(table.contains("| attention forward | head_dim 8–64, multiples of 8 | bf16, f16 |"));
         assert!(table.contains("| BSR matmul | block 16 |"));
         let masks = table.lines().find(|line| line.contains("block mask")).unwrap();
         assert!(
@@ -152,6 +174,18 @@ mod tests {
         );
         let columns: BTreeSet<usize> = table.lines().map(|line| line.matches('|').count()).collect();
         assert_eq!(columns.len(), 1, "{table}");
+    }
+
+    #[test]
+    fn what_only_the_cpu_runs_is_said() {
+        let table = markdown(manifest::released_rows());
+        for line in [
+            "| attention forward | any other head_dim | bf16, f16 | – | – | – | – | – | – | yes |\n",
+            "| BSR matmul, sampled product | any other block | bf16, f16 | – | – | – | – | – | – | yes |\n",
+            "| all of these | all of these | f32 | – | – | – | – | – | – | yes |\n",
+        ] {
+            assert!(table.contains(line), "{table}");
+        }
     }
 
     #[test]

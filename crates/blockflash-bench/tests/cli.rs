@@ -5,31 +5,9 @@ mod common;
 use blockflash_bench::io::{Array, TensorFile, Values, write};
 use blockflash_bench::random::normal;
 use blockflash_sys::DType;
-use common::Folder;
+use common::{Folder, blockflash, json, refused};
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
-
-fn blockflash(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_blockflash")).args(args).output().unwrap()
-}
-
-/// Runs on the CPU without repeats, must succeed, gives the JSON object.
-fn json(args: &[&str]) -> serde_json::Value {
-    let output = blockflash(&[args, &["--device", "cpu", "--repeat", "0", "--json"]].concat());
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert_eq!((output.status.code(), stderr.as_ref()), (Some(0), ""), "{args:?}");
-    serde_json::from_slice(&output.stdout).unwrap()
-}
-
-/// Must fail with code 2, print nothing on stdout and one line on stderr, which is returned.
-fn refused(args: &[&str]) -> String {
-    let output = blockflash(args);
-    let stderr = String::from_utf8(output.stderr).unwrap();
-    assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(2), &b""[..]), "{args:?}: {stderr}");
-    assert!(stderr.starts_with("error: ") && stderr.ends_with('\n'), "{args:?}: {stderr}");
-    assert_eq!(stderr.lines().count(), 1, "{args:?}: {stderr}");
-    stderr
-}
+use std::process::{Command, Stdio};
 
 fn random(dtype: DType, shape: &[usize], lane: u64) -> Array {
     normal(dtype, shape, 1, lane, |_| ()).unwrap()

@@ -122,16 +122,16 @@ fn files_of_booleans_and_of_indices_are_the_same_mask() {
     let two = json(&[&indices[..], &["--heads", "2", "--seqlen-kv", "384"]].concat());
     assert_eq!((&two["heads"], &two["blocks"], &two["seqlen_q"]), (&2.into(), &12.into(), &128.into()));
 
-    assert!(refused(&[&row_ptr]).contains("--col-idx"));
-    assert!(refused(&[&mask, "--col-idx", &col_idx]).contains("belongs to a row_ptr"));
+    assert!(refused(&[&row_ptr]).contains("name the file of the block columns"));
+    assert!(refused(&[&mask, "--col-idx", &col_idx]).contains("block columns belong to a row_ptr"));
     assert!(refused(&[&mask, "--block", "64", "--seqlen", "129"]).contains("have 3 x 3"));
-    assert!(refused(&[&mask, "--heads", "2"]).contains("contradicts"));
-    assert!(refused(&[&indices[..], &["--heads", "3"]].concat()).contains("has not --heads 3"));
+    assert!(refused(&[&mask, "--heads", "2"]).contains("mask has 1 heads"));
+    assert!(refused(&[&indices[..], &["--heads", "3"]].concat()).contains("not that of 3 heads"));
     assert!(refused(&[&both, "--block", "64", "--seqlen-kv", "100"]).contains("but there are 2 columns"));
     assert!(refused(&[&both, "--block", "64", "--seqlen", "500"]).contains("row_ptr has 2 rows"));
     assert!(refused(&[&col_idx, "--col-idx", &row_ptr]).contains("invalid block mask"));
     assert!(refused(&[&folder.path("missing.npy")]).contains("No such file"));
-    assert!(refused(&[&both, "--col-idx", &col_idx]).contains("leave --col-idx out"));
+    assert!(refused(&[&both, "--col-idx", &col_idx]).contains("name no other file for it"));
     let half = folder.path("half.safetensors");
     write(&half, &[("row_ptr", &offsets)]).unwrap();
     assert!(refused(&[&half]).contains("no tensor `col_idx`"));

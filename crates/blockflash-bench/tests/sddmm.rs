@@ -2,7 +2,8 @@
 
 mod common;
 
-use blockflash_bench::io::TensorFile;
+use blockflash_bench::io::{Array, TensorFile, Values, write};
+use blockflash_bench::random::normal;
 use blockflash_sys::DType;
 use common::Folder;
 use std::process::{Command, Output};
@@ -49,6 +50,98 @@ fn what_it_says_and_writes() {
     assert_eq!(report["tensors"]["b"]["shape"], serde_json::json!([10, 32]));
     let values = TensorFile::open(&path).unwrap().load("", DType::F16).unwrap();
     assert_eq!(values.shape(), [2, 16, 16]);
+}
+
+fn integers(values: &[i32]) -> Array {
+    Array::new(&[values.len()], Values::I32(values.to_vec())).unwrap()
+}
+
+/// The files of a product of 48 × 20 and 20 × 32 at three blocks of 16.
+struct Files {
+    folder: Folder,
+    a: String,
+    b: String,
+    pattern: String,
+    values: Array,
+}
+
+impl Files {
+    fn new(name: &str) -> Self {
+        let folder = Folder::new(name);
+        let [a, b, pattern] = ["a.npy", "b.npy", "pattern.safetensors"].map(|name| folder.path(name));
+        let random = |dtype, shape: &[usize], lane| normal(dtype, shape, 1, lane, |_| ()).unwrap();
+        write(&a, &[("", &random(DType::F16, &[48, 20], 0))]).unwrap();
+        write(&b, &[("", &random(DType::F16, &[20, 32], 1))]).unwrap();
+        let files = Self { folder, a, b, pattern, values: random(DType::F32, &[3, 16, 16], 2) };
+        files.write_pattern(&[0, 1, 1, 3], &[1, 0, 1], None);
+        files
+    }
+
+    fn write_pattern(&self, row_ptr: &[i32], col_idx: &[i32], shape: Option<[i32; 2]>) {
+        let (row_ptr, col_idx) = (integers(row_ptr), integers(col_idx));
+        let shape = shape.map(|shape| integers(&shape));
+        let mut tensors = vec![("row_ptr", &row_ptr), ("col_idx", &col_idx), ("values", &self.values)];
+        tensors.extend(shape.as_ref().map(|shape| ("shape", shape)));
+        write(&self.pattern, &tensors).unwrap();
+    }
+
+    fn run<'a>(&'a self, options: &[&'a str]) -> Vec<&'a str> {
+        let files = ["--a", &self.a, "--b", &self.b, "--pattern", &self.pattern];
+        [&files[..], options].concat()
+    }
+}
+
+#[test]
+fn files_are_right_against_the_reference() {
+    let files = Files::new("files");
+    let [plain, columns, with_old] =
+        ["plain.npy", "columns.npy", "old.npy"].map(|name| files.folder.path(name));
+    let values = |path: &str| TensorFile::open(path).unwrap().load("", DType::F32).unwrap();
+    let report = json(&files.run(&["--out-dtype", "f32", "--out", &plain, "--check"]));
+    assert_eq!(report["check"]["passed"], true, "{report}");
+    assert_eq!(report["tensors"]["a"], serde_json::json!({ "shape": [48, 20], "dtype": "f16" }));
+    // Where the matrices lie in memory does not change what the files have.
+    let layouts = ["--a-layout", "column", "--b-layout", "column", "--out-dtype", "f32", "--check"];
+    let report = json(&files.run(&[&layouts[..], &["--out", &columns]].concat()));
+    assert_eq!(report["check"]["passed"], true, "{report}");
+    let [plain, columns] = [&plain, &columns].map(|path| values(path).to_f32(0..768));
+    assert!(plain.iter().zip(&columns).all(|(a, b)| (a - b).abs() < 1e-4));
+    // The old values are those of the pattern.
+    let report = json(&files.run(&["--beta", "1", "--out-dtype", "f32", "--out", &with_old, "--check"]));
+    assert_eq!(report["check"]["passed"], true, "{report}");
+    let (sum, old) = (values(&with_old).to_f32(0..768), files.values.to_f32(0..768));
+    assert!(sum.iter().zip(plain.iter().zip(&old)).all(|(sum, (new, old))| (sum - new - old).abs() < 1e-4));
+    // What it reads is what the other command reads.
+    files.write_pattern(&[0, 1, 1, 3], &[1, 0, 1], Some([48, 32]));
+    assert_eq!(json(&files.run(&["--check"]))["check"]["passed"], true);
+}
+
+#[test]
+fn wrong_files_are_one_line() {
+    let files = Files::new("wrong");
+    let refused = |options: &[&str]| {
+        let output = sddmm(&files.run(options));
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!((output.status.code(), text.lines().count()), (Some(2), 1), "{text}");
+        text
+    };
+    assert!(refused(&["--block", "16"]).contains("only apply to --random"));
+    assert!(refused(&["--random", "48x20x32"]).contains("cannot be used with"));
+    assert!(refused(&["--out", "no/such/x.npy"]).contains("does not exist"));
+    assert!(refused(&["--out", &files.pattern]).contains("--out names the file that --pattern reads"));
+    files.write_pattern(&[0, 1, 1, 3], &[1, 0, 1], Some([48, 30]));
+    assert!(refused(&[]).contains("the pattern is 48 x 30, but A·B is 48 x 32"));
+    files.write_pattern(&[0, 1, 1, 3], &[1, 0, 2], None);
+    assert!(refused(&[]).contains("invalid BSR matrix"));
+    files.write_pattern(&[0, 1, 3], &[1, 0, 1], None);
+    assert!(refused(&[]).contains("invalid BSR matrix"));
+    write(&files.pattern, &[("row_ptr", &integers(&[0]))]).unwrap();
+    assert!(refused(&[]).contains("no tensor `col_idx`"));
+    std::fs::copy(&files.a, &files.b).unwrap();
+    assert!(refused(&[]).contains("b has 48 rows, but A has 20 columns"));
+    std::fs::copy(&files.a, &files.pattern).unwrap();
+    let text = refused(&[]);
+    assert!(text.contains("b has 48 rows") || text.contains("without a name"), "{text}");
 }
 
 #[test]

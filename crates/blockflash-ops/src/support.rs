@@ -13,8 +13,12 @@ pub struct SupportRow {
     pub op: &'static str,
     /// Element type of the inputs.
     pub dtype: DType,
-    /// What the line is about: `head_dim 72..=96`, the same with `blocks of 64 × 64` of a block mask, `block 32`, the same with a `transposed A` or a `column-major B and C`.
+    /// What the line is about: `head_dim 72..=96 by 8`, the same with `blocks of 64 × 64` of a block
+    /// mask after a comma, `block 32`, the same with a `transposed A` or a `column-major B and C`; or
+    /// `other head_dim`, `other block`, for which no kernel is made.
     pub size: String,
+    /// Whether there are kernels for it; without, only the CPU runs it.
+    pub on_gpus: bool,
     /// What runs, or why nothing does.
     pub status: Status,
 }
@@ -40,10 +44,12 @@ pub enum Status {
     },
 }
 
-/// What runs on a device: every operation, element type and size that some kernel is made for, and what each would use here.
-/// For attention under a block mask it is the kernel for the smallest blocks and for twice as large ones; other blocks may take
-/// another. For a BSR matmul it is the kernel for many columns; few columns may take a narrower one. For a sampled product it is the
-/// kernel for the gradient of weights, a column-major A and a row-major B; on Hopper other layouts may have their own.
+/// What runs on a device: every operation, element type and size that some kernel is made for, and
+/// what each would use here; and a line for all other sizes, which only the CPU runs. For attention
+/// under a block mask it is the kernel for the smallest blocks and for twice as large ones; other
+/// blocks may take another. For a BSR matmul it is the kernel for many columns; few columns may
+/// take a narrower one. For a sampled product it is the kernel for the gradient of weights, a
+/// column-major A and a row-major B; on Hopper other layouts may have their own.
 pub fn support(device: &Device) -> Vec<SupportRow> {
     support_with(device.cuda_properties())
 }
@@ -52,9 +58,10 @@ pub fn support(device: &Device) -> Vec<SupportRow> {
 pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
     let mut table = Vec::new();
     for dtype in [DType::F16, DType::BF16, DType::F32] {
-        let mut push = |op, size, selected: &dyn Fn(&CudaProperties) -> Result<&'static Row>| {
+        let mut push = |op, size: String, selected: &dyn Fn(&CudaProperties) -> Result<&'static Row>| {
             let status = gpu.map_or(Status::Cpu, |gpu| status(selected(gpu)));
-            table.push(SupportRow { op, dtype, size, status });
+            let on_gpus = dtype != DType::F32 && !size.starts_with(OTHER);
+            table.push(SupportRow { op, dtype, size, on_gpus, status });
         };
         for (size, head_dim) in head_dims() {
             let problem = AttentionProblem::dense(dtype, [1, 1, 1], [1, 1], head_dim as usize);
@@ -67,6 +74,9 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
                 push(attention::OP, size, &|gpu| attention::select(&problem, gpu));
             }
         }
+        let problem = AttentionProblem::dense(dtype, [1, 1, 1], [1, 1], OTHER_HEAD_DIM);
+        let size = format!("{OTHER} head_dim ({OTHER_HEAD_DIM})");
+        push(attention::OP, size, &|gpu| attention::select(&problem, gpu));
         for block_size in block_sizes() {
             let block = block_size as usize;
             // As many columns as the widest tile of all: no waste speaks against it.
@@ -78,15 +88,27 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
                 push(bsr_matmul::OP, size, &|gpu| bsr_matmul::select(&problem, gpu));
             }
         }
+        let problem = BsrProblem::new(dtype, [OTHER_BLOCK, 1 << 20, OTHER_BLOCK], OTHER_BLOCK, 1);
+        let size = format!("{OTHER} block ({OTHER_BLOCK})");
+        push(bsr_matmul::OP, size.clone(), &|gpu| bsr_matmul::select(&problem, gpu));
+        // Where no kernel is, the CPU computes, and a GPU says what is missing.
         for block_size in bsr_sddmm::block_sizes(manifest::rows()) {
             let block = block_size as usize;
             let layouts = [Major::Column, Major::Row];
             let problem = BsrSddmmProblem::new(dtype, [block; 3], block, 1, layouts);
             push(bsr_sddmm::OP, format!("block {block_size}"), &|gpu| bsr_sddmm::select(&problem, gpu));
         }
+        let problem =
+            BsrSddmmProblem::new(dtype, [OTHER_BLOCK; 3], OTHER_BLOCK, 1, [Major::Column, Major::Row]);
+        push(bsr_sddmm::OP, size, &|gpu| bsr_sddmm::select(&problem, gpu));
     }
     table
 }
+
+/// Sizes that stand for all those that no kernel is made for, and how their lines begin.
+const OTHER: &str = "other";
+const OTHER_HEAD_DIM: usize = 59;
+const OTHER_BLOCK: usize = 24;
 
 /// What not every kernel of the BSR matmul takes: Aᵀ, and columns of B and C, as dense times sparse has them.
 const BSR_LAYOUTS: [(&str, bool, Major); 3] = [
@@ -111,7 +133,11 @@ fn head_dims() -> Vec<(String, u32)> {
     tiles.dedup();
     // Head dimensions are multiples of 8.
     let starts = std::iter::once(8).chain(tiles.iter().map(|tile| tile + 8)).collect::<Vec<_>>();
-    starts.iter().zip(&tiles).map(|(start, &tile)| (format!("head_dim {start}..={tile}"), tile)).collect()
+    starts
+        .iter()
+        .zip(&tiles)
+        .map(|(start, &tile)| (format!("head_dim {start}..={tile} by 8"), tile))
+        .collect()
 }
 
 /// The block sizes of all BSR rows.
@@ -134,12 +160,15 @@ mod tests {
         assert!(table.iter().all(|row| row.status == Status::Cpu));
         for dtype in [DType::F16, DType::BF16, DType::F32] {
             for (op, size) in [
-                ("attention", "head_dim 8..=64"),
-                ("attention", "head_dim 200..=256"),
-                ("attention", "head_dim 72..=96, blocks of 64 × 64"),
+                ("attention", "head_dim 8..=64 by 8"),
+                ("attention", "head_dim 200..=256 by 8"),
+                ("attention", "head_dim 72..=96 by 8, blocks of 64 × 64"),
                 ("bsr_matmul", "block 64"),
                 ("bsr_matmul", "block 16, transposed A, column-major B and C"),
                 ("bsr_sddmm", "block 128"),
+                ("attention", "other head_dim (59)"),
+                ("bsr_matmul", "other block (24)"),
+                ("bsr_sddmm", "other block (24)"),
             ] {
                 let found =
                     table.iter().filter(|row| (row.op, row.dtype, row.size.as_str()) == (op, dtype, size));
@@ -152,6 +181,8 @@ mod tests {
     fn gpus_run_kernels_or_say_why_not() {
         for gpu in gpus() {
             for row in support_with(Some(&gpu)) {
+                let runs = matches!(row.status, Status::Kernel { .. });
+                assert!(row.on_gpus || !runs, "{row:?}");
                 match row.status {
                     Status::Kernel { symbol, target, image } => {
                         assert!(target.runs_on(gpu.compute_capability));
@@ -170,11 +201,29 @@ mod tests {
         );
     }
 
+    /// What is said to have kernels has one somewhere.
+    #[test]
+    fn sizes_that_have_kernels_run_on_some_gpu() {
+        let tables: Vec<_> = gpus().iter().map(|gpu| support_with(Some(gpu))).collect();
+        for (at, row) in support_with(None).iter().enumerate() {
+            let some = tables.iter().any(|table| matches!(table[at].status, Status::Kernel { .. }));
+            assert_eq!(row.on_gpus, some, "{row:?}");
+        }
+    }
+
+    #[test]
+    fn a_size_between_says_what_would_run() {
+        let table = support_with(Some(&gpu(9, 0)));
+        let row = table.iter().find(|row| row.size.starts_with("other head_dim")).unwrap();
+        let Status::Unsupported { reason } = &row.status else { panic!("{row:?}") };
+        assert!(reason.contains("zero-padded to 64"), "{reason}");
+    }
+
     #[test]
     fn ranges_cover_every_head_dim_once() {
         let mut next = 8;
         for (size, tile) in head_dims() {
-            assert_eq!(size, format!("head_dim {next}..={tile}"));
+            assert_eq!(size, format!("head_dim {next}..={tile} by 8"));
             next = tile + 8;
         }
         assert_eq!(next, 264);

@@ -35,7 +35,7 @@ pub fn write(
     for (name, drawing) in drawings {
         for extension in ["svg", "png"] {
             let path = folder.join(format!("{name}.{extension}"));
-            drawing.write(&path)?;
+            drawing.write(&[&path])?;
             files.push(path);
         }
     }

@@ -19,12 +19,17 @@ pub struct AttentionCase<'a> {
     pub k: &'a Array,
     /// Values.
     pub v: &'a Array,
-    /// Lengths of the packed sequences, of queries and keys alike; `None` for a dense batch.
-    pub lengths: Option<&'a [usize]>,
-    /// Which blocks of keys are seen at all; `None` for all. Not with `lengths`.
+    /// f32 `[num_heads_q]`: a score of each head that joins the sum of exponentials and has no
+    /// value.
+    pub sink: Option<&'a Array>,
+    /// Lengths of the packed sequences, of their queries and of their keys; `None` for a dense
+    /// batch.
+    pub lengths: Option<[&'a [usize]; 2]>,
+    /// Which blocks of keys are seen at all; `None` for all.
     pub blocks: Option<Blocks<'a>>,
-    /// Query `i` is aligned with key `i + diagonal`.
-    pub diagonal: i64,
+    /// The last query of a sequence is aligned with its last key; otherwise the first with the
+    /// first.
+    pub bottom_right: bool,
     /// Keys to see before the aligned one; `None` is all.
     pub left: Option<usize>,
     /// Keys to see after the aligned one; `None` is all.
@@ -39,22 +44,18 @@ pub struct AttentionCase<'a> {
 
 impl AttentionCase<'_> {
     /// Keys that a query of `head` of so many sees.
-    fn visible(
-        &self,
-        query: usize,
-        head: [usize; 2],
-        [seqlen_q, seqlen_kv]: [usize; 2],
-    ) -> Vec<Range<usize>> {
-        let shown = self.shown(query, seqlen_kv);
+    fn visible(&self, query: usize, head: [usize; 2], sequence: &Sequence) -> Vec<Range<usize>> {
+        let shown = self.shown(query, sequence);
         match &self.blocks {
-            Some(blocks) => blocks.seen(query, head, seqlen_q, shown),
+            Some(blocks) => blocks.seen(query, head, sequence, shown),
             None => Vec::from_iter((!shown.is_empty()).then_some(shown)),
         }
     }
 
     /// Keys that the mask shows to a query.
-    fn shown(&self, query: usize, seqlen_kv: usize) -> Range<usize> {
-        let aligned = query as i128 + i128::from(self.diagonal);
+    fn shown(&self, query: usize, &Sequence { seqlen_q, seqlen_kv, .. }: &Sequence) -> Range<usize> {
+        let diagonal = if self.bottom_right { seqlen_kv as i128 - seqlen_q as i128 } else { 0 };
+        let aligned = query as i128 + diagonal;
         let bound = |at: i128| at.clamp(0, seqlen_kv as i128) as usize;
         let start = self.left.map_or(0, |left| bound(aligned - left as i128));
         let end = self.right.map_or(seqlen_kv, |right| bound(aligned + right as i128 + 1));
@@ -144,8 +145,9 @@ fn compare(
                     let query = case.q.to_f32(range.clone());
                     let lse_at = sequence.lse + head * sequence.lse_head + row;
                     let result = (o.to_f32(range), lse.to_f32(lse_at..lse_at + 1));
-                    let visible = case.visible(row, [head, heads], [seqlen_q, seqlen_kv]);
-                    compare_row(case, o.dtype(), &query, &visible, &keys, &values, &result)
+                    let visible = case.visible(row, [head, heads], sequence);
+                    let sink = case.sink.and_then(|sink| sink.to_f32(head..head + 1).first().copied());
+                    compare_row(case, sink, o.dtype(), &query, &visible, [&keys, &values], &result)
                 })
                 .collect();
             let finished = 1 + done.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -168,11 +170,11 @@ fn rows_of(array: &Array, rows: Range<usize>, head: usize) -> Vec<f32> {
 
 fn compare_row(
     case: &AttentionCase<'_>,
+    sink: Option<f32>,
     dtype: DType,
     query: &[f32],
     visible: &[Range<usize>],
-    keys: &[f32],
-    values: &[f32],
+    [keys, values]: [&[f32]; 2],
     (o, lse): &(Vec<f32>, Vec<f32>),
 ) -> [Comparison; 2] {
     let head_dim = query.len();
@@ -186,11 +188,14 @@ fn compare_row(
             (case.score(exact), case.plain_score(plain))
         })
         .unzip();
-    let exact_max = exact_scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let plain_max = plain_scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    // A sink of -inf is none.
+    let sink = sink.filter(|&sink| sink != f32::NEG_INFINITY);
+    let exact_max = exact_scores.iter().copied().fold(sink.map_or(f64::NEG_INFINITY, f64::from), f64::max);
+    let plain_max = plain_scores.iter().copied().fold(sink.unwrap_or(f32::NEG_INFINITY), f32::max);
     let (mut exact, mut plain, mut squares) =
         (vec![0f64; head_dim], vec![0f32; head_dim], vec![0f32; head_dim]);
-    let (mut exact_sum, mut plain_sum) = (0f64, 0f32);
+    let mut exact_sum = sink.map_or(0f64, |sink| (f64::from(sink) - exact_max).exp());
+    let mut plain_sum = sink.map_or(0f32, |sink| (sink - plain_max).exp());
     for (at, (exact_score, plain_score)) in seen().zip(exact_scores.iter().zip(&plain_scores)) {
         let exact_p = (exact_score - exact_max).exp();
         let plain_p = (plain_score - plain_max).exp();
@@ -205,8 +210,8 @@ fn compare_row(
             *squares += term * term;
         }
     }
-    // A row that sees nothing is zero, and its lse -inf.
-    let nothing = visible.is_empty();
+    // A row that sees nothing is zero, and its lse that of the sink, without one -inf.
+    let nothing = visible.is_empty() && sink.is_none();
     let (exact_inverse, plain_inverse) =
         if nothing { (0.0, 0.0) } else { (exact_sum.recip(), plain_sum.recip()) };
     let mut results = <[Comparison; 2]>::default();

@@ -16,11 +16,13 @@ pub(super) struct Sequence {
     pub(super) lse: usize,
     /// Elements of lse between heads.
     pub(super) lse_head: usize,
+    /// First row of its lists of blocks, if there are any.
+    pub(super) lists: usize,
 }
 
 /// The sequences of a case, equally long unless it is packed.
 pub(super) fn sequences(case: &AttentionCase<'_>, o: &Array, lse: &Array) -> Result<Vec<Sequence>, Mismatch> {
-    let sequences = match case.lengths {
+    let mut sequences = match case.lengths {
         None => dense(case, lse)?,
         Some(lengths) => packed(case, lengths, lse)?,
     };
@@ -32,9 +34,9 @@ pub(super) fn sequences(case: &AttentionCase<'_>, o: &Array, lse: &Array) -> Res
     ensure(heads == 0 || heads_kv > 0 && heads.is_multiple_of(heads_kv), || {
         format!("{heads} heads of q, {heads_kv} of k")
     })?;
-    if let (Some(blocks), Some(sequence)) = (case.blocks, sequences.first()) {
-        ensure(case.lengths.is_none(), || "packed sequences have no lists of blocks".to_owned())?;
-        blocks.check(sequence.seqlen_q, heads)?;
+    ensure(case.sink.is_none_or(|sink| sink.shape() == [heads]), || format!("a sink of {heads} heads"))?;
+    if let Some(blocks) = case.blocks {
+        blocks.place(&mut sequences, heads)?;
     }
     Ok(sequences)
 }
@@ -66,25 +68,35 @@ fn dense(case: &AttentionCase<'_>, lse: &Array) -> Result<Vec<Sequence>, Mismatc
         seqlen_kv,
         lse: at * heads * seqlen_q,
         lse_head: seqlen_q,
+        lists: 0,
     };
     agree.then(|| (0..batch).map(sequence).collect()).ok_or_else(wrong)
 }
 
-fn packed(case: &AttentionCase<'_>, lengths: &[usize], lse: &Array) -> Result<Vec<Sequence>, Mismatch> {
+fn packed(
+    case: &AttentionCase<'_>,
+    [lengths_q, lengths_kv]: [&[usize]; 2],
+    lse: &Array,
+) -> Result<Vec<Sequence>, Mismatch> {
     let wrong = || wrong(case, lse);
     let (&[rows, heads, head_dim], &[rows_kv, _, head_dim_kv]) = (case.q.shape(), case.k.shape()) else {
         return Err(wrong());
     };
-    let agree = rows_kv == rows && head_dim_kv == head_dim && lse.shape() == [heads, rows];
-    let total = lengths.iter().try_fold(0usize, |sum, &length| sum.checked_add(length));
-    if !agree || total != Some(rows) {
+    let agree = head_dim_kv == head_dim && lse.shape() == [heads, rows];
+    let total = |lengths: &[usize]| lengths.iter().try_fold(0usize, |sum, &length| sum.checked_add(length));
+    let totals = [lengths_q, lengths_kv].map(total) == [Some(rows), Some(rows_kv)];
+    if !(agree && totals && lengths_q.len() == lengths_kv.len()) {
         return Err(wrong());
     }
-    let mut start = 0;
-    let sequence = |&length: &usize| {
-        let first = start;
-        start += length;
-        Sequence { q: first, seqlen_q: length, kv: first, seqlen_kv: length, lse: first, lse_head: rows }
+    let (mut next_q, mut next_kv) = (0, 0);
+    let sequence = |(&seqlen_q, &seqlen_kv): (&usize, &usize)| {
+        let (q, kv) = (next_q, next_kv);
+        (next_q, next_kv) = (q + seqlen_q, kv + seqlen_kv);
+        Sequence { q, seqlen_q, kv, seqlen_kv, lse: q, lse_head: rows, lists: 0 }
     };
-    Ok(lengths.iter().map(sequence).collect())
+    Ok(lengths_q.iter().zip(lengths_kv).map(sequence).collect())
 }
+
+#[cfg(test)]
+#[path = "sequences_tests.rs"]
+mod tests;

@@ -2,7 +2,7 @@ use super::*;
 use crate::io::{Array, Values};
 use crate::random::normal;
 
-fn array(shape: &[usize], values: Vec<f32>) -> Array {
+pub(super) fn array(shape: &[usize], values: Vec<f32>) -> Array {
     Array::new(shape, Values::F32(values)).unwrap()
 }
 
@@ -18,14 +18,15 @@ fn two_keys() -> [Array; 3] {
     [q, k, v]
 }
 
-fn case<'a>([q, k, v]: &'a [Array; 3], right: Option<usize>) -> AttentionCase<'a> {
+pub(super) fn case<'a>([q, k, v]: &'a [Array; 3], right: Option<usize>) -> AttentionCase<'a> {
     AttentionCase {
         q,
         k,
         v,
+        sink: None,
         lengths: None,
         blocks: None,
-        diagonal: 0,
+        bottom_right: false,
         left: None,
         right,
         softmax_scale: 1.0,
@@ -47,31 +48,30 @@ fn attention_on_paper() {
     assert_eq!(check(None, f32::NAN, f32::INFINITY), [false, false]);
     // The causal query sees the first key only.
     assert_eq!(check(Some(0), 4.0, 0.0), [true, true]);
-    let nothing = AttentionCase { diagonal: -1, ..case(&tensors, Some(0)) };
+    // No key, and with a sink.
+    let none = [tensors[0].clone(), array(&[1, 0, 1, 1], vec![]), array(&[1, 0, 1, 1], vec![])];
+    let nothing = case(&none, None);
     let (o, lse) = (array(&[1, 1, 1, 1], vec![0.0]), array(&[1, 1, 1], vec![f32::NEG_INFINITY]));
+    assert!(attention(&nothing, &o, &lse, 0, |_| ()).unwrap().iter().all(Comparison::passed));
+    let (sink, lse) = (array(&[1], vec![1.5]), array(&[1, 1, 1], vec![1.5]));
+    let nothing = AttentionCase { sink: Some(&sink), ..nothing };
     assert!(attention(&nothing, &o, &lse, 0, |_| ()).unwrap().iter().all(Comparison::passed));
 }
 
 #[test]
-fn packed_sequences_see_themselves_only() {
-    // One key each: the output is the value, the lse the score. Then two keys, of which the causal query sees the first.
-    let q = array(&[3, 1, 1], vec![1.0, 1.0, 1.0]);
-    let k = array(&[3, 1, 1], vec![2.0, 0.0, 3f32.ln()]);
-    let v = array(&[3, 1, 1], vec![5.0, 4.0, 8.0]);
-    let tensors = [q, k, v];
-    let packed = AttentionCase { lengths: Some(&[1, 2]), ..case(&tensors, Some(0)) };
-    let check = |o: [f32; 3], lse: [f32; 3]| {
-        let (o, lse) = (array(&[3, 1, 1], o.to_vec()), array(&[1, 3], lse.to_vec()));
-        attention(&packed, &o, &lse, 0, |_| ()).unwrap().map(|c| (c.passed(), c.checked, c.total))
+fn a_sink_joins_the_sum() {
+    let tensors = two_keys();
+    let check = |sink: &Array, o: f32, lse: f32| {
+        let (o, lse) = (array(&[1, 1, 1, 1], vec![o]), array(&[1, 1, 1], vec![lse]));
+        let case = AttentionCase { sink: Some(sink), ..case(&tensors, None) };
+        attention(&case, &o, &lse, 0, |_| ()).map(|results| results.map(|c| c.passed()))
     };
-    let lse = [2.0, 0.0, 4f32.ln()];
-    assert_eq!(check([5.0, 4.0, 7.0], lse), [(true, 3, 3); 2]);
-    assert_eq!(check([5.0, 4.5, 7.0], lse)[0], (false, 3, 3));
-    assert_eq!(check([5.0, 4.0, 7.0], [2.0, 0.1, 4f32.ln()])[1], (false, 3, 3));
-    let (o, lse) = (array(&[3, 1, 1], vec![5.0, 4.0, 7.0]), array(&[1, 3], lse.to_vec()));
-    let wrong = AttentionCase { lengths: Some(&[1, 1]), ..packed };
-    assert!(attention(&wrong, &o, &lse, 0, |_| ()).is_err());
-    assert!(attention(&AttentionCase { lengths: None, ..packed }, &o, &lse, 0, |_| ()).is_err());
+    // Weights 1/8, 3/8, and 4/8 for the sink, which has no value.
+    let four = array(&[1], vec![4f32.ln()]);
+    assert_eq!(check(&four, 3.5, 8f32.ln()).unwrap(), [true, true]);
+    assert_eq!(check(&four, 7.0, 4f32.ln()).unwrap(), [false, false]);
+    assert_eq!(check(&array(&[1], vec![f32::NEG_INFINITY]), 7.0, 4f32.ln()).unwrap(), [true, true]);
+    assert!(check(&array(&[2], vec![0.0; 2]), 3.5, 8f32.ln()).is_err());
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn samples_of_packed_sequences_visit_each() {
     let o = constant(1.0);
     let one_head: Vec<f32> = lengths.iter().flat_map(|&length| vec![(length as f32).ln(); length]).collect();
     let mut lse = one_head.repeat(heads);
-    let case = AttentionCase { lengths: Some(&lengths), ..case(&tensors, None) };
+    let case = AttentionCase { lengths: Some([&lengths; 2]), ..case(&tensors, None) };
     let check = |lse: &[f32]| {
         let lse = array(&[heads, rows], lse.to_vec());
         attention(&case, &o, &lse, 3, |_| ()).unwrap()
@@ -120,7 +120,7 @@ fn only_listed_blocks_are_seen() {
     wrong[4] = 1.0;
     assert_eq!(check(&full, wrong, lse)[0], (false, 8));
     // Causal: query i sees the keys up to i + 2 of its blocks.
-    let causal = AttentionCase { diagonal: 2, ..sparse(blocks, Some(0)) };
+    let causal = AttentionCase { bottom_right: true, ..sparse(blocks, Some(0)) };
     let o = [5.0, 20.0, 5.0, 25.0, 0.0, 20.0, 0.0, 25.0];
     let lse = [two, two, none, none, 0.0, two, 5f32.ln(), six];
     assert_eq!(check(&causal, o, lse), [(true, 8); 2]);

@@ -2,9 +2,22 @@ use super::Stored;
 use blockflash_sys::DType;
 use std::path::PathBuf;
 
+/// Text with its control characters and invisible ones escaped: what a file calls its tensors must
+/// not move the cursor of a terminal, hide a part of a message or pretend to be another line.
+pub fn printable(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for character in text.chars() {
+        match character {
+            '\'' | '"' | '\\' => out.push(character),
+            other => out.extend(other.escape_debug()),
+        }
+    }
+    out
+}
+
 /// What went wrong with which file.
 #[derive(Debug, thiserror::Error)]
-#[error("{}: {problem}", path.display())]
+#[error("{}", printable(&format!("{}: {problem}", path.display())))]
 pub struct Error {
     /// The file.
     pub path: PathBuf,
@@ -22,6 +35,9 @@ pub enum Problem {
     /// A folder, a pipe or a device.
     #[error("is not a regular file")]
     NotAFile,
+    /// A file cannot be written where its folder is missing.
+    #[error("its folder {} does not exist", .0.display())]
+    NoFolder(PathBuf),
     /// Neither a NumPy array nor a safetensors file.
     #[error("is not a .npy or .safetensors file ({0})")]
     Format(String),
@@ -45,6 +61,12 @@ pub enum Problem {
         name: String,
         /// The names that exist.
         present: String,
+    },
+    /// A `.npy` file, where tensors are told apart by their names.
+    #[error("holds one array without a name, not the tensors {wanted} of a .safetensors file")]
+    Unnamed {
+        /// The names that are needed.
+        wanted: String,
     },
     /// The element type cannot be turned into the wanted one.
     #[error("{tensor} holds {stored}, which cannot be converted to {wanted}")]

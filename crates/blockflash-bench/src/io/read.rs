@@ -81,6 +81,17 @@ impl TensorFile {
         self.find(name).map_err(|problem| self.error(problem))
     }
 
+    /// Checks that the file tells its tensors apart by names, and has these.
+    ///
+    /// # Errors
+    /// [`Problem::Unnamed`] for a `.npy` file, [`Problem::NoTensor`].
+    pub fn require(&self, names: &[&str]) -> Result<()> {
+        if self.entries.iter().any(|entry| entry.name.is_empty()) {
+            return Err(self.error(Problem::Unnamed { wanted: names.join(", ") }));
+        }
+        names.iter().try_for_each(|name| self.entry(name).map(|_| ()))
+    }
+
     /// Reads a tensor and converts its elements to `dtype`: floating point to floating point, integers and booleans to
     /// i32.
     ///

@@ -1,23 +1,17 @@
-//! The safetensors format: header length, JSON header, data (<https://huggingface.co/docs/safetensors>).
+//! The safetensors format (<https://huggingface.co/docs/safetensors>). Its reference library reads
+//! and checks headers; the data is read and written here, piece by piece.
 
-use super::read::byte_length;
 use super::{Array, Entry, Problem, Stored};
 use blockflash_sys::DType;
-use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, SafeTensorError, TensorInfo};
 use std::io::Read;
 
-/// The limit of the reference implementation.
+/// The limit of the reference library.
 const MAX_HEADER: u64 = 100_000_000;
 
-#[derive(Serialize, Deserialize)]
-struct Info {
-    dtype: String,
-    shape: Vec<usize>,
-    data_offsets: (u64, u64),
-}
-
-/// Reads the header that follows the first eight bytes.
+/// Reads the header that follows the first eight bytes. The tensors cover the rest of the file
+/// without overlap, hole or rest.
 pub(super) fn entries(source: &mut dyn Read, first: [u8; 8], length: u64) -> Result<Vec<Entry>, Problem> {
     let header_length = u64::from_le_bytes(first);
     // A text file is the likeliest mistake: its first eight characters are a length of more than 10^18.
@@ -27,71 +21,62 @@ pub(super) fn entries(source: &mut dyn Read, first: [u8; 8], length: u64) -> Res
     }
     let mut header = vec![0; header_length as usize];
     source.read_exact(&mut header)?;
-    let mut map: BTreeMap<String, serde_json::Value> =
+    let metadata: Metadata =
         serde_json::from_slice(&header).map_err(|error| Problem::Format(format!("header: {error}")))?;
-    map.remove("__metadata__");
-    let mut entries = Vec::with_capacity(map.len());
-    for (name, value) in map {
-        let info: Info = serde_json::from_value(value)
-            .map_err(|error| Problem::Format(format!("header of tensor `{name}`: {error}")))?;
-        entries.push(entry(name, info, start, length)?);
+    let expected = start.saturating_add(metadata.data_len() as u64);
+    if expected > length {
+        return Err(Problem::Length { what: "the data of its tensors".to_owned(), expected, found: length });
     }
-    entries.sort_by_key(|entry| entry.offset);
-    Ok(entries)
+    if expected < length {
+        let trailing = length - expected;
+        return Err(Problem::Format(format!("{trailing} bytes after the last tensor belong to none")));
+    }
+    let names = metadata.offset_keys();
+    let entry = |name: String| {
+        if name.is_empty() {
+            return Err(Problem::Format("a tensor without a name".to_owned()));
+        }
+        let info = metadata.info(&name).ok_or_else(|| Problem::Format(format!("no tensor `{name}`")))?;
+        let (shape, offset) = (info.shape.clone(), start + info.data_offsets.0 as u64);
+        Ok(Entry { stored: stored(info.dtype), shape, offset, column_major: false, name })
+    };
+    names.into_iter().map(entry).collect()
 }
 
-fn entry(name: String, info: Info, start: u64, length: u64) -> Result<Entry, Problem> {
-    let (begin, end) = info.data_offsets;
-    let what = || format!("tensor `{name}`");
-    if name.is_empty() {
-        return Err(Problem::Format("a tensor without a name".to_owned()));
+fn stored(dtype: Dtype) -> Result<Stored, String> {
+    match dtype {
+        Dtype::F16 => Ok(Stored::F16),
+        Dtype::BF16 => Ok(Stored::Bf16),
+        Dtype::F32 => Ok(Stored::F32),
+        Dtype::F64 => Ok(Stored::F64),
+        Dtype::I32 => Ok(Stored::I32),
+        Dtype::I64 => Ok(Stored::I64),
+        Dtype::BOOL => Ok(Stored::Bool),
+        other => Err(other.to_string()),
     }
-    let last = start.saturating_add(end);
-    if begin > end || last > length {
-        return Err(Problem::Length { what: what(), expected: last, found: length });
-    }
-    let stored = match info.dtype.as_str() {
-        "F16" => Ok(Stored::F16),
-        "BF16" => Ok(Stored::Bf16),
-        "F32" => Ok(Stored::F32),
-        "F64" => Ok(Stored::F64),
-        "I32" => Ok(Stored::I32),
-        "I64" => Ok(Stored::I64),
-        "BOOL" => Ok(Stored::Bool),
-        _ => Err(info.dtype),
-    };
-    // The size of a type that is not read here is of no interest.
-    if let Ok(stored) = stored {
-        let expected = byte_length(&info.shape, 8 * stored.size() as u64).ok_or_else(|| {
-            Problem::Format(format!("{} has the impossible shape {:?}", what(), info.shape))
-        })?;
-        if expected != end - begin {
-            let what = format!("{} of shape {:?}", what(), info.shape);
-            return Err(Problem::Length { what, expected, found: end - begin });
-        }
-    }
-    Ok(Entry { name, stored, shape: info.shape, offset: start + begin, column_major: false })
 }
 
 /// Everything before the data; the tensors follow in the given order.
 pub(super) fn header(tensors: &[(&str, &Array)]) -> Result<Vec<u8>, Problem> {
-    let mut map = BTreeMap::new();
     let mut begin = 0;
-    for (name, array) in tensors {
+    let infos = tensors.iter().map(|(name, array)| {
         let dtype = match array.dtype() {
-            DType::F16 => "F16",
-            DType::BF16 => "BF16",
-            DType::F32 => "F32",
-            DType::I32 => "I32",
-            DType::U8 => "U8",
+            DType::F16 => Dtype::F16,
+            DType::BF16 => Dtype::BF16,
+            DType::F32 => Dtype::F32,
+            DType::I32 => Dtype::I32,
+            DType::U8 => Dtype::U8,
         };
-        let end = begin + array.bytes().len() as u64;
-        let info =
-            Info { dtype: dtype.to_owned(), shape: array.shape().to_vec(), data_offsets: (begin, end) };
-        map.insert(*name, info);
-        begin = end;
+        let data_offsets = (begin, begin + array.bytes().len());
+        begin = data_offsets.1;
+        ((*name).to_owned(), TensorInfo { dtype, shape: array.shape().to_vec(), data_offsets })
+    });
+    let failed = |error: SafeTensorError| Problem::Unsupported(error.to_string());
+    let metadata = Metadata::new(None, infos.collect()).map_err(failed)?;
+    if metadata.offset_keys().len() < tensors.len() {
+        return Err(Problem::Unsupported("cannot hold two tensors of one name".to_owned()));
     }
-    let mut text = serde_json::to_vec(&map).map_err(|error| Problem::Format(error.to_string()))?;
+    let mut text = serde_json::to_vec(&metadata).map_err(|error| failed(error.into()))?;
     // The data starts at a multiple of eight bytes.
     text.resize(text.len().next_multiple_of(8), b' ');
     let mut bytes = (text.len() as u64).to_le_bytes().to_vec();

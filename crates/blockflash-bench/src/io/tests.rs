@@ -109,20 +109,69 @@ fn safetensors_refusals() {
     assert_eq!(load(&file(good), "x", DType::F16).unwrap().shape(), [2]);
     assert_eq!(message(load(&file(good), "q", DType::F16)), "test: has no tensor `q` (it has x)");
     let refused = |info: &str| message(load(&file(info), "x", DType::F16));
-    assert!(refused(r#"{"dtype":"F32","shape":[3],"data_offsets":[0,8]}"#).contains("needs 12 bytes"));
-    assert!(refused(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,16]}"#).contains("truncated"));
-    assert!(refused(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,0]}"#).contains("truncated"));
-    assert!(
-        refused(r#"{"dtype":"F32","shape":[2],"data_offsets":[0,18446744073709551615]}"#)
-            .contains("truncated")
-    );
+    assert!(refused(r#"{"dtype":"F32","shape":[3],"data_offsets":[0,8]}"#).contains("invalid shape"));
+    assert!(refused(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,16]}"#).contains("invalid offset"));
+    assert!(refused(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,0]}"#).contains("invalid offset"));
+    let huge = r#"{"dtype":"F32","shape":[129000000000],"data_offsets":[0,516000000000]}"#;
+    assert!(refused(huge).contains("truncated or damaged: the data of its tensors needs 516000000"));
     let huge = r#"{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,8]}"#;
-    assert!(refused(huge).contains("impossible shape"));
+    assert!(refused(huge).contains("overflow"));
     assert!(
         refused(r#"{"dtype":"F8_E4M3","shape":[8],"data_offsets":[0,8]}"#).contains("element type F8_E4M3")
     );
-    assert!(refused(r#"{"dtype":"F32"}"#).contains("header of tensor `x`"));
+    assert!(refused(r#"{"dtype":"F32"}"#).contains("missing field"));
+    assert!(refused(r#"{"dtype":"F7","shape":[8],"data_offsets":[0,8]}"#).contains("unknown variant `F7`"));
     assert!(message(parse(&safetensors("[1, 2, 3, 4]", &[]))).contains("header:"));
+}
+
+/// The data is covered by the tensors, each byte by one.
+#[test]
+fn safetensors_without_overlap_hole_or_rest() {
+    let two = |second: [u64; 2], bytes: usize| {
+        let of = |name, [begin, end]: [u64; 2]| {
+            let elements = (end - begin) / 4;
+            format!(r#""{name}":{{"dtype":"F32","shape":[{elements}],"data_offsets":[{begin},{end}]}}"#)
+        };
+        parse(&safetensors(&format!("{{{},{}}}", of("x", [0, 8]), of("y", second)), &vec![0; bytes]))
+    };
+    let names = |file: TensorFile| file.entries().iter().map(|e| e.name.clone()).collect::<Vec<_>>();
+    assert_eq!(names(two([8, 16], 16).unwrap()), ["x", "y"]);
+    assert!(message(two([4, 12], 12)).contains("invalid offset for tensor `y`"), "an overlap");
+    assert!(message(two([0, 8], 8)).contains("invalid offset"), "two names of one tensor");
+    assert!(message(two([12, 20], 20)).contains("invalid offset for tensor `y`"), "a hole");
+    assert!(message(two([8, 16], 20)).contains("4 bytes after the last tensor"), "a rest");
+    assert!(message(two([8, 16], 12)).contains("truncated"));
+    assert!(message(parse(&safetensors("{}", &[0; 4]))).contains("4 bytes after"));
+}
+
+#[test]
+fn text_of_a_file_reaches_no_terminal_as_it_is() {
+    let info = r#"{"dtype":"F32","shape":[2],"data_offsets":[0,8]}"#;
+    let escape = r"\u001b]0;owned\u0007\n\u202e";
+    let file = safetensors(&format!("{{\"{escape}\":{info}}}"), &[0; 8]);
+    let clean = |text: &str| !text.chars().any(|c| c.is_control() || c == '\u{202e}');
+    let text = message(load(&file, "x", DType::F32));
+    assert!(clean(&text) && text.contains(r"it has \u{1b}]0;owned\u{7}\n\u{202e}"), "{text:?}");
+    let kind = format!("{{\"x\":{{\"dtype\":\"{escape}\",\"shape\":[2],\"data_offsets\":[0,8]}}}}");
+    let text = message(parse(&safetensors(&kind, &[0; 8])));
+    assert!(clean(&text) && text.contains("unknown variant"), "{text:?}");
+    let text = message(parse(&npy("\u{1b}[31m", "False", "(2,)", &[0; 8])));
+    assert!(clean(&text) && text.contains("element type"), "{text:?}");
+    let text = message(TensorFile::open("no\u{1b}[2Jfile.npy"));
+    assert!(clean(&text) && text.contains("No such file"), "{text:?}");
+    assert_eq!(printable("Größe 'x' \"y\" \\ \r"), "Größe 'x' \"y\" \\ \\r");
+}
+
+/// What takes its tensors by name does not take the one array of a `.npy` file for all of them.
+#[test]
+fn names_are_required() {
+    let array = parse(&npy("<f4", "False", "(2,)", &[0; 8])).unwrap();
+    let error = array.require(&["q", "k"]).unwrap_err();
+    assert!(matches!(&error.problem, Problem::Unnamed { wanted } if wanted == "q, k"), "{error}");
+    let info = r#"{"dtype":"F32","shape":[2],"data_offsets":[0,8]}"#;
+    let named = parse(&safetensors(&format!("{{\"q\":{info}}}"), &[0; 8])).unwrap();
+    assert!(named.require(&["q"]).is_ok());
+    assert!(matches!(named.require(&["q", "k"]).unwrap_err().problem, Problem::NoTensor { .. }));
 }
 
 /// Other implementations read what is written here, and the reverse.
@@ -135,6 +184,7 @@ fn safetensors_agrees_with_the_reference_implementation() {
     let y = Array::new(&[3], Values::I32(vec![1, 2, 3])).unwrap();
     write(&path, &[("x", &x), ("y", &y)]).unwrap();
     let bytes = std::fs::read(&path).unwrap();
+    let reference_bytes = bytes.clone();
     let reference = ::safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let view = reference.tensor("x").unwrap();
     assert_eq!(
@@ -146,6 +196,12 @@ fn safetensors_agrees_with_the_reference_implementation() {
     let bytes = ::safetensors::serialize(reference.tensors(), None).unwrap();
     assert_eq!(load(&bytes, "x", DType::BF16).unwrap(), x);
     assert_eq!(load(&bytes, "y", DType::I32).unwrap(), y);
+
+    // The larger elements come first: each tensor starts at a multiple of its element size.
+    let offsets = TensorFile::open(&path).unwrap().entries().iter().map(|entry| entry.offset % 4).max();
+    assert_eq!((offsets, TensorFile::open(&path).unwrap().entries()[0].name.as_str()), (Some(0), "y"));
+    assert!(message(write(&path, &[("x", &x), ("x", &y)])).contains("two tensors of one name"));
+    assert_eq!(std::fs::read(&path).unwrap(), reference_bytes);
 
     let path = folder.join("z.NPY");
     let z = Array::new(&[3, 1], Values::F16(vec![f16::ONE; 3])).unwrap();

@@ -1,5 +1,5 @@
-use super::{Array, Error, Problem, Result, npy, safetensors};
-use std::fs::File;
+use super::{Array, Error, Problem, Replacement, Result, npy, safetensors};
+use std::cmp::Reverse;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
@@ -21,25 +21,46 @@ impl Format {
     }
 }
 
-/// Writes named arrays to a file, replacing it. A `.npy` file takes exactly one, and no bf16.
+/// Writes named arrays to a file, replacing it. A `.npy` file takes exactly one, and no bf16. After
+/// an error the file is what it was before.
 ///
 /// # Errors
-/// [`Problem::Unsupported`] if the file name or the format does not allow it, [`Problem::Io`].
+/// [`Problem::Unsupported`] if the file name or the format does not allow it, and those of
+/// [`Replacement`].
 pub fn write(path: impl AsRef<Path>, tensors: &[(&str, &Array)]) -> Result<()> {
-    let path = path.as_ref();
-    let header = match (Format::of(path), tensors) {
+    write_all(&[(path.as_ref(), tensors)])
+}
+
+/// Writes several files as [`write`] does: after an error all of them are what they were before.
+///
+/// # Errors
+/// As for [`write`].
+pub fn write_all(files: &[(&Path, &[(&str, &Array)])]) -> Result<()> {
+    let written: Result<Vec<_>> = files.iter().map(|(path, tensors)| beside(path, tensors)).collect();
+    Replacement::commit(written?)
+}
+
+/// Everything that the file will hold, under another name.
+fn beside(path: &Path, tensors: &[(&str, &Array)]) -> Result<Replacement> {
+    let failed = |problem| Error { path: path.to_owned(), problem };
+    // As the reference library orders them: then each starts at a multiple of its element size,
+    // which some readers need.
+    let mut tensors = tensors.to_vec();
+    tensors.sort_by_key(|(_, array)| Reverse(array.dtype().size()));
+    let header = match (Format::of(path), &tensors[..]) {
         (Some(Format::Npy), [(_, array)]) => npy::header(array.dtype(), array.shape()),
         (Some(Format::Npy), _) => Err(Problem::Unsupported("a .npy file holds exactly one array".to_owned())),
-        (Some(Format::Safetensors), _) => safetensors::header(tensors),
+        (Some(Format::Safetensors), _) => safetensors::header(&tensors),
         (None, _) => Err(Problem::Unsupported("the name must end in .npy or .safetensors".to_owned())),
     };
-    let write = |header: &[u8]| -> std::io::Result<()> {
-        let mut file = BufWriter::new(File::create(path)?);
-        file.write_all(header)?;
-        for (_, array) in tensors {
-            file.write_all(array.bytes())?;
-        }
+    let header = header.map_err(failed)?;
+    let mut file = Replacement::begin(path)?;
+    let write = |file: &mut dyn Write| {
+        let mut file = BufWriter::new(file);
+        file.write_all(&header)?;
+        tensors.iter().try_for_each(|(_, array)| file.write_all(array.bytes()))?;
         file.flush()
     };
-    header.and_then(|header| Ok(write(&header)?)).map_err(|problem| Error { path: path.to_owned(), problem })
+    write(&mut file).map_err(|error| failed(error.into()))?;
+    Ok(file)
 }

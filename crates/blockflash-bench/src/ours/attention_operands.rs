@@ -24,8 +24,6 @@ struct Inputs {
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    /// Query 0 stands at this key.
-    diagonal: i64,
     softmax_scale: f32,
     packed: Option<Packed>,
     blocks: Option<Box<Blocks>>,
@@ -114,7 +112,6 @@ impl AttentionOperands {
             k: k.upload(stream)?,
             v: v.upload(stream)?,
             mask: problem.mask,
-            diagonal: problem.seqlen_kv as i64 - problem.seqlen_q as i64,
             softmax_scale: problem.softmax_scale,
             packed: lengths.map(packed).transpose()?,
             blocks: blocks.map(|lists| Blocks::new(lists, stream)).transpose()?,
@@ -160,14 +157,15 @@ impl AttentionOperands {
         [q, k, v]: [&'a Array; 3],
         denominator: Option<DType>,
     ) -> check::AttentionCase<'a> {
-        let Inputs { mask, diagonal, softmax_scale, ref packed, ref blocks, .. } = self.inputs;
+        let Inputs { mask, softmax_scale, ref packed, ref blocks, .. } = self.inputs;
         check::AttentionCase {
             q,
             k,
             v,
-            lengths: packed.as_ref().map(|packed| packed.lengths.as_slice()),
+            sink: None,
+            lengths: packed.as_ref().map(|packed| [packed.lengths.as_slice(); 2]),
             blocks: blocks.as_ref().map(|blocks| blocks.lists.of_check()),
-            diagonal,
+            bottom_right: true,
             left: None,
             right: (mask != Mask::Full).then_some(0),
             softmax_scale,

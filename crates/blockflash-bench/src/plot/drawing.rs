@@ -3,9 +3,11 @@
 use super::canvas::Canvas;
 use super::figure::{Figure, Fill};
 use super::{PlotError, render};
+use crate::io::{Error, Replacement};
 use plotters::prelude::{DrawingArea, IntoDrawingArea, SVGBackend};
 use std::cell::RefCell;
 use std::fmt::Write;
+use std::io::Write as _;
 use std::path::Path;
 use std::rc::Rc;
 
@@ -61,18 +63,24 @@ impl Drawing {
         Ok(canvas.png())
     }
 
-    /// Writes a file, whose name says the format.
+    /// Writes files, whose names say the format: all of them, or none.
     ///
     /// # Errors
-    /// [`PlotError::Format`] for another extension than `.svg` and `.png`, [`PlotError::Io`], [`PlotError::Drawing`].
-    pub fn write(&self, path: impl AsRef<Path>) -> Result<(), PlotError> {
-        let path = path.as_ref();
-        let bytes = match PictureFormat::of(path) {
-            Some(PictureFormat::Svg) => self.svg()?.into_bytes(),
-            Some(PictureFormat::Png) => self.png()?,
-            None => return Err(PlotError::Format(path.to_owned())),
+    /// [`PlotError::Format`] for another extension than `.svg` and `.png`, [`PlotError::File`],
+    /// [`PlotError::Drawing`].
+    pub fn write(&self, paths: &[impl AsRef<Path>]) -> Result<(), PlotError> {
+        let beside = |path: &Path| -> Result<Replacement, PlotError> {
+            let bytes = match PictureFormat::of(path) {
+                Some(PictureFormat::Svg) => self.svg()?.into_bytes(),
+                Some(PictureFormat::Png) => self.png()?,
+                None => return Err(PlotError::Format(path.to_owned())),
+            };
+            let mut file = Replacement::begin(path)?;
+            file.write_all(&bytes).map_err(|error| Error { path: path.to_owned(), problem: error.into() })?;
+            Ok(file)
         };
-        std::fs::write(path, bytes).map_err(|source| PlotError::Io { path: path.to_owned(), source })
+        let files = paths.iter().map(|path| beside(path.as_ref())).collect::<Result<_, _>>()?;
+        Ok(Replacement::commit(files)?)
     }
 }
 

@@ -110,10 +110,10 @@ fn a_file_of_a_picture_is_small_and_its_name_decides_the_format() {
     assert!(png.starts_with(b"\x89PNG") && png.len() < 200_000, "{}", png.len());
     let folder = std::env::temp_dir().join(format!("blockflash-picture-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
-    drawing.write(folder.join("a.SVG")).unwrap();
-    drawing.write(folder.join("a.png")).unwrap();
+    drawing.write(&[folder.join("a.SVG")]).unwrap();
+    drawing.write(&[folder.join("a.png")]).unwrap();
     assert_eq!(std::fs::read(folder.join("a.png")).unwrap(), png);
-    assert!(drawing.write(folder.join("a.gif")).unwrap_err().to_string().contains(".svg or .png"));
-    assert!(matches!(drawing.write(folder.join("no/a.png")), Err(PlotError::Io { .. })));
+    assert!(drawing.write(&[folder.join("a.gif")]).unwrap_err().to_string().contains(".svg or .png"));
+    assert!(matches!(drawing.write(&[folder.join("no/a.png")]), Err(PlotError::File(_))));
     std::fs::remove_dir_all(&folder).unwrap();
 }

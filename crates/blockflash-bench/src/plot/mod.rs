@@ -71,14 +71,9 @@ pub enum PlotError {
     /// The mask cannot be read.
     #[error(transparent)]
     Mask(#[from] blockflash_ops::Error),
-    /// The operating system refuses.
-    #[error("{}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
+    /// The file cannot be written.
+    #[error(transparent)]
+    File(#[from] crate::io::Error),
 }
 
 impl<E: std::error::Error + Send + Sync> From<plotters::drawing::DrawingAreaErrorKind<E>> for PlotError {

@@ -1,6 +1,55 @@
 //! What several tests of the command need.
 
+use blockflash_ops::Device;
+use std::io::Write;
 use std::path::PathBuf;
+use std::process::{Command, Output};
+
+#[allow(dead_code)] // Not every program of tests calls it.
+pub(crate) fn blockflash(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_blockflash")).args(args).output().unwrap()
+}
+
+/// Runs on the CPU without repeats, must succeed, gives the JSON object.
+#[allow(dead_code)] // Not every program of tests calls it.
+pub(crate) fn json(args: &[&str]) -> serde_json::Value {
+    json_on("cpu", args)
+}
+
+/// The same on a device.
+#[allow(dead_code)] // Not every program of tests calls it.
+pub(crate) fn json_on(device: &str, args: &[&str]) -> serde_json::Value {
+    let output = blockflash(&[args, &["--device", device, "--repeat", "0", "--json"]].concat());
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!((output.status.code(), stderr.as_ref()), (Some(0), ""), "{args:?}");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// Whether there is a GPU for a test. Without one a line on stderr says that the test was skipped, and with
+/// `BLOCKFLASH_REQUIRE_GPU=1` in the environment it fails.
+#[allow(dead_code)] // Not every program of tests calls it.
+pub(crate) fn has_gpu(test: &str) -> bool {
+    if !Device::best().is_cpu() {
+        return true;
+    }
+    let required = std::env::var("BLOCKFLASH_REQUIRE_GPU").is_ok_and(|value| value == "1");
+    assert!(!required, "{test} needs a GPU because BLOCKFLASH_REQUIRE_GPU=1, but there is none");
+    // Unlike `eprintln`, this is not captured.
+    let _ = writeln!(std::io::stderr(), "SKIPPED (no GPU): {test}");
+    false
+}
+
+/// Must fail with code 2, print nothing on stdout and one line without control characters on
+/// stderr, which is returned.
+#[allow(dead_code)] // Not every program of tests calls it.
+pub(crate) fn refused(args: &[&str]) -> String {
+    let output = blockflash(args);
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(2), &b""[..]), "{args:?}: {stderr}");
+    let line = stderr.strip_prefix("error: ").and_then(|line| line.strip_suffix('\n'));
+    assert!(line.is_some_and(|line| !line.contains(char::is_control)), "{args:?}: {stderr:?}");
+    stderr
+}
 
 /// A folder of one test, removed at the end.
 pub(crate) struct Folder(PathBuf);

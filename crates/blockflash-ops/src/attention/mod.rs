@@ -40,10 +40,13 @@ use blockflash_sys::{DType, Row};
 /// `[batch, num_heads, seqlen, head_dim]` tensor is passed as a permuted view. With [`cu_seqlens`](Self::cu_seqlens) they are
 /// packed, `[total rows, num_heads, head_dim]`. `num_heads_q` is a multiple of `num_heads_kv` (GQA, MQA).
 ///
-/// Statistics and accumulation are f32. On a GPU unnormalised outputs are summed in f32, too: values of `v` in bf16 beyond about
-/// 2^90 may overflow to infinity, those of f16 never do. A masked pair contributes exactly nothing: NaN in a key or value that a query does not
-/// attend never reaches its output. On a GPU f16 and bf16 with a `head_dim` of any multiple of 8 up to 256 run, and pointers
-/// and strides must be multiples of 16 bytes; the CPU also takes f32, any `head_dim` and any alignment.
+/// Statistics and accumulation are f32. On a GPU unnormalised outputs are summed in f32, too: values
+/// of `v` in bf16 beyond about 2^90 may overflow to infinity there; those of f16 never do. A masked
+/// pair contributes exactly nothing: NaN in a key or value that a query does not attend never
+/// reaches its output. On a GPU f16 and bf16 with a `head_dim` of any multiple of 8 up to 256 run,
+/// and pointers and strides must be multiples of 16 bytes; the CPU also takes f32, any `head_dim`
+/// and any alignment. A `head_dim` between runs on a GPU when q, k and v are padded with zeros to
+/// the next multiple of 8 and `softmax_scale` is that of the real one.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {
     /// Queries, `[batch, seqlen_q, num_heads_q, head_dim]` or packed `[total_q, num_heads_q, head_dim]`.

@@ -206,8 +206,15 @@ fn why_none(rows: &[Row], problem: &AttentionProblem, gpu: &CudaProperties) -> S
         return format!("kernels take f16 and bf16, the tensors are {}", problem.dtype);
     }
     let widest = tiles().map(|(_, tile)| tile.head_dim).max().unwrap_or(0);
-    if !head_dim.is_multiple_of(8) || head_dim > widest as usize {
+    if head_dim > widest as usize {
         return format!("head_dim {head_dim}: kernels take multiples of 8 up to {widest}");
+    }
+    if !head_dim.is_multiple_of(8) {
+        let padded = head_dim.next_multiple_of(8);
+        return format!(
+            "head_dim {head_dim}: kernels take multiples of 8 up to {widest}; it runs with q, k and v zero-padded to \
+             {padded} and the softmax_scale of {head_dim}"
+        );
     }
     let dense = AttentionProblem { block_mask: None, ..*problem };
     if let (Some(mask), true) =

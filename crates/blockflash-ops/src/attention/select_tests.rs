@@ -67,9 +67,21 @@ fn what_is_missing_is_said() {
     let (arch, what) = refusal(DType::F16, 20, 8, 9);
     assert_eq!(
         (arch.as_str(), what.as_str()),
-        ("sm_89", "head_dim 20: kernels take multiples of 8 up to 256")
+        (
+            "sm_89",
+            "head_dim 20: kernels take multiples of 8 up to 256; it runs with q, k and v zero-padded to 24 and the \
+             softmax_scale of 20"
+        )
     );
-    assert!(refusal(DType::F16, 264, 9, 0).1.contains("head_dim 264"));
+    for (head_dim, padded) in [(59, 64), (111, 112), (255, 256), (1, 8)] {
+        let (_, what) = refusal(DType::BF16, head_dim, 9, 0);
+        assert!(what.contains(&format!("zero-padded to {padded} ")), "{what}");
+        select(&problem(DType::BF16, padded), &gpu(9, 0)).unwrap();
+    }
+    for head_dim in [257, 264] {
+        let (_, what) = refusal(DType::F16, head_dim, 9, 0);
+        assert_eq!(what, format!("head_dim {head_dim}: kernels take multiples of 8 up to 256"));
+    }
     assert!(refusal(DType::F32, 64, 9, 0).1.contains("kernels take f16 and bf16, the tensors are f32"));
     assert!(refusal(DType::F16, 64, 7, 5).1.contains("compute capability 8.0"));
     let mut small = gpu(8, 9);

@@ -4,8 +4,9 @@ use crate::args::{Common, Float, Half, ensure, out_path, sizes};
 use crate::bsr_operands::Operands;
 use crate::failure::{Failure, Result};
 use crate::measure;
-use crate::operand::{Placed, save};
+use crate::operand::Placed;
 use crate::output::{RunReport, print};
+use crate::outputs::Outputs;
 use crate::progress::Progress;
 use crate::table;
 use blockflash_bench::check::{self, BsrCase, Comparison};
@@ -115,6 +116,9 @@ pub enum ActivationName {
 pub fn run(args: Args) -> Result<ExitCode> {
     let (alpha, beta) = (args.alpha.unwrap_or(1.0), args.beta.unwrap_or(0.0));
     ensure(beta == 0.0 || args.c.is_some(), "--beta needs the old C: --c FILE or --c random")?;
+    // C may take the place of the old one, which it is the sum with.
+    let inputs = [("--a", args.a.as_ref()), ("--b", args.b.as_ref()), ("--bias", args.bias.as_ref())];
+    let outputs = Outputs::new(&[("--out", "c", args.out.as_ref())], &inputs)?;
     let device = args.common.device.open()?;
     let stream = device.stream()?;
 
@@ -172,7 +176,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if args.out.is_some() || args.common.check {
         let c = Array::download(&c, &stream)?;
         let c = lying(&c, args.c_layout)?;
-        written = save(&[("c", &c, args.out.as_ref())])?;
+        written = outputs.save(&[("c", &c)])?;
         if args.common.check {
             checks.push(("c", check(&args, &operands, &problem, &c)?));
         }

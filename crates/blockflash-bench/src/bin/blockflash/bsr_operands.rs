@@ -4,7 +4,7 @@ use crate::args::{Common, ensure};
 use crate::bsr_matmul::{Args, Axis};
 use crate::failure::{Failure, Result};
 use crate::memory;
-use crate::operand::{Source, common_dtype, random};
+use crate::operand::{Source, common_dtype, load_all, random};
 use blockflash_bench::io::{Array, Values};
 use blockflash_bench::random::choose;
 use blockflash_ops::DType;
@@ -121,38 +121,70 @@ fn optional(
     Ok(Some(array))
 }
 
-fn read_operands(a: &Path, b: &Path, wish: Option<DType>, transposed: bool) -> Result<(Bsr, Array)> {
-    let sources = [Source::open(a, "values")?, Source::open(b, "b")?];
-    let dtype = common_dtype(wish, &sources)?;
-    let index = |name| Source::open(a, name)?.load(DType::I32);
-    let (row_ptr, col_idx) = (index("row_ptr")?, index("col_idx")?);
-    let shape = Source::open_optional(a, "shape")?.map(|source| source.load(DType::I32)).transpose()?;
-    let [values, b] = sources;
-    let (values, b) = (values.load(dtype)?, b.load(dtype)?);
+/// A block-sparse matrix in a file: everything but its values.
+pub struct BsrFile {
+    /// Rows and columns, if the file says them.
+    pub shape: Option<[usize; 2]>,
+    pub block: usize,
+    pub row_ptr: Array,
+    pub col_idx: Array,
+    /// `[blocks, b, b]`, not read yet.
+    pub values: Source,
+}
 
-    for (name, array) in [("row_ptr", &row_ptr), ("col_idx", &col_idx)] {
-        ensure(array.shape().len() == 1, &format!("{name} is {:?}, expected one dimension", array.shape()))?;
+impl BsrFile {
+    pub fn read(path: &Path) -> Result<Self> {
+        let [row_ptr, col_idx, values] = Source::open_named(path, ["row_ptr", "col_idx", "values"], "")?;
+        let block = match *values.shape()? {
+            [_, height, width] if height == width => height,
+            [blocks, height, width] => {
+                let message = format!("values is [{blocks}, {height}, {width}], expected square blocks");
+                return Err(Failure::new(message));
+            }
+            ref other => {
+                return Err(Failure::new(format!("values is {other:?}, expected [blocks, b, b]")));
+            }
+        };
+        let [row_ptr, col_idx] = load_all([row_ptr, col_idx], DType::I32, 0)?;
+        for (name, array) in [("row_ptr", &row_ptr), ("col_idx", &col_idx)] {
+            ensure(
+                array.shape().len() == 1,
+                &format!("{name} is {:?}, expected one dimension", array.shape()),
+            )?;
+        }
+        ensure(!row_ptr.is_empty(), "row_ptr is empty, expected the number of block rows + 1 entries")?;
+        let shape = match Source::open_optional(path, "shape")? {
+            None => None,
+            Some(source) => match *source.load(DType::I32)?.as_i32().unwrap_or_default() {
+                [rows, cols] if rows >= 0 && cols >= 0 => Some([rows as usize, cols as usize]),
+                ref other => {
+                    let message = format!("shape is {other:?}, expected the rows and columns of the matrix");
+                    return Err(Failure::new(message));
+                }
+            },
+        };
+        Ok(Self { shape, block, row_ptr, col_idx, values })
     }
-    ensure(!row_ptr.is_empty(), "row_ptr is empty, expected the number of block rows + 1 entries")?;
-    let &[blocks, height, width] = values.shape() else {
-        return Err(Failure::new(format!("values is {:?}, expected [blocks, b, b]", values.shape())));
+}
+
+fn read_operands(a: &Path, b: &Path, wish: Option<DType>, transposed: bool) -> Result<(Bsr, Array)> {
+    let BsrFile { shape, block, row_ptr, col_idx, values } = BsrFile::read(a)?;
+    let sources = [values, Source::open(b, "b")?];
+    let dtype = common_dtype(wish, &sources)?;
+    let &[rows_of_b, n] = sources[1].shape()? else {
+        return Err(Failure::new(format!("b is {:?}, expected [k, n]", sources[1].shape()?)));
     };
-    ensure(height == width, &format!("values is [{blocks}, {height}, {width}], expected square blocks"))?;
-    let &[rows_of_b, _] = b.shape() else {
-        return Err(Failure::new(format!("b is {:?}, expected [k, n]", b.shape())));
-    };
-    let shape = match shape.as_ref().map(|array| array.as_i32().unwrap_or_default()) {
+    let shape = match shape {
+        Some(shape) => shape,
         None if transposed => {
             let message =
                 "the file of a transposed A needs a tensor `shape`: B does not say how many columns A has";
             return Err(Failure::new(message));
         }
-        None => [(row_ptr.len() - 1) * height, rows_of_b],
-        Some(&[rows, cols]) if rows >= 0 && cols >= 0 => [rows as usize, cols as usize],
-        Some(other) => {
-            return Err(Failure::new(format!("shape is {other:?}, expected the rows and columns of A")));
-        }
+        None => [(row_ptr.len() - 1) * block, rows_of_b],
     };
+    let m = shape[usize::from(transposed)];
+    let [values, b] = load_all(sources, dtype, memory::size(&[&[m, n]], dtype.size()))?;
     Ok((Bsr { shape, row_ptr, col_idx, values }, b))
 }
 

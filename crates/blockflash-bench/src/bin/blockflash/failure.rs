@@ -1,5 +1,6 @@
 //! Errors on their way to one line on stderr.
 
+use blockflash_bench::io::printable;
 use std::fmt::{self, Display};
 use std::io::Write;
 use std::process::ExitCode;
@@ -25,9 +26,10 @@ impl Failure {
 
 impl Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Names that files made up may be a part of it.
         let mut lines = self.0.lines().map(str::trim).filter(|line| !line.is_empty());
-        f.write_str(lines.next().unwrap_or_default())?;
-        lines.try_for_each(|line| write!(f, " {line}"))
+        f.write_str(&printable(lines.next().unwrap_or_default()))?;
+        lines.try_for_each(|line| write!(f, " {}", printable(line)))
     }
 }
 

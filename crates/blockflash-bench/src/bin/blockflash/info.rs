@@ -4,7 +4,7 @@ use crate::args::DeviceArg;
 use crate::failure::Result;
 use crate::output::{device_name, print};
 use crate::table::{self, Facts, grid};
-use blockflash_ops::{Device, Status, SupportRow, support};
+use blockflash_ops::{DType, Device, Status, SupportRow, support};
 use blockflash_safe::{CudaProperties, CudaStatus, cuda_status};
 use serde_json::{Value, json};
 use std::process::ExitCode;
@@ -61,20 +61,10 @@ fn gpu_line(gpu: &CudaProperties) -> String {
     )
 }
 
-/// One line for the CPU, which runs everything; a table of kernels for a GPU.
+/// For the CPU, which runs everything, the sizes that GPUs run, too; for a GPU its kernels.
 fn support_text(rows: &[SupportRow]) -> String {
     if rows.iter().all(|row| row.status == Status::Cpu) {
-        let mut ops: Vec<&str> = rows.iter().map(|row| row.op).collect();
-        ops.dedup();
-        ops.sort_unstable();
-        ops.dedup();
-        let mut dtypes: Vec<&str> = rows.iter().map(|row| row.dtype.name()).collect();
-        dtypes.dedup();
-        return format!(
-            "The CPU runs {} in {}, with any head_dim and block size.",
-            ops.join(" and "),
-            dtypes.join(", ")
-        );
+        return sizes(rows);
     }
     let mut sorted: Vec<&SupportRow> = rows.iter().collect();
     sorted.sort_by_key(|row| (row.op, row.dtype));
@@ -97,6 +87,22 @@ fn support_text(rows: &[SupportRow]) -> String {
     grid(&["operation", "inputs", "size", "kernel"], cells.collect()).to_string()
 }
 
+/// Where which sizes run. What the table has after a comma, layouts and blocks of masks, is left out.
+fn sizes(rows: &[SupportRow]) -> String {
+    let types = |size: &SupportRow, on_gpus: bool| {
+        let same =
+            |row: &&SupportRow| (row.op, &row.size) == (size.op, &size.size) && (row.on_gpus || !on_gpus);
+        let names: Vec<&str> = rows.iter().filter(same).map(|row| row.dtype.name()).collect();
+        if names.is_empty() { "–".to_owned() } else { names.join(", ") }
+    };
+    let plain = |row: &&SupportRow| row.dtype == DType::F16 && !row.size.contains(", ");
+    let cells = rows
+        .iter()
+        .filter(plain)
+        .map(|row| vec![row.op.to_owned(), row.size.clone(), types(row, false), types(row, true)]);
+    grid(&["operation", "size", "CPU", "GPUs from sm_80 on"], cells.collect()).to_string()
+}
+
 fn as_json(device: &Device, status: &CudaStatus, rows: &[SupportRow]) -> Value {
     let support: Vec<Value> = rows
         .iter()
@@ -109,7 +115,7 @@ fn as_json(device: &Device, status: &CudaStatus, rows: &[SupportRow]) -> Value {
                 Status::Unsupported { reason } => (false, None, None, Some(reason.to_string())),
             };
             json!({
-                "operation": row.op, "dtype": row.dtype.name(), "size": row.size,
+                "operation": row.op, "dtype": row.dtype.name(), "size": row.size, "on_gpus": row.on_gpus,
                 "runs": runs, "kernel": kernel, "target": target, "reason": reason,
             })
         })

@@ -5,6 +5,9 @@
 
 mod args;
 mod attention;
+mod attention_mask;
+mod attention_operands;
+mod attention_result;
 mod bench;
 mod bsr_matmul;
 mod bsr_operands;
@@ -17,9 +20,11 @@ mod measure;
 mod memory;
 mod operand;
 mod output;
+mod outputs;
 mod progress;
 mod report;
 mod sddmm;
+mod sddmm_operands;
 mod swap_check;
 mod table;
 
@@ -42,7 +47,7 @@ enum Command {
     Attention(Box<attention::Args>),
     /// Multiply a block-sparse (BSR) matrix with a dense one
     BsrMatmul(Box<bsr_matmul::Args>),
-    /// Run a dense times dense product at the blocks of a block-sparse matrix, on random tensors
+    /// Run a dense times dense product at the blocks of a block-sparse matrix
     Sddmm(Box<sddmm::Args>),
     /// Measure the benchmark suites
     Bench(bench::Args),

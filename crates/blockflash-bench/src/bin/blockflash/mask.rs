@@ -2,7 +2,7 @@
 
 use crate::args::{ensure, sizes};
 use crate::failure::{Failure, Result};
-use crate::mask_file;
+use crate::mask_file::{self, Known};
 use crate::output::print;
 use crate::progress::Progress;
 use crate::table::{self, Facts};
@@ -50,7 +50,7 @@ pub struct Show {
     file: Option<PathBuf>,
     /// The block columns, where FILE is the .npy file of row_ptr
     #[arg(long, value_name = "FILE", requires = "file")]
-    pub col_idx: Option<PathBuf>,
+    col_idx: Option<PathBuf>,
     /// Make the mask from words, for example causal+window:8+sink:1
     #[arg(long, value_name = "WORDS", requires = "seqlen")]
     pattern: Option<BlockPattern>,
@@ -59,16 +59,16 @@ pub struct Show {
     case: Option<Case>,
     /// Number of queries [default: as many as the blocks of the file hold]
     #[arg(long, value_name = "N")]
-    pub seqlen: Option<usize>,
+    seqlen: Option<usize>,
     /// Number of keys [default: that of queries; what the blocks of a boolean file hold]
     #[arg(long, value_name = "N")]
-    pub seqlen_kv: Option<usize>,
+    seqlen_kv: Option<usize>,
     /// Queries and keys of a block, 64x128, or one number for both [default: 128]
     #[arg(long, value_name = "N|QxK", value_parser = block)]
-    pub block: Option<[usize; 2]>,
+    block: Option<[usize; 2]>,
     /// Heads of a pattern, or of a row_ptr whose offsets go on from head to head [default: 1]
     #[arg(long, value_name = "N")]
-    pub heads: Option<usize>,
+    heads: Option<usize>,
     /// The mask is used together with a causal one: count only the pairs that both show
     #[arg(long)]
     causal: bool,
@@ -105,7 +105,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if !show.out.is_empty() {
         let _progress = Progress::spinner("drawing");
         let drawing = picture.draw()?;
-        show.out.iter().try_for_each(|path| drawing.write(path))?;
+        drawing.write(&show.out)?;
     }
     print(&show.report(&named)?)?;
     Ok(ExitCode::SUCCESS)
@@ -117,7 +117,7 @@ impl Show {
         match (&self.file, &self.pattern, &self.case) {
             (Some(file), ..) => {
                 let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
-                Ok(named(mask_file::read(self, file)?, name, self.token_mask(Mask::Full)))
+                Ok(named(mask_file::read(&self.known(), file)?, name, self.token_mask(Mask::Full)))
             }
             (None, Some(pattern), _) => {
                 let seqlen = self.seqlen.unwrap_or(0); // clap asks for it
@@ -139,6 +139,16 @@ impl Show {
             (None, None, None) => Err(Failure::new(
                 "nothing to show: give FILE, or --pattern WORDS and --seqlen N, or --case ID (see --help)",
             )),
+        }
+    }
+
+    fn known(&self) -> Known<'_> {
+        Known {
+            col_idx: self.col_idx.as_deref(),
+            heads: self.heads,
+            seqlen: self.seqlen,
+            seqlen_kv: self.seqlen_kv,
+            block: self.block,
         }
     }
 
@@ -196,7 +206,7 @@ impl Show {
 }
 
 /// `128`, `64x128`.
-fn block(text: &str) -> std::result::Result<[usize; 2], String> {
+pub fn block(text: &str) -> std::result::Result<[usize; 2], String> {
     let one = || text.trim().parse().map(|size| [size; 2]);
     sizes::<2>(text)
         .or_else(|_| one())

@@ -1,32 +1,45 @@
 //! Block masks in files.
 
 use crate::failure::{Failure, Result};
-use crate::mask::Show;
 use crate::operand::Source;
 use blockflash_bench::block_pattern;
 use blockflash_bench::io::{Array, Stored};
 use blockflash_ops::{BlockGeometry, BlockMask, DType};
 use std::path::Path;
 
+/// What is known of a mask besides its file.
+#[derive(Clone, Copy)]
+pub struct Known<'a> {
+    /// The block columns, where the file is the `.npy` file of `row_ptr`.
+    pub col_idx: Option<&'a Path>,
+    pub heads: Option<usize>,
+    pub seqlen: Option<usize>,
+    pub seqlen_kv: Option<usize>,
+    /// Queries and keys of a block.
+    pub block: Option<[usize; 2]>,
+}
+
 /// Reads booleans, or the index arrays.
-pub fn read(show: &Show, file: &Path) -> Result<BlockMask> {
+pub fn read(known: &Known<'_>, file: &Path) -> Result<BlockMask> {
     let is_bool = |source: &Source| source.stored() == Some(Stored::Bool);
     let wrong = |what: &str| Err(Failure::new(format!("{} {what}", file.display())));
     // The one array of an .npy file answers to every name.
-    let (row_ptr, col_idx) = match (Source::open_optional(file, "")?, show.col_idx.as_deref()) {
-        (Some(array), None) if is_bool(&array) => return from_booleans(show, Source::open(file, "mask")?),
+    let (row_ptr, col_idx) = match (Source::open_optional(file, "")?, known.col_idx) {
+        (Some(array), None) if is_bool(&array) => return from_booleans(known, Source::open(file, "mask")?),
         (Some(_), None) => {
-            return wrong("holds no booleans: name the block columns of a row_ptr with --col-idx");
+            return wrong("holds no booleans: name the file of the block columns of a row_ptr, too");
         }
         (Some(array), Some(_)) if is_bool(&array) => {
-            return wrong("holds booleans, and --col-idx belongs to a row_ptr");
+            return wrong("holds booleans, and block columns belong to a row_ptr");
         }
         (Some(_), Some(col_idx)) => (file, col_idx),
-        (None, Some(_)) => return wrong("is no .npy file, and holds its own col_idx: leave --col-idx out"),
+        (None, Some(_)) => {
+            return wrong("is no .npy file, and holds its own col_idx: name no other file for it");
+        }
         (None, None) if Source::open_optional(file, "row_ptr")?.is_none() => {
             let mask = Source::open(file, "mask")?;
             return if is_bool(&mask) {
-                from_booleans(show, mask)
+                from_booleans(known, mask)
             } else {
                 wrong("has a mask that is not boolean")
             };
@@ -34,10 +47,10 @@ pub fn read(show: &Show, file: &Path) -> Result<BlockMask> {
         (None, None) => (file, file),
     };
     let index = |file, name| Source::open(file, name)?.load(DType::I32);
-    from_indices(show, &index(row_ptr, "row_ptr")?, &index(col_idx, "col_idx")?)
+    from_indices(known, &index(row_ptr, "row_ptr")?, &index(col_idx, "col_idx")?)
 }
 
-fn from_booleans(show: &Show, source: Source) -> Result<BlockMask> {
+fn from_booleans(known: &Known<'_>, source: Source) -> Result<BlockMask> {
     let blocks = source.load(DType::I32)?;
     let [batch, heads, rows, cols] = match *blocks.shape() {
         [rows, cols] => [1, 1, rows, cols],
@@ -45,12 +58,12 @@ fn from_booleans(show: &Show, source: Source) -> Result<BlockMask> {
         [batch, heads, rows, cols] => [batch, heads, rows, cols],
         ref other => return Err(Failure::new(format!("mask is {other:?}, expected [rows, cols] in blocks"))),
     };
-    if show.heads.is_some_and(|wanted| wanted != heads) {
-        return Err(Failure::new(format!("--heads contradicts the file, which has {heads}")));
+    if known.heads.is_some_and(|wanted| wanted != heads) {
+        return Err(Failure::new(format!("mask has {heads} heads, which is not what was asked for")));
     }
-    let [block_q, block_kv] = show.block.unwrap_or([128; 2]);
-    let seqlen_q = show.seqlen.unwrap_or(rows.saturating_mul(block_q));
-    let seqlen_kv = show.seqlen_kv.unwrap_or(cols.saturating_mul(block_kv));
+    let [block_q, block_kv] = known.block.unwrap_or([128; 2]);
+    let seqlen_q = known.seqlen.unwrap_or(rows.saturating_mul(block_q));
+    let seqlen_kv = known.seqlen_kv.unwrap_or(cols.saturating_mul(block_kv));
     let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
     if [geometry.rows(), geometry.cols()] != [rows, cols] {
         return Err(Failure::new(format!(
@@ -63,11 +76,11 @@ fn from_booleans(show: &Show, source: Source) -> Result<BlockMask> {
     Ok(BlockMask::from_bool(geometry, batch, heads, &blocks)?)
 }
 
-fn from_indices(show: &Show, row_ptr: &Array, col_idx: &Array) -> Result<BlockMask> {
-    let wanted = show.heads;
+fn from_indices(known: &Known<'_>, row_ptr: &Array, col_idx: &Array) -> Result<BlockMask> {
+    let wanted = known.heads;
     let contradiction = || {
         Failure::new(format!(
-            "row_ptr is {:?}, which has not --heads {}",
+            "row_ptr is {:?}, which is not that of {} heads",
             row_ptr.shape(),
             wanted.unwrap_or(1)
         ))
@@ -90,9 +103,9 @@ fn from_indices(show: &Show, row_ptr: &Array, col_idx: &Array) -> Result<BlockMa
         [_, _] | [_, _, _] if wanted.is_some() => return Err(contradiction()),
         ref other => return Err(Failure::new(format!("row_ptr is {other:?}, expected [rows + 1]"))),
     };
-    let [block_q, block_kv] = show.block.unwrap_or([128; 2]);
-    let seqlen_q = show.seqlen.unwrap_or(rows.saturating_mul(block_q));
-    let geometry = BlockGeometry::new(seqlen_q, show.seqlen_kv.unwrap_or(seqlen_q), block_q, block_kv)?;
+    let [block_q, block_kv] = known.block.unwrap_or([128; 2]);
+    let seqlen_q = known.seqlen.unwrap_or(rows.saturating_mul(block_q));
+    let geometry = BlockGeometry::new(seqlen_q, known.seqlen_kv.unwrap_or(seqlen_q), block_q, block_kv)?;
     if geometry.rows() != rows {
         return Err(Failure::new(format!(
             "row_ptr has {rows} rows, but {seqlen_q} queries have {} blocks of {block_q}",

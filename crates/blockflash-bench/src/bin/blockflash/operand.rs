@@ -3,10 +3,10 @@
 use crate::failure::{Failure, Result};
 use crate::progress::Progress;
 use crate::{memory, table};
-use blockflash_bench::io::{Array, Error, Problem, Stored, TensorFile, Values, write};
+use blockflash_bench::io::{Array, Error, Problem, Stored, TensorFile};
 use blockflash_bench::random;
 use blockflash_ops::{DType, Stream, Tensor, View};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// An N(0, 1) array; `lane` separates the operands of one seed.
 pub fn random(what: &str, dtype: DType, shape: &[usize], seed: u64, lane: u64) -> Result<Array> {
@@ -36,6 +36,26 @@ impl Source {
         Ok(file.entry(name).is_ok().then_some(Self { file, name }))
     }
 
+    /// Several tensors of a file that tells them apart by their names; `instead` says what takes
+    /// those that have none.
+    pub fn open_named<const N: usize>(
+        path: &Path,
+        names: [&'static str; N],
+        instead: &str,
+    ) -> Result<[Self; N]> {
+        TensorFile::open(path)?.require(&names).map_err(|error| match &error {
+            Error { problem: Problem::Unnamed { .. }, .. } => Failure::new(format!("{error}{instead}")),
+            _ => error.into(),
+        })?;
+        let sources: Result<Vec<Self>> = names.iter().map(|name| Self::open(path, name)).collect();
+        sources?.try_into().map_err(|_| Failure::new("as many tensors as names"))
+    }
+
+    /// Sizes in the file.
+    pub fn shape(&self) -> Result<&[usize]> {
+        Ok(&self.file.entry(self.name)?.shape)
+    }
+
     /// Element type in the file, if it can be read at all.
     pub fn stored(&self) -> Option<Stored> {
         self.file.entry(self.name).ok().and_then(|entry| entry.stored.clone().ok())
@@ -55,6 +75,19 @@ impl Source {
             _ => error.into(),
         })
     }
+}
+
+/// Loads all of them, once it is sure that there is memory for all and for a result of so many
+/// bytes: a file may claim anything.
+pub fn load_all<const N: usize>(sources: [Source; N], dtype: DType, result: u64) -> Result<[Array; N]> {
+    let (mut names, mut bytes) = (Vec::new(), result);
+    for source in &sources {
+        names.push(source.name);
+        bytes = bytes.saturating_add(memory::size(&[source.shape()?], dtype.size()));
+    }
+    memory::ensure(&format!("{} and the result", names.join(", ")), bytes)?;
+    let arrays: Result<Vec<Array>> = sources.into_iter().map(|source| source.load(dtype)).collect();
+    arrays?.try_into().map_err(|_| Failure::new("as many arrays as files"))
 }
 
 /// The element type to compute in: the wish, else the type of the files if they agree on one, else f16.
@@ -99,37 +132,4 @@ impl<'a> Placed<'a> {
             Placed::Device(tensor) => Ok(tensor.view()),
         }
     }
-}
-
-/// Writes results; those that name the same `.safetensors` file go there together. Returns what was written, in words.
-pub fn save(results: &[(&str, &Array, Option<&PathBuf>)]) -> Result<Vec<String>> {
-    let mut files: Vec<(&PathBuf, Vec<(&str, Array)>)> = Vec::new();
-    let mut notes = Vec::new();
-    for &(name, array, path) in results {
-        let Some(path) = path else { continue };
-        // .npy has no bf16, f32 holds it exactly.
-        let npy = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("npy"));
-        let array = match (array.dtype(), npy) {
-            (DType::BF16, true) => {
-                notes.push(format!("{} (f32, because .npy has no bf16)", path.display()));
-                Array::new(array.shape(), Values::F32(array.to_f32(0..array.len())))
-                    .ok_or_else(|| Failure::new("the shape is too large"))?
-            }
-            _ => {
-                notes.push(path.display().to_string());
-                array.clone()
-            }
-        };
-        match files.iter_mut().find(|(other, _)| *other == path) {
-            Some((_, tensors)) => tensors.push((name, array)),
-            None => files.push((path, vec![(name, array)])),
-        }
-    }
-    for (path, tensors) in &files {
-        let _progress = Progress::spinner(&format!("writing {}", path.display()));
-        let tensors: Vec<(&str, &Array)> = tensors.iter().map(|(name, array)| (*name, array)).collect();
-        write(path, &tensors)?;
-    }
-    notes.dedup();
-    Ok(notes)
 }

@@ -2,55 +2,78 @@
 
 use crate::args::{Common, Float, Half, out_path, sizes};
 use crate::bsr_matmul::Axis;
-use crate::bsr_operands::{BlockGrid, RandomStructure};
 use crate::failure::Result;
-use crate::operand::{Placed, random, save};
+use crate::operand::Placed;
 use crate::output::{RunReport, print};
+use crate::outputs::Outputs;
 use crate::progress::Progress;
-use crate::{measure, memory, table};
+use crate::sddmm_operands::Operands;
+use crate::{measure, table};
 use blockflash_bench::check::{self, Comparison, SddmmCase};
 use blockflash_bench::io::Array;
 use blockflash_ops::bsr_sddmm::{self, BsrSddmmProblem};
-use blockflash_ops::{BsrMatrix, BsrSddmm, DType, Device, Major, Stream, Tensor, View, bsr_sddmm_flops};
+use blockflash_ops::{BsrMatrix, BsrSddmm, Major, View, bsr_sddmm_flops};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 const EXAMPLES: &str = "\
-Computes alpha·A·B + beta·values at the stored blocks of a block-sparse matrix, all random.
+Computes alpha·A·B + beta·values at the stored blocks of a block-sparse matrix.
 
 Examples:
   blockflash sddmm --random 4096x1024x4096 --block 64 --density 0.1 --a-layout column --check
-  blockflash sddmm --random 2048x64x2048 --block 128 --density 0.25 --b-layout column --out scores.safetensors";
+  blockflash sddmm --random 2048x64x2048 --block 128 --density 0.25 --b-layout column --out scores.safetensors
+  blockflash sddmm --a dy_t.npy --b x.npy --pattern weights.safetensors --out-dtype f32 --out gradient.npy
 
-/// Random tensors of one seed.
-const LANE_A: u64 = 0;
-const LANE_B: u64 = 1;
-const LANE_PATTERN: u64 = 2;
-const LANE_OLD: u64 = 3;
+The pattern is a .safetensors file as `blockflash bsr-matmul --a` reads it: row_ptr (i32 or i64
+[block rows + 1]), col_idx (i32 or i64 [blocks]), values ([blocks, b, b]) and, if it is there, shape ([2]),
+which must be that of A·B. Its values are the old ones; without --beta only their sizes are read.";
+
+const USAGE: &str = "blockflash sddmm [OPTIONS] --random MxKxN | --a FILE --b FILE --pattern FILE";
 
 /// Options of `blockflash sddmm`.
 #[derive(clap::Args)]
-#[command(after_help = EXAMPLES)]
+#[command(after_help = EXAMPLES, override_usage = USAGE)]
 pub struct Args {
-    /// Draw A (m x k), B (k x n) and the stored blocks: m, k, n
-    #[arg(long, value_name = "MxKxN", value_parser = sizes::<3>, help_heading = "Input")]
-    pub random: [usize; 3],
-    /// Rows and columns of a block
-    #[arg(long, value_name = "B", default_value_t = 64, help_heading = "Input")]
-    pub block: usize,
-    /// Fraction of the blocks that are stored, 0 to 1
-    #[arg(long, value_name = "X", default_value_t = 0.1, allow_hyphen_values = true, help_heading = "Input")]
-    pub density: f64,
-    /// Element type of A and B
+    /// Read A, [m, k], from a .npy or .safetensors file (tensor `a`)
     #[arg(
         long,
-        value_name = "f16|bf16",
-        default_value = "f16",
-        hide_possible_values = true,
+        value_name = "FILE",
+        requires_all = ["b", "pattern"],
+        conflicts_with = "random",
         help_heading = "Input"
     )]
-    pub dtype: Half,
-    /// Whether rows or columns of A are contiguous
+    pub a: Option<PathBuf>,
+    /// Read B, [k, n], from a .npy or .safetensors file (tensor `b`)
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires_all = ["a", "pattern"],
+        conflicts_with = "random",
+        help_heading = "Input"
+    )]
+    pub b: Option<PathBuf>,
+    /// Read the stored blocks from a .safetensors file with row_ptr, col_idx and values
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires_all = ["a", "b"],
+        conflicts_with = "random",
+        help_heading = "Input"
+    )]
+    pub pattern: Option<PathBuf>,
+    /// Draw A (m x k), B (k x n) and the stored blocks: m, k, n
+    #[arg(long, value_name = "MxKxN", value_parser = sizes::<3>, help_heading = "Input")]
+    pub random: Option<[usize; 3]>,
+    /// Rows and columns of a block of a random pattern [default: 64]
+    #[arg(long, value_name = "B", help_heading = "Input")]
+    pub block: Option<usize>,
+    /// Fraction of the blocks of a random pattern that are stored, 0 to 1 [default: 0.1]
+    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Input")]
+    pub density: Option<f64>,
+    /// Element type of A and B [default: that of the files, f16 for f32, f64 and random]
+    #[arg(long, value_name = "f16|bf16", hide_possible_values = true, help_heading = "Input")]
+    pub dtype: Option<Half>,
+    /// Whether rows or columns of A are contiguous where it is multiplied
     #[arg(
         long,
         value_name = "row|column",
@@ -59,7 +82,7 @@ pub struct Args {
         help_heading = "Input"
     )]
     pub a_layout: Axis,
-    /// Whether rows or columns of B are contiguous
+    /// Whether rows or columns of B are contiguous where it is multiplied
     #[arg(
         long,
         value_name = "row|column",
@@ -78,7 +101,7 @@ pub struct Args {
         help_heading = "Operation"
     )]
     pub alpha: f32,
-    /// Factor of the old values, which are random
+    /// Factor of the old values, those of the pattern or random ones
     #[arg(
         long,
         value_name = "X",
@@ -99,70 +122,6 @@ pub struct Args {
     pub common: Common,
 }
 
-impl From<Axis> for Major {
-    fn from(axis: Axis) -> Self {
-        match axis {
-            Axis::Row => Major::Row,
-            Axis::Column => Major::Column,
-        }
-    }
-}
-
-/// What is multiplied, on the host; A and B as they lie in memory.
-struct Operands {
-    structure: RandomStructure,
-    pattern: BsrMatrix,
-    majors: [Major; 2],
-    a: Array,
-    b: Array,
-    old: Option<Array>,
-}
-
-impl Operands {
-    fn new(args: &Args) -> Result<Self> {
-        let ([m, k, n], block, seed) = (args.random, args.block, args.common.seed);
-        let (dtype, values_dtype) = (DType::from(args.dtype), values_dtype(args));
-        let grid = BlockGrid::new("the pattern", [m, n], block, args.density)?;
-        let shape = [grid.stored, block, block];
-        // The values of the pattern do not count; they are old and new values besides.
-        memory::ensure(
-            "A, B and the values",
-            memory::size(&[&shape, &[m, k], &[k, n]], dtype.size())
-                .saturating_add(memory::size(&[&shape, &shape], values_dtype.size())),
-        )?;
-        let structure = grid.draw(seed, LANE_PATTERN);
-        let majors = [args.a_layout, args.b_layout].map(Major::from);
-        let stored =
-            |major, [rows, cols]: [usize; 2]| if major == Major::Row { [rows, cols] } else { [cols, rows] };
-        let zeros = Tensor::zeros(&Device::cpu().stream()?, dtype, &shape)?;
-        let (row_ptr, col_idx) = (&structure.row_ptr, &structure.col_idx);
-        Ok(Self {
-            pattern: BsrMatrix::from_parts(m, n, block, row_ptr, col_idx, zeros.view())?,
-            structure,
-            majors,
-            a: random("a", dtype, &stored(majors[0], [m, k]), seed, LANE_A)?,
-            b: random("b", dtype, &stored(majors[1], [k, n]), seed, LANE_B)?,
-            old: match args.beta {
-                0.0 => None,
-                _ => Some(random("values", values_dtype, &shape, seed, LANE_OLD)?),
-            },
-        })
-    }
-
-    /// Values as they are before.
-    fn old_values(&self, dtype: DType, stream: &Stream) -> Result<Tensor> {
-        let block = self.pattern.block_size();
-        Ok(match &self.old {
-            Some(old) => old.upload(stream)?,
-            None => Tensor::empty(stream, dtype, &[self.pattern.nnz_blocks(), block, block])?,
-        })
-    }
-}
-
-fn values_dtype(args: &Args) -> DType {
-    args.out_dtype.map_or(DType::from(args.dtype), DType::from)
-}
-
 /// The matrix of an array that holds it, or its transpose if it is column-major.
 fn matrix(view: View<'_>, major: Major) -> Result<View<'_>> {
     Ok(if major == Major::Row { view } else { view.permute(&[1, 0])? })
@@ -170,6 +129,8 @@ fn matrix(view: View<'_>, major: Major) -> Result<View<'_>> {
 
 /// Runs the product once, checks and times it.
 pub fn run(args: Args) -> Result<ExitCode> {
+    let inputs = [("--a", args.a.as_ref()), ("--b", args.b.as_ref()), ("--pattern", args.pattern.as_ref())];
+    let outputs = Outputs::new(&[("--out", "values", args.out.as_ref())], &inputs)?;
     let device = args.common.device.open()?;
     let stream = device.stream()?;
     let operands = Operands::new(&args)?;
@@ -182,7 +143,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         ..BsrSddmm::new(pattern.as_ref().unwrap_or(&operands.pattern), a, b)
     };
 
-    let old_values = || operands.old_values(values_dtype(&args), &stream);
+    let old_values = || operands.old_values(&stream);
     let mut values = old_values()?;
     let problem = product.problem(&values.view_mut())?;
     let kernel = match device.cuda_properties() {
@@ -198,7 +159,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let (mut written, mut checks) = (Vec::new(), Vec::new());
     if args.out.is_some() || args.common.check {
         let values = Array::download(&values, &stream)?;
-        written = save(&[("values", &values, args.out.as_ref())])?;
+        written = outputs.save(&[("values", &values)])?;
         if args.common.check {
             checks.push(("values", check(&args, &operands, &problem, &values)?));
         }
@@ -241,8 +202,8 @@ fn details(pattern: &BsrMatrix, problem: &BsrSddmmProblem) -> Vec<(&'static str,
 
 fn check(args: &Args, operands: &Operands, problem: &BsrSddmmProblem, values: &Array) -> Result<Comparison> {
     let case = SddmmCase {
-        row_ptr: &operands.structure.row_ptr,
-        col_idx: &operands.structure.col_idx,
+        row_ptr: &operands.row_ptr,
+        col_idx: &operands.col_idx,
         sizes: [problem.m, problem.n, problem.k],
         a: &operands.a,
         b: &operands.b,

@@ -1,5 +1,6 @@
 //! Tables and numbers for people.
 
+use blockflash_bench::io::printable;
 use comfy_table::{Table, presets};
 use std::fmt::Display;
 
@@ -9,7 +10,7 @@ pub struct Facts(Vec<[String; 2]>);
 
 impl Facts {
     pub fn add(&mut self, name: &str, value: impl Display) {
-        self.0.push([name.to_owned(), value.to_string()]);
+        self.0.push([name.to_owned(), printable(&value.to_string())]);
     }
 }
 

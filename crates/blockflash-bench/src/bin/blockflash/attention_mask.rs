@@ -1,0 +1,147 @@
+//! The block mask of `blockflash attention`.
+
+use crate::failure::{Failure, Result};
+use crate::mask::block;
+use crate::mask_file::{self, Known};
+use crate::table;
+use blockflash_bench::block_pattern::BlockPattern;
+use blockflash_bench::io::Format;
+use blockflash_ops::{AttentionProblem, BlockGeometry, BlockMask, Mask};
+use std::path::PathBuf;
+
+/// Which blocks are attended.
+#[derive(clap::Args)]
+#[command(next_help_heading = "Block mask")]
+pub struct MaskArgs {
+    /// Attend only within the blocks that a file lists or that words describe, as in `blockflash
+    /// mask show`: causal+window:8+sink:1
+    #[arg(long, value_name = "FILE|WORDS", value_parser = source)]
+    block_mask: Option<Source>,
+    /// Queries and keys of a block, 64x128, or one number for both: multiples of 64 [default: 128]
+    #[arg(long, value_name = "N|QxK", value_parser = block, requires = "block_mask")]
+    block: Option<[usize; 2]>,
+    /// Heads that have lists of their own: 1, those of k and v, or those of q [default: those of
+    /// the file, 1 for words]
+    #[arg(long, value_name = "N", requires = "block_mask")]
+    mask_heads: Option<usize>,
+    /// The block columns, where the file of the mask is the .npy file of its row_ptr
+    #[arg(long, value_name = "FILE", requires = "block_mask")]
+    mask_col_idx: Option<PathBuf>,
+}
+
+#[derive(Clone, Debug)]
+enum Source {
+    Words(BlockPattern),
+    File(PathBuf),
+}
+
+impl MaskArgs {
+    /// What the words say about pairs inside of blocks.
+    pub fn token_mask(&self) -> Mask {
+        match &self.block_mask {
+            Some(Source::Words(pattern)) => pattern.token_mask(),
+            _ => Mask::Full,
+        }
+    }
+
+    /// The files that are read.
+    pub fn files(&self) -> [(&'static str, Option<&PathBuf>); 2] {
+        let file = match &self.block_mask {
+            Some(Source::File(path)) => Some(path),
+            _ => None,
+        };
+        [("--block-mask", file), ("--mask-col-idx", self.mask_col_idx.as_ref())]
+    }
+
+    /// The mask on the host; `packed` are the lengths of queries and keys of the sequences of a
+    /// packed batch.
+    pub fn load(
+        &self,
+        problem: &AttentionProblem,
+        packed: Option<&[Vec<usize>; 2]>,
+        seed: u64,
+    ) -> Result<Option<BlockMask>> {
+        let of_words = |pattern: &BlockPattern, [seqlen_q, seqlen_kv]: [usize; 2]| -> Result<BlockMask> {
+            let [block_q, block_kv] = self.block.unwrap_or([128; 2]);
+            let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
+            Ok(pattern.mask(geometry, self.mask_heads.unwrap_or(1), seed)?)
+        };
+        Ok(Some(match (&self.block_mask, packed) {
+            (None, _) => return Ok(None),
+            (Some(Source::Words(_)), _) if self.mask_col_idx.is_some() => {
+                return Err(Failure::new("--mask-col-idx belongs to a file of --block-mask"));
+            }
+            (Some(Source::Words(pattern)), None) => of_words(pattern, [problem.seqlen_q, problem.seqlen_kv])?,
+            (Some(Source::Words(pattern)), Some([q, kv])) => {
+                let masks = q.iter().zip(kv).map(|(&q, &kv)| of_words(pattern, [q, kv]));
+                BlockMask::packed(&masks.collect::<Result<Vec<_>>>()?.iter().collect::<Vec<_>>())?
+            }
+            (Some(Source::File(file)), None) => mask_file::read(
+                &Known {
+                    col_idx: self.mask_col_idx.as_deref(),
+                    heads: self.mask_heads,
+                    seqlen: Some(problem.seqlen_q),
+                    seqlen_kv: Some(problem.seqlen_kv),
+                    block: self.block,
+                },
+                file,
+            )?,
+            (Some(Source::File(_)), Some(_)) => {
+                return Err(Failure::new(
+                    "the file of a block mask has blocks of equally long sequences: with --cu-seqlens give words",
+                ));
+            }
+        }))
+    }
+}
+
+/// Words, or the name of a file; what can be read as words is words, unless a folder precedes it.
+fn source(text: &str) -> std::result::Result<Source, String> {
+    let path = PathBuf::from(text);
+    match text.parse::<BlockPattern>() {
+        Ok(pattern) => Ok(Source::Words(pattern)),
+        Err(_) if Format::of(&path).is_some() || path.exists() => Ok(Source::File(path)),
+        Err(error) => Err(format!("{error}; or the name of a file")),
+    }
+}
+
+/// The lists of all rows of a mask on the host, in the order of sequences, heads and rows, and
+/// where each begins.
+pub fn lists(mask: &BlockMask) -> Result<[Vec<i32>; 2]> {
+    let (mut row_ptr, mut col_idx) = (vec![0], Vec::new());
+    for batch in 0..mask.batch() {
+        let geometry = mask.sequences().map_or(mask.geometry(), |sequences| sequences[batch]);
+        for head in 0..mask.heads() {
+            for row in 0..geometry.rows() {
+                col_idx.extend(mask.row(batch, head, row)?.map(|column| column as i32));
+                row_ptr.push(col_idx.len() as i32);
+            }
+        }
+    }
+    Ok([row_ptr, col_idx])
+}
+
+/// `58 of 256 blocks of 64 x 64, density 0.2266, lists of 2 heads`.
+pub fn describe(mask: &BlockMask) -> String {
+    let (visited, density) = (mask.nnz(), mask.density());
+    let all = if density > 0.0 { (visited as f64 / density).round() as u64 } else { 0 };
+    let of = if all > 0 { format!(" of {}", table::count(all)) } else { String::new() };
+    let heads = if mask.heads() == 1 {
+        "one list for all heads".into()
+    } else {
+        format!("lists of {} heads", mask.heads())
+    };
+    format!(
+        "{}{of} blocks of {} x {}, density {density:.4}, {heads}",
+        table::count(visited as u64),
+        mask.block_q(),
+        mask.block_kv()
+    )
+}
+
+/// FLOPs of attention under this mask: those of the pairs that both it and the token mask show.
+pub fn flops(mask: &BlockMask, problem: &AttentionProblem) -> Result<f64> {
+    let entries = if mask.batch() == 1 && problem.packed.is_none() { problem.batch } else { 1 };
+    let copies = entries * (problem.num_heads_q / mask.heads());
+    Ok(4.0 * mask.visited_pairs(problem.mask)? as f64 * (copies * problem.head_dim) as f64)
+}

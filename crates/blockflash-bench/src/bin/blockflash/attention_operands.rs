@@ -1,0 +1,171 @@
+//! Operands of `blockflash attention`.
+
+use crate::args::ensure;
+use crate::attention::Args;
+use crate::failure::{Failure, Result};
+use crate::memory;
+use crate::operand::{Source, common_dtype, load_all, random};
+use blockflash_bench::io::{Array, Format, Values};
+use blockflash_ops::DType;
+use std::path::{Path, PathBuf};
+
+/// What is computed on the host.
+pub struct Operands {
+    pub q: Array,
+    pub k: Array,
+    pub v: Array,
+    /// f32 `[heads]`.
+    pub sink: Option<Array>,
+    pub packed: Option<Packed>,
+}
+
+/// The sequences of a packed batch, which cover the rows of q, and those of k and v.
+pub struct Packed {
+    /// i32 `[batch + 1]`, of the queries and of the keys.
+    pub offsets: [Array; 2],
+    pub lengths: [Vec<usize>; 2],
+}
+
+/// Where sequences begin and the last one ends.
+#[derive(Clone, Debug)]
+pub enum Offsets {
+    List(Vec<i32>),
+    File(PathBuf),
+}
+
+impl Operands {
+    pub fn new(args: &Args) -> Result<Self> {
+        let [q, k, v] = tensors(args)?;
+        let packed =
+            args.cu_seqlens.as_ref().map(|offsets| Packed::new(args, offsets, &q, &k)).transpose()?;
+        let sink = match args.sink.as_deref() {
+            None => None,
+            Some(path) if path == Path::new("random") => {
+                let &[.., heads, _] = q.shape() else {
+                    return Err(Failure::new(format!("q is {:?}, which has no heads", q.shape())));
+                };
+                Some(random("sink", DType::F32, &[heads], args.common.seed, 3)?)
+            }
+            Some(path) => Some(Source::open(path, "sink")?.load(DType::F32)?),
+        };
+        Ok(Self { q, k, v, sink, packed })
+    }
+}
+
+fn tensors(args: &Args) -> Result<[Array; 3]> {
+    let dtype = args.dtype.map(DType::from);
+    let packed = args.cu_seqlens.is_some();
+    if let Some([batch, seqlen_q, heads_q, head_dim]) = args.random {
+        let q = [batch, seqlen_q, heads_q, head_dim];
+        let kv = [batch, args.seqlen_kv.unwrap_or(seqlen_q), args.kv_heads.unwrap_or(heads_q), head_dim];
+        ensure(!packed || batch == 1, "--cu-seqlens divides the rows of --random 1xROWSxHxD")?;
+        memory::ensure("q, k, v and o", memory::size(&[&q, &kv, &kv, &q], DType::F16.size()))?;
+        let draw = |what, shape: [usize; 4], lane| {
+            let shape = if packed { &shape[1..] } else { &shape[..] };
+            random(what, dtype.unwrap_or(DType::F16), shape, args.common.seed, lane)
+        };
+        return Ok([draw("q", q, 0)?, draw("k", kv, 1)?, draw("v", kv, 2)?]);
+    }
+    // clap does not enforce `requires` where what is required conflicts with another option that is
+    // given.
+    ensure(
+        args.kv_heads.is_none() && args.seqlen_kv.is_none(),
+        "--kv-heads and --seqlen-kv only apply to --random",
+    )?;
+    let sources = match (&args.input, &args.q, &args.k, &args.v) {
+        (Some(file), ..) => {
+            Source::open_named(file, ["q", "k", "v"], ": give .npy files by --q, --k and --v")?
+        }
+        (None, Some(q), Some(k), Some(v)) => {
+            [Source::open(q, "q")?, Source::open(k, "k")?, Source::open(v, "v")?]
+        }
+        _ => {
+            return Err(Failure::new(
+                "nothing to compute: give --input FILE, or --q, --k and --v, or --random BxSxHxD (see --help)",
+            ));
+        }
+    };
+    let (k, v) = (sources[1].shape()?, sources[2].shape()?);
+    // Before anything is read: one of them may be hundreds of gigabytes long.
+    ensure(k == v, &format!("v is {v:?} and k {k:?}, expected the same"))?;
+    let dtype = common_dtype(dtype, &sources)?;
+    let o = memory::size(&[sources[0].shape()?], dtype.size());
+    load_all(sources, dtype, o)
+}
+
+impl Packed {
+    fn new(args: &Args, of_queries: &Offsets, q: &Array, k: &Array) -> Result<Self> {
+        let of_keys = args.cu_seqlens_kv.as_ref();
+        let offsets = [
+            of_queries.load("cu_seqlens")?,
+            of_keys.unwrap_or(of_queries).load(
+                // Where one file has both, each has its name.
+                if of_keys.is_some() { "cu_seqlens_kv" } else { "cu_seqlens" },
+            )?,
+        ];
+        let [lengths_q, lengths_kv] = [("q", q, &offsets[0]), ("k", k, &offsets[1])]
+            .map(|(name, tensor, offsets)| lengths(name, tensor, offsets));
+        Ok(Self { lengths: [lengths_q?, lengths_kv?], offsets })
+    }
+
+    /// The most queries and keys of a sequence.
+    pub fn longest(&self) -> [usize; 2] {
+        self.lengths.each_ref().map(|lengths| lengths.iter().copied().max().unwrap_or(0))
+    }
+}
+
+impl Offsets {
+    /// `0,100,250`, or a file.
+    pub fn parse(text: &str) -> std::result::Result<Self, String> {
+        let path = PathBuf::from(text);
+        if Format::of(&path).is_some() {
+            return Ok(Self::File(path));
+        }
+        let list: std::result::Result<_, _> = text.split(',').map(|offset| offset.trim().parse()).collect();
+        list.map(Self::List).map_err(|_| {
+            "expected offsets with commas between, for example 0,100,250, or a .npy or .safetensors file"
+                .to_owned()
+        })
+    }
+
+    /// The file, if it is one.
+    pub fn file(&self) -> Option<&PathBuf> {
+        match self {
+            Self::File(path) => Some(path),
+            Self::List(_) => None,
+        }
+    }
+
+    fn load(&self, name: &'static str) -> Result<Array> {
+        match self {
+            Self::File(path) => Source::open(path, name)?.load(DType::I32),
+            Self::List(list) => Array::new(&[list.len()], Values::I32(list.clone()))
+                .ok_or_else(|| Failure::new("too many offsets")),
+        }
+    }
+}
+
+/// The lengths between the offsets, which must cover the rows of a packed tensor.
+fn lengths(name: &str, tensor: &Array, offsets: &Array) -> Result<Vec<usize>> {
+    let &[rows, _, _] = tensor.shape() else {
+        return Err(Failure::new(format!(
+            "{name} is {:?}, expected [rows, heads, head_dim] with --cu-seqlens",
+            tensor.shape()
+        )));
+    };
+    let wrong = |what: String| Failure::new(format!("the offsets of {name} {what}"));
+    let (&[_], Some(entries)) = (offsets.shape(), offsets.as_i32()) else {
+        return Err(wrong(format!("are {:?}, expected [sequences + 1]", offsets.shape())));
+    };
+    if entries.first() != Some(&0) {
+        return Err(wrong("do not begin with 0".to_owned()));
+    }
+    let length = |pair: &[i32]| {
+        let length = i64::from(pair[1]) - i64::from(pair[0]);
+        usize::try_from(length).map_err(|_| wrong(format!("descend from {} to {}", pair[0], pair[1])))
+    };
+    let lengths = entries.windows(2).map(length).collect::<Result<Vec<_>>>()?;
+    let end: usize = lengths.iter().sum();
+    ensure(end == rows, &wrong(format!("end at {end}, but it has {rows} rows")).to_string())?;
+    Ok(lengths)
+}

@@ -1,0 +1,107 @@
+//! What `blockflash attention` says of a run, and whether its result is right.
+
+use crate::attention_mask;
+use crate::attention_operands::Operands;
+use crate::failure::Result;
+use crate::progress::Progress;
+use crate::table;
+use blockflash_bench::check::{self, AttentionCase, Blocks, Comparison};
+use blockflash_bench::io::Array;
+use blockflash_ops::{Align, AttentionProblem, BlockMask, DType, Mask};
+
+/// The options, in words.
+pub fn details(
+    operands: &Operands,
+    problem: &AttentionProblem,
+    block_mask: Option<&BlockMask>,
+) -> Vec<(&'static str, String)> {
+    let differ = match &operands.packed {
+        Some(packed) => packed.lengths[0] != packed.lengths[1],
+        None => problem.seqlen_q != problem.seqlen_kv,
+    };
+    let aligned = |align| match align {
+        Align::BottomRight if differ => ", bottom-right",
+        Align::TopLeft if differ => ", top-left",
+        _ => "",
+    };
+    let keys = |side: Option<usize>| side.map_or("all".to_owned(), |keys| table::count(keys as u64));
+    let mask = match problem.mask {
+        Mask::Full => "full".to_owned(),
+        Mask::Causal { align } => format!("causal{}", aligned(align)),
+        Mask::Window { left, right, align } => {
+            format!("window, {} keys before and {} after{}", keys(left), keys(right), aligned(align))
+        }
+    };
+    let mut details = vec![("mask", mask), ("scale", format!("{}", problem.softmax_scale))];
+    if let Some(softcap) = problem.softcap {
+        details.push(("softcap", format!("{softcap}")));
+    }
+    if problem.sink {
+        details.push(("sink", "one score per head".to_owned()));
+    }
+    if let Some(packed) = &operands.packed {
+        let [queries, keys] = packed.longest();
+        let sequences = table::count(packed.lengths[0].len() as u64);
+        details.push(("sequences", format!("{sequences}, at most {queries} queries and {keys} keys")));
+    }
+    if let Some(mask) = block_mask {
+        details.push(("block mask", attention_mask::describe(mask)));
+    }
+    details
+}
+
+/// Those of the pairs that are visited.
+pub fn flops(operands: &Operands, problem: &AttentionProblem, block_mask: Option<&BlockMask>) -> Result<f64> {
+    Ok(match (block_mask, &operands.packed) {
+        (Some(mask), _) => attention_mask::flops(mask, problem)?,
+        (None, Some(packed)) => {
+            let [q, kv] = packed.offsets.each_ref().map(|offsets| offsets.as_i32().unwrap_or_default());
+            blockflash_ops::attention_varlen_flops(problem, q, kv) as f64
+        }
+        (None, None) => blockflash_ops::attention_flops(problem).unwrap_or(0) as f64,
+    })
+}
+
+/// Compares o and lse with the reference.
+pub fn check(
+    operands: &Operands,
+    problem: &AttentionProblem,
+    block_mask: Option<&BlockMask>,
+    [o, lse]: [&Array; 2],
+    denominator: Option<DType>,
+    seed: u64,
+) -> Result<Vec<(&'static str, Comparison)>> {
+    let (left, right, align) = match problem.mask {
+        Mask::Full => (None, None, Align::TopLeft),
+        Mask::Causal { align } => (None, Some(0), align),
+        Mask::Window { left, right, align } => (left, right, align),
+    };
+    let lists = match block_mask {
+        Some(mask) => Some((mask, attention_mask::lists(mask)?)),
+        None => None,
+    };
+    let Operands { q, k, v, sink, packed } = operands;
+    let case = AttentionCase {
+        q,
+        k,
+        v,
+        sink: sink.as_ref(),
+        lengths: packed.as_ref().map(|packed| packed.lengths.each_ref().map(Vec::as_slice)),
+        blocks: lists.as_ref().map(|(mask, [row_ptr, col_idx])| Blocks {
+            block_q: mask.block_q(),
+            block_kv: mask.block_kv(),
+            heads: mask.heads(),
+            row_ptr,
+            col_idx,
+        }),
+        bottom_right: align == Align::BottomRight,
+        left,
+        right,
+        softmax_scale: problem.softmax_scale,
+        softcap: problem.softcap,
+        denominator,
+    };
+    let progress = Progress::fractions("checking");
+    let [o, lse] = check::attention(&case, o, lse, seed, |done| progress.fraction(done))?;
+    Ok(vec![("o", o), ("lse", lse)])
+}
