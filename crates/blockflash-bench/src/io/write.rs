@@ -31,10 +31,10 @@ pub fn write(path: impl AsRef<Path>, tensors: &[(&str, &Array)]) -> Result<()> {
     write_all(&[(path.as_ref(), tensors)])
 }
 
-/// Writes several files as [`write`] does: after an error all of them are what they were before.
+/// Writes several files as [`write()`] does: after an error all of them are what they were before.
 ///
 /// # Errors
-/// As for [`write`].
+/// As for [`write()`].
 pub fn write_all(files: &[(&Path, &[(&str, &Array)])]) -> Result<()> {
     let written: Result<Vec<_>> = files.iter().map(|(path, tensors)| beside(path, tensors)).collect();
     Replacement::commit(written?)
