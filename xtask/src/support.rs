@@ -178,7 +178,7 @@ mod tests {
 
     #[test]
     fn what_only_the_cpu_runs_is_said() {
-        let table = markdown(manifest::released_rows());
+        let table = markdown(manifest::rows());
         for line in [
             "| attention forward | any other head_dim | bf16, f16 | – | – | – | – | – | – | yes |\n",
             "| BSR matmul, sampled product | any other block | bf16, f16 | – | – | – | – | – | – | yes |\n",

@@ -13,7 +13,7 @@ mod bsr_sddmm;
 mod rounding;
 mod sequences;
 
-pub use attention::{AttentionCase, attention};
+pub use attention::{AttentionCase, attention, attention_output};
 pub use block_scores::block_scores;
 pub use blocks::Blocks;
 pub use bsr_matmul::{Activation, BsrCase, bsr_matmul};

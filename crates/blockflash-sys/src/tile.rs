@@ -176,11 +176,6 @@ impl Row {
     pub const fn takes_any_layout(&self) -> bool {
         matches!(self.variant, Variant::BsrMatmulAny(_))
     }
-
-    /// Type to which an attention kernel rounds the probabilities before it adds them up to the denominator; `None` for f32.
-    pub const fn denominator(&self) -> Option<DType> {
-        None
-    }
 }
 
 impl AttentionFwd {

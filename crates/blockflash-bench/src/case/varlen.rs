@@ -2,7 +2,7 @@
 
 use super::{AttentionShape, MaskKind};
 use blockflash_ops::PackedRows;
-use blockflash_ops::attention::{AttentionProblem, LseStrides, Strides};
+use blockflash_ops::attention::{AttentionProblem, Strides};
 use blockflash_sys::DType;
 use serde::Serialize;
 use std::fmt;
@@ -140,7 +140,7 @@ impl VarlenShape {
             k: packed(dense.k),
             v: packed(dense.v),
             o: packed(dense.o),
-            lse: LseStrides { batch: 0, head: tokens },
+            lse: None,
             ..dense
         }
     }

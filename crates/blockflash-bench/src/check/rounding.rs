@@ -106,8 +106,6 @@ pub struct Rounding {
     pub factor: Option<DType>,
     /// Absolute error of the exponents of the probabilities.
     pub exponent: f64,
-    /// For logarithms of sums: type to which the terms of the sum are rounded, when they are.
-    pub denominator: Option<DType>,
     /// Roundings in f32 on the way, outside of tensor cores: those of the epilogue.
     pub steps: usize,
     /// Additions of [`PRODUCTS`] products each in the longest sum of a tensor core.
@@ -119,24 +117,17 @@ impl Rounding {
     /// the output.
     pub fn of_products(products: usize, steps: usize, output: DType) -> Self {
         let additions = products.div_ceil(PRODUCTS);
-        Self { output, factor: None, exponent: 0.0, denominator: None, steps, additions }
+        Self { output, factor: None, exponent: 0.0, steps, additions }
     }
 
     /// The floor of the largest error of values of these sizes.
     pub fn largest(&self, sizes: Sizes) -> f64 {
-        self.floor(sizes, 1.0) + subnormal_roundoff(self.output) + self.logarithm()
+        self.floor(sizes, 1.0) + subnormal_roundoff(self.output)
     }
 
     /// The floor of the norm of the errors of so many elements, from the norms of their sizes.
     pub fn norm(&self, sizes: Sizes, elements: usize) -> f64 {
-        self.floor(sizes, 3f64.sqrt().recip())
-            + (subnormal_roundoff(self.output) + self.logarithm()) * (elements as f64).sqrt()
-    }
-
-    /// The absolute error of the logarithm of a sum whose terms are rounded. Few terms may make up
-    /// a sum, and few sums a tensor: in a norm it counts in full.
-    fn logarithm(&self) -> f64 {
-        self.denominator.map_or(0.0, unit_roundoff)
+        self.floor(sizes, 3f64.sqrt().recip()) + subnormal_roundoff(self.output) * (elements as f64).sqrt()
     }
 
     fn floor(&self, Sizes { exact, magnitude, partial }: Sizes, of_a_rounding: f64) -> f64 {

@@ -21,7 +21,11 @@ pub(super) struct Sequence {
 }
 
 /// The sequences of a case, equally long unless it is packed.
-pub(super) fn sequences(case: &AttentionCase<'_>, o: &Array, lse: &Array) -> Result<Vec<Sequence>, Mismatch> {
+pub(super) fn sequences(
+    case: &AttentionCase<'_>,
+    o: &Array,
+    lse: Option<&Array>,
+) -> Result<Vec<Sequence>, Mismatch> {
     let mut sequences = match case.lengths {
         None => dense(case, lse)?,
         Some(lengths) => packed(case, lengths, lse)?,
@@ -49,18 +53,23 @@ pub(super) fn heads_of(array: &Array) -> [usize; 2] {
     }
 }
 
-fn wrong(case: &AttentionCase<'_>, lse: &Array) -> Mismatch {
-    Mismatch(format!("q is {:?}, k {:?} and lse {:?}", case.q.shape(), case.k.shape(), lse.shape()))
+fn wrong(case: &AttentionCase<'_>, lse: Option<&Array>) -> Mismatch {
+    let [q, k] = [case.q, case.k].map(Array::shape);
+    Mismatch(match lse {
+        Some(lse) => format!("q is {q:?}, k {k:?} and lse {:?}", lse.shape()),
+        None => format!("q is {q:?} and k {k:?}"),
+    })
 }
 
-fn dense(case: &AttentionCase<'_>, lse: &Array) -> Result<Vec<Sequence>, Mismatch> {
+fn dense(case: &AttentionCase<'_>, lse: Option<&Array>) -> Result<Vec<Sequence>, Mismatch> {
     let wrong = || wrong(case, lse);
     let (&[batch, seqlen_q, heads, head_dim], &[batch_kv, seqlen_kv, _, head_dim_kv]) =
         (case.q.shape(), case.k.shape())
     else {
         return Err(wrong());
     };
-    let agree = (batch_kv, head_dim_kv) == (batch, head_dim) && lse.shape() == [batch, heads, seqlen_q];
+    let agree = (batch_kv, head_dim_kv) == (batch, head_dim)
+        && lse.is_none_or(|lse| lse.shape() == [batch, heads, seqlen_q]);
     let sequence = |at: usize| Sequence {
         q: at * seqlen_q,
         seqlen_q,
@@ -76,13 +85,13 @@ fn dense(case: &AttentionCase<'_>, lse: &Array) -> Result<Vec<Sequence>, Mismatc
 fn packed(
     case: &AttentionCase<'_>,
     [lengths_q, lengths_kv]: [&[usize]; 2],
-    lse: &Array,
+    lse: Option<&Array>,
 ) -> Result<Vec<Sequence>, Mismatch> {
     let wrong = || wrong(case, lse);
     let (&[rows, heads, head_dim], &[rows_kv, _, head_dim_kv]) = (case.q.shape(), case.k.shape()) else {
         return Err(wrong());
     };
-    let agree = head_dim_kv == head_dim && lse.shape() == [heads, rows];
+    let agree = head_dim_kv == head_dim && lse.is_none_or(|lse| lse.shape() == [heads, rows]);
     let total = |lengths: &[usize]| lengths.iter().try_fold(0usize, |sum, &length| sum.checked_add(length));
     let totals = [lengths_q, lengths_kv].map(total) == [Some(rows), Some(rows_kv)];
     if !(agree && totals && lengths_q.len() == lengths_kv.len()) {

@@ -31,7 +31,6 @@ pub(super) fn case<'a>([q, k, v]: &'a [Array; 3], right: Option<usize>) -> Atten
         right,
         softmax_scale: 1.0,
         softcap: None,
-        denominator: None,
     }
 }
 

@@ -9,6 +9,7 @@ use blockflash_ops::{
     Attention, AttentionProblem, BlockMask, CuSeqlens, DType, Mask, PackedRows, PreparedAttention, Row,
     Stream, Tensor,
 };
+use blockflash_sys::manifest::Lse;
 
 /// Inputs and outputs on the device.
 #[derive(Debug)]
@@ -121,15 +122,18 @@ impl AttentionOperands {
         Ok((Self { inputs, o, lse }, [q, k, v]))
     }
 
-    /// What is computed.
-    pub(super) fn problem(&mut self) -> Result<AttentionProblem> {
+    /// What a launch of this row computes, or of the selected kernel: the log-sum-exp only with a
+    /// kernel that does nothing else.
+    pub(super) fn problem_for(&mut self, row: Option<&Row>) -> Result<AttentionProblem> {
         let Self { inputs, o, lse } = self;
-        Ok(inputs.call().problem()?.with_outputs(&o.view_mut(), Some(&lse.view_mut()))?)
+        let lse = asks_for_lse(row).then(|| lse.view_mut());
+        Ok(inputs.call().problem()?.with_outputs(&o.view_mut(), lse.as_ref())?)
     }
 
     pub(super) fn launch(&mut self, row: Option<&'static Row>, stream: &Stream) -> Result<()> {
         let Self { inputs, o, lse } = self;
-        let (call, o, lse) = (inputs.call(), o.view_mut(), Some(lse.view_mut()));
+        let lse = asks_for_lse(row).then(|| lse.view_mut());
+        let (call, o) = (inputs.call(), o.view_mut());
         match row {
             None => call.forward_into(o, lse, stream)?,
             Some(row) => call.forward_with(row, o, lse, stream)?,
@@ -138,25 +142,20 @@ impl AttentionOperands {
     }
 
     pub(super) fn prepare(&mut self, stream: &Stream) -> Result<PreparedAttention> {
-        let Self { inputs, o, lse } = self;
-        Ok(inputs.call().prepare(&o.view_mut(), Some(&lse.view_mut()), stream)?)
+        Ok(self.inputs.call().prepare(&self.o.view_mut(), None, stream)?)
     }
 
     pub(super) fn launch_prepared(&mut self, prepared: &PreparedAttention, stream: &Stream) -> Result<()> {
-        let Self { inputs, o, lse } = self;
-        Ok(inputs.call().forward_prepared(prepared, o.view_mut(), Some(lse.view_mut()), stream)?)
+        Ok(self.inputs.call().forward_prepared(prepared, self.o.view_mut(), None, stream)?)
     }
 
-    pub(super) fn outputs(&mut self) -> Vec<&mut Tensor> {
-        vec![&mut self.o, &mut self.lse]
+    pub(super) fn outputs(&mut self, row: Option<&Row>) -> Vec<&mut Tensor> {
+        let lse = asks_for_lse(row).then_some(&mut self.lse);
+        [Some(&mut self.o), lse].into_iter().flatten().collect()
     }
 
     /// What the outputs are compared with.
-    pub(super) fn check_case<'a>(
-        &'a self,
-        [q, k, v]: [&'a Array; 3],
-        denominator: Option<DType>,
-    ) -> check::AttentionCase<'a> {
+    pub(super) fn check_case<'a>(&'a self, [q, k, v]: [&'a Array; 3]) -> check::AttentionCase<'a> {
         let Inputs { mask, softmax_scale, ref packed, ref blocks, .. } = self.inputs;
         check::AttentionCase {
             q,
@@ -170,9 +169,13 @@ impl AttentionOperands {
             right: (mask != Mask::Full).then_some(0),
             softmax_scale,
             softcap: None,
-            denominator,
         }
     }
+}
+
+/// Nobody pays for the log-sum-exp who does not ask, so the selected kernel is measured without.
+fn asks_for_lse(row: Option<&Row>) -> bool {
+    row.and_then(Row::attention_tile).is_some_and(|tile| tile.lse == Lse::Always)
 }
 
 #[cfg(test)]
@@ -200,7 +203,7 @@ mod tests {
                 Case::VarlenFwd(shape) => shape.problem(),
                 _ => unreachable!(),
             };
-            assert_eq!(operands.problem().unwrap(), expected);
+            assert_eq!(operands.problem_for(None).unwrap(), expected);
             let inputs = &operands.inputs;
             inputs.call().check_cu_seqlens(&stream).unwrap();
             let prepared = operands.prepare(&stream).unwrap();
@@ -212,7 +215,7 @@ mod tests {
     fn lists_of_blocks_are_a_part_of_the_problem() {
         let stream = Device::cpu().stream().unwrap();
         let (case, mut operands) = operands("b1_s256_h4kv2m2_d16_q64kv128_d0.5_uniform_causal_bf16", &stream);
-        let problem = operands.problem().unwrap();
+        let problem = operands.problem_for(None).unwrap();
         let sizes = problem.block_mask.unwrap();
         assert_eq!((sizes.block_q, sizes.block_kv, sizes.batch, sizes.heads), (64, 128, 1, 2));
         let Case::BlockSparseFwd(shape) = case else { unreachable!() };

@@ -88,7 +88,7 @@ impl Operands {
     /// The kernel that the library selects on this GPU.
     pub(super) fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Row> {
         Ok(match self {
-            Self::Attention(operands) => attention::select(&operands.problem()?, gpu)?,
+            Self::Attention(operands) => attention::select(&operands.problem_for(None)?, gpu)?,
             Self::Mask(operands) => {
                 operands.kernel().ok_or_else(|| Error::Option("this mask needs no kernel".to_owned()))?
             }
@@ -100,7 +100,9 @@ impl Operands {
     /// Whether this very kernel computes them on this GPU.
     pub(super) fn accepts(&mut self, row: &Row, gpu: &CudaProperties) -> Result<bool> {
         Ok(match self {
-            Self::Attention(operands) => attention::accepts(row, &operands.problem()?, gpu).is_ok(),
+            Self::Attention(operands) => {
+                attention::accepts(row, &operands.problem_for(Some(row))?, gpu).is_ok()
+            }
             // Its memory is that of the selected kernel.
             Self::Mask(operands) => operands.kernel().is_some_and(|kernel| kernel.variant == row.variant),
             Self::Bsr(operands) => operands.accepts(row, gpu)?,
@@ -142,29 +144,33 @@ impl Operands {
         Ok(())
     }
 
-    /// Launches once into NaN and compares with what `kernel` may round: that of the row, or the selected one. Every element must be written; a sample is compared with the f64 reference.
+    /// Launches once into NaN, the selected kernel unless a row is named. Every element must be
+    /// written; a sample is compared with the f64 reference.
     pub(super) fn verify(
         &mut self,
         host: &Host,
-        [row, kernel]: [Option<&'static Row>; 2],
+        row: Option<&'static Row>,
         stream: &Stream,
         seed: u64,
     ) -> Result<(bool, f64)> {
         if let Self::Mask(operands) = self {
             return operands.verify(row, stream);
         }
-        for output in self.outputs() {
+        for output in self.outputs(row) {
             output.fill_bytes(stream, 0xFF)?;
         }
         self.launch(row, stream)?;
-        let outputs = self.outputs().into_iter().map(|output| Array::download(output, stream));
+        let outputs = self.outputs(row).into_iter().map(|output| Array::download(output, stream));
         let outputs = outputs.collect::<blockflash_safe::Result<Vec<_>>>()?;
         let complete = !outputs.iter().any(holds_nan);
         let mismatch = |mismatch: check::Mismatch| Error::Option(mismatch.to_string());
         let comparisons = match (&*self, host, outputs.as_slice()) {
-            (Self::Attention(operands), Host::Attention { q, k, v }, [o, lse]) => {
-                let case = operands.check_case([q, k, v], kernel.and_then(Row::denominator));
-                check::attention(&case, o, lse, seed, |_| ()).map_err(mismatch)?.to_vec()
+            (Self::Attention(operands), Host::Attention { q, k, v }, [o, lse @ ..]) => {
+                let case = operands.check_case([q, k, v]);
+                match lse {
+                    [lse] => check::attention(&case, o, lse, seed, |_| ()).map_err(mismatch)?.to_vec(),
+                    _ => vec![check::attention_output(&case, o, seed, |_| ()).map_err(mismatch)?],
+                }
             }
             (Self::Bsr(_), Host::Bsr { row_ptr, col_idx, values, b }, [c]) => {
                 let case = check::BsrCase {
@@ -189,9 +195,10 @@ impl Operands {
         Ok((passed, comparisons.first().map_or(f64::NAN, |output| output.relative)))
     }
 
-    fn outputs(&mut self) -> Vec<&mut Tensor> {
+    /// What a launch of this row writes, or of the selected kernel.
+    fn outputs(&mut self, row: Option<&Row>) -> Vec<&mut Tensor> {
         match self {
-            Self::Attention(operands) => operands.outputs(),
+            Self::Attention(operands) => operands.outputs(row),
             Self::Mask(_) => Vec::new(), // it verifies itself
             Self::Bsr(operands) => vec![operands.output()],
             Self::Sddmm(operands) => vec![operands.values()],

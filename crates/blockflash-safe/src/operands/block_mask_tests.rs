@@ -1,7 +1,7 @@
 use super::super::AttentionFwdOperands;
 use super::*;
-use blockflash_sys::manifest::Lse;
 use crate::{BlockListArrays, DType, Device, Result, Tensor};
+use blockflash_sys::manifest::Lse;
 use std::ptr::{null, null_mut};
 
 const TILE: AttentionTile =

@@ -68,7 +68,6 @@ pub fn check(
     problem: &AttentionProblem,
     block_mask: Option<&BlockMask>,
     [o, lse]: [&Array; 2],
-    denominator: Option<DType>,
     seed: u64,
 ) -> Result<Vec<(&'static str, Comparison)>> {
     let (left, right, align) = match problem.mask {
@@ -99,7 +98,6 @@ pub fn check(
         right,
         softmax_scale: problem.softmax_scale,
         softcap: problem.softcap,
-        denominator,
     };
     let progress = Progress::fractions("checking");
     let [o, lse] = check::attention(&case, o, lse, seed, |done| progress.fraction(done))?;
