@@ -1,13 +1,13 @@
 //! The two devices agree through the public calls: `forward` and `matmul`, with the kernel that the library selects.
 
-use blockflash_ops::attention::{Align, Attention, Mask, select};
-use blockflash_ops::{BsrMatmul, DType, Device, Row, Stream};
+use blockflash_ops::attention::{Align, Attention, Mask};
+use blockflash_ops::{BsrMatmul, DType, Device, Stream};
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionReference, Lengths, Limits, attention_cases,
     head_dims,
 };
 use blockflash_tests::bsr::{self, BsrCase, BsrData, BsrInputs, BsrReference, bsr_cases};
-use blockflash_tests::gpu::{Gpu, gpu, wait};
+use blockflash_tests::gpu::{gpu, wait};
 use blockflash_tests::host::download;
 use blockflash_tests::number::decode;
 use blockflash_tests::property::samples;

@@ -10,7 +10,9 @@ use crate::operand::Placed;
 use crate::output::{RunReport, print};
 use crate::outputs::Outputs;
 use blockflash_bench::io::Array;
-use blockflash_ops::{Align, Attention, CuSeqlens, DType, Mask, Row, Tensor};
+use blockflash_ops::attention::{accepts, select};
+use blockflash_ops::{Align, Attention, AttentionProblem, CuSeqlens, DType, Device, Mask, Row, Tensor};
+use blockflash_sys::manifest;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -100,6 +102,10 @@ pub struct Args {
     #[command(flatten)]
     block_mask: MaskArgs,
 
+    /// Use the GPU kernel whose name contains this, instead of the selected one
+    #[arg(long, value_name = "SYMBOL", help_heading = "Operation")]
+    row: Option<String>,
+
     /// Write the output to a .npy or .safetensors file (tensor `o`)
     #[arg(long, value_name = "FILE", value_parser = out_path, help_heading = "Output")]
     out: Option<PathBuf>,
@@ -159,10 +165,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let with_lse = outputs.has("lse") || args.common.check;
     let problem = attention.problem()?;
     let problem = if with_lse { problem.with_lse() } else { problem };
-    let kernel = match device.cuda_properties() {
-        Some(gpu) if !problem.is_empty() => Some(blockflash_ops::attention::select(&problem, gpu)?),
-        _ => None,
-    };
+    let kernel = kernel(args.row.as_deref(), &problem, &device)?;
 
     let mut o = Tensor::empty(&stream, problem.dtype, q.shape())?;
     let lse_shape = match *q.shape() {
@@ -170,8 +173,13 @@ pub fn run(args: Args) -> Result<ExitCode> {
         _ => vec![problem.batch, problem.num_heads_q, problem.seqlen_q],
     };
     let mut lse = with_lse.then(|| Tensor::empty(&stream, DType::F32, &lse_shape)).transpose()?;
-    let mut forward =
-        || Ok(attention.forward_into(o.view_mut(), lse.as_mut().map(Tensor::view_mut), &stream)?);
+    let mut forward = || {
+        let (o, lse) = (o.view_mut(), lse.as_mut().map(Tensor::view_mut));
+        Ok(match kernel.filter(|_| args.row.is_some()) {
+            Some(row) => attention.forward_with(row, o, lse, &stream)?,
+            None => attention.forward_into(o, lse, &stream)?,
+        })
+    };
     let first_us = measure::first("attention", &stream, &mut forward)?;
     let timing = measure::repeat("attention, again", &stream, first_us, args.common.repeat, forward)?;
 
@@ -203,6 +211,22 @@ pub fn run(args: Args) -> Result<ExitCode> {
     };
     print(&report.render(args.common.json)?)?;
     Ok(report.exit_code())
+}
+
+/// The kernel that computes the problem, `None` on the CPU: the first whose name contains `row`, or
+/// the selected one.
+fn kernel(row: Option<&str>, problem: &AttentionProblem, device: &Device) -> Result<Option<&'static Row>> {
+    let Some(gpu) = device.cuda_properties().filter(|_| !problem.is_empty()) else {
+        return match row {
+            Some(_) => Err(Failure::new("--row names a GPU kernel, and none computes this")),
+            None => Ok(None),
+        };
+    };
+    let Some(name) = row else { return Ok(Some(select(problem, gpu)?)) };
+    let mut rows = manifest::rows().iter().filter(|row| row.symbol().contains(name));
+    rows.find(|row| accepts(row, problem, gpu).is_ok()).map(Some).ok_or_else(|| {
+        Failure::new(format!("no kernel whose name contains {name} computes this on this GPU"))
+    })
 }
 
 impl Args {

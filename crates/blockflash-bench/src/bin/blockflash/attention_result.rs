@@ -7,7 +7,7 @@ use crate::progress::Progress;
 use crate::table;
 use blockflash_bench::check::{self, AttentionCase, Blocks, Comparison};
 use blockflash_bench::io::Array;
-use blockflash_ops::{Align, AttentionProblem, BlockMask, DType, Mask};
+use blockflash_ops::{Align, AttentionProblem, BlockMask, Mask};
 
 /// The options, in words.
 pub fn details(
