@@ -240,7 +240,7 @@ __device__ __forceinline__ void store_output(Output& o, OnlineSoftmax<kMTiles>& 
       scale = denominator == 0.f ? 0.f : scale / denominator;
       if (p.lse != nullptr && (lane & 3) == 0 && row < work.seqlen_q)
         p.lse[work.batch * p.lse_stride_batch + work.head * p.lse_stride_head + work.q_offset + row] =
-            (reference + ptx::lg2_approx(denominator)) * kLn2;
+            fmaf(ptx::lg2_approx(denominator), kLn2, reference * kLn2);
       Element* const o_row = o_head + (work.q_offset + row) * p.o_stride_seq;
 #pragma unroll
       for (int d = 0; d < kDTiles; d += 4) {

@@ -126,7 +126,7 @@ impl Kernel {
             max_threads: attribute(raw, Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
             param_bytes: param_bytes(raw)?,
         };
-        if row.smem_bytes() > DEFAULT_SMEM_BYTES {
+        if row.smem_bytes() + info.static_smem_bytes > DEFAULT_SMEM_BYTES {
             let limit = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: `raw` is a function of a module of the current context.
             let code = unsafe { sys::cuFuncSetAttribute(raw, limit, row.smem_bytes() as i32) };

@@ -24,24 +24,24 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float denominator = kOnes ? o[kD / 2 + 2 * half] : rows.sum[half];
-    float log2 = rows.log2[half], share = 1.f;
+    float log = rows.log[half], share = 1.f;
     if (b.sink != nullptr) {
-      const float sink = b.sink[head] * kLog2e;
+      const float sink = b.sink[head];
       if constexpr (Config::lse) {
         // Beside the unrounded sum, as the logarithm has it. A row without keys has -inf - (-1e30).
-        const float moved = fmaxf(fmaxf(log2, sink), -1e30f);
-        const float keys = ptx::ex2_approx(log2 - moved), all = keys + ptx::ex2_approx(sink - moved);
+        const float moved = fmaxf(fmaxf(log, sink), -1e30f);
+        const float keys = ptx::ex2_approx((log - moved) * kLog2e), all = keys + ptx::ex2_approx((sink - moved) * kLog2e);
         share = keys * ptx::rcp_approx(all);
-        log2 = moved + ptx::lg2_approx(all);
+        log = fmaf(ptx::lg2_approx(all), kLn2, moved);
       } else {
-        const float moved = fmaxf(log2, sink);
-        share = ptx::ex2_approx(log2 - moved);
-        denominator = denominator * share + ptx::ex2_approx(sink - moved);
+        const float moved = fmaxf(log, sink * kLog2e);
+        share = ptx::ex2_approx(log - moved);
+        denominator = denominator * share + ptx::ex2_approx(sink * kLog2e - moved);
       }
     }
     // A row without keys: the sum is exactly 0, and so is the output. NaN is not equal to 0 and passes through.
     scale[half] = denominator == 0.f ? 0.f : share * ptx::rcp_approx(denominator);
-    row_lse[half] = log2 * kLn2;
+    row_lse[half] = log;
   }
   // Before the output, which needs the registers.
   if (Config::lse && lane % 4 == 0) {

@@ -69,13 +69,15 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float subtract = finite(reference[m][half]);
+        float partial = 0.f;  // of the key tile, so that a long row loses few bits
 #pragma unroll
         for (int n = 0; n < kv_tiles; ++n)
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
             s[m][n][i] = ptx::ex2_approx(fmaf(s[m][n][i], scale_log2, -subtract));
-            sum[m][half] += s[m][n][i];
+            partial += s[m][n][i];
           }
+        sum[m][half] += partial;
       }
   }
 };

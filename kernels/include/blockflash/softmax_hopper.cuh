@@ -15,9 +15,15 @@ namespace blockflash {
 
 // What is left of a lane's two rows when all keys have been visited, as little as the output needs: it lives beside the next rows.
 struct RowTotals {
-  float log2[2];  // log2 of the sum of the unrounded probabilities where that is made, else the reference
+  float log[2];   // natural logarithm of the sum of the unrounded probabilities where that is made, else the reference
   float sum[2];   // of the rounded probabilities, where the tensor cores do not make it
 };
+
+// ln(2^reference · sum). Both parts become natural logarithms before they are added, which rounds a smaller number.
+__device__ __forceinline__ float log_of_sum(float reference, float sum) {
+  constexpr float kLn2 = 0.6931471805599453f;
+  return fmaf(ptx::lg2_approx(sum), kLn2, reference * kLn2);
+}
 
 // n scores of a lane: s[4 j + 2 half + e] is key 8 j + 2 (lane % 4) + e of its row `half`.
 //
@@ -41,7 +47,7 @@ struct HopperSoftmax {
     RowTotals of;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      of.log2[half] = sums_exact ? reference[half] + ptx::lg2_approx(quad_sum(exact[half])) : reference[half];
+      of.log[half] = sums_exact ? log_of_sum(reference[half], quad_sum(exact[half])) : reference[half];
       of.sum[half] = sums_rounded ? quad_sum(sum[half]) : 0.f;
     }
     return of;
