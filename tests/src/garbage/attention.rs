@@ -2,7 +2,7 @@
 
 use super::guarded::{Guarded, Use};
 use super::operands::{Lengths, Operands, Options, Sizes};
-use super::values::{damaged, one_of, token_mask};
+use super::values::{damaged, one_of, overwritten, token_mask};
 use super::{Checked, Ended, Turn, text};
 use crate::number::POISON;
 use crate::placement::Placement;
@@ -65,7 +65,7 @@ impl Packed {
         Self {
             mask: token_mask(most, random),
             offsets,
-            overwritten: (on_gpu && random.random_bool(0.25)).then(|| one_of(&[0, 0x7F, 0x80, 0xFF], random)),
+            overwritten: overwritten(on_gpu, random),
             sizes,
             lengths,
             totals,
@@ -105,13 +105,7 @@ fn attend(case: &Packed, masked: bool, turn: &mut Turn<'_>) -> Checked<Ended> {
     };
     let [mut q, mut kv] =
         [offsets("cu_seqlens.q", &case.offsets[0])?, offsets("cu_seqlens.kv", &case.offsets[1])?];
-    if let Some(other) = &place.other {
-        // The first use on another stream waits for the own one, which later ones must not.
-        [&mut q, &mut kv]
-            .into_iter()
-            .try_for_each(|offsets| offsets.memory().to_vec::<i32>(other).map(drop))
-            .map_err(text)?;
-    }
+    [&mut q, &mut kv].into_iter().try_for_each(|offsets| offsets.used_on(place.other.as_ref()))?;
     let options = Options {
         mask: case.mask,
         cu_seqlens: Some(CuSeqlens {
@@ -123,10 +117,8 @@ fn attend(case: &Packed, masked: bool, turn: &mut Turn<'_>) -> Checked<Ended> {
         block_mask: block_mask.as_ref(),
     };
     let launched = operands.launch(&case.sizes, &options, place);
-    if let (Some(other), Some(byte)) = (&place.other, case.overwritten) {
-        for offsets in [&mut q, &mut kv] {
-            offsets.memory().fill_bytes(other, byte).map_err(text)?;
-        }
+    for offsets in [&mut q, &mut kv] {
+        offsets.overwrite(case.overwritten, place.other.as_ref())?;
     }
     turn.wait(case)?;
     operands.judge(Use::Written, place)?;

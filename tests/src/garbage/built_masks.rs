@@ -2,7 +2,7 @@
 
 use super::guarded::{Guarded, Use};
 use super::operands::{Lengths, Operands, Options, Sizes};
-use super::values::{damaged, one_of, scores, token_mask};
+use super::values::{damaged, one_of, overwritten, scores, token_mask};
 use super::{Checked, Ended, Turn, text};
 use crate::placement::Placement;
 use blockflash_ops::{
@@ -37,11 +37,14 @@ struct Built {
     capacity: usize,
     mask: Mask,
     always: bool,
+    /// What another stream overwrites the source with while kernels read it.
+    overwritten: Option<u8>,
 }
 
 impl Built {
     fn new(turn: &mut Turn<'_>) -> Checked<Self> {
         let sizes = Sizes::new(turn);
+        let on_gpu = turn.place.other.is_some();
         let random = &mut turn.random;
         let [block_q, block_kv] = sizes.blocks;
         let seqlens = [block_q, block_kv].map(|block| match random.random_range(0..12) {
@@ -63,6 +66,7 @@ impl Built {
             capacity: if random.random_bool(0.7) { all } else { random.random_range(0..=all) },
             mask: token_mask(seqlens[0].max(seqlens[1]), random),
             always: random.random_bool(0.3),
+            overwritten: overwritten(on_gpu && source != Source::Computed, random),
             sizes,
             geometry,
             batch,
@@ -188,29 +192,38 @@ fn build(case: &Built, turn: &mut Turn<'_>) -> Checked<Ended> {
     let source = |stream: &Stream| {
         Guarded::new("source", case.dtype(), (&case.shape(), &beside, margin), &content, stream)
     };
-    let (source, source_on_host) = (source(stream)?, source(&host)?);
-    let view = computed.as_ref().map_or(source.view(), |scores| scores.scores().view());
-
-    let buffer = BlockMaskBuffer::new(case.geometry, batch, heads, case.capacity, stream);
-    let mut buffer = buffer.map_err(text)?;
-    let choice = case.choice(view, always.as_ref());
-    let on_gpu = place.other.is_some();
-    let built = match on_gpu && turn.random.random() {
-        true => buffer.build_with(turn.pick(&place.masks), &choice, stream),
-        false => buffer.build(&choice, stream),
-    };
+    let (mut source, source_on_host) = (source(stream)?, source(&host)?);
     let seqlens = [case.geometry.seqlen_q(), case.geometry.seqlen_kv()];
     let lengths = Lengths::Dense { batch: case.batch, seqlens };
     let mut operands = Operands::new(&case.sizes, lengths, turn)?;
+    let buffer = BlockMaskBuffer::new(case.geometry, batch, heads, case.capacity, stream);
+    let mut buffer = buffer.map_err(text)?;
+
+    source.used_on(place.other.as_ref())?;
+    let view = computed.as_ref().map_or(source.view(), |scores| scores.scores().view());
+    let choice = case.choice(view, always.as_ref());
+    let with_row: bool = turn.random.random();
+    let built = match with_row && place.other.is_some() {
+        true => buffer.build_with(turn.pick(&place.masks), &choice, stream),
+        false => buffer.build(&choice, stream),
+    };
+    source.overwrite(case.overwritten, place.other.as_ref())?;
     let options = Options { mask: case.mask, cu_seqlens: None, block_mask: Some(buffer.mask()) };
     operands.launch(&case.sizes, &options, place).map_err(|error| format!("attention: {error}"))?;
     turn.wait(case)?;
     operands.judge(Use::WrittenWhole, place)?;
-    source.judge(Use::Read, stream)?;
 
     // Whatever the data is, the arrays are a valid mask; and that of the CPU, where there is nothing wrong.
     let found = buffer.to_host(stream).map_err(|error| format!("the mask: {error}"))?;
     let said = built.and_then(|()| buffer.check(stream));
+    if case.overwritten.is_some() {
+        return match said {
+            Ok(()) => Ok(Ended::Computed),
+            Err(Error::InvalidBlockMask(_)) => Ok(Ended::Refused),
+            Err(error) => Err(error.to_string()),
+        };
+    }
+    source.judge(Use::Read, stream)?;
     match (said, case.on_host(&source_on_host, always_here.as_ref(), &host)) {
         (Ok(()), Ok(expected)) if found.to_bool().map_err(text)? == expected.to_bool().map_err(text)? => {
             Ok(Ended::Computed)

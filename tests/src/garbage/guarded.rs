@@ -73,9 +73,16 @@ impl Guarded {
         view_mut(&mut self.tensor, &self.placed)
     }
 
-    /// With the margins.
-    pub(super) fn memory(&mut self) -> &mut Tensor {
-        &mut self.tensor
+    /// Uses the memory on another stream for the first time: that waits for the own stream, and what
+    /// [`overwrite`](Self::overwrite) writes later does not.
+    pub(super) fn used_on(&mut self, other: Option<&Stream>) -> Checked<()> {
+        other.map_or(Ok(()), |other| with_bytes(&self.tensor, other, |_| ()).map_err(text))
+    }
+
+    /// Queues this byte for all of the memory on another stream, at the same time as whatever reads it.
+    pub(super) fn overwrite(&mut self, byte: Option<u8>, other: Option<&Stream>) -> Checked<()> {
+        let (Some(byte), Some(other)) = (byte, other) else { return Ok(()) };
+        self.tensor.fill_bytes(other, byte).map_err(text)
     }
 
     /// The memory, for somebody who wants to own it.
@@ -191,7 +198,7 @@ mod tests {
         assert_eq!(guarded.tensor.shape(), [7, 5]);
         assert_eq!(guarded.view().to_vec::<f16>(&stream).unwrap(), [f16::ZERO; 6]);
         if let Some((at, bits)) = write {
-            let mut view = guarded.memory().view_mut();
+            let mut view = guarded.tensor.view_mut();
             view.as_mut_slice::<f16>().unwrap()[at] = f16::from_bits(bits);
         }
         guarded.judge(used, &stream)

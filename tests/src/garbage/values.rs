@@ -101,3 +101,10 @@ pub(super) fn token_mask(longest: usize, random: &mut StdRng) -> Mask {
 pub(super) fn one_of<T: Copy>(values: &[T], random: &mut StdRng) -> T {
     values[random.random_range(0..values.len())]
 }
+
+/// In a quarter of the cases that may have one, the byte that another stream writes over an array.
+pub(super) fn overwritten(possible: bool, random: &mut StdRng) -> Option<u8> {
+    // Drawn in any case: the rest of a case is the same wherever it runs.
+    let (drawn, byte) = (random.random_bool(0.25), one_of(&[0, 0x7F, 0x80, 0xFF], random));
+    (possible && drawn).then_some(byte)
+}
