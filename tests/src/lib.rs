@@ -14,10 +14,12 @@
 //! | `BLOCKFLASH_GPU_RECORD=file` | one JSON line is appended for each kernel image that passed a suite |
 //! | `BLOCKFLASH_SEED=number` or `random` | other random cases than usual |
 //! | `BLOCKFLASH_CASES=n` | n times as many random cases |
+//! | `BLOCKFLASH_FUZZ_CASES=n` or `a..b` | these cases of garbage instead of the usual ones |
 
 pub mod attention;
 pub mod block_masks;
 pub mod bsr;
+pub mod garbage;
 pub mod gpu;
 pub mod host;
 pub mod number;

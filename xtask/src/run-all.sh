@@ -4,7 +4,8 @@
 #        SUITES="attention_floor" ./run-all     measure these suites only; SUITES=none measures nothing
 #        TESTS=none ./run-all                   test nothing
 #        OPTIONS="--peers none" ./run-all       passed on to `blockflash bench`
-#        SANITIZE=1 ./run-all                   memcheck and racecheck on some rows of each kernel, too
+#        SANITIZE=1 ./run-all                   memcheck and racecheck on some rows of each kernel, too,
+#                                               and memcheck on what hostile programs do
 set -u
 mkdir -p "${1:-out}" || exit 1
 out=$(cd "${1:-out}" && pwd) || exit 1
@@ -61,6 +62,12 @@ bsr-matmul --random 304x264x400 --block 128 --density 0.5 --transpose-a --b-layo
 sddmm --random 304x200x264 --block 64 --density 0.4 --a-layout column
 sddmm --random 304x200x264 --block 128 --density 0.5 --b-layout column --dtype bf16
 END
+  for name in garbage_gpu hostile_gpu; do
+    echo "== memcheck: $name"
+    BLOCKFLASH_REQUIRE_GPU=1 BLOCKFLASH_FUZZ_CASES=500 compute-sanitizer --tool memcheck --error-exitcode 9 \
+      "tests/$name" --nocapture >"$out/memcheck.$name.log" 2>&1 ||
+      { failed="$failed memcheck:$name"; tail -n 40 "$out/memcheck.$name.log"; }
+  done
 fi
 
 for file in benches/suites/*.toml; do

@@ -1,0 +1,134 @@
+//! Attention over packed sequences whose offsets are garbage.
+
+use super::guarded::{Guarded, Use};
+use super::operands::{Lengths, Operands, Options, Sizes};
+use super::values::{damaged, one_of, overwritten, token_mask};
+use super::{Checked, Ended, Turn, text};
+use crate::number::POISON;
+use crate::placement::Placement;
+use blockflash_ops::{BlockGeometry, BlockMask, CuSeqlens, DType, Error, Mask};
+use bytemuck::cast_slice;
+use rand::Rng;
+use rand::rngs::StdRng;
+
+/// A packed batch. Its lengths are right, its offsets need not be.
+#[derive(Debug)]
+struct Packed {
+    sizes: Sizes,
+    /// Queries and keys of each sequence, as the block mask has them.
+    lengths: Vec<[usize; 2]>,
+    totals: [usize; 2],
+    longest: [usize; 2],
+    mask: Mask,
+    offsets: [Vec<i32>; 2],
+    /// What another stream overwrites the offsets with while kernels read them.
+    overwritten: Option<u8>,
+}
+
+impl Packed {
+    fn new(masked: bool, turn: &mut Turn<'_>) -> Self {
+        let sizes = Sizes::new(turn);
+        let on_gpu = turn.place.other.is_some();
+        let random = &mut turn.random;
+        let (batch, most) = match random.random_range(0..12) {
+            0 => (usize::from(masked), 200),
+            1 => (60, 9),
+            _ => (random.random_range(1..=6), 150),
+        };
+        let length = |random: &mut StdRng| random.random_range(0..=most);
+        let lengths: Vec<[usize; 2]> = (0..batch).map(|_| [length(random), length(random)]).collect();
+        let right = [0, 1].map(|which| {
+            let mut end = 0;
+            let ends = lengths.iter().map(|length| {
+                end += length[which] as i32;
+                end
+            });
+            [0].into_iter().chain(ends).collect::<Vec<i32>>()
+        });
+        let totals = [0, 1]
+            .map(|which| right[which].last().map_or(0, |&end| end as usize) + one_of(&[0, 0, 1, 9], random));
+        let longest = [0, 1].map(|which| {
+            let right = lengths.iter().map(|length| length[which]).max().unwrap_or(0);
+            match random.random_range(0..8) {
+                // A mask is of sequences that are no longer.
+                0 if !masked => right / 2,
+                1 => 3 * right + 7,
+                2 => right + 1,
+                3 if !masked => 1 << random.random_range(0..18),
+                _ => right,
+            }
+        });
+        let offsets = [0, 1].map(|which| match random.random_bool(0.3) {
+            true => right[which].clone(),
+            false => damaged(&right[which], totals[which], random),
+        });
+        Self {
+            mask: token_mask(most, random),
+            offsets,
+            overwritten: overwritten(on_gpu, random),
+            sizes,
+            lengths,
+            totals,
+            longest,
+        }
+    }
+
+    fn block_mask(&self, turn: &mut Turn<'_>) -> Result<BlockMask, Error> {
+        let (Sizes { blocks: [block_q, block_kv], mask_heads, .. }, random) = (self.sizes, &mut turn.random);
+        let density = one_of(&[0.1, 0.5, 1.0], random);
+        let of_sequence = |&[q, kv]: &[usize; 2]| {
+            let geometry = BlockGeometry::new(q, kv, block_q, block_kv)?;
+            let visited: Vec<bool> = (0..mask_heads * geometry.rows() * geometry.cols())
+                .map(|_| random.random_bool(density))
+                .collect();
+            BlockMask::from_bool(geometry, 1, mask_heads, &visited)
+        };
+        let masks = self.lengths.iter().map(of_sequence).collect::<Result<Vec<BlockMask>, Error>>()?;
+        BlockMask::packed(&masks.iter().collect::<Vec<_>>())?.to(&turn.place.stream)
+    }
+}
+
+/// Runs a case, under a packed block mask or none.
+pub(super) fn packed(turn: &mut Turn<'_>, masked: bool) -> Checked<Ended> {
+    let case = Packed::new(masked, turn);
+    attend(&case, masked, turn).map_err(|error| turn.story(&error, &case))
+}
+
+fn attend(case: &Packed, masked: bool, turn: &mut Turn<'_>) -> Checked<Ended> {
+    let place = turn.place;
+    let mut operands = Operands::new(&case.sizes, Lengths::Packed { totals: case.totals }, turn)?;
+    let block_mask = masked.then(|| case.block_mask(turn)).transpose().map_err(text)?;
+    let beside = Placement { order: Vec::new(), padding: vec![(one_of(&[0, 1, 5], &mut turn.random), 3)] };
+    let offsets = |name, entries: &[i32]| {
+        let place_of = (&[entries.len()][..], &beside, POISON);
+        Guarded::new(name, DType::I32, place_of, cast_slice(entries), &place.stream)
+    };
+    let [mut q, mut kv] =
+        [offsets("cu_seqlens.q", &case.offsets[0])?, offsets("cu_seqlens.kv", &case.offsets[1])?];
+    [&mut q, &mut kv].into_iter().try_for_each(|offsets| offsets.used_on(place.other.as_ref()))?;
+    let options = Options {
+        mask: case.mask,
+        cu_seqlens: Some(CuSeqlens {
+            q: q.view(),
+            kv: kv.view(),
+            max_seqlen_q: case.longest[0],
+            max_seqlen_kv: case.longest[1],
+        }),
+        block_mask: block_mask.as_ref(),
+    };
+    let launched = operands.launch(&case.sizes, &options, place);
+    for offsets in [&mut q, &mut kv] {
+        offsets.overwrite(case.overwritten, place.other.as_ref())?;
+    }
+    turn.wait(case)?;
+    operands.judge(Use::Written, place)?;
+    if case.overwritten.is_none() {
+        [q, kv].iter().try_for_each(|offsets| offsets.judge(Use::Read, &place.stream))?;
+    }
+    match launched {
+        Ok(()) => Ok(Ended::Computed),
+        // A GPU does not look before it computes.
+        Err(Error::InvalidCuSeqlens { .. }) if place.other.is_none() => Ok(Ended::Refused),
+        Err(error) => Err(format!("refused: {error}")),
+    }
+}

@@ -1,0 +1,227 @@
+//! Random garbage in every array on a device that decides about addresses or loops: sequence
+//! offsets, index arrays, lists, scores. Whatever they hold, nothing outside of the tensors is
+//! written or read, and every launch ends.
+//!
+//! A case follows from its number alone, on a CPU as on a GPU. Tensors lie in larger allocations
+//! whose margins are NaN: a write to them is seen, and a read makes an output NaN.
+
+mod attention;
+mod built_masks;
+mod guarded;
+mod operands;
+mod products;
+mod values;
+
+use crate::gpu::{Gpu, say, wait};
+use crate::number::rng;
+use blockflash_ops::{CudaProperties, Stream};
+use blockflash_sys::manifest::{self, AttentionTile, BsrSddmmTile, BsrTile, Variant};
+use blockflash_sys::{BlockMaskKernel, Row};
+use rand::rngs::StdRng;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+type Checked<T> = Result<T, String>;
+
+fn text(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}
+
+/// What a case computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    /// Attention with garbage in `cu_seqlens`.
+    Packed,
+    /// The same under a packed block mask.
+    PackedMasked,
+    /// A block mask that is built of garbage, and attention under it.
+    BuiltMask,
+    /// A matrix of garbage index arrays; if it is one, a product with it, or with its transpose.
+    Product,
+    /// The same with a sampled product.
+    Sampled,
+}
+
+impl Kind {
+    /// Numbers of cases take turns.
+    const TURNS: [Self; 10] = [
+        Self::Packed,
+        Self::PackedMasked,
+        Self::BuiltMask,
+        Self::Packed,
+        Self::Product,
+        Self::Packed,
+        Self::BuiltMask,
+        Self::PackedMasked,
+        Self::Packed,
+        Self::Sampled,
+    ];
+
+    /// The kind of a case, and how many of the kind come before it.
+    fn of(number: usize) -> (Self, usize) {
+        let (round, at) = (number / Self::TURNS.len(), number % Self::TURNS.len());
+        let kind = Self::TURNS[at];
+        let count = |kinds: &[Self]| kinds.iter().filter(|other| **other == kind).count();
+        (kind, round * count(&Self::TURNS) + count(&Self::TURNS[..at]))
+    }
+}
+
+/// How a case ended, if well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Ended {
+    /// Something was computed.
+    Computed,
+    /// The garbage was refused with the error that is for it.
+    Refused,
+}
+
+/// Where cases run, and the rows of the manifest that take turns.
+pub struct Place {
+    stream: Stream,
+    /// On a GPU, another one, which writes to offsets while kernels read them.
+    other: Option<Stream>,
+    /// Of a GPU that is not there: the CPU computes, and the rows must accept what they would get.
+    imagined: Option<CudaProperties>,
+    attention: Vec<(&'static Row, AttentionTile)>,
+    masks: Vec<&'static Row>,
+    products: Vec<(&'static Row, BsrTile)>,
+    sampled: Vec<(&'static Row, BsrSddmmTile)>,
+}
+
+impl Place {
+    /// A GPU with all rows that it runs.
+    pub fn on(gpu: &Gpu) -> Self {
+        let other = gpu.device.stream().expect("a second stream");
+        Self::of_rows(gpu.stream.clone(), Some(other), None, gpu.rows())
+    }
+
+    /// The CPU in the place of a GPU.
+    pub fn instead_of(gpu: CudaProperties, cpu: Stream) -> Self {
+        let runs =
+            |row: &&Row| row.target.runs_on(gpu.compute_capability) && row.smem_bytes() <= gpu.smem_per_block;
+        let rows: Vec<&Row> = manifest::rows().iter().filter(runs).collect();
+        Self::of_rows(cpu, None, Some(gpu), rows.into_iter())
+    }
+
+    fn of_rows(
+        stream: Stream,
+        other: Option<Stream>,
+        imagined: Option<CudaProperties>,
+        rows: impl Iterator<Item = &'static Row>,
+    ) -> Self {
+        let builds = |row: &&Row| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
+        let rows: Vec<&'static Row> = rows.collect();
+        let with_layouts =
+            |&row: &&'static Row| crate::bsr::tiles(row).into_iter().map(move |tile| (row, tile));
+        let place = Self {
+            stream,
+            other,
+            imagined,
+            attention: rows.iter().filter_map(|row| Some((*row, row.attention_tile()?))).collect(),
+            masks: rows.iter().copied().filter(builds).collect(),
+            products: rows.iter().flat_map(with_layouts).collect(),
+            sampled: rows.iter().filter_map(|row| Some((*row, row.bsr_sddmm_tile()?))).collect(),
+        };
+        let counts = [place.attention.len(), place.masks.len(), place.products.len(), place.sampled.len()];
+        assert!(!counts.contains(&0), "an operation has no row here: {counts:?}");
+        place
+    }
+}
+
+/// A case that runs.
+struct Turn<'a> {
+    place: &'a Place,
+    number: usize,
+    /// How many of its kind come before it.
+    turn: usize,
+    random: StdRng,
+}
+
+impl Turn<'_> {
+    /// The element whose turn it is.
+    fn pick<T: Copy>(&self, rows: &[T]) -> T {
+        rows[self.turn % rows.len()]
+    }
+
+    /// Waits until the device is done; a launch that hangs ends the process with this description.
+    fn wait(&self, case: &dyn std::fmt::Debug) -> Checked<()> {
+        let what = || self.story("hangs", case);
+        self.place.other.iter().try_for_each(|other| wait(other, &what))?;
+        wait(&self.place.stream, &what)
+    }
+
+    fn story(&self, what: &str, case: &dyn std::fmt::Debug) -> String {
+        let number = self.number;
+        format!("case {number}: {what}; alone: BLOCKFLASH_FUZZ_CASES={number}..{}\n    {case:?}", number + 1)
+    }
+}
+
+fn run(number: usize, place: &Place) -> Checked<(Kind, Ended)> {
+    let (kind, turn) = Kind::of(number);
+    let mut turn = Turn { place, number, turn, random: rng(number as u64) };
+    let ended = match kind {
+        Kind::Packed => attention::packed(&mut turn, false),
+        Kind::PackedMasked => attention::packed(&mut turn, true),
+        Kind::BuiltMask => built_masks::built(&mut turn),
+        Kind::Product => products::product(&mut turn),
+        Kind::Sampled => products::sampled(&mut turn),
+    }?;
+    Ok((kind, ended))
+}
+
+/// `BLOCKFLASH_FUZZ_CASES`, or the first `usual` cases.
+fn numbers(usual: usize) -> Range<usize> {
+    let Ok(cases) = std::env::var("BLOCKFLASH_FUZZ_CASES") else { return 0..usual };
+    let number = |text: &str| text.parse().expect("BLOCKFLASH_FUZZ_CASES is a number or two, a..b");
+    match cases.split_once("..") {
+        Some((first, end)) => number(first)..number(end),
+        None => 0..number(&cases),
+    }
+}
+
+/// Runs the cases and counts how they ended. What happened is said on stderr.
+///
+/// # Panics
+/// After the last case if some of them failed, or after the fourth one that did.
+pub fn fuzz(name: &str, usual: usize, place: &Place) -> BTreeMap<(Kind, Ended), usize> {
+    let (mut ended, mut failures) = (BTreeMap::new(), Vec::new());
+    let Place { attention, masks, products, sampled, .. } = place;
+    let rows = [attention.len(), masks.len(), products.len(), sampled.len()];
+    say(&format!("{name}: rows of attention, masks, products, sampled products: {rows:?}"));
+    let mut count = 0;
+    for number in numbers(usual) {
+        count += 1;
+        match run(number, place) {
+            Ok(of) => *ended.entry(of).or_default() += 1,
+            Err(failure) => failures.push(failure),
+        }
+        // An error of the device stays, and would be that of all other cases, too.
+        if failures.len() == 4 {
+            break;
+        }
+    }
+    for ((kind, ended), count) in &ended {
+        say(&format!("{name}: {kind:?}: {count} {ended:?}"));
+    }
+    // Who hangs does not come here: the watchdog ends the process.
+    say(&format!("{name}: {count} cases, {} outside, 0 hangs", failures.len()));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    ended
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kinds_take_turns() {
+        let mut next = BTreeMap::<Kind, usize>::new();
+        for number in 0..95 {
+            let (kind, turn) = Kind::of(number);
+            let next = next.entry(kind).or_default();
+            assert_eq!(turn, *next);
+            *next += 1;
+        }
+        assert_eq!(next.len(), 5);
+    }
+}

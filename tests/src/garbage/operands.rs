@@ -1,0 +1,171 @@
+//! Operands of attention that suit a row, with margins.
+
+use super::guarded::{Guarded, Use};
+use super::values::{numbers, one_of};
+use super::{Checked, Place, Turn};
+use crate::attention::{dims_of_tile, smallest_block};
+use crate::number::POISON;
+use crate::placement::Placement;
+use blockflash_ops::attention::{accepts, select};
+use blockflash_ops::{Attention, BlockGeometry, BlockMask, CuSeqlens, DType, Error, Mask};
+use blockflash_sys::Row;
+use rand::Rng;
+use std::fmt;
+
+/// A row of the manifest, or the one that the library selects.
+#[derive(Clone, Copy)]
+pub(super) struct Kernel(pub(super) Option<&'static Row>);
+
+impl fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.map_or("the one selected".into(), Row::image_name))
+    }
+}
+
+/// Sizes that suit the row whose turn it is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sizes {
+    pub(super) kernel: Kernel,
+    pub(super) dtype: DType,
+    pub(super) heads_q: usize,
+    pub(super) heads_kv: usize,
+    pub(super) head_dim: usize,
+    /// Queries and keys of a block that consists of tiles.
+    pub(super) blocks: [usize; 2],
+    /// Of a block mask that the row can share among heads.
+    pub(super) mask_heads: usize,
+    pub(super) softcap: Option<f32>,
+    sink: bool,
+    lse: bool,
+}
+
+/// Shapes of attention.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Lengths {
+    Dense { batch: usize, seqlens: [usize; 2] },
+    Packed { totals: [usize; 2] },
+}
+
+/// What a call has beside its tensors.
+pub(super) struct Options<'a> {
+    pub(super) mask: Mask,
+    pub(super) cu_seqlens: Option<CuSeqlens<'a>>,
+    pub(super) block_mask: Option<&'a BlockMask>,
+}
+
+impl Sizes {
+    pub(super) fn new(turn: &mut Turn<'_>) -> Self {
+        let (row, tile) = turn.pick(&turn.place.attention);
+        let random = &mut turn.random;
+        let heads_kv = random.random_range(1..=2);
+        let heads_q = heads_kv * tile.heads as usize * random.random_range(1..=2);
+        // Heads of q that share a tile share the mask.
+        let most = if tile.heads == 1 { heads_q } else { heads_kv };
+        let asked = random.random();
+        Self {
+            kernel: Kernel(random.random_bool(0.75).then_some(row)),
+            dtype: tile.dtype,
+            heads_q,
+            heads_kv,
+            head_dim: one_of(&dims_of_tile(tile.head_dim), random),
+            blocks: [tile.block_q, tile.block_kv].map(|tile| {
+                let size = smallest_block(&[tile]);
+                size * random.random_range(1..=(BlockGeometry::MAX_BLOCK_SIZE / size).min(2))
+            }),
+            mask_heads: one_of(&[1, heads_kv, most], random),
+            softcap: random.random_bool(0.2).then_some(20.0),
+            sink: random.random_bool(0.2),
+            lse: asked == tile.lse.suits(asked),
+        }
+    }
+}
+
+/// The tensors of a call.
+pub(super) struct Operands {
+    qkv: [Guarded; 3],
+    sink: Option<Guarded>,
+    o: Guarded,
+    lse: Option<Guarded>,
+}
+
+impl Operands {
+    pub(super) fn new(sizes: &Sizes, lengths: Lengths, turn: &mut Turn<'_>) -> Checked<Self> {
+        let Sizes { dtype, heads_q, heads_kv, head_dim, .. } = *sizes;
+        let (stream, random) = (&turn.place.stream, &mut turn.random);
+        // Rows before and after, and a head more: none, where a memory checker sees the ends.
+        let margin = one_of(&[0, 0, 1, 70], random);
+        let heads = random.random_range(0..=1) * margin.min(1);
+        let rows = [(margin, margin), (heads, heads), (0, 0)];
+        let (shapes, padding, lse_shape, lse_padding) = match lengths {
+            Lengths::Packed { totals: [q, kv] } => (
+                [vec![q, heads_q, head_dim], vec![kv, heads_kv, head_dim]],
+                rows.to_vec(),
+                vec![heads_q, q],
+                vec![(heads, heads), (margin, margin)],
+            ),
+            Lengths::Dense { batch, seqlens: [q, kv] } => (
+                [vec![batch, q, heads_q, head_dim], vec![batch, kv, heads_kv, head_dim]],
+                [&[(heads, heads)], &rows[..]].concat(),
+                vec![batch, heads_q, q],
+                vec![(0, heads), (heads, 0), (margin, margin)],
+            ),
+        };
+        let placed = |padding| Placement { order: Vec::new(), padding };
+        let (around, around_lse) = (placed(padding), placed(lse_padding));
+        let mut input = |name, shape: &[usize]| {
+            let content = numbers(dtype, shape.iter().product(), random);
+            Guarded::new(name, dtype, (shape, &around, POISON), &content, stream)
+        };
+        let qkv = [input("q", &shapes[0])?, input("k", &shapes[1])?, input("v", &shapes[1])?];
+        let sink = numbers(DType::F32, heads_q, random);
+        let beside = placed(vec![(1, 1)]);
+        let sink = || Guarded::new("sink", DType::F32, (&[heads_q], &beside, POISON), &sink, stream);
+        let lse = || Guarded::output("lse", DType::F32, (&lse_shape, &around_lse), stream);
+        Ok(Self {
+            qkv,
+            sink: sizes.sink.then(sink).transpose()?,
+            o: Guarded::output("o", dtype, (&shapes[0], &around), stream)?,
+            lse: sizes.lse.then(lse).transpose()?,
+        })
+    }
+
+    /// Queues attention. Where a GPU is imagined, its kernel must accept the problem.
+    pub(super) fn launch(
+        &mut self,
+        sizes: &Sizes,
+        options: &Options<'_>,
+        place: &Place,
+    ) -> Result<(), Error> {
+        let [q, k, v] = &self.qkv;
+        let call = Attention {
+            mask: options.mask,
+            cu_seqlens: options.cu_seqlens,
+            block_mask: options.block_mask,
+            sink: self.sink.as_ref().map(Guarded::view),
+            softcap: sizes.softcap,
+            ..Attention::new(q.view(), k.view(), v.view())
+        };
+        let (o, lse) = (self.o.view_mut(), self.lse.as_mut().map(Guarded::view_mut));
+        if let Some(gpu) = &place.imagined {
+            let problem = call.problem()?.with_outputs(&o, lse.as_ref())?;
+            match sizes.kernel.0 {
+                Some(row) => accepts(row, &problem, gpu)?,
+                None if problem.is_empty() => {}
+                None => drop(select(&problem, gpu)?),
+            }
+            return call.forward_into(o, lse, &place.stream);
+        }
+        match sizes.kernel.0 {
+            Some(row) => call.forward_with(row, o, lse, &place.stream),
+            None => call.forward_into(o, lse, &place.stream),
+        }
+    }
+
+    /// Checks all tensors.
+    pub(super) fn judge(&self, outputs: Use, place: &Place) -> Checked<()> {
+        let inputs = self.qkv.iter().chain(&self.sink);
+        inputs.into_iter().try_for_each(|input| input.judge(Use::Read, &place.stream))?;
+        let outputs_of = [Some(&self.o), self.lse.as_ref()].into_iter().flatten();
+        outputs_of.into_iter().try_for_each(|output| output.judge(outputs, &place.stream))
+    }
+}
