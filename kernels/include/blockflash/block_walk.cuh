@@ -114,7 +114,8 @@ struct DescendingTiles {
   __device__ __forceinline__ DescendingTiles(uint32_t list_smem, int position)
       : list(list_smem), within(position), first_tile(0), listed(0), column(0) {
     const TileList tiles = TileList::load(list);
-    if (tiles.cols == nullptr) return;
+    // A list without tiles has no position: there is nothing before its first column, perhaps not even memory.
+    if (tiles.cols == nullptr || position < 0) return;
     listed = position / tiles.tiles_per_col, within = position - listed * tiles.tiles_per_col;
     first_tile = tiles.cols[listed] * tiles.tiles_per_col;
     if (listed > 0) column = tiles.cols[--listed];
