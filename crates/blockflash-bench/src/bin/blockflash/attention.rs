@@ -94,8 +94,8 @@ pub struct Args {
     /// Bend scores to X·tanh(score / X)
     #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Operation")]
     softcap: Option<f32>,
-    /// Add a score per query head to the sum of exponentials: f32 [heads] from a file (tensor
-    /// `sink`), or `random`
+    /// Add a score per query head to the sum of exponentials: f32 `[heads]` from a file
+    /// (tensor `sink`), or `random`
     #[arg(long, value_name = "FILE|random", help_heading = "Operation")]
     pub sink: Option<PathBuf>,
 
@@ -175,10 +175,11 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut lse = with_lse.then(|| Tensor::empty(&stream, DType::F32, &lse_shape)).transpose()?;
     let mut forward = || {
         let (o, lse) = (o.view_mut(), lse.as_mut().map(Tensor::view_mut));
-        Ok(match kernel.filter(|_| args.row.is_some()) {
+        match kernel.filter(|_| args.row.is_some()) {
             Some(row) => attention.forward_with(row, o, lse, &stream)?,
             None => attention.forward_into(o, lse, &stream)?,
-        })
+        }
+        Ok(())
     };
     let first_us = measure::first("attention", &stream, &mut forward)?;
     let timing = measure::repeat("attention, again", &stream, first_us, args.common.repeat, forward)?;
