@@ -7,7 +7,7 @@ use super::{
 use crate::gpu::{Gpu, wait};
 use blockflash_ops::{DType, Error, Stream};
 use blockflash_sys::Row;
-use blockflash_sys::manifest::{self, AttentionTile, Variant};
+use blockflash_sys::manifest::{self, AttentionTile, Lse, Variant};
 use std::collections::BTreeMap;
 
 /// Rows with their tiles, by element type and head dimension. Those of a group compute the same problems: they share cases and
@@ -57,6 +57,9 @@ pub fn run_or_refuse(
 /// What a row of the case's type and width says if it cannot compute it.
 fn refusal(case: &AttentionCase, row: &Row) -> Option<&'static str> {
     let tile = row.attention_tile()?;
+    if tile.lse == Lse::Always && case.lse && case.softcap.is_some() {
+        return Some("softcap is not exact enough");
+    }
     let divides = |tile: u32, block: usize| block.is_multiple_of(tile as usize);
     let consists_of_tiles = case
         .block_mask

@@ -9,6 +9,7 @@ use crate::placement::Placement;
 use blockflash_ops::attention::{accepts, select};
 use blockflash_ops::{Attention, BlockGeometry, BlockMask, CuSeqlens, DType, Error, Mask};
 use blockflash_sys::Row;
+use blockflash_sys::manifest::Lse;
 use rand::Rng;
 use std::fmt;
 
@@ -73,7 +74,8 @@ impl Sizes {
                 size * random.random_range(1..=(BlockGeometry::MAX_BLOCK_SIZE / size).min(2))
             }),
             mask_heads: one_of(&[1, heads_kv, most], random),
-            softcap: random.random_bool(0.2).then_some(20.0),
+            // Kernels for Hopper with the log-sum-exp take no softcap.
+            softcap: random.random_bool(0.2).then_some(20.0).filter(|_| tile.lse != Lse::Always),
             sink: random.random_bool(0.2),
             lse: asked == tile.lse.suits(asked),
         }
