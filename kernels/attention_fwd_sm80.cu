@@ -10,6 +10,7 @@
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"
 #include "blockflash/quad.cuh"
+#include "blockflash/soft_cap.cuh"
 #include "blockflash/softmax.cuh"
 #include "blockflash/swizzle.cuh"
 #include "blockflash/tile_copy.cuh"

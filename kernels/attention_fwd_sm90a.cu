@@ -12,6 +12,7 @@
 #include "blockflash/ptx/barrier.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/wgmma.cuh"
+#include "blockflash/soft_cap.cuh"
 
 namespace blockflash {
 namespace {
@@ -289,7 +290,10 @@ struct Consumer {
       if (has_scores()) {
         release(stage);
         if (kLateQ && key_tile == QueryTile::load(slot).first_key_tile) release_q();
-        if (params.base.softcap > 0.f) cap_scores(s, params.base.softcap, params.scale_over_cap);
+        if (params.base.softcap > 0.f) {
+#pragma unroll
+          for (float& score : s) score = soft_cap(score, params.base.softcap, params.scale_over_cap);
+        }
         if (is(kMasked)) mask_row(s, 0, visible[0]), mask_row(s, 1, visible[1]);
         int top[2];
         softmax.largest(s, top);

@@ -2,7 +2,7 @@
 //
 // One block of threads computes one block row of A times block_n columns of B: a multistage matmul over the blocks of the row laid
 // end to end, whose rows of B are gathered by the column indices. No multiplication by a missing block is ever executed, and
-// nothing is planned ahead, so the pattern may change between launches.
+// nothing is planned ahead.
 #include "blockflash/bsr_epilogue.cuh"
 #include "blockflash/config.cuh"
 #include "blockflash/ptx/cp_async.cuh"

@@ -2,7 +2,7 @@
 //
 // A tile of C is one block row of op(A), or two that share B, times block_n columns of B. The blocks of the row laid end to end are the depth
 // of a dense matmul, 64 of it a stage, whose rows of B are gathered by the column indices: blocks of A come straight from the values,
-// nothing is packed or planned, so the pattern may change between launches. While consumers store a tile the producer fills the ring
+// nothing is packed or planned. While consumers store a tile the producer fills the ring
 // for the next. Long tiles may be computed in parts (bsr_parts.cuh), neighbouring tiles may share A (bsr_cluster.cuh). op(A) is A or, by an
 // index of its block columns, the transposed A; B is row-major or column-major.
 #include "blockflash/bsr_epilogue.cuh"

@@ -2,7 +2,7 @@
 // ldmatrix, mma.sync.
 //
 // One block of threads computes a tile: some neighbouring stored blocks of a block row, which share its rows of A; their columns of B are
-// gathered by the column indices and lie side by side in shared memory. Nothing is planned, so the pattern may change between launches.
+// gathered by the column indices and lie side by side in shared memory.
 // Which way A and B lie is a run-time argument, uniform for all threads: only copies and the loads of fragments depend on it.
 #include "blockflash/bsr_sddmm_tiles.cuh"
 #include "blockflash/config.cuh"

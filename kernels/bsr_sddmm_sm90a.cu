@@ -2,8 +2,8 @@
 // blocks of one producer warpgroup and two consumer warpgroups.
 //
 // A tile is some neighbouring stored blocks of a block row, whose rows of A they share; their columns of B are gathered by the column
-// indices and lie side by side in shared memory, so that a tile is one dense product. Nothing is planned: the pattern may change between
-// launches. While consumers store a tile the producer fills the ring for the next.
+// indices and lie side by side in shared memory, so that a tile is one dense product.
+// While consumers store a tile the producer fills the ring for the next.
 #include <type_traits>
 
 #include "blockflash/bsr_sddmm_pipeline.cuh"

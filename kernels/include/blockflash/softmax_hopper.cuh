@@ -117,15 +117,6 @@ struct HopperSoftmax {
   }
 };
 
-// Scores become softcap·tanh(score·scale_over_cap). The error is a few 2^-23 of the cap: small beside that of 16-bit probabilities.
-template <int n>
-__device__ __forceinline__ void cap_scores(float (&s)[n], float softcap, float scale_over_cap) {
-  constexpr float kTwoLog2e = 2.8853900817779268f;
-#pragma unroll
-  for (int i = 0; i < n; ++i)
-    s[i] = fmaf(-2.f * softcap, ptx::rcp_approx(ptx::ex2_approx(s[i] * (scale_over_cap * kTwoLog2e)) + 1.f), softcap);
-}
-
 // Bit 2 j + e: key 8 j + e lies in [begin, end), both counted from the lane's first key.
 __device__ __forceinline__ uint32_t visible_keys(int begin, int end) {
   const auto below = [](int limit) {

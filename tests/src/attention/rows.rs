@@ -57,9 +57,6 @@ pub fn run_or_refuse(
 /// What a row of the case's type and width says if it cannot compute it.
 fn refusal(case: &AttentionCase, row: &Row) -> Option<&'static str> {
     let tile = row.attention_tile()?;
-    if tile.lse == Lse::Always && case.lse && case.softcap.is_some() {
-        return Some("softcap is not exact enough");
-    }
     let divides = |tile: u32, block: usize| block.is_multiple_of(tile as usize);
     let consists_of_tiles = case
         .block_mask

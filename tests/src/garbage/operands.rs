@@ -74,8 +74,7 @@ impl Sizes {
                 size * random.random_range(1..=(BlockGeometry::MAX_BLOCK_SIZE / size).min(2))
             }),
             mask_heads: one_of(&[1, heads_kv, most], random),
-            // Kernels for Hopper with the log-sum-exp take no softcap.
-            softcap: random.random_bool(0.2).then_some(20.0).filter(|_| tile.lse != Lse::Always),
+            softcap: random.random_bool(0.2).then_some(20.0),
             sink: random.random_bool(0.2),
             lse: asked == tile.lse.suits(asked),
         }

@@ -64,7 +64,6 @@ enum Mismatch {
     Blocks { tile: AttentionTile, mask: BlockMaskSizes },
     Heads { tile: u32 },
     LogSumExp { tile: Lse },
-    CappedLogSumExp,
     TensorMap { what: &'static str, dim: &'static str, stride: usize },
     Gpu(arch::Obstacle),
 }
@@ -87,7 +86,6 @@ impl fmt::Display for Mismatch {
                 write!(f, "{tile} heads of q share a tile, but not keys and a block mask")
             }
             Mismatch::LogSumExp { tile } => f.write_str(log_sum_exp(*tile)),
-            Mismatch::CappedLogSumExp => f.write_str("its softcap is not exact enough for lse"),
             Mismatch::TensorMap { what, dim, stride } => {
                 write!(f, "the {dim} stride of {what} is {stride} elements, which a tensor map cannot have")
             }
@@ -110,11 +108,6 @@ fn fits(
     }
     if !tile.lse.suits(problem.lse.is_some()) {
         return Err(Mismatch::LogSumExp { tile: tile.lse });
-    }
-    // The softcap of the Hopper kernels is good for the output, but its error of a few 2^-23 of the
-    // cap exceeds what the f32 lse of short rows may have. The portable kernels are exact there.
-    if matches!(tile.lse, Lse::Always) && problem.softcap.is_some() {
-        return Err(Mismatch::CappedLogSumExp);
     }
     match problem.block_mask {
         Some(mask) if !mask.divides_into(tile) => return Err(Mismatch::Blocks { tile: *tile, mask }),

@@ -215,19 +215,3 @@ fn grids_and_tiles_have_limits() {
     let refused = accepts(other, &problem(DType::F16, 64), &gpu(9, 0)).unwrap_err().to_string();
     assert!(refused.contains("computes something else"), "{refused}");
 }
-
-#[test]
-fn a_capped_log_sum_exp_takes_a_portable_kernel() {
-    let gpu = gpu(9, 0);
-    let chosen = |problem: &AttentionProblem| select(problem, &gpu).unwrap();
-    for head_dim in [64, 96, 128, 192, 256] {
-        let plain = problem(DType::BF16, head_dim);
-        let capped = AttentionProblem { softcap: Some(30.0), ..plain };
-        let is_hopper = |problem: &AttentionProblem| chosen(problem).target == Target::Sm90a;
-        assert_eq!([plain, plain.with_lse(), capped].map(|problem| is_hopper(&problem)), [true; 3]);
-        let capped = capped.with_lse();
-        assert!(!is_hopper(&capped));
-        let refused = accepts(chosen(&plain.with_lse()), &capped, &gpu).unwrap_err().to_string();
-        assert!(refused.contains("softcap is not exact enough"), "{refused}");
-    }
-}
