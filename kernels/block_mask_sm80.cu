@@ -1,9 +1,12 @@
-// Block masks built on the GPU, for sm_80 and newer: chosen blocks become the index arrays that attention walks, in two launches.
+// Block masks built on the GPU, for sm_80 and newer: chosen blocks become the index arrays that
+// attention walks, in two launches.
 //
-// A block of threads has a slab of neighbouring rows of one head of the mask, and each of its warps has one row. The first launch
-// chooses: the source's columns become bits, those that are always visited are added, those that the token mask hides are removed,
-// and what is left is counted. The second lists: it adds up the counts before its slab, and writes the columns of each row, where
-// they start, and the row's place in the order of lengths. Results do not depend on which block or lane comes first.
+// A block of threads has a slab of neighbouring rows of one head of the mask, and each of its warps
+// has one row. The first launch chooses: the source's columns become bits, those that are always
+// visited are added, those that the token mask hides are removed, and what is left is counted. The
+// second lists: it adds up the counts before its slab, and writes the columns of each row, where
+// they start, and the row's place in the order of lengths. Results do not depend on which block or
+// lane comes first.
 #include "blockflash/block_walk.cuh"
 #include "blockflash/config.cuh"
 #include "blockflash/mask.cuh"
@@ -20,7 +23,8 @@ struct ColumnRange {
   int begin, end;
 };
 
-// The row of a warp. Its columns are held in words of 32 bits, the first column of a word in the lowest bit.
+// The row of a warp. Its columns are held in words of 32 bits, the first column of a word in the
+// lowest bit.
 struct Row {
   int lane;
   int group, row;  // the group is batch·heads + head
@@ -42,14 +46,18 @@ struct Row {
 };
 
 // Keeps the problem of the first row, and of its first position, whoever comes first.
-__device__ __forceinline__ void report(const Params& p, int64_t row_index, int64_t position, int problem) {
-  const uint64_t code = static_cast<uint64_t>(row_index) << 33 | static_cast<uint64_t>(position) << 2 | static_cast<uint64_t>(problem);
-  atomicMin(reinterpret_cast<unsigned long long*>(p.problems), static_cast<unsigned long long>(code));
+__device__ __forceinline__ void report(const Params& p, int64_t row_index, int64_t position,
+                                       int problem) {
+  const uint64_t code = static_cast<uint64_t>(row_index) << 33 |
+                        static_cast<uint64_t>(position) << 2 | static_cast<uint64_t>(problem);
+  atomicMin(reinterpret_cast<unsigned long long*>(p.problems),
+            static_cast<unsigned long long>(code));
 }
 
 // Columns of which some query of the row sees a key.
 __device__ __forceinline__ ColumnRange visible_columns(const Params& p, int row) {
-  const AttentionMask mask = {p.seqlen_kv, p.align_bottom_right ? p.seqlen_kv - p.seqlen_q : 0, p.window_left, p.window_right};
+  const AttentionMask mask = {p.seqlen_kv, p.align_bottom_right ? p.seqlen_kv - p.seqlen_q : 0,
+                              p.window_left, p.window_right};
   const int first_query = row * p.block_q;
   const KeyRange keys = mask.keys_of_any(first_query, min(first_query + p.block_q, p.seqlen_q) - 1);
   if (keys.begin >= keys.end) return {0, 0};
@@ -86,7 +94,8 @@ __device__ __forceinline__ void choose_listed(const Params& p, const Row& row) {
       const int at = __ffs(wrong) - 1;
       const bool is_missing = (missing >> at & 1) != 0;
       if (row.lane == 0)
-        report(p, row.index, first + at, is_missing ? BLOCKFLASH_BLOCK_PROBLEM_NO_COLUMN : BLOCKFLASH_BLOCK_PROBLEM_TWICE);
+        report(p, row.index, first + at,
+               is_missing ? BLOCKFLASH_BLOCK_PROBLEM_NO_COLUMN : BLOCKFLASH_BLOCK_PROBLEM_TWICE);
     }
     __syncwarp();  // the next 32 see the bits of these
   }
@@ -99,10 +108,12 @@ __device__ __forceinline__ uint32_t key_of(float score) {
   return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
 }
 
-// The k largest scores among the visible columns, of equal ones the first. Their threshold is found bit by bit, from the highest one
-// on, as the largest key that at least k candidates reach.
-__device__ __forceinline__ void choose_largest(const Params& p, const Row& row, ColumnRange visible) {
-  constexpr int kHeld = 16;  // words whose keys stay in registers; those of later ones are worked out again for every bit
+// The k largest scores among the visible columns, of equal ones the first. Their threshold is found
+// bit by bit, from the highest one on, as the largest key that at least k candidates reach.
+__device__ __forceinline__ void choose_largest(const Params& p, const Row& row,
+                                               ColumnRange visible) {
+  constexpr int kHeld = 16;  // words whose keys stay in registers; those of later ones are worked
+                             // out again for every bit
   const float* const scores = static_cast<const float*>(p.source) + row.index * p.cols;
   int first_nan = p.cols;
   // 0 for what is no candidate: hidden columns, those that do not exist, and NaN.
@@ -147,15 +158,19 @@ __device__ __forceinline__ void choose_largest(const Params& p, const Row& row, 
     const unsigned equal = __ballot_sync(kAllLanes, key == threshold);
     const bool in_time = __popc(equal & ((1u << row.lane) - 1)) < equal_left;
     equal_left -= __popc(equal);
-    const unsigned word = __ballot_sync(kAllLanes, key > threshold || (key == threshold && in_time));
+    const unsigned word =
+        __ballot_sync(kAllLanes, key > threshold || (key == threshold && in_time));
     if (row.lane == 0) row.bits[w] = word;
   });
   first_nan = __reduce_min_sync(kAllLanes, first_nan);
-  if (first_nan < p.cols && row.lane == 0) report(p, row.index, first_nan, BLOCKFLASH_BLOCK_PROBLEM_NAN);
+  if (first_nan < p.cols && row.lane == 0)
+    report(p, row.index, first_nan, BLOCKFLASH_BLOCK_PROBLEM_NAN);
 }
 
 __device__ __forceinline__ void add_always(const Params& p, const Row& row) {
-  const int32_t* const ends = p.always.row_ptr + group_offset(p.always, p.rows + 1, row.group / p.heads, row.group % p.heads) + row.row;
+  const int32_t* const ends =
+      p.always.row_ptr +
+      group_offset(p.always, p.rows + 1, row.group / p.heads, row.group % p.heads) + row.row;
   for (int at = ends[0] + row.lane; at < ends[1]; at += kWarpSize) {
     const int col = p.always.col_idx[at];
     atomicOr(row.bits + col / 32, 1u << col % 32);
@@ -163,13 +178,16 @@ __device__ __forceinline__ void add_always(const Params& p, const Row& row) {
 }
 
 // The lowest `count` bits; none below 0, all from 32 on.
-__device__ __forceinline__ uint32_t lowest_bits(int count) { return count <= 0 ? 0 : count >= 32 ? 0xFFFFFFFFu : (1u << count) - 1; }
+__device__ __forceinline__ uint32_t lowest_bits(int count) {
+  return count <= 0 ? 0 : count >= 32 ? 0xFFFFFFFFu : (1u << count) - 1;
+}
 
 // Removes the columns outside of a range, and counts the others.
 __device__ __forceinline__ int keep_and_count(const Row& row, ColumnRange range) {
   int count = 0;
   for (int w = row.lane; w < row.words; w += kWarpSize) {
-    const uint32_t word = row.bits[w] & lowest_bits(range.end - w * 32) & ~lowest_bits(range.begin - w * 32);
+    const uint32_t word =
+        row.bits[w] & lowest_bits(range.end - w * 32) & ~lowest_bits(range.begin - w * 32);
     row.bits[w] = word;
     count += __popc(word);
   }
@@ -204,7 +222,8 @@ __device__ __forceinline__ void choose(const Params& p, const Row& row) {
 __device__ __forceinline__ int64_t length_before_slab(const Params& p) {
   __shared__ long long sums[kSlabRows];
   long long sum = 0;
-  for (unsigned i = threadIdx.x; i < blockIdx.x; i += BlockMaskConfig::threads) sum += p.slab_lengths[i];
+  for (unsigned i = threadIdx.x; i < blockIdx.x; i += BlockMaskConfig::threads)
+    sum += p.slab_lengths[i];
 #pragma unroll
   for (int step = kWarpSize / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
   if (threadIdx.x % kWarpSize == 0) sums[threadIdx.x / kWarpSize] = sum;
@@ -222,20 +241,22 @@ __device__ __forceinline__ void write_columns(const Params& p, const Row& row, i
     for (int i = 0; i < min(kWarpSize, row.words - first); ++i) {
       const uint32_t word = __shfl_sync(kAllLanes, own, i);
       const int64_t place = at + __popc(word & ((1u << row.lane) - 1));
-      if ((word >> row.lane & 1) != 0 && place < p.capacity) p.col_idx[place] = (first + i) * 32 + row.lane;
+      if ((word >> row.lane & 1) != 0 && place < p.capacity)
+        p.col_idx[place] = (first + i) * 32 + row.lane;
       at += __popc(word);
     }
   }
 }
 
-// Rows of the same head that are taken before this one: fewer than all of them, whatever the lengths are. Another launch may
-// change them meanwhile, so the row must not compare with itself.
+// Rows of the same head that are taken before this one: fewer than all of them, whatever the
+// lengths are. Another launch may change them meanwhile, so the row must not compare with itself.
 __device__ __forceinline__ int rows_before(const Params& p, const Row& row, int length) {
   const int32_t* const lengths = p.lengths + (row.index - row.row);
   int count = 0;
 #pragma unroll 4
   for (int other = row.lane; other < p.rows; other += kWarpSize)
-    count += other != row.row && (lengths[other] > length || (lengths[other] == length && other > row.row));
+    count += other != row.row &&
+             (lengths[other] > length || (lengths[other] == length && other > row.row));
   return __reduce_add_sync(kAllLanes, count);
 }
 
@@ -243,20 +264,24 @@ __device__ __forceinline__ void list(const Params& p, const Row& row) {
   int64_t start = length_before_slab(p);
   if (row.row >= p.rows) return;
   const int earlier = row.row % kSlabRows;  // rows of the slab
-  start += __reduce_add_sync(kAllLanes, row.lane < earlier ? p.lengths[row.index - earlier + row.lane] : 0);
+  start += __reduce_add_sync(kAllLanes,
+                             row.lane < earlier ? p.lengths[row.index - earlier + row.lane] : 0);
   const int length = p.lengths[row.index];
   const int64_t end = start + length, capacity = p.capacity;
   write_columns(p, row, start);
   const int place = rows_before(p, row, length);
   if (row.lane != 0) return;
   p.row_order[row.index - row.row + place] = row.row;
-  int32_t* const row_ptr = p.row_ptr + row.index + row.group;  // each group has one entry more than rows
+  int32_t* const row_ptr =
+      p.row_ptr + row.index + row.group;  // each group has one entry more than rows
   row_ptr[0] = static_cast<int32_t>(min(start, capacity));
   const bool is_last = row.row + 1 == p.rows;
   if (is_last) row_ptr[1] = static_cast<int32_t>(min(end, capacity));
-  if (start <= capacity && end > capacity) report(p, row.index, capacity - start, BLOCKFLASH_BLOCK_PROBLEM_CAPACITY);
+  if (start <= capacity && end > capacity)
+    report(p, row.index, capacity - start, BLOCKFLASH_BLOCK_PROBLEM_CAPACITY);
   if (is_last && row.group + 1 == p.batch * p.heads && end > capacity)
-    atomicMin(reinterpret_cast<unsigned long long*>(p.problems) + 1, ~static_cast<unsigned long long>(end));
+    atomicMin(reinterpret_cast<unsigned long long*>(p.problems) + 1,
+              ~static_cast<unsigned long long>(end));
 }
 
 }  // namespace

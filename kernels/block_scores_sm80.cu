@@ -1,8 +1,9 @@
-// Scores of blocks for sm_80 and newer: the mean query of each block row times the mean key of each block column, in two launches.
+// Scores of blocks for sm_80 and newer: the mean query of each block row times the mean key of each
+// block column, in two launches.
 //
-// In the first one a block of threads computes one mean; every byte of q and k is read once, and nothing else takes time. In the
-// second one it computes a tile of scores in f32 on the CUDA cores: the means are f32, and tensor cores would round them. All sums
-// have one fixed order.
+// In the first one a block of threads computes one mean; every byte of q and k is read once, and
+// nothing else takes time. In the second one it computes a tile of scores in f32 on the CUDA cores:
+// the means are f32, and tensor cores would round them. All sums have one fixed order.
 #include "blockflash/config.cuh"
 #include "blockflash/element.cuh"
 
@@ -18,13 +19,16 @@ constexpr int kChunk = 8;  // elements of a 16-byte load
 constexpr int kLoads = 8;  // of a thread at a time
 constexpr int kTile = Config::tile;
 constexpr int kDepth = 16;  // elements of the means that are multiplied between two barriers
-constexpr int kRowsPerThread = kTile / (kThreads / kWarpSize);  // a warp has these rows of a tile of scores,
-constexpr int kColsPerThread = kTile / kWarpSize;               // and a lane every 32nd column
+constexpr int kRowsPerThread =
+    kTile / (kThreads / kWarpSize);                // a warp has these rows of a tile of scores,
+constexpr int kColsPerThread = kTile / kWarpSize;  // and a lane every 32nd column
 static_assert(kRowsPerThread % 4 == 0, "rows are read from shared memory four at a time");
-static_assert(kTile * (kDepth / 4) % kThreads == 0, "the tile must divide evenly among the threads");
+static_assert(kTile * (kDepth / 4) % kThreads == 0,
+              "the tile must divide evenly among the threads");
 
 // The mean of `rows` rows that are `stride` elements apart.
-__device__ __forceinline__ void write_mean(const Element* x, int64_t stride, int rows, int head_dim, float* mean) {
+__device__ __forceinline__ void write_mean(const Element* x, int64_t stride, int rows, int head_dim,
+                                           float* mean) {
   __shared__ float sums[kThreads * kChunk];  // [teams][head_dim]
   const int chunks = head_dim / kChunk;
   const int teams = kThreads / chunks;  // each adds up every teams-th row
@@ -37,14 +41,17 @@ __device__ __forceinline__ void write_mean(const Element* x, int64_t stride, int
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const int row = first + i * teams;
-        words[i] = row < rows ? __ldg(reinterpret_cast<const uint4*>(x + row * stride + chunk * kChunk)) : make_uint4(0, 0, 0, 0);
+        words[i] = row < rows
+                       ? __ldg(reinterpret_cast<const uint4*>(x + row * stride + chunk * kChunk))
+                       : make_uint4(0, 0, 0, 0);
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const uint32_t pairs[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
 #pragma unroll
         for (int j = 0; j < kChunk; ++j)
-          sum[j] += ElementTraits<Element>::to_float(static_cast<uint16_t>(pairs[j / 2] >> (16 * (j % 2))));
+          sum[j] += ElementTraits<Element>::to_float(
+              static_cast<uint16_t>(pairs[j / 2] >> (16 * (j % 2))));
       }
     }
 #pragma unroll
@@ -71,19 +78,23 @@ __device__ __forceinline__ void means(const Params& p) {
   const int64_t stride_head = is_q ? p.q_stride_head : p.k_stride_head;
   const int head = index % heads, block = index / heads % blocks, batch = index / heads / blocks;
   const int first = block * size;
-  const Element* const x = static_cast<const Element*>(is_q ? p.q : p.k) + batch * stride_batch + head * stride_head + first * stride_seq;
-  float* const mean = (is_q ? p.q_means : p.k_means) + ((static_cast<int64_t>(batch) * heads + head) * blocks + block) * p.head_dim;
+  const Element* const x = static_cast<const Element*>(is_q ? p.q : p.k) + batch * stride_batch +
+                           head * stride_head + first * stride_seq;
+  float* const mean = (is_q ? p.q_means : p.k_means) +
+                      ((static_cast<int64_t>(batch) * heads + head) * blocks + block) * p.head_dim;
   write_mean(x, stride_seq, min(size, seqlen - first), p.head_dim, mean);
 }
 
-// Rows [first_row, first_row + kTile) and columns [first, first + kDepth) of [rows, depth] means, transposed; zeros beyond them.
-__device__ __forceinline__ void load_transposed(float (&tile)[kDepth][kTile], const float* means, int first_row, int rows, int first,
-                                                int depth) {
+// Rows [first_row, first_row + kTile) and columns [first, first + kDepth) of [rows, depth] means,
+// transposed; zeros beyond them.
+__device__ __forceinline__ void load_transposed(float (&tile)[kDepth][kTile], const float* means,
+                                                int first_row, int rows, int first, int depth) {
 #pragma unroll
   for (int i = threadIdx.x; i < kTile * (kDepth / 4); i += kThreads) {
     const int row = i % kTile, d = i / kTile * 4;
     const bool exists = first_row + row < rows && first + d < depth;
-    const float4 x = exists ? *reinterpret_cast<const float4*>(means + static_cast<int64_t>(first_row + row) * depth + first + d)
+    const float4 x = exists ? *reinterpret_cast<const float4*>(
+                                  means + static_cast<int64_t>(first_row + row) * depth + first + d)
                             : make_float4(0, 0, 0, 0);
     tile[d][row] = x.x;
     tile[d + 1][row] = x.y;
@@ -134,7 +145,8 @@ __device__ __forceinline__ void products(const Params& p) {
 #pragma unroll
     for (int n = 0; n < kColsPerThread; ++n) {
       const int row = first_row + warp * kRowsPerThread + m, col = first_col + n * kWarpSize + lane;
-      if (row < p.rows && col < p.cols) scores[static_cast<int64_t>(row) * p.cols + col] = sum[m][n];
+      if (row < p.rows && col < p.cols)
+        scores[static_cast<int64_t>(row) * p.cols + col] = sum[m][n];
     }
 }
 

@@ -1,11 +1,13 @@
-// Block-sparse (BSR) times dense for Hopper and blocks of 32 in dense patterns: TMA and WGMMA, clusters of two persistent blocks of one producer
-// warpgroup and two of consumers each.
+// Block-sparse (BSR) times dense for Hopper and blocks of 32 in dense patterns: TMA and WGMMA,
+// clusters of two persistent blocks of one producer warpgroup and two of consumers each.
 //
-// A tile of C is a group of block rows of A, 256 rows, times twice block_n columns of B, in the stages that the plan of the pattern lists
-// (bsr_gather.cuh). Each block of the cluster computes half of the rows, and B comes from L2 once for both. Each warpgroup multiplies 64 rows,
-// several block rows: where any of them has a block, zeros are written for the others, so that WGMMA can take them. That executes
-// more than is stored, at a rate that the exact kernel (bsr_matmul_gather_sm90a.cu) does not reach. What zeros make of infinity and NaN in B is
-// undone: a missing block contributes nothing.
+// A tile of C is a group of block rows of A, 256 rows, times twice block_n columns of B, in the
+// stages that the plan of the pattern lists (bsr_gather.cuh). Each block of the cluster computes
+// half of the rows, and B comes from L2 once for both. Each warpgroup multiplies 64 rows, several
+// block rows: where any of them has a block, zeros are written for the others, so that WGMMA can
+// take them. That executes more than is stored, at a rate that the exact kernel
+// (bsr_matmul_gather_sm90a.cu) does not reach. What zeros make of infinity and NaN in B is undone:
+// a missing block contributes nothing.
 #include "blockflash/bsr_epilogue.cuh"
 #include "blockflash/bsr_epilogue_copy.cuh"
 #include "blockflash/bsr_filled_copy.cuh"
@@ -17,22 +19,27 @@ namespace {
 
 constexpr int kN = kOwnN;
 constexpr int kPages = (Config::smem_bytes - kSliceOffset) / (kConsumerWarps * kPageBytes);
-// Or a warp's slice of 16 rows × kSliceN columns of accumulators, whose rows a few floats more keep in different banks.
+// Or a warp's slice of 16 rows × kSliceN columns of accumulators, whose rows a few floats more keep
+// in different banks.
 constexpr int kSliceN = 16, kSliceStride = kSliceN * 5 / 4;
-static_assert(kPages >= 1 && kPages <= kN / 64 && kPages * kPageBytes >= 16 * kSliceStride * 4, "there is room for either");
+static_assert(kPages >= 1 && kPages <= kN / 64 && kPages * kPageBytes >= 16 * kSliceStride * 4,
+              "there is room for either");
 
 // An element of A·B, without what is not stored.
-__device__ __forceinline__ float exact_sum(const blockflash_bsr_matmul_params& p, int64_t row, int64_t column) {
+__device__ __forceinline__ float exact_sum(const blockflash_bsr_matmul_params& p, int64_t row,
+                                           int64_t column) {
   using Traits = ElementTraits<Element>;
   const int block_row = static_cast<int>(row / kBlock);
   float sum = 0.f;
 #pragma unroll 1
   for (int block = p.row_ptr[block_row]; block < p.row_ptr[block_row + 1]; ++block) {
-    const uint16_t* const a = static_cast<const uint16_t*>(p.values) + (static_cast<int64_t>(block) * kBlock + row % kBlock) * kBlock;
+    const uint16_t* const a = static_cast<const uint16_t*>(p.values) +
+                              (static_cast<int64_t>(block) * kBlock + row % kBlock) * kBlock;
     const int64_t first = static_cast<int64_t>(p.col_idx[block]) * kBlock;
     const uint16_t* const b = static_cast<const uint16_t*>(p.b) + first * p.ldb + column;
 #pragma unroll 1
-    for (int k = 0; k < kBlock && first + k < p.k; ++k) sum = fmaf(Traits::to_float(a[k]), Traits::to_float(b[k * p.ldb]), sum);
+    for (int k = 0; k < kBlock && first + k < p.k; ++k)
+      sum = fmaf(Traits::to_float(a[k]), Traits::to_float(b[k * p.ldb]), sum);
     if (isnan(sum)) break;  // nothing changes that
   }
   return sum;
@@ -47,29 +54,36 @@ struct Consumer {
   uint32_t parity = 0;  // of the next "full" of this stage
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-  __device__ __forceinline__ void release(int stage) const { Cluster::release(barriers.empty + 8 * stage, lane()); }
+  __device__ __forceinline__ void release(int stage) const {
+    Cluster::release(barriers.empty + 8 * stage, lane());
+  }
 
   // acc += A·B over the stages of a tile, of which there are some.
   __device__ __forceinline__ void multiply(float (&acc)[kN / 2]) {
-    const uint64_t a_ring = ptx::wgmma_descriptor<kBlock * 2>(smem + kBBytes + warpgroup * kWarpgroupRows * kBlockBytes);
+    const uint64_t a_ring = ptx::wgmma_descriptor<kBlock * 2>(
+        smem + kBBytes + warpgroup * kWarpgroupRows * kBlockBytes);
     const uint64_t b_ring = ptx::wgmma_descriptor_mn(smem, kPanelBytes, 1024);
     int before = 0, steps = INT_MAX;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       ptx::mbarrier_wait(barriers.full + 8 * stage, parity);
       const uint32_t offset = stage * kStageBytes >> 4;
-      // Shifted first and exchanged then, or the assembler takes the branch for a divergent one and serialises the products.
-      const uint32_t owners = __shfl_sync(~0u, ptx::load_shared(stage_word(smem, stage)) >> warpgroup, 0);
+      // Shifted first and exchanged then, or the assembler takes the branch for a divergent one and
+      // serialises the products.
+      const uint32_t owners =
+          __shfl_sync(~0u, ptx::load_shared(stage_word(smem, stage)) >> warpgroup, 0);
       if (owners >> (Config::warpgroups - warpgroup)) steps = step + 1;
       if (owners & 1) {
         ptx::wgmma_pin(acc);
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kBlock / 16; ++k)
-          ptx::Wgmma<kN, Element>::template ss<true, true, false>(acc, a_ring + offset + k * 2, b_ring + offset + k * 128);
+          ptx::Wgmma<kN, Element>::template ss<true, true, false>(acc, a_ring + offset + k * 2,
+                                                                  b_ring + offset + k * 128);
         ptx::wgmma_commit_group();
       } else {
-        ptx::wgmma_commit_group();  // of nothing, so that the group before is always the one to wait for
+        ptx::wgmma_commit_group();  // of nothing, so that the group before is always the one to
+                                    // wait for
       }
       ptx::wgmma_wait_group<1>();  // the products of the stage before have read it
       if (step > 0) release(before);
@@ -81,8 +95,10 @@ struct Consumer {
     release(before);
   }
 
-  // Computes what is NaN again: zeros times infinity or NaN may have made it so. In `page`, of this warp, since only there a loop finds them.
-  __device__ __forceinline__ void undo_zeros(float (&acc)[kN / 2], float* page, int first_row, int first_column) const {
+  // Computes what is NaN again: zeros times infinity or NaN may have made it so. In `page`, of this
+  // warp, since only there a loop finds them.
+  __device__ __forceinline__ void undo_zeros(float (&acc)[kN / 2], float* page, int first_row,
+                                             int first_column) const {
     constexpr int kChunk = kPageBytes / 4 / kWarpSize;
     bool found = false;
 #pragma unroll
@@ -110,9 +126,11 @@ struct Consumer {
 
   __device__ __forceinline__ void run(unsigned char* smem_bytes) {
     const blockflash_bsr_matmul_params& p = params.base;
-    const int warp = threadIdx.x / 32 % 4, rank = Cluster::rank(), warp_row = (rank * Config::warpgroups + warpgroup) * 64 + warp * 16;
+    const int warp = threadIdx.x / 32 % 4, rank = Cluster::rank(),
+              warp_row = (rank * Config::warpgroups + warpgroup) * 64 + warp * 16;
     const uint32_t pages = smem + kSliceOffset + (warpgroup * 4 + warp) * kPages * kPageBytes;
-    float* const slice = reinterpret_cast<float*>(smem_bytes + kSliceOffset + (warpgroup * 4 + warp) * kPages * kPageBytes);
+    float* const slice = reinterpret_cast<float*>(smem_bytes + kSliceOffset +
+                                                  (warpgroup * 4 + warp) * kPages * kPageBytes);
     if (lane() == 0) Cluster::ask(barriers.wanted + 8);  // the second slot holds no tile yet
 #pragma unroll 1
     for (int n = 0;; ++n) {
@@ -124,13 +142,15 @@ struct Consumer {
       __syncwarp();
       if (lane() == 0) Cluster::ask(barriers.wanted + n % 2 * 8);
       // A row that does not exist is the first beyond A.
-      const int position = tile.group * kRows + warp_row / kBlock, block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);
+      const int position = tile.group * kRows + warp_row / kBlock,
+                block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);
       const int block_row = position < block_rows ? p.row_order[position] : block_rows;
       float acc[kN / 2] = {};
       if (tile.stages > 0) multiply(acc);
       // The sums of a cluster lie as if its blocks had half of the columns each.
       const int tiles_n = static_cast<int>((p.n + kClusterN - 1) / kClusterN) * Config::cluster;
-      const BsrSums<kConsumerWarps, kN / 2> sums = {params, tile.group, first_column / kBlockN + rank, tiles_n, warpgroup * 4 + warp, lane()};
+      const BsrSums<kConsumerWarps, kN / 2> sums = {
+          params, tile.group, first_column / kBlockN + rank, tiles_n, warpgroup * 4 + warp, lane()};
       if (part.number > 0) {
         sums.leave(part.number, acc);
         continue;
@@ -160,7 +180,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_tma_params param
 
   ptx::launch_dependents();
   if (threadIdx.x == 0) {
-    for (const blockflash_tensor_map* map : {&params.a, &params.b, &params.b_edge}) ptx::prefetch_tensor_map(map);
+    for (const blockflash_tensor_map* map : {&params.a, &params.b, &params.b_edge})
+      ptx::prefetch_tensor_map(map);
     barriers.init();
   }
   Cluster::begin();

@@ -1,10 +1,12 @@
-// Block-sparse (BSR) times dense for Hopper and small blocks: TMA and mma.sync, persistent blocks of one producer warpgroup and two or four
-// of consumers.
+// Block-sparse (BSR) times dense for Hopper and small blocks: TMA and mma.sync, persistent blocks
+// of one producer warpgroup and two or four of consumers.
 //
-// A tile of C is a group of block rows of A times block_n columns of B. B arrives once for the union of their block columns, in stages that
-// the plan of the pattern lists (bsr_gather.cuh), and each consumer warp multiplies the blocks of its own block row with it: no
-// multiplication by a missing block is ever executed. The plan does not know the values: nothing is packed, they may change between
-// launches. Long tiles may be computed in parts (bsr_parts.cuh); neighbouring tiles may share A (bsr_cluster.cuh).
+// A tile of C is a group of block rows of A times block_n columns of B. B arrives once for the
+// union of their block columns, in stages that the plan of the pattern lists (bsr_gather.cuh), and
+// each consumer warp multiplies the blocks of its own block row with it: no multiplication by a
+// missing block is ever executed. The plan does not know the values: nothing is packed, they may
+// change between launches. Long tiles may be computed in parts (bsr_parts.cuh); neighbouring tiles
+// may share A (bsr_cluster.cuh).
 #include "blockflash/bsr_epilogue.cuh"
 #include "blockflash/bsr_gather_copy.cuh"
 #include "blockflash/ptx/launch.cuh"
@@ -17,11 +19,15 @@ namespace {
 // A block row belongs to one warp, or to two side by side, kN columns each.
 constexpr int kWarpsPerRow = kConsumerWarps / kRows, kN = kBlockN / kWarpsPerRow, kPairs = kN / 16;
 constexpr int kTiles = kBlock / 16;  // MMA tiles along the rows of a block, and along its columns
-static_assert(kWarpsPerRow * kRows == kConsumerWarps && kN % 16 == 0, "tiles divide among the warps");
+static_assert(kWarpsPerRow * kRows == kConsumerWarps && kN % 16 == 0,
+              "tiles divide among the warps");
 
-// Accumulators on their way to C, 16 rows × kSliceN columns per warp. A few floats more keep the rows of a store in different banks.
-constexpr int kSliceStride = (Config::smem_bytes - kSliceOffset) / (kConsumerWarps * 16 * 4), kSliceN = kSliceStride / 16 * 16;
-static_assert(kSliceN >= 16 && kN % kSliceN == 0 && kSliceStride % 4 == 0, "slices hold pieces of eight columns, 16-byte aligned");
+// Accumulators on their way to C, 16 rows × kSliceN columns per warp. A few floats more keep the
+// rows of a store in different banks.
+constexpr int kSliceStride = (Config::smem_bytes - kSliceOffset) / (kConsumerWarps * 16 * 4),
+              kSliceN = kSliceStride / 16 * 16;
+static_assert(kSliceN >= 16 && kN % kSliceN == 0 && kSliceStride % 4 == 0,
+              "slices hold pieces of eight columns, 16-byte aligned");
 
 // Fragments of a block of A: MMA tiles [rows][columns].
 using Fragments = uint32_t[kTiles][kTiles][4];
@@ -35,16 +41,22 @@ struct Consumer {
   int stage = 0;
   uint32_t parity = 0;  // of the next "full" of this stage
 
-  // Rows of a block are short: where 128 bytes hold kPitch of them, eight rows at the same chunk of 16 bytes would meet in few banks. So
-  // each row reads its chunks in another order, XOR-ed with its number in units of kPitch, and the registers are put in order then.
+  // Rows of a block are short: where 128 bytes hold kPitch of them, eight rows at the same chunk of
+  // 16 bytes would meet in few banks. So each row reads its chunks in another order, XOR-ed with
+  // its number in units of kPitch, and the registers are put in order then.
   static constexpr int kChunks = kBlock / 8, kPitch = 8 / kChunks, kLoadRows = 32 / kChunks;
 
   __device__ __forceinline__ Consumer(const Params& params, const Barriers& barriers, uint32_t smem)
-      : params(params), barriers(barriers), smem(smem), warp(threadIdx.x / 32 - 4), lane(threadIdx.x % 32) {
+      : params(params),
+        barriers(barriers),
+        smem(smem),
+        warp(threadIdx.x / 32 - 4),
+        lane(threadIdx.x % 32) {
     const int matrix = lane / 8, row = lane % 8;
     a_lane = (matrix / kChunks * 8 + row) * kBlock * 2 + ((matrix % kChunks) ^ (row / kPitch)) * 16;
     const int first_column = warp % kWarpsPerRow * kN, k = lane % 16;
-    b_lane = first_column / 64 * kPanelBytes + k * 128 + ((first_column % 64 / 8 + lane / 16) ^ (k % 8)) * 16;
+    b_lane = first_column / 64 * kPanelBytes + k * 128 +
+             ((first_column % 64 / 8 + lane / 16) ^ (k % 8)) * 16;
   }
 
   __device__ __forceinline__ void load_a(Fragments& a, uint32_t block) const {
@@ -72,18 +84,21 @@ struct Consumer {
   // Fragments of B for 16 of the depth and 16 columns: number `i` of a block column, columns first.
   __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t column, int i) const {
     const int pair = i % kPairs;
-    ptx::ldmatrix_x4_trans(b, (column + b_lane ^ pair % 4 * 32) + pair / 4 * kPanelBytes + i / kPairs * (16 * 128));
+    ptx::ldmatrix_x4_trans(
+        b, (column + b_lane ^ pair % 4 * 32) + pair / 4 * kPanelBytes + i / kPairs * (16 * 128));
   }
 
   // acc += a block of A times a block column of B.
-  __device__ __forceinline__ void multiply(float (&acc)[kTiles][kN / 8][4], const Fragments& a, uint32_t column) const {
+  __device__ __forceinline__ void multiply(float (&acc)[kTiles][kN / 8][4], const Fragments& a,
+                                           uint32_t column) const {
     constexpr int kLoads = kTiles * kPairs, kBuffers = 4;
     uint32_t b[kBuffers][4];
 #pragma unroll
     for (int i = 0; i < kBuffers - 1; ++i) load_b(b[i], column, i);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      if (i + kBuffers - 1 < kLoads) load_b(b[(i + kBuffers - 1) % kBuffers], column, i + kBuffers - 1);
+      if (i + kBuffers - 1 < kLoads)
+        load_b(b[(i + kBuffers - 1) % kBuffers], column, i + kBuffers - 1);
       const uint32_t(&now)[4] = b[i % kBuffers];
       const int pair = i % kPairs, step = i / kPairs;
 #pragma unroll
@@ -99,7 +114,8 @@ struct Consumer {
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
       ptx::mbarrier_wait(barriers.full + 8 * stage, parity);
-      const uint32_t row = ptx::load_shared(stage_word(smem, stage, warp / kWarpsPerRow)), b = smem + stage * kStageBytes;
+      const uint32_t row = ptx::load_shared(stage_word(smem, stage, warp / kWarpsPerRow)),
+                     b = smem + stage * kStageBytes;
       uint32_t block = b + kBBytes + (row >> 8) * kBlockBytes, mine = row & 0xFF;
 #pragma unroll 1
       for (; mine != 0; mine &= mine - 1, block += kBlockBytes) {
@@ -116,7 +132,8 @@ struct Consumer {
 
   __device__ __forceinline__ void run(unsigned char* smem_bytes) {
     const blockflash_bsr_matmul_params& p = params.base;
-    float* const slice = reinterpret_cast<float*>(smem_bytes + kSliceOffset) + warp * 16 * kSliceStride;
+    float* const slice =
+        reinterpret_cast<float*>(smem_bytes + kSliceOffset) + warp * 16 * kSliceStride;
     if (lane == 0) Cluster::ask(barriers.wanted + 8);  // the second slot holds no tile yet
 #pragma unroll 1
     for (int n = 0;; ++n) {
@@ -128,13 +145,15 @@ struct Consumer {
       __syncwarp();
       if (lane == 0) Cluster::ask(barriers.wanted + n % 2 * 8);
       // A row that does not exist is the first beyond A.
-      const int position = tile.group * kRows + warp / kWarpsPerRow, block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);
+      const int position = tile.group * kRows + warp / kWarpsPerRow,
+                block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);
       const int64_t block_row = position < block_rows ? p.row_order[position] : block_rows;
       float acc[kTiles][kN / 8][4] = {};
       walk(acc, tile.stages);
       auto& all = reinterpret_cast<float(&)[kTiles * kN / 8 * 4]>(acc);
       const int tiles_n = static_cast<int>((p.n + kClusterN - 1) / kClusterN) * Config::cluster;
-      const BsrSums<kConsumerWarps, kTiles * kN / 2> sums = {params, tile.group, first_column / kBlockN, tiles_n, warp, lane};
+      const BsrSums<kConsumerWarps, kTiles * kN / 2> sums = {
+          params, tile.group, first_column / kBlockN, tiles_n, warp, lane};
       if (part.number > 0) {
         sums.leave(part.number, all);
         continue;
@@ -143,8 +162,10 @@ struct Consumer {
       const int64_t column = first_column + warp % kWarpsPerRow * kN;
       bool stored = true;  // all of it or nothing
 #pragma unroll
-      for (int m = 0; m < kTiles; ++m) stored &= store_tile_directly(p, acc[m], block_row * kBlock + m * 16, column, lane);
-      if (!stored) store_tile<kSliceN, kSliceStride>(p, acc, slice, block_row * kBlock, column, lane);
+      for (int m = 0; m < kTiles; ++m)
+        stored &= store_tile_directly(p, acc[m], block_row * kBlock + m * 16, column, lane);
+      if (!stored)
+        store_tile<kSliceN, kSliceStride>(p, acc, slice, block_row * kBlock, column, lane);
     }
   }
 };
@@ -161,14 +182,15 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_tma_params param
 
   ptx::launch_dependents();
   if (threadIdx.x == 0) {
-    for (const blockflash_tensor_map* map : {&params.b, &params.b_edge}) ptx::prefetch_tensor_map(map);
+    for (const blockflash_tensor_map* map : {&params.b, &params.b_edge})
+      ptx::prefetch_tensor_map(map);
     barriers.init();
   }
   Cluster::begin();
   ptx::wait_for_predecessors();  // which may have written any operand, or still read C
 
-  // What the producers give up is what the consumers take: more would never come. With four warpgroups of consumers there are 96 each to
-  // begin with, else 168.
+  // What the producers give up is what the consumers take: more would never come. With four
+  // warpgroups of consumers there are 96 each to begin with, else 168.
   constexpr bool kMany = Config::warpgroups == 4;
   constexpr int kConsumerRegisters = kMany ? 104 : 232, kProducerRegisters = kMany ? 64 : 40;
   if (warp < 4) {

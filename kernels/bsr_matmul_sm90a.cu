@@ -1,10 +1,13 @@
-// Block-sparse (BSR) times dense for Hopper: TMA, WGMMA, persistent blocks of one producer warpgroup and two consumer warpgroups.
+// Block-sparse (BSR) times dense for Hopper: TMA, WGMMA, persistent blocks of one producer
+// warpgroup and two consumer warpgroups.
 //
-// A tile of C is one block row of op(A), or two that share B, times block_n columns of B. The blocks of the row laid end to end are the depth
-// of a dense matmul, 64 of it a stage, whose rows of B are gathered by the column indices: blocks of A come straight from the values,
-// nothing is packed or planned. While consumers store a tile the producer fills the ring
-// for the next. Long tiles may be computed in parts (bsr_parts.cuh), neighbouring tiles may share A (bsr_cluster.cuh). op(A) is A or, by an
-// index of its block columns, the transposed A; B is row-major or column-major.
+// A tile of C is one block row of op(A), or two that share B, times block_n columns of B. The
+// blocks of the row laid end to end are the depth of a dense matmul, 64 of it a stage, whose rows
+// of B are gathered by the column indices: blocks of A come straight from the values, nothing is
+// packed or planned. While consumers store a tile the producer fills the ring for the next. Long
+// tiles may be computed in parts (bsr_parts.cuh), neighbouring tiles may share A (bsr_cluster.cuh).
+// op(A) is A or, by an index of its block columns, the transposed A; B is row-major or
+// column-major.
 #include "blockflash/bsr_epilogue.cuh"
 #include "blockflash/bsr_epilogue_columns.cuh"
 #include "blockflash/bsr_epilogue_copy.cuh"
@@ -18,15 +21,19 @@ namespace {
 // The warpgroups take 64 rows of the tile each; where it has no more, they take columns.
 constexpr int kRowGroups = kRows * kSteps, kColumnGroups = Config::warpgroups / kRowGroups;
 constexpr int kN = kBlockN / kColumnGroups;  // columns of a warpgroup
-static_assert(kRowGroups * kColumnGroups == Config::warpgroups && kN % 64 == 0, "tiles divide among the warpgroups");
+static_assert(kRowGroups * kColumnGroups == Config::warpgroups && kN % 64 == 0,
+              "tiles divide among the warpgroups");
 static_assert(!Config::b_column_major || kBlockN <= 256, "a box has at most 256 columns of B");
 
-// 16 further along K in units of descriptors: on in the rows of a K-major operand, 16 rows down in an MN-major one.
-constexpr int kNextA = Config::a_transposed ? 16 * 128 >> 4 : 32 >> 4, kNextB = Config::b_column_major ? 32 >> 4 : 16 * 128 >> 4;
+// 16 further along K in units of descriptors: on in the rows of a K-major operand, 16 rows down in
+// an MN-major one.
+constexpr int kNextA = Config::a_transposed ? 16 * 128 >> 4 : 32 >> 4,
+              kNextB = Config::b_column_major ? 32 >> 4 : 16 * 128 >> 4;
 
-// C on its way to memory: pages of a warp for tensor copies, or its slice of 16 rows × kSliceN columns of accumulators, whose rows a few
-// floats more keep in different banks.
-// Each page of a tile is another one than the page before, also across tiles: so there are no more than a tile needs.
+// C on its way to memory: pages of a warp for tensor copies, or its slice of 16 rows × kSliceN
+// columns of accumulators, whose rows a few floats more keep in different banks. Each page of a
+// tile is another one than the page before, also across tiles: so there are no more than a tile
+// needs.
 constexpr int kStagingBytes = (Config::smem_bytes - kStagingOffset) / kConsumerWarps;
 constexpr int kPages = kStagingBytes / kPageBytes < kN / 64 ? kStagingBytes / kPageBytes : kN / 64;
 constexpr int kSliceN = kStagingBytes >= 16 * 40 * 4 ? 32 : 16, kSliceStride = kSliceN * 5 / 4;
@@ -41,13 +48,20 @@ struct Consumer {
   uint32_t parity = 0;  // of the next "full" of this stage
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-  __device__ __forceinline__ void release(int stage) const { Cluster::release(barriers.empty + 8 * stage, lane()); }
+  __device__ __forceinline__ void release(int stage) const {
+    Cluster::release(barriers.empty + 8 * stage, lane());
+  }
 
   // acc += A·B over the stages of a tile: so many, or up to the one that says that it is the last.
   __device__ __forceinline__ void multiply(float (&acc)[kN / 2], int steps) {
-    const uint32_t a_smem = smem + warpgroup % kRowGroups * 64 * 128, b_smem = smem + kABytes + warpgroup / kRowGroups * kN * 128;
-    const uint64_t a_ring = Config::a_transposed ? ptx::wgmma_descriptor_mn(a_smem, kPanelBytes, 1024) : ptx::wgmma_descriptor(a_smem);
-    const uint64_t b_ring = Config::b_column_major ? ptx::wgmma_descriptor(b_smem) : ptx::wgmma_descriptor_mn(b_smem, kPanelBytes, 1024);
+    const uint32_t a_smem = smem + warpgroup % kRowGroups * 64 * 128,
+                   b_smem = smem + kABytes + warpgroup / kRowGroups * kN * 128;
+    const uint64_t a_ring = Config::a_transposed
+                                ? ptx::wgmma_descriptor_mn(a_smem, kPanelBytes, 1024)
+                                : ptx::wgmma_descriptor(a_smem);
+    const uint64_t b_ring = Config::b_column_major
+                                ? ptx::wgmma_descriptor(b_smem)
+                                : ptx::wgmma_descriptor_mn(b_smem, kPanelBytes, 1024);
     int before = 0;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
@@ -55,8 +69,10 @@ struct Consumer {
       const uint32_t offset = stage * kStageBytes >> 4;
       bool mine = true;
       if constexpr (kRows > 1) {
-        // Shifted first and exchanged then, or the assembler takes the branch for a divergent one and serialises the products.
-        const uint32_t owners = __shfl_sync(~0u, ptx::load_shared(barriers.owners + 4 * stage) >> warpgroup, 0);
+        // Shifted first and exchanged then, or the assembler takes the branch for a divergent one
+        // and serialises the products.
+        const uint32_t owners =
+            __shfl_sync(~0u, ptx::load_shared(barriers.owners + 4 * stage) >> warpgroup, 0);
         mine = owners & 1;
         if (owners >> (kRows - warpgroup)) steps = step + 1;
       }
@@ -69,7 +85,8 @@ struct Consumer {
               acc, a_ring + offset + k * kNextA, b_ring + offset + k * kNextB);
         ptx::wgmma_commit_group();
       } else {
-        ptx::wgmma_commit_group();  // of nothing, so that the group before is always the one to wait for
+        ptx::wgmma_commit_group();  // of nothing, so that the group before is always the one to
+                                    // wait for
       }
       ptx::wgmma_wait_group<1>();  // the products of the stage before have read it
       if (step > 0) release(before);
@@ -84,7 +101,8 @@ struct Consumer {
   __device__ __forceinline__ void run(unsigned char* smem_bytes) {
     const int warp = threadIdx.x / 32 % 4;
     const uint32_t pages = smem + kStagingOffset + (warpgroup * 4 + warp) * kPages * kPageBytes;
-    float* const slice = reinterpret_cast<float*>(smem_bytes + kStagingOffset) + (warpgroup * 4 + warp) * 16 * kSliceStride;
+    float* const slice = reinterpret_cast<float*>(smem_bytes + kStagingOffset) +
+                         (warpgroup * 4 + warp) * 16 * kSliceStride;
     if (lane() == 0) Cluster::ask(barriers.wanted + 8);  // the second slot holds no tile yet
 #pragma unroll 1
     for (int n = 0;; ++n) {
@@ -106,21 +124,26 @@ struct Consumer {
       float acc[kN / 2] = {};
       multiply(acc, blocks * kSteps);
       if constexpr (kSplits) {
-        const int tiles_n = static_cast<int>((params.base.n + kClusterN - 1) / kClusterN) * Config::cluster;
-        const BsrSums<kConsumerWarps, kN / 2> sums = {params, position, first_column / kBlockN, tiles_n, warpgroup * 4 + warp, lane()};
+        const int tiles_n =
+            static_cast<int>((params.base.n + kClusterN - 1) / kClusterN) * Config::cluster;
+        const BsrSums<kConsumerWarps, kN / 2> sums = {
+            params, position, first_column / kBlockN, tiles_n, warpgroup * 4 + warp, lane()};
         if (part.number > 0) {
           sums.leave(part.number, acc);
           continue;
         }
         sums.add(part.count, acc);
       }
-      const int64_t first_row = static_cast<int64_t>(block_row) * kBlock + warpgroup % kSteps * 64 + warp * 16;
+      const int64_t first_row =
+          static_cast<int64_t>(block_row) * kBlock + warpgroup % kSteps * 64 + warp * 16;
       const auto& tiles = reinterpret_cast<const float(&)[1][kN / 8][4]>(acc);
       const int64_t column = first_column + warpgroup / kRowGroups * kN;
       if (kPages > 0 && params.c_by_copies)
-        store_tile_by_copies<kPages ? kPages : 1>(params, tiles[0], pages, first_row, column, lane());
+        store_tile_by_copies<kPages ? kPages : 1>(params, tiles[0], pages, first_row, column,
+                                                  lane());
       else if (params.base.c_column_major)
-        store_tile_columns<kSliceN, kSliceStride>(params.base, tiles[0], slice, first_row, column, lane());
+        store_tile_columns<kSliceN, kSliceStride>(params.base, tiles[0], slice, first_row, column,
+                                                  lane());
       else if (!store_tile_directly(params.base, tiles[0], first_row, column, lane()))
         store_tile<kSliceN, kSliceStride>(params.base, tiles, slice, first_row, column, lane());
     }
@@ -140,7 +163,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_tma_params param
 
   ptx::launch_dependents();
   if (threadIdx.x == 0) {
-    for (const blockflash_tensor_map* map : {&params.a, &params.b, &params.b_edge}) ptx::prefetch_tensor_map(map);
+    for (const blockflash_tensor_map* map : {&params.a, &params.b, &params.b_edge})
+      ptx::prefetch_tensor_map(map);
     barriers.init();
   }
   Cluster::begin();

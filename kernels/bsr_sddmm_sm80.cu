@@ -1,9 +1,10 @@
-// Sampled dense-dense product for sm_80 and newer: dense A times dense B at the stored blocks of a block-sparse matrix. cp.async ring,
-// ldmatrix, mma.sync.
+// Sampled dense-dense product for sm_80 and newer: dense A times dense B at the stored blocks of a
+// block-sparse matrix. cp.async ring, ldmatrix, mma.sync.
 //
-// One block of threads computes a tile: some neighbouring stored blocks of a block row, which share its rows of A; their columns of B are
-// gathered by the column indices and lie side by side in shared memory.
-// Which way A and B lie is a run-time argument, uniform for all threads: only copies and the loads of fragments depend on it.
+// One block of threads computes a tile: some neighbouring stored blocks of a block row, which share
+// its rows of A; their columns of B are gathered by the column indices and lie side by side in
+// shared memory. Which way A and B lie is a run-time argument, uniform for all threads: only copies
+// and the loads of fragments depend on it.
 #include "blockflash/bsr_sddmm_tiles.cuh"
 #include "blockflash/config.cuh"
 #include "blockflash/core_matrices.cuh"
@@ -19,16 +20,22 @@ using Config = BsrSddmmPortableConfig;
 using Element = Config::Element;
 using Params = blockflash_bsr_sddmm_portable_params;
 
-constexpr int kBlock = Config::block_size, kColumns = Config::columns, kBlocks = kColumns / kBlock, kDepth = Config::block_k;
+constexpr int kBlock = Config::block_size, kColumns = Config::columns, kBlocks = kColumns / kBlock,
+              kDepth = Config::block_k;
 constexpr int kWarpM = kBlock / Config::warps_m, kWarpN = kColumns / Config::warps_n;
 constexpr int kMTiles = kWarpM / 16, kNTiles = kWarpN / 8;
-constexpr int kABytes = kBlock * kDepth * 2, kBBytes = kColumns * kDepth * 2, kStageBytes = kABytes + kBBytes;
+constexpr int kABytes = kBlock * kDepth * 2, kBBytes = kColumns * kDepth * 2,
+              kStageBytes = kABytes + kBBytes;
 constexpr bool is_power_of_two(int x) { return x > 0 && (x & (x - 1)) == 0; }
 
-static_assert(kColumns % kBlock == 0 && kBlocks <= kWarpSize, "a tile is whole blocks, and one lane holds the column of one");
-static_assert(kMTiles >= 1 && kNTiles % 2 == 0, "fragments of B are loaded for two MMA tiles at a time");
-static_assert(is_power_of_two(kWarpM) && is_power_of_two(kWarpN), "addresses of fragments are permuted by bits");
-static_assert(Config::stages >= 2 && Config::smem_bytes == Config::stages * kStageBytes, "manifest and kernel disagree on smem");
+static_assert(kColumns % kBlock == 0 && kBlocks <= kWarpSize,
+              "a tile is whole blocks, and one lane holds the column of one");
+static_assert(kMTiles >= 1 && kNTiles % 2 == 0,
+              "fragments of B are loaded for two MMA tiles at a time");
+static_assert(is_power_of_two(kWarpM) && is_power_of_two(kWarpN),
+              "addresses of fragments are permuted by bits");
+static_assert(Config::stages >= 2 && Config::smem_bytes == Config::stages * kStageBytes,
+              "manifest and kernel disagree on smem");
 
 using Address = CoreAddress<kDepth>;
 using Accumulators = float[kMTiles][kNTiles][4];
@@ -43,7 +50,8 @@ __device__ __forceinline__ void load_fragment(uint32_t (&r)[4], uint32_t address
 
 // acc += A·B for one stage, the rows and columns of one warp.
 template <bool a_column_major, bool b_column_major>
-__device__ __forceinline__ void multiply(Accumulators& acc, const Address& a_lane, const Address& b_lane, uint32_t stage) {
+__device__ __forceinline__ void multiply(Accumulators& acc, const Address& a_lane,
+                                         const Address& b_lane, uint32_t stage) {
 #pragma unroll
   for (int k = 0; k < kDepth / 16; ++k) {
     uint32_t a[kMTiles][4];
@@ -63,25 +71,32 @@ __device__ __forceinline__ void multiply(Accumulators& acc, const Address& a_lan
 }
 
 // Slices of 16 rows × the columns of a warp, through the freed ring.
-constexpr int kSliceStride = kWarpN + 8;  // floats; 8 more keep the eight rows of a store in different banks
-static_assert(16 * kSliceStride * 4 * Config::warps_m * Config::warps_n <= Config::smem_bytes, "slices fit into the ring");
+constexpr int kSliceStride =
+    kWarpN + 8;  // floats; 8 more keep the eight rows of a store in different banks
+static_assert(16 * kSliceStride * 4 * Config::warps_m * Config::warps_n <= Config::smem_bytes,
+              "slices fit into the ring");
 static_assert(16 * kWarpN % (8 * kWarpSize) == 0, "a slice divides among the lanes");
 
-// values = alpha·slice + beta·values for 16 rows from `row` of the block row on, and the columns from `column` of the tile on. Lane s of
-// the warp holds the first column of block s.
-__device__ __forceinline__ void store_slice(const Params& p, const StoredBlocks& tile, int first_columns, const float* slice, int row,
+// values = alpha·slice + beta·values for 16 rows from `row` of the block row on, and the columns
+// from `column` of the tile on. Lane s of the warp holds the first column of block s.
+__device__ __forceinline__ void store_slice(const Params& p, const StoredBlocks& tile,
+                                            int first_columns, const float* slice, int row,
                                             int column, int lane) {
   const int height = p.m - tile.block_row * kBlock;
 #pragma unroll 1
   for (int i = lane; i < 16 * kWarpN / 8; i += kWarpSize) {
     const int slice_row = i / (kWarpN / 8), slice_column = i % (kWarpN / 8) * 8;
-    const int block = (column + slice_column) / kBlock, row_inside = row + slice_row, column_inside = (column + slice_column) % kBlock;
+    const int block = (column + slice_column) / kBlock, row_inside = row + slice_row,
+              column_inside = (column + slice_column) % kBlock;
     const int width = p.n - __shfl_sync(~0u, first_columns, block) - column_inside;
     if (block >= tile.count) continue;
-    const int64_t at = (static_cast<int64_t>(tile.first + block) * kBlock + row_inside) * kBlock + column_inside;
+    const int64_t at =
+        (static_cast<int64_t>(tile.first + block) * kBlock + row_inside) * kBlock + column_inside;
     float x[8], old[8] = {};
-    *reinterpret_cast<float4*>(x) = *reinterpret_cast<const float4*>(slice + slice_row * kSliceStride + slice_column);
-    *reinterpret_cast<float4*>(x + 4) = *reinterpret_cast<const float4*>(slice + slice_row * kSliceStride + slice_column + 4);
+    *reinterpret_cast<float4*>(x) =
+        *reinterpret_cast<const float4*>(slice + slice_row * kSliceStride + slice_column);
+    *reinterpret_cast<float4*>(x + 4) =
+        *reinterpret_cast<const float4*>(slice + slice_row * kSliceStride + slice_column + 4);
     if (p.beta != 0.f) load_eight(old, p.values, p.values_dtype, p.values_vectorized, at);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -109,9 +124,13 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_sddmm_portable_params p
   const int first_columns = lane < tile.count ? __ldg(p.col_idx + tile.first + lane) * kBlock : -1;
 
   const DenseCopy<kBlock, 1, kDepth, Config::threads, Element> a_copy = {
-      {static_cast<const Element*>(p.a), p.lda, p.m, p.k, p.a_column_major == 0, p.a_vectorized != 0}, tile.block_row * kBlock};
+      {static_cast<const Element*>(p.a), p.lda, p.m, p.k, p.a_column_major == 0,
+       p.a_vectorized != 0},
+      tile.block_row * kBlock};
   const DenseCopy<kColumns, kBlocks, kDepth, Config::threads, Element> b_copy = {
-      {static_cast<const Element*>(p.b), p.ldb, p.n, p.k, p.b_column_major != 0, p.b_vectorized != 0}, first_columns};
+      {static_cast<const Element*>(p.b), p.ldb, p.n, p.k, p.b_column_major != 0,
+       p.b_vectorized != 0},
+      first_columns};
   const int steps = p.k / kDepth + (p.k % kDepth != 0);
   const auto start_stage = [&](int step) {
     if (step < steps) {
@@ -119,7 +138,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_sddmm_portable_params p
       a_copy.start(stage, step * kDepth);
       b_copy.start(stage + kABytes, step * kDepth);
     }
-    ptx::cp_async_commit_group();  // also past the end: the group of a step is always the oldest of stages - 1
+    ptx::cp_async_commit_group();  // also past the end: the group of a step is always the oldest of
+                                   // stages - 1
   };
 #pragma unroll 1
   for (int step = 0; step < Config::stages - 1; ++step) start_stage(step);
@@ -134,13 +154,16 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_sddmm_portable_params p
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     ptx::cp_async_wait_group<Config::stages - 2>();
-    __syncthreads();  // the stage is visible to all; all have read the one before, which is refilled now
+    __syncthreads();  // the stage is visible to all; all have read the one before, which is
+                      // refilled now
     start_stage(step + Config::stages - 1);
     if (has_blocks) {
       if (p.a_column_major)
-        p.b_column_major ? multiply<true, true>(acc, a_lane, b_lane, stage) : multiply<true, false>(acc, a_lane, b_lane, stage);
+        p.b_column_major ? multiply<true, true>(acc, a_lane, b_lane, stage)
+                         : multiply<true, false>(acc, a_lane, b_lane, stage);
       else
-        p.b_column_major ? multiply<false, true>(acc, a_lane, b_lane, stage) : multiply<false, false>(acc, a_lane, b_lane, stage);
+        p.b_column_major ? multiply<false, true>(acc, a_lane, b_lane, stage)
+                         : multiply<false, false>(acc, a_lane, b_lane, stage);
     }
     stage = stage + kStageBytes == Config::stages * kStageBytes ? 0 : stage + kStageBytes;
   }

@@ -1,9 +1,10 @@
-// Sampled dense-dense product for Hopper: dense A times dense B at the stored blocks of a block-sparse matrix. TMA, WGMMA, persistent
-// blocks of one producer warpgroup and two consumer warpgroups.
+// Sampled dense-dense product for Hopper: dense A times dense B at the stored blocks of a
+// block-sparse matrix. TMA, WGMMA, persistent blocks of one producer warpgroup and two consumer
+// warpgroups.
 //
-// A tile is some neighbouring stored blocks of a block row, whose rows of A they share; their columns of B are gathered by the column
-// indices and lie side by side in shared memory, so that a tile is one dense product.
-// While consumers store a tile the producer fills the ring for the next.
+// A tile is some neighbouring stored blocks of a block row, whose rows of A they share; their
+// columns of B are gathered by the column indices and lie side by side in shared memory, so that a
+// tile is one dense product. While consumers store a tile the producer fills the ring for the next.
 #include <type_traits>
 
 #include "blockflash/bsr_sddmm_pipeline.cuh"
@@ -15,16 +16,19 @@
 namespace blockflash {
 namespace {
 
-// The warpgroups take 64 rows of the tile each; where it has no more, they take half of its blocks. Either way each has two blocks.
+// The warpgroups take 64 rows of the tile each; where it has no more, they take half of its blocks.
+// Either way each has two blocks.
 constexpr int kRowGroups = kBlock / 64, kN = 2 * kBlock, kTiles = kBlock / 8;
-static_assert(kN * Config::warpgroups / kRowGroups == kBlock * kBlocks, "tiles divide among the warpgroups");
+static_assert(kN * Config::warpgroups / kRowGroups == kBlock * kBlocks,
+              "tiles divide among the warpgroups");
 
 // The 16-bit types of values, and f32.
 template <class Out>
 struct Pair {
   using type = uint32_t;
   static __device__ __forceinline__ float2 widened(uint32_t x) {
-    return make_float2(ElementTraits<Out>::to_float(x & 0xFFFF), ElementTraits<Out>::to_float(x >> 16));
+    return make_float2(ElementTraits<Out>::to_float(x & 0xFFFF),
+                       ElementTraits<Out>::to_float(x >> 16));
   }
 };
 template <>
@@ -33,9 +37,11 @@ struct Pair<float> {
   static __device__ __forceinline__ float2 widened(float2 x) { return x; }
 };
 
-// values = alpha·acc + beta·values for 16 rows of a block from `values` on; zero from `height` rows and `width` columns on.
+// values = alpha·acc + beta·values for 16 rows of a block from `values` on; zero from `height` rows
+// and `width` columns on.
 template <class Out>
-__device__ __forceinline__ void store_rows(const Params& p, const float (&acc)[kTiles][4], Out* values, int height, int width, int lane) {
+__device__ __forceinline__ void store_rows(const Params& p, const float (&acc)[kTiles][4],
+                                           Out* values, int height, int width, int lane) {
   using Two = typename Pair<Out>::type;
   const bool whole = height >= 16 && width >= kBlock;
 #pragma unroll
@@ -72,7 +78,8 @@ __device__ __forceinline__ void store_rows(const Params& p, const float (&acc)[k
 #pragma unroll
         for (int i = 0; i < 4; ++i) words[i] = ElementTraits<Out>::pack(x[i].x, x[i].y);
         quad_transpose(words, lane % 4);
-        *reinterpret_cast<uint4*>(to + (n0 + lane % 4) * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+        *reinterpret_cast<uint4*>(to + (n0 + lane % 4) * 8) =
+            make_uint4(words[0], words[1], words[2], words[3]);
       }
     }
   }
@@ -107,11 +114,15 @@ struct Consumer {
   // acc += A·B over the stages of a tile, for n columns.
   template <int n>
   __device__ __forceinline__ void multiply(float (&acc)[n / 2], int steps) {
-    const uint32_t a = smem + warpgroup % kRowGroups * kPanelBytes, b = smem + kBlockBytes + warpgroup / kRowGroups * 2 * kBlockBytes;
-    const uint64_t a_ring = Config::a_column_major ? ptx::wgmma_descriptor_mn(a, kPanelBytes, 1024) : ptx::wgmma_descriptor(a);
-    const uint64_t b_ring = Config::b_column_major ? ptx::wgmma_descriptor(b) : ptx::wgmma_descriptor_mn(b, kPanelBytes, 1024);
+    const uint32_t a = smem + warpgroup % kRowGroups * kPanelBytes,
+                   b = smem + kBlockBytes + warpgroup / kRowGroups * 2 * kBlockBytes;
+    const uint64_t a_ring = Config::a_column_major ? ptx::wgmma_descriptor_mn(a, kPanelBytes, 1024)
+                                                   : ptx::wgmma_descriptor(a);
+    const uint64_t b_ring = Config::b_column_major ? ptx::wgmma_descriptor(b)
+                                                   : ptx::wgmma_descriptor_mn(b, kPanelBytes, 1024);
     // From 16 along K to the next: 32 bytes of a row, or 16 rows.
-    constexpr int kAStep = (Config::a_column_major ? 16 * 128 : 32) >> 4, kBStep = (Config::b_column_major ? 32 : 16 * 128) >> 4;
+    constexpr int kAStep = (Config::a_column_major ? 16 * 128 : 32) >> 4,
+                  kBStep = (Config::b_column_major ? 32 : 16 * 128) >> 4;
     int before = 0;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
@@ -121,7 +132,8 @@ struct Consumer {
       ptx::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kDepth / 16; ++k)
-        ptx::Wgmma<n, Config::Element>::template ss<true, !Config::b_column_major, Config::a_column_major>(
+        ptx::Wgmma<n, Config::Element>::template ss<true, !Config::b_column_major,
+                                                    Config::a_column_major>(
             acc, a_ring + offset + k * kAStep, b_ring + offset + k * kBStep);
       ptx::wgmma_commit_group();
       ptx::wgmma_wait_group<1>();  // the products of the stage before have read it
@@ -135,20 +147,25 @@ struct Consumer {
   }
 
   template <class Out>
-  __device__ __forceinline__ void store(const Tile& tile, int first, const float (&acc)[2][kTiles][4]) const {
-    const int row = warpgroup % kRowGroups * 64 + threadIdx.x / 32 % 4 * 16, height = p.m - tile.block_row * kBlock - row;
+  __device__ __forceinline__ void store(const Tile& tile, int first,
+                                        const float (&acc)[2][kTiles][4]) const {
+    const int row = warpgroup % kRowGroups * 64 + threadIdx.x / 32 % 4 * 16,
+              height = p.m - tile.block_row * kBlock - row;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (first + i >= tile.blocks) break;
       const int column = kRowGroups == 1 && warpgroup > 0 ? tile.columns[2 + i] : tile.columns[i];
-      Out* const values = static_cast<Out*>(p.values) + (static_cast<int64_t>(tile.first_block + first + i) * kBlock + row) * kBlock;
+      Out* const values =
+          static_cast<Out*>(p.values) +
+          (static_cast<int64_t>(tile.first_block + first + i) * kBlock + row) * kBlock;
       store_rows(p, acc[i], values, height, p.n - column * kBlock, lane());
     }
   }
 
   __device__ __forceinline__ void run() {
     const int steps = p.k / kDepth + (p.k % kDepth != 0), first = warpgroup / kRowGroups * 2;
-    if (lane() == 0) ptx::mbarrier_arrive(barriers.wanted + 8);  // the second slot holds no tile yet
+    if (lane() == 0)
+      ptx::mbarrier_arrive(barriers.wanted + 8);  // the second slot holds no tile yet
 #pragma unroll 1
     for (int n = 0;; ++n) {
       ptx::mbarrier_wait(barriers.announced + n % 2 * 8, n / 2 & 1);
@@ -156,7 +173,8 @@ struct Consumer {
       if (tile.block_row < 0) break;
       __syncwarp();
       if (lane() == 0) ptx::mbarrier_arrive(barriers.wanted + n % 2 * 8);
-      // Exchanged, or the assembler takes the branches for divergent ones and serialises the products.
+      // Exchanged, or the assembler takes the branches for divergent ones and serialises the
+      // products.
       const int mine = __shfl_sync(~0u, tile.blocks, 0) - first;
       if (mine <= 0) {
         skip(steps);

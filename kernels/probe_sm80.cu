@@ -1,7 +1,8 @@
-// What one unit of the GPU does at best, for sm_80 and newer: mma.sync, exponentials, reads and copies of device memory.
+// What one unit of the GPU does at best, for sm_80 and newer: mma.sync, exponentials, reads and
+// copies of device memory.
 //
-// Each probe keeps its unit busy and everything else idle, on real data (zeros would save power), and writes what it computed, so
-// that the work can neither be skipped nor go wrong unseen.
+// Each probe keeps its unit busy and everything else idle, on real data (zeros would save power),
+// and writes what it computed, so that the work can neither be skipped nor go wrong unseen.
 #include "blockflash/config.cuh"
 #include "blockflash/ptx/math.cuh"
 #include "blockflash/ptx/mma.cuh"
@@ -10,17 +11,20 @@ namespace blockflash {
 namespace {
 
 constexpr int kProbe = ProbeConfig::probe;
-constexpr bool kIsMma = kProbe == BLOCKFLASH_PROBE_MMA_F16 || kProbe == BLOCKFLASH_PROBE_MMA_BF16 || kProbe == BLOCKFLASH_PROBE_MMA_E4M3;
+constexpr bool kIsMma = kProbe == BLOCKFLASH_PROBE_MMA_F16 || kProbe == BLOCKFLASH_PROBE_MMA_BF16 ||
+                        kProbe == BLOCKFLASH_PROBE_MMA_E4M3;
 
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   if constexpr (kProbe == BLOCKFLASH_PROBE_MMA_F16) ptx::mma_m16n8k16<__half>(d, a, b[0], b[1]);
-  if constexpr (kProbe == BLOCKFLASH_PROBE_MMA_BF16) ptx::mma_m16n8k16<__nv_bfloat16>(d, a, b[0], b[1]);
+  if constexpr (kProbe == BLOCKFLASH_PROBE_MMA_BF16)
+    ptx::mma_m16n8k16<__nv_bfloat16>(d, a, b[0], b[1]);
   if constexpr (kProbe == BLOCKFLASH_PROBE_MMA_E4M3) ptx::mma_m16n8k32_e4m3(d, a, b[0], b[1]);
 }
 
 // Changes nothing: no input has 2^48 bytes, but the compiler cannot know.
 template <int kATiles, int kBTiles>
-__device__ __forceinline__ void change(const blockflash_probe_params& p, int n, uint32_t (&a)[kATiles][4], uint32_t (&b)[kBTiles][2]) {
+__device__ __forceinline__ void change(const blockflash_probe_params& p, int n,
+                                       uint32_t (&a)[kATiles][4], uint32_t (&b)[kBTiles][2]) {
   const uint32_t bits = static_cast<uint32_t>(p.bytes >> 48) * n;
 #pragma unroll
   for (int i = 0; i < kATiles * 4; ++i) a[i / 4][i % 4] ^= bits;
@@ -28,8 +32,9 @@ __device__ __forceinline__ void change(const blockflash_probe_params& p, int n, 
   for (int i = 0; i < kBTiles * 2; ++i) b[i / 2][i % 2] ^= bits;
 }
 
-// Each warp adds the same 2 × 8 tile products again and again. The fragments lie in the input as lanes hold them: register r of
-// a[i] at word (4 i + r) * 32 + lane, those of b behind. A thread's result is the sum of its accumulators.
+// Each warp adds the same 2 × 8 tile products again and again. The fragments lie in the input as
+// lanes hold them: register r of a[i] at word (4 i + r) * 32 + lane, those of b behind. A thread's
+// result is the sum of its accumulators.
 __device__ __forceinline__ float matrix_rate(const blockflash_probe_params& p) {
   constexpr int kATiles = 2, kBTiles = 8;
   const uint32_t* const words = static_cast<const uint32_t*>(p.input) + threadIdx.x % kWarpSize;
@@ -40,7 +45,8 @@ __device__ __forceinline__ float matrix_rate(const blockflash_probe_params& p) {
 #pragma unroll
   for (int i = 0; i < kBTiles * 2; ++i) b[i / 2][i % 2] = words[(kATiles * 4 + i) * kWarpSize];
   for (int n = 0; n < p.iterations; ++n) {
-    // GPUs without FP8 products of warps convert: operands that might change keep the conversions in the loop.
+    // GPUs without FP8 products of warps convert: operands that might change keep the conversions
+    // in the loop.
     if constexpr (kProbe == BLOCKFLASH_PROBE_MMA_E4M3) change(p, n, a, b);
 #pragma unroll
     for (int j = 0; j < kBTiles; ++j)
@@ -69,16 +75,19 @@ __device__ __forceinline__ float exponential_rate(const blockflash_probe_params&
 
 constexpr int kInFlight = 8;  // 16-byte loads of a thread that are under way together
 
-// Reads the input `iterations` times past L1: the exclusive or of all words, which is that of the input or 0.
+// Reads the input `iterations` times past L1: the exclusive or of all words, which is that of the
+// input or 0.
 __device__ __forceinline__ uint32_t read_rate(const blockflash_probe_params& p) {
   const uint4* const input = static_cast<const uint4*>(p.input);
   const int64_t count = p.bytes / 16, step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   uint32_t fold = 0;
   for (int n = 0; n < p.iterations; ++n)
-    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step * kInFlight) {
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+         i += step * kInFlight) {
       uint4 words[kInFlight];
 #pragma unroll
-      for (int j = 0; j < kInFlight; ++j) words[j] = i + j * step < count ? __ldcg(input + i + j * step) : make_uint4(0, 0, 0, 0);
+      for (int j = 0; j < kInFlight; ++j)
+        words[j] = i + j * step < count ? __ldcg(input + i + j * step) : make_uint4(0, 0, 0, 0);
 #pragma unroll
       for (int j = 0; j < kInFlight; ++j) fold ^= words[j].x ^ words[j].y ^ words[j].z ^ words[j].w;
     }
@@ -90,7 +99,8 @@ __device__ __forceinline__ void copy_rate(const blockflash_probe_params& p) {
   uint4* const output = static_cast<uint4*>(p.output);
   const int64_t count = p.bytes / 16, step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int n = 0; n < p.iterations; ++n)
-    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step * kInFlight) {
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+         i += step * kInFlight) {
       uint4 words[kInFlight];
 #pragma unroll
       for (int j = 0; j < kInFlight; ++j)
@@ -108,7 +118,9 @@ BLOCKFLASH_KERNEL(const blockflash_probe_params params) {
   using namespace blockflash;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if constexpr (kIsMma) static_cast<float*>(params.output)[thread] = matrix_rate(params);
-  if constexpr (kProbe == BLOCKFLASH_PROBE_EXP2) static_cast<float*>(params.output)[thread] = exponential_rate(params);
-  if constexpr (kProbe == BLOCKFLASH_PROBE_READ) static_cast<uint32_t*>(params.output)[thread] = read_rate(params);
+  if constexpr (kProbe == BLOCKFLASH_PROBE_EXP2)
+    static_cast<float*>(params.output)[thread] = exponential_rate(params);
+  if constexpr (kProbe == BLOCKFLASH_PROBE_READ)
+    static_cast<uint32_t*>(params.output)[thread] = read_rate(params);
   if constexpr (kProbe == BLOCKFLASH_PROBE_COPY) copy_rate(params);
 }

@@ -10,8 +10,10 @@
 
 namespace blockflash {
 
-// Normalises and stores a warpgroup's rows of a tile of queries, and their log-sum-exp. o: accumulators, with the row sums behind them.
-__device__ __forceinline__ void store_output(const Params& params, const QueryTile& tile, const float (&o)[kOutColumns / 2],
+// Normalises and stores a warpgroup's rows of a tile of queries, and their log-sum-exp. o:
+// accumulators, with the row sums behind them.
+__device__ __forceinline__ void store_output(const Params& params, const QueryTile& tile,
+                                             const float (&o)[kOutColumns / 2],
                                              const RowTotals& rows, uint32_t smem, int warpgroup) {
   const blockflash_attention_fwd_params& b = params.base;
   using Element = Config::Element;
@@ -30,7 +32,8 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
       if constexpr (Config::lse) {
         // Beside the unrounded sum, as the logarithm has it. A row without keys has -inf - (-1e30).
         const float moved = fmaxf(fmaxf(log, sink), -1e30f);
-        const float keys = ptx::ex2_approx((log - moved) * kLog2e), all = keys + ptx::ex2_approx((sink - moved) * kLog2e);
+        const float keys = ptx::ex2_approx((log - moved) * kLog2e),
+                    all = keys + ptx::ex2_approx((sink - moved) * kLog2e);
         share = keys * ptx::rcp_approx(all);
         log = fmaf(ptx::lg2_approx(all), kLn2, moved);
       } else {
@@ -39,13 +42,15 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
         denominator = denominator * share + ptx::ex2_approx(sink * kLog2e - moved);
       }
     }
-    // A row without keys: the sum is exactly 0, and so is the output. NaN is not equal to 0 and passes through.
+    // A row without keys: the sum is exactly 0, and so is the output. NaN is not equal to 0 and
+    // passes through.
     scale[half] = denominator == 0.f ? 0.f : share * ptx::rcp_approx(denominator);
     row_lse[half] = log;
   }
   // Before the output, which needs the registers.
   if (Config::lse && lane % 4 == 0) {
-    float* const lse = b.lse + tile.batch * b.lse_stride_batch + head * b.lse_stride_head + tile.q_offset + warp_row + lane / 4;
+    float* const lse = b.lse + tile.batch * b.lse_stride_batch + head * b.lse_stride_head +
+                       tile.q_offset + warp_row + lane / 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       if (warp_row + lane / 4 + 8 * half < tile.seqlen_q) lse[8 * half] = row_lse[half];
@@ -54,8 +59,8 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
     return Traits::pack(o[4 * d + 2 * half] * scale[half], o[4 * d + 2 * half + 1] * scale[half]);
   };
   const bool packed = b.cu_seqlens_q != nullptr;
-  // Through shared memory, a page of 16 rows and 64 columns per panel, and by tensor copies. A tensor map knows where the tensor ends, but
-  // not where a sequence does.
+  // Through shared memory, a page of 16 rows and 64 columns per panel, and by tensor copies. A
+  // tensor map knows where the tensor ends, but not where a sequence does.
   if (kStaged && !(packed && warp_row + 16 > tile.seqlen_q)) {
     const uint32_t pages = smem + kStagingOffset + warpgroup * kQBytes + warp * 2048 * kPanels;
     if (lane == 0) ptx::tensor_store_wait_read();  // of the tile before
@@ -64,14 +69,16 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
 #pragma unroll
     for (int d = 0; d < kD / 8; d += 2) {
       const uint32_t words[4] = {word(d, 0), word(d, 1), word(d + 1, 0), word(d + 1, 1)};
-      ptx::stmatrix_x4(pages + d / 8 * 2048 + in_row * 128 + (((d % 8 + in_chunk) ^ in_row % 8) * 16), words);
+      ptx::stmatrix_x4(
+          pages + d / 8 * 2048 + in_row * 128 + (((d % 8 + in_chunk) ^ in_row % 8) * 16), words);
     }
     ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) {
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel)
-        ptx::tensor_store_4d(&params.o, panel * 64, tile.q_offset + warp_row, head, packed ? 0 : tile.batch, pages + panel * 2048);
+        ptx::tensor_store_4d(&params.o, panel * 64, tile.q_offset + warp_row, head,
+                             packed ? 0 : tile.batch, pages + panel * 2048);
       ptx::tensor_store_commit();
     }
     return;
@@ -81,14 +88,17 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp_row + lane / 4 + 8 * half;
-    Element* const o_row = static_cast<Element*>(b.o) + tile.batch * b.o_stride_batch * !packed + head * b.o_stride_head +
-                           (static_cast<int64_t>(tile.q_offset) + row) * b.o_stride_seq + quad_lane * 8;
+    Element* const o_row = static_cast<Element*>(b.o) + tile.batch * b.o_stride_batch * !packed +
+                           head * b.o_stride_head +
+                           (static_cast<int64_t>(tile.q_offset) + row) * b.o_stride_seq +
+                           quad_lane * 8;
 #pragma unroll
     for (int d = 0; d < kD / 8; d += 4) {
       uint32_t words[4] = {word(d, half), word(d + 1, half), word(d + 2, half), word(d + 3, half)};
       quad_transpose(words, quad_lane);
       if (row < tile.seqlen_q && (d + quad_lane) * 8 < b.head_dim)
-        *reinterpret_cast<uint4*>(o_row + d * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+        *reinterpret_cast<uint4*>(o_row + d * 8) =
+            make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
 }

@@ -1,4 +1,5 @@
-// From accumulators to C by tensor copies (sm_90): what most products are, C of the type of A and row-major, and no old C.
+// From accumulators to C by tensor copies (sm_90): what most products are, C of the type of A and
+// row-major, and no old C.
 #pragma once
 
 #include "bsr_epilogue.cuh"
@@ -15,7 +16,8 @@ constexpr int kPageBytes = 16 * 128;
 
 // The erf of gelu unrolled over the accumulators would be most of the kernel.
 __device__ __noinline__ float2 gelu(float2 x) {
-  return make_float2(activate(x.x, BLOCKFLASH_ACTIVATION_GELU), activate(x.y, BLOCKFLASH_ACTIVATION_GELU));
+  return make_float2(activate(x.x, BLOCKFLASH_ACTIVATION_GELU),
+                     activate(x.y, BLOCKFLASH_ACTIVATION_GELU));
 }
 
 template <int activation>
@@ -31,7 +33,8 @@ struct PairBias {
   float row[2];             // of the lane's upper and lower row
   int64_t left;             // columns up to the last one
 
-  __device__ __forceinline__ PairBias(const blockflash_bsr_matmul_params& p, int first_row, int first_column, int lane) {
+  __device__ __forceinline__ PairBias(const blockflash_bsr_matmul_params& p, int first_row,
+                                      int first_column, int lane) {
     const uint16_t* const bias = static_cast<const uint16_t*>(p.bias);
     columns = bias == nullptr || p.bias_per_row ? nullptr : bias + first_column + lane % 4 * 2;
     left = p.n - first_column - lane % 4 * 2;
@@ -46,16 +49,19 @@ struct PairBias {
   __device__ __forceinline__ void load(float2 (&bias)[2], int n) const {
     float2 column = make_float2(0.f, 0.f);
     // Columns end at a multiple of eight.
-    if (columns != nullptr && n * 8 < left) column = make_float2(Traits::to_float(columns[n * 8]), Traits::to_float(columns[n * 8 + 1]));
+    if (columns != nullptr && n * 8 < left)
+      column = make_float2(Traits::to_float(columns[n * 8]), Traits::to_float(columns[n * 8 + 1]));
 #pragma unroll
-    for (int half = 0; half < 2; ++half) bias[half] = make_float2(row[half] + column.x, row[half] + column.y);
+    for (int half = 0; half < 2; ++half)
+      bias[half] = make_float2(row[half] + column.x, row[half] + column.y);
   }
 };
 
 // `biased`: there may be a bias; looking for one at each pair takes time.
 template <int pages, int activation, bool biased, int n_tiles>
-__device__ __forceinline__ void store_activated_by_copies(const blockflash_bsr_matmul_tma_params& params, const float (&acc)[n_tiles][4],
-                                                          uint32_t smem, int first_row, int first_column, int lane) {
+__device__ __forceinline__ void store_activated_by_copies(
+    const blockflash_bsr_matmul_tma_params& params, const float (&acc)[n_tiles][4], uint32_t smem,
+    int first_row, int first_column, int lane) {
   using Traits = ElementTraits<BsrMatmulElement>;
   const float alpha = params.base.alpha;
   const PairBias bias(params.base, first_row, first_column, lane);
@@ -75,7 +81,8 @@ __device__ __forceinline__ void store_activated_by_copies(const blockflash_bsr_m
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float* const pair = acc[n0 + n + i / 2] + half * 2;
-          const float2 x = activated<activation>(make_float2(fmaf(pair[0], alpha, terms[half].x), fmaf(pair[1], alpha, terms[half].y)));
+          const float2 x = activated<activation>(make_float2(fmaf(pair[0], alpha, terms[half].x),
+                                                             fmaf(pair[1], alpha, terms[half].y)));
           words[i + half] = Traits::pack(x.x, x.y);
         }
       }
@@ -90,22 +97,28 @@ __device__ __forceinline__ void store_activated_by_copies(const blockflash_bsr_m
   }
 }
 
-// Stores 16 rows × 8·n_tiles columns of a warp, through its `pages` at `smem`: the warp goes on while the copies read them. The map of C
-// knows where it ends.
+// Stores 16 rows × 8·n_tiles columns of a warp, through its `pages` at `smem`: the warp goes on
+// while the copies read them. The map of C knows where it ends.
 template <int pages, int n_tiles>
-__device__ __forceinline__ void store_tile_by_copies(const blockflash_bsr_matmul_tma_params& params, const float (&acc)[n_tiles][4],
-                                                     uint32_t smem, int first_row, int first_column, int lane) {
+__device__ __forceinline__ void store_tile_by_copies(const blockflash_bsr_matmul_tma_params& params,
+                                                     const float (&acc)[n_tiles][4], uint32_t smem,
+                                                     int first_row, int first_column, int lane) {
   switch (params.base.activation) {
     case BLOCKFLASH_ACTIVATION_RELU:
-      return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_RELU, true>(params, acc, smem, first_row, first_column, lane);
+      return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_RELU, true>(
+          params, acc, smem, first_row, first_column, lane);
     case BLOCKFLASH_ACTIVATION_GELU:
-      return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_GELU, true>(params, acc, smem, first_row, first_column, lane);
+      return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_GELU, true>(
+          params, acc, smem, first_row, first_column, lane);
     case BLOCKFLASH_ACTIVATION_SILU:
-      return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_SILU, true>(params, acc, smem, first_row, first_column, lane);
+      return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_SILU, true>(
+          params, acc, smem, first_row, first_column, lane);
     default:
       if (params.base.bias == nullptr)
-        return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_NONE, false>(params, acc, smem, first_row, first_column, lane);
-      return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_NONE, true>(params, acc, smem, first_row, first_column, lane);
+        return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_NONE, false>(
+            params, acc, smem, first_row, first_column, lane);
+      return store_activated_by_copies<pages, BLOCKFLASH_ACTIVATION_NONE, true>(
+          params, acc, smem, first_row, first_column, lane);
   }
 }
 

@@ -1,13 +1,16 @@
-// How stages of bsr_matmul_gather_sm90a.cu are filled: stages of the plan, three warps in turn, by tensor copies of B and bulk copies of A.
+// How stages of bsr_matmul_gather_sm90a.cu are filled: stages of the plan, three warps in turn, by
+// tensor copies of B and bulk copies of A.
 #pragma once
 
 #include "bsr_gather.cuh"
 
 namespace blockflash {
 
-// A lane for each block row, which copies its blocks as they lie, and one for each block column of B. Rows beyond B arrive as zeros, and so do
-// columns up to the end of a panel; panels beyond B are not copied.
-__device__ __forceinline__ void copy(const Params& params, uint32_t smem, const Barriers& barriers, int who) {
+// A lane for each block row, which copies its blocks as they lie, and one for each block column of
+// B. Rows beyond B arrive as zeros, and so do columns up to the end of a panel; panels beyond B are
+// not copied.
+__device__ __forceinline__ void copy(const Params& params, uint32_t smem, const Barriers& barriers,
+                                     int who) {
   const int lane = threadIdx.x % 32, rank = Cluster::rank();
   const char* const values = static_cast<const char*>(params.base.values);
   const int2* const plan = reinterpret_cast<const int2*>(params.stages) + lane;
@@ -18,10 +21,12 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
     const Tile tile = Tile::load(smem, n);
     if (tile.group < 0) break;
     const int first_column = tile.first_column + rank * kBlockN, panel = first_column / 64;
-    const int width = min(kBlockN, static_cast<int>(params.base.n) - first_column);  // columns of the tile that there are
+    const int width = min(kBlockN, static_cast<int>(params.base.n) -
+                                       first_column);  // columns of the tile that there are
     const int panels = width <= 0 ? 0 : (width + 63) / 64;
     const auto load = [&](int i) {
-      return i < tile.stages ? __ldg(plan + static_cast<int64_t>(tile.first_stage + i) * 32) : make_int2(0, 0);
+      return i < tile.stages ? __ldg(plan + static_cast<int64_t>(tile.first_stage + i) * 32)
+                             : make_int2(0, 0);
     };
     bool asked = false;  // for the next tile
     const auto ask = [&] {
@@ -38,16 +43,19 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
       if (tile.stages - i <= kAnnounceAhead) ask();
       const int stage = (before + i) % kStages;
       const uint32_t full = barriers.full + 8 * stage, b = smem + stage * kStageBytes;
-      const int columns = __shfl_sync(~0u, now.x, kSizeLane), blocks = __shfl_sync(~0u, now.y, kSizeLane);
+      const int columns = __shfl_sync(~0u, now.x, kSizeLane),
+                blocks = __shfl_sync(~0u, now.y, kSizeLane);
       ptx::mbarrier_wait(barriers.empty + 8 * stage, ((before + i) / kStages & 1) ^ 1);
       if (lane < kRows) ptx::store_shared(stage_word(smem, stage, lane), now.y);
       __syncwarp();
-      if (ptx::elect()) ptx::mbarrier_arrive_expect_tx(full, columns * panels * kPanelBytes + blocks * kBlockBytes);
+      if (ptx::elect())
+        ptx::mbarrier_arrive_expect_tx(full, columns * panels * kPanelBytes + blocks * kBlockBytes);
       __syncwarp();
       const int count = lane < kRows ? __popc(now.y & 0xFF) : 0;
       // The block rows are shared out among the blocks of threads.
       if (count > 0 && lane % Config::cluster == rank)
-        Cluster::bulk_copy(b + kBBytes + (now.y >> 8) * kBlockBytes, values + static_cast<int64_t>(now.x) * kBlockBytes, count * kBlockBytes,
+        Cluster::bulk_copy(b + kBBytes + (now.y >> 8) * kBlockBytes,
+                           values + static_cast<int64_t>(now.x) * kBlockBytes, count * kBlockBytes,
                            full);
       // A lane for each column of the stage.
       const int c = lane - kColumnLane;
@@ -58,7 +66,8 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
         } else {
 #pragma unroll 1
           for (int k = 0; k < panels; ++k)
-            ptx::tensor_copy_3d(to + k * kPanelBytes, &params.b_edge, (panel + k) * 64, now.x * kBlock, 0, full);
+            ptx::tensor_copy_3d(to + k * kPanelBytes, &params.b_edge, (panel + k) * 64,
+                                now.x * kBlock, 0, full);
         }
       }
       __syncwarp();

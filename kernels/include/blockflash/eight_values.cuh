@@ -1,4 +1,5 @@
-// Eight neighbours of an array whose type is known at run time. `vectorized`: they lie at a multiple of 16 bytes.
+// Eight neighbours of an array whose type is known at run time. `vectorized`: they lie at a
+// multiple of 16 bytes.
 #pragma once
 
 #include <stdint.h>
@@ -9,7 +10,8 @@
 
 namespace blockflash {
 
-__device__ __forceinline__ void load_eight(float (&x)[8], const void* from, int dtype, bool vectorized, int64_t at) {
+__device__ __forceinline__ void load_eight(float (&x)[8], const void* from, int dtype,
+                                           bool vectorized, int64_t at) {
   if (dtype == BLOCKFLASH_DTYPE_F32) {
     const float* const values = static_cast<const float*>(from) + at;
     if (vectorized) {
@@ -27,16 +29,19 @@ __device__ __forceinline__ void load_eight(float (&x)[8], const void* from, int 
     *reinterpret_cast<uint4*>(words) = *reinterpret_cast<const uint4*>(values);
   } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = values[2 * i] | static_cast<uint32_t>(values[2 * i + 1]) << 16;
+    for (int i = 0; i < 4; ++i)
+      words[i] = values[2 * i] | static_cast<uint32_t>(values[2 * i + 1]) << 16;
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const uint16_t bits = static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
-    x[i] = dtype == BLOCKFLASH_DTYPE_F16 ? ElementTraits<__half>::to_float(bits) : ElementTraits<__nv_bfloat16>::to_float(bits);
+    x[i] = dtype == BLOCKFLASH_DTYPE_F16 ? ElementTraits<__half>::to_float(bits)
+                                         : ElementTraits<__nv_bfloat16>::to_float(bits);
   }
 }
 
-__device__ __forceinline__ void store_eight(void* to, int dtype, bool vectorized, int64_t at, const float (&x)[8]) {
+__device__ __forceinline__ void store_eight(void* to, int dtype, bool vectorized, int64_t at,
+                                            const float (&x)[8]) {
   if (dtype == BLOCKFLASH_DTYPE_F32) {
     float* const values = static_cast<float*>(to) + at;
     if (vectorized) {

@@ -23,7 +23,9 @@ struct ElementTraits<__half> {
   static __device__ __forceinline__ uint32_t zero_times_plus(uint32_t x, uint32_t sum) {
     return ptx::fma_f16x2(x, 0, sum);
   }
-  static __device__ __forceinline__ float to_float(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
+  static __device__ __forceinline__ float to_float(uint16_t bits) {
+    return __half2float(__ushort_as_half(bits));
+  }
 };
 
 template <>
@@ -36,7 +38,9 @@ struct ElementTraits<__nv_bfloat16> {
   static __device__ __forceinline__ uint32_t zero_times_plus(uint32_t x, uint32_t sum) {
     return ptx::fma_bf16x2(x, 0, sum);
   }
-  static __device__ __forceinline__ float to_float(uint16_t bits) { return __bfloat162float(__ushort_as_bfloat16(bits)); }
+  static __device__ __forceinline__ float to_float(uint16_t bits) {
+    return __bfloat162float(__ushort_as_bfloat16(bits));
+  }
 };
 
 // Whether a 16-bit element is NaN or infinite.

@@ -22,9 +22,14 @@ struct AttentionMask {
   __device__ __forceinline__ KeyRange keys_of(int row) const {
     const Position center = static_cast<Position>(row) + diagonal;
     const Position begin = window_left == BLOCKFLASH_WINDOW_UNBOUNDED ? 0 : center - window_left;
-    const Position end = window_right == BLOCKFLASH_WINDOW_UNBOUNDED ? seqlen_kv : center + window_right + 1;
-    return {static_cast<int>(begin < 0 ? 0 : begin > seqlen_kv ? seqlen_kv : begin),
-            static_cast<int>(end < 0 ? 0 : end > seqlen_kv ? seqlen_kv : end)};
+    const Position end =
+        window_right == BLOCKFLASH_WINDOW_UNBOUNDED ? seqlen_kv : center + window_right + 1;
+    return {static_cast<int>(begin < 0           ? 0
+                             : begin > seqlen_kv ? seqlen_kv
+                                                 : begin),
+            static_cast<int>(end < 0           ? 0
+                             : end > seqlen_kv ? seqlen_kv
+                                               : end)};
   }
 
   // Keys that some query of [first_row, last_row] attends to. Both ends grow with the row.

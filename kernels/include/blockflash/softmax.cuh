@@ -1,8 +1,9 @@
 // Online softmax over the score fragments of one warp (Milakov & Gimelshein; FlashAttention-2).
 //
-// The reference that is subtracted in the exponent is not the running maximum but a value at most `slack` below it: it moves,
-// and the accumulators are rescaled, only when a score exceeds it by more. The result is exact either way (the reference
-// cancels), and most tiles need neither shuffles nor a rescale. 2^slack must not overflow the 16-bit probabilities.
+// The reference that is subtracted in the exponent is not the running maximum but a value at most
+// `slack` below it: it moves, and the accumulators are rescaled, only when a score exceeds it by
+// more. The result is exact either way (the reference cancels), and most tiles need neither
+// shuffles nor a rescale. 2^slack must not overflow the 16-bit probabilities.
 #pragma once
 
 #include <math_constants.h>
@@ -31,11 +32,15 @@ struct OnlineSoftmax {
   }
 
   // A fully masked row keeps its reference at -inf; 0 avoids -inf - -inf.
-  static __device__ __forceinline__ float finite(float reference) { return reference == -CUDART_INF_F ? 0.f : reference; }
+  static __device__ __forceinline__ float finite(float reference) {
+    return reference == -CUDART_INF_F ? 0.f : reference;
+  }
 
-  // Turns scores s (masked ones -inf) into unnormalised probabilities, rescaling o when a reference moves.
+  // Turns scores s (masked ones -inf) into unnormalised probabilities, rescaling o when a reference
+  // moves.
   template <int kv_tiles, int d_tiles>
-  __device__ __forceinline__ void update(float (&s)[m_tiles][kv_tiles][4], float (&o)[m_tiles][d_tiles][4], float scale_log2) {
+  __device__ __forceinline__ void update(float (&s)[m_tiles][kv_tiles][4],
+                                         float (&o)[m_tiles][d_tiles][4], float scale_log2) {
     float largest[m_tiles][2];
     bool grew = false;
 #pragma unroll
@@ -44,7 +49,8 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; ++half) {
         float x = -CUDART_INF_F;
 #pragma unroll
-        for (int n = 0; n < kv_tiles; ++n) x = fmaxf(x, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+        for (int n = 0; n < kv_tiles; ++n)
+          x = fmaxf(x, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
         largest[m][half] = x * scale_log2;
         grew |= largest[m][half] > reference[m][half] + kSoftmaxSlack;
       }

@@ -9,23 +9,31 @@
 
 namespace blockflash {
 
-// A tile of `rows` rows with `chunks` chunks of 8 elements. Every thread owns the same chunks of every tile it copies.
+// A tile of `rows` rows with `chunks` chunks of 8 elements. Every thread owns the same chunks of
+// every tile it copies.
 template <int rows, int chunks, int threads>
 struct TileCopy {
-  // A group of threads spans the largest power of two that divides the row, so that no index needs a division at run time.
-  static constexpr int columns = chunks % 32 == 0 ? 32 : chunks % 16 == 0 ? 16 : chunks % 8 == 0 ? 8 : 4;
+  // A group of threads spans the largest power of two that divides the row, so that no index needs
+  // a division at run time.
+  static constexpr int columns = chunks % 32 == 0   ? 32
+                                 : chunks % 16 == 0 ? 16
+                                 : chunks % 8 == 0  ? 8
+                                                    : 4;
   static constexpr int row_step = threads / columns;
-  static_assert(threads % columns == 0 && rows % row_step == 0, "the tile must divide evenly among the threads");
+  static_assert(threads % columns == 0 && rows % row_step == 0,
+                "the tile must divide evenly among the threads");
   using Layout = Swizzle<chunks>;
 
   int row, chunk;  // the first chunk of this thread
 
-  __device__ __forceinline__ explicit TileCopy(int thread) : row(thread / columns), chunk(thread % columns) {}
+  __device__ __forceinline__ explicit TileCopy(int thread)
+      : row(thread / columns), chunk(thread % columns) {}
 
-  // Starts the copy of rows [0, valid_rows) and columns [0, valid_columns) from `src`; the rest becomes zero.
+  // Starts the copy of rows [0, valid_rows) and columns [0, valid_columns) from `src`; the rest
+  // becomes zero.
   template <class Element>
-  __device__ __forceinline__ void start(uint32_t dst_smem, const Element* src, int64_t row_stride, int valid_rows,
-                                        int valid_columns) const {
+  __device__ __forceinline__ void start(uint32_t dst_smem, const Element* src, int64_t row_stride,
+                                        int valid_rows, int valid_columns) const {
 #pragma unroll
     for (int r = 0; r < rows; r += row_step)
 #pragma unroll
@@ -46,7 +54,8 @@ struct TileCopy {
 #pragma unroll
       for (int c = 0; c < chunks; c += columns) {
         const uint4 x = *reinterpret_cast<const uint4*>(tile + Layout::offset(row + r, chunk + c));
-        for (uint32_t word : {x.x, x.y, x.z, x.w}) found |= is_nonfinite<Element>(word) || is_nonfinite<Element>(word >> 16);
+        for (uint32_t word : {x.x, x.y, x.z, x.w})
+          found |= is_nonfinite<Element>(word) || is_nonfinite<Element>(word >> 16);
       }
     return found;
   }

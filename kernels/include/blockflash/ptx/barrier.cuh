@@ -6,7 +6,9 @@
 namespace blockflash::ptx {
 
 // Waits until `threads` threads have come here or arrived.
-__device__ __forceinline__ void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // Arrives without waiting.
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {

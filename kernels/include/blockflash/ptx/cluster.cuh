@@ -1,5 +1,5 @@
-// Clusters of blocks of threads (sm_90): the shared memory of all of them, barriers in it, and copies to all. PTX ISA, "Cluster of cooperative
-// thread arrays".
+// Clusters of blocks of threads (sm_90): the shared memory of all of them, barriers in it, and
+// copies to all. PTX ISA, "Cluster of cooperative thread arrays".
 #pragma once
 
 #include <stdint.h>
@@ -15,7 +15,8 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// Waits for all threads of all blocks of the cluster. What they have written is not seen for that, but for barriers that were initialised.
+// Waits for all threads of all blocks of the cluster. What they have written is not seen for that,
+// but for barriers that were initialised.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory");
 }
@@ -27,15 +28,21 @@ __device__ __forceinline__ uint32_t map_shared(uint32_t at, uint32_t rank) {
   return there;
 }
 
-// Stores to shared memory of the cluster; the bytes count at a barrier of the same block, and whoever waits for it sees them. No fence is
-// needed, which a cluster-wide arrival with release would be: that waits for all memory that the thread has touched.
+// Stores to shared memory of the cluster; the bytes count at a barrier of the same block, and
+// whoever waits for it sees them. No fence is needed, which a cluster-wide arrival with release
+// would be: that waits for all memory that the thread has touched.
 __device__ __forceinline__ void store_async(uint32_t at, uint32_t x, uint32_t barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(at), "r"(x), "r"(barrier) : "memory");
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(at),
+      "r"(x), "r"(barrier)
+      : "memory");
 }
 __device__ __forceinline__ void store_async_int4(uint32_t at, int4 v, uint32_t barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(at),
-               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(at),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+      : "memory");
 }
 
 // Arrives at a barrier of the cluster: what this thread has read may be written.
@@ -45,14 +52,20 @@ __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier) {
 
 // The same, and adds bytes that have yet to come in this phase.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx_remote(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier),
+               "r"(bytes)
+               : "memory");
 }
 
-// Starts the copy of a box to the same place in the blocks of the cluster that the mask names; its bytes count at the barrier of each.
-__device__ __forceinline__ void tensor_copy_3d_multicast(uint32_t dst_smem, const blockflash_tensor_map* map, int x, int y, int z,
-                                                         uint32_t barrier, uint16_t mask, uint64_t policy) {
+// Starts the copy of a box to the same place in the blocks of the cluster that the mask names; its
+// bytes count at the barrier of each.
+__device__ __forceinline__ void tensor_copy_3d_multicast(uint32_t dst_smem,
+                                                         const blockflash_tensor_map* map, int x,
+                                                         int y, int z, uint32_t barrier,
+                                                         uint16_t mask, uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::"
+      "cluster.L2::cache_hint "
       "[%0], [%1, {%2, %3, %4}], [%5], %6, %7;"
       :
       : "r"(dst_smem), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(mask), "l"(policy)
@@ -60,11 +73,15 @@ __device__ __forceinline__ void tensor_copy_3d_multicast(uint32_t dst_smem, cons
 }
 
 // The same for bytes (a multiple of 16).
-__device__ __forceinline__ void bulk_copy_multicast(uint32_t dst_smem, const void* src, uint32_t bytes, uint32_t barrier, uint16_t mask) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
-               :
-               : "r"(dst_smem), "l"(src), "r"(bytes), "r"(barrier), "h"(mask)
-               : "memory");
+__device__ __forceinline__ void bulk_copy_multicast(uint32_t dst_smem, const void* src,
+                                                    uint32_t bytes, uint32_t barrier,
+                                                    uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1], %2, [%3], %4;"
+      :
+      : "r"(dst_smem), "l"(src), "r"(bytes), "r"(barrier), "h"(mask)
+      : "memory");
 }
 
 }  // namespace blockflash::ptx

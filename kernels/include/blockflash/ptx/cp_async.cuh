@@ -1,13 +1,17 @@
-// cp.async (sm_80): asynchronous copies from global to shared memory. PTX ISA, "Data Movement: Non-bulk copy".
+// cp.async (sm_80): asynchronous copies from global to shared memory. PTX ISA, "Data Movement:
+// Non-bulk copy".
 #pragma once
 
 #include <stdint.h>
 
 namespace blockflash::ptx {
 
-// Copies 16 bytes, of which the first src_bytes (0…16) are read and the rest is filled with zeros. Bypasses L1.
+// Copies 16 bytes, of which the first src_bytes (0…16) are read and the rest is filled with zeros.
+// Bypasses L1.
 __device__ __forceinline__ void cp_async_cg_16(uint32_t dst_smem, const void* src, int src_bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst_smem), "l"(src), "r"(src_bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst_smem), "l"(src),
+               "r"(src_bytes)
+               : "memory");
 }
 
 // Copies 4 bytes, through L1.
@@ -15,7 +19,9 @@ __device__ __forceinline__ void cp_async_ca_4(uint32_t dst_smem, const void* src
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst_smem), "l"(src) : "memory");
 }
 
-__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Waits until at most `pending` of this thread's youngest groups are still under way.
 template <int pending>

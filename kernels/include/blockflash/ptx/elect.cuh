@@ -8,7 +8,8 @@ namespace blockflash::ptx {
 // True in one lane, always the same. All lanes of the warp execute this together.
 __device__ __forceinline__ bool elect() {
   uint32_t elected;
-  asm volatile("{.reg .pred elected; elect.sync _|elected, 0xFFFFFFFF; selp.u32 %0, 1, 0, elected;}" : "=r"(elected));
+  asm volatile("{.reg .pred elected; elect.sync _|elected, 0xFFFFFFFF; selp.u32 %0, 1, 0, elected;}"
+               : "=r"(elected));
   return elected != 0;
 }
 

@@ -1,4 +1,5 @@
-// What a Hopper kernel asks of its launch: registers per role (setmaxnreg) and its place behind the kernel before (griddepcontrol).
+// What a Hopper kernel asks of its launch: registers per role (setmaxnreg) and its place behind the
+// kernel before (griddepcontrol).
 #pragma once
 
 namespace blockflash::ptx {
@@ -13,10 +14,15 @@ __device__ __forceinline__ void lower_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-// Waits until the kernels that this one depends on are complete and their writes visible. At once in a launch without such a dependency.
-__device__ __forceinline__ void wait_for_predecessors() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Waits until the kernels that this one depends on are complete and their writes visible. At once
+// in a launch without such a dependency.
+__device__ __forceinline__ void wait_for_predecessors() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 
 // Lets dependent kernels start their preamble once all blocks have come here.
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 
 }  // namespace blockflash::ptx

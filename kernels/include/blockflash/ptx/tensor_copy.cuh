@@ -1,4 +1,5 @@
-// Tiled copies of the tensor memory accelerator (sm_90). PTX ISA, "Data Movement and Conversion: cp.async.bulk.tensor".
+// Tiled copies of the tensor memory accelerator (sm_90). PTX ISA, "Data Movement and Conversion:
+// cp.async.bulk.tensor".
 #pragma once
 
 #include <stdint.h>
@@ -7,14 +8,16 @@
 
 namespace blockflash::ptx {
 
-// Starts the copy of the box at these coordinates (innermost first) to shared memory; its bytes count at the barrier. What lies outside
-// the tensor arrives as zeros.
-__device__ __forceinline__ void tensor_copy_4d(uint32_t dst_smem, const blockflash_tensor_map* map, int x, int y, int z, int w,
-                                               uint32_t barrier) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
-               :
-               : "r"(dst_smem), "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
-               : "memory");
+// Starts the copy of the box at these coordinates (innermost first) to shared memory; its bytes
+// count at the barrier. What lies outside the tensor arrives as zeros.
+__device__ __forceinline__ void tensor_copy_4d(uint32_t dst_smem, const blockflash_tensor_map* map,
+                                               int x, int y, int z, int w, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3, %4, %5}], [%6];"
+      :
+      : "r"(dst_smem), "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+      : "memory");
 }
 
 // Fetches a tensor map ahead of its first use.
@@ -22,14 +25,18 @@ __device__ __forceinline__ void prefetch_tensor_map(const blockflash_tensor_map*
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-__device__ __forceinline__ void tensor_copy_3d(uint32_t dst_smem, const blockflash_tensor_map* map, int x, int y, int z, uint32_t barrier) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-               :
-               : "r"(dst_smem), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
-               : "memory");
+__device__ __forceinline__ void tensor_copy_3d(uint32_t dst_smem, const blockflash_tensor_map* map,
+                                               int x, int y, int z, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3, %4}], [%5];"
+      :
+      : "r"(dst_smem), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
 }
 
-// How L2 keeps what is read with such a policy: as everything else, or to be replaced before everything else.
+// How L2 keeps what is read with such a policy: as everything else, or to be replaced before
+// everything else.
 __device__ __forceinline__ uint64_t evict_normal() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
@@ -41,30 +48,39 @@ __device__ __forceinline__ uint64_t evict_first() {
   return policy;
 }
 
-__device__ __forceinline__ void tensor_copy_3d(uint32_t dst_smem, const blockflash_tensor_map* map, int x, int y, int z, uint32_t barrier,
+__device__ __forceinline__ void tensor_copy_3d(uint32_t dst_smem, const blockflash_tensor_map* map,
+                                               int x, int y, int z, uint32_t barrier,
                                                uint64_t policy) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;"
-               :
-               : "r"(dst_smem), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;"
+      :
+      : "r"(dst_smem), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy)
+      : "memory");
 }
 
-__device__ __forceinline__ void tensor_copy_2d(uint32_t dst_smem, const blockflash_tensor_map* map, int x, int y, uint32_t barrier) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-               :
-               : "r"(dst_smem), "l"(map), "r"(x), "r"(y), "r"(barrier)
-               : "memory");
+__device__ __forceinline__ void tensor_copy_2d(uint32_t dst_smem, const blockflash_tensor_map* map,
+                                               int x, int y, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3}], [%4];"
+      :
+      : "r"(dst_smem), "l"(map), "r"(x), "r"(y), "r"(barrier)
+      : "memory");
 }
 
-// Starts the copy of a box from shared memory to these coordinates. What lies outside the tensor is not written.
-__device__ __forceinline__ void tensor_store_4d(const blockflash_tensor_map* map, int x, int y, int z, int w, uint32_t src_smem) {
+// Starts the copy of a box from shared memory to these coordinates. What lies outside the tensor is
+// not written.
+__device__ __forceinline__ void tensor_store_4d(const blockflash_tensor_map* map, int x, int y,
+                                                int z, int w, uint32_t src_smem) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
                :
                : "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(src_smem)
                : "memory");
 }
 
-__device__ __forceinline__ void tensor_store_2d(const blockflash_tensor_map* map, int x, int y, uint32_t src_smem) {
+__device__ __forceinline__ void tensor_store_2d(const blockflash_tensor_map* map, int x, int y,
+                                                uint32_t src_smem) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];"
                :
                : "l"(map), "r"(x), "r"(y), "r"(src_smem)
@@ -72,7 +88,9 @@ __device__ __forceinline__ void tensor_store_2d(const blockflash_tensor_map* map
 }
 
 // Closes a group of this thread's stores.
-__device__ __forceinline__ void tensor_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void tensor_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 
 // Waits until all but the `pending` youngest groups of this thread have read shared memory.
 template <int pending = 0>
@@ -81,6 +99,8 @@ __device__ __forceinline__ void tensor_store_wait_read() {
 }
 
 // Waits until all groups of this thread have written.
-__device__ __forceinline__ void tensor_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void tensor_store_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
 
 }  // namespace blockflash::ptx

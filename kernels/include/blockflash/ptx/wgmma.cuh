@@ -1,4 +1,5 @@
-// wgmma (sm_90a): matrix products of a warpgroup, operands in shared memory. PTX ISA, "Asynchronous warpgroup level matrix instructions".
+// wgmma (sm_90a): matrix products of a warpgroup, operands in shared memory. PTX ISA, "Asynchronous
+// warpgroup level matrix instructions".
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,9 +9,13 @@
 namespace blockflash::ptx {
 
 // Orders accesses to accumulators and shared memory before the products that follow.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 
-__device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit_group() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 
 // Waits until at most `pending` of the youngest groups are still under way.
 template <int pending>
@@ -30,8 +35,8 @@ __device__ __forceinline__ void wgmma_pin(uint32_t (&registers)[n]) {
   for (int i = 0; i < n; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
-// Describes a K-major tile whose rows are 128 or 64 bytes with a swizzle of as many, eight rows after eight; its address is a multiple of
-// eight rows. Adding 2 moves 32 bytes along K.
+// Describes a K-major tile whose rows are 128 or 64 bytes with a swizzle of as many, eight rows
+// after eight; its address is a multiple of eight rows. Adding 2 moves 32 bytes along K.
 template <int row_bytes = 128>
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t tile_smem) {
   static_assert(row_bytes == 128 || row_bytes == 64, "rows are as wide as a swizzle");
@@ -40,115 +45,144 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t tile_smem) {
   return kSwizzle << 62 | kEightRows << 32 | (tile_smem & 0x3FFFF) >> 4;
 }
 
-// Describes an MN-major tile of columns in panels of 64: a panel has rows of 128 bytes (one row per k) with 128-byte swizzle, eight rows to
-// 1024 bytes. `panel_bytes` is from a panel to the next, `group_bytes` from eight rows to the next: 1024. Adding 128 moves 16 along K.
-__device__ __forceinline__ uint64_t wgmma_descriptor_mn(uint32_t tile_smem, uint32_t panel_bytes, uint32_t group_bytes) {
-  return 1ull << 62 | static_cast<uint64_t>(group_bytes >> 4) << 32 | static_cast<uint64_t>(panel_bytes >> 4) << 16 |
-         ((tile_smem & 0x3FFFF) >> 4);
+// Describes an MN-major tile of columns in panels of 64: a panel has rows of 128 bytes (one row per
+// k) with 128-byte swizzle, eight rows to 1024 bytes. `panel_bytes` is from a panel to the next,
+// `group_bytes` from eight rows to the next: 1024. Adding 128 moves 16 along K.
+__device__ __forceinline__ uint64_t wgmma_descriptor_mn(uint32_t tile_smem, uint32_t panel_bytes,
+                                                        uint32_t group_bytes) {
+  return 1ull << 62 | static_cast<uint64_t>(group_bytes >> 4) << 32 |
+         static_cast<uint64_t>(panel_bytes >> 4) << 16 | ((tile_smem & 0x3FFFF) >> 4);
 }
 
-// Accumulators of m64nNk16 and their operand numbers. With g = lane / 4 and t = lane % 4, warp w of the warpgroup holds rows 16 w + g
-// (d[4 j], d[4 j + 1]) and 16 w + g + 8 (d[4 j + 2], d[4 j + 3]), columns 8 j + 2 t and 8 j + 2 t + 1.
+// Accumulators of m64nNk16 and their operand numbers. With g = lane / 4 and t = lane % 4, warp w of
+// the warpgroup holds rows 16 w + g (d[4 j], d[4 j + 1]) and 16 w + g + 8 (d[4 j + 2], d[4 j + 3]),
+// columns 8 j + 2 t and 8 j + 2 t + 1.
 #define BLOCKFLASH_D4(f, i) f(d[i]), f(d[i + 1]), f(d[i + 2]), f(d[i + 3])
-#define BLOCKFLASH_D16(f, i) BLOCKFLASH_D4(f, i), BLOCKFLASH_D4(f, i + 4), BLOCKFLASH_D4(f, i + 8), BLOCKFLASH_D4(f, i + 12)
+#define BLOCKFLASH_D16(f, i) \
+  BLOCKFLASH_D4(f, i), BLOCKFLASH_D4(f, i + 4), BLOCKFLASH_D4(f, i + 8), BLOCKFLASH_D4(f, i + 12)
 #define BLOCKFLASH_D32(f, i) BLOCKFLASH_D16(f, i), BLOCKFLASH_D16(f, i + 16)
 #define BLOCKFLASH_D64(f, i) BLOCKFLASH_D32(f, i), BLOCKFLASH_D32(f, i + 32)
-#define BLOCKFLASH_R0_32  \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+#define BLOCKFLASH_R0_32                                                                       \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, "                                                                       \
   "%24, %25, %26, %27, %28, %29, %30, %31"
 #define BLOCKFLASH_R32_36 ", %32, %33, %34, %35"
 #define BLOCKFLASH_R32_40 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define BLOCKFLASH_R32_48 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define BLOCKFLASH_R32_64  \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
+#define BLOCKFLASH_R32_48 \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define BLOCKFLASH_R32_64                                                                        \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
+  "%50, %51, %52, %53, %54, %55, "                                                               \
   "%56, %57, %58, %59, %60, %61, %62, %63"
 #define BLOCKFLASH_R64_68 ", %64, %65, %66, %67"
-#define BLOCKFLASH_R64_96  \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, " \
+#define BLOCKFLASH_R64_96                                                                        \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
+  "%82, %83, %84, %85, %86, %87, "                                                               \
   "%88, %89, %90, %91, %92, %93, %94, %95"
 #define BLOCKFLASH_R96_100 ", %96, %97, %98, %99"
-#define BLOCKFLASH_R96_128  \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, " \
+#define BLOCKFLASH_R96_128                                                                         \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, "                                               \
   "%120, %121, %122, %123, %124, %125, %126, %127"
 
-// d[64, n] (+)= a·b, f32. `ss` takes a and b from shared memory, `rs` takes a from registers, in the layout of two neighbouring accumulator
-// tiles rounded to 16 bits. a is K-major or, `a_transposed`, MN-major; b K-major or, `transposed`, MN-major.
+// d[64, n] (+)= a·b, f32. `ss` takes a and b from shared memory, `rs` takes a from registers, in
+// the layout of two neighbouring accumulator tiles rounded to 16 bits. a is K-major or,
+// `a_transposed`, MN-major; b K-major or, `transposed`, MN-major.
 template <int n, class Element>
 struct Wgmma;
 
-#define BLOCKFLASH_SS(n, type, registers, o0, o1, o2, o3, scale) \
-  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, " o0 ", " o1 ", " scale ", 1, 1, " o3 ", " o2 ";"
-#define BLOCKFLASH_RS(n, type, registers, o0, o1, o2, o3, o4, o5, scale)                                                             \
-  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, {" o0 ", " o1 ", " o2 ", " o3 "}, " o4 ", " scale \
-  ", 1, 1, " o5 ";"
-// Products that do not accumulate define d without reading it. `rs_if` decides when it runs, for all warps alike.
-#define BLOCKFLASH_WGMMA(n, element, type, registers, d_list, o0, o1, o2, o3, o4, o5, o6)                                              \
-  template <>                                                                                                                          \
-  struct Wgmma<n, element> {                                                                                                           \
-    template <bool accumulate, bool transposed = false, bool a_transposed = false>                                                     \
-    static __device__ __forceinline__ void ss(float (&d)[n / 2], uint64_t a, uint64_t b) {                                             \
-      if constexpr (accumulate)                                                                                                        \
-        asm volatile("{.reg .pred p; setp.eq.u32 p, 0, 0; " BLOCKFLASH_SS(n, type, registers, o0, o1, o2, o3, "p") "}"                     \
-                     : d_list("+f")                                                                                                    \
-                     : "l"(a), "l"(b), "n"(transposed), "n"(a_transposed));                                                            \
-      else                                                                                                                             \
-        asm volatile("{.reg .pred p; setp.ne.u32 p, 0, 0; " BLOCKFLASH_SS(n, type, registers, o0, o1, o2, o3, "p") "}"                     \
-                     : d_list("=f")                                                                                                    \
-                     : "l"(a), "l"(b), "n"(transposed), "n"(a_transposed));                                                            \
-    }                                                                                                                                  \
-    template <bool accumulate, bool transposed>                                                                                        \
-    static __device__ __forceinline__ void rs(float (&d)[n / 2], const uint32_t* a, uint64_t b) {                                      \
-      if constexpr (accumulate)                                                                                                        \
-        asm volatile("{.reg .pred p; setp.eq.u32 p, 0, 0; " BLOCKFLASH_RS(n, type, registers, o0, o1, o2, o3, o4, o5, "p") "}"         \
-                     : d_list("+f")                                                                                                    \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(transposed));                                           \
-      else                                                                                                                             \
-        asm volatile("{.reg .pred p; setp.ne.u32 p, 0, 0; " BLOCKFLASH_RS(n, type, registers, o0, o1, o2, o3, o4, o5, "p") "}"         \
-                     : d_list("=f")                                                                                                    \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(transposed));                                           \
-    }                                                                                                                                  \
-    template <bool transposed>                                                                                                         \
-    static __device__ __forceinline__ void rs_if(uint32_t accumulate, float (&d)[n / 2], const uint32_t* a, uint64_t b) {              \
-      asm volatile("{.reg .pred p; setp.ne.u32 p, " o6 ", 0; " BLOCKFLASH_RS(n, type, registers, o0, o1, o2, o3, o4, o5, "p") "}"      \
-                   : d_list("+f")                                                                                                      \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(transposed), "r"(accumulate));                            \
-    }                                                                                                                                  \
+#define BLOCKFLASH_SS(n, type, registers, o0, o1, o2, o3, scale)                                  \
+  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, " o0 ", " o1 \
+  ", " scale ", 1, 1, " o3 ", " o2 ";"
+#define BLOCKFLASH_RS(n, type, registers, o0, o1, o2, o3, o4, o5, scale)                           \
+  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, {" o0 ", " o1 \
+  ", " o2 ", " o3 "}, " o4 ", " scale ", 1, 1, " o5 ";"
+// Products that do not accumulate define d without reading it. `rs_if` decides when it runs, for
+// all warps alike.
+#define BLOCKFLASH_WGMMA(n, element, type, registers, d_list, o0, o1, o2, o3, o4, o5, o6)         \
+  template <>                                                                                     \
+  struct Wgmma<n, element> {                                                                      \
+    template <bool accumulate, bool transposed = false, bool a_transposed = false>                \
+    static __device__ __forceinline__ void ss(float (&d)[n / 2], uint64_t a, uint64_t b) {        \
+      if constexpr (accumulate)                                                                   \
+        asm volatile("{.reg .pred p; setp.eq.u32 p, 0, 0; " BLOCKFLASH_SS(n, type, registers, o0, \
+                                                                          o1, o2, o3, "p") "}"    \
+                     : d_list("+f")                                                               \
+                     : "l"(a), "l"(b), "n"(transposed), "n"(a_transposed));                       \
+      else                                                                                        \
+        asm volatile("{.reg .pred p; setp.ne.u32 p, 0, 0; " BLOCKFLASH_SS(n, type, registers, o0, \
+                                                                          o1, o2, o3, "p") "}"    \
+                     : d_list("=f")                                                               \
+                     : "l"(a), "l"(b), "n"(transposed), "n"(a_transposed));                       \
+    }                                                                                             \
+    template <bool accumulate, bool transposed>                                                   \
+    static __device__ __forceinline__ void rs(float (&d)[n / 2], const uint32_t* a, uint64_t b) { \
+      if constexpr (accumulate)                                                                   \
+        asm volatile("{.reg .pred p; setp.eq.u32 p, 0, 0; " BLOCKFLASH_RS(                        \
+                         n, type, registers, o0, o1, o2, o3, o4, o5, "p") "}"                     \
+                     : d_list("+f")                                                               \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(transposed));      \
+      else                                                                                        \
+        asm volatile("{.reg .pred p; setp.ne.u32 p, 0, 0; " BLOCKFLASH_RS(                        \
+                         n, type, registers, o0, o1, o2, o3, o4, o5, "p") "}"                     \
+                     : d_list("=f")                                                               \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(transposed));      \
+    }                                                                                             \
+    template <bool transposed>                                                                    \
+    static __device__ __forceinline__ void rs_if(uint32_t accumulate, float (&d)[n / 2],          \
+                                                 const uint32_t* a, uint64_t b) {                 \
+      asm volatile("{.reg .pred p; setp.ne.u32 p, " o6                                            \
+                   ", 0; " BLOCKFLASH_RS(n, type, registers, o0, o1, o2, o3, o4, o5, "p") "}"     \
+                   : d_list("+f")                                                                 \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(transposed),         \
+                     "r"(accumulate));                                                            \
+    }                                                                                             \
   };
-#define BLOCKFLASH_WGMMA_TYPES(n, registers, d_list, ...)                       \
-  BLOCKFLASH_WGMMA(n, __half, "f16", registers, d_list, __VA_ARGS__)            \
+#define BLOCKFLASH_WGMMA_TYPES(n, registers, d_list, ...)            \
+  BLOCKFLASH_WGMMA(n, __half, "f16", registers, d_list, __VA_ARGS__) \
   BLOCKFLASH_WGMMA(n, __nv_bfloat16, "bf16", registers, d_list, __VA_ARGS__)
 
 #define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D32(f, 0)
-BLOCKFLASH_WGMMA_TYPES(64, BLOCKFLASH_R0_32, BLOCKFLASH_D_LIST, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+BLOCKFLASH_WGMMA_TYPES(64, BLOCKFLASH_R0_32, BLOCKFLASH_D_LIST, "%32", "%33", "%34", "%35", "%36",
+                       "%37", "%38")
 #undef BLOCKFLASH_D_LIST
 #define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D32(f, 0), BLOCKFLASH_D4(f, 32)
-BLOCKFLASH_WGMMA_TYPES(72, BLOCKFLASH_R0_32 BLOCKFLASH_R32_36, BLOCKFLASH_D_LIST, "%36", "%37", "%38", "%39", "%40", "%41", "%42")
+BLOCKFLASH_WGMMA_TYPES(72, BLOCKFLASH_R0_32 BLOCKFLASH_R32_36, BLOCKFLASH_D_LIST, "%36", "%37",
+                       "%38", "%39", "%40", "%41", "%42")
 #undef BLOCKFLASH_D_LIST
 #define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D32(f, 0), BLOCKFLASH_D4(f, 32), BLOCKFLASH_D4(f, 36)
-BLOCKFLASH_WGMMA_TYPES(80, BLOCKFLASH_R0_32 BLOCKFLASH_R32_40, BLOCKFLASH_D_LIST, "%40", "%41", "%42", "%43", "%44", "%45", "%46")
+BLOCKFLASH_WGMMA_TYPES(80, BLOCKFLASH_R0_32 BLOCKFLASH_R32_40, BLOCKFLASH_D_LIST, "%40", "%41",
+                       "%42", "%43", "%44", "%45", "%46")
 #undef BLOCKFLASH_D_LIST
 #define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D32(f, 0), BLOCKFLASH_D16(f, 32)
-BLOCKFLASH_WGMMA_TYPES(96, BLOCKFLASH_R0_32 BLOCKFLASH_R32_48, BLOCKFLASH_D_LIST, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
+BLOCKFLASH_WGMMA_TYPES(96, BLOCKFLASH_R0_32 BLOCKFLASH_R32_48, BLOCKFLASH_D_LIST, "%48", "%49",
+                       "%50", "%51", "%52", "%53", "%54")
 #undef BLOCKFLASH_D_LIST
 #define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D64(f, 0)
-BLOCKFLASH_WGMMA_TYPES(128, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64, BLOCKFLASH_D_LIST, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
+BLOCKFLASH_WGMMA_TYPES(128, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64, BLOCKFLASH_D_LIST, "%64", "%65",
+                       "%66", "%67", "%68", "%69", "%70")
 #undef BLOCKFLASH_D_LIST
 #define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D64(f, 0), BLOCKFLASH_D4(f, 64)
-BLOCKFLASH_WGMMA_TYPES(136, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64 BLOCKFLASH_R64_68, BLOCKFLASH_D_LIST, "%68", "%69", "%70", "%71", "%72", "%73", "%74")
+BLOCKFLASH_WGMMA_TYPES(136, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64 BLOCKFLASH_R64_68, BLOCKFLASH_D_LIST,
+                       "%68", "%69", "%70", "%71", "%72", "%73", "%74")
 #undef BLOCKFLASH_D_LIST
 #define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D64(f, 0), BLOCKFLASH_D32(f, 64), BLOCKFLASH_D4(f, 96)
-BLOCKFLASH_WGMMA_TYPES(200, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64 BLOCKFLASH_R64_96 BLOCKFLASH_R96_100, BLOCKFLASH_D_LIST, "%100", "%101", "%102", "%103", "%104", "%105", "%106")
+BLOCKFLASH_WGMMA_TYPES(200, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64 BLOCKFLASH_R64_96 BLOCKFLASH_R96_100,
+                       BLOCKFLASH_D_LIST, "%100", "%101", "%102", "%103", "%104", "%105", "%106")
 #undef BLOCKFLASH_D_LIST
 #define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D64(f, 0), BLOCKFLASH_D64(f, 64)
-BLOCKFLASH_WGMMA_TYPES(256, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64 BLOCKFLASH_R64_96 BLOCKFLASH_R96_128, BLOCKFLASH_D_LIST, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
+BLOCKFLASH_WGMMA_TYPES(256, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64 BLOCKFLASH_R64_96 BLOCKFLASH_R96_128,
+                       BLOCKFLASH_D_LIST, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 #undef BLOCKFLASH_D_LIST
 
 // d[64, 256] += a·bᵀ of e4m3, a and b K-major.
 __device__ __forceinline__ void wgmma_m64n256k32_e4m3(float (&d)[128], uint64_t a, uint64_t b) {
-  asm volatile("{.reg .pred accumulate; setp.eq.u32 accumulate, 0, 0; wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {"
-               BLOCKFLASH_R0_32 BLOCKFLASH_R32_64 BLOCKFLASH_R64_96 BLOCKFLASH_R96_128 "}, %128, %129, accumulate, 1, 1;}"
-               : BLOCKFLASH_D64("+f", 0), BLOCKFLASH_D64("+f", 64)
-               : "l"(a), "l"(b));
+  asm volatile(
+      "{.reg .pred accumulate; setp.eq.u32 accumulate, 0, 0; "
+      "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {" BLOCKFLASH_R0_32 BLOCKFLASH_R32_64
+          BLOCKFLASH_R64_96 BLOCKFLASH_R96_128 "}, %128, %129, accumulate, 1, 1;}"
+      : BLOCKFLASH_D64("+f", 0), BLOCKFLASH_D64("+f", 64)
+      : "l"(a), "l"(b));
 }
 
 #undef BLOCKFLASH_WGMMA_TYPES
