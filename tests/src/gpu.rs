@@ -1,4 +1,5 @@
-//! Everything about having a GPU or not: the loud skip, the watchdog, the rows that run, the record of what passed.
+//! Everything about having a GPU or not: the loud skip, the watchdog, the rows that run, the record
+//! of what passed.
 
 use blockflash_ops::{Device, Stream};
 use blockflash_safe::{CudaProperties, Event, cuda_status};
@@ -36,8 +37,10 @@ pub fn gpu(test: &str) -> Option<Gpu> {
             "{test} needs a GPU because BLOCKFLASH_REQUIRE_GPU=1, but there is none: {reason}"
         );
         let line = format!("SKIPPED (no GPU): {test}");
-        // Seen once either way: the harness hides what a passing test prints unless it is told to show it.
-        if std::env::args().any(|argument| argument == "--show-output" || argument == "--nocapture") {
+        // Seen once either way: the harness hides what a passing test prints unless it is told to
+        // show it.
+        if std::env::args().any(|argument| argument == "--show-output" || argument == "--nocapture")
+        {
             println!("{line}");
         } else {
             say(&line);
@@ -54,8 +57,8 @@ pub fn say(line: &str) {
     let _ = writeln!(std::io::stderr().lock(), "{line}");
 }
 
-/// Waits for everything queued on a stream. A launch that hangs cannot be stopped: after the limit the process says which one
-/// it was and aborts.
+/// Waits for everything queued on a stream. A launch that hangs cannot be stopped: after the limit
+/// the process says which one it was and aborts.
 pub fn wait(stream: &Stream, what: &dyn Fn() -> String) -> Result<(), String> {
     if stream.device().is_cpu() {
         return Ok(());
@@ -79,9 +82,10 @@ pub fn wait(stream: &Stream, what: &dyn Fn() -> String) -> Result<(), String> {
 }
 
 impl Gpu {
-    /// Rows of the manifest that this GPU can run, by their target and their shared memory. `BLOCKFLASH_GPU_ROWS` in the environment, parts
-    /// of image names with commas between, leaves out all others, loudly: passes are recorded by image, so after a change of some images
-    /// only these need to run.
+    /// Rows of the manifest that this GPU can run, by their target and their shared memory.
+    /// `BLOCKFLASH_GPU_ROWS` in the environment, parts of image names with commas between, leaves
+    /// out all others, loudly: passes are recorded by image, so after a change of some images only
+    /// these need to run.
     pub fn rows(&self) -> impl Iterator<Item = &'static Row> + '_ {
         let only = std::env::var("BLOCKFLASH_GPU_ROWS").ok();
         if let Some(only) = &only {
@@ -105,8 +109,8 @@ impl Gpu {
         enough
     }
 
-    /// Appends to the file named by `BLOCKFLASH_GPU_RECORD`, if it is set, that this image passed a suite on this GPU.
-    /// `cases` is the number of output tensors that were compared.
+    /// Appends to the file named by `BLOCKFLASH_GPU_RECORD`, if it is set, that this image passed a
+    /// suite on this GPU. `cases` is the number of output tensors that were compared.
     pub fn record(&self, row: &Row, suite: &str, cases: usize) {
         let Some(path) = std::env::var_os("BLOCKFLASH_GPU_RECORD") else { return };
         let driver = self.properties.driver_version;
@@ -142,7 +146,8 @@ struct Outcome {
 }
 
 impl Report {
-    /// Runs one check of a row. It returns how many outputs it compared. A row that failed a few times is left alone.
+    /// Runs one check of a row. It returns how many outputs it compared. A row that failed a few
+    /// times is left alone.
     pub fn run(&mut self, row: &'static Row, check: impl FnOnce() -> Result<usize, String>) {
         let outcome = self.0.entry(row.image_name()).or_default();
         outcome.row = Some(row);
@@ -154,7 +159,8 @@ impl Report {
         }
     }
 
-    /// Records the rows that passed everything, says so, and fails with all the failures if there are any.
+    /// Records the rows that passed everything, says so, and fails with all the failures if there
+    /// are any.
     pub fn finish(self, gpu: &Gpu, suite: &str) {
         let mut failures = Vec::new();
         assert!(!self.0.is_empty(), "no row of the manifest runs on {}", gpu.properties.name);

@@ -6,7 +6,12 @@ use blockflash_ops::{DType, Stream, Tensor, View, ViewMut};
 use half::{bf16, f16};
 
 /// A tensor with these bits, one `u32` per element.
-pub fn upload(stream: &Stream, dtype: DType, bits: &[u32], shape: &[usize]) -> Result<Tensor, String> {
+pub fn upload(
+    stream: &Stream,
+    dtype: DType,
+    bits: &[u32],
+    shape: &[usize],
+) -> Result<Tensor, String> {
     let narrow = || bits.iter().map(|&bits| bits as u16).collect::<Vec<u16>>();
     let bytes = || bits.iter().map(|&bits| bits as u8).collect::<Vec<u8>>();
     match dtype {

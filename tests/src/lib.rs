@@ -1,10 +1,12 @@
 //! What the test suites of blockflash share. There is one of each:
 //!
-//! - cases ([`attention::AttentionCase`], [`bsr::BsrCase`], [`sddmm::SddmmCase`]): a problem as plain data, from which everything follows;
+//! - cases ([`attention::AttentionCase`], [`bsr::BsrCase`], [`sddmm::SddmmCase`]): a problem as
+//!   plain data, from which everything follows;
 //! - generators of cases (proptest strategies) and of N(0,1) numbers, never scaled down;
 //! - the oracle in f64 and the plain same-precision computation beside it;
 //! - the [tolerance] rule, which compares a result with both;
-//! - the harness: poisoned outputs, NaN in every gap, a watchdog on every launch, a loud skip without a GPU.
+//! - the harness: poisoned outputs, NaN in every gap, a watchdog on every launch, a loud skip
+//!   without a GPU.
 //!
 //! The suites are the files in `tests/`. The environment decides:
 //!

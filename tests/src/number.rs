@@ -7,7 +7,8 @@ use rand::{Rng, SeedableRng, rngs::StdRng};
 use rand_distr::StandardNormal;
 use rayon::prelude::*;
 
-/// Every byte of a poisoned buffer: as f16, bf16 and f32 this is a NaN that no computation produces.
+/// Every byte of a poisoned buffer: as f16, bf16 and f32 this is a NaN that no computation
+/// produces.
 pub const POISON: u8 = 0xFF;
 /// The bits of a poisoned element.
 pub fn poison(dtype: DType) -> u32 {
@@ -52,7 +53,8 @@ pub fn normal(seed: u64, n: usize) -> Vec<f32> {
     const CHUNK: usize = 1 << 14;
     let mut values = vec![0f32; n];
     values.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, values)| {
-        let mut rng = StdRng::seed_from_u64(seed ^ (chunk as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+        let mut rng =
+            StdRng::seed_from_u64(seed ^ (chunk as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15));
         values.iter_mut().for_each(|x| *x = rng.sample(StandardNormal));
     });
     values

@@ -1,8 +1,10 @@
-//! Where the elements of a logical tensor lie in memory: dimension order and padding, with something in every gap.
+//! Where the elements of a logical tensor lie in memory: dimension order and padding, with
+//! something in every gap.
 
 use std::ops::Range;
 
-/// A logical tensor inside a larger, contiguous physical one. The default, for any rank, is no gap and the same order.
+/// A logical tensor inside a larger, contiguous physical one. The default, for any rank, is no gap
+/// and the same order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Placement {
     /// Physical dimension `i` is logical dimension `order[i]`; empty: the same order.
@@ -18,7 +20,8 @@ pub struct Placed {
     pub physical: Vec<usize>,
     /// The part of each physical dimension that the logical tensor takes.
     pub ranges: Vec<Range<usize>>,
-    /// For each logical dimension, its physical one: the permutation of the sliced physical tensor that gives the logical one.
+    /// For each logical dimension, its physical one: the permutation of the sliced physical tensor
+    /// that gives the logical one.
     pub permutation: Vec<usize>,
     shape: Vec<usize>,
     strides: Vec<usize>,
@@ -35,8 +38,9 @@ impl Placement {
         let physical: Vec<usize> =
             order.iter().map(|&dim| padding(dim).0 + shape[dim] + padding(dim).1).collect();
         let ranges = order.iter().map(|&dim| padding(dim).0..padding(dim).0 + shape[dim]).collect();
-        let permutation: Vec<usize> =
-            (0..rank).map(|dim| order.iter().position(|&d| d == dim).expect("a permutation")).collect();
+        let permutation: Vec<usize> = (0..rank)
+            .map(|dim| order.iter().position(|&d| d == dim).expect("a permutation"))
+            .collect();
         let physical_stride = |at: usize| physical[at + 1..].iter().product::<usize>();
         let strides: Vec<usize> = permutation.iter().map(|&at| physical_stride(at)).collect();
         let origin = (0..rank).map(|dim| padding(dim).0 * strides[dim]).sum();
@@ -73,7 +77,11 @@ impl Placed {
     }
 
     /// The first element of a gap that differs from `filler`.
-    pub fn first_touched_gap<T: Copy + PartialEq>(&self, physical: &[T], filler: T) -> Option<usize> {
+    pub fn first_touched_gap<T: Copy + PartialEq>(
+        &self,
+        physical: &[T],
+        filler: T,
+    ) -> Option<usize> {
         let mut gap = vec![true; physical.len()];
         self.indices().for_each(|at| gap[at] = false);
         (0..physical.len()).find(|&at| gap[at] && physical[at] != filler)
@@ -86,7 +94,8 @@ mod tests {
 
     #[test]
     fn scatter_and_gather_are_inverse_and_fill_the_gaps() {
-        let placement = Placement { order: vec![0, 2, 1, 3], padding: vec![(0, 1), (2, 0), (0, 0), (8, 16)] };
+        let placement =
+            Placement { order: vec![0, 2, 1, 3], padding: vec![(0, 1), (2, 0), (0, 0), (8, 16)] };
         let shape = [2, 3, 5, 4];
         let placed = placement.place(&shape);
         assert_eq!(placed.physical, [3, 5, 5, 28]);

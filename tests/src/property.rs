@@ -4,8 +4,8 @@ use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
 
-/// Configuration of a property: the same cases in every run, unless `BLOCKFLASH_SEED` is set to a number or to `random`.
-/// `BLOCKFLASH_CASES` multiplies the number of cases.
+/// Configuration of a property: the same cases in every run, unless `BLOCKFLASH_SEED` is set to a
+/// number or to `random`. `BLOCKFLASH_CASES` multiplies the number of cases.
 pub fn config(cases: u32) -> Config {
     let seed = match std::env::var("BLOCKFLASH_SEED") {
         Ok(text) if text == "random" => RngSeed::Random,
@@ -25,12 +25,15 @@ pub fn config(cases: u32) -> Config {
 }
 
 /// Runs a property over random cases and shrinks a failing one.
-pub fn check<S: Strategy>(cases: u32, strategy: S, property: impl Fn(S::Value) -> Result<(), String>)
-where
+pub fn check<S: Strategy>(
+    cases: u32,
+    strategy: S,
+    property: impl Fn(S::Value) -> Result<(), String>,
+) where
     S::Value: std::fmt::Debug,
 {
-    let result =
-        TestRunner::new(config(cases)).run(&strategy, |case| property(case).map_err(TestCaseError::fail));
+    let result = TestRunner::new(config(cases))
+        .run(&strategy, |case| property(case).map_err(TestCaseError::fail));
     if let Err(error) = result {
         panic!("{error}");
     }

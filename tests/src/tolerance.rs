@@ -1,12 +1,13 @@
 //! The one rule by which a result is accepted.
 //!
-//! With `plain` the same computation done plainly in the same precision (inputs and probabilities rounded to the input type,
-//! f32 accumulation, output rounded), an output tensor is accepted when
+//! With `plain` the same computation done plainly in the same precision (inputs and probabilities
+//! rounded to the input type, f32 accumulation, output rounded), an output tensor is accepted when
 //!
 //! 1. **max**: `max |got - exact| <= 2 · max |plain - exact| + floor` over the tensor, and
-//! 2. **relative Frobenius, row by row**: `‖got - exact‖ <= 2 · ‖plain - exact‖ + floor`, which notices one key or one block
-//!    that is missing among thousands, in whatever row it happens;
-//! 3. elements whose exact value is NaN are NaN, infinite ones are that infinity, all others are finite.
+//! 2. **relative Frobenius, row by row**: `‖got - exact‖ <= 2 · ‖plain - exact‖ + floor`, which
+//!    notices one key or one block that is missing among thousands, in whatever row it happens;
+//! 3. elements whose exact value is NaN are NaN, infinite ones are that infinity, all others are
+//!    finite.
 //!
 //! The floor keeps a lucky `plain` (a row of one key has no rounding error at all) from demanding
 //! the impossible. It is what any correct computation is free to do once: one rounding of the
@@ -35,7 +36,8 @@ pub struct Reference {
     pub partial: Vec<f64>,
 }
 
-/// Accepts `got` or says what is wrong: the rule, the first bad element (named by `name`), got, expected and limit.
+/// Accepts `got` or says what is wrong: the rule, the first bad element (named by `name`), got,
+/// expected and limit.
 pub fn check(
     got: &[f64],
     reference: &Reference,
@@ -45,7 +47,8 @@ pub fn check(
     judge(got, &reference.exact, reference, rounding, 1.0, name)
 }
 
-/// Accepts two results of the same problem when they differ by no more than the sum of what each may differ from the exact one.
+/// Accepts two results of the same problem when they differ by no more than the sum of what each
+/// may differ from the exact one.
 pub fn check_agreement(
     got: &[f64],
     other: &[f64],
@@ -56,7 +59,8 @@ pub fn check_agreement(
     judge(got, other, reference, rounding, 2.0, name)
 }
 
-/// The rule for `got` against `expected`, with a limit for as many computations as lie between them.
+/// The rule for `got` against `expected`, with a limit for as many computations as lie between
+/// them.
 fn judge(
     got: &[f64],
     expected: &[f64],
@@ -67,11 +71,16 @@ fn judge(
 ) -> Result<(), String> {
     let Reference { width, exact, plain, magnitude, partial } = reference;
     let lengths = [got.len(), expected.len(), plain.len(), magnitude.len(), partial.len()];
-    assert!(lengths.iter().all(|&length| length == exact.len()), "{lengths:?} and {} elements", exact.len());
+    assert!(
+        lengths.iter().all(|&length| length == exact.len()),
+        "{lengths:?} and {} elements",
+        exact.len()
+    );
     check_classes(got, expected, &name)?;
     let finite = |i: &usize| expected[*i].is_finite() && exact[*i].is_finite();
-    let largest =
-        |values: &dyn Fn(usize) -> f64| (0..exact.len()).filter(finite).map(values).fold(0.0, f64::max);
+    let largest = |values: &dyn Fn(usize) -> f64| {
+        (0..exact.len()).filter(finite).map(values).fold(0.0, f64::max)
+    };
     let plain_error = largest(&|i| {
         assert!(plain[i].is_finite(), "the plain computation of {} gives {}", name(i), plain[i]);
         (plain[i] - exact[i]).abs()
@@ -86,7 +95,8 @@ fn judge(
         (0..exact.len()).filter(finite).filter(|&i| (got[i] - expected[i]).abs() > limit).collect();
     if let Some(&first) = bad.first() {
         let error = |i: usize| (got[i] - expected[i]).abs();
-        let worst = bad.iter().copied().max_by(|&a, &b| error(a).total_cmp(&error(b))).unwrap_or(first);
+        let worst =
+            bad.iter().copied().max_by(|&a, &b| error(a).total_cmp(&error(b))).unwrap_or(first);
         return Err(format!(
             "max error: {} of {} elements are off; first {}: got {}, expected {}, error {:.3e} > limit {limit:.3e} \
              (plain error {plain_error:.3e}, floor {floor:.3e}); worst {}: got {}, expected {}",
@@ -109,7 +119,11 @@ fn judge(
         let error = norm(&|i| got[i] - expected[i]);
         let plain_error = norm(&|i| plain[i] - exact[i]);
         let size = norm(&|i| exact[i]);
-        let sizes = Sizes { exact: size, magnitude: norm(&|i| magnitude[i]), partial: norm(&|i| partial[i]) };
+        let sizes = Sizes {
+            exact: size,
+            magnitude: norm(&|i| magnitude[i]),
+            partial: norm(&|i| partial[i]),
+        };
         let floor = rounding.norm(sizes, row.len());
         let limit = computations * (2.0 * plain_error + floor);
         if error > limit {
@@ -127,7 +141,11 @@ fn judge(
 }
 
 /// NaN where NaN is due, the right infinity where one is due, finite elsewhere.
-fn check_classes(got: &[f64], expected: &[f64], name: &impl Fn(usize) -> String) -> Result<(), String> {
+fn check_classes(
+    got: &[f64],
+    expected: &[f64],
+    name: &impl Fn(usize) -> String,
+) -> Result<(), String> {
     let same = |got: f64, expected: f64| match expected {
         e if e.is_nan() => got.is_nan(),
         e if e.is_infinite() => got == e,

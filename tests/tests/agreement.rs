@@ -1,10 +1,11 @@
-//! The two devices agree through the public calls: `forward` and `matmul`, with the kernel that the library selects.
+//! The two devices agree through the public calls: `forward` and `matmul`, with the kernel that the
+//! library selects.
 
 use blockflash_ops::attention::{Align, Attention, Mask};
 use blockflash_ops::{BsrMatmul, DType, Device, Stream};
 use blockflash_tests::attention::{
-    AttentionCase, AttentionData, AttentionInputs, AttentionReference, Lengths, Limits, attention_cases,
-    head_dims,
+    AttentionCase, AttentionData, AttentionInputs, AttentionReference, Lengths, Limits,
+    attention_cases, head_dims,
 };
 use blockflash_tests::bsr::{self, BsrCase, BsrData, BsrInputs, BsrReference, bsr_cases};
 use blockflash_tests::gpu::{gpu, wait};
@@ -26,8 +27,9 @@ fn numbers(stream: &Stream, tensor: &blockflash_ops::Tensor) -> Vec<f64> {
 fn attention(case: &AttentionCase, data: &AttentionData, stream: &Stream) -> [Vec<f64>; 2] {
     let inputs = AttentionInputs::upload(case, data, stream).unwrap();
     let call: Attention<'_> = inputs.attention();
-    let output =
-        call.forward(stream).unwrap_or_else(|error| panic!("{error} on {}: {case:?}", stream.device()));
+    let output = call
+        .forward(stream)
+        .unwrap_or_else(|error| panic!("{error} on {}: {case:?}", stream.device()));
     wait(stream, &|| format!("{case:?}")).unwrap();
     let [o_shape, _, lse_shape] = case.shapes();
     assert_eq!((output.o.shape(), output.lse.shape()), (&o_shape[..], &lse_shape[..]));
@@ -88,7 +90,8 @@ fn forward_allocates_what_forward_into_fills() {
         let [o_expected, lse_expected] = scattered(&case, &reference);
         let [o, lse] = attention(&case, &data, &stream);
         let name = |i: usize| format!("element {i} of {case:?}");
-        check(&o, &o_expected, &reference.rounding(&case), name).unwrap_or_else(|e| panic!("o: {e}"));
+        check(&o, &o_expected, &reference.rounding(&case), name)
+            .unwrap_or_else(|e| panic!("o: {e}"));
         check(&lse, &lse_expected, &AttentionReference::lse_rounding(&case), name)
             .unwrap_or_else(|e| panic!("lse: {e}"));
     }
@@ -101,13 +104,20 @@ fn attention_on_cpu_and_gpu() {
     for case in attention_problems() {
         let data = AttentionData::generate(&case);
         let reference = AttentionReference::compute(&case, &data, f64::INFINITY);
-        let [on_cpu, on_gpu] = [attention(&case, &data, &cpu()), attention(&case, &data, &gpu.stream)];
+        let [on_cpu, on_gpu] =
+            [attention(&case, &data, &cpu()), attention(&case, &data, &gpu.stream)];
         let expected = scattered(&case, &reference);
         let rounding = [reference.rounding(&case), AttentionReference::lse_rounding(&case)];
         for which in 0..2 {
             let name = |i: usize| format!("element {i} of {} of {case:?}", ["o", "lse"][which]);
-            check_agreement(&on_gpu[which], &on_cpu[which], &expected[which], &rounding[which], name)
-                .unwrap_or_else(|error| panic!("gpu against cpu: {error}"));
+            check_agreement(
+                &on_gpu[which],
+                &on_cpu[which],
+                &expected[which],
+                &rounding[which],
+                name,
+            )
+            .unwrap_or_else(|error| panic!("gpu against cpu: {error}"));
         }
     }
 }
@@ -142,8 +152,13 @@ fn matmul_allocates_what_matmul_into_fills() {
         let data = BsrData::generate(&case);
         let reference = BsrReference::compute(&case, &data, f64::INFINITY);
         let name = |i: usize| format!("element {i} of {case:?}");
-        check(&product(&case, &data, &stream), &reference.c, &BsrReference::rounding(&case, &data), name)
-            .unwrap_or_else(|error| panic!("{error}"));
+        check(
+            &product(&case, &data, &stream),
+            &reference.c,
+            &BsrReference::rounding(&case, &data),
+            name,
+        )
+        .unwrap_or_else(|error| panic!("{error}"));
     }
 }
 
@@ -155,8 +170,14 @@ fn bsr_on_cpu_and_gpu() {
         let reference = BsrReference::compute(&case, &data, f64::INFINITY);
         let [on_cpu, on_gpu] = [product(&case, &data, &cpu()), product(&case, &data, &gpu.stream)];
         let name = |i: usize| format!("element {i} of {case:?}");
-        check_agreement(&on_gpu, &on_cpu, &reference.c, &BsrReference::rounding(&case, &data), name)
-            .unwrap_or_else(|error| panic!("gpu against cpu: {error}"));
+        check_agreement(
+            &on_gpu,
+            &on_cpu,
+            &reference.c,
+            &BsrReference::rounding(&case, &data),
+            name,
+        )
+        .unwrap_or_else(|error| panic!("gpu against cpu: {error}"));
     }
 }
 
@@ -165,7 +186,8 @@ fn one_visible_key_is_copied(stream: &Stream) {
     for dtype in [DType::F16, DType::BF16] {
         let mask = Mask::Window { left: Some(0), right: Some(0), align: Align::TopLeft };
         let lengths = Lengths::Dense { batch: 2, seqlen_q: 150, seqlen_kv: 150 };
-        let case = AttentionCase { mask, lengths, ..AttentionCase::simple(dtype, (4, 2), 96, (0, 0)) };
+        let case =
+            AttentionCase { mask, lengths, ..AttentionCase::simple(dtype, (4, 2), 96, (0, 0)) };
         let data = AttentionData::generate(&case);
         let [o, _] = attention(&case, &data, stream);
         for (at, &o) in o.iter().enumerate() {

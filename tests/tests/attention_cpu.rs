@@ -60,12 +60,15 @@ fn random_cases_that_only_the_cpu_takes() {
         work: 2_000_000,
     };
     let stream = cpu();
-    property::check(80, attention_cases(limits), |case| run_case(&case, Kernel::Selected, &stream).map(drop));
+    property::check(80, attention_cases(limits), |case| {
+        run_case(&case, Kernel::Selected, &stream).map(drop)
+    });
 }
 
 #[test]
 fn tile_edges() {
-    // The tile sizes of the backend are its own affair; powers of two and their neighbours are a good guess.
+    // The tile sizes of the backend are its own affair; powers of two and their neighbours are a
+    // good guess.
     run_all(edge_cases(DType::BF16, &[40, 64], 64, 64));
     run_all(edge_cases(DType::F16, &[8, 72], 32, 128));
 }
@@ -81,7 +84,10 @@ fn many_heads_and_a_long_row() {
     run_all(many_heads(DType::F16, 8));
     run_all(vec![
         AttentionCase::simple(DType::BF16, (2, 1), 128, (1, 5000)),
-        AttentionCase { mask: Mask::causal(), ..AttentionCase::simple(DType::F16, (1, 1), 64, (700, 700)) },
+        AttentionCase {
+            mask: Mask::causal(),
+            ..AttentionCase::simple(DType::F16, (1, 1), 64, (700, 700))
+        },
     ]);
 }
 
@@ -98,8 +104,10 @@ fn masks_that_mean_the_same_give_the_same_bits() {
     assert_eq!(causal, with(window(None, Some(0), top)));
     assert_ne!(causal, with(Mask::Full));
     // A packed batch of equal lengths is a dense batch.
-    let dense =
-        AttentionCase { lengths: Lengths::Dense { batch: 3, seqlen_q: 20, seqlen_kv: 30 }, ..base.clone() };
+    let dense = AttentionCase {
+        lengths: Lengths::Dense { batch: 3, seqlen_q: 20, seqlen_kv: 30 },
+        ..base.clone()
+    };
     let packed = AttentionCase {
         lengths: Lengths::Packed { lengths: vec![(20, 30); 3], slack: (0, 0) },
         ..base.clone()
@@ -132,7 +140,8 @@ fn threads_do_not_disturb_each_other() {
                         mask: Mask::causal(),
                         ..AttentionCase::simple(DType::F16, (2, 2), 64, (65 + thread as usize, 130))
                     };
-                    run_case(&case, Kernel::Selected, &cpu()).unwrap_or_else(|error| panic!("{error}"));
+                    run_case(&case, Kernel::Selected, &cpu())
+                        .unwrap_or_else(|error| panic!("{error}"));
                 }
             });
         }

@@ -5,9 +5,9 @@ use blockflash_ops::{DType, Stream, Tensor};
 use blockflash_sys::Row;
 use blockflash_sys::manifest::AttentionTile;
 use blockflash_tests::attention::{
-    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Kernel, Lengths,
-    Limits, attention_cases, dims_of_tile, edge_cases, many_heads, row_groups, run_and_check, run_or_refuse,
-    same_bits, special_cases,
+    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Kernel,
+    Lengths, Limits, attention_cases, dims_of_tile, edge_cases, many_heads, row_groups,
+    run_and_check, run_or_refuse, same_bits, special_cases,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
 use blockflash_tests::number::{POISON, encode};
@@ -18,7 +18,10 @@ use std::collections::BTreeSet;
 /// Multiply-adds per case and computation of the oracle; larger cases are sampled.
 const BUDGET: f64 = 3e8;
 
-fn cases_of((dtype, head_dim): (DType, u32), rows: &[(&'static Row, AttentionTile)]) -> Vec<AttentionCase> {
+fn cases_of(
+    (dtype, head_dim): (DType, u32),
+    rows: &[(&'static Row, AttentionTile)],
+) -> Vec<AttentionCase> {
     let dims = dims_of_tile(head_dim);
     let (narrow, wide) = (dims[0], dims[dims.len() - 1]);
     let mut tiles: Vec<(usize, usize)> =
@@ -33,12 +36,21 @@ fn cases_of((dtype, head_dim): (DType, u32), rows: &[(&'static Row, AttentionTil
     cases.extend(blocks_kv.into_iter().flat_map(|block_kv| special_cases(dtype, wide, block_kv)));
     cases.extend(many_heads(dtype, narrow));
     // A kernel takes all head dimensions up to its own.
-    cases.push(AttentionCase { mask: Mask::causal(), ..AttentionCase::simple(dtype, (3, 1), 8, (130, 200)) });
+    cases.push(AttentionCase {
+        mask: Mask::causal(),
+        ..AttentionCase::simple(dtype, (3, 1), 8, (130, 200))
+    });
     cases.push(AttentionCase {
         mask: Mask::causal(),
         ..AttentionCase::simple(dtype, (4, 2), wide, (1030, 2050))
     });
-    let limits = Limits { dtypes: vec![dtype], head_dims: dims, seqlen: 400, alignment: 8, work: 30_000_000 };
+    let limits = Limits {
+        dtypes: vec![dtype],
+        head_dims: dims,
+        seqlen: 400,
+        alignment: 8,
+        work: 30_000_000,
+    };
     cases.extend(property::samples(40, attention_cases(limits)));
     cases
 }
@@ -57,7 +69,9 @@ fn every_row() {
             }
         }
         for &(row, tile) in &rows {
-            let story = |what: &'static str| move |error| format!("{what} of {}: {error}", row.image_name());
+            let story = |what: &'static str| {
+                move |error| format!("{what} of {}: {error}", row.image_name())
+            };
             report.run(row, || replays_a_graph(row, &tile, stream).map_err(story("graph")));
             report.run(row, || repeats_its_bits(row, &tile, stream).map_err(story("repeat")));
             report.run(row, || runs_in_two_threads(row, &tile, &gpu).map_err(story("threads")));
@@ -73,10 +87,18 @@ fn prepared(case: &AttentionCase) -> (AttentionData, AttentionReference) {
     (data, reference)
 }
 
-/// Captures a call once and replays it with other numbers, and other sequences under the same maxima.
-fn replays_a_graph(row: &'static Row, tile: &AttentionTile, stream: &Stream) -> Result<usize, String> {
-    let base =
-        AttentionCase { mask: Mask::causal(), sink: true, ..AttentionCase::of_tile(tile, (4, 2), (0, 0)) };
+/// Captures a call once and replays it with other numbers, and other sequences under the same
+/// maxima.
+fn replays_a_graph(
+    row: &'static Row,
+    tile: &AttentionTile,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let base = AttentionCase {
+        mask: Mask::causal(),
+        sink: true,
+        ..AttentionCase::of_tile(tile, (4, 2), (0, 0))
+    };
     let dense = |seed| AttentionCase {
         seed,
         lengths: Lengths::Dense { batch: 2, seqlen_q: 150, seqlen_kv: 190 },
@@ -108,14 +130,19 @@ fn replays_a_graph(row: &'static Row, tile: &AttentionTile, stream: &Stream) -> 
             outputs.poison(stream)?;
             graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
             wait(stream, &|| format!("replay of {} with {case:?}", row.image_name()))?;
-            compared +=
-                outputs.check(case, &reference, stream).map_err(|error| format!("{error}\n    {case:?}"))?;
+            compared += outputs
+                .check(case, &reference, stream)
+                .map_err(|error| format!("{error}\n    {case:?}"))?;
         }
     }
     Ok(compared)
 }
 
-fn repeats_its_bits(row: &'static Row, tile: &AttentionTile, stream: &Stream) -> Result<usize, String> {
+fn repeats_its_bits(
+    row: &'static Row,
+    tile: &AttentionTile,
+    stream: &Stream,
+) -> Result<usize, String> {
     let case = AttentionCase {
         lengths: Lengths::Dense { batch: 3, seqlen_q: 500, seqlen_kv: 777 },
         mask: Mask::causal(),
@@ -124,7 +151,11 @@ fn repeats_its_bits(row: &'static Row, tile: &AttentionTile, stream: &Stream) ->
     same_bits(&case, row, stream)
 }
 
-fn runs_in_two_threads(row: &'static Row, tile: &AttentionTile, gpu: &Gpu) -> Result<usize, String> {
+fn runs_in_two_threads(
+    row: &'static Row,
+    tile: &AttentionTile,
+    gpu: &Gpu,
+) -> Result<usize, String> {
     let work = |thread: u64| {
         let stream = gpu.device.stream().map_err(|error| error.to_string())?;
         let mut compared = 0;
@@ -149,7 +180,8 @@ fn runs_in_two_threads(row: &'static Row, tile: &AttentionTile, gpu: &Gpu) -> Re
     })
 }
 
-/// Batch entries 2²⁷ elements apart: the 17th starts at element 2³¹. Whatever lies between them is NaN.
+/// Batch entries 2²⁷ elements apart: the 17th starts at element 2³¹. Whatever lies between them is
+/// NaN.
 fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
     const BATCH: usize = 17;
     const SEQLEN: usize = 70;
@@ -179,13 +211,15 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
                     .for_each(|(bits, &x)| *bits = encode(dtype, x) as u16);
             }
             match dtype {
-                DType::F16 => Tensor::from_slice::<f16>(stream, bytemuck::cast_slice(&bits), &shape),
+                DType::F16 => {
+                    Tensor::from_slice::<f16>(stream, bytemuck::cast_slice(&bits), &shape)
+                }
                 _ => Tensor::from_slice::<bf16>(stream, bytemuck::cast_slice(&bits), &shape),
             }
         };
         let qkv = upload().expect("memory for a tensor beyond 2^31 elements");
-        let mut spread =
-            Tensor::empty(stream, dtype, &shape).expect("memory for an output beyond 2^31 elements");
+        let mut spread = Tensor::empty(stream, dtype, &shape)
+            .expect("memory for an output beyond 2^31 elements");
         for (row, _) in gpu
             .rows()
             .filter_map(|row| Some((row, row.attention_tile()?)))
@@ -193,7 +227,8 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
         {
             report.run(row, || {
                 let entries = qkv.view().slice(1, 0..SEQLEN).map_err(|error| error.to_string())?;
-                let call = Attention { mask: case.mask, ..Attention::new(entries, entries, entries) };
+                let call =
+                    Attention { mask: case.mask, ..Attention::new(entries, entries, entries) };
                 let case = case.as_asked(row);
                 let mut outputs = AttentionOutputs::poisoned(&case, stream)?;
                 let launched = outputs.launch_call(&case, &call, Kernel::Row(row), stream);
@@ -208,7 +243,9 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
                 let mut lse = lse.transpose().map_err(|error| error.to_string())?;
                 let lse = lse.as_mut().map(Tensor::view_mut);
                 call.forward_with(row, o, lse, stream).map_err(|error| error.to_string())?;
-                wait(stream, &|| format!("{} into a tensor beyond 2^31 elements", row.image_name()))?;
+                wait(stream, &|| {
+                    format!("{} into a tensor beyond 2^31 elements", row.image_name())
+                })?;
                 for (batch, expected) in expected.chunks(SEQLEN * HEAD_DIM).enumerate() {
                     check_entry(&spread, batch, expected, stream)?;
                 }
@@ -218,8 +255,14 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
     }
 }
 
-/// One batch entry of the output that is spread over more than 2³¹ elements, and as much of the gap behind it.
-fn check_entry(spread: &Tensor, batch: usize, expected: &[u32], stream: &Stream) -> Result<(), String> {
+/// One batch entry of the output that is spread over more than 2³¹ elements, and as much of the gap
+/// behind it.
+fn check_entry(
+    spread: &Tensor,
+    batch: usize,
+    expected: &[u32],
+    stream: &Stream,
+) -> Result<(), String> {
     let rows = 2 * expected.len() / spread.shape()[3];
     let part = spread.view().slice(0, batch..batch + 1).and_then(|view| view.slice(1, 0..rows));
     let part = part.map_err(|error| error.to_string())?;

@@ -1,4 +1,5 @@
-//! What the attention kernels for Hopper do unlike the others: blocks of threads that stay, tiles taken by a counter, tensor maps.
+//! What the attention kernels for Hopper do unlike the others: blocks of threads that stay, tiles
+//! taken by a counter, tensor maps.
 
 use blockflash_ops::attention::Mask;
 use blockflash_ops::{Align, Row, Stream};
@@ -26,14 +27,17 @@ fn every_hopper_row() {
     }
     let mut report = Report::default();
     for (row, tile) in rows {
-        let story = |what: &'static str| move |error| format!("{what} of {}: {error}", row.image_name());
+        let story =
+            |what: &'static str| move |error| format!("{what} of {}: {error}", row.image_name());
         let (head_dim, block_q, block_kv) =
             (tile.head_dim as usize, tile.block_q as usize, tile.block_kv as usize);
         let cases = tile_cases(tile.dtype, head_dim, block_q, block_kv);
         for case in cases.into_iter().chain(stress(&tile)).chain(without_keys(&tile)) {
             report.run(row, || run_case(&case.as_asked(row), Kernel::Row(row), &gpu.stream));
         }
-        report.run(row, || agrees_with_the_portable_row(row, &tile, &gpu).map_err(story("agreement")));
+        report.run(row, || {
+            agrees_with_the_portable_row(row, &tile, &gpu).map_err(story("agreement"))
+        });
         for seed in [1, 2] {
             report.run(row, || repeats_its_bits(row, &tile, &gpu, seed).map_err(story("repeat")));
         }
@@ -50,8 +54,7 @@ fn stress(tile: &AttentionTile) -> Vec<AttentionCase> {
     let mut cases = Vec::new();
     for content in [Content::LargeScores, Content::GrowingMaxima, Content::OneHugeLogit] {
         for mask in [Mask::Full, Mask::causal()] {
-            for softcap in [None, Some(30.0)]
-            {
+            for softcap in [None, Some(30.0)] {
                 let simple = AttentionCase::of_tile(tile, (4, 2), seqlen);
                 cases.push(AttentionCase { seed: 17, content, mask, softcap, ..simple });
             }
@@ -70,7 +73,8 @@ fn without_keys(tile: &AttentionTile) -> Vec<AttentionCase> {
         ..AttentionCase::of_tile(tile, (4, 2), (0, 0))
     };
     let dense = |seqlen_q, seqlen_kv| Lengths::Dense { batch: 2, seqlen_q, seqlen_kv };
-    let packed = |lengths: &[(usize, usize)]| Lengths::Packed { lengths: lengths.to_vec(), slack: (3, 0) };
+    let packed =
+        |lengths: &[(usize, usize)]| Lengths::Packed { lengths: lengths.to_vec(), slack: (3, 0) };
     let behind = Mask::Window { left: None, right: Some(0), align: Align::BottomRight };
     let mut cases = Vec::new();
     for sink in [false, true] {
@@ -80,13 +84,18 @@ fn without_keys(tile: &AttentionTile) -> Vec<AttentionCase> {
             of(dense(3 * block_q, block_kv / 2), Mask::causal(), sink),
             of(dense(block_q + 9, 5), behind, sink),
             of(packed(&[(block_q + 1, 0), (0, 0), (1, 0)]), Mask::Full, sink),
-            of(packed(&[(block_q, 0), (7, 2 * block_kv), (2 * block_q, 3), (5, 0)]), Mask::causal(), sink),
+            of(
+                packed(&[(block_q, 0), (7, 2 * block_kv), (2 * block_q, 3), (5, 0)]),
+                Mask::causal(),
+                sink,
+            ),
         ]);
     }
     cases
 }
 
-/// More tiles than multiprocessors, of unequal length; with an even seed some of their blocks are visited.
+/// More tiles than multiprocessors, of unequal length; with an even seed some of their blocks are
+/// visited.
 fn busy(tile: &AttentionTile, gpu: &Gpu, seed: u64) -> AttentionCase {
     let heads_kv = gpu.properties.multiprocessors as usize / 4 + 1;
     let seqlen_q = 3 * tile.block_q as usize + 5;
@@ -106,12 +115,20 @@ fn some_blocks(tiles: &[&AttentionTile]) -> BlockCase {
         block_kv: smallest(|tile| tile.block_kv),
         per_entry: false,
         // Heads that share a tile share its blocks, too.
-        heads: if tiles.iter().all(|tile| tile.heads == 1) { MaskHeads::Query } else { MaskHeads::KeyValue },
+        heads: if tiles.iter().all(|tile| tile.heads == 1) {
+            MaskHeads::Query
+        } else {
+            MaskHeads::KeyValue
+        },
         pattern: BlockPattern::Random(0.6),
     }
 }
 
-fn agrees_with_the_portable_row(row: &'static Row, tile: &AttentionTile, gpu: &Gpu) -> Result<usize, String> {
+fn agrees_with_the_portable_row(
+    row: &'static Row,
+    tile: &AttentionTile,
+    gpu: &Gpu,
+) -> Result<usize, String> {
     let (portable, other) = gpu
         .rows()
         .filter(|row| matches!(row.variant, Variant::AttentionFwd(_)))
@@ -135,11 +152,14 @@ fn agrees_with_the_portable_row(row: &'static Row, tile: &AttentionTile, gpu: &G
         let inputs = AttentionInputs::upload(&case, &data, &gpu.stream)?;
         let run = |row| {
             let mut outputs = AttentionOutputs::poisoned(&case, &gpu.stream)?;
-            outputs.launch(&inputs, Kernel::Row(row), &gpu.stream).map_err(|error| error.to_string())?;
+            outputs
+                .launch(&inputs, Kernel::Row(row), &gpu.stream)
+                .map_err(|error| error.to_string())?;
             wait(&gpu.stream, &|| format!("{} with {case:?}", row.image_name()))?;
             let [o, lse] = outputs.bits(&gpu.stream)?;
             let o: Vec<f64> = o.into_iter().map(|bits| decode(case.dtype, bits).into()).collect();
-            let lse = |&[b, i, h]: &[usize; 3]| f64::from(f32::from_bits(lse[case.lse_index(b, h, i)]));
+            let lse =
+                |&[b, i, h]: &[usize; 3]| f64::from(f32::from_bits(lse[case.lse_index(b, h, i)]));
             let asked = reference.rows.iter().filter(|_| case.lse);
             Ok::<_, String>((o, asked.map(lse).collect::<Vec<f64>>()))
         };
@@ -179,7 +199,9 @@ impl Job {
     }
 
     fn launch(&self, outputs: &mut AttentionOutputs, row: &'static Row) -> Result<(), String> {
-        outputs.launch(&self.inputs, Kernel::Row(row), &self.stream).map_err(|error| error.to_string())
+        outputs
+            .launch(&self.inputs, Kernel::Row(row), &self.stream)
+            .map_err(|error| error.to_string())
     }
 
     /// The first output is right, and all others are the same in every bit.
@@ -201,7 +223,12 @@ impl Job {
     }
 }
 
-fn repeats_its_bits(row: &'static Row, tile: &AttentionTile, gpu: &Gpu, seed: u64) -> Result<usize, String> {
+fn repeats_its_bits(
+    row: &'static Row,
+    tile: &AttentionTile,
+    gpu: &Gpu,
+    seed: u64,
+) -> Result<usize, String> {
     let job = Job::new(busy(tile, gpu, seed), &gpu.stream)?;
     let mut outputs = job.outputs(30)?;
     outputs.iter_mut().try_for_each(|output| job.launch(output, row))?;
@@ -209,7 +236,11 @@ fn repeats_its_bits(row: &'static Row, tile: &AttentionTile, gpu: &Gpu, seed: u6
 }
 
 /// The outputs of the kernels with and without the log-sum-exp are the same in every bit.
-fn has_the_bits_of_its_twin(row: &'static Row, tile: &AttentionTile, gpu: &Gpu) -> Result<usize, String> {
+fn has_the_bits_of_its_twin(
+    row: &'static Row,
+    tile: &AttentionTile,
+    gpu: &Gpu,
+) -> Result<usize, String> {
     let Variant::AttentionFwdHopper(own) = row.variant else { return Err("not for Hopper".into()) };
     let variant = Variant::AttentionFwdHopper(AttentionFwdHopper { lse: !own.lse, ..own });
     let twin = gpu.rows().find(|row| row.variant == variant).ok_or("it has no twin")?;
@@ -226,7 +257,8 @@ fn has_the_bits_of_its_twin(row: &'static Row, tile: &AttentionTile, gpu: &Gpu) 
 /// Two streams that are busy at once, with one thread that feeds both.
 fn shares_the_gpu(row: &'static Row, tile: &AttentionTile, gpu: &Gpu) -> Result<usize, String> {
     let stream = || gpu.device.stream().map_err(|error| error.to_string());
-    let jobs = [Job::new(busy(tile, gpu, 2), &stream()?)?, Job::new(busy(tile, gpu, 3), &stream()?)?];
+    let jobs =
+        [Job::new(busy(tile, gpu, 2), &stream()?)?, Job::new(busy(tile, gpu, 3), &stream()?)?];
     let mut outputs = [jobs[0].outputs(25)?, jobs[1].outputs(25)?];
     let [first, second] = &mut outputs;
     for (a, b) in first.iter_mut().zip(second) {
@@ -236,7 +268,8 @@ fn shares_the_gpu(row: &'static Row, tile: &AttentionTile, gpu: &Gpu) -> Result<
     jobs.iter().zip(&outputs).try_fold(0, |sum, (job, outputs)| Ok(sum + job.check(outputs, row)?))
 }
 
-/// Two graphs of several launches each, replayed at the same time while a third stream launches directly.
+/// Two graphs of several launches each, replayed at the same time while a third stream launches
+/// directly.
 fn replays_graphs(row: &'static Row, tile: &AttentionTile, gpu: &Gpu) -> Result<usize, String> {
     let stream = || gpu.device.stream().map_err(|error| error.to_string());
     let mut jobs = Vec::new();

@@ -3,8 +3,9 @@
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_ops::{DType, Device, Stream};
 use blockflash_tests::attention::{
-    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, BlockCase, BlockPattern, Blocks, Kernel,
-    Lengths, Limits, MaskHeads, block_cases, block_sparse_cases, block_tile_cases, head_dims, run_case,
+    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, BlockCase, BlockPattern,
+    Blocks, Kernel, Lengths, Limits, MaskHeads, block_cases, block_sparse_cases, block_tile_cases,
+    head_dims, run_case,
 };
 use blockflash_tests::number::decode;
 use blockflash_tests::property;
@@ -46,8 +47,10 @@ fn densities_masks_and_block_sizes() {
     let stream = cpu();
     for (dtype, head_dim) in [(DType::F16, 64), (DType::BF16, 24), (DType::F32, 33)] {
         let cases = block_cases(dtype, head_dim);
-        let failures: Vec<String> =
-            cases.iter().filter_map(|case| run_case(case, Kernel::Selected, &stream).err()).collect();
+        let failures: Vec<String> = cases
+            .iter()
+            .filter_map(|case| run_case(case, Kernel::Selected, &stream).err())
+            .collect();
         assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures.join("\n"));
     }
 }
@@ -58,8 +61,10 @@ fn blocks_that_consist_of_tiles() {
     let stream = cpu();
     for (q, kv) in [(64, 64), (128, 32), (192, 128), (128, 80)] {
         let cases = block_tile_cases(DType::BF16, 16, q, kv);
-        let failures: Vec<String> =
-            cases.iter().filter_map(|case| run_case(case, Kernel::Selected, &stream).err()).collect();
+        let failures: Vec<String> = cases
+            .iter()
+            .filter_map(|case| run_case(case, Kernel::Selected, &stream).err())
+            .collect();
         assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures.join("\n"));
     }
 }
@@ -76,7 +81,8 @@ fn a_mask_that_hides_nothing_changes_nothing() {
         window(Some(200), Some(0), bottom),
     ];
     let dense = |(seqlen_q, seqlen_kv)| Lengths::Dense { batch: 1, seqlen_q, seqlen_kv };
-    let packed = Lengths::Packed { lengths: vec![(300, 300), (0, 9), (65, 129), (200, 70)], slack: (0, 0) };
+    let packed =
+        Lengths::Packed { lengths: vec![(300, 300), (0, 9), (65, 129), (200, 70)], slack: (0, 0) };
     let lengths = [dense((300, 300)), dense((200, 450)), dense((330, 100)), packed];
     for (mask, lengths) in masks.into_iter().flat_map(|mask| lengths.clone().map(|l| (mask, l))) {
         let simple = AttentionCase::simple(DType::F32, (4, 2), 40, (0, 0));
@@ -84,7 +90,8 @@ fn a_mask_that_hides_nothing_changes_nothing() {
         let lengths = &plain.lengths;
         let data = AttentionData::generate(&plain);
         let expected = outputs(&plain, &data);
-        // All blocks, or those that the token mask shows anything of: causal blocks with a causal mask.
+        // All blocks, or those that the token mask shows anything of: causal blocks with a causal
+        // mask.
         for pattern in [BlockPattern::Random(1.0), BlockPattern::Seen] {
             for (block_q, block_kv) in [(64, 64), (128, 64), (64, 128), (128, 128)] {
                 let block_mask = block(block_q, block_kv, pattern);
@@ -94,7 +101,10 @@ fn a_mask_that_hides_nothing_changes_nothing() {
                 for (got, expected) in got.iter().flatten().zip(expected.iter().flatten()) {
                     let [got, expected] = [got, expected].map(|&bits| decode(DType::F32, bits));
                     let close = (got - expected).abs() <= 4e-6 * (1.0 + expected.abs());
-                    assert!(got == expected || close, "{mask:?} {lengths:?} {pattern:?}: {got} {expected}");
+                    assert!(
+                        got == expected || close,
+                        "{mask:?} {lengths:?} {pattern:?}: {got} {expected}"
+                    );
                 }
             }
         }
@@ -118,7 +128,8 @@ fn rows_without_blocks_are_zero() {
     }
 }
 
-/// NaN in every key and value that no visited block holds, for one head and for several that share it.
+/// NaN in every key and value that no visited block holds, for one head and for several that share
+/// it.
 #[test]
 fn nan_in_blocks_that_are_not_visited_does_not_leak() {
     for (heads, per_entry) in [MaskHeads::One, MaskHeads::KeyValue, MaskHeads::Query]
@@ -136,7 +147,8 @@ fn nan_in_blocks_that_are_not_visited_does_not_leak() {
         let mut data = clean.clone();
         let mut planted = 0;
         for (entry, head, key) in (0..2 * 2 * 500).map(|at| (at / 1000, at / 500 % 2, at % 500)) {
-            let unseen = (0..300).all(|i| (0..2).all(|h| !blocks.visits(entry, head * 2 + h, i, key)));
+            let unseen =
+                (0..300).all(|i| (0..2).all(|h| !blocks.visits(entry, head * 2 + h, i, key)));
             if unseen {
                 let row = ((entry * 500 + key) * 2 + head) * 32;
                 data.k[row..][..32].fill(f32::NAN);
@@ -172,7 +184,10 @@ fn every_property_of_a_mask_acts() {
         with(64, 64, false, MaskHeads::Query, 0.5),
     ];
     for (i, j) in (0..results.len()).flat_map(|i| (0..i).map(move |j| (i, j))) {
-        assert!(results[i][0] != results[j][0] && results[i][1] != results[j][1], "{i} and {j} are the same");
+        assert!(
+            results[i][0] != results[j][0] && results[i][1] != results[j][1],
+            "{i} and {j} are the same"
+        );
     }
 }
 

@@ -1,4 +1,5 @@
-//! Every kernel that builds block masks on a GPU against the constructors for the CPU: entry by entry, not within a tolerance.
+//! Every kernel that builds block masks on a GPU against the constructors for the CPU: entry by
+//! entry, not within a tolerance.
 
 use blockflash_ops::attention::{Attention, Mask};
 use blockflash_ops::block_sparse::BlockMaskBuffer;
@@ -28,12 +29,14 @@ fn cpu() -> Stream {
 fn every_row() {
     let Some(gpu) = gpu("block_mask_gpu::every_row") else { return };
     let stream = &gpu.stream;
-    let is_build = |row: &&Row| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
+    let is_build =
+        |row: &&Row| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
     let rows: Vec<_> = gpu.rows().filter(is_build).collect();
     assert!(!rows.is_empty());
     let mut report = Report::default();
     for row in rows {
-        let story = |what: &'static str| move |error| format!("{what} of {}: {error}", row.image_name());
+        let story =
+            |what: &'static str| move |error| format!("{what} of {}: {error}", row.image_name());
         for case in mask_cases() {
             report.run(row, || build_and_check(&case, Some(row), stream));
         }
@@ -68,7 +71,8 @@ fn build(
 fn ends_with_its_capacity(row: &Row, stream: &Stream) -> Result<usize, String> {
     let mut compared = 0;
     for source in SOURCES {
-        let case = MaskCase { groups: [2, 3], mask: Mask::causal(), ..MaskCase::new(source, [37, 50], 6) };
+        let case =
+            MaskCase { groups: [2, 3], mask: Mask::causal(), ..MaskCase::new(source, [37, 50], 6) };
         let data = case.data();
         let mask = case.expected(&data).map_err(text)?;
         let row_ptr = mask.row_ptr().to_vec::<i32>(&cpu()).map_err(text)?;
@@ -82,7 +86,9 @@ fn ends_with_its_capacity(row: &Row, stream: &Stream) -> Result<usize, String> {
             let (mut host, inputs) = prepare(&case, &data, capacity, &cpu())?;
             let expected = inputs.build(&mut host, None, &cpu()).err().map(text);
             if problem != expected || expected.is_some() != (capacity < nnz) {
-                return Err(format!("capacity {capacity} of {nnz}: {problem:?}, expected {expected:?}"));
+                return Err(format!(
+                    "capacity {capacity} of {nnz}: {problem:?}, expected {expected:?}"
+                ));
             }
             buffer.check(stream).map_err(|error| format!("the second check: {error}"))?;
         }
@@ -109,12 +115,18 @@ fn names_what_is_wrong(row: &Row, stream: &Stream) -> Result<usize, String> {
         let mut data = case.data();
         let clean = data.clone();
         let planted = [seed as usize * 1001 + 13, 40_000 + seed as usize * 3, 87_000];
-        planted.into_iter().for_each(|at| data.scores[at] = [f32::NAN, -f32::NAN][seed as usize % 2]);
+        planted
+            .into_iter()
+            .for_each(|at| data.scores[at] = [f32::NAN, -f32::NAN][seed as usize % 2]);
         let (mut buffer, mut inputs) = prepare(&case, &data, 6 * rows * 9, stream)?;
         let got = build(&inputs, &mut buffer, row, stream)?;
         // Too many others are larger than one of −∞.
         let without = MaskData {
-            scores: data.scores.iter().map(|&x| if x.is_nan() { f32::NEG_INFINITY } else { x }).collect(),
+            scores: data
+                .scores
+                .iter()
+                .map(|&x| if x.is_nan() { f32::NEG_INFINITY } else { x })
+                .collect(),
             ..data.clone()
         };
         let expected = case.expected(&without).map_err(text)?;
@@ -122,15 +134,23 @@ fn names_what_is_wrong(row: &Row, stream: &Stream) -> Result<usize, String> {
         // Other builds do not hide it.
         inputs.refill(&clean, stream).map_err(text)?;
         build(&inputs, &mut buffer, row, stream)?;
-        expect_problem(&mut buffer, &format!("score is NaN {}", place(planted[0], cols, rows)), stream)?;
+        expect_problem(
+            &mut buffer,
+            &format!("score is NaN {}", place(planted[0], cols, rows)),
+            stream,
+        )?;
 
         let case = MaskCase { source: MaskSource::TopK, k: 75, ..case };
         let mut data = case.data();
         let twice = 75 * (seed as usize * 5 + 3);
         let missing = 75 * (seed as usize * 5 + 40) + seed as usize * 6;
-        // Both in one piece of 32 and far apart; columns of a list differ, so that no third one is equal.
+        // Both in one piece of 32 and far apart; columns of a list differ, so that no third one is
+        // equal.
         data.lists[twice] = 333;
-        data.lists[twice + 1..twice + 75].iter_mut().filter(|col| **col == 333).for_each(|col| *col = -1);
+        data.lists[twice + 1..twice + 75]
+            .iter_mut()
+            .filter(|col| **col == 333)
+            .for_each(|col| *col = -1);
         let clean = data.clone();
         data.lists[twice + 1 + seed as usize * 6] = 333;
         data.lists[missing] = [-2, cols as i32, i32::MAX, i32::MIN][seed as usize % 4];
@@ -155,7 +175,11 @@ fn names_what_is_wrong(row: &Row, stream: &Stream) -> Result<usize, String> {
     Ok(compared)
 }
 
-fn expect_problem(buffer: &mut BlockMaskBuffer, expected: &str, stream: &Stream) -> Result<(), String> {
+fn expect_problem(
+    buffer: &mut BlockMaskBuffer,
+    expected: &str,
+    stream: &Stream,
+) -> Result<(), String> {
     match buffer.check(stream) {
         Err(Error::InvalidBlockMask(problem)) if problem.starts_with(expected) => {}
         other => return Err(format!("check says {other:?}, not {expected:?}")),
@@ -252,8 +276,9 @@ fn attention_follows(row: &Row, stream: &Stream) -> Result<usize, String> {
         graph.launch(stream).map_err(text)?;
         wait(stream, &|| format!("attention after {}", row.image_name()))?;
         buffer.check(stream).map_err(text)?;
-        compared +=
-            outputs.check(&case, &reference, stream).map_err(|error| format!("{error}\n    {case:?}"))?;
+        compared += outputs
+            .check(&case, &reference, stream)
+            .map_err(|error| format!("{error}\n    {case:?}"))?;
     }
     Ok(compared)
 }

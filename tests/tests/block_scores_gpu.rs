@@ -85,8 +85,15 @@ impl Case {
         Ok([q?, k?])
     }
 
-    /// The mean of a block of rows, and the root of the sum of squares of its terms, for each element of a head.
-    fn mean(&self, data: &Data, i: usize, [entry, head]: [usize; 2], rows: Range<usize>) -> Vec<[f64; 2]> {
+    /// The mean of a block of rows, and the root of the sum of squares of its terms, for each
+    /// element of a head.
+    fn mean(
+        &self,
+        data: &Data,
+        i: usize,
+        [entry, head]: [usize; 2],
+        rows: Range<usize>,
+    ) -> Vec<[f64; 2]> {
         let count = rows.len() as f64;
         let mut sums = vec![[0.0; 2]; self.head_dim];
         for row in rows {
@@ -102,9 +109,13 @@ impl Case {
     fn reference(&self, data: &Data) -> Reference {
         let (geometry, [heads_q, heads_kv]) = (self.geometry(), self.heads);
         let mut reference = Reference { width: geometry.cols(), ..Reference::default() };
-        for (entry, head) in (0..self.batch).flat_map(|entry| (0..heads_q).map(move |head| (entry, head))) {
+        for (entry, head) in
+            (0..self.batch).flat_map(|entry| (0..heads_q).map(move |head| (entry, head)))
+        {
             let k: Vec<_> = (0..geometry.cols())
-                .map(|col| self.mean(data, 1, [entry, head * heads_kv / heads_q], geometry.keys(col)))
+                .map(|col| {
+                    self.mean(data, 1, [entry, head * heads_kv / heads_q], geometry.keys(col))
+                })
                 .collect();
             for row in 0..geometry.rows() {
                 let q = self.mean(data, 0, [entry, head], geometry.queries(row));
@@ -118,7 +129,8 @@ impl Case {
                 }
             }
         }
-        let views = [0, 1].map(|i| self.logical(View::from_slice(&data[i], &self.shape(i)).unwrap()));
+        let views =
+            [0, 1].map(|i| self.logical(View::from_slice(&data[i], &self.shape(i)).unwrap()));
         let plain = block_mean_scores(geometry, views[0], views[1]).unwrap();
         reference.plain = plain.into_iter().map(f64::from).collect();
         // CUDA cores add, and round.
@@ -142,7 +154,12 @@ fn text(error: impl Into<Error>) -> String {
 }
 
 /// Compares scores with f64.
-fn judge(case: &Case, data: &Data, scores: &BlockScores, stream: &Stream) -> Result<Vec<f32>, String> {
+fn judge(
+    case: &Case,
+    data: &Data,
+    scores: &BlockScores,
+    stream: &Stream,
+) -> Result<Vec<f32>, String> {
     let got = scores.scores().to_vec::<f32>(stream).map_err(text)?;
     let wide: Vec<f64> = got.iter().map(|&x| x.into()).collect();
     check(&wide, &case.reference(data), &case.rounding(), |at| format!("score {at} of {case:?}"))?;
@@ -182,8 +199,8 @@ fn scores_and_choice(
     let mut scores = BlockScores::new(case.geometry(), q, k, stream).map_err(text)?;
     scores.compute_with(row, q, k, stream).map_err(text)?;
     wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
-    let got =
-        judge(case, &data, &scores, stream).map_err(|error| format!("{}: {error}", row.image_name()))?;
+    let got = judge(case, &data, &scores, stream)
+        .map_err(|error| format!("{}: {error}", row.image_name()))?;
     scores.compute_with(row, q, k, stream).map_err(text)?;
     if scores.scores().to_vec::<f32>(stream).map_err(text)? != got {
         return Err(format!("{}: other bits in a second run of {case:?}", row.image_name()));
@@ -191,12 +208,14 @@ fn scores_and_choice(
     let (geometry, mask, take) = (case.geometry(), Mask::causal(), 3);
     let [batch, heads] = [case.batch, case.heads[0]];
     let capacity = batch * heads * geometry.rows() * take;
-    let mut buffer = BlockMaskBuffer::new(geometry, batch, heads, capacity, stream).map_err(text)?;
+    let mut buffer =
+        BlockMaskBuffer::new(geometry, batch, heads, capacity, stream).map_err(text)?;
     let source = BlockSource::Scores { scores: scores.scores().view(), k: take };
     buffer.build(&BlockChoice { mask, ..BlockChoice::new(source) }, stream).map_err(text)?;
     buffer.check(stream).map_err(text)?;
     let found = buffer.to_host(stream).map_err(text)?;
-    let expected = BlockMask::top_k_from_scores(geometry, batch, heads, &got, take, mask).map_err(text)?;
+    let expected =
+        BlockMask::top_k_from_scores(geometry, batch, heads, &got, take, mask).map_err(text)?;
     if found.to_bool().map_err(text)? != expected.to_bool().map_err(text)? {
         return Err(format!("other blocks are chosen than on the CPU\n    {case:?}"));
     }

@@ -1,4 +1,5 @@
-//! Every attention kernel that the GPU can run, with block masks, against the oracle and against itself without one.
+//! Every attention kernel that the GPU can run, with block masks, against the oracle and against
+//! itself without one.
 
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_ops::{DType, Stream};
@@ -23,11 +24,19 @@ fn every_row_with_block_masks() {
     let mut report = Report::default();
     for ((dtype, head_dim), rows) in row_groups(&gpu) {
         let dims = dims_of_tile(head_dim);
-        let tiles: BTreeSet<_> = rows.iter().map(|(_, tile)| (tile.block_q, tile.block_kv)).collect();
-        let mut cases: Vec<AttentionCase> =
-            tiles.into_iter().flat_map(|(q, kv)| block_tile_cases(dtype, head_dim as usize, q, kv)).collect();
-        let limits =
-            Limits { dtypes: vec![dtype], head_dims: dims, seqlen: 400, alignment: 8, work: 30_000_000 };
+        let tiles: BTreeSet<_> =
+            rows.iter().map(|(_, tile)| (tile.block_q, tile.block_kv)).collect();
+        let mut cases: Vec<AttentionCase> = tiles
+            .into_iter()
+            .flat_map(|(q, kv)| block_tile_cases(dtype, head_dim as usize, q, kv))
+            .collect();
+        let limits = Limits {
+            dtypes: vec![dtype],
+            head_dims: dims,
+            seqlen: 400,
+            alignment: 8,
+            work: 30_000_000,
+        };
         cases.extend(property::samples(15, block_sparse_cases(limits)));
         for case in cases {
             let data = AttentionData::generate(&case);
@@ -37,7 +46,9 @@ fn every_row_with_block_masks() {
             }
         }
         for &(row, tile) in &rows {
-            let story = |what: &'static str| move |error| format!("{what} of {}: {error}", row.image_name());
+            let story = |what: &'static str| {
+                move |error| format!("{what} of {}: {error}", row.image_name())
+            };
             report.run(row, || equals_dense(row, &tile, stream).map_err(story("dense")));
             report.run(row, || repeats_its_bits(row, &tile, stream).map_err(story("repeat")));
             report.run(row, || replays_a_graph(row, &tile, stream).map_err(story("graph")));
@@ -68,17 +79,20 @@ fn bits(
     outputs.bits(stream)
 }
 
-/// A mask that hides nothing lets a row visit the same key tiles in the same order: the same bits. Blocks that the token mask shows
-/// a pair of are as good as all. Also for packed sequences.
+/// A mask that hides nothing lets a row visit the same key tiles in the same order: the same bits.
+/// Blocks that the token mask shows a pair of are as good as all. Also for packed sequences.
 fn equals_dense(row: &'static Row, tile: &AttentionTile, stream: &Stream) -> Result<usize, String> {
     let window = Mask::Window { left: Some(70), right: Some(3), align: Align::TopLeft };
     let masks = [Mask::Full, Mask::causal(), Mask::Causal { align: Align::TopLeft }, window];
     let mut compared = 0;
-    let packed =
-        Lengths::Packed { lengths: vec![(130, 333), (0, 70), (400, 400), (65, 0), (1, 9)], slack: (2, 1) };
+    let packed = Lengths::Packed {
+        lengths: vec![(130, 333), (0, 70), (400, 400), (65, 0), (1, 9)],
+        slack: (2, 1),
+    };
     for (turn, mask) in masks.into_iter().flat_map(|mask| [mask; 2]).enumerate() {
         let (seqlen_q, seqlen_kv) = [(517, 700), (700, 517)][turn / 2 % 2];
-        let lengths = [packed.clone(), Lengths::Dense { batch: 1, seqlen_q, seqlen_kv }][turn % 2].clone();
+        let lengths =
+            [packed.clone(), Lengths::Dense { batch: 1, seqlen_q, seqlen_kv }][turn % 2].clone();
         let simple = AttentionCase::of_tile(tile, (2, 1), (0, 0));
         let dense = AttentionCase { mask, lengths, sink: true, ..simple };
         let data = AttentionData::generate(&dense);
@@ -107,13 +121,21 @@ fn uneven(tile: &AttentionTile, pattern: BlockPattern) -> AttentionCase {
     }
 }
 
-fn repeats_its_bits(row: &'static Row, tile: &AttentionTile, stream: &Stream) -> Result<usize, String> {
+fn repeats_its_bits(
+    row: &'static Row,
+    tile: &AttentionTile,
+    stream: &Stream,
+) -> Result<usize, String> {
     let case = uneven(tile, BlockPattern::EmptyRowsAndColumns);
     same_bits(&case, row, stream)
 }
 
 /// Captures a call once and replays it with other numbers under the same mask.
-fn replays_a_graph(row: &'static Row, tile: &AttentionTile, stream: &Stream) -> Result<usize, String> {
+fn replays_a_graph(
+    row: &'static Row,
+    tile: &AttentionTile,
+    stream: &Stream,
+) -> Result<usize, String> {
     let dense = Lengths::Dense { batch: 2, seqlen_q: 300, seqlen_kv: 700 };
     let packed = Lengths::Packed { lengths: vec![(200, 400), (0, 3), (300, 700)], slack: (1, 0) };
     let replayed = [dense, packed].map(|lengths| replays(lengths, row, tile, stream));
@@ -126,8 +148,12 @@ fn replays(
     tile: &AttentionTile,
     stream: &Stream,
 ) -> Result<usize, String> {
-    let case =
-        AttentionCase { lengths, mask: Mask::Full, sink: true, ..uneven(tile, BlockPattern::Random(0.5)) };
+    let case = AttentionCase {
+        lengths,
+        mask: Mask::Full,
+        sink: true,
+        ..uneven(tile, BlockPattern::Random(0.5))
+    };
     let data = |seed| AttentionData::generate(&AttentionCase { seed, ..case.clone() });
     let mut inputs = AttentionInputs::upload(&case, &data(1), stream)?;
     let mut outputs = AttentionOutputs::poisoned(&case, stream)?;
@@ -141,8 +167,9 @@ fn replays(
         outputs.poison(stream)?;
         graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
         wait(stream, &|| format!("replay of {} with {case:?}", row.image_name()))?;
-        compared +=
-            outputs.check(&case, &reference, stream).map_err(|error| format!("{error}\n    {case:?}"))?;
+        compared += outputs
+            .check(&case, &reference, stream)
+            .map_err(|error| format!("{error}\n    {case:?}"))?;
     }
     Ok(compared)
 }
@@ -161,7 +188,8 @@ fn unvisited_nan_is_not_read(
         let mut dirty = clean.clone();
         let (d, block) = (case.head_dim, case.block_mask.expect("it was just read"));
         let mut planted = 0;
-        for (entry, key, head) in (0..2).flat_map(|b| (0..1300).flat_map(move |j| [0, 1].map(|h| (b, j, h))))
+        for (entry, key, head) in
+            (0..2).flat_map(|b| (0..1300).flat_map(move |j| [0, 1].map(|h| (b, j, h))))
         {
             let mut queries = (0..600).step_by(block.block_q);
             if !queries.any(|i| blocks.visits(entry, 2 * head, i, key)) {
@@ -195,7 +223,8 @@ fn every_block_size_is_selected() {
         let dtype = [DType::F16, DType::BF16][turn % 2];
         let head_dim = [64, 128, 96, 256, 8, 192, 120][turn % 7];
         let pattern = BlockPattern::Random(0.6);
-        let block = BlockCase { block_q, block_kv, per_entry: false, heads: MaskHeads::Query, pattern };
+        let block =
+            BlockCase { block_q, block_kv, per_entry: false, heads: MaskHeads::Query, pattern };
         let case = AttentionCase {
             mask: [Mask::Full, Mask::causal()][turn / 2 % 2],
             block_mask: Some(block),

@@ -37,7 +37,9 @@ fn random_cases_in_half_precision() {
         any_layout: true,
     };
     let stream = cpu();
-    property::check(150, bsr_cases(limits), |case| run_case(&case, Kernel::Selected, &stream).map(drop));
+    property::check(150, bsr_cases(limits), |case| {
+        run_case(&case, Kernel::Selected, &stream).map(drop)
+    });
 }
 
 #[test]
@@ -50,7 +52,9 @@ fn random_cases_that_only_the_cpu_takes() {
         any_layout: true,
     };
     let stream = cpu();
-    property::check(150, bsr_cases(limits), |case| run_case(&case, Kernel::Selected, &stream).map(drop));
+    property::check(150, bsr_cases(limits), |case| {
+        run_case(&case, Kernel::Selected, &stream).map(drop)
+    });
 }
 
 #[test]
@@ -61,13 +65,15 @@ fn tile_edges() {
     }
 }
 
-/// What the suite of the GPU kernels relies on: a case that is made for a row has A, B and C as the row takes them.
+/// What the suite of the GPU kernels relies on: a case that is made for a row has A, B and C as the
+/// row takes them.
 #[test]
 fn cases_lie_as_a_row_takes_them() {
     let stream = cpu();
     let mut columns_of_c = BTreeSet::new();
     // Tiles differ in sizes, too, but these do not matter here.
-    let rows = manifest::rows().iter().flat_map(|row| tiles(row).into_iter().map(move |tile| (row, tile)));
+    let rows =
+        manifest::rows().iter().flat_map(|row| tiles(row).into_iter().map(move |tile| (row, tile)));
     for (row, tile) in rows.filter(|(_, tile)| (tile.dtype, tile.block_n) == (DType::F16, 128)) {
         let hopper = match row.variant {
             Variant::BsrMatmulHopper(tile) => Some(tile),
@@ -75,16 +81,23 @@ fn cases_lie_as_a_row_takes_them() {
             _ => continue,
         };
         let size = tile.block_size as usize;
-        let cases = [edge_cases(DType::F16, size, 128, 64), column_cases(DType::F16, size, 128)].concat();
+        let cases =
+            [edge_cases(DType::F16, size, 128, 64), column_cases(DType::F16, size, 128)].concat();
         for case in cases.into_iter().map(|case| case.for_row(row, &tile)) {
             let data = BsrData::generate(&case);
             let inputs = BsrInputs::upload(&case, &data, &stream).unwrap();
             let problem = inputs.problem(&mut inputs.old_c(&data, &stream).unwrap()).unwrap();
             assert_eq!(problem.a_transposed, tile.a_transposed);
-            assert!(problem.c_major == Major::Row || !hopper.is_some_and(|tile| tile.gathers()), "{case:?}");
-            columns_of_c.extend((problem.n > 1 && problem.c_major == Major::Column).then_some(row.symbol()));
-            // A single column, or none, is one of rows: kernels for columns take it only where A is transposed. Without the gaps that
-            // those for Hopper need, a single row is one of columns, too.
+            assert!(
+                problem.c_major == Major::Row || !hopper.is_some_and(|tile| tile.gathers()),
+                "{case:?}"
+            );
+            columns_of_c.extend(
+                (problem.n > 1 && problem.c_major == Major::Column).then_some(row.symbol()),
+            );
+            // A single column, or none, is one of rows: kernels for columns take it only where A is
+            // transposed. Without the gaps that those for Hopper need, a single row is one of
+            // columns, too.
             let told = if hopper.is_some() {
                 problem.n > 1 || !tile.b_column_major
             } else {
@@ -106,7 +119,9 @@ fn cases_lie_as_a_row_takes_them() {
 #[test]
 fn the_transpose_by_an_index_is_the_transposed_matrix_bit_by_bit() {
     let stream = cpu();
-    for (size, pattern) in [(16, Pattern::Random(0.4)), (7, Pattern::EmptyRows(0.5)), (64, Pattern::Full)] {
+    for (size, pattern) in
+        [(16, Pattern::Random(0.4)), (7, Pattern::EmptyRows(0.5)), (64, Pattern::Full)]
+    {
         for n in [1, 33, 200] {
             let case = BsrCase::simple(DType::F16, size, [5 * size - 3, n, 4 * size + 1], pattern);
             let data = BsrData::generate(&case);
@@ -147,7 +162,9 @@ fn repeats_are_equal_bit_by_bit() {
 /// All constructors of one matrix give the same arrays.
 #[test]
 fn constructors_agree() {
-    for (size, pattern) in [(16, Pattern::Random(0.4)), (7, Pattern::EmptyRows(0.5)), (32, Pattern::Full)] {
+    for (size, pattern) in
+        [(16, Pattern::Random(0.4)), (7, Pattern::EmptyRows(0.5)), (32, Pattern::Full)]
+    {
         let case = BsrCase::simple(DType::F16, size, [75, 1, 90], pattern);
         let data = BsrData::generate(&case);
         let parts = data.matrix(&case, &cpu()).unwrap();
@@ -155,8 +172,11 @@ fn constructors_agree() {
         let (rows, cols) = (parts.rows(), parts.cols());
         assert_eq!((rows, cols, dense.len()), (75, 90, 75 * 90));
 
-        let from_dense =
-            BsrMatrix::from_dense(View::from_slice(&dense, &[rows, cols]).unwrap(), size, DType::F16);
+        let from_dense = BsrMatrix::from_dense(
+            View::from_slice(&dense, &[rows, cols]).unwrap(),
+            size,
+            DType::F16,
+        );
         let triplets: Vec<(usize, usize, f32)> = (0..dense.len())
             .rev()
             .filter(|&at| dense[at] != 0.0)
@@ -171,7 +191,8 @@ fn constructors_agree() {
             }
             row_ptr.push(col_idx.len() as i32);
         }
-        let from_csr = BsrMatrix::from_csr(rows, cols, size, DType::F16, &row_ptr, &col_idx, &values);
+        let from_csr =
+            BsrMatrix::from_csr(rows, cols, size, DType::F16, &row_ptr, &col_idx, &values);
         let mut blocks: Vec<(usize, usize)> = Vec::new();
         for row in 0..parts.block_rows() {
             let range = data.row_ptr[row] as usize..data.row_ptr[row + 1] as usize;

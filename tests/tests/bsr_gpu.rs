@@ -4,8 +4,8 @@ use blockflash_ops::{BsrMatmul, DType, Stream, Tensor};
 use blockflash_sys::Row;
 use blockflash_sys::manifest::BsrTile;
 use blockflash_tests::bsr::{
-    BsrCase, BsrData, BsrInputs, BsrReference, Kernel, Limits, Pattern, Workspace, bsr_cases, check_output,
-    column_cases, edge_cases, epilogue_cases, run_on_row, tiles,
+    BsrCase, BsrData, BsrInputs, BsrReference, Kernel, Limits, Pattern, Workspace, bsr_cases,
+    check_output, column_cases, edge_cases, epilogue_cases, run_on_row, tiles,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
 use blockflash_tests::host::{download, poisoned};
@@ -17,10 +17,13 @@ use std::collections::BTreeMap;
 /// Multiply-adds per case and computation of the oracle; larger cases are sampled.
 const BUDGET: f64 = 2e8;
 
-/// Rows that compute the same problems: they share cases and references. A row that takes any layout is there with each.
+/// Rows that compute the same problems: they share cases and references. A row that takes any
+/// layout is there with each.
 fn groups(gpu: &Gpu) -> BTreeMap<(DType, u32), Vec<(&'static Row, BsrTile)>> {
     let mut groups: BTreeMap<_, Vec<_>> = BTreeMap::new();
-    for (row, tile) in gpu.rows().flat_map(|row| tiles(row).into_iter().map(move |tile| (row, tile))) {
+    for (row, tile) in
+        gpu.rows().flat_map(|row| tiles(row).into_iter().map(move |tile| (row, tile)))
+    {
         groups.entry((tile.dtype, tile.block_size)).or_default().push((row, tile));
     }
     groups
@@ -44,8 +47,13 @@ fn cases_of((dtype, block_size): (DType, u32), rows: &[(&'static Row, BsrTile)])
         cases.push(case.clone());
         cases.push(BsrCase { workspace: Workspace::Parts(5), ..case });
     }
-    let limits =
-        Limits { dtypes: vec![dtype], block_sizes: vec![size], blocks: 9, columns: 600, any_layout: true };
+    let limits = Limits {
+        dtypes: vec![dtype],
+        block_sizes: vec![size],
+        blocks: 9,
+        columns: 600,
+        any_layout: true,
+    };
     cases.extend(property::samples(60, bsr_cases(limits)));
     cases
 }
@@ -63,7 +71,9 @@ fn every_row() {
             }
         }
         for &(row, tile) in &rows {
-            let story = |what: &'static str| move |error| format!("{what} of {}: {error}", row.image_name());
+            let story = |what: &'static str| {
+                move |error| format!("{what} of {}: {error}", row.image_name())
+            };
             report.run(row, || replays_a_graph(row, &tile, stream).map_err(story("graph")));
             report.run(row, || repeats_its_bits(row, &tile, stream).map_err(story("repeat")));
             report.run(row, || runs_in_two_threads(row, &tile, &gpu).map_err(story("threads")));
@@ -100,7 +110,8 @@ fn replays_a_graph(row: &'static Row, tile: &BsrTile, stream: &Stream) -> Result
         .map_err(|error| format!("capture: {error}"))?;
     for replay in 0..4 {
         data.b.rotate_left(17 * replay + 1);
-        // Rows that nothing reads may now hold numbers, and rows that are read NaN: make all of them numbers.
+        // Rows that nothing reads may now hold numbers, and rows that are read NaN: make all of
+        // them numbers.
         data.b.iter_mut().filter(|x| x.is_nan()).for_each(|x| *x = 0.5);
         let reference = BsrReference::compute(&case, &data, BUDGET);
         inputs.refill(&data, stream)?;
@@ -113,7 +124,8 @@ fn replays_a_graph(row: &'static Row, tile: &BsrTile, stream: &Stream) -> Result
     Ok(4)
 }
 
-/// Also where tiles are computed in parts, whoever is first: all tiles alike, and one among empty ones.
+/// Also where tiles are computed in parts, whoever is first: all tiles alike, and one among empty
+/// ones.
 fn repeats_its_bits(row: &'static Row, tile: &BsrTile, stream: &Stream) -> Result<usize, String> {
     let of = |(pattern, workspace)| same_bits(row, tile, pattern, workspace, stream);
     let cases = [
@@ -193,7 +205,8 @@ fn runs_in_two_threads(row: &'static Row, tile: &BsrTile, gpu: &Gpu) -> Result<u
         let mut compared = 0;
         for seed in 0..6 {
             let mnk = [9 * size + thread, 200 + 57 * thread, 11 * size];
-            let case = BsrCase { seed, ..BsrCase::simple(tile.dtype, size, mnk, Pattern::Random(0.4)) };
+            let case =
+                BsrCase { seed, ..BsrCase::simple(tile.dtype, size, mnk, Pattern::Random(0.4)) };
             let (data, reference) = prepared(&case);
             compared += run_on_row(&case, &data, &reference, (row, tile), &stream)?;
         }
@@ -209,7 +222,8 @@ fn runs_in_two_threads(row: &'static Row, tile: &BsrTile, gpu: &Gpu) -> Result<u
     })
 }
 
-/// Rows of B and of C 2²⁰ + 8 elements apart, and more than 2¹¹ of them. Whatever lies between them is NaN.
+/// Rows of B and of C 2²⁰ + 8 elements apart, and more than 2¹¹ of them. Whatever lies between them
+/// is NaN.
 fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
     const STRIDE: usize = (1 << 20) + 8;
     const ROWS: usize = (1 << 11) + 40;
@@ -232,15 +246,21 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
                 to.iter_mut().zip(numbers).for_each(|(bits, &x)| *bits = encode(dtype, x) as u16);
             }
             match dtype {
-                DType::F16 => Tensor::from_slice::<f16>(stream, bytemuck::cast_slice(&bits), &[ROWS, STRIDE]),
-                _ => Tensor::from_slice::<bf16>(stream, bytemuck::cast_slice(&bits), &[ROWS, STRIDE]),
+                DType::F16 => {
+                    Tensor::from_slice::<f16>(stream, bytemuck::cast_slice(&bits), &[ROWS, STRIDE])
+                }
+                _ => {
+                    Tensor::from_slice::<bf16>(stream, bytemuck::cast_slice(&bits), &[ROWS, STRIDE])
+                }
             }
         };
         let b = upload().expect("memory for a matrix beyond 2^31 elements");
-        let mut spread =
-            Tensor::empty(stream, dtype, &[ROWS, STRIDE]).expect("memory for C beyond 2^31 elements");
-        for (row, tile) in
-            gpu.rows().filter_map(|row| Some((row, row.bsr_tile()?))).filter(|(_, tile)| tile.dtype == dtype)
+        let mut spread = Tensor::empty(stream, dtype, &[ROWS, STRIDE])
+            .expect("memory for C beyond 2^31 elements");
+        for (row, tile) in gpu
+            .rows()
+            .filter_map(|row| Some((row, row.bsr_tile()?)))
+            .filter(|(_, tile)| tile.dtype == dtype)
         {
             // B and C lie by rows here, and A as it is.
             if tile.a_transposed || tile.b_column_major {
@@ -251,16 +271,24 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
                 let data = BsrData { b: b_data.clone(), ..BsrData::generate(&case) };
                 let reference = BsrReference::compute(&case, &data, BUDGET);
                 let a = data.matrix(&case, stream)?;
-                let b = b.view().slice(1, STRIDE - COLUMNS..STRIDE).map_err(|error| error.to_string())?;
+                let b = b
+                    .view()
+                    .slice(1, STRIDE - COLUMNS..STRIDE)
+                    .map_err(|error| error.to_string())?;
                 let product = BsrMatmul::new(&a, b);
                 let mut c = poisoned(stream, dtype, &[ROWS, COLUMNS])?;
-                product.matmul_with(row, c.view_mut(), stream).map_err(|error| error.to_string())?;
+                product
+                    .matmul_with(row, c.view_mut(), stream)
+                    .map_err(|error| error.to_string())?;
                 wait(stream, &|| format!("{} with B beyond 2^31 elements", row.image_name()))?;
                 check_output(&c, &case, &data, &reference, stream)?;
                 let expected = download(stream, &c)?;
 
                 spread.fill_bytes(stream, POISON).map_err(|error| error.to_string())?;
-                let out = spread.view_mut().slice(1, 8..8 + COLUMNS).map_err(|error| error.to_string())?;
+                let out = spread
+                    .view_mut()
+                    .slice(1, 8..8 + COLUMNS)
+                    .map_err(|error| error.to_string())?;
                 product.matmul_with(row, out, stream).map_err(|error| error.to_string())?;
                 wait(stream, &|| format!("{} with C beyond 2^31 elements", row.image_name()))?;
                 for i in (0..ROWS).step_by(97).chain(ROWS - 45..ROWS) {
@@ -274,7 +302,8 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
 
 /// One row of the C that is spread over more than 2³¹ elements, with the gap around it.
 fn check_row(spread: &Tensor, row: usize, expected: &[u32], stream: &Stream) -> Result<(), String> {
-    let part = spread.view().slice(0, row..row + 1).and_then(|view| view.slice(1, 0..expected.len() + 64));
+    let part =
+        spread.view().slice(0, row..row + 1).and_then(|view| view.slice(1, 0..expected.len() + 64));
     let part = part.map_err(|error| error.to_string())?;
     let bits: Vec<u16> = match spread.dtype() {
         DType::F16 => part.to_vec::<f16>(stream).map(|x| x.into_iter().map(f16::to_bits).collect()),

@@ -4,7 +4,8 @@ use blockflash_ops::{BsrMatmul, BsrMatrix, DType, Device, Error, Tensor};
 use blockflash_tests::gpu::gpu;
 use half::bf16;
 
-/// Blocks (0, 1), (1, 0) and (1, 1) of 64 × 64 that are filled with these numbers, in a matrix of these sizes.
+/// Blocks (0, 1), (1, 0) and (1, 1) of 64 × 64 that are filled with these numbers, in a matrix of
+/// these sizes.
 fn matrix([rows, cols]: [usize; 2], values: [f32; 3]) -> BsrMatrix {
     let blocks = [(0, 1), (1, 0), (1, 1)];
     let inside = |block: usize, at: usize| {
@@ -47,7 +48,10 @@ fn what_nobody_could_check_is_refused() {
     let source = matrix([100, 128], [1.0, 2.0, 3.0]);
     let mut a = source.to(stream).unwrap();
     let on_gpu = source.values().copy_to(stream).unwrap();
-    assert!(matches!(a.set_values(&on_gpu, stream), Err(Error::UncheckedPadding { rows: 100, .. })));
+    assert!(matches!(
+        a.set_values(&on_gpu, stream),
+        Err(Error::UncheckedPadding { rows: 100, .. })
+    ));
     assert!(matches!(a.values_mut(), Err(Error::UncheckedPadding { cols: 128, .. })));
     a.set_values(source.values(), stream).unwrap();
     let full = matrix([128, 128], [1.0; 3]);
@@ -56,7 +60,13 @@ fn what_nobody_could_check_is_refused() {
         Err(Error::NonzeroPadding { block: 1, row: 36, .. })
     ));
     let cpu = Device::cpu().stream().unwrap();
-    assert!(matches!(a.set_values(source.values(), &cpu), Err(Error::DeviceMismatch { what: "matrix", .. })));
+    assert!(matches!(
+        a.set_values(source.values(), &cpu),
+        Err(Error::DeviceMismatch { what: "matrix", .. })
+    ));
     let mut on_cpu = matrix([128, 128], [1.0; 3]);
-    assert!(matches!(on_cpu.set_values(&on_gpu, &cpu), Err(Error::DeviceMismatch { what: "values", .. })));
+    assert!(matches!(
+        on_cpu.set_values(&on_gpu, &cpu),
+        Err(Error::DeviceMismatch { what: "values", .. })
+    ));
 }

@@ -12,8 +12,8 @@ fn entry() -> impl Strategy<Value = i32> {
 
 /// What makes index arrays a BSR structure, said once more.
 fn valid(row_ptr: &[i32], col_idx: &[i32], block_rows: usize, block_cols: usize) -> bool {
-    let ends =
-        row_ptr.first() == Some(&0) && row_ptr.last().is_some_and(|&end| end as usize == col_idx.len());
+    let ends = row_ptr.first() == Some(&0)
+        && row_ptr.last().is_some_and(|&end| end as usize == col_idx.len());
     ends && row_ptr.len() == block_rows + 1
         && row_ptr.is_sorted()
         && row_ptr.windows(2).all(|pair| {
@@ -183,7 +183,8 @@ proptest! {
         let stream = Device::cpu().stream().unwrap();
         // A dimension of 0 does not excuse the others.
         let elements = shape.iter().try_fold(1usize, |n, &s| n.checked_mul(s.max(1)));
-        // What is small must work, what exceeds any address space must be an error, and the rest is left alone.
+        // What is small must work, what exceeds any address space must be an error, and the rest is
+        // left alone.
         let small = shape.len() <= 4 && elements.is_some_and(|n| n < 1 << 20);
         if small || elements.is_none_or(|n| n >= 1 << 48) {
             match Tensor::zeros(&stream, DType::F16, &shape) {

@@ -1,10 +1,10 @@
-//! What safe programs may do to index arrays, at whatever time: kernels never leave the tensors that they
-//! were given. Run under a memory checker, these programs report nothing.
+//! What safe programs may do to index arrays, at whatever time: kernels never leave the tensors
+//! that they were given. Run under a memory checker, these programs report nothing.
 #![forbid(unsafe_code)]
 
 use blockflash_ops::{
-    Attention, BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockSource, BsrMatmul, BsrMatrix,
-    BsrSddmm, BsrTranspose, BsrWorkspace, DType, Error, Mask, Stream, Tensor,
+    Attention, BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockSource, BsrMatmul,
+    BsrMatrix, BsrSddmm, BsrTranspose, BsrWorkspace, DType, Error, Mask, Stream, Tensor,
 };
 use blockflash_safe::{BlockListScratch, BlockLists, BlockMaskBuildOperands, LaunchConfig, Row};
 use blockflash_sys::BlockMaskKernel;
@@ -70,7 +70,8 @@ impl Arrays {
 
 fn small_integers(shape: &[usize], stream: &Stream) -> Tensor {
     let count = shape.iter().product();
-    let numbers: Vec<bf16> = (0..count).map(|at: usize| bf16::from_f32((at % 7) as f32 - 3.0)).collect();
+    let numbers: Vec<bf16> =
+        (0..count).map(|at: usize| bf16::from_f32((at % 7) as f32 - 3.0)).collect();
     Tensor::from_slice(stream, &numbers, shape).unwrap()
 }
 
@@ -122,8 +123,8 @@ fn occupy(stream: &Stream, from: &Tensor, to: &mut Tensor) {
     }
 }
 
-/// A copy that is still pending on another stream is waited for before the arrays are validated, and what
-/// comes later changes nothing.
+/// A copy that is still pending on another stream is waited for before the arrays are validated,
+/// and what comes later changes nothing.
 #[test]
 fn a_pending_copy_is_validated() {
     let Some(gpu) = gpu("hostile_gpu::a_pending_copy_is_validated") else { return };
@@ -132,7 +133,8 @@ fn a_pending_copy_is_validated() {
     let (from, mut to) = (large(), large());
     for block_size in BLOCK_SIZES {
         let mut arrays = Arrays::new(block_size, stream);
-        let good = [arrays.row_ptr.copy_to(stream).unwrap(), arrays.col_idx.copy_to(stream).unwrap()];
+        let good =
+            [arrays.row_ptr.copy_to(stream).unwrap(), arrays.col_idx.copy_to(stream).unwrap()];
         occupy(other, &from, &mut to);
         arrays.spoil(other).unwrap();
         let error = arrays.matrix(stream).unwrap_err();
@@ -161,11 +163,14 @@ fn no_matrix_is_made_in_a_capture() {
     let captured = stream.capture(|stream| {
         BsrMatrix::from_tensors(size, size, 64, row_ptr, col_idx, values, stream).map(|_| ())
     });
-    assert!(matches!(captured, Err(Error::Safe(blockflash_safe::Error::InCapture { .. }))), "{captured:?}");
+    assert!(
+        matches!(captured, Err(Error::Safe(blockflash_safe::Error::InCapture { .. }))),
+        "{captured:?}"
+    );
 }
 
-/// Two graphs build one mask on two streams while a third one attends with it. What is computed meanwhile is
-/// unspecified; afterwards all is well.
+/// Two graphs build one mask on two streams while a third one attends with it. What is computed
+/// meanwhile is unspecified; afterwards all is well.
 #[test]
 fn builds_of_one_mask_may_overlap() {
     let name = "hostile_gpu::builds_of_one_mask_may_overlap";
@@ -197,8 +202,10 @@ fn builds_of_one_mask_may_overlap() {
     for _ in 0..200 {
         graphs[0].launch(first).unwrap();
         graphs[1].launch(second).unwrap();
-        let call =
-            Attention { block_mask: Some(buffer.mask()), ..Attention::new(q.view(), k.view(), k.view()) };
+        let call = Attention {
+            block_mask: Some(buffer.mask()),
+            ..Attention::new(q.view(), k.view(), k.view())
+        };
         call.forward_into(o.view_mut(), None, third).unwrap();
     }
     for stream in &streams {
@@ -206,7 +213,8 @@ fn builds_of_one_mask_may_overlap() {
     }
     graphs[1].launch(second).unwrap();
     let columns = lists.to_vec::<i32>(second).unwrap();
-    let expected = BlockMask::from_top_k(geometry, 1, heads, 9, &columns).unwrap().to_bool().unwrap();
+    let expected =
+        BlockMask::from_top_k(geometry, 1, heads, 9, &columns).unwrap().to_bool().unwrap();
     assert_eq!(buffer.to_host(second).unwrap().to_bool().unwrap(), expected);
 }
 
@@ -224,7 +232,8 @@ fn listing_before_choosing_lists_nothing() {
         let (heads, rows, cols, capacity) = (2, 40, 70, 50);
         let source = Tensor::zeros(stream, DType::U8, &[1, heads, rows, cols]).unwrap();
         let mut scratch = BlockListScratch::new([1, heads], rows, cols, slab_rows, stream).unwrap();
-        let mut lists = BlockLists::with_capacity([1, heads], rows, cols, capacity, stream).unwrap();
+        let mut lists =
+            BlockLists::with_capacity([1, heads], rows, cols, capacity, stream).unwrap();
         let mut problems = Tensor::zeros(stream, DType::I32, &[4]).unwrap();
         let none = blockflash_block_mask {
             row_ptr: null(),

@@ -1,18 +1,23 @@
-//! Every option acts: changing any argument changes the output or is an error. On the CPU, and on the GPU when there is one.
+//! Every option acts: changing any argument changes the output or is an error. On the CPU, and on
+//! the GPU when there is one.
 
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_ops::bsr_matmul::Activation;
 use blockflash_ops::{DType, Device, Stream};
 use blockflash_tests::attention::{
-    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, BlockCase, BlockPattern, Kernel,
-    Lengths, MaskHeads,
+    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, BlockCase, BlockPattern,
+    Kernel, Lengths, MaskHeads,
 };
 use blockflash_tests::bsr::{BiasKind, BsrCase, BsrData, BsrInputs, Kernel as BsrKernel, Pattern};
 use blockflash_tests::gpu::{gpu, wait};
 use blockflash_tests::host::download;
 
 /// Bits of o and of the lse.
-fn attention(case: &AttentionCase, data: &AttentionData, stream: &Stream) -> Result<[Vec<u32>; 2], String> {
+fn attention(
+    case: &AttentionCase,
+    data: &AttentionData,
+    stream: &Stream,
+) -> Result<[Vec<u32>; 2], String> {
     let inputs = AttentionInputs::upload(case, data, stream)?;
     let mut outputs = AttentionOutputs::poisoned(case, stream)?;
     outputs.launch(&inputs, Kernel::Selected, stream).map_err(|error| error.to_string())?;
@@ -101,7 +106,8 @@ fn attention_options_act(stream: &Stream) {
 }
 
 fn attention_operands_act(stream: &Stream) {
-    let case = AttentionCase { sink: true, ..AttentionCase::simple(DType::BF16, (6, 2), 40, (70, 130)) };
+    let case =
+        AttentionCase { sink: true, ..AttentionCase::simple(DType::BF16, (6, 2), 40, (70, 130)) };
     let data = AttentionData::generate(&case);
     let base = attention(&case, &data, stream).unwrap();
     let (q_row, kv_row) = (6 * 40, 2 * 40);
@@ -116,14 +122,18 @@ fn attention_operands_act(stream: &Stream) {
     let rows: Vec<usize> = differing(&q[0], &base[0]).map(|i| i / 40).collect();
     assert!(!rows.is_empty() && rows.iter().all(|&row| row == at / 40), "q acts on rows {rows:?}");
     assert_eq!(differing(&q[1], &base[1]).collect::<Vec<_>>(), [4 * 70 + 33], "q acts on the lse");
-    // One number of k or v of a kv head reaches the heads of its group, all queries, and no other head.
+    // One number of k or v of a kv head reaches the heads of its group, all queries, and no other
+    // head.
     for (what, output) in [
         ("k", changed(&|data| data.k[129 * kv_row + 40 + 5] = 8.0)),
         ("v", changed(&|data| data.v[129 * kv_row + 40 + 5] = 800.0)),
     ] {
         let heads: Vec<usize> = differing(&output[0], &base[0]).map(|i| i / 40 % 6).collect();
         assert!(heads.iter().all(|&head| head >= 3), "{what} of kv head 1 acts on heads {heads:?}");
-        assert!((3..6).all(|head| heads.contains(&head)), "{what} of kv head 1 acts on heads {heads:?}");
+        assert!(
+            (3..6).all(|head| heads.contains(&head)),
+            "{what} of kv head 1 acts on heads {heads:?}"
+        );
     }
     let v = changed(&|data| data.v[129 * kv_row + 40 + 5] = 800.0);
     assert!(differing(&v[0], &base[0]).all(|i| i % 40 == 5), "v acts on its own column");
@@ -142,7 +152,9 @@ fn differing<'a>(a: &'a [u32], b: &'a [u32]) -> impl Iterator<Item = usize> + 'a
 fn product(case: &BsrCase, data: &BsrData, stream: &Stream) -> Vec<u32> {
     let inputs = BsrInputs::upload(case, data, stream).unwrap();
     let mut c = inputs.old_c(data, stream).unwrap();
-    inputs.launch(&mut c, BsrKernel::Selected, stream).unwrap_or_else(|error| panic!("{error}: {case:?}"));
+    inputs
+        .launch(&mut c, BsrKernel::Selected, stream)
+        .unwrap_or_else(|error| panic!("{error}: {case:?}"));
     wait(stream, &|| format!("{case:?}")).unwrap();
     download(stream, &c).unwrap()
 }
@@ -164,7 +176,8 @@ fn bsr_options_act(stream: &Stream) {
         BsrCase { c_dtype: DType::BF16, ..base.clone() },
         BsrCase { c_dtype: DType::F32, ..base.clone() },
     ];
-    let outputs: Vec<_> = cases.iter().map(|case| product(case, &BsrData::generate(case), stream)).collect();
+    let outputs: Vec<_> =
+        cases.iter().map(|case| product(case, &BsrData::generate(case), stream)).collect();
     for (i, j) in (0..cases.len()).flat_map(|i| (0..i).map(move |j| (i, j))) {
         assert!(
             outputs[i] != outputs[j],
@@ -178,7 +191,10 @@ fn bsr_options_act(stream: &Stream) {
     let relu = BsrCase { bias: BiasKind::PerRow, activation: Activation::Relu, ..base.clone() };
     let mut data = BsrData::generate(&relu);
     data.bias.fill(-1000.0);
-    assert!(product(&relu, &data, stream).iter().all(|&bits| bits & 0x7FFF == 0), "relu(x - 1000) is 0");
+    assert!(
+        product(&relu, &data, stream).iter().all(|&bits| bits & 0x7FFF == 0),
+        "relu(x - 1000) is 0"
+    );
 }
 
 fn bsr_operands_act(stream: &Stream) {
@@ -193,7 +209,8 @@ fn bsr_operands_act(stream: &Stream) {
         change(&mut data);
         product(&case, &data, stream)
     };
-    // Block 7 is block row 1, block column 2; its element (3, 5) multiplies row 37 of B into row 19 of C.
+    // Block 7 is block row 1, block column 2; its element (3, 5) multiplies row 37 of B into row 19
+    // of C.
     let a = changed(&|data| data.values[7 * 256 + 3 * 16 + 5] = 50.0);
     let rows: Vec<usize> = differing(&a, &base).map(|i| i / n).collect();
     assert!(!rows.is_empty() && rows.iter().all(|&row| row == 19), "values act on rows {rows:?}");
@@ -222,7 +239,10 @@ fn bsr_operands_act(stream: &Stream) {
         let (a, b) = (product(&sparse, &moved, stream), product(&sparse, &again, stream));
         differing(&a, &b).map(|i| i / n / 16).collect()
     };
-    assert!(!rows.is_empty() && rows.iter().all(|&row| row == 2), "col_idx acts on block rows {rows:?}");
+    assert!(
+        !rows.is_empty() && rows.iter().all(|&row| row == 2),
+        "col_idx acts on block rows {rows:?}"
+    );
 }
 
 fn cpu() -> Stream {

@@ -1,8 +1,8 @@
 //! Prepared calls: the same results as the others, and nothing but what was prepared.
 
 use blockflash_ops::{
-    Attention, BlockGeometry, BlockMask, BsrMatmul, BsrMatrix, DType, Device, Error, Mask, Result, Stream,
-    Tensor, View,
+    Attention, BlockGeometry, BlockMask, BsrMatmul, BsrMatrix, DType, Device, Error, Mask, Result,
+    Stream, Tensor, View,
 };
 use blockflash_tests::gpu::gpu;
 use half::f16;
@@ -26,7 +26,8 @@ fn attention(stream: &Stream) -> Result<()> {
     let prepared = first.prepare(&o.view_mut(), None, stream)?;
     assert_eq!(prepared.row().is_none(), stream.device().is_cpu());
     // With other tensors of the same shape.
-    let second = Attention { mask: Mask::causal(), ..Attention::new(other.view(), q.view(), other.view()) };
+    let second =
+        Attention { mask: Mask::causal(), ..Attention::new(other.view(), q.view(), other.view()) };
     for call in [first, second] {
         call.forward_into(expected.view_mut(), None, stream)?;
         call.forward_prepared(&prepared, o.view_mut(), None, stream)?;
@@ -52,7 +53,8 @@ fn block_masks(stream: &Stream) -> Result<()> {
     let mask = |block_q, blocks: &[bool]| {
         BlockMask::from_bool(BlockGeometry::new(100, 100, block_q, 64)?, 1, 1, blocks)?.to(stream)
     };
-    let (first, other) = (mask(64, &[true, false, false, true])?, mask(64, &[false, true, true, false])?);
+    let (first, other) =
+        (mask(64, &[true, false, false, true])?, mask(64, &[false, true, true, false])?);
     let fewer = mask(64, &[true, false, false, false])?;
     let plain = Attention::new(q.view(), q.view(), q.view());
     let with = |mask| Attention { block_mask: Some(mask), ..plain };
@@ -71,12 +73,20 @@ fn block_masks(stream: &Stream) -> Result<()> {
 
 fn bsr(stream: &Stream) -> Result<()> {
     let blocks = values(3 * 16 * 16, 0.7);
-    let host =
-        BsrMatrix::from_parts(32, 48, 16, &[0, 2, 3], &[0, 2, 1], View::from_slice(&blocks, &[3, 16, 16])?)?;
+    let host = BsrMatrix::from_parts(
+        32,
+        48,
+        16,
+        &[0, 2, 3],
+        &[0, 2, 1],
+        View::from_slice(&blocks, &[3, 16, 16])?,
+    )?;
     let a = host.to(stream)?;
     let b = Tensor::from_slice(stream, &values(48 * 24, 0.3), &[48, 24])?;
-    let [mut expected, mut c] =
-        [Tensor::empty(stream, DType::F16, &[32, 24])?, Tensor::zeros(stream, DType::F16, &[32, 24])?];
+    let [mut expected, mut c] = [
+        Tensor::empty(stream, DType::F16, &[32, 24])?,
+        Tensor::zeros(stream, DType::F16, &[32, 24])?,
+    ];
     let call = BsrMatmul::new(&a, b.view());
     let prepared = call.prepare(&c.view_mut(), stream)?;
     assert_eq!(prepared.row().is_none(), stream.device().is_cpu());

@@ -18,7 +18,8 @@ fn probes_compute_what_they_are_timed_for() {
 fn operands_that_do_not_fit_are_refused() {
     use blockflash_safe::{DType, Error, Tensor};
     let Some(gpu) = gpu("operands_that_do_not_fit_are_refused") else { return };
-    let row = gpu.rows().find(|row| row.symbol().ends_with("exp2")).expect("a probe of exponentials");
+    let row =
+        gpu.rows().find(|row| row.symbol().ends_with("exp2")).expect("a probe of exponentials");
     let threads = row.threads() as usize;
     let launch = |words: usize, out: usize, blocks: u32| {
         let input = Tensor::zeros(&gpu.stream, DType::I32, &[words]).unwrap();
@@ -33,7 +34,10 @@ fn operands_that_do_not_fit_are_refused() {
         (16384, threads, 2),
         (16384, threads, 0),
     ] {
-        assert!(matches!(launch(words, out, blocks), Err(Error::Launch { .. })), "{words} {out} {blocks}");
+        assert!(
+            matches!(launch(words, out, blocks), Err(Error::Launch { .. })),
+            "{words} {out} {blocks}"
+        );
     }
     gpu.stream.synchronize().unwrap();
 }

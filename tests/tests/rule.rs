@@ -1,12 +1,16 @@
-//! The tolerance rule is neither too strict nor too lax: it accepts a faithful model of a tensor-core kernel in thousands of
-//! random problems, and rejects the mistakes that such kernels are known for.
+//! The tolerance rule is neither too strict nor too lax: it accepts a faithful model of a
+//! tensor-core kernel in thousands of random problems, and rejects the mistakes that such kernels
+//! are known for.
 
 use blockflash_ops::DType;
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_tests::attention::{
-    AttentionCase, AttentionData, AttentionReference, Content, Lengths, Limits, attention_cases, visible_keys,
+    AttentionCase, AttentionData, AttentionReference, Content, Lengths, Limits, attention_cases,
+    visible_keys,
 };
-use blockflash_tests::bsr::{self, BiasKind, BsrCase, BsrData, BsrReference, Pattern, activate, bsr_cases};
+use blockflash_tests::bsr::{
+    self, BiasKind, BsrCase, BsrData, BsrReference, Pattern, activate, bsr_cases,
+};
 use blockflash_tests::number::round;
 use blockflash_tests::property;
 use blockflash_tests::tolerance::check;
@@ -39,7 +43,11 @@ enum Bug {
 fn add_truncated(sum: f32, terms: f64) -> f32 {
     let exact = f64::from(sum) + terms;
     let nearest = exact as f32;
-    if f64::from(nearest).abs() > exact.abs() { f32::from_bits(nearest.to_bits() - 1) } else { nearest }
+    if f64::from(nearest).abs() > exact.abs() {
+        f32::from_bits(nearest.to_bits() - 1)
+    } else {
+        nearest
+    }
 }
 
 /// Row `i` of C by 16 products at a time; with `dropped` without that stored block of the row.
@@ -53,8 +61,9 @@ fn product_row(case: &BsrCase, data: &BsrData, i: usize, dropped: Option<usize>)
             let a = &data.values[(at * size + i % size) * size + step - first..];
             for (j, sum) in sums.iter_mut().enumerate() {
                 let columns = step..k.min(first + size).min(step + 16);
-                let terms =
-                    columns.clone().map(|col| f64::from(a[col - step]) * f64::from(data.b[col * n + j]));
+                let terms = columns
+                    .clone()
+                    .map(|col| f64::from(a[col - step]) * f64::from(data.b[col * n + j]));
                 *sum = add_truncated(*sum, terms.sum());
             }
         }
@@ -76,7 +85,8 @@ fn product_row(case: &BsrCase, data: &BsrData, i: usize, dropped: Option<usize>)
 fn judge_product(case: &BsrCase, dropped: Option<usize>) -> Result<(), String> {
     let data = BsrData::generate(case);
     let reference = BsrReference::compute(case, &data, f64::INFINITY);
-    let got: Vec<f64> = reference.rows.iter().flat_map(|&i| product_row(case, &data, i, dropped)).collect();
+    let got: Vec<f64> =
+        reference.rows.iter().flat_map(|&i| product_row(case, &data, i, dropped)).collect();
     check(&got, &reference.c, &BsrReference::rounding(case, &data), |i| format!("element {i}"))
 }
 
@@ -93,12 +103,14 @@ fn accepts_a_faithful_product() {
     property::check(40, bsr_cases(limits(8, 70)), |case| judge_product(&case, None));
     // Long sums in f32, where a tensor core loses most by truncating.
     let long = BsrCase::simple(DType::BF16, 64, [64, 8, 4096], Pattern::Full);
-    judge_product(&BsrCase { c_dtype: DType::F32, ..long }, None).unwrap_or_else(|error| panic!("{error}"));
+    judge_product(&BsrCase { c_dtype: DType::F32, ..long }, None)
+        .unwrap_or_else(|error| panic!("{error}"));
 }
 
 #[test]
 fn rejects_a_missing_block() {
-    for (dtype, c_dtype) in [(DType::F16, DType::F16), (DType::BF16, DType::BF16), (DType::BF16, DType::F32)]
+    for (dtype, c_dtype) in
+        [(DType::F16, DType::F16), (DType::BF16, DType::BF16), (DType::BF16, DType::F32)]
     {
         let case = BsrCase { c_dtype, ..BsrCase::simple(dtype, 16, [64, 40, 4096], Pattern::Full) };
         judge_product(&case, None).unwrap_or_else(|error| panic!("{error}"));
@@ -107,10 +119,16 @@ fn rejects_a_missing_block() {
 }
 
 /// One row by online softmax over tiles of 16 keys; o and lse.
-fn model(case: &AttentionCase, data: &AttentionData, [b, i, h]: [usize; 3], bug: Bug) -> (Vec<f32>, f32) {
+fn model(
+    case: &AttentionCase,
+    data: &AttentionData,
+    [b, i, h]: [usize; 3],
+    bug: Bug,
+) -> (Vec<f32>, f32) {
     let (d, s) = (case.head_dim, case.sequences()[b]);
     let visible = visible_keys(case, &s, i);
-    let skipped = if bug == Bug::DropsAKey { visible.start + visible.len() / 2 } else { usize::MAX };
+    let skipped =
+        if bug == Bug::DropsAKey { visible.start + visible.len() / 2 } else { usize::MAX };
     let kv_head = match bug {
         Bug::WrongHead => (h / (case.heads_q / case.heads_kv) + 1) % case.heads_kv,
         _ => h / (case.heads_q / case.heads_kv),
@@ -128,10 +146,15 @@ fn model(case: &AttentionCase, data: &AttentionData, [b, i, h]: [usize; 3], bug:
             let k = &data.k[at(j)..][..d];
             let steps = q.chunks(16).zip(k.chunks(16));
             let dot = steps.fold(0f32, |sum, (q, k)| {
-                add_truncated(sum, q.iter().zip(k).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum())
+                add_truncated(
+                    sum,
+                    q.iter().zip(k).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum(),
+                )
             });
             match case.softcap {
-                Some(cap) if bug != Bug::IgnoresSoftcap => cap * (dot * (case.scale() / cap)).tanh() * log2e,
+                Some(cap) if bug != Bug::IgnoresSoftcap => {
+                    cap * (dot * (case.scale() / cap)).tanh() * log2e
+                }
                 _ => dot * (case.scale() * log2e),
             }
         };
@@ -150,8 +173,9 @@ fn model(case: &AttentionCase, data: &AttentionData, [b, i, h]: [usize; 3], bug:
         for (e, o) in o.iter_mut().enumerate() {
             // A masked pair is no product: NaN in v must not meet its 0.
             let products = keys.clone().zip(&p).filter(|(j, _)| visible.contains(j));
-            let terms =
-                products.map(|(j, &p)| f64::from(round(p_type, p)) * f64::from(data.v[at(j) + e])).sum();
+            let terms = products
+                .map(|(j, &p)| f64::from(round(p_type, p)) * f64::from(data.v[at(j) + e]))
+                .sum();
             *o = add_truncated(*o * rescale, terms);
             if bug == Bug::HalfAccumulator {
                 *o = round(case.dtype, *o);
@@ -180,7 +204,8 @@ fn judge(case: &AttentionCase, bug: Bug) -> Result<(), String> {
         lse.push(f64::from(row_lse));
     }
     let name = |i: usize| format!("element {i} (row {:?})", reference.rows[i / case.head_dim]);
-    check(&o, &reference.o, &reference.rounding(case), name).map_err(|error| format!("o: {error}"))?;
+    check(&o, &reference.o, &reference.rounding(case), name)
+        .map_err(|error| format!("o: {error}"))?;
     let name = |i: usize| format!("row {:?}", reference.rows[i]);
     check(&lse, &reference.lse, &AttentionReference::lse_rounding(case), name)
         .map_err(|error| format!("lse: {error}"))
@@ -197,7 +222,9 @@ fn accepts_a_faithful_kernel() {
     };
     // Tiny ones are the hard ones: there a plain computation may be exact by luck.
     property::check(600, attention_cases(limits(9, &[8, 16])), |case| judge(&case, Bug::None));
-    property::check(25, attention_cases(limits(130, &[8, 64, 128])), |case| judge(&case, Bug::None));
+    property::check(25, attention_cases(limits(130, &[8, 64, 128])), |case| {
+        judge(&case, Bug::None)
+    });
 }
 
 #[test]
@@ -221,7 +248,8 @@ fn rejects_known_mistakes() {
     ];
     for (bug, case) in cases {
         judge(&case, Bug::None).unwrap_or_else(|error| panic!("no bug, but {error}: {case:?}"));
-        let error = judge(&case, bug).err().unwrap_or_else(|| panic!("{bug:?} was accepted: {case:?}"));
+        let error =
+            judge(&case, bug).err().unwrap_or_else(|| panic!("{bug:?} was accepted: {case:?}"));
         assert!(!error.contains('\n'), "{error}");
     }
 }
@@ -231,7 +259,8 @@ fn rejects_known_mistakes() {
 fn rejects_a_mistake_in_one_row() {
     let lengths = Lengths::Dense { batch: 2, seqlen_q: 300, seqlen_kv: 300 };
     let mask = Mask::Causal { align: Align::TopLeft };
-    let case = AttentionCase { lengths, mask, ..AttentionCase::simple(DType::F16, (2, 1), 64, (0, 0)) };
+    let case =
+        AttentionCase { lengths, mask, ..AttentionCase::simple(DType::F16, (2, 1), 64, (0, 0)) };
     let data = AttentionData::generate(&case);
     let reference = AttentionReference::compute(&case, &data, f64::INFINITY);
     for wrong in [[0, 299, 0], [1, 40, 1]] {

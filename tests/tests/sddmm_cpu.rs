@@ -4,7 +4,9 @@ use blockflash_ops::{DType, Device, Major, Stream};
 use blockflash_tests::bsr::{Kernel, Pattern};
 use blockflash_tests::host::download;
 use blockflash_tests::property;
-use blockflash_tests::sddmm::{Limits, SddmmCase, SddmmData, SddmmInputs, edge_cases, run_case, sddmm_cases};
+use blockflash_tests::sddmm::{
+    Limits, SddmmCase, SddmmData, SddmmInputs, edge_cases, run_case, sddmm_cases,
+};
 
 fn cpu() -> Stream {
     Device::cpu().stream().expect("the CPU has streams")
@@ -21,7 +23,9 @@ fn tile_edges() {
     for (dtype, size) in [(DType::F16, 16), (DType::BF16, 32)] {
         for majors in layouts() {
             let cases = edge_cases(dtype, size, majors);
-            failures.extend(cases.iter().filter_map(|case| run_case(case, Kernel::Selected, &stream).err()));
+            failures.extend(
+                cases.iter().filter_map(|case| run_case(case, Kernel::Selected, &stream).err()),
+            );
         }
     }
     assert!(failures.is_empty(), "{} cases failed:\n{}", failures.len(), failures.join("\n"));

@@ -9,8 +9,8 @@ use blockflash_tests::host::download;
 use blockflash_tests::number::POISON;
 use blockflash_tests::property;
 use blockflash_tests::sddmm::{
-    Limits, SddmmCase, SddmmData, SddmmInputs, SddmmReference, check_values, edge_cases, run_and_check,
-    run_on_row, sddmm_cases,
+    Limits, SddmmCase, SddmmData, SddmmInputs, SddmmReference, check_values, edge_cases,
+    run_and_check, run_on_row, sddmm_cases,
 };
 
 /// Multiply-adds per case and computation of the oracle; larger cases are sampled.
@@ -26,25 +26,34 @@ fn layouts(tile: &BsrSddmmTile) -> Vec<[Major; 2]> {
 fn simple(tile: &BsrSddmmTile, blocks: [usize; 2], k: usize, pattern: Pattern) -> SddmmCase {
     let size = tile.block_size as usize;
     let mnk = [blocks[0] * size - 5, blocks[1] * size - 3, k];
-    SddmmCase { majors: layouts(tile)[0], ..SddmmCase::simple(tile.dtype, size, mnk, pattern) }.aligned()
+    SddmmCase { majors: layouts(tile)[0], ..SddmmCase::simple(tile.dtype, size, mnk, pattern) }
+        .aligned()
 }
 
 fn cases_of(tile: &BsrSddmmTile) -> Vec<SddmmCase> {
     let (size, layouts) = (tile.block_size as usize, layouts(tile));
-    let mut cases: Vec<_> = layouts.iter().flat_map(|&majors| edge_cases(tile.dtype, size, majors)).collect();
-    // Tiles with all of their blocks, and with fewer, in which everything is copied 16 bytes at a time.
+    let mut cases: Vec<_> =
+        layouts.iter().flat_map(|&majors| edge_cases(tile.dtype, size, majors)).collect();
+    // Tiles with all of their blocks, and with fewer, in which everything is copied 16 bytes at a
+    // time.
     cases.extend(layouts.iter().flat_map(|&majors| {
         [Pattern::Full, Pattern::Random(0.3)]
             .map(|pattern| SddmmCase { majors, ..simple(tile, [4, 33], 520, pattern) }.aligned())
     }));
-    // More tiles than multiprocessors; many block rows, most of them short or empty; more depth than 16 bits of it can count.
+    // More tiles than multiprocessors; many block rows, most of them short or empty; more depth
+    // than 16 bits of it can count.
     for pattern in [Pattern::Random(0.1), Pattern::OneLongRow, Pattern::EmptyRows(0.2)] {
         cases.push(simple(tile, [70, 60], 200, pattern));
         cases.push(simple(tile, [1100, 3], 72, pattern));
     }
     cases.push(simple(tile, [2, 3], 70_000, Pattern::Full));
-    let limits =
-        Limits { dtypes: vec![tile.dtype], block_sizes: vec![size], blocks: 9, depth: 700, majors: layouts };
+    let limits = Limits {
+        dtypes: vec![tile.dtype],
+        block_sizes: vec![size],
+        blocks: 9,
+        depth: 700,
+        majors: layouts,
+    };
     cases.extend(property::samples(60, sddmm_cases(limits)));
     cases
 }
@@ -62,7 +71,8 @@ fn every_row() {
             let reference = SddmmReference::compute(&case, &data, BUDGET);
             report.run(row, || run_on_row(&case, &data, &reference, row, stream));
         }
-        let story = |what: &'static str| move |error| format!("{what} of {}: {error}", row.image_name());
+        let story =
+            |what: &'static str| move |error| format!("{what} of {}: {error}", row.image_name());
         report.run(row, || replays_a_graph(row, tile, stream).map_err(story("graph")));
         report.run(row, || repeats_its_bits(row, tile, stream).map_err(story("repeat")));
         report.run(row, || runs_in_two_threads(row, tile, &gpu).map_err(story("threads")));
@@ -71,7 +81,11 @@ fn every_row() {
 }
 
 /// Captures a call once and replays it with other matrices.
-fn replays_a_graph(row: &'static Row, tile: &BsrSddmmTile, stream: &Stream) -> Result<usize, String> {
+fn replays_a_graph(
+    row: &'static Row,
+    tile: &BsrSddmmTile,
+    stream: &Stream,
+) -> Result<usize, String> {
     let case = simple(tile, [5, 7], 130, Pattern::Random(0.5));
     let mut data = SddmmData::generate(&case);
     let mut inputs = SddmmInputs::upload(&case, &data, stream)?;
@@ -95,14 +109,20 @@ fn replays_a_graph(row: &'static Row, tile: &BsrSddmmTile, stream: &Stream) -> R
     Ok(4)
 }
 
-fn repeats_its_bits(row: &'static Row, tile: &BsrSddmmTile, stream: &Stream) -> Result<usize, String> {
+fn repeats_its_bits(
+    row: &'static Row,
+    tile: &BsrSddmmTile,
+    stream: &Stream,
+) -> Result<usize, String> {
     let case = simple(tile, [40, 30], 500, Pattern::Random(0.3));
     let data = SddmmData::generate(&case);
     let inputs = SddmmInputs::upload(&case, &data, stream)?;
     let mut first = None;
     for repeat in 0..20 {
         let mut values = inputs.old_values(&data, stream)?;
-        inputs.launch(&mut values, &data, Kernel::Row(row), stream).map_err(|error| error.to_string())?;
+        inputs
+            .launch(&mut values, &data, Kernel::Row(row), stream)
+            .map_err(|error| error.to_string())?;
         wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
         let bits = download(stream, &values)?;
         if *first.get_or_insert_with(|| bits.clone()) != bits {
@@ -117,7 +137,8 @@ fn runs_in_two_threads(row: &'static Row, tile: &BsrSddmmTile, gpu: &Gpu) -> Res
         let stream = gpu.device.stream().map_err(|error| error.to_string())?;
         let mut compared = 0;
         for seed in 0..6 {
-            let case = SddmmCase { seed, ..simple(tile, [9 + thread, 11], 200, Pattern::Random(0.4)) };
+            let case =
+                SddmmCase { seed, ..simple(tile, [9 + thread, 11], 200, Pattern::Random(0.4)) };
             let data = SddmmData::generate(&case);
             let reference = SddmmReference::compute(&case, &data, BUDGET);
             compared += run_and_check(&case, &data, &reference, Kernel::Row(row), &stream)?;
@@ -139,10 +160,9 @@ fn runs_in_two_threads(row: &'static Row, tile: &BsrSddmmTile, gpu: &Gpu) -> Res
 fn selection() {
     let Some(gpu) = gpu("sddmm_gpu::selection") else { return };
     let tiles: Vec<_> = gpu.rows().filter_map(Row::bsr_sddmm_tile).collect();
-    for (size, [a, b]) in [16, 32, 48, 64, 128]
-        .into_iter()
-        .flat_map(|size| Major::ALL.into_iter().flat_map(move |a| Major::ALL.map(move |b| (size, [a, b]))))
-    {
+    for (size, [a, b]) in [16, 32, 48, 64, 128].into_iter().flat_map(|size| {
+        Major::ALL.into_iter().flat_map(move |a| Major::ALL.map(move |b| (size, [a, b])))
+    }) {
         let base = SddmmCase::simple(DType::F16, size, [3 * size, 2 * size, 64], Pattern::Full);
         let case = SddmmCase { majors: [a, b], ..base };
         let data = SddmmData::generate(&case);

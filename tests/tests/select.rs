@@ -1,4 +1,5 @@
-//! Selection, planning, support table and FLOP counts: pure functions, checked on fabricated GPUs without any GPU.
+//! Selection, planning, support table and FLOP counts: pure functions, checked on fabricated GPUs
+//! without any GPU.
 
 use blockflash_ops::attention::{self, AttentionProblem, Mask};
 use blockflash_ops::bsr_matmul::{self, BsrProblem};
@@ -234,7 +235,10 @@ fn rows_fit_the_gpus_of_their_target_and_have_names_of_their_own() {
 
 #[test]
 fn the_support_table_tells_the_truth() {
-    assert!(support_with(None).iter().all(|row| row.status == Status::Cpu), "the CPU runs everything");
+    assert!(
+        support_with(None).iter().all(|row| row.status == Status::Cpu),
+        "the CPU runs everything"
+    );
     for (name, capability, smem) in GPUS {
         let gpu = fabricated(name, capability, smem);
         let table = support_with(Some(&gpu));
@@ -243,7 +247,8 @@ fn the_support_table_tells_the_truth() {
             match &row.status {
                 Status::Kernel { symbol, target, image } => {
                     let found = manifest::rows().iter().find(|row| row.image_name() == *image);
-                    let found = found.unwrap_or_else(|| panic!("{name}: no row has the image {image}"));
+                    let found =
+                        found.unwrap_or_else(|| panic!("{name}: no row has the image {image}"));
                     assert_eq!((found.symbol(), found.target), (symbol.clone(), *target));
                     assert!(runs(found, &gpu), "{name} cannot run {image}");
                 }
@@ -260,7 +265,10 @@ fn the_support_table_tells_the_truth() {
 
 #[test]
 fn bsr_flops_count_stored_blocks_only() {
-    assert_eq!(bsr_flops(&BsrProblem::new(DType::F16, [1000, 33, 1000], 64, 5)), 2 * 5 * 64 * 64 * 33);
+    assert_eq!(
+        bsr_flops(&BsrProblem::new(DType::F16, [1000, 33, 1000], 64, 5)),
+        2 * 5 * 64 * 64 * 33
+    );
     assert_eq!(bsr_flops(&BsrProblem::new(DType::F16, [1000, 33, 1000], 64, 0)), 0);
 }
 
@@ -270,7 +278,9 @@ fn strides_that_no_kernel_takes_are_errors() {
     let good = AttentionProblem::dense(DType::F16, [2, 5, 7], [4, 2], 64);
     let row = attention::select(&good, &h200).unwrap();
     attention::plan(row, &good, &h200).unwrap();
-    for (what, at) in ["q", "k", "v", "o"].into_iter().flat_map(|what| (0..3).map(move |at| (what, at))) {
+    for (what, at) in
+        ["q", "k", "v", "o"].into_iter().flat_map(|what| (0..3).map(move |at| (what, at)))
+    {
         let mut bad = good;
         let strides = match what {
             "q" => &mut bad.q,
@@ -280,7 +290,10 @@ fn strides_that_no_kernel_takes_are_errors() {
         };
         *[&mut strides.batch, &mut strides.seq, &mut strides.head][at] += 4;
         let error = attention::plan(row, &bad, &h200).unwrap_err();
-        assert!(matches!(error, Error::Misaligned { what: found, .. } if found == what), "{what}: {error}");
+        assert!(
+            matches!(error, Error::Misaligned { what: found, .. } if found == what),
+            "{what}: {error}"
+        );
     }
 }
 

@@ -41,9 +41,11 @@ impl Product {
     fn new(blocks: usize, value: f32, stream: &Stream) -> Product {
         let places: Vec<(usize, usize)> = (0..blocks).map(|col| (0, col)).chain([(1, 0)]).collect();
         let values: Vec<f32> = (0..places.len() * 4096).map(|at| value_of(at / 4096)).collect();
-        let a = BsrMatrix::from_blocks(128, blocks * 64, 64, DType::BF16, &places, &values).unwrap();
+        let a =
+            BsrMatrix::from_blocks(128, blocks * 64, 64, DType::BF16, &places, &values).unwrap();
         let sums = [(0..blocks).map(value_of).sum(), value_of(blocks)];
-        let expected = (0..128 * COLUMNS).map(|at| value * 64.0 * sums[at / COLUMNS / 64]).collect();
+        let expected =
+            (0..128 * COLUMNS).map(|at| value * 64.0 * sums[at / COLUMNS / 64]).collect();
         let b = vec![bf16::from_f32(value); blocks * 64 * COLUMNS];
         Product {
             a: a.to(stream).unwrap(),
@@ -66,7 +68,12 @@ impl Product {
         }
     }
 
-    fn capture(&mut self, row: Option<&Row>, workspace: Option<&BsrWorkspace>, stream: &Stream) -> Graph {
+    fn capture(
+        &mut self,
+        row: Option<&Row>,
+        workspace: Option<&BsrWorkspace>,
+        stream: &Stream,
+    ) -> Graph {
         stream.capture(|stream| self.queue(row, workspace, stream)).unwrap()
     }
 
@@ -79,7 +86,8 @@ impl Product {
 /// Kernels for the product that count tiles, and compute long ones in parts: there are none but on
 /// Hopper.
 fn counting(gpu: &Gpu, product: &mut Product) -> Vec<&'static Row> {
-    let splits = |row: &&Row| matches!(&row.variant, Variant::BsrMatmulHopper(tile) if tile.splits());
+    let splits =
+        |row: &&Row| matches!(&row.variant, Variant::BsrMatmulHopper(tile) if tile.splits());
     let rows: Vec<&Row> = gpu.rows().filter(splits).collect();
     let takes = |row: &&Row| match product.queue(Some(row), None, &gpu.stream) {
         Ok(()) => true,
@@ -87,7 +95,10 @@ fn counting(gpu: &Gpu, product: &mut Product) -> Vec<&'static Row> {
         Err(error) => panic!("{}: {error}", row.image_name()),
     };
     let rows: Vec<&Row> = rows.into_iter().filter(takes).collect();
-    assert!(gpu.properties.compute_capability.major != 9 || !rows.is_empty(), "no kernel counts tiles");
+    assert!(
+        gpu.properties.compute_capability.major != 9 || !rows.is_empty(),
+        "no kernel counts tiles"
+    );
     rows
 }
 
@@ -142,7 +153,8 @@ fn graphs_that_share_a_workspace() {
     let [mut one, mut two, mut three] =
         [(64, 2.0), (97, -1.0), (40, 3.0)].map(|(blocks, value)| Product::new(blocks, value, home));
     let rows = counting(&gpu, &mut one);
-    let workspaces = [2, 5].map(|parts| BsrWorkspace::new(home).unwrap().with_parts(parts).unwrap());
+    let workspaces =
+        [2, 5].map(|parts| BsrWorkspace::new(home).unwrap().with_parts(parts).unwrap());
     wait(home, &|| "uploads".to_owned()).unwrap();
     for row in rows.into_iter().map(Some).chain([None]) {
         let what = row.map_or("selected".to_owned(), Row::image_name);
@@ -150,7 +162,9 @@ fn graphs_that_share_a_workspace() {
         let [a, b] = [&workspaces[0], &workspaces[1]];
         let both = |product: &mut Product, stream: &Stream, order: [&BsrWorkspace; 2]| {
             let capture = |stream: &Stream| {
-                order.into_iter().try_for_each(|workspace| product.queue(row, Some(workspace), stream))
+                order
+                    .into_iter()
+                    .try_for_each(|workspace| product.queue(row, Some(workspace), stream))
             };
             stream.capture(capture).unwrap()
         };
@@ -200,7 +214,9 @@ fn a_graph_is_not_launched_into_a_capture() {
 /// end nor a broken capture.
 #[test]
 fn a_workspace_that_a_captured_stream_used_last() {
-    let Some(gpu) = gpu("soundness_gpu::a_workspace_that_a_captured_stream_used_last") else { return };
+    let Some(gpu) = gpu("soundness_gpu::a_workspace_that_a_captured_stream_used_last") else {
+        return;
+    };
     let _alone = alone();
     let (stream, other) = (&gpu.stream, gpu.device.stream().unwrap());
     let workspace = BsrWorkspace::new(stream).unwrap().with_parts(4).unwrap();

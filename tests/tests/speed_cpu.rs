@@ -1,17 +1,20 @@
 //! The CPU backend is at least 20 times as fast as the naive loop in f64 that defines attention.
 //!
-//! The naive loop (one thread, three nested loops, softmax row by row, over the same arrays that the oracle reads) is measured
-//! on 256 query rows spread over the sequence and the heads, and scaled by the number of rows: every row costs the same, since
-//! the mask is full. The backend is measured completely, with all its threads. Both take the best of several runs.
+//! The naive loop (one thread, three nested loops, softmax row by row, over the same arrays that
+//! the oracle reads) is measured on 256 query rows spread over the sequence and the heads, and
+//! scaled by the number of rows: every row costs the same, since the mask is full. The backend is
+//! measured completely, with all its threads. Both take the best of several runs.
 //!
-//! The machine may be busy with other programs, so what counts is processor time as the kernel of the system accounts it: that
-//! of the naive loop, and for the backend that of all threads divided by their number, which is what it takes on an idle machine.
-//! The time on the clock is printed beside it.
+//! The machine may be busy with other programs, so what counts is processor time as the kernel of
+//! the system accounts it: that of the naive loop, and for the backend that of all threads divided
+//! by their number, which is what it takes on an idle machine. The time on the clock is printed
+//! beside it.
 //!
-//! What the factor does not say: the layout of the oracle's arrays, `[seqlen, heads, head_dim]` in f32, is part of the naive
-//! loop's time. Over arrays of f64 in which one head is contiguous, the same loop is 2 to 4 times as fast in a release build, and
-//! the backend was 16 to 19 times as fast as that on two busy cores. Without optimisation of this package the naive loop is
-//! slower still, so the factor of a debug build only guards against a collapse of the backend.
+//! What the factor does not say: the layout of the oracle's arrays, `[seqlen, heads, head_dim]` in
+//! f32, is part of the naive loop's time. Over arrays of f64 in which one head is contiguous, the
+//! same loop is 2 to 4 times as fast in a release build, and the backend was 16 to 19 times as fast
+//! as that on two busy cores. Without optimisation of this package the naive loop is slower still,
+//! so the factor of a debug build only guards against a collapse of the backend.
 
 use blockflash_ops::{Attention, DType, Device, Stream, Tensor};
 use blockflash_tests::attention::{AttentionCase, AttentionData, AttentionInputs};
@@ -24,7 +27,8 @@ const HEAD_DIM: usize = 64;
 const NAIVE_ROWS: usize = 256;
 const FACTOR: f64 = 20.0;
 
-/// The least processor time of all threads together, and the least time on the clock, of several runs; in seconds.
+/// The least processor time of all threads together, and the least time on the clock, of several
+/// runs; in seconds.
 fn best(runs: usize, mut work: impl FnMut()) -> (f64, f64) {
     let mut best = (f64::INFINITY, f64::INFINITY);
     for _ in 0..runs {
@@ -37,7 +41,8 @@ fn best(runs: usize, mut work: impl FnMut()) -> (f64, f64) {
     best
 }
 
-/// Processor time of all threads of this process so far, in seconds; `None` where Linux's accounting is missing.
+/// Processor time of all threads of this process so far, in seconds; `None` where Linux's
+/// accounting is missing.
 fn processor_time() -> Option<f64> {
     let mut nanoseconds = 0;
     for thread in std::fs::read_dir("/proc/self/task").ok()? {

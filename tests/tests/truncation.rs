@@ -52,7 +52,10 @@ impl Core {
         };
         let sum = |j: usize| {
             (0..k).step_by(self.products).fold(0.0, |sum, first| {
-                self.add(sum, &Vec::from_iter((first..first + self.products).map(|col| product(col, j))))
+                self.add(
+                    sum,
+                    &Vec::from_iter((first..first + self.products).map(|col| product(col, j))),
+                )
             })
         };
         (0..n).map(|j| sum(j) as f32).collect()
@@ -76,7 +79,8 @@ enum Content {
 }
 
 fn problem(dtype: DType, k: usize, content: Content) -> (BsrCase, BsrData) {
-    let case = BsrCase { c_dtype: DType::F32, ..BsrCase::simple(dtype, 16, [16, 8, k], Pattern::Full) };
+    let case =
+        BsrCase { c_dtype: DType::F32, ..BsrCase::simple(dtype, 16, [16, 8, k], Pattern::Full) };
     let mut data = BsrData::generate(&case);
     let columns = |at: usize| at / 256 * 16 + at % 16;
     for (at, a) in data.values.iter_mut().enumerate() {
@@ -116,7 +120,8 @@ fn verdicts(case: &BsrCase, data: &BsrData, row: &[f32]) -> [bool; 2] {
     let rounding = BsrReference::rounding(case, data);
     let tests = tolerance::check(&got, &reference, &rounding, |j| format!("column {j}"));
 
-    let array = |shape: &[usize], values: &[f32]| Array::new(shape, Values::F32(values.to_vec())).unwrap();
+    let array =
+        |shape: &[usize], values: &[f32]| Array::new(shape, Values::F32(values.to_vec())).unwrap();
     let blocks = data.col_idx.len();
     let values = array(&[blocks, 16, 16], &data.values);
     let b = array(&[k, n], &data.b);
@@ -138,14 +143,24 @@ fn verdicts(case: &BsrCase, data: &BsrData, row: &[f32]) -> [bool; 2] {
 
 #[test]
 fn truncated_sums_are_right() {
-    for (dtype, k) in [(DType::BF16, 2048), (DType::BF16, 8192), (DType::F16, 2048), (DType::F16, 8192)] {
-        for content in
-            [Content::Positive, Content::Constant, Content::Falling, Content::Cancelling, Content::Normal]
-        {
+    for (dtype, k) in
+        [(DType::BF16, 2048), (DType::BF16, 8192), (DType::F16, 2048), (DType::F16, 8192)]
+    {
+        for content in [
+            Content::Positive,
+            Content::Constant,
+            Content::Falling,
+            Content::Cancelling,
+            Content::Normal,
+        ] {
             let (case, data) = problem(dtype, k, content);
             for core in [AMPERE, HOPPER] {
                 let row = core.first_row(&case, &data, 0..0);
-                assert_eq!(verdicts(&case, &data, &row), [true; 2], "{core:?}, {dtype}, {k}, {content:?}");
+                assert_eq!(
+                    verdicts(&case, &data, &row),
+                    [true; 2],
+                    "{core:?}, {dtype}, {k}, {content:?}"
+                );
             }
         }
     }
@@ -170,7 +185,11 @@ fn what_is_missing_from_a_long_sum_is_seen() {
         for core in [AMPERE, HOPPER] {
             for first in [0, k / 2, k - 16] {
                 let row = core.first_row(&case, &data, first..first + 16);
-                assert_eq!(verdicts(&case, &data, &row), [false; 2], "{core:?}, {k}: 16 at {first}");
+                assert_eq!(
+                    verdicts(&case, &data, &row),
+                    [false; 2],
+                    "{core:?}, {k}: 16 at {first}"
+                );
             }
             // One element of A: as large as the mean for the shorter sum, for the longer one the
             // largest.

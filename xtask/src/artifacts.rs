@@ -37,11 +37,17 @@ struct Profile {
     test: bool,
 }
 
-/// Builds programs in release mode with the given arguments for cargo; its messages for people go to the terminal.
+/// Builds programs in release mode with the given arguments for cargo; its messages for people go
+/// to the terminal.
 pub fn build(arguments: &[&str]) -> Result<Vec<Program>> {
     let mut command = cargo();
-    command.args(arguments).args(["--release", "--locked", "--message-format=json-render-diagnostics"]);
-    let output = command.stderr(std::process::Stdio::inherit()).output().context("cannot start cargo")?;
+    command.args(arguments).args([
+        "--release",
+        "--locked",
+        "--message-format=json-render-diagnostics",
+    ]);
+    let output =
+        command.stderr(std::process::Stdio::inherit()).output().context("cannot start cargo")?;
     if !output.status.success() {
         bail!("the release build failed");
     }
@@ -73,6 +79,10 @@ mod tests {
 {"reason":"build-finished","success":true}"#;
         let programs = parse(messages);
         assert_eq!(programs.len(), 1);
-        assert!(programs[0].is_test && programs[0].name == "b" && programs[0].path == Path::new("/x/b-1"));
+        assert!(
+            programs[0].is_test
+                && programs[0].name == "b"
+                && programs[0].path == Path::new("/x/b-1")
+        );
     }
 }

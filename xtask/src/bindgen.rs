@@ -10,13 +10,23 @@ pub struct Args {
     pub check: bool,
 }
 
-/// Runs the command in a build of this program that contains the generator, with the pinned libclang.
+/// Runs the command in a build of this program that contains the generator, with the pinned
+/// libclang.
 #[cfg(not(feature = "bindgen"))]
 pub fn run(args: &Args) -> Result<()> {
     use crate::{kernels::toolchain::site_packages, workspace};
 
     let mut command = workspace::cargo();
-    command.args(["run", "--quiet", "--package", "xtask", "--features", "bindgen", "--", "bindgen"]);
+    command.args([
+        "run",
+        "--quiet",
+        "--package",
+        "xtask",
+        "--features",
+        "bindgen",
+        "--",
+        "bindgen",
+    ]);
     if args.check {
         command.arg("--check");
     }
@@ -62,7 +72,8 @@ mod generate {
         }
     }
 
-    /// The Rust form of `params.h`. It is formatted by bindgen itself: the result must not depend on the local rustfmt.
+    /// The Rust form of `params.h`. It is formatted by bindgen itself: the result must not depend
+    /// on the local rustfmt.
     pub(super) fn params() -> Result<String> {
         let bindings = Builder::default()
             .header(root().join("kernels/include/blockflash/params.h").to_string_lossy())

@@ -1,4 +1,5 @@
-//! `cargo xtask bundle`: one folder, also packed, that tests and measures on a GPU machine without Rust.
+//! `cargo xtask bundle`: one folder, also packed, that tests and measures on a GPU machine without
+//! Rust.
 
 use crate::{
     artifacts::{self, IMAGES_FEATURE, Program},
@@ -17,11 +18,12 @@ use std::{
 pub struct Args {
     /// Where to write; what an earlier bundle left there is replaced [default: target/bundle].
     folder: Option<PathBuf>,
-    /// Take images with line information along, for `./xtask profile` there: those whose name contains this (may be repeated).
+    /// Take images with line information along, for `./xtask profile` there: those whose name
+    /// contains this (may be repeated).
     #[arg(long, value_name = "PATTERN")]
     profile: Vec<String>,
-    /// Take the committed images of another commit along, for `./xtask profile --diff` there (may be repeated); --profile
-    /// selects among them, too.
+    /// Take the committed images of another commit along, for `./xtask profile --diff` there (may
+    /// be repeated); --profile selects among them, too.
     #[arg(long, value_name = "COMMIT")]
     profile_commit: Vec<String>,
     /// Such images for this target only (may be repeated) [default: all targets].
@@ -32,13 +34,15 @@ pub struct Args {
 /// Of the packed bundle.
 const MAX_BYTES: u64 = 60_000_000;
 
-/// Packages whose tests go along when they use the GPU; they need nothing of the repository at run time.
+/// Packages whose tests go along when they use the GPU; they need nothing of the repository at run
+/// time.
 const TESTED: [&str; 3] = ["blockflash-safe", "blockflash-ops", "blockflash-tests"];
 
 /// What every test program that uses a GPU asks for, and no other one: the name stands in it.
 const ASKS_FOR_GPU: &[u8] = b"BLOCKFLASH_REQUIRE_GPU";
 
-/// Symbols are dropped by the linker, so the usual release build of the dependencies is used again. Panics still say where.
+/// Symbols are dropped by the linker, so the usual release build of the dependencies is used again.
+/// Panics still say where.
 const STRIP: &[&str] = &["--config", "profile.release.strip=\"symbols\""];
 
 /// Runs the command.
@@ -49,7 +53,10 @@ pub fn run(args: &Args) -> Result<()> {
     };
     let missing = kernels::missing()?;
     if !missing.is_empty() {
-        eprintln!("warning: {} kernel images are missing: run `cargo xtask kernels` first", missing.len());
+        eprintln!(
+            "warning: {} kernel images are missing: run `cargo xtask kernels` first",
+            missing.len()
+        );
     }
     let rows = profiled(args)?;
     clear(&folder)?;
@@ -87,13 +94,20 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// One file to copy: the folder as `FOLDER.tar.xz`. Programs share the images, which only a large window finds.
+/// One file to copy: the folder as `FOLDER.tar.xz`. Programs share the images, which only a large
+/// window finds.
 fn pack(folder: &Path) -> Result<PathBuf> {
     let mut archive = folder.as_os_str().to_owned();
     archive.push(".tar.xz");
     let compress = ["--use-compress-program", "xz --lzma2=preset=6,dict=192MiB"];
-    let status =
-        Command::new("tar").args(compress).arg("-cf").arg(&archive).arg("-C").arg(folder).arg(".").status();
+    let status = Command::new("tar")
+        .args(compress)
+        .arg("-cf")
+        .arg(&archive)
+        .arg("-C")
+        .arg(folder)
+        .arg(".")
+        .status();
     ensure!(status.context("cannot run tar")?.success(), "tar failed");
     Ok(archive.into())
 }
@@ -145,7 +159,8 @@ fn profiled(args: &Args) -> Result<Vec<&'static Row>> {
         return Ok(Vec::new());
     }
     let named = |row: &Row| {
-        args.profile.is_empty() || args.profile.iter().any(|part| row.image_name().contains(part.as_str()))
+        args.profile.is_empty()
+            || args.profile.iter().any(|part| row.image_name().contains(part.as_str()))
     };
     let selects = |row: &&Row| kernels::is_among(row.target, &args.profile_arch) && named(row);
     let rows: Vec<&Row> = manifest::rows().iter().filter(selects).collect();
@@ -187,14 +202,20 @@ fn ceilings(folder: &Path) -> Result<()> {
 /// Removes an earlier bundle, and nothing else.
 fn clear(folder: &Path) -> Result<()> {
     if folder.exists() && !list(folder)?.is_empty() {
-        ensure!(folder.join("run-all").exists(), "{} holds something that is no bundle", folder.display());
-        std::fs::remove_dir_all(folder).with_context(|| format!("cannot clear {}", folder.display()))?;
+        ensure!(
+            folder.join("run-all").exists(),
+            "{} holds something that is no bundle",
+            folder.display()
+        );
+        std::fs::remove_dir_all(folder)
+            .with_context(|| format!("cannot clear {}", folder.display()))?;
     }
     create_dir(folder)
 }
 
 fn copy(from: &Path, to: &Path) -> Result<()> {
-    std::fs::copy(from, to).with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))?;
+    std::fs::copy(from, to)
+        .with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))?;
     Ok(())
 }
 

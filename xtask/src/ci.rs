@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 /// Options of the command.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Rebuild, compare and look into only the images for this target (may be repeated) [default: all images].
+    /// Rebuild, compare and look into only the images for this target (may be repeated) [default:
+    /// all images].
     #[arg(long, value_name = "TARGET", value_parser = kernels::parse_target)]
     arch: Vec<Target>,
 }
@@ -20,7 +21,8 @@ pub fn run(args: &Args) -> Result<()> {
     steps.run("tidy", || tidy::run(&tidy::Args::default()));
     steps.run("packages", || package::run(&package::Args::default()));
     steps.run("clippy", || {
-        let arguments = ["clippy", "--locked", "--workspace", "--all-targets", "--", "--deny", "warnings"];
+        let arguments =
+            ["clippy", "--locked", "--workspace", "--all-targets", "--", "--deny", "warnings"];
         workspace::run(workspace::cargo().args(arguments))
     });
     steps.run("documentation", || {
@@ -43,7 +45,12 @@ pub fn run(args: &Args) -> Result<()> {
     let failed: Vec<&str> =
         steps.0.iter().filter(|step| step.error.is_some()).map(|step| step.name).collect();
     if !failed.is_empty() {
-        bail!("{} of {} steps failed: {}\n{summary}", failed.len(), steps.0.len(), failed.join(", "));
+        bail!(
+            "{} of {} steps failed: {}\n{summary}",
+            failed.len(),
+            steps.0.len(),
+            failed.join(", ")
+        );
     }
     println!("{summary}");
     Ok(())
@@ -72,8 +79,10 @@ impl Steps {
     fn print(&self) {
         println!();
         for step in &self.0 {
-            let verdict =
-                step.error.as_deref().map_or("ok", |error| error.lines().next().unwrap_or("failed"));
+            let verdict = step
+                .error
+                .as_deref()
+                .map_or("ok", |error| error.lines().next().unwrap_or("failed"));
             println!("{:<14} {:>5.0} s  {verdict}", step.name, step.time.as_secs_f64());
         }
     }

@@ -1,4 +1,5 @@
-//! `cargo xtask deny`: licences, sources and versions of the dependencies, by the rules of `deny.toml`.
+//! `cargo xtask deny`: licences, sources and versions of the dependencies, by the rules of
+//! `deny.toml`.
 
 use crate::workspace;
 use anyhow::Result;
@@ -10,7 +11,8 @@ const VERSION: &str = "0.20.2";
 /// Options of the command.
 #[derive(clap::Args, Default)]
 pub struct Args {
-    /// Look for known vulnerabilities too; the list of them comes from the network and changes from day to day.
+    /// Look for known vulnerabilities too; the list of them comes from the network and changes from
+    /// day to day.
     #[arg(long)]
     advisories: bool,
 }
@@ -22,7 +24,8 @@ pub fn run(args: &Args) -> Result<()> {
     let installed = Command::new(&program).arg("--version").output();
     let is_current = |text: &[u8]| String::from_utf8_lossy(text).trim().ends_with(VERSION);
     if !installed.is_ok_and(|output| is_current(&output.stdout)) {
-        // Not optimised: that takes one minute on two cores rather than six, and the check itself a second.
+        // Not optimised: that takes one minute on two cores rather than six, and the check itself a
+        // second.
         let version = format!("cargo-deny@{VERSION}");
         let mut install = workspace::cargo();
         install.args([

@@ -20,8 +20,9 @@ pub fn head() -> Result<String> {
 /// The commit that a name, a tag or the beginning of a hash stands for; `None` when git knows none.
 pub fn commit(name: &str) -> Option<String> {
     let name = format!("{name}^{{commit}}");
-    let found =
-        git(&["rev-parse", "--verify", "--quiet", "--short=12", "--end-of-options", &name]).output().ok()?;
+    let found = git(&["rev-parse", "--verify", "--quiet", "--short=12", "--end-of-options", &name])
+        .output()
+        .ok()?;
     let hash = String::from_utf8_lossy(&found.stdout).trim().to_string();
     (found.status.success() && !hash.is_empty()).then_some(hash)
 }
@@ -37,7 +38,9 @@ mod tests {
 
     #[test]
     fn commits_have_names() {
-        let Some(head) = commit("HEAD") else { return println!("SKIPPED (no git): commits_have_names") };
+        let Some(head) = commit("HEAD") else {
+            return println!("SKIPPED (no git): commits_have_names");
+        };
         assert_eq!(commit(&head[..8]), Some(head.clone()));
         assert_eq!(commit("no-such-branch"), None);
         assert_eq!(commit("--all"), None);

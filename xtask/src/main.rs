@@ -32,13 +32,15 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Compile the kernels into crates/blockflash-sys/prebuilt, or prove that what is there is up to date.
+    /// Compile the kernels into crates/blockflash-sys/prebuilt, or prove that what is there is up
+    /// to date.
     Kernels(kernels::Args),
     /// Generate crates/blockflash-sys/src/params.rs from kernels/include/blockflash/params.h.
     Bindgen(bindgen::Args),
     /// Profile kernels with Nsight Compute: one page about what limits them.
     Profile(profile::Args),
-    /// Count the instructions of the committed machine code, and check what the manifest's rows declare about it.
+    /// Count the instructions of the committed machine code, and check what the manifest's rows
+    /// declare about it.
     Sass(sass::Args),
     /// Run the tests of the whole workspace and count them.
     Test(test::Args),

@@ -14,12 +14,15 @@ pub struct Args {
 /// What crates.io accepts.
 const MAX_BYTES: u64 = 10 * 1024 * 1024;
 
-/// Packages every crate that is meant to be published; their dependencies on each other need not be published yet.
+/// Packages every crate that is meant to be published; their dependencies on each other need not be
+/// published yet.
 pub fn run(args: &Args) -> Result<()> {
     let target = target_dir("packages")?;
     let mut command = cargo();
     command.args(["package", "--quiet", "--allow-dirty", "--locked", "--workspace"]);
-    command.args(["--exclude", "xtask", "--exclude", "blockflash-tests", "--target-dir"]).arg(&target);
+    command
+        .args(["--exclude", "xtask", "--exclude", "blockflash-tests", "--target-dir"])
+        .arg(&target);
     if !args.verify {
         command.arg("--no-verify");
     }

@@ -10,7 +10,8 @@ pub fn cores() -> usize {
     thread::available_parallelism().map_or(1, |cores| cores.get())
 }
 
-/// Applies a function to all items on several threads; results are in the order of the items. A panic goes on to the caller.
+/// Applies a function to all items on several threads; results are in the order of the items. A
+/// panic goes on to the caller.
 pub fn map<T: Sync, R: Send>(items: &[T], threads: usize, work: impl Fn(&T) -> R + Sync) -> Vec<R> {
     let next = AtomicUsize::new(0);
     let worker = || {
@@ -25,7 +26,9 @@ pub fn map<T: Sync, R: Send>(items: &[T], threads: usize, work: impl Fn(&T) -> R
         let workers: Vec<_> =
             (0..threads.clamp(1, items.len().max(1))).map(|_| scope.spawn(worker)).collect();
         let results = workers.into_iter().map(|worker| worker.join());
-        results.flat_map(|result| result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        results
+            .flat_map(|result| result.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
     });
     done.sort_by_key(|(at, _)| *at);
     done.into_iter().map(|(_, result)| result).collect()

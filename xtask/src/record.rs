@@ -1,4 +1,5 @@
-//! `cargo xtask record`: which kernel images have passed their tests on a GPU (`tests/gpu-passed.jsonl`).
+//! `cargo xtask record`: which kernel images have passed their tests on a GPU
+//! (`tests/gpu-passed.jsonl`).
 
 use crate::{
     kernels::lock::{self, Lock},
@@ -18,7 +19,8 @@ pub struct Args {
     file: PathBuf,
 }
 
-/// One image that passed one suite on one GPU. All fields but the number of cases identify the pass.
+/// One image that passed one suite on one GPU. All fields but the number of cases identify the
+/// pass.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Pass {
@@ -41,7 +43,8 @@ pub struct Pass {
 pub struct Coverage {
     /// Images that passed on a GPU themselves.
     pub direct: usize,
-    /// Images for GPUs nobody had at hand: the same source and tiles passed when built for another target.
+    /// Images for GPUs nobody had at hand: the same source and tiles passed when built for another
+    /// target.
     pub equivalent: usize,
     /// Images without either.
     pub missing: Vec<String>,
@@ -67,8 +70,10 @@ pub fn load() -> Result<Vec<Pass>> {
 pub fn merge(file: &Path) -> Result<()> {
     let lock = lock::load()?;
     let passes = merged(&lock, load()?, read_passes(file)?);
-    let lines =
-        passes.iter().map(|pass| Ok(serde_json::to_string(pass)? + "\n")).collect::<Result<String>>()?;
+    let lines = passes
+        .iter()
+        .map(|pass| Ok(serde_json::to_string(pass)? + "\n"))
+        .collect::<Result<String>>()?;
     write(&path(), lines)?;
     println!("{}", coverage(&lock, &passes));
     Ok(())
@@ -81,7 +86,8 @@ fn read_passes(path: &Path) -> Result<Vec<Pass>> {
 fn parse(text: &str) -> Result<Vec<Pass>> {
     let mut passes = Vec::new();
     for (number, line) in text.lines().enumerate() {
-        let pass: Pass = serde_json::from_str(line).with_context(|| format!("line {}", number + 1))?;
+        let pass: Pass =
+            serde_json::from_str(line).with_context(|| format!("line {}", number + 1))?;
         ensure!(pass.cases > 0, "line {}: a pass without cases proves nothing", number + 1);
         passes.push(pass);
     }
@@ -91,7 +97,8 @@ fn parse(text: &str) -> Result<Vec<Pass>> {
 /// One line per committed image, suite, GPU and driver, the newest; sorted.
 fn merged(lock: &Lock, old: Vec<Pass>, new: Vec<Pass>) -> Vec<Pass> {
     let committed: BTreeSet<&str> = lock.values().map(|entry| entry.sha256.as_str()).collect();
-    let current = old.into_iter().chain(new).filter(|pass| committed.contains(pass.sha256.as_str()));
+    let current =
+        old.into_iter().chain(new).filter(|pass| committed.contains(pass.sha256.as_str()));
     let keyed = current.map(|pass| {
         let Pass { image, sha256, suite, gpu, driver, .. } = pass.clone();
         ([image, sha256, suite, gpu, driver], pass)
@@ -99,8 +106,8 @@ fn merged(lock: &Lock, old: Vec<Pass>, new: Vec<Pass>) -> Vec<Pass> {
     keyed.collect::<BTreeMap<_, _>>().into_values().collect()
 }
 
-/// Applies the rule: an image passes when it has a line itself, or when an image of the same symbol and the same sources
-/// (that is, built for another target) has one.
+/// Applies the rule: an image passes when it has a line itself, or when an image of the same symbol
+/// and the same sources (that is, built for another target) has one.
 pub fn coverage(lock: &Lock, passes: &[Pass]) -> Coverage {
     let passed: BTreeSet<&str> = passes.iter().map(|pass| pass.sha256.as_str()).collect();
     let sources: BTreeSet<(&str, &str)> = lock

@@ -3,7 +3,8 @@
 use crate::workspace::{read, root, write};
 use anyhow::{Context, Result};
 use blockflash_sys::manifest::{
-    self, AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmm, BsrSddmmHopper, Variant,
+    self, AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmm, BsrSddmmHopper,
+    Variant,
 };
 use blockflash_sys::{Row, Target};
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,7 +15,8 @@ const END: &str = "<!-- support:end -->";
 /// Block masks have blocks of this many queries and keys, or multiples.
 const SMALLEST_BLOCK: u32 = 64;
 
-/// One line of the table, in the order of the table: an operation with the head dimension of its tile, or its block size.
+/// One line of the table, in the order of the table: an operation with the head dimension of its
+/// tile, or its block size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Line {
     AttentionForward { head_dim: u32 },
@@ -53,8 +55,8 @@ fn replaced(readme: &str, table: &str) -> Result<String> {
     Ok(format!("{before}{BEGIN}{table}{END}{after}"))
 }
 
-/// The table: one line per operation and size, one column per target. Tiles are left out: they change with tuning, and
-/// `blockflash info` shows them.
+/// The table: one line per operation and size, one column per target. Tiles are left out: they
+/// change with tuning, and `blockflash info` shows them.
 fn markdown(rows: &[Row]) -> String {
     let mut served: BTreeMap<Line, BTreeSet<Target>> = BTreeMap::new();
     let mut dtypes: BTreeMap<Line, BTreeSet<&str>> = BTreeMap::new();
@@ -63,11 +65,12 @@ fn markdown(rows: &[Row]) -> String {
     for row in rows {
         let Some((line, dtype)) = describe(row) else { continue };
         targets.insert(row.target);
-        // The widest row takes every head dimension; if its tile divides the smallest blocks, then every mask, too.
+        // The widest row takes every head dimension; if its tile divides the smallest blocks, then
+        // every mask, too.
         let divides = |size| SMALLEST_BLOCK.is_multiple_of(size);
-        let masks = row
-            .attention_tile()
-            .filter(|tile| Some(tile.head_dim) == widest && divides(tile.block_q) && divides(tile.block_kv));
+        let masks = row.attention_tile().filter(|tile| {
+            Some(tile.head_dim) == widest && divides(tile.block_q) && divides(tile.block_kv)
+        });
         for line in [Some(line), masks.map(|_| Line::BlockMasks)].into_iter().flatten() {
             dtypes.entry(line).or_default().insert(dtype);
             served.entry(line).or_default().insert(row.target);
@@ -75,8 +78,11 @@ fn markdown(rows: &[Row]) -> String {
     }
     let kernel_types: BTreeSet<&str> = dtypes.values().flatten().copied().collect();
     for line in Line::CPU_ONLY {
-        let types =
-            if line == Line::SinglePrecision { BTreeSet::from(["f32"]) } else { kernel_types.clone() };
+        let types = if line == Line::SinglePrecision {
+            BTreeSet::from(["f32"])
+        } else {
+            kernel_types.clone()
+        };
         dtypes.insert(line, types);
         served.insert(line, BTreeSet::new());
     }
@@ -98,15 +104,23 @@ fn markdown(rows: &[Row]) -> String {
             }
             Line::BlockMasks => {
                 let block = SMALLEST_BLOCK;
-                format!("| attention under a block mask | multiples of {block} × {block} | {types} |")
+                format!(
+                    "| attention under a block mask | multiples of {block} × {block} | {types} |"
+                )
             }
-            Line::BsrMatmul { block_size } => format!("| BSR matmul | block {block_size} | {types} |"),
+            Line::BsrMatmul { block_size } => {
+                format!("| BSR matmul | block {block_size} | {types} |")
+            }
             Line::BsrMatmulTransposed { block_size } => {
                 format!("| BSR matmul, Aᵀ, column-major B | block {block_size} | {types} |")
             }
-            Line::BsrSddmm { block_size } => format!("| sampled product | block {block_size} | {types} |"),
+            Line::BsrSddmm { block_size } => {
+                format!("| sampled product | block {block_size} | {types} |")
+            }
             Line::OtherHeadDims => format!("| attention forward | any other head_dim | {types} |"),
-            Line::OtherBlocks => format!("| BSR matmul, sampled product | any other block | {types} |"),
+            Line::OtherBlocks => {
+                format!("| BSR matmul, sampled product | any other block | {types} |")
+            }
             Line::SinglePrecision => format!("| all of these | all of these | {types} |"),
         };
         if let Line::AttentionForward { head_dim } = *line {
@@ -127,7 +141,11 @@ fn describe(row: &Row) -> Option<(Line, &'static str)> {
             Some((Line::AttentionForward { head_dim }, dtype.name()))
         }
         Variant::BsrMatmulHopper(BsrMatmulHopper {
-            block_size, dtype, a_transposed, b_column_major, ..
+            block_size,
+            dtype,
+            a_transposed,
+            b_column_major,
+            ..
         }) if a_transposed || b_column_major => {
             Some((Line::BsrMatmulTransposed { block_size }, dtype.name()))
         }
@@ -166,13 +184,16 @@ mod tests {
     fn every_row_has_its_cell() {
         let table = markdown(manifest::rows());
         assert!(table.starts_with("| operation | size | types | sm_80"));
-        assert!(table.contains("| attention forward | head_dim 8–64, multiples of 8 | bf16, f16 |"));
+        assert!(
+            table.contains("| attention forward | head_dim 8–64, multiples of 8 | bf16, f16 |")
+        );
         assert!(table.contains("| BSR matmul | block 16 |"));
         let masks = table.lines().find(|line| line.contains("block mask")).unwrap();
-        assert!(
-            masks.starts_with("| attention under a block mask | multiples of 64 × 64 | bf16, f16 | yes |")
-        );
-        let columns: BTreeSet<usize> = table.lines().map(|line| line.matches('|').count()).collect();
+        assert!(masks.starts_with(
+            "| attention under a block mask | multiples of 64 × 64 | bf16, f16 | yes |"
+        ));
+        let columns: BTreeSet<usize> =
+            table.lines().map(|line| line.matches('|').count()).collect();
         assert_eq!(columns.len(), 1, "{table}");
     }
 

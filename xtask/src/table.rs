@@ -1,6 +1,7 @@
 //! Tables of plain text.
 
-/// Rows under a header: the first column to the left, the others to the right; no space at the end of a line.
+/// Rows under a header: the first column to the left, the others to the right; no space at the end
+/// of a line.
 pub fn text(header: &[String], rows: &[Vec<String>]) -> String {
     let width = |column: usize| {
         let all = std::iter::once(header).chain(rows.iter().map(Vec::as_slice));

@@ -16,7 +16,8 @@ const SKIPPED: &str = "SKIPPED (";
 /// Options of the command.
 #[derive(clap::Args, Default)]
 pub struct Args {
-    /// Fail where a test finds no usable GPU, rather than skip it, and record what passed in tests/gpu-passed.jsonl.
+    /// Fail where a test finds no usable GPU, rather than skip it, and record what passed in
+    /// tests/gpu-passed.jsonl.
     #[arg(long)]
     require_gpu: bool,
     /// Passed on to every test binary, for example part of a test's name.
@@ -37,7 +38,9 @@ pub fn tests(args: &Args) -> Result<(Summary, Result<()>)> {
     // Built apart, so that cargo shows its progress on the terminal itself.
     let built = workspace::run(workspace::cargo().args(["test", "--workspace", "--no-run"]));
     let mut command = workspace::cargo();
-    command.args(["test", "--workspace", "--no-fail-fast", "--", "--show-output"]).args(&args.filter);
+    command
+        .args(["test", "--workspace", "--no-fail-fast", "--", "--show-output"])
+        .args(&args.filter);
     let fresh = workspace::target_dir("gpu")?.join("passed.jsonl");
     if args.require_gpu {
         workspace::write(&fresh, "")?;
@@ -56,8 +59,11 @@ pub fn tests(args: &Args) -> Result<(Summary, Result<()>)> {
 
 /// Runs the test programs, shows and counts; returns whether all of them ended well.
 fn follow(command: &mut Command, summary: &mut Summary) -> Result<bool> {
-    let mut child =
-        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().context("cannot start cargo test")?;
+    let mut child = command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .context("cannot start cargo test")?;
     let stdout = child.stdout.take().context("cargo test has no output")?;
     let stderr = child.stderr.take().context("cargo test has no error output")?;
     // A test may write past the harness, so both streams are read, at the same time.
@@ -146,7 +152,12 @@ impl Summary {
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let passed = self.reported_passed.saturating_sub(self.skipped_itself);
-        write!(f, "{passed} passed, {} failed, {} skipped", self.failed, self.ignored + self.skipped_itself)
+        write!(
+            f,
+            "{passed} passed, {} failed, {} skipped",
+            self.failed,
+            self.ignored + self.skipped_itself
+        )
     }
 }
 

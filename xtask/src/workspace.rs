@@ -13,8 +13,8 @@ pub fn root() -> PathBuf {
     xtask.parent().unwrap_or(xtask).to_path_buf()
 }
 
-/// A folder below `target/` of the workspace, made when missing. It does not follow `CARGO_TARGET_DIR`: the compiler
-/// wheels are the same for every build directory.
+/// A folder below `target/` of the workspace, made when missing. It does not follow
+/// `CARGO_TARGET_DIR`: the compiler wheels are the same for every build directory.
 pub fn target_dir(name: &str) -> Result<PathBuf> {
     let path = root().join("target").join(name);
     create_dir(&path)?;
@@ -50,14 +50,17 @@ pub fn write(path: &Path, content: impl AsRef<[u8]>) -> Result<()> {
 pub fn print(text: &str) -> Result<()> {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error).context("cannot write to stdout"),
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(error).context("cannot write to stdout")
+        }
         _ => Ok(()),
     }
 }
 
 /// Sorted paths of the files and folders in a folder.
 pub fn list(path: &Path) -> Result<Vec<PathBuf>> {
-    let entries = std::fs::read_dir(path).with_context(|| format!("cannot list {}", path.display()))?;
+    let entries =
+        std::fs::read_dir(path).with_context(|| format!("cannot list {}", path.display()))?;
     let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
     paths.sort();
     Ok(paths)

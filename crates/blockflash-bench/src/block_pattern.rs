@@ -60,7 +60,8 @@ fn part(word: &str) -> Option<Part> {
     let side = |text: &str| if text == "-" { Some(None) } else { count(text).map(Some) };
     let drawn = |pattern| match numbers[..] {
         [density] => {
-            let density = density.parse().ok().filter(|density| *density > 0.0 && *density <= 1.0)?;
+            let density =
+                density.parse().ok().filter(|density| *density > 0.0 && *density <= 1.0)?;
             Some(Part::Drawn { pattern, density })
         }
         _ => None,
@@ -69,13 +70,19 @@ fn part(word: &str) -> Option<Part> {
         ("full", [""]) => Some(Part::Full),
         ("window", [both]) => Some(Part::Window { left: side(both)?, right: side(both)? }),
         ("window", [left, right]) => Some(Part::Window { left: side(left)?, right: side(right)? }),
-        ("dilated", [dilation, both]) => {
-            Some(Part::Dilated { dilation: count(dilation)?, left: side(both)?, right: side(both)? })
+        ("dilated", [dilation, both]) => Some(Part::Dilated {
+            dilation: count(dilation)?,
+            left: side(both)?,
+            right: side(both)?,
+        }),
+        ("dilated", [dilation, left, right]) => Some(Part::Dilated {
+            dilation: count(dilation)?,
+            left: side(left)?,
+            right: side(right)?,
+        }),
+        ("strided", [stride, local]) => {
+            Some(Part::Strided { stride: count(stride)?, local: count(local)? })
         }
-        ("dilated", [dilation, left, right]) => {
-            Some(Part::Dilated { dilation: count(dilation)?, left: side(left)?, right: side(right)? })
-        }
-        ("strided", [stride, local]) => Some(Part::Strided { stride: count(stride)?, local: count(local)? }),
         ("sink", [columns]) => Some(Part::Sink(count(columns)?)),
         ("global", [blocks]) => Some(Part::Global(count(blocks)?)),
         _ => drawn(Pattern::named(name)?),
@@ -95,8 +102,8 @@ impl BlockPattern {
         if self.causal { Mask::causal() } else { Mask::Full }
     }
 
-    /// The mask of so many heads: the same for all, but for what is drawn at random. Blocks that the causal mask hides whole are
-    /// not visited.
+    /// The mask of so many heads: the same for all, but for what is drawn at random. Blocks that
+    /// the causal mask hides whole are not visited.
     ///
     /// # Errors
     /// Those of the library: no heads, more sinks than columns, too many blocks.
@@ -117,7 +124,9 @@ impl BlockPattern {
                 Part::Dilated { dilation, left, right } => {
                     BlockMask::dilated(geometry, dilation, left, right, align)?
                 }
-                Part::Strided { stride, local } => BlockMask::strided(geometry, stride, local, align)?,
+                Part::Strided { stride, local } => {
+                    BlockMask::strided(geometry, stride, local, align)?
+                }
                 Part::Sink(columns) => BlockMask::sink(geometry, columns)?,
                 Part::Global(blocks) => {
                     // One that does not exist is enough for the error.
@@ -200,20 +209,29 @@ mod tests {
         assert_eq!(rows("causal")[4], [0, 1, 2, 3, 4]);
         assert_eq!(rows("dilated:3,1,-")[4], [1, 4, 7]);
         assert_eq!(rows("strided:4,1")[5], [1, 4, 5, 6, 9]);
-        assert_eq!((rows("global:1")[0].len(), &rows(" global:1 + window:0 ")[7][..]), (10, &[0, 7][..]));
+        assert_eq!(
+            (rows("global:1")[0].len(), &rows(" global:1 + window:0 ")[7][..]),
+            (10, &[0, 7][..])
+        );
         assert!(rows("uniform:0.3").iter().all(|row| row.len() == 3));
         assert_eq!((rows("full_rows:0.1")[5].len(), rows("full_rows:0.1")[4].len()), (10, 0));
         assert_eq!(rows("full")[9].len(), 10);
         let pattern: BlockPattern = "causal+window:2".parse().unwrap();
-        assert_eq!((pattern.to_string().as_str(), pattern.token_mask()), ("causal+window:2", Mask::causal()));
+        assert_eq!(
+            (pattern.to_string().as_str(), pattern.token_mask()),
+            ("causal+window:2", Mask::causal())
+        );
     }
 
     #[test]
     fn heads_differ_in_what_is_drawn() {
         let pattern: BlockPattern = "sink:1+random:0.2".parse().unwrap();
         let mask = pattern.mask(geometry(), 2, 3).unwrap();
-        let head =
-            |head| (0..10).map(|row| mask.row(0, head, row).unwrap().collect::<Vec<_>>()).collect::<Vec<_>>();
+        let head = |head| {
+            (0..10)
+                .map(|row| mask.row(0, head, row).unwrap().collect::<Vec<_>>())
+                .collect::<Vec<_>>()
+        };
         assert!(mask.heads() == 2 && head(0) != head(1));
         assert!(head(0).iter().chain(&head(1)).all(|row| row[0] == 0));
         let again = pattern.mask(geometry(), 2, 3).unwrap();
@@ -236,7 +254,10 @@ mod tests {
         ] {
             let error = text.parse::<BlockPattern>().unwrap_err().to_string();
             assert!(error.contains("is no part of a pattern"), "{text}: {error}");
-            assert!(Pattern::ALL.iter().all(|pattern| error.contains(&format!(" {pattern}:"))), "{error}");
+            assert!(
+                Pattern::ALL.iter().all(|pattern| error.contains(&format!(" {pattern}:"))),
+                "{error}"
+            );
         }
         let pattern = |text: &str| {
             text.parse::<BlockPattern>().unwrap().mask(geometry(), 1, 0).unwrap_err().to_string()
@@ -249,7 +270,11 @@ mod tests {
             let pattern: BlockPattern = text.parse().unwrap();
             matches!(pattern.mask(long, heads, 0), Err(Error::TooLarge { .. }))
         };
-        assert!(too_large("full", usize::MAX) && too_large("uniform:0.5", 1) && too_large("random:0.5", 2));
+        assert!(
+            too_large("full", usize::MAX)
+                && too_large("uniform:0.5", 1)
+                && too_large("random:0.5", 2)
+        );
         let none = "full".parse::<BlockPattern>().unwrap().mask(geometry(), 0, 0);
         assert!(none.unwrap_err().to_string().contains("heads is 0"));
     }

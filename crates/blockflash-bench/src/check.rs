@@ -1,9 +1,10 @@
 //! Is a result right? Every operation again, slowly and independently of the library, in f64.
 //!
-//! Each row of the output is held to twice the error that a plain computation in the same precision makes in it (f32 sums,
-//! probabilities and results rounded to their types), plus a floor for what a correct computation is free to round once. The row
-//! that comes closest to its limit, or exceeds it most, is reported. Large problems are checked on a sample that contains the
-//! first and the last row.
+//! Each row of the output is held to twice the error that a plain computation in the same precision
+//! makes in it (f32 sums, probabilities and results rounded to their types), plus a floor for what
+//! a correct computation is free to round once. The row that comes closest to its limit, or exceeds
+//! it most, is reported. Large problems are checked on a sample that contains the first and the
+//! last row.
 
 mod attention;
 mod block_scores;
@@ -19,7 +20,8 @@ pub use blocks::Blocks;
 pub use bsr_matmul::{Activation, BsrCase, bsr_matmul};
 pub use bsr_sddmm::{SddmmCase, bsr_sddmm};
 pub use rounding::{
-    PRODUCTS, PartialSums, ProductSum, Rounding, Sizes, TRUNCATION, subnormal_roundoff, unit_roundoff,
+    PRODUCTS, PartialSums, ProductSum, Rounding, Sizes, TRUNCATION, subnormal_roundoff,
+    unit_roundoff,
 };
 
 use blockflash_sys::DType;
@@ -35,8 +37,8 @@ pub struct Comparison {
     pub checked: u64,
     /// Elements of the whole result.
     pub total: u64,
-    /// Largest absolute error in the worst row; infinite where the result is NaN or infinite and the reference is not, or the
-    /// reverse.
+    /// Largest absolute error in the worst row; infinite where the result is NaN or infinite and
+    /// the reference is not, or the reverse.
     pub error: f64,
     /// What is allowed in that row.
     pub limit: f64,
@@ -146,7 +148,8 @@ fn round(dtype: DType, value: f32) -> f32 {
     }
 }
 
-/// Positions to check, ascending, with the first and the last: that is where masks and tails go wrong.
+/// Positions to check, ascending, with the first and the last: that is where masks and tails go
+/// wrong.
 fn sample(count: usize, total: usize, seed: u64, lane: u64) -> Vec<usize> {
     let mut chosen = crate::random::choose(count, total, seed, lane);
     if let Some(first) = chosen.first_mut() {

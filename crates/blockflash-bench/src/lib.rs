@@ -1,4 +1,5 @@
-//! What the `blockflash` command is made of: tensor files, reproducible inputs, and an f64 reference to check results against.
+//! What the `blockflash` command is made of: tensor files, reproducible inputs, and an f64
+//! reference to check results against.
 #![forbid(unsafe_code)]
 
 pub mod block_pattern;

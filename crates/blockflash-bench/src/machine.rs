@@ -23,13 +23,19 @@ impl Machine {
     pub fn of(device: &Device, benches: &Path) -> Self {
         let commit = commit(benches);
         let Some(properties) = device.cuda_properties() else {
-            return Self { gpu: format!("cpu: {}", processor()), driver: None, commit, smi_index: None };
+            return Self {
+                gpu: format!("cpu: {}", processor()),
+                driver: None,
+                commit,
+                smi_index: None,
+            };
         };
-        let index = smi_index(properties.ordinal, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref());
+        let index =
+            smi_index(properties.ordinal, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref());
         let version = properties.driver_version;
         let cuda = format!("CUDA {}.{}", version / 1000, version % 1000 / 10);
-        let driver =
-            smi(&index, "driver_version").map_or(cuda.clone(), |driver| format!("{driver} ({cuda})"));
+        let driver = smi(&index, "driver_version")
+            .map_or(cuda.clone(), |driver| format!("{driver} ({cuda})"));
         Self { gpu: properties.name.clone(), driver: Some(driver), commit, smi_index: Some(index) }
     }
 
@@ -38,13 +44,14 @@ impl Machine {
         if self.smi_index.is_none() {
             return "cpu".to_owned();
         }
-        let words = self.gpu.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
+        let words =
+            self.gpu.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
         words.map(str::to_ascii_lowercase).collect::<Vec<_>>().join("-")
     }
 }
 
-/// The folder `benches` with suites and rivals: `BLOCKFLASH_BENCHES`, else beside or above the working directory, else beside or
-/// above the program.
+/// The folder `benches` with suites and rivals: `BLOCKFLASH_BENCHES`, else beside or above the
+/// working directory, else beside or above the program.
 ///
 /// # Errors
 /// [`Error::NoBenches`].
@@ -55,11 +62,13 @@ pub fn benches() -> Result<PathBuf> {
         return Some(folder).filter(valid).ok_or(Error::NoBenches { from });
     }
     let program = std::env::current_exe().unwrap_or_default();
-    let mut above = from.ancestors().chain(program.ancestors().skip(1)).map(|place| place.join("benches"));
+    let mut above =
+        from.ancestors().chain(program.ancestors().skip(1)).map(|place| place.join("benches"));
     above.find(valid).ok_or(Error::NoBenches { from: from.clone() })
 }
 
-/// `BLOCKFLASH_COMMIT`, else a file `commit` beside the program or beside `benches`, else what git says of the repository.
+/// `BLOCKFLASH_COMMIT`, else a file `commit` beside the program or beside `benches`, else what git
+/// says of the repository.
 fn commit(benches: &Path) -> String {
     let program = std::env::current_exe().unwrap_or_default();
     let beside = [program.parent(), benches.parent()];
@@ -68,8 +77,13 @@ fn commit(benches: &Path) -> String {
         files.find_map(|path| std::fs::read_to_string(path).ok())
     };
     let git = |arguments: &[&str]| {
-        let output =
-            Command::new("git").arg("-C").arg(benches).args(arguments).stdin(Stdio::null()).output().ok()?;
+        let output = Command::new("git")
+            .arg("-C")
+            .arg(benches)
+            .args(arguments)
+            .stdin(Stdio::null())
+            .output()
+            .ok()?;
         output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
     };
     let of_git = || {
@@ -85,24 +99,30 @@ fn commit(benches: &Path) -> String {
         ])?;
         Some(if changed.is_empty() { commit } else { format!("{commit}-dirty") })
     };
-    let found = std::env::var("BLOCKFLASH_COMMIT").ok().or_else(file).map(|text| text.trim().to_owned());
+    let found =
+        std::env::var("BLOCKFLASH_COMMIT").ok().or_else(file).map(|text| text.trim().to_owned());
     found.filter(|text| !text.is_empty()).or_else(of_git).unwrap_or_else(|| "unknown".to_owned())
 }
 
 fn processor() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let name = info.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(':'));
+    let name = info
+        .lines()
+        .find(|line| line.starts_with("model name"))
+        .and_then(|line| line.split_once(':'));
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     format!("{}, {threads} threads", name.map_or(std::env::consts::ARCH, |(_, name)| name.trim()))
 }
 
-/// The GPU's entry in `CUDA_VISIBLE_DEVICES` (a number or a UUID, both of which nvidia-smi takes), else its ordinal.
+/// The GPU's entry in `CUDA_VISIBLE_DEVICES` (a number or a UUID, both of which nvidia-smi takes),
+/// else its ordinal.
 fn smi_index(ordinal: usize, visible: Option<&str>) -> String {
     let entry = visible.and_then(|list| list.split(',').nth(ordinal)).map(str::trim);
     entry.filter(|entry| !entry.is_empty()).map_or_else(|| ordinal.to_string(), str::to_owned)
 }
 
-/// What nvidia-smi says of some properties, comma-separated; `None` if it is missing or knows one of them not.
+/// What nvidia-smi says of some properties, comma-separated; `None` if it is missing or knows one
+/// of them not.
 pub(crate) fn smi(index: &str, properties: &str) -> Option<String> {
     let output = smi_command(index, properties).output().ok()?;
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
@@ -110,7 +130,9 @@ pub(crate) fn smi(index: &str, properties: &str) -> Option<String> {
 
 pub(crate) fn smi_command(index: &str, properties: &str) -> Command {
     let mut command = Command::new("nvidia-smi");
-    command.args(["-i", index, "--format=csv,noheader,nounits"]).arg(format!("--query-gpu={properties}"));
+    command
+        .args(["-i", index, "--format=csv,noheader,nounits"])
+        .arg(format!("--query-gpu={properties}"));
     command.stdin(Stdio::null()).stderr(Stdio::null());
     command
 }

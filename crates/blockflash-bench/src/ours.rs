@@ -1,4 +1,5 @@
-//! Our implementation of a case: inputs on the device, the kernels that are compared, verification before any time.
+//! Our implementation of a case: inputs on the device, the kernels that are compared, verification
+//! before any time.
 
 mod attention_operands;
 mod block_lists;
@@ -44,8 +45,9 @@ pub struct Kernel {
 }
 
 impl Ours {
-    /// Draws inputs, runs and verifies every kernel, and captures its launches. With `rows`, every kernel whose name contains
-    /// one of them and that accepts the case is measured instead of the selected one.
+    /// Draws inputs, runs and verifies every kernel, and captures its launches. With `rows`, every
+    /// kernel whose name contains one of them and that accepts the case is measured instead of the
+    /// selected one.
     ///
     /// # Errors
     /// If no kernel computes the case, or the device fails.
@@ -81,8 +83,8 @@ impl Ours {
         Ok(Self { stream: stream.clone(), operands, kernels })
     }
 
-    /// Launches the selected kernel, or the only one that computes the case and whose name contains one of `rows`, and waits.
-    /// Returns the kernel, `None` on the CPU.
+    /// Launches the selected kernel, or the only one that computes the case and whose name contains
+    /// one of `rows`, and waits. Returns the kernel, `None` on the CPU.
     ///
     /// # Errors
     /// As [`new`](Self::new), and if several kernels are meant.
@@ -99,7 +101,9 @@ impl Ours {
             let symbols: Vec<_> =
                 candidates.iter().filter_map(|candidate| candidate.row).map(Row::symbol).collect();
             return Err(Error::Option(match symbols.is_empty() {
-                true => "no kernel whose name contains --row computes this case on this GPU".to_owned(),
+                true => {
+                    "no kernel whose name contains --row computes this case on this GPU".to_owned()
+                }
                 false => format!("--row means several kernels: {}", symbols.join(", ")),
             }));
         };
@@ -138,9 +142,13 @@ struct Candidate {
     forced: bool,
 }
 
-/// The kernel that the library selects; or those with a wanted name that compute these operands, since with the name those for
-/// other sizes and types are not meant.
-fn candidates(operands: &mut Operands, stream: &Stream, names: Option<&[String]>) -> Result<Vec<Candidate>> {
+/// The kernel that the library selects; or those with a wanted name that compute these operands,
+/// since with the name those for other sizes and types are not meant.
+fn candidates(
+    operands: &mut Operands,
+    stream: &Stream,
+    names: Option<&[String]>,
+) -> Result<Vec<Candidate>> {
     let Some(gpu) = stream.device().cuda_properties() else {
         return match names {
             Some(_) => Err(Error::Option("--row names kernels, and the CPU has none".to_owned())),
@@ -155,7 +163,10 @@ fn candidates(operands: &mut Operands, stream: &Stream, names: Option<&[String]>
         let symbol = row.symbol();
         let wanted = names.iter().any(|name| symbol.contains(name.as_str()));
         // The same kernel for several targets: the first is preferred.
-        if wanted && !found.iter().any(|other| other.symbol() == symbol) && operands.accepts(row, gpu)? {
+        if wanted
+            && !found.iter().any(|other| other.symbol() == symbol)
+            && operands.accepts(row, gpu)?
+        {
             found.push(row);
         }
     }
@@ -230,7 +241,11 @@ mod tests {
     #[test]
     fn masks_are_verified_and_timed_on_the_cpu() {
         let stream = Device::cpu().stream().unwrap();
-        for id in ["mask_s1000_h2_b64_scores_d16_bf16", "mask_s1000_h2_b64_top3", "mask_s300_h1_b128_top9"] {
+        for id in [
+            "mask_s1000_h2_b64_scores_d16_bf16",
+            "mask_s1000_h2_b64_top3",
+            "mask_s300_h1_b128_top9",
+        ] {
             let mut ours = Ours::new(&id.parse().unwrap(), &stream, Cache::Warm, 5, None).unwrap();
             let kernel = &ours.kernels[0];
             assert!(kernel.verified && kernel.rel_err < 1e-5, "{id} {}", kernel.rel_err);
@@ -245,7 +260,8 @@ mod tests {
     fn sampled_products_are_verified_and_timed_on_the_cpu() {
         let stream = Device::cpu().stream().unwrap();
         for layouts in ["row_row", "row_column", "column_row", "column_column"] {
-            let case = format!("sddmm_m100_n90_k70_b32_d0.5_uniform_{layouts}_bf16").parse().unwrap();
+            let case =
+                format!("sddmm_m100_n90_k70_b32_d0.5_uniform_{layouts}_bf16").parse().unwrap();
             let mut ours = Ours::new(&case, &stream, Cache::Warm, 5, None).unwrap();
             let kernel = &ours.kernels[0];
             assert!(

@@ -11,8 +11,8 @@ use rayon::prelude::*;
 /// Elements that one generator makes.
 const PIECE: usize = 1 << 14;
 
-/// An array of N(0, 1) values. `lane` separates the tensors that are made from one seed; `progress` is told how many
-/// elements are done, piece by piece.
+/// An array of N(0, 1) values. `lane` separates the tensors that are made from one seed; `progress`
+/// is told how many elements are done, piece by piece.
 ///
 /// # Errors
 /// The number of bytes needed, if they cannot be had, or `u64::MAX` if it cannot be counted.
@@ -23,7 +23,10 @@ pub fn normal(
     lane: u64,
     progress: impl Fn(u64) + Sync,
 ) -> Result<Array, u64> {
-    let count = shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size)).ok_or(u64::MAX)?;
+    let count = shape
+        .iter()
+        .try_fold(1usize, |product, &size| product.checked_mul(size))
+        .ok_or(u64::MAX)?;
     let values = match dtype {
         DType::F16 => fill::<f16>(count, seed, lane, &progress),
         DType::BF16 => fill::<bf16>(count, seed, lane, &progress),
@@ -67,7 +70,8 @@ pub fn words(count: usize, seed: u64) -> Vec<i32> {
     words
 }
 
-/// `count` of `total` positions, each set equally likely, ascending. All of them if `count >= total`.
+/// `count` of `total` positions, each set equally likely, ascending. All of them if
+/// `count >= total`.
 pub fn choose(count: usize, total: usize, seed: u64, lane: u64) -> Vec<usize> {
     let mut chosen =
         rand::seq::index::sample(&mut generator(seed, lane, 0), total, count.min(total)).into_vec();
@@ -84,8 +88,9 @@ pub fn shuffle<T>(values: &mut [T], seed: u64) {
 
 fn generator(seed: u64, lane: u64, piece: u64) -> SmallRng {
     // Odd multipliers keep the three numbers apart; `seed_from_u64` mixes the sum.
-    let mixed =
-        lane.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(piece.wrapping_mul(0xD1B5_4A32_D192_ED03));
+    let mixed = lane
+        .wrapping_mul(0x9E37_79B9_7F4A_7C15)
+        .wrapping_add(piece.wrapping_mul(0xD1B5_4A32_D192_ED03));
     SmallRng::seed_from_u64(seed ^ mixed)
 }
 
@@ -97,8 +102,11 @@ mod tests {
     fn normal_and_reproducible() {
         let draw = |seed, lane| normal(DType::F32, &[300, 1000], seed, lane, |_| ()).unwrap();
         let values = draw(1, 0).to_f32(0..300_000);
-        let mean = |power: i32| values.iter().map(|value| f64::from(value.powi(power))).sum::<f64>() / 3e5;
-        assert!(mean(1).abs() < 0.01 && (mean(2) - 1.0).abs() < 0.01 && (mean(4) - 3.0).abs() < 0.1);
+        let mean =
+            |power: i32| values.iter().map(|value| f64::from(value.powi(power))).sum::<f64>() / 3e5;
+        assert!(
+            mean(1).abs() < 0.01 && (mean(2) - 1.0).abs() < 0.01 && (mean(4) - 3.0).abs() < 0.1
+        );
         assert_eq!(draw(1, 0), draw(1, 0));
         assert!(draw(1, 0) != draw(2, 0) && draw(1, 0) != draw(1, 1));
         assert_eq!(normal(DType::F16, &[usize::MAX, 2], 0, 0, |_| ()), Err(u64::MAX));

@@ -1,4 +1,5 @@
-//! The record: one JSON line per measured implementation of a case. `benches/README.md` documents the fields.
+//! The record: one JSON line per measured implementation of a case. `benches/README.md` documents
+//! the fields.
 
 use crate::error::{Error, Result};
 use crate::turns::Turns;
@@ -21,7 +22,8 @@ pub struct Record {
     pub schema: u32,
     /// Name of the suite.
     pub suite: String,
-    /// `attention_fwd`, `block_sparse_fwd`, `block_mask_build` or `bsr_matmul`; `ceiling` for what the machine can do.
+    /// `attention_fwd`, `block_sparse_fwd`, `block_mask_build` or `bsr_matmul`; `ceiling` for what
+    /// the machine can do.
     pub op: String,
     /// The shape as one readable id.
     pub case: String,
@@ -49,13 +51,15 @@ pub struct Record {
     /// Fewest bytes of device memory that a launch moves: every input once, every output once.
     #[serde(default)]
     pub bytes: f64,
-    /// Bytes of operands that multiprocessors fetch from L2; see [`Case::work`](crate::case::Case::work).
+    /// Bytes of operands that multiprocessors fetch from L2; see
+    /// [`Case::work`](crate::case::Case::work).
     #[serde(default)]
     pub l2_bytes: f64,
     /// Exponentials of a launch.
     #[serde(default)]
     pub exps: f64,
-    /// What limits a launch: `matmul`, `exp`, `l2` or `hbm`. Missing where no ceilings were measured.
+    /// What limits a launch: `matmul`, `exp`, `l2` or `hbm`. Missing where no ceilings were
+    /// measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ceiling: Option<String>,
     /// Microseconds of a launch at that limit.
@@ -79,7 +83,8 @@ pub struct Record {
     /// Microseconds of loading the kernel, where this case was the first to use it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub load_us: Option<f64>,
-    /// Whether the output was compared with a reference and found right. A wrong or unchecked result has no time.
+    /// Whether the output was compared with a reference and found right. A wrong or unchecked
+    /// result has no time.
     pub verified: bool,
     /// ‖out − reference‖ / ‖reference‖ on the elements that were compared.
     pub rel_err: Option<f64>,
@@ -101,7 +106,8 @@ pub struct Record {
     pub launches: Option<usize>,
     /// Commit of the build.
     pub commit: String,
-    /// A later commit that launches the very same images for this case, as `kernels.lock` shows: the record completes those of that commit.
+    /// A later commit that launches the very same images for this case, as `kernels.lock` shows:
+    /// the record completes those of that commit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub same_as: Option<String>,
     /// Name of the GPU, or `cpu: ` and the processor's.
@@ -114,8 +120,8 @@ pub struct Record {
     pub power_w: Option<f64>,
     /// GPU temperature during the windows (highest).
     pub temperature_c: Option<f64>,
-    /// `warm`: launches follow each other on the same data, so what fits into the L2 cache stays there. `cold`: the cache is
-    /// overwritten before each launch.
+    /// `warm`: launches follow each other on the same data, so what fits into the L2 cache stays
+    /// there. `cold`: the cache is overwritten before each launch.
     pub cache: String,
     /// UTC, RFC 3339.
     pub date: String,
@@ -139,7 +145,8 @@ impl Protocol {
     }
 }
 
-/// Appends records to a file. A line is on its way to the disk when `append` returns, so an interrupted run keeps them.
+/// Appends records to a file. A line is on its way to the disk when `append` returns, so an
+/// interrupted run keeps them.
 #[derive(Debug)]
 pub struct Writer {
     path: PathBuf,
@@ -155,7 +162,8 @@ impl Writer {
         if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
             std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
         }
-        let file = OpenOptions::new().create(true).append(true).open(path).map_err(Error::io(path))?;
+        let file =
+            OpenOptions::new().create(true).append(true).open(path).map_err(Error::io(path))?;
         Ok(Self { path: path.to_owned(), file })
     }
 
@@ -178,7 +186,8 @@ impl Writer {
     }
 }
 
-/// Reads a file of records, oldest first. Fields that a newer program added are ignored; another schema is an error.
+/// Reads a file of records, oldest first. Fields that a newer program added are ignored; another
+/// schema is an error.
 ///
 /// # Errors
 /// [`Error::Io`], [`Error::Record`].
@@ -187,8 +196,10 @@ pub fn read(path: &Path) -> Result<Vec<Record>> {
     let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
     lines
         .map(|(index, line)| {
-            let wrong = |problem: String| Error::Record { path: path.to_owned(), line: index + 1, problem };
-            let record: Record = serde_json::from_str(line).map_err(|error| wrong(error.to_string()))?;
+            let wrong =
+                |problem: String| Error::Record { path: path.to_owned(), line: index + 1, problem };
+            let record: Record =
+                serde_json::from_str(line).map_err(|error| wrong(error.to_string()))?;
             match record.schema {
                 SCHEMA => Ok(record),
                 other => Err(wrong(format!("schema {other}, this program reads {SCHEMA}"))),
@@ -199,11 +210,13 @@ pub fn read(path: &Path) -> Result<Vec<Record>> {
 
 /// The time now as `2026-11-21T08:15:00Z`.
 pub fn now() -> String {
-    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    let since =
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     timestamp(since.as_secs())
 }
 
-/// An id for the run that starts now: time and process, and for others of this process their number.
+/// An id for the run that starts now: time and process, and for others of this process their
+/// number.
 pub fn run_id() -> String {
     static BEFORE: AtomicU32 = AtomicU32::new(0);
     let compact: String = now().chars().filter(|c| !matches!(c, '-' | ':')).collect();
@@ -217,7 +230,8 @@ pub fn run_id() -> String {
 fn timestamp(seconds: u64) -> String {
     let days = seconds / 86_400 + 719_468; // since 0000-03-01
     let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let year_of_era =
+        (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
     let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
     let shifted_month = (5 * day_of_year + 2) / 153;
     let day = day_of_year - (153 * shifted_month + 2) / 5 + 1;
@@ -248,7 +262,8 @@ mod tests {
 
     #[test]
     fn records_of_the_repository_can_be_read_and_so_can_their_cases() {
-        let results = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches/results/nvidia-h200");
+        let results =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches/results/nvidia-h200");
         let mut records = read(&results.join("attention_fwd.jsonl")).unwrap();
         records.retain(|record| record.op != "ceiling");
         assert!(!records.is_empty());
@@ -262,9 +277,13 @@ mod tests {
     fn a_file_grows_by_lines_and_reads_back() {
         let folder = std::env::temp_dir().join(format!("blockflash-record-{}", std::process::id()));
         let path = folder.join("gpu").join("suite.jsonl");
-        let record = Record { schema: SCHEMA, case: "a".into(), us: Some(1.5), ..Record::default() };
+        let record =
+            Record { schema: SCHEMA, case: "a".into(), us: Some(1.5), ..Record::default() };
         Writer::open(&path).unwrap().append(&record).unwrap();
-        Writer::open(&path).unwrap().append(&Record { case: "b".into(), ..record.clone() }).unwrap();
+        Writer::open(&path)
+            .unwrap()
+            .append(&Record { case: "b".into(), ..record.clone() })
+            .unwrap();
         let records = read(&path).unwrap();
         assert_eq!((records.len(), &records[0], records[1].case.as_str()), (2, &record, "b"));
         std::fs::write(&path, "{\"schema\": 9}\n").unwrap();

@@ -36,7 +36,8 @@ pub struct Run {
     pub rows: Option<Vec<String>>,
     /// Clock and power.
     pub telemetry: Telemetry,
-    /// What the results are held against; nothing until [`measure_ceilings`](Run::measure_ceilings).
+    /// What the results are held against; nothing until
+    /// [`measure_ceilings`](Run::measure_ceilings).
     pub ceilings: Ceilings,
     /// For files that rivals read.
     pub scratch: PathBuf,
@@ -75,8 +76,15 @@ impl Run {
         Ok(Self { suite, machine, stream, seed, rows, telemetry, ceilings, scratch, id })
     }
 
-    /// Measures a case. Whatever fails becomes a record with an error. `step` is told what happens next.
-    pub fn measure(&self, case: &Case, cache: Cache, peers: &mut Peers, step: impl Fn(&str)) -> Vec<Record> {
+    /// Measures a case. Whatever fails becomes a record with an error. `step` is told what happens
+    /// next.
+    pub fn measure(
+        &self,
+        case: &Case,
+        cache: Cache,
+        peers: &mut Peers,
+        step: impl Fn(&str),
+    ) -> Vec<Record> {
         let [records] = self.measure_in([Turns::Balanced], case, cache, peers, step);
         records
     }
@@ -102,7 +110,8 @@ impl Run {
                     record.symbol = kernel.symbol.clone();
                     record.launches = Some(kernel.launches());
                     record.load_us = kernel.load_us;
-                    (record.host_us, record.host_prepared_us) = (kernel.host.us, kernel.host.prepared_us);
+                    (record.host_us, record.host_prepared_us) =
+                        (kernel.host.us, kernel.host.prepared_us);
                     record.judge(kernel.verified, Some(kernel.rel_err));
                     contestants.push(contestant);
                 }
@@ -155,12 +164,15 @@ impl Run {
             let record = &mut contestant.record;
             record.reference = peers.is_reference(&name);
             let prepared = match &peer_case {
-                Ok(peer_case) => peers.prepare(peer_case, &name).map_err(|failure| failure.to_string()),
+                Ok(peer_case) => {
+                    peers.prepare(peer_case, &name).map_err(|failure| failure.to_string())
+                }
                 Err(error) => Err(error.to_string()),
             };
             match prepared {
                 Ok(prepared) => {
-                    record.settings = Some(prepared.settings).filter(|settings| !settings.is_empty());
+                    record.settings =
+                        Some(prepared.settings).filter(|settings| !settings.is_empty());
                     record.judge(prepared.verified, prepared.rel_err);
                 }
                 Err(message) => record.error = Some(message),
@@ -195,7 +207,10 @@ impl Run {
                     // as if it were planned.
                     None => std::thread::sleep(ms(self.suite.window_ms)),
                     Some(contestant) => {
-                        step(&format!("{}: round {round} of {rounds}", contestant.record.implementation));
+                        step(&format!(
+                            "{}: round {round} of {rounds}",
+                            contestant.record.implementation
+                        ));
                         self.window(ours, peers, contestant, round > 0);
                     }
                 }
@@ -204,7 +219,13 @@ impl Run {
     }
 
     /// A window of a contestant, which `counts` or warms up.
-    fn window(&self, ours: &mut Result<Ours>, peers: &mut Peers, contestant: &mut Contestant, counts: bool) {
+    fn window(
+        &self,
+        ours: &mut Result<Ours>,
+        peers: &mut Peers,
+        contestant: &mut Contestant,
+        counts: bool,
+    ) {
         let begin = Instant::now();
         let window: Result<Window, String> = match (&contestant.who, ours) {
             (Who::Ours(kernel), Ok(ours)) => {
@@ -291,7 +312,8 @@ impl Record {
         // JSON has no infinity and no NaN.
         self.rel_err = rel_err.filter(|rel_err| rel_err.is_finite());
         if !verified {
-            let size = self.rel_err.map_or("not finite".to_owned(), |rel_err| format!("{rel_err:.1e}"));
+            let size =
+                self.rel_err.map_or("not finite".to_owned(), |rel_err| format!("{rel_err:.1e}"));
             self.error = Some(format!("wrong result: relative error {size}"));
         }
     }

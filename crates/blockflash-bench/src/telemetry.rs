@@ -6,7 +6,8 @@ use std::process::{Child, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Time between two samples: about one falls into a window of the default length. Asking costs the driver some time.
+/// Time between two samples: about one falls into a window of the default length. Asking costs the
+/// driver some time.
 const PERIOD: Duration = Duration::from_millis(50);
 
 /// One moment.
@@ -24,7 +25,11 @@ impl Sample {
     /// `1980, 650.12, 45`; what the GPU does not report is `[N/A]`.
     fn parse(line: &str) -> Option<Self> {
         let mut numbers = line.split(',').map(|field| field.trim().parse().ok());
-        Some(Self { clock_mhz: numbers.next()?, power_w: numbers.next()?, temperature_c: numbers.next()? })
+        Some(Self {
+            clock_mhz: numbers.next()?,
+            power_w: numbers.next()?,
+            temperature_c: numbers.next()?,
+        })
     }
 }
 
@@ -39,13 +44,15 @@ impl Telemetry {
     /// Starts to sample the GPU that `nvidia-smi -i` finds under this name.
     pub fn start(smi_index: Option<&str>) -> Self {
         let Some(index) = smi_index else { return Self::default() };
-        // The plain power is a mean over a second on recent GPUs, which would mix neighbouring windows.
+        // The plain power is a mean over a second on recent GPUs, which would mix neighbouring
+        // windows.
         let power = match smi(index, "power.draw.instant") {
             Some(_) => "power.draw.instant",
             None => "power.draw",
         };
         let mut command = smi_command(index, &format!("clocks.sm,{power},temperature.gpu"));
-        let started = command.arg(format!("--loop-ms={}", PERIOD.as_millis())).stdout(Stdio::piped()).spawn();
+        let started =
+            command.arg(format!("--loop-ms={}", PERIOD.as_millis())).stdout(Stdio::piped()).spawn();
         let Ok(mut child) = started else { return Self::default() };
         let samples = Arc::new(Mutex::new(Vec::new()));
         if let Some(stdout) = child.stdout.take() {
@@ -53,7 +60,10 @@ impl Telemetry {
             std::thread::spawn(move || {
                 for line in BufReader::new(stdout).lines().map_while(Result::ok) {
                     if let Some(sample) = Sample::parse(&line) {
-                        samples.lock().unwrap_or_else(PoisonError::into_inner).push((Instant::now(), sample));
+                        samples
+                            .lock()
+                            .unwrap_or_else(PoisonError::into_inner)
+                            .push((Instant::now(), sample));
                     }
                 }
             });
@@ -61,11 +71,13 @@ impl Telemetry {
         Self { child: Some(child), samples }
     }
 
-    /// Median clock and power and highest temperature over the samples that fall into any of the windows.
+    /// Median clock and power and highest temperature over the samples that fall into any of the
+    /// windows.
     pub fn during(&self, windows: &[(Instant, Instant)]) -> Sample {
         let samples = self.samples.lock().unwrap_or_else(PoisonError::into_inner);
         let inside = |at: &Instant| windows.iter().any(|(begin, end)| begin <= at && at <= end);
-        let inside: Vec<_> = samples.iter().filter(|(at, _)| inside(at)).map(|&(_, sample)| sample).collect();
+        let inside: Vec<_> =
+            samples.iter().filter(|(at, _)| inside(at)).map(|&(_, sample)| sample).collect();
         let median = |field: fn(&Sample) -> Option<f64>| {
             let mut values: Vec<_> = inside.iter().filter_map(field).collect();
             crate::timing::median(&mut values)
@@ -99,7 +111,8 @@ mod tests {
 
     #[test]
     fn lines_of_nvidia_smi() {
-        let expected = Sample { clock_mhz: Some(1980.0), power_w: Some(650.12), temperature_c: Some(45.0) };
+        let expected =
+            Sample { clock_mhz: Some(1980.0), power_w: Some(650.12), temperature_c: Some(45.0) };
         assert_eq!(Sample::parse("1980, 650.12, 45"), Some(expected));
         assert_eq!(Sample::parse("1980, [N/A], 45").and_then(|sample| sample.power_w), None);
         assert_eq!(Sample::parse("nothing"), None);

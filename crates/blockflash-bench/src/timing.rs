@@ -1,4 +1,5 @@
-//! Time of a launch: CUDA-graph replays between events in windows of a given length; on a CPU a timed loop.
+//! Time of a launch: CUDA-graph replays between events in windows of a given length; on a CPU a
+//! timed loop.
 
 use crate::error::{Error, Result};
 use blockflash_ops::{DType, Stream, Tensor};
@@ -6,7 +7,8 @@ use blockflash_safe::{Event, Graph};
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
 
-/// A graph holds launches for about this long: enough that starting it does not count. Rivals are captured by the same rule.
+/// A graph holds launches for about this long: enough that starting it does not count. Rivals are
+/// captured by the same rule.
 pub const GRAPH_US: f64 = 3000.0;
 /// Most launches in one graph.
 pub const MAX_LAUNCHES: usize = 512;
@@ -64,7 +66,8 @@ impl Window {
         }
         times.iter_mut().for_each(|time| *time /= launches as f64);
         let us = median(&mut times).unwrap_or(f64::NAN);
-        let (us_min, us_max) = (times.first().copied().unwrap_or(us), times.last().copied().unwrap_or(us));
+        let (us_min, us_max) =
+            (times.first().copied().unwrap_or(us), times.last().copied().unwrap_or(us));
         Self { us, us_min, us_max, replays: times.len(), launches }
     }
 }
@@ -90,15 +93,23 @@ pub struct Repeat {
 }
 
 impl Repeat {
-    /// Prepares windows of a launch. On a GPU it is run a few times, captured, and replayed; on a CPU run once.
+    /// Prepares windows of a launch. On a GPU it is run a few times, captured, and replayed; on a
+    /// CPU run once.
     ///
     /// # Errors
     /// Whatever the launch or the device reports; a cold cache is a matter of GPUs.
-    pub fn new(stream: &Stream, cache: Cache, mut launch: impl FnMut(&Stream) -> Result<()>) -> Result<Self> {
-        let mut repeat = Self { graph: None, launches: 1, period_us: 0.0, events: Vec::new(), flush: None };
+    pub fn new(
+        stream: &Stream,
+        cache: Cache,
+        mut launch: impl FnMut(&Stream) -> Result<()>,
+    ) -> Result<Self> {
+        let mut repeat =
+            Self { graph: None, launches: 1, period_us: 0.0, events: Vec::new(), flush: None };
         if stream.device().is_cpu() {
             if cache == Cache::Cold {
-                return Err(Error::Option("a cold L2 cache can only be measured on a GPU".to_owned()));
+                return Err(Error::Option(
+                    "a cold L2 cache can only be measured on a GPU".to_owned(),
+                ));
             }
             let start = Instant::now();
             launch(stream)?;
@@ -112,10 +123,12 @@ impl Repeat {
             repeat.capture(stream, 1, &mut launch)?;
             return Ok(repeat);
         }
-        // A short graph first: timed outside a graph, a small kernel would count the host's part of its launch.
+        // A short graph first: timed outside a graph, a small kernel would count the host's part of
+        // its launch.
         repeat.capture(stream, 8, &mut launch)?;
         let estimate = repeat.period_us / 8.0;
-        let launches = (GRAPH_US / estimate.max(1e-3)).round().clamp(1.0, MAX_LAUNCHES as f64) as usize;
+        let launches =
+            (GRAPH_US / estimate.max(1e-3)).round().clamp(1.0, MAX_LAUNCHES as f64) as usize;
         if launches != 8 {
             repeat.capture(stream, launches, &mut launch)?;
         }
@@ -158,8 +171,8 @@ impl Repeat {
         ms: f64,
         mut launch: impl FnMut(&Stream) -> Result<()>,
     ) -> Result<Window> {
-        let count =
-            (1.0 + (ms * 1e3 / self.period_us.max(1e-3)).round()).clamp(2.0, MAX_REPLAYS as f64) as usize;
+        let count = (1.0 + (ms * 1e3 / self.period_us.max(1e-3)).round())
+            .clamp(2.0, MAX_REPLAYS as f64) as usize;
         let times = match self.graph {
             Some(_) => self.replays(stream, count)?,
             None => {
@@ -183,7 +196,8 @@ impl Repeat {
     fn replays(&mut self, stream: &Stream, count: usize) -> Result<Vec<f64>> {
         let Some(graph) = &self.graph else { return Ok(Vec::new()) };
         while self.events.len() < count {
-            self.events.push([Event::new(stream.device(), true)?, Event::new(stream.device(), true)?]);
+            self.events
+                .push([Event::new(stream.device(), true)?, Event::new(stream.device(), true)?]);
         }
         let start = Instant::now();
         for [begin, end] in &self.events[..count] {

@@ -52,7 +52,13 @@ impl Turns {
     }
 
     /// How long the windows of a case take, with the round that warms up and the gaps.
-    pub fn time(self, contestants: usize, at_least: usize, window: Duration, gap: Duration) -> Duration {
+    pub fn time(
+        self,
+        contestants: usize,
+        at_least: usize,
+        window: Duration,
+        gap: Duration,
+    ) -> Duration {
         let windows = (1 + self.rounds(contestants, at_least)) * self.places(contestants);
         (window + gap) * u32::try_from(windows).unwrap_or(u32::MAX)
     }
@@ -85,8 +91,9 @@ mod tests {
 
     #[test]
     fn orders_are_those_of_the_records() {
-        let orders =
-            |contestants| Vec::from_iter((0..4).map(|round| Turns::Balanced.order(contestants, round)));
+        let orders = |contestants| {
+            Vec::from_iter((0..4).map(|round| Turns::Balanced.order(contestants, round)))
+        };
         assert_eq!(orders(2), [[0, 1], [1, 0], [0, 1], [1, 0]]);
         assert_eq!(orders(4), [[0, 1, 3, 2], [2, 3, 1, 0], [1, 2, 0, 3], [3, 0, 2, 1]]);
         assert_eq!(orders(3), orders(4));
@@ -102,15 +109,21 @@ mod tests {
             let places = Turns::Balanced.places(contestants);
             let rounds = Turns::Balanced.rounds(contestants, 5);
             assert!(rounds >= 5 && rounds < 5 + places);
-            let (mut place, mut behind) = (vec![vec![0; places]; places], vec![vec![0; places]; places]);
+            let (mut place, mut behind) =
+                (vec![vec![0; places]; places], vec![vec![0; places]; places]);
             for round in 0..rounds {
                 let order = Turns::Balanced.order(contestants, round);
                 order.iter().enumerate().for_each(|(at, &who)| place[who][at] += 1);
                 order.windows(2).for_each(|pair| behind[pair[0]][pair[1]] += 1);
             }
             let times = rounds / places;
-            assert!(place.iter().flatten().all(|&count| count == times), "{contestants}: {place:?}");
-            for (who, other) in (0..places).flat_map(|who| (0..places).map(move |other| (who, other))) {
+            assert!(
+                place.iter().flatten().all(|&count| count == times),
+                "{contestants}: {place:?}"
+            );
+            for (who, other) in
+                (0..places).flat_map(|who| (0..places).map(move |other| (who, other)))
+            {
                 let expected = if who == other { 0 } else { times };
                 assert_eq!(behind[who][other], expected, "{contestants}: {other} behind {who}");
             }
@@ -136,7 +149,10 @@ mod tests {
     #[test]
     fn rounds_are_as_many_as_balance_takes() {
         let rounds = |contestants, at_least| Turns::Balanced.rounds(contestants, at_least);
-        assert_eq!([rounds(1, 5), rounds(2, 5), rounds(6, 5), rounds(7, 5), rounds(7, 9)], [5, 6, 6, 8, 16]);
+        assert_eq!(
+            [rounds(1, 5), rounds(2, 5), rounds(6, 5), rounds(7, 5), rounds(7, 9)],
+            [5, 6, 6, 8, 16]
+        );
         assert_eq!((rounds(0, 5), Turns::Fixed.rounds(4, 5)), (5, 5));
         let [window, gap] = [60, 100].map(Duration::from_millis);
         // Nine rounds of eight places.

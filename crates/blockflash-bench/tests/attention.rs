@@ -21,8 +21,10 @@ fn load(path: &str, name: &str, dtype: DType) -> Array {
 
 /// A `.safetensors` file with one boolean tensor `mask`.
 fn booleans(path: &str, shape: &[usize], values: &[bool]) {
-    let header =
-        format!(r#"{{"mask":{{"dtype":"BOOL","shape":{shape:?},"data_offsets":[0,{}]}}}}"#, values.len());
+    let header = format!(
+        r#"{{"mask":{{"dtype":"BOOL","shape":{shape:?},"data_offsets":[0,{}]}}}}"#,
+        values.len()
+    );
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
     bytes.extend(header.as_bytes());
     bytes.extend(values.iter().map(|&value| u8::from(value)));
@@ -34,11 +36,47 @@ const OPTIONS: [&[&str]; 12] = [
     &["--random", "2x200x4x16", "--sink", "random"],
     &["--random", "1x50x2x16", "--mask", "causal", "--seqlen-kv", "20", "--sink", "random"],
     &["--random", "2x200x4x16", "--block-mask", "causal+window:1,0+sink:1", "--block", "64"],
-    &["--random", "1x300x4x16", "--kv-heads", "2", "--seqlen-kv", "500", "--block-mask", "window:1"],
-    &["--random", "1x300x4x8", "--block-mask", "random:0.3", "--block", "64x128", "--mask-heads", "4"],
-    &["--random", "2x300x4x8", "--kv-heads", "2", "--block-mask", "uniform:0.5", "--mask-heads", "2"],
+    &[
+        "--random",
+        "1x300x4x16",
+        "--kv-heads",
+        "2",
+        "--seqlen-kv",
+        "500",
+        "--block-mask",
+        "window:1",
+    ],
+    &[
+        "--random",
+        "1x300x4x8",
+        "--block-mask",
+        "random:0.3",
+        "--block",
+        "64x128",
+        "--mask-heads",
+        "4",
+    ],
+    &[
+        "--random",
+        "2x300x4x8",
+        "--kv-heads",
+        "2",
+        "--block-mask",
+        "uniform:0.5",
+        "--mask-heads",
+        "2",
+    ],
     // Rows that see nothing, with a window inside of the blocks.
-    &["--random", "1x300x2x8", "--block-mask", "full_rows:0.3", "--block", "64", "--window", "70,3"],
+    &[
+        "--random",
+        "1x300x2x8",
+        "--block-mask",
+        "full_rows:0.3",
+        "--block",
+        "64",
+        "--window",
+        "70,3",
+    ],
     &["--random", "1x300x4x16", "--cu-seqlens", "0,100,100,170,300", "--mask", "causal"],
     &[
         "--random",
@@ -125,18 +163,26 @@ fn options_are_right_on_a_gpu() {
 /// blocks, too.
 #[test]
 fn the_flops_are_those_of_the_visited_pairs() {
-    let flops =
-        |options: &[&str]| json(&[&["attention", "--random"], options].concat())["flops"].as_f64().unwrap();
+    let flops = |options: &[&str]| {
+        json(&[&["attention", "--random"], options].concat())["flops"].as_f64().unwrap()
+    };
     let words = ["2x256x4x16", "--block", "64", "--block-mask"];
     let pairs = |count: usize| (4 * count * 2 * 4 * 16) as f64;
     assert_eq!(flops(&[&words[..], &["full"]].concat()), pairs(256 * 256));
     assert_eq!(flops(&[&words[..], &["window:0"]].concat()), pairs(4 * 64 * 64));
     assert_eq!(flops(&[&words[..], &["causal+window:0"]].concat()), pairs(4 * 64 * 65 / 2));
-    assert_eq!(flops(&[&words[..], &["causal+window:0", "--mask", "full"]].concat()), pairs(4 * 64 * 64));
+    assert_eq!(
+        flops(&[&words[..], &["causal+window:0", "--mask", "full"]].concat()),
+        pairs(4 * 64 * 64)
+    );
     let packed = ["1x256x4x16", "--cu-seqlens", "0,56,256"];
     assert_eq!(flops(&packed), pairs(56 * 56 + 200 * 200) / 2.0);
-    assert_eq!(flops(&[&packed[..], &["--block-mask", "full"]].concat()), pairs(56 * 56 + 200 * 200) / 2.0);
-    let report = json(&["attention", "--random", "1x256x4x16", "--block-mask", "window:0", "--block", "64"]);
+    assert_eq!(
+        flops(&[&packed[..], &["--block-mask", "full"]].concat()),
+        pairs(56 * 56 + 200 * 200) / 2.0
+    );
+    let report =
+        json(&["attention", "--random", "1x256x4x16", "--block-mask", "window:0", "--block", "64"]);
     let words = "4 of 16 blocks of 64 x 64, density 0.2500, one list for all heads";
     assert_eq!(report["options"]["block mask"], words);
 }
@@ -145,10 +191,12 @@ fn the_flops_are_those_of_the_visited_pairs() {
 #[test]
 fn masks_in_files() {
     let folder = Folder::new("masks");
-    let [words, flags, indices] = ["words.npy", "flags.npy", "indices.npy"].map(|name| folder.path(name));
+    let [words, flags, indices] =
+        ["words.npy", "flags.npy", "indices.npy"].map(|name| folder.path(name));
     let run = |mask: &str, out: &str| {
         let sizes = ["--random", "1x200x4x16", "--kv-heads", "2", "--block", "64x128", "--check"];
-        let report = json(&[&["attention"], &sizes[..], &["--block-mask", mask, "--out", out]].concat());
+        let report =
+            json(&[&["attention"], &sizes[..], &["--block-mask", mask, "--out", out]].concat());
         assert_eq!(report["check"]["passed"], true, "{mask}: {report}");
         load(out, "", DType::F16)
     };
@@ -163,7 +211,16 @@ fn masks_in_files() {
     let (row_ptr, col_idx) = (folder.path("row_ptr.npy"), folder.path("col_idx.npy"));
     write(&row_ptr, &[("", &integers(&[5], &[0, 1, 2, 3, 4]))]).unwrap();
     write(&col_idx, &[("", &columns)]).unwrap();
-    let pair = ["--block-mask", &row_ptr, "--mask-col-idx", &col_idx, "--block", "64x128", "--out", &indices];
+    let pair = [
+        "--block-mask",
+        &row_ptr,
+        "--mask-col-idx",
+        &col_idx,
+        "--block",
+        "64x128",
+        "--out",
+        &indices,
+    ];
     json(&[&["attention", "--random", "1x200x4x16", "--kv-heads", "2"], &pair[..]].concat());
     assert_eq!(load(&indices, "", DType::F16), of_words);
 
@@ -176,21 +233,45 @@ fn masks_in_files() {
         run(&mask, &flags_of(&folder, heads))
     };
     let rows = |array: &Array, head: usize| -> Vec<f32> {
-        (0..200).flat_map(|row| array.to_f32((row * 4 + head) * 16..(row * 4 + head + 1) * 16)).collect()
+        (0..200)
+            .flat_map(|row| array.to_f32((row * 4 + head) * 16..(row * 4 + head + 1) * 16))
+            .collect()
     };
     for (heads, others) in [(4, 3), (2, 2)] {
         let result = per_head(heads);
         for head in 0..4 {
-            assert_eq!(rows(&result, head) == rows(&of_words, head), head < others, "{heads} {head}");
+            assert_eq!(
+                rows(&result, head) == rows(&of_words, head),
+                head < others,
+                "{heads} {head}"
+            );
         }
     }
     booleans(&mask, &[3, 4, 2], &[true; 24]);
-    let sizes =
-        ["attention", "--random", "1x200x4x16", "--device", "cpu", "--block", "64x128", "--block-mask"];
-    assert!(refused(&[&sizes[..], &[&mask]].concat()).contains("block_mask has shape [1, 3, 200, 200]"));
+    let sizes = [
+        "attention",
+        "--random",
+        "1x200x4x16",
+        "--device",
+        "cpu",
+        "--block",
+        "64x128",
+        "--block-mask",
+    ];
+    assert!(
+        refused(&[&sizes[..], &[&mask]].concat()).contains("block_mask has shape [1, 3, 200, 200]")
+    );
     booleans(&mask, &[2, 1, 4, 2], &[true; 16]);
-    let batch =
-        ["attention", "--random", "2x200x4x16", "--check", "--block", "64x128", "--block-mask", &mask];
+    let batch = [
+        "attention",
+        "--random",
+        "2x200x4x16",
+        "--check",
+        "--block",
+        "64x128",
+        "--block-mask",
+        &mask,
+    ];
     assert_eq!(json(&batch)["check"]["passed"], true);
 }
 
@@ -203,15 +284,26 @@ fn flags_of(folder: &Folder, heads: usize) -> String {
 #[test]
 fn packed_sequences_and_a_sink_from_files() {
     let folder = Folder::new("packed");
-    let [q, k, v] =
-        [(30, 4), (40, 2), (40, 2)].map(|(rows, heads)| random(DType::BF16, &[rows, heads, 8], heads as u64));
+    let [q, k, v] = [(30, 4), (40, 2), (40, 2)]
+        .map(|(rows, heads)| random(DType::BF16, &[rows, heads, 8], heads as u64));
     let sink = Array::new(&[4], Values::F32(vec![0.5, -1.0, 0.0, 2.0])).unwrap();
     let (of_q, of_kv) = (integers(&[3], &[0, 10, 30]), integers(&[3], &[0, 25, 40]));
     let (input, one) = (folder.path("input.safetensors"), folder.path("one.safetensors"));
     let offsets = [("cu_seqlens", &of_q), ("cu_seqlens_kv", &of_kv)];
-    write(&input, &[&[("q", &q), ("k", &k), ("v", &v), ("sink", &sink)][..], &offsets].concat()).unwrap();
+    write(&input, &[&[("q", &q), ("k", &k), ("v", &v), ("sink", &sink)][..], &offsets].concat())
+        .unwrap();
     let run = ["attention", "--input", &input, "--sink", &input, "--mask", "causal"];
-    let files = ["--cu-seqlens", &input, "--cu-seqlens-kv", &input, "--out", &one, "--lse", &one, "--check"];
+    let files = [
+        "--cu-seqlens",
+        &input,
+        "--cu-seqlens-kv",
+        &input,
+        "--out",
+        &one,
+        "--lse",
+        &one,
+        "--check",
+    ];
     let report = json(&[&run[..], &files].concat());
     assert_eq!(report["check"]["passed"], true);
     assert_eq!(report["tensors"]["q"], serde_json::json!({ "shape": [30, 4, 8], "dtype": "bf16" }));
@@ -237,8 +329,10 @@ fn packed_sequences_and_a_sink_from_files() {
     };
     let (dense, alone) = (folder.path("dense.safetensors"), folder.path("alone.safetensors"));
     let parts = [rows(&q, 10..30), rows(&k, 25..40), rows(&v, 25..40)];
-    write(&dense, &[("q", &parts[0]), ("k", &parts[1]), ("v", &parts[2]), ("sink", &sink)]).unwrap();
-    let run = ["attention", "--input", &dense, "--sink", &dense, "--mask", "causal", "--dtype", "bf16"];
+    write(&dense, &[("q", &parts[0]), ("k", &parts[1]), ("v", &parts[2]), ("sink", &sink)])
+        .unwrap();
+    let run =
+        ["attention", "--input", &dense, "--sink", &dense, "--mask", "causal", "--dtype", "bf16"];
     json(&[&run[..], &["--out", &alone]].concat());
     let packed = load(&one, "o", DType::BF16);
     assert_eq!(load(&alone, "o", DType::F32).to_f32(0..640), packed.to_f32(320..960));
@@ -273,14 +367,27 @@ fn what_is_wrong_is_one_line() {
         (&[&packed[..], &["--cu-seqlens-kv", "0,30"]].concat(), "cu_seqlens.kv"),
     ];
     for (options, expected) in cases {
-        let text = refused(&[&["attention", "--random", "1x30x2x16", "--device", "cpu"], options].concat());
+        let text = refused(
+            &[&["attention", "--random", "1x30x2x16", "--device", "cpu"], options].concat(),
+        );
         assert!(text.contains(expected), "{options:?}: {text}");
     }
-    let text = refused(&["attention", "--random", "2x30x2x16", "--device", "cpu", "--cu-seqlens", "0,60"]);
+    let text =
+        refused(&["attention", "--random", "2x30x2x16", "--device", "cpu", "--cu-seqlens", "0,60"]);
     assert!(text.contains("--random 1xROWSxHxD"), "{text}");
     let dense = folder.path("q.npy");
     write(&dense, &[("", &random(DType::F16, &[1, 30, 2, 16], 0))]).unwrap();
-    let text = refused(&["attention", "--q", &dense, "--k", &dense, "--v", &dense, "--cu-seqlens", "0,30"]);
+    let text = refused(&[
+        "attention",
+        "--q",
+        &dense,
+        "--k",
+        &dense,
+        "--v",
+        &dense,
+        "--cu-seqlens",
+        "0,30",
+    ]);
     assert!(text.contains("expected [rows, heads, head_dim]"), "{text}");
 }
 

@@ -21,7 +21,8 @@ fn refusal(arguments: &[&str]) -> String {
 }
 
 fn scratch(name: &str) -> PathBuf {
-    let folder = std::env::temp_dir().join(format!("blockflash-bench-{name}-{}", std::process::id()));
+    let folder =
+        std::env::temp_dir().join(format!("blockflash-bench-{name}-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     folder
 }
@@ -31,16 +32,33 @@ fn a_suite_is_measured_recorded_and_reported() {
     let folder = scratch("run");
     let record = folder.join("smoke.jsonl");
     let out = record.to_str().unwrap();
-    let options =
-        ["--device", "cpu", "--rounds", "1", "--window-ms", "2", "--out", out, "--filter", "d64_full,b64"];
+    let options = [
+        "--device",
+        "cpu",
+        "--rounds",
+        "1",
+        "--window-ms",
+        "2",
+        "--out",
+        out,
+        "--filter",
+        "d64_full,b64",
+    ];
     let output = blockflash(&[&["bench", "smoke"], &options[..]].concat());
     let text = stdout(&output);
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
-    assert!(text.contains("this is the CPU backend") && text.contains("2 records appended"), "{text}");
+    assert!(
+        text.contains("this is the CPU backend") && text.contains("2 records appended"),
+        "{text}"
+    );
 
     let lines = std::fs::read_to_string(&record).unwrap();
     assert_eq!(lines.lines().count(), 2);
-    assert!(lines.lines().all(|line| line.contains("\"verified\":true") && line.contains("\"schema\":1")));
+    assert!(
+        lines
+            .lines()
+            .all(|line| line.contains("\"verified\":true") && line.contains("\"schema\":1"))
+    );
 
     let report = blockflash(&["report", folder.to_str().unwrap()]);
     let table = stdout(&report);
@@ -56,7 +74,9 @@ fn a_suite_is_measured_recorded_and_reported() {
             && document.ends_with("-->\nb\n")
     );
     std::fs::write(&readme, "no marks").unwrap();
-    assert!(refusal(&["report", out, "--into", readme.to_str().unwrap()]).contains("results:begin"));
+    assert!(
+        refusal(&["report", out, "--into", readme.to_str().unwrap()]).contains("results:begin")
+    );
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
@@ -81,7 +101,10 @@ fn packed_sequences_are_measured_recorded_and_reported() {
     assert!(lines.contains(case) && lines.matches("\"verified\":true").count() == 2, "{lines}");
     let report = blockflash(&["report", out, "--full"]);
     let table = stdout(&report);
-    assert!(report.status.success() && table.contains("| varlen70+30x2_h2_d16_causal_bf16 |"), "{table}");
+    assert!(
+        report.status.success() && table.contains("| varlen70+30x2_h2_d16_causal_bf16 |"),
+        "{table}"
+    );
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
@@ -90,7 +113,8 @@ fn lists_of_blocks_are_measured_recorded_and_reported() {
     let folder = scratch("blocks");
     let record = folder.join("smoke.jsonl");
     let out = record.to_str().unwrap();
-    let options = ["--device", "cpu", "--rounds", "1", "--window-ms", "2", "--out", out, "--filter", "kv2m2"];
+    let options =
+        ["--device", "cpu", "--rounds", "1", "--window-ms", "2", "--out", out, "--filter", "kv2m2"];
     let output = blockflash(&[&["bench", "smoke"], &options[..]].concat());
     let text = stdout(&output);
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
@@ -120,7 +144,10 @@ fn masks_are_measured_recorded_and_shown() {
 
     let lines = std::fs::read_to_string(&record).unwrap();
     assert!(lines.matches("\"op\":\"block_mask_build\"").count() == 2, "{lines}");
-    assert!(lines.matches("\"verified\":true").count() == 2 && lines.contains("\"tflops\":null"), "{lines}");
+    assert!(
+        lines.matches("\"verified\":true").count() == 2 && lines.contains("\"tflops\":null"),
+        "{lines}"
+    );
     let table = stdout(&blockflash(&["report", out, "--full"]));
     for case in ["mask_s1024_h2_b64_scores_d16_bf16", "mask_s1024_h2_b64_top3"] {
         assert!(table.contains(&format!("| {case} |")), "{table}");
@@ -141,7 +168,9 @@ fn refusals_are_one_line() {
     assert!(with(&["--row", "sm80"]).contains("CPU"));
     assert!(with(&["--cache", "cold"]).contains("only be measured on a GPU"));
     assert!(with(&["--cache", "tepid"]).contains("warm, cold"));
-    assert!(refusal(&["bench", "ceilings", "--device", "cpu", "--out", out]).contains("measures a GPU"));
+    assert!(
+        refusal(&["bench", "ceilings", "--device", "cpu", "--out", out]).contains("measures a GPU")
+    );
     with(&["--rounds", "0"]);
     with(&["--window-ms", "0"]);
     with(&["--gap-ms", "-1"]);

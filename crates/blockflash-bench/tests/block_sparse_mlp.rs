@@ -48,8 +48,11 @@ fn fake_rivals() -> Rivals {
         *window*) echo '{"us":2.5,"us_min":2.0,"us_max":3.0,"replays":9,"launches":4}';;
         *) echo '{}';;
     esac; done"#;
-    let command =
-        Command { program: "sh".into(), arguments: vec!["-c".into(), script.into()], verbose: false };
+    let command = Command {
+        program: "sh".into(),
+        arguments: vec!["-c".into(), script.into()],
+        verbose: false,
+    };
     Rivals::new(Peers::start(command, Selection::Auto, 0), 0, 0)
 }
 
@@ -66,14 +69,18 @@ fn weights_are_reproducible_and_have_unequal_blocks() {
     assert!(draw(0.7, 1, 0) != draw(0.7, 2, 0) && draw(0.7, 1, 0) != draw(0.7, 1, 1));
     for spread in [0.0, 0.7] {
         let weights = Weights { rows: 256, cols: 320, values: draw(spread, 1, 0) };
-        let squares = |values: &[half::bf16]| values.iter().map(|value| value.to_f64().powi(2)).sum::<f64>();
+        let squares =
+            |values: &[half::bf16]| values.iter().map(|value| value.to_f64().powi(2)).sum::<f64>();
         // A row keeps the variance of its input.
         let all = squares(&weights.values);
         assert!((all / 256.0 - 1.0).abs() < 0.2, "{all}");
         // What a quarter of the blocks holds: little more than a quarter where all are alike.
         let part = |block: usize| {
             let kept = weights.rank(block).unwrap().keep(0.25);
-            assert_eq!((kept.col_idx.len(), kept.elements()), (256 * 320 / block / block / 4, 256 * 80));
+            assert_eq!(
+                (kept.col_idx.len(), kept.elements()),
+                (256 * 320 / block / block / 4, 256 * 80)
+            );
             let matrix = weights.bsr(&kept).unwrap();
             squares(matrix.values().view().as_slice().unwrap()) / all
         };
@@ -91,7 +98,8 @@ fn weights_are_reproducible_and_have_unequal_blocks() {
 fn the_blocks_with_the_greatest_norms_stay() {
     let weights = Weights::draw([64, 96], 0.7, 3, 0).unwrap();
     let norm = |(row, col): (usize, usize)| -> f64 {
-        let at = |at: usize| weights.values[(row * 16 + at / 16) * 96 + col * 16 + at % 16].to_f64();
+        let at =
+            |at: usize| weights.values[(row * 16 + at / 16) * 96 + col * 16 + at % 16].to_f64();
         (0..256).map(|element| at(element).powi(2)).sum()
     };
     let ranking = weights.rank(16).unwrap();
@@ -120,7 +128,9 @@ fn the_layer_is_what_the_host_computes() {
     let mlp = Mlp::new([&up, &down], &rankings, 0.3, 300_000, &stream).unwrap();
     assert!((mlp.density() - 0.3).abs() < 0.01 && mlp.block_size() == 32);
     assert_eq!(mlp.flops(), 2.0 * 2.0 * (0.3f64 * 96.0).round() * 1024.0);
-    for (tokens, sampled) in [(1, vec![0]), (3, vec![0, 1, 2]), (16, vec![0, 2, 4, 6, 8, 10, 12, 15])] {
+    for (tokens, sampled) in
+        [(1, vec![0]), (3, vec![0, 1, 2]), (16, vec![0, 2, 4, 6, 8, 10, 12, 15])]
+    {
         let mut activations = Activations::new([256, 384], tokens, 5, &stream).unwrap();
         assert_eq!((activations.sampled(), activations.tokens()), (sampled, tokens));
         let input = activations.input(&stream).unwrap();
@@ -137,7 +147,8 @@ fn the_layer_is_what_the_host_computes() {
 fn more_blocks_are_closer_to_all_of_them() {
     let study = run(&options()).unwrap();
     assert_eq!((study.points.len(), study.break_even.len(), study.dense.len()), (12, 4, 0));
-    for points in study.points.chunk_by(|a, b| (a.tokens, a.block_size) == (b.tokens, b.block_size)) {
+    for points in study.points.chunk_by(|a, b| (a.tokens, a.block_size) == (b.tokens, b.block_size))
+    {
         let [first, second, all] = points else { panic!("{points:?}") };
         assert!(first.density < second.density && all.density == 1.0);
         assert!(first.error > second.error && second.error > 10.0 * all.error, "{points:?}");
@@ -150,21 +161,27 @@ fn more_blocks_are_closer_to_all_of_them() {
     assert_eq!(errors(&study), errors(&again));
 }
 
-/// All times are known: of the layers from the study, of the dense product from the rival that always takes 5 µs.
+/// All times are known: of the layers from the study, of the dense product from the rival that
+/// always takes 5 µs.
 #[test]
 fn break_even_is_found_for_each_block_size_and_dense_product() {
     let study = study::run(&options(), &mut fake_rivals(), |_| ()).unwrap();
-    let found: Vec<_> =
-        study.break_even.iter().map(|found| (found.tokens, found.block_size, found.over.as_str())).collect();
+    let found: Vec<_> = study
+        .break_even
+        .iter()
+        .map(|found| (found.tokens, found.block_size, found.over.as_str()))
+        .collect();
     let of_tokens = |tokens| {
-        [16, 64]
-            .into_iter()
-            .flat_map(move |block| [(tokens, block, ALL_BLOCKS), (tokens, block, "torch_matmul_dense")])
+        [16, 64].into_iter().flat_map(move |block| {
+            [(tokens, block, ALL_BLOCKS), (tokens, block, "torch_matmul_dense")]
+        })
     };
     assert_eq!(found, of_tokens(1).chain(of_tokens(19)).collect::<Vec<_>>());
     for found in &study.break_even {
-        let same = |point: &&Point| (point.tokens, point.block_size) == (found.tokens, found.block_size);
-        let faster = |point: &&Point| point.us < if found.over == ALL_BLOCKS { point.dense_us } else { 5.0 };
+        let same =
+            |point: &&Point| (point.tokens, point.block_size) == (found.tokens, found.block_size);
+        let faster =
+            |point: &&Point| point.us < if found.over == ALL_BLOCKS { point.dense_us } else { 5.0 };
         let points: Vec<_> = study.points.iter().filter(same).collect();
         let slower = points.iter().position(|point| !faster(point));
         match (found.density, slower) {
@@ -195,17 +212,21 @@ fn senseless_options_are_refused() {
 
 #[test]
 fn results_are_written() {
-    let folder = std::env::temp_dir().join(format!("blockflash-mlp-results-{}", std::process::id()));
+    let folder =
+        std::env::temp_dir().join(format!("blockflash-mlp-results-{}", std::process::id()));
     let options = Options { tokens: vec![1], ..options() };
     let mut study = study::run(&options, &mut fake_rivals(), |_| ()).unwrap();
     let files = report::write(&study, &folder).unwrap();
-    let names: Vec<_> = files.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
-    let expected = ["csv", "json", "svg", "png"].map(|extension| format!("block_sparse_mlp.{extension}"));
+    let names: Vec<_> =
+        files.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
+    let expected =
+        ["csv", "json", "svg", "png"].map(|extension| format!("block_sparse_mlp.{extension}"));
     assert_eq!(names, expected);
     let text = |at: usize| std::fs::read_to_string(&files[at]).unwrap();
     let csv = text(0);
     assert!(
-        csv.starts_with("implementation,tokens,block_size,density,us,") && csv.lines().count() == 14,
+        csv.starts_with("implementation,tokens,block_size,density,us,")
+            && csv.lines().count() == 14,
         "{csv}"
     );
     assert!(csv.lines().all(|line| line.matches(',').count() == 9), "{csv}");
@@ -214,11 +235,16 @@ fn results_are_written() {
     assert_eq!(csv.matches("\ntriton,1,16,").count(), 3);
     let json: serde_json::Value = serde_json::from_str(&text(1)).unwrap();
     assert_eq!((&json["features"], json["points"].as_array().unwrap().len()), (&256.into(), 6));
-    assert_eq!((&json["break_even"][0]["over"], &json["dense"][0]["us"]), (&ALL_BLOCKS.into(), &5.0.into()));
+    assert_eq!(
+        (&json["break_even"][0]["over"], &json["dense"][0]["us"]),
+        (&ALL_BLOCKS.into(), &5.0.into())
+    );
     assert_eq!(json["break_even"][1]["over"], "torch_matmul_dense");
     assert_eq!(json["points"][0]["rivals"][1]["error"], "RuntimeError: no");
     let svg = text(2);
-    for word in ["1 token", "triton, 16 × 16", "blocks of 64 × 64", "torch_matmul_dense", "1 / density"] {
+    for word in
+        ["1 token", "triton, 16 × 16", "blocks of 64 × 64", "torch_matmul_dense", "1 / density"]
+    {
         assert!(svg.contains(word), "{word}");
     }
     let table = report::table(&study);

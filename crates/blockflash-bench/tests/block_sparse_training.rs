@@ -76,11 +76,16 @@ fn blocks_are_drawn_evenly_and_values_stay_inside() {
 /// Also where blocks reach beyond both matrices.
 #[test]
 fn gradients_are_those_of_the_loss() {
-    for options in [options(), Options { inputs: 59, hidden: 99, density: 0.3, seed: 4, ..options() }] {
+    for options in
+        [options(), Options { inputs: 59, hidden: 99, density: 0.3, seed: 4, ..options() }]
+    {
         let check = check(&options);
         assert!(check.passed() && check.differences.len() == 16, "{check:?}");
         assert_eq!(check.on_device, [0.0; 2]);
-        assert!(check.differences.iter().filter(|one| one.gradient.abs() > 1e-3).count() > 8, "{check:?}");
+        assert!(
+            check.differences.iter().filter(|one| one.gradient.abs() > 1e-3).count() > 8,
+            "{check:?}"
+        );
     }
     for dtype in [DType::F16, DType::BF16] {
         let check = check(&Options { dtype, ..options() });
@@ -104,13 +109,15 @@ fn a_wrong_gradient_does_not_pass() {
     assert!(!with(|check| check.differences.clear()));
 }
 
-/// Momentum repeats a step; without a gradient between them the second is as large as the momentum says.
+/// Momentum repeats a step; without a gradient between them the second is as large as the momentum
+/// says.
 #[test]
 fn a_step_changes_the_weights_that_are_multiplied() {
     let (stream, sparsity) = (cpu(), Sparsity::draw([20, 36], 16, 0.5, 5).unwrap());
     let mut layer = Layer::new(&sparsity, 1.0, 6, DType::F32, &stream).unwrap();
     let (dy, x) = (vec![1.0f32; 4 * 20], vec![0.5f32; 4 * 36]);
-    let [dy, x] = [layer::rounded(&dy, &[4, 20], DType::F32), layer::rounded(&x, &[4, 36], DType::F32)];
+    let [dy, x] =
+        [layer::rounded(&dy, &[4, 20], DType::F32), layer::rounded(&x, &[4, 36], DType::F32)];
     let (dy, x) = (dy.unwrap(), x.unwrap());
     layer.find_gradient(dy.view().unwrap(), x.view().unwrap(), &stream).unwrap();
     // y at weights that all moved by the same amount.
@@ -121,7 +128,9 @@ fn a_step_changes_the_weights_that_are_multiplied() {
     let before = sums(&layer);
     let inputs = |output: usize| {
         (0..sparsity.blocks.len() * 256)
-            .filter(|&at| sparsity.is_inside(at) && sparsity.blocks[at / 256].0 * 16 + at / 16 % 16 == output)
+            .filter(|&at| {
+                sparsity.is_inside(at) && sparsity.blocks[at / 256].0 * 16 + at / 16 % 16 == output
+            })
             .count() as f32
     };
     let mut moved = 0.0;
@@ -137,14 +146,16 @@ fn a_step_changes_the_weights_that_are_multiplied() {
 
 #[test]
 fn the_student_learns() {
-    for options in [options(), Options { inputs: 59, hidden: 99, dtype: DType::BF16, ..options() }] {
+    for options in [options(), Options { inputs: 59, hidden: 99, dtype: DType::BF16, ..options() }]
+    {
         let study = run(&options).unwrap();
         assert!(study.learned() && study.left > 0.0, "{study:?}");
         assert_eq!((study.points.len(), study.points[20].step, study.products.len()), (21, 60, 5));
         assert!(study.products.iter().all(|product| product.kernel.is_none() && product.us > 0.0));
         // Answers of the start are as wrong as two strangers are.
         assert!((study.points[0].held_out - 2.0).abs() < 0.6, "{study:?}");
-        let losses = |study: &Study| study.points.iter().map(|point| point.held_out).collect::<Vec<_>>();
+        let losses =
+            |study: &Study| study.points.iter().map(|point| point.held_out).collect::<Vec<_>>();
         assert_eq!(losses(&study), losses(&run(&options).unwrap()));
     }
     assert!(!run(&Options { goal: 0.01, steps: 2, ..options() }).unwrap().learned());
@@ -168,10 +179,12 @@ fn senseless_options_are_refused() {
 
 #[test]
 fn results_are_written() {
-    let folder = std::env::temp_dir().join(format!("blockflash-training-results-{}", std::process::id()));
+    let folder =
+        std::env::temp_dir().join(format!("blockflash-training-results-{}", std::process::id()));
     let (study, check) = (run(&options()).unwrap(), check(&options()));
     let files = report::write(&study, &check, &folder).unwrap();
-    let names: Vec<_> = files.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
+    let names: Vec<_> =
+        files.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
     let expected =
         ["csv", "json", "svg", "png"].map(|extension| format!("block_sparse_training.{extension}"));
     assert_eq!(names, expected);

@@ -1,4 +1,5 @@
-//! The command from outside: exit codes, what it prints, the files it reads and writes. CPU only, small shapes.
+//! The command from outside: exit codes, what it prints, the files it reads and writes. CPU only,
+//! small shapes.
 
 mod common;
 
@@ -48,7 +49,10 @@ fn attention_options_are_right_against_the_reference() {
     }
     let report = json(&["attention", "--random", "2x8x4x16", "--mask", "causal"]);
     assert_eq!(report["flops"], 4.0 * 2.0 * 4.0 * 16.0 * 36.0);
-    assert_eq!(report["tensors"]["q"], serde_json::json!({ "shape": [2, 8, 4, 16], "dtype": "f16" }));
+    assert_eq!(
+        report["tensors"]["q"],
+        serde_json::json!({ "shape": [2, 8, 4, 16], "dtype": "f16" })
+    );
     assert_eq!((&report["device"], &report["kernel"]), (&"cpu".into(), &serde_json::Value::Null));
     assert!(report["time"]["first_us"].as_f64().unwrap() > 0.0);
     assert_eq!(report["time"]["repeats"], 0);
@@ -57,7 +61,17 @@ fn attention_options_are_right_against_the_reference() {
 #[test]
 fn bsr_options_are_right_against_the_reference() {
     let options: [&[&str]; 10] = [
-        &["--random", "50x33x70", "--block", "16", "--density", "0.4", "--transpose-a", "--dtype", "bf16"],
+        &[
+            "--random",
+            "50x33x70",
+            "--block",
+            "16",
+            "--density",
+            "0.4",
+            "--transpose-a",
+            "--dtype",
+            "bf16",
+        ],
         &["--random", "70x16x50", "--b-layout", "column", "--c-layout", "row", "--bias", "random"],
         &[
             "--random",
@@ -83,9 +97,29 @@ fn bsr_options_are_right_against_the_reference() {
         &["--random", "64x40x96", "--block", "16", "--density", "0.3"],
         &["--random", "50x33x70", "--block", "16", "--density", "1"],
         &["--random", "50x33x70", "--block", "32", "--density", "0"],
-        &["--random", "70x16x50", "--alpha", "-0.5", "--beta", "2", "--c", "random", "--out-dtype", "f32"],
+        &[
+            "--random",
+            "70x16x50",
+            "--alpha",
+            "-0.5",
+            "--beta",
+            "2",
+            "--c",
+            "random",
+            "--out-dtype",
+            "f32",
+        ],
         &["--random", "70x16x50", "--bias", "random", "--activation", "gelu", "--dtype", "bf16"],
-        &["--random", "70x16x50", "--bias", "random", "--bias-axis", "column", "--activation", "silu"],
+        &[
+            "--random",
+            "70x16x50",
+            "--bias",
+            "random",
+            "--bias-axis",
+            "column",
+            "--activation",
+            "silu",
+        ],
         &["--random", "0x16x50"],
     ];
     for options in options {
@@ -93,7 +127,8 @@ fn bsr_options_are_right_against_the_reference() {
         assert_eq!(report["check"]["passed"], true, "{options:?}: {report}");
         assert_eq!(report["check"]["c"]["checked"], report["check"]["c"]["total"]);
     }
-    let report = json(&["bsr-matmul", "--random", "64x10x64", "--block", "16", "--density", "0.25"]);
+    let report =
+        json(&["bsr-matmul", "--random", "64x10x64", "--block", "16", "--density", "0.25"]);
     assert_eq!(report["flops"], 2.0 * 4.0 * 256.0 * 10.0);
     // The sizes are those of the product: A is stored the other way round.
     let report = json(&["bsr-matmul", "--random", "64x10x48", "--block", "16", "--transpose-a"]);
@@ -108,13 +143,18 @@ fn attention_files_round_trip() {
     let names = ["q", "k", "v"];
     let halves = [0, 1, 2].map(|lane| random(DType::F16, &[1, 12, 2, 16], lane));
     let input = folder.path("qkv.safetensors");
-    write(&input, &[("q", &halves[0]), ("other", &halves[0]), ("k", &halves[1]), ("v", &halves[2])]).unwrap();
+    write(
+        &input,
+        &[("q", &halves[0]), ("other", &halves[0]), ("k", &halves[1]), ("v", &halves[2])],
+    )
+    .unwrap();
     let paths = names.map(|name| folder.path(&format!("{name}.npy")));
     for (path, half) in paths.iter().zip(&halves) {
         let single = Array::new(half.shape(), Values::F32(half.to_f32(0..half.len()))).unwrap();
         write(path, &[("", &single)]).unwrap();
     }
-    let (both, o, lse) = (folder.path("both.safetensors"), folder.path("o.npy"), folder.path("lse.npy"));
+    let (both, o, lse) =
+        (folder.path("both.safetensors"), folder.path("o.npy"), folder.path("lse.npy"));
     json(&["attention", "--input", &input, "--out", &both, "--lse", &both, "--check"]);
     let files = ["--q", &paths[0], "--k", &paths[1], "--v", &paths[2]];
     let report = json(&[&["attention", "--out", &o, "--lse", &lse][..], &files].concat());
@@ -134,11 +174,13 @@ fn attention_files_round_trip() {
 #[test]
 fn bsr_files_round_trip() {
     let folder = Folder::new("bsr");
-    let integers = |values: &[i32]| Array::new(&[values.len()], Values::I32(values.to_vec())).unwrap();
+    let integers =
+        |values: &[i32]| Array::new(&[values.len()], Values::I32(values.to_vec())).unwrap();
     let (row_ptr, col_idx) = (integers(&[0, 1, 1, 3]), integers(&[1, 0, 1]));
     let values = random(DType::F16, &[3, 16, 16], 0);
     let b = random(DType::F16, &[32, 5], 1);
-    let (a_path, b_path, c_path) = (folder.path("a.safetensors"), folder.path("b.npy"), folder.path("c.npy"));
+    let (a_path, b_path, c_path) =
+        (folder.path("a.safetensors"), folder.path("b.npy"), folder.path("c.npy"));
     let tensors = [("row_ptr", &row_ptr), ("col_idx", &col_idx), ("values", &values)];
     write(&a_path, &tensors).unwrap();
     write(&b_path, &[("", &b)]).unwrap();
@@ -152,14 +194,16 @@ fn bsr_files_round_trip() {
     let columns = folder.path("columns.npy");
     json(&[&run[..], &["--c-layout", "column", "--out", &columns, "--out-dtype", "f32"]].concat());
     assert_eq!(load(&columns, "", DType::F32), c);
-    let report = json(&[&run[..], &["--b-layout", "column", "--c-layout", "column", "--check"]].concat());
+    let report =
+        json(&[&run[..], &["--b-layout", "column", "--c-layout", "column", "--check"]].concat());
     assert_eq!(report["check"]["passed"], true);
     assert!(refused(&[&run[..], &["--transpose-a"]].concat()).contains("`shape`"));
 
     // C as an operand, and a bias.
     let bias_path = folder.path("bias.npy");
     write(&bias_path, &[("", &random(DType::F32, &[5], 2))]).unwrap();
-    let more = ["--c", &c_path, "--beta", "-1", "--bias", &bias_path, "--bias-axis", "column", "--check"];
+    let more =
+        ["--c", &c_path, "--beta", "-1", "--bias", &bias_path, "--bias-axis", "column", "--check"];
     assert_eq!(json(&[&run[..], &more].concat())["check"]["passed"], true);
     let text = refused(&[&run[..], &["--bias", &bias_path]].concat());
     assert!(text.contains("bias is [5], expected [48]"), "{text}");
@@ -187,9 +231,15 @@ fn bad_options_are_one_line() {
         (&["attention", "--random", "1x8x2x16", "--v", "x"], "cannot be used with"),
         (&["bsr-matmul", "--a", "x", "--b", "y", "--density", "0.5"], "only apply to --random"),
         (&["bsr-matmul", "--random", "64x64x64", "--bias-axis", "row"], "--bias"),
-        (&["attention", "--random", "1x8x2x16", "--mask", "diagonal"], "possible values: full, causal"),
+        (
+            &["attention", "--random", "1x8x2x16", "--mask", "diagonal"],
+            "possible values: full, causal",
+        ),
         (&["attention", "--random", "1x8x2x16", "--window", "3"], "two numbers of keys"),
-        (&["attention", "--random", "1x8x2x16", "--window", "3,4", "--mask", "causal"], "must be 0 or -"),
+        (
+            &["attention", "--random", "1x8x2x16", "--window", "3,4", "--mask", "causal"],
+            "must be 0 or -",
+        ),
         (&["attention", "--random", "1x8x2x16", "--scale", "-1"], "scale"),
         (&["attention", "--random", "1x8x2x16", "--softcap", "nan"], "softcap"),
         (&["attention", "--random", "1x8x3x16", "--kv-heads", "2"], "multiple"),
@@ -200,7 +250,10 @@ fn bad_options_are_one_line() {
         (&["attention", "--random", "1x8x2x16", "--device", "cuda:99"], "error: "),
         (&["attention", "--random", "1x8x2x16", "--out", "o.txt"], ".npy or .safetensors"),
         (&["attention", "--random", "1x8x2x16", "--out", "/no/such/o.npy"], "does not exist"),
-        (&["attention", "--random", "1x8x2x16", "--out", "o.npy", "--lse", "o.npy"], "same .npy file"),
+        (
+            &["attention", "--random", "1x8x2x16", "--out", "o.npy", "--lse", "o.npy"],
+            "same .npy file",
+        ),
         (&["attention", "--random", "1x8x2x16", "--sead", "1"], "--seed"),
         (&["bsr-matmul", "--random", "1000000x9999999x1000000"], "host memory"),
         (&["bsr-matmul", "--random", "99999999x1x99999999", "--block", "1"], "too many blocks"),
@@ -210,8 +263,11 @@ fn bad_options_are_one_line() {
         (&["bsr-matmul", "--a", "x.safetensors"], "--b"),
     ];
     for (args, expected) in cases {
-        let args =
-            if args.contains(&"--device") { args.to_vec() } else { [args, &["--device", "cpu"]].concat() };
+        let args = if args.contains(&"--device") {
+            args.to_vec()
+        } else {
+            [args, &["--device", "cpu"]].concat()
+        };
         let text = refused(&args);
         assert!(text.contains(expected), "{args:?}: {text}");
     }
@@ -231,7 +287,8 @@ fn bad_files_are_one_line() {
     write(&large, &[("", &Array::new(&[1, 1, 1, 8], Values::F32(vec![1e6; 8])).unwrap())]).unwrap();
     let missing = folder.path("missing.npy");
     let check = |path: &str, expected: &str| {
-        let text = refused(&["attention", "--q", path, "--k", path, "--v", path, "--device", "cpu"]);
+        let text =
+            refused(&["attention", "--q", path, "--k", path, "--v", path, "--device", "cpu"]);
         assert!(text.contains(expected) && !text.contains("panicked"), "{path}: {text}");
     };
     check(&text, "not a .npy or .safetensors file");
@@ -246,11 +303,20 @@ fn bad_files_are_one_line() {
 
 #[test]
 fn a_table_for_people() {
-    let output =
-        blockflash(&["attention", "--random", "1x8x2x16", "--device", "cpu", "--check", "--repeat", "1"]);
+    let output = blockflash(&[
+        "attention",
+        "--random",
+        "1x8x2x16",
+        "--device",
+        "cpu",
+        "--check",
+        "--repeat",
+        "1",
+    ]);
     assert_eq!(output.status.code(), Some(0));
     let table = String::from_utf8(output.stdout).unwrap();
-    for part in ["[1, 8, 2, 16] f16", "check o", "ok: error", "FLOP/s (", "one run after the first"] {
+    for part in ["[1, 8, 2, 16] f16", "check o", "ok: error", "FLOP/s (", "one run after the first"]
+    {
         assert!(table.contains(part), "{part:?} is not in\n{table}");
     }
 }
@@ -260,7 +326,17 @@ fn the_same_seed_gives_the_same_result() {
     let folder = Folder::new("seed");
     let run = |name: &str, seed: &str, threads: &str| {
         let path = folder.path(name);
-        let args = ["attention", "--random", "1x300x2x64", "--device", "cpu", "--seed", seed, "--out", &path];
+        let args = [
+            "attention",
+            "--random",
+            "1x300x2x64",
+            "--device",
+            "cpu",
+            "--seed",
+            seed,
+            "--out",
+            &path,
+        ];
         let status = Command::new(env!("CARGO_BIN_EXE_blockflash"))
             .args(args)
             .env("RAYON_NUM_THREADS", threads)

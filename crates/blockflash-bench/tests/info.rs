@@ -26,8 +26,9 @@ fn info_and_help() {
     assert!(output.status.success(), "{text}");
     // Which sizes run where.
     let line = |words: [&str; 4]| {
-        let cells =
-            |line: &str| line.split(['│', '┆']).map(|cell| cell.trim().to_owned()).collect::<Vec<_>>();
+        let cells = |line: &str| {
+            line.split(['│', '┆']).map(|cell| cell.trim().to_owned()).collect::<Vec<_>>()
+        };
         assert!(
             text.lines().any(|line| cells(line).windows(4).any(|cells| cells == words)),
             "{words:?}: {text}"

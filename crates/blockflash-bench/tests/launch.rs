@@ -5,7 +5,10 @@ use std::process::{Command, Output};
 
 fn launch(arguments: &[&str]) -> Output {
     let program = env!("CARGO_BIN_EXE_blockflash");
-    Command::new(program).args([&["launch", "--device", "cpu"], arguments].concat()).output().unwrap()
+    Command::new(program)
+        .args([&["launch", "--device", "cpu"], arguments].concat())
+        .output()
+        .unwrap()
 }
 
 #[test]
@@ -21,7 +24,10 @@ fn a_case_is_launched_and_its_work_counted() {
         let line: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!((&line["case"], &line["launches"]), (&id.into(), &2.into()));
         let case: Case = id.parse().unwrap();
-        assert_eq!((&line["op"], line["flops"].as_f64()), (&case.op().into(), Some(case.work().flops)));
+        assert_eq!(
+            (&line["op"], line["flops"].as_f64()),
+            (&case.op().into(), Some(case.work().flops))
+        );
         assert!(line["bytes"].as_f64().unwrap() > 0.0 && line["symbol"].is_null());
     }
 }

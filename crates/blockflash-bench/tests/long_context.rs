@@ -18,11 +18,20 @@ use data::Recipe;
 use std::collections::BTreeSet;
 use study::{Options, Point, TOP_K, WINDOW};
 
-const RECIPE: Recipe = Recipe { seqlen: 2048, heads_q: 4, heads_kv: 2, head_dim: 64, segment: 256, seed: 7 };
+const RECIPE: Recipe =
+    Recipe { seqlen: 2048, heads_q: 4, heads_kv: 2, head_dim: 64, segment: 256, seed: 7 };
 
 fn options(top_k: &[usize]) -> Options {
     let top_k = top_k.to_vec();
-    Options { recipe: RECIPE, block: 64, sink: 1, window: 1, top_k, window_ms: 1.0, device: Device::cpu() }
+    Options {
+        recipe: RECIPE,
+        block: 64,
+        sink: 1,
+        window: 1,
+        top_k,
+        window_ms: 1.0,
+        device: Device::cpu(),
+    }
 }
 
 #[test]
@@ -35,7 +44,8 @@ fn documents_are_reproducible_and_have_structure() {
     assert!(RECIPE.draw().unwrap() == [q.clone(), k.clone(), v]);
     assert!(Recipe { seed: 8, ..RECIPE }.draw().unwrap()[0] != q);
     assert!(
-        Recipe { heads_kv: 3, ..RECIPE }.draw().is_err() && Recipe { segment: 0, ..RECIPE }.draw().is_err()
+        Recipe { heads_kv: 3, ..RECIPE }.draw().is_err()
+            && Recipe { segment: 0, ..RECIPE }.draw().is_err()
     );
     // A local head looks nearby, every head at the sink.
     let row = |array: &blockflash_bench::io::Array, token: usize, head: usize, heads: usize| {
@@ -72,7 +82,9 @@ fn documents_are_reproducible_and_have_structure() {
 fn more_blocks_are_closer_to_dense_attention_and_scores_are_worth_it() {
     let (study, mask) = study::run(&options(&[2, 6, 14]), |_| ()).unwrap();
     assert_eq!((study.points.len(), mask.heads(), mask.seqlen_q()), (6, 4, 2048));
-    let of = |choice| -> Vec<&Point> { study.points.iter().filter(|point| point.choice == choice).collect() };
+    let of = |choice| -> Vec<&Point> {
+        study.points.iter().filter(|point| point.choice == choice).collect()
+    };
     for choice in [TOP_K, WINDOW] {
         let points = of(choice);
         for pair in points.windows(2) {
@@ -92,7 +104,10 @@ fn more_blocks_are_closer_to_dense_attention_and_scores_are_worth_it() {
     }
     assert!(study.scores_us > 0.0);
     let (again, _) = study::run(&options(&[2]), |_| ()).unwrap();
-    assert_eq!((again.points[0].error, again.points[0].mass), (study.points[0].error, study.points[0].mass));
+    assert_eq!(
+        (again.points[0].error, again.points[0].mass),
+        (study.points[0].error, study.points[0].mass)
+    );
 }
 
 /// Sink, window, the best scores of all that the causal mask shows, and nothing else.
@@ -113,14 +128,21 @@ fn the_mask_is_what_the_host_would_choose() {
     for (head, row) in (0..4).flat_map(|head| (0..32).map(move |row| (head, row))) {
         let always = (0..=row).filter(|&col| col < 1 || col + 1 >= row);
         let expected: BTreeSet<usize> = always.chain(best.row(0, head, row).unwrap()).collect();
-        assert_eq!(found.row(0, head, row).unwrap().collect::<BTreeSet<_>>(), expected, "{head} {row}");
+        assert_eq!(
+            found.row(0, head, row).unwrap().collect::<BTreeSet<_>>(),
+            expected,
+            "{head} {row}"
+        );
     }
     let near = masks::nearest(&found, 1).unwrap();
     for (head, row) in (0..4).flat_map(|head| (0..32).map(move |row| (head, row))) {
         let columns: Vec<usize> = near.row(0, head, row).unwrap().collect();
         assert_eq!(columns.len(), found.row(0, head, row).unwrap().len());
         let first = row + 2 - columns.len();
-        assert!(columns[0] == 0 && columns[1..].iter().copied().eq(first..=row), "{head} {row} {columns:?}");
+        assert!(
+            columns[0] == 0 && columns[1..].iter().copied().eq(first..=row),
+            "{head} {row} {columns:?}"
+        );
     }
 }
 
@@ -139,11 +161,13 @@ fn everything_is_exact() {
 
 #[test]
 fn results_are_written() {
-    let folder = std::env::temp_dir().join(format!("blockflash-long-context-{}", std::process::id()));
+    let folder =
+        std::env::temp_dir().join(format!("blockflash-long-context-{}", std::process::id()));
     let small = Options { recipe: Recipe { seqlen: 512, ..RECIPE }, ..options(&[1, 3]) };
     let (study, mask) = study::run(&small, |_| ()).unwrap();
     let files = report::write(&study, &mask, &folder).unwrap();
-    let names: Vec<_> = files.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
+    let names: Vec<_> =
+        files.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
     let expected = [
         "long_context.csv",
         "long_context.json",
@@ -156,13 +180,18 @@ fn results_are_written() {
     let text = |at: usize| std::fs::read_to_string(&files[at]).unwrap();
     let csv = text(0);
     assert!(csv.starts_with("choice,blocks,density,us,") && csv.lines().count() == 5, "{csv}");
-    assert!(csv.lines().all(|line| line.matches(',').count() == 10) && csv.ends_with(",,\n"), "{csv}");
+    assert!(
+        csv.lines().all(|line| line.matches(',').count() == 10) && csv.ends_with(",,\n"),
+        "{csv}"
+    );
     let json: serde_json::Value = serde_json::from_str(&text(1)).unwrap();
     assert_eq!((&json["seqlen"], json["points"].as_array().unwrap().len()), (&512.into(), 4));
     assert!(text(2).contains("512 tokens of a document") && text(4).contains("head 1: "));
     let table = report::table(&study);
     assert!(
-        table.contains("top-k        3") && table.contains("scores of blocks: ") && table.contains("dense: "),
+        table.contains("top-k        3")
+            && table.contains("scores of blocks: ")
+            && table.contains("dense: "),
         "{table}"
     );
     std::fs::remove_dir_all(&folder).unwrap();

@@ -23,7 +23,11 @@ fn refused(arguments: &[&str]) -> String {
     let output = show(arguments);
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{arguments:?}: {text}");
-    assert_eq!((text.lines().count(), text.starts_with("error: ")), (1, true), "{arguments:?}: {text}");
+    assert_eq!(
+        (text.lines().count(), text.starts_with("error: ")),
+        (1, true),
+        "{arguments:?}: {text}"
+    );
     text
 }
 
@@ -47,7 +51,10 @@ fn a_pattern_is_counted_and_drawn() {
     let pattern = ["--pattern", "causal+window:2+sink:1", "--seqlen", "1024", "--block", "64"];
     let report = json(&[&pattern[..], &["--out", &svg, "--out", &png]].concat());
     // 16 rows of three blocks and the first column, but for what lies before it.
-    assert_eq!((&report["visited_blocks"], &report["blocks"]), (&(16 * 3 - 3 + 13).into(), &256.into()));
+    assert_eq!(
+        (&report["visited_blocks"], &report["blocks"]),
+        (&(16 * 3 - 3 + 13).into(), &256.into())
+    );
     assert_eq!(report["density"], 58.0 / 256.0);
     assert_eq!(report["imbalance"], 4.0 * 16.0 / 58.0);
     // Blocks on the diagonal are seen in part.
@@ -65,8 +72,11 @@ fn a_pattern_is_counted_and_drawn() {
     assert!(picture.starts_with(b"\x89PNG\r\n") && picture[16..20] == 1800u32.to_be_bytes());
 
     let table = String::from_utf8(show(&pattern).stdout).unwrap();
-    for part in ["58 of 256 blocks", "1.10 (longest row / mean row)", "% of those that the causal mask shows"]
-    {
+    for part in [
+        "58 of 256 blocks",
+        "1.10 (longest row / mean row)",
+        "% of those that the causal mask shows",
+    ] {
         assert!(table.contains(part), "{part:?} is not in\n{table}");
     }
 }
@@ -80,11 +90,14 @@ fn heads_and_cases() {
     assert_eq!((&report["heads"], &report["visited_blocks"]), (&2.into(), &(2 * 16 * 2).into()));
     assert_eq!((&report["block_q"], &report["block_kv"]), (&64.into(), &128.into()));
     assert!(std::fs::read_to_string(&svg).unwrap().contains("head 1: "));
-    let drawn = ["--pattern", "uniform:0.5", "--seqlen", "512", "--seqlen-kv", "1024", "--heads", "20"];
+    let drawn =
+        ["--pattern", "uniform:0.5", "--seqlen", "512", "--seqlen-kv", "1024", "--heads", "20"];
     let report = json(&[&drawn[..], &["--head", "17,3", "--out", &svg]].concat());
     assert_eq!((&report["heads"], &report["visited_blocks"]), (&20.into(), &(20 * 4 * 4).into()));
     let text = std::fs::read_to_string(&svg).unwrap();
-    assert!(text.contains("head 17: ") && text.contains("2 of 20 heads") && !text.contains("head 4: "));
+    assert!(
+        text.contains("head 17: ") && text.contains("2 of 20 heads") && !text.contains("head 4: ")
+    );
     assert!(json(&[&drawn[..], &["--out", &svg]].concat())["visited_blocks"].is_u64());
     assert!(std::fs::read_to_string(&svg).unwrap().contains("16 of 20 heads"));
 }
@@ -103,7 +116,10 @@ fn files_of_booleans_and_of_indices_are_the_same_mask() {
     write(&both, &[("row_ptr", &offsets), ("col_idx", &columns)]).unwrap();
     let of_booleans = json(&[&mask, "--block", "64"]);
     assert_eq!((&of_booleans["seqlen_q"], &of_booleans["seqlen_kv"]), (&128.into(), &192.into()));
-    assert_eq!((&of_booleans["visited_blocks"], &of_booleans["imbalance"]), (&4.into(), &1.5.into()));
+    assert_eq!(
+        (&of_booleans["visited_blocks"], &of_booleans["imbalance"]),
+        (&4.into(), &1.5.into())
+    );
     let sizes = ["--block", "64", "--seqlen-kv", "192"];
     for file in [&["--col-idx", &col_idx, &row_ptr][..], &[&both]] {
         let mut report = json(&[file, &sizes].concat());
@@ -111,23 +127,31 @@ fn files_of_booleans_and_of_indices_are_the_same_mask() {
         assert_eq!(report, of_booleans);
     }
     // A mask beside a causal one, and lengths that end within a block.
-    let report = json(&[&mask, "--block", "64", "--seqlen", "100", "--seqlen-kv", "130", "--causal"]);
+    let report =
+        json(&[&mask, "--block", "64", "--seqlen", "100", "--seqlen-kv", "130", "--causal"]);
     // Query i stands at key i + 30; the first row of blocks visits 64 keys, the second all.
-    let pairs: usize = (0..100).map(|query| (query + 31).min(if query < 64 { 64 } else { 130 })).sum();
+    let pairs: usize =
+        (0..100).map(|query| (query + 31).min(if query < 64 { 64 } else { 130 })).sum();
     assert_eq!(report["visited_pairs"], pairs);
 
     // Two heads whose offsets go on.
     write(&row_ptr, &[("", &integers(&[5], &[0, 1, 2, 2, 4]))]).unwrap();
     let indices = ["--col-idx", &col_idx, &row_ptr, "--block", "64x128"];
     let two = json(&[&indices[..], &["--heads", "2", "--seqlen-kv", "384"]].concat());
-    assert_eq!((&two["heads"], &two["blocks"], &two["seqlen_q"]), (&2.into(), &12.into(), &128.into()));
+    assert_eq!(
+        (&two["heads"], &two["blocks"], &two["seqlen_q"]),
+        (&2.into(), &12.into(), &128.into())
+    );
 
     assert!(refused(&[&row_ptr]).contains("name the file of the block columns"));
     assert!(refused(&[&mask, "--col-idx", &col_idx]).contains("block columns belong to a row_ptr"));
     assert!(refused(&[&mask, "--block", "64", "--seqlen", "129"]).contains("have 3 x 3"));
     assert!(refused(&[&mask, "--heads", "2"]).contains("mask has 1 heads"));
     assert!(refused(&[&indices[..], &["--heads", "3"]].concat()).contains("not that of 3 heads"));
-    assert!(refused(&[&both, "--block", "64", "--seqlen-kv", "100"]).contains("but there are 2 columns"));
+    assert!(
+        refused(&[&both, "--block", "64", "--seqlen-kv", "100"])
+            .contains("but there are 2 columns")
+    );
     assert!(refused(&[&both, "--block", "64", "--seqlen", "500"]).contains("row_ptr has 2 rows"));
     assert!(refused(&[&col_idx, "--col-idx", &row_ptr]).contains("invalid block mask"));
     assert!(refused(&[&folder.path("missing.npy")]).contains("No such file"));
@@ -150,7 +174,8 @@ fn bad_options_are_one_line() {
     assert!(refused(&["--seqlen", "64"]).contains("nothing to show"));
     assert!(refused(&["--pattern", "full"]).contains("--seqlen"));
     assert!(
-        refused(&["--pattern", "windw:3", "--seqlen", "64"]).contains("\"windw:3\" is no part of a pattern")
+        refused(&["--pattern", "windw:3", "--seqlen", "64"])
+            .contains("\"windw:3\" is no part of a pattern")
     );
     assert!(refused(&["--pattern", "sink:3", "--seqlen", "64"]).contains("3 sink columns"));
     assert!(refused(&["--case", "b1_s64_h1_d16_full_f16"]).contains("has no block mask"));
@@ -162,8 +187,8 @@ fn bad_options_are_one_line() {
     assert!(with(&["--head", "1"]).contains("has 1 heads"));
     assert!(with(&["--batch", "1"]).contains("--batch 1"));
     let many: Vec<String> = (0..17).map(|head| head.to_string()).collect();
-    let many =
-        ["--heads", "20", "--out", "/no/such/folder/mask.svg", "--head", &many.join(",")].map(str::to_owned);
+    let many = ["--heads", "20", "--out", "/no/such/folder/mask.svg", "--head", &many.join(",")]
+        .map(str::to_owned);
     let many: Vec<&str> = many.iter().map(String::as_str).collect();
     assert!(with(&many).contains("1 to 16 heads, not 17"));
     assert!(with(&["mask.npy"]).contains("cannot be used with"));

@@ -60,7 +60,9 @@ fn a_full_disk_leaves_the_old_files() {
     }
     // The smaller one alone fits, and so would not be missing.
     assert!(
-        limited(&["attention", "--random", "1x256x1x64", "--device", "cpu", "--lse", &lse]).status.success()
+        limited(&["attention", "--random", "1x256x1x64", "--device", "cpu", "--lse", &lse])
+            .status
+            .success()
     );
     assert_eq!(TensorFile::open(&lse).unwrap().load("", DType::F32).unwrap().shape(), [1, 1, 256]);
 }
@@ -79,7 +81,9 @@ fn outputs_are_checked_before_anything_is_computed() {
     };
     assert!(first(&["--out", &folder.path("no/such/o.npy")]).contains("no/such does not exist"));
     assert!(first(&["--out", &folder.path("folder.npy")]).contains("not a regular file"));
-    assert!(first(&["--out", &o, "--lse", &folder.path("no/lse.npy")]).contains("no does not exist"));
+    assert!(
+        first(&["--out", &o, "--lse", &folder.path("no/lse.npy")]).contains("no does not exist")
+    );
     assert!(first(&["--out", &o, "--lse", &folder.path("./o.npy")]).contains("same .npy file"));
     assert!(first(&["--out", &o]).contains("missing.npy: No such file"));
     assert_eq!(names(&folder), ["folder.npy", "q.npy"]);
@@ -111,7 +115,8 @@ fn inputs_are_not_replaced() {
 
     // The old C is what the new one is the sum with.
     let c = folder.path("c.npy");
-    let product = ["bsr-matmul", "--random", "32x8x32", "--block", "16", "--out", &c, "--out-dtype", "f32"];
+    let product =
+        ["bsr-matmul", "--random", "32x8x32", "--block", "16", "--out", &c, "--out-dtype", "f32"];
     json(&product);
     let first = TensorFile::open(&c).unwrap().load("", DType::F32).unwrap();
     json(&[&product[..], &["--c", &c, "--beta", "1"]].concat());
@@ -150,8 +155,9 @@ fn huge_claims_are_refused_at_once() {
     let mut begin = 0;
     let tensors = ["q", "k", "v"].iter().zip(elements).map(|(name, count)| {
         let end = begin + 2 * count;
-        let text =
-            format!(r#""{name}":{{"dtype":"F16","shape":[1,{count},1,1],"data_offsets":[{begin},{end}]}}"#);
+        let text = format!(
+            r#""{name}":{{"dtype":"F16","shape":[1,{count},1,1],"data_offsets":[{begin},{end}]}}"#
+        );
         begin = end;
         text
     });
@@ -166,7 +172,10 @@ fn huge_claims_are_refused_at_once() {
     let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
     if file.set_len(length).is_ok() {
         let text = refused(&["attention", "--input", &path]);
-        assert!(text.contains("q, k, v and the result need") && text.contains("of host memory"), "{text}");
+        assert!(
+            text.contains("q, k, v and the result need") && text.contains("of host memory"),
+            "{text}"
+        );
     }
 }
 
@@ -175,7 +184,8 @@ fn huge_claims_are_refused_at_once() {
 fn control_characters_of_files_are_escaped() {
     let folder = Folder::new("control");
     let path = folder.path("x.safetensors");
-    let header = r#"{"\u001b[2J\u0007\nerror: no":{"dtype":"F16","shape":[0],"data_offsets":[0,0]}}"#;
+    let header =
+        r#"{"\u001b[2J\u0007\nerror: no":{"dtype":"F16","shape":[0],"data_offsets":[0,0]}}"#;
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
     bytes.extend(header.as_bytes());
     std::fs::write(&path, &bytes).unwrap();

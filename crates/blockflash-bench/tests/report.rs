@@ -31,7 +31,8 @@ fn line(commit: &str, day: u32, case: &str, implementation: &str, us: f64) -> St
 
 /// Two runs of twelve cases, of which one has become slower.
 fn records(name: &str) -> (PathBuf, String) {
-    let folder = std::env::temp_dir().join(format!("blockflash-report-{name}-{}", std::process::id()));
+    let folder =
+        std::env::temp_dir().join(format!("blockflash-report-{name}-{}", std::process::id()));
     fs::create_dir_all(&folder).unwrap();
     let mut text = String::new();
     for (commit, day) in [("0123456789ab", 20), ("cafe00000000", 21)] {
@@ -58,10 +59,19 @@ fn text(path: &Path) -> String {
 fn a_summary_by_default_and_every_case_on_request() {
     let (folder, file) = records("detail");
     let summary = stdout(&report(&[&file]));
-    assert!(summary.starts_with("### `lengths` on Test GPU\n\n12 cases: 0.79 × the best rival"), "{summary}");
-    assert!(summary.contains("| head_dim 64, full | 4 |") && !summary.contains("b8_s256"), "{summary}");
+    assert!(
+        summary.starts_with("### `lengths` on Test GPU\n\n12 cases: 0.79 × the best rival"),
+        "{summary}"
+    );
+    assert!(
+        summary.contains("| head_dim 64, full | 4 |") && !summary.contains("b8_s256"),
+        "{summary}"
+    );
     let full = stdout(&report(&[&file, "--full", "--suite", "lengths"]));
-    assert!(full.contains("| b8_s256_h8_d64_full_bf16 | 100 | 1000 | **1250** | 0.80 | yes |"), "{full}");
+    assert!(
+        full.contains("| b8_s256_h8_d64_full_bf16 | 100 | 1000 | **1250** | 0.80 | yes |"),
+        "{full}"
+    );
     let refused = refusal(&[&file, "--suite", "nothing"]);
     assert!(refused.contains("\"nothing\"") && refused.contains("lengths"), "{refused}");
     fs::remove_dir_all(&folder).unwrap();
@@ -75,20 +85,29 @@ fn plots_are_written_and_shown_where_the_file_is() {
     let listed = stdout(&report(&[&file, "--plots", plots_name]));
     assert_eq!(listed.lines().count(), 4, "{listed}");
     let svg = text(&plots.join("lengths_d128.svg"));
-    assert!(svg.contains("blockflash") && svg.contains("flash_attention_3") && svg.contains("Test GPU"));
+    assert!(
+        svg.contains("blockflash") && svg.contains("flash_attention_3") && svg.contains("Test GPU")
+    );
 
     // A missing file is made; without --full it shows one plot of the suite.
     assert!(report(&[&file, "--plots", plots_name, "--into", page_name]).status.success());
     let short = text(&page);
     assert!(short.starts_with("# Results\n\n<!-- results:begin -->\n### `lengths`"), "{short}");
-    assert!(short.contains("](plots/lengths_d128.svg)") && short.matches(".svg").count() == 1, "{short}");
-    assert!(report(&[&file, "--plots", plots_name, "--into", page_name, "--full"]).status.success());
+    assert!(
+        short.contains("](plots/lengths_d128.svg)") && short.matches(".svg").count() == 1,
+        "{short}"
+    );
+    assert!(
+        report(&[&file, "--plots", plots_name, "--into", page_name, "--full"]).status.success()
+    );
     assert_eq!(text(&page).matches(".svg").count(), 4);
     // The link is relative to the file.
     let deep = folder.join("a").join("b");
     fs::create_dir_all(&deep).unwrap();
     let deep = deep.join("page.md");
-    assert!(report(&[&file, "--plots", plots_name, "--into", deep.to_str().unwrap()]).status.success());
+    assert!(
+        report(&[&file, "--plots", plots_name, "--into", deep.to_str().unwrap()]).status.success()
+    );
     assert!(text(&deep).contains("](../../plots/lengths_d128.svg)"));
 
     let other = text(Path::new(&file)).replace("Test GPU", "Other GPU") + &text(Path::new(&file));

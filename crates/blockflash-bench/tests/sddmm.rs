@@ -10,7 +10,10 @@ use std::process::{Command, Output};
 
 fn sddmm(arguments: &[&str]) -> Output {
     let program = env!("CARGO_BIN_EXE_blockflash");
-    Command::new(program).args([&["sddmm", "--device", "cpu"], arguments].concat()).output().unwrap()
+    Command::new(program)
+        .args([&["sddmm", "--device", "cpu"], arguments].concat())
+        .output()
+        .unwrap()
 }
 
 fn json(arguments: &[&str]) -> serde_json::Value {
@@ -26,7 +29,18 @@ fn options_are_right_against_the_reference() {
         &["--random", "64x40x96", "--block", "16", "--density", "0.3"],
         &["--random", "50x33x70", "--block", "16", "--density", "1", "--a-layout", "column"],
         &["--random", "50x33x70", "--block", "32", "--density", "0"],
-        &["--random", "70x50x90", "--alpha", "-0.5", "--beta", "2", "--out-dtype", "f32", "--density", "1"],
+        &[
+            "--random",
+            "70x50x90",
+            "--alpha",
+            "-0.5",
+            "--beta",
+            "2",
+            "--out-dtype",
+            "f32",
+            "--density",
+            "1",
+        ],
         &["--random", "70x16x50", "--b-layout", "column", "--dtype", "bf16", "--density", "0.5"],
         &["--random", "70x0x50", "--a-layout", "column", "--b-layout", "column", "--density", "1"],
         &["--random", "0x16x50"],
@@ -68,7 +82,8 @@ struct Files {
 impl Files {
     fn new(name: &str) -> Self {
         let folder = Folder::new(name);
-        let [a, b, pattern] = ["a.npy", "b.npy", "pattern.safetensors"].map(|name| folder.path(name));
+        let [a, b, pattern] =
+            ["a.npy", "b.npy", "pattern.safetensors"].map(|name| folder.path(name));
         let random = |dtype, shape: &[usize], lane| normal(dtype, shape, 1, lane, |_| ()).unwrap();
         write(&a, &[("", &random(DType::F16, &[48, 20], 0))]).unwrap();
         write(&b, &[("", &random(DType::F16, &[20, 32], 1))]).unwrap();
@@ -80,7 +95,8 @@ impl Files {
     fn write_pattern(&self, row_ptr: &[i32], col_idx: &[i32], shape: Option<[i32; 2]>) {
         let (row_ptr, col_idx) = (integers(row_ptr), integers(col_idx));
         let shape = shape.map(|shape| integers(&shape));
-        let mut tensors = vec![("row_ptr", &row_ptr), ("col_idx", &col_idx), ("values", &self.values)];
+        let mut tensors =
+            vec![("row_ptr", &row_ptr), ("col_idx", &col_idx), ("values", &self.values)];
         tensors.extend(shape.as_ref().map(|shape| ("shape", shape)));
         write(&self.pattern, &tensors).unwrap();
     }
@@ -107,10 +123,15 @@ fn files_are_right_against_the_reference() {
     let [plain, columns] = [&plain, &columns].map(|path| values(path).to_f32(0..768));
     assert!(plain.iter().zip(&columns).all(|(a, b)| (a - b).abs() < 1e-4));
     // The old values are those of the pattern.
-    let report = json(&files.run(&["--beta", "1", "--out-dtype", "f32", "--out", &with_old, "--check"]));
+    let report =
+        json(&files.run(&["--beta", "1", "--out-dtype", "f32", "--out", &with_old, "--check"]));
     assert_eq!(report["check"]["passed"], true, "{report}");
     let (sum, old) = (values(&with_old).to_f32(0..768), files.values.to_f32(0..768));
-    assert!(sum.iter().zip(plain.iter().zip(&old)).all(|(sum, (new, old))| (sum - new - old).abs() < 1e-4));
+    assert!(
+        sum.iter()
+            .zip(plain.iter().zip(&old))
+            .all(|(sum, (new, old))| (sum - new - old).abs() < 1e-4)
+    );
     // What it reads is what the other command reads.
     files.write_pattern(&[0, 1, 1, 3], &[1, 0, 1], Some([48, 32]));
     assert_eq!(json(&files.run(&["--check"]))["check"]["passed"], true);
@@ -128,7 +149,9 @@ fn wrong_files_are_one_line() {
     assert!(refused(&["--block", "16"]).contains("only apply to --random"));
     assert!(refused(&["--random", "48x20x32"]).contains("cannot be used with"));
     assert!(refused(&["--out", "no/such/x.npy"]).contains("does not exist"));
-    assert!(refused(&["--out", &files.pattern]).contains("--out names the file that --pattern reads"));
+    assert!(
+        refused(&["--out", &files.pattern]).contains("--out names the file that --pattern reads")
+    );
     files.write_pattern(&[0, 1, 1, 3], &[1, 0, 1], Some([48, 30]));
     assert!(refused(&[]).contains("the pattern is 48 x 30, but A·B is 48 x 32"));
     files.write_pattern(&[0, 1, 1, 3], &[1, 0, 2], None);
@@ -157,7 +180,11 @@ fn what_is_wrong_is_one_line() {
     ] {
         let output = sddmm(arguments);
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{arguments:?}: {text}");
+        assert_eq!(
+            (output.status.code(), output.stdout.len()),
+            (Some(2), 0),
+            "{arguments:?}: {text}"
+        );
         assert!(text.contains(expected) && text.lines().count() == 1, "{arguments:?}: {text}");
     }
 }

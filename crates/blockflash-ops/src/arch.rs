@@ -9,7 +9,8 @@ pub(crate) fn preference(target: Target) -> usize {
     Target::ALL.iter().position(|&other| other == target).unwrap_or(Target::ALL.len())
 }
 
-/// Why a GPU cannot run a row. Selection asks every row at every call, so nothing is formatted until somebody reads it.
+/// Why a GPU cannot run a row. Selection asks every row at every call, so nothing is formatted
+/// until somebody reads it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Obstacle {
     Target(Target),

@@ -16,12 +16,14 @@ pub(crate) struct Operand<'a> {
 
 impl<'a> Operand<'a> {
     pub(crate) fn new(what: &'static str, view: &'a View<'_>) -> Self {
-        let (dtype, shape, strides, device) = (view.dtype(), view.shape(), view.strides(), view.device());
+        let (dtype, shape, strides, device) =
+            (view.dtype(), view.shape(), view.strides(), view.device());
         Self { what, dtype, shape, strides, device }
     }
 
     pub(crate) fn of_mut(what: &'static str, view: &'a ViewMut<'_>) -> Self {
-        let (dtype, shape, strides, device) = (view.dtype(), view.shape(), view.strides(), view.device());
+        let (dtype, shape, strides, device) =
+            (view.dtype(), view.shape(), view.strides(), view.device());
         Self { what, dtype, shape, strides, device }
     }
 
@@ -55,20 +57,26 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// What is contiguous in a matrix, its rows or its columns, and the elements from one to the next. A single one has no next; its own
-    /// length, rounded up to a multiple of 8, keeps it aligned if it can be. Where both are contiguous it is the rows, unless only columns
-    /// are as far apart as is not `worse`.
+    /// What is contiguous in a matrix, its rows or its columns, and the elements from one to the
+    /// next. A single one has no next; its own length, rounded up to a multiple of 8, keeps it
+    /// aligned if it can be. Where both are contiguous it is the rows, unless only columns are as
+    /// far apart as is not `worse`.
     pub(crate) fn lines(&self, worse: impl Fn(usize) -> bool) -> Result<(Major, usize)> {
         let lines = |major: Major| {
             let (along, across) = if major == Major::Row { (1, 0) } else { (0, 1) };
             let contiguous = self.shape[along] <= 1 || self.strides[along] == 1;
             let own = self.shape[along].next_multiple_of(8);
-            contiguous.then(|| (major, if self.shape[across] > 1 { self.strides[across] } else { own }))
+            contiguous
+                .then(|| (major, if self.shape[across] > 1 { self.strides[across] } else { own }))
         };
-        Major::ALL.into_iter().filter_map(lines).min_by_key(|&(_, stride)| worse(stride)).ok_or_else(|| {
-            let expected = "its rows or its columns must be contiguous (stride 1)";
-            Error::Stride { what: self.what, expected, found: self.strides.to_vec() }
-        })
+        Major::ALL
+            .into_iter()
+            .filter_map(lines)
+            .min_by_key(|&(_, stride)| worse(stride))
+            .ok_or_else(|| {
+                let expected = "its rows or its columns must be contiguous (stride 1)";
+                Error::Stride { what: self.what, expected, found: self.strides.to_vec() }
+            })
     }
 
     /// The operand must live where the stream works.
@@ -102,7 +110,11 @@ pub(crate) fn grid_x(factors: &[usize]) -> Result<u32> {
 
 /// A factor that must be finite.
 pub(crate) fn finite(what: &'static str, value: f32) -> Result<f32> {
-    if value.is_finite() { Ok(value) } else { Err(Error::InvalidScale { what, value, expected: "finite" }) }
+    if value.is_finite() {
+        Ok(value)
+    } else {
+        Err(Error::InvalidScale { what, value, expected: "finite" })
+    }
 }
 
 /// A factor that must be finite and greater than 0.
@@ -114,7 +126,12 @@ pub(crate) fn finite_positive(what: &'static str, value: f32) -> Result<f32> {
 }
 
 /// A contiguous one-dimensional operand.
-pub(crate) fn vector(what: &'static str, view: &View<'_>, dtype: DType, shape: &[usize]) -> Result<()> {
+pub(crate) fn vector(
+    what: &'static str,
+    view: &View<'_>,
+    dtype: DType,
+    shape: &[usize],
+) -> Result<()> {
     let operand = Operand::new(what, view);
     operand.dtype_in(&[dtype])?;
     operand.shape_is(shape)?;
@@ -122,7 +139,12 @@ pub(crate) fn vector(what: &'static str, view: &View<'_>, dtype: DType, shape: &
 }
 
 /// A contiguous operand of this type and shape.
-pub(crate) fn contiguous(what: &'static str, view: &View<'_>, dtype: DType, shape: &[usize]) -> Result<()> {
+pub(crate) fn contiguous(
+    what: &'static str,
+    view: &View<'_>,
+    dtype: DType,
+    shape: &[usize],
+) -> Result<()> {
     let operand = Operand::new(what, view);
     operand.dtype_in(&[dtype])?;
     operand.shape_is(shape)?;

@@ -1,7 +1,8 @@
 use blockflash_safe::Device;
 use blockflash_sys::DType;
 
-/// Everything that can go wrong in this crate. Nothing is clamped or ignored: what cannot be done is an error.
+/// Everything that can go wrong in this crate. Nothing is clamped or ignored: what cannot be done
+/// is an error.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -62,7 +63,8 @@ pub enum Error {
         what: String,
     },
 
-    /// A factor is not a number that makes sense: scale and softcap must be finite and positive, alpha and beta finite.
+    /// A factor is not a number that makes sense: scale and softcap must be finite and positive,
+    /// alpha and beta finite.
     #[error("{what} is {value}, but must be {expected}")]
     InvalidScale {
         /// The factor.
@@ -95,12 +97,13 @@ pub enum Error {
         problem: String,
     },
 
-    /// The index arrays of a block-sparse matrix are wrong, or the transpose that is given with one is that of another pattern.
+    /// The index arrays of a block-sparse matrix are wrong, or the transpose that is given with one
+    /// is that of another pattern.
     #[error("invalid BSR matrix: {0}")]
     InvalidBsr(String),
 
-    /// The sizes or index arrays of a block mask are wrong, or those of two masks do not fit each other. One that does not fit the
-    /// tensors of a call is [`Shape`](Self::Shape).
+    /// The sizes or index arrays of a block mask are wrong, or those of two masks do not fit each
+    /// other. One that does not fit the tensors of a call is [`Shape`](Self::Shape).
     #[error("invalid block mask: {0}")]
     InvalidBlockMask(String),
 
@@ -146,7 +149,9 @@ pub enum Error {
     },
 
     /// A prepared call was used for another problem or on another device.
-    #[error("this {op} call differs from the prepared one in sizes, strides, types, options or device")]
+    #[error(
+        "this {op} call differs from the prepared one in sizes, strides, types, options or device"
+    )]
     NotPrepared {
         /// `attention`, `bsr_matmul`, `bsr_sddmm` or `block_mask`.
         op: &'static str,

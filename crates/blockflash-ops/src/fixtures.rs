@@ -28,14 +28,17 @@ pub(crate) fn gpu(major: u32, minor: u32) -> CudaProperties {
 
 /// One of every architecture that the kernels are made for, by image or by PTX.
 pub(crate) fn gpus() -> Vec<CudaProperties> {
-    [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0)].map(|(major, minor)| gpu(major, minor)).into()
+    [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0)]
+        .map(|(major, minor)| gpu(major, minor))
+        .into()
 }
 
 /// Reproducible values between −2 and 2, roughly normal.
 pub(crate) fn values(count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(1);
     let mut uniform = move || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
     };
     (0..count).map(|_| uniform() + uniform() + uniform() + uniform()).collect()

@@ -1,13 +1,13 @@
-//! How many operations a problem is counted as. Only work that must be done counts: a masked pair and a block that is not
-//! stored are no FLOPs, padding and tile waste neither.
+//! How many operations a problem is counted as. Only work that must be done counts: a masked pair
+//! and a block that is not stored are no FLOPs, padding and tile waste neither.
 
 use crate::attention::AttentionProblem;
 use crate::bsr_matmul::BsrProblem;
 use crate::bsr_sddmm::BsrSddmmProblem;
 
-/// FLOPs of an attention forward pass: `4 * visited pairs * head_dim` for each batch entry and query head. `None` when the
-/// batch is variable-length, see [`attention_varlen_flops`], or when there is a block mask, see
-/// [`BlockMask::visited_pairs`](crate::BlockMask::visited_pairs).
+/// FLOPs of an attention forward pass: `4 * visited pairs * head_dim` for each batch entry and
+/// query head. `None` when the batch is variable-length, see [`attention_varlen_flops`], or when
+/// there is a block mask, see [`BlockMask::visited_pairs`](crate::BlockMask::visited_pairs).
 pub fn attention_flops(problem: &AttentionProblem) -> Option<u64> {
     if problem.packed.is_some() || problem.block_mask.is_some() {
         return None;
@@ -16,8 +16,8 @@ pub fn attention_flops(problem: &AttentionProblem) -> Option<u64> {
     Some(scaled(pairs, &[4, problem.batch, problem.num_heads_q, problem.head_dim]))
 }
 
-/// FLOPs of a variable-length attention forward pass with these offsets. Of a block mask nothing is known here, see
-/// [`BlockMask::visited_pairs`](crate::BlockMask::visited_pairs).
+/// FLOPs of a variable-length attention forward pass with these offsets. Of a block mask nothing is
+/// known here, see [`BlockMask::visited_pairs`](crate::BlockMask::visited_pairs).
 pub fn attention_varlen_flops(
     problem: &AttentionProblem,
     cu_seqlens_q: &[i32],
@@ -56,13 +56,20 @@ mod tests {
         let full = AttentionProblem::dense(DType::F16, [2, 5, 7], [4, 2], 64);
         assert_eq!(attention_flops(&full), Some(4 * 2 * 4 * 64 * 35));
         let causal = |align| AttentionProblem { mask: Mask::Causal { align }, ..full };
-        assert_eq!(attention_flops(&causal(Align::TopLeft)), Some(4 * 2 * 4 * 64 * (1 + 2 + 3 + 4 + 5)));
-        assert_eq!(attention_flops(&causal(Align::BottomRight)), Some(4 * 2 * 4 * 64 * (3 + 4 + 5 + 6 + 7)));
+        assert_eq!(
+            attention_flops(&causal(Align::TopLeft)),
+            Some(4 * 2 * 4 * 64 * (1 + 2 + 3 + 4 + 5))
+        );
+        assert_eq!(
+            attention_flops(&causal(Align::BottomRight)),
+            Some(4 * 2 * 4 * 64 * (3 + 4 + 5 + 6 + 7))
+        );
         let mask = Mask::Window { left: Some(1), right: Some(0), align: Align::TopLeft };
         let window = AttentionProblem { mask, ..full };
         assert_eq!(attention_flops(&window), Some(4 * 2 * 4 * 64 * (1 + 2 + 2 + 2 + 2)));
         // Which blocks are visited is not known from their sizes.
-        let sizes = BlockMaskSizes { block_q: 64, block_kv: 64, batch: 1, heads: 1, packed_rows: None };
+        let sizes =
+            BlockMaskSizes { block_q: 64, block_kv: 64, batch: 1, heads: 1, packed_rows: None };
         assert_eq!(attention_flops(&AttentionProblem { block_mask: Some(sizes), ..full }), None);
     }
 
@@ -78,8 +85,12 @@ mod tests {
 
     #[test]
     fn bsr_counts_stored_blocks() {
-        assert_eq!(bsr_flops(&BsrProblem::new(DType::F16, [100, 30, 70], 32, 5)), 2 * 5 * 1024 * 30);
-        let sampled = BsrSddmmProblem::new(DType::F16, [100, 30, 70], 32, 5, [crate::Major::Row; 2]);
+        assert_eq!(
+            bsr_flops(&BsrProblem::new(DType::F16, [100, 30, 70], 32, 5)),
+            2 * 5 * 1024 * 30
+        );
+        let sampled =
+            BsrSddmmProblem::new(DType::F16, [100, 30, 70], 32, 5, [crate::Major::Row; 2]);
         assert_eq!(bsr_sddmm_flops(&sampled), 2 * 5 * 1024 * 70);
     }
 }

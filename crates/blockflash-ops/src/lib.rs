@@ -2,15 +2,20 @@
 //!
 //! # Where to look
 //!
-//! - [`Attention`]: softmax attention with causal and window [`Mask`]s, grouped heads, softcap, sinks, variable length.
-//! - [`BsrMatmul`]: a block-sparse [`BsrMatrix`], or its transpose, times a dense matrix or the other way round, with bias and activation.
-//! - [`BsrSddmm`]: a product of dense matrices at the stored blocks of a [`BsrMatrix`] only, as gradients of its values need it.
-//! - [`BlockMask`]: which blocks of queries × keys block-sparse [`Attention`] visits; a [`BlockMaskBuffer`] builds one on a GPU.
+//! - [`Attention`]: softmax attention with causal and window [`Mask`]s, grouped heads, softcap,
+//!   sinks, variable length.
+//! - [`BsrMatmul`]: a block-sparse [`BsrMatrix`], or its transpose, times a dense matrix or the
+//!   other way round, with bias and activation.
+//! - [`BsrSddmm`]: a product of dense matrices at the stored blocks of a [`BsrMatrix`] only, as
+//!   gradients of its values need it.
+//! - [`BlockMask`]: which blocks of queries × keys block-sparse [`Attention`] visits; a
+//!   [`BlockMaskBuffer`] builds one on a GPU.
 //! - [`support`]: what runs on a device, and why not otherwise.
 //!
-//! Every call goes one way: the operands are validated into a plain problem ([`Attention::problem`]), a kernel is selected
-//! ([`attention::select`]), the launch is planned ([`attention::plan`]) and queued. The first three touch no GPU. Whatever is
-//! not supported is an [`Error`]; no option is ignored.
+//! Every call goes one way: the operands are validated into a plain problem
+//! ([`Attention::problem`]), a kernel is selected ([`attention::select`]), the launch is planned
+//! ([`attention::plan`]) and queued. The first three touch no GPU. Whatever is not supported is an
+//! [`Error`]; no option is ignored.
 #![forbid(unsafe_code)]
 
 mod arch;
@@ -26,12 +31,15 @@ mod math;
 mod support;
 
 pub use attention::{
-    Align, Attention, AttentionOutput, AttentionProblem, BlockMaskSizes, CuSeqlens, Mask, PackedRows,
-    PreparedAttention,
+    Align, Attention, AttentionOutput, AttentionProblem, BlockMaskSizes, CuSeqlens, Mask,
+    PackedRows, PreparedAttention,
 };
-pub use block_sparse::{BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource};
+pub use block_sparse::{
+    BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource,
+};
 pub use bsr_matmul::{
-    Activation, Bias, BsrMatmul, BsrMatrix, BsrProblem, BsrTranspose, BsrWorkspace, PreparedBsrMatmul,
+    Activation, Bias, BsrMatmul, BsrMatrix, BsrProblem, BsrTranspose, BsrWorkspace,
+    PreparedBsrMatmul,
 };
 pub use bsr_sddmm::{BsrSddmm, BsrSddmmProblem, DenseLayout, PreparedBsrSddmm};
 pub use error::{Error, Result};
@@ -39,8 +47,8 @@ pub use flops::{attention_flops, attention_varlen_flops, bsr_flops, bsr_sddmm_fl
 pub use support::{Status, SupportRow, support, support_with};
 
 pub use blockflash_safe::{
-    ComputeCapability, CudaProperties, CudaStatus, DType, Device, Element, Event, Graph, LaunchConfig,
-    Layout, Major, Row, Stream, Target, Tensor, View, ViewMut, cuda_status,
+    ComputeCapability, CudaProperties, CudaStatus, DType, Device, Element, Event, Graph,
+    LaunchConfig, Layout, Major, Row, Stream, Target, Tensor, View, ViewMut, cuda_status,
 };
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Elementary functions over rows of f32, written so that the compiler vectorises them.
 //!
-//! Polynomials are Chebyshev interpolants of the function named beside them, in single precision as good as correctly rounded
-//! coefficients allow.
+//! Polynomials are Chebyshev interpolants of the function named beside them, in single precision as
+//! good as correctly rounded coefficients allow.
 
 /// Elements that are reduced side by side; a multiple of every vector width.
 const LANES: usize = 16;

@@ -13,9 +13,9 @@ pub struct SupportRow {
     pub op: &'static str,
     /// Element type of the inputs.
     pub dtype: DType,
-    /// What the line is about: `head_dim 72..=96 by 8`, the same with `blocks of 64 × 64` of a block
-    /// mask after a comma, `block 32`, the same with a `transposed A` or a `column-major B and C`; or
-    /// `other head_dim`, `other block`, for which no kernel is made.
+    /// What the line is about: `head_dim 72..=96 by 8`, the same with `blocks of 64 × 64` of a
+    /// block mask after a comma, `block 32`, the same with a `transposed A` or a
+    /// `column-major B and C`; or `other head_dim`, `other block`, for which no kernel is made.
     pub size: String,
     /// Whether there are kernels for it; without, only the CPU runs it.
     pub on_gpus: bool,
@@ -58,17 +58,23 @@ pub fn support(device: &Device) -> Vec<SupportRow> {
 pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
     let mut table = Vec::new();
     for dtype in [DType::F16, DType::BF16, DType::F32] {
-        let mut push = |op, size: String, selected: &dyn Fn(&CudaProperties) -> Result<&'static Row>| {
-            let status = gpu.map_or(Status::Cpu, |gpu| status(selected(gpu)));
-            let on_gpus = dtype != DType::F32 && !size.starts_with(OTHER);
-            table.push(SupportRow { op, dtype, size, on_gpus, status });
-        };
+        let mut push =
+            |op, size: String, selected: &dyn Fn(&CudaProperties) -> Result<&'static Row>| {
+                let status = gpu.map_or(Status::Cpu, |gpu| status(selected(gpu)));
+                let on_gpus = dtype != DType::F32 && !size.starts_with(OTHER);
+                table.push(SupportRow { op, dtype, size, on_gpus, status });
+            };
         for (size, head_dim) in head_dims() {
             let problem = AttentionProblem::dense(dtype, [1, 1, 1], [1, 1], head_dim as usize);
             push(attention::OP, size.clone(), &|gpu| attention::select(&problem, gpu));
             for block in [64, 128] {
-                let sizes =
-                    BlockMaskSizes { block_q: block, block_kv: block, batch: 1, heads: 1, packed_rows: None };
+                let sizes = BlockMaskSizes {
+                    block_q: block,
+                    block_kv: block,
+                    batch: 1,
+                    heads: 1,
+                    packed_rows: None,
+                };
                 let problem = AttentionProblem { block_mask: Some(sizes), ..problem };
                 let size = format!("{size}, blocks of {block} × {block}");
                 push(attention::OP, size, &|gpu| attention::select(&problem, gpu));
@@ -81,7 +87,9 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
             let block = block_size as usize;
             // As many columns as the widest tile of all: no waste speaks against it.
             let problem = BsrProblem::new(dtype, [block, 1 << 20, block], block, 1);
-            push(bsr_matmul::OP, format!("block {block_size}"), &|gpu| bsr_matmul::select(&problem, gpu));
+            push(bsr_matmul::OP, format!("block {block_size}"), &|gpu| {
+                bsr_matmul::select(&problem, gpu)
+            });
             for (layout, a_transposed, lines) in BSR_LAYOUTS {
                 let problem = problem.lying(a_transposed, lines, lines);
                 let size = format!("block {block_size}, {layout}");
@@ -96,10 +104,17 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
             let block = block_size as usize;
             let layouts = [Major::Column, Major::Row];
             let problem = BsrSddmmProblem::new(dtype, [block; 3], block, 1, layouts);
-            push(bsr_sddmm::OP, format!("block {block_size}"), &|gpu| bsr_sddmm::select(&problem, gpu));
+            push(bsr_sddmm::OP, format!("block {block_size}"), &|gpu| {
+                bsr_sddmm::select(&problem, gpu)
+            });
         }
-        let problem =
-            BsrSddmmProblem::new(dtype, [OTHER_BLOCK; 3], OTHER_BLOCK, 1, [Major::Column, Major::Row]);
+        let problem = BsrSddmmProblem::new(
+            dtype,
+            [OTHER_BLOCK; 3],
+            OTHER_BLOCK,
+            1,
+            [Major::Column, Major::Row],
+        );
         push(bsr_sddmm::OP, size, &|gpu| bsr_sddmm::select(&problem, gpu));
     }
     table
@@ -110,7 +125,8 @@ const OTHER: &str = "other";
 const OTHER_HEAD_DIM: usize = 59;
 const OTHER_BLOCK: usize = 24;
 
-/// What not every kernel of the BSR matmul takes: Aᵀ, and columns of B and C, as dense times sparse has them.
+/// What not every kernel of the BSR matmul takes: Aᵀ, and columns of B and C, as dense times sparse
+/// has them.
 const BSR_LAYOUTS: [(&str, bool, Major); 3] = [
     ("transposed A", true, Major::Row),
     ("column-major B and C", false, Major::Column),
@@ -119,13 +135,16 @@ const BSR_LAYOUTS: [(&str, bool, Major); 3] = [
 
 fn status(selected: Result<&'static Row>) -> Status {
     match selected {
-        Ok(row) => Status::Kernel { symbol: row.symbol(), target: row.target, image: row.image_name() },
+        Ok(row) => {
+            Status::Kernel { symbol: row.symbol(), target: row.target, image: row.image_name() }
+        }
         Err(Error::Unsupported { what, .. }) => Status::Unsupported { reason: what },
         Err(error) => Status::Unsupported { reason: error.to_string() },
     }
 }
 
-/// The head_dim tiles of all attention rows, each as the range of head dimensions it is the smallest for.
+/// The head_dim tiles of all attention rows, each as the range of head dimensions it is the
+/// smallest for.
 fn head_dims() -> Vec<(String, u32)> {
     let mut tiles: Vec<u32> =
         manifest::rows().iter().filter_map(Row::attention_tile).map(|tile| tile.head_dim).collect();
@@ -170,8 +189,9 @@ mod tests {
                 ("bsr_matmul", "other block (24)"),
                 ("bsr_sddmm", "other block (24)"),
             ] {
-                let found =
-                    table.iter().filter(|row| (row.op, row.dtype, row.size.as_str()) == (op, dtype, size));
+                let found = table
+                    .iter()
+                    .filter(|row| (row.op, row.dtype, row.size.as_str()) == (op, dtype, size));
                 assert_eq!(found.count(), 1, "{op} {dtype} {size}");
             }
         }
@@ -187,7 +207,8 @@ mod tests {
                     Status::Kernel { symbol, target, image } => {
                         assert!(target.runs_on(gpu.compute_capability));
                         assert!(
-                            symbol.contains(row.op.trim_end_matches("_fwd")) && image.starts_with(&symbol)
+                            symbol.contains(row.op.trim_end_matches("_fwd"))
+                                && image.starts_with(&symbol)
                         );
                         assert!(row.dtype != DType::F32);
                     }
@@ -197,7 +218,9 @@ mod tests {
             }
         }
         assert!(
-            support_with(Some(&gpu(7, 5))).iter().all(|row| matches!(row.status, Status::Unsupported { .. }))
+            support_with(Some(&gpu(7, 5)))
+                .iter()
+                .all(|row| matches!(row.status, Status::Unsupported { .. }))
         );
     }
 

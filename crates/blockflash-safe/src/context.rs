@@ -9,11 +9,13 @@ use std::marker::PhantomData;
 use std::ptr;
 use std::sync::{Arc, Mutex, RwLock};
 
-/// The primary context of a GPU (the one that the CUDA runtime, PyTorch and candle use too) and what belongs to it.
+/// The primary context of a GPU (the one that the CUDA runtime, PyTorch and candle use too) and
+/// what belongs to it.
 ///
-/// Retained for the rest of the process: tearing a context down and up again takes seconds, and kernels stay loaded. It is
-/// retained directly and not through `cudarc::driver::CudaContext`, whose streams record events around every argument; that
-/// disturbs graph capture and timings of microseconds, and here the lifetime rules of `memory.rs` do what is needed.
+/// Retained for the rest of the process: tearing a context down and up again takes seconds, and
+/// kernels stay loaded. It is retained directly and not through `cudarc::driver::CudaContext`,
+/// whose streams record events around every argument; that disturbs graph capture and timings of
+/// microseconds, and here the lifetime rules of `memory.rs` do what is needed.
 pub(crate) struct Context {
     pub(crate) ordinal: usize,
     pub(crate) properties: CudaProperties,
@@ -42,20 +44,31 @@ impl Context {
         let has_memory_pools =
             attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)? != 0;
         let mut raw = ptr::null_mut();
-        // SAFETY: 1. `device` comes from the driver. 2. The pointer is valid for writes during the call.
-        check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&mut raw, device) })?;
-        Ok(Context { ordinal, properties, has_memory_pools, kernels: RwLock::default(), raw: Handle(raw) })
+        // SAFETY: 1. `device` comes from the driver. 2. The pointer is valid for writes during the
+        // call.
+        check("cuDevicePrimaryCtxRetain", unsafe {
+            sys::cuDevicePrimaryCtxRetain(&mut raw, device)
+        })?;
+        Ok(Context {
+            ordinal,
+            properties,
+            has_memory_pools,
+            kernels: RwLock::default(),
+            raw: Handle(raw),
+        })
     }
 
     pub(crate) fn raw(&self) -> sys::CUcontext {
         self.raw.0
     }
 
-    /// Makes the context current in the calling thread until the guard is dropped. The current context is a property of the
-    /// thread, so every call into the driver that depends on it does this first.
+    /// Makes the context current in the calling thread until the guard is dropped. The current
+    /// context is a property of the thread, so every call into the driver that depends on it does
+    /// this first.
     pub(crate) fn bind(&self) -> Result<Bound> {
         let mut current = ptr::null_mut();
-        // SAFETY: 1. The driver is initialised, or there would be no context. 2. The pointer is valid for writes.
+        // SAFETY: 1. The driver is initialised, or there would be no context. 2. The pointer is
+        // valid for writes.
         check("cuCtxGetCurrent", unsafe { sys::cuCtxGetCurrent(&mut current) })?;
         if current == self.raw.0 {
             return Ok(Bound { pushed: false, thread: PhantomData });
@@ -77,8 +90,9 @@ impl Drop for Bound {
     fn drop(&mut self) {
         if self.pushed {
             let mut popped = ptr::null_mut();
-            // SAFETY: 1. This thread pushed a context, and guards are dropped in reverse order of creation, so the one on
-            // top is ours. 2. The pointer is valid for writes. An error has no one to be reported to.
+            // SAFETY: 1. This thread pushed a context, and guards are dropped in reverse order of
+            // creation, so the one on top is ours. 2. The pointer is valid for writes. An error has
+            // no one to be reported to.
             let _ = unsafe { sys::cuCtxPopCurrent_v2(&mut popped) };
         }
     }
@@ -90,7 +104,8 @@ pub(crate) fn device_handle(ordinal: usize) -> Result<sys::CUdevice> {
     let number = i32::try_from(ordinal).ok().filter(|_| ordinal < count);
     let number = number.ok_or(Error::NoSuchDevice { ordinal, count })?;
     let mut device = 0;
-    // SAFETY: 1. `device_count` initialised the driver. 2. The pointer is valid for writes during the call.
+    // SAFETY: 1. `device_count` initialised the driver. 2. The pointer is valid for writes during
+    // the call.
     check("cuDeviceGet", unsafe { sys::cuDeviceGet(&mut device, number) })?;
     Ok(device)
 }
@@ -109,7 +124,10 @@ pub(crate) fn device_count() -> Result<usize> {
 
 pub(crate) fn attribute(device: sys::CUdevice, attribute: CUdevice_attribute) -> Result<i32> {
     let mut value = 0;
-    // SAFETY: 1. `device` comes from `device_handle`. 2. The pointer is valid for writes during the call.
-    check("cuDeviceGetAttribute", unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, device) })?;
+    // SAFETY: 1. `device` comes from `device_handle`. 2. The pointer is valid for writes during the
+    // call.
+    check("cuDeviceGetAttribute", unsafe {
+        sys::cuDeviceGetAttribute(&mut value, attribute, device)
+    })?;
     Ok(value)
 }

@@ -9,7 +9,8 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::str::FromStr;
 
-/// The CPU or one CUDA GPU. A small copyable name; the GPU's context behind it lives as long as the process.
+/// The CPU or one CUDA GPU. A small copyable name; the GPU's context behind it lives as long as the
+/// process.
 ///
 /// As text: `cpu`, `cuda:0`, `cuda:1`, …; `cuda` is read as `cuda:0`.
 #[derive(Clone, Copy)]
@@ -52,8 +53,8 @@ impl Device {
         self.0.map(|context| &context.properties)
     }
 
-    /// A new stream: a queue of work that runs in order, independent of other streams (also of CUDA's default stream). On
-    /// the CPU work runs at once, before its call returns.
+    /// A new stream: a queue of work that runs in order, independent of other streams (also of
+    /// CUDA's default stream). On the CPU work runs at once, before its call returns.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -64,7 +65,8 @@ impl Device {
     /// Loads the kernel of a row now instead of at its first launch, and says what it occupies.
     ///
     /// # Errors
-    /// [`Error::NotOnGpu`] for the CPU, [`Error::Image`] for a missing image, [`Error::Cuda`] for one that this GPU cannot run.
+    /// [`Error::NotOnGpu`] for the CPU, [`Error::Image`] for a missing image, [`Error::Cuda`] for
+    /// one that this GPU cannot run.
     pub fn preload(&self, row: &Row) -> Result<KernelInfo> {
         let context = self.0.ok_or(Error::NotOnGpu { what: "loading a kernel" })?;
         Ok(Kernel::of(context, row)?.info)
@@ -80,7 +82,11 @@ impl Device {
 
     /// Checks that something on `found` may be used in work on this device.
     pub(crate) fn expect(&self, found: &Device) -> Result<()> {
-        if self == found { Ok(()) } else { Err(Error::DeviceMismatch { expected: *self, found: *found }) }
+        if self == found {
+            Ok(())
+        } else {
+            Err(Error::DeviceMismatch { expected: *self, found: *found })
+        }
     }
 }
 
@@ -165,13 +171,17 @@ impl CudaProperties {
     pub(crate) fn read(ordinal: usize) -> Result<CudaProperties> {
         let device = device_handle(ordinal)?;
         let driver_version = initialise()?;
-        let number = |which| attribute(device, which).map(|value| u32::try_from(value).unwrap_or(0));
+        let number =
+            |which| attribute(device, which).map(|value| u32::try_from(value).unwrap_or(0));
         let mut name = [0u8; 256];
-        // SAFETY: 1. `device` comes from the driver. 2. The buffer is valid for writes of the length that is passed.
-        let code = unsafe { sys::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, device) };
+        // SAFETY: 1. `device` comes from the driver. 2. The buffer is valid for writes of the
+        // length that is passed.
+        let code =
+            unsafe { sys::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, device) };
         check("cuDeviceGetName", code)?;
         let mut memory_bytes = 0;
-        // SAFETY: 1. `device` comes from the driver. 2. The pointer is valid for writes during the call.
+        // SAFETY: 1. `device` comes from the driver. 2. The pointer is valid for writes during the
+        // call.
         check("cuDeviceTotalMem", unsafe { sys::cuDeviceTotalMem_v2(&mut memory_bytes, device) })?;
         Ok(CudaProperties {
             ordinal,
@@ -182,7 +192,9 @@ impl CudaProperties {
                 number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
             ),
             multiprocessors: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-            smem_per_block: number(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            smem_per_block: number(
+                Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+            )?,
             smem_per_multiprocessor: number(
                 Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
             )?,
@@ -215,7 +227,10 @@ pub fn cuda_status() -> CudaStatus {
     if count == 0 {
         return Err(Error::NoSuchDevice { ordinal: 0, count });
     }
-    Ok(CudaDriver { version, devices: (0..count).map(CudaProperties::read).collect::<Result<_>>()? })
+    Ok(CudaDriver {
+        version,
+        devices: (0..count).map(CudaProperties::read).collect::<Result<_>>()?,
+    })
 }
 
 #[cfg(test)]

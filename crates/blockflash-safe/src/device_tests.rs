@@ -23,16 +23,21 @@ fn names() {
     }
 }
 
-/// Without a driver every way to a GPU is an error value that says so; with one, a GPU that does not exist is.
+/// Without a driver every way to a GPU is an error value that says so; with one, a GPU that does
+/// not exist is.
 #[test]
 fn a_missing_gpu_is_an_error() {
     let missing = [Device::cuda(usize::MAX), Device::cuda(4096), "cuda:4096".parse()];
     match cuda_status() {
         Err(Error::NoDriver) => {
-            let ways = missing.into_iter().chain([Device::cuda(0), "cuda".parse(), "cuda:0".parse()]);
+            let ways =
+                missing.into_iter().chain([Device::cuda(0), "cuda".parse(), "cuda:0".parse()]);
             ways.for_each(|way| assert!(matches!(way, Err(Error::NoDriver)), "{way:?}"));
             assert_eq!(Device::best(), Device::cpu());
-            assert_eq!(Error::NoDriver.to_string(), "no NVIDIA driver is installed (libcuda not found)");
+            assert_eq!(
+                Error::NoDriver.to_string(),
+                "no NVIDIA driver is installed (libcuda not found)"
+            );
         }
         Err(Error::DriverTooOld { .. }) => {
             missing
@@ -42,7 +47,10 @@ fn a_missing_gpu_is_an_error() {
         status => {
             let gpus = status.map_or(0, |driver| driver.devices.len());
             missing.into_iter().for_each(|way| {
-                assert!(matches!(way, Err(Error::NoSuchDevice { count, .. }) if count == gpus), "{way:?}");
+                assert!(
+                    matches!(way, Err(Error::NoSuchDevice { count, .. }) if count == gpus),
+                    "{way:?}"
+                );
             });
         }
     }

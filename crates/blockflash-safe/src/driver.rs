@@ -6,31 +6,37 @@ use cudarc::driver::sys::{
 };
 use std::sync::OnceLock;
 
-/// The CUDA version that the driver must support (`1000 * major + 10 * minor`): that of the compiler of the kernel images.
-/// Driver 580 is the first one. Every symbol that this crate calls exists in such a driver, so that cudarc's lazy lookup of
-/// symbols, which panics, always finds them.
+/// The CUDA version that the driver must support (`1000 * major + 10 * minor`): that of the
+/// compiler of the kernel images. Driver 580 is the first one. Every symbol that this crate calls
+/// exists in such a driver, so that cudarc's lazy lookup of symbols, which panics, always finds
+/// them.
 pub const NEEDED_DRIVER_VERSION: u32 = 13_000;
 
-/// Names under which the driver is installed: a subset of those that cudarc tries, because cudarc panics when none is found.
-const LIBRARY_NAMES: &[&str] = if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so.1", "libcuda.so"] };
+/// Names under which the driver is installed: a subset of those that cudarc tries, because cudarc
+/// panics when none is found.
+const LIBRARY_NAMES: &[&str] =
+    if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so.1", "libcuda.so"] };
 
 /// What is called before the driver's version is known.
 const FIRST_SYMBOLS: [&[u8]; 4] =
     [b"cuInit\0", b"cuDriverGetVersion\0", b"cuGetErrorName\0", b"cuGetErrorString\0"];
 
-/// Whether the driver library can be loaded. cudarc's own `is_culib_present` does not exist when another crate of the
-/// program asks for linking at build time, so this looks for itself.
+/// Whether the driver library can be loaded. cudarc's own `is_culib_present` does not exist when
+/// another crate of the program asks for linking at build time, so this looks for itself.
 fn library_is_present() -> bool {
     static PRESENT: OnceLock<bool> = OnceLock::new();
     *PRESENT.get_or_init(|| {
         LIBRARY_NAMES.iter().any(|name| {
             // SAFETY:
-            // 1. Loading runs the library's initialisers: it is the driver, which cudarc loads in any case.
-            // 2. The symbols are only looked for; they are never called through the types given here.
+            // 1. Loading runs the library's initialisers: it is the driver, which cudarc loads in
+            //    any case.
+            // 2. The symbols are only looked for; they are never called through the types given
+            //    here.
             unsafe {
                 libloading::Library::new(*name).is_ok_and(|library| {
-                    let complete =
-                        FIRST_SYMBOLS.iter().all(|symbol| library.get::<*const ()>(*symbol).is_ok());
+                    let complete = FIRST_SYMBOLS
+                        .iter()
+                        .all(|symbol| library.get::<*const ()>(*symbol).is_ok());
                     // Unloading and loading it again would only cost time.
                     std::mem::forget(library);
                     complete
@@ -40,10 +46,12 @@ fn library_is_present() -> bool {
     })
 }
 
-/// Makes the driver ready and returns its version. Must succeed before any other call of `sys`; cheap when repeated.
+/// Makes the driver ready and returns its version. Must succeed before any other call of `sys`;
+/// cheap when repeated.
 ///
 /// # Errors
-/// [`Error::NoDriver`], [`Error::DriverTooOld`], [`Error::NoSuchDevice`] with a count of 0 when the driver sees no GPU.
+/// [`Error::NoDriver`], [`Error::DriverTooOld`], [`Error::NoSuchDevice`] with a count of 0 when the
+/// driver sees no GPU.
 pub(crate) fn initialise() -> Result<u32> {
     if !library_is_present() {
         return Err(Error::NoDriver);
@@ -91,8 +99,8 @@ fn failure(call: &'static str, code: CUresult) -> Error {
 #[derive(Debug)]
 pub(crate) struct Handle<T>(pub(crate) *mut T);
 
-// SAFETY: the driver API is thread-safe, and its handles are plain names that are valid in every thread. Objects whose calls
-// must not overlap (executable graphs) are behind a lock.
+// SAFETY: the driver API is thread-safe, and its handles are plain names that are valid in every
+// thread. Objects whose calls must not overlap (executable graphs) are behind a lock.
 unsafe impl<T> Send for Handle<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Handle<T> {}

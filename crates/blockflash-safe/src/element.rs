@@ -5,8 +5,11 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// A Rust type that is an element type of tensors: `f16`, `bf16` (of the crate `half`), `f32`, `i32` and `u8`.
-pub trait Element: bytemuck::Pod + Send + Sync + std::fmt::Debug + PartialEq + sealed::Sealed {
+/// A Rust type that is an element type of tensors: `f16`, `bf16` (of the crate `half`), `f32`,
+/// `i32` and `u8`.
+pub trait Element:
+    bytemuck::Pod + Send + Sync + std::fmt::Debug + PartialEq + sealed::Sealed
+{
     /// The element type as a value.
     const DTYPE: DType;
 }

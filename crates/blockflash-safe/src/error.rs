@@ -48,8 +48,9 @@ pub enum Error {
         /// Size of the allocation.
         bytes: usize,
     },
-    /// Any other failure of a CUDA driver call. After an asynchronous failure (an illegal address in a kernel, for example)
-    /// every later call on the GPU reports it, and the process has to be restarted.
+    /// Any other failure of a CUDA driver call. After an asynchronous failure (an illegal address
+    /// in a kernel, for example) every later call on the GPU reports it, and the process has to be
+    /// restarted.
     #[error("{call} failed: {name} ({code}): {message}")]
     Cuda {
         /// The driver function.
@@ -74,7 +75,8 @@ pub enum Error {
         /// Bytes that the image expects.
         image: usize,
     },
-    /// A launch that does not fit its kernel or its tensors; a planner that respects the kernel's row never causes it.
+    /// A launch that does not fit its kernel or its tensors; a planner that respects the kernel's
+    /// row never causes it.
     #[error("launch of {symbol}: {what}")]
     Launch {
         /// The kernel.
@@ -132,7 +134,9 @@ pub enum Error {
         strides: Vec<usize>,
     },
     /// A dimension that cannot be repeated.
-    #[error("dimension {dim} of shape {shape:?} cannot be expanded: only a dimension of size 1 can")]
+    #[error(
+        "dimension {dim} of shape {shape:?} cannot be expanded: only a dimension of size 1 can"
+    )]
     Expand {
         /// The dimension.
         dim: usize,
@@ -176,7 +180,9 @@ pub enum Error {
         found: Device,
     },
     /// Several elements of a tensor that is written are (or may be) the same memory.
-    #[error("a tensor that is written must not overlap itself: shape {shape:?}, strides {strides:?}")]
+    #[error(
+        "a tensor that is written must not overlap itself: shape {shape:?}, strides {strides:?}"
+    )]
     OverlappingOutput {
         /// Its shape.
         shape: Vec<usize>,
@@ -192,7 +198,9 @@ pub enum Error {
     /// Streams and captured graphs that launch persistent kernels have a pair of counters each, and
     /// none is left. They return some time after a stream or a graph was dropped and its work is
     /// done.
-    #[error("all {limit} pairs of tile counters are in use, one by each stream and each captured graph")]
+    #[error(
+        "all {limit} pairs of tile counters are in use, one by each stream and each captured graph"
+    )]
     TileCounters {
         /// How many a GPU has.
         limit: usize,

@@ -7,7 +7,8 @@ use std::ptr;
 use std::sync::Mutex;
 use std::time::Instant;
 
-/// A mark in a stream: to wait for, to ask whether it has been reached, and to measure time between two of them.
+/// A mark in a stream: to wait for, to ask whether it has been reached, and to measure time between
+/// two of them.
 #[derive(Debug)]
 pub struct Event {
     device: Device,
@@ -55,15 +56,17 @@ impl std::fmt::Debug for CudaEvent {
 impl Drop for CudaEvent {
     fn drop(&mut self) {
         if let Ok(_bound) = self.context.bind() {
-            // SAFETY: 1. We created the event and this is its only owner. 2. The driver lets pending records and waits finish
-            // before the event's resources go. An error has no one to be reported to.
+            // SAFETY: 1. We created the event and this is its only owner. 2. The driver lets
+            // pending records and waits finish before the event's resources go. An error has no one
+            // to be reported to.
             let _ = unsafe { sys::cuEventDestroy_v2(self.raw.0) };
         }
     }
 }
 
 impl Event {
-    /// An event that has not been recorded. With `timing` two of them measure time; without, they are cheaper.
+    /// An event that has not been recorded. With `timing` two of them measure time; without, they
+    /// are cheaper.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -78,7 +81,8 @@ impl Event {
                 };
                 let _bound = context.bind()?;
                 let mut raw = ptr::null_mut();
-                // SAFETY: 1. The context is current. 2. The pointer is valid for writes during the call.
+                // SAFETY: 1. The context is current. 2. The pointer is valid for writes during the
+                // call.
                 check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags as u32) })?;
                 Kind::Cuda(CudaEvent { context, raw: Handle(raw), captured: Mutex::default() })
             }
@@ -115,8 +119,8 @@ impl Event {
         check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(event.raw.0) })
     }
 
-    /// Whether the mark is reached; true when it was never recorded. Does not wait, so that a caller can give up on work
-    /// that takes too long.
+    /// Whether the mark is reached; true when it was never recorded. Does not wait, so that a
+    /// caller can give up on work that takes too long.
     ///
     /// # Errors
     /// [`Error::Cuda`] with the first failure of the work before the mark.
@@ -130,10 +134,12 @@ impl Event {
         }
     }
 
-    /// Microseconds of device time from this mark to `end`. Waits for both. The resolution is about half a microsecond.
+    /// Microseconds of device time from this mark to `end`. Waits for both. The resolution is about
+    /// half a microsecond.
     ///
     /// # Errors
-    /// [`Error::DeviceMismatch`], [`Error::Event`] for an event that was not recorded or has no timing, [`Error::Cuda`].
+    /// [`Error::DeviceMismatch`], [`Error::Event`] for an event that was not recorded or has no
+    /// timing, [`Error::Cuda`].
     pub fn elapsed_us(&self, end: &Event) -> Result<f64> {
         self.device.expect(&end.device)?;
         if !self.timing || !end.timing {
@@ -144,9 +150,11 @@ impl Event {
                 self.synchronize()?;
                 end.synchronize()?;
                 let _bound = first.context.bind()?;
-                // SAFETY: both events were created with timing, live, and belong to the current context. cudarc's wrapper
-                // picks the name that the function has in the version of its bindings.
-                let elapsed = unsafe { cudarc::driver::result::event::elapsed(first.raw.0, last.raw.0) };
+                // SAFETY: both events were created with timing, live, and belong to the current
+                // context. cudarc's wrapper picks the name that the function has in the version of
+                // its bindings.
+                let elapsed =
+                    unsafe { cudarc::driver::result::event::elapsed(first.raw.0, last.raw.0) };
                 let code = elapsed.map_or_else(|error| error.0, |_| sys::CUresult::CUDA_SUCCESS);
                 if code == sys::CUresult::CUDA_ERROR_INVALID_HANDLE {
                     return Err(Error::Event { what: "has not been recorded" });
@@ -175,7 +183,8 @@ impl Event {
         let captured = lock(&event.captured);
         let Some(session) = stream.session()? else { return self.synchronize() };
         match (*captured, session.capture_number()) {
-            // The stream would join the capture, and its work the graph, without this crate keeping the memory alive.
+            // The stream would join the capture, and its work the graph, without this crate keeping
+            // the memory alive.
             (Some(_), None) => return Err(Error::InCapture { what: "waiting on another stream" }),
             (mark, Some(own)) if mark != Some(own) => {
                 return Err(Error::InCapture { what: "waiting for work outside of the capture" });

@@ -11,9 +11,10 @@ use std::sync::{Arc, Mutex};
 
 /// Captured work that is launched as a whole, with the launch overhead of one kernel.
 ///
-/// A graph repeats what was captured with the same addresses and parameters. It keeps all [`Tensor`](crate::Tensor)s alive
-/// that the captured work uses, whatever their owners do; views of foreign memory are the promise of whoever made them. What
-/// the tensors contain is read at each launch, so inputs may be overwritten between launches, in stream order.
+/// A graph repeats what was captured with the same addresses and parameters. It keeps all
+/// [`Tensor`](crate::Tensor)s alive that the captured work uses, whatever their owners do; views of
+/// foreign memory are the promise of whoever made them. What the tensors contain is read at each
+/// launch, so inputs may be overwritten between launches, in stream order.
 pub struct Graph {
     device: Device,
     /// The driver does not allow two calls with the same executable graph at a time.
@@ -24,14 +25,18 @@ pub struct Graph {
 impl Stream {
     /// Captures what `work` queues on this stream into a graph instead of running it.
     ///
-    /// Inside `work`, launches, fills, copies between tensors and events work; allocating, copying from or to host memory,
-    /// synchronising, and waiting for or on other streams are [`Error::InCapture`], and tensors that are dropped are freed
-    /// after the capture. When `work` fails or panics, the capture is ended and the stream is usable as before.
+    /// Inside `work`, launches, fills, copies between tensors and events work; allocating, copying
+    /// from or to host memory, synchronising, and waiting for or on other streams are
+    /// [`Error::InCapture`], and tensors that are dropped are freed after the capture. When `work`
+    /// fails or panics, the capture is ended and the stream is usable as before.
     ///
     /// # Errors
-    /// The error of `work`; [`Error::NotOnGpu`] on the CPU, [`Error::InCapture`] when the stream is being captured already,
-    /// [`Error::Cuda`].
-    pub fn capture<E: From<Error>>(&self, work: impl FnOnce(&Stream) -> Result<(), E>) -> Result<Graph, E> {
+    /// The error of `work`; [`Error::NotOnGpu`] on the CPU, [`Error::InCapture`] when the stream is
+    /// being captured already, [`Error::Cuda`].
+    pub fn capture<E: From<Error>>(
+        &self,
+        work: impl FnOnce(&Stream) -> Result<(), E>,
+    ) -> Result<Graph, E> {
         let capture = Capture::begin(self)?;
         // On an error or a panic, dropping `capture` ends it.
         work(self)?;
@@ -46,11 +51,14 @@ impl<'s> Capture<'s> {
     fn begin(stream: &'s Stream) -> Result<Capture<'s>> {
         let mut session = stream.session()?.ok_or(Error::NotOnGpu { what: "capturing a graph" })?;
         session.refuse_capture("a second capture")?;
-        // Relaxed: the stricter modes make unrelated calls of this or any thread fail, among them the loading of a kernel at
-        // its first launch. What a graph must not contain is refused by this crate itself.
+        // Relaxed: the stricter modes make unrelated calls of this or any thread fail, among them
+        // the loading of a kernel at its first launch. What a graph must not contain is refused by
+        // this crate itself.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream lives and its context is current.
-        check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(session.raw(), mode) })?;
+        check("cuStreamBeginCapture", unsafe {
+            sys::cuStreamBeginCapture_v2(session.raw(), mode)
+        })?;
         *session.capture() = Some(Recording::begin());
         Ok(Capture(stream))
     }
@@ -65,8 +73,9 @@ impl<'s> Capture<'s> {
         };
         let kept = session.capture().take().map(|recording| recording.kept).unwrap_or_default();
         let mut raw = ptr::null_mut();
-        // SAFETY: 1. The stream lives and its context is current. 2. The pointer is valid for writes during the call. 3. In
-        // relaxed mode any thread may end the capture. 4. After a failure the driver has ended it too and `raw` is null.
+        // SAFETY: 1. The stream lives and its context is current. 2. The pointer is valid for
+        // writes during the call. 3. In relaxed mode any thread may end the capture. 4. After a
+        // failure the driver has ended it too and `raw` is null.
         let code = unsafe { sys::cuStreamEndCapture(session.raw(), &mut raw) };
         let template = GraphTemplate { context: session.context(), raw };
         (check("cuStreamEndCapture", code).map(|()| template), kept)
@@ -80,7 +89,8 @@ impl<'s> Capture<'s> {
         let template = template?;
         let _bound = template.context.bind()?;
         let mut raw = ptr::null_mut();
-        // SAFETY: 1. The template is a graph of the current context. 2. The pointer is valid for writes. 3. 0: no flags.
+        // SAFETY: 1. The template is a graph of the current context. 2. The pointer is valid for
+        // writes. 3. 0: no flags.
         let code = unsafe { sys::cuGraphInstantiateWithFlags(&mut raw, template.raw, 0) };
         check("cuGraphInstantiate", code)?;
         Ok(Graph { device, raw: Mutex::new(Handle(raw)), kept })
@@ -89,8 +99,10 @@ impl<'s> Capture<'s> {
 
 impl Drop for Capture<'_> {
     fn drop(&mut self) {
-        let capturing =
-            self.0.session().is_ok_and(|session| session.is_some_and(|mut s| s.capture().is_some()));
+        let capturing = self
+            .0
+            .session()
+            .is_ok_and(|session| session.is_some_and(|mut s| s.capture().is_some()));
         if capturing {
             drop(self.end());
         }
@@ -110,8 +122,8 @@ impl Drop for GraphTemplate {
         if !self.raw.is_null()
             && let Ok(_bound) = self.context.bind()
         {
-            // SAFETY: the capture gave us the graph, and this is its only owner; an executable graph is a copy. An error has
-            // no one to be reported to.
+            // SAFETY: the capture gave us the graph, and this is its only owner; an executable
+            // graph is a copy. An error has no one to be reported to.
             let _ = unsafe { sys::cuGraphDestroy(self.raw) };
         }
     }
@@ -155,8 +167,8 @@ impl Drop for Graph {
         if let Some(context) = self.device.context()
             && let Ok(_bound) = context.bind()
         {
-            // SAFETY: 1. We instantiated it, and this is its only owner. 2. Launches in flight are finished by the driver
-            // before the graph goes. An error has no one to be reported to.
+            // SAFETY: 1. We instantiated it, and this is its only owner. 2. Launches in flight are
+            // finished by the driver before the graph goes. An error has no one to be reported to.
             let _ = unsafe { sys::cuGraphExecDestroy(lock(&self.raw).0) };
         }
     }

@@ -1,13 +1,21 @@
 use crate::{Error, Result, View, ViewMut};
 
-/// `c = alpha·a·b`, or `c += alpha·a·b` with `accumulate`, of f32 matrices in host memory, in the calling thread. `a` is
-/// `[m, k]`, `b` `[k, n]` and `c` `[m, n]`, with any strides; a transposed operand is a permuted view.
+/// `c = alpha·a·b`, or `c += alpha·a·b` with `accumulate`, of f32 matrices in host memory, in the
+/// calling thread. `a` is `[m, k]`, `b` `[k, n]` and `c` `[m, n]`, with any strides; a transposed
+/// operand is a permuted view.
 ///
 /// Without `accumulate` the old contents of `c` do not matter.
 ///
 /// # Errors
-/// [`Error::DType`] and [`Error::NotOnCpu`] unless all are f32 in host memory, [`Error::OutOfBounds`] if the shapes do not fit.
-pub fn host_gemm(alpha: f32, a: View<'_>, b: View<'_>, accumulate: bool, mut c: ViewMut<'_>) -> Result<()> {
+/// [`Error::DType`] and [`Error::NotOnCpu`] unless all are f32 in host memory,
+/// [`Error::OutOfBounds`] if the shapes do not fit.
+pub fn host_gemm(
+    alpha: f32,
+    a: View<'_>,
+    b: View<'_>,
+    accumulate: bool,
+    mut c: ViewMut<'_>,
+) -> Result<()> {
     let ([m, k], [a_rows, a_cols]) = matrix(&a)?;
     let ([inner, n], [b_rows, b_cols]) = matrix(&b)?;
     let ([c_m, c_n], [c_rows, c_cols]) = matrix(&c.as_view())?;
@@ -18,12 +26,13 @@ pub fn host_gemm(alpha: f32, a: View<'_>, b: View<'_>, accumulate: bool, mut c: 
     }
     let (a, b) = (a.as_slice::<f32>()?.as_ptr(), b.as_slice::<f32>()?.as_ptr());
     let c = c.as_mut_slice::<f32>()?.as_mut_ptr();
-    // Strides fit: no tensor spans more than `isize::MAX` bytes; those of dimensions without neighbours are not used.
-    // SAFETY:
-    // 1. Each pointer is that of a slice that is the span of its view's layout, so every element that shape and strides name
-    //    lies inside it. The shapes agree.
+    // Strides fit: no tensor spans more than `isize::MAX` bytes; those of dimensions without
+    // neighbours are not used. SAFETY:
+    // 1. Each pointer is that of a slice that is the span of its view's layout, so every element
+    //    that shape and strides name lies inside it. The shapes agree.
     // 2. All bits are valid f32.
-    // 3. `c` is borrowed exclusively, so it overlaps neither `a` nor `b`, and by the rule of `ViewMut` not itself.
+    // 3. `c` is borrowed exclusively, so it overlaps neither `a` nor `b`, and by the rule of
+    //    `ViewMut` not itself.
     unsafe {
         gemm::gemm(
             m,
@@ -68,14 +77,21 @@ mod tests {
 
     #[test]
     fn every_layout_is_the_triple_loop() {
-        for (m, n, k) in [(1, 1, 1), (3, 5, 7), (16, 33, 8), (65, 17, 130), (4, 4, 0), (0, 3, 2), (2, 0, 3)] {
-            for (transposed_a, transposed_b) in [(false, false), (false, true), (true, false), (true, true)] {
+        for (m, n, k) in
+            [(1, 1, 1), (3, 5, 7), (16, 33, 8), (65, 17, 130), (4, 4, 0), (0, 3, 2), (2, 0, 3)]
+        {
+            for (transposed_a, transposed_b) in
+                [(false, false), (false, true), (true, false), (true, true)]
+            {
                 let (a, b, old) = (values(m * k, 1), values(k * n, 2), values(m * (n + 3), 3));
                 let view = |data, rows, cols, transposed| match transposed {
                     false => View::from_slice(data, &[rows, cols]),
-                    true => View::from_slice(data, &[cols, rows]).and_then(|view| view.permute(&[1, 0])),
+                    true => {
+                        View::from_slice(data, &[cols, rows]).and_then(|view| view.permute(&[1, 0]))
+                    }
                 };
-                let (a, b) = (view(&a, m, k, transposed_a).unwrap(), view(&b, k, n, transposed_b).unwrap());
+                let (a, b) =
+                    (view(&a, m, k, transposed_a).unwrap(), view(&b, k, n, transposed_b).unwrap());
                 let at = |view: &View<'_>, i: usize, j: usize| {
                     view.as_slice::<f32>().unwrap()[i * view.strides()[0] + j * view.strides()[1]]
                 };
@@ -89,8 +105,13 @@ mod tests {
                                 true => (0..k).map(|l| 2.0 * at(&a, i, l) * at(&b, l, j)).sum(),
                                 false => 0.0,
                             };
-                            let before = if accumulate || j >= n { old[i * (n + 3) + j] } else { 0.0 };
-                            assert_eq!(c[i * (n + 3) + j], before + product, "{m}x{n}x{k} ({i}, {j})");
+                            let before =
+                                if accumulate || j >= n { old[i * (n + 3) + j] } else { 0.0 };
+                            assert_eq!(
+                                c[i * (n + 3) + j],
+                                before + product,
+                                "{m}x{n}x{k} ({i}, {j})"
+                            );
                         }
                     }
                 }
@@ -101,7 +122,8 @@ mod tests {
     #[test]
     fn old_contents_do_not_leak() {
         let (a, b, mut c) = ([1f32; 6], [2f32; 6], [f32::NAN; 4]);
-        let (a, b) = (View::from_slice(&a, &[2, 3]).unwrap(), View::from_slice(&b, &[3, 2]).unwrap());
+        let (a, b) =
+            (View::from_slice(&a, &[2, 3]).unwrap(), View::from_slice(&b, &[3, 2]).unwrap());
         host_gemm(1.0, a, b, false, ViewMut::from_slice(&mut c, &[2, 2]).unwrap()).unwrap();
         assert_eq!(c, [6.0; 4]);
     }

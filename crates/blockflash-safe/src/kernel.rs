@@ -4,10 +4,11 @@ use crate::tile_counter::TileCounters;
 use crate::{Device, Error, Result, Row};
 use blockflash_sys::image;
 use blockflash_sys::params::{
-    blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params, blockflash_block_mask_build_params,
-    blockflash_block_scores_params, blockflash_bsr_matmul_any_params, blockflash_bsr_matmul_params,
-    blockflash_bsr_matmul_tma_params, blockflash_bsr_sddmm_params, blockflash_bsr_sddmm_portable_params,
-    blockflash_probe_params,
+    blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params,
+    blockflash_block_mask_build_params, blockflash_block_scores_params,
+    blockflash_bsr_matmul_any_params, blockflash_bsr_matmul_params,
+    blockflash_bsr_matmul_tma_params, blockflash_bsr_sddmm_params,
+    blockflash_bsr_sddmm_portable_params, blockflash_probe_params,
 };
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 use std::ffi::CString;
@@ -72,7 +73,9 @@ pub(crate) struct Kernel {
 impl Kernel {
     /// The kernel of a row, loaded at the first call.
     pub(crate) fn of(context: &'static Context, row: &Row) -> Result<Arc<Kernel>> {
-        if let Some(kernel) = context.kernels.read().unwrap_or_else(PoisonError::into_inner).get(row) {
+        if let Some(kernel) =
+            context.kernels.read().unwrap_or_else(PoisonError::into_inner).get(row)
+        {
             return Ok(Arc::clone(kernel));
         }
         let mut kernels = context.kernels.write().unwrap_or_else(PoisonError::into_inner);
@@ -96,7 +99,8 @@ impl Kernel {
             what: "its name contains a NUL".to_owned(),
         })?;
         let bytes = image::load(row)?;
-        // The driver reads ELF structures in place: they want 8-byte alignment, which a `Vec<u8>` does not promise.
+        // The driver reads ELF structures in place: they want 8-byte alignment, which a `Vec<u8>`
+        // does not promise.
         let mut aligned = vec![0u64; bytes.len().div_ceil(8)];
         bytemuck::cast_slice_mut(&mut aligned)[..bytes.len()].copy_from_slice(&bytes);
 
@@ -112,11 +116,12 @@ impl Kernel {
         let code = unsafe { sys::cuModuleLoadData(&mut module, aligned.as_ptr().cast()) };
         check("cuModuleLoadData", code)?;
         let mut raw = ptr::null_mut();
-        // SAFETY: 1. The module was just loaded and is never unloaded. 2. The name ends with a NUL. 3. `raw` is writable.
+        // SAFETY: 1. The module was just loaded and is never unloaded. 2. The name ends with a NUL.
+        // 3. `raw` is writable.
         let code = unsafe { sys::cuModuleGetFunction(&mut raw, module, name.as_ptr()) };
         check("cuModuleGetFunction", code)?;
-        // SAFETY: `raw` is a function of a module of the current context. Loading it now, rather than at its first launch as
-        // the driver would, takes the cost out of the first launch.
+        // SAFETY: `raw` is a function of a module of the current context. Loading it now, rather
+        // than at its first launch as the driver would, takes the cost out of the first launch.
         check("cuFuncLoad", unsafe { sys::cuFuncLoad(raw) })?;
         let info = KernelInfo {
             registers: attribute(raw, Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS)?,
@@ -138,15 +143,22 @@ impl Kernel {
 
 fn attribute(function: sys::CUfunction, attribute: Attribute) -> Result<u32> {
     let mut value = 0;
-    // SAFETY: 1. A loaded function of the current context. 2. The pointer is valid for writes during the call.
-    check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&mut value, attribute, function) })?;
+    // SAFETY: 1. A loaded function of the current context. 2. The pointer is valid for writes
+    // during the call.
+    check("cuFuncGetAttribute", unsafe {
+        sys::cuFuncGetAttribute(&mut value, attribute, function)
+    })?;
     Ok(u32::try_from(value).unwrap_or(0))
 }
 
-/// Bytes of the kernel's first parameter. That there is no second one is not asked: memory checkers report the refusal.
+/// Bytes of the kernel's first parameter. That there is no second one is not asked: memory checkers
+/// report the refusal.
 fn param_bytes(function: sys::CUfunction) -> Result<usize> {
     let (mut offset, mut size) = (0, 0);
-    // SAFETY: 1. A loaded function of the current context. 2. The pointers are valid for writes during the call.
-    check("cuFuncGetParamInfo", unsafe { sys::cuFuncGetParamInfo(function, 0, &mut offset, &mut size) })?;
+    // SAFETY: 1. A loaded function of the current context. 2. The pointers are valid for writes
+    // during the call.
+    check("cuFuncGetParamInfo", unsafe {
+        sys::cuFuncGetParamInfo(function, 0, &mut offset, &mut size)
+    })?;
     Ok(size)
 }

@@ -17,28 +17,35 @@ pub struct LaunchConfig {
     pub block: u32,
     /// Dynamic shared memory per block in bytes.
     pub smem_bytes: u32,
-    /// Blocks per cluster in x, y and z (compute capability 9.0 and newer); `None` for kernels without clusters.
+    /// Blocks per cluster in x, y and z (compute capability 9.0 and newer); `None` for kernels
+    /// without clusters.
     pub cluster: Option<[u32; 3]>,
-    /// Lets the kernel start while its predecessor on the stream is still finishing; it then waits itself, with
-    /// `griddepcontrol.wait`, before it touches what the predecessor wrote.
+    /// Lets the kernel start while its predecessor on the stream is still finishing; it then waits
+    /// itself, with `griddepcontrol.wait`, before it touches what the predecessor wrote.
     pub programmatic_dependent_launch: bool,
 }
 
 impl Stream {
-    /// Launches the kernel of a row. The kernel is loaded at its first launch (or by [`Device::preload`](crate::Device::preload)).
+    /// Launches the kernel of a row. The kernel is loaded at its first launch (or by
+    /// [`Device::preload`](crate::Device::preload)).
     ///
     /// The typed launches ([`launch_attention_fwd`](Stream::launch_attention_fwd),
-    /// [`launch_bsr_matmul`](Stream::launch_bsr_matmul)) are safe; this one is for kernels under development.
+    /// [`launch_bsr_matmul`](Stream::launch_bsr_matmul)) are safe; this one is for kernels under
+    /// development.
     ///
     /// # Safety
-    /// 1. `P` is the parameter struct of the row's kernel (its size is checked, its meaning is not).
-    /// 2. For the blocks and threads of `config`, the kernel touches only memory that the pointers in `params` may be used
-    ///    for: every pointer that it uses is inside the memory of one of `uses`, or of foreign memory that stays valid until
-    ///    the work is done and the graphs that captured it are gone.
-    /// 3. Memory that it writes is borrowed exclusively by the caller, and the cross-stream rules of the crate are kept.
+    /// 1. `P` is the parameter struct of the row's kernel (its size is checked, its meaning is
+    ///    not).
+    /// 2. For the blocks and threads of `config`, the kernel touches only memory that the pointers
+    ///    in `params` may be used for: every pointer that it uses is inside the memory of one of
+    ///    `uses`, or of foreign memory that stays valid until the work is done and the graphs that
+    ///    captured it are gone.
+    /// 3. Memory that it writes is borrowed exclusively by the caller, and the cross-stream rules
+    ///    of the crate are kept.
     ///
     /// # Errors
-    /// [`Error::NotOnGpu`], [`Error::DeviceMismatch`], [`Error::ParamSize`], [`Error::Image`], [`Error::Cuda`].
+    /// [`Error::NotOnGpu`], [`Error::DeviceMismatch`], [`Error::ParamSize`], [`Error::Image`],
+    /// [`Error::Cuda`].
     pub unsafe fn launch<P: KernelParams>(
         &self,
         row: &Row,
@@ -53,8 +60,8 @@ impl Stream {
         unsafe { self.launch_with(row, config, |_| *params, uses.iter().filter_map(View::owner)) }
     }
 
-    /// As [`launch`](Stream::launch), with the memory of the views. `params` is asked when nothing else can be queued before the
-    /// kernel any more.
+    /// As [`launch`](Stream::launch), with the memory of the views. `params` is asked when nothing
+    /// else can be queued before the kernel any more.
     ///
     /// # Safety
     /// As [`launch`](Stream::launch).
@@ -83,7 +90,9 @@ impl Stream {
         uses: impl Iterator<Item = &'m Arc<DeviceMemory>> + Clone,
     ) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.queue_kernel(row, config, |session| session.tile_counter().map(params), uses) }
+        unsafe {
+            self.queue_kernel(row, config, |session| session.tile_counter().map(params), uses)
+        }
     }
 
     /// # Safety
@@ -95,10 +104,12 @@ impl Stream {
         params: impl FnOnce(&Session<'_>) -> Result<P>,
         uses: impl Iterator<Item = &'m Arc<DeviceMemory>> + Clone,
     ) -> Result<()> {
-        let context = self.device().context().ok_or(Error::NotOnGpu { what: "launching a kernel" })?;
+        let context =
+            self.device().context().ok_or(Error::NotOnGpu { what: "launching a kernel" })?;
         let kernel = Kernel::of(context, row)?;
         if size_of::<P>() != kernel.info.param_bytes {
-            let (symbol, host, image) = (kernel.symbol.clone(), size_of::<P>(), kernel.info.param_bytes);
+            let (symbol, host, image) =
+                (kernel.symbol.clone(), size_of::<P>(), kernel.info.param_bytes);
             return Err(Error::ParamSize { symbol, host, image });
         }
         for memory in uses.clone() {
@@ -127,9 +138,10 @@ impl Stream {
         let mut arguments = [ptr::from_ref(&params).cast_mut().cast()];
         // SAFETY:
         // 1. Stream and kernel belong to the current context and live.
-        // 2. `launch`, its `count` attributes and `arguments` are valid during the call; the driver copies them and the
-        //    parameters before it returns, and writes to none of them.
-        // 3. The kernel has exactly one parameter, of the size of `P`: checked above and in `Kernel`.
+        // 2. `launch`, its `count` attributes and `arguments` are valid during the call; the driver
+        //    copies them and the parameters before it returns, and writes to none of them.
+        // 3. The kernel has exactly one parameter, of the size of `P`: checked above and in
+        //    `Kernel`.
         // 4. What the kernel does with its pointers is the caller's promise. The memory behind them
         //    is prepared for this stream, so it is freed after the kernel; a graph that captures
         //    the launch keeps it alive. Where it is used in turns, this launch has them, or each
@@ -151,7 +163,8 @@ fn attributes(config: &LaunchConfig) -> ([sys::CUlaunchAttribute; 2], u32) {
     let mut count = 0;
     if let Some([x, y, z]) = config.cluster {
         attributes[count].id = AttributeId::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-        attributes[count].value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x, y, z };
+        attributes[count].value.clusterDim =
+            sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x, y, z };
         count += 1;
     }
     if config.programmatic_dependent_launch {

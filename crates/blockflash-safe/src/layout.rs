@@ -4,13 +4,15 @@ use std::ops::Range;
 /// The largest number of dimensions of a tensor.
 pub const MAX_RANK: usize = 4;
 
-/// No tensor spans more elements than this, so that offsets in bytes fit into `isize` for every element type.
+/// No tensor spans more elements than this, so that offsets in bytes fit into `isize` for every
+/// element type.
 const MAX_SPAN: usize = isize::MAX as usize / 4;
 
 /// Shape and strides of a tensor, in elements. A plain value: no allocation.
 ///
-/// Element `[i, j, …]` is at offset `i * strides[0] + j * strides[1] + …` from the first one. Strides are not negative; a
-/// stride of 0 repeats an element. All offsets are known to fit into 63 bits.
+/// Element `[i, j, …]` is at offset `i * strides[0] + j * strides[1] + …` from the first one.
+/// Strides are not negative; a stride of 0 repeats an element. All offsets are known to fit into 63
+/// bits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Layout {
     // Entries at and beyond `rank` are 0, so that derived equality compares what is meant.
@@ -52,7 +54,8 @@ impl Layout {
         let mut elements = 1usize;
         let mut last = 0usize;
         for (&size, &stride) in shape.iter().zip(strides) {
-            // The strides of an empty tensor are never used; those of others must not overflow anywhere below.
+            // The strides of an empty tensor are never used; those of others must not overflow
+            // anywhere below.
             let reach = if empty { Some(0) } else { (size - 1).checked_mul(stride) };
             last = reach.and_then(|reach| last.checked_add(reach)).ok_or(Error::TooLarge)?;
             elements = elements.checked_mul(size.max(1)).ok_or(Error::TooLarge)?;
@@ -94,15 +97,22 @@ impl Layout {
         self.shape().contains(&0)
     }
 
-    /// Elements of memory from the first element to the last one, both included; 0 when there are none.
+    /// Elements of memory from the first element to the last one, both included; 0 when there are
+    /// none.
     pub fn span(&self) -> usize {
         if self.is_empty() {
             return 0;
         }
-        1 + self.shape().iter().zip(self.strides()).map(|(size, stride)| (size - 1) * stride).sum::<usize>()
+        1 + self
+            .shape()
+            .iter()
+            .zip(self.strides())
+            .map(|(size, stride)| (size - 1) * stride)
+            .sum::<usize>()
     }
 
-    /// Whether the elements lie in memory in row-major order without gaps. Strides of dimensions of size 1 do not matter.
+    /// Whether the elements lie in memory in row-major order without gaps. Strides of dimensions of
+    /// size 1 do not matter.
     pub fn is_contiguous(&self) -> bool {
         let mut expected = 1;
         for (&size, &stride) in self.shape().iter().zip(self.strides()).rev() {
@@ -116,14 +126,16 @@ impl Layout {
 
     /// Whether two different indices may be the same element, which forbids writing.
     ///
-    /// Exact for every layout that comes from a contiguous one by permuting, slicing and repeating; interleavings of other
-    /// origin (strides 2 and 3, say) count as overlapping even where they happen not to be.
+    /// Exact for every layout that comes from a contiguous one by permuting, slicing and repeating;
+    /// interleavings of other origin (strides 2 and 3, say) count as overlapping even where they
+    /// happen not to be.
     pub fn overlaps_itself(&self) -> bool {
         if self.is_empty() {
             return false;
         }
         let mut dims: [(usize, usize); MAX_RANK] = [(0, 1); MAX_RANK];
-        for (dim, (&size, &stride)) in dims.iter_mut().zip(self.shape().iter().zip(self.strides())) {
+        for (dim, (&size, &stride)) in dims.iter_mut().zip(self.shape().iter().zip(self.strides()))
+        {
             *dim = (stride, size);
         }
         dims.sort_unstable();
@@ -157,7 +169,8 @@ impl Layout {
         Ok(permuted)
     }
 
-    /// The indices `range` of dimension `dim`: the layout of that part, and the offset of its first element.
+    /// The indices `range` of dimension `dim`: the layout of that part, and the offset of its first
+    /// element.
     ///
     /// # Errors
     /// [`Error::Slice`].
@@ -173,8 +186,9 @@ impl Layout {
         Ok((part, offset))
     }
 
-    /// The dimensions `dims` as one, in row-major order: `[batch, k, n]` with `0..2` is `[batch * k, n]`. Each of them has to continue
-    /// where the one inside it ends; strides of dimensions of size 1 do not matter, nor any where there are no elements.
+    /// The dimensions `dims` as one, in row-major order: `[batch, k, n]` with `0..2` is
+    /// `[batch * k, n]`. Each of them has to continue where the one inside it ends; strides of
+    /// dimensions of size 1 do not matter, nor any where there are no elements.
     ///
     /// # Errors
     /// [`Error::Flatten`].
@@ -189,7 +203,10 @@ impl Layout {
         let (mut size, mut stride) = (1, None);
         for dim in dims.clone().rev() {
             let step = self.strides[dim];
-            if !self.is_empty() && self.shape[dim] != 1 && *stride.get_or_insert(step) * size != step {
+            if !self.is_empty()
+                && self.shape[dim] != 1
+                && *stride.get_or_insert(step) * size != step
+            {
                 return Err(refused());
             }
             size *= self.shape[dim];

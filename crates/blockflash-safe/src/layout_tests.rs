@@ -30,7 +30,10 @@ fn empty_tensors_have_no_span() -> Result<()> {
 #[test]
 fn what_cannot_be_addressed_is_refused() {
     assert!(matches!(Layout::contiguous(&[1; 5]), Err(Error::Rank { found: 5 })));
-    assert!(matches!(Layout::strided(&[1, 2], &[1]), Err(Error::ShapeStrides { shape: 2, strides: 1 })));
+    assert!(matches!(
+        Layout::strided(&[1, 2], &[1]),
+        Err(Error::ShapeStrides { shape: 2, strides: 1 })
+    ));
     for (shape, strides) in [
         (&[usize::MAX, 2][..], &[2, 1][..]),
         (&[2, 2], &[usize::MAX, usize::MAX]),
@@ -38,7 +41,10 @@ fn what_cannot_be_addressed_is_refused() {
         (&[2], &[isize::MAX as usize / 4]),
         (&[0, usize::MAX, usize::MAX], &[0, 0, 0]),
     ] {
-        assert!(matches!(Layout::strided(shape, strides), Err(Error::TooLarge)), "{shape:?} {strides:?}");
+        assert!(
+            matches!(Layout::strided(shape, strides), Err(Error::TooLarge)),
+            "{shape:?} {strides:?}"
+        );
     }
     assert!(matches!(Layout::contiguous(&[usize::MAX, usize::MAX]), Err(Error::TooLarge)));
     // Beyond 2^31 elements is fine.
@@ -66,7 +72,10 @@ fn permutations_and_slices_are_checked() -> Result<()> {
     let permuted = layout.permute(&[1, 2, 0])?;
     assert_eq!((permuted.shape(), permuted.strides()), (&[3, 4, 2][..], &[4, 1, 12][..]));
     for order in [&[0, 1][..], &[0, 1, 1], &[0, 1, 3], &[0, 1, 2, 3]] {
-        assert!(matches!(layout.permute(order), Err(Error::Permutation { rank: 3, .. })), "{order:?}");
+        assert!(
+            matches!(layout.permute(order), Err(Error::Permutation { rank: 3, .. })),
+            "{order:?}"
+        );
     }
     let (part, offset) = layout.slice(1, 1..3)?;
     assert_eq!((part.shape(), offset), (&[2, 2, 4][..], 4));
@@ -87,7 +96,8 @@ fn dimensions_that_continue_each_other_are_flattened() -> Result<()> {
     assert_eq!(batch.flatten(1..2)?, batch);
     let whole = Layout::contiguous(&[2, 3, 4])?.flatten(0..3)?;
     assert_eq!((whole.shape(), whole.strides()), (&[24][..], &[1][..]));
-    // A gap between entries, rows that are not contiguous, a batch that repeats its entry, columns before rows.
+    // A gap between entries, rows that are not contiguous, a batch that repeats its entry, columns
+    // before rows.
     let gap = Layout::strided(&[5, 3, 4], &[25, 8, 1])?;
     let repeated = Layout::strided(&[5, 3, 4], &[0, 8, 1])?;
     let transposed = batch.permute(&[0, 2, 1])?;
@@ -96,12 +106,18 @@ fn dimensions_that_continue_each_other_are_flattened() -> Result<()> {
     }
     // Strides that are never used.
     let single = Layout::strided(&[1, 3, 1], &[7, 2, 9])?;
-    assert_eq!((single.flatten(0..3)?.shape(), single.flatten(0..3)?.strides()), (&[3][..], &[2][..]));
+    assert_eq!(
+        (single.flatten(0..3)?.shape(), single.flatten(0..3)?.strides()),
+        (&[3][..], &[2][..])
+    );
     assert_eq!(Layout::strided(&[2, 0, 3], &[usize::MAX, 7, 7])?.flatten(0..2)?.shape(), [0, 3]);
     #[expect(clippy::reversed_empty_ranges)]
     for dims in [1..1, 2..1, 0..4, 3..3] {
         let error = batch.flatten(dims.clone()).unwrap_err();
-        assert!(matches!(error, Error::Flatten { start, end, .. } if (start..end) == dims), "{error}");
+        assert!(
+            matches!(error, Error::Flatten { start, end, .. } if (start..end) == dims),
+            "{error}"
+        );
     }
     Ok(())
 }

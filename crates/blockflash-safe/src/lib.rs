@@ -1,23 +1,28 @@
-//! Devices, streams, events, CUDA graphs, tensors and kernel launches of blockflash, on top of `cudarc`.
+//! Devices, streams, events, CUDA graphs, tensors and kernel launches of blockflash, on top of
+//! `cudarc`.
 //!
-//! Every `unsafe` of the workspace is in this crate. What it promises, and what it leaves to its users:
+//! Every `unsafe` of the workspace is in this crate. What it promises, and what it leaves to its
+//! users:
 //!
-//! - **No panic without a GPU.** No driver, an old driver, a missing GPU and out of memory are values of [`Error`]. The same
-//!   calls work on the CPU, where the "device" is host memory and work runs at once.
-//! - **Threads.** Everything is `Send` and `Sync`. The CUDA context is made current for the length of each call and the
-//!   calling thread's previous one is restored, so several threads may share a GPU, one thread may use several GPUs, and
-//!   other CUDA libraries in the same thread are not disturbed.
-//! - **Lifetimes on the GPU.** Work is asynchronous, but memory is never touched before it is allocated nor after it is
-//!   freed: a [`Tensor`] is freed in stream order, after everything that was queued on any stream that used it; a [`Graph`]
-//!   keeps the tensors alive that were used while it was captured.
-//! - **Order.** Work on one [`Stream`] runs in order. Between streams the caller orders work with [`Event`]s or
-//!   [`Stream::synchronize`]; without that, what a kernel reads or leaves in a tensor is unspecified (never a host data race,
-//!   since GPU memory is not handed out as Rust references). One help is given: the first use of a tensor on another
-//!   stream than its own waits for what its own stream has queued by then.
-//!   A [`BsrPartsMemory`] is ordered by this crate: kernels that wait for words in it use it in
-//!   turns, whatever their streams and graphs.
-//! - **Aliasing.** [`View`] and [`ViewMut`] borrow like `&[T]` and `&mut [T]`; the borrow ends when the call returns, the
-//!   order of queued work does the rest.
+//! - **No panic without a GPU.** No driver, an old driver, a missing GPU and out of memory are
+//!   values of [`Error`]. The same calls work on the CPU, where the "device" is host memory and
+//!   work runs at once.
+//! - **Threads.** Everything is `Send` and `Sync`. The CUDA context is made current for the length
+//!   of each call and the calling thread's previous one is restored, so several threads may share a
+//!   GPU, one thread may use several GPUs, and other CUDA libraries in the same thread are not
+//!   disturbed.
+//! - **Lifetimes on the GPU.** Work is asynchronous, but memory is never touched before it is
+//!   allocated nor after it is freed: a [`Tensor`] is freed in stream order, after everything that
+//!   was queued on any stream that used it; a [`Graph`] keeps the tensors alive that were used
+//!   while it was captured.
+//! - **Order.** Work on one [`Stream`] runs in order. Between streams the caller orders work with
+//!   [`Event`]s or [`Stream::synchronize`]; without that, what a kernel reads or leaves in a tensor
+//!   is unspecified (never a host data race, since GPU memory is not handed out as Rust
+//!   references). One help is given: the first use of a tensor on another stream than its own waits
+//!   for what its own stream has queued by then. A [`BsrPartsMemory`] is ordered by this crate:
+//!   kernels that wait for words in it use it in turns, whatever their streams and graphs.
+//! - **Aliasing.** [`View`] and [`ViewMut`] borrow like `&[T]` and `&mut [T]`; the borrow ends when
+//!   the call returns, the order of queued work does the rest.
 //! - **Bounds.** The launches in this crate check shapes, strides, element types and launch
 //!   geometry against the views. Index arrays that kernels follow are types of their own
 //!   ([`BsrIndices`], [`BlockLists`]): checked on the host, in memory that safe code cannot write
@@ -46,7 +51,9 @@ mod turns;
 mod view;
 mod view_mut;
 
-pub use blockflash_sys::{BlockMaskKernel, ComputeCapability, DType, Major, Row, Target, manifest, params};
+pub use blockflash_sys::{
+    BlockMaskKernel, ComputeCapability, DType, Major, Row, Target, manifest, params,
+};
 pub use device::{CudaDriver, CudaProperties, CudaStatus, Device, cuda_status};
 pub use driver::NEEDED_DRIVER_VERSION;
 pub use element::Element;
@@ -78,7 +85,8 @@ struct Readme;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Locks; a panic of another thread while it held the lock leaves the lists behind our locks in a valid state.
+/// Locks; a panic of another thread while it held the lock leaves the lists behind our locks in a
+/// valid state.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

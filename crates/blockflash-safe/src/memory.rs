@@ -1,4 +1,5 @@
-//! Owned memory: aligned host memory, and device memory that lives exactly as long as work needs it.
+//! Owned memory: aligned host memory, and device memory that lives exactly as long as work needs
+//! it.
 
 use crate::driver::{Relaxed, check};
 use crate::stream::{Kept, Session, User};
@@ -38,11 +39,13 @@ impl HostMemory {
     }
 }
 
-/// Device memory that was allocated in the order of a stream, its home, and is freed in that order when the last owner is
-/// dropped. Owners are the tensor and the graphs that were captured from its use.
+/// Device memory that was allocated in the order of a stream, its home, and is freed in that order
+/// when the last owner is dropped. Owners are the tensor and the graphs that were captured from its
+/// use.
 ///
-/// The rule that makes every use valid: memory may be used in work on a stream after [`prepare`](Self::prepare) for that
-/// stream. It orders the allocation before the use, and notes the stream, so that freeing is ordered after the use.
+/// The rule that makes every use valid: memory may be used in work on a stream after
+/// [`prepare`](Self::prepare) for that stream. It orders the allocation before the use, and notes
+/// the stream, so that freeing is ordered after the use.
 pub(crate) struct DeviceMemory {
     ptr: u64,
     home: Stream,
@@ -62,7 +65,10 @@ impl DeviceMemory {
         session.refuse_capture("allocating")?;
         let context = session.context();
         if !context.has_memory_pools {
-            return Err(Error::Unsupported { device: *home.device(), what: "stream-ordered allocation" });
+            return Err(Error::Unsupported {
+                device: *home.device(),
+                what: "stream-ordered allocation",
+            });
         }
         // The driver calls absurd sizes invalid rather than too large.
         if bytes as u64 > context.properties.memory_bytes {
@@ -71,7 +77,8 @@ impl DeviceMemory {
         let mut ptr = 0;
         // SAFETY:
         // 1. The stream lives and its context is current.
-        // 2. The pointer is valid for writes during the call. The driver refuses 0 bytes, so at least one is asked for.
+        // 2. The pointer is valid for writes during the call. The driver refuses 0 bytes, so at
+        //    least one is asked for.
         let code = unsafe { sys::cuMemAllocAsync(&mut ptr, bytes.max(1), session.raw()) };
         if code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
             return Err(Error::OutOfMemory { bytes });
@@ -130,7 +137,8 @@ impl Kept for DeviceMemory {
             });
         }
         if stream.is_capturing()? {
-            // A capture cannot wait for work outside of it, but this thread can, before the graph is ever launched.
+            // A capture cannot wait for work outside of it, but this thread can, before the graph
+            // is ever launched.
             let allocated = Event::new(self.home.device(), false)?;
             allocated.record(&self.home)?;
             allocated.synchronize()?;
@@ -150,7 +158,8 @@ impl Kept for DeviceMemory {
     }
 }
 
-/// Lets `home` wait for `users`, unless one of them is being captured: `what` would become part of the graph.
+/// Lets `home` wait for `users`, unless one of them is being captured: `what` would become part of
+/// the graph.
 fn gather(home: &Stream, users: &[User], what: &'static str) -> Result<()> {
     for stream in users.iter().filter_map(User::stream).chain([home.clone()]) {
         if stream.is_capturing()? {
@@ -178,8 +187,8 @@ pub(crate) struct Freed {
 static DEFERRED: Mutex<Vec<Freed>> = Mutex::new(Vec::new());
 
 impl Freed {
-    /// Queues the release, or leaves it for later when a stream that is involved is being captured: the release would
-    /// become part of the graph.
+    /// Queues the release, or leaves it for later when a stream that is involved is being captured:
+    /// the release would become part of the graph.
     fn free(self) {
         if self.try_free().is_err() {
             lock(&DEFERRED).push(self);
@@ -191,11 +200,11 @@ impl Freed {
         let Some(session) = self.home.session()? else { return Ok(()) };
         session.refuse_capture("freeing")?;
         // SAFETY:
-        // 1. `ptr` comes from `cuMemAllocAsync` and is freed once: `Freed` is made by the only drop of `DeviceMemory`, and a
-        //    failed attempt has not freed it.
-        // 2. All work that uses it precedes the release: on the home stream by its order; on other streams because
-        //    `prepare` noted them and the home stream now waits for what they have queued. No owner is left who could
-        //    queue more.
+        // 1. `ptr` comes from `cuMemAllocAsync` and is freed once: `Freed` is made by the only drop
+        //    of `DeviceMemory`, and a failed attempt has not freed it.
+        // 2. All work that uses it precedes the release: on the home stream by its order; on other
+        //    streams because `prepare` noted them and the home stream now waits for what they have
+        //    queued. No owner is left who could queue more.
         // 3. The stream lives and its context is current.
         check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(self.ptr, session.raw()) })
     }
@@ -210,7 +219,8 @@ pub(crate) fn free_deferred() {
 /// Copies host memory to the device and waits for it.
 ///
 /// # Safety
-/// `dst` is valid device memory of `src.len()` bytes that was prepared for the stream of the session.
+/// `dst` is valid device memory of `src.len()` bytes that was prepared for the stream of the
+/// session.
 pub(crate) unsafe fn upload(session: &Session<'_>, dst: u64, src: &[u8]) -> Result<()> {
     if src.is_empty() {
         return Ok(());
@@ -219,8 +229,9 @@ pub(crate) unsafe fn upload(session: &Session<'_>, dst: u64, src: &[u8]) -> Resu
     // SAFETY:
     // 1. The stream lives and its context is current.
     // 2. `src` is valid for reads of its length, `dst` for writes (the caller's promise).
-    // 3. The copy may run later, but not longer than the borrow of `src`: the stream is waited for below, still in the
-    //    session, so that no capture can come between. (Should waiting fail, the context is lost and nothing runs any more.)
+    // 3. The copy may run later, but not longer than the borrow of `src`: the stream is waited for
+    //    below, still in the session, so that no capture can come between. (Should waiting fail,
+    //    the context is lost and nothing runs any more.)
     check("cuMemcpyHtoDAsync", unsafe {
         sys::cuMemcpyHtoDAsync_v2(dst, src.as_ptr().cast(), src.len(), session.raw())
     })?;
@@ -230,13 +241,15 @@ pub(crate) unsafe fn upload(session: &Session<'_>, dst: u64, src: &[u8]) -> Resu
 /// Copies device memory to the host and waits for it.
 ///
 /// # Safety
-/// `src` is valid device memory of `dst.len()` bytes that was prepared for the stream of the session.
+/// `src` is valid device memory of `dst.len()` bytes that was prepared for the stream of the
+/// session.
 pub(crate) unsafe fn download(session: &Session<'_>, dst: &mut [u8], src: u64) -> Result<()> {
     if dst.is_empty() {
         return Ok(());
     }
     session.refuse_capture("copying to host memory")?;
-    // SAFETY: as in `upload`, with the roles of the two exchanged; `dst` is borrowed exclusively until the copy is done.
+    // SAFETY: as in `upload`, with the roles of the two exchanged; `dst` is borrowed exclusively
+    // until the copy is done.
     check("cuMemcpyDtoHAsync", unsafe {
         sys::cuMemcpyDtoHAsync_v2(dst.as_mut_ptr().cast(), src, dst.len(), session.raw())
     })?;

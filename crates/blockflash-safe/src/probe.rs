@@ -8,11 +8,13 @@ use blockflash_sys::params::blockflash_probe_params;
 pub const PROBE_CHUNK_BYTES: usize = 16384;
 
 impl Stream {
-    /// Launches a kernel of [`Variant::Probe`] with so many blocks. The input is i32 `[words]`, the output i32 with one word
-    /// per thread, or for a copy as many as the input; both are contiguous. `iterations` is how often the inner loop runs.
+    /// Launches a kernel of [`Variant::Probe`] with so many blocks. The input is i32 `[words]`, the
+    /// output i32 with one word per thread, or for a copy as many as the input; both are
+    /// contiguous. `iterations` is how often the inner loop runs.
     ///
     /// # Errors
-    /// [`Error::Launch`] when the operands do not fit; as [`launch_attention_fwd`](Stream::launch_attention_fwd).
+    /// [`Error::Launch`] when the operands do not fit; as
+    /// [`launch_attention_fwd`](Stream::launch_attention_fwd).
     pub fn launch_probe(
         &self,
         row: &Row,
@@ -27,7 +29,8 @@ impl Stream {
         };
         let views = [Some(input), Some(output.as_view())];
         self.expect_all(&views)?;
-        let iterations = i32::try_from(iterations).map_err(|_| failed("too many iterations".to_owned()))?;
+        let iterations =
+            i32::try_from(iterations).map_err(|_| failed("too many iterations".to_owned()))?;
         fit(row, probe, blocks, &input, &output).map_err(failed)?;
         let params = blockflash_probe_params {
             input: pointer(&input),
@@ -44,10 +47,18 @@ impl Stream {
         };
         // SAFETY:
         // 1. The row is a probe, whose parameter struct this is.
-        // 2. Both pointers come from views of this device. A probe reads `bytes` from the first, of which `fit` found enough,
-        //    and writes a word per thread, or `bytes`, to the second, whose length `fit` found to be just that.
+        // 2. Both pointers come from views of this device. A probe reads `bytes` from the first, of
+        //    which `fit` found enough, and writes a word per thread, or `bytes`, to the second,
+        //    whose length `fit` found to be just that.
         // 3. The output is borrowed exclusively.
-        unsafe { self.launch_with(row, &config, |_| params, views.iter().flatten().filter_map(View::owner)) }
+        unsafe {
+            self.launch_with(
+                row,
+                &config,
+                |_| params,
+                views.iter().flatten().filter_map(View::owner),
+            )
+        }
     }
 }
 
@@ -60,7 +71,15 @@ fn fit(row: &Row, probe: Probe, blocks: u32, input: &View<'_>, output: &ViewMut<
         "the input is no multiple of 16384 bytes from 65536 on",
     )?;
     require(blocks > 0, "a grid without blocks")?;
-    require(input.is_aligned(16) && output.as_view().is_aligned(16), "an address is no multiple of 16")?;
+    require(
+        input.is_aligned(16) && output.as_view().is_aligned(16),
+        "an address is no multiple of 16",
+    )?;
     let threads = i64::from(blocks) * i64::from(row.threads());
-    fits("output", &output.as_view(), DType::I32, [(if probe == Probe::Copy { words } else { threads }, 1)])
+    fits(
+        "output",
+        &output.as_view(),
+        DType::I32,
+        [(if probe == Probe::Copy { words } else { threads }, 1)],
+    )
 }

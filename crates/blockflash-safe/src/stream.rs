@@ -22,8 +22,9 @@ struct Inner {
     device: Device,
     /// `None` on the CPU.
     queue: Option<Queue>,
-    /// While the stream is captured: the memory that the graph will use. The lock is held whenever something is queued, so
-    /// that no work of another thread slips into a capture without its memory being noted.
+    /// While the stream is captured: the memory that the graph will use. The lock is held whenever
+    /// something is queued, so that no work of another thread slips into a capture without its
+    /// memory being noted.
     capture: Mutex<Option<Recording>>,
 }
 
@@ -61,8 +62,8 @@ impl Drop for Queue {
             }
             // SAFETY:
             // 1. We created the stream, and this is its only owner: it is destroyed once.
-            // 2. Work that is still queued is finished by the driver before the stream's resources go.
-            // An error has no one to be reported to.
+            // 2. Work that is still queued is finished by the driver before the stream's resources
+            //    go. An error has no one to be reported to.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.raw.0) };
         }
         // Nobody else sets it.
@@ -82,13 +83,14 @@ impl Stream {
         Ok(Stream::with(device, Some(Queue::new(context, raw, true))))
     }
 
-    /// Wraps a stream of somebody else (`CUstream` or `cudaStream_t`: PyTorch, candle, CUDA itself), which stays theirs. Null
-    /// is the legacy default stream.
+    /// Wraps a stream of somebody else (`CUstream` or `cudaStream_t`: PyTorch, candle, CUDA
+    /// itself), which stays theirs. Null is the legacy default stream.
     ///
     /// # Safety
-    /// 1. `stream` is a stream of the primary context of `device`, or null; not the per-thread default stream, which is
-    ///    another one in each thread.
-    /// 2. It outlives the returned value, all its clones, and all tensors that were allocated on or used with them.
+    /// 1. `stream` is a stream of the primary context of `device`, or null; not the per-thread
+    ///    default stream, which is another one in each thread.
+    /// 2. It outlives the returned value, all its clones, and all tensors that were allocated on or
+    ///    used with them.
     /// 3. When it is captured by other means than [`Stream::capture`] on this value or its clones,
     ///    or joins such a capture: the tensors that are used meanwhile outlive the graph and its
     ///    launches; launches of all that is made of the graph (executable graphs, child graphs) run
@@ -117,7 +119,8 @@ impl Stream {
         &self.0.device
     }
 
-    /// The `CUstream`, valid as long as this value or a clone lives; null for the CPU (and for the legacy default stream).
+    /// The `CUstream`, valid as long as this value or a clone lives; null for the CPU (and for the
+    /// legacy default stream).
     pub fn raw(&self) -> *mut c_void {
         self.0.queue.as_ref().map_or(ptr::null_mut(), |queue| queue.raw.0.cast())
     }
@@ -125,7 +128,8 @@ impl Stream {
     /// Waits until everything queued so far is done.
     ///
     /// # Errors
-    /// [`Error::InCapture`], and [`Error::Cuda`] with the first failure of the work (a fault in a kernel, for example).
+    /// [`Error::InCapture`], and [`Error::Cuda`] with the first failure of the work (a fault in a
+    /// kernel, for example).
     pub fn synchronize(&self) -> Result<()> {
         let Some(queue) = &self.0.queue else { return Ok(()) };
         if lock(&self.0.capture).is_some() {
@@ -136,11 +140,12 @@ impl Stream {
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(queue.raw.0) })
     }
 
-    /// Lets later work on this stream wait for the event, which may be of another stream or device. On the CPU the calling
-    /// thread waits.
+    /// Lets later work on this stream wait for the event, which may be of another stream or device.
+    /// On the CPU the calling thread waits.
     ///
     /// # Errors
-    /// [`Error::InCapture`] when one of stream and event is part of a capture and the other is not, [`Error::Cuda`].
+    /// [`Error::InCapture`] when one of stream and event is part of a capture and the other is not,
+    /// [`Error::Cuda`].
     pub fn wait(&self, event: &Event) -> Result<()> {
         event.hold(self)
     }
@@ -166,13 +171,15 @@ impl Stream {
         self.session()?.map_or(Ok(false), |session| session.is_capturing())
     }
 
-    /// Whether work on the other stream runs after what is queued on this one, because they are clones of each other or wrap the same
-    /// `CUstream`. All streams of the CPU are the same.
+    /// Whether work on the other stream runs after what is queued on this one, because they are
+    /// clones of each other or wrap the same `CUstream`. All streams of the CPU are the same.
     pub fn is_same_queue(&self, other: &Stream) -> bool {
-        Arc::ptr_eq(&self.0, &other.0) || (self.device() == other.device() && self.raw() == other.raw())
+        Arc::ptr_eq(&self.0, &other.0)
+            || (self.device() == other.device() && self.raw() == other.raw())
     }
 
-    /// Opens the stream for queueing; `None` on the CPU. Two sessions are never open in one thread: they hold locks.
+    /// Opens the stream for queueing; `None` on the CPU. Two sessions are never open in one thread:
+    /// they hold locks.
     pub(crate) fn session(&self) -> Result<Option<Session<'_>>> {
         let Some(queue) = &self.0.queue else { return Ok(None) };
         let capture = lock(&self.0.capture);
@@ -211,7 +218,8 @@ impl Recording {
     }
 }
 
-/// The right to queue work on a CUDA stream: its context is current in this thread, and no other thread queues.
+/// The right to queue work on a CUDA stream: its context is current in this thread, and no other
+/// thread queues.
 pub(crate) struct Session<'s> {
     queue: &'s Queue,
     capture: MutexGuard<'s, Option<Recording>>,

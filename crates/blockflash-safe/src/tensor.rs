@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use crate::driver::check;
 
-/// An owned tensor, always contiguous. On a GPU its memory is allocated and freed in the order of the stream that it was
-/// created with; on the CPU it is aligned to 64 bytes.
+/// An owned tensor, always contiguous. On a GPU its memory is allocated and freed in the order of
+/// the stream that it was created with; on the CPU it is aligned to 64 bytes.
 ///
 /// Dropping it while work that uses it is still queued is fine: see the crate's documentation.
 pub struct Tensor {
@@ -24,11 +24,12 @@ enum Memory {
 }
 
 impl Tensor {
-    /// Memory that is not initialised: unspecified contents on a GPU, all bits set (NaN, -1) on the CPU.
+    /// Memory that is not initialised: unspecified contents on a GPU, all bits set (NaN, -1) on the
+    /// CPU.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], [`Error::InCapture`], [`Error::Unsupported`] for a GPU without memory pools, [`Error::Cuda`];
-    /// those of [`Layout::contiguous`].
+    /// [`Error::OutOfMemory`], [`Error::InCapture`], [`Error::Unsupported`] for a GPU without
+    /// memory pools, [`Error::Cuda`]; those of [`Layout::contiguous`].
     pub fn empty(stream: &Stream, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         Tensor::allocate(stream, dtype, shape, false, |memory| memory)
     }
@@ -50,7 +51,8 @@ impl Tensor {
     /// A copy of host memory, row-major. Waits for the copy.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`] unless the slice has exactly the shape's number of elements; those of [`Tensor::empty`].
+    /// [`Error::OutOfBounds`] unless the slice has exactly the shape's number of elements; those of
+    /// [`Tensor::empty`].
     pub fn from_slice<T: Element>(stream: &Stream, data: &[T], shape: &[usize]) -> Result<Tensor> {
         check_length(&Layout::contiguous(shape)?, data.len())?;
         let mut tensor = Tensor::empty(stream, T::DTYPE, shape)?;
@@ -90,10 +92,12 @@ impl Tensor {
                 if let Some(mut session) = stream.session()? {
                     session.keep(memory);
                     // SAFETY:
-                    // 1. The memory holds `size` bytes, is borrowed exclusively, and was prepared for the stream.
+                    // 1. The memory holds `size` bytes, is borrowed exclusively, and was prepared
+                    //    for the stream.
                     // 2. A graph that captures this keeps the memory alive.
                     // 3. The stream lives and its context is current.
-                    let code = unsafe { sys::cuMemsetD8Async(memory.ptr(), value, size, session.raw()) };
+                    let code =
+                        unsafe { sys::cuMemsetD8Async(memory.ptr(), value, size, session.raw()) };
                     check("cuMemsetD8Async", code)?;
                 }
             }
@@ -105,8 +109,8 @@ impl Tensor {
     /// Overwrites the tensor with host memory, row-major. Waits for the copy.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`] for another number of elements, [`Error::DType`], [`Error::DeviceMismatch`],
-    /// [`Error::InCapture`], [`Error::Cuda`].
+    /// [`Error::OutOfBounds`] for another number of elements, [`Error::DType`],
+    /// [`Error::DeviceMismatch`], [`Error::InCapture`], [`Error::Cuda`].
     pub fn copy_from_slice<T: Element>(&mut self, stream: &Stream, data: &[T]) -> Result<()> {
         check_dtype::<T>(self.dtype)?;
         check_length(&self.layout, data.len())?;
@@ -121,7 +125,8 @@ impl Tensor {
             Memory::Cuda(memory) => {
                 memory.prepare(stream)?;
                 if let Some(session) = stream.session()? {
-                    // SAFETY: the memory is as long as `bytes`, borrowed exclusively, and was prepared for the stream.
+                    // SAFETY: the memory is as long as `bytes`, borrowed exclusively, and was
+                    // prepared for the stream.
                     unsafe { upload(&session, memory.ptr(), bytes)? };
                 }
             }
@@ -129,11 +134,12 @@ impl Tensor {
         Ok(())
     }
 
-    /// Overwrites the tensor with another one of the same shape and element type on the same device, in the order of
-    /// `stream` and without waiting: also possible in a graph.
+    /// Overwrites the tensor with another one of the same shape and element type on the same
+    /// device, in the order of `stream` and without waiting: also possible in a graph.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`] for another number of elements, [`Error::DType`], [`Error::DeviceMismatch`], [`Error::Cuda`].
+    /// [`Error::OutOfBounds`] for another number of elements, [`Error::DType`],
+    /// [`Error::DeviceMismatch`], [`Error::Cuda`].
     pub fn copy_from(&mut self, stream: &Stream, source: &Tensor) -> Result<()> {
         if self.dtype != source.dtype {
             return Err(Error::DType { expected: self.dtype, found: source.dtype });
@@ -144,20 +150,23 @@ impl Tensor {
         self.copy_within_cuda(stream, source)
     }
 
-    /// The tensor's elements in row-major order. Waits for the work on `stream`, which is one of the tensor's device; on the
-    /// CPU any stream will do.
+    /// The tensor's elements in row-major order. Waits for the work on `stream`, which is one of
+    /// the tensor's device; on the CPU any stream will do.
     ///
     /// # Errors
-    /// [`Error::DType`], [`Error::DeviceMismatch`], [`Error::InCapture`], [`Error::OutOfMemory`], [`Error::Cuda`].
+    /// [`Error::DType`], [`Error::DeviceMismatch`], [`Error::InCapture`], [`Error::OutOfMemory`],
+    /// [`Error::Cuda`].
     pub fn to_vec<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {
         self.view().to_vec(stream)
     }
 
-    /// A copy on the device of `stream`. What the tensor's own stream and all streams that used the tensor have queued by
-    /// now comes before the copy. Waits when one of the two devices is the CPU, else the copy is queued on `stream`.
+    /// A copy on the device of `stream`. What the tensor's own stream and all streams that used the
+    /// tensor have queued by now comes before the copy. Waits when one of the two devices is the
+    /// CPU, else the copy is queued on `stream`.
     ///
     /// # Errors
-    /// Those of [`Tensor::empty`] and [`Tensor::to_vec`]; [`Error::InCapture`] also when the tensor's own stream is captured.
+    /// Those of [`Tensor::empty`] and [`Tensor::to_vec`]; [`Error::InCapture`] also when the
+    /// tensor's own stream is captured.
     pub fn copy_to(&self, stream: &Stream) -> Result<Tensor> {
         let mut copy = Tensor::empty(stream, self.dtype, self.shape())?;
         match &self.memory {
@@ -191,17 +200,26 @@ impl Tensor {
                 let (here, there) = (session.context().raw(), other.raw());
                 let (call, code) = if here == there {
                     // SAFETY:
-                    // 1. Both memories hold `size` bytes and were prepared for the stream; a graph keeps them alive.
+                    // 1. Both memories hold `size` bytes and were prepared for the stream; a graph
+                    //    keeps them alive.
                     // 2. They are different allocations: `self` is borrowed exclusively.
                     // 3. The stream lives and its context is current.
-                    let code =
-                        unsafe { sys::cuMemcpyDtoDAsync_v2(to.ptr(), from.ptr(), size, session.raw()) };
+                    let code = unsafe {
+                        sys::cuMemcpyDtoDAsync_v2(to.ptr(), from.ptr(), size, session.raw())
+                    };
                     ("cuMemcpyDtoDAsync", code)
                 } else {
-                    // SAFETY: as above; each pointer comes with the context that its memory belongs to, and both contexts
-                    // are retained for the rest of the process.
+                    // SAFETY: as above; each pointer comes with the context that its memory belongs
+                    // to, and both contexts are retained for the rest of the process.
                     let code = unsafe {
-                        sys::cuMemcpyPeerAsync(to.ptr(), here, from.ptr(), there, size, session.raw())
+                        sys::cuMemcpyPeerAsync(
+                            to.ptr(),
+                            here,
+                            from.ptr(),
+                            there,
+                            size,
+                            session.raw(),
+                        )
                     };
                     ("cuMemcpyPeerAsync", code)
                 };

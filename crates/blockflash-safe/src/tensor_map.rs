@@ -28,26 +28,30 @@ impl Swizzle {
     }
 }
 
-/// A tiled tensor for the tensor memory accelerator (compute capability 9.0 and newer), before it is encoded.
+/// A tiled tensor for the tensor memory accelerator (compute capability 9.0 and newer), before it
+/// is encoded.
 ///
-/// Dimension 0 is the innermost one, which is contiguous: the reverse of the order of [`Layout`](crate::Layout).
+/// Dimension 0 is the innermost one, which is contiguous: the reverse of the order of
+/// [`Layout`](crate::Layout).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorMapSpec<'s> {
     /// Element type.
     pub dtype: DType,
     /// Sizes in elements, innermost first; 1 to 5 of them, each 1 to 2^32.
     pub shape: &'s [u64],
-    /// Bytes between neighbours along dimensions 1, 2, …: one fewer than `shape`, multiples of 16, below 2^40, in any order.
+    /// Bytes between neighbours along dimensions 1, 2, …: one fewer than `shape`, multiples of 16,
+    /// below 2^40, in any order.
     pub strides_bytes: &'s [u64],
-    /// Size in elements of the box that one instruction moves, 1 to 256 along each dimension. The innermost extent is a
-    /// multiple of 16 bytes and at most the span of the swizzle.
+    /// Size in elements of the box that one instruction moves, 1 to 256 along each dimension. The
+    /// innermost extent is a multiple of 16 bytes and at most the span of the swizzle.
     pub box_shape: &'s [u32],
     /// Arrangement in shared memory.
     pub swizzle: Swizzle,
 }
 
 impl TensorMapSpec<'_> {
-    /// Checks the rules of `cuTensorMapEncodeTiled`, whose own errors do not say which one is broken.
+    /// Checks the rules of `cuTensorMapEncodeTiled`, whose own errors do not say which one is
+    /// broken.
     ///
     /// # Errors
     /// [`Error::TensorMap`].
@@ -60,30 +64,42 @@ impl TensorMapSpec<'_> {
         rule(self.strides_bytes.len() == rank - 1, &|| {
             format!("{rank} dimensions need {} strides", rank - 1)
         })?;
-        rule(self.box_shape.len() == rank, &|| format!("{rank} dimensions need as many box extents"))?;
+        rule(self.box_shape.len() == rank, &|| {
+            format!("{rank} dimensions need as many box extents")
+        })?;
         for &size in self.shape {
-            rule((1..=1 << 32).contains(&size), &|| format!("a dimension of {size}, not 1 to 2^32"))?;
+            rule((1..=1 << 32).contains(&size), &|| {
+                format!("a dimension of {size}, not 1 to 2^32")
+            })?;
         }
         for &stride in self.strides_bytes {
-            rule(stride % 16 == 0, &|| format!("a stride of {stride} bytes, not a multiple of 16"))?;
+            rule(stride % 16 == 0, &|| {
+                format!("a stride of {stride} bytes, not a multiple of 16")
+            })?;
             rule(stride < 1 << 40, &|| format!("a stride of {stride} bytes, not below 2^40"))?;
         }
         for &extent in self.box_shape {
-            rule((1..=256).contains(&extent), &|| format!("a box extent of {extent}, not 1 to 256"))?;
+            rule((1..=256).contains(&extent), &|| {
+                format!("a box extent of {extent}, not 1 to 256")
+            })?;
         }
         let inner = self.box_shape[0] as usize * self.dtype.size();
         rule(inner.is_multiple_of(16), &|| {
             format!("an inner box extent of {inner} bytes, not a multiple of 16")
         })?;
         let limit = self.swizzle.span().unwrap_or(usize::MAX);
-        rule(inner <= limit, &|| format!("an inner box extent of {inner} bytes with a swizzle of {limit}"))
+        rule(inner <= limit, &|| {
+            format!("an inner box extent of {inner} bytes with a swizzle of {limit}")
+        })
     }
 
     /// Bytes of memory from the first element to the end of the last one.
     fn span_bytes(&self) -> u64 {
         let inner = self.shape[0] * self.dtype.size() as u64;
         let outer = self.shape[1..].iter().zip(self.strides_bytes);
-        outer.fold(inner, |span, (&size, &stride)| span.saturating_add((size - 1).saturating_mul(stride)))
+        outer.fold(inner, |span, (&size, &stride)| {
+            span.saturating_add((size - 1).saturating_mul(stride))
+        })
     }
 }
 
@@ -96,25 +112,29 @@ pub struct TensorMap {
     opaque: [u64; 16],
 }
 
-const _: () = assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>(), "a tensor map is 128 bytes");
 const _: () =
-    assert!(align_of::<TensorMap>() >= align_of::<sys::CUtensorMap>(), "the driver may demand less");
+    assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>(), "a tensor map is 128 bytes");
+const _: () = assert!(
+    align_of::<TensorMap>() >= align_of::<sys::CUtensorMap>(),
+    "the driver may demand less"
+);
 
 impl TensorMap {
-    /// Encodes a map of the memory of `view`, which must hold all that `spec` reaches from the view's first element. Boxes
-    /// that reach outside the shape read zeros and do not write there. The map does not keep the memory alive: the view goes
-    /// into the launch that uses it.
+    /// Encodes a map of the memory of `view`, which must hold all that `spec` reaches from the
+    /// view's first element. Boxes that reach outside the shape read zeros and do not write there.
+    /// The map does not keep the memory alive: the view goes into the launch that uses it.
     ///
     /// # Errors
-    /// [`Error::TensorMap`], [`Error::NotOnGpu`], [`Error::DType`], [`Error::OutOfBounds`], [`Error::Unsupported`] for a GPU
-    /// below compute capability 9.0, [`Error::Cuda`].
+    /// [`Error::TensorMap`], [`Error::NotOnGpu`], [`Error::DType`], [`Error::OutOfBounds`],
+    /// [`Error::Unsupported`] for a GPU below compute capability 9.0, [`Error::Cuda`].
     pub fn encode_tiled(view: &View<'_>, spec: &TensorMapSpec<'_>) -> Result<TensorMap> {
         spec.check()?;
         if view.dtype() != spec.dtype {
             return Err(Error::DType { expected: spec.dtype, found: view.dtype() });
         }
         let available = view.layout().span();
-        let needed = usize::try_from(spec.span_bytes()).unwrap_or(usize::MAX).div_ceil(spec.dtype.size());
+        let needed =
+            usize::try_from(spec.span_bytes()).unwrap_or(usize::MAX).div_ceil(spec.dtype.size());
         if needed > available {
             return Err(Error::OutOfBounds { needed, available });
         }
@@ -140,7 +160,8 @@ impl TensorMap {
         let mut map = TensorMap { opaque: [0; 16] };
         let _bound = context.bind()?;
         // SAFETY:
-        // 1. `map` is valid for writes, as large as the driver's type and aligned at least as strictly.
+        // 1. `map` is valid for writes, as large as the driver's type and aligned at least as
+        //    strictly.
         // 2. The arrays have at least `rank` entries (5).
         // 3. The address is only recorded.
         check("cuTensorMapEncodeTiled", unsafe {

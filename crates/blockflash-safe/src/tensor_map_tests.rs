@@ -23,7 +23,8 @@ fn what_the_hardware_takes_is_accepted() {
             box_shape: &[8, 8, 8, 8, 8],
             ..spec()
         },
-        // (head_dim, sequence, head, batch) of a [batch, sequence, head, head_dim] tensor: strides need not grow.
+        // (head_dim, sequence, head, batch) of a [batch, sequence, head, head_dim] tensor: strides
+        // need not grow.
         TensorMapSpec {
             shape: &[64, 1000, 8, 2],
             strides_bytes: &[1024, 128, 1_024_000],
@@ -41,7 +42,10 @@ fn what_the_hardware_takes_is_accepted() {
 #[test]
 fn each_rule_is_named() {
     let refused = [
-        (TensorMapSpec { shape: &[], strides_bytes: &[], box_shape: &[], ..spec() }, "0 dimensions"),
+        (
+            TensorMapSpec { shape: &[], strides_bytes: &[], box_shape: &[], ..spec() },
+            "0 dimensions",
+        ),
         (
             TensorMapSpec { shape: &[8; 6], strides_bytes: &[16; 5], box_shape: &[8; 6], ..spec() },
             "6 dimensions, not 1 to 5",

@@ -9,7 +9,10 @@ fn cpu() -> Stream {
 fn tensors_on_the_cpu() -> Result<()> {
     let stream = cpu();
     let mut tensor = Tensor::from_slice(&stream, &[1.0f32, 2.0, 3.0, 4.0], &[2, 2])?;
-    assert_eq!((tensor.dtype(), tensor.shape(), tensor.device()), (DType::F32, &[2, 2][..], Device::cpu()));
+    assert_eq!(
+        (tensor.dtype(), tensor.shape(), tensor.device()),
+        (DType::F32, &[2, 2][..], Device::cpu())
+    );
     tensor.view_mut().as_mut_slice::<f32>()?[3] = 5.0;
     assert_eq!(tensor.to_vec::<f32>(&stream)?, [1.0, 2.0, 3.0, 5.0]);
     let mut copy = tensor.copy_to(&stream)?;

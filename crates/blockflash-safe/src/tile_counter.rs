@@ -198,10 +198,12 @@ fn own(graph: CUgraph, lease: Lease) -> Result<()> {
 
 /// The driver's number of the capture that the stream is in, and the graph.
 fn capture_of(stream: CUstream) -> Result<(u64, CUgraph)> {
-    let (mut status, mut number, mut graph) = (Status::CU_STREAM_CAPTURE_STATUS_NONE, 0, ptr::null_mut());
+    let (mut status, mut number, mut graph) =
+        (Status::CU_STREAM_CAPTURE_STATUS_NONE, 0, ptr::null_mut());
     // SAFETY:
     // 1. The stream lives and its context is current.
-    // 2. The pointers that are not null are valid for writes during the call; the others say that nothing is asked for.
+    // 2. The pointers that are not null are valid for writes during the call; the others say that
+    //    nothing is asked for.
     let code = unsafe {
         sys::cuStreamGetCaptureInfo_v3(
             stream,
@@ -231,15 +233,17 @@ fn zeroed(bytes: usize) -> Result<u64> {
         let mut address = 0;
         // SAFETY: 1. The context is current. 2. The pointer is valid for writes during the call.
         check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&mut address, bytes) })?;
-        // A stream of its own: the default stream may not be used while a blocking stream is captured.
-        // SAFETY: 1. The stream was just created. 2. The memory has so many bytes and is used by nobody else yet.
+        // A stream of its own: the default stream may not be used while a blocking stream is
+        // captured. SAFETY: 1. The stream was just created. 2. The memory has so many bytes and is
+        // used by nobody else yet.
         check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(address, 0, bytes, stream) })?;
         // SAFETY: the stream was just created.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) })?;
         Ok(address)
     };
     let filled = fill();
-    // SAFETY: we created the stream, and this is its only owner. An error has no one to be reported to.
+    // SAFETY: we created the stream, and this is its only owner. An error has no one to be reported
+    // to.
     let _ = unsafe { sys::cuStreamDestroy_v2(stream) };
     filled
 }

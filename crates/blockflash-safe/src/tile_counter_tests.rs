@@ -24,7 +24,10 @@ fn each_has_a_slot_of_its_own_until_all_are_taken() {
     let mut slots = lock(&counters.slots);
     assert!(matches!(slots.take_for_capture(capture(1)), Err(Error::TileCounters { limit: 4 })));
     assert!(matches!(slots.take_for_stream(1), Err(Error::TileCounters { limit: 4 })));
-    assert!(slots.captures.is_empty() && slots.foreign.is_empty(), "a refusal leaves nothing behind");
+    assert!(
+        slots.captures.is_empty() && slots.foreign.is_empty(),
+        "a refusal leaves nothing behind"
+    );
     drop(slots);
     // SAFETY: the lease was made for this call.
     unsafe { give_back(lease(taken[2], None)) };
@@ -52,6 +55,9 @@ fn streams_of_others_keep_their_slots() {
     let first = slots.take_for_stream(7).unwrap();
     let second = slots.take_for_stream(8).unwrap();
     assert_ne!(first, second);
-    assert_eq!([slots.take_for_stream(7).unwrap(), slots.take_for_stream(8).unwrap()], [first, second]);
+    assert_eq!(
+        [slots.take_for_stream(7).unwrap(), slots.take_for_stream(8).unwrap()],
+        [first, second]
+    );
     assert!(matches!(slots.take_for_stream(9), Err(Error::TileCounters { limit: 2 })));
 }

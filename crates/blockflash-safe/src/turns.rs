@@ -33,7 +33,10 @@ enum Before {
 
 impl<'m> Turns<'m> {
     /// Not while a session is open.
-    pub(crate) fn take(turns: impl Iterator<Item = &'m Turn>, stream: &Stream) -> Result<Turns<'m>> {
+    pub(crate) fn take(
+        turns: impl Iterator<Item = &'m Turn>,
+        stream: &Stream,
+    ) -> Result<Turns<'m>> {
         let taken = in_order(turns).into_iter().map(|turn| {
             let last = lock(turn);
             let before = if last.is_same_queue(stream) {

@@ -7,7 +7,8 @@ use std::sync::Arc;
 /// A borrowed tensor: memory on a device, element type, shape and strides. Copyable, like `&[T]`.
 #[derive(Clone, Copy, Debug)]
 pub struct View<'a> {
-    // Host memory is exactly the span of the layout. Device memory is valid for the span from `ptr`.
+    // Host memory is exactly the span of the layout. Device memory is valid for the span from
+    // `ptr`.
     source: Source<'a>,
     device: Device,
     dtype: DType,
@@ -33,7 +34,8 @@ impl<'a> View<'a> {
     /// Row-major host memory.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`] unless the slice has exactly the shape's number of elements; those of [`Layout::contiguous`].
+    /// [`Error::OutOfBounds`] unless the slice has exactly the shape's number of elements; those of
+    /// [`Layout::contiguous`].
     pub fn from_slice<T: Element>(data: &'a [T], shape: &[usize]) -> Result<View<'a>> {
         let layout = Layout::contiguous(shape)?;
         check_length(&layout, data.len())?;
@@ -57,14 +59,20 @@ impl<'a> View<'a> {
     /// Device memory of somebody else (PyTorch, candle, …).
     ///
     /// # Safety
-    /// 1. `ptr` is a pointer into memory of `device`, aligned to the element type and valid for reads of
-    ///    `layout.span()` elements (for any value when that is 0).
-    /// 2. It stays valid, and is not written by others without being ordered with our streams, until all work that was
-    ///    queued with this view or its copies is done and all graphs captured from it are gone, even beyond `'a`.
+    /// 1. `ptr` is a pointer into memory of `device`, aligned to the element type and valid for
+    ///    reads of `layout.span()` elements (for any value when that is 0).
+    /// 2. It stays valid, and is not written by others without being ordered with our streams,
+    ///    until all work that was queued with this view or its copies is done and all graphs
+    ///    captured from it are gone, even beyond `'a`.
     ///
     /// # Errors
     /// [`Error::NotOnGpu`] for the CPU.
-    pub unsafe fn from_raw_cuda(device: &Device, ptr: u64, dtype: DType, layout: Layout) -> Result<View<'a>> {
+    pub unsafe fn from_raw_cuda(
+        device: &Device,
+        ptr: u64,
+        dtype: DType,
+        layout: Layout,
+    ) -> Result<View<'a>> {
         if device.is_cpu() {
             return Err(Error::NotOnGpu { what: "a device pointer" });
         }
@@ -79,7 +87,11 @@ impl<'a> View<'a> {
 
     /// `memory` is at least the span of the layout.
     #[inline]
-    pub(crate) fn from_memory(memory: &'a Arc<DeviceMemory>, dtype: DType, layout: Layout) -> View<'a> {
+    pub(crate) fn from_memory(
+        memory: &'a Arc<DeviceMemory>,
+        dtype: DType,
+        layout: Layout,
+    ) -> View<'a> {
         let source = Source::Cuda { ptr: memory.ptr(), owner: Some(memory) };
         View { source, device: *memory.home().device(), dtype, layout }
     }
@@ -147,7 +159,8 @@ impl<'a> View<'a> {
         Ok(View { layout: self.layout.permute(order)?, ..*self })
     }
 
-    /// The dimensions `dims` as one, without a copy: a batch `[batch, k, n]` with `0..2` is the matrix `[batch * k, n]`.
+    /// The dimensions `dims` as one, without a copy: a batch `[batch, k, n]` with `0..2` is the
+    /// matrix `[batch * k, n]`.
     ///
     /// # Errors
     /// [`Error::Flatten`] where strides do not allow it, or for dimensions that there are not.
@@ -171,13 +184,16 @@ impl<'a> View<'a> {
         let (layout, offset) = self.layout.slice(dim, range)?;
         let bytes = offset * self.dtype.size();
         let source = match self.source {
-            Source::Host(memory) => Source::Host(&memory[bytes..bytes + layout.span() * self.dtype.size()]),
+            Source::Host(memory) => {
+                Source::Host(&memory[bytes..bytes + layout.span() * self.dtype.size()])
+            }
             Source::Cuda { ptr, owner } => Source::Cuda { ptr: ptr + bytes as u64, owner },
         };
         Ok(View { source, layout, ..*self })
     }
 
-    /// Host memory from the first element to the last one; index it with [`strides`](Self::strides).
+    /// Host memory from the first element to the last one; index it with
+    /// [`strides`](Self::strides).
     ///
     /// # Errors
     /// [`Error::NotOnCpu`], [`Error::DType`].
@@ -189,11 +205,12 @@ impl<'a> View<'a> {
         }
     }
 
-    /// The elements in row-major order, from any device. Waits for the work on `stream`, which must be one of the tensor's
-    /// device; on the CPU any stream will do.
+    /// The elements in row-major order, from any device. Waits for the work on `stream`, which must
+    /// be one of the tensor's device; on the CPU any stream will do.
     ///
     /// # Errors
-    /// [`Error::DType`], [`Error::DeviceMismatch`], [`Error::InCapture`], [`Error::OutOfMemory`], [`Error::Cuda`].
+    /// [`Error::DType`], [`Error::DeviceMismatch`], [`Error::InCapture`], [`Error::OutOfMemory`],
+    /// [`Error::Cuda`].
     pub fn to_vec<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {
         if let Source::Host(_) = self.source {
             return gather(&self.layout, self.as_slice::<T>()?.to_vec());
@@ -201,25 +218,33 @@ impl<'a> View<'a> {
         check_dtype::<T>(self.dtype)?;
         let span = self.layout.span();
         let mut data = Vec::new();
-        data.try_reserve_exact(span).map_err(|_| Error::OutOfMemory { bytes: span * size_of::<T>() })?;
+        data.try_reserve_exact(span)
+            .map_err(|_| Error::OutOfMemory { bytes: span * size_of::<T>() })?;
         data.resize(span, T::zeroed());
         self.read_span(stream, bytemuck::cast_slice_mut(&mut data))?;
         gather(&self.layout, data)
     }
 
-    /// Copies a GPU view's memory, from its first element on, into host memory that is no longer than its span.
+    /// Copies a GPU view's memory, from its first element on, into host memory that is no longer
+    /// than its span.
     pub(crate) fn read_span(&self, stream: &Stream, bytes: &mut [u8]) -> Result<()> {
         let Source::Cuda { ptr, owner } = self.source else { return Ok(()) };
         self.device.expect(stream.device())?;
         owner.map_or(Ok(()), |memory| memory.prepare(stream))?;
         let Some(session) = stream.session()? else { return Ok(()) };
         debug_assert!(bytes.len() <= self.layout.span() * self.dtype.size());
-        // SAFETY: the view's memory is valid for its span (our tensor's, or point 1 of `from_raw_cuda`), prepared above.
+        // SAFETY: the view's memory is valid for its span (our tensor's, or point 1 of
+        // `from_raw_cuda`), prepared above.
         unsafe { download(&session, bytes, ptr) }
     }
 
     /// The source holds the span of the layout.
-    pub(crate) fn with_source(source: Source<'a>, device: Device, dtype: DType, layout: Layout) -> View<'a> {
+    pub(crate) fn with_source(
+        source: Source<'a>,
+        device: Device,
+        dtype: DType,
+        layout: Layout,
+    ) -> View<'a> {
         View { source, device, dtype, layout }
     }
 

@@ -4,7 +4,8 @@ use crate::{DType, Device, Element, Error, Layout, Result, View};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A borrowed tensor that is written: like [`View`], but exclusive, and no two of its elements are the same memory.
+/// A borrowed tensor that is written: like [`View`], but exclusive, and no two of its elements are
+/// the same memory.
 #[derive(Debug)]
 pub struct ViewMut<'a> {
     source: SourceMut<'a>,
@@ -63,8 +64,8 @@ impl<'a> ViewMut<'a> {
     /// Device memory of somebody else (PyTorch, candle, …).
     ///
     /// # Safety
-    /// As [`View::from_raw_cuda`], for reads and writes, and nobody else reads the memory in that time either without being
-    /// ordered with our streams.
+    /// As [`View::from_raw_cuda`], for reads and writes, and nobody else reads the memory in that
+    /// time either without being ordered with our streams.
     ///
     /// # Errors
     /// [`Error::NotOnGpu`] for the CPU, [`Error::OverlappingOutput`].
@@ -81,13 +82,15 @@ impl<'a> ViewMut<'a> {
         Ok(ViewMut { source: SourceMut::Cuda { ptr, owner: None }, device: *device, dtype, layout })
     }
 
-    /// `bytes` start at the first element and reach at least to the last; the layout does not overlap itself.
+    /// `bytes` start at the first element and reach at least to the last; the layout does not
+    /// overlap itself.
     pub(crate) fn from_host(bytes: &'a mut [u8], dtype: DType, layout: Layout) -> ViewMut<'a> {
         let source = SourceMut::Host(&mut bytes[..layout.span() * dtype.size()]);
         ViewMut { source, device: Device::cpu(), dtype, layout }
     }
 
-    /// `memory` is at least the span of the layout and borrowed exclusively; the layout does not overlap itself.
+    /// `memory` is at least the span of the layout and borrowed exclusively; the layout does not
+    /// overlap itself.
     #[inline]
     pub(crate) fn from_memory(
         memory: &'a mut Arc<DeviceMemory>,
@@ -95,7 +98,12 @@ impl<'a> ViewMut<'a> {
         layout: Layout,
     ) -> ViewMut<'a> {
         let device = *memory.home().device();
-        ViewMut { source: SourceMut::Cuda { ptr: memory.ptr(), owner: Some(memory) }, device, dtype, layout }
+        ViewMut {
+            source: SourceMut::Cuda { ptr: memory.ptr(), owner: Some(memory) },
+            device,
+            dtype,
+            layout,
+        }
     }
 
     /// Element type.
@@ -194,7 +202,8 @@ impl<'a> ViewMut<'a> {
         Ok(ViewMut { source, layout, ..self })
     }
 
-    /// Host memory from the first element to the last one; index it with [`strides`](Self::strides).
+    /// Host memory from the first element to the last one; index it with
+    /// [`strides`](Self::strides).
     ///
     /// # Errors
     /// [`Error::NotOnCpu`], [`Error::DType`].

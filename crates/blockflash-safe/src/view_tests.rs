@@ -5,12 +5,21 @@ use half::f16;
 fn views_of_slices() -> Result<()> {
     let data = [0i32, 1, 2, 3, 4, 5];
     let view = View::from_slice(&data, &[2, 3])?;
-    assert_eq!((view.dtype(), view.shape(), view.strides()), (DType::I32, &[2, 3][..], &[3, 1][..]));
+    assert_eq!(
+        (view.dtype(), view.shape(), view.strides()),
+        (DType::I32, &[2, 3][..], &[3, 1][..])
+    );
     assert!(view.is_cpu() && view.device_ptr().is_none());
     assert_eq!(view.as_slice::<i32>()?, data);
-    assert!(matches!(view.as_slice::<f32>(), Err(Error::DType { expected: DType::F32, found: DType::I32 })));
+    assert!(matches!(
+        view.as_slice::<f32>(),
+        Err(Error::DType { expected: DType::F32, found: DType::I32 })
+    ));
     for shape in [&[2, 2][..], &[7]] {
-        assert!(matches!(View::from_slice(&data, shape), Err(Error::OutOfBounds { available: 6, .. })));
+        assert!(matches!(
+            View::from_slice(&data, shape),
+            Err(Error::OutOfBounds { available: 6, .. })
+        ));
     }
     Ok(())
 }
@@ -54,7 +63,10 @@ fn batches_are_flattened() -> Result<()> {
     let matrix = batch.slice(2, 0..2)?.flatten(0..2)?;
     assert_eq!((matrix.shape(), matrix.strides()), (&[6, 2][..], &[3, 1][..]));
     assert_eq!(matrix.to_vec::<i32>(&stream)?, [0, 1, 3, 4, 6, 7, 9, 10, 12, 13, 15, 16]);
-    assert!(matches!(batch.slice(1, 0..2)?.flatten(0..2), Err(Error::Flatten { start: 0, end: 2, .. })));
+    assert!(matches!(
+        batch.slice(1, 0..2)?.flatten(0..2),
+        Err(Error::Flatten { start: 0, end: 2, .. })
+    ));
     let batch = ViewMut::from_slice(&mut data, &[2, 3, 3])?;
     batch.flatten(0..2)?.slice(0, 4..5)?.as_mut_slice::<i32>()?.fill(-1);
     assert_eq!(data[11..16], [11, -1, -1, -1, 15]);

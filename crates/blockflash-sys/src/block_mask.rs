@@ -71,7 +71,9 @@ impl BlockMaskKernel {
     pub(crate) const fn expects(self) -> &'static [Expect] {
         use Expect::{Contains, Lacks};
         match self {
-            Self::Build { .. } => &[Contains("VOTE"), Contains("REDUX"), Lacks("LDL"), Lacks("STL")],
+            Self::Build { .. } => {
+                &[Contains("VOTE"), Contains("REDUX"), Lacks("LDL"), Lacks("STL")]
+            }
             Self::Scores { .. } => &[Contains("FFMA"), Lacks("LDL"), Lacks("STL")],
         }
     }

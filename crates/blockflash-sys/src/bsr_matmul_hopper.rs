@@ -1,12 +1,14 @@
 use crate::tile::BsrTile;
 use crate::{DType, Expect, Target};
 
-/// Tiles of the BSR kernels for Hopper: one block of threads per multiprocessor takes tile after tile, each some block rows of A times
-/// `block_n` columns of B. One warpgroup copies, the others compute.
+/// Tiles of the BSR kernels for Hopper: one block of threads per multiprocessor takes tile after
+/// tile, each some block rows of A times `block_n` columns of B. One warpgroup copies, the others
+/// compute.
 ///
-/// Blocks of 64 and 128 (`bsr_matmul_sm90a.cu`): two warpgroups compute, 64 rows each where the tile has 128, else half of the columns.
-/// Blocks of 16 and 32 (`bsr_matmul_gather_sm90a.cu`): each warp computes one block row, or with fewer than eight half of its columns. Where
-/// they are filled with zeros (`bsr_matmul_filled_sm90a.cu`), each of two warpgroups computes 64 rows.
+/// Blocks of 64 and 128 (`bsr_matmul_sm90a.cu`): two warpgroups compute, 64 rows each where the
+/// tile has 128, else half of the columns. Blocks of 16 and 32 (`bsr_matmul_gather_sm90a.cu`): each
+/// warp computes one block row, or with fewer than eight half of its columns. Where they are filled
+/// with zeros (`bsr_matmul_filled_sm90a.cu`), each of two warpgroups computes 64 rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BsrMatmulHopper {
     /// Element type of A and B.
@@ -19,12 +21,15 @@ pub struct BsrMatmulHopper {
     pub block_n: u32,
     /// Pipeline stages in shared memory.
     pub stages: u32,
-    /// Whether small blocks are filled up with zeros to 64 rows, for instructions that multiply so many. The blocks of threads of a
-    /// cluster then have the columns of all of them, and a part of the block rows each.
+    /// Whether small blocks are filled up with zeros to 64 rows, for instructions that multiply so
+    /// many. The blocks of threads of a cluster then have the columns of all of them, and a part of
+    /// the block rows each.
     pub filled: bool,
-    /// Blocks of threads that compute neighbouring tiles of the same block rows, to all of which A comes at once: 1 or 2.
+    /// Blocks of threads that compute neighbouring tiles of the same block rows, to all of which A
+    /// comes at once: 1 or 2.
     pub cluster: u32,
-    /// Whether blocks of A are multiplied transposed, in the order of an index of their block columns.
+    /// Whether blocks of A are multiplied transposed, in the order of an index of their block
+    /// columns.
     pub a_transposed: bool,
     /// Whether columns of B are contiguous instead of rows.
     pub b_column_major: bool,
@@ -55,7 +60,8 @@ impl BsrMatmulHopper {
         Self::GATHERED_K / block_size
     }
 
-    /// Most blocks of A of a stage of the plan there. A block column in which every row of a group has a block fits.
+    /// Most blocks of A of a stage of the plan there. A block column in which every row of a group
+    /// has a block fits.
     pub const fn stage_blocks(block_size: u32) -> u32 {
         if block_size == 16 { 32 } else { 10 }
     }
@@ -94,10 +100,27 @@ impl BsrMatmulHopper {
 
     /// What it has in common with other BSR kernels.
     pub const fn tile(&self) -> BsrTile {
-        let Self { dtype, block_size, block_rows, block_n, cluster, a_transposed, b_column_major, .. } =
-            *self;
+        let Self {
+            dtype,
+            block_size,
+            block_rows,
+            block_n,
+            cluster,
+            a_transposed,
+            b_column_major,
+            ..
+        } = *self;
         let block_k = self.block_k();
-        BsrTile { dtype, block_size, block_rows, block_n, block_k, cluster, a_transposed, b_column_major }
+        BsrTile {
+            dtype,
+            block_size,
+            block_rows,
+            block_n,
+            block_k,
+            cluster,
+            a_transposed,
+            b_column_major,
+        }
     }
 
     /// What distinguishes it in symbols.
@@ -114,9 +137,10 @@ impl BsrMatmulHopper {
         4 * (self.warpgroups() + 1)
     }
 
-    /// Shared memory in bytes: a ring of A and B tiles, barriers and the announced tiles, and what is left up to some size for C on its way
-    /// to memory. That is per warp two pages of 16 rows × 64 columns for tensor copies, where warpgroups compute, or 16 rows of f32
-    /// accumulators, 32 columns wide or at least 16; a few more keep rows in different banks.
+    /// Shared memory in bytes: a ring of A and B tiles, barriers and the announced tiles, and what
+    /// is left up to some size for C on its way to memory. That is per warp two pages of 16 rows ×
+    /// 64 columns for tensor copies, where warpgroups compute, or 16 rows of f32 accumulators, 32
+    /// columns wide or at least 16; a few more keep rows in different banks.
     pub(crate) const fn smem_bytes(&self) -> u32 {
         let element = self.dtype.size() as u32;
         let stage = if self.gathers() && !self.filled {
@@ -168,7 +192,13 @@ impl BsrMatmulHopper {
                 Lacks("STL"),
             ]
         } else {
-            &[Contains("HGMMA"), Contains("UTMALDG"), Contains("USETMAXREG"), Lacks("LDL"), Lacks("STL")]
+            &[
+                Contains("HGMMA"),
+                Contains("UTMALDG"),
+                Contains("USETMAXREG"),
+                Lacks("LDL"),
+                Lacks("STL"),
+            ]
         }
     }
 }
@@ -186,7 +216,12 @@ mod tests {
         });
         rows.inspect(|(row, tile)| {
             assert_eq!((row.target, row.bsr_tile()), (Target::Sm90a, Some(tile.tile())));
-            assert!(row.smem_bytes() <= row.target.smem_limit(), "{}: {}", row.symbol(), row.smem_bytes());
+            assert!(
+                row.smem_bytes() <= row.target.smem_limit(),
+                "{}: {}",
+                row.symbol(),
+                row.smem_bytes()
+            );
             // Three stages at least: one is multiplied, one read to the end, one on its way.
             assert!(tile.stages >= 3, "{}", row.symbol());
         })
@@ -200,7 +235,11 @@ mod tests {
         for (row, tile) in &rows {
             assert_eq!(row.threads(), 384);
             assert!(row.expects().contains(&Expect::Contains("HGMMA")));
-            assert!(matches!((tile.block_size, tile.block_rows), (64, 1 | 2) | (128, 1)), "{}", row.symbol());
+            assert!(
+                matches!((tile.block_size, tile.block_rows), (64, 1 | 2) | (128, 1)),
+                "{}",
+                row.symbol()
+            );
         }
         let (row, _) = rows[0];
         assert_eq!(row.symbol(), "blockflash_bsr_matmul_sm90a_f16_b64_r2_n256_s4");
@@ -226,7 +265,8 @@ mod tests {
             // One box holds all columns of a column-major B.
             assert!(!tile.b_column_major || tile.block_n <= 256, "{}", row.symbol());
         }
-        let widest = rows.iter().find(|(_, tile)| (tile.block_size, tile.block_n) == (128, 256)).unwrap().0;
+        let widest =
+            rows.iter().find(|(_, tile)| (tile.block_size, tile.block_n) == (128, 256)).unwrap().0;
         assert_eq!(widest.smem_bytes(), 4 * 48 * 1024 + 1024 + 8 * 2 * 16 * 64 * 2);
     }
 
@@ -239,9 +279,17 @@ mod tests {
             assert!(row.expects().contains(&Expect::Contains("HMMA")));
             // A warp per block row, but eight at least.
             let warps = tile.block_rows.max(8);
-            assert!(warps % tile.block_rows == 0 && row.threads() == 128 + 32 * warps, "{}", row.symbol());
+            assert!(
+                warps % tile.block_rows == 0 && row.threads() == 128 + 32 * warps,
+                "{}",
+                row.symbol()
+            );
             assert_eq!(tile.block_rows, BsrMatmulHopper::group_rows(tile.block_size));
-            assert!(BsrMatmulHopper::stage_blocks(tile.block_size) >= tile.block_rows, "{}", row.symbol());
+            assert!(
+                BsrMatmulHopper::stage_blocks(tile.block_size) >= tile.block_rows,
+                "{}",
+                row.symbol()
+            );
         }
         let (row, _) = rows[0];
         assert_eq!(row.symbol(), "blockflash_bsr_matmul_gather_sm90a_f16_b16_r16_n128_s4");

@@ -23,7 +23,8 @@ impl Major {
     }
 }
 
-/// What every kernel of the sampled product has: a tile is at most `blocks` neighbouring stored blocks of a block row.
+/// What every kernel of the sampled product has: a tile is at most `blocks` neighbouring stored
+/// blocks of a block row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BsrSddmmTile {
     /// Element type of A and B.
@@ -32,12 +33,13 @@ pub struct BsrSddmmTile {
     pub block_size: u32,
     /// Blocks of a tile; the last one of a block row may have fewer.
     pub blocks: u32,
-    /// How A and B lie, in lines that tensor maps describe; `None`: either way, at any distance, starting anywhere.
+    /// How A and B lie, in lines that tensor maps describe; `None`: either way, at any distance,
+    /// starting anywhere.
     pub majors: Option<[Major; 2]>,
 }
 
-/// Tiles of `bsr_sddmm_sm80.cu`: one block of threads computes as many neighbouring stored blocks of a block row as `columns` hold. Which way
-/// A and B lie it is told at each launch.
+/// Tiles of `bsr_sddmm_sm80.cu`: one block of threads computes as many neighbouring stored blocks
+/// of a block row as `columns` hold. Which way A and B lie it is told at each launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BsrSddmm {
     /// Element type of A and B.
@@ -58,8 +60,9 @@ pub struct BsrSddmm {
     pub min_blocks: u32,
 }
 
-/// Tiles of `bsr_sddmm_sm90a.cu`: one block of threads per multiprocessor takes tile after tile, each as many neighbouring stored blocks of
-/// a block row as 256 columns hold. One warpgroup copies, two compute: 64 rows each where blocks have 128, else half of the blocks.
+/// Tiles of `bsr_sddmm_sm90a.cu`: one block of threads per multiprocessor takes tile after tile,
+/// each as many neighbouring stored blocks of a block row as 256 columns hold. One warpgroup
+/// copies, two compute: 64 rows each where blocks have 128, else half of the blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BsrSddmmHopper {
     /// Element type of A and B.
@@ -106,7 +109,8 @@ impl BsrSddmm {
 }
 
 impl BsrSddmmHopper {
-    /// Columns of a tile, if all of its blocks are there: two warpgroups have no registers for more.
+    /// Columns of a tile, if all of its blocks are there: two warpgroups have no registers for
+    /// more.
     const COLUMNS: u32 = 256;
     /// Depth of a stage along K: a row of the swizzle, 128 bytes.
     pub const BLOCK_K: u32 = 64;
@@ -154,7 +158,13 @@ impl BsrSddmmHopper {
 
     pub(crate) const fn expects(&self) -> &'static [Expect] {
         use Expect::{Contains, Lacks};
-        &[Contains("HGMMA"), Contains("UTMALDG"), Contains("USETMAXREG"), Lacks("LDL"), Lacks("STL")]
+        &[
+            Contains("HGMMA"),
+            Contains("UTMALDG"),
+            Contains("USETMAXREG"),
+            Lacks("LDL"),
+            Lacks("STL"),
+        ]
     }
 }
 
@@ -195,7 +205,11 @@ mod tests {
                     row.smem_bytes()
                 );
                 // Three stages at least: one is multiplied, one read to the end, one on its way.
-                assert!(tile.stages >= 3 && tile.blocks() * tile.block_size == 256, "{}", row.symbol());
+                assert!(
+                    tile.stages >= 3 && tile.blocks() * tile.block_size == 256,
+                    "{}",
+                    row.symbol()
+                );
                 assert!(row.expects().contains(&Expect::Contains("HGMMA")));
                 assert_eq!(row.bsr_tile(), None);
                 assert_eq!(row.bsr_sddmm_tile(), Some(tile.tile()));

@@ -1,7 +1,8 @@
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Element type of a tensor. The discriminant is the value that crosses the kernel ABI (`BLOCKFLASH_DTYPE_…` in `params.h`).
+/// Element type of a tensor. The discriminant is the value that crosses the kernel ABI
+/// (`BLOCKFLASH_DTYPE_…` in `params.h`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[repr(i32)]

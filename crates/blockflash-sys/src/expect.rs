@@ -1,9 +1,10 @@
 use std::fmt;
 
-/// What a row says about its machine code; `cargo xtask sass --check` proves it on the committed images.
+/// What a row says about its machine code; `cargo xtask sass --check` proves it on the committed
+/// images.
 ///
-/// An instruction is named by its opcode, the part before the first dot: `HMMA` stands for `HMMA.16816.F32` too, and not for
-/// `HMMA2`.
+/// An instruction is named by its opcode, the part before the first dot: `HMMA` stands for
+/// `HMMA.16816.F32` too, and not for `HMMA2`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Expect {
     /// The instruction occurs.

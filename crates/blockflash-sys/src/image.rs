@@ -29,7 +29,8 @@ pub enum ImageError {
     /// The embedded bytes are not a zstd frame.
     #[error("the precompiled image {0} is damaged: {1}")]
     Damaged(String, String),
-    /// The folder that [`IMAGES_VARIABLE`] names lacks this image, or holds something else in its place.
+    /// The folder that [`IMAGES_VARIABLE`] names lacks this image, or holds something else in its
+    /// place.
     #[error("{IMAGES_VARIABLE} is set, but {} {what}", .path.display())]
     Folder {
         /// Where the image was looked for.
@@ -67,7 +68,8 @@ fn folder() -> Option<OsString> {
 }
 
 fn embedded(row: &Row) -> Result<Vec<u8>, ImageError> {
-    let damaged = |error: &dyn std::fmt::Display| ImageError::Damaged(row.image_name(), error.to_string());
+    let damaged =
+        |error: &dyn std::fmt::Display| ImageError::Damaged(row.image_name(), error.to_string());
     let mut bytes = Vec::new();
     ruzstd::decoding::StreamingDecoder::new(compressed(row)?)
         .map_err(|error| damaged(&error))?
@@ -105,7 +107,8 @@ mod tests {
 
     impl Scratch {
         fn new(name: &str) -> Self {
-            let path = std::env::temp_dir().join(format!("blockflash-{name}-{}", std::process::id()));
+            let path =
+                std::env::temp_dir().join(format!("blockflash-{name}-{}", std::process::id()));
             std::fs::create_dir_all(&path).expect("a folder for scratch files");
             Self(path)
         }

@@ -1,7 +1,8 @@
 //! Precompiled kernels of blockflash, the table that describes them, and their parameter structs.
 //!
-//! This crate makes no CUDA call and contains no unsafe code. [`manifest`] is the single place where tile sizes are
-//! written: the kernel build, the planner, the tests and the benches all read it.
+//! This crate makes no CUDA call and contains no unsafe code. [`manifest`] is the single place
+//! where tile sizes are written: the kernel build, the planner, the tests and the benches all read
+//! it.
 #![forbid(unsafe_code)]
 
 mod block_mask;

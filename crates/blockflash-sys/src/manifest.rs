@@ -1,7 +1,9 @@
-//! The table of kernels: every image that exists, with its tile sizes. Nothing else in the workspace writes a tile size.
+//! The table of kernels: every image that exists, with its tile sizes. Nothing else in the
+//! workspace writes a tile size.
 //!
-//! Where tiles differ between targets it is because of shared memory: sm_80 and sm_90 have 163 KB and more, every other GPU 99 KB.
-//! Rows with equal [`Row::symbol`] are the same source with the same tiles for different targets.
+//! Where tiles differ between targets it is because of shared memory: sm_80 and sm_90 have 163 KB
+//! and more, every other GPU 99 KB. Rows with equal [`Row::symbol`] are the same source with the
+//! same tiles for different targets.
 
 pub use crate::bsr_matmul_hopper::BsrMatmulHopper;
 pub use crate::bsr_sddmm::{BsrSddmm, BsrSddmmHopper, BsrSddmmTile};
@@ -22,17 +24,21 @@ pub struct Row {
 /// The operation of a row with its compile-time parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Variant {
-    /// Attention forward, dense or under a block mask, with the instructions that every GPU from Ampere on has.
+    /// Attention forward, dense or under a block mask, with the instructions that every GPU from
+    /// Ampere on has.
     AttentionFwd(AttentionFwd),
     /// Dense attention forward with those that only Hopper has.
     AttentionFwdHopper(AttentionFwdHopper),
-    /// Block-sparse (BSR) matrix times dense matrix, with the instructions that every GPU from Ampere on has.
+    /// Block-sparse (BSR) matrix times dense matrix, with the instructions that every GPU from
+    /// Ampere on has.
     BsrMatmul(BsrMatmul),
-    /// The same for A as it is or transposed, and B and C by rows or columns, which is decided at run time.
+    /// The same for A as it is or transposed, and B and C by rows or columns, which is decided at
+    /// run time.
     BsrMatmulAny(BsrMatmul),
     /// Block-sparse (BSR) matrix times dense matrix with those that only Hopper has.
     BsrMatmulHopper(BsrMatmulHopper),
-    /// Product of dense matrices at the stored blocks of a block-sparse one, with the instructions that every GPU from Ampere on has.
+    /// Product of dense matrices at the stored blocks of a block-sparse one, with the instructions
+    /// that every GPU from Ampere on has.
     BsrSddmm(BsrSddmm),
     /// The same with those that only Hopper has.
     BsrSddmmHopper(BsrSddmmHopper),
@@ -59,7 +65,8 @@ impl Row {
         }
     }
 
-    /// Name of the `extern "C"` kernel: at once Nsight filter, test case and bench id. Equal for all targets of a variant.
+    /// Name of the `extern "C"` kernel: at once Nsight filter, test case and bench id. Equal for
+    /// all targets of a variant.
     pub fn symbol(&self) -> String {
         match self.variant {
             Variant::AttentionFwd(t) => format!(
@@ -193,12 +200,14 @@ impl Row {
         macros
     }
 
-    /// Why this row may spill registers to local memory; `None` means that it must not, and the build checks it.
+    /// Why this row may spill registers to local memory; `None` means that it must not, and the
+    /// build checks it.
     pub const fn allows_spills(&self) -> Option<&'static str> {
         None
     }
 
-    /// What its machine code must contain and lack; `cargo xtask sass --check` looks. PTX rows are not looked at.
+    /// What its machine code must contain and lack; `cargo xtask sass --check` looks. PTX rows are
+    /// not looked at.
     pub const fn expects(&self) -> &'static [Expect] {
         use Expect::{Contains, Lacks};
         match self.variant {
@@ -219,9 +228,13 @@ impl Row {
                 Lacks("LDL"),
                 Lacks("STL"),
             ],
-            Variant::BsrMatmul(_) | Variant::BsrMatmulAny(_) | Variant::BsrSddmm(_) => {
-                &[Contains("HMMA"), Contains("LDGSTS"), Contains("LDSM"), Lacks("LDL"), Lacks("STL")]
-            }
+            Variant::BsrMatmul(_) | Variant::BsrMatmulAny(_) | Variant::BsrSddmm(_) => &[
+                Contains("HMMA"),
+                Contains("LDGSTS"),
+                Contains("LDSM"),
+                Lacks("LDL"),
+                Lacks("STL"),
+            ],
             Variant::BsrMatmulHopper(t) => t.expects(),
             Variant::BsrSddmmHopper(t) => t.expects(),
             Variant::BlockMask(kernel) => kernel.expects(),

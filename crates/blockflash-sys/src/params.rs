@@ -42,7 +42,8 @@ pub struct blockflash_block_mask {
     /// \[groups, rows + 1\], less than 2^31 entries; null: every block is visited
     pub row_ptr: *const i32,
     pub col_idx: *const i32,
-    /// \[groups, rows\] order in which rows of a group or sequence are taken, longest first; null: last first
+    /// \[groups, rows\] order in which rows of a group or sequence are taken, longest first; null:
+    /// last first
     pub row_order: *const i32,
     /// \[batch + 1\] first row of each sequence, and `rows`; null exactly when cu_seqlens are
     pub cu_rows: *const i32,
@@ -107,7 +108,8 @@ pub struct blockflash_attention_fwd_params {
     pub v: *const ::core::ffi::c_void,
     /// \[batch, seqlen_q, num_heads_q, head_dim\]
     pub o: *mut ::core::ffi::c_void,
-    /// \[batch, num_heads_q, seqlen_q\], natural log; may be null. Kernels without row sums ignore it
+    /// \[batch, num_heads_q, seqlen_q\], natural log; may be null. Kernels without row sums ignore
+    /// it
     pub lse: *mut f32,
     /// \[num_heads_q\] logits that join the denominator; may be null
     pub sink: *const f32,
@@ -317,7 +319,8 @@ pub struct blockflash_attention_fwd_tma_params {
     pub tile_counter: *mut u32,
     /// heads that are computed together: their keys and values should fit into L2
     pub heads_per_section: i32,
-    /// factor of the (capped) score in the exponent of 2: log2(e), times softmax_scale if not capped
+    /// factor of the (capped) score in the exponent of 2: log2(e), times softmax_scale if not
+    /// capped
     pub scale_log2: f32,
     /// 1 / scale_log2
     pub inverse_scale_log2: f32,
@@ -381,7 +384,8 @@ pub struct blockflash_bsr_matmul_params {
     pub col_idx: *const i32,
     /// \[nnz_blocks, block, block\], rows and columns beyond m and k are zero
     pub values: *const ::core::ffi::c_void,
-    /// \[ceil(m / block)\] order in which block rows are taken, the longest first or those that share b together; null: natural
+    /// \[ceil(m / block)\] order in which block rows are taken, the longest first or those that
+    /// share b together; null: natural
     pub row_order: *const i32,
     /// \[k, n\]
     pub b: *const ::core::ffi::c_void,
@@ -514,7 +518,8 @@ pub struct blockflash_bsr_matmul_tma_params {
     pub group_stages: *const i32,
     /// 1: c is row-major, 16-byte aligned and of the type of a, and beta is 0
     pub c_by_copies: i32,
-    /// tiles of more blocks (of stages where there are any) than this are computed in several parts; positive
+    /// tiles of more blocks (of stages where there are any) than this are computed in several
+    /// parts; positive
     pub part_steps: i32,
     /** the order of all parts: at \[p\] begin the tiles of the first column that may have a part p, the
  longest, as many as there are up to \[p - 1\]; descends to 0. All zeros: no tile has more than one*/
@@ -635,7 +640,8 @@ pub struct blockflash_block_mask_build_params {
     pub col_idx: *mut i32,
     /// \[batch, heads, rows\] longest first by lengths, of equally long rows the last one first
     pub row_order: *mut i32,
-    /// \[2\], lowered by every launch: {row << 33 | position << 2 | problem, ~(blocks that would have had room)}
+    /// \[2\], lowered by every launch: {row << 33 | position << 2 | problem, ~(blocks that would
+    /// have had room)}
     pub problems: *mut u64,
     /// BLOCKFLASH_BLOCK_MASK_…
     pub step: i32,
@@ -861,9 +867,11 @@ const _: () = {
 #[repr(align(64))]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_bsr_sddmm_params {
-    /// row-major: (k, m), boxes of 64 columns and the rows of a block; column-major: (m, k), boxes of 64 × 64
+    /// row-major: (k, m), boxes of 64 columns and the rows of a block; column-major: (m, k), boxes
+    /// of 64 × 64
     pub a: blockflash_tensor_map,
-    /// column-major: (k, n), boxes of 64 rows and the columns of a block; row-major: (n, k), boxes of 64 × 64
+    /// column-major: (k, n), boxes of 64 rows and the columns of a block; row-major: (n, k), boxes
+    /// of 64 × 64
     pub b: blockflash_tensor_map,
     /// \[ceil(m / block) + 1\]
     pub row_ptr: *const i32,
@@ -966,7 +974,8 @@ const _: () = {
     ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, b_column_major)
         - 140usize];
 };
-/// Sampled product by kernels that take a and b in every layout: values = alpha·a·b + beta·values, as above.
+/// Sampled product by kernels that take a and b in every layout: values = alpha·a·b + beta·values,
+/// as above.
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_bsr_sddmm_portable_params {

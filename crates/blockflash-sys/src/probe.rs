@@ -1,6 +1,7 @@
 use crate::{Expect, Target, params};
 
-/// What `probe_sm80.cu` and `probe_sm90a.cu` keep busy. The discriminants are the `BLOCKFLASH_PROBE_…` constants.
+/// What `probe_sm80.cu` and `probe_sm90a.cu` keep busy. The discriminants are the
+/// `BLOCKFLASH_PROBE_…` constants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum Probe {
@@ -62,7 +63,8 @@ impl Probe {
         matches!(self, Probe::WgmmaF16 | Probe::WgmmaBf16 | Probe::WgmmaE4m3 | Probe::Bulk)
     }
 
-    /// Shared memory in bytes: the tiles of two warpgroups and the one they share, or the ring of copies.
+    /// Shared memory in bytes: the tiles of two warpgroups and the one they share, or the ring of
+    /// copies.
     pub const fn smem_bytes(self) -> u32 {
         match self {
             Probe::WgmmaF16 | Probe::WgmmaBf16 | Probe::WgmmaE4m3 => (2 * 64 + 256) * 128,

@@ -26,7 +26,8 @@ impl fmt::Display for ComputeCapability {
 /// What a kernel image is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Target {
-    /// Machine code for compute capability 8.0 (runs on every 8.x whose shared memory is large enough).
+    /// Machine code for compute capability 8.0 (runs on every 8.x whose shared memory is large
+    /// enough).
     Sm80,
     /// Machine code for 8.9 (Ada).
     Sm89,
@@ -74,8 +75,9 @@ impl Target {
         matches!(self, Target::Ptx80)
     }
 
-    /// Whether a GPU can load an image of this target. Machine code runs within its major version from its own minor
-    /// version upwards (CUDA's binary compatibility rule), architecture-specific code on exactly its own.
+    /// Whether a GPU can load an image of this target. Machine code runs within its major version
+    /// from its own minor version upwards (CUDA's binary compatibility rule), architecture-specific
+    /// code on exactly its own.
     pub fn runs_on(self, gpu: ComputeCapability) -> bool {
         match self {
             Target::Sm80 => gpu.major == 8,
@@ -87,7 +89,8 @@ impl Target {
         }
     }
 
-    /// Shared memory in bytes that one block may use on the smallest GPU of this target; rows are checked against it.
+    /// Shared memory in bytes that one block may use on the smallest GPU of this target; rows are
+    /// checked against it.
     pub const fn smem_limit(self) -> u32 {
         match self {
             Target::Sm80 => 163 * 1024,

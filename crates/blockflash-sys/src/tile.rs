@@ -3,7 +3,8 @@
 use crate::manifest::Variant;
 use crate::{DType, Row};
 
-/// What every attention kernel has: one block of threads computes `block_q` queries of so many heads, `block_kv` keys at a time.
+/// What every attention kernel has: one block of threads computes `block_q` queries of so many
+/// heads, `block_kv` keys at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionTile {
     /// Element type of q, k, v and o.
@@ -42,7 +43,8 @@ impl Lse {
     }
 }
 
-/// Tiles of `attention_fwd_sm80.cu`: one block of threads computes `block_q` queries of one head against all keys.
+/// Tiles of `attention_fwd_sm80.cu`: one block of threads computes `block_q` queries of one head
+/// against all keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionFwd {
     /// Element type of q, k, v and o.
@@ -61,8 +63,9 @@ pub struct AttentionFwd {
     pub min_blocks: u32,
 }
 
-/// Tiles of `attention_fwd_sm90a.cu`: blocks of threads that stay, one to three per multiprocessor, take tile after tile, each `block_q`
-/// queries of `heads` heads against all keys. One warpgroup copies, the others compute 64 queries of one head each.
+/// Tiles of `attention_fwd_sm90a.cu`: blocks of threads that stay, one to three per multiprocessor,
+/// take tile after tile, each `block_q` queries of `heads` heads against all keys. One warpgroup
+/// copies, the others compute 64 queries of one head each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AttentionFwdHopper {
     /// Element type of q, k, v and o.
@@ -83,16 +86,16 @@ pub struct AttentionFwdHopper {
     pub q_in_registers: bool,
     /// Blocks of threads that share a multiprocessor.
     pub blocks_per_multiprocessor: u32,
-    /// Whether it computes the log-sum-exp, which takes a second sum of each row, of the unrounded probabilities. It has kernels
-    /// of its own, so that nobody pays for it who does not ask.
+    /// Whether it computes the log-sum-exp, which takes a second sum of each row, of the unrounded
+    /// probabilities. It has kernels of its own, so that nobody pays for it who does not ask.
     pub lse: bool,
-    /// Nanoseconds on an H200 of a key tile, where all blocks of a multiprocessor are busy, and of the change from one tile of queries
-    /// to the next. Selection compares them.
+    /// Nanoseconds on an H200 of a key tile, where all blocks of a multiprocessor are busy, and of
+    /// the change from one tile of queries to the next. Selection compares them.
     pub cost_ns: [u32; 2],
 }
 
-/// What every BSR kernel has: one block of threads computes `block_rows` block rows of A times `block_n` columns of B, `block_k` of the
-/// depth at a time.
+/// What every BSR kernel has: one block of threads computes `block_rows` block rows of A times
+/// `block_n` columns of B, `block_k` of the depth at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BsrTile {
     /// Element type of A and B.
@@ -120,7 +123,8 @@ impl BsrTile {
     }
 }
 
-/// Tiles of `bsr_matmul_sm80.cu` and `bsr_matmul_any_sm80.cu`: one block of threads computes one block row of A times `block_n` columns of B.
+/// Tiles of `bsr_matmul_sm80.cu` and `bsr_matmul_any_sm80.cu`: one block of threads computes one
+/// block row of A times `block_n` columns of B.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BsrMatmul {
     /// Element type of A and B.
@@ -157,8 +161,8 @@ impl Row {
         }
     }
 
-    /// What the BSR kernels share; `None` for the others. That of a kernel that [takes any layout](Row::takes_any_layout) is as for A as it
-    /// is and rows of B.
+    /// What the BSR kernels share; `None` for the others. That of a kernel that [takes any
+    /// layout](Row::takes_any_layout) is as for A as it is and rows of B.
     pub const fn bsr_tile(&self) -> Option<BsrTile> {
         match self.variant {
             Variant::BsrMatmul(t) | Variant::BsrMatmulAny(t) => Some(t.tile()),
@@ -214,15 +218,17 @@ impl AttentionFwdHopper {
         4 * (self.warpgroups + 1)
     }
 
-    /// Shared memory in bytes: the Q tiles, a ring of K tiles and of V tiles, and per stage a panel with the ones whose product
-    /// with the probabilities is the denominator. V has columns to spare for them in some tiles, and at 256 none would fit.
+    /// Shared memory in bytes: the Q tiles, a ring of K tiles and of V tiles, and per stage a panel
+    /// with the ones whose product with the probabilities is the denominator. V has columns to
+    /// spare for them in some tiles, and at 256 none would fit.
     pub const fn smem_bytes(&self) -> u32 {
         let panels = self.head_dim.div_ceil(64);
         let ones = self.head_dim.is_multiple_of(64) && self.head_dim < 256;
         let q_rows = self.warpgroups * self.q_stages * 64 * panels;
         let kv_rows = self.stages * self.block_kv * (2 * panels + ones as u32);
         // The output on its way to global memory, where there is room.
-        let staged = (self.q_in_registers || self.q_stages == 2) && self.blocks_per_multiprocessor == 1;
+        let staged =
+            (self.q_in_registers || self.q_stages == 2) && self.blocks_per_multiprocessor == 1;
         let o_rows = if staged { self.warpgroups * 64 * panels } else { 0 };
         (q_rows + kv_rows + o_rows) * Self::PANEL_ROW_BYTES + Self::EXTRA_BYTES
     }

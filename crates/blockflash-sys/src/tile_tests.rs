@@ -8,7 +8,11 @@ fn one_tile_of_a_block_size_takes_any_layout() {
     for (i, row) in rows.iter().enumerate() {
         let tile = row.bsr_tile().unwrap();
         assert_eq!(tile.block_size, [16, 32, 64, 128][i % 4]);
-        assert!(row.smem_bytes() <= 99 * 1024 && row.target != Target::Sm90a, "{}", row.image_name());
+        assert!(
+            row.smem_bytes() <= 99 * 1024 && row.target != Target::Sm90a,
+            "{}",
+            row.image_name()
+        );
         assert_eq!(row.source(), "bsr_matmul_any_sm80");
     }
     assert_eq!(rows[0].symbol(), "blockflash_bsr_matmul_any_sm80_f16_b16_n128_k64_w1x4_s2");
@@ -27,7 +31,12 @@ fn hopper_rows() {
     for (row, tile) in &rows {
         assert_eq!((row.target, row.source()), (Target::Sm90a, "attention_fwd_sm90a"));
         assert_eq!(row.threads(), 128 * (tile.warpgroups + 1));
-        assert!(row.smem_bytes() <= row.target.smem_limit(), "{}: {}", row.symbol(), row.smem_bytes());
+        assert!(
+            row.smem_bytes() <= row.target.smem_limit(),
+            "{}: {}",
+            row.symbol(),
+            row.smem_bytes()
+        );
         assert!(tile.cost_ns.iter().all(|cost| (500..5000).contains(cost)));
         assert_eq!(row.attention_tile(), Some(tile.tile()));
         assert!([1, tile.warpgroups].contains(&tile.heads));
@@ -48,7 +57,8 @@ fn hopper_rows() {
     }
     let bytes = |head_dim, block_kv, block_q| {
         let same = |tile: &AttentionFwdHopper| {
-            (tile.head_dim, tile.block_kv, tile.block_q(), tile.heads) == (head_dim, block_kv, block_q, 1)
+            (tile.head_dim, tile.block_kv, tile.block_q(), tile.heads)
+                == (head_dim, block_kv, block_q, 1)
         };
         rows.iter().find(|(_, tile)| same(tile)).unwrap().0.smem_bytes()
     };

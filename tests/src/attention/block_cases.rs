@@ -1,4 +1,5 @@
-//! Attention problems with block masks: densities, block sizes, heads, token masks, tails, packed sequences.
+//! Attention problems with block masks: densities, block sizes, heads, token masks, tails, packed
+//! sequences.
 
 use super::edges::{dense, some_masks};
 use super::{AttentionCase, BlockCase, BlockPattern, Content, Lengths, MaskHeads, smallest_block};
@@ -24,25 +25,29 @@ fn packed(turn: usize, seqlen_q: usize, seqlen_kv: usize) -> Lengths {
     Lengths::Packed { lengths, slack: (turn % 3, turn % 2) }
 }
 
-/// Every pattern with every token mask, one after the other dense and packed; block sizes, heads, lengths, options and contents take
-/// turns.
+/// Every pattern with every token mask, one after the other dense and packed; block sizes, heads,
+/// lengths, options and contents take turns.
 pub fn block_cases(dtype: DType, head_dim: usize) -> Vec<AttentionCase> {
     let sizes = [(64, 64), (128, 64), (64, 128), (128, 128), (192, 64), (64, 320)];
-    let lengths = [(300, 300), (200, 333), (333, 70), (64, 512), (1, 500), (257, 129), (400, 1), (129, 0)];
+    let lengths =
+        [(300, 300), (200, 333), (333, 70), (64, 512), (1, 500), (257, 129), (400, 1), (129, 0)];
     let mut cases = Vec::new();
     for is_packed in [false, true] {
-        for (pattern, mask) in patterns().flat_map(|pattern| some_masks(64).map(|mask| (pattern, mask))) {
+        for (pattern, mask) in
+            patterns().flat_map(|pattern| some_masks(64).map(|mask| (pattern, mask)))
+        {
             let turn = cases.len();
             let (sizes, (q, kv)) = (sizes[turn % sizes.len()], lengths[turn * 3 % lengths.len()]);
-            let lengths = if is_packed { packed(turn, q, kv) } else { dense(1 + turn % 3 % 2, q, kv) };
+            let lengths =
+                if is_packed { packed(turn, q, kv) } else { dense(1 + turn % 3 % 2, q, kv) };
             cases.push(block_case((dtype, head_dim), turn, pattern, mask, sizes, lengths));
         }
     }
     cases
 }
 
-/// For tiles of `q` queries and `kv` keys: every pattern in the smallest blocks that consist of such tiles, dense and packed, and in
-/// multiples of them; the rest takes turns.
+/// For tiles of `q` queries and `kv` keys: every pattern in the smallest blocks that consist of
+/// such tiles, dense and packed, and in multiples of them; the rest takes turns.
 pub fn block_tile_cases(dtype: DType, head_dim: usize, q: u32, kv: u32) -> Vec<AttentionCase> {
     let (q, kv) = (smallest_block(&[q]), smallest_block(&[kv]));
     let masks = some_masks(kv);
@@ -56,7 +61,9 @@ pub fn block_tile_cases(dtype: DType, head_dim: usize, q: u32, kv: u32) -> Vec<A
         (q + 1, 0),
     ];
     let mut cases = Vec::new();
-    for (multiples, is_packed) in [((1, 1), false), ((2, 1), false), ((1, 3), false), ((1, 1), true)] {
+    for (multiples, is_packed) in
+        [((1, 1), false), ((2, 1), false), ((1, 3), false), ((1, 1), true)]
+    {
         for pattern in patterns() {
             let turn = cases.len();
             let (mask, (seqlen_q, seqlen_kv)) =
@@ -80,7 +87,8 @@ fn block_case(
     (block_q, block_kv): (usize, usize),
     lengths: Lengths,
 ) -> AttentionCase {
-    let contents = [Content::Normal, Content::UnseenNan, Content::LargeScores, Content::NanInValues];
+    let contents =
+        [Content::Normal, Content::UnseenNan, Content::LargeScores, Content::NanInValues];
     let heads = [MaskHeads::Query, MaskHeads::KeyValue, MaskHeads::One][turn % 3];
     let heads_of = [(4, 2), (2, 2), (3, 1), (6, 2), (1, 1)][turn % 5];
     AttentionCase {

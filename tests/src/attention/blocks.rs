@@ -12,7 +12,8 @@ pub struct BlockCase {
     pub block_q: usize,
     /// Keys of a block.
     pub block_kv: usize,
-    /// Whether each batch entry has a mask of its own, as packed sequences have anyway. Not together with broadcast keys.
+    /// Whether each batch entry has a mask of its own, as packed sequences have anyway. Not
+    /// together with broadcast keys.
     pub per_entry: bool,
     /// Which heads have a mask of their own.
     pub heads: MaskHeads,
@@ -36,7 +37,8 @@ pub enum MaskHeads {
 pub enum BlockPattern {
     /// Each block with this probability.
     Random(f64),
-    /// Three of four blocks, but none in every third row, others for each head, and none in every third column.
+    /// Three of four blocks, but none in every third row, others for each head, and none in every
+    /// third column.
     EmptyRowsAndColumns,
     /// Every block of which the token mask shows a pair.
     Seen,
@@ -44,8 +46,8 @@ pub enum BlockPattern {
 
 /// The smallest block that consists of whole tiles of each of these sizes.
 pub fn smallest_block(tiles: &[u32]) -> usize {
-    let sizes =
-        (BlockGeometry::BLOCK_UNIT..=BlockGeometry::MAX_BLOCK_SIZE).step_by(BlockGeometry::BLOCK_UNIT);
+    let sizes = (BlockGeometry::BLOCK_UNIT..=BlockGeometry::MAX_BLOCK_SIZE)
+        .step_by(BlockGeometry::BLOCK_UNIT);
     sizes
         .into_iter()
         .find(|size| tiles.iter().all(|&tile| size.is_multiple_of(tile as usize)))
@@ -85,14 +87,16 @@ impl Blocks {
         };
         let (packed, lengths) = match &case.lengths {
             Lengths::Packed { lengths, .. } => (true, lengths.clone()),
-            Lengths::Dense { batch, seqlen_q, seqlen_kv } => {
-                (false, vec![(*seqlen_q, *seqlen_kv); if block.per_entry { (*batch).max(1) } else { 1 }])
-            }
+            Lengths::Dense { batch, seqlen_q, seqlen_kv } => (
+                false,
+                vec![(*seqlen_q, *seqlen_kv); if block.per_entry { (*batch).max(1) } else { 1 }],
+            ),
         };
         let mut random = rng(case.seed);
         let mut entries = Vec::new();
         for (entry, (seqlen_q, seqlen_kv)) in lengths.into_iter().enumerate() {
-            let (rows, cols) = (seqlen_q.div_ceil(block.block_q), seqlen_kv.div_ceil(block.block_kv));
+            let (rows, cols) =
+                (seqlen_q.div_ceil(block.block_q), seqlen_kv.div_ceil(block.block_kv));
             let mut visited = vec![false; heads * rows * cols];
             match block.pattern {
                 BlockPattern::Random(density) => visited.fill_with(|| random.random_bool(density)),
@@ -100,7 +104,8 @@ impl Blocks {
                     for (at, visited) in visited.iter_mut().enumerate() {
                         let group = entry * heads + at / (rows * cols);
                         let (row, col) = (at / cols % rows, at % cols);
-                        *visited = (row + group) % 3 != 0 && col % 3 != 1 && random.random_bool(0.75);
+                        *visited =
+                            (row + group) % 3 != 0 && col % 3 != 1 && random.random_bool(0.75);
                     }
                 }
                 BlockPattern::Seen => {
@@ -121,7 +126,8 @@ impl Blocks {
         Some(Self { case: block, heads, group: case.heads_q / heads, entries, packed })
     }
 
-    /// Whether the block of a pair is visited, by the definition: batch entry, query head, query, key.
+    /// Whether the block of a pair is visited, by the definition: batch entry, query head, query,
+    /// key.
     pub fn visits(&self, entry: usize, head: usize, query: usize, key: usize) -> bool {
         let entry = &self.entries[if self.entries.len() == 1 { 0 } else { entry }];
         let rows = entry.seqlen_q.div_ceil(self.case.block_q);
@@ -147,7 +153,8 @@ impl Blocks {
                 self.entries.iter().map(|entry| of(entry, 1, &entry.visited)).collect();
             return BlockMask::packed(&masks?.iter().collect::<Vec<_>>());
         }
-        let visited: Vec<bool> = self.entries.iter().flat_map(|entry| &entry.visited).copied().collect();
+        let visited: Vec<bool> =
+            self.entries.iter().flat_map(|entry| &entry.visited).copied().collect();
         of(&self.entries[0], self.entries.len(), &visited)
     }
 }

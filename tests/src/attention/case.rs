@@ -38,7 +38,8 @@ pub struct AttentionCase {
     pub placements: [Placement; 4],
     /// Memory layout of the log-sum-exp.
     pub lse_placement: Placement,
-    /// All batch entries share the keys and values of the first: k and v have a batch stride of 0. Dense cases only.
+    /// All batch entries share the keys and values of the first: k and v have a batch stride of 0.
+    /// Dense cases only.
     pub broadcast_kv: bool,
     /// What the tensors hold.
     pub content: Content,
@@ -60,7 +61,8 @@ pub enum Lengths {
     Packed {
         /// Queries and keys of each sequence.
         lengths: Vec<(usize, usize)>,
-        /// Rows of the tensors past the last sequence: queries, keys. They are NaN, and no output row there may be written.
+        /// Rows of the tensors past the last sequence: queries, keys. They are NaN, and no output
+        /// row there may be written.
         slack: (usize, usize),
     },
 }
@@ -72,7 +74,8 @@ pub enum Content {
     Normal,
     /// Queries so large that scores reach ±100 and more.
     LargeScores,
-    /// Keys that point along the queries and grow with their position: the running maximum rises in every tile.
+    /// Keys that point along the queries and grow with their position: the running maximum rises in
+    /// every tile.
     GrowingMaxima,
     /// Every query has one key that points along it: one probability is 1, the rest vanish.
     OneHugeLogit,
@@ -84,7 +87,8 @@ pub enum Content {
     NanInValues,
 }
 
-/// One sequence of a case: where its queries and keys start in the packed tensors, and how many they are.
+/// One sequence of a case: where its queries and keys start in the packed tensors, and how many
+/// they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sequence {
     /// First query row.
@@ -99,7 +103,12 @@ pub struct Sequence {
 
 impl AttentionCase {
     /// A case of batch 1 with no option set, to be varied by struct update.
-    pub fn simple(dtype: DType, heads: (usize, usize), head_dim: usize, seqlen: (usize, usize)) -> Self {
+    pub fn simple(
+        dtype: DType,
+        heads: (usize, usize),
+        head_dim: usize,
+        seqlen: (usize, usize),
+    ) -> Self {
         Self {
             seed: 1,
             dtype,
@@ -120,12 +129,17 @@ impl AttentionCase {
         }
     }
 
-    /// The same of the type and width of a tile, with or without the log-sum-exp as its kernel computes it.
+    /// The same of the type and width of a tile, with or without the log-sum-exp as its kernel
+    /// computes it.
     pub fn of_tile(tile: &AttentionTile, heads: (usize, usize), seqlen: (usize, usize)) -> Self {
-        Self { lse: tile.lse.suits(true), ..Self::simple(tile.dtype, heads, tile.head_dim as usize, seqlen) }
+        Self {
+            lse: tile.lse.suits(true),
+            ..Self::simple(tile.dtype, heads, tile.head_dim as usize, seqlen)
+        }
     }
 
-    /// The same with or without the log-sum-exp, where the kernel of a row computes it always or never.
+    /// The same with or without the log-sum-exp, where the kernel of a row computes it always or
+    /// never.
     pub fn as_asked(&self, row: &Row) -> Self {
         let suits = row.attention_tile().is_none_or(|tile| tile.lse.suits(self.lse));
         Self { lse: self.lse == suits, ..self.clone() }
@@ -183,14 +197,18 @@ impl AttentionCase {
     pub fn lse_index(&self, sequence: usize, head: usize, query: usize) -> usize {
         match self.lengths {
             Lengths::Dense { seqlen_q, .. } => (sequence * self.heads_q + head) * seqlen_q + query,
-            Lengths::Packed { .. } => head * self.rows().1[0] + self.sequences()[sequence].q_start + query,
+            Lengths::Packed { .. } => {
+                head * self.rows().1[0] + self.sequences()[sequence].q_start + query
+            }
         }
     }
 
-    /// How far the diagonal is shifted for a sequence: 0, or keys minus queries with bottom-right alignment.
+    /// How far the diagonal is shifted for a sequence: 0, or keys minus queries with bottom-right
+    /// alignment.
     pub fn diagonal(&self, sequence: &Sequence) -> i64 {
         match self.mask {
-            Mask::Causal { align: Align::BottomRight } | Mask::Window { align: Align::BottomRight, .. } => {
+            Mask::Causal { align: Align::BottomRight }
+            | Mask::Window { align: Align::BottomRight, .. } => {
                 sequence.kv_len as i64 - sequence.q_len as i64
             }
             _ => 0,

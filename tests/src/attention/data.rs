@@ -22,8 +22,9 @@ impl AttentionData {
     pub fn generate(case: &AttentionCase) -> Self {
         let (used, [rows_q, rows_kv]) = case.rows();
         let (q_width, kv_width) = (case.heads_q * case.head_dim, case.heads_kv * case.head_dim);
-        let values =
-            |salt: u64, n| normal_rounded(case.seed.wrapping_mul(4).wrapping_add(salt), n, case.dtype);
+        let values = |salt: u64, n| {
+            normal_rounded(case.seed.wrapping_mul(4).wrapping_add(salt), n, case.dtype)
+        };
         let mut data = Self {
             q: values(0, rows_q * q_width),
             k: values(1, rows_kv * kv_width),
@@ -38,7 +39,8 @@ impl AttentionData {
             // Also what was planted: the first entry's keys serve all.
             let first = case.sequences().first().map_or(0, |s| s.kv_len * kv_width);
             for tensor in [&mut data.k, &mut data.v] {
-                (1..rows_kv * kv_width / first.max(1)).for_each(|b| tensor.copy_within(..first, b * first));
+                (1..rows_kv * kv_width / first.max(1))
+                    .for_each(|b| tensor.copy_within(..first, b * first));
             }
         }
         data.q[used[0] * q_width..].fill(f32::NAN);
@@ -64,11 +66,15 @@ impl AttentionData {
             Content::LargeScores => self.q[queries].iter_mut().for_each(|x| *x *= 40.0 / unit),
             Content::GrowingMaxima => {
                 let sign = |i: usize| if i.is_multiple_of(3) { -1.0 } else { 1.0 };
-                self.q[queries].iter_mut().enumerate().for_each(|(i, x)| *x = sign(i % d) + 0.1 * *x);
+                self.q[queries]
+                    .iter_mut()
+                    .enumerate()
+                    .for_each(|(i, x)| *x = sign(i % d) + 0.1 * *x);
                 for (at, x) in self.k[s.kv_start * case.heads_kv * d..].iter_mut().enumerate() {
                     let key = at / (case.heads_kv * d);
                     if key < s.kv_len {
-                        *x += sign(at % d) * 60.0 / (unit * (d as f32).sqrt()) * key as f32 / s.kv_len as f32;
+                        *x += sign(at % d) * 60.0 / (unit * (d as f32).sqrt()) * key as f32
+                            / s.kv_len as f32;
                     }
                 }
             }
@@ -114,9 +120,12 @@ impl AttentionData {
             }
             Content::NanInKeys | Content::NanInValues if s.kv_len > 0 => {
                 for _ in 0..2 {
-                    let at = row(random.random_range(0..s.kv_len), random.random_range(0..case.heads_kv))
-                        + random.random_range(0..d);
-                    let tensor = if case.content == Content::NanInKeys { &mut self.k } else { &mut self.v };
+                    let at = row(
+                        random.random_range(0..s.kv_len),
+                        random.random_range(0..case.heads_kv),
+                    ) + random.random_range(0..d);
+                    let tensor =
+                        if case.content == Content::NanInKeys { &mut self.k } else { &mut self.v };
                     tensor[at] = f32::NAN;
                 }
             }

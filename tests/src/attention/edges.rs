@@ -31,8 +31,8 @@ pub(super) fn dense(batch: usize, seqlen_q: usize, seqlen_kv: usize) -> Lengths 
     Lengths::Dense { batch, seqlen_q, seqlen_kv }
 }
 
-/// For tiles of `q` queries and `kv` keys: every pair of sequence lengths from 0 or 1 to three tiles and one, with masks, head
-/// counts and head dimensions taking turns.
+/// For tiles of `q` queries and `kv` keys: every pair of sequence lengths from 0 or 1 to three
+/// tiles and one, with masks, head counts and head dimensions taking turns.
 pub fn edge_cases(dtype: DType, head_dims: &[usize], q: usize, kv: usize) -> Vec<AttentionCase> {
     let masks = some_masks(kv);
     let queries = [1, q - 1, q, q + 1, 2 * q, 3 * q - 1, 3 * q + 1];
@@ -58,11 +58,12 @@ pub fn edge_cases(dtype: DType, head_dims: &[usize], q: usize, kv: usize) -> Vec
     cases
 }
 
-/// For tiles of `q` queries and `kv` keys: all pairs of sequence lengths next to one, two and three tiles, without a mask and
-/// causal.
+/// For tiles of `q` queries and `kv` keys: all pairs of sequence lengths next to one, two and three
+/// tiles, without a mask and causal.
 pub fn tile_cases(dtype: DType, head_dim: usize, q: usize, kv: usize) -> Vec<AttentionCase> {
-    let lengths =
-        |tile| [1, tile - 1, tile, tile + 1, 2 * tile - 1, 2 * tile + 1, 3 * tile - 1, 3 * tile + 1];
+    let lengths = |tile| {
+        [1, tile - 1, tile, tile + 1, 2 * tile - 1, 2 * tile + 1, 3 * tile - 1, 3 * tile + 1]
+    };
     let mut cases = Vec::new();
     for (seqlen_q, seqlen_kv) in lengths(q).into_iter().flat_map(|i| lengths(kv).map(|j| (i, j))) {
         for mask in [Mask::Full, Mask::Causal { align: BOTTOM }] {
@@ -73,7 +74,8 @@ pub fn tile_cases(dtype: DType, head_dim: usize, q: usize, kv: usize) -> Vec<Att
     cases
 }
 
-/// Planted NaN, stress contents, all options at once, layouts, grouped heads, packed batches with empty sequences.
+/// Planted NaN, stress contents, all options at once, layouts, grouped heads, packed batches with
+/// empty sequences.
 pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<AttentionCase> {
     let base = |heads, seqlen| AttentionCase::simple(dtype, heads, head_dim, seqlen);
     let long = 2 * block_kv + 9;
@@ -88,7 +90,12 @@ pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<Atte
             Content::OneHugeLogit,
         ] {
             let seqlen = if turn % 2 == 0 { (70, long + 70) } else { (long, block_kv + 1) };
-            cases.push(AttentionCase { seed: 100 + turn as u64, mask, content, ..base((2, 1), seqlen) });
+            cases.push(AttentionCase {
+                seed: 100 + turn as u64,
+                mask,
+                content,
+                ..base((2, 1), seqlen)
+            });
         }
         let packed = Lengths::Packed {
             lengths: vec![(0, 5), (1, 0), (129, long), (0, 0), (33, 1), (5, block_kv), (64, 64)],
@@ -108,7 +115,12 @@ pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<Atte
             softcap: Some(5.0),
             softmax_scale: Some(0.3),
             sink: true,
-            placements: [gapped(3, &[]), gapped(3, &[1, 0, 2]), gapped(3, &[]), gapped(3, &[1, 0, 2])],
+            placements: [
+                gapped(3, &[]),
+                gapped(3, &[1, 0, 2]),
+                gapped(3, &[]),
+                gapped(3, &[1, 0, 2]),
+            ],
             lse_placement: Placement { order: vec![], padding: vec![(0, 1), (3, 1)] },
             ..base((7, 1), (0, 0))
         });
@@ -127,7 +139,10 @@ pub fn special_cases(dtype: DType, head_dim: usize, block_kv: usize) -> Vec<Atte
                 gapped(4, &[2, 1, 0, 3]),
                 gapped(4, &[1, 0, 2, 3]),
             ],
-            lse_placement: Placement { order: vec![1, 0, 2], padding: vec![(1, 0), (0, 2), (5, 0)] },
+            lse_placement: Placement {
+                order: vec![1, 0, 2],
+                padding: vec![(1, 0), (0, 2), (5, 0)],
+            },
             ..base((6, 3), (0, 0))
         });
     }

@@ -1,4 +1,5 @@
-//! Attention: cases, their data, the oracle, and the harness that runs a case on a device and judges every output.
+//! Attention: cases, their data, the oracle, and the harness that runs a case on a device and
+//! judges every output.
 
 mod block_cases;
 mod blocks;

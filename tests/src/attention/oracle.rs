@@ -1,4 +1,5 @@
-//! What attention means, in f64 and in the plain same-precision form. Both touch attended pairs only: a masked key cannot leak.
+//! What attention means, in f64 and in the plain same-precision form. Both touch attended pairs
+//! only: a masked key cannot leak.
 
 use super::{AttentionCase, AttentionData, Blocks, Sequence};
 use crate::number::{rng, round, unit_roundoff};
@@ -9,7 +10,8 @@ use rand::Rng;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Keys that a query of a sequence sees under the token mask. Query i sees key j when `-left <= j - (i + diagonal) <= right`.
+/// Keys that a query of a sequence sees under the token mask. Query i sees key j when
+/// `-left <= j - (i + diagonal) <= right`.
 pub fn visible_keys(case: &AttentionCase, sequence: &Sequence, query: usize) -> Range<usize> {
     let (left, right) = match case.mask {
         Mask::Full => (None, None),
@@ -37,8 +39,9 @@ pub struct AttentionReference {
 }
 
 impl AttentionReference {
-    /// Computes the reference. At most `budget` multiply-adds are spent on each of the two computations: larger cases are
-    /// sampled (first and last row of each head of the first and last sequence, others at random).
+    /// Computes the reference. At most `budget` multiply-adds are spent on each of the two
+    /// computations: larger cases are sampled (first and last row of each head of the first and
+    /// last sequence, others at random).
     pub fn compute(case: &AttentionCase, data: &AttentionData, budget: f64) -> Self {
         let sequences = case.sequences();
         let rows = sample(case, &sequences, budget);
@@ -46,16 +49,20 @@ impl AttentionReference {
         let key_norms: Vec<f64> = data.k.par_chunks(d).map(|k| dot_f64(k, k).sqrt()).collect();
         let mut computed = vec![Row::default(); rows.len()];
         let call = Call { case, data, blocks: Blocks::of(case), key_norms, sequences };
-        computed.par_iter_mut().zip(&rows).for_each_init(Scratch::default, |scratch, (out, &at)| {
-            *out = row(&call, at, scratch);
-        });
+        computed.par_iter_mut().zip(&rows).for_each_init(
+            Scratch::default,
+            |scratch, (out, &at)| {
+                *out = row(&call, at, scratch);
+            },
+        );
         let mut reference = Self { rows, ..Self::default() };
         reference.o.width = d;
         reference.lse.width = computed.len();
         for row in computed {
             // Any key may come first and outweigh the others: partial sums may be as large as the
             // output all along.
-            let partial = row.exact.iter().zip(&row.magnitude).map(|(o, magnitude)| o.abs().max(*magnitude));
+            let partial =
+                row.exact.iter().zip(&row.magnitude).map(|(o, magnitude)| o.abs().max(*magnitude));
             reference.o.partial.extend(partial);
             reference.o.exact.extend(row.exact);
             reference.o.plain.extend(row.plain);
@@ -71,9 +78,14 @@ impl AttentionReference {
     /// What a correct implementation may round in the output.
     pub fn rounding(&self, case: &AttentionCase) -> Rounding {
         let keys = case.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
-        let largest_score = self.lse.magnitude.iter().copied().filter(|s| s.is_finite()).fold(0.0, f64::max);
+        let largest_score =
+            self.lse.magnitude.iter().copied().filter(|s| s.is_finite()).fold(0.0, f64::max);
         let exponent = score_steps(case) as f64 * unit_roundoff(DType::F32) * largest_score;
-        Rounding { factor: Some(case.dtype), exponent, ..Rounding::of_products(keys, 1, case.dtype) }
+        Rounding {
+            factor: Some(case.dtype),
+            exponent,
+            ..Rounding::of_products(keys, 1, case.dtype)
+        }
     }
 
     /// What a correct implementation may round in the log-sum-exp: it sums unrounded probabilities.
@@ -82,25 +94,26 @@ impl AttentionReference {
     }
 }
 
-/// Roundings of a score: those of its sum, and 8 for the change to base 2 and back, the exponential and the logarithm (2 units
-/// each in hardware).
+/// Roundings of a score: those of its sum, and 8 for the change to base 2 and back, the exponential
+/// and the logarithm (2 units each in hardware).
 fn score_steps(case: &AttentionCase) -> usize {
     8 + case.head_dim.div_ceil(PRODUCTS)
 }
 
 fn sample(case: &AttentionCase, sequences: &[Sequence], budget: f64) -> Vec<[usize; 3]> {
-    let cost =
-        |s: &Sequence, i: usize| (2 * case.head_dim * visible_keys(case, s, i).len() + case.head_dim) as f64;
+    let cost = |s: &Sequence, i: usize| {
+        (2 * case.head_dim * visible_keys(case, s, i).len() + case.head_dim) as f64
+    };
     let queries: usize = sequences.iter().map(|s| s.q_len).sum();
     let keys: usize = sequences.iter().map(|s| s.kv_len).max().unwrap_or(0);
     let all = || {
-        sequences
-            .iter()
-            .enumerate()
-            .flat_map(move |(b, s)| (0..s.q_len).flat_map(move |i| (0..case.heads_q).map(move |h| [b, i, h])))
+        sequences.iter().enumerate().flat_map(move |(b, s)| {
+            (0..s.q_len).flat_map(move |i| (0..case.heads_q).map(move |h| [b, i, h]))
+        })
     };
     let upper_bound = queries as f64 * case.heads_q as f64 * (2 * case.head_dim * keys) as f64;
-    if upper_bound <= budget || all().map(|[b, i, _]| cost(&sequences[b], i)).sum::<f64>() <= budget {
+    if upper_bound <= budget || all().map(|[b, i, _]| cost(&sequences[b], i)).sum::<f64>() <= budget
+    {
         return all().collect();
     }
     let mut random = rng(case.seed);
@@ -231,7 +244,8 @@ fn dot_f64(a: &[f32], b: &[f32]) -> f64 {
             sums[lane] += f64::from(a[lane]) * f64::from(b[lane]);
         }
     }
-    let rest: f64 = a[tail..].iter().zip(&b[tail..]).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
+    let rest: f64 =
+        a[tail..].iter().zip(&b[tail..]).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum();
     sums.iter().sum::<f64>() + rest
 }
 

@@ -72,7 +72,10 @@ fn the_plain_computation_is_close_in_every_option() {
         for dtype in [DType::F16, DType::BF16] {
             let case = AttentionCase {
                 dtype,
-                lengths: Lengths::Packed { lengths: vec![(5, 40), (0, 3), (33, 70)], slack: (2, 1) },
+                lengths: Lengths::Packed {
+                    lengths: vec![(5, 40), (0, 3), (33, 70)],
+                    slack: (2, 1),
+                },
                 mask: Mask::Causal { align: Align::BottomRight },
                 softcap,
                 sink,
@@ -86,10 +89,16 @@ fn the_plain_computation_is_close_in_every_option() {
             for i in 0..reference.o.exact.len() {
                 let error = (reference.o.plain[i] - reference.o.exact[i]).abs();
                 // `!(a <= b)` also catches NaN.
-                assert!(error <= bound * (1.0 + reference.o.exact[i].abs()), "{case:?} {i} {error}");
+                assert!(
+                    error <= bound * (1.0 + reference.o.exact[i].abs()),
+                    "{case:?} {i} {error}"
+                );
             }
             for (exact, plain) in reference.lse.exact.iter().zip(&reference.lse.plain) {
-                assert!((exact - plain).abs() <= 1e-6 * (10.0 + exact.abs()), "{case:?} {exact} {plain}");
+                assert!(
+                    (exact - plain).abs() <= 1e-6 * (10.0 + exact.abs()),
+                    "{case:?} {exact} {plain}"
+                );
             }
         }
     }
@@ -159,7 +168,9 @@ fn block_masks_by_their_definition() {
         let stream = blockflash_ops::Device::cpu().stream().unwrap();
         let mask = case.block_mask(&stream).unwrap().unwrap();
         assert_eq!(blocks.count(), (mask.nnz(), mask.batch() * mask.heads() * 9));
-        for at @ [b, i, h] in [[0, 0, 0], [0, 63, 1], [1, 64, 2], [1, 127, 3], [0, 128, 3], [1, 149, 0]] {
+        for at @ [b, i, h] in
+            [[0, 0, 0], [0, 63, 1], [1, 64, 2], [1, 127, 3], [0, 128, 3], [1, 149, 0]]
+        {
             let head = match heads {
                 MaskHeads::One => 0,
                 MaskHeads::KeyValue => h / 2,

@@ -1,17 +1,18 @@
-//! The rows of the manifest that compute attention: which there are, what they are asked, what they refuse.
+//! The rows of the manifest that compute attention: which there are, what they are asked, what they
+//! refuse.
 
 use super::{
-    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Kernel, Lengths,
-    MaskHeads, head_dims, run_and_check,
+    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Kernel,
+    Lengths, MaskHeads, head_dims, run_and_check,
 };
 use crate::gpu::{Gpu, wait};
 use blockflash_ops::{DType, Error, Stream};
 use blockflash_sys::Row;
-use blockflash_sys::manifest::{self, AttentionTile, Lse, Variant};
+use blockflash_sys::manifest::{self, AttentionTile, Variant};
 use std::collections::BTreeMap;
 
-/// Rows with their tiles, by element type and head dimension. Those of a group compute the same problems: they share cases and
-/// references.
+/// Rows with their tiles, by element type and head dimension. Those of a group compute the same
+/// problems: they share cases and references.
 pub type RowGroups = BTreeMap<(DType, u32), Vec<(&'static Row, AttentionTile)>>;
 
 /// The attention rows that a GPU can run.
@@ -58,9 +59,9 @@ pub fn run_or_refuse(
 fn refusal(case: &AttentionCase, row: &Row) -> Option<&'static str> {
     let tile = row.attention_tile()?;
     let divides = |tile: u32, block: usize| block.is_multiple_of(tile as usize);
-    let consists_of_tiles = case
-        .block_mask
-        .is_none_or(|block| divides(tile.block_q, block.block_q) && divides(tile.block_kv, block.block_kv));
+    let consists_of_tiles = case.block_mask.is_none_or(|block| {
+        divides(tile.block_q, block.block_q) && divides(tile.block_kv, block.block_kv)
+    });
     if !consists_of_tiles {
         return Some("do not divide the blocks");
     }
@@ -74,13 +75,17 @@ fn refusal(case: &AttentionCase, row: &Row) -> Option<&'static str> {
         return Some("share a tile");
     }
     // Tensor maps cannot say that entries are repeated.
-    let repeated =
-        case.broadcast_kv && matches!(case.lengths, Lengths::Dense { batch: 2.., seqlen_kv: 1.., .. });
+    let repeated = case.broadcast_kv
+        && matches!(case.lengths, Lengths::Dense { batch: 2.., seqlen_kv: 1.., .. });
     (repeated && matches!(row.variant, Variant::AttentionFwdHopper(_))).then_some("tensor map")
 }
 
 /// Runs a case 30 times: the same bits every time.
-pub fn same_bits(case: &AttentionCase, row: &'static Row, stream: &Stream) -> Result<usize, String> {
+pub fn same_bits(
+    case: &AttentionCase,
+    row: &'static Row,
+    stream: &Stream,
+) -> Result<usize, String> {
     let case = &case.as_asked(row);
     let inputs = AttentionInputs::upload(case, &AttentionData::generate(case), stream)?;
     let mut outputs = AttentionOutputs::poisoned(case, stream)?;

@@ -46,7 +46,11 @@ fn placed(case: &AttentionCase) -> ([Placed; 4], Placed) {
 
 impl AttentionInputs {
     /// Uploads the data of a case; what lies in the gaps of the tensors is NaN.
-    pub fn upload(case: &AttentionCase, data: &AttentionData, stream: &Stream) -> Result<Self, String> {
+    pub fn upload(
+        case: &AttentionCase,
+        data: &AttentionData,
+        stream: &Stream,
+    ) -> Result<Self, String> {
         let (placed, _) = placed(case);
         let [q, k, v] = physical(case, data);
         let tensor = |i: usize, bits: &[u32]| upload(stream, case.dtype, bits, &placed[i].physical);
@@ -54,7 +58,10 @@ impl AttentionInputs {
         Ok(Self {
             case: case.clone(),
             qkv: [tensor(0, &q)?, tensor(1, &k)?, tensor(2, &v)?],
-            sink: case.sink.then(|| upload(stream, DType::F32, &sink, &[sink.len()])).transpose()?,
+            sink: case
+                .sink
+                .then(|| upload(stream, DType::F32, &sink, &[sink.len()]))
+                .transpose()?,
             cu_seqlens: match offsets(case) {
                 None => None,
                 Some([q, kv]) => Some([
@@ -66,8 +73,9 @@ impl AttentionInputs {
         })
     }
 
-    /// Replaces q, k, v, the sink and the sequence offsets where they are, as a replayed graph needs it. The new case has the shapes,
-    /// placements and block mask of the old one, and no longer sequence than the longest that a call captured from it announced.
+    /// Replaces q, k, v, the sink and the sequence offsets where they are, as a replayed graph
+    /// needs it. The new case has the shapes, placements and block mask of the old one, and no
+    /// longer sequence than the longest that a call captured from it announced.
     pub fn refill(
         &mut self,
         case: &AttentionCase,
@@ -77,13 +85,19 @@ impl AttentionInputs {
         assert_eq!(self.case.shapes(), case.shapes());
         assert_eq!(Blocks::of(&self.case), Blocks::of(case), "block masks stay");
         let bits = physical(case, data);
-        self.qkv.iter_mut().zip(&bits).try_for_each(|(tensor, bits)| refill(tensor, stream, bits))?;
+        self.qkv
+            .iter_mut()
+            .zip(&bits)
+            .try_for_each(|(tensor, bits)| refill(tensor, stream, bits))?;
         if let Some(tensor) = &mut self.sink {
             let sink: Vec<u32> = data.sink.iter().map(|x| x.to_bits()).collect();
             refill(tensor, stream, &sink)?;
         }
         if let (Some(tensors), Some(offsets)) = (&mut self.cu_seqlens, offsets(case)) {
-            tensors.iter_mut().zip(&offsets).try_for_each(|(tensor, bits)| refill(tensor, stream, bits))?;
+            tensors
+                .iter_mut()
+                .zip(&offsets)
+                .try_for_each(|(tensor, bits)| refill(tensor, stream, bits))?;
         }
         self.case = case.clone();
         Ok(())
@@ -94,7 +108,9 @@ impl AttentionInputs {
         let case = &self.case;
         let (placed, _) = placed(case);
         let [q, mut k, mut v] = std::array::from_fn(|i| view(&self.qkv[i], &placed[i]));
-        if let (true, Lengths::Dense { batch: batch @ 1.., .. }) = (case.broadcast_kv, &case.lengths) {
+        if let (true, Lengths::Dense { batch: batch @ 1.., .. }) =
+            (case.broadcast_kv, &case.lengths)
+        {
             k = k.expand(0, *batch).expect("one entry is stored");
             v = v.expand(0, *batch).expect("one entry is stored");
         }
@@ -135,7 +151,9 @@ impl AttentionOutputs {
     /// Poisons the outputs again.
     pub fn poison(&mut self, stream: &Stream) -> Result<(), String> {
         let mut tensors = [Some(&mut self.o), self.lse.as_mut()].into_iter().flatten();
-        tensors.try_for_each(|tensor| tensor.fill_bytes(stream, POISON)).map_err(|error| error.to_string())
+        tensors
+            .try_for_each(|tensor| tensor.fill_bytes(stream, POISON))
+            .map_err(|error| error.to_string())
     }
 
     /// Queues the computation.
@@ -187,14 +205,20 @@ impl AttentionOutputs {
         let o_name = |row: [usize; 3], e: usize| {
             format!("o[batch {}, query {}, head {}, {e}]", row[0], row[1], row[2])
         };
-        let o =
-            written(&o_placed, &o, case.dtype, |at| at < used * heads * d).map_err(|e| format!("o: {e}"))?;
+        let o = written(&o_placed, &o, case.dtype, |at| at < used * heads * d)
+            .map_err(|e| format!("o: {e}"))?;
         let o_at = |&[b, i, h]: &[usize; 3]| ((sequences[b].q_start + i) * heads + h) * d;
-        let got: Vec<f64> = rows.iter().flat_map(|row| &o[o_at(row)..][..d]).map(|&x| f64::from(x)).collect();
+        let got: Vec<f64> =
+            rows.iter().flat_map(|row| &o[o_at(row)..][..d]).map(|&x| f64::from(x)).collect();
         check(&got, &reference.o, &reference.rounding(case), |i| o_name(rows[i / d], i % d))?;
         let may_be_nan = matches!(case.content, Content::NanInKeys | Content::NanInValues);
-        if let (false, Some(at)) = (may_be_nan, o[..used * heads * d].iter().position(|x| !x.is_finite())) {
-            return Err(format!("o: logical element {at} is {}, nothing there is NaN or infinite", o[at]));
+        if let (false, Some(at)) =
+            (may_be_nan, o[..used * heads * d].iter().position(|x| !x.is_finite()))
+        {
+            return Err(format!(
+                "o: logical element {at} is {}, nothing there is NaN or infinite",
+                o[at]
+            ));
         }
         if self.lse.is_none() {
             return Ok(1);
@@ -203,15 +227,18 @@ impl AttentionOutputs {
         let packed = matches!(case.lengths, Lengths::Packed { .. });
         let lse = written(&lse_placed, &lse, DType::F32, |at| !packed || at % total < used)
             .map_err(|error| format!("lse: {error}"))?;
-        let got: Vec<f64> = rows.iter().map(|&[b, i, h]| f64::from(lse[case.lse_index(b, h, i)])).collect();
-        let lse_name =
-            |i: usize| format!("lse[batch {}, query {}, head {}]", rows[i][0], rows[i][1], rows[i][2]);
+        let got: Vec<f64> =
+            rows.iter().map(|&[b, i, h]| f64::from(lse[case.lse_index(b, h, i)])).collect();
+        let lse_name = |i: usize| {
+            format!("lse[batch {}, query {}, head {}]", rows[i][0], rows[i][1], rows[i][2])
+        };
         check(&got, &reference.lse, &AttentionReference::lse_rounding(case), lse_name)?;
         Ok(2)
     }
 }
 
-/// The logical values of an output, after checking that exactly those elements were written for which `due` says so.
+/// The logical values of an output, after checking that exactly those elements were written for
+/// which `due` says so.
 pub(crate) fn written(
     placed: &Placed,
     physical: &[u32],
@@ -251,11 +278,13 @@ fn offsets(case: &AttentionCase) -> Option<[Vec<u32>; 2]> {
 fn physical(case: &AttentionCase, data: &AttentionData) -> [Vec<u32>; 3] {
     let (placed, _) = placed(case);
     let mut bits = data.bits(case).into_iter();
-    std::array::from_fn(|i| placed[i].scatter(bits.next().expect("three tensors"), poison(case.dtype)))
+    std::array::from_fn(|i| {
+        placed[i].scatter(bits.next().expect("three tensors"), poison(case.dtype))
+    })
 }
 
-/// Uploads, runs, waits and judges a case whose data and reference are there. Returns how many outputs were compared, or the
-/// complete story of what is wrong.
+/// Uploads, runs, waits and judges a case whose data and reference are there. Returns how many
+/// outputs were compared, or the complete story of what is wrong.
 pub fn run_and_check(
     case: &AttentionCase,
     data: &AttentionData,

@@ -31,7 +31,8 @@ pub fn head_dims(range: RangeInclusive<usize>) -> Vec<usize> {
 /// Masks of every kind, with windows about as wide as the sequences.
 pub fn masks(seqlen: usize) -> impl Strategy<Value = Mask> {
     let align = || select(vec![Align::TopLeft, Align::BottomRight]);
-    let side = move || prop_oneof![1 => Just(None), 1 => Just(Some(0)), 3 => (0..=seqlen).prop_map(Some)];
+    let side =
+        move || prop_oneof![1 => Just(None), 1 => Just(Some(0)), 3 => (0..=seqlen).prop_map(Some)];
     prop_oneof![
         2 => Just(Mask::Full),
         2 => align().prop_map(|align| Mask::Causal { align }),
@@ -40,23 +41,27 @@ pub fn masks(seqlen: usize) -> impl Strategy<Value = Mask> {
 }
 
 fn seqlens(longest: usize) -> impl Strategy<Value = usize> {
-    let edges: Vec<usize> = [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193]
-        .into_iter()
-        .filter(|n| *n <= longest)
-        .collect();
+    let edges: Vec<usize> =
+        [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193]
+            .into_iter()
+            .filter(|n| *n <= longest)
+            .collect();
     prop_oneof![2 => select(edges), 3 => 1..=longest, 1 => 1..=longest.min(20)]
 }
 
 fn lengths(longest: usize) -> impl Strategy<Value = Lengths> {
     let maybe_empty = move || prop_oneof![1 => Just(0), 4 => seqlens(longest.min(130))];
-    let dense = (1..=3usize, seqlens(longest), prop_oneof![1 => Just(0usize), 15 => seqlens(longest)])
-        .prop_map(|(batch, seqlen_q, seqlen_kv)| Lengths::Dense { batch, seqlen_q, seqlen_kv });
-    let packed = (prop::collection::vec((maybe_empty(), maybe_empty()), 1..=4), (0..=3usize, 0..=3usize))
-        .prop_map(|(lengths, slack)| Lengths::Packed { lengths, slack });
+    let dense =
+        (1..=3usize, seqlens(longest), prop_oneof![1 => Just(0usize), 15 => seqlens(longest)])
+            .prop_map(|(batch, seqlen_q, seqlen_kv)| Lengths::Dense { batch, seqlen_q, seqlen_kv });
+    let packed =
+        (prop::collection::vec((maybe_empty(), maybe_empty()), 1..=4), (0..=3usize, 0..=3usize))
+            .prop_map(|(lengths, slack)| Lengths::Packed { lengths, slack });
     prop_oneof![3 => dense, 2 => packed]
 }
 
-/// Layouts of a tensor of this rank: each order of the outer dimensions that people use, with and without gaps.
+/// Layouts of a tensor of this rank: each order of the outer dimensions that people use, with and
+/// without gaps.
 fn placement(rank: usize, alignment: usize) -> impl Strategy<Value = Placement> {
     let orders = if rank == 4 {
         vec![vec![], vec![0, 2, 1, 3], vec![1, 0, 2, 3], vec![2, 1, 0, 3]]
@@ -82,7 +87,8 @@ fn lse_placement(rank: usize) -> impl Strategy<Value = Placement> {
 
 /// Problems within the limits, every option included.
 pub fn attention_cases(limits: Limits) -> impl Strategy<Value = AttentionCase> {
-    let heads = (1..=3usize, select(vec![1usize, 1, 2, 3, 4, 7, 8])).prop_map(|(kv, ratio)| (kv * ratio, kv));
+    let heads = (1..=3usize, select(vec![1usize, 1, 2, 3, 4, 7, 8]))
+        .prop_map(|(kv, ratio)| (kv * ratio, kv));
     let options = (
         masks(limits.seqlen),
         prop::option::of(0.02..0.6f32),
@@ -103,13 +109,13 @@ pub fn attention_cases(limits: Limits) -> impl Strategy<Value = AttentionCase> {
         let rank = if matches!(lengths, Lengths::Dense { .. }) { 4 } else { 3 };
         let placement = || placement(rank, limits.alignment);
         let broadcast = if rank == 4 { 0.15 } else { 0.0 };
-        let tensors =
-            (placement(), placement(), placement(), placement()).prop_map(|(q, k, v, o)| [q, k, v, o]);
+        let tensors = (placement(), placement(), placement(), placement())
+            .prop_map(|(q, k, v, o)| [q, k, v, o]);
         (Just(lengths), tensors, lse_placement(rank - 1), prop::bool::weighted(broadcast))
     });
     let work = limits.work;
-    (any::<u32>(), select(limits.dtypes), select(limits.head_dims), heads, layout, options, content).prop_map(
-        move |(seed, dtype, head_dim, heads, layout, options, content)| {
+    (any::<u32>(), select(limits.dtypes), select(limits.head_dims), heads, layout, options, content)
+        .prop_map(move |(seed, dtype, head_dim, heads, layout, options, content)| {
             let (lengths, placements, lse_placement, broadcast_kv) = layout;
             let (mask, softmax_scale, softcap, sink, lse) = options;
             let case = AttentionCase {
@@ -127,8 +133,7 @@ pub fn attention_cases(limits: Limits) -> impl Strategy<Value = AttentionCase> {
                 ..AttentionCase::simple(dtype, heads, head_dim, (0, 0))
             };
             affordable(case, work)
-        },
-    )
+        })
 }
 
 /// Problems within the limits with a block mask.
@@ -141,11 +146,13 @@ pub fn block_sparse_cases(limits: Limits) -> impl Strategy<Value = AttentionCase
     let block = || select(vec![64usize, 64, 128, 128, 192, 256]);
     let heads = select(vec![MaskHeads::One, MaskHeads::KeyValue, MaskHeads::Query]);
     let block = (block(), block(), any::<bool>(), heads, pattern);
-    (attention_cases(limits), block).prop_map(|(case, (block_q, block_kv, per_entry, heads, pattern))| {
-        let per_entry = per_entry && !case.broadcast_kv;
-        let block_mask = Some(BlockCase { block_q, block_kv, per_entry, heads, pattern });
-        AttentionCase { block_mask, ..case }
-    })
+    (attention_cases(limits), block).prop_map(
+        |(case, (block_q, block_kv, per_entry, heads, pattern))| {
+            let per_entry = per_entry && !case.broadcast_kv;
+            let block_mask = Some(BlockCase { block_q, block_kv, per_entry, heads, pattern });
+            AttentionCase { block_mask, ..case }
+        },
+    )
 }
 
 /// Fewer heads where the case would cost too much.

@@ -89,7 +89,9 @@ impl MaskCase {
             columns.shuffle(&mut random);
             columns.resize(cols.max(self.k), -1);
             columns.truncate(self.k);
-            columns.iter_mut().for_each(|col| *col = if random.random_bool(0.2) { -1 } else { *col });
+            columns
+                .iter_mut()
+                .for_each(|col| *col = if random.random_bool(0.2) { -1 } else { *col });
             lists.extend(columns);
         }
         let mut scores = normal(self.seed, has(MaskSource::Scores) * cols);
@@ -114,7 +116,9 @@ impl MaskCase {
 
     /// The blocks that are always visited, on the CPU.
     pub fn always(&self, data: &MaskData) -> Result<Option<BlockMask>, Error> {
-        let (Some([batch, heads]), Some(flags)) = (self.always, &data.always) else { return Ok(None) };
+        let (Some([batch, heads]), Some(flags)) = (self.always, &data.always) else {
+            return Ok(None);
+        };
         BlockMask::from_bool(self.geometry(), batch, heads, flags).map(Some)
     }
 
@@ -124,9 +128,14 @@ impl MaskCase {
         let chosen = match self.source {
             MaskSource::Bool => BlockMask::from_bool(geometry, batch, heads, &data.blocks),
             MaskSource::TopK => BlockMask::from_top_k(geometry, batch, heads, self.k, &data.lists),
-            MaskSource::Scores => {
-                BlockMask::top_k_from_scores(geometry, batch, heads, &data.scores, self.k, self.mask)
-            }
+            MaskSource::Scores => BlockMask::top_k_from_scores(
+                geometry,
+                batch,
+                heads,
+                &data.scores,
+                self.k,
+                self.mask,
+            ),
         }?;
         match self.always(data)? {
             Some(always) => chosen.union(&always)?,
@@ -136,11 +145,13 @@ impl MaskCase {
     }
 }
 
-/// Every width from one column to beyond what a kernel keeps in registers, with every kind of k; heights around those of slabs,
-/// token masks, batch entries, heads, blocks and what is always visited take turns.
+/// Every width from one column to beyond what a kernel keeps in registers, with every kind of k;
+/// heights around those of slabs, token masks, batch entries, heads, blocks and what is always
+/// visited take turns.
 pub fn mask_cases() -> Vec<MaskCase> {
-    let widths =
-        [1, 2, 3, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 255, 256, 300, 511, 512, 513, 544, 600];
+    let widths = [
+        1, 2, 3, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 255, 256, 300, 511, 512, 513, 544, 600,
+    ];
     let heights = [1, 15, 16, 17, 33, 2, 40];
     let window = |left, right, align| Mask::Window { left, right, align };
     let masks = [
@@ -159,7 +170,8 @@ pub fn mask_cases() -> Vec<MaskCase> {
                 let turn = turn + cases.len();
                 let groups = [[1, 1], [1, 3], [2, 1], [2, 2]][turn % 4];
                 let case = MaskCase::new(source, [heights[turn % heights.len()], cols], k);
-                let always = [None, Some([1, 1]), Some([1, groups[1]]), Some([groups[0], 1]), Some(groups)];
+                let always =
+                    [None, Some([1, 1]), Some([1, groups[1]]), Some([groups[0], 1]), Some(groups)];
                 cases.push(MaskCase {
                     mask: masks[turn / 2 % masks.len()],
                     groups,
@@ -181,12 +193,21 @@ pub fn mask_cases() -> Vec<MaskCase> {
             ([0, 300], [64, 64]),
         ] {
             for mask in masks {
-                cases.push(MaskCase { seqlens, blocks, mask, seed: 5, ..MaskCase::new(source, [1, 1], 7) });
+                cases.push(MaskCase {
+                    seqlens,
+                    blocks,
+                    mask,
+                    seed: 5,
+                    ..MaskCase::new(source, [1, 1], 7)
+                });
             }
         }
         // As attention over 32k tokens has them, and more slabs than threads of a block.
-        let many =
-            MaskCase { groups: [1, 16], mask: Mask::causal(), ..MaskCase::new(source, [256, 256], 24) };
+        let many = MaskCase {
+            groups: [1, 16],
+            mask: Mask::causal(),
+            ..MaskCase::new(source, [256, 256], 24)
+        };
         cases.push(MaskCase { blocks: [128, 128], seqlens: [32768; 2], ..many.clone() });
         cases.push(MaskCase { groups: [40, 15], ..MaskCase::new(source, [17, 20], 3) });
     }

@@ -1,4 +1,5 @@
-//! Block masks that are built on a device: cases, their data, and what the constructors for the CPU make of it.
+//! Block masks that are built on a device: cases, their data, and what the constructors for the CPU
+//! make of it.
 
 mod case;
 mod run;

@@ -64,7 +64,11 @@ impl MaskInputs {
 
 /// Any value but 0 is true.
 fn bytes(data: &MaskData) -> Vec<u8> {
-    data.blocks.iter().zip(0u32..).map(|(&block, at)| u8::from(block) * (1 + at % 255) as u8).collect()
+    data.blocks
+        .iter()
+        .zip(0u32..)
+        .map(|(&block, at)| u8::from(block) * (1 + at % 255) as u8)
+        .collect()
 }
 
 /// The arrays of a mask.
@@ -76,7 +80,8 @@ pub struct Arrays {
 }
 
 impl Arrays {
-    /// Those of a mask, after everything queued on the stream; columns as far as `row_ptr` counts them.
+    /// Those of a mask, after everything queued on the stream; columns as far as `row_ptr` counts
+    /// them.
     pub fn of(mask: &BlockMask, stream: &Stream) -> Result<Self, Error> {
         let row_ptr = mask.row_ptr().to_vec::<i32>(stream)?;
         let end = row_ptr.last().map_or(0, |&end| end.max(0) as usize);
@@ -92,8 +97,14 @@ impl Arrays {
             ("row_order", &self.row_order, &expected.row_order),
         ];
         for (name, got, expected) in arrays {
-            if let Some(at) = (0..got.len().max(expected.len())).find(|&at| got.get(at) != expected.get(at)) {
-                return Err(format!("{name}[{at}] is {:?}, expected {:?}", got.get(at), expected.get(at)));
+            if let Some(at) =
+                (0..got.len().max(expected.len())).find(|&at| got.get(at) != expected.get(at))
+            {
+                return Err(format!(
+                    "{name}[{at}] is {:?}, expected {:?}",
+                    got.get(at),
+                    expected.get(at)
+                ));
             }
         }
         Ok(self.row_ptr.len() + self.col_idx.len() + self.row_order.len())
@@ -122,7 +133,11 @@ pub fn prepare(
 }
 
 /// Uploads, builds and compares a case. Returns how many entries were compared.
-pub fn build_and_check(case: &MaskCase, row: Option<&Row>, stream: &Stream) -> Result<usize, String> {
+pub fn build_and_check(
+    case: &MaskCase,
+    row: Option<&Row>,
+    stream: &Stream,
+) -> Result<usize, String> {
     let run = || -> Result<usize, String> {
         let text = |error: Error| error.to_string();
         let data = case.data();

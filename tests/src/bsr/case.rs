@@ -7,7 +7,8 @@ use blockflash_sys::manifest::{BsrTile, Variant};
 use blockflash_sys::{DType, Row};
 use rand::Rng;
 
-/// One product `C = activation(alpha·A·B + beta·C + bias)`: shape, structure, options, memory layout.
+/// One product `C = activation(alpha·A·B + beta·C + bias)`: shape, structure, options, memory
+/// layout.
 #[derive(Clone, Debug)]
 pub struct BsrCase {
     /// Seed of the structure and of the data.
@@ -22,7 +23,8 @@ pub struct BsrCase {
     pub block_size: usize,
     /// Which blocks are stored.
     pub pattern: Pattern,
-    /// Whether the matrix that is multiplied with is Aᵀ, stored so, and taken by an index. Structure and data are those of A all the same.
+    /// Whether the matrix that is multiplied with is Aᵀ, stored so, and taken by an index.
+    /// Structure and data are those of A all the same.
     pub transposed: bool,
     /// Factor of the product.
     pub alpha: f32,
@@ -54,18 +56,22 @@ pub enum Workspace {
 impl Workspace {
     /// Every kind in turns.
     pub fn turn(turn: usize) -> Self {
-        [Self::None, Self::Parts(2), Self::Estimate, Self::Parts(3), Self::None, Self::Parts(8)][turn % 6]
+        [Self::None, Self::Parts(2), Self::Estimate, Self::Parts(3), Self::None, Self::Parts(8)]
+            [turn % 6]
     }
 }
 
-/// The tile of a BSR row in each layout of A and B that it takes: none for other rows, one for most.
+/// The tile of a BSR row in each layout of A and B that it takes: none for other rows, one for
+/// most.
 pub fn tiles(row: &Row) -> Vec<BsrTile> {
     let Some(tile) = row.bsr_tile() else { return Vec::new() };
     if !row.takes_any_layout() {
         return vec![tile];
     }
     let layouts = [[false, false], [false, true], [true, false], [true, true]];
-    layouts.map(|[a_transposed, b_column_major]| BsrTile { a_transposed, b_column_major, ..tile }).into()
+    layouts
+        .map(|[a_transposed, b_column_major]| BsrTile { a_transposed, b_column_major, ..tile })
+        .into()
 }
 
 /// Order of the dimensions of a matrix in memory, of a row-major or a column-major one.
@@ -132,7 +138,8 @@ pub struct BsrData {
 }
 
 impl BsrCase {
-    /// A case with beta 0, alpha 1, no bias, no activation and no gaps, to be varied by struct update.
+    /// A case with beta 0, alpha 1, no bias, no activation and no gaps, to be varied by struct
+    /// update.
     pub fn simple(dtype: DType, block_size: usize, mnk: [usize; 3], pattern: Pattern) -> Self {
         Self {
             seed: 1,
@@ -152,8 +159,9 @@ impl BsrCase {
         }
     }
 
-    /// The case for a kernel: [`lying_for`](Self::lying_for) it; and those for Hopper copy B by tensor maps, so its rows or columns then
-    /// start at multiples of 16 bytes, with gaps between them.
+    /// The case for a kernel: [`lying_for`](Self::lying_for) it; and those for Hopper copy B by
+    /// tensor maps, so its rows or columns then start at multiples of 16 bytes, with gaps between
+    /// them.
     pub fn for_row(self, row: &Row, tile: &BsrTile) -> Self {
         let case = self.lying_for(row, tile);
         if !matches!(row.variant, Variant::BsrMatmulHopper(_)) {
@@ -167,8 +175,8 @@ impl BsrCase {
         Self { placements: [b, c], ..case }
     }
 
-    /// The case with A and B as this tile of the row takes them, transposed or not, and by rows or columns; and with C by rows if it has no
-    /// columns.
+    /// The case with A and B as this tile of the row takes them, transposed or not, and by rows or
+    /// columns; and with C by rows if it has no columns.
     pub fn lying_for(self, row: &Row, tile: &BsrTile) -> Self {
         let hopper = matches!(row.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers());
         let any_c = hopper || row.takes_any_layout();
@@ -201,17 +209,22 @@ impl BsrData {
     /// The arrays of the transposed matrix: `row_ptr`, `col_idx` and `values`.
     pub fn transposed(&self, case: &BsrCase) -> (Vec<i32>, Vec<i32>, Vec<f32>) {
         let (size, rows) = (case.block_size, self.row_ptr.len() - 1);
-        let row_of =
-            |row: usize| (self.row_ptr[row]..self.row_ptr[row + 1]).map(move |at| (row as i32, at as usize));
+        let row_of = |row: usize| {
+            (self.row_ptr[row]..self.row_ptr[row + 1]).map(move |at| (row as i32, at as usize))
+        };
         let mut blocks: Vec<_> =
             (0..rows).flat_map(row_of).map(|(row, at)| (self.col_idx[at], row, at)).collect();
         blocks.sort_unstable();
         let before = |col: usize| blocks.partition_point(|block| (block.0 as usize) < col) as i32;
-        let element = |at: usize, i: usize| self.values[at * size * size + i % size * size + i / size];
+        let element =
+            |at: usize, i: usize| self.values[at * size * size + i % size * size + i / size];
         (
             (0..=case.blocks()[1]).map(before).collect(),
             blocks.iter().map(|block| block.1).collect(),
-            blocks.iter().flat_map(|&(.., at)| (0..size * size).map(move |i| element(at, i))).collect(),
+            blocks
+                .iter()
+                .flat_map(|&(.., at)| (0..size * size).map(move |i| element(at, i)))
+                .collect(),
         )
     }
 
@@ -224,11 +237,14 @@ impl BsrData {
         let (mut row_ptr, mut col_idx) = (vec![0], Vec::new());
         for row in 0..block_rows {
             col_idx.extend(
-                (0..block_cols).filter(|&col| case.stores(row, col, &mut random)).map(|col| col as i32),
+                (0..block_cols)
+                    .filter(|&col| case.stores(row, col, &mut random))
+                    .map(|col| col as i32),
             );
             row_ptr.push(col_idx.len() as i32);
         }
-        let numbers = |salt, n, dtype| normal_rounded(case.seed.wrapping_mul(4).wrapping_add(salt), n, dtype);
+        let numbers =
+            |salt, n, dtype| normal_rounded(case.seed.wrapping_mul(4).wrapping_add(salt), n, dtype);
         let mut values = numbers(0, col_idx.len() * size * size, case.dtype);
         for row in 0..block_rows {
             for at in row_ptr[row] as usize..row_ptr[row + 1] as usize {
@@ -251,7 +267,8 @@ impl BsrData {
                 b[row * n..][..n].fill(f32::NAN);
             }
         }
-        let c = if case.beta == 0.0 { vec![f32::NAN; m * n] } else { numbers(2, m * n, case.c_dtype) };
+        let c =
+            if case.beta == 0.0 { vec![f32::NAN; m * n] } else { numbers(2, m * n, case.c_dtype) };
         let bias_len = match case.bias {
             BiasKind::None => 0,
             BiasKind::PerRow => m,

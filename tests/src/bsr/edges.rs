@@ -28,14 +28,25 @@ fn gaps(which: usize) -> Placement {
     Placement { order: Vec::new(), padding }
 }
 
-/// Every edge of m, n and k for a kernel of this block size and these tiles, with all structures, types of C and layouts taking turns.
+/// Every edge of m, n and k for a kernel of this block size and these tiles, with all structures,
+/// types of C and layouts taking turns.
 pub fn edge_cases(dtype: DType, size: usize, block_n: usize, block_k: usize) -> Vec<BsrCase> {
     // Kernels may take several block rows at a time, up to this many rows.
     let block_m = size.max(128);
     let columns = [1, 7, 8, 100, 255, 256, 257, block_n - 1, block_n, block_n + 1, 2 * block_n + 3];
-    let rows = [1, size - 1, size, size + 1, block_m - 1, block_m, block_m + 1, 2 * block_m + size + 3];
-    let depths =
-        [1, size - 1, size, size + 1, block_k - 1, block_k + 1, 3 * size + 5, 5 * block_k + 3, 8 * size];
+    let rows =
+        [1, size - 1, size, size + 1, block_m - 1, block_m, block_m + 1, 2 * block_m + size + 3];
+    let depths = [
+        1,
+        size - 1,
+        size,
+        size + 1,
+        block_k - 1,
+        block_k + 1,
+        3 * size + 5,
+        5 * block_k + 3,
+        8 * size,
+    ];
     let mut cases = Vec::new();
     for (i, &n) in columns.iter().enumerate() {
         for (j, &m) in rows.iter().enumerate() {
@@ -74,8 +85,8 @@ pub fn edge_cases(dtype: DType, size: usize, block_n: usize, block_k: usize) -> 
     cases
 }
 
-/// A column-major C at the edges of tiles of so many columns, aligned or not, and B by rows and columns: whole warps of rows and what is left,
-/// every type of C, and a few epilogues.
+/// A column-major C at the edges of tiles of so many columns, aligned or not, and B by rows and
+/// columns: whole warps of rows and what is left, every type of C, and a few epilogues.
 pub fn column_cases(dtype: DType, size: usize, block_n: usize) -> Vec<BsrCase> {
     let rows = [1, 8, 15, 16, 17, size, size + 24, 2 * size - 1, 3 * size + 8];
     let columns = [1, 2, 8, 64, 100, block_n - 1, block_n, block_n + 1, 2 * block_n + 72];
@@ -83,17 +94,24 @@ pub fn column_cases(dtype: DType, size: usize, block_n: usize) -> Vec<BsrCase> {
     for (i, &m) in rows.iter().enumerate() {
         for (j, &n) in columns.iter().enumerate() {
             let turn = i * columns.len() + j;
-            // Mostly what goes straight from registers where rows allow it: no gaps that unalign, C of the type of A.
-            let c =
-                Placement { order: order(true), ..gaps(if turn.is_multiple_of(3) { turn / 3 } else { 0 }) };
+            // Mostly what goes straight from registers where rows allow it: no gaps that unalign, C
+            // of the type of A.
+            let c = Placement {
+                order: order(true),
+                ..gaps(if turn.is_multiple_of(3) { turn / 3 } else { 0 })
+            };
             cases.push(BsrCase {
                 seed: 4000 + turn as u64,
                 c_dtype: [dtype, dtype, dtype, DType::F32, DType::BF16][turn % 5],
                 alpha: [1.0, -0.5][turn % 2],
                 beta: if turn % 4 == 3 { 0.75 } else { 0.0 },
-                bias: [BiasKind::None, BiasKind::None, BiasKind::PerRow, BiasKind::PerColumn][turn / 2 % 4],
+                bias: [BiasKind::None, BiasKind::None, BiasKind::PerRow, BiasKind::PerColumn]
+                    [turn / 2 % 4],
                 activation: [Activation::None, Activation::None, Activation::Gelu][turn / 3 % 3],
-                placements: [Placement { order: order(turn.is_multiple_of(2)), ..gaps(turn / 5) }, c],
+                placements: [
+                    Placement { order: order(turn.is_multiple_of(2)), ..gaps(turn / 5) },
+                    c,
+                ],
                 transposed: (turn / 2).is_multiple_of(2),
                 workspace: Workspace::turn(turn / 3),
                 ..BsrCase::simple(
@@ -113,7 +131,9 @@ pub fn epilogue_cases(dtype: DType, block_size: usize) -> Vec<BsrCase> {
     let mut cases = Vec::new();
     for beta in [0.0f32, 1.0, -0.75] {
         for bias in [BiasKind::None, BiasKind::PerRow, BiasKind::PerColumn] {
-            for activation in [Activation::None, Activation::Relu, Activation::Gelu, Activation::Silu] {
+            for activation in
+                [Activation::None, Activation::Relu, Activation::Gelu, Activation::Silu]
+            {
                 for c_dtype in [DType::F16, DType::BF16, DType::F32] {
                     let turn = cases.len();
                     cases.push(BsrCase {

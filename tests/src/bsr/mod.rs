@@ -1,4 +1,5 @@
-//! BSR matrix times dense matrix: cases, their data, the oracle, and the harness that runs a case on a device.
+//! BSR matrix times dense matrix: cases, their data, the oracle, and the harness that runs a case
+//! on a device.
 
 mod case;
 mod edges;

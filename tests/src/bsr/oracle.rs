@@ -1,4 +1,5 @@
-//! What the product means, in f64 and in the plain same-precision form. Blocks that are not stored are never read.
+//! What the product means, in f64 and in the plain same-precision form. Blocks that are not stored
+//! are never read.
 
 use super::{BiasKind, BsrCase, BsrData};
 use crate::number::{rng, round};
@@ -17,8 +18,9 @@ pub struct BsrReference {
 }
 
 impl BsrReference {
-    /// Computes the reference. At most about `budget` multiply-adds are spent on each of the two computations: larger cases
-    /// are sampled (first and last row of the first and last block row, others at random).
+    /// Computes the reference. At most about `budget` multiply-adds are spent on each of the two
+    /// computations: larger cases are sampled (first and last row of the first and last block row,
+    /// others at random).
     pub fn compute(case: &BsrCase, data: &BsrData, budget: f64) -> Self {
         let n = case.mnk[1];
         let rows = sample(case, data, budget);
@@ -38,7 +40,8 @@ impl BsrReference {
     /// What a correct implementation may round: the sum of the longest row, the epilogue's 4
     /// operations (alpha, beta·C, bias, activation), and the result.
     pub fn rounding(case: &BsrCase, data: &BsrData) -> Rounding {
-        let longest = data.row_ptr.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0);
+        let longest =
+            data.row_ptr.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0);
         Rounding::of_products(longest * case.block_size, 4, case.c_dtype)
     }
 }
@@ -86,7 +89,8 @@ fn sample(case: &BsrCase, data: &BsrData, budget: f64) -> Vec<usize> {
         return (0..m).collect();
     }
     let mut random = rng(case.seed);
-    let mut rows = vec![0, m.min(case.block_size) - 1, (m - 1) / case.block_size * case.block_size, m - 1];
+    let mut rows =
+        vec![0, m.min(case.block_size) - 1, (m - 1) / case.block_size * case.block_size, m - 1];
     let mut spent: f64 = rows.iter().map(|&row| cost(row)).sum();
     while spent < budget {
         let row = random.random_range(0..m);
@@ -119,7 +123,9 @@ fn row(case: &BsrCase, data: &BsrData, i: usize) -> Row {
         for step in (first..end).step_by(PRODUCTS) {
             for col in step..end.min(step + PRODUCTS) {
                 let a = data.values[(at * size + inner_row) * size + col - first];
-                for ((sum, plain), &b) in sums.iter_mut().zip(&mut plain).zip(&data.b[col * n..][..n]) {
+                for ((sum, plain), &b) in
+                    sums.iter_mut().zip(&mut plain).zip(&data.b[col * n..][..n])
+                {
                     sum.add(f64::from(a) * f64::from(b));
                     *plain += a * b;
                 }
@@ -141,7 +147,8 @@ fn row(case: &BsrCase, data: &BsrData, i: usize) -> Row {
         row.exact.push(activate(case.activation, alpha * sum.sum + added[0] + added[1]));
         let plain = activate_f32(case.activation, case.alpha * plain + case.beta * old + bias);
         row.plain.push(f64::from(round(case.c_dtype, plain)));
-        row.magnitude.push((alpha * alpha * sum.squares + added[0].powi(2) + added[1].powi(2)).sqrt());
+        row.magnitude
+            .push((alpha * alpha * sum.squares + added[0].powi(2) + added[1].powi(2)).sqrt());
         row.partial.push(alpha.abs() * partials[j].mean());
     }
     row
@@ -158,8 +165,9 @@ mod tests {
         let mut a = vec![0.0; m * k];
         for row in 0..case.blocks()[0] {
             for at in data.row_ptr[row] as usize..data.row_ptr[row + 1] as usize {
-                for (i, &x) in
-                    data.values[at * case.block_size.pow(2)..][..case.block_size.pow(2)].iter().enumerate()
+                for (i, &x) in data.values[at * case.block_size.pow(2)..][..case.block_size.pow(2)]
+                    .iter()
+                    .enumerate()
                 {
                     let (r, c) = (row * case.block_size + i / case.block_size, i % case.block_size);
                     let c = data.col_idx[at] as usize * case.block_size + c;
@@ -176,7 +184,9 @@ mod tests {
 
     #[test]
     fn equals_the_dense_product() {
-        for pattern in [Pattern::Random(0.4), Pattern::Full, Pattern::Banded, Pattern::EmptyRows(0.5)] {
+        for pattern in
+            [Pattern::Random(0.4), Pattern::Full, Pattern::Banded, Pattern::EmptyRows(0.5)]
+        {
             let case = BsrCase {
                 alpha: 0.5,
                 beta: -2.0,
@@ -189,8 +199,10 @@ mod tests {
             let (a, [m, n, k]) = (dense(&case, &data), case.mnk);
             let reference = BsrReference::compute(&case, &data, f64::INFINITY);
             for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
-                let product: f64 = (0..k).map(|l| a[i * k + l] * f64::from(data.b[l * n + j])).sum();
-                let expected = 0.5 * product - 2.0 * f64::from(data.c[i * n + j]) + f64::from(data.bias[j]);
+                let product: f64 =
+                    (0..k).map(|l| a[i * k + l] * f64::from(data.b[l * n + j])).sum();
+                let expected =
+                    0.5 * product - 2.0 * f64::from(data.c[i * n + j]) + f64::from(data.bias[j]);
                 assert!((reference.c.exact[i * n + j] - expected).abs() < 1e-12);
                 assert!((reference.c.plain[i * n + j] - expected).abs() < 1e-4);
             }
@@ -206,7 +218,8 @@ mod tests {
         assert!((activate(Activation::Silu, 1.0) - 0.731_058_578_630_004_9).abs() < 1e-15);
         for activation in [Activation::None, Activation::Relu, Activation::Gelu, Activation::Silu] {
             for x in [-3.0f32, -0.5, 0.0, 0.7, 4.0] {
-                let difference = f64::from(activate_f32(activation, x)) - activate(activation, f64::from(x));
+                let difference =
+                    f64::from(activate_f32(activation, x)) - activate(activation, f64::from(x));
                 assert!(difference.abs() < 1e-6, "{activation:?} {x}");
             }
         }

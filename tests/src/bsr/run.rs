@@ -7,7 +7,9 @@ use crate::host::{download, poisoned, refill, upload, view, view_mut};
 use crate::number::{encode, poison};
 use crate::placement::Placed;
 use crate::tolerance::check;
-use blockflash_ops::bsr_matmul::{Bias, BsrMatmul, BsrMatrix, BsrProblem, BsrTranspose, BsrWorkspace};
+use blockflash_ops::bsr_matmul::{
+    Bias, BsrMatmul, BsrMatrix, BsrProblem, BsrTranspose, BsrWorkspace,
+};
 use blockflash_ops::{DType, Device, Error, Major, Stream, Tensor};
 use blockflash_sys::Row;
 use blockflash_sys::manifest::{BsrTile, Variant};
@@ -41,14 +43,22 @@ fn bits(dtype: DType, values: &[f32]) -> Vec<u32> {
 }
 
 impl BsrData {
-    /// The block-sparse matrix on a device, built from its parts on the host; the transposed one for a case that multiplies with that.
+    /// The block-sparse matrix on a device, built from its parts on the host; the transposed one
+    /// for a case that multiplies with that.
     pub fn matrix(&self, case: &BsrCase, stream: &Stream) -> Result<BsrMatrix, String> {
         let host = Device::cpu().stream().map_err(|error| error.to_string())?;
         let (size, [m, _, k]) = (case.block_size, case.mnk);
         let shape = [self.col_idx.len(), size, size];
         let build = |[rows, cols]: [usize; 2], row_ptr: &[i32], col_idx: &[i32], values: &[f32]| {
             let values = upload(&host, case.dtype, &bits(case.dtype, values), &shape)?;
-            Ok::<_, String>(BsrMatrix::from_parts(rows, cols, size, row_ptr, col_idx, values.view()))
+            Ok::<_, String>(BsrMatrix::from_parts(
+                rows,
+                cols,
+                size,
+                row_ptr,
+                col_idx,
+                values.view(),
+            ))
         };
         let matrix = if case.transposed {
             let (row_ptr, col_idx, values) = self.transposed(case);
@@ -92,10 +102,15 @@ impl BsrInputs {
     /// Replaces B where it is, as a replayed graph needs it.
     pub fn refill(&mut self, data: &BsrData, stream: &Stream) -> Result<(), String> {
         let [b, _] = placed(&self.case);
-        refill(&mut self.b, stream, &b.scatter(bits(self.case.dtype, &data.b), poison(self.case.dtype)))
+        refill(
+            &mut self.b,
+            stream,
+            &b.scatter(bits(self.case.dtype, &data.b), poison(self.case.dtype)),
+        )
     }
 
-    /// What C holds before: the old C of the case, poison in the gaps and everywhere when beta is 0.
+    /// What C holds before: the old C of the case, poison in the gaps and everywhere when beta is
+    /// 0.
     pub fn old_c(&self, data: &BsrData, stream: &Stream) -> Result<Tensor, String> {
         let (case, [_, c]) = (&self.case, placed(&self.case));
         if case.beta == 0.0 {
@@ -156,17 +171,20 @@ pub fn check_output(
     let n = case.mnk[1];
     let c = written(&placed(case)[1], &download(stream, c)?, case.c_dtype, |_| true)?;
     let rows = &reference.rows;
-    let got: Vec<f64> = rows.iter().flat_map(|&i| &c[i * n..][..n]).map(|&x| f64::from(x)).collect();
+    let got: Vec<f64> =
+        rows.iter().flat_map(|&i| &c[i * n..][..n]).map(|&x| f64::from(x)).collect();
     let name = |i: usize| format!("c[{}, {}]", rows[i / n], i % n);
     check(&got, &reference.c, &BsrReference::rounding(case, data), name)?;
     match c.iter().position(|x| !x.is_finite() && case.nan_in_b != NanInB::One) {
-        Some(at) => Err(format!("c[{}, {}] is {}, nothing there is NaN or infinite", at / n, at % n, c[at])),
+        Some(at) => {
+            Err(format!("c[{}, {}] is {}, nothing there is NaN or infinite", at / n, at % n, c[at]))
+        }
         None => Ok(1),
     }
 }
 
-/// Runs a case on a row, lying as this tile of it takes it and else as it is or, where the row cannot and says so, with a B whose rows or columns it can
-/// copy.
+/// Runs a case on a row, lying as this tile of it takes it and else as it is or, where the row
+/// cannot and says so, with a B whose rows or columns it can copy.
 pub fn run_on_row(
     case: &BsrCase,
     data: &BsrData,
@@ -181,7 +199,8 @@ pub fn run_on_row(
         let mut c = inputs.old_c(data, stream)?;
         let problem = inputs.problem(&mut c)?;
         // A single column counts as one of rows, whatever memory it was cut from.
-        let lies = row.takes_any_layout() || (problem.b_major == Major::Column) == tile.b_column_major;
+        let lies =
+            row.takes_any_layout() || (problem.b_major == Major::Column) == tile.b_column_major;
         // A B without elements needs no tensor map, and a portable kernel none at all.
         let hopper = matches!(row.variant, Variant::BsrMatmulHopper(_));
         let aligned = problem.b_vectorized || problem.n == 0 || problem.k == 0 || !hopper;
@@ -191,14 +210,16 @@ pub fn run_on_row(
         let reason = if lies { "tensor map" } else { "-major b" };
         match inputs.launch(&mut c, Kernel::Row(row), stream) {
             Err(Error::Unsupported { what, .. }) if what.contains(reason) => {}
-            other => return Err(format!("no refusal because of {reason}: {other:?}\n    {case:?}")),
+            other => {
+                return Err(format!("no refusal because of {reason}: {other:?}\n    {case:?}"));
+            }
         }
     }
     Ok(0)
 }
 
-/// Uploads, runs, waits and judges a case whose data and reference are there. Returns how many outputs were compared, or the
-/// complete story of what is wrong.
+/// Uploads, runs, waits and judges a case whose data and reference are there. Returns how many
+/// outputs were compared, or the complete story of what is wrong.
 pub fn run_and_check(
     case: &BsrCase,
     data: &BsrData,

@@ -35,7 +35,8 @@ pub fn patterns() -> impl Strategy<Value = Pattern> {
     ]
 }
 
-/// Rows and columns before and after, so that neither the first element nor the row stride is aligned to anything.
+/// Rows and columns before and after, so that neither the first element nor the row stride is
+/// aligned to anything.
 fn gaps() -> impl Strategy<Value = Placement> {
     let gap = || prop_oneof![3 => Just(0usize), 1 => 1..10usize, 1 => Just(8usize)];
     prop_oneof![

@@ -36,7 +36,8 @@ impl Packed {
             _ => (random.random_range(1..=6), 150),
         };
         let length = |random: &mut StdRng| random.random_range(0..=most);
-        let lengths: Vec<[usize; 2]> = (0..batch).map(|_| [length(random), length(random)]).collect();
+        let lengths: Vec<[usize; 2]> =
+            (0..batch).map(|_| [length(random), length(random)]).collect();
         let right = [0, 1].map(|which| {
             let mut end = 0;
             let ends = lengths.iter().map(|length| {
@@ -45,8 +46,9 @@ impl Packed {
             });
             [0].into_iter().chain(ends).collect::<Vec<i32>>()
         });
-        let totals = [0, 1]
-            .map(|which| right[which].last().map_or(0, |&end| end as usize) + one_of(&[0, 0, 1, 9], random));
+        let totals = [0, 1].map(|which| {
+            right[which].last().map_or(0, |&end| end as usize) + one_of(&[0, 0, 1, 9], random)
+        });
         let longest = [0, 1].map(|which| {
             let right = lengths.iter().map(|length| length[which]).max().unwrap_or(0);
             match random.random_range(0..8) {
@@ -74,7 +76,8 @@ impl Packed {
     }
 
     fn block_mask(&self, turn: &mut Turn<'_>) -> Result<BlockMask, Error> {
-        let (Sizes { blocks: [block_q, block_kv], mask_heads, .. }, random) = (self.sizes, &mut turn.random);
+        let (Sizes { blocks: [block_q, block_kv], mask_heads, .. }, random) =
+            (self.sizes, &mut turn.random);
         let density = one_of(&[0.1, 0.5, 1.0], random);
         let of_sequence = |&[q, kv]: &[usize; 2]| {
             let geometry = BlockGeometry::new(q, kv, block_q, block_kv)?;
@@ -83,7 +86,8 @@ impl Packed {
                 .collect();
             BlockMask::from_bool(geometry, 1, mask_heads, &visited)
         };
-        let masks = self.lengths.iter().map(of_sequence).collect::<Result<Vec<BlockMask>, Error>>()?;
+        let masks =
+            self.lengths.iter().map(of_sequence).collect::<Result<Vec<BlockMask>, Error>>()?;
         BlockMask::packed(&masks.iter().collect::<Vec<_>>())?.to(&turn.place.stream)
     }
 }
@@ -98,7 +102,8 @@ fn attend(case: &Packed, masked: bool, turn: &mut Turn<'_>) -> Checked<Ended> {
     let place = turn.place;
     let mut operands = Operands::new(&case.sizes, Lengths::Packed { totals: case.totals }, turn)?;
     let block_mask = masked.then(|| case.block_mask(turn)).transpose().map_err(text)?;
-    let beside = Placement { order: Vec::new(), padding: vec![(one_of(&[0, 1, 5], &mut turn.random), 3)] };
+    let beside =
+        Placement { order: Vec::new(), padding: vec![(one_of(&[0, 1, 5], &mut turn.random), 3)] };
     let offsets = |name, entries: &[i32]| {
         let place_of = (&[entries.len()][..], &beside, POISON);
         Guarded::new(name, DType::I32, place_of, cast_slice(entries), &place.stream)

@@ -6,8 +6,8 @@ use super::values::{damaged, one_of, overwritten, scores, token_mask};
 use super::{Checked, Ended, Turn, text};
 use crate::placement::Placement;
 use blockflash_ops::{
-    BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource, DType, Device, Error,
-    Mask, Stream, Tensor,
+    BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource, DType,
+    Device, Error, Mask, Stream, Tensor,
 };
 use bytemuck::cast_slice;
 use rand::Rng;
@@ -51,11 +51,13 @@ impl Built {
             0 => random.random_range(1..3),
             _ => random.random_range(1..=(6 * block).min(400)),
         });
-        let geometry = BlockGeometry::new(seqlens[0], seqlens[1], block_q, block_kv).map_err(text)?;
+        let geometry =
+            BlockGeometry::new(seqlens[0], seqlens[1], block_q, block_kv).map_err(text)?;
         let batch = random.random_range(1..=2);
         // There are scores for every head of queries.
         let computed = sizes.mask_heads == sizes.heads_q;
-        let sources = [Source::Bool, Source::Lists, Source::Lists, Source::Scores, Source::Computed];
+        let sources =
+            [Source::Bool, Source::Lists, Source::Lists, Source::Scores, Source::Computed];
         let source = one_of(&sources[..if computed { 5 } else { 4 }], random);
         let entries = if source == Source::Computed { batch } else { one_of(&[1, batch], random) };
         let groups = [entries, sizes.mask_heads];
@@ -89,9 +91,9 @@ impl Built {
         let cols = self.geometry.cols();
         let count: usize = self.shape().iter().product();
         match self.source {
-            Source::Bool => {
-                (0..count).map(|_| random.random_range(0u8..4) / 2 * random.random::<u8>()).collect()
-            }
+            Source::Bool => (0..count)
+                .map(|_| random.random_range(0u8..4) / 2 * random.random::<u8>())
+                .collect(),
             Source::Lists => {
                 // Right ones: each column once, from any on, and no column at the end.
                 let (first, k) = (random.random_range(0..=cols), self.k.max(1));
@@ -112,7 +114,8 @@ impl Built {
         let stream = &turn.place.stream;
         let mut any = |length, heads| {
             let shape = [self.batch, length, heads, head_dim];
-            let bits: Vec<u16> = (0..shape.iter().product()).map(|_| turn.random.random()).collect();
+            let bits: Vec<u16> =
+                (0..shape.iter().product()).map(|_| turn.random.random()).collect();
             if dtype == DType::F16 {
                 Tensor::from_slice::<half::f16>(stream, cast_slice(&bits), &shape)
             } else {
@@ -126,7 +129,11 @@ impl Built {
         Ok(scores)
     }
 
-    fn choice<'a>(&self, source: blockflash_ops::View<'a>, always: Option<&'a BlockMask>) -> BlockChoice<'a> {
+    fn choice<'a>(
+        &self,
+        source: blockflash_ops::View<'a>,
+        always: Option<&'a BlockMask>,
+    ) -> BlockChoice<'a> {
         let source = match self.source {
             Source::Bool => BlockSource::Bool(source),
             Source::Lists => BlockSource::TopK(source),
@@ -183,12 +190,14 @@ fn build(case: &Built, turn: &mut Turn<'_>) -> Checked<Ended> {
     } else {
         (None, case.garbage(&mut turn.random))
     };
-    // The margins would all be visited: zeros are columns, not 0 is true, and the bits are a large number.
+    // The margins would all be visited: zeros are columns, not 0 is true, and the bits are a large
+    // number.
     let margin = match case.source {
         Source::Lists => 0,
         _ => 0x7F,
     };
-    let beside = Placement { order: Vec::new(), padding: vec![(turn.random.random_range(0..=1), 1)] };
+    let beside =
+        Placement { order: Vec::new(), padding: vec![(turn.random.random_range(0..=1), 1)] };
     let source = |stream: &Stream| {
         Guarded::new("source", case.dtype(), (&case.shape(), &beside, margin), &content, stream)
     };
@@ -213,7 +222,8 @@ fn build(case: &Built, turn: &mut Turn<'_>) -> Checked<Ended> {
     turn.wait(case)?;
     operands.judge(Use::WrittenWhole, place)?;
 
-    // Whatever the data is, the arrays are a valid mask; and that of the CPU, where there is nothing wrong.
+    // Whatever the data is, the arrays are a valid mask; and that of the CPU, where there is
+    // nothing wrong.
     let found = buffer.to_host(stream).map_err(|error| format!("the mask: {error}"))?;
     let said = built.and_then(|()| buffer.check(stream));
     if case.overwritten.is_some() {
@@ -225,7 +235,9 @@ fn build(case: &Built, turn: &mut Turn<'_>) -> Checked<Ended> {
     }
     source.judge(Use::Read, stream)?;
     match (said, case.on_host(&source_on_host, always_here.as_ref(), &host)) {
-        (Ok(()), Ok(expected)) if found.to_bool().map_err(text)? == expected.to_bool().map_err(text)? => {
+        (Ok(()), Ok(expected))
+            if found.to_bool().map_err(text)? == expected.to_bool().map_err(text)? =>
+        {
             Ok(Ended::Computed)
         }
         (Err(Error::InvalidBlockMask(_)), Err(Error::InvalidBlockMask(_))) => Ok(Ended::Refused),

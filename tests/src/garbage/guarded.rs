@@ -73,13 +73,14 @@ impl Guarded {
         view_mut(&mut self.tensor, &self.placed)
     }
 
-    /// Uses the memory on another stream for the first time: that waits for the own stream, and what
-    /// [`overwrite`](Self::overwrite) writes later does not.
+    /// Uses the memory on another stream for the first time: that waits for the own stream, and
+    /// what [`overwrite`](Self::overwrite) writes later does not.
     pub(super) fn used_on(&mut self, other: Option<&Stream>) -> Checked<()> {
         other.map_or(Ok(()), |other| with_bytes(&self.tensor, other, |_| ()).map_err(text))
     }
 
-    /// Queues this byte for all of the memory on another stream, at the same time as whatever reads it.
+    /// Queues this byte for all of the memory on another stream, at the same time as whatever reads
+    /// it.
     pub(super) fn overwrite(&mut self, byte: Option<u8>, other: Option<&Stream>) -> Checked<()> {
         let (Some(byte), Some(other)) = (byte, other) else { return Ok(()) };
         self.tensor.fill_bytes(other, byte).map_err(text)
@@ -102,7 +103,11 @@ impl Guarded {
                 let inside = run.inside.unwrap_or(run.whole.start..run.whole.start);
                 let [left, right] = [run.whole.start..inside.start, inside.end..run.whole.end];
                 let around = [left, right].into_iter().any(|gap| after[gap.clone()] != before[gap]);
-                if around { Some("was written outside") } else { strange(dtype, used, &after[inside]) }
+                if around {
+                    Some("was written outside")
+                } else {
+                    strange(dtype, used, &after[inside])
+                }
             })
         });
         match found.map_err(text)? {
@@ -135,7 +140,8 @@ fn runs(placed: &Placed, dtype: DType) -> Vec<Run> {
     (0..outer.iter().product()).map(run).collect()
 }
 
-/// What no kernel may leave in an output of finite inputs. A computed NaN never has the bits of poison.
+/// What no kernel may leave in an output of finite inputs. A computed NaN never has the bits of
+/// poison.
 fn strange(dtype: DType, used: Use, bytes: &[u8]) -> Option<&'static str> {
     let mut missing = false;
     let mut nan = false;
@@ -145,11 +151,15 @@ fn strange(dtype: DType, used: Use, bytes: &[u8]) -> Option<&'static str> {
     };
     match dtype {
         DType::F32 => {
-            cast_slice::<u8, u32>(bytes).iter().for_each(|&x| look(x, 0x7FFF_FFFF, 0x7F80_0000, u32::MAX));
+            cast_slice::<u8, u32>(bytes)
+                .iter()
+                .for_each(|&x| look(x, 0x7FFF_FFFF, 0x7F80_0000, u32::MAX));
         }
         DType::F16 | DType::BF16 => {
             let infinity = if dtype == DType::F16 { 0x7C00 } else { 0x7F80 };
-            cast_slice::<u8, u16>(bytes).iter().for_each(|&x| look(x.into(), 0x7FFF, infinity, 0xFFFF));
+            cast_slice::<u8, u16>(bytes)
+                .iter()
+                .for_each(|&x| look(x.into(), 0x7FFF, infinity, 0xFFFF));
         }
         DType::I32 | DType::U8 => {}
     }
@@ -160,7 +170,12 @@ fn strange(dtype: DType, used: Use, bytes: &[u8]) -> Option<&'static str> {
     }
 }
 
-fn upload(stream: &Stream, dtype: DType, bytes: &[u8], shape: &[usize]) -> blockflash_safe::Result<Tensor> {
+fn upload(
+    stream: &Stream,
+    dtype: DType,
+    bytes: &[u8],
+    shape: &[usize],
+) -> blockflash_safe::Result<Tensor> {
     match dtype {
         DType::F16 => Tensor::from_slice::<f16>(stream, cast_slice(bytes), shape),
         DType::BF16 => Tensor::from_slice::<bf16>(stream, cast_slice(bytes), shape),

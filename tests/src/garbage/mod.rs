@@ -97,8 +97,9 @@ impl Place {
 
     /// The CPU in the place of a GPU.
     pub fn instead_of(gpu: CudaProperties, cpu: Stream) -> Self {
-        let runs =
-            |row: &&Row| row.target.runs_on(gpu.compute_capability) && row.smem_bytes() <= gpu.smem_per_block;
+        let runs = |row: &&Row| {
+            row.target.runs_on(gpu.compute_capability) && row.smem_bytes() <= gpu.smem_per_block
+        };
         let rows: Vec<&Row> = manifest::rows().iter().filter(runs).collect();
         Self::of_rows(cpu, None, Some(gpu), rows.into_iter())
     }
@@ -109,7 +110,8 @@ impl Place {
         imagined: Option<CudaProperties>,
         rows: impl Iterator<Item = &'static Row>,
     ) -> Self {
-        let builds = |row: &&Row| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
+        let builds =
+            |row: &&Row| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
         let rows: Vec<&'static Row> = rows.collect();
         let with_layouts =
             |&row: &&'static Row| crate::bsr::tiles(row).into_iter().map(move |tile| (row, tile));
@@ -122,7 +124,8 @@ impl Place {
             products: rows.iter().flat_map(with_layouts).collect(),
             sampled: rows.iter().filter_map(|row| Some((*row, row.bsr_sddmm_tile()?))).collect(),
         };
-        let counts = [place.attention.len(), place.masks.len(), place.products.len(), place.sampled.len()];
+        let counts =
+            [place.attention.len(), place.masks.len(), place.products.len(), place.sampled.len()];
         assert!(!counts.contains(&0), "an operation has no row here: {counts:?}");
         place
     }
@@ -152,7 +155,10 @@ impl Turn<'_> {
 
     fn story(&self, what: &str, case: &dyn std::fmt::Debug) -> String {
         let number = self.number;
-        format!("case {number}: {what}; alone: BLOCKFLASH_FUZZ_CASES={number}..{}\n    {case:?}", number + 1)
+        format!(
+            "case {number}: {what}; alone: BLOCKFLASH_FUZZ_CASES={number}..{}\n    {case:?}",
+            number + 1
+        )
     }
 }
 

@@ -9,7 +9,6 @@ use crate::placement::Placement;
 use blockflash_ops::attention::{accepts, select};
 use blockflash_ops::{Attention, BlockGeometry, BlockMask, CuSeqlens, DType, Error, Mask};
 use blockflash_sys::Row;
-use blockflash_sys::manifest::Lse;
 use rand::Rng;
 use std::fmt;
 
@@ -120,7 +119,8 @@ impl Operands {
         let qkv = [input("q", &shapes[0])?, input("k", &shapes[1])?, input("v", &shapes[1])?];
         let sink = numbers(DType::F32, heads_q, random);
         let beside = placed(vec![(1, 1)]);
-        let sink = || Guarded::new("sink", DType::F32, (&[heads_q], &beside, POISON), &sink, stream);
+        let sink =
+            || Guarded::new("sink", DType::F32, (&[heads_q], &beside, POISON), &sink, stream);
         let lse = || Guarded::output("lse", DType::F32, (&lse_shape, &around_lse), stream);
         Ok(Self {
             qkv,

@@ -7,7 +7,9 @@ use super::{Checked, Ended, Place, Turn, text};
 use crate::bsr::order;
 use crate::number::POISON;
 use crate::placement::Placement;
-use blockflash_ops::{BsrMatmul, BsrMatrix, BsrSddmm, BsrTranspose, BsrWorkspace, DType, Error, Major};
+use blockflash_ops::{
+    BsrMatmul, BsrMatrix, BsrSddmm, BsrTranspose, BsrWorkspace, DType, Error, Major,
+};
 use blockflash_ops::{Tensor, bsr_matmul, bsr_sddmm};
 use blockflash_sys::Row;
 use rand::Rng;
@@ -52,7 +54,8 @@ impl Arrays {
         }
         let stored = if random.random_bool(0.05) { right + 1 } else { col_idx.len() };
         let hangs_over = random.random_bool(0.05);
-        let beyond = blocks.map(|_| if hangs_over { random.random_range(1..block_size) } else { 0 });
+        let beyond =
+            blocks.map(|_| if hangs_over { random.random_range(1..block_size) } else { 0 });
         Self { dtype, block_size, blocks, beyond, row_ptr, col_idx, stored }
     }
 
@@ -80,11 +83,13 @@ impl Arrays {
         self.beyond != [0, 0] && (on_gpu || in_last_row || self.col_idx.contains(&last_col))
     }
 
-    /// The matrix, or none where an error is due. What is written to the arrays later changes nothing.
+    /// The matrix, or none where an error is due. What is written to the arrays later changes
+    /// nothing.
     fn matrix(&self, turn: &mut Turn<'_>) -> Checked<Option<BsrMatrix>> {
         let Self { block_size, dtype, stored, .. } = *self;
         let stream = &turn.place.stream;
-        let index = |entries: &[i32]| Tensor::from_slice(stream, entries, &[entries.len()]).map_err(text);
+        let index =
+            |entries: &[i32]| Tensor::from_slice(stream, entries, &[entries.len()]).map_err(text);
         let [mut row_ptr, mut col_idx] = [index(&self.row_ptr)?, index(&self.col_idx)?];
         let shape = [stored, block_size, block_size];
         let numbers = numbers(dtype, shape.iter().product(), &mut turn.random);
@@ -92,7 +97,8 @@ impl Arrays {
         let values = Guarded::new("values", dtype, (&shape, &around, POISON), &numbers, stream)?;
         let [rows, cols] = self.size();
         let values = values.into_memory();
-        let made = BsrMatrix::from_tensors(rows, cols, block_size, &row_ptr, &col_idx, values, stream);
+        let made =
+            BsrMatrix::from_tensors(rows, cols, block_size, &row_ptr, &col_idx, values, stream);
         for array in [&mut row_ptr, &mut col_idx] {
             array.fill_bytes(stream, 0x7F).map_err(text)?;
         }
@@ -105,7 +111,9 @@ impl Arrays {
                 | Error::UncheckedPadding { .. }
                 | Error::Shape { .. },
             ) if !due => Ok(None),
-            made => Err(format!("{} of garbage: {made:?}", if due { "no matrix" } else { "a matrix" })),
+            made => {
+                Err(format!("{} of garbage: {made:?}", if due { "no matrix" } else { "a matrix" }))
+            }
         }
     }
 }
@@ -148,7 +156,8 @@ fn multiply(case: &Product, turn: &mut Turn<'_>) -> Checked<Ended> {
     let (place, arrays) = (turn.place, &case.arrays);
     let stream = &place.stream;
     let Some(matrix) = arrays.matrix(turn)? else { return Ok(Ended::Refused) };
-    let index = case.transposed.then(|| BsrTranspose::new(&matrix, stream)).transpose().map_err(text)?;
+    let index =
+        case.transposed.then(|| BsrTranspose::new(&matrix, stream)).transpose().map_err(text)?;
     let [rows, cols] = arrays.size();
     let [m, k] = if case.transposed { [cols, rows] } else { [rows, cols] };
     let (b_shape, c_shape) = ([k, case.columns], [m, case.columns]);
@@ -163,7 +172,8 @@ fn multiply(case: &Product, turn: &mut Turn<'_>) -> Checked<Ended> {
         workspace: workspace.as_ref(),
         ..BsrMatmul::new(&matrix, b.view())
     };
-    queue_product(&call, case.kernel.0, &mut c, place).map_err(|error| format!("refused: {error}"))?;
+    queue_product(&call, case.kernel.0, &mut c, place)
+        .map_err(|error| format!("refused: {error}"))?;
     turn.wait(case)?;
     b.judge(Use::Read, stream)?;
     c.judge(Use::WrittenWhole, stream)?;
@@ -228,7 +238,8 @@ fn sample(case: &Sampled, turn: &mut Turn<'_>) -> Checked<Ended> {
     let around = Placement { order: Vec::new(), padding: vec![(1, 1)] };
     let mut values = Guarded::output("values", case.values_dtype, (&shape, &around), stream)?;
     let call = BsrSddmm::new(&pattern, a.view(), b.view());
-    queue_sampled(&call, case.kernel.0, &mut values, place).map_err(|error| format!("refused: {error}"))?;
+    queue_sampled(&call, case.kernel.0, &mut values, place)
+        .map_err(|error| format!("refused: {error}"))?;
     turn.wait(case)?;
     [a, b].iter().try_for_each(|input| input.judge(Use::Read, stream))?;
     values.judge(Use::WrittenWhole, stream)?;
@@ -249,7 +260,9 @@ fn queue_sampled(
         }
     }
     match row {
-        Some(row) if place.imagined.is_none() => call.sddmm_with(row, values.view_mut(), &place.stream),
+        Some(row) if place.imagined.is_none() => {
+            call.sddmm_with(row, values.view_mut(), &place.stream)
+        }
         _ => call.sddmm_into(values.view_mut(), &place.stream),
     }
 }

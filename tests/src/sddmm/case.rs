@@ -7,7 +7,8 @@ use blockflash_ops::Major;
 use blockflash_sys::DType;
 use rand::Rng;
 
-/// One product `values = alpha·A·B + beta·values` at stored blocks: shape, structure, factors, memory layout.
+/// One product `values = alpha·A·B + beta·values` at stored blocks: shape, structure, factors,
+/// memory layout.
 #[derive(Clone, Debug)]
 pub struct SddmmCase {
     /// Seed of the structure and of the data.
@@ -43,7 +44,8 @@ pub struct SddmmData {
     pub a: Vec<f32>,
     /// `[k, n]`; NaN in block columns without a block.
     pub b: Vec<f32>,
-    /// `[nnz blocks, block, block]`, what is there before: NaN when beta is 0, and beyond the matrix.
+    /// `[nnz blocks, block, block]`, what is there before: NaN when beta is 0, and beyond the
+    /// matrix.
     pub old: Vec<f32>,
 }
 
@@ -65,18 +67,20 @@ impl SddmmCase {
         }
     }
 
-    /// The case with lines of A and B that start at multiples of 16 bytes, as kernels need them, with gaps between them.
+    /// The case with lines of A and B that start at multiples of 16 bytes, as kernels need them,
+    /// with gaps between them.
     pub fn aligned(self) -> Self {
         let [m, n, k] = self.mnk;
-        let padded = |major, [rows, cols]: [usize; 2], [mut before, mut beside]: [(usize, usize); 2]| {
-            let gap = |length: usize| (8, length.next_multiple_of(8) - length + 8);
-            if major == Major::Row {
-                beside = gap(cols);
-            } else {
-                before = gap(rows);
-            }
-            [before, beside]
-        };
+        let padded =
+            |major, [rows, cols]: [usize; 2], [mut before, mut beside]: [(usize, usize); 2]| {
+                let gap = |length: usize| (8, length.next_multiple_of(8) - length + 8);
+                if major == Major::Row {
+                    beside = gap(cols);
+                } else {
+                    before = gap(rows);
+                }
+                [before, beside]
+            };
         let ([a_major, b_major], [a, b]) = (self.majors, self.padding);
         Self { padding: [padded(a_major, [m, k], a), padded(b_major, [k, n], b)], ..self }
     }
@@ -92,7 +96,10 @@ impl SddmmCase {
     /// A product with a matrix of this structure.
     pub fn structure(&self) -> BsrCase {
         let [m, n, _] = self.mnk;
-        BsrCase { seed: self.seed, ..BsrCase::simple(self.dtype, self.block_size, [m, 1, n], self.pattern) }
+        BsrCase {
+            seed: self.seed,
+            ..BsrCase::simple(self.dtype, self.block_size, [m, 1, n], self.pattern)
+        }
     }
 }
 
@@ -101,9 +108,12 @@ impl SddmmData {
     pub fn generate(case: &SddmmCase) -> Self {
         let ([m, n, k], size) = (case.mnk, case.block_size);
         let structure = BsrData::generate(&case.structure());
-        let numbers = |salt, n, dtype| normal_rounded(case.seed.wrapping_mul(8).wrapping_add(salt), n, dtype);
+        let numbers =
+            |salt, n, dtype| normal_rounded(case.seed.wrapping_mul(8).wrapping_add(salt), n, dtype);
         let (mut a, mut b) = (numbers(4, m * k, case.dtype), numbers(5, k * n, case.dtype));
-        for row in (0..m).filter(|row| structure.row_ptr[row / size] == structure.row_ptr[row / size + 1]) {
+        for row in
+            (0..m).filter(|row| structure.row_ptr[row / size] == structure.row_ptr[row / size + 1])
+        {
             a[row * k..][..k].fill(f32::NAN);
         }
         let mut read = vec![false; n.div_ceil(size)];
@@ -118,8 +128,11 @@ impl SddmmData {
         }
         let mut data = Self { structure, a, b, old: Vec::new() };
         let values = data.structure.col_idx.len() * size * size;
-        data.old =
-            if case.beta == 0.0 { vec![f32::NAN; values] } else { numbers(6, values, case.values_dtype) };
+        data.old = if case.beta == 0.0 {
+            vec![f32::NAN; values]
+        } else {
+            numbers(6, values, case.values_dtype)
+        };
         for at in 0..values {
             if data.position(case, at).is_none() {
                 data.old[at] = f32::NAN;
@@ -132,7 +145,8 @@ impl SddmmData {
     pub fn position(&self, case: &SddmmCase, at: usize) -> Option<(usize, usize)> {
         let ([m, n, _], size) = (case.mnk, case.block_size);
         let block = at / (size * size);
-        let block_row = self.structure.row_ptr.partition_point(|&first| first as usize <= block) - 1;
+        let block_row =
+            self.structure.row_ptr.partition_point(|&first| first as usize <= block) - 1;
         let row = block_row * size + at / size % size;
         let col = self.structure.col_idx[block] as usize * size + at % size;
         (row < m && col < n).then_some((row, col))

@@ -29,8 +29,8 @@ fn gaps(which: usize) -> [(usize, usize); 2] {
     }
 }
 
-/// Every edge of m, n and k for a kernel of this block size, with all structures, factors and types of values taking turns, for A and B in
-/// these layouts.
+/// Every edge of m, n and k for a kernel of this block size, with all structures, factors and types
+/// of values taking turns, for A and B in these layouts.
 pub fn edge_cases(dtype: DType, size: usize, majors: [Major; 2]) -> Vec<SddmmCase> {
     let edges = [1, size - 1, size, size + 1, 2 * size + size / 2 + 3, 4 * size, 9 * size - 5];
     let depths = [1, 7, 8, 63, 64, 65, 100, 128, 300, 323, 512, 513, 1000];
@@ -55,13 +55,20 @@ pub fn edge_cases(dtype: DType, size: usize, majors: [Major; 2]) -> Vec<SddmmCas
             });
         }
     }
-    // Block rows of every length, among them more than a tile takes; all types of values, with and without old ones.
+    // Block rows of every length, among them more than a tile takes; all types of values, with and
+    // without old ones.
     for (turn, pattern) in PATTERNS.into_iter().enumerate() {
         for beta in [0.0, 0.5] {
             let mnk = [7 * size + 1, 11 * size - 3, 136];
             let values_dtype = [DType::F32, dtype, DType::F16, DType::BF16][turn % 4];
             let simple = SddmmCase::simple(dtype, size, mnk, pattern);
-            cases.push(SddmmCase { seed: 1000 + turn as u64, values_dtype, beta, majors, ..simple });
+            cases.push(SddmmCase {
+                seed: 1000 + turn as u64,
+                values_dtype,
+                beta,
+                majors,
+                ..simple
+            });
         }
     }
     cases.extend([[0, size, 5], [size, 0, 5], [size + 1, 2 * size - 1, 0]].map(|mnk| SddmmCase {
@@ -91,11 +98,13 @@ pub struct Limits {
 pub fn sddmm_cases(limits: Limits) -> impl Strategy<Value = SddmmCase> {
     let (blocks, depth) = (limits.blocks, limits.depth);
     let shape = select(limits.block_sizes).prop_flat_map(move |size| {
-        let extent = || prop_oneof![2 => 1..=blocks * size, 1 => (1..=blocks).prop_map(move |n| n * size)];
+        let extent =
+            || prop_oneof![2 => 1..=blocks * size, 1 => (1..=blocks).prop_map(move |n| n * size)];
         (Just(size), extent(), extent(), 0..=depth, patterns())
     });
     let gap = || prop_oneof![3 => Just(0usize), 1 => 1..10usize, 1 => Just(8usize)];
-    let padding = move || prop_oneof![1 => Just([(0, 0); 2]), 2 => [(gap(), gap()), (gap(), gap())]];
+    let padding =
+        move || prop_oneof![1 => Just([(0, 0); 2]), 2 => [(gap(), gap()), (gap(), gap())]];
     let options = (
         prop_oneof![2 => Just(1.0f32), 1 => -3.0..3.0f32],
         prop_oneof![3 => Just(0.0f32), 1 => Just(1.0f32), 1 => -2.0..2.0f32],

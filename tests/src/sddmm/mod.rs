@@ -1,4 +1,5 @@
-//! Dense times dense at the blocks of a BSR matrix: cases, their data, the oracle, and the harness that runs a case on a device.
+//! Dense times dense at the blocks of a BSR matrix: cases, their data, the oracle, and the harness
+//! that runs a case on a device.
 
 mod case;
 mod edges;

@@ -1,4 +1,5 @@
-//! What the product means, in f64 and in the plain same-precision form. Only what stored blocks need is read.
+//! What the product means, in f64 and in the plain same-precision form. Only what stored blocks
+//! need is read.
 
 use super::{SddmmCase, SddmmData};
 use crate::number::{rng, round};
@@ -16,11 +17,13 @@ pub struct SddmmReference {
 }
 
 impl SddmmReference {
-    /// Computes the reference. At most about `budget` multiply-adds are spent on each of the two computations: larger cases
-    /// are sampled (first and last row of the first and last block, others at random).
+    /// Computes the reference. At most about `budget` multiply-adds are spent on each of the two
+    /// computations: larger cases are sampled (first and last row of the first and last block,
+    /// others at random).
     pub fn compute(case: &SddmmCase, data: &SddmmData, budget: f64) -> Self {
         let (size, k) = (case.block_size, case.mnk[2]);
-        let rows = sample(case, data.structure.col_idx.len() * size, budget / (size * (k + 1)) as f64);
+        let rows =
+            sample(case, data.structure.col_idx.len() * size, budget / (size * (k + 1)) as f64);
         // A column of B is read for every row of a block.
         let b: Vec<f32> = transposed(&data.b, k, case.mnk[1]);
         let elements: Vec<[f64; 4]> = rows
@@ -97,8 +100,9 @@ mod tests {
                     beyond += 1;
                     continue;
                 };
-                let dot: f64 =
-                    (0..9).map(|l| f64::from(data.a[i * 9 + l]) * f64::from(data.b[l * 50 + j])).sum();
+                let dot: f64 = (0..9)
+                    .map(|l| f64::from(data.a[i * 9 + l]) * f64::from(data.b[l * 50 + j]))
+                    .sum();
                 let expected = 0.5 * dot - 2.0 * f64::from(data.old[at]);
                 assert!((exact - expected).abs() < 1e-12 && (plain - expected).abs() < 1e-4);
             }
@@ -110,11 +114,14 @@ mod tests {
     fn what_no_block_reads_is_nan_and_does_not_leak() {
         let case = SddmmCase::simple(DType::F16, 16, [64, 96, 5], Pattern::Random(0.15));
         let data = SddmmData::generate(&case);
-        assert!(data.a.iter().chain(&data.b).any(|x| x.is_nan()) && data.old.iter().all(|x| x.is_nan()));
+        assert!(
+            data.a.iter().chain(&data.b).any(|x| x.is_nan()) && data.old.iter().all(|x| x.is_nan())
+        );
         let reference = SddmmReference::compute(&case, &data, f64::INFINITY).values;
         assert!(reference.exact.iter().chain(&reference.plain).all(|x| x.is_finite()));
         let nan = SddmmCase { nan_inside: true, pattern: Pattern::Full, ..case };
-        let reference = SddmmReference::compute(&nan, &SddmmData::generate(&nan), f64::INFINITY).values;
+        let reference =
+            SddmmReference::compute(&nan, &SddmmData::generate(&nan), f64::INFINITY).values;
         assert_eq!(reference.exact.iter().filter(|x| x.is_nan()).count(), 64 + 96 - 1);
     }
 

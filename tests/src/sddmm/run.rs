@@ -60,13 +60,15 @@ impl SddmmInputs {
         self.dense.iter_mut().zip(&bits).try_for_each(|(tensor, bits)| refill(tensor, stream, bits))
     }
 
-    /// What the values hold before: the old ones of the case, poison around them and everywhere when beta is 0.
+    /// What the values hold before: the old ones of the case, poison around them and everywhere
+    /// when beta is 0.
     pub fn old_values(&self, data: &SddmmData, stream: &Stream) -> Result<Tensor, String> {
         let (case, placed) = (&self.case, placed_values(&self.case, data));
         if case.beta == 0.0 {
             return poisoned(stream, case.values_dtype, &placed.physical);
         }
-        let physical = placed.scatter(bits(case.values_dtype, &data.old), poison(case.values_dtype));
+        let physical =
+            placed.scatter(bits(case.values_dtype, &data.old), poison(case.values_dtype));
         upload(stream, case.values_dtype, &physical, &placed.physical)
     }
 
@@ -74,7 +76,11 @@ impl SddmmInputs {
     pub fn product(&self) -> BsrSddmm<'_> {
         let [a, b] = placed(&self.case);
         let [a, b] = [view(&self.dense[0], &a), view(&self.dense[1], &b)];
-        BsrSddmm { alpha: self.case.alpha, beta: self.case.beta, ..BsrSddmm::new(&self.pattern, a, b) }
+        BsrSddmm {
+            alpha: self.case.alpha,
+            beta: self.case.beta,
+            ..BsrSddmm::new(&self.pattern, a, b)
+        }
     }
 
     /// Queues the computation.
@@ -117,15 +123,18 @@ pub fn check_values(
         None => values[at].to_bits() != 0,
     };
     match (0..values.len()).find(wrong) {
-        Some(at) => {
-            Err(format!("value {at} at {:?} of the matrix is {}", data.position(case, at), values[at]))
-        }
+        Some(at) => Err(format!(
+            "value {at} at {:?} of the matrix is {}",
+            data.position(case, at),
+            values[at]
+        )),
         None => Ok(1),
     }
 }
 
-/// Runs a case on a row, as it is or, where the row needs tensor maps that do not describe the matrices, and says so, with others. A single row or column lies either
-/// way, and may be taken for another row's: then nothing is compared.
+/// Runs a case on a row, as it is or, where the row needs tensor maps that do not describe the
+/// matrices, and says so, with others. A single row or column lies either way, and may be taken for
+/// another row's: then nothing is compared.
 pub fn run_on_row(
     case: &SddmmCase,
     data: &SddmmData,
@@ -144,7 +153,9 @@ pub fn run_on_row(
         let mut values = inputs.old_values(data, stream)?;
         match inputs.launch(&mut values, data, Kernel::Row(row), stream) {
             Err(Error::Unsupported { what, .. }) if what.contains(expected) => {}
-            other => return Err(format!("not refused for its {expected}: {other:?}\n    {case:?}")),
+            other => {
+                return Err(format!("not refused for its {expected}: {other:?}\n    {case:?}"));
+            }
         }
         let aligned = case.clone().aligned();
         return match refusal(&aligned, data, majors, stream)? {
@@ -176,8 +187,8 @@ fn refusal(
     })
 }
 
-/// Uploads, runs, waits and judges a case whose data and reference are there. Returns how many outputs were compared, or the
-/// complete story of what is wrong.
+/// Uploads, runs, waits and judges a case whose data and reference are there. Returns how many
+/// outputs were compared, or the complete story of what is wrong.
 pub fn run_and_check(
     case: &SddmmCase,
     data: &SddmmData,
@@ -195,7 +206,9 @@ pub fn run_and_check(
     let run = || {
         let inputs = SddmmInputs::upload(case, data, stream)?;
         let mut values = inputs.old_values(data, stream)?;
-        inputs.launch(&mut values, data, kernel, stream).map_err(|error| format!("refused: {error}"))?;
+        inputs
+            .launch(&mut values, data, kernel, stream)
+            .map_err(|error| format!("refused: {error}"))?;
         wait(stream, &|| story("hangs"))?;
         check_values(&values, case, data, reference, stream)
     };

@@ -8,11 +8,27 @@ use half::f16;
 #[test]
 fn attention_shapes() {
     let (q, k) = (f16s(&[2, 5, 4, 16]), f16s(&[2, 7, 2, 16]));
-    let with = |q: &Tensor, k: &Tensor, v: &Tensor| Attention::new(q.view(), k.view(), v.view()).problem();
+    let with =
+        |q: &Tensor, k: &Tensor, v: &Tensor| Attention::new(q.view(), k.view(), v.view()).problem();
     assert!(with(&q, &k, &k).is_ok());
-    assert_error!(with(&f16s(&[2, 5, 64]), &k, &k), Error::Shape { what: "q", .. }, "q", "[2, 5, 64]");
-    assert_error!(with(&q, &f16s(&[2, 7, 32]), &k), Error::Shape { what: "k", .. }, "k", "[2, 7, 32]");
-    assert_error!(with(&q, &f16s(&[3, 7, 2, 16]), &k), Error::Shape { what: "k", .. }, "k", "[3, 7, 2, 16]");
+    assert_error!(
+        with(&f16s(&[2, 5, 64]), &k, &k),
+        Error::Shape { what: "q", .. },
+        "q",
+        "[2, 5, 64]"
+    );
+    assert_error!(
+        with(&q, &f16s(&[2, 7, 32]), &k),
+        Error::Shape { what: "k", .. },
+        "k",
+        "[2, 7, 32]"
+    );
+    assert_error!(
+        with(&q, &f16s(&[3, 7, 2, 16]), &k),
+        Error::Shape { what: "k", .. },
+        "k",
+        "[3, 7, 2, 16]"
+    );
     assert_error!(with(&q, &f16s(&[2, 7, 2, 8]), &k), Error::Shape { what: "k", .. }, "k");
     assert_error!(with(&q, &k, &f16s(&[2, 8, 2, 16])), Error::Shape { what: "v", .. }, "v");
     let three = f16s(&[2, 7, 3, 16]);
@@ -28,14 +44,20 @@ fn attention_element_types() {
     let (q, k) = (f16s(&[1, 5, 2, 16]), f16s(&[1, 5, 2, 16]));
     let bf16 = Tensor::zeros(&cpu(), DType::BF16, &[1, 5, 2, 16]).unwrap();
     let ints = Tensor::zeros(&cpu(), DType::I32, &[1, 5, 2, 16]).unwrap();
-    let with = |q: &Tensor, k: &Tensor, v: &Tensor| Attention::new(q.view(), k.view(), v.view()).problem();
+    let with =
+        |q: &Tensor, k: &Tensor, v: &Tensor| Attention::new(q.view(), k.view(), v.view()).problem();
     assert_error!(with(&q, &bf16, &k), Error::DType { what: "k", .. }, "k", "bf16", "f16");
     assert_error!(with(&q, &k, &bf16), Error::DType { what: "v", .. }, "v", "bf16");
     assert_error!(with(&ints, &ints, &ints), Error::DType { what: "q", .. }, "q", "i32");
     let stream = cpu();
     let call = Attention::new(q.view(), k.view(), k.view());
     let mut o = f32s(&[1, 5, 2, 16]);
-    assert_error!(call.forward_into(o.view_mut(), None, &stream), Error::DType { what: "o", .. }, "o", "f32");
+    assert_error!(
+        call.forward_into(o.view_mut(), None, &stream),
+        Error::DType { what: "o", .. },
+        "o",
+        "f32"
+    );
     let (mut o, mut lse) = (f16s(&[1, 5, 2, 16]), f16s(&[1, 2, 5]));
     let result = call.forward_into(o.view_mut(), Some(lse.view_mut()), &stream);
     assert_error!(result, Error::DType { what: "lse", .. }, "lse", "f16");
@@ -54,9 +76,19 @@ fn attention_outputs() {
         call.forward_into(o.view_mut(), Some(lse.view_mut()), &stream)
     };
     run(&[2, 5, 4, 16], &[2, 4, 5]).unwrap();
-    assert_error!(run(&[2, 4, 5, 16], &[2, 4, 5]), Error::Shape { what: "o", .. }, "o", "[2, 4, 5, 16]");
+    assert_error!(
+        run(&[2, 4, 5, 16], &[2, 4, 5]),
+        Error::Shape { what: "o", .. },
+        "o",
+        "[2, 4, 5, 16]"
+    );
     assert_error!(run(&[10, 4, 16], &[2, 4, 5]), Error::Shape { what: "o", .. }, "o");
-    assert_error!(run(&[2, 5, 4, 16], &[2, 5, 4]), Error::Shape { what: "lse", .. }, "lse", "[2, 5, 4]");
+    assert_error!(
+        run(&[2, 5, 4, 16], &[2, 5, 4]),
+        Error::Shape { what: "lse", .. },
+        "lse",
+        "[2, 5, 4]"
+    );
     assert_error!(run(&[2, 5, 4, 16], &[4, 10]), Error::Shape { what: "lse", .. }, "lse");
     let sink = f32s(&[2]);
     let with_sink = Attention { sink: Some(sink.view()), ..call };
@@ -66,8 +98,9 @@ fn attention_outputs() {
 #[test]
 fn attention_strides() {
     let data = vec![f16::ZERO; 4096];
-    let strided =
-        |shape: &[usize], strides: &[usize]| View::from_slice_strided(&data, shape, strides).unwrap();
+    let strided = |shape: &[usize], strides: &[usize]| {
+        View::from_slice_strided(&data, shape, strides).unwrap()
+    };
     let good = strided(&[1, 5, 2, 16], &[0, 32, 16, 1]);
     let bad = strided(&[1, 5, 2, 16], &[0, 64, 32, 2]);
     assert_error!(
@@ -112,9 +145,16 @@ fn attention_sequences() {
     let (q, k) = (f16s(&[10, 2, 16]), f16s(&[20, 2, 16]));
     let good = i32s(&[0, 4, 10]);
     let check = |cu_q: &Tensor, cu_kv: &Tensor, max: (usize, usize)| {
-        let cu_seqlens =
-            CuSeqlens { q: cu_q.view(), kv: cu_kv.view(), max_seqlen_q: max.0, max_seqlen_kv: max.1 };
-        let call = Attention { cu_seqlens: Some(cu_seqlens), ..Attention::new(q.view(), k.view(), k.view()) };
+        let cu_seqlens = CuSeqlens {
+            q: cu_q.view(),
+            kv: cu_kv.view(),
+            max_seqlen_q: max.0,
+            max_seqlen_kv: max.1,
+        };
+        let call = Attention {
+            cu_seqlens: Some(cu_seqlens),
+            ..Attention::new(q.view(), k.view(), k.view())
+        };
         let checked = call.check_cu_seqlens(&cpu());
         // On the CPU the call itself checks too.
         let run = call.forward(&cpu());
@@ -136,16 +176,39 @@ fn attention_sequences() {
     );
     assert_error!(bad(&[0, 4, 11], &[0, 0, 20]), Error::InvalidCuSeqlens { which: "q", .. }, "10");
     assert_error!(bad(&[0, -4, 10], &[0, 0, 20]), Error::InvalidCuSeqlens { which: "q", .. }, "-4");
-    assert_error!(bad(&[0, 4, 10], &[0, i32::MIN, 20]), Error::InvalidCuSeqlens { which: "kv", .. }, "kv[1]");
-    assert_error!(bad(&[0, 4, 10], &[0, i32::MAX, 20]), Error::InvalidCuSeqlens { which: "kv", .. }, "kv[1]");
-    assert_error!(bad(&[0, 4, 10], &[0, 21, 21]), Error::InvalidCuSeqlens { which: "kv", .. }, "kv");
-    assert_error!(check(&good, &good, (5, 20)), Error::InvalidCuSeqlens { which: "q", .. }, "6", "5");
-    assert_error!(check(&good, &good, (10, 5)), Error::InvalidCuSeqlens { which: "kv", .. }, "6", "5");
+    assert_error!(
+        bad(&[0, 4, 10], &[0, i32::MIN, 20]),
+        Error::InvalidCuSeqlens { which: "kv", .. },
+        "kv[1]"
+    );
+    assert_error!(
+        bad(&[0, 4, 10], &[0, i32::MAX, 20]),
+        Error::InvalidCuSeqlens { which: "kv", .. },
+        "kv[1]"
+    );
+    assert_error!(
+        bad(&[0, 4, 10], &[0, 21, 21]),
+        Error::InvalidCuSeqlens { which: "kv", .. },
+        "kv"
+    );
+    assert_error!(
+        check(&good, &good, (5, 20)),
+        Error::InvalidCuSeqlens { which: "q", .. },
+        "6",
+        "5"
+    );
+    assert_error!(
+        check(&good, &good, (10, 5)),
+        Error::InvalidCuSeqlens { which: "kv", .. },
+        "6",
+        "5"
+    );
     assert_error!(bad(&[0, 10], &[0, 0, 20]), Error::Shape { .. }, "cu_seqlens");
     assert_error!(check(&f32s(&[3]), &good, (10, 20)), Error::DType { .. }, "cu_seqlens", "f32");
     assert_error!(check(&i32s(&[]), &good, (10, 20)), Error::Shape { .. }, "cu_seqlens");
     let dense = f16s(&[1, 10, 2, 16]);
-    let cu_seqlens = CuSeqlens { q: good.view(), kv: good.view(), max_seqlen_q: 9, max_seqlen_kv: 9 };
+    let cu_seqlens =
+        CuSeqlens { q: good.view(), kv: good.view(), max_seqlen_q: 9, max_seqlen_kv: 9 };
     let call = Attention {
         cu_seqlens: Some(cu_seqlens),
         ..Attention::new(dense.view(), dense.view(), dense.view())
@@ -162,7 +225,8 @@ fn attention_block_masks() {
         BlockMask::from_bool(geometry, batch, heads, &blocks).unwrap()
     };
     let with = |mask: &BlockMask| {
-        let call = Attention { block_mask: Some(mask), ..Attention::new(q.view(), k.view(), k.view()) };
+        let call =
+            Attention { block_mask: Some(mask), ..Attention::new(q.view(), k.view(), k.view()) };
         let run = call.forward(&cpu());
         assert_eq!(call.problem().is_ok(), run.is_ok(), "problem and forward disagree");
         run
@@ -185,21 +249,30 @@ fn attention_block_masks() {
     // Also where there is nothing to compute.
     let none = f16s(&[0, 100, 8, 16]);
     let mask = full([99, 100], 1, 1);
-    let call = Attention { block_mask: Some(&mask), ..Attention::new(none.view(), none.view(), none.view()) };
+    let call = Attention {
+        block_mask: Some(&mask),
+        ..Attention::new(none.view(), none.view(), none.view())
+    };
     assert_error!(call.forward(&cpu()), Error::Shape { what: "block_mask", .. }, "block_mask");
 }
 
 #[test]
 fn attention_packed_block_masks() {
     let (rows, offsets) = (f16s(&[100, 2, 16]), i32s(&[0, 40, 100]));
-    let of = |length: usize| BlockMask::full(BlockGeometry::new(length, length, 64, 128).unwrap()).unwrap();
+    let of = |length: usize| {
+        BlockMask::full(BlockGeometry::new(length, length, 64, 128).unwrap()).unwrap()
+    };
     let packed = |lengths: &[usize]| {
         let masks: Vec<BlockMask> = lengths.iter().map(|&length| of(length)).collect();
         BlockMask::packed(&masks.iter().collect::<Vec<_>>()).unwrap()
     };
     let with = |mask: &BlockMask| {
-        let cu_seqlens =
-            CuSeqlens { q: offsets.view(), kv: offsets.view(), max_seqlen_q: 60, max_seqlen_kv: 60 };
+        let cu_seqlens = CuSeqlens {
+            q: offsets.view(),
+            kv: offsets.view(),
+            max_seqlen_q: 60,
+            max_seqlen_kv: 60,
+        };
         Attention {
             cu_seqlens: Some(cu_seqlens),
             block_mask: Some(mask),
@@ -215,14 +288,17 @@ fn attention_packed_block_masks() {
     ] {
         assert_error!(with(&mask), Error::Shape { what: "block_mask", .. }, words[0], words[1]);
     }
-    for (lengths, words) in [([39, 60], ["sequence 0 has 40", "39"]), ([40, 59], ["sequence 1 has 60", "59"])]
+    for (lengths, words) in
+        [([39, 60], ["sequence 0 has 40", "39"]), ([40, 59], ["sequence 1 has 60", "59"])]
     {
         let result = with(&packed(&lengths));
         assert_error!(result, Error::InvalidCuSeqlens { which: "q", .. }, words[0], words[1]);
     }
     let dense = f16s(&[1, 100, 2, 16]);
     let mask = packed(&[100]);
-    let call =
-        Attention { block_mask: Some(&mask), ..Attention::new(dense.view(), dense.view(), dense.view()) };
+    let call = Attention {
+        block_mask: Some(&mask),
+        ..Attention::new(dense.view(), dense.view(), dense.view())
+    };
     assert_error!(call.forward(&cpu()), Error::Shape { what: "block_mask", .. }, "not packed");
 }

@@ -1,7 +1,9 @@
 //! Bad block-sparse matrices and products.
 
 use super::{cpu, f16s, f32s, i32s};
-use blockflash_ops::{Bias, BsrMatmul, BsrMatrix, BsrTranspose, DType, Error, Tensor, View, ViewMut};
+use blockflash_ops::{
+    Bias, BsrMatmul, BsrMatrix, BsrTranspose, DType, Error, Tensor, View, ViewMut,
+};
 use half::f16;
 
 #[test]
@@ -23,7 +25,11 @@ fn bsr_products() {
         "70"
     );
     let other = f16s(&[630]);
-    assert_error!(run(BsrMatmul { b: other.view(), ..base }, &[40, 9]), Error::Shape { what: "b", .. }, "b");
+    assert_error!(
+        run(BsrMatmul { b: other.view(), ..base }, &[40, 9]),
+        Error::Shape { what: "b", .. },
+        "b"
+    );
     let other = f32s(&[70, 9]);
     assert_error!(
         run(BsrMatmul { b: other.view(), ..base }, &[40, 9]),
@@ -46,7 +52,13 @@ fn bsr_products() {
     );
     let mut c = vec![0f32; 40 * 18];
     let c = ViewMut::from_slice_strided(&mut c, &[40, 9], &[18, 2]).unwrap();
-    assert_error!(base.matmul_into(c, &stream), Error::Stride { what: "c", .. }, "c", "rows", "columns");
+    assert_error!(
+        base.matmul_into(c, &stream),
+        Error::Stride { what: "c", .. },
+        "c",
+        "rows",
+        "columns"
+    );
     let ints = base.matmul_into(i32s(&[0; 360]).view_mut(), &stream);
     assert_error!(ints, Error::Shape { .. } | Error::DType { .. }, "c");
     for bad in [f32::NAN, f32::INFINITY] {
@@ -109,15 +121,26 @@ fn bsr_transposes() {
     assert_eq!(y.matmul_transposed(DType::F16, &stream).unwrap().shape(), [9, 70]);
     let beta = BsrMatmul { beta: 1.0, ..y };
     assert_error!(beta.matmul_transposed(DType::F16, &stream), Error::InvalidScale { .. }, "beta");
-    assert_error!(BsrMatmul::linear(f16s(&[70]).view(), &a), Error::Shape { what: "x", .. }, "x", "[70]");
+    assert_error!(
+        BsrMatmul::linear(f16s(&[70]).view(), &a),
+        Error::Shape { what: "x", .. },
+        "x",
+        "[70]"
+    );
 }
 
 #[test]
 fn bsr_constructors() {
-    let coo = |triplets: &[(usize, usize, f32)]| BsrMatrix::from_coo(40, 70, 16, DType::F16, triplets);
+    let coo =
+        |triplets: &[(usize, usize, f32)]| BsrMatrix::from_coo(40, 70, 16, DType::F16, triplets);
     assert_error!(coo(&[(40, 0, 1.0)]), Error::InvalidBsr(_), "triplet 0", "(40, 0)");
     assert_error!(coo(&[(0, 0, 1.0), (0, 70, 1.0)]), Error::InvalidBsr(_), "triplet 1");
-    assert_error!(coo(&[(1, 2, 1.0), (5, 5, 1.0), (1, 2, 3.0)]), Error::InvalidBsr(_), "(1, 2)", "twice");
+    assert_error!(
+        coo(&[(1, 2, 1.0), (5, 5, 1.0), (1, 2, 3.0)]),
+        Error::InvalidBsr(_),
+        "(1, 2)",
+        "twice"
+    );
     let blocks = |blocks: &[(usize, usize)]| {
         BsrMatrix::from_blocks(40, 70, 16, DType::F16, blocks, &vec![0.0; 256 * blocks.len()])
     };

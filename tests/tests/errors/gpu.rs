@@ -1,7 +1,9 @@
 //! What only a GPU refuses. Skipped without one.
 
 use blockflash_ops::attention::{Attention, CuSeqlens};
-use blockflash_ops::{BlockGeometry, BlockMask, BsrMatmul, BsrMatrix, BsrWorkspace, DType, Error, Tensor};
+use blockflash_ops::{
+    BlockGeometry, BlockMask, BsrMatmul, BsrMatrix, BsrWorkspace, DType, Error, Tensor,
+};
 use blockflash_tests::gpu::gpu;
 
 #[test]
@@ -10,8 +12,9 @@ fn attention_on_the_gpu() {
     let stream = &gpu.stream;
     let zeros = |dtype, shape: &[usize]| Tensor::zeros(stream, dtype, shape).unwrap();
     let good = zeros(DType::F16, &[2, 9, 2, 64]);
-    let run =
-        |q: &Tensor, k: &Tensor, v: &Tensor| Attention::new(q.view(), k.view(), v.view()).forward(stream);
+    let run = |q: &Tensor, k: &Tensor, v: &Tensor| {
+        Attention::new(q.view(), k.view(), v.view()).forward(stream)
+    };
     run(&good, &good, &good).unwrap();
 
     // A first element, and strides, that are no multiples of 16 bytes.
@@ -37,15 +40,24 @@ fn attention_on_the_gpu() {
         assert_error!(result, Error::Misaligned { what: "o", .. }, "o", "16");
     }
 
-    for (dtype, head_dim, word) in
-        [(DType::F32, 64, "f32"), (DType::F16, 264, "264"), (DType::BF16, 12, "12"), (DType::F16, 1, "1")]
-    {
+    for (dtype, head_dim, word) in [
+        (DType::F32, 64, "f32"),
+        (DType::F16, 264, "264"),
+        (DType::BF16, 12, "12"),
+        (DType::F16, 1, "1"),
+    ] {
         let t = zeros(dtype, &[1, 5, 1, head_dim]);
         assert_error!(run(&t, &t, &t), Error::Unsupported { op: "attention", .. }, word, "sm_");
     }
 
     let host = super::f16s(&[2, 9, 2, 64]);
-    assert_error!(run(&host, &good, &good), Error::DeviceMismatch { what: "q", .. }, "q", "cpu", "cuda");
+    assert_error!(
+        run(&host, &good, &good),
+        Error::DeviceMismatch { what: "q", .. },
+        "q",
+        "cpu",
+        "cuda"
+    );
     assert_error!(run(&good, &host, &good), Error::DeviceMismatch { what: "k", .. }, "k");
     assert_error!(run(&good, &good, &host), Error::DeviceMismatch { what: "v", .. }, "v");
     let (mut o, mut lse) = (super::f16s(&[2, 9, 2, 64]), super::f32s(&[2, 2, 9]));
@@ -62,18 +74,33 @@ fn attention_on_the_gpu() {
     // A block mask is where the tensors are.
     let mask = BlockMask::full(BlockGeometry::new(9, 9, 64, 64).unwrap()).unwrap();
     let result = Attention { block_mask: Some(&mask), ..call }.forward(stream);
-    assert_error!(result, Error::DeviceMismatch { what: "block_mask", .. }, "block_mask", "cpu", "cuda");
+    assert_error!(
+        result,
+        Error::DeviceMismatch { what: "block_mask", .. },
+        "block_mask",
+        "cpu",
+        "cuda"
+    );
     let mask = mask.to(stream).unwrap();
     Attention { block_mask: Some(&mask), ..call }.forward(stream).unwrap();
-    let on_host =
-        Attention { block_mask: Some(&mask), ..Attention::new(host.view(), host.view(), host.view()) };
+    let on_host = Attention {
+        block_mask: Some(&mask),
+        ..Attention::new(host.view(), host.view(), host.view())
+    };
     let result = on_host.forward(&super::cpu());
-    assert_error!(result, Error::DeviceMismatch { what: "block_mask", .. }, "block_mask", "cpu", "cuda");
+    assert_error!(
+        result,
+        Error::DeviceMismatch { what: "block_mask", .. },
+        "block_mask",
+        "cpu",
+        "cuda"
+    );
 
     // Offsets on the GPU are checked when asked.
     let packed = zeros(DType::F16, &[9, 2, 64]);
     let offsets = Tensor::from_slice(stream, &[0i32, 5, 3], &[3]).unwrap();
-    let cu_seqlens = CuSeqlens { q: offsets.view(), kv: offsets.view(), max_seqlen_q: 9, max_seqlen_kv: 9 };
+    let cu_seqlens =
+        CuSeqlens { q: offsets.view(), kv: offsets.view(), max_seqlen_q: 9, max_seqlen_kv: 9 };
     let view = packed.view();
     let call = Attention { cu_seqlens: Some(cu_seqlens), ..Attention::new(view, view, view) };
     assert_error!(
@@ -87,7 +114,8 @@ fn attention_on_the_gpu() {
 fn bsr_on_the_gpu() {
     let Some(gpu) = gpu("errors::gpu::bsr_on_the_gpu") else { return };
     let stream = &gpu.stream;
-    let matrix = |block_size, dtype| BsrMatrix::from_coo(40, 70, block_size, dtype, &[(3, 5, 1.0)]).unwrap();
+    let matrix =
+        |block_size, dtype| BsrMatrix::from_coo(40, 70, block_size, dtype, &[(3, 5, 1.0)]).unwrap();
     let run = |a: &BsrMatrix, b: &Tensor| BsrMatmul::new(a, b.view()).matmul(DType::F32, stream);
     let b = Tensor::zeros(stream, DType::F16, &[70, 9]).unwrap();
     run(&matrix(16, DType::F16).to(stream).unwrap(), &b).unwrap();
@@ -110,9 +138,15 @@ fn bsr_on_the_gpu() {
     let result = BsrMatmul::new(&a, b.view()).matmul_into(c.view_mut(), stream);
     assert_error!(result, Error::DeviceMismatch { what: "c", .. }, "c");
     let with = |workspace: &BsrWorkspace| {
-        BsrMatmul { workspace: Some(workspace), ..BsrMatmul::new(&a, b.view()) }.matmul(DType::F32, stream)
+        BsrMatmul { workspace: Some(workspace), ..BsrMatmul::new(&a, b.view()) }
+            .matmul(DType::F32, stream)
     };
     with(&BsrWorkspace::new(&gpu.device.stream().unwrap()).unwrap()).unwrap();
     let on_cpu = BsrWorkspace::new(&super::cpu()).unwrap();
-    assert_error!(with(&on_cpu), Error::DeviceMismatch { what: "workspace", .. }, "workspace", "cpu");
+    assert_error!(
+        with(&on_cpu),
+        Error::DeviceMismatch { what: "workspace", .. },
+        "workspace",
+        "cpu"
+    );
 }

@@ -43,7 +43,11 @@ fn kernels_do_not_run_on_the_cpu() {
     let t = f16s(&[1, 5, 2, 64]);
     let mut o = f16s(&[1, 5, 2, 64]);
     let call = Attention { mask: Mask::causal(), ..Attention::new(t.view(), t.view(), t.view()) };
-    assert_error!(call.forward_with(row, o.view_mut(), None, &cpu()), Error::Unsupported { .. }, "cpu");
+    assert_error!(
+        call.forward_with(row, o.view_mut(), None, &cpu()),
+        Error::Unsupported { .. },
+        "cpu"
+    );
     let row = manifest::rows().iter().find(|row| row.symbol().contains("bsr")).unwrap();
     let a = BsrMatrix::from_coo(16, 16, 16, DType::F16, &[]).unwrap();
     let b = f16s(&[16, 4]);
@@ -67,7 +71,12 @@ fn layouts_that_cannot_be_addressed() {
         "11",
         "10"
     );
-    assert_error!(View::from_slice_strided(&data, &[2, 2], &[9, 1]), Error::OutOfBounds { .. }, "11", "10");
+    assert_error!(
+        View::from_slice_strided(&data, &[2, 2], &[9, 1]),
+        Error::OutOfBounds { .. },
+        "11",
+        "10"
+    );
     let view = View::from_slice(&data, &[2, 5]).unwrap();
     assert_error!(view.slice(1, 3..6), Error::Slice { .. }, "3..6");
     assert_error!(view.slice(2, 0..1), Error::Slice { .. }, "dimension 2");
@@ -79,14 +88,20 @@ fn layouts_that_cannot_be_addressed() {
 fn devices_that_are_not_there() {
     for text in ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:+1", "CUDA", "cuda:1:2", "cpu:0"] {
         let error = text.parse::<Device>().err().unwrap_or_else(|| panic!("{text:?} is no device"));
-        assert!(matches!(error, blockflash_safe::Error::InvalidDevice { .. }), "{text:?}: {error:?}");
+        assert!(
+            matches!(error, blockflash_safe::Error::InvalidDevice { .. }),
+            "{text:?}: {error:?}"
+        );
     }
     assert_eq!("cpu".parse::<Device>().unwrap(), Device::cpu());
     let error = Device::cuda(9999).expect_err("no machine has 10,000 GPUs");
     use blockflash_safe::Error;
     assert_error!(
         Err::<(), _>(error),
-        Error::NoDriver | Error::DriverTooOld { .. } | Error::NoSuchDevice { .. } | Error::Cuda { .. },
+        Error::NoDriver
+            | Error::DriverTooOld { .. }
+            | Error::NoSuchDevice { .. }
+            | Error::Cuda { .. },
         " "
     );
 }

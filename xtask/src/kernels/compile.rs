@@ -11,7 +11,8 @@ use anyhow::{Context, Result, bail};
 use blockflash_sys::Row;
 use std::{path::Path, process::Command};
 
-/// Flags of every row. Line information is left out on purpose: with it, images differ from build to build.
+/// Flags of every row. Line information is left out on purpose: with it, images differ from build
+/// to build.
 const FLAGS: &[&str] = &[
     "-std=c++20",
     "-O3",
@@ -35,7 +36,8 @@ pub struct Image {
 /// Arguments of nvcc that decide what comes out, apart from the macros and the source.
 fn flags(row: &Row) -> Vec<String> {
     let kind = if row.target.is_ptx() { "-ptx" } else { "-cubin" };
-    // Names of internal functions hold a hash of the source's path: the same path wherever the repository lies.
+    // Names of internal functions hold a hash of the source's path: the same path wherever the
+    // repository lies.
     let path = format!("/{}", source(row));
     let place = ["-Xcicc", "--orig_src_path_name", "-Xcicc", &path];
     [&["-gencode", row.target.gencode(), kind], FLAGS, &place]
@@ -54,9 +56,14 @@ pub fn build_fingerprint(row: &Row, nvcc_version: &str) -> Result<String> {
     Ok(sha256(format!("{}\n{}", identity(nvcc_version)?, flags(row).join(" ")).as_bytes()))
 }
 
-/// Compiles a row, with flags besides the usual ones if any; scratch files go to `scratch`. The error holds the compiler's own
-/// message.
-pub fn compile(row: &Row, toolchain: &Toolchain, scratch: &Path, more_flags: &[&str]) -> Result<Image> {
+/// Compiles a row, with flags besides the usual ones if any; scratch files go to `scratch`. The
+/// error holds the compiler's own message.
+pub fn compile(
+    row: &Row,
+    toolchain: &Toolchain,
+    scratch: &Path,
+    more_flags: &[&str],
+) -> Result<Image> {
     let name = row.image_name();
     let object = scratch.join(&name);
     let source = source(row);
@@ -68,11 +75,17 @@ pub fn compile(row: &Row, toolchain: &Toolchain, scratch: &Path, more_flags: &[&
     command.args(row.macros().iter().map(|(name, value)| format!("-D{name}={value}")));
     let mut report = complete(command.arg(&source).arg("-o").arg(&object))?;
     if row.target.is_ptx() {
-        // Only an assembler knows registers and spills; the oldest GPU that takes the PTX stands for the others.
-        let arch = row.target.gencode().rsplit_once('_').map(|(_, number)| number).unwrap_or_default();
+        // Only an assembler knows registers and spills; the oldest GPU that takes the PTX stands
+        // for the others.
+        let arch =
+            row.target.gencode().rsplit_once('_').map(|(_, number)| number).unwrap_or_default();
         let cubin = scratch.join(format!("{name}.cubin"));
         let mut assemble = Command::new(&toolchain.ptxas);
-        assemble.args(["-v", "-O3", &format!("-arch=sm_{arch}")]).arg(&object).arg("-o").arg(&cubin);
+        assemble
+            .args(["-v", "-O3", &format!("-arch=sm_{arch}")])
+            .arg(&object)
+            .arg("-o")
+            .arg(&cubin);
         report = complete(&mut assemble)?;
     }
     let usage = ptxas::parse(&report)?;
@@ -91,7 +104,8 @@ pub fn compile(row: &Row, toolchain: &Toolchain, scratch: &Path, more_flags: &[&
     Ok(Image { bytes, entry })
 }
 
-/// What is wrong with a compiled row, if anything: spills that are not allowed, or too much shared memory.
+/// What is wrong with a compiled row, if anything: spills that are not allowed, or too much shared
+/// memory.
 pub fn violations(row: &Row, entry: &Entry) -> Vec<String> {
     let mut found = Vec::new();
     if entry.spill_bytes > 0 && row.allows_spills().is_none() {
@@ -107,7 +121,8 @@ pub fn violations(row: &Row, entry: &Entry) -> Vec<String> {
 
 fn complete(command: &mut Command) -> Result<String> {
     command.current_dir(root()).env_remove("NVCC_PREPEND_FLAGS").env_remove("NVCC_APPEND_FLAGS");
-    let output = command.output().with_context(|| format!("cannot start {:?}", command.get_program()))?;
+    let output =
+        command.output().with_context(|| format!("cannot start {:?}", command.get_program()))?;
     let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
     if !output.status.success() {
         bail!("{}", ptxas::complaints(&text).trim());

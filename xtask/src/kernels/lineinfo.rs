@@ -1,4 +1,5 @@
-//! Images with line information, for profiles. They are never committed: with it, images differ from build to build.
+//! Images with line information, for profiles. They are never committed: with it, images differ
+//! from build to build.
 
 use super::{compile::compile, toolchain::Toolchain};
 use crate::{
@@ -9,7 +10,8 @@ use anyhow::{Context, Result};
 use blockflash_sys::Row;
 use std::path::Path;
 
-/// Compiles rows as `cargo xtask kernels` does, with line information, into a folder for `BLOCKFLASH_IMAGES`.
+/// Compiles rows as `cargo xtask kernels` does, with line information, into a folder for
+/// `BLOCKFLASH_IMAGES`.
 pub fn with_line_information(rows: &[&Row], folder: &Path) -> Result<()> {
     let toolchain = Toolchain::pinned()?;
     let scratch = target_dir("profile/scratch")?;

@@ -11,8 +11,8 @@ use std::{collections::BTreeMap, path::PathBuf};
 pub struct Entry {
     /// Image name, without `.zst`.
     pub image: String,
-    /// SHA-256 of the source file, every header of this repository that it includes, and the variant's macros. Equal for
-    /// all targets of a symbol.
+    /// SHA-256 of the source file, every header of this repository that it includes, and the
+    /// variant's macros. Equal for all targets of a symbol.
     pub source: String,
     /// SHA-256 of the compiler's version and flags, target included.
     pub build: String,
@@ -54,7 +54,8 @@ pub fn store(lock: &Lock) -> Result<()> {
 fn parse(text: &str) -> Result<Lock> {
     let mut lock = Lock::new();
     for (number, line) in text.lines().enumerate() {
-        let entry: Entry = serde_json::from_str(line).with_context(|| format!("line {}", number + 1))?;
+        let entry: Entry =
+            serde_json::from_str(line).with_context(|| format!("line {}", number + 1))?;
         lock.insert(entry.image.clone(), entry);
     }
     Ok(lock)
@@ -86,7 +87,8 @@ mod tests {
             smem_static: 16,
             smem_dynamic: 49152,
         };
-        let lock: Lock = ["b.cubin", "a.cubin"].map(|image| (image.to_string(), entry(image))).into();
+        let lock: Lock =
+            ["b.cubin", "a.cubin"].map(|image| (image.to_string(), entry(image))).into();
         let text = format(&lock).unwrap();
         assert!(text.starts_with(r#"{"image":"a.cubin","#));
         assert_eq!(parse(&text).unwrap(), lock);

@@ -30,10 +30,12 @@ pub struct Args {
     /// Only images whose name contains this.
     #[arg(long, value_name = "SUBSTRING")]
     only: Vec<String>,
-    /// Only images for this target (may be repeated); sm_90a stands for sm_90 too, since such a GPU uses both.
+    /// Only images for this target (may be repeated); sm_90a stands for sm_90 too, since such a GPU
+    /// uses both.
     #[arg(long, value_name = "TARGET", value_parser = parse_target)]
     pub arch: Vec<Target>,
-    /// Write nothing: rebuild, and fail unless the committed images are exactly what the sources give.
+    /// Write nothing: rebuild, and fail unless the committed images are exactly what the sources
+    /// give.
     #[arg(long)]
     pub check: bool,
     /// Rebuild images whose sources and flags have not changed, too.
@@ -55,7 +57,8 @@ impl Args {
 
     fn selects(&self, row: &Row) -> bool {
         is_among(row.target, &self.arch)
-            && (self.only.is_empty() || self.only.iter().any(|part| row.image_name().contains(part.as_str())))
+            && (self.only.is_empty()
+                || self.only.iter().any(|part| row.image_name().contains(part.as_str())))
     }
 
     fn selects_all(&self) -> bool {
@@ -63,7 +66,8 @@ impl Args {
     }
 }
 
-/// Whether `--arch` selects a target: all of them when it is not given, and sm_90a stands for sm_90 too.
+/// Whether `--arch` selects a target: all of them when it is not given, and sm_90a stands for sm_90
+/// too.
 pub fn is_among(target: Target, arch: &[Target]) -> bool {
     let is = |&arch: &Target| arch == target || (arch == Target::Sm90a && target == Target::Sm90);
     arch.is_empty() || arch.iter().any(is)
@@ -72,7 +76,10 @@ pub fn is_among(target: Target, arch: &[Target]) -> bool {
 /// Reads a target's name.
 pub fn parse_target(text: &str) -> Result<Target, String> {
     let names = Target::ALL.map(Target::name).join(", ");
-    Target::ALL.into_iter().find(|target| target.name() == text).ok_or(format!("expected one of {names}"))
+    Target::ALL
+        .into_iter()
+        .find(|target| target.name() == text)
+        .ok_or(format!("expected one of {names}"))
 }
 
 /// Runs the command.
@@ -117,7 +124,11 @@ pub fn run(args: &Args) -> Result<()> {
         toolchain.version,
         started.elapsed().as_secs_f64()
     );
-    problems.report(if args.check { "; `cargo xtask kernels` rebuilds what is out of date" } else { "" })
+    problems.report(if args.check {
+        "; `cargo xtask kernels` rebuilds what is out of date"
+    } else {
+        ""
+    })
 }
 
 /// Whether the committed image comes from the present sources and flags.
@@ -195,7 +206,11 @@ pub fn stale() -> Result<Vec<String>> {
 /// Images that a row asks for and `prebuilt/` lacks.
 pub fn missing() -> Result<Vec<String>> {
     let present = store::names()?;
-    Ok(manifest::rows().iter().map(Row::image_name).filter(|name| !present.contains(name)).collect())
+    Ok(manifest::rows()
+        .iter()
+        .map(Row::image_name)
+        .filter(|name| !present.contains(name))
+        .collect())
 }
 
 /// Compares fresh images with the committed ones.

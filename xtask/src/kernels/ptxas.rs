@@ -42,7 +42,8 @@ pub fn parse(text: &str) -> Result<Usage> {
 
 /// The lines of the compiler's output that are no resource report: warnings and errors.
 pub fn complaints(text: &str) -> String {
-    let is_report = |line: &&str| !line.starts_with("ptxas info") && !line.contains("bytes stack frame");
+    let is_report =
+        |line: &&str| !line.starts_with("ptxas info") && !line.contains("bytes stack frame");
     text.lines().filter(is_report).collect::<Vec<_>>().join("\n")
 }
 
@@ -61,7 +62,10 @@ ptxas info    : Compile time = 8.560 ms
 
     #[test]
     fn reads_registers_spills_and_shared_memory() {
-        assert_eq!(parse(REPORT).unwrap(), Usage { registers: 168, spill_bytes: 36, smem_static: 512 });
+        assert_eq!(
+            parse(REPORT).unwrap(),
+            Usage { registers: 168, spill_bytes: 36, smem_static: 512 }
+        );
     }
 
     #[test]

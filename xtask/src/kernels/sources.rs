@@ -11,8 +11,8 @@ pub fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Fingerprint of everything in this repository that a row is compiled from, apart from the target: its source file, the
-/// headers reached from it, and its macros.
+/// Fingerprint of everything in this repository that a row is compiled from, apart from the target:
+/// its source file, the headers reached from it, and its macros.
 pub fn fingerprint(row: &Row) -> Result<String> {
     let mut text = String::new();
     for (path, content) in closure(&format!("kernels/{}.cu", row.source()))? {
@@ -24,8 +24,9 @@ pub fn fingerprint(row: &Row) -> Result<String> {
     Ok(sha256(text.as_bytes()))
 }
 
-/// A source file and the headers of this repository that it includes, directly or not. An `#include` counts even where a
-/// condition turns it off; headers that are not here belong to the toolkit, whose version is part of the build flags.
+/// A source file and the headers of this repository that it includes, directly or not. An
+/// `#include` counts even where a condition turns it off; headers that are not here belong to the
+/// toolkit, whose version is part of the build flags.
 fn closure(source: &str) -> Result<BTreeMap<String, String>> {
     let root = root();
     let mut found = BTreeMap::new();
@@ -50,7 +51,8 @@ fn closure(source: &str) -> Result<BTreeMap<String, String>> {
 /// Names in the `#include` lines of a C++ file.
 fn includes(text: &str) -> impl Iterator<Item = &str> {
     text.lines().filter_map(|line| {
-        let name = line.trim_start().strip_prefix('#')?.trim_start().strip_prefix("include")?.trim_start();
+        let name =
+            line.trim_start().strip_prefix('#')?.trim_start().strip_prefix("include")?.trim_start();
         let close = match name.chars().next()? {
             '<' => '>',
             '"' => '"',
@@ -72,6 +74,9 @@ mod tests {
 
     #[test]
     fn known_digest() {
-        assert_eq!(sha256(b"abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+        assert_eq!(
+            sha256(b"abc"),
+            "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+        );
     }
 }

@@ -5,20 +5,23 @@ use crate::workspace::{list, prebuilt, read_bytes, write};
 use anyhow::{Context, Result};
 use std::{io::Read, path::PathBuf};
 
-/// The highest level that costs no extra memory to decode; images are read once per process and row.
+/// The highest level that costs no extra memory to decode; images are read once per process and
+/// row.
 const ZSTD_LEVEL: i32 = 19;
 
 fn path(image: &str) -> PathBuf {
     prebuilt().join(format!("{image}.zst"))
 }
 
-/// The image before compression, `None` when there is none. Decoded with the decoder that users of the crate run.
+/// The image before compression, `None` when there is none. Decoded with the decoder that users of
+/// the crate run.
 pub fn load(image: &str) -> Result<Option<Vec<u8>>> {
     let path = path(image);
     if !path.exists() {
         return Ok(None);
     }
-    let image = unpack(&read_bytes(&path)?).with_context(|| format!("{} is damaged", path.display()))?;
+    let image =
+        unpack(&read_bytes(&path)?).with_context(|| format!("{} is damaged", path.display()))?;
     Ok(Some(image))
 }
 
@@ -34,7 +37,8 @@ pub fn digest(image: &str) -> Result<Option<String>> {
     Ok(load(image)?.map(|bytes| sha256(&bytes)))
 }
 
-/// Writes an image, unless the same bytes are there already (another zstd could compress them differently).
+/// Writes an image, unless the same bytes are there already (another zstd could compress them
+/// differently).
 pub fn store(image: &str, bytes: &[u8]) -> Result<()> {
     if load(image).ok().flatten().as_deref() == Some(bytes) {
         return Ok(());

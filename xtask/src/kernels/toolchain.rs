@@ -1,4 +1,5 @@
-//! The compiler: pinned wheels in a virtual environment under `target/`, or an nvcc that is on the machine already.
+//! The compiler: pinned wheels in a virtual environment under `target/`, or an nvcc that is on the
+//! machine already.
 
 use super::sources::sha256;
 use crate::workspace::{list, output, read, root, run, target_dir, write};
@@ -9,8 +10,13 @@ use std::{
 };
 
 /// Packages of `requirements.txt` that have a part in the images.
-const COMPILER_PACKAGES: [&str; 5] =
-    ["nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-cccl", "nvidia-cuda-runtime"];
+const COMPILER_PACKAGES: [&str; 5] = [
+    "nvidia-cuda-nvcc",
+    "nvidia-nvvm",
+    "nvidia-cuda-crt",
+    "nvidia-cuda-cccl",
+    "nvidia-cuda-runtime",
+];
 
 /// A CUDA compiler.
 pub struct Toolchain {
@@ -31,14 +37,15 @@ impl Toolchain {
     /// The compiler at a path.
     pub fn at(nvcc: &Path) -> Result<Self> {
         let text = output(Command::new(nvcc).arg("--version"))?;
-        let version =
-            parse_version(&text).with_context(|| format!("{} states no version", nvcc.display()))?;
+        let version = parse_version(&text)
+            .with_context(|| format!("{} states no version", nvcc.display()))?;
         let ptxas = nvcc.with_file_name("ptxas");
         Ok(Self { nvcc: nvcc.to_path_buf(), ptxas, version })
     }
 }
 
-/// What identifies the compiler in `kernels.lock`: its version, and the pinned versions of the headers it comes with.
+/// What identifies the compiler in `kernels.lock`: its version, and the pinned versions of the
+/// headers it comes with.
 pub fn identity(version: &str) -> Result<String> {
     let requirements = requirements()?;
     let pins = COMPILER_PACKAGES.iter().map(|package| pin(&requirements, package));
@@ -51,16 +58,17 @@ pub fn pinned_version() -> Result<String> {
     Ok(line.split_once("==").map(|(_, version)| version.to_string()).unwrap_or_default())
 }
 
-/// The `site-packages` folder of the virtual environment, after installing what `requirements.txt` names. It is made
-/// anew when that file has changed.
+/// The `site-packages` folder of the virtual environment, after installing what `requirements.txt`
+/// names. It is made anew when that file has changed.
 pub fn site_packages() -> Result<PathBuf> {
     let wanted = sha256(requirements()?.as_bytes());
     let venv = target_dir("kernels")?.join("venv");
     let stamp = venv.join("requirements.sha256");
     if std::fs::read_to_string(&stamp).ok().as_deref() != Some(wanted.as_str()) {
         eprintln!("Installing kernels/requirements.txt into {}", venv.display());
-        run(Command::new("python3").args(["-m", "venv", "--clear"]).arg(&venv))
-            .context("a virtual environment is needed (Debian and Ubuntu: apt install python3-venv)")?;
+        run(Command::new("python3").args(["-m", "venv", "--clear"]).arg(&venv)).context(
+            "a virtual environment is needed (Debian and Ubuntu: apt install python3-venv)",
+        )?;
         run(Command::new(venv.join("bin/python"))
             .args([
                 "-m",
@@ -87,7 +95,8 @@ fn requirements() -> Result<String> {
 }
 
 fn pin(requirements: &str, package: &str) -> Result<String> {
-    let is_pin = |line: &&str| line.strip_prefix(package).is_some_and(|rest| rest.starts_with("=="));
+    let is_pin =
+        |line: &&str| line.strip_prefix(package).is_some_and(|rest| rest.starts_with("=="));
     match requirements.lines().map(str::trim).find(is_pin) {
         Some(line) => Ok(line.to_string()),
         None => bail!("kernels/requirements.txt does not pin {package}"),
@@ -98,7 +107,8 @@ fn parse_version(text: &str) -> Option<String> {
     text.split(|c: char| c.is_whitespace() || c == ',')
         .filter_map(|word| word.strip_prefix('V'))
         .find(|version| {
-            version.split('.').count() == 3 && version.split('.').all(|part| part.parse::<u32>().is_ok())
+            version.split('.').count() == 3
+                && version.split('.').all(|part| part.parse::<u32>().is_ok())
         })
         .map(str::to_string)
 }
@@ -109,8 +119,7 @@ mod tests {
 
     #[test]
     fn version_of_nvcc() {
-        let text =
-            "nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release 13.0, V13.0.88\nBuild x";
+        let text = "nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release 13.0, V13.0.88\nBuild x";
         assert_eq!(parse_version(text).as_deref(), Some("13.0.88"));
         assert_eq!(parse_version("Volume 1.2"), None);
     }

@@ -47,16 +47,20 @@ impl Ceilings {
         files.iter().find_map(read)
     }
 
-    /// The highest rates of each kind, of each ceiling its newest record; `None` when there is none for this GPU.
+    /// The highest rates of each kind, of each ceiling its newest record; `None` when there is none
+    /// for this GPU.
     fn parse(text: &str, gpu: &str, dtype: &str) -> Option<Self> {
         let lines = text.lines().filter_map(|line| serde_json::from_str::<Line>(line).ok());
-        let newest: BTreeMap<String, f64> =
-            lines.filter(|line| line.gpu == gpu).filter_map(|line| Some((line.case, line.rate?))).collect();
+        let newest: BTreeMap<String, f64> = lines
+            .filter(|line| line.gpu == gpu)
+            .filter_map(|line| Some((line.case, line.rate?)))
+            .collect();
         let mut found = Self { origin: "measured".into(), ..Self::default() };
         let unknown = found.clone();
         for (name, rate) in newest {
             let slot = match name.split('_').next().unwrap_or_default() {
-                // Which instruction multiplies is the kernel's choice, and may be what there is to gain.
+                // Which instruction multiplies is the kernel's choice, and may be what there is to
+                // gain.
                 "mma" | "wgmma" if name.ends_with(&format!("_{dtype}")) => &mut found.matmul,
                 "exp2" => &mut found.exp,
                 "l2" => &mut found.l2,
@@ -75,7 +79,8 @@ impl Ceilings {
     pub fn stated(raw: &Raw, dtype: &str) -> Self {
         let product = |peak: &str, clock: &str| Some(raw.first(&[peak])? * raw.first(&[clock])?);
         let source = if dtype == "bf16" { "bf16" } else { "fp16" };
-        let matmul = format!("sm__ops_path_tensor_src_{source}_dst_fp32_sparsity_off.sum.peak_sustained");
+        let matmul =
+            format!("sm__ops_path_tensor_src_{source}_dst_fp32_sparsity_off.sum.peak_sustained");
         Self {
             origin: "stated by Nsight Compute".into(),
             matmul: product(&matmul, "sm__cycles_elapsed.avg.per_second"),
@@ -93,8 +98,9 @@ impl Ceilings {
             ("L2", l2_bytes, self.l2),
             ("device memory", hbm_bytes, self.hbm),
         ];
-        let limits =
-            units.into_iter().filter_map(|(name, work, rate)| Some(Limit { name, seconds: work / rate? }));
+        let limits = units
+            .into_iter()
+            .filter_map(|(name, work, rate)| Some(Limit { name, seconds: work / rate? }));
         limits.max_by(|a, b| a.seconds.total_cmp(&b.seconds))
     }
 }

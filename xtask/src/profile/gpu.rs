@@ -74,6 +74,9 @@ mod tests {
 
     #[test]
     fn the_first_visible_gpu() {
-        assert_eq!([first(""), first("2,1"), first("GPU-abc"), first(" ")], ["0", "2", "GPU-abc", "0"]);
+        assert_eq!(
+            [first(""), first("2,1"), first("GPU-abc"), first(" ")],
+            ["0", "2", "GPU-abc", "0"]
+        );
     }
 }

@@ -10,7 +10,8 @@ use anyhow::{Context, Result, ensure};
 use blockflash_sys::Row;
 use std::path::{Path, PathBuf};
 
-/// What a bundle calls the images of the tree that it was made from, and `--diff` those of this tree.
+/// What a bundle calls the images of the tree that it was made from, and `--diff` those of this
+/// tree.
 pub const WORK: &str = "work";
 
 /// Images of one origin.
@@ -55,8 +56,16 @@ impl Images {
             }
             Place::Bundle(bundle) => bundle.join("images").join(commit),
         };
-        ensure!(folder.join(row.image_name()).is_file(), "commit {commit} has no image {}", row.image_name());
-        Ok(Self { label: commit.into(), description: format!("commit {commit}"), folder: Some(folder) })
+        ensure!(
+            folder.join(row.image_name()).is_file(),
+            "commit {commit} has no image {}",
+            row.image_name()
+        );
+        Ok(Self {
+            label: commit.into(),
+            description: format!("commit {commit}"),
+            folder: Some(folder),
+        })
     }
 
     /// Those of a folder.
@@ -65,7 +74,11 @@ impl Images {
         // The program that reads them runs elsewhere.
         let folder = std::path::absolute(folder)?;
         let label = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        Ok(Self { label, description: format!("folder {}", folder.display()), folder: Some(folder) })
+        Ok(Self {
+            label,
+            description: format!("folder {}", folder.display()),
+            folder: Some(folder),
+        })
     }
 }
 
@@ -92,7 +105,9 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("xtask-images-{}", std::process::id()));
         let path = |row: &Row| format!("crates/blockflash-sys/prebuilt/{}.zst", row.image_name());
         let row = manifest::rows().iter().find(|row| git::file_at("HEAD", &path(row)).is_ok());
-        let Some(row) = row else { return println!("SKIPPED (no git): images_of_a_commit_are_unpacked") };
+        let Some(row) = row else {
+            return println!("SKIPPED (no git): images_of_a_commit_are_unpacked");
+        };
         unpack("HEAD", row, &folder).unwrap();
         let image = std::fs::read(folder.join(row.image_name())).unwrap();
         assert!(image.starts_with(b"\x7fELF"));

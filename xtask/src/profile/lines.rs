@@ -7,7 +7,12 @@ use super::{
     unit::Unit,
 };
 
-const fn metric(key: &'static str, label: &'static str, unit: Unit, names: &'static [&'static str]) -> Line {
+const fn metric(
+    key: &'static str,
+    label: &'static str,
+    unit: Unit,
+    names: &'static [&'static str],
+) -> Line {
     Line { key, label, unit, from: From::Metric(names) }
 }
 
@@ -172,7 +177,12 @@ const OCCUPANCY: &[Line] = &[
         Unit::Count,
         &["launch__occupancy_limit_shared_mem"],
     ),
-    metric("limit_warps", "blocks that warps allow", Unit::Count, &["launch__occupancy_limit_warps"]),
+    metric(
+        "limit_warps",
+        "blocks that warps allow",
+        Unit::Count,
+        &["launch__occupancy_limit_warps"],
+    ),
     metric("registers", "registers per thread", Unit::Count, &["launch__registers_per_thread"]),
     metric("smem", "shared memory per block", Unit::Bytes, &["launch__shared_mem_per_block"]),
     metric(
@@ -191,7 +201,12 @@ const OCCUPANCY: &[Line] = &[
 
 const BYTES: &[Line] = &[
     metric("l1", "asked of L1", Unit::Bytes, &["l1tex__t_bytes.sum"]),
-    metric("l2_read", "L2 to multiprocessors", Unit::Bytes, &["l1tex__m_xbar2l1tex_read_bytes.sum"]),
+    metric(
+        "l2_read",
+        "L2 to multiprocessors",
+        Unit::Bytes,
+        &["l1tex__m_xbar2l1tex_read_bytes.sum"],
+    ),
     work("l2_counted", "  counted", Unit::Bytes, |launch, _| {
         Some(launch.l2_bytes).filter(|&bytes| bytes > 0.0)
     }),
@@ -201,12 +216,19 @@ const BYTES: &[Line] = &[
     work("l2_rate", "  rate", Unit::Rate("B/s"), |_, figures| {
         ratio(get(figures, "l2_read"), get(figures, "seconds"))
     }),
-    metric("l2_write", "multiprocessors to L2", Unit::Bytes, &["l1tex__m_l1tex2xbar_write_bytes.sum"]),
+    metric(
+        "l2_write",
+        "multiprocessors to L2",
+        Unit::Bytes,
+        &["l1tex__m_l1tex2xbar_write_bytes.sum"],
+    ),
     metric("l2_all", "all accesses to L2", Unit::Bytes, &["lts__t_bytes.sum"]),
     metric("l2_hits", "  hits, %", Unit::Percent, &["lts__t_sector_hit_rate.pct"]),
     metric("hbm_read", "device memory, read", Unit::Bytes, &["dram__bytes_read.sum"]),
     metric("hbm_write", "device memory, written", Unit::Bytes, &["dram__bytes_write.sum"]),
-    work("hbm", "device memory", Unit::Bytes, |_, figures| sum(figures, &["hbm_read", "hbm_write"])),
+    work("hbm", "device memory", Unit::Bytes, |_, figures| {
+        sum(figures, &["hbm_read", "hbm_write"])
+    }),
     work("hbm_counted", "  counted minimum", Unit::Bytes, |launch, _| {
         Some(launch.bytes).filter(|&bytes| bytes > 0.0)
     }),
@@ -219,7 +241,12 @@ const BYTES: &[Line] = &[
 ];
 
 const SHARED: &[Line] = &[
-    metric("wavefronts", "wavefronts", Unit::Count, &["l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"]),
+    metric(
+        "wavefronts",
+        "wavefronts",
+        Unit::Count,
+        &["l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"],
+    ),
     metric(
         "conflicts",
         "  of them by bank conflicts",
@@ -273,7 +300,8 @@ mod tests {
 
     #[test]
     fn keys_are_unique() {
-        let mut keys: Vec<&str> = PAGE.iter().flat_map(|(_, lines)| *lines).map(|line| line.key).collect();
+        let mut keys: Vec<&str> =
+            PAGE.iter().flat_map(|(_, lines)| *lines).map(|line| line.key).collect();
         let count = keys.len();
         keys.sort_unstable();
         keys.dedup();

@@ -1,4 +1,5 @@
-//! `cargo xtask profile`: one page about what limits a kernel, from Nsight Compute and counted work. In a bundle: `./xtask profile`.
+//! `cargo xtask profile`: one page about what limits a kernel, from Nsight Compute and counted
+//! work. In a bundle: `./xtask profile`.
 
 mod ceilings;
 mod figures;
@@ -42,7 +43,8 @@ Report (.ncu-rep), page (.txt, .json) and roofline (.svg) go to target/profile, 
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Part of a kernel's name; each kernel of this GPU whose name contains it is profiled. Or a saved page (.json).
+    /// Part of a kernel's name; each kernel of this GPU whose name contains it is profiled. Or a
+    /// saved page (.json).
     pattern: Option<String>,
     /// What the kernel computes, as an id [default: a large case for its tile].
     #[arg(long, value_name = "CASE")]
@@ -99,10 +101,12 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// A saved page held against the ceilings that are known now; its text and picture are written again beside it.
+/// A saved page held against the ceilings that are known now; its text and picture are written
+/// again beside it.
 fn again(path: &Path, place: &Place) -> Result<Page> {
     let page = Page::load(path)?;
-    let measured = Ceilings::measured(&place.ceilings(&gpu::slug(&page.gpu)), &page.gpu, page.launch.dtype());
+    let measured =
+        Ceilings::measured(&place.ceilings(&gpu::slug(&page.gpu)), &page.gpu, page.launch.dtype());
     let ceilings = measured.unwrap_or_else(|| page.ceilings.clone());
     let page = page.held_against(ceilings);
     keep(&page, path)?;
@@ -123,7 +127,8 @@ fn keep(page: &Page, path: &Path) -> Result<()> {
 }
 
 fn compare(args: &Args, a: &str, b: &str) -> Result<()> {
-    let saved = |name: &str| name.ends_with(".json").then(|| Page::load(Path::new(name))).transpose();
+    let saved =
+        |name: &str| name.ends_with(".json").then(|| Page::load(Path::new(name))).transpose();
     if let (Some(a), Some(b)) = (saved(a)?, saved(b)?) {
         return print(&Page::compare(&a, &b));
     }
@@ -136,7 +141,9 @@ fn compare(args: &Args, a: &str, b: &str) -> Result<()> {
     let sides = [side(a)?, side(b)?];
     // Two commits are compared on every kernel that is asked for, anything else once.
     let rows = match (&args.pattern, sides.iter().any(|side| matches!(side, Side::Commit(_)))) {
-        (Some(pattern), true) => select::rows(pattern, gpu.capability)?.into_iter().map(Some).collect(),
+        (Some(pattern), true) => {
+            select::rows(pattern, gpu.capability)?.into_iter().map(Some).collect()
+        }
         (None, true) => bail!("which kernel? name it, or part of its name, before --diff"),
         (Some(_), false) => bail!("--diff names the kernels already"),
         (None, false) => vec![None],
@@ -220,8 +227,9 @@ impl Profiler {
     fn page(&self, row: &Row, images: &Images) -> Result<Page> {
         let symbol = row.symbol();
         let case = self.shape.clone().or_else(|| select::case(row)).context("--shape is needed")?;
-        let file =
-            |extension: &str| self.out.join(&images.label).join(format!("{symbol}.{case}.{extension}"));
+        let file = |extension: &str| {
+            self.out.join(&images.label).join(format!("{symbol}.{case}.{extension}"))
+        };
         let report = file("ncu-rep");
         eprintln!("profiling {symbol} on {case} ({})", images.description);
         let (launch, raw) = self.ncu.profile(&Job {
@@ -233,8 +241,11 @@ impl Profiler {
             report: &report,
         })?;
         let dtype = launch.dtype().to_string();
-        let measured =
-            Ceilings::measured(&self.place.ceilings(&gpu::slug(&self.gpu.name)), &self.gpu.name, &dtype);
+        let measured = Ceilings::measured(
+            &self.place.ceilings(&gpu::slug(&self.gpu.name)),
+            &self.gpu.name,
+            &dtype,
+        );
         let ceilings = measured.unwrap_or_else(|| Ceilings::stated(&raw, &dtype));
         let page = Page::new(&self.gpu, &images.description, launch, ceilings, &raw);
         keep(&page, &file("json"))?;

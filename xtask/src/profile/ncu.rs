@@ -103,7 +103,8 @@ impl Ncu {
         };
         // Whether a report is there afterwards tells more than the exit status.
         let _ = std::fs::remove_file(job.report);
-        let output = command.output().with_context(|| format!("cannot start {}", self.program.display()))?;
+        let output =
+            command.output().with_context(|| format!("cannot start {}", self.program.display()))?;
         let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
         if output.status.success() && job.report.is_file() {
             return Ok(text);
@@ -116,10 +117,13 @@ impl Ncu {
 /// Where ncu may lie, in the order of preference.
 fn candidates() -> Vec<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let mut places: Vec<PathBuf> = std::env::split_paths(&path).map(|folder| folder.join("ncu")).collect();
+    let mut places: Vec<PathBuf> =
+        std::env::split_paths(&path).map(|folder| folder.join("ncu")).collect();
     let toolkits = newest("/usr/local", "cuda").into_iter().map(|toolkit| toolkit.join("bin/ncu"));
     places.extend(toolkits);
-    places.extend(newest("/opt/nvidia/nsight-compute", "").into_iter().map(|version| version.join("ncu")));
+    places.extend(
+        newest("/opt/nvidia/nsight-compute", "").into_iter().map(|version| version.join("ncu")),
+    );
     places
 }
 
@@ -138,7 +142,8 @@ fn version(name: &str) -> Vec<u32> {
     name.split(|c: char| !c.is_ascii_digit()).filter_map(|digits| digits.parse().ok()).collect()
 }
 
-/// The counters in the output of `ncu --query-metrics`: the first word of each line that describes one.
+/// The counters in the output of `ncu --query-metrics`: the first word of each line that describes
+/// one.
 fn names(text: &str) -> BTreeSet<String> {
     text.lines()
         .filter_map(|line| line.split_whitespace().next())
@@ -162,7 +167,8 @@ fn refusal(text: &str) -> Option<String> {
     let own = lines().find_map(|line| line.strip_prefix("error: "));
     let by_ncu = || lines().find_map(|line| line.strip_prefix("==ERROR== "));
     let none = || {
-        text.contains("No kernels were profiled").then_some("it was not launched, so ncu profiled nothing")
+        text.contains("No kernels were profiled")
+            .then_some("it was not launched, so ncu profiled nothing")
     };
     own.or_else(by_ncu).or_else(none).map(String::from)
 }
@@ -178,7 +184,8 @@ mod tests {
         assert!(refusal(denied).unwrap().contains("NVreg_RestrictProfilingToAdminUsers=0"));
         let own = "==PROF== Connected\nerror: BLOCKFLASH_IMAGES is set, but x cannot be read\n==ERROR== The application returned an error code (1).\n";
         assert_eq!(refusal(own).unwrap(), "BLOCKFLASH_IMAGES is set, but x cannot be read");
-        let nothing = "==PROF== Connected\n==PROF== Disconnected\n==WARNING== No kernels were profiled.\n";
+        let nothing =
+            "==PROF== Connected\n==PROF== Disconnected\n==WARNING== No kernels were profiled.\n";
         assert!(refusal(nothing).unwrap().contains("not launched"));
         let broken = "==ERROR== Failed to initialize the profiler: LibraryNotLoaded\n";
         assert_eq!(refusal(broken).unwrap(), "Failed to initialize the profiler: LibraryNotLoaded");

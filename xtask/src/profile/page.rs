@@ -54,7 +54,8 @@ impl Page {
             launch,
             ceilings: ceilings.clone(),
         };
-        // Where the rate of the matrix units is not known, their utilisation says how much faster they could be.
+        // Where the rate of the matrix units is not known, their utilisation says how much faster
+        // they could be.
         let implied = || {
             Some(
                 page.figures.get("flop_rate")? * 100.0
@@ -74,8 +75,8 @@ impl Page {
     /// Reads a saved page.
     pub fn load(path: &Path) -> Result<Self> {
         let text = crate::workspace::read(path)?;
-        let page: Self =
-            serde_json::from_str(&text).with_context(|| format!("{} is no saved page", path.display()))?;
+        let page: Self = serde_json::from_str(&text)
+            .with_context(|| format!("{} is no saved page", path.display()))?;
         ensure!(
             page.schema == SCHEMA,
             "{} is a page of schema {}, not {SCHEMA}",
@@ -95,7 +96,10 @@ impl Page {
 
     fn heading(&self) -> String {
         let Launch { symbol, case, .. } = &self.launch;
-        format!("{symbol}\n{case} on {}, driver {}; images: {}\n\n", self.gpu, self.driver, self.images)
+        format!(
+            "{symbol}\n{case} on {}, driver {}; images: {}\n\n",
+            self.gpu, self.driver, self.images
+        )
     }
 
     fn conclusion(&self) -> String {
@@ -137,7 +141,8 @@ fn body(pages: &[&Page], header: &[String]) -> String {
     for (heading, lines) in PAGE {
         rows.push(vec![heading.to_string()]);
         for line in *lines {
-            let values: Vec<_> = pages.iter().map(|page| page.figures.get(line.key).copied()).collect();
+            let values: Vec<_> =
+                pages.iter().map(|page| page.figures.get(line.key).copied()).collect();
             rows.push(cells(line.label, &values, &|value| shown(value, line.unit)));
         }
     }
@@ -171,8 +176,11 @@ pub(super) mod tests {
 
     pub(in super::super) fn sample() -> Page {
         let raw = raw::parse(raw::tests::CSV, "blockflash_sample").unwrap();
-        let gpu =
-            Gpu { name: "Some GPU".into(), capability: ComputeCapability::new(9, 0), driver: "1.2".into() };
+        let gpu = Gpu {
+            name: "Some GPU".into(),
+            capability: ComputeCapability::new(9, 0),
+            driver: "1.2".into(),
+        };
         let launch = Launch {
             case: "b4_s4096_h32_d64_full_bf16".into(),
             symbol: "blockflash_sample".into(),
@@ -191,12 +199,21 @@ pub(super) mod tests {
         assert!(text.starts_with(
             "blockflash_sample\nb4_s4096_h32_d64_full_bf16 on Some GPU, driver 1.2; images: 0123456789ab\n"
         ));
-        for part in ["500.0 µs", "400.0 TFLOP/s", "54.1 %", "not reported", "short scoreboard", "200 000 000"]
-        {
+        for part in [
+            "500.0 µs",
+            "400.0 TFLOP/s",
+            "54.1 %",
+            "not reported",
+            "short scoreboard",
+            "200 000 000",
+        ] {
             assert!(text.contains(part), "{part} in\n{text}");
         }
         assert!(!text.contains("  selected") && !text.contains("branch resolving"), "{text}");
-        assert!(text.lines().count() < 66 && text.lines().all(|line| line.chars().count() <= 100), "{text}");
+        assert!(
+            text.lines().count() < 66 && text.lines().all(|line| line.chars().count() <= 100),
+            "{text}"
+        );
         assert!(text.contains(" % of the attainable; the limit is "), "{text}");
     }
 
@@ -206,10 +223,18 @@ pub(super) mod tests {
         b.figures.insert("seconds".into(), 250e-6);
         b.figures.remove("tensor_pipe");
         let text = Page::compare(&a, &b);
-        let line =
-            |label: &str| text.lines().find(|line| line.trim_start().starts_with(label)).unwrap().to_string();
-        assert!(line("duration").split_whitespace().eq(["duration", "500.0", "µs", "250.0", "µs", "0.50"]));
-        assert!(line("matrix").split_whitespace().skip(3).eq(["54.1", "%", "not", "reported"]), "{text}");
+        let line = |label: &str| {
+            text.lines().find(|line| line.trim_start().starts_with(label)).unwrap().to_string()
+        };
+        assert!(
+            line("duration")
+                .split_whitespace()
+                .eq(["duration", "500.0", "µs", "250.0", "µs", "0.50"])
+        );
+        assert!(
+            line("matrix").split_whitespace().skip(3).eq(["54.1", "%", "not", "reported"]),
+            "{text}"
+        );
         assert!(
             text.starts_with("A: blockflash_sample\n") && text.contains("\nB: blockflash_sample\n"),
             "{text}"
@@ -219,11 +244,14 @@ pub(super) mod tests {
     #[test]
     fn a_page_can_be_held_against_other_ceilings() {
         let page = sample();
-        let ceilings = Ceilings { origin: "measured".into(), matmul: Some(800e12), ..Ceilings::default() };
+        let ceilings =
+            Ceilings { origin: "measured".into(), matmul: Some(800e12), ..Ceilings::default() };
         let page = page.held_against(ceilings);
         assert!((page.figures["attained"] - 50.0).abs() < 1e-9);
         assert!(
-            page.text().contains("50 % of the attainable; the limit is the matrix units (ceilings measured)")
+            page.text().contains(
+                "50 % of the attainable; the limit is the matrix units (ceilings measured)"
+            )
         );
     }
 

@@ -24,7 +24,9 @@ impl Place {
         match Self::bundle(program.parent().unwrap_or(Path::new("."))) {
             Some(bundle) => Ok(bundle),
             None if root().join("kernels").is_dir() => Ok(Self::Repository(root())),
-            None => bail!("{} lies neither in a bundle nor beside its repository", program.display()),
+            None => {
+                bail!("{} lies neither in a bundle nor beside its repository", program.display())
+            }
         }
     }
 
@@ -76,13 +78,18 @@ impl Place {
         match self {
             Self::Repository(_) => {
                 let package = ["build", "--package", "blockflash-bench", "--bin", "blockflash"];
-                let programs = artifacts::build(&[&package[..], &["--features", IMAGES_FEATURE]].concat())?;
+                let programs =
+                    artifacts::build(&[&package[..], &["--features", IMAGES_FEATURE]].concat())?;
                 let program = programs.into_iter().find(|program| program.name == "blockflash");
                 Ok(program.context("cargo built no program `blockflash`")?.path)
             }
             Self::Bundle(folder) => {
                 let program = folder.join("blockflash");
-                ensure!(program.is_file(), "{} is missing: is this a whole bundle?", program.display());
+                ensure!(
+                    program.is_file(),
+                    "{} is missing: is this a whole bundle?",
+                    program.display()
+                );
                 Ok(program)
             }
         }

@@ -1,4 +1,5 @@
-//! The table of `ncu --page raw --csv --print-units base`: a line of names, a line of units, a line of values for each launch.
+//! The table of `ncu --page raw --csv --print-units base`: a line of names, a line of units, a line
+//! of values for each launch.
 
 use anyhow::{Context, Result};
 use std::collections::BTreeMap;
@@ -42,7 +43,11 @@ impl Raw {
     }
 
     /// Metrics whose name begins and ends so, by what stands between.
-    pub fn between<'a>(&'a self, prefix: &'a str, suffix: &'a str) -> impl Iterator<Item = (&'a str, f64)> {
+    pub fn between<'a>(
+        &'a self,
+        prefix: &'a str,
+        suffix: &'a str,
+    ) -> impl Iterator<Item = (&'a str, f64)> {
         let middle = move |name: &'a str| name.strip_prefix(prefix)?.strip_suffix(suffix);
         self.0.iter().filter_map(move |(name, &value)| Some((middle(name)?, value)))
     }
@@ -51,13 +56,17 @@ impl Raw {
 /// Reads the numbers of a kernel's first launch.
 pub fn parse(csv: &str, symbol: &str) -> Result<Raw> {
     // ncu may print notes of its own around the table.
-    let mut lines = csv.lines().map(fields).skip_while(|cells| cells.first().is_none_or(|cell| cell != "ID"));
+    let mut lines =
+        csv.lines().map(fields).skip_while(|cells| cells.first().is_none_or(|cell| cell != "ID"));
     let (names, units) = (lines.next(), lines.next());
     let (names, units) = names.zip(units).context("ncu printed no table of metrics")?;
-    let column =
-        names.iter().position(|name| name == "Kernel Name").context("ncu's table names no kernels")?;
+    let column = names
+        .iter()
+        .position(|name| name == "Kernel Name")
+        .context("ncu's table names no kernels")?;
     let is_it = |cells: &Vec<String>| cells.get(column).is_some_and(|name| name.contains(symbol));
-    let values = lines.find(is_it).with_context(|| format!("ncu's report has no launch of {symbol}"))?;
+    let values =
+        lines.find(is_it).with_context(|| format!("ncu's report has no launch of {symbol}"))?;
     let number = |((name, unit), value): ((String, String), String)| {
         let number: f64 = value.replace(',', "").parse().ok()?;
         Some((name, number * scale(&unit)))
@@ -85,7 +94,8 @@ fn fields(line: &str) -> Vec<String> {
     cells
 }
 
-/// How many seconds, bytes or hertz a unit is; 1 for what is none of them, like per cent and instructions.
+/// How many seconds, bytes or hertz a unit is; 1 for what is none of them, like per cent and
+/// instructions.
 fn scale(unit: &str) -> f64 {
     if let Some((above, below)) = unit.split_once('/') {
         return scale(above) / scale(below);

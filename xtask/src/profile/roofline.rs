@@ -28,9 +28,13 @@ impl Axes {
 
     fn place(&self, point: [f64; 2]) -> [f64; 2] {
         let [left, right, top, bottom] = FRAME;
-        let along =
-            |value: f64, [low, high]: [i32; 2]| (value.log10() - f64::from(low)) / f64::from(high - low);
-        [left + along(point[0], self.x) * (right - left), bottom - along(point[1], self.y) * (bottom - top)]
+        let along = |value: f64, [low, high]: [i32; 2]| {
+            (value.log10() - f64::from(low)) / f64::from(high - low)
+        };
+        [
+            left + along(point[0], self.x) * (right - left),
+            bottom - along(point[1], self.y) * (bottom - top),
+        ]
     }
 }
 
@@ -45,16 +49,24 @@ pub fn svg(page: &Page) -> Option<String> {
         ("matrix units", tensor),
         ("exponentials", exps.map(|rate| rate * page.launch.flops / page.launch.exps)),
     ];
-    let sloped =
-        [("L2", ceilings.l2, figure("per_l2_byte")), ("device memory", ceilings.hbm, figure("per_hbm_byte"))];
-    let marks: Vec<(&str, [f64; 2])> =
-        sloped.iter().filter_map(|(name, _, per_byte)| Some((*name, [(*per_byte)?, speed]))).collect();
+    let sloped = [
+        ("L2", ceilings.l2, figure("per_l2_byte")),
+        ("device memory", ceilings.hbm, figure("per_hbm_byte")),
+    ];
+    let marks: Vec<(&str, [f64; 2])> = sloped
+        .iter()
+        .filter_map(|(name, _, per_byte)| Some((*name, [(*per_byte)?, speed])))
+        .collect();
     // Slopes end at the lowest flat roof.
-    let top = flat.iter().filter_map(|(_, rate)| *rate).reduce(f64::min).unwrap_or(speed).max(speed);
-    if flat.iter().all(|(_, rate)| rate.is_none()) && sloped.iter().all(|(_, rate, _)| rate.is_none()) {
+    let top =
+        flat.iter().filter_map(|(_, rate)| *rate).reduce(f64::min).unwrap_or(speed).max(speed);
+    if flat.iter().all(|(_, rate)| rate.is_none())
+        && sloped.iter().all(|(_, rate, _)| rate.is_none())
+    {
         return None;
     }
-    // Each slope is shown with its corner, where it meets the highest flat roof, and a decade before it.
+    // Each slope is shown with its corner, where it meets the highest flat roof, and a decade
+    // before it.
     let corners: Vec<[f64; 2]> =
         sloped.iter().filter_map(|(_, rate, _)| Some([top / (*rate)?, top])).collect();
     let mut room: Vec<[f64; 2]> =
@@ -132,7 +144,9 @@ fn tick(value: f64) -> String {
 
 fn line(axes: &Axes, from: [f64; 2], to: [f64; 2], colour: &str) -> String {
     let ([x1, y1], [x2, y2]) = (axes.place(from), axes.place(to));
-    format!("<path d=\"M{x1:.1} {y1:.1}L{x2:.1} {y2:.1}\" stroke=\"{colour}\" stroke-width=\"2\"/>\n")
+    format!(
+        "<path d=\"M{x1:.1} {y1:.1}L{x2:.1} {y2:.1}\" stroke=\"{colour}\" stroke-width=\"2\"/>\n"
+    )
 }
 
 fn text(x: f64, y: f64, anchor: &str, words: &str) -> String {
@@ -160,11 +174,14 @@ mod tests {
         assert_eq!((xs.len(), ys.len()), (2, 2));
         let [left, right, top, bottom] = FRAME;
         assert!(
-            xs.iter().all(|x| (left..=right).contains(x)) && ys.iter().all(|y| (top..=bottom).contains(y))
+            xs.iter().all(|x| (left..=right).contains(x))
+                && ys.iter().all(|y| (top..=bottom).contains(y))
         );
         assert!(xs[0] < xs[1], "more FLOP per byte of device memory than per byte from L2");
         assert_eq!(svg.matches("TB/s").count(), 2);
-        assert!(svg.starts_with("<svg") && svg.ends_with("</svg>\n") && svg.contains("946 TFLOP/s"));
+        assert!(
+            svg.starts_with("<svg") && svg.ends_with("</svg>\n") && svg.contains("946 TFLOP/s")
+        );
     }
 
     #[test]

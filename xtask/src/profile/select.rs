@@ -2,16 +2,20 @@
 
 use anyhow::{Result, bail};
 use blockflash_sys::manifest::{
-    self, AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmm, BsrSddmmHopper, Variant,
+    self, AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmm, BsrSddmmHopper,
+    Variant,
 };
 use blockflash_sys::{ComputeCapability, Row};
 
-/// The rows that a GPU runs and whose symbol contains a text; of several for the same symbol the preferred one. A text that is a
-/// whole symbol selects no longer one.
+/// The rows that a GPU runs and whose symbol contains a text; of several for the same symbol the
+/// preferred one. A text that is a whole symbol selects no longer one.
 pub fn rows(pattern: &str, gpu: ComputeCapability) -> Result<Vec<&'static Row>> {
     let mut found: Vec<&'static Row> = Vec::new();
-    for row in manifest::rows().iter().filter(|row| row.target.runs_on(gpu) && case(row).is_some()) {
-        if row.symbol().contains(pattern) && !found.iter().any(|other| other.symbol() == row.symbol()) {
+    for row in manifest::rows().iter().filter(|row| row.target.runs_on(gpu) && case(row).is_some())
+    {
+        if row.symbol().contains(pattern)
+            && !found.iter().any(|other| other.symbol() == row.symbol())
+        {
             found.push(row);
         }
     }
@@ -22,7 +26,9 @@ pub fn rows(pattern: &str, gpu: ComputeCapability) -> Result<Vec<&'static Row>> 
         let mut known: Vec<String> = manifest::rows().iter().map(Row::symbol).collect();
         known.dedup();
         match known.iter().find(|symbol| symbol.contains(pattern)) {
-            Some(symbol) => bail!("{symbol} is no kernel that {gpu} runs, or one that computes nothing"),
+            Some(symbol) => {
+                bail!("{symbol} is no kernel that {gpu} runs, or one that computes nothing")
+            }
             None => bail!("no kernel has {pattern:?} in its name; `blockflash info` lists them"),
         }
     }
@@ -47,8 +53,8 @@ pub fn row(pattern: &str, gpu: ComputeCapability) -> Result<Option<&'static Row>
     }
 }
 
-/// What a row is profiled on unless `--shape` says otherwise: large enough for many waves of blocks. `None` for a row that belongs
-/// to no operation.
+/// What a row is profiled on unless `--shape` says otherwise: large enough for many waves of
+/// blocks. `None` for a row that belongs to no operation.
 pub fn case(row: &Row) -> Option<String> {
     match row.variant {
         Variant::AttentionFwd(AttentionFwd { head_dim, dtype, .. })
@@ -71,7 +77,8 @@ pub fn case(row: &Row) -> Option<String> {
             let (a, b) = (a.name(), b.name());
             Some(format!("sddmm_m8192_n8192_k4096_b{block_size}_d0.1_uniform_{a}_{b}_{dtype}"))
         }
-        // The first three belong to no case of `blockflash bench`, the last is measured by it as a ceiling.
+        // The first three belong to no case of `blockflash bench`, the last is measured by it as a
+        // ceiling.
         Variant::BlockMask(_) | Variant::Probe(_) => None,
     }
 }
@@ -96,7 +103,10 @@ mod tests {
         assert!(bsr.len() > 1);
         assert_eq!(case(bsr[0]).unwrap(), "m8192_n1024_k8192_b128_d0.1_uniform_bf16");
         let sampled = super::rows("bsr_sddmm_sm90a_bf16_b64_column_row", HOPPER).unwrap();
-        assert_eq!(case(sampled[0]).unwrap(), "sddmm_m8192_n8192_k4096_b64_d0.1_uniform_column_row_bf16");
+        assert_eq!(
+            case(sampled[0]).unwrap(),
+            "sddmm_m8192_n8192_k4096_b64_d0.1_uniform_column_row_bf16"
+        );
     }
 
     #[test]

@@ -26,9 +26,10 @@ pub fn shown(value: f64, unit: Unit) -> String {
             let scales: Vec<(&str, f64)> = names.iter().map(String::as_str).zip(DECADES).collect();
             scaled(value, &scales)
         }
-        Unit::Bytes => {
-            scaled(value, &["B", "kB", "MB", "GB", "TB"].into_iter().zip(DECADES).collect::<Vec<_>>())
-        }
+        Unit::Bytes => scaled(
+            value,
+            &["B", "kB", "MB", "GB", "TB"].into_iter().zip(DECADES).collect::<Vec<_>>(),
+        ),
         Unit::Percent => format!("{value:.1} %"),
         Unit::Count => grouped(value),
         Unit::Number => significant(value),
@@ -58,8 +59,12 @@ fn significant(value: f64) -> String {
 /// Whole, in groups of three digits.
 fn grouped(value: f64) -> String {
     let digits = format!("{value:.0}");
-    let groups: Vec<&str> =
-        digits.as_bytes().rchunks(3).rev().filter_map(|group| std::str::from_utf8(group).ok()).collect();
+    let groups: Vec<&str> = digits
+        .as_bytes()
+        .rchunks(3)
+        .rev()
+        .filter_map(|group| std::str::from_utf8(group).ok())
+        .collect();
     groups.join(" ")
 }
 

@@ -27,7 +27,8 @@ impl Mix {
     }
 }
 
-/// The opcode of a line, up to its first dot: `LDG` in `/*0b30*/   @!P0 LDG.E.128 R4, desc[UR6][R2.64] ;`.
+/// The opcode of a line, up to its first dot: `LDG` in
+/// `/*0b30*/   @!P0 LDG.E.128 R4, desc[UR6][R2.64] ;`.
 fn opcode(line: &str) -> Option<&str> {
     let (address, instruction) = line.trim_start().strip_prefix("/*")?.split_once("*/")?;
     if address.is_empty() || !address.chars().all(|digit| digit.is_ascii_hexdigit()) {

@@ -18,7 +18,8 @@ use std::{path::PathBuf, process::Command, time::Instant};
 pub struct Args {
     /// Only images whose name contains this.
     pattern: Option<String>,
-    /// Only images for this target (may be repeated); sm_90a stands for sm_90 too, since such a GPU uses both.
+    /// Only images for this target (may be repeated); sm_90a stands for sm_90 too, since such a GPU
+    /// uses both.
     #[arg(long, value_name = "TARGET", value_parser = kernels::parse_target)]
     arch: Vec<Target>,
     /// Fail unless each image contains and lacks what its row declares.
@@ -29,12 +30,12 @@ pub struct Args {
     full: bool,
 }
 
-/// Instructions that have a column when one of the listed images contains them: matrix units, bulk and asynchronous copies,
-/// shared and global memory, spills, special functions, synchronisation.
+/// Instructions that have a column when one of the listed images contains them: matrix units, bulk
+/// and asynchronous copies, shared and global memory, spills, special functions, synchronisation.
 const COLUMNS: &[&str] = &[
-    "HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "OMMA", "IMMA", "UTMALDG", "UTMASTG", "UBLKCP", "LDGSTS",
-    "LDSM", "STSM", "LDS", "STS", "LDG", "STG", "RED", "ATOM", "ATOMG", "LDL", "STL", "MUFU", "SHFL",
-    "SYNCS", "BAR",
+    "HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "OMMA", "IMMA", "UTMALDG", "UTMASTG", "UBLKCP",
+    "LDGSTS", "LDSM", "STSM", "LDS", "STS", "LDG", "STG", "RED", "ATOM", "ATOMG", "LDL", "STL",
+    "MUFU", "SHFL", "SYNCS", "BAR",
 ];
 
 /// Columns that are always there: that they are empty is what one wants to see.
@@ -60,8 +61,10 @@ struct Image {
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
-    let selected: Vec<&'static Row> = manifest::rows().iter().filter(|row| args.selects(row)).collect();
-    let rows: Vec<&'static Row> = selected.iter().copied().filter(|row| !row.target.is_ptx()).collect();
+    let selected: Vec<&'static Row> =
+        manifest::rows().iter().filter(|row| args.selects(row)).collect();
+    let rows: Vec<&'static Row> =
+        selected.iter().copied().filter(|row| !row.target.is_ptx()).collect();
     let ptx = selected.len() - rows.len();
     if rows.is_empty() {
         match ptx {
@@ -73,7 +76,10 @@ pub fn run(args: &Args) -> Result<()> {
     let disassembler = Disassembler::pinned()?;
     if args.full {
         let [row] = rows.as_slice() else {
-            bail!("--full prints one image, but {} are selected: name it, or add --arch", rows.len());
+            bail!(
+                "--full prints one image, but {} are selected: name it, or add --arch",
+                rows.len()
+            );
         };
         return print(&disassembler.listing(row)?);
     }
@@ -81,16 +87,27 @@ pub fn run(args: &Args) -> Result<()> {
         let listing = disassembler.listing(row);
         listing.map(|listing| Image { row, mix: Mix::of(&listing) })
     };
-    let images = parallel::map(&rows, parallel::cores(), image).into_iter().collect::<Result<Vec<_>>>()?;
+    let images =
+        parallel::map(&rows, parallel::cores(), image).into_iter().collect::<Result<Vec<_>>>()?;
     if !args.check {
         print(&text(&images)?)?;
     }
     let broken: Vec<String> = images.iter().flat_map(broken).collect();
-    broken.iter().for_each(|line| eprintln!("{}: {line}", if args.check { "error" } else { "warning" }));
-    let skipped = if ptx == 0 { String::new() } else { format!("; {ptx} PTX images are no machine code") };
-    print(&format!("{} images in {:.0} s{skipped}\n", images.len(), started.elapsed().as_secs_f64()))?;
+    broken
+        .iter()
+        .for_each(|line| eprintln!("{}: {line}", if args.check { "error" } else { "warning" }));
+    let skipped =
+        if ptx == 0 { String::new() } else { format!("; {ptx} PTX images are no machine code") };
+    print(&format!(
+        "{} images in {:.0} s{skipped}\n",
+        images.len(),
+        started.elapsed().as_secs_f64()
+    ))?;
     if args.check && !broken.is_empty() {
-        bail!("{} images are not what their rows declare (`Row::expects` in manifest.rs)", broken.len());
+        bail!(
+            "{} images are not what their rows declare (`Row::expects` in manifest.rs)",
+            broken.len()
+        );
     }
     Ok(())
 }
@@ -100,15 +117,18 @@ fn broken(image: &Image) -> Option<String> {
     let count = |opcode| image.mix.count(opcode);
     let broken = image.row.expects().iter().filter(|expect| !expect.holds(count(expect.opcode())));
     let words: Vec<String> = broken
-        .map(|expect| format!("its row {expect}, the image has it {} times", count(expect.opcode())))
+        .map(|expect| {
+            format!("its row {expect}, the image has it {} times", count(expect.opcode()))
+        })
         .collect();
     (!words.is_empty()).then(|| format!("{}: {}", image.row.image_name(), words.join("; ")))
 }
 
 fn text(images: &[Image]) -> Result<String> {
     let lock = lock::load()?;
-    let occurs =
-        |opcode: &&&str| ALWAYS.contains(*opcode) || images.iter().any(|image| image.mix.count(opcode) > 0);
+    let occurs = |opcode: &&&str| {
+        ALWAYS.contains(*opcode) || images.iter().any(|image| image.mix.count(opcode) > 0)
+    };
     let columns: Vec<&str> = COLUMNS.iter().filter(occurs).copied().collect();
     let mut header: Vec<String> = ["image", "regs", "spill"].map(String::from).to_vec();
     header.extend(columns.iter().map(|column| column.to_string()));
@@ -150,7 +170,8 @@ impl Disassembler {
         // Not the file that a build running at the same time writes.
         let path = self.scratch.join(format!("{name}.sass-{}", std::process::id()));
         write(&path, self.image(row)?)?;
-        // What the data flow adds are labels of indirect branches; without it, reading takes two thirds of the time.
+        // What the data flow adds are labels of indirect branches; without it, reading takes two
+        // thirds of the time.
         let arguments = ["--print-code", "--no-dataflow"];
         let listing = output(Command::new(&self.nvdisasm).args(arguments).arg(&path));
         let _ = std::fs::remove_file(&path);

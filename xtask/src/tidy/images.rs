@@ -29,10 +29,13 @@ pub fn check(findings: &mut Findings) -> Result<()> {
     stale()?.into_iter().for_each(|image| problem("has no row in the manifest".into(), image));
     let names: Vec<String> = manifest::rows().iter().map(Row::image_name).collect();
     let orphans = lock.keys().filter(|name| !names.contains(name));
-    orphans.for_each(|image| problem("in kernels.lock, but not a row of the manifest".into(), image.clone()));
+    orphans.for_each(|image| {
+        problem("in kernels.lock, but not a row of the manifest".into(), image.clone())
+    });
     let coverage = record::coverage(&lock, &record::load()?);
     let missing = coverage.missing.iter();
-    missing.for_each(|image| problem("no GPU pass in tests/gpu-passed.jsonl".into(), image.clone()));
+    missing
+        .for_each(|image| problem("no GPU pass in tests/gpu-passed.jsonl".into(), image.clone()));
     for (what, images) in &found {
         let others = match images.len() {
             1 => String::new(),
@@ -52,12 +55,16 @@ pub fn check(findings: &mut Findings) -> Result<()> {
 fn problems(row: &Row, lock: &lock::Lock, nvcc_version: &str) -> Result<Vec<String>> {
     let name = row.image_name();
     let Some(image) = store::digest(&name)? else { return Ok(vec!["has no image".into()]) };
-    let Some(entry) = lock.get(&name) else { return Ok(vec!["has no line in kernels.lock".into()]) };
+    let Some(entry) = lock.get(&name) else {
+        return Ok(vec!["has no line in kernels.lock".into()]);
+    };
     let mut found = violations(row, entry);
     if image != entry.sha256 {
         found.push("is not the image that kernels.lock names".into());
     }
-    if entry.source != sources::fingerprint(row)? || entry.build != build_fingerprint(row, nvcc_version)? {
+    if entry.source != sources::fingerprint(row)?
+        || entry.build != build_fingerprint(row, nvcc_version)?
+    {
         found.push("its sources or flags have changed: run `cargo xtask kernels`".into());
     }
     Ok(found)

@@ -47,9 +47,8 @@ pub fn run(args: &Args) -> Result<()> {
     }
     match support::is_current() {
         Ok(true) => {}
-        Ok(false) => {
-            findings.error("README.md: the support table is outdated: run `cargo xtask tidy --fix`".into())
-        }
+        Ok(false) => findings
+            .error("README.md: the support table is outdated: run `cargo xtask tidy --fix`".into()),
         Err(error) => findings.error(format!("{error:#}")),
     }
     findings.notes.iter().for_each(|note| println!("{note}"));

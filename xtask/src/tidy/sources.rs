@@ -41,7 +41,9 @@ fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     for path in list(folder)? {
         if path.is_dir() && !path.ends_with("target") {
             collect(&path, files)?;
-        } else if path.extension().is_some_and(|extension| extension == "rs" || is_kernel(extension.to_str()))
+        } else if path
+            .extension()
+            .is_some_and(|extension| extension == "rs" || is_kernel(extension.to_str()))
         {
             files.push(path);
         }

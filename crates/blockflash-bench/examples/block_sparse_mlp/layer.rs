@@ -1,8 +1,9 @@
 //! The layer on the device: `y = down · silu(up · x)` in two launches.
 //!
-//! A model keeps activations as `[tokens, features]`. Here they are `[features, tokens]`, since the library multiplies a sparse matrix
-//! from the left, `C = A·B`: weights `[out, in]` are A as they are, and what a projection writes is what the next one reads. A stack of
-//! such layers stays in this layout. Rows begin at multiples of 16 bytes for any number of tokens, one included: the
+//! A model keeps activations as `[tokens, features]`. Here they are `[features, tokens]`, since the
+//! library multiplies a sparse matrix from the left, `C = A·B`: weights `[out, in]` are A as they
+//! are, and what a projection writes is what the next one reads. A stack of such layers stays in
+//! this layout. Rows begin at multiples of 16 bytes for any number of tokens, one included: the
 //! buffers are wider than the matrices, and what lies behind a row is neither read nor written.
 
 use super::reference::{SAMPLES, Sample};
@@ -25,8 +26,9 @@ pub struct Mlp {
 }
 
 impl Mlp {
-    /// Keeps the best blocks of both projections. The weights are stored so often that the copies have `fresh_bytes`: launches take them
-    /// in turns, as a model runs through its layers, so that none finds its weights in a cache of half that size.
+    /// Keeps the best blocks of both projections. The weights are stored so often that the copies
+    /// have `fresh_bytes`: launches take them in turns, as a model runs through its layers, so that
+    /// none finds its weights in a cache of half that size.
     ///
     /// # Errors
     /// Too little memory, a device that fails.
@@ -40,7 +42,8 @@ impl Mlp {
         let kept = rankings.each_ref().map(|ranking| ranking.keep(density));
         let [up, down] = [weights[0].bsr(&kept[0])?, weights[1].bsr(&kept[1])?];
         let bytes = (kept[0].elements() + kept[1].elements()) * DType::BF16.size();
-        let copies = (0..fresh_bytes.div_ceil(bytes).max(1)).map(|_| Ok([up.to(stream)?, down.to(stream)?]));
+        let copies =
+            (0..fresh_bytes.div_ceil(bytes).max(1)).map(|_| Ok([up.to(stream)?, down.to(stream)?]));
         Ok(Self { copies: copies.collect::<Result<_>>()?, kept, next: Cell::new(0) })
     }
 
@@ -85,7 +88,8 @@ impl Activations {
     ) -> Result<Self> {
         let stride = tokens.next_multiple_of(ALIGNMENT);
         // Lanes 0 and 1 are those of the weights.
-        let x = random::normal(DType::BF16, &[features, stride], seed, 2, |_| ()).map_err(out_of_memory)?;
+        let x = random::normal(DType::BF16, &[features, stride], seed, 2, |_| ())
+            .map_err(out_of_memory)?;
         let empty = |rows| Tensor::empty(stream, DType::BF16, &[rows, stride]);
         let (hidden, y) = (empty(intermediate)?, empty(features)?);
         Ok(Self { tokens, x: x.upload(stream)?, hidden, y, workspace: BsrWorkspace::new(stream)? })
@@ -113,7 +117,8 @@ impl Activations {
         Ok(down.matmul_into(self.y.view_mut().slice(1, tokens)?, stream)?)
     }
 
-    /// The layer once, from memory full of NaN: the output of the tokens of [`sampled`](Self::sampled).
+    /// The layer once, from memory full of NaN: the output of the tokens of
+    /// [`sampled`](Self::sampled).
     ///
     /// # Errors
     /// As [`forward`](Self::forward).

@@ -1,5 +1,5 @@
-//! Block-sparse MLP: how much faster and how wrong the MLP of a Llama-shaped model becomes when only the blocks of its weights with the
-//! greatest norms are stored.
+//! Block-sparse MLP: how much faster and how wrong the MLP of a Llama-shaped model becomes when
+//! only the blocks of its weights with the greatest norms are stored.
 //!
 //! ```text
 //! cargo run --release --example block_sparse_mlp                          4096 -> 14336 -> 4096, on a GPU
@@ -7,17 +7,21 @@
 //! cargo run --release --example block_sparse_mlp -- --features 512 --intermediate 1024 --tokens 1,64 --device cpu
 //! ```
 //!
-//! The layer has two projections, `down · silu(up · x)`, each one launch: the activation is a part of the first. Models with a gate
-//! multiply two such products, `silu(gate · x) * up · x`, which the library has no epilogue for; a gate would be a third product of the
-//! size of up. `layer.rs` says how activations lie in memory, `weights.rs` where the weights come from. They are random: their
-//! errors show what dropping the smaller blocks of such weights costs one layer, and nothing about a trained model.
+//! The layer has two projections, `down · silu(up · x)`, each one launch: the activation is a part
+//! of the first. Models with a gate multiply two such products, `silu(gate · x) * up · x`, which
+//! the library has no epilogue for; a gate would be a third product of the size of up. `layer.rs`
+//! says how activations lie in memory, `weights.rs` where the weights come from. They are random:
+//! their errors show what dropping the smaller blocks of such weights costs one layer, and nothing
+//! about a trained model.
 //!
-//! In each launch the weights come from memory, as in a model whose other layers ran before. The speed-up is over our own product
-//! with all blocks stored, in turns with the sparse one. With `--peers`, where python3 has torch, cuBLAS (`torch_matmul_dense`)
-//! and block-sparse products of others take turns as well; they compute both products without the activation, and find their weights
-//! in the L2 cache where they fit.
+//! In each launch the weights come from memory, as in a model whose other layers ran before. The
+//! speed-up is over our own product with all blocks stored, in turns with the sparse one. With
+//! `--peers`, where python3 has torch, cuBLAS (`torch_matmul_dense`) and block-sparse products of
+//! others take turns as well; they compute both products without the activation, and find their
+//! weights in the L2 cache where they fit.
 //!
-//! Writes `block_sparse_mlp.svg` and `.png` (speed-up over the density), `block_sparse_mlp.csv` and `.json`.
+//! Writes `block_sparse_mlp.svg` and `.png` (speed-up over the density), `block_sparse_mlp.csv` and
+//! `.json`.
 #![forbid(unsafe_code)]
 // Nothing is outside of a program: `pub` is `pub(crate)` here.
 #![allow(unreachable_pub)]
@@ -72,7 +76,8 @@ struct Args {
     /// Milliseconds of the pause before it
     #[arg(long, default_value_t = 20.0)]
     gap_ms: f64,
-    /// Rivals: auto, none, or parts of their names [default: torch_matmul_dense on a GPU, none on a CPU]
+    /// Rivals: auto, none, or parts of their names [default: torch_matmul_dense on a GPU, none on a
+    /// CPU]
     #[arg(long)]
     peers: Option<String>,
     /// Seconds that a tuned rival may search for its parameters, per product

@@ -60,11 +60,15 @@ pub fn table(study: &Study) -> String {
             text.push('\n');
         }
     }
-    text +=
-        "\nfaster up to this density, between measured ones interpolated\ntokens  block   density  than\n";
+    text += "\nfaster up to this density, between measured ones interpolated\ntokens  block   density  than\n";
     for found in &study.break_even {
-        let density = found.density.map_or("none".to_owned(), |density| format!("{:.1} %", density * 100.0));
-        let _ = writeln!(text, "{:>6}  {:>5}  {density:>8}  {}", found.tokens, found.block_size, found.over);
+        let density =
+            found.density.map_or("none".to_owned(), |density| format!("{:.1} %", density * 100.0));
+        let _ = writeln!(
+            text,
+            "{:>6}  {:>5}  {density:>8}  {}",
+            found.tokens, found.block_size, found.over
+        );
     }
     text
 }
@@ -80,22 +84,42 @@ fn by_tokens(study: &Study) -> impl Iterator<Item = &[Point]> {
 /// A line for each of ours and each rival.
 fn csv(study: &Study) -> String {
     let mut text =
-        "implementation,tokens,block_size,density,us,dense_us,speedup,tflops,error,rounding\n".to_owned();
+        "implementation,tokens,block_size,density,us,dense_us,speedup,tflops,error,rounding\n"
+            .to_owned();
     for point in &study.points {
-        let Point { tokens, block_size, density, us, dense_us, speedup, tflops, error, rounding, .. } = point;
+        let Point {
+            tokens,
+            block_size,
+            density,
+            us,
+            dense_us,
+            speedup,
+            tflops,
+            error,
+            rounding,
+            ..
+        } = point;
         let _ = writeln!(
             text,
             "blockflash,{tokens},{block_size},{density},{us},{dense_us},{speedup},{tflops},{error},{rounding}"
         );
         for (name, us) in point.rivals.iter().filter_map(|rival| Some((&rival.name, rival.us?))) {
             let (speedup, tflops) = (dense_us / us, tflops * point.us / us);
-            let _ =
-                writeln!(text, "{name},{tokens},{block_size},{density},{us},{dense_us},{speedup},{tflops},,");
+            let _ = writeln!(
+                text,
+                "{name},{tokens},{block_size},{density},{us},{dense_us},{speedup},{tflops},,"
+            );
         }
     }
     for (dense, us) in study.dense.iter().filter_map(|dense| Some((dense, dense.rival.us?))) {
         let flops = 4.0 * (study.features * study.intermediate * dense.tokens) as f64;
-        let _ = writeln!(text, "{},{},,1,{us},,,{},,", dense.rival.name, dense.tokens, flops / us * 1e-6);
+        let _ = writeln!(
+            text,
+            "{},{},,1,{us},,,{},,",
+            dense.rival.name,
+            dense.tokens,
+            flops / us * 1e-6
+        );
     }
     text
 }
@@ -110,7 +134,8 @@ pub fn write(study: &Study, folder: &Path) -> Result<Vec<PathBuf>, Box<dyn std::
         "Block-sparse MLP, {} to {} to {} features: times as fast as with all blocks",
         study.features, study.intermediate, study.features
     );
-    let subtitle = format!("{} · bf16 · down · silu(up · x) · {ALL_BLOCKS}: our own product", study.device);
+    let subtitle =
+        format!("{} · bf16 · down · silu(up · x) · {ALL_BLOCKS}: our own product", study.device);
     let plot = Speedup { title: &title, subtitle: &subtitle, panels: &panels }.draw()?;
     let texts = [("csv", csv(study)), ("json", serde_json::to_string_pretty(study)? + "\n")];
     results::write(folder, "block_sparse_mlp", &texts, &[("block_sparse_mlp", plot)])
@@ -125,7 +150,8 @@ fn panel(study: &Study, points: &[Point]) -> SpeedupPanel {
         let ours = points.iter().map(|point| (point.density, point.speedup)).collect();
         panel.lines.push(line(format!("blocks of {block} × {block}"), false, ours));
         for (at, rival) in points[0].rivals.iter().enumerate() {
-            let speedup = |point: &Point| Some((point.density, point.dense_us / point.rivals[at].us?));
+            let speedup =
+                |point: &Point| Some((point.density, point.dense_us / point.rivals[at].us?));
             let points: Vec<_> = points.iter().filter_map(speedup).collect();
             if !points.is_empty() {
                 panel.lines.push(line(format!("{}, {block} × {block}", rival.name), true, points));
@@ -135,9 +161,9 @@ fn panel(study: &Study, points: &[Point]) -> SpeedupPanel {
     // In the turns in which the rival was measured.
     let dense_us = points.iter().find(|point| point.density == 1.0).map(|point| point.dense_us);
     for dense in study.dense.iter().filter(|dense| dense.tokens == tokens) {
-        panel
-            .levels
-            .extend(dense_us.zip(dense.rival.us).map(|(ours, us)| (dense.rival.name.clone(), ours / us)));
+        panel.levels.extend(
+            dense_us.zip(dense.rival.us).map(|(ours, us)| (dense.rival.name.clone(), ours / us)),
+        );
     }
     panel
 }

@@ -14,8 +14,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Name of the operation in the protocol.
 const OP: &str = "bsr_matmul";
 
-/// What a rival took for both projections. It computes the same blocks of values of its own, with the activation left out. Its weights come
-/// from device memory at each launch, as ours do.
+/// What a rival took for both projections. It computes the same blocks of values of its own, with
+/// the activation left out. Its weights come from device memory at each launch, as ours do.
 #[derive(Clone, Debug, Serialize)]
 pub struct Rival {
     pub name: String,
@@ -38,7 +38,8 @@ pub struct Rivals {
 }
 
 impl Rivals {
-    /// `list` is `none`, `auto`, or parts of names with commas between; what is missing is told to `step`.
+    /// `list` is `none`, `auto`, or parts of names with commas between; what is missing is told to
+    /// `step`.
     ///
     /// # Errors
     /// No folder with the rivals, although some are wanted; a name that no rival has.
@@ -58,7 +59,9 @@ impl Rivals {
         let command = Command { program: "python3".into(), arguments, verbose: false };
         let peers = Peers::start(command, selection, tune_seconds);
         if let Some(name) = peers.unknown().first() {
-            return Err(Error::Option(format!("--peers: there is no rival whose name contains {name:?}")));
+            return Err(Error::Option(format!(
+                "--peers: there is no rival whose name contains {name:?}"
+            )));
         }
         for (names, reason) in peers.absent() {
             step(&format!("rivals absent: {} ({reason})", names.join(", ")));
@@ -71,13 +74,15 @@ impl Rivals {
         // Of this one only: it goes with it.
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let scratch = std::env::temp_dir().join(format!("blockflash-mlp-{}-{number}", std::process::id()));
+        let scratch =
+            std::env::temp_dir().join(format!("blockflash-mlp-{}-{number}", std::process::id()));
         Self { peers, seed, fresh_bytes, scratch }
     }
 
     /// Those that multiply blocks, or those that multiply dense matrices.
     pub fn named(&self, dense: bool) -> Vec<Rival> {
-        let names = self.peers.of(OP).into_iter().filter(|name| self.peers.is_reference(name) == dense);
+        let names =
+            self.peers.of(OP).into_iter().filter(|name| self.peers.is_reference(name) == dense);
         names.map(|name| Rival { name, us: None, error: None, times: Default::default() }).collect()
     }
 
@@ -110,7 +115,8 @@ impl Rivals {
             let path = self.scratch.join(format!("{name}.npy"));
             // A vector always has its own length.
             if let Some(array) = Array::new(&[values.len()], Values::I32(values.to_vec())) {
-                io::write(&path, &[(name, &array)]).map_err(|error| Error::Option(error.to_string()))?;
+                io::write(&path, &[(name, &array)])
+                    .map_err(|error| Error::Option(error.to_string()))?;
             }
             Ok::<_, Error>(path)
         };

@@ -44,13 +44,15 @@ pub struct Point {
     pub density: f64,
     /// Microseconds of the layer.
     pub us: f64,
-    /// Microseconds of the layer with all blocks, in turns with this one: in blocks of the size for which that is fastest.
+    /// Microseconds of the layer with all blocks, in turns with this one: in blocks of the size for
+    /// which that is fastest.
     pub dense_us: f64,
     /// The quotient.
     pub speedup: f64,
     /// Useful TFLOP/s.
     pub tflops: f64,
-    /// ‖y − y of all blocks‖ / ‖y of all blocks‖ for the sampled tokens, the latter on the host without rounding.
+    /// ‖y − y of all blocks‖ / ‖y of all blocks‖ for the sampled tokens, the latter on the host
+    /// without rounding.
     pub error: f64,
     /// The same against the host's result for the same blocks: what bf16 costs.
     pub rounding: f64,
@@ -105,10 +107,12 @@ struct Bench<'a> {
     stream: Stream,
 }
 
-/// Draws and prunes the weights, and measures every layer for every number of tokens; `step` is told what happens.
+/// Draws and prunes the weights, and measures every layer for every number of tokens; `step` is
+/// told what happens.
 ///
 /// # Errors
-/// Options that make no sense, a wrong result, a device that has no such kernel or fails. What fails for a rival is in its record.
+/// Options that make no sense, a wrong result, a device that has no such kernel or fails. What
+/// fails for a rival is in its record.
 pub fn run(options: &Options, rivals: &mut Rivals, step: impl Fn(&str)) -> Result<Study> {
     step("drawing and pruning the weights");
     let bench = Bench::new(options)?;
@@ -116,7 +120,8 @@ pub fn run(options: &Options, rivals: &mut Rivals, step: impl Fn(&str)) -> Resul
     let device = device_name(&options.device);
     let none = (Vec::new(), Vec::new(), Vec::new());
     let (points, dense, break_even) = none;
-    let mut study = Study { device, features, intermediate, spread, seed, points, dense, break_even };
+    let mut study =
+        Study { device, features, intermediate, spread, seed, points, dense, break_even };
     for &tokens in &options.tokens {
         bench.measure(tokens, rivals, &mut study, &step)?;
     }
@@ -215,7 +220,8 @@ impl<'a> Bench<'a> {
     fn fastest_dense(&self, activations: &mut Activations) -> Result<&Mlp> {
         let mut fastest: Option<(f64, &Mlp)> = None;
         for mlp in self.layers.iter().filter_map(|of_block| of_block.last()) {
-            let repeat = Repeat::new(&self.stream, Cache::Warm, |stream| activations.forward(mlp, stream))?;
+            let repeat =
+                Repeat::new(&self.stream, Cache::Warm, |stream| activations.forward(mlp, stream))?;
             if fastest.is_none_or(|(us, _)| repeat.launch_us() < us) {
                 fastest = Some((repeat.launch_us(), mlp));
             }
@@ -224,7 +230,8 @@ impl<'a> Bench<'a> {
         fastest.map(|(_, mlp)| mlp).ok_or_else(|| Error::Option("no block sizes".to_owned()))
     }
 
-    /// Microseconds of two layers. They and the rivals, first with one projection, then with the other, take their windows in turns.
+    /// Microseconds of two layers. They and the rivals, first with one projection, then with the
+    /// other, take their windows in turns.
     fn turns(
         &self,
         mlps: [&Mlp; 2],
@@ -242,14 +249,20 @@ impl<'a> Bench<'a> {
         for projection in 0..projections {
             if !others.is_empty() {
                 let tokens = activations.tokens();
-                rivals.prepare(others, &self.weights[projection], &mlps[0].kept[projection], tokens)?;
+                rivals.prepare(
+                    others,
+                    &self.weights[projection],
+                    &mlps[0].kept[projection],
+                    tokens,
+                )?;
             }
             // The first round warms up.
             for round in 0..=rounds {
                 for ((repeat, mlp), times) in repeats.iter_mut().zip(mlps).zip(&mut times) {
                     pause();
-                    let window =
-                        repeat.window(&self.stream, window_ms, |stream| activations.forward(mlp, stream))?;
+                    let window = repeat.window(&self.stream, window_ms, |stream| {
+                        activations.forward(mlp, stream)
+                    })?;
                     times.extend((round > 0).then_some(window.us));
                 }
                 for rival in others.iter_mut().filter(|rival| rival.error.is_none()) {
@@ -269,12 +282,15 @@ impl Study {
     fn find_break_even(&mut self, tokens: usize) {
         let mut against = vec![(ALL_BLOCKS, None)];
         let dense = self.dense.iter().filter(|dense| dense.tokens == tokens);
-        against.extend(dense.filter_map(|dense| Some((dense.rival.name.as_str(), Some(dense.rival.us?)))));
+        against.extend(
+            dense.filter_map(|dense| Some((dense.rival.name.as_str(), Some(dense.rival.us?)))),
+        );
         let points = || self.points.iter().filter(|point| point.tokens == tokens);
         for of_block in points().collect::<Vec<_>>().chunk_by(|a, b| a.block_size == b.block_size) {
             for &(over, us) in &against {
                 let time = |point: &&Point| point.us / us.unwrap_or(point.dense_us);
-                let line: Vec<_> = of_block.iter().map(|point| (point.density, time(point))).collect();
+                let line: Vec<_> =
+                    of_block.iter().map(|point| (point.density, time(point))).collect();
                 self.break_even.push(BreakEven {
                     tokens,
                     block_size: of_block[0].block_size,

@@ -1,9 +1,12 @@
-//! Dense weights whose blocks differ in size, and which blocks stay when the small ones are dropped.
+//! Dense weights whose blocks differ in size, and which blocks stay when the small ones are
+//! dropped.
 //!
-//! The recipe: N(0, 1) values, multiplied with exp(spread · g) for each level of blocks of 128, 64, 32 and 16, where g ~ N(0, 1) is
-//! drawn for each block of that level. So large values come in clusters, blocks of any size have unequal norms, and small
-//! blocks follow the clusters more closely than large ones. All values are then scaled so that a row keeps the variance of its input.
-//! With a spread of 0 all blocks are alike: dropping any of them costs as much as dropping any other.
+//! The recipe: N(0, 1) values, multiplied with exp(spread · g) for each level of blocks of 128, 64,
+//! 32 and 16, where g ~ N(0, 1) is drawn for each block of that level. So large values come in
+//! clusters, blocks of any size have unequal norms, and small blocks follow the clusters more
+//! closely than large ones. All values are then scaled so that a row keeps the variance of its
+//! input. With a spread of 0 all blocks are alike: dropping any of them costs as much as dropping
+//! any other.
 
 use blockflash_bench::{Error, Result, random};
 use blockflash_ops::bsr_matmul::BsrMatrix;
@@ -48,12 +51,14 @@ impl Weights {
     /// # Errors
     /// Too little memory.
     pub fn draw([rows, cols]: [usize; 2], spread: f32, seed: u64, lane: u64) -> Result<Self> {
-        let noise = random::normal(DType::F32, &[rows, cols], seed, lane, |_| ()).map_err(out_of_memory)?;
+        let noise =
+            random::normal(DType::F32, &[rows, cols], seed, lane, |_| ()).map_err(out_of_memory)?;
         let (fine_rows, fine_cols) = (rows.div_ceil(FINEST), cols.div_ceil(FINEST));
         let mut exponents = vec![0f32; fine_rows * fine_cols];
         for level in LEVELS {
             let (step, wide) = (level / FINEST, cols.div_ceil(level));
-            let drawn = random::normals(rows.div_ceil(level) * wide, seed ^ (lane << 32 | level as u64));
+            let drawn =
+                random::normals(rows.div_ceil(level) * wide, seed ^ (lane << 32 | level as u64));
             for (at, exponent) in exponents.iter_mut().enumerate() {
                 *exponent += spread * drawn[at / fine_cols / step * wide + at % fine_cols / step];
             }
@@ -71,7 +76,8 @@ impl Weights {
         Ok(Self { rows, cols, values })
     }
 
-    /// Orders blocks by their Frobenius norms, over the whole matrix: block rows may keep different numbers of them.
+    /// Orders blocks by their Frobenius norms, over the whole matrix: block rows may keep different
+    /// numbers of them.
     ///
     /// # Errors
     /// A block size that does not divide both sizes.
@@ -96,7 +102,8 @@ impl Weights {
 
     /// The rows of a block.
     fn block(&self, size: usize, row: usize, col: usize) -> impl Iterator<Item = &[bf16]> {
-        (0..size).map(move |inner| &self.values[(row * size + inner) * self.cols + col * size..][..size])
+        (0..size)
+            .map(move |inner| &self.values[(row * size + inner) * self.cols + col * size..][..size])
     }
 
     /// The blocks that stay, as the library takes them, in host memory.

@@ -1,4 +1,5 @@
-//! Samples of a teacher: random inputs, and what a network of the same shape with other weights makes of them.
+//! Samples of a teacher: random inputs, and what a network of the same shape with other weights
+//! makes of them.
 
 use super::layer::rounded;
 use super::network::Network;

@@ -1,7 +1,9 @@
-//! Are the gradients right? Some weights are moved a little to both sides, and the change of the loss is held against the gradient.
+//! Are the gradients right? Some weights are moved a little to both sides, and the change of the
+//! loss is held against the gradient.
 //!
-//! In f32 on the CPU, where differences are not lost in rounding. If training computes elsewhere or in another type, the gradients of the
-//! same samples there are held against those of the CPU, all of them.
+//! In f32 on the CPU, where differences are not lost in rounding. If training computes elsewhere or
+//! in another type, the gradients of the same samples there are held against those of the CPU, all
+//! of them.
 
 use super::data::{Batch, squares};
 use super::network::Network;
@@ -16,7 +18,8 @@ const SAMPLES: usize = 32;
 const WEIGHTS: usize = 8;
 /// How far, by the deviation of the layer's weights.
 const STEP: f32 = 0.02;
-/// What a difference may be off, by the gradient or, if that is larger, by the root mean square of the layer's gradients.
+/// What a difference may be off, by the gradient or, if that is larger, by the root mean square of
+/// the layer's gradients.
 const TOLERANCE: f64 = 0.01;
 /// What gradients of half precision may be off, by their norm.
 const ROUNDING: f64 = 0.05;
@@ -98,7 +101,8 @@ fn compare(
         };
         let (below, above) = (weight - step, weight + step);
         let [low, high, _] = [moved(below)?, moved(above)?, moved(weight)?];
-        // A sum before ReLU that changes its sign is a kink of the loss, across which a difference is no slope.
+        // A sum before ReLU that changes its sign is a kink of the loss, across which a difference
+        // is no slope.
         if low.1 != high.1 {
             continue;
         }
@@ -129,6 +133,7 @@ fn gradients_of(network: &mut Network, stream: &Stream) -> Result<[Vec<f32>; 2]>
 }
 
 fn relative_error(found: &[f32], expected: &[f32]) -> f64 {
-    let differences: Vec<_> = found.iter().zip(expected).map(|(found, expected)| found - expected).collect();
+    let differences: Vec<_> =
+        found.iter().zip(expected).map(|(found, expected)| found - expected).collect();
     (squares(&differences) / squares(expected)).sqrt()
 }

@@ -1,8 +1,10 @@
-//! A linear layer with block-sparse weights: the three products of training, and a step of gradient descent.
+//! A linear layer with block-sparse weights: the three products of training, and a step of gradient
+//! descent.
 //!
-//! The weights that are multiplied have the type that is computed in. The sum of small steps needs more digits than bf16 has, so the
-//! weights are kept in f32 as well. Here these and the momentum lie in host memory and are rounded into the matrix after each step:
-//! simple, and slow on a GPU, where an optimizer would run on the device and write through `BsrMatrix::values_mut`.
+//! The weights that are multiplied have the type that is computed in. The sum of small steps needs
+//! more digits than bf16 has, so the weights are kept in f32 as well. Here these and the momentum
+//! lie in host memory and are rounded into the matrix after each step: simple, and slow on a GPU,
+//! where an optimizer would run on the device and write through `BsrMatrix::values_mut`.
 
 use super::sparsity::Sparsity;
 use blockflash_bench::io::{Array, Scalar};
@@ -28,7 +30,13 @@ impl Layer {
     ///
     /// # Errors
     /// Too little memory, a device that fails.
-    pub fn new(sparsity: &Sparsity, gain: f32, seed: u64, dtype: DType, stream: &Stream) -> Result<Self> {
+    pub fn new(
+        sparsity: &Sparsity,
+        gain: f32,
+        seed: u64,
+        dtype: DType,
+        stream: &Stream,
+    ) -> Result<Self> {
         let Sparsity { outputs, inputs, block_size, ref blocks, .. } = *sparsity;
         let exact = sparsity.values(gain, seed);
         let weights = BsrMatrix::from_blocks(outputs, inputs, block_size, dtype, blocks, &exact)?;
@@ -80,14 +88,17 @@ impl Layer {
         Ok(self.gradient.to_vec(stream)?)
     }
 
-    /// A step against the gradient, with momentum. The rate is that for one input: an output with many reacts to the sum of their steps.
+    /// A step against the gradient, with momentum. The rate is that for one input: an output with
+    /// many reacts to the sum of their steps.
     ///
     /// # Errors
     /// A device that fails.
     pub fn descend(&mut self, rate: f32, momentum: f32, stream: &Stream) -> Result<()> {
         let gradient = self.gradient(stream)?;
         let rate = rate / self.fan_in as f32;
-        for ((weight, velocity), gradient) in self.exact.iter_mut().zip(&mut self.velocity).zip(gradient) {
+        for ((weight, velocity), gradient) in
+            self.exact.iter_mut().zip(&mut self.velocity).zip(gradient)
+        {
             *velocity = momentum * *velocity + gradient;
             *weight -= rate * *velocity;
         }
@@ -120,7 +131,8 @@ fn gradient_of<'a>(weights: &'a BsrMatrix, dy: View<'a>, x: View<'a>) -> Result<
     Ok(BsrSddmm { alpha, ..BsrSddmm::new(weights, dy.permute(&[1, 0])?, x) })
 }
 
-/// Where the result of a product of views lies: `[samples, features]` for what the operation calls C, `[features, samples]`.
+/// Where the result of a product of views lies: `[samples, features]` for what the operation calls
+/// C, `[features, samples]`.
 ///
 /// # Errors
 /// Not for a matrix.
@@ -144,5 +156,6 @@ pub fn rounded(values: &[f32], shape: &[usize], dtype: DType) -> Result<Array> {
             return Err(Error::Option(format!("a network does not compute in {dtype}")));
         }
     };
-    Array::new(shape, rounded).ok_or_else(|| Error::Option(format!("{} values for {shape:?}", values.len())))
+    Array::new(shape, rounded)
+        .ok_or_else(|| Error::Option(format!("{} values for {shape:?}", values.len())))
 }

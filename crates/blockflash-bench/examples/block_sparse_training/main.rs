@@ -1,11 +1,13 @@
-//! Block-sparse training: a network with block-sparse weights learns another one, its teacher, from samples.
+//! Block-sparse training: a network with block-sparse weights learns another one, its teacher, from
+//! samples.
 //!
 //! ```text
 //! cargo run --release --example block_sparse_training                                  1024 -> 4096 -> 1024, on a GPU
 //! cargo run --release --example block_sparse_training -- --inputs 256 --hidden 512 --outputs 256 --device cpu
 //! ```
 //!
-//! The network is `y = W2·relu(W1·x)`; which blocks the weights store is drawn once and stays. A step is five products of four kinds:
+//! The network is `y = W2·relu(W1·x)`; which blocks the weights store is drawn once and stays. A
+//! step is five products of four kinds:
 //!
 //! ```text
 //! h = relu(x·W1ᵀ)   y = h·W2ᵀ     BsrMatmul::linear, the activation fused
@@ -13,14 +15,16 @@
 //! dW2 = dyᵀ·h       dW1 = dhᵀ·x   BsrSddmm: the gradients of stored blocks only
 //! ```
 //!
-//! and new values for the matrices, `BsrMatrix::set_values`. `network.rs` says what the host does, `layer.rs` where the optimizer is. So
-//! times of steps on a GPU are mostly those of the host; the products are timed apart. It runs on Hopper, with blocks of 64 and 128; another
-//! GPU ends with what is missing.
+//! and new values for the matrices, `BsrMatrix::set_values`. `network.rs` says what the host does,
+//! `layer.rs` where the optimizer is. So times of steps on a GPU are mostly those of the host; the
+//! products are timed apart. It runs on Hopper, with blocks of 64 and 128; another GPU ends with
+//! what is missing.
 //!
-//! Before it trains, it holds gradients against differences of the loss. If those are wrong, or if the loss does not fall as far as `--goal`
-//! says, it fails.
+//! Before it trains, it holds gradients against differences of the loss. If those are wrong, or if
+//! the loss does not fall as far as `--goal` says, it fails.
 //!
-//! Writes `block_sparse_training.svg` and `.png` (loss over steps), `block_sparse_training.csv` and `.json`.
+//! Writes `block_sparse_training.svg` and `.png` (loss over steps), `block_sparse_training.csv` and
+//! `.json`.
 #![forbid(unsafe_code)]
 // Nothing is outside of a program: `pub` is `pub(crate)` here.
 #![allow(unreachable_pub)]
@@ -95,7 +99,10 @@ struct Args {
 
 fn dtype(name: &str) -> Result<DType, String> {
     let types = [DType::F16, DType::BF16, DType::F32];
-    types.into_iter().find(|dtype| dtype.name() == name).ok_or_else(|| "expected f16, bf16 or f32".to_owned())
+    types
+        .into_iter()
+        .find(|dtype| dtype.name() == name)
+        .ok_or_else(|| "expected f16, bf16 or f32".to_owned())
 }
 
 fn main() -> ExitCode {

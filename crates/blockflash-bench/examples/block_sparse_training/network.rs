@@ -1,8 +1,9 @@
 //! Two layers, `y = W2·relu(W1·x)`, and their gradients.
 //!
-//! All products run on the device, the activation as a part of the first. ReLU, because its derivative can be told from its result; what
-//! the others need, the sums before them, a fused activation does not leave. What is done element by element (the error, the
-//! derivative of ReLU) the library has no kernels for, and is done on the host here.
+//! All products run on the device, the activation as a part of the first. ReLU, because its
+//! derivative can be told from its result; what the others need, the sums before them, a fused
+//! activation does not leave. What is done element by element (the error, the derivative of ReLU)
+//! the library has no kernels for, and is done on the host here.
 
 use super::data::Batch;
 use super::layer::{Layer, rounded, transposed};
@@ -39,8 +40,8 @@ pub struct Product {
 }
 
 impl Network {
-    /// For batches of so many samples, on the device of the stream. Weights are drawn such that outputs have a variance of about 1 if inputs
-    /// have it.
+    /// For batches of so many samples, on the device of the stream. Weights are drawn such that
+    /// outputs have a variance of about 1 if inputs have it.
     ///
     /// # Errors
     /// Too little memory, a device that fails.
@@ -112,8 +113,9 @@ impl Network {
         let dy = rounded(&errors, y.shape(), *dtype)?.upload(stream)?;
         second.find_gradient(dy.view(), hidden.view(), stream)?;
         second.backward(dy.view())?.matmul_into(transposed(dhidden)?, stream)?;
-        let [hidden, mut gradient] = [Array::download(hidden, stream)?, Array::download(dhidden, stream)?]
-            .map(|array| array.to_f32(0..array.len()));
+        let [hidden, mut gradient] =
+            [Array::download(hidden, stream)?, Array::download(dhidden, stream)?]
+                .map(|array| array.to_f32(0..array.len()));
         gradient
             .iter_mut()
             .zip(hidden)
@@ -132,7 +134,8 @@ impl Network {
         self.layers.iter_mut().try_for_each(|layer| layer.descend(rate, momentum, &self.stream))
     }
 
-    /// What a step multiplies, with which kernels, and how fast. Before training, so that what a device lacks is said at once.
+    /// What a step multiplies, with which kernels, and how fast. Before training, so that what a
+    /// device lacks is said at once.
     ///
     /// # Errors
     /// A device that has no such kernels or fails.

@@ -36,12 +36,17 @@ pub fn check(check: &Check) -> String {
 
 /// The training for people.
 pub fn table(study: &Study) -> String {
-    let mut text = format!("{}\n\nproduct              GFLOP        ms  TFLOP/s  kernel\n", subtitle(study));
+    let mut text =
+        format!("{}\n\nproduct              GFLOP        ms  TFLOP/s  kernel\n", subtitle(study));
     for product in &study.products {
         let kernel = product.kernel.as_deref().unwrap_or("CPU");
         let Product { what, flops, us, .. } = *product;
         let (gflop, ms) = (flops as f64 * 1e-9, us * 1e-3);
-        let _ = writeln!(text, "{what:<16}  {gflop:>8.3}  {ms:>8.4}  {:>7}  {kernel}", rate(gflop / ms));
+        let _ = writeln!(
+            text,
+            "{what:<16}  {gflop:>8.3}  {ms:>8.4}  {:>7}  {kernel}",
+            rate(gflop / ms)
+        );
     }
     text += "\nloss by that of answering 0\nsteps  training  held out   ms/step\n";
     for Point { step, training, held_out, ms } in &study.points {
@@ -49,13 +54,26 @@ pub fn table(study: &Study) -> String {
         let _ = writeln!(text, "{step:>5}  {training:>8.4}  {held_out:>8.4}  {ms:>8}");
     }
     let Study { left, goal, .. } = study;
-    let _ = writeln!(text, "{:.1} % of the first loss is left, {:.1} % may be", left * 100.0, goal * 100.0);
+    let _ = writeln!(
+        text,
+        "{:.1} % of the first loss is left, {:.1} % may be",
+        left * 100.0,
+        goal * 100.0
+    );
     text
 }
 
 fn subtitle(study: &Study) -> String {
     let Study {
-        device, dtype, sizes: [inputs, hidden, outputs], block, batch, batches, rate, momentum, ..
+        device,
+        dtype,
+        sizes: [inputs, hidden, outputs],
+        block,
+        batch,
+        batches,
+        rate,
+        momentum,
+        ..
     } = study;
     let density = study.density * 100.0;
     format!(
@@ -67,8 +85,11 @@ fn subtitle(study: &Study) -> String {
 fn csv(study: &Study) -> String {
     let mut text = "step,training,held_out,ms\n".to_owned();
     for Point { step, training, held_out, ms } in &study.points {
-        let _ =
-            writeln!(text, "{step},{training},{held_out},{}", ms.map_or(String::new(), |ms| ms.to_string()));
+        let _ = writeln!(
+            text,
+            "{step},{training},{held_out},{}",
+            ms.map_or(String::new(), |ms| ms.to_string())
+        );
     }
     text
 }
@@ -97,5 +118,10 @@ pub fn write(
     };
     let json = serde_json::json!({ "check": check, "training": study });
     let texts = [("csv", csv(study)), ("json", serde_json::to_string_pretty(&json)? + "\n")];
-    results::write(folder, "block_sparse_training", &texts, &[("block_sparse_training", plot.draw()?)])
+    results::write(
+        folder,
+        "block_sparse_training",
+        &texts,
+        &[("block_sparse_training", plot.draw()?)],
+    )
 }

@@ -37,7 +37,8 @@ pub struct Options {
 pub struct Point {
     /// Steps before.
     pub step: usize,
-    /// Loss by that of answering 0, mean over the steps since the point before; of the first batch at the start.
+    /// Loss by that of answering 0, mean over the steps since the point before; of the first batch
+    /// at the start.
     pub training: f64,
     /// The same for samples that are not learned from.
     pub held_out: f64,
@@ -86,7 +87,10 @@ impl Options {
     /// Sizes or a density that make no sense.
     pub fn sparsities(&self) -> Result<[Sparsity; 2]> {
         let draw = |sizes, lane| Sparsity::draw(sizes, self.block, self.density, self.seed ^ lane);
-        Ok([draw([self.hidden, self.inputs], 1 << 32)?, draw([self.outputs, self.hidden], 2 << 32)?])
+        Ok([
+            draw([self.hidden, self.inputs], 1 << 32)?,
+            draw([self.outputs, self.hidden], 2 << 32)?,
+        ])
     }
 
     /// Of the weights to be found.
@@ -121,27 +125,43 @@ impl Options {
 /// Trains; `step` is told what happens.
 ///
 /// # Errors
-/// Options that make no sense, a device that has no such kernels or fails. A loss that does not fall is no error here: see
-/// [`Study::learned`].
+/// Options that make no sense, a device that has no such kernels or fails. A loss that does not
+/// fall is no error here: see [`Study::learned`].
 pub fn run(options: &Options, stream: &Stream, step: impl Fn(&str)) -> Result<Study> {
     options.check()?;
     let &Options {
-        inputs, hidden, outputs, block, batch, batches, rate, momentum, goal, seed, dtype, ..
+        inputs,
+        hidden,
+        outputs,
+        block,
+        batch,
+        batches,
+        rate,
+        momentum,
+        goal,
+        seed,
+        dtype,
+        ..
     } = options;
     let sparsities = options.sparsities()?;
     step("drawing weights and samples");
     let mut teacher = Network::new(&sparsities, batch, options.teacher_seed(), dtype, stream)?;
     let mut student = Network::new(&sparsities, batch, options.student_seed(), dtype, stream)?;
     // The check has drawn with the seed itself.
-    let mut draw =
-        |at: usize| Batch::draw([batch, inputs], &mut teacher, seed ^ (5 << 32 | at as u64), dtype, stream);
+    let mut draw = |at: usize| {
+        Batch::draw([batch, inputs], &mut teacher, seed ^ (5 << 32 | at as u64), dtype, stream)
+    };
     let samples = (0..batches).map(&mut draw).collect::<Result<Vec<_>>>()?;
     let held_out = (batches..batches + HELD_OUT).map(&mut draw).collect::<Result<Vec<_>>>()?;
     let products = student.products(&samples[0].x)?;
 
     let first = student.loss(&samples[0])? / samples[0].loss_of_nothing();
-    let start =
-        Point { step: 0, training: first, held_out: relative_loss(&mut student, &held_out)?, ms: None };
+    let start = Point {
+        step: 0,
+        training: first,
+        held_out: relative_loss(&mut student, &held_out)?,
+        ms: None,
+    };
     let mut points = vec![start];
     let (mut since, mut seen) = (Instant::now(), Vec::new());
     for at in 1..=options.steps {
@@ -158,8 +178,10 @@ pub fn run(options: &Options, stream: &Stream, step: impl Fn(&str)) -> Result<St
         }
     }
     let left = points.last().map_or(f64::NAN, |last| last.held_out / start.held_out);
-    let all: usize =
-        sparsities.iter().map(|layer| layer.outputs.div_ceil(block) * layer.inputs.div_ceil(block)).sum();
+    let all: usize = sparsities
+        .iter()
+        .map(|layer| layer.outputs.div_ceil(block) * layer.inputs.div_ceil(block))
+        .sum();
     let stored: usize = sparsities.iter().map(|layer| layer.blocks.len()).sum();
     Ok(Study {
         device: device_name(&options.device),

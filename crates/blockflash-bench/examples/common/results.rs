@@ -15,7 +15,8 @@ pub fn rate(tflops: f64) -> String {
     format!("{tflops:.decimals$}")
 }
 
-/// Writes texts as `name.extension` and each drawing as SVG and PNG into a folder, which is made if it is not there. Returns the files.
+/// Writes texts as `name.extension` and each drawing as SVG and PNG into a folder, which is made if
+/// it is not there. Returns the files.
 ///
 /// # Errors
 /// What cannot be drawn or written.

@@ -1,15 +1,19 @@
 //! Queries, keys and values with the structure of a long document instead of independent noise.
 //!
-//! The recipe, for a token at place t, each key-value head with its own directions of length sqrt(head_dim):
+//! The recipe, for a token at place t, each key-value head with its own directions of length
+//! sqrt(head_dim):
 //!
-//! - The document is a chain of segments of a topic each. Lengths are drawn between a quarter and 7/4 of the mean; one of
-//!   [`TOPICS`] topics is drawn for each, so that topics come again far away.
-//! - Keys are 0.7 · topic + 0.7 · place + noise. `place` holds sines and cosines of t with periods from 32 to 4096 tokens, so that
-//!   near tokens have similar ones.
-//! - Queries are the same with a topic that they ask for: that of their segment, and in every fourth segment that of an earlier one.
-//!   Query heads range from local ones (place only) over mixed to topical ones (topic only). Their parts are so large that a
-//!   matching topic is worth 8 in the exponent, the same place 8, the sink 12; noise has a deviation of about 1.5.
-//! - The first four tokens are a sink, as trained models have one: all queries point to their keys, and their values are small.
+//! - The document is a chain of segments of a topic each. Lengths are drawn between a quarter and
+//!   7/4 of the mean; one of [`TOPICS`] topics is drawn for each, so that topics come again far
+//!   away.
+//! - Keys are 0.7 · topic + 0.7 · place + noise. `place` holds sines and cosines of t with periods
+//!   from 32 to 4096 tokens, so that near tokens have similar ones.
+//! - Queries are the same with a topic that they ask for: that of their segment, and in every
+//!   fourth segment that of an earlier one. Query heads range from local ones (place only) over
+//!   mixed to topical ones (topic only). Their parts are so large that a matching topic is worth 8
+//!   in the exponent, the same place 8, the sink 12; noise has a deviation of about 1.5.
+//! - The first four tokens are a sink, as trained models have one: all queries point to their keys,
+//!   and their values are small.
 //! - Values are the direction of the topic + noise.
 
 use blockflash_bench::io::{Array, Values};
@@ -58,7 +62,8 @@ struct Token {
 }
 
 impl Recipe {
-    /// q `[1, seqlen, heads_q, head_dim]`, k and v `[1, seqlen, heads_kv, head_dim]`, bf16. Equal seeds give equal documents.
+    /// q `[1, seqlen, heads_q, head_dim]`, k and v `[1, seqlen, heads_kv, head_dim]`, bf16. Equal
+    /// seeds give equal documents.
     ///
     /// # Errors
     /// Sizes of 0, and too little memory.
@@ -107,7 +112,8 @@ impl Recipe {
 
     fn tokens(&self) -> Vec<Token> {
         let mut words =
-            random::words(4 * self.seqlen.div_ceil(self.segment.div_ceil(4)), self.seed).into_iter();
+            random::words(4 * self.seqlen.div_ceil(self.segment.div_ceil(4)), self.seed)
+                .into_iter();
         let mut draw = |below: usize| words.next().map_or(0, |word| word as u32 as usize % below);
         let mut tokens: Vec<Token> = Vec::with_capacity(self.seqlen);
         while tokens.len() < self.seqlen {
@@ -133,7 +139,8 @@ impl Recipe {
                 let step = (at / 2) as f32 / (waves - 1).max(1) as f32;
                 let period = SHORTEST_PERIOD * (LONGEST_PERIOD / SHORTEST_PERIOD).powf(step);
                 let angle = TAU * (token as f32 / period).fract();
-                *value = std::f32::consts::SQRT_2 * if at % 2 == 0 { angle.cos() } else { angle.sin() };
+                *value =
+                    std::f32::consts::SQRT_2 * if at % 2 == 0 { angle.cos() } else { angle.sin() };
             }
         });
         places
@@ -152,7 +159,8 @@ impl Recipe {
             let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
             Error::Device(blockflash_safe::Error::OutOfMemory { bytes })
         };
-        let noise = random::normal(DType::BF16, &sizes, seed, lane, |_| ()).map_err(out_of_memory)?;
+        let noise =
+            random::normal(DType::BF16, &sizes, seed, lane, |_| ()).map_err(out_of_memory)?;
         let mut values = vec![bf16::ZERO; noise.len()];
         values.par_chunks_mut(head_dim).enumerate().for_each(|(at, out)| {
             let mut row = noise.to_f32(at * head_dim..(at + 1) * head_dim);

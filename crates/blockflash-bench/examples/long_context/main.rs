@@ -1,18 +1,21 @@
-//! Long context: how much faster and how wrong attention becomes when each block of queries visits only the first blocks, the blocks
-//! around it and those with the best scores, instead of everything before it.
+//! Long context: how much faster and how wrong attention becomes when each block of queries visits
+//! only the first blocks, the blocks around it and those with the best scores, instead of
+//! everything before it.
 //!
 //! ```text
 //! cargo run --release --example long_context                       65,536 tokens, 32 heads on 8, on a GPU
 //! cargo run --release --example long_context -- --seqlen 4096 --heads 4 --heads-kv 2 --head-dim 64 --top-k 2,4,8 --device cpu
 //! ```
 //!
-//! Each query head scores its blocks by the mean query times the mean key, and has a list of its own. Scores and mask are made on the
-//! device, in the same way as a model would make them at each step; what that takes is reported beside attention. For comparison the
-//! same number of blocks of each row goes to the nearest ones instead. The data has the structure of a document
-//! (`data.rs` has the recipe): the error on independent random numbers would say nothing, since all keys are alike there.
+//! Each query head scores its blocks by the mean query times the mean key, and has a list of its
+//! own. Scores and mask are made on the device, in the same way as a model would make them at each
+//! step; what that takes is reported beside attention. For comparison the same number of blocks of
+//! each row goes to the nearest ones instead. The data has the structure of a document (`data.rs`
+//! has the recipe): the error on independent random numbers would say nothing, since all keys are
+//! alike there.
 //!
-//! Writes `long_context.svg` and `.png` (error and speed-up over the density), `long_context_mask.svg` and `.png`,
-//! `long_context.csv` and `.json`.
+//! Writes `long_context.svg` and `.png` (error and speed-up over the density),
+//! `long_context_mask.svg` and `.png`, `long_context.csv` and `.json`.
 #![forbid(unsafe_code)]
 // Nothing is outside of a program: `pub` is `pub(crate)` here.
 #![allow(unreachable_pub)]
@@ -56,7 +59,8 @@ struct Args {
     /// Blocks before its own that every query visits
     #[arg(long, default_value_t = 4)]
     window: usize,
-    /// Blocks with the best scores that it visits, be they among those or not: a point for each number
+    /// Blocks with the best scores that it visits, be they among those or not: a point for each
+    /// number
     #[arg(long, value_delimiter = ',', default_value = "4,8,16,32,64,128")]
     top_k: Vec<usize>,
     /// Mean tokens of a segment of the document

@@ -1,11 +1,13 @@
-//! Which blocks are visited: sink, window and the best scores, chosen on the device of q and k; and as many near ones.
+//! Which blocks are visited: sink, window and the best scores, chosen on the device of q and k; and
+//! as many near ones.
 
 use super::study::{Options, time};
 use blockflash_bench::Result;
 use blockflash_ops::block_sparse::{BlockChoice, BlockMaskBuffer, BlockScores, BlockSource};
 use blockflash_ops::{Align, BlockGeometry, BlockMask, Mask, Stream, Tensor};
 
-/// Scores of the blocks of each query head, and what every query visits. The same calls run on a GPU and on the CPU.
+/// Scores of the blocks of each query head, and what every query visits. The same calls run on a
+/// GPU and on the CPU.
 pub struct Choices {
     geometry: BlockGeometry,
     always: BlockMask,
@@ -24,19 +26,27 @@ impl Choices {
         let local = BlockMask::window(geometry, Some(options.window), Some(0), Align::BottomRight)?;
         let always = local.union(&BlockMask::sink(geometry, options.sink)?)?;
         let mut scores = BlockScores::new(geometry, q.view(), k.view(), stream)?;
-        let scores_us = time(stream, options.window_ms, |stream| scores.compute(q.view(), k.view(), stream))?;
+        let scores_us =
+            time(stream, options.window_ms, |stream| scores.compute(q.view(), k.view(), stream))?;
         Ok(Self { geometry, always: always.to(stream)?, scores, scores_us })
     }
 
-    /// The best blocks of each row of each query head, with those that are always visited, and the microseconds of building that.
+    /// The best blocks of each row of each query head, with those that are always visited, and the
+    /// microseconds of building that.
     ///
     /// # Errors
     /// A device that fails.
-    pub fn best(&self, blocks: usize, window_ms: f64, stream: &Stream) -> Result<(BlockMaskBuffer, f64)> {
+    pub fn best(
+        &self,
+        blocks: usize,
+        window_ms: f64,
+        stream: &Stream,
+    ) -> Result<(BlockMaskBuffer, f64)> {
         let Self { geometry, always, scores, .. } = self;
         let scores = scores.scores();
         let heads = scores.shape()[1];
-        let room = heads * (geometry.rows() * blocks + always.nnz()).min(geometry.rows() * geometry.cols());
+        let room = heads
+            * (geometry.rows() * blocks + always.nnz()).min(geometry.rows() * geometry.cols());
         let mut buffer = BlockMaskBuffer::new(*geometry, 1, heads, room, stream)?;
         let source = BlockSource::Scores { scores: scores.view(), k: blocks };
         let choice = BlockChoice { source, always: Some(always), mask: Mask::causal() };
@@ -46,8 +56,8 @@ impl Choices {
     }
 }
 
-/// As many blocks in each row as a causal mask of equal lengths visits, but the first `sink` ones and the nearest. It visits at
-/// least as many of the first ones as there are.
+/// As many blocks in each row as a causal mask of equal lengths visits, but the first `sink` ones
+/// and the nearest. It visits at least as many of the first ones as there are.
 ///
 /// # Errors
 /// A mask that is not on the CPU.

@@ -62,9 +62,11 @@ fn choosing(study: &Study, point: &Point) -> [Option<f64>; 2] {
 
 fn csv(study: &Study) -> String {
     let mut text =
-        "choice,blocks,density,us,dense_us,speedup,tflops,error,mass,scores_us,mask_us\n".to_owned();
+        "choice,blocks,density,us,dense_us,speedup,tflops,error,mass,scores_us,mask_us\n"
+            .to_owned();
     for point in &study.points {
-        let [scores, mask] = choosing(study, point).map(|us| us.map_or(String::new(), |us| us.to_string()));
+        let [scores, mask] =
+            choosing(study, point).map(|us| us.map_or(String::new(), |us| us.to_string()));
         let _ = writeln!(
             text,
             "{},{},{},{},{},{},{},{},{},{scores},{mask}",
@@ -94,7 +96,11 @@ pub fn write(
     let points = |choice: &str| -> Vec<TradeoffPoint> {
         let of_choice = study.points.iter().filter(|point| point.choice == choice);
         of_choice
-            .map(|point| TradeoffPoint { density: point.density, error: point.error, speedup: point.speedup })
+            .map(|point| TradeoffPoint {
+                density: point.density,
+                error: point.error,
+                speedup: point.speedup,
+            })
             .collect()
     };
     let series = [

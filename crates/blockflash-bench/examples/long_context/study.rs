@@ -20,7 +20,8 @@ pub struct Options {
     pub sink: usize,
     /// Blocks before its own that every query visits.
     pub window: usize,
-    /// Blocks of each row with the best scores, be they in sink and window or not: one point for each number.
+    /// Blocks of each row with the best scores, be they in sink and window or not: one point for
+    /// each number.
     pub top_k: Vec<usize>,
     /// Milliseconds for which each choice is timed.
     pub window_ms: f64,
@@ -101,8 +102,8 @@ struct Operands {
     stream: Stream,
 }
 
-/// Draws the document, attends densely, then over each choice of blocks; `step` is told what happens. The mask of the point in
-/// the middle is returned as well, to look at.
+/// Draws the document, attends densely, then over each choice of blocks; `step` is told what
+/// happens. The mask of the point in the middle is returned as well, to look at.
 ///
 /// # Errors
 /// Sizes that do not fit each other, a device that has no such kernel or fails.
@@ -132,11 +133,13 @@ pub fn run(options: &Options, step: impl Fn(&str)) -> Result<(Study, BlockMask)>
         let best = buffer.to_host(stream)?;
         let near = nearest(&best, sink)?;
         let near_device = near.to(stream)?;
-        let both = [(TOP_K, &best, buffer.mask(), Some(mask_us)), (WINDOW, &near, &near_device, None)];
+        let both =
+            [(TOP_K, &best, buffer.mask(), Some(mask_us)), (WINDOW, &near, &near_device, None)];
         for (choice, host, mask, mask_us) in both {
             step(&format!("{choice}, {blocks} blocks"));
             let output = operands.attend(Some(mask), window_ms)?;
-            let density = host.visited_pairs(Mask::causal())? as f64 / (visible * host.heads() as f64);
+            let density =
+                host.visited_pairs(Mask::causal())? as f64 / (visible * host.heads() as f64);
             study.points.push(Point {
                 choice,
                 blocks,

@@ -20,8 +20,8 @@ pub enum MaskStep {
     /// The mean query times the mean key of each pair of blocks.
     #[allow(missing_docs)]
     Scores { head_dim: usize, dtype: DType },
-    /// From such scores, which are N(0, 1) here, the best `top_k` blocks of each row among those that it sees, joined with
-    /// [`SINK`] and [`WINDOW`].
+    /// From such scores, which are N(0, 1) here, the best `top_k` blocks of each row among those
+    /// that it sees, joined with [`SINK`] and [`WINDOW`].
     #[allow(missing_docs)]
     Choose { top_k: usize },
 }
@@ -60,15 +60,19 @@ impl BlockMaskShape {
         }
     }
 
-    /// Inputs once and outputs once; what one of the launches leaves to the other is not counted. Choosing has no floating-point
-    /// operations, reads the scores that the causal mask shows, and lists at least the best blocks or the others.
+    /// Inputs once and outputs once; what one of the launches leaves to the other is not counted.
+    /// Choosing has no floating-point operations, reads the scores that the causal mask shows, and
+    /// lists at least the best blocks or the others.
     pub(super) fn work(&self) -> Work {
         let (heads, rows) = (self.num_heads, self.rows());
         let (flops, bytes) = match self.step {
             MaskStep::Scores { head_dim, dtype } => {
                 let elements = 2 * self.seqlen * heads * head_dim;
                 let scores = heads * rows * rows;
-                (elements + 2 * scores * head_dim, elements * dtype.size() + scores * DType::F32.size())
+                (
+                    elements + 2 * scores * head_dim,
+                    elements * dtype.size() + scores * DType::F32.size(),
+                )
             }
             MaskStep::Choose { top_k } => {
                 let always = |row: usize| (row + 1).min(SINK + WINDOW + 1);

@@ -6,8 +6,8 @@ use blockflash_sys::DType;
 use serde::Serialize;
 use std::ops::Range;
 
-/// Attention over `[batch, seqlen, num_heads, head_dim]` in which a block of queries attends to listed blocks of keys. Lists are
-/// equal for all batch entries.
+/// Attention over `[batch, seqlen, num_heads, head_dim]` in which a block of queries attends to
+/// listed blocks of keys. Lists are equal for all batch entries.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[allow(missing_docs)]
 pub struct BlockSparseShape {
@@ -16,13 +16,14 @@ pub struct BlockSparseShape {
     pub seqlen_kv: usize,
     pub num_heads_q: usize,
     pub num_heads_kv: usize,
-    /// Heads with lists of their own: all of the queries; those of the keys, for all query heads that share one; or 1 for all.
+    /// Heads with lists of their own: all of the queries; those of the keys, for all query heads
+    /// that share one; or 1 for all.
     pub mask_heads: usize,
     pub head_dim: usize,
     pub block_q: usize,
     pub block_kv: usize,
-    /// Fraction of the blocks that are listed, with a causal mask of those that it shows; a row of blocks lists this rounded to
-    /// whole blocks, at least one.
+    /// Fraction of the blocks that are listed, with a causal mask of those that it shows; a row of
+    /// blocks lists this rounded to whole blocks, at least one.
     pub density: f64,
     pub pattern: Pattern,
     /// What is masked inside the listed blocks.
@@ -49,16 +50,22 @@ impl BlockSparseShape {
         if [batch, seqlen_q, seqlen_kv, head_dim, block_q, block_kv].contains(&0) {
             return Err("a block-sparse case has a size of 0".to_owned());
         }
-        for (what, seqlen, block) in [("seqlen_q", seqlen_q, block_q), ("seqlen_kv", seqlen_kv, block_kv)] {
+        for (what, seqlen, block) in
+            [("seqlen_q", seqlen_q, block_q), ("seqlen_kv", seqlen_kv, block_kv)]
+        {
             if seqlen % block != 0 {
                 return Err(format!("{what} {seqlen} is no multiple of blocks of {block}"));
             }
         }
         if num_heads_q == 0 || num_heads_kv == 0 || !num_heads_q.is_multiple_of(num_heads_kv) {
-            return Err(format!("{num_heads_q} query heads cannot share {num_heads_kv} key-value heads"));
+            return Err(format!(
+                "{num_heads_q} query heads cannot share {num_heads_kv} key-value heads"
+            ));
         }
         if ![1, num_heads_kv, num_heads_q].contains(&mask_heads) {
-            return Err(format!("mask_heads {mask_heads} is neither 1 nor {num_heads_kv} nor {num_heads_q}"));
+            return Err(format!(
+                "mask_heads {mask_heads} is neither 1 nor {num_heads_kv} nor {num_heads_q}"
+            ));
         }
         if !(density > 0.0 && density <= 1.0) {
             return Err(format!("density {density} is not in (0, 1]"));
@@ -71,8 +78,27 @@ impl BlockSparseShape {
 
     /// The same attention to all keys.
     pub fn dense(&self) -> AttentionShape {
-        let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, mask, dtype, .. } = *self;
-        AttentionShape { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, mask, dtype }
+        let Self {
+            batch,
+            seqlen_q,
+            seqlen_kv,
+            num_heads_q,
+            num_heads_kv,
+            head_dim,
+            mask,
+            dtype,
+            ..
+        } = *self;
+        AttentionShape {
+            batch,
+            seqlen_q,
+            seqlen_kv,
+            num_heads_q,
+            num_heads_kv,
+            head_dim,
+            mask,
+            dtype,
+        }
     }
 
     /// Blocks of queries of a head.
@@ -97,12 +123,15 @@ impl BlockSparseShape {
             MaskKind::Full => {
                 self.pattern.nnz_blocks(self.mask_heads * rows, self.block_columns(), self.density)
             }
-            MaskKind::Causal => self.mask_heads * (0..rows).map(|row| self.listed(row)).sum::<usize>(),
+            MaskKind::Causal => {
+                self.mask_heads * (0..rows).map(|row| self.listed(row)).sum::<usize>()
+            }
         };
         listed * (self.num_heads_q / self.mask_heads)
     }
 
-    /// Pairs of a query and a key in listed blocks that the mask shows, of all query heads of a batch entry.
+    /// Pairs of a query and a key in listed blocks that the mask shows, of all query heads of a
+    /// batch entry.
     pub fn visited_pairs(&self) -> usize {
         let of_a_block = self.block_q * self.block_kv;
         if self.mask == MaskKind::Full {
@@ -122,8 +151,9 @@ impl BlockSparseShape {
         self.num_heads_q * (0..self.block_rows()).map(of_a_row).sum::<usize>()
     }
 
-    /// `row_ptr` and `col_idx` of the heads that have lists, ascending within each row; row `head * block_rows + block of queries`.
-    /// With a causal mask the blocks on the diagonal are listed, and others are drawn from those before.
+    /// `row_ptr` and `col_idx` of the heads that have lists, ascending within each row; row
+    /// `head * block_rows + block of queries`. With a causal mask the blocks on the diagonal are
+    /// listed, and others are drawn from those before.
     pub fn pattern(&self, seed: u64) -> (Vec<i32>, Vec<i32>) {
         let rows = self.mask_heads * self.block_rows();
         if self.mask == MaskKind::Full {
@@ -133,19 +163,22 @@ impl BlockSparseShape {
         for row in 0..rows {
             let of_head = row % self.block_rows();
             let Seen { whole, partly } = self.seen(of_head);
-            let drawn = random::choose(self.listed(of_head) - partly.len(), whole.len(), seed, row as u64);
+            let drawn =
+                random::choose(self.listed(of_head) - partly.len(), whole.len(), seed, row as u64);
             col_idx.extend(drawn.into_iter().chain(partly).map(|column| column as i32));
             row_ptr.push(col_idx.len() as i32);
         }
         (row_ptr, col_idx)
     }
 
-    /// [`pattern`](Self::pattern) with the lists of every query head written out: row `query head * block_rows + block of queries`.
+    /// [`pattern`](Self::pattern) with the lists of every query head written out: row
+    /// `query head * block_rows + block of queries`.
     pub fn pattern_of_query_heads(&self, seed: u64) -> (Vec<i32>, Vec<i32>) {
         let (rows, group) = (self.block_rows(), self.num_heads_q / self.mask_heads);
         let (row_ptr, col_idx) = self.pattern(seed);
         let (mut offsets, mut columns) = (vec![0], Vec::with_capacity(col_idx.len() * group));
-        for row in (0..self.num_heads_q).flat_map(|head| (0..rows).map(move |row| head / group * rows + row))
+        for row in (0..self.num_heads_q)
+            .flat_map(|head| (0..rows).map(move |row| head / group * rows + row))
         {
             columns.extend(&col_idx[row_ptr[row] as usize..row_ptr[row + 1] as usize]);
             offsets.push(columns.len() as i32);

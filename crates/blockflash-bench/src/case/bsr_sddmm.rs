@@ -14,7 +14,8 @@ pub struct SddmmShape {
     pub n: usize,
     pub k: usize,
     pub block_size: usize,
-    /// Fraction of the blocks that are stored; a row holds this rounded to whole blocks, at least one.
+    /// Fraction of the blocks that are stored; a row holds this rounded to whole blocks, at least
+    /// one.
     pub density: f64,
     pub pattern: Pattern,
     #[serde(serialize_with = "name")]
@@ -58,11 +59,17 @@ impl SddmmShape {
         let [rows, columns] = self.blocks();
         let nnz_blocks = self.pattern.nnz_blocks(rows, columns, self.density);
         let majors = [self.a_major, self.b_major];
-        BsrSddmmProblem::new(self.dtype, [self.m, self.n, self.k], self.block_size, nnz_blocks, majors)
+        BsrSddmmProblem::new(
+            self.dtype,
+            [self.m, self.n, self.k],
+            self.block_size,
+            nnz_blocks,
+            majors,
+        )
     }
 
-    /// What a launch has to do. A block fetches its columns of B, and blocks of [`TILE_COLUMNS`](super::TILE_COLUMNS) columns together
-    /// their rows of A.
+    /// What a launch has to do. A block fetches its columns of B, and blocks of
+    /// [`TILE_COLUMNS`](super::TILE_COLUMNS) columns together their rows of A.
     pub(super) fn work(&self) -> Work {
         let (Self { m, n, k, block_size, dtype, .. }, problem) = (*self, self.problem());
         let blocks = problem.nnz_blocks;
@@ -71,8 +78,10 @@ impl SddmmShape {
         Work {
             flops: bsr_sddmm_flops(&problem) as f64,
             exps: 0.0,
-            bytes: (values + 4 * (blocks + self.blocks()[0] + 1) + (m * k + k * n) * dtype.size()) as f64,
-            l2_bytes: (blocks * line + (blocks * block_size).div_ceil(super::TILE_COLUMNS) * line) as f64,
+            bytes: (values + 4 * (blocks + self.blocks()[0] + 1) + (m * k + k * n) * dtype.size())
+                as f64,
+            l2_bytes: (blocks * line + (blocks * block_size).div_ceil(super::TILE_COLUMNS) * line)
+                as f64,
         }
     }
 }
@@ -87,7 +96,10 @@ mod tests {
     #[test]
     fn ids_are_read_back() {
         let case: Case = ID.parse().unwrap();
-        assert_eq!((case.op(), case.dtype(), case.to_string().as_str()), ("bsr_sddmm", DType::BF16, ID));
+        assert_eq!(
+            (case.op(), case.dtype(), case.to_string().as_str()),
+            ("bsr_sddmm", DType::BF16, ID)
+        );
         let Case::BsrSddmm(shape) = case else { panic!("{case:?} is another operation") };
         let problem = shape.problem();
         // Two rows of nine blocks, of each of which a quarter is stored.
@@ -99,7 +111,10 @@ mod tests {
         for (from, to) in
             [("column_row", "column"), ("row_bf16", "both_bf16"), ("b64", "b0"), ("d0.25", "d0")]
         {
-            assert!(ID.replace(from, to).parse::<Case>().unwrap_err().contains("is no case"), "{to}");
+            assert!(
+                ID.replace(from, to).parse::<Case>().unwrap_err().contains("is no case"),
+                "{to}"
+            );
         }
     }
 

@@ -27,7 +27,8 @@ use std::fmt;
 pub enum Case {
     /// Dense attention forward.
     AttentionFwd(AttentionShape),
-    /// Attention forward over packed sequences of different lengths; in records the operation of the dense one.
+    /// Attention forward over packed sequences of different lengths; in records the operation of
+    /// the dense one.
     VarlenFwd(VarlenShape),
     /// Attention forward over a mask of blocks.
     BlockSparseFwd(BlockSparseShape),
@@ -63,7 +64,8 @@ pub struct AttentionShape {
     pub dtype: DType,
 }
 
-/// `c[m, n] = a[m, k]·b[k, n]` with `a` in blocks of `block_size`²; output in the type of the inputs.
+/// `c[m, n] = a[m, k]·b[k, n]` with `a` in blocks of `block_size`²; output in the type of the
+/// inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[allow(missing_docs)]
 pub struct BsrShape {
@@ -71,7 +73,8 @@ pub struct BsrShape {
     pub n: usize,
     pub k: usize,
     pub block_size: usize,
-    /// Fraction of the blocks that are stored; a row holds this rounded to whole blocks, at least one.
+    /// Fraction of the blocks that are stored; a row holds this rounded to whole blocks, at least
+    /// one.
     pub density: f64,
     pub pattern: Pattern,
     pub dtype: DType,
@@ -129,8 +132,10 @@ fn shared(f: &mut fmt::Formatter<'_>, heads: [usize; 2]) -> fmt::Result {
 }
 
 impl fmt::Display for Case {
-    /// The id: `b4_s4096_h32_d64_causal_bf16`, `varlen4096+512x2_h16_d128_causal_bf16`, `b1_s16384_h16_d128_q128kv128_d0.25_uniform_full_bf16`,
-    /// `mask_s32768_h16_b128_scores_d128_bf16`, `mask_s32768_h16_b128_top32`, `m8192_n1024_k8192_b64_d0.1_uniform_f16`,
+    /// The id: `b4_s4096_h32_d64_causal_bf16`, `varlen4096+512x2_h16_d128_causal_bf16`,
+    /// `b1_s16384_h16_d128_q128kv128_d0.25_uniform_full_bf16`,
+    /// `mask_s32768_h16_b128_scores_d128_bf16`, `mask_s32768_h16_b128_top32`,
+    /// `m8192_n1024_k8192_b64_d0.1_uniform_f16`,
     /// `sddmm_m4096_n4096_k1024_b64_d0.1_uniform_column_row_f16`. It can be read back.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -165,7 +170,8 @@ impl fmt::Display for Case {
                 write!(f, "m{m}_n{n}_k{k}_b{block_size}_d{density}_{pattern}_{dtype}")
             }
             Case::BsrSddmm(s) => {
-                let SddmmShape { m, n, k, block_size, density, pattern, a_major, b_major, dtype } = s;
+                let SddmmShape { m, n, k, block_size, density, pattern, a_major, b_major, dtype } =
+                    s;
                 let (a, b) = (a_major.name(), b_major.name());
                 write!(f, "sddmm_m{m}_n{n}_k{k}_b{block_size}_d{density}_{pattern}_{a}_{b}_{dtype}")
             }
@@ -176,7 +182,8 @@ impl fmt::Display for Case {
 impl AttentionShape {
     /// The problem of contiguous tensors.
     pub fn problem(&self) -> AttentionProblem {
-        let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, dtype, .. } = *self;
+        let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, dtype, .. } =
+            *self;
         let sizes = [batch, seqlen_q, seqlen_kv];
         let problem = AttentionProblem::dense(dtype, sizes, [num_heads_q, num_heads_kv], head_dim);
         AttentionProblem { mask: self.mask(), ..problem }

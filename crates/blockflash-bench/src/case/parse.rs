@@ -1,8 +1,8 @@
 //! Reading a case's id.
 
 use super::{
-    AttentionShape, BlockMaskShape, BlockSparseShape, BsrShape, Case, Lengths, MaskKind, MaskStep, Pattern,
-    SddmmShape, VarlenShape,
+    AttentionShape, BlockMaskShape, BlockSparseShape, BsrShape, Case, Lengths, MaskKind, MaskStep,
+    Pattern, SddmmShape, VarlenShape,
 };
 use blockflash_sys::{DType, Major};
 use std::str::FromStr;
@@ -74,16 +74,18 @@ fn attention(parts: &[&str]) -> Option<Case> {
     };
     let [num_heads_q, num_heads_kv] = heads(head_counts)?;
     match *rest {
-        [d, mask_name, dtype_name] if mask_heads.is_none() => Some(Case::AttentionFwd(AttentionShape {
-            batch,
-            seqlen_q,
-            seqlen_kv,
-            num_heads_q,
-            num_heads_kv,
-            head_dim: number(d, "d")?,
-            mask: mask(mask_name)?,
-            dtype: dtype(dtype_name)?,
-        })),
+        [d, mask_name, dtype_name] if mask_heads.is_none() => {
+            Some(Case::AttentionFwd(AttentionShape {
+                batch,
+                seqlen_q,
+                seqlen_kv,
+                num_heads_q,
+                num_heads_kv,
+                head_dim: number(d, "d")?,
+                mask: mask(mask_name)?,
+                dtype: dtype(dtype_name)?,
+            }))
+        }
         [d, blocks, density, pattern_name, mask_name, dtype_name] => {
             let [block_q, block_kv] = pair(blocks, "q")?;
             let shape = BlockSparseShape {
@@ -154,7 +156,9 @@ fn bsr(parts: &[&str]) -> Option<Case> {
 }
 
 fn sddmm(parts: &[&str]) -> Option<Case> {
-    let &["sddmm", m, n, k, block, density, pattern_name, a, b, dtype_name] = parts else { return None };
+    let &["sddmm", m, n, k, block, density, pattern_name, a, b, dtype_name] = parts else {
+        return None;
+    };
     let major = |part: &str| Major::ALL.into_iter().find(|major| major.name() == part);
     let shape = SddmmShape {
         m: number(m, "m")?,

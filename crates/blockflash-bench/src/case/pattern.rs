@@ -4,7 +4,8 @@ use crate::random;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// How the blocks of a sparse matrix are spread. At equal density all patterns store the same number of blocks, up to rounding.
+/// How the blocks of a sparse matrix are spread. At equal density all patterns store the same
+/// number of blocks, up to rounding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Pattern {
@@ -12,17 +13,21 @@ pub enum Pattern {
     Uniform,
     /// Every block is equally likely, so that rows differ by chance.
     Random,
-    /// The row of rank r holds about r^-0.8 times as many blocks as the first, in shuffled order; columns drawn at random.
+    /// The row of rank r holds about r^-0.8 times as many blocks as the first, in shuffled order;
+    /// columns drawn at random.
     PowerLaw,
     /// The same number of blocks in each row, side by side around the diagonal.
     Banded,
-    /// As many full rows as the density is of all rows, evenly spread; the others are empty. A density of one row stores the middle one.
+    /// As many full rows as the density is of all rows, evenly spread; the others are empty. A
+    /// density of one row stores the middle one.
     FullRows,
-    /// The same number of blocks in each row. At most sixteen rows at equal distances are a cluster: they take nine tenths of their
-    /// columns from one list of as many; the rest is drawn at random.
+    /// The same number of blocks in each row. At most sixteen rows at equal distances are a
+    /// cluster: they take nine tenths of their columns from one list of as many; the rest is drawn
+    /// at random.
     Clustered,
-    /// The same number of blocks in each row: its own column and those that differ from it in one bit, nearest first. Where that are
-    /// too few, each stands for an aligned run of 2, 4, … columns, the shortest that suffices; what is too much is left out at the far end.
+    /// The same number of blocks in each row: its own column and those that differ from it in one
+    /// bit, nearest first. Where that are too few, each stands for an aligned run of 2, 4, …
+    /// columns, the shortest that suffices; what is too much is left out at the far end.
     Butterfly,
 }
 
@@ -63,8 +68,8 @@ impl Pattern {
         Self::ALL.into_iter().find(|pattern| pattern.to_string() == name)
     }
 
-    /// Number of stored blocks: `density` rounded to whole blocks, per row (at least one) or for `Random` in all; for `FullRows` to whole
-    /// rows (at least one).
+    /// Number of stored blocks: `density` rounded to whole blocks, per row (at least one) or for
+    /// `Random` in all; for `FullRows` to whole rows (at least one).
     pub(crate) fn nnz_blocks(self, rows: usize, columns: usize, density: f64) -> usize {
         match self {
             Pattern::Random => rounded(density, rows * columns),
@@ -74,7 +79,13 @@ impl Pattern {
     }
 
     /// `row_ptr` and `col_idx`, ascending within each row.
-    pub fn draw(self, rows: usize, columns: usize, density: f64, seed: u64) -> (Vec<i32>, Vec<i32>) {
+    pub fn draw(
+        self,
+        rows: usize,
+        columns: usize,
+        density: f64,
+        seed: u64,
+    ) -> (Vec<i32>, Vec<i32>) {
         let each = rounded(density, columns);
         let at_random = |row: usize, count| random::choose(count, columns, seed, row as u64);
         let of_rows: Vec<Vec<usize>> = match self {
@@ -92,7 +103,9 @@ impl Pattern {
             }
             Pattern::Random => {
                 let mut of_rows = vec![Vec::new(); rows];
-                for block in random::choose(rounded(density, rows * columns), rows * columns, seed, 0) {
+                for block in
+                    random::choose(rounded(density, rows * columns), rows * columns, seed, 0)
+                {
                     of_rows[block / columns].push(block % columns);
                 }
                 of_rows
@@ -100,7 +113,9 @@ impl Pattern {
             Pattern::FullRows => {
                 let mut of_rows = vec![Vec::new(); rows];
                 let full = rounded(density, rows).min(rows);
-                (0..full).for_each(|at| of_rows[(2 * at + 1) * rows / (2 * full)] = (0..columns).collect());
+                (0..full).for_each(|at| {
+                    of_rows[(2 * at + 1) * rows / (2 * full)] = (0..columns).collect()
+                });
                 of_rows
             }
             Pattern::Clustered => clustered(rows, columns, each, seed),
@@ -128,7 +143,8 @@ pub(super) fn rounded(density: f64, blocks: usize) -> usize {
 /// Lengths of power-law rows with a given sum, each from 1 to `columns`.
 fn skewed(rows: usize, columns: usize, sum: usize, seed: u64) -> Vec<usize> {
     let lengths = |scale: f64| -> Vec<usize> {
-        let length = |rank: usize| (scale * (rank as f64).powf(-SKEW)).round().clamp(1.0, columns as f64);
+        let length =
+            |rank: usize| (scale * (rank as f64).powf(-SKEW)).round().clamp(1.0, columns as f64);
         (1..=rows).map(|rank| length(rank) as usize).collect()
     };
     // The largest scale that does not exceed the sum.
@@ -160,7 +176,8 @@ fn clustered(rows: usize, columns: usize, each: usize, seed: u64) -> Vec<Vec<usi
         let draw = |count, total, lane| random::choose(count, total, seed, lane as u64);
         // A lane for each list and two for each row.
         let list = draw(each, columns, row % clusters);
-        let others: Vec<usize> = (0..columns).filter(|column| list.binary_search(column).is_err()).collect();
+        let others: Vec<usize> =
+            (0..columns).filter(|column| list.binary_search(column).is_err()).collect();
         let of_list = draw(shared, list.len(), clusters + 2 * row);
         let of_others = draw(each - shared, others.len(), clusters + 2 * row + 1);
         let mut chosen: Vec<usize> = of_list.into_iter().map(|at| list[at]).collect();
@@ -171,7 +188,8 @@ fn clustered(rows: usize, columns: usize, each: usize, seed: u64) -> Vec<Vec<usi
     (0..rows).map(row).collect()
 }
 
-/// The least power of two so that a run of so many columns at each place of a butterfly holds `each` columns.
+/// The least power of two so that a run of so many columns at each place of a butterfly holds
+/// `each` columns.
 fn shortest_run(columns: usize, each: usize) -> usize {
     let places = |run: usize| 1 + columns.div_ceil(run).next_power_of_two().ilog2() as usize;
     let mut run = 1;
@@ -181,8 +199,8 @@ fn shortest_run(columns: usize, each: usize) -> usize {
     run
 }
 
-/// Columns of the row whose own column is `own`. Where the number of columns is no power of two some places lie outside of the matrix:
-/// those that differ in two bits follow, and so on.
+/// Columns of the row whose own column is `own`. Where the number of columns is no power of two
+/// some places lie outside of the matrix: those that differ in two bits follow, and so on.
 fn butterfly(own: usize, columns: usize, each: usize, run: usize) -> Vec<usize> {
     let distance = |column: &usize| (((own / run) ^ (column / run)).count_ones(), own ^ column);
     let mut nearest: Vec<usize> = (0..columns).collect();

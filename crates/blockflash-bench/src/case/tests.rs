@@ -50,11 +50,16 @@ pub(super) const BSR: BsrShape = BsrShape {
 
 #[test]
 fn ids_are_readable_and_can_be_read_back() {
-    let grouped = AttentionShape { num_heads_kv: 8, seqlen_q: 1, mask: MaskKind::Full, ..ATTENTION };
+    let grouped =
+        AttentionShape { num_heads_kv: 8, seqlen_q: 1, mask: MaskKind::Full, ..ATTENTION };
     let skewed = BsrShape { pattern: Pattern::PowerLaw, density: 0.0625, ..BSR };
     let shared = BlockSparseShape { mask_heads: 2, mask: MaskKind::Causal, ..BLOCK_SPARSE };
-    let of_one =
-        BlockSparseShape { mask_heads: 1, num_heads_kv: 4, pattern: Pattern::PowerLaw, ..BLOCK_SPARSE };
+    let of_one = BlockSparseShape {
+        mask_heads: 1,
+        num_heads_kv: 4,
+        pattern: Pattern::PowerLaw,
+        ..BLOCK_SPARSE
+    };
     for (case, id) in [
         (Case::AttentionFwd(ATTENTION), "b4_s4096_h32_d64_causal_bf16"),
         (Case::AttentionFwd(grouped), "b4_q1_kv4096_h32kv8_d64_full_bf16"),
@@ -68,7 +73,10 @@ fn ids_are_readable_and_can_be_read_back() {
         (Case::BlockSparseFwd(shared), "b1_s1024_h4kv2m2_d128_q64kv128_d0.25_uniform_causal_f16"),
         (Case::BlockSparseFwd(of_one), "b1_s1024_h4m1_d128_q64kv128_d0.25_power_law_full_f16"),
         (Case::BlockMaskBuild(SCORES), "mask_s1000_h4_b128_scores_d64_bf16"),
-        (Case::BlockMaskBuild(BlockMaskShape { step: CHOOSE, ..SCORES }), "mask_s1000_h4_b128_top3"),
+        (
+            Case::BlockMaskBuild(BlockMaskShape { step: CHOOSE, ..SCORES }),
+            "mask_s1000_h4_b128_top3",
+        ),
         (Case::BsrMatmul(BSR), "m8192_n1024_k8192_b64_d0.1_uniform_f16"),
         (Case::BsrMatmul(skewed), "m8192_n1024_k8192_b64_d0.0625_power_law_f16"),
     ] {
@@ -132,7 +140,8 @@ fn making_a_mask_reads_once_and_writes_once() {
     let case = Case::BlockMaskBuild(BlockMaskShape { step: CHOOSE, ..SCORES });
     let work = case.work();
     assert_eq!((work.flops, case.dtype()), (0.0, DType::F32));
-    // 36 scores of 64 are seen. Sink, window and diagonal are all of the first six rows, and 6 blocks of the others.
+    // 36 scores of 64 are seen. Sink, window and diagonal are all of the first six rows, and 6
+    // blocks of the others.
     let (seen, always) = (36.0, 21.0 + 6.0 + 6.0);
     assert_eq!(work.bytes, 4.0 * (9.0 + always + 4.0 * (seen + always + 9.0 + 8.0)));
 }
@@ -188,7 +197,10 @@ fn bytes_count_operands_once_and_tiles_again() {
     assert_eq!(causal.l2_bytes, 4.0 * 32.0 * (32.0 * 33.0 / 2.0) * 128.0 * 256.0 + rows * 128.0);
     // All four heads that share keys fit into one tile of a single query.
     let decode = AttentionShape { seqlen_q: 1, num_heads_kv: 8, mask: MaskKind::Full, ..ATTENTION };
-    assert_eq!(Case::AttentionFwd(decode).work().l2_bytes, 4.0 * 8.0 * 4096.0 * 256.0 + 4.0 * 32.0 * 128.0);
+    assert_eq!(
+        Case::AttentionFwd(decode).work().l2_bytes,
+        4.0 * 8.0 * 4096.0 * 256.0 + 4.0 * 32.0 * 128.0
+    );
 
     let sparse = Case::BlockSparseFwd(BLOCK_SPARSE).work();
     assert_eq!(sparse.l2_bytes, (4 * 16 * 2 * 128 * 512 + 1024 * 4 * 256) as f64);

@@ -7,7 +7,8 @@ use blockflash_sys::DType;
 use serde::Serialize;
 use std::fmt;
 
-/// Attention over packed sequences, `[tokens, num_heads, head_dim]`. Each has as many queries as keys and sees itself only.
+/// Attention over packed sequences, `[tokens, num_heads, head_dim]`. Each has as many queries as
+/// keys and sees itself only.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 #[allow(missing_docs)]
 pub struct VarlenShape {
@@ -19,7 +20,8 @@ pub struct VarlenShape {
     pub dtype: DType,
 }
 
-/// Lengths of packed sequences in their order: at least one, none of them 0. Written `4096+512x2` for 4096, 512, 512.
+/// Lengths of packed sequences in their order: at least one, none of them 0. Written `4096+512x2`
+/// for 4096, 512, 512.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Lengths(Vec<usize>);
 

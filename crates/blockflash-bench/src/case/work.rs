@@ -1,4 +1,5 @@
-//! What a case has to do: operations, exponentials and bytes, counted from the problem and not from a kernel.
+//! What a case has to do: operations, exponentials and bytes, counted from the problem and not from
+//! a kernel.
 
 use super::{AttentionShape, BlockSparseShape, BsrShape, Case, VarlenShape};
 use blockflash_ops::{attention_flops, bsr_flops};
@@ -13,9 +14,10 @@ pub struct Work {
     pub exps: f64,
     /// Bytes of device memory: every input read once, every output written once.
     pub bytes: f64,
-    /// Bytes of operands that multiprocessors fetch from L2 when a tile of rows shares each fetch: [`TILE_ROWS`] query rows (a
-    /// block of queries if the mask has smaller ones), or one row of blocks of a sparse matrix. Query heads that share keys
-    /// share a tile. A kernel that shares more can beat the time that follows from this count.
+    /// Bytes of operands that multiprocessors fetch from L2 when a tile of rows shares each fetch:
+    /// [`TILE_ROWS`] query rows (a block of queries if the mask has smaller ones), or one row of
+    /// blocks of a sparse matrix. Query heads that share keys share a tile. A kernel that shares
+    /// more can beat the time that follows from this count.
     pub l2_bytes: f64,
 }
 
@@ -46,8 +48,16 @@ fn operands(batch: usize, [q, kv]: [usize; 2], [heads_q, heads_kv]: [usize; 2], 
 }
 
 fn attention(shape: &AttentionShape) -> Work {
-    let AttentionShape { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, dtype, .. } =
-        *shape;
+    let AttentionShape {
+        batch,
+        seqlen_q,
+        seqlen_kv,
+        num_heads_q,
+        num_heads_kv,
+        head_dim,
+        dtype,
+        ..
+    } = *shape;
     let problem = shape.problem();
     // Only a variable-length problem has no count.
     let flops = attention_flops(&problem).unwrap_or(0) as f64;
@@ -85,7 +95,9 @@ fn varlen(shape: &VarlenShape) -> Work {
 }
 
 fn block_sparse(shape: &BlockSparseShape) -> Work {
-    let BlockSparseShape { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, .. } = *shape;
+    let BlockSparseShape {
+        batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, ..
+    } = *shape;
     let row = head_dim * shape.dtype.size();
     let pairs = (batch * shape.visited_pairs()) as f64;
     let sharing = shape.sharing_heads();
@@ -96,7 +108,8 @@ fn block_sparse(shape: &BlockSparseShape) -> Work {
         flops: 4.0 * pairs * head_dim as f64,
         exps: pairs,
         bytes: operands(batch, [seqlen_q, seqlen_kv], [num_heads_q, num_heads_kv], row),
-        l2_bytes: fetches * (shape.block_kv * 2 * row) as f64 + (batch * seqlen_q * num_heads_q * row) as f64,
+        l2_bytes: fetches * (shape.block_kv * 2 * row) as f64
+            + (batch * seqlen_q * num_heads_q * row) as f64,
     }
 }
 
@@ -107,7 +120,9 @@ fn bsr(shape: &BsrShape) -> Work {
     Work {
         flops: bsr_flops(&shape.problem()) as f64,
         exps: 0.0,
-        bytes: (values + 4 * (blocks + shape.block_rows() + 1) + (k * n + m * n) * dtype.size()) as f64,
-        l2_bytes: (blocks * block_size * n * dtype.size() + values * n.div_ceil(TILE_COLUMNS)) as f64,
+        bytes: (values + 4 * (blocks + shape.block_rows() + 1) + (k * n + m * n) * dtype.size())
+            as f64,
+        l2_bytes: (blocks * block_size * n * dtype.size() + values * n.div_ceil(TILE_COLUMNS))
+            as f64,
     }
 }

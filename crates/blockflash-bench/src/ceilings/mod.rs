@@ -1,4 +1,5 @@
-//! Ceilings: what the units of this GPU do at best, measured in the same run as what is held against them.
+//! Ceilings: what the units of this GPU do at best, measured in the same run as what is held
+//! against them.
 
 mod oracle;
 mod probes;
@@ -46,8 +47,8 @@ impl Ceilings {
         self.rates.push((ceiling, rate));
     }
 
-    /// The unit that needs most time for this work, or `None` when a rate is not known. Device memory does not limit a warm
-    /// launch whose operands fit into L2.
+    /// The unit that needs most time for this work, or `None` when a rate is not known. Device
+    /// memory does not limit a warm launch whose operands fit into L2.
     pub fn limit(&self, work: &Work, dtype: DType, cache: Cache) -> Option<Limit> {
         let best = |ceilings: &[Ceiling]| {
             let rates = self.rates.iter().filter(|(ceiling, _)| ceilings.contains(ceiling));
@@ -62,7 +63,8 @@ impl Ceilings {
         };
         let hbm = best(&[Ceiling::HbmRead, Ceiling::HbmCopy])?;
         let l2 = best(&[Ceiling::L2Read, Ceiling::L2Bulk])?;
-        let from_memory = if cache == Cache::Warm && work.bytes <= self.l2_bytes { 0.0 } else { work.bytes };
+        let from_memory =
+            if cache == Cache::Warm && work.bytes <= self.l2_bytes { 0.0 } else { work.bytes };
         let limits = [
             ("matmul", work.flops / matmul),
             ("exp", work.exps / best(&[Ceiling::Exp2])?),

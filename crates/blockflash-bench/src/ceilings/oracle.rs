@@ -34,7 +34,10 @@ impl Element {
             Element::E4m3 => e4m3_bits(value),
         };
         let width = 32 / self.per_word();
-        let word = values.iter().enumerate().fold(0, |word, (at, &value)| word | bits(value) << (at * width));
+        let word = values
+            .iter()
+            .enumerate()
+            .fold(0, |word, (at, &value)| word | bits(value) << (at * width));
         word as i32
     }
 
@@ -92,14 +95,20 @@ pub(super) fn mma(words: &[i32], element: Element) -> Vec<Expected> {
         let lane = g * 4 + k / per_word % 4;
         element.unpack(words[register * 32 + lane], k % per_word)
     };
-    let a = |tile: usize, row: usize, k: usize| at(tile * 4 + row / 8 + 2 * (k / (4 * per_word)), row % 8, k);
-    let b = |tile: usize, column: usize, k: usize| at(A_TILES * 4 + tile * 2 + k / (4 * per_word), column, k);
+    let a = |tile: usize, row: usize, k: usize| {
+        at(tile * 4 + row / 8 + 2 * (k / (4 * per_word)), row % 8, k)
+    };
+    let b = |tile: usize, column: usize, k: usize| {
+        at(A_TILES * 4 + tile * 2 + k / (4 * per_word), column, k)
+    };
     let result = |lane: usize| {
         let (g, t) = (lane / 4, lane % 4);
         let mut expected = Expected::default();
         for tile_a in 0..A_TILES {
             for tile_b in 0..B_TILES {
-                for (row, column) in [(g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1)] {
+                for (row, column) in
+                    [(g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1)]
+                {
                     (0..depth).for_each(|k| expected.add(a(tile_a, row, k), b(tile_b, column, k)));
                 }
             }
@@ -114,7 +123,8 @@ pub(super) fn wgmma(words: &[i32], element: Element) -> Vec<Expected> {
     const ROW_WORDS: usize = 32;
     const WARPGROUPS: usize = 2;
     let per_word = element.per_word();
-    let at = |row: usize, k: usize| element.unpack(words[row * ROW_WORDS + k / per_word], k % per_word);
+    let at =
+        |row: usize, k: usize| element.unpack(words[row * ROW_WORDS + k / per_word], k % per_word);
     let result = |thread: usize| {
         let (warpgroup, warp, g, t) = (thread / 128, thread / 32 % 4, thread / 4 % 8, thread % 4);
         let mut expected = Expected::default();
@@ -139,7 +149,10 @@ mod tests {
 
     #[test]
     fn fp8_values() {
-        assert_eq!((e4m3_value(0x38), e4m3_value(0x7E), e4m3_value(0x01)), (1.0, 448.0, 2f64.powi(-9)));
+        assert_eq!(
+            (e4m3_value(0x38), e4m3_value(0x7E), e4m3_value(0x01)),
+            (1.0, 448.0, 2f64.powi(-9))
+        );
         for bits in (0..0x7Fu8).chain(0x81..0xFF) {
             assert_eq!(e4m3_bits(e4m3_value(bits) as f32), u32::from(bits));
         }

@@ -77,7 +77,8 @@ impl Ceiling {
 const MEMORY_BYTES: usize = 512 << 20;
 /// Iterations or passes in which a result is compared.
 const FEW: u32 = 3;
-/// Error of a sum, relative to the sum of magnitudes. FP8 products of Hopper keep 14 bits while they accumulate.
+/// Error of a sum, relative to the sum of magnitudes. FP8 products of Hopper keep 14 bits while
+/// they accumulate.
 const TOLERANCE: f64 = 5e-4;
 
 /// A probe that is ready for its windows.
@@ -142,13 +143,19 @@ pub fn verify(row: &'static Row, stream: &Stream) -> Result<usize> {
     Ok(compared)
 }
 
-fn probed(row: &'static Row, ceiling: Ceiling, gpu: &CudaProperties, stream: &Stream) -> Result<Probed> {
+fn probed(
+    row: &'static Row,
+    ceiling: Ceiling,
+    gpu: &CudaProperties,
+    stream: &Stream,
+) -> Result<Probed> {
     let Variant::Probe(probe) = row.variant else {
         return Err(Error::Option(format!("{} is not a probe", row.symbol())));
     };
     let mut operands = Operands::new(row, probe, ceiling, gpu, stream)?;
     let verified = operands.verify(stream)?;
-    let repeat = Repeat::new(stream, Cache::Warm, |stream| operands.launch(stream, operands.iterations))?;
+    let repeat =
+        Repeat::new(stream, Cache::Warm, |stream| operands.launch(stream, operands.iterations))?;
     let (work, symbol) = (operands.work(), row.symbol());
     Ok(Probed { ceiling, work, verified, symbol, stream: stream.clone(), operands, repeat })
 }
@@ -249,7 +256,9 @@ impl Operands {
             })
         };
         Ok(match (self.probe, Element::of(self.probe)) {
-            (Probe::MmaF16 | Probe::MmaBf16 | Probe::MmaE4m3, Some(element)) => close(&mma(words, element)),
+            (Probe::MmaF16 | Probe::MmaBf16 | Probe::MmaE4m3, Some(element)) => {
+                close(&mma(words, element))
+            }
             (_, Some(element)) => close(&wgmma(words, element)),
             (Probe::Copy, _) => found == *words,
             // Read three times: the exclusive or of everything remains.
@@ -260,7 +269,8 @@ impl Operands {
                 let blocks = self.blocks as usize;
                 let expected = |block: usize| {
                     let chunk = |i: usize| (block + i * blocks) % chunks * chunk_words;
-                    (0..few as usize).fold(0, |fold, i| fold ^ folded(&words[chunk(i)..][..chunk_words]))
+                    (0..few as usize)
+                        .fold(0, |fold, i| fold ^ folded(&words[chunk(i)..][..chunk_words]))
                 };
                 found
                     .chunks(self.row.threads() as usize)

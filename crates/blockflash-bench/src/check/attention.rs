@@ -1,5 +1,7 @@
 use super::sequences::{Sequence, heads_of, sequences};
-use super::{BUDGET, Blocks, Comparison, Element, Mismatch, representable, round, rounding, sample};
+use super::{
+    BUDGET, Blocks, Comparison, Element, Mismatch, representable, round, rounding, sample,
+};
 use super::{PRODUCTS, TRUNCATION};
 use crate::io::Array;
 use blockflash_sys::DType;
@@ -9,8 +11,8 @@ use std::ops::Range;
 /// Heads that a sample takes from a large problem.
 const SAMPLED_HEADS: usize = 16;
 
-/// Attention: `q` is `[batch, seqlen_q, num_heads_q, head_dim]`, `k` and `v` are `[batch, seqlen_kv, num_heads_kv, head_dim]`; or all
-/// are packed, `[rows, heads, head_dim]`.
+/// Attention: `q` is `[batch, seqlen_q, num_heads_q, head_dim]`, `k` and `v` are
+/// `[batch, seqlen_kv, num_heads_kv, head_dim]`; or all are packed, `[rows, heads, head_dim]`.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionCase<'a> {
     /// Queries.
@@ -51,7 +53,11 @@ impl AttentionCase<'_> {
     }
 
     /// Keys that the mask shows to a query.
-    fn shown(&self, query: usize, &Sequence { seqlen_q, seqlen_kv, .. }: &Sequence) -> Range<usize> {
+    fn shown(
+        &self,
+        query: usize,
+        &Sequence { seqlen_q, seqlen_kv, .. }: &Sequence,
+    ) -> Range<usize> {
         let diagonal = if self.bottom_right { seqlen_kv as i128 - seqlen_q as i128 } else { 0 };
         let aligned = query as i128 + diagonal;
         let bound = |at: i128| at.clamp(0, seqlen_kv as i128) as usize;
@@ -71,9 +77,8 @@ impl AttentionCase<'_> {
     }
 }
 
-/// Compares the output `o` (shape of `q`) and `lse` (f32 `[batch, num_heads_q, seqlen_q]`, packed `[num_heads_q, rows]`) with
-/// the reference. `progress` is
-/// told the fraction that is done.
+/// Compares the output `o` (shape of `q`) and `lse` (f32 `[batch, num_heads_q, seqlen_q]`, packed
+/// `[num_heads_q, rows]`) with the reference. `progress` is told the fraction that is done.
 ///
 /// # Errors
 /// If shapes do not belong together.
@@ -114,7 +119,8 @@ fn outputs(
         Some(_) => {
             let (count, rows) = (sequences.len() as f64, case.q.shape()[0].max(1) as u64);
             let compare_one = |(index, sequence): (usize, &Sequence)| {
-                let budget = (u128::from(BUDGET) * sequence.seqlen_q as u128 / u128::from(rows)) as u64;
+                let budget =
+                    (u128::from(BUDGET) * sequence.seqlen_q as u128 / u128::from(rows)) as u64;
                 let seed = seed.wrapping_add(index as u64);
                 let of_all = |done: f64| progress((index as f64 + done) / count);
                 compare((case, o, lse), std::slice::from_ref(sequence), budget, seed, &of_all)
@@ -155,7 +161,8 @@ fn compare(
             let (sequence, head) = (&sequences[pair / heads], pair % heads);
             let head_kv = head / (heads / heads_kv);
             let kv = sequence.kv..sequence.kv + seqlen_kv;
-            let (keys, values) = (rows_of(case.k, kv.clone(), head_kv), rows_of(case.v, kv, head_kv));
+            let (keys, values) =
+                (rows_of(case.k, kv.clone(), head_kv), rows_of(case.v, kv, head_kv));
             let rows = sample(sampled_rows, seqlen_q, seed, 1 + pair as u64);
             let results: Vec<_> = rows
                 .par_iter()
@@ -167,7 +174,8 @@ fn compare(
                     let lse = lse.map_or_else(Vec::new, |lse| lse.to_f32(lse_at..lse_at + 1));
                     let result = (o.to_f32(range), lse);
                     let visible = case.visible(row, [head, heads], sequence);
-                    let sink = case.sink.and_then(|sink| sink.to_f32(head..head + 1).first().copied());
+                    let sink =
+                        case.sink.and_then(|sink| sink.to_f32(head..head + 1).first().copied());
                     compare_row(case, sink, o.dtype(), &query, &visible, [&keys, &values], &result)
                 })
                 .collect();
@@ -211,7 +219,8 @@ fn compare_row(
         .unzip();
     // A sink of -inf is none.
     let sink = sink.filter(|&sink| sink != f32::NEG_INFINITY);
-    let exact_max = exact_scores.iter().copied().fold(sink.map_or(f64::NEG_INFINITY, f64::from), f64::max);
+    let exact_max =
+        exact_scores.iter().copied().fold(sink.map_or(f64::NEG_INFINITY, f64::from), f64::max);
     let plain_max = plain_scores.iter().copied().fold(sink.unwrap_or(f32::NEG_INFINITY), f32::max);
     let (mut exact, mut plain, mut squares) =
         (vec![0f64; head_dim], vec![0f32; head_dim], vec![0f32; head_dim]);
@@ -236,16 +245,18 @@ fn compare_row(
     let (exact_inverse, plain_inverse) =
         if nothing { (0.0, 0.0) } else { (exact_sum.recip(), plain_sum.recip()) };
     let mut results = <[Comparison; 2]>::default();
-    let elements =
-        exact.iter().zip(&plain).zip(&squares).zip(o).map(|(((exact, plain), squares), &result)| Element {
+    let elements = exact.iter().zip(&plain).zip(&squares).zip(o).map(
+        |(((exact, plain), squares), &result)| Element {
             result,
             reference: representable(dtype, exact * exact_inverse),
             plain: round(dtype, plain * plain_inverse),
             magnitude: f64::from(squares.sqrt() * plain_inverse),
             // Any key may come first and outweigh the others.
             partial: (exact * exact_inverse).abs().max(f64::from(squares.sqrt() * plain_inverse)),
-        });
-    // The result is rounded, and the probabilities are: their errors are independent, four standard deviations are enough.
+        },
+    );
+    // The result is rounded, and the probabilities are: their errors are independent, four standard
+    // deviations are enough.
     let additions = exact_scores.len().div_ceil(PRODUCTS) as f64;
     results[0].add_row(elements, |sizes| {
         rounding(dtype, sizes.exact)
@@ -259,7 +270,8 @@ fn compare_row(
         magnitude: 1.0,
         partial: 0.0,
     });
-    // 2^-20: the exponential and logarithm units of a GPU work to about 2^-22, and both products are summed in f32.
+    // 2^-20: the exponential and logarithm units of a GPU work to about 2^-22, and both products
+    // are summed in f32.
     results[1].add_row(elements, |sizes| 2f64.powi(-20) * sizes.exact.max(sizes.magnitude));
     results
 }

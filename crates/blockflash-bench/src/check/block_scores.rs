@@ -11,11 +11,17 @@ struct Mean {
     magnitude: Vec<f64>,
 }
 
-/// Compares scores of square blocks, f32 `[1, heads, blocks, blocks]`, with the means of q and k, both `[1, seqlen, heads, head_dim]`.
+/// Compares scores of square blocks, f32 `[1, heads, blocks, blocks]`, with the means of q and k,
+/// both `[1, seqlen, heads, head_dim]`.
 ///
 /// # Errors
 /// If shapes do not belong together.
-pub fn block_scores(q: &Array, k: &Array, block: usize, scores: &Array) -> Result<Comparison, Mismatch> {
+pub fn block_scores(
+    q: &Array,
+    k: &Array,
+    block: usize,
+    scores: &Array,
+) -> Result<Comparison, Mismatch> {
     let &[1, seqlen, heads, head_dim] = q.shape() else {
         return Err(Mismatch(format!("q is {:?}, not [1, seqlen, heads, head_dim]", q.shape())));
     };
@@ -23,7 +29,9 @@ pub fn block_scores(q: &Array, k: &Array, block: usize, scores: &Array) -> Resul
     ensure(block > 0, || "a block has a size of 0".to_owned())?;
     let blocks = seqlen.div_ceil(block);
     let expected = [1, heads, blocks, blocks];
-    ensure(scores.shape() == expected, || format!("scores are {:?}, not {expected:?}", scores.shape()))?;
+    ensure(scores.shape() == expected, || {
+        format!("scores are {:?}, not {expected:?}", scores.shape())
+    })?;
     let means = |of: &Array| -> Vec<Mean> {
         (0..heads * blocks)
             .into_par_iter()
@@ -37,7 +45,8 @@ pub fn block_scores(q: &Array, k: &Array, block: usize, scores: &Array) -> Resul
     let compare_row = |row: usize| {
         let found = scores.to_f32(row * blocks..(row + 1) * blocks);
         let keys = &of_k[row / blocks * blocks..][..blocks];
-        let elements = found.into_iter().zip(keys).map(|(result, key)| element(&of_q[row], key, result));
+        let elements =
+            found.into_iter().zip(keys).map(|(result, key)| element(&of_q[row], key, result));
         let mut comparison = Comparison::default();
         comparison.add_row(elements, |sizes| rounding.largest(sizes));
         comparison
@@ -63,8 +72,11 @@ fn mean(of: &Array, head: usize, first: usize, block: usize) -> Mean {
     }
     exact.iter_mut().for_each(|sum| *sum /= count);
     plain.iter_mut().for_each(|sum| *sum /= count as f32);
-    let magnitude =
-        exact.iter().zip(squares).map(|(mean, squares)| mean.abs().max(squares.sqrt() / count)).collect();
+    let magnitude = exact
+        .iter()
+        .zip(squares)
+        .map(|(mean, squares)| mean.abs().max(squares.sqrt() / count))
+        .collect();
     Mean { exact, plain, magnitude }
 }
 
@@ -73,7 +85,13 @@ fn element(q: &Mean, k: &Mean, result: f32) -> Element {
         result,
         reference: q.exact.iter().zip(&k.exact).map(|(q, k)| q * k).sum(),
         plain: q.plain.iter().zip(&k.plain).map(|(q, k)| q * k).sum(),
-        magnitude: q.magnitude.iter().zip(&k.magnitude).map(|(q, k)| (q * k).powi(2)).sum::<f64>().sqrt(),
+        magnitude: q
+            .magnitude
+            .iter()
+            .zip(&k.magnitude)
+            .map(|(q, k)| (q * k).powi(2))
+            .sum::<f64>()
+            .sqrt(),
         partial: 0.0,
     }
 }

@@ -43,11 +43,18 @@ impl Blocks<'_> {
             sequence.lists = rows;
             rows += of_one(sequence);
         }
-        ensure(shared || rows == lists, || format!("row_ptr has {} entries for {rows} rows", row_ptr.len()))?;
-        let ascends = row_ptr.first() == Some(&0) && row_ptr.windows(2).all(|pair| pair[0] <= pair[1]);
+        ensure(shared || rows == lists, || {
+            format!("row_ptr has {} entries for {rows} rows", row_ptr.len())
+        })?;
+        let ascends =
+            row_ptr.first() == Some(&0) && row_ptr.windows(2).all(|pair| pair[0] <= pair[1]);
         let ends = row_ptr.last().and_then(|&end| usize::try_from(end).ok()) == Some(col_idx.len());
-        ensure(ascends && ends, || format!("row_ptr does not lead through {} blocks", col_idx.len()))?;
-        ensure(col_idx.iter().all(|&column| column >= 0), || "a block has a negative index".to_owned())
+        ensure(ascends && ends, || {
+            format!("row_ptr does not lead through {} blocks", col_idx.len())
+        })?;
+        ensure(col_idx.iter().all(|&column| column >= 0), || {
+            "a block has a negative index".to_owned()
+        })
     }
 
     /// The keys of a range that a query of a head sees, block by block. The lists are checked.

@@ -35,8 +35,8 @@ impl Activation {
     }
 }
 
-/// `activation(alpha · A·b + beta · c + bias)` with A in block sparse rows: row `i` of blocks has the columns
-/// `col_idx[row_ptr[i]..row_ptr[i + 1]]`.
+/// `activation(alpha · A·b + beta · c + bias)` with A in block sparse rows: row `i` of blocks has
+/// the columns `col_idx[row_ptr[i]..row_ptr[i + 1]]`.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub struct BsrCase<'a> {
@@ -76,16 +76,25 @@ fn compare(
     seed: u64,
     progress: &(dyn Fn(f64) + Sync),
 ) -> Result<Comparison, Mismatch> {
-    let (&[_, block, _], &[k, n], &[m, columns]) = (case.values.shape(), case.b.shape(), result.shape())
+    let (&[_, block, _], &[k, n], &[m, columns]) =
+        (case.values.shape(), case.b.shape(), result.shape())
     else {
         return Err(Mismatch("values must be [nnz, b, b], b [k, n] and c [m, n]".to_owned()));
     };
     ensure(columns == n && block > 0 && case.row_ptr.len() == m.div_ceil(block) + 1, || {
-        format!("c is {:?} for {} block rows of {block} and {n} columns", result.shape(), case.row_ptr.len())
+        format!(
+            "c is {:?} for {} block rows of {block} and {n} columns",
+            result.shape(),
+            case.row_ptr.len()
+        )
     })?;
     ensure(case.c.is_none_or(|c| c.shape() == [m, n]), || "c has another shape".to_owned())?;
-    ensure(case.bias_per_row.is_none_or(|bias| bias.shape() == [m]), || "bias is not [m]".to_owned())?;
-    ensure(case.bias_per_column.is_none_or(|bias| bias.shape() == [n]), || "bias is not [n]".to_owned())?;
+    ensure(case.bias_per_row.is_none_or(|bias| bias.shape() == [m]), || {
+        "bias is not [m]".to_owned()
+    })?;
+    ensure(case.bias_per_column.is_none_or(|bias| bias.shape() == [n]), || {
+        "bias is not [n]".to_owned()
+    })?;
 
     let row_cost = (case.col_idx.len() * block).div_ceil(m.div_ceil(block).max(1)).max(1) as u64;
     let all = BUDGET / row_cost >= (m * n) as u64;
@@ -125,8 +134,8 @@ fn compare_row(
     let (mut sums, mut plain) = (vec![ProductSum::default(); width], vec![0f32; width]);
     let mut partials = vec![PartialSums::default(); width];
     let bad = || Mismatch(format!("the indices of block row {} are out of range", row / block));
-    let [start, end] =
-        [row / block, row / block + 1].map(|at| usize::try_from(case.row_ptr[at]).unwrap_or(usize::MAX));
+    let [start, end] = [row / block, row / block + 1]
+        .map(|at| usize::try_from(case.row_ptr[at]).unwrap_or(usize::MAX));
     let blocks = case.col_idx.get(start..end).ok_or_else(bad)?;
     for (at, &col) in blocks.iter().enumerate() {
         let first = usize::try_from(col).map_err(|_| bad())? * block;

@@ -4,8 +4,8 @@ use crate::io::Array;
 use blockflash_sys::Major;
 use rayon::prelude::*;
 
-/// `alpha · A·B + beta · old` at the blocks of a block-sparse matrix: row `i` of blocks has the columns
-/// `col_idx[row_ptr[i]..row_ptr[i + 1]]`.
+/// `alpha · A·B + beta · old` at the blocks of a block-sparse matrix: row `i` of blocks has the
+/// columns `col_idx[row_ptr[i]..row_ptr[i + 1]]`.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub struct SddmmCase<'a> {
@@ -25,7 +25,8 @@ pub struct SddmmCase<'a> {
     pub beta: f32,
 }
 
-/// Compares `result` (`[nnz_blocks, block_size, block_size]`) with the reference. `progress` is told the fraction that is done.
+/// Compares `result` (`[nnz_blocks, block_size, block_size]`) with the reference. `progress` is
+/// told the fraction that is done.
 ///
 /// # Errors
 /// If shapes or indices do not belong together.
@@ -47,10 +48,14 @@ pub fn bsr_sddmm(
         "row_ptr does not lead through the blocks".to_owned()
     })?;
     ensure(
-        case.col_idx.iter().all(|&col| usize::try_from(col).is_ok_and(|col| col < n.div_ceil(size))),
+        case.col_idx
+            .iter()
+            .all(|&col| usize::try_from(col).is_ok_and(|col| col < n.div_ceil(size))),
         || "a block column is out of range".to_owned(),
     )?;
-    ensure(case.a.len() == m * k && case.b.len() == k * n, || "a or b has another shape".to_owned())?;
+    ensure(case.a.len() == m * k && case.b.len() == k * n, || {
+        "a or b has another shape".to_owned()
+    })?;
     ensure(case.old.is_none_or(|old| old.shape() == result.shape()), || {
         "the old values have another shape".to_owned()
     })?;
@@ -83,19 +88,33 @@ fn along_k(array: &Array, k: usize, lines: usize, is_so: bool) -> Vec<f32> {
 }
 
 /// Row `row % size` of block `row / size`; `a` is `[m, k]` and `b` `[n, k]`.
-fn compare_row(case: &SddmmCase<'_>, result: &Array, row: usize, a: &[f32], b: &[f32]) -> Comparison {
+fn compare_row(
+    case: &SddmmCase<'_>,
+    result: &Array,
+    row: usize,
+    a: &[f32],
+    b: &[f32],
+) -> Comparison {
     let ([m, n, k], size, dtype) = (case.sizes, result.shape()[1], result.dtype());
     let block = row / size;
     let block_row = case.row_ptr.partition_point(|&first| first as usize <= block) - 1;
     let (i, first_col) = (block_row * size + row % size, case.col_idx[block] as usize * size);
     let values = result.to_f32(row * size..(row + 1) * size);
-    let old = case.old.filter(|_| case.beta != 0.0).map(|old| old.to_f32(row * size..(row + 1) * size));
+    let old =
+        case.old.filter(|_| case.beta != 0.0).map(|old| old.to_f32(row * size..(row + 1) * size));
     let elements = values.iter().enumerate().map(|(at, &value)| {
         let j = first_col + at;
         if i >= m || j >= n {
-            return Element { result: value, reference: 0.0, plain: 0.0, magnitude: 0.0, partial: 0.0 };
+            return Element {
+                result: value,
+                reference: 0.0,
+                plain: 0.0,
+                magnitude: 0.0,
+                partial: 0.0,
+            };
         }
-        let (mut sum, mut partial, mut plain) = (ProductSum::default(), PartialSums::default(), 0f32);
+        let (mut sum, mut partial, mut plain) =
+            (ProductSum::default(), PartialSums::default(), 0f32);
         for (a, b) in a[i * k..][..k].chunks(PRODUCTS).zip(b[j * k..][..k].chunks(PRODUCTS)) {
             for (&a, &b) in a.iter().zip(b) {
                 sum.add(f64::from(a) * f64::from(b));
@@ -131,7 +150,8 @@ mod tests {
 
     #[test]
     fn on_paper() {
-        // A·B of 3 × 3 in blocks of 2; the stored block has rows 2, 3 and columns 0, 1 of [1 2 3] · [[1 0 2] [0 1 2] [1 1 2]].
+        // A·B of 3 × 3 in blocks of 2; the stored block has rows 2, 3 and columns 0, 1 of [1 2 3] ·
+        // [[1 0 2] [0 1 2] [1 1 2]].
         let a = array(&[3, 3], &[9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 1.0, 2.0, 3.0]);
         let b = array(&[3, 3], &[1.0, 0.0, 2.0, 0.0, 1.0, 2.0, 1.0, 1.0, 2.0]);
         let old = array(&[1, 2, 2], &[10.0, 20.0, f32::NAN, f32::NAN]);

@@ -127,7 +127,8 @@ impl Rounding {
 
     /// The floor of the norm of the errors of so many elements, from the norms of their sizes.
     pub fn norm(&self, sizes: Sizes, elements: usize) -> f64 {
-        self.floor(sizes, 3f64.sqrt().recip()) + subnormal_roundoff(self.output) * (elements as f64).sqrt()
+        self.floor(sizes, 3f64.sqrt().recip())
+            + subnormal_roundoff(self.output) * (elements as f64).sqrt()
     }
 
     fn floor(&self, Sizes { exact, magnitude, partial }: Sizes, of_a_rounding: f64) -> f64 {

@@ -4,7 +4,8 @@ use super::attention::AttentionCase;
 use super::{Mismatch, ensure};
 use crate::io::Array;
 
-/// One sequence of all heads. Rows count from the start of a tensor: a row of q, k, v or o holds all heads.
+/// One sequence of all heads. Rows count from the start of a tensor: a row of q, k, v or o holds
+/// all heads.
 pub(super) struct Sequence {
     /// First row of q and o.
     pub(super) q: usize,
@@ -33,12 +34,16 @@ pub(super) fn sequences(
     ensure(case.k.shape() == case.v.shape(), || {
         format!("k is {:?} and v {:?}", case.k.shape(), case.v.shape())
     })?;
-    ensure(o.shape() == case.q.shape(), || format!("o is {:?} and q {:?}", o.shape(), case.q.shape()))?;
+    ensure(o.shape() == case.q.shape(), || {
+        format!("o is {:?} and q {:?}", o.shape(), case.q.shape())
+    })?;
     let ([heads, _], [heads_kv, _]) = (heads_of(case.q), heads_of(case.k));
     ensure(heads == 0 || heads_kv > 0 && heads.is_multiple_of(heads_kv), || {
         format!("{heads} heads of q, {heads_kv} of k")
     })?;
-    ensure(case.sink.is_none_or(|sink| sink.shape() == [heads]), || format!("a sink of {heads} heads"))?;
+    ensure(case.sink.is_none_or(|sink| sink.shape() == [heads]), || {
+        format!("a sink of {heads} heads")
+    })?;
     if let Some(blocks) = case.blocks {
         blocks.place(&mut sequences, heads)?;
     }
@@ -88,11 +93,13 @@ fn packed(
     lse: Option<&Array>,
 ) -> Result<Vec<Sequence>, Mismatch> {
     let wrong = || wrong(case, lse);
-    let (&[rows, heads, head_dim], &[rows_kv, _, head_dim_kv]) = (case.q.shape(), case.k.shape()) else {
+    let (&[rows, heads, head_dim], &[rows_kv, _, head_dim_kv]) = (case.q.shape(), case.k.shape())
+    else {
         return Err(wrong());
     };
     let agree = head_dim_kv == head_dim && lse.is_none_or(|lse| lse.shape() == [heads, rows]);
-    let total = |lengths: &[usize]| lengths.iter().try_fold(0usize, |sum, &length| sum.checked_add(length));
+    let total =
+        |lengths: &[usize]| lengths.iter().try_fold(0usize, |sum, &length| sum.checked_add(length));
     let totals = [lengths_q, lengths_kv].map(total) == [Some(rows), Some(rows_kv)];
     if !(agree && totals && lengths_q.len() == lengths_kv.len()) {
         return Err(wrong());

@@ -21,10 +21,19 @@ fn sequences_of_queries_and_keys_of_other_lengths() {
     assert_eq!(check(&causal, o, lse).unwrap(), [(true, 4); 2]);
     assert_eq!(check(&causal, [5.0, 10.0, 30.0, 30.0], lse).unwrap()[0], (false, 4));
     let top_left = AttentionCase { bottom_right: false, ..causal };
-    assert_eq!(check(&top_left, [0.0, 5.0, 30.0, 30.0], [0.0, two, 0.0, 0.0]).unwrap(), [(true, 4); 2]);
+    assert_eq!(
+        check(&top_left, [0.0, 5.0, 30.0, 30.0], [0.0, two, 0.0, 0.0]).unwrap(),
+        [(true, 4); 2]
+    );
 
     // One query and two keys a block: keys 0, 1; key 2; none; key 3.
-    let blocks = Blocks { block_q: 1, block_kv: 2, heads: 1, row_ptr: &[0, 1, 2, 2, 3], col_idx: &[0, 1, 0] };
+    let blocks = Blocks {
+        block_q: 1,
+        block_kv: 2,
+        heads: 1,
+        row_ptr: &[0, 1, 2, 2, 3],
+        col_idx: &[0, 1, 0],
+    };
     let sparse = AttentionCase { blocks: Some(blocks), right: None, ..causal };
     let (o, lse) = ([5.0, 20.0, 0.0, 30.0], [two, 0.0, none, 0.0]);
     assert_eq!(check(&sparse, o, lse).unwrap(), [(true, 4); 2]);
@@ -52,7 +61,8 @@ fn batch_entries_have_lists_of_blocks() {
 
 #[test]
 fn packed_sequences_see_themselves_only() {
-    // One key each: the output is the value, the lse the score. Then two keys, of which the causal query sees the first.
+    // One key each: the output is the value, the lse the score. Then two keys, of which the causal
+    // query sees the first.
     let q = array(&[3, 1, 1], vec![1.0, 1.0, 1.0]);
     let k = array(&[3, 1, 1], vec![2.0, 0.0, 3f32.ln()]);
     let v = array(&[3, 1, 1], vec![5.0, 4.0, 8.0]);

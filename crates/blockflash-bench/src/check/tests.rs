@@ -80,7 +80,8 @@ fn samples_of_packed_sequences_visit_each() {
     let constant = |value| array(&[rows, heads, 8], vec![value; rows * heads * 8]);
     let tensors = [random(DType::F16, &[rows, heads, 8], 0), constant(0.0), constant(1.0)];
     let o = constant(1.0);
-    let one_head: Vec<f32> = lengths.iter().flat_map(|&length| vec![(length as f32).ln(); length]).collect();
+    let one_head: Vec<f32> =
+        lengths.iter().flat_map(|&length| vec![(length as f32).ln(); length]).collect();
     let mut lse = one_head.repeat(heads);
     let case = AttentionCase { lengths: Some([&lengths; 2]), ..case(&tensors, None) };
     let check = |lse: &[f32]| {
@@ -97,14 +98,21 @@ fn samples_of_packed_sequences_visit_each() {
 
 #[test]
 fn only_listed_blocks_are_seen() {
-    // Two query heads on one key head, four queries and six keys in blocks of 2: the key is the place, the value ten times it.
+    // Two query heads on one key head, four queries and six keys in blocks of 2: the key is the
+    // place, the value ten times it.
     let q = array(&[1, 4, 2, 1], vec![0.0; 8]);
     let k = array(&[1, 6, 1, 1], vec![0.0; 6]);
     let v = array(&[1, 6, 1, 1], (0..6).map(|key| key as f32 * 10.0).collect());
     let tensors = [q, k, v];
-    // Head 0: keys 0, 1, 4, 5 for the first two queries, nothing for the others. Head 1: keys 2, 3 and all.
-    let blocks =
-        Blocks { block_q: 2, block_kv: 2, heads: 2, row_ptr: &[0, 2, 2, 3, 6], col_idx: &[0, 2, 1, 0, 1, 2] };
+    // Head 0: keys 0, 1, 4, 5 for the first two queries, nothing for the others. Head 1: keys 2, 3
+    // and all.
+    let blocks = Blocks {
+        block_q: 2,
+        block_kv: 2,
+        heads: 2,
+        row_ptr: &[0, 2, 2, 3, 6],
+        col_idx: &[0, 2, 1, 0, 1, 2],
+    };
     let sparse = |blocks, right| AttentionCase { blocks: Some(blocks), ..case(&tensors, right) };
     let check = |case: &AttentionCase<'_>, o: [f32; 8], lse: [f32; 8]| {
         let (o, lse) = (array(&[1, 4, 2, 1], o.to_vec()), array(&[1, 2, 4], lse.to_vec()));
@@ -112,8 +120,10 @@ fn only_listed_blocks_are_seen() {
     };
     let (none, two, four, six) = (f32::NEG_INFINITY, 2f32.ln(), 4f32.ln(), 6f32.ln());
     let full = sparse(blocks, None);
-    let (o, lse) =
-        ([25.0, 25.0, 25.0, 25.0, 0.0, 25.0, 0.0, 25.0], [four, four, none, none, two, two, six, six]);
+    let (o, lse) = (
+        [25.0, 25.0, 25.0, 25.0, 0.0, 25.0, 0.0, 25.0],
+        [four, four, none, none, two, two, six, six],
+    );
     assert_eq!(check(&full, o, lse), [(true, 8); 2]);
     let mut wrong = o;
     wrong[4] = 1.0;
@@ -183,7 +193,8 @@ fn scores_of_blocks_on_paper() {
     assert!(!block_scores(&q, &k, 2, &scores(15.001)).unwrap().passed());
     assert!(!block_scores(&q, &k, 2, &scores(f32::NAN)).unwrap().passed());
     assert!(
-        block_scores(&q, &k, 3, &scores(15.0)).is_err() && block_scores(&q, &k, 0, &scores(15.0)).is_err()
+        block_scores(&q, &k, 3, &scores(15.0)).is_err()
+            && block_scores(&q, &k, 0, &scores(15.0)).is_err()
     );
     assert!(block_scores(&q, &array(&[1, 3, 2, 1], vec![0.0; 6]), 2, &scores(15.0)).is_err());
 }
@@ -207,14 +218,21 @@ fn bsr_on_paper() {
         bias_per_column: None,
         activation: Activation::Relu,
     };
-    let expected = |last: f32| array(&[4, 3], [[10.0; 3], [10.0; 3], [16.0; 3], [last; 3]].concat());
+    let expected =
+        |last: f32| array(&[4, 3], [[10.0; 3], [10.0; 3], [16.0; 3], [last; 3]].concat());
     assert!(bsr_matmul(&case, &expected(0.0), 0, |_| ()).unwrap().passed());
     assert!(!bsr_matmul(&case, &expected(0.1), 0, |_| ()).unwrap().passed());
     assert!(bsr_matmul(&BsrCase { col_idx: &[], ..case }, &expected(0.0), 0, |_| ()).is_err());
     assert!(bsr_matmul(&case, &array(&[4, 2], vec![0.0; 8]), 0, |_| ()).is_err());
     // Without beta C may be NaN.
     let nan = array(&[4, 3], vec![f32::NAN; 12]);
-    let case = BsrCase { c: Some(&nan), beta: 0.0, activation: Activation::None, bias_per_row: None, ..case };
+    let case = BsrCase {
+        c: Some(&nan),
+        beta: 0.0,
+        activation: Activation::None,
+        bias_per_row: None,
+        ..case
+    };
     let result = array(&[4, 3], [[0.0; 3], [0.0; 3], [6.0; 3], [14.0; 3]].concat());
     assert!(bsr_matmul(&case, &result, 0, |_| ()).unwrap().passed());
 }

@@ -37,7 +37,8 @@ impl Array {
     /// `None` if the number of values is not the product of the shape.
     pub fn new(shape: &[usize], values: Values) -> Option<Self> {
         let elements = shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size))?;
-        (with!(&values, vec => vec.len()) == elements).then(|| Self { shape: shape.to_vec(), values })
+        (with!(&values, vec => vec.len()) == elements)
+            .then(|| Self { shape: shape.to_vec(), values })
     }
 
     /// Sizes, outermost first.
@@ -84,7 +85,8 @@ impl Array {
         }
     }
 
-    /// A range of elements in f32; exact for every floating-point type here. Empty if the range lies outside.
+    /// A range of elements in f32; exact for every floating-point type here. Empty if the range
+    /// lies outside.
     pub fn to_f32(&self, range: Range<usize>) -> Vec<f32> {
         with!(&self.values, vec => vec.get(range).unwrap_or_default().iter().map(|value| value.to_f32()).collect())
     }
@@ -120,13 +122,16 @@ impl Array {
         Ok(Self { shape: tensor.shape().to_vec(), values })
     }
 
-    /// An array of this shape whose element at a row-major position is the one of this array at `source` of that position. `None` if there
-    /// are not as many positions as the shape has, or one lies outside.
+    /// An array of this shape whose element at a row-major position is the one of this array at
+    /// `source` of that position. `None` if there are not as many positions as the shape has, or
+    /// one lies outside.
     pub fn rearranged(&self, shape: &[usize], source: impl Fn(usize) -> usize) -> Option<Self> {
         let positions = 0..self.len();
         macro_rules! picked {
             ($variant:ident, $vec:expr) => {
-                Values::$variant(positions.map(|at| $vec.get(source(at)).copied()).collect::<Option<_>>()?)
+                Values::$variant(
+                    positions.map(|at| $vec.get(source(at)).copied()).collect::<Option<_>>()?,
+                )
             };
         }
         let values = match &self.values {

@@ -79,7 +79,8 @@ macro_rules! scalar {
 scalar!(f16, F16, 65504.0, f16::from_f32, f16::from_f64, f16::to_f32);
 scalar!(bf16, Bf16, 3.3895313892515355e38, bf16::from_f32, bf16::from_f64, bf16::to_f32);
 scalar!(f32, F32, f32::MAX as f64, |value| value, |value| value as f32, |value| value);
-scalar!(i32, I32, i32::MAX as f64, |value| value as i32, |value| value as i32, |value| value as f32);
+scalar!(i32, I32, i32::MAX as f64, |value| value as i32, |value| value as i32, |value| value
+    as f32);
 scalar!(u8, U8, u8::MAX as f64, |value| value as u8, |value| value as u8, f32::from);
 
 /// Why a piece of a file could not be converted.
@@ -91,8 +92,13 @@ pub(super) enum Refusal {
     Range(usize, f64),
 }
 
-/// Converts little-endian elements; finite values beyond the range of `T` are refused, infinities and NaN are kept.
-pub(super) fn convert<T: Scalar>(stored: Stored, bytes: &[u8], out: &mut [T]) -> Result<(), Refusal> {
+/// Converts little-endian elements; finite values beyond the range of `T` are refused, infinities
+/// and NaN are kept.
+pub(super) fn convert<T: Scalar>(
+    stored: Stored,
+    bytes: &[u8],
+    out: &mut [T],
+) -> Result<(), Refusal> {
     const PIECE: usize = 1 << 14;
     let integers = matches!(stored, Stored::I32 | Stored::I64 | Stored::Bool);
     // Nothing becomes u8: that has no room for negative numbers.
@@ -111,14 +117,24 @@ pub(super) fn convert<T: Scalar>(stored: Stored, bytes: &[u8], out: &mut [T]) ->
 fn convert_piece<T: Scalar>(stored: Stored, bytes: &[u8], out: &mut [T]) -> Result<(), Refusal> {
     match stored {
         Stored::F16 => each(bytes, out, |b| f16::from_le_bytes(b).to_f32(), T::from_f32, f64::from),
-        Stored::Bf16 => each(bytes, out, |b| bf16::from_le_bytes(b).to_f32(), T::from_f32, f64::from),
+        Stored::Bf16 => {
+            each(bytes, out, |b| bf16::from_le_bytes(b).to_f32(), T::from_f32, f64::from)
+        }
         Stored::F32 => each(bytes, out, f32::from_le_bytes, T::from_f32, f64::from),
         Stored::F64 => each(bytes, out, f64::from_le_bytes, T::from_f64, |value| value),
-        Stored::I32 => each(bytes, out, i32::from_le_bytes, |value| T::from_f64(value.into()), f64::from),
-        Stored::Bool => each(bytes, out, |[b]| b != 0, |value| T::from_f64(value.into()), f64::from),
-        Stored::I64 => {
-            each(bytes, out, i64::from_le_bytes, |value| T::from_f64(value as f64), |value| value as f64)
+        Stored::I32 => {
+            each(bytes, out, i32::from_le_bytes, |value| T::from_f64(value.into()), f64::from)
         }
+        Stored::Bool => {
+            each(bytes, out, |[b]| b != 0, |value| T::from_f64(value.into()), f64::from)
+        }
+        Stored::I64 => each(
+            bytes,
+            out,
+            i64::from_le_bytes,
+            |value| T::from_f64(value as f64),
+            |value| value as f64,
+        ),
     }
 }
 

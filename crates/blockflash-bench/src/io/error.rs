@@ -79,7 +79,9 @@ pub enum Problem {
         wanted: DType,
     },
     /// A value that the wanted type cannot hold.
-    #[error("{tensor} has the value {value:e} at element {index}, beyond the range of {wanted} (±{limit:e})")]
+    #[error(
+        "{tensor} has the value {value:e} at element {index}, beyond the range of {wanted} (±{limit:e})"
+    )]
     Overflow {
         /// Which tensor.
         tensor: String,

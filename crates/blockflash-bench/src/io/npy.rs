@@ -25,7 +25,11 @@ pub(super) fn entry(source: &mut dyn Read, first: [u8; 8], length: u64) -> Resul
             source.read_exact(&mut bytes).map_err(|_| truncated("the header", 12, length))?;
             (12, u64::from(u32::from_le_bytes(bytes)))
         }
-        _ => return Err(Problem::Unsupported(format!("is a .npy file of the unknown version {major}"))),
+        _ => {
+            return Err(Problem::Unsupported(format!(
+                "is a .npy file of the unknown version {major}"
+            )));
+        }
     };
     let offset = prefix + header_length;
     if offset > length {
@@ -38,8 +42,8 @@ pub(super) fn entry(source: &mut dyn Read, first: [u8; 8], length: u64) -> Resul
     }
     let mut header = vec![0; header_length as usize];
     source.read_exact(&mut header)?;
-    let header =
-        std::str::from_utf8(&header).map_err(|_| Problem::Format("the header is no text".to_owned()))?;
+    let header = std::str::from_utf8(&header)
+        .map_err(|_| Problem::Format("the header is no text".to_owned()))?;
     let Header { descr, column_major, shape } = Header::parse(header)
         .ok_or_else(|| Problem::Format(format!("unexpected header {:?}", abbreviated(header))))?;
     let stored = stored(descr)?;
@@ -64,8 +68,10 @@ pub(super) fn header(dtype: DType, shape: &[usize]) -> Result<Vec<u8>, Problem> 
         }
     };
     let sizes: String = shape.iter().map(|size| format!("{size}, ")).collect();
-    let mut text =
-        format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({}), }}", sizes.trim_end());
+    let mut text = format!(
+        "{{'descr': '{descr}', 'fortran_order': False, 'shape': ({}), }}",
+        sizes.trim_end()
+    );
     // The data starts at a multiple of 64 bytes, after a newline.
     while (10 + text.len() + 1) % 64 != 0 {
         text.push(' ');
@@ -92,7 +98,8 @@ fn stored(descr: &str) -> Result<Stored, Problem> {
         "|b1" => Ok(Stored::Bool),
         // What NumPy writes for the bfloat16 of ml_dtypes: two bytes without a meaning.
         "<V2" | "|V2" => Err(Problem::Unsupported(
-            "holds 2-byte items without a type: .npy has no bf16, save f32 or use .safetensors".to_owned(),
+            "holds 2-byte items without a type: .npy has no bf16, save f32 or use .safetensors"
+                .to_owned(),
         )),
         _ => Err(Problem::Unsupported(format!(
             "has the element type '{descr}'; supported are little-endian f2, f4, f8, i4, i8, and b1"

@@ -32,7 +32,8 @@ pub struct TensorFile {
     entries: Vec<Entry>,
 }
 
-/// Bytes that can be read anywhere. A trait object: the conversions are compiled once, not for each kind of file.
+/// Bytes that can be read anywhere. A trait object: the conversions are compiled once, not for each
+/// kind of file.
 trait Source: Read + Seek + std::fmt::Debug {}
 
 impl<S: Read + Seek + std::fmt::Debug> Source for S {}
@@ -41,7 +42,8 @@ impl TensorFile {
     /// Opens a `.npy` or `.safetensors` file; the contents decide which one it is, not the name.
     ///
     /// # Errors
-    /// [`Problem::Io`], [`Problem::NotAFile`], [`Problem::Format`], [`Problem::Unsupported`], [`Problem::Length`].
+    /// [`Problem::Io`], [`Problem::NotAFile`], [`Problem::Format`], [`Problem::Unsupported`],
+    /// [`Problem::Length`].
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let open = || {
@@ -92,12 +94,12 @@ impl TensorFile {
         names.iter().try_for_each(|name| self.entry(name).map(|_| ()))
     }
 
-    /// Reads a tensor and converts its elements to `dtype`: floating point to floating point, integers and booleans to
-    /// i32.
+    /// Reads a tensor and converts its elements to `dtype`: floating point to floating point,
+    /// integers and booleans to i32.
     ///
     /// # Errors
-    /// [`Problem::NoTensor`], [`Problem::Convert`], [`Problem::Overflow`] for a finite value beyond the range of `dtype`,
-    /// [`Problem::OutOfMemory`], [`Problem::Io`].
+    /// [`Problem::NoTensor`], [`Problem::Convert`], [`Problem::Overflow`] for a finite value beyond
+    /// the range of `dtype`, [`Problem::OutOfMemory`], [`Problem::Io`].
     pub fn load(&mut self, name: &str, dtype: DType) -> Result<Array> {
         let loaded = match self.find(name).cloned() {
             Ok(entry) => match dtype {
@@ -118,10 +120,10 @@ impl TensorFile {
 
     fn find(&self, name: &str) -> std::result::Result<&Entry, Problem> {
         let matches = |entry: &&Entry| entry.name == name || entry.name.is_empty();
-        self.entries
-            .iter()
-            .find(matches)
-            .ok_or_else(|| Problem::NoTensor { name: name.to_owned(), present: some_names(&self.entries) })
+        self.entries.iter().find(matches).ok_or_else(|| Problem::NoTensor {
+            name: name.to_owned(),
+            present: some_names(&self.entries),
+        })
     }
 
     fn values<T: Scalar>(&mut self, entry: &Entry) -> std::result::Result<Array, Problem> {
@@ -130,7 +132,9 @@ impl TensorFile {
             name => format!("tensor `{name}`"),
         };
         let stored = entry.stored.clone().map_err(|word| {
-            Problem::Unsupported(format!("{tensor} has the element type {word}, which cannot be read here"))
+            Problem::Unsupported(format!(
+                "{tensor} has the element type {word}, which cannot be read here"
+            ))
         })?;
         let elements = entry.shape.iter().product::<usize>();
         let out_of_memory =
@@ -146,7 +150,9 @@ impl TensorFile {
             self.source.read_exact(bytes)?;
             values.resize(start + count, T::default());
             convert(stored, bytes, &mut values[start..]).map_err(|refusal| match refusal {
-                Refusal::Kind => Problem::Convert { tensor: tensor.clone(), stored, wanted: T::DTYPE },
+                Refusal::Kind => {
+                    Problem::Convert { tensor: tensor.clone(), stored, wanted: T::DTYPE }
+                }
                 Refusal::Range(at, value) => Problem::Overflow {
                     tensor: tensor.clone(),
                     index: (start + at) as u64,
@@ -157,8 +163,8 @@ impl TensorFile {
             })?;
         }
         if entry.column_major && entry.shape.len() > 1 {
-            values =
-                row_major(&values, &entry.shape).ok_or_else(|| out_of_memory(elements, size_of::<T>()))?;
+            values = row_major(&values, &entry.shape)
+                .ok_or_else(|| out_of_memory(elements, size_of::<T>()))?;
         }
         Array::new(&entry.shape, T::wrap(values)).ok_or_else(|| {
             Problem::Unsupported(format!("{tensor} has an impossible shape {:?}", entry.shape))
@@ -187,7 +193,8 @@ fn entries(source: &mut dyn Source) -> std::result::Result<Vec<Entry>, Problem> 
 
 /// Number of bytes of a tensor, if the machine can count them.
 pub(super) fn byte_length(shape: &[usize], element_bits: u64) -> Option<u64> {
-    let bits = shape.iter().try_fold(element_bits, |product, &size| product.checked_mul(size as u64))?;
+    let bits =
+        shape.iter().try_fold(element_bits, |product, &size| product.checked_mul(size as u64))?;
     (usize::try_from(bits).is_ok() && bits.is_multiple_of(8)).then_some(bits / 8)
 }
 
@@ -222,7 +229,8 @@ fn row_major<T: Scalar>(values: &[T], shape: &[usize]) -> Option<Vec<T>> {
 
 fn some_names(entries: &[Entry]) -> String {
     const SHOWN: usize = 8;
-    let mut names: Vec<&str> = entries.iter().take(SHOWN).map(|entry| entry.name.as_str()).collect();
+    let mut names: Vec<&str> =
+        entries.iter().take(SHOWN).map(|entry| entry.name.as_str()).collect();
     let more = format!("{} more", entries.len().saturating_sub(SHOWN));
     if entries.len() > SHOWN {
         names.push(&more);

@@ -43,7 +43,8 @@ impl Replacement {
         let mut done: Vec<(PathBuf, Option<NamedTempFile<()>>)> = Vec::new();
         for Self { temporary, path, destination } in files {
             let old = if several { second_name(&destination) } else { Ok(None) };
-            let moved = old.and_then(|old| temporary.persist(&destination).map(|_| old).map_err(Into::into));
+            let moved = old
+                .and_then(|old| temporary.persist(&destination).map(|_| old).map_err(Into::into));
             match moved {
                 Ok(old) => done.push((destination, old)),
                 Err(error) => {

@@ -12,7 +12,8 @@ fn array(value: i32) -> Array {
 
 fn names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).unwrap();
-    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort_unstable();
     names
 }
@@ -53,7 +54,10 @@ fn all_files_or_none() {
 
     fs::remove_dir(&last).unwrap();
     Replacement::commit([&old, &new, &last].map(|path| started(path, "after")).into()).unwrap();
-    assert_eq!((fs::read_to_string(&old).unwrap().as_str(), names(folder.path()).len()), ("after", 3));
+    assert_eq!(
+        (fs::read_to_string(&old).unwrap().as_str(), names(folder.path()).len()),
+        ("after", 3)
+    );
 }
 
 #[test]
@@ -65,7 +69,10 @@ fn one_that_cannot_be_written_keeps_all_from_changing() {
     let two = [("a", &array(2)), ("b", &array(3))];
     // Two arrays do not fit into one .npy file.
     assert!(write_all(&[(&good, &two[..1]), (&bad, &two)]).is_err());
-    assert_eq!((fs::read(&good).unwrap(), names(folder.path())), (before, vec!["good.npy".to_owned()]));
+    assert_eq!(
+        (fs::read(&good).unwrap(), names(folder.path())),
+        (before, vec!["good.npy".to_owned()])
+    );
 }
 
 #[test]

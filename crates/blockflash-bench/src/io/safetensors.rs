@@ -12,31 +12,45 @@ const MAX_HEADER: u64 = 100_000_000;
 
 /// Reads the header that follows the first eight bytes. The tensors cover the rest of the file
 /// without overlap, hole or rest.
-pub(super) fn entries(source: &mut dyn Read, first: [u8; 8], length: u64) -> Result<Vec<Entry>, Problem> {
+pub(super) fn entries(
+    source: &mut dyn Read,
+    first: [u8; 8],
+    length: u64,
+) -> Result<Vec<Entry>, Problem> {
     let header_length = u64::from_le_bytes(first);
-    // A text file is the likeliest mistake: its first eight characters are a length of more than 10^18.
+    // A text file is the likeliest mistake: its first eight characters are a length of more than
+    // 10^18.
     let start = header_length.saturating_add(8);
     if header_length > MAX_HEADER || start > length {
-        return Err(Problem::Format(format!("no NumPy magic, and no header of {header_length} bytes")));
+        return Err(Problem::Format(format!(
+            "no NumPy magic, and no header of {header_length} bytes"
+        )));
     }
     let mut header = vec![0; header_length as usize];
     source.read_exact(&mut header)?;
-    let metadata: Metadata =
-        serde_json::from_slice(&header).map_err(|error| Problem::Format(format!("header: {error}")))?;
+    let metadata: Metadata = serde_json::from_slice(&header)
+        .map_err(|error| Problem::Format(format!("header: {error}")))?;
     let expected = start.saturating_add(metadata.data_len() as u64);
     if expected > length {
-        return Err(Problem::Length { what: "the data of its tensors".to_owned(), expected, found: length });
+        return Err(Problem::Length {
+            what: "the data of its tensors".to_owned(),
+            expected,
+            found: length,
+        });
     }
     if expected < length {
         let trailing = length - expected;
-        return Err(Problem::Format(format!("{trailing} bytes after the last tensor belong to none")));
+        return Err(Problem::Format(format!(
+            "{trailing} bytes after the last tensor belong to none"
+        )));
     }
     let names = metadata.offset_keys();
     let entry = |name: String| {
         if name.is_empty() {
             return Err(Problem::Format("a tensor without a name".to_owned()));
         }
-        let info = metadata.info(&name).ok_or_else(|| Problem::Format(format!("no tensor `{name}`")))?;
+        let info =
+            metadata.info(&name).ok_or_else(|| Problem::Format(format!("no tensor `{name}`")))?;
         let (shape, offset) = (info.shape.clone(), start + info.data_offsets.0 as u64);
         Ok(Entry { stored: stored(info.dtype), shape, offset, column_major: false, name })
     };

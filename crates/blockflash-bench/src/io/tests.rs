@@ -14,7 +14,8 @@ fn load(bytes: &[u8], name: &str, dtype: DType) -> Result<Array> {
 
 /// A `.npy` file as NumPy writes it.
 fn npy(descr: &str, fortran_order: &str, shape: &str, data: &[u8]) -> Vec<u8> {
-    let header = format!("{{'descr': '{descr}', 'fortran_order': {fortran_order}, 'shape': {shape}, }}");
+    let header =
+        format!("{{'descr': '{descr}', 'fortran_order': {fortran_order}, 'shape': {shape}, }}");
     let header = format!("{header:117}\n");
     let mut bytes = b"\x93NUMPY\x01\x00".to_vec();
     bytes.extend((header.len() as u16).to_le_bytes());
@@ -42,7 +43,10 @@ fn message<T: std::fmt::Debug>(result: Result<T>) -> String {
 fn npy_types_and_orders() {
     let file = npy("<f4", "False", "(2, 3)", &f32_bytes(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]));
     let array = load(&file, "anything", DType::F32).unwrap();
-    assert_eq!((array.shape(), array.to_f32(0..6)), (&[2, 3][..], vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0]));
+    assert_eq!(
+        (array.shape(), array.to_f32(0..6)),
+        (&[2, 3][..], vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    );
 
     let file = npy("<f4", "True", "(2, 3)", &f32_bytes(&[1.0, 4.0, 2.0, 5.0, 3.0, 6.0]));
     assert_eq!(load(&file, "", DType::F32).unwrap(), array);
@@ -60,8 +64,12 @@ fn npy_types_and_orders() {
 
     let flags = npy("|b1", "True", "(2, 2)", &[1, 0, 1, 1]);
     assert_eq!(load(&flags, "", DType::I32).unwrap().as_i32(), Some(&[1, 1, 0, 1][..]));
-    assert!(message(load(&flags, "", DType::F32)).contains("holds bool, which cannot be converted to f32"));
-    let flags = safetensors(r#"{"mask":{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]}}"#, &[0, 1, 1]);
+    assert!(
+        message(load(&flags, "", DType::F32))
+            .contains("holds bool, which cannot be converted to f32")
+    );
+    let flags =
+        safetensors(r#"{"mask":{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]}}"#, &[0, 1, 1]);
     assert_eq!(load(&flags, "mask", DType::I32).unwrap().as_i32(), Some(&[0, 1, 1][..]));
 }
 
@@ -71,7 +79,10 @@ fn npy_refusals() {
     let refused = |descr: &str, shape: &str| message(parse(&npy(descr, "False", shape, &data)));
     assert!(refused(">f4", "(6,)").contains("little-endian"), "{}", refused(">f4", "(6,)"));
     assert!(refused("|V2", "(12,)").contains("no bf16"));
-    assert!(refused("<f4", "(2, 4)").contains("truncated or damaged: shape [2, 4] of f32 needs 160 bytes"));
+    assert!(
+        refused("<f4", "(2, 4)")
+            .contains("truncated or damaged: shape [2, 4] of f32 needs 160 bytes")
+    );
     assert!(refused("<f4", "(99999999999999, 99999999999999)").contains("impossible shape"));
     // 4 TB must not be allocated.
     assert!(refused("<f4", "(1000000000000,)").contains("truncated"));
@@ -81,13 +92,16 @@ fn npy_refusals() {
             .contains("cannot be converted to i32")
     );
     assert!(message(parse(b"PK\x03\x04....")).contains("zip archive"));
-    assert!(message(parse(b"hello, world, this is text")).contains("not a .npy or .safetensors file"));
+    assert!(
+        message(parse(b"hello, world, this is text")).contains("not a .npy or .safetensors file")
+    );
     assert!(message(parse(b"")).contains("0 bytes"));
 }
 
 #[test]
 fn values_beyond_the_range_are_refused() {
-    let file = |values: &[f32]| npy("<f4", "False", &format!("({},)", values.len()), &f32_bytes(values));
+    let file =
+        |values: &[f32]| npy("<f4", "False", &format!("({},)", values.len()), &f32_bytes(values));
     let text = message(load(&file(&[1.0, 65504.0, -65505.0, 7e4]), "", DType::F16));
     assert!(text.contains("-6.5505e4 at element 2"), "{text}");
     assert!(load(&file(&[7e4]), "", DType::BF16).is_ok());
@@ -109,18 +123,30 @@ fn safetensors_refusals() {
     assert_eq!(load(&file(good), "x", DType::F16).unwrap().shape(), [2]);
     assert_eq!(message(load(&file(good), "q", DType::F16)), "test: has no tensor `q` (it has x)");
     let refused = |info: &str| message(load(&file(info), "x", DType::F16));
-    assert!(refused(r#"{"dtype":"F32","shape":[3],"data_offsets":[0,8]}"#).contains("invalid shape"));
-    assert!(refused(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,16]}"#).contains("invalid offset"));
-    assert!(refused(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,0]}"#).contains("invalid offset"));
+    assert!(
+        refused(r#"{"dtype":"F32","shape":[3],"data_offsets":[0,8]}"#).contains("invalid shape")
+    );
+    assert!(
+        refused(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,16]}"#).contains("invalid offset")
+    );
+    assert!(
+        refused(r#"{"dtype":"F32","shape":[2],"data_offsets":[8,0]}"#).contains("invalid offset")
+    );
     let huge = r#"{"dtype":"F32","shape":[129000000000],"data_offsets":[0,516000000000]}"#;
-    assert!(refused(huge).contains("truncated or damaged: the data of its tensors needs 516000000"));
+    assert!(
+        refused(huge).contains("truncated or damaged: the data of its tensors needs 516000000")
+    );
     let huge = r#"{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,8]}"#;
     assert!(refused(huge).contains("overflow"));
     assert!(
-        refused(r#"{"dtype":"F8_E4M3","shape":[8],"data_offsets":[0,8]}"#).contains("element type F8_E4M3")
+        refused(r#"{"dtype":"F8_E4M3","shape":[8],"data_offsets":[0,8]}"#)
+            .contains("element type F8_E4M3")
     );
     assert!(refused(r#"{"dtype":"F32"}"#).contains("missing field"));
-    assert!(refused(r#"{"dtype":"F7","shape":[8],"data_offsets":[0,8]}"#).contains("unknown variant `F7`"));
+    assert!(
+        refused(r#"{"dtype":"F7","shape":[8],"data_offsets":[0,8]}"#)
+            .contains("unknown variant `F7`")
+    );
     assert!(message(parse(&safetensors("[1, 2, 3, 4]", &[]))).contains("header:"));
 }
 
@@ -130,11 +156,17 @@ fn safetensors_without_overlap_hole_or_rest() {
     let two = |second: [u64; 2], bytes: usize| {
         let of = |name, [begin, end]: [u64; 2]| {
             let elements = (end - begin) / 4;
-            format!(r#""{name}":{{"dtype":"F32","shape":[{elements}],"data_offsets":[{begin},{end}]}}"#)
+            format!(
+                r#""{name}":{{"dtype":"F32","shape":[{elements}],"data_offsets":[{begin},{end}]}}"#
+            )
         };
-        parse(&safetensors(&format!("{{{},{}}}", of("x", [0, 8]), of("y", second)), &vec![0; bytes]))
+        parse(&safetensors(
+            &format!("{{{},{}}}", of("x", [0, 8]), of("y", second)),
+            &vec![0; bytes],
+        ))
     };
-    let names = |file: TensorFile| file.entries().iter().map(|e| e.name.clone()).collect::<Vec<_>>();
+    let names =
+        |file: TensorFile| file.entries().iter().map(|e| e.name.clone()).collect::<Vec<_>>();
     assert_eq!(names(two([8, 16], 16).unwrap()), ["x", "y"]);
     assert!(message(two([4, 12], 12)).contains("invalid offset for tensor `y`"), "an overlap");
     assert!(message(two([0, 8], 8)).contains("invalid offset"), "two names of one tensor");
@@ -198,8 +230,12 @@ fn safetensors_agrees_with_the_reference_implementation() {
     assert_eq!(load(&bytes, "y", DType::I32).unwrap(), y);
 
     // The larger elements come first: each tensor starts at a multiple of its element size.
-    let offsets = TensorFile::open(&path).unwrap().entries().iter().map(|entry| entry.offset % 4).max();
-    assert_eq!((offsets, TensorFile::open(&path).unwrap().entries()[0].name.as_str()), (Some(0), "y"));
+    let offsets =
+        TensorFile::open(&path).unwrap().entries().iter().map(|entry| entry.offset % 4).max();
+    assert_eq!(
+        (offsets, TensorFile::open(&path).unwrap().entries()[0].name.as_str()),
+        (Some(0), "y")
+    );
     assert!(message(write(&path, &[("x", &x), ("x", &y)])).contains("two tensors of one name"));
     assert_eq!(std::fs::read(&path).unwrap(), reference_bytes);
 
@@ -230,7 +266,11 @@ fn read_all(bytes: &[u8]) {
 fn valid_files() -> [Vec<u8>; 3] {
     let data = f32_bytes(&[1.0, 2.0, 3.0, 4.0]);
     let header = r#"{"__metadata__":{"a":"b"},"q":{"dtype":"F32","shape":[2,1],"data_offsets":[0,8]},"k":{"dtype":"I64","shape":[1],"data_offsets":[8,16]}}"#;
-    [npy("<f4", "True", "(2, 2)", &data), npy("<i8", "False", "(2,)", &data), safetensors(header, &data)]
+    [
+        npy("<f4", "True", "(2, 2)", &data),
+        npy("<i8", "False", "(2,)", &data),
+        safetensors(header, &data),
+    ]
 }
 
 proptest! {

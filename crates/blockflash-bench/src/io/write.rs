@@ -36,7 +36,8 @@ pub fn write(path: impl AsRef<Path>, tensors: &[(&str, &Array)]) -> Result<()> {
 /// # Errors
 /// As for [`write()`].
 pub fn write_all(files: &[(&Path, &[(&str, &Array)])]) -> Result<()> {
-    let written: Result<Vec<_>> = files.iter().map(|(path, tensors)| beside(path, tensors)).collect();
+    let written: Result<Vec<_>> =
+        files.iter().map(|(path, tensors)| beside(path, tensors)).collect();
     Replacement::commit(written?)
 }
 
@@ -49,9 +50,13 @@ fn beside(path: &Path, tensors: &[(&str, &Array)]) -> Result<Replacement> {
     tensors.sort_by_key(|(_, array)| Reverse(array.dtype().size()));
     let header = match (Format::of(path), &tensors[..]) {
         (Some(Format::Npy), [(_, array)]) => npy::header(array.dtype(), array.shape()),
-        (Some(Format::Npy), _) => Err(Problem::Unsupported("a .npy file holds exactly one array".to_owned())),
+        (Some(Format::Npy), _) => {
+            Err(Problem::Unsupported("a .npy file holds exactly one array".to_owned()))
+        }
         (Some(Format::Safetensors), _) => safetensors::header(&tensors),
-        (None, _) => Err(Problem::Unsupported("the name must end in .npy or .safetensors".to_owned())),
+        (None, _) => {
+            Err(Problem::Unsupported("the name must end in .npy or .safetensors".to_owned()))
+        }
     };
     let header = header.map_err(failed)?;
     let mut file = Replacement::begin(path)?;

@@ -6,8 +6,8 @@ use crate::check;
 use crate::error::{Error, Result};
 use crate::io::Array;
 use blockflash_ops::{
-    Attention, AttentionProblem, BlockMask, CuSeqlens, DType, Mask, PackedRows, PreparedAttention, Row,
-    Stream, Tensor,
+    Attention, AttentionProblem, BlockMask, CuSeqlens, DType, Mask, PackedRows, PreparedAttention,
+    Row, Stream, Tensor,
 };
 use blockflash_sys::manifest::Lse;
 
@@ -66,7 +66,9 @@ impl Inputs {
 
 /// Shapes of q and o, of k and v, and of lse.
 fn shapes(problem: &AttentionProblem) -> [Vec<usize>; 3] {
-    let AttentionProblem { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, .. } = *problem;
+    let AttentionProblem {
+        batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, head_dim, ..
+    } = *problem;
     match problem.packed {
         None => [
             vec![batch, seqlen_q, num_heads_q, head_dim],
@@ -82,7 +84,8 @@ fn shapes(problem: &AttentionProblem) -> [Vec<usize>; 3] {
 }
 
 impl AttentionOperands {
-    /// `normal` draws an input of a shape; its last argument tells inputs apart. The seed is that of lists of blocks. Returns q, k and v in host memory as well.
+    /// `normal` draws an input of a shape; its last argument tells inputs apart. The seed is that
+    /// of lists of blocks. Returns q, k and v in host memory as well.
     pub(super) fn new(
         case: &Case,
         stream: &Stream,
@@ -101,8 +104,11 @@ impl AttentionOperands {
         };
         let [q_shape, kv_shape, lse_shape] = shapes(&problem);
         let dtype = problem.dtype;
-        let [q, k, v] =
-            [normal(&q_shape, dtype, 0)?, normal(&kv_shape, dtype, 1)?, normal(&kv_shape, dtype, 2)?];
+        let [q, k, v] = [
+            normal(&q_shape, dtype, 0)?,
+            normal(&kv_shape, dtype, 1)?,
+            normal(&kv_shape, dtype, 2)?,
+        ];
         let packed = |lengths: &Lengths| -> Result<Packed> {
             let offsets = lengths.offsets();
             let offsets = Tensor::from_slice(stream, &offsets, &[offsets.len()])?;
@@ -145,7 +151,11 @@ impl AttentionOperands {
         Ok(self.inputs.call().prepare(&self.o.view_mut(), None, stream)?)
     }
 
-    pub(super) fn launch_prepared(&mut self, prepared: &PreparedAttention, stream: &Stream) -> Result<()> {
+    pub(super) fn launch_prepared(
+        &mut self,
+        prepared: &PreparedAttention,
+        stream: &Stream,
+    ) -> Result<()> {
         Ok(self.inputs.call().forward_prepared(prepared, self.o.view_mut(), None, stream)?)
     }
 
@@ -186,8 +196,9 @@ mod tests {
 
     fn operands(id: &str, stream: &Stream) -> (Case, AttentionOperands) {
         let case: Case = id.parse().unwrap();
-        let normal =
-            |shape: &[usize], dtype, lane| Ok(random::normal(dtype, shape, 5, lane, |_| ()).unwrap());
+        let normal = |shape: &[usize], dtype, lane| {
+            Ok(random::normal(dtype, shape, 5, lane, |_| ()).unwrap())
+        };
         let (operands, _) = AttentionOperands::new(&case, stream, 5, normal).unwrap();
         (case, operands)
     }
@@ -214,7 +225,8 @@ mod tests {
     #[test]
     fn lists_of_blocks_are_a_part_of_the_problem() {
         let stream = Device::cpu().stream().unwrap();
-        let (case, mut operands) = operands("b1_s256_h4kv2m2_d16_q64kv128_d0.5_uniform_causal_bf16", &stream);
+        let (case, mut operands) =
+            operands("b1_s256_h4kv2m2_d16_q64kv128_d0.5_uniform_causal_bf16", &stream);
         let problem = operands.problem_for(None).unwrap();
         let sizes = problem.block_mask.unwrap();
         assert_eq!((sizes.block_q, sizes.block_kv, sizes.batch, sizes.heads), (64, 128, 1, 2));
@@ -228,7 +240,8 @@ mod tests {
     fn sequences_lie_one_behind_the_other() {
         let stream = Device::cpu().stream().unwrap();
         let (_, operands) = operands("varlen7+2x3_h4kv2_d16_causal_bf16", &stream);
-        let shapes = [&operands.inputs.q, &operands.inputs.k, &operands.o, &operands.lse].map(Tensor::shape);
+        let shapes =
+            [&operands.inputs.q, &operands.inputs.k, &operands.o, &operands.lse].map(Tensor::shape);
         assert_eq!(shapes, [&[13, 4, 16][..], &[13, 2, 16], &[13, 4, 16], &[4, 13]]);
         let packed = operands.inputs.packed.as_ref().unwrap();
         assert_eq!(packed.offsets.to_vec::<i32>(&stream).unwrap(), [0, 7, 9, 11, 13]);

@@ -22,14 +22,21 @@ impl BlockLists {
 
     /// The mask on the stream's device, validated by the library.
     pub(super) fn mask(&self, stream: &Stream) -> Result<BlockMask> {
-        let BlockSparseShape { seqlen_q, seqlen_kv, block_q, block_kv, mask_heads, .. } = self.shape;
+        let BlockSparseShape { seqlen_q, seqlen_kv, block_q, block_kv, mask_heads, .. } =
+            self.shape;
         let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
         Ok(from_rows(geometry, mask_heads, &self.row_ptr, &self.col_idx)?.to(stream)?)
     }
 
     pub(super) fn of_check(&self) -> check::Blocks<'_> {
         let BlockSparseShape { block_q, block_kv, mask_heads, .. } = self.shape;
-        check::Blocks { block_q, block_kv, heads: mask_heads, row_ptr: &self.row_ptr, col_idx: &self.col_idx }
+        check::Blocks {
+            block_q,
+            block_kv,
+            heads: mask_heads,
+            row_ptr: &self.row_ptr,
+            col_idx: &self.col_idx,
+        }
     }
 }
 
@@ -74,7 +81,11 @@ mod tests {
         }
         let mask = BlockLists::new(&causal, 3).mask(&stream).unwrap();
         for row in 0..mask.rows() {
-            assert_eq!(mask.row(0, 2, row).unwrap().last(), Some(row / 2), "the diagonal is always listed");
+            assert_eq!(
+                mask.row(0, 2, row).unwrap().last(),
+                Some(row / 2),
+                "the diagonal is always listed"
+            );
         }
     }
 
@@ -92,7 +103,10 @@ mod tests {
             let own = lists(&shared.row_ptr, &shared.col_idx, head / 2);
             assert_eq!(lists(&row_ptr, &col_idx, head), own, "head {head}");
         }
-        assert_eq!(BlockSparseShape { mask_heads: 8, ..shape }.pattern_of_query_heads(3).0.len(), 65);
+        assert_eq!(
+            BlockSparseShape { mask_heads: 8, ..shape }.pattern_of_query_heads(3).0.len(),
+            65
+        );
     }
 
     #[test]

@@ -55,7 +55,11 @@ impl BsrOperands {
         Ok(product.prepare(&c, stream)?)
     }
 
-    pub(super) fn launch_prepared(&mut self, prepared: &PreparedBsrMatmul, stream: &Stream) -> Result<()> {
+    pub(super) fn launch_prepared(
+        &mut self,
+        prepared: &PreparedBsrMatmul,
+        stream: &Stream,
+    ) -> Result<()> {
         let (product, c) = self.product();
         Ok(product.matmul_prepared(prepared, c, stream)?)
     }

@@ -22,7 +22,8 @@ pub struct HostCost {
     pub prepared_us: Option<f64>,
 }
 
-/// Times calls of the kernel that the library selects, whose launch takes `launch_us` on the device.
+/// Times calls of the kernel that the library selects, whose launch takes `launch_us` on the
+/// device.
 pub(super) fn cost(operands: &mut Operands, stream: &Stream, launch_us: f64) -> Result<HostCost> {
     let calls = ((DEVICE_US / launch_us.max(1.0)) as usize).clamp(10, CALLS);
     let prepared = operands.prepare(stream)?;
@@ -34,7 +35,11 @@ pub(super) fn cost(operands: &mut Operands, stream: &Stream, launch_us: f64) -> 
     Ok(HostCost { us, prepared_us })
 }
 
-fn times(stream: &Stream, calls: usize, mut call: impl FnMut() -> Result<()>) -> Result<Option<f64>> {
+fn times(
+    stream: &Stream,
+    calls: usize,
+    mut call: impl FnMut() -> Result<()>,
+) -> Result<Option<f64>> {
     stream.synchronize()?;
     let mut times = Vec::with_capacity(calls);
     for _ in 0..calls {

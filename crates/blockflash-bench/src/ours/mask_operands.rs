@@ -55,8 +55,13 @@ impl MaskOperands {
                 let host = normal(&[1, num_heads, rows, rows], DType::F32, 0)?;
                 let always = always(geometry)?.to(stream)?;
                 let of_a_row = top_k.saturating_add(MASK_SINK + MASK_WINDOW + 1).min(rows);
-                let buffer =
-                    BlockMaskBuffer::new(geometry, 1, num_heads, num_heads * rows * of_a_row, stream)?;
+                let buffer = BlockMaskBuffer::new(
+                    geometry,
+                    1,
+                    num_heads,
+                    num_heads * rows * of_a_row,
+                    stream,
+                )?;
                 let scores = host.upload(stream)?;
                 Self::Choose(Box::new(Choose { host, scores, top_k, always, buffer }))
             }
@@ -78,8 +83,13 @@ impl MaskOperands {
         }
     }
 
-    /// Launches once and compares every element. Memory starts as scores of 0 and a mask of nothing, so what is not written is seen.
-    pub(super) fn verify(&mut self, row: Option<&'static Row>, stream: &Stream) -> Result<(bool, f64)> {
+    /// Launches once and compares every element. Memory starts as scores of 0 and a mask of
+    /// nothing, so what is not written is seen.
+    pub(super) fn verify(
+        &mut self,
+        row: Option<&'static Row>,
+        stream: &Stream,
+    ) -> Result<(bool, f64)> {
         self.launch(row, stream)?;
         match self {
             Self::Scores(operands) => operands.verify(stream),
@@ -131,7 +141,8 @@ impl Choose {
         let geometry = self.always.geometry();
         let scores = self.host.view()?;
         let (heads, scores) = (scores.shape()[1], scores.as_slice::<f32>()?);
-        let best = BlockMask::top_k_from_scores(geometry, 1, heads, scores, self.top_k, Mask::causal())?;
+        let best =
+            BlockMask::top_k_from_scores(geometry, 1, heads, scores, self.top_k, Mask::causal())?;
         Ok(best.union(&always(geometry)?)?.intersect_mask(Mask::causal())?)
     }
 }
@@ -143,8 +154,8 @@ fn always(geometry: BlockGeometry) -> Result<BlockMask> {
 
 /// What attention reads: where rows end, their columns as far as that, and the order of rows.
 fn arrays(mask: &BlockMask, stream: &Stream) -> Result<[Vec<i32>; 3]> {
-    let [row_ptr, mut col_idx, row_order] =
-        [mask.row_ptr(), mask.col_idx(), mask.row_order()].map(|tensor| tensor.to_vec::<i32>(stream));
+    let [row_ptr, mut col_idx, row_order] = [mask.row_ptr(), mask.col_idx(), mask.row_order()]
+        .map(|tensor| tensor.to_vec::<i32>(stream));
     let row_ptr = row_ptr?;
     let end = row_ptr.last().map_or(0, |&end| usize::try_from(end).unwrap_or(0));
     if let Ok(columns) = &mut col_idx {
@@ -161,10 +172,15 @@ mod tests {
     #[test]
     fn another_choice_is_not_verified() {
         let stream = Device::cpu().stream().unwrap();
-        let shape =
-            BlockMaskShape { seqlen: 1000, num_heads: 2, block: 64, step: MaskStep::Choose { top_k: 3 } };
-        let normal =
-            |sizes: &[usize], dtype, lane| Ok(random::normal(dtype, sizes, 5, lane, |_| ()).unwrap());
+        let shape = BlockMaskShape {
+            seqlen: 1000,
+            num_heads: 2,
+            block: 64,
+            step: MaskStep::Choose { top_k: 3 },
+        };
+        let normal = |sizes: &[usize], dtype, lane| {
+            Ok(random::normal(dtype, sizes, 5, lane, |_| ()).unwrap())
+        };
         let mut operands = MaskOperands::new(&shape, &stream, normal).unwrap();
         assert_eq!(operands.kernel(), None);
         assert_eq!(operands.verify(None, &stream).unwrap(), (true, 0.0));

@@ -9,8 +9,8 @@ use crate::io::{Array, Values};
 use crate::random;
 use blockflash_ops::bsr_matmul::BsrMatrix;
 use blockflash_ops::{
-    CudaProperties, DType, PreparedAttention, PreparedBsrMatmul, PreparedBsrSddmm, Row, Stream, Tensor,
-    attention, bsr_sddmm,
+    CudaProperties, DType, PreparedAttention, PreparedBsrMatmul, PreparedBsrSddmm, Row, Stream,
+    Tensor, attention, bsr_sddmm,
 };
 use rayon::prelude::*;
 
@@ -68,7 +68,8 @@ impl Operands {
                 let (row_ptr, col_idx) = shape.pattern(seed);
                 let values = normal(&[col_idx.len(), block_size, block_size], dtype, 0)?;
                 let b = normal(&[k, n], dtype, 1)?;
-                let a = BsrMatrix::from_parts(m, k, block_size, &row_ptr, &col_idx, values.view()?)?;
+                let a =
+                    BsrMatrix::from_parts(m, k, block_size, &row_ptr, &col_idx, values.view()?)?;
                 let c = Tensor::empty(stream, dtype, &[m, n])?;
                 let operands = BsrOperands::new(&a, b.upload(stream)?, c, stream)?;
                 Ok((Self::Bsr(Box::new(operands)), Host::Bsr { row_ptr, col_idx, values, b }))
@@ -89,9 +90,9 @@ impl Operands {
     pub(super) fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Row> {
         Ok(match self {
             Self::Attention(operands) => attention::select(&operands.problem_for(None)?, gpu)?,
-            Self::Mask(operands) => {
-                operands.kernel().ok_or_else(|| Error::Option("this mask needs no kernel".to_owned()))?
-            }
+            Self::Mask(operands) => operands
+                .kernel()
+                .ok_or_else(|| Error::Option("this mask needs no kernel".to_owned()))?,
             Self::Bsr(operands) => operands.select(gpu)?,
             Self::Sddmm(operands) => bsr_sddmm::select(&operands.problem()?, gpu)?,
         })
@@ -104,7 +105,9 @@ impl Operands {
                 attention::accepts(row, &operands.problem_for(Some(row))?, gpu).is_ok()
             }
             // Its memory is that of the selected kernel.
-            Self::Mask(operands) => operands.kernel().is_some_and(|kernel| kernel.variant == row.variant),
+            Self::Mask(operands) => {
+                operands.kernel().is_some_and(|kernel| kernel.variant == row.variant)
+            }
             Self::Bsr(operands) => operands.accepts(row, gpu)?,
             Self::Sddmm(operands) => bsr_sddmm::accepts(row, &operands.problem()?, gpu).is_ok(),
         })
@@ -120,7 +123,8 @@ impl Operands {
         Ok(())
     }
 
-    /// Decides on the kernel for [`launch_prepared`](Self::launch_prepared). `None` for what has decided when its memory was made.
+    /// Decides on the kernel for [`launch_prepared`](Self::launch_prepared). `None` for what has
+    /// decided when its memory was made.
     pub(super) fn prepare(&mut self, stream: &Stream) -> Result<Option<Prepared>> {
         Ok(match self {
             Self::Attention(operands) => Some(Prepared::Attention(operands.prepare(stream)?)),
@@ -135,7 +139,9 @@ impl Operands {
             (Self::Attention(operands), Prepared::Attention(prepared)) => {
                 operands.launch_prepared(prepared, stream)?;
             }
-            (Self::Bsr(operands), Prepared::Bsr(prepared)) => operands.launch_prepared(prepared, stream)?,
+            (Self::Bsr(operands), Prepared::Bsr(prepared)) => {
+                operands.launch_prepared(prepared, stream)?
+            }
             (Self::Sddmm(operands), Prepared::Sddmm(prepared)) => {
                 operands.launch_prepared(prepared, stream)?;
             }
@@ -168,7 +174,9 @@ impl Operands {
             (Self::Attention(operands), Host::Attention { q, k, v }, [o, lse @ ..]) => {
                 let case = operands.check_case([q, k, v]);
                 match lse {
-                    [lse] => check::attention(&case, o, lse, seed, |_| ()).map_err(mismatch)?.to_vec(),
+                    [lse] => {
+                        check::attention(&case, o, lse, seed, |_| ()).map_err(mismatch)?.to_vec()
+                    }
                     _ => vec![check::attention_output(&case, o, seed, |_| ()).map_err(mismatch)?],
                 }
             }
@@ -190,8 +198,9 @@ impl Operands {
             (Self::Sddmm(operands), Host::Kept, [values]) => vec![operands.compare(values, seed)?],
             _ => Vec::new(), // operands and host are made together
         };
-        let passed =
-            complete && !comparisons.is_empty() && comparisons.iter().all(|comparison| comparison.passed());
+        let passed = complete
+            && !comparisons.is_empty()
+            && comparisons.iter().all(|comparison| comparison.passed());
         Ok((passed, comparisons.first().map_or(f64::NAN, |output| output.relative)))
     }
 

@@ -5,7 +5,9 @@ use crate::check;
 use crate::error::{Error, Result};
 use crate::io::Array;
 use blockflash_ops::bsr_sddmm::BsrSddmmProblem;
-use blockflash_ops::{BsrMatrix, BsrSddmm, DType, Device, Major, PreparedBsrSddmm, Row, Stream, Tensor};
+use blockflash_ops::{
+    BsrMatrix, BsrSddmm, DType, Device, Major, PreparedBsrSddmm, Row, Stream, Tensor,
+};
 
 /// Inputs on the device and in host memory, and the values.
 #[derive(Debug)]
@@ -36,7 +38,8 @@ impl Inputs {
 }
 
 impl SddmmOperands {
-    /// `normal` draws an input of a shape; its last argument tells inputs apart. The seed is that of the pattern.
+    /// `normal` draws an input of a shape; its last argument tells inputs apart. The seed is that
+    /// of the pattern.
     pub(super) fn new(
         shape: &SddmmShape,
         stream: &Stream,
@@ -49,9 +52,11 @@ impl SddmmOperands {
         // Of the pattern the values do not count.
         let zeros = Tensor::zeros(&Device::cpu().stream()?, dtype, &sizes)?;
         let pattern = BsrMatrix::from_parts(m, n, block_size, &row_ptr, &col_idx, zeros.view())?;
-        let stored =
-            |major, rows: usize, cols: usize| if major == Major::Row { [rows, cols] } else { [cols, rows] };
-        let host = [normal(&stored(a_major, m, k), dtype, 0)?, normal(&stored(b_major, k, n), dtype, 1)?];
+        let stored = |major, rows: usize, cols: usize| {
+            if major == Major::Row { [rows, cols] } else { [cols, rows] }
+        };
+        let host =
+            [normal(&stored(a_major, m, k), dtype, 0)?, normal(&stored(b_major, k, n), dtype, 1)?];
         Ok(Self {
             inputs: Inputs {
                 shape: *shape,
@@ -83,7 +88,11 @@ impl SddmmOperands {
         Ok(self.inputs.product()?.prepare(&self.values.view_mut(), stream)?)
     }
 
-    pub(super) fn launch_prepared(&mut self, prepared: &PreparedBsrSddmm, stream: &Stream) -> Result<()> {
+    pub(super) fn launch_prepared(
+        &mut self,
+        prepared: &PreparedBsrSddmm,
+        stream: &Stream,
+    ) -> Result<()> {
         Ok(self.inputs.product()?.sddmm_prepared(prepared, self.values.view_mut(), stream)?)
     }
 
@@ -106,6 +115,7 @@ impl SddmmOperands {
             alpha: 1.0,
             beta: 0.0,
         };
-        check::bsr_sddmm(&case, values, seed, |_| ()).map_err(|mismatch| Error::Option(mismatch.to_string()))
+        check::bsr_sddmm(&case, values, seed, |_| ())
+            .map_err(|mismatch| Error::Option(mismatch.to_string()))
     }
 }

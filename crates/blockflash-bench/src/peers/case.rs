@@ -29,7 +29,8 @@ pub enum PeerCase {
         /// Seed of the inputs.
         seed: u64,
     },
-    /// The pattern comes from files, so that both sides visit the same blocks; inputs are drawn by the server.
+    /// The pattern comes from files, so that both sides visit the same blocks; inputs are drawn by
+    /// the server.
     BlockSparseFwd {
         /// Sizes, mask and type.
         #[serde(flatten)]
@@ -41,7 +42,8 @@ pub enum PeerCase {
         /// Seed of the inputs.
         seed: u64,
     },
-    /// The pattern comes from files, so that both sides multiply the same blocks; values are drawn by the server.
+    /// The pattern comes from files, so that both sides multiply the same blocks; values are drawn
+    /// by the server.
     BsrMatmul {
         /// Sizes and type.
         #[serde(flatten)]
@@ -52,8 +54,8 @@ pub enum PeerCase {
         col_idx: PathBuf,
         /// Seed of the values.
         seed: u64,
-        /// The values are stored so often that they have this many bytes, and launches take them in turns, so that none finds its own in
-        /// a cache of half that size; 0: once.
+        /// The values are stored so often that they have this many bytes, and launches take them in
+        /// turns, so that none finds its own in a cache of half that size; 0: once.
         fresh_bytes: usize,
     },
 }

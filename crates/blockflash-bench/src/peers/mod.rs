@@ -1,4 +1,5 @@
-//! Rivals in another process: `benches/peers/serve.py` stays up for a run and is asked for one window at a time.
+//! Rivals in another process: `benches/peers/serve.py` stays up for a run and is asked for one
+//! window at a time.
 
 mod case;
 mod server;
@@ -60,8 +61,13 @@ pub enum Selection {
 impl Selection {
     /// `none`, `auto`, or a comma-separated list of names or parts of names.
     pub fn parse(text: &str) -> Self {
-        let names =
-            || text.split(',').map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect();
+        let names = || {
+            text.split(',')
+                .map(str::trim)
+                .filter(|name| !name.is_empty())
+                .map(str::to_owned)
+                .collect()
+        };
         match text.trim() {
             "none" | "" => Self::None,
             "auto" => Self::Auto,
@@ -86,7 +92,8 @@ pub struct Peers {
     selection: Selection,
     hello: Hello,
     server: Option<Server>,
-    /// The case that is prepared, with the rivals that are, so that they can be prepared again in a new process.
+    /// The case that is prepared, with the rivals that are, so that they can be prepared again in a
+    /// new process.
     case: Option<Value>,
     prepared: Vec<String>,
     cache: Cache,
@@ -99,8 +106,17 @@ impl Peers {
     pub fn start(command: Command, selection: Selection, tune_seconds: u64) -> Self {
         let (hello, server, case, prepared) = (Hello::default(), None, None, Vec::new());
         let (cache, flush_bytes) = (Cache::Warm, 0);
-        let mut peers =
-            Self { command, tune_seconds, selection, hello, server, case, prepared, cache, flush_bytes };
+        let mut peers = Self {
+            command,
+            tune_seconds,
+            selection,
+            hello,
+            server,
+            case,
+            prepared,
+            cache,
+            flush_bytes,
+        };
         if peers.selection == Selection::None {
             return peers;
         }
@@ -111,7 +127,8 @@ impl Peers {
         peers
     }
 
-    /// Rivals that this machine does not have, with the reason; those with the same reason together.
+    /// Rivals that this machine does not have, with the reason; those with the same reason
+    /// together.
     pub fn absent(&self) -> Vec<(Vec<String>, String)> {
         let mut reasons: Vec<(Vec<String>, String)> = Vec::new();
         let wanted = |name: &str| name == EVERYTHING || self.selection.wants(name);
@@ -127,7 +144,8 @@ impl Peers {
     /// Parts of a `--peers` list that no rival's name contains.
     pub fn unknown(&self) -> Vec<String> {
         let Selection::Some(parts) = &self.selection else { return Vec::new() };
-        let known: Vec<_> = self.hello.peers.values().flatten().chain(self.hello.absent.keys()).collect();
+        let known: Vec<_> =
+            self.hello.peers.values().flatten().chain(self.hello.absent.keys()).collect();
         if self.hello.absent.contains_key(EVERYTHING) {
             return Vec::new(); // nobody could say
         }
@@ -155,12 +173,14 @@ impl Peers {
         self.hello.references.iter().any(|reference| reference == name)
     }
 
-    /// How rivals that are prepared from now on find the L2 cache, and how much they overwrite to make it cold.
+    /// How rivals that are prepared from now on find the L2 cache, and how much they overwrite to
+    /// make it cold.
     pub fn set_cache(&mut self, cache: Cache, flush_bytes: usize) {
         (self.cache, self.flush_bytes) = (cache, flush_bytes);
     }
 
-    /// Builds the inputs of the case in the server (once), captures the rival's launches and verifies their output.
+    /// Builds the inputs of the case in the server (once), captures the rival's launches and
+    /// verifies their output.
     ///
     /// # Errors
     /// What the rival says; the server is started again if it died or hung.
@@ -182,7 +202,8 @@ impl Peers {
     /// One window of a rival that is prepared. Returns when its GPU work is done.
     ///
     /// # Errors
-    /// What the rival says. If it hung or died the server is started again and the other rivals are prepared anew.
+    /// What the rival says. If it hung or died the server is started again and the other rivals are
+    /// prepared anew.
     pub fn window(&mut self, name: &str, ms: f64) -> Result<Window, Failure> {
         let timeout = WINDOW + Duration::from_secs_f64(ms * 1e-3 * 5.0);
         let answer = self.ask(&json!({"op": "window", "peer": name, "ms": ms}), timeout);
@@ -229,7 +250,8 @@ impl Peers {
         Ok(())
     }
 
-    /// A new process with the rivals of the lost one; a rival that cannot be prepared again fails at its next window.
+    /// A new process with the rivals of the lost one; a rival that cannot be prepared again fails
+    /// at its next window.
     fn recover(&mut self) {
         if self.restart().is_err() {
             self.server = None;

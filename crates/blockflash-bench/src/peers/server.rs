@@ -53,10 +53,15 @@ pub(super) struct Server {
 impl Server {
     pub(super) fn start(command: &Command) -> Result<Self, Failure> {
         let mut process = std::process::Command::new(&command.program);
-        process.args(&command.arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        process
+            .args(&command.arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
         let program = command.program.to_string_lossy();
-        let mut child =
-            process.spawn().map_err(|error| Failure::of(format!("cannot start {program}: {error}")))?;
+        let mut child = process
+            .spawn()
+            .map_err(|error| Failure::of(format!("cannot start {program}: {error}")))?;
         let (sender, answers) = channel();
         if let Some(stdout) = child.stdout.take() {
             std::thread::spawn(move || {
@@ -91,7 +96,8 @@ impl Server {
     /// Sends a request and waits for its answer.
     pub(super) fn ask(&mut self, request: &Value, timeout: Duration) -> Result<Value, Failure> {
         let line = format!("{request}\n");
-        let sent = self.stdin.as_mut().is_some_and(|stdin| stdin.write_all(line.as_bytes()).is_ok());
+        let sent =
+            self.stdin.as_mut().is_some_and(|stdin| stdin.write_all(line.as_bytes()).is_ok());
         if !sent {
             return Err(self.died());
         }
@@ -103,8 +109,9 @@ impl Server {
             }
             Err(RecvTimeoutError::Disconnected) => return Err(self.died()),
         };
-        let answer: Value = serde_json::from_str(&answer)
-            .map_err(|error| Failure::lost(format!("the server of rivals does not speak JSON: {error}")))?;
+        let answer: Value = serde_json::from_str(&answer).map_err(|error| {
+            Failure::lost(format!("the server of rivals does not speak JSON: {error}"))
+        })?;
         match answer.get("error").and_then(Value::as_str) {
             None => Ok(answer),
             Some(message) => {
@@ -123,8 +130,8 @@ impl Server {
             std::thread::sleep(Duration::from_millis(20));
             status = self.child.try_wait().ok().flatten();
         }
-        let status =
-            status.map_or_else(|| "closed its output".to_owned(), |status| format!("ended: {status}"));
+        let status = status
+            .map_or_else(|| "closed its output".to_owned(), |status| format!("ended: {status}"));
         let last_words = self.last_words.lock().unwrap_or_else(PoisonError::into_inner);
         let last = last_words.back().map(|line| format!(" ({})", line.trim())).unwrap_or_default();
         Failure::lost(format!("the server of rivals {status}{last}"))
@@ -143,7 +150,8 @@ impl Drop for Server {
             std::thread::sleep(Duration::from_millis(10));
         }
         let _ = self.child.kill();
-        // A process that is stuck in the driver cannot be waited for; it is not this run's to wait for either.
+        // A process that is stuck in the driver cannot be waited for; it is not this run's to wait
+        // for either.
         let patience = Instant::now() + Duration::from_secs(5);
         while Instant::now() < patience && matches!(self.child.try_wait(), Ok(None)) {
             std::thread::sleep(Duration::from_millis(10));

@@ -30,7 +30,8 @@ fn case() -> PeerCase {
     PeerCase::AttentionFwd { shape, seed: 3 }
 }
 
-const PREPARED: &str = r#"*prepare*) echo '{"ok":true,"verified":true,"rel_err":0.001,"settings":"s"}';;"#;
+const PREPARED: &str =
+    r#"*prepare*) echo '{"ok":true,"verified":true,"rel_err":0.001,"settings":"s"}';;"#;
 const WINDOWED: &str =
     r#"*window*) echo '{"ok":true,"us":5.5,"us_min":5.0,"us_max":6.0,"replays":9,"launches":4}';;"#;
 
@@ -49,7 +50,8 @@ fn a_rival_is_prepared_and_timed() {
 #[test]
 fn absent_rivals_are_grouped_by_reason() {
     let peers = start("", "auto");
-    let expected = [(vec!["a".into(), "b".into()], "no x".into()), (vec!["c".into()], "no y".to_owned())];
+    let expected =
+        [(vec!["a".into(), "b".into()], "no x".into()), (vec!["c".into()], "no y".to_owned())];
     assert_eq!(peers.absent(), expected);
     assert_eq!(start("", "goo, c").absent(), [(vec!["c".to_owned()], "no y".to_owned())]);
 }
@@ -64,7 +66,8 @@ fn selections() {
 
 #[test]
 fn errors_of_a_rival_leave_the_server_alive() {
-    let mut peers = start(&format!(r#"*bad*) echo '{{"error":"RuntimeError: no"}}';; {PREPARED}"#), "auto");
+    let mut peers =
+        start(&format!(r#"*bad*) echo '{{"error":"RuntimeError: no"}}';; {PREPARED}"#), "auto");
     let failure = peers.prepare(&case(), "bad").unwrap_err();
     assert_eq!(failure, Failure { message: "RuntimeError: no".into(), lost: false });
     assert!(peers.prepare(&case(), "good").is_ok());
@@ -78,7 +81,10 @@ fn a_rival_that_kills_the_server_costs_only_itself() {
     peers.prepare(&case(), "good").unwrap();
     // Objects are printed with sorted keys, so `op` comes before `peer`.
     let failure = peers.window("bad", 1.0).unwrap_err();
-    assert!(failure.lost && failure.message.contains("gone") && failure.message.contains('3'), "{failure}");
+    assert!(
+        failure.lost && failure.message.contains("gone") && failure.message.contains('3'),
+        "{failure}"
+    );
     assert_eq!(peers.prepared, ["good"]);
     assert_eq!(peers.window("good", 1.0).unwrap().us, 5.5);
 }
@@ -101,10 +107,14 @@ fn a_hang_is_killed() {
 
 #[test]
 fn no_python_is_an_absence() {
-    let command = Command { program: "/nonexistent/python3".into(), arguments: vec![], verbose: false };
+    let command =
+        Command { program: "/nonexistent/python3".into(), arguments: vec![], verbose: false };
     let peers = Peers::start(command, Selection::Auto, 0);
     let absent = peers.absent();
-    assert!(absent.len() == 1 && absent[0].1.contains("cannot start /nonexistent/python3"), "{absent:?}");
+    assert!(
+        absent.len() == 1 && absent[0].1.contains("cannot start /nonexistent/python3"),
+        "{absent:?}"
+    );
     assert!(peers.of("attention_fwd").is_empty());
 }
 
@@ -112,13 +122,19 @@ fn no_python_is_an_absence() {
 fn the_real_server_speaks_the_protocol() {
     let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../benches/peers/serve.py");
     let arguments = vec![script.into(), "--device".into(), "cpu".into()];
-    let peers =
-        Peers::start(Command { program: "python3".into(), arguments, verbose: false }, Selection::Auto, 0);
-    // Python, torch, both or none may be here; in every case each rival is there or absent with a reason.
+    let peers = Peers::start(
+        Command { program: "python3".into(), arguments, verbose: false },
+        Selection::Auto,
+        0,
+    );
+    // Python, torch, both or none may be here; in every case each rival is there or absent with a
+    // reason.
     let absent = peers.absent();
     let counted = absent.iter().map(|(names, _)| names.len()).sum::<usize>();
-    let here: usize =
-        ["attention_fwd", "block_sparse_fwd", "bsr_matmul"].iter().map(|op| peers.of(op).len()).sum();
+    let here: usize = ["attention_fwd", "block_sparse_fwd", "bsr_matmul"]
+        .iter()
+        .map(|op| peers.of(op).len())
+        .sum();
     let nobody = absent.iter().any(|(names, _)| names == &[EVERYTHING]);
     assert!(nobody || counted + here == 13, "{absent:?} {here}");
     let marks = ["torch_matmul_dense", "torch_matmul_random"];

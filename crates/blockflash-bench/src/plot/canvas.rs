@@ -1,12 +1,13 @@
-//! Pixels to draw a figure on. Everything is drawn several times as large and averaged, which makes its edges smooth.
+//! Pixels to draw a figure on. Everything is drawn several times as large and averaged, which makes
+//! its edges smooth.
 
 use super::figure::Fill;
 use super::letters::Letters;
 use super::png;
 use plotters_backend::text_anchor::{HPos, VPos};
 use plotters_backend::{
-    BackendColor, BackendCoord, BackendStyle, BackendTextStyle, DrawingBackend, DrawingErrorKind, FontStyle,
-    FontTransform,
+    BackendColor, BackendCoord, BackendStyle, BackendTextStyle, DrawingBackend, DrawingErrorKind,
+    FontStyle, FontTransform,
 };
 use std::convert::Infallible;
 
@@ -44,7 +45,9 @@ impl Canvas {
                 let mut sums = [0usize; 3];
                 for row in 0..SAMPLES {
                     for point in &rows[row * self.width + column * SAMPLES..][..SAMPLES] {
-                        sums.iter_mut().zip(point).for_each(|(sum, &value)| *sum += usize::from(value));
+                        sums.iter_mut()
+                            .zip(point)
+                            .for_each(|(sum, &value)| *sum += usize::from(value));
                     }
                 }
                 sums.map(|sum| ((sum + SAMPLES * SAMPLES / 2) / (SAMPLES * SAMPLES)) as u8)
@@ -54,8 +57,11 @@ impl Canvas {
     }
 
     pub(super) fn fill(&mut self, fill: &Fill) {
-        let colour = BackendColor { alpha: 1.0, rgb: (fill.colour.0, fill.colour.1, fill.colour.2) };
-        let at = |axis: usize, cells: usize| (fill.origin[axis] + fill.cell[axis] * cells as f64) * POINTS;
+        let colour =
+            BackendColor { alpha: 1.0, rgb: (fill.colour.0, fill.colour.1, fill.colour.2) };
+        let at = |axis: usize, cells: usize| {
+            (fill.origin[axis] + fill.cell[axis] * cells as f64) * POINTS
+        };
         for &[column, row, columns, rows] in &fill.areas {
             let bounds = [at(0, column), at(1, row), at(0, column + columns), at(1, row + rows)];
             self.paint(bounds, colour, |_, _| 1.0);
@@ -81,7 +87,8 @@ impl Canvas {
                 let part = colour.alpha * covered(column as f64 + 0.5, row as f64 + 0.5);
                 let point = &mut self.points[row * self.width + column];
                 for (value, ink) in point.iter_mut().zip(ink) {
-                    *value = (f64::from(*value) * (1.0 - part) + f64::from(ink) * part).round() as u8;
+                    *value =
+                        (f64::from(*value) * (1.0 - part) + f64::from(ink) * part).round() as u8;
                 }
             }
         }
@@ -131,7 +138,12 @@ impl DrawingBackend for Canvas {
         Ok(())
     }
 
-    fn draw_line<S: BackendStyle>(&mut self, from: BackendCoord, to: BackendCoord, style: &S) -> Result {
+    fn draw_line<S: BackendStyle>(
+        &mut self,
+        from: BackendCoord,
+        to: BackendCoord,
+        style: &S,
+    ) -> Result {
         self.segment(from, to, style.color(), style.stroke_width());
         Ok(())
     }
@@ -188,7 +200,9 @@ impl DrawingBackend for Canvas {
         let corners: Vec<_> = corners.into_iter().map(centre).collect();
         let range = |axis: usize| {
             let values = corners.iter().map(|corner| corner[axis]);
-            values.fold([f64::INFINITY, f64::NEG_INFINITY], |[low, high], at| [low.min(at), high.max(at)])
+            values.fold([f64::INFINITY, f64::NEG_INFINITY], |[low, high], at| {
+                [low.min(at), high.max(at)]
+            })
         };
         let ([left, right], [top, bottom]) = (range(0), range(1));
         self.paint([left, top, right, bottom], style.color(), |x, y| {
@@ -202,7 +216,12 @@ impl DrawingBackend for Canvas {
         Ok(())
     }
 
-    fn draw_text<S: BackendTextStyle>(&mut self, text: &str, style: &S, at: BackendCoord) -> Result {
+    fn draw_text<S: BackendTextStyle>(
+        &mut self,
+        text: &str,
+        style: &S,
+        at: BackendCoord,
+    ) -> Result {
         // Sizes mean what the SVG backend makes of them.
         let size = style.size() / 1.24 * POINTS;
         let letters = Letters::new(text, size, matches!(style.style(), FontStyle::Bold));
@@ -227,7 +246,9 @@ impl DrawingBackend for Canvas {
         let [above, below] = letters.reach();
         let reach = letters.width() + above + below + size;
         let bounds = match style.transform() {
-            FontTransform::None => [x - dx, y + dy - above, x - dx + letters.width(), y + dy + below],
+            FontTransform::None => {
+                [x - dx, y + dy - above, x - dx + letters.width(), y + dy + below]
+            }
             _ => [x - reach, y - reach, x + reach, y + reach],
         };
         self.paint(bounds, style.color(), |px, py| {

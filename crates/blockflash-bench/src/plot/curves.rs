@@ -32,7 +32,8 @@ impl Curves<'_> {
         let y = Axis::decades(&format!("{y} (logarithmic)"), least / 1.25, most * 1.25);
         let style = |index| Style { width: 2, ..style::group(index) };
         let lines = self.series.iter().enumerate().map(|(index, (_, points))| {
-            let points = points.iter().filter(drawn).map(|&(at, value)| (at, value.log10())).collect();
+            let points =
+                points.iter().filter(drawn).map(|&(at, value)| (at, value.log10())).collect();
             Line { points, style: style(index), joined: true }
         });
         let names = self.series.iter().enumerate();

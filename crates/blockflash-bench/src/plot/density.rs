@@ -26,7 +26,8 @@ pub(super) fn sketches(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<Sketch> {
     });
     let products = grouped(products.collect(), |(shape, _)| [shape.m, shape.k, shape.n]);
     let attention = grouped(attention.collect(), |(shape, _)| shape.head_dim);
-    let mut sketches: Vec<_> = products.into_iter().filter_map(|cases| product(run, cases)).collect();
+    let mut sketches: Vec<_> =
+        products.into_iter().filter_map(|cases| product(run, cases)).collect();
     sketches.extend(attention.into_iter().filter_map(|cases| sparse_attention(run, cases)));
     sketches
 }
@@ -60,9 +61,11 @@ fn product(run: &Run<'_>, cases: Vec<Product<'_, '_>>) -> Option<Sketch> {
     let shown: Vec<_> = blocks.iter().flatten().map(|(_, row)| *row).collect();
     let implementations = implementations(&shown);
     let panel = |cases: &Vec<Product<'_, '_>>| {
-        let mut densities: Vec<_> = cases.iter().map(|(shape, row)| (shape.density, *row)).collect();
+        let mut densities: Vec<_> =
+            cases.iter().map(|(shape, row)| (shape.density, *row)).collect();
         densities.sort_by(|a, b| a.0.total_cmp(&b.0));
-        let points: Vec<_> = densities.iter().map(|&(density, row)| (density.log2(), row)).collect();
+        let points: Vec<_> =
+            densities.iter().map(|&(density, row)| (density.log2(), row)).collect();
         let mut panel_lines: Vec<_> = limits(&points).into_iter().collect();
         panel_lines.extend(lines(&points, &implementations));
         let densities: Vec<_> = densities.iter().map(|&(density, _)| density).collect();
@@ -88,7 +91,8 @@ fn product(run: &Run<'_>, cases: Vec<Product<'_, '_>>) -> Option<Sketch> {
     (!blocks.is_empty()).then(|| Sketch { name: format!("m{m}_k{k}_n{n}"), figure, weight })
 }
 
-/// Lengths and densities are no grid: the cases stand side by side, those of one length that differ in nothing else joined.
+/// Lengths and densities are no grid: the cases stand side by side, those of one length that differ
+/// in nothing else joined.
 fn sparse_attention(run: &Run<'_>, cases: Vec<Attention<'_, '_>>) -> Option<Sketch> {
     let head_dim = cases.first()?.0.head_dim;
     let title = |(shape, row): &Attention<'_, '_>| {
@@ -97,14 +101,18 @@ fn sparse_attention(run: &Run<'_>, cases: Vec<Attention<'_, '_>>) -> Option<Sket
     };
     let shown: Vec<_> = cases.iter().map(|(_, row)| *row).collect();
     let implementations = implementations(&shown);
-    let largest_first = |(shape, _): &Attention<'_, '_>| std::cmp::Reverse([shape.block_q, shape.block_kv]);
+    let largest_first =
+        |(shape, _): &Attention<'_, '_>| std::cmp::Reverse([shape.block_q, shape.block_kv]);
     let panel = |cases: Vec<Attention<'_, '_>>| {
         let mut panel = Panel { title: title(&cases[0]), ..Panel::default() };
         let mut at = 0.0;
         for mut alike in grouped(cases, |(shape, _)| (variant(shape), shape.seqlen_kv)) {
             alike.sort_by(|(a, _), (b, _)| b.density.total_cmp(&a.density));
-            let points: Vec<_> =
-                alike.iter().enumerate().map(|(index, (_, row))| (at + index as f64, *row)).collect();
+            let points: Vec<_> = alike
+                .iter()
+                .enumerate()
+                .map(|(index, (_, row))| (at + index as f64, *row))
+                .collect();
             panel.lines.extend(limits(&points).map(widened));
             panel.lines.extend(dense(&points).map(widened));
             panel.lines.extend(lines(&points, &implementations));
@@ -140,20 +148,24 @@ fn sparse_attention(run: &Run<'_>, cases: Vec<Attention<'_, '_>>) -> Option<Sket
     Some(Sketch { name: format!("d{head_dim}"), figure, weight })
 }
 
-/// What is not as in most cases, in a few letters: nothing for lists of each head that are equally long, without a causal mask.
+/// What is not as in most cases, in a few letters: nothing for lists of each head that are equally
+/// long, without a causal mask.
 fn variant(shape: &BlockSparseShape) -> String {
     let BlockSparseShape { pattern, mask, num_heads_q, num_heads_kv, mask_heads, .. } = *shape;
     let mut parts = Vec::new();
     parts.extend((mask != MaskKind::Full).then(|| mask.to_string()));
     parts.extend((pattern != Pattern::Uniform).then(|| pattern.to_string()));
     parts.extend((num_heads_kv != num_heads_q).then(|| format!("{num_heads_q} on {num_heads_kv}")));
-    parts.extend((![num_heads_q, num_heads_kv].contains(&mask_heads)).then(|| "one list".to_owned()));
+    parts.extend(
+        (![num_heads_q, num_heads_kv].contains(&mask_heads)).then(|| "one list".to_owned()),
+    );
     parts.join(" ")
 }
 
 /// Ours without a block mask, case by case; `None` where it was not measured.
 fn dense(points: &[(f64, &Row<'_>)]) -> Option<Line> {
-    let points: Option<Vec<_>> = points.iter().map(|(x, row)| Some((*x, row.dense?.tflops?))).collect();
+    let points: Option<Vec<_>> =
+        points.iter().map(|(x, row)| Some((*x, row.dense?.tflops?))).collect();
     points.map(|points| Line { points, style: style::DENSE, joined: true })
 }
 
@@ -170,14 +182,18 @@ fn limits(points: &[(f64, &Row<'_>)]) -> Option<Line> {
 
 /// Seen where it is a single point as well.
 fn widened(mut line: Line) -> Line {
-    if let (Some(&(left, first)), Some(&(right, last))) = (line.points.first(), line.points.last()) {
+    if let (Some(&(left, first)), Some(&(right, last))) = (line.points.first(), line.points.last())
+    {
         line.points.insert(0, (left - 0.4, first));
         line.points.push((right + 0.4, last));
     }
     line
 }
 
-fn with_ceiling(mut legend: Vec<(String, style::Style)>, panels: &[Panel]) -> Vec<(String, style::Style)> {
+fn with_ceiling(
+    mut legend: Vec<(String, style::Style)>,
+    panels: &[Panel],
+) -> Vec<(String, style::Style)> {
     if panels.iter().flat_map(|panel| &panel.lines).any(|line| line.style == style::CEILING) {
         legend.push(("binding ceiling".to_owned(), style::CEILING));
     }

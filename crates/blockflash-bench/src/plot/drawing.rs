@@ -76,7 +76,8 @@ impl Drawing {
                 None => return Err(PlotError::Format(path.to_owned())),
             };
             let mut file = Replacement::begin(path)?;
-            file.write_all(&bytes).map_err(|error| Error { path: path.to_owned(), problem: error.into() })?;
+            file.write_all(&bytes)
+                .map_err(|error| Error { path: path.to_owned(), problem: error.into() })?;
             Ok(file)
         };
         let files = paths.iter().map(|path| beside(path.as_ref())).collect::<Result<_, _>>()?;
@@ -84,7 +85,8 @@ impl Drawing {
     }
 }
 
-/// One element for all cells of a colour, counted in cells: an element for each would make files of megabytes.
+/// One element for all cells of a colour, counted in cells: an element for each would make files of
+/// megabytes.
 fn path(Fill { colour, origin, cell, areas }: &Fill) -> String {
     let mut path = format!(
         "<path shape-rendering=\"crispEdges\" fill=\"#{:02X}{:02X}{:02X}\" transform=\"translate({} {}) scale({} {})\" d=\"",

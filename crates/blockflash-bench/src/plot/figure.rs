@@ -36,7 +36,8 @@ pub(super) struct Panel {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Cells {
     pub(super) columns: usize,
-    /// Row-major, the top row first: how dark each cell is, from 0 for nothing to [`SHADES`](Self::SHADES).
+    /// Row-major, the top row first: how dark each cell is, from 0 for nothing to
+    /// [`SHADES`](Self::SHADES).
     pub(super) shades: Vec<u8>,
 }
 
@@ -98,8 +99,10 @@ impl Cells {
         colour: impl Fn(u8) -> RGBColor,
     ) -> Vec<Fill> {
         let rows = self.shades.len().checked_div(self.columns).unwrap_or(0);
-        let cell = [(right - left) / self.columns.max(1) as f64, (bottom - top) / rows.max(1) as f64];
-        let fill = |shade| Fill { colour: colour(shade), origin: [left, top], cell, areas: Vec::new() };
+        let cell =
+            [(right - left) / self.columns.max(1) as f64, (bottom - top) / rows.max(1) as f64];
+        let fill =
+            |shade| Fill { colour: colour(shade), origin: [left, top], cell, areas: Vec::new() };
         let mut fills: Vec<_> = (0..=Self::SHADES).map(fill).collect();
         // Nothing is the background of all.
         fills[0].areas.push([0, 0, self.columns, rows]);
@@ -107,7 +110,12 @@ impl Cells {
             let mut column = 0;
             for run in shades.chunk_by(|a, b| a == b) {
                 if run[0] > 0 {
-                    fills[usize::from(run[0].min(Self::SHADES))].areas.push([column, row, run.len(), 1]);
+                    fills[usize::from(run[0].min(Self::SHADES))].areas.push([
+                        column,
+                        row,
+                        run.len(),
+                        1,
+                    ]);
                 }
                 column += run.len();
             }
@@ -123,7 +131,8 @@ impl Axis {
         let high = if most > 0.0 { most * 1.07 } else { 1.0 };
         let step = step(high / 5.0);
         let count = (high / step).floor() as usize;
-        let ticks = (0..=count).map(|tick| tick as f64 * step).map(|value| (value, plain(value))).collect();
+        let ticks =
+            (0..=count).map(|tick| tick as f64 * step).map(|value| (value, plain(value))).collect();
         Self { label: label.to_owned(), low: 0.0, high, ticks }
     }
 
@@ -133,7 +142,8 @@ impl Axis {
         values.sort_by(f64::total_cmp);
         values.dedup();
         let logs: Vec<_> = values.iter().map(|value| value.log2()).collect();
-        let (low, high) = (logs.first().copied().unwrap_or(0.0), logs.last().copied().unwrap_or(1.0));
+        let (low, high) =
+            (logs.first().copied().unwrap_or(0.0), logs.last().copied().unwrap_or(1.0));
         let margin = if high > low { (high - low) * 0.05 } else { 1.0 };
         let ticks = logs.iter().zip(&values).map(|(&log, &value)| (log, plain(value))).collect();
         Self { label: label.to_owned(), low: low - margin, high: high + margin, ticks }
@@ -142,7 +152,8 @@ impl Axis {
     /// Logarithmic to base 10 between two values, with ticks at 1, 2 and 5.
     pub(super) fn decades(label: &str, low: f64, high: f64) -> Self {
         let exponents = low.log10().floor() as i32..=high.log10().ceil() as i32;
-        let values = exponents.flat_map(|exponent| [1.0, 2.0, 5.0].map(|digit| digit * 10f64.powi(exponent)));
+        let values = exponents
+            .flat_map(|exponent| [1.0, 2.0, 5.0].map(|digit| digit * 10f64.powi(exponent)));
         let inside = values.filter(|&value| value >= low && value <= high);
         let ticks = inside.map(|value| (value.log10(), plain(value))).collect();
         Self { label: label.to_owned(), low: low.log10(), high: high.log10(), ticks }

@@ -1,4 +1,5 @@
-//! Dense attention: speed over the sequence length, a panel for each series of cases that differ in nothing else.
+//! Dense attention: speed over the sequence length, a panel for each series of cases that differ in
+//! nothing else.
 
 use super::figure::{Axis, Figure, Line, Note, Panel, Side};
 use super::{ABOUT_SPEED, SPEED, Sketch, highest, implementations, legend, lines, style, subtitle};
@@ -41,14 +42,18 @@ type Point<'a, 'r> = (&'a AttentionShape, &'a Row<'r>);
 
 fn sketch(run: &Run<'_>, head_dim: usize, cases: Vec<Point<'_, '_>>) -> Option<Sketch> {
     let all = series(cases);
-    let rows: Vec<_> = all.iter().flat_map(|(_, cases)| cases.iter().map(|(_, row)| *row)).collect();
+    let rows: Vec<_> =
+        all.iter().flat_map(|(_, cases)| cases.iter().map(|(_, row)| *row)).collect();
     let implementations = implementations(&rows);
     let mut panels: Vec<_> = all
         .iter()
         .map(|(title, cases)| {
             let lengths: Vec<_> = cases.iter().map(|(shape, _)| shape.seqlen_q as f64).collect();
-            let points: Vec<_> =
-                cases.iter().zip(&lengths).map(|((_, row), length)| (length.log2(), *row)).collect();
+            let points: Vec<_> = cases
+                .iter()
+                .zip(&lengths)
+                .map(|((_, row), length)| (length.log2(), *row))
+                .collect();
             Panel {
                 title: title.clone(),
                 x: Axis::of_values("sequence length", &lengths),
@@ -68,7 +73,12 @@ fn sketch(run: &Run<'_>, head_dim: usize, cases: Vec<Point<'_, '_>>) -> Option<S
             let ends = vec![(panel.x.low, limit), (panel.x.high, limit)];
             panel.lines.insert(0, Line { points: ends, style, joined: true });
             let text = format!("{name} {limit:.0}");
-            panel.notes.push(Note { at: (panel.x.high, limit), text, side: Side::AboveLeft, bold: false });
+            panel.notes.push(Note {
+                at: (panel.x.high, limit),
+                text,
+                side: Side::AboveLeft,
+                bold: false,
+            });
         }
     }
     panels.iter_mut().for_each(|panel| panel.y = Axis::from_zero(SPEED, most));
@@ -81,7 +91,11 @@ fn sketch(run: &Run<'_>, head_dim: usize, cases: Vec<Point<'_, '_>>) -> Option<S
         panel_height: 290,
         y_labels: 54,
     };
-    Some(Sketch { name: format!("d{head_dim}"), figure, weight: if head_dim == USUAL { 3 } else { 2 } })
+    Some(Sketch {
+        name: format!("d{head_dim}"),
+        figure,
+        weight: if head_dim == USUAL { 3 } else { 2 },
+    })
 }
 
 /// TFLOP/s at which matrix instructions or exponentials would limit these cases.
@@ -99,20 +113,24 @@ fn limits(run: &Run<'_>, (shape, row): Point<'_, '_>) -> Vec<(&'static str, f64,
     limits
 }
 
-/// Cases that only differ in their length, with what they have in common: either the tokens of the batch or the batch.
+/// Cases that only differ in their length, with what they have in common: either the tokens of the
+/// batch or the batch.
 fn series<'a, 'r>(cases: Vec<Point<'a, 'r>>) -> Vec<(String, Vec<Point<'a, 'r>>)> {
     let same = |(a, row): Point<'_, '_>, (b, other): Point<'_, '_>| {
-        (a.mask, a.dtype, a.num_heads_q, a.num_heads_kv) == (b.mask, b.dtype, b.num_heads_q, b.num_heads_kv)
+        (a.mask, a.dtype, a.num_heads_q, a.num_heads_kv)
+            == (b.mask, b.dtype, b.num_heads_q, b.num_heads_kv)
             && is_cold(row.any) == is_cold(other.any)
     };
     let mut series: Vec<(String, Vec<Point<'_, '_>>)> = Vec::new();
     let mut left = cases;
     for by_tokens in [true, false] {
-        let extent =
-            |shape: &AttentionShape| if by_tokens { shape.batch * shape.seqlen_q } else { shape.batch };
+        let extent = |shape: &AttentionShape| {
+            if by_tokens { shape.batch * shape.seqlen_q } else { shape.batch }
+        };
         let mut rest = Vec::new();
         while let Some(&case) = left.first() {
-            let alike = |other: &Point<'_, '_>| same(case, *other) && extent(case.0) == extent(other.0);
+            let alike =
+                |other: &Point<'_, '_>| same(case, *other) && extent(case.0) == extent(other.0);
             let (mut taken, others): (Vec<_>, Vec<_>) = left.into_iter().partition(alike);
             left = others;
             taken.sort_by_key(|(shape, _)| shape.seqlen_q);

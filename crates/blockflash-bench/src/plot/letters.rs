@@ -1,12 +1,15 @@
 //! Text as coverage of pixels: letters of one raster, scaled.
 
-use noto_sans_mono_bitmap::{FontWeight, RasterHeight, RasterizedChar, get_raster, get_raster_width};
+use noto_sans_mono_bitmap::{
+    FontWeight, RasterHeight, RasterizedChar, get_raster, get_raster_width,
+};
 
 const RASTER: RasterHeight = RasterHeight::Size32;
 /// Rows of the raster from the top of a capital to the base line.
 const CAPITAL_TOP: f64 = 8.0;
 const BASE_LINE: f64 = 25.0;
-/// Width of a letter in font sizes. The raster's own would be 0.6, but figures are laid out for letters that are narrower.
+/// Width of a letter in font sizes. The raster's own would be 0.6, but figures are laid out for
+/// letters that are narrower.
 const ADVANCE: f64 = 0.55;
 
 /// A line of text of a font size in pixels, its origin at the left end of the base line.
@@ -29,10 +32,15 @@ impl Letters {
         };
         let advance = size * ADVANCE;
         let scale = get_raster_width(weight, RASTER) as f64 / advance;
-        Self { glyphs: text.chars().map(|letter| glyph(letter).flatten()).collect(), advance, scale }
+        Self {
+            glyphs: text.chars().map(|letter| glyph(letter).flatten()).collect(),
+            advance,
+            scale,
+        }
     }
 
-    /// Left and right end, top of capitals and lowest stroke, seen from the origin; y grows downwards.
+    /// Left and right end, top of capitals and lowest stroke, seen from the origin; y grows
+    /// downwards.
     pub(super) fn width(&self) -> f64 {
         self.glyphs.len() as f64 * self.advance
     }
@@ -50,7 +58,8 @@ impl Letters {
     /// How much of the pixel at a point is ink, 0 to 1.
     pub(super) fn ink(&self, x: f64, y: f64) -> f64 {
         let at = (x / self.advance).floor();
-        let glyph = if at >= 0.0 { self.glyphs.get(at as usize).and_then(Option::as_ref) } else { None };
+        let glyph =
+            if at >= 0.0 { self.glyphs.get(at as usize).and_then(Option::as_ref) } else { None };
         let Some(glyph) = glyph else { return 0.0 };
         // Between the four nearest pixels of the raster, whose values are those of their centres.
         let (x, y) = ((x - at * self.advance) * self.scale - 0.5, y * self.scale + BASE_LINE - 0.5);
@@ -61,7 +70,8 @@ impl Letters {
         };
         let (left, top) = (x.floor(), y.floor());
         let (right_part, lower_part) = (x - left, y - top);
-        let row = |row: f64| pixel(left, row) * (1.0 - right_part) + pixel(left + 1.0, row) * right_part;
+        let row =
+            |row: f64| pixel(left, row) * (1.0 - right_part) + pixel(left + 1.0, row) * right_part;
         row(top) * (1.0 - lower_part) + row(top + 1.0) * lower_part
     }
 }
@@ -75,15 +85,19 @@ mod tests {
         let letters = Letters::new("H x", 20.0, false);
         assert_eq!(letters.width(), 33.0);
         let ink = |x: [f64; 2], y: [f64; 2]| -> f64 {
-            let points =
-                (0..100).flat_map(|i| (0..100).map(move |j| (f64::from(i) / 100.0, f64::from(j) / 100.0)));
-            points.map(|(i, j)| letters.ink(x[0] + i * (x[1] - x[0]), y[0] + j * (y[1] - y[0]))).sum()
+            let points = (0..100)
+                .flat_map(|i| (0..100).map(move |j| (f64::from(i) / 100.0, f64::from(j) / 100.0)));
+            points
+                .map(|(i, j)| letters.ink(x[0] + i * (x[1] - x[0]), y[0] + j * (y[1] - y[0])))
+                .sum()
         };
         let height = letters.height();
         assert!(height > 11.0 && height < 16.0, "{height}");
         assert!(ink([0.0, 11.0], [-height, 0.0]) > 1000.0);
         // Neither below the base line nor above capitals, nor in a space, nor beyond the text.
-        assert!(ink([0.0, 11.0], [1.0, 9.0]) < 1.0 && ink([0.0, 11.0], [-20.0, -height - 1.0]) < 1.0);
+        assert!(
+            ink([0.0, 11.0], [1.0, 9.0]) < 1.0 && ink([0.0, 11.0], [-20.0, -height - 1.0]) < 1.0
+        );
         assert_eq!((ink([11.0, 22.0], [-20.0, 9.0]), ink([33.0, 60.0], [-20.0, 9.0])), (0.0, 0.0));
         assert_eq!(ink([-9.0, 0.0], [-20.0, 9.0]), 0.0);
         let bold = Letters::new("H", 20.0, true);

@@ -39,13 +39,14 @@ impl MaskPicture<'_> {
     /// Small multiples of the heads; a single one has the lengths of its rows beside it.
     ///
     /// # Errors
-    /// [`PlotError::Heads`] if none or too many are shown, [`PlotError::NoHead`], [`PlotError::Mask`] for a mask that is not on
-    /// the CPU.
+    /// [`PlotError::Heads`] if none or too many are shown, [`PlotError::NoHead`],
+    /// [`PlotError::Mask`] for a mask that is not on the CPU.
     pub fn draw(&self) -> Result<Drawing, PlotError> {
         if self.shown.is_empty() || self.shown.len() > MAX_SHOWN {
             return Err(PlotError::Heads(self.shown.len()));
         }
-        let heads = self.shown.iter().map(|&at| self.head(at)).collect::<Result<Vec<_>, PlotError>>()?;
+        let heads =
+            self.shown.iter().map(|&at| self.head(at)).collect::<Result<Vec<_>, PlotError>>()?;
         let columns = match heads.len() {
             0..=4 => 2,
             5..=9 => 3,
@@ -56,8 +57,10 @@ impl MaskPicture<'_> {
         let aspect = self.mask.seqlen_q() as f64 / self.mask.seqlen_kv().max(1) as f64;
         let height = width * aspect.clamp(0.25, 1.5);
         let behind = [self.mask.rows(), self.mask.cols()];
-        let behind =
-            [behind[0].div_ceil((height / CELL) as usize), behind[1].div_ceil((width / CELL) as usize)];
+        let behind = [
+            behind[0].div_ceil((height / CELL) as usize),
+            behind[1].div_ceil((width / CELL) as usize),
+        ];
         let behind = behind.map(|blocks| blocks.max(1));
         let named = columns == 2;
         let mut panels: Vec<_> = heads.iter().map(|head| self.panel(head, behind, named)).collect();
@@ -95,7 +98,9 @@ impl MaskPicture<'_> {
         let groups = match [mask.batch(), mask.heads()] {
             [1, 1] => String::new(),
             [1, heads] => format!(" · {} of {heads} heads", self.shown.len()),
-            [batch, heads] => format!(" · {} of {batch} × {heads} batch entries and heads", self.shown.len()),
+            [batch, heads] => {
+                format!(" · {} of {batch} × {heads} batch entries and heads", self.shown.len())
+            }
         };
         let sizes = [mask.seqlen_q(), mask.seqlen_kv()].map(length);
         let axes = if named { "" } else { " · queries downwards, keys to the right" };
@@ -131,11 +136,15 @@ impl MaskPicture<'_> {
     /// `behind`: blocks of queries and of keys behind a cell.
     fn panel(&self, head: &Head, behind: [usize; 2], named: bool) -> Panel {
         let geometry = self.mask.geometry();
-        let [rows, columns] =
-            [self.mask.rows().div_ceil(behind[0]).max(1), self.mask.cols().div_ceil(behind[1]).max(1)];
+        let [rows, columns] = [
+            self.mask.rows().div_ceil(behind[0]).max(1),
+            self.mask.cols().div_ceil(behind[1]).max(1),
+        ];
         let mut visited = vec![0usize; rows * columns];
         for (row, blocks) in head.rows.iter().enumerate() {
-            blocks.iter().for_each(|block| visited[row / behind[0] * columns + block / behind[1]] += 1);
+            blocks
+                .iter()
+                .for_each(|block| visited[row / behind[0] * columns + block / behind[1]] += 1);
         }
         let shade = |(at, &visited): (usize, &usize)| {
             // At the ends fewer blocks are behind a cell.
@@ -152,9 +161,19 @@ impl MaskPicture<'_> {
         let ticks = |seqlen| positions(seqlen, if named { 4 } else { 2 });
         Panel {
             title: head.title.clone(),
-            x: Axis { label: label("key"), low: 0.0, high: tokens_kv, ticks: ticks(geometry.seqlen_kv()) },
+            x: Axis {
+                label: label("key"),
+                low: 0.0,
+                high: tokens_kv,
+                ticks: ticks(geometry.seqlen_kv()),
+            },
             // The first query on top.
-            y: Axis { label: label("query"), low: tokens_q, high: 0.0, ticks: ticks(geometry.seqlen_q()) },
+            y: Axis {
+                label: label("query"),
+                low: tokens_q,
+                high: 0.0,
+                ticks: ticks(geometry.seqlen_q()),
+            },
             cells: Some(Cells { columns, shades }),
             ..Panel::default()
         }
@@ -163,7 +182,8 @@ impl MaskPicture<'_> {
     fn lengths(&self, head: &Head, y: Axis) -> Panel {
         let block = self.mask.block_q() as f64;
         let middle = |row: usize| (row as f64 + 0.5) * block;
-        let points = head.rows.iter().enumerate().map(|(row, blocks)| (blocks.len() as f64, middle(row)));
+        let points =
+            head.rows.iter().enumerate().map(|(row, blocks)| (blocks.len() as f64, middle(row)));
         let mean = vec![(head.mean, y.high), (head.mean, y.low)];
         Panel {
             title: format!("blocks in each row: mean {:.1}", head.mean),
@@ -179,10 +199,17 @@ impl MaskPicture<'_> {
 }
 
 fn legend(behind: [usize; 2], lengths: bool) -> Vec<(String, Style)> {
-    let square =
-        |shade| Style { colour: style::shade(shade), width: 0, dashed: false, marker: Some(Marker::Square) };
+    let square = |shade| Style {
+        colour: style::shade(shade),
+        width: 0,
+        dashed: false,
+        marker: Some(Marker::Square),
+    };
     let mut legend = match behind {
-        [1, 1] => vec![("visited".to_owned(), square(Cells::SHADES)), ("not visited".to_owned(), square(0))],
+        [1, 1] => vec![
+            ("visited".to_owned(), square(Cells::SHADES)),
+            ("not visited".to_owned(), square(0)),
+        ],
         [rows, columns] => vec![
             (format!("all of {rows} × {columns} blocks visited"), square(Cells::SHADES)),
             ("one of them".to_owned(), square(1)),

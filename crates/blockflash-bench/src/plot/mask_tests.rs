@@ -24,7 +24,10 @@ fn every_block_of_a_small_mask_is_a_cell() {
     let [panel, lengths] = &figure.panels[..] else { panic!("{} panels", figure.panels.len()) };
     let cells = panel.cells.as_ref().unwrap();
     let dark: Vec<_> = cells.shades.iter().map(|&shade| shade / Cells::SHADES).collect();
-    assert_eq!((cells.columns, &dark[..]), (4, &[1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 1, 1][..]));
+    assert_eq!(
+        (cells.columns, &dark[..]),
+        (4, &[1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 1, 1][..])
+    );
     assert!(cells.shades.iter().all(|shade| shade % Cells::SHADES == 0));
     assert_eq!((panel.y.low, panel.y.high, panel.x.high), (256.0, 0.0, 256.0));
     assert_eq!(lengths.lines[1].points, [(1.0, 32.0), (2.0, 96.0), (3.0, 160.0), (3.0, 224.0)]);
@@ -52,19 +55,23 @@ fn many_blocks_share_a_cell_and_a_single_one_is_still_seen() {
 fn heads_are_small_multiples_with_their_own_densities() {
     let geometry = BlockGeometry::new(256, 128, 64, 64).unwrap();
     let blocks = |head: usize| (0..8).map(move |block| block <= head);
-    let mask = BlockMask::from_bool(geometry, 1, 6, &(0..6).flat_map(blocks).collect::<Vec<_>>()).unwrap();
+    let mask =
+        BlockMask::from_bool(geometry, 1, 6, &(0..6).flat_map(blocks).collect::<Vec<_>>()).unwrap();
     let shown: Vec<_> = (0..6).map(|head| [0, head]).collect();
     let figure = picture(&mask, &shown);
     let titles: Vec<_> = figure.panels.iter().map(|panel| panel.title.as_str()).collect();
     assert_eq!((figure.columns, titles.len()), (3, 6));
     assert_eq!(titles[0], "head 0: 12.5 %, longest row 1");
     assert_eq!(titles[5], "head 5: 75.0 %, longest row 2");
-    assert!(figure.subtitle.contains("6 of 6 heads") && figure.subtitle.contains("queries downwards"));
+    assert!(
+        figure.subtitle.contains("6 of 6 heads") && figure.subtitle.contains("queries downwards")
+    );
     // Queries twice as many as keys: panels that are higher than wide.
     assert!(figure.panel_height > 300, "{}", figure.panel_height);
 
-    let wrong =
-        |shown: &[[usize; 2]]| MaskPicture { mask: &mask, name: "", shown }.draw().unwrap_err().to_string();
+    let wrong = |shown: &[[usize; 2]]| {
+        MaskPicture { mask: &mask, name: "", shown }.draw().unwrap_err().to_string()
+    };
     assert!(wrong(&[]).contains("1 to 16 heads, not 0"));
     assert!(wrong(&[[0, 0]; 17]).contains("not 17"));
     assert!(wrong(&[[0, 6]]).contains("no head 6") && wrong(&[[1, 0]]).contains("batch entry 1"));
@@ -93,7 +100,11 @@ fn a_name_is_cut_and_numbers_are_grouped() {
     let mask = local(256);
     let name = "µ".repeat(60);
     let figure = MaskPicture { mask: &mask, name: &name, shown: &[[0, 0]] }.draw().unwrap().0;
-    assert!(figure.title.starts_with(&format!("{}...: density", "µ".repeat(44))), "{}", figure.title);
+    assert!(
+        figure.title.starts_with(&format!("{}...: density", "µ".repeat(44))),
+        "{}",
+        figure.title
+    );
     let labels: Vec<_> = positions(65536, 4).into_iter().map(|(_, label)| label).collect();
     assert_eq!(labels, ["0", "16k", "32k", "48k", "64k"]);
     assert_eq!(positions(1000, 4).len(), 4);
@@ -113,7 +124,9 @@ fn a_file_of_a_picture_is_small_and_its_name_decides_the_format() {
     drawing.write(&[folder.join("a.SVG")]).unwrap();
     drawing.write(&[folder.join("a.png")]).unwrap();
     assert_eq!(std::fs::read(folder.join("a.png")).unwrap(), png);
-    assert!(drawing.write(&[folder.join("a.gif")]).unwrap_err().to_string().contains(".svg or .png"));
+    assert!(
+        drawing.write(&[folder.join("a.gif")]).unwrap_err().to_string().contains(".svg or .png")
+    );
     assert!(matches!(drawing.write(&[folder.join("no/a.png")]), Err(PlotError::File(_))));
     std::fs::remove_dir_all(&folder).unwrap();
 }

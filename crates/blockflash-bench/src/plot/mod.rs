@@ -1,5 +1,5 @@
-//! Plots: from records speed over lengths and densities, the ratio to the best rival, and rooflines; block masks; what sparsity
-//! costs and gains; curves of training.
+//! Plots: from records speed over lengths and densities, the ratio to the best rival, and
+//! rooflines; block masks; what sparsity costs and gains; curves of training.
 
 mod canvas;
 mod curves;
@@ -76,7 +76,9 @@ pub enum PlotError {
     File(#[from] crate::io::Error),
 }
 
-impl<E: std::error::Error + Send + Sync> From<plotters::drawing::DrawingAreaErrorKind<E>> for PlotError {
+impl<E: std::error::Error + Send + Sync> From<plotters::drawing::DrawingAreaErrorKind<E>>
+    for PlotError
+{
     fn from(error: plotters::drawing::DrawingAreaErrorKind<E>) -> Self {
         Self::Drawing(error.to_string())
     }
@@ -132,13 +134,18 @@ fn subtitle(run: &Run<'_>, about: &str) -> String {
 const SPEED: &str = "TFLOP/s";
 const ABOUT_SPEED: &str = "TFLOP/s by useful operations, higher is better";
 
-/// Names and looks of all that were measured in these cases, rivals first: who comes last is drawn on top.
+/// Names and looks of all that were measured in these cases, rivals first: who comes last is drawn
+/// on top.
 fn implementations<'r>(rows: &[&Row<'r>]) -> Vec<(&'r str, Style)> {
-    let peers = || rows.iter().flat_map(|row| row.peers.iter().copied()).filter(|peer| peer.us.is_some());
+    let peers =
+        || rows.iter().flat_map(|row| row.peers.iter().copied()).filter(|peer| peer.us.is_some());
     let mut names: Vec<_> = peer_names(peers())
         .into_iter()
         .map(|name| {
-            (name, style::of(name, peers().any(|peer| peer.implementation == name && peer.reference)))
+            (
+                name,
+                style::of(name, peers().any(|peer| peer.implementation == name && peer.reference)),
+            )
         })
         .collect();
     // Marks below rivals.

@@ -45,9 +45,10 @@ pub(super) fn sketch(run: &Run<'_>, rows: &[Row<'_>]) -> Option<Sketch> {
     }
     let one = Style { dashed: false, ..style::CEILING };
     (panel.y.low, panel.y.high) = (y - 0.8, -0.2);
-    panel
-        .lines
-        .insert(0, Line { points: vec![(0.0, panel.y.low), (0.0, panel.y.high)], style: one, joined: true });
+    panel.lines.insert(
+        0,
+        Line { points: vec![(0.0, panel.y.low), (0.0, panel.y.high)], style: one, joined: true },
+    );
     panel.x.label = "blockflash / best rival (logarithmic)".to_owned();
     let best = rows.iter().filter(|row| row.ratio().is_some()).filter_map(|row| row.best_rival());
     let legend = peer_names(best).into_iter().map(|name| {

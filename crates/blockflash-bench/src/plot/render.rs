@@ -8,7 +8,8 @@ use plotters::coord::Shift;
 use plotters::coord::cartesian::Cartesian2d;
 use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, ValueFormatter};
 use plotters::prelude::{
-    Circle, DashedLineSeries, DrawingArea, IntoFont, LineSeries, PathElement, Polygon, Rectangle, WHITE,
+    Circle, DashedLineSeries, DrawingArea, IntoFont, LineSeries, PathElement, Polygon, Rectangle,
+    WHITE,
 };
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use plotters::style::{Color, FontStyle, RGBColor, TextStyle};
@@ -35,7 +36,8 @@ fn top(figure: &Figure) -> i32 {
     52 + legend_places(figure).1 * LEGEND_ROW + 6
 }
 
-/// Draws everything but the cells of panels, which a backend has better means for: they are returned.
+/// Draws everything but the cells of panels, which a backend has better means for: they are
+/// returned.
 pub(super) fn draw<B: DrawingBackend>(figure: &Figure, root: &Area<B>) -> Result<Vec<Fill>>
 where
     B::ErrorType: 'static,
@@ -61,7 +63,8 @@ where
     Ok(fills)
 }
 
-/// Where the entries of the legend begin: in rows, as many as fit. Widths are guessed, since only a viewer knows its font.
+/// Where the entries of the legend begin: in rows, as many as fit. Widths are guessed, since only a
+/// viewer knows its font.
 fn legend_places(figure: &Figure) -> (Vec<(i32, i32)>, i32) {
     let (mut x, mut row) = (MARGIN, 0);
     let mut places = Vec::new();
@@ -80,9 +83,10 @@ fn legend_places(figure: &Figure) -> (Vec<(i32, i32)>, i32) {
 fn key<B: DrawingBackend>(root: &Area<B>, style: Style, (x, y): (i32, i32)) -> Result {
     if style.width > 0 {
         match style.dashed {
-            false => {
-                root.draw(&PathElement::new([(x, y), (x + 28, y)], style.colour.stroke_width(style.width)))?
-            }
+            false => root.draw(&PathElement::new(
+                [(x, y), (x + 28, y)],
+                style.colour.stroke_width(style.width),
+            ))?,
             true => {
                 for dash in [0, 10, 20] {
                     let ends = [(x + dash, y), (x + dash + 6, y)];
@@ -130,8 +134,8 @@ fn draw_panel<B: DrawingBackend>(
         root.draw_text(text_of_group, &style, (x, y + 23))?;
     }
     let Some(cells) = &panel.cells else { return Ok(Vec::new()) };
-    let [first, last] =
-        [(panel.x.low, panel.y.high), (panel.x.high, panel.y.low)].map(|at| chart.backend_coord(&at));
+    let [first, last] = [(panel.x.low, panel.y.high), (panel.x.high, panel.y.low)]
+        .map(|at| chart.backend_coord(&at));
     Ok(cells.fills([first.0, first.1, last.0, last.1].map(f64::from), shade))
 }
 
@@ -159,7 +163,10 @@ impl Ranged for Axis {
 
 impl ValueFormatter<f64> for Axis {
     fn format_ext(&self, value: &f64) -> String {
-        self.ticks.iter().find(|(at, _)| at == value).map_or(String::new(), |(_, label)| label.clone())
+        self.ticks
+            .iter()
+            .find(|(at, _)| at == value)
+            .map_or(String::new(), |(_, label)| label.clone())
     }
 }
 

@@ -74,7 +74,11 @@ fn roof(panel: &mut Panel, memory: f64, matmul: f64) {
     let start = low.max(panel.y.low - (memory * 1e-12).log10());
     let slope = |x: f64| (x, x + (memory * 1e-12).log10());
     let style = Style { dashed: false, width: 2, ..style::CEILING };
-    panel.lines.push(Line { points: vec![slope(start), (ridge, top), (high, top)], style, joined: true });
+    panel.lines.push(Line {
+        points: vec![slope(start), (ridge, top), (high, top)],
+        style,
+        joined: true,
+    });
     let text = format!("matmul {:.0} TFLOP/s", matmul * 1e-12);
     panel.notes.push(Note { at: (high, top), text, side: Side::AboveLeft, bold: true });
     let text = format!("device memory {:.2} TB/s", memory * 1e-12);

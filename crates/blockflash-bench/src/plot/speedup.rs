@@ -57,10 +57,12 @@ impl Speedup<'_> {
     /// # Errors
     /// [`PlotError::NoPoints`] without points.
     pub fn draw(&self) -> Result<Drawing, PlotError> {
-        let points = || self.panels.iter().flat_map(|panel| &panel.lines).flat_map(|line| &line.points);
+        let points =
+            || self.panels.iter().flat_map(|panel| &panel.lines).flat_map(|line| &line.points);
         let levels = || self.panels.iter().flat_map(|panel| &panel.levels);
         let densities = range(points().map(|&(density, _)| density)).ok_or(PlotError::NoPoints)?;
-        let speedups = points().map(|&(_, speedup)| speedup).chain(levels().map(|&(_, speedup)| speedup));
+        let speedups =
+            points().map(|&(_, speedup)| speedup).chain(levels().map(|&(_, speedup)| speedup));
         let (least, most) = range(speedups.chain([1.0])).ok_or(PlotError::NoPoints)?;
         let x = percent_axis("stored blocks (logarithmic)", densities);
         let y = Axis::decades("speed-up (logarithmic)", least.min(0.8) / 1.1, most.max(1.25) * 1.2);
@@ -77,13 +79,19 @@ impl Speedup<'_> {
                 ("all blocks".to_owned(), one, across(1.0)),
             ];
             drawn.extend(
-                levels.iter().map(|(name, speedup)| (name.clone(), style::of(name, true), across(*speedup))),
+                levels
+                    .iter()
+                    .map(|(name, speedup)| (name.clone(), style::of(name, true), across(*speedup))),
             );
             drawn.extend(lines.iter().map(|line| {
-                let points = line.points.iter().map(|&(density, speedup)| (density.log10(), speedup.log10()));
+                let points = line
+                    .points
+                    .iter()
+                    .map(|&(density, speedup)| (density.log10(), speedup.log10()));
                 (line.name.clone(), line.style(), points.collect())
             }));
-            let mut panel = Panel { title: title.clone(), x: x.clone(), y: y.clone(), ..Panel::default() };
+            let mut panel =
+                Panel { title: title.clone(), x: x.clone(), y: y.clone(), ..Panel::default() };
             for (name, style, points) in drawn {
                 if !legend.iter().any(|(known, _)| *known == name) {
                     legend.push((name, style));
@@ -132,9 +140,13 @@ mod tests {
         assert_eq!((first.x.low, first.y.high), (second.x.low, second.y.high));
         assert_eq!(first.lines[2].points[0], (first.x.low, 1.6f64.log10()));
         assert_eq!(second.lines[2].points, [(-1.0, 8f64.log10()), (0.0, 0.0)]);
-        assert!(first.lines[4].style.dashed && first.lines[4].style.colour == first.lines[3].style.colour);
+        assert!(
+            first.lines[4].style.dashed
+                && first.lines[4].style.colour == first.lines[3].style.colour
+        );
         // Nothing leaves the panel.
-        let points = drawing.0.panels.iter().flat_map(|panel| &panel.lines).flat_map(|line| &line.points);
+        let points =
+            drawing.0.panels.iter().flat_map(|panel| &panel.lines).flat_map(|line| &line.points);
         let inside = |axis: &Axis, at: f64| at >= axis.low - 1e-9 && at <= axis.high + 1e-9;
         assert!(points.into_iter().all(|&(x, y)| inside(&first.x, x) && inside(&first.y, y)));
         assert!(drawing.svg().unwrap().contains("speed-up"));

@@ -33,7 +33,8 @@ pub(super) const FAINT: RGBColor = RGBColor(0x66, 0x66, 0x66);
 /// Lines of the grid.
 pub(super) const GRID: RGBColor = RGBColor(0xe4, 0xe4, 0xe4);
 
-// The palette of Okabe and Ito, which colour-blind readers can tell apart. Its yellow is invisible on white and left out.
+// The palette of Okabe and Ito, which colour-blind readers can tell apart. Its yellow is invisible
+// on white and left out.
 const VERMILLION: RGBColor = RGBColor(0xd5, 0x5e, 0x00);
 const BLUE: RGBColor = RGBColor(0x00, 0x72, 0xb2);
 const SKY: RGBColor = RGBColor(0x56, 0xb4, 0xe9);
@@ -61,7 +62,8 @@ const KNOWN: [(&str, RGBColor, Marker); 14] = [
 ];
 
 /// Families with several members, which differ in their marks.
-const FAMILIES: [(&str, RGBColor); 3] = [("cutlass", FAINT), ("triton", ORANGE), ("cusparse", ORANGE)];
+const FAMILIES: [(&str, RGBColor); 3] =
+    [("cutlass", FAINT), ("triton", ORANGE), ("cusparse", ORANGE)];
 
 const OTHERS: [(RGBColor, Marker); 6] = [
     (BLACK, Marker::Cross),
@@ -101,7 +103,8 @@ fn other(name: &str) -> (RGBColor, Marker) {
 /// What a machine can do.
 pub(super) const CEILING: Style = Style { colour: BLACK, width: 1, dashed: true, marker: None };
 /// The second such line of a panel.
-pub(super) const CEILING_OF_EXP: Style = Style { colour: FAINT, width: 2, dashed: true, marker: None };
+pub(super) const CEILING_OF_EXP: Style =
+    Style { colour: FAINT, width: 2, dashed: true, marker: None };
 
 /// Ours without a block mask.
 pub(super) const DENSE: Style = Style { colour: VERMILLION, width: 2, dashed: true, marker: None };
@@ -127,7 +130,8 @@ pub(super) fn group(index: usize) -> Style {
     ];
     let (colour, marker) = GROUPS[index % GROUPS.len()];
     // A colour that comes again gets another mark.
-    let again = MARKERS.iter().position(|&other| other == marker).unwrap_or(0) + index / GROUPS.len();
+    let again =
+        MARKERS.iter().position(|&other| other == marker).unwrap_or(0) + index / GROUPS.len();
     Style { colour, width: 1, dashed: false, marker: Some(MARKERS[again % MARKERS.len()]) }
 }
 
@@ -139,8 +143,9 @@ pub(super) fn shade(shade: u8) -> RGBColor {
         return NOTHING;
     }
     let part = f64::from(shade - 1) / f64::from(Cells::SHADES - 1);
-    let between =
-        |light: u8, dark: u8| (f64::from(light) * (1.0 - part) + f64::from(dark) * part).round() as u8;
+    let between = |light: u8, dark: u8| {
+        (f64::from(light) * (1.0 - part) + f64::from(dark) * part).round() as u8
+    };
     RGBColor(between(LIGHTEST.0, BLUE.0), between(LIGHTEST.1, BLUE.1), between(LIGHTEST.2, BLUE.2))
 }
 
@@ -160,8 +165,13 @@ mod tests {
             "triton_flash",
             "cutlass_fmha_sm90",
         ];
-        let bsr =
-            [OURS, "torch_triton_bsr_tuned", "torch_triton_bsr", "cusparse_blocked_ell", "cusparse_bsr"];
+        let bsr = [
+            OURS,
+            "torch_triton_bsr_tuned",
+            "torch_triton_bsr",
+            "cusparse_blocked_ell",
+            "cusparse_bsr",
+        ];
         let sparse = [
             OURS,
             "flash_attention_4",

@@ -3,7 +3,10 @@ use crate::report::sample::{block_sparse, grid, record};
 
 fn named<'p>(plots: &'p [Plot], file: &str) -> &'p Plot {
     let files: Vec<_> = plots.iter().map(|plot| plot.file.as_str()).collect();
-    plots.iter().find(|plot| plot.file == file).unwrap_or_else(|| panic!("{file} is not in {files:?}"))
+    plots
+        .iter()
+        .find(|plot| plot.file == file)
+        .unwrap_or_else(|| panic!("{file} is not in {files:?}"))
 }
 
 /// The words of a picture.
@@ -32,7 +35,8 @@ fn every_kind_of_plot_is_drawn() {
         "bsr_matmul_roofline.svg",
     ];
     assert_eq!(files, expected);
-    let covers: Vec<_> = plots.iter().filter(|plot| plot.cover).map(|plot| plot.file.as_str()).collect();
+    let covers: Vec<_> =
+        plots.iter().filter(|plot| plot.cover).map(|plot| plot.file.as_str()).collect();
     assert_eq!(
         covers,
         ["attention_fwd_d128.svg", "block_sparse_fwd_d128.svg", "bsr_matmul_m8192_k8192_n1024.svg"]
@@ -61,7 +65,10 @@ fn a_plot_names_its_lines_axes_and_origin() {
     ] {
         assert!(words.contains(&word), "{word} is not in {words:?}");
     }
-    assert!(words.iter().any(|word| word.starts_with("G · 2026-11-21 · commit abcdef012345")), "{words:?}");
+    assert!(
+        words.iter().any(|word| word.starts_with("G · 2026-11-21 · commit abcdef012345")),
+        "{words:?}"
+    );
     // White below everything, ours in its colour.
     assert!(plot.svg.contains("fill=\"#FFFFFF\"") && plot.svg.contains("#D55E00"));
 }
@@ -71,9 +78,12 @@ fn densities_and_roofs_have_their_words() {
     let plots = plots(&grid()).unwrap();
     let words_of = |file| words(&named(&plots, file).svg).join("\n");
     let bsr = words_of("bsr_matmul_m8192_k8192_n1024.svg");
-    for word in
-        ["blocks of 32 × 32", "0.05", "binding ceiling", "torch_matmul_dense (dense product, useful part)"]
-    {
+    for word in [
+        "blocks of 32 × 32",
+        "0.05",
+        "binding ceiling",
+        "torch_matmul_dense (dense product, useful part)",
+    ] {
         assert!(bsr.contains(word), "{word} is not in {bsr}");
     }
     let sparse = words_of("block_sparse_fwd_d128.svg");
@@ -91,7 +101,10 @@ fn densities_and_roofs_have_their_words() {
 #[test]
 fn what_is_missing_is_left_out() {
     // No rivals: nothing to compare. No ceilings: no roofs. One length: no lines.
-    let alone = Record { op: "attention_fwd".into(), ..record("b1_s512_h8_d64_full_bf16", OURS, Some(1.0)) };
+    let alone = Record {
+        op: "attention_fwd".into(),
+        ..record("b1_s512_h8_d64_full_bf16", OURS, Some(1.0))
+    };
     assert!(plots(&[alone]).unwrap().is_empty());
     // Rivals are drawn where there is nothing of ours.
     let mut records = grid();

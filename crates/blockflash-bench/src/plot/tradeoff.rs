@@ -30,9 +30,12 @@ impl Tradeoff<'_> {
     /// Two panels beside each other.
     ///
     /// # Errors
-    /// [`PlotError::NoPoints`] without a point of positive density; errors that are 0 are not drawn.
+    /// [`PlotError::NoPoints`] without a point of positive density; errors that are 0 are not
+    /// drawn.
     pub fn draw(&self) -> Result<Drawing, PlotError> {
-        let points = || self.series.iter().flat_map(|(_, points)| points).filter(|point| point.density > 0.0);
+        let points = || {
+            self.series.iter().flat_map(|(_, points)| points).filter(|point| point.density > 0.0)
+        };
         let densities = range(points().map(|point| point.density)).ok_or(PlotError::NoPoints)?;
         let x = percent_axis("visited pairs (logarithmic)", densities);
         let errors = range(points().map(|point| point.error).filter(|&error| error > 0.0));
@@ -43,8 +46,9 @@ impl Tradeoff<'_> {
         let lines = |value: fn(&TradeoffPoint) -> Option<f64>| -> Vec<Line> {
             let line = |(index, (_, points)): (usize, &(String, Vec<TradeoffPoint>))| {
                 let points = points.iter().filter(|point| point.density > 0.0);
-                let mut points: Vec<_> =
-                    points.filter_map(|point| Some((point.density.log10(), value(point)?))).collect();
+                let mut points: Vec<_> = points
+                    .filter_map(|point| Some((point.density.log10(), value(point)?)))
+                    .collect();
                 points.sort_by(|a, b| a.0.total_cmp(&b.0));
                 Line { points, style: style::choice(index), joined: true }
             };
@@ -75,7 +79,10 @@ impl Tradeoff<'_> {
             subtitle: self.subtitle.to_owned(),
             legend,
             columns: 2,
-            panels: vec![panel("error against dense attention", y, errors), panel("speed-up", speed, speeds)],
+            panels: vec![
+                panel("error against dense attention", y, errors),
+                panel("speed-up", speed, speeds),
+            ],
             panel_height: 320,
             y_labels: 62,
         }))
@@ -124,7 +131,9 @@ mod tests {
         assert_eq!(ticks, ["2 %", "5 %", "10 %", "20 %", "50 %", "100 %"]);
         // Proportional, and within the panel.
         let ideal = &speeds.lines[0].points;
-        assert!(ideal.iter().all(|&(x, y)| (y - 10f64.powf(-x)).abs() < 1e-9 && y <= speeds.y.high));
+        assert!(
+            ideal.iter().all(|&(x, y)| (y - 10f64.powf(-x)).abs() < 1e-9 && y <= speeds.y.high)
+        );
         let names: Vec<_> = figure.legend.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["top-k", "window", "1 / density", "dense"]);
         let drawing = Drawing(figure);

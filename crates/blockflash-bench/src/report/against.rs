@@ -1,4 +1,5 @@
-//! What has changed since a commit: the newest run of each suite beside the newest one of that commit.
+//! What has changed since a commit: the newest run of each suite beside the newest one of that
+//! commit.
 
 use super::cells::{NONE, number};
 use super::notes::{counted, day};
@@ -31,7 +32,8 @@ pub enum AgainstError {
     },
 }
 
-/// A case is slower only if it is by more than this, and no window of now was as fast as any of before.
+/// A case is slower only if it is by more than this, and no window of now was as fast as any of
+/// before.
 const TOLERANCE: f64 = 0.02;
 
 /// Compares the newest run of each suite and GPU with the newest earlier one of `commit`.
@@ -48,7 +50,9 @@ pub fn against(records: &[Record], commit: &str) -> Result<Against, AgainstError
     let mut skipped = Vec::new();
     for now in newest(records) {
         let earlier = |run: &&Run<'_>| {
-            run.key() == now.key() && run.first().run != now.first().run && is_of(run.first(), commit)
+            run.key() == now.key()
+                && run.first().run != now.first().run
+                && is_of(run.first(), commit)
         };
         match all.iter().rfind(earlier) {
             Some(before) => comparison.add(before, &now),
@@ -115,14 +119,16 @@ impl Change {
             () if time < 1.0 / (1.0 + TOLERANCE) && new_range.1 < old_range.0 => Verdict::Faster,
             () => Verdict::Same,
         };
-        let timed = |row: &Row<'_>, name: &str| row.peer(name).is_some_and(|peer| peer.us.is_some());
+        let timed =
+            |row: &Row<'_>, name: &str| row.peer(name).is_some_and(|peer| peer.us.is_some());
         let ratio = |row: &Row<'_>, ours: f64| {
-            let common = row
-                .rivals()
-                .filter(|peer| timed(before, &peer.implementation) && timed(now, &peer.implementation));
+            let common = row.rivals().filter(|peer| {
+                timed(before, &peer.implementation) && timed(now, &peer.implementation)
+            });
             Some(fastest(common)?.us? / ours)
         };
-        let ratio = ratio(before, old.us?).zip(ratio(now, new.us?)).map(|(before, now)| [before, now]);
+        let ratio =
+            ratio(before, old.us?).zip(ratio(now, new.us?)).map(|(before, now)| [before, now]);
         Some(Self { verdict, time: Some(time), ratio })
     }
 
@@ -149,7 +155,8 @@ impl Against {
         let (gpu, suite) = now.key();
         let [old_rows, new_rows] = [before.rows(), now.rows()];
         let text = &mut self.text;
-        let _ = writeln!(text, "### `{suite}` on {gpu}: {} against {}\n", named(now), named(before));
+        let _ =
+            writeln!(text, "### `{suite}` on {gpu}: {} against {}\n", named(now), named(before));
         let _ = writeln!(text, "| case | before µs | now µs | time | × best common rival | |");
         let _ = writeln!(text, "|---|---:|---:|---:|---:|---|");
         let mut changes = Vec::new();
@@ -160,17 +167,26 @@ impl Against {
                 continue;
             };
             let Some(change) = Change::of(old, new) else { continue };
-            let us = |row: &Row<'_>| row.best().and_then(|ours| ours.us).map_or(NONE.to_owned(), number);
+            let us =
+                |row: &Row<'_>| row.best().and_then(|ours| ours.us).map_or(NONE.to_owned(), number);
             let time = change.time.map_or(NONE.to_owned(), percent);
             let ratio = change.ratio.map_or(NONE.to_owned(), |[before, now]| {
                 format!("{before:.2} → {now:.2} ({})", percent(now / before))
             });
             let word = change.word();
-            let _ =
-                writeln!(text, "| {} | {} | {} | {time} | {ratio} | {word} |", new.name(), us(old), us(new));
+            let _ = writeln!(
+                text,
+                "| {} | {} | {} | {time} | {ratio} | {word} |",
+                new.name(),
+                us(old),
+                us(new)
+            );
             changes.push(change);
         }
-        let gone = old_rows.iter().filter(|old| !new_rows.iter().any(|new| new.name() == old.name())).count();
+        let gone = old_rows
+            .iter()
+            .filter(|old| !new_rows.iter().any(|new| new.name() == old.name()))
+            .count();
         self.regressions += changes.iter().filter(|change| is_regression(change)).count();
         let _ = writeln!(text, "\n{}\n", sentence(&changes, fresh, gone));
     }
@@ -193,9 +209,14 @@ fn sentence(changes: &[Change], fresh: usize, gone: usize) -> String {
     let lost = count(Verdict::Lost);
     parts.extend((lost > 0).then(|| format!("{lost} lost: no result any more")));
     let times: Vec<_> = changes.iter().filter_map(|change| change.time).collect();
-    parts.extend(geometric_mean(&times).map(|mean| format!("time {} as geometric mean", percent(mean))));
-    let ratios: Vec<_> = changes.iter().filter_map(|c| c.ratio.map(|[before, now]| now / before)).collect();
-    parts.extend(geometric_mean(&ratios).map(|mean| format!("× best common rival {}", percent(mean))));
+    parts.extend(
+        geometric_mean(&times).map(|mean| format!("time {} as geometric mean", percent(mean))),
+    );
+    let ratios: Vec<_> =
+        changes.iter().filter_map(|c| c.ratio.map(|[before, now]| now / before)).collect();
+    parts.extend(
+        geometric_mean(&ratios).map(|mean| format!("× best common rival {}", percent(mean))),
+    );
     let drifted = changes.iter().filter(|change| change.rivals_too()).count();
     parts.extend((drifted > 0).then(|| {
         format!("{drifted} of the slower ones no slower relative to the rival, so perhaps the machine was")

@@ -1,4 +1,5 @@
-//! Block-sparse products against the dense one: how much of its rate they reach, and up to which density they take less time.
+//! Block-sparse products against the dense one: how much of its rate they reach, and up to which
+//! density they take less time.
 
 use super::cells::{Cells, NONE};
 use super::run::Row;
@@ -40,8 +41,9 @@ impl fmt::Display for BreakEven {
     }
 }
 
-/// Where the time of a sparse product reaches that of the dense one, between neighbouring points along a straight line. `points` are
-/// densities and times, the time of the dense product being 1, by ascending density. `None` without points.
+/// Where the time of a sparse product reaches that of the dense one, between neighbouring points
+/// along a straight line. `points` are densities and times, the time of the dense product being 1,
+/// by ascending density. `None` without points.
 ///
 /// ```
 /// use blockflash_bench::report::{BreakEven, break_even};
@@ -81,7 +83,8 @@ struct Point {
     time: f64,
 }
 
-/// What differs in its density only, by block size, the largest first, and columns of the dense matrix.
+/// What differs in its density only, by block size, the largest first, and columns of the dense
+/// matrix.
 type Lines = BTreeMap<(Reverse<usize>, usize), Vec<Point>>;
 
 /// A table with its heading for each size and type of A and each dense product that was measured.
@@ -109,10 +112,13 @@ pub(crate) fn part(row: &Row<'_>, dense: &Record) -> Option<f64> {
 }
 
 fn point(row: &Row<'_>, dense: &Record) -> Option<(String, BsrShape, Point)> {
-    let Some(Case::BsrMatmul(shape)) = row.case().filter(|_| !row.ours.is_empty()) else { return None };
+    let Some(Case::BsrMatmul(shape)) = row.case().filter(|_| !row.ours.is_empty()) else {
+        return None;
+    };
     let BsrShape { m, k, density, dtype, .. } = shape;
     let caches = if is_cold(row.any) { ", cold caches" } else { "" };
-    let heading = format!("{m} × {k}, {dtype}{caches}: part of the rate of `{}`", dense.implementation);
+    let heading =
+        format!("{m} × {k}, {dtype}{caches}: part of the rate of `{}`", dense.implementation);
     let stored = shape.nnz_blocks() as f64 / (shape.block_rows() * shape.block_columns()) as f64;
     let point = Point { density, stored, time: row.best()?.us? / dense.us? };
     Some((heading, shape, point))
@@ -123,7 +129,8 @@ fn cells(lines: &Lines) -> Cells {
     densities.sort_by(f64::total_cmp);
     // What few lines have tells nothing beside the others.
     let most = |alike: &&[f64]| 2 * alike.len() > lines.len();
-    let densities: Vec<f64> = densities.chunk_by(|a, b| a == b).filter(most).map(|alike| alike[0]).collect();
+    let densities: Vec<f64> =
+        densities.chunk_by(|a, b| a == b).filter(most).map(|alike| alike[0]).collect();
     let mut header = vec!["block".to_owned(), "N".to_owned()];
     header.extend(densities.iter().map(|density| format!("at {density}")));
     header.push("break-even".to_owned());
@@ -215,7 +222,8 @@ mod tests {
     #[test]
     fn stored_blocks_count_and_not_what_was_asked_for() {
         // Of 16 columns 0.1 is 2 and 0.3 is 5.
-        let records = measured(8, 64, &[0.1, 0.3], |density| if density < 0.2 { 50.0 } else { 125.0 });
+        let records =
+            measured(8, 64, &[0.1, 0.3], |density| if density < 0.2 { 50.0 } else { 125.0 });
         let (_, cells) = &tables_of(&records)[0];
         assert_eq!(cells.header[2..4], ["at 0.1", "at 0.3"]);
         // 2/16 of the work in half the time; two thirds of the way from 0.125 to 0.3125.
@@ -231,13 +239,17 @@ mod tests {
             .map(|t| t.0)
             .collect();
         let expected = ["1024 × 1024, f16, cold caches", "1024 × 1024, f16"];
-        assert_eq!(headings, expected.map(|heading| format!("{heading}: part of the rate of `cublas`")));
+        assert_eq!(
+            headings,
+            expected.map(|heading| format!("{heading}: part of the rate of `cublas`"))
+        );
         assert!(tables_of(&measured(8, 64, &[0.25], |density| density)).is_empty());
         // Without the mark, or another pattern.
         let rivals: Vec<_> =
             warm.iter().cloned().map(|record| Record { reference: false, ..record }).collect();
         assert!(tables_of(&rivals).is_empty());
-        let other = |record: Record| Record { case: record.case.replace("uniform", "banded"), ..record };
+        let other =
+            |record: Record| Record { case: record.case.replace("uniform", "banded"), ..record };
         assert!(tables_of(&warm.into_iter().map(other).collect::<Vec<_>>()).is_empty());
     }
 }

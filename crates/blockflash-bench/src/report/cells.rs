@@ -82,7 +82,12 @@ impl<'a> Columns<'a> {
         }
     }
 
-    fn line(&self, row: &Row<'_>, ours: Option<&Record>, mark: fn(String) -> String) -> Vec<String> {
+    fn line(
+        &self,
+        row: &Row<'_>,
+        ours: Option<&Record>,
+        mark: fn(String) -> String,
+    ) -> Vec<String> {
         let us = ours.and_then(|ours| ours.us);
         let rival = row.best_rival().and_then(|rival| rival.us);
         let best = [us, rival].into_iter().flatten().reduce(f64::min);
@@ -124,7 +129,8 @@ fn ceiling(record: &Record) -> Option<String> {
 
 /// A time of an output that was not found right must not hide among the others.
 fn verified(row: &Row<'_>, ours: Option<&Record>) -> &'static str {
-    let mut timed = ours.into_iter().chain(row.peers.iter().copied()).filter(|record| record.us.is_some());
+    let mut timed =
+        ours.into_iter().chain(row.peers.iter().copied()).filter(|record| record.us.is_some());
     match ours.is_some_and(|ours| ours.us.is_some()) {
         _ if timed.any(|record| !record.verified) => "NO",
         true => "yes",
@@ -161,7 +167,10 @@ mod tests {
     fn a_line_compares_with_the_best_rival_and_not_with_a_mark() {
         let records = suite();
         let cells = cells(&records.iter().collect::<Vec<_>>());
-        assert_eq!(cells.header, ["case", "µs", "blockflash", "x", "y", "dense", "× best rival", "verified"]);
+        assert_eq!(
+            cells.header,
+            ["case", "µs", "blockflash", "x", "y", "dense", "× best rival", "verified"]
+        );
         assert_eq!(cells.rows[0], ["a", "2.00", "50.0", "33.3", "25.0", "1000", "1.50", "yes"]);
         assert_eq!(cells.rows[1], ["b", "—", "error", "20.0", "—", "—", "—", "no"]);
         assert_eq!(cells.rows.len(), 2);
@@ -178,7 +187,8 @@ mod tests {
 
     #[test]
     fn several_kernels_get_a_line_each() {
-        let forced = |symbol: &str| Record { symbol: Some(symbol.into()), ..record("a", OURS, Some(1.0)) };
+        let forced =
+            |symbol: &str| Record { symbol: Some(symbol.into()), ..record("a", OURS, Some(1.0)) };
         let records = [forced("blockflash_p"), forced("blockflash_q")];
         let cells = cells(&records.iter().collect::<Vec<_>>());
         assert_eq!(cells.header, ["case", "kernel", "µs", "blockflash", "verified"]);
@@ -200,8 +210,12 @@ mod tests {
             ceiling_fraction: Some(0.416),
             ..record(case, OURS, Some(us))
         };
-        let records =
-            [limited("a", 1.0), record("a", "x", Some(2.0)), limited("b", 1.0), record("b", "x", Some(8.0))];
+        let records = [
+            limited("a", 1.0),
+            record("a", "x", Some(2.0)),
+            limited("b", 1.0),
+            record("b", "x", Some(8.0)),
+        ];
         let cells = cells(&records.iter().collect::<Vec<_>>());
         assert_eq!(cells.rows[0][5], "l2 0.42");
         assert_eq!(cells.rows[2], ["geometric mean", "", "", "", "4.00", "", ""]);
@@ -212,7 +226,10 @@ mod tests {
         let case = "b1_s256_h4_d64_q64kv64_d0.5_uniform_full_bf16";
         let records = [
             Record { op: "block_sparse_fwd".into(), ..record(case, OURS, Some(2.5)) },
-            Record { op: "attention_fwd".into(), ..record("b1_s256_h4_d64_full_bf16", OURS, Some(2.0)) },
+            Record {
+                op: "attention_fwd".into(),
+                ..record("b1_s256_h4_d64_full_bf16", OURS, Some(2.0))
+            },
         ];
         let cells = cells(&records.iter().collect::<Vec<_>>());
         assert_eq!(cells.header, ["case", "µs", "blockflash", "of dense", "verified"]);
@@ -221,8 +238,10 @@ mod tests {
 
     #[test]
     fn an_unverified_time_is_shouted() {
-        let records =
-            [record("a", OURS, Some(1.0)), Record { verified: false, ..record("a", "x", Some(1.0)) }];
+        let records = [
+            record("a", OURS, Some(1.0)),
+            Record { verified: false, ..record("a", "x", Some(1.0)) },
+        ];
         assert_eq!(cells(&records.iter().collect::<Vec<_>>()).rows[0].last().unwrap(), "NO");
     }
 }

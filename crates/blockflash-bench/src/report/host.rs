@@ -37,7 +37,11 @@ pub(crate) fn cells(runs: &[&Run<'_>], detail: Detail) -> Cells {
         let mut line = vec![op];
         line.extend(named.then_some(kernel));
         line.push(records.len().to_string());
-        line.extend([of(|r| r.host_us), of(|r| r.host_prepared_us), of(|r| Some(r.load_us? * 1e-3))]);
+        line.extend([
+            of(|r| r.host_us),
+            of(|r| r.host_prepared_us),
+            of(|r| Some(r.load_us? * 1e-3)),
+        ]);
         line
     };
     Cells {
@@ -68,7 +72,10 @@ mod tests {
         let kernels = cells(&shown, Detail::Cases);
         assert_eq!(kernels.rows[0], ["bsr_matmul", "p", "3", "4.00", "2.00", "2.50"]);
         assert_eq!(kernels.rows[1], ["bsr_matmul", "q", "1", "9.00", "4.50", "—"]);
-        assert_eq!(cells(&shown, Detail::Groups).rows, [["bsr_matmul", "4", "4.50", "2.25", "2.50"]]);
+        assert_eq!(
+            cells(&shown, Detail::Groups).rows,
+            [["bsr_matmul", "4", "4.50", "2.25", "2.50"]]
+        );
         let without = [record("a", OURS, Some(1.0))];
         assert!(cells(&[&newest(&without)[0]], Detail::Cases).rows.is_empty());
     }

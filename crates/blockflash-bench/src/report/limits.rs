@@ -5,14 +5,17 @@ use super::run::{CEILING, Run, range};
 use crate::record::Record;
 
 /// What the table means.
-pub(crate) const NOTE: &str = "Rates of loops that do nothing else, measured in the same runs as the suites.";
+pub(crate) const NOTE: &str =
+    "Rates of loops that do nothing else, measured in the same runs as the suites.";
 
 /// Ceilings that were measured along with the runs; where there are none, the newest of the GPU.
 pub(crate) fn of<'r>(runs: &[&Run<'r>], records: &'r [Record], gpu: &str) -> Vec<&'r Record> {
     let along: Vec<_> = runs.iter().flat_map(|run| run.rates.0.iter().copied()).collect();
     let of_gpu = || records.iter().filter(|record| record.op == CEILING && record.gpu == gpu);
     match of_gpu().max_by_key(|record| &record.date) {
-        Some(newest) if along.is_empty() => of_gpu().filter(|record| record.run == newest.run).collect(),
+        Some(newest) if along.is_empty() => {
+            of_gpu().filter(|record| record.run == newest.run).collect()
+        }
         _ => along,
     }
 }
@@ -57,7 +60,11 @@ mod tests {
     fn ceilings_may_stand_alone() {
         let records = [
             ceiling("exp2", 4e12, "exp/s"),
-            Record { run: "r2".into(), date: "2026-12-01".into(), ..ceiling("exp2", 5e12, "exp/s") },
+            Record {
+                run: "r2".into(),
+                date: "2026-12-01".into(),
+                ..ceiling("exp2", 5e12, "exp/s")
+            },
         ];
         let rows = |gpu| cells(of(&[], &records, gpu).into_iter()).rows;
         assert_eq!(rows("G"), [["exp2", "5.00 T exp/s", "—", "—"]]);
@@ -75,6 +82,9 @@ mod tests {
         ];
         let cells = cells(records.iter());
         assert_eq!(cells.rows[0], ["wgmma_f16", "832–840 TFLOP/s", "—", "700"]);
-        assert_eq!((cells.rows[1][1].as_str(), cells.rows[2][1].as_str()), ("4.21 TB/s", "4.18 T exp/s"));
+        assert_eq!(
+            (cells.rows[1][1].as_str(), cells.rows[2][1].as_str()),
+            ("4.21 TB/s", "4.18 T exp/s")
+        );
     }
 }

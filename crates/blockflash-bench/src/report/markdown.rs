@@ -33,7 +33,8 @@ fn is_short(rows: &[Row<'_>]) -> bool {
     rows.len() <= 8 || rows.len() < 3 * groups(rows).len()
 }
 
-/// The newest run of each suite on each GPU, then what the GPU could do and what a call costs the host.
+/// The newest run of each suite on each GPU, then what the GPU could do and what a call costs the
+/// host.
 pub fn markdown(records: &[Record], detail: Detail, images: &[Image]) -> String {
     let runs = newest(records);
     let mut gpus: Vec<_> = records.iter().map(|record| record.gpu.as_str()).collect();
@@ -47,7 +48,12 @@ pub fn markdown(records: &[Record], detail: Detail, images: &[Image]) -> String 
         }
         let ceilings = limits::cells(limits::of(&of_gpu, records, gpu).into_iter());
         section(&mut text, &format!("Ceilings of {gpu}"), &ceilings, limits::NOTE);
-        section(&mut text, &format!("Host cost per call, {gpu}"), &host::cells(&of_gpu, detail), host::NOTE);
+        section(
+            &mut text,
+            &format!("Host cost per call, {gpu}"),
+            &host::cells(&of_gpu, detail),
+            host::NOTE,
+        );
     }
     text.truncate(text.trim_end().len());
     text
@@ -59,7 +65,9 @@ fn suite(text: &mut String, run: &Run<'_>, detail: Detail, images: &[Image]) {
     let (gpu, name) = run.key();
     let rows = run.rows();
     let _ = writeln!(text, "### `{name}` on {gpu}\n");
-    for image in images.iter().filter(|image| image.suite == name && (image.cover || detail == Detail::Cases))
+    for image in images
+        .iter()
+        .filter(|image| image.suite == name && (image.cover || detail == Detail::Cases))
     {
         let _ = writeln!(text, "![{}]({})\n", image.alt, image.path);
     }
@@ -141,7 +149,8 @@ pub fn align(text: &str) -> String {
             .iter()
             .map(|line| line.trim_matches('|').split('|').map(str::trim).collect::<Vec<_>>())
             .collect();
-        let cells = rows.iter().flat_map(|row| row.iter().enumerate()).filter(|(_, cell)| !is_rule(cell));
+        let cells =
+            rows.iter().flat_map(|row| row.iter().enumerate()).filter(|(_, cell)| !is_rule(cell));
         let mut widths = vec![0; rows[0].len()];
         for (column, cell) in cells {
             if let Some(width) = widths.get_mut(column) {
@@ -177,9 +186,15 @@ mod tests {
     #[test]
     fn markdown_names_where_and_when() {
         let text = markdown(&suite(), Detail::Groups, &[]);
-        assert!(text.starts_with("### `s` on G\n\n2 cases, 1 with a result of ours: 1.50 ×"), "{text}");
+        assert!(
+            text.starts_with("### `s` on G\n\n2 cases, 1 with a result of ours: 1.50 ×"),
+            "{text}"
+        );
         assert!(text.contains("\n| case | µs |"), "a short suite is not condensed: {text}");
-        assert!(text.contains("|---|---:|---:|---:|---:|---:|---:|---:|\n| a | 2.00 | **50.0** |"), "{text}");
+        assert!(
+            text.contains("|---|---:|---:|---:|---:|---:|---:|---:|\n| a | 2.00 | **50.0** |"),
+            "{text}"
+        );
         assert!(text.contains("commit abcdef012345, 2026-11-21"), "{text}");
         assert!(!text.contains("Ceilings") && !text.contains("Host cost"), "{text}");
     }
@@ -231,8 +246,7 @@ mod tests {
     #[test]
     fn tables_are_aligned_for_a_terminal() {
         let aligned = align("x\n\n| case | µs |\n|---|---:|\n| long name | 1 |\n| b | — |\n\ny");
-        let expected =
-            "x\n\n| case      | µs |\n|-----------|---:|\n| long name |  1 |\n| b         |  — |\n\ny";
+        let expected = "x\n\n| case      | µs |\n|-----------|---:|\n| long name |  1 |\n| b         |  — |\n\ny";
         assert_eq!(aligned, expected);
     }
 }

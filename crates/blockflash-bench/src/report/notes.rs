@@ -27,8 +27,10 @@ pub(crate) fn notes(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<String> {
 /// Where, when and how: what a number means nothing without.
 fn measured(run: &Run<'_>, rows: &[Row<'_>]) -> String {
     let first = run.first();
-    let mut parts =
-        vec!["TFLOP/s by useful operations".to_owned(), "× is the rival's time over ours".to_owned()];
+    let mut parts = vec![
+        "TFLOP/s by useful operations".to_owned(),
+        "× is the rival's time over ours".to_owned(),
+    ];
     let caches = match rows.iter().filter(|row| is_cold(row.any)).count() {
         0 => "warm",
         cold if cold == rows.len() => "cold",
@@ -43,15 +45,19 @@ fn measured(run: &Run<'_>, rows: &[Row<'_>]) -> String {
     // Places of a round; 0 where all rounds had one order.
     let timed = run.records.iter().filter(|record| record.us.is_some());
     let places = timed.map(|record| record.protocol.as_ref().map_or(0, |protocol| protocol.places));
-    if range(places.map(|places| places as f64)).is_some_and(|(least, most)| least > 0.0 && most > 1.0) {
+    if range(places.map(|places| places as f64))
+        .is_some_and(|(least, most)| least > 0.0 && most > 1.0)
+    {
         parts.push("each behind each other one equally often".to_owned());
     }
     for (rounds, window_ms, cases) in &windows[1..] {
         parts.push(format!("{} of {rounds} windows of {window_ms} ms", counted(*cases, "case")));
     }
     if rows.iter().flat_map(|row| &row.ours).any(|ours| ours.ceiling.is_some()) {
-        parts
-            .push("ceiling: what limits the case, and the fraction of it that blockflash reaches".to_owned());
+        parts.push(
+            "ceiling: what limits the case, and the fraction of it that blockflash reaches"
+                .to_owned(),
+        );
         let above = |row: &Row<'_>| row.best().and_then(|ours| ours.ceiling_fraction) > Some(1.0);
         if rows.iter().any(above) {
             parts.push("above 1 operands are shared beyond what is counted".to_owned());
@@ -59,7 +65,8 @@ fn measured(run: &Run<'_>, rows: &[Row<'_>]) -> String {
     }
     if rows.iter().any(|row| row.dense.is_some()) {
         parts.push(
-            "of dense: TFLOP/s by those of blockflash without a block mask at the same shape".to_owned(),
+            "of dense: TFLOP/s by those of blockflash without a block mask at the same shape"
+                .to_owned(),
         );
     }
     parts.extend(first.driver.as_ref().map(|driver| format!("driver {driver}")));
@@ -86,7 +93,9 @@ fn measured(run: &Run<'_>, rows: &[Row<'_>]) -> String {
 /// A mark, with the numbers that it multiplies.
 fn about(mark: &str) -> String {
     match mark {
-        "torch_matmul_dense" => format!("`{mark}` (cuBLAS on the matrix with its zeros, which save power)"),
+        "torch_matmul_dense" => {
+            format!("`{mark}` (cuBLAS on the matrix with its zeros, which save power)")
+        }
         "torch_matmul_random" => format!("`{mark}` (cuBLAS on a matrix of N(0, 1) without zeros)"),
         _ => format!("`{mark}`"),
     }
@@ -158,7 +167,8 @@ pub(crate) fn day(record: &Record) -> &str {
     record.date.split('T').next().unwrap_or_default()
 }
 
-/// How many windows of what length, and in how many cases, the most frequent first. Whatever failed had none.
+/// How many windows of what length, and in how many cases, the most frequent first. Whatever failed
+/// had none.
 fn windows(rows: &[Row<'_>]) -> Vec<(usize, f64, usize)> {
     let mut found: Vec<(usize, f64, usize)> = Vec::new();
     for row in rows {
@@ -191,13 +201,16 @@ mod tests {
     fn failures_are_named_with_their_reason() {
         let mut records = suite();
         records.push(record("b", "y", None));
-        records.push(Record { error: Some("no\n |such| `thing`.".into()), ..record("b", "z", None) });
+        records
+            .push(Record { error: Some("no\n |such| `thing`.".into()), ..record("b", "z", None) });
         let notes = of(&records);
-        assert!(notes[0].contains("median of 3 interleaved windows") && notes[0].contains("caches warm;"));
+        assert!(
+            notes[0].contains("median of 3 interleaved windows")
+                && notes[0].contains("caches warm;")
+        );
         assert!(notes[0].contains("`dense` does another job"), "{}", notes[0]);
         assert_eq!(notes[1], "1 case without a result of ours: it failed.");
-        let failed =
-            "Absent or failed: `y` in 1 of 2 cases (it failed); `z` in every case (no 'such' 'thing').";
+        let failed = "Absent or failed: `y` in 1 of 2 cases (it failed); `z` in every case (no 'such' 'thing').";
         assert_eq!(notes[2], failed);
     }
 
@@ -239,7 +252,11 @@ mod tests {
         records.push(fewer);
         let notes = of(&records);
         let text = "caches warm; 1 case of 2 windows of 7 ms;";
-        assert!(notes[0].contains("median of 3 interleaved") && notes[0].contains(text), "{}", notes[0]);
+        assert!(
+            notes[0].contains("median of 3 interleaved") && notes[0].contains(text),
+            "{}",
+            notes[0]
+        );
     }
 
     #[test]

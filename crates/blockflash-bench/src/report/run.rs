@@ -5,7 +5,8 @@ use crate::case::Case;
 use crate::record::{OURS, Record};
 use blockflash_sys::DType;
 
-/// What one table shows: a suite, measured on one GPU, once or in several runs of one commit that complete each other.
+/// What one table shows: a suite, measured on one GPU, once or in several runs of one commit that
+/// complete each other.
 #[derive(Debug)]
 pub(crate) struct Run<'r> {
     /// Never empty, in the order of measuring, without ceilings.
@@ -50,7 +51,8 @@ pub(crate) struct Rates<'r>(pub(crate) Vec<&'r Record>);
 /// The operation of records that say what a machine can do.
 pub(crate) const CEILING: &str = "ceiling";
 
-/// The newest run of each suite on each GPU, with the cases that it lacks from older runs of its commit.
+/// The newest run of each suite on each GPU, with the cases that it lacks from older runs of its
+/// commit.
 pub(crate) fn newest(records: &[Record]) -> Vec<Run<'_>> {
     let mut runs: Vec<Run<'_>> = Vec::new();
     for mut run in runs_of(records) {
@@ -122,19 +124,23 @@ impl<'r> Run<'r> {
     }
 
     pub(crate) fn size(&self) -> Size {
-        let rivals = self.records.iter().copied().filter(|record| record.us.is_some() && !record.reference);
+        let rivals =
+            self.records.iter().copied().filter(|record| record.us.is_some() && !record.reference);
         Size { cases: self.rows().len(), rivals: peer_names(rivals).len() }
     }
 
     /// Cases that only an older run of the same commit has, or of the same images, come first.
     fn complete(&mut self, older: &Run<'r>) {
         // What has completed it before comes first, and may be of another commit itself.
-        let images = |record: &'r Record| (record.same_as.as_ref().unwrap_or(&record.commit), &record.driver);
+        let images = |record: &'r Record| {
+            (record.same_as.as_ref().unwrap_or(&record.commit), &record.driver)
+        };
         let own = images(self.first());
         let same = |record: &'r Record| images(record) == own;
         let known = self.rows();
         let is_known = |record: &Record| known.iter().any(|row| row.is_of(record));
-        let missing = older.records.iter().copied().filter(|record| same(record) && !is_known(record));
+        let missing =
+            older.records.iter().copied().filter(|record| same(record) && !is_known(record));
         self.records = missing.chain(self.records.iter().copied()).collect();
     }
 
@@ -205,7 +211,8 @@ impl<'r> Row<'r> {
         let Case::BlockSparseFwd(shape) = self.case()? else { return None };
         let dense = Case::AttentionFwd(shape.dense());
         let same = |row: &&Row<'_>| {
-            row.case().as_ref() == Some(&dense) && shape::is_cold(row.any) == shape::is_cold(self.any)
+            row.case().as_ref() == Some(&dense)
+                && shape::is_cold(row.any) == shape::is_cold(self.any)
         };
         rows.iter().find(same)?.best()
     }

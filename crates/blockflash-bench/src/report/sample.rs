@@ -47,7 +47,8 @@ pub(crate) fn ceiling(name: &str, rate: f64, unit: &str) -> Record {
     Record { suite: "ceilings".into(), op: CEILING.into(), rate, unit, ..record(name, OURS, None) }
 }
 
-/// The block-sparse suite of the repository as if it had been measured: ours at 0.8 of the dense rate, rivals where they are asked.
+/// The block-sparse suite of the repository as if it had been measured: ours at 0.8 of the dense
+/// rate, rivals where they are asked.
 pub(crate) fn block_sparse() -> Vec<Record> {
     let benches = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches");
     let suite = Suite::load(&benches, "block_sparse_fwd").unwrap();
@@ -100,9 +101,12 @@ pub(crate) fn grid() -> Vec<Record> {
     ];
     let mut add = |suite: &str, op: &str, case: String, [flops, bytes, exps]: [f64; 3]| {
         let us = flops / 500e6;
-        for (implementation, factor) in
-            [(OURS, 1.0), ("flash_attention_3", 0.9), ("torch_sdpa_cudnn", 1.2), ("torch_matmul_dense", 3.0)]
-        {
+        for (implementation, factor) in [
+            (OURS, 1.0),
+            ("flash_attention_3", 0.9),
+            ("torch_sdpa_cudnn", 1.2),
+            ("torch_matmul_dense", 3.0),
+        ] {
             let us = us * factor;
             records.push(Record {
                 suite: suite.into(),
@@ -121,10 +125,9 @@ pub(crate) fn grid() -> Vec<Record> {
             });
         }
     };
-    for (head_dim, mask, length) in [64, 128]
-        .iter()
-        .flat_map(|d| ["full", "causal"].iter().flat_map(move |m| [512, 1024, 2048].map(|s| (d, m, s))))
-    {
+    for (head_dim, mask, length) in [64, 128].iter().flat_map(|d| {
+        ["full", "causal"].iter().flat_map(move |m| [512, 1024, 2048].map(|s| (d, m, s)))
+    }) {
         let pairs = 16.0 * 16384.0 * f64::from(length);
         let case = format!("b{}_s{length}_h16_d{head_dim}_{mask}_bf16", 16384 / length);
         let head_dim = f64::from(*head_dim);

@@ -8,7 +8,8 @@ use crate::record::Record;
 use crate::timing::Cache;
 use blockflash_sys::DType;
 
-/// The case of a record. `None` for an id that this program does not know: such a case has tables but no plots.
+/// The case of a record. `None` for an id that this program does not know: such a case has tables
+/// but no plots.
 pub(crate) fn case(record: &Record) -> Option<Case> {
     record.case.parse().ok().filter(|case: &Case| case.op() == record.op)
 }
@@ -18,7 +19,8 @@ pub(crate) fn is_cold(record: &Record) -> bool {
     record.cache == Cache::Cold.name()
 }
 
-/// Heading under which a record is listed: what changes the character of a case, but not its length or density.
+/// Heading under which a record is listed: what changes the character of a case, but not its length
+/// or density.
 pub(crate) fn group(record: &Record) -> String {
     let case = case(record);
     let mut label = match &case {
@@ -61,7 +63,8 @@ fn block_sparse(shape: &BlockSparseShape) -> String {
     let BlockSparseShape { head_dim, block_q, block_kv, pattern, mask, .. } = shape;
     let pattern = if *pattern == Pattern::Uniform { String::new() } else { format!(", {pattern}") };
     let mask = if *mask == MaskKind::Full { String::new() } else { format!(", {mask}") };
-    let shared = if shape.mask_heads == shape.num_heads_q { "" } else { ", lists of several heads" };
+    let shared =
+        if shape.mask_heads == shape.num_heads_q { "" } else { ", lists of several heads" };
     format!("head_dim {head_dim}, blocks of {block_q} × {block_kv}{pattern}{mask}{shared}")
 }
 
@@ -82,7 +85,11 @@ fn bsr(shape: &BsrShape) -> String {
 
 fn sddmm(shape: &SddmmShape) -> String {
     let SddmmShape { block_size, a_major, b_major, .. } = shape;
-    format!("blocks of {block_size} × {block_size}, A by {}s, B by {}s", a_major.name(), b_major.name())
+    format!(
+        "blocks of {block_size} × {block_size}, A by {}s, B by {}s",
+        a_major.name(),
+        b_major.name()
+    )
 }
 
 #[cfg(test)]

@@ -16,7 +16,9 @@ pub(crate) fn sentence(rows: &[Row<'_>]) -> String {
         some if some < rows.len() => text += &format!(", {some} with a result of ours"),
         _ => {}
     }
-    if let (Some(mean), Some((least, most))) = (geometric_mean(&ratios), range(ratios.iter().copied())) {
+    if let (Some(mean), Some((least, most))) =
+        (geometric_mean(&ratios), range(ratios.iter().copied()))
+    {
         text += &match ratios.len() {
             1 => format!(": {mean:.2} × the best rival"),
             _ => format!(
@@ -40,7 +42,9 @@ pub(crate) fn by_group(rows: &[Row<'_>]) -> Cells {
     let dense = rows.iter().any(|row| row.dense.is_some());
     header.extend(dense.then_some("of dense"));
     // Dense products in whose rates ours has a part.
-    let marks = peer_names(rows.iter().flat_map(|row| row.marks().filter(|mark| part(row, mark).is_some())));
+    let marks = peer_names(
+        rows.iter().flat_map(|row| row.marks().filter(|mark| part(row, mark).is_some())),
+    );
     let of_marks: Vec<_> = marks.iter().map(|mark| format!("of `{mark}`")).collect();
     header.extend(of_marks.iter().map(String::as_str));
     header.extend(ceilings.then_some("ceiling"));
@@ -50,7 +54,9 @@ pub(crate) fn by_group(rows: &[Row<'_>]) -> Cells {
         if rivals {
             line.push(speeds(rows.iter().filter_map(|row| row.best_rival())));
             let ratios: Vec<_> = rows.iter().filter_map(|row| row.ratio()).collect();
-            line.push(geometric_mean(&ratios).map_or(NONE.to_owned(), |mean| format!("**{mean:.2}**")));
+            line.push(
+                geometric_mean(&ratios).map_or(NONE.to_owned(), |mean| format!("**{mean:.2}**")),
+            );
             line.push(spread(&ratios));
         }
         let parts: Vec<_> = rows.iter().filter_map(|row| row.part_of_dense(row.best()?)).collect();
@@ -95,7 +101,10 @@ pub(crate) fn by_rival(rows: &[Row<'_>]) -> Cells {
         })
     };
     let names = peer_names(rows.iter().flat_map(Row::rivals));
-    Cells { header: header.map(str::to_owned).to_vec(), rows: names.into_iter().filter_map(line).collect() }
+    Cells {
+        header: header.map(str::to_owned).to_vec(),
+        rows: names.into_iter().filter_map(line).collect(),
+    }
 }
 
 /// `303–627`.
@@ -108,14 +117,16 @@ fn speeds<'r>(records: impl Iterator<Item = &'r Record>) -> String {
 }
 
 fn spread(ratios: &[f64]) -> String {
-    range(ratios.iter().copied()).map_or(NONE.to_owned(), |(least, most)| format!("{least:.2}–{most:.2}"))
+    range(ratios.iter().copied())
+        .map_or(NONE.to_owned(), |(least, most)| format!("{least:.2}–{most:.2}"))
 }
 
 /// `matmul 0.42–0.61, l2 0.50`: each ceiling that binds somewhere, the most frequent first.
 fn binding(ours: &[&Record]) -> String {
     let mut kinds: Vec<(&str, Vec<f64>)> = Vec::new();
     for record in ours {
-        let (Some(ceiling), Some(fraction)) = (record.ceiling.as_deref(), record.ceiling_fraction) else {
+        let (Some(ceiling), Some(fraction)) = (record.ceiling.as_deref(), record.ceiling_fraction)
+        else {
             continue;
         };
         match kinds.iter_mut().find(|(kind, _)| *kind == ceiling) {
@@ -146,7 +157,8 @@ mod tests {
         let of = |records: &[Record]| sentence(&rows(&records.iter().collect::<Vec<_>>()));
         assert_eq!(of(&suite()), "2 cases, 1 with a result of ours: 1.50 × the best rival.");
         assert_eq!(of(&[record("a", OURS, None)]), "1 case, none with a result of ours.");
-        let twice = [suite(), vec![record("c", OURS, Some(2.0)), record("c", "x", Some(1.5))]].concat();
+        let twice =
+            [suite(), vec![record("c", OURS, Some(2.0)), record("c", "x", Some(1.5))]].concat();
         let text = ": 1.06 × the best rival as geometric mean, 0.75 to 1.50, faster than every rival in 1.";
         assert!(of(&twice).ends_with(text), "{}", of(&twice));
     }
@@ -154,7 +166,8 @@ mod tests {
     #[test]
     fn groups_and_rivals_have_means_and_ranges() {
         let records = grid();
-        let attention: Vec<_> = records.iter().filter(|record| record.op == "attention_fwd").collect();
+        let attention: Vec<_> =
+            records.iter().filter(|record| record.op == "attention_fwd").collect();
         let rows = rows(&attention);
         let groups = by_group(&rows);
         assert_eq!(groups.rows.len(), 5);
@@ -165,13 +178,19 @@ mod tests {
         assert_eq!((groups.rows[4][0].as_str(), groups.rows[4][1].as_str()), ("all", "12"));
         let rivals = by_rival(&rows);
         assert_eq!(rivals.rows.len(), 2, "a mark is no rival");
-        assert_eq!(rivals.rows[1], ["`torch_sdpa_cudnn`", "12", "417", "**1.20**", "1.20–1.20", "12"]);
+        assert_eq!(
+            rivals.rows[1],
+            ["`torch_sdpa_cudnn`", "12", "417", "**1.20**", "1.20–1.20", "12"]
+        );
     }
 
     #[test]
     fn dense_products_have_a_column_each_which_old_records_leave_empty() {
         let case = |block| format!("m1024_n8_k1024_b{block}_d0.25_uniform_f16");
-        let mark = |block, name: &str, us| Record { reference: true, ..record(&case(block), name, Some(us)) };
+        let mark = |block, name: &str, us| Record {
+            reference: true,
+            ..record(&case(block), name, Some(us))
+        };
         let records = [
             record(&case(64), OURS, Some(50.0)),
             mark(64, "torch_matmul_dense", 100.0),

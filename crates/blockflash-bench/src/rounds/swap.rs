@@ -26,10 +26,14 @@ impl Swap {
 
     /// Of those that were measured both times.
     fn of([forward, reversed]: &[Vec<Record>; 2]) -> Vec<Self> {
-        let ours =
-            |records: &[Record]| fastest(records.iter().filter(|record| record.implementation == OURS))?.us;
-        let (Some(first), Some(second)) = (ours(forward), ours(reversed)) else { return Vec::new() };
-        let pairs = forward.iter().zip(reversed).filter(|(record, _)| record.implementation != OURS);
+        let ours = |records: &[Record]| {
+            fastest(records.iter().filter(|record| record.implementation == OURS))?.us
+        };
+        let (Some(first), Some(second)) = (ours(forward), ours(reversed)) else {
+            return Vec::new();
+        };
+        let pairs =
+            forward.iter().zip(reversed).filter(|(record, _)| record.implementation != OURS);
         let swap = |(forward, reversed): (&Record, &Record)| {
             let rival = forward.implementation.clone();
             Some(Self { rival, ratios: [forward.us? / first, reversed.us? / second] })

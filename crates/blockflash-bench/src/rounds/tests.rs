@@ -44,8 +44,11 @@ while read -r line; do case "$line" in
   *window*) n2=$((n2+1)); echo "{\"ok\":true,\"us\":$((n2 * 10)).0,\"us_min\":1.0,\"us_max\":1.0,\"replays\":1,\"launches\":7}";;
   *) echo '{"ok":true}';;
 esac; done"#;
-    let command =
-        Command { program: "sh".into(), arguments: vec!["-c".into(), script.into()], verbose: false };
+    let command = Command {
+        program: "sh".into(),
+        arguments: vec!["-c".into(), script.into()],
+        verbose: false,
+    };
     Peers::start(command, Selection::Auto, 0)
 }
 
@@ -53,8 +56,8 @@ esac; done"#;
 fn ours_and_rivals_take_turns() {
     let run = run(3);
     let steps = std::cell::RefCell::new(Vec::new());
-    let records =
-        run.measure(&CASE, Cache::Warm, &mut peers(), |step| steps.borrow_mut().push(step.to_owned()));
+    let records = run
+        .measure(&CASE, Cache::Warm, &mut peers(), |step| steps.borrow_mut().push(step.to_owned()));
     let names: Vec<_> = records.iter().map(|record| record.implementation.as_str()).collect();
     assert_eq!(names, ["blockflash", "fast", "wrong", "late"]);
 
@@ -66,14 +69,18 @@ fn ours_and_rivals_take_turns() {
         let Protocol { turns, contestant, places } = record.protocol.clone()?;
         Some((turns, contestant, places))
     };
-    let expected = [Some(0), Some(1), None, Some(2)].map(|at| Some(("williams".to_owned(), at?, 4)));
+    let expected =
+        [Some(0), Some(1), None, Some(2)].map(|at| Some(("williams".to_owned(), at?, 4)));
     assert_eq!(records.iter().map(protocol).collect::<Vec<_>>(), expected);
     assert!((ours.tflops.unwrap() - ours.flops / ours.us.unwrap() / 1e6).abs() < 1e-12);
 
     // Windows of 10 (warm-up), 20, 30, 40 and 50 µs.
     let fast = &records[1];
     assert_eq!((fast.us, fast.us_min, fast.us_max), (Some(35.0), Some(20.0), Some(50.0)));
-    assert_eq!((fast.settings.as_deref(), fast.launches, fast.reference), (Some("x=1"), Some(7), true));
+    assert_eq!(
+        (fast.settings.as_deref(), fast.launches, fast.reference),
+        (Some("x=1"), Some(7), true)
+    );
     assert_eq!(fast.run, ours.run);
 
     assert_eq!((records[2].us, records[2].verified), (None, false));
@@ -82,7 +89,10 @@ fn ours_and_rivals_take_turns() {
 
     let steps = steps.borrow();
     let order = |round: usize| -> Vec<&str> {
-        steps.iter().filter_map(|step| step.strip_suffix(&format!(": round {round} of 4"))).collect()
+        steps
+            .iter()
+            .filter_map(|step| step.strip_suffix(&format!(": round {round} of 4")))
+            .collect()
     };
     // The place of number 3 is empty. The last order comes first, to warm up.
     assert_eq!(order(0), ["blockflash", "late", "fast"]);
@@ -94,8 +104,9 @@ fn ours_and_rivals_take_turns() {
 #[test]
 fn a_swap_check_prepares_once_and_turns_the_order_round() {
     let steps = std::cell::RefCell::new(Vec::new());
-    let (swaps, records) =
-        run(2).swap_check(&CASE, Cache::Warm, &mut peers(), |step| steps.borrow_mut().push(step.to_owned()));
+    let (swaps, records) = run(2).swap_check(&CASE, Cache::Warm, &mut peers(), |step| {
+        steps.borrow_mut().push(step.to_owned())
+    });
     // Windows of 10 (warm-up), 20 and 30 µs, then of 40 (warm-up), 50 and 60 µs.
     let ours: Vec<_> = records.iter().filter(|record| record.implementation == OURS).collect();
     let fast: Vec<_> = records.iter().filter(|record| record.implementation == "fast").collect();
@@ -105,7 +116,8 @@ fn a_swap_check_prepares_once_and_turns_the_order_round() {
     let turns = |record: &Record| record.protocol.as_ref().map(|protocol| protocol.turns.clone());
     assert_eq!([turns(fast[0]), turns(fast[1])], [Some("fixed".into()), Some("reversed".into())]);
     let steps = steps.borrow();
-    let second: Vec<_> = steps.iter().filter_map(|step| step.strip_suffix(": round 1 of 2")).collect();
+    let second: Vec<_> =
+        steps.iter().filter_map(|step| step.strip_suffix(": round 1 of 2")).collect();
     // The third window of `late` fails.
     assert_eq!(second, ["blockflash", "fast", "late", "fast", "blockflash"]);
     assert_eq!(steps.iter().filter(|step| step.contains("inputs and check")).count(), 4);
@@ -129,7 +141,10 @@ fn rivals_are_not_asked_for_packed_sequences() {
     assert_eq!((ours.flops, rival.flops), (case.work().flops, case.work().flops));
     // The script would have verified and timed it.
     assert_eq!((rival.us, rival.verified), (None, false));
-    assert_eq!((rival.implementation.as_str(), rival.error.as_deref()), ("fast", Some("dense batches only")));
+    assert_eq!(
+        (rival.implementation.as_str(), rival.error.as_deref()),
+        ("fast", Some("dense batches only"))
+    );
 }
 
 #[test]
@@ -149,7 +164,8 @@ fn lists_of_blocks_are_measured_and_rivals_get_those_of_every_query_head() {
     assert_eq!(records.len(), 1, "the script has no rival of this operation");
     assert!(records[0].verified && records[0].us.is_some(), "{:?}", records[0]);
     assert_eq!((records[0].op.as_str(), records[0].flops), ("block_sparse_fwd", case.work().flops));
-    let PeerCase::BlockSparseFwd { shape, row_ptr, .. } = PeerCase::new(&case, 1, &run.scratch).unwrap()
+    let PeerCase::BlockSparseFwd { shape, row_ptr, .. } =
+        PeerCase::new(&case, 1, &run.scratch).unwrap()
     else {
         panic!("another operation");
     };
@@ -161,7 +177,11 @@ fn lists_of_blocks_are_measured_and_rivals_get_those_of_every_query_head() {
 fn a_record_survives_the_file() {
     let run = run(1);
     let none = || {
-        Peers::start(Command { program: "x".into(), arguments: vec![], verbose: false }, Selection::None, 0)
+        Peers::start(
+            Command { program: "x".into(), arguments: vec![], verbose: false },
+            Selection::None,
+            0,
+        )
     };
     let records = run.measure(&CASE, Cache::Warm, &mut none(), |_| ());
     let line = serde_json::to_string(&records[0]).unwrap();

@@ -1,8 +1,8 @@
 //! Grids of a suite's file.
 
 use crate::case::{
-    AttentionShape, BlockMaskShape, BlockSparseShape, BsrShape, Case, Lengths, MaskKind, MaskStep, Pattern,
-    VarlenShape,
+    AttentionShape, BlockMaskShape, BlockSparseShape, BsrShape, Case, Lengths, MaskKind, MaskStep,
+    Pattern, VarlenShape,
 };
 use blockflash_sys::DType;
 use serde::Deserialize;
@@ -25,8 +25,8 @@ fn full() -> Vec<MaskKind> {
     vec![MaskKind::Full]
 }
 
-/// Every combination of the lists is a case. Either `seqlen` with `batch`, or with `tokens` for a batch of `tokens / seqlen`; or
-/// `lengths`, each a list of the lengths of packed sequences.
+/// Every combination of the lists is a case. Either `seqlen` with `batch`, or with `tokens` for a
+/// batch of `tokens / seqlen`; or `lengths`, each a list of the lengths of packed sequences.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct AttentionGrid {
@@ -111,7 +111,8 @@ impl AttentionGrid {
             for &mask in &self.mask {
                 for lengths in lengths {
                     let lengths = Lengths::new(lengths).map_err(|error| error.to_string())?;
-                    let shape = VarlenShape { lengths, num_heads_q, num_heads_kv, head_dim, mask, dtype };
+                    let shape =
+                        VarlenShape { lengths, num_heads_q, num_heads_kv, head_dim, mask, dtype };
                     cases.push(Case::VarlenFwd(shape));
                 }
             }
@@ -127,7 +128,9 @@ impl AttentionGrid {
                 for &seqlen_q in seqlens {
                     let batch = match (self.batch, self.tokens) {
                         (Some(batch), None) => batch,
-                        (None, Some(tokens)) if seqlen_q > 0 && tokens % seqlen_q == 0 => tokens / seqlen_q,
+                        (None, Some(tokens)) if seqlen_q > 0 && tokens % seqlen_q == 0 => {
+                            tokens / seqlen_q
+                        }
                         (None, Some(tokens)) => {
                             return Err(format!("{tokens} tokens are no multiple of {seqlen_q}"));
                         }
@@ -216,15 +219,21 @@ impl BsrGrid {
         for &dtype in &self.dtype {
             for &n in &self.n {
                 for &block_size in &self.block_size {
-                    if [m, n, k, block_size].contains(&0) || m % block_size != 0 || k % block_size != 0 {
+                    if [m, n, k, block_size].contains(&0)
+                        || m % block_size != 0
+                        || k % block_size != 0
+                    {
                         return Err(format!(
                             "m {m}, n {n}, k {k}: sizes of 0, or no multiples of block_size {block_size}"
                         ));
                     }
                     for &density in &self.density {
                         fraction(density)?;
-                        let shape = |pattern| BsrShape { m, n, k, block_size, density, pattern, dtype };
-                        cases.extend(self.pattern.iter().map(|&pattern| Case::BsrMatmul(shape(pattern))));
+                        let shape =
+                            |pattern| BsrShape { m, n, k, block_size, density, pattern, dtype };
+                        cases.extend(
+                            self.pattern.iter().map(|&pattern| Case::BsrMatmul(shape(pattern))),
+                        );
                     }
                 }
             }
@@ -236,11 +245,17 @@ impl BsrGrid {
 fn heads_kv(num_heads_q: usize, num_heads_kv: Option<usize>) -> Result<usize, String> {
     let num_heads_kv = num_heads_kv.unwrap_or(num_heads_q);
     if num_heads_q == 0 || num_heads_kv == 0 || !num_heads_q.is_multiple_of(num_heads_kv) {
-        return Err(format!("{num_heads_q} query heads cannot share {num_heads_kv} key-value heads"));
+        return Err(format!(
+            "{num_heads_q} query heads cannot share {num_heads_kv} key-value heads"
+        ));
     }
     Ok(num_heads_kv)
 }
 
 fn fraction(density: f64) -> Result<(), String> {
-    if density > 0.0 && density <= 1.0 { Ok(()) } else { Err(format!("density {density} is not in (0, 1]")) }
+    if density > 0.0 && density <= 1.0 {
+        Ok(())
+    } else {
+        Err(format!("density {density} is not in (0, 1]"))
+    }
 }

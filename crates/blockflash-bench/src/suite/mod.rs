@@ -28,7 +28,8 @@ pub struct Suite {
     pub peers: String,
     /// State of the L2 cache before a launch; each case is measured in every one.
     pub cache: Vec<Cache>,
-    /// In the order of the file. A suite without cases measures what the GPU does at best and nothing else.
+    /// In the order of the file. A suite without cases measures what the GPU does at best and
+    /// nothing else.
     pub cases: Vec<Case>,
     /// Cases for which no rival is asked.
     pub alone: Vec<Case>,
@@ -84,7 +85,8 @@ impl Suite {
     /// Reads a suite by name from `benches/suites`, or any file by a path that ends in `.toml`.
     ///
     /// # Errors
-    /// [`Error::NoSuite`] lists what there is; [`Error::Suite`] says what is wrong in the file; [`Error::Io`].
+    /// [`Error::NoSuite`] lists what there is; [`Error::Suite`] says what is wrong in the file;
+    /// [`Error::Io`].
     pub fn load(benches: &Path, name: &str) -> Result<Self> {
         let path = match name.ends_with(".toml") {
             true => PathBuf::from(name),
@@ -106,7 +108,8 @@ impl Suite {
     pub fn names(benches: &Path) -> Result<Vec<String>> {
         let folder = benches.join("suites");
         let entries = std::fs::read_dir(&folder).map_err(Error::io(&folder))?;
-        let name = |path: PathBuf| Some(path.file_name()?.to_str()?.strip_suffix(".toml")?.to_owned());
+        let name =
+            |path: PathBuf| Some(path.file_name()?.to_str()?.strip_suffix(".toml")?.to_owned());
         let mut names: Vec<_> = entries.flatten().filter_map(|entry| name(entry.path())).collect();
         names.sort();
         Ok(names)
@@ -115,8 +118,9 @@ impl Suite {
     fn parse(name: String, text: &str) -> Result<Self, String> {
         let file: File = toml::from_str(text).map_err(|error| {
             // The message of the parser spans lines and draws the place.
-            let line =
-                error.span().map_or(1, |span| 1 + text[..span.start.min(text.len())].matches('\n').count());
+            let line = error
+                .span()
+                .map_or(1, |span| 1 + text[..span.start.min(text.len())].matches('\n').count());
             format!("line {line}: {}", error.message())
         })?;
         let File { description, rounds, window_ms, gap_ms, peers, cache, .. } = file;
@@ -129,8 +133,12 @@ impl Suite {
             }
             Ok::<_, String>(())
         };
-        file.attention_fwd.iter().try_for_each(|grid| expand(grid.peers, &|cases| grid.expand(cases)))?;
-        file.block_sparse_fwd.iter().try_for_each(|grid| expand(grid.peers, &|cases| grid.expand(cases)))?;
+        file.attention_fwd
+            .iter()
+            .try_for_each(|grid| expand(grid.peers, &|cases| grid.expand(cases)))?;
+        file.block_sparse_fwd
+            .iter()
+            .try_for_each(|grid| expand(grid.peers, &|cases| grid.expand(cases)))?;
         file.block_mask_build.iter().try_for_each(|grid| grid.expand(&mut cases))?;
         file.bsr_matmul.iter().try_for_each(|grid| grid.expand(&mut cases))?;
         file.bsr_sddmm.iter().try_for_each(|grid| grid.expand(&mut cases))?;
@@ -143,9 +151,12 @@ impl Suite {
             || !(window_ms > 0.0 && window_ms.is_finite())
             || !(gap_ms >= 0.0 && gap_ms.is_finite())
         {
-            return Err("rounds and window_ms must be positive, gap_ms must not be negative".to_owned());
+            return Err(
+                "rounds and window_ms must be positive, gap_ms must not be negative".to_owned()
+            );
         }
-        if cache.is_empty() || (1..cache.len()).any(|index| cache[..index].contains(&cache[index])) {
+        if cache.is_empty() || (1..cache.len()).any(|index| cache[..index].contains(&cache[index]))
+        {
             return Err("cache lists warm, cold or both, each once".to_owned());
         }
         Ok(Self { name, description, rounds, window_ms, gap_ms, peers, cache, cases, alone })

@@ -42,7 +42,9 @@ impl SddmmGrid {
         for &dtype in &self.dtype {
             for layouts in &self.layout {
                 let [a_major, b_major] = layouts.map(Major::from);
-                for (&size, &k) in self.size.iter().flat_map(|size| self.k.iter().map(move |k| (size, k))) {
+                for (&size, &k) in
+                    self.size.iter().flat_map(|size| self.k.iter().map(move |k| (size, k)))
+                {
                     for &block_size in &self.block_size {
                         for &density in &self.density {
                             let shape = |pattern| SddmmShape {

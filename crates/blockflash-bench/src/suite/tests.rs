@@ -23,8 +23,10 @@ fn grids_expand_to_every_combination() {
 
 #[test]
 fn lengths_are_a_dimension_of_a_grid() {
-    let grid = GRID.replace("tokens = 1024\nseqlen = [256, 512]", "lengths = [[700, 300, 300], [64]]");
-    let ids: Vec<_> = Suite::parse("t".into(), &grid).unwrap().cases.iter().map(Case::to_string).collect();
+    let grid =
+        GRID.replace("tokens = 1024\nseqlen = [256, 512]", "lengths = [[700, 300, 300], [64]]");
+    let ids: Vec<_> =
+        Suite::parse("t".into(), &grid).unwrap().cases.iter().map(Case::to_string).collect();
     let expected = [
         "varlen700+300x2_h4_d64_full_bf16",
         "varlen64_h4_d64_full_bf16",
@@ -64,7 +66,9 @@ fn patterns_and_masks_are_dimensions_of_a_block_sparse_grid() {
     let mistake = |more: &str| problem(&format!("{SPARSE}{more}\n"));
     assert!(mistake("mask_heads = 3").contains("neither 1 nor 2 nor 4"));
     assert!(mistake("mask = ['causal']\npattern = ['banded']").contains("only drawn uniform"));
-    assert!(problem(&SPARSE.replace("num_heads_kv = 2", "num_heads_kv = 3")).contains("cannot share"));
+    assert!(
+        problem(&SPARSE.replace("num_heads_kv = 2", "num_heads_kv = 3")).contains("cannot share")
+    );
     assert!(problem(&SPARSE.replace("[0.5]", "[1.5]")).contains("not in (0, 1]"));
 }
 
@@ -104,7 +108,9 @@ fn block_sparse_attention_has_its_cases() {
         for block in [64, 128] {
             has(&format!("b1_s16384_h16_d{head_dim}_q{block}kv{block}_d0.25_uniform_full_bf16"));
             for (seqlen, density) in [(32768, "0.125"), (65536, "0.0625"), (131_072, "0.03125")] {
-                has(&format!("b1_s{seqlen}_h8_d{head_dim}_q{block}kv{block}_d{density}_uniform_full_bf16"));
+                has(&format!(
+                    "b1_s{seqlen}_h8_d{head_dim}_q{block}kv{block}_d{density}_uniform_full_bf16"
+                ));
             }
         }
         has(&format!("b1_s131072_h8_d{head_dim}_full_bf16"));

@@ -25,8 +25,8 @@ pub(crate) fn json_on(device: &str, args: &[&str]) -> serde_json::Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// Whether there is a GPU for a test. Without one a line on stderr says that the test was skipped, and with
-/// `BLOCKFLASH_REQUIRE_GPU=1` in the environment it fails.
+/// Whether there is a GPU for a test. Without one a line on stderr says that the test was skipped,
+/// and with `BLOCKFLASH_REQUIRE_GPU=1` in the environment it fails.
 #[allow(dead_code)] // Not every program of tests calls it.
 pub(crate) fn has_gpu(test: &str) -> bool {
     if !Device::best().is_cpu() {
@@ -45,7 +45,11 @@ pub(crate) fn has_gpu(test: &str) -> bool {
 pub(crate) fn refused(args: &[&str]) -> String {
     let output = blockflash(args);
     let stderr = String::from_utf8(output.stderr).unwrap();
-    assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(2), &b""[..]), "{args:?}: {stderr}");
+    assert_eq!(
+        (output.status.code(), output.stdout.as_slice()),
+        (Some(2), &b""[..]),
+        "{args:?}: {stderr}"
+    );
     let line = stderr.strip_prefix("error: ").and_then(|line| line.strip_suffix('\n'));
     assert!(line.is_some_and(|line| !line.contains(char::is_control)), "{args:?}: {stderr:?}");
     stderr
@@ -58,7 +62,8 @@ impl Folder {
     /// `name` is that of the test, and of nothing else in this program.
     pub(crate) fn new(name: &str) -> Self {
         let program = env!("CARGO_CRATE_NAME");
-        let path = std::env::temp_dir().join(format!("blockflash-{program}-{}-{name}", std::process::id()));
+        let path = std::env::temp_dir()
+            .join(format!("blockflash-{program}-{}-{name}", std::process::id()));
         std::fs::create_dir_all(&path).unwrap();
         Self(path)
     }

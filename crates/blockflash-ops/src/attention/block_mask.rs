@@ -7,7 +7,8 @@ use blockflash_sys::manifest::AttentionTile;
 use blockflash_sys::params::blockflash_block_mask;
 use std::ptr::null;
 
-/// The sizes of a block mask: what selection and planning need to know of it. Its lengths are those of the problem.
+/// The sizes of a block mask: what selection and planning need to know of it. Its lengths are those
+/// of the problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockMaskSizes {
     /// Queries of a block.
@@ -28,9 +29,11 @@ impl BlockMaskSizes {
         head_q / (num_heads_q / self.heads as usize)
     }
 
-    /// Checks that the mask fits a problem. Whether it fits each sequence of a packed batch is not known here.
+    /// Checks that the mask fits a problem. Whether it fits each sequence of a packed batch is not
+    /// known here.
     pub(super) fn of(mask: &BlockMask, problem: &AttentionProblem) -> Result<Self> {
-        let AttentionProblem { batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_kv, .. } = *problem;
+        let AttentionProblem { batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_kv, .. } =
+            *problem;
         let found = [mask.batch(), mask.heads(), mask.seqlen_q(), mask.seqlen_kv()];
         let packed_rows = mask.packed_rows();
         let packed = [problem.packed.is_some(), packed_rows.is_some()];
@@ -46,10 +49,14 @@ impl BlockMaskSizes {
                     format!("[1 or {batch}, {heads}, {seqlen_q}, {seqlen_kv}] in queries and keys")
                 }
                 [true, true] => {
-                    format!("[{batch}, {heads}, up to {seqlen_q}, up to {seqlen_kv}] in queries and keys")
+                    format!(
+                        "[{batch}, {heads}, up to {seqlen_q}, up to {seqlen_kv}] in queries and keys"
+                    )
                 }
                 [true, false] => "a packed mask, as the batch is variable-length".into(),
-                [false, true] => "a mask that is not packed, as the batch is not variable-length".into(),
+                [false, true] => {
+                    "a mask that is not packed, as the batch is not variable-length".into()
+                }
             };
             return Err(Error::Shape { what: "block_mask", expected, found: found.into() });
         }
@@ -68,7 +75,8 @@ impl BlockMaskSizes {
         divides(self.block_q, tile.block_q) && divides(self.block_kv, tile.block_kv)
     }
 
-    /// Tiles of queries of a head, as kernels count them: every row has as many, also the last one. Blocks consist of tiles.
+    /// Tiles of queries of a head, as kernels count them: every row has as many, also the last one.
+    /// Blocks consist of tiles.
     pub(super) fn tiles_q(&self, seqlen_q: usize, tile: &AttentionTile) -> usize {
         seqlen_q.div_ceil(self.block_q as usize) * (self.block_q / tile.block_q) as usize
     }
@@ -86,7 +94,8 @@ pub(crate) fn params(
         Some(mask) => {
             let [block_q, block_kv, heads] =
                 [mask.block_q, mask.block_kv, mask.heads.max(1)].map(|size| size as usize);
-            let groups_per_batch = if mask.batch == 1 || mask.packed_rows.is_some() { 0 } else { heads };
+            let groups_per_batch =
+                if mask.batch == 1 || mask.packed_rows.is_some() { 0 } else { heads };
             let rows = mask.packed_rows.map_or(seqlen_q.div_ceil(block_q), |rows| rows as usize);
             [rows, block_q, block_kv, groups_per_batch, num_heads_q / heads]
         }

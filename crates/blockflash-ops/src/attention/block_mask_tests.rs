@@ -24,10 +24,14 @@ fn of(mask: &BlockMask) -> Result<AttentionProblem> {
 
 #[test]
 fn masks_that_fit() {
-    for (batch, heads) in [1, 2].into_iter().flat_map(|batch| [1, 2, 4].map(|heads| (batch, heads))) {
+    for (batch, heads) in [1, 2].into_iter().flat_map(|batch| [1, 2, 4].map(|heads| (batch, heads)))
+    {
         let sizes = of(&mask([100, 200], batch, heads)).unwrap().block_mask.unwrap();
         let [batch, heads] = [batch, heads].map(|count| count as u32);
-        assert_eq!(sizes, BlockMaskSizes { block_q: 64, block_kv: 128, batch, heads, packed_rows: None });
+        assert_eq!(
+            sizes,
+            BlockMaskSizes { block_q: 64, block_kv: 128, batch, heads, packed_rows: None }
+        );
         let followed = [0, 1, 2, 3].map(|head| sizes.head(head, 4));
         assert_eq!(followed, [0, 1, 2, 3].map(|head| head * heads as usize / 4));
     }
@@ -70,7 +74,9 @@ fn attention_rows() -> impl Iterator<Item = (&'static Row, AttentionTile)> {
 #[test]
 fn every_gpu_runs_every_block_size() {
     let blocks = (1..=16).flat_map(|q| (1..=16).map(move |kv| [64 * q, 64 * kv]));
-    for (gpu, [block_q, block_kv]) in gpus().iter().flat_map(|gpu| blocks.clone().map(move |b| (gpu, b))) {
+    for (gpu, [block_q, block_kv]) in
+        gpus().iter().flat_map(|gpu| blocks.clone().map(move |b| (gpu, b)))
+    {
         for head_dim in [8, 64, 72, 96, 104, 128, 136, 192, 200, 256] {
             let problem = sparse(head_dim, block_q, block_kv);
             let rows = manifest::rows();
@@ -121,14 +127,16 @@ fn tiles_divide_the_blocks() {
 #[test]
 fn a_row_says_that_its_tiles_do_not_divide() {
     for (row, tile) in attention_rows().filter(|(_, tile)| tile.dtype == DType::F16) {
-        let gpu = gpus().into_iter().find(|gpu| row.target.runs_on(gpu.compute_capability)).unwrap();
+        let gpu =
+            gpus().into_iter().find(|gpu| row.target.runs_on(gpu.compute_capability)).unwrap();
         let (head_dim, [q, kv]) = (tile.head_dim as usize, [tile.block_q, tile.block_kv]);
         accepts(row, &as_asked(sparse(head_dim, 2 * q, 3 * kv), &tile), &gpu).unwrap();
         for (block_q, block_kv) in [(q / 2, kv), (q, kv / 2), (3 * q / 2, kv), (0, kv), (q, 0)] {
             let problem = as_asked(sparse(head_dim, block_q, block_kv), &tile);
             let error = accepts(row, &problem, &gpu).unwrap_err().to_string();
-            let expected =
-                format!("tiles of {q} × {kv} do not divide the blocks of the mask, {block_q} × {block_kv}");
+            let expected = format!(
+                "tiles of {q} × {kv} do not divide the blocks of the mask, {block_q} × {block_kv}"
+            );
             assert!(error.contains(&expected), "{error}");
             let error = plan(row, &problem, &gpu).unwrap_err().to_string();
             assert!(error.contains("do not consist of tiles"), "{error}");
@@ -160,7 +168,9 @@ fn plans_say_how_the_mask_is_read() {
             // Two tiles per row, for 8 heads of 2 entries.
             let tiles = 2 * m.rows as u32 * (8 / tile.heads) * 2;
             let blocks = match row.variant {
-                Variant::AttentionFwdHopper(tile) => tiles.min(108 * tile.blocks_per_multiprocessor),
+                Variant::AttentionFwdHopper(tile) => {
+                    tiles.min(108 * tile.blocks_per_multiprocessor)
+                }
                 _ => tiles,
             };
             assert_eq!(plan.config.grid, [blocks, 1, 1]);

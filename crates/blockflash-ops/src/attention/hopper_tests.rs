@@ -44,24 +44,37 @@ fn blocks_are_as_wide_as_the_grid_allows() {
     assert_eq!([96, 192].map(|head_dim| block_q(4, 16, 4096, head_dim)), [192, 128]);
 }
 
-/// A short causal sequence has few key tiles for each tile of queries: three narrow blocks change tiles at different times.
+/// A short causal sequence has few key tiles for each tile of queries: three narrow blocks change
+/// tiles at different times.
 #[test]
 fn short_causal_sequences_take_narrow_tiles() {
     let block_q = |batch, seqlen, head_dim| {
-        let causal = AttentionProblem { mask: Mask::causal(), ..problem(batch, [32, 32], seqlen, head_dim) };
+        let causal =
+            AttentionProblem { mask: Mask::causal(), ..problem(batch, [32, 32], seqlen, head_dim) };
         select(&causal, &h200()).unwrap().attention_tile().unwrap().block_q
     };
     assert_eq!([(32, 512), (16, 1024)].map(|(batch, seqlen)| block_q(batch, seqlen, 64)), [64, 64]);
-    assert_eq!([(4, 4096), (1, 16384)].map(|(batch, seqlen)| block_q(batch, seqlen, 64)), [192, 192]);
-    assert_eq!([(32, 512), (4, 4096)].map(|(batch, seqlen)| block_q(batch, seqlen, 128)), [128, 128]);
+    assert_eq!(
+        [(4, 4096), (1, 16384)].map(|(batch, seqlen)| block_q(batch, seqlen, 64)),
+        [192, 192]
+    );
+    assert_eq!(
+        [(32, 512), (4, 4096)].map(|(batch, seqlen)| block_q(batch, seqlen, 128)),
+        [128, 128]
+    );
 }
 
 /// Two heads of q share a tile where they share keys and blocks of 64 queries.
 #[test]
 fn heads_that_share_blocks_share_tiles() {
     let heads = |heads: [usize; 2], mask_heads| {
-        let mask =
-            BlockMaskSizes { block_q: 64, block_kv: 64, batch: 1, heads: mask_heads, packed_rows: None };
+        let mask = BlockMaskSizes {
+            block_q: 64,
+            block_kv: 64,
+            batch: 1,
+            heads: mask_heads,
+            packed_rows: None,
+        };
         let problem = AttentionProblem { block_mask: Some(mask), ..problem(1, heads, 8192, 128) };
         let tile = select(&problem, &h200()).unwrap().attention_tile().unwrap();
         (tile.block_q, tile.heads)
@@ -77,7 +90,10 @@ fn strides_that_tensor_maps_lack_take_a_portable_row() {
     let falls_back = |problem: AttentionProblem, reason: &str| {
         let row = select(&problem, &h200()).unwrap();
         assert_eq!(row.target, Target::Sm90, "{reason}");
-        assert!(matches!(plan(row, &problem, &h200()).unwrap().params, AttentionParams::Portable(_)));
+        assert!(matches!(
+            plan(row, &problem, &h200()).unwrap().params,
+            AttentionParams::Portable(_)
+        ));
         let error = accepts(hopper, &problem, &h200()).unwrap_err().to_string();
         assert!(error.contains(reason) && error.contains("tensor map"), "{error}");
     };
@@ -92,7 +108,10 @@ fn strides_that_tensor_maps_lack_take_a_portable_row() {
     falls_back(with(&|p| p.q.batch = 1 << 39), "the batch stride of q is 549755813888");
     // What is never stepped over does not matter.
     let one = with(&|p| (p.batch, p.q.batch, p.k.batch, p.o.batch) = (1, 0, 1 << 50, 0));
-    assert_eq!(select(&one, &h200()).unwrap(), select(&problem(1, [4, 2], 300, 64), &h200()).unwrap());
+    assert_eq!(
+        select(&one, &h200()).unwrap(),
+        select(&problem(1, [4, 2], 300, 64), &h200()).unwrap()
+    );
     let packed = PackedRows { total_q: 600, total_kv: 600 };
     let packed = with(&|p| (p.packed, p.q.batch, p.k.batch, p.v.batch) = (Some(packed), 0, 0, 0));
     assert_eq!(select(&packed, &h200()).unwrap().target, Target::Sm90a);
@@ -109,7 +128,10 @@ fn blocks_stay_and_start_early() {
     assert!(params.tile_counter.is_null() && params.q.opaque == [0; 16]);
     let huge = problem(1 << 20, [1 << 12, 1 << 12], 300, 64);
     let row = select(&huge, &h200()).unwrap();
-    assert!(matches!(super::super::plan(row, &huge, &h200()), Err(Error::TooLarge { what: "grid", .. })));
+    assert!(matches!(
+        super::super::plan(row, &huge, &h200()),
+        Err(Error::TooLarge { what: "grid", .. })
+    ));
 }
 
 #[test]
@@ -117,7 +139,8 @@ fn sections_fit_into_l2_when_there_is_a_window() {
     let heads = |problem: AttentionProblem| planned(&problem).1.heads_per_section;
     let causal = |problem| AttentionProblem { mask: Mask::causal(), ..problem };
     assert_eq!(heads(problem(4, [32, 8], 4096, 64)), 4);
-    // 1 MiB of keys and values per head: 32 of 128 heads. 3 MiB: 10 of 32 fit, which makes four sections.
+    // 1 MiB of keys and values per head: 32 of 128 heads. 3 MiB: 10 of 32 fit, which makes four
+    // sections.
     assert_eq!(heads(causal(problem(4, [8, 8], 4096, 192))), 8);
     assert_eq!(heads(causal(problem(2, [16, 4], 8192, 192))), 16);
     assert_eq!(heads(causal(problem(4, [32, 32], 4096, 64))), 32);
@@ -133,7 +156,8 @@ fn sections_fit_into_l2_when_there_is_a_window() {
 
 #[test]
 fn scales_are_those_of_the_exponent() {
-    let close = |got: f32, expected: f64| assert!((f64::from(got) / expected - 1.0).abs() < 1e-6, "{got}");
+    let close =
+        |got: f32, expected: f64| assert!((f64::from(got) / expected - 1.0).abs() < 1e-6, "{got}");
     let log2_e = std::f64::consts::LOG2_E;
     let base = AttentionProblem { softmax_scale: 0.25, ..problem(1, [1, 1], 100, 64) };
     let (_, params) = planned(&base);
@@ -153,11 +177,16 @@ fn windows_are_no_longer_than_both_sequences() {
     for align in [Align::TopLeft, Align::BottomRight] {
         for (left, right) in sides.into_iter().flat_map(|left| sides.map(|right| (left, right))) {
             let mask = Mask::Window { left: Some(left), right: Some(right), align };
-            let problem =
-                AttentionProblem { mask, ..AttentionProblem::dense(DType::F16, [1, 300, 500], [1, 1], 64) };
+            let problem = AttentionProblem {
+                mask,
+                ..AttentionProblem::dense(DType::F16, [1, 300, 500], [1, 1], 64)
+            };
             let (_, params) = planned(&problem);
             for side in [params.base.window_left, params.base.window_right] {
-                assert!(side == BLOCKFLASH_WINDOW_UNBOUNDED || (0..800).contains(&side), "{mask:?}: {side}");
+                assert!(
+                    side == BLOCKFLASH_WINDOW_UNBOUNDED || (0..800).contains(&side),
+                    "{mask:?}: {side}"
+                );
             }
         }
     }

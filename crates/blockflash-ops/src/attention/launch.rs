@@ -6,7 +6,8 @@ use crate::{BlockMask, Error, Result};
 use blockflash_safe::{AttentionFwdOperands, Stream, ViewMut};
 use blockflash_sys::Row;
 
-/// The problem with its outputs, after every check that needs no device; all operands are where the stream works.
+/// The problem with its outputs, after every check that needs no device; all operands are where the
+/// stream works.
 pub(super) fn checked(
     op: &Attention<'_>,
     o: &ViewMut<'_>,
@@ -15,7 +16,8 @@ pub(super) fn checked(
 ) -> Result<AttentionProblem> {
     let problem = op.problem()?.with_outputs(o, lse)?;
     let device = stream.device();
-    let inputs = [("q", Some(&op.q)), ("k", Some(&op.k)), ("v", Some(&op.v)), ("sink", op.sink.as_ref())];
+    let inputs =
+        [("q", Some(&op.q)), ("k", Some(&op.k)), ("v", Some(&op.v)), ("sink", op.sink.as_ref())];
     for (what, view) in inputs {
         view.map_or(Ok(()), |view| Operand::new(what, view).on(device))?;
     }
@@ -31,7 +33,8 @@ pub(super) fn checked(
     Ok(problem)
 }
 
-/// Plans and queues the kernel of a row that accepts the problem. The problem has outputs to compute.
+/// Plans and queues the kernel of a row that accepts the problem. The problem has outputs to
+/// compute.
 pub(super) fn launch(
     op: &Attention<'_>,
     row: &Row,
@@ -49,7 +52,10 @@ pub(super) fn launch(
         ("o", o.is_aligned(16)),
     ];
     if let Some(&(what, _)) = aligned.iter().find(|(_, aligned)| !aligned) {
-        return Err(Error::Misaligned { what, problem: "the address is not a multiple of 16".into() });
+        return Err(Error::Misaligned {
+            what,
+            problem: "the address is not a multiple of 16".into(),
+        });
     }
     let operands = AttentionFwdOperands {
         q: op.q,
@@ -74,5 +80,9 @@ pub(super) fn launch(
 
 /// A kernel was named, but the tensors are on the CPU.
 pub(super) fn no_kernel_on_cpu(row: &Row) -> Error {
-    Error::Unsupported { op: OP, arch: "cpu".into(), what: format!("{} runs on a GPU", row.symbol()) }
+    Error::Unsupported {
+        op: OP,
+        arch: "cpu".into(),
+        what: format!("{} runs on a GPU", row.symbol()),
+    }
 }

@@ -12,8 +12,9 @@ pub enum Align {
 
 /// Which keys a query attends.
 ///
-/// Query `i` stands at key `p = i + diagonal`, where `diagonal` is 0 for [`Align::TopLeft`] and `seqlen_kv - seqlen_q` for
-/// [`Align::BottomRight`]. A query that attends no key at all gets output 0 and `lse` −∞.
+/// Query `i` stands at key `p = i + diagonal`, where `diagonal` is 0 for [`Align::TopLeft`] and
+/// `seqlen_kv - seqlen_q` for [`Align::BottomRight`]. A query that attends no key at all gets
+/// output 0 and `lse` −∞.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Mask {
     /// Every key.
@@ -28,7 +29,8 @@ pub enum Mask {
     Window {
         /// Keys before the query's own; `None` does not limit them.
         left: Option<usize>,
-        /// Keys after the query's own; `None` does not limit them, `Some(0)` makes the window causal.
+        /// Keys after the query's own; `None` does not limit them, `Some(0)` makes the window
+        /// causal.
         right: Option<usize>,
         /// Which diagonal.
         align: Align,
@@ -79,8 +81,9 @@ impl Mask {
         (0..seqlen_q).map(|i| self.visible(i, seqlen_q, seqlen_kv).len() as u64).sum()
     }
 
-    /// The sides of the window. One that cannot hide a key at these lengths becomes `None`, so that neither a kernel nor the
-    /// CPU spends time on it, and sums of positions and window stay within the range of the lengths.
+    /// The sides of the window. One that cannot hide a key at these lengths becomes `None`, so that
+    /// neither a kernel nor the CPU spends time on it, and sums of positions and window stay within
+    /// the range of the lengths.
     pub(crate) fn limits(&self, seqlen_q: usize, seqlen_kv: usize) -> Limits {
         let (left, right, align) = self.sides();
         // The last query to the first key, and the first query to the last key.
@@ -123,7 +126,8 @@ mod tests {
     /// The definition in the documentation, pair by pair.
     fn attends(mask: Mask, i: usize, j: usize, seqlen_q: usize, seqlen_kv: usize) -> bool {
         let (left, right, align) = mask.sides();
-        let diagonal = if align == Align::BottomRight { seqlen_kv as i128 - seqlen_q as i128 } else { 0 };
+        let diagonal =
+            if align == Align::BottomRight { seqlen_kv as i128 - seqlen_q as i128 } else { 0 };
         let distance = j as i128 - (i as i128 + diagonal);
         left.is_none_or(|left| distance >= -(left as i128))
             && right.is_none_or(|right| distance <= right as i128)
@@ -146,7 +150,11 @@ mod tests {
                         pairs += u64::from(expected);
                     }
                 }
-                assert_eq!(mask.visited_pairs(seqlen_q, seqlen_kv), pairs, "{mask:?} {seqlen_q}x{seqlen_kv}");
+                assert_eq!(
+                    mask.visited_pairs(seqlen_q, seqlen_kv),
+                    pairs,
+                    "{mask:?} {seqlen_q}x{seqlen_kv}"
+                );
             }
         }
     }

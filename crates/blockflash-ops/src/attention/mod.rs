@@ -36,22 +36,25 @@ use blockflash_sys::{DType, Row};
 /// # Ok::<(), blockflash_ops::Error>(())
 /// ```
 ///
-/// Tensors are `[batch, seqlen, num_heads, head_dim]` with any strides but a contiguous `head_dim`, so a
-/// `[batch, num_heads, seqlen, head_dim]` tensor is passed as a permuted view. With [`cu_seqlens`](Self::cu_seqlens) they are
-/// packed, `[total rows, num_heads, head_dim]`. `num_heads_q` is a multiple of `num_heads_kv` (GQA, MQA).
+/// Tensors are `[batch, seqlen, num_heads, head_dim]` with any strides but a contiguous `head_dim`,
+/// so a `[batch, num_heads, seqlen, head_dim]` tensor is passed as a permuted view. With
+/// [`cu_seqlens`](Self::cu_seqlens) they are packed, `[total rows, num_heads, head_dim]`.
+/// `num_heads_q` is a multiple of `num_heads_kv` (GQA, MQA).
 ///
-/// Statistics and accumulation are f32. On a GPU unnormalised outputs are summed in f32, too: values
-/// of `v` in bf16 beyond about 2^90 may overflow to infinity there; those of f16 never do. A masked
-/// pair contributes exactly nothing: NaN in a key or value that a query does not attend never
-/// reaches its output. On a GPU f16 and bf16 with a `head_dim` of any multiple of 8 up to 256 run,
-/// and pointers and strides must be multiples of 16 bytes; the CPU also takes f32, any `head_dim`
-/// and any alignment. A `head_dim` between runs on a GPU when q, k and v are padded with zeros to
-/// the next multiple of 8 and `softmax_scale` is that of the real one.
+/// Statistics and accumulation are f32. On a GPU unnormalised outputs are summed in f32, too:
+/// values of `v` in bf16 beyond about 2^90 may overflow to infinity there; those of f16 never do. A
+/// masked pair contributes exactly nothing: NaN in a key or value that a query does not attend
+/// never reaches its output. On a GPU f16 and bf16 with a `head_dim` of any multiple of 8 up to 256
+/// run, and pointers and strides must be multiples of 16 bytes; the CPU also takes f32, any
+/// `head_dim` and any alignment. A `head_dim` between runs on a GPU when q, k and v are padded with
+/// zeros to the next multiple of 8 and `softmax_scale` is that of the real one.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {
-    /// Queries, `[batch, seqlen_q, num_heads_q, head_dim]` or packed `[total_q, num_heads_q, head_dim]`.
+    /// Queries, `[batch, seqlen_q, num_heads_q, head_dim]` or packed
+    /// `[total_q, num_heads_q, head_dim]`.
     pub q: View<'a>,
-    /// Keys, `[batch, seqlen_kv, num_heads_kv, head_dim]` or packed `[total_kv, num_heads_kv, head_dim]`.
+    /// Keys, `[batch, seqlen_kv, num_heads_kv, head_dim]` or packed
+    /// `[total_kv, num_heads_kv, head_dim]`.
     pub k: View<'a>,
     /// Values, in the shape of the keys.
     pub v: View<'a>,
@@ -61,13 +64,15 @@ pub struct Attention<'a> {
     pub softmax_scale: Option<f32>,
     /// Scores become `softcap * tanh(score / softcap)`; finite and positive.
     pub softcap: Option<f32>,
-    /// f32 `[num_heads_q]`: a logit per head that joins the softmax denominator (and so the lse) and has no value.
+    /// f32 `[num_heads_q]`: a logit per head that joins the softmax denominator (and so the lse)
+    /// and has no value.
     pub sink: Option<View<'a>>,
     /// Makes the batch variable-length.
     pub cu_seqlens: Option<CuSeqlens<'a>>,
-    /// Makes attention block-sparse: a query attends a key if the block of the pair is visited and [`mask`](Self::mask) shows
-    /// it. Blocks that are not visited cost nothing. The lengths are those of the tensors; the mask has 1 batch entry or that
-    /// of q, and 1 head, `num_heads_kv`, each for the query heads of its group, or `num_heads_q`. With `cu_seqlens` it is
+    /// Makes attention block-sparse: a query attends a key if the block of the pair is visited and
+    /// [`mask`](Self::mask) shows it. Blocks that are not visited cost nothing. The lengths are
+    /// those of the tensors; the mask has 1 batch entry or that of q, and 1 head, `num_heads_kv`,
+    /// each for the query heads of its group, or `num_heads_q`. With `cu_seqlens` it is
     /// [packed](BlockMask::packed), of the same sequences.
     pub block_mask: Option<&'a BlockMask>,
 }
@@ -77,8 +82,9 @@ pub struct Attention<'a> {
 pub struct AttentionOutput {
     /// Output in the shape and element type of q, contiguous.
     pub o: Tensor,
-    /// Natural logarithm of the sum of exponentials of each row's scores, f32 `[batch, num_heads_q, seqlen_q]`, or
-    /// `[num_heads_q, total_q]` when variable-length. −∞ for a row that attends nothing.
+    /// Natural logarithm of the sum of exponentials of each row's scores, f32
+    /// `[batch, num_heads_q, seqlen_q]`, or `[num_heads_q, total_q]` when variable-length. −∞ for a
+    /// row that attends nothing.
     pub lse: Tensor,
 }
 
@@ -127,17 +133,24 @@ impl<'a> Attention<'a> {
         }
     }
 
-    /// Computes into tensors of the caller. Nothing is allocated and the stream is not synchronised on a GPU, so the call can
-    /// be captured into a graph; on the CPU it returns when the result is there.
+    /// Computes into tensors of the caller. Nothing is allocated and the stream is not synchronised
+    /// on a GPU, so the call can be captured into a graph; on the CPU it returns when the result is
+    /// there.
     ///
-    /// `o` has the shape and element type of q, `lse` is f32 `[batch, num_heads_q, seqlen_q]` or `[num_heads_q, total_q]`; both
-    /// may be strided except in the last dimension. An output without elements is fine and launches nothing.
+    /// `o` has the shape and element type of q, `lse` is f32 `[batch, num_heads_q, seqlen_q]` or
+    /// `[num_heads_q, total_q]`; both may be strided except in the last dimension. An output
+    /// without elements is fine and launches nothing.
     ///
     /// # Errors
     /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`] if an
     /// operand is not on the stream's device; [`Error::Misaligned`] for a pointer or stride that is
     /// no multiple of 16 bytes on a GPU.
-    pub fn forward_into(&self, o: ViewMut<'_>, lse: Option<ViewMut<'_>>, stream: &Stream) -> Result<()> {
+    pub fn forward_into(
+        &self,
+        o: ViewMut<'_>,
+        lse: Option<ViewMut<'_>>,
+        stream: &Stream,
+    ) -> Result<()> {
         let problem = launch::checked(self, &o, lse.as_ref(), stream)?;
         if problem.is_empty() {
             return Ok(());
@@ -148,8 +161,8 @@ impl<'a> Attention<'a> {
         }
     }
 
-    /// Like [`forward_into`](Self::forward_into) with this very kernel, whatever [`select`] would take: for tests and
-    /// measurements.
+    /// Like [`forward_into`](Self::forward_into) with this very kernel, whatever [`select`] would
+    /// take: for tests and measurements.
     ///
     /// # Errors
     /// Also [`Error::Unsupported`] if the row cannot compute this problem on this device.
@@ -161,7 +174,9 @@ impl<'a> Attention<'a> {
         stream: &Stream,
     ) -> Result<()> {
         let problem = launch::checked(self, &o, lse.as_ref(), stream)?;
-        let Some(gpu) = stream.device().cuda_properties() else { return Err(launch::no_kernel_on_cpu(row)) };
+        let Some(gpu) = stream.device().cuda_properties() else {
+            return Err(launch::no_kernel_on_cpu(row));
+        };
         accepts(row, &problem, gpu)?;
         if problem.is_empty() {
             return Ok(());
@@ -169,7 +184,8 @@ impl<'a> Attention<'a> {
         launch::launch(self, row, &problem, o, lse, stream)
     }
 
-    /// Decides for good what [`forward_into`](Self::forward_into) decides anew at each call, and loads the kernel.
+    /// Decides for good what [`forward_into`](Self::forward_into) decides anew at each call, and
+    /// loads the kernel.
     ///
     /// # Errors
     /// As [`forward_into`](Self::forward_into), and if the kernel cannot be loaded.
@@ -188,11 +204,13 @@ impl<'a> Attention<'a> {
         Ok(PreparedAttention { problem, device: *stream.device(), row })
     }
 
-    /// Like [`forward_into`](Self::forward_into) with the kernel that was decided on. The tensors may be others than those
-    /// that were prepared with; everything that they are checked for is checked again.
+    /// Like [`forward_into`](Self::forward_into) with the kernel that was decided on. The tensors
+    /// may be others than those that were prepared with; everything that they are checked for is
+    /// checked again.
     ///
     /// # Errors
-    /// Also [`Error::NotPrepared`] if sizes, strides, types, options or the device differ. A block mask may visit other blocks.
+    /// Also [`Error::NotPrepared`] if sizes, strides, types, options or the device differ. A block
+    /// mask may visit other blocks.
     pub fn forward_prepared(
         &self,
         prepared: &PreparedAttention,
@@ -211,7 +229,8 @@ impl<'a> Attention<'a> {
         }
     }
 
-    /// Allocates the outputs and computes them. In a variable-length batch, rows that belong to no sequence are 0.
+    /// Allocates the outputs and computes them. In a variable-length batch, rows that belong to no
+    /// sequence are 0.
     ///
     /// # Errors
     /// As [`forward_into`](Self::forward_into), and out of memory.
@@ -223,8 +242,8 @@ impl<'a> Attention<'a> {
         Ok(AttentionOutput { o, lse })
     }
 
-    /// As [`forward`](Self::forward) without the log-sum-exp, which inference seldom needs: on Hopper
-    /// that is faster, by 1 to 5 % as measured, and by more with a softcap.
+    /// As [`forward`](Self::forward) without the log-sum-exp, which inference seldom needs: on
+    /// Hopper that is faster, by 1 to 5 % as measured, and by more with a softcap.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
@@ -235,8 +254,9 @@ impl<'a> Attention<'a> {
         Ok(o)
     }
 
-    /// Downloads and verifies [`cu_seqlens`](Self::cu_seqlens) against the packed tensors and the sequences of
-    /// [`block_mask`](Self::block_mask), which synchronises the stream. `Ok` when the batch is not variable-length.
+    /// Downloads and verifies [`cu_seqlens`](Self::cu_seqlens) against the packed tensors and the
+    /// sequences of [`block_mask`](Self::block_mask), which synchronises the stream. `Ok` when the
+    /// batch is not variable-length.
     ///
     /// # Errors
     /// [`Error::InvalidCuSeqlens`] names the first bad entry; all checks of
@@ -250,13 +270,21 @@ impl<'a> Attention<'a> {
 }
 
 /// An output of this shape; zeros where no sequence need write to it.
-fn allocate(problem: &AttentionProblem, dtype: DType, shape: &[usize], stream: &Stream) -> Result<Tensor> {
+fn allocate(
+    problem: &AttentionProblem,
+    dtype: DType,
+    shape: &[usize],
+    stream: &Stream,
+) -> Result<Tensor> {
     let tensor = if problem.packed.is_some() { Tensor::zeros } else { Tensor::empty };
     Ok(tensor(stream, dtype, shape)?)
 }
 
 /// For tests of rows one by one: the problem as a kernel with such tiles takes it.
 #[cfg(test)]
-fn as_asked(problem: AttentionProblem, tile: &blockflash_sys::manifest::AttentionTile) -> AttentionProblem {
+fn as_asked(
+    problem: AttentionProblem,
+    tile: &blockflash_sys::manifest::AttentionTile,
+) -> AttentionProblem {
     if tile.lse.suits(false) { problem } else { problem.with_lse() }
 }

@@ -37,7 +37,11 @@ fn call<T>(mask: &BlockMask, [max_q, max_kv]: [usize; 2], run: impl Fn(&Attentio
     let rows_kv = View::from_slice(&k_data, &[total_kv, 2, 8]).unwrap();
     let [q, kv] = [&q, &kv].map(|offsets| View::from_slice(offsets, &[offsets.len()]).unwrap());
     let cu_seqlens = Some(CuSeqlens { q, kv, max_seqlen_q: max_q, max_seqlen_kv: max_kv });
-    run(&Attention { cu_seqlens, block_mask: Some(mask), ..Attention::new(rows_q, rows_kv, rows_kv) })
+    run(&Attention {
+        cu_seqlens,
+        block_mask: Some(mask),
+        ..Attention::new(rows_q, rows_kv, rows_kv)
+    })
 }
 
 #[test]
@@ -72,7 +76,10 @@ fn masks_that_do_not_fit() {
         (&[&LENGTHS[..5], &[[1, 301]]].concat(), 1, "[6, 1, 320, 301]"),
         (&LENGTHS, 3, "[6, 3, 320, 300]"),
     ] {
-        assert_eq!(problem(&mask(lengths, heads)), format!("block_mask has shape {found}, {expected}"));
+        assert_eq!(
+            problem(&mask(lengths, heads)),
+            format!("block_mask has shape {found}, {expected}")
+        );
     }
     assert_eq!(
         problem(&BlockMask::full(geometry).unwrap()),
@@ -81,8 +88,9 @@ fn masks_that_do_not_fit() {
     let data = values(320 * 8, 1);
     let dense = View::from_slice(&data, &[1, 320, 1, 8]).unwrap();
     let packed = mask(&[[320, 320]], 1);
-    let error =
-        Attention { block_mask: Some(&packed), ..Attention::new(dense, dense, dense) }.problem().unwrap_err();
+    let error = Attention { block_mask: Some(&packed), ..Attention::new(dense, dense, dense) }
+        .problem()
+        .unwrap_err();
     let expected = "expected a mask that is not packed, as the batch is not variable-length";
     assert_eq!(error.to_string(), format!("block_mask has shape [1, 1, 320, 320], {expected}"));
 }
@@ -94,7 +102,8 @@ fn sequences_are_those_of_the_mask() {
     let both = |lengths: &[[usize; 2]]| {
         let mask = mask(lengths, 2);
         call(&mask, [400, 400], |call| {
-            let (checked, run) = (call.check_cu_seqlens(&stream), call.forward(&stream).map(|_| ()));
+            let (checked, run) =
+                (call.check_cu_seqlens(&stream), call.forward(&stream).map(|_| ()));
             assert_eq!(format!("{checked:?}"), format!("{run:?}"));
             run
         })
@@ -104,26 +113,32 @@ fn sequences_are_those_of_the_mask() {
     other[2] = [319, 1];
     let error = both(&other).unwrap_err();
     assert!(matches!(error, Error::InvalidCuSeqlens { which: "q", index: 3, value: 420, .. }));
-    assert!(error.to_string().ends_with("sequence 2 has 320 rows, that of the block mask 319"), "{error}");
+    assert!(
+        error.to_string().ends_with("sequence 2 has 320 rows, that of the block mask 319"),
+        "{error}"
+    );
     other = LENGTHS;
     other[4] = [65, 64];
     let error = both(&other).unwrap_err();
     assert!(matches!(error, Error::InvalidCuSeqlens { which: "kv", index: 5, .. }), "{error}");
 }
 
-/// What kernels do with the parameters and arrays (`block_walk.cuh`): every tile of queries of every sequence is taken once, longer
-/// block rows first, and has the columns of its row.
+/// What kernels do with the parameters and arrays (`block_walk.cuh`): every tile of queries of
+/// every sequence is taken once, longer block rows first, and has the columns of its row.
 #[test]
 fn kernels_find_every_tile_and_its_columns() {
     let h200 = gpu(9, 0);
     let (max_q, heads_q) = (700, 4);
     let read = |tensor: &blockflash_safe::Tensor| tensor.view().as_slice::<i32>().unwrap().to_vec();
-    for (heads, tile_q) in [1, 2, 4].into_iter().flat_map(|heads| [64, 128].map(|tile| (heads, tile))) {
+    for (heads, tile_q) in
+        [1, 2, 4].into_iter().flat_map(|heads| [64, 128].map(|tile| (heads, tile)))
+    {
         let packed = mask(&LENGTHS, heads);
         let problem = call(&packed, [max_q, 300], |call| call.problem()).unwrap();
         let fits = |row: &&manifest::Row| {
-            row.attention_tile()
-                .is_some_and(|tile| (tile.dtype, tile.block_q, tile.block_kv) == (DType::F16, tile_q, 64))
+            row.attention_tile().is_some_and(|tile| {
+                (tile.dtype, tile.block_q, tile.block_kv) == (DType::F16, tile_q, 64)
+            })
         };
         let row = manifest::rows().iter().find(fits).unwrap();
         let m = plan(row, &AttentionProblem { dtype: DType::F16, ..problem }, &h200)
@@ -133,11 +148,13 @@ fn kernels_find_every_tile_and_its_columns() {
             .block_mask;
         assert_eq!((m.groups_per_batch, m.heads_per_group * heads as i32), (0, heads_q));
         let [row_ptr, col_idx, row_order, cu_rows] =
-            [packed.row_ptr(), packed.col_idx(), packed.row_order(), packed.cu_rows().unwrap()].map(read);
+            [packed.row_ptr(), packed.col_idx(), packed.row_order(), packed.cu_rows().unwrap()]
+                .map(read);
         assert_eq!(cu_rows.last(), Some(&m.rows));
 
         let tiles_per_row = m.block_q / tile_q as i32;
-        // A grid for the longest sequence, as portable kernels have it; those of Hopper count the tiles of each sequence.
+        // A grid for the longest sequence, as portable kernels have it; those of Hopper count the
+        // tiles of each sequence.
         let tiles = (max_q as i32 + m.block_q - 1) / m.block_q * tiles_per_row;
         for (entry, head) in (0..6).flat_map(|entry| (0..heads_q).map(move |head| (entry, head))) {
             let (first, rows) = (cu_rows[entry], cu_rows[entry + 1] - cu_rows[entry]);
@@ -152,8 +169,12 @@ fn kernels_find_every_tile_and_its_columns() {
                     let row = row_order[(group * m.rows + first + place) as usize];
                     let at = (group * (m.rows + 1) + first + row) as usize;
                     let columns = &col_idx[row_ptr[at] as usize..row_ptr[at + 1] as usize];
-                    let expected = packed.row(entry, head as usize * heads / 4, row as usize).unwrap();
-                    assert!(expected.eq(columns.iter().map(|&col| col as usize)), "{entry} {head} {row}");
+                    let expected =
+                        packed.row(entry, head as usize * heads / 4, row as usize).unwrap();
+                    assert!(
+                        expected.eq(columns.iter().map(|&col| col as usize)),
+                        "{entry} {head} {row}"
+                    );
                     lengths.push(columns.len());
                     (row + 1) * tiles_per_row - 1 - turn % tiles_per_row
                 })
@@ -170,11 +191,13 @@ fn kernels_find_every_tile_and_its_columns() {
 #[test]
 fn plans_say_how_the_mask_is_read() {
     let rows = PackedRows { total_q: 486, total_kv: 571 };
-    let sizes = BlockMaskSizes { block_q: 256, block_kv: 256, batch: 6, heads: 2, packed_rows: Some(8) };
+    let sizes =
+        BlockMaskSizes { block_q: 256, block_kv: 256, batch: 6, heads: 2, packed_rows: Some(8) };
     let dense = AttentionProblem::dense(DType::F16, [6, 300, 300], [8, 2], 64);
     let problem = AttentionProblem { packed: Some(rows), block_mask: Some(sizes), ..dense };
     for row in manifest::rows() {
-        let Some(tile) = row.attention_tile().filter(|tile| tile.head_dim >= 64 && 256 % tile.block_q == 0)
+        let Some(tile) =
+            row.attention_tile().filter(|tile| tile.head_dim >= 64 && 256 % tile.block_q == 0)
         else {
             continue;
         };

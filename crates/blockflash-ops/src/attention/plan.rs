@@ -5,13 +5,14 @@ use blockflash_safe::{CudaProperties, LaunchConfig};
 use blockflash_sys::Row;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
-    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params,
-    blockflash_tensor_map,
+    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params,
+    blockflash_attention_fwd_tma_params, blockflash_tensor_map,
 };
 use std::f64::consts::LOG2_E;
 use std::ptr::{null, null_mut};
 
-/// Bytes of keys and values that stay in L2 while blocks work on them: about two thirds of that of the GPUs with tensor maps.
+/// Bytes of keys and values that stay in L2 while blocks work on them: about two thirds of that of
+/// the GPUs with tensor maps.
 const L2_BYTES: f64 = 34e6;
 
 /// The kernel argument; all pointers are null, all tensor maps zero.
@@ -45,18 +46,25 @@ pub struct AttentionPlan {
     pub workspace_bytes: usize,
 }
 
-/// Fills the kernel argument and the launch configuration of `row` for a problem that it accepts on this GPU.
+/// Fills the kernel argument and the launch configuration of `row` for a problem that it accepts on
+/// this GPU.
 ///
 /// # Errors
-/// [`Error::Misaligned`] for a stride that is not a multiple of 8 elements, [`Error::TooLarge`] for a grid or size beyond 32
-/// bits, [`Error::Unsupported`] if the row is no attention kernel, its tile is too small, or does not divide the blocks of the mask.
+/// [`Error::Misaligned`] for a stride that is not a multiple of 8 elements, [`Error::TooLarge`] for
+/// a grid or size beyond 32 bits, [`Error::Unsupported`] if the row is no attention kernel, its
+/// tile is too small, or does not divide the blocks of the mask.
 pub fn plan(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> Result<AttentionPlan> {
-    let unsupported = |what| Error::Unsupported { op: select::OP, arch: row.target.to_string(), what };
+    let unsupported =
+        |what| Error::Unsupported { op: select::OP, arch: row.target.to_string(), what };
     let Some(tile) = row.attention_tile() else {
         return Err(unsupported(format!("{} computes something else", row.symbol())));
     };
     if problem.head_dim > tile.head_dim as usize {
-        return Err(unsupported(format!("head_dim {} is wider than {}", problem.head_dim, row.symbol())));
+        return Err(unsupported(format!(
+            "head_dim {} is wider than {}",
+            problem.head_dim,
+            row.symbol()
+        )));
     }
     if problem.block_mask.is_some_and(|mask| !mask.divides_into(&tile)) {
         return Err(unsupported(format!(
@@ -147,7 +155,11 @@ fn base_params(problem: &AttentionProblem) -> Result<blockflash_attention_fwd_pa
         align_bottom_right: i32::from(limits.align == super::Align::BottomRight),
         softmax_scale: problem.softmax_scale,
         softcap: problem.softcap.unwrap_or(0.0),
-        block_mask: block_mask::params(problem.block_mask.as_ref(), problem.seqlen_q, problem.num_heads_q)?,
+        block_mask: block_mask::params(
+            problem.block_mask.as_ref(),
+            problem.seqlen_q,
+            problem.num_heads_q,
+        )?,
     })
 }
 
@@ -178,8 +190,9 @@ fn hopper_params(
     }
 }
 
-/// Heads that are computed together. A window or a block mask lets tiles take unequal time: many heads at once even that out, but
-/// their keys and values should fit into L2. Without either, the heads that share keys are enough.
+/// Heads that are computed together. A window or a block mask lets tiles take unequal time: many
+/// heads at once even that out, but their keys and values should fit into L2. Without either, the
+/// heads that share keys are enough.
 fn heads_per_section(base: &blockflash_attention_fwd_params, packed: bool) -> i32 {
     let group = (base.num_heads_q / base.num_heads_kv.max(1)).max(1);
     let windowless = [base.window_left, base.window_right] == [BLOCKFLASH_WINDOW_UNBOUNDED; 2];
@@ -187,7 +200,8 @@ fn heads_per_section(base: &blockflash_attention_fwd_params, packed: bool) -> i3
         return group;
     }
     let bytes_per_group = f64::from(base.seqlen_kv) * f64::from(base.head_dim) * 4.0;
-    // Blocks that lie anywhere are not read by all at the same time: sections of half the size were measured to be faster.
+    // Blocks that lie anywhere are not read by all at the same time: sections of half the size were
+    // measured to be faster.
     let bytes = if base.block_mask.rows > 0 { L2_BYTES / 2.0 } else { L2_BYTES };
     let groups = (bytes / bytes_per_group.max(1.0)).max(1.0) as i32;
     let heads = base.num_heads_q.saturating_mul(if packed { 1 } else { base.batch });
@@ -197,8 +211,8 @@ fn heads_per_section(base: &blockflash_attention_fwd_params, packed: bool) -> i3
     (all / sections + i32::from(all % sections != 0)) * group
 }
 
-/// The kernel reads and writes 16 bytes at a time, so rows must start at multiples of 8 elements. The stride of a dimension
-/// with one entry is never used.
+/// The kernel reads and writes 16 bytes at a time, so rows must start at multiples of 8 elements.
+/// The stride of a dimension with one entry is never used.
 fn check_strides(problem: &AttentionProblem) -> Result<()> {
     let operands = [
         ("q", problem.q, problem.seqlen_q, problem.num_heads_q),

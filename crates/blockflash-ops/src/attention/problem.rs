@@ -7,8 +7,8 @@ use blockflash_sys::DType;
 /// Longest sequence. Positions, windows and their sums stay within 32 bits in the kernels.
 pub const MAX_SEQLEN: usize = 1 << 30;
 
-/// Element strides of a `[batch, seqlen, num_heads, head_dim]` tensor; `head_dim` is contiguous. `batch` is 0 for packed
-/// (variable-length) tensors.
+/// Element strides of a `[batch, seqlen, num_heads, head_dim]` tensor; `head_dim` is contiguous.
+/// `batch` is 0 for packed (variable-length) tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Strides {
     /// Between batch entries.
@@ -19,7 +19,8 @@ pub struct Strides {
     pub head: usize,
 }
 
-/// Element strides of an lse tensor; rows of a sequence are contiguous. `batch` is 0 for packed (variable-length) tensors.
+/// Element strides of an lse tensor; rows of a sequence are contiguous. `batch` is 0 for packed
+/// (variable-length) tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LseStrides {
     /// Between batch entries.
@@ -37,9 +38,11 @@ pub struct PackedRows {
     pub total_kv: usize,
 }
 
-/// An attention call reduced to plain numbers: what [`select`](super::select) and [`plan`](super::plan) work on.
+/// An attention call reduced to plain numbers: what [`select`](super::select) and
+/// [`plan`](super::plan) work on.
 ///
-/// [`Attention::problem`] makes one from tensors, with all checks; [`AttentionProblem::dense`] makes one without tensors.
+/// [`Attention::problem`] makes one from tensors, with all checks; [`AttentionProblem::dense`]
+/// makes one without tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionProblem {
     /// Element type of q, k, v and o.
@@ -81,7 +84,8 @@ pub struct AttentionProblem {
 }
 
 impl AttentionProblem {
-    /// A full, contiguous problem with the default scale: the start of a plan without tensors. Not checked.
+    /// A full, contiguous problem with the default scale: the start of a plan without tensors. Not
+    /// checked.
     pub fn dense(
         dtype: DType,
         [batch, seqlen_q, seqlen_kv]: [usize; 3],
@@ -170,12 +174,14 @@ impl AttentionProblem {
 }
 
 impl Attention<'_> {
-    /// Everything that can be checked without reading a tensor, and the result as plain numbers: for a contiguous `o` and no
-    /// `lse`, until [`AttentionProblem::with_outputs`] says otherwise.
+    /// Everything that can be checked without reading a tensor, and the result as plain numbers:
+    /// for a contiguous `o` and no `lse`, until [`AttentionProblem::with_outputs`] says otherwise.
     ///
-    /// Whether a kernel exists is another question, which [`select`](super::select) answers; the CPU runs every problem.
+    /// Whether a kernel exists is another question, which [`select`](super::select) answers; the
+    /// CPU runs every problem.
     pub fn problem(&self) -> Result<AttentionProblem> {
-        let (q, k, v) = (Operand::new("q", &self.q), Operand::new("k", &self.k), Operand::new("v", &self.v));
+        let (q, k, v) =
+            (Operand::new("q", &self.q), Operand::new("k", &self.k), Operand::new("v", &self.v));
         q.dtype_in(&[DType::F16, DType::BF16, DType::F32])?;
         k.dtype_in(&[q.dtype])?;
         v.dtype_in(&[q.dtype])?;
@@ -188,7 +194,8 @@ impl Attention<'_> {
         for operand in [q, k, v] {
             operand.last_dim_contiguous()?;
         }
-        (problem.q, problem.k, problem.v) = (strides(q.strides), strides(k.strides), strides(v.strides));
+        (problem.q, problem.k, problem.v) =
+            (strides(q.strides), strides(k.strides), strides(v.strides));
 
         let (num_heads_q, num_heads_kv) = (problem.num_heads_q, problem.num_heads_kv);
         if num_heads_q > 0 && (num_heads_kv == 0 || num_heads_q % num_heads_kv != 0) {
@@ -206,9 +213,12 @@ impl Attention<'_> {
         }
 
         problem.mask = self.mask;
-        problem.softmax_scale =
-            finite_positive("softmax_scale", self.softmax_scale.unwrap_or(default_scale(problem.head_dim)))?;
-        problem.softcap = self.softcap.map(|softcap| finite_positive("softcap", softcap)).transpose()?;
+        problem.softmax_scale = finite_positive(
+            "softmax_scale",
+            self.softmax_scale.unwrap_or(default_scale(problem.head_dim)),
+        )?;
+        problem.softcap =
+            self.softcap.map(|softcap| finite_positive("softcap", softcap)).transpose()?;
         if let Some(sink) = &self.sink {
             vector("sink", sink, DType::F32, &[num_heads_q])?;
             problem.sink = true;
@@ -231,10 +241,19 @@ fn dense_sizes(q: &Operand<'_>, k: &Operand<'_>) -> Result<AttentionProblem> {
         return Err(q.wrong_shape("a head_dim of at least 1"));
     }
     k.shape_is(&[batch, seqlen_kv, num_heads_kv, head_dim])?;
-    Ok(AttentionProblem::dense(q.dtype, [batch, seqlen_q, seqlen_kv], [num_heads_q, num_heads_kv], head_dim))
+    Ok(AttentionProblem::dense(
+        q.dtype,
+        [batch, seqlen_q, seqlen_kv],
+        [num_heads_q, num_heads_kv],
+        head_dim,
+    ))
 }
 
-fn packed_sizes(cu_seqlens: &CuSeqlens<'_>, q: &Operand<'_>, k: &Operand<'_>) -> Result<AttentionProblem> {
+fn packed_sizes(
+    cu_seqlens: &CuSeqlens<'_>,
+    q: &Operand<'_>,
+    k: &Operand<'_>,
+) -> Result<AttentionProblem> {
     let &[total_q, num_heads_q, head_dim] = q.shape else {
         return Err(q.wrong_shape("[total_q, num_heads_q, head_dim] (variable length)"));
     };

@@ -48,7 +48,10 @@ fn packed_numbers() {
     assert_eq!((problem.batch, problem.seqlen_q, problem.seqlen_kv), (3, 4, 3));
     assert_eq!(problem.packed, Some(PackedRows { total_q: 6, total_kv: 9 }));
     assert_eq!(problem.q, Strides { batch: 0, seq: 32, head: 8 });
-    assert_eq!((problem.lse, problem.with_lse().lse), (None, Some(LseStrides { batch: 0, head: 6 })));
+    assert_eq!(
+        (problem.lse, problem.with_lse().lse),
+        (None, Some(LseStrides { batch: 0, head: 6 }))
+    );
     assert_eq!((problem.o_shape(), problem.lse_shape()), (vec![6, 4, 8], vec![4, 6]));
 }
 
@@ -66,7 +69,8 @@ fn options_are_taken() {
     let mask = Mask::Window { left: Some(3), right: None, align: Align::TopLeft };
     let sinks = [0f32; 4];
     let sink = Some(View::from_slice(&sinks, &[4]).unwrap());
-    let options = Attention { mask, softmax_scale: Some(0.5), softcap: Some(30.0), sink, ..dense() };
+    let options =
+        Attention { mask, softmax_scale: Some(0.5), softcap: Some(30.0), sink, ..dense() };
     let problem = options.problem().unwrap();
     assert_eq!(
         (problem.mask, problem.softmax_scale, problem.softcap, problem.sink),
@@ -80,9 +84,15 @@ fn shapes_are_checked() {
     let (q, kv) = (view(&[2, 5, 4, 8]), view(&[2, 7, 2, 8]));
     assert!(with(view(&[5, 4, 8]), kv, kv).contains("q has shape [5, 4, 8], expected [batch"));
     assert!(with(q, view(&[7, 2, 8]), kv).contains("k has shape [7, 2, 8], expected [batch"));
-    assert!(with(q, view(&[1, 7, 2, 8]), kv).contains("k has shape [1, 7, 2, 8], expected [2, 7, 2, 8]"));
+    assert!(
+        with(q, view(&[1, 7, 2, 8]), kv)
+            .contains("k has shape [1, 7, 2, 8], expected [2, 7, 2, 8]")
+    );
     assert!(with(q, view(&[2, 7, 2, 16]), kv).contains("expected [2, 7, 2, 8]"));
-    assert!(with(q, kv, view(&[2, 6, 2, 8])).contains("v has shape [2, 6, 2, 8], expected [2, 7, 2, 8]"));
+    assert!(
+        with(q, kv, view(&[2, 6, 2, 8]))
+            .contains("v has shape [2, 6, 2, 8], expected [2, 7, 2, 8]")
+    );
     assert!(
         with(view(&[2, 5, 4, 0]), view(&[2, 7, 2, 0]), view(&[2, 7, 2, 0]))
             .contains("head_dim of at least 1")
@@ -90,7 +100,9 @@ fn shapes_are_checked() {
     for heads in [0, 3] {
         let kv = view(&[2, 7, heads, 8]);
         let error = Attention::new(q, kv, kv).problem().unwrap_err();
-        assert!(matches!(error, Error::HeadGroups { num_heads_q: 4, num_heads_kv } if num_heads_kv == heads));
+        assert!(
+            matches!(error, Error::HeadGroups { num_heads_q: 4, num_heads_kv } if num_heads_kv == heads)
+        );
     }
 }
 
@@ -101,15 +113,23 @@ fn packed_shapes_are_checked() {
         let cu_seqlens = packed().cu_seqlens.map(|cu_seqlens| CuSeqlens { q, kv, ..cu_seqlens });
         message(&Attention { cu_seqlens, ..packed() })
     };
-    assert!(with(offsets(0), offsets(0)).contains("cu_seqlens.q has shape [0], expected [batch + 1]"));
+    assert!(
+        with(offsets(0), offsets(0)).contains("cu_seqlens.q has shape [0], expected [batch + 1]")
+    );
     assert!(with(offsets(4), offsets(5)).contains("cu_seqlens.kv has shape [5], expected [4]"));
     assert!(with(view(&[4]), offsets(4)).contains("cu_seqlens.q is f16, expected i32"));
     assert!(with(offsets(4), view(&[4])).contains("cu_seqlens.kv is f16, expected i32"));
     let every_other = View::from_slice_strided(&[0i32; 8], &[4], &[2]).unwrap();
     assert!(with(every_other, offsets(4)).contains("cu_seqlens.q has strides [2]"));
-    assert!(message(&Attention { q: view(&[1, 6, 4, 8]), ..packed() }).contains("expected [total_q"));
-    assert!(message(&Attention { k: view(&[1, 9, 2, 8]), ..packed() }).contains("expected [total_kv"));
-    assert!(message(&Attention { k: view(&[9, 2, 16]), ..packed() }).contains("expected [9, 2, 8]"));
+    assert!(
+        message(&Attention { q: view(&[1, 6, 4, 8]), ..packed() }).contains("expected [total_q")
+    );
+    assert!(
+        message(&Attention { k: view(&[1, 9, 2, 8]), ..packed() }).contains("expected [total_kv")
+    );
+    assert!(
+        message(&Attention { k: view(&[9, 2, 16]), ..packed() }).contains("expected [9, 2, 8]")
+    );
     assert!(message(&Attention { v: view(&[8, 2, 8]), ..packed() }).contains("expected [9, 2, 8]"));
 }
 
@@ -155,7 +175,10 @@ fn sinks_are_checked() {
     assert!(message(&sink(&[3], &[1])).contains("sink has shape [3], expected [4]"));
     assert!(message(&sink(&[4, 1], &[1, 1])).contains("expected [4]"));
     assert!(message(&sink(&[4], &[2])).contains("sink has strides [2]"));
-    assert!(message(&Attention { sink: Some(view(&[4])), ..dense() }).contains("sink is f16, expected f32"));
+    assert!(
+        message(&Attention { sink: Some(view(&[4])), ..dense() })
+            .contains("sink is f16, expected f32")
+    );
 }
 
 #[test]
@@ -165,7 +188,10 @@ fn sequences_have_a_limit() {
     let (at, beyond) = (long(MAX_SEQLEN), long(MAX_SEQLEN + 1));
     Attention::new(at, at, at).problem().unwrap();
     let error = Attention::new(beyond, at, at).problem().unwrap_err();
-    assert!(matches!(error, Error::TooLarge { what: "seqlen_q", limit: MAX_SEQLEN, .. }), "{error}");
+    assert!(
+        matches!(error, Error::TooLarge { what: "seqlen_q", limit: MAX_SEQLEN, .. }),
+        "{error}"
+    );
     let error = Attention::new(at, beyond, beyond).problem().unwrap_err();
     assert!(matches!(error, Error::TooLarge { what: "seqlen_kv", .. }), "{error}");
     let many = strided(&[1 << 31, 1, 1, 8], &[0, 0, 0, 1]);
@@ -179,15 +205,19 @@ fn outputs_are_checked() {
     let with = |o: &[usize], lse: &[usize]| {
         let (mut o_data, mut lse_data) =
             (vec![f16::ONE; o.iter().product()], vec![0f32; lse.iter().product()]);
-        let (o, lse) =
-            (ViewMut::from_slice(&mut o_data, o).unwrap(), ViewMut::from_slice(&mut lse_data, lse).unwrap());
+        let (o, lse) = (
+            ViewMut::from_slice(&mut o_data, o).unwrap(),
+            ViewMut::from_slice(&mut lse_data, lse).unwrap(),
+        );
         problem.with_outputs(&o, Some(&lse)).map_err(|error| error.to_string())
     };
     assert_eq!(with(&[2, 5, 4, 8], &[2, 4, 5]).unwrap(), problem.with_lse());
     assert_eq!(problem.with_lse().lse, Some(LseStrides { batch: 20, head: 5 }));
     assert!(with(&[2, 5, 4, 16], &[2, 4, 5]).unwrap_err().contains("o has shape [2, 5, 4, 16]"));
     assert!(
-        with(&[2, 5, 4, 8], &[2, 5, 4]).unwrap_err().contains("lse has shape [2, 5, 4], expected [2, 4, 5]")
+        with(&[2, 5, 4, 8], &[2, 5, 4])
+            .unwrap_err()
+            .contains("lse has shape [2, 5, 4], expected [2, 4, 5]")
     );
 
     let mut halves = vec![f16::ONE; 2 * 320];
@@ -203,7 +233,9 @@ fn outputs_are_checked() {
     assert_eq!(strided.lse, Some(LseStrides { batch: 80, head: 20 }));
     assert_eq!(problem.with_outputs(&o, None).unwrap().lse, None);
     let lse = ViewMut::from_slice_strided(&mut floats, &[2, 4, 5], &[80, 20, 2]).unwrap();
-    assert!(problem.with_outputs(&o, Some(&lse)).unwrap_err().to_string().contains("lse has strides"));
+    assert!(
+        problem.with_outputs(&o, Some(&lse)).unwrap_err().to_string().contains("lse has strides")
+    );
 }
 
 #[test]

@@ -13,13 +13,14 @@ pub(crate) const OP: &str = "attention";
 /// Strides of a tensor map are below this, in bytes.
 const TENSOR_MAP_STRIDE_LIMIT: usize = 1 << 40;
 
-/// The kernel for a problem on a GPU: of the usable rows those of the preferred target (machine code before PTX), of these the
-/// smallest head_dim tile that fits, of these the one whose grid is estimated to end first. Under a block mask tiles must divide
-/// its blocks, and the largest ones that do are taken.
+/// The kernel for a problem on a GPU: of the usable rows those of the preferred target (machine
+/// code before PTX), of these the smallest head_dim tile that fits, of these the one whose grid is
+/// estimated to end first. Under a block mask tiles must divide its blocks, and the largest ones
+/// that do are taken.
 ///
 /// # Errors
-/// [`Error::Unsupported`] says what no row offers: the element type, the head dimension, the blocks of the mask, the architecture
-/// or its shared memory.
+/// [`Error::Unsupported`] says what no row offers: the element type, the head dimension, the blocks
+/// of the mask, the architecture or its shared memory.
 pub fn select(problem: &AttentionProblem, gpu: &CudaProperties) -> Result<&'static Row> {
     select_among(manifest::rows(), problem, gpu)
 }
@@ -87,7 +88,10 @@ impl fmt::Display for Mismatch {
             }
             Mismatch::LogSumExp { tile } => f.write_str(log_sum_exp(*tile)),
             Mismatch::TensorMap { what, dim, stride } => {
-                write!(f, "the {dim} stride of {what} is {stride} elements, which a tensor map cannot have")
+                write!(
+                    f,
+                    "the {dim} stride of {what} is {stride} elements, which a tensor map cannot have"
+                )
             }
             Mismatch::Gpu(obstacle) => obstacle.fmt(f),
         }
@@ -110,7 +114,9 @@ fn fits(
         return Err(Mismatch::LogSumExp { tile: tile.lse });
     }
     match problem.block_mask {
-        Some(mask) if !mask.divides_into(tile) => return Err(Mismatch::Blocks { tile: *tile, mask }),
+        Some(mask) if !mask.divides_into(tile) => {
+            return Err(Mismatch::Blocks { tile: *tile, mask });
+        }
         _ => {}
     }
     if !shares_heads(tile, problem) {
@@ -130,12 +136,15 @@ pub(super) const fn log_sum_exp(kernel: Lse) -> &'static str {
 
 /// Whether the heads of q that would share a tile share keys, and the block mask.
 pub(super) fn shares_heads(tile: &AttentionTile, problem: &AttentionProblem) -> bool {
-    let shared =
-        |groups: usize| groups > 0 && (problem.num_heads_q / groups).is_multiple_of(tile.heads as usize);
-    shared(problem.num_heads_kv) && problem.block_mask.is_none_or(|mask| shared(mask.heads as usize))
+    let shared = |groups: usize| {
+        groups > 0 && (problem.num_heads_q / groups).is_multiple_of(tile.heads as usize)
+    };
+    shared(problem.num_heads_kv)
+        && problem.block_mask.is_none_or(|mask| shared(mask.heads as usize))
 }
 
-/// Whether q, k and v can be described by tensor maps: those step on in every dimension, and not too far.
+/// Whether q, k and v can be described by tensor maps: those step on in every dimension, and not
+/// too far.
 fn tensor_maps(problem: &AttentionProblem) -> std::result::Result<(), Mismatch> {
     let [rows_q, rows_kv] = match problem.packed {
         Some(packed) => [packed.total_q, packed.total_kv],
@@ -149,8 +158,11 @@ fn tensor_maps(problem: &AttentionProblem) -> std::result::Result<(), Mismatch> 
     ];
     // The map of a tensor without rows is never used.
     for (what, strides, rows, heads) in operands.into_iter().filter(|(_, _, rows, _)| *rows > 0) {
-        let dims =
-            [("batch", strides.batch, batch), ("sequence", strides.seq, rows), ("head", strides.head, heads)];
+        let dims = [
+            ("batch", strides.batch, batch),
+            ("sequence", strides.seq, rows),
+            ("head", strides.head, heads),
+        ];
         for (dim, stride, extent) in dims {
             let possible = stride > 0 && stride < TENSOR_MAP_STRIDE_LIMIT / problem.dtype.size();
             if extent > 1 && !possible {
@@ -161,10 +173,15 @@ fn tensor_maps(problem: &AttentionProblem) -> std::result::Result<(), Mismatch> 
     Ok(())
 }
 
-/// Estimated nanoseconds of a row for Hopper. While tiles are few, the multiprocessors with most of them decide; many tiles spread
-/// evenly, but for half a round at the end. Under a causal mask or a window tiles are unequal: the longest start first, and the others fill
-/// the gaps.
-fn relative_time(row: &Row, tile: &AttentionTile, problem: &AttentionProblem, gpu: &CudaProperties) -> f64 {
+/// Estimated nanoseconds of a row for Hopper. While tiles are few, the multiprocessors with most of
+/// them decide; many tiles spread evenly, but for half a round at the end. Under a causal mask or a
+/// window tiles are unequal: the longest start first, and the others fill the gaps.
+fn relative_time(
+    row: &Row,
+    tile: &AttentionTile,
+    problem: &AttentionProblem,
+    gpu: &CudaProperties,
+) -> f64 {
     let Variant::AttentionFwdHopper(hopper) = row.variant else { return 0.0 };
     let tiles = problem.batch as f64
         * (problem.num_heads_q / tile.heads as usize) as f64
@@ -172,7 +189,11 @@ fn relative_time(row: &Row, tile: &AttentionTile, problem: &AttentionProblem, gp
     let rounds = tiles / f64::from(gpu.multiprocessors.max(1) * hopper.blocks_per_multiprocessor);
     let [step, change] = hopper.cost_ns.map(f64::from);
     let [mean, most] = key_tiles(tile, problem).map(|key_tiles| key_tiles * step + change);
-    if rounds <= 4.0 && mean == most { rounds.ceil() * most } else { most.max((rounds + 0.5) * mean) }
+    if rounds <= 4.0 && mean == most {
+        rounds.ceil() * most
+    } else {
+        most.max((rounds + 0.5) * mean)
+    }
 }
 
 /// Key tiles that tiles of queries visit: the mean of some of them, and the most.

@@ -21,12 +21,23 @@ fn every_gpu_runs_every_head_dim() {
                 let problem = problem(dtype, head_dim);
                 let row = select_among(manifest::rows(), &problem, &gpu).unwrap();
                 let chosen = row.attention_tile().unwrap();
-                assert!(row.target.runs_on(gpu.compute_capability) && row.smem_bytes() <= gpu.smem_per_block);
+                assert!(
+                    row.target.runs_on(gpu.compute_capability)
+                        && row.smem_bytes() <= gpu.smem_per_block
+                );
                 assert!(chosen.dtype == dtype && chosen.head_dim as usize >= head_dim);
-                for (other, tile) in attention_rows().filter(|(row, _)| accepts(row, &problem, &gpu).is_ok())
+                for (other, tile) in
+                    attention_rows().filter(|(row, _)| accepts(row, &problem, &gpu).is_ok())
                 {
-                    assert!(other.target != row.target || tile.head_dim >= chosen.head_dim, "{}", gpu.name);
-                    assert!(!row.target.is_ptx() || other.target.is_ptx(), "machine code comes before PTX");
+                    assert!(
+                        other.target != row.target || tile.head_dim >= chosen.head_dim,
+                        "{}",
+                        gpu.name
+                    );
+                    assert!(
+                        !row.target.is_ptx() || other.target.is_ptx(),
+                        "machine code comes before PTX"
+                    );
                 }
                 plan(row, &problem, &gpu).unwrap();
             }
@@ -37,7 +48,8 @@ fn every_gpu_runs_every_head_dim() {
 /// The narrow tiles are for block masks.
 #[test]
 fn dense_problems_take_the_widest_portable_tile() {
-    for (gpu, head_dim) in gpus().iter().flat_map(|gpu| [8, 64, 72, 96, 104, 128].map(|d| (gpu, d))) {
+    for (gpu, head_dim) in gpus().iter().flat_map(|gpu| [8, 64, 72, 96, 104, 128].map(|d| (gpu, d)))
+    {
         let portable = manifest::rows().iter().filter(|row| row.target != Target::Sm90a).cloned();
         let portable: Vec<Row> = portable.collect();
         let row = select_among(&portable, &problem(DType::BF16, head_dim), gpu).unwrap();
@@ -47,8 +59,9 @@ fn dense_problems_take_the_widest_portable_tile() {
 
 #[test]
 fn targets_are_those_of_the_gpu() {
-    let target =
-        |major, minor, head_dim| select(&problem(DType::F16, head_dim), &gpu(major, minor)).unwrap().target;
+    let target = |major, minor, head_dim| {
+        select(&problem(DType::F16, head_dim), &gpu(major, minor)).unwrap().target
+    };
     assert_eq!(target(8, 0, 128), Target::Sm80);
     assert_eq!(target(8, 9, 128), Target::Sm89);
     assert_eq!(target(12, 0, 128), Target::Sm120);
@@ -58,12 +71,13 @@ fn targets_are_those_of_the_gpu() {
 
 #[test]
 fn what_is_missing_is_said() {
-    let refusal = |dtype, head_dim, major, minor| match select(&problem(dtype, head_dim), &gpu(major, minor))
-        .unwrap_err()
-    {
-        Error::Unsupported { op: "attention", arch, what } => (arch, what),
-        other => panic!("{other}"),
-    };
+    let refusal =
+        |dtype, head_dim, major, minor| match select(&problem(dtype, head_dim), &gpu(major, minor))
+            .unwrap_err()
+        {
+            Error::Unsupported { op: "attention", arch, what } => (arch, what),
+            other => panic!("{other}"),
+        };
     let (arch, what) = refusal(DType::F16, 20, 8, 9);
     assert_eq!(
         (arch.as_str(), what.as_str()),
@@ -82,7 +96,9 @@ fn what_is_missing_is_said() {
         let (_, what) = refusal(DType::F16, head_dim, 9, 0);
         assert_eq!(what, format!("head_dim {head_dim}: kernels take multiples of 8 up to 256"));
     }
-    assert!(refusal(DType::F32, 64, 9, 0).1.contains("kernels take f16 and bf16, the tensors are f32"));
+    assert!(
+        refusal(DType::F32, 64, 9, 0).1.contains("kernels take f16 and bf16, the tensors are f32")
+    );
     assert!(refusal(DType::F16, 64, 7, 5).1.contains("compute capability 8.0"));
     let mut small = gpu(8, 9);
     small.smem_per_block = 1024;
@@ -104,8 +120,12 @@ fn preference_is_target_then_tile() {
         }),
         target,
     };
-    let rows =
-        [row(Target::Ptx80, 64), row(Target::Sm80, 256), row(Target::Sm80, 128), row(Target::Sm89, 128)];
+    let rows = [
+        row(Target::Ptx80, 64),
+        row(Target::Sm80, 256),
+        row(Target::Sm80, 128),
+        row(Target::Sm89, 128),
+    ];
     let chosen = |head_dim, minor| {
         let row = select_among(&rows, &problem(DType::F16, head_dim), &gpu(8, minor)).unwrap();
         (row.target, row.attention_tile().unwrap().head_dim)
@@ -121,10 +141,21 @@ fn every_row_has_a_plan() {
     for (row, tile) in attention_rows() {
         let without = problem(tile.dtype, tile.head_dim as usize);
         let with = without.with_lse();
-        let gpu_of_row = gpus().into_iter().find(|gpu| row.target.runs_on(gpu.compute_capability)).unwrap();
+        let gpu_of_row =
+            gpus().into_iter().find(|gpu| row.target.runs_on(gpu.compute_capability)).unwrap();
         for (problem, asks) in [(with, true), (without, false)] {
-            assert_eq!(plan(row, &problem, &gpu_of_row).is_ok(), tile.lse.suits(asks), "{}", row.symbol());
-            assert_eq!(accepts(row, &problem, &gpu_of_row).is_ok(), tile.lse.suits(asks), "{}", row.symbol());
+            assert_eq!(
+                plan(row, &problem, &gpu_of_row).is_ok(),
+                tile.lse.suits(asks),
+                "{}",
+                row.symbol()
+            );
+            assert_eq!(
+                accepts(row, &problem, &gpu_of_row).is_ok(),
+                tile.lse.suits(asks),
+                "{}",
+                row.symbol()
+            );
         }
         let asks = tile.lse.suits(true);
         let plan = plan(row, if asks { &with } else { &without }, &gpu(9, 0)).unwrap();
@@ -139,9 +170,16 @@ fn every_row_has_a_plan() {
         assert_eq!((plan.config.cluster, plan.workspace_bytes), (None, 0));
         let p = plan.params.base();
         assert!(
-            p.q.is_null() && p.o.is_null() && p.lse.is_null() && p.sink.is_null() && p.cu_seqlens_q.is_null()
+            p.q.is_null()
+                && p.o.is_null()
+                && p.lse.is_null()
+                && p.sink.is_null()
+                && p.cu_seqlens_q.is_null()
         );
-        assert_eq!([p.batch, p.num_heads_q, p.num_heads_kv, p.seqlen_q, p.seqlen_kv], [2, 8, 2, 300, 500]);
+        assert_eq!(
+            [p.batch, p.num_heads_q, p.num_heads_kv, p.seqlen_q, p.seqlen_kv],
+            [2, 8, 2, 300, 500]
+        );
         assert_eq!(p.head_dim as u32, tile.head_dim);
         let head_dim = i64::from(tile.head_dim);
         assert_eq!(

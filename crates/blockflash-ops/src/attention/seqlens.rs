@@ -3,15 +3,16 @@ use crate::{BlockGeometry, BlockMask, Error, Result};
 use blockflash_safe::{Stream, View};
 use blockflash_sys::DType;
 
-/// Where the sequences of a variable-length batch lie in the packed tensors: sequence `i` has the queries
-/// `q[i]..q[i + 1]` and the keys `kv[i]..kv[i + 1]`. Sequences of length 0 are fine.
+/// Where the sequences of a variable-length batch lie in the packed tensors: sequence `i` has the
+/// queries `q[i]..q[i + 1]` and the keys `kv[i]..kv[i + 1]`. Sequences of length 0 are fine.
 ///
-/// On a GPU the offsets are read by the kernel, never by the host, so that a captured graph can be replayed with other lengths
-/// under the same maxima. Right offsets start at 0, never descend, end within the packed rows, make no sequence longer than the
-/// maximum, and under a [`BlockMask`] each as long as that of the mask. Kernels clamp wrong ones: whatever the offsets are, nothing
-/// outside of the tensors is read or written, but what the rows of the outputs then hold is unspecified.
-/// [`Attention::check_cu_seqlens`](super::Attention::check_cu_seqlens) downloads and verifies the offsets. On the CPU every call
-/// verifies them.
+/// On a GPU the offsets are read by the kernel, never by the host, so that a captured graph can be
+/// replayed with other lengths under the same maxima. Right offsets start at 0, never descend, end
+/// within the packed rows, make no sequence longer than the maximum, and under a [`BlockMask`] each
+/// as long as that of the mask. Kernels clamp wrong ones: whatever the offsets are, nothing outside
+/// of the tensors is read or written, but what the rows of the outputs then hold is unspecified.
+/// [`Attention::check_cu_seqlens`](super::Attention::check_cu_seqlens) downloads and verifies the
+/// offsets. On the CPU every call verifies them.
 ///
 /// Rows of the packed outputs beyond the last offset are left untouched.
 #[derive(Clone, Copy, Debug)]
@@ -40,20 +41,22 @@ impl CuSeqlens<'_> {
         }
     }
 
-    /// Downloads the offsets (this synchronises the stream) and verifies them: they start at 0, never descend, and no sequence
-    /// is longer than the maximum. See [`Attention::check_cu_seqlens`](super::Attention::check_cu_seqlens), which also knows
-    /// the number of packed rows.
+    /// Downloads the offsets (this synchronises the stream) and verifies them: they start at 0,
+    /// never descend, and no sequence is longer than the maximum. See
+    /// [`Attention::check_cu_seqlens`](super::Attention::check_cu_seqlens), which also knows the
+    /// number of packed rows.
     ///
     /// # Errors
-    /// [`Error::InvalidCuSeqlens`] names the first bad entry; [`Error::Shape`] and [`Error::DType`] if they are no i32 vectors
-    /// of one length.
+    /// [`Error::InvalidCuSeqlens`] names the first bad entry; [`Error::Shape`] and [`Error::DType`]
+    /// if they are no i32 vectors of one length.
     pub fn check(&self, stream: &Stream) -> Result<()> {
         self.batch()?;
         check_offsets("q", &self.q.to_vec::<i32>(stream)?, self.max_seqlen_q, None)?;
         check_offsets("kv", &self.kv.to_vec::<i32>(stream)?, self.max_seqlen_kv, None)
     }
 
-    /// The same, within the packed rows, and of the sequences of the block mask if there is one. Returns the offsets.
+    /// The same, within the packed rows, and of the sequences of the block mask if there is one.
+    /// Returns the offsets.
     pub(crate) fn read(
         &self,
         stream: &Stream,
@@ -89,7 +92,10 @@ pub(crate) fn check_offsets(
     for (index, pair) in offsets.windows(2).enumerate() {
         // The first offset is 0 and none descends, so differences cannot overflow.
         if pair[1] < pair[0] {
-            return bad(index + 1, format!("offsets must not descend, the one before is {}", pair[0]));
+            return bad(
+                index + 1,
+                format!("offsets must not descend, the one before is {}", pair[0]),
+            );
         }
         let length = (pair[1] - pair[0]) as usize;
         if length > max_seqlen {
@@ -135,6 +141,9 @@ mod tests {
             problem(&[0, 1, 9], 7, None),
             "cu_seqlens.q[2] is 9: sequence 1 has 8 rows, the maximum is 7"
         );
-        assert_eq!(problem(&[0, 5, 10], 7, Some(9)), "cu_seqlens.q[2] is 10: the packed tensor has 9 rows");
+        assert_eq!(
+            problem(&[0, 5, 10], 7, Some(9)),
+            "cu_seqlens.q[2] is 10: the packed tensor has 9 rows"
+        );
     }
 }

@@ -13,11 +13,12 @@ use std::ptr::{null, null_mut};
 /// The widest head of the kernels.
 const MAX_HEAD_DIM: usize = 256;
 
-/// Scores of blocks that are computed anew, on the device of q and k: the mean query of each block row times the mean key of each
-/// block column, as [`block_mean_scores`] has them on the CPU.
+/// Scores of blocks that are computed anew, on the device of q and k: the mean query of each block
+/// row times the mean key of each block column, as [`block_mean_scores`] has them on the CPU.
 ///
-/// All memory is allocated at the start. On a GPU, [`compute`](Self::compute) is two launches that read q and k once and can be
-/// captured in a graph; the scores are for [`BlockSource::Scores`](super::BlockSource::Scores). Sums are f32 in a fixed order.
+/// All memory is allocated at the start. On a GPU, [`compute`](Self::compute) is two launches that
+/// read q and k once and can be captured in a graph; the scores are for
+/// [`BlockSource::Scores`](super::BlockSource::Scores). Sums are f32 in a fixed order.
 ///
 /// ```
 /// use blockflash_ops::block_sparse::{BlockChoice, BlockMaskBuffer, BlockScores, BlockSource};
@@ -52,12 +53,13 @@ struct Workspace {
 }
 
 impl BlockScores {
-    /// Memory for the scores of a q `[batch, seqlen_q, heads_q, head_dim]` and a k `[batch, seqlen_kv, heads_kv, head_dim]` like
-    /// these. Until the first [`compute`](Self::compute) all scores are 0.
+    /// Memory for the scores of a q `[batch, seqlen_q, heads_q, head_dim]` and a k
+    /// `[batch, seqlen_kv, heads_kv, head_dim]` like these. Until the first
+    /// [`compute`](Self::compute) all scores are 0.
     ///
     /// # Errors
-    /// Those of [`block_mean_scores`]; on a GPU [`Error::Unsupported`] for f32, for a `head_dim` that is no multiple of 8 from 8
-    /// to 256, and for a GPU without a kernel.
+    /// Those of [`block_mean_scores`]; on a GPU [`Error::Unsupported`] for f32, for a `head_dim`
+    /// that is no multiple of 8 from 8 to 256, and for a GPU without a kernel.
     pub fn new(geometry: BlockGeometry, q: View<'_>, k: View<'_>, stream: &Stream) -> Result<Self> {
         let sizes = ScoreSizes::of(geometry, &q, &k)?;
         let ScoreSizes { batch, heads_q, heads_kv, head_dim, .. } = sizes;
@@ -87,11 +89,13 @@ impl BlockScores {
         self.workspace.as_ref().map(|workspace| workspace.row)
     }
 
-    /// Computes the scores of tensors of the same sizes and type. On a GPU this is queued on the stream, and nothing is allocated.
+    /// Computes the scores of tensors of the same sizes and type. On a GPU this is queued on the
+    /// stream, and nothing is allocated.
     ///
     /// # Errors
-    /// Those of [`block_mean_scores`]; [`Error::NotPrepared`] for other sizes or another type; [`Error::DeviceMismatch`]; on a GPU
-    /// [`Error::Misaligned`] for an address that is no multiple of 16 or a stride that is no multiple of 8 elements.
+    /// Those of [`block_mean_scores`]; [`Error::NotPrepared`] for other sizes or another type;
+    /// [`Error::DeviceMismatch`]; on a GPU [`Error::Misaligned`] for an address that is no multiple
+    /// of 16 or a stride that is no multiple of 8 elements.
     pub fn compute(&mut self, q: View<'_>, k: View<'_>, stream: &Stream) -> Result<()> {
         self.checked(&q, &k, stream)?;
         match (&self.workspace, stream.device().is_cpu()) {
@@ -107,8 +111,15 @@ impl BlockScores {
     /// Like [`compute`](Self::compute) with this very kernel: for tests and measurements.
     ///
     /// # Errors
-    /// Also [`Error::Unsupported`] on the CPU, or if the row is no such kernel or does not run on this GPU.
-    pub fn compute_with(&mut self, row: &Row, q: View<'_>, k: View<'_>, stream: &Stream) -> Result<()> {
+    /// Also [`Error::Unsupported`] on the CPU, or if the row is no such kernel or does not run on
+    /// this GPU.
+    pub fn compute_with(
+        &mut self,
+        row: &Row,
+        q: View<'_>,
+        k: View<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
         self.checked(&q, &k, stream)?;
         self.launch(row, q, k, stream)
     }
@@ -116,7 +127,11 @@ impl BlockScores {
     fn checked(&self, q: &View<'_>, k: &View<'_>, stream: &Stream) -> Result<()> {
         let found = self.scores.device();
         if found != *stream.device() {
-            return Err(Error::DeviceMismatch { what: "scores", expected: *stream.device(), found });
+            return Err(Error::DeviceMismatch {
+                what: "scores",
+                expected: *stream.device(),
+                found,
+            });
         }
         if ScoreSizes::of(self.sizes.geometry, q, k)? != self.sizes {
             return Err(Error::NotPrepared { op: kernel::OP });
@@ -128,7 +143,11 @@ impl BlockScores {
     fn launch(&mut self, row: &Row, q: View<'_>, k: View<'_>, stream: &Stream) -> Result<()> {
         let Some(workspace) = &mut self.workspace else {
             let what = format!("{} computes scores on a GPU, and at least one", row.symbol());
-            return Err(Error::Unsupported { op: kernel::OP, arch: stream.device().to_string(), what });
+            return Err(Error::Unsupported {
+                op: kernel::OP,
+                arch: stream.device().to_string(),
+                what,
+            });
         };
         for (what, view) in [("q", &q), ("k", &k)] {
             if !view.is_aligned(16) {
@@ -156,7 +175,9 @@ fn select(sizes: &ScoreSizes, gpu: &CudaProperties) -> Result<&'static Row> {
         return Err(kernel::unsupported(gpu, "scores of f32: kernels take f16 and bf16".into()));
     }
     if head_dim == 0 || head_dim > MAX_HEAD_DIM || !head_dim.is_multiple_of(8) {
-        let what = format!("scores at head_dim {head_dim}: kernels take multiples of 8 up to {MAX_HEAD_DIM}");
+        let what = format!(
+            "scores at head_dim {head_dim}: kernels take multiples of 8 up to {MAX_HEAD_DIM}"
+        );
         return Err(kernel::unsupported(gpu, what));
     }
     kernel::select(
@@ -165,7 +186,8 @@ fn select(sizes: &ScoreSizes, gpu: &CudaProperties) -> Result<&'static Row> {
     )
 }
 
-/// The two launches as plain data; pointers are null. There are scores, and their kernel has the head dimension.
+/// The two launches as plain data; pointers are null. There are scores, and their kernel has the
+/// head dimension.
 fn plan(
     row: &Row,
     sizes: &ScoreSizes,
@@ -173,7 +195,8 @@ fn plan(
     k_strides: &[usize],
 ) -> Result<[(blockflash_block_scores_params, LaunchConfig); 2]> {
     let Variant::BlockMask(BlockMaskKernel::Scores { tile, .. }) = row.variant else {
-        let (arch, what) = (row.target.to_string(), format!("{} computes something else", row.symbol()));
+        let (arch, what) =
+            (row.target.to_string(), format!("{} computes something else", row.symbol()));
         return Err(Error::Unsupported { op: kernel::OP, arch, what });
     };
     let &ScoreSizes { geometry, batch, heads_q, heads_kv, head_dim, .. } = sizes;
@@ -214,15 +237,16 @@ fn plan(
     // A block of threads per mean, then per tile of scores.
     let means = heads_q.saturating_mul(rows).saturating_add(heads_kv.saturating_mul(cols));
     let tiles = |blocks: usize| blocks.div_ceil(tile as usize);
-    let products = blockflash_block_scores_params { step: BLOCKFLASH_BLOCK_SCORES_PRODUCTS, ..params };
+    let products =
+        blockflash_block_scores_params { step: BLOCKFLASH_BLOCK_SCORES_PRODUCTS, ..params };
     Ok([
         (params, config(grid_x(&[means, batch])?)),
         (products, config(grid_x(&[tiles(cols), tiles(rows), heads_q, batch])?)),
     ])
 }
 
-/// Strides of batch entries, rows and heads of so many each, of which the kernel loads 16 bytes at a time. The stride of a
-/// dimension with one entry is never used.
+/// Strides of batch entries, rows and heads of so many each, of which the kernel loads 16 bytes at
+/// a time. The stride of a dimension with one entry is never used.
 fn strides(what: &'static str, strides: &[usize], extents: [usize; 3]) -> Result<[i64; 3]> {
     let mut found = [0; 3];
     for (at, dim) in ["batch", "sequence", "head"].into_iter().enumerate() {

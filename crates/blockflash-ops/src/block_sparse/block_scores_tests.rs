@@ -1,4 +1,5 @@
-//! Scores on the CPU, and how they are planned for a GPU; `tests/block_mask_gpu.rs` has those of a GPU.
+//! Scores on the CPU, and how they are planned for a GPU; `tests/block_mask_gpu.rs` has those of a
+//! GPU.
 
 use super::*;
 use crate::fixtures::{gpu, values};
@@ -43,7 +44,10 @@ fn the_cpu_computes_block_mean_scores() {
 #[test]
 fn launches() {
     let is_scores = |row: &&Row| {
-        matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Scores { dtype: DType::BF16, .. }))
+        matches!(
+            row.variant,
+            Variant::BlockMask(BlockMaskKernel::Scores { dtype: DType::BF16, .. })
+        )
     };
     let row = manifest::rows().iter().find(is_scores).unwrap();
     let (q, k) = ([300 * 6 * 16, 6 * 16, 16, 1], [129 * 3 * 16, 16, 129 * 16, 1]);
@@ -61,13 +65,21 @@ fn launches() {
     let error = plan(row, &sizes(16), &[28804, 96, 16, 1], &k).unwrap_err().to_string();
     assert!(error.contains("the batch stride is 28804 elements, not a multiple of 8"), "{error}");
     let other = manifest::rows().first().unwrap();
-    assert!(plan(other, &sizes(16), &q, &k).unwrap_err().to_string().contains("computes something else"));
+    assert!(
+        plan(other, &sizes(16), &q, &k)
+            .unwrap_err()
+            .to_string()
+            .contains("computes something else")
+    );
 }
 
 #[test]
 fn what_no_kernel_computes() {
     let refused = |sizes: ScoreSizes| select(&sizes, &gpu(9, 0)).unwrap_err().to_string();
-    assert!(refused(ScoreSizes { dtype: DType::F32, ..sizes(64) }).contains("kernels take f16 and bf16"));
+    assert!(
+        refused(ScoreSizes { dtype: DType::F32, ..sizes(64) })
+            .contains("kernels take f16 and bf16")
+    );
     for head_dim in [0, 12, 264] {
         assert!(refused(sizes(head_dim)).contains("multiples of 8 up to 256"), "{head_dim}");
     }

@@ -5,17 +5,22 @@ use super::validate::{Sizes, invalid};
 use super::{BlockGeometry, BlockMask, kernel};
 use crate::check::to_i32;
 use crate::{Error, Result};
-use blockflash_safe::{BlockListScratch, BlockLists, BlockMaskBuildOperands, CudaProperties, Stream, Tensor};
+use blockflash_safe::{
+    BlockListScratch, BlockLists, BlockMaskBuildOperands, CudaProperties, Stream, Tensor,
+};
 use blockflash_sys::params::blockflash_block_mask_build_params;
 use blockflash_sys::{BlockMaskKernel, DType, Row};
 
-/// A block mask that is built anew, on the device where attention reads it, for example at each step of a model.
+/// A block mask that is built anew, on the device where attention reads it, for example at each
+/// step of a model.
 ///
-/// All memory is allocated at the start, with room for `capacity` visited blocks. On a GPU, [`build`](Self::build) is two launches
-/// that depend on nothing but the device: no host memory, no synchronisation, so that it can be captured in a graph, together
-/// with whatever computes the scores and with the attention that follows. What is wrong with the data is therefore known on the
-/// device only, and [`check`](Self::check) asks for it. The mask is one that attention can run with in any case: columns that do
-/// not exist are left out, one that comes twice counts once, NaN is never chosen, and rows end where the capacity does.
+/// All memory is allocated at the start, with room for `capacity` visited blocks. On a GPU,
+/// [`build`](Self::build) is two launches that depend on nothing but the device: no host memory, no
+/// synchronisation, so that it can be captured in a graph, together with whatever computes the
+/// scores and with the attention that follows. What is wrong with the data is therefore known on
+/// the device only, and [`check`](Self::check) asks for it. The mask is one that attention can run
+/// with in any case: columns that do not exist are left out, one that comes twice counts once, NaN
+/// is never chosen, and rows end where the capacity does.
 ///
 /// On the CPU the same calls use the constructors of [`BlockMask`].
 ///
@@ -57,12 +62,14 @@ struct Workspace {
 }
 
 impl BlockMaskBuffer {
-    /// Memory for a mask of so many batch entries and heads, each 1 or a number as for [`BlockMask`], with up to `capacity` visited
-    /// blocks of all of them together. No block is visited until the first [`build`](Self::build).
+    /// Memory for a mask of so many batch entries and heads, each 1 or a number as for
+    /// [`BlockMask`], with up to `capacity` visited blocks of all of them together. No block is
+    /// visited until the first [`build`](Self::build).
     ///
     /// # Errors
-    /// [`Error::InvalidBlockMask`] if `batch` or `heads` is 0; [`Error::TooLarge`] if rows or the capacity do not fit i32;
-    /// [`Error::Unsupported`] for a GPU without a kernel; out of memory, or a failing device.
+    /// [`Error::InvalidBlockMask`] if `batch` or `heads` is 0; [`Error::TooLarge`] if rows or the
+    /// capacity do not fit i32; [`Error::Unsupported`] for a GPU without a kernel; out of memory,
+    /// or a failing device.
     pub fn new(
         geometry: BlockGeometry,
         batch: usize,
@@ -84,8 +91,9 @@ impl BlockMaskBuffer {
         Ok(Self { mask, capacity, workspace: Some(workspace) })
     }
 
-    /// The mask that was built last. On a GPU [`nnz`](BlockMask::nnz) and [`density`](BlockMask::density) are those of the whole
-    /// capacity, since how much of it is used is known on the device only; see [`to_host`](Self::to_host).
+    /// The mask that was built last. On a GPU [`nnz`](BlockMask::nnz) and
+    /// [`density`](BlockMask::density) are those of the whole capacity, since how much of it is
+    /// used is known on the device only; see [`to_host`](Self::to_host).
     pub fn mask(&self) -> &BlockMask {
         &self.mask
     }
@@ -100,13 +108,14 @@ impl BlockMaskBuffer {
         self.workspace.as_ref().map(|workspace| workspace.row)
     }
 
-    /// Builds the mask of a choice. On a GPU this is queued on the stream: nothing is allocated, nobody waits, and what the data
-    /// has to be is looked at by [`check`](Self::check).
+    /// Builds the mask of a choice. On a GPU this is queued on the stream: nothing is allocated,
+    /// nobody waits, and what the data has to be is looked at by [`check`](Self::check).
     ///
     /// # Errors
-    /// [`Error::Shape`], [`Error::DType`], [`Error::Stride`] and [`Error::DeviceMismatch`] name the operand;
-    /// [`Error::InvalidBlockMask`] if `always` has another geometry, or neither 1 nor as many batch entries or heads;
-    /// [`Error::TooLarge`] for lists of more than 2^30. On the CPU also what `check` would find; the mask then stays as it was.
+    /// [`Error::Shape`], [`Error::DType`], [`Error::Stride`] and [`Error::DeviceMismatch`] name the
+    /// operand; [`Error::InvalidBlockMask`] if `always` has another geometry, or neither 1 nor as
+    /// many batch entries or heads; [`Error::TooLarge`] for lists of more than 2^30. On the CPU
+    /// also what `check` would find; the mask then stays as it was.
     pub fn build(&mut self, choice: &BlockChoice<'_>, stream: &Stream) -> Result<()> {
         let sizes = self.checked(choice, stream)?;
         match self.kernel() {
@@ -118,18 +127,25 @@ impl BlockMaskBuffer {
     /// Like [`build`](Self::build) with this very kernel: for tests and measurements.
     ///
     /// # Errors
-    /// Also [`Error::Unsupported`] on the CPU, or if the row is no such kernel or does not run on this GPU.
-    pub fn build_with(&mut self, row: &Row, choice: &BlockChoice<'_>, stream: &Stream) -> Result<()> {
+    /// Also [`Error::Unsupported`] on the CPU, or if the row is no such kernel or does not run on
+    /// this GPU.
+    pub fn build_with(
+        &mut self,
+        row: &Row,
+        choice: &BlockChoice<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
         let sizes = self.checked(choice, stream)?;
         self.launch(row, &sizes, choice, stream)
     }
 
-    /// Asks whether the data of all builds since the last check was right. Waits for the work on the stream, which is that of the
-    /// builds or comes after it.
+    /// Asks whether the data of all builds since the last check was right. Waits for the work on
+    /// the stream, which is that of the builds or comes after it.
     ///
     /// # Errors
-    /// [`Error::InvalidBlockMask`] names the first row with a problem, and the first position in it: a column that does not exist
-    /// or comes twice, a NaN, or the end of the capacity. Then also a stream that is being captured, or a failing device.
+    /// [`Error::InvalidBlockMask`] names the first row with a problem, and the first position in
+    /// it: a column that does not exist or comes twice, a NaN, or the end of the capacity. Then
+    /// also a stream that is being captured, or a failing device.
     pub fn check(&mut self, stream: &Stream) -> Result<()> {
         let sizes = self.sizes()?;
         let Some(workspace) = &mut self.workspace else { return Ok(()) };
@@ -139,7 +155,8 @@ impl BlockMaskBuffer {
         invalid(problem)
     }
 
-    /// A copy of the mask on the CPU. Waits for the work on the stream, as [`check`](Self::check) does.
+    /// A copy of the mask on the CPU. Waits for the work on the stream, as [`check`](Self::check)
+    /// does.
     ///
     /// # Errors
     /// A stream that is being captured, or a failing device.
@@ -147,7 +164,13 @@ impl BlockMaskBuffer {
         let row_ptr = self.mask.row_ptr().to_vec::<i32>(stream)?;
         let end = row_ptr.last().map_or(0, |&end| end as usize);
         let col_idx = self.mask.col_idx().view().slice(0, 0..end)?.to_vec::<i32>(stream)?;
-        BlockMask::from_parts(self.mask.geometry, self.mask.batch, self.mask.heads, &row_ptr, &col_idx)
+        BlockMask::from_parts(
+            self.mask.geometry,
+            self.mask.batch,
+            self.mask.heads,
+            &row_ptr,
+            &col_idx,
+        )
     }
 
     fn sizes(&self) -> Result<Sizes> {
@@ -179,7 +202,13 @@ impl BlockMaskBuffer {
         Ok(())
     }
 
-    fn launch(&mut self, row: &Row, sizes: &Sizes, choice: &BlockChoice<'_>, stream: &Stream) -> Result<()> {
+    fn launch(
+        &mut self,
+        row: &Row,
+        sizes: &Sizes,
+        choice: &BlockChoice<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
         let Some(workspace) = &mut self.workspace else {
             let what = format!("{} runs on a GPU", row.symbol());
             return Err(Error::Unsupported { op: kernel::OP, arch: "cpu".into(), what });
@@ -206,7 +235,8 @@ impl Workspace {
         let mut problems = Tensor::empty(stream, DType::I32, &[4])?;
         problems.fill_bytes(stream, NOTHING)?;
         let groups = [mask.batch, mask.heads];
-        let scratch = BlockListScratch::new(groups, mask.rows(), mask.cols(), slab_rows(row)?, stream)?;
+        let scratch =
+            BlockListScratch::new(groups, mask.rows(), mask.cols(), slab_rows(row)?, stream)?;
         Ok(Self { row, scratch, problems })
     }
 

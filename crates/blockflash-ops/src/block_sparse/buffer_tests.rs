@@ -34,7 +34,8 @@ fn builds_are_those_of_the_constructors() {
             .collect();
         let scores = values(batch * heads * rows * cols, 3);
         let mut buffer =
-            BlockMaskBuffer::new(geometry, batch, heads, batch * heads * rows * cols, &stream).unwrap();
+            BlockMaskBuffer::new(geometry, batch, heads, batch * heads * rows * cols, &stream)
+                .unwrap();
         assert_eq!((buffer.mask().nnz(), buffer.mask().geometry()), (0, geometry));
         let shape = [batch, heads, rows, cols];
         for mask in token_masks() {
@@ -115,7 +116,8 @@ fn operands_that_do_not_fit_are_named() {
     assert!(matches!(refused(BlockSource::Bool(gaps)), Error::Stride { what: "blocks", .. }));
 
     let mut with = |always: &BlockMask| {
-        let choice = BlockChoice { always: Some(always), ..BlockChoice::new(BlockSource::Bool(bytes)) };
+        let choice =
+            BlockChoice { always: Some(always), ..BlockChoice::new(BlockSource::Bool(bytes)) };
         buffer.build(&choice, &stream)
     };
     let other = BlockMask::full(BlockGeometry::new(100, 151, 64, 64).unwrap()).unwrap();
@@ -128,7 +130,10 @@ fn operands_that_do_not_fit_are_named() {
 
     let row = blockflash_sys::manifest::rows().first().unwrap();
     let choice = BlockChoice { mask: Mask::causal(), ..BlockChoice::new(BlockSource::Bool(bytes)) };
-    assert!(problem(buffer.build_with(row, &choice, &stream)).contains("block_mask is not supported on cpu"));
+    assert!(
+        problem(buffer.build_with(row, &choice, &stream))
+            .contains("block_mask is not supported on cpu")
+    );
 }
 
 #[test]

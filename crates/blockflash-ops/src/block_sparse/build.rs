@@ -8,8 +8,9 @@ use blockflash_safe::{BlockListArrays, BlockLists, Device, Stream};
 use std::cmp::{Ordering, Reverse};
 
 impl BlockMask {
-    /// From the arrays of the format, fully validated: `row_ptr` `[batch, heads, rows + 1]` holds offsets into `col_idx`, each
-    /// head starting where the one before ends; columns ascend strictly within a row.
+    /// From the arrays of the format, fully validated: `row_ptr` `[batch, heads, rows + 1]` holds
+    /// offsets into `col_idx`, each head starting where the one before ends; columns ascend
+    /// strictly within a row.
     ///
     /// # Errors
     /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) names the first bad entry;
@@ -40,23 +41,33 @@ impl BlockMask {
     /// The blocks that are true in `blocks`, `[batch, heads, rows, cols]` row-major.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) for another number of values; those of [`from_parts`](Self::from_parts).
-    pub fn from_bool(geometry: BlockGeometry, batch: usize, heads: usize, blocks: &[bool]) -> Result<Self> {
+    /// [`Error::Shape`](crate::Error::Shape) for another number of values; those of
+    /// [`from_parts`](Self::from_parts).
+    pub fn from_bool(
+        geometry: BlockGeometry,
+        batch: usize,
+        heads: usize,
+        blocks: &[bool],
+    ) -> Result<Self> {
         let cols = geometry.cols();
         let sizes = Sizes::new(geometry, batch, heads)?;
         sizes.check_length("blocks", cols, blocks.len())?;
         sizes.build(|group, row, columns| {
             let blocks = &blocks[(group * geometry.rows() + row) * cols..][..cols];
-            columns.extend(blocks.iter().zip(0..).filter(|&(&visited, _)| visited).map(|(_, col)| col));
+            columns.extend(
+                blocks.iter().zip(0..).filter(|&(&visited, _)| visited).map(|(_, col)| col),
+            );
             Ok(())
         })
     }
 
-    /// From lists of up to `k` columns per row, `[batch, heads, rows, k]` row-major, in any order; −1 is no column.
+    /// From lists of up to `k` columns per row, `[batch, heads, rows, k]` row-major, in any order;
+    /// −1 is no column.
     ///
     /// # Errors
-    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) names the first column that does not exist or comes twice in
-    /// its row; [`Error::Shape`](crate::Error::Shape) for another number of columns; those of [`from_parts`](Self::from_parts).
+    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) names the first column that does
+    /// not exist or comes twice in its row; [`Error::Shape`](crate::Error::Shape) for another
+    /// number of columns; those of [`from_parts`](Self::from_parts).
     pub fn from_top_k(
         geometry: BlockGeometry,
         batch: usize,
@@ -71,11 +82,15 @@ impl BlockMask {
         let mut had = vec![0; cols];
         sizes.build(|group, row, out| {
             let (at, start) = (group * rows + row, out.len());
-            for (position, &col) in columns[at * k..][..k].iter().enumerate().filter(|&(_, &col)| col != -1) {
+            for (position, &col) in
+                columns[at * k..][..k].iter().enumerate().filter(|&(_, &col)| col != -1)
+            {
                 sizes.check_column(col, cols, || (group, row, position))?;
                 if std::mem::replace(&mut had[col as usize], at + 1) == at + 1 {
                     let place = sizes.place(group, row);
-                    return invalid(format!("column {col} comes twice at {place}, position {position}"));
+                    return invalid(format!(
+                        "column {col} comes twice at {place}, position {position}"
+                    ));
                 }
                 out.push(col);
             }
@@ -84,14 +99,17 @@ impl BlockMask {
         })
     }
 
-    /// The `k` blocks of each row with the largest scores, or all if there are no more; of equal scores the smaller column wins.
-    /// Blocks that the token mask hides entirely never count. Infinite scores are in order.
+    /// The `k` blocks of each row with the largest scores, or all if there are no more; of equal
+    /// scores the smaller column wins. Blocks that the token mask hides entirely never count.
+    /// Infinite scores are in order.
     ///
-    /// `scores` is `[batch, heads, rows, cols]` row-major, as [`block_mean_scores`](super::block_mean_scores) returns it.
+    /// `scores` is `[batch, heads, rows, cols]` row-major, as
+    /// [`block_mean_scores`](super::block_mean_scores) returns it.
     ///
     /// # Errors
-    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) names the first score that is NaN, hidden ones included;
-    /// [`Error::Shape`](crate::Error::Shape) for another number of scores; those of [`from_parts`](Self::from_parts).
+    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) names the first score that is
+    /// NaN, hidden ones included; [`Error::Shape`](crate::Error::Shape) for another number of
+    /// scores; those of [`from_parts`](Self::from_parts).
     pub fn top_k_from_scores(
         geometry: BlockGeometry,
         batch: usize,
@@ -107,14 +125,18 @@ impl BlockMask {
         sizes.build(|group, row, columns| {
             let scores = &scores[(group * rows + row) * cols..][..cols];
             if let Some(position) = scores.iter().position(|score| score.is_nan()) {
-                return invalid(format!("score is NaN at {}, position {position}", sizes.place(group, row)));
+                return invalid(format!(
+                    "score is NaN at {}, position {position}",
+                    sizes.place(group, row)
+                ));
             }
             candidates.clear();
             candidates.extend(geometry.visible_cols(row, mask));
             if k < candidates.len() {
                 let descending = |a: f32, b: f32| b.partial_cmp(&a).unwrap_or(Ordering::Equal);
-                candidates
-                    .select_nth_unstable_by(k, |&a, &b| descending(scores[a], scores[b]).then(a.cmp(&b)));
+                candidates.select_nth_unstable_by(k, |&a, &b| {
+                    descending(scores[a], scores[b]).then(a.cmp(&b))
+                });
                 candidates.truncate(k);
                 candidates.sort_unstable();
             }
@@ -125,7 +147,8 @@ impl BlockMask {
 }
 
 impl Sizes {
-    /// Builds a mask row by row: `push` gets a group and a row, and appends the columns of that row.
+    /// Builds a mask row by row: `push` gets a group and a row, and appends the columns of that
+    /// row.
     pub(super) fn build(
         &self,
         mut push: impl FnMut(usize, usize, &mut Vec<i32>) -> Result<()>,
@@ -144,7 +167,8 @@ impl Sizes {
     }
 }
 
-/// The rows of each group, the longest first, of equally long ones the last first; `row_ptr` holds `rows + 1` offsets per group.
+/// The rows of each group, the longest first, of equally long ones the last first; `row_ptr` holds
+/// `rows + 1` offsets per group.
 fn row_order(row_ptr: &[i32], rows: usize) -> Vec<i32> {
     let mut order = Vec::with_capacity(row_ptr.len());
     for offsets in row_ptr.chunks_exact(rows + 1) {

@@ -10,7 +10,8 @@ use blockflash_safe::LaunchConfig;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
     BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLOCK_MASK_LIST, BLOCKFLASH_BLOCK_SOURCE_BOOL,
-    BLOCKFLASH_BLOCK_SOURCE_LISTS, BLOCKFLASH_BLOCK_SOURCE_SCORES, blockflash_block_mask_build_params,
+    BLOCKFLASH_BLOCK_SOURCE_LISTS, BLOCKFLASH_BLOCK_SOURCE_SCORES,
+    blockflash_block_mask_build_params,
 };
 use blockflash_sys::{BlockMaskKernel, Row};
 use std::ptr::{null, null_mut};
@@ -33,7 +34,8 @@ pub(super) fn slab_rows(row: &Row) -> Result<usize> {
     }
 }
 
-/// The kernel argument of the first step, whose pointers are null, and the geometry of both launches. The choice fits the sizes.
+/// The kernel argument of the first step, whose pointers are null, and the geometry of both
+/// launches. The choice fits the sizes.
 pub(super) fn plan(
     row: &Row,
     sizes: &Sizes,

@@ -6,7 +6,8 @@ use blockflash_sys::manifest;
 use blockflash_sys::params::BLOCKFLASH_WINDOW_UNBOUNDED;
 
 fn row() -> &'static Row {
-    let is_build = |row: &&Row| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
+    let is_build =
+        |row: &&Row| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
     manifest::rows().iter().filter(is_build).find(|row| row.target == Target::Sm90).unwrap()
 }
 
@@ -25,9 +26,15 @@ fn scores_under_a_window() {
     let mask = Mask::Window { left: Some(100), right: None, align: Align::TopLeft };
     let choice = BlockChoice { mask, ..BlockChoice::new(scores(7, &data)) };
     let (params, config) = plan(row(), &sizes(), &choice, 999).unwrap();
-    assert_eq!((params.step, params.source_kind, params.k), (STEPS[0], BLOCKFLASH_BLOCK_SOURCE_SCORES, 7));
+    assert_eq!(
+        (params.step, params.source_kind, params.k),
+        (STEPS[0], BLOCKFLASH_BLOCK_SOURCE_SCORES, 7)
+    );
     assert_eq!([params.batch, params.heads, params.rows, params.cols], [2, 3, 40, 19]);
-    assert_eq!([params.seqlen_q, params.seqlen_kv, params.block_q, params.block_kv], [5115, 1216, 128, 64]);
+    assert_eq!(
+        [params.seqlen_q, params.seqlen_kv, params.block_q, params.block_kv],
+        [5115, 1216, 128, 64]
+    );
     let (left, right) = (params.window_left, params.window_right);
     assert_eq!((left, right, params.align_bottom_right), (100, BLOCKFLASH_WINDOW_UNBOUNDED, 0));
     assert_eq!((params.capacity, params.always.rows), (999, 0));
@@ -42,9 +49,11 @@ fn scores_under_a_window() {
 fn blocks_that_are_always_visited() {
     let data = vec![0f32; 2 * 3 * 40 * 19];
     let Sizes { geometry, .. } = sizes();
-    for (batch, heads, expected) in [(1, 1, [0, 3]), (1, 3, [0, 1]), (2, 1, [1, 3]), (2, 3, [3, 1])] {
+    for (batch, heads, expected) in [(1, 1, [0, 3]), (1, 3, [0, 1]), (2, 1, [1, 3]), (2, 3, [3, 1])]
+    {
         let always =
-            BlockMask::from_parts(geometry, batch, heads, &vec![0; batch * heads * 41], &[]).unwrap();
+            BlockMask::from_parts(geometry, batch, heads, &vec![0; batch * heads * 41], &[])
+                .unwrap();
         let choice = BlockChoice { always: Some(&always), ..BlockChoice::new(scores(1, &data)) };
         let m = plan(row(), &sizes(), &choice, 1).unwrap().0.always;
         assert_eq!([m.groups_per_batch, m.heads_per_group], expected);
@@ -56,7 +65,8 @@ fn blocks_that_are_always_visited() {
 fn what_cannot_be_planned() {
     let data = vec![0f32; 2 * 3 * 40 * 19];
     let other = manifest::rows().iter().find(|row| row.source() == "bsr_matmul_sm80").unwrap();
-    let error = plan(other, &sizes(), &BlockChoice::new(scores(1, &data)), 1).unwrap_err().to_string();
+    let error =
+        plan(other, &sizes(), &BlockChoice::new(scores(1, &data)), 1).unwrap_err().to_string();
     assert!(error.contains("computes something else"), "{error}");
     let one = View::from_slice(&[-1i32], &[1, 1, 1, 1]).unwrap();
     let lists = one.expand(3, (1 << 30) + 1).unwrap();

@@ -43,8 +43,11 @@ fn lists_of_columns() {
         let mut columns = Vec::new();
         for row in 0..4 * rows {
             // Descending, with padding at both ends.
-            let mut list: Vec<i32> =
-                (0..cols).rev().filter(|col| blocks[row * cols + col]).map(|col| col as i32).collect();
+            let mut list: Vec<i32> = (0..cols)
+                .rev()
+                .filter(|col| blocks[row * cols + col])
+                .map(|col| col as i32)
+                .collect();
             list.insert(0, -1);
             list.resize(k, -1);
             columns.extend(list);
@@ -58,8 +61,14 @@ fn lists_of_columns() {
 #[test]
 fn bad_lists_are_named() {
     let from = |columns: &[i32]| problem(BlockMask::from_top_k(geometry(), 1, 2, 2, columns));
-    assert!(from(&[0, 1, 2, 3, 0, 1, 0, 1]).contains("column is 3 at batch 0, head 0, row 1, position 1"));
-    assert!(from(&[0, 1, 2, 1, -2, 1, 0, 1]).contains("column is -2 at batch 0, head 1, row 0, position 0"));
+    assert!(
+        from(&[0, 1, 2, 3, 0, 1, 0, 1])
+            .contains("column is 3 at batch 0, head 0, row 1, position 1")
+    );
+    assert!(
+        from(&[0, 1, 2, 1, -2, 1, 0, 1])
+            .contains("column is -2 at batch 0, head 1, row 0, position 0")
+    );
     assert!(
         from(&[0, 1, 2, 1, -1, -1, 1, 1])
             .contains("column 1 comes twice at batch 0, head 1, row 1, position 1")
@@ -84,7 +93,10 @@ fn top_k_is_the_head_of_a_sort() {
                     expected.truncate(k);
                     expected.sort();
                     let found: Vec<usize> = found.row(0, head, row).unwrap().collect();
-                    assert_eq!(found, expected, "{geometry:?} {mask:?} k {k} head {head} row {row}");
+                    assert_eq!(
+                        found, expected,
+                        "{geometry:?} {mask:?} k {k} head {head} row {row}"
+                    );
                 }
             }
         }
@@ -94,7 +106,9 @@ fn top_k_is_the_head_of_a_sort() {
 #[test]
 fn infinite_scores_are_in_order_and_nan_is_an_error() {
     let (inf, nan) = (f32::INFINITY, f32::NAN);
-    let build = |scores: &[f32], k| BlockMask::top_k_from_scores(geometry(), 1, 1, scores, k, Mask::causal());
+    let build = |scores: &[f32], k| {
+        BlockMask::top_k_from_scores(geometry(), 1, 1, scores, k, Mask::causal())
+    };
     // Query 49 stands at key 99: the last block column is visible to the second row only.
     let mask = build(&[-inf, 1.0, 9.0, 2.0, inf, -inf], 1).unwrap();
     assert_eq!(mask.row(0, 0, 0).unwrap().collect::<Vec<_>>(), [1]);
@@ -112,6 +126,9 @@ fn wrong_numbers_of_values_are_errors() {
     assert!(matches!(scores, Err(Error::Shape { what: "scores", .. })));
     let lists = BlockMask::from_top_k(geometry(), 1, 1, usize::MAX, &[]);
     assert!(matches!(lists, Err(Error::Shape { what: "columns", .. })));
-    assert!(problem(BlockMask::from_parts(geometry(), 1, 1, &[0, 0], &[])).contains("row_ptr has 2 entries"));
+    assert!(
+        problem(BlockMask::from_parts(geometry(), 1, 1, &[0, 0], &[]))
+            .contains("row_ptr has 2 entries")
+    );
     assert!(problem(BlockMask::from_bool(geometry(), 0, 1, &[])).contains("batch is 0"));
 }

@@ -5,16 +5,18 @@ use crate::{Mask, Result};
 use blockflash_safe::{Device, View};
 use blockflash_sys::DType;
 
-/// Where the blocks of a mask come from: contiguous tensors with a value, or a list, for each row of each head.
+/// Where the blocks of a mask come from: contiguous tensors with a value, or a list, for each row
+/// of each head.
 #[derive(Clone, Copy, Debug)]
 pub enum BlockSource<'a> {
     /// u8 `[batch, heads, rows, cols]`: the blocks that are not 0.
     Bool(View<'a>),
-    /// i32 `[batch, heads, rows, k]`: lists of up to `k` columns per row, in any order; −1 is no column. A column that does not
-    /// exist or comes twice is an error.
+    /// i32 `[batch, heads, rows, k]`: lists of up to `k` columns per row, in any order; −1 is no
+    /// column. A column that does not exist or comes twice is an error.
     TopK(View<'a>),
-    /// The `k` blocks of each row with the largest scores, as [`BlockMask::top_k_from_scores`] chooses them: among those that the
-    /// token mask does not hide entirely, of equal scores the smaller column, all of them if there are no more. NaN is an error.
+    /// The `k` blocks of each row with the largest scores, as [`BlockMask::top_k_from_scores`]
+    /// chooses them: among those that the token mask does not hide entirely, of equal scores the
+    /// smaller column, all of them if there are no more. NaN is an error.
     Scores {
         /// f32 `[batch, heads, rows, cols]`.
         scores: View<'a>,
@@ -23,13 +25,15 @@ pub enum BlockSource<'a> {
     },
 }
 
-/// The blocks that a mask is built of: those of a source and those that are always visited, without what the token mask hides.
+/// The blocks that a mask is built of: those of a source and those that are always visited, without
+/// what the token mask hides.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockChoice<'a> {
     /// Where they come from.
     pub source: BlockSource<'a>,
-    /// Blocks that are visited in any case: windows, sinks, global rows and columns, and whatever else constructors of
-    /// [`BlockMask`] make. It has the geometry of the mask that is built, and 1 batch entry and head or as many as that.
+    /// Blocks that are visited in any case: windows, sinks, global rows and columns, and whatever
+    /// else constructors of [`BlockMask`] make. It has the geometry of the mask that is built, and
+    /// 1 batch entry and head or as many as that.
     pub always: Option<&'a BlockMask>,
     /// The token mask: blocks that it hides entirely are left out.
     pub mask: Mask,
@@ -56,9 +60,14 @@ impl<'a> BlockChoice<'a> {
             return invalid("`always` is packed, which masks that are built anew are not".into());
         }
         if always.geometry != geometry {
-            return invalid(format!("`always` has the geometry {:?}, not {geometry:?}", always.geometry));
+            return invalid(format!(
+                "`always` has the geometry {:?}, not {geometry:?}",
+                always.geometry
+            ));
         }
-        for (what, found, expected) in [("batch", always.batch, batch), ("heads", always.heads, heads)] {
+        for (what, found, expected) in
+            [("batch", always.batch, batch), ("heads", always.heads, heads)]
+        {
             if ![1, expected].contains(&found) {
                 return invalid(format!("{what} of `always` is {found}, neither 1 nor {expected}"));
             }
@@ -71,12 +80,17 @@ impl<'a> BlockChoice<'a> {
         let Sizes { geometry, batch, heads } = *sizes;
         let chosen = match &self.source {
             BlockSource::Bool(blocks) => {
-                let blocks: Vec<bool> = blocks.as_slice::<u8>()?.iter().map(|&block| block != 0).collect();
+                let blocks: Vec<bool> =
+                    blocks.as_slice::<u8>()?.iter().map(|&block| block != 0).collect();
                 BlockMask::from_bool(geometry, batch, heads, &blocks)
             }
-            BlockSource::TopK(columns) => {
-                BlockMask::from_top_k(geometry, batch, heads, list_length(columns), columns.as_slice()?)
-            }
+            BlockSource::TopK(columns) => BlockMask::from_top_k(
+                geometry,
+                batch,
+                heads,
+                list_length(columns),
+                columns.as_slice()?,
+            ),
             BlockSource::Scores { scores, k } => {
                 let scores = scores.as_slice()?;
                 BlockMask::top_k_from_scores(geometry, batch, heads, scores, *k, self.mask)

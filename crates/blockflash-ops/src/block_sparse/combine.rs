@@ -1,4 +1,5 @@
-//! What makes one block mask of others. All read the index arrays on the CPU. Packed masks are treated sequence by sequence.
+//! What makes one block mask of others. All read the index arrays on the CPU. Packed masks are
+//! treated sequence by sequence.
 
 use super::BlockGeometry;
 use super::BlockMask;
@@ -7,8 +8,8 @@ use crate::{Mask, Result};
 use std::cmp::Ordering;
 
 impl BlockMask {
-    /// Without the blocks that the token mask hides entirely; [`visited_pairs`](Self::visited_pairs) under that mask stays the
-    /// same.
+    /// Without the blocks that the token mask hides entirely;
+    /// [`visited_pairs`](Self::visited_pairs) under that mask stays the same.
     ///
     /// # Errors
     /// A mask that is not on the CPU.
@@ -26,17 +27,19 @@ impl BlockMask {
         })
     }
 
-    /// The blocks that either mask visits. Where one has 1 batch entry or head, it counts for all of the other.
+    /// The blocks that either mask visits. Where one has 1 batch entry or head, it counts for all
+    /// of the other.
     ///
     /// # Errors
-    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) if geometries differ, or numbers of batch entries or heads of
-    /// which none is 1; [`Error::TooLarge`](crate::Error::TooLarge) if the number of blocks does not fit i32; a mask that is not
-    /// on the CPU.
+    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) if geometries differ, or numbers
+    /// of batch entries or heads of which none is 1; [`Error::TooLarge`](crate::Error::TooLarge) if
+    /// the number of blocks does not fit i32; a mask that is not on the CPU.
     pub fn union(&self, other: &Self) -> Result<Self> {
         self.merge(other, true)
     }
 
-    /// The blocks that both masks visit. Where one has 1 batch entry or head, it counts for all of the other.
+    /// The blocks that both masks visit. Where one has 1 batch entry or head, it counts for all of
+    /// the other.
     ///
     /// # Errors
     /// As for [`union`](Self::union).
@@ -44,11 +47,12 @@ impl BlockMask {
         self.merge(other, false)
     }
 
-    /// The mask of keys × queries: its rows list the block rows that visit a block of keys, as a backward pass needs them. Its
-    /// geometry has queries and keys exchanged.
+    /// The mask of keys × queries: its rows list the block rows that visit a block of keys, as a
+    /// backward pass needs them. Its geometry has queries and keys exchanged.
     ///
     /// # Errors
-    /// [`Error::TooLarge`](crate::Error::TooLarge) if the entries of its `row_ptr` do not fit i32; a mask that is not on the CPU.
+    /// [`Error::TooLarge`](crate::Error::TooLarge) if the entries of its `row_ptr` do not fit i32;
+    /// a mask that is not on the CPU.
     pub fn transpose(&self) -> Result<Self> {
         if self.packed.is_some() {
             return self.by_sequence(|_, sequence| sequence.transpose());
@@ -62,8 +66,8 @@ impl BlockMask {
         for group in 0..sizes.groups() {
             // Per column first the number of its rows, then where the next one goes.
             let mut next = vec![0; cols];
-            let blocks =
-                (0..rows).flat_map(|row| lists.row(group, row).iter().map(move |&col| (row, col as usize)));
+            let blocks = (0..rows)
+                .flat_map(|row| lists.row(group, row).iter().map(move |&col| (row, col as usize)));
             blocks.clone().for_each(|(_, col)| next[col] += 1);
             row_ptr.push(end as i32);
             for next in &mut next {
@@ -80,11 +84,13 @@ impl BlockMask {
         Self::from_parts(sizes.geometry, self.batch, self.heads, &row_ptr, &col_idx)
     }
 
-    /// The same pairs in smaller blocks: `block_q / factor_q` queries × `block_kv / factor_kv` keys.
+    /// The same pairs in smaller blocks: `block_q / factor_q` queries × `block_kv / factor_kv`
+    /// keys.
     ///
     /// # Errors
-    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) if a block size is not a multiple of its factor, or the
-    /// quotient is no block size; [`Error::TooLarge`](crate::Error::TooLarge) if the number of blocks does not fit i32; a mask
+    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) if a block size is not a
+    /// multiple of its factor, or the quotient is no block size;
+    /// [`Error::TooLarge`](crate::Error::TooLarge) if the number of blocks does not fit i32; a mask
     /// that is not on the CPU.
     pub fn expand(&self, factor_q: usize, factor_kv: usize) -> Result<Self> {
         if self.packed.is_some() {
@@ -119,7 +125,10 @@ impl BlockMask {
             return self.by_sequence(|at, sequence| sequence.merge(&other.entry(at)?, either));
         }
         if self.geometry != other.geometry {
-            return invalid(format!("geometries differ: {:?} and {:?}", self.geometry, other.geometry));
+            return invalid(format!(
+                "geometries differ: {:?} and {:?}",
+                self.geometry, other.geometry
+            ));
         }
         let common = |what: &str, a: usize, b: usize| match (a, b) {
             _ if a == b || b == 1 => Ok(a),
@@ -135,7 +144,8 @@ impl BlockMask {
             batch * mask.heads + head
         };
         Sizes::new(self.geometry, batch, heads)?.build(|group, row, columns| {
-            let (a, b) = (ours.row(group_in(self, group), row), theirs.row(group_in(other, group), row));
+            let (a, b) =
+                (ours.row(group_in(self, group), row), theirs.row(group_in(other, group), row));
             merge_rows(a, b, either, columns);
             Ok(())
         })

@@ -24,7 +24,9 @@ fn unions_and_intersections_are_those_of_booleans() {
                 blocks[(group / heads % b * h + group % heads % h) * per_head + block]
             };
             let combined = |both: fn(bool, bool) -> bool| -> Vec<bool> {
-                (0..batch * heads * per_head).map(|i| both(at(&a, a_size, i), at(&b, b_size, i))).collect()
+                (0..batch * heads * per_head)
+                    .map(|i| both(at(&a, a_size, i), at(&b, b_size, i)))
+                    .collect()
             };
             let a_mask = BlockMask::from_bool(geometry, a_size[0], a_size[1], &a).unwrap();
             let b_mask = BlockMask::from_bool(geometry, b_size[0], b_size[1], &b).unwrap();
@@ -49,7 +51,9 @@ fn masks_that_do_not_fit_are_errors() {
     ] {
         for result in [mask.union(&other), mask.intersection(&other)] {
             match result {
-                Err(Error::InvalidBlockMask(problem)) => assert!(problem.contains(expected), "{problem}"),
+                Err(Error::InvalidBlockMask(problem)) => {
+                    assert!(problem.contains(expected), "{problem}")
+                }
                 other => panic!("{other:?}"),
             }
         }
@@ -68,7 +72,8 @@ fn hidden_blocks_are_dropped() {
                 .iter()
                 .enumerate()
                 .map(|(at, &visited)| {
-                    visited && geometry.visible_cols(at / cols % rows, tokens).contains(&(at % cols))
+                    visited
+                        && geometry.visible_cols(at / cols % rows, tokens).contains(&(at % cols))
                 })
                 .collect();
             assert_eq!(cut.to_bool().unwrap(), expected, "{geometry:?} {tokens:?}");
@@ -84,8 +89,14 @@ fn transposed_twice_is_the_same() {
         let transposed = mask.transpose().unwrap();
         let (rows, cols) = (geometry.rows(), geometry.cols());
         assert_eq!((transposed.rows(), transposed.cols()), (cols, rows));
-        assert_eq!((transposed.block_q(), transposed.block_kv()), (mask.block_kv(), mask.block_q()));
-        assert_eq!((transposed.seqlen_q(), transposed.seqlen_kv()), (mask.seqlen_kv(), mask.seqlen_q()));
+        assert_eq!(
+            (transposed.block_q(), transposed.block_kv()),
+            (mask.block_kv(), mask.block_q())
+        );
+        assert_eq!(
+            (transposed.seqlen_q(), transposed.seqlen_kv()),
+            (mask.seqlen_kv(), mask.seqlen_q())
+        );
         assert_eq!((transposed.batch(), transposed.heads()), (2, 3));
         let (blocks, exchanged) = (mask.to_bool().unwrap(), transposed.to_bool().unwrap());
         for (at, &visited) in blocks.iter().enumerate() {
@@ -105,7 +116,10 @@ fn expanded_masks_visit_the_same_pairs() {
         let mask = random_mask(geometry, 2, 2, 6);
         for (factor_q, factor_kv) in [(1, 1), (2, 1), (1, 2), (2, 4)] {
             let expanded = mask.expand(factor_q, factor_kv).unwrap();
-            assert_eq!((expanded.block_q(), expanded.block_kv()), (128 / factor_q, 256 / factor_kv));
+            assert_eq!(
+                (expanded.block_q(), expanded.block_kv()),
+                (128 / factor_q, 256 / factor_kv)
+            );
             assert_eq!((expanded.batch(), expanded.heads()), (2, 2));
             let (rows, cols) = (expanded.rows(), expanded.cols());
             let coarse = mask.to_bool().unwrap();
@@ -115,7 +129,10 @@ fn expanded_masks_visit_the_same_pairs() {
                 assert_eq!(visited, coarse[row * mask.cols() + col / factor_kv]);
             }
             for tokens in token_masks() {
-                assert_eq!(expanded.visited_pairs(tokens).unwrap(), mask.visited_pairs(tokens).unwrap());
+                assert_eq!(
+                    expanded.visited_pairs(tokens).unwrap(),
+                    mask.visited_pairs(tokens).unwrap()
+                );
             }
         }
     }
@@ -136,5 +153,8 @@ fn bad_factors_are_named() {
 fn a_transpose_with_too_many_rows_is_an_error() {
     let geometry = BlockGeometry::new(0, 1 << 30, 64, 64).unwrap();
     let mask = BlockMask::from_bool(geometry, 1, 256, &[]).unwrap();
-    assert!(matches!(mask.transpose(), Err(Error::TooLarge { what: "batch * heads * (rows + 1)", .. })));
+    assert!(matches!(
+        mask.transpose(),
+        Err(Error::TooLarge { what: "batch * heads * (rows + 1)", .. })
+    ));
 }

@@ -28,9 +28,13 @@ pub(super) fn token_masks() -> Vec<Mask> {
     let mut masks = vec![Mask::Full];
     for align in [Align::TopLeft, Align::BottomRight] {
         masks.push(Mask::Causal { align });
-        for (left, right) in
-            [(Some(0), Some(0)), (Some(70), Some(0)), (Some(3), Some(100)), (None, Some(40)), (Some(0), None)]
-        {
+        for (left, right) in [
+            (Some(0), Some(0)),
+            (Some(70), Some(0)),
+            (Some(3), Some(100)),
+            (None, Some(40)),
+            (Some(0), None),
+        ] {
             masks.push(Mask::Window { left, right, align });
         }
     }
@@ -38,14 +42,25 @@ pub(super) fn token_masks() -> Vec<Mask> {
 }
 
 /// Which blocks a random mask visits, about a third of them.
-pub(super) fn random_blocks(geometry: BlockGeometry, batch: usize, heads: usize, seed: u64) -> Vec<bool> {
+pub(super) fn random_blocks(
+    geometry: BlockGeometry,
+    batch: usize,
+    heads: usize,
+    seed: u64,
+) -> Vec<bool> {
     let blocks = batch * heads * geometry.rows() * geometry.cols();
     values(blocks, seed).into_iter().map(|value| value > 0.25).collect()
 }
 
 /// The mask of [`random_blocks`].
-pub(super) fn random_mask(geometry: BlockGeometry, batch: usize, heads: usize, seed: u64) -> BlockMask {
-    BlockMask::from_bool(geometry, batch, heads, &random_blocks(geometry, batch, heads, seed)).unwrap()
+pub(super) fn random_mask(
+    geometry: BlockGeometry,
+    batch: usize,
+    heads: usize,
+    seed: u64,
+) -> BlockMask {
+    BlockMask::from_bool(geometry, batch, heads, &random_blocks(geometry, batch, heads, seed))
+        .unwrap()
 }
 
 /// The index arrays.
@@ -55,7 +70,12 @@ pub(super) fn indices(mask: &BlockMask) -> (Vec<i32>, Vec<i32>) {
 }
 
 /// A mask of one batch entry and one head by its definition, block by block.
-pub(super) fn blocks_where(geometry: BlockGeometry, visited: impl Fn(usize, usize) -> bool) -> Vec<bool> {
+pub(super) fn blocks_where(
+    geometry: BlockGeometry,
+    visited: impl Fn(usize, usize) -> bool,
+) -> Vec<bool> {
     let visited = &visited;
-    (0..geometry.rows()).flat_map(|row| (0..geometry.cols()).map(move |col| visited(row, col))).collect()
+    (0..geometry.rows())
+        .flat_map(|row| (0..geometry.cols()).map(move |col| visited(row, col)))
+        .collect()
 }

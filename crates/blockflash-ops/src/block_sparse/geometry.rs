@@ -2,8 +2,9 @@ use crate::attention::MAX_SEQLEN;
 use crate::{Align, Error, Mask, Result};
 use std::ops::Range;
 
-/// How queries and keys are divided into blocks: block row `r` has the queries `r * block_q..(r + 1) * block_q`, block column `c`
-/// the keys `c * block_kv..(c + 1) * block_kv`. The last row and the last column may be shorter.
+/// How queries and keys are divided into blocks: block row `r` has the queries
+/// `r * block_q..(r + 1) * block_q`, block column `c` the keys `c * block_kv..(c + 1) * block_kv`.
+/// The last row and the last column may be shorter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockGeometry {
     seqlen_q: usize,
@@ -18,11 +19,13 @@ impl BlockGeometry {
     /// Largest block size.
     pub const MAX_BLOCK_SIZE: usize = 1024;
 
-    /// `seqlen_q` queries in blocks of `block_q`, and `seqlen_kv` keys in blocks of `block_kv`. Lengths may be 0.
+    /// `seqlen_q` queries in blocks of `block_q`, and `seqlen_kv` keys in blocks of `block_kv`.
+    /// Lengths may be 0.
     ///
     /// # Errors
-    /// [`Error::TooLarge`] for a length beyond [`MAX_SEQLEN`]; [`Error::InvalidBlockMask`] for a block size that is not a
-    /// multiple of [`BLOCK_UNIT`](Self::BLOCK_UNIT) from 64 to [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE).
+    /// [`Error::TooLarge`] for a length beyond [`MAX_SEQLEN`]; [`Error::InvalidBlockMask`] for a
+    /// block size that is not a multiple of [`BLOCK_UNIT`](Self::BLOCK_UNIT) from 64 to
+    /// [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE).
     pub fn new(seqlen_q: usize, seqlen_kv: usize, block_q: usize, block_kv: usize) -> Result<Self> {
         for (what, value) in [("seqlen_q", seqlen_q), ("seqlen_kv", seqlen_kv)] {
             if value > MAX_SEQLEN {
@@ -32,7 +35,8 @@ impl BlockGeometry {
         let (unit, limit) = (Self::BLOCK_UNIT, Self::MAX_BLOCK_SIZE);
         for (what, size) in [("block_q", block_q), ("block_kv", block_kv)] {
             if !(unit..=limit).contains(&size) || size % unit != 0 {
-                let problem = format!("{what} is {size}, not a multiple of {unit} from {unit} to {limit}");
+                let problem =
+                    format!("{what} is {size}, not a multiple of {unit} from {unit} to {limit}");
                 return Err(Error::InvalidBlockMask(problem));
             }
         }
@@ -79,13 +83,15 @@ impl BlockGeometry {
         block(col, self.block_kv, self.seqlen_kv)
     }
 
-    /// The block columns of which a query of this block row sees a key under a token mask; empty when it sees none.
+    /// The block columns of which a query of this block row sees a key under a token mask; empty
+    /// when it sees none.
     pub fn visible_cols(&self, row: usize, mask: Mask) -> Range<usize> {
         let queries = self.queries(row);
         if queries.is_empty() {
             return 0..0;
         }
-        // From one query to the next both ends of the visible keys stay or advance by one, so together they have no gap.
+        // From one query to the next both ends of the visible keys stay or advance by one, so
+        // together they have no gap.
         let visible = |query| mask.visible(query, self.seqlen_q, self.seqlen_kv);
         let (first, last) = (visible(queries.start), visible(queries.end - 1));
         if first.start >= last.end {
@@ -102,7 +108,8 @@ impl BlockGeometry {
             visible.end.min(keys.end).saturating_sub(visible.start.max(keys.start)) as u64
         };
         let all = keys.len() as u64;
-        // The ends of the visible keys never go back from one query to the next: what first and last see whole, all do.
+        // The ends of the visible keys never go back from one query to the next: what first and
+        // last see whole, all do.
         if seen(queries.start) == all && seen(queries.end - 1) == all {
             return all * queries.len() as u64;
         }
@@ -115,8 +122,8 @@ impl BlockGeometry {
         Self { seqlen_q: seqlen_kv, seqlen_kv: seqlen_q, block_q: block_kv, block_kv: block_q }
     }
 
-    /// The first and the last block column that hold the positions of a row's queries, which may lie before the first column
-    /// or behind the last one. The row exists.
+    /// The first and the last block column that hold the positions of a row's queries, which may
+    /// lie before the first column or behind the last one. The row exists.
     pub(super) fn stands_at(&self, row: usize, align: Align) -> (i64, i64) {
         let diagonal = match align {
             Align::TopLeft => 0,
@@ -140,7 +147,9 @@ mod tests {
 
     #[test]
     fn sizes_have_limits() {
-        for (block_q, block_kv) in [(0, 64), (64, 0), (32, 64), (64, 96), (1088, 64), (64, usize::MAX)] {
+        for (block_q, block_kv) in
+            [(0, 64), (64, 0), (32, 64), (64, 96), (1088, 64), (64, usize::MAX)]
+        {
             let result = BlockGeometry::new(100, 100, block_q, block_kv);
             assert!(matches!(result, Err(Error::InvalidBlockMask(_))), "{block_q} x {block_kv}");
         }
@@ -157,8 +166,14 @@ mod tests {
     fn blocks_cover_the_sequences() {
         let geometry = BlockGeometry::new(300, 129, 128, 64).unwrap();
         assert_eq!((geometry.rows(), geometry.cols()), (3, 3));
-        assert_eq!([0, 1, 2, 3].map(|row| geometry.queries(row)), [0..128, 128..256, 256..300, 300..300]);
-        assert_eq!([0, 1, 2, 3].map(|col| geometry.keys(col)), [0..64, 64..128, 128..129, 129..129]);
+        assert_eq!(
+            [0, 1, 2, 3].map(|row| geometry.queries(row)),
+            [0..128, 128..256, 256..300, 300..300]
+        );
+        assert_eq!(
+            [0, 1, 2, 3].map(|col| geometry.keys(col)),
+            [0..64, 64..128, 128..129, 129..129]
+        );
         assert!(geometry.queries(usize::MAX).is_empty() && geometry.keys(usize::MAX).is_empty());
     }
 
@@ -175,7 +190,11 @@ mod tests {
                             let visible = mask.visible(query, seqlen_q, seqlen_kv);
                             visible.start.max(keys.start) < visible.end.min(keys.end)
                         });
-                        assert_eq!(found.contains(&col), seen, "{geometry:?} {mask:?} ({row}, {col})");
+                        assert_eq!(
+                            found.contains(&col),
+                            seen,
+                            "{geometry:?} {mask:?} ({row}, {col})"
+                        );
                     }
                 }
                 assert!(geometry.visible_cols(geometry.rows(), mask).is_empty());

@@ -12,7 +12,10 @@ pub(super) const OP: &str = "block_mask";
 ///
 /// # Errors
 /// [`Error::Unsupported`].
-pub(super) fn select(gpu: &CudaProperties, wanted: impl Fn(BlockMaskKernel) -> bool) -> Result<&'static Row> {
+pub(super) fn select(
+    gpu: &CudaProperties,
+    wanted: impl Fn(BlockMaskKernel) -> bool,
+) -> Result<&'static Row> {
     select_among(manifest::rows(), gpu, wanted)
 }
 
@@ -44,7 +47,9 @@ mod tests {
     fn machine_code_before_ptx() {
         let is_build = |kernel| matches!(kernel, BlockMaskKernel::Build { .. });
         let found = |major, minor| select_among(manifest::rows(), &gpu(major, minor), is_build);
-        for (gpu, target) in [((8, 0), Target::Sm80), ((9, 0), Target::Sm90), ((10, 0), Target::Ptx80)] {
+        for (gpu, target) in
+            [((8, 0), Target::Sm80), ((9, 0), Target::Sm90), ((10, 0), Target::Ptx80)]
+        {
             assert_eq!(found(gpu.0, gpu.1).unwrap().target, target);
         }
         assert!(matches!(found(7, 5), Err(Error::Unsupported { op: OP, .. })));

@@ -6,12 +6,14 @@ use blockflash_safe::{BlockLists, Device, Stream, Tensor};
 
 /// Which blocks of queries × keys attention visits, per batch entry and head, on the CPU or a GPU.
 ///
-/// The format is BSR: [`row_ptr`](Self::row_ptr) and [`col_idx`](Self::col_idx) list the block columns of each block row,
-/// ascending. `batch` and `heads` are each 1, for all alike, or a number of batch entries and of heads; whether those are the
-/// heads of the queries or of the keys is for the caller to say.
+/// The format is BSR: [`row_ptr`](Self::row_ptr) and [`col_idx`](Self::col_idx) list the block
+/// columns of each block row, ascending. `batch` and `heads` are each 1, for all alike, or a number
+/// of batch entries and of heads; whether those are the heads of the queries or of the keys is for
+/// the caller to say.
 ///
-/// The mask of a packed (variable-length) batch is made from those of its sequences, see [`packed`](Self::packed): its batch entries
-/// are the sequences, and its lengths, [`rows`](Self::rows) and [`cols`](Self::cols) those of the longest ones.
+/// The mask of a packed (variable-length) batch is made from those of its sequences, see
+/// [`packed`](Self::packed): its batch entries are the sequences, and its lengths,
+/// [`rows`](Self::rows) and [`cols`](Self::cols) those of the longest ones.
 ///
 /// Every constructor validates the index arrays and copies them, and nothing changes them later but
 /// the [`BlockMaskBuffer`](super::BlockMaskBuffer) that they belong to.
@@ -102,7 +104,8 @@ impl BlockMask {
     /// i32 `[batch, heads, rows + 1]`: the columns of row `r` of head `h` of batch entry `b` are
     /// `col_idx[row_ptr[b, h, r]..row_ptr[b, h, r + 1]]`. A head starts where the one before ends.
     ///
-    /// Packed: `[heads, total rows + 1]`, where row `r` of sequence `b` is `cu_rows[b] + r`, see [`cu_rows`](Self::cu_rows).
+    /// Packed: `[heads, total rows + 1]`, where row `r` of sequence `b` is `cu_rows[b] + r`, see
+    /// [`cu_rows`](Self::cu_rows).
     pub fn row_ptr(&self) -> &Tensor {
         self.lists.row_ptr()
     }
@@ -112,9 +115,10 @@ impl BlockMask {
         self.lists.col_idx()
     }
 
-    /// i32 `[batch, heads, rows]`: the rows of each head in the order in which a GPU takes them, the longest first; of rows that
-    /// list equally many columns the last comes first, which is the longer one under a causal token mask. Packed: `[heads, total
-    /// rows]`, where this holds for the rows of each sequence, which count from its first one.
+    /// i32 `[batch, heads, rows]`: the rows of each head in the order in which a GPU takes them,
+    /// the longest first; of rows that list equally many columns the last comes first, which is the
+    /// longer one under a causal token mask. Packed: `[heads, total rows]`, where this holds for
+    /// the rows of each sequence, which count from its first one.
     pub fn row_order(&self) -> &Tensor {
         self.lists.row_order()
     }
@@ -144,11 +148,12 @@ impl BlockMask {
         Ok(Self { lists, packed: self.packed.clone(), ..*self })
     }
 
-    /// The columns of one row, ascending. The indices are those of the mask itself, so 0 where it has one batch entry or head
-    /// for all.
+    /// The columns of one row, ascending. The indices are those of the mask itself, so 0 where it
+    /// has one batch entry or head for all.
     ///
     /// # Errors
-    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) for a row that does not exist; a mask that is not on the CPU.
+    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) for a row that does not exist; a
+    /// mask that is not on the CPU.
     pub fn row(
         &self,
         batch: usize,
@@ -161,7 +166,8 @@ impl BlockMask {
         Ok(self.lists()?.at([batch, head, row]).iter().map(|&col| col as usize))
     }
 
-    /// Which blocks are visited, `[batch, heads, rows, cols]`; those that a shorter sequence does not have are not.
+    /// Which blocks are visited, `[batch, heads, rows, cols]`; those that a shorter sequence does
+    /// not have are not.
     ///
     /// # Errors
     /// Out of memory; a mask that is not on the CPU.
@@ -175,8 +181,9 @@ impl BlockMask {
         Ok(visited)
     }
 
-    /// Number of visited blocks, of all the mask's batch entries and heads together; for a mask that is built on a GPU, the room
-    /// that its [`BlockMaskBuffer`](super::BlockMaskBuffer) has for them.
+    /// Number of visited blocks, of all the mask's batch entries and heads together; for a mask
+    /// that is built on a GPU, the room that its [`BlockMaskBuffer`](super::BlockMaskBuffer) has
+    /// for them.
     pub fn nnz(&self) -> usize {
         self.col_idx().shape().first().copied().unwrap_or(0)
     }
@@ -191,8 +198,8 @@ impl BlockMask {
         if blocks == 0.0 { 0.0 } else { self.nnz() as f64 / blocks }
     }
 
-    /// Columns of the longest row per columns of the mean row, at least 1: how much longer the longest task takes than the mean
-    /// one. 1 when no block is visited.
+    /// Columns of the longest row per columns of the mean row, at least 1: how much longer the
+    /// longest task takes than the mean one. 1 when no block is visited.
     ///
     /// # Errors
     /// A mask that is not on the CPU.
@@ -202,8 +209,9 @@ impl BlockMask {
         Ok(if longest == 0 { 1.0 } else { longest as f64 * rows as f64 / self.nnz() as f64 })
     }
 
-    /// Number of (query, key) pairs that lie in a visited block and are visible under the token mask, of all the mask's batch
-    /// entries and heads together: what the FLOPs are counted from. One batch entry or head that stands for several counts once.
+    /// Number of (query, key) pairs that lie in a visited block and are visible under the token
+    /// mask, of all the mask's batch entries and heads together: what the FLOPs are counted from.
+    /// One batch entry or head that stands for several counts once.
     ///
     /// # Errors
     /// A mask that is not on the CPU.
@@ -222,7 +230,8 @@ impl BlockMask {
 
     /// The index arrays, if they are on the CPU.
     pub(super) fn lists(&self) -> Result<Lists<'_>> {
-        let (row_ptr, col_idx) = (self.row_ptr().view().as_slice()?, self.col_idx().view().as_slice()?);
+        let (row_ptr, col_idx) =
+            (self.row_ptr().view().as_slice()?, self.col_idx().view().as_slice()?);
         let cu_rows = self.cu_rows().map(|cu_rows| cu_rows.view().as_slice()).transpose()?;
         Ok(Lists {
             row_ptr,
@@ -236,7 +245,8 @@ impl BlockMask {
     /// The columns of all rows, in the order `[batch, heads, rows]`.
     fn all(&self) -> Result<impl Iterator<Item = ([usize; 3], &[i32])>> {
         let lists = self.lists()?;
-        let rows = |batch, head| (0..self.geometry_of(batch).rows()).map(move |row| [batch, head, row]);
+        let rows =
+            |batch, head| (0..self.geometry_of(batch).rows()).map(move |row| [batch, head, row]);
         let heads = move |batch| (0..self.heads).flat_map(move |head| rows(batch, head));
         Ok((0..self.batch).flat_map(heads).map(move |at| (at, lists.at(at))))
     }

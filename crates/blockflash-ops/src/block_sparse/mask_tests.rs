@@ -15,7 +15,14 @@ fn accessors() {
     let mask = mask();
     assert_eq!(mask.geometry(), BlockGeometry::new(200, 150, 128, 64).unwrap());
     assert_eq!(
-        [mask.seqlen_q(), mask.seqlen_kv(), mask.block_q(), mask.block_kv(), mask.rows(), mask.cols()],
+        [
+            mask.seqlen_q(),
+            mask.seqlen_kv(),
+            mask.block_q(),
+            mask.block_kv(),
+            mask.rows(),
+            mask.cols()
+        ],
         [200, 150, 128, 64, 2, 3]
     );
     assert_eq!((mask.batch(), mask.heads(), mask.nnz(), mask.device()), (2, 2, 8, Device::cpu()));
@@ -47,7 +54,8 @@ fn rows_are_taken_in_the_order_of_their_length() {
     let geometry = BlockGeometry::new(5 * 64, 3 * 64, 64, 64).unwrap();
     let row_ptr = [[0, 1, 3, 4, 6, 6], [6, 6, 6, 6, 6, 6], [6, 9, 11, 12, 12, 12]].concat();
     let mask =
-        BlockMask::from_parts(geometry, 1, 3, &row_ptr, &[2, 0, 1, 1, 0, 2, 0, 1, 2, 0, 1, 2]).unwrap();
+        BlockMask::from_parts(geometry, 1, 3, &row_ptr, &[2, 0, 1, 1, 0, 2, 0, 1, 2, 0, 1, 2])
+            .unwrap();
     assert_eq!(order(&mask), [[3, 1, 2, 0, 4], [4, 3, 2, 1, 0], [0, 1, 2, 4, 3]].concat());
     assert_eq!(order(&mask.to(&Device::cpu().stream().unwrap()).unwrap()), order(&mask));
     for geometry in geometries() {

@@ -15,8 +15,9 @@ pub(super) struct Packed {
 }
 
 impl BlockMask {
-    /// The mask of a packed batch, for [`CuSeqlens`](crate::CuSeqlens) of the same sequences: one mask per sequence, with its
-    /// lengths, in their order. They have blocks of one size, 1 batch entry, and 1 head, for all alike, or as many as the others.
+    /// The mask of a packed batch, for [`CuSeqlens`](crate::CuSeqlens) of the same sequences: one
+    /// mask per sequence, with its lengths, in their order. They have blocks of one size, 1 batch
+    /// entry, and 1 head, for all alike, or as many as the others.
     ///
     /// ```
     /// use blockflash_ops::{Align, Attention, BlockGeometry, BlockMask, CuSeqlens, Device, Mask, View};
@@ -44,19 +45,22 @@ impl BlockMask {
     /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidBlockMask`] without masks, and names the first one that does not fit the others; [`Error::TooLarge`] if
-    /// indices do not fit i32; a mask that is not on the CPU.
+    /// [`Error::InvalidBlockMask`] without masks, and names the first one that does not fit the
+    /// others; [`Error::TooLarge`] if indices do not fit i32; a mask that is not on the CPU.
     pub fn packed(masks: &[&Self]) -> Result<Self> {
         let Some(first) = masks.first() else {
             return invalid("there is no sequence to pack".into());
         };
         let heads = masks.iter().map(|mask| mask.heads).max().unwrap_or(1);
         for (index, mask) in masks.iter().enumerate() {
-            mask.check_packable(first, heads).or_else(|fault| invalid(format!("mask {index} {fault}")))?;
+            mask.check_packable(first, heads)
+                .or_else(|fault| invalid(format!("mask {index} {fault}")))?;
         }
         let geometries: Vec<BlockGeometry> = masks.iter().map(|mask| mask.geometry).collect();
-        let longest = |length: fn(&BlockGeometry) -> usize| geometries.iter().map(length).max().unwrap_or(0);
-        let [seqlen_q, seqlen_kv] = [BlockGeometry::seqlen_q, BlockGeometry::seqlen_kv].map(longest);
+        let longest =
+            |length: fn(&BlockGeometry) -> usize| geometries.iter().map(length).max().unwrap_or(0);
+        let [seqlen_q, seqlen_kv] =
+            [BlockGeometry::seqlen_q, BlockGeometry::seqlen_kv].map(longest);
         let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, first.block_q(), first.block_kv())?;
 
         let (mut rows, mut cu_rows) = (0, vec![0]);
@@ -89,7 +93,13 @@ impl BlockMask {
             cu_rows: Some(&cu_rows),
         };
         let lists = BlockLists::new(&arrays, stream)?;
-        Ok(Self { geometry, batch: masks.len(), heads, lists, packed: Some(Packed { geometries, rows }) })
+        Ok(Self {
+            geometry,
+            batch: masks.len(),
+            heads,
+            lists,
+            packed: Some(Packed { geometries, rows }),
+        })
     }
 
     /// The mask of one batch entry, of a packed mask that of one sequence.
@@ -110,7 +120,8 @@ impl BlockMask {
         self.packed.as_ref().map(|packed| packed.geometries.as_slice())
     }
 
-    /// Of a packed mask: i32 `[batch + 1]`, where the rows of each sequence start in those of a head, and how many a head has.
+    /// Of a packed mask: i32 `[batch + 1]`, where the rows of each sequence start in those of a
+    /// head, and how many a head has.
     pub fn cu_rows(&self) -> Option<&Tensor> {
         self.lists.cu_rows()
     }
@@ -125,7 +136,8 @@ impl BlockMask {
         self.sequences().map_or(self.geometry, |sequences| sequences[batch])
     }
 
-    /// Checks that the sequences between these offsets have the lengths of those that were packed; `which` they are, in errors.
+    /// Checks that the sequences between these offsets have the lengths of those that were packed;
+    /// `which` they are, in errors.
     pub(crate) fn check_lengths(
         &self,
         which: &'static str,
@@ -133,10 +145,13 @@ impl BlockMask {
         length: fn(&BlockGeometry) -> usize,
     ) -> Result<()> {
         let lengths = offsets.windows(2).map(|pair| (pair[1] - pair[0]) as usize);
-        for (index, (found, geometry)) in lengths.zip(self.sequences().unwrap_or_default()).enumerate() {
+        for (index, (found, geometry)) in
+            lengths.zip(self.sequences().unwrap_or_default()).enumerate()
+        {
             let expected = length(geometry);
             if found != expected {
-                let problem = format!("sequence {index} has {found} rows, that of the block mask {expected}");
+                let problem =
+                    format!("sequence {index} has {found} rows, that of the block mask {expected}");
                 return Err(Error::InvalidCuSeqlens {
                     which,
                     index: index + 1,
@@ -149,8 +164,12 @@ impl BlockMask {
     }
 
     /// Of a packed mask: what `change` makes of each sequence, packed again.
-    pub(super) fn by_sequence(&self, change: impl Fn(usize, &Self) -> Result<Self>) -> Result<Self> {
-        let masks: Result<Vec<Self>> = (0..self.batch).map(|at| change(at, &self.entry(at)?)).collect();
+    pub(super) fn by_sequence(
+        &self,
+        change: impl Fn(usize, &Self) -> Result<Self>,
+    ) -> Result<Self> {
+        let masks: Result<Vec<Self>> =
+            (0..self.batch).map(|at| change(at, &self.entry(at)?)).collect();
         Self::packed(&masks?.iter().collect::<Vec<_>>())
     }
 
@@ -165,7 +184,9 @@ impl BlockMask {
             return Err(format!("has {} batch entries, not 1", self.batch));
         }
         if [q, kv] != [first_q, first_kv] {
-            return Err(format!("has blocks of {q} × {kv}, the first one of {first_q} × {first_kv}"));
+            return Err(format!(
+                "has blocks of {q} × {kv}, the first one of {first_q} × {first_kv}"
+            ));
         }
         if ![1, heads].contains(&self.heads) {
             return Err(format!("has {} heads, neither 1 nor {heads}", self.heads));

@@ -32,7 +32,8 @@ fn numbers(tensor: &Tensor) -> (Vec<usize>, Vec<i32>) {
 /// One mask per geometry that has such blocks, with 1 head or `heads`.
 fn random_masks(block_q: usize, block_kv: usize, heads: usize, seed: u64) -> Vec<BlockMask> {
     let of_size = |g: &BlockGeometry| (g.block_q(), g.block_kv()) == (block_q, block_kv);
-    let with_heads = |(at, g)| random_mask(g, 1, if at % 3 == 1 { 1 } else { heads }, seed + at as u64);
+    let with_heads =
+        |(at, g)| random_mask(g, 1, if at % 3 == 1 { 1 } else { heads }, seed + at as u64);
     geometries().into_iter().filter(of_size).enumerate().map(with_heads).collect()
 }
 
@@ -40,7 +41,10 @@ fn random_masks(block_q: usize, block_kv: usize, heads: usize, seed: u64) -> Vec
 fn sequences_follow_one_another() {
     let packed = pack(&masks()).unwrap();
     assert_eq!((packed.batch(), packed.heads(), packed.geometry()), (3, 2, geometry(200, 150)));
-    assert_eq!(packed.sequences().unwrap(), [geometry(200, 150), geometry(0, 10), geometry(100, 128)]);
+    assert_eq!(
+        packed.sequences().unwrap(),
+        [geometry(200, 150), geometry(0, 10), geometry(100, 128)]
+    );
     assert_eq!(numbers(packed.cu_rows().unwrap()), (vec![4], vec![0, 2, 2, 3]));
     assert_eq!(numbers(packed.row_ptr()), (vec![2, 4], vec![0, 1, 4, 6, 6, 7, 10, 11]));
     assert_eq!(numbers(packed.col_idx()), (vec![11], vec![2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 1]));
@@ -71,7 +75,8 @@ fn every_row_is_that_of_its_sequence() {
         for (at, mask) in masks.iter().enumerate() {
             let entry = packed.entry(at).unwrap();
             assert_eq!((entry.geometry(), entry.batch(), entry.heads()), (mask.geometry(), 1, 3));
-            for (head, row) in (0..3).flat_map(|head| (0..mask.rows()).map(move |row| (head, row))) {
+            for (head, row) in (0..3).flat_map(|head| (0..mask.rows()).map(move |row| (head, row)))
+            {
                 let columns: Vec<usize> = mask.row(0, head % mask.heads(), row).unwrap().collect();
                 assert_eq!(packed.row(at, head, row).unwrap().collect::<Vec<_>>(), columns);
                 assert_eq!(entry.row(0, head, row).unwrap().collect::<Vec<_>>(), columns);
@@ -96,8 +101,9 @@ fn every_row_is_that_of_its_sequence() {
 #[test]
 fn what_does_not_fit_together() {
     let problem = |masks: &[BlockMask]| pack(masks).unwrap_err().to_string();
-    let expect =
-        |masks: &[BlockMask], what: &str| assert_eq!(problem(masks), format!("invalid block mask: {what}"));
+    let expect = |masks: &[BlockMask], what: &str| {
+        assert_eq!(problem(masks), format!("invalid block mask: {what}"))
+    };
     expect(&[], "there is no sequence to pack");
     let g = geometry(100, 100);
     let other = BlockGeometry::new(100, 100, 64, 64).unwrap();
@@ -106,17 +112,22 @@ fn what_does_not_fit_together() {
         "mask 1 has blocks of 64 × 64, the first one of 128 × 64",
     );
     expect(&[random_mask(g, 2, 1, 0)], "mask 0 has 2 batch entries, not 1");
-    expect(&[random_mask(g, 1, 2, 0), random_mask(g, 1, 3, 0)], "mask 0 has 2 heads, neither 1 nor 3");
+    expect(
+        &[random_mask(g, 1, 2, 0), random_mask(g, 1, 3, 0)],
+        "mask 0 has 2 heads, neither 1 nor 3",
+    );
     expect(&[random_mask(g, 1, 1, 0), pack(&masks()).unwrap()], "mask 1 is packed already");
 }
 
 #[test]
 fn too_many_rows() {
     // 2^24 rows.
-    let long = BlockMask::global(BlockGeometry::new(1 << 30, 1, 64, 64).unwrap(), &[], &[]).unwrap();
+    let long =
+        BlockMask::global(BlockGeometry::new(1 << 30, 1, 64, 64).unwrap(), &[], &[]).unwrap();
     let result = BlockMask::packed(&[&long; 128]);
     assert!(matches!(result, Err(Error::TooLarge { what: "rows", .. })));
-    let heads = BlockMask::from_bool(BlockGeometry::new(0, 1, 64, 64).unwrap(), 1, 256, &[]).unwrap();
+    let heads =
+        BlockMask::from_bool(BlockGeometry::new(0, 1, 64, 64).unwrap(), 1, 256, &[]).unwrap();
     let result = BlockMask::packed(&[&long, &heads]);
     assert!(matches!(result, Err(Error::TooLarge { what: "heads * (rows + 1)", .. })));
 }
@@ -135,14 +146,18 @@ fn sequences_are_combined_one_by_one() {
         pack(&(0..masks.len()).map(|at| change(at).unwrap()).collect::<Vec<_>>()).unwrap()
     };
     for tokens in token_masks() {
-        same(&packed.intersect_mask(tokens).unwrap(), &each(&|at| masks[at].intersect_mask(tokens)));
+        same(
+            &packed.intersect_mask(tokens).unwrap(),
+            &each(&|at| masks[at].intersect_mask(tokens)),
+        );
     }
     same(&packed.union(&other).unwrap(), &each(&|at| masks[at].union(&others[at])));
     same(&packed.intersection(&other).unwrap(), &each(&|at| masks[at].intersection(&others[at])));
     same(&packed.transpose().unwrap(), &each(&|at| masks[at].transpose()));
     let wide = pack(&random_masks(128, 64, 2, 9)).unwrap();
-    let smaller =
-        pack(&random_masks(128, 64, 2, 9).iter().map(|m| m.expand(2, 1).unwrap()).collect::<Vec<_>>());
+    let smaller = pack(
+        &random_masks(128, 64, 2, 9).iter().map(|m| m.expand(2, 1).unwrap()).collect::<Vec<_>>(),
+    );
     same(&wide.expand(2, 1).unwrap(), &smaller.unwrap());
     // With other sequences, or with a mask that is not packed.
     let fewer = pack(&masks[1..]).unwrap();
@@ -150,7 +165,10 @@ fn sequences_are_combined_one_by_one() {
         let problem = packed.union(other).unwrap_err().to_string();
         assert_eq!(problem, "invalid block mask: not both are packed of the same sequences");
     }
-    assert!(matches!(masks[0].intersection(&pack(&masks[..1]).unwrap()), Err(Error::InvalidBlockMask(_))));
+    assert!(matches!(
+        masks[0].intersection(&pack(&masks[..1]).unwrap()),
+        Err(Error::InvalidBlockMask(_))
+    ));
 }
 
 /// Masks that are built where the data is are not packed, nor is what they are joined with.
@@ -162,9 +180,13 @@ fn buffers_are_not_packed() {
     let mut buffer = BlockMaskBuffer::new(g, 1, 1, 2, &stream).unwrap();
     let blocks = View::from_slice(&[1u8, 0], &[1, 1, 1, 2]).unwrap();
     assert_eq!(blocks.dtype(), DType::U8);
-    let choice = BlockChoice { always: Some(&always), ..BlockChoice::new(BlockSource::Bool(blocks)) };
+    let choice =
+        BlockChoice { always: Some(&always), ..BlockChoice::new(BlockSource::Bool(blocks)) };
     let problem = buffer.build(&choice, &stream).unwrap_err().to_string();
-    assert_eq!(problem, "invalid block mask: `always` is packed, which masks that are built anew are not");
+    assert_eq!(
+        problem,
+        "invalid block mask: `always` is packed, which masks that are built anew are not"
+    );
 }
 
 #[test]
@@ -172,7 +194,12 @@ fn lengths_are_those_of_the_sequences() {
     let packed = pack(&masks()).unwrap();
     packed.check_lengths("q", &[0, 200, 200, 300], BlockGeometry::seqlen_q).unwrap();
     packed.check_lengths("kv", &[0, 150, 160, 288], BlockGeometry::seqlen_kv).unwrap();
-    let problem =
-        packed.check_lengths("kv", &[0, 150, 160, 287], BlockGeometry::seqlen_kv).unwrap_err().to_string();
-    assert_eq!(problem, "cu_seqlens.kv[3] is 287: sequence 2 has 127 rows, that of the block mask 128");
+    let problem = packed
+        .check_lengths("kv", &[0, 150, 160, 287], BlockGeometry::seqlen_kv)
+        .unwrap_err()
+        .to_string();
+    assert_eq!(
+        problem,
+        "cu_seqlens.kv[3] is 287: sequence 2 has 127 rows, that of the block mask 128"
+    );
 }

@@ -1,4 +1,5 @@
-//! Block masks of a fixed pattern: one batch entry, one head. Patterns are combined by `union` and cut by `intersect_mask`.
+//! Block masks of a fixed pattern: one batch entry, one head. Patterns are combined by `union` and
+//! cut by `intersect_mask`.
 
 use super::validate::{Sizes, invalid};
 use super::{BlockGeometry, BlockMask};
@@ -13,7 +14,8 @@ struct Band {
     near: usize,
     /// Distance of visited columns farther away, at least 1.
     step: usize,
-    /// Number of steps to columns before, counted from where the row stands; `None` does not limit them.
+    /// Number of steps to columns before, counted from where the row stands; `None` does not limit
+    /// them.
     before: Option<usize>,
     /// Number of steps to columns behind, likewise.
     after: Option<usize>,
@@ -28,14 +30,16 @@ impl BlockMask {
         Self::global(geometry, &[], &(0..geometry.cols()).collect::<Vec<_>>())
     }
 
-    /// A sliding window: `left` block columns before those at which a row stands, these, and `right` ones behind them; `None`
-    /// does not limit a side.
+    /// A sliding window: `left` block columns before those at which a row stands, these, and
+    /// `right` ones behind them; `None` does not limit a side.
     ///
-    /// A row stands at the columns that hold the positions of its queries, which depend on `align` as in [`Mask`](crate::Mask):
-    /// with equal lengths and square blocks, row `r` at column `r`. Columns that do not exist are left out.
+    /// A row stands at the columns that hold the positions of its queries, which depend on `align`
+    /// as in [`Mask`](crate::Mask): with equal lengths and square blocks, row `r` at column `r`.
+    /// Columns that do not exist are left out.
     ///
     /// # Errors
-    /// [`Error::TooLarge`](crate::Error::TooLarge) if the number of visited blocks does not fit i32.
+    /// [`Error::TooLarge`](crate::Error::TooLarge) if the number of visited blocks does not fit
+    /// i32.
     pub fn window(
         geometry: BlockGeometry,
         left: Option<usize>,
@@ -45,12 +49,14 @@ impl BlockMask {
         band(geometry, &Band { align, near: 0, step: 1, before: left, after: right })
     }
 
-    /// A window with gaps: the columns at which a row stands (see [`window`](Self::window)), and from there every
-    /// `dilation`-th one, `left` of them before and `right` behind; `None` does not limit a side.
+    /// A window with gaps: the columns at which a row stands (see [`window`](Self::window)), and
+    /// from there every `dilation`-th one, `left` of them before and `right` behind; `None` does
+    /// not limit a side.
     ///
     /// # Errors
     /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) if `dilation` is 0;
-    /// [`Error::TooLarge`](crate::Error::TooLarge) if the number of visited blocks does not fit i32.
+    /// [`Error::TooLarge`](crate::Error::TooLarge) if the number of visited blocks does not fit
+    /// i32.
     pub fn dilated(
         geometry: BlockGeometry,
         dilation: usize,
@@ -64,13 +70,19 @@ impl BlockMask {
         band(geometry, &Band { align, near: 0, step: dilation, before: left, after: right })
     }
 
-    /// The columns at which a row stands (see [`window`](Self::window)), `local` ones on either side, and every `stride`-th one,
-    /// counted from where the row stands, of all others.
+    /// The columns at which a row stands (see [`window`](Self::window)), `local` ones on either
+    /// side, and every `stride`-th one, counted from where the row stands, of all others.
     ///
     /// # Errors
-    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) if `stride` is 0; [`Error::TooLarge`](crate::Error::TooLarge)
-    /// if the number of visited blocks does not fit i32.
-    pub fn strided(geometry: BlockGeometry, stride: usize, local: usize, align: Align) -> Result<Self> {
+    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) if `stride` is 0;
+    /// [`Error::TooLarge`](crate::Error::TooLarge) if the number of visited blocks does not fit
+    /// i32.
+    pub fn strided(
+        geometry: BlockGeometry,
+        stride: usize,
+        local: usize,
+        align: Align,
+    ) -> Result<Self> {
         if stride == 0 {
             return invalid("stride is 0, but must be at least 1".into());
         }
@@ -81,19 +93,25 @@ impl BlockMask {
     ///
     /// # Errors
     /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) if there are fewer columns;
-    /// [`Error::TooLarge`](crate::Error::TooLarge) if the number of visited blocks does not fit i32.
+    /// [`Error::TooLarge`](crate::Error::TooLarge) if the number of visited blocks does not fit
+    /// i32.
     pub fn sink(geometry: BlockGeometry, count: usize) -> Result<Self> {
         if count > geometry.cols() {
-            return invalid(format!("{count} sink columns, but there are {} columns", geometry.cols()));
+            return invalid(format!(
+                "{count} sink columns, but there are {} columns",
+                geometry.cols()
+            ));
         }
         Self::global(geometry, &[], &(0..count).collect::<Vec<_>>())
     }
 
-    /// All columns in the block rows `rows`, and the block columns `cols` in every row; in any order.
+    /// All columns in the block rows `rows`, and the block columns `cols` in every row; in any
+    /// order.
     ///
     /// # Errors
-    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) names the first row or column that does not exist or comes
-    /// twice; [`Error::TooLarge`](crate::Error::TooLarge) if the number of visited blocks does not fit i32.
+    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) names the first row or column
+    /// that does not exist or comes twice; [`Error::TooLarge`](crate::Error::TooLarge) if the
+    /// number of visited blocks does not fit i32.
     pub fn global(geometry: BlockGeometry, rows: &[usize], cols: &[usize]) -> Result<Self> {
         let in_rows = flags("row", rows, geometry.rows())?;
         let in_cols = flags("column", cols, geometry.cols())?;
@@ -120,9 +138,13 @@ fn flags(what: &str, list: &[usize], count: usize) -> Result<Vec<bool>> {
     for (position, &index) in list.iter().enumerate() {
         match flags.get_mut(index) {
             None => {
-                return invalid(format!("global {what} {position} is {index}, but there are {count}"));
+                return invalid(format!(
+                    "global {what} {position} is {index}, but there are {count}"
+                ));
             }
-            Some(true) => return invalid(format!("global {what} {position} is {index}, which comes twice")),
+            Some(true) => {
+                return invalid(format!("global {what} {position} is {index}, which comes twice"));
+            }
             Some(flag) => *flag = true,
         }
     }
@@ -133,7 +155,8 @@ fn band(geometry: BlockGeometry, band: &Band) -> Result<BlockMask> {
     // Columns are less than MAX_SEQLEN apart, so that a longer distance is none.
     let distance = |blocks: usize| blocks.min(MAX_SEQLEN) as i64;
     let [near, step] = [band.near, band.step].map(distance);
-    let [before, after] = [band.before, band.after].map(|side| distance(side.unwrap_or(MAX_SEQLEN)));
+    let [before, after] =
+        [band.before, band.after].map(|side| distance(side.unwrap_or(MAX_SEQLEN)));
     let cols = geometry.cols() as i64;
     let ceil = |distance: i64| -(-distance).div_euclid(step);
     Sizes::new(geometry, 1, 1)?.build(|_, row, columns| {
@@ -141,10 +164,12 @@ fn band(geometry: BlockGeometry, band: &Band) -> Result<BlockMask> {
         let mut push = |col: i64| columns.push(col as i32);
         // Steps that lead beyond what is near, and to columns that exist.
         let beyond = near / step + 1;
-        let (nearest, farthest) = (beyond.max(ceil(first - (cols - 1))), before.min(first.div_euclid(step)));
+        let (nearest, farthest) =
+            (beyond.max(ceil(first - (cols - 1))), before.min(first.div_euclid(step)));
         (nearest..=farthest).rev().for_each(|steps| push(first - steps * step));
         ((first - near).max(0)..(last + near + 1).min(cols)).for_each(&mut push);
-        let (nearest, farthest) = (beyond.max(ceil(-last)), after.min((cols - 1 - last).div_euclid(step)));
+        let (nearest, farthest) =
+            (beyond.max(ceil(-last)), after.min((cols - 1 - last).div_euclid(step)));
         (nearest..=farthest).for_each(|steps| push(last + steps * step));
         Ok(())
     })

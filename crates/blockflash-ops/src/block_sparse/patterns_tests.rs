@@ -5,8 +5,8 @@ use crate::{Error, Mask};
 const ALIGNS: [Align; 2] = [Align::TopLeft, Align::BottomRight];
 const SIDES: [Option<usize>; 5] = [None, Some(0), Some(1), Some(3), Some(usize::MAX)];
 
-/// Distances from the columns at which a row stands, by the position of each of its queries: 0 at any of them, negative before
-/// the first, positive behind the last.
+/// Distances from the columns at which a row stands, by the position of each of its queries: 0 at
+/// any of them, negative before the first, positive behind the last.
 fn distance(geometry: BlockGeometry, align: Align, row: usize, col: usize) -> i128 {
     let diagonal = match align {
         Align::TopLeft => 0,
@@ -31,7 +31,8 @@ fn windows_are_the_definition() {
         for align in ALIGNS {
             for (left, right) in SIDES.iter().flat_map(|&left| SIDES.map(|right| (left, right))) {
                 for step in [1, 2, 3, usize::MAX] {
-                    let visited = |row, col| within(distance(geometry, align, row, col), left, right, step);
+                    let visited =
+                        |row, col| within(distance(geometry, align, row, col), left, right, step);
                     let expected = blocks_where(geometry, visited);
                     let dilated = BlockMask::dilated(geometry, step, left, right, align).unwrap();
                     let name = format!("{geometry:?} {align:?} {left:?} {right:?} {step}");
@@ -92,7 +93,8 @@ fn global_rows_and_columns() {
     for geometry in geometries() {
         let rows: Vec<usize> = (0..geometry.rows()).rev().step_by(2).collect();
         let cols: Vec<usize> = (0..geometry.cols()).rev().step_by(3).collect();
-        let expected = blocks_where(geometry, |row, col| rows.contains(&row) || cols.contains(&col));
+        let expected =
+            blocks_where(geometry, |row, col| rows.contains(&row) || cols.contains(&col));
         let global = BlockMask::global(geometry, &rows, &cols).unwrap();
         assert_eq!(global.to_bool().unwrap(), expected);
         for count in 0..=geometry.cols() {
@@ -111,8 +113,14 @@ fn bad_patterns_are_named() {
         other => panic!("{other:?}"),
     };
     assert_eq!(problem(BlockMask::sink(geometry, 4)), "4 sink columns, but there are 3 columns");
-    assert_eq!(problem(BlockMask::global(geometry, &[0, 2], &[])), "global row 1 is 2, but there are 2");
-    assert_eq!(problem(BlockMask::global(geometry, &[], &[3])), "global column 0 is 3, but there are 3");
+    assert_eq!(
+        problem(BlockMask::global(geometry, &[0, 2], &[])),
+        "global row 1 is 2, but there are 2"
+    );
+    assert_eq!(
+        problem(BlockMask::global(geometry, &[], &[3])),
+        "global column 0 is 3, but there are 3"
+    );
     let twice = problem(BlockMask::global(geometry, &[], &[1, 0, 1]));
     assert_eq!(twice, "global column 2 is 1, which comes twice");
     let strided = problem(BlockMask::strided(geometry, 0, 1, Align::TopLeft));

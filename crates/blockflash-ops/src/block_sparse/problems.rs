@@ -2,13 +2,15 @@
 
 use super::validate::Sizes;
 use blockflash_sys::params::{
-    BLOCKFLASH_BLOCK_PROBLEM_NAN, BLOCKFLASH_BLOCK_PROBLEM_NO_COLUMN, BLOCKFLASH_BLOCK_PROBLEM_TWICE,
+    BLOCKFLASH_BLOCK_PROBLEM_NAN, BLOCKFLASH_BLOCK_PROBLEM_NO_COLUMN,
+    BLOCKFLASH_BLOCK_PROBLEM_TWICE,
 };
 
 /// The byte of which the words consist when nothing is wrong.
 pub(super) const NOTHING: u8 = 0xFF;
 
-/// The first problem in words, if there is one, of the four words that kernels leave: two numbers of 64 bits, the low half first.
+/// The first problem in words, if there is one, of the four words that kernels leave: two numbers
+/// of 64 bits, the low half first.
 pub(super) fn describe(words: &[i32], sizes: &Sizes, capacity: usize) -> Option<String> {
     let &[low, high, needed_low, needed_high] = words else { return Some("no report".into()) };
     let number = |low: i32, high: i32| u64::from(high as u32) << 32 | u64::from(low as u32);
@@ -22,9 +24,13 @@ pub(super) fn describe(words: &[i32], sizes: &Sizes, capacity: usize) -> Option<
     let cols = sizes.geometry.cols();
     Some(match (code & 3) as i32 {
         BLOCKFLASH_BLOCK_PROBLEM_NO_COLUMN => {
-            format!("a column does not exist at {place}, position {position}; there are {cols} columns")
+            format!(
+                "a column does not exist at {place}, position {position}; there are {cols} columns"
+            )
         }
-        BLOCKFLASH_BLOCK_PROBLEM_TWICE => format!("a column comes twice at {place}, position {position}"),
+        BLOCKFLASH_BLOCK_PROBLEM_TWICE => {
+            format!("a column comes twice at {place}, position {position}")
+        }
         BLOCKFLASH_BLOCK_PROBLEM_NAN => format!("score is NaN at {place}, position {position}"),
         _ => no_room(needed, capacity, &place, position),
     })

@@ -10,16 +10,18 @@ use blockflash_sys::DType;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-/// The mean query of each block row times the mean key of each block column: f32 `[batch, heads_q, rows, cols]` row-major, for
+/// The mean query of each block row times the mean key of each block column: f32
+/// `[batch, heads_q, rows, cols]` row-major, for
 /// [`BlockMask::top_k_from_scores`](super::BlockMask::top_k_from_scores). Nothing is scaled.
 ///
-/// `q` is `[batch, seqlen_q, heads_q, head_dim]` and `k` `[batch, seqlen_kv, heads_kv, head_dim]`, both f16, bf16 or f32 on the
-/// CPU, with any strides but a contiguous `head_dim`. `heads_q` is a multiple of `heads_kv`: neighbouring query heads share a key
-/// head. A block at the end is the mean of the rows that it has. Sums are f32 in a fixed order.
+/// `q` is `[batch, seqlen_q, heads_q, head_dim]` and `k` `[batch, seqlen_kv, heads_kv, head_dim]`,
+/// both f16, bf16 or f32 on the CPU, with any strides but a contiguous `head_dim`. `heads_q` is a
+/// multiple of `heads_kv`: neighbouring query heads share a key head. A block at the end is the
+/// mean of the rows that it has. Sums are f32 in a fixed order.
 ///
 /// # Errors
-/// [`Error::Shape`] if the sizes do not fit each other or the geometry, [`Error::HeadGroups`], [`Error::DType`],
-/// [`Error::Stride`]; out of memory; a view that is not on the CPU.
+/// [`Error::Shape`] if the sizes do not fit each other or the geometry, [`Error::HeadGroups`],
+/// [`Error::DType`], [`Error::Stride`]; out of memory; a view that is not on the CPU.
 pub fn block_mean_scores(geometry: BlockGeometry, q: View<'_>, k: View<'_>) -> Result<Vec<f32>> {
     let ScoreSizes { batch, heads_q, heads_kv, head_dim, .. } = ScoreSizes::of(geometry, &q, &k)?;
     let means = match q.dtype() {
@@ -65,7 +67,9 @@ impl ScoreSizes {
             return Err(q_operand.wrong_shape(format!("[batch, {seqlen_q}, heads_q, head_dim]")));
         };
         let &[_, _, heads_kv, _] = k.shape() else {
-            return Err(k_operand.wrong_shape(format!("[{batch}, {seqlen_kv}, heads_kv, {head_dim}]")));
+            return Err(
+                k_operand.wrong_shape(format!("[{batch}, {seqlen_kv}, heads_kv, {head_dim}]"))
+            );
         };
         q_operand.shape_is(&[batch, seqlen_q, heads_q, head_dim])?;
         k_operand.shape_is(&[batch, seqlen_kv, heads_kv, head_dim])?;
@@ -78,7 +82,8 @@ impl ScoreSizes {
     }
 }
 
-/// `[batch, heads, blocks, head_dim]`: the mean of each block of rows of `[batch, seqlen, heads, head_dim]`.
+/// `[batch, heads, blocks, head_dim]`: the mean of each block of rows of
+/// `[batch, seqlen, heads, head_dim]`.
 fn block_means<T: Float>(x: View<'_>, block: usize) -> Result<Vec<f32>> {
     let (&[batch, seqlen, heads, head_dim], &[batch_stride, row_stride, head_stride, _]) =
         (x.shape(), x.strides())
@@ -92,7 +97,8 @@ fn block_means<T: Float>(x: View<'_>, block: usize) -> Result<Vec<f32>> {
     means.par_chunks_mut(head_dim.max(1)).enumerate().for_each_init(
         || vec![0.0; head_dim],
         |values, (at, mean)| {
-            let (entry, head, first) = (at / blocks / heads, at / blocks % heads, at % blocks * block);
+            let (entry, head, first) =
+                (at / blocks / heads, at / blocks % heads, at % blocks * block);
             let rows = first..seqlen.min(first + block);
             let count = rows.len() as f32;
             for row in rows {

@@ -9,21 +9,32 @@ fn expected(
     q: &[f32],
     k: &[f32],
 ) -> Vec<f64> {
-    let mean =
-        |x: &[f32], rows: std::ops::Range<usize>, seqlen: usize, heads: usize, at: [usize; 3]| -> f64 {
-            let count = rows.len() as f64;
-            let [entry, head, d] = at;
-            rows.map(|row| f64::from(x[((entry * seqlen + row) * heads + head) * dim + d])).sum::<f64>()
-                / count
-        };
+    let mean = |x: &[f32],
+                rows: std::ops::Range<usize>,
+                seqlen: usize,
+                heads: usize,
+                at: [usize; 3]|
+     -> f64 {
+        let count = rows.len() as f64;
+        let [entry, head, d] = at;
+        rows.map(|row| f64::from(x[((entry * seqlen + row) * heads + head) * dim + d])).sum::<f64>()
+            / count
+    };
     let mut scores = Vec::new();
     for (entry, head) in (0..batch).flat_map(|entry| (0..heads_q).map(move |head| (entry, head))) {
         let head_kv = head * heads_kv / heads_q;
-        for (row, col) in (0..geometry.rows()).flat_map(|row| (0..geometry.cols()).map(move |col| (row, col)))
+        for (row, col) in
+            (0..geometry.rows()).flat_map(|row| (0..geometry.cols()).map(move |col| (row, col)))
         {
             let product = |d| {
                 mean(q, geometry.queries(row), geometry.seqlen_q(), heads_q, [entry, head, d])
-                    * mean(k, geometry.keys(col), geometry.seqlen_kv(), heads_kv, [entry, head_kv, d])
+                    * mean(
+                        k,
+                        geometry.keys(col),
+                        geometry.seqlen_kv(),
+                        heads_kv,
+                        [entry, head_kv, d],
+                    )
             };
             scores.push((0..dim).map(product).sum());
         }
@@ -44,11 +55,15 @@ fn check<T: Float>(narrow: impl Fn(&[f32]) -> Vec<T>, sizes: [usize; 4]) {
             wide
         };
         let expected = expected(geometry, sizes, &wide(&q), &wide(&k));
-        let views = (View::from_slice(&q, &shape_q).unwrap(), View::from_slice(&k, &shape_k).unwrap());
+        let views =
+            (View::from_slice(&q, &shape_q).unwrap(), View::from_slice(&k, &shape_k).unwrap());
         let scores = block_mean_scores(geometry, views.0, views.1).unwrap();
         assert_eq!(scores.len(), expected.len());
         for (at, (&score, expected)) in scores.iter().zip(expected).enumerate() {
-            assert!((f64::from(score) - expected).abs() < 1e-4, "{geometry:?} {at}: {score}, not {expected}");
+            assert!(
+                (f64::from(score) - expected).abs() < 1e-4,
+                "{geometry:?} {at}: {score}, not {expected}"
+            );
         }
     }
 }
@@ -78,15 +93,18 @@ fn strides_do_not_matter() {
     let k_view = View::from_slice(&k, &[2, 2, 150, 8]).unwrap().permute(&[0, 2, 1, 3]).unwrap();
     let scores = block_mean_scores(geometry, q_view, k_view).unwrap();
     let contiguous = |x: &[f32], heads: usize, seqlen: usize| -> Vec<f32> {
-        let index = |at: usize| (at / 8 / heads % seqlen, at / 8 % heads, at / 8 / heads / seqlen, at % 8);
+        let index =
+            |at: usize| (at / 8 / heads % seqlen, at / 8 % heads, at / 8 / heads / seqlen, at % 8);
         (0..x.len())
             .map(index)
             .map(|(row, head, entry, d)| x[((entry * heads + head) * seqlen + row) * 8 + d])
             .collect()
     };
     let (q, k) = (contiguous(&q, 4, 100), contiguous(&k, 2, 150));
-    let (q, k) =
-        (View::from_slice(&q, &[2, 100, 4, 8]).unwrap(), View::from_slice(&k, &[2, 150, 2, 8]).unwrap());
+    let (q, k) = (
+        View::from_slice(&q, &[2, 100, 4, 8]).unwrap(),
+        View::from_slice(&k, &[2, 150, 2, 8]).unwrap(),
+    );
     assert_eq!(block_mean_scores(geometry, q, k).unwrap(), scores);
 }
 
@@ -117,9 +135,15 @@ fn bad_operands_are_named() {
     let half = View::from_slice(&half, &[1, 150, 2, 8]).unwrap();
     assert!(matches!(block_mean_scores(geometry, q, half), Err(Error::DType { what: "k", .. })));
     let integers = View::from_slice(&[0i32; 3200], &[1, 100, 4, 8]).unwrap();
-    assert!(matches!(block_mean_scores(geometry, integers, k), Err(Error::DType { what: "q", .. })));
+    assert!(matches!(
+        block_mean_scores(geometry, integers, k),
+        Err(Error::DType { what: "q", .. })
+    ));
     let strided = view(&[1, 150, 8, 2]).permute(&[0, 1, 3, 2]).unwrap();
-    assert!(matches!(block_mean_scores(geometry, q, strided), Err(Error::Stride { what: "k", .. })));
+    assert!(matches!(
+        block_mean_scores(geometry, q, strided),
+        Err(Error::Stride { what: "k", .. })
+    ));
 }
 
 #[test]

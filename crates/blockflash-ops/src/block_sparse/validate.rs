@@ -1,4 +1,5 @@
-//! What makes index arrays a block mask. Nothing that fails here becomes a [`BlockMask`](super::BlockMask).
+//! What makes index arrays a block mask. Nothing that fails here becomes a
+//! [`BlockMask`](super::BlockMask).
 
 use super::BlockGeometry;
 use crate::check::to_i32;
@@ -20,7 +21,8 @@ impl Sizes {
             }
         }
         // Entries of row_ptr are counted in 32 bits.
-        let entries = batch.checked_mul(heads).and_then(|groups| groups.checked_mul(geometry.rows() + 1));
+        let entries =
+            batch.checked_mul(heads).and_then(|groups| groups.checked_mul(geometry.rows() + 1));
         to_i32("batch * heads * (rows + 1)", entries.unwrap_or(usize::MAX))?;
         Ok(Self { geometry, batch, heads })
     }
@@ -71,12 +73,16 @@ impl Sizes {
         for (group, offsets) in row_ptr.chunks_exact(rows + 1).enumerate() {
             for (row, pair) in offsets.windows(2).enumerate() {
                 let mut before = -1;
-                for (position, &col) in col_idx[pair[0] as usize..pair[1] as usize].iter().enumerate() {
+                for (position, &col) in
+                    col_idx[pair[0] as usize..pair[1] as usize].iter().enumerate()
+                {
                     self.check_column(col, cols, || (group, row, position))?;
                     if col <= before {
                         let fault = if col == before { "comes twice" } else { "is unsorted" };
                         let place = self.place(group, row);
-                        return invalid(format!("column {col} {fault} at {place}, position {position}"));
+                        return invalid(format!(
+                            "column {col} {fault} at {place}, position {position}"
+                        ));
                     }
                     before = col;
                 }
@@ -97,13 +103,19 @@ impl Sizes {
         }
         let (group, row, position) = place();
         let place = self.place(group, row);
-        invalid(format!("column is {col} at {place}, position {position}, but there are {cols} columns"))
+        invalid(format!(
+            "column is {col} at {place}, position {position}, but there are {cols} columns"
+        ))
     }
 }
 
 /// Checks that something exists of which there are `count`.
 pub(super) fn exists(what: &str, index: usize, count: usize) -> Result<()> {
-    if index < count { Ok(()) } else { invalid(format!("{what} is {index}, but there are {count}")) }
+    if index < count {
+        Ok(())
+    } else {
+        invalid(format!("{what} is {index}, but there are {count}"))
+    }
 }
 
 /// `value` for every index of this shape; too much for this machine is an error.
@@ -175,7 +187,10 @@ mod tests {
         assert!(matches!(Sizes::new(geometry, 1, 0), Err(Error::InvalidBlockMask(_))));
         for (batch, heads) in [(1 << 30, 1), (1, 1 << 30), (usize::MAX, usize::MAX)] {
             let result = Sizes::new(geometry, batch, heads);
-            assert!(matches!(result, Err(Error::TooLarge { what: "batch * heads * (rows + 1)", .. })));
+            assert!(matches!(
+                result,
+                Err(Error::TooLarge { what: "batch * heads * (rows + 1)", .. })
+            ));
         }
     }
 }

@@ -10,15 +10,17 @@ use blockflash_sys::DType;
 use half::{bf16, f16};
 
 impl BsrMatrix {
-    /// The matrix that has these along its diagonal, from the upper left on, and nothing elsewhere: the A of
-    /// [`BsrMatmul::batched`]. On the CPU.
+    /// The matrix that has these along its diagonal, from the upper left on, and nothing elsewhere:
+    /// the A of [`BsrMatmul::batched`]. On the CPU.
     ///
-    /// All have the same element type and block size. All but the last have rows and columns that are multiples of the block size, since
-    /// blocks of the next begin there. The values are those of the matrices one after another.
+    /// All have the same element type and block size. All but the last have rows and columns that
+    /// are multiples of the block size, since blocks of the next begin there. The values are those
+    /// of the matrices one after another.
     ///
     /// # Errors
-    /// [`Error::InvalidBsr`](crate::Error::InvalidBsr) for no matrix, another block size, or sizes that are no multiples;
-    /// [`Error::DType`](crate::Error::DType), [`Error::TooLarge`](crate::Error::TooLarge); a matrix that is not on the CPU.
+    /// [`Error::InvalidBsr`](crate::Error::InvalidBsr) for no matrix, another block size, or sizes
+    /// that are no multiples; [`Error::DType`](crate::Error::DType),
+    /// [`Error::TooLarge`](crate::Error::TooLarge); a matrix that is not on the CPU.
     pub fn block_diagonal(matrices: &[&BsrMatrix]) -> Result<Self> {
         let Some(first) = matrices.first() else {
             return invalid("a block diagonal of no matrices".into());
@@ -34,7 +36,8 @@ impl BsrMatrix {
 fn block_diagonal<T: Float>(matrices: &[&BsrMatrix], block_size: usize) -> Result<BsrMatrix> {
     for (at, matrix) in matrices.iter().enumerate() {
         let BsrMatrix { rows, cols, block_size: found, .. } = **matrix;
-        Operand::new("a matrix of the block diagonal", &matrix.values.view()).dtype_in(&[T::DTYPE])?;
+        Operand::new("a matrix of the block diagonal", &matrix.values.view())
+            .dtype_in(&[T::DTYPE])?;
         if found != block_size {
             return invalid(format!(
                 "matrix {at} of the block diagonal has blocks of {found}, not {block_size}"
@@ -55,7 +58,8 @@ fn block_diagonal<T: Float>(matrices: &[&BsrMatrix], block_size: usize) -> Resul
     let blocks = sum(BsrMatrix::nnz_blocks);
     to_i32("nnz_blocks", blocks)?;
 
-    let (mut row_ptr, mut col_idx) = (Vec::with_capacity(shape.block_rows + 1), Vec::with_capacity(blocks));
+    let (mut row_ptr, mut col_idx) =
+        (Vec::with_capacity(shape.block_rows + 1), Vec::with_capacity(blocks));
     let mut values: Vec<T> = Vec::with_capacity(blocks * shape.block_elements());
     row_ptr.push(0);
     let mut first_col = 0;
@@ -63,7 +67,8 @@ fn block_diagonal<T: Float>(matrices: &[&BsrMatrix], block_size: usize) -> Resul
         let first_block = col_idx.len() as i32;
         let ends = &matrix.row_ptr().view().as_slice::<i32>()?[1..];
         row_ptr.extend(ends.iter().map(|end| first_block + end));
-        col_idx.extend(matrix.col_idx().view().as_slice::<i32>()?.iter().map(|col| first_col + col));
+        col_idx
+            .extend(matrix.col_idx().view().as_slice::<i32>()?.iter().map(|col| first_col + col));
         values.extend_from_slice(matrix.values.view().as_slice()?);
         first_col += matrix.block_cols() as i32;
     }
@@ -72,9 +77,10 @@ fn block_diagonal<T: Float>(matrices: &[&BsrMatrix], block_size: usize) -> Resul
 }
 
 impl<'a> BsrMatmul<'a> {
-    /// A batch of products with a pattern each, `C[i] = A[i]·B[i]`, as one: the `A[i]` lie along the diagonal of `a`
-    /// ([`BsrMatrix::block_diagonal`]), B is `[batch, k, n]` and C `[batch·m, n]`, the `C[i]` one below the other. So all of it is one
-    /// launch, and long and short products are balanced.
+    /// A batch of products with a pattern each, `C[i] = A[i]·B[i]`, as one: the `A[i]` lie along
+    /// the diagonal of `a` ([`BsrMatrix::block_diagonal`]), B is `[batch, k, n]` and C
+    /// `[batch·m, n]`, the `C[i]` one below the other. So all of it is one launch, and long and
+    /// short products are balanced.
     ///
     /// ```
     /// # use blockflash_ops::{BsrMatmul, BsrMatrix, DType, Device, Tensor};
@@ -92,12 +98,13 @@ impl<'a> BsrMatmul<'a> {
     /// # Ok::<(), blockflash_ops::Error>(())
     /// ```
     ///
-    /// Where all entries of a batch share one A, as the tokens of all sequences share the weight of a layer, nothing of this is needed: they
-    /// are rows of one matrix, `x.flatten(0..2)?` for [`linear`](Self::linear).
+    /// Where all entries of a batch share one A, as the tokens of all sequences share the weight of
+    /// a layer, nothing of this is needed: they are rows of one matrix, `x.flatten(0..2)?` for
+    /// [`linear`](Self::linear).
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) if B has not three dimensions, and the error of [`View::flatten`] if its entries do not lie one
-    /// behind the other, as the rows of one matrix.
+    /// [`Error::Shape`](crate::Error::Shape) if B has not three dimensions, and the error of
+    /// [`View::flatten`] if its entries do not lie one behind the other, as the rows of one matrix.
     pub fn batched(a: &'a BsrMatrix, b: View<'a>) -> Result<Self> {
         if b.shape().len() != 3 {
             return Err(Operand::new("b", &b).wrong_shape("[batch, k, n]"));

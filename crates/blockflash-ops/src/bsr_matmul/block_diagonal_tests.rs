@@ -31,7 +31,10 @@ fn matrices_lie_along_the_diagonal() {
             matrix([7, 9], 4, dtype, 4),
         ];
         let found = BsrMatrix::block_diagonal(&parts.each_ref()).unwrap();
-        assert_eq!((found.rows(), found.cols(), found.block_size(), found.dtype()), (35, 45, 4, dtype));
+        assert_eq!(
+            (found.rows(), found.cols(), found.block_size(), found.dtype()),
+            (35, 45, 4, dtype)
+        );
         assert_eq!(found.nnz_blocks(), parts.iter().map(BsrMatrix::nnz_blocks).sum());
         let mut expected = vec![0.0; 35 * 45];
         let (mut first_row, mut first_col) = (0, 0);
@@ -85,14 +88,20 @@ fn matrices_that_do_not_fit_are_named() {
             refused(&[&whole, &matrix([8, 8], 2, DType::F32, 1)]),
             "matrix 1 of the block diagonal has blocks of 2, not 4",
         ),
-        (refused(&[&matrix([7, 8], 4, DType::F32, 1), &whole]), "matrix 0 of the block diagonal is 7 x 8"),
+        (
+            refused(&[&matrix([7, 8], 4, DType::F32, 1), &whole]),
+            "matrix 0 of the block diagonal is 7 x 8",
+        ),
         (
             refused(&[&whole, &matrix([8, 9], 4, DType::F32, 1), &whole]),
             "matrix 1 of the block diagonal is 8 x 9",
         ),
     ];
     for (error, expected) in cases {
-        assert!(matches!(error, Error::InvalidBsr(_)) && error.to_string().contains(expected), "{error}");
+        assert!(
+            matches!(error, Error::InvalidBsr(_)) && error.to_string().contains(expected),
+            "{error}"
+        );
     }
     let error = refused(&[&whole, &matrix([8, 8], 4, DType::F16, 1)]);
     assert!(matches!(error, Error::DType { found: DType::F16, .. }), "{error}");
@@ -104,8 +113,10 @@ fn matrices_that_do_not_fit_are_named() {
 
 #[test]
 fn batches_that_do_not_fit_are_refused() {
-    let a =
-        BsrMatrix::block_diagonal(&[&matrix([8, 8], 4, DType::F32, 1), &matrix([8, 8], 4, DType::F32, 2)]);
+    let a = BsrMatrix::block_diagonal(&[
+        &matrix([8, 8], 4, DType::F32, 1),
+        &matrix([8, 8], 4, DType::F32, 2),
+    ]);
     let (a, data) = (a.unwrap(), vec![0f32; 1000]);
     let batched = |shape: &[usize], strides: &[usize]| {
         let b = View::from_slice_strided(&data, shape, strides).unwrap();

@@ -1,4 +1,5 @@
-//! Constructors of [`BsrMatrix`] from data on the host: they sort what may be unsorted and reject what is wrong.
+//! Constructors of [`BsrMatrix`] from data on the host: they sort what may be unsorted and reject
+//! what is wrong.
 
 use super::BsrMatrix;
 use super::validate::{Shape, invalid};
@@ -15,7 +16,8 @@ pub(super) const VALUE_TYPES: [DType; 3] = [DType::F16, DType::BF16, DType::F32]
 impl BsrMatrix {
     /// Keeps the blocks of a dense matrix that have a value other than zero (NaN is one).
     ///
-    /// `dense` is f16, bf16 or f32 `[rows, cols]` on the CPU, with any strides; the values are rounded to `dtype`.
+    /// `dense` is f16, bf16 or f32 `[rows, cols]` on the CPU, with any strides; the values are
+    /// rounded to `dtype`.
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::DType`], [`Error::InvalidBsr`] for a block size beyond
@@ -29,8 +31,8 @@ impl BsrMatrix {
         }
     }
 
-    /// From `(row, column, value)` triplets of single elements, in any order. A block is stored when it has a triplet, even if
-    /// the value is zero.
+    /// From `(row, column, value)` triplets of single elements, in any order. A block is stored
+    /// when it has a triplet, even if the value is zero.
     ///
     /// # Errors
     /// [`Error::InvalidBsr`] names a triplet beyond the matrix or one that comes twice.
@@ -49,7 +51,9 @@ impl BsrMatrix {
         let block = |&(row, col, _): &(usize, usize, f32)| (row / block_size, col / block_size);
         let mut sorted = triplets.to_vec();
         sorted.sort_by_key(|triplet| (block(triplet), triplet.0, triplet.1));
-        if let Some(pair) = sorted.windows(2).find(|pair| (pair[0].0, pair[0].1) == (pair[1].0, pair[1].1)) {
+        if let Some(pair) =
+            sorted.windows(2).find(|pair| (pair[0].0, pair[0].1) == (pair[1].0, pair[1].1))
+        {
             return invalid(format!("element ({}, {}) comes twice", pair[0].0, pair[0].1));
         }
         let mut parts = Parts::new(&shape);
@@ -62,7 +66,8 @@ impl BsrMatrix {
         parts.finish(&shape, dtype)
     }
 
-    /// From a matrix in CSR format; columns may be in any order within a row. See [`from_coo`](Self::from_coo).
+    /// From a matrix in CSR format; columns may be in any order within a row. See
+    /// [`from_coo`](Self::from_coo).
     ///
     /// # Errors
     /// [`Error::InvalidBsr`] names the first bad entry.
@@ -83,7 +88,9 @@ impl BsrMatrix {
         }
         if row_ptr[rows] as usize != values.len() || col_idx.len() != values.len() {
             let (end, columns, values) = (row_ptr[rows], col_idx.len(), values.len());
-            return invalid(format!("CSR row_ptr ends at {end}, with {columns} columns and {values} values"));
+            return invalid(format!(
+                "CSR row_ptr ends at {end}, with {columns} columns and {values} values"
+            ));
         }
         if let Some(at) = col_idx.iter().position(|&col| col < 0) {
             return invalid(format!("CSR col_idx[{at}] is {}", col_idx[at]));
@@ -97,12 +104,13 @@ impl BsrMatrix {
         Self::from_coo(rows, cols, block_size, dtype, &triplets)
     }
 
-    /// From blocks in any order: `(block row, block column)` each, and their values `[blocks.len(), block_size, block_size]`,
-    /// rounded to `dtype`.
+    /// From blocks in any order: `(block row, block column)` each, and their values
+    /// `[blocks.len(), block_size, block_size]`, rounded to `dtype`.
     ///
     /// # Errors
-    /// [`Error::InvalidBsr`] names a block beyond the matrix or one that comes twice; [`Error::NonzeroPadding`] if a block at
-    /// the edge has a value other than zero beyond the matrix.
+    /// [`Error::InvalidBsr`] names a block beyond the matrix or one that comes twice;
+    /// [`Error::NonzeroPadding`] if a block at the edge has a value other than zero beyond the
+    /// matrix.
     pub fn from_blocks(
         rows: usize,
         cols: usize,
@@ -114,9 +122,14 @@ impl BsrMatrix {
         let shape = Shape::new(rows, cols, block_size)?;
         let per_block = shape.block_elements();
         if blocks.len().checked_mul(per_block) != Some(values.len()) {
-            return invalid(format!("{} blocks of {per_block} with {} values", blocks.len(), values.len()));
+            return invalid(format!(
+                "{} blocks of {per_block} with {} values",
+                blocks.len(),
+                values.len()
+            ));
         }
-        let beyond = |&(row, col): &(usize, usize)| row >= shape.block_rows || col >= shape.block_cols;
+        let beyond =
+            |&(row, col): &(usize, usize)| row >= shape.block_rows || col >= shape.block_cols;
         if let Some(at) = blocks.iter().position(beyond) {
             let (Shape { block_rows, block_cols, .. }, (row, col)) = (shape, blocks[at]);
             return invalid(format!(
@@ -135,12 +148,12 @@ impl BsrMatrix {
         parts.finish(&shape, dtype)
     }
 
-    /// From the three arrays of the format, fully validated. `values` is contiguous f16, bf16 or f32
-    /// `[nnz_blocks, block_size, block_size]` on the CPU.
+    /// From the three arrays of the format, fully validated. `values` is contiguous f16, bf16 or
+    /// f32 `[nnz_blocks, block_size, block_size]` on the CPU.
     ///
     /// # Errors
-    /// [`Error::InvalidBsr`] names the first bad entry; [`Error::NonzeroPadding`], [`Error::Shape`], [`Error::DType`],
-    /// [`Error::Stride`].
+    /// [`Error::InvalidBsr`] names the first bad entry; [`Error::NonzeroPadding`],
+    /// [`Error::Shape`], [`Error::DType`], [`Error::Stride`].
     pub fn from_parts(
         rows: usize,
         cols: usize,
@@ -172,7 +185,8 @@ impl BsrMatrix {
     }
 }
 
-/// The arrays while blocks are appended in their order. Values are f32 until the end, which holds every other type exactly.
+/// The arrays while blocks are appended in their order. Values are f32 until the end, which holds
+/// every other type exactly.
 pub(super) struct Parts {
     row_ptr: Vec<i32>,
     col_idx: Vec<i32>,
@@ -201,9 +215,11 @@ impl Parts {
             DType::F16 => self.rounded::<f16>(shape),
             DType::BF16 => self.rounded::<bf16>(shape),
             DType::F32 => from_parts(shape, &self.row_ptr, &self.col_idx, &self.values),
-            DType::I32 | DType::U8 => {
-                Err(Error::DType { what: "values", expected: "f16, bf16 or f32".into(), found: dtype })
-            }
+            DType::I32 | DType::U8 => Err(Error::DType {
+                what: "values",
+                expected: "f16, bf16 or f32".into(),
+                found: dtype,
+            }),
         }
     }
 
@@ -214,12 +230,18 @@ impl Parts {
     }
 }
 
-fn from_parts<T: Float>(shape: &Shape, row_ptr: &[i32], col_idx: &[i32], values: &[T]) -> Result<BsrMatrix> {
+fn from_parts<T: Float>(
+    shape: &Shape,
+    row_ptr: &[i32],
+    col_idx: &[i32],
+    values: &[T],
+) -> Result<BsrMatrix> {
     shape.check_indices(row_ptr, col_idx, col_idx.len())?;
     let edge_blocks = shape.edge_blocks(row_ptr, col_idx);
     edge_blocks.iter().try_for_each(|edge| edge.check_padding(shape.block_size, values))?;
     let stream: &Stream = &Device::cpu().stream()?;
-    let values = Tensor::from_slice(stream, values, &[col_idx.len(), shape.block_size, shape.block_size])?;
+    let values =
+        Tensor::from_slice(stream, values, &[col_idx.len(), shape.block_size, shape.block_size])?;
     BsrMatrix::of_pattern(shape, row_ptr, col_idx, values, edge_blocks, stream)
 }
 
@@ -269,7 +291,10 @@ fn to_dense<T: Float>(matrix: &BsrMatrix) -> Result<Vec<f32>> {
             let width = block_size.min(cols - first_col);
             for row in 0..block_size.min(rows - block_row * block_size) {
                 let source = &values[(block * block_size + row) * block_size..][..width];
-                T::widen(source, &mut dense[(block_row * block_size + row) * cols + first_col..][..width]);
+                T::widen(
+                    source,
+                    &mut dense[(block_row * block_size + row) * cols + first_col..][..width],
+                );
             }
         }
     }

@@ -49,14 +49,16 @@ fn strided_and_half_precision_sources() {
     let expected: Vec<f32> = (0..35).map(|at| DENSE[at % 5 * 7 + at / 5]).collect();
     assert_eq!(matrix.to_dense().unwrap(), expected);
     let halves = DENSE.map(f16::from_f32);
-    let matrix = BsrMatrix::from_dense(View::from_slice(&halves, &[5, 7]).unwrap(), 2, DType::BF16).unwrap();
+    let matrix =
+        BsrMatrix::from_dense(View::from_slice(&halves, &[5, 7]).unwrap(), 2, DType::BF16).unwrap();
     assert_eq!(matrix.to_dense().unwrap(), DENSE);
 }
 
 #[test]
 fn nan_is_stored_and_zero_is_not() {
     let values = [f32::NAN, -0.0, 0.0, 0.0];
-    let matrix = BsrMatrix::from_dense(View::from_slice(&values, &[2, 2]).unwrap(), 1, DType::F16).unwrap();
+    let matrix =
+        BsrMatrix::from_dense(View::from_slice(&values, &[2, 2]).unwrap(), 1, DType::F16).unwrap();
     assert_eq!(indices(&matrix), (vec![0, 1, 1], vec![0]));
 }
 
@@ -70,7 +72,8 @@ fn coo_and_csr_are_the_same_matrix() {
     for block_size in [1, 2, 3, 8] {
         let expected = BsrMatrix::from_dense(dense(), block_size, DType::F16).unwrap();
         let coo = BsrMatrix::from_coo(5, 7, block_size, DType::F16, &triplets).unwrap();
-        let csr = BsrMatrix::from_csr(5, 7, block_size, DType::F16, &row_ptr, &col_idx, &data).unwrap();
+        let csr =
+            BsrMatrix::from_csr(5, 7, block_size, DType::F16, &row_ptr, &col_idx, &data).unwrap();
         for matrix in [coo, csr] {
             assert_eq!(indices(&matrix), indices(&expected));
             assert_eq!(matrix.to_dense().unwrap(), DENSE);
@@ -83,7 +86,9 @@ fn coo_and_csr_are_the_same_matrix() {
 
 #[test]
 fn bad_triplets_are_named() {
-    let coo = |triplets: &[(usize, usize, f32)]| problem(BsrMatrix::from_coo(5, 7, 2, DType::F32, triplets));
+    let coo = |triplets: &[(usize, usize, f32)]| {
+        problem(BsrMatrix::from_coo(5, 7, 2, DType::F32, triplets))
+    };
     assert!(coo(&[(0, 0, 1.0), (5, 0, 1.0)]).contains("triplet 1 is at (5, 0), beyond 5 x 7"));
     assert!(coo(&[(0, 7, 1.0)]).contains("triplet 0 is at (0, 7)"));
     assert!(coo(&[(3, 4, 1.0), (0, 0, 1.0), (3, 4, 2.0)]).contains("element (3, 4) comes twice"));
@@ -111,7 +116,8 @@ fn bad_csr_is_named() {
 fn blocks_are_sorted() {
     let blocks = [(2, 1), (0, 3), (2, 0), (0, 0)];
     let mut data = values(16, 1);
-    // Rows and columns beyond 5 x 7: the second row of block row 2, the second column of block column 3.
+    // Rows and columns beyond 5 x 7: the second row of block row 2, the second column of block
+    // column 3.
     for at in [2, 3, 5, 7, 10, 11] {
         data[at] = 0.0;
     }
@@ -162,10 +168,15 @@ fn parts_are_checked() {
     assert!(problem(error).contains("without gaps"));
     let ints = [0i32; 4];
     let ints = View::from_slice(&ints, &[1, 2, 2]).unwrap();
-    assert!(problem(BsrMatrix::from_parts(4, 4, 2, &[0, 0, 1], &[0], ints)).contains("values is i32"));
+    assert!(
+        problem(BsrMatrix::from_parts(4, 4, 2, &[0, 0, 1], &[0], ints)).contains("values is i32")
+    );
     let values = View::from_slice(&data[..4], &[1, 2, 2]).unwrap();
     let padding = BsrMatrix::from_parts(4, 3, 2, &[0, 1, 1], &[1], values);
-    assert!(matches!(padding, Err(Error::NonzeroPadding { block_row: 0, block_col: 1, row: 0, col: 1, .. })));
+    assert!(matches!(
+        padding,
+        Err(Error::NonzeroPadding { block_row: 0, block_col: 1, row: 0, col: 1, .. })
+    ));
 }
 
 #[test]

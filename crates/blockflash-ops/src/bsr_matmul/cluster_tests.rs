@@ -12,7 +12,8 @@ fn neighbouring_tiles_share_a() {
     for block_size in [16, 32, 64] {
         assert_eq!([1024, 8192].map(|n| cluster(n, block_size)), [2; 2], "blocks of {block_size}");
     }
-    // Large blocks where the tiles have few columns, so that A is most of what comes; no pair where one of it would have no columns.
+    // Large blocks where the tiles have few columns, so that A is most of what comes; no pair where
+    // one of it would have no columns.
     assert_eq!([64, 128, 256, 1024, 8192].map(|n| cluster(n, 128)), [1, 2, 1, 1, 1]);
     // Nearly nothing stored: starting together costs more than sharing saves.
     let sparse = BsrProblem { nnz_blocks: 128, ..problem([8192, 1024, 8192], 64) };
@@ -36,7 +37,10 @@ fn dense_patterns_of_small_blocks_are_filled_with_zeros() {
         [0.05, 0.1, 0.2, 0.35, 0.5, 1.0].map(|density| filled(1024, density)),
         [false, false, false, true, true, true]
     );
-    assert_eq!([0.1, 0.2, 0.35, 0.5].map(|density| filled(8192, density)), [false, false, true, true]);
+    assert_eq!(
+        [0.1, 0.2, 0.35, 0.5].map(|density| filled(8192, density)),
+        [false, false, true, true]
+    );
     // Half of its columns would be computed for nothing.
     assert_eq!([0.1, 0.5].map(|density| filled(128, density)), [false; 2]);
 }

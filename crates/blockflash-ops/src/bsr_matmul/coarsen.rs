@@ -9,7 +9,8 @@ use blockflash_sys::DType;
 use half::{bf16, f16};
 
 impl BsrMatrix {
-    /// The same matrix in blocks of `block_size`, a multiple of its own: a block holds those that lie in it, and zeros. On the CPU.
+    /// The same matrix in blocks of `block_size`, a multiple of its own: a block holds those that
+    /// lie in it, and zeros. On the CPU.
     ///
     /// Small blocks cost more per element than large ones, so where most of a large block is stored
     /// it may be the faster one: on an H200, blocks of 16 and 32 of which half are stored take
@@ -26,11 +27,15 @@ impl BsrMatrix {
     /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidBsr`](crate::Error::InvalidBsr) for a size that is no multiple of the matrix' own or beyond
-    /// [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE); a matrix that is not on the CPU.
+    /// [`Error::InvalidBsr`](crate::Error::InvalidBsr) for a size that is no multiple of the
+    /// matrix' own or beyond [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE); a matrix that is not on the
+    /// CPU.
     pub fn with_block_size(&self, block_size: usize) -> Result<Self> {
         if !block_size.is_multiple_of(self.block_size) {
-            return invalid(format!("block_size {block_size} is no multiple of {}", self.block_size));
+            return invalid(format!(
+                "block_size {block_size} is no multiple of {}",
+                self.block_size
+            ));
         }
         let shape = Shape::new(self.rows, self.cols, block_size)?;
         match self.dtype() {
@@ -112,7 +117,13 @@ mod tests {
 
     #[test]
     fn only_blocks_that_have_something_are_stored() {
-        let small = BsrMatrix::from_coo(64, 64, 16, DType::F32, &[(0, 0, 1.0), (17, 17, 1.0), (63, 0, 1.0)]);
+        let small = BsrMatrix::from_coo(
+            64,
+            64,
+            16,
+            DType::F32,
+            &[(0, 0, 1.0), (17, 17, 1.0), (63, 0, 1.0)],
+        );
         let large = small.unwrap().with_block_size(32).unwrap();
         assert_eq!(large.col_idx().view().as_slice::<i32>().unwrap(), [0, 0]);
         assert_eq!(large.row_ptr().view().as_slice::<i32>().unwrap(), [0, 1, 2]);

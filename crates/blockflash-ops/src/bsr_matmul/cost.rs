@@ -1,4 +1,5 @@
-//! How long kernels are estimated to take, in elements that a multiprocessor brings into shared memory: what selection compares.
+//! How long kernels are estimated to take, in elements that a multiprocessor brings into shared
+//! memory: what selection compares.
 
 use super::BsrProblem;
 use super::parts::MOST_PARTS;
@@ -17,15 +18,19 @@ const COST_OF_SUM: f64 = 2.0;
 const COST_OF_PARTS: f64 = 150_000.0;
 /// Columns of C that are computed before the next ones: `BsrTile` in `bsr_tiles.cuh`.
 const PANEL_N: usize = 1024;
-/// What part of the cost of A is saved where L2 need not deliver it: it still has to be written to shared memory.
+/// What part of the cost of A is saved where L2 need not deliver it: it still has to be written to
+/// shared memory.
 const COST_SAVED_BY_SHARING: f64 = 0.5;
 /// What a launch in clusters costs: their blocks wait for one another at both ends.
 const COST_OF_CLUSTERS: f64 = 20_000.0;
-/// What a multiply-add of kernels that gather small blocks costs at least: dense patterns keep their tensor cores busy.
+/// What a multiply-add of kernels that gather small blocks costs at least: dense patterns keep
+/// their tensor cores busy.
 const COST_OF_PRODUCT: f64 = 0.024;
-/// The same for warpgroups: as much as copying a whole tile of 128 × 256, where nothing is gained by sharing A.
+/// The same for warpgroups: as much as copying a whole tile of 128 × 256, where nothing is gained
+/// by sharing A.
 const COST_OF_WARPGROUP_PRODUCT: f64 = 0.0117;
-/// What all this costs where blocks are filled with zeros, one by one and a block column at a time: so many times as much.
+/// What all this costs where blocks are filled with zeros, one by one and a block column at a time:
+/// so many times as much.
 const COST_OF_FILLING: f64 = 1.3;
 /// Rows that a warpgroup multiplies, those without a block filled with zeros.
 const WARPGROUP_ROWS: usize = 64;
@@ -36,11 +41,12 @@ const COST_OF_PORTABLE: f64 = 1.4;
 /// Columns of a wide portable tile for small blocks.
 const PORTABLE_BLOCK_N: usize = 256;
 
-/// Estimated time of a kernel for Hopper. What flows into shared memory binds them: the blocks of A, and the
-/// rows of B that they meet, which block rows of one tile share where both have a block. Tiles of a cluster share A. While tiles are few, the multiprocessors with
-/// most of them decide; many tiles spread evenly, but for half a round at the end. A tile much longer than the others decides alone, and comes
-/// late in the last panel of columns. With a workspace long tiles may be computed in parts: how many the longest should have is the
-/// second number.
+/// Estimated time of a kernel for Hopper. What flows into shared memory binds them: the blocks of
+/// A, and the rows of B that they meet, which block rows of one tile share where both have a block.
+/// Tiles of a cluster share A. While tiles are few, the multiprocessors with most of them decide;
+/// many tiles spread evenly, but for half a round at the end. A tile much longer than the others
+/// decides alone, and comes late in the last panel of columns. With a workspace long tiles may be
+/// computed in parts: how many the longest should have is the second number.
 pub(super) fn hopper_time(
     row: &Row,
     tile: &BsrTile,
@@ -56,14 +62,16 @@ pub(super) fn hopper_time(
         .map_or(density, |blocks| (blocks as f64 / cols.max(1) as f64).clamp(density, 1.0));
     let filled = matches!(row.variant, Variant::BsrMatmulHopper(tile) if tile.filled);
     // Blocks are filled with zeros by clusters that share B instead, which is in what that costs.
-    let sharers = if filled { 1 } else { problem.n.div_ceil(block_n).clamp(1, tile.cluster as usize) };
+    let sharers =
+        if filled { 1 } else { problem.n.div_ceil(block_n).clamp(1, tile.cluster as usize) };
     let saved = COST_SAVED_BY_SHARING * (1.0 - 1.0 / sharers as f64);
     // Of a tile with a block row of this density, and others of the mean.
     let depth = |of_first: f64| {
         let shared = 1.0 - (1.0 - of_first) * (1.0 - density).powi(tile.block_rows as i32 - 1);
         let a = (of_first + density * (block_rows - 1) as f64) * block_size as f64;
         let copied = (a * (1.0 - saved) + shared * block_n as f64) * block_size as f64;
-        // Rows of the tile that a column of blocks is multiplied with, at which cost, and how many columns count.
+        // Rows of the tile that a column of blocks is multiplied with, at which cost, and how many
+        // columns count.
         let (cost, multiplied, columns) = match block_size {
             _ if filled => {
                 let rows = WARPGROUP_ROWS / block_size;
@@ -85,7 +93,8 @@ pub(super) fn hopper_time(
     let elements = (block_rows * block_size * block_n) as f64;
     let written = elements * if copies_c { COST_OF_COPIED_C } else { COST_OF_C };
     let in_parts = |depth: f64, parts: f64| {
-        let added = if parts > 1.0 { COST_OF_PARTS + (parts - 1.0) * COST_OF_SUM * elements } else { 0.0 };
+        let added =
+            if parts > 1.0 { COST_OF_PARTS + (parts - 1.0) * COST_OF_SUM * elements } else { 0.0 };
         depth / parts + written + added
     };
     let tiles = rows.div_ceil(block_rows) as f64 * tile.tiles_n(problem.n as u64) as f64;
@@ -101,7 +110,9 @@ pub(super) fn hopper_time(
     };
     let splits = matches!(row.variant, Variant::BsrMatmulHopper(tile) if tile.splits());
     let most = if splits && problem.workspace && longest > 0.0 { MOST_PARTS } else { 1 };
-    (2..=most).map(|parts| (time(parts), parts)).fold((time(1), 1), |a, b| if b.0 < a.0 { b } else { a })
+    (2..=most)
+        .map(|parts| (time(parts), parts))
+        .fold((time(1), 1), |a, b| if b.0 < a.0 { b } else { a })
 }
 
 /// Parts in which a row computes its longest tile if there is memory for their sums.
@@ -112,8 +123,9 @@ pub(super) fn parts(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> us
     }
 }
 
-/// Whether a kernel for Hopper is worth its large tiles. For small blocks few of them may leave most multiprocessors idle, where one block
-/// row per tile, each with its own rows of B, keeps all of them busy.
+/// Whether a kernel for Hopper is worth its large tiles. For small blocks few of them may leave
+/// most multiprocessors idle, where one block row per tile, each with its own rows of B, keeps all
+/// of them busy.
 pub(super) fn pays(row: &Row, tile: &BsrTile, problem: &BsrProblem, gpu: &CudaProperties) -> bool {
     if tile.block_size >= 64 {
         return true;

@@ -1,7 +1,8 @@
 //! BSR matmul on the CPU: f32 products of blocks, in parallel over block rows.
 //!
-//! Every tile of C is summed by one thread in the order of the blocks, so results do not depend on the number of threads. Rows of a
-//! row-major C are finished where they were summed; columns of a column-major one when all block rows are.
+//! Every tile of C is summed by one thread in the order of the blocks, so results do not depend on
+//! the number of threads. Rows of a row-major C are finished where they were summed; columns of a
+//! column-major one when all block rows are.
 
 use super::{Activation, Bias, BsrMatmul, BsrProblem, BsrTranspose};
 use crate::float::Float;
@@ -78,7 +79,11 @@ struct Buffers {
     old: Vec<f32>,
 }
 
-fn run<T: Float, U: Float>(op: &BsrMatmul<'_>, problem: &BsrProblem, mut c: ViewMut<'_>) -> Result<()> {
+fn run<T: Float, U: Float>(
+    op: &BsrMatmul<'_>,
+    problem: &BsrProblem,
+    mut c: ViewMut<'_>,
+) -> Result<()> {
     let indices = op.transpose.map_or(op.a.indices(), BsrTranspose::indices);
     let (row_ptr, col_idx, values) =
         (indices.row_ptr().view(), indices.col_idx().view(), op.a.values().view());
@@ -175,7 +180,8 @@ impl Panel {
 }
 
 impl<T: Float> Operands<'_, T> {
-    /// `sums = A[block row]·panel`, `[rows of the block row, width]`; `buffer` has room for a block.
+    /// `sums = A[block row]·panel`, `[rows of the block row, width]`; `buffer` has room for a
+    /// block.
     fn sum_blocks(
         &self,
         block_row: usize,
@@ -192,7 +198,10 @@ impl<T: Float> Operands<'_, T> {
                 None => (block, [block_size, 1]),
                 Some(index) => (index[block] as usize, [1, block_size]),
             };
-            T::widen(&self.values[place * block_size * block_size..][..block_size * block_size], buffer);
+            T::widen(
+                &self.values[place * block_size * block_size..][..block_size * block_size],
+                buffer,
+            );
             let first = self.col_idx[block] as usize * block_size;
             let depth = block_size.min(k - first);
             let a = View::from_slice_strided(buffer, &[height, depth], &strides)?;
@@ -204,7 +213,13 @@ impl<T: Float> Operands<'_, T> {
     }
 
     /// `C = activation(alpha·sums + beta·C + bias)` for a part of a row or column of C.
-    fn finish<U: Float>(&self, sums: &mut [f32], bias: &LineBias<'_>, old: &mut Vec<f32>, c: &mut [U]) {
+    fn finish<U: Float>(
+        &self,
+        sums: &mut [f32],
+        bias: &LineBias<'_>,
+        old: &mut Vec<f32>,
+        c: &mut [U],
+    ) {
         let BsrProblem { alpha, beta, activation, .. } = *self.problem;
         sums.iter_mut().for_each(|sum| *sum *= alpha);
         if beta != 0.0 {

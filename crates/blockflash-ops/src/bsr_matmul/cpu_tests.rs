@@ -10,8 +10,10 @@ pub(super) fn matrix(block_size: usize, dtype: DType) -> BsrMatrix {
     let (rows, cols) = (3 * block_size + 2, 4 * block_size + 1);
     let blocks = [(0, 0), (0, 2), (0, 4), (2, 1), (3, 0), (3, 4)];
     let inside = |block: usize, at: usize| {
-        let (row, col) =
-            (blocks[block].0 * block_size + at / block_size, blocks[block].1 * block_size + at % block_size);
+        let (row, col) = (
+            blocks[block].0 * block_size + at / block_size,
+            blocks[block].1 * block_size + at % block_size,
+        );
         row < rows && col < cols
     };
     let per_block = block_size * block_size;
@@ -33,8 +35,9 @@ pub(super) fn reference(
 ) -> Vec<f64> {
     let dense = a.to_dense().unwrap();
     let k = a.cols();
-    let dot =
-        |i: usize, j: usize| (0..k).map(|l| f64::from(dense[i * k + l]) * f64::from(b[l * n + j])).sum();
+    let dot = |i: usize, j: usize| {
+        (0..k).map(|l| f64::from(dense[i * k + l]) * f64::from(b[l * n + j])).sum()
+    };
     (0..a.rows() * n).map(|at| finish(dot(at / n, at % n), at / n, at % n)).collect()
 }
 
@@ -43,7 +46,10 @@ pub(super) fn assert_close(found: &[f32], expected: &[f64], tolerance: f64) {
     assert_eq!(found.len(), expected.len());
     for (at, (&found, &expected)) in found.iter().zip(expected).enumerate() {
         let error = (f64::from(found) - expected).abs();
-        assert!(error <= tolerance * (1.0 + expected.abs()), "element {at} is {found}, expected {expected}");
+        assert!(
+            error <= tolerance * (1.0 + expected.abs()),
+            "element {at} is {found}, expected {expected}"
+        );
     }
 }
 
@@ -114,8 +120,12 @@ fn epilogues_of(n: usize) {
                     activation,
                     bias: match bias {
                         BiasKind::None => Bias::None,
-                        BiasKind::PerRow => Bias::PerRow(View::from_slice(&per_row, &[a.rows()]).unwrap()),
-                        BiasKind::PerColumn => Bias::PerColumn(View::from_slice(&per_column, &[n]).unwrap()),
+                        BiasKind::PerRow => {
+                            Bias::PerRow(View::from_slice(&per_row, &[a.rows()]).unwrap())
+                        }
+                        BiasKind::PerColumn => {
+                            Bias::PerColumn(View::from_slice(&per_column, &[n]).unwrap())
+                        }
                     },
                     ..BsrMatmul::new(&a, view)
                 };
@@ -128,7 +138,9 @@ fn epilogues_of(n: usize) {
                         BiasKind::PerColumn => per_column[j],
                     };
                     function(
-                        f64::from(alpha) * x + f64::from(beta) * f64::from(old[i * n + j]) + f64::from(bias),
+                        f64::from(alpha) * x
+                            + f64::from(beta) * f64::from(old[i * n + j])
+                            + f64::from(bias),
                     )
                 });
                 assert_close(&to_vec(&c, |x| x), &expected, 1e-5);
@@ -186,6 +198,7 @@ fn without_an_old_c_there_is_no_beta() {
     let a = matrix(16, DType::F32);
     let b = vec![1f32; a.cols() * 8];
     let b = View::from_slice(&b, &[a.cols(), 8]).unwrap();
-    let error = BsrMatmul { beta: 1.0, ..BsrMatmul::new(&a, b) }.matmul(DType::F32, &stream).unwrap_err();
+    let error =
+        BsrMatmul { beta: 1.0, ..BsrMatmul::new(&a, b) }.matmul(DType::F32, &stream).unwrap_err();
     assert!(matches!(error, Error::InvalidScale { what: "beta", .. }), "{error}");
 }

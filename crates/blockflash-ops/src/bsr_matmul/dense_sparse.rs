@@ -6,11 +6,13 @@ use blockflash_safe::{Stream, Tensor, View};
 use blockflash_sys::DType;
 
 impl<'a> BsrMatmul<'a> {
-    /// A linear layer, `Y = X·Wᵀ` with X `[tokens, inputs]` and a block-sparse W `[outputs, inputs]`: its transpose, `Yᵀ = W·Xᵀ`.
+    /// A linear layer, `Y = X·Wᵀ` with X `[tokens, inputs]` and a block-sparse W
+    /// `[outputs, inputs]`: its transpose, `Yᵀ = W·Xᵀ`.
     ///
-    /// What the operation calls C is `Yᵀ`: [`matmul_transposed`](Self::matmul_transposed) allocates Y, and
-    /// [`matmul_into`](Self::matmul_into) takes `y.view_mut().permute(&[1, 0])`. So [`Bias::PerRow`](super::Bias::PerRow) is one value
-    /// per output, and [`Bias::PerColumn`](super::Bias::PerColumn) one per token.
+    /// What the operation calls C is `Yᵀ`: [`matmul_transposed`](Self::matmul_transposed) allocates
+    /// Y, and [`matmul_into`](Self::matmul_into) takes `y.view_mut().permute(&[1, 0])`. So
+    /// [`Bias::PerRow`](super::Bias::PerRow) is one value per output, and
+    /// [`Bias::PerColumn`](super::Bias::PerColumn) one per token.
     ///
     /// ```
     /// # use blockflash_ops::{Activation, Bias, BsrMatmul, BsrMatrix, DType, Device, Tensor, View};
@@ -34,8 +36,9 @@ impl<'a> BsrMatmul<'a> {
         Ok(Self::new(w, transposed("x", &x)?))
     }
 
-    /// `Y = X·W` with a dense X `[rows, inner]` and a block-sparse W `[inner, columns]`: its transpose, `Yᵀ = Wᵀ·Xᵀ`. With the W of a
-    /// [`linear`](Self::linear) layer it takes the gradient of Y back to that of X. C and bias as there.
+    /// `Y = X·W` with a dense X `[rows, inner]` and a block-sparse W `[inner, columns]`: its
+    /// transpose, `Yᵀ = Wᵀ·Xᵀ`. With the W of a [`linear`](Self::linear) layer it takes the
+    /// gradient of Y back to that of X. C and bias as there.
     ///
     /// ```
     /// # use blockflash_ops::{BsrMatmul, BsrMatrix, BsrTranspose, DType, Device, Tensor};
@@ -54,8 +57,8 @@ impl<'a> BsrMatmul<'a> {
         Ok(Self::transposed(w, index, transposed("x", &x)?))
     }
 
-    /// Allocates `Cᵀ` `[n, m]` in this element type and computes it, each column of C contiguous: Y where the operation is
-    /// [`linear`](Self::linear) or [`dense_sparse`](Self::dense_sparse).
+    /// Allocates `Cᵀ` `[n, m]` in this element type and computes it, each column of C contiguous: Y
+    /// where the operation is [`linear`](Self::linear) or [`dense_sparse`](Self::dense_sparse).
     ///
     /// # Errors
     /// As [`matmul`](Self::matmul).

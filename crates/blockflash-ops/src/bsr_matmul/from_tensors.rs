@@ -1,4 +1,5 @@
-//! Block-sparse matrices of arrays that are where they are used: on a GPU, where a pattern may have been computed.
+//! Block-sparse matrices of arrays that are where they are used: on a GPU, where a pattern may have
+//! been computed.
 
 use super::BsrMatrix;
 use super::build::VALUE_TYPES;
@@ -74,9 +75,11 @@ impl BsrMatrix {
 fn check_arrays(shape: &Shape, arrays: [&Tensor; 3], stream: &Stream) -> Result<usize> {
     let [row_ptr, col_idx, values] = arrays;
     let integers: &[DType] = &[DType::I32];
-    for (name, tensor, types) in
-        [("row_ptr", row_ptr, integers), ("col_idx", col_idx, integers), ("values", values, &VALUE_TYPES)]
-    {
+    for (name, tensor, types) in [
+        ("row_ptr", row_ptr, integers),
+        ("col_idx", col_idx, integers),
+        ("values", values, &VALUE_TYPES),
+    ] {
         let view = tensor.view();
         let operand = Operand::new(name, &view);
         operand.dtype_in(types)?;
@@ -93,7 +96,11 @@ fn check_arrays(shape: &Shape, arrays: [&Tensor; 3], stream: &Stream) -> Result<
     Ok(nnz_blocks)
 }
 
-fn check_padding<T: Float>(edge_blocks: &[EdgeBlock], block_size: usize, values: View<'_>) -> Result<()> {
+fn check_padding<T: Float>(
+    edge_blocks: &[EdgeBlock],
+    block_size: usize,
+    values: View<'_>,
+) -> Result<()> {
     let values = values.as_slice::<T>()?;
     edge_blocks.iter().try_for_each(|edge| edge.check_padding(block_size, values))
 }

@@ -38,11 +38,13 @@ fn it_is_the_matrix_of_these_arrays() {
         let (rows, cols) = (9 * block_size, 7 * block_size);
         let arrays = tensors(&row_ptr, &col_idx, block_size);
         let parts =
-            BsrMatrix::from_parts(rows, cols, block_size, &row_ptr, &col_idx, arrays[2].view()).unwrap();
+            BsrMatrix::from_parts(rows, cols, block_size, &row_ptr, &col_idx, arrays[2].view())
+                .unwrap();
         let matrix = build([rows, cols, block_size], arrays).unwrap();
         assert_eq!(matrix.to_dense().unwrap(), parts.to_dense().unwrap());
         matrix.has_pattern_of(&parts).unwrap();
-        let [found, expected] = [&matrix, &parts].map(|of| of.row_order().to_vec::<i32>(&cpu()).unwrap());
+        let [found, expected] =
+            [&matrix, &parts].map(|of| of.row_order().to_vec::<i32>(&cpu()).unwrap());
         assert_eq!(found, expected);
         BsrTranspose::new(&parts, &cpu()).unwrap().is_of(&matrix).unwrap();
     }
@@ -54,7 +56,8 @@ fn it_is_the_matrix_of_these_arrays() {
 fn the_indices_are_copies() {
     let [row_ptr, col_idx] = indices(5);
     let [mut rows, mut columns, values] = tensors(&row_ptr, &col_idx, 16);
-    let matrix = BsrMatrix::from_tensors(9 * 16, 7 * 16, 16, &rows, &columns, values, &cpu()).unwrap();
+    let matrix =
+        BsrMatrix::from_tensors(9 * 16, 7 * 16, 16, &rows, &columns, values, &cpu()).unwrap();
     let dense = matrix.to_dense().unwrap();
     rows.fill_bytes(&cpu(), 0x7F).unwrap();
     columns.fill_bytes(&cpu(), 0x7F).unwrap();
@@ -68,7 +71,10 @@ fn values_beyond_the_matrix_are_checked() {
     // Rows 0..15 and columns 0..14 in blocks of 8: both edges hang over.
     let arrays = || tensors(&[0, 1, 2], &[0, 1], 8);
     let error = build([15, 14, 8], arrays()).unwrap_err();
-    assert!(matches!(error, Error::NonzeroPadding { block: 1, block_row: 1, block_col: 1, row: 0, col: 6 }));
+    assert!(matches!(
+        error,
+        Error::NonzeroPadding { block: 1, block_row: 1, block_col: 1, row: 0, col: 6 }
+    ));
     let mut padded = arrays();
     let mut blocks = padded[2].to_vec::<f32>(&cpu()).unwrap();
     for (at, value) in blocks[64..].iter_mut().enumerate() {
@@ -99,7 +105,9 @@ fn wrong_arrays_are_named() {
     };
     let zeros = |dtype, shape: &[usize]| Tensor::zeros(&cpu(), dtype, shape).unwrap();
     for (at, name) in [(0, "row_ptr"), (1, "col_idx")] {
-        assert!(matches!(with(at, zeros(DType::F32, &[3 - at])), Error::DType { what, .. } if what == name));
+        assert!(
+            matches!(with(at, zeros(DType::F32, &[3 - at])), Error::DType { what, .. } if what == name)
+        );
         assert!(
             matches!(with(at, zeros(DType::I32, &[1, 3 - at])), Error::Shape { what, .. } if what == name)
         );

@@ -1,27 +1,36 @@
-//! In which order kernels take the block rows of a pattern: the longest first, since one that starts late ends late; and where neighbours in
-//! the order share B, those that need the same of it side by side, if that is worth it.
+//! In which order kernels take the block rows of a pattern: the longest first, since one that
+//! starts late ends late; and where neighbours in the order share B, those that need the same of it
+//! side by side, if that is worth it.
 
 use super::stages;
 use std::cmp::Reverse;
 
 /// Words of bits that are compared at most; with more block rows the order is by length alone.
 const MOST_COMPARED: usize = 1 << 27;
-/// A row of a group has at least this part of the blocks of its longest row: they are computed side by side.
+/// A row of a group has at least this part of the blocks of its longest row: they are computed side
+/// by side.
 const LEAST_LENGTH: f64 = 0.75;
 /// Rows are grouped by what they need of B where that saves at least this part of it.
 const LEAST_GAIN: f64 = 0.05;
 
 /// The block rows in the order in which kernels take them.
-pub(super) fn row_order(block_size: usize, block_cols: usize, row_ptr: &[i32], col_idx: &[i32]) -> Vec<i32> {
+pub(super) fn row_order(
+    block_size: usize,
+    block_cols: usize,
+    row_ptr: &[i32],
+    col_idx: &[i32],
+) -> Vec<i32> {
     let by_length = longest_first(row_ptr);
     let (rows, group) = (by_length.len(), rows_that_share(block_size));
     let words = block_cols.div_ceil(64);
-    if group < 2 || rows <= group || rows.saturating_mul(rows).saturating_mul(words) > MOST_COMPARED {
+    if group < 2 || rows <= group || rows.saturating_mul(rows).saturating_mul(words) > MOST_COMPARED
+    {
         return by_length;
     }
     let columns = Columns::new(words, row_ptr, col_idx);
     let by_columns = columns.grouped(&by_length, group);
-    let [before, after] = [&by_length, &by_columns].map(|order| columns.shared(order, group) as f64);
+    let [before, after] =
+        [&by_length, &by_columns].map(|order| columns.shared(order, group) as f64);
     if after <= before * (1.0 - LEAST_GAIN) { by_columns } else { by_length }
 }
 
@@ -75,8 +84,9 @@ impl Columns {
         order.chunks(group).map(of_group).sum()
     }
 
-    /// Each group begins with the longest row that is left and takes those that add the fewest columns to it. Groups that need the most of B
-    /// come first, but for the last one, which may not be full.
+    /// Each group begins with the longest row that is left and takes those that add the fewest
+    /// columns to it. Groups that need the most of B come first, but for the last one, which may
+    /// not be full.
     fn grouped(&self, by_length: &[i32], group: usize) -> Vec<i32> {
         let mut left = by_length.to_vec();
         let mut groups = Vec::with_capacity(left.len().div_ceil(group));
@@ -87,7 +97,11 @@ impl Columns {
             let mut rows = vec![first];
             for _ in 1..group.min(left.len() + 1) {
                 let added = |row: i32| -> u32 {
-                    self.of(row).iter().zip(&all).map(|(word, all)| (word & !all).count_ones()).sum()
+                    self.of(row)
+                        .iter()
+                        .zip(&all)
+                        .map(|(word, all)| (word & !all).count_ones())
+                        .sum()
                 };
                 // Lengths descend: the first always may, so that groups are full.
                 let may = left.iter().take_while(|&&row| self.count(row) >= least).count().max(1);
@@ -124,7 +138,8 @@ mod tests {
 
     fn shared(block_size: usize, cols: usize, rows: &[Vec<i32>], order: &[i32]) -> usize {
         let (row_ptr, col_idx) = arrays(rows);
-        Columns::new(cols.div_ceil(64), &row_ptr, &col_idx).shared(order, rows_that_share(block_size))
+        Columns::new(cols.div_ceil(64), &row_ptr, &col_idx)
+            .shared(order, rows_that_share(block_size))
     }
 
     /// Rows of four clusters in turns, each with columns of its own.
@@ -143,14 +158,16 @@ mod tests {
             assert_eq!(sorted, natural, "every row once");
             let group = rows_that_share(block_size);
             assert!(order.chunks(group).all(|rows| rows.iter().all(|row| row % 4 == rows[0] % 4)));
-            let [before, after] = [&natural, &order].map(|order| shared(block_size, 80, &rows, order));
+            let [before, after] =
+                [&natural, &order].map(|order| shared(block_size, 80, &rows, order));
             assert_eq!(before, after * group.min(4), "blocks of {block_size}");
         }
     }
 
     #[test]
     fn rows_without_anything_in_common_stay_in_the_order_of_their_lengths() {
-        let rows: Vec<Vec<i32>> = (0..60).map(|row| (0..row % 5).map(|i| row * 5 + i).collect()).collect();
+        let rows: Vec<Vec<i32>> =
+            (0..60).map(|row| (0..row % 5).map(|i| row * 5 + i).collect()).collect();
         let (row_ptr, _) = arrays(&rows);
         for block_size in [16, 32, 64] {
             assert_eq!(order_of(block_size, 300, &rows), longest_first(&row_ptr));
@@ -162,7 +179,8 @@ mod tests {
     /// Columns of random rows, about a tenth of them stored.
     fn random(rows: usize, cols: usize) -> Vec<Vec<i32>> {
         let noise = values(rows * cols, 7);
-        let stored = |row: &[f32]| (0..cols as i32).filter(|&column| row[column as usize] > 0.74).collect();
+        let stored =
+            |row: &[f32]| (0..cols as i32).filter(|&column| row[column as usize] > 0.74).collect();
         noise.chunks(cols).map(stored).collect()
     }
 
@@ -172,9 +190,13 @@ mod tests {
         for (block_size, expected) in [(16, 0.9), (32, 0.88), (64, 0.92)] {
             let rows = random(8192 / block_size, 8192 / block_size);
             let (row_ptr, _) = arrays(&rows);
-            let [after, before] = [order_of(block_size, rows.len(), &rows), longest_first(&row_ptr)]
-                .map(|order| shared(block_size, rows.len(), &rows, &order) as f64);
-            assert!((after / before - expected).abs() < 0.02, "blocks of {block_size}: {after} of {before}");
+            let [after, before] =
+                [order_of(block_size, rows.len(), &rows), longest_first(&row_ptr)]
+                    .map(|order| shared(block_size, rows.len(), &rows, &order) as f64);
+            assert!(
+                (after / before - expected).abs() < 0.02,
+                "blocks of {block_size}: {after} of {before}"
+            );
         }
     }
 
@@ -195,7 +217,9 @@ mod tests {
         let mut rows = clusters(64);
         rows.extend((0..64).map(|row| vec![row % 4 * 20]));
         let order = order_of(16, 80, &rows);
-        assert!(order[..64].iter().all(|&row| row < 64) && order[64..].iter().all(|&row| row >= 64));
+        assert!(
+            order[..64].iter().all(|&row| row < 64) && order[64..].iter().all(|&row| row >= 64)
+        );
     }
 
     #[test]

@@ -8,8 +8,9 @@ use std::sync::LazyLock;
 
 /// Not among those that take any layout, see `any_layout_tests`.
 fn select(problem: &BsrProblem, gpu: &CudaProperties) -> Result<&'static Row> {
-    static ROWS: LazyLock<Vec<Row>> =
-        LazyLock::new(|| manifest::rows().iter().filter(|row| !row.takes_any_layout()).cloned().collect());
+    static ROWS: LazyLock<Vec<Row>> = LazyLock::new(|| {
+        manifest::rows().iter().filter(|row| !row.takes_any_layout()).cloned().collect()
+    });
     select_among(&ROWS, problem, gpu)
 }
 
@@ -25,7 +26,10 @@ fn problem([m, n, k]: [usize; 3], block_size: usize) -> BsrProblem {
 mod cluster_tests;
 
 fn hopper_rows() -> impl Iterator<Item = (&'static Row, BsrTile)> {
-    manifest::rows().iter().filter(|row| is_hopper(row)).filter_map(|row| Some((row, row.bsr_tile()?)))
+    manifest::rows()
+        .iter()
+        .filter(|row| is_hopper(row))
+        .filter_map(|row| Some((row, row.bsr_tile()?)))
 }
 
 #[test]
@@ -41,7 +45,10 @@ fn tiles_are_as_wide_as_the_grid_allows() {
         [8, 64, 128, 256, 512, 1024, 8192].map(|n| block_n(8192, n, 128)),
         [64, 64, 64, 128, 256, 256, 256]
     );
-    assert_eq!([8, 128, 256, 512, 1024, 8192].map(|n| block_n(8192, n, 64)), [128, 128, 256, 256, 256, 256]);
+    assert_eq!(
+        [8, 128, 256, 512, 1024, 8192].map(|n| block_n(8192, n, 64)),
+        [128, 128, 256, 256, 256, 256]
+    );
     // Few block rows: more tiles than one per row keep the multiprocessors busy.
     assert_eq!([128, 64].map(|block_size| block_n(1024, 1024, block_size)), [64, 128]);
 }
@@ -109,7 +116,8 @@ fn small_blocks_take_large_tiles_where_these_keep_the_multiprocessors_busy() {
         for density in [0.05, 0.1, 0.2, 0.5] {
             assert_eq!([1024, 8192].map(|n| tile(8192, n, density)), [Some((256, 128)); 2]);
         }
-        // As large as gives every multiprocessor one; portable rows for fewer still. Blocks of 16 have pairs of narrow tiles.
+        // As large as gives every multiprocessor one; portable rows for fewer still. Blocks of 16
+        // have pairs of narrow tiles.
         let pair_of_128 = (block_size == 16).then_some((256, 64));
         assert_eq!(
             [64, 128, 256, 512].map(|n| tile(8192, n, 0.1)),
@@ -152,7 +160,8 @@ fn a_workspace_splits_what_few_multiprocessors_would_compute() {
 
 #[test]
 fn other_gpus_take_a_portable_row() {
-    for (block_size, gpu) in [(16, gpu(8, 9)), (64, gpu(8, 9)), (128, gpu(10, 0)), (64, gpu(12, 0))] {
+    for (block_size, gpu) in [(16, gpu(8, 9)), (64, gpu(8, 9)), (128, gpu(10, 0)), (64, gpu(12, 0))]
+    {
         let row = select(&problem([1000, 512, 2000], block_size), &gpu).unwrap();
         assert!(matches!(row.variant, Variant::BsrMatmul(_)), "{}", row.image_name());
     }
@@ -175,7 +184,8 @@ fn what_tensor_maps_lack_takes_a_portable_row() {
     falls_back(BsrProblem { ldb: 1 << 39, ..good }, "tensor map");
     falls_back(BsrProblem { k: 1 << 31, ..good }, "k is 2147483648");
     falls_back(BsrProblem { m: (1 << 31) - 1024, ..good }, "m is 2147482624");
-    let takes = |problem: BsrProblem| assert_eq!(select(&problem, &h200()).unwrap().target, Target::Sm90a);
+    let takes =
+        |problem: BsrProblem| assert_eq!(select(&problem, &h200()).unwrap().target, Target::Sm90a);
     // Whatever C is like, and a B without rows.
     takes(BsrProblem { c_vectorized: false, ldc: 513, c_dtype: DType::F32, beta: 1.0, ..good });
     takes(BsrProblem { k: 0, b_vectorized: false, ldb: 0, ..good });
@@ -190,7 +200,10 @@ fn blocks_stay_and_start_early() {
         let block = tile.block_size as usize;
         let plan_of = |m, n| plan(row, &problem([m, n, 4096], block), &h200()).unwrap();
         let many = plan_of(1000 * block, 1000);
-        assert_eq!((many.config.grid, many.config.programmatic_dependent_launch), ([132, 1, 1], true));
+        assert_eq!(
+            (many.config.grid, many.config.programmatic_dependent_launch),
+            ([132, 1, 1], true)
+        );
         assert_eq!((many.config.block, many.config.smem_bytes), (row.threads(), row.smem_bytes()));
         let few = plan_of(3 * block - 1, tile.block_n as usize + 1);
         assert_eq!(few.config.grid, [2 * 3u32.div_ceil(tile.block_rows), 1, 1]);
@@ -213,7 +226,10 @@ fn large_blocks_lie_as_they_like() {
                     let problem = problem([4096, n, 4096], block_size).lying(a_transposed, b, c);
                     let row = select(&problem, &h200()).unwrap();
                     let tile = row.bsr_tile().unwrap();
-                    assert_eq!((tile.a_transposed, tile.b_column_major), (a_transposed, b == Major::Column));
+                    assert_eq!(
+                        (tile.a_transposed, tile.b_column_major),
+                        (a_transposed, b == Major::Column)
+                    );
                     assert_eq!(row.target, Target::Sm90a, "{}", row.image_name());
                     let plan = plan(row, &problem, &h200()).unwrap();
                     assert_eq!(plan.params.c_column_major, i32::from(c == Major::Column));
@@ -221,10 +237,15 @@ fn large_blocks_lie_as_they_like() {
                     for (other, tile) in
                         hopper_rows().filter(|(_, tile)| tile.block_size as usize == block_size)
                     {
-                        let same =
-                            (tile.a_transposed, tile.b_column_major) == (a_transposed, b == Major::Column);
+                        let same = (tile.a_transposed, tile.b_column_major)
+                            == (a_transposed, b == Major::Column);
                         let fits = same && tile.dtype == problem.dtype;
-                        assert_eq!(accepts(other, &problem, &h200()).is_ok(), fits, "{}", other.image_name());
+                        assert_eq!(
+                            accepts(other, &problem, &h200()).is_ok(),
+                            fits,
+                            "{}",
+                            other.image_name()
+                        );
                     }
                 }
             }
@@ -240,7 +261,8 @@ fn what_no_kernel_takes_is_named() {
         other => panic!("{other}"),
     };
     let (small, large) = (problem([1000, 512, 2000], 32), problem([1000, 512, 2000], 64));
-    let special = [(true, row, row), (false, column, row), (false, row, column), (true, column, column)];
+    let special =
+        [(true, row, row), (false, column, row), (false, row, column), (true, column, column)];
     for ((a_transposed, b, c), asked) in special.into_iter().zip([
         "a transposed A",
         "a column-major b",
@@ -248,7 +270,10 @@ fn what_no_kernel_takes_is_named() {
         "a transposed A and a column-major b and a column-major c",
     ]) {
         let small = small.lying(a_transposed, b, c);
-        assert_eq!(why(&small, &h200()), format!("block size 32 with {asked}: kernels take [64, 128]"));
+        assert_eq!(
+            why(&small, &h200()),
+            format!("block size 32 with {asked}: kernels take [64, 128]")
+        );
         let large = large.lying(a_transposed, b, c);
         let found = why(&large, &gpu(8, 0));
         assert_eq!(found, format!("block size 64 with {asked}: the image is compiled for sm_90a"));
@@ -256,9 +281,11 @@ fn what_no_kernel_takes_is_named() {
         for (row, tile) in manifest::rows().iter().filter_map(|row| Some((row, row.bsr_tile()?))) {
             let gathers = matches!(row.variant, Variant::BsrMatmulHopper(tile) if tile.gathers());
             if gathers || !is_hopper(row) && !row.takes_any_layout() {
-                let problem = BsrProblem { block_size: tile.block_size as usize, dtype: tile.dtype, ..small };
+                let problem =
+                    BsrProblem { block_size: tile.block_size as usize, dtype: tile.dtype, ..small };
                 let error = accepts(row, &problem, &h200()).unwrap_err().to_string();
-                let reasons = ["multiplies A as it is", "takes a row-major b", "takes a row-major c"];
+                let reasons =
+                    ["multiplies A as it is", "takes a row-major b", "takes a row-major c"];
                 assert!(reasons.iter().any(|reason| error.contains(reason)), "{error}");
             }
         }
@@ -266,7 +293,9 @@ fn what_no_kernel_takes_is_named() {
     let unaligned = BsrProblem { b_vectorized: false, ldb: 2001, ..large.lying(true, column, row) };
     let found = why(&unaligned, &h200());
     assert!(
-        found.ends_with("b has no tensor map: columns of 16-byte aligned memory, 2001 elements apart"),
+        found.ends_with(
+            "b has no tensor map: columns of 16-byte aligned memory, 2001 elements apart"
+        ),
         "{found}"
     );
 }

@@ -21,7 +21,8 @@ pub(super) fn checked(op: &BsrMatmul<'_>, c: &ViewMut<'_>, stream: &Stream) -> R
     let problem = op.problem(c)?;
     let device = stream.device();
     Operand::new("a", &op.a.values().view()).on(device)?;
-    op.transpose.map_or(Ok(()), |index| Operand::new("transpose", &index.row_ptr().view()).on(device))?;
+    op.transpose
+        .map_or(Ok(()), |index| Operand::new("transpose", &index.row_ptr().view()).on(device))?;
     Operand::new("b", &op.b).on(device)?;
     Operand::of_mut("c", c).on(device)?;
     op.workspace.map_or(Ok(()), |workspace| workspace.on(device))?;
@@ -63,9 +64,17 @@ pub(super) fn launch(
     Ok(())
 }
 
-/// The parts of long tiles, for kernels that have some and a caller who lends memory for their sums.
-fn parts<'a>(op: &BsrMatmul<'a>, row: &Row, problem: &BsrProblem, most: usize) -> Option<BsrParts<'a>> {
-    let (Variant::BsrMatmulHopper(tile), Some(workspace)) = (&row.variant, op.workspace) else { return None };
+/// The parts of long tiles, for kernels that have some and a caller who lends memory for their
+/// sums.
+fn parts<'a>(
+    op: &BsrMatmul<'a>,
+    row: &Row,
+    problem: &BsrProblem,
+    most: usize,
+) -> Option<BsrParts<'a>> {
+    let (Variant::BsrMatmulHopper(tile), Some(workspace)) = (&row.variant, op.workspace) else {
+        return None;
+    };
     let lengths = match (op.transpose, &op.a.groups) {
         (Some(index), _) => index.lengths(),
         (None, Some(groups)) if tile.gathers() => &groups.lengths,
@@ -76,5 +85,9 @@ fn parts<'a>(op: &BsrMatmul<'a>, row: &Row, problem: &BsrProblem, most: usize) -
 
 /// A kernel was named, but the operands are on the CPU.
 pub(super) fn no_kernel_on_cpu(row: &Row) -> Error {
-    Error::Unsupported { op: OP, arch: "cpu".into(), what: format!("{} runs on a GPU", row.symbol()) }
+    Error::Unsupported {
+        op: OP,
+        arch: "cpu".into(),
+        what: format!("{} runs on a GPU", row.symbol()),
+    }
 }

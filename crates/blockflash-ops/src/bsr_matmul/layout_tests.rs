@@ -111,8 +111,12 @@ fn epilogues_of_every_layout() {
                     activation: Activation::Relu,
                     bias: match bias {
                         BiasKind::None => Bias::None,
-                        BiasKind::PerRow => Bias::PerRow(View::from_slice(&per_row, &[a.rows()]).unwrap()),
-                        BiasKind::PerColumn => Bias::PerColumn(View::from_slice(&per_column, &[n]).unwrap()),
+                        BiasKind::PerRow => {
+                            Bias::PerRow(View::from_slice(&per_row, &[a.rows()]).unwrap())
+                        }
+                        BiasKind::PerColumn => {
+                            Bias::PerColumn(View::from_slice(&per_column, &[n]).unwrap())
+                        }
                     },
                     ..BsrMatmul::transposed(&stored, &index, b.view())
                 };
@@ -131,8 +135,10 @@ fn nothing_stored_and_nothing_to_do() {
         let index = BsrTranspose::new(&a, &stream).unwrap();
         let x = vec![1f32; n * rows];
         let x = View::from_slice(&x, &[n, rows]).unwrap();
-        let y =
-            BsrMatmul::dense_sparse(x, &a, &index).unwrap().matmul_transposed(DType::F32, &stream).unwrap();
+        let y = BsrMatmul::dense_sparse(x, &a, &index)
+            .unwrap()
+            .matmul_transposed(DType::F32, &stream)
+            .unwrap();
         assert_eq!((y.shape(), to_vec(&y, |x: f32| x)), (&[n, cols][..], vec![0.0; n * cols]));
     }
 }
@@ -145,16 +151,18 @@ fn dense_times_sparse() {
     let index = BsrTranspose::new(&w, &stream).unwrap();
     let (dense, tokens) = (w.to_dense().unwrap(), 5);
     let (outputs, inputs) = (w.rows(), w.cols());
-    let (x, dy, bias) = (values(tokens * inputs, 6), values(tokens * outputs, 7), values(outputs, 8));
+    let (x, dy, bias) =
+        (values(tokens * inputs, 6), values(tokens * outputs, 7), values(outputs, 8));
     let matrix_of = |data, columns| View::from_slice(data, &[tokens, columns]).unwrap();
     let layer = BsrMatmul {
         bias: Bias::PerRow(View::from_slice(&bias, &[outputs]).unwrap()),
         ..BsrMatmul::linear(matrix_of(&x, inputs), &w).unwrap()
     };
     let y = layer.matmul_transposed(DType::F32, &stream).unwrap();
-    let expected = |rows: usize, columns: usize, element: &dyn Fn(usize, usize) -> f64| -> Vec<f64> {
-        (0..rows * columns).map(|at| element(at / columns, at % columns)).collect()
-    };
+    let expected =
+        |rows: usize, columns: usize, element: &dyn Fn(usize, usize) -> f64| -> Vec<f64> {
+            (0..rows * columns).map(|at| element(at / columns, at % columns)).collect()
+        };
     let product = |x: f32, w: f32| f64::from(x) * f64::from(w);
     let y_of = expected(tokens, outputs, &|t, o| {
         f64::from(bias[o])

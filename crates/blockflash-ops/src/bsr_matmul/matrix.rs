@@ -7,7 +7,8 @@ use crate::Result;
 use blockflash_safe::{BsrIndexArrays, BsrIndices, Device, Stream, Tensor};
 use blockflash_sys::DType;
 
-/// A block-sparse matrix in BSR format: square blocks of `block_size`, stored by block row, on the CPU or a GPU.
+/// A block-sparse matrix in BSR format: square blocks of `block_size`, stored by block row, on the
+/// CPU or a GPU.
 ///
 /// Every constructor validates the index arrays and copies them, and nothing changes them later, so
 /// the kernels need not check them. `rows` and `cols` need not be multiples of `block_size`: the
@@ -15,8 +16,10 @@ use blockflash_sys::DType;
 /// [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE) is a valid matrix and works on the CPU; the kernels
 /// take 16, 32, 64 and 128.
 ///
-/// Values may change, as weights do, by [`set_values`](Self::set_values), [`values_mut`](Self::values_mut) and
-/// [`BsrSddmm::sddmm_into_matrix`](crate::BsrSddmm::sddmm_into_matrix), all of which leave the zeros at the edge.
+/// Values may change, as weights do, by [`set_values`](Self::set_values),
+/// [`values_mut`](Self::values_mut) and
+/// [`BsrSddmm::sddmm_into_matrix`](crate::BsrSddmm::sddmm_into_matrix), all of which leave the
+/// zeros at the edge.
 #[derive(Debug)]
 pub struct BsrMatrix {
     pub(super) rows: usize,
@@ -128,13 +131,14 @@ impl BsrMatrix {
         self.indices.col_idx()
     }
 
-    /// `[nnz_blocks, block_size, block_size]`: the blocks, each row-major; zero beyond `rows` and `cols`.
+    /// `[nnz_blocks, block_size, block_size]`: the blocks, each row-major; zero beyond `rows` and
+    /// `cols`.
     pub fn values(&self) -> &Tensor {
         &self.values
     }
 
-    /// i32 `[block_rows]`: the block rows in the order in which a kernel takes them: the longest first, and
-    /// where neighbours share B, those that need much the same of it side by side.
+    /// i32 `[block_rows]`: the block rows in the order in which a kernel takes them: the longest
+    /// first, and where neighbours share B, those that need much the same of it side by side.
     pub fn row_order(&self) -> &Tensor {
         self.indices.row_order()
     }

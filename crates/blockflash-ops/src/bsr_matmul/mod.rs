@@ -1,4 +1,5 @@
-//! Block-sparse (BSR) times dense: `C = activation(alpha·A·B + beta·C + bias)`, also with Aᵀ; and dense times block-sparse.
+//! Block-sparse (BSR) times dense: `C = activation(alpha·A·B + beta·C + bias)`, also with Aᵀ; and
+//! dense times block-sparse.
 
 mod block_diagonal;
 mod build;
@@ -58,14 +59,17 @@ pub enum Activation {
     Silu,
 }
 
-/// `C = activation(alpha·A·B + beta·C + bias)` with a block-sparse A `[m, k]` and dense B `[k, n]` and C `[m, n]`; with
-/// [`transpose`](Self::transpose) the block-sparse matrix is `[k, m]`, and Aᵀ takes the place of A.
+/// `C = activation(alpha·A·B + beta·C + bias)` with a block-sparse A `[m, k]` and dense B `[k, n]`
+/// and C `[m, n]`; with [`transpose`](Self::transpose) the block-sparse matrix is `[k, m]`, and Aᵀ
+/// takes the place of A.
 ///
-/// A and B are f16 or bf16 (on the CPU also f32), C is f16, bf16 or f32. Sums are f32. B and C are row-major or, as a permuted view of a
-/// row-major matrix is, column-major, each as it likes. Their rows or columns may be any number of elements apart and start anywhere;
-/// 16-byte aligned ones are faster, and some kernels take no others of B. Dense times block-sparse is this product of transposed
-/// views: [`linear`](Self::linear), [`dense_sparse`](Self::dense_sparse); a batch of products with a pattern each is this product of a block
-/// diagonal: [`batched`](Self::batched). Fields left at their default do nothing:
+/// A and B are f16 or bf16 (on the CPU also f32), C is f16, bf16 or f32. Sums are f32. B and C are
+/// row-major or, as a permuted view of a row-major matrix is, column-major, each as it likes. Their
+/// rows or columns may be any number of elements apart and start anywhere; 16-byte aligned ones are
+/// faster, and some kernels take no others of B. Dense times block-sparse is this product of
+/// transposed views: [`linear`](Self::linear), [`dense_sparse`](Self::dense_sparse); a batch of
+/// products with a pattern each is this product of a block diagonal: [`batched`](Self::batched).
+/// Fields left at their default do nothing:
 ///
 /// ```
 /// # use blockflash_ops::{Activation, BsrMatmul, BsrMatrix, DType, View};
@@ -91,8 +95,9 @@ pub struct BsrMatmul<'a> {
     pub bias: Bias<'a>,
     /// What is applied last.
     pub activation: Activation,
-    /// Memory with which several multiprocessors may share a long block row, or one of few; `None`: one computes each tile. It changes
-    /// rounding and time only, and does nothing where kernels do not use it.
+    /// Memory with which several multiprocessors may share a long block row, or one of few; `None`:
+    /// one computes each tile. It changes rounding and time only, and does nothing where kernels do
+    /// not use it.
     pub workspace: Option<&'a BsrWorkspace>,
 }
 
@@ -124,13 +129,14 @@ impl<'a> BsrMatmul<'a> {
         Self { transpose: Some(index), ..Self::new(a, b) }
     }
 
-    /// Computes into a matrix of the caller, f16, bf16 or f32 `[m, n]` with contiguous rows or columns. Nothing is allocated and the
-    /// stream is not synchronised on a GPU, so the call can be captured into a graph; on the CPU it returns when the result is
-    /// there. A C without elements is fine and launches nothing.
+    /// Computes into a matrix of the caller, f16, bf16 or f32 `[m, n]` with contiguous rows or
+    /// columns. Nothing is allocated and the stream is not synchronised on a GPU, so the call can
+    /// be captured into a graph; on the CPU it returns when the result is there. A C without
+    /// elements is fine and launches nothing.
     ///
     /// # Errors
-    /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`] if an operand is not on the stream's
-    /// device.
+    /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`] if an
+    /// operand is not on the stream's device.
     pub fn matmul_into(&self, c: ViewMut<'_>, stream: &Stream) -> Result<()> {
         let problem = launch::checked(self, &c, stream)?;
         if problem.is_empty() {
@@ -142,14 +148,16 @@ impl<'a> BsrMatmul<'a> {
         }
     }
 
-    /// Like [`matmul_into`](Self::matmul_into) with this very kernel, whatever [`select`] would take: for tests and
-    /// measurements.
+    /// Like [`matmul_into`](Self::matmul_into) with this very kernel, whatever [`select`] would
+    /// take: for tests and measurements.
     ///
     /// # Errors
     /// Also [`Error::Unsupported`] if the row cannot compute this problem on this device.
     pub fn matmul_with(&self, row: &Row, c: ViewMut<'_>, stream: &Stream) -> Result<()> {
         let problem = launch::checked(self, &c, stream)?;
-        let Some(gpu) = stream.device().cuda_properties() else { return Err(launch::no_kernel_on_cpu(row)) };
+        let Some(gpu) = stream.device().cuda_properties() else {
+            return Err(launch::no_kernel_on_cpu(row));
+        };
         accepts(row, &problem, gpu)?;
         if problem.is_empty() {
             return Ok(());
@@ -157,7 +165,8 @@ impl<'a> BsrMatmul<'a> {
         launch::launch(self, row, &problem, c, stream)
     }
 
-    /// Decides for good what [`matmul_into`](Self::matmul_into) decides anew at each call, and loads the kernel.
+    /// Decides for good what [`matmul_into`](Self::matmul_into) decides anew at each call, and
+    /// loads the kernel.
     ///
     /// # Errors
     /// As [`matmul_into`](Self::matmul_into), and if the kernel cannot be loaded.
@@ -171,8 +180,9 @@ impl<'a> BsrMatmul<'a> {
         Ok(PreparedBsrMatmul { problem, device: *stream.device(), row })
     }
 
-    /// Like [`matmul_into`](Self::matmul_into) with the kernel that was decided on. The matrices may be others than those
-    /// that were prepared with; everything that they are checked for is checked again.
+    /// Like [`matmul_into`](Self::matmul_into) with the kernel that was decided on. The matrices
+    /// may be others than those that were prepared with; everything that they are checked for is
+    /// checked again.
     ///
     /// # Errors
     /// Also [`Error::NotPrepared`] if sizes, strides, types, options or the device differ.
@@ -196,8 +206,8 @@ impl<'a> BsrMatmul<'a> {
     /// Allocates C in this element type, f16, bf16 or f32, and computes it.
     ///
     /// # Errors
-    /// As [`matmul_into`](Self::matmul_into), and out of memory; [`Error::InvalidScale`] if `beta` is not 0, since there is no
-    /// old C.
+    /// As [`matmul_into`](Self::matmul_into), and out of memory; [`Error::InvalidScale`] if `beta`
+    /// is not 0, since there is no old C.
     pub fn matmul(&self, dtype: DType, stream: &Stream) -> Result<Tensor> {
         let mut c = Tensor::empty(stream, dtype, &self.new_c()?)?;
         self.matmul_into(c.view_mut(), stream)?;

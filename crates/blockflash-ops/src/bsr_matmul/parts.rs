@@ -1,5 +1,5 @@
-//! Long tiles in parts: several multiprocessors compute a tile of C where few tiles, or one that is longer than the others, would leave most of
-//! them idle.
+//! Long tiles in parts: several multiprocessors compute a tile of C where few tiles, or one that is
+//! longer than the others, would leave most of them idle.
 
 use crate::{Error, Result};
 use blockflash_safe::{BsrParts, BsrPartsMemory, Device, Stream};
@@ -11,10 +11,11 @@ pub(super) const MOST_PARTS: usize = BLOCKFLASH_BSR_PARTS as usize;
 
 /// Memory in which a [`BsrMatmul`](super::BsrMatmul) leaves sums of parts of tiles.
 ///
-/// With it, block rows that are much longer than others, and products with few tiles (few columns of B), are computed by several multiprocessors
-/// each; the sums are added in a fixed order, so results are the same in every run. They may differ in the last bits from those without a
-/// workspace, which add in one go. Kernels that cannot use it leave it alone: those for other GPUs than Hopper, and the CPU, for which it
-/// has no memory.
+/// With it, block rows that are much longer than others, and products with few tiles (few columns
+/// of B), are computed by several multiprocessors each; the sums are added in a fixed order, so
+/// results are the same in every run. They may differ in the last bits from those without a
+/// workspace, which add in one go. Kernels that cannot use it leave it alone: those for other GPUs
+/// than Hopper, and the CPU, for which it has no memory.
 ///
 /// Any number of calls, streams and captured graphs may share one. They use it one after another: a
 /// call, or a launch of a graph, waits on its stream for what the stream that used the workspace
@@ -50,12 +51,14 @@ impl BsrWorkspace {
     /// # Errors
     /// Out of memory, a stream that is being captured, or a failing device.
     pub fn new(stream: &Stream) -> Result<Self> {
-        let [sums, words] = if stream.device().is_cpu() { [0; 2] } else { [Self::BYTES / 4, Self::WORDS] };
+        let [sums, words] =
+            if stream.device().is_cpu() { [0; 2] } else { [Self::BYTES / 4, Self::WORDS] };
         Ok(Self { memory: BsrPartsMemory::new(stream, sums, words)?, asked: None })
     }
 
-    /// The same memory for products whose longest tile is computed in this many parts, up to 8, whatever the estimate says, unless it has fewer
-    /// steps or there is no room for them: for tests and measurements.
+    /// The same memory for products whose longest tile is computed in this many parts, up to 8,
+    /// whatever the estimate says, unless it has fewer steps or there is no room for them: for
+    /// tests and measurements.
     ///
     /// # Errors
     /// [`Error::TooLarge`] for more parts than kernels make.
@@ -73,10 +76,15 @@ impl BsrWorkspace {
 
     pub(super) fn on(&self, expected: &Device) -> Result<()> {
         let (what, expected, found) = ("workspace", *expected, self.device());
-        if expected == found { Ok(()) } else { Err(Error::DeviceMismatch { what, expected, found }) }
+        if expected == found {
+            Ok(())
+        } else {
+            Err(Error::DeviceMismatch { what, expected, found })
+        }
     }
 
-    /// The parts of a product whose longest tile is estimated to need this many, at most as many as there is room for. None: tiles are whole.
+    /// The parts of a product whose longest tile is estimated to need this many, at most as many as
+    /// there is room for. None: tiles are whole.
     pub(super) fn parts(
         &self,
         tile: &BsrMatmulHopper,
@@ -99,8 +107,9 @@ impl BsrWorkspace {
     }
 }
 
-/// How long tiles are along K, in the order in which they are taken: in blocks, or in stages of the plan. An upper bound that never ascends, since
-/// tiles that share B well may come before longer ones.
+/// How long tiles are along K, in the order in which they are taken: in blocks, or in stages of the
+/// plan. An upper bound that never ascends, since tiles that share B well may come before longer
+/// ones.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Lengths(Vec<i32>);
 
@@ -117,7 +126,9 @@ impl Lengths {
 
     /// Of the block rows of a pattern in this order.
     pub(super) fn of_rows(row_ptr: &[i32], order: &[i32]) -> Self {
-        Self::new(order.iter().map(|&row| row_ptr[row as usize + 1] - row_ptr[row as usize]).collect())
+        Self::new(
+            order.iter().map(|&row| row_ptr[row as usize + 1] - row_ptr[row as usize]).collect(),
+        )
     }
 
     /// The longest; 0 if there are none.
@@ -125,8 +136,9 @@ impl Lengths {
         self.0.first().map_or(0, |&length| length as usize)
     }
 
-    /// Steps of a part if the longest tile has so many parts, and where the tiles begin that may have a part of each number:
-    /// `part_begin` in `params.h`. None where the longest has fewer steps than parts.
+    /// Steps of a part if the longest tile has so many parts, and where the tiles begin that may
+    /// have a part of each number: `part_begin` in `params.h`. None where the longest has fewer
+    /// steps than parts.
     fn cut(&self, parts: usize) -> Option<(i32, [i32; MOST_PARTS])> {
         let longest = *self.0.first()?;
         if longest < parts as i32 {
@@ -135,7 +147,9 @@ impl Lengths {
         let steps = (longest - 1) / parts as i32 + 1;
         let mut begin = [0; MOST_PARTS];
         for part in (1..MOST_PARTS).rev() {
-            let longer = self.0.partition_point(|&length| i64::from(length) > part as i64 * i64::from(steps));
+            let longer = self
+                .0
+                .partition_point(|&length| i64::from(length) > part as i64 * i64::from(steps));
             begin[part - 1] = begin[part] + longer as i32;
         }
         Some((steps, begin))

@@ -16,11 +16,13 @@ const TILE: BsrMatmulHopper = BsrMatmulHopper {
 /// Memory as on a GPU.
 fn workspace() -> BsrWorkspace {
     let stream = Device::cpu().stream().unwrap();
-    let memory = BsrPartsMemory::new(&stream, BsrWorkspace::BYTES / 4, BsrWorkspace::WORDS).unwrap();
+    let memory =
+        BsrPartsMemory::new(&stream, BsrWorkspace::BYTES / 4, BsrWorkspace::WORDS).unwrap();
     BsrWorkspace { memory, asked: None }
 }
 
-/// Parts of the tile at each position, as a kernel counts them, and the positions that each part number has a place for.
+/// Parts of the tile at each position, as a kernel counts them, and the positions that each part
+/// number has a place for.
 fn counted(lengths: &[i32], (steps, begin): (i32, [i32; MOST_PARTS])) -> (Vec<usize>, Vec<usize>) {
     let parts = |length: i32| (((length - 1) / steps + 1) as usize).min(MOST_PARTS);
     let places = (1..MOST_PARTS).map(|part| (begin[part - 1] - begin[part]) as usize).collect();
@@ -49,12 +51,19 @@ fn every_part_has_a_place() {
             assert_eq!(*parts.iter().max().unwrap(), (longest as usize).div_ceil(cut.0 as usize));
             for (position, &parts) in parts.iter().enumerate() {
                 for part in 1..parts {
-                    assert!(position < places[part - 1], "part {part} of {position} in {lengths:?}");
+                    assert!(
+                        position < places[part - 1],
+                        "part {part} of {position} in {lengths:?}"
+                    );
                 }
             }
             // The last place of each number is needed, or there is none.
             for (part, &places) in places.iter().enumerate().filter(|(_, places)| **places > 0) {
-                assert!(parts[places - 1] > part + 1, "{lengths:?} {most}: {places} places of {}", part + 1);
+                assert!(
+                    parts[places - 1] > part + 1,
+                    "{lengths:?} {most}: {places} places of {}",
+                    part + 1
+                );
             }
         }
     }
@@ -85,7 +94,10 @@ fn there_are_as_many_parts_as_there_is_room_for() {
         [Some((22, 128)), Some((32, 64)), Some((32, 64)), None]
     );
     let pairs = BsrMatmulHopper { block_size: 64, block_rows: 2, ..TILE };
-    assert!(workspace.parts(&pairs, &lengths, 1, 8).is_none(), "two block rows are cut nowhere at once");
+    assert!(
+        workspace.parts(&pairs, &lengths, 1, 8).is_none(),
+        "two block rows are cut nowhere at once"
+    );
     let short = Lengths::new(vec![1; 4]);
     assert!(workspace.parts(&TILE, &short, 1, 8).is_none());
     assert!(matches!(

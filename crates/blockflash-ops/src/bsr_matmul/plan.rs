@@ -22,13 +22,16 @@ pub struct BsrPlan {
     pub parts: usize,
 }
 
-/// Fills the kernel argument and the launch configuration of `row` for a problem that it accepts on this GPU.
+/// Fills the kernel argument and the launch configuration of `row` for a problem that it accepts on
+/// this GPU.
 ///
 /// # Errors
-/// [`Error::TooLarge`] for a grid or size that the kernel cannot count, [`Error::Unsupported`] if the row is no BSR kernel or one
-/// for other blocks, [`Error::DType`] for a C that is no floating-point matrix.
+/// [`Error::TooLarge`] for a grid or size that the kernel cannot count, [`Error::Unsupported`] if
+/// the row is no BSR kernel or one for other blocks, [`Error::DType`] for a C that is no
+/// floating-point matrix.
 pub fn plan(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<BsrPlan> {
-    let unsupported = |what| Error::Unsupported { op: select::OP, arch: row.target.to_string(), what };
+    let unsupported =
+        |what| Error::Unsupported { op: select::OP, arch: row.target.to_string(), what };
     let Some(tile) = row.bsr_tile() else {
         return Err(unsupported(format!("{} computes something else", row.symbol())));
     };
@@ -39,7 +42,9 @@ pub fn plan(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<Bsr
         DType::F16 => BLOCKFLASH_DTYPE_F16,
         DType::BF16 => BLOCKFLASH_DTYPE_BF16,
         DType::F32 => BLOCKFLASH_DTYPE_F32,
-        found => return Err(Error::DType { what: "c", expected: "f16, bf16 or f32".into(), found }),
+        found => {
+            return Err(Error::DType { what: "c", expected: "f16, bf16 or f32".into(), found });
+        }
     };
     let params = blockflash_bsr_matmul_params {
         row_ptr: null(),

@@ -15,9 +15,11 @@ pub enum BiasKind {
     PerColumn,
 }
 
-/// A BSR matmul reduced to plain numbers: what [`select`](super::select) and [`plan`](super::plan) work on.
+/// A BSR matmul reduced to plain numbers: what [`select`](super::select) and [`plan`](super::plan)
+/// work on.
 ///
-/// [`BsrMatmul::problem`] makes one from tensors, with all checks; [`BsrProblem::new`] makes one without tensors.
+/// [`BsrMatmul::problem`] makes one from tensors, with all checks; [`BsrProblem::new`] makes one
+/// without tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BsrProblem {
     /// Element type of A, B and the bias.
@@ -36,11 +38,12 @@ pub struct BsrProblem {
     pub block_size: usize,
     /// Stored blocks of A.
     pub nnz_blocks: usize,
-    /// Blocks of the longest block row of A, or an upper estimate; none: unknown, block rows count as equally long. It decides about the
-    /// kernel only, not about the result.
+    /// Blocks of the longest block row of A, or an upper estimate; none: unknown, block rows count
+    /// as equally long. It decides about the kernel only, not about the result.
     pub longest_row: Option<usize>,
-    /// How many times as long as the mean the longest group of block rows takes, where block rows share B (blocks of 16 and 32); none: unknown,
-    /// what [`longest_row`](Self::longest_row) suggests. As that, it decides about the kernel only.
+    /// How many times as long as the mean the longest group of block rows takes, where block rows
+    /// share B (blocks of 16 and 32); none: unknown, what [`longest_row`](Self::longest_row)
+    /// suggests. As that, it decides about the kernel only.
     pub longest_group: Option<f64>,
     /// What is contiguous in B.
     pub b_major: Major,
@@ -67,7 +70,8 @@ pub struct BsrProblem {
 }
 
 impl BsrProblem {
-    /// `C = A·B` with contiguous, aligned, row-major operands: the start of a plan without tensors. Not checked.
+    /// `C = A·B` with contiguous, aligned, row-major operands: the start of a plan without tensors.
+    /// Not checked.
     pub fn new(dtype: DType, [m, n, k]: [usize; 3], block_size: usize, nnz_blocks: usize) -> Self {
         Self {
             dtype,
@@ -94,12 +98,14 @@ impl BsrProblem {
         }
     }
 
-    /// The same problem of Aᵀ, or of B and C in which this is contiguous: without gaps, and aligned if that is possible.
+    /// The same problem of Aᵀ, or of B and C in which this is contiguous: without gaps, and aligned
+    /// if that is possible.
     #[must_use]
     pub fn lying(self, a_transposed: bool, b_major: Major, c_major: Major) -> Self {
         let line = |major, row, column| if major == Major::Row { row } else { column };
         let (ldb, ldc) = (line(b_major, self.n, self.k), line(c_major, self.n, self.m));
-        let (b_vectorized, c_vectorized) = (vectorized(self.dtype, ldb), vectorized(self.c_dtype, ldc));
+        let (b_vectorized, c_vectorized) =
+            (vectorized(self.dtype, ldb), vectorized(self.c_dtype, ldc));
         Self { a_transposed, b_major, c_major, ldb, ldc, b_vectorized, c_vectorized, ..self }
     }
 
@@ -116,10 +122,11 @@ impl BsrProblem {
 }
 
 impl BsrMatmul<'_> {
-    /// Everything that can be checked without reading a tensor, and the result as plain numbers, for a C of this shape and
-    /// layout.
+    /// Everything that can be checked without reading a tensor, and the result as plain numbers,
+    /// for a C of this shape and layout.
     ///
-    /// Whether a kernel exists is another question, which [`select`](super::select) answers; the CPU runs every problem.
+    /// Whether a kernel exists is another question, which [`select`](super::select) answers; the
+    /// CPU runs every problem.
     pub fn problem(&self, c: &ViewMut<'_>) -> Result<BsrProblem> {
         let (a, b, c_operand) = (self.a, Operand::new("b", &self.b), Operand::of_mut("c", c));
         let [m, k] = self.shape_of_a();
@@ -143,8 +150,10 @@ impl BsrMatmul<'_> {
         for (what, size) in [("m", m), ("n", n), ("k", k)] {
             to_i64(what, size)?;
         }
-        // Kernels for Aᵀ copy aligned lines of B: a single column is one, where its rows of one element are not.
-        let (b_major, ldb) = b.lines(|stride| self.transpose.is_some() && !vectorized(b.dtype, stride))?;
+        // Kernels for Aᵀ copy aligned lines of B: a single column is one, where its rows of one
+        // element are not.
+        let (b_major, ldb) =
+            b.lines(|stride| self.transpose.is_some() && !vectorized(b.dtype, stride))?;
         let (c_major, ldc) = c_operand.lines(|_| false)?;
         Ok(BsrProblem {
             dtype: a.dtype(),
@@ -156,7 +165,11 @@ impl BsrMatmul<'_> {
             block_size: a.block_size(),
             nnz_blocks: a.nnz_blocks(),
             longest_row: Some(self.transpose.map_or(a.longest_row(), |index| index.longest_row())),
-            longest_group: a.groups.as_ref().filter(|_| self.transpose.is_none()).map(|groups| groups.skew),
+            longest_group: a
+                .groups
+                .as_ref()
+                .filter(|_| self.transpose.is_none())
+                .map(|groups| groups.skew),
             b_major,
             c_major,
             ldb,

@@ -35,7 +35,10 @@ fn numbers() {
         (40, 24, 70, 16, 2)
     );
     assert_eq!(problem.longest_row, Some(1));
-    assert_eq!((problem.dtype, problem.c_dtype, problem.ldb, problem.ldc), (DType::F16, DType::F32, 24, 24));
+    assert_eq!(
+        (problem.dtype, problem.c_dtype, problem.ldb, problem.ldc),
+        (DType::F16, DType::F32, 24, 24)
+    );
     assert_eq!(
         (problem.alpha, problem.beta, problem.bias, problem.activation),
         (2.0, 3.0, BiasKind::PerRow, Activation::Silu)
@@ -72,7 +75,8 @@ fn rows_or_columns_are_contiguous() {
     let first = DATA.as_ptr().align_offset(16);
     let of = |b: View<'_>, transposed: bool| {
         let [m, n] = [if transposed { 70 } else { 40 }, b.shape()[1]];
-        let op = if transposed { BsrMatmul::transposed(&a, &index, b) } else { BsrMatmul::new(&a, b) };
+        let op =
+            if transposed { BsrMatmul::transposed(&a, &index, b) } else { BsrMatmul::new(&a, b) };
         let problem = check(&op, &[m, n]).unwrap();
         assert_eq!((problem.a_transposed, problem.m, problem.c_major), (transposed, m, Major::Row));
         (problem.b_major, problem.ldb, problem.b_vectorized)
@@ -84,7 +88,8 @@ fn rows_or_columns_are_contiguous() {
     assert_eq!(of(strided([70, 8], [1, 71]), false), (Major::Column, 71, false));
     assert_eq!(of(strided([40, 8], [1, 40]), true), (Major::Column, 40, true));
     assert_eq!(of(strided([40, 8], [8, 1]), true), (Major::Row, 8, true));
-    // A single column is one of either: of rows, but of aligned columns where only these have a kernel.
+    // A single column is one of either: of rows, but of aligned columns where only these have a
+    // kernel.
     assert_eq!(of(strided([70, 1], [1, 1]), false), (Major::Row, 1, false));
     assert_eq!(of(strided([40, 1], [1, 1]), true), (Major::Column, 40, true));
     assert_eq!(of(strided([40, 1], [16, 1]), true), (Major::Row, 16, true));
@@ -101,17 +106,21 @@ fn rows_or_columns_are_contiguous() {
 
 #[test]
 fn a_transposed_problem_has_the_other_sizes() {
-    let a = BsrMatrix::from_coo(40, 70, 16, DType::F16, &[(0, 3, 1.0), (39, 5, 2.0), (20, 15, 1.0)]).unwrap();
+    let a =
+        BsrMatrix::from_coo(40, 70, 16, DType::F16, &[(0, 3, 1.0), (39, 5, 2.0), (20, 15, 1.0)])
+            .unwrap();
     let index = BsrTranspose::new(&a, &Device::cpu().stream().unwrap()).unwrap();
     let bias = Bias::PerRow(view(&[70]));
     let problem =
-        check(&BsrMatmul { bias, ..BsrMatmul::transposed(&a, &index, view(&[40, 8])) }, &[70, 8]).unwrap();
+        check(&BsrMatmul { bias, ..BsrMatmul::transposed(&a, &index, view(&[40, 8])) }, &[70, 8])
+            .unwrap();
     assert_eq!((problem.m, problem.n, problem.k, problem.nnz_blocks), (70, 8, 40, 3));
     assert_eq!((problem.longest_row, a.longest_row()), (Some(3), 1));
     let error = check(&BsrMatmul::transposed(&a, &index, view(&[70, 8])), &[70, 8]).unwrap_err();
     assert!(error.contains("b has shape [70, 8], expected [40, 8]"), "{error}");
     let other = matrix();
-    let error = check(&BsrMatmul::transposed(&other, &index, view(&[40, 8])), &[70, 8]).unwrap_err();
+    let error =
+        check(&BsrMatmul::transposed(&other, &index, view(&[40, 8])), &[70, 8]).unwrap_err();
     assert!(
         error.contains("another pattern, 40 x 70 with 3 blocks of 16; A is 40 x 70 with 2 blocks"),
         "{error}"
@@ -132,11 +141,14 @@ fn operands_are_checked() {
             .contains("b has strides [16, 2], but its rows or its columns must be contiguous")
     );
     let floats = [0f32; 560];
-    assert_eq!(with(View::from_slice(&floats, &[70, 8]).unwrap(), &[40, 8]), "b is f32, expected f16");
+    assert_eq!(
+        with(View::from_slice(&floats, &[70, 8]).unwrap(), &[40, 8]),
+        "b is f32, expected f16"
+    );
 
     let mut ints = vec![0i32; 320];
-    let error =
-        BsrMatmul::new(&a, view(&[70, 8])).problem(&ViewMut::from_slice(&mut ints, &[40, 8]).unwrap());
+    let error = BsrMatmul::new(&a, view(&[70, 8]))
+        .problem(&ViewMut::from_slice(&mut ints, &[40, 8]).unwrap());
     assert_eq!(error.unwrap_err().to_string(), "c is i32, expected f16 or bf16 or f32");
     let mut spread = vec![0f32; 40 * 17];
     let c = ViewMut::from_slice_strided(&mut spread, &[40, 8], &[17, 2]).unwrap();
@@ -153,12 +165,17 @@ fn bias_and_factors_are_checked() {
     assert!(with(Bias::PerColumn(view(&[40]))).contains("bias has shape [40], expected [8]"));
     let floats = [0f32; 40];
     assert!(
-        with(Bias::PerRow(View::from_slice(&floats, &[40]).unwrap())).contains("bias is f32, expected f16")
+        with(Bias::PerRow(View::from_slice(&floats, &[40]).unwrap()))
+            .contains("bias is f32, expected f16")
     );
     let strided = View::from_slice_strided(&DATA, &[8], &[2]).unwrap();
     assert!(with(Bias::PerColumn(strided)).contains("bias has strides [2]"));
     for bad in [f32::NAN, f32::INFINITY] {
-        assert!(check(&BsrMatmul { alpha: bad, ..plain() }, &[40, 8]).unwrap_err().contains("alpha is"));
-        assert!(check(&BsrMatmul { beta: bad, ..plain() }, &[40, 8]).unwrap_err().contains("beta is"));
+        assert!(
+            check(&BsrMatmul { alpha: bad, ..plain() }, &[40, 8]).unwrap_err().contains("alpha is")
+        );
+        assert!(
+            check(&BsrMatmul { beta: bad, ..plain() }, &[40, 8]).unwrap_err().contains("beta is")
+        );
     }
 }

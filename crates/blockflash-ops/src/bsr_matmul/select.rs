@@ -16,14 +16,15 @@ const HOPPER_SIZE_LIMIT: usize = (1 << 31) - 1024;
 /// Strides of a tensor map are below this, in bytes.
 const TENSOR_MAP_STRIDE_LIMIT: usize = 1 << 40;
 
-/// The kernel for a problem on a GPU: of the usable rows those of the preferred target (machine code before PTX), but for small blocks
-/// those for Hopper only where they are estimated to be faster, and those that take any layout only where no other is usable. Of those for
-/// Hopper the one that is estimated to end first, of the others the one whose tiles compute the fewest columns beyond n; of these the
-/// widest.
+/// The kernel for a problem on a GPU: of the usable rows those of the preferred target (machine
+/// code before PTX), but for small blocks those for Hopper only where they are estimated to be
+/// faster, and those that take any layout only where no other is usable. Of those for Hopper the
+/// one that is estimated to end first, of the others the one whose tiles compute the fewest columns
+/// beyond n; of these the widest.
 ///
 /// # Errors
-/// [`Error::Unsupported`] says what no row offers: the element type, the block size, the transposed A or the layouts of B and C, the
-/// architecture or its shared memory.
+/// [`Error::Unsupported`] says what no row offers: the element type, the block size, the transposed
+/// A or the layouts of B and C, the architecture or its shared memory.
 pub fn select(problem: &BsrProblem, gpu: &CudaProperties) -> Result<&'static Row> {
     select_among(manifest::rows(), problem, gpu)
 }
@@ -41,7 +42,13 @@ pub(crate) fn select_among<'r>(
             false => problem.n.div_ceil(tile.block_n as usize) as f64 * f64::from(tile.block_n),
         };
         // Bits of numbers that are not negative ascend as they do.
-        (row.takes_any_layout(), waits, arch::preference(row.target), cost.to_bits(), Reverse(tile.block_n))
+        (
+            row.takes_any_layout(),
+            waits,
+            arch::preference(row.target),
+            cost.to_bits(),
+            Reverse(tile.block_n),
+        )
     };
     rows.iter()
         .filter_map(|row| Some((row, row.bsr_tile()?)))
@@ -84,15 +91,24 @@ impl fmt::Display for Mismatch {
                 write!(f, "the kernel takes blocks of {kernel}, not {matrix}")
             }
             Mismatch::Transposed { kernel } => {
-                write!(f, "the kernel multiplies A {}", if *kernel { "transposed" } else { "as it is" })
+                write!(
+                    f,
+                    "the kernel multiplies A {}",
+                    if *kernel { "transposed" } else { "as it is" }
+                )
             }
             Mismatch::Major { what, kernel } => {
                 write!(f, "the kernel takes a {}-major {what}", kernel.name())
             }
-            Mismatch::Size { what, size } => write!(f, "{what} is {size}, not below {HOPPER_SIZE_LIMIT}"),
+            Mismatch::Size { what, size } => {
+                write!(f, "{what} is {size}, not below {HOPPER_SIZE_LIMIT}")
+            }
             Mismatch::TensorMap { lines, ldb } => {
                 let lines = if *lines == Major::Row { "rows" } else { "columns" };
-                write!(f, "b has no tensor map: {lines} of 16-byte aligned memory, {ldb} elements apart")
+                write!(
+                    f,
+                    "b has no tensor map: {lines} of 16-byte aligned memory, {ldb} elements apart"
+                )
             }
             Mismatch::Gpu(obstacle) => obstacle.fmt(f),
         }
@@ -139,7 +155,8 @@ pub(super) fn is_hopper(row: &Row) -> bool {
     matches!(row.variant, Variant::BsrMatmulHopper(_))
 }
 
-/// Whether the kernel can count the sizes, and a tensor map describe B. The map of a B without elements is never used.
+/// Whether the kernel can count the sizes, and a tensor map describe B. The map of a B without
+/// elements is never used.
 fn fits_hopper(problem: &BsrProblem) -> std::result::Result<(), Mismatch> {
     let sizes = [("m", problem.m), ("n", problem.n), ("k", problem.k)];
     if let Some(&(what, size)) = sizes.iter().find(|(_, size)| *size >= HOPPER_SIZE_LIMIT) {
@@ -163,13 +180,17 @@ fn why_none(rows: &[Row], problem: &BsrProblem, gpu: &CudaProperties) -> String 
         return format!("kernels take f16 and bf16, the matrices are {}", problem.dtype);
     }
     let asked = layouts(problem);
-    let suited: Vec<_> = tiles().filter(|(row, tile)| lies_as(row, tile, problem).is_ok()).collect();
+    let suited: Vec<_> =
+        tiles().filter(|(row, tile)| lies_as(row, tile, problem).is_ok()).collect();
     let mut sizes: Vec<u32> = suited.iter().map(|(_, tile)| tile.block_size).collect();
     sizes.sort_unstable();
     sizes.dedup();
     if !sizes.iter().any(|&size| size as usize == problem.block_size) {
-        let kernels =
-            if sizes.is_empty() { "no kernel takes that".into() } else { format!("kernels take {sizes:?}") };
+        let kernels = if sizes.is_empty() {
+            "no kernel takes that".into()
+        } else {
+            format!("kernels take {sizes:?}")
+        };
         return format!("block size {}{asked}: {kernels}", problem.block_size);
     }
     // Portable rows take whatever lies as they need it, so what is in the way of others is said.

@@ -20,7 +20,9 @@ fn bsr_rows() -> impl Iterator<Item = (&'static Row, BsrMatmul)> {
 fn every_gpu_takes_the_least_waste() {
     let rows: Vec<Row> = bsr_rows().map(|(row, _)| row.clone()).collect();
     for gpu in gpus() {
-        for (dtype, block_size) in bsr_rows().map(|(_, tile)| (tile.dtype, tile.block_size as usize)) {
+        for (dtype, block_size) in
+            bsr_rows().map(|(_, tile)| (tile.dtype, tile.block_size as usize))
+        {
             for n in [1, 8, 64, 65, 128, 129, 200, 256, 257, 1000, 4096] {
                 let problem = problem(dtype, block_size, n);
                 let Ok(row) = select_among(&rows, &problem, &gpu) else {
@@ -28,12 +30,20 @@ fn every_gpu_takes_the_least_waste() {
                     continue;
                 };
                 let chosen = row.bsr_tile().unwrap();
-                assert!(row.target.runs_on(gpu.compute_capability) && row.smem_bytes() <= gpu.smem_per_block);
+                assert!(
+                    row.target.runs_on(gpu.compute_capability)
+                        && row.smem_bytes() <= gpu.smem_per_block
+                );
                 assert!(chosen.dtype == dtype && chosen.block_size as usize == block_size);
                 let columns = |tile: &BsrTile| n.next_multiple_of(tile.block_n as usize);
-                for (other, tile) in bsr_rows().filter(|(row, _)| accepts(row, &problem, &gpu).is_ok()) {
+                for (other, tile) in
+                    bsr_rows().filter(|(row, _)| accepts(row, &problem, &gpu).is_ok())
+                {
                     let tile = tile.tile();
-                    assert!(!row.target.is_ptx() || other.target.is_ptx(), "machine code comes before PTX");
+                    assert!(
+                        !row.target.is_ptx() || other.target.is_ptx(),
+                        "machine code comes before PTX"
+                    );
                     let better = (columns(&tile), std::cmp::Reverse(tile.block_n))
                         < (columns(&chosen), std::cmp::Reverse(chosen.block_n));
                     assert!(other.target != row.target || !better, "{} n {n}", gpu.name);
@@ -50,8 +60,12 @@ fn wide_and_narrow_tiles() {
         variant: Variant::BsrMatmul(BsrMatmul { block_n, ..bsr_rows().next().unwrap().1 }),
         target,
     };
-    let rows =
-        [row(64, Target::Sm90), row(256, Target::Sm90), row(128, Target::Sm90), row(32, Target::Ptx80)];
+    let rows = [
+        row(64, Target::Sm90),
+        row(256, Target::Sm90),
+        row(128, Target::Sm90),
+        row(32, Target::Ptx80),
+    ];
     let (_, tile_of_rows) = bsr_rows().next().unwrap();
     let chosen = |n| {
         let problem = problem(tile_of_rows.dtype, tile_of_rows.block_size as usize, n);
@@ -65,15 +79,19 @@ fn wide_and_narrow_tiles() {
 
 #[test]
 fn what_is_missing_is_said() {
-    let refusal =
-        |dtype, block_size, major, minor| match select(&problem(dtype, block_size, 64), &gpu(major, minor))
-            .unwrap_err()
-        {
-            Error::Unsupported { op: "bsr_matmul", arch, what } => format!("{arch}: {what}"),
-            other => panic!("{other}"),
-        };
+    let refusal = |dtype, block_size, major, minor| match select(
+        &problem(dtype, block_size, 64),
+        &gpu(major, minor),
+    )
+    .unwrap_err()
+    {
+        Error::Unsupported { op: "bsr_matmul", arch, what } => format!("{arch}: {what}"),
+        other => panic!("{other}"),
+    };
     assert!(refusal(DType::F16, 48, 9, 0).starts_with("sm_90: block size 48: kernels take ["));
-    assert!(refusal(DType::F32, 64, 9, 0).contains("kernels take f16 and bf16, the matrices are f32"));
+    assert!(
+        refusal(DType::F32, 64, 9, 0).contains("kernels take f16 and bf16, the matrices are f32")
+    );
     assert!(refusal(DType::F16, 64, 7, 5).contains("sm_75: kernels need compute capability 8.0"));
     let mut small = gpu(9, 0);
     small.smem_per_block = 1024;
@@ -100,7 +118,11 @@ fn every_row_has_a_plan() {
         assert_eq!((plan.config.cluster, plan.parts), (None, 1));
         let p = plan.params;
         assert!(
-            p.row_ptr.is_null() && p.values.is_null() && p.b.is_null() && p.c.is_null() && p.bias.is_null()
+            p.row_ptr.is_null()
+                && p.values.is_null()
+                && p.b.is_null()
+                && p.c.is_null()
+                && p.bias.is_null()
         );
         assert_eq!([p.m, p.n, p.k, p.ldb, p.ldc], [1000, 300, 2000, 300, 304]);
         assert_eq!((p.c_dtype, p.bias_per_row), (params::BLOCKFLASH_DTYPE_F32, 1));
@@ -128,6 +150,9 @@ fn plans_have_limits() {
         (Activation::Relu, params::BLOCKFLASH_ACTIVATION_RELU),
         (Activation::Silu, params::BLOCKFLASH_ACTIVATION_SILU),
     ] {
-        assert_eq!(plan(row, &BsrProblem { activation, ..good }, &h100).unwrap().params.activation, code);
+        assert_eq!(
+            plan(row, &BsrProblem { activation, ..good }, &h100).unwrap().params.activation,
+            code
+        );
     }
 }

@@ -1,8 +1,10 @@
-//! How the block rows of a pattern with small blocks share B: made once per pattern, without the values.
+//! How the block rows of a pattern with small blocks share B: made once per pattern, without the
+//! values.
 //!
-//! Kernels for blocks of 16 and 32 multiply a group of block rows at a time, neighbours in the order of the rows, and read each row of B
-//! that any of them needs once. A stage is what they read at a time: some block columns, and the group's blocks in these. The format
-//! is that of `stages` in `params.h`, whose lanes are those of a warp that copies a stage.
+//! Kernels for blocks of 16 and 32 multiply a group of block rows at a time, neighbours in the
+//! order of the rows, and read each row of B that any of them needs once. A stage is what they read
+//! at a time: some block columns, and the group's blocks in these. The format is that of `stages`
+//! in `params.h`, whose lanes are those of a warp that copies a stage.
 
 use super::parts::Lengths;
 use blockflash_safe::BsrStageArrays;
@@ -40,10 +42,17 @@ pub(super) struct Groups {
 impl Stages {
     /// The plan for a pattern whose indices have passed validation; none for blocks whose kernels
     /// need none. `order` is the order of the block rows.
-    pub(super) fn new(block_size: usize, row_ptr: &[i32], col_idx: &[i32], order: &[i32]) -> Option<Self> {
+    pub(super) fn new(
+        block_size: usize,
+        row_ptr: &[i32],
+        col_idx: &[i32],
+        order: &[i32],
+    ) -> Option<Self> {
         let limits = Limits::of(block_size)?;
-        let groups: Vec<Vec<i32>> =
-            order.par_chunks(limits.rows).map(|rows| limits.stages(row_ptr, col_idx, rows)).collect();
+        let groups: Vec<Vec<i32>> = order
+            .par_chunks(limits.rows)
+            .map(|rows| limits.stages(row_ptr, col_idx, rows))
+            .collect();
         let mut group_stages = vec![0];
         let mut count = 0;
         for group in &groups {
@@ -59,7 +68,8 @@ impl Stages {
     }
 
     pub(super) fn groups(&self) -> Groups {
-        let lengths: Vec<i32> = self.group_stages.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        let lengths: Vec<i32> =
+            self.group_stages.windows(2).map(|pair| pair[1] - pair[0]).collect();
         let mean = (self.stages.len() / (LANES * NUMBERS)) as f64 / lengths.len().max(1) as f64;
         let lengths = Lengths::new(lengths);
         let skew = if mean > 0.0 { lengths.longest() as f64 / mean } else { 1.0 };
@@ -89,10 +99,11 @@ impl Limits {
         })
     }
 
-    /// The stages of a group of block rows. Columns ascend, so that a row's blocks of a stage follow one another in its list, and each
-    /// stage takes as many columns as fit.
+    /// The stages of a group of block rows. Columns ascend, so that a row's blocks of a stage
+    /// follow one another in its list, and each stage takes as many columns as fit.
     fn stages(&self, row_ptr: &[i32], col_idx: &[i32], rows: &[i32]) -> Vec<i32> {
-        let bounds = |&row: &i32| row_ptr[row as usize] as usize..row_ptr[row as usize + 1] as usize;
+        let bounds =
+            |&row: &i32| row_ptr[row as usize] as usize..row_ptr[row as usize + 1] as usize;
         let mut blocks: Vec<(i32, usize)> = rows
             .iter()
             .enumerate()
@@ -119,7 +130,8 @@ impl Limits {
     }
 }
 
-/// Appends a stage of these columns, each a list of its block rows. `next` is each row's first block that is in no stage yet.
+/// Appends a stage of these columns, each a list of its block rows. `next` is each row's first
+/// block that is in no stage yet.
 fn push(stages: &mut Vec<i32>, columns: &[&[(i32, usize)]], count: usize, next: &mut [i32]) {
     let start = stages.len();
     stages.resize(start + LANES * NUMBERS, 0);

@@ -1,7 +1,12 @@
 use super::*;
 use blockflash_safe::{BsrIndexArrays, BsrIndices, Device};
 
-fn plan(block_size: usize, row_ptr: &[i32], col_idx: &[i32], order: &[i32]) -> (Vec<i32>, Vec<i32>) {
+fn plan(
+    block_size: usize,
+    row_ptr: &[i32],
+    col_idx: &[i32],
+    order: &[i32],
+) -> (Vec<i32>, Vec<i32>) {
     let plan = Stages::new(block_size, row_ptr, col_idx, order).unwrap();
     // The safe layer takes every plan that is made.
     let arrays = BsrIndexArrays {
@@ -16,7 +21,8 @@ fn plan(block_size: usize, row_ptr: &[i32], col_idx: &[i32], order: &[i32]) -> (
     (plan.stages, plan.group_stages)
 }
 
-/// The blocks `(block row, block column, index among all blocks)` that a kernel would multiply, in its order.
+/// The blocks `(block row, block column, index among all blocks)` that a kernel would multiply, in
+/// its order.
 fn walked(block_size: u32, plan: &(Vec<i32>, Vec<i32>), order: &[i32]) -> Vec<(i32, i32, i32)> {
     let (stages, group_stages) = plan;
     let rows = BsrMatmulHopper::group_rows(block_size) as usize;
@@ -97,7 +103,8 @@ fn every_block_once() {
     };
     for case in 0..60 {
         let block = [16, 32][case % 2];
-        let (rows, cols, density) = (1 + random(case, 0, 1) % 50, 1 + random(case, 0, 2) % 70, case / 2 % 11);
+        let (rows, cols, density) =
+            (1 + random(case, 0, 1) % 50, 1 + random(case, 0, 2) % 70, case / 2 % 11);
         let mut row_ptr = vec![0];
         let mut expected = Vec::new();
         for row in 0..rows {

@@ -8,8 +8,10 @@ use crate::{Device, Result};
 use blockflash_safe::{BsrIndexArrays, BsrIndices, Stream, Tensor};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// The pattern of a [`BsrMatrix`] by block columns: what [`BsrMatmul::transposed`](super::BsrMatmul::transposed) multiplies with
-/// beside the matrix itself. It holds no values, so one index serves every matrix of the same pattern, whatever the values are.
+/// The pattern of a [`BsrMatrix`] by block columns: what
+/// [`BsrMatmul::transposed`](super::BsrMatmul::transposed) multiplies with beside the matrix
+/// itself. It holds no values, so one index serves every matrix of the same pattern, whatever the
+/// values are.
 ///
 /// ```
 /// # use blockflash_ops::{BsrMatmul, BsrMatrix, BsrTranspose, DType, Device, View};
@@ -70,12 +72,12 @@ pub(super) fn pattern_hash(row_ptr: &[i32], col_idx: &[i32]) -> u64 {
 }
 
 impl BsrTranspose {
-    /// The index of this matrix and of all with the same pattern, on the device of the matrix. It is made on the host: on a GPU this waits for
-    /// the work on the stream.
+    /// The index of this matrix and of all with the same pattern, on the device of the matrix. It
+    /// is made on the host: on a GPU this waits for the work on the stream.
     ///
     /// # Errors
-    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) if the stream is of another device than the matrix; out of memory, or
-    /// a failing device.
+    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) if the stream is of another device
+    /// than the matrix; out of memory, or a failing device.
     pub fn new(a: &BsrMatrix, stream: &Stream) -> Result<Self> {
         Operand::new("a", &a.values().view()).on(stream.device())?;
         let (rows, cols) = (a.row_ptr().to_vec::<i32>(stream)?, a.col_idx().to_vec::<i32>(stream)?);
@@ -114,7 +116,8 @@ impl BsrTranspose {
         self.indices.device()
     }
 
-    /// i32 `[block columns of the matrix + 1]`: the entries of block column `i` are `row_ptr[i]..row_ptr[i + 1]`.
+    /// i32 `[block columns of the matrix + 1]`: the entries of block column `i` are
+    /// `row_ptr[i]..row_ptr[i + 1]`.
     pub fn row_ptr(&self) -> &Tensor {
         self.indices.row_ptr()
     }
@@ -124,8 +127,8 @@ impl BsrTranspose {
         self.indices.col_idx()
     }
 
-    /// i32 `[block columns of the matrix]`: the block columns in the order in which a kernel takes them, as
-    /// [`BsrMatrix::row_order`].
+    /// i32 `[block columns of the matrix]`: the block columns in the order in which a kernel takes
+    /// them, as [`BsrMatrix::row_order`].
     pub fn row_order(&self) -> &Tensor {
         self.indices.row_order()
     }
@@ -140,7 +143,11 @@ impl BsrTranspose {
     /// # Errors
     /// Out of memory, or a failing device.
     pub fn to(&self, stream: &Stream) -> Result<Self> {
-        Ok(Self { of: self.of, indices: self.indices.copy_to(stream)?, lengths: self.lengths.clone() })
+        Ok(Self {
+            of: self.of,
+            indices: self.indices.copy_to(stream)?,
+            lengths: self.lengths.clone(),
+        })
     }
 
     pub(super) fn indices(&self) -> &BsrIndices {

@@ -41,7 +41,10 @@ fn empty_matrices_have_an_index() {
         let a = BsrMatrix::from_coo(rows, cols, 2, DType::F32, &[]).unwrap();
         let index = BsrTranspose::new(&a, &cpu()).unwrap();
         assert_eq!(entries(index.row_ptr()), vec![0; cols.div_ceil(2) + 1]);
-        assert_eq!((entries(index.indices().block_idx().unwrap()).len(), index.longest_row()), (0, 0));
+        assert_eq!(
+            (entries(index.indices().block_idx().unwrap()).len(), index.longest_row()),
+            (0, 0)
+        );
         index.is_of(&a).unwrap();
     }
 }

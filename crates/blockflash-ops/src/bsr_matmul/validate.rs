@@ -1,4 +1,5 @@
-//! What makes index arrays a BSR matrix. Kernels read them unchecked, so nothing that fails here becomes a [`BsrMatrix`].
+//! What makes index arrays a BSR matrix. Kernels read them unchecked, so nothing that fails here
+//! becomes a [`BsrMatrix`].
 
 use super::BsrMatrix;
 use crate::check::to_i32;
@@ -18,7 +19,10 @@ pub(crate) struct Shape {
 impl Shape {
     pub(crate) fn new(rows: usize, cols: usize, block_size: usize) -> Result<Self> {
         if !(1..=BsrMatrix::MAX_BLOCK_SIZE).contains(&block_size) {
-            return invalid(format!("block_size is {block_size}, not 1 to {}", BsrMatrix::MAX_BLOCK_SIZE));
+            return invalid(format!(
+                "block_size is {block_size}, not 1 to {}",
+                BsrMatrix::MAX_BLOCK_SIZE
+            ));
         }
         let (block_rows, block_cols) = (rows.div_ceil(block_size), cols.div_ceil(block_size));
         // Indices are 32-bit; row_ptr has one entry more than block rows.
@@ -32,8 +36,14 @@ impl Shape {
         self.block_size * self.block_size
     }
 
-    /// Checks `row_ptr` and `col_idx` for `nnz_blocks` stored blocks; the error names the first bad entry.
-    pub(crate) fn check_indices(&self, row_ptr: &[i32], col_idx: &[i32], nnz_blocks: usize) -> Result<()> {
+    /// Checks `row_ptr` and `col_idx` for `nnz_blocks` stored blocks; the error names the first bad
+    /// entry.
+    pub(crate) fn check_indices(
+        &self,
+        row_ptr: &[i32],
+        col_idx: &[i32],
+        nnz_blocks: usize,
+    ) -> Result<()> {
         let Shape { block_rows, block_cols, .. } = *self;
         self.check_lengths(row_ptr.len(), col_idx.len(), nnz_blocks)?;
         if row_ptr[0] != 0 {
@@ -69,14 +79,21 @@ impl Shape {
     }
 
     /// Checks how many entries the arrays have.
-    pub(crate) fn check_lengths(&self, row_ptr: usize, col_idx: usize, nnz_blocks: usize) -> Result<()> {
+    pub(crate) fn check_lengths(
+        &self,
+        row_ptr: usize,
+        col_idx: usize,
+        nnz_blocks: usize,
+    ) -> Result<()> {
         to_i32("nnz_blocks", nnz_blocks)?;
         let expected = self.block_rows + 1;
         if row_ptr != expected {
             return invalid(format!("row_ptr has {row_ptr} entries, expected {expected}"));
         }
         if col_idx != nnz_blocks {
-            return invalid(format!("col_idx has {col_idx} entries, but there are {nnz_blocks} blocks"));
+            return invalid(format!(
+                "col_idx has {col_idx} entries, but there are {nnz_blocks} blocks"
+            ));
         }
         Ok(())
     }
@@ -86,7 +103,8 @@ impl Shape {
         !self.rows.is_multiple_of(self.block_size) || !self.cols.is_multiple_of(self.block_size)
     }
 
-    /// The stored blocks that hang over the matrix. The indices have passed [`check_indices`](Self::check_indices).
+    /// The stored blocks that hang over the matrix. The indices have passed
+    /// [`check_indices`](Self::check_indices).
     pub(crate) fn edge_blocks(&self, row_ptr: &[i32], col_idx: &[i32]) -> Vec<EdgeBlock> {
         let Shape { rows, cols, block_size, .. } = *self;
         let mut edge_blocks = Vec::new();
@@ -97,7 +115,13 @@ impl Shape {
                 let block_col = col as usize;
                 let cols_inside = block_size.min(cols - block_col * block_size);
                 if rows_inside < block_size || cols_inside < block_size {
-                    edge_blocks.push(EdgeBlock { block, block_row, block_col, rows_inside, cols_inside });
+                    edge_blocks.push(EdgeBlock {
+                        block,
+                        block_row,
+                        block_col,
+                        rows_inside,
+                        cols_inside,
+                    });
                 }
             }
         }
@@ -161,11 +185,19 @@ mod tests {
         assert!(indices(&[0, 0], &[]).contains("row_ptr has 2 entries, expected 5"));
         assert!(indices(&[1, 1, 1, 1, 1], &[0]).contains("row_ptr[0] is 1"));
         assert!(indices(&[0, 2, 1, 2, 2], &[0, 1]).contains("descends from 2 to 1 at block row 1"));
-        assert!(indices(&[0, 1, 1, 1, 1], &[0, 1]).contains("row_ptr ends at 1, but there are 2 blocks"));
+        assert!(
+            indices(&[0, 1, 1, 1, 1], &[0, 1])
+                .contains("row_ptr ends at 1, but there are 2 blocks")
+        );
         assert!(indices(&[0, 0, 1, 1, 1], &[3]).contains("col_idx[0] is 3 in block row 1"));
         assert!(indices(&[0, 1, 1, 1, 1], &[-1]).contains("col_idx[0] is -1"));
-        assert!(indices(&[0, 2, 2, 2, 2], &[1, 1]).contains("block column 1 is twice in block row 0"));
-        assert!(indices(&[0, 0, 0, 2, 2], &[2, 0]).contains("block column 0 is unsorted in block row 2"));
+        assert!(
+            indices(&[0, 2, 2, 2, 2], &[1, 1]).contains("block column 1 is twice in block row 0")
+        );
+        assert!(
+            indices(&[0, 0, 0, 2, 2], &[2, 0])
+                .contains("block column 0 is unsorted in block row 2")
+        );
         let lengths = shape().check_indices(&[0, 1, 1, 1, 1], &[0], 2).unwrap_err().to_string();
         assert!(lengths.contains("col_idx has 1 entries, but there are 2 blocks"));
     }
@@ -174,8 +206,14 @@ mod tests {
     fn sizes_have_limits() {
         assert!(Shape::new(1, 1, 0).unwrap_err().to_string().contains("block_size is 0"));
         assert!(Shape::new(1, 1, 1025).is_err());
-        assert!(matches!(Shape::new(usize::MAX, 1, 1), Err(Error::TooLarge { what: "block rows", .. })));
-        assert!(matches!(Shape::new(1, 1 << 31, 1), Err(Error::TooLarge { what: "block columns", .. })));
+        assert!(matches!(
+            Shape::new(usize::MAX, 1, 1),
+            Err(Error::TooLarge { what: "block rows", .. })
+        ));
+        assert!(matches!(
+            Shape::new(1, 1 << 31, 1),
+            Err(Error::TooLarge { what: "block columns", .. })
+        ));
         let many = shape().check_indices(&[0; 5], &[], 1 << 31);
         assert!(matches!(many, Err(Error::TooLarge { what: "nnz_blocks", .. })));
     }
@@ -196,7 +234,13 @@ mod tests {
             let mut bad = values.clone();
             bad[1024 + row * 32 + col] = f32::NAN;
             match check(&bad) {
-                Err(Error::NonzeroPadding { block: 1, block_row: 3, block_col: 2, row: r, col: c }) => {
+                Err(Error::NonzeroPadding {
+                    block: 1,
+                    block_row: 3,
+                    block_col: 2,
+                    row: r,
+                    col: c,
+                }) => {
                     assert_eq!((r, c), (row, col));
                 }
                 other => panic!("{other:?}"),

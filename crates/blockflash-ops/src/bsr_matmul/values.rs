@@ -1,7 +1,7 @@
 //! New values in a matrix whose pattern stays: training, weights that change.
 //!
-//! Kernels count on zeros where blocks hang over the matrix. Each way to write keeps that: it checks, leaves no such place to write to,
-//! or is a kernel that writes zeros there.
+//! Kernels count on zeros where blocks hang over the matrix. Each way to write keeps that: it
+//! checks, leaves no such place to write to, or is a kernel that writes zeros there.
 
 use super::BsrMatrix;
 use super::validate::invalid;
@@ -13,12 +13,14 @@ use blockflash_sys::DType;
 use half::{bf16, f16};
 
 impl BsrMatrix {
-    /// Copies new values into the matrix: `[nnz_blocks, block_size, block_size]` in its element type, in host memory or on its device. All
-    /// else stays, also where the values lie: a captured graph computes with the new ones when it is launched again, and an index
+    /// Copies new values into the matrix: `[nnz_blocks, block_size, block_size]` in its element
+    /// type, in host memory or on its device. All else stays, also where the values lie: a captured
+    /// graph computes with the new ones when it is launched again, and an index
     /// ([`BsrTranspose`](super::BsrTranspose)) remains that of the matrix.
     ///
-    /// From a tensor on the GPU of the matrix the copy is queued on the stream, and nothing waits. Nothing can look at its values then, so a
-    /// matrix with [edge blocks](Self::has_edge_blocks) takes values from host memory only.
+    /// From a tensor on the GPU of the matrix the copy is queued on the stream, and nothing waits.
+    /// Nothing can look at its values then, so a matrix with [edge blocks](Self::has_edge_blocks)
+    /// takes values from host memory only.
     ///
     /// ```
     /// # use blockflash_ops::{BsrMatrix, DType, Device, Tensor};
@@ -30,9 +32,11 @@ impl BsrMatrix {
     /// ```
     ///
     /// # Errors
-    /// The values stay as they were with [`Error::Shape`], [`Error::DType`], [`Error::DeviceMismatch`] if the stream is not on the device of
-    /// the matrix or the values are on a third one, [`Error::NonzeroPadding`] for values in host memory that are not zero beyond the matrix,
-    /// and [`Error::UncheckedPadding`] for others if there are edge blocks. Also a failing device.
+    /// The values stay as they were with [`Error::Shape`], [`Error::DType`],
+    /// [`Error::DeviceMismatch`] if the stream is not on the device of the matrix or the values are
+    /// on a third one, [`Error::NonzeroPadding`] for values in host memory that are not zero beyond
+    /// the matrix, and [`Error::UncheckedPadding`] for others if there are edge blocks. Also a
+    /// failing device.
     pub fn set_values(&mut self, values: &Tensor, stream: &Stream) -> Result<()> {
         let view = values.view();
         contiguous("values", &view, self.dtype(), self.values.shape())?;
@@ -54,16 +58,19 @@ impl BsrMatrix {
         Ok(self.values.copy_from_slice(stream, values)?)
     }
 
-    /// The values, to write in place: `[nnz_blocks, block_size, block_size]`, on the device of the matrix.
+    /// The values, to write in place: `[nnz_blocks, block_size, block_size]`, on the device of the
+    /// matrix.
     ///
     /// # Errors
-    /// [`Error::UncheckedPadding`] for a matrix with [edge blocks](Self::has_edge_blocks), whose zeros could be overwritten.
+    /// [`Error::UncheckedPadding`] for a matrix with [edge blocks](Self::has_edge_blocks), whose
+    /// zeros could be overwritten.
     pub fn values_mut(&mut self) -> Result<ViewMut<'_>> {
         self.no_edge_blocks("values that are written in place")?;
         Ok(self.unchecked_values_mut())
     }
 
-    /// Whether a stored block reaches beyond the matrix, where values have to be zero. Never so if both sizes are multiples of `block_size`.
+    /// Whether a stored block reaches beyond the matrix, where values have to be zero. Never so if
+    /// both sizes are multiples of `block_size`.
     pub fn has_edge_blocks(&self) -> bool {
         !self.edge_blocks.is_empty()
     }
@@ -75,19 +82,34 @@ impl BsrMatrix {
 
     /// Sizes and places of blocks must be those of `other`; devices may differ.
     pub(crate) fn has_pattern_of(&self, other: &Self) -> Result<()> {
-        let pattern = |of: &Self| (of.rows, of.cols, of.block_size, of.nnz_blocks(), of.pattern_hash);
+        let pattern =
+            |of: &Self| (of.rows, of.cols, of.block_size, of.nnz_blocks(), of.pattern_hash);
         if pattern(self) == pattern(other) {
             return Ok(());
         }
         let describe = |of: &Self| {
-            format!("{} x {} with {} blocks of {}", of.rows, of.cols, of.nnz_blocks(), of.block_size)
+            format!(
+                "{} x {} with {} blocks of {}",
+                of.rows,
+                of.cols,
+                of.nnz_blocks(),
+                of.block_size
+            )
         };
-        invalid(format!("the matrix has another pattern, {}; expected {}", describe(self), describe(other)))
+        invalid(format!(
+            "the matrix has another pattern, {}; expected {}",
+            describe(self),
+            describe(other)
+        ))
     }
 
     fn no_edge_blocks(&self, what: &'static str) -> Result<()> {
         let Self { rows, cols, .. } = *self;
-        if self.has_edge_blocks() { Err(Error::UncheckedPadding { what, rows, cols }) } else { Ok(()) }
+        if self.has_edge_blocks() {
+            Err(Error::UncheckedPadding { what, rows, cols })
+        } else {
+            Ok(())
+        }
     }
 }
 

@@ -23,7 +23,8 @@ fn values_change_and_the_pattern_stays() {
     let new = values(48, 1);
     a.set_values(&tensor(&new), &stream).unwrap();
     assert_eq!(a.values().view().as_slice::<f32>().unwrap().as_ptr(), address);
-    let blocks = BsrMatrix::from_blocks(8, 8, 4, DType::F32, &[(0, 1), (1, 0), (1, 1)], &new).unwrap();
+    let blocks =
+        BsrMatrix::from_blocks(8, 8, 4, DType::F32, &[(0, 1), (1, 0), (1, 1)], &new).unwrap();
     assert_eq!(a.to_dense().unwrap(), blocks.to_dense().unwrap());
     // An index and copies that were made before or after know the matrix still.
     let b = values(8 * 3, 2);
@@ -43,7 +44,8 @@ fn values_change_and_the_pattern_stays() {
 fn every_type_of_values() {
     let stream = cpu();
     for dtype in [DType::F16, DType::BF16, DType::F32] {
-        let source = BsrMatrix::from_coo(7, 5, 4, dtype, &[(0, 4, 2.0), (5, 1, -0.5), (6, 4, 3.0)]).unwrap();
+        let source =
+            BsrMatrix::from_coo(7, 5, 4, dtype, &[(0, 4, 2.0), (5, 1, -0.5), (6, 4, 3.0)]).unwrap();
         let mut a = matrix(7, 5, dtype);
         a.set_values(source.values(), &stream).unwrap();
         assert_eq!(a.to_dense().unwrap(), source.to_dense().unwrap(), "{dtype}");

@@ -1,6 +1,7 @@
 //! Sampled product on the CPU: an f32 product for each block, in parallel over blocks.
 //!
-//! Every block is summed by one thread in the order of K, so results do not depend on the number of threads.
+//! Every block is summed by one thread in the order of K, so results do not depend on the number of
+//! threads.
 
 use super::{BsrSddmm, BsrSddmmProblem, DenseLayout};
 use crate::Result;
@@ -15,7 +16,11 @@ use std::ops::Range;
 const DEPTH: usize = 1024;
 
 /// Computes a problem that was checked and has blocks.
-pub(super) fn sddmm(op: &BsrSddmm<'_>, problem: &BsrSddmmProblem, values: ViewMut<'_>) -> Result<()> {
+pub(super) fn sddmm(
+    op: &BsrSddmm<'_>,
+    problem: &BsrSddmmProblem,
+    values: ViewMut<'_>,
+) -> Result<()> {
     match problem.dtype {
         DType::F16 => sddmm_from::<f16>(op, problem, values),
         DType::BF16 => sddmm_from::<bf16>(op, problem, values),
@@ -23,7 +28,11 @@ pub(super) fn sddmm(op: &BsrSddmm<'_>, problem: &BsrSddmmProblem, values: ViewMu
     }
 }
 
-fn sddmm_from<T: Float>(op: &BsrSddmm<'_>, problem: &BsrSddmmProblem, values: ViewMut<'_>) -> Result<()> {
+fn sddmm_from<T: Float>(
+    op: &BsrSddmm<'_>,
+    problem: &BsrSddmmProblem,
+    values: ViewMut<'_>,
+) -> Result<()> {
     match problem.values_dtype {
         DType::F16 => run::<T, f16>(op, problem, values),
         DType::BF16 => run::<T, bf16>(op, problem, values),
@@ -113,7 +122,11 @@ fn multiply<T: Float>(
 
 impl<T: Float> Dense<'_, T> {
     /// A part of the matrix in f32.
-    fn widened<'b>(&self, [rows, cols]: [Range<usize>; 2], buffer: &'b mut Vec<f32>) -> Result<View<'b>> {
+    fn widened<'b>(
+        &self,
+        [rows, cols]: [Range<usize>; 2],
+        buffer: &'b mut Vec<f32>,
+    ) -> Result<View<'b>> {
         let DenseLayout { major, ld, .. } = self.layout;
         let (lines, inside) = if major == Major::Row { (rows, cols) } else { (cols, rows) };
         let shape = [lines.len(), inside.len()];

@@ -16,7 +16,8 @@ const BLOCKS: [(usize, usize); 6] = [(0, 0), (0, 2), (0, 4), (2, 1), (3, 0), (3,
 /// A pattern with tails in both directions.
 fn pattern(block_size: usize) -> BsrMatrix {
     let triplets = BLOCKS.map(|(row, col)| (row * block_size, col * block_size, 1.0));
-    BsrMatrix::from_coo(3 * block_size + 2, 4 * block_size + 1, block_size, DType::F32, &triplets).unwrap()
+    BsrMatrix::from_coo(3 * block_size + 2, 4 * block_size + 1, block_size, DType::F32, &triplets)
+        .unwrap()
 }
 
 fn cpu() -> Stream {
@@ -65,7 +66,10 @@ fn assert_close(found: &[f32], expected: &[f64], tolerance: f64) {
     assert_eq!(found.len(), expected.len());
     for (at, (&found, &expected)) in found.iter().zip(expected).enumerate() {
         let error = (f64::from(found) - expected).abs();
-        assert!(error <= tolerance * (1.0 + expected.abs()), "value {at} is {found}, expected {expected}");
+        assert!(
+            error <= tolerance * (1.0 + expected.abs()),
+            "value {at} is {found}, expected {expected}"
+        );
     }
 }
 
@@ -82,9 +86,14 @@ fn every_layout_and_size() {
                 for gap in [0, 3] {
                     let a = stored(&a, [m, k], a_major, gap);
                     let b = stored(&b, [k, n], b_major, 2 * gap);
-                    let (a, b) = (view(&a, [m, k], a_major, gap), view(&b, [k, n], b_major, 2 * gap));
+                    let (a, b) =
+                        (view(&a, [m, k], a_major, gap), view(&b, [k, n], b_major, 2 * gap));
                     let found = BsrSddmm::new(&pattern, a, b).sddmm(DType::F32, &stream).unwrap();
-                    assert_close(&found.to_vec(&stream).unwrap(), &expected, 1e-5 * (k as f64).sqrt());
+                    assert_close(
+                        &found.to_vec(&stream).unwrap(),
+                        &expected,
+                        1e-5 * (k as f64).sqrt(),
+                    );
                 }
             }
         }
@@ -155,7 +164,8 @@ fn what_is_not_sampled_does_not_leak() {
     // Nothing to sum up is zero.
     let nothing = Tensor::empty(&stream, DType::F32, &[pattern.rows(), 0]).unwrap();
     let none = Tensor::empty(&stream, DType::F32, &[0, pattern.cols()]).unwrap();
-    let found = BsrSddmm::new(&pattern, nothing.view(), none.view()).sddmm(DType::F32, &stream).unwrap();
+    let found =
+        BsrSddmm::new(&pattern, nothing.view(), none.view()).sddmm(DType::F32, &stream).unwrap();
     assert!(found.to_vec::<f32>(&stream).unwrap().iter().all(|&value| value == 0.0));
 }
 

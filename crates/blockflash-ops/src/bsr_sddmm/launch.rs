@@ -8,7 +8,11 @@ use blockflash_sys::Row;
 use blockflash_sys::manifest::Variant;
 
 /// The problem after every check that needs no device; all operands are where the stream works.
-pub(super) fn checked(op: &BsrSddmm<'_>, values: &ViewMut<'_>, stream: &Stream) -> Result<BsrSddmmProblem> {
+pub(super) fn checked(
+    op: &BsrSddmm<'_>,
+    values: &ViewMut<'_>,
+    stream: &Stream,
+) -> Result<BsrSddmmProblem> {
     let problem = op.problem(values)?;
     let device = stream.device();
     Operand::new("pattern", &op.pattern.col_idx().view()).on(device)?;
@@ -40,5 +44,9 @@ pub(super) fn launch(
 
 /// A kernel was named, but the operands are on the CPU.
 pub(super) fn no_kernel_on_cpu(row: &Row) -> Error {
-    Error::Unsupported { op: OP, arch: "cpu".into(), what: format!("{} runs on a GPU", row.symbol()) }
+    Error::Unsupported {
+        op: OP,
+        arch: "cpu".into(),
+        what: format!("{} runs on a GPU", row.symbol()),
+    }
 }

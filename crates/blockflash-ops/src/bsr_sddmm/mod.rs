@@ -16,13 +16,16 @@ use crate::{BsrMatrix, Error, Result};
 use blockflash_safe::{Device, Stream, Tensor, View, ViewMut};
 use blockflash_sys::{DType, Row};
 
-/// `values = alpha·A·B + beta·values` at the stored blocks of a block-sparse matrix `[m, n]`, with dense A `[m, k]` and B `[k, n]`.
+/// `values = alpha·A·B + beta·values` at the stored blocks of a block-sparse matrix `[m, n]`, with
+/// dense A `[m, k]` and B `[k, n]`.
 ///
-/// It is what the gradient of block-sparse weights W needs, `dW = dYᵀ·X` on the pattern of W with A = dYᵀ, a permuted view of dY, and
-/// B = X; and the scores `Q·Kᵀ` of block-sparse attention, with A = Q and B a permuted view of K.
+/// It is what the gradient of block-sparse weights W needs, `dW = dYᵀ·X` on the pattern of W with A
+/// = dYᵀ, a permuted view of dY, and B = X; and the scores `Q·Kᵀ` of block-sparse attention, with A
+/// = Q and B a permuted view of K.
 ///
-/// A and B are f16 or bf16 (on the CPU also f32), and each is row- or column-major: either its rows or its columns are contiguous, any
-/// distance apart. Sums are f32. Of the pattern only the structure counts, not the values or their type:
+/// A and B are f16 or bf16 (on the CPU also f32), and each is row- or column-major: either its rows
+/// or its columns are contiguous, any distance apart. Sums are f32. Of the pattern only the
+/// structure counts, not the values or their type:
 ///
 /// ```
 /// # use blockflash_ops::{BsrMatrix, BsrSddmm, DType, Device, View};
@@ -74,14 +77,15 @@ impl<'a> BsrSddmm<'a> {
         Self { pattern, a, b, alpha: 1.0, beta: 0.0 }
     }
 
-    /// Computes into values of the caller, f16, bf16 or f32 `[nnz_blocks, block_size, block_size]` without gaps, in the order of the
-    /// pattern's own [`values`](BsrMatrix::values). What blocks at the edge have beyond the matrix becomes zero. Nothing is allocated and
-    /// the stream is not synchronised on a GPU, so the call can be captured into a graph; on the CPU it returns when the result is
-    /// there. A pattern without blocks is fine and launches nothing.
+    /// Computes into values of the caller, f16, bf16 or f32 `[nnz_blocks, block_size, block_size]`
+    /// without gaps, in the order of the pattern's own [`values`](BsrMatrix::values). What blocks
+    /// at the edge have beyond the matrix becomes zero. Nothing is allocated and the stream is not
+    /// synchronised on a GPU, so the call can be captured into a graph; on the CPU it returns when
+    /// the result is there. A pattern without blocks is fine and launches nothing.
     ///
     /// # Errors
-    /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`] if an operand is not on the stream's
-    /// device.
+    /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`] if an
+    /// operand is not on the stream's device.
     pub fn sddmm_into(&self, values: ViewMut<'_>, stream: &Stream) -> Result<()> {
         let problem = launch::checked(self, &values, stream)?;
         if problem.is_empty() {
@@ -93,9 +97,10 @@ impl<'a> BsrSddmm<'a> {
         }
     }
 
-    /// Like [`sddmm_into`](Self::sddmm_into), into the values of a matrix of the same pattern: the write on a GPU that is right for blocks
-    /// at the edge, too. With weights in the matrix, alpha = −rate and beta = 1 it is a step of gradient descent in one launch, rounded to
-    /// the type of the weights.
+    /// Like [`sddmm_into`](Self::sddmm_into), into the values of a matrix of the same pattern: the
+    /// write on a GPU that is right for blocks at the edge, too. With weights in the matrix, alpha
+    /// = −rate and beta = 1 it is a step of gradient descent in one launch, rounded to the type of
+    /// the weights.
     ///
     /// # Errors
     /// Also [`Error::InvalidBsr`] if the matrix has another pattern.
@@ -104,13 +109,16 @@ impl<'a> BsrSddmm<'a> {
         self.sddmm_into(matrix.unchecked_values_mut(), stream)
     }
 
-    /// Like [`sddmm_into`](Self::sddmm_into) with this very kernel, whatever [`select`] would take: for tests and measurements.
+    /// Like [`sddmm_into`](Self::sddmm_into) with this very kernel, whatever [`select`] would take:
+    /// for tests and measurements.
     ///
     /// # Errors
     /// Also [`Error::Unsupported`] if the row cannot compute this problem on this device.
     pub fn sddmm_with(&self, row: &Row, values: ViewMut<'_>, stream: &Stream) -> Result<()> {
         let problem = launch::checked(self, &values, stream)?;
-        let Some(gpu) = stream.device().cuda_properties() else { return Err(launch::no_kernel_on_cpu(row)) };
+        let Some(gpu) = stream.device().cuda_properties() else {
+            return Err(launch::no_kernel_on_cpu(row));
+        };
         accepts(row, &problem, gpu)?;
         if problem.is_empty() {
             return Ok(());
@@ -118,7 +126,8 @@ impl<'a> BsrSddmm<'a> {
         launch::launch(self, row, &problem, values, stream)
     }
 
-    /// Decides for good what [`sddmm_into`](Self::sddmm_into) decides anew at each call, and loads the kernel.
+    /// Decides for good what [`sddmm_into`](Self::sddmm_into) decides anew at each call, and loads
+    /// the kernel.
     ///
     /// # Errors
     /// As [`sddmm_into`](Self::sddmm_into), and if the kernel cannot be loaded.
@@ -132,8 +141,9 @@ impl<'a> BsrSddmm<'a> {
         Ok(PreparedBsrSddmm { problem, device: *stream.device(), row })
     }
 
-    /// Like [`sddmm_into`](Self::sddmm_into) with the kernel that was decided on. The matrices may be others than those that were
-    /// prepared with; everything that they are checked for is checked again.
+    /// Like [`sddmm_into`](Self::sddmm_into) with the kernel that was decided on. The matrices may
+    /// be others than those that were prepared with; everything that they are checked for is
+    /// checked again.
     ///
     /// # Errors
     /// Also [`Error::NotPrepared`] if sizes, layouts, types, factors or the device differ.
@@ -157,8 +167,8 @@ impl<'a> BsrSddmm<'a> {
     /// Allocates values in this element type, f16, bf16 or f32, and computes them.
     ///
     /// # Errors
-    /// As [`sddmm_into`](Self::sddmm_into), and out of memory; [`Error::InvalidScale`] if `beta` is not 0, since there are no old
-    /// values.
+    /// As [`sddmm_into`](Self::sddmm_into), and out of memory; [`Error::InvalidScale`] if `beta` is
+    /// not 0, since there are no old values.
     pub fn sddmm(&self, dtype: DType, stream: &Stream) -> Result<Tensor> {
         if self.beta != 0.0 {
             let expected = "0 without old values";

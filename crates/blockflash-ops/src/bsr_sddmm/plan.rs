@@ -16,13 +16,16 @@ pub struct BsrSddmmPlan {
     pub config: LaunchConfig,
 }
 
-/// Fills the kernel argument and the launch configuration of `row` for a problem that it accepts on this GPU and that has blocks.
+/// Fills the kernel argument and the launch configuration of `row` for a problem that it accepts on
+/// this GPU and that has blocks.
 ///
 /// # Errors
-/// [`Error::TooLarge`] for sizes or tiles that the kernel cannot count, [`Error::Unsupported`] if the row is no kernel of the sampled
-/// product or one for other blocks, [`Error::DType`] for values that are no floating-point numbers.
+/// [`Error::TooLarge`] for sizes or tiles that the kernel cannot count, [`Error::Unsupported`] if
+/// the row is no kernel of the sampled product or one for other blocks, [`Error::DType`] for values
+/// that are no floating-point numbers.
 pub fn plan(row: &Row, problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<BsrSddmmPlan> {
-    let unsupported = |what| Error::Unsupported { op: select::OP, arch: row.target.to_string(), what };
+    let unsupported =
+        |what| Error::Unsupported { op: select::OP, arch: row.target.to_string(), what };
     let Some(tile) = row.bsr_sddmm_tile() else {
         return Err(unsupported(format!("{} computes something else", row.symbol())));
     };
@@ -50,7 +53,8 @@ pub fn plan(row: &Row, problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Resul
         alpha: problem.alpha,
         beta: problem.beta,
     };
-    // Full tiles, and one more for each block row: its last may have fewer blocks. Some of these have none and cost a look.
+    // Full tiles, and one more for each block row: its last may have fewer blocks. Some of these
+    // have none and cost a look.
     let tiles = problem.nnz_blocks / tile.blocks as usize + problem.m.div_ceil(problem.block_size);
     let stays = matches!(row.variant, Variant::BsrSddmmHopper(_));
     let blocks = if stays {

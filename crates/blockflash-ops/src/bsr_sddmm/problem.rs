@@ -15,9 +15,11 @@ pub struct DenseLayout {
     pub aligned: bool,
 }
 
-/// A sampled product reduced to plain numbers: what [`select`](super::select) and [`plan`](super::plan) work on.
+/// A sampled product reduced to plain numbers: what [`select`](super::select) and
+/// [`plan`](super::plan) work on.
 ///
-/// [`BsrSddmm::problem`] makes one from tensors, with all checks; [`BsrSddmmProblem::new`] makes one without tensors.
+/// [`BsrSddmm::problem`] makes one from tensors, with all checks; [`BsrSddmmProblem::new`] makes
+/// one without tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BsrSddmmProblem {
     /// Element type of A and B.
@@ -47,7 +49,8 @@ pub struct BsrSddmmProblem {
 }
 
 impl BsrSddmmProblem {
-    /// `A·B` with aligned operands without gaps, A and B in these layouts: the start of a plan without tensors. Not checked.
+    /// `A·B` with aligned operands without gaps, A and B in these layouts: the start of a plan
+    /// without tensors. Not checked.
     pub fn new(
         dtype: DType,
         [m, n, k]: [usize; 3],
@@ -82,16 +85,20 @@ impl BsrSddmmProblem {
 }
 
 impl BsrSddmm<'_> {
-    /// Everything that can be checked without reading a tensor, and the result as plain numbers, for values of this type and layout.
+    /// Everything that can be checked without reading a tensor, and the result as plain numbers,
+    /// for values of this type and layout.
     ///
-    /// Whether a kernel exists is another question, which [`select`](super::select) answers; the CPU runs every problem.
+    /// Whether a kernel exists is another question, which [`select`](super::select) answers; the
+    /// CPU runs every problem.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType), [`Error::Stride`](crate::Error::Stride) for a matrix of
-    /// which neither rows nor columns are contiguous or for values with gaps, [`Error::InvalidScale`](crate::Error::InvalidScale),
+    /// [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType),
+    /// [`Error::Stride`](crate::Error::Stride) for a matrix of which neither rows nor columns are
+    /// contiguous or for values with gaps, [`Error::InvalidScale`](crate::Error::InvalidScale),
     /// [`Error::TooLarge`](crate::Error::TooLarge).
     pub fn problem(&self, values: &ViewMut<'_>) -> Result<BsrSddmmProblem> {
-        let (pattern, a, b) = (self.pattern, Operand::new("a", &self.a), Operand::new("b", &self.b));
+        let (pattern, a, b) =
+            (self.pattern, Operand::new("a", &self.a), Operand::new("b", &self.b));
         let (m, n, block_size) = (pattern.rows(), pattern.cols(), pattern.block_size());
         a.dtype_in(&[DType::F16, DType::BF16, DType::F32])?;
         b.dtype_in(&[a.dtype])?;
@@ -123,7 +130,8 @@ impl BsrSddmm<'_> {
 
 impl DenseLayout {
     fn of(operand: &Operand<'_>, aligned: bool) -> Result<Self> {
-        // A matrix of a single row or column is row- and column-major: then what a tensor map can describe.
+        // A matrix of a single row or column is row- and column-major: then what a tensor map can
+        // describe.
         let (major, ld) = operand.lines(|ld| ld == 0 || !ld.is_multiple_of(8))?;
         Ok(Self { major, ld, aligned: aligned && ld.is_multiple_of(8) })
     }

@@ -53,7 +53,8 @@ fn rows_or_columns_are_contiguous() {
     assert_eq!(layout([40, 24], [1, 48]), (Major::Column, 48));
     // Repeated rows are rows that are no distance apart.
     assert_eq!(layout([40, 24], [0, 1]), (Major::Row, 0));
-    // Of a single row or column the distance to the next does not matter, whatever the other stride is.
+    // Of a single row or column the distance to the next does not matter, whatever the other stride
+    // is.
     assert_eq!(layout([1, 24], [7, 1]), (Major::Row, 24));
     assert_eq!(layout([40, 1], [1, 7]), (Major::Column, 40));
     assert_eq!(layout([40, 1], [1, 1]), (Major::Column, 40));
@@ -77,7 +78,8 @@ fn lines_may_start_anywhere() {
     let start = data.as_ptr().align_offset(16);
     for (offset, expected) in [(0, true), (4, true), (1, false)] {
         let values = ViewMut::from_slice(&mut data[start + offset..][..512], &[2, 16, 16]).unwrap();
-        let problem = BsrSddmm::new(&pattern, view(&[40, 8]), view(&[8, 70])).problem(&values).unwrap();
+        let problem =
+            BsrSddmm::new(&pattern, view(&[40, 8]), view(&[8, 70])).problem(&values).unwrap();
         assert_eq!(problem.values_aligned, expected);
     }
 }
@@ -92,13 +94,25 @@ fn what_does_not_fit_is_named() {
     };
     let blocks = [2, 16, 16];
     refused(BsrSddmm { a: view(&[40]), ..op }, &blocks, "a has shape [40]");
-    refused(BsrSddmm { a: view(&[41, 24]), ..op }, &blocks, "a has shape [41, 24], expected [40, 24]");
-    refused(BsrSddmm { b: view(&[23, 70]), ..op }, &blocks, "b has shape [23, 70], expected [24, 70]");
+    refused(
+        BsrSddmm { a: view(&[41, 24]), ..op },
+        &blocks,
+        "a has shape [41, 24], expected [40, 24]",
+    );
+    refused(
+        BsrSddmm { b: view(&[23, 70]), ..op },
+        &blocks,
+        "b has shape [23, 70], expected [24, 70]",
+    );
     refused(BsrSddmm { b: view(&[24, 71]), ..op }, &blocks, "b has shape");
     refused(op, &[3, 16, 16], "values has shape [3, 16, 16], expected [2, 16, 16]");
     refused(op, &[2, 256], "values has shape");
     refused(BsrSddmm { a: strided(0, [40, 24], [64, 2]), ..op }, &blocks, "a has strides [64, 2]");
-    refused(BsrSddmm { b: strided(0, [24, 70], [3, 100]), ..op }, &blocks, "b has strides [3, 100]");
+    refused(
+        BsrSddmm { b: strided(0, [24, 70], [3, 100]), ..op },
+        &blocks,
+        "b has strides [3, 100]",
+    );
     refused(BsrSddmm { alpha: f32::NAN, ..op }, &blocks, "alpha is NaN");
     refused(BsrSddmm { beta: f32::INFINITY, ..op }, &blocks, "beta is inf");
     let wide = [0f32; 24 * 70];

@@ -14,12 +14,13 @@ const SIZE_LIMIT: usize = (1 << 31) - 1024;
 /// Strides of a tensor map are below this, in bytes.
 const TENSOR_MAP_STRIDE_LIMIT: usize = 1 << 40;
 
-/// The kernel for a problem on a GPU. On Hopper there is one for each element type, larger block size and pair of layouts that tensor maps
-/// describe; the portable one of an element type and block size takes every layout, and is taken where there is no other.
+/// The kernel for a problem on a GPU. On Hopper there is one for each element type, larger block
+/// size and pair of layouts that tensor maps describe; the portable one of an element type and
+/// block size takes every layout, and is taken where there is no other.
 ///
 /// # Errors
-/// [`Error::Unsupported`] says what no row offers: the architecture, the element type, the block size, or a memory layout that tensor
-/// maps cannot describe where there is no portable kernel.
+/// [`Error::Unsupported`] says what no row offers: the architecture, the element type, the block
+/// size, or a memory layout that tensor maps cannot describe where there is no portable kernel.
 pub fn select(problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<&'static Row> {
     select_among(manifest::rows(), problem, gpu)
 }
@@ -71,7 +72,10 @@ impl fmt::Display for Mismatch {
             }
             Mismatch::Size { what, size } => write!(f, "{what} is {size}, not below {SIZE_LIMIT}"),
             Mismatch::TensorMap { what, ld } => {
-                write!(f, "{what} has no tensor map: lines of 16-byte aligned memory, {ld} elements apart")
+                write!(
+                    f,
+                    "{what} has no tensor map: lines of 16-byte aligned memory, {ld} elements apart"
+                )
             }
             Mismatch::Values => write!(f, "values do not start at a multiple of 16 bytes"),
             Mismatch::Gpu(obstacle) => obstacle.fmt(f),
@@ -132,7 +136,8 @@ fn why_none(rows: &[Row], problem: &BsrSddmmProblem, gpu: &CudaProperties) -> St
     if !sizes.iter().any(|&size| size as usize == problem.block_size) {
         return format!("block size {}: kernels take {sizes:?}", problem.block_size);
     }
-    // The row that comes closest: but for sizes, layout in memory and alignment it takes the problem.
+    // The row that comes closest: but for sizes, layout in memory and alignment it takes the
+    // problem.
     let closest = tiles().find_map(|(row, tile)| match fits(row, &tile, problem, gpu) {
         Err(mismatch @ (Mismatch::Size { .. } | Mismatch::TensorMap { .. } | Mismatch::Values)) => {
             Some(mismatch)

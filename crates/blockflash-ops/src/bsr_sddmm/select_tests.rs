@@ -37,7 +37,9 @@ fn there_is_one_row_for_each_layout() {
                 accepts(row, &problem, &gpu(9, 0)).unwrap();
                 let rows = hopper_rows();
                 let others = rows.iter().filter(|other| *other != row);
-                assert!(others.into_iter().all(|other| accepts(other, &problem, &gpu(9, 0)).is_err()));
+                assert!(
+                    others.into_iter().all(|other| accepts(other, &problem, &gpu(9, 0)).is_err())
+                );
             }
         }
     }
@@ -54,13 +56,15 @@ fn one_portable_row_takes_every_layout() {
         assert!(row.target.runs_on(gpu.compute_capability));
         tile.majors.is_none()
     };
-    for (gpu, block_size) in gpus().iter().flat_map(|gpu| [16, 32, 64, 128].map(|size| (gpu, size))) {
+    for (gpu, block_size) in gpus().iter().flat_map(|gpu| [16, 32, 64, 128].map(|size| (gpu, size)))
+    {
         let hopper = gpu.compute_capability == blockflash_sys::ComputeCapability::new(9, 0);
         for majors in LAYOUTS {
             let p = BsrSddmmProblem::new(DType::F16, [1000, 520, 264], block_size, 37, majors);
             assert_eq!(is_portable(&p, gpu), !hopper || block_size < 64, "{gpu:?} {p:?}");
             // What tensor maps cannot describe, and values that start anywhere.
-            let unaligned = BsrSddmmProblem { a: DenseLayout { aligned: false, ld: 1001, ..p.a }, ..p };
+            let unaligned =
+                BsrSddmmProblem { a: DenseLayout { aligned: false, ld: 1001, ..p.a }, ..p };
             let repeated = BsrSddmmProblem { b: DenseLayout { ld: 0, ..p.b }, ..p };
             let odd = BsrSddmmProblem { values_aligned: false, ..p };
             assert!([unaligned, repeated, odd].iter().all(|p| is_portable(p, gpu)));
@@ -68,8 +72,14 @@ fn one_portable_row_takes_every_layout() {
     }
     let none = BsrSddmmProblem { n: (1 << 31) - 1024, ..problem(16) };
     assert!(reason(all, &none, &gpu(8, 0)).contains("n is 2147482624"));
-    assert_eq!(reason(all, &problem(16), &gpu(7, 5)), "kernels need compute capability 8.0 or newer");
-    assert_eq!(reason(all, &problem(48), &gpu(8, 9)), "block size 48: kernels take [16, 32, 64, 128]");
+    assert_eq!(
+        reason(all, &problem(16), &gpu(7, 5)),
+        "kernels need compute capability 8.0 or newer"
+    );
+    assert_eq!(
+        reason(all, &problem(48), &gpu(8, 9)),
+        "block size 48: kernels take [16, 32, 64, 128]"
+    );
 }
 
 #[test]
@@ -105,12 +115,20 @@ fn rows_say_what_they_do_not_take() {
         assert!(found.contains(expected) && found.contains(&row.symbol()), "{found}");
     };
     refused(&problem(128), "the kernel takes blocks of 64, not 128");
-    refused(&BsrSddmmProblem { dtype: DType::F16, ..problem(64) }, "takes bf16, the matrices are f16");
+    refused(
+        &BsrSddmmProblem { dtype: DType::F16, ..problem(64) },
+        "takes bf16, the matrices are f16",
+    );
     let [a, b] = [problem(64).b, problem(64).a];
     refused(&BsrSddmmProblem { a, ..problem(64) }, "the kernel takes a column-major a");
     refused(&BsrSddmmProblem { b, ..problem(64) }, "the kernel takes a row-major b");
     let other = manifest::rows().iter().find(|row| row.bsr_sddmm_tile().is_none()).unwrap();
-    assert!(accepts(other, &problem(64), &gpu(9, 0)).unwrap_err().to_string().contains("something else"));
+    assert!(
+        accepts(other, &problem(64), &gpu(9, 0))
+            .unwrap_err()
+            .to_string()
+            .contains("something else")
+    );
 }
 
 #[test]
@@ -128,16 +146,21 @@ fn plans() {
     let many = BsrSddmmProblem { nnz_blocks: 2000, ..problem(128) };
     assert_eq!(plan(row(&many), &many, &hopper).unwrap().config.grid, [108, 1, 1]);
 
-    let too_many = BsrSddmmProblem { m: (1 << 31) - 1025, nnz_blocks: (1 << 31) - 1, ..problem(64) };
+    let too_many =
+        BsrSddmmProblem { m: (1 << 31) - 1025, nnz_blocks: (1 << 31) - 1, ..problem(64) };
     plan(row(&too_many), &too_many, &hopper).unwrap();
     let larger = BsrSddmmProblem { nnz_blocks: 1 << 31, ..too_many };
     let refused = plan(row(&larger), &larger, &hopper);
     assert!(matches!(refused, Err(Error::TooLarge { what: "nnz_blocks", .. })));
     assert!(matches!(plan(row(&small), &many, &hopper), Err(Error::Unsupported { .. })));
     let integers = BsrSddmmProblem { values_dtype: DType::I32, ..small };
-    assert!(matches!(plan(row(&small), &integers, &hopper), Err(Error::DType { what: "values", .. })));
+    assert!(matches!(
+        plan(row(&small), &integers, &hopper),
+        Err(Error::DType { what: "values", .. })
+    ));
 
-    // A block of threads for every place that a tile may have: 37 / 8, and one more for each of 63 block rows.
+    // A block of threads for every place that a tile may have: 37 / 8, and one more for each of 63
+    // block rows.
     let blocks = problem(16);
     let planned = plan(row(&blocks), &blocks, &hopper).unwrap();
     assert_eq!((planned.config.grid, planned.config.block), ([4 + 63, 1, 1], 128));

@@ -67,7 +67,10 @@ impl BlockLists {
             .transpose()?;
         let entries = groups.iter().fold(rows, |entries, &count| entries.saturating_mul(count));
         if row_order.len() != entries {
-            return invalid(format!("row_order has {} entries, expected {entries}", row_order.len()));
+            return invalid(format!(
+                "row_order has {} entries, expected {entries}",
+                row_order.len()
+            ));
         }
         for order in row_order.chunks(rows.max(1)) {
             match cu_rows {
@@ -170,7 +173,12 @@ impl BlockLists {
 
     /// `row_ptr`, `col_idx`, `row_order` and `cu_rows`.
     pub(crate) fn views(&self) -> [Option<View<'_>>; 4] {
-        views([Some(&self.row_ptr), Some(&self.col_idx), Some(&self.row_order), self.cu_rows.as_ref()])
+        views([
+            Some(&self.row_ptr),
+            Some(&self.col_idx),
+            Some(&self.row_order),
+            self.cu_rows.as_ref(),
+        ])
     }
 
     /// Whether a kernel may write columns below this.

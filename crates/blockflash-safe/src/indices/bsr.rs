@@ -103,20 +103,28 @@ impl BsrIndices {
     pub fn new(arrays: &BsrIndexArrays<'_>, stream: &Stream) -> Result<Self> {
         let BsrIndexArrays { block_cols, row_ptr, col_idx, row_order, block_idx, .. } = *arrays;
         let blocks = col_idx.len();
-        if row_ptr.len() != row_order.len() + 1 || block_idx.is_some_and(|index| index.len() != blocks) {
+        if row_ptr.len() != row_order.len() + 1
+            || block_idx.is_some_and(|index| index.len() != blocks)
+        {
             return invalid("index arrays of a BSR matrix have different lengths".into());
         }
-        let row_ptr_tensor = IndexTensor::offsets("row_ptr", row_ptr, &[row_ptr.len()], blocks, stream)?;
+        let row_ptr_tensor =
+            IndexTensor::offsets("row_ptr", row_ptr, &[row_ptr.len()], blocks, stream)?;
         check_permutation("row_order", row_order)?;
-        let array =
-            |name, entries: &[i32], limit| IndexTensor::new(name, entries, &[entries.len()], limit, stream);
+        let array = |name, entries: &[i32], limit| {
+            IndexTensor::new(name, entries, &[entries.len()], limit, stream)
+        };
         let length = |&row: &i32| row_ptr[row as usize + 1] - row_ptr[row as usize];
         Ok(Self {
             row_ptr: row_ptr_tensor,
             col_idx: array("col_idx", col_idx, block_cols)?,
             row_order: array("row_order", row_order, row_order.len())?,
             block_idx: block_idx.map(|index| array("block_idx", index, blocks)).transpose()?,
-            stages: arrays.stages.as_ref().map(|stages| Stages::new(stages, arrays, stream)).transpose()?,
+            stages: arrays
+                .stages
+                .as_ref()
+                .map(|stages| Stages::new(stages, arrays, stream))
+                .transpose()?,
             longest: longest_from(row_order.iter().map(length).collect()),
         })
     }
@@ -212,7 +220,8 @@ impl Stages {
             return invalid("the stages of a pattern have another length".into());
         }
         let shape = [group_stages.len()];
-        let groups = IndexTensor::offsets("group_stages", group_stages, &shape, each.len(), stream)?;
+        let groups =
+            IndexTensor::offsets("group_stages", group_stages, &shape, each.len(), stream)?;
         for (at, stage) in each.iter().enumerate() {
             let checked = check_stage(stage, block_size, of.col_idx.len(), of.block_cols);
             checked.or_else(|what| invalid(format!("stage {at} of a pattern {what}")))?;
@@ -252,7 +261,10 @@ fn check_stage(
     require((1..=most).contains(&columns), "has no columns, or too many")?;
     require(count <= BsrMatmulHopper::stage_blocks(block_size) as usize, "has too many blocks")?;
     for lane in 0..columns {
-        require(number(FIRST_COLUMN + lane, 0).is_some_and(|col| col < block_cols), "has no such column")?;
+        require(
+            number(FIRST_COLUMN + lane, 0).is_some_and(|col| col < block_cols),
+            "has no such column",
+        )?;
     }
     let mut place = 0;
     for lane in 0..FIRST_COLUMN {

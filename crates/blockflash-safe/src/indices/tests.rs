@@ -7,7 +7,8 @@ fn cpu() -> Stream {
 
 #[test]
 fn entries_are_in_their_range() {
-    let of = |entries: &[i32], limit| IndexTensor::new("x", entries, &[entries.len()], limit, &cpu());
+    let of =
+        |entries: &[i32], limit| IndexTensor::new("x", entries, &[entries.len()], limit, &cpu());
     for (entries, limit) in [(&[0, 2, 1][..], 3), (&[], 0), (&[i32::MAX], usize::MAX)] {
         assert_eq!(of(entries, limit).unwrap().to_vec::<i32>(&cpu()).unwrap(), entries);
     }
@@ -24,14 +25,17 @@ fn entries_are_in_their_range() {
 
 #[test]
 fn offsets_ascend_from_zero_to_their_end() {
-    let of = |entries: &[i32], end| IndexTensor::offsets("x", entries, &[entries.len()], end, &cpu());
+    let of =
+        |entries: &[i32], end| IndexTensor::offsets("x", entries, &[entries.len()], end, &cpu());
     for (entries, end) in [(&[0, 0, 2, 5][..], 5), (&[0], 0), (&[0, i32::MAX], i32::MAX as usize)] {
         assert_eq!(of(entries, end).unwrap().limit(), end as i128 + 1);
     }
     for (entries, end) in
         [(&[][..], 0), (&[1, 5], 5), (&[0, 4], 5), (&[0, 6], 5), (&[0, 3, 2, 5], 5), (&[-1, 5], 5)]
     {
-        assert!(of(entries, end).unwrap_err().to_string().starts_with("x does not ascend from 0 to"));
+        assert!(
+            of(entries, end).unwrap_err().to_string().starts_with("x does not ascend from 0 to")
+        );
     }
 }
 
@@ -57,7 +61,11 @@ fn patterns_that_kernels_may_follow() {
                 block_idx
             );
             assert_eq!([0, 1, 2, 3, 9].map(|at| found.longest_from(at, false)), [2, 1, 0, 0, 0]);
-            assert!(found.has_columns_below(4) && !found.has_columns_below(3) && !found.has_stages_of(16));
+            assert!(
+                found.has_columns_below(4)
+                    && !found.has_columns_below(3)
+                    && !found.has_stages_of(16)
+            );
         }
     }
     let nothing = BsrIndexArrays { row_ptr: &[0], col_idx: &[], row_order: &[], ..PATTERN };

@@ -1,4 +1,5 @@
-//! Attention forward with the instructions that every GPU has, and what all attention kernels check.
+//! Attention forward with the instructions that every GPU has, and what all attention kernels
+//! check.
 
 use super::{
     Fit, block_mask, ceil_div, fits, fits_row, optional, pointer, pointer_mut, require, starts_last,
@@ -7,7 +8,8 @@ use crate::{BlockLists, DType, Error, LaunchConfig, Result, Row, Stream, View, V
 use blockflash_sys::manifest::{AttentionTile, Variant};
 use blockflash_sys::params::blockflash_attention_fwd_params;
 
-/// Tensors of the attention forward kernels. With `cu_seqlens` the batch is packed into the first dimension.
+/// Tensors of the attention forward kernels. With `cu_seqlens` the batch is packed into the first
+/// dimension.
 #[derive(Debug)]
 pub struct AttentionFwdOperands<'a> {
     /// `[batch, seqlen_q, num_heads_q, head_dim]`, packed `[total_q, num_heads_q, head_dim]`.
@@ -22,10 +24,12 @@ pub struct AttentionFwdOperands<'a> {
     pub lse: Option<ViewMut<'a>>,
     /// f32 `[num_heads_q]`.
     pub sink: Option<View<'a>>,
-    /// Packed only: i32 `[batch + 1]` offsets of the sequences in `q` and in `k`. They may hold anything: kernels clamp them to the
-    /// packed rows and to the longest sequence of the parameters.
+    /// Packed only: i32 `[batch + 1]` offsets of the sequences in `q` and in `k`. They may hold
+    /// anything: kernels clamp them to the packed rows and to the longest sequence of the
+    /// parameters.
     pub cu_seqlens: Option<[View<'a>; 2]>,
-    /// Which blocks are visited, packed exactly if the batch is. Without it the sizes of a mask in the parameters are ignored.
+    /// Which blocks are visited, packed exactly if the batch is. Without it the sizes of a mask in
+    /// the parameters are ignored.
     pub block_mask: Option<&'a BlockLists>,
 }
 
@@ -38,15 +42,18 @@ impl AttentionFwdOperands<'_> {
     ) -> std::result::Result<i128, String> {
         let [batch, heads_q, heads_kv] = [p.batch, p.num_heads_q, p.num_heads_kv].map(i64::from);
         let [seqlen_q, seqlen_kv, head_dim] = [p.seqlen_q, p.seqlen_kv, p.head_dim].map(i64::from);
-        let positive =
-            [batch, heads_q, heads_kv, seqlen_q, head_dim].iter().all(|&size| size > 0) && seqlen_kv >= 0;
+        let positive = [batch, heads_q, heads_kv, seqlen_q, head_dim].iter().all(|&size| size > 0)
+            && seqlen_kv >= 0;
         require(positive, "a size is not positive")?;
         require(heads_q % heads_kv == 0, "num_heads_q is not a multiple of num_heads_kv")?;
         require(
             head_dim % 8 == 0 && head_dim <= i64::from(tile.head_dim),
             "the head dimension does not fit the tile",
         )?;
-        require(tile.lse.suits(self.lse.is_some()), "the kernel computes lse in each launch or in none")?;
+        require(
+            tile.lse.suits(self.lse.is_some()),
+            "the kernel computes lse in each launch or in none",
+        )?;
         let lse = self.lse.as_ref().map(ViewMut::as_view);
         let o = self.o.as_view();
         if let Some([cu_q, cu_kv]) = &self.cu_seqlens {
@@ -58,9 +65,24 @@ impl AttentionFwdOperands<'_> {
             let totals = [p.total_q, p.total_kv].map(i64::from);
             require(totals == [total_q, total_kv], "the packed rows are not those of the tensors")?;
             let rows = |total, seq, heads, head| [(total, seq), (heads, head), (head_dim, 1)];
-            fits("q", &self.q, tile.dtype, rows(total_q, p.q_stride_seq, heads_q, p.q_stride_head))?;
-            fits("k", &self.k, tile.dtype, rows(total_kv, p.k_stride_seq, heads_kv, p.k_stride_head))?;
-            fits("v", &self.v, tile.dtype, rows(total_kv, p.v_stride_seq, heads_kv, p.v_stride_head))?;
+            fits(
+                "q",
+                &self.q,
+                tile.dtype,
+                rows(total_q, p.q_stride_seq, heads_q, p.q_stride_head),
+            )?;
+            fits(
+                "k",
+                &self.k,
+                tile.dtype,
+                rows(total_kv, p.k_stride_seq, heads_kv, p.k_stride_head),
+            )?;
+            fits(
+                "v",
+                &self.v,
+                tile.dtype,
+                rows(total_kv, p.v_stride_seq, heads_kv, p.v_stride_head),
+            )?;
             fits("o", &o, tile.dtype, rows(total_q, p.o_stride_seq, heads_q, p.o_stride_head))?;
             let dims = [(heads_q, p.lse_stride_head), (total_q, 1)];
             lse.map_or(Ok(()), |lse| fits("lse", &lse, DType::F32, dims))?;
@@ -86,7 +108,10 @@ impl AttentionFwdOperands<'_> {
             None => ceil_div(seqlen_q, tile.block_q),
             Some(mask) => {
                 let packed = self.cu_seqlens.is_some();
-                require(mask.cu_rows().is_some() == packed, "either the batch or its mask is packed")?;
+                require(
+                    mask.cu_rows().is_some() == packed,
+                    "either the batch or its mask is packed",
+                )?;
                 mask.fit(tile, p)?
             }
         };
@@ -104,14 +129,18 @@ impl AttentionFwdOperands<'_> {
     pub(super) fn views(&self) -> [Option<View<'_>>; 12] {
         let [cu_q, cu_kv] = self.cu_seqlens.map_or([None, None], |both| both.map(Some));
         let lse = self.lse.as_ref().map(ViewMut::as_view);
-        let [row_ptr, col_idx, row_order, cu_rows] = self.block_mask.map_or([None; 4], BlockLists::views);
+        let [row_ptr, col_idx, row_order, cu_rows] =
+            self.block_mask.map_or([None; 4], BlockLists::views);
         let o = self.o.as_view();
         let [q, k, v, o] = [self.q, self.k, self.v, o].map(Some);
         [q, k, v, o, lse, self.sink, cu_q, cu_kv, row_ptr, col_idx, row_order, cu_rows]
     }
 
     /// The parameters with the pointers of the tensors.
-    pub(super) fn pointers(&self, p: &blockflash_attention_fwd_params) -> blockflash_attention_fwd_params {
+    pub(super) fn pointers(
+        &self,
+        p: &blockflash_attention_fwd_params,
+    ) -> blockflash_attention_fwd_params {
         let [.., lse, sink, cu_q, cu_kv, _, _, _, _] = self.views();
         blockflash_attention_fwd_params {
             q: pointer(&self.q),
@@ -129,11 +158,13 @@ impl AttentionFwdOperands<'_> {
 }
 
 impl Stream {
-    /// Launches a kernel of [`Variant::AttentionFwd`]. The pointers in `params` are ignored: those of the operands are used.
+    /// Launches a kernel of [`Variant::AttentionFwd`]. The pointers in `params` are ignored: those
+    /// of the operands are used.
     ///
     /// # Errors
-    /// [`Error::Launch`] when row, geometry, parameters and operands do not fit each other; [`Error::NotOnGpu`],
-    /// [`Error::DeviceMismatch`], [`Error::ParamSize`], [`Error::Image`], [`Error::Unsupported`], [`Error::Cuda`].
+    /// [`Error::Launch`] when row, geometry, parameters and operands do not fit each other;
+    /// [`Error::NotOnGpu`], [`Error::DeviceMismatch`], [`Error::ParamSize`], [`Error::Image`],
+    /// [`Error::Unsupported`], [`Error::Cuda`].
     pub fn launch_attention_fwd(
         &self,
         row: &Row,
@@ -159,9 +190,16 @@ impl Stream {
         // 2. All pointers come from views of this device. The kernel's addresses follow from the
         //    sizes and strides in the struct and from the grid; `fit` found them to be those of the
         //    views, which reach no further than their memory. What the kernel reads from
-        //    `cu_seqlens` it clamps to the packed rows, which `fit` compared. Where addresses follow
-        //    from a block mask, its entries are those that `BlockLists` has checked.
+        //    `cu_seqlens` it clamps to the packed rows, which `fit` compared. Where addresses
+        //    follow from a block mask, its entries are those that `BlockLists` has checked.
         // 3. `o` and `lse` are borrowed exclusively.
-        unsafe { self.launch_with(row, config, |_| params, views.iter().flatten().filter_map(View::owner)) }
+        unsafe {
+            self.launch_with(
+                row,
+                config,
+                |_| params,
+                views.iter().flatten().filter_map(View::owner),
+            )
+        }
     }
 }

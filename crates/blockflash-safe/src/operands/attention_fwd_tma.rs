@@ -1,11 +1,12 @@
-//! Attention forward with Hopper's own instructions: tiles are copied by the tensor memory accelerator.
+//! Attention forward with Hopper's own instructions: tiles are copied by the tensor memory
+//! accelerator.
 
 use super::{AttentionFwdOperands, Fit, fits_row, require};
 use crate::{Error, LaunchConfig, Result, Row, Stream, Swizzle, TensorMap, TensorMapSpec, View};
 use blockflash_sys::manifest::{AttentionFwdHopper, Variant};
 use blockflash_sys::params::{
-    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params,
-    blockflash_tensor_map,
+    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params,
+    blockflash_attention_fwd_tma_params, blockflash_tensor_map,
 };
 
 /// Columns of a box: as many elements of two bytes as the swizzle permutes.
@@ -16,11 +17,11 @@ const BOX_ROWS_Q: u32 = 64;
 const BOX_ROWS_O: u32 = 16;
 
 impl Stream {
-    /// Launches a kernel of [`Variant::AttentionFwdHopper`]. The tensor maps and pointers in `params` are ignored: they are made
-    /// from the operands.
+    /// Launches a kernel of [`Variant::AttentionFwdHopper`]. The tensor maps and pointers in
+    /// `params` are ignored: they are made from the operands.
     ///
-    /// Launches of one stream share a pair of counters, and so do those that one capture makes of it, since they run one after
-    /// another.
+    /// Launches of one stream share a pair of counters, and so do those that one capture makes of
+    /// it, since they run one after another.
     ///
     /// # Errors
     /// As [`launch_attention_fwd`](Stream::launch_attention_fwd); [`Error::TensorMap`] for strides
@@ -50,8 +51,8 @@ impl Stream {
         };
         // SAFETY:
         // 1. The row is a Hopper variant of attention forward, whose parameter struct this is.
-        // 2. As in `launch_attention_fwd`. What is read through a tensor map lies inside the view that it was encoded from. The
-        //    tile counter is that of `launch_counting`.
+        // 2. As in `launch_attention_fwd`. What is read through a tensor map lies inside the view
+        //    that it was encoded from. The tile counter is that of `launch_counting`.
         // 3. `o` and `lse` are borrowed exclusively.
         unsafe {
             self.launch_counting(
@@ -77,9 +78,13 @@ fn fit(
     // Each block looks for a tile past the last one, and counts in 32 bits.
     let past = tiles + 2 * i128::from(config.grid[0]);
     require(past <= i128::from(i32::MAX), "there are too many tiles")?;
-    require(window_fits(p.window_left, p) && window_fits(p.window_right, p), "a window is out of range")?;
+    require(
+        window_fits(p.window_left, p) && window_fits(p.window_right, p),
+        "a window is out of range",
+    )?;
     let group = p.num_heads_q / p.num_heads_kv;
-    let heads = i64::from(p.num_heads_q) * if operands.cu_seqlens.is_some() { 1 } else { i64::from(p.batch) };
+    let heads = i64::from(p.num_heads_q)
+        * if operands.cu_seqlens.is_some() { 1 } else { i64::from(p.batch) };
     let section = params.heads_per_section;
     require(
         section > 0 && section % group == 0 && i64::from(section) <= heads,
@@ -93,22 +98,27 @@ fn window_fits(side: i32, p: &blockflash_attention_fwd_params) -> bool {
     side == BLOCKFLASH_WINDOW_UNBOUNDED || (side >= 0 && i64::from(side) < keys_and_queries)
 }
 
-/// The map of a `[batch, sequence, head, head_dim]` tensor, or a packed `[rows, head, head_dim]` one, with the dimensions
-/// (head_dim, sequence, head, batch). That of a tensor without rows is never used: it stays zero.
+/// The map of a `[batch, sequence, head, head_dim]` tensor, or a packed `[rows, head, head_dim]`
+/// one, with the dimensions (head_dim, sequence, head, batch). That of a tensor without rows is
+/// never used: it stays zero.
 fn encode(view: &View<'_>, box_rows: u32) -> Result<blockflash_tensor_map> {
     if view.layout().is_empty() {
         return Ok(blockflash_tensor_map { opaque: [0; 16] });
     }
-    let dims =
-        view.shape().iter().zip(view.strides()).rev().map(|(&size, &stride)| (size as u64, stride as u64));
+    let dims = view
+        .shape()
+        .iter()
+        .zip(view.strides())
+        .rev()
+        .map(|(&size, &stride)| (size as u64, stride as u64));
     let mut sizes = [1; 4];
     let mut strides = [0; 4];
     for (at, (size, stride)) in dims.enumerate().take(4) {
         (sizes[at], strides[at]) = (size, stride);
     }
     let bytes = view.dtype().size() as u64;
-    // The innermost dimensions of a view are (head, head_dim), those of a map (sequence, head_dim). The stride of a dimension of
-    // size 1 is never used, but has to be a valid one.
+    // The innermost dimensions of a view are (head, head_dim), those of a map (sequence, head_dim).
+    // The stride of a dimension of size 1 is never used, but has to be a valid one.
     let stride = |at: usize| if sizes[at] > 1 { strides[at] * bytes } else { sizes[0] * bytes };
     let spec = TensorMapSpec {
         dtype: view.dtype(),

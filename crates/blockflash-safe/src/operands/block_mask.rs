@@ -6,8 +6,9 @@ use blockflash_sys::manifest::AttentionTile;
 use blockflash_sys::params::{blockflash_attention_fwd_params, blockflash_block_mask};
 
 impl BlockLists {
-    /// Checks the sizes in the parameters, those of the mask and those of the problem, against the arrays, and says how many tiles
-    /// of queries a head has: every row has as many, also the last one.
+    /// Checks the sizes in the parameters, those of the mask and those of the problem, against the
+    /// arrays, and says how many tiles of queries a head has: every row has as many, also the last
+    /// one.
     pub(super) fn fit(
         &self,
         tile: &AttentionTile,
@@ -26,7 +27,10 @@ impl BlockLists {
             "the mask has another number of rows",
         )?;
         // Tiles past the last query are numbered, too.
-        require(rows * i128::from(m.block_q) <= i128::from(i32::MAX), "there are too many queries")?;
+        require(
+            rows * i128::from(m.block_q) <= i128::from(i32::MAX),
+            "there are too many queries",
+        )?;
         let cols = ceil_div(p.seqlen_kv.into(), m.block_kv.unsigned_abs());
         require(self.has_columns_below(cols), "the mask has more columns")?;
         // The kernels count the key tiles of a row in 32 bits.
@@ -36,14 +40,18 @@ impl BlockLists {
         Ok(rows * ceil_div(m.block_q.into(), tile.block_q))
     }
 
-    /// Checks the arrays of a mask with `m.rows` rows for so many batch entries and heads, which are positive.
+    /// Checks the arrays of a mask with `m.rows` rows for so many batch entries and heads, which
+    /// are positive.
     pub(super) fn fit_groups(&self, m: &blockflash_block_mask, batch: i32, heads: i32) -> Fit {
         require(
             m.heads_per_group > 0 && heads % m.heads_per_group == 0,
             "the heads of the mask do not divide those of q",
         )?;
         let heads = heads / m.heads_per_group;
-        require([0, heads].contains(&m.groups_per_batch), "a batch entry of the mask has other heads")?;
+        require(
+            [0, heads].contains(&m.groups_per_batch),
+            "a batch entry of the mask has other heads",
+        )?;
         let (row_ptr, col_idx, row_order) =
             (self.row_ptr().view(), self.col_idx().view(), self.row_order().view());
         let columns = col_idx.shape().first().map_or(0, |&columns| columns as i64);
@@ -70,12 +78,20 @@ impl BlockLists {
 }
 
 /// The parameters with the pointers of the arrays; without a mask they are null.
-pub(super) fn pointers(lists: Option<&BlockLists>, m: &blockflash_block_mask) -> blockflash_block_mask {
+pub(super) fn pointers(
+    lists: Option<&BlockLists>,
+    m: &blockflash_block_mask,
+) -> blockflash_block_mask {
     let views = lists.map_or([None; 4], BlockLists::views);
-    let [row_ptr, col_idx, row_order, cu_rows] = views.each_ref().map(|view| optional(view.as_ref()).cast());
-    // To a kernel no list means that every key is visited. One without columns may have no address; it is never read.
-    let col_idx =
-        if lists.is_some_and(|lists| lists.col_idx().layout().is_empty()) { row_ptr } else { col_idx };
+    let [row_ptr, col_idx, row_order, cu_rows] =
+        views.each_ref().map(|view| optional(view.as_ref()).cast());
+    // To a kernel no list means that every key is visited. One without columns may have no address;
+    // it is never read.
+    let col_idx = if lists.is_some_and(|lists| lists.col_idx().layout().is_empty()) {
+        row_ptr
+    } else {
+        col_idx
+    };
     blockflash_block_mask { row_ptr, col_idx, row_order, cu_rows, ..*m }
 }
 

@@ -1,14 +1,18 @@
 //! Building a block mask on the GPU.
 
-use super::{Fit, block_mask, ceil_div, fits, fits_row, pointer, pointer_mut, require, starts_last};
+use super::{
+    Fit, block_mask, ceil_div, fits, fits_row, pointer, pointer_mut, require, starts_last,
+};
 use crate::{
-    BlockListScratch, BlockLists, DType, Error, LaunchConfig, Result, Row, Stream, Tensor, View, ViewMut,
+    BlockListScratch, BlockLists, DType, Error, LaunchConfig, Result, Row, Stream, Tensor, View,
+    ViewMut,
 };
 use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
     BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLOCK_MASK_LIST, BLOCKFLASH_BLOCK_SOURCE_BOOL,
-    BLOCKFLASH_BLOCK_SOURCE_LISTS, BLOCKFLASH_BLOCK_SOURCE_SCORES, blockflash_block_mask_build_params,
+    BLOCKFLASH_BLOCK_SOURCE_LISTS, BLOCKFLASH_BLOCK_SOURCE_SCORES,
+    blockflash_block_mask_build_params,
 };
 
 /// Lists are read 32 positions at a time, counted in 32 bits.
@@ -20,7 +24,8 @@ pub struct BlockMaskBuildOperands<'a> {
     /// Contiguous: u8 or f32 `[batch, heads, rows, cols]`, booleans or scores, or i32 `[batch,
     /// heads, rows, k]`, lists of columns.
     pub source: View<'a>,
-    /// Blocks that are visited whatever the source says; `batch` is 1 or that of the mask, `heads` divides its heads.
+    /// Blocks that are visited whatever the source says; `batch` is 1 or that of the mask, `heads`
+    /// divides its heads.
     pub always: Option<&'a BlockLists>,
     /// What the first step leaves for the second one.
     pub scratch: &'a mut BlockListScratch,
@@ -39,13 +44,16 @@ impl BlockMaskBuildOperands<'_> {
         p: &blockflash_block_mask_build_params,
     ) -> Fit {
         let [batch, heads, rows, cols] = [p.batch, p.heads, p.rows, p.cols].map(i64::from);
-        let positive = [batch, heads, rows].iter().all(|&size| size > 0) && p.block_q > 0 && p.block_kv > 0;
-        let sizes = [p.cols, p.k, p.capacity, p.seqlen_q, p.seqlen_kv, p.window_left, p.window_right];
+        let positive =
+            [batch, heads, rows].iter().all(|&size| size > 0) && p.block_q > 0 && p.block_kv > 0;
+        let sizes =
+            [p.cols, p.k, p.capacity, p.seqlen_q, p.seqlen_kv, p.window_left, p.window_right];
         require(positive && sizes.iter().all(|&size| size >= 0), "a size is not positive")?;
         let blocks = |length: i32, size: i32| ceil_div(length.into(), size.unsigned_abs());
         require(i128::from(rows) == blocks(p.seqlen_q, p.block_q), "another number of rows")?;
         require(i128::from(cols) == blocks(p.seqlen_kv, p.block_kv), "another number of columns")?;
-        // The kernel counts rows of all heads, queries and keys in 32 bits, also those of the last block that do not exist.
+        // The kernel counts rows of all heads, queries and keys in 32 bits, also those of the last
+        // block that do not exist.
         let limit = i128::from(i32::MAX);
         let per_head = i128::from(batch) * i128::from(heads);
         require(per_head * i128::from(rows + 1) <= limit, "there are too many rows")?;
@@ -56,7 +64,8 @@ impl BlockMaskBuildOperands<'_> {
         require(p.k <= MAX_K, "lists are too long")?;
 
         let k = i64::from(p.k);
-        let per_row = |count: i64| [(batch, heads * rows * count), (heads, rows * count), (rows, count)];
+        let per_row =
+            |count: i64| [(batch, heads * rows * count), (heads, rows * count), (rows, count)];
         let of_rows = |count: i64| {
             let [batch, heads, rows] = per_row(count);
             [batch, heads, rows, (count, 1)]
@@ -64,7 +73,9 @@ impl BlockMaskBuildOperands<'_> {
         match p.source_kind {
             BLOCKFLASH_BLOCK_SOURCE_BOOL => fits("source", &self.source, DType::U8, of_rows(cols)),
             BLOCKFLASH_BLOCK_SOURCE_LISTS => fits("source", &self.source, DType::I32, of_rows(k)),
-            BLOCKFLASH_BLOCK_SOURCE_SCORES => fits("source", &self.source, DType::F32, of_rows(cols)),
+            BLOCKFLASH_BLOCK_SOURCE_SCORES => {
+                fits("source", &self.source, DType::F32, of_rows(cols))
+            }
             _ => Err("an unknown source".to_owned()),
         }?;
         if let Some(always) = &self.always {
@@ -106,7 +117,10 @@ impl BlockMaskBuildOperands<'_> {
         [Some(self.source), a, b, c, d, e, f, g, h, i, Some(self.problems.as_view())]
     }
 
-    fn pointers(&self, p: &blockflash_block_mask_build_params) -> blockflash_block_mask_build_params {
+    fn pointers(
+        &self,
+        p: &blockflash_block_mask_build_params,
+    ) -> blockflash_block_mask_build_params {
         let [bits, lengths, slab_lengths] = self.scratch.views();
         let [row_ptr, col_idx, row_order] =
             [self.lists.row_ptr(), self.lists.col_idx(), self.lists.row_order()].map(Tensor::view);
@@ -126,7 +140,8 @@ impl BlockMaskBuildOperands<'_> {
 }
 
 impl Stream {
-    /// Launches a step of [`BlockMaskKernel::Build`]. The pointers in `params` are ignored: those of the operands are used.
+    /// Launches a step of [`BlockMaskKernel::Build`]. The pointers in `params` are ignored: those
+    /// of the operands are used.
     ///
     /// # Errors
     /// As [`launch_attention_fwd`](Stream::launch_attention_fwd).
@@ -153,7 +168,14 @@ impl Stream {
         //    stays within the lists and in the ranges of `BlockLists`, whatever other build runs at
         //    the same time.
         // 3. All tensors but `source` and `always` are borrowed exclusively.
-        unsafe { self.launch_with(row, config, |_| params, views.iter().flatten().filter_map(View::owner)) }
+        unsafe {
+            self.launch_with(
+                row,
+                config,
+                |_| params,
+                views.iter().flatten().filter_map(View::owner),
+            )
+        }
     }
 }
 

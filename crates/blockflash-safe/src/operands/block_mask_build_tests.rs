@@ -66,7 +66,8 @@ impl Tensors {
     }
 
     fn fit(&mut self, params: &blockflash_block_mask_build_params, blocks: u32) -> Fit {
-        let is_build = |row: &&Row| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
+        let is_build =
+            |row: &&Row| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
         let row = manifest::rows().iter().find(is_build).ok_or("no row")?;
         let config = LaunchConfig {
             grid: [blocks, 1, 1],
@@ -78,7 +79,8 @@ impl Tensors {
         let (scratch, lists) = (&mut self.scratch, &mut self.lists);
         let (source, always) = (self.source.view(), Some(&self.always));
         let problems = self.problems.view_mut();
-        BlockMaskBuildOperands { source, always, scratch, lists, problems }.fit(row, 16, &config, params)
+        BlockMaskBuildOperands { source, always, scratch, lists, problems }
+            .fit(row, 16, &config, params)
     }
 }
 
@@ -96,14 +98,19 @@ fn builds_that_fit() {
     let last = blockflash_block_mask_build_params { step: BLOCKFLASH_BLOCK_MASK_LIST, ..params() };
     assert_eq!(tensors.fit(&last, 12), Ok(()));
     tensors.source = zeros(DType::I32, &[2, 3, 20, 5]);
-    let lists = blockflash_block_mask_build_params { source_kind: BLOCKFLASH_BLOCK_SOURCE_LISTS, ..params() };
+    let lists = blockflash_block_mask_build_params {
+        source_kind: BLOCKFLASH_BLOCK_SOURCE_LISTS,
+        ..params()
+    };
     assert_eq!(tensors.fit(&lists, 12), Ok(()));
     // Lists without positions have no strides.
     tensors.source = zeros(DType::I32, &[2, 3, 20, 0]);
     assert_eq!(tensors.fit(&blockflash_block_mask_build_params { k: 0, ..lists }, 12), Ok(()));
     tensors.source = zeros(DType::U8, &[2, 3, 20, 40]);
-    let booleans =
-        blockflash_block_mask_build_params { source_kind: BLOCKFLASH_BLOCK_SOURCE_BOOL, ..params() };
+    let booleans = blockflash_block_mask_build_params {
+        source_kind: BLOCKFLASH_BLOCK_SOURCE_BOOL,
+        ..params()
+    };
     assert_eq!(tensors.fit(&booleans, 12), Ok(()));
 }
 
@@ -172,13 +179,17 @@ fn tensors_that_do_not_fit() {
         "source is f32 [2, 3, 40, 20]",
         &mut Tensors { source: zeros(DType::F32, &[2, 3, 40, 20]), ..Tensors::new() },
     );
-    refused("problems is i32 [5]", &mut Tensors { problems: zeros(DType::I32, &[5]), ..Tensors::new() });
+    refused(
+        "problems is i32 [5]",
+        &mut Tensors { problems: zeros(DType::I32, &[5]), ..Tensors::new() },
+    );
     let fixed = |groups: &[usize], cu_rows, cols| {
         let count = groups.iter().product::<usize>();
         let (row_ptr, row_order): (Vec<i32>, Vec<i32>) =
             (vec![0; count * 21], (0..count).flat_map(|_| 0..20).collect());
         let (row_ptr, row_order) = (&row_ptr[..], &row_order[..]);
-        let arrays = BlockListArrays { groups, rows: 20, cols, row_ptr, col_idx: &[], row_order, cu_rows };
+        let arrays =
+            BlockListArrays { groups, rows: 20, cols, row_ptr, col_idx: &[], row_order, cu_rows };
         BlockLists::new(&arrays, stream).unwrap()
     };
     // Lists that were checked once and never change are not for a kernel to write.

@@ -4,12 +4,19 @@ use crate::{BlockListArrays, DType, Device, Result, Tensor};
 use blockflash_sys::manifest::Lse;
 use std::ptr::{null, null_mut};
 
-const TILE: AttentionTile =
-    AttentionTile { dtype: DType::F16, head_dim: 64, block_q: 64, block_kv: 32, heads: 1, lse: Lse::AsAsked };
+const TILE: AttentionTile = AttentionTile {
+    dtype: DType::F16,
+    head_dim: 64,
+    block_q: 64,
+    block_kv: 32,
+    heads: 1,
+    lse: Lse::AsAsked,
+};
 /// Batch 3, 150 queries, 100 keys, 4 and 2 heads of 8 elements.
 const SHAPE: [i64; 3] = [3, 4, 8];
 
-/// Parameters of that problem with a mask of 128 × 64 blocks: 2 rows, one for all batch entries, one per head of keys.
+/// Parameters of that problem with a mask of 128 × 64 blocks: 2 rows, one for all batch entries,
+/// one per head of keys.
 fn params() -> blockflash_attention_fwd_params {
     let [_, heads, head_dim] = SHAPE;
     let [q_batch, kv_batch, row] = [150 * heads * head_dim, 100 * 2 * head_dim, heads * head_dim];
@@ -63,7 +70,8 @@ fn params() -> blockflash_attention_fwd_params {
     }
 }
 
-/// The same as a packed batch of 3 sequences: 170 queries, none of more than 150, and 250 keys. The mask has 5 rows.
+/// The same as a packed batch of 3 sequences: 170 queries, none of more than 150, and 250 keys. The
+/// mask has 5 rows.
 fn packed_params() -> blockflash_attention_fwd_params {
     let mut p = params();
     (p.q_stride_batch, p.k_stride_batch, p.v_stride_batch, p.o_stride_batch) = (0, 0, 0, 0);
@@ -125,7 +133,8 @@ fn lists(groups: &[usize], rows: usize, cu_rows: Option<&[i32]>) -> BlockLists {
     let order = || sequences.windows(2).flat_map(|pair| (0..pair[1] - pair[0]).rev());
     let row_order: Vec<i32> = (0..count).flat_map(|_| order()).collect();
     let (row_ptr, row_order) = (&row_ptr, &row_order);
-    let arrays = BlockListArrays { groups, rows, cols: 2, row_ptr, col_idx: &[1], row_order, cu_rows };
+    let arrays =
+        BlockListArrays { groups, rows, cols: 2, row_ptr, col_idx: &[1], row_order, cu_rows };
     BlockLists::new(&arrays, &Device::cpu().stream().unwrap()).unwrap()
 }
 

@@ -18,7 +18,8 @@ pub struct BlockScoresOperands<'a> {
     pub q: View<'a>,
     /// `[batch, seqlen_kv, num_heads_kv, head_dim]`.
     pub k: View<'a>,
-    /// f32 `[batch, num_heads_q, rows, head_dim]`, contiguous; the first step writes it, the second one reads it.
+    /// f32 `[batch, num_heads_q, rows, head_dim]`, contiguous; the first step writes it, the second
+    /// one reads it.
     pub q_means: ViewMut<'a>,
     /// f32 `[batch, num_heads_kv, cols, head_dim]`, likewise.
     pub k_means: ViewMut<'a>,
@@ -43,7 +44,10 @@ impl BlockScoresOperands<'_> {
             "a size is not positive",
         )?;
         require(heads_q % heads_kv == 0, "num_heads_q is not a multiple of num_heads_kv")?;
-        require(head_dim % 8 == 0 && head_dim <= MAX_HEAD_DIM, "the kernel has no such head dimension")?;
+        require(
+            head_dim % 8 == 0 && head_dim <= MAX_HEAD_DIM,
+            "the kernel has no such head dimension",
+        )?;
         let [rows, cols] = [p.rows, p.cols].map(i64::from);
         let blocks = |length: i64, size: i32| ceil_div(length, size.unsigned_abs());
         require(i128::from(rows) == blocks(seqlen_q, p.block_q), "another number of rows")?;
@@ -79,7 +83,8 @@ impl BlockScoresOperands<'_> {
 }
 
 impl Stream {
-    /// Launches a step of [`BlockMaskKernel::Scores`]. The pointers in `params` are ignored: those of the operands are used.
+    /// Launches a step of [`BlockMaskKernel::Scores`]. The pointers in `params` are ignored: those
+    /// of the operands are used.
     ///
     /// # Errors
     /// As [`launch_attention_fwd`](Stream::launch_attention_fwd).
@@ -110,7 +115,14 @@ impl Stream {
         // 1. The row scores blocks, whose parameter struct this is.
         // 2. As in `launch_attention_fwd`; no address follows from the contents of a tensor.
         // 3. The means and the scores are borrowed exclusively.
-        unsafe { self.launch_with(row, config, |_| params, views.iter().flatten().filter_map(View::owner)) }
+        unsafe {
+            self.launch_with(
+                row,
+                config,
+                |_| params,
+                views.iter().flatten().filter_map(View::owner),
+            )
+        }
     }
 }
 

@@ -3,7 +3,8 @@ use crate::{Device, Tensor};
 use blockflash_sys::manifest;
 use std::ptr::{null, null_mut};
 
-/// 2 batch entries, 4 and 2 heads of 24 elements, 300 queries in blocks of 128, 129 keys in blocks of 64; contiguous.
+/// 2 batch entries, 4 and 2 heads of 24 elements, 300 queries in blocks of 128, 129 keys in blocks
+/// of 64; contiguous.
 fn params() -> blockflash_block_scores_params {
     blockflash_block_scores_params {
         q: null(),
@@ -75,7 +76,8 @@ type Change = fn(&mut blockflash_block_scores_params);
 fn scores_that_fit() {
     // 12 means of q and 6 of k per batch entry; one tile of scores per batch entry and head.
     assert_eq!(fit(&mut tensors(), &params(), 36), Ok(()));
-    let products = blockflash_block_scores_params { step: BLOCKFLASH_BLOCK_SCORES_PRODUCTS, ..params() };
+    let products =
+        blockflash_block_scores_params { step: BLOCKFLASH_BLOCK_SCORES_PRODUCTS, ..params() };
     assert_eq!(fit(&mut tensors(), &products, 8), Ok(()));
 }
 

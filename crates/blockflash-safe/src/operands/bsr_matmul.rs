@@ -1,6 +1,8 @@
 //! BSR matmul.
 
-use super::{BsrParts, Fit, ceil_div, fits, fits_row, optional, pointer, pointer_mut, require, starts_last};
+use super::{
+    BsrParts, Fit, ceil_div, fits, fits_row, optional, pointer, pointer_mut, require, starts_last,
+};
 use crate::{BsrIndices, DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};
 use blockflash_sys::manifest::{BsrTile, Variant};
 use blockflash_sys::params::blockflash_bsr_matmul_params;
@@ -41,12 +43,20 @@ impl BsrMatmulOperands<'_> {
         // The kernels count the depth of a block row in 32 bits.
         let depth = i64::from(self.indices.longest_from(0, false)) * block;
         require(depth <= i64::from(i32::MAX), "a block row is too long")?;
-        fits("values", &self.values, tile.dtype, [(blocks, block * block), (block, block), (block, 1)])?;
+        fits(
+            "values",
+            &self.values,
+            tile.dtype,
+            [(blocks, block * block), (block, block), (block, 1)],
+        )?;
         let transposed = self.indices.block_idx().is_some();
         require(transposed == tile.a_transposed, "block_idx is for kernels that transpose a")?;
         fits("b", &self.b, tile.dtype, dims([p.k, p.n], p.ldb, tile.b_column_major))?;
         let c = self.c.as_view();
-        require(p.c_dtype == c.dtype() as i32 && c.dtype() != DType::I32, "c_dtype is not the type of c")?;
+        require(
+            p.c_dtype == c.dtype() as i32 && c.dtype() != DType::I32,
+            "c_dtype is not the type of c",
+        )?;
         fits("c", &c, c.dtype(), dims([p.m, p.n], p.ldc, p.c_column_major != 0))?;
         let entries = if p.bias_per_row != 0 { p.m } else { p.n };
         self.bias.map_or(Ok(()), |bias| fits("bias", &bias, tile.dtype, [(entries, 1)]))?;
@@ -58,11 +68,26 @@ impl BsrMatmulOperands<'_> {
         let [row_ptr, col_idx, row_order, block_idx, stages, group_stages] = self.indices.views();
         let parts = self.parts.map(|parts| parts.memory.view());
         let (values, b, c) = (Some(self.values), Some(self.b), Some(self.c.as_view()));
-        [row_ptr, col_idx, row_order, block_idx, stages, group_stages, values, parts, b, c, self.bias]
+        [
+            row_ptr,
+            col_idx,
+            row_order,
+            block_idx,
+            stages,
+            group_stages,
+            values,
+            parts,
+            b,
+            c,
+            self.bias,
+        ]
     }
 
     /// The parameters with the pointers of the tensors.
-    pub(super) fn pointers(&self, p: &blockflash_bsr_matmul_params) -> blockflash_bsr_matmul_params {
+    pub(super) fn pointers(
+        &self,
+        p: &blockflash_bsr_matmul_params,
+    ) -> blockflash_bsr_matmul_params {
         let [row_ptr, col_idx, row_order, ..] = self.indices.views();
         blockflash_bsr_matmul_params {
             row_ptr: optional(row_ptr.as_ref()).cast(),
@@ -88,7 +113,8 @@ pub(super) fn writes(rows_only: bool, p: &blockflash_bsr_matmul_params) -> Fit {
 }
 
 impl Stream {
-    /// Launches a kernel of [`Variant::BsrMatmul`]. The pointers in `params` are ignored: those of the operands are used.
+    /// Launches a kernel of [`Variant::BsrMatmul`]. The pointers in `params` are ignored: those of
+    /// the operands are used.
     ///
     /// # Errors
     /// As [`launch_attention_fwd`](Stream::launch_attention_fwd).
@@ -118,6 +144,13 @@ impl Stream {
         // 2. As in `launch_attention_fwd`; where addresses follow from index arrays, `BsrIndices`
         //    has checked their entries.
         // 3. `c` is borrowed exclusively.
-        unsafe { self.launch_with(row, config, |_| params, views.iter().flatten().filter_map(View::owner)) }
+        unsafe {
+            self.launch_with(
+                row,
+                config,
+                |_| params,
+                views.iter().flatten().filter_map(View::owner),
+            )
+        }
     }
 }

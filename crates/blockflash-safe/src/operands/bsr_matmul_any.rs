@@ -6,7 +6,8 @@ use blockflash_sys::manifest::{BsrMatmul, BsrTile, Variant};
 use blockflash_sys::params::blockflash_bsr_matmul_any_params;
 
 impl Stream {
-    /// Launches a kernel of [`Variant::BsrMatmulAny`]. The pointers in `params` are ignored: those of the operands are used.
+    /// Launches a kernel of [`Variant::BsrMatmulAny`]. The pointers in `params` are ignored: those
+    /// of the operands are used.
     ///
     /// # Errors
     /// As [`launch_attention_fwd`](Stream::launch_attention_fwd).
@@ -32,9 +33,17 @@ impl Stream {
         };
         // SAFETY:
         // 1. The row is a variant of BSR matmul for any layout, whose parameter struct this is.
-        // 2. As in `launch_bsr_matmul`, also for `block_idx`, which is there exactly where `a_transposed` says so (`fit`).
+        // 2. As in `launch_bsr_matmul`, also for `block_idx`, which is there exactly where
+        //    `a_transposed` says so (`fit`).
         // 3. `c` is borrowed exclusively.
-        unsafe { self.launch_with(row, config, |_| params, views.iter().flatten().filter_map(View::owner)) }
+        unsafe {
+            self.launch_with(
+                row,
+                config,
+                |_| params,
+                views.iter().flatten().filter_map(View::owner),
+            )
+        }
     }
 }
 

@@ -27,14 +27,16 @@ fn params([a, b, c]: [bool; 3]) -> blockflash_bsr_matmul_any_params {
     }
 }
 
-/// Fits tensors on the CPU, which lie so (`fit` looks at sizes and strides only), with these parameters.
+/// Fits tensors on the CPU, which lie so (`fit` looks at sizes and strides only), with these
+/// parameters.
 fn fit_lying(
     [a, b, c]: [bool; 3],
     params: &blockflash_bsr_matmul_any_params,
     change: impl Fn(&mut LaunchConfig),
 ) -> Fit {
-    let zeros =
-        |dtype, shape: &[usize]| Tensor::zeros(&Device::cpu().stream().unwrap(), dtype, shape).unwrap();
+    let zeros = |dtype, shape: &[usize]| {
+        Tensor::zeros(&Device::cpu().stream().unwrap(), dtype, shape).unwrap()
+    };
     let indices = fixtures::pattern(&[2, 1, 4], a);
     let values = zeros(DType::F16, &[BLOCKS, 16, 16]);
     let b_tensor = zeros(DType::F16, &if b { [N, K] } else { [K, N] });
@@ -48,7 +50,9 @@ fn fit_lying(
         bias: None,
     };
     let tile_of = |row: &'static Row| match &row.variant {
-        Variant::BsrMatmulAny(tile) if (tile.dtype, tile.block_size) == (DType::F16, 16) => Some((row, tile)),
+        Variant::BsrMatmulAny(tile) if (tile.dtype, tile.block_size) == (DType::F16, 16) => {
+            Some((row, tile))
+        }
         _ => None,
     };
     let (row, tile) = manifest::rows().iter().find_map(tile_of).ok_or("no row")?;
@@ -92,7 +96,10 @@ fn what_does_not_fit() {
         assert!(error.contains(expected), "{error} does not say {expected}");
     };
     let good = params(layout);
-    refused(&blockflash_bsr_matmul_any_params { a_transposed: 0, ..good }, "block_idx is for kernels that");
+    refused(
+        &blockflash_bsr_matmul_any_params { a_transposed: 0, ..good },
+        "block_idx is for kernels that",
+    );
     let with = |base| blockflash_bsr_matmul_any_params { base, ..good };
     refused(&with(blockflash_bsr_matmul_params { ldb: K as i64 + 8, ..good.base }), "b is f16");
     refused(&with(blockflash_bsr_matmul_params { ldc: M as i64 - 1, ..good.base }), "c is f32");
@@ -102,6 +109,9 @@ fn what_does_not_fit() {
         assert!(error.contains(expected), "{error} does not say {expected}");
     };
     refused(|config| config.grid[0] += 1, "a grid of 7x1x1 blocks");
-    refused(|config| config.programmatic_dependent_launch = true, "does not wait for its predecessor");
+    refused(
+        |config| config.programmatic_dependent_launch = true,
+        "does not wait for its predecessor",
+    );
     refused(|config| config.smem_bytes += 16, "shared memory");
 }

@@ -9,7 +9,8 @@ const PANEL: u32 = 64;
 /// Of a tensor that no kernel reads by its map.
 pub(super) const NO_MAP: blockflash_tensor_map = blockflash_tensor_map { opaque: [0; 16] };
 
-/// A tensor map before it is encoded: sizes and boxes in elements, strides of the outer dimensions in bytes.
+/// A tensor map before it is encoded: sizes and boxes in elements, strides of the outer dimensions
+/// in bytes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Map {
     pub(super) shape: [u64; 3],
@@ -18,10 +19,16 @@ pub(super) struct Map {
     swizzle: Swizzle,
 }
 
-/// The maps of A, of the whole panels of B, and of B at its edges. The sizes have been found to fit. Small blocks of A are copied as they
-/// lie, as many as follow one another, so their map is one without elements; but filled with zeros, by whole blocks, whose rows are as wide as
-/// the swizzle. A column-major B is copied as one box, at the right edge as one of the columns that there are.
-pub(super) fn maps(tile: &BsrMatmulHopper, p: &blockflash_bsr_matmul_params, blocks: u64) -> [Map; 3] {
+/// The maps of A, of the whole panels of B, and of B at its edges. The sizes have been found to
+/// fit. Small blocks of A are copied as they lie, as many as follow one another, so their map is
+/// one without elements; but filled with zeros, by whole blocks, whose rows are as wide as the
+/// swizzle. A column-major B is copied as one box, at the right edge as one of the columns that
+/// there are.
+pub(super) fn maps(
+    tile: &BsrMatmulHopper,
+    p: &blockflash_bsr_matmul_params,
+    blocks: u64,
+) -> [Map; 3] {
     let blocks = if tile.gathers() && !tile.filled { 0 } else { blocks };
     let filled = tile.filled;
     let tile = tile.tile();
@@ -29,7 +36,8 @@ pub(super) fn maps(tile: &BsrMatmulHopper, p: &blockflash_bsr_matmul_params, blo
     let block = u64::from(tile.block_size);
     let [n, k, ldb] = [p.n, p.k, p.ldb].map(|size| size as u64);
     let swizzle = Swizzle::B128;
-    // Transposed, the depth of a stage is rows of the block. Each block of a cluster copies its share.
+    // Transposed, the depth of a stage is rows of the block. Each block of a cluster copies its
+    // share.
     let a_rows = if tile.a_transposed { tile.block_k } else { tile.block_size } / tile.cluster;
     let (a_box, a_swizzle) = match filled {
         true => ([tile.block_size, tile.block_size, 1], Swizzle::B64),
@@ -69,7 +77,9 @@ impl Map {
         if self.shape.contains(&0) {
             return Ok(NO_MAP);
         }
-        Ok(blockflash_tensor_map { opaque: *TensorMap::encode_tiled(view, &self.spec(view))?.words() })
+        Ok(blockflash_tensor_map {
+            opaque: *TensorMap::encode_tiled(view, &self.spec(view))?.words(),
+        })
     }
 
     fn spec(&self, view: &View<'_>) -> TensorMapSpec<'_> {
@@ -84,7 +94,10 @@ impl Map {
 }
 
 /// The map of C, 16 rows of a panel at a time.
-pub(super) fn encode_c(c: &View<'_>, p: &blockflash_bsr_matmul_params) -> Result<blockflash_tensor_map> {
+pub(super) fn encode_c(
+    c: &View<'_>,
+    p: &blockflash_bsr_matmul_params,
+) -> Result<blockflash_tensor_map> {
     let spec = TensorMapSpec {
         dtype: c.dtype(),
         shape: &[p.n as u64, p.m as u64],

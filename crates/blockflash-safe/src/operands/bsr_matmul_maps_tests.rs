@@ -2,7 +2,8 @@ use super::*;
 use crate::operands::bsr_matmul_fixtures::{self as fixtures, TILE};
 use crate::{DType, Device, Tensor};
 
-const SMALL: BsrMatmulHopper = BsrMatmulHopper { block_size: 32, block_rows: 8, block_n: 128, ..TILE };
+const SMALL: BsrMatmulHopper =
+    BsrMatmulHopper { block_size: 32, block_rows: 8, block_n: 128, ..TILE };
 const BLOCKS: u64 = 5;
 
 /// 150 × 200 in blocks of 64 times 200 × 136, whose rows are 144 apart.
@@ -24,12 +25,21 @@ fn encodable(maps: &[&Map]) {
 
 #[test]
 fn a_transposed_block_and_columns_of_b() {
-    let tile = BsrMatmulHopper { block_size: 128, a_transposed: true, b_column_major: true, ..TILE };
+    let tile =
+        BsrMatmulHopper { block_size: 128, a_transposed: true, b_column_major: true, ..TILE };
     let params = blockflash_bsr_matmul_params { ldb: 208, n: 300, ..params() };
     let [a, b, b_edge] = maps(&tile, &params, BLOCKS);
-    assert_eq!(a, map([128, 128, 5], [256, 128 * 256], [64, 64, 1]), "64 rows of a block, 64 of the depth");
+    assert_eq!(
+        a,
+        map([128, 128, 5], [256, 128 * 256], [64, 64, 1]),
+        "64 rows of a block, 64 of the depth"
+    );
     assert_eq!(b, map([200, 300, 1], [416, 416], [64, 256, 1]));
-    assert_eq!(b_edge, map([200, 300, 1], [416, 416], [64, 44, 1]), "the columns that the last tile has");
+    assert_eq!(
+        b_edge,
+        map([200, 300, 1], [416, 416], [64, 44, 1]),
+        "the columns that the last tile has"
+    );
     encodable(&[&a, &b, &b_edge]);
     let [_, _, b_edge] = maps(&tile, &blockflash_bsr_matmul_params { n: 512, ..params }, BLOCKS);
     assert!(b_edge.shape.contains(&0), "whole tiles have no edge");
@@ -48,7 +58,8 @@ fn blocks_panels_and_edges() {
 #[test]
 fn each_block_of_a_cluster_copies_half_of_a() {
     let pair = BsrMatmulHopper { cluster: 2, ..TILE };
-    let [[a, b, edge], [half, same, same_edge]] = [TILE, pair].map(|tile| maps(&tile, &params(), BLOCKS));
+    let [[a, b, edge], [half, same, same_edge]] =
+        [TILE, pair].map(|tile| maps(&tile, &params(), BLOCKS));
     assert_eq!((a.box_shape, half.box_shape), ([64, 64, 1], [64, 32, 1]));
     assert_eq!((b, edge), (same, same_edge));
     let transposed = BsrMatmulHopper { block_size: 128, a_transposed: true, ..pair };

@@ -16,10 +16,12 @@ const STRIDE_LIMIT: i64 = 1 << 39;
 const SIZE_LIMIT: i64 = (1 << 31) - 1024;
 
 impl Stream {
-    /// Launches a kernel of [`Variant::BsrMatmulHopper`]. The pointers in `params` are ignored: those of the operands are used, and
-    /// tensor maps are made from them. B may be read through rows, or columns, of 16-byte aligned memory only.
+    /// Launches a kernel of [`Variant::BsrMatmulHopper`]. The pointers in `params` are ignored:
+    /// those of the operands are used, and tensor maps are made from them. B may be read through
+    /// rows, or columns, of 16-byte aligned memory only.
     ///
-    /// Counters are shared as those of [`launch_attention_fwd_tma`](Stream::launch_attention_fwd_tma).
+    /// Counters are shared as those of
+    /// [`launch_attention_fwd_tma`](Stream::launch_attention_fwd_tma).
     ///
     /// # Errors
     /// As [`launch_attention_fwd_tma`](Stream::launch_attention_fwd_tma).
@@ -61,11 +63,12 @@ impl Stream {
         let params = with_parts(whole_tiles, operands.parts.as_ref());
         // SAFETY:
         // 1. The row is a Hopper variant of BSR matmul, whose parameter struct this is.
-        // 2. As in `launch_bsr_matmul`. What is read through a tensor map lies inside the view that it
-        //    was encoded from; whole blocks that are copied without one lie where `row_ptr` says, in
-        //    a view that starts at a multiple of 16 bytes (`fit`). The tile counter is that of
-        //    `launch_counting`. No other launch uses the memory of parts at the same time either,
-        //    which is used in turns, and there is room for as many as `begin` says (`split`).
+        // 2. As in `launch_bsr_matmul`. What is read through a tensor map lies inside the view that
+        //    it was encoded from; whole blocks that are copied without one lie where `row_ptr`
+        //    says, in a view that starts at a multiple of 16 bytes (`fit`). The tile counter is
+        //    that of `launch_counting`. No other launch uses the memory of parts at the same time
+        //    either, which is used in turns, and there is room for as many as `begin` says
+        //    (`split`).
         // 3. `c` is borrowed exclusively.
         unsafe {
             self.launch_counting(
@@ -124,7 +127,10 @@ fn split(
     }
     let items = i128::from(begin[0]) * i128::from(tile.tile().tiles_n(p.n as u64));
     let per_item = tile.block_rows * tile.block_size * tile.block_n;
-    require(items * i128::from(per_item) <= memory.sums() as i128, "there is no room for the sums of parts")?;
+    require(
+        items * i128::from(per_item) <= memory.sums() as i128,
+        "there is no room for the sums of parts",
+    )?;
     let words = items * i128::from(tile.consumer_warps());
     require(words <= memory.words() as i128, "there is no room for the words of parts")?;
     Ok(items)
@@ -145,8 +151,9 @@ fn with_parts(
     }
 }
 
-/// Whether C can be stored by tensor copies: rows of the type of A, 16-byte aligned, and the old C is not read. Whole rows of 16 bytes: on
-/// an H200 a copy that ends inside of 16 bytes was seen to write zeros up to their end.
+/// Whether C can be stored by tensor copies: rows of the type of A, 16-byte aligned, and the old C
+/// is not read. Whole rows of 16 bytes: on an H200 a copy that ends inside of 16 bytes was seen to
+/// write zeros up to their end.
 fn copies_c(tile: &BsrMatmulHopper, p: &blockflash_bsr_matmul_params, aligned: bool) -> bool {
     let lies = p.c_column_major == 0
         && aligned

@@ -1,6 +1,8 @@
 use super::*;
 use crate::operands::bsr_matmul_fixtures::{self as fixtures, TILE};
-use crate::{BsrIndexArrays, BsrIndices, BsrPartsMemory, BsrStageArrays, DType, Device, Tensor, ViewMut};
+use crate::{
+    BsrIndexArrays, BsrIndices, BsrPartsMemory, BsrStageArrays, DType, Device, Tensor, ViewMut,
+};
 
 const PAIRS: BsrMatmulHopper = BsrMatmulHopper { block_rows: 2, stages: 4, ..TILE };
 /// 150 × 200 in blocks of 64, of which five are stored, times 200 × 136, whose rows are 144 apart.
@@ -31,7 +33,8 @@ fn config(tile: BsrMatmulHopper, blocks: u32) -> LaunchConfig {
     }
 }
 
-/// What `fit` says about these operands with changed parameters and launch. B and C lie as tile and parameters say.
+/// What `fit` says about these operands with changed parameters and launch. B and C lie as tile and
+/// parameters say.
 fn fit_of(
     tile: BsrMatmulHopper,
     change: impl FnOnce(&mut blockflash_bsr_matmul_params),
@@ -53,8 +56,14 @@ fn fit_of(
     if params.c_column_major != 0 {
         c = columns_of_c.view_mut().permute(&[1, 0]).unwrap();
     }
-    let operands =
-        BsrMatmulOperands { indices: &indices, values: values.view(), parts: None, b, c, bias: None };
+    let operands = BsrMatmulOperands {
+        indices: &indices,
+        values: values.view(),
+        parts: None,
+        b,
+        c,
+        bias: None,
+    };
     fit(&row(tile), &tile, config, &params, &operands)
 }
 
@@ -87,7 +96,8 @@ fn what_fits_and_what_does_not() {
 fn clusters_are_whole() {
     // Three block rows and one tile of columns: each pair has a block of threads without any.
     let pair = BsrMatmulHopper { cluster: 2, ..TILE };
-    let launch = |cluster, blocks| fit_of(pair, |_| (), &LaunchConfig { cluster, ..config(pair, blocks) });
+    let launch =
+        |cluster, blocks| fit_of(pair, |_| (), &LaunchConfig { cluster, ..config(pair, blocks) });
     for blocks in [2, 4, 6] {
         launch(Some([2, 1, 1]), blocks).unwrap();
     }
@@ -121,17 +131,19 @@ fn parts_have_room_and_places() {
         BsrParts { steps: 2, begin: all, memory: &rooms[room] }
     };
     // Three block rows and one tile of columns.
-    let mut split_in = |indices: &BsrIndices, tile: &BsrMatmulHopper, parts: Option<BsrParts<'_>>| {
-        let (values, b) = (values.view(), values.view());
-        let c = c.view_mut();
-        split(tile, &params(), &BsrMatmulOperands { indices, values, parts, b, c, bias: None })
-    };
+    let mut split_in =
+        |indices: &BsrIndices, tile: &BsrMatmulHopper, parts: Option<BsrParts<'_>>| {
+            let (values, b) = (values.view(), values.view());
+            let c = c.view_mut();
+            split(tile, &params(), &BsrMatmulOperands { indices, values, parts, b, c, bias: None })
+        };
     assert_eq!(split_in(&indices, &TILE, None), Ok(0));
     // The second block row is cut in two, too.
     assert_eq!(split_in(&longer, &TILE, Some(of(&[2], 2))), Ok(2));
     let error = split_in(&longer, &TILE, Some(of(&[1], 1))).unwrap_err();
     assert!(error.contains("more parts than there is room for"), "{error}");
-    let mut split_of = |tile: &BsrMatmulHopper, parts: BsrParts<'_>| split_in(&indices, tile, Some(parts));
+    let mut split_of =
+        |tile: &BsrMatmulHopper, parts: BsrParts<'_>| split_in(&indices, tile, Some(parts));
     let error = split_of(&TILE, of(&[], 0)).unwrap_err();
     assert!(error.contains("more parts than there is room for"), "{error}");
     assert_eq!(split_of(&TILE, BsrParts { steps: 3, ..of(&[], 0) }), Ok(0));
@@ -200,7 +212,8 @@ fn what_tensor_copies_can_store() {
 
 #[test]
 fn small_blocks_need_a_plan() {
-    let gathers = BsrMatmulHopper { block_size: 32, block_rows: 8, block_n: 128, stages: 4, ..TILE };
+    let gathers =
+        BsrMatmulHopper { block_size: 32, block_rows: 8, block_n: 128, stages: 4, ..TILE };
     let stream = &Device::cpu().stream().unwrap();
     // 150 × 200 in blocks of 32, one block in the last row and column: one group with one stage.
     let mut stage = [0; 64];

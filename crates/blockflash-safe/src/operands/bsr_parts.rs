@@ -40,7 +40,11 @@ impl BsrPartsMemory {
     /// As [`Tensor::zeros`].
     pub fn new(stream: &Stream, sums: usize, words: usize) -> Result<BsrPartsMemory> {
         let all = sums.checked_add(words).ok_or(Error::TooLarge)?;
-        Ok(BsrPartsMemory { memory: Tensor::zeros_in_turns(stream, DType::I32, &[all])?, sums, words })
+        Ok(BsrPartsMemory {
+            memory: Tensor::zeros_in_turns(stream, DType::I32, &[all])?,
+            sums,
+            words,
+        })
     }
 
     /// Where it is.

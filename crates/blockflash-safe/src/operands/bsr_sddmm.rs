@@ -8,8 +8,8 @@ use crate::{
 use blockflash_sys::manifest::{BsrSddmmHopper, BsrSddmmTile, Variant};
 use blockflash_sys::params::{blockflash_bsr_sddmm_params, blockflash_tensor_map};
 
-/// Lines of a box along a row of the swizzle, and in a panel of a matrix that is not contiguous along K: as many elements of two bytes as
-/// the swizzle permutes.
+/// Lines of a box along a row of the swizzle, and in a panel of a matrix that is not contiguous
+/// along K: as many elements of two bytes as the swizzle permutes.
 const PANEL: u32 = BsrSddmmHopper::BLOCK_K;
 /// Sizes are below this: the kernel adds a tile to them in 32 bits.
 const SIZE_LIMIT: i32 = i32::MAX - 1023;
@@ -36,10 +36,12 @@ impl BsrSddmmOperands<'_> {
 }
 
 impl Stream {
-    /// Launches a kernel of [`Variant::BsrSddmmHopper`]. Pointers and tensor maps in `params` are ignored: they
-    /// are made from the operands. A and B may be read through lines of 16-byte aligned memory only.
+    /// Launches a kernel of [`Variant::BsrSddmmHopper`]. Pointers and tensor maps in `params` are
+    /// ignored: they are made from the operands. A and B may be read through lines of 16-byte
+    /// aligned memory only.
     ///
-    /// Counters are shared as those of [`launch_attention_fwd_tma`](Stream::launch_attention_fwd_tma).
+    /// Counters are shared as those of
+    /// [`launch_attention_fwd_tma`](Stream::launch_attention_fwd_tma).
     ///
     /// # Errors
     /// As [`launch_attention_fwd_tma`](Stream::launch_attention_fwd_tma).
@@ -83,7 +85,8 @@ impl Stream {
     }
 }
 
-/// What every kernel of the sampled product needs of its operands, but for A and B: their sizes are checked. How many tiles there are.
+/// What every kernel of the sampled product needs of its operands, but for A and B: their sizes are
+/// checked. How many tiles there are.
 pub(super) fn fits_tiles(
     tile: &BsrSddmmTile,
     p: &blockflash_bsr_sddmm_params,
@@ -99,7 +102,10 @@ pub(super) fn fits_tiles(
     require(operands.pattern.has_columns_below(block_cols), "a block column lies beyond n")?;
     let values = operands.values.as_view();
     let float = matches!(values.dtype(), DType::F16 | DType::BF16 | DType::F32);
-    require(float && p.values_dtype == values.dtype() as i32, "values_dtype is not the type of values")?;
+    require(
+        float && p.values_dtype == values.dtype() as i32,
+        "values_dtype is not the type of values",
+    )?;
     fits("values", &values, values.dtype(), [(blocks, block * block), (block, block), (block, 1)])?;
     Ok(i128::from(blocks / i64::from(tile.blocks)) + block_rows)
 }
@@ -123,7 +129,13 @@ fn fit(
 }
 
 /// Checks a matrix with lines any number of elements apart.
-fn fits_dense(name: &str, view: &View<'_>, dtype: DType, [rows, cols]: [i64; 2], major: Major) -> Fit {
+fn fits_dense(
+    name: &str,
+    view: &View<'_>,
+    dtype: DType,
+    [rows, cols]: [i64; 2],
+    major: Major,
+) -> Fit {
     let step = |dim: usize| view.strides().get(dim).map_or(0, |&stride| stride as i64);
     let strides = match major {
         Major::Row => [step(0), 1],
@@ -147,8 +159,11 @@ fn maps(tile: &BsrSddmmHopper, operands: &BsrSddmmOperands<'_>) -> [Map; 2] {
         let outer = 1 - inner;
         let length = view.shape()[inner];
         // The distance of a single line to the next does not matter, but must be valid.
-        let distance =
-            if view.shape()[outer] > 1 { view.strides()[outer] } else { length.next_multiple_of(8) };
+        let distance = if view.shape()[outer] > 1 {
+            view.strides()[outer]
+        } else {
+            length.next_multiple_of(8)
+        };
         Map {
             shape: [length as u64, view.shape()[outer] as u64],
             stride_bytes: (distance * view.dtype().size()) as u64,

@@ -7,8 +7,9 @@ use blockflash_sys::manifest::{BsrSddmmTile, Variant};
 use blockflash_sys::params::{blockflash_bsr_sddmm_params, blockflash_bsr_sddmm_portable_params};
 
 impl Stream {
-    /// Launches a kernel of [`Variant::BsrSddmm`]. Of `params` only sizes, the type of the values and the factors are used: pointers and
-    /// layouts are those of the operands, of which A and B are contiguous along any one dimension.
+    /// Launches a kernel of [`Variant::BsrSddmm`]. Of `params` only sizes, the type of the values
+    /// and the factors are used: pointers and layouts are those of the operands, of which A and B
+    /// are contiguous along any one dimension.
     ///
     /// # Errors
     /// As [`launch_attention_fwd`](Stream::launch_attention_fwd).
@@ -30,7 +31,14 @@ impl Stream {
         // 1. The row is a portable variant of the sampled product, whose parameter struct this is.
         // 2. As in `launch_bsr_sddmm`; A and B are read where `fit` has found their lines.
         // 3. `values` are borrowed exclusively.
-        unsafe { self.launch_with(row, config, |_| params, views.iter().flatten().filter_map(View::owner)) }
+        unsafe {
+            self.launch_with(
+                row,
+                config,
+                |_| params,
+                views.iter().flatten().filter_map(View::owner),
+            )
+        }
     }
 }
 
@@ -81,7 +89,8 @@ struct Lines {
 }
 
 impl Lines {
-    /// The lines of a matrix of this type and shape. A single row or column is both, and then what can be copied 16 bytes at a time.
+    /// The lines of a matrix of this type and shape. A single row or column is both, and then what
+    /// can be copied 16 bytes at a time.
     fn of(
         name: &str,
         view: &View<'_>,
@@ -99,7 +108,9 @@ impl Lines {
             Ok(Self { major, ld, vectorized: view.is_aligned(16) && (ld % 8 == 0 || count <= 1) })
         };
         match [lines(Major::Row), lines(Major::Column)] {
-            [Ok(row), Ok(column)] => Ok(if column.vectorized && !row.vectorized { column } else { row }),
+            [Ok(row), Ok(column)] => {
+                Ok(if column.vectorized && !row.vectorized { column } else { row })
+            }
             [Ok(found), _] | [_, Ok(found)] => Ok(found),
             [Err(error), _] => Err(error),
         }

@@ -13,8 +13,16 @@ const BLOCKS: usize = 11;
 
 fn row() -> Row {
     let (dtype, block_size, columns, block_k) = (DType::F16, 32, 128, 64);
-    let tile =
-        BsrSddmm { dtype, block_size, columns, block_k, warps_m: 1, warps_n: 4, stages: 2, min_blocks: 4 };
+    let tile = BsrSddmm {
+        dtype,
+        block_size,
+        columns,
+        block_k,
+        warps_m: 1,
+        warps_n: 4,
+        stages: 2,
+        min_blocks: 4,
+    };
     Row { variant: Variant::BsrSddmm(tile), target: Target::Sm80 }
 }
 
@@ -48,7 +56,8 @@ fn params() -> blockflash_bsr_sddmm_params {
 }
 
 fn matrix(lines: &Tensor, major: Major, [rows, cols]: [usize; 2]) -> View<'_> {
-    let view = if major == Major::Row { lines.view() } else { lines.view().permute(&[1, 0]).unwrap() };
+    let view =
+        if major == Major::Row { lines.view() } else { lines.view().permute(&[1, 0]).unwrap() };
     view.slice(0, 0..rows).and_then(|view| view.slice(1, 0..cols)).unwrap()
 }
 
@@ -98,9 +107,11 @@ fn values_start_anywhere() {
     let (a, b) = (tensor(DType::F16, &[32, 8]), tensor(DType::F16, &[8, 64]));
     let params = blockflash_bsr_sddmm_params { m: 32, n: 64, k: 8, nnz_blocks: 2, ..params() };
     for (offset, vectorized) in [(0, 1), (1, 0), (2, 0), (4, 1)] {
-        let values = ViewMut::from_slice(&mut data[start + offset..][..2 * 32 * 32], &[2, 32, 32]).unwrap();
+        let values =
+            ViewMut::from_slice(&mut data[start + offset..][..2 * 32 * 32], &[2, 32, 32]).unwrap();
         let operands = BsrSddmmOperands { pattern, a: a.view(), b: b.view(), values };
-        let p = fit(&row(), &row().bsr_sddmm_tile().unwrap(), &config(1), &params, &operands).unwrap();
+        let p =
+            fit(&row(), &row().bsr_sddmm_tile().unwrap(), &config(1), &params, &operands).unwrap();
         assert_eq!(p.values_vectorized, vectorized, "{offset}");
     }
 }
@@ -119,7 +130,8 @@ fn what_does_not_fit_is_named() {
     refused(&|p| p.values_dtype = 0, "values_dtype");
     refused(&|p| p.m = i32::MAX, "too large");
     let early = LaunchConfig { programmatic_dependent_launch: true, ..config(7) };
-    for (config, reason) in [(config(6), "a grid of 6x1x1"), (config(8), "a grid of 8x1x1"), (early, "wait")]
+    for (config, reason) in
+        [(config(6), "a grid of 6x1x1"), (config(8), "a grid of 8x1x1"), (early, "wait")]
     {
         let found = fit_of([Major::Row; 2], [208, 208], |_| (), &config).unwrap_err();
         assert!(found.contains(reason), "{found}");

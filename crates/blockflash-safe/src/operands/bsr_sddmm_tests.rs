@@ -4,9 +4,15 @@ use crate::operands::bsr_matmul_fixtures::pattern;
 use crate::{Device, Tensor};
 use std::ptr::{null, null_mut};
 
-const TILE: BsrSddmmHopper =
-    BsrSddmmHopper { dtype: DType::F16, block_size: 64, a: Major::Row, b: Major::Column, stages: 5 };
-/// 150 × 136 in blocks of 64, of which five are stored; 200 deep; lines of A and B are 208 apart, or 160.
+const TILE: BsrSddmmHopper = BsrSddmmHopper {
+    dtype: DType::F16,
+    block_size: 64,
+    a: Major::Row,
+    b: Major::Column,
+    stages: 5,
+};
+/// 150 × 136 in blocks of 64, of which five are stored; 200 deep; lines of A and B are 208 apart,
+/// or 160.
 const M: usize = 150;
 const N: usize = 136;
 const K: usize = 200;
@@ -86,9 +92,11 @@ fn what_fits_and_what_does_not() {
         }
         let found = fit_of(tile, |_| (), &config(tile, 5)).unwrap_err();
         assert!(found.contains("a grid of 5x1x1 blocks"), "{found}");
-        let other = BsrSddmmHopper { a: if a == Major::Row { Major::Column } else { Major::Row }, ..tile };
-        let found =
-            with_operands(tile, |operands| fit(&row(other), &other, &config(other, 4), &params(), operands));
+        let other =
+            BsrSddmmHopper { a: if a == Major::Row { Major::Column } else { Major::Row }, ..tile };
+        let found = with_operands(tile, |operands| {
+            fit(&row(other), &other, &config(other, 4), &params(), operands)
+        });
         assert!(found.unwrap_err().contains("a is f16"), "{a:?} is no other layout");
     }
     let refused = |change: &dyn Fn(&mut blockflash_bsr_sddmm_params), reason: &str| {
@@ -113,10 +121,16 @@ fn maps_describe_lines_along_k_and_panels_across() {
         let tile = BsrSddmmHopper { a, b, block_size: 128, ..TILE };
         with_operands(tile, |operands| maps(&tile, operands))
     };
-    let along =
-        |lines: usize| Map { shape: [K as u64, lines as u64], stride_bytes: 416, box_shape: [64, 128] };
-    let across =
-        |length: usize| Map { shape: [length as u64, K as u64], stride_bytes: 320, box_shape: [64, 64] };
+    let along = |lines: usize| Map {
+        shape: [K as u64, lines as u64],
+        stride_bytes: 416,
+        box_shape: [64, 128],
+    };
+    let across = |length: usize| Map {
+        shape: [length as u64, K as u64],
+        stride_bytes: 320,
+        box_shape: [64, 64],
+    };
     assert_eq!(of(Major::Row, Major::Column), [along(M), along(N)]);
     assert_eq!(of(Major::Column, Major::Row), [across(M), across(N)]);
     assert_eq!(of(Major::Row, Major::Row), [along(M), across(N)]);
@@ -125,9 +139,12 @@ fn maps_describe_lines_along_k_and_panels_across() {
 #[test]
 fn a_single_line_has_a_valid_map_and_nothing_has_none() {
     let stream = &Device::cpu().stream().unwrap();
-    let (line, nothing) =
-        (Tensor::empty(stream, DType::F16, &[1, 30]).unwrap(), Tensor::empty(stream, DType::F16, &[30, 0]));
-    let (nothing, mut values) = (nothing.unwrap(), Tensor::empty(stream, DType::F32, &[0]).unwrap());
+    let (line, nothing) = (
+        Tensor::empty(stream, DType::F16, &[1, 30]).unwrap(),
+        Tensor::empty(stream, DType::F16, &[30, 0]),
+    );
+    let (nothing, mut values) =
+        (nothing.unwrap(), Tensor::empty(stream, DType::F32, &[0]).unwrap());
     with_operands(TILE, |operands| {
         let operands = BsrSddmmOperands {
             a: line.view(),

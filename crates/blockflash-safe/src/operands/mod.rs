@@ -1,5 +1,6 @@
-//! Safe launches: one per kernel, from the planner's parameters and the tensors. The pointers of the parameter struct come
-//! from the tensors, and whatever decides which addresses the kernel touches is checked against them.
+//! Safe launches: one per kernel, from the planner's parameters and the tensors. The pointers of
+//! the parameter struct come from the tensors, and whatever decides which addresses the kernel
+//! touches is checked against them.
 
 mod attention_fwd;
 mod attention_fwd_tma;
@@ -31,13 +32,20 @@ use std::ptr;
 /// What does not fit; becomes [`Error::Launch`]. Formatting is left to the failure path.
 pub(crate) type Fit = std::result::Result<(), String>;
 
-/// Checks element type, shape and strides. Strides of dimensions of size 1 do not matter, nor any of a tensor without elements.
-pub(crate) fn fits<const N: usize>(name: &str, view: &View<'_>, dtype: DType, dims: [(i64, i64); N]) -> Fit {
+/// Checks element type, shape and strides. Strides of dimensions of size 1 do not matter, nor any
+/// of a tensor without elements.
+pub(crate) fn fits<const N: usize>(
+    name: &str,
+    view: &View<'_>,
+    dtype: DType,
+    dims: [(i64, i64); N],
+) -> Fit {
     let same = view.dtype() == dtype
         && view.shape().len() == N
         && dims.iter().zip(view.shape().iter().zip(view.strides())).all(
             |(&(size, stride), (&own, &step))| {
-                own as i64 == size && (own <= 1 || step as i64 == stride || view.layout().is_empty())
+                own as i64 == size
+                    && (own <= 1 || step as i64 == stride || view.layout().is_empty())
             },
         );
     if same {
@@ -71,7 +79,10 @@ fn fits_row(config: &LaunchConfig, row: &Row, blocks: RangeInclusive<i128>) -> F
 
 /// Checks that the kernel is not started before its predecessor has finished.
 fn starts_last(config: &LaunchConfig) -> Fit {
-    require(!config.programmatic_dependent_launch, "the kernel does not wait for its predecessor itself")
+    require(
+        !config.programmatic_dependent_launch,
+        "the kernel does not wait for its predecessor itself",
+    )
 }
 
 fn ceil_div(size: i64, tile: u32) -> i128 {

@@ -52,7 +52,8 @@ fn what_a_graph_cannot_hold_is_refused() -> Result<()> {
     let mut tensor = Tensor::zeros(&stream, DType::F32, &[COUNT])?;
     let event = Event::new(&device, false)?;
     let empty: Graph = stream.capture(|_| Ok::<(), Error>(()))?;
-    let refused = |result: Result<()>| assert!(matches!(result, Err(Error::InCapture { .. })), "{result:?}");
+    let refused =
+        |result: Result<()>| assert!(matches!(result, Err(Error::InCapture { .. })), "{result:?}");
     let graph: Graph = stream.capture(|stream| -> Result<()> {
         refused(Tensor::empty(stream, DType::F32, &[1]).map(drop));
         refused(tensor.copy_from_slice(stream, &[0.0f32; COUNT]));
@@ -84,8 +85,9 @@ fn a_failing_capture_leaves_the_stream_usable() -> Result<()> {
     });
     assert!(matches!(failed, Err(Error::TooLarge)), "{failed:?}");
     assert_usable(&stream)?;
-    let panicked =
-        catch_unwind(AssertUnwindSafe(|| stream.capture(|_| -> Result<()> { panic!("on purpose") })));
+    let panicked = catch_unwind(AssertUnwindSafe(|| {
+        stream.capture(|_| -> Result<()> { panic!("on purpose") })
+    }));
     assert!(panicked.is_err());
     assert_usable(&stream)?;
     assert_eq!(tensor.to_vec::<f32>(&stream)?, [0.0; COUNT], "nothing of the capture ran");
@@ -123,7 +125,9 @@ fn tensors_may_be_dropped_in_a_capture() -> Result<()> {
 /// What the stream's own value does not know, the driver does.
 #[test]
 fn a_graph_is_not_launched_into_a_capture_of_others() -> Result<()> {
-    let Some(device) = gpu("a_graph_is_not_launched_into_a_capture_of_others") else { return Ok(()) };
+    let Some(device) = gpu("a_graph_is_not_launched_into_a_capture_of_others") else {
+        return Ok(());
+    };
     let stream = device.stream()?;
     // SAFETY: 1. A stream of the device's primary context. 2. `stream` outlives it. 3. The capture
     // below uses no tensors.

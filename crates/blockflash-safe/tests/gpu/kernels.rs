@@ -1,13 +1,15 @@
 use crate::{gpu, ramp, required, say};
 use blockflash_safe::manifest::{self, Variant};
 use blockflash_safe::params::{
-    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params,
-    blockflash_block_mask, blockflash_block_mask_build_params, blockflash_block_scores_params,
-    blockflash_bsr_matmul_any_params, blockflash_bsr_matmul_params, blockflash_bsr_matmul_tma_params,
-    blockflash_bsr_sddmm_params, blockflash_bsr_sddmm_portable_params, blockflash_probe_params,
+    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params,
+    blockflash_attention_fwd_tma_params, blockflash_block_mask, blockflash_block_mask_build_params,
+    blockflash_block_scores_params, blockflash_bsr_matmul_any_params, blockflash_bsr_matmul_params,
+    blockflash_bsr_matmul_tma_params, blockflash_bsr_sddmm_params,
+    blockflash_bsr_sddmm_portable_params, blockflash_probe_params,
 };
 use blockflash_safe::{
-    AttentionFwdOperands, BlockMaskKernel, DType, Device, Error, LaunchConfig, Result, Row, Stream, Tensor,
+    AttentionFwdOperands, BlockMaskKernel, DType, Device, Error, LaunchConfig, Result, Row, Stream,
+    Tensor,
 };
 use half::f16;
 use std::ptr;
@@ -40,7 +42,9 @@ fn every_embedded_kernel_loads() -> Result<()> {
             Variant::BlockMask(BlockMaskKernel::Build { .. }) => {
                 size_of::<blockflash_block_mask_build_params>()
             }
-            Variant::BlockMask(BlockMaskKernel::Scores { .. }) => size_of::<blockflash_block_scores_params>(),
+            Variant::BlockMask(BlockMaskKernel::Scores { .. }) => {
+                size_of::<blockflash_block_scores_params>()
+            }
             Variant::Probe(_) => size_of::<blockflash_probe_params>(),
         };
         assert_eq!(info.param_bytes, expected, "{}", row.symbol());
@@ -170,7 +174,8 @@ impl Single {
         let [q, k, v] = &self.qkv;
         assert_eq!(self.o.to_vec::<f16>(stream)?, v.to_vec::<f16>(stream)?);
         let (q, k) = (q.to_vec::<f16>(stream)?, k.to_vec::<f16>(stream)?);
-        let score: f32 = 0.125 * q.iter().zip(&k).map(|(q, k)| q.to_f32() * k.to_f32()).sum::<f32>();
+        let score: f32 =
+            0.125 * q.iter().zip(&k).map(|(q, k)| q.to_f32() * k.to_f32()).sum::<f32>();
         let lse = self.lse.to_vec::<f32>(stream)?[0];
         assert!((lse - score).abs() < 1e-3, "lse {lse}, score {score}");
         Ok(())
@@ -179,7 +184,9 @@ impl Single {
 
 #[test]
 fn a_kernel_runs_also_in_a_graph_and_on_other_streams() -> Result<()> {
-    let Some(device) = gpu("a_kernel_runs_also_in_a_graph_and_on_other_streams") else { return Ok(()) };
+    let Some(device) = gpu("a_kernel_runs_also_in_a_graph_and_on_other_streams") else {
+        return Ok(());
+    };
     let stream = device.stream()?;
     let Some(mut single) = Single::new(&stream)? else { return Ok(()) };
     single.launch(&stream)?;

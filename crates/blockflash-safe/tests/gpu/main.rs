@@ -1,4 +1,5 @@
-//! What only a GPU can show. Without one each test prints `SKIPPED (no GPU)` and passes, unless `BLOCKFLASH_REQUIRE_GPU=1`.
+//! What only a GPU can show. Without one each test prints `SKIPPED (no GPU)` and passes, unless
+//! `BLOCKFLASH_REQUIRE_GPU=1`.
 
 mod graphs;
 mod kernels;
@@ -14,7 +15,8 @@ fn gpu(test: &str) -> Option<Device> {
     if !device.is_cpu() {
         return Some(device);
     }
-    let reason = cuda_status().map_or_else(|error| error.to_string(), |_| "all GPUs are too old".to_owned());
+    let reason =
+        cuda_status().map_or_else(|error| error.to_string(), |_| "all GPUs are too old".to_owned());
     assert!(!required(), "{test} needs a GPU: {reason}");
     say(&format!("SKIPPED (no GPU): {test}"));
     None

@@ -28,7 +28,8 @@ fn elements_survive_the_round_trip() -> Result<()> {
     assert!(matches!(tensor.view().as_slice::<f32>(), Err(Error::NotOnCpu { .. })));
     assert!(matches!(tensor.view_mut().as_mut_slice::<f32>(), Err(Error::NotOnCpu { .. })));
     let turned = tensor.view().permute(&[2, 0, 1])?.slice(0, 1..3)?;
-    let expected: Vec<f32> = (1..3).flat_map(|k| (0..15).map(move |row| (row * 7 + k) as f32)).collect();
+    let expected: Vec<f32> =
+        (1..3).flat_map(|k| (0..15).map(move |row| (row * 7 + k) as f32)).collect();
     assert_eq!(turned.to_vec::<f32>(&stream)?, expected);
     tensor.copy_from_slice(&stream, &vec![1.5f32; 105])?;
     assert_eq!(tensor.to_vec::<f32>(&stream)?, [1.5; 105]);
@@ -77,7 +78,10 @@ fn too_much_memory_is_an_error_and_nothing_worse() -> Result<()> {
     let all = device.cuda_properties().unwrap().memory_bytes as usize / 4 * 4;
     for bytes in [all, 1 << 46, 1 << 60] {
         let result = Tensor::empty(&stream, DType::F32, &[bytes / 4]);
-        assert!(matches!(result, Err(Error::OutOfMemory { bytes: found }) if found == bytes), "{result:?}");
+        assert!(
+            matches!(result, Err(Error::OutOfMemory { bytes: found }) if found == bytes),
+            "{result:?}"
+        );
     }
     assert_eq!(Tensor::from_slice(&stream, &[1i32, 2], &[2])?.to_vec::<i32>(&stream)?, [1, 2]);
     Ok(())
@@ -88,11 +92,14 @@ fn foreign_streams_and_pointers() -> Result<()> {
     let Some(device) = gpu("foreign_streams_and_pointers") else { return Ok(()) };
     let owner = device.stream()?;
     let tensor = Tensor::from_slice(&owner, &ramp(12), &[3, 4])?;
-    // SAFETY: 1. A stream of the device's primary context. 2. `owner` outlives it. 3. Nobody captures it.
+    // SAFETY: 1. A stream of the device's primary context. 2. `owner` outlives it. 3. Nobody
+    // captures it.
     let foreign = unsafe { Stream::from_raw(&device, owner.raw())? };
     let ptr = tensor.view().device_ptr().unwrap();
-    // SAFETY: 1. Memory of 12 elements on the device. 2. `tensor` outlives the view, and the work on it ends before.
-    let view = unsafe { View::from_raw_cuda(&device, ptr, DType::F32, Layout::contiguous(&[3, 4])?)? };
+    // SAFETY: 1. Memory of 12 elements on the device. 2. `tensor` outlives the view, and the work
+    // on it ends before.
+    let view =
+        unsafe { View::from_raw_cuda(&device, ptr, DType::F32, Layout::contiguous(&[3, 4])?)? };
     assert_eq!(view.slice(0, 1..2)?.to_vec::<f32>(&foreign)?, [4.0, 5.0, 6.0, 7.0]);
     // The legacy default stream.
     // SAFETY: 1. Null is allowed. 2. It always exists. 3. It cannot be captured.

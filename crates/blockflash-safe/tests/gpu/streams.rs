@@ -29,7 +29,10 @@ fn events_measure_and_order() -> Result<()> {
     let untimed = Event::new(&device, false)?;
     untimed.record(&stream)?;
     assert!(matches!(start.elapsed_us(&untimed), Err(Error::Event { .. })));
-    assert!(matches!(Event::new(&Device::cpu(), true)?.record(&stream), Err(Error::DeviceMismatch { .. })));
+    assert!(matches!(
+        Event::new(&Device::cpu(), true)?.record(&stream),
+        Err(Error::DeviceMismatch { .. })
+    ));
     Ok(())
 }
 
@@ -126,7 +129,10 @@ fn threads_share_devices() -> Result<()> {
                 for _ in 0..50 {
                     for stream in [&own, &other, shared] {
                         let tensor = Tensor::from_slice(stream, &data, &[data.len()]).unwrap();
-                        assert_eq!(tensor.copy_to(&own).unwrap().to_vec::<f32>(&own).unwrap(), data);
+                        assert_eq!(
+                            tensor.copy_to(&own).unwrap().to_vec::<f32>(&own).unwrap(),
+                            data
+                        );
                     }
                 }
             });

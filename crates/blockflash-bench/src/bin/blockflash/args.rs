@@ -93,7 +93,8 @@ impl From<Float> for DType {
 pub fn sizes<const N: usize>(text: &str) -> std::result::Result<[usize; N], String> {
     let sizes: Option<Vec<usize>> =
         text.split(['x', 'X', '×']).map(|size| size.trim().parse().ok()).collect();
-    let example = ["", "16", "16x16", "64x64x64", "2x1024x8x64"].get(N).copied().unwrap_or_default();
+    let example =
+        ["", "16", "16x16", "64x64x64", "2x1024x8x64"].get(N).copied().unwrap_or_default();
     sizes
         .and_then(|sizes| sizes.try_into().ok())
         .ok_or_else(|| format!("expected {N} sizes with `x` between them, for example {example}"))
@@ -114,7 +115,9 @@ pub fn window(text: &str) -> std::result::Result<Window, String> {
     };
     text.split_once(',')
         .and_then(|(left, right)| Some(Window { left: side(left)?, right: side(right)? }))
-        .ok_or_else(|| "expected two numbers of keys, for example 128,0; `-` leaves a side open".to_owned())
+        .ok_or_else(|| {
+            "expected two numbers of keys, for example 128,0; `-` leaves a side open".to_owned()
+        })
 }
 
 /// A file to write, whose name must say the format.

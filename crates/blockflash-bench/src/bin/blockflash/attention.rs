@@ -11,7 +11,9 @@ use crate::output::{RunReport, print};
 use crate::outputs::Outputs;
 use blockflash_bench::io::Array;
 use blockflash_ops::attention::{accepts, select};
-use blockflash_ops::{Align, Attention, AttentionProblem, CuSeqlens, DType, Device, Mask, Row, Tensor};
+use blockflash_ops::{
+    Align, Attention, AttentionProblem, CuSeqlens, DType, Device, Mask, Row, Tensor,
+};
 use blockflash_sys::manifest;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -137,7 +139,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let [placed_q, placed_k, placed_v] = [place(q)?, place(k)?, place(v)?];
     let placed_sink = sink.as_ref().map(place).transpose()?;
     let offsets = match packed {
-        Some(packed) => Some((packed.longest(), place(&packed.offsets[0])?, place(&packed.offsets[1])?)),
+        Some(packed) => {
+            Some((packed.longest(), place(&packed.offsets[0])?, place(&packed.offsets[1])?))
+        }
         None => None,
     };
     let cu_seqlens = match &offsets {
@@ -182,7 +186,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
         Ok(())
     };
     let first_us = measure::first("attention", &stream, &mut forward)?;
-    let timing = measure::repeat("attention, again", &stream, first_us, args.common.repeat, forward)?;
+    let timing =
+        measure::repeat("attention, again", &stream, first_us, args.common.repeat, forward)?;
 
     let (mut written, mut checks) = (Vec::new(), Vec::new());
     if outputs.has("o") || with_lse {
@@ -216,7 +221,11 @@ pub fn run(args: Args) -> Result<ExitCode> {
 
 /// The kernel that computes the problem, `None` on the CPU: the first whose name contains `row`, or
 /// the selected one.
-fn kernel(row: Option<&str>, problem: &AttentionProblem, device: &Device) -> Result<Option<&'static Row>> {
+fn kernel(
+    row: Option<&str>,
+    problem: &AttentionProblem,
+    device: &Device,
+) -> Result<Option<&'static Row>> {
     let Some(gpu) = device.cuda_properties().filter(|_| !problem.is_empty()) else {
         return match row {
             Some(_) => Err(Failure::new("--row names a GPU kernel, and none computes this")),
@@ -242,19 +251,25 @@ impl Args {
             ("--cu-seqlens-kv", self.cu_seqlens_kv.as_ref().and_then(Offsets::file)),
         ];
         let inputs = [&inputs[..], &self.block_mask.files()].concat();
-        Outputs::new(&[("--out", "o", self.out.as_ref()), ("--lse", "lse", self.lse.as_ref())], &inputs)
+        Outputs::new(
+            &[("--out", "o", self.out.as_ref()), ("--lse", "lse", self.lse.as_ref())],
+            &inputs,
+        )
     }
 }
 
 /// The token mask; `of_words` is what the words of a block mask say of it.
 fn mask(name: Option<MaskName>, window: Option<Window>, of_words: Mask) -> Result<Mask> {
-    let name = name.unwrap_or(if of_words == Mask::Full { MaskName::Full } else { MaskName::Causal });
+    let name =
+        name.unwrap_or(if of_words == Mask::Full { MaskName::Full } else { MaskName::Causal });
     let align = if name == MaskName::CausalTopLeft { Align::TopLeft } else { Align::BottomRight };
     Ok(match (name, window) {
         (MaskName::Full, None) => Mask::Full,
         (MaskName::Full, Some(Window { left, right })) => Mask::Window { left, right, align },
         (_, None) => Mask::Causal { align },
-        (_, Some(Window { left, right: None | Some(0) })) => Mask::Window { left, right: Some(0), align },
+        (_, Some(Window { left, right: None | Some(0) })) => {
+            Mask::Window { left, right: Some(0), align }
+        }
         (_, Some(Window { right: Some(right), .. })) => {
             return Err(Failure::new(format!(
                 "--window with {right} keys after the query contradicts a causal --mask: the right side must be 0 or -"

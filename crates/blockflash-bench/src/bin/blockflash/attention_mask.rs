@@ -61,17 +61,20 @@ impl MaskArgs {
         packed: Option<&[Vec<usize>; 2]>,
         seed: u64,
     ) -> Result<Option<BlockMask>> {
-        let of_words = |pattern: &BlockPattern, [seqlen_q, seqlen_kv]: [usize; 2]| -> Result<BlockMask> {
-            let [block_q, block_kv] = self.block.unwrap_or([128; 2]);
-            let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
-            Ok(pattern.mask(geometry, self.mask_heads.unwrap_or(1), seed)?)
-        };
+        let of_words =
+            |pattern: &BlockPattern, [seqlen_q, seqlen_kv]: [usize; 2]| -> Result<BlockMask> {
+                let [block_q, block_kv] = self.block.unwrap_or([128; 2]);
+                let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
+                Ok(pattern.mask(geometry, self.mask_heads.unwrap_or(1), seed)?)
+            };
         Ok(Some(match (&self.block_mask, packed) {
             (None, _) => return Ok(None),
             (Some(Source::Words(_)), _) if self.mask_col_idx.is_some() => {
                 return Err(Failure::new("--mask-col-idx belongs to a file of --block-mask"));
             }
-            (Some(Source::Words(pattern)), None) => of_words(pattern, [problem.seqlen_q, problem.seqlen_kv])?,
+            (Some(Source::Words(pattern)), None) => {
+                of_words(pattern, [problem.seqlen_q, problem.seqlen_kv])?
+            }
             (Some(Source::Words(pattern)), Some([q, kv])) => {
                 let masks = q.iter().zip(kv).map(|(&q, &kv)| of_words(pattern, [q, kv]));
                 BlockMask::packed(&masks.collect::<Result<Vec<_>>>()?.iter().collect::<Vec<_>>())?

@@ -36,8 +36,11 @@ pub enum Offsets {
 impl Operands {
     pub fn new(args: &Args) -> Result<Self> {
         let [q, k, v] = tensors(args)?;
-        let packed =
-            args.cu_seqlens.as_ref().map(|offsets| Packed::new(args, offsets, &q, &k)).transpose()?;
+        let packed = args
+            .cu_seqlens
+            .as_ref()
+            .map(|offsets| Packed::new(args, offsets, &q, &k))
+            .transpose()?;
         let sink = match args.sink.as_deref() {
             None => None,
             Some(path) if path == Path::new("random") => {
@@ -57,7 +60,8 @@ fn tensors(args: &Args) -> Result<[Array; 3]> {
     let packed = args.cu_seqlens.is_some();
     if let Some([batch, seqlen_q, heads_q, head_dim]) = args.random {
         let q = [batch, seqlen_q, heads_q, head_dim];
-        let kv = [batch, args.seqlen_kv.unwrap_or(seqlen_q), args.kv_heads.unwrap_or(heads_q), head_dim];
+        let kv =
+            [batch, args.seqlen_kv.unwrap_or(seqlen_q), args.kv_heads.unwrap_or(heads_q), head_dim];
         ensure(!packed || batch == 1, "--cu-seqlens divides the rows of --random 1xROWSxHxD")?;
         memory::ensure("q, k, v and o", memory::size(&[&q, &kv, &kv, &q], DType::F16.size()))?;
         let draw = |what, shape: [usize; 4], lane| {
@@ -121,7 +125,8 @@ impl Offsets {
         if Format::of(&path).is_some() {
             return Ok(Self::File(path));
         }
-        let list: std::result::Result<_, _> = text.split(',').map(|offset| offset.trim().parse()).collect();
+        let list: std::result::Result<_, _> =
+            text.split(',').map(|offset| offset.trim().parse()).collect();
         list.map(Self::List).map_err(|_| {
             "expected offsets with commas between, for example 0,100,250, or a .npy or .safetensors file"
                 .to_owned()
@@ -162,7 +167,8 @@ fn lengths(name: &str, tensor: &Array, offsets: &Array) -> Result<Vec<usize>> {
     }
     let length = |pair: &[i32]| {
         let length = i64::from(pair[1]) - i64::from(pair[0]);
-        usize::try_from(length).map_err(|_| wrong(format!("descend from {} to {}", pair[0], pair[1])))
+        usize::try_from(length)
+            .map_err(|_| wrong(format!("descend from {} to {}", pair[0], pair[1])))
     };
     let lengths = entries.windows(2).map(length).collect::<Result<Vec<_>>>()?;
     let end: usize = lengths.iter().sum();

@@ -24,12 +24,18 @@ pub fn details(
         Align::TopLeft if differ => ", top-left",
         _ => "",
     };
-    let keys = |side: Option<usize>| side.map_or("all".to_owned(), |keys| table::count(keys as u64));
+    let keys =
+        |side: Option<usize>| side.map_or("all".to_owned(), |keys| table::count(keys as u64));
     let mask = match problem.mask {
         Mask::Full => "full".to_owned(),
         Mask::Causal { align } => format!("causal{}", aligned(align)),
         Mask::Window { left, right, align } => {
-            format!("window, {} keys before and {} after{}", keys(left), keys(right), aligned(align))
+            format!(
+                "window, {} keys before and {} after{}",
+                keys(left),
+                keys(right),
+                aligned(align)
+            )
         }
     };
     let mut details = vec![("mask", mask), ("scale", format!("{}", problem.softmax_scale))];
@@ -42,7 +48,8 @@ pub fn details(
     if let Some(packed) = &operands.packed {
         let [queries, keys] = packed.longest();
         let sequences = table::count(packed.lengths[0].len() as u64);
-        details.push(("sequences", format!("{sequences}, at most {queries} queries and {keys} keys")));
+        details
+            .push(("sequences", format!("{sequences}, at most {queries} queries and {keys} keys")));
     }
     if let Some(mask) = block_mask {
         details.push(("block mask", attention_mask::describe(mask)));
@@ -51,11 +58,16 @@ pub fn details(
 }
 
 /// Those of the pairs that are visited.
-pub fn flops(operands: &Operands, problem: &AttentionProblem, block_mask: Option<&BlockMask>) -> Result<f64> {
+pub fn flops(
+    operands: &Operands,
+    problem: &AttentionProblem,
+    block_mask: Option<&BlockMask>,
+) -> Result<f64> {
     Ok(match (block_mask, &operands.packed) {
         (Some(mask), _) => attention_mask::flops(mask, problem)?,
         (None, Some(packed)) => {
-            let [q, kv] = packed.offsets.each_ref().map(|offsets| offsets.as_i32().unwrap_or_default());
+            let [q, kv] =
+                packed.offsets.each_ref().map(|offsets| offsets.as_i32().unwrap_or_default());
             blockflash_ops::attention_varlen_flops(problem, q, kv) as f64
         }
         (None, None) => blockflash_ops::attention_flops(problem).unwrap_or(0) as f64,

@@ -36,10 +36,12 @@ Examples:
 pub struct Args {
     /// Name of a suite in benches/suites, or a .toml file
     pub suite: String,
-    /// Rivals: auto, none, or parts of their names with commas between [default: what the suite says; none on a CPU]
+    /// Rivals: auto, none, or parts of their names with commas between [default: what the suite
+    /// says; none on a CPU]
     #[arg(long, value_name = "LIST")]
     pub peers: Option<String>,
-    /// Windows of each implementation, at least: balanced turns take a few more [default: what the suite says]
+    /// Windows of each implementation, at least: balanced turns take a few more [default: what the
+    /// suite says]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub rounds: Option<u16>,
     /// Length of a window [default: what the suite says]
@@ -51,13 +53,15 @@ pub struct Args {
     /// Record nothing, but say by how much ratios move when the order of a round is reversed
     #[arg(long, conflicts_with = "out")]
     pub swap_check: bool,
-    /// State of the L2 cache before a launch: warm, cold or both with a comma [default: what the suite says]
+    /// State of the L2 cache before a launch: warm, cold or both with a comma [default: what the
+    /// suite says]
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub cache: Vec<CacheArg>,
     /// Only cases whose id contains one of these (commas between)
     #[arg(long, value_name = "TEXT")]
     pub filter: Option<String>,
-    /// Instead of the selected kernel measure each whose name contains one of these (commas between)
+    /// Instead of the selected kernel measure each whose name contains one of these (commas
+    /// between)
     #[arg(long, value_name = "SYMBOL")]
     pub row: Option<String>,
     /// Append the record to this file [default: benches/results/GPU/SUITE.jsonl]
@@ -110,9 +114,13 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if device.is_cpu() && rows.is_some() {
         return Err(Failure::new("--row names GPU kernels, but the CPU is measured"));
     }
-    let default = benches.join("results").join(machine.slug()).join(format!("{}.jsonl", suite.name));
+    let default =
+        benches.join("results").join(machine.slug()).join(format!("{}.jsonl", suite.name));
     if suite.cases.is_empty() && device.is_cpu() {
-        return Err(Failure::new(format!("the suite {} measures a GPU, and none is used", suite.name)));
+        return Err(Failure::new(format!(
+            "the suite {} measures a GPU, and none is used",
+            suite.name
+        )));
     }
     let out = args.out.as_deref().unwrap_or(&default);
 
@@ -127,8 +135,11 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut writer = Writer::open(out)?;
     let mut failed = false;
     if !device.is_cpu() {
-        let path =
-            if run.suite.cases.is_empty() { out.to_owned() } else { out.with_file_name("ceilings.jsonl") };
+        let path = if run.suite.cases.is_empty() {
+            out.to_owned()
+        } else {
+            out.with_file_name("ceilings.jsonl")
+        };
         failed |= !measure_ceilings(&mut run, &mut Writer::open(&path)?)?;
     }
     if run.suite.cases.is_empty() {
@@ -161,14 +172,20 @@ impl Args {
             suite.gap_ms = gap_ms.into();
         }
         if !self.cache.is_empty() {
-            let wanted = |cache: &Cache| self.cache.iter().any(|&other| Cache::from(other) == *cache);
+            let wanted =
+                |cache: &Cache| self.cache.iter().any(|&other| Cache::from(other) == *cache);
             suite.cache = [Cache::Warm, Cache::Cold].into_iter().filter(wanted).collect();
         }
         if let Some(filter) = &self.filter {
             let parts = words(filter);
-            suite.cases.retain(|case| parts.iter().any(|part| case.to_string().contains(part.as_str())));
+            suite
+                .cases
+                .retain(|case| parts.iter().any(|part| case.to_string().contains(part.as_str())));
             if suite.cases.is_empty() {
-                return Err(Failure::new(format!("no case of the suite {} contains {filter:?}", suite.name)));
+                return Err(Failure::new(format!(
+                    "no case of the suite {} contains {filter:?}",
+                    suite.name
+                )));
             }
         }
         Ok(suite)
@@ -181,13 +198,18 @@ impl Args {
         let selection = Selection::parse(self.peers.as_deref().unwrap_or(default));
         let script = benches.join("peers").join("serve.py");
         if selection != Selection::None && !script.is_file() {
-            return Err(Failure::new(format!("{} is missing, measure with --peers none", script.display())));
+            return Err(Failure::new(format!(
+                "{} is missing, measure with --peers none",
+                script.display()
+            )));
         }
         let arguments = vec![script.into(), "--device".into(), device.to_string().into()];
         let command = Command { program: "python3".into(), arguments, verbose: self.verbose };
         let peers = Peers::start(command, selection, self.tune_seconds.into());
         if let Some(name) = peers.unknown().first() {
-            return Err(Failure::new(format!("--peers: there is no rival whose name contains {name:?}")));
+            return Err(Failure::new(format!(
+                "--peers: there is no rival whose name contains {name:?}"
+            )));
         }
         if let Some(versions) = peers.versions() {
             print(&format!("rivals: {versions}"))?;
@@ -199,14 +221,17 @@ impl Args {
     }
 }
 
-/// What the GPU does at best, into a file of its own beside the suite's. False if a probe computed something wrong.
+/// What the GPU does at best, into a file of its own beside the suite's. False if a probe computed
+/// something wrong.
 fn measure_ceilings(run: &mut Run, writer: &mut Writer) -> Result<bool> {
     let bar = ProgressBar::new_spinner();
     bar.enable_steady_tick(Duration::from_millis(200));
     let records = run.measure_ceilings(|step| bar.set_message(step.to_owned()))?;
     bar.finish_and_clear();
     let rates = records.iter().map(|record| match (record.rate, record.unit.as_deref()) {
-        (Some(rate), Some(unit)) => format!("{} {} T{unit}", record.case, table::number(rate * 1e-12)),
+        (Some(rate), Some(unit)) => {
+            format!("{} {} T{unit}", record.case, table::number(rate * 1e-12))
+        }
         _ => format!("{} {}", record.case, record.error.as_deref().unwrap_or("not measured")),
     });
     print(&format!("ceilings: {}", rates.collect::<Vec<_>>().join(", ")))?;
@@ -218,7 +243,8 @@ fn measure_ceilings(run: &mut Run, writer: &mut Writer) -> Result<bool> {
 pub fn announce(run: &Run, peers: &Peers, turns: &[Turns]) -> Result<()> {
     let of_case = |case| turns.iter().map(|&turns| run.time(turns, case, peers)).sum::<Duration>();
     let caches = run.suite.cache.len() as u32;
-    let minutes = (run.suite.cases.iter().map(of_case).sum::<Duration>() * caches).as_secs_f64() / 60.0;
+    let minutes =
+        (run.suite.cases.iter().map(of_case).sum::<Duration>() * caches).as_secs_f64() / 60.0;
     print(&format!(
         "windows of {} ms after {} ms idle: about {} min for {} cases, without inputs, checks and sweeps",
         run.suite.window_ms,
@@ -248,7 +274,8 @@ fn measure(run: &Run, peers: &mut Peers, writer: &mut Writer) -> Result<Vec<Reco
     let mut all = Vec::new();
     for (case, cache) in cases(run) {
         bar.set_message(case.to_string());
-        let records = run.measure(case, cache, peers, |step| bar.set_message(format!("{case}, {step}")));
+        let records =
+            run.measure(case, cache, peers, |step| bar.set_message(format!("{case}, {step}")));
         bar.suspend(|| print(&line(&records)))?;
         for record in records {
             writer.append(&record)?;
@@ -263,11 +290,14 @@ fn measure(run: &Run, peers: &mut Peers, writer: &mut Writer) -> Result<Vec<Reco
 /// One case as it is measured, for a log without a terminal.
 fn line(records: &[Record]) -> String {
     let speed = |record: &Record| match (record.us, record.tflops) {
-        (Some(us), Some(tflops)) => format!("{} {} TFLOP/s", table::time(us), table::number(tflops)),
+        (Some(us), Some(tflops)) => {
+            format!("{} {} TFLOP/s", table::time(us), table::number(tflops))
+        }
         (Some(us), None) => table::time(us),
         _ => "error".to_owned(),
     };
-    let results = records.iter().map(|record| format!("{} {}", record.implementation, speed(record)));
+    let results =
+        records.iter().map(|record| format!("{} {}", record.implementation, speed(record)));
     let case = records.first().map_or("", |record| record.case.as_str());
     format!("{case}: {}", results.collect::<Vec<_>>().join(", "))
 }

@@ -35,10 +35,22 @@ const USAGE: &str = "blockflash bsr-matmul [OPTIONS] --random MxNxK | --a FILE -
 #[command(after_help = EXAMPLES, override_usage = USAGE)]
 pub struct Args {
     /// Read A from a .safetensors file with row_ptr, col_idx and values
-    #[arg(long, value_name = "FILE", requires = "b", conflicts_with = "random", help_heading = "Input")]
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "b",
+        conflicts_with = "random",
+        help_heading = "Input"
+    )]
     pub a: Option<PathBuf>,
     /// Read B, [k, n], from a .npy or .safetensors file (tensor `b`)
-    #[arg(long, value_name = "FILE", requires = "a", conflicts_with = "random", help_heading = "Input")]
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "a",
+        conflicts_with = "random",
+        help_heading = "Input"
+    )]
     pub b: Option<PathBuf>,
     /// Draw the blocks of A (m x k, transposed k x m) and B (k x n) from N(0, 1): m, n, k
     #[arg(long, value_name = "MxNxK", value_parser = sizes::<3>, help_heading = "Input")]
@@ -57,10 +69,20 @@ pub struct Args {
     #[arg(long, help_heading = "Operation")]
     pub transpose_a: bool,
     /// Whether rows or columns of B are contiguous where it is multiplied [default: row]
-    #[arg(long, value_name = "row|column", hide_possible_values = true, help_heading = "Operation")]
+    #[arg(
+        long,
+        value_name = "row|column",
+        hide_possible_values = true,
+        help_heading = "Operation"
+    )]
     pub b_layout: Option<Axis>,
     /// Whether rows or columns of C are contiguous where it is computed [default: row]
-    #[arg(long, value_name = "row|column", hide_possible_values = true, help_heading = "Operation")]
+    #[arg(
+        long,
+        value_name = "row|column",
+        hide_possible_values = true,
+        help_heading = "Operation"
+    )]
     pub c_layout: Option<Axis>,
     /// Factor of A·B [default: 1]
     #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Operation")]
@@ -117,7 +139,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let (alpha, beta) = (args.alpha.unwrap_or(1.0), args.beta.unwrap_or(0.0));
     ensure(beta == 0.0 || args.c.is_some(), "--beta needs the old C: --c FILE or --c random")?;
     // C may take the place of the old one, which it is the sum with.
-    let inputs = [("--a", args.a.as_ref()), ("--b", args.b.as_ref()), ("--bias", args.bias.as_ref())];
+    let inputs =
+        [("--a", args.a.as_ref()), ("--b", args.b.as_ref()), ("--bias", args.bias.as_ref())];
     let outputs = Outputs::new(&[("--out", "c", args.out.as_ref())], &inputs)?;
     let device = args.common.device.open()?;
     let stream = device.stream()?;
@@ -163,14 +186,17 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut c = old_c()?;
     let problem = matmul.problem(&c.view_mut().permute(order(args.c_layout))?)?;
     let kernel = match device.cuda_properties() {
-        Some(gpu) if !problem.is_empty() => Some(blockflash_ops::bsr_matmul::select(&problem, gpu)?),
+        Some(gpu) if !problem.is_empty() => {
+            Some(blockflash_ops::bsr_matmul::select(&problem, gpu)?)
+        }
         _ => None,
     };
     let first_us = measure::first("bsr-matmul", &stream, || into(&mut c))?;
     // With beta every run changes C: the result is that of the first one.
     let mut other = if beta == 0.0 { None } else { Some(old_c()?) };
     let again = || into(other.as_mut().unwrap_or(&mut c));
-    let timing = measure::repeat("bsr-matmul, again", &stream, first_us, args.common.repeat, again)?;
+    let timing =
+        measure::repeat("bsr-matmul, again", &stream, first_us, args.common.repeat, again)?;
 
     let (mut written, mut checks) = (Vec::new(), Vec::new());
     if args.out.is_some() || args.common.check {
@@ -234,7 +260,9 @@ fn lying(matrix: &Array, layout: Option<Axis>) -> Result<Cow<'_, Array>> {
         return Ok(Cow::Borrowed(matrix));
     }
     let transposed = matrix.transposed();
-    transposed.map(Cow::Owned).ok_or_else(|| Failure::new(format!("{:?} is no matrix", matrix.shape())))
+    transposed
+        .map(Cow::Owned)
+        .ok_or_else(|| Failure::new(format!("{:?} is no matrix", matrix.shape())))
 }
 
 /// The dimensions of the matrix in what lies in memory.

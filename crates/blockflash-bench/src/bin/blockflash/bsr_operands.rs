@@ -47,7 +47,8 @@ impl Operands {
         let (bsr, b) = match (args.random, &args.a, &args.b) {
             (Some(sizes), ..) => random_operands(args, sizes, wish.unwrap_or(DType::F16))?,
             (None, Some(a), Some(b)) => {
-                // clap does not enforce `requires` where what is required conflicts with another option that is given.
+                // clap does not enforce `requires` where what is required conflicts with another
+                // option that is given.
                 ensure(
                     args.block.is_none() && args.density.is_none(),
                     "--block and --density only apply to --random",
@@ -68,21 +69,27 @@ impl Operands {
         let what = if args.transpose_a { "rows" } else { "columns" };
         ensure(rows == k, &format!("b has {rows} rows, but A has {k} {what}"))?;
         let &[_, block, _] = values.shape() else {
-            return Err(Failure::new(format!("values is {:?}, expected [blocks, b, b]", values.shape())));
+            return Err(Failure::new(format!(
+                "values is {:?}, expected [blocks, b, b]",
+                values.shape()
+            )));
         };
         let indices = |array: &Array| array.as_i32().unwrap_or_default().to_vec();
         let ([rows, cols], a) = (shape, values.view()?);
-        let a = BsrMatrix::from_parts(rows, cols, block, &indices(&row_ptr), &indices(&col_idx), a)?;
+        let a =
+            BsrMatrix::from_parts(rows, cols, block, &indices(&row_ptr), &indices(&col_idx), a)?;
 
         let dtype = values.dtype();
         let bias_len = if args.bias_axis == Some(Axis::Column) { n } else { m };
-        let bias = optional(args.bias.as_deref(), "bias", dtype, &[bias_len], &args.common, LANE_BIAS)?;
+        let bias =
+            optional(args.bias.as_deref(), "bias", dtype, &[bias_len], &args.common, LANE_BIAS)?;
         let c_dtype = args.out_dtype.map_or(dtype, DType::from);
         let c = optional(args.c.as_deref(), "c", c_dtype, &[m, n], &args.common, LANE_C)?;
         Ok(Self { sizes: [m, n, k], a, row_ptr, col_idx, values, b, bias, c, c_dtype })
     }
 
-    /// `row_ptr`, `col_idx` and values of Aᵀ, every block of it written out: what a result is checked against, without an index.
+    /// `row_ptr`, `col_idx` and values of Aᵀ, every block of it written out: what a result is
+    /// checked against, without an index.
     pub fn transposed(&self) -> Option<[Array; 3]> {
         let (row_ptr, col_idx) = (self.row_ptr.as_i32()?, self.col_idx.as_i32()?);
         let &[blocks, size, _] = self.values.shape() else { return None };
@@ -134,11 +141,13 @@ pub struct BsrFile {
 
 impl BsrFile {
     pub fn read(path: &Path) -> Result<Self> {
-        let [row_ptr, col_idx, values] = Source::open_named(path, ["row_ptr", "col_idx", "values"], "")?;
+        let [row_ptr, col_idx, values] =
+            Source::open_named(path, ["row_ptr", "col_idx", "values"], "")?;
         let block = match *values.shape()? {
             [_, height, width] if height == width => height,
             [blocks, height, width] => {
-                let message = format!("values is [{blocks}, {height}, {width}], expected square blocks");
+                let message =
+                    format!("values is [{blocks}, {height}, {width}], expected square blocks");
                 return Err(Failure::new(message));
             }
             ref other => {
@@ -152,13 +161,17 @@ impl BsrFile {
                 &format!("{name} is {:?}, expected one dimension", array.shape()),
             )?;
         }
-        ensure(!row_ptr.is_empty(), "row_ptr is empty, expected the number of block rows + 1 entries")?;
+        ensure(
+            !row_ptr.is_empty(),
+            "row_ptr is empty, expected the number of block rows + 1 entries",
+        )?;
         let shape = match Source::open_optional(path, "shape")? {
             None => None,
             Some(source) => match *source.load(DType::I32)?.as_i32().unwrap_or_default() {
                 [rows, cols] if rows >= 0 && cols >= 0 => Some([rows as usize, cols as usize]),
                 ref other => {
-                    let message = format!("shape is {other:?}, expected the rows and columns of the matrix");
+                    let message =
+                        format!("shape is {other:?}, expected the rows and columns of the matrix");
                     return Err(Failure::new(message));
                 }
             },
@@ -167,7 +180,12 @@ impl BsrFile {
     }
 }
 
-fn read_operands(a: &Path, b: &Path, wish: Option<DType>, transposed: bool) -> Result<(Bsr, Array)> {
+fn read_operands(
+    a: &Path,
+    b: &Path,
+    wish: Option<DType>,
+    transposed: bool,
+) -> Result<(Bsr, Array)> {
     let BsrFile { shape, block, row_ptr, col_idx, values } = BsrFile::read(a)?;
     let sources = [values, Source::open(b, "b")?];
     let dtype = common_dtype(wish, &sources)?;
@@ -177,8 +195,7 @@ fn read_operands(a: &Path, b: &Path, wish: Option<DType>, transposed: bool) -> R
     let shape = match shape {
         Some(shape) => shape,
         None if transposed => {
-            let message =
-                "the file of a transposed A needs a tensor `shape`: B does not say how many columns A has";
+            let message = "the file of a transposed A needs a tensor `shape`: B does not say how many columns A has";
             return Err(Failure::new(message));
         }
         None => [(row_ptr.len() - 1) * block, rows_of_b],
@@ -207,12 +224,21 @@ impl BlockGrid {
     /// That of a matrix which messages call `what`.
     pub fn new(what: &str, [rows, cols]: [usize; 2], block: usize, density: f64) -> Result<Self> {
         let limit = BsrMatrix::MAX_BLOCK_SIZE;
-        ensure((1..=limit).contains(&block), &format!("--block is {block}, expected 1 to {limit}"))?;
-        ensure((0.0..=1.0).contains(&density), &format!("--density is {density}, expected 0 to 1"))?;
+        ensure(
+            (1..=limit).contains(&block),
+            &format!("--block is {block}, expected 1 to {limit}"),
+        )?;
+        ensure(
+            (0.0..=1.0).contains(&density),
+            &format!("--density is {density}, expected 0 to 1"),
+        )?;
         let (block_rows, block_cols) = (rows.div_ceil(block), cols.div_ceil(block));
         // The indices of the format are 32-bit.
-        let all = block_rows.checked_mul(block_cols).filter(|&all| block_rows.max(all) < i32::MAX as usize);
-        let too_many = || Failure::new(format!("{what} of {rows} x {cols} has too many blocks of {block}"));
+        let all = block_rows
+            .checked_mul(block_cols)
+            .filter(|&all| block_rows.max(all) < i32::MAX as usize);
+        let too_many =
+            || Failure::new(format!("{what} of {rows} x {cols} has too many blocks of {block}"));
         let stored = (all.ok_or_else(too_many)? as f64 * density).round() as usize;
         Ok(Self { block_rows, block_cols, stored })
     }
@@ -229,7 +255,8 @@ impl BlockGrid {
 }
 
 fn random_operands(args: &Args, [m, n, k]: [usize; 3], dtype: DType) -> Result<(Bsr, Array)> {
-    let (block, density, seed) = (args.block.unwrap_or(64), args.density.unwrap_or(0.1), args.common.seed);
+    let (block, density, seed) =
+        (args.block.unwrap_or(64), args.density.unwrap_or(0.1), args.common.seed);
     let shape = if args.transpose_a { [k, m] } else { [m, k] };
     let grid = BlockGrid::new("A", shape, block, density)?;
 
@@ -251,7 +278,12 @@ fn random_operands(args: &Args, [m, n, k]: [usize; 3], dtype: DType) -> Result<(
 }
 
 /// Zeroes what blocks at the edges hold beyond the matrix.
-fn without_padding(values: Array, chosen: &[usize], [m, k]: [usize; 2], block_cols: usize) -> Array {
+fn without_padding(
+    values: Array,
+    chosen: &[usize],
+    [m, k]: [usize; 2],
+    block_cols: usize,
+) -> Array {
     let &[_, block, _] = values.shape() else { return values };
     if m.is_multiple_of(block) && k.is_multiple_of(block) {
         return values;

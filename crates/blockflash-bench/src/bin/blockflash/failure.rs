@@ -51,7 +51,9 @@ impl<E: std::error::Error> From<E> for Failure {
 
 /// A usage error of clap in the same form; help and version go to stdout as they are.
 pub fn usage(error: &clap::Error) -> ExitCode {
-    use clap::error::ErrorKind::{DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand, DisplayVersion};
+    use clap::error::ErrorKind::{
+        DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand, DisplayVersion,
+    };
     match error.kind() {
         DisplayHelp | DisplayVersion => {
             let _ = error.print();
@@ -65,6 +67,9 @@ pub fn usage(error: &clap::Error) -> ExitCode {
     }
     let text = error.render().to_string();
     let text = text.strip_prefix("error: ").unwrap_or(&text);
-    let end = text.find("\n\nUsage:").or_else(|| text.find("\n\nFor more information")).unwrap_or(text.len());
+    let end = text
+        .find("\n\nUsage:")
+        .or_else(|| text.find("\n\nFor more information"))
+        .unwrap_or(text.len());
     Failure::new(text[..end].replace("\n\n  tip:", "; tip:")).report()
 }

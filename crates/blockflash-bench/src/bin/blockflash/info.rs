@@ -38,7 +38,10 @@ fn devices(default: &Device, status: &CudaStatus) -> Facts {
     facts.add("blockflash", env!("CARGO_PKG_VERSION"));
     match status {
         Ok(driver) => {
-            facts.add("CUDA driver", format!("{}.{}", driver.version / 1000, driver.version % 1000 / 10));
+            facts.add(
+                "CUDA driver",
+                format!("{}.{}", driver.version / 1000, driver.version % 1000 / 10),
+            );
             for gpu in &driver.devices {
                 facts.add(&format!("cuda:{}", gpu.ordinal), gpu_line(gpu));
             }
@@ -69,7 +72,8 @@ fn support_text(rows: &[SupportRow]) -> String {
     let mut sorted: Vec<&SupportRow> = rows.iter().collect();
     sorted.sort_by_key(|row| (row.op, row.dtype));
     // What the same kernel computes is one line, and so is what is missing for the same reason.
-    let same = |a: &&SupportRow, b: &&SupportRow| (a.op, a.dtype, &a.status) == (b.op, b.dtype, &b.status);
+    let same =
+        |a: &&SupportRow, b: &&SupportRow| (a.op, a.dtype, &a.status) == (b.op, b.dtype, &b.status);
     let cells = sorted.chunk_by(same).map(|rows| {
         let row = rows[0];
         let runs = match &row.status {
@@ -78,7 +82,9 @@ fn support_text(rows: &[SupportRow]) -> String {
             Status::Unsupported { reason } => format!("none: {reason}"),
         };
         let size = match row.status {
-            Status::Kernel { .. } => rows.iter().map(|row| row.size.as_str()).collect::<Vec<_>>().join("; "),
+            Status::Kernel { .. } => {
+                rows.iter().map(|row| row.size.as_str()).collect::<Vec<_>>().join("; ")
+            }
             _ if rows.len() == 1 => row.size.clone(),
             _ => "all sizes".to_owned(),
         };
@@ -87,11 +93,13 @@ fn support_text(rows: &[SupportRow]) -> String {
     grid(&["operation", "inputs", "size", "kernel"], cells.collect()).to_string()
 }
 
-/// Where which sizes run. What the table has after a comma, layouts and blocks of masks, is left out.
+/// Where which sizes run. What the table has after a comma, layouts and blocks of masks, is left
+/// out.
 fn sizes(rows: &[SupportRow]) -> String {
     let types = |size: &SupportRow, on_gpus: bool| {
-        let same =
-            |row: &&SupportRow| (row.op, &row.size) == (size.op, &size.size) && (row.on_gpus || !on_gpus);
+        let same = |row: &&SupportRow| {
+            (row.op, &row.size) == (size.op, &size.size) && (row.on_gpus || !on_gpus)
+        };
         let names: Vec<&str> = rows.iter().filter(same).map(|row| row.dtype.name()).collect();
         if names.is_empty() { "–".to_owned() } else { names.join(", ") }
     };

@@ -1,4 +1,5 @@
-//! `blockflash launch`: one case, a few launches, nothing else on the GPU worth looking at. What profilers start.
+//! `blockflash launch`: one case, a few launches, nothing else on the GPU worth looking at. What
+//! profilers start.
 
 use crate::args::DeviceArg;
 use crate::failure::{Failure, Result};
@@ -11,7 +12,8 @@ use std::process::ExitCode;
 /// Options of `blockflash launch`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A case as the records name it: b4_s4096_h32_d64_causal_bf16, varlen4096+512x2_h16_d128_causal_bf16, m8192_n1024_k8192_b64_d0.1_uniform_f16
+    /// A case as the records name it: b4_s4096_h32_d64_causal_bf16,
+    /// varlen4096+512x2_h16_d128_causal_bf16, m8192_n1024_k8192_b64_d0.1_uniform_f16
     #[arg(long, value_name = "ID")]
     pub case: Case,
     /// Instead of the selected kernel the one whose name contains this
@@ -39,12 +41,14 @@ struct Launched {
     work: Work,
 }
 
-/// Launches on N(0, 1) inputs and prints one JSON object. Nothing is compared: `blockflash bench` does that.
+/// Launches on N(0, 1) inputs and prints one JSON object. Nothing is compared: `blockflash bench`
+/// does that.
 pub fn run(args: Args) -> Result<ExitCode> {
     let device = args.device.open()?;
     let stream = device.stream()?;
     let names = args.row.map(|row| vec![row]);
-    let kernel = Ours::launch(&args.case, &stream, args.seed, names.as_deref(), args.launches.into())?;
+    let kernel =
+        Ours::launch(&args.case, &stream, args.seed, names.as_deref(), args.launches.into())?;
     let launched = Launched {
         case: args.case.to_string(),
         op: args.case.op(),

@@ -1,4 +1,5 @@
-//! The `blockflash` command: what can this machine do, run one operation on real tensors, check it, measure.
+//! The `blockflash` command: what can this machine do, run one operation on real tensors, check it,
+//! measure.
 #![forbid(unsafe_code)]
 // Nothing is outside of a binary: `pub` is `pub(crate)` here.
 #![allow(unreachable_pub)]

@@ -122,13 +122,18 @@ impl Show {
             (None, Some(pattern), _) => {
                 let seqlen = self.seqlen.unwrap_or(0); // clap asks for it
                 let [block_q, block_kv] = self.block.unwrap_or([128; 2]);
-                let geometry =
-                    BlockGeometry::new(seqlen, self.seqlen_kv.unwrap_or(seqlen), block_q, block_kv)?;
+                let geometry = BlockGeometry::new(
+                    seqlen,
+                    self.seqlen_kv.unwrap_or(seqlen),
+                    block_q,
+                    block_kv,
+                )?;
                 let mask = pattern.mask(geometry, self.heads.unwrap_or(1), self.seed)?;
                 Ok(named(mask, pattern.to_string(), self.token_mask(pattern.token_mask())))
             }
             (None, None, Some(Case::BlockSparseFwd(shape))) => {
-                let BlockSparseShape { seqlen_q, seqlen_kv, block_q, block_kv, mask_heads, .. } = *shape;
+                let BlockSparseShape { seqlen_q, seqlen_kv, block_q, block_kv, mask_heads, .. } =
+                    *shape;
                 let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
                 let (row_ptr, col_idx) = shape.pattern(self.seed);
                 let mask = block_pattern::from_rows(geometry, mask_heads, &row_ptr, &col_idx)?;
@@ -166,7 +171,10 @@ impl Show {
             &format!("--batch {}, but the mask has {}", self.batch, mask.batch()),
         )?;
         if let Some(head) = heads.iter().find(|&&head| head >= mask.heads()) {
-            return Err(Failure::new(format!("--head {head}, but the mask has {} heads", mask.heads())));
+            return Err(Failure::new(format!(
+                "--head {head}, but the mask has {} heads",
+                mask.heads()
+            )));
         }
         Ok(heads.into_iter().map(|head| [self.batch, head]).collect())
     }
@@ -191,14 +199,18 @@ impl Show {
         facts.add("mask", name);
         facts.add("tokens", format!("{} x {}", mask.seqlen_q(), mask.seqlen_kv()));
         facts.add("blocks of", format!("{} x {}", mask.block_q(), mask.block_kv()));
-        facts.add("batch, heads", format!("{}, {} (1: the same for all)", mask.batch(), mask.heads()));
+        facts.add(
+            "batch, heads",
+            format!("{}, {} (1: the same for all)", mask.batch(), mask.heads()),
+        );
         let visited = table::count(mask.nnz() as u64);
         facts.add(
             "visited",
             format!("{visited} of {} blocks, density {:.4}", table::count(blocks), mask.density()),
         );
         facts.add("imbalance", format!("{:.2} (longest row / mean row)", mask.imbalance()?));
-        let hidden = if *token_mask == Mask::Full { "all" } else { "those that the causal mask shows" };
+        let hidden =
+            if *token_mask == Mask::Full { "all" } else { "those that the causal mask shows" };
         facts.add("pairs", format!("{}, {:.2} % of {hidden}", table::count(pairs), 100.0 * of_all));
         written.iter().for_each(|file| facts.add("written", file));
         Ok(facts.to_string())

@@ -25,9 +25,13 @@ pub fn read(known: &Known<'_>, file: &Path) -> Result<BlockMask> {
     let wrong = |what: &str| Err(Failure::new(format!("{} {what}", file.display())));
     // The one array of an .npy file answers to every name.
     let (row_ptr, col_idx) = match (Source::open_optional(file, "")?, known.col_idx) {
-        (Some(array), None) if is_bool(&array) => return from_booleans(known, Source::open(file, "mask")?),
+        (Some(array), None) if is_bool(&array) => {
+            return from_booleans(known, Source::open(file, "mask")?);
+        }
         (Some(_), None) => {
-            return wrong("holds no booleans: name the file of the block columns of a row_ptr, too");
+            return wrong(
+                "holds no booleans: name the file of the block columns of a row_ptr, too",
+            );
         }
         (Some(array), Some(_)) if is_bool(&array) => {
             return wrong("holds booleans, and block columns belong to a row_ptr");
@@ -56,10 +60,16 @@ fn from_booleans(known: &Known<'_>, source: Source) -> Result<BlockMask> {
         [rows, cols] => [1, 1, rows, cols],
         [heads, rows, cols] => [1, heads, rows, cols],
         [batch, heads, rows, cols] => [batch, heads, rows, cols],
-        ref other => return Err(Failure::new(format!("mask is {other:?}, expected [rows, cols] in blocks"))),
+        ref other => {
+            return Err(Failure::new(format!(
+                "mask is {other:?}, expected [rows, cols] in blocks"
+            )));
+        }
     };
     if known.heads.is_some_and(|wanted| wanted != heads) {
-        return Err(Failure::new(format!("mask has {heads} heads, which is not what was asked for")));
+        return Err(Failure::new(format!(
+            "mask has {heads} heads, which is not what was asked for"
+        )));
     }
     let [block_q, block_kv] = known.block.unwrap_or([128; 2]);
     let seqlen_q = known.seqlen.unwrap_or(rows.saturating_mul(block_q));
@@ -72,7 +82,8 @@ fn from_booleans(known: &Known<'_>, source: Source) -> Result<BlockMask> {
             geometry.cols()
         )));
     }
-    let blocks: Vec<bool> = blocks.as_i32().unwrap_or_default().iter().map(|&visited| visited != 0).collect();
+    let blocks: Vec<bool> =
+        blocks.as_i32().unwrap_or_default().iter().map(|&visited| visited != 0).collect();
     Ok(BlockMask::from_bool(geometry, batch, heads, &blocks)?)
 }
 
@@ -101,18 +112,22 @@ fn from_indices(known: &Known<'_>, row_ptr: &Array, col_idx: &Array) -> Result<B
             (batch, heads, entries - 1)
         }
         [_, _] | [_, _, _] if wanted.is_some() => return Err(contradiction()),
-        ref other => return Err(Failure::new(format!("row_ptr is {other:?}, expected [rows + 1]"))),
+        ref other => {
+            return Err(Failure::new(format!("row_ptr is {other:?}, expected [rows + 1]")));
+        }
     };
     let [block_q, block_kv] = known.block.unwrap_or([128; 2]);
     let seqlen_q = known.seqlen.unwrap_or(rows.saturating_mul(block_q));
-    let geometry = BlockGeometry::new(seqlen_q, known.seqlen_kv.unwrap_or(seqlen_q), block_q, block_kv)?;
+    let geometry =
+        BlockGeometry::new(seqlen_q, known.seqlen_kv.unwrap_or(seqlen_q), block_q, block_kv)?;
     if geometry.rows() != rows {
         return Err(Failure::new(format!(
             "row_ptr has {rows} rows, but {seqlen_q} queries have {} blocks of {block_q}",
             geometry.rows()
         )));
     }
-    let [row_ptr_values, col_idx] = [row_ptr, col_idx].map(|array| array.as_i32().unwrap_or_default());
+    let [row_ptr_values, col_idx] =
+        [row_ptr, col_idx].map(|array| array.as_i32().unwrap_or_default());
     Ok(match row_ptr.shape().len() {
         1 => block_pattern::from_rows(geometry, heads, row_ptr_values, col_idx)?,
         _ => BlockMask::from_parts(geometry, batch, heads, row_ptr_values, col_idx)?,

@@ -10,7 +10,8 @@ use std::time::Instant;
 /// Repeats that nobody asked for take about this long.
 const PATIENCE_US: f64 = 1e6;
 const MAX_DEFAULT_REPEATS: usize = 20;
-/// A repeat on a GPU is a graph of so many launches that it takes about this long: starting it does not count then.
+/// A repeat on a GPU is a graph of so many launches that it takes about this long: starting it does
+/// not count then.
 const REPLAY_US: f64 = 500.0;
 const MAX_LAUNCHES: f64 = 100.0;
 
@@ -73,7 +74,10 @@ pub fn repeat(
 }
 
 /// A graph that takes long enough to be timed, and its number of launches.
-fn captured(stream: &Stream, operation: &mut impl FnMut() -> Result<()>) -> Result<(Option<Graph>, usize)> {
+fn captured(
+    stream: &Stream,
+    operation: &mut impl FnMut() -> Result<()>,
+) -> Result<(Option<Graph>, usize)> {
     let estimate = timed(stream, &mut *operation)?;
     let launches = (REPLAY_US / estimate.max(1.0)).ceil().clamp(1.0, MAX_LAUNCHES) as usize;
     let graph = stream.capture(|_| (0..launches).try_for_each(|_| operation()))?;

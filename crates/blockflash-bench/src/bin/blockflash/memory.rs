@@ -1,4 +1,5 @@
-//! Host memory: an allocation beyond it succeeds on Linux, and the process is killed when it fills it.
+//! Host memory: an allocation beyond it succeeds on Linux, and the process is killed when it fills
+//! it.
 
 use crate::failure::{Failure, Result};
 use crate::table;
@@ -17,12 +18,14 @@ pub fn ensure(what: &str, bytes: u64) -> Result<()> {
 
 /// Bytes of these many elements, as large as can be counted.
 pub fn size(shapes: &[&[usize]], element: usize) -> u64 {
-    let bytes =
-        |shape: &&[usize]| shape.iter().fold(element as u64, |size, &dim| size.saturating_mul(dim as u64));
+    let bytes = |shape: &&[usize]| {
+        shape.iter().fold(element as u64, |size, &dim| size.saturating_mul(dim as u64))
+    };
     shapes.iter().map(bytes).fold(0, u64::saturating_add)
 }
 
-/// What the machine, and the container if it is one, still have; `None` where the system does not say.
+/// What the machine, and the container if it is one, still have; `None` where the system does not
+/// say.
 fn available() -> Option<u64> {
     let machine = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
         let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;

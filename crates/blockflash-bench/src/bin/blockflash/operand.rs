@@ -13,7 +13,10 @@ pub fn random(what: &str, dtype: DType, shape: &[usize], seed: u64, lane: u64) -
     let total = shape.iter().fold(1u64, |product, &size| product.saturating_mul(size as u64));
     let progress = Progress::bar(&format!("drawing {what}"), total);
     random::normal(dtype, shape, seed, lane, |done| progress.add(done)).map_err(|bytes| {
-        Failure::new(format!("{what} of {shape:?} needs {}, more than there is", table::bytes(bytes)))
+        Failure::new(format!(
+            "{what} of {shape:?} needs {}, more than there is",
+            table::bytes(bytes)
+        ))
     })
 }
 
@@ -44,7 +47,9 @@ impl Source {
         instead: &str,
     ) -> Result<[Self; N]> {
         TensorFile::open(path)?.require(&names).map_err(|error| match &error {
-            Error { problem: Problem::Unnamed { .. }, .. } => Failure::new(format!("{error}{instead}")),
+            Error { problem: Problem::Unnamed { .. }, .. } => {
+                Failure::new(format!("{error}{instead}"))
+            }
             _ => error.into(),
         })?;
         let sources: Result<Vec<Self>> = names.iter().map(|name| Self::open(path, name)).collect();
@@ -79,7 +84,11 @@ impl Source {
 
 /// Loads all of them, once it is sure that there is memory for all and for a result of so many
 /// bytes: a file may claim anything.
-pub fn load_all<const N: usize>(sources: [Source; N], dtype: DType, result: u64) -> Result<[Array; N]> {
+pub fn load_all<const N: usize>(
+    sources: [Source; N],
+    dtype: DType,
+    result: u64,
+) -> Result<[Array; N]> {
     let (mut names, mut bytes) = (Vec::new(), result);
     for source in &sources {
         names.push(source.name);
@@ -90,7 +99,8 @@ pub fn load_all<const N: usize>(sources: [Source; N], dtype: DType, result: u64)
     arrays?.try_into().map_err(|_| Failure::new("as many arrays as files"))
 }
 
-/// The element type to compute in: the wish, else the type of the files if they agree on one, else f16.
+/// The element type to compute in: the wish, else the type of the files if they agree on one, else
+/// f16.
 pub fn common_dtype(wish: Option<DType>, sources: &[Source]) -> Result<DType> {
     if let Some(dtype) = wish {
         return Ok(dtype);
@@ -123,7 +133,11 @@ pub enum Placed<'a> {
 
 impl<'a> Placed<'a> {
     pub fn new(array: &'a Array, stream: &Stream) -> Result<Self> {
-        if stream.device().is_cpu() { Ok(Self::Host(array)) } else { Ok(Self::Device(array.upload(stream)?)) }
+        if stream.device().is_cpu() {
+            Ok(Self::Host(array))
+        } else {
+            Ok(Self::Device(array.upload(stream)?))
+        }
     }
 
     pub fn view(&self) -> Result<View<'_>> {

@@ -10,7 +10,8 @@ use serde_json::{Map, Value, json};
 use std::io::{ErrorKind, Write, stdout};
 use std::process::ExitCode;
 
-/// Prints a text and a newline. A reader that went away (`blockflash … | head -1`) has seen what it wanted.
+/// Prints a text and a newline. A reader that went away (`blockflash … | head -1`) has seen what it
+/// wanted.
 pub fn print(text: &str) -> Result<()> {
     let mut out = stdout().lock();
     match writeln!(out, "{text}").and_then(|()| out.flush()) {
@@ -74,10 +75,15 @@ impl RunReport<'_> {
         }
         let first = table::time(self.timing.first_us);
         let time = match (self.timing.median_us, self.timing.repeats, self.timing.launches) {
-            (Some(median), 1, 1) => format!("{}, one run after the first ({first})", table::time(median)),
+            (Some(median), 1, 1) => {
+                format!("{}, one run after the first ({first})", table::time(median))
+            }
             (Some(median), repeats, launches) => {
-                let runs =
-                    if launches == 1 { repeats.to_string() } else { format!("{repeats} x {launches}") };
+                let runs = if launches == 1 {
+                    repeats.to_string()
+                } else {
+                    format!("{repeats} x {launches}")
+                };
                 format!("{}, median of {runs} runs after the first ({first})", table::time(median))
             }
             (None, ..) => format!("{first}, first run"),
@@ -121,7 +127,10 @@ impl RunReport<'_> {
             ((*name).to_owned(), json!({ "shape": shape, "dtype": dtype.name() }))
         });
         set("tensors", Value::Object(tensors.collect()));
-        set("options", self.details.iter().map(|(name, value)| ((*name).to_owned(), json!(value))).collect());
+        set(
+            "options",
+            self.details.iter().map(|(name, value)| ((*name).to_owned(), json!(value))).collect(),
+        );
         set("flops", json!(self.flops));
         set("time", serde_json::to_value(self.timing)?);
         set("tflops_per_second", json!(self.tflops()));
@@ -185,11 +194,17 @@ mod tests {
             table.contains("ok: error 2.5e-1 of 2.5e-1 allowed") && table.contains("4.00 TFLOP/s"),
             "{table}"
         );
-        assert!(json.contains(r#""passed":true"#) && json.contains(r#""tflops_per_second":4.0"#), "{json}");
+        assert!(
+            json.contains(r#""passed":true"#) && json.contains(r#""tflops_per_second":4.0"#),
+            "{json}"
+        );
         for error in [0.3, f64::INFINITY, f64::NAN] {
             let (code, table, json) = report(error);
             assert_eq!(code, ExitCode::from(1));
-            assert!(table.contains("FAILED: error") && json.contains(r#""passed":false"#), "{table}{json}");
+            assert!(
+                table.contains("FAILED: error") && json.contains(r#""passed":false"#),
+                "{table}{json}"
+            );
         }
     }
 }

@@ -30,17 +30,23 @@ impl Outputs {
             let Some(path) = path else { continue };
             // Started and dropped: it leaves nothing.
             Replacement::begin(path)?;
-            let output = Output { option, tensor, path: path.clone(), destination: destination(path)? };
+            let output =
+                Output { option, tensor, path: path.clone(), destination: destination(path)? };
             let taken = |other: &&Output| other.destination == output.destination;
             let npy = |path: &Path| Format::of(path) == Some(Format::Npy);
-            if let Some(other) = outputs.iter().find(taken).filter(|other| npy(path) || npy(&other.path)) {
+            if let Some(other) =
+                outputs.iter().find(taken).filter(|other| npy(path) || npy(&other.path))
+            {
                 let other = other.option;
                 return Err(Failure::new(format!(
                     "{other} and {option} name the same .npy file; only .safetensors holds both"
                 )));
             }
-            let same = |input: &Path| input.canonicalize().is_ok_and(|input| input == output.destination);
-            if let Some((input, _)) = inputs.iter().find(|(_, path)| path.is_some_and(|path| same(path))) {
+            let same =
+                |input: &Path| input.canonicalize().is_ok_and(|input| input == output.destination);
+            if let Some((input, _)) =
+                inputs.iter().find(|(_, path)| path.is_some_and(|path| same(path)))
+            {
                 return Err(Failure::new(format!(
                     "{option} names the file that {input} reads, and would replace it"
                 )));
@@ -92,5 +98,7 @@ fn storable<'a>(array: &'a Array, path: &Path) -> Result<Cow<'a, Array>> {
         return Ok(Cow::Borrowed(array));
     }
     let values = Values::F32(array.to_f32(0..array.len()));
-    Array::new(array.shape(), values).map(Cow::Owned).ok_or_else(|| Failure::new("the shape is too large"))
+    Array::new(array.shape(), values)
+        .map(Cow::Owned)
+        .ok_or_else(|| Failure::new("the shape is too large"))
 }

@@ -83,7 +83,8 @@ fn style(label: String, total: Option<u64>) -> ProgressBar {
         Some(_) => "{spinner} {msg} {bar:32} {percent:>3}%  {elapsed} of about {duration}",
         None => "{spinner} {msg} {elapsed}",
     };
-    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    let style =
+        ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
     let bar = ProgressBar::with_draw_target(total, ProgressDrawTarget::stderr());
     bar.with_elapsed(PATIENCE).with_style(style.progress_chars("━╸ ")).with_message(label)
 }

@@ -33,16 +33,20 @@ pub struct Args {
     /// Only these suites (commas between, or repeated)
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     pub suite: Vec<String>,
-    /// A line for each case instead of one for each group; suites of a few cases are always shown in full
+    /// A line for each case instead of one for each group; suites of a few cases are always shown
+    /// in full
     #[arg(long)]
     pub full: bool,
-    /// Write between the lines results:begin and results:end of this Markdown file; a missing file is made
+    /// Write between the lines results:begin and results:end of this Markdown file; a missing file
+    /// is made
     #[arg(long, value_name = "FILE")]
     pub into: Option<PathBuf>,
-    /// Draw SVG plots into this folder; with --into the file shows them, without --full one of each suite
+    /// Draw SVG plots into this folder; with --into the file shows them, without --full one of each
+    /// suite
     #[arg(long, value_name = "FOLDER")]
     pub plots: Option<PathBuf>,
-    /// Compare with the newest earlier runs of this commit; exit code 1 if a case of ours has become slower
+    /// Compare with the newest earlier runs of this commit; exit code 1 if a case of ours has
+    /// become slower
     #[arg(long, value_name = "COMMIT", conflicts_with_all = ["full", "into", "plots"])]
     pub against: Option<String>,
 }
@@ -135,7 +139,8 @@ fn draw(records: &[Record], folder: &Path) -> Result<Vec<Plot>> {
         )));
     }
     let plots = plots(records)?;
-    let failure = |path: &Path, error: std::io::Error| Failure::new(format!("{}: {error}", path.display()));
+    let failure =
+        |path: &Path, error: std::io::Error| Failure::new(format!("{}: {error}", path.display()));
     std::fs::create_dir_all(folder).map_err(|error| failure(folder, error))?;
     for plot in &plots {
         let path = folder.join(&plot.file);
@@ -157,9 +162,11 @@ fn images(plots: &[Plot], link: &str) -> Vec<Image> {
 /// How a file refers to a folder: empty or with a `/` at the end.
 fn link(file: &Path, folder: &Path) -> Result<String> {
     let absolute = |path: &Path| {
-        std::fs::canonicalize(path).map_err(|error| Failure::new(format!("{}: {error}", path.display())))
+        std::fs::canonicalize(path)
+            .map_err(|error| Failure::new(format!("{}: {error}", path.display())))
     };
-    let parent = file.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let parent =
+        file.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let (from, to) = (absolute(parent)?, absolute(folder)?);
     let common = from.components().zip(to.components()).take_while(|(a, b)| a == b).count();
     let mut link = "../".repeat(from.components().count() - common);
@@ -181,7 +188,8 @@ fn write_into(path: &Path, text: &str) -> Result<()> {
         document => document.map_err(failure)?,
     };
     let Some(document) = report::insert(&document, text) else {
-        let message = format!("{} has no lines {} and {}", path.display(), report::BEGIN, report::END);
+        let message =
+            format!("{} has no lines {} and {}", path.display(), report::BEGIN, report::END);
         return Err(Failure::new(message));
     };
     std::fs::write(path, document).map_err(failure)
@@ -193,8 +201,8 @@ fn collect(place: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
         files.push(place.to_owned());
         return Ok(());
     }
-    let entries =
-        std::fs::read_dir(place).map_err(|error| Failure::new(format!("{}: {error}", place.display())))?;
+    let entries = std::fs::read_dir(place)
+        .map_err(|error| Failure::new(format!("{}: {error}", place.display())))?;
     for path in entries.flatten().map(|entry| entry.path()) {
         if path.is_dir() || path.extension().is_some_and(|extension| extension == "jsonl") {
             collect(&path, files)?;

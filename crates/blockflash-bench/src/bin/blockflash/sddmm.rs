@@ -129,7 +129,8 @@ fn matrix(view: View<'_>, major: Major) -> Result<View<'_>> {
 
 /// Runs the product once, checks and times it.
 pub fn run(args: Args) -> Result<ExitCode> {
-    let inputs = [("--a", args.a.as_ref()), ("--b", args.b.as_ref()), ("--pattern", args.pattern.as_ref())];
+    let inputs =
+        [("--a", args.a.as_ref()), ("--b", args.b.as_ref()), ("--pattern", args.pattern.as_ref())];
     let outputs = Outputs::new(&[("--out", "values", args.out.as_ref())], &inputs)?;
     let device = args.common.device.open()?;
     let stream = device.stream()?;
@@ -150,10 +151,12 @@ pub fn run(args: Args) -> Result<ExitCode> {
         Some(gpu) if !problem.is_empty() => Some(bsr_sddmm::select(&problem, gpu)?),
         _ => None,
     };
-    let first_us = measure::first("sddmm", &stream, || Ok(product.sddmm_into(values.view_mut(), &stream)?))?;
+    let first_us =
+        measure::first("sddmm", &stream, || Ok(product.sddmm_into(values.view_mut(), &stream)?))?;
     // With beta every run changes the values: the result is that of the first one.
     let mut other = if args.beta == 0.0 { None } else { Some(old_values()?) };
-    let again = || Ok(product.sddmm_into(other.as_mut().unwrap_or(&mut values).view_mut(), &stream)?);
+    let again =
+        || Ok(product.sddmm_into(other.as_mut().unwrap_or(&mut values).view_mut(), &stream)?);
     let timing = measure::repeat("sddmm, again", &stream, first_us, args.common.repeat, again)?;
 
     let (mut written, mut checks) = (Vec::new(), Vec::new());
@@ -189,8 +192,10 @@ pub fn run(args: Args) -> Result<ExitCode> {
 fn details(pattern: &BsrMatrix, problem: &BsrSddmmProblem) -> Vec<(&'static str, String)> {
     let BsrSddmmProblem { m, n, block_size, nnz_blocks, a, b, alpha, beta, .. } = *problem;
     let count = table::count(nnz_blocks as u64);
-    let blocks =
-        format!("{count} of {block_size} x {block_size} in {m} x {n}, density {:.4}", pattern.density());
+    let blocks = format!(
+        "{count} of {block_size} x {block_size} in {m} x {n}, density {:.4}",
+        pattern.density()
+    );
     let layout = format!("a {}-major, b {}-major", a.major.name(), b.major.name());
     let factor = |value: f32| if value == 1.0 { String::new() } else { format!("{value}·") };
     let mut formula = format!("{}A·B", factor(alpha));
@@ -200,7 +205,12 @@ fn details(pattern: &BsrMatrix, problem: &BsrSddmmProblem) -> Vec<(&'static str,
     vec![("blocks", blocks), ("layout", layout), ("formula", formula)]
 }
 
-fn check(args: &Args, operands: &Operands, problem: &BsrSddmmProblem, values: &Array) -> Result<Comparison> {
+fn check(
+    args: &Args,
+    operands: &Operands,
+    problem: &BsrSddmmProblem,
+    values: &Array,
+) -> Result<Comparison> {
     let case = SddmmCase {
         row_ptr: &operands.row_ptr,
         col_idx: &operands.col_idx,

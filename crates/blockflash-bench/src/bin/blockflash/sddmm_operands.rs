@@ -66,8 +66,9 @@ impl Operands {
         enough_memory(&shape, [&[m, k], &[k, n]], dtype, values_dtype)?;
         let structure = grid.draw(seed, LANE_PATTERN);
         let majors = [args.a_layout, args.b_layout].map(Major::from);
-        let stored =
-            |major, [rows, cols]: [usize; 2]| if major == Major::Row { [rows, cols] } else { [cols, rows] };
+        let stored = |major, [rows, cols]: [usize; 2]| {
+            if major == Major::Row { [rows, cols] } else { [cols, rows] }
+        };
         Ok(Self {
             pattern: pattern([m, n], &structure.row_ptr, &structure.col_idx, &shape, dtype)?,
             row_ptr: structure.row_ptr,
@@ -89,12 +90,17 @@ impl Operands {
         let values_dtype = args.out_dtype.map_or(dtype, DType::from);
         let [&[m, k], &[rows_of_b, n]] = [sources[0].shape()?, sources[1].shape()?] else {
             let (a, b) = (sources[0].shape()?, sources[1].shape()?);
-            return Err(Failure::new(format!("a is {a:?} and b {b:?}, expected [m, k] and [k, n]")));
+            return Err(Failure::new(format!(
+                "a is {a:?} and b {b:?}, expected [m, k] and [k, n]"
+            )));
         };
         ensure(rows_of_b == k, &format!("b has {rows_of_b} rows, but A has {k} columns"))?;
         let BsrFile { shape, block, row_ptr, col_idx, values } = BsrFile::read(file)?;
         let [rows, cols] = shape.unwrap_or([m, n]);
-        ensure([rows, cols] == [m, n], &format!("the pattern is {rows} x {cols}, but A·B is {m} x {n}"))?;
+        ensure(
+            [rows, cols] == [m, n],
+            &format!("the pattern is {rows} x {cols}, but A·B is {m} x {n}"),
+        )?;
         let indices = |array: &Array| array.as_i32().unwrap_or_default().to_vec();
         let (row_ptr, col_idx) = (indices(&row_ptr), indices(&col_idx));
         let shape = [values.shape()?.first().copied().unwrap_or(0), block, block];
@@ -105,7 +111,9 @@ impl Operands {
         let majors = [args.a_layout, args.b_layout].map(Major::from);
         let lying = |matrix: Array, major| match major {
             Major::Row => Ok(matrix),
-            Major::Column => matrix.transposed().ok_or_else(|| Failure::new("the matrix is too large")),
+            Major::Column => {
+                matrix.transposed().ok_or_else(|| Failure::new("the matrix is too large"))
+            }
         };
         let (a, b) = (lying(a, majors[0])?, lying(b, majors[1])?);
         Ok(Self { row_ptr, col_idx, pattern, majors, a, b, old, values_dtype })
@@ -116,13 +124,22 @@ impl Operands {
         let block = self.pattern.block_size();
         Ok(match &self.old {
             Some(old) => old.upload(stream)?,
-            None => Tensor::empty(stream, self.values_dtype, &[self.pattern.nnz_blocks(), block, block])?,
+            None => Tensor::empty(
+                stream,
+                self.values_dtype,
+                &[self.pattern.nnz_blocks(), block, block],
+            )?,
         })
     }
 }
 
 /// The values of the pattern do not count; there are old and new values besides.
-fn enough_memory(shape: &[usize], matrices: [&[usize]; 2], dtype: DType, values: DType) -> Result<()> {
+fn enough_memory(
+    shape: &[usize],
+    matrices: [&[usize]; 2],
+    dtype: DType,
+    values: DType,
+) -> Result<()> {
     let operands = memory::size(&[shape, matrices[0], matrices[1]], dtype.size());
     memory::ensure(
         "A, B and the values",

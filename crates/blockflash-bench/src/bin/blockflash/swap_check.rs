@@ -48,7 +48,11 @@ fn line(swaps: &[Swap]) -> String {
     };
     let one = |swap: &Swap| {
         let [forward, reversed] = swap.ratios;
-        format!("{} {forward:.3}, reversed {reversed:.3} ({:.2} %)", swap.rival, 100.0 * swap.moved())
+        format!(
+            "{} {forward:.3}, reversed {reversed:.3} ({:.2} %)",
+            swap.rival,
+            100.0 * swap.moved()
+        )
     };
     let each: Vec<_> = swaps.iter().map(one).collect();
     format!("{}; most {:.2} %", each.join("; "), 100.0 * most)

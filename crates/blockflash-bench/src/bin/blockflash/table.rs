@@ -54,7 +54,10 @@ pub fn bytes(bytes: u64) -> String {
     let mut value = bytes as f64;
     for unit in ["bytes", "KiB", "MiB", "GiB", "TiB"] {
         if value < 1024.0 {
-            return format!("{} {unit}", if unit == "bytes" { bytes.to_string() } else { number(value) });
+            return format!(
+                "{} {unit}",
+                if unit == "bytes" { bytes.to_string() } else { number(value) }
+            );
         }
         value /= 1024.0;
     }

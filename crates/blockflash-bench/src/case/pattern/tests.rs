@@ -31,8 +31,11 @@ fn uniform_rows_hold_the_same_number_of_ascending_columns() {
 #[test]
 fn every_pattern_is_valid_and_stores_what_it_says() {
     for pattern in Pattern::ALL {
-        for (density, block_size) in [(0.05, 128), (0.1, 64), (0.5, 16), (0.97, 64), (1.0, 128), (0.0, 32)] {
-            // Squares, more columns than rows, the reverse, and a number of columns that is no power of two.
+        for (density, block_size) in
+            [(0.05, 128), (0.1, 64), (0.5, 16), (0.97, 64), (1.0, 128), (0.0, 32)]
+        {
+            // Squares, more columns than rows, the reverse, and a number of columns that is no
+            // power of two.
             for [m, k] in [[8192, 8192], [4096, 8192], [8192, 2048], [4096, 11264]] {
                 let shape = BsrShape { m, k, pattern, density, block_size, ..BSR };
                 let (row_ptr, col_idx) = shape.pattern(3);
@@ -122,7 +125,8 @@ fn rows_of_a_cluster_are_alike_and_lie_apart() {
 
 #[test]
 fn a_butterfly_differs_in_single_bits() {
-    let butterfly = |density, m, k| rows(&BsrShape { pattern: Pattern::Butterfly, density, m, k, ..BSR });
+    let butterfly =
+        |density, m, k| rows(&BsrShape { pattern: Pattern::Butterfly, density, m, k, ..BSR });
     // Eight places of 128 columns.
     let single = butterfly(8.0 / 128.0, 8192, 8192);
     assert_eq!(single[5], [1, 4, 5, 7, 13, 21, 37, 69]);

@@ -2,7 +2,8 @@ use super::super::sample::record;
 use super::*;
 use crate::record::OURS;
 
-/// `before` is a run of commit 0123456789ab, `now` a later one of another commit: case, ours, rival.
+/// `before` is a run of commit 0123456789ab, `now` a later one of another commit: case, ours,
+/// rival.
 fn history(before: &[(&str, Option<f64>, f64)], now: &[(&str, Option<f64>, f64)]) -> Vec<Record> {
     let run = |cases: &[(&str, Option<f64>, f64)], run: &str, commit: &str, date: &str| {
         let of = |&(case, ours, rival): &(&str, Option<f64>, f64)| {
@@ -29,10 +30,19 @@ fn slower_beyond_the_spread_is_a_regression() {
     let result = against(&records, "0123").unwrap();
     assert_eq!(result.regressions, 1);
     let text = &result.text;
-    assert!(text.starts_with("### `s` on G: cafe00000000-dirty (2026-11-21) against 0123456789ab"), "{text}");
-    assert!(text.contains("| a | 10.0 | 10.5 | +5.0 % | 1.00 → 0.95 (-4.8 %) | **slower** |"), "{text}");
+    assert!(
+        text.starts_with("### `s` on G: cafe00000000-dirty (2026-11-21) against 0123456789ab"),
+        "{text}"
+    );
+    assert!(
+        text.contains("| a | 10.0 | 10.5 | +5.0 % | 1.00 → 0.95 (-4.8 %) | **slower** |"),
+        "{text}"
+    );
     assert!(text.contains("| b | 10.0 | 10.1 | +0.8 % | 1.00 → 0.99 (-0.8 %) |  |"), "{text}");
-    assert!(text.contains("| c | 10.0 | 8.00 | -20.0 % | 1.00 → 1.25 (+25.0 %) | faster |"), "{text}");
+    assert!(
+        text.contains("| c | 10.0 | 8.00 | -20.0 % | 1.00 → 1.25 (+25.0 %) | faster |"),
+        "{text}"
+    );
     assert!(text.contains("3 cases: 1 slower, 1 faster, 1 within spread and 2 %"), "{text}");
     // A full hash is a commit as well.
     assert_eq!(against(&records, "0123456789abcdef0123").unwrap(), result);
@@ -50,7 +60,11 @@ fn a_slower_machine_shows_in_the_ratio() {
     let records = history(&[("a", Some(10.0), 10.0)], &[("a", Some(11.0), 11.0)]);
     let result = against(&records, "0123").unwrap();
     assert_eq!(result.regressions, 1);
-    assert!(result.text.contains("1.00 → 1.00 (+0.0 %) | **slower**, as is the rival |"), "{}", result.text);
+    assert!(
+        result.text.contains("1.00 → 1.00 (+0.0 %) | **slower**, as is the rival |"),
+        "{}",
+        result.text
+    );
     assert!(result.text.contains("perhaps the machine was"), "{}", result.text);
 }
 
@@ -82,7 +96,10 @@ fn a_result_that_is_gone_is_a_regression_and_other_cases_are_counted() {
 #[test]
 fn cold_is_not_compared_with_warm() {
     let mut records = history(&[("a", Some(10.0), 10.0)], &[("a", Some(20.0), 10.0)]);
-    records.iter_mut().filter(|record| record.run == "r2").for_each(|record| record.cache = "cold".into());
+    records
+        .iter_mut()
+        .filter(|record| record.run == "r2")
+        .for_each(|record| record.cache = "cold".into());
     assert_eq!(against(&records, "0123").unwrap().regressions, 0);
 }
 

@@ -33,7 +33,8 @@ fn runs_of_a_commit_complete_each_other() {
     records.extend([again("b"), again("c")]);
     let runs = newest(&records);
     let rows = runs[0].rows();
-    let found: Vec<_> = rows.iter().map(|row| (row.any.case.as_str(), row.any.run.as_str())).collect();
+    let found: Vec<_> =
+        rows.iter().map(|row| (row.any.case.as_str(), row.any.run.as_str())).collect();
     assert_eq!(found, [("a", "r1"), ("b", "r2"), ("c", "r2")]);
     assert!(runs.len() == 1 && rows[1].peers.is_empty());
 }
@@ -56,17 +57,20 @@ fn runs_of_the_same_images_complete_each_other() {
     let found = |records: &[Record]| {
         let runs = newest(records);
         let rows = runs[0].rows();
-        let rows: Vec<_> = rows.iter().map(|row| format!("{} {}", row.any.case, row.any.run)).collect();
+        let rows: Vec<_> =
+            rows.iter().map(|row| format!("{} {}", row.any.case, row.any.run)).collect();
         (rows.join(", "), runs[0].commits())
     };
     assert_eq!(found(&records), ("a r1, c r2".into(), "first and second".into()));
     // A run of the later commit completes the newest one, too, wherever one of the first stands.
     let between =
-        [records.to_vec(), vec![of("d", "r2", "second", None), of("e", "r3", "second", None)]].concat();
+        [records.to_vec(), vec![of("d", "r2", "second", None), of("e", "r3", "second", None)]]
+            .concat();
     assert_eq!(found(&between), ("a r1, c r2, d r2, e r3".into(), "first and second".into()));
     let after = [&between[3..5], &records[..1], &between[5..]].concat();
     let late = |record: &Record| Record { date: "2026-11-22T09:00:00Z".into(), ..record.clone() };
-    let after: Vec<_> = after.iter().map(|r| if r.run == "r1" { late(r) } else { r.clone() }).collect();
+    let after: Vec<_> =
+        after.iter().map(|r| if r.run == "r1" { late(r) } else { r.clone() }).collect();
     assert_eq!(found(&after).0, "c r2, d r2, a r1, e r3");
 }
 
@@ -83,12 +87,17 @@ fn cold_and_warm_are_different_cases() {
 
 #[test]
 fn attention_over_blocks_is_held_against_dense_attention_of_its_shape() {
-    let dense = |case: &str, us| Record { op: "attention_fwd".into(), ..record(case, OURS, Some(us)) };
-    let sparse = |case: &str| Record { op: "block_sparse_fwd".into(), ..record(case, OURS, Some(2.5)) };
+    let dense =
+        |case: &str, us| Record { op: "attention_fwd".into(), ..record(case, OURS, Some(us)) };
+    let sparse =
+        |case: &str| Record { op: "block_sparse_fwd".into(), ..record(case, OURS, Some(2.5)) };
     let records = [
         sparse("b1_s256_h4kv2m2_d64_q64kv64_d0.5_uniform_causal_bf16"),
         sparse("b1_s256_h4kv2_d64_q64kv64_d0.5_uniform_full_bf16"),
-        Record { cache: "cold".into(), ..sparse("b1_s256_h4kv2_d64_q64kv64_d0.5_uniform_causal_bf16") },
+        Record {
+            cache: "cold".into(),
+            ..sparse("b1_s256_h4kv2_d64_q64kv64_d0.5_uniform_causal_bf16")
+        },
         dense("b1_s256_h4kv2_d64_causal_bf16", 2.0),
         dense("b1_s256_h4_d64_full_bf16", 1.0),
     ];

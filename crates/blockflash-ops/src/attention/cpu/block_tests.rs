@@ -14,7 +14,8 @@ fn run(case: &Case, mask: &BlockMask) -> (Vec<f32>, Vec<f32>) {
 
 #[test]
 fn blocks_of_queries_stay_in_their_row() {
-    for (seqlen, row) in [(0, None), (300, None), (0, Some(64)), (300, Some(64)), (1000, Some(192))] {
+    for (seqlen, row) in [(0, None), (300, None), (0, Some(64)), (300, Some(64)), (1000, Some(192))]
+    {
         let mut end = 0;
         for queries in query_blocks(seqlen, row) {
             assert!(queries.start == end && !queries.is_empty() && queries.len() <= BLOCK_Q);
@@ -72,12 +73,14 @@ fn only_visited_keys_are_taken() {
 
 #[test]
 fn every_block_is_no_block_mask() {
-    let windows =
-        [(Some(70), Some(3)), (None, Some(300)), (Some(0), None)].into_iter().flat_map(|(left, right)| {
+    let windows = [(Some(70), Some(3)), (None, Some(300)), (Some(0), None)].into_iter().flat_map(
+        |(left, right)| {
             [Align::TopLeft, Align::BottomRight].map(|align| Mask::Window { left, right, align })
-        });
-    for mask in
-        [Mask::Full, Mask::causal(), Mask::Causal { align: Align::TopLeft }].into_iter().chain(windows)
+        },
+    );
+    for mask in [Mask::Full, Mask::causal(), Mask::Causal { align: Align::TopLeft }]
+        .into_iter()
+        .chain(windows)
     {
         for sizes in [[1, 1, 1], [2, 130, 3], [1, 3, 300], [1, 300, 700]] {
             let case = case(sizes, [2, 1], 8, mask);
@@ -86,7 +89,8 @@ fn every_block_is_no_block_mask() {
                 run(&case, &BlockMask::full(geometry(&case, 128, 64)).unwrap()) == case.run(),
                 "{mask:?} {sizes:?}"
             );
-            let visible = BlockMask::full(geometry(&case, 64, 128)).unwrap().intersect_mask(mask).unwrap();
+            let visible =
+                BlockMask::full(geometry(&case, 64, 128)).unwrap().intersect_mask(mask).unwrap();
             let ((o, lse), (o_reference, lse_reference)) = (run(&case, &visible), case.reference());
             assert_close(&o, &o_reference, 3e-6);
             assert_close(&lse, &lse_reference, 3e-6);

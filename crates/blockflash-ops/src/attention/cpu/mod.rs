@@ -1,7 +1,8 @@
-//! Attention on the CPU: blocked online softmax in f32, in parallel over batch entries, heads and blocks of queries.
+//! Attention on the CPU: blocked online softmax in f32, in parallel over batch entries, heads and
+//! blocks of queries.
 //!
-//! Every block of queries is computed by one thread in a fixed order, so results do not depend on the number of threads. Keys that a
-//! block mask does not visit are not even read.
+//! Every block of queries is computed by one thread in a fixed order, so results do not depend on
+//! the number of threads. Keys that a block mask does not visit are not even read.
 
 mod tile;
 
@@ -49,7 +50,8 @@ struct Operands<'a, T> {
     block_mask: Option<&'a BlockMask>,
 }
 
-/// The outputs. Strided rows of several tasks interleave, so that tasks take turns at writing; computing takes far longer.
+/// The outputs. Strided rows of several tasks interleave, so that tasks take turns at writing;
+/// computing takes far longer.
 struct Outputs<'a, T> {
     o: &'a mut [T],
     lse: Option<&'a mut [f32]>,
@@ -71,7 +73,11 @@ pub(super) fn forward(
     }
 }
 
-fn sequences(op: &Attention<'_>, problem: &AttentionProblem, stream: &Stream) -> Result<Vec<Sequence>> {
+fn sequences(
+    op: &Attention<'_>,
+    problem: &AttentionProblem,
+    stream: &Stream,
+) -> Result<Vec<Sequence>> {
     let AttentionProblem { batch, seqlen_q, seqlen_kv, q, k, v, o, lse, .. } = *problem;
     let lse_batch = lse.map_or(0, |lse| lse.batch);
     let (Some(cu_seqlens), Some(packed)) = (&op.cu_seqlens, problem.packed) else {
@@ -145,8 +151,12 @@ fn run<T: Float>(
     )
 }
 
-/// All queries of a sequence in blocks of at most [`BLOCK_Q`], each within one row of the block mask.
-fn query_blocks(seqlen_q: usize, mask_block_q: Option<usize>) -> impl Iterator<Item = Range<usize>> {
+/// All queries of a sequence in blocks of at most [`BLOCK_Q`], each within one row of the block
+/// mask.
+fn query_blocks(
+    seqlen_q: usize,
+    mask_block_q: Option<usize>,
+) -> impl Iterator<Item = Range<usize>> {
     let row = mask_block_q.unwrap_or(seqlen_q).max(1);
     (0..seqlen_q).step_by(row).flat_map(move |first| {
         let end = (first + row).min(seqlen_q);
@@ -155,7 +165,8 @@ fn query_blocks(seqlen_q: usize, mask_block_q: Option<usize>) -> impl Iterator<I
 }
 
 impl<T> Operands<'_, T> {
-    /// The keys that a task visits, whatever the token mask shows, as ascending ranges with gaps between them.
+    /// The keys that a task visits, whatever the token mask shows, as ascending ranges with gaps
+    /// between them.
     fn visited_keys(&self, task: &Task) -> Result<Vec<Range<usize>>> {
         let mut ranges: Vec<Range<usize>> = Vec::new();
         let (Some(mask), Some(sizes)) = (self.block_mask, self.problem.block_mask) else {

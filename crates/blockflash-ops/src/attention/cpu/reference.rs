@@ -25,16 +25,29 @@ pub(super) fn case(
 ) -> Case {
     let rows_q = batch * seqlen_q * heads[0] * head_dim;
     let rows_kv = batch * seqlen_kv * heads[1] * head_dim;
-    let [q, k, v] = [(rows_q, 1), (rows_kv, 2), (rows_kv, 3)].map(|(count, seed)| values(count, seed));
-    Case { sizes: [batch, seqlen_q, seqlen_kv], heads, head_dim, mask, softcap: None, sink: None, q, k, v }
+    let [q, k, v] =
+        [(rows_q, 1), (rows_kv, 2), (rows_kv, 3)].map(|(count, seed)| values(count, seed));
+    Case {
+        sizes: [batch, seqlen_q, seqlen_kv],
+        heads,
+        head_dim,
+        mask,
+        softcap: None,
+        sink: None,
+        q,
+        k,
+        v,
+    }
 }
 
 impl Case {
     pub(super) fn attention(&self) -> Attention<'_> {
-        let ([batch, seqlen_q, seqlen_kv], [heads_q, heads_kv], d) = (self.sizes, self.heads, self.head_dim);
+        let ([batch, seqlen_q, seqlen_kv], [heads_q, heads_kv], d) =
+            (self.sizes, self.heads, self.head_dim);
         let kv = [batch, seqlen_kv, heads_kv, d];
         let q = View::from_slice(&self.q, &[batch, seqlen_q, heads_q, d]).unwrap();
-        let (k, v) = (View::from_slice(&self.k, &kv).unwrap(), View::from_slice(&self.v, &kv).unwrap());
+        let (k, v) =
+            (View::from_slice(&self.k, &kv).unwrap(), View::from_slice(&self.v, &kv).unwrap());
         let sink = self.sink.as_ref().map(|sink| View::from_slice(sink, &[heads_q]).unwrap());
         Attention { mask: self.mask, softcap: self.softcap, sink, ..Attention::new(q, k, v) }
     }
@@ -47,7 +60,8 @@ impl Case {
 
     /// The definition in f64, one query after the other, over the keys it attends and no others.
     pub(super) fn reference(&self) -> (Vec<f64>, Vec<f64>) {
-        let ([batch, seqlen_q, seqlen_kv], [heads_q, heads_kv], d) = (self.sizes, self.heads, self.head_dim);
+        let ([batch, seqlen_q, seqlen_kv], [heads_q, heads_kv], d) =
+            (self.sizes, self.heads, self.head_dim);
         let mut o = vec![0f64; self.q.len()];
         let mut lse = vec![f64::NEG_INFINITY; batch * heads_q * seqlen_q];
         for (b, h, i) in (0..batch * heads_q * seqlen_q)
@@ -65,7 +79,8 @@ impl Case {
             let scores: Vec<f64> = keys.clone().map(dot).collect();
             let sink = self.sink.as_ref().map(|sink| f64::from(sink[h]));
             let max = scores.iter().copied().chain(sink).fold(f64::NEG_INFINITY, f64::max);
-            let sum: f64 = scores.iter().copied().chain(sink).map(|score| (score - max).exp()).sum();
+            let sum: f64 =
+                scores.iter().copied().chain(sink).map(|score| (score - max).exp()).sum();
             if max > f64::NEG_INFINITY {
                 lse[(b * heads_q + h) * seqlen_q + i] = max + sum.ln();
             }

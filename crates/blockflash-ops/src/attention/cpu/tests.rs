@@ -22,7 +22,8 @@ fn masks() {
     for align in [Align::TopLeft, Align::BottomRight] {
         for sizes in LENGTHS {
             case(sizes, [2, 1], 8, Mask::Causal { align }).check();
-            for (left, right) in [(Some(0), Some(0)), (Some(40), Some(3)), (Some(2), None), (None, Some(300))]
+            for (left, right) in
+                [(Some(0), Some(0)), (Some(40), Some(3)), (Some(2), None), (None, Some(300))]
             {
                 case(sizes, [1, 1], 8, Mask::Window { left, right, align }).check();
             }
@@ -57,11 +58,14 @@ fn masked_nan_and_infinity_do_not_leak() {
             let mut case = case([1, seqlen_q, seqlen_kv], [1, 1], 8, Mask::causal());
             case.k[key * 8 + 3] = bad;
             case.v[key * 8 + 5] = bad;
-            let ((o, lse), clean) =
-                (case.run(), Case { k: values(case.k.len(), 2), v: values(case.v.len(), 3), ..case.clone() });
+            let ((o, lse), clean) = (
+                case.run(),
+                Case { k: values(case.k.len(), 2), v: values(case.v.len(), 3), ..case.clone() },
+            );
             let (o_clean, lse_clean) = clean.reference();
-            let before =
-                (0..seqlen_q).find(|&i| case.mask.visible(i, seqlen_q, seqlen_kv).contains(&key)).unwrap();
+            let before = (0..seqlen_q)
+                .find(|&i| case.mask.visible(i, seqlen_q, seqlen_kv).contains(&key))
+                .unwrap();
             assert_close(&o[..before * 8], &o_clean[..before * 8], 3e-6);
             assert_close(&lse[..before], &lse_clean[..before], 3e-6);
             // A query that attends the key is told.
@@ -91,8 +95,8 @@ fn minus_infinite_scores_are_nothing() {
 
 fn half_precision<T: Element>(convert: fn(f32) -> T, back: fn(T) -> f64, tolerance: f64) {
     let case = case([2, 33, 40], [2, 1], 16, Mask::causal());
-    let [q, k, v] =
-        [&case.q, &case.k, &case.v].map(|data| data.iter().map(|&x| convert(x)).collect::<Vec<T>>());
+    let [q, k, v] = [&case.q, &case.k, &case.v]
+        .map(|data| data.iter().map(|&x| convert(x)).collect::<Vec<T>>());
     let q = View::from_slice(&q, &[2, 33, 2, 16]).unwrap();
     let [k, v] = [&k, &v].map(|data| View::from_slice(data, &[2, 40, 1, 16]).unwrap());
     let stream = cpu();
@@ -156,13 +160,15 @@ fn strides_are_followed_and_gaps_left_alone() {
 
 #[test]
 fn variable_length_is_each_sequence_alone() {
-    // Three sequences, one of them without queries and one without keys, and packed rows that belong to none.
+    // Three sequences, one of them without queries and one without keys, and packed rows that
+    // belong to none.
     let (cu_q, cu_kv) = ([0i32, 4, 4, 9], [0i32, 6, 11, 11]);
     let (q, kv) = (values(10 * 2 * 8, 1), values(12 * 8, 2));
     let (q_view, kv_view) =
         (View::from_slice(&q, &[10, 2, 8]).unwrap(), View::from_slice(&kv, &[12, 1, 8]).unwrap());
     let offsets = |data| View::from_slice(data, &[4]).unwrap();
-    let cu_seqlens = CuSeqlens { q: offsets(&cu_q), kv: offsets(&cu_kv), max_seqlen_q: 5, max_seqlen_kv: 6 };
+    let cu_seqlens =
+        CuSeqlens { q: offsets(&cu_q), kv: offsets(&cu_kv), max_seqlen_q: 5, max_seqlen_kv: 6 };
     let call = Attention {
         mask: Mask::causal(),
         cu_seqlens: Some(cu_seqlens),
@@ -170,8 +176,10 @@ fn variable_length_is_each_sequence_alone() {
     };
     let stream = cpu();
     let (mut o, mut lse) = (vec![7f32; 160], vec![7f32; 20]);
-    let (o_view, lse_view) =
-        (ViewMut::from_slice(&mut o, &[10, 2, 8]).unwrap(), ViewMut::from_slice(&mut lse, &[2, 10]).unwrap());
+    let (o_view, lse_view) = (
+        ViewMut::from_slice(&mut o, &[10, 2, 8]).unwrap(),
+        ViewMut::from_slice(&mut lse, &[2, 10]).unwrap(),
+    );
     call.forward_into(o_view, Some(lse_view), &stream).unwrap();
 
     let mut alone = case([1, 4, 6], [2, 1], 8, Mask::causal());
@@ -197,13 +205,18 @@ fn bad_offsets_are_errors() {
     let data = values(12 * 8, 1);
     let rows = View::from_slice(&data, &[12, 1, 8]).unwrap();
     let stream = cpu();
-    for (offsets, max_seqlen) in [([1, 4, 6], 9), ([0, 5, 4], 9), ([0, 4, 13], 9), ([0, 4, 12], 7)] {
+    for (offsets, max_seqlen) in [([1, 4, 6], 9), ([0, 5, 4], 9), ([0, 4, 13], 9), ([0, 4, 12], 7)]
+    {
         let good = [0, 6, 12];
         for (q, kv) in [(&offsets, &good), (&good, &offsets)] {
             let [q, kv] = [q, kv].map(|offsets| View::from_slice(offsets, &[3]).unwrap());
-            let cu_seqlens = Some(CuSeqlens { q, kv, max_seqlen_q: max_seqlen, max_seqlen_kv: max_seqlen });
+            let cu_seqlens =
+                Some(CuSeqlens { q, kv, max_seqlen_q: max_seqlen, max_seqlen_kv: max_seqlen });
             let call = Attention { cu_seqlens, ..Attention::new(rows, rows, rows) };
-            assert!(matches!(call.forward(&stream), Err(Error::InvalidCuSeqlens { .. })), "{offsets:?}");
+            assert!(
+                matches!(call.forward(&stream), Err(Error::InvalidCuSeqlens { .. })),
+                "{offsets:?}"
+            );
             assert!(
                 matches!(call.check_cu_seqlens(&stream), Err(Error::InvalidCuSeqlens { .. })),
                 "{offsets:?}"

@@ -58,13 +58,25 @@ impl Tile {
     }
 
     /// Computes one block of queries.
-    pub(super) fn compute<T: Float>(&mut self, operands: &Operands<'_, T>, task: &Task) -> Result<()> {
+    pub(super) fn compute<T: Float>(
+        &mut self,
+        operands: &Operands<'_, T>,
+        task: &Task,
+    ) -> Result<()> {
         let (problem, sequence) = (operands.problem, &task.sequence);
         self.rows = task.queries.len();
         self.max[..self.rows].fill(f32::NEG_INFINITY);
         self.sum[..self.rows].fill(0.0);
         self.o[..self.rows * self.head_dim].fill(0.0);
-        load(&mut self.q, operands.q, sequence.q, problem.q, task.head, task.queries.clone(), self.head_dim);
+        load(
+            &mut self.q,
+            operands.q,
+            sequence.q,
+            problem.q,
+            task.head,
+            task.queries.clone(),
+            self.head_dim,
+        );
 
         let head_kv = task.head / (problem.num_heads_q / problem.num_heads_kv);
         let visible = |query| problem.mask.visible(query, sequence.seqlen_q, sequence.seqlen_kv);
@@ -76,8 +88,24 @@ impl Tile {
             starts.map(move |start| start..(start + BLOCK_KV).min(end))
         });
         for keys in steps {
-            load(&mut self.k, operands.k, sequence.k, problem.k, head_kv, keys.clone(), self.head_dim);
-            load(&mut self.v, operands.v, sequence.v, problem.v, head_kv, keys.clone(), self.head_dim);
+            load(
+                &mut self.k,
+                operands.k,
+                sequence.k,
+                problem.k,
+                head_kv,
+                keys.clone(),
+                self.head_dim,
+            );
+            load(
+                &mut self.v,
+                operands.v,
+                sequence.v,
+                problem.v,
+                head_kv,
+                keys.clone(),
+                self.head_dim,
+            );
             let masked = last.start > keys.start || first.end < keys.end;
             let in_step = |row: usize| match masked {
                 true => clip(visible(task.queries.start + row), &keys),
@@ -100,8 +128,14 @@ impl Tile {
         Ok(host_gemm(scale, q, k_t, false, s)?)
     }
 
-    /// Turns scores into probabilities relative to the rows' new maxima; those of masked pairs are 0.
-    fn softmax(&mut self, keys: usize, softcap: Option<f32>, in_step: impl Fn(usize) -> Range<usize>) {
+    /// Turns scores into probabilities relative to the rows' new maxima; those of masked pairs are
+    /// 0.
+    fn softmax(
+        &mut self,
+        keys: usize,
+        softcap: Option<f32>,
+        in_step: impl Fn(usize) -> Range<usize>,
+    ) {
         for row in 0..self.rows {
             let s = &mut self.s[row * keys..][..keys];
             let visible = in_step(row);
@@ -126,8 +160,9 @@ impl Tile {
         }
     }
 
-    /// `o += s·v`. A masked pair must contribute nothing, but 0·NaN and 0·∞ are NaN: where pairs are masked, values with such
-    /// elements are taken out of the product and added for the rows that attend them.
+    /// `o += s·v`. A masked pair must contribute nothing, but 0·NaN and 0·∞ are NaN: where pairs
+    /// are masked, values with such elements are taken out of the product and added for the rows
+    /// that attend them.
     fn accumulate(
         &mut self,
         keys: usize,
@@ -158,9 +193,12 @@ impl Tile {
         Ok(())
     }
 
-    /// Divides by the sums and turns `max` into the log-sum-exp. A sink is one more score, without a value.
+    /// Divides by the sums and turns `max` into the log-sum-exp. A sink is one more score, without
+    /// a value.
     fn finish(&mut self, sink: Option<f32>) {
-        for (row, o) in self.o[..self.rows * self.head_dim].chunks_exact_mut(self.head_dim).enumerate() {
+        for (row, o) in
+            self.o[..self.rows * self.head_dim].chunks_exact_mut(self.head_dim).enumerate()
+        {
             let sink = sink.unwrap_or(f32::NEG_INFINITY);
             let max = if sink > self.max[row] { sink } else { self.max[row] };
             let shift = shift(max);
