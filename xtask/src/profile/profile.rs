@@ -1,0 +1,124 @@
+//! One profiled launch: its counted work, its measured counters, and the ceilings of its GPU.
+
+use super::{
+    ceilings::{Ceilings, Limit},
+    gpu::Gpu,
+    launch::Launch,
+    raw::Raw,
+};
+
+/// Busy cycles of the tensor pipe. The name depends on the architecture; the first one that the
+/// GPU has counts.
+pub const TENSOR_PIPE: &[&str] = &[
+    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
+    "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
+    "sm__pipe_tensor_subpipe_hmma_cycles_active.avg.pct_of_peak_sustained_active",
+    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
+];
+/// Duration of the kernel.
+pub const DURATION: &[&str] = &["gpu__time_duration.sum"];
+/// Bytes that L2 delivers to the SMs, TMA loads included.
+pub const L2_READ: &[&str] = &["l1tex__m_xbar2l1tex_read_bytes.sum"];
+/// Bytes read from device memory.
+pub const HBM_READ: &[&str] = &["dram__bytes_read.sum"];
+/// Bytes written to device memory.
+pub const HBM_WRITE: &[&str] = &["dram__bytes_write.sum"];
+
+/// A profiled launch.
+pub struct Profile {
+    /// The GPU that ran it.
+    pub gpu: Gpu,
+    /// Where the image comes from.
+    pub images: String,
+    /// The kernel and its counted work.
+    pub launch: Launch,
+    /// What Nsight Compute counted.
+    pub raw: Raw,
+    /// The GPU's limits.
+    pub ceilings: Ceilings,
+}
+
+impl Profile {
+    /// Puts a profile together.
+    pub fn new(gpu: Gpu, images: String, launch: Launch, raw: Raw, ceilings: Ceilings) -> Self {
+        let mut profile = Self { gpu, images, launch, raw, ceilings };
+        // Where the rate of the tensor cores is not known, their utilisation implies it.
+        profile.ceilings.matmul = profile.ceilings.matmul.or_else(|| {
+            ratio(profile.flop_rate()?, profile.raw.first(TENSOR_PIPE)).map(|rate| 100.0 * rate)
+        });
+        profile
+    }
+
+    /// Useful floating-point operations per second.
+    pub fn flop_rate(&self) -> Option<f64> {
+        self.rate(self.launch.flops)
+    }
+
+    /// A quantity of the launch per second.
+    pub fn rate(&self, quantity: f64) -> Option<f64> {
+        ratio(quantity, self.raw.first(DURATION))
+    }
+
+    /// Bytes that L2 delivered to the SMs.
+    pub fn l2_bytes(&self) -> Option<f64> {
+        self.raw.first(L2_READ)
+    }
+
+    /// Bytes that went to and from device memory.
+    pub fn hbm_bytes(&self) -> Option<f64> {
+        Some(self.raw.first(HBM_READ)? + self.raw.first(HBM_WRITE)?)
+    }
+
+    /// What limits the launch with the bytes that it moved.
+    pub fn limit(&self) -> Option<Limit> {
+        let [l2, hbm] = [self.l2_bytes(), self.hbm_bytes()].map(Option::unwrap_or_default);
+        self.ceilings.limit(&self.launch, l2, hbm)
+    }
+
+    /// The useful FLOP/s that this limit allows.
+    pub fn attainable(&self) -> Option<f64> {
+        ratio(self.launch.flops, Some(self.limit()?.seconds))
+    }
+}
+
+/// A quotient; `None` where the divisor is missing or 0.
+pub fn ratio(above: f64, below: Option<f64>) -> Option<f64> {
+    below.filter(|&below| below > 0.0).map(|below| above / below)
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::{super::raw, *};
+    use blockflash_sys::ComputeCapability;
+
+    pub(in super::super) fn sample() -> Profile {
+        let raw = raw::parse(raw::tests::CSV, "blockflash_sample").unwrap();
+        let gpu = Gpu {
+            name: "Some GPU".into(),
+            capability: ComputeCapability::new(9, 0),
+            driver: "1.2".into(),
+        };
+        let launch = Launch {
+            case: "b4_s4096_h32_d64_full_bf16".into(),
+            symbol: "blockflash_sample".into(),
+            flops: 200e9,
+            bytes: 125e6,
+            l2_bytes: 1e9,
+            exps: 0.0,
+        };
+        let ceilings = Ceilings::stated(&raw, "bf16");
+        Profile::new(gpu, "0123456789ab".into(), launch, raw, ceilings)
+    }
+
+    #[test]
+    fn rates_and_limits() {
+        let mut profile = sample();
+        assert_eq!(profile.flop_rate(), Some(400e12));
+        assert_eq!((profile.l2_bytes(), profile.hbm_bytes()), (Some(2e9), Some(250e6)));
+        profile.ceilings = Ceilings { matmul: Some(800e12), ..Ceilings::default() };
+        assert_eq!(profile.attainable(), Some(800e12));
+        let Profile { gpu, images, launch, raw, .. } = sample();
+        let implied = Profile::new(gpu, images, launch, raw, Ceilings::default());
+        assert!((implied.ceilings.matmul.unwrap() / (400e12 / 0.541) - 1.0).abs() < 1e-9);
+    }
+}
