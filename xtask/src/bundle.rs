@@ -100,39 +100,19 @@ pub fn run(args: &Args) -> Result<()> {
 fn pack(folder: &Path) -> Result<PathBuf> {
     let mut archive = folder.as_os_str().to_owned();
     archive.push(".tar.xz");
-    let compress = ["--use-compress-program", "xz --lzma2=preset=6,dict=192MiB"];
     let status = Command::new("tar")
-        .args(compress)
-        .arg("-cf")
-        .arg(&archive)
-        .arg("-C")
-        .arg(folder)
-        .arg(".")
+        .args(["--use-compress-program", "xz --lzma2=preset=6,dict=192MiB", "-cf"])
+        .args([archive.as_os_str(), "-C".as_ref(), folder.as_os_str(), ".".as_ref()])
         .status();
     ensure!(status.context("cannot run tar")?.success(), "tar failed");
     Ok(archive.into())
 }
 
 fn build() -> Result<Vec<Program>> {
-    let programs = [
-        "build",
-        "--package",
-        "blockflash-bench",
-        "--features",
-        IMAGES_FEATURE,
-        "--package",
-        "xtask",
-        "--bin",
-        "blockflash",
-        "--bin",
-        "xtask",
-        "--example",
-        "long_context",
-        "--example",
-        "block_sparse_mlp",
-        "--example",
-        "block_sparse_training",
-    ];
+    let programs = "build --package blockflash-bench --package xtask --bin blockflash --bin xtask \
+        --example long_context --example block_sparse_mlp --example block_sparse_training";
+    let features = ["--features", IMAGES_FEATURE];
+    let programs: Vec<&str> = programs.split_whitespace().chain(features).collect();
     let mut programs = artifacts::build(&[&programs, STRIP].concat())?;
     programs.retain(|program| !program.is_test);
     // No documentation tests and no command: `--tests` would build the package's programs, too.

@@ -137,7 +137,8 @@ impl std::fmt::Display for Coverage {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "{} images passed on a GPU, {} by the same source built for another target, {} without a pass",
+            "{} images passed on a GPU, {} by the same source built for another target, \
+            {} without a pass",
             self.direct,
             self.equivalent,
             self.missing.len()

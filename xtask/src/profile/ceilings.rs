@@ -77,7 +77,7 @@ impl Ceilings {
 
     /// What Nsight Compute states, at the clocks of the profile.
     pub fn stated(raw: &Raw, dtype: &str) -> Self {
-        let product = |peak: &str, clock: &str| Some(raw.first(&[peak])? * raw.first(&[clock])?);
+        let product = |peak: &str, clock: &str| Some(raw.get(peak)? * raw.get(clock)?);
         let source = if dtype == "bf16" { "bf16" } else { "fp16" };
         let matmul =
             format!("sm__ops_path_tensor_src_{source}_dst_fp32_sparsity_off.sum.peak_sustained");

@@ -70,8 +70,8 @@ impl Ncu {
     /// Profiles one launch, keeps the report, and returns what was launched and what was counted.
     pub fn profile(&self, job: &Job) -> Result<(Launch, Raw)> {
         create_dir(job.report.parent().unwrap_or(Path::new(".")))?;
-        let metrics: Vec<&str> =
-            page::metrics().chain(PEAKS).filter(|metric| is_known(metric, &self.known)).collect();
+        let mut metrics: Vec<String> = page::metrics().chain(PEAKS.map(String::from)).collect();
+        metrics.retain(|metric| is_known(metric, &self.known));
         let text = self.collect(job, &metrics)?;
         let launch = Launch::find(&text)
             .with_context(|| format!("{} does not say what it launched", job.program.display()))?;
@@ -82,7 +82,7 @@ impl Ncu {
     }
 
     /// What ncu and the profiled program print.
-    fn collect(&self, job: &Job, metrics: &[&str]) -> Result<String> {
+    fn collect(&self, job: &Job, metrics: &[String]) -> Result<String> {
         let mut command = Command::new(&self.program);
         // Clocks and caches as they are in use: the launch before the profiled one has warmed them.
         let kernel = format!("regex:^{}$", job.symbol);

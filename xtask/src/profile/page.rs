@@ -6,20 +6,49 @@ use crate::workspace::table;
 /// How many reasons for stalls are shown.
 const STALLS_SHOWN: usize = 6;
 
-/// Where the number of a line comes from.
+/// Where the number of a line comes from. Of several counters the first one that the GPU has is
+/// taken: their names depend on the architecture.
 enum From {
-    /// The first of these metrics that the GPU has.
-    Metric(&'static [&'static str]),
-    /// The counted work, the metrics and the ceilings.
-    Derived(fn(&Profile) -> Option<f64>),
+    /// A metric in this unit.
+    Metric(&'static str, &'static str),
+    /// A counter in per cent of its peak while the SMs are active.
+    Active(&'static [&'static str]),
+    /// A counter in per cent of its peak over the whole duration.
+    Elapsed(&'static [&'static str]),
+    /// The counted work, the metrics and the ceilings, in this unit.
+    Derived(&'static str, fn(&Profile) -> Option<f64>),
+}
+use From::{Active, Derived, Elapsed, Metric};
+
+impl From {
+    /// The metrics that it reads.
+    fn metrics(&self) -> Vec<String> {
+        let all = |counters: &[&str], suffix| {
+            counters
+                .iter()
+                .map(|name| format!("{name}.avg.pct_of_peak_sustained_{suffix}"))
+                .collect()
+        };
+        match self {
+            Metric(_, name) => vec![name.to_string()],
+            Active(counters) => all(counters, "active"),
+            Elapsed(counters) => all(counters, "elapsed"),
+            Derived(..) => Vec::new(),
+        }
+    }
+
+    fn shown(&self, profile: &Profile) -> Option<String> {
+        let first = || self.metrics().iter().find_map(|name| profile.raw.get(name));
+        match self {
+            Metric(unit, _) => first().map(|value| shown(value, unit)),
+            Active(_) | Elapsed(_) => first().map(|value| shown(value, "%")),
+            Derived(unit, value) => value(profile).map(|value| shown(value, unit)),
+        }
+    }
 }
 
-/// Label, unit and origin.
-type Line = (&'static str, &'static str, From);
-use From::{Derived, Metric};
-
-/// Headings and their lines.
-const PAGE: &[(&str, &[Line])] = &[
+/// Headings, and lines with their labels.
+const PAGE: &[(&str, &[(&str, From)])] = &[
     ("time", TIME),
     ("utilisation", UTILISATION),
     ("occupancy", OCCUPANCY),
@@ -27,123 +56,64 @@ const PAGE: &[(&str, &[Line])] = &[
     ("shared memory", SHARED),
 ];
 
-const TIME: &[Line] = &[
-    ("duration", "s", Metric(DURATION)),
-    ("SM clock", "Hz", Metric(&["sm__cycles_elapsed.avg.per_second"])),
-    ("useful operations", "FLOP/s", Derived(Profile::flop_rate)),
-    ("  attainable", "FLOP/s", Derived(Profile::attainable)),
-    ("exponentials", "exp/s", Derived(|p| p.rate(p.launch.exps).filter(|&rate| rate > 0.0))),
+const TIME: &[(&str, From)] = &[
+    ("duration", Metric("s", DURATION)),
+    ("SM clock", Metric("Hz", "sm__cycles_elapsed.avg.per_second")),
+    ("useful operations", Derived("FLOP/s", Profile::flop_rate)),
+    ("  attainable", Derived("FLOP/s", Profile::attainable)),
+    ("exponentials", Derived("exp/s", |p| p.rate(p.launch.exps).filter(|&rate| rate > 0.0))),
 ];
 
-const UTILISATION: &[Line] = &[
-    ("tensor pipe", "%", Metric(TENSOR_PIPE)),
-    (
-        "  WGMMA instructions issued",
-        "%",
-        Metric(&["sm__inst_executed_pipe_tensor_op_gmma.avg.pct_of_peak_sustained_active"]),
-    ),
-    (
-        "issue slots",
-        "%",
-        Metric(&[
-            "smsp__issue_active.avg.pct_of_peak_sustained_active",
-            "sm__issue_active.avg.pct_of_peak_sustained_active",
-            "sm__inst_issued.avg.pct_of_peak_sustained_active",
-        ]),
-    ),
-    (
-        "special functions (XU)",
-        "%",
-        Metric(&[
-            "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",
-            "sm__pipe_xu_cycles_active.avg.pct_of_peak_sustained_active",
-        ]),
-    ),
-    (
-        "FMA pipe",
-        "%",
-        Metric(&[
-            "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_active",
-            "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active",
-        ]),
-    ),
-    (
-        "ALU pipe",
-        "%",
-        Metric(&[
-            "sm__pipe_alu_cycles_active.avg.pct_of_peak_sustained_active",
-            "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active",
-        ]),
-    ),
+const UTILISATION: &[(&str, From)] = &[
+    ("tensor pipe", Active(TENSOR_PIPE)),
+    ("  WGMMA instructions issued", Active(&["sm__inst_executed_pipe_tensor_op_gmma"])),
+    ("issue slots", Active(&["smsp__issue_active", "sm__issue_active", "sm__inst_issued"])),
+    ("special functions", Active(&["sm__inst_executed_pipe_xu", "sm__pipe_xu_cycles_active"])),
+    ("FMA pipe", Active(&["sm__pipe_fma_cycles_active", "sm__inst_executed_pipe_fma"])),
+    ("ALU pipe", Active(&["sm__pipe_alu_cycles_active", "sm__inst_executed_pipe_alu"])),
     (
         "shared-memory pipe",
-        "%",
-        Metric(&[
-            "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",
-            "l1tex__lsu_writeback_active.avg.pct_of_peak_sustained_elapsed",
-        ]),
+        Elapsed(&["l1tex__data_pipe_lsu_wavefronts", "l1tex__lsu_writeback_active"]),
     ),
-    (
-        "L2 throughput",
-        "%",
-        Metric(&[
-            "lts__t_sectors.avg.pct_of_peak_sustained_elapsed",
-            "lts__throughput.avg.pct_of_peak_sustained_elapsed",
-        ]),
-    ),
-    (
-        "device memory throughput",
-        "%",
-        Metric(&[
-            "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-            "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
-        ]),
-    ),
+    ("L2 throughput", Elapsed(&["lts__t_sectors", "lts__throughput"])),
+    ("device memory throughput", Elapsed(&["dram__throughput", "gpu__dram_throughput"])),
 ];
 
-const OCCUPANCY: &[Line] = &[
-    ("achieved", "%", Metric(&["sm__warps_active.avg.pct_of_peak_sustained_active"])),
-    ("theoretical", "%", Metric(&["sm__maximum_warps_per_active_cycle_pct"])),
-    ("waves", "", Metric(&["launch__waves_per_multiprocessor"])),
-    ("CTAs that registers allow", "", Metric(&["launch__occupancy_limit_registers"])),
-    ("CTAs that shared memory allows", "", Metric(&["launch__occupancy_limit_shared_mem"])),
-    ("registers per thread", "", Metric(&["launch__registers_per_thread"])),
-    ("shared memory per CTA", "B", Metric(&["launch__shared_mem_per_block"])),
-    ("spill loads", "B", Metric(&["l1tex__t_bytes_pipe_lsu_mem_local_op_ld.sum"])),
-    ("spill stores", "B", Metric(&["l1tex__t_bytes_pipe_lsu_mem_local_op_st.sum"])),
+const OCCUPANCY: &[(&str, From)] = &[
+    ("achieved", Active(&["sm__warps_active"])),
+    ("theoretical", Metric("%", "sm__maximum_warps_per_active_cycle_pct")),
+    ("waves", Metric("", "launch__waves_per_multiprocessor")),
+    ("CTAs that registers allow", Metric("", "launch__occupancy_limit_registers")),
+    ("CTAs that shared memory allows", Metric("", "launch__occupancy_limit_shared_mem")),
+    ("CTAs that warps allow", Metric("", "launch__occupancy_limit_warps")),
+    ("registers per thread", Metric("", "launch__registers_per_thread")),
+    ("shared memory per CTA", Metric("B", "launch__shared_mem_per_block")),
+    ("spill loads", Metric("B", "l1tex__t_bytes_pipe_lsu_mem_local_op_ld.sum")),
+    ("spill stores", Metric("B", "l1tex__t_bytes_pipe_lsu_mem_local_op_st.sum")),
 ];
 
-const MEMORY: &[Line] = &[
-    ("L2 to SMs", "B", Metric(L2_READ)),
-    ("  counted minimum", "B", Derived(|p| Some(p.launch.l2_bytes).filter(|&bytes| bytes > 0.0))),
-    ("  rate", "B/s", Derived(|p| p.rate(p.l2_bytes()?))),
-    ("  hit rate of L2", "%", Metric(&["lts__t_sector_hit_rate.pct"])),
-    ("SMs to L2", "B", Metric(&["l1tex__m_l1tex2xbar_write_bytes.sum"])),
-    ("device memory, read", "B", Metric(HBM_READ)),
-    ("device memory, written", "B", Metric(HBM_WRITE)),
-    ("  counted minimum of both", "B", Derived(|p| Some(p.launch.bytes).filter(|&b| b > 0.0))),
-    ("  rate of both", "B/s", Derived(|p| p.rate(p.hbm_bytes()?))),
+const MEMORY: &[(&str, From)] = &[
+    ("L2 to SMs", Metric("B", L2_READ)),
+    ("  counted minimum", Derived("B", |p| Some(p.launch.l2_bytes).filter(|&bytes| bytes > 0.0))),
+    ("  rate", Derived("B/s", |p| p.rate(p.l2_bytes()?))),
+    ("  hit rate of L2", Metric("%", "lts__t_sector_hit_rate.pct")),
+    ("SMs to L2", Metric("B", "l1tex__m_l1tex2xbar_write_bytes.sum")),
+    ("device memory, read", Metric("B", HBM_READ)),
+    ("device memory, written", Metric("B", HBM_WRITE)),
+    ("  counted minimum of both", Derived("B", |p| Some(p.launch.bytes).filter(|&b| b > 0.0))),
+    ("  rate of both", Derived("B/s", |p| p.rate(p.hbm_bytes()?))),
 ];
 
-const WAVEFRONTS: &[&str] = &["l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"];
-const CONFLICTS: &[&str] = &["l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"];
-const SHARED: &[Line] = &[
-    ("wavefronts", "", Metric(WAVEFRONTS)),
-    (
-        "  of them bank conflicts",
-        "%",
-        Derived(|p| Some(100.0 * ratio(p.raw.first(CONFLICTS)?, p.raw.first(WAVEFRONTS))?)),
-    ),
+const SHARED: &[(&str, From)] = &[
+    ("wavefronts", Metric("", "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum")),
+    ("bank conflicts", Metric("", "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum")),
+    ("  in loads", Metric("", "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum")),
+    ("  in stores", Metric("", "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum")),
 ];
 
 /// Every metric that the page shows by name.
-pub fn metrics() -> impl Iterator<Item = &'static str> {
-    let lines = PAGE.iter().flat_map(|(_, lines)| *lines);
-    let names = lines.flat_map(|(_, _, from)| match from {
-        Metric(names) => *names,
-        Derived(_) => &[],
-    });
-    names.chain(CONFLICTS).copied()
+pub fn metrics() -> impl Iterator<Item = String> {
+    PAGE.iter().flat_map(|(_, lines)| *lines).flat_map(|(_, from)| from.metrics())
 }
 
 /// The page.
@@ -151,14 +121,9 @@ pub fn text(profile: &Profile) -> String {
     let mut rows = Vec::new();
     for (heading, lines) in PAGE {
         rows.push([heading.to_string(), String::new()]);
-        for (label, unit, from) in *lines {
-            let value = match from {
-                Metric(names) => profile.raw.first(names),
-                Derived(value) => value(profile),
-            };
-            let shown = value.map_or("not reported".into(), |value| shown(value, unit));
-            rows.push([format!("  {label}"), shown]);
-        }
+        rows.extend(lines.iter().map(|(label, from)| {
+            [format!("  {label}"), from.shown(profile).unwrap_or("not reported".into())]
+        }));
     }
     rows.push(["stalls, cycles per instruction".into(), String::new()]);
     let reasons =

@@ -7,22 +7,21 @@ use super::{
     raw::Raw,
 };
 
-/// Busy cycles of the tensor pipe. The name depends on the architecture; the first one that the
-/// GPU has counts.
+/// Counters of the tensor pipe: the first one that the GPU has.
 pub const TENSOR_PIPE: &[&str] = &[
-    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
-    "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
-    "sm__pipe_tensor_subpipe_hmma_cycles_active.avg.pct_of_peak_sustained_active",
-    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
+    "sm__pipe_tensor_cycles_active",
+    "sm__pipe_tensor_op_hmma_cycles_active",
+    "sm__pipe_tensor_subpipe_hmma_cycles_active",
+    "sm__inst_executed_pipe_tensor",
 ];
 /// Duration of the kernel.
-pub const DURATION: &[&str] = &["gpu__time_duration.sum"];
+pub const DURATION: &str = "gpu__time_duration.sum";
 /// Bytes that L2 delivers to the SMs, TMA loads included.
-pub const L2_READ: &[&str] = &["l1tex__m_xbar2l1tex_read_bytes.sum"];
+pub const L2_READ: &str = "l1tex__m_xbar2l1tex_read_bytes.sum";
 /// Bytes read from device memory.
-pub const HBM_READ: &[&str] = &["dram__bytes_read.sum"];
+pub const HBM_READ: &str = "dram__bytes_read.sum";
 /// Bytes written to device memory.
-pub const HBM_WRITE: &[&str] = &["dram__bytes_write.sum"];
+pub const HBM_WRITE: &str = "dram__bytes_write.sum";
 
 /// A profiled launch.
 pub struct Profile {
@@ -44,7 +43,9 @@ impl Profile {
         let mut profile = Self { gpu, images, launch, raw, ceilings };
         // Where the rate of the tensor cores is not known, their utilisation implies it.
         profile.ceilings.matmul = profile.ceilings.matmul.or_else(|| {
-            ratio(profile.flop_rate()?, profile.raw.first(TENSOR_PIPE)).map(|rate| 100.0 * rate)
+            let name = |counter| format!("{counter}.avg.pct_of_peak_sustained_active");
+            let busy = TENSOR_PIPE.iter().find_map(|counter| profile.raw.get(&name(counter)));
+            ratio(100.0 * profile.flop_rate()?, busy)
         });
         profile
     }
@@ -56,17 +57,17 @@ impl Profile {
 
     /// A quantity of the launch per second.
     pub fn rate(&self, quantity: f64) -> Option<f64> {
-        ratio(quantity, self.raw.first(DURATION))
+        ratio(quantity, self.raw.get(DURATION))
     }
 
     /// Bytes that L2 delivered to the SMs.
     pub fn l2_bytes(&self) -> Option<f64> {
-        self.raw.first(L2_READ)
+        self.raw.get(L2_READ)
     }
 
     /// Bytes that went to and from device memory.
     pub fn hbm_bytes(&self) -> Option<f64> {
-        Some(self.raw.first(HBM_READ)? + self.raw.first(HBM_WRITE)?)
+        Some(self.raw.get(HBM_READ)? + self.raw.get(HBM_WRITE)?)
     }
 
     /// What limits the launch with the bytes that it moved.
