@@ -94,7 +94,7 @@ const OCCUPANCY: &[(&str, From)] = &[
 
 const MEMORY: &[(&str, From)] = &[
     ("L2 to SMs", Metric("B", L2_READ)),
-    ("  counted minimum", Derived("B", |p| Some(p.launch.l2_bytes).filter(|&bytes| bytes > 0.0))),
+    ("  counted", Derived("B", |p| Some(p.launch.l2_bytes).filter(|&bytes| bytes > 0.0))),
     ("  rate", Derived("B/s", |p| p.rate(p.l2_bytes()?))),
     ("  hit rate of L2", Metric("%", "lts__t_sector_hit_rate.pct")),
     ("SMs to L2", Metric("B", "l1tex__m_l1tex2xbar_write_bytes.sum")),
