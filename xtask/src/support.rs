@@ -2,8 +2,11 @@
 
 use crate::workspace::{read, root, write};
 use anyhow::{Context, Result};
-use blockflash_sys::manifest::{self, Variant};
-use blockflash_sys::{DType, Row, Target};
+use blockflash_sys::manifest::{
+    self, AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmm, BsrSddmmHopper,
+    Variant,
+};
+use blockflash_sys::{Row, Target};
 use std::collections::{BTreeMap, BTreeSet};
 
 const BEGIN: &str = "<!-- support:begin -->\n";
@@ -12,14 +15,24 @@ const END: &str = "<!-- support:end -->";
 /// Block masks have blocks of this many queries and keys, or multiples.
 const SMALLEST_BLOCK: u32 = 64;
 
-/// What the table has lines for, in their order: one for each size of a tile.
+/// One line of the table, in the order of the table: an operation with the head dimension of its
+/// tile, or its block size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Operation {
-    AttentionForward,
+enum Line {
+    AttentionForward { head_dim: u32 },
     BlockMasks,
-    BsrMatmul,
-    BsrMatmulTransposed,
-    BsrSddmm,
+    BsrMatmul { block_size: u32 },
+    BsrMatmulTransposed { block_size: u32 },
+    BsrSddmm { block_size: u32 },
+    OtherHeadDims,
+    OtherBlocks,
+    SinglePrecision,
+}
+
+impl Line {
+    /// What no kernel computes, and the CPU does: sizes between and beyond those of the kernels,
+    /// and f32.
+    const CPU_ONLY: [Self; 3] = [Self::OtherHeadDims, Self::OtherBlocks, Self::SinglePrecision];
 }
 
 /// Whether the README's table is what the manifest gives.
@@ -45,84 +58,111 @@ fn replaced(readme: &str, table: &str) -> Result<String> {
 /// The table: one line per operation and size, one column per target. Tiles are left out: they
 /// change with tuning, and `blockflash info` shows them.
 fn markdown(rows: &[Row]) -> String {
-    let mut lines: BTreeMap<(Operation, u32), (BTreeSet<&str>, BTreeSet<Target>)> = BTreeMap::new();
+    let mut served: BTreeMap<Line, BTreeSet<Target>> = BTreeMap::new();
+    let mut dtypes: BTreeMap<Line, BTreeSet<&str>> = BTreeMap::new();
+    let mut targets = BTreeSet::new();
     let widest = rows.iter().filter_map(Row::attention_tile).map(|tile| tile.head_dim).max();
     for row in rows {
-        let Some((operation, size, dtype)) = describe(row) else { continue };
-        // The widest row takes every head dimension; if its tile divides the smallest blocks, it
-        // takes every mask, too.
+        let Some((line, dtype)) = describe(row) else { continue };
+        targets.insert(row.target);
+        // The widest row takes every head dimension; if its tile divides the smallest blocks, then
+        // every mask, too.
         let divides = |size| SMALLEST_BLOCK.is_multiple_of(size);
         let masks = row.attention_tile().filter(|tile| {
             Some(tile.head_dim) == widest && divides(tile.block_q) && divides(tile.block_kv)
         });
-        let masks = masks.map(|_| (Operation::BlockMasks, SMALLEST_BLOCK));
-        for line in [Some((operation, size)), masks].into_iter().flatten() {
-            let (types, targets) = lines.entry(line).or_default();
-            types.insert(dtype.name());
-            targets.insert(row.target);
+        for line in [Some(line), masks.map(|_| Line::BlockMasks)].into_iter().flatten() {
+            dtypes.entry(line).or_default().insert(dtype);
+            served.entry(line).or_default().insert(row.target);
         }
     }
-    let targets: BTreeSet<Target> =
-        lines.values().flat_map(|(_, targets)| targets).copied().collect();
-    let types: BTreeSet<&str> = lines.values().flat_map(|(types, _)| types).copied().collect();
-    let mut table = String::from("| operation | size | types |");
-    table.extend(targets.iter().map(|target| format!(" {} |", column(*target))));
-    table += &format!(" CPU |\n|---|---|---|{}---|\n", "---|".repeat(targets.len()));
-    let mut add = |operation: &str, size: &str, types: &BTreeSet<&str>, on: &BTreeSet<Target>| {
-        let types = types.iter().copied().collect::<Vec<_>>().join(", ");
-        table += &format!("| {operation} | {size} | {types} |");
-        table.extend(
-            targets.iter().map(|target| if on.contains(target) { " yes |" } else { " – |" }),
-        );
-        table += " yes |\n";
-    };
-    let mut smaller = 0;
-    for ((operation, size), (types, on)) in &lines {
-        let (name, size) = match operation {
-            // A tile takes every multiple of 8 above the next smaller tile.
-            Operation::AttentionForward => {
-                let least = std::mem::replace(&mut smaller, *size) + 8;
-                ("attention forward", format!("head_dim {least}–{size}, multiples of 8"))
-            }
-            Operation::BlockMasks => {
-                ("attention under a block mask", format!("multiples of {size} × {size}"))
-            }
-            Operation::BsrMatmul => ("BSR matmul", format!("block {size}")),
-            Operation::BsrMatmulTransposed => {
-                ("BSR matmul, Aᵀ, column-major B", format!("block {size}"))
-            }
-            Operation::BsrSddmm => ("sampled product", format!("block {size}")),
+    let kernel_types: BTreeSet<&str> = dtypes.values().flatten().copied().collect();
+    for line in Line::CPU_ONLY {
+        let types = if line == Line::SinglePrecision {
+            BTreeSet::from(["f32"])
+        } else {
+            kernel_types.clone()
         };
-        add(name, &size, types, on);
+        dtypes.insert(line, types);
+        served.insert(line, BTreeSet::new());
     }
-    // No kernel computes these, but the CPU does.
-    let nowhere = BTreeSet::new();
-    add("attention forward", "any other head_dim", &types, &nowhere);
-    add("BSR matmul, sampled product", "any other block", &types, &nowhere);
-    add("all of these", "all of these", &BTreeSet::from(["f32"]), &nowhere);
+    let mut table = String::from("| operation | size | types |");
+    for target in &targets {
+        table += &format!(" {} |", column(*target));
+    }
+    table += &format!(" CPU |\n|---|---|---|{}---|\n", "---|".repeat(targets.len()));
+    let mut smaller = 0;
+    for (line, by_target) in &served {
+        let types = dtypes[line].iter().copied().collect::<Vec<_>>().join(", ");
+        table += &match *line {
+            // A tile takes every multiple of 8 above the next smaller tile.
+            Line::AttentionForward { head_dim } => {
+                format!(
+                    "| attention forward | head_dim {}–{head_dim}, multiples of 8 | {types} |",
+                    smaller + 8
+                )
+            }
+            Line::BlockMasks => {
+                let block = SMALLEST_BLOCK;
+                format!(
+                    "| attention under a block mask | multiples of {block} × {block} | {types} |"
+                )
+            }
+            Line::BsrMatmul { block_size } => {
+                format!("| BSR matmul | block {block_size} | {types} |")
+            }
+            Line::BsrMatmulTransposed { block_size } => {
+                format!("| BSR matmul, Aᵀ, column-major B | block {block_size} | {types} |")
+            }
+            Line::BsrSddmm { block_size } => {
+                format!("| sampled product | block {block_size} | {types} |")
+            }
+            Line::OtherHeadDims => format!("| attention forward | any other head_dim | {types} |"),
+            Line::OtherBlocks => {
+                format!("| BSR matmul, sampled product | any other block | {types} |")
+            }
+            Line::SinglePrecision => format!("| all of these | all of these | {types} |"),
+        };
+        if let Line::AttentionForward { head_dim } = *line {
+            smaller = head_dim;
+        }
+        for target in &targets {
+            table += if by_target.contains(target) { " yes |" } else { " – |" };
+        }
+        table += " yes |\n";
+    }
     table
 }
 
-/// The line that a row belongs to; `None` for one that prepares the operand of an operation, or
-/// computes nothing that a user asks for.
-fn describe(row: &Row) -> Option<(Operation, u32, DType)> {
-    Some(match row.variant {
-        Variant::AttentionFwd(tile) => (Operation::AttentionForward, tile.head_dim, tile.dtype),
-        Variant::AttentionFwdHopper(tile) => {
-            (Operation::AttentionForward, tile.head_dim, tile.dtype)
+fn describe(row: &Row) -> Option<(Line, &'static str)> {
+    match row.variant {
+        Variant::AttentionFwd(AttentionFwd { head_dim, dtype, .. })
+        | Variant::AttentionFwdHopper(AttentionFwdHopper { head_dim, dtype, .. }) => {
+            Some((Line::AttentionForward { head_dim }, dtype.name()))
         }
-        Variant::BsrMatmul(tile) => (Operation::BsrMatmul, tile.block_size, tile.dtype),
-        Variant::BsrMatmulAny(tile) => {
-            (Operation::BsrMatmulTransposed, tile.block_size, tile.dtype)
+        Variant::BsrMatmulHopper(BsrMatmulHopper {
+            block_size,
+            dtype,
+            a_transposed,
+            b_column_major,
+            ..
+        }) if a_transposed || b_column_major => {
+            Some((Line::BsrMatmulTransposed { block_size }, dtype.name()))
         }
-        Variant::BsrMatmulHopper(tile) if tile.a_transposed || tile.b_column_major => {
-            (Operation::BsrMatmulTransposed, tile.block_size, tile.dtype)
+        Variant::BsrMatmulAny(BsrMatmul { block_size, dtype, .. }) => {
+            Some((Line::BsrMatmulTransposed { block_size }, dtype.name()))
         }
-        Variant::BsrMatmulHopper(tile) => (Operation::BsrMatmul, tile.block_size, tile.dtype),
-        Variant::BsrSddmm(tile) => (Operation::BsrSddmm, tile.block_size, tile.dtype),
-        Variant::BsrSddmmHopper(tile) => (Operation::BsrSddmm, tile.block_size, tile.dtype),
-        Variant::BlockMask(_) | Variant::Probe(_) => return None,
-    })
+        Variant::BsrMatmul(BsrMatmul { block_size, dtype, .. })
+        | Variant::BsrMatmulHopper(BsrMatmulHopper { block_size, dtype, .. }) => {
+            Some((Line::BsrMatmul { block_size }, dtype.name()))
+        }
+        Variant::BsrSddmm(BsrSddmm { block_size, dtype, .. })
+        | Variant::BsrSddmmHopper(BsrSddmmHopper { block_size, dtype, .. }) => {
+            Some((Line::BsrSddmm { block_size }, dtype.name()))
+        }
+        // Prepares the operand of an operation, or computes nothing that a user asks for.
+        Variant::BlockMask(_) | Variant::Probe(_) => None,
+    }
 }
 
 fn column(target: Target) -> &'static str {
@@ -161,12 +201,11 @@ mod tests {
     fn what_only_the_cpu_runs_is_said() {
         let table = markdown(manifest::rows());
         for line in [
-            "attention forward | any other head_dim | bf16, f16",
-            "BSR matmul, sampled product | any other block | bf16, f16",
-            "all of these | all of these | f32",
+            "| attention forward | any other head_dim | bf16, f16 | – | – | – | – | – | – | yes |\n",
+            "| BSR matmul, sampled product | any other block | bf16, f16 | – | – | – | – | – | – | yes |\n",
+            "| all of these | all of these | f32 | – | – | – | – | – | – | yes |\n",
         ] {
-            let line = format!("| {line} | – | – | – | – | – | – | yes |\n");
-            assert!(table.contains(&line), "{table}");
+            assert!(table.contains(line), "{table}");
         }
     }
 
@@ -175,15 +214,18 @@ mod tests {
         let table = markdown(manifest::rows());
         for (block, hopper) in [(16, "–"), (32, "–"), (64, "yes"), (128, "yes")] {
             let line = format!(
-                "| BSR matmul, Aᵀ, column-major B | block {block} | bf16, f16 \
-                | yes | yes | yes | {hopper} | yes | yes | yes |"
+                "| BSR matmul, Aᵀ, column-major B | block {block} | bf16, f16 | yes | yes | yes | {hopper} | yes | yes | yes |"
             );
             assert!(table.contains(&line), "{table}");
         }
-        for (block, hopper) in [(16, "–"), (64, "yes")] {
-            let line = format!("block {block} | bf16, f16 | yes | yes | yes | {hopper} |");
-            assert!(table.contains(&format!("| sampled product | {line}")), "{table}");
-        }
+        assert!(
+            table.contains("| sampled product | block 16 | bf16, f16 | yes | yes | yes | – |"),
+            "{table}"
+        );
+        assert!(
+            table.contains("| sampled product | block 64 | bf16, f16 | yes | yes | yes | yes |"),
+            "{table}"
+        );
     }
 
     #[test]

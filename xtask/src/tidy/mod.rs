@@ -1,5 +1,6 @@
 //! `cargo xtask tidy`: rules of the repository that no compiler checks.
 
+mod columns;
 mod findings;
 mod images;
 mod sources;

@@ -1,6 +1,6 @@
 //! Rules about source files and documents: length, width, and what may be written where.
 
-use super::{findings::Findings, words};
+use super::{columns::too_long, findings::Findings, words};
 use crate::workspace::{list, read, root};
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
@@ -14,8 +14,6 @@ const PTX_FOLDER: &str = "kernels/include/blockflash/ptx/";
 /// The one reader of the macros that a manifest row defines.
 const MACRO_READER: &str = "kernels/include/blockflash/config.cuh";
 
-/// Columns of code, comments and prose.
-const COLUMNS_MAX: usize = 100;
 const LINES_WARN: usize = 300;
 const LINES_MAX: usize = 400;
 
@@ -47,11 +45,10 @@ fn check_file(name: &str, text: &str, findings: &mut Findings) -> Result<()> {
     if name == GENERATED {
         return Ok(());
     }
-    let wide = wide_lines(text, name.ends_with(".md"));
     let mut forbid = |lines: Vec<usize>, what: &str| {
         findings.errors.extend(lines.iter().map(|line| format!("{name}:{line}: {what}")));
     };
-    forbid(wide, "wider than 100 columns");
+    forbid(too_long(name, text), "a line has more than 100 columns");
     if name.ends_with(".md") {
         return Ok(());
     }
@@ -77,22 +74,6 @@ fn check_file(name: &str, text: &str, findings: &mut Findings) -> Result<()> {
         findings.warnings.push(format!("{name}: {count} lines, better at most {LINES_WARN}"));
     }
     Ok(())
-}
-
-/// Numbers of the lines that are too wide. In Markdown that is a matter of prose: rows of tables,
-/// code, and lines that a link alone makes too long stay as they are.
-fn wide_lines(text: &str, is_markdown: bool) -> Vec<usize> {
-    let mut is_code = false;
-    let mut wide = Vec::new();
-    for (number, line) in text.lines().enumerate() {
-        is_code ^= is_markdown && line.trim_start().starts_with("```");
-        let stays = is_markdown
-            && (is_code || line.starts_with('|') || !line.trim_start_matches("- ").contains(' '));
-        if !stays && line.chars().count() > COLUMNS_MAX {
-            wide.push(number + 1);
-        }
-    }
-    wide
 }
 
 #[cfg(test)]
@@ -127,16 +108,5 @@ mod tests {
         assert!(errors("xtask/src/a.rs", &"\n".repeat(301)).is_empty());
         assert!(errors(GENERATED, &"\n".repeat(401)).is_empty());
         assert_eq!(errors("kernels/a.cu", &"\n".repeat(401)).len(), 1);
-    }
-
-    #[test]
-    fn wide_lines_are_named() {
-        let wide = format!("// {}\n", "x y ".repeat(30));
-        assert_eq!(errors("xtask/src/a.rs", &wide), ["xtask/src/a.rs:1: wider than 100 columns"]);
-        assert_eq!(errors("kernels/a.cu", &wide).len(), 1);
-        let link = format!("[1]:{}\n", "x".repeat(100));
-        let stays = format!("|{wide}```text\n{wide}```\n{link}");
-        assert!(errors("README.md", &stays).is_empty());
-        assert_eq!(errors("README.md", &format!("{stays}{wide}")).len(), 1);
     }
 }
