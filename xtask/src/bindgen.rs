@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-/// Options of the command.
+/// Generate crates/blockflash-sys/src/params.rs from kernels/include/blockflash/params.h.
 #[derive(clap::Args)]
 pub struct Args {
     /// Write nothing: fail unless the committed file is exactly what the header gives.

@@ -3,8 +3,8 @@
 
 use crate::{
     artifacts::{self, IMAGES_FEATURE, Program},
-    git, kernels,
-    workspace::{create_dir, list, read_bytes, root, write},
+    kernels,
+    workspace::{create_dir, head, list, read_bytes, root, write},
 };
 use anyhow::{Context, Result, ensure};
 use blockflash_sys::{Row, Target, manifest};
@@ -13,7 +13,7 @@ use std::{
     process::Command,
 };
 
-/// Options of the command.
+/// Write one folder that tests and measures on a GPU machine without Rust.
 #[derive(clap::Args)]
 pub struct Args {
     /// Where to write; what an earlier bundle left there is replaced [default: target/bundle].
@@ -81,7 +81,7 @@ pub fn run(args: &Args) -> Result<()> {
         copy_tree(&root().join("kernels"), &folder.join("kernels"))?;
     }
     ceilings(&folder)?;
-    write(&folder.join("commit"), format!("{}\n", git::head()?))?;
+    write(&folder.join("commit"), format!("{}\n", head()?))?;
     let archive = pack(&folder)?;
     let bytes = archive.metadata().with_context(|| archive.display().to_string())?.len();
     println!(

@@ -8,7 +8,7 @@ use std::process::Command;
 /// The pinned checker.
 const VERSION: &str = "0.20.2";
 
-/// Options of the command.
+/// Check the dependencies by the rules of deny.toml.
 #[derive(clap::Args, Default)]
 pub struct Args {
     /// Look for known vulnerabilities too; the list of them comes from the network and changes from

@@ -12,7 +12,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Options of the command.
+/// Add the GPU passes of a test run to tests/gpu-passed.jsonl.
 #[derive(clap::Args)]
 pub struct Args {
     /// What a test run wrote to $BLOCKFLASH_GPU_RECORD, for example the bundle's gpu-passed.jsonl.

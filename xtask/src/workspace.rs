@@ -100,6 +100,14 @@ pub fn output(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
+/// The commit of the working tree, with `-dirty` when tracked files differ from it.
+pub fn head() -> Result<String> {
+    let git = |arguments: &[&str]| output(Command::new("git").current_dir(root()).args(arguments));
+    let commit = git(&["rev-parse", "--short=12", "HEAD"])?;
+    let changed = git(&["status", "--porcelain", "--untracked-files=no"])?;
+    Ok(format!("{}{}", commit.trim(), if changed.is_empty() { "" } else { "-dirty" }))
+}
+
 /// Rows as plain text: the first column to the left, the others to the right.
 pub fn table<R: IntoIterator<Item = String>>(rows: impl IntoIterator<Item = R>) -> String {
     let mut table = comfy_table::Table::new();
@@ -110,6 +118,9 @@ pub fn table<R: IntoIterator<Item = String>>(rows: impl IntoIterator<Item = R>) 
             Cell::new(text).set_alignment(right)
         });
         table.add_row(cells.collect::<Vec<_>>());
+    }
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
     }
     table.trim_fmt() + "\n"
 }

@@ -25,7 +25,8 @@ use std::{
 };
 use toolchain::Toolchain;
 
-/// Options of the command.
+/// Compile the kernels into crates/blockflash-sys/prebuilt, or prove that what is there is up
+/// to date.
 #[derive(clap::Args, Default)]
 pub struct Args {
     /// Only images whose name contains this.

@@ -29,7 +29,7 @@ Examples:
 The report for ncu-ui (.ncu-rep), the page (.txt) and the roofline (.svg) go to
 target/profile/COMMIT, in a bundle to out/profile/COMMIT.";
 
-/// Options of the command.
+/// Profile kernels with Nsight Compute: one page about what limits them.
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {

@@ -2,9 +2,8 @@
 
 use crate::{
     artifacts::{self, IMAGES_FEATURE},
-    git,
     kernels::with_line_information,
-    workspace::{list, read, root},
+    workspace::{head, list, read, root},
 };
 use anyhow::{Context, Result, ensure};
 use blockflash_sys::Row;
@@ -53,7 +52,7 @@ impl Place {
     /// The commit of the working tree or of the bundle.
     pub fn commit(&self) -> Result<String> {
         match self {
-            Self::Repository(_) => git::head(),
+            Self::Repository(_) => head(),
             Self::Bundle(folder) => Ok(read(&folder.join("commit"))?.trim().to_string()),
         }
     }

@@ -8,8 +8,8 @@ use blockflash_sys::manifest::{
 use blockflash_sys::{ComputeCapability, Row};
 
 /// The rows that a GPU runs and whose symbol contains a text, each with the case that it is
-/// profiled on unless `--shape` says otherwise; of several rows for a symbol the preferred one. A text that
-/// is a whole symbol selects no longer one.
+/// profiled on unless `--shape` says otherwise; of several rows for a symbol the preferred one. A
+/// text that is a whole symbol selects no longer one.
 pub fn rows(pattern: &str, gpu: ComputeCapability) -> Result<Vec<(&'static Row, String)>> {
     let mut found: Vec<(&'static Row, String)> = Vec::new();
     for row in manifest::rows().iter().filter(|row| row.target.runs_on(gpu)) {

@@ -13,7 +13,8 @@ use listing::Mix;
 use rayon::prelude::*;
 use std::{path::PathBuf, process::Command, time::Instant};
 
-/// Options of the command.
+/// Count the instructions of the committed machine code, and check what the manifest's rows
+/// declare about it.
 #[derive(clap::Args, Default)]
 pub struct Args {
     /// Only images whose name contains this.

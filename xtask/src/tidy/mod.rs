@@ -10,7 +10,7 @@ use crate::support;
 use anyhow::{Result, bail};
 use findings::Findings;
 
-/// Options of the command.
+/// Check rules of the repository that no compiler checks.
 #[derive(clap::Args, Default)]
 pub struct Args {
     /// Write the README's support table anew before looking.
