@@ -68,7 +68,8 @@ END
   for name in garbage_gpu hostile_gpu; do
     echo "== memcheck: $name"
     BLOCKFLASH_REQUIRE_GPU=1 BLOCKFLASH_FUZZ_CASES=500 \
-      compute-sanitizer --tool memcheck --error-exitcode 9 "tests/$name" --nocapture >"$out/memcheck.$name.log" 2>&1 ||
+      compute-sanitizer --tool memcheck --error-exitcode 9 \
+      "tests/$name" --nocapture >"$out/memcheck.$name.log" 2>&1 ||
       { failed="$failed memcheck:$name"; tail -n 40 "$out/memcheck.$name.log"; }
   done
 fi

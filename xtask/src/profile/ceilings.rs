@@ -4,7 +4,7 @@ use super::{launch::Launch, raw::Raw};
 use serde::Deserialize;
 use std::{collections::BTreeMap, path::PathBuf};
 
-/// Rates of one GPU per second; what is not known is missing.
+/// Rates of one GPU per second, as far as they are known.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ceilings {
     /// Where they come from.
@@ -19,7 +19,7 @@ pub struct Ceilings {
     pub hbm: Option<f64>,
 }
 
-/// A line of the record of `blockflash bench`; only those of ceilings have a rate.
+/// A line of the record of `blockflash bench`; only ceilings have a rate.
 #[derive(Deserialize)]
 struct Line {
     /// The ceiling: `hbm_read`, `l2_bulk`, `wgmma_bf16`, `exp2`.

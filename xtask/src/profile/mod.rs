@@ -4,10 +4,10 @@
 mod ceilings;
 mod gpu;
 mod launch;
+mod measurement;
 mod ncu;
 mod page;
 mod place;
-mod profile;
 mod raw;
 mod roofline;
 mod select;
@@ -16,9 +16,9 @@ use crate::workspace::{print, write};
 use anyhow::Result;
 use ceilings::Ceilings;
 use gpu::Gpu;
+use measurement::Measurement;
 use ncu::{Job, Ncu};
 use place::Place;
-use profile::Profile;
 use std::path::PathBuf;
 
 const EXAMPLES: &str = "\
@@ -75,11 +75,11 @@ pub fn run(args: &Args) -> Result<()> {
         let ceilings = Ceilings::measured(&place.ceilings(), &gpu.name, launch.dtype())
             .unwrap_or_else(|| Ceilings::stated(&raw, launch.dtype()));
         let images = format!("{commit}, {origin} line information");
-        let profile = Profile::new(gpu.clone(), images, launch, raw, ceilings);
-        let text = page::text(&profile);
+        let measurement = Measurement::new(gpu.clone(), images, launch, raw, ceilings);
+        let text = page::text(&measurement);
         print(&format!("{text}\n"))?;
         write(&file("txt"), text)?;
-        if let Some(picture) = roofline::svg(&profile)? {
+        if let Some(picture) = roofline::svg(&measurement)? {
             write(&file("svg"), picture)?;
         }
         eprintln!("kept {}", report.display());

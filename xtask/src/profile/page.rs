@@ -1,6 +1,6 @@
 //! One page of text about one launch.
 
-use super::profile::{DURATION, HBM_READ, HBM_WRITE, L2_READ, Profile, TENSOR_PIPE, ratio};
+use super::measurement::{DURATION, HBM_READ, HBM_WRITE, L2_READ, Measurement, TENSOR_PIPE, ratio};
 use crate::workspace::table;
 
 /// How many reasons for stalls are shown.
@@ -16,7 +16,7 @@ enum From {
     /// A counter in per cent of its peak over the whole duration.
     Elapsed(&'static [&'static str]),
     /// The counted work, the metrics and the ceilings, in this unit.
-    Derived(&'static str, fn(&Profile) -> Option<f64>),
+    Derived(&'static str, fn(&Measurement) -> Option<f64>),
 }
 use From::{Active, Derived, Elapsed, Metric};
 
@@ -37,12 +37,12 @@ impl From {
         }
     }
 
-    fn shown(&self, profile: &Profile) -> Option<String> {
-        let first = || self.metrics().iter().find_map(|name| profile.raw.get(name));
+    fn shown(&self, measurement: &Measurement) -> Option<String> {
+        let first = || self.metrics().iter().find_map(|name| measurement.raw.get(name));
         match self {
             Metric(unit, _) => first().map(|value| shown(value, unit)),
             Active(_) | Elapsed(_) => first().map(|value| shown(value, "%")),
-            Derived(unit, value) => value(profile).map(|value| shown(value, unit)),
+            Derived(unit, value) => value(measurement).map(|value| shown(value, unit)),
         }
     }
 }
@@ -59,8 +59,8 @@ const PAGE: &[(&str, &[(&str, From)])] = &[
 const TIME: &[(&str, From)] = &[
     ("duration", Metric("s", DURATION)),
     ("SM clock", Metric("Hz", "sm__cycles_elapsed.avg.per_second")),
-    ("useful operations", Derived("FLOP/s", Profile::flop_rate)),
-    ("  attainable", Derived("FLOP/s", Profile::attainable)),
+    ("useful operations", Derived("FLOP/s", Measurement::flop_rate)),
+    ("  attainable", Derived("FLOP/s", Measurement::attainable)),
     ("exponentials", Derived("exp/s", |p| p.rate(p.launch.exps).filter(|&rate| rate > 0.0))),
 ];
 
@@ -117,26 +117,26 @@ pub fn metrics() -> impl Iterator<Item = String> {
 }
 
 /// The page.
-pub fn text(profile: &Profile) -> String {
+pub fn text(measurement: &Measurement) -> String {
     let mut rows = Vec::new();
     for (heading, lines) in PAGE {
         rows.push([heading.to_string(), String::new()]);
         rows.extend(lines.iter().map(|(label, from)| {
-            [format!("  {label}"), from.shown(profile).unwrap_or("not reported".into())]
+            [format!("  {label}"), from.shown(measurement).unwrap_or("not reported".into())]
         }));
     }
     rows.push(["stalls, cycles per instruction".into(), String::new()]);
     let reasons =
-        profile.raw.between("smsp__average_warps_issue_stalled_", "_per_issue_active.ratio");
+        measurement.raw.between("smsp__average_warps_issue_stalled_", "_per_issue_active.ratio");
     // A warp in the state `selected` issues, so it does not wait.
     let mut reasons: Vec<_> = reasons.filter(|(reason, _)| *reason != "selected").collect();
     reasons.sort_by(|(_, a), (_, b)| b.total_cmp(a));
     rows.extend(reasons.into_iter().take(STALLS_SHOWN).map(|(reason, cycles)| {
         [format!("  {}", reason.replace('_', " ")), format!("{cycles:.2}")]
     }));
-    let Profile { gpu, images, launch, ceilings, .. } = profile;
-    let attained = || ratio(100.0 * profile.flop_rate()?, profile.attainable());
-    let conclusion = match profile.limit().zip(attained()) {
+    let Measurement { gpu, images, launch, ceilings, .. } = measurement;
+    let attained = || ratio(100.0 * measurement.flop_rate()?, measurement.attainable());
+    let conclusion = match measurement.limit().zip(attained()) {
         Some((limit, attained)) => format!(
             "{attained:.0} % of the attainable; the limit is {} (ceilings {})",
             limit.name, ceilings.origin
@@ -176,12 +176,12 @@ fn shown(value: f64, unit: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::profile::tests::sample, *};
+    use super::{super::measurement::tests::sample, *};
 
     #[test]
     fn a_page_is_one_page() {
-        let mut profile = sample();
-        let text = text(&profile);
+        let mut measurement = sample();
+        let text = text(&measurement);
         assert!(text.starts_with(
             "blockflash_sample\n\
             b4_s4096_h32_d64_full_bf16 on Some GPU, driver 1.2; images: 0123456789ab\n"
@@ -195,11 +195,12 @@ mod tests {
         assert!(text.lines().count() < 60, "{text}");
         assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
         assert!(text.contains(" % of the attainable; the limit is "), "{text}");
-        profile.ceilings = Default::default();
-        assert!(super::text(&profile).ends_with("no ceilings are known for this GPU\n"));
-        profile.ceilings.matmul = Some(800e12);
+        measurement.ceilings = Default::default();
+        assert!(super::text(&measurement).ends_with("no ceilings are known for this GPU\n"));
+        measurement.ceilings.matmul = Some(800e12);
         assert!(
-            super::text(&profile).contains("50 % of the attainable; the limit is the tensor cores")
+            super::text(&measurement)
+                .contains("50 % of the attainable; the limit is the tensor cores")
         );
     }
 

@@ -48,7 +48,7 @@ pub fn parse(csv: &str, symbol: &str) -> Result<Raw> {
     Ok(Raw(names.iter().zip(&units).zip(&values).filter_map(number).collect()))
 }
 
-/// How many seconds, bytes or hertz a unit is; 1 for what is none of them, like per cent and
+/// How many seconds, bytes or hertz a unit is; 1 for any other unit, such as per cent and
 /// instructions.
 fn scale(unit: &str) -> f64 {
     if let Some((above, below)) = unit.split_once('/') {

@@ -1,6 +1,6 @@
 //! The roofline as a picture: attainable speed over FLOP per byte, and where the kernel stands.
 
-use super::profile::{Profile, ratio};
+use super::measurement::{Measurement, ratio};
 use anyhow::Result;
 use plotters::prelude::*;
 
@@ -20,23 +20,23 @@ struct Picture {
 }
 
 /// The picture as SVG; `None` without a time, or without any limit to hold it against.
-pub fn svg(profile: &Profile) -> Result<Option<String>> {
-    let Some(picture) = picture(profile) else { return Ok(None) };
+pub fn svg(measurement: &Measurement) -> Result<Option<String>> {
+    let Some(picture) = picture(measurement) else { return Ok(None) };
     let mut svg = String::new();
-    draw(profile, &picture, &mut svg)?;
+    draw(measurement, &picture, &mut svg)?;
     Ok(Some(svg))
 }
 
-fn picture(profile: &Profile) -> Option<Picture> {
-    let Profile { launch, ceilings, .. } = profile;
-    let speed = profile.flop_rate()?;
+fn picture(measurement: &Measurement) -> Option<Picture> {
+    let Measurement { launch, ceilings, .. } = measurement;
+    let speed = measurement.flop_rate()?;
     let exps = ceilings.exp.and_then(|rate| ratio(rate * launch.flops, Some(launch.exps)));
     let flat = [("tensor cores", ceilings.matmul), ("exponentials", exps)]
         .into_iter()
         .filter_map(|(name, rate)| Some((name, rate?)));
     let memories = [
-        ("L2", ceilings.l2, profile.l2_bytes()),
-        ("device memory", ceilings.hbm, profile.hbm_bytes()),
+        ("L2", ceilings.l2, measurement.l2_bytes()),
+        ("device memory", ceilings.hbm, measurement.hbm_bytes()),
     ];
     let sloped = memories.into_iter().filter_map(|(name, rate, _)| Some((name, rate?)));
     let marks = memories
@@ -71,9 +71,9 @@ fn decades(values: impl Iterator<Item = f64>) -> (f64, f64) {
     (10f64.powf(low), 10f64.powf(high.ceil().max(low + 1.0)))
 }
 
-fn draw(profile: &Profile, picture: &Picture, svg: &mut String) -> Result<()> {
+fn draw(measurement: &Measurement, picture: &Picture, svg: &mut String) -> Result<()> {
     let Picture { x, y, roofs, marks } = picture;
-    let Profile { launch, gpu, ceilings, .. } = profile;
+    let Measurement { launch, gpu, ceilings, .. } = measurement;
     let root = SVGBackend::with_string(svg, (760, 500)).into_drawing_area();
     root.fill(&WHITE)?;
     let below = root.titled(&launch.symbol, ("sans-serif", 14))?;
@@ -106,12 +106,12 @@ fn draw(profile: &Profile, picture: &Picture, svg: &mut String) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::profile::tests::sample, *};
+    use super::{super::measurement::tests::sample, *};
 
     #[test]
     fn the_kernel_stands_within_the_frame_and_below_the_roof() {
-        let profile = sample();
-        let Picture { x, y, roofs, marks } = picture(&profile).unwrap();
+        let measurement = sample();
+        let Picture { x, y, roofs, marks } = picture(&measurement).unwrap();
         let roof_at = |roof: &Roof, at: f64| {
             let [(x, y), (_, end)] = roof.points;
             if y == end { y } else { y / x * at }
@@ -122,18 +122,18 @@ mod tests {
             assert!(*speed <= roof_at(&roofs[0], 1.0) && *speed <= roof_at(slope, *flop_per_byte));
         }
         assert!(marks[0].1.0 < marks[1].1.0, "more FLOP per byte of device memory than of L2");
-        let svg = svg(&profile).unwrap().unwrap();
+        let svg = svg(&measurement).unwrap().unwrap();
         assert_eq!((svg.matches("<circle").count(), svg.matches("TB/s").count()), (2, 2));
         assert!(svg.starts_with("<svg") && svg.contains("946 TFLOP/s"));
     }
 
     #[test]
     fn without_limits_there_is_no_picture() {
-        let mut profile = sample();
-        profile.ceilings = Default::default();
-        assert_eq!(svg(&profile).unwrap(), None);
-        let mut profile = sample();
-        profile.raw = Default::default();
-        assert_eq!(svg(&profile).unwrap(), None);
+        let mut measurement = sample();
+        measurement.ceilings = Default::default();
+        assert_eq!(svg(&measurement).unwrap(), None);
+        let mut measurement = sample();
+        measurement.raw = Default::default();
+        assert_eq!(svg(&measurement).unwrap(), None);
     }
 }

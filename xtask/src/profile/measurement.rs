@@ -24,7 +24,7 @@ pub const HBM_READ: &str = "dram__bytes_read.sum";
 pub const HBM_WRITE: &str = "dram__bytes_write.sum";
 
 /// A profiled launch.
-pub struct Profile {
+pub struct Measurement {
     /// The GPU that ran it.
     pub gpu: Gpu,
     /// Where the image comes from.
@@ -37,17 +37,17 @@ pub struct Profile {
     pub ceilings: Ceilings,
 }
 
-impl Profile {
-    /// Puts a profile together.
+impl Measurement {
+    /// Puts a measurement together.
     pub fn new(gpu: Gpu, images: String, launch: Launch, raw: Raw, ceilings: Ceilings) -> Self {
-        let mut profile = Self { gpu, images, launch, raw, ceilings };
+        let mut measurement = Self { gpu, images, launch, raw, ceilings };
         // Where the rate of the tensor cores is not known, their utilisation implies it.
-        profile.ceilings.matmul = profile.ceilings.matmul.or_else(|| {
+        measurement.ceilings.matmul = measurement.ceilings.matmul.or_else(|| {
             let name = |counter| format!("{counter}.avg.pct_of_peak_sustained_active");
-            let busy = TENSOR_PIPE.iter().find_map(|counter| profile.raw.get(&name(counter)));
-            ratio(100.0 * profile.flop_rate()?, busy)
+            let busy = TENSOR_PIPE.iter().find_map(|counter| measurement.raw.get(&name(counter)));
+            ratio(100.0 * measurement.flop_rate()?, busy)
         });
-        profile
+        measurement
     }
 
     /// Useful floating-point operations per second.
@@ -92,7 +92,7 @@ pub(super) mod tests {
     use super::{super::raw, *};
     use blockflash_sys::ComputeCapability;
 
-    pub(in super::super) fn sample() -> Profile {
+    pub(in super::super) fn sample() -> Measurement {
         let raw = raw::parse(raw::tests::CSV, "blockflash_sample").unwrap();
         let gpu = Gpu {
             name: "Some GPU".into(),
@@ -108,18 +108,18 @@ pub(super) mod tests {
             exps: 0.0,
         };
         let ceilings = Ceilings::stated(&raw, "bf16");
-        Profile::new(gpu, "0123456789ab".into(), launch, raw, ceilings)
+        Measurement::new(gpu, "0123456789ab".into(), launch, raw, ceilings)
     }
 
     #[test]
     fn rates_and_limits() {
-        let mut profile = sample();
-        assert_eq!(profile.flop_rate(), Some(400e12));
-        assert_eq!((profile.l2_bytes(), profile.hbm_bytes()), (Some(2e9), Some(250e6)));
-        profile.ceilings = Ceilings { matmul: Some(800e12), ..Ceilings::default() };
-        assert_eq!(profile.attainable(), Some(800e12));
-        let Profile { gpu, images, launch, raw, .. } = sample();
-        let implied = Profile::new(gpu, images, launch, raw, Ceilings::default());
+        let mut measurement = sample();
+        assert_eq!(measurement.flop_rate(), Some(400e12));
+        assert_eq!((measurement.l2_bytes(), measurement.hbm_bytes()), (Some(2e9), Some(250e6)));
+        measurement.ceilings = Ceilings { matmul: Some(800e12), ..Ceilings::default() };
+        assert_eq!(measurement.attainable(), Some(800e12));
+        let Measurement { gpu, images, launch, raw, .. } = sample();
+        let implied = Measurement::new(gpu, images, launch, raw, Ceilings::default());
         assert!((implied.ceilings.matmul.unwrap() / (400e12 / 0.541) - 1.0).abs() < 1e-9);
     }
 }
