@@ -99,7 +99,12 @@ fn draw(measurement: &Measurement, picture: &Picture, svg: &mut String) -> Resul
         chart.draw_series([EmptyElement::at(place(*point)) + dot + words])?;
     }
     let legend = SeriesLabelPosition::LowerRight;
-    chart.configure_series_labels().position(legend).border_style(BLACK).draw()?;
+    chart
+        .configure_series_labels()
+        .position(legend)
+        .background_style(WHITE)
+        .border_style(BLACK)
+        .draw()?;
     root.present()?;
     Ok(())
 }
