@@ -74,7 +74,7 @@ mod tests {
 
     #[test]
     fn programs_in_the_messages_of_cargo() {
-        let messages = r#"{"reason":"compiler-artifact","target":{"name":"a"},"profile":{"test":false},"executable":null}
+        let messages = r#"{"target":{"name":"a"},"profile":{"test":false},"executable":null}
 {"reason":"compiler-artifact","target":{"name":"b"},"profile":{"test":true},"executable":"/x/b-1"}
 {"reason":"build-finished","success":true}"#;
         let programs = parse(messages);

@@ -3,8 +3,8 @@
 
 use crate::{
     artifacts::{self, IMAGES_FEATURE, Program},
-    git, kernels, profile,
-    workspace::{create_dir, list, read_bytes, root, write},
+    kernels,
+    workspace::{create_dir, head, list, read_bytes, root, write},
 };
 use anyhow::{Context, Result, ensure};
 use blockflash_sys::{Row, Target, manifest};
@@ -13,7 +13,7 @@ use std::{
     process::Command,
 };
 
-/// Options of the command.
+/// Write one folder that tests and measures on a GPU machine without Rust.
 #[derive(clap::Args)]
 pub struct Args {
     /// Where to write; what an earlier bundle left there is replaced [default: target/bundle].
@@ -22,10 +22,6 @@ pub struct Args {
     /// contains this (may be repeated).
     #[arg(long, value_name = "PATTERN")]
     profile: Vec<String>,
-    /// Take the committed images of another commit along, for `./xtask profile --diff` there (may
-    /// be repeated); --profile selects among them, too.
-    #[arg(long, value_name = "COMMIT")]
-    profile_commit: Vec<String>,
     /// Such images for this target only (may be repeated) [default: all targets].
     #[arg(long, value_name = "TARGET", value_parser = kernels::parse_target)]
     profile_arch: Vec<Target>,
@@ -78,9 +74,14 @@ pub fn run(args: &Args) -> Result<()> {
     for part in ["suites", "peers"] {
         copy_folder(&root().join("benches").join(part), &folder.join("benches").join(part))?;
     }
-    profiles(args, &rows, &folder)?;
+    if !rows.is_empty() {
+        println!("compiling {} images with line information", rows.len());
+        kernels::with_line_information(&rows, &folder.join("images"))?;
+        // A report quotes the sources.
+        copy_tree(&root().join("kernels"), &folder.join("kernels"))?;
+    }
     ceilings(&folder)?;
-    write(&folder.join("commit"), format!("{}\n", git::head()?))?;
+    write(&folder.join("commit"), format!("{}\n", head()?))?;
     let archive = pack(&folder)?;
     let bytes = archive.metadata().with_context(|| archive.display().to_string())?.len();
     println!(
@@ -99,39 +100,19 @@ pub fn run(args: &Args) -> Result<()> {
 fn pack(folder: &Path) -> Result<PathBuf> {
     let mut archive = folder.as_os_str().to_owned();
     archive.push(".tar.xz");
-    let compress = ["--use-compress-program", "xz --lzma2=preset=6,dict=192MiB"];
     let status = Command::new("tar")
-        .args(compress)
-        .arg("-cf")
-        .arg(&archive)
-        .arg("-C")
-        .arg(folder)
-        .arg(".")
+        .args(["--use-compress-program", "xz --lzma2=preset=6,dict=192MiB", "-cf"])
+        .args([archive.as_os_str(), "-C".as_ref(), folder.as_os_str(), ".".as_ref()])
         .status();
     ensure!(status.context("cannot run tar")?.success(), "tar failed");
     Ok(archive.into())
 }
 
 fn build() -> Result<Vec<Program>> {
-    let programs = [
-        "build",
-        "--package",
-        "blockflash-bench",
-        "--features",
-        IMAGES_FEATURE,
-        "--package",
-        "xtask",
-        "--bin",
-        "blockflash",
-        "--bin",
-        "xtask",
-        "--example",
-        "long_context",
-        "--example",
-        "block_sparse_mlp",
-        "--example",
-        "block_sparse_training",
-    ];
+    let programs = "build --package blockflash-bench --package xtask --bin blockflash --bin xtask \
+        --example long_context --example block_sparse_mlp --example block_sparse_training";
+    let features = ["--features", IMAGES_FEATURE];
+    let programs: Vec<&str> = programs.split_whitespace().chain(features).collect();
     let mut programs = artifacts::build(&[&programs, STRIP].concat())?;
     programs.retain(|program| !program.is_test);
     // No documentation tests and no command: `--tests` would build the package's programs, too.
@@ -155,35 +136,12 @@ fn contains(bytes: &[u8], part: &[u8]) -> bool {
 
 /// The rows whose images go along for profiling.
 fn profiled(args: &Args) -> Result<Vec<&'static Row>> {
-    if args.profile.is_empty() && args.profile_commit.is_empty() {
-        return Ok(Vec::new());
-    }
-    let named = |row: &Row| {
-        args.profile.is_empty()
-            || args.profile.iter().any(|part| row.image_name().contains(part.as_str()))
-    };
+    let named = |row: &Row| args.profile.iter().any(|part| row.image_name().contains(part));
     let selects = |row: &&Row| kernels::is_among(row.target, &args.profile_arch) && named(row);
     let rows: Vec<&Row> = manifest::rows().iter().filter(selects).collect();
-    ensure!(!rows.is_empty(), "--profile and --profile-arch select no image");
+    let found = args.profile.is_empty() || !rows.is_empty();
+    ensure!(found, "--profile and --profile-arch select no image");
     Ok(rows)
-}
-
-/// Puts images for profiling into the bundle, and the sources that a report quotes.
-fn profiles(args: &Args, rows: &[&Row], folder: &Path) -> Result<()> {
-    if !args.profile.is_empty() {
-        println!("compiling {} images with line information", rows.len());
-        kernels::with_line_information(rows, &folder.join("images").join(profile::WORK))?;
-        copy_tree(&root().join("kernels"), &folder.join("kernels"))?;
-    }
-    for name in &args.profile_commit {
-        let commit = git::commit(name).with_context(|| format!("git knows no commit {name:?}"))?;
-        let images = folder.join("images").join(&commit);
-        // Another commit may have had other tiles.
-        let had = rows.iter().filter(|row| profile::unpack(&commit, row, &images).is_ok()).count();
-        ensure!(had > 0, "commit {commit} has none of the images that are selected");
-        println!("commit {commit}: {had} of {} images", rows.len());
-    }
-    Ok(())
 }
 
 /// Measured ceilings of every GPU: they are small, and which one it will be is not known.

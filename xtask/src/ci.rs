@@ -5,7 +5,7 @@ use anyhow::{Result, bail};
 use blockflash_sys::Target;
 use std::time::{Duration, Instant};
 
-/// Options of the command.
+/// Run everything that continuous integration checks.
 #[derive(clap::Args)]
 pub struct Args {
     /// Rebuild, compare and look into only the images for this target (may be repeated) [default:

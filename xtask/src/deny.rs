@@ -8,7 +8,7 @@ use std::process::Command;
 /// The pinned checker.
 const VERSION: &str = "0.20.2";
 
-/// Options of the command.
+/// Check the dependencies by the rules of deny.toml.
 #[derive(clap::Args, Default)]
 pub struct Args {
     /// Look for known vulnerabilities too; the list of them comes from the network and changes from
@@ -26,28 +26,14 @@ pub fn run(args: &Args) -> Result<()> {
     if !installed.is_ok_and(|output| is_current(&output.stdout)) {
         // Not optimised: that takes one minute on two cores rather than six, and the check itself a
         // second.
-        let version = format!("cargo-deny@{VERSION}");
         let mut install = workspace::cargo();
-        install.args([
-            "install",
-            "--quiet",
-            "--locked",
-            &version,
-            "--profile",
-            "dev",
-            "--config",
-            "profile.dev.debug=false",
-        ]);
+        install.args("install --quiet --locked --profile dev".split(' '));
+        install.args(["--config", "profile.dev.debug=false", &format!("cargo-deny@{VERSION}")]);
         workspace::run(install.arg("--root").arg(&tools).env_remove("CARGO_TARGET_DIR"))?;
     }
     let mut check = Command::new(&program);
-    check.current_dir(workspace::root()).args([
-        "check",
-        "--hide-inclusion-graph",
-        "licenses",
-        "bans",
-        "sources",
-    ]);
+    check.current_dir(workspace::root());
+    check.args("check --hide-inclusion-graph licenses bans sources".split(' '));
     if args.advisories {
         check.arg("advisories");
     }

@@ -6,15 +6,12 @@ mod bindgen;
 mod bundle;
 mod ci;
 mod deny;
-mod git;
 mod kernels;
 mod package;
-mod parallel;
 mod profile;
 mod record;
 mod sass;
 mod support;
-mod table;
 mod test;
 mod tidy;
 mod workspace;
@@ -32,29 +29,16 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Compile the kernels into crates/blockflash-sys/prebuilt, or prove that what is there is up
-    /// to date.
     Kernels(kernels::Args),
-    /// Generate crates/blockflash-sys/src/params.rs from kernels/include/blockflash/params.h.
     Bindgen(bindgen::Args),
-    /// Profile kernels with Nsight Compute: one page about what limits them.
     Profile(profile::Args),
-    /// Count the instructions of the committed machine code, and check what the manifest's rows
-    /// declare about it.
     Sass(sass::Args),
-    /// Run the tests of the whole workspace and count them.
     Test(test::Args),
-    /// Check rules of the repository that no compiler checks.
     Tidy(tidy::Args),
-    /// Write one folder that tests and measures on a GPU machine without Rust.
     Bundle(bundle::Args),
-    /// Make the archives for crates.io and check their size.
     Package(package::Args),
-    /// Check the dependencies by the rules of deny.toml.
     Deny(deny::Args),
-    /// Run everything that continuous integration checks.
     Ci(ci::Args),
-    /// Add the GPU passes of a test run to tests/gpu-passed.jsonl.
     Record(record::Args),
 }
 

@@ -3,7 +3,7 @@
 use crate::workspace::{self, cargo, list, target_dir};
 use anyhow::{Result, bail};
 
-/// Options of the command.
+/// Make the archives for crates.io and check their size.
 #[derive(clap::Args, Default)]
 pub struct Args {
     /// Compile each package from its archive, too.

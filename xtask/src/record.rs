@@ -12,7 +12,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Options of the command.
+/// Add the GPU passes of a test run to tests/gpu-passed.jsonl.
 #[derive(clap::Args)]
 pub struct Args {
     /// What a test run wrote to $BLOCKFLASH_GPU_RECORD, for example the bundle's gpu-passed.jsonl.
@@ -137,7 +137,8 @@ impl std::fmt::Display for Coverage {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "{} images passed on a GPU, {} by the same source built for another target, {} without a pass",
+            "{} images passed on a GPU, {} by the same source built for another target, \
+            {} without a pass",
             self.direct,
             self.equivalent,
             self.missing.len()

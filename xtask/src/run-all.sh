@@ -1,18 +1,19 @@
 #!/bin/sh
 # Written by `cargo xtask bundle`. Tests and then measures this machine's GPU.
 # usage: ./run-all [FOLDER]                     results go to FOLDER (default: out)
-#        SUITES="attention_floor" ./run-all     measure these suites only; SUITES=none measures nothing
-#        TESTS=none ./run-all                   test nothing
-#        OPTIONS="--peers none" ./run-all       passed on to `blockflash bench`
-#        SANITIZE=1 ./run-all                   memcheck and racecheck on some rows of each kernel, too,
-#                                               and memcheck on what hostile programs do
+#        SUITES="attention_floor" ./run-all     measures these suites only; SUITES=none measures none
+#        TESTS=none ./run-all                   tests nothing
+#        OPTIONS="--peers none" ./run-all       is passed on to `blockflash bench`
+#        SANITIZE=1 ./run-all                   also runs memcheck and racecheck on some rows of each
+#                                               kernel, and memcheck on what hostile programs do
 set -u
 mkdir -p "${1:-out}" || exit 1
 out=$(cd "${1:-out}" && pwd) || exit 1
 cd "$(dirname "$0")" || exit 1
 failed=""
 
-nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem,memory.total --format=csv | tee "$out/gpu.txt"
+query=name,driver_version,clocks.max.sm,clocks.max.mem,memory.total
+nvidia-smi --query-gpu=$query --format=csv | tee "$out/gpu.txt"
 ./blockflash info | tee "$out/info.txt" || failed="$failed info"
 
 if [ "${TESTS:-all}" != none ]; then
@@ -32,7 +33,8 @@ fi
 
 if python3 -c 'import torch, safetensors' 2>/dev/null; then
   echo "== a layer compared with torch"
-  python3 examples/compare_with_torch.py ./blockflash >"$out/compare_with_torch.txt" || failed="$failed compare_with_torch"
+  python3 examples/compare_with_torch.py ./blockflash >"$out/compare_with_torch.txt" ||
+    failed="$failed compare_with_torch"
   cat "$out/compare_with_torch.txt"
 fi
 
@@ -41,7 +43,8 @@ if [ -n "${SANITIZE:-}" ]; then
     for tool in memcheck racecheck; do
       echo "== $tool: blockflash $arguments"
       # shellcheck disable=SC2086 # several words
-      compute-sanitizer --tool "$tool" --error-exitcode 9 ./blockflash $arguments --check >"$out/$tool.log" 2>&1 ||
+      compute-sanitizer --tool "$tool" --error-exitcode 9 \
+        ./blockflash $arguments --check >"$out/$tool.log" 2>&1 ||
         { failed="$failed $tool"; tail -n 40 "$out/$tool.log"; }
     done
   done <<END
@@ -64,7 +67,8 @@ sddmm --random 304x200x264 --block 128 --density 0.5 --b-layout column --dtype b
 END
   for name in garbage_gpu hostile_gpu; do
     echo "== memcheck: $name"
-    BLOCKFLASH_REQUIRE_GPU=1 BLOCKFLASH_FUZZ_CASES=500 compute-sanitizer --tool memcheck --error-exitcode 9 \
+    BLOCKFLASH_REQUIRE_GPU=1 BLOCKFLASH_FUZZ_CASES=500 \
+      compute-sanitizer --tool memcheck --error-exitcode 9 \
       "tests/$name" --nocapture >"$out/memcheck.$name.log" 2>&1 ||
       { failed="$failed memcheck:$name"; tail -n 40 "$out/memcheck.$name.log"; }
   done

@@ -13,7 +13,7 @@ use std::{
 /// How the line begins with which a test says that it cannot run here.
 const SKIPPED: &str = "SKIPPED (";
 
-/// Options of the command.
+/// Run the tests of the whole workspace and count them.
 #[derive(clap::Args, Default)]
 pub struct Args {
     /// Fail where a test finds no usable GPU, rather than skip it, and record what passed in

@@ -1,6 +1,7 @@
 //! Paths of the workspace, and running of other programs.
 
 use anyhow::{Context, Result, bail};
+use comfy_table::{Cell, CellAlignment};
 use std::{
     io::{ErrorKind, Write},
     path::{Path, PathBuf},
@@ -91,15 +92,35 @@ pub fn run(command: &mut Command) -> Result<()> {
 
 /// Runs a command and returns what it wrote to stdout; an error with its stderr when it fails.
 pub fn output(command: &mut Command) -> Result<String> {
-    Ok(String::from_utf8_lossy(&output_bytes(command)?).into_owned())
-}
-
-/// [`output`], whatever bytes it is.
-pub fn output_bytes(command: &mut Command) -> Result<Vec<u8>> {
     let output = command.output().with_context(|| format!("cannot start `{}`", shown(command)))?;
     if !output.status.success() {
         let stderr = String::from_utf8_lossy(&output.stderr);
         bail!("`{}` failed ({}):\n{stderr}", shown(command), output.status);
     }
-    Ok(output.stdout)
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// The commit of the working tree, with `-dirty` when tracked files differ from it.
+pub fn head() -> Result<String> {
+    let git = |arguments: &[&str]| output(Command::new("git").current_dir(root()).args(arguments));
+    let commit = git(&["rev-parse", "--short=12", "HEAD"])?;
+    let changed = git(&["status", "--porcelain", "--untracked-files=no"])?;
+    Ok(format!("{}{}", commit.trim(), if changed.is_empty() { "" } else { "-dirty" }))
+}
+
+/// Rows as plain text: the first column to the left, the others to the right.
+pub fn table<R: IntoIterator<Item = String>>(rows: impl IntoIterator<Item = R>) -> String {
+    let mut table = comfy_table::Table::new();
+    table.load_style(comfy_table::presets::NOTHING);
+    for row in rows {
+        let cells = row.into_iter().enumerate().map(|(column, text)| {
+            let right = if column == 0 { CellAlignment::Left } else { CellAlignment::Right };
+            Cell::new(text).set_alignment(right)
+        });
+        table.add_row(cells.collect::<Vec<_>>());
+    }
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    table.trim_fmt() + "\n"
 }

@@ -2,12 +2,10 @@
 //! from build to build.
 
 use super::{compile::compile, toolchain::Toolchain};
-use crate::{
-    parallel,
-    workspace::{create_dir, target_dir, write},
-};
+use crate::workspace::{create_dir, target_dir, write};
 use anyhow::{Context, Result};
 use blockflash_sys::Row;
+use rayon::prelude::*;
 use std::path::Path;
 
 /// Compiles rows as `cargo xtask kernels` does, with line information, into a folder for
@@ -16,10 +14,9 @@ pub fn with_line_information(rows: &[&Row], folder: &Path) -> Result<()> {
     let toolchain = Toolchain::pinned()?;
     let scratch = target_dir("profile/scratch")?;
     create_dir(folder)?;
-    let built = parallel::map(rows, parallel::cores(), |row| {
+    rows.par_iter().try_for_each(|row| {
         let image = compile(row, &toolchain, &scratch, &["-lineinfo"])
             .with_context(|| format!("{} does not compile", row.image_name()))?;
         write(&folder.join(row.image_name()), image.bytes)
-    });
-    built.into_iter().collect()
+    })
 }

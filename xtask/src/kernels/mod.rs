@@ -11,12 +11,13 @@ pub mod toolchain;
 pub use compile::{build_fingerprint, violations};
 pub use lineinfo::with_line_information;
 
-use crate::{parallel, workspace::target_dir};
+use crate::workspace::target_dir;
 use anyhow::{Result, bail};
 use blockflash_sys::{Row, Target, manifest};
 use compile::{Image, compile};
 use indicatif::{ProgressBar, ProgressStyle};
 use lock::Lock;
+use rayon::{ThreadPoolBuilder, prelude::*};
 use std::{
     collections::BTreeMap,
     path::PathBuf,
@@ -24,7 +25,8 @@ use std::{
 };
 use toolchain::Toolchain;
 
-/// Options of the command.
+/// Compile the kernels into crates/blockflash-sys/prebuilt, or prove that what is there is up
+/// to date.
 #[derive(clap::Args, Default)]
 pub struct Args {
     /// Only images whose name contains this.
@@ -152,13 +154,16 @@ fn compile_all(rows: &[&Row], toolchain: &Toolchain, jobs: Option<usize>) -> Res
     let scratch = target_dir("kernels/scratch")?;
     let style = ProgressStyle::with_template("{bar:40} {pos}/{len} {elapsed} {wide_msg}")?;
     let bar = ProgressBar::new(rows.len() as u64).with_style(style);
-    let built = parallel::map(rows, jobs.unwrap_or_else(parallel::cores), |row| {
+    // 0 threads stand for one per core.
+    let threads = ThreadPoolBuilder::new().num_threads(jobs.unwrap_or(0)).build()?;
+    let compiled = |row: &&Row| {
         let started = Instant::now();
         let image = compile(row, toolchain, &scratch, &[]).map(|image| (image, started.elapsed()));
         bar.set_message(row.image_name());
         bar.inc(1);
         image
-    });
+    };
+    let built = threads.install(|| rows.par_iter().map(compiled).collect());
     bar.finish_and_clear();
     Ok(built)
 }

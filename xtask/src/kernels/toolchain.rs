@@ -69,16 +69,9 @@ pub fn site_packages() -> Result<PathBuf> {
         run(Command::new("python3").args(["-m", "venv", "--clear"]).arg(&venv)).context(
             "a virtual environment is needed (Debian and Ubuntu: apt install python3-venv)",
         )?;
+        let install = "-m pip install --quiet --disable-pip-version-check --no-input --no-deps";
         run(Command::new(venv.join("bin/python"))
-            .args([
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--disable-pip-version-check",
-                "--no-input",
-                "--no-deps",
-            ])
+            .args(install.split(' '))
             .arg("--requirement")
             .arg(root().join("kernels/requirements.txt")))?;
         write(&stamp, wanted)?;
@@ -119,7 +112,8 @@ mod tests {
 
     #[test]
     fn version_of_nvcc() {
-        let text = "nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release 13.0, V13.0.88\nBuild x";
+        let text = "nvcc: NVIDIA (R) Cuda compiler driver\n\
+            Cuda compilation tools, release 13.0, V13.0.88\nBuild x";
         assert_eq!(parse_version(text).as_deref(), Some("13.0.88"));
         assert_eq!(parse_version("Volume 1.2"), None);
     }

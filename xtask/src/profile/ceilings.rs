@@ -1,15 +1,15 @@
 //! What the GPU can do at most: measured on it, else what Nsight Compute states.
 
 use super::{launch::Launch, raw::Raw};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use std::{collections::BTreeMap, path::PathBuf};
 
-/// Rates of one GPU per second; what is not known is missing.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+/// Rates of one GPU per second, as far as they are known.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ceilings {
     /// Where they come from.
     pub origin: String,
-    /// Floating-point operations of the matrix units, with inputs of the kernel's type.
+    /// Floating-point operations of the tensor cores, with inputs of the kernel's type.
     pub matmul: Option<f64>,
     /// Exponentials.
     pub exp: Option<f64>,
@@ -19,7 +19,7 @@ pub struct Ceilings {
     pub hbm: Option<f64>,
 }
 
-/// A line of the record of `blockflash bench`; only those of ceilings have a rate.
+/// A line of the record of `blockflash bench`; only ceilings have a rate.
 #[derive(Deserialize)]
 struct Line {
     /// The ceiling: `hbm_read`, `l2_bulk`, `wgmma_bf16`, `exp2`.
@@ -77,7 +77,7 @@ impl Ceilings {
 
     /// What Nsight Compute states, at the clocks of the profile.
     pub fn stated(raw: &Raw, dtype: &str) -> Self {
-        let product = |peak: &str, clock: &str| Some(raw.first(&[peak])? * raw.first(&[clock])?);
+        let product = |peak: &str, clock: &str| Some(raw.get(peak)? * raw.get(clock)?);
         let source = if dtype == "bf16" { "bf16" } else { "fp16" };
         let matmul =
             format!("sm__ops_path_tensor_src_{source}_dst_fp32_sparsity_off.sum.peak_sustained");
@@ -93,7 +93,7 @@ impl Ceilings {
     /// What limits a launch that moves these bytes: the unit that takes longest.
     pub fn limit(&self, launch: &Launch, l2_bytes: f64, hbm_bytes: f64) -> Option<Limit> {
         let units = [
-            ("the matrix units", launch.flops, self.matmul),
+            ("the tensor cores", launch.flops, self.matmul),
             ("exponentials", launch.exps, self.exp),
             ("L2", l2_bytes, self.l2),
             ("device memory", hbm_bytes, self.hbm),
@@ -135,7 +135,7 @@ no json"#;
         assert_eq!(Ceilings::stated(&raw, "f16").matmul, None, "the sample lacks it");
         let launch = Launch { flops: 946.176e9, ..Launch::default() };
         let limit = ceilings.limit(&launch, 0.0, 0.0).unwrap();
-        assert_eq!(limit.name, "the matrix units");
+        assert_eq!(limit.name, "the tensor cores");
         assert!((limit.seconds - 1e-3).abs() < 1e-9);
         assert_eq!(ceilings.limit(&launch, 0.0, 48e9).unwrap().name, "device memory");
         assert_eq!(Ceilings::default().limit(&launch, 1.0, 1.0), None);

@@ -19,14 +19,9 @@ impl Gpu {
     /// The first GPU that programs see.
     pub fn find() -> Result<Self> {
         let visible = std::env::var("CUDA_VISIBLE_DEVICES").unwrap_or_default();
-        let mut command = Command::new("nvidia-smi");
-        command.args([
-            "--format=csv,noheader",
-            "--query-gpu=name,compute_cap,driver_version",
-            "-i",
-            first(&visible),
-        ]);
-        let output = command
+        let query = "--query-gpu=name,compute_cap,driver_version";
+        let output = Command::new("nvidia-smi")
+            .args(["--format=csv,noheader", query, "-i", first(&visible)])
             .output()
             .context("no GPU: nvidia-smi cannot be started, so no NVIDIA driver is installed")?;
         let text = String::from_utf8_lossy(&output.stdout);
@@ -35,12 +30,6 @@ impl Gpu {
             _ => bail!("no GPU: nvidia-smi says {:?}", text.lines().next().unwrap_or_default()),
         }
     }
-}
-
-/// The name of a GPU as a folder: `nvidia-h200`.
-pub fn slug(name: &str) -> String {
-    let words = name.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty());
-    words.map(str::to_ascii_lowercase).collect::<Vec<_>>().join("-")
 }
 
 /// The first entry of CUDA_VISIBLE_DEVICES, a number or a UUID.
@@ -67,7 +56,7 @@ mod tests {
     fn what_nvidia_smi_says() {
         let gpu = parse("NVIDIA H200, 9.0, 580.159.04\n").unwrap();
         assert_eq!(gpu.capability, ComputeCapability::new(9, 0));
-        assert_eq!((slug(&gpu.name).as_str(), gpu.driver.as_str()), ("nvidia-h200", "580.159.04"));
+        assert_eq!((gpu.name.as_str(), gpu.driver.as_str()), ("NVIDIA H200", "580.159.04"));
         assert_eq!(parse("No devices were found"), None);
         assert_eq!(parse(""), None);
     }

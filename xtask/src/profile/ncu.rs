@@ -1,6 +1,10 @@
 //! Running Nsight Compute.
 
-use super::{launch::Launch, raw};
+use super::{
+    launch::Launch,
+    page,
+    raw::{self, Raw},
+};
 use crate::workspace::{create_dir, output};
 use anyhow::{Context, Result, bail};
 use blockflash_sys::image::IMAGES_VARIABLE;
@@ -10,10 +14,20 @@ use std::{
     process::Command,
 };
 
-const ABSENT: &str = "Nsight Compute is not there: no ncu in PATH, /usr/local/cuda*/bin and /opt/nvidia/nsight-compute; \
-    it comes with the CUDA toolkit (--ncu names another place)";
-const FORBIDDEN: &str = "the driver lets only root read the GPU's counters: run as root, or load the nvidia module with \
-    NVreg_RestrictProfilingToAdminUsers=0";
+const ABSENT: &str = "Nsight Compute is not there: no ncu in PATH, /usr/local/cuda*/bin and \
+    /opt/nvidia/nsight-compute; it comes with the CUDA toolkit (--ncu names another place)";
+const FORBIDDEN: &str = "the driver lets only root read the GPU's counters: run as root, or load \
+    the nvidia module with NVreg_RestrictProfilingToAdminUsers=0";
+/// What the page needs beside what it shows by name: peaks, from which ceilings are computed where
+/// none were measured.
+const PEAKS: [&str; 6] = [
+    "dram__bytes.sum.peak_sustained",
+    "dram__cycles_elapsed.avg.per_second",
+    "lts__t_bytes.sum.peak_sustained",
+    "lts__cycles_elapsed.avg.per_second",
+    "sm__ops_path_tensor_src_bf16_dst_fp32_sparsity_off.sum.peak_sustained",
+    "sm__ops_path_tensor_src_fp16_dst_fp32_sparsity_off.sum.peak_sustained",
+];
 
 /// The profiler.
 pub struct Ncu {
@@ -54,10 +68,10 @@ impl Ncu {
     }
 
     /// Profiles one launch, keeps the report, and returns what was launched and what was counted.
-    pub fn profile(&self, job: &Job) -> Result<(Launch, raw::Raw)> {
+    pub fn profile(&self, job: &Job) -> Result<(Launch, Raw)> {
         create_dir(job.report.parent().unwrap_or(Path::new(".")))?;
-        let metrics: Vec<&str> =
-            raw::WANTED.iter().copied().filter(|metric| is_known(metric, &self.known)).collect();
+        let mut metrics: Vec<String> = page::metrics().chain(PEAKS.map(String::from)).collect();
+        metrics.retain(|metric| is_known(metric, &self.known));
         let text = self.collect(job, &metrics)?;
         let launch = Launch::find(&text)
             .with_context(|| format!("{} does not say what it launched", job.program.display()))?;
@@ -68,27 +82,13 @@ impl Ncu {
     }
 
     /// What ncu and the profiled program print.
-    fn collect(&self, job: &Job, metrics: &[&str]) -> Result<String> {
+    fn collect(&self, job: &Job, metrics: &[String]) -> Result<String> {
         let mut command = Command::new(&self.program);
         // Clocks and caches as they are in use: the launch before the profiled one has warmed them.
-        command.args([
-            "--force-overwrite",
-            "--clock-control",
-            "none",
-            "--cache-control",
-            "none",
-            "--set",
-            "full",
-        ]);
-        command.args([
-            "--kernel-name",
-            &format!("regex:^{}$", job.symbol),
-            "--launch-skip",
-            "1",
-            "--launch-count",
-            "1",
-        ]);
-        command.args(["--import-source", "yes"]);
+        let kernel = format!("regex:^{}$", job.symbol);
+        command.args(["--force-overwrite", "--set", "full", "--import-source", "yes"]);
+        command.args(["--clock-control", "none", "--cache-control", "none"]);
+        command.args(["--kernel-name", &kernel, "--launch-skip", "1", "--launch-count", "1"]);
         if job.sources.is_dir() {
             command.arg("--source-folders").arg(job.sources);
         }
@@ -152,9 +152,10 @@ fn names(text: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// Whether a metric, such as `dram__bytes.sum.per_second`, is made of a known counter.
+/// Whether a metric, such as `dram__bytes.sum.per_second`, is made of a known counter. Names
+/// without a suffix are no counters; the predefined set holds them.
 fn is_known(metric: &str, known: &BTreeSet<String>) -> bool {
-    metric.split('.').next().is_some_and(|counter| known.contains(counter))
+    metric.split_once('.').is_some_and(|(counter, _)| known.contains(counter))
 }
 
 /// Why there is no profile, in one line; `None` when nothing in the output says so.
@@ -179,10 +180,12 @@ mod tests {
 
     #[test]
     fn refusals_are_one_clear_line() {
-        let denied = "==PROF== Connected to process 1 (/x/blockflash)\n==ERROR== ERR_NVGPUCTRPERM - The user does not have \
-            permission to access NVIDIA GPU Performance Counters on the target device 0.\n";
+        let denied = "==PROF== Connected to process 1 (/x/blockflash)\n\
+            ==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU \
+            Performance Counters on the target device 0.\n";
         assert!(refusal(denied).unwrap().contains("NVreg_RestrictProfilingToAdminUsers=0"));
-        let own = "==PROF== Connected\nerror: BLOCKFLASH_IMAGES is set, but x cannot be read\n==ERROR== The application returned an error code (1).\n";
+        let own = "==PROF== Connected\nerror: BLOCKFLASH_IMAGES is set, but x cannot be read\n\
+            ==ERROR== The application returned an error code (1).\n";
         assert_eq!(refusal(own).unwrap(), "BLOCKFLASH_IMAGES is set, but x cannot be read");
         let nothing =
             "==PROF== Connected\n==PROF== Disconnected\n==WARNING== No kernels were profiled.\n";
@@ -195,11 +198,13 @@ mod tests {
     #[test]
     fn counters_of_the_gpu() {
         let text = "Device NVIDIA H200 (GH100)\n-----------  -----\nMetric Name  Metric Type\n\
-            dram__bytes                Counter   byte   # of bytes\nsm__warps_active    Counter   warp  x\n";
+            dram__bytes         Counter   byte  # of bytes\n\
+            sm__warps_active    Counter   warp  x\n";
         let known = names(text);
         assert_eq!(known.len(), 2);
         assert!(is_known("dram__bytes.sum.peak_sustained", &known));
         assert!(!is_known("dram__bytes_read.sum", &known));
+        assert!(!is_known("sm__warps_active", &known), "no suffix");
     }
 
     #[test]

@@ -1,267 +1,219 @@
-//! One page about one launch, or two side by side.
+//! One page of text about one launch.
 
-use super::{
-    ceilings::Ceilings,
-    figures::{Figures, derive, figures},
-    gpu::Gpu,
-    launch::Launch,
-    lines::PAGE,
-    raw::Raw,
-    unit::shown,
-};
-use crate::table;
-use anyhow::{Context, Result, ensure};
-use serde::{Deserialize, Serialize};
-use std::{collections::BTreeMap, path::Path};
+use super::measurement::{DURATION, HBM_READ, HBM_WRITE, L2_READ, Measurement, TENSOR_PIPE, ratio};
+use crate::workspace::table;
 
-/// Version of the JSON form.
-const SCHEMA: u32 = 1;
-
-/// How many reasons for waiting are shown.
+/// How many reasons for stalls are shown.
 const STALLS_SHOWN: usize = 6;
 
-/// What is known about a profiled launch.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Page {
-    schema: u32,
-    /// Name of the GPU.
-    pub gpu: String,
-    /// Version of its driver.
-    pub driver: String,
-    /// Where the image comes from.
-    pub images: String,
-    /// The kernel and its counted work.
-    pub launch: Launch,
-    /// The GPU's limits.
-    pub ceilings: Ceilings,
-    /// The numbers, in seconds, bytes, operations and per cent.
-    pub figures: Figures,
-    /// Cycles that a warp waits for each reason, per instruction issued.
-    pub stalls: BTreeMap<String, f64>,
+/// Where the number of a line comes from. Of several counters the first one that the GPU has is
+/// taken: their names depend on the architecture.
+enum From {
+    /// A metric in this unit.
+    Metric(&'static str, &'static str),
+    /// A counter in per cent of its peak while the SMs are active.
+    Active(&'static [&'static str]),
+    /// A counter in per cent of its peak over the whole duration.
+    Elapsed(&'static [&'static str]),
+    /// The counted work, the metrics and the ceilings, in this unit.
+    Derived(&'static str, fn(&Measurement) -> Option<f64>),
 }
+use From::{Active, Derived, Elapsed, Metric};
 
-impl Page {
-    /// Puts together what was measured.
-    pub fn new(gpu: &Gpu, images: &str, launch: Launch, ceilings: Ceilings, raw: &Raw) -> Self {
-        let reasons = raw.between("smsp__average_warps_issue_stalled_", "_per_issue_active.ratio");
-        let page = Self {
-            schema: SCHEMA,
-            gpu: gpu.name.clone(),
-            driver: gpu.driver.clone(),
-            images: images.into(),
-            figures: figures(raw, &launch, &ceilings),
-            stalls: reasons.map(|(reason, cycles)| (reason.to_string(), cycles)).collect(),
-            launch,
-            ceilings: ceilings.clone(),
+impl From {
+    /// The metrics that it reads.
+    fn metrics(&self) -> Vec<String> {
+        let all = |counters: &[&str], suffix| {
+            counters
+                .iter()
+                .map(|name| format!("{name}.avg.pct_of_peak_sustained_{suffix}"))
+                .collect()
         };
-        // Where the rate of the matrix units is not known, their utilisation says how much faster
-        // they could be.
-        let implied = || {
-            Some(
-                page.figures.get("flop_rate")? * 100.0
-                    / page.figures.get("tensor_pipe").filter(|busy| **busy > 0.0)?,
-            )
-        };
-        let matmul = ceilings.matmul.or_else(implied);
-        page.held_against(Ceilings { matmul, ..ceilings })
-    }
-
-    /// The same launch held against other ceilings.
-    pub fn held_against(mut self, ceilings: Ceilings) -> Self {
-        derive(&mut self.figures, &self.launch, &ceilings);
-        Self { ceilings, ..self }
-    }
-
-    /// Reads a saved page.
-    pub fn load(path: &Path) -> Result<Self> {
-        let text = crate::workspace::read(path)?;
-        let page: Self = serde_json::from_str(&text)
-            .with_context(|| format!("{} is no saved page", path.display()))?;
-        ensure!(
-            page.schema == SCHEMA,
-            "{} is a page of schema {}, not {SCHEMA}",
-            path.display(),
-            page.schema
-        );
-        Ok(page)
-    }
-
-    /// The page for people.
-    pub fn text(&self) -> String {
-        let mut text = self.heading();
-        text += &body(&[self], &[String::new(), String::new()]);
-        text += &self.conclusion();
-        text
-    }
-
-    fn heading(&self) -> String {
-        let Launch { symbol, case, .. } = &self.launch;
-        format!(
-            "{symbol}\n{case} on {}, driver {}; images: {}\n\n",
-            self.gpu, self.driver, self.images
-        )
-    }
-
-    fn conclusion(&self) -> String {
-        let bytes = |key: &str| self.figures.get(key).copied().unwrap_or(0.0);
-        let limit = self.ceilings.limit(&self.launch, bytes("l2_read"), bytes("hbm"));
-        match (limit, self.figures.get("attained")) {
-            (Some(limit), Some(attained)) => {
-                let origin = &self.ceilings.origin;
-                format!(
-                    "\n{attained:.0} % of the attainable; the limit is {} (ceilings {origin})\n",
-                    limit.name
-                )
-            }
-            _ => "\nno ceilings are known for this GPU\n".into(),
+        match self {
+            Metric(_, name) => vec![name.to_string()],
+            Active(counters) => all(counters, "active"),
+            Elapsed(counters) => all(counters, "elapsed"),
+            Derived(..) => Vec::new(),
         }
     }
 
-    /// Two pages side by side.
-    pub fn compare(a: &Page, b: &Page) -> String {
-        let mut text = format!("A: {}B: {}", a.heading().trim_start(), b.heading());
-        text = text.replace("\n\nB: ", "\nB: ");
-        text += &body(&[a, b], &["", "A", "B", "B / A"].map(String::from));
-        text
+    fn shown(&self, measurement: &Measurement) -> Option<String> {
+        let first = || self.metrics().iter().find_map(|name| measurement.raw.get(name));
+        match self {
+            Metric(unit, _) => first().map(|value| shown(value, unit)),
+            Active(_) | Elapsed(_) => first().map(|value| shown(value, "%")),
+            Derived(unit, value) => value(measurement).map(|value| shown(value, unit)),
+        }
     }
 }
 
-/// The lines of one page, or of two with their ratio.
-fn body(pages: &[&Page], header: &[String]) -> String {
-    let cells = |label: &str, values: &[Option<f64>], written: &dyn Fn(f64) -> String| {
-        let mut cells = vec![format!("  {label}")];
-        cells.extend(values.iter().map(|value| value.map_or("not reported".into(), written)));
-        if let [a, b] = values {
-            let ratio = a.zip(*b).filter(|(a, _)| *a != 0.0).map(|(a, b)| format!("{:.2}", b / a));
-            cells.push(ratio.unwrap_or_default());
-        }
-        cells
-    };
+/// Headings, and lines with their labels.
+const PAGE: &[(&str, &[(&str, From)])] = &[
+    ("time", TIME),
+    ("utilisation", UTILISATION),
+    ("occupancy", OCCUPANCY),
+    ("memory", MEMORY),
+    ("shared memory", SHARED),
+];
+
+const TIME: &[(&str, From)] = &[
+    ("duration", Metric("s", DURATION)),
+    ("SM clock", Metric("Hz", "sm__cycles_elapsed.avg.per_second")),
+    ("useful operations", Derived("FLOP/s", Measurement::flop_rate)),
+    ("  attainable", Derived("FLOP/s", Measurement::attainable)),
+    ("exponentials", Derived("exp/s", |p| p.rate(p.launch.exps).filter(|&rate| rate > 0.0))),
+];
+
+const UTILISATION: &[(&str, From)] = &[
+    ("tensor pipe", Active(TENSOR_PIPE)),
+    ("  WGMMA instructions issued", Active(&["sm__inst_executed_pipe_tensor_op_gmma"])),
+    ("issue slots", Active(&["smsp__issue_active", "sm__issue_active", "sm__inst_issued"])),
+    ("special functions", Active(&["sm__inst_executed_pipe_xu", "sm__pipe_xu_cycles_active"])),
+    ("FMA pipe", Active(&["sm__pipe_fma_cycles_active", "sm__inst_executed_pipe_fma"])),
+    ("ALU pipe", Active(&["sm__pipe_alu_cycles_active", "sm__inst_executed_pipe_alu"])),
+    (
+        "shared-memory pipe",
+        Elapsed(&["l1tex__data_pipe_lsu_wavefronts", "l1tex__lsu_writeback_active"]),
+    ),
+    ("L2 throughput", Elapsed(&["lts__t_sectors", "lts__throughput"])),
+    ("device memory throughput", Elapsed(&["dram__throughput", "gpu__dram_throughput"])),
+];
+
+const OCCUPANCY: &[(&str, From)] = &[
+    ("achieved", Active(&["sm__warps_active"])),
+    ("theoretical", Metric("%", "sm__maximum_warps_per_active_cycle_pct")),
+    ("waves", Metric("", "launch__waves_per_multiprocessor")),
+    ("CTAs that registers allow", Metric("", "launch__occupancy_limit_registers")),
+    ("CTAs that shared memory allows", Metric("", "launch__occupancy_limit_shared_mem")),
+    ("CTAs that warps allow", Metric("", "launch__occupancy_limit_warps")),
+    ("registers per thread", Metric("", "launch__registers_per_thread")),
+    ("shared memory per CTA", Metric("B", "launch__shared_mem_per_block")),
+    ("spill loads", Metric("B", "l1tex__t_bytes_pipe_lsu_mem_local_op_ld.sum")),
+    ("spill stores", Metric("B", "l1tex__t_bytes_pipe_lsu_mem_local_op_st.sum")),
+];
+
+const MEMORY: &[(&str, From)] = &[
+    ("L2 to SMs", Metric("B", L2_READ)),
+    ("  counted", Derived("B", |p| Some(p.launch.l2_bytes).filter(|&bytes| bytes > 0.0))),
+    ("  rate", Derived("B/s", |p| p.rate(p.l2_bytes()?))),
+    ("  hit rate of L2", Metric("%", "lts__t_sector_hit_rate.pct")),
+    ("SMs to L2", Metric("B", "l1tex__m_l1tex2xbar_write_bytes.sum")),
+    ("device memory, read", Metric("B", HBM_READ)),
+    ("device memory, written", Metric("B", HBM_WRITE)),
+    ("  counted minimum of both", Derived("B", |p| Some(p.launch.bytes).filter(|&b| b > 0.0))),
+    ("  rate of both", Derived("B/s", |p| p.rate(p.hbm_bytes()?))),
+];
+
+const SHARED: &[(&str, From)] = &[
+    ("wavefronts", Metric("", "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum")),
+    ("bank conflicts", Metric("", "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum")),
+    ("  in loads", Metric("", "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum")),
+    ("  in stores", Metric("", "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum")),
+];
+
+/// Every metric that the page shows by name.
+pub fn metrics() -> impl Iterator<Item = String> {
+    PAGE.iter().flat_map(|(_, lines)| *lines).flat_map(|(_, from)| from.metrics())
+}
+
+/// The page.
+pub fn text(measurement: &Measurement) -> String {
     let mut rows = Vec::new();
     for (heading, lines) in PAGE {
-        rows.push(vec![heading.to_string()]);
-        for line in *lines {
-            let values: Vec<_> =
-                pages.iter().map(|page| page.figures.get(line.key).copied()).collect();
-            rows.push(cells(line.label, &values, &|value| shown(value, line.unit)));
-        }
+        rows.push([heading.to_string(), String::new()]);
+        rows.extend(lines.iter().map(|(label, from)| {
+            [format!("  {label}"), from.shown(measurement).unwrap_or("not reported".into())]
+        }));
     }
-    rows.push(vec!["stalls, cycles per instruction".to_string()]);
-    for reason in reasons(pages) {
-        let values: Vec<_> = pages.iter().map(|page| page.stalls.get(&reason).copied()).collect();
-        rows.push(cells(&reason.replace('_', " "), &values, &|value| format!("{value:.2}")));
-    }
-    table::text(header, &rows).trim_start_matches('\n').to_string()
+    rows.push(["stalls, cycles per instruction".into(), String::new()]);
+    let reasons =
+        measurement.raw.between("smsp__average_warps_issue_stalled_", "_per_issue_active.ratio");
+    // A warp in the state `selected` issues, so it does not wait.
+    let mut reasons: Vec<_> = reasons.filter(|(reason, _)| *reason != "selected").collect();
+    reasons.sort_by(|(_, a), (_, b)| b.total_cmp(a));
+    rows.extend(reasons.into_iter().take(STALLS_SHOWN).map(|(reason, cycles)| {
+        [format!("  {}", reason.replace('_', " ")), format!("{cycles:.2}")]
+    }));
+    let Measurement { gpu, images, launch, ceilings, .. } = measurement;
+    let attained = || ratio(100.0 * measurement.flop_rate()?, measurement.attainable());
+    let conclusion = match measurement.limit().zip(attained()) {
+        Some((limit, attained)) => format!(
+            "{attained:.0} % of the attainable; the limit is {} (ceilings {})",
+            limit.name, ceilings.origin
+        ),
+        None => "no ceilings are known for this GPU".into(),
+    };
+    format!(
+        "{}\n{} on {}, driver {}; images: {images}\n\n{}\n{conclusion}\n",
+        launch.symbol,
+        launch.case,
+        gpu.name,
+        gpu.driver,
+        table(rows)
+    )
 }
 
-/// The reasons that cost most in one of the pages. A warp that issues is not waiting.
-fn reasons(pages: &[&Page]) -> Vec<String> {
-    let mut highest: BTreeMap<&str, f64> = BTreeMap::new();
-    for (reason, &cycles) in
-        pages.iter().flat_map(|page| &page.stalls).filter(|(reason, _)| *reason != "selected")
-    {
-        let known = highest.entry(reason).or_default();
-        *known = known.max(cycles);
+/// A number with four digits and a decimal prefix.
+fn shown(value: f64, unit: &str) -> String {
+    if unit == "%" {
+        return format!("{value:.1} %");
     }
-    let mut reasons: Vec<(&str, f64)> = highest.into_iter().collect();
-    reasons.sort_by(|(_, a), (_, b)| b.total_cmp(a));
-    reasons.into_iter().take(STALLS_SHOWN).map(|(reason, _)| reason.to_string()).collect()
+    let prefixes = [("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0), ("m", 1e-3)];
+    let fits = prefixes.into_iter().find(|(_, scale)| value.abs() >= *scale);
+    let (prefix, scale) = match fits {
+        Some(found) if !unit.is_empty() || found.1 >= 1e6 => found,
+        None if value != 0.0 && !unit.is_empty() => ("µ", 1e-6),
+        _ => ("", 1.0),
+    };
+    let value = value / scale;
+    let decimals = if value.fract() == 0.0 && scale == 1.0 {
+        0
+    } else {
+        3 - (value.abs().max(1.0).log10().floor() as usize).min(3)
+    };
+    format!("{value:.decimals$} {prefix}{unit}").trim_end().to_string()
 }
 
 #[cfg(test)]
-pub(super) mod tests {
-    use super::super::raw;
-    use super::*;
-    use blockflash_sys::ComputeCapability;
-
-    pub(in super::super) fn sample() -> Page {
-        let raw = raw::parse(raw::tests::CSV, "blockflash_sample").unwrap();
-        let gpu = Gpu {
-            name: "Some GPU".into(),
-            capability: ComputeCapability::new(9, 0),
-            driver: "1.2".into(),
-        };
-        let launch = Launch {
-            case: "b4_s4096_h32_d64_full_bf16".into(),
-            symbol: "blockflash_sample".into(),
-            flops: 200e9,
-            bytes: 125e6,
-            l2_bytes: 1e9,
-            ..Launch::default()
-        };
-        let ceilings = Ceilings::stated(&raw, "bf16");
-        Page::new(&gpu, "0123456789ab", launch, ceilings, &raw)
-    }
+mod tests {
+    use super::{super::measurement::tests::sample, *};
 
     #[test]
     fn a_page_is_one_page() {
-        let text = sample().text();
+        let mut measurement = sample();
+        let text = text(&measurement);
         assert!(text.starts_with(
-            "blockflash_sample\nb4_s4096_h32_d64_full_bf16 on Some GPU, driver 1.2; images: 0123456789ab\n"
+            "blockflash_sample\n\
+            b4_s4096_h32_d64_full_bf16 on Some GPU, driver 1.2; images: 0123456789ab\n"
         ));
-        for part in [
-            "500.0 µs",
-            "400.0 TFLOP/s",
-            "54.1 %",
-            "not reported",
-            "short scoreboard",
-            "200 000 000",
-        ] {
+        for part in
+            ["500.0 µs", "400.0 TFLOP/s", "54.1 %", "not reported", "short scoreboard", "200.0 M"]
+        {
             assert!(text.contains(part), "{part} in\n{text}");
         }
         assert!(!text.contains("  selected") && !text.contains("branch resolving"), "{text}");
-        assert!(
-            text.lines().count() < 66 && text.lines().all(|line| line.chars().count() <= 100),
-            "{text}"
-        );
+        assert!(text.lines().count() < 60, "{text}");
+        assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
         assert!(text.contains(" % of the attainable; the limit is "), "{text}");
-    }
-
-    #[test]
-    fn two_pages_stand_side_by_side() {
-        let (a, mut b) = (sample(), sample());
-        b.figures.insert("seconds".into(), 250e-6);
-        b.figures.remove("tensor_pipe");
-        let text = Page::compare(&a, &b);
-        let line = |label: &str| {
-            text.lines().find(|line| line.trim_start().starts_with(label)).unwrap().to_string()
-        };
+        measurement.ceilings = Default::default();
+        assert!(super::text(&measurement).ends_with("no ceilings are known for this GPU\n"));
+        measurement.ceilings.matmul = Some(800e12);
         assert!(
-            line("duration")
-                .split_whitespace()
-                .eq(["duration", "500.0", "µs", "250.0", "µs", "0.50"])
-        );
-        assert!(
-            line("matrix").split_whitespace().skip(3).eq(["54.1", "%", "not", "reported"]),
-            "{text}"
-        );
-        assert!(
-            text.starts_with("A: blockflash_sample\n") && text.contains("\nB: blockflash_sample\n"),
-            "{text}"
+            super::text(&measurement)
+                .contains("50 % of the attainable; the limit is the tensor cores")
         );
     }
 
     #[test]
-    fn a_page_can_be_held_against_other_ceilings() {
-        let page = sample();
-        let ceilings =
-            Ceilings { origin: "measured".into(), matmul: Some(800e12), ..Ceilings::default() };
-        let page = page.held_against(ceilings);
-        assert!((page.figures["attained"] - 50.0).abs() < 1e-9);
-        assert!(
-            page.text().contains(
-                "50 % of the attainable; the limit is the matrix units (ceilings measured)"
-            )
-        );
-    }
-
-    #[test]
-    fn pages_are_saved() {
-        let path = std::env::temp_dir().join(format!("xtask-page-{}.json", std::process::id()));
-        std::fs::write(&path, serde_json::to_string(&sample()).unwrap()).unwrap();
-        assert_eq!(Page::load(&path).unwrap(), sample());
-        std::fs::write(&path, "{}").unwrap();
-        assert!(Page::load(&path).unwrap_err().to_string().contains("is no saved page"));
-        std::fs::remove_file(path).unwrap();
+    fn numbers_are_readable() {
+        assert_eq!(shown(512.34e-6, "s"), "512.3 µs");
+        assert_eq!(shown(1.5e-3, "s"), "1.500 ms");
+        assert_eq!(shown(0.0, "B"), "0 B");
+        assert_eq!(shown(402.8e6, "B"), "402.8 MB");
+        assert_eq!(shown(6.1e14, "FLOP/s"), "610.0 TFLOP/s");
+        assert_eq!(shown(255.0, ""), "255");
+        assert_eq!(shown(15.52, ""), "15.52");
+        assert_eq!(shown(295_569_767.0, ""), "295.6 M");
+        assert_eq!(shown(54.1, "%"), "54.1 %");
     }
 }

@@ -2,18 +2,19 @@
 
 use crate::{
     artifacts::{self, IMAGES_FEATURE},
-    git,
-    workspace::{list, read, root},
+    kernels::with_line_information,
+    workspace::{head, list, read, root},
 };
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
+use blockflash_sys::Row;
 use std::path::{Path, PathBuf};
 
 /// The place.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq)]
 pub enum Place {
-    /// The root of the repository; programs and images are built.
+    /// The root of the repository: programs and images are built.
     Repository(PathBuf),
-    /// A folder that `cargo xtask bundle` wrote; programs and images lie beside this one.
+    /// A folder that `cargo xtask bundle` wrote: programs and images lie beside this program.
     Bundle(PathBuf),
 }
 
@@ -21,17 +22,13 @@ impl Place {
     /// The bundle that this program lies in, else the repository that it was built in.
     pub fn find() -> Result<Self> {
         let program = std::env::current_exe().unwrap_or_default();
-        match Self::bundle(program.parent().unwrap_or(Path::new("."))) {
-            Some(bundle) => Ok(bundle),
-            None if root().join("kernels").is_dir() => Ok(Self::Repository(root())),
-            None => {
-                bail!("{} lies neither in a bundle nor beside its repository", program.display())
-            }
+        let folder = program.parent().unwrap_or(Path::new("."));
+        if folder.join("run-all").is_file() {
+            return Ok(Self::Bundle(folder.into()));
         }
-    }
-
-    fn bundle(folder: &Path) -> Option<Self> {
-        folder.join("run-all").is_file().then(|| Self::Bundle(folder.to_path_buf()))
+        let shown = program.display();
+        ensure!(root().join("kernels").is_dir(), "{shown} lies in no bundle and in no repository");
+        Ok(Self::Repository(root()))
     }
 
     fn folder(&self) -> &Path {
@@ -39,7 +36,7 @@ impl Place {
         folder
     }
 
-    /// Where reports and images go unless `--out` says otherwise.
+    /// Where reports go unless `--out` says otherwise.
     pub fn results(&self) -> PathBuf {
         match self {
             Self::Repository(root) => root.join("target/profile"),
@@ -53,80 +50,69 @@ impl Place {
     }
 
     /// The commit of the working tree or of the bundle.
-    pub fn label(&self) -> Result<String> {
+    pub fn commit(&self) -> Result<String> {
         match self {
-            Self::Repository(_) => git::head(),
+            Self::Repository(_) => head(),
             Self::Bundle(folder) => Ok(read(&folder.join("commit"))?.trim().to_string()),
-        }
-    }
-
-    /// The commit that a name stands for: in a bundle, one whose images it holds.
-    pub fn commit(&self, name: &str) -> Option<String> {
-        match self {
-            Self::Repository(_) => git::commit(name),
-            Self::Bundle(folder) => {
-                let folders = list(&folder.join("images")).unwrap_or_default();
-                let names = folders.iter().filter_map(|folder| folder.file_name()?.to_str());
-                let mut fits = names.filter(|held| name.len() >= 4 && held.starts_with(name));
-                fits.next().map(String::from).filter(|_| fits.next().is_none())
-            }
         }
     }
 
     /// The `blockflash` program, built first in the repository.
     pub fn program(&self) -> Result<PathBuf> {
-        match self {
-            Self::Repository(_) => {
-                let package = ["build", "--package", "blockflash-bench", "--bin", "blockflash"];
-                let programs =
-                    artifacts::build(&[&package[..], &["--features", IMAGES_FEATURE]].concat())?;
-                let program = programs.into_iter().find(|program| program.name == "blockflash");
-                Ok(program.context("cargo built no program `blockflash`")?.path)
-            }
-            Self::Bundle(folder) => {
-                let program = folder.join("blockflash");
-                ensure!(
-                    program.is_file(),
-                    "{} is missing: is this a whole bundle?",
-                    program.display()
-                );
-                Ok(program)
-            }
+        if let Self::Bundle(folder) = self {
+            let program = folder.join("blockflash");
+            ensure!(program.is_file(), "{} is missing: is the bundle whole?", program.display());
+            return Ok(program);
         }
+        let package = ["build", "--package", "blockflash-bench", "--bin", "blockflash"];
+        let programs = artifacts::build(&[&package[..], &["--features", IMAGES_FEATURE]].concat())?;
+        let program = programs.into_iter().find(|program| program.name == "blockflash");
+        Ok(program.context("cargo built no program `blockflash`")?.path)
     }
 
-    /// Files that may hold measured ceilings of a GPU, the newest measurement first.
-    pub fn ceilings(&self, gpu: &str) -> Vec<PathBuf> {
-        let folder = self.folder();
-        let recorded = folder.join("benches/results").join(gpu).join("ceilings.jsonl");
-        vec![folder.join("out/ceilings.jsonl"), folder.join("ceilings.jsonl"), recorded]
+    /// The folder with the row's image with line information: compiled first in the repository;
+    /// `None` in a bundle that does not hold it, where the program's own image is profiled.
+    pub fn images(&self, row: &Row) -> Result<Option<PathBuf>> {
+        let folder = match self {
+            Self::Repository(_) => {
+                let folder = self.results().join("images");
+                eprintln!("compiling {}", row.image_name());
+                with_line_information(&[row], &folder)?;
+                folder
+            }
+            Self::Bundle(bundle) => bundle.join("images"),
+        };
+        Ok(folder.join(row.image_name()).is_file().then_some(folder))
+    }
+
+    /// Files that may hold measured ceilings, the measurements of this bundle first.
+    pub fn ceilings(&self) -> Vec<PathBuf> {
+        let gpus = list(&self.folder().join("benches/results")).unwrap_or_default();
+        let folders = [self.folder().join("out"), self.folder().into()].into_iter().chain(gpus);
+        folders.map(|folder| folder.join("ceilings.jsonl")).collect()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::fs;
 
     #[test]
     fn this_is_the_repository() {
         assert_eq!(Place::find().unwrap(), Place::Repository(root()));
-        assert_eq!(Place::bundle(&root()), None);
     }
 
     #[test]
-    fn a_bundle_holds_commits() {
-        let folder = std::env::temp_dir().join(format!("xtask-bundle-{}", std::process::id()));
-        for name in ["work", "0123456789ab", "0123ffffffff"] {
-            fs::create_dir_all(folder.join("images").join(name)).unwrap();
-        }
-        fs::write(folder.join("run-all"), "").unwrap();
-        fs::write(folder.join("commit"), "0123456789ab\n").unwrap();
-        let bundle = Place::bundle(&folder).unwrap();
-        let found = ["01234", "0123", "abcd", "work"].map(|name| bundle.commit(name));
-        assert_eq!(found.map(|name| name.is_some()), [true, false, false, true]);
-        assert_eq!(bundle.label().unwrap(), "0123456789ab");
+    fn a_bundle_brings_its_programs() {
+        let folder = tempfile::tempdir().unwrap();
+        let bundle = Place::Bundle(folder.path().into());
         assert!(bundle.program().unwrap_err().to_string().contains("is missing"));
-        fs::remove_dir_all(folder).unwrap();
+        std::fs::write(folder.path().join("commit"), "0123456789ab\n").unwrap();
+        assert_eq!(bundle.commit().unwrap(), "0123456789ab");
+        let row = &blockflash_sys::manifest::rows()[0];
+        assert_eq!(bundle.images(row).unwrap(), None);
+        std::fs::create_dir(folder.path().join("images")).unwrap();
+        std::fs::write(folder.path().join("images").join(row.image_name()), "").unwrap();
+        assert_eq!(bundle.images(row).unwrap(), Some(folder.path().join("images")));
     }
 }

@@ -5,15 +5,16 @@ mod listing;
 
 use crate::{
     kernels::{self, lock, store, toolchain::Toolchain},
-    parallel, table,
-    workspace::{output, print, target_dir, write},
+    workspace::{output, print, table, target_dir, write},
 };
 use anyhow::{Context, Result, bail};
 use blockflash_sys::{Row, Target, manifest};
 use listing::Mix;
+use rayon::prelude::*;
 use std::{path::PathBuf, process::Command, time::Instant};
 
-/// Options of the command.
+/// Count the instructions of the committed machine code, and check what the manifest's rows
+/// declare about it.
 #[derive(clap::Args, Default)]
 pub struct Args {
     /// Only images whose name contains this.
@@ -87,8 +88,7 @@ pub fn run(args: &Args) -> Result<()> {
         let listing = disassembler.listing(row);
         listing.map(|listing| Image { row, mix: Mix::of(&listing) })
     };
-    let images =
-        parallel::map(&rows, parallel::cores(), image).into_iter().collect::<Result<Vec<_>>>()?;
+    let images = rows.par_iter().map(image).collect::<Result<Vec<_>>>()?;
     if !args.check {
         print(&text(&images)?)?;
     }
@@ -145,7 +145,7 @@ fn text(images: &[Image]) -> Result<String> {
         let counts = counts.chain([image.mix.total()]).map(|count| count.to_string());
         [short, registers, spilled].into_iter().chain(counts).collect()
     };
-    Ok(table::text(&header, &images.iter().map(cells).collect::<Vec<_>>()))
+    Ok(table(std::iter::once(header).chain(images.iter().map(cells))))
 }
 
 /// The pinned disassembler, and where images are unpacked for it.

@@ -1,6 +1,6 @@
 //! Rules about the committed kernel images, without compiling anything.
 
-use super::Findings;
+use super::findings::Findings;
 use crate::{
     kernels::{build_fingerprint, lock, sources, stale, store, toolchain, violations},
     record,
@@ -41,14 +41,14 @@ pub fn check(findings: &mut Findings) -> Result<()> {
             1 => String::new(),
             count => format!(" and {} other images", count - 1),
         };
-        findings.error(format!("{}{others}: {what}", images[0]));
+        findings.errors.push(format!("{}{others}: {what}", images[0]));
     }
 
     let total = store::total_bytes()?;
     if total > MAX_TOTAL_BYTES {
-        findings.error(format!("the images take {total} bytes, at most {MAX_TOTAL_BYTES}"));
+        findings.errors.push(format!("the images take {total} bytes, at most {MAX_TOTAL_BYTES}"));
     }
-    findings.note(format!("{coverage}; {:.1} MB of images", total as f64 / 1e6));
+    findings.notes.push(format!("{coverage}; {:.1} MB of images", total as f64 / 1e6));
     Ok(())
 }
 

@@ -1,40 +1,21 @@
 //! `cargo xtask tidy`: rules of the repository that no compiler checks.
 
+mod columns;
+mod findings;
 mod images;
-mod scan;
 mod sources;
+mod words;
 
 use crate::support;
 use anyhow::{Result, bail};
+use findings::Findings;
 
-/// Options of the command.
+/// Check rules of the repository that no compiler checks.
 #[derive(clap::Args, Default)]
 pub struct Args {
     /// Write the README's support table anew before looking.
     #[arg(long)]
     fix: bool,
-}
-
-/// What was found.
-#[derive(Default)]
-struct Findings {
-    errors: Vec<String>,
-    warnings: Vec<String>,
-    notes: Vec<String>,
-}
-
-impl Findings {
-    fn error(&mut self, message: String) {
-        self.errors.push(message);
-    }
-
-    fn warning(&mut self, message: String) {
-        self.warnings.push(message);
-    }
-
-    fn note(&mut self, message: String) {
-        self.notes.push(message);
-    }
 }
 
 /// Runs the command.
@@ -48,8 +29,9 @@ pub fn run(args: &Args) -> Result<()> {
     match support::is_current() {
         Ok(true) => {}
         Ok(false) => findings
-            .error("README.md: the support table is outdated: run `cargo xtask tidy --fix`".into()),
-        Err(error) => findings.error(format!("{error:#}")),
+            .errors
+            .push("README.md: the support table is outdated: run `cargo xtask tidy --fix`".into()),
+        Err(error) => findings.errors.push(format!("{error:#}")),
     }
     findings.notes.iter().for_each(|note| println!("{note}"));
     findings.warnings.iter().for_each(|warning| println!("warning: {warning}"));

@@ -1,15 +1,10 @@
-//! Rules about source files: their length, and what may be written where.
+//! Rules about source files and documents: length, width, and what may be written where.
 
-use super::{
-    Findings,
-    scan::{code_only, lines_with_word},
-};
+use super::{columns::too_long, findings::Findings, words};
 use crate::workspace::{list, read, root};
-use anyhow::Result;
+use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
 
-/// Folders with source files.
-const FOLDERS: [&str; 5] = ["crates", "kernels", "tests", "benches", "xtask"];
 /// Written by `cargo xtask bindgen`.
 const GENERATED: &str = "crates/blockflash-sys/src/params.rs";
 /// The one crate that may contain unsafe code.
@@ -19,74 +14,66 @@ const PTX_FOLDER: &str = "kernels/include/blockflash/ptx/";
 /// The one reader of the macros that a manifest row defines.
 const MACRO_READER: &str = "kernels/include/blockflash/config.cuh";
 
-const RUST_LINES_WARN: usize = 300;
-const RUST_LINES_MAX: usize = 400;
-const KERNEL_LINES_MAX: usize = 400;
+const LINES_WARN: usize = 300;
+const LINES_MAX: usize = 400;
 
-/// Checks every source file.
+/// Checks every source file and document.
 pub fn check(findings: &mut Findings) -> Result<()> {
-    let root = root();
     let mut files = Vec::new();
-    for folder in FOLDERS.map(|folder| root.join(folder)).iter().filter(|folder| folder.is_dir()) {
-        collect(folder, &mut files)?;
-    }
+    collect(&root(), &mut files)?;
     for file in &files {
-        let name = file.strip_prefix(&root).unwrap_or(file).to_string_lossy().replace('\\', "/");
-        check_file(&name, &read(file)?, findings);
+        let name = file.strip_prefix(root()).unwrap_or(file).to_string_lossy().replace('\\', "/");
+        check_file(&name, &read(file)?, findings).context(name)?;
     }
     Ok(())
 }
 
 fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     for path in list(folder)? {
-        if path.is_dir() && !path.ends_with("target") {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let is_source = [".rs", ".cu", ".cuh", ".h", ".md"].iter().any(|end| name.ends_with(end));
+        if path.is_dir() && name != "target" && !name.starts_with('.') {
             collect(&path, files)?;
-        } else if path
-            .extension()
-            .is_some_and(|extension| extension == "rs" || is_kernel(extension.to_str()))
-        {
+        } else if path.is_file() && is_source {
             files.push(path);
         }
     }
     Ok(())
 }
 
-fn is_kernel(extension: Option<&str>) -> bool {
-    matches!(extension, Some("cu" | "cuh" | "h"))
-}
-
-fn check_file(name: &str, text: &str, findings: &mut Findings) {
+fn check_file(name: &str, text: &str, findings: &mut Findings) -> Result<()> {
     if name == GENERATED {
-        return;
+        return Ok(());
     }
-    let count = text.lines().count();
-    let code = code_only(text);
     let mut forbid = |lines: Vec<usize>, what: &str| {
-        lines.iter().for_each(|line| findings.error(format!("{name}:{line}: {what}")));
+        findings.errors.extend(lines.iter().map(|line| format!("{name}:{line}: {what}")));
     };
+    forbid(too_long(name, text), "a line has more than 100 columns");
+    if name.ends_with(".md") {
+        return Ok(());
+    }
     if name.ends_with(".rs") {
         if !name.starts_with(UNSAFE_CRATE) {
-            let found = lines_with_word(&code, |word| word == "unsafe");
+            let found = words::in_rust(text, |word| word == "unsafe")?;
             forbid(found, "unsafe code belongs into blockflash-safe");
         }
-        if count > RUST_LINES_MAX {
-            findings.error(format!("{name}: {count} lines, at most {RUST_LINES_MAX}"));
-        } else if count > RUST_LINES_WARN {
-            findings.warning(format!("{name}: {count} lines, better at most {RUST_LINES_WARN}"));
+    } else {
+        if !name.starts_with(PTX_FOLDER) {
+            let found = words::in_cpp(text, |word| matches!(word, "asm" | "__asm__" | "__asm"));
+            forbid(found, "inline PTX belongs into include/blockflash/ptx/");
         }
-        return;
+        if name != MACRO_READER {
+            let found = words::in_cpp(text, |word| word.starts_with("VARIANT_"));
+            forbid(found, "VARIANT_ macros are read in config.cuh only");
+        }
     }
-    if !name.starts_with(PTX_FOLDER) {
-        let found = lines_with_word(&code, |word| matches!(word, "asm" | "__asm__" | "__asm"));
-        forbid(found, "inline PTX belongs into include/blockflash/ptx/");
+    let count = text.lines().count();
+    if count > LINES_MAX {
+        findings.errors.push(format!("{name}: {count} lines, at most {LINES_MAX}"));
+    } else if count > LINES_WARN && name.ends_with(".rs") {
+        findings.warnings.push(format!("{name}: {count} lines, better at most {LINES_WARN}"));
     }
-    if name != MACRO_READER {
-        let found = lines_with_word(&code, |word| word.starts_with("VARIANT_"));
-        forbid(found, "VARIANT_ macros are read in config.cuh only");
-    }
-    if count > KERNEL_LINES_MAX {
-        findings.error(format!("{name}: {count} lines, at most {KERNEL_LINES_MAX}"));
-    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -95,7 +82,7 @@ mod tests {
 
     fn errors(name: &str, text: &str) -> Vec<String> {
         let mut findings = Findings::default();
-        check_file(name, text, &mut findings);
+        check_file(name, text, &mut findings).unwrap();
         findings.errors
     }
 
