@@ -1,22 +1,5 @@
 use super::*;
-use crate::{Expect, Target, manifest};
-
-#[test]
-fn one_tile_of_a_block_size_takes_any_layout() {
-    let rows: Vec<_> = manifest::rows().iter().filter(|row| row.takes_any_layout()).collect();
-    assert_eq!(rows.len(), 2 * 4 * 5);
-    for (i, row) in rows.iter().enumerate() {
-        let tile = row.bsr_tile().unwrap();
-        assert_eq!(tile.block_size, [16, 32, 64, 128][i % 4]);
-        assert!(
-            row.smem_bytes() <= 99 * 1024 && row.target != Target::Sm90a,
-            "{}",
-            row.image_name()
-        );
-        assert_eq!(row.source(), "bsr_matmul_any_sm80");
-    }
-    assert_eq!(rows[0].symbol(), "blockflash_bsr_matmul_any_sm80_f16_b16_n128_k64_w1x4_s2");
-}
+use crate::{Expect, manifest};
 
 #[test]
 fn hopper_rows() {

@@ -1,4 +1,5 @@
-use crate::{Expect, Target, params};
+use super::{Family, Variant};
+use crate::{Target, params};
 
 /// What `probe_sm80.cu` and `probe_sm90a.cu` keep busy. The discriminants are the
 /// `BLOCKFLASH_PROBE_…` constants.
@@ -59,27 +60,11 @@ impl Probe {
     }
 
     /// Whether it is made of instructions that only Hopper has.
-    pub(crate) const fn is_hopper(self) -> bool {
+    const fn is_hopper(self) -> bool {
         matches!(self, Probe::WgmmaF16 | Probe::WgmmaBf16 | Probe::WgmmaE4m3 | Probe::Bulk)
     }
 
-    /// Shared memory in bytes: the tiles of two warpgroups and the one they share, or the ring of
-    /// copies.
-    pub const fn smem_bytes(self) -> u32 {
-        match self {
-            Probe::WgmmaF16 | Probe::WgmmaBf16 | Probe::WgmmaE4m3 => (2 * 64 + 256) * 128,
-            Probe::Bulk => 12 * 16384,
-            _ => 0,
-        }
-    }
-
-    /// Calls `number` with the name and the value of each preprocessor definition.
-    pub(crate) fn macros(self, mut number: impl FnMut(&'static str, u32)) {
-        number("VARIANT_PROBE", self as u32);
-        number("VARIANT_MIN_BLOCKS", self.min_blocks());
-    }
-
-    /// Blocks per multiprocessor that saturate the unit; one more would not fit.
+    /// CTAs per SM that saturate the unit; one more would not fit.
     pub const fn min_blocks(self) -> u32 {
         match self {
             Probe::MmaF16 | Probe::MmaBf16 => 2,
@@ -88,25 +73,56 @@ impl Probe {
         }
     }
 
-    /// What it is compiled for.
-    pub(crate) const fn targets(self) -> &'static [Target] {
+    fn is_compiled_for(self, target: Target) -> bool {
         match self {
-            probe if probe.is_hopper() => &[Target::Sm90a],
-            Probe::MmaE4m3 => &[Target::Sm90, Target::Sm89, Target::Sm120],
-            _ => &[Target::Sm90, Target::Sm89, Target::Sm80, Target::Sm120, Target::Ptx80],
+            probe if probe.is_hopper() => target == Target::Sm90a,
+            Probe::MmaE4m3 => matches!(target, Target::Sm90 | Target::Sm89 | Target::Sm120),
+            _ => target.is_portable(),
+        }
+    }
+}
+
+pub(super) fn variants(target: Target) -> Vec<Variant> {
+    let compiled = Probe::ALL.into_iter().filter(|probe| probe.is_compiled_for(target));
+    compiled.map(Variant::Probe).collect()
+}
+
+impl Family for Probe {
+    fn source(&self) -> &'static str {
+        if self.is_hopper() { "probe_sm90a" } else { "probe_sm80" }
+    }
+
+    fn name(&self) -> String {
+        Probe::name(*self).to_owned()
+    }
+
+    fn warps(&self) -> u32 {
+        8
+    }
+
+    /// The tiles of two warpgroups and the one they share, or the ring of bulk copies.
+    fn smem_bytes(&self) -> u32 {
+        match self {
+            Probe::WgmmaF16 | Probe::WgmmaBf16 | Probe::WgmmaE4m3 => (2 * 64 + 256) * 128,
+            Probe::Bulk => 12 * 16384,
+            _ => 0,
         }
     }
 
-    pub(crate) const fn expects(self) -> &'static [Expect] {
-        use Expect::{Contains, Lacks};
+    fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
+        define("VARIANT_PROBE", *self as u32);
+        define("VARIANT_MIN_BLOCKS", self.min_blocks());
+    }
+
+    fn contains(&self) -> &'static [&'static str] {
         match self {
-            Probe::MmaF16 | Probe::MmaBf16 => &[Contains("HMMA"), Lacks("LDL"), Lacks("STL")],
-            Probe::MmaE4m3 => &[Lacks("LDL"), Lacks("STL")],
-            Probe::Exp2 => &[Contains("MUFU"), Lacks("LDL"), Lacks("STL")],
-            Probe::Read | Probe::Copy => &[Contains("LDG"), Lacks("LDL"), Lacks("STL")],
-            Probe::WgmmaF16 | Probe::WgmmaBf16 => &[Contains("HGMMA"), Lacks("LDL"), Lacks("STL")],
-            Probe::WgmmaE4m3 => &[Contains("QGMMA"), Lacks("LDL"), Lacks("STL")],
-            Probe::Bulk => &[Contains("UBLKCP"), Lacks("LDL"), Lacks("STL")],
+            Probe::MmaF16 | Probe::MmaBf16 => &["HMMA"],
+            Probe::MmaE4m3 => &[],
+            Probe::Exp2 => &["MUFU"],
+            Probe::Read | Probe::Copy => &["LDG"],
+            Probe::WgmmaF16 | Probe::WgmmaBf16 => &["HGMMA"],
+            Probe::WgmmaE4m3 => &["QGMMA"],
+            Probe::Bulk => &["UBLKCP"],
         }
     }
 }

@@ -1,0 +1,69 @@
+use super::{Family, Variant};
+use crate::{Expect, Target};
+
+/// One kernel image: a variant compiled for a target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Row {
+    /// What is computed, and the tiles it is computed with.
+    pub variant: Variant,
+    /// What it is compiled for.
+    pub target: Target,
+}
+
+impl Row {
+    /// What the kernel's family says about itself.
+    pub const fn family(&self) -> &dyn Family {
+        self.variant.family()
+    }
+
+    /// Name of the source file in `kernels/`, without `.cu`.
+    pub fn source(&self) -> &'static str {
+        self.family().source()
+    }
+
+    /// Name of the `extern "C"` kernel: at once Nsight filter, test case and bench id. Equal for
+    /// all targets of a variant.
+    pub fn symbol(&self) -> String {
+        format!("blockflash_{}_{}", self.source(), self.family().name())
+    }
+
+    /// Name of the image, in archives, in `kernels.lock` and in folders of images.
+    pub fn image_name(&self) -> String {
+        let extension = if self.target.is_ptx() { "ptx" } else { "cubin" };
+        format!("{}.{}.{extension}", self.symbol(), self.target)
+    }
+
+    /// CTAs per cluster in x, y and z, for kernels with clusters.
+    pub fn cluster(&self) -> Option<[u32; 3]> {
+        let cluster = self.family().cluster();
+        (cluster > 1).then_some([cluster, 1, 1])
+    }
+
+    /// Threads per CTA.
+    pub fn threads(&self) -> u32 {
+        32 * self.family().warps()
+    }
+
+    /// Dynamic shared memory per CTA in bytes.
+    pub fn smem_bytes(&self) -> u32 {
+        self.family().smem_bytes()
+    }
+
+    /// Preprocessor definitions of this row; `config.cuh` is their only reader.
+    pub fn macros(&self) -> Vec<(&'static str, String)> {
+        let mut macros = vec![
+            ("VARIANT_SYMBOL", self.symbol()),
+            ("VARIANT_THREADS", self.threads().to_string()),
+            ("VARIANT_SMEM_BYTES", self.smem_bytes().to_string()),
+        ];
+        self.family().macros(&mut |name, value| macros.push((name, value.to_string())));
+        macros
+    }
+
+    /// What its machine code must contain and lack; `cargo xtask sass --check` looks. No kernel may
+    /// use local memory, where spilled registers and the stack are. PTX rows are not looked at.
+    pub fn expects(&self) -> Vec<Expect> {
+        let contains = self.family().contains().iter().copied().map(Expect::Contains);
+        contains.chain([Expect::Lacks("LDL"), Expect::Lacks("STL")]).collect()
+    }
+}
