@@ -35,6 +35,8 @@ enum Command {
     /// Compile the kernels into crates/blockflash-sys/prebuilt, or prove that what is there is up
     /// to date.
     Kernels(kernels::Args),
+    /// Write the archives of crates/blockflash-sys/prebuilt anew from the images in them.
+    Archives,
     /// Generate crates/blockflash-sys/src/params.rs from kernels/include/blockflash/params.h.
     Bindgen(bindgen::Args),
     /// Profile kernels with Nsight Compute: one page about what limits them.
@@ -61,6 +63,7 @@ enum Command {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Kernels(args) => kernels::run(&args),
+        Command::Archives => kernels::repack(),
         Command::Bindgen(args) => bindgen::run(&args),
         Command::Profile(args) => profile::run(&args),
         Command::Sass(args) => sass::run(&args),

@@ -85,14 +85,20 @@ impl Images {
 /// Writes the committed image of a commit, not compressed, into a folder.
 pub fn unpack(commit: &str, row: &Row, folder: &Path) -> Result<()> {
     let name = row.image_name();
-    let compressed = git::file_at(commit, &format!("crates/blockflash-sys/prebuilt/{name}.zst"))
-        .ok()
-        .with_context(|| format!("commit {commit} has no image {name}"))?;
+    let path = archive(row);
+    let images = match git::file_at(commit, &path) {
+        Ok(archive) => store::images_of(&archive)
+            .with_context(|| format!("{path} of commit {commit} is damaged"))?,
+        Err(_) => store::Images::new(),
+    };
+    let image =
+        images.get(&name).with_context(|| format!("commit {commit} has no image {name}"))?;
     create_dir(folder)?;
-    write(
-        &folder.join(&name),
-        store::unpack(&compressed).with_context(|| format!("{name} of {commit} is damaged"))?,
-    )
+    write(&folder.join(&name), image)
+}
+
+fn archive(row: &Row) -> String {
+    format!("crates/blockflash-sys/prebuilt/{}.zst", row.archive_name())
 }
 
 #[cfg(test)]
@@ -103,8 +109,7 @@ mod tests {
     #[test]
     fn images_of_a_commit_are_unpacked() {
         let folder = std::env::temp_dir().join(format!("xtask-images-{}", std::process::id()));
-        let path = |row: &Row| format!("crates/blockflash-sys/prebuilt/{}.zst", row.image_name());
-        let row = manifest::rows().iter().find(|row| git::file_at("HEAD", &path(row)).is_ok());
+        let row = manifest::rows().iter().find(|row| git::file_at("HEAD", &archive(row)).is_ok());
         let Some(row) = row else {
             return println!("SKIPPED (no git): images_of_a_commit_are_unpacked");
         };

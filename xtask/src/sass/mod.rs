@@ -148,28 +148,28 @@ fn text(images: &[Image]) -> Result<String> {
     Ok(table::text(&header, &images.iter().map(cells).collect::<Vec<_>>()))
 }
 
-/// The pinned disassembler, and where images are unpacked for it.
+/// The pinned disassembler, the committed images, and where it reads them from.
 struct Disassembler {
     nvdisasm: PathBuf,
+    images: store::Images,
     scratch: PathBuf,
 }
 
 impl Disassembler {
     fn pinned() -> Result<Self> {
         let nvdisasm = Toolchain::pinned()?.nvcc.with_file_name("nvdisasm");
-        Ok(Self { nvdisasm, scratch: target_dir("kernels/scratch")? })
-    }
-
-    fn image(&self, row: &Row) -> Result<Vec<u8>> {
-        let name = row.image_name();
-        store::load(&name)?.with_context(|| format!("no image {name}: run `cargo xtask kernels`"))
+        Ok(Self { nvdisasm, images: store::load()?, scratch: target_dir("kernels/scratch")? })
     }
 
     fn listing(&self, row: &Row) -> Result<String> {
         let name = row.image_name();
         // Not the file that a build running at the same time writes.
         let path = self.scratch.join(format!("{name}.sass-{}", std::process::id()));
-        write(&path, self.image(row)?)?;
+        let image = self.images.get(&name);
+        write(
+            &path,
+            image.with_context(|| format!("no image {name}: run `cargo xtask kernels`"))?,
+        )?;
         // What the data flow adds are labels of indirect branches; without it, reading takes two
         // thirds of the time.
         let arguments = ["--print-code", "--no-dataflow"];

@@ -33,6 +33,11 @@ impl Row {
         format!("{}.{}.{extension}", self.symbol(), self.target)
     }
 
+    /// Name of the archive in `prebuilt/` that holds the image, without `.zst`.
+    pub fn archive_name(&self) -> String {
+        format!("{}.{}", self.source(), self.target)
+    }
+
     /// CTAs per cluster in x, y and z, for kernels with clusters.
     pub fn cluster(&self) -> Option<[u32; 3]> {
         let cluster = self.family().cluster();
