@@ -170,11 +170,12 @@ mod tests {
     fn what_only_the_cpu_runs_is_said() {
         let table = markdown(manifest::rows());
         for line in [
-            "| attention forward | any other head_dim | bf16, f16 | – | – | – | – | – | – | yes |\n",
-            "| BSR matmul, sampled product | any other block | bf16, f16 | – | – | – | – | – | – | yes |\n",
-            "| all of these | all of these | f32 | – | – | – | – | – | – | yes |\n",
+            "| attention forward | any other head_dim | bf16, f16",
+            "| BSR matmul, sampled product | any other block | bf16, f16",
+            "| all of these | all of these | f32",
         ] {
-            assert!(table.contains(line), "{table}");
+            let line = format!("{line} | – | – | – | – | – | – | yes |\n");
+            assert!(table.contains(&line), "{table}");
         }
     }
 
@@ -183,7 +184,8 @@ mod tests {
         let table = markdown(manifest::rows());
         for (block, hopper) in [(16, "–"), (32, "–"), (64, "yes"), (128, "yes")] {
             let line = format!(
-                "| BSR matmul, Aᵀ, column-major B | block {block} | bf16, f16 | yes | yes | yes | {hopper} | yes | yes | yes |"
+                "| BSR matmul, Aᵀ, column-major B | block {block} | bf16, f16 \
+                 | yes | yes | yes | {hopper} | yes | yes | yes |"
             );
             assert!(table.contains(&line), "{table}");
         }

@@ -56,7 +56,8 @@ ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'blockflash_x' for 'sm_80'
 ptxas info    : Function properties for blockflash_x
     24 bytes stack frame, 16 bytes spill stores, 20 bytes spill loads
-ptxas info    : Used 168 registers, used 1 barriers, 24 bytes cumulative stack size, 512 bytes smem, 480 bytes cmem[0]
+ptxas info    : Used 168 registers, used 1 barriers, 24 bytes cumulative stack size, \
+512 bytes smem, 480 bytes cmem[0]
 ptxas info    : Compile time = 8.560 ms
 ";
 
@@ -70,7 +71,8 @@ ptxas info    : Compile time = 8.560 ms
 
     #[test]
     fn spills_of_called_functions_count() {
-        let callee = "ptxas info    : Function properties for callee\n    0 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads\n";
+        let callee = "ptxas info    : Function properties for callee\n    \
+                      0 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads\n";
         assert_eq!(parse(&format!("{callee}{REPORT}")).unwrap().spill_bytes, 44);
     }
 

@@ -68,7 +68,8 @@ mod tests {
 
     #[test]
     fn include_lines() {
-        let text = "#include <a/b.h> // why\n  # include \"c.cuh\"\n// include <no.h>\n#define X <no.h>\n#include MACRO";
+        let text = "#include <a/b.h> // why\n  # include \"c.cuh\"\n// include <no.h>\n\
+                    #define X <no.h>\n#include MACRO";
         assert_eq!(includes(text).collect::<Vec<_>>(), ["a/b.h", "c.cuh"]);
     }
 

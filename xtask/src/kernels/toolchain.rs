@@ -119,7 +119,8 @@ mod tests {
 
     #[test]
     fn version_of_nvcc() {
-        let text = "nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release 13.0, V13.0.88\nBuild x";
+        let text = "nvcc: NVIDIA (R) Cuda compiler driver\n\
+                    Cuda compilation tools, release 13.0, V13.0.88\nBuild x";
         assert_eq!(parse_version(text).as_deref(), Some("13.0.88"));
         assert_eq!(parse_version("Volume 1.2"), None);
     }

@@ -1,4 +1,4 @@
-//! The kernel images: embedded, or with the feature `images-from-folder` those of a folder that
+//! The kernel images: embedded, or with the feature `images-from-folder` from a folder that
 //! `BLOCKFLASH_IMAGES` names.
 
 mod archive;
@@ -68,9 +68,18 @@ fn folder() -> Option<OsString> {
     if cfg!(feature = "images-from-folder") { std::env::var_os(IMAGES_VARIABLE) } else { None }
 }
 
+/// An unpacked frame.
+struct Frame {
+    /// Place of its archive in [`ARCHIVES`].
+    archive: usize,
+    /// Where it starts there.
+    start: usize,
+    raw: Vec<u8>,
+}
+
 fn embedded(row: &Row) -> Result<Vec<u8>, ImageError> {
-    // The frames used last, the latest at the end, by archive and start of the frame.
-    static FRAMES: Mutex<VecDeque<((usize, usize), Vec<u8>)>> = Mutex::new(VecDeque::new());
+    // The frames used last, the latest at the end.
+    static FRAMES: Mutex<VecDeque<Frame>> = Mutex::new(VecDeque::new());
 
     let name = row.image_name();
     let missing = || ImageError::Missing(name.clone());
@@ -81,20 +90,23 @@ fn embedded(row: &Row) -> Result<Vec<u8>, ImageError> {
     let archive = Archive::parse(ARCHIVES[at].1).map_err(damaged)?;
     let entry = archive.entries().get(name.as_str()).ok_or_else(missing)?;
 
-    let key = (at, entry.frame.start);
     // Held while unpacking, so that other threads do not unpack the same frame again. A panic
     // cannot leave a part of a frame here.
     let mut frames = FRAMES.lock().unwrap_or_else(PoisonError::into_inner);
-    let kept = frames.iter().position(|(kept, _)| *kept == key);
-    let frame = match kept.and_then(|at| frames.remove(at)) {
-        Some((_, frame)) => frame,
-        None => archive.unpack(&entry.frame).map_err(damaged)?,
+    let start = entry.frame.start;
+    let kept = frames.iter().position(|frame| (frame.archive, frame.start) == (at, start));
+    let frame = match kept.and_then(|kept| frames.remove(kept)) {
+        Some(frame) => frame,
+        None => {
+            let raw = archive.unpack(&entry.frame).map_err(damaged)?;
+            Frame { archive: at, start, raw }
+        }
     };
-    let image = frame.get(entry.image.clone()).map(<[u8]>::to_vec);
+    let image = frame.raw.get(entry.image.clone()).map(<[u8]>::to_vec);
     if frames.len() == KEPT_FRAMES {
         frames.pop_front();
     }
-    frames.push_back((key, frame));
+    frames.push_back(frame);
     image.ok_or_else(|| damaged("the image ends behind its frame".to_owned()))
 }
 

@@ -20,6 +20,9 @@ pub struct AttentionFwd {
     pub min_blocks: u32,
 }
 
+/// The targets that a tile is compiled for.
+type CompiledFor = fn(Target) -> bool;
+
 /// At least 163 KB of shared memory per CTA.
 fn large_smem(target: Target) -> bool {
     target.is_portable() && target.smem_limit() >= 163 * 1024
@@ -44,7 +47,7 @@ const fn tile(
 /// per SM where shared memory has 100 KB, so those GPUs take half the keys per step and run two
 /// CTAs. The narrower tiles of 64 and 128 serve block masks with 64 queries per block: dense
 /// problems take the first tile of a head dimension.
-const TILES: &[(fn(Target) -> bool, AttentionFwd)] = &[
+const TILES: &[(CompiledFor, AttentionFwd)] = &[
     (Target::is_portable, tile(64, [128, 64], [4, 1, 2])),
     (Target::is_portable, tile(64, [64, 64], [4, 1, 2])),
     (Target::is_portable, tile(96, [128, 64], [4, 1, 2])),

@@ -34,7 +34,7 @@ fn hopper_rows() {
     assert_eq!(row.symbol(), "blockflash_attention_fwd_sm90a_f16_d64_q192_kv128_s2");
     assert_eq!(row.smem_bytes(), 174_080);
     for (row, tile) in &rows {
-        // Blocks that share a multiprocessor have 228 KB together, and 1 KB each is reserved.
+        // CTAs that share an SM have 228 KB together, and 1 KB each is reserved.
         let together = tile.blocks_per_multiprocessor * (row.smem_bytes() + 1024);
         assert!(together <= 228 * 1024, "{}: {together}", row.symbol());
     }

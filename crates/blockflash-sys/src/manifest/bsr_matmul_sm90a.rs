@@ -115,7 +115,7 @@ impl BsrMatmulHopper {
     /// Bytes of mbarriers, announced tiles and the description of each stage for consumers.
     const EXTRA_BYTES: u32 = 1024;
 
-    /// Whether blocks are small, and the CTA gathers the rows of B that any of its block rows needs.
+    /// Whether blocks are small, and a CTA gathers the rows of B that any of its block rows needs.
     pub const fn gathers(&self) -> bool {
         self.block_size < Self::BLOCK_K
     }
@@ -208,9 +208,9 @@ impl Family for BsrMatmulHopper {
     }
 
     /// A ring of A and B tiles, mbarriers and the announced tiles, and the epilogue's staging of C
-    /// in the space that is left. For each warp it has two pages of 16 rows × 64 columns for TMA
-    /// stores, where warpgroups compute, or 16 rows of f32 accumulators, 32 columns wide or at least
-    /// 16; padding keeps rows in different banks.
+    /// in the space that is left. Each warp has two pages of 16 rows × 64 columns for TMA stores,
+    /// where warpgroups compute, or 16 rows of f32 accumulators, 32 columns wide or at least 16;
+    /// padding keeps rows in different banks.
     fn smem_bytes(&self) -> u32 {
         let element = self.dtype.size() as u32;
         let stage = if self.gathers() && !self.filled {

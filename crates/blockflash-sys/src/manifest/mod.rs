@@ -102,8 +102,8 @@ pub fn rows() -> &'static [Row] {
     &ROWS
 }
 
-/// The tiles of a table for each element type of q, k, v or of A and B; none where the family is not
-/// compiled for the target.
+/// The tiles of a table for each element type that kernels compute with; none where the family is
+/// not compiled for the target.
 fn tiles<T: Copy>(compiled: bool, table: &'static [T]) -> impl Iterator<Item = (DType, T)> {
     let table = if compiled { table } else { &[] };
     let of = |dtype| table.iter().map(move |&tile| (dtype, tile));

@@ -72,3 +72,24 @@ impl Row {
         contains.chain([Expect::Lacks("LDL"), Expect::Lacks("STL")]).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::manifest;
+    use std::collections::HashSet;
+
+    #[test]
+    fn images_have_names_of_their_own() {
+        let names: HashSet<_> = manifest::rows().iter().map(|row| row.image_name()).collect();
+        assert_eq!(names.len(), manifest::rows().len());
+    }
+
+    /// The kernels of Hopper are persistent, apart from the probes.
+    #[test]
+    fn persistent_kernels_count_tiles() {
+        for row in manifest::rows() {
+            let persistent = row.source().ends_with("_sm90a") && !row.source().starts_with("probe");
+            assert_eq!(row.family().counts_tiles(), persistent, "{}", row.symbol());
+        }
+    }
+}
