@@ -1,4 +1,5 @@
-use super::{AttentionTile, Family, Lse, Support, Variant, tiles};
+use super::family::{Family, Support, each_dtype};
+use super::tile::{AttentionTile, Lse};
 use crate::{DType, Target};
 
 /// Tiles of `attention_fwd_sm80`: a CTA computes `block_q` queries of one head against all keys.
@@ -58,11 +59,10 @@ const TILES: &[(CompiledFor, AttentionFwd)] = &[
     (Target::is_portable, tile(256, [64, 64], [4, 1, 2])),
 ];
 
-pub(super) fn variants(target: Target) -> Vec<Variant> {
-    tiles(true, TILES)
-        .filter(|(_, (compiled_for, _))| compiled_for(target))
-        .map(|(dtype, (_, tile))| Variant::AttentionFwd(AttentionFwd { dtype, ..tile }))
-        .collect()
+pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionFwd> {
+    each_dtype(TILES)
+        .filter(move |(_, (compiled_for, _))| compiled_for(target))
+        .map(|(dtype, (_, tile))| AttentionFwd { dtype, ..tile })
 }
 
 impl AttentionFwd {

@@ -1,4 +1,5 @@
-use super::{AttentionTile, Family, Lse, Support, Variant, tiles};
+use super::family::{Family, Support, each_dtype};
+use super::tile::{AttentionTile, Lse};
 use crate::{DType, Target};
 
 /// Tiles of `attention_fwd_sm90a`: persistent CTAs, one to three per SM, take tile after tile, each
@@ -83,13 +84,10 @@ const TILES: &[AttentionFwdHopper] = &[
     tile(256, 64, 1, [2, 1], false, 1, [851, 2860]),
 ];
 
-pub(super) fn variants(target: Target) -> Vec<Variant> {
-    tiles(target == Target::Sm90a, TILES)
-        .flat_map(|(dtype, tile)| {
-            [false, true].map(|lse| AttentionFwdHopper { dtype, lse, ..tile })
-        })
-        .map(Variant::AttentionFwdHopper)
-        .collect()
+pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionFwdHopper> {
+    each_dtype(TILES).filter(move |_| target == Target::Sm90a).flat_map(|(dtype, tile)| {
+        [false, true].map(|lse| AttentionFwdHopper { dtype, lse, ..tile })
+    })
 }
 
 impl AttentionFwdHopper {

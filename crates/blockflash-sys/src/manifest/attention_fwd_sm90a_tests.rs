@@ -1,5 +1,5 @@
 use super::*;
-use crate::{Expect, manifest};
+use crate::{Expect, manifest, manifest::Variant};
 
 #[test]
 fn hopper_rows() {

@@ -1,4 +1,4 @@
-use super::{Family, Variant};
+use super::family::Family;
 use crate::{DType, Target};
 
 /// The kernels that make block masks on the GPU, with their compile-time parameters.
@@ -24,9 +24,8 @@ const KERNELS: [BlockMaskKernel; 3] = [
     BlockMaskKernel::Scores { dtype: DType::BF16, tile: 64 },
 ];
 
-pub(super) fn variants(target: Target) -> Vec<Variant> {
-    let compiled = KERNELS.into_iter().filter(|_| target.is_portable());
-    compiled.map(Variant::BlockMask).collect()
+pub(super) fn tiles(target: Target) -> impl Iterator<Item = BlockMaskKernel> {
+    KERNELS.into_iter().filter(move |_| target.is_portable())
 }
 
 impl Family for BlockMaskKernel {

@@ -1,4 +1,6 @@
-use super::{BsrMatmul, BsrTile, Family, Support, Variant, tiles};
+use super::bsr_matmul_sm80::BsrMatmul;
+use super::family::{Family, Support, each_dtype};
+use super::tile::BsrTile;
 use crate::Target;
 
 /// Tiles of `bsr_matmul_any_sm80`, which takes A as it is or transposed, and B and C row-major or
@@ -14,10 +16,10 @@ const TILES: &[BsrMatmul] = &[
     BsrMatmul::new(128, [128, 64], [2, 2], 3, 2),
 ];
 
-pub(super) fn variants(target: Target) -> Vec<Variant> {
-    tiles(target.is_portable(), TILES)
-        .map(|(dtype, tile)| Variant::BsrMatmulAny(BsrMatmulAny(BsrMatmul { dtype, ..tile })))
-        .collect()
+pub(super) fn tiles(target: Target) -> impl Iterator<Item = BsrMatmulAny> {
+    each_dtype(TILES)
+        .filter(move |_| target.is_portable())
+        .map(|(dtype, tile)| BsrMatmulAny(BsrMatmul { dtype, ..tile }))
 }
 
 impl BsrMatmulAny {

@@ -1,4 +1,5 @@
-use super::{BsrTile, Family, Support, Variant, tiles};
+use super::family::{Family, Support, each_dtype};
+use super::tile::BsrTile;
 use crate::{DType, Target};
 
 /// Tiles of `bsr_matmul_sm80`: a CTA computes one block row of A times `block_n` columns of B.
@@ -34,10 +35,10 @@ const TILES: &[BsrMatmul] = &[
     BsrMatmul::new(128, [64, 64], [2, 2], 3, 3),
 ];
 
-pub(super) fn variants(target: Target) -> Vec<Variant> {
-    tiles(target.is_portable(), TILES)
-        .map(|(dtype, tile)| Variant::BsrMatmul(BsrMatmul { dtype, ..tile }))
-        .collect()
+pub(super) fn tiles(target: Target) -> impl Iterator<Item = BsrMatmul> {
+    each_dtype(TILES)
+        .filter(move |_| target.is_portable())
+        .map(|(dtype, tile)| BsrMatmul { dtype, ..tile })
 }
 
 impl BsrMatmul {

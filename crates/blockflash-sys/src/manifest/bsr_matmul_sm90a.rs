@@ -1,4 +1,5 @@
-use super::{BsrTile, Family, Support, Variant, tiles};
+use super::family::{Family, Support, each_dtype};
+use super::tile::BsrTile;
 use crate::{DType, Target};
 
 /// Tiles of the BSR kernels for Hopper: persistent CTAs, one per SM, take tile after tile, each
@@ -92,17 +93,16 @@ const TRANSPOSED: &[BsrMatmulHopper] = &[
     tile(128, 1, 128, 6),
 ];
 
-pub(super) fn variants(target: Target) -> Vec<Variant> {
-    let compiled = target == Target::Sm90a;
-    let transposed = tiles(compiled, TRANSPOSED).flat_map(|(dtype, tile)| {
+pub(super) fn tiles(target: Target) -> impl Iterator<Item = BsrMatmulHopper> {
+    let transposed = each_dtype(TRANSPOSED).flat_map(|(dtype, tile)| {
         [[true, false], [false, true], [true, true]].map(|[a_transposed, b_column_major]| {
-            (dtype, BsrMatmulHopper { a_transposed, b_column_major, ..tile })
+            BsrMatmulHopper { dtype, a_transposed, b_column_major, ..tile }
         })
     });
-    tiles(compiled, TILES)
+    each_dtype(TILES)
+        .map(|(dtype, tile)| BsrMatmulHopper { dtype, ..tile })
         .chain(transposed)
-        .map(|(dtype, tile)| Variant::BsrMatmulHopper(BsrMatmulHopper { dtype, ..tile }))
-        .collect()
+        .filter(move |_| target == Target::Sm90a)
 }
 
 impl BsrMatmulHopper {

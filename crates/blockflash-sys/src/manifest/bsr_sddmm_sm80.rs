@@ -1,4 +1,5 @@
-use super::{BsrSddmmTile, Family, Support, Variant, tiles};
+use super::family::{Family, Support, each_dtype};
+use super::tile::BsrSddmmTile;
 use crate::{DType, Target};
 
 /// Tiles of `bsr_sddmm_sm80`: a CTA computes as many neighbouring stored blocks of a block row as
@@ -42,10 +43,10 @@ const TILES: &[BsrSddmm] = &[
     tile(128, [2, 2], 3, 2),
 ];
 
-pub(super) fn variants(target: Target) -> Vec<Variant> {
-    tiles(target.is_portable(), TILES)
-        .map(|(dtype, tile)| Variant::BsrSddmm(BsrSddmm { dtype, ..tile }))
-        .collect()
+pub(super) fn tiles(target: Target) -> impl Iterator<Item = BsrSddmm> {
+    each_dtype(TILES)
+        .filter(move |_| target.is_portable())
+        .map(|(dtype, tile)| BsrSddmm { dtype, ..tile })
 }
 
 impl BsrSddmm {
@@ -101,8 +102,7 @@ impl Family for BsrSddmm {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::{Expect, manifest};
+    use crate::{Expect, manifest, manifest::Variant};
     use std::collections::HashSet;
 
     #[test]

@@ -1,4 +1,5 @@
-use super::{BsrSddmmTile, Family, Major, Support, Variant, tiles};
+use super::family::{Family, Support, each_dtype};
+use super::tile::{BsrSddmmTile, Major};
 use crate::{DType, Target};
 
 /// Tiles of `bsr_sddmm_sm90a`: persistent CTAs, one per SM, take tile after tile, each as many
@@ -21,14 +22,13 @@ pub struct BsrSddmmHopper {
 /// Block sizes, each with as many stages as fit, for every layout of A and B.
 const TILES: &[(u32, u32)] = &[(64, 5), (128, 4)];
 
-pub(super) fn variants(target: Target) -> Vec<Variant> {
+pub(super) fn tiles(target: Target) -> impl Iterator<Item = BsrSddmmHopper> {
     let majors = || Major::ALL.into_iter().flat_map(|a| Major::ALL.map(|b| (a, b)));
-    tiles(target == Target::Sm90a, TILES)
-        .flat_map(|(dtype, (block_size, stages))| {
+    each_dtype(TILES).filter(move |_| target == Target::Sm90a).flat_map(
+        move |(dtype, (block_size, stages))| {
             majors().map(move |(a, b)| BsrSddmmHopper { dtype, block_size, a, b, stages })
-        })
-        .map(Variant::BsrSddmmHopper)
-        .collect()
+        },
+    )
 }
 
 impl BsrSddmmHopper {
@@ -103,7 +103,7 @@ impl Family for BsrSddmmHopper {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Expect, manifest};
+    use crate::{Expect, manifest, manifest::Variant};
     use std::collections::HashSet;
 
     #[test]

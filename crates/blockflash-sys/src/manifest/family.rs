@@ -68,3 +68,9 @@ pub enum Size {
     /// Rows and columns of a stored block.
     Block(u32),
 }
+
+/// The tiles of a table for each element type that kernels compute with.
+pub(super) fn each_dtype<T: Copy>(table: &'static [T]) -> impl Iterator<Item = (DType, T)> {
+    let of = |dtype| table.iter().map(move |&tile| (dtype, tile));
+    [DType::F16, DType::BF16].into_iter().flat_map(of)
+}

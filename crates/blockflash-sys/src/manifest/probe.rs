@@ -1,4 +1,4 @@
-use super::{Family, Variant};
+use super::family::Family;
 use crate::{Target, params};
 
 /// What `probe_sm80.cu` and `probe_sm90a.cu` keep busy. The discriminants are the
@@ -82,9 +82,8 @@ impl Probe {
     }
 }
 
-pub(super) fn variants(target: Target) -> Vec<Variant> {
-    let compiled = Probe::ALL.into_iter().filter(|probe| probe.is_compiled_for(target));
-    compiled.map(Variant::Probe).collect()
+pub(super) fn tiles(target: Target) -> impl Iterator<Item = Probe> {
+    Probe::ALL.into_iter().filter(move |probe| probe.is_compiled_for(target))
 }
 
 impl Family for Probe {

@@ -1,5 +1,8 @@
-use super::{Family, Variant};
+use super::family::Family;
+use super::tile::{AttentionTile, BsrSddmmTile, BsrTile};
+use super::variant::Variant;
 use crate::{Expect, Target};
+use std::sync::LazyLock;
 
 /// One kernel image: a variant compiled for a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -71,6 +74,52 @@ impl Row {
         let contains = self.family().contains().iter().copied().map(Expect::Contains);
         contains.chain([Expect::Lacks("LDL"), Expect::Lacks("STL")]).collect()
     }
+
+    /// The part that all attention kernels have; `None` for other kernels.
+    pub const fn attention_tile(&self) -> Option<AttentionTile> {
+        match self.variant {
+            Variant::AttentionFwd(tile) => Some(tile.tile()),
+            Variant::AttentionFwdHopper(tile) => Some(tile.tile()),
+            _ => None,
+        }
+    }
+
+    /// The part that all BSR kernels have; `None` for other kernels. A kernel that
+    /// [takes any layout](Row::takes_any_layout) has it for A as it is and a row-major B.
+    pub const fn bsr_tile(&self) -> Option<BsrTile> {
+        match self.variant {
+            Variant::BsrMatmul(tile) => Some(tile.tile()),
+            Variant::BsrMatmulAny(tile) => Some(tile.tile()),
+            Variant::BsrMatmulHopper(tile) => Some(tile.tile()),
+            _ => None,
+        }
+    }
+
+    /// Whether a BSR kernel takes A as it is and transposed, and B and C row-major and
+    /// column-major.
+    pub const fn takes_any_layout(&self) -> bool {
+        matches!(self.variant, Variant::BsrMatmulAny(_))
+    }
+
+    /// The part that all kernels of the sampled product have; `None` for other kernels.
+    pub const fn bsr_sddmm_tile(&self) -> Option<BsrSddmmTile> {
+        match self.variant {
+            Variant::BsrSddmm(tile) => Some(tile.tile()),
+            Variant::BsrSddmmHopper(tile) => Some(tile.tile()),
+            _ => None,
+        }
+    }
+}
+
+/// All rows, the preferred targets first. Of rows that suit a problem equally well the first is
+/// taken. Each has a committed image, a line in `kernels.lock` and a recorded GPU pass.
+pub fn rows() -> &'static [Row] {
+    static ROWS: LazyLock<Vec<Row>> = LazyLock::new(|| {
+        let of =
+            |target| Variant::all(target).into_iter().map(move |variant| Row { variant, target });
+        Target::ALL.into_iter().flat_map(of).collect()
+    });
+    &ROWS
 }
 
 #[cfg(test)]

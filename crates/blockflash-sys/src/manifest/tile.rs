@@ -1,6 +1,6 @@
 //! The parts of a kernel's tile that all kernels of an operation have.
 
-use super::{Row, Size, Support, Variant};
+use super::family::{Size, Support};
 use crate::DType;
 
 /// A CTA of an attention kernel computes `block_q` queries of `heads` heads, `block_kv` keys at a
@@ -146,43 +146,6 @@ impl Major {
         match self {
             Major::Row => "row",
             Major::Column => "column",
-        }
-    }
-}
-
-impl Row {
-    /// The part that all attention kernels have; `None` for other kernels.
-    pub const fn attention_tile(&self) -> Option<AttentionTile> {
-        match self.variant {
-            Variant::AttentionFwd(tile) => Some(tile.tile()),
-            Variant::AttentionFwdHopper(tile) => Some(tile.tile()),
-            _ => None,
-        }
-    }
-
-    /// The part that all BSR kernels have; `None` for other kernels. A kernel that
-    /// [takes any layout](Row::takes_any_layout) has it for A as it is and a row-major B.
-    pub const fn bsr_tile(&self) -> Option<BsrTile> {
-        match self.variant {
-            Variant::BsrMatmul(tile) => Some(tile.tile()),
-            Variant::BsrMatmulAny(tile) => Some(tile.tile()),
-            Variant::BsrMatmulHopper(tile) => Some(tile.tile()),
-            _ => None,
-        }
-    }
-
-    /// Whether a BSR kernel takes A as it is and transposed, and B and C row-major and
-    /// column-major.
-    pub const fn takes_any_layout(&self) -> bool {
-        matches!(self.variant, Variant::BsrMatmulAny(_))
-    }
-
-    /// The part that all kernels of the sampled product have; `None` for other kernels.
-    pub const fn bsr_sddmm_tile(&self) -> Option<BsrSddmmTile> {
-        match self.variant {
-            Variant::BsrSddmm(tile) => Some(tile.tile()),
-            Variant::BsrSddmmHopper(tile) => Some(tile.tile()),
-            _ => None,
         }
     }
 }
