@@ -1,5 +1,5 @@
-//! Turns `prebuilt/*.zst` into a sorted table of `include_bytes!`. Nothing is compiled here: the
-//! images are committed.
+//! Turns the archives `prebuilt/*.zst` into a sorted table of `include_bytes!`. Nothing is compiled
+//! here: the images are committed.
 
 use std::{env, fmt::Write, fs, path::Path};
 
@@ -10,7 +10,11 @@ fn main() {
     let mut names: Vec<String> = fs::read_dir(&prebuilt)
         .unwrap_or_else(|error| panic!("cannot list {}: {error}", prebuilt.display()))
         .map(|entry| {
-            entry.expect("readable entry").file_name().into_string().expect("image names are ASCII")
+            entry
+                .expect("readable entry")
+                .file_name()
+                .into_string()
+                .expect("archive names are ASCII")
         })
         .filter(|name| name.ends_with(".zst"))
         .collect();
@@ -28,6 +32,6 @@ fn main() {
         .expect("writing to a String cannot fail");
     }
     table.push(']');
-    fs::write(Path::new(&env::var("OUT_DIR").expect("cargo sets it")).join("images.rs"), table)
+    fs::write(Path::new(&env::var("OUT_DIR").expect("cargo sets it")).join("archives.rs"), table)
         .expect("OUT_DIR is writable");
 }

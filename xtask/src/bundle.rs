@@ -47,12 +47,10 @@ pub fn run(args: &Args) -> Result<()> {
         Some(folder) => folder.clone(),
         None => root().join("target/bundle"),
     };
-    let missing = kernels::missing()?;
-    if !missing.is_empty() {
-        eprintln!(
-            "warning: {} kernel images are missing: run `cargo xtask kernels` first",
-            missing.len()
-        );
+    let present = kernels::store::load()?;
+    let missing = kernels::image_names().iter().filter(|name| !present.contains_key(*name)).count();
+    if missing > 0 {
+        eprintln!("warning: {missing} kernel images are missing: run `cargo xtask kernels` first");
     }
     let rows = profiled(args)?;
     clear(&folder)?;

@@ -30,6 +30,8 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Kernels(kernels::Args),
+    /// Write the archives of crates/blockflash-sys/prebuilt anew from the images in them.
+    Archives,
     Bindgen(bindgen::Args),
     Profile(profile::Args),
     Sass(sass::Args),
@@ -45,6 +47,7 @@ enum Command {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Kernels(args) => kernels::run(&args),
+        Command::Archives => kernels::repack(),
         Command::Bindgen(args) => bindgen::run(&args),
         Command::Profile(args) => profile::run(&args),
         Command::Sass(args) => sass::run(&args),

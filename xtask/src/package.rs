@@ -11,8 +11,8 @@ pub struct Args {
     verify: bool,
 }
 
-/// What crates.io accepts.
-const MAX_BYTES: u64 = 10 * 1024 * 1024;
+/// Of a package: half of what crates.io accepts.
+const MAX_BYTES: u64 = 5_000_000;
 
 /// Packages every crate that is meant to be published; their dependencies on each other need not be
 /// published yet.

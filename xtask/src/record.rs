@@ -24,7 +24,7 @@ pub struct Args {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Pass {
-    /// Image name, without `.zst`.
+    /// Image name.
     pub image: String,
     /// SHA-256 of the image before compression (PTX without a terminating NUL).
     pub sha256: String,

@@ -2,10 +2,7 @@
 
 use crate::workspace::{read, root, write};
 use anyhow::{Context, Result};
-use blockflash_sys::manifest::{
-    self, AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmm, BsrSddmmHopper,
-    Variant,
-};
+use blockflash_sys::manifest::{self, Size, Support};
 use blockflash_sys::{Row, Target};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,24 +12,20 @@ const END: &str = "<!-- support:end -->";
 /// Block masks have blocks of this many queries and keys, or multiples.
 const SMALLEST_BLOCK: u32 = 64;
 
-/// One line of the table, in the order of the table: an operation with the head dimension of its
-/// tile, or its block size.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Line {
-    AttentionForward { head_dim: u32 },
-    BlockMasks,
-    BsrMatmul { block_size: u32 },
-    BsrMatmulTransposed { block_size: u32 },
-    BsrSddmm { block_size: u32 },
-    OtherHeadDims,
-    OtherBlocks,
-    SinglePrecision,
+/// One line of the table with kernels; lines are in this order.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Line {
+    /// Place of the operation in the manifest.
+    operation: usize,
+    block_mask: bool,
+    size: Size,
 }
 
-impl Line {
-    /// What no kernel computes, and the CPU does: sizes between and beyond those of the kernels,
-    /// and f32.
-    const CPU_ONLY: [Self; 3] = [Self::OtherHeadDims, Self::OtherBlocks, Self::SinglePrecision];
+/// What a line says besides its name.
+#[derive(Clone, Default)]
+struct Cells {
+    types: BTreeSet<&'static str>,
+    targets: BTreeSet<Target>,
 }
 
 /// Whether the README's table is what the manifest gives.
@@ -55,114 +48,90 @@ fn replaced(readme: &str, table: &str) -> Result<String> {
     Ok(format!("{before}{BEGIN}{table}{END}{after}"))
 }
 
-/// The table: one line per operation and size, one column per target. Tiles are left out: they
-/// change with tuning, and `blockflash info` shows them.
+/// The table: one line per operation and size, one column per target, and lines for the sizes and
+/// types that only the CPU computes. Tiles are left out: they change with tuning, and
+/// `blockflash info` shows them.
 fn markdown(rows: &[Row]) -> String {
-    let mut served: BTreeMap<Line, BTreeSet<Target>> = BTreeMap::new();
-    let mut dtypes: BTreeMap<Line, BTreeSet<&str>> = BTreeMap::new();
-    let mut targets = BTreeSet::new();
+    let mut operations = Vec::new();
+    let mut lines: BTreeMap<Line, Cells> = BTreeMap::new();
     let widest = rows.iter().filter_map(Row::attention_tile).map(|tile| tile.head_dim).max();
     for row in rows {
-        let Some((line, dtype)) = describe(row) else { continue };
-        targets.insert(row.target);
-        // The widest row takes every head dimension; if its tile divides the smallest blocks, then
+        let Some(Support { operation, size, dtype }) = row.family().supports() else { continue };
+        let known = operations.iter().position(|known| *known == operation);
+        let operation = known.unwrap_or_else(|| {
+            operations.push(operation);
+            operations.len() - 1
+        });
+        // The widest tile takes every head dimension; if it divides the smallest blocks, then
         // every mask, too.
         let divides = |size| SMALLEST_BLOCK.is_multiple_of(size);
-        let masks = row.attention_tile().filter(|tile| {
+        let takes_masks = row.attention_tile().is_some_and(|tile| {
             Some(tile.head_dim) == widest && divides(tile.block_q) && divides(tile.block_kv)
         });
-        for line in [Some(line), masks.map(|_| Line::BlockMasks)].into_iter().flatten() {
-            dtypes.entry(line).or_default().insert(dtype);
-            served.entry(line).or_default().insert(row.target);
+        let mut add = |block_mask, size| {
+            let cells = lines.entry(Line { operation, block_mask, size }).or_default();
+            cells.types.insert(dtype.name());
+            cells.targets.insert(row.target);
+        };
+        add(false, size);
+        if takes_masks {
+            add(true, Size::Block(SMALLEST_BLOCK));
         }
     }
-    let kernel_types: BTreeSet<&str> = dtypes.values().flatten().copied().collect();
-    for line in Line::CPU_ONLY {
-        let types = if line == Line::SinglePrecision {
-            BTreeSet::from(["f32"])
-        } else {
-            kernel_types.clone()
-        };
-        dtypes.insert(line, types);
-        served.insert(line, BTreeSet::new());
-    }
+    let targets: BTreeSet<Target> =
+        lines.values().flat_map(|cells| &cells.targets).copied().collect();
     let mut table = String::from("| operation | size | types |");
     for target in &targets {
         table += &format!(" {} |", column(*target));
     }
     table += &format!(" CPU |\n|---|---|---|{}---|\n", "---|".repeat(targets.len()));
-    let mut smaller = 0;
-    for (line, by_target) in &served {
-        let types = dtypes[line].iter().copied().collect::<Vec<_>>().join(", ");
-        table += &match *line {
-            // A tile takes every multiple of 8 above the next smaller tile.
-            Line::AttentionForward { head_dim } => {
-                format!(
-                    "| attention forward | head_dim {}–{head_dim}, multiples of 8 | {types} |",
-                    smaller + 8
-                )
-            }
-            Line::BlockMasks => {
-                let block = SMALLEST_BLOCK;
-                format!(
-                    "| attention under a block mask | multiples of {block} × {block} | {types} |"
-                )
-            }
-            Line::BsrMatmul { block_size } => {
-                format!("| BSR matmul | block {block_size} | {types} |")
-            }
-            Line::BsrMatmulTransposed { block_size } => {
-                format!("| BSR matmul, Aᵀ, column-major B | block {block_size} | {types} |")
-            }
-            Line::BsrSddmm { block_size } => {
-                format!("| sampled product | block {block_size} | {types} |")
-            }
-            Line::OtherHeadDims => format!("| attention forward | any other head_dim | {types} |"),
-            Line::OtherBlocks => {
-                format!("| BSR matmul, sampled product | any other block | {types} |")
-            }
-            Line::SinglePrecision => format!("| all of these | all of these | {types} |"),
-        };
-        if let Line::AttentionForward { head_dim } = *line {
-            smaller = head_dim;
-        }
+    let mut push = |operation: &str, size: &str, cells: &Cells| {
+        let types = cells.types.iter().copied().collect::<Vec<_>>().join(", ");
+        table += &format!("| {operation} | {size} | {types} |");
         for target in &targets {
-            table += if by_target.contains(target) { " yes |" } else { " – |" };
+            table += if cells.targets.contains(target) { " yes |" } else { " – |" };
         }
         table += " yes |\n";
+    };
+    let mut before = None;
+    // By the size that no kernel is made for: the operations that only the CPU computes.
+    let mut others: [(&str, Vec<&str>); 2] =
+        [("any other head_dim", vec![]), ("any other block", vec![])];
+    for (line, cells) in &lines {
+        let operation = operations[line.operation];
+        // Variants of an operation have a comma and more behind its name.
+        let name = operation.split(',').next().unwrap_or(operation);
+        let other = match line.size {
+            _ if line.block_mask => {
+                let block = SMALLEST_BLOCK;
+                let size = format!("multiples of {block} × {block}");
+                push("attention under a block mask", &size, cells);
+                continue;
+            }
+            Size::HeadDim(head_dim) => {
+                // A tile takes every multiple of 8 above the next smaller tile.
+                let smaller = before.filter(|(operation, _)| *operation == line.operation);
+                let least = smaller.map_or(8, |(_, head_dim)| head_dim + 8);
+                push(operation, &format!("head_dim {least}–{head_dim}, multiples of 8"), cells);
+                before = Some((line.operation, head_dim));
+                &mut others[0].1
+            }
+            Size::Block(block) => {
+                push(operation, &format!("block {block}"), cells);
+                &mut others[1].1
+            }
+        };
+        if !other.contains(&name) {
+            other.push(name);
+        }
     }
+    let types = lines.values().flat_map(|cells| &cells.types).copied().collect();
+    let on_cpu = Cells { types, targets: BTreeSet::new() };
+    for (size, names) in others {
+        push(&names.join(", "), size, &on_cpu);
+    }
+    push("all of these", "all of these", &Cells { types: BTreeSet::from(["f32"]), ..on_cpu });
     table
-}
-
-fn describe(row: &Row) -> Option<(Line, &'static str)> {
-    match row.variant {
-        Variant::AttentionFwd(AttentionFwd { head_dim, dtype, .. })
-        | Variant::AttentionFwdHopper(AttentionFwdHopper { head_dim, dtype, .. }) => {
-            Some((Line::AttentionForward { head_dim }, dtype.name()))
-        }
-        Variant::BsrMatmulHopper(BsrMatmulHopper {
-            block_size,
-            dtype,
-            a_transposed,
-            b_column_major,
-            ..
-        }) if a_transposed || b_column_major => {
-            Some((Line::BsrMatmulTransposed { block_size }, dtype.name()))
-        }
-        Variant::BsrMatmulAny(BsrMatmul { block_size, dtype, .. }) => {
-            Some((Line::BsrMatmulTransposed { block_size }, dtype.name()))
-        }
-        Variant::BsrMatmul(BsrMatmul { block_size, dtype, .. })
-        | Variant::BsrMatmulHopper(BsrMatmulHopper { block_size, dtype, .. }) => {
-            Some((Line::BsrMatmul { block_size }, dtype.name()))
-        }
-        Variant::BsrSddmm(BsrSddmm { block_size, dtype, .. })
-        | Variant::BsrSddmmHopper(BsrSddmmHopper { block_size, dtype, .. }) => {
-            Some((Line::BsrSddmm { block_size }, dtype.name()))
-        }
-        // Prepares the operand of an operation, or computes nothing that a user asks for.
-        Variant::BlockMask(_) | Variant::Probe(_) => None,
-    }
 }
 
 fn column(target: Target) -> &'static str {
@@ -201,11 +170,12 @@ mod tests {
     fn what_only_the_cpu_runs_is_said() {
         let table = markdown(manifest::rows());
         for line in [
-            "| attention forward | any other head_dim | bf16, f16 | – | – | – | – | – | – | yes |\n",
-            "| BSR matmul, sampled product | any other block | bf16, f16 | – | – | – | – | – | – | yes |\n",
-            "| all of these | all of these | f32 | – | – | – | – | – | – | yes |\n",
+            "| attention forward | any other head_dim | bf16, f16",
+            "| BSR matmul, sampled product | any other block | bf16, f16",
+            "| all of these | all of these | f32",
         ] {
-            assert!(table.contains(line), "{table}");
+            let line = format!("{line} | – | – | – | – | – | – | yes |\n");
+            assert!(table.contains(&line), "{table}");
         }
     }
 
@@ -214,7 +184,8 @@ mod tests {
         let table = markdown(manifest::rows());
         for (block, hopper) in [(16, "–"), (32, "–"), (64, "yes"), (128, "yes")] {
             let line = format!(
-                "| BSR matmul, Aᵀ, column-major B | block {block} | bf16, f16 | yes | yes | yes | {hopper} | yes | yes | yes |"
+                "| BSR matmul, Aᵀ, column-major B | block {block} | bf16, f16 \
+                 | yes | yes | yes | {hopper} | yes | yes | yes |"
             );
             assert!(table.contains(&line), "{table}");
         }

@@ -84,7 +84,7 @@ impl Kernel {
             return Ok(Arc::clone(kernel));
         }
         let kernel = Arc::new(Kernel::load(context, row)?);
-        kernels.insert(row.clone(), Arc::clone(&kernel));
+        kernels.insert(*row, Arc::clone(&kernel));
         Ok(kernel)
     }
 

@@ -5,9 +5,6 @@
 //! it.
 #![forbid(unsafe_code)]
 
-mod block_mask;
-mod bsr_matmul_hopper;
-mod bsr_sddmm;
 mod dtype;
 mod expect;
 pub mod image;
@@ -15,15 +12,9 @@ pub mod manifest;
 #[rustfmt::skip]
 #[allow(missing_docs, non_camel_case_types)]
 pub mod params;
-mod probe;
-mod rows;
 mod target;
-mod tile;
 
-pub use block_mask::BlockMaskKernel;
-pub use bsr_sddmm::Major;
 pub use dtype::DType;
 pub use expect::Expect;
-pub use manifest::Row;
-pub use probe::Probe;
+pub use manifest::{BlockMaskKernel, Major, Probe, Row};
 pub use target::{ComputeCapability, Target};

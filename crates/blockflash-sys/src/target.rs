@@ -75,6 +75,11 @@ impl Target {
         matches!(self, Target::Ptx80)
     }
 
+    /// Whether later GPUs run its instructions, too.
+    pub const fn is_portable(self) -> bool {
+        !matches!(self, Target::Sm90a)
+    }
+
     /// Whether a GPU can load an image of this target. Machine code runs within its major version
     /// from its own minor version upwards (CUDA's binary compatibility rule), architecture-specific
     /// code on exactly its own.

@@ -9,7 +9,7 @@ use std::{collections::BTreeMap, path::PathBuf};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Entry {
-    /// Image name, without `.zst`.
+    /// Image name.
     pub image: String,
     /// SHA-256 of the source file, every header of this repository that it includes, and the
     /// variant's macros. Equal for all targets of a symbol.

@@ -18,11 +18,13 @@ use compile::{Image, compile};
 use indicatif::{ProgressBar, ProgressStyle};
 use lock::Lock;
 use rayon::{ThreadPoolBuilder, prelude::*};
+use sources::sha256;
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     path::PathBuf,
     time::{Duration, Instant},
 };
+use store::Images;
 use toolchain::Toolchain;
 
 /// Compile the kernels into crates/blockflash-sys/prebuilt, or prove that what is there is up
@@ -62,10 +64,6 @@ impl Args {
             && (self.only.is_empty()
                 || self.only.iter().any(|part| row.image_name().contains(part.as_str())))
     }
-
-    fn selects_all(&self) -> bool {
-        self.only.is_empty() && self.arch.is_empty()
-    }
 }
 
 /// Whether `--arch` selects a target: all of them when it is not given, and sm_90a stands for sm_90
@@ -94,10 +92,10 @@ pub fn run(args: &Args) -> Result<()> {
         Some(path) => Toolchain::at(path)?,
         None => Toolchain::pinned()?,
     };
-    let lock = lock::load()?;
+    let (lock, committed) = (lock::load()?, store::load()?);
     let mut todo = Vec::new();
     for &row in &rows {
-        if args.check || args.force || !is_current(row, &lock, &toolchain.version)? {
+        if args.check || args.force || !is_current(row, &lock, &committed, &toolchain.version)? {
             todo.push(row);
         }
     }
@@ -112,10 +110,10 @@ pub fn run(args: &Args) -> Result<()> {
         }
     }
     if args.check {
-        check(&lock, &images, &mut problems)?
+        check(&lock, &images, &committed, &mut problems);
     } else {
         print_usage(&images);
-        write(lock, &images, args.selects_all())?
+        write(lock, images.iter().map(|(_, image, _)| image), committed)?;
     }
     let unchanged = rows.len() - todo.len();
     println!(
@@ -134,14 +132,14 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 /// Whether the committed image comes from the present sources and flags.
-fn is_current(row: &Row, lock: &Lock, nvcc_version: &str) -> Result<bool> {
+fn is_current(row: &Row, lock: &Lock, committed: &Images, nvcc_version: &str) -> Result<bool> {
     let name = row.image_name();
     let Some(entry) = lock.get(&name) else { return Ok(false) };
     // A source that cannot be read is reported by the build.
     let Ok(source) = sources::fingerprint(row) else { return Ok(false) };
     Ok(entry.source == source
         && entry.build == build_fingerprint(row, nvcc_version)?
-        && store::digest(&name).ok().flatten().as_ref() == Some(&entry.sha256))
+        && committed.get(&name).is_some_and(|image| sha256(image) == entry.sha256))
 }
 
 type Compiled = Result<(Image, Duration)>;
@@ -185,50 +183,46 @@ fn print_usage(images: &[Usage]) {
     }
 }
 
-/// Writes images and lock file; after a build of everything, removes what no row asks for.
-fn write(mut lock: Lock, images: &[Usage], all: bool) -> Result<()> {
-    for (_, image, _) in images {
-        store::store(&image.entry.image, &image.bytes)?;
+/// Writes archives and lock file, without what no row asks for.
+fn write<'i>(
+    mut lock: Lock,
+    built: impl Iterator<Item = &'i Image>,
+    mut images: Images,
+) -> Result<()> {
+    for image in built {
+        images.insert(image.entry.image.clone(), image.bytes.clone());
         lock.insert(image.entry.image.clone(), image.entry.clone());
     }
-    if all {
-        for name in stale()? {
-            println!("removed {name}: no row asks for it");
-            store::remove(&name)?;
-        }
-        let wanted: Vec<String> = manifest::rows().iter().map(Row::image_name).collect();
-        lock.retain(|name, _| wanted.contains(name));
+    let wanted = image_names();
+    lock.retain(|name, _| wanted.contains(name));
+    for path in store::store(&images)? {
+        println!("changed: {}", path.display());
     }
     lock::store(&lock)
 }
 
-/// Images in `prebuilt/` that no row asks for.
-pub fn stale() -> Result<Vec<String>> {
-    let wanted: Vec<String> = manifest::rows().iter().map(Row::image_name).collect();
-    Ok(store::names()?.into_iter().filter(|name| !wanted.contains(name)).collect())
+/// Packs the committed images anew: needed after a change of how archives are packed.
+pub fn repack() -> Result<()> {
+    let changed = store::store(&store::load()?)?;
+    println!("{} archives changed", changed.len());
+    Ok(())
 }
 
-/// Images that a row asks for and `prebuilt/` lacks.
-pub fn missing() -> Result<Vec<String>> {
-    let present = store::names()?;
-    Ok(manifest::rows()
-        .iter()
-        .map(Row::image_name)
-        .filter(|name| !present.contains(name))
-        .collect())
+/// Names of the images that rows ask for.
+pub fn image_names() -> BTreeSet<String> {
+    manifest::rows().iter().map(Row::image_name).collect()
 }
 
 /// Compares fresh images with the committed ones.
-fn check(lock: &Lock, images: &[Usage], problems: &mut Problems) -> Result<()> {
+fn check(lock: &Lock, images: &[Usage], committed: &Images, problems: &mut Problems) {
     for (row, image, _) in images {
         let entry = &image.entry;
-        match store::load(&entry.image) {
-            Ok(None) => problems.add(row, "has no committed image".into()),
-            Ok(Some(bytes)) if bytes != image.bytes => {
+        match committed.get(&entry.image) {
+            None => problems.add(row, "has no committed image".into()),
+            Some(bytes) if *bytes != image.bytes => {
                 problems.add(row, "is not what the sources give".into())
             }
-            Ok(Some(_)) => {}
-            Err(error) => problems.add(row, format!("{error:#}")),
+            Some(_) => {}
         }
         match lock.get(&entry.image) {
             None => problems.add(row, "has no line in kernels.lock".into()),
@@ -241,10 +235,10 @@ fn check(lock: &Lock, images: &[Usage], problems: &mut Problems) -> Result<()> {
             problems.add(row, violation);
         }
     }
-    for name in stale()? {
-        problems.add_name(name, "has no row in the manifest".into());
+    let wanted = image_names();
+    for name in committed.keys().filter(|name| !wanted.contains(*name)) {
+        problems.add_name(name.clone(), "has no row in the manifest".into());
     }
-    Ok(())
 }
 
 /// What went wrong, the same message once with all the images it applies to.

@@ -1,11 +1,7 @@
 //! Which kernels are profiled, and on what.
 
 use anyhow::{Result, bail};
-use blockflash_sys::manifest::{
-    self, AttentionFwd, AttentionFwdHopper, BsrMatmul, BsrMatmulHopper, BsrSddmm, BsrSddmmHopper,
-    Variant,
-};
-use blockflash_sys::{ComputeCapability, Row};
+use blockflash_sys::{ComputeCapability, Row, manifest};
 
 /// The rows that a GPU runs and whose symbol contains a text, each with the case that it is
 /// profiled on unless `--shape` says otherwise; of several rows for a symbol the preferred one. A
@@ -32,32 +28,10 @@ pub fn rows(pattern: &str, gpu: ComputeCapability) -> Result<Vec<(&'static Row, 
     Ok(found)
 }
 
-/// A case for a row, large enough for many waves of CTAs; `None` for a row that belongs to no case
-/// of `blockflash bench`.
+/// The case that a row is profiled on unless `--shape` names another one. `None` for a row that no
+/// case launches.
 fn case(row: &Row) -> Option<String> {
-    match row.variant {
-        Variant::AttentionFwd(AttentionFwd { head_dim, dtype, .. })
-        | Variant::AttentionFwdHopper(AttentionFwdHopper { head_dim, dtype, .. }) => {
-            let heads = 2048 / head_dim.max(1);
-            Some(format!("b4_s4096_h{heads}_d{head_dim}_full_{dtype}"))
-        }
-        // No case has Aᵀ, or B by columns.
-        Variant::BsrMatmulHopper(tile) if tile.a_transposed || tile.b_column_major => None,
-        Variant::BsrMatmul(BsrMatmul { block_size, dtype, .. })
-        | Variant::BsrMatmulAny(BsrMatmul { block_size, dtype, .. })
-        | Variant::BsrMatmulHopper(BsrMatmulHopper { block_size, dtype, .. }) => {
-            Some(format!("m8192_n1024_k8192_b{block_size}_d0.1_uniform_{dtype}"))
-        }
-        // The gradient of weights.
-        Variant::BsrSddmm(BsrSddmm { block_size, dtype, .. }) => {
-            Some(format!("sddmm_m8192_n8192_k4096_b{block_size}_d0.1_uniform_column_row_{dtype}"))
-        }
-        Variant::BsrSddmmHopper(BsrSddmmHopper { block_size, dtype, a, b, .. }) => {
-            let (a, b) = (a.name(), b.name());
-            Some(format!("sddmm_m8192_n8192_k4096_b{block_size}_d0.1_uniform_{a}_{b}_{dtype}"))
-        }
-        Variant::BlockMask(_) | Variant::Probe(_) => None,
-    }
+    row.family().profile_case()
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ fn bsr_rows() -> impl Iterator<Item = (&'static Row, BsrMatmul)> {
 
 #[test]
 fn every_gpu_takes_the_least_waste() {
-    let rows: Vec<Row> = bsr_rows().map(|(row, _)| row.clone()).collect();
+    let rows: Vec<Row> = bsr_rows().map(|(row, _)| *row).collect();
     for gpu in gpus() {
         for (dtype, block_size) in
             bsr_rows().map(|(_, tile)| (tile.dtype, tile.block_size as usize))

@@ -2,7 +2,7 @@
 
 use super::{BsrMatmulOperands, Fit, fits_row, optional, starts_last};
 use crate::{Error, LaunchConfig, Result, Row, Stream, View};
-use blockflash_sys::manifest::{BsrMatmul, BsrTile, Variant};
+use blockflash_sys::manifest::{BsrMatmulAny, BsrTile, Variant};
 use blockflash_sys::params::blockflash_bsr_matmul_any_params;
 
 impl Stream {
@@ -49,7 +49,7 @@ impl Stream {
 
 fn fit(
     row: &Row,
-    tile: &BsrMatmul,
+    tile: &BsrMatmulAny,
     config: &LaunchConfig,
     p: &blockflash_bsr_matmul_any_params,
     operands: &BsrMatmulOperands<'_>,

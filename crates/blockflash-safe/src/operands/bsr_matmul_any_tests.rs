@@ -50,14 +50,14 @@ fn fit_lying(
         bias: None,
     };
     let tile_of = |row: &'static Row| match &row.variant {
-        Variant::BsrMatmulAny(tile) if (tile.dtype, tile.block_size) == (DType::F16, 16) => {
+        Variant::BsrMatmulAny(tile) if (tile.0.dtype, tile.0.block_size) == (DType::F16, 16) => {
             Some((row, tile))
         }
         _ => None,
     };
     let (row, tile) = manifest::rows().iter().find_map(tile_of).ok_or("no row")?;
     let mut config = LaunchConfig {
-        grid: [3 * (N as u32).div_ceil(tile.block_n), 1, 1],
+        grid: [3 * (N as u32).div_ceil(tile.0.block_n), 1, 1],
         block: row.threads(),
         smem_bytes: row.smem_bytes(),
         cluster: None,

@@ -1,0 +1,116 @@
+use super::family::{Family, Support, each_dtype};
+use super::tile::{AttentionTile, Lse};
+use crate::{DType, Target};
+
+/// Tiles of `attention_fwd_sm80`: a CTA computes `block_q` queries of one head against all keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AttentionFwd {
+    /// Element type of q, k, v and o.
+    pub dtype: DType,
+    /// Head dimension of the tile; smaller ones are padded with zeros on chip.
+    pub head_dim: u32,
+    /// Queries per CTA.
+    pub block_q: u32,
+    /// Keys per step of the main loop.
+    pub block_kv: u32,
+    /// Warps per CTA; each owns `block_q / warps` query rows.
+    pub warps: u32,
+    /// Pipeline stages of K and of V in shared memory.
+    pub stages: u32,
+    /// CTAs per SM that the register allocation must allow.
+    pub min_blocks: u32,
+}
+
+/// The targets that a tile is compiled for.
+type CompiledFor = fn(Target) -> bool;
+
+/// At least 163 KB of shared memory per CTA.
+fn large_smem(target: Target) -> bool {
+    target.is_portable() && target.smem_limit() >= 163 * 1024
+}
+
+/// 99 KB of shared memory per CTA, and GPUs that are not known yet.
+fn small_smem(target: Target) -> bool {
+    target.is_portable() && !large_smem(target)
+}
+
+const fn tile(
+    head_dim: u32,
+    [block_q, block_kv]: [u32; 2],
+    [warps, stages, min_blocks]: [u32; 3],
+) -> AttentionFwd {
+    AttentionFwd { dtype: DType::F16, head_dim, block_q, block_kv, warps, stages, min_blocks }
+}
+
+/// Tiles by head dimension. With 32 query rows per warp each fragment of K and V feeds two MMAs,
+/// which halves the shared-memory reads; the accumulators fit into registers up to head_dim 128,
+/// beyond it a warp has 16 rows. At 128 the tile that is fastest on Hopper leaves room for one CTA
+/// per SM where shared memory has 100 KB, so those GPUs take half the keys per step and run two
+/// CTAs. The narrower tiles of 64 and 128 serve block masks with 64 queries per block: dense
+/// problems take the first tile of a head dimension.
+const TILES: &[(CompiledFor, AttentionFwd)] = &[
+    (Target::is_portable, tile(64, [128, 64], [4, 1, 2])),
+    (Target::is_portable, tile(64, [64, 64], [4, 1, 2])),
+    (Target::is_portable, tile(96, [128, 64], [4, 1, 2])),
+    (large_smem, tile(128, [128, 64], [4, 1, 2])),
+    (small_smem, tile(128, [128, 32], [4, 1, 2])),
+    (Target::is_portable, tile(128, [64, 64], [4, 1, 2])),
+    (Target::is_portable, tile(192, [64, 64], [4, 1, 2])),
+    (Target::is_portable, tile(256, [64, 64], [4, 1, 2])),
+];
+
+pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionFwd> {
+    each_dtype(TILES)
+        .filter(move |(_, (compiled_for, _))| compiled_for(target))
+        .map(|(dtype, (_, tile))| AttentionFwd { dtype, ..tile })
+}
+
+impl AttentionFwd {
+    /// The part that all attention kernels have.
+    pub const fn tile(&self) -> AttentionTile {
+        let Self { dtype, head_dim, block_q, block_kv, .. } = *self;
+        AttentionTile { dtype, head_dim, block_q, block_kv, heads: 1, lse: Lse::AsAsked }
+    }
+}
+
+impl Family for AttentionFwd {
+    fn source(&self) -> &'static str {
+        "attention_fwd_sm80"
+    }
+
+    fn name(&self) -> String {
+        let Self { dtype, head_dim, block_q, block_kv, warps, stages, .. } = self;
+        format!("{dtype}_d{head_dim}_q{block_q}_kv{block_kv}_w{warps}_s{stages}")
+    }
+
+    fn warps(&self) -> u32 {
+        self.warps
+    }
+
+    /// The Q tile, and a ring of K tiles and of V tiles.
+    fn smem_bytes(&self) -> u32 {
+        (self.block_q + 2 * self.stages * self.block_kv) * self.head_dim * self.dtype.size() as u32
+    }
+
+    fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
+        define("VARIANT_DTYPE", self.dtype as u32);
+        define("VARIANT_HEAD_DIM", self.head_dim);
+        define("VARIANT_BLOCK_Q", self.block_q);
+        define("VARIANT_BLOCK_KV", self.block_kv);
+        define("VARIANT_WARPS", self.warps);
+        define("VARIANT_STAGES", self.stages);
+        define("VARIANT_MIN_BLOCKS", self.min_blocks);
+    }
+
+    fn contains(&self) -> &'static [&'static str] {
+        &["HMMA", "LDGSTS", "LDSM", "MUFU"]
+    }
+
+    fn supports(&self) -> Option<Support> {
+        Some(self.tile().support())
+    }
+
+    fn profile_case(&self) -> Option<String> {
+        Some(self.tile().profile_case())
+    }
+}

@@ -1,0 +1,176 @@
+use super::family::{Family, Support, each_dtype};
+use super::tile::{AttentionTile, Lse};
+use crate::{DType, Target};
+
+/// Tiles of `attention_fwd_sm90a`: persistent CTAs, one to three per SM, take tile after tile, each
+/// `block_q` queries of `heads` heads against all keys. A producer warpgroup loads, each consumer
+/// warpgroup computes 64 queries of one head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AttentionFwdHopper {
+    /// Element type of q, k, v and o.
+    pub dtype: DType,
+    /// Head dimension of the tile; smaller ones are padded with zeros on chip.
+    pub head_dim: u32,
+    /// Keys per step of the main loop.
+    pub block_kv: u32,
+    /// Consumer warpgroups.
+    pub warpgroups: u32,
+    /// Heads of q that share the keys of a tile: 1, or one per consumer warpgroup.
+    pub heads: u32,
+    /// Pipeline stages of K and of V in shared memory.
+    pub stages: u32,
+    /// Q tiles in shared memory per consumer warpgroup.
+    pub q_stages: u32,
+    /// Whether Q is multiplied from registers.
+    pub q_in_registers: bool,
+    /// CTAs that share an SM.
+    pub blocks_per_multiprocessor: u32,
+    /// Whether it computes the log-sum-exp, which takes a second sum of each row, of the unrounded
+    /// probabilities. Separate kernels keep that cost away from calls that do not ask for it.
+    pub lse: bool,
+    /// Nanoseconds on an H200 of a key tile, where all CTAs of an SM are busy, and of the change
+    /// from one tile of queries to the next. Selection compares them.
+    pub cost_ns: [u32; 2],
+}
+
+const fn tile(
+    head_dim: u32,
+    block_kv: u32,
+    warpgroups: u32,
+    [stages, q_stages]: [u32; 2],
+    q_in_registers: bool,
+    blocks_per_multiprocessor: u32,
+    cost_ns: [u32; 2],
+) -> AttentionFwdHopper {
+    let (dtype, heads, lse) = (DType::F16, 1, false);
+    AttentionFwdHopper {
+        dtype,
+        head_dim,
+        block_kv,
+        warpgroups,
+        heads,
+        stages,
+        q_stages,
+        q_in_registers,
+        blocks_per_multiprocessor,
+        lse,
+        cost_ns,
+    }
+}
+
+/// Tiles by head dimension. Three consumer warpgroups where registers allow it (outputs, scores and
+/// probabilities take at most 132 of 160 per thread); with two or one, Q is in registers where some
+/// are free. Tiles with fewer queries serve grids that would not fill the SMs. Tiles with 64 keys
+/// serve block masks; at 192 and 256 they are the faster ones without a mask, too, as wider ones
+/// straddle the diagonal of a causal mask. CTAs of 64 queries share an SM, since warpgroups with
+/// lists of their own cannot share keys; three do at head_dim 64, where they change tiles of
+/// queries at different times, which speeds up short causal sequences. Where heads of q share keys
+/// and a block mask, two of them share a tile.
+const TILES: &[AttentionFwdHopper] = &[
+    tile(64, 128, 3, [2, 2], false, 1, [1364, 1900]),
+    tile(64, 128, 2, [2, 1], true, 1, [1073, 2100]),
+    tile(64, 128, 1, [2, 1], true, 1, [737, 1700]),
+    tile(64, 64, 2, [4, 1], true, 1, [583, 2100]),
+    tile(64, 64, 1, [2, 1], true, 3, [774, 2500]),
+    tile(96, 96, 3, [2, 1], false, 1, [1356, 3000]),
+    tile(96, 128, 2, [2, 1], true, 1, [1310, 2800]),
+    tile(128, 128, 2, [2, 1], true, 1, [1340, 3000]),
+    tile(128, 128, 1, [2, 1], true, 1, [988, 2200]),
+    tile(128, 64, 2, [3, 1], true, 1, [729, 2800]),
+    tile(128, 64, 1, [2, 1], true, 2, [794, 3200]),
+    AttentionFwdHopper { heads: 2, ..tile(128, 64, 2, [3, 1], true, 1, [729, 2800]) },
+    tile(192, 64, 2, [3, 1], false, 1, [983, 4000]),
+    tile(256, 64, 2, [2, 1], false, 1, [1300, 4300]),
+    tile(256, 64, 1, [2, 1], false, 1, [851, 2860]),
+];
+
+pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionFwdHopper> {
+    each_dtype(TILES).filter(move |_| target == Target::Sm90a).flat_map(|(dtype, tile)| {
+        [false, true].map(|lse| AttentionFwdHopper { dtype, lse, ..tile })
+    })
+}
+
+impl AttentionFwdHopper {
+    /// Bytes of a row of a panel in shared memory: the span of the swizzle, 64 elements.
+    const PANEL_ROW_BYTES: u32 = 128;
+    /// Bytes for mbarriers and the announced tiles, and a page of zeros.
+    const EXTRA_BYTES: u32 = 2048;
+
+    /// The part that all attention kernels have.
+    pub const fn tile(&self) -> AttentionTile {
+        let Self { dtype, head_dim, block_kv, heads, .. } = *self;
+        let lse = if self.lse { Lse::Always } else { Lse::Never };
+        AttentionTile { dtype, head_dim, block_q: self.block_q(), block_kv, heads, lse }
+    }
+
+    /// Queries per CTA.
+    pub const fn block_q(&self) -> u32 {
+        64 * self.warpgroups / self.heads
+    }
+}
+
+impl Family for AttentionFwdHopper {
+    fn source(&self) -> &'static str {
+        "attention_fwd_sm90a"
+    }
+
+    fn name(&self) -> String {
+        let Self { dtype, head_dim, block_kv, heads, stages, .. } = self;
+        let heads = if *heads > 1 { format!("_h{heads}") } else { String::new() };
+        let lse = if self.lse { "_lse" } else { "" };
+        format!("{dtype}_d{head_dim}_q{}_kv{block_kv}_s{stages}{heads}{lse}", self.block_q())
+    }
+
+    /// Four per consumer warpgroup, and the producer warpgroup.
+    fn warps(&self) -> u32 {
+        4 * (self.warpgroups + 1)
+    }
+
+    /// The Q tiles, a ring of K tiles and of V tiles, and per stage a panel with the ones whose
+    /// product with the probabilities is the denominator. V has columns to spare for them in some
+    /// tiles, and at 256 none would fit.
+    fn smem_bytes(&self) -> u32 {
+        let panels = self.head_dim.div_ceil(64);
+        let ones = self.head_dim.is_multiple_of(64) && self.head_dim < 256;
+        let q_rows = self.warpgroups * self.q_stages * 64 * panels;
+        let kv_rows = self.stages * self.block_kv * (2 * panels + u32::from(ones));
+        // The output on its way to global memory, where there is room.
+        let staged =
+            (self.q_in_registers || self.q_stages == 2) && self.blocks_per_multiprocessor == 1;
+        let o_rows = if staged { self.warpgroups * 64 * panels } else { 0 };
+        (q_rows + kv_rows + o_rows) * Self::PANEL_ROW_BYTES + Self::EXTRA_BYTES
+    }
+
+    fn counts_tiles(&self) -> bool {
+        true
+    }
+
+    fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
+        define("VARIANT_DTYPE", self.dtype as u32);
+        define("VARIANT_HEAD_DIM", self.head_dim);
+        define("VARIANT_BLOCK_KV", self.block_kv);
+        define("VARIANT_WARPGROUPS", self.warpgroups);
+        define("VARIANT_HEADS", self.heads);
+        define("VARIANT_STAGES", self.stages);
+        define("VARIANT_Q_STAGES", self.q_stages);
+        define("VARIANT_Q_IN_REGISTERS", self.q_in_registers.into());
+        define("VARIANT_LSE", self.lse.into());
+        define("VARIANT_MIN_BLOCKS", self.blocks_per_multiprocessor);
+    }
+
+    fn contains(&self) -> &'static [&'static str] {
+        &["HGMMA", "UTMALDG", "MUFU", "VIMNMX3", "USETMAXREG"]
+    }
+
+    fn supports(&self) -> Option<Support> {
+        Some(self.tile().support())
+    }
+
+    fn profile_case(&self) -> Option<String> {
+        Some(self.tile().profile_case())
+    }
+}
+
+#[cfg(test)]
+#[path = "attention_fwd_sm90a_tests.rs"]
+mod tests;

@@ -1,0 +1,76 @@
+use crate::DType;
+
+/// A kernel family: one source file, compiled with the compile-time parameters that `self` holds.
+///
+/// Everything that a [`Row`](super::Row) says about its kernel comes from here.
+pub trait Family {
+    /// Name of the source in `kernels/`.
+    fn source(&self) -> &'static str;
+
+    /// What distinguishes the parameters in symbols, such as `f16_d64_q128_kv64_w4_s1`.
+    fn name(&self) -> String;
+
+    /// Warps per CTA.
+    fn warps(&self) -> u32;
+
+    /// Dynamic shared memory per CTA in bytes.
+    fn smem_bytes(&self) -> u32 {
+        0
+    }
+
+    /// CTAs per cluster; 1 for kernels that are launched without clusters.
+    fn cluster(&self) -> u32 {
+        1
+    }
+
+    /// Whether persistent CTAs take tile after tile from a counter in device memory, which each
+    /// launch has to be given.
+    fn counts_tiles(&self) -> bool {
+        false
+    }
+
+    /// Calls `define` with the name and the value of each preprocessor definition besides those
+    /// that every row has.
+    fn macros(&self, define: &mut dyn FnMut(&'static str, u32));
+
+    /// Opcodes that the machine code must contain.
+    fn contains(&self) -> &'static [&'static str];
+
+    /// What the support table says; `None` for a kernel that only prepares the operand of an
+    /// operation or measures the GPU.
+    fn supports(&self) -> Option<Support> {
+        None
+    }
+
+    /// The case of `blockflash bench` that `cargo xtask profile` runs it on: large enough for many
+    /// waves of CTAs. `None` for kernels that no case launches.
+    fn profile_case(&self) -> Option<String> {
+        None
+    }
+}
+
+/// A cell of the support table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Support {
+    /// The operation in words.
+    pub operation: &'static str,
+    /// The size that the kernel is made for.
+    pub size: Size,
+    /// Element type of the inputs.
+    pub dtype: DType,
+}
+
+/// The size that distinguishes the kernels of an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Size {
+    /// The largest head dimension.
+    HeadDim(u32),
+    /// Rows and columns of a stored block.
+    Block(u32),
+}
+
+/// The tiles of a table for each element type that kernels compute with.
+pub(super) fn each_dtype<T: Copy>(table: &'static [T]) -> impl Iterator<Item = (DType, T)> {
+    let of = |dtype| table.iter().map(move |&tile| (dtype, tile));
+    [DType::F16, DType::BF16].into_iter().flat_map(of)
+}

@@ -1,0 +1,35 @@
+//! The table of kernels: every image that exists, with its tile sizes. Nothing else in the
+//! workspace writes a tile size.
+//!
+//! A kernel family is one file here and one implementation of [`Family`]. Tiles differ between
+//! targets because of shared memory: sm_80 and sm_90 have 163 KB and more per CTA, every other
+//! GPU 99 KB. Rows with equal [`Row::symbol`] are the same source with the same tiles for different
+//! targets.
+
+mod attention_fwd_sm80;
+mod attention_fwd_sm90a;
+mod block_mask;
+mod bsr_matmul_any_sm80;
+mod bsr_matmul_sm80;
+mod bsr_matmul_sm90a;
+mod bsr_sddmm_sm80;
+mod bsr_sddmm_sm90a;
+mod family;
+mod probe;
+mod row;
+mod tile;
+mod variant;
+
+pub use attention_fwd_sm80::AttentionFwd;
+pub use attention_fwd_sm90a::AttentionFwdHopper;
+pub use block_mask::BlockMaskKernel;
+pub use bsr_matmul_any_sm80::BsrMatmulAny;
+pub use bsr_matmul_sm80::BsrMatmul;
+pub use bsr_matmul_sm90a::BsrMatmulHopper;
+pub use bsr_sddmm_sm80::BsrSddmm;
+pub use bsr_sddmm_sm90a::BsrSddmmHopper;
+pub use family::{Family, Size, Support};
+pub use probe::Probe;
+pub use row::{Row, rows};
+pub use tile::{AttentionTile, BsrSddmmTile, BsrTile, Lse, Major};
+pub use variant::Variant;

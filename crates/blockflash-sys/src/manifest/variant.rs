@@ -1,0 +1,64 @@
+use super::family::Family;
+use super::{
+    attention_fwd_sm80, attention_fwd_sm90a, block_mask, bsr_matmul_any_sm80, bsr_matmul_sm80,
+    bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, probe,
+};
+use crate::Target;
+
+/// The kernel family of a row with its compile-time parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Variant {
+    /// Attention forward, dense or under a block mask, with the instructions of Ampere and later.
+    AttentionFwd(attention_fwd_sm80::AttentionFwd),
+    /// Attention forward, dense or under a block mask, with the instructions of Hopper.
+    AttentionFwdHopper(attention_fwd_sm90a::AttentionFwdHopper),
+    /// BSR matrix times dense matrix, with the instructions of Ampere and later.
+    BsrMatmul(bsr_matmul_sm80::BsrMatmul),
+    /// The same for A as it is or transposed, and B and C row-major or column-major, which the
+    /// launch decides.
+    BsrMatmulAny(bsr_matmul_any_sm80::BsrMatmulAny),
+    /// BSR matrix times dense matrix, with the instructions of Hopper.
+    BsrMatmulHopper(bsr_matmul_sm90a::BsrMatmulHopper),
+    /// Product of dense matrices at the stored blocks of a BSR matrix, with the instructions of
+    /// Ampere and later.
+    BsrSddmm(bsr_sddmm_sm80::BsrSddmm),
+    /// The same with the instructions of Hopper.
+    BsrSddmmHopper(bsr_sddmm_sm90a::BsrSddmmHopper),
+    /// Block masks made on the GPU.
+    BlockMask(block_mask::BlockMaskKernel),
+    /// No operation: one unit of the GPU at its highest rate, which kernels are held against.
+    Probe(probe::Probe),
+}
+
+impl Variant {
+    /// What the family says about itself.
+    pub const fn family(&self) -> &dyn Family {
+        match self {
+            Variant::AttentionFwd(tile) => tile,
+            Variant::AttentionFwdHopper(tile) => tile,
+            Variant::BsrMatmul(tile) => tile,
+            Variant::BsrMatmulAny(tile) => tile,
+            Variant::BsrMatmulHopper(tile) => tile,
+            Variant::BsrSddmm(tile) => tile,
+            Variant::BsrSddmmHopper(tile) => tile,
+            Variant::BlockMask(kernel) => kernel,
+            Variant::Probe(probe) => probe,
+        }
+    }
+
+    /// Every variant that is compiled for a target, the preferred ones first.
+    pub(super) fn all(target: Target) -> Vec<Variant> {
+        let mut variants = Vec::new();
+        variants.extend(attention_fwd_sm90a::tiles(target).map(Variant::AttentionFwdHopper));
+        variants.extend(attention_fwd_sm80::tiles(target).map(Variant::AttentionFwd));
+        variants.extend(bsr_matmul_sm90a::tiles(target).map(Variant::BsrMatmulHopper));
+        variants.extend(bsr_sddmm_sm90a::tiles(target).map(Variant::BsrSddmmHopper));
+        variants.extend(bsr_sddmm_sm80::tiles(target).map(Variant::BsrSddmm));
+        variants.extend(bsr_matmul_sm80::tiles(target).map(Variant::BsrMatmul));
+        variants.extend(bsr_matmul_any_sm80::tiles(target).map(Variant::BsrMatmulAny));
+        variants.extend(block_mask::tiles(target).map(Variant::BlockMask));
+        variants.extend(probe::tiles(target).map(Variant::Probe));
+        variants
+    }
+}
