@@ -1,7 +1,8 @@
-use crate::context::Context;
-use crate::driver::{Handle, check};
+use crate::device::Device;
+use crate::driver::check;
+use crate::gpu::{Context, Handle, Kernel, KernelInfo};
 use crate::tile_counter::TileCounters;
-use crate::{Device, Error, Result, Row};
+use crate::{Error, Result, Row};
 use blockflash_sys::image;
 use blockflash_sys::params::{
     blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params,
@@ -46,28 +47,16 @@ impl KernelParams for blockflash_bsr_sddmm_params {}
 impl KernelParams for blockflash_bsr_sddmm_portable_params {}
 impl KernelParams for blockflash_probe_params {}
 
-/// What a loaded kernel occupies, as the driver reports it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KernelInfo {
-    /// Registers per thread.
-    pub registers: u32,
-    /// Bytes of local memory per thread: spilled registers and stack.
-    pub local_bytes: u32,
-    /// Bytes of statically allocated shared memory per block.
-    pub static_smem_bytes: u32,
-    /// Bytes of dynamic shared memory per block, as the row says.
-    pub dynamic_smem_bytes: u32,
-    /// Threads that a block may have.
-    pub max_threads: u32,
-    /// Bytes of its parameter struct.
-    pub param_bytes: usize,
-}
-
-/// A kernel that is loaded in a context, for the rest of the process.
-pub(crate) struct Kernel {
-    pub(crate) raw: Handle<sys::CUfunc_st>,
-    pub(crate) symbol: String,
-    pub(crate) info: KernelInfo,
+impl Device {
+    /// Loads the kernel of a row now instead of at its first launch, and says what it occupies.
+    ///
+    /// # Errors
+    /// [`Error::NotOnGpu`] for the CPU, [`Error::Image`] for a missing image, [`Error::Cuda`] for
+    /// one that this GPU cannot run.
+    pub fn preload(&self, row: &Row) -> Result<KernelInfo> {
+        let context = self.context().ok_or(Error::NotOnGpu { what: "loading a kernel" })?;
+        Ok(Kernel::of(context, row)?.info)
+    }
 }
 
 impl Kernel {

@@ -1,5 +1,6 @@
 use crate::driver::check;
-use crate::kernel::{Kernel, KernelParams};
+use crate::gpu::Kernel;
+use crate::kernel::KernelParams;
 use crate::memory::DeviceMemory;
 use crate::stream::{Kept, Session};
 use crate::turns::Turns;

@@ -34,37 +34,44 @@ mod driver;
 mod element;
 mod error;
 mod event;
+mod gpu;
 mod graph;
 mod host_gemm;
 mod indices;
 mod kernel;
 mod launch;
 mod layout;
+mod lock;
+mod mark;
 mod memory;
 mod operands;
 mod probe;
+mod properties;
+mod queue;
 mod stream;
 mod tensor;
 mod tensor_map;
 mod tile_counter;
 mod turns;
+mod user;
 mod view;
 mod view_mut;
 
 pub use blockflash_sys::{
     BlockMaskKernel, ComputeCapability, DType, Major, Row, Target, manifest, params,
 };
-pub use device::{CudaDriver, CudaProperties, CudaStatus, Device, cuda_status};
+pub use device::Device;
 pub use driver::NEEDED_DRIVER_VERSION;
 pub use element::Element;
 pub use error::{Error, Result};
 pub use event::Event;
+pub use gpu::{CudaProperties, KernelInfo};
 pub use graph::Graph;
 pub use host_gemm::host_gemm;
 pub use indices::{
     BlockListArrays, BlockListScratch, BlockLists, BsrIndexArrays, BsrIndices, BsrStageArrays,
 };
-pub use kernel::{KernelInfo, KernelParams};
+pub use kernel::KernelParams;
 pub use launch::LaunchConfig;
 pub use layout::{Layout, MAX_RANK};
 pub use operands::{
@@ -72,6 +79,7 @@ pub use operands::{
     BsrPartsMemory, BsrSddmmOperands,
 };
 pub use probe::PROBE_CHUNK_BYTES;
+pub use properties::{CudaDriver, CudaStatus, cuda_status};
 pub use stream::Stream;
 pub use tensor::Tensor;
 pub use tensor_map::{Swizzle, TensorMap, TensorMapSpec};
@@ -82,11 +90,3 @@ pub use view_mut::ViewMut;
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
-
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-/// Locks; a panic of another thread while it held the lock leaves the lists behind our locks in a
-/// valid state.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}

@@ -1,4 +1,4 @@
-use super::{IndexTensor, as_i64, check_permutation, invalid, views};
+use super::tensor::{IndexTensor, as_i64, check_permutation, invalid, views};
 use crate::{DType, Device, Result, Stream, Tensor, View};
 
 /// The lists of a block mask on the host: what [`BlockLists::new`] checks and uploads.

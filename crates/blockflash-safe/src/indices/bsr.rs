@@ -1,4 +1,4 @@
-use super::{IndexTensor, check_permutation, invalid, views};
+use super::tensor::{IndexTensor, check_permutation, invalid, views};
 use crate::{Device, Result, Stream, Tensor, View};
 use blockflash_sys::manifest::BsrMatmulHopper;
 

@@ -1,5 +1,6 @@
 use super::*;
-use crate::Device;
+use super::tensor::IndexTensor;
+use crate::{Device, Error, Stream};
 
 fn cpu() -> Stream {
     Device::cpu().stream().unwrap()
