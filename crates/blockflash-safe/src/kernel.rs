@@ -4,13 +4,6 @@ use crate::gpu::{Context, Handle, Kernel, KernelInfo};
 use crate::tile_counter::TileCounters;
 use crate::{Error, Result, Row};
 use blockflash_sys::image;
-use blockflash_sys::params::{
-    blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params,
-    blockflash_block_mask_build_params, blockflash_block_scores_params,
-    blockflash_bsr_matmul_any_params, blockflash_bsr_matmul_params,
-    blockflash_bsr_matmul_tma_params, blockflash_bsr_sddmm_params,
-    blockflash_bsr_sddmm_portable_params, blockflash_probe_params,
-};
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 use std::ffi::CString;
 use std::ptr;
@@ -18,34 +11,6 @@ use std::sync::{Arc, PoisonError};
 
 /// Shared memory that a kernel may use without asking for more.
 const DEFAULT_SMEM_BYTES: u32 = 48 * 1024;
-
-mod sealed {
-    pub trait Sealed {}
-    impl Sealed for super::blockflash_attention_fwd_params {}
-    impl Sealed for super::blockflash_attention_fwd_tma_params {}
-    impl Sealed for super::blockflash_block_mask_build_params {}
-    impl Sealed for super::blockflash_block_scores_params {}
-    impl Sealed for super::blockflash_bsr_matmul_any_params {}
-    impl Sealed for super::blockflash_bsr_matmul_params {}
-    impl Sealed for super::blockflash_bsr_matmul_tma_params {}
-    impl Sealed for super::blockflash_bsr_sddmm_params {}
-    impl Sealed for super::blockflash_bsr_sddmm_portable_params {}
-    impl Sealed for super::blockflash_probe_params {}
-}
-
-/// The parameter structs of the kernels: those of [`params`](crate::params), and no others.
-pub trait KernelParams: Copy + 'static + sealed::Sealed {}
-
-impl KernelParams for blockflash_attention_fwd_params {}
-impl KernelParams for blockflash_attention_fwd_tma_params {}
-impl KernelParams for blockflash_block_mask_build_params {}
-impl KernelParams for blockflash_block_scores_params {}
-impl KernelParams for blockflash_bsr_matmul_any_params {}
-impl KernelParams for blockflash_bsr_matmul_params {}
-impl KernelParams for blockflash_bsr_matmul_tma_params {}
-impl KernelParams for blockflash_bsr_sddmm_params {}
-impl KernelParams for blockflash_bsr_sddmm_portable_params {}
-impl KernelParams for blockflash_probe_params {}
 
 impl Device {
     /// Loads the kernel of a row now instead of at its first launch, and says what it occupies.

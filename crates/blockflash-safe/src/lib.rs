@@ -44,8 +44,6 @@ mod layout;
 mod lock;
 mod mark;
 mod memory;
-mod operands;
-mod probe;
 mod properties;
 mod queue;
 mod stream;
@@ -71,14 +69,12 @@ pub use host_gemm::host_gemm;
 pub use indices::{
     BlockListArrays, BlockListScratch, BlockLists, BsrIndexArrays, BsrIndices, BsrStageArrays,
 };
-pub use kernel::KernelParams;
-pub use launch::LaunchConfig;
-pub use layout::{Layout, MAX_RANK};
-pub use operands::{
-    AttentionFwdOperands, BlockMaskBuildOperands, BlockScoresOperands, BsrMatmulOperands, BsrParts,
-    BsrPartsMemory, BsrSddmmOperands,
+pub use launch::{
+    AttentionFwdOperands, BlockMaskBuild, BlockMaskBuildOperands, BlockScores, BlockScoresOperands,
+    BsrMatmulAny, BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands, Launch,
+    LaunchConfig, Operands, PROBE_CHUNK_BYTES,
 };
-pub use probe::PROBE_CHUNK_BYTES;
+pub use layout::{Layout, MAX_RANK};
 pub use properties::{CudaDriver, CudaStatus, cuda_status};
 pub use stream::Stream;
 pub use tensor::Tensor;

@@ -1,6 +1,6 @@
-use super::*;
 use super::tensor::IndexTensor;
-use crate::{Device, Error, Stream};
+use super::*;
+use crate::{Device, Error, Result, Stream};
 
 fn cpu() -> Stream {
     Device::cpu().stream().unwrap()

@@ -1,5 +1,5 @@
 use crate::{gpu, ramp, required, say};
-use blockflash_safe::manifest::{self, Variant};
+use blockflash_safe::manifest::{self, AttentionFwd, Variant};
 use blockflash_safe::params::{
     BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params,
     blockflash_attention_fwd_tma_params, blockflash_block_mask, blockflash_block_mask_build_params,
@@ -167,7 +167,7 @@ impl Single {
             cu_seqlens: None,
             block_mask: None,
         };
-        stream.launch_attention_fwd(self.row, &self.config, &self.params, operands)
+        stream.launch::<AttentionFwd>(self.row, &self.config, &self.params, operands)
     }
 
     fn check(&self, stream: &Stream) -> Result<()> {

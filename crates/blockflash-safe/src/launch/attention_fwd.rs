@@ -1,11 +1,11 @@
 //! Attention forward with the instructions that every GPU has, and what all attention kernels
 //! check.
 
-use super::{
-    Fit, block_mask, ceil_div, fits, fits_row, optional, pointer, pointer_mut, require, starts_last,
-};
-use crate::{BlockLists, DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};
-use blockflash_sys::manifest::{AttentionTile, Variant};
+use super::block_mask;
+use super::checked::{Launch, Operands};
+use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
+use crate::{BlockLists, DType, Result, Row, View, ViewMut};
+use blockflash_sys::manifest::{AttentionFwd, AttentionTile, Variant};
 use blockflash_sys::params::blockflash_attention_fwd_params;
 
 /// Tensors of the attention forward kernels. With `cu_seqlens` the batch is packed into the first
@@ -39,7 +39,7 @@ impl AttentionFwdOperands<'_> {
         &self,
         tile: &AttentionTile,
         p: &blockflash_attention_fwd_params,
-    ) -> std::result::Result<i128, String> {
+    ) -> Fit<i128> {
         let [batch, heads_q, heads_kv] = [p.batch, p.num_heads_q, p.num_heads_kv].map(i64::from);
         let [seqlen_q, seqlen_kv, head_dim] = [p.seqlen_q, p.seqlen_kv, p.head_dim].map(i64::from);
         let positive = [batch, heads_q, heads_kv, seqlen_q, head_dim].iter().all(|&size| size > 0)
@@ -125,30 +125,20 @@ impl AttentionFwdOperands<'_> {
         Ok(tiles_q * i128::from(heads_q / heads_per_tile) * i128::from(batch))
     }
 
-    /// Every tensor, read-only.
-    pub(super) fn views(&self) -> [Option<View<'_>>; 12] {
-        let [cu_q, cu_kv] = self.cu_seqlens.map_or([None, None], |both| both.map(Some));
-        let lse = self.lse.as_ref().map(ViewMut::as_view);
-        let [row_ptr, col_idx, row_order, cu_rows] =
-            self.block_mask.map_or([None; 4], BlockLists::views);
-        let o = self.o.as_view();
-        let [q, k, v, o] = [self.q, self.k, self.v, o].map(Some);
-        [q, k, v, o, lse, self.sink, cu_q, cu_kv, row_ptr, col_idx, row_order, cu_rows]
-    }
-
     /// The parameters with the pointers of the tensors.
     pub(super) fn pointers(
         &self,
         p: &blockflash_attention_fwd_params,
     ) -> blockflash_attention_fwd_params {
-        let [.., lse, sink, cu_q, cu_kv, _, _, _, _] = self.views();
+        let [cu_q, cu_kv] = self.cu_seqlens.map_or([None, None], |both| both.map(Some));
+        let lse = self.lse.as_ref().map(ViewMut::as_view);
         blockflash_attention_fwd_params {
             q: pointer(&self.q),
             k: pointer(&self.k),
             v: pointer(&self.v),
             o: pointer_mut(&self.o),
             lse: optional(lse.as_ref()).cast_mut().cast(),
-            sink: optional(sink.as_ref()).cast(),
+            sink: optional(self.sink.as_ref()).cast(),
             cu_seqlens_q: optional(cu_q.as_ref()).cast(),
             cu_seqlens_kv: optional(cu_kv.as_ref()).cast(),
             block_mask: block_mask::pointers(self.block_mask, &p.block_mask),
@@ -157,49 +147,41 @@ impl AttentionFwdOperands<'_> {
     }
 }
 
-impl Stream {
-    /// Launches a kernel of [`Variant::AttentionFwd`]. The pointers in `params` are ignored: those
-    /// of the operands are used.
-    ///
-    /// # Errors
-    /// [`Error::Launch`] when row, geometry, parameters and operands do not fit each other;
-    /// [`Error::NotOnGpu`], [`Error::DeviceMismatch`], [`Error::ParamSize`], [`Error::Image`],
-    /// [`Error::Unsupported`], [`Error::Cuda`].
-    pub fn launch_attention_fwd(
-        &self,
-        row: &Row,
-        config: &LaunchConfig,
-        params: &blockflash_attention_fwd_params,
-        operands: AttentionFwdOperands<'_>,
-    ) -> Result<()> {
-        let failed = |what: String| Error::Launch { symbol: row.symbol(), what };
-        let Variant::AttentionFwd(tile) = &row.variant else {
-            return Err(failed("not a portable kernel of attention forward".to_owned()));
-        };
-        let views = operands.views();
-        self.expect_all(&views)?;
-        let fit = || -> Fit {
-            let blocks = operands.fit(&tile.tile(), params)?;
-            starts_last(config)?;
-            fits_row(config, row, blocks..=blocks)
-        };
-        fit().map_err(failed)?;
-        let params = operands.pointers(params);
-        // SAFETY:
-        // 1. The row is a variant of attention forward, whose parameter struct this is.
-        // 2. All pointers come from views of this device. The kernel's addresses follow from the
-        //    sizes and strides in the struct and from the grid; `fit` found them to be those of the
-        //    views, which reach no further than their memory. What the kernel reads from
-        //    `cu_seqlens` it clamps to the packed rows, which `fit` compared. Where addresses
-        //    follow from a block mask, its entries are those that `BlockLists` has checked.
-        // 3. `o` and `lse` are borrowed exclusively.
-        unsafe {
-            self.launch_with(
-                row,
-                config,
-                |_| params,
-                views.iter().flatten().filter_map(View::owner),
-            )
-        }
+impl Operands for AttentionFwdOperands<'_> {
+    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
+        let [cu_q, cu_kv] = self.cu_seqlens.map_or([None, None], |both| both.map(Some));
+        let lse = self.lse.as_ref().map(ViewMut::as_view);
+        let [row_ptr, col_idx, row_order, cu_rows] =
+            self.block_mask.map_or([None; 4], BlockLists::views);
+        let o = self.o.as_view();
+        let [q, k, v, o] = [self.q, self.k, self.v, o].map(Some);
+        [q, k, v, o, lse, self.sink, cu_q, cu_kv, row_ptr, col_idx, row_order, cu_rows]
+    }
+}
+
+// SAFETY:
+// 1. This is the parameter struct of the portable kernels of attention forward.
+// 2. All pointers come from views. The kernel's addresses follow from the sizes and strides in the
+//    struct and from the grid; `fit` found them to be the same as in the views, which reach no
+//    further than their memory. What the kernel reads from `cu_seqlens` it clamps to the packed
+//    rows, which `fit` compared. Where addresses follow from a block mask, its entries are checked
+//    by `BlockLists`.
+// 3. `o` and `lse` are `ViewMut`.
+unsafe impl Launch for AttentionFwd {
+    type Operands<'a> = AttentionFwdOperands<'a>;
+    type Plan = blockflash_attention_fwd_params;
+    type Params = blockflash_attention_fwd_params;
+    const FAMILY: &'static str = "portable attention forward";
+
+    fn of(row: &Row) -> Option<Self> {
+        if let Variant::AttentionFwd(tile) = row.variant { Some(tile) } else { None }
+    }
+
+    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+        operands.fit(&self.tile(), plan)
+    }
+
+    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
+        Ok(operands.pointers(plan))
     }
 }
