@@ -161,7 +161,7 @@ fn describe(row: &Row) -> Option<(Line, &'static str)> {
             Some((Line::BsrSddmm { block_size }, dtype.name()))
         }
         // Prepares the operand of an operation, or computes nothing that a user asks for.
-        Variant::BlockMask(_) | Variant::Probe(_) => None,
+        _ => None,
     }
 }
 
@@ -173,6 +173,7 @@ fn column(target: Target) -> &'static str {
         Target::Sm90a => "sm_90a (Hopper)",
         Target::Sm120 => "sm_120 (RTX Blackwell)",
         Target::Ptx80 => "other GPUs from sm_80 (PTX)",
+        other => other.name(),
     }
 }
 

@@ -29,6 +29,7 @@
 //!   any more.
 
 mod context;
+mod copy;
 mod device;
 mod driver;
 mod element;

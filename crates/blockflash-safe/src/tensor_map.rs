@@ -158,6 +158,7 @@ impl TensorMap {
         box_shape[..rank].copy_from_slice(spec.box_shape);
         let element_strides = [1u32; 5];
         let mut map = TensorMap { opaque: [0; 16] };
+        let data_type = data_type(spec.dtype)?;
         let _bound = context.bind()?;
         // SAFETY:
         // 1. `map` is valid for writes, as large as the driver's type and aligned at least as
@@ -167,7 +168,7 @@ impl TensorMap {
         check("cuTensorMapEncodeTiled", unsafe {
             sys::cuTensorMapEncodeTiled(
                 (&raw mut map).cast(),
-                data_type(spec.dtype),
+                data_type,
                 rank as u32,
                 address as usize as *mut c_void,
                 shape.as_ptr(),
@@ -189,15 +190,16 @@ impl TensorMap {
     }
 }
 
-fn data_type(dtype: DType) -> sys::CUtensorMapDataType {
+fn data_type(dtype: DType) -> Result<sys::CUtensorMapDataType> {
     use sys::CUtensorMapDataType as Type;
-    match dtype {
+    Ok(match dtype {
         DType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         DType::BF16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         DType::F32 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
         DType::I32 => Type::CU_TENSOR_MAP_DATA_TYPE_INT32,
         DType::U8 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
-    }
+        other => return Err(Error::TensorMap { what: format!("of elements of type {other}") }),
+    })
 }
 
 fn swizzle(swizzle: Swizzle) -> sys::CUtensorMapSwizzle {

@@ -23,6 +23,7 @@ pub struct Row {
 
 /// The operation of a row with its compile-time parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Variant {
     /// Attention forward, dense or under a block mask, with the instructions that every GPU from
     /// Ampere on has.

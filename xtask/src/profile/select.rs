@@ -79,7 +79,7 @@ pub fn case(row: &Row) -> Option<String> {
         }
         // The first three belong to no case of `blockflash bench`, the last is measured by it as a
         // ceiling.
-        Variant::BlockMask(_) | Variant::Probe(_) => None,
+        _ => None,
     }
 }
 

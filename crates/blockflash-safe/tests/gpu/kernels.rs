@@ -46,6 +46,7 @@ fn every_embedded_kernel_loads() -> Result<()> {
                 size_of::<blockflash_block_scores_params>()
             }
             Variant::Probe(_) => size_of::<blockflash_probe_params>(),
+            other => panic!("{other:?} has no parameter struct here"),
         };
         assert_eq!(info.param_bytes, expected, "{}", row.symbol());
         assert!(info.max_threads >= row.threads(), "{}: {info:?}", row.symbol());

@@ -40,6 +40,30 @@ fn elements_survive_the_round_trip() -> Result<()> {
 }
 
 #[test]
+fn views_are_copied_in_the_order_of_a_stream() -> Result<()> {
+    let Some(device) = gpu("views_are_copied_in_the_order_of_a_stream") else { return Ok(()) };
+    let stream = device.stream()?;
+    let mut tensor = Tensor::from_slice(&stream, &ramp(2 * 3 * 5 * 7), &[2, 3, 5, 7])?;
+    for order in [[0, 1, 2, 3], [0, 2, 1, 3], [3, 2, 1, 0], [1, 0, 3, 2]] {
+        for range in [0..1, 1..2, 0..2] {
+            let view = tensor.view().permute(&order)?.slice(1, range)?;
+            let view = if view.shape()[1] == 1 { view.expand(1, 4)? } else { view };
+            let copy = view.to_tensor(&stream)?;
+            assert_eq!((copy.shape(), copy.device()), (view.shape(), device));
+            assert_eq!(copy.to_vec::<f32>(&stream)?, view.to_vec::<f32>(&stream)?);
+        }
+    }
+    // What is queued later does not change the copy.
+    let copy = tensor.view().permute(&[0, 2, 1, 3])?.to_tensor(&stream)?;
+    let expected = tensor.view().permute(&[0, 2, 1, 3])?.to_vec::<f32>(&stream)?;
+    tensor.fill_bytes(&stream, 0)?;
+    assert_eq!(copy.to_vec::<f32>(&stream)?, expected);
+    let host = Device::cpu().stream()?;
+    assert!(matches!(copy.view().to_tensor(&host), Err(Error::DeviceMismatch { .. })));
+    Ok(())
+}
+
+#[test]
 fn tensors_without_elements() -> Result<()> {
     let Some(device) = gpu("tensors_without_elements") else { return Ok(()) };
     let stream = device.stream()?;
