@@ -213,6 +213,12 @@ pub enum Error {
         /// What is wrong with it.
         what: &'static str,
     },
+    /// An array of another library whose memory a view cannot be of.
+    #[error("the array {what}")]
+    Array {
+        /// What is wrong with it.
+        what: &'static str,
+    },
     /// Index arrays that no kernel may follow.
     #[error("{what}")]
     Indices {

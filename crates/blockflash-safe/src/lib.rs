@@ -27,7 +27,12 @@
 //!   geometry against the views. Index arrays that kernels follow are types of their own
 //!   ([`BsrIndices`], [`BlockLists`]): checked on the host, in memory that safe code cannot write
 //!   any more.
+//!
+//! What is hidden in this documentation (launches, their operands and parameter structs, tensor
+//! maps) is for `blockflash-ops`. It changes with the kernels, also without a new major version.
 
+#[cfg(feature = "ndarray")]
+mod arrays;
 mod context;
 mod copy;
 mod device;
@@ -56,9 +61,9 @@ mod user;
 mod view;
 mod view_mut;
 
-pub use blockflash_sys::{
-    BlockMaskKernel, ComputeCapability, DType, Major, Row, Target, manifest, params,
-};
+#[doc(hidden)]
+pub use blockflash_sys::{BlockMaskKernel, manifest, params};
+pub use blockflash_sys::{ComputeCapability, DType, Major, Row, Target};
 pub use device::Device;
 pub use driver::NEEDED_DRIVER_VERSION;
 pub use element::Element;
@@ -66,10 +71,12 @@ pub use error::{Error, Result};
 pub use event::Event;
 pub use gpu::{CudaProperties, KernelInfo};
 pub use graph::Graph;
+#[doc(hidden)]
 pub use host_gemm::host_gemm;
 pub use indices::{
     BlockListArrays, BlockListScratch, BlockLists, BsrIndexArrays, BsrIndices, BsrStageArrays,
 };
+#[doc(hidden)]
 pub use launch::{
     AttentionFwdOperands, BlockMaskBuild, BlockMaskBuildOperands, BlockScores, BlockScoresOperands,
     BsrMatmulAny, BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands, Launch,
@@ -79,6 +86,7 @@ pub use layout::{Layout, MAX_RANK};
 pub use properties::{CudaDriver, CudaStatus, cuda_status};
 pub use stream::Stream;
 pub use tensor::Tensor;
+#[doc(hidden)]
 pub use tensor_map::{Swizzle, TensorMap, TensorMapSpec};
 pub use view::View;
 pub use view_mut::ViewMut;

@@ -87,6 +87,7 @@ impl Stream {
     /// [`Error::Unsupported`], [`Error::InCapture`], [`Error::Cuda`]. For kernels with tensor maps
     /// [`Error::TensorMap`]; for those that count tiles [`Error::TileCounters`] when other streams
     /// and graphs have all counters.
+    #[doc(hidden)]
     pub fn launch<L: Launch>(
         &self,
         row: &Row,

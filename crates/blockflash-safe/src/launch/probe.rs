@@ -96,6 +96,7 @@ impl Stream {
     ///
     /// # Errors
     /// As [`launch`](Stream::launch).
+    #[doc(hidden)]
     pub fn launch_probe(
         &self,
         row: &Row,

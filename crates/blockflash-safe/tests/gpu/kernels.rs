@@ -178,7 +178,7 @@ impl Single {
         let score: f32 =
             0.125 * q.iter().zip(&k).map(|(q, k)| q.to_f32() * k.to_f32()).sum::<f32>();
         let lse = self.lse.to_vec::<f32>(stream)?[0];
-        assert!((lse - score).abs() < 1e-3, "lse {lse}, score {score}");
+        approx::assert_abs_diff_eq!(lse, score, epsilon = 1e-3);
         Ok(())
     }
 }
