@@ -200,15 +200,20 @@ proptest! {
     }
 
     #[test]
-    fn flattening_keeps_the_order(layout in layouts(), start in 0usize..MAX_RANK, end in 0usize..=MAX_RANK) {
+    fn flattening_keeps_the_order(
+        layout in layouts(), start in 0usize..MAX_RANK, end in 0usize..=MAX_RANK,
+    ) {
         if let Ok(flat) = layout.flatten(start..end) {
             prop_assert!(flat.offsets().eq(layout.offsets()));
-            prop_assert_eq!((flat.span(), flat.rank()), (layout.span(), layout.rank() + start + 1 - end));
+            let rank = layout.rank() + start + 1 - end;
+            prop_assert_eq!((flat.span(), flat.rank()), (layout.span(), rank));
         }
     }
 
     #[test]
-    fn slices_stay_inside(layout in layouts(), dim in 0usize..MAX_RANK, start in 0usize..5, len in 0usize..5) {
+    fn slices_stay_inside(
+        layout in layouts(), dim in 0usize..MAX_RANK, start in 0usize..5, len in 0usize..5,
+    ) {
         match layout.slice(dim, start..start + len) {
             Ok((part, offset)) => {
                 prop_assert!(offset + part.span() <= layout.span());

@@ -1,5 +1,6 @@
 use crate::driver::check;
 use crate::{DType, Error, Result, View};
+use blockflash_sys::params::blockflash_tensor_map;
 use cudarc::driver::sys;
 use std::ffi::c_void;
 
@@ -182,6 +183,19 @@ impl TensorMap {
             )
         })?;
         Ok(map)
+    }
+
+    /// The map for a kernel's parameters; zeros where the shape has no elements: the kernel does
+    /// not use it then.
+    pub(crate) fn for_kernel(
+        view: &View<'_>,
+        spec: &TensorMapSpec<'_>,
+    ) -> Result<blockflash_tensor_map> {
+        let opaque = match spec.shape.contains(&0) {
+            true => [0; 16],
+            false => TensorMap::encode_tiled(view, spec)?.opaque,
+        };
+        Ok(blockflash_tensor_map { opaque })
     }
 
     /// The encoded bytes, as words.

@@ -29,7 +29,8 @@ pub struct BlockListArrays<'a> {
 /// within `col_idx`, columns and rows in the order exist. `cu_rows` starts with 0, ascends, and
 /// ends with the number of rows. Lists that come from the host never change; those
 /// [`with_capacity`](Self::with_capacity) are written by launches of `BlockMaskBuild`, and a reader
-/// on another stream may see a half of an update: then what attention computes is unspecified, but the entries are in range at all times.
+/// on another stream may see a half of an update: then what attention computes is unspecified,
+/// but the entries are in range at all times.
 ///
 /// Safe code reads them, but never writes them, neither now nor by a graph:
 /// ```compile_fail,E0596

@@ -54,60 +54,45 @@ impl AttentionFwdOperands<'_> {
             tile.lse.suits(self.lse.is_some()),
             "the kernel computes lse in each launch or in none",
         )?;
-        let lse = self.lse.as_ref().map(ViewMut::as_view);
-        let o = self.o.as_view();
+        let packed = self.cu_seqlens.is_some();
+        let rows_of = |view: &View<'_>| view.shape().first().map_or(0, |&rows| rows as i64);
+        let [rows_q, rows_kv] =
+            if packed { [&self.q, &self.k].map(rows_of) } else { [seqlen_q, seqlen_kv] };
         if let Some([cu_q, cu_kv]) = &self.cu_seqlens {
             fits("cu_seqlens_q", cu_q, DType::I32, [(batch + 1, 1)])?;
             fits("cu_seqlens_kv", cu_kv, DType::I32, [(batch + 1, 1)])?;
-            let packed = |view: &View<'_>| view.shape().first().map_or(0, |&rows| rows as i64);
-            let (total_q, total_kv) = (packed(&self.q), packed(&self.k));
             // What the kernels clamp the offsets to.
-            let totals = [p.total_q, p.total_kv].map(i64::from);
-            require(totals == [total_q, total_kv], "the packed rows are not those of the tensors")?;
-            let rows = |total, seq, heads, head| [(total, seq), (heads, head), (head_dim, 1)];
-            fits(
-                "q",
-                &self.q,
-                tile.dtype,
-                rows(total_q, p.q_stride_seq, heads_q, p.q_stride_head),
-            )?;
-            fits(
-                "k",
-                &self.k,
-                tile.dtype,
-                rows(total_kv, p.k_stride_seq, heads_kv, p.k_stride_head),
-            )?;
-            fits(
-                "v",
-                &self.v,
-                tile.dtype,
-                rows(total_kv, p.v_stride_seq, heads_kv, p.v_stride_head),
-            )?;
-            fits("o", &o, tile.dtype, rows(total_q, p.o_stride_seq, heads_q, p.o_stride_head))?;
-            let dims = [(heads_q, p.lse_stride_head), (total_q, 1)];
-            lse.map_or(Ok(()), |lse| fits("lse", &lse, DType::F32, dims))?;
-            // The kernels add this one also when the batch is packed.
-            require(p.lse_stride_batch == 0, "a packed lse has no batch stride")?;
-        } else {
-            let rows = |seqlen, heads, strides: [i64; 3]| {
-                [(batch, strides[0]), (seqlen, strides[1]), (heads, strides[2]), (head_dim, 1)]
-            };
-            let q = rows(seqlen_q, heads_q, [p.q_stride_batch, p.q_stride_seq, p.q_stride_head]);
-            let k = rows(seqlen_kv, heads_kv, [p.k_stride_batch, p.k_stride_seq, p.k_stride_head]);
-            let v = rows(seqlen_kv, heads_kv, [p.v_stride_batch, p.v_stride_seq, p.v_stride_head]);
-            let out = rows(seqlen_q, heads_q, [p.o_stride_batch, p.o_stride_seq, p.o_stride_head]);
-            fits("q", &self.q, tile.dtype, q)?;
-            fits("k", &self.k, tile.dtype, k)?;
-            fits("v", &self.v, tile.dtype, v)?;
-            fits("o", &o, tile.dtype, out)?;
-            let dims = [(batch, p.lse_stride_batch), (heads_q, p.lse_stride_head), (seqlen_q, 1)];
-            lse.map_or(Ok(()), |lse| fits("lse", &lse, DType::F32, dims))?;
+            let totals = [p.total_q, p.total_kv].map(i64::from) == [rows_q, rows_kv];
+            require(totals, "the packed rows are not those of the tensors")?;
+        }
+        let fits_rows = |name, view: &View<'_>, rows, heads, [of_batch, seq, head]: [i64; 3]| {
+            let [seq, head, inner] = [(rows, seq), (heads, head), (head_dim, 1)];
+            match packed {
+                true => fits(name, view, tile.dtype, [seq, head, inner]),
+                false => fits(name, view, tile.dtype, [(batch, of_batch), seq, head, inner]),
+            }
+        };
+        let strides = [p.q_stride_batch, p.q_stride_seq, p.q_stride_head];
+        fits_rows("q", &self.q, rows_q, heads_q, strides)?;
+        let strides = [p.k_stride_batch, p.k_stride_seq, p.k_stride_head];
+        fits_rows("k", &self.k, rows_kv, heads_kv, strides)?;
+        let strides = [p.v_stride_batch, p.v_stride_seq, p.v_stride_head];
+        fits_rows("v", &self.v, rows_kv, heads_kv, strides)?;
+        let strides = [p.o_stride_batch, p.o_stride_seq, p.o_stride_head];
+        fits_rows("o", &self.o.as_view(), rows_q, heads_q, strides)?;
+        // The kernels add the batch stride also when the batch is packed.
+        require(!packed || p.lse_stride_batch == 0, "a packed lse has no batch stride")?;
+        if let Some(lse) = self.lse.as_ref().map(ViewMut::as_view) {
+            let [head, row] = [(heads_q, p.lse_stride_head), (rows_q, 1)];
+            match packed {
+                true => fits("lse", &lse, DType::F32, [head, row])?,
+                false => fits("lse", &lse, DType::F32, [(batch, p.lse_stride_batch), head, row])?,
+            }
         }
         self.sink.map_or(Ok(()), |sink| fits("sink", &sink, DType::F32, [(heads_q, 1)]))?;
         let tiles_q = match &self.block_mask {
             None => ceil_div(seqlen_q, tile.block_q),
             Some(mask) => {
-                let packed = self.cu_seqlens.is_some();
                 require(
                     mask.cu_rows().is_some() == packed,
                     "either the batch or its mask is packed",

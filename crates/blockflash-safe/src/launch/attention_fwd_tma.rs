@@ -78,12 +78,8 @@ fn window_fits(side: i32, p: &blockflash_attention_fwd_params) -> bool {
 }
 
 /// The map of a `[batch, sequence, head, head_dim]` tensor, or a packed `[rows, head, head_dim]`
-/// one, with the dimensions (head_dim, sequence, head, batch). That of a tensor without rows is
-/// never used: it stays zero.
+/// one, with the dimensions (head_dim, sequence, head, batch).
 fn encode(view: &View<'_>, box_rows: u32) -> Result<blockflash_tensor_map> {
-    if view.layout().is_empty() {
-        return Ok(blockflash_tensor_map { opaque: [0; 16] });
-    }
     let dims = view
         .shape()
         .iter()
@@ -106,5 +102,5 @@ fn encode(view: &View<'_>, box_rows: u32) -> Result<blockflash_tensor_map> {
         box_shape: &[BOX_COLUMNS, box_rows, 1, 1],
         swizzle: Swizzle::B128,
     };
-    Ok(blockflash_tensor_map { opaque: *TensorMap::encode_tiled(view, &spec)?.words() })
+    TensorMap::for_kernel(view, &spec)
 }

@@ -50,10 +50,10 @@ pub struct BlockMaskBuild {
 
 // SAFETY:
 // 1. This is the parameter struct of the kernel that builds block masks.
-// 2. As for attention forward. Columns that are read are bounded by the kernel, and in `always` they
-//    are below `cols`. The second step adds up lengths that only the first one writes and that are
-//    never negative, and ends with the capacity, so what it writes stays within the lists and in the
-//    ranges of `BlockLists`, whatever other build runs at the same time.
+// 2. As for attention forward. Columns that are read are bounded by the kernel, and in `always`
+//    they are below `cols`. The second step adds up lengths that only the first one writes and that
+//    are never negative, and ends with the capacity, so what it writes stays within the lists and
+//    in the ranges of `BlockLists`, whatever other build runs at the same time.
 // 3. All tensors but `source` and `always` are borrowed exclusively.
 unsafe impl Launch for BlockMaskBuild {
     type Operands<'a> = BlockMaskBuildOperands<'a>;

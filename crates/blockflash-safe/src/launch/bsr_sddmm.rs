@@ -151,11 +151,7 @@ fn maps(tile: &BsrSddmmHopper, operands: &BsrSddmmOperands<'_>) -> [Map; 2] {
 }
 
 impl Map {
-    /// The map of this view; zeros where it has no element: the kernel does not use it then.
     fn encode(&self, view: &View<'_>) -> Result<blockflash_tensor_map> {
-        if self.shape.contains(&0) {
-            return Ok(blockflash_tensor_map { opaque: [0; 16] });
-        }
         let spec = TensorMapSpec {
             dtype: view.dtype(),
             shape: &self.shape,
@@ -163,7 +159,7 @@ impl Map {
             box_shape: &self.box_shape,
             swizzle: Swizzle::B128,
         };
-        Ok(blockflash_tensor_map { opaque: *TensorMap::encode_tiled(view, &spec)?.words() })
+        TensorMap::for_kernel(view, &spec)
     }
 }
 

@@ -81,7 +81,8 @@ struct Single {
 impl Single {
     fn new(stream: &Stream) -> Result<Option<Single>> {
         let row = rows(stream.device()).find(|row| {
-            matches!(row.variant, Variant::AttentionFwd(tile) if tile.head_dim as usize >= HEAD_DIM && tile.dtype == DType::F16)
+            let wide = |tile: AttentionFwd| tile.head_dim as usize >= HEAD_DIM;
+            matches!(row.variant, Variant::AttentionFwd(t) if wide(t) && t.dtype == DType::F16)
         });
         let Some(row) = row else {
             assert!(!required(), "no image of attention forward runs on this GPU");
