@@ -87,7 +87,7 @@ pub use properties::{CudaDriver, CudaStatus, cuda_status};
 pub use stream::Stream;
 pub use tensor::Tensor;
 #[doc(hidden)]
-pub use tensor_map::{Swizzle, TensorMap, TensorMapSpec};
+pub use tensor_map::{Swizzle, TensorMapSpec};
 pub use view::View;
 pub use view_mut::ViewMut;
 

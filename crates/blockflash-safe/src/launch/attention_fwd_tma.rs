@@ -4,7 +4,7 @@
 use super::AttentionFwdOperands;
 use super::checked::Launch;
 use super::fit::{Fit, require};
-use crate::{Result, Row, Swizzle, TensorMap, TensorMapSpec, View};
+use crate::{Result, Row, Swizzle, TensorMapSpec, View};
 use blockflash_sys::manifest::{AttentionFwdHopper, Variant};
 use blockflash_sys::params::{
     BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params,
@@ -102,5 +102,5 @@ fn encode(view: &View<'_>, box_rows: u32) -> Result<blockflash_tensor_map> {
         box_shape: &[BOX_COLUMNS, box_rows, 1, 1],
         swizzle: Swizzle::B128,
     };
-    TensorMap::for_kernel(view, &spec)
+    spec.encode(view)
 }

@@ -1,6 +1,6 @@
 //! The tensor maps of BSR matmul on Hopper.
 
-use crate::{Result, Swizzle, TensorMap, TensorMapSpec, View};
+use crate::{Result, Swizzle, TensorMapSpec, View};
 use blockflash_sys::manifest::BsrMatmulHopper;
 use blockflash_sys::params::{blockflash_bsr_matmul_params, blockflash_tensor_map};
 
@@ -73,7 +73,7 @@ pub(super) fn maps(
 
 impl Map {
     pub(super) fn encode(&self, view: &View<'_>) -> Result<blockflash_tensor_map> {
-        TensorMap::for_kernel(view, &self.spec(view))
+        self.spec(view).encode(view)
     }
 
     fn spec(&self, view: &View<'_>) -> TensorMapSpec<'_> {
@@ -99,7 +99,7 @@ pub(super) fn encode_c(
         box_shape: &[PANEL, 16],
         swizzle: Swizzle::B128,
     };
-    TensorMap::for_kernel(c, &spec)
+    spec.encode(c)
 }
 
 #[cfg(test)]

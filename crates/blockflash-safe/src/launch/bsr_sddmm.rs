@@ -2,9 +2,7 @@
 
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, pointer, pointer_mut, require};
-use crate::{
-    BsrIndices, DType, Major, Result, Row, Swizzle, Tensor, TensorMap, TensorMapSpec, View, ViewMut,
-};
+use crate::{BsrIndices, DType, Major, Result, Row, Swizzle, Tensor, TensorMapSpec, View, ViewMut};
 use blockflash_sys::manifest::{BsrSddmmHopper, BsrSddmmTile, Variant};
 use blockflash_sys::params::{blockflash_bsr_sddmm_params, blockflash_tensor_map};
 
@@ -159,7 +157,7 @@ impl Map {
             box_shape: &self.box_shape,
             swizzle: Swizzle::B128,
         };
-        TensorMap::for_kernel(view, &spec)
+        spec.encode(view)
     }
 }
 

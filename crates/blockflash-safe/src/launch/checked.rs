@@ -54,7 +54,7 @@ pub unsafe trait Launch: Copy {
     /// The kernel's argument for a plan and operands that fit, with the pointers of the operands.
     ///
     /// # Errors
-    /// Those of [`TensorMap::encode_tiled`](crate::TensorMap::encode_tiled).
+    /// Those of [`TensorMapSpec::encode`](crate::TensorMapSpec::encode).
     fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params>;
 
     /// Tells a kernel that counts tiles where: two words that are zero and that no other launch

@@ -1,6 +1,6 @@
 use crate::{gpu, ramp};
 use blockflash_safe::{
-    DType, Device, Error, Layout, Result, Stream, Swizzle, Tensor, TensorMap, TensorMapSpec, View,
+    DType, Device, Error, Layout, Result, Stream, Swizzle, Tensor, TensorMapSpec, View,
 };
 
 #[test]
@@ -146,11 +146,11 @@ fn tensor_maps_are_encoded() -> Result<()> {
         box_shape: &[64, 128],
         swizzle: Swizzle::B128,
     };
-    let map = TensorMap::encode_tiled(&tensor.view(), &spec);
+    let map = spec.encode(&tensor.view());
     if device.cuda_properties().unwrap().compute_capability.major < 9 {
         assert!(matches!(map, Err(Error::Unsupported { .. })));
     } else {
-        assert_ne!(map?.words(), &[0; 16]);
+        assert_ne!(map?.opaque, [0; 16]);
     }
     Ok(())
 }
