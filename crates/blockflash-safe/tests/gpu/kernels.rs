@@ -144,13 +144,7 @@ impl Single {
                 heads_per_group: 0,
             },
         };
-        let config = LaunchConfig {
-            grid: [1, 1, 1],
-            block: row.threads(),
-            smem_bytes: row.smem_bytes(),
-            cluster: None,
-            programmatic_dependent_launch: false,
-        };
+        let config = LaunchConfig::of(row, 1, false);
         let qkv = [input(1.0)?, input(1.0)?, input(-2.0)?];
         let o = Tensor::zeros(stream, DType::F16, &shape)?;
         let lse = Tensor::zeros(stream, DType::F32, &[1, 1, 1])?;
