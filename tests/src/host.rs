@@ -20,6 +20,7 @@ pub fn upload(
         DType::F32 => Tensor::from_slice::<f32>(stream, bytemuck::cast_slice(bits), shape),
         DType::I32 => Tensor::from_slice::<i32>(stream, bytemuck::cast_slice(bits), shape),
         DType::U8 => Tensor::from_slice(stream, &bytes(), shape),
+        other => panic!("no tensors of {other}"),
     }
     .map_err(|error| format!("upload of {dtype} {shape:?}: {error}"))
 }
@@ -34,6 +35,7 @@ pub fn refill(tensor: &mut Tensor, stream: &Stream, bits: &[u32]) -> Result<(), 
         DType::F32 => tensor.copy_from_slice::<f32>(stream, bytemuck::cast_slice(bits)),
         DType::I32 => tensor.copy_from_slice::<i32>(stream, bytemuck::cast_slice(bits)),
         DType::U8 => tensor.copy_from_slice(stream, &bytes()),
+        other => panic!("no tensors of {other}"),
     }
     .map_err(|error| format!("refill: {error}"))
 }
@@ -47,6 +49,7 @@ pub fn download(stream: &Stream, tensor: &Tensor) -> Result<Vec<u32>, String> {
         DType::F32 => tensor.to_vec::<f32>(stream).map(|v| bytemuck::cast_slice(&v).to_vec()),
         DType::I32 => tensor.to_vec::<i32>(stream).map(|v| bytemuck::cast_slice(&v).to_vec()),
         DType::U8 => tensor.to_vec::<u8>(stream).map(|v| v.into_iter().map(u32::from).collect()),
+        other => panic!("no tensors of {other}"),
     }
     .map_err(|error| format!("download: {error}"))
 }

@@ -124,7 +124,8 @@ fn rows_without_blocks_are_zero() {
     let [o, lse] = outputs(&AttentionCase { sink: true, ..case }, &data);
     assert!(o.iter().all(|&bits| f32::from_bits(bits) == 0.0));
     for (at, &bits) in lse.iter().enumerate() {
-        assert!((f32::from_bits(bits) - data.sink[at / 100]).abs() <= 1e-6, "the sink alone");
+        // The sink alone.
+        approx::assert_abs_diff_eq!(f32::from_bits(bits), data.sink[at / 100], epsilon = 1e-6);
     }
 }
 

@@ -213,7 +213,7 @@ fn constructors_agree() {
             assert_eq!(bits(other.values()), bits(parts.values()), "values from_{name}");
             assert_eq!(bits(other.row_order()), bits(parts.row_order()), "row_order from_{name}");
             assert_eq!(other.nnz_blocks(), parts.nnz_blocks());
-            assert!((other.density() - parts.density()).abs() < 1e-12);
+            approx::assert_abs_diff_eq!(other.density(), parts.density(), epsilon = 1e-12);
         }
     }
 }

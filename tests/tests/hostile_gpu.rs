@@ -6,7 +6,9 @@ use blockflash_ops::{
     Attention, BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockSource, BsrMatmul,
     BsrMatrix, BsrSddmm, BsrTranspose, BsrWorkspace, DType, Error, Mask, Stream, Tensor,
 };
-use blockflash_safe::{BlockListScratch, BlockLists, BlockMaskBuildOperands, LaunchConfig, Row};
+use blockflash_safe::{
+    BlockListScratch, BlockLists, BlockMaskBuild, BlockMaskBuildOperands, LaunchConfig, Row,
+};
 use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
@@ -272,13 +274,7 @@ fn listing_before_choosing_lists_nothing() {
             window_right: BLOCKFLASH_WINDOW_UNBOUNDED,
             align_bottom_right: 0,
         };
-        let config = LaunchConfig {
-            grid: [(heads * rows.div_ceil(slab_rows)) as u32, 1, 1],
-            block: row.threads(),
-            smem_bytes: row.smem_bytes(),
-            cluster: None,
-            programmatic_dependent_launch: false,
-        };
+        let config = LaunchConfig::of(row, (heads * rows.div_ceil(slab_rows)) as u32, false);
         let operands = BlockMaskBuildOperands {
             source: source.view(),
             always: None,
@@ -286,7 +282,7 @@ fn listing_before_choosing_lists_nothing() {
             lists: &mut lists,
             problems: problems.view_mut(),
         };
-        stream.launch_block_mask_build(row, &config, &params, operands).unwrap();
+        stream.launch::<BlockMaskBuild>(row, &config, &params, operands).unwrap();
         wait(stream, &|| format!("{}, second step alone", row.image_name())).unwrap();
         assert_eq!(lists.row_ptr().to_vec::<i32>(stream).unwrap(), vec![0; heads * (rows + 1)]);
         let order: Vec<i32> = (0..heads).flat_map(|_| (0..rows as i32).rev()).collect();

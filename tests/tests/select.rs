@@ -256,6 +256,7 @@ fn the_support_table_tells_the_truth() {
                 Status::Unsupported { reason } => {
                     assert!(!reason.is_empty() && !reason.contains('\n'), "{name}: {reason}");
                 }
+                other => panic!("{name}: {other:?}"),
             }
         }
         let any_kernel = table.iter().any(|row| matches!(row.status, Status::Kernel { .. }));

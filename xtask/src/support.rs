@@ -142,6 +142,7 @@ fn column(target: Target) -> &'static str {
         Target::Sm90a => "sm_90a (Hopper)",
         Target::Sm120 => "sm_120 (RTX Blackwell)",
         Target::Ptx80 => "other GPUs from sm_80 (PTX)",
+        other => other.name(),
     }
 }
 

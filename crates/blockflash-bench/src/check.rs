@@ -144,7 +144,7 @@ fn round(dtype: DType, value: f32) -> f32 {
     match dtype {
         DType::F16 => f16::from_f32(value).to_f32(),
         DType::BF16 => bf16::from_f32(value).to_f32(),
-        DType::F32 | DType::I32 | DType::U8 => value,
+        _ => value,
     }
 }
 

@@ -33,6 +33,7 @@ pub fn normal(
         DType::F32 => fill::<f32>(count, seed, lane, &progress),
         DType::I32 => fill::<i32>(count, seed, lane, &progress),
         DType::U8 => fill::<u8>(count, seed, lane, &progress),
+        _ => Err(u64::MAX),
     }?;
     Array::new(shape, values).ok_or(u64::MAX)
 }

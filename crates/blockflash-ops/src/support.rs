@@ -25,6 +25,7 @@ pub struct SupportRow {
 
 /// What runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Status {
     /// A precompiled kernel.
     Kernel {

@@ -1,28 +1,64 @@
-//! The CUDA context of one GPU, and making it current.
+//! The CUDA context of one GPU: creating it, and making it current.
 
-use crate::driver::{Handle, check, initialise};
-use crate::kernel::Kernel;
-use crate::{CudaProperties, Error, Result, Row, lock};
-use cudarc::driver::sys::{self, CUdevice_attribute};
-use std::collections::HashMap;
+use crate::device::Device;
+use crate::driver::check;
+use crate::gpu::{Context, CudaProperties, Handle};
+use crate::lock::lock;
+use crate::properties::{attribute, device_count, device_handle};
+use crate::{Error, Result};
+use blockflash_sys::ComputeCapability;
+use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 use std::marker::PhantomData;
 use std::ptr;
-use std::sync::{Arc, Mutex, RwLock};
+use std::str::FromStr;
+use std::sync::{Mutex, RwLock};
 
-/// The primary context of a GPU (the one that the CUDA runtime, PyTorch and candle use too) and
-/// what belongs to it.
-///
-/// Retained for the rest of the process: tearing a context down and up again takes seconds, and
-/// kernels stay loaded. It is retained directly and not through `cudarc::driver::CudaContext`,
-/// whose streams record events around every argument; that disturbs graph capture and timings of
-/// microseconds, and here the lifetime rules of `memory.rs` do what is needed.
-pub(crate) struct Context {
-    pub(crate) ordinal: usize,
-    pub(crate) properties: CudaProperties,
-    pub(crate) has_memory_pools: bool,
-    /// Kernels by row: a hash of a few integers per launch, no strings.
-    pub(crate) kernels: RwLock<HashMap<Row, Arc<Kernel>>>,
-    raw: Handle<sys::CUctx_st>,
+impl Device {
+    /// The GPU of this number, from 0, as the driver orders them (`CUDA_VISIBLE_DEVICES` applies).
+    ///
+    /// # Errors
+    /// [`Error::NoDriver`], [`Error::DriverTooOld`], [`Error::NoSuchDevice`], [`Error::Cuda`].
+    pub fn cuda(ordinal: usize) -> Result<Device> {
+        Context::of(ordinal).map(Device::with_context)
+    }
+
+    /// The first GPU that can run the kernels (compute capability 8.0 or newer), else the CPU.
+    pub fn best() -> Device {
+        let oldest = ComputeCapability::new(8, 0);
+        (0..device_count().unwrap_or(0))
+            .filter(|&ordinal| {
+                CudaProperties::read(ordinal).is_ok_and(|gpu| gpu.compute_capability >= oldest)
+            })
+            .find_map(|ordinal| Device::cuda(ordinal).ok())
+            .unwrap_or(Device::cpu())
+    }
+
+    /// Checks that something on `found` may be used in work on this device.
+    pub(crate) fn expect(&self, found: &Device) -> Result<()> {
+        if self == found {
+            Ok(())
+        } else {
+            Err(Error::DeviceMismatch { expected: *self, found: *found })
+        }
+    }
+}
+
+impl FromStr for Device {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Device> {
+        let invalid = || Error::InvalidDevice { text: text.to_owned() };
+        match text {
+            "cpu" => Ok(Device::cpu()),
+            "cuda" => Device::cuda(0),
+            _ => {
+                let number = text.strip_prefix("cuda:").ok_or_else(invalid)?;
+                // `parse` alone would take "+1".
+                let digits = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
+                Device::cuda(number.parse().ok().filter(|_| digits).ok_or_else(invalid)?)
+            }
+        }
+    }
 }
 
 impl Context {
@@ -42,7 +78,7 @@ impl Context {
         let properties = CudaProperties::read(ordinal)?;
         let device = device_handle(ordinal)?;
         let has_memory_pools =
-            attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)? != 0;
+            attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)? != 0;
         let mut raw = ptr::null_mut();
         // SAFETY: 1. `device` comes from the driver. 2. The pointer is valid for writes during the
         // call.
@@ -56,10 +92,6 @@ impl Context {
             kernels: RwLock::default(),
             raw: Handle(raw),
         })
-    }
-
-    pub(crate) fn raw(&self) -> sys::CUcontext {
-        self.raw.0
     }
 
     /// Makes the context current in the calling thread until the guard is dropped. The current
@@ -98,36 +130,6 @@ impl Drop for Bound {
     }
 }
 
-/// The driver's name for a GPU.
-pub(crate) fn device_handle(ordinal: usize) -> Result<sys::CUdevice> {
-    let count = device_count()?;
-    let number = i32::try_from(ordinal).ok().filter(|_| ordinal < count);
-    let number = number.ok_or(Error::NoSuchDevice { ordinal, count })?;
-    let mut device = 0;
-    // SAFETY: 1. `device_count` initialised the driver. 2. The pointer is valid for writes during
-    // the call.
-    check("cuDeviceGet", unsafe { sys::cuDeviceGet(&mut device, number) })?;
-    Ok(device)
-}
-
-/// Number of GPUs; 0 when the driver sees none.
-pub(crate) fn device_count() -> Result<usize> {
-    match initialise() {
-        Err(Error::NoSuchDevice { .. }) => return Ok(0),
-        other => other?,
-    };
-    let mut count = 0;
-    // SAFETY: 1. The driver is initialised. 2. The pointer is valid for writes during the call.
-    check("cuDeviceGetCount", unsafe { sys::cuDeviceGetCount(&mut count) })?;
-    Ok(usize::try_from(count).unwrap_or(0))
-}
-
-pub(crate) fn attribute(device: sys::CUdevice, attribute: CUdevice_attribute) -> Result<i32> {
-    let mut value = 0;
-    // SAFETY: 1. `device` comes from `device_handle`. 2. The pointer is valid for writes during the
-    // call.
-    check("cuDeviceGetAttribute", unsafe {
-        sys::cuDeviceGetAttribute(&mut value, attribute, device)
-    })?;
-    Ok(value)
-}
+#[cfg(test)]
+#[path = "context_tests.rs"]
+mod tests;

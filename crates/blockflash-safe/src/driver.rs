@@ -95,16 +95,6 @@ fn failure(call: &'static str, code: CUresult) -> Error {
     }
 }
 
-/// A pointer that the driver handed out as a name for one of its objects.
-#[derive(Debug)]
-pub(crate) struct Handle<T>(pub(crate) *mut T);
-
-// SAFETY: the driver API is thread-safe, and its handles are plain names that are valid in every
-// thread. Objects whose calls must not overlap (executable graphs) are behind a lock.
-unsafe impl<T> Send for Handle<T> {}
-// SAFETY: as above.
-unsafe impl<T> Sync for Handle<T> {}
-
 /// Whether a stream of the current context is being captured into a graph, by whomever.
 pub(crate) fn is_captured(stream: sys::CUstream) -> Result<bool> {
     let mut status = CaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;

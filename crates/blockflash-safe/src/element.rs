@@ -20,7 +20,10 @@ macro_rules! element {
         impl Element for $type {
             const DTYPE: DType = DType::$dtype;
         }
-        const _: () = assert!(size_of::<$type>() == DType::$dtype.size(), "a dtype's size is its Rust type's");
+        const _: () = assert!(
+            size_of::<$type>() == DType::$dtype.size(),
+            "a dtype's size is its Rust type's"
+        );
     )*};
 }
 

@@ -84,9 +84,11 @@ pub enum Error {
         /// What does not fit.
         what: String,
     },
-    /// More dimensions than [`MAX_RANK`](crate::MAX_RANK).
-    #[error("a tensor has at most {} dimensions, not {found}", crate::MAX_RANK)]
+    /// More dimensions than tensors have, or another number than the operation takes.
+    #[error("a tensor of {found} dimensions, expected {expected:?}")]
     Rank {
+        /// Numbers of dimensions that are possible.
+        expected: std::ops::RangeInclusive<usize>,
         /// Number of dimensions that were given.
         found: usize,
     },
@@ -208,6 +210,12 @@ pub enum Error {
     /// An event that has not been recorded, or was created without timing.
     #[error("the event {what}")]
     Event {
+        /// What is wrong with it.
+        what: &'static str,
+    },
+    /// An array of another library whose memory a view cannot be of.
+    #[error("the array {what}")]
+    Array {
         /// What is wrong with it.
         what: &'static str,
     },

@@ -1,9 +1,5 @@
-use crate::context::Context;
-use crate::driver::{Handle, check};
-use crate::stream::Session;
-use crate::{Device, Error, Result, Stream, lock};
-use cudarc::driver::sys;
-use std::ptr;
+use crate::mark::Mark;
+use crate::{Device, Error, Result, Stream, lock::lock};
 use std::sync::Mutex;
 use std::time::Instant;
 
@@ -20,48 +16,13 @@ pub struct Event {
 enum Kind {
     /// Work on the CPU is done when its call returns, so a mark is a point in time.
     Cpu(Mutex<Option<Instant>>),
-    Cuda(CudaEvent),
-}
-
-struct CudaEvent {
-    context: &'static Context,
-    raw: Handle<sys::CUevent_st>,
-    /// The number of the capture that the mark was last recorded in. The lock is held while the
-    /// event is recorded or waited for, so that this is true of the mark that is meant; it is taken
-    /// before that of a stream.
-    captured: Mutex<Option<u64>>,
-}
-
-impl CudaEvent {
-    /// The stream lives, and its context is current.
-    fn record(&self, stream: sys::CUstream) -> Result<()> {
-        // SAFETY: 1. The context of both is current. 2. Both live: the event is borrowed, the
-        // stream is the caller's word.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(self.raw.0, stream) })
-    }
-
-    fn hold(&self, session: &Session<'_>) -> Result<()> {
-        // SAFETY: 1. The stream's context is current. 2. Stream and event live: both are borrowed.
-        // 3. 0: no flags.
-        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(session.raw(), self.raw.0, 0) })
-    }
-}
-
-impl std::fmt::Debug for CudaEvent {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:?}", self.raw.0)
-    }
-}
-
-impl Drop for CudaEvent {
-    fn drop(&mut self) {
-        if let Ok(_bound) = self.context.bind() {
-            // SAFETY: 1. We created the event and this is its only owner. 2. The driver lets
-            // pending records and waits finish before the event's resources go. An error has no one
-            // to be reported to.
-            let _ = unsafe { sys::cuEventDestroy_v2(self.raw.0) };
-        }
-    }
+    Cuda {
+        mark: Mark,
+        /// The number of the capture that the mark was last recorded in. The lock is held while
+        /// the event is recorded or waited for, so that this is true of the mark that is meant; it
+        /// is taken before the lock of a stream.
+        captured: Mutex<Option<u64>>,
+    },
 }
 
 impl Event {
@@ -72,19 +33,9 @@ impl Event {
     /// [`Error::Cuda`].
     pub fn new(device: &Device, timing: bool) -> Result<Event> {
         let kind = match device.context() {
-            None => Kind::Cpu(Mutex::new(None)),
+            None => Kind::Cpu(Mutex::default()),
             Some(context) => {
-                let flags = if timing {
-                    sys::CUevent_flags::CU_EVENT_DEFAULT
-                } else {
-                    sys::CUevent_flags::CU_EVENT_DISABLE_TIMING
-                };
-                let _bound = context.bind()?;
-                let mut raw = ptr::null_mut();
-                // SAFETY: 1. The context is current. 2. The pointer is valid for writes during the
-                // call.
-                check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags as u32) })?;
-                Kind::Cuda(CudaEvent { context, raw: Handle(raw), captured: Mutex::default() })
+                Kind::Cuda { mark: Mark::new(context, timing)?, captured: Mutex::default() }
             }
         };
         Ok(Event { device: *device, timing, kind })
@@ -98,10 +49,10 @@ impl Event {
         self.device.expect(stream.device())?;
         match &self.kind {
             Kind::Cpu(instant) => *lock(instant) = Some(Instant::now()),
-            Kind::Cuda(event) => {
-                let mut captured = lock(&event.captured);
+            Kind::Cuda { mark, captured } => {
+                let mut captured = lock(captured);
                 let Some(session) = stream.session()? else { return Ok(()) };
-                event.record(session.raw())?;
+                mark.record(session.raw())?;
                 *captured = session.capture_number();
             }
         }
@@ -113,10 +64,10 @@ impl Event {
     /// # Errors
     /// [`Error::Cuda`] with the first failure of the work before the mark.
     pub fn synchronize(&self) -> Result<()> {
-        let Kind::Cuda(event) = &self.kind else { return Ok(()) };
-        let _bound = event.context.bind()?;
-        // SAFETY: the event lives and its context is current.
-        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(event.raw.0) })
+        match &self.kind {
+            Kind::Cpu(_) => Ok(()),
+            Kind::Cuda { mark, .. } => mark.synchronize(),
+        }
     }
 
     /// Whether the mark is reached; true when it was never recorded. Does not wait, so that a
@@ -125,12 +76,9 @@ impl Event {
     /// # Errors
     /// [`Error::Cuda`] with the first failure of the work before the mark.
     pub fn is_done(&self) -> Result<bool> {
-        let Kind::Cuda(event) = &self.kind else { return Ok(true) };
-        let _bound = event.context.bind()?;
-        // SAFETY: the event lives and its context is current.
-        match unsafe { sys::cuEventQuery(event.raw.0) } {
-            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            code => check("cuEventQuery", code).map(|()| true),
+        match &self.kind {
+            Kind::Cpu(_) => Ok(true),
+            Kind::Cuda { mark, .. } => mark.is_done(),
         }
     }
 
@@ -146,21 +94,10 @@ impl Event {
             return Err(Error::Event { what: "was created without timing" });
         }
         match (&self.kind, &end.kind) {
-            (Kind::Cuda(first), Kind::Cuda(last)) => {
-                self.synchronize()?;
-                end.synchronize()?;
-                let _bound = first.context.bind()?;
-                // SAFETY: both events were created with timing, live, and belong to the current
-                // context. cudarc's wrapper picks the name that the function has in the version of
-                // its bindings.
-                let elapsed =
-                    unsafe { cudarc::driver::result::event::elapsed(first.raw.0, last.raw.0) };
-                let code = elapsed.map_or_else(|error| error.0, |_| sys::CUresult::CUDA_SUCCESS);
-                if code == sys::CUresult::CUDA_ERROR_INVALID_HANDLE {
-                    return Err(Error::Event { what: "has not been recorded" });
-                }
-                check("cuEventElapsedTime", code)?;
-                Ok(f64::from(elapsed.unwrap_or(0.0)) * 1e3)
+            (Kind::Cuda { mark: first, .. }, Kind::Cuda { mark: last, .. }) => {
+                first.synchronize()?;
+                last.synchronize()?;
+                Ok(f64::from(first.elapsed_ms(last)?) * 1e3)
             }
             (Kind::Cpu(first), Kind::Cpu(last)) => {
                 // One after the other: they may be the same event.
@@ -176,49 +113,34 @@ impl Event {
             _ => Err(Error::DeviceMismatch { expected: self.device, found: end.device }),
         }
     }
+}
 
-    /// Makes a CUDA stream wait; see [`Stream::wait`].
-    pub(crate) fn hold(&self, stream: &Stream) -> Result<()> {
-        let Kind::Cuda(event) = &self.kind else { return Ok(()) };
-        let captured = lock(&event.captured);
-        let Some(session) = stream.session()? else { return self.synchronize() };
-        match (*captured, session.capture_number()) {
-            // The stream would join the capture, and its work the graph, without this crate keeping
-            // the memory alive.
-            (Some(_), None) => return Err(Error::InCapture { what: "waiting on another stream" }),
-            (mark, Some(own)) if mark != Some(own) => {
-                return Err(Error::InCapture { what: "waiting for work outside of the capture" });
-            }
-            _ => {}
-        }
-        event.hold(&session)
-    }
-
-    /// A mark behind everything that is queued on `stream` now; `None` while it is being captured,
-    /// here or elsewhere.
-    pub(crate) fn mark(stream: &Stream) -> Result<Option<Event>> {
-        match stream.session()? {
-            Some(session) if session.is_capturing()? => Ok(None),
-            Some(session) => Event::behind(stream.device(), session.raw()).map(Some),
-            None => Event::new(stream.device(), false).map(Some),
+impl Stream {
+    /// Lets later work on this stream wait for the event, which may be of another stream or device.
+    /// On the CPU the calling thread waits.
+    ///
+    /// # Errors
+    /// [`Error::InCapture`] when one of stream and event is part of a capture and the other is not,
+    /// [`Error::Cuda`].
+    pub fn wait(&self, event: &Event) -> Result<()> {
+        let Kind::Cuda { mark, captured } = &event.kind else { return Ok(()) };
+        let captured = lock(captured);
+        match self.session()? {
+            Some(session) => session.wait(mark, *captured),
+            None => mark.synchronize(),
         }
     }
 
-    /// A mark behind everything that is queued on a stream of the device now, which lives, is not
-    /// being captured, and whose context is current.
-    pub(crate) fn behind(device: &Device, stream: sys::CUstream) -> Result<Event> {
-        let mark = Event::new(device, false)?;
-        if let Kind::Cuda(event) = &mark.kind {
-            event.record(stream)?;
+    /// Lets later work on this stream wait for everything that is queued on `other` now.
+    ///
+    /// # Errors
+    /// As [`wait`](Stream::wait).
+    pub fn wait_for(&self, other: &Stream) -> Result<()> {
+        if other.device().is_cpu() || self.is_same_queue(other) {
+            return Ok(());
         }
-        Ok(mark)
-    }
-
-    /// Lets a stream that is not being captured wait for what [`mark`](Self::mark) has returned.
-    pub(crate) fn hold_marked(&self, session: &Session<'_>) -> Result<()> {
-        match &self.kind {
-            Kind::Cpu(_) => Ok(()),
-            Kind::Cuda(event) => event.hold(session),
-        }
+        let event = Event::new(other.device(), false)?;
+        event.record(other)?;
+        self.wait(&event)
     }
 }

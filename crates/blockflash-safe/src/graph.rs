@@ -1,9 +1,9 @@
-use crate::context::Context;
-use crate::driver::{Handle, check};
+use crate::driver::check;
+use crate::gpu::{Context, Handle};
 use crate::memory::free_deferred;
 use crate::stream::{Kept, Recording};
 use crate::turns::Turns;
-use crate::{Device, Error, Result, Stream, lock};
+use crate::{Device, Error, Result, Stream, lock::lock};
 use cudarc::driver::sys;
 use std::fmt;
 use std::ptr;

@@ -62,7 +62,7 @@ pub fn host_gemm(
 fn matrix(view: &View<'_>) -> Result<([usize; 2], [usize; 2])> {
     match (view.shape(), view.strides()) {
         (&[rows, cols], &[row_stride, col_stride]) => Ok(([rows, cols], [row_stride, col_stride])),
-        (shape, _) => Err(Error::Rank { found: shape.len() }),
+        (shape, _) => Err(Error::Rank { expected: 2..=2, found: shape.len() }),
     }
 }
 
@@ -141,7 +141,7 @@ mod tests {
         let b = a.permute(&[1, 0]).unwrap();
         assert!(matches!(run(a, b, &[2, 3]), Err(Error::OutOfBounds { needed: 2, available: 3 })));
         assert!(matches!(run(a, b, &[3, 2]), Err(Error::OutOfBounds { needed: 2, available: 3 })));
-        assert!(matches!(run(a, b, &[4]), Err(Error::Rank { found: 1 })));
+        assert!(matches!(run(a, b, &[4]), Err(Error::Rank { found: 1, .. })));
         let halves = [half::f16::ONE; 6];
         let halves = View::from_slice(&halves, &[2, 3]).unwrap();
         assert!(matches!(run(halves, b, &[2, 2]), Err(Error::DType { .. })));

@@ -1,15 +1,9 @@
-use crate::context::Context;
-use crate::driver::{Handle, check};
+use crate::device::Device;
+use crate::driver::check;
+use crate::gpu::{Context, Handle, Kernel, KernelInfo};
 use crate::tile_counter::TileCounters;
-use crate::{Device, Error, Result, Row};
+use crate::{Error, Result, Row};
 use blockflash_sys::image;
-use blockflash_sys::params::{
-    blockflash_attention_fwd_params, blockflash_attention_fwd_tma_params,
-    blockflash_block_mask_build_params, blockflash_block_scores_params,
-    blockflash_bsr_matmul_any_params, blockflash_bsr_matmul_params,
-    blockflash_bsr_matmul_tma_params, blockflash_bsr_sddmm_params,
-    blockflash_bsr_sddmm_portable_params, blockflash_probe_params,
-};
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 use std::ffi::CString;
 use std::ptr;
@@ -18,56 +12,16 @@ use std::sync::{Arc, PoisonError};
 /// Shared memory that a kernel may use without asking for more.
 const DEFAULT_SMEM_BYTES: u32 = 48 * 1024;
 
-mod sealed {
-    pub trait Sealed {}
-    impl Sealed for super::blockflash_attention_fwd_params {}
-    impl Sealed for super::blockflash_attention_fwd_tma_params {}
-    impl Sealed for super::blockflash_block_mask_build_params {}
-    impl Sealed for super::blockflash_block_scores_params {}
-    impl Sealed for super::blockflash_bsr_matmul_any_params {}
-    impl Sealed for super::blockflash_bsr_matmul_params {}
-    impl Sealed for super::blockflash_bsr_matmul_tma_params {}
-    impl Sealed for super::blockflash_bsr_sddmm_params {}
-    impl Sealed for super::blockflash_bsr_sddmm_portable_params {}
-    impl Sealed for super::blockflash_probe_params {}
-}
-
-/// The parameter structs of the kernels: those of [`params`](crate::params), and no others.
-pub trait KernelParams: Copy + 'static + sealed::Sealed {}
-
-impl KernelParams for blockflash_attention_fwd_params {}
-impl KernelParams for blockflash_attention_fwd_tma_params {}
-impl KernelParams for blockflash_block_mask_build_params {}
-impl KernelParams for blockflash_block_scores_params {}
-impl KernelParams for blockflash_bsr_matmul_any_params {}
-impl KernelParams for blockflash_bsr_matmul_params {}
-impl KernelParams for blockflash_bsr_matmul_tma_params {}
-impl KernelParams for blockflash_bsr_sddmm_params {}
-impl KernelParams for blockflash_bsr_sddmm_portable_params {}
-impl KernelParams for blockflash_probe_params {}
-
-/// What a loaded kernel occupies, as the driver reports it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KernelInfo {
-    /// Registers per thread.
-    pub registers: u32,
-    /// Bytes of local memory per thread: spilled registers and stack.
-    pub local_bytes: u32,
-    /// Bytes of statically allocated shared memory per block.
-    pub static_smem_bytes: u32,
-    /// Bytes of dynamic shared memory per block, as the row says.
-    pub dynamic_smem_bytes: u32,
-    /// Threads that a block may have.
-    pub max_threads: u32,
-    /// Bytes of its parameter struct.
-    pub param_bytes: usize,
-}
-
-/// A kernel that is loaded in a context, for the rest of the process.
-pub(crate) struct Kernel {
-    pub(crate) raw: Handle<sys::CUfunc_st>,
-    pub(crate) symbol: String,
-    pub(crate) info: KernelInfo,
+impl Device {
+    /// Loads the kernel of a row now instead of at its first launch, and says what it occupies.
+    ///
+    /// # Errors
+    /// [`Error::NotOnGpu`] for the CPU, [`Error::Image`] for a missing image, [`Error::Cuda`] for
+    /// one that this GPU cannot run.
+    pub fn preload(&self, row: &Row) -> Result<KernelInfo> {
+        let context = self.context().ok_or(Error::NotOnGpu { what: "loading a kernel" })?;
+        Ok(Kernel::of(context, row)?.info)
+    }
 }
 
 impl Kernel {

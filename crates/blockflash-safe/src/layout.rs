@@ -29,7 +29,7 @@ impl Layout {
     pub fn contiguous(shape: &[usize]) -> Result<Layout> {
         let mut strides = [0; MAX_RANK];
         if shape.len() > MAX_RANK {
-            return Err(Error::Rank { found: shape.len() });
+            return Err(Error::Rank { expected: 0..=MAX_RANK, found: shape.len() });
         }
         let mut next = 1usize;
         for dim in (0..shape.len()).rev() {
@@ -45,7 +45,7 @@ impl Layout {
     /// [`Error::Rank`], [`Error::ShapeStrides`], [`Error::TooLarge`].
     pub fn strided(shape: &[usize], strides: &[usize]) -> Result<Layout> {
         if shape.len() > MAX_RANK {
-            return Err(Error::Rank { found: shape.len() });
+            return Err(Error::Rank { expected: 0..=MAX_RANK, found: shape.len() });
         }
         if shape.len() != strides.len() {
             return Err(Error::ShapeStrides { shape: shape.len(), strides: strides.len() });

@@ -27,54 +27,67 @@
 //!   geometry against the views. Index arrays that kernels follow are types of their own
 //!   ([`BsrIndices`], [`BlockLists`]): checked on the host, in memory that safe code cannot write
 //!   any more.
+//!
+//! What is hidden in this documentation (launches, their operands and parameter structs, tensor
+//! maps) is for `blockflash-ops`. It changes with the kernels, also without a new major version.
 
+#[cfg(feature = "ndarray")]
+mod arrays;
 mod context;
+mod copy;
 mod device;
 mod driver;
 mod element;
 mod error;
 mod event;
+mod gpu;
 mod graph;
 mod host_gemm;
 mod indices;
 mod kernel;
 mod launch;
 mod layout;
+mod lock;
+mod mark;
 mod memory;
-mod operands;
-mod probe;
+mod properties;
+mod queue;
 mod stream;
 mod tensor;
 mod tensor_map;
 mod tile_counter;
 mod turns;
+mod user;
 mod view;
 mod view_mut;
 
-pub use blockflash_sys::{
-    BlockMaskKernel, ComputeCapability, DType, Major, Row, Target, manifest, params,
-};
-pub use device::{CudaDriver, CudaProperties, CudaStatus, Device, cuda_status};
+#[doc(hidden)]
+pub use blockflash_sys::{BlockMaskKernel, manifest, params};
+pub use blockflash_sys::{ComputeCapability, DType, Major, Row, Target};
+pub use device::Device;
 pub use driver::NEEDED_DRIVER_VERSION;
 pub use element::Element;
 pub use error::{Error, Result};
 pub use event::Event;
+pub use gpu::{CudaProperties, KernelInfo};
 pub use graph::Graph;
+#[doc(hidden)]
 pub use host_gemm::host_gemm;
 pub use indices::{
     BlockListArrays, BlockListScratch, BlockLists, BsrIndexArrays, BsrIndices, BsrStageArrays,
 };
-pub use kernel::{KernelInfo, KernelParams};
-pub use launch::LaunchConfig;
-pub use layout::{Layout, MAX_RANK};
-pub use operands::{
-    AttentionFwdOperands, BlockMaskBuildOperands, BlockScoresOperands, BsrMatmulOperands, BsrParts,
-    BsrPartsMemory, BsrSddmmOperands,
+#[doc(hidden)]
+pub use launch::{
+    AttentionFwdOperands, BlockMaskBuild, BlockMaskBuildOperands, BlockScores, BlockScoresOperands,
+    BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands, Launch, LaunchConfig, Operands,
+    PROBE_CHUNK_BYTES,
 };
-pub use probe::PROBE_CHUNK_BYTES;
+pub use layout::{Layout, MAX_RANK};
+pub use properties::{CudaDriver, CudaStatus, cuda_status};
 pub use stream::Stream;
 pub use tensor::Tensor;
-pub use tensor_map::{Swizzle, TensorMap, TensorMapSpec};
+#[doc(hidden)]
+pub use tensor_map::{Swizzle, TensorMapSpec};
 pub use view::View;
 pub use view_mut::ViewMut;
 
@@ -82,11 +95,3 @@ pub use view_mut::ViewMut;
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
-
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-/// Locks; a panic of another thread while it held the lock leaves the lists behind our locks in a
-/// valid state.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}

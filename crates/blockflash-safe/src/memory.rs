@@ -2,9 +2,10 @@
 //! it.
 
 use crate::driver::{Relaxed, check};
-use crate::stream::{Kept, Session, User};
+use crate::stream::{Kept, Session};
 use crate::turns::Turn;
-use crate::{Error, Event, Result, Stream, lock};
+use crate::user::User;
+use crate::{Error, Event, Result, Stream, lock::lock};
 use cudarc::driver::sys;
 use std::sync::Mutex;
 

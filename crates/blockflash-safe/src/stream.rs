@@ -1,88 +1,42 @@
-use crate::context::{Bound, Context};
-use crate::driver::{Handle, check, is_captured};
-use crate::tile_counter::{Slot, TileCounters};
-use crate::{Device, Error, Event, Result, lock};
+use crate::context::Bound;
+use crate::driver::{check, is_captured};
+use crate::gpu::Context;
+use crate::mark::Mark;
+use crate::queue::Queue;
+use crate::{Device, Error, Result, lock::lock};
 use cudarc::driver::sys;
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
-
-mod user;
-
-use user::End;
-pub(crate) use user::User;
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// A queue of work on a device. Clones are the same queue.
 #[derive(Clone)]
-pub struct Stream(Arc<Inner>);
+pub struct Stream(pub(crate) Arc<Inner>);
 
-struct Inner {
+pub(crate) struct Inner {
     device: Device,
     /// `None` on the CPU.
-    queue: Option<Queue>,
+    pub(crate) queue: Option<Queue>,
     /// While the stream is captured: the memory that the graph will use. The lock is held whenever
     /// something is queued, so that no work of another thread slips into a capture without its
     /// memory being noted.
     capture: Mutex<Option<Recording>>,
 }
 
-struct Queue {
-    context: &'static Context,
-    raw: Handle<sys::CUstream_st>,
-    owned: bool,
-    /// For launches that are not captured, from the first one on that counts tiles.
-    counter: OnceLock<Slot>,
-    end: Arc<End>,
-}
-
-impl Queue {
-    fn new(context: &'static Context, raw: sys::CUstream, owned: bool) -> Queue {
-        Queue { context, raw: Handle(raw), owned, counter: OnceLock::new(), end: Arc::default() }
-    }
-}
-
-impl Drop for Queue {
-    fn drop(&mut self) {
-        if !self.owned {
-            return;
-        }
-        let mut end = None;
-        if let Ok(_bound) = self.context.bind() {
-            // What is queued on a captured stream becomes a part of the graph: then the counters
-            // stay taken, and memory that was used on the stream is not freed.
-            if is_captured(self.raw.0).is_ok_and(|captured| !captured) {
-                if let Some(counter) = self.counter.get() {
-                    counter.give_back_behind(self.raw.0);
-                }
-                if Arc::strong_count(&self.end) > 1 {
-                    end = Event::behind(&Device::with_context(self.context), self.raw.0).ok();
-                }
-            }
-            // SAFETY:
-            // 1. We created the stream, and this is its only owner: it is destroyed once.
-            // 2. Work that is still queued is finished by the driver before the stream's resources
-            //    go. An error has no one to be reported to.
-            let _ = unsafe { sys::cuStreamDestroy_v2(self.raw.0) };
-        }
-        // Nobody else sets it.
-        let _ = self.end.set(end);
+impl Device {
+    /// A new stream: a queue of work that runs in order, independent of other streams (also of
+    /// CUDA's default stream). On the CPU work runs at once, before its call returns.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn stream(&self) -> Result<Stream> {
+        Ok(Stream::with(*self, self.context().map(Queue::new).transpose()?))
     }
 }
 
 impl Stream {
-    pub(crate) fn new(device: Device) -> Result<Stream> {
-        let Some(context) = device.context() else { return Ok(Stream::with(device, None)) };
-        let _bound = context.bind()?;
-        let mut raw = ptr::null_mut();
-        // Non-blocking: no hidden order with the legacy default stream of other libraries.
-        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: 1. The context is current. 2. The pointer is valid for writes during the call.
-        check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut raw, flags) })?;
-        Ok(Stream::with(device, Some(Queue::new(context, raw, true))))
-    }
-
     /// Wraps a stream of somebody else (`CUstream` or `cudaStream_t`: PyTorch, candle, CUDA
     /// itself), which stays theirs. Null is the legacy default stream.
     ///
@@ -106,7 +60,7 @@ impl Stream {
     /// [`Error::NotOnGpu`] for the CPU.
     pub unsafe fn from_raw(device: &Device, stream: *mut c_void) -> Result<Stream> {
         let context = device.context().ok_or(Error::NotOnGpu { what: "a CUDA stream" })?;
-        Ok(Stream::with(*device, Some(Queue::new(context, stream.cast(), false))))
+        Ok(Stream::with(*device, Some(Queue::foreign(context, stream.cast()))))
     }
 
     fn with(device: Device, queue: Option<Queue>) -> Stream {
@@ -138,29 +92,6 @@ impl Stream {
         let _bound = queue.context.bind()?;
         // SAFETY: the stream lives as long as `self` (`Queue`, or point 2 of `from_raw`).
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(queue.raw.0) })
-    }
-
-    /// Lets later work on this stream wait for the event, which may be of another stream or device.
-    /// On the CPU the calling thread waits.
-    ///
-    /// # Errors
-    /// [`Error::InCapture`] when one of stream and event is part of a capture and the other is not,
-    /// [`Error::Cuda`].
-    pub fn wait(&self, event: &Event) -> Result<()> {
-        event.hold(self)
-    }
-
-    /// Lets later work on this stream wait for everything that is queued on `other` now.
-    ///
-    /// # Errors
-    /// As [`wait`](Stream::wait).
-    pub fn wait_for(&self, other: &Stream) -> Result<()> {
-        if other.device().is_cpu() || self.is_same_queue(other) {
-            return Ok(());
-        }
-        let event = Event::new(other.device(), false)?;
-        event.record(other)?;
-        self.wait(&event)
     }
 
     /// Whether the stream is being captured into a graph, here or by another library.
@@ -254,23 +185,22 @@ impl Session<'_> {
         }
     }
 
-    /// The tile counters of a kernel that is queued next: those of the stream, or of the graph that
-    /// it becomes a part of.
+    /// Two words for a kernel that is queued next: see [`Queue::tile_counter`].
     pub(crate) fn tile_counter(&self) -> Result<*mut u32> {
-        let slot = if self.is_capturing()? {
-            TileCounters::of(self.context())?.of_capture(self.raw())?
-        } else if let Some(&slot) = self.queue.counter.get() {
-            slot
-        } else {
-            let counters = TileCounters::of(self.context())?;
-            let slot = match self.queue.owned {
-                true => counters.of_stream()?,
-                false => counters.of_foreign_stream(self.raw())?,
-            };
-            // The session is the only one of this queue, so nobody else has set it.
-            *self.queue.counter.get_or_init(|| slot)
-        };
-        Ok(slot.address())
+        self.queue.tile_counter(self.is_capturing()?)
+    }
+
+    /// Lets what is queued next wait for a mark that was recorded in the capture of this number.
+    pub(crate) fn wait(&self, mark: &Mark, captured: Option<u64>) -> Result<()> {
+        match (captured, self.capture_number()) {
+            // The stream would join the capture, and its work the graph, without this crate keeping
+            // the memory alive.
+            (Some(_), None) => Err(Error::InCapture { what: "waiting on another stream" }),
+            (captured, Some(own)) if captured != Some(own) => {
+                Err(Error::InCapture { what: "waiting for work outside of the capture" })
+            }
+            _ => mark.hold(self.raw()),
+        }
     }
 
     pub(crate) fn is_capturing(&self) -> Result<bool> {

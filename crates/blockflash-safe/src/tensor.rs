@@ -1,3 +1,4 @@
+use crate::driver::check;
 use crate::memory::{DeviceMemory, HostMemory, upload};
 use crate::stream::Kept;
 use crate::view::{check_dtype, check_length};
@@ -5,8 +6,6 @@ use crate::{DType, Device, Element, Error, Layout, Result, Stream, View, ViewMut
 use cudarc::driver::sys;
 use std::fmt;
 use std::sync::Arc;
-
-use crate::driver::check;
 
 /// An owned tensor, always contiguous. On a GPU its memory is allocated and freed in the order of
 /// the stream that it was created with; on the CPU it is aligned to 64 bytes.
@@ -197,7 +196,7 @@ impl Tensor {
                 session.keep(to);
                 session.keep(from);
                 let other = from.home().device().context().unwrap_or(session.context());
-                let (here, there) = (session.context().raw(), other.raw());
+                let (here, there) = (session.context().raw.0, other.raw.0);
                 let (call, code) = if here == there {
                     // SAFETY:
                     // 1. Both memories hold `size` bytes and were prepared for the stream; a graph

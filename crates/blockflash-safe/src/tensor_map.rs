@@ -1,5 +1,6 @@
 use crate::driver::check;
 use crate::{DType, Error, Result, View};
+use blockflash_sys::params::blockflash_tensor_map;
 use cudarc::driver::sys;
 use std::ffi::c_void;
 
@@ -101,40 +102,26 @@ impl TensorMapSpec<'_> {
             span.saturating_add((size - 1).saturating_mul(stride))
         })
     }
-}
 
-/// An encoded tensor map: 128 opaque bytes that go into a kernel's parameters.
-///
-/// A type of our own because the alignment of cudarc's changes with the version of its bindings.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C, align(128))]
-pub struct TensorMap {
-    opaque: [u64; 16],
-}
-
-const _: () =
-    assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>(), "a tensor map is 128 bytes");
-const _: () = assert!(
-    align_of::<TensorMap>() >= align_of::<sys::CUtensorMap>(),
-    "the driver may demand less"
-);
-
-impl TensorMap {
-    /// Encodes a map of the memory of `view`, which must hold all that `spec` reaches from the
-    /// view's first element. Boxes that reach outside the shape read zeros and do not write there.
-    /// The map does not keep the memory alive: the view goes into the launch that uses it.
+    /// Encodes a map of the memory of `view` for a kernel's parameters. The view must hold all that
+    /// the map reaches from its first element. Boxes that reach outside the shape read zeros and do
+    /// not write there. The map does not keep the memory alive: the view goes into the launch that
+    /// uses it. A shape without elements has no map: zeros, which the kernel does not use.
     ///
     /// # Errors
     /// [`Error::TensorMap`], [`Error::NotOnGpu`], [`Error::DType`], [`Error::OutOfBounds`],
     /// [`Error::Unsupported`] for a GPU below compute capability 9.0, [`Error::Cuda`].
-    pub fn encode_tiled(view: &View<'_>, spec: &TensorMapSpec<'_>) -> Result<TensorMap> {
-        spec.check()?;
-        if view.dtype() != spec.dtype {
-            return Err(Error::DType { expected: spec.dtype, found: view.dtype() });
+    pub fn encode(&self, view: &View<'_>) -> Result<blockflash_tensor_map> {
+        if self.shape.contains(&0) {
+            return Ok(blockflash_tensor_map { opaque: [0; 16] });
+        }
+        self.check()?;
+        if view.dtype() != self.dtype {
+            return Err(Error::DType { expected: self.dtype, found: view.dtype() });
         }
         let available = view.layout().span();
         let needed =
-            usize::try_from(spec.span_bytes()).unwrap_or(usize::MAX).div_ceil(spec.dtype.size());
+            usize::try_from(self.span_bytes()).unwrap_or(usize::MAX).div_ceil(self.dtype.size());
         if needed > available {
             return Err(Error::OutOfBounds { needed, available });
         }
@@ -150,14 +137,15 @@ impl TensorMap {
         if context.properties.compute_capability.major < 9 {
             return Err(Error::Unsupported { device: *view.device(), what: "tensor maps" });
         }
-        let rank = spec.shape.len();
+        let rank = self.shape.len();
         // Padded to the largest rank, so that no length can be wrong.
         let (mut shape, mut strides, mut box_shape) = ([1u64; 5], [16u64; 5], [1u32; 5]);
-        shape[..rank].copy_from_slice(spec.shape);
-        strides[..rank - 1].copy_from_slice(spec.strides_bytes);
-        box_shape[..rank].copy_from_slice(spec.box_shape);
+        shape[..rank].copy_from_slice(self.shape);
+        strides[..rank - 1].copy_from_slice(self.strides_bytes);
+        box_shape[..rank].copy_from_slice(self.box_shape);
         let element_strides = [1u32; 5];
-        let mut map = TensorMap { opaque: [0; 16] };
+        let mut map = Encoded([0; 16]);
+        let data_type = data_type(self.dtype)?;
         let _bound = context.bind()?;
         // SAFETY:
         // 1. `map` is valid for writes, as large as the driver's type and aligned at least as
@@ -167,7 +155,7 @@ impl TensorMap {
         check("cuTensorMapEncodeTiled", unsafe {
             sys::cuTensorMapEncodeTiled(
                 (&raw mut map).cast(),
-                data_type(spec.dtype),
+                data_type,
                 rank as u32,
                 address as usize as *mut c_void,
                 shape.as_ptr(),
@@ -175,29 +163,36 @@ impl TensorMap {
                 box_shape.as_ptr(),
                 element_strides.as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                swizzle(spec.swizzle),
+                swizzle(self.swizzle),
                 sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
         })?;
-        Ok(map)
-    }
-
-    /// The encoded bytes, as words.
-    pub fn words(&self) -> &[u64; 16] {
-        &self.opaque
+        Ok(blockflash_tensor_map { opaque: map.0 })
     }
 }
 
-fn data_type(dtype: DType) -> sys::CUtensorMapDataType {
+/// What the driver writes. The alignment of its type in cudarc changes with the version of the
+/// bindings.
+#[repr(C, align(128))]
+struct Encoded([u64; 16]);
+
+const _: () = assert!(
+    size_of::<Encoded>() == size_of::<sys::CUtensorMap>()
+        && align_of::<Encoded>() >= align_of::<sys::CUtensorMap>(),
+    "a tensor map is 128 bytes, and the driver may demand less alignment"
+);
+
+fn data_type(dtype: DType) -> Result<sys::CUtensorMapDataType> {
     use sys::CUtensorMapDataType as Type;
-    match dtype {
+    Ok(match dtype {
         DType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         DType::BF16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         DType::F32 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
         DType::I32 => Type::CU_TENSOR_MAP_DATA_TYPE_INT32,
         DType::U8 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
-    }
+        other => return Err(Error::TensorMap { what: format!("of elements of type {other}") }),
+    })
 }
 
 fn swizzle(swizzle: Swizzle) -> sys::CUtensorMapSwizzle {

@@ -82,15 +82,14 @@ fn maps_stay_inside_the_view_and_on_a_gpu() -> Result<()> {
         box_shape: &[32, 16],
         swizzle: Swizzle::B128,
     };
-    assert!(matches!(TensorMap::encode_tiled(&view, &spec), Err(Error::NotOnGpu { .. })));
+    assert!(matches!(spec.encode(&view), Err(Error::NotOnGpu { .. })));
     let larger = TensorMapSpec { shape: &[128, 17], ..spec };
     assert!(matches!(
-        TensorMap::encode_tiled(&view, &larger),
+        larger.encode(&view),
         Err(Error::OutOfBounds { needed: 2176, available: 2048 })
     ));
     let other = TensorMapSpec { dtype: DType::I32, ..spec };
-    assert!(matches!(TensorMap::encode_tiled(&view, &other), Err(Error::DType { .. })));
-    assert_eq!(align_of::<TensorMap>(), 128);
+    assert!(matches!(other.encode(&view), Err(Error::DType { .. })));
     assert_eq!(Device::cpu(), *view.device());
     Ok(())
 }

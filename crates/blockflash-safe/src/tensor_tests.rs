@@ -56,7 +56,10 @@ fn mistakes_are_errors() -> Result<()> {
     assert!(matches!(tensor.copy_from(&stream, &other), Err(Error::DType { .. })));
     assert!(matches!(tensor.copy_from(&stream, &longer), Err(Error::OutOfBounds { .. })));
     assert!(matches!(Tensor::from_slice(&stream, &[1f32], &[2]), Err(Error::OutOfBounds { .. })));
-    assert!(matches!(Tensor::zeros(&stream, DType::F32, &[1; 5]), Err(Error::Rank { found: 5 })));
+    assert!(matches!(
+        Tensor::zeros(&stream, DType::F32, &[1; 5]),
+        Err(Error::Rank { found: 5, .. })
+    ));
     assert!(matches!(Tensor::zeros(&stream, DType::F32, &[usize::MAX]), Err(Error::TooLarge)));
     let bytes = 1 << 58;
     let huge = Tensor::empty(&stream, DType::F32, &[bytes / 4]);

@@ -7,9 +7,9 @@
 //! work done, that of a capture when the graph, all executable graphs made of it and their launches
 //! are.
 
-use crate::context::Context;
 use crate::driver::{Relaxed, check};
-use crate::{Error, Result, lock};
+use crate::gpu::Context;
+use crate::{Error, Result, lock::lock};
 use cudarc::driver::sys::{self, CUgraph, CUresult, CUstream, CUstreamCaptureStatus as Status};
 use std::collections::HashMap;
 use std::ffi::c_void;

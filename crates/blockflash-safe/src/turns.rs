@@ -4,8 +4,9 @@
 //! used it last has queued, and nobody else takes a turn until the work is queued. What is captured
 //! does not run, so it takes no turns; each launch of the graph takes them.
 
+use crate::mark::Mark;
 use crate::stream::Session;
-use crate::{Error, Event, Result, Stream, lock};
+use crate::{Error, Result, Stream, lock::lock};
 use std::ptr;
 use std::sync::{Mutex, MutexGuard};
 
@@ -25,10 +26,19 @@ enum Before {
     /// The stream's own work.
     Own,
     /// What another stream has queued.
-    Mark(Event),
+    Mark(Mark),
     /// What another stream has queued, which is being captured: nobody outside of the capture can
     /// wait for that stream.
     Captured,
+}
+
+/// What another stream has queued by now.
+fn before(last: &Stream) -> Result<Before> {
+    let Some(session) = last.session()? else { return Ok(Before::Own) };
+    if session.is_capturing()? {
+        return Ok(Before::Captured);
+    }
+    Mark::behind(session.context(), session.raw()).map(Before::Mark)
 }
 
 impl<'m> Turns<'m> {
@@ -39,11 +49,7 @@ impl<'m> Turns<'m> {
     ) -> Result<Turns<'m>> {
         let taken = in_order(turns).into_iter().map(|turn| {
             let last = lock(turn);
-            let before = if last.is_same_queue(stream) {
-                Before::Own
-            } else {
-                Event::mark(&last)?.map_or(Before::Captured, Before::Mark)
-            };
+            let before = if last.is_same_queue(stream) { Before::Own } else { before(&last)? };
             Ok(Taken { last, before })
         });
         Ok(Turns(taken.collect::<Result<_>>()?))
@@ -58,7 +64,7 @@ impl<'m> Turns<'m> {
         for Taken { last, before } in &mut self.0 {
             match before {
                 Before::Own => continue,
-                Before::Mark(mark) => mark.hold_marked(session)?,
+                Before::Mark(mark) => session.wait(mark, None)?,
                 Before::Captured => {
                     return Err(Error::InCapture {
                         what: "using memory that the captured stream was the last one to use",

@@ -238,6 +238,10 @@ impl<'a> View<'a> {
         unsafe { download(&session, bytes, ptr) }
     }
 
+    pub(crate) fn source(&self) -> Source<'a> {
+        self.source
+    }
+
     /// The source holds the span of the layout.
     pub(crate) fn with_source(
         source: Source<'a>,

@@ -209,9 +209,15 @@ impl<'a> ViewMut<'a> {
     /// [`Error::NotOnCpu`], [`Error::DType`].
     pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
         check_dtype::<T>(self.dtype)?;
+        let device = self.device;
+        self.host_bytes().map(bytemuck::cast_slice_mut).ok_or(Error::NotOnCpu { device })
+    }
+
+    /// The span, when it is host memory.
+    pub(crate) fn host_bytes(&mut self) -> Option<&mut [u8]> {
         match &mut self.source {
-            SourceMut::Host(bytes) => Ok(bytemuck::cast_slice_mut(bytes)),
-            SourceMut::Cuda { .. } => Err(Error::NotOnCpu { device: self.device }),
+            SourceMut::Host(bytes) => Some(bytes),
+            SourceMut::Cuda { .. } => None,
         }
     }
 }

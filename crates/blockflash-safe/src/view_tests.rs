@@ -114,6 +114,6 @@ fn everything_crosses_threads() {
     check::<Tensor>();
     check::<View<'_>>();
     check::<ViewMut<'_>>();
-    check::<TensorMap>();
+    check::<TensorMapSpec<'_>>();
     check::<Error>();
 }

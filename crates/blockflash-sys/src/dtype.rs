@@ -6,6 +6,7 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[repr(i32)]
+#[non_exhaustive]
 pub enum DType {
     /// IEEE binary16.
     F16 = 0,

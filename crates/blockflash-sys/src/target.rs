@@ -25,6 +25,7 @@ impl fmt::Display for ComputeCapability {
 
 /// What a kernel image is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum Target {
     /// Machine code for compute capability 8.0 (runs on every 8.x whose shared memory is large
     /// enough).

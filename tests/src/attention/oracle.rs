@@ -17,6 +17,7 @@ pub fn visible_keys(case: &AttentionCase, sequence: &Sequence, query: usize) -> 
         Mask::Full => (None, None),
         Mask::Causal { .. } => (None, Some(0)),
         Mask::Window { left, right, .. } => (left, right),
+        other => panic!("the oracle knows no mask {other:?}"),
     };
     let keys = sequence.kv_len as i64;
     let center = query as i64 + case.diagonal(sequence);

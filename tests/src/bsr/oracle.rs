@@ -60,6 +60,7 @@ pub fn activate(activation: Activation, x: f64) -> f64 {
         }
         Activation::Gelu => x * 0.5 * libm::erfc(-x * std::f64::consts::FRAC_1_SQRT_2),
         Activation::Silu => x / (1.0 + (-x).exp()),
+        other => panic!("the oracle knows no activation {other:?}"),
     }
 }
 
@@ -75,6 +76,7 @@ fn activate_f32(activation: Activation, x: f32) -> f32 {
         }
         Activation::Gelu => x * 0.5 * (1.0 + libm::erff(x * std::f32::consts::FRAC_1_SQRT_2)),
         Activation::Silu => x / (1.0 + (-x).exp()),
+        other => panic!("the oracle knows no activation {other:?}"),
     }
 }
 

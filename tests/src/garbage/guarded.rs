@@ -161,7 +161,7 @@ fn strange(dtype: DType, used: Use, bytes: &[u8]) -> Option<&'static str> {
                 .iter()
                 .for_each(|&x| look(x.into(), 0x7FFF, infinity, 0xFFFF));
         }
-        DType::I32 | DType::U8 => {}
+        _ => {}
     }
     match (nan, missing && used == Use::WrittenWhole) {
         (true, _) => Some("holds a NaN: it comes from outside of an input"),
@@ -182,6 +182,7 @@ fn upload(
         DType::F32 => Tensor::from_slice::<f32>(stream, cast_slice(bytes), shape),
         DType::I32 => Tensor::from_slice::<i32>(stream, cast_slice(bytes), shape),
         DType::U8 => Tensor::from_slice(stream, bytes, shape),
+        other => panic!("no tensors of {other}"),
     }
 }
 
@@ -196,6 +197,7 @@ fn with_bytes<R>(
         DType::F32 => look(cast_slice(&tensor.to_vec::<f32>(stream)?)),
         DType::I32 => look(cast_slice(&tensor.to_vec::<i32>(stream)?)),
         DType::U8 => look(&tensor.to_vec::<u8>(stream)?),
+        other => panic!("no tensors of {other}"),
     })
 }
 

@@ -62,7 +62,7 @@ fn layouts_that_cannot_be_addressed() {
     let huge = [usize::MAX, 2, 3];
     assert_error!(Layout::contiguous(&huge), Error::TooLarge, "large");
     assert_error!(Layout::strided(&[2, 2], &[usize::MAX, 1]), Error::TooLarge, "large");
-    assert_error!(Layout::contiguous(&[1; 5]), Error::Rank { found: 5 }, "5");
+    assert_error!(Layout::contiguous(&[1; 5]), Error::Rank { found: 5, .. }, "5");
     assert_error!(Layout::strided(&[1, 2], &[1]), Error::ShapeStrides { .. }, "2", "1");
     let data = [0f32; 10];
     assert_error!(

@@ -31,7 +31,7 @@ pub fn unit_roundoff(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 2f64.powi(-11),
         DType::BF16 => 2f64.powi(-8),
-        DType::F32 | DType::I32 | DType::U8 => 2f64.powi(-24),
+        _ => 2f64.powi(-24),
     }
 }
 

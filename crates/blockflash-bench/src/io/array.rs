@@ -118,6 +118,7 @@ impl Array {
             DType::F32 => Values::F32(tensor.to_vec(stream)?),
             DType::I32 => Values::I32(tensor.to_vec(stream)?),
             DType::U8 => Values::U8(tensor.to_vec(stream)?),
+            found => return Err(blockflash_safe::Error::DType { expected: DType::F32, found }),
         };
         Ok(Self { shape: tensor.shape().to_vec(), values })
     }

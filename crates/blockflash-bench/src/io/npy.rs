@@ -63,8 +63,9 @@ pub(super) fn header(dtype: DType, shape: &[usize]) -> Result<Vec<u8>, Problem> 
         DType::F32 => "<f4",
         DType::I32 => "<i4",
         DType::U8 => "|u1",
-        DType::BF16 => {
-            return Err(Problem::Unsupported("cannot hold bf16: .npy has no such type".to_owned()));
+        other => {
+            let what = format!("cannot hold {other}: .npy has no such type");
+            return Err(Problem::Unsupported(what));
         }
     };
     let sizes: String = shape.iter().map(|size| format!("{size}, ")).collect();

@@ -108,6 +108,7 @@ impl TensorFile {
                 DType::F32 => self.values::<f32>(&entry),
                 DType::I32 => self.values::<i32>(&entry),
                 DType::U8 => self.values::<u8>(&entry),
+                _ => Err(Problem::Unsupported(format!("cannot be read as {dtype}"))),
             },
             Err(problem) => Err(problem),
         };

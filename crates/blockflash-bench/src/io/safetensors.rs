@@ -80,13 +80,15 @@ pub(super) fn header(tensors: &[(&str, &Array)]) -> Result<Vec<u8>, Problem> {
             DType::F32 => Dtype::F32,
             DType::I32 => Dtype::I32,
             DType::U8 => Dtype::U8,
+            other => return Err(Problem::Unsupported(format!("cannot hold {other}"))),
         };
         let data_offsets = (begin, begin + array.bytes().len());
         begin = data_offsets.1;
-        ((*name).to_owned(), TensorInfo { dtype, shape: array.shape().to_vec(), data_offsets })
+        let info = TensorInfo { dtype, shape: array.shape().to_vec(), data_offsets };
+        Ok(((*name).to_owned(), info))
     });
     let failed = |error: SafeTensorError| Problem::Unsupported(error.to_string());
-    let metadata = Metadata::new(None, infos.collect()).map_err(failed)?;
+    let metadata = Metadata::new(None, infos.collect::<Result<_, _>>()?).map_err(failed)?;
     if metadata.offset_keys().len() < tensors.len() {
         return Err(Problem::Unsupported("cannot hold two tensors of one name".to_owned()));
     }

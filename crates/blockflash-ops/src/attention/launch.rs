@@ -5,6 +5,7 @@ use crate::check::Operand;
 use crate::{BlockMask, Error, Result};
 use blockflash_safe::{AttentionFwdOperands, Stream, ViewMut};
 use blockflash_sys::Row;
+use blockflash_sys::manifest::{AttentionFwd, AttentionFwdHopper};
 
 /// The problem with its outputs, after every check that needs no device; all operands are where the
 /// stream works.
@@ -69,10 +70,10 @@ pub(super) fn launch(
     };
     match &plan.params {
         AttentionParams::Portable(params) => {
-            stream.launch_attention_fwd(row, &plan.config, params, operands)?;
+            stream.launch::<AttentionFwd>(row, &plan.config, params, operands)?;
         }
         AttentionParams::Hopper(params) => {
-            stream.launch_attention_fwd_tma(row, &plan.config, params, operands)?;
+            stream.launch::<AttentionFwdHopper>(row, &plan.config, params, operands)?;
         }
     }
     Ok(())

@@ -16,6 +16,7 @@ pub enum Align {
 /// `seqlen_kv - seqlen_q` for [`Align::BottomRight`]. A query that attends no key at all gets
 /// output 0 and `lse` −∞.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Mask {
     /// Every key.
     #[default]

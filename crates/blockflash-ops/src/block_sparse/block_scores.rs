@@ -163,7 +163,7 @@ impl BlockScores {
                 k_means: workspace.k_means.view_mut(),
                 scores: self.scores.view_mut(),
             };
-            stream.launch_block_scores(row, &config, &params, operands)?;
+            stream.launch::<blockflash_safe::BlockScores>(row, &config, &params, operands)?;
         }
         Ok(())
     }

@@ -6,7 +6,8 @@ use super::{BlockGeometry, BlockMask, kernel};
 use crate::check::to_i32;
 use crate::{Error, Result};
 use blockflash_safe::{
-    BlockListScratch, BlockLists, BlockMaskBuildOperands, CudaProperties, Stream, Tensor,
+    BlockListScratch, BlockLists, BlockMaskBuild, BlockMaskBuildOperands, CudaProperties, Stream,
+    Tensor,
 };
 use blockflash_sys::params::blockflash_block_mask_build_params;
 use blockflash_sys::{BlockMaskKernel, DType, Row};
@@ -220,7 +221,7 @@ impl BlockMaskBuffer {
         for step in STEPS {
             let params = blockflash_block_mask_build_params { step, ..params };
             let operands = workspace.operands(&mut self.mask, choice);
-            stream.launch_block_mask_build(row, &config, &params, operands)?;
+            stream.launch::<BlockMaskBuild>(row, &config, &params, operands)?;
         }
         Ok(())
     }

@@ -215,7 +215,7 @@ impl Parts {
             DType::F16 => self.rounded::<f16>(shape),
             DType::BF16 => self.rounded::<bf16>(shape),
             DType::F32 => from_parts(shape, &self.row_ptr, &self.col_idx, &self.values),
-            DType::I32 | DType::U8 => Err(Error::DType {
+            _ => Err(Error::DType {
                 what: "values",
                 expected: "f16, bf16 or f32".into(),
                 found: dtype,

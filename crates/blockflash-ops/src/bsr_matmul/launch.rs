@@ -5,7 +5,7 @@ use crate::check::Operand;
 use crate::{Error, Result};
 use blockflash_safe::{BsrMatmulOperands, BsrParts, Stream, View, ViewMut};
 use blockflash_sys::Row;
-use blockflash_sys::manifest::Variant;
+use blockflash_sys::manifest::{self, BsrMatmulAny, BsrMatmulHopper, Variant};
 
 impl<'a> Bias<'a> {
     fn view(&self) -> Option<View<'a>> {
@@ -54,12 +54,17 @@ pub(super) fn launch(
     };
     match row.variant {
         Variant::BsrMatmulHopper(_) => {
-            stream.launch_bsr_matmul_tma(row, &plan.config, &plan.params, operands)?;
+            stream.launch::<BsrMatmulHopper>(row, &plan.config, &plan.params, operands)?;
         }
         Variant::BsrMatmulAny(_) => {
-            stream.launch_bsr_matmul_any(row, &plan.config, &plan.any_params(problem), operands)?;
+            stream.launch::<BsrMatmulAny>(
+                row,
+                &plan.config,
+                &plan.any_params(problem),
+                operands,
+            )?;
         }
-        _ => stream.launch_bsr_matmul(row, &plan.config, &plan.params, operands)?,
+        _ => stream.launch::<manifest::BsrMatmul>(row, &plan.config, &plan.params, operands)?,
     }
     Ok(())
 }

@@ -47,6 +47,7 @@ pub enum Bias<'a> {
 
 /// What is applied last, in f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Activation {
     /// Nothing.
     #[default]

@@ -5,7 +5,7 @@ use crate::check::Operand;
 use crate::{Error, Result};
 use blockflash_safe::{BsrSddmmOperands, Stream, ViewMut};
 use blockflash_sys::Row;
-use blockflash_sys::manifest::Variant;
+use blockflash_sys::manifest::{self, BsrSddmmHopper, Variant};
 
 /// The problem after every check that needs no device; all operands are where the stream works.
 pub(super) fn checked(
@@ -35,9 +35,9 @@ pub(super) fn launch(
     let operands = BsrSddmmOperands { pattern: op.pattern.indices(), a: op.a, b: op.b, values };
     match row.variant {
         Variant::BsrSddmmHopper(_) => {
-            stream.launch_bsr_sddmm(row, &plan.config, &plan.params, operands)?;
+            stream.launch::<BsrSddmmHopper>(row, &plan.config, &plan.params, operands)?;
         }
-        _ => stream.launch_bsr_sddmm_portable(row, &plan.config, &plan.params, operands)?,
+        _ => stream.launch::<manifest::BsrSddmm>(row, &plan.config, &plan.params, operands)?,
     }
     Ok(())
 }

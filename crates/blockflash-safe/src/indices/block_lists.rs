@@ -1,4 +1,4 @@
-use super::{IndexTensor, as_i64, check_permutation, invalid, views};
+use super::tensor::{IndexTensor, as_i64, check_permutation, invalid, views};
 use crate::{DType, Device, Result, Stream, Tensor, View};
 
 /// The lists of a block mask on the host: what [`BlockLists::new`] checks and uploads.
@@ -28,9 +28,9 @@ pub struct BlockListArrays<'a> {
 /// Kernels rely on the range of each entry, and read nothing outside of the arrays: `row_ptr` stays
 /// within `col_idx`, columns and rows in the order exist. `cu_rows` starts with 0, ascends, and
 /// ends with the number of rows. Lists that come from the host never change; those
-/// [`with_capacity`](Self::with_capacity) are written by [`Stream::launch_block_mask_build`], and a
-/// reader on another stream may see a half of an update: then what attention computes is
-/// unspecified, but the entries are in range at all times.
+/// [`with_capacity`](Self::with_capacity) are written by launches of `BlockMaskBuild`, and a reader
+/// on another stream may see a half of an update: then what attention computes is unspecified,
+/// but the entries are in range at all times.
 ///
 /// Safe code reads them, but never writes them, neither now nor by a graph:
 /// ```compile_fail,E0596
@@ -93,8 +93,8 @@ impl BlockLists {
         })
     }
 
-    /// Lists without columns that [`Stream::launch_block_mask_build`] may fill with up to
-    /// `capacity` of them.
+    /// Lists without columns that launches of `BlockMaskBuild` may fill with up to `capacity` of
+    /// them.
     ///
     /// # Errors
     /// Those of [`Tensor::zeros`].

@@ -1,4 +1,4 @@
-use super::{IndexTensor, check_permutation, invalid, views};
+use super::tensor::{IndexTensor, check_permutation, invalid, views};
 use crate::{Device, Result, Stream, Tensor, View};
 use blockflash_sys::manifest::BsrMatmulHopper;
 
@@ -70,9 +70,11 @@ pub struct BsrStageArrays<'a> {
 /// and an array of somebody else cannot take their place in a launch:
 /// ```compile_fail,E0308
 /// # use blockflash_safe::{BsrSddmmOperands, View, ViewMut};
-/// fn operands<'a>(row_ptr: View<'a>, a: View<'a>, b: View<'a>, values: ViewMut<'a>) ->
-/// BsrSddmmOperands<'a> { BsrSddmmOperands { pattern: &row_ptr, a, b, values } // not indices that
-/// were checked }
+/// fn operands<'a>(
+///     row_ptr: &'a View<'a>, a: View<'a>, b: View<'a>, values: ViewMut<'a>,
+/// ) -> BsrSddmmOperands<'a> {
+///     BsrSddmmOperands { pattern: row_ptr, a, b, values } // not indices that were checked
+/// }
 /// ```
 #[derive(Debug)]
 pub struct BsrIndices {

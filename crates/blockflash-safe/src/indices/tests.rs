@@ -1,5 +1,6 @@
+use super::tensor::IndexTensor;
 use super::*;
-use crate::Device;
+use crate::{Device, Error, Result, Stream};
 
 fn cpu() -> Stream {
     Device::cpu().stream().unwrap()

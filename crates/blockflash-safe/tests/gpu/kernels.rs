@@ -1,5 +1,5 @@
 use crate::{gpu, ramp, required, say};
-use blockflash_safe::manifest::{self, Variant};
+use blockflash_safe::manifest::{self, AttentionFwd, Variant};
 use blockflash_safe::params::{
     BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params,
     blockflash_attention_fwd_tma_params, blockflash_block_mask, blockflash_block_mask_build_params,
@@ -81,7 +81,8 @@ struct Single {
 impl Single {
     fn new(stream: &Stream) -> Result<Option<Single>> {
         let row = rows(stream.device()).find(|row| {
-            matches!(row.variant, Variant::AttentionFwd(tile) if tile.head_dim as usize >= HEAD_DIM && tile.dtype == DType::F16)
+            let wide = |tile: AttentionFwd| tile.head_dim as usize >= HEAD_DIM;
+            matches!(row.variant, Variant::AttentionFwd(t) if wide(t) && t.dtype == DType::F16)
         });
         let Some(row) = row else {
             assert!(!required(), "no image of attention forward runs on this GPU");
@@ -143,13 +144,7 @@ impl Single {
                 heads_per_group: 0,
             },
         };
-        let config = LaunchConfig {
-            grid: [1, 1, 1],
-            block: row.threads(),
-            smem_bytes: row.smem_bytes(),
-            cluster: None,
-            programmatic_dependent_launch: false,
-        };
+        let config = LaunchConfig::of(row, 1, false);
         let qkv = [input(1.0)?, input(1.0)?, input(-2.0)?];
         let o = Tensor::zeros(stream, DType::F16, &shape)?;
         let lse = Tensor::zeros(stream, DType::F32, &[1, 1, 1])?;
@@ -168,7 +163,7 @@ impl Single {
             cu_seqlens: None,
             block_mask: None,
         };
-        stream.launch_attention_fwd(self.row, &self.config, &self.params, operands)
+        stream.launch::<AttentionFwd>(self.row, &self.config, &self.params, operands)
     }
 
     fn check(&self, stream: &Stream) -> Result<()> {
@@ -178,7 +173,7 @@ impl Single {
         let score: f32 =
             0.125 * q.iter().zip(&k).map(|(q, k)| q.to_f32() * k.to_f32()).sum::<f32>();
         let lse = self.lse.to_vec::<f32>(stream)?[0];
-        assert!((lse - score).abs() < 1e-3, "lse {lse}, score {score}");
+        approx::assert_abs_diff_eq!(lse, score, epsilon = 1e-3);
         Ok(())
     }
 }

@@ -1,6 +1,6 @@
 use crate::{gpu, ramp};
 use blockflash_safe::{
-    DType, Device, Error, Layout, Result, Stream, Swizzle, Tensor, TensorMap, TensorMapSpec, View,
+    DType, Device, Error, Layout, Result, Stream, Swizzle, Tensor, TensorMapSpec, View,
 };
 
 #[test]
@@ -36,6 +36,30 @@ fn elements_survive_the_round_trip() -> Result<()> {
     tensor.fill_bytes(&stream, 0xFF)?;
     assert!(tensor.to_vec::<f32>(&stream)?.iter().all(|value| value.is_nan()));
     assert_eq!(Tensor::zeros(&stream, DType::I32, &[1000])?.to_vec::<i32>(&stream)?, [0; 1000]);
+    Ok(())
+}
+
+#[test]
+fn views_are_copied_in_the_order_of_a_stream() -> Result<()> {
+    let Some(device) = gpu("views_are_copied_in_the_order_of_a_stream") else { return Ok(()) };
+    let stream = device.stream()?;
+    let mut tensor = Tensor::from_slice(&stream, &ramp(2 * 3 * 5 * 7), &[2, 3, 5, 7])?;
+    for order in [[0, 1, 2, 3], [0, 2, 1, 3], [3, 2, 1, 0], [1, 0, 3, 2]] {
+        for range in [0..1, 1..2, 0..2] {
+            let view = tensor.view().permute(&order)?.slice(1, range)?;
+            let view = if view.shape()[1] == 1 { view.expand(1, 4)? } else { view };
+            let copy = view.to_tensor(&stream)?;
+            assert_eq!((copy.shape(), copy.device()), (view.shape(), device));
+            assert_eq!(copy.to_vec::<f32>(&stream)?, view.to_vec::<f32>(&stream)?);
+        }
+    }
+    // What is queued later does not change the copy.
+    let copy = tensor.view().permute(&[0, 2, 1, 3])?.to_tensor(&stream)?;
+    let expected = tensor.view().permute(&[0, 2, 1, 3])?.to_vec::<f32>(&stream)?;
+    tensor.fill_bytes(&stream, 0)?;
+    assert_eq!(copy.to_vec::<f32>(&stream)?, expected);
+    let host = Device::cpu().stream()?;
+    assert!(matches!(copy.view().to_tensor(&host), Err(Error::DeviceMismatch { .. })));
     Ok(())
 }
 
@@ -122,11 +146,11 @@ fn tensor_maps_are_encoded() -> Result<()> {
         box_shape: &[64, 128],
         swizzle: Swizzle::B128,
     };
-    let map = TensorMap::encode_tiled(&tensor.view(), &spec);
+    let map = spec.encode(&tensor.view());
     if device.cuda_properties().unwrap().compute_capability.major < 9 {
         assert!(matches!(map, Err(Error::Unsupported { .. })));
     } else {
-        assert_ne!(map?.words(), &[0; 16]);
+        assert_ne!(map?.opaque, [0; 16]);
     }
     Ok(())
 }

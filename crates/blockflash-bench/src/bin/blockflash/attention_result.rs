@@ -2,7 +2,7 @@
 
 use crate::attention_mask;
 use crate::attention_operands::Operands;
-use crate::failure::Result;
+use crate::failure::{Failure, Result};
 use crate::progress::Progress;
 use crate::table;
 use blockflash_bench::check::{self, AttentionCase, Blocks, Comparison};
@@ -37,6 +37,7 @@ pub fn details(
                 aligned(align)
             )
         }
+        other => format!("{other:?}"),
     };
     let mut details = vec![("mask", mask), ("scale", format!("{}", problem.softmax_scale))];
     if let Some(softcap) = problem.softcap {
@@ -86,6 +87,7 @@ pub fn check(
         Mask::Full => (None, None, Align::TopLeft),
         Mask::Causal { align } => (None, Some(0), align),
         Mask::Window { left, right, align } => (left, right, align),
+        other => return Err(Failure::new(format!("--check knows no mask {other:?}"))),
     };
     let lists = match block_mask {
         Some(mask) => Some((mask, attention_mask::lists(mask)?)),

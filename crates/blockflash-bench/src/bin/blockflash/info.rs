@@ -80,6 +80,7 @@ fn support_text(rows: &[SupportRow]) -> String {
             Status::Kernel { symbol, target, .. } => format!("{symbol} ({target})"),
             Status::Cpu => "runs on the CPU".to_owned(),
             Status::Unsupported { reason } => format!("none: {reason}"),
+            other => format!("{other:?}"),
         };
         let size = match row.status {
             Status::Kernel { .. } => {
@@ -121,6 +122,7 @@ fn as_json(device: &Device, status: &CudaStatus, rows: &[SupportRow]) -> Value {
                 }
                 Status::Cpu => (true, None, None, None),
                 Status::Unsupported { reason } => (false, None, None, Some(reason.to_string())),
+                other => (false, None, None, Some(format!("{other:?}"))),
             };
             json!({
                 "operation": row.op, "dtype": row.dtype.name(), "size": row.size, "on_gpus": row.on_gpus,

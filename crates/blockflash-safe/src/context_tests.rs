@@ -1,4 +1,5 @@
 use super::*;
+use crate::cuda_status;
 
 #[test]
 fn names() {

@@ -1,6 +1,6 @@
 //! The tensor maps of BSR matmul on Hopper.
 
-use crate::{Result, Swizzle, TensorMap, TensorMapSpec, View};
+use crate::{Result, Swizzle, TensorMapSpec, View};
 use blockflash_sys::manifest::BsrMatmulHopper;
 use blockflash_sys::params::{blockflash_bsr_matmul_params, blockflash_tensor_map};
 
@@ -72,14 +72,8 @@ pub(super) fn maps(
 }
 
 impl Map {
-    /// The map of this view; zeros where it has no element: the kernel does not use it then.
     pub(super) fn encode(&self, view: &View<'_>) -> Result<blockflash_tensor_map> {
-        if self.shape.contains(&0) {
-            return Ok(NO_MAP);
-        }
-        Ok(blockflash_tensor_map {
-            opaque: *TensorMap::encode_tiled(view, &self.spec(view))?.words(),
-        })
+        self.spec(view).encode(view)
     }
 
     fn spec(&self, view: &View<'_>) -> TensorMapSpec<'_> {
@@ -105,7 +99,7 @@ pub(super) fn encode_c(
         box_shape: &[PANEL, 16],
         swizzle: Swizzle::B128,
     };
-    Ok(blockflash_tensor_map { opaque: *TensorMap::encode_tiled(c, &spec)?.words() })
+    spec.encode(c)
 }
 
 #[cfg(test)]

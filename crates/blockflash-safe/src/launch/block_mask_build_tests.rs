@@ -1,4 +1,6 @@
 use super::*;
+use crate::launch::LaunchConfig;
+use crate::launch::checked::fit;
 use crate::{BlockListArrays, Device, Tensor};
 use blockflash_sys::manifest;
 use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_block_mask};
@@ -69,18 +71,12 @@ impl Tensors {
         let is_build =
             |row: &&Row| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
         let row = manifest::rows().iter().find(is_build).ok_or("no row")?;
-        let config = LaunchConfig {
-            grid: [blocks, 1, 1],
-            block: row.threads(),
-            smem_bytes: row.smem_bytes(),
-            cluster: None,
-            programmatic_dependent_launch: false,
-        };
+        let config = LaunchConfig::of(row, blocks, false);
         let (scratch, lists) = (&mut self.scratch, &mut self.lists);
         let (source, always) = (self.source.view(), Some(&self.always));
         let problems = self.problems.view_mut();
-        BlockMaskBuildOperands { source, always, scratch, lists, problems }
-            .fit(row, 16, &config, params)
+        let operands = BlockMaskBuildOperands { source, always, scratch, lists, problems };
+        fit::<BlockMaskBuild>(row, &config, params, &operands).map(drop)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Long tiles of BSR matmul in parts, and the memory for their sums.
 
-use super::pointer;
+use super::fit::pointer;
 use crate::{DType, Device, Error, Result, Stream, Tensor, View};
 use blockflash_sys::params::BLOCKFLASH_BSR_PARTS;
 

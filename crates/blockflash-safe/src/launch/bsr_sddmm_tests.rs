@@ -1,6 +1,8 @@
 use super::*;
+use crate::launch::LaunchConfig;
+use crate::launch::bsr_matmul_fixtures::pattern;
+use crate::launch::checked::fit;
 use crate::manifest::Variant;
-use crate::operands::bsr_matmul_fixtures::pattern;
 use crate::{Device, Tensor};
 use std::ptr::{null, null_mut};
 
@@ -79,7 +81,9 @@ fn fit_of(
 ) -> Fit {
     let mut params = params();
     change(&mut params);
-    with_operands(tile, |operands| fit(&row(tile), &tile, config, &params, operands))
+    with_operands(tile, |operands| {
+        fit::<BsrSddmmHopper>(&row(tile), config, &params, operands).map(drop)
+    })
 }
 
 #[test]
@@ -95,7 +99,7 @@ fn what_fits_and_what_does_not() {
         let other =
             BsrSddmmHopper { a: if a == Major::Row { Major::Column } else { Major::Row }, ..tile };
         let found = with_operands(tile, |operands| {
-            fit(&row(other), &other, &config(other, 4), &params(), operands)
+            fit::<BsrSddmmHopper>(&row(other), &config(other, 4), &params(), operands)
         });
         assert!(found.unwrap_err().contains("a is f16"), "{a:?} is no other layout");
     }

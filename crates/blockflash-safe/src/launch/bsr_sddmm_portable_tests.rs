@@ -1,7 +1,9 @@
 use super::*;
+use crate::launch::LaunchConfig;
+use crate::launch::bsr_matmul_fixtures::pattern;
+use crate::launch::checked::fit;
 use crate::manifest::BsrSddmm;
-use crate::operands::bsr_matmul_fixtures::pattern;
-use crate::{Device, Target, Tensor, ViewMut};
+use crate::{DType, Device, Target, Tensor, ViewMut};
 use blockflash_sys::params::blockflash_tensor_map;
 use std::ptr::{null, null_mut};
 
@@ -67,7 +69,7 @@ fn fit_of(
     [lda, ldb]: [usize; 2],
     change: impl FnOnce(&mut blockflash_bsr_sddmm_params),
     config: &LaunchConfig,
-) -> std::result::Result<blockflash_bsr_sddmm_portable_params, String> {
+) -> Fit<blockflash_bsr_sddmm_portable_params> {
     let stream = &Device::cpu().stream().unwrap();
     let tensor = |dtype, shape: &[usize]| Tensor::empty(stream, dtype, shape).unwrap();
     let pattern = &pattern(&[5, 0, 1, 2, 3], false);
@@ -81,7 +83,8 @@ fn fit_of(
     };
     let mut params = params();
     change(&mut params);
-    fit(&row(), &row().bsr_sddmm_tile().unwrap(), config, &params, &operands)
+    let tile: BsrSddmm = fit(&row(), config, &params, &operands)?;
+    Ok(tile.params(&params, &operands).unwrap())
 }
 
 #[test]
@@ -110,8 +113,8 @@ fn values_start_anywhere() {
         let values =
             ViewMut::from_slice(&mut data[start + offset..][..2 * 32 * 32], &[2, 32, 32]).unwrap();
         let operands = BsrSddmmOperands { pattern, a: a.view(), b: b.view(), values };
-        let p =
-            fit(&row(), &row().bsr_sddmm_tile().unwrap(), &config(1), &params, &operands).unwrap();
+        let tile: BsrSddmm = fit(&row(), &config(1), &params, &operands).unwrap();
+        let p = tile.params(&params, &operands).unwrap();
         assert_eq!(p.values_vectorized, vectorized, "{offset}");
     }
 }
@@ -142,12 +145,16 @@ fn what_does_not_fit_is_named() {
 fn single_lines_lie_either_way() {
     let stream = &Device::cpu().stream().unwrap();
     let line = Tensor::empty(stream, DType::F16, &[1, 30]).unwrap();
-    let lines = |view: &View<'_>, shape| Lines::of("a", view, DType::F16, shape).unwrap();
+    let lines = |view: &View<'_>, shape| {
+        let lines = Lines::of(view);
+        fits_dense("a", view, DType::F16, shape, lines.major).unwrap();
+        lines
+    };
     // Nothing comes behind a single line: its distance to the next does not matter.
     let row = lines(&line.view(), [1, 30]);
     assert_eq!((row.major, row.vectorized), (Major::Row, true));
     let column = lines(&line.view().permute(&[1, 0]).unwrap(), [30, 1]);
     assert_eq!((column.major, column.vectorized), (Major::Column, true));
-    let none = Lines::of("a", &line.view(), DType::F16, [1, 29]).unwrap_err();
+    let none = fits_dense("a", &line.view(), DType::F16, [1, 29], row.major).unwrap_err();
     assert!(none.contains("a is f16"), "{none}");
 }

@@ -1,10 +1,8 @@
 //! Sampled dense-dense product.
 
-use super::{Fit, ceil_div, fits, fits_row, pointer, pointer_mut, require};
-use crate::{
-    BsrIndices, DType, Error, LaunchConfig, Major, Result, Row, Stream, Swizzle, Tensor, TensorMap,
-    TensorMapSpec, View, ViewMut,
-};
+use super::checked::{Launch, Operands};
+use super::fit::{Fit, ceil_div, fits, pointer, pointer_mut, require};
+use crate::{BsrIndices, DType, Major, Result, Row, Swizzle, Tensor, TensorMapSpec, View, ViewMut};
 use blockflash_sys::manifest::{BsrSddmmHopper, BsrSddmmTile, Variant};
 use blockflash_sys::params::{blockflash_bsr_sddmm_params, blockflash_tensor_map};
 
@@ -27,61 +25,52 @@ pub struct BsrSddmmOperands<'a> {
     pub values: ViewMut<'a>,
 }
 
-impl BsrSddmmOperands<'_> {
-    /// Every tensor, read-only.
-    pub(super) fn views(&self) -> [Option<View<'_>>; 5] {
+impl Operands for BsrSddmmOperands<'_> {
+    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
         let [row_ptr, col_idx] = [self.pattern.row_ptr(), self.pattern.col_idx()].map(Tensor::view);
         [row_ptr, col_idx, self.a, self.b, self.values.as_view()].map(Some)
     }
 }
 
-impl Stream {
-    /// Launches a kernel of [`Variant::BsrSddmmHopper`]. Pointers and tensor maps in `params` are
-    /// ignored: they are made from the operands. A and B may be read through lines of 16-byte
-    /// aligned memory only.
-    ///
-    /// Counters are shared as those of
-    /// [`launch_attention_fwd_tma`](Stream::launch_attention_fwd_tma).
-    ///
-    /// # Errors
-    /// As [`launch_attention_fwd_tma`](Stream::launch_attention_fwd_tma).
-    pub fn launch_bsr_sddmm(
-        &self,
-        row: &Row,
-        config: &LaunchConfig,
-        params: &blockflash_bsr_sddmm_params,
-        operands: BsrSddmmOperands<'_>,
-    ) -> Result<()> {
-        let failed = |what: String| Error::Launch { symbol: row.symbol(), what };
-        let Variant::BsrSddmmHopper(tile) = row.variant else {
-            return Err(failed("not a kernel of the sampled product for Hopper".to_owned()));
-        };
-        let views = operands.views();
-        self.expect_all(&views)?;
-        fit(row, &tile, config, params, &operands).map_err(failed)?;
-        let [a_map, b_map] = maps(&tile, &operands);
-        let params = blockflash_bsr_sddmm_params {
-            a: a_map.encode(&operands.a)?,
-            b: b_map.encode(&operands.b)?,
+// SAFETY:
+// 1. This is the parameter struct of the Hopper kernels of the sampled product.
+// 2. A and B are read through tensor maps alone, which lie inside the views that they were encoded
+//    from. The blocks of `values` that are read and written are as many as `row_ptr` counts, for
+//    which `values` has room; it ascends, as the search in it needs.
+// 3. `values` is a `ViewMut`.
+unsafe impl Launch for BsrSddmmHopper {
+    type Operands<'a> = BsrSddmmOperands<'a>;
+    type Plan = blockflash_bsr_sddmm_params;
+    type Params = blockflash_bsr_sddmm_params;
+    const FAMILY: &'static str = "the sampled product for Hopper";
+
+    fn of(row: &Row) -> Option<Self> {
+        if let Variant::BsrSddmmHopper(tile) = row.variant { Some(tile) } else { None }
+    }
+
+    fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+        let tiles = fits_tiles(&self.tile(), p, operands)?;
+        let [m, n, k] = [p.m, p.n, p.k].map(i64::from);
+        require(operands.values.is_aligned(16), "values do not start at a multiple of 16 bytes")?;
+        fits_dense("a", &operands.a, self.dtype, [m, k], self.a)?;
+        fits_dense("b", &operands.b, self.dtype, [k, n], self.b)?;
+        Ok(tiles)
+    }
+
+    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
+        let [a, b] = maps(self, operands);
+        Ok(blockflash_bsr_sddmm_params {
+            a: a.encode(&operands.a)?,
+            b: b.encode(&operands.b)?,
             row_ptr: pointer(&operands.pattern.row_ptr().view()).cast(),
             col_idx: pointer(&operands.pattern.col_idx().view()).cast(),
             values: pointer_mut(&operands.values),
-            ..*params
-        };
-        // SAFETY:
-        // 1. The row is a variant of the sampled product, whose parameter struct this is.
-        // 2. As in `launch_bsr_matmul_tma`: A and B are read through tensor maps alone, the blocks
-        //    of `values` that are read and written are those that `row_ptr` counts, as many as
-        //    `values` has; it ascends, as the search in it needs.
-        // 3. `values` are borrowed exclusively.
-        unsafe {
-            self.launch_counting(
-                row,
-                config,
-                |tile_counter| blockflash_bsr_sddmm_params { tile_counter, ..params },
-                views.iter().flatten().filter_map(View::owner),
-            )
-        }
+            ..*plan
+        })
+    }
+
+    fn set_counter(params: &mut Self::Params, counter: *mut u32) {
+        params.tile_counter = counter;
     }
 }
 
@@ -91,7 +80,7 @@ pub(super) fn fits_tiles(
     tile: &BsrSddmmTile,
     p: &blockflash_bsr_sddmm_params,
     operands: &BsrSddmmOperands<'_>,
-) -> std::result::Result<i128, String> {
+) -> Fit<i128> {
     require(p.m > 0 && p.n > 0 && p.k >= 0 && p.nnz_blocks > 0, "a size is not positive")?;
     require([p.m, p.n, p.k].into_iter().all(|size| size < SIZE_LIMIT), "a size is too large")?;
     let (m, blocks, block) = (i64::from(p.m), i64::from(p.nnz_blocks), i64::from(tile.block_size));
@@ -110,26 +99,8 @@ pub(super) fn fits_tiles(
     Ok(i128::from(blocks / i64::from(tile.blocks)) + block_rows)
 }
 
-fn fit(
-    row: &Row,
-    tile: &BsrSddmmHopper,
-    config: &LaunchConfig,
-    p: &blockflash_bsr_sddmm_params,
-    operands: &BsrSddmmOperands<'_>,
-) -> Fit {
-    let tiles = fits_tiles(&tile.tile(), p, operands)?;
-    let [m, n, k] = [p.m, p.n, p.k].map(i64::from);
-    require(operands.values.is_aligned(16), "values do not start at a multiple of 16 bytes")?;
-    fits_dense("a", &operands.a, tile.dtype, [m, k], tile.a)?;
-    fits_dense("b", &operands.b, tile.dtype, [k, n], tile.b)?;
-    fits_row(config, row, 1..=tiles)?;
-    // Each block looks for a tile past the last one, and counts in 32 bits.
-    let past = tiles + 2 * i128::from(config.grid[0]);
-    require(past <= i128::from(i32::MAX), "there are too many tiles")
-}
-
 /// Checks a matrix with lines any number of elements apart.
-fn fits_dense(
+pub(super) fn fits_dense(
     name: &str,
     view: &View<'_>,
     dtype: DType,
@@ -174,11 +145,7 @@ fn maps(tile: &BsrSddmmHopper, operands: &BsrSddmmOperands<'_>) -> [Map; 2] {
 }
 
 impl Map {
-    /// The map of this view; zeros where it has no element: the kernel does not use it then.
     fn encode(&self, view: &View<'_>) -> Result<blockflash_tensor_map> {
-        if self.shape.contains(&0) {
-            return Ok(blockflash_tensor_map { opaque: [0; 16] });
-        }
         let spec = TensorMapSpec {
             dtype: view.dtype(),
             shape: &self.shape,
@@ -186,7 +153,7 @@ impl Map {
             box_shape: &self.box_shape,
             swizzle: Swizzle::B128,
         };
-        Ok(blockflash_tensor_map { opaque: *TensorMap::encode_tiled(view, &spec)?.words() })
+        spec.encode(view)
     }
 }
 

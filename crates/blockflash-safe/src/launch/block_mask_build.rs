@@ -1,12 +1,9 @@
 //! Building a block mask on the GPU.
 
-use super::{
-    Fit, block_mask, ceil_div, fits, fits_row, pointer, pointer_mut, require, starts_last,
-};
-use crate::{
-    BlockListScratch, BlockLists, DType, Error, LaunchConfig, Result, Row, Stream, Tensor, View,
-    ViewMut,
-};
+use super::block_mask;
+use super::checked::{Launch, Operands};
+use super::fit::{Fit, ceil_div, fits, pointer, pointer_mut, require};
+use crate::{BlockListScratch, BlockLists, DType, Result, Row, Tensor, View, ViewMut};
 use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
@@ -35,14 +32,43 @@ pub struct BlockMaskBuildOperands<'a> {
     pub problems: ViewMut<'a>,
 }
 
-impl BlockMaskBuildOperands<'_> {
-    fn fit(
-        &self,
-        row: &Row,
-        slab_rows: u32,
-        config: &LaunchConfig,
-        p: &blockflash_block_mask_build_params,
-    ) -> Fit {
+impl Operands for BlockMaskBuildOperands<'_> {
+    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
+        let [a, b, c, _] = self.always.map_or([None; 4], BlockLists::views);
+        let [d, e, f, _] = self.lists.views();
+        let [g, h, i] = self.scratch.views().map(Some);
+        [Some(self.source), a, b, c, d, e, f, g, h, i, Some(self.problems.as_view())]
+    }
+}
+
+/// A kernel that builds block masks.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockMaskBuild {
+    /// Rows of the mask per CTA, one per warp.
+    slab_rows: u32,
+}
+
+// SAFETY:
+// 1. This is the parameter struct of the kernel that builds block masks.
+// 2. As for attention forward. Columns that are read are bounded by the kernel, and in `always`
+//    they are below `cols`. The second step adds up lengths that only the first one writes and that
+//    are never negative, and ends with the capacity, so what it writes stays within the lists and
+//    in the ranges of `BlockLists`, whatever other build runs at the same time.
+// 3. All tensors but `source` and `always` are borrowed exclusively.
+unsafe impl Launch for BlockMaskBuild {
+    type Operands<'a> = BlockMaskBuildOperands<'a>;
+    type Plan = blockflash_block_mask_build_params;
+    type Params = blockflash_block_mask_build_params;
+    const FAMILY: &'static str = "building block masks";
+
+    fn of(row: &Row) -> Option<Self> {
+        match row.variant {
+            Variant::BlockMask(BlockMaskKernel::Build { slab_rows }) => Some(Self { slab_rows }),
+            _ => None,
+        }
+    }
+
+    fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
         let [batch, heads, rows, cols] = [p.batch, p.heads, p.rows, p.cols].map(i64::from);
         let positive =
             [batch, heads, rows].iter().all(|&size| size > 0) && p.block_q > 0 && p.block_kv > 0;
@@ -71,14 +97,18 @@ impl BlockMaskBuildOperands<'_> {
             [batch, heads, rows, (count, 1)]
         };
         match p.source_kind {
-            BLOCKFLASH_BLOCK_SOURCE_BOOL => fits("source", &self.source, DType::U8, of_rows(cols)),
-            BLOCKFLASH_BLOCK_SOURCE_LISTS => fits("source", &self.source, DType::I32, of_rows(k)),
+            BLOCKFLASH_BLOCK_SOURCE_BOOL => {
+                fits("source", &operands.source, DType::U8, of_rows(cols))
+            }
+            BLOCKFLASH_BLOCK_SOURCE_LISTS => {
+                fits("source", &operands.source, DType::I32, of_rows(k))
+            }
             BLOCKFLASH_BLOCK_SOURCE_SCORES => {
-                fits("source", &self.source, DType::F32, of_rows(cols))
+                fits("source", &operands.source, DType::F32, of_rows(cols))
             }
             _ => Err("an unknown source".to_owned()),
         }?;
-        if let Some(always) = &self.always {
+        if let Some(always) = &operands.always {
             let m = &p.always;
             let same = [m.rows, m.block_q, m.block_kv] == [p.rows, p.block_q, p.block_kv];
             require(same, "the blocks of `always` are others")?;
@@ -86,96 +116,46 @@ impl BlockMaskBuildOperands<'_> {
             require(always.has_columns_below(cols.into()), "`always` has more columns")?;
             always.fit_groups(m, p.batch, p.heads)?;
         }
-        let slabs = ceil_div(rows, slab_rows) as i64;
+        let slabs = ceil_div(rows, self.slab_rows) as i64;
         let per_head = |count: i64| [(batch, heads * count), (heads, count), (count, 1)];
-        let [bits, lengths, slab_lengths] = self.scratch.views();
+        let [bits, lengths, slab_lengths] = operands.scratch.views();
         fits("bits", &bits, DType::I32, of_rows((cols + 31) / 32))?;
         fits("lengths", &lengths, DType::I32, per_head(rows))?;
         fits("slab_lengths", &slab_lengths, DType::I32, per_head(slabs))?;
         require(
-            self.lists.may_be_filled(cols.into()),
+            operands.lists.may_be_filled(cols.into()),
             "the lists are not for kernels to fill with these columns",
         )?;
-        fits("row_ptr", &self.lists.row_ptr().view(), DType::I32, per_head(rows + 1))?;
-        fits("col_idx", &self.lists.col_idx().view(), DType::I32, [(p.capacity.into(), 1)])?;
-        fits("row_order", &self.lists.row_order().view(), DType::I32, per_head(rows))?;
-        fits("problems", &self.problems.as_view(), DType::I32, [(4, 1)])?;
-        require(self.problems.is_aligned(8), "the address of problems is no multiple of 8")?;
+        fits("row_ptr", &operands.lists.row_ptr().view(), DType::I32, per_head(rows + 1))?;
+        fits("col_idx", &operands.lists.col_idx().view(), DType::I32, [(p.capacity.into(), 1)])?;
+        fits("row_order", &operands.lists.row_order().view(), DType::I32, per_head(rows))?;
+        fits("problems", &operands.problems.as_view(), DType::I32, [(4, 1)])?;
+        require(operands.problems.is_aligned(8), "the address of problems is no multiple of 8")?;
         require(
             [BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLOCK_MASK_LIST].contains(&p.step),
             "an unknown step",
         )?;
         let blocks = i128::from(batch) * i128::from(heads) * i128::from(slabs);
-        starts_last(config)?;
-        fits_row(config, row, blocks..=blocks)
+        Ok(blocks)
     }
 
-    fn views(&self) -> [Option<View<'_>>; 11] {
-        let [a, b, c, _] = self.always.map_or([None; 4], BlockLists::views);
-        let [d, e, f, _] = self.lists.views();
-        let [g, h, i] = self.scratch.views().map(Some);
-        [Some(self.source), a, b, c, d, e, f, g, h, i, Some(self.problems.as_view())]
-    }
-
-    fn pointers(
-        &self,
-        p: &blockflash_block_mask_build_params,
-    ) -> blockflash_block_mask_build_params {
-        let [bits, lengths, slab_lengths] = self.scratch.views();
+    fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
+        let [bits, lengths, slab_lengths] = operands.scratch.views();
         let [row_ptr, col_idx, row_order] =
-            [self.lists.row_ptr(), self.lists.col_idx(), self.lists.row_order()].map(Tensor::view);
-        blockflash_block_mask_build_params {
-            source: pointer(&self.source),
-            always: block_mask::pointers(self.always, &p.always),
+            [operands.lists.row_ptr(), operands.lists.col_idx(), operands.lists.row_order()]
+                .map(Tensor::view);
+        Ok(blockflash_block_mask_build_params {
+            source: pointer(&operands.source),
+            always: block_mask::pointers(operands.always, &p.always),
             bits: pointer(&bits).cast_mut().cast(),
             lengths: pointer(&lengths).cast_mut().cast(),
             slab_lengths: pointer(&slab_lengths).cast_mut().cast(),
             row_ptr: pointer(&row_ptr).cast_mut().cast(),
             col_idx: pointer(&col_idx).cast_mut().cast(),
             row_order: pointer(&row_order).cast_mut().cast(),
-            problems: pointer_mut(&self.problems).cast(),
+            problems: pointer_mut(&operands.problems).cast(),
             ..*p
-        }
-    }
-}
-
-impl Stream {
-    /// Launches a step of [`BlockMaskKernel::Build`]. The pointers in `params` are ignored: those
-    /// of the operands are used.
-    ///
-    /// # Errors
-    /// As [`launch_attention_fwd`](Stream::launch_attention_fwd).
-    pub fn launch_block_mask_build(
-        &self,
-        row: &Row,
-        config: &LaunchConfig,
-        params: &blockflash_block_mask_build_params,
-        operands: BlockMaskBuildOperands<'_>,
-    ) -> Result<()> {
-        let failed = |what: String| Error::Launch { symbol: row.symbol(), what };
-        let Variant::BlockMask(BlockMaskKernel::Build { slab_rows }) = row.variant else {
-            return Err(failed("not a kernel that builds block masks".to_owned()));
-        };
-        let views = operands.views();
-        self.expect_all(&views)?;
-        operands.fit(row, slab_rows, config, params).map_err(failed)?;
-        let params = operands.pointers(params);
-        // SAFETY:
-        // 1. The row builds block masks, whose parameter struct this is.
-        // 2. As in `launch_attention_fwd`. Columns that are read are bounded by the kernel, those
-        //    of `always` are below `cols`. The second step adds up lengths that only the first one
-        //    writes and that are never negative, and ends with the capacity, so what it writes
-        //    stays within the lists and in the ranges of `BlockLists`, whatever other build runs at
-        //    the same time.
-        // 3. All tensors but `source` and `always` are borrowed exclusively.
-        unsafe {
-            self.launch_with(
-                row,
-                config,
-                |_| params,
-                views.iter().flatten().filter_map(View::owner),
-            )
-        }
+        })
     }
 }
 

@@ -1,5 +1,7 @@
 use super::*;
-use crate::operands::bsr_matmul_fixtures as fixtures;
+use crate::launch::LaunchConfig;
+use crate::launch::bsr_matmul_fixtures as fixtures;
+use crate::launch::checked::fit;
 use crate::{DType, Device, Tensor};
 use blockflash_sys::manifest;
 use blockflash_sys::params::blockflash_bsr_matmul_params;
@@ -56,15 +58,9 @@ fn fit_lying(
         _ => None,
     };
     let (row, tile) = manifest::rows().iter().find_map(tile_of).ok_or("no row")?;
-    let mut config = LaunchConfig {
-        grid: [3 * (N as u32).div_ceil(tile.0.block_n), 1, 1],
-        block: row.threads(),
-        smem_bytes: row.smem_bytes(),
-        cluster: None,
-        programmatic_dependent_launch: false,
-    };
+    let mut config = LaunchConfig::of(row, 3 * (N as u32).div_ceil(tile.0.block_n), false);
     change(&mut config);
-    fit(row, tile, &config, params, &operands)
+    fit::<BsrMatmulAny>(row, &config, params, &operands).map(drop)
 }
 
 const LAYOUTS: [[bool; 3]; 8] = [

@@ -1,5 +1,5 @@
 use super::*;
-use crate::operands::bsr_matmul_fixtures::{self as fixtures, TILE};
+use crate::launch::bsr_matmul_fixtures::{self as fixtures, TILE};
 use crate::{DType, Device, Tensor};
 
 const SMALL: BsrMatmulHopper =

@@ -1,6 +1,6 @@
 //! The block mask of attention: which key tiles each tile of queries visits.
 
-use super::{Fit, ceil_div, fits, optional, require};
+use super::fit::{Fit, ceil_div, fits, optional, require};
 use crate::{BlockLists, DType};
 use blockflash_sys::manifest::AttentionTile;
 use blockflash_sys::params::{blockflash_attention_fwd_params, blockflash_block_mask};
@@ -13,7 +13,7 @@ impl BlockLists {
         &self,
         tile: &AttentionTile,
         p: &blockflash_attention_fwd_params,
-    ) -> std::result::Result<i128, String> {
+    ) -> Fit<i128> {
         let m = &p.block_mask;
         let divides = |tile: u32, block: i32| block > 0 && i64::from(block) % i64::from(tile) == 0;
         require(

@@ -1,10 +1,8 @@
-use super::{Inner, Queue, Stream};
-use crate::{Error, Event, Result};
+use crate::queue::{End, Queue};
+use crate::stream::Inner;
+use crate::{Error, Result, Stream};
 use std::ptr;
-use std::sync::{Arc, OnceLock, Weak};
-
-/// For a stream of ours that is gone: a mark behind its last work, unless none could be made.
-pub(super) type End = OnceLock<Option<Event>>;
+use std::sync::{Arc, Weak};
 
 /// A stream that memory was used on. One of ours is not kept alive by that, so that it may go
 /// before the memory.
@@ -46,7 +44,7 @@ impl User {
         let Whose::Own { end, .. } = &self.0 else { return Ok(()) };
         // Set at the end of the drop that has begun, since the stream is gone.
         match end.wait() {
-            Some(end) => stream.wait(end),
+            Some(end) => stream.session()?.map_or(Ok(()), |session| session.wait(end, None)),
             None => Err(Error::InCapture { what: "waiting for a stream that was destroyed" }),
         }
     }

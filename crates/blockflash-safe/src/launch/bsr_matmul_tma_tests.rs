@@ -1,7 +1,10 @@
 use super::*;
-use crate::operands::bsr_matmul_fixtures::{self as fixtures, TILE};
+use crate::launch::LaunchConfig;
+use crate::launch::bsr_matmul_fixtures::{self as fixtures, TILE};
+use crate::launch::checked::fit;
 use crate::{
-    BsrIndexArrays, BsrIndices, BsrPartsMemory, BsrStageArrays, DType, Device, Tensor, ViewMut,
+    BsrIndexArrays, BsrIndices, BsrPartsMemory, BsrStageArrays, DType, Device, Tensor, View,
+    ViewMut,
 };
 
 const PAIRS: BsrMatmulHopper = BsrMatmulHopper { block_rows: 2, stages: 4, ..TILE };
@@ -64,7 +67,7 @@ fn fit_of(
         c,
         bias: None,
     };
-    fit(&row(tile), &tile, config, &params, &operands)
+    fit::<BsrMatmulHopper>(&row(tile), config, &params, &operands).map(drop)
 }
 
 #[test]
@@ -237,7 +240,7 @@ fn small_blocks_need_a_plan() {
         let row = row(gathers);
         let (block, smem_bytes) = (row.threads(), row.smem_bytes());
         let config = LaunchConfig { block, smem_bytes, ..config(TILE, 1) };
-        fit(&row, &gathers, &config, &params(), &operands)
+        fit::<BsrMatmulHopper>(&row, &config, &params(), &operands)
     };
     fit_with(Some(stages)).unwrap();
     assert!(fit_with(None).unwrap_err().contains("the stages of the pattern"));

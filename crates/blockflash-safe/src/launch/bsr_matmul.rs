@@ -1,10 +1,10 @@
 //! BSR matmul.
 
-use super::{
-    BsrParts, Fit, ceil_div, fits, fits_row, optional, pointer, pointer_mut, require, starts_last,
-};
-use crate::{BsrIndices, DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};
-use blockflash_sys::manifest::{BsrTile, Variant};
+use super::BsrParts;
+use super::checked::{Launch, Operands};
+use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
+use crate::{BsrIndices, DType, Result, Row, View, ViewMut};
+use blockflash_sys::manifest::{BsrMatmul, BsrTile, Variant};
 use blockflash_sys::params::blockflash_bsr_matmul_params;
 
 /// Tensors of the BSR matmul kernels.
@@ -27,11 +27,7 @@ pub struct BsrMatmulOperands<'a> {
 
 impl BsrMatmulOperands<'_> {
     /// Checks sizes and strides against the tensors, and says how many tiles of C there are.
-    pub(super) fn fit(
-        &self,
-        tile: &BsrTile,
-        p: &blockflash_bsr_matmul_params,
-    ) -> std::result::Result<i128, String> {
+    pub(super) fn fit(&self, tile: &BsrTile, p: &blockflash_bsr_matmul_params) -> Fit<i128> {
         require(p.m > 0 && p.n > 0 && p.k >= 0, "a size is not positive")?;
         let block = i64::from(tile.block_size);
         let block_rows = ceil_div(p.m, tile.block_size);
@@ -63,26 +59,6 @@ impl BsrMatmulOperands<'_> {
         Ok(i128::from(tile.tiles_n(p.n as u64)) * ceil_div(rows, tile.block_rows))
     }
 
-    /// Every tensor, read-only.
-    pub(super) fn views(&self) -> [Option<View<'_>>; 11] {
-        let [row_ptr, col_idx, row_order, block_idx, stages, group_stages] = self.indices.views();
-        let parts = self.parts.map(|parts| parts.memory.view());
-        let (values, b, c) = (Some(self.values), Some(self.b), Some(self.c.as_view()));
-        [
-            row_ptr,
-            col_idx,
-            row_order,
-            block_idx,
-            stages,
-            group_stages,
-            values,
-            parts,
-            b,
-            c,
-            self.bias,
-        ]
-    }
-
     /// The parameters with the pointers of the tensors.
     pub(super) fn pointers(
         &self,
@@ -102,6 +78,27 @@ impl BsrMatmulOperands<'_> {
     }
 }
 
+impl Operands for BsrMatmulOperands<'_> {
+    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
+        let [row_ptr, col_idx, row_order, block_idx, stages, group_stages] = self.indices.views();
+        let parts = self.parts.map(|parts| parts.memory.view());
+        let (values, b, c) = (Some(self.values), Some(self.b), Some(self.c.as_view()));
+        [
+            row_ptr,
+            col_idx,
+            row_order,
+            block_idx,
+            stages,
+            group_stages,
+            values,
+            parts,
+            b,
+            c,
+            self.bias,
+        ]
+    }
+}
+
 /// Sizes and strides of a matrix whose rows or columns are contiguous and so many elements apart.
 fn dims([rows, columns]: [i64; 2], leading: i64, column_major: bool) -> [(i64, i64); 2] {
     if column_major { [(rows, 1), (columns, leading)] } else { [(rows, leading), (columns, 1)] }
@@ -112,45 +109,27 @@ pub(super) fn writes(rows_only: bool, p: &blockflash_bsr_matmul_params) -> Fit {
     require(!rows_only || p.c_column_major == 0, "the kernel writes rows of c, not columns")
 }
 
-impl Stream {
-    /// Launches a kernel of [`Variant::BsrMatmul`]. The pointers in `params` are ignored: those of
-    /// the operands are used.
-    ///
-    /// # Errors
-    /// As [`launch_attention_fwd`](Stream::launch_attention_fwd).
-    pub fn launch_bsr_matmul(
-        &self,
-        row: &Row,
-        config: &LaunchConfig,
-        params: &blockflash_bsr_matmul_params,
-        operands: BsrMatmulOperands<'_>,
-    ) -> Result<()> {
-        let failed = |what: String| Error::Launch { symbol: row.symbol(), what };
-        let Variant::BsrMatmul(tile) = &row.variant else {
-            return Err(failed("not a portable kernel of BSR matmul".to_owned()));
-        };
-        let views = operands.views();
-        self.expect_all(&views)?;
-        let fit = || -> Fit {
-            let blocks = operands.fit(&tile.tile(), params)?;
-            writes(true, params)?;
-            starts_last(config)?;
-            fits_row(config, row, blocks..=blocks)
-        };
-        fit().map_err(failed)?;
-        let params = operands.pointers(params);
-        // SAFETY:
-        // 1. The row is a variant of BSR matmul, whose parameter struct this is.
-        // 2. As in `launch_attention_fwd`; where addresses follow from index arrays, `BsrIndices`
-        //    has checked their entries.
-        // 3. `c` is borrowed exclusively.
-        unsafe {
-            self.launch_with(
-                row,
-                config,
-                |_| params,
-                views.iter().flatten().filter_map(View::owner),
-            )
-        }
+// SAFETY:
+// 1. This is the parameter struct of the portable kernels of BSR matmul.
+// 2. As for attention forward; where addresses follow from index arrays, `BsrIndices` has checked
+//    their entries.
+// 3. `c` is a `ViewMut`.
+unsafe impl Launch for BsrMatmul {
+    type Operands<'a> = BsrMatmulOperands<'a>;
+    type Plan = blockflash_bsr_matmul_params;
+    type Params = blockflash_bsr_matmul_params;
+    const FAMILY: &'static str = "portable BSR matmul";
+
+    fn of(row: &Row) -> Option<Self> {
+        if let Variant::BsrMatmul(tile) = row.variant { Some(tile) } else { None }
+    }
+
+    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+        writes(true, plan)?;
+        operands.fit(&self.tile(), plan)
+    }
+
+    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
+        Ok(operands.pointers(plan))
     }
 }

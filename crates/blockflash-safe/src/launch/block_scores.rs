@@ -1,7 +1,8 @@
 //! Scores of blocks from the means of queries and keys.
 
-use super::{Fit, ceil_div, fits, fits_row, pointer, pointer_mut, require, starts_last};
-use crate::{DType, Error, LaunchConfig, Result, Row, Stream, View, ViewMut};
+use super::checked::{Launch, Operands};
+use super::fit::{Fit, ceil_div, fits, pointer, pointer_mut, require};
+use crate::{DType, Result, Row, View, ViewMut};
 use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
@@ -27,15 +28,41 @@ pub struct BlockScoresOperands<'a> {
     pub scores: ViewMut<'a>,
 }
 
-impl BlockScoresOperands<'_> {
-    fn fit(
-        &self,
-        row: &Row,
-        dtype: DType,
-        tile: u32,
-        config: &LaunchConfig,
-        p: &blockflash_block_scores_params,
-    ) -> Fit {
+impl Operands for BlockScoresOperands<'_> {
+    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
+        let Self { q, k, q_means, k_means, scores } = self;
+        [*q, *k, q_means.as_view(), k_means.as_view(), scores.as_view()].map(Some)
+    }
+}
+
+/// A kernel that scores blocks.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockScores {
+    dtype: DType,
+    /// Rows and columns of scores per CTA.
+    tile: u32,
+}
+
+// SAFETY:
+// 1. This is the parameter struct of the kernels that score blocks.
+// 2. As for attention forward; no address follows from the contents of a tensor.
+// 3. The means and the scores are `ViewMut`.
+unsafe impl Launch for BlockScores {
+    type Operands<'a> = BlockScoresOperands<'a>;
+    type Plan = blockflash_block_scores_params;
+    type Params = blockflash_block_scores_params;
+    const FAMILY: &'static str = "scoring blocks";
+
+    fn of(row: &Row) -> Option<Self> {
+        match row.variant {
+            Variant::BlockMask(BlockMaskKernel::Scores { dtype, tile }) => {
+                Some(Self { dtype, tile })
+            }
+            _ => None,
+        }
+    }
+
+    fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
         let [batch, heads_q, heads_kv] = [p.batch, p.num_heads_q, p.num_heads_kv].map(i64::from);
         let [seqlen_q, seqlen_kv, head_dim] = [p.seqlen_q, p.seqlen_kv, p.head_dim].map(i64::from);
         let sizes = [batch, heads_q, heads_kv, seqlen_q, seqlen_kv, head_dim];
@@ -61,14 +88,24 @@ impl BlockScoresOperands<'_> {
         let contiguous = |heads: i64, blocks: i64, last: i64| {
             [(batch, heads * blocks * last), (heads, blocks * last), (blocks, last), (last, 1)]
         };
-        fits("q", &self.q, dtype, q)?;
-        fits("k", &self.k, dtype, k)?;
-        fits("q_means", &self.q_means.as_view(), DType::F32, contiguous(heads_q, rows, head_dim))?;
-        fits("k_means", &self.k_means.as_view(), DType::F32, contiguous(heads_kv, cols, head_dim))?;
-        fits("scores", &self.scores.as_view(), DType::F32, contiguous(heads_q, rows, cols))?;
+        fits("q", &operands.q, self.dtype, q)?;
+        fits("k", &operands.k, self.dtype, k)?;
+        fits(
+            "q_means",
+            &operands.q_means.as_view(),
+            DType::F32,
+            contiguous(heads_q, rows, head_dim),
+        )?;
+        fits(
+            "k_means",
+            &operands.k_means.as_view(),
+            DType::F32,
+            contiguous(heads_kv, cols, head_dim),
+        )?;
+        fits("scores", &operands.scores.as_view(), DType::F32, contiguous(heads_q, rows, cols))?;
 
         let means = heads_q * rows + heads_kv * cols;
-        let tiles = i128::from(heads_q) * ceil_div(rows, tile) * ceil_div(cols, tile);
+        let tiles = i128::from(heads_q) * ceil_div(rows, self.tile) * ceil_div(cols, self.tile);
         let blocks = i128::from(batch)
             * match p.step {
                 BLOCKFLASH_BLOCK_SCORES_MEANS => i128::from(means),
@@ -77,52 +114,18 @@ impl BlockScoresOperands<'_> {
             };
         // The kernel counts in 32 bits.
         require(blocks <= i128::from(i32::MAX), "there are too many blocks")?;
-        starts_last(config)?;
-        fits_row(config, row, blocks..=blocks)
+        Ok(blocks)
     }
-}
 
-impl Stream {
-    /// Launches a step of [`BlockMaskKernel::Scores`]. The pointers in `params` are ignored: those
-    /// of the operands are used.
-    ///
-    /// # Errors
-    /// As [`launch_attention_fwd`](Stream::launch_attention_fwd).
-    pub fn launch_block_scores(
-        &self,
-        row: &Row,
-        config: &LaunchConfig,
-        params: &blockflash_block_scores_params,
-        operands: BlockScoresOperands<'_>,
-    ) -> Result<()> {
-        let failed = |what: String| Error::Launch { symbol: row.symbol(), what };
-        let Variant::BlockMask(BlockMaskKernel::Scores { dtype, tile }) = row.variant else {
-            return Err(failed("not a kernel that scores blocks".to_owned()));
-        };
-        let BlockScoresOperands { q, k, q_means, k_means, scores } = &operands;
-        let views = [*q, *k, q_means.as_view(), k_means.as_view(), scores.as_view()].map(Some);
-        self.expect_all(&views)?;
-        operands.fit(row, dtype, tile, config, params).map_err(failed)?;
-        let params = blockflash_block_scores_params {
-            q: pointer(q),
-            k: pointer(k),
-            q_means: pointer_mut(q_means).cast(),
-            k_means: pointer_mut(k_means).cast(),
-            scores: pointer_mut(scores).cast(),
-            ..*params
-        };
-        // SAFETY:
-        // 1. The row scores blocks, whose parameter struct this is.
-        // 2. As in `launch_attention_fwd`; no address follows from the contents of a tensor.
-        // 3. The means and the scores are borrowed exclusively.
-        unsafe {
-            self.launch_with(
-                row,
-                config,
-                |_| params,
-                views.iter().flatten().filter_map(View::owner),
-            )
-        }
+    fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
+        Ok(blockflash_block_scores_params {
+            q: pointer(&operands.q),
+            k: pointer(&operands.k),
+            q_means: pointer_mut(&operands.q_means).cast(),
+            k_means: pointer_mut(&operands.k_means).cast(),
+            scores: pointer_mut(&operands.scores).cast(),
+            ..*p
+        })
     }
 }
 

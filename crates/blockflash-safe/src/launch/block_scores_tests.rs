@@ -1,4 +1,5 @@
 use super::*;
+use crate::launch::{LaunchConfig, checked};
 use crate::{Device, Tensor};
 use blockflash_sys::manifest;
 use std::ptr::{null, null_mut};
@@ -52,22 +53,16 @@ fn fit(tensors: &mut [Tensor; 5], params: &blockflash_block_scores_params, block
         matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Scores { dtype: DType::F16, .. }))
     };
     let row = manifest::rows().iter().find(is_f16).ok_or("no row")?;
-    let config = LaunchConfig {
-        grid: [blocks, 1, 1],
-        block: row.threads(),
-        smem_bytes: row.smem_bytes(),
-        cluster: None,
-        programmatic_dependent_launch: false,
-    };
+    let config = LaunchConfig::of(row, blocks, false);
     let [q, k, q_means, k_means, scores] = tensors;
-    BlockScoresOperands {
+    let operands = BlockScoresOperands {
         q: q.view(),
         k: k.view(),
         q_means: q_means.view_mut(),
         k_means: k_means.view_mut(),
         scores: scores.view_mut(),
-    }
-    .fit(row, DType::F16, 64, &config, params)
+    };
+    checked::fit::<BlockScores>(row, &config, params, &operands).map(drop)
 }
 
 type Change = fn(&mut blockflash_block_scores_params);

@@ -1,0 +1,172 @@
+//! Attention forward with the instructions that every GPU has, and what all attention kernels
+//! check.
+
+use super::block_mask;
+use super::checked::{Launch, Operands};
+use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
+use crate::{BlockLists, DType, Result, Row, View, ViewMut};
+use blockflash_sys::manifest::{AttentionFwd, AttentionTile, Variant};
+use blockflash_sys::params::blockflash_attention_fwd_params;
+
+/// Tensors of the attention forward kernels. With `cu_seqlens` the batch is packed into the first
+/// dimension.
+#[derive(Debug)]
+pub struct AttentionFwdOperands<'a> {
+    /// `[batch, seqlen_q, num_heads_q, head_dim]`, packed `[total_q, num_heads_q, head_dim]`.
+    pub q: View<'a>,
+    /// `[batch, seqlen_kv, num_heads_kv, head_dim]`, packed `[total_kv, num_heads_kv, head_dim]`.
+    pub k: View<'a>,
+    /// As `k`.
+    pub v: View<'a>,
+    /// As `q`.
+    pub o: ViewMut<'a>,
+    /// f32 `[batch, num_heads_q, seqlen_q]`, packed `[num_heads_q, total_q]`.
+    pub lse: Option<ViewMut<'a>>,
+    /// f32 `[num_heads_q]`.
+    pub sink: Option<View<'a>>,
+    /// Packed only: i32 `[batch + 1]` offsets of the sequences in `q` and in `k`. They may hold
+    /// anything: kernels clamp them to the packed rows and to the longest sequence of the
+    /// parameters.
+    pub cu_seqlens: Option<[View<'a>; 2]>,
+    /// Which blocks are visited, packed exactly if the batch is. Without it the sizes of a mask in
+    /// the parameters are ignored.
+    pub block_mask: Option<&'a BlockLists>,
+}
+
+impl AttentionFwdOperands<'_> {
+    /// Checks sizes and strides against the tensors, and says how many tiles of queries there are.
+    pub(super) fn fit(
+        &self,
+        tile: &AttentionTile,
+        p: &blockflash_attention_fwd_params,
+    ) -> Fit<i128> {
+        let [batch, heads_q, heads_kv] = [p.batch, p.num_heads_q, p.num_heads_kv].map(i64::from);
+        let [seqlen_q, seqlen_kv, head_dim] = [p.seqlen_q, p.seqlen_kv, p.head_dim].map(i64::from);
+        let positive = [batch, heads_q, heads_kv, seqlen_q, head_dim].iter().all(|&size| size > 0)
+            && seqlen_kv >= 0;
+        require(positive, "a size is not positive")?;
+        require(heads_q % heads_kv == 0, "num_heads_q is not a multiple of num_heads_kv")?;
+        require(
+            head_dim % 8 == 0 && head_dim <= i64::from(tile.head_dim),
+            "the head dimension does not fit the tile",
+        )?;
+        require(
+            tile.lse.suits(self.lse.is_some()),
+            "the kernel computes lse in each launch or in none",
+        )?;
+        let packed = self.cu_seqlens.is_some();
+        let rows_of = |view: &View<'_>| view.shape().first().map_or(0, |&rows| rows as i64);
+        let [rows_q, rows_kv] =
+            if packed { [&self.q, &self.k].map(rows_of) } else { [seqlen_q, seqlen_kv] };
+        if let Some([cu_q, cu_kv]) = &self.cu_seqlens {
+            fits("cu_seqlens_q", cu_q, DType::I32, [(batch + 1, 1)])?;
+            fits("cu_seqlens_kv", cu_kv, DType::I32, [(batch + 1, 1)])?;
+            // What the kernels clamp the offsets to.
+            let totals = [p.total_q, p.total_kv].map(i64::from) == [rows_q, rows_kv];
+            require(totals, "the packed rows are not those of the tensors")?;
+        }
+        let fits_rows = |name, view: &View<'_>, rows, heads, [of_batch, seq, head]: [i64; 3]| {
+            let [seq, head, inner] = [(rows, seq), (heads, head), (head_dim, 1)];
+            match packed {
+                true => fits(name, view, tile.dtype, [seq, head, inner]),
+                false => fits(name, view, tile.dtype, [(batch, of_batch), seq, head, inner]),
+            }
+        };
+        let strides = [p.q_stride_batch, p.q_stride_seq, p.q_stride_head];
+        fits_rows("q", &self.q, rows_q, heads_q, strides)?;
+        let strides = [p.k_stride_batch, p.k_stride_seq, p.k_stride_head];
+        fits_rows("k", &self.k, rows_kv, heads_kv, strides)?;
+        let strides = [p.v_stride_batch, p.v_stride_seq, p.v_stride_head];
+        fits_rows("v", &self.v, rows_kv, heads_kv, strides)?;
+        let strides = [p.o_stride_batch, p.o_stride_seq, p.o_stride_head];
+        fits_rows("o", &self.o.as_view(), rows_q, heads_q, strides)?;
+        // The kernels add the batch stride also when the batch is packed.
+        require(!packed || p.lse_stride_batch == 0, "a packed lse has no batch stride")?;
+        if let Some(lse) = self.lse.as_ref().map(ViewMut::as_view) {
+            let [head, row] = [(heads_q, p.lse_stride_head), (rows_q, 1)];
+            match packed {
+                true => fits("lse", &lse, DType::F32, [head, row])?,
+                false => fits("lse", &lse, DType::F32, [(batch, p.lse_stride_batch), head, row])?,
+            }
+        }
+        self.sink.map_or(Ok(()), |sink| fits("sink", &sink, DType::F32, [(heads_q, 1)]))?;
+        let tiles_q = match &self.block_mask {
+            None => ceil_div(seqlen_q, tile.block_q),
+            Some(mask) => {
+                require(
+                    mask.cu_rows().is_some() == packed,
+                    "either the batch or its mask is packed",
+                )?;
+                mask.fit(tile, p)?
+            }
+        };
+        let (heads_per_tile, group) = (i64::from(tile.heads), heads_q / heads_kv);
+        let mask_group =
+            if self.block_mask.is_some() { i64::from(p.block_mask.heads_per_group) } else { group };
+        require(
+            group % heads_per_tile == 0 && mask_group % heads_per_tile == 0,
+            "the heads of a tile share neither keys nor a mask",
+        )?;
+        Ok(tiles_q * i128::from(heads_q / heads_per_tile) * i128::from(batch))
+    }
+
+    /// The parameters with the pointers of the tensors.
+    pub(super) fn pointers(
+        &self,
+        p: &blockflash_attention_fwd_params,
+    ) -> blockflash_attention_fwd_params {
+        let [cu_q, cu_kv] = self.cu_seqlens.map_or([None, None], |both| both.map(Some));
+        let lse = self.lse.as_ref().map(ViewMut::as_view);
+        blockflash_attention_fwd_params {
+            q: pointer(&self.q),
+            k: pointer(&self.k),
+            v: pointer(&self.v),
+            o: pointer_mut(&self.o),
+            lse: optional(lse.as_ref()).cast_mut().cast(),
+            sink: optional(self.sink.as_ref()).cast(),
+            cu_seqlens_q: optional(cu_q.as_ref()).cast(),
+            cu_seqlens_kv: optional(cu_kv.as_ref()).cast(),
+            block_mask: block_mask::pointers(self.block_mask, &p.block_mask),
+            ..*p
+        }
+    }
+}
+
+impl Operands for AttentionFwdOperands<'_> {
+    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
+        let [cu_q, cu_kv] = self.cu_seqlens.map_or([None, None], |both| both.map(Some));
+        let lse = self.lse.as_ref().map(ViewMut::as_view);
+        let [row_ptr, col_idx, row_order, cu_rows] =
+            self.block_mask.map_or([None; 4], BlockLists::views);
+        let o = self.o.as_view();
+        let [q, k, v, o] = [self.q, self.k, self.v, o].map(Some);
+        [q, k, v, o, lse, self.sink, cu_q, cu_kv, row_ptr, col_idx, row_order, cu_rows]
+    }
+}
+
+// SAFETY:
+// 1. This is the parameter struct of the portable kernels of attention forward.
+// 2. All pointers come from views. The kernel's addresses follow from the sizes and strides in the
+//    struct and from the grid; `fit` found them to be the same as in the views, which reach no
+//    further than their memory. What the kernel reads from `cu_seqlens` it clamps to the packed
+//    rows, which `fit` compared. Where addresses follow from a block mask, its entries are checked
+//    by `BlockLists`.
+// 3. `o` and `lse` are `ViewMut`.
+unsafe impl Launch for AttentionFwd {
+    type Operands<'a> = AttentionFwdOperands<'a>;
+    type Plan = blockflash_attention_fwd_params;
+    type Params = blockflash_attention_fwd_params;
+    const FAMILY: &'static str = "portable attention forward";
+
+    fn of(row: &Row) -> Option<Self> {
+        if let Variant::AttentionFwd(tile) = row.variant { Some(tile) } else { None }
+    }
+
+    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+        operands.fit(&self.tile(), plan)
+    }
+
+    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
+        Ok(operands.pointers(plan))
+    }
+}

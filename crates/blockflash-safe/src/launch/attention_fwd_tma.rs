@@ -1,0 +1,102 @@
+//! Attention forward with Hopper's own instructions: tiles are copied by the tensor memory
+//! accelerator.
+
+use super::AttentionFwdOperands;
+use super::checked::Launch;
+use super::fit::{Fit, require};
+use crate::{Result, Row, Swizzle, TensorMapSpec, View};
+use blockflash_sys::manifest::{AttentionFwdHopper, Variant};
+use blockflash_sys::params::{
+    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params,
+    blockflash_attention_fwd_tma_params, blockflash_tensor_map,
+};
+
+/// Columns of a box: as many elements of two bytes as the swizzle permutes.
+const BOX_COLUMNS: u32 = 64;
+/// Rows of a box of q: those of one warpgroup.
+const BOX_ROWS_Q: u32 = 64;
+/// Rows of a box of o: those of one warp.
+const BOX_ROWS_O: u32 = 16;
+
+// SAFETY:
+// 1. This is the parameter struct of the Hopper kernels of attention forward.
+// 2. As for the portable kernels. What is read through a tensor map lies inside the view that it
+//    was encoded from.
+// 3. `o` and `lse` are `ViewMut`.
+unsafe impl Launch for AttentionFwdHopper {
+    type Operands<'a> = AttentionFwdOperands<'a>;
+    type Plan = blockflash_attention_fwd_tma_params;
+    type Params = blockflash_attention_fwd_tma_params;
+    const FAMILY: &'static str = "attention forward for Hopper";
+
+    fn of(row: &Row) -> Option<Self> {
+        if let Variant::AttentionFwdHopper(tile) = row.variant { Some(tile) } else { None }
+    }
+
+    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+        let p = &plan.base;
+        let tiles = operands.fit(&self.tile(), p)?;
+        require(
+            window_fits(p.window_left, p) && window_fits(p.window_right, p),
+            "a window is out of range",
+        )?;
+        let group = p.num_heads_q / p.num_heads_kv;
+        let packed = operands.cu_seqlens.is_some();
+        let heads = i64::from(p.num_heads_q) * if packed { 1 } else { i64::from(p.batch) };
+        let section = plan.heads_per_section;
+        require(
+            section > 0 && section % group == 0 && i64::from(section) <= heads,
+            "a section is no number of groups of heads",
+        )?;
+        Ok(tiles)
+    }
+
+    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
+        Ok(blockflash_attention_fwd_tma_params {
+            base: operands.pointers(&plan.base),
+            q: encode(&operands.q, BOX_ROWS_Q)?,
+            k: encode(&operands.k, self.block_kv)?,
+            v: encode(&operands.v, self.block_kv)?,
+            o: encode(&operands.o.as_view(), BOX_ROWS_O)?,
+            ..*plan
+        })
+    }
+
+    fn set_counter(params: &mut Self::Params, counter: *mut u32) {
+        params.tile_counter = counter;
+    }
+}
+
+/// The kernel adds windows to positions in 32 bits.
+fn window_fits(side: i32, p: &blockflash_attention_fwd_params) -> bool {
+    let keys_and_queries = i64::from(p.seqlen_q) + i64::from(p.seqlen_kv);
+    side == BLOCKFLASH_WINDOW_UNBOUNDED || (side >= 0 && i64::from(side) < keys_and_queries)
+}
+
+/// The map of a `[batch, sequence, head, head_dim]` tensor, or a packed `[rows, head, head_dim]`
+/// one, with the dimensions (head_dim, sequence, head, batch).
+fn encode(view: &View<'_>, box_rows: u32) -> Result<blockflash_tensor_map> {
+    let dims = view
+        .shape()
+        .iter()
+        .zip(view.strides())
+        .rev()
+        .map(|(&size, &stride)| (size as u64, stride as u64));
+    let mut sizes = [1; 4];
+    let mut strides = [0; 4];
+    for (at, (size, stride)) in dims.enumerate().take(4) {
+        (sizes[at], strides[at]) = (size, stride);
+    }
+    let bytes = view.dtype().size() as u64;
+    // The innermost dimensions of a view are (head, head_dim), those of a map (sequence, head_dim).
+    // The stride of a dimension of size 1 is never used, but has to be a valid one.
+    let stride = |at: usize| if sizes[at] > 1 { strides[at] * bytes } else { sizes[0] * bytes };
+    let spec = TensorMapSpec {
+        dtype: view.dtype(),
+        shape: &[sizes[0], sizes[2], sizes[1], sizes[3]],
+        strides_bytes: &[stride(2), stride(1), stride(3)],
+        box_shape: &[BOX_COLUMNS, box_rows, 1, 1],
+        swizzle: Swizzle::B128,
+    };
+    spec.encode(view)
+}

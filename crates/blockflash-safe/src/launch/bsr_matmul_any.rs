@@ -1,0 +1,43 @@
+//! BSR matmul whose operands lie in any layout.
+
+use super::BsrMatmulOperands;
+use super::checked::Launch;
+use super::fit::{Fit, optional};
+use crate::{Result, Row};
+use blockflash_sys::manifest::{BsrMatmulAny, BsrTile, Variant};
+use blockflash_sys::params::blockflash_bsr_matmul_any_params;
+
+// SAFETY:
+// 1. This is the parameter struct of the kernels of BSR matmul for any layout.
+// 2. As for the portable kernels, also for `block_idx`, which is there exactly where `a_transposed`
+//    says so (`fit`).
+// 3. `c` is a `ViewMut`.
+unsafe impl Launch for BsrMatmulAny {
+    type Operands<'a> = BsrMatmulOperands<'a>;
+    type Plan = blockflash_bsr_matmul_any_params;
+    type Params = blockflash_bsr_matmul_any_params;
+    const FAMILY: &'static str = "BSR matmul for any layout";
+
+    fn of(row: &Row) -> Option<Self> {
+        if let Variant::BsrMatmulAny(tile) = row.variant { Some(tile) } else { None }
+    }
+
+    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+        let (a_transposed, b_column_major) = (plan.a_transposed != 0, plan.b_column_major != 0);
+        let tile = BsrTile { a_transposed, b_column_major, ..self.0.tile() };
+        operands.fit(&tile, &plan.base)
+    }
+
+    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
+        let [_, _, _, block_idx, ..] = operands.indices.views();
+        Ok(blockflash_bsr_matmul_any_params {
+            base: operands.pointers(&plan.base),
+            block_idx: optional(block_idx.as_ref()).cast(),
+            ..*plan
+        })
+    }
+}
+
+#[cfg(test)]
+#[path = "bsr_matmul_any_tests.rs"]
+mod tests;

@@ -1,0 +1,134 @@
+//! BSR matmul with Hopper's own instructions: tiles are copied by the tensor memory accelerator.
+
+use super::bsr_matmul::writes;
+use super::bsr_matmul_maps::{NO_MAP, encode_c, maps};
+use super::checked::Launch;
+use super::fit::{Fit, ceil_div, optional, require};
+use super::{BsrMatmulOperands, BsrParts};
+use crate::{Result, Row};
+use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
+use blockflash_sys::params::{
+    BLOCKFLASH_BSR_PARTS, blockflash_bsr_matmul_params, blockflash_bsr_matmul_tma_params,
+};
+use std::ptr::null_mut;
+
+/// Rows of C are fewer elements apart than this where tensor copies store it.
+const STRIDE_LIMIT: i64 = 1 << 39;
+/// Sizes are below this: the kernel adds a tile to them in 32 bits.
+const SIZE_LIMIT: i64 = (1 << 31) - 1024;
+
+// SAFETY:
+// 1. This is the parameter struct of the Hopper kernels of BSR matmul.
+// 2. As for the portable kernels. What is read through a tensor map lies inside the view that it
+//    was encoded from; whole blocks that are copied without one lie where `row_ptr` says, in a view
+//    that starts at a multiple of 16 bytes (`fit`). There is room for as many parts as `begin` says
+//    (`split`), and no other launch uses their memory at the same time, since it is used in turns.
+// 3. `c` is a `ViewMut`; only these kernels write the memory of parts.
+unsafe impl Launch for BsrMatmulHopper {
+    type Operands<'a> = BsrMatmulOperands<'a>;
+    type Plan = blockflash_bsr_matmul_params;
+    type Params = blockflash_bsr_matmul_tma_params;
+    const FAMILY: &'static str = "BSR matmul for Hopper";
+
+    fn of(row: &Row) -> Option<Self> {
+        if let Variant::BsrMatmulHopper(tile) = row.variant { Some(tile) } else { None }
+    }
+
+    fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+        let tiles = operands.fit(&self.tile(), p)?;
+        writes(self.gathers(), p)?;
+        require([p.m, p.n, p.k].into_iter().all(|size| size < SIZE_LIMIT), "a size is too large")?;
+        require(operands.values.is_aligned(16), "values do not start at a multiple of 16 bytes")?;
+        let planned = !self.gathers() || operands.indices.has_stages_of(self.block_size);
+        require(planned, "the kernel needs the stages of the pattern")?;
+        Ok(tiles + split(self, p, operands)?)
+    }
+
+    fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
+        let [a, b, b_edge] = maps(self, p, operands.indices.blocks() as u64);
+        let [_, _, _, block_idx, stages, group_stages] = operands.indices.views();
+        let c = operands.c.as_view();
+        let c_by_copies = copies_c(self, p, c.is_aligned(16));
+        let whole_tiles = blockflash_bsr_matmul_tma_params {
+            a: a.encode(&operands.values)?,
+            b: b.encode(&operands.b)?,
+            b_edge: b_edge.encode(&operands.b)?,
+            c: if c_by_copies { encode_c(&c, p)? } else { NO_MAP },
+            base: operands.pointers(p),
+            tile_counter: null_mut(),
+            block_idx: optional(block_idx.as_ref()).cast(),
+            stages: optional(stages.as_ref()).cast(),
+            group_stages: optional(group_stages.as_ref()).cast(),
+            c_by_copies: c_by_copies.into(),
+            part_steps: i32::MAX,
+            part_begin: [0; BLOCKFLASH_BSR_PARTS as usize],
+            part_sums: null_mut(),
+            part_arrived: null_mut(),
+        };
+        Ok(match &operands.parts {
+            None => whole_tiles,
+            Some(BsrParts { steps, begin, memory }) => blockflash_bsr_matmul_tma_params {
+                part_steps: *steps,
+                part_begin: *begin,
+                part_sums: memory.sums_pointer(),
+                part_arrived: memory.words_pointer(),
+                ..whole_tiles
+            },
+        })
+    }
+
+    fn set_counter(params: &mut Self::Params, counter: *mut u32) {
+        params.tile_counter = counter;
+    }
+}
+
+/// Checks the parts of long tiles, and says how many there are beside one for each tile.
+fn split(
+    tile: &BsrMatmulHopper,
+    p: &blockflash_bsr_matmul_params,
+    operands: &BsrMatmulOperands<'_>,
+) -> Fit<i128> {
+    let Some(BsrParts { steps, begin, memory }) = &operands.parts else { return Ok(0) };
+    require(tile.splits(), "the kernel computes whole tiles")?;
+    require(*steps > 0, "a part has no steps")?;
+    require(
+        begin.is_sorted_by(|a, b| a >= b) && begin[begin.len() - 1] == 0,
+        "parts do not descend to none",
+    )?;
+    let positions = ceil_div(p.m, tile.block_size * tile.block_rows);
+    let widest = begin.windows(2).map(|pair| i128::from(pair[0] - pair[1])).max().unwrap_or(0);
+    require(widest <= positions, "more tiles have a part than there are")?;
+    // A tile that is longer waits for parts that nobody computes, in memory behind the sums.
+    for (part, pair) in (1..).zip(begin.windows(2)) {
+        let longest = operands.indices.longest_from((pair[0] - pair[1]) as usize, tile.gathers());
+        require(
+            i64::from(longest) <= part * i64::from(*steps),
+            "a tile has more parts than there is room for",
+        )?;
+    }
+    let items = i128::from(begin[0]) * i128::from(tile.tile().tiles_n(p.n as u64));
+    let per_item = tile.block_rows * tile.block_size * tile.block_n;
+    require(
+        items * i128::from(per_item) <= memory.sums() as i128,
+        "there is no room for the sums of parts",
+    )?;
+    let words = items * i128::from(tile.consumer_warps());
+    require(words <= memory.words() as i128, "there is no room for the words of parts")?;
+    Ok(items)
+}
+
+/// Whether C can be stored by tensor copies: rows of the type of A, 16-byte aligned, and the old C
+/// is not read. Whole rows of 16 bytes: on an H200 a copy that ends inside of 16 bytes was seen to
+/// write zeros up to their end.
+fn copies_c(tile: &BsrMatmulHopper, p: &blockflash_bsr_matmul_params, aligned: bool) -> bool {
+    let lies = p.c_column_major == 0
+        && aligned
+        && p.n % 8 == 0
+        && p.ldc % 8 == 0
+        && (8..STRIDE_LIMIT).contains(&p.ldc);
+    (tile.filled || !tile.gathers()) && p.beta == 0.0 && lies && p.c_dtype == tile.dtype as i32
+}
+
+#[cfg(test)]
+#[path = "bsr_matmul_tma_tests.rs"]
+mod tests;

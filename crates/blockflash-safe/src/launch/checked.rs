@@ -1,0 +1,146 @@
+use super::LaunchConfig;
+use super::fit::Fit;
+use crate::driver::check;
+use crate::gpu::Kernel;
+use crate::stream::Kept;
+use crate::turns::Turns;
+use crate::{Error, Result, Row, Stream, View};
+use cudarc::driver::sys;
+use std::ptr;
+
+/// The tensors of a launch.
+pub trait Operands {
+    /// All of them, read-only: those that the kernel reads and those that it writes.
+    fn views(&self) -> impl AsRef<[Option<View<'_>>]>;
+}
+
+/// What is particular about launching the kernels of a family. Implemented by its tile; everything
+/// else is said once, in [`Stream::launch`].
+///
+/// # Safety
+/// 1. `Params` is the parameter struct of the kernels whose rows have such a tile.
+/// 2. With what [`params`](Self::params) returns for a plan and operands that
+///    [`fit`](Self::fit) accepts, and a grid that it allows, the kernel touches only the memory of
+///    the operands' views, whatever that memory contains, and the two words of
+///    [`set_counter`](Self::set_counter), which it leaves as zeros. No loop of it depends on words
+///    that another launch may change.
+/// 3. Memory that the kernel writes is borrowed exclusively by the operands, or is written by such
+///    kernels only.
+pub unsafe trait Launch: Copy {
+    /// What the kernel reads and writes.
+    type Operands<'a>: Operands;
+    /// What the caller has planned: sizes, strides and factors. Its pointers are ignored.
+    type Plan: ?Sized;
+    /// The kernel's argument.
+    type Params;
+    /// What rows of the family are, for the error about another row.
+    const FAMILY: &'static str;
+
+    /// The tile of a row of this family.
+    fn of(row: &Row) -> Option<Self>;
+
+    /// Checks whatever decides which addresses the kernel touches against the operands, and says
+    /// how many tiles there are.
+    ///
+    /// # Errors
+    /// What does not fit.
+    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<i128, String>;
+
+    /// The kernel's argument for a plan and operands that fit, with the pointers of the operands.
+    ///
+    /// # Errors
+    /// Those of [`TensorMapSpec::encode`](crate::TensorMapSpec::encode).
+    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params>;
+
+    /// Tells a kernel that counts tiles where: two words that are zero and that no other launch
+    /// uses at the same time. They live as long as the context.
+    fn set_counter(_params: &mut Self::Params, _counter: *mut u32) {}
+}
+
+/// The tile of a row, if the launch fits it.
+pub(super) fn fit<L: Launch>(
+    row: &Row,
+    config: &LaunchConfig,
+    plan: &L::Plan,
+    operands: &L::Operands<'_>,
+) -> Fit<L> {
+    let tile = L::of(row).ok_or_else(|| format!("not a kernel of {}", L::FAMILY))?;
+    config.fits(row, tile.fit(plan, operands)?, row.family().counts_tiles())?;
+    Ok(tile)
+}
+
+impl Stream {
+    /// Launches the kernel of a row, which is loaded at its first launch (or by
+    /// [`Device::preload`](crate::Device::preload)).
+    ///
+    /// Launches of one stream share a pair of tile counters, and so do those that one capture makes
+    /// of it, since they run one after another.
+    ///
+    /// # Errors
+    /// [`Error::Launch`] when row, geometry, plan and operands do not fit each other;
+    /// [`Error::NotOnGpu`], [`Error::DeviceMismatch`], [`Error::ParamSize`], [`Error::Image`],
+    /// [`Error::Unsupported`], [`Error::InCapture`], [`Error::Cuda`]. For kernels with tensor maps
+    /// [`Error::TensorMap`]; for those that count tiles [`Error::TileCounters`] when other streams
+    /// and graphs have all counters.
+    #[doc(hidden)]
+    pub fn launch<L: Launch>(
+        &self,
+        row: &Row,
+        config: &LaunchConfig,
+        plan: &L::Plan,
+        operands: L::Operands<'_>,
+    ) -> Result<()> {
+        let context =
+            self.device().context().ok_or(Error::NotOnGpu { what: "launching a kernel" })?;
+        let views = operands.views();
+        let views = views.as_ref().iter().flatten();
+        views.clone().try_for_each(|view| self.device().expect(view.device()))?;
+        let tile: L = fit(row, config, plan, &operands)
+            .map_err(|what| Error::Launch { symbol: row.symbol(), what })?;
+        let mut params = tile.params(plan, &operands)?;
+
+        let kernel = Kernel::of(context, row)?;
+        let (host, image) = (size_of::<L::Params>(), kernel.info.param_bytes);
+        if host != image {
+            return Err(Error::ParamSize { symbol: kernel.symbol.clone(), host, image });
+        }
+        let owners = views.filter_map(View::owner);
+        owners.clone().try_for_each(|memory| memory.prepare(self))?;
+        let mut turns = Turns::take(owners.clone().filter_map(|memory| memory.turn()), self)?;
+        let Some(mut session) = self.session()? else { return Ok(()) };
+        owners.for_each(|memory| session.keep(memory));
+        if row.family().counts_tiles() {
+            L::set_counter(&mut params, session.tile_counter()?);
+        }
+        turns.begin(&session, self)?;
+        let (mut attributes, count) = config.attributes();
+        let launch = sys::CUlaunchConfig {
+            gridDimX: config.grid[0],
+            gridDimY: config.grid[1],
+            gridDimZ: config.grid[2],
+            blockDimX: config.block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: config.smem_bytes,
+            hStream: session.raw(),
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: count,
+        };
+        let mut arguments = [ptr::from_ref(&params).cast_mut().cast()];
+        // SAFETY:
+        // 1. Stream and kernel belong to the current context and live.
+        // 2. `launch`, its `count` attributes and `arguments` are valid during the call; the driver
+        //    copies them and the parameters before it returns, and writes to none of them.
+        // 3. The kernel has exactly one parameter, of the size of `Params`: checked above and in
+        //    `Kernel`. That it means the same is promise 1 of `Launch`.
+        // 4. The kernel touches only the views' memory and the counters (promise 2), for which
+        //    `fit` has checked plan, operands and geometry. That memory is on this device and is
+        //    prepared for this stream, so it is freed after the kernel; a graph that captures the
+        //    launch keeps it alive; foreign memory lives by point 2 of `View::from_raw_cuda`. Where
+        //    it is used in turns, this launch has them, or each launch of the graph takes them.
+        // 5. What it writes is borrowed exclusively (promise 3).
+        check("cuLaunchKernelEx", unsafe {
+            sys::cuLaunchKernelEx(&launch, kernel.raw.0, arguments.as_mut_ptr(), ptr::null_mut())
+        })
+    }
+}

@@ -1,0 +1,84 @@
+use super::fit::{Fit, require};
+use crate::Row;
+use cudarc::driver::sys::{self, CUlaunchAttributeID as AttributeId};
+
+/// Geometry of a kernel launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LaunchConfig {
+    /// CTAs (thread blocks) in x, y and z.
+    pub grid: [u32; 3],
+    /// Threads per CTA.
+    pub block: u32,
+    /// Dynamic shared memory per CTA in bytes.
+    pub smem_bytes: u32,
+    /// CTAs per cluster in x, y and z (compute capability 9.0 and newer); `None` for kernels
+    /// without clusters.
+    pub cluster: Option<[u32; 3]>,
+    /// Lets the kernel start while its predecessor on the stream is still finishing; it then waits
+    /// itself, with `griddepcontrol.wait`, before it touches what the predecessor wrote.
+    pub programmatic_dependent_launch: bool,
+}
+
+impl LaunchConfig {
+    /// A grid of so many CTAs in x, and what the row says about each of them.
+    pub fn of(row: &Row, blocks: u32, programmatic_dependent_launch: bool) -> Self {
+        Self {
+            grid: [blocks, 1, 1],
+            block: row.threads(),
+            smem_bytes: row.smem_bytes(),
+            cluster: row.cluster(),
+            programmatic_dependent_launch,
+        }
+    }
+
+    /// Checks the geometry against the row and the number of tiles. Kernels that count tiles are
+    /// persistent: any number of CTAs up to one per tile shares them. The others have one CTA per
+    /// tile and do not wait for their predecessor.
+    pub(super) fn fits(&self, row: &Row, tiles: i128, counts_tiles: bool) -> Fit {
+        let [x, y, z] = self.grid;
+        let blocks = if counts_tiles { 1..=tiles } else { tiles..=tiles };
+        if !blocks.contains(&i128::from(x)) || y != 1 || z != 1 {
+            return Err(format!("a grid of {x}x{y}x{z} blocks, expected {blocks:?} in x"));
+        }
+        require(self.block == row.threads(), "the number of threads is not that of the row")?;
+        require(self.smem_bytes == row.smem_bytes(), "the shared memory is not that of the row")?;
+        let (blocks, expected) = match row.cluster() {
+            None => (1, "the kernel has no clusters"),
+            Some([blocks, ..]) => (blocks, "the clusters are not those of the row"),
+        };
+        require(self.cluster == row.cluster(), expected)?;
+        require(x % blocks == 0, "the last cluster is not whole")?;
+        if counts_tiles {
+            // Each CTA looks for a tile past the last one, and counts in 32 bits.
+            let past = tiles + 2 * i128::from(x);
+            require(past <= i128::from(i32::MAX), "there are too many tiles")
+        } else {
+            let pdl = self.programmatic_dependent_launch;
+            require(!pdl, "the kernel does not wait for its predecessor itself")
+        }
+    }
+
+    /// The launch attributes that the configuration asks for, and how many they are.
+    pub(super) fn attributes(&self) -> ([sys::CUlaunchAttribute; 2], u32) {
+        let none = sys::CUlaunchAttribute {
+            id: AttributeId::CU_LAUNCH_ATTRIBUTE_IGNORE,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { pad: [0; 64] },
+        };
+        let mut attributes = [none; 2];
+        let mut count = 0;
+        if let Some([x, y, z]) = self.cluster {
+            attributes[count].id = AttributeId::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+            attributes[count].value.clusterDim =
+                sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x, y, z };
+            count += 1;
+        }
+        if self.programmatic_dependent_launch {
+            attributes[count].id =
+                AttributeId::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+            attributes[count].value.programmaticStreamSerializationAllowed = 1;
+            count += 1;
+        }
+        (attributes, count as u32)
+    }
+}

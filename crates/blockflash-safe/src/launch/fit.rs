@@ -1,0 +1,56 @@
+//! What the checks of all families are made of.
+
+use crate::{DType, View, ViewMut};
+use std::ffi::c_void;
+use std::ptr;
+
+/// A result, or what does not fit, which becomes [`Error::Launch`](crate::Error::Launch).
+/// Formatting is left to the failure path.
+pub(super) type Fit<T = ()> = Result<T, String>;
+
+/// Checks element type, shape and strides. Strides of dimensions of size 1 do not matter, nor any
+/// of a tensor without elements.
+pub(super) fn fits<const N: usize>(
+    name: &str,
+    view: &View<'_>,
+    dtype: DType,
+    dims: [(i64, i64); N],
+) -> Fit {
+    let same = view.dtype() == dtype
+        && view.shape().len() == N
+        && dims.iter().zip(view.shape().iter().zip(view.strides())).all(
+            |(&(size, stride), (&own, &step))| {
+                own as i64 == size
+                    && (own <= 1 || step as i64 == stride || view.layout().is_empty())
+            },
+        );
+    if same {
+        return Ok(());
+    }
+    let (found, shape, strides) = (view.dtype(), view.shape(), view.strides());
+    Err(format!(
+        "{name} is {found} {shape:?} with strides {strides:?}, \
+         expected {dtype} (size, stride) {dims:?}"
+    ))
+}
+
+pub(super) fn require(condition: bool, what: &str) -> Fit {
+    if condition { Ok(()) } else { Err(what.to_owned()) }
+}
+
+pub(super) fn ceil_div(size: i64, tile: u32) -> i128 {
+    (i128::from(size) + i128::from(tile) - 1) / i128::from(tile)
+}
+
+pub(super) fn pointer(view: &View<'_>) -> *const c_void {
+    // Device addresses are 64-bit on every platform that CUDA 13 supports.
+    ptr::without_provenance(view.device_ptr().unwrap_or(0) as usize)
+}
+
+pub(super) fn pointer_mut(view: &ViewMut<'_>) -> *mut c_void {
+    pointer(&view.as_view()).cast_mut()
+}
+
+pub(super) fn optional(view: Option<&View<'_>>) -> *const c_void {
+    view.map_or(ptr::null(), pointer)
+}

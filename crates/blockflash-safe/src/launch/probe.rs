@@ -1,0 +1,112 @@
+//! Probes: no operation, but one unit of the GPU at its highest rate.
+
+use super::LaunchConfig;
+use super::checked::{Launch, Operands};
+use super::fit::{Fit, fits, pointer, pointer_mut, require};
+use crate::{DType, Result, Row, Stream, View, ViewMut};
+use blockflash_sys::Probe;
+use blockflash_sys::manifest::Variant;
+use blockflash_sys::params::blockflash_probe_params;
+
+/// The input of a probe holds a multiple of so many bytes, at least four of them.
+pub const PROBE_CHUNK_BYTES: usize = 16384;
+
+/// A probe and the threads of its CTA.
+#[derive(Clone, Copy)]
+struct ProbeTile(Probe, u32);
+
+/// CTAs and iterations of a probe.
+struct ProbePlan {
+    blocks: u32,
+    iterations: u32,
+}
+
+/// Contiguous i32 tensors of one dimension.
+struct ProbeOperands<'a> {
+    input: View<'a>,
+    output: ViewMut<'a>,
+}
+
+impl ProbeOperands<'_> {
+    fn words(&self) -> i64 {
+        self.input.shape().first().map_or(0, |&words| words as i64)
+    }
+}
+
+impl Operands for ProbeOperands<'_> {
+    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
+        [Some(self.input), Some(self.output.as_view())]
+    }
+}
+
+// SAFETY:
+// 1. This is the parameter struct of the probes.
+// 2. A probe reads `bytes` from the input, of which `fit` found enough, and writes a word per
+//    thread, or `bytes`, to the output, whose length `fit` found to be the same.
+// 3. The output is a `ViewMut`.
+unsafe impl Launch for ProbeTile {
+    type Operands<'a> = ProbeOperands<'a>;
+    type Plan = ProbePlan;
+    type Params = blockflash_probe_params;
+    const FAMILY: &'static str = "probes";
+
+    fn of(row: &Row) -> Option<Self> {
+        if let Variant::Probe(probe) = row.variant {
+            Some(Self(probe, row.threads()))
+        } else {
+            None
+        }
+    }
+
+    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+        let Self(probe, threads) = *self;
+        let (words, output) = (operands.words(), operands.output.as_view());
+        fits("input", &operands.input, DType::I32, [(words, 1)])?;
+        let chunk = PROBE_CHUNK_BYTES as i64 / 4;
+        require(
+            words % chunk == 0 && words >= 4 * chunk,
+            "the input is no multiple of 16384 bytes from 65536 on",
+        )?;
+        require(plan.blocks > 0, "a grid without blocks")?;
+        require(i32::try_from(plan.iterations).is_ok(), "too many iterations")?;
+        require(
+            operands.input.is_aligned(16) && output.is_aligned(16),
+            "an address is no multiple of 16",
+        )?;
+        let threads = i64::from(plan.blocks) * i64::from(threads);
+        let written = if probe == Probe::Copy { words } else { threads };
+        fits("output", &output, DType::I32, [(written, 1)])?;
+        Ok(plan.blocks.into())
+    }
+
+    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
+        Ok(blockflash_probe_params {
+            input: pointer(&operands.input),
+            output: pointer_mut(&operands.output),
+            bytes: 4 * operands.words(),
+            iterations: plan.iterations as i32,
+        })
+    }
+}
+
+impl Stream {
+    /// Launches a probe with so many CTAs. The input is i32 `[words]`, the output i32 with one word
+    /// per thread, or for a copy as many as the input; both are contiguous. `iterations` is how
+    /// often the inner loop runs.
+    ///
+    /// # Errors
+    /// As [`launch`](Stream::launch).
+    #[doc(hidden)]
+    pub fn launch_probe(
+        &self,
+        row: &Row,
+        blocks: u32,
+        iterations: u32,
+        input: View<'_>,
+        output: ViewMut<'_>,
+    ) -> Result<()> {
+        let config = LaunchConfig::of(row, blocks, false);
+        let plan = ProbePlan { blocks, iterations };
+        self.launch::<ProbeTile>(row, &config, &plan, ProbeOperands { input, output })
+    }
+}
