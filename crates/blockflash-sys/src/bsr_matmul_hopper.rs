@@ -76,7 +76,7 @@ impl BsrMatmulHopper {
         4 * self.warpgroups()
     }
 
-    /// Name of the source file in `kernels/`, without `.cu`.
+    /// Name of the folder in `kernels/` that holds the source.
     pub(crate) const fn source(&self) -> &'static str {
         match (self.gathers(), self.filled) {
             (true, true) => "bsr_matmul_filled_sm90a",

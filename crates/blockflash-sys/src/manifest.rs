@@ -49,7 +49,7 @@ pub enum Variant {
 }
 
 impl Row {
-    /// Name of the source file in `kernels/`, without `.cu`.
+    /// Name of the folder in `kernels/` that holds the source.
     pub const fn source(&self) -> &'static str {
         match self.variant {
             Variant::AttentionFwd(_) => "attention_fwd_sm80",

@@ -6,7 +6,7 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
-#include "params.h"
+#include "blockflash/params.h"
 
 namespace blockflash {
 

@@ -11,11 +11,16 @@ pub fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
+/// The file of a row's kernel, from the root of the repository.
+pub fn source(row: &Row) -> String {
+    format!("kernels/{}/kernel.cu", row.source())
+}
+
 /// Fingerprint of everything in this repository that a row is compiled from, apart from the target:
 /// its source file, the headers reached from it, and its macros.
 pub fn fingerprint(row: &Row) -> Result<String> {
     let mut text = String::new();
-    for (path, content) in closure(&format!("kernels/{}.cu", row.source()))? {
+    for (path, content) in closure(&source(row))? {
         text += &format!("{path} {}\n", sha256(content.as_bytes()));
     }
     for (name, value) in row.macros() {
@@ -68,7 +73,8 @@ mod tests {
 
     #[test]
     fn include_lines() {
-        let text = "#include <a/b.h> // why\n  # include \"c.cuh\"\n// include <no.h>\n#define X <no.h>\n#include MACRO";
+        let text = "#include <a/b.h> // why\n  # include \"c.cuh\"\n// include <no.h>\n\
+                    #define X <no.h>\n#include MACRO";
         assert_eq!(includes(text).collect::<Vec<_>>(), ["a/b.h", "c.cuh"]);
     }
 

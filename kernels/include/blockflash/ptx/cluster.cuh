@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#include "../params.h"
+#include "blockflash/params.h"
 
 namespace blockflash::ptx {
 

@@ -1,0 +1,442 @@
+// Attention forward for Hopper, dense or over a block mask: TMA, WGMMA, persistent blocks of one
+// producer warpgroup and consumer warpgroups of 64 queries each.
+//
+// The producer streams Q, K and V into rings in shared memory. Each consumer walks the key tiles of
+// its queries from the last to the first, and on to its next queries without a pause: while it
+// turns scores into probabilities, the tensor cores multiply for the others, and P·V of a tile of
+// queries ends while the scores of the next are under way. Follows FlashAttention-3 (Shah et al.,
+// 2024); the softmax keeps its reference until a score exceeds it by a margin, and the tensor cores
+// sum the denominator over columns of ones.
+#include "blockflash/attention/soft_cap.cuh"
+#include "blockflash/mma/element.cuh"
+#include "blockflash/ptx/barrier.cuh"
+#include "blockflash/ptx/ldmatrix.cuh"
+#include "blockflash/ptx/wgmma.cuh"
+#include "output.cuh"
+#include "pipeline.cuh"
+#include "values.cuh"
+
+namespace blockflash {
+namespace {
+
+using Element = Config::Element;
+using Traits = ElementTraits<Element>;
+using Softmax = HopperSoftmax<kBlockKv / 2, !kOnes, Config::lse>;
+
+// How far a score may exceed the reference, in powers of two: a probability must not overflow the
+// 16-bit type. In bf16 sums of P·V stay within f32 for values of V up to about 2^90.
+constexpr float kSlack = Traits::exponent_mask == 0x7F80 ? 30.f : 8.f;
+
+// A warpgroup that computes 64 queries of each tile. Row g and g + 8 (g = lane / 4) of a warp's 16
+// are a lane's two, in all accumulators.
+struct Consumer {
+  const Params& params;
+  const Barriers barriers;
+  const uint32_t smem;
+  const int warpgroup;
+  Phases full = {0};
+
+  float s[kBlockKv / 2];          // scores, then probabilities
+  float o[kOutColumns / 2] = {};  // output, and the row sums behind it
+  uint32_t p[kBlockKv / 4] = {};  // probabilities in 16 bits
+  uint32_t q[Config::q_in_registers ? kPanels * 16 : 1];
+  Softmax softmax;
+  uint32_t slot;  // of this tile of queries
+  int key_tile;   // the next one's position
+  // What is under way: probabilities wait for their product with V; it is left to the CUDA cores;
+  // an output has not been stored. What is ahead: key tiles of this tile of queries; some to pass
+  // over first; nothing at all. And whether this step began a tile of queries, and had a mask.
+  enum {
+    kPending = 1,
+    kSkip = 2,
+    kOpen = 4,
+    kInside = 8,
+    kPass = 16,
+    kEnd = 32,
+    kFresh = 64,
+    kMasked = 128,
+    kOutput = 256
+  };
+  int state = 0;  // in one register, as no other is free
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ int first_row() const {
+    return warpgroup * kRowStep + threadIdx.x / 32 % 4 * 16 + lane() / 4;
+  }
+  __device__ __forceinline__ uint32_t slot_before() const {
+    return slot == slot_of(smem, 0) ? slot_of(smem, kSlots - 1) : slot - kSlotBytes;
+  }
+  __device__ __forceinline__ KeyWalk walk() const {
+    return KeyWalk::load(slot + kWalkInSlot + 16 * warpgroup);
+  }
+  __device__ __forceinline__ int q_stage() const {
+    return slot_parity(smem, slot) % Config::q_stages * kWarpgroups + warpgroup;
+  }
+  static __device__ __forceinline__ int next(int stage) {
+    return stage + 1 == kStages ? 0 : stage + 1;
+  }
+
+  __device__ __forceinline__ void release(int stage) const {
+    if (lane() == 0) ptx::mbarrier_arrive(barriers.empty + 8 * stage);
+  }
+  __device__ __forceinline__ void release_q() const { release(Barriers::kQ + q_stage()); }
+  // Warpgroups issue their products in turns, so that one computes probabilities while the others
+  // multiply.
+  __device__ __forceinline__ void begin_turn() const {
+    if constexpr (kTurns) ptx::named_barrier_sync(1 + warpgroup, 256);
+  }
+  __device__ __forceinline__ void end_turn() const {
+    if constexpr (kTurns) ptx::named_barrier_arrive(1 + (warpgroup + 1) % kWarpgroups, 256);
+  }
+
+  // Waits for the next tile of queries and says what is ahead.
+  __device__ __forceinline__ int fetch() {
+    slot = slot == slot_of(smem, kSlots - 1) ? slot_of(smem, 0) : slot + kSlotBytes;
+    full.wait(barriers.full, Barriers::kQ + q_stage());
+    const QueryTile tile = QueryTile::load(slot);
+    if (tile.key_tiles < 0) return kEnd;
+    const KeyWalk mine = walk();
+    key_tile = tile.first_key_tile + mine.left - 1;
+    if constexpr (Config::q_in_registers) {
+      const int row = threadIdx.x / 32 % 4 * 16 + lane() % 16;
+#pragma unroll
+      for (int d = 0; d < kPanels * 4; ++d) {
+        uint32_t fragment[4];
+        ptx::ldmatrix_x4(fragment, smem + q_stage() * kQBytes + d / 4 * 8192 + row * 128 +
+                                       ((d % 4 * 2 + lane() / 16) ^ row % 8) * 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) q[4 * d + i] = fragment[i];
+      }
+    }
+    return (mine.left > 0 ? kInside : 0) | (mine.lead > 0 ? kPass : 0);
+  }
+
+  // s = Q·Kᵀ
+  __device__ __forceinline__ void start_scores(int stage) {
+    const uint64_t k = ptx::wgmma_descriptor(smem + kKOffset) + (stage * kKvBytes >> 4);
+    const uint64_t q_tile = ptx::wgmma_descriptor(smem) + (q_stage() * kQBytes >> 4);
+#pragma unroll
+    for (int d = 0; d < (kD + 15) / 16; ++d) {
+      using Product = ptx::Wgmma<kBlockKv, Element>;
+      const uint64_t k_step = k + ((d / 4 * kBlockKv * 128 + d % 4 * 32) >> 4),
+                     q_step = q_tile + ((d / 4 * 8192 + d % 4 * 32) >> 4);
+      if constexpr (Config::q_in_registers) {
+        if (d == 0)
+          Product::template rs<false, false>(s, q + 4 * d, k_step);
+        else
+          Product::template rs<true, false>(s, q + 4 * d, k_step);
+      } else {
+        if (d == 0)
+          Product::template ss<false>(s, q_step, k_step);
+        else
+          Product::template ss<true>(s, q_step, k_step);
+      }
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // o += P·V, and the row sums of P by the ones behind V; or nothing, over and over the page of
+  // zeros.
+  __device__ __forceinline__ void start_output(int stage, uint32_t accumulate, bool skip = false) {
+    const uint64_t v = skip ? ptx::wgmma_descriptor_mn(smem + kZerosOffset, 0, 0)
+                            : ptx::wgmma_descriptor_mn(smem + kVOffset, kBlockKv * 128, 1024) +
+                                  (stage * kVStageBytes >> 4);
+    const int step = skip ? 0 : 16 * 128 >> 4;
+#pragma unroll
+    for (int k = 0; k < kBlockKv / 16; ++k) {
+      using Product = ptx::Wgmma<kOutColumns, Element>;
+      if (k == 0)
+        Product::template rs_if<true>(accumulate, o, p, v);
+      else
+        Product::template rs<true, true>(o, p + 4 * k, v + k * step);
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  __device__ __forceinline__ void clear_probabilities() {
+#pragma unroll
+    for (int i = 0; i < kBlockKv / 4; ++i) p[i] = 0;
+  }
+
+  __device__ __forceinline__ void rescale_output(const float (&rescale)[2]) {
+#pragma unroll
+    for (int i = 0; i < kOutColumns / 2; ++i) o[i] *= rescale[i / 2 % 2];
+  }
+
+  __device__ __forceinline__ void clear_output() {
+#pragma unroll
+    for (int i = 0; i < kOutColumns / 2; ++i) o[i] = 0.f;
+    ptx::wgmma_pin(o);  // so that this is a branch, and not selects into other registers
+  }
+
+  __device__ __forceinline__ bool is_masked() const {
+    const KeyWalk mine = walk();
+    return key_tile > mine.unmasked_last || key_tile < mine.unmasked_first;
+  }
+
+  // The keys of this lane that its rows attend to, a bit each.
+  __device__ __forceinline__ void look_up_mask(uint32_t (&visible)[2]) const {
+    const QueryTile tile = QueryTile::load(slot);
+    const AttentionMask mask = tile.mask(params.base);
+    const int first_key = key_tile_at(slot, key_tile) * kBlockKv + lane() % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const KeyRange keys = mask.keys_of<int>(tile.q_begin + first_row() + 8 * half);
+      visible[half] = visible_keys(keys.begin - first_key, keys.end - first_key);
+    }
+  }
+
+  // What is pending, computed here because V has a NaN or infinity and a mask hides keys.
+  __device__ __forceinline__ void add_visible(int stage) {
+    const uint32_t its_slot = is(kFresh) ? slot_before() : slot;
+    const QueryTile tile = QueryTile::load(its_slot);
+    const int first_key =
+        key_tile_at(its_slot, is(kFresh) ? tile.first_key_tile : key_tile + 1) * kBlockKv;
+    add_visible_products(o, p, tile.mask(params.base), tile.q_begin + first_row(), first_key,
+                         smem + kVOffset + stage * kVStageBytes);
+  }
+
+  // The product that was pending is there, but what was left to the CUDA cores.
+  __device__ __forceinline__ void take_product(int stage) {
+    ptx::wgmma_pin(o), ptx::wgmma_pin(p);
+    if (is(kSkip)) add_visible(stage);
+    if (is(kPending)) release(Barriers::kV + stage);
+  }
+
+  // Probabilities of a key tile without masks, from k_stage, and P·V of the one before, from
+  // v_stage. is_last: of these queries.
+  __device__ __forceinline__ void fast_step(int k_stage, int v_stage, bool is_last) {
+    full.wait(barriers.full, k_stage);
+    begin_turn();
+    // s lives until here, or the assembler parts exponentials from their conversions.
+    ptx::wgmma_pin(o), ptx::wgmma_pin(s), ptx::wgmma_pin(p);
+    ptx::wgmma_fence();
+    start_scores(k_stage);
+    full.wait(barriers.full, Barriers::kV + v_stage);
+    ptx::wgmma_fence();
+    start_output(v_stage, state & kOutput);
+    state |= kOutput;
+    end_turn();
+    ptx::wgmma_wait_group<1>();
+    ptx::wgmma_pin(s);
+    release(k_stage);
+    if (kLateQ && is_last) release_q();
+    int top[2];
+    softmax.largest(s, top);
+    const bool grew = softmax.exceeds(top, kSlack, params.inverse_scale_log2);
+    float rescale[2] = {1.f, 1.f};
+    if (grew) softmax.move(s, top, params.scale_log2, rescale);
+    softmax.exponentiate(s, params.scale_log2);
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_pin(o), ptx::wgmma_pin(p);
+    release(Barriers::kV + v_stage);
+    softmax.template round<Traits>(s, p);
+    ptx::wgmma_pin(p);
+    if (grew) rescale_output(rescale);
+  }
+
+  // Passes over key tiles that no query of this warpgroup sees. The first takes no turn: the
+  // others' first step does not either.
+  __device__ __forceinline__ int pass(int stage, int key_tiles) {
+#pragma unroll 1
+    for (int i = 0; i < key_tiles; ++i) {
+      full.wait(barriers.full, stage);
+      release(stage);
+      if (i > 0) begin_turn(), end_turn();
+      full.wait(barriers.full, Barriers::kV + stage);
+      release(Barriers::kV + stage);
+      stage = next(stage);
+    }
+    return stage;
+  }
+
+  __device__ __forceinline__ bool is(int bits) const { return state & bits; }
+  __device__ __forceinline__ bool has_scores() const {
+    return (state & (kInside | kPass)) == kInside;
+  }
+
+  // The tile of queries before this one is done.
+  __device__ __forceinline__ void finish(const RowTotals& before) {
+    if (!is(kOpen)) return;
+    if (!is(kPending)) clear_output();  // no key tile at all
+    store_output(params, QueryTile::load(slot_before()), o, before, smem, warpgroup);
+  }
+
+  __device__ __forceinline__ void run() {
+    slot = slot_of(smem, kSlots - 1);
+    int stage = 0;  // of the next key tile
+    const auto v_stage = [&] {
+      return stage == 0 ? kStages - 1 : stage - 1;
+    };  // of the probabilities that are pending
+    const auto takes_turn = [&] { return has_scores() && !is(kFresh); };
+#pragma unroll 1
+    for (;;) {
+      // A step of any kind: the first of a tile of queries, which also completes the tile before;
+      // one with a mask; the last of all.
+      if (!is(kInside)) state |= kFresh;
+      stage = __shfl_sync(~0u, stage, 0);  // in a uniform register, for the descriptors
+      // Both products in any case, since a branch around one would serialise them all; what is not
+      // wanted is thrown away.
+      const auto start_scores_here = [&] {
+        if (Config::q_stages == 2 && is(kFresh) && is(kOpen)) release_q();
+        if (is(kFresh)) state |= fetch();
+        if (has_scores()) full.wait(barriers.full, stage);
+        if (!kLateQ && takes_turn()) begin_turn();
+        ptx::wgmma_pin(o), ptx::wgmma_pin(p);
+        ptx::wgmma_fence();
+        start_scores(stage);
+      };
+      const auto start_output_here = [&] {
+        if (is(kPending)) full.wait(barriers.full, Barriers::kV + v_stage());
+        if (kLateQ && takes_turn()) begin_turn();
+        ptx::wgmma_fence();
+        const int now = __shfl_sync(~0u, state, 0);
+        start_output(v_stage(), now & kOutput, now & kSkip);
+      };
+      if constexpr (!kLateQ) start_scores_here();
+      start_output_here();
+      if constexpr (kLateQ) start_scores_here();
+      if (takes_turn()) end_turn();
+      uint32_t visible[2] = {0, 0};
+      const auto look_up_mask_here = [&] {
+        if (has_scores() && is_masked()) look_up_mask(visible), state |= kMasked;
+      };
+      if constexpr (kWarpgroups < 3)
+        look_up_mask_here();  // with three, registers are free only when the products are done
+      // With three warpgroups the probabilities must make room for what follows; else their product
+      // may go on meanwhile, if it is the last.
+      constexpr bool kMakeRoom = kWarpgroups == 3 || kLateQ;
+      // With three warpgroups there is no register for the log-sum-exp beside the next scores.
+      constexpr bool kFinishFirst = kLateQ || (kWarpgroups == 3 && Config::lse);
+      RowTotals before;  // of the tile of queries that ends here
+      if constexpr (!Config::lse) before = softmax.totals();
+      if constexpr (kLateQ) {
+        ptx::wgmma_wait_group<1>();
+        take_product(v_stage());
+        if (is(kFresh)) finish(softmax.totals());
+      }
+      ptx::wgmma_wait_group<kMakeRoom ? 0 : 1>();
+      ptx::wgmma_pin(s);
+      if constexpr (kMakeRoom && !kLateQ) take_product(v_stage());
+      if (kFinishFirst && !kLateQ && is(kFresh)) finish(softmax.totals());
+      // Not before the scores are there: that fragments of Q were asked for does not mean that they
+      // have arrived.
+      if (is(kFresh) && !is(kEnd) && (Config::q_in_registers || kLateQ && !is(kInside)))
+        release_q();
+      if (is(kFresh)) {
+        if constexpr (Config::lse) before = softmax.totals();
+        softmax.reset();
+      }
+      float rescale[2] = {1.f, 1.f};
+      if constexpr (kWarpgroups == 3) look_up_mask_here();
+      if (has_scores()) {
+        release(stage);
+        if (kLateQ && key_tile == QueryTile::load(slot).first_key_tile) release_q();
+        if (params.base.softcap > 0.f) {
+#pragma unroll
+          for (float& score : s)
+            score = soft_cap(score, params.base.softcap, params.scale_over_cap);
+        }
+        if (is(kMasked)) mask_row(s, 0, visible[0]), mask_row(s, 1, visible[1]);
+        int top[2];
+        softmax.largest(s, top);
+        if (is(kFresh) || softmax.exceeds(top, kSlack, params.inverse_scale_log2))
+          softmax.move(s, top, params.scale_log2, rescale);
+        softmax.exponentiate(s, params.scale_log2);
+      }
+      if constexpr (!kMakeRoom) {
+        ptx::wgmma_wait_group<0>();
+        take_product(v_stage());
+      }
+      if (has_scores())
+        softmax.template round<Traits>(s, p), --key_tile;
+      else
+        clear_probabilities();
+      if (!is(kFresh)) {
+        if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f)) rescale_output(rescale);
+      } else if (!kFinishFirst) {
+        finish(before);
+      }
+      if (is(kEnd)) break;
+      if (!has_scores()) {
+        if (is(kPass)) stage = pass(stage, walk().lead);
+        state = (state & kInside) | kOpen;
+        continue;
+      }
+      const bool masked = is(kMasked);
+      state =
+          kPending | kOpen | kInside | ((state & (kPending | kFresh)) == kPending ? kOutput : 0);
+      if (masked) {
+        full.peek(barriers.checked - 8 * Barriers::kV, Barriers::kV + stage);
+        // Through lane 0, which also gives V back: it is what orders this before the next word.
+        uint32_t found = 0;
+        if (lane() == 0)
+          found = ptx::load_shared(barriers.nonfinite + 8 * stage) |
+                  ptx::load_shared(barriers.nonfinite + 8 * stage + 4);
+        if (__shfl_sync(~0u, found, 0)) state |= kSkip;
+      }
+      const int first_key_tile = QueryTile::load(slot).first_key_tile;
+      const KeyWalk mine = walk();
+      // With a cap every key tile takes the slower step, which keeps the fast one free of it.
+      if (!is(kSkip) && !(params.base.softcap > 0.f) && key_tile <= mine.unmasked_last) {
+        // Whole turns of the ring, so that stages are constants; first the rest of a turn.
+#pragma unroll
+        for (int u = 1; u < kStages; ++u) {
+          if (u != stage || key_tile < mine.unmasked_first) continue;
+          stage = next(u);
+          fast_step(next(u), u, key_tile == first_key_tile);
+          --key_tile;
+        }
+        while (key_tile >= mine.unmasked_first) {
+#pragma unroll
+          for (int u = 0; u < kStages; ++u) {
+            stage = next(u);
+            fast_step(next(u), u, key_tile == first_key_tile);
+            --key_tile;
+            if (u + 1 < kStages && key_tile < mine.unmasked_first) break;
+          }
+        }
+      }
+      if (key_tile < first_key_tile) state &= ~kInside;
+      stage = next(stage);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace blockflash
+
+BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_tma_params params) {
+  using namespace blockflash;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem_bytes));
+  const Barriers barriers(smem + kBarrierOffset);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+
+  ptx::launch_dependents();
+  Queue queue(params);
+  if (threadIdx.x / 32 == 1) {
+    // What is announced may depend on what they write.
+    if (params.base.cu_seqlens_q != nullptr || params.base.block_mask.row_ptr != nullptr)
+      ptx::wait_for_predecessors();
+    announce(queue, slot_of(smem, 0));
+  } else if (threadIdx.x == 0) {
+    barriers.init();
+  } else if (threadIdx.x >= 64) {
+    store_constants(smem, threadIdx.x - 64, Config::threads - 64);
+  }
+  ptx::fence_proxy_async();
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    ptx::lower_registers<kProducerRegisters>();
+    if (threadIdx.x == 0) produce(params, smem, barriers);
+    if (threadIdx.x / 32 == 1) schedule(queue, smem, barriers);
+    if (threadIdx.x / 32 >= 2) check_values(smem, barriers, threadIdx.x / 32 - 2);
+  } else {
+    ptx::raise_registers<kConsumerRegisters>();
+    if (kTurns && warpgroup == kWarpgroups) ptx::named_barrier_arrive(1, 256);  // the first turn
+    Consumer{params, barriers, smem, warpgroup - 1}.run();
+    if (kStaged && threadIdx.x % 32 == 0) ptx::tensor_store_wait();
+  }
+}

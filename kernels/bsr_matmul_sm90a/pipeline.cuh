@@ -1,0 +1,269 @@
+// Shared memory, barriers and the producer warpgroup of bsr_matmul_sm90a.cu.
+#pragma once
+
+#include "blockflash/bsr/cluster.cuh"
+#include "blockflash/bsr/parts.cuh"
+#include "blockflash/bsr/tile_order.cuh"
+#include "blockflash/config.cuh"
+#include "blockflash/ptx/mbarrier.cuh"
+#include "blockflash/ptx/shared.cuh"
+#include "blockflash/ptx/tensor_copy.cuh"
+
+namespace blockflash {
+
+using Config = BsrMatmulHopperConfig;
+using Element = Config::Element;
+using Params = blockflash_bsr_matmul_tma_params;
+
+constexpr int kBlock = Config::block_size, kRows = Config::block_rows, kBlockN = Config::block_n,
+              kStages = Config::stages;
+using Cluster = BsrCluster<Config::cluster>;
+constexpr int kClusterN = Config::cluster * kBlockN;  // columns of C of a cluster
+constexpr int kSteps = kBlock / 64;                   // of a block, a stage each
+static_assert(Config::block_k == 64 && kBlock % 64 == 0,
+              "a stage is a row of the swizzle deep, 128 bytes, and a part of one block of A");
+
+// Shared memory: a ring of stages, the rows of a block of each block row and panels of 64 columns
+// of B; barriers and tiles; what is left stages C. A transposed block comes in panels of 64 of its
+// columns, a column-major B as columns of 128 bytes: as many bytes.
+constexpr int kPanels = kBlockN / 64, kPanelBytes = 64 * 128;
+constexpr int kBlockBytes = kBlock * 128, kABytes = kRows * kBlockBytes;
+constexpr int kBBytes = kPanels * kPanelBytes, kStageBytes = kABytes + kBBytes;
+constexpr int kBarrierOffset = kStages * kStageBytes, kSlotOffset = kBarrierOffset + 256,
+              kStagingOffset = kBarrierOffset + 1024;
+constexpr int kConsumerWarps = 4 * Config::warpgroups;
+
+// Barriers "full" and "empty" of each stage, and of the two slots in which tiles are announced; and
+// a word per stage that says whose it is.
+struct Barriers {
+  uint32_t full, empty, announced, wanted, owners;
+  __device__ __forceinline__ explicit Barriers(uint32_t at)
+      : full(at),
+        empty(at + 8 * kStages),
+        announced(at + 16 * kStages),
+        wanted(announced + 16),
+        owners(wanted + 16) {}
+
+  __device__ __forceinline__ void init() const {
+    static_assert(20 * kStages + 32 <= kSlotOffset - kBarrierOffset,
+                  "barriers end before the slots");
+    for (int i = 0; i < kStages; ++i) {
+      ptx::mbarrier_init(full + 8 * i, 1);
+      ptx::mbarrier_init(empty + 8 * i, kConsumerWarps * Config::cluster);
+    }
+    for (int i = 0; i < 2; ++i) {
+      ptx::mbarrier_init(announced + 8 * i, 1);
+      // The consumers have read the tile that was there, and the producer is about to need the
+      // next: of the first block, which all ask.
+      ptx::mbarrier_init(wanted + 8 * i, (kConsumerWarps + 1) * Config::cluster);
+    }
+    ptx::fence_mbarrier_init();
+  }
+};
+
+// A block row of a tile, as the tile's slot tells it: its blocks [first_block, end_block) of A, and
+// the block column of the first one. One that does not exist is the first beyond A and has no
+// blocks; a negative one: there are no more tiles.
+struct BlockRow {
+  int index, first_block, end_block, first_column;
+
+  static __device__ __forceinline__ BlockRow load(uint32_t smem) {
+    const int4 x = ptx::load_shared_int4(smem);
+    return {x.x, x.y, x.z, x.w};
+  }
+  __device__ __forceinline__ void store(uint32_t smem, uint32_t barrier) const {
+    Cluster::store_int4(smem, make_int4(index, first_block, end_block, first_column), barrier);
+  }
+};
+// A slot: the block rows, and the first column of C of the cluster.
+__device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) {
+  return smem + kSlotOffset + n % 2 * 64;
+}
+constexpr int kColumnInSlot = 16 * kRows;
+// Where A is transposed: where the first block of each block row lies among the values.
+constexpr int kPlacesInSlot = kColumnInSlot + 4;
+// Which part of a tile of one block row it is, and the position of that in the order of block rows.
+// Two are not split: where they would be cut only their merged columns tell.
+constexpr bool kSplits = kRows == 1;
+constexpr int kPartInSlot = 32;
+constexpr uint32_t kSlotBytes =
+    16 * kRows + 4 + 4 * kRows * Config::a_transposed + 8 * kSplits;  // that are stored
+static_assert(kPlacesInSlot + 4 * kRows <= (kSplits ? kPartInSlot : 64) && kRows <= 2,
+              "a tile fits into its slot");
+
+// The block row at a position in the order of block rows, and how many blocks it has.
+__device__ __forceinline__ int row_at(const blockflash_bsr_matmul_params& p, int position) {
+  return p.row_order != nullptr ? p.row_order[position] : position;
+}
+__device__ __forceinline__ int blocks_of(const blockflash_bsr_matmul_params& p, int position) {
+  const int row = row_at(p, position);
+  return p.row_ptr[row + 1] - p.row_ptr[row];
+}
+
+// One thread of a cluster takes tiles and looks up their blocks, some steps before the producer
+// needs the next one, since it takes a while; not earlier, since whoever is slow should take fewer.
+constexpr int kAnnounceAhead = 8 / kSteps;  // blocks
+__device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
+                                         const Barriers& barriers) {
+  const blockflash_bsr_matmul_params& p = params.base;
+  const int block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);
+  const int tiles_m = (block_rows + kRows - 1) / kRows,
+            tiles_n = static_cast<int>((p.n + kClusterN - 1) / kClusterN);
+  uint32_t index = Cluster::index();
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    if (n > 0) {
+      ptx::mbarrier_wait(barriers.wanted + n % 2 * 8, (n - 1) / 2 & 1);
+      index = take_tile(params, index, Cluster::count());
+    }
+    const uint32_t slot = slot_of(smem, n), announced = barriers.announced + n % 2 * 8;
+    BsrPlace place(params, tiles_m, tiles_n, index);
+    // Tiles that are shorter than others of their place have no such part.
+    while (place.part > 0 &&
+           place.part >=
+               parts_of(
+                   params,
+                   blocks_of(p, BsrTile<kClusterN>(place.tiles_m, tiles_n, place.index).position)))
+      index = take_tile(params, index, Cluster::count()),
+      place = BsrPlace(params, tiles_m, tiles_n, index);
+    const bool more = place.tiles_m > 0;
+    if (more) {
+      const BsrTile<kClusterN> tile(place.tiles_m, tiles_n, place.index);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int position = tile.position * kRows + r;
+        BlockRow row = {block_rows, 0, 0, 0};
+        if (position < block_rows) {
+          row.index = row_at(p, position);
+          row.first_block = p.row_ptr[row.index], row.end_block = p.row_ptr[row.index + 1];
+          if constexpr (kSplits) {
+            const int blocks = row.end_block - row.first_block;
+            const BsrPart part = {place.part, parts_of(params, blocks)};
+            Cluster::store(slot + kPartInSlot, part.word(), announced),
+                Cluster::store(slot + kPartInSlot + 4, position, announced);
+            row.end_block = row.first_block + part.end(blocks),
+            row.first_block += part.begin(blocks);
+          }
+          if (row.first_block < row.end_block) row.first_column = p.col_idx[row.first_block];
+        }
+        row.store(slot + 16 * r, announced);
+        if constexpr (Config::a_transposed)
+          Cluster::store(slot + kPlacesInSlot + 4 * r,
+                         row.first_block < row.end_block ? params.block_idx[row.first_block] : 0,
+                         announced);
+      }
+      Cluster::store(slot + kColumnInSlot, tile.first_column, announced);
+    } else {
+      BlockRow{-1, 0, 0, 0}.store(slot, announced);
+    }
+    Cluster::announce(announced, more ? kSlotBytes : 16);
+    if (!more) break;
+  }
+  leave_tiles(params, Cluster::count());
+}
+
+// Starts the copy of this block's share of 64 columns of a block of A from k on. Transposed, these
+// are rows of the block as it is stored, in panels of 64 columns.
+__device__ __forceinline__ void copy_block(const Params& params, uint32_t a, int k, int block,
+                                           uint32_t full, int rank, uint64_t policy) {
+  constexpr int kShare = (Config::a_transposed ? 64 : kBlock) / Config::cluster;
+  static_assert(kShare % 8 == 0, "shares are whole rows of the swizzle");
+  const int first = rank * kShare;
+  if constexpr (Config::a_transposed) {
+#pragma unroll
+    for (int m = 0; m < kBlock; m += 64)
+      Cluster::tensor_copy_3d(a + (m + first) * 128, &params.a, m, k + first, block, full, policy);
+  } else {
+    Cluster::tensor_copy_3d(a + first * 128, &params.a, k, first, block, full, policy);
+  }
+}
+
+// One thread starts the copies. Several block rows are merged: a stage is for those that have a
+// block in the next column of any, and B comes once for all of them. Rows beyond A and B arrive as
+// zeros, and so do columns up to the end of a panel; panels beyond B are not copied.
+__device__ __forceinline__ void produce(const Params& params, uint32_t smem,
+                                        const Barriers& barriers) {
+  const int rank = Cluster::rank();
+  // Where tiles are wide each block of A is read by few, at about the same time: better L2 keeps B.
+  const uint64_t policy = kBlockN >= 256 ? ptx::evict_first() : ptx::evict_normal();
+  int stage = 0;
+  uint32_t parity = 1;  // everything is empty at first
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    ptx::mbarrier_wait(barriers.announced + n % 2 * 8, n / 2 & 1);
+    const uint32_t slot = slot_of(smem, n);
+    BlockRow rows[kRows];  // first_block and first_column move on
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) rows[r] = BlockRow::load(slot + 16 * r);
+    if (rows[0].index < 0) break;
+    int places[kRows] = {};  // of the next blocks among the values, where A is transposed; else
+                             // they follow one another
+    if constexpr (Config::a_transposed)
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) places[r] = ptx::load_shared(slot + kPlacesInSlot + 4 * r);
+    const int first_column = ptx::load_shared(slot + kColumnInSlot) + rank * kBlockN,
+              panel = first_column / 64;
+    const int columns =
+        min(kBlockN, static_cast<int>(params.base.n) - first_column);  // of the tile that there are
+    const int panels = columns <= 0 ? 0 : (columns + 63) / 64;
+    const uint32_t b_bytes = Config::b_column_major ? columns * 128 : panels * kPanelBytes;
+    bool asked = false;  // for the next tile
+#pragma unroll 1
+    for (;;) {
+      int left = 0, column = INT32_MAX;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        left = max(left, rows[r].end_block - rows[r].first_block);
+        if (rows[r].first_block < rows[r].end_block) column = min(column, rows[r].first_column);
+      }
+      if (!asked && left <= kAnnounceAhead)
+        asked = true, Cluster::ask(barriers.wanted + (n + 1) % 2 * 8);
+      if (left == 0) break;
+      int blocks[kRows];  // of this column; -1: none
+      uint32_t owners = 0, bytes = b_bytes;
+      bool last = true;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const bool owns =
+            kRows == 1 || rows[r].first_block < rows[r].end_block && rows[r].first_column == column;
+        blocks[r] = !owns ? -1 : Config::a_transposed ? places[r] : rows[r].first_block;
+        if (owns) {
+          owners |= 1u << r, bytes += kBlockBytes;
+          if (++rows[r].first_block < rows[r].end_block) {
+            rows[r].first_column = __ldg(params.base.col_idx + rows[r].first_block);
+            if constexpr (Config::a_transposed)
+              places[r] = __ldg(params.block_idx + rows[r].first_block);
+          }
+        }
+        last &= rows[r].first_block == rows[r].end_block;
+      }
+#pragma unroll 1
+      for (int k = 0; k < kBlock; k += 64) {
+        const uint32_t full = barriers.full + 8 * stage, a = smem + stage * kStageBytes,
+                       b = a + kABytes;
+        ptx::mbarrier_wait(barriers.empty + 8 * stage, parity);
+        if constexpr (kRows > 1)
+          ptx::store_shared(barriers.owners + 4 * stage, owners | last << kRows);
+        ptx::mbarrier_arrive_expect_tx(full, bytes);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+          if (blocks[r] >= 0)
+            copy_block(params, a + r * kBlockBytes, k, blocks[r], full, rank, policy);
+        if constexpr (Config::b_column_major) {
+          ptx::tensor_copy_3d(b, columns == kBlockN ? &params.b : &params.b_edge,
+                              column * kBlock + k, first_column, 0, full);
+        } else if (columns == kBlockN) {
+          ptx::tensor_copy_3d(b, &params.b, 0, column * kBlock + k, panel, full);
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < panels; ++i)
+            ptx::tensor_copy_3d(b + i * kPanelBytes, &params.b_edge, (panel + i) * 64,
+                                column * kBlock + k, 0, full);
+        }
+        if (++stage == kStages) stage = 0, parity ^= 1;
+      }
+    }
+  }
+}
+
+}  // namespace blockflash

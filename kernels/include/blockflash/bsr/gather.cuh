@@ -1,0 +1,158 @@
+// Shared memory, barriers and the producer warpgroup of the kernels for small blocks,
+// bsr_matmul_gather_sm90a.cu and bsr_matmul_filled_sm90a.cu.
+//
+// Block rows of a tile, a group, share B: it is read once for the union of their block columns, cut
+// into stages by the plan of the pattern.
+//
+//   schedule (a thread)     takes the next tile, looks up the stages of its group, announces it in
+//   a slot copy     (three warps)  take stages of the ring in turn: bsr_gather_copy.cuh,
+//   bsr_filled_copy.cuh
+//
+// Nobody waits in a circle. A stage is filled when the consumers have emptied it, which takes only
+// stages before it. A tile is announced when all who copy ask for it, which they do at the latest
+// at the end of the tile before, and when the consumers have read the slot's previous tile, which
+// takes only tiles before that.
+#pragma once
+
+#include "blockflash/bsr/cluster.cuh"
+#include "blockflash/bsr/parts.cuh"
+#include "blockflash/bsr/tile_order.cuh"
+#include "blockflash/config.cuh"
+#include "blockflash/ptx/elect.cuh"
+#include "blockflash/ptx/mbarrier.cuh"
+#include "blockflash/ptx/shared.cuh"
+#include "blockflash/ptx/tensor_copy.cuh"
+
+namespace blockflash {
+
+using Config = BsrMatmulHopperConfig;
+using Element = Config::Element;
+using Params = blockflash_bsr_matmul_tma_params;
+
+constexpr int kBlock = Config::block_size, kRows = Config::block_rows, kBlockN = Config::block_n,
+              kStages = Config::stages;
+using Cluster = BsrCluster<Config::cluster>;
+constexpr int kClusterN = Config::cluster * kBlockN;  // columns of C of a cluster
+// The blocks of a cluster compute some of these columns each or, filled, all of them for some of
+// the block rows.
+constexpr int kOwnN = Config::filled ? kClusterN : kBlockN,
+              kOwnRows = Config::filled ? kRows / Config::cluster : kRows;
+constexpr int kConsumerWarps = 4 * Config::warpgroups, kCopyWarps = 3;
+static_assert(Config::block_k == kBlock, "boxes of B are as many rows as a block of A has columns");
+
+// A stage of the ring is one of the plan, up to kColumns block columns of B as panels of 64 columns
+// each and the blocks of A that meet them by block row; filled, it is one block column and a place
+// for a block of each block row of its own.
+constexpr int kPlanColumns = 128 / kBlock;
+constexpr int kColumns = Config::filled ? 1 : kPlanColumns,
+              kSlots = Config::filled ? kOwnRows : Config::stage_blocks;
+constexpr int kPanels = kOwnN / 64, kPanelBytes = kBlock * 128,
+              kColumnBytes = kPanels * kPanelBytes, kBBytes = kColumns * kColumnBytes;
+constexpr int kBlockBytes = kBlock * kBlock * 2, kStageBytes = kBBytes + kSlots * kBlockBytes;
+static_assert(kSlots >= kOwnRows,
+              "a column in which every block row has a block fits into a stage");
+static_assert(kStageBytes % 1024 == 0, "panels are aligned to the swizzle");
+
+// Behind the ring: barriers "full" and "empty" of each stage, "announced" and "wanted" of two
+// slots; the slots; a word per stage and block row or, filled, per stage.
+struct Barriers {
+  uint32_t full, empty, announced, wanted;
+  __device__ __forceinline__ explicit Barriers(uint32_t smem)
+      : full(smem + kStages * kStageBytes),
+        empty(full + 8 * kStages),
+        announced(empty + 8 * kStages),
+        wanted(announced + 16) {}
+
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < kStages; ++i) {
+      ptx::mbarrier_init(full + 8 * i, 1);
+      ptx::mbarrier_init(empty + 8 * i, kConsumerWarps * Config::cluster);
+    }
+    for (int i = 0; i < 2; ++i) {
+      ptx::mbarrier_init(announced + 8 * i, 1);
+      // The consumers have read the tile that was there, and all who copy are about to need the
+      // next: of the first block, which all ask.
+      ptx::mbarrier_init(wanted + 8 * i, (kConsumerWarps + kCopyWarps) * Config::cluster);
+    }
+    ptx::fence_mbarrier_init();
+  }
+};
+constexpr int kStageWords = Config::filled ? 1 : kRows;
+constexpr int kSlotOffset = kStages * kStageBytes + 192, kRowsOffset = kSlotOffset + 64,
+              kSliceOffset = kStages * kStageBytes + 1024;
+static_assert(16 * kStages + 32 <= 192 && kRowsOffset + kStages * kStageWords * 4 <= kSliceOffset,
+              "all this ends before the slices");
+
+// What a warp needs to know of a stage: the columns in which its block row has blocks, as bits, and
+// where the first block lies in the stage. Filled: which warpgroups have blocks in it, as bits, and
+// above these whether it is the last of its tile.
+__device__ __forceinline__ uint32_t stage_word(uint32_t smem, int stage, int row = 0) {
+  return smem + kRowsOffset + (stage * kStageWords + row) * 4;
+}
+
+// An announced tile of the cluster, or a part of it. A negative group: there are no more.
+struct Tile {
+  int first_stage, stages, first_column, group;
+
+  static __device__ __forceinline__ uint32_t slot(uint32_t smem, int n) {
+    return smem + kSlotOffset + n % 2 * 32;
+  }
+  static __device__ __forceinline__ Tile load(uint32_t smem, int n) {
+    const int4 x = ptx::load_shared_int4(slot(smem, n));
+    return {x.x, x.y, x.z, x.w};
+  }
+  __device__ __forceinline__ void store(uint32_t smem, int n, uint32_t barrier) const {
+    Cluster::store_int4(slot(smem, n), make_int4(first_stage, stages, first_column, group),
+                        barrier);
+  }
+  // Which part it is.
+  static __device__ __forceinline__ BsrPart part(uint32_t smem, int n) {
+    return BsrPart::load(slot(smem, n) + 16);
+  }
+};
+
+__device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
+                                         const Barriers& barriers) {
+  const blockflash_bsr_matmul_params& p = params.base;
+  const int block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);
+  const int groups = (block_rows + kRows - 1) / kRows,
+            tiles_n = static_cast<int>((p.n + kClusterN - 1) / kClusterN);
+  uint32_t index = Cluster::index();
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    if (n > 0) {
+      ptx::mbarrier_wait(barriers.wanted + n % 2 * 8, (n - 1) / 2 & 1);
+      index = take_tile(params, index, Cluster::count());
+    }
+    const uint32_t announced = barriers.announced + n % 2 * 8;
+    Tile tile = {0, 0, 0, -1};
+#pragma unroll 1
+    for (;; index = take_tile(params, index, Cluster::count())) {
+      const BsrPlace place(params, groups, tiles_n, index);
+      if (place.tiles_m == 0) break;
+      const BsrTile<kClusterN> at(place.tiles_m, tiles_n, place.index);
+      const int first = params.group_stages[at.position],
+                stages = params.group_stages[at.position + 1] - first;
+      const BsrPart part = {place.part, parts_of(params, stages)};
+      if (part.number >= part.count) continue;  // tiles that are shorter than others of their place
+      Cluster::store(Tile::slot(smem, n) + 16, part.word(), announced);
+      tile = {first + part.begin(stages), part.end(stages) - part.begin(stages), at.first_column,
+              at.position};
+      break;
+    }
+    tile.store(smem, n, announced);
+    Cluster::announce(announced, tile.group < 0 ? 16 : 20);
+    if (tile.group < 0) break;
+  }
+  leave_tiles(params, Cluster::count());
+}
+
+// The next tile is asked for when so many stages are left: looking it up takes a while, but whoever
+// is slow should take fewer.
+constexpr int kAnnounceAhead = 8;
+
+// A stage of the plan, see params.h, is a pair per lane.
+constexpr int kColumnLane = 16, kSizeLane = kColumnLane + 8;
+static_assert(kRows <= kColumnLane && kPlanColumns <= 8, "a stage of the plan holds all of it");
+
+}  // namespace blockflash

@@ -1,0 +1,34 @@
+// From accumulators to a matrix whose type is known at run time: by slices of 16 rows of a warp in
+// shared memory, out of which whole rows come.
+#pragma once
+
+#include <stdint.h>
+
+#include "blockflash/mma/element.cuh"
+#include "blockflash/params.h"
+
+namespace blockflash {
+namespace {
+
+// Two neighbours in one of the 16-bit types.
+__device__ __forceinline__ uint32_t pack(int dtype, float low, float high) {
+  return dtype == BLOCKFLASH_DTYPE_F16 ? ElementTraits<__half>::pack(low, high)
+                                       : ElementTraits<__nv_bfloat16>::pack(low, high);
+}
+
+// Puts the accumulators of 16 rows × slice_n columns from tile n0 on into the slice, whose rows are
+// slice_stride floats apart.
+template <int slice_n, int slice_stride, int n_tiles>
+__device__ __forceinline__ void fill_slice(const float (&acc)[n_tiles][4], int n0, float* slice,
+                                           int lane) {
+#pragma unroll
+  for (int n = 0; n < slice_n / 8; ++n)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      *reinterpret_cast<float2*>(slice + ((lane >> 2) + half * 8) * slice_stride + n * 8 +
+                                 (lane & 3) * 2) =
+          make_float2(acc[n0 + n][2 * half], acc[n0 + n][2 * half + 1]);
+}
+
+}  // namespace
+}  // namespace blockflash
