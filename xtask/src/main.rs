@@ -6,6 +6,7 @@ mod bindgen;
 mod bundle;
 mod ci;
 mod deny;
+mod fmt;
 mod git;
 mod kernels;
 mod package;
@@ -44,6 +45,8 @@ enum Command {
     Sass(sass::Args),
     /// Run the tests of the whole workspace and count them.
     Test(test::Args),
+    /// Format Rust by rustfmt and the kernels by clang-format.
+    Fmt(fmt::Args),
     /// Check rules of the repository that no compiler checks.
     Tidy(tidy::Args),
     /// Write one folder that tests and measures on a GPU machine without Rust.
@@ -65,6 +68,7 @@ fn main() -> ExitCode {
         Command::Profile(args) => profile::run(&args),
         Command::Sass(args) => sass::run(&args),
         Command::Test(args) => test::run(&args),
+        Command::Fmt(args) => fmt::run(&args),
         Command::Tidy(args) => tidy::run(&args),
         Command::Record(args) => record::run(&args),
         Command::Bundle(args) => bundle::run(&args),

@@ -1,5 +1,6 @@
 //! `cargo xtask tidy`: rules of the repository that no compiler checks.
 
+mod columns;
 mod images;
 mod scan;
 mod sources;

@@ -1,15 +1,19 @@
-//! Rules about source files: their length, and what may be written where.
+//! Rules about source files: their length and width, and what may be written where.
 
 use super::{
     Findings,
+    columns::too_long,
     scan::{code_only, lines_with_word},
 };
-use crate::workspace::{list, read, root};
+use crate::{
+    kernels::sources::is_cuda,
+    workspace::{list, read, root},
+};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 
-/// Folders with source files.
-const FOLDERS: [&str; 5] = ["crates", "kernels", "tests", "benches", "xtask"];
+/// Folders with source files and documents; documents also lie in the root.
+const FOLDERS: [&str; 6] = ["crates", "kernels", "tests", "benches", "examples", "xtask"];
 /// Written by `cargo xtask bindgen`.
 const GENERATED: &str = "crates/blockflash-sys/src/params.rs";
 /// The one crate that may contain unsafe code.
@@ -26,7 +30,8 @@ const KERNEL_LINES_MAX: usize = 400;
 /// Checks every source file.
 pub fn check(findings: &mut Findings) -> Result<()> {
     let root = root();
-    let mut files = Vec::new();
+    let mut files = list(&root)?;
+    files.retain(|path| path.is_file() && is_source(path));
     for folder in FOLDERS.map(|folder| root.join(folder)).iter().filter(|folder| folder.is_dir()) {
         collect(folder, &mut files)?;
     }
@@ -41,18 +46,16 @@ fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     for path in list(folder)? {
         if path.is_dir() && !path.ends_with("target") {
             collect(&path, files)?;
-        } else if path
-            .extension()
-            .is_some_and(|extension| extension == "rs" || is_kernel(extension.to_str()))
-        {
+        } else if is_source(&path) {
             files.push(path);
         }
     }
     Ok(())
 }
 
-fn is_kernel(extension: Option<&str>) -> bool {
-    matches!(extension, Some("cu" | "cuh" | "h"))
+fn is_source(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "rs" || extension == "md")
+        || is_cuda(path)
 }
 
 fn check_file(name: &str, text: &str, findings: &mut Findings) {
@@ -64,6 +67,10 @@ fn check_file(name: &str, text: &str, findings: &mut Findings) {
     let mut forbid = |lines: Vec<usize>, what: &str| {
         lines.iter().for_each(|line| findings.error(format!("{name}:{line}: {what}")));
     };
+    forbid(too_long(name, text), "a line has more than 100 columns");
+    if name.ends_with(".md") {
+        return;
+    }
     if name.ends_with(".rs") {
         if !name.starts_with(UNSAFE_CRATE) {
             let found = lines_with_word(&code, |word| word == "unsafe");
@@ -106,12 +113,12 @@ mod tests {
         assert!(errors("crates/blockflash-safe/src/lib.rs", code).is_empty());
         let code = "asm volatile(\"bar.sync 0;\");\n";
         assert_eq!(
-            errors("kernels/a.cu", code),
-            ["kernels/a.cu:1: inline PTX belongs into include/blockflash/ptx/"]
+            errors("kernels/a/kernel.cu", code),
+            ["kernels/a/kernel.cu:1: inline PTX belongs into include/blockflash/ptx/"]
         );
         assert!(errors("kernels/include/blockflash/ptx/mma.cuh", code).is_empty());
         let code = "#ifdef VARIANT_STAGES\n";
-        assert_eq!(errors("kernels/include/blockflash/mask.cuh", code).len(), 1);
+        assert_eq!(errors("kernels/include/blockflash/attention/mask.cuh", code).len(), 1);
         assert!(errors("kernels/include/blockflash/config.cuh", code).is_empty());
     }
 
@@ -120,6 +127,6 @@ mod tests {
         assert_eq!(errors("xtask/src/a.rs", &"\n".repeat(401)).len(), 1);
         assert!(errors("xtask/src/a.rs", &"\n".repeat(301)).is_empty());
         assert!(errors(GENERATED, &"\n".repeat(401)).is_empty());
-        assert_eq!(errors("kernels/a.cu", &"\n".repeat(401)).len(), 1);
+        assert_eq!(errors("kernels/a/kernel.cu", &"\n".repeat(401)).len(), 1);
     }
 }
