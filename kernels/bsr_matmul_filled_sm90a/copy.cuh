@@ -54,7 +54,7 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
       0;  // block columns of the tiles before, and of this one up to the stage of the plan
 #pragma unroll 1
   for (int n = 0;; ++n) {
-    ptx::mbarrier_wait(barriers.announced + n % 2 * 8, n / 2 & 1);
+    barriers.wait_announced(n);
     const Tile tile = Tile::load(smem, n);
     if (tile.group < 0) break;
     // Panels of the tile that there are, and how many this block copies from which on.
@@ -69,7 +69,7 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
     bool asked = false;  // for the next tile
     const auto ask = [&] {
       __syncwarp();
-      if (!asked && lane == 0) Cluster::ask(barriers.wanted + (n + 1) % 2 * 8);
+      if (!asked && lane == 0) Cluster::ask(barriers.wanted_of(n + 1));
       asked = true;
     };
     const auto copy_column = [&](uint32_t b, int column, uint32_t full) {

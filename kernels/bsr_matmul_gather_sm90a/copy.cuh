@@ -17,7 +17,7 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
   uint32_t before = 0;  // stages of the tiles before
 #pragma unroll 1
   for (int n = 0;; ++n) {
-    ptx::mbarrier_wait(barriers.announced + n % 2 * 8, n / 2 & 1);
+    barriers.wait_announced(n);
     const Tile tile = Tile::load(smem, n);
     if (tile.group < 0) break;
     const int first_column = tile.first_column + rank * kBlockN, panel = first_column / 64;
@@ -31,7 +31,7 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
     bool asked = false;  // for the next tile
     const auto ask = [&] {
       __syncwarp();
-      if (!asked && lane == 0) Cluster::ask(barriers.wanted + (n + 1) % 2 * 8);
+      if (!asked && lane == 0) Cluster::ask(barriers.wanted_of(n + 1));
       asked = true;
     };
     int i = (who + kCopyWarps - before % kCopyWarps) % kCopyWarps;

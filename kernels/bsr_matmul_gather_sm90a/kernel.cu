@@ -38,8 +38,7 @@ struct Consumer {
   const uint32_t smem;
   const int warp, lane;
   uint32_t a_lane, b_lane;  // offsets of what this lane addresses for ldmatrix
-  int stage = 0;
-  uint32_t parity = 0;  // of the next "full" of this stage
+  RingPosition<kStages> at = {0, 0};
 
   // Rows of a block are short: where 128 bytes hold kPitch of them, eight rows at the same chunk of
   // 16 bytes would meet in few banks. So each row reads its chunks in another order, XOR-ed with
@@ -113,9 +112,9 @@ struct Consumer {
   __device__ __forceinline__ void walk(float (&acc)[kTiles][kN / 8][4], int stages) {
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
-      ptx::mbarrier_wait(barriers.full + 8 * stage, parity);
-      const uint32_t row = ptx::load_shared(stage_word(smem, stage, warp / kWarpsPerRow)),
-                     b = smem + stage * kStageBytes;
+      at.wait(barriers.full);
+      const uint32_t row = ptx::load_shared(stage_word(smem, at.stage, warp / kWarpsPerRow)),
+                     b = smem + at.stage * kStageBytes;
       uint32_t block = b + kBBytes + (row >> 8) * kBlockBytes, mine = row & 0xFF;
 #pragma unroll 1
       for (; mine != 0; mine &= mine - 1, block += kBlockBytes) {
@@ -125,8 +124,8 @@ struct Consumer {
       }
       // The products have been issued, so their fragments are here.
       __syncwarp();
-      Cluster::release(barriers.empty + 8 * stage, lane);
-      if (++stage == kStages) stage = 0, parity ^= 1;
+      Cluster::release(barriers.empty + 8 * at.stage, lane);
+      at.advance();
     }
   }
 
@@ -134,16 +133,16 @@ struct Consumer {
     const blockflash_bsr_matmul_params& p = params.base;
     float* const slice =
         reinterpret_cast<float*>(smem_bytes + kSliceOffset) + warp * 16 * kSliceStride;
-    if (lane == 0) Cluster::ask(barriers.wanted + 8);  // the second slot holds no tile yet
+    if (lane == 0) Cluster::ask(barriers.wanted_of(1));  // the second slot holds no tile yet
 #pragma unroll 1
     for (int n = 0;; ++n) {
-      ptx::mbarrier_wait(barriers.announced + n % 2 * 8, n / 2 & 1);
+      barriers.wait_announced(n);
       const Tile tile = Tile::load(smem, n);
       const int first_column = tile.first_column + Cluster::rank() * kBlockN;
       const BsrPart part = Tile::part(smem, n);
       if (tile.group < 0) break;
       __syncwarp();
-      if (lane == 0) Cluster::ask(barriers.wanted + n % 2 * 8);
+      if (lane == 0) Cluster::ask(barriers.wanted_of(n));
       // A row that does not exist is the first beyond A.
       const int position = tile.group * kRows + warp / kWarpsPerRow,
                 block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);
@@ -180,14 +179,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_tma_params param
   const Barriers barriers(smem);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
 
-  ptx::launch_dependents();
-  if (threadIdx.x == 0) {
-    for (const blockflash_tensor_map* map : {&params.b, &params.b_edge})
-      ptx::prefetch_tensor_map(map);
-    barriers.init();
-  }
-  Cluster::begin();
-  ptx::wait_for_predecessors();  // which may have written any operand, or still read C
+  begin_kernel<Cluster>(barriers, params.b, params.b_edge);
 
   // What the producers give up is what the consumers take: more would never come. With four
   // warpgroups of consumers there are 96 each to begin with, else 168.

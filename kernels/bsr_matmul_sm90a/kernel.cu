@@ -44,8 +44,7 @@ struct Consumer {
   const Barriers barriers;
   const uint32_t smem;
   const int warpgroup;
-  int stage = 0;
-  uint32_t parity = 0;  // of the next "full" of this stage
+  RingPosition<kStages> at = {0, 0};
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ void release(int stage) const {
@@ -65,14 +64,14 @@ struct Consumer {
     int before = 0;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-      ptx::mbarrier_wait(barriers.full + 8 * stage, parity);
-      const uint32_t offset = stage * kStageBytes >> 4;
+      at.wait(barriers.full);
+      const uint32_t offset = at.stage * kStageBytes >> 4;
       bool mine = true;
       if constexpr (kRows > 1) {
         // Shifted first and exchanged then, or the assembler takes the branch for a divergent one
         // and serialises the products.
         const uint32_t owners =
-            __shfl_sync(~0u, ptx::load_shared(barriers.owners + 4 * stage) >> warpgroup, 0);
+            __shfl_sync(~0u, ptx::load_shared(barriers.owners + 4 * at.stage) >> warpgroup, 0);
         mine = owners & 1;
         if (owners >> (kRows - warpgroup)) steps = step + 1;
       }
@@ -90,8 +89,8 @@ struct Consumer {
       }
       ptx::wgmma_wait_group<1>();  // the products of the stage before have read it
       if (step > 0) release(before);
-      before = stage;
-      if (++stage == kStages) stage = 0, parity ^= 1;
+      before = at.stage;
+      at.advance();
     }
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(acc);
@@ -103,10 +102,10 @@ struct Consumer {
     const uint32_t pages = smem + kStagingOffset + (warpgroup * 4 + warp) * kPages * kPageBytes;
     float* const slice = reinterpret_cast<float*>(smem_bytes + kStagingOffset) +
                          (warpgroup * 4 + warp) * 16 * kSliceStride;
-    if (lane() == 0) Cluster::ask(barriers.wanted + 8);  // the second slot holds no tile yet
+    if (lane() == 0) Cluster::ask(barriers.wanted_of(1));  // the second slot holds no tile yet
 #pragma unroll 1
     for (int n = 0;; ++n) {
-      ptx::mbarrier_wait(barriers.announced + n % 2 * 8, n / 2 & 1);
+      barriers.wait_announced(n);
       const uint32_t slot = slot_of(smem, n);
       int blocks = 0;
 #pragma unroll
@@ -120,7 +119,7 @@ struct Consumer {
       const int position = kSplits ? ptx::load_shared(slot + kPartInSlot + 4) : 0;
       if (BlockRow::load(slot).index < 0) break;
       __syncwarp();
-      if (lane() == 0) Cluster::ask(barriers.wanted + n % 2 * 8);
+      if (lane() == 0) Cluster::ask(barriers.wanted_of(n));
       float acc[kN / 2] = {};
       multiply(acc, blocks * kSteps);
       if constexpr (kSplits) {
@@ -161,14 +160,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_tma_params param
   const Barriers barriers(smem + kBarrierOffset);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
-  ptx::launch_dependents();
-  if (threadIdx.x == 0) {
-    for (const blockflash_tensor_map* map : {&params.a, &params.b, &params.b_edge})
-      ptx::prefetch_tensor_map(map);
-    barriers.init();
-  }
-  Cluster::begin();
-  ptx::wait_for_predecessors();  // which may have written any operand, or still read C
+  begin_kernel<Cluster>(barriers, params.a, params.b, params.b_edge);
 
   if (warpgroup == 0) {
     ptx::lower_registers<40>();

@@ -5,9 +5,9 @@
 #include "blockflash/bsr/parts.cuh"
 #include "blockflash/bsr/tile_order.cuh"
 #include "blockflash/config.cuh"
-#include "blockflash/ptx/mbarrier.cuh"
 #include "blockflash/ptx/shared.cuh"
 #include "blockflash/ptx/tensor_copy.cuh"
+#include "blockflash/ring.cuh"
 
 namespace blockflash {
 
@@ -35,29 +35,15 @@ constexpr int kConsumerWarps = 4 * Config::warpgroups;
 
 // Barriers "full" and "empty" of each stage, and of the two slots in which tiles are announced; and
 // a word per stage that says whose it is.
-struct Barriers {
-  uint32_t full, empty, announced, wanted, owners;
+struct Barriers : RingBarriers<kStages> {
+  uint32_t owners;
   __device__ __forceinline__ explicit Barriers(uint32_t at)
-      : full(at),
-        empty(at + 8 * kStages),
-        announced(at + 16 * kStages),
-        wanted(announced + 16),
-        owners(wanted + 16) {}
+      : RingBarriers(at), owners(wanted + 16) {}
 
   __device__ __forceinline__ void init() const {
-    static_assert(20 * kStages + 32 <= kSlotOffset - kBarrierOffset,
+    static_assert(kBytes + 4 * kStages <= kSlotOffset - kBarrierOffset,
                   "barriers end before the slots");
-    for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(full + 8 * i, 1);
-      ptx::mbarrier_init(empty + 8 * i, kConsumerWarps * Config::cluster);
-    }
-    for (int i = 0; i < 2; ++i) {
-      ptx::mbarrier_init(announced + 8 * i, 1);
-      // The consumers have read the tile that was there, and the producer is about to need the
-      // next: of the first block, which all ask.
-      ptx::mbarrier_init(wanted + 8 * i, (kConsumerWarps + 1) * Config::cluster);
-    }
-    ptx::fence_mbarrier_init();
+    RingBarriers::init(kConsumerWarps * Config::cluster, (kConsumerWarps + 1) * Config::cluster);
   }
 };
 
@@ -113,10 +99,10 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
 #pragma unroll 1
   for (int n = 0;; ++n) {
     if (n > 0) {
-      ptx::mbarrier_wait(barriers.wanted + n % 2 * 8, (n - 1) / 2 & 1);
+      barriers.wait_wanted(n);
       index = take_tile(params, index, Cluster::count());
     }
-    const uint32_t slot = slot_of(smem, n), announced = barriers.announced + n % 2 * 8;
+    const uint32_t slot = slot_of(smem, n), announced = barriers.announced_of(n);
     BsrPlace place(params, tiles_m, tiles_n, index);
     // Tiles that are shorter than others of their place have no such part.
     while (place.part > 0 &&
@@ -190,7 +176,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
   uint32_t parity = 1;  // everything is empty at first
 #pragma unroll 1
   for (int n = 0;; ++n) {
-    ptx::mbarrier_wait(barriers.announced + n % 2 * 8, n / 2 & 1);
+    barriers.wait_announced(n);
     const uint32_t slot = slot_of(smem, n);
     BlockRow rows[kRows];  // first_block and first_column move on
 #pragma unroll
@@ -216,8 +202,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
         left = max(left, rows[r].end_block - rows[r].first_block);
         if (rows[r].first_block < rows[r].end_block) column = min(column, rows[r].first_column);
       }
-      if (!asked && left <= kAnnounceAhead)
-        asked = true, Cluster::ask(barriers.wanted + (n + 1) % 2 * 8);
+      if (!asked && left <= kAnnounceAhead) asked = true, Cluster::ask(barriers.wanted_of(n + 1));
       if (left == 0) break;
       int blocks[kRows];  // of this column; -1: none
       uint32_t owners = 0, bytes = b_bytes;

@@ -90,24 +90,20 @@ struct Consumer {
   const Barriers barriers;
   const uint32_t smem;
   const int warpgroup;
-  int stage = 0;
-  uint32_t parity = 0;  // of the next "full" of this stage
+  RingPosition<kStages> at = {0, 0};
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ void release(int stage) const {
     if (lane() == 0) ptx::mbarrier_arrive(barriers.empty + 8 * stage);
-  }
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
   }
 
   // Lets the stages of a tile pass.
   __device__ __forceinline__ void skip(int steps) {
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-      ptx::mbarrier_wait(barriers.full + 8 * stage, parity);
-      release(stage);
-      advance();
+      at.wait(barriers.full);
+      release(at.stage);
+      at.advance();
     }
   }
 
@@ -126,8 +122,8 @@ struct Consumer {
     int before = 0;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-      ptx::mbarrier_wait(barriers.full + 8 * stage, parity);
-      const uint32_t offset = stage * kStageBytes >> 4;
+      at.wait(barriers.full);
+      const uint32_t offset = at.stage * kStageBytes >> 4;
       ptx::wgmma_pin(acc);
       ptx::wgmma_fence();
 #pragma unroll
@@ -138,8 +134,8 @@ struct Consumer {
       ptx::wgmma_commit_group();
       ptx::wgmma_wait_group<1>();  // the products of the stage before have read it
       if (step > 0) release(before);
-      before = stage;
-      advance();
+      before = at.stage;
+      at.advance();
     }
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(acc);
@@ -165,14 +161,14 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     const int steps = p.k / kDepth + (p.k % kDepth != 0), first = warpgroup / kRowGroups * 2;
     if (lane() == 0)
-      ptx::mbarrier_arrive(barriers.wanted + 8);  // the second slot holds no tile yet
+      ptx::mbarrier_arrive(barriers.wanted_of(1));  // the second slot holds no tile yet
 #pragma unroll 1
     for (int n = 0;; ++n) {
-      ptx::mbarrier_wait(barriers.announced + n % 2 * 8, n / 2 & 1);
+      barriers.wait_announced(n);
       const Tile tile = Tile::load(slot_of(smem, n));
       if (tile.block_row < 0) break;
       __syncwarp();
-      if (lane() == 0) ptx::mbarrier_arrive(barriers.wanted + n % 2 * 8);
+      if (lane() == 0) ptx::mbarrier_arrive(barriers.wanted_of(n));
       // Exchanged, or the assembler takes the branches for divergent ones and serialises the
       // products.
       const int mine = __shfl_sync(~0u, tile.blocks, 0) - first;
@@ -206,14 +202,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_sddmm_params params) {
   const Barriers barriers(smem + kBarrierOffset);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
-  ptx::launch_dependents();
-  if (threadIdx.x == 0) {
-    ptx::prefetch_tensor_map(&params.a);
-    ptx::prefetch_tensor_map(&params.b);
-    barriers.init();
-  }
-  __syncthreads();
-  ptx::wait_for_predecessors();  // which may have written any operand, or still read the values
+  begin_kernel<BsrCluster<1>>(barriers, params.a, params.b);
 
   if (warpgroup == 0) {
     ptx::lower_registers<40>();

@@ -1,12 +1,13 @@
 // Shared memory, barriers and the producer warpgroup of bsr_sddmm_sm90a.cu.
 #pragma once
 
+#include "blockflash/bsr/cluster.cuh"
 #include "blockflash/bsr/stored_blocks.cuh"
 #include "blockflash/bsr/tile_order.cuh"
 #include "blockflash/config.cuh"
-#include "blockflash/ptx/mbarrier.cuh"
 #include "blockflash/ptx/shared.cuh"
 #include "blockflash/ptx/tensor_copy.cuh"
+#include "blockflash/ring.cuh"
 
 namespace blockflash {
 
@@ -30,25 +31,12 @@ static_assert(kSlotOffset + 2 * kSlotBytes <= Config::smem_bytes,
               "the manifest row has room for two tiles");
 
 // Barriers "full" and "empty" of each stage, and of the two slots in which tiles are announced.
-struct Barriers {
-  uint32_t full, empty, announced, wanted;
-  __device__ __forceinline__ explicit Barriers(uint32_t at)
-      : full(at), empty(at + 8 * kStages), announced(at + 16 * kStages), wanted(announced + 16) {}
+struct Barriers : RingBarriers<kStages> {
+  using RingBarriers::RingBarriers;
 
   __device__ __forceinline__ void init() const {
-    static_assert(16 * kStages + 32 <= kSlotOffset - kBarrierOffset,
-                  "barriers end before the slots");
-    for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(full + 8 * i, 1);
-      ptx::mbarrier_init(empty + 8 * i, kConsumerWarps);
-    }
-    for (int i = 0; i < 2; ++i) {
-      ptx::mbarrier_init(announced + 8 * i, 1);
-      // The consumers have read the tile that was there, and the producer is about to need the
-      // next.
-      ptx::mbarrier_init(wanted + 8 * i, kConsumerWarps + 1);
-    }
-    ptx::fence_mbarrier_init();
+    static_assert(kBytes <= kSlotOffset - kBarrierOffset, "barriers end before the slots");
+    RingBarriers::init(kConsumerWarps, kConsumerWarps + 1);
   }
 };
 
@@ -90,7 +78,7 @@ __device__ __forceinline__ void schedule(const Params& p, uint32_t smem, const B
   uint32_t index = blockIdx.x;
 #pragma unroll 1
   for (int n = 0;; ++n) {
-    if (n > 0) ptx::mbarrier_wait(barriers.wanted + n % 2 * 8, (n - 1) / 2 & 1);
+    if (n > 0) barriers.wait_wanted(n);
     Tile tile = {-1, 0, 0, {}};
     for (bool take = n > 0;; take = true) {
       if (take) {
@@ -104,7 +92,7 @@ __device__ __forceinline__ void schedule(const Params& p, uint32_t smem, const B
     }
     if (lane == 0) {
       tile.store(slot_of(smem, n));
-      ptx::mbarrier_arrive(barriers.announced + n % 2 * 8);
+      ptx::mbarrier_arrive(barriers.announced_of(n));
     }
     if (tile.block_row < 0) break;
   }
@@ -131,14 +119,14 @@ __device__ __forceinline__ void produce(const Params& p, uint32_t smem, const Ba
   uint32_t parity = 1;  // everything is empty at first
 #pragma unroll 1
   for (int n = 0;; ++n) {
-    ptx::mbarrier_wait(barriers.announced + n % 2 * 8, n / 2 & 1);
+    barriers.wait_announced(n);
     const Tile tile = Tile::load(slot_of(smem, n));
     if (tile.block_row < 0) break;
     bool asked = false;  // for the next tile
 #pragma unroll 1
     for (int k = 0;; k += kDepth) {
       if (!asked && p.k - k <= kAnnounceAhead * kDepth)
-        asked = true, ptx::mbarrier_arrive(barriers.wanted + (n + 1) % 2 * 8);
+        asked = true, ptx::mbarrier_arrive(barriers.wanted_of(n + 1));
       if (k >= p.k) break;
       const uint32_t full = barriers.full + 8 * stage, a = smem + stage * kStageBytes;
       ptx::mbarrier_wait(barriers.empty + 8 * stage, parity);

@@ -19,9 +19,9 @@
 #include "blockflash/bsr/tile_order.cuh"
 #include "blockflash/config.cuh"
 #include "blockflash/ptx/elect.cuh"
-#include "blockflash/ptx/mbarrier.cuh"
 #include "blockflash/ptx/shared.cuh"
 #include "blockflash/ptx/tensor_copy.cuh"
+#include "blockflash/ring.cuh"
 
 namespace blockflash {
 
@@ -55,32 +55,19 @@ static_assert(kStageBytes % 1024 == 0, "panels are aligned to the swizzle");
 
 // Behind the ring: barriers "full" and "empty" of each stage, "announced" and "wanted" of two
 // slots; the slots; a word per stage and block row or, filled, per stage.
-struct Barriers {
-  uint32_t full, empty, announced, wanted;
+struct Barriers : RingBarriers<kStages> {
   __device__ __forceinline__ explicit Barriers(uint32_t smem)
-      : full(smem + kStages * kStageBytes),
-        empty(full + 8 * kStages),
-        announced(empty + 8 * kStages),
-        wanted(announced + 16) {}
+      : RingBarriers(smem + kStages * kStageBytes) {}
 
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(full + 8 * i, 1);
-      ptx::mbarrier_init(empty + 8 * i, kConsumerWarps * Config::cluster);
-    }
-    for (int i = 0; i < 2; ++i) {
-      ptx::mbarrier_init(announced + 8 * i, 1);
-      // The consumers have read the tile that was there, and all who copy are about to need the
-      // next: of the first block, which all ask.
-      ptx::mbarrier_init(wanted + 8 * i, (kConsumerWarps + kCopyWarps) * Config::cluster);
-    }
-    ptx::fence_mbarrier_init();
+    RingBarriers::init(kConsumerWarps * Config::cluster,
+                       (kConsumerWarps + kCopyWarps) * Config::cluster);
   }
 };
 constexpr int kStageWords = Config::filled ? 1 : kRows;
 constexpr int kSlotOffset = kStages * kStageBytes + 192, kRowsOffset = kSlotOffset + 64,
               kSliceOffset = kStages * kStageBytes + 1024;
-static_assert(16 * kStages + 32 <= 192 && kRowsOffset + kStages * kStageWords * 4 <= kSliceOffset,
+static_assert(Barriers::kBytes <= 192 && kRowsOffset + kStages * kStageWords * 4 <= kSliceOffset,
               "all this ends before the slices");
 
 // What a warp needs to know of a stage: the columns in which its block row has blocks, as bits, and
@@ -121,10 +108,10 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
 #pragma unroll 1
   for (int n = 0;; ++n) {
     if (n > 0) {
-      ptx::mbarrier_wait(barriers.wanted + n % 2 * 8, (n - 1) / 2 & 1);
+      barriers.wait_wanted(n);
       index = take_tile(params, index, Cluster::count());
     }
-    const uint32_t announced = barriers.announced + n % 2 * 8;
+    const uint32_t announced = barriers.announced_of(n);
     Tile tile = {0, 0, 0, -1};
 #pragma unroll 1
     for (;; index = take_tile(params, index, Cluster::count())) {
