@@ -9,7 +9,7 @@
 #include "blockflash/attention/packed_rows.cuh"
 #include "blockflash/attention/soft_cap.cuh"
 #include "blockflash/config.cuh"
-#include "blockflash/mma/quad.cuh"
+#include "blockflash/mma/fragment.cuh"
 #include "blockflash/mma/swizzle.cuh"
 #include "blockflash/ptx/cp_async.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
@@ -179,12 +179,6 @@ __device__ __forceinline__ void accumulate_output(Output& o, const Scores& p,
       }
     }
   }
-}
-
-// Row and column of accumulator element i of this lane inside a 16×8 MMA tile.
-__device__ __forceinline__ int accumulator_row(int lane, int i) { return (lane >> 2) + i / 2 * 8; }
-__device__ __forceinline__ int accumulator_column(int lane, int i) {
-  return (lane & 3) * 2 + i % 2;
 }
 
 __device__ __forceinline__ void apply_mask(Scores& s, const AttentionMask& mask, int first_row,

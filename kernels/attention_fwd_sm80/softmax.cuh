@@ -8,7 +8,7 @@
 
 #include <math_constants.h>
 
-#include "blockflash/mma/quad.cuh"
+#include "blockflash/mma/fragment.cuh"
 #include "blockflash/ptx/math.cuh"
 
 namespace blockflash {

@@ -1,12 +1,12 @@
-// Attention forward for Hopper, dense or over a block mask: TMA, WGMMA, persistent blocks of one
-// producer warpgroup and consumer warpgroups of 64 queries each.
+// Attention forward for Hopper, dense or under a block mask: TMA, WGMMA, and persistent CTAs of one
+// producer warpgroup and one to three consumer warpgroups, each with 64 queries.
 //
 // The producer streams Q, K and V into rings in shared memory. Each consumer walks the key tiles of
-// its queries from the last to the first, and on to its next queries without a pause: while it
-// turns scores into probabilities, the tensor cores multiply for the others, and P·V of a tile of
-// queries ends while the scores of the next are under way. Follows FlashAttention-3 (Shah et al.,
-// 2024); the softmax keeps its reference until a score exceeds it by a margin, and the tensor cores
-// sum the denominator over columns of ones.
+// its queries from the last to the first and continues with its next queries without draining the
+// pipeline: the tensor cores multiply for one consumer while another computes its softmax, and the
+// last P·V of a query tile overlaps with the first scores of the next tile. Follows
+// FlashAttention-3 (Shah et al., 2024). The softmax moves its reference only when a score exceeds
+// it by a margin, and the tensor cores sum the denominator over columns of ones.
 #include "blockflash/attention/soft_cap.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/ptx/barrier.cuh"
@@ -23,12 +23,12 @@ using Element = Config::Element;
 using Traits = ElementTraits<Element>;
 using Softmax = HopperSoftmax<kBlockKv / 2, !kOnes, Config::lse>;
 
-// How far a score may exceed the reference, in powers of two: a probability must not overflow the
-// 16-bit type. In bf16 sums of P·V stay within f32 for values of V up to about 2^90.
+// How far a score may exceed the reference, in powers of two. A probability must not overflow the
+// 16-bit type; in bf16 the sums of P·V stay within f32 for |V| up to about 2^90.
 constexpr float kSlack = Traits::exponent_mask == 0x7F80 ? 30.f : 8.f;
 
-// A warpgroup that computes 64 queries of each tile. Row g and g + 8 (g = lane / 4) of a warp's 16
-// are a lane's two, in all accumulators.
+// One consumer warpgroup: 64 queries of each tile. Of the 16 rows of a warp, a lane holds rows g
+// and g + 8 (g = lane / 4) in every accumulator.
 struct Consumer {
   const Params& params;
   const Barriers barriers;
@@ -37,15 +37,17 @@ struct Consumer {
   Phases full = {0};
 
   float s[kBlockKv / 2];          // scores, then probabilities
-  float o[kOutColumns / 2] = {};  // output, and the row sums behind it
+  float o[kOutColumns / 2] = {};  // output, followed by the row sums
   uint32_t p[kBlockKv / 4] = {};  // probabilities in 16 bits
   uint32_t q[Config::q_in_registers ? kPanels * 16 : 1];
   Softmax softmax;
-  uint32_t slot;  // of this tile of queries
-  int key_tile;   // the next one's position
-  // What is under way: probabilities wait for their product with V; it is left to the CUDA cores;
-  // an output has not been stored. What is ahead: key tiles of this tile of queries; some to pass
-  // over first; nothing at all. And whether this step began a tile of queries, and had a mask.
+  uint32_t slot;  // slot of the current query tile
+  int key_tile;   // position of the next key tile
+  // State of the pipeline. In flight: kPending, probabilities still wait for their product with V;
+  // kSkip, that product is left to the CUDA cores; kOpen, an output has not been stored yet. Ahead:
+  // kInside, this query tile has more key tiles; kPass, some key tiles are released unread first;
+  // kEnd, no query tile is left. This step: kFresh, it began a query tile; kMasked, it had a mask.
+  // kOutput: o holds a partial sum.
   enum {
     kPending = 1,
     kSkip = 2,
@@ -57,11 +59,11 @@ struct Consumer {
     kMasked = 128,
     kOutput = 256
   };
-  int state = 0;  // in one register, as no other is free
+  int state = 0;  // one register for all flags, since no other is free
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ int first_row() const {
-    return warpgroup * kRowStep + threadIdx.x / 32 % 4 * 16 + lane() / 4;
+    return warpgroup * kRowStep + threadIdx.x / 32 % 4 * 16 + accumulator_row(lane(), 0);
   }
   __device__ __forceinline__ uint32_t slot_before() const {
     return slot == slot_of(smem, 0) ? slot_of(smem, kSlots - 1) : slot - kSlotBytes;
@@ -80,8 +82,8 @@ struct Consumer {
     if (lane() == 0) ptx::mbarrier_arrive(barriers.empty + 8 * stage);
   }
   __device__ __forceinline__ void release_q() const { release(Barriers::kQ + q_stage()); }
-  // Warpgroups issue their products in turns, so that one computes probabilities while the others
-  // multiply.
+  // Warpgroups take turns in issuing their products, so that one computes its softmax while the
+  // tensor cores work for another.
   __device__ __forceinline__ void begin_turn() const {
     if constexpr (kTurns) ptx::named_barrier_sync(1 + warpgroup, 256);
   }
@@ -89,7 +91,7 @@ struct Consumer {
     if constexpr (kTurns) ptx::named_barrier_arrive(1 + (warpgroup + 1) % kWarpgroups, 256);
   }
 
-  // Waits for the next tile of queries and says what is ahead.
+  // Waits for the next query tile and returns the flags that describe it.
   __device__ __forceinline__ int fetch() {
     slot = slot == slot_of(smem, kSlots - 1) ? slot_of(smem, 0) : slot + kSlotBytes;
     full.wait(barriers.full, Barriers::kQ + q_stage());
@@ -135,8 +137,8 @@ struct Consumer {
     ptx::wgmma_commit_group();
   }
 
-  // o += P·V, and the row sums of P by the ones behind V; or nothing, over and over the page of
-  // zeros.
+  // o += P·V, and the row sums of P by the ones behind V. With `skip`, multiplies by the page of
+  // zeros instead: a branch around the product would serialise all WGMMAs.
   __device__ __forceinline__ void start_output(int stage, uint32_t accumulate, bool skip = false) {
     const uint64_t v = skip ? ptx::wgmma_descriptor_mn(smem + kZerosOffset, 0, 0)
                             : ptx::wgmma_descriptor_mn(smem + kVOffset, kBlockKv * 128, 1024) +
@@ -166,7 +168,7 @@ struct Consumer {
   __device__ __forceinline__ void clear_output() {
 #pragma unroll
     for (int i = 0; i < kOutColumns / 2; ++i) o[i] = 0.f;
-    ptx::wgmma_pin(o);  // so that this is a branch, and not selects into other registers
+    ptx::wgmma_pin(o);  // makes this a branch instead of selects into a second set of registers
   }
 
   __device__ __forceinline__ bool is_masked() const {
@@ -174,11 +176,11 @@ struct Consumer {
     return key_tile > mine.unmasked_last || key_tile < mine.unmasked_first;
   }
 
-  // The keys of this lane that its rows attend to, a bit each.
+  // One bit per key of this lane that its rows attend to.
   __device__ __forceinline__ void look_up_mask(uint32_t (&visible)[2]) const {
     const QueryTile tile = QueryTile::load(slot);
     const AttentionMask mask = tile.mask(params.base);
-    const int first_key = key_tile_at(slot, key_tile) * kBlockKv + lane() % 4 * 2;
+    const int first_key = key_tile_at(slot, key_tile) * kBlockKv + accumulator_column(lane(), 0);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const KeyRange keys = mask.keys_of<int>(tile.q_begin + first_row() + 8 * half);
@@ -186,7 +188,8 @@ struct Consumer {
     }
   }
 
-  // What is pending, computed here because V has a NaN or infinity and a mask hides keys.
+  // Computes the pending product on the CUDA cores, because V holds NaN or infinity and a mask
+  // hides keys.
   __device__ __forceinline__ void add_visible(int stage) {
     const uint32_t its_slot = is(kFresh) ? slot_before() : slot;
     const QueryTile tile = QueryTile::load(its_slot);
@@ -196,19 +199,20 @@ struct Consumer {
                          smem + kVOffset + stage * kVStageBytes);
   }
 
-  // The product that was pending is there, but what was left to the CUDA cores.
+  // Completes the pending product: adds the part left to the CUDA cores and releases the stage of
+  // V.
   __device__ __forceinline__ void take_product(int stage) {
     ptx::wgmma_pin(o), ptx::wgmma_pin(p);
     if (is(kSkip)) add_visible(stage);
     if (is(kPending)) release(Barriers::kV + stage);
   }
 
-  // Probabilities of a key tile without masks, from k_stage, and P·V of the one before, from
-  // v_stage. is_last: of these queries.
+  // A step without masks: probabilities of the key tile in k_stage, and P·V of the previous one, in
+  // v_stage. is_last: the last key tile of these queries.
   __device__ __forceinline__ void fast_step(int k_stage, int v_stage, bool is_last) {
     full.wait(barriers.full, k_stage);
     begin_turn();
-    // s lives until here, or the assembler parts exponentials from their conversions.
+    // s must live until here, or the assembler separates the exponentials from their conversions.
     ptx::wgmma_pin(o), ptx::wgmma_pin(s), ptx::wgmma_pin(p);
     ptx::wgmma_fence();
     start_scores(k_stage);
@@ -235,8 +239,8 @@ struct Consumer {
     if (grew) rescale_output(rescale);
   }
 
-  // Passes over key tiles that no query of this warpgroup sees. The first takes no turn: the
-  // others' first step does not either.
+  // Releases key tiles that no query of this warpgroup sees. The first one takes no turn, as the
+  // other warpgroups take none in their first step.
   __device__ __forceinline__ int pass(int stage, int key_tiles) {
 #pragma unroll 1
     for (int i = 0; i < key_tiles; ++i) {
@@ -255,28 +259,28 @@ struct Consumer {
     return (state & (kInside | kPass)) == kInside;
   }
 
-  // The tile of queries before this one is done.
+  // Stores the output of the previous query tile.
   __device__ __forceinline__ void finish(const RowTotals& before) {
     if (!is(kOpen)) return;
-    if (!is(kPending)) clear_output();  // no key tile at all
+    if (!is(kPending)) clear_output();  // no key tile was visited
     store_output(params, QueryTile::load(slot_before()), o, before, smem, warpgroup);
   }
 
   __device__ __forceinline__ void run() {
     slot = slot_of(smem, kSlots - 1);
-    int stage = 0;  // of the next key tile
+    int stage = 0;  // stage of the next key tile
     const auto v_stage = [&] {
       return stage == 0 ? kStages - 1 : stage - 1;
-    };  // of the probabilities that are pending
+    };  // stage of the pending probabilities
     const auto takes_turn = [&] { return has_scores() && !is(kFresh); };
 #pragma unroll 1
     for (;;) {
-      // A step of any kind: the first of a tile of queries, which also completes the tile before;
-      // one with a mask; the last of all.
+      // A step of any kind: the first of a query tile, which also completes the previous one; a
+      // step with a mask; the last of all.
       if (!is(kInside)) state |= kFresh;
-      stage = __shfl_sync(~0u, stage, 0);  // in a uniform register, for the descriptors
-      // Both products in any case, since a branch around one would serialise them all; what is not
-      // wanted is thrown away.
+      stage = __shfl_sync(~0u, stage, 0);  // a uniform register, for the matrix descriptors
+      // Both products are issued in any case and an unwanted result is discarded: a branch around a
+      // WGMMA would make the assembler serialise all of them.
       const auto start_scores_here = [&] {
         if (Config::q_stages == 2 && is(kFresh) && is(kOpen)) release_q();
         if (is(kFresh)) state |= fetch();
@@ -302,13 +306,13 @@ struct Consumer {
         if (has_scores() && is_masked()) look_up_mask(visible), state |= kMasked;
       };
       if constexpr (kWarpgroups < 3)
-        look_up_mask_here();  // with three, registers are free only when the products are done
-      // With three warpgroups the probabilities must make room for what follows; else their product
-      // may go on meanwhile, if it is the last.
+        look_up_mask_here();  // three warpgroups have free registers only after the products
+      // With three warpgroups the pending product must be complete before registers are free for
+      // the softmax. Otherwise it may still be in flight when it is the last of its query tile.
       constexpr bool kMakeRoom = kWarpgroups == 3 || kLateQ;
-      // With three warpgroups there is no register for the log-sum-exp beside the next scores.
+      // Three warpgroups have no register for the log-sum-exp beside the next scores.
       constexpr bool kFinishFirst = kLateQ || (kWarpgroups == 3 && Config::lse);
-      RowTotals before;  // of the tile of queries that ends here
+      RowTotals before;  // totals of the query tile that ends here
       if constexpr (!Config::lse) before = softmax.totals();
       if constexpr (kLateQ) {
         ptx::wgmma_wait_group<1>();
@@ -319,8 +323,8 @@ struct Consumer {
       ptx::wgmma_pin(s);
       if constexpr (kMakeRoom && !kLateQ) take_product(v_stage());
       if (kFinishFirst && !kLateQ && is(kFresh)) finish(softmax.totals());
-      // Not before the scores are there: that fragments of Q were asked for does not mean that they
-      // have arrived.
+      // Q is released only when the scores are complete: WGMMA may still read fragments that
+      // ldmatrix has requested but that have not arrived.
       if (is(kFresh) && !is(kEnd) && (Config::q_in_registers || kLateQ && !is(kInside)))
         release_q();
       if (is(kFresh)) {
@@ -368,7 +372,7 @@ struct Consumer {
           kPending | kOpen | kInside | ((state & (kPending | kFresh)) == kPending ? kOutput : 0);
       if (masked) {
         full.peek(barriers.checked - 8 * Barriers::kV, Barriers::kV + stage);
-        // Through lane 0, which also gives V back: it is what orders this before the next word.
+        // Lane 0 reads the word and also releases V, which orders this read before the next write.
         uint32_t found = 0;
         if (lane() == 0)
           found = ptx::load_shared(barriers.nonfinite + 8 * stage) |
@@ -377,9 +381,11 @@ struct Consumer {
       }
       const int first_key_tile = QueryTile::load(slot).first_key_tile;
       const KeyWalk mine = walk();
-      // With a cap every key tile takes the slower step, which keeps the fast one free of it.
+      // With a softcap every key tile takes the general step, which keeps the cap out of the fast
+      // one.
       if (!is(kSkip) && !(params.base.softcap > 0.f) && key_tile <= mine.unmasked_last) {
-        // Whole turns of the ring, so that stages are constants; first the rest of a turn.
+        // Unrolled over the ring, so that stages are constants; the first turn starts at the
+        // current stage.
 #pragma unroll
         for (int u = 1; u < kStages; ++u) {
           if (u != stage || key_tile < mine.unmasked_first) continue;
@@ -416,7 +422,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_tma_params pa
   ptx::launch_dependents();
   Queue queue(params);
   if (threadIdx.x / 32 == 1) {
-    // What is announced may depend on what they write.
+    // The first tile may depend on data that the previous kernel writes.
     if (params.base.cu_seqlens_q != nullptr || params.base.block_mask.row_ptr != nullptr)
       ptx::wait_for_predecessors();
     announce(queue, slot_of(smem, 0));
@@ -435,7 +441,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_tma_params pa
     if (threadIdx.x / 32 >= 2) check_values(smem, barriers, threadIdx.x / 32 - 2);
   } else {
     ptx::raise_registers<kConsumerRegisters>();
-    if (kTurns && warpgroup == kWarpgroups) ptx::named_barrier_arrive(1, 256);  // the first turn
+    if (kTurns && warpgroup == kWarpgroups)
+      ptx::named_barrier_arrive(1, 256);  // grants the first turn
     Consumer{params, barriers, smem, warpgroup - 1}.run();
     if (kStaged && threadIdx.x % 32 == 0) ptx::tensor_store_wait();
   }

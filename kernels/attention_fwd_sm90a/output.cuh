@@ -1,8 +1,8 @@
-// The output of attention_fwd_sm90a.cu on its way from accumulators to global memory.
+// Epilogue of the Hopper attention kernel: accumulators to global memory.
 #pragma once
 
 #include "blockflash/mma/element.cuh"
-#include "blockflash/mma/quad.cuh"
+#include "blockflash/mma/fragment.cuh"
 #include "blockflash/ptx/shared.cuh"
 #include "blockflash/ptx/stmatrix.cuh"
 #include "pipeline.cuh"
@@ -10,8 +10,8 @@
 
 namespace blockflash {
 
-// Normalises and stores a warpgroup's rows of a tile of queries, and their log-sum-exp. o:
-// accumulators, with the row sums behind them.
+// Normalises and stores the rows of a warpgroup of a query tile, and their log-sum-exp. o holds the
+// accumulators, followed by the row sums.
 __device__ __forceinline__ void store_output(const Params& params, const QueryTile& tile,
                                              const float (&o)[kOutColumns / 2],
                                              const RowTotals& rows, uint32_t smem, int warpgroup) {
@@ -20,7 +20,7 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
   using Traits = ElementTraits<Element>;
   constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int warp_row = tile.q_begin + warpgroup * kRowStep + warp * 16;  // the first of the warp
+  const int warp_row = tile.q_begin + warpgroup * kRowStep + warp * 16;  // first row of this warp
   const int head = tile.head + warpgroup * kHeadStep;
   float scale[2], row_lse[2];
 #pragma unroll
@@ -30,7 +30,8 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
     if (b.sink != nullptr) {
       const float sink = b.sink[head];
       if constexpr (Config::lse) {
-        // Beside the unrounded sum, as the logarithm has it. A row without keys has -inf - (-1e30).
+        // The unrounded value of the sink, as in the logarithm. For a row without keys this is -inf
+        // - (-1e30).
         const float moved = fmaxf(fmaxf(log, sink), -1e30f);
         const float keys = ptx::ex2_approx((log - moved) * kLog2e),
                     all = keys + ptx::ex2_approx((sink - moved) * kLog2e);
@@ -42,28 +43,27 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
         denominator = denominator * share + ptx::ex2_approx(sink * kLog2e - moved);
       }
     }
-    // A row without keys: the sum is exactly 0, and so is the output. NaN is not equal to 0 and
-    // passes through.
+    // A row without keys has the sum 0 and the output 0. NaN is not equal to 0 and passes through.
     scale[half] = denominator == 0.f ? 0.f : share * ptx::rcp_approx(denominator);
     row_lse[half] = log;
   }
-  // Before the output, which needs the registers.
+  // The log-sum-exp goes first, since the output needs its registers.
   if (Config::lse && lane % 4 == 0) {
     float* const lse = b.lse + tile.batch * b.lse_stride_batch + head * b.lse_stride_head +
-                       tile.q_offset + warp_row + lane / 4;
+                       tile.q_offset + warp_row + accumulator_row(lane, 0);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      if (warp_row + lane / 4 + 8 * half < tile.seqlen_q) lse[8 * half] = row_lse[half];
+      if (warp_row + accumulator_row(lane, 2 * half) < tile.seqlen_q) lse[8 * half] = row_lse[half];
   }
   const auto word = [&](int d, int half) {
     return Traits::pack(o[4 * d + 2 * half] * scale[half], o[4 * d + 2 * half + 1] * scale[half]);
   };
   const bool packed = b.cu_seqlens_q != nullptr;
-  // Through shared memory, a page of 16 rows and 64 columns per panel, and by tensor copies. A
-  // tensor map knows where the tensor ends, but not where a sequence does.
+  // Through shared memory, one page of 16 rows × 64 columns per panel, and TMA stores. A tensor map
+  // knows where the tensor ends but not where a packed sequence does, hence the condition.
   if (kStaged && !(packed && warp_row + 16 > tile.seqlen_q)) {
     const uint32_t pages = smem + kStagingOffset + warpgroup * kQBytes + warp * 2048 * kPanels;
-    if (lane == 0) ptx::tensor_store_wait_read();  // of the tile before
+    if (lane == 0) ptx::tensor_store_wait_read();  // stores of the previous tile
     __syncwarp();
     const int in_row = lane / 8 % 2 * 8 + lane % 8, in_chunk = lane / 16;
 #pragma unroll
@@ -83,11 +83,11 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
     }
     return;
   }
-  // From registers: the four lanes of a row exchange words, so that each has eight columns.
+  // From registers: the four lanes of a row exchange words, so that each stores eight columns.
   const int quad_lane = lane % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = warp_row + lane / 4 + 8 * half;
+    const int row = warp_row + accumulator_row(lane, 2 * half);
     Element* const o_row = static_cast<Element*>(b.o) + tile.batch * b.o_stride_batch * !packed +
                            head * b.o_stride_head +
                            (static_cast<int64_t>(tile.q_offset) + row) * b.o_stride_seq +

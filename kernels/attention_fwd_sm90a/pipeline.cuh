@@ -1,4 +1,4 @@
-// Shared memory, barriers and the producer warpgroup of attention_fwd_sm90a.cu.
+// Shared memory, mbarriers and the producer warpgroup of the Hopper attention kernel.
 #pragma once
 
 #include "blockflash/config.cuh"
@@ -15,21 +15,22 @@ using Queue = TileQueue<Config::block_q, Config::heads>;
 
 constexpr int kD = Config::head_dim, kBlockKv = Config::block_kv, kWarpgroups = Config::warpgroups,
               kStages = Config::stages;
-constexpr int kPanels = (kD + 63) / 64;  // of 64 columns: a row of 128 bytes, with 128-byte swizzle
+constexpr int kPanels =
+    (kD + 63) / 64;  // 64 columns each: rows of 128 bytes with the 128-byte swizzle
 constexpr bool kOnes =
     kD % 64 == 0 &&
-    kD < 256;  // a panel of ones behind each tile of V; at 256 a product has no columns left
+    kD < 256;  // a panel of ones behind each tile of V; at 256 WGMMA has no columns left
 constexpr int kOutColumns = kD + (kOnes ? 8 : 0);
 constexpr bool kTurns = kWarpgroups > 1;
-// From a warpgroup to the next one: rows of Q, or heads.
+// Distance from one warpgroup to the next: in rows of Q, or in heads.
 constexpr int kRowStep = Config::heads > 1 ? 0 : 64, kHeadStep = Config::heads > 1 ? 1 : 0;
-constexpr int kCheckers = 2;  // warps that look through V
-// Q has one place, which is free when the scores of the last key tile are there: the scores of the
-// next queries then come after P·V of that key tile. Else they come before it.
+constexpr int kCheckers = 2;  // warps that look for NaN and infinity in V
+// Q has a single buffer, which becomes free when the scores of the last key tile are complete. The
+// scores of the next queries are then issued after P·V of that key tile instead of before it.
 constexpr bool kLateQ = !Config::q_in_registers && Config::q_stages == 1;
 
-// Registers per thread of producer and consumers; together they are what the launch bounds give
-// out.
+// Registers per thread of producer and consumers. Together they must not exceed the registers that
+// the launch bounds give the CTA, or setmaxnreg would wait for ever.
 constexpr int kProducerRegisters = Config::min_blocks == 3 ? 32
                                    : kWarpgroups == 1      ? 56
                                    : kWarpgroups == 2      ? 40
@@ -40,9 +41,8 @@ constexpr int kConsumerRegisters = Config::min_blocks == 3   ? 128
                                    : kWarpgroups == 2        ? 232
                                                              : 160;
 
-// Shared memory: Q by stage and warpgroup, rings of K and V, a page of tile slots and barriers, one
-// of zeros, and the output on its way to global memory, 16 rows per warp, where there is room for
-// it.
+// Shared memory: Q by stage and warpgroup; the rings of K and V; a page with tile slots and
+// mbarriers; a page of zeros; and, where it fits, a staging area for the output, 16 rows per warp.
 constexpr int kQBytes = 64 * 128 * kPanels, kKvBytes = kBlockKv * 128 * kPanels,
               kVStageBytes = kKvBytes + kOnes * kBlockKv * 128;
 constexpr int kKOffset = kWarpgroups * Config::q_stages * kQBytes,
@@ -59,14 +59,14 @@ static_assert(kSlots * kSlotBytes + 16 * (2 * kStages + kWarpgroups * Config::q_
 static_assert(kStagingOffset + kStaged * kWarpgroups * kQBytes == Config::smem_bytes,
               "manifest and kernel disagree on shared memory");
 
-// Each stage of the rings of K, V and Q (in this order) has a barrier for "full" and one for
-// "empty", and a phase bit.
+// Each stage of the rings of K, V and Q, in this order, has a "full" and an "empty" mbarrier and a
+// phase bit.
 struct Barriers {
   static constexpr int kCount = 2 * kStages + kWarpgroups * Config::q_stages, kV = kStages,
                        kQ = 2 * kStages;
   uint32_t full, empty;
   uint32_t announced, wanted;   // between scheduler and producer
-  uint32_t checked, nonfinite;  // a barrier per stage of V, and a word per stage and checker
+  uint32_t checked, nonfinite;  // an mbarrier per stage of V; a word per stage and checker warp
   __device__ __forceinline__ explicit Barriers(uint32_t at)
       : full(at),
         empty(at + 8 * kCount),
@@ -77,8 +77,8 @@ struct Barriers {
 
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kCount; ++i) {
-      // An arrival per warp that reads: those of one warpgroup or all, and of V and the first Q
-      // those that look through V.
+      // One arrival per warp that reads the stage: one warpgroup for Q, all consumers for K and V,
+      // and the checker warps for V and for the first Q.
       const int checkers = i >= kV && (i < kQ || (i - kQ) % kWarpgroups == 0) ? kCheckers : 0;
       ptx::mbarrier_init(full + 8 * i, 1);
       ptx::mbarrier_init(empty + 8 * i, (i < kQ ? kWarpgroups * 4 : 4) + checkers);
@@ -100,23 +100,24 @@ struct Phases {
   }
 };
 
-// A slot tells about one tile of queries: the tile, its rows, its list of key tiles, and the walk
-// of each warpgroup. No key tiles: -1 at the end of the queue.
+// A slot describes one query tile: the tile, its rows, its list of key tiles and the walk of each
+// warpgroup. A count of -1 key tiles ends the queue.
 __device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) {
   return smem + kSlotOffset + n % kSlots * kSlotBytes;
 }
-// Whether a slot is of an odd tile: the slots are odd in units of 16 bytes, and even in number.
+// Whether a slot belongs to an odd tile. Slots are an odd multiple of 16 bytes and even in number,
+// so the address tells.
 __device__ __forceinline__ int slot_parity(uint32_t smem, uint32_t slot) {
   return (slot - slot_of(smem, 0)) >> 4 & 1;
 }
 constexpr int kRowsInSlot = 32, kListInSlot = 48, kWalkInSlot = 64;
 
-// The key tile at a position.
+// The key tile at a position of the slot's list.
 __device__ __forceinline__ int key_tile_at(uint32_t slot, int position) {
   return TileList::load(slot + kListInSlot).tile_at(position);
 }
 
-// A warp takes the next tile of queries and works out its walks: a lane per number.
+// A whole warp takes the next query tile and computes its walks, one number per lane.
 __device__ __forceinline__ bool announce(Queue& queue, uint32_t slot) {
   const blockflash_attention_fwd_params& p = queue.params.base;
   const int lane = threadIdx.x % 32;
@@ -155,9 +156,9 @@ __device__ __forceinline__ bool announce(Queue& queue, uint32_t slot) {
   return true;
 }
 
-// A warp takes tiles from the queue, some key tiles before the producer needs the next one, since
-// it takes a while; not earlier, since whoever is slow should take fewer. It has announced the
-// first one already.
+// The scheduler warp. It prefetches the next query tile kAnnounceAhead key tiles before the
+// producer needs it: early enough to hide the lookup, late enough to keep dynamic load balancing.
+// The first tile has been announced already.
 constexpr int kAnnounceAhead = 8;
 __device__ __forceinline__ void schedule(Queue& queue, uint32_t smem, const Barriers& barriers) {
   const auto announced = [&] {
@@ -177,11 +178,11 @@ __device__ __forceinline__ void schedule(Queue& queue, uint32_t smem, const Barr
   if (threadIdx.x % 32 == 0) queue.close();
 }
 
-// One thread starts the copies. V of a key tile follows K of the next one, also across tiles of
-// queries.
+// One thread issues all TMA loads. V of a key tile follows K of the next one, also across query
+// tiles.
 __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
                                         const Barriers& barriers) {
-  Phases empty = {~0u};  // everything is empty at first
+  Phases empty = {~0u};  // every stage is empty at first
   const auto copy = [&](int stage, uint32_t dst, int bytes, int rows,
                         const blockflash_tensor_map& map, int row, int head, int batch) {
     empty.wait(barriers.empty, stage);
@@ -191,8 +192,8 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
       ptx::tensor_copy_4d(dst + panel * rows * 128, &map, panel * 64, row, head, batch,
                           barriers.full + 8 * stage);
   };
-  int stage = 0;    // of the next key tile
-  int v_next = -1;  // key tile whose V has not been copied; its place is that before `stage`
+  int stage = 0;    // stage of the next key tile
+  int v_next = -1;  // key tile whose V is still to be loaded, into the stage before `stage`
   const auto copy_v = [&](uint32_t slot) {
     if (v_next < 0) return;
     const TileRows rows = TileRows::load(slot + kRowsInSlot);
@@ -221,8 +222,8 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
     ptx::mbarrier_wait(barriers.announced, n & 1);
     const uint32_t slot = slot_of(smem, n);
     const int key_tiles = QueryTile::load(slot).key_tiles;
-    // All consumers have one of the two tiles before or are completing the one before those, so the
-    // slot of the next is free.
+    // Every consumer has one of the two previous tiles or is completing the one before them, so the
+    // slot of the next tile is free.
     if (key_tiles >= 0 && key_tiles < kAnnounceAhead) ptx::mbarrier_arrive(barriers.wanted);
     if (key_tiles <= 0) copy_v(slot_of(smem, n - 1));
     if (!kLateQ || key_tiles <= 0) copy_q(n, slot, key_tiles > 0);

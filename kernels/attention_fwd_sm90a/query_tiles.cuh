@@ -1,4 +1,5 @@
-// How attention is cut into tiles of queries, and which key tiles each of them visits.
+// How the Hopper attention kernel splits its work into query tiles, and which key tiles each
+// visits.
 #pragma once
 
 #include "blockflash/attention/block_walk.cuh"
@@ -9,8 +10,8 @@
 
 namespace blockflash {
 
-// A tile of queries of one head, or of some from `head` on, and the key tiles that it visits, by
-// their positions (TileList) from first_key_tile on.
+// A query tile of one head, or of several heads from `head` on, and the key tiles that it visits:
+// positions (TileList) from first_key_tile on.
 struct QueryTile {
   int batch, head, q_begin, q_offset;  // q_offset: first row of the sequence in packed tensors
   int seqlen_q, seqlen_kv, first_key_tile, key_tiles;
@@ -29,8 +30,8 @@ struct QueryTile {
   }
 };
 
-// Where the rows of a tile of queries are for the tensor maps: first row of Q, head and first row
-// of K and V, batch.
+// Coordinates of a query tile for the tensor maps: first row of Q, head and first row of K and V,
+// batch.
 struct TileRows {
   int q, head_kv, kv, batch;
 
@@ -51,8 +52,8 @@ struct TileRows {
   }
 };
 
-// The key tiles of 64 queries of a tile, from the last to the first: they pass over `lead` of them,
-// and `left` concern them.
+// The walk over the key tiles of 64 queries, from the last to the first: `lead` of them are passed
+// over, then `left` are computed.
 struct KeyWalk {
   int left, lead, unmasked_first,
       unmasked_last;  // positions in [unmasked_first, unmasked_last] need no mask
@@ -63,8 +64,8 @@ struct KeyWalk {
   }
 };
 
-// The key tiles that some of the queries [first_row, first_row + rows) of a tile see, and those
-// that all of them see whole.
+// The key tiles of which some query in [first_row, first_row + rows) sees a key, and the key tiles
+// that every one of these queries sees completely.
 struct KeyLimits {
   int begin, end, unmasked_begin, unmasked_end;
 
@@ -80,11 +81,11 @@ struct KeyLimits {
   }
 };
 
-// The queue of tiles, which a whole warp works on. Heads are taken in sections whose keys fit into
-// L2 together; in a section the queries that see the most keys come first. Under a block mask an
-// eighth of the rows, the longest of all heads, comes before the sections: one that starts late
-// would end long after the others. Blocks that are done early take more, where the launch has a
-// counter. `tile_heads` share a tile.
+// The queue of query tiles, on which a whole warp works. Heads are taken in sections whose keys and
+// values fit into L2 together; within a section the queries that see the most keys come first.
+// Under a block mask the longest eighth of the rows of all heads comes before the sections, since a
+// long row that starts late would end long after everything else. With a counter, CTAs that finish
+// early take more tiles. `tile_heads` heads share a tile.
 template <int block_q, int tile_heads>
 struct TileQueue {
   const blockflash_attention_fwd_tma_params& params;
@@ -104,12 +105,12 @@ struct TileQueue {
     }
   }
 
-  // The tile at `index`, without its key tiles. False past the end.
+  // The tile at `index` without its key tiles; false past the end.
   __device__ __forceinline__ bool take(QueryTile& tile) {
     const blockflash_attention_fwd_params& p = params.base;
     const bool packed = p.cu_seqlens_q != nullptr;
     tile = {0, 0, 0, 0, p.seqlen_q, p.seqlen_kv, 0, 0};
-    // From here on heads are counted in those of a tile.
+    // From here on heads are counted in units of tile_heads.
     const int heads_q = p.num_heads_q / tile_heads,
               heads_per_section = params.heads_per_section / tile_heads;
     int heads = p.batch * heads_q;
@@ -143,7 +144,7 @@ struct TileQueue {
     return true;
   }
 
-  // The last block leaves the counters as it found them.
+  // The last CTA resets the counters for the next launch.
   __device__ __forceinline__ void close() const {
     if (params.tile_counter == nullptr) return;
     __threadfence();

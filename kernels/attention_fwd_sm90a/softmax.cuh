@@ -1,28 +1,27 @@
-// Softmax over the score accumulators of wgmma, as few instructions per score as can be.
+// Online softmax over WGMMA accumulators with few instructions per score.
 //
-// The reference that is subtracted in the exponent is the largest score of the first key tile; it
-// stays until a score exceeds it by more than `slack` powers of two. That is found by comparing
-// scores as integers, three at a time and without exchanges between lanes. The result is exact
-// either way, because the reference cancels.
+// The reference subtracted in the exponent is the largest score of the first key tile. It stays
+// until a score exceeds it by more than `slack` powers of two, which is detected by three-input
+// integer maxima and one vote, without shuffles. The result is exact either way, because the
+// reference cancels.
 #pragma once
 
 #include <math_constants.h>
 #include <stdint.h>
 
-#include "blockflash/mma/quad.cuh"
+#include "blockflash/mma/fragment.cuh"
 #include "blockflash/ptx/math.cuh"
 
 namespace blockflash {
 
-// What is left of a lane's two rows when all keys have been visited, as little as the output needs:
-// it lives beside the next rows.
+// The state of a lane's two rows after all keys. It is kept small, since it lives beside the scores
+// of the next query tile.
 struct RowTotals {
-  float log[2];  // natural logarithm of the sum of the unrounded probabilities where that is made,
-                 // else the reference
-  float sum[2];  // of the rounded probabilities, where the tensor cores do not make it
+  float log[2];  // natural logarithm of the unrounded sum with `sums_exact`, else the reference
+  float sum[2];  // sum of the rounded probabilities, where the tensor cores do not compute it
 };
 
-// ln(2^reference · sum). Both parts become natural logarithms before they are added, which rounds a
+// ln(2^reference · sum). Both terms become natural logarithms before they are added, which rounds a
 // smaller number.
 __device__ __forceinline__ float log_of_sum(float reference, float sum) {
   constexpr float kLn2 = 0.6931471805599453f;
@@ -31,18 +30,18 @@ __device__ __forceinline__ float log_of_sum(float reference, float sum) {
 
 // n scores of a lane: s[4 j + 2 half + e] is key 8 j + 2 (lane % 4) + e of its row `half`.
 //
-// There are two sums of a row. The output is divided by the sum of the rounded probabilities, those
-// that V is multiplied with, so that the error of rounding a probability that outweighs the others
-// cancels; unless `sums_rounded`, the tensor cores make that sum. The log-sum-exp is the logarithm
-// of the sum of the unrounded ones, which `sums_exact` asks for.
+// Each row has two sums. The output is divided by the sum of the rounded probabilities, by which V
+// is multiplied, so that the rounding error of a dominant probability cancels; unless
+// `sums_rounded`, the tensor cores compute it. The log-sum-exp is the logarithm of the sum of the
+// unrounded probabilities, computed with `sums_exact`.
 template <int n, bool sums_rounded, bool sums_exact>
 struct HopperSoftmax {
   float reference[2];  // per row, in powers of two
   float sum[2];        // this lane's share of the sum of rounded probabilities
   float exact[2];      // this lane's share of the sum of unrounded probabilities
 
-  // Never -inf: a row without keys keeps a finite reference, and 2^x of what is masked is 0 without
-  // any guard.
+  // Never -inf: a row without keys keeps a finite reference, so that 2^x of a masked score is 0
+  // without a guard.
   __device__ __forceinline__ void reset() {
     reference[0] = reference[1] = -1e30f;
     if constexpr (sums_rounded) sum[0] = sum[1] = 0.f;
@@ -60,7 +59,7 @@ struct HopperSoftmax {
     return of;
   }
 
-  // The largest scores of this lane as integers: right where one is positive. NaN is above
+  // The largest scores of this lane as integers. Valid where one is positive; NaN is above
   // everything.
   static __device__ __forceinline__ void largest(const float (&s)[n], int (&top)[2]) {
     top[0] = __float_as_int(s[0]), top[1] = __float_as_int(s[2]);
@@ -71,8 +70,8 @@ struct HopperSoftmax {
     }
   }
 
-  // Whether a score of the warp exceeds the reference and its slack. A threshold that is not
-  // positive does not compare as an integer.
+  // Whether a score of the warp exceeds the reference by more than the slack. A threshold that is
+  // not positive cannot be compared as an integer, so it takes the exact path.
   __device__ __forceinline__ bool exceeds(const int (&top)[2], float slack,
                                           float inverse_scale_log2) const {
     const float limit[2] = {(reference[0] + slack) * inverse_scale_log2,
@@ -81,11 +80,11 @@ struct HopperSoftmax {
                                !(limit[0] > 0.f) || !(limit[1] > 0.f));
   }
 
-  // Moves the references up to the largest scores; `rescale` is what becomes of everything that was
-  // summed so far.
+  // Moves the references up to the largest scores. `rescale` is the factor for everything summed so
+  // far.
   __device__ __forceinline__ void move(const float (&s)[n], const int (&top)[2], float scale_log2,
                                        float (&rescale)[2]) {
-    // Of floats that are all negative the largest has the smallest bits.
+    // The largest of negative floats has the smallest bits.
     const bool negative = __any_sync(~0u, top[0] < 0 || top[1] < 0);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -105,8 +104,8 @@ struct HopperSoftmax {
     }
   }
 
-  // Scores become unnormalised probabilities. Those of a key tile are summed apart, so that a long
-  // row loses few bits.
+  // Turns scores into unnormalised probabilities. Each key tile is summed separately, so that a
+  // long row loses few bits.
   __device__ __forceinline__ void exponentiate(float (&s)[n], float scale_log2) {
 #pragma unroll
     for (int i = 0; i < n; ++i)
@@ -120,8 +119,8 @@ struct HopperSoftmax {
     }
   }
 
-  // Probabilities as operands of a product: p[2 j + half] holds keys 8 j + 2 (lane % 4) and the
-  // next one.
+  // Rounds probabilities into MMA operands: p[2 j + half] holds keys 8 j + 2 (lane % 4) and the
+  // next.
   template <class Traits>
   __device__ __forceinline__ void round(const float (&s)[n], uint32_t (&p)[n / 2]) {
     float partial[2] = {0.f, 0.f};
@@ -136,7 +135,7 @@ struct HopperSoftmax {
   }
 };
 
-// Bit 2 j + e: key 8 j + e lies in [begin, end), both counted from the lane's first key.
+// Bit 2 j + e is set when key 8 j + e lies in [begin, end), both relative to the lane's first key.
 __device__ __forceinline__ uint32_t visible_keys(int begin, int end) {
   const auto below = [](int limit) {
     const int count = max((limit >> 3) * 2 + min(limit & 7, 2), 0);
@@ -145,7 +144,7 @@ __device__ __forceinline__ uint32_t visible_keys(int begin, int end) {
   return below(end) & ~below(begin);
 }
 
-// Masks the scores of row `half` but those of visible keys.
+// Masks the scores of row `half`, except for the visible keys.
 template <int n>
 __device__ __forceinline__ void mask_row(float (&s)[n], int half, uint32_t visible) {
   static_assert(n <= 64, "a bit per key of a row");

@@ -1,5 +1,5 @@
-// What stands beside V in attention_fwd_sm90a.cu, and where V holds NaN or infinity under a mask: 0
-// times either is not 0, so those products are not for the tensor cores.
+// The constants stored beside V, and the treatment of NaN and infinity in V under a mask: a masked
+// probability of 0 times either is NaN, so the tensor cores must not compute those products.
 #pragma once
 
 #include <limits.h>
@@ -9,7 +9,7 @@
 
 namespace blockflash {
 
-// The ones behind each place of V, and the page of zeros.
+// Stores the ones behind each stage of V, and the page of zeros.
 __device__ __forceinline__ void store_constants(uint32_t smem, int thread, int threads) {
   if constexpr (kOnes) {
     constexpr int kPieces = kBlockKv * 128 / 16;
@@ -22,8 +22,8 @@ __device__ __forceinline__ void store_constants(uint32_t smem, int thread, int t
   if (thread < 64) ptx::store_shared_int4(smem + kZerosOffset + thread * 16, make_int4(0, 0, 0, 0));
 }
 
-// Warps that look through V where a mask hides keys from some of the queries, each through its
-// part. They follow the rings as consumers do, and tell them.
+// Checker warps search V for NaN and infinity where a mask hides keys from some of the queries,
+// each in its own part. They follow the rings as consumers do and report to the consumers.
 __device__ __forceinline__ void check_values(uint32_t smem, const Barriers& barriers, int checker) {
   using Traits = ElementTraits<Config::Element>;
   const int lane = threadIdx.x % 32;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void check_values(uint32_t smem, const Barriers& barr
     const uint32_t slot = slot_of(smem, n);
     const QueryTile tile = QueryTile::load(slot);
     if (tile.key_tiles < 0) break;
-    int unmasked_first = 0, unmasked_last = INT_MAX;  // for all warpgroups
+    int unmasked_first = 0, unmasked_last = INT_MAX;  // intersection over all warpgroups
 #pragma unroll 1
     for (int w = 0; w < kWarpgroups; ++w) {
       const KeyWalk walk = KeyWalk::load(slot + kWalkInSlot + 16 * w);
@@ -75,17 +75,17 @@ __device__ __forceinline__ void check_values(uint32_t smem, const Barriers& barr
   }
 }
 
-// A NaN or infinity in V reaches every row of a product, also those whose probability for its key
-// is 0. Under a mask a product with such a V is therefore computed here, for the keys that a row
-// does attend to: o += P·V, rows `row` and `row` + 8 and the key tile from `first_key` on. Rare, so
-// small code.
+// An MMA spreads a NaN or infinity in V to every row, also to rows whose probability for that key
+// is 0. Under a mask the product with such a V is computed here instead, over the keys that a row
+// attends to: o += P·V for rows `row` and `row` + 8 and the key tile from `first_key` on. This is
+// rare, so the code is small rather than fast.
 __device__ __forceinline__ void add_visible_products(float (&o)[kOutColumns / 2],
                                                      const uint32_t (&p)[kBlockKv / 4],
                                                      const AttentionMask& mask, int row,
                                                      int first_key, uint32_t v_smem) {
   using Traits = ElementTraits<Config::Element>;
   const int lane = threadIdx.x % 32;
-  // One row after the other: scores and probabilities are live here, and leave few registers.
+  // One row after the other: scores and probabilities are live here and leave few registers.
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const KeyRange keys = mask.keys_of<int>(row + 8 * half);

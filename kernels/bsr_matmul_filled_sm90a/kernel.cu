@@ -106,7 +106,7 @@ struct Consumer {
     if (lane() == 0) ptx::tensor_store_wait_read();
     __syncwarp();
     float* const mine = page + lane();
-    first_row += lane() / 4, first_column += lane() % 4 * 2;
+    first_row += accumulator_row(lane(), 0), first_column += accumulator_column(lane(), 0);
 #pragma unroll
     for (int i0 = 0; i0 < kN / 2; i0 += kChunk) {
 #pragma unroll

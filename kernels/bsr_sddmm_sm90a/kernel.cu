@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "blockflash/mma/element.cuh"
-#include "blockflash/mma/quad.cuh"
+#include "blockflash/mma/fragment.cuh"
 #include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/wgmma.cuh"
 #include "pipeline.cuh"
@@ -46,7 +46,7 @@ __device__ __forceinline__ void store_rows(const Params& p, const float (&acc)[k
   const bool whole = height >= 16 && width >= kBlock;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = lane / 4 + 8 * half, column = lane % 4 * 2;
+    const int row = accumulator_row(lane, 2 * half), column = accumulator_column(lane, 0);
     Out* const to = values + row * kBlock;
     Two old[kTiles];
     if (p.beta != 0.f) {

@@ -10,7 +10,7 @@
 #include "blockflash/bsr/activation.cuh"
 #include "blockflash/config.cuh"
 #include "blockflash/mma/element.cuh"
-#include "blockflash/mma/quad.cuh"
+#include "blockflash/mma/fragment.cuh"
 #include "blockflash/mma/staging.cuh"
 
 namespace blockflash {
@@ -166,7 +166,7 @@ __device__ __forceinline__ bool store_tile_directly(const blockflash_bsr_matmul_
     return false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t row = first_row + lane / 4 + 8 * half;
+    const int64_t row = first_row + accumulator_row(lane, 0) + 8 * half;
     uint16_t* const c = static_cast<uint16_t*>(p.c) + row * p.ldc + first_column + lane % 4 * 8;
 #pragma unroll
     for (int n = 0; n < n_tiles; n += 4) {

@@ -36,11 +36,12 @@ struct PairBias {
   __device__ __forceinline__ PairBias(const blockflash_bsr_matmul_params& p, int first_row,
                                       int first_column, int lane) {
     const uint16_t* const bias = static_cast<const uint16_t*>(p.bias);
-    columns = bias == nullptr || p.bias_per_row ? nullptr : bias + first_column + lane % 4 * 2;
-    left = p.n - first_column - lane % 4 * 2;
+    columns = bias == nullptr || p.bias_per_row ? nullptr
+                                                : bias + first_column + accumulator_column(lane, 0);
+    left = p.n - first_column - accumulator_column(lane, 0);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t at = first_row + lane / 4 + half * 8;
+      const int64_t at = first_row + accumulator_row(lane, 0) + 8 * half;
       row[half] = bias != nullptr && p.bias_per_row && at < p.m ? Traits::to_float(bias[at]) : 0.f;
     }
   }

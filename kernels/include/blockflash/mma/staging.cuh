@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "blockflash/mma/element.cuh"
+#include "blockflash/mma/fragment.cuh"
 #include "blockflash/params.h"
 
 namespace blockflash {
@@ -25,8 +26,8 @@ __device__ __forceinline__ void fill_slice(const float (&acc)[n_tiles][4], int n
   for (int n = 0; n < slice_n / 8; ++n)
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      *reinterpret_cast<float2*>(slice + ((lane >> 2) + half * 8) * slice_stride + n * 8 +
-                                 (lane & 3) * 2) =
+      *reinterpret_cast<float2*>(slice + accumulator_row(lane, 2 * half) * slice_stride + n * 8 +
+                                 accumulator_column(lane, 0)) =
           make_float2(acc[n0 + n][2 * half], acc[n0 + n][2 * half + 1]);
 }
 

@@ -1,9 +1,14 @@
-// Exchanges inside a quad: the four lanes that hold one row of an MMA accumulator.
+// Accumulators of mma.sync and wgmma: a tile of 16 rows × 8 columns lies in a warp as four elements
+// per lane. The four lanes that hold one row are a quad.
 #pragma once
 
 #include <stdint.h>
 
 namespace blockflash {
+
+// Row and column inside the tile of element i of a lane.
+__device__ __forceinline__ int accumulator_row(int lane, int i) { return lane / 4 + i / 2 * 8; }
+__device__ __forceinline__ int accumulator_column(int lane, int i) { return lane % 4 * 2 + i % 2; }
 
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
