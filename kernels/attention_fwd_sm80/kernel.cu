@@ -1,9 +1,9 @@
 // Attention forward for sm_80 and newer, dense or under a block mask: cp.async rings for K and V,
 // ldmatrix, mma.sync, online softmax.
 //
-// One block of threads computes block_q queries of one head. Each warp owns block_q / warps of them
-// and walks all their key tiles, so scores, probabilities and outputs stay in its registers; only K
-// and V are shared. Follows FlashAttention-2 (Dao, 2023).
+// One CTA computes block_q queries of one head. Each warp owns block_q / warps of them and walks
+// all their key tiles, so scores, probabilities and outputs stay in its registers and only K and V
+// are shared. Follows FlashAttention-2 (Dao, 2023).
 #include "blockflash/attention/block_walk.cuh"
 #include "blockflash/attention/mask.cuh"
 #include "blockflash/attention/packed_rows.cuh"
@@ -32,8 +32,8 @@ constexpr int kDSteps = Config::head_dim / 16;   // MMA steps of Q·Kᵀ
 constexpr int kKvSteps = Config::block_kv / 16;  // MMA steps of P·V
 constexpr int kQTileBytes = Config::block_q * Config::head_dim * 2;
 constexpr int kKvTileBytes = Config::block_kv * Config::head_dim * 2;
-// Q stays in registers where it fits beside the accumulators; elsewhere it is read from shared
-// memory for every key tile.
+// Q stays in registers where it fits beside the accumulators; otherwise every key tile reads it
+// from shared memory again.
 constexpr bool kQInRegisters = kMTiles * (kDSteps * 4 + kDTiles * 4 + kKvTiles * 4) <= 168;
 
 static_assert(kRowsPerWarp % 16 == 0, "a warp computes whole MMA tiles");
@@ -45,7 +45,7 @@ using QCopy = TileCopy<Config::block_q, kChunks, Config::threads>;
 using KvCopy = TileCopy<Config::block_kv, kChunks, Config::threads>;
 using TileLayout = Swizzle<kChunks>;
 
-// The part of the problem that one block of threads works on.
+// The part of the problem that one CTA computes.
 struct Work {
   int batch, head, head_kv;
   BlockRows rows;  // of the block mask
@@ -75,8 +75,8 @@ struct Work {
   }
 };
 
-// What a block of threads computes: its part of the problem, and which key tiles it visits, from
-// the last to the first: `tiles` positions of the list up to `last`.
+// The work of a CTA and the key tiles that it visits, from the last to the first: the `tiles`
+// positions of the list that end with `last`.
 struct Visit {
   Work work;
   TileList list;
@@ -98,9 +98,8 @@ struct Visit {
     tiles = last + 1 - list.lower_bound(any.begin / Config::block_kv);
   }
 
-  // Offsets and lists may change while the kernel runs. If each thread read them for itself,
-  // threads could disagree about how often they meet at a barrier, so one thread reads them for
-  // all.
+  // Offsets and lists may change while the kernel runs. One thread reads them for all, since
+  // threads that read them separately could disagree about how often they meet at a barrier.
   static __device__ __forceinline__ Visit& shared() {
     __shared__ __align__(16) unsigned char bytes[sizeof(Visit)];
     return reinterpret_cast<Visit&>(bytes);
@@ -116,7 +115,7 @@ using Scores = float[kMTiles][kKvTiles][4];
 using Output = float[kMTiles][kDTiles][4];
 using QFragments = uint32_t[kMTiles][kDSteps][4];
 
-// s = Q·Kᵀ for this warp's rows.
+// s = Q·Kᵀ for the rows of this warp.
 __device__ __forceinline__ void compute_scores(Scores& s, const QFragments& q_rmem,
                                                const LaneAddress<kChunks>& q_lane,
                                                const LaneAddress<kChunks>& k_lane,
@@ -152,8 +151,7 @@ __device__ __forceinline__ void compute_scores(Scores& s, const QFragments& q_rm
   }
 }
 
-// o += P·V. The score accumulators have the layout of an A operand once they are rounded to 16
-// bits.
+// o += P·V. Rounded to 16 bits, the score accumulators have the layout of an A operand.
 __device__ __forceinline__ void accumulate_output(Output& o, const Scores& p,
                                                   const LaneAddress<kChunks>& v_lane,
                                                   uint32_t v_stage) {

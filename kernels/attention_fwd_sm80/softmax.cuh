@@ -1,9 +1,9 @@
 // Online softmax over the score fragments of one warp (Milakov & Gimelshein; FlashAttention-2).
 //
-// The reference that is subtracted in the exponent is not the running maximum but a value at most
-// `slack` below it: it moves, and the accumulators are rescaled, only when a score exceeds it by
-// more. The result is exact either way (the reference cancels), and most tiles need neither
-// shuffles nor a rescale. 2^slack must not overflow the 16-bit probabilities.
+// The reference subtracted in the exponent is not the running maximum but a value at most `slack`
+// below it. It moves, and the accumulators are rescaled, only when a score exceeds it by more. The
+// result is exact either way, since the reference cancels, and most tiles need neither shuffles nor
+// a rescale. 2^slack must not overflow the 16-bit probabilities.
 #pragma once
 
 #include <math_constants.h>
@@ -15,7 +15,7 @@ namespace blockflash {
 
 constexpr float kSoftmaxSlack = 8.f;  // in powers of two
 
-// m_tiles sub-tiles of 16 query rows; a lane holds rows g and g + 8 of each (index [m][half]).
+// m_tiles sub-tiles of 16 query rows. A lane holds rows g and g + 8 of each, index [m][half].
 template <int m_tiles>
 struct OnlineSoftmax {
   float reference[m_tiles][2];  // log2 units
@@ -31,13 +31,13 @@ struct OnlineSoftmax {
       }
   }
 
-  // A fully masked row keeps its reference at -inf; 0 avoids -inf - -inf.
+  // A fully masked row keeps its reference at -inf; 0 instead avoids -inf - -inf.
   static __device__ __forceinline__ float finite(float reference) {
     return reference == -CUDART_INF_F ? 0.f : reference;
   }
 
-  // Turns scores s (masked ones -inf) into unnormalised probabilities, rescaling o when a reference
-  // moves.
+  // Turns scores s, -inf where masked, into unnormalised probabilities, and rescales o when a
+  // reference moves.
   template <int kv_tiles, int d_tiles>
   __device__ __forceinline__ void update(float (&s)[m_tiles][kv_tiles][4],
                                          float (&o)[m_tiles][d_tiles][4], float scale_log2) {
@@ -75,7 +75,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float subtract = finite(reference[m][half]);
-        float partial = 0.f;  // of the key tile, so that a long row loses few bits
+        float partial = 0.f;  // sum of this key tile alone, so that a long row loses few bits
 #pragma unroll
         for (int n = 0; n < kv_tiles; ++n)
 #pragma unroll

@@ -1,4 +1,4 @@
-// Copies of 16-bit tiles from global memory into swizzled shared memory by all threads of a block.
+// Copies 16-bit tiles from global memory into swizzled shared memory with all threads of a CTA.
 #pragma once
 
 #include <stdint.h>
@@ -10,10 +10,10 @@
 namespace blockflash {
 
 // A tile of `rows` rows with `chunks` chunks of 8 elements. Every thread owns the same chunks of
-// every tile it copies.
+// each tile that it copies.
 template <int rows, int chunks, int threads>
 struct TileCopy {
-  // A group of threads spans the largest power of two that divides the row, so that no index needs
+  // Threads side by side span the largest power of two that divides the row, so that no index needs
   // a division at run time.
   static constexpr int columns = chunks % 32 == 0   ? 32
                                  : chunks % 16 == 0 ? 16
@@ -29,8 +29,8 @@ struct TileCopy {
   __device__ __forceinline__ explicit TileCopy(int thread)
       : row(thread / columns), chunk(thread % columns) {}
 
-  // Starts the copy of rows [0, valid_rows) and columns [0, valid_columns) from `src`; the rest
-  // becomes zero.
+  // Starts the copy of rows [0, valid_rows) and columns [0, valid_columns) of `src` and fills the
+  // rest of the tile with zeros.
   template <class Element>
   __device__ __forceinline__ void start(uint32_t dst_smem, const Element* src, int64_t row_stride,
                                         int valid_rows, int valid_columns) const {
@@ -39,13 +39,13 @@ struct TileCopy {
 #pragma unroll
       for (int c = 0; c < chunks; c += columns) {
         const bool valid = row + r < valid_rows && (chunk + c) * 8 < valid_columns;
-        // An invalid chunk reads nothing; its address stays inside the tensor all the same.
+        // An invalid chunk reads nothing, but its address must stay inside the tensor.
         const Element* from = src + (valid ? (row + r) * row_stride + (chunk + c) * 8 : 0);
         ptx::cp_async_cg_16(dst_smem + Layout::offset(row + r, chunk + c), from, valid ? 16 : 0);
       }
   }
 
-  // Whether one of this thread's own chunks, already arrived, holds a NaN or an infinity.
+  // Whether one of this thread's own chunks, which have arrived, holds a NaN or an infinity.
   template <class Element>
   __device__ __forceinline__ bool has_nonfinite(const unsigned char* tile) const {
     bool found = false;
@@ -60,7 +60,7 @@ struct TileCopy {
     return found;
   }
 
-  // Replaces the NaNs and infinities of this thread's own chunks by zero.
+  // Replaces NaN and infinity in this thread's own chunks by zero.
   template <class Element>
   __device__ __forceinline__ void clear_nonfinite(unsigned char* tile) const {
 #pragma unroll 1

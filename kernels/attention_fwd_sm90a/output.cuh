@@ -30,8 +30,8 @@ __device__ __forceinline__ void store_output(const Params& params, const QueryTi
     if (b.sink != nullptr) {
       const float sink = b.sink[head];
       if constexpr (Config::lse) {
-        // The unrounded value of the sink, as in the logarithm. For a row without keys this is -inf
-        // - (-1e30).
+        // The sink joins the unrounded sum, as in the log-sum-exp. The bound of -1e30 avoids
+        // -inf - -inf in a row without keys.
         const float moved = fmaxf(fmaxf(log, sink), -1e30f);
         const float keys = ptx::ex2_approx((log - moved) * kLog2e),
                     all = keys + ptx::ex2_approx((sink - moved) * kLog2e);

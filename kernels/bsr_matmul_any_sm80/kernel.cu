@@ -1,10 +1,11 @@
-// Block-sparse (BSR) times dense in any layout, for sm_80 and newer: A as it is or transposed, B
-// and C by rows or columns.
+// Block-sparse (BSR) times dense in any layout, for sm_80 and newer: A or its transpose, B and C
+// row- or column-major.
 //
-// The multistage matmul of bsr_matmul_sm80.cu, with one tile for all layouts. Lines are rows of A
-// and columns of B; both operands are tiles of lines × block_k of the depth. Where the depth is
-// contiguous in memory, a tile lies in shared memory as it is; where lines are, each square of it
-// lies there transposed, and ldmatrix transposes it back. So both kinds take the same place.
+// The multistage matmul of bsr_matmul_sm80 with one tile for all layouts. "Lines" are rows of A and
+// columns of B; both operands are tiles of lines × block_k of the depth. Where the depth is
+// contiguous in memory, a tile lies in shared memory as it is. Where lines are contiguous, each
+// square of the tile lies there transposed and ldmatrix transposes it back. Both kinds take the
+// same space.
 #include "blockflash/bsr/epilogue_columns.cuh"
 #include "blockflash/bsr/tile_order.cuh"
 #include "blockflash/config.cuh"
@@ -25,9 +26,8 @@ constexpr int kSlots =
 constexpr int kSlotDepth = kDepth / kSlots;
 constexpr int kWarpM = kBlock / Config::warps_m, kWarpN = Config::block_n / Config::warps_n;
 constexpr int kMTiles = kWarpM / 16, kNTiles = kWarpN / 8;
-constexpr int kChunks = kDepth / 8;  // 16-byte chunks of a row in shared memory
-constexpr int kRowStep =
-    Config::threads / kChunks;  // each thread copies one chunk of every so many rows
+constexpr int kChunks = kDepth / 8;                  // 16-byte chunks of a row in shared memory
+constexpr int kRowStep = Config::threads / kChunks;  // rows between two chunks of a thread
 constexpr int kABytes = kBlock * kDepth * 2, kBBytes = Config::block_n * kDepth * 2;
 constexpr int kStageBytes = kABytes + kBBytes;
 
@@ -44,8 +44,8 @@ static_assert(Config::smem_bytes == Config::stages * kStageBytes,
 
 using Layout = Swizzle<kChunks>;
 
-// The block of A in one slot of a stage: its block column, -1 past the end of the row, and which of
-// the values it is.
+// The block of A in one slot of a stage: its block column, -1 past the end of the row, and its
+// index among the values.
 struct Block {
   int column, value;
 
@@ -59,7 +59,7 @@ struct Block {
 // within its first block.
 __device__ __forceinline__ void start_a(const blockflash_bsr_matmul_any_params& params,
                                         uint32_t tile, Block blocks, int k0) {
-  constexpr int kSquare = kSlotDepth;  // blocks, or their parts where they are deeper than a stage
+  constexpr int kSquare = kSlotDepth;  // blocks, or parts of a block that is deeper than a stage
   const Element* const values = static_cast<const Element*>(params.base.values);
   const int chunk = threadIdx.x % kChunks, row0 = threadIdx.x / kChunks;
   const Block block = blocks.of_slot(chunk * 8 / kSquare);
@@ -77,8 +77,7 @@ __device__ __forceinline__ void start_a(const blockflash_bsr_matmul_any_params& 
                         valid ? 16 : 0);
 }
 
-// Starts the copy of one chunk of B, of which the first `count` elements are there; the rest
-// becomes zero.
+// Starts the copy of one chunk of B whose first `count` elements exist; the others become zero.
 __device__ __forceinline__ void start_chunk(const blockflash_bsr_matmul_params& p,
                                             unsigned char* dst, int64_t at, int64_t count) {
   const Element* const b = static_cast<const Element*>(p.b);
@@ -88,16 +87,16 @@ __device__ __forceinline__ void start_chunk(const blockflash_bsr_matmul_params& 
     ptx::cp_async_cg_16(static_cast<uint32_t>(__cvta_generic_to_shared(dst)),
                         valid > 0 ? b + at : b, valid * 2);
   } else {
-    // Not 16-byte aligned: element by element, visible to others after the barrier that precedes
-    // their use.
+    // Chunks that are not 16-byte aligned are copied element by element. The barrier before their
+    // use makes them visible.
     const uint16_t* const from = reinterpret_cast<const uint16_t*>(b) + at;
 #pragma unroll 1
     for (int i = 0; i < 8; ++i) reinterpret_cast<uint16_t*>(dst)[i] = i < valid ? from[i] : 0;
   }
 }
 
-// Starts the copy of B from rows. In shared memory: squares of columns one below the other, rows of
-// B in each.
+// Starts the copy of a row-major B. In shared memory: squares of columns one below the other, each
+// with rows of B.
 __device__ __forceinline__ void start_b_rows(const blockflash_bsr_matmul_params& p,
                                              unsigned char* tile, Block blocks, int k0,
                                              int64_t first_column) {
@@ -116,7 +115,7 @@ __device__ __forceinline__ void start_b_rows(const blockflash_bsr_matmul_params&
   }
 }
 
-// Starts the copy of B from columns, which are the rows in shared memory.
+// Starts the copy of a column-major B, whose columns are the rows in shared memory.
 __device__ __forceinline__ void start_b_columns(const blockflash_bsr_matmul_params& p,
                                                 unsigned char* tile, Block blocks, int k0,
                                                 int64_t first_column) {
@@ -131,13 +130,13 @@ __device__ __forceinline__ void start_b_columns(const blockflash_bsr_matmul_para
   }
 }
 
-// Where a lane reads the fragments of one warp: 16 lines × 16 of the depth at a time. `square`:
-// lines of a square.
+// The addresses from which a lane reads the fragments of its warp, 16 lines × 16 of the depth at a
+// time. `square`: lines of a square.
 template <int square>
 struct Fragments {
   LaneAddress<kChunks> lane;
 
-  // `coords`: this lane's, inside 16 × 16 elements as they lie in shared memory. first_line: of the
+  // `coords` of this lane inside 16 × 16 elements as they lie in shared memory; first_line of its
   // warp.
   __device__ __forceinline__ Fragments(uint32_t tile, LaneCoords coords, bool transposed,
                                        int first_line)
@@ -162,8 +161,8 @@ static_assert(kSlotDepth % kWarpM == 0 || kWarpM % kSlotDepth == 0,
 static_assert(kDepth % kWarpN == 0 || kWarpN % kDepth == 0,
               "the lines of a warp begin, or end, with a square");
 
-// acc += A·B for one stage, the rows and columns of one warp. a_lines, b_lines: lines are
-// contiguous, not the depth.
+// acc += A·B for one stage and the rows and columns of one warp. a_lines, b_lines: lines are
+// contiguous instead of the depth.
 template <bool a_lines, bool b_lines>
 __device__ __forceinline__ void multiply(float (&acc)[kMTiles][kNTiles][4],
                                          const AFragments& a_from, const BFragments& b_from,
@@ -186,10 +185,10 @@ __device__ __forceinline__ void multiply(float (&acc)[kMTiles][kNTiles][4],
   }
 }
 
-// Slices of 16 rows × kSliceN columns per warp, through the freed ring.
+// Slices of 16 rows × kSliceN columns per warp, staged through the freed ring.
 constexpr int kSliceN = kWarpN < 64 ? kWarpN : 64;
 constexpr int kSliceStride =
-    kSliceN + 8;  // floats; 8 more keep the eight rows of a store in different banks
+    kSliceN + 8;  // floats; the padding of 8 keeps the eight rows of a store in different banks
 static_assert(16 * kSliceStride * 4 * Config::warps_m * Config::warps_n <= Config::smem_bytes,
               "slices fit into the ring");
 
@@ -212,8 +211,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_any_params param
   const int steps = static_cast<int>(
       (static_cast<int64_t>(end_block - first_block) * kBlock + kDepth - 1) / kDepth);
 
-  // The block in slot `lane` of a stage. Fetched a stage ahead: the addresses of A and B depend on
-  // it.
+  // The block in slot `lane` of a stage, fetched a stage ahead since the addresses of A and B
+  // depend on it.
   const auto fetch_blocks = [&](int step) {
     const int at = first_block + static_cast<int>(static_cast<int64_t>(step) * kDepth / kBlock) +
                    (kSlots == 1 ? 0 : lane);
@@ -233,7 +232,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_any_params param
         start_b_rows(p, stage + kABytes, blocks, k0, tile.first_column);
       blocks = fetch_blocks(step + 1);
     }
-    ptx::cp_async_commit_group();  // also past the end: the group of a step is always the oldest of
+    ptx::cp_async_commit_group();  // also past the end: the group of a step must be the oldest of
                                    // stages - 1
   };
 #pragma unroll 1
@@ -251,7 +250,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_any_params param
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     ptx::cp_async_wait_group<Config::stages - 2>();
-    __syncthreads();  // the stage is visible to all; all have read the one before, which is
+    __syncthreads();  // the stage is visible to all, and all have read the previous one, which is
                       // refilled now
     start_stage(step + Config::stages - 1);
     if (a_lines && b_lines) multiply<true, true>(acc, a_from, b_from, stage);
@@ -261,7 +260,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_any_params param
     stage = stage + kStageBytes == Config::stages * kStageBytes ? 0 : stage + kStageBytes;
   }
   ptx::cp_async_wait_group<0>();
-  __syncthreads();  // the ring is free: it becomes the staging area of the epilogue
+  __syncthreads();  // the ring is free and becomes the staging area of the epilogue
 
   float* const slice = reinterpret_cast<float*>(smem) + warp * 16 * kSliceStride;
   const int64_t first_row = static_cast<int64_t>(block_row) * kBlock + warp_m * kWarpM;

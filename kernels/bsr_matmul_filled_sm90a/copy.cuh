@@ -1,23 +1,22 @@
-// How stages of bsr_matmul_filled_sm90a.cu are filled: a block column at a time, three warps in
-// turn, by tensor copies.
+// Fills the stages of bsr_matmul_filled_sm90a: three warps take block columns in turns, with TMA
+// loads.
 //
-// Each of the two blocks of a cluster brings half of B to both, and the blocks of A of its own half
-// of the group. Rows of a warpgroup in which none of its block rows has a block are left as they
-// are. Where some have one, the warp that copies writes zeros for the others. Boxes that lie
-// outside the tensor would bring zeros, too, but are slow: about a microsecond each. For the same
-// reason no panels beyond B are copied.
+// Each of the two CTAs of a cluster loads half of B for both, and the blocks of A of its own half
+// of the group. A warpgroup without any block in the column leaves its rows as they are. Where some
+// of its block rows have a block, the copying warp writes zeros for the others. Boxes outside the
+// tensor would also bring zeros but take about a microsecond each; for the same reason panels
+// beyond B are not loaded.
 #pragma once
 
 #include "blockflash/bsr/gather.cuh"
 
 namespace blockflash {
 
-constexpr int kCopiedPanels = kBlockN / 64;                    // of B by each block, for all
+constexpr int kCopiedPanels = kBlockN / 64;  // panels of B that each CTA loads for both
 constexpr int kWarpgroupRows = kOwnRows / Config::warpgroups;  // block rows of a warpgroup
 static_assert(kWarpgroupRows * kBlock == 64, "a warpgroup multiplies 64 rows");
 
-// Which warpgroups have a block, as bits, of the block rows that have one; and all block rows of
-// these.
+// The warpgroups, as bits, in which one of the block rows `rows` lies; and all block rows of these.
 __device__ __forceinline__ uint32_t owners_of(uint32_t rows) {
   uint32_t owners = 0;
 #pragma unroll
@@ -33,7 +32,7 @@ __device__ __forceinline__ uint32_t rows_of(uint32_t owners) {
   return rows;
 }
 
-// Writes zeros where the blocks of these block rows would be, all lanes together.
+// Writes zeros in place of the blocks of these block rows, with all lanes.
 __device__ __forceinline__ void fill_with_zeros(uint32_t a, uint32_t rows, int lane) {
 #pragma unroll 1
   for (; rows != 0; rows &= rows - 1) {
@@ -44,20 +43,20 @@ __device__ __forceinline__ void fill_with_zeros(uint32_t a, uint32_t rows, int l
   }
 }
 
-// All warps read all stages of the plan, a lane for each block row and each block column.
+// Every warp reads all stages of the plan, one lane per block row and per block column.
 __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const Barriers& barriers,
                                      int who) {
   const int lane = threadIdx.x % 32, rank = Cluster::rank();
   const int2* const plan = reinterpret_cast<const int2*>(params.stages) + lane;
   const uint64_t policy = ptx::evict_normal();
   uint32_t before =
-      0;  // block columns of the tiles before, and of this one up to the stage of the plan
+      0;  // block columns of the previous tiles, and of this one up to the stage of the plan
 #pragma unroll 1
   for (int n = 0;; ++n) {
     barriers.wait_announced(n);
     const Tile tile = Tile::load(smem, n);
     if (tile.group < 0) break;
-    // Panels of the tile that there are, and how many this block copies from which on.
+    // The tile's panels that exist, and the range of them that this CTA loads.
     const int panels =
         min(kPanels, (static_cast<int>(params.base.n) - tile.first_column + 63) / 64);
     const int first_panel = rank * kCopiedPanels, copied = min(kCopiedPanels, panels - first_panel);
@@ -66,7 +65,7 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
       return i < tile.stages ? __ldg(plan + static_cast<int64_t>(tile.first_stage + i) * 32)
                              : make_int2(0, 0);
     };
-    bool asked = false;  // for the next tile
+    bool asked = false;  // whether the next tile has been asked for
     const auto ask = [&] {
       __syncwarp();
       if (!asked && lane == 0) Cluster::ask(barriers.wanted_of(n + 1));
@@ -93,7 +92,7 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
       if (tile.stages - i <= kAnnounceAhead) ask();
       const int columns = __shfl_sync(~0u, now.x, kSizeLane),
                 of_row = rank * kOwnRows + lane % kOwnRows;
-      // Where this lane's block row has blocks, and the first of them.
+      // The columns in which this lane's block row has blocks, and the first of them.
       const int first_block = __shfl_sync(~0u, now.x, of_row);
       const uint32_t mine = __shfl_sync(~0u, now.y, of_row) & (lane < kOwnRows ? 0xFF : 0);
 #pragma unroll 1
@@ -105,7 +104,7 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
         const bool last = i == tile.stages - 1 && c == columns - 1;
         ptx::mbarrier_wait(barriers.empty + 8 * stage, ((before + c) / kStages & 1) ^ 1);
         fill_with_zeros(b + kBBytes, rows_of(owners) & ~rows, lane);
-        ptx::fence_proxy_async();  // so that the products see them
+        ptx::fence_proxy_async();  // makes the zeros visible to WGMMA
         __syncwarp();
         if (ptx::elect()) {
           ptx::store_shared(stage_word(smem, stage), owners | static_cast<uint32_t>(last)

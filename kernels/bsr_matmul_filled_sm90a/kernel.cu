@@ -1,13 +1,13 @@
 // Block-sparse (BSR) times dense for Hopper and blocks of 32 in dense patterns: TMA and WGMMA,
-// clusters of two persistent blocks of one producer warpgroup and two of consumers each.
+// clusters of two persistent CTAs with one producer warpgroup and two consumer warpgroups each.
 //
 // A tile of C is a group of block rows of A, 256 rows, times twice block_n columns of B, in the
-// stages that the plan of the pattern lists (bsr_gather.cuh). Each block of the cluster computes
-// half of the rows, and B comes from L2 once for both. Each warpgroup multiplies 64 rows, several
-// block rows: where any of them has a block, zeros are written for the others, so that WGMMA can
-// take them. That executes more than is stored, at a rate that the exact kernel
-// (bsr_matmul_gather_sm90a.cu) does not reach. What zeros make of infinity and NaN in B is undone:
-// a missing block contributes nothing.
+// stages listed by the plan of the pattern (bsr/gather.cuh). Each CTA of the cluster computes half
+// of the rows, and L2 delivers B once for both. Each warpgroup multiplies 64 rows, which are two
+// block rows: where only one of them has a block, zeros are written for the other so that WGMMA can
+// take both. That multiplies more than is stored, but at a rate that the exact kernel
+// (bsr_matmul_gather_sm90a) does not reach. What these zeros make of NaN and infinity in B is
+// undone, since a missing block contributes nothing.
 #include "blockflash/bsr/epilogue.cuh"
 #include "blockflash/bsr/epilogue_copy.cuh"
 #include "blockflash/ptx/launch.cuh"
@@ -19,13 +19,13 @@ namespace {
 
 constexpr int kN = kOwnN;
 constexpr int kPages = (Config::smem_bytes - kSliceOffset) / (kConsumerWarps * kPageBytes);
-// Or a warp's slice of 16 rows × kSliceN columns of accumulators, whose rows a few floats more keep
-// in different banks.
+// A warp's slice of 16 rows × kSliceN columns takes the same place. The padding keeps its rows in
+// different banks.
 constexpr int kSliceN = 16, kSliceStride = kSliceN * 5 / 4;
 static_assert(kPages >= 1 && kPages <= kN / 64 && kPages * kPageBytes >= 16 * kSliceStride * 4,
               "there is room for either");
 
-// An element of A·B, without what is not stored.
+// An element of A·B over the stored blocks alone.
 __device__ __forceinline__ float exact_sum(const blockflash_bsr_matmul_params& p, int64_t row,
                                            int64_t column) {
   using Traits = ElementTraits<Element>;
@@ -40,7 +40,7 @@ __device__ __forceinline__ float exact_sum(const blockflash_bsr_matmul_params& p
 #pragma unroll 1
     for (int k = 0; k < kBlock && first + k < p.k; ++k)
       sum = fmaf(Traits::to_float(a[k]), Traits::to_float(b[k * p.ldb]), sum);
-    if (isnan(sum)) break;  // nothing changes that
+    if (isnan(sum)) break;  // no further term can change a NaN
   }
   return sum;
 }
@@ -57,7 +57,7 @@ struct Consumer {
     Cluster::release(barriers.empty + 8 * stage, lane());
   }
 
-  // acc += A·B over the stages of a tile, of which there are some.
+  // acc += A·B over the stages of a tile, at least one.
   __device__ __forceinline__ void multiply(float (&acc)[kN / 2]) {
     const uint64_t a_ring = ptx::wgmma_descriptor<kBlock * 2>(
         smem + kBBytes + warpgroup * kWarpgroupRows * kBlockBytes);
@@ -67,8 +67,8 @@ struct Consumer {
     for (int step = 0; step < steps; ++step) {
       at.wait(barriers.full);
       const uint32_t offset = at.stage * kStageBytes >> 4;
-      // Shifted first and exchanged then, or the assembler takes the branch for a divergent one and
-      // serialises the products.
+      // Shifted before the shuffle: otherwise the assembler takes the branch for a divergent one
+      // and serialises the WGMMAs.
       const uint32_t owners =
           __shfl_sync(~0u, ptx::load_shared(stage_word(smem, at.stage)) >> warpgroup, 0);
       if (owners >> (Config::warpgroups - warpgroup)) steps = step + 1;
@@ -81,10 +81,10 @@ struct Consumer {
                                                                   b_ring + offset + k * 128);
         ptx::wgmma_commit_group();
       } else {
-        ptx::wgmma_commit_group();  // of nothing, so that the group before is always the one to
-                                    // wait for
+        ptx::wgmma_commit_group();  // an empty group, so that the previous group is always the one
+                                    // to wait for
       }
-      ptx::wgmma_wait_group<1>();  // the products of the stage before have read it
+      ptx::wgmma_wait_group<1>();  // the products of the previous stage have read it
       if (step > 0) release(before);
       before = at.stage;
       at.advance();
@@ -94,8 +94,8 @@ struct Consumer {
     release(before);
   }
 
-  // Computes what is NaN again: zeros times infinity or NaN may have made it so. In `page`, of this
-  // warp, since only there a loop finds them.
+  // Recomputes the elements that are NaN, since zeros times NaN or infinity may have caused it.
+  // They go through `page` of this warp, because a loop cannot index registers.
   __device__ __forceinline__ void undo_zeros(float (&acc)[kN / 2], float* page, int first_row,
                                              int first_column) const {
     constexpr int kChunk = kPageBytes / 4 / kWarpSize;
@@ -140,13 +140,13 @@ struct Consumer {
       if (tile.group < 0) break;
       __syncwarp();
       if (lane() == 0) Cluster::ask(barriers.wanted_of(n));
-      // A row that does not exist is the first beyond A.
+      // A row that does not exist is the first one beyond A.
       const int position = tile.group * kRows + warp_row / kBlock,
                 block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);
       const int block_row = position < block_rows ? p.row_order[position] : block_rows;
       float acc[kN / 2] = {};
       if (tile.stages > 0) multiply(acc);
-      // The sums of a cluster lie as if its blocks had half of the columns each.
+      // The partial sums of a cluster are laid out as if each of its CTAs had half of the columns.
       const int tiles_n = static_cast<int>((p.n + kClusterN - 1) / kClusterN) * Config::cluster;
       const BsrSums<kConsumerWarps, kN / 2> sums = {
           params, tile.group, first_column / kBlockN + rank, tiles_n, warpgroup * 4 + warp, lane()};

@@ -1,34 +1,33 @@
-// How stages of bsr_matmul_gather_sm90a.cu are filled: stages of the plan, three warps in turn, by
-// tensor copies of B and bulk copies of A.
+// Fills the stages of bsr_matmul_gather_sm90a: three warps take the stages of the plan in turns,
+// with TMA loads of B and bulk copies of A.
 #pragma once
 
 #include "blockflash/bsr/gather.cuh"
 
 namespace blockflash {
 
-// A lane for each block row, which copies its blocks as they lie, and one for each block column of
-// B. Rows beyond B arrive as zeros, and so do columns up to the end of a panel; panels beyond B are
-// not copied.
+// One lane per block row copies its blocks as they lie, and one lane per block column loads B. Rows
+// beyond B arrive as zeros, as do columns up to the end of a panel; panels beyond B are not loaded.
 __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const Barriers& barriers,
                                      int who) {
   const int lane = threadIdx.x % 32, rank = Cluster::rank();
   const char* const values = static_cast<const char*>(params.base.values);
   const int2* const plan = reinterpret_cast<const int2*>(params.stages) + lane;
-  uint32_t before = 0;  // stages of the tiles before
+  uint32_t before = 0;  // stages of the previous tiles
 #pragma unroll 1
   for (int n = 0;; ++n) {
     barriers.wait_announced(n);
     const Tile tile = Tile::load(smem, n);
     if (tile.group < 0) break;
     const int first_column = tile.first_column + rank * kBlockN, panel = first_column / 64;
-    const int width = min(kBlockN, static_cast<int>(params.base.n) -
-                                       first_column);  // columns of the tile that there are
+    const int width = min(
+        kBlockN, static_cast<int>(params.base.n) - first_column);  // columns of the tile that exist
     const int panels = width <= 0 ? 0 : (width + 63) / 64;
     const auto load = [&](int i) {
       return i < tile.stages ? __ldg(plan + static_cast<int64_t>(tile.first_stage + i) * 32)
                              : make_int2(0, 0);
     };
-    bool asked = false;  // for the next tile
+    bool asked = false;  // whether the next tile has been asked for
     const auto ask = [&] {
       __syncwarp();
       if (!asked && lane == 0) Cluster::ask(barriers.wanted_of(n + 1));
@@ -52,12 +51,12 @@ __device__ __forceinline__ void copy(const Params& params, uint32_t smem, const 
         ptx::mbarrier_arrive_expect_tx(full, columns * panels * kPanelBytes + blocks * kBlockBytes);
       __syncwarp();
       const int count = lane < kRows ? __popc(now.y & 0xFF) : 0;
-      // The block rows are shared out among the blocks of threads.
+      // Block rows are divided among the CTAs of the cluster.
       if (count > 0 && lane % Config::cluster == rank)
         Cluster::bulk_copy(b + kBBytes + (now.y >> 8) * kBlockBytes,
                            values + static_cast<int64_t>(now.x) * kBlockBytes, count * kBlockBytes,
                            full);
-      // A lane for each column of the stage.
+      // One lane per column of the stage.
       const int c = lane - kColumnLane;
       if (c >= 0 && c < columns) {
         const uint32_t to = b + c * kColumnBytes;

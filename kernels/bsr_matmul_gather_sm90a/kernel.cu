@@ -1,12 +1,12 @@
-// Block-sparse (BSR) times dense for Hopper and small blocks: TMA and mma.sync, persistent blocks
-// of one producer warpgroup and two or four of consumers.
+// Block-sparse (BSR) times dense for Hopper and small blocks: TMA and mma.sync, persistent CTAs of
+// one producer warpgroup and two or four consumer warpgroups.
 //
-// A tile of C is a group of block rows of A times block_n columns of B. B arrives once for the
-// union of their block columns, in stages that the plan of the pattern lists (bsr_gather.cuh), and
-// each consumer warp multiplies the blocks of its own block row with it: no multiplication by a
-// missing block is ever executed. The plan does not know the values: nothing is packed, they may
-// change between launches. Long tiles may be computed in parts (bsr_parts.cuh); neighbouring tiles
-// may share A (bsr_cluster.cuh).
+// A tile of C is a group of block rows of A times block_n columns of B. B is loaded once for the
+// union of their block columns, in stages listed by the plan of the pattern (bsr/gather.cuh), and
+// each consumer warp multiplies it by the blocks of its own block row: no missing block is ever
+// multiplied. The plan depends on the pattern alone, so values are not packed and may change
+// between launches. Long tiles may be split along K (bsr/parts.cuh), and neighbouring tiles may
+// share A within a cluster (bsr/cluster.cuh).
 #include "blockflash/bsr/epilogue.cuh"
 #include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
@@ -16,14 +16,14 @@
 namespace blockflash {
 namespace {
 
-// A block row belongs to one warp, or to two side by side, kN columns each.
+// A block row belongs to one warp, or to two side by side with kN columns each.
 constexpr int kWarpsPerRow = kConsumerWarps / kRows, kN = kBlockN / kWarpsPerRow, kPairs = kN / 16;
 constexpr int kTiles = kBlock / 16;  // MMA tiles along the rows of a block, and along its columns
 static_assert(kWarpsPerRow * kRows == kConsumerWarps && kN % 16 == 0,
               "tiles divide among the warps");
 
-// Accumulators on their way to C, 16 rows × kSliceN columns per warp. A few floats more keep the
-// rows of a store in different banks.
+// Staging of C, 16 rows × kSliceN columns per warp. The padding keeps the rows of a store in
+// different banks.
 constexpr int kSliceStride = (Config::smem_bytes - kSliceOffset) / (kConsumerWarps * 16 * 4),
               kSliceN = kSliceStride / 16 * 16;
 static_assert(kSliceN >= 16 && kN % kSliceN == 0 && kSliceStride % 4 == 0,
@@ -37,12 +37,12 @@ struct Consumer {
   const Barriers barriers;
   const uint32_t smem;
   const int warp, lane;
-  uint32_t a_lane, b_lane;  // offsets of what this lane addresses for ldmatrix
+  uint32_t a_lane, b_lane;  // offsets of the addresses that this lane passes to ldmatrix
   RingPosition<kStages> at = {0, 0};
 
-  // Rows of a block are short: where 128 bytes hold kPitch of them, eight rows at the same chunk of
-  // 16 bytes would meet in few banks. So each row reads its chunks in another order, XOR-ed with
-  // its number in units of kPitch, and the registers are put in order then.
+  // Rows of a block are short: kPitch of them share 128 bytes, so eight rows at the same chunk of
+  // 16 bytes would meet in few banks. Each row therefore reads its chunks in an order XOR-ed with
+  // its number in units of kPitch, and the registers are put in order afterwards.
   static constexpr int kChunks = kBlock / 8, kPitch = 8 / kChunks, kLoadRows = 32 / kChunks;
 
   __device__ __forceinline__ Consumer(const Params& params, const Barriers& barriers, uint32_t smem)
@@ -87,7 +87,7 @@ struct Consumer {
         b, (column + b_lane ^ pair % 4 * 32) + pair / 4 * kPanelBytes + i / kPairs * (16 * 128));
   }
 
-  // acc += a block of A times a block column of B.
+  // acc += one block of A times one block column of B.
   __device__ __forceinline__ void multiply(float (&acc)[kTiles][kN / 8][4], const Fragments& a,
                                            uint32_t column) const {
     constexpr int kLoads = kTiles * kPairs, kBuffers = 4;
@@ -122,7 +122,7 @@ struct Consumer {
         load_a(a, block);
         multiply(acc, a, b + (__ffs(mine) - 1) * kColumnBytes);
       }
-      // The products have been issued, so their fragments are here.
+      // The MMAs have been issued, so their fragments have been read.
       __syncwarp();
       Cluster::release(barriers.empty + 8 * at.stage, lane);
       at.advance();
@@ -143,7 +143,7 @@ struct Consumer {
       if (tile.group < 0) break;
       __syncwarp();
       if (lane == 0) Cluster::ask(barriers.wanted_of(n));
-      // A row that does not exist is the first beyond A.
+      // A row that does not exist is the first one beyond A.
       const int position = tile.group * kRows + warp / kWarpsPerRow,
                 block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);
       const int64_t block_row = position < block_rows ? p.row_order[position] : block_rows;
@@ -159,7 +159,7 @@ struct Consumer {
       }
       sums.add(part.count, all);
       const int64_t column = first_column + warp % kWarpsPerRow * kN;
-      bool stored = true;  // all of it or nothing
+      bool stored = true;  // either all of it or nothing
 #pragma unroll
       for (int m = 0; m < kTiles; ++m)
         stored &= store_tile_directly(p, acc[m], block_row * kBlock + m * 16, column, lane);
@@ -181,8 +181,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_tma_params param
 
   begin_kernel<Cluster>(barriers, params.b, params.b_edge);
 
-  // What the producers give up is what the consumers take: more would never come. With four
-  // warpgroups of consumers there are 96 each to begin with, else 168.
+  // The consumers may take only what the producers give up, or setmaxnreg would wait for ever.
+  // Launch bounds give 96 registers with four consumer warpgroups, otherwise 168.
   constexpr bool kMany = Config::warpgroups == 4;
   constexpr int kConsumerRegisters = kMany ? 104 : 232, kProducerRegisters = kMany ? 64 : 40;
   if (warp < 4) {

@@ -1,8 +1,8 @@
 // Block-sparse (BSR) times dense for sm_80 and newer: cp.async ring, ldmatrix, mma.sync.
 //
-// One block of threads computes one block row of A times block_n columns of B: a multistage matmul
-// over the blocks of the row laid end to end, whose rows of B are gathered by the column indices.
-// No multiplication by a missing block is ever executed, and nothing is planned ahead.
+// One CTA computes one block row of A times block_n columns of B. The blocks of the row laid end to
+// end are the depth of a multistage matmul, whose rows of B are gathered by the column indices. No
+// missing block is ever multiplied, and nothing is planned ahead.
 #include "blockflash/bsr/epilogue.cuh"
 #include "blockflash/config.cuh"
 #include "blockflash/mma/swizzle.cuh"
@@ -40,13 +40,13 @@ static_assert(Config::smem_bytes == Config::stages * kStageBytes,
 using ALayout = Swizzle<kAChunks>;
 using BLayout = Swizzle<kBChunks>;
 
-// The tile of C that one block of threads computes.
+// The tile of C that one CTA computes.
 struct Work {
   int block_row;
   int64_t first_column;
 
   __device__ __forceinline__ explicit Work(const blockflash_bsr_matmul_params& p) {
-    // Panels of about 1024 columns: their slice of B stays in L2 while all block rows pass over it.
+    // Panels of about 1024 columns keep their slice of B in L2 while all block rows pass over it.
     constexpr int kPanelTiles = Config::block_n < 1024 ? 1024 / Config::block_n : 1;
     const int block_rows = static_cast<int>((p.m + kBlock - 1) / kBlock);
     const int tiles = static_cast<int>((p.n + Config::block_n - 1) / Config::block_n);
@@ -59,8 +59,7 @@ struct Work {
   }
 };
 
-// This thread's share of the copies of A: chunk `chunk` of rows row0, row0 + kRowStep, … of every
-// stage.
+// The copies of A by this thread: chunk `chunk` of rows row0, row0 + kRowStep, … of every stage.
 struct ACopy {
   static constexpr int kRowStep = Config::threads / kAChunks;
   static_assert(Config::threads % kAChunks == 0 && (kRowStep >= kBlock || kBlock % kRowStep == 0),
@@ -78,8 +77,8 @@ struct ACopy {
         chunk * 8 % kBlock;
   }
 
-  // Starts the copy of the stage at depth k0 of the row, whose blocks end at depth `depth`. What
-  // lies past the end becomes zero.
+  // Starts the copy of the stage at depth k0 of the row, whose blocks end at `depth`. Depths past
+  // the end become zero.
   __device__ __forceinline__ void start(uint32_t a_tile, int k0, int depth) const {
     const Element* const from =
         src + static_cast<int64_t>(k0 / kBlock) * (kBlock * kBlock) + k0 % kBlock;
@@ -92,8 +91,7 @@ struct ACopy {
   }
 };
 
-// This thread's share of the copies of B: chunk `chunk` of rows row0, row0 + kRowStep, … of every
-// stage.
+// The copies of B by this thread: chunk `chunk` of rows row0, row0 + kRowStep, … of every stage.
 struct BCopy {
   static constexpr int kRowStep = Config::threads / kBChunks;
   static_assert(Config::threads % kBChunks == 0 && kSlotRows % kRowStep == 0,
@@ -101,7 +99,7 @@ struct BCopy {
 
   const Element* src;  // row 0 of B
   int row0, chunk;
-  int valid_columns;  // of the chunk's eight; columns past the end become zero
+  int valid_columns;  // valid columns among the chunk's eight; the others become zero
 
   __device__ __forceinline__ BCopy(const blockflash_bsr_matmul_params& p, int64_t first_column) {
     chunk = threadIdx.x % kBChunks;
@@ -133,8 +131,8 @@ struct BCopy {
                               valid ? from : src, valid ? valid_columns * 2 : 0);
         }
       } else {
-        // Rows that are not 16-byte aligned: element by element, visible to others after the
-        // barrier that precedes their use.
+        // Rows that are not 16-byte aligned are copied element by element. The barrier before their
+        // use makes them visible.
 #pragma unroll 1
         for (int row = row0; row < kSlotRows; row += kRowStep, from += kRowStep * p.ldb) {
           uint16_t* const dst =
@@ -150,7 +148,7 @@ struct BCopy {
   }
 };
 
-// acc += A·B for one stage, the rows and columns of one warp.
+// acc += A·B for one stage and the rows and columns of one warp.
 __device__ __forceinline__ void multiply(float (&acc)[kMTiles][kNTiles][4],
                                          const LaneAddress<kAChunks>& a_lane,
                                          const LaneAddress<kBChunks>& b_lane, uint32_t stage) {
@@ -172,10 +170,10 @@ __device__ __forceinline__ void multiply(float (&acc)[kMTiles][kNTiles][4],
   }
 }
 
-// Slices of 16 rows × kSliceN columns per warp, through the freed ring.
+// Slices of 16 rows × kSliceN columns per warp, staged through the freed ring.
 constexpr int kSliceN = kWarpN < 64 ? kWarpN : 64;
 constexpr int kSliceStride =
-    kSliceN + 8;  // floats; 8 more keep the eight rows of a store in different banks
+    kSliceN + 8;  // floats; the padding of 8 keeps the eight rows of a store in different banks
 static_assert(16 * kSliceStride * 4 * Config::warps_m * Config::warps_n <= Config::smem_bytes,
               "slices fit into the ring");
 
@@ -198,7 +196,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_params p) {
   const ACopy a_copy(p, first_block);
   const BCopy b_copy(p, work.first_column);
 
-  // Block column of slot `lane` of a stage. Fetched a stage ahead: the addresses of B depend on it.
+  // Block column of slot `lane` of a stage, fetched a stage ahead since the addresses of B depend
+  // on it.
   const auto fetch_columns = [&](int step) {
     const int block = first_block + step * Config::block_k / kBlock + (kSlots == 1 ? 0 : lane);
     return block < end_block ? __ldg(p.col_idx + block) : -1;
@@ -212,7 +211,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_params p) {
       b_copy.start(p, stage + kABytes, columns, kSlots == 1 ? k0 % kBlock : 0);
       columns = fetch_columns(step + 1);
     }
-    ptx::cp_async_commit_group();  // also past the end: the group of a step is always the oldest of
+    ptx::cp_async_commit_group();  // also past the end: the group of a step must be the oldest of
                                    // stages - 1
   };
 #pragma unroll 1
@@ -227,14 +226,14 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_matmul_params p) {
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     ptx::cp_async_wait_group<Config::stages - 2>();
-    __syncthreads();  // the stage is visible to all; all have read the one before, which is
+    __syncthreads();  // the stage is visible to all, and all have read the previous one, which is
                       // refilled now
     start_stage(step + Config::stages - 1);
     multiply(acc, a_lane, b_lane, stage);
     stage = stage + kStageBytes == Config::stages * kStageBytes ? 0 : stage + kStageBytes;
   }
   ptx::cp_async_wait_group<0>();
-  __syncthreads();  // the ring is free: it becomes the staging area of the epilogue
+  __syncthreads();  // the ring is free and becomes the staging area of the epilogue
 
   float* const slice = reinterpret_cast<float*>(smem) + warp * 16 * kSliceStride;
   const int64_t first_row = static_cast<int64_t>(work.block_row) * kBlock + warp_m * kWarpM;

@@ -1,13 +1,13 @@
-// Block-sparse (BSR) times dense for Hopper: TMA, WGMMA, persistent blocks of one producer
+// Block-sparse (BSR) times dense for Hopper: TMA, WGMMA, and persistent CTAs of one producer
 // warpgroup and two consumer warpgroups.
 //
 // A tile of C is one block row of op(A), or two that share B, times block_n columns of B. The
-// blocks of the row laid end to end are the depth of a dense matmul, 64 of it a stage, whose rows
-// of B are gathered by the column indices: blocks of A come straight from the values, nothing is
-// packed or planned. While consumers store a tile the producer fills the ring for the next. Long
-// tiles may be computed in parts (bsr_parts.cuh), neighbouring tiles may share A (bsr_cluster.cuh).
-// op(A) is A or, by an index of its block columns, the transposed A; B is row-major or
-// column-major.
+// blocks of the row laid end to end are the depth of a dense matmul, 64 per stage, whose rows of B
+// are gathered by the column indices. TMA loads blocks of A straight from the values: nothing is
+// packed or planned. While the consumers store a tile, the producer fills the ring for the next
+// one. Long tiles may be split along K (bsr/parts.cuh), and neighbouring tiles may share A within a
+// cluster (bsr/cluster.cuh). op(A) is A or, by an index over its block columns, the transpose of A;
+// B is row-major or column-major.
 #include "blockflash/bsr/epilogue.cuh"
 #include "blockflash/bsr/epilogue_columns.cuh"
 #include "blockflash/bsr/epilogue_copy.cuh"
@@ -18,22 +18,22 @@
 namespace blockflash {
 namespace {
 
-// The warpgroups take 64 rows of the tile each; where it has no more, they take columns.
+// Each warpgroup takes 64 rows of the tile; where the tile has only 64, the warpgroups split its
+// columns.
 constexpr int kRowGroups = kRows * kSteps, kColumnGroups = Config::warpgroups / kRowGroups;
 constexpr int kN = kBlockN / kColumnGroups;  // columns of a warpgroup
 static_assert(kRowGroups * kColumnGroups == Config::warpgroups && kN % 64 == 0,
               "tiles divide among the warpgroups");
 static_assert(!Config::b_column_major || kBlockN <= 256, "a box has at most 256 columns of B");
 
-// 16 further along K in units of descriptors: on in the rows of a K-major operand, 16 rows down in
-// an MN-major one.
+// Advances 16 along K, in units of matrix descriptors: along the rows of a K-major operand, or 16
+// rows down in an MN-major one.
 constexpr int kNextA = Config::a_transposed ? 16 * 128 >> 4 : 32 >> 4,
               kNextB = Config::b_column_major ? 32 >> 4 : 16 * 128 >> 4;
 
-// C on its way to memory: pages of a warp for tensor copies, or its slice of 16 rows × kSliceN
-// columns of accumulators, whose rows a few floats more keep in different banks. Each page of a
-// tile is another one than the page before, also across tiles: so there are no more than a tile
-// needs.
+// Staging of C: pages of a warp for TMA stores, or a slice of 16 rows × kSliceN columns of
+// accumulators, whose rows are padded to keep them in different banks. Pages are used in turns,
+// also across tiles, so there are no more of them than a tile has.
 constexpr int kStagingBytes = (Config::smem_bytes - kStagingOffset) / kConsumerWarps;
 constexpr int kPages = kStagingBytes / kPageBytes < kN / 64 ? kStagingBytes / kPageBytes : kN / 64;
 constexpr int kSliceN = kStagingBytes >= 16 * 40 * 4 ? 32 : 16, kSliceStride = kSliceN * 5 / 4;
@@ -51,7 +51,7 @@ struct Consumer {
     Cluster::release(barriers.empty + 8 * stage, lane());
   }
 
-  // acc += A·B over the stages of a tile: so many, or up to the one that says that it is the last.
+  // acc += A·B over `steps` stages, or up to the stage that is marked as the last of the tile.
   __device__ __forceinline__ void multiply(float (&acc)[kN / 2], int steps) {
     const uint32_t a_smem = smem + warpgroup % kRowGroups * 64 * 128,
                    b_smem = smem + kABytes + warpgroup / kRowGroups * kN * 128;
@@ -68,8 +68,8 @@ struct Consumer {
       const uint32_t offset = at.stage * kStageBytes >> 4;
       bool mine = true;
       if constexpr (kRows > 1) {
-        // Shifted first and exchanged then, or the assembler takes the branch for a divergent one
-        // and serialises the products.
+        // Shifted before the shuffle: otherwise the assembler takes the branch for a divergent one
+        // and serialises the WGMMAs.
         const uint32_t owners =
             __shfl_sync(~0u, ptx::load_shared(barriers.owners + 4 * at.stage) >> warpgroup, 0);
         mine = owners & 1;
@@ -84,10 +84,10 @@ struct Consumer {
               acc, a_ring + offset + k * kNextA, b_ring + offset + k * kNextB);
         ptx::wgmma_commit_group();
       } else {
-        ptx::wgmma_commit_group();  // of nothing, so that the group before is always the one to
-                                    // wait for
+        ptx::wgmma_commit_group();  // an empty group, so that the previous group is always the one
+                                    // to wait for
       }
-      ptx::wgmma_wait_group<1>();  // the products of the stage before have read it
+      ptx::wgmma_wait_group<1>();  // the products of the previous stage have read it
       if (step > 0) release(before);
       before = at.stage;
       at.advance();

@@ -1,4 +1,4 @@
-// Shared memory, barriers and the producer warpgroup of bsr_matmul_sm90a.cu.
+// Shared memory, mbarriers and the producer warpgroup of the Hopper BSR matmul.
 #pragma once
 
 #include "blockflash/bsr/cluster.cuh"
@@ -18,14 +18,14 @@ using Params = blockflash_bsr_matmul_tma_params;
 constexpr int kBlock = Config::block_size, kRows = Config::block_rows, kBlockN = Config::block_n,
               kStages = Config::stages;
 using Cluster = BsrCluster<Config::cluster>;
-constexpr int kClusterN = Config::cluster * kBlockN;  // columns of C of a cluster
-constexpr int kSteps = kBlock / 64;                   // of a block, a stage each
+constexpr int kClusterN = Config::cluster * kBlockN;  // columns of C that a cluster computes
+constexpr int kSteps = kBlock / 64;                   // stages per block
 static_assert(Config::block_k == 64 && kBlock % 64 == 0,
               "a stage is a row of the swizzle deep, 128 bytes, and a part of one block of A");
 
-// Shared memory: a ring of stages, the rows of a block of each block row and panels of 64 columns
-// of B; barriers and tiles; what is left stages C. A transposed block comes in panels of 64 of its
-// columns, a column-major B as columns of 128 bytes: as many bytes.
+// Shared memory: a ring of stages, each with one block per block row and panels of 64 columns of B;
+// mbarriers and slots; the rest stages C. A transposed block comes in panels of 64 of its columns
+// and a column-major B as columns of 128 bytes, which take the same space.
 constexpr int kPanels = kBlockN / 64, kPanelBytes = 64 * 128;
 constexpr int kBlockBytes = kBlock * 128, kABytes = kRows * kBlockBytes;
 constexpr int kBBytes = kPanels * kPanelBytes, kStageBytes = kABytes + kBBytes;
@@ -33,8 +33,7 @@ constexpr int kBarrierOffset = kStages * kStageBytes, kSlotOffset = kBarrierOffs
               kStagingOffset = kBarrierOffset + 1024;
 constexpr int kConsumerWarps = 4 * Config::warpgroups;
 
-// Barriers "full" and "empty" of each stage, and of the two slots in which tiles are announced; and
-// a word per stage that says whose it is.
+// The ring's mbarriers, and per stage a word with the block rows that have a block in it.
 struct Barriers : RingBarriers<kStages> {
   uint32_t owners;
   __device__ __forceinline__ explicit Barriers(uint32_t at)
@@ -47,9 +46,9 @@ struct Barriers : RingBarriers<kStages> {
   }
 };
 
-// A block row of a tile, as the tile's slot tells it: its blocks [first_block, end_block) of A, and
-// the block column of the first one. One that does not exist is the first beyond A and has no
-// blocks; a negative one: there are no more tiles.
+// A block row of a tile as its slot describes it: blocks [first_block, end_block) of A and the
+// block column of the first one. A row that does not exist has the index one past A's last row and
+// no blocks; a negative index says that there are no more tiles.
 struct BlockRow {
   int index, first_block, end_block, first_column;
 
@@ -61,23 +60,23 @@ struct BlockRow {
     Cluster::store_int4(smem, make_int4(index, first_block, end_block, first_column), barrier);
   }
 };
-// A slot: the block rows, and the first column of C of the cluster.
+// A slot holds the block rows and the cluster's first column of C.
 __device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) {
   return smem + kSlotOffset + n % 2 * 64;
 }
 constexpr int kColumnInSlot = 16 * kRows;
-// Where A is transposed: where the first block of each block row lies among the values.
+// Where A is transposed: the position of each block row's first block among the values.
 constexpr int kPlacesInSlot = kColumnInSlot + 4;
-// Which part of a tile of one block row it is, and the position of that in the order of block rows.
-// Two are not split: where they would be cut only their merged columns tell.
+// Which part of a tile this is, and the position of its block row in the order of rows. Tiles of
+// two block rows are not split, since only merging their columns would tell where to cut.
 constexpr bool kSplits = kRows == 1;
 constexpr int kPartInSlot = 32;
 constexpr uint32_t kSlotBytes =
-    16 * kRows + 4 + 4 * kRows * Config::a_transposed + 8 * kSplits;  // that are stored
+    16 * kRows + 4 + 4 * kRows * Config::a_transposed + 8 * kSplits;  // bytes stored in a slot
 static_assert(kPlacesInSlot + 4 * kRows <= (kSplits ? kPartInSlot : 64) && kRows <= 2,
               "a tile fits into its slot");
 
-// The block row at a position in the order of block rows, and how many blocks it has.
+// The block row at a position in the order of block rows, and its number of blocks.
 __device__ __forceinline__ int row_at(const blockflash_bsr_matmul_params& p, int position) {
   return p.row_order != nullptr ? p.row_order[position] : position;
 }
@@ -86,9 +85,10 @@ __device__ __forceinline__ int blocks_of(const blockflash_bsr_matmul_params& p, 
   return p.row_ptr[row + 1] - p.row_ptr[row];
 }
 
-// One thread of a cluster takes tiles and looks up their blocks, some steps before the producer
-// needs the next one, since it takes a while; not earlier, since whoever is slow should take fewer.
-constexpr int kAnnounceAhead = 8 / kSteps;  // blocks
+// One thread of a cluster takes tiles and looks up their blocks. It prefetches the next tile index
+// kAnnounceAhead blocks early: early enough to hide the lookup, late enough to keep dynamic load
+// balancing.
+constexpr int kAnnounceAhead = 8 / kSteps;  // in blocks
 __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
                                          const Barriers& barriers) {
   const blockflash_bsr_matmul_params& p = params.base;
@@ -104,7 +104,7 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
     }
     const uint32_t slot = slot_of(smem, n), announced = barriers.announced_of(n);
     BsrPlace place(params, tiles_m, tiles_n, index);
-    // Tiles that are shorter than others of their place have no such part.
+    // A tile that is shorter than others at its place has no such part.
     while (place.part > 0 &&
            place.part >=
                parts_of(
@@ -148,8 +148,8 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
   leave_tiles(params, Cluster::count());
 }
 
-// Starts the copy of this block's share of 64 columns of a block of A from k on. Transposed, these
-// are rows of the block as it is stored, in panels of 64 columns.
+// Starts the TMA load of this CTA's share of 64 columns, from k on, of a block of A. Where A is
+// transposed, these are rows of the stored block, in panels of 64 columns.
 __device__ __forceinline__ void copy_block(const Params& params, uint32_t a, int k, int block,
                                            uint32_t full, int rank, uint64_t policy) {
   constexpr int kShare = (Config::a_transposed ? 64 : kBlock) / Config::cluster;
@@ -164,36 +164,37 @@ __device__ __forceinline__ void copy_block(const Params& params, uint32_t a, int
   }
 }
 
-// One thread starts the copies. Several block rows are merged: a stage is for those that have a
-// block in the next column of any, and B comes once for all of them. Rows beyond A and B arrive as
-// zeros, and so do columns up to the end of a panel; panels beyond B are not copied.
+// One thread issues the TMA loads. Two block rows are merged: a stage serves all rows that have a
+// block in the next column of any, and loads B once for all of them. Rows beyond A and B arrive as
+// zeros, as do columns up to the end of a panel; panels beyond B are not loaded.
 __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
                                         const Barriers& barriers) {
   const int rank = Cluster::rank();
-  // Where tiles are wide each block of A is read by few, at about the same time: better L2 keeps B.
+  // With wide tiles, few CTAs read a block of A and at about the same time, so L2 should keep B
+  // instead.
   const uint64_t policy = kBlockN >= 256 ? ptx::evict_first() : ptx::evict_normal();
   int stage = 0;
-  uint32_t parity = 1;  // everything is empty at first
+  uint32_t parity = 1;  // every stage is empty at first
 #pragma unroll 1
   for (int n = 0;; ++n) {
     barriers.wait_announced(n);
     const uint32_t slot = slot_of(smem, n);
-    BlockRow rows[kRows];  // first_block and first_column move on
+    BlockRow rows[kRows];  // first_block and first_column advance
 #pragma unroll
     for (int r = 0; r < kRows; ++r) rows[r] = BlockRow::load(slot + 16 * r);
     if (rows[0].index < 0) break;
-    int places[kRows] = {};  // of the next blocks among the values, where A is transposed; else
-                             // they follow one another
+    int places[kRows] =
+        {};  // next blocks among the values where A is transposed; else they are consecutive
     if constexpr (Config::a_transposed)
 #pragma unroll
       for (int r = 0; r < kRows; ++r) places[r] = ptx::load_shared(slot + kPlacesInSlot + 4 * r);
     const int first_column = ptx::load_shared(slot + kColumnInSlot) + rank * kBlockN,
               panel = first_column / 64;
-    const int columns =
-        min(kBlockN, static_cast<int>(params.base.n) - first_column);  // of the tile that there are
+    const int columns = min(
+        kBlockN, static_cast<int>(params.base.n) - first_column);  // columns of the tile that exist
     const int panels = columns <= 0 ? 0 : (columns + 63) / 64;
     const uint32_t b_bytes = Config::b_column_major ? columns * 128 : panels * kPanelBytes;
-    bool asked = false;  // for the next tile
+    bool asked = false;  // whether the next tile has been asked for
 #pragma unroll 1
     for (;;) {
       int left = 0, column = INT32_MAX;
@@ -204,7 +205,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
       }
       if (!asked && left <= kAnnounceAhead) asked = true, Cluster::ask(barriers.wanted_of(n + 1));
       if (left == 0) break;
-      int blocks[kRows];  // of this column; -1: none
+      int blocks[kRows];  // blocks in this column; -1: none
       uint32_t owners = 0, bytes = b_bytes;
       bool last = true;
 #pragma unroll
