@@ -1,12 +1,11 @@
-// Block masks built on the GPU, for sm_80 and newer: chosen blocks become the index arrays that
+// Block masks built on the GPU, for sm_80 and newer: the chosen blocks become the index arrays that
 // attention walks, in two launches.
 //
-// A block of threads has a slab of neighbouring rows of one head of the mask, and each of its warps
-// has one row. The first launch chooses: the source's columns become bits, those that are always
-// visited are added, those that the token mask hides are removed, and what is left is counted. The
-// second lists: it adds up the counts before its slab, and writes the columns of each row, where
-// they start, and the row's place in the order of lengths. Results do not depend on which block or
-// lane comes first.
+// A CTA has a slab of neighbouring rows of one head of the mask, one row per warp. The first launch
+// chooses: the source's columns become bits, the columns that are always visited are added, the
+// columns that the token mask hides are removed, and the rest is counted. The second launch lists:
+// it adds up the counts before its slab and writes the columns of each row, the row's start and its
+// place in the order of lengths. Results do not depend on the order of CTAs or lanes.
 #include "blockflash/attention/block_walk.cuh"
 #include "blockflash/attention/mask.cuh"
 #include "blockflash/config.cuh"
@@ -23,8 +22,7 @@ struct ColumnRange {
   int begin, end;
 };
 
-// The row of a warp. Its columns are held in words of 32 bits, the first column of a word in the
-// lowest bit.
+// The row of a warp. Its columns are held in words of 32 bits, the first column in the lowest bit.
 struct Row {
   int lane;
   int group, row;  // the group is batch·heads + head
@@ -36,7 +34,7 @@ struct Row {
     const int slabs = (p.rows + kSlabRows - 1) / kSlabRows;
     group = blockIdx.x / slabs;
     lane = threadIdx.x % kWarpSize;
-    // By a shuffle, so that the compiler knows that all lanes have the same row and keep together.
+    // Shuffled, so that the compiler knows that all lanes have the same row and stay converged.
     const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarpSize, 0);
     row = static_cast<int>(blockIdx.x % slabs) * kSlabRows + warp;
     index = static_cast<int64_t>(group) * p.rows + row;
@@ -45,7 +43,8 @@ struct Row {
   }
 };
 
-// Keeps the problem of the first row, and of its first position, whoever comes first.
+// Keeps the problem of the first row and of its first position, in whatever order they are
+// reported.
 __device__ __forceinline__ void report(const Params& p, int64_t row_index, int64_t position,
                                        int problem) {
   const uint64_t code = static_cast<uint64_t>(row_index) << 33 |
@@ -74,7 +73,7 @@ __device__ __forceinline__ void choose_true(const Params& p, const Row& row) {
   }
 }
 
-// 32 positions of the list at a time, so that it is known which of two equal columns comes first.
+// Takes 32 positions of the list at a time, which decides which of two equal columns comes first.
 __device__ __forceinline__ void choose_listed(const Params& p, const Row& row) {
   const int32_t* const list = static_cast<const int32_t*>(p.source) + row.index * p.k;
   for (int w = row.lane; w < row.words; w += kWarpSize) row.bits[w] = 0;
@@ -97,26 +96,27 @@ __device__ __forceinline__ void choose_listed(const Params& p, const Row& row) {
         report(p, row.index, first + at,
                is_missing ? BLOCKFLASH_BLOCK_PROBLEM_NO_COLUMN : BLOCKFLASH_BLOCK_PROBLEM_TWICE);
     }
-    __syncwarp();  // the next 32 see the bits of these
+    __syncwarp();  // the next 32 positions see these bits
   }
 }
 
-// A larger score has a larger key; 0 and -0 have the same. No number has key 0.
+// A larger score has a larger key, and 0 and -0 have the same. No number has key 0.
 __device__ __forceinline__ uint32_t key_of(float score) {
   const uint32_t bits = __float_as_uint(score);
   if (bits == 0x80000000u) return 0x80000000u;
   return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
 }
 
-// The k largest scores among the visible columns, of equal ones the first. Their threshold is found
-// bit by bit, from the highest one on, as the largest key that at least k candidates reach.
+// The k largest scores among the visible columns, the first ones among equal scores. Their
+// threshold, the largest key that at least k candidates reach, is found bit by bit from the highest
+// one.
 __device__ __forceinline__ void choose_largest(const Params& p, const Row& row,
                                                ColumnRange visible) {
-  constexpr int kHeld = 16;  // words whose keys stay in registers; those of later ones are worked
-                             // out again for every bit
+  constexpr int kHeld =
+      16;  // words whose keys stay in registers; keys of later words are recomputed for every bit
   const float* const scores = static_cast<const float*>(p.source) + row.index * p.cols;
   int first_nan = p.cols;
-  // 0 for what is no candidate: hidden columns, those that do not exist, and NaN.
+  // 0 for a column that is no candidate: hidden, beyond the last one, or NaN.
   const auto key_in = [&](int w) -> uint32_t {
     const int col = w * 32 + row.lane;
     if (col >= p.cols) return 0;
@@ -141,7 +141,7 @@ __device__ __forceinline__ void choose_largest(const Params& p, const Row& row,
   };
 
   uint32_t threshold = 1;
-  int reached = count_from(threshold);  // by candidates
+  int reached = count_from(threshold);  // number of candidates that reach it
   if (reached > p.k) {
     threshold = 0;
     for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ void choose_largest(const Params& p, const Row& row,
       if (reached == p.k) break;
     }
   }
-  // More than k only where some have the threshold's own key.
+  // More than k only where several candidates have the threshold's own key.
   int equal_left = reached > p.k ? p.k - count_from(threshold + 1) : INT32_MAX;
   each_word([&](int w, uint32_t key) {
     const unsigned equal = __ballot_sync(kAllLanes, key == threshold);
@@ -182,7 +182,7 @@ __device__ __forceinline__ uint32_t lowest_bits(int count) {
   return count <= 0 ? 0 : count >= 32 ? 0xFFFFFFFFu : (1u << count) - 1;
 }
 
-// Removes the columns outside of a range, and counts the others.
+// Removes the columns outside of a range and counts the others.
 __device__ __forceinline__ int keep_and_count(const Row& row, ColumnRange range) {
   int count = 0;
   for (int w = row.lane; w < row.words; w += kWarpSize) {
@@ -218,7 +218,7 @@ __device__ __forceinline__ void choose(const Params& p, const Row& row) {
   }
 }
 
-// The sum over all slabs before that of this block of threads.
+// The sum over all slabs before this CTA's.
 __device__ __forceinline__ int64_t length_before_slab(const Params& p) {
   __shared__ long long sums[kSlabRows];
   long long sum = 0;
@@ -248,8 +248,9 @@ __device__ __forceinline__ void write_columns(const Params& p, const Row& row, i
   }
 }
 
-// Rows of the same head that are taken before this one: fewer than all of them, whatever the
-// lengths are. Another launch may change them meanwhile, so the row must not compare with itself.
+// The number of rows of the same head that come before this one in the order. It stays below the
+// number of rows whatever the lengths are: another launch may change them meanwhile, so the row
+// must not compare with itself.
 __device__ __forceinline__ int rows_before(const Params& p, const Row& row, int length) {
   const int32_t* const lengths = p.lengths + (row.index - row.row);
   int count = 0;
@@ -263,7 +264,7 @@ __device__ __forceinline__ int rows_before(const Params& p, const Row& row, int 
 __device__ __forceinline__ void list(const Params& p, const Row& row) {
   int64_t start = length_before_slab(p);
   if (row.row >= p.rows) return;
-  const int earlier = row.row % kSlabRows;  // rows of the slab
+  const int earlier = row.row % kSlabRows;  // rows of the slab before this one
   start += __reduce_add_sync(kAllLanes,
                              row.lane < earlier ? p.lengths[row.index - earlier + row.lane] : 0);
   const int length = p.lengths[row.index];

@@ -1,9 +1,9 @@
 // Scores of blocks for sm_80 and newer: the mean query of each block row times the mean key of each
 // block column, in two launches.
 //
-// In the first one a block of threads computes one mean; every byte of q and k is read once, and
-// nothing else takes time. In the second one it computes a tile of scores in f32 on the CUDA cores:
-// the means are f32, and tensor cores would round them. All sums have one fixed order.
+// In the first launch a CTA computes one mean; every byte of q and k is read once, and this is
+// bound by memory. In the second launch a CTA computes a tile of scores in f32 on the CUDA cores,
+// since tensor cores would round the f32 means. All sums have one fixed order.
 #include "blockflash/config.cuh"
 #include "blockflash/mma/element.cuh"
 
@@ -16,12 +16,11 @@ using Element = Config::Element;
 
 constexpr int kThreads = Config::threads;
 constexpr int kChunk = 8;  // elements of a 16-byte load
-constexpr int kLoads = 8;  // of a thread at a time
+constexpr int kLoads = 8;  // loads in flight per thread
 constexpr int kTile = Config::tile;
 constexpr int kDepth = 16;  // elements of the means that are multiplied between two barriers
-constexpr int kRowsPerThread =
-    kTile / (kThreads / kWarpSize);                // a warp has these rows of a tile of scores,
-constexpr int kColsPerThread = kTile / kWarpSize;  // and a lane every 32nd column
+constexpr int kRowsPerThread = kTile / (kThreads / kWarpSize);  // rows of a score tile per warp,
+constexpr int kColsPerThread = kTile / kWarpSize;  // and a lane takes every 32nd column
 static_assert(kRowsPerThread % 4 == 0, "rows are read from shared memory four at a time");
 static_assert(kTile * (kDepth / 4) % kThreads == 0,
               "the tile must divide evenly among the threads");
@@ -31,13 +30,13 @@ __device__ __forceinline__ void write_mean(const Element* x, int64_t stride, int
                                            float* mean) {
   __shared__ float sums[kThreads * kChunk];  // [teams][head_dim]
   const int chunks = head_dim / kChunk;
-  const int teams = kThreads / chunks;  // each adds up every teams-th row
+  const int teams = kThreads / chunks;  // each team adds up every teams-th row
   const int team = threadIdx.x / chunks, chunk = threadIdx.x % chunks;
   if (team < teams) {
     float sum[kChunk] = {};
 #pragma unroll 1
     for (int first = team; first < rows; first += kLoads * teams) {
-      uint4 words[kLoads];  // under way together, or each would wait for memory
+      uint4 words[kLoads];  // in flight together to hide the latency of memory
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const int row = first + i * teams;
@@ -65,7 +64,8 @@ __device__ __forceinline__ void write_mean(const Element* x, int64_t stride, int
   }
 }
 
-// Means of q, then those of k. Heads come first: what they read lies side by side.
+// Means of q, then of k. Heads come first in the order, since heads of the same rows are neighbours
+// in memory.
 __device__ __forceinline__ void means(const Params& p) {
   int index = blockIdx.x;
   const int count_q = p.batch * p.num_heads_q * p.rows;
@@ -85,8 +85,8 @@ __device__ __forceinline__ void means(const Params& p) {
   write_mean(x, stride_seq, min(size, seqlen - first), p.head_dim, mean);
 }
 
-// Rows [first_row, first_row + kTile) and columns [first, first + kDepth) of [rows, depth] means,
-// transposed; zeros beyond them.
+// Loads rows [first_row, first_row + kTile) and columns [first, first + kDepth) of the [rows,
+// depth] means, transposed; zeros beyond them.
 __device__ __forceinline__ void load_transposed(float (&tile)[kDepth][kTile], const float* means,
                                                 int first_row, int rows, int first, int depth) {
 #pragma unroll
@@ -120,7 +120,7 @@ __device__ __forceinline__ void products(const Params& p) {
     __syncthreads();  // all have multiplied the tiles that are overwritten
     load_transposed(q_smem, q, first_row, p.rows, first, p.head_dim);
     load_transposed(k_smem, k, first_col, p.cols, first, p.head_dim);
-    __syncthreads();  // the tiles are there
+    __syncthreads();  // the tiles are visible
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
       float b[kColsPerThread];

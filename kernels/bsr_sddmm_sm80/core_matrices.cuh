@@ -1,8 +1,7 @@
-// Layout of 16-bit operand tiles in shared memory that does not depend on which way the operand
-// lies in global memory: 8 × 8 elements
-// ("core matrices") of 128 bytes each, whose rows are eight neighbours of global memory, along K or
-// across. So only the instruction that loads fragments differs, ldmatrix with or without
-// transposition, and the way of lying can be a run-time argument.
+// Layout of 16-bit operand tiles in shared memory that is the same for both layouts of the operand
+// in global memory. A tile consists of core matrices, 8 × 8 elements in 128 bytes, whose rows are
+// eight neighbours of global memory, along K or across. Only the instruction that loads fragments
+// differs, ldmatrix with or without transposition, so the layout can be a run-time argument.
 #pragma once
 
 #include <stdint.h>
@@ -19,22 +18,21 @@ struct CoreMatrices {
   static constexpr int chunks = depth / 8;
   static_assert(chunks == 8, "the permutation below is for 8 core matrices along K");
 
-  // Byte offset of row r of the core matrix at lines 8·i and K 8·j. Rows are permuted by both:
-  // eight threads that copy neighbours of a line, along K or across, write to different groups of
-  // banks.
+  // Byte offset of row r of the core matrix at lines 8·i and K 8·j. Rows are permuted by both, so
+  // that eight threads that copy neighbours of a line, along K or across, write to different banks.
   static __device__ __forceinline__ uint32_t offset(int i, int j, int r) {
     return (i * chunks + j) * kCoreBytes + ((r ^ i ^ j) & 7) * 16;
   }
 };
 
-// The addresses that one lane passes to ldmatrix for the 16 × 16 sub-tiles of a warp's lines. They
-// repeat, up to constants, every four sub-tiles along K or across.
+// The addresses that one lane passes to ldmatrix for the 16 × 16 sub-tiles of its warp's lines.
+// They repeat, up to constants, every four sub-tiles along K or across.
 template <int depth>
 struct CoreAddress {
   uint32_t step[4];
 
-  // `first`: of the warp's lines, a multiple of their number, which is a power of two. The lane
-  // supplies row `lane % 8` of the core matrix (i, j) of the sub-tile.
+  // `first`: first of the warp's lines, a multiple of their number, which is a power of two. The
+  // lane supplies row `lane % 8` of core matrix (i, j) of the sub-tile.
   __device__ __forceinline__ CoreAddress(uint32_t tile_smem, int first, int i, int j, int lane) {
 #pragma unroll
     for (int x = 0; x < 4; ++x)
@@ -48,8 +46,8 @@ struct CoreAddress {
   }
 };
 
-// A dense operand in global memory, either way: element (line, k) lies at line·ld + k, or at k·ld +
-// line.
+// A dense operand in global memory in either layout: element (line, k) is at line·ld + k or at k·ld
+// + line.
 template <class Element>
 struct DenseOperand {
   const Element* data;
@@ -58,13 +56,12 @@ struct DenseOperand {
   bool k_contiguous;
   bool vectorized;  // data and ld allow 16-byte loads
 
-  // Copies the first `count` of eight neighbours to 16 bytes of shared memory; the others become
-  // zero. Element by element they are visible to others after the next barrier, like all that a
-  // thread stores.
+  // Copies the first `count` of eight neighbours to 16 bytes of shared memory and zeros the others.
+  // Copies of single elements become visible to other threads at the next barrier.
   template <bool vector>
   __device__ __forceinline__ void copy(unsigned char* to, const Element* from, int count) const {
     if constexpr (vector) {
-      // Nothing is read through the address of nothing; it stays inside the operand all the same.
+      // Nothing is read when count is 0, but the address must stay inside the operand.
       ptx::cp_async_cg_16(static_cast<uint32_t>(__cvta_generic_to_shared(to)),
                           count > 0 ? from : data, 2 * max(count, 0));
     } else {
@@ -76,12 +73,13 @@ struct DenseOperand {
   }
 };
 
-// A block of threads' copies of a tile: `segments` runs of neighbouring lines, side by side.
+// The copies of a tile by all threads of a CTA: `segments` runs of neighbouring lines, side by
+// side.
 template <int tile_lines, int segments, int tile_depth, int threads, class Element>
 struct DenseCopy {
   using Layout = CoreMatrices<tile_depth>;
   static constexpr int kSegment = tile_lines / segments;
-  // Threads along a line, and lines (or positions along K) from one turn to the next.
+  // Threads along a line, and lines (or positions along K) between two copies of a thread.
   static constexpr int kAlong = tile_depth / 8, kAlongStep = threads / kAlong;
   static constexpr int kAcross = tile_lines / 8, kAcrossStep = threads / kAcross;
   static_assert(threads % kAlong == 0 && kSegment % kAlongStep == 0,
@@ -90,10 +88,11 @@ struct DenseCopy {
                 "a turn across is whole lines of chunks");
 
   DenseOperand<Element> operand;
-  int first;  // lane s of each warp: the first line of segment s, negative: none, nor behind it
+  int first;  // lane s of each warp: first line of segment s; negative: segments from s on are
+              // missing
 
-  // Starts the copies of the tile from k0 on. What lies beyond the operand becomes zero; segments
-  // that are not there stay as they are.
+  // Starts the copies of the tile from k0 on. Elements beyond the operand become zero; missing
+  // segments are left as they are.
   __device__ __forceinline__ void start(unsigned char* tile, int k0) const {
     if (operand.k_contiguous)
       operand.vectorized ? along<true>(tile, k0) : along<false>(tile, k0);

@@ -1,5 +1,5 @@
-// Eight neighbours of an array whose type is known at run time. `vectorized`: they lie at a
-// multiple of 16 bytes.
+// Loads and stores eight neighbouring elements of an array whose type is known at run time.
+// `vectorized`: the array is 16-byte aligned.
 #pragma once
 
 #include <stdint.h>

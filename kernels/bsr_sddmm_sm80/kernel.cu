@@ -1,10 +1,10 @@
-// Sampled dense-dense product for sm_80 and newer: dense A times dense B at the stored blocks of a
-// block-sparse matrix. cp.async ring, ldmatrix, mma.sync.
+// Sampled dense-dense product (SDDMM) for sm_80 and newer: dense A times dense B at the stored
+// blocks of a block-sparse matrix. cp.async ring, ldmatrix, mma.sync.
 //
-// One block of threads computes a tile: some neighbouring stored blocks of a block row, which share
-// its rows of A; their columns of B are gathered by the column indices and lie side by side in
-// shared memory. Which way A and B lie is a run-time argument, uniform for all threads: only copies
-// and the loads of fragments depend on it.
+// One CTA computes a tile: several neighbouring stored blocks of a block row, which share its rows
+// of A. Their columns of B are gathered by the column indices and lie side by side in shared
+// memory. The layouts of A and B are run-time arguments, uniform for all threads, on which only
+// copies and the loads of fragments depend.
 #include "blockflash/bsr/stored_blocks.cuh"
 #include "blockflash/config.cuh"
 #include "blockflash/mma/staging.cuh"
@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_fragment(uint32_t (&r)[4], uint32_t address
     ptx::ldmatrix_x4(r, address);
 }
 
-// acc += A·B for one stage, the rows and columns of one warp.
+// acc += A·B for one stage and the rows and columns of one warp.
 template <bool a_column_major, bool b_column_major>
 __device__ __forceinline__ void multiply(Accumulators& acc, const Address& a_lane,
                                          const Address& b_lane, uint32_t stage) {
@@ -70,15 +70,15 @@ __device__ __forceinline__ void multiply(Accumulators& acc, const Address& a_lan
   }
 }
 
-// Slices of 16 rows × the columns of a warp, through the freed ring.
+// Slices of 16 rows × the columns of a warp, staged through the freed ring.
 constexpr int kSliceStride =
-    kWarpN + 8;  // floats; 8 more keep the eight rows of a store in different banks
+    kWarpN + 8;  // floats; the padding of 8 keeps the eight rows of a store in different banks
 static_assert(16 * kSliceStride * 4 * Config::warps_m * Config::warps_n <= Config::smem_bytes,
               "slices fit into the ring");
 static_assert(16 * kWarpN % (8 * kWarpSize) == 0, "a slice divides among the lanes");
 
-// values = alpha·slice + beta·values for 16 rows from `row` of the block row on, and the columns
-// from `column` of the tile on. Lane s of the warp holds the first column of block s.
+// values = alpha·slice + beta·values for 16 rows of the block row from `row` on and the tile's
+// columns from `column` on. Lane s of the warp holds the first column of block s.
 __device__ __forceinline__ void store_slice(const Params& p, const StoredBlocks& tile,
                                             int first_columns, const float* slice, int row,
                                             int column, int lane) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_slice(const Params& p, const StoredBlocks&
     for (int j = 0; j < 8; ++j) {
       x[j] *= p.alpha;
       if (p.beta != 0.f) x[j] += p.beta * old[j];
-      // Zeros times what is not finite in the other matrix would be NaN.
+      // Set explicitly: zeros in one operand times NaN or infinity in the other would be NaN.
       if (row_inside >= height || j >= width) x[j] = 0.f;
     }
     store_eight(p.values, p.values_dtype, p.values_vectorized, at, x);
@@ -138,13 +138,13 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_sddmm_portable_params p
       a_copy.start(stage, step * kDepth);
       b_copy.start(stage + kABytes, step * kDepth);
     }
-    ptx::cp_async_commit_group();  // also past the end: the group of a step is always the oldest of
+    ptx::cp_async_commit_group();  // also past the end: the group of a step must be the oldest of
                                    // stages - 1
   };
 #pragma unroll 1
   for (int step = 0; step < Config::stages - 1; ++step) start_stage(step);
 
-  // The order of core matrices in a fragment: of A lines first, of B along K first.
+  // Order of the core matrices in a fragment: lines first for A, along K first for B.
   const uint32_t smem_base = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
   const Address a_lane(smem_base, warp_m * kWarpM, lane / 8 % 2, lane / 16, lane);
   const Address b_lane(smem_base + kABytes, warp_n * kWarpN, lane / 16, lane / 8 % 2, lane);
@@ -154,7 +154,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_sddmm_portable_params p
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     ptx::cp_async_wait_group<Config::stages - 2>();
-    __syncthreads();  // the stage is visible to all; all have read the one before, which is
+    __syncthreads();  // the stage is visible to all, and all have read the previous one, which is
                       // refilled now
     start_stage(step + Config::stages - 1);
     if (has_blocks) {
@@ -168,7 +168,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_bsr_sddmm_portable_params p
     stage = stage + kStageBytes == Config::stages * kStageBytes ? 0 : stage + kStageBytes;
   }
   ptx::cp_async_wait_group<0>();
-  __syncthreads();  // the ring is free: it becomes the staging area of the values
+  __syncthreads();  // the ring is free and becomes the staging area of the values
 
   float* const slice = reinterpret_cast<float*>(smem) + warp * 16 * kSliceStride;
 #pragma unroll

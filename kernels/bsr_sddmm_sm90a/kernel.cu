@@ -1,10 +1,11 @@
-// Sampled dense-dense product for Hopper: dense A times dense B at the stored blocks of a
-// block-sparse matrix. TMA, WGMMA, persistent blocks of one producer warpgroup and two consumer
+// Sampled dense-dense product (SDDMM) for Hopper: dense A times dense B at the stored blocks of a
+// block-sparse matrix. TMA, WGMMA, and persistent CTAs of one producer warpgroup and two consumer
 // warpgroups.
 //
-// A tile is some neighbouring stored blocks of a block row, whose rows of A they share; their
+// A tile is several neighbouring stored blocks of a block row, which share its rows of A. Their
 // columns of B are gathered by the column indices and lie side by side in shared memory, so that a
-// tile is one dense product. While consumers store a tile the producer fills the ring for the next.
+// tile is one dense product. While the consumers store a tile, the producer fills the ring for the
+// next one.
 #include <type_traits>
 
 #include "blockflash/mma/element.cuh"
@@ -16,8 +17,8 @@
 namespace blockflash {
 namespace {
 
-// The warpgroups take 64 rows of the tile each; where it has no more, they take half of its blocks.
-// Either way each has two blocks.
+// Each warpgroup takes 64 rows of the tile; where the tile has only 64, the warpgroups split its
+// blocks. Either way each warpgroup has two blocks.
 constexpr int kRowGroups = kBlock / 64, kN = 2 * kBlock, kTiles = kBlock / 8;
 static_assert(kN * Config::warpgroups / kRowGroups == kBlock * kBlocks,
               "tiles divide among the warpgroups");
@@ -37,8 +38,8 @@ struct Pair<float> {
   static __device__ __forceinline__ float2 widened(float2 x) { return x; }
 };
 
-// values = alpha·acc + beta·values for 16 rows of a block from `values` on; zero from `height` rows
-// and `width` columns on.
+// values = alpha·acc + beta·values for 16 rows of the block at `values`; zero from row `height` and
+// column `width` on.
 template <class Out>
 __device__ __forceinline__ void store_rows(const Params& p, const float (&acc)[kTiles][4],
                                            Out* values, int height, int width, int lane) {
@@ -64,7 +65,7 @@ __device__ __forceinline__ void store_rows(const Params& p, const float (&acc)[k
           const float2 before = Pair<Out>::widened(old[n0 + i]);
           x[i].x += p.beta * before.x, x[i].y += p.beta * before.y;
         }
-        // Zeros times what is not finite in the other matrix would be NaN.
+        // Set explicitly: zeros in one operand times NaN or infinity in the other would be NaN.
         if (!whole) {
           if ((n0 + i) * 8 + column >= end) x[i].x = 0.f;
           if ((n0 + i) * 8 + column + 1 >= end) x[i].y = 0.f;
@@ -97,7 +98,7 @@ struct Consumer {
     if (lane() == 0) ptx::mbarrier_arrive(barriers.empty + 8 * stage);
   }
 
-  // Lets the stages of a tile pass.
+  // Releases the stages of a tile unread.
   __device__ __forceinline__ void skip(int steps) {
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
@@ -116,7 +117,7 @@ struct Consumer {
                                                    : ptx::wgmma_descriptor(a);
     const uint64_t b_ring = Config::b_column_major ? ptx::wgmma_descriptor(b)
                                                    : ptx::wgmma_descriptor_mn(b, kPanelBytes, 1024);
-    // From 16 along K to the next: 32 bytes of a row, or 16 rows.
+    // Advances 16 along K: 32 bytes of a row, or 16 rows.
     constexpr int kAStep = (Config::a_column_major ? 16 * 128 : 32) >> 4,
                   kBStep = (Config::b_column_major ? 32 : 16 * 128) >> 4;
     int before = 0;
@@ -132,7 +133,7 @@ struct Consumer {
                                                     Config::a_column_major>(
             acc, a_ring + offset + k * kAStep, b_ring + offset + k * kBStep);
       ptx::wgmma_commit_group();
-      ptx::wgmma_wait_group<1>();  // the products of the stage before have read it
+      ptx::wgmma_wait_group<1>();  // the products of the previous stage have read it
       if (step > 0) release(before);
       before = at.stage;
       at.advance();
@@ -169,8 +170,7 @@ struct Consumer {
       if (tile.block_row < 0) break;
       __syncwarp();
       if (lane() == 0) ptx::mbarrier_arrive(barriers.wanted_of(n));
-      // Exchanged, or the assembler takes the branches for divergent ones and serialises the
-      // products.
+      // Shuffled, or the assembler takes the branches for divergent ones and serialises the WGMMAs.
       const int mine = __shfl_sync(~0u, tile.blocks, 0) - first;
       if (mine <= 0) {
         skip(steps);

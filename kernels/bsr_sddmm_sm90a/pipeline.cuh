@@ -1,4 +1,4 @@
-// Shared memory, barriers and the producer warpgroup of bsr_sddmm_sm90a.cu.
+// Shared memory, mbarriers and the producer warpgroup of the Hopper SDDMM.
 #pragma once
 
 #include "blockflash/bsr/cluster.cuh"
@@ -20,9 +20,9 @@ constexpr int kDepth = 64;  // of a stage along K: a row of the swizzle, 128 byt
 static_assert(kBlock % 64 == 0 && kBlock * kBlocks == 256,
               "a tile has the columns of the widest product");
 
-// Shared memory: a ring of stages, a block row of A and the block columns of B; barriers; announced
-// tiles. Of an operand that is contiguous along K a block is rows of 64 along K; of another it is
-// panels of 64 rows or columns, one such line for each of 64 along K.
+// Shared memory: a ring of stages, each with a block row of A and the block columns of B;
+// mbarriers; slots. A block of an operand that is contiguous along K lies as rows of 64 along K,
+// another one as panels of 64 rows or columns, with one such line per position along K.
 constexpr int kPanelBytes = 64 * 128, kBlockBytes = kBlock / 64 * kPanelBytes;
 constexpr int kStageBytes = (1 + kBlocks) * kBlockBytes;
 constexpr int kBarrierOffset = kStages * kStageBytes, kSlotOffset = kBarrierOffset + 128,
@@ -30,7 +30,7 @@ constexpr int kBarrierOffset = kStages * kStageBytes, kSlotOffset = kBarrierOffs
 static_assert(kSlotOffset + 2 * kSlotBytes <= Config::smem_bytes,
               "the manifest row has room for two tiles");
 
-// Barriers "full" and "empty" of each stage, and of the two slots in which tiles are announced.
+// The ring's mbarriers.
 struct Barriers : RingBarriers<kStages> {
   using RingBarriers::RingBarriers;
 
@@ -41,7 +41,7 @@ struct Barriers : RingBarriers<kStages> {
 };
 
 // A tile: `blocks` stored blocks of a block row from `first_block` on, and their block columns. A
-// negative block row: there are no more.
+// negative block row says that there are no more tiles.
 struct Tile {
   int block_row, first_block, blocks;
   int columns[4];
@@ -59,7 +59,7 @@ __device__ __forceinline__ uint32_t slot_of(uint32_t smem, int n) {
   return smem + kSlotOffset + n % 2 * kSlotBytes;
 }
 
-// The tile at an index below that of block row ceil(m / block), found by a warp.
+// A warp finds the tile at an index below the first one of block row ceil(m / block).
 __device__ __forceinline__ Tile find_tile(const Params& p, uint32_t index, int lane) {
   const StoredBlocks blocks = find_blocks<kBlock, kBlocks>(p, index, lane);
   Tile tile = {blocks.block_row, blocks.first, blocks.count, {}};
@@ -69,8 +69,8 @@ __device__ __forceinline__ Tile find_tile(const Params& p, uint32_t index, int l
   return tile;
 }
 
-// One warp takes tiles and looks up their blocks, some stages before the producer needs the next
-// one, since it takes a while; not earlier, since whoever is slow should take fewer.
+// One warp takes tiles and looks up their blocks. It prefetches the next tile kAnnounceAhead stages
+// early: early enough to hide the lookup, late enough to keep dynamic load balancing.
 constexpr int kAnnounceAhead = 8;
 __device__ __forceinline__ void schedule(const Params& p, uint32_t smem, const Barriers& barriers,
                                          int lane) {
@@ -99,8 +99,8 @@ __device__ __forceinline__ void schedule(const Params& p, uint32_t smem, const B
   if (lane == 0) leave_tiles(p, gridDim.x);
 }
 
-// Copies what a stage has of A's block row, or of a block column of B, which starts at this row or
-// column: 64 along K from k on.
+// Starts the TMA loads of one block row of A or block column of B, which starts at row or column
+// `position`, for 64 along K from k on.
 template <bool k_major>
 __device__ __forceinline__ void copy_block(uint32_t smem, const blockflash_tensor_map* map,
                                            int position, int k, uint32_t full) {
@@ -113,16 +113,16 @@ __device__ __forceinline__ void copy_block(uint32_t smem, const blockflash_tenso
   }
 }
 
-// One thread starts the copies. What lies beyond m, n and k arrives as zeros.
+// One thread issues the TMA loads. Elements beyond m, n and k arrive as zeros.
 __device__ __forceinline__ void produce(const Params& p, uint32_t smem, const Barriers& barriers) {
   int stage = 0;
-  uint32_t parity = 1;  // everything is empty at first
+  uint32_t parity = 1;  // every stage is empty at first
 #pragma unroll 1
   for (int n = 0;; ++n) {
     barriers.wait_announced(n);
     const Tile tile = Tile::load(slot_of(smem, n));
     if (tile.block_row < 0) break;
-    bool asked = false;  // for the next tile
+    bool asked = false;  // whether the next tile has been asked for
 #pragma unroll 1
     for (int k = 0;; k += kDepth) {
       if (!asked && p.k - k <= kAnnounceAhead * kDepth)

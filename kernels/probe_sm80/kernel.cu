@@ -1,8 +1,8 @@
-// What one unit of the GPU does at best, for sm_80 and newer: mma.sync, exponentials, reads and
-// copies of device memory.
+// Measures the peak rate of one unit of the GPU, for sm_80 and newer: mma.sync, exponentials, reads
+// and copies of device memory.
 //
-// Each probe keeps its unit busy and everything else idle, on real data (zeros would save power),
-// and writes what it computed, so that the work can neither be skipped nor go wrong unseen.
+// Each probe keeps its unit busy and all others idle, on real data since zeros would save power,
+// and writes its result so that the work can neither be skipped nor go wrong unnoticed.
 #include "blockflash/config.cuh"
 #include "blockflash/ptx/math.cuh"
 #include "blockflash/ptx/mma.cuh"
@@ -21,7 +21,7 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const
   if constexpr (kProbe == BLOCKFLASH_PROBE_MMA_E4M3) ptx::mma_m16n8k32_e4m3(d, a, b[0], b[1]);
 }
 
-// Changes nothing: no input has 2^48 bytes, but the compiler cannot know.
+// Has no effect, since no input has 2^48 bytes, but the compiler cannot know that.
 template <int kATiles, int kBTiles>
 __device__ __forceinline__ void change(const blockflash_probe_params& p, int n,
                                        uint32_t (&a)[kATiles][4], uint32_t (&b)[kBTiles][2]) {
@@ -32,9 +32,9 @@ __device__ __forceinline__ void change(const blockflash_probe_params& p, int n,
   for (int i = 0; i < kBTiles * 2; ++i) b[i / 2][i % 2] ^= bits;
 }
 
-// Each warp adds the same 2 × 8 tile products again and again. The fragments lie in the input as
-// lanes hold them: register r of a[i] at word (4 i + r) * 32 + lane, those of b behind. A thread's
-// result is the sum of its accumulators.
+// Each warp adds the same 2 × 8 tile products again and again. The input holds fragments as lanes
+// do: register r of a[i] at word (4 i + r) * 32 + lane, followed by the fragments of b. The result
+// of a thread is the sum of its accumulators.
 __device__ __forceinline__ float matrix_rate(const blockflash_probe_params& p) {
   constexpr int kATiles = 2, kBTiles = 8;
   const uint32_t* const words = static_cast<const uint32_t*>(p.input) + threadIdx.x % kWarpSize;
@@ -45,8 +45,8 @@ __device__ __forceinline__ float matrix_rate(const blockflash_probe_params& p) {
 #pragma unroll
   for (int i = 0; i < kBTiles * 2; ++i) b[i / 2][i % 2] = words[(kATiles * 4 + i) * kWarpSize];
   for (int n = 0; n < p.iterations; ++n) {
-    // GPUs without FP8 products of warps convert: operands that might change keep the conversions
-    // in the loop.
+    // GPUs without warp-level FP8 MMA convert. Operands that might change keep the conversions in
+    // the loop.
     if constexpr (kProbe == BLOCKFLASH_PROBE_MMA_E4M3) change(p, n, a, b);
 #pragma unroll
     for (int j = 0; j < kBTiles; ++j)
@@ -59,7 +59,7 @@ __device__ __forceinline__ float matrix_rate(const blockflash_probe_params& p) {
   return sum;
 }
 
-// x = 2^-x from 16 starts, whose common limit is 0.6411857; the sign costs no instruction.
+// x = 2^-x from 16 starts, whose common limit is 0.6411857. The sign costs no instruction.
 __device__ __forceinline__ float exponential_rate(const blockflash_probe_params& p) {
   constexpr int kChains = 16;
   float x[kChains], sum = 0;
@@ -73,10 +73,10 @@ __device__ __forceinline__ float exponential_rate(const blockflash_probe_params&
   return sum;
 }
 
-constexpr int kInFlight = 8;  // 16-byte loads of a thread that are under way together
+constexpr int kInFlight = 8;  // 16-byte loads of a thread in flight
 
-// Reads the input `iterations` times past L1: the exclusive or of all words, which is that of the
-// input or 0.
+// Reads the input `iterations` times, bypassing L1. The result is the exclusive or of all words,
+// which is the input's own or 0.
 __device__ __forceinline__ uint32_t read_rate(const blockflash_probe_params& p) {
   const uint4* const input = static_cast<const uint4*>(p.input);
   const int64_t count = p.bytes / 16, step = static_cast<int64_t>(gridDim.x) * blockDim.x;

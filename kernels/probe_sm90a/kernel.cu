@@ -1,5 +1,5 @@
-// What one unit of a Hopper GPU does at best: wgmma from shared memory, bulk copies from L2 into
-// shared memory. See probe_sm80.cu.
+// Measures the peak rate of one unit of a Hopper GPU: WGMMA from shared memory, bulk copies from L2
+// to shared memory. See probe_sm80.
 #include "blockflash/config.cuh"
 #include "blockflash/ptx/mbarrier.cuh"
 #include "blockflash/ptx/wgmma.cuh"
@@ -23,9 +23,9 @@ __device__ __forceinline__ void wgmma(float (&d)[128], uint64_t a, uint64_t b) {
   if constexpr (kProbe == BLOCKFLASH_PROBE_WGMMA_E4M3) ptx::wgmma_m64n256k32_e4m3(d, a, b);
 }
 
-// Every warpgroup adds the product of its own 64 rows and 256 rows that all share, again and again.
-// The input holds the rows of the warpgroups and then the shared ones. A thread's result is the sum
-// of its accumulators.
+// Every warpgroup adds the product of its own 64 rows and 256 rows shared by all, again and again.
+// The input holds the rows of the warpgroups, then the shared ones. The result of a thread is the
+// sum of its accumulators.
 __device__ __forceinline__ float matrix_rate(const blockflash_probe_params& p) {
   constexpr int kBytes = kWarpgroups * kABytes + kBBytes;
   static_assert(kProbe == BLOCKFLASH_PROBE_BULK || kBytes == ProbeConfig::smem_bytes,
@@ -53,8 +53,8 @@ __device__ __forceinline__ float matrix_rate(const blockflash_probe_params& p) {
   return sum;
 }
 
-// Each block of threads streams chunks of the input into a ring in shared memory: chunk blockIdx.x
-// + i · gridDim.x, modulo their number. A thread's result is the exclusive or of its share of the
+// Each CTA streams chunks of the input into a ring in shared memory: chunk blockIdx.x + i ·
+// gridDim.x, modulo their number. The result of a thread is the exclusive or of its share of the
 // words that the ring holds in the end.
 __device__ __forceinline__ uint32_t bulk_rate(const blockflash_probe_params& p) {
   __shared__ __align__(8) uint64_t arrived[kStages];
@@ -76,7 +76,7 @@ __device__ __forceinline__ uint32_t bulk_rate(const blockflash_probe_params& p) 
       if (chunk >= chunks) chunk -= chunks;
       if (++stage == kStages) stage = 0, ++lap;
     }
-    // The last copy of each stage that was used.
+    // The last copy into each stage that was used.
     for (int i = max(p.iterations - kStages, 0); i < p.iterations; ++i)
       ptx::mbarrier_wait(barriers + 8 * (i % kStages), (i / kStages) & 1);
   }

@@ -1,5 +1,4 @@
-// Turns the VARIANT_* macros of a manifest row into one constexpr struct. This is the only file
-// that reads them.
+// Turns the VARIANT_* macros of a manifest row into one constexpr struct. No other file reads them.
 #pragma once
 
 #include <cuda_bf16.h>
