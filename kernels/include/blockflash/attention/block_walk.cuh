@@ -1,5 +1,5 @@
-// How attention walks a block mask: in which order it takes tiles of queries, and which key tiles
-// each of them visits.
+// How attention walks a block mask: the order in which query tiles are taken, and the key tiles
+// that each of them visits.
 #pragma once
 
 #include <stdint.h>
@@ -9,15 +9,15 @@
 
 namespace blockflash {
 
-// The first entry of a head's row_ptr, or of its row_order, where each group has `entries` of them;
-// all together are counted in 32 bits.
+// Offset of a head's first entry in row_ptr or row_order, where each group has `entries` of them.
+// Less than 2^31 entries in all.
 __device__ __forceinline__ int group_offset(const blockflash_block_mask& m, int entries, int batch,
                                             int head) {
   return (batch * m.groups_per_batch + head / m.heads_per_group) * entries;
 }
 
-// The block rows of a batch entry: the first one in its groups, and how many. The sequences of a
-// packed batch share the groups.
+// The block rows of a batch entry: the first one in its groups, and their number. The sequences of
+// a packed batch share the groups.
 struct BlockRows {
   int first, count;
 
@@ -28,17 +28,17 @@ struct BlockRows {
   }
 };
 
-// Tiles of queries of a head. Under a block mask every block row has as many; those past the last
-// query have nothing to compute.
+// Number of query tiles of a head. Under a block mask every block row has equally many, and tiles
+// past the last query have nothing to compute.
 __device__ __forceinline__ int tiles_of_queries(const blockflash_block_mask& m, int seqlen_q,
                                                 int tile_block_q) {
   if (m.row_ptr == nullptr) return (seqlen_q + tile_block_q - 1) / tile_block_q;
   return (seqlen_q + m.block_q - 1) / m.block_q * (m.block_q / tile_block_q);
 }
 
-// The tile of queries of a head that is taken `turn`-th of `tiles`: long ones should not start
-// last. Those of the longest block row come first where an order is given, else the last tile,
-// which is the longest under a causal mask.
+// The query tile of a head that is taken `turn`-th of `tiles`. Long tiles should not start last:
+// with an order given the longest block row comes first, otherwise the last tile, which is the
+// longest under a causal mask.
 __device__ __forceinline__ int tile_of_queries(const blockflash_block_mask& m, BlockRows rows,
                                                int tiles, int tile_block_q, int batch, int head,
                                                int turn) {
@@ -51,21 +51,21 @@ __device__ __forceinline__ int tile_of_queries(const blockflash_block_mask& m, B
   return row * tiles_per_row + (tiles_per_row - 1 - before_last);
 }
 
-// The key tiles that a tile of queries visits, by position: position p is key tile tile_at(p), and
-// tiles ascend with positions. Without a block mask p is the key tile itself.
+// The key tiles that a query tile visits, by position: position p is key tile tile_at(p), and tiles
+// ascend with positions. Without a block mask p is the key tile itself.
 struct TileList {
   const int32_t* cols;  // columns of the block row, ascending; null: every key tile is visited
   int32_t count;        // columns in the list
   int32_t tiles_per_col;
 
-  // The tile of queries lies inside one block row, since the tile's block_q divides the mask's.
+  // The query tile lies inside one block row, since the tile's block_q divides the mask's.
   static __device__ __forceinline__ TileList of(const blockflash_block_mask& m, BlockRows rows,
                                                 int tile_block_kv, int batch, int head,
                                                 int q_begin) {
     if (m.row_ptr == nullptr) return {nullptr, 0, 1};
     const int at = q_begin / m.block_q;
     if (at >= rows.count)
-      return {m.col_idx, 0, 1};  // of cu_seqlens that are not those of the mask: it lists nothing
+      return {m.col_idx, 0, 1};  // cu_seqlens that do not belong to the mask: an empty list
     const int32_t* const row =
         m.row_ptr + group_offset(m, m.rows + 1, batch, head) + rows.first + at;
     return {m.col_idx + row[0], row[1] - row[0], m.block_kv / tile_block_kv};
@@ -75,7 +75,7 @@ struct TileList {
     return of(m, BlockRows::of(m, batch), tile_block_kv, batch, head, q_begin);
   }
 
-  // 16 bytes of shared memory.
+  // Takes 16 bytes of shared memory.
   static __device__ __forceinline__ TileList load(uint32_t smem) {
     const int4 a = ptx::load_shared_int4(smem);
     return {
@@ -95,12 +95,12 @@ struct TileList {
     return cols[listed] * tiles_per_col + (position - listed * tiles_per_col);
   }
 
-  // The first position whose tile is not before `key_tile`, the number of positions if there is
+  // The first position whose tile is not before `key_tile`; the number of positions if there is
   // none.
   __device__ __forceinline__ int lower_bound(int key_tile) const {
     if (cols == nullptr) return key_tile;
     const int col = key_tile / tiles_per_col;
-    // In steps that double, from the end: that is where most limits are.
+    // Steps that double from the end, where most limits lie.
     int first = 0, length = count;
     for (int step = 1; length > 0; step *= 2) {
       const int at = max(length - step, 0);
@@ -121,18 +121,17 @@ struct TileList {
   }
 };
 
-// The tiles of a list in shared memory from a position downwards, without a division or a wait for
-// memory in each step: a column is fetched when the one after it is begun.
+// Walks a list in shared memory downwards from a position. Each column is prefetched when the one
+// after it begins, so a step neither divides nor waits for memory.
 struct DescendingTiles {
   uint32_t list;
-  int within, first_tile;  // tiles of the column that are left below this one; its first tile
-  int listed, column;      // the next column, and how many come after it
+  int within, first_tile;  // tiles left in the column below this one; the first tile of the column
+  int listed, column;      // columns left in the list; the prefetched column
 
   __device__ __forceinline__ DescendingTiles(uint32_t list_smem, int position)
       : list(list_smem), within(position), first_tile(0), listed(0), column(0) {
     const TileList tiles = TileList::load(list);
-    // A list without tiles has no position: there is nothing before its first column, perhaps not
-    // even memory.
+    // An empty list has no position. There may not even be memory before its first column.
     if (tiles.cols == nullptr || position < 0) return;
     listed = position / tiles.tiles_per_col, within = position - listed * tiles.tiles_per_col;
     first_tile = tiles.cols[listed] * tiles.tiles_per_col;

@@ -1,4 +1,4 @@
-// Which keys a query attends to: causal, sliding window, ends of sequences.
+// Which keys a query attends to: causal masks, sliding windows, ends of sequences.
 #pragma once
 
 #include <stdint.h>
@@ -14,7 +14,7 @@ struct KeyRange {
 
 struct AttentionMask {
   int seqlen_kv;
-  int diagonal;  // key that query 0 is aligned with
+  int diagonal;  // the key with which query 0 is aligned
   int window_left, window_right;
 
   // Keys that query `row` attends to. Positions are 64-bit where windows may be as large as an int.

@@ -1,9 +1,8 @@
-// Clusters of the persistent BSR kernels: blocks of threads whose tiles of C are neighbours in the
-// same block rows, so that each block of A comes from L2 once for all of them: what L2 delivers
-// binds these kernels.
+// Clusters of the persistent BSR kernels: CTAs with neighbouring tiles of C in the same block rows,
+// for which L2 delivers each block of A once. These kernels are bound by L2 bandwidth.
 //
-// The first block takes the tiles of all and announces them to all. Each copies a share of A to
-// all, and its own B. A stage is empty when the consumers of all have read it.
+// The first CTA takes the tiles of all CTAs and announces them. Each CTA loads its share of A into
+// all of them, and its own B. A stage is empty when the consumers of all CTAs have read it.
 #pragma once
 
 #include "blockflash/ptx/cluster.cuh"
@@ -18,18 +17,18 @@ struct BsrCluster {
   static_assert(size == 2 || size == 4, "shares are whole rows of the swizzle");
   static constexpr uint16_t kAll = (1 << size) - 1;
 
-  // The number of this block in its cluster, that of its cluster, and how many of these there are.
+  // The rank of this CTA in its cluster, the index of the cluster, and the number of clusters.
   static __device__ __forceinline__ int rank() { return static_cast<int>(ptx::cluster_rank()); }
   static __device__ __forceinline__ uint32_t index() { return blockIdx.x / size; }
   static __device__ __forceinline__ uint32_t count() { return gridDim.x / size; }
 
-  // Waits for all threads of all blocks: in the beginning for their barriers, and before the end,
-  // as others still copy and arrive here.
+  // Cluster-wide barriers: at the start, so that all mbarriers are initialised; before the end,
+  // since other CTAs still copy into this one's shared memory and arrive at its mbarriers.
   static __device__ __forceinline__ void begin() { ptx::cluster_sync(); }
   static __device__ __forceinline__ void end() { ptx::cluster_sync(); }
 
-  // What the first block tells all: words that arrive at a barrier of each, and how many bytes
-  // these are.
+  // The first CTA sends words to all CTAs, where they are counted as bytes at an mbarrier, and
+  // announces how many bytes to expect.
   static __device__ __forceinline__ void store(uint32_t at, uint32_t x, uint32_t barrier) {
 #pragma unroll
     for (int r = 0; r < size; ++r)
@@ -45,17 +44,17 @@ struct BsrCluster {
     for (int r = 0; r < size; ++r)
       ptx::mbarrier_arrive_expect_tx_remote(ptx::map_shared(barrier, r), bytes);
   }
-  // What all tell the first block.
+  // Any CTA tells the first one.
   static __device__ __forceinline__ void ask(uint32_t barrier) {
     ptx::mbarrier_arrive_remote(ptx::map_shared(barrier, 0));
   }
 
-  // What a warp tells all: that it has read a stage.
+  // A warp tells all CTAs that it has read a stage.
   static __device__ __forceinline__ void release(uint32_t barrier, int lane) {
     if (lane < size) ptx::mbarrier_arrive_remote(ptx::map_shared(barrier, lane));
   }
 
-  // Copies to all.
+  // Copies into all CTAs.
   static __device__ __forceinline__ void tensor_copy_3d(uint32_t dst_smem,
                                                         const blockflash_tensor_map* map, int x,
                                                         int y, int z, uint32_t barrier,
@@ -68,7 +67,7 @@ struct BsrCluster {
   }
 };
 
-// A block on its own.
+// A CTA on its own.
 template <>
 struct BsrCluster<1> {
   static __device__ __forceinline__ int rank() { return 0; }

@@ -1,8 +1,8 @@
-// From accumulators to C: alpha, beta, bias, activation, and stores of 16 bytes.
+// Epilogue of BSR matmul: alpha, beta, bias, activation, and 16-byte stores of C.
 //
-// The accumulators go through shared memory in slices of 16 rows × slice_n columns per warp: whole
-// rows come out, so that loads and stores of C are 16 bytes wide, and the epilogue is one short
-// loop instead of being unrolled over the accumulators.
+// The accumulators go through shared memory in slices of 16 rows × slice_n columns per warp. Whole
+// rows come out, so that loads and stores of C are 16 bytes wide and the epilogue is one short loop
+// instead of being unrolled over the accumulators.
 #pragma once
 
 #include <type_traits>
@@ -27,8 +27,8 @@ __device__ __forceinline__ float load_bias(const blockflash_bsr_matmul_params& p
   return ElementTraits<BsrMatmulElement>::to_float(static_cast<const uint16_t*>(p.bias)[at]);
 }
 
-// Everything of the epilogue but the factor alpha, for the first `count` of eight values that are
-// neighbours in C from `at` on. `bias_at`: of the first one, and `bias_step` further for the next.
+// The whole epilogue except for alpha, for the first `count` of eight neighbouring values of C from
+// `at` on. The bias of the first one is at `bias_at`, and of each next one `bias_step` further.
 __device__ __forceinline__ void apply_epilogue(const blockflash_bsr_matmul_params& p, float (&x)[8],
                                                int64_t at, int64_t bias_at, int bias_step,
                                                int count) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ void apply_epilogue(const blockflash_bsr_matmul_param
   }
 }
 
-// Stores the first `count` of eight values that are neighbours in C.
+// Stores the first `count` of eight neighbouring values of C.
 __device__ __forceinline__ void store_piece(const blockflash_bsr_matmul_params& p,
                                             const float (&x)[8], int64_t at, int count) {
   if (p.c_dtype == BLOCKFLASH_DTYPE_F32) {
@@ -84,8 +84,8 @@ __device__ __forceinline__ void store_piece(const blockflash_bsr_matmul_params& 
   }
 }
 
-// Stores one slice, a row piece per lane and turn, those inside of C. `at_row`, `at_column`: where
-// the slice lies in C.
+// Stores the part of one slice that lies inside of C, a piece of a row per lane and turn. The slice
+// begins at row at_row and column at_column of C.
 template <int slice_n, int slice_stride, bool plain>
 __device__ __forceinline__ void store_slice(const blockflash_bsr_matmul_params& p,
                                             const float* slice, int64_t at_row, int64_t at_column,
@@ -112,7 +112,7 @@ __device__ __forceinline__ void store_slice(const blockflash_bsr_matmul_params& 
   }
 }
 
-// A call: inlined once per slice this would be most of the kernel.
+// Not inlined: one copy per slice would be most of the kernel.
 template <int slice_n, int slice_stride>
 __device__ __noinline__ void store_slice_with_epilogue(const blockflash_bsr_matmul_params& p,
                                                        const float* slice, int64_t at_row,
@@ -121,9 +121,8 @@ __device__ __noinline__ void store_slice_with_epilogue(const blockflash_bsr_matm
 }
 
 // Applies the epilogue to 16·m_tiles rows × 8·n_tiles columns of a warp and stores them, from
-// accumulators in the layout of MMA: with g = lane / 4 and t = lane % 4, rows g (the first two of
-// four) and g + 8, columns 2·t and 2·t + 1 of a tile. `slice`: 16 rows of slice_stride floats of
-// the warp's own.
+// accumulators in the layout of MMA (mma/fragment.cuh). `slice`: 16 rows of slice_stride floats
+// that belong to the warp.
 template <int slice_n, int slice_stride, int m_tiles, int n_tiles>
 __device__ __forceinline__ void store_tile(const blockflash_bsr_matmul_params& p,
                                            const float (&acc)[m_tiles][n_tiles][4], float* slice,
@@ -148,9 +147,9 @@ __device__ __forceinline__ void store_tile(const blockflash_bsr_matmul_params& p
     }
 }
 
-// The same straight from registers, for what most products are: C of the type of A, no epilogue but
-// alpha, whole pieces of 32 columns. The four lanes of a row exchange words, so that each has eight
-// columns. False: it is something else, and nothing is stored.
+// The epilogue straight from registers for the most common case: C of the type of A, alpha only,
+// whole pieces of 32 columns. The four lanes of a row exchange words, so that each stores eight
+// columns. Returns false and stores nothing in any other case.
 template <int n_tiles>
 __device__ __forceinline__ bool store_tile_directly(const blockflash_bsr_matmul_params& p,
                                                     const float (&acc)[n_tiles][4],

@@ -1,4 +1,4 @@
-// From accumulators to a column-major C: bsr_epilogue.cuh with rows and columns exchanged.
+// Epilogue for a column-major C: epilogue.cuh with rows and columns exchanged.
 #pragma once
 
 #include "blockflash/bsr/epilogue.cuh"
@@ -7,8 +7,8 @@
 namespace blockflash {
 namespace {
 
-// Stores one slice, eight rows of a column per lane and turn. `at_row`, `at_column`: where the
-// slice lies in C. A call: inlined once per slice it would be half of the kernel.
+// Stores one slice, eight rows of a column per lane and turn. The slice begins at row at_row and
+// column at_column of C. Not inlined: one copy per slice would be half of the kernel.
 template <int slice_n, int slice_stride>
 __device__ __noinline__ void store_column_slice(const blockflash_bsr_matmul_params& p,
                                                 const float* slice, int64_t at_row,
@@ -28,10 +28,10 @@ __device__ __noinline__ void store_column_slice(const blockflash_bsr_matmul_para
   }
 }
 
-// As `store_tile_directly`. A warp transposes 8×8 elements at a time, and the four lanes of a
-// column exchange words: each lane has eight rows of a column then. Whether columns of C consist of
-// such pieces is asked for all tiles alike: a branch that depends on the warp's rows would make the
-// compiler take the warps for divergent ever after, with slower products in the next tile.
+// Like `store_tile_directly`. A warp transposes 8×8 elements at a time and the four lanes of a
+// column exchange words, after which each lane has eight rows of a column. Whether columns of C
+// consist of such pieces is tested for all tiles alike: after a branch on the warp's own rows the
+// compiler would take warps for divergent and generate slower products for the next tile.
 template <int n_tiles>
 __device__ __forceinline__ bool store_tile_columns_directly(const blockflash_bsr_matmul_params& p,
                                                             const float (&acc)[n_tiles][4],
@@ -44,10 +44,10 @@ __device__ __forceinline__ bool store_tile_columns_directly(const blockflash_bsr
   const bool plain =
       p.beta == 0.f && p.bias == nullptr && p.activation == BLOCKFLASH_ACTIVATION_NONE;
   if (!plain || p.c_dtype != kDtype || !p.c_vectorized || p.m % 8 != 0) return false;
-  // After the exchange a lane has the piece lane % 4: of the first or the second eight columns, the
-  // upper or the lower eight rows.
+  // After the exchange a lane has piece lane % 4: of the first or second eight columns, the upper
+  // or lower eight rows.
   const int64_t column = first_column + lane % 4 / 2 * 8 + lane / 4, row = first_row + lane % 2 * 8;
-  const int64_t columns = row < p.m ? p.n - column : 0;  // inside of C, from this one on
+  const int64_t columns = row < p.m ? p.n - column : 0;  // columns inside of C, from this one on
   uint16_t* const c = static_cast<uint16_t*>(p.c) + column * p.ldc + row;
 #pragma unroll
   for (int n = 0; n < n_tiles; n += 2) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ bool store_tile_columns_directly(const blockflash_bsr
   return true;
 }
 
-// As `store_tile`, for 16 rows.
+// Like `store_tile`, for 16 rows.
 template <int slice_n, int slice_stride, int n_tiles>
 __device__ __forceinline__ void store_tile_columns(const blockflash_bsr_matmul_params& p,
                                                    const float (&acc)[n_tiles][4], float* slice,

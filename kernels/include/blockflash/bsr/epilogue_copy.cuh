@@ -1,5 +1,5 @@
-// From accumulators to C by tensor copies (sm_90): what most products are, C of the type of A and
-// row-major, and no old C.
+// Epilogue by TMA stores (sm_90) for the most common case: a row-major C of the type of A, and beta
+// 0.
 #pragma once
 
 #include "blockflash/bsr/epilogue.cuh"
@@ -14,7 +14,7 @@ namespace {
 // A page is 16 rows × 64 columns in the 128-byte swizzle.
 constexpr int kPageBytes = 16 * 128;
 
-// The erf of gelu unrolled over the accumulators would be most of the kernel.
+// Not unrolled over the accumulators: the erf of gelu would be most of the kernel.
 __device__ __noinline__ float2 gelu(float2 x) {
   return make_float2(activate(x.x, BLOCKFLASH_ACTIVATION_GELU),
                      activate(x.y, BLOCKFLASH_ACTIVATION_GELU));
@@ -26,12 +26,12 @@ __device__ __forceinline__ float2 activated(float2 x) {
   return make_float2(activate(x.x, activation), activate(x.y, activation));
 }
 
-// The bias of two columns or, the same for both, of a row; zeros without one.
+// The bias of two columns, or of a row for both columns; zeros without a bias.
 struct PairBias {
   using Traits = ElementTraits<BsrMatmulElement>;
   const uint16_t* columns;  // from this lane's first column on; null: none
   float row[2];             // of the lane's upper and lower row
-  int64_t left;             // columns up to the last one
+  int64_t left;             // columns left in C
 
   __device__ __forceinline__ PairBias(const blockflash_bsr_matmul_params& p, int first_row,
                                       int first_column, int lane) {
@@ -46,7 +46,7 @@ struct PairBias {
     }
   }
 
-  // Of the columns 8·n and 8·n + 1 further on, in both rows.
+  // The bias of the columns 8·n and 8·n + 1 further on, for both rows.
   __device__ __forceinline__ void load(float2 (&bias)[2], int n) const {
     float2 column = make_float2(0.f, 0.f);
     // Columns end at a multiple of eight.
@@ -58,7 +58,7 @@ struct PairBias {
   }
 };
 
-// `biased`: there may be a bias; looking for one at each pair takes time.
+// `biased`: there may be a bias. Testing for one at each pair takes time.
 template <int pages, int activation, bool biased, int n_tiles>
 __device__ __forceinline__ void store_activated_by_copies(
     const blockflash_bsr_matmul_tma_params& params, const float (&acc)[n_tiles][4], uint32_t smem,
@@ -98,8 +98,8 @@ __device__ __forceinline__ void store_activated_by_copies(
   }
 }
 
-// Stores 16 rows × 8·n_tiles columns of a warp, through its `pages` at `smem`: the warp goes on
-// while the copies read them. The map of C knows where it ends.
+// Stores 16 rows × 8·n_tiles columns of a warp through its `pages` at `smem`. The warp continues
+// while TMA reads the pages. The tensor map of C knows where C ends.
 template <int pages, int n_tiles>
 __device__ __forceinline__ void store_tile_by_copies(const blockflash_bsr_matmul_tma_params& params,
                                                      const float (&acc)[n_tiles][4], uint32_t smem,

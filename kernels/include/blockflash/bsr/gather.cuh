@@ -1,17 +1,15 @@
-// Shared memory, barriers and the producer warpgroup of the kernels for small blocks,
-// bsr_matmul_gather_sm90a.cu and bsr_matmul_filled_sm90a.cu.
+// Shared memory, mbarriers and the scheduler of the Hopper kernels for small blocks,
+// bsr_matmul_gather_sm90a and bsr_matmul_filled_sm90a.
 //
-// Block rows of a tile, a group, share B: it is read once for the union of their block columns, cut
-// into stages by the plan of the pattern.
+// The block rows of a tile form a group and share B, which is loaded once for the union of their
+// block columns, cut into stages by the plan of the pattern. One thread of the producer warpgroup
+// schedules: it takes the next tile, looks up the stages of its group and announces it in a slot.
+// Three warps load: they take the stages of the ring in turns (copy.cuh beside each kernel).
 //
-//   schedule (a thread)     takes the next tile, looks up the stages of its group, announces it in
-//   a slot copy     (three warps)  take stages of the ring in turn: bsr_gather_copy.cuh,
-//   bsr_filled_copy.cuh
-//
-// Nobody waits in a circle. A stage is filled when the consumers have emptied it, which takes only
-// stages before it. A tile is announced when all who copy ask for it, which they do at the latest
-// at the end of the tile before, and when the consumers have read the slot's previous tile, which
-// takes only tiles before that.
+// There is no circular wait. A stage is filled when the consumers have emptied it, which takes only
+// earlier stages. A tile is announced when all loading warps have asked for it, at the latest at
+// the end of the previous tile, and when the consumers have read the slot's previous tile, which
+// takes only earlier tiles.
 #pragma once
 
 #include "blockflash/bsr/cluster.cuh"
@@ -32,17 +30,17 @@ using Params = blockflash_bsr_matmul_tma_params;
 constexpr int kBlock = Config::block_size, kRows = Config::block_rows, kBlockN = Config::block_n,
               kStages = Config::stages;
 using Cluster = BsrCluster<Config::cluster>;
-constexpr int kClusterN = Config::cluster * kBlockN;  // columns of C of a cluster
-// The blocks of a cluster compute some of these columns each or, filled, all of them for some of
-// the block rows.
+constexpr int kClusterN = Config::cluster * kBlockN;  // columns of C that a cluster computes
+// The CTAs of a cluster compute some of these columns each; in the filled kernel, all of them for a
+// part of the block rows.
 constexpr int kOwnN = Config::filled ? kClusterN : kBlockN,
               kOwnRows = Config::filled ? kRows / Config::cluster : kRows;
 constexpr int kConsumerWarps = 4 * Config::warpgroups, kCopyWarps = 3;
 static_assert(Config::block_k == kBlock, "boxes of B are as many rows as a block of A has columns");
 
-// A stage of the ring is one of the plan, up to kColumns block columns of B as panels of 64 columns
-// each and the blocks of A that meet them by block row; filled, it is one block column and a place
-// for a block of each block row of its own.
+// A stage of the ring is one of the plan: up to kColumns block columns of B, as panels of 64
+// columns each, and the blocks of A in them, by block row. In the filled kernel it is one block
+// column and a place for a block of each of the CTA's own block rows.
 constexpr int kPlanColumns = 128 / kBlock;
 constexpr int kColumns = Config::filled ? 1 : kPlanColumns,
               kSlots = Config::filled ? kOwnRows : Config::stage_blocks;
@@ -53,8 +51,7 @@ static_assert(kSlots >= kOwnRows,
               "a column in which every block row has a block fits into a stage");
 static_assert(kStageBytes % 1024 == 0, "panels are aligned to the swizzle");
 
-// Behind the ring: barriers "full" and "empty" of each stage, "announced" and "wanted" of two
-// slots; the slots; a word per stage and block row or, filled, per stage.
+// The ring's mbarriers lie behind the ring, followed by the slots and the words of the stages.
 struct Barriers : RingBarriers<kStages> {
   __device__ __forceinline__ explicit Barriers(uint32_t smem)
       : RingBarriers(smem + kStages * kStageBytes) {}
@@ -70,14 +67,14 @@ constexpr int kSlotOffset = kStages * kStageBytes + 192, kRowsOffset = kSlotOffs
 static_assert(Barriers::kBytes <= 192 && kRowsOffset + kStages * kStageWords * 4 <= kSliceOffset,
               "all this ends before the slices");
 
-// What a warp needs to know of a stage: the columns in which its block row has blocks, as bits, and
-// where the first block lies in the stage. Filled: which warpgroups have blocks in it, as bits, and
-// above these whether it is the last of its tile.
+// A word per stage and block row: the columns in which the block row has blocks, as bits, and the
+// place of its first block in the stage. Filled: a word per stage with the warpgroups that have
+// blocks in it, as bits, and above them whether the stage is the last of its tile.
 __device__ __forceinline__ uint32_t stage_word(uint32_t smem, int stage, int row = 0) {
   return smem + kRowsOffset + (stage * kStageWords + row) * 4;
 }
 
-// An announced tile of the cluster, or a part of it. A negative group: there are no more.
+// An announced tile of the cluster, or a part of it. A negative group says that there are no more.
 struct Tile {
   int first_stage, stages, first_column, group;
 
@@ -92,7 +89,7 @@ struct Tile {
     Cluster::store_int4(slot(smem, n), make_int4(first_stage, stages, first_column, group),
                         barrier);
   }
-  // Which part it is.
+  // Which part of the tile it is.
   static __device__ __forceinline__ BsrPart part(uint32_t smem, int n) {
     return BsrPart::load(slot(smem, n) + 16);
   }
@@ -121,7 +118,7 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
       const int first = params.group_stages[at.position],
                 stages = params.group_stages[at.position + 1] - first;
       const BsrPart part = {place.part, parts_of(params, stages)};
-      if (part.number >= part.count) continue;  // tiles that are shorter than others of their place
+      if (part.number >= part.count) continue;  // a tile that is shorter than others at its place
       Cluster::store(Tile::slot(smem, n) + 16, part.word(), announced);
       tile = {first + part.begin(stages), part.end(stages) - part.begin(stages), at.first_column,
               at.position};
@@ -134,11 +131,11 @@ __device__ __forceinline__ void schedule(const Params& params, uint32_t smem,
   leave_tiles(params, Cluster::count());
 }
 
-// The next tile is asked for when so many stages are left: looking it up takes a while, but whoever
-// is slow should take fewer.
+// The next tile is prefetched when this many stages are left: early enough to hide the lookup, late
+// enough to keep dynamic load balancing.
 constexpr int kAnnounceAhead = 8;
 
-// A stage of the plan, see params.h, is a pair per lane.
+// A stage of the plan, described in params.h, is a pair of words per lane.
 constexpr int kColumnLane = 16, kSizeLane = kColumnLane + 8;
 static_assert(kRows <= kColumnLane && kPlanColumns <= 8, "a stage of the plan holds all of it");
 

@@ -1,12 +1,11 @@
-// Tiles of C in parts, for the persistent BSR kernels: where few tiles, or one that takes long,
-// would leave multiprocessors idle.
+// Splitting tiles of C along K, for the persistent BSR kernels, where few tiles or one long tile
+// would leave SMs idle.
 //
-// A tile of many steps is cut along K into parts of equal length. Part 0 stores C: it adds the sums
-// of the others, which these have left in the caller's workspace as their threads hold them, in the
-// order of the parts, so the result does not depend on who was first. All parts but 0 come before
-// any part 0 in the order in which blocks take them, and wait for nothing. So whoever waits, waits
-// for one who computes; that needs the counter, since in fixed turns that one may be a block that
-// has no multiprocessor yet.
+// A long tile is cut into parts of equal length. Part 0 adds the sums that the other parts have
+// left in the caller's workspace, in the order of the parts, and stores C, so the result does not
+// depend on timing. All parts except part 0 come before any part 0 in the order in which CTAs take
+// tiles, and they wait for nothing, so a CTA only ever waits for one that is computing. This
+// requires the tile counter: in a fixed order that CTA might not have been scheduled on an SM yet.
 #pragma once
 
 #include "blockflash/bsr/tile_order.cuh"
@@ -16,7 +15,7 @@
 
 namespace blockflash {
 
-// A part of a tile, of so many.
+// One part of `count`.
 struct BsrPart {
   int number, count;
 
@@ -26,9 +25,9 @@ struct BsrPart {
   }
   __device__ __forceinline__ uint32_t word() const {
     return number + count * 16;
-  }  // what load takes
+  }  // as `load` reads it
 
-  // Its steps out of so many of the tile: the first parts have one more.
+  // Its range of the tile's steps; the first parts have one more.
   __device__ __forceinline__ int begin(int steps) const { return before(number, steps); }
   __device__ __forceinline__ int end(int steps) const { return before(number + 1, steps); }
 
@@ -38,12 +37,12 @@ struct BsrPart {
 };
 static_assert(BLOCKFLASH_BSR_PARTS < 16, "a number fits into four bits");
 
-// The place at `index` in the order of all parts: which part it is, of which of the tiles that may
-// have one of this number.
+// The place at `index` in the order of all parts: the number of the part, and the index among the
+// tiles that may have such a part.
 struct BsrPlace {
   int part;
   uint32_t index;
-  int tiles_m;  // along C's rows; 0: there are no more places
+  int tiles_m;  // along the rows of C; 0: there are no more places
 
   __device__ __forceinline__ BsrPlace(const blockflash_bsr_matmul_tma_params& params, int tiles_m,
                                       int tiles_n, uint32_t index)
@@ -56,18 +55,18 @@ struct BsrPlace {
   }
 };
 
-// In how many parts so many steps are computed.
+// The number of parts in which so many steps are computed.
 __device__ __forceinline__ int parts_of(const blockflash_bsr_matmul_tma_params& params, int steps) {
   return min(max(steps - 1, 0) / params.part_steps + 1, BLOCKFLASH_BSR_PARTS);
 }
 
-// The sums that a warp holds of a tile, which is the one at this position and column of tiles.
+// The sums that a warp holds of the tile at this position and column of tiles.
 template <int warps, int registers>
 struct BsrSums {
   const blockflash_bsr_matmul_tma_params& params;
   int position, column_tile, tiles_n, warp, lane;
 
-  // Of the warps in the workspace, for a part.
+  // Index of the warp's slot in the workspace, for a part.
   __device__ __forceinline__ int64_t slot(int part) const {
     return (static_cast<int64_t>(params.part_begin[part] + position) * tiles_n + column_tile) *
                warps +
@@ -77,7 +76,7 @@ struct BsrSums {
     return reinterpret_cast<float4*>(params.part_sums) + slot * (registers / 4 * kWarpSize) + lane;
   }
 
-  // Leaves those of a part that is not the first of its tile.
+  // Leaves the sums of a part other than 0.
   __device__ __forceinline__ void leave(int part, const float (&acc)[registers]) const {
     const int64_t slot = this->slot(part);
     float4* const to = sums(slot);
@@ -88,8 +87,7 @@ struct BsrSums {
     if (lane == 0) ptx::store_release(params.part_arrived + slot, 1);
   }
 
-  // Adds those of the other parts to the first one's, and leaves the words that say that they are
-  // there as they were.
+  // Adds the sums of the other parts to part 0, and resets the words that announced them.
   __device__ __forceinline__ void add(int parts, float (&acc)[registers]) const {
 #pragma unroll 1
     for (int part = 1; part < parts; ++part) {

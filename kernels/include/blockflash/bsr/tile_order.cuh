@@ -1,4 +1,4 @@
-// Which tiles of C a block of threads of the persistent BSR kernels computes, one after another.
+// The order in which the persistent BSR kernels compute tiles of C.
 #pragma once
 
 #include <stdint.h>
@@ -7,15 +7,15 @@
 
 namespace blockflash {
 
-// The tile of C at a place in the order in which tiles are computed: that of the portable kernel.
-// `Column` counts columns of C.
+// The tile of C at an index of this order, the same as in the portable kernel. `Column` is the
+// integer type of columns of C.
 template <int block_n, class Column = int>
 struct BsrTile {
-  int position;  // of its block rows, counted in tiles
+  int position;  // position of its block rows in their order, counted in tiles
   Column first_column;
 
   __device__ __forceinline__ BsrTile(int tiles_m, int tiles_n, uint32_t index) {
-    // Panels of about 1024 columns: their slice of B stays in L2 while all block rows pass over it.
+    // Panels of about 1024 columns keep their slice of B in L2 while all block rows pass over it.
     constexpr uint32_t kPanelTiles = 1024 / block_n;
     const uint32_t panel = index / (tiles_m * kPanelTiles),
                    rest = index - panel * tiles_m * kPanelTiles;
@@ -25,8 +25,8 @@ struct BsrTile {
   }
 };
 
-// Takes the tile after the one at `index`: the next of all, or without a counter the next of this
-// taker's fixed turns. `takers`: blocks of threads, or clusters of them.
+// Takes the tile after the one at `index`: the next one of all, or without a counter the next one
+// in a fixed order. `takers`: number of CTAs, or of clusters.
 template <class Params>
 __device__ __forceinline__ uint32_t take_tile(const Params& params, uint32_t index,
                                               uint32_t takers) {
@@ -34,8 +34,8 @@ __device__ __forceinline__ uint32_t take_tile(const Params& params, uint32_t ind
                                         : index + takers;
 }
 
-// To be called by one thread of each taker when there are no more tiles: the last one leaves the
-// counters as it found them.
+// Called by one thread of each taker when there are no more tiles. The last one resets the counters
+// for the next launch.
 template <class Params>
 __device__ __forceinline__ void leave_tiles(const Params& params, uint32_t takers) {
   if (params.tile_counter == nullptr) return;

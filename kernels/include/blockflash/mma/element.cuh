@@ -19,7 +19,7 @@ struct ElementTraits<__half> {
     const __half2 pair = __floats2half2_rn(low, high);
     return reinterpret_cast<const uint32_t&>(pair);
   }
-  // x·0 + sum of both halves: NaN once x has been NaN or infinite.
+  // x·0 + sum in both halves: becomes NaN once x is NaN or infinite.
   static __device__ __forceinline__ uint32_t zero_times_plus(uint32_t x, uint32_t sum) {
     return ptx::fma_f16x2(x, 0, sum);
   }

@@ -1,12 +1,12 @@
-// Accumulators of mma.sync and wgmma: a tile of 16 rows × 8 columns lies in a warp as four elements
-// per lane. The four lanes that hold one row are a quad.
+// The accumulator layout of mma.sync and WGMMA: a tile of 16 rows × 8 columns is held by a warp
+// with four elements per lane. The four lanes that share a row are a quad.
 #pragma once
 
 #include <stdint.h>
 
 namespace blockflash {
 
-// Row and column inside the tile of element i of a lane.
+// Row and column inside the tile of a lane's element i.
 __device__ __forceinline__ int accumulator_row(int lane, int i) { return lane / 4 + i / 2 * 8; }
 __device__ __forceinline__ int accumulator_column(int lane, int i) { return lane % 4 * 2 + i % 2; }
 

@@ -1,5 +1,5 @@
-// From accumulators to a matrix whose type is known at run time: by slices of 16 rows of a warp in
-// shared memory, out of which whole rows come.
+// Staging of accumulators whose type in memory is known at run time: slices of 16 rows of a warp in
+// shared memory, from which whole rows are read.
 #pragma once
 
 #include <stdint.h>
@@ -11,14 +11,14 @@
 namespace blockflash {
 namespace {
 
-// Two neighbours in one of the 16-bit types.
+// Packs two neighbours in one of the 16-bit types.
 __device__ __forceinline__ uint32_t pack(int dtype, float low, float high) {
   return dtype == BLOCKFLASH_DTYPE_F16 ? ElementTraits<__half>::pack(low, high)
                                        : ElementTraits<__nv_bfloat16>::pack(low, high);
 }
 
-// Puts the accumulators of 16 rows × slice_n columns from tile n0 on into the slice, whose rows are
-// slice_stride floats apart.
+// Writes the accumulators of 16 rows × slice_n columns, from tile n0 on, to the slice, whose rows
+// are slice_stride floats apart.
 template <int slice_n, int slice_stride, int n_tiles>
 __device__ __forceinline__ void fill_slice(const float (&acc)[n_tiles][4], int n0, float* slice,
                                            int lane) {
