@@ -32,7 +32,7 @@ pub const BLOCKFLASH_BLOCK_SCORES_MEANS: i32 = 0;
 pub const BLOCKFLASH_BLOCK_SCORES_PRODUCTS: i32 = 1;
 /** The blocks of queries × keys that attention visits, in BSR. Block row r of group g has the
  block columns col_idx\[row_ptr\[g·(rows + 1) + r\]\] up to, not including, col_idx\[row_ptr\[g·(rows
- + 1) + r + 1\]\], ascending. A batch entry and head of q belong to the group
+ \+ 1) + r + 1\]\], ascending. A batch entry and head of q belong to the group
  batch·groups_per_batch + head / heads_per_group.
 
  The sequences of a packed batch follow one another in the rows of a group: row i of sequence b
