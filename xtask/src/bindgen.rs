@@ -58,11 +58,13 @@ mod generate {
     struct Comments;
 
     impl ParseCallbacks for Comments {
-        /// Shapes are written in brackets, which rustdoc would take for links.
+        /// Rustdoc would take shapes in brackets for links, and a line that begins with a plus for
+        /// an item of a list.
         fn process_comment(&self, comment: &str) -> Option<String> {
             let lines: Vec<&str> = comment.lines().map(str::trim).collect();
             let text = format!(" {}", lines.join("\n "));
-            Some(text.replace('[', "\\[").replace(']', "\\]").replace("\n \n", "\n\n"))
+            let text = text.replace('[', "\\[").replace(']', "\\]").replace("\n + ", "\n \\+ ");
+            Some(text.replace("\n \n", "\n\n"))
         }
     }
 

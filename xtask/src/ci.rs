@@ -1,6 +1,6 @@
 //! `cargo xtask ci`: everything that continuous integration checks, cheap checks first.
 
-use crate::{bindgen, deny, kernels, package, sass, test, tidy, workspace};
+use crate::{bindgen, deny, fmt, kernels, package, sass, test, tidy, workspace};
 use anyhow::{Result, bail};
 use blockflash_sys::Target;
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ pub struct Args {
 /// Runs every step even when an earlier one failed; the count of the tests comes last.
 pub fn run(args: &Args) -> Result<()> {
     let mut steps = Steps::default();
-    steps.run("format", || workspace::run(workspace::cargo().args(["fmt", "--all", "--check"])));
+    steps.run("format", || fmt::run(&fmt::Args { check: true }));
     steps.run("tidy", || tidy::run(&tidy::Args::default()));
     steps.run("packages", || package::run(&package::Args::default()));
     steps.run("clippy", || {

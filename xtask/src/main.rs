@@ -6,6 +6,7 @@ mod bindgen;
 mod bundle;
 mod ci;
 mod deny;
+mod fmt;
 mod kernels;
 mod package;
 mod profile;
@@ -36,6 +37,7 @@ enum Command {
     Profile(profile::Args),
     Sass(sass::Args),
     Test(test::Args),
+    Fmt(fmt::Args),
     Tidy(tidy::Args),
     Bundle(bundle::Args),
     Package(package::Args),
@@ -52,6 +54,7 @@ fn main() -> ExitCode {
         Command::Profile(args) => profile::run(&args),
         Command::Sass(args) => sass::run(&args),
         Command::Test(args) => test::run(&args),
+        Command::Fmt(args) => fmt::run(&args),
         Command::Tidy(args) => tidy::run(&args),
         Command::Record(args) => record::run(&args),
         Command::Bundle(args) => bundle::run(&args),

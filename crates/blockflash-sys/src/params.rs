@@ -30,28 +30,31 @@ pub const BLOCKFLASH_BLOCK_PROBLEM_NAN: i32 = 2;
 pub const BLOCKFLASH_BLOCK_PROBLEM_CAPACITY: i32 = 3;
 pub const BLOCKFLASH_BLOCK_SCORES_MEANS: i32 = 0;
 pub const BLOCKFLASH_BLOCK_SCORES_PRODUCTS: i32 = 1;
-/** Which blocks of queries × keys attention visits, in BSR: the block columns of block row r of group g are
- col_idx\[row_ptr\[g·(rows + 1) + r\]\] to before col_idx\[row_ptr\[g·(rows + 1) + r + 1\]\], ascending. The group of a batch entry and
- head of q is batch·groups_per_batch + head / heads_per_group.
+/** The blocks of queries × keys that attention visits, in BSR. Block row r of group g has the
+ block columns col_idx\[row_ptr\[g·(rows + 1) + r\]\] up to, not including, col_idx\[row_ptr\[g·(rows
+ \+ 1) + r + 1\]\], ascending. A batch entry and head of q belong to the group
+ batch·groups_per_batch + head / heads_per_group.
 
- The sequences of a packed batch follow one another in the rows of a group: row i of sequence b is r = cu_rows\[b\] + i. Rows in
- row_order and block columns count from the start of their sequence.*/
+ The sequences of a packed batch follow one another in the rows of a group: row i of sequence b
+ is r = cu_rows\[b\] + i. Rows in row_order and block columns count from the start of their
+ sequence.*/
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_block_mask {
     /// \[groups, rows + 1\], less than 2^31 entries; null: every block is visited
     pub row_ptr: *const i32,
     pub col_idx: *const i32,
-    /// \[groups, rows\] order in which rows of a group or sequence are taken, longest first; null:
-    /// last first
+    /** \[groups, rows\] order in which the rows of a group or sequence are
+ computed, longest first; null: last first*/
     pub row_order: *const i32,
-    /// \[batch + 1\] first row of each sequence, and `rows`; null exactly when cu_seqlens are
+    /** \[batch + 1\] first row of each sequence, then `rows`; null exactly when
+ cu_seqlens are*/
     pub cu_rows: *const i32,
-    /// ceil(seqlen_q / block_q), for a packed batch the sum of those of its sequences
+    /// ceil(seqlen_q / block_q); for a packed batch the sum over its sequences
     pub rows: i32,
-    /// multiples of the tile's, which divide them
+    /// multiples of the tile's block_q and block_kv
     pub block_q: i32,
-    /// multiples of the tile's, which divide them
+    /// multiples of the tile's block_q and block_kv
     pub block_kv: i32,
     /// 0: the same for all batch entries, and for a packed batch
     pub groups_per_batch: i32,
@@ -108,8 +111,8 @@ pub struct blockflash_attention_fwd_params {
     pub v: *const ::core::ffi::c_void,
     /// \[batch, seqlen_q, num_heads_q, head_dim\]
     pub o: *mut ::core::ffi::c_void,
-    /// \[batch, num_heads_q, seqlen_q\], natural log; may be null. Kernels without row sums ignore
-    /// it
+    /** \[batch, num_heads_q, seqlen_q\], natural logarithm; may be null. Kernels without the
+ log-sum-exp ignore it*/
     pub lse: *mut f32,
     /// \[num_heads_q\] logits that join the denominator; may be null
     pub sink: *const f32,
@@ -138,9 +141,11 @@ pub struct blockflash_attention_fwd_params {
     pub seqlen_q: i32,
     /// the longest sequence of the batch when variable-length
     pub seqlen_kv: i32,
-    /// rows of q and o, and of k and v, when variable-length: offsets are clamped to them
+    /** rows of q and o, and of k and v, when variable-length; offsets are
+ clamped to them*/
     pub total_q: i32,
-    /// rows of q and o, and of k and v, when variable-length: offsets are clamped to them
+    /** rows of q and o, and of k and v, when variable-length; offsets are
+ clamped to them*/
     pub total_kv: i32,
     /// multiple of 8, at most the tile's head_dim
     pub head_dim: i32,
@@ -281,7 +286,7 @@ const _: () = {
         "Offset of field: blockflash_attention_fwd_params::block_mask",
     ][::core::mem::offset_of!(blockflash_attention_fwd_params, block_mask) - 232usize];
 };
-/// What the driver encodes a tensor into for the tensor memory accelerator (CUtensorMap).
+/// A tensor map of the Tensor Memory Accelerator (CUtensorMap), encoded by the driver.
 #[repr(C)]
 #[repr(align(64))]
 #[derive(Debug, Copy, Clone)]
@@ -300,10 +305,11 @@ const _: () = {
         "Offset of field: blockflash_tensor_map::opaque",
     ][::core::mem::offset_of!(blockflash_tensor_map, opaque) - 0usize];
 };
-/** Attention forward whose tiles are copied by the tensor memory accelerator, by blocks that stay and take tile after tile.
+/** Attention forward by persistent CTAs that load tiles by TMA.
 
- The maps have the dimensions (head_dim, sequence, head, batch), boxes of 64 columns and 64 rows (q), the tile's block_kv
- rows (k, v) or 16 rows (o), and a swizzle of 128 bytes. Packed sequences are one sequence of a batch of 1.*/
+ The maps have the dimensions (head_dim, sequence, head, batch), boxes of 64 columns and 64
+ rows (q), the tile's block_kv rows (k, v) or 16 rows (o), and a swizzle of 128 bytes. Packed
+ sequences are one sequence of a batch of 1.*/
 #[repr(C)]
 #[repr(align(64))]
 #[derive(Debug, Copy, Clone)]
@@ -315,12 +321,13 @@ pub struct blockflash_attention_fwd_tma_params {
     pub v: blockflash_tensor_map,
     pub o: blockflash_tensor_map,
     pub base: blockflash_attention_fwd_params,
-    /// two zeros: {next tile, blocks that are done}, left as zeros; null: fixed turns
+    /** two zeros, left as zeros: {next tile, CTAs that are done}; null: a
+ fixed order of tiles*/
     pub tile_counter: *mut u32,
-    /// heads that are computed together: their keys and values should fit into L2
+    /// heads computed together, whose keys and values should fit into L2
     pub heads_per_section: i32,
-    /// factor of the (capped) score in the exponent of 2: log2(e), times softmax_scale if not
-    /// capped
+    /** factor of the score in the exponent of 2: log2(e)·softmax_scale, or log2(e)
+ after a softcap*/
     pub scale_log2: f32,
     /// 1 / scale_log2
     pub inverse_scale_log2: f32,
@@ -373,8 +380,9 @@ const _: () = {
 };
 /** BSR matmul: c = activation(alpha·a·b + beta·c + bias), a block-sparse \[m, k\], b and c dense.
 
- Kernels for a transposed a take the index of the transposed pattern in row_ptr and col_idx, and the values as they are: block i of the
- index is the transposed block block_idx\[i\] of the values.*/
+ Kernels for a transposed a take the index of the transposed pattern in row_ptr and col_idx and
+ the values unchanged: block i of the index is the transpose of block block_idx\[i\] of the
+ values.*/
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_bsr_matmul_params {
@@ -384,8 +392,8 @@ pub struct blockflash_bsr_matmul_params {
     pub col_idx: *const i32,
     /// \[nnz_blocks, block, block\], rows and columns beyond m and k are zero
     pub values: *const ::core::ffi::c_void,
-    /// \[ceil(m / block)\] order in which block rows are taken, the longest first or those that
-    /// share b together; null: natural
+    /** \[ceil(m / block)\] order in which block rows are computed: the longest
+ first, or rows that share b together; null: natural*/
     pub row_order: *const i32,
     /// \[k, n\]
     pub b: *const ::core::ffi::c_void,
@@ -393,9 +401,11 @@ pub struct blockflash_bsr_matmul_params {
     pub c: *mut ::core::ffi::c_void,
     /// \[m\] or \[n\] in the type of b, see bias_per_row; null: none
     pub bias: *const ::core::ffi::c_void,
-    /// elements between rows of b and of c, or between columns where these are contiguous
+    /** elements between rows of b and of c, or between columns where columns are
+ contiguous*/
     pub ldb: i64,
-    /// elements between rows of b and of c, or between columns where these are contiguous
+    /** elements between rows of b and of c, or between columns where columns are
+ contiguous*/
     pub ldc: i64,
     pub m: i64,
     pub n: i64,
@@ -485,49 +495,58 @@ const _: () = {
         "Offset of field: blockflash_bsr_matmul_params::c_column_major",
     ][::core::mem::offset_of!(blockflash_bsr_matmul_params, c_column_major) - 124usize];
 };
-/** BSR matmul whose tiles are copied by the tensor memory accelerator, by blocks of threads that stay and take tile after tile. All maps
- have a swizzle of 128 bytes but that of blocks of 32; one of a tensor without elements is zeros.*/
+/** BSR matmul by persistent CTAs that load tiles by TMA. All maps have a swizzle of 128 bytes,
+ except for blocks of 32; the map of a tensor without elements is zeros.*/
 #[repr(C)]
 #[repr(align(64))]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_bsr_matmul_tma_params {
-    /** (block, block, nnz_blocks), boxes of 64 columns and all rows of one block, or 64 rows if a is transposed,
- of which each block of a cluster copies its share. Blocks of 32 that are filled with zeros: boxes of
- one block, a swizzle of 64 bytes. Zeros where small blocks are copied as they lie*/
+    /** (block, block, nnz_blocks), boxes of 64 columns and all rows of one
+ block, or 64 rows if a is transposed; each CTA of a cluster loads its
+ share of a box. Filled blocks of 32: boxes of one block, a swizzle of
+ 64 bytes. Zeros where small blocks are copied without a map*/
     pub a: blockflash_tensor_map,
-    /** whole panels of b, (64, k, n / 64), boxes of block_k rows and all panels of the tile; zeros if n < 64.
- Column-major: all of b, (k, n, 1), boxes of block_k rows and all columns of the tile*/
+    /** whole panels of b, (64, k, n / 64), boxes of block_k rows and all
+ panels of the tile; zeros if n < 64. Column-major: all of b, (k, n,
+ 1), boxes of block_k rows and all columns of the tile*/
     pub b: blockflash_tensor_map,
-    /** (n, k, 1), boxes of 64 columns and block_k rows. Column-major: as b, boxes of the n % block_n columns of the
- last tile; zeros if there are none*/
+    /** (n, k, 1), boxes of 64 columns and block_k rows. Column-major: like b, with boxes
+ of the n % block_n columns of the last tile; zeros if there are none*/
     pub b_edge: blockflash_tensor_map,
-    /// (n, m), boxes of 64 columns and 16 rows, for what c_by_copies says; else zeros
+    /// (n, m), boxes of 64 columns and 16 rows, where c_by_copies is 1; else zeros
     pub c: blockflash_tensor_map,
     /// sizes fit into 31 bits
     pub base: blockflash_bsr_matmul_params,
-    /// two zeros: {next tile, blocks that are done}, left as zeros; null: fixed turns
+    /** two zeros, left as zeros: {next tile, CTAs that are done}; null: a
+ fixed order of tiles*/
     pub tile_counter: *mut u32,
-    /// \[nnz_blocks\] which of the values each block is, for kernels that transpose a; else null
+    /** \[nnz_blocks\] index of each block among the values, for kernels that
+ transpose a; else null*/
     pub block_idx: *const i32,
-    /** \[stages, 32, 2\] for blocks of 16 and 32, else null: what a group of block rows, which are neighbours in
- row_order, reads of b at a time, by lanes of a warp. Lane r < 16: the first of block row r's blocks and
- {bit i: one meets column i of the stage, from bit 8 on: their place among the stage's blocks}; lane
- 16 + i: column i, 0; lane 24: number of columns, of blocks*/
+    /** \[stages, 32, 2\] for blocks of 16 and 32, else null: the plan. A stage is the part
+ of b that a group of block rows, neighbours in row_order, reads at a time, with one
+ pair per lane of a warp. Lane r < 16: {the first of the blocks of block row r, a
+ word whose bit i says that one of them is in column i of the stage and whose bits
+ from 8 on are their place among the blocks of the stage}. Lane 16 + i: {column i,
+ 0}. Lane 24: {number of columns, number of blocks}*/
     pub stages: *const i32,
-    /// \[groups + 1\] the first stage of each group
+    /// \[groups + 1\] first stage of each group
     pub group_stages: *const i32,
     /// 1: c is row-major, 16-byte aligned and of the type of a, and beta is 0
     pub c_by_copies: i32,
-    /// tiles of more blocks (of stages where there are any) than this are computed in several
-    /// parts; positive
+    /** tiles of more blocks (or stages, where there is a plan) than this are split
+ into parts; positive*/
     pub part_steps: i32,
-    /** the order of all parts: at \[p\] begin the tiles of the first column that may have a part p, the
- longest, as many as there are up to \[p - 1\]; descends to 0. All zeros: no tile has more than one*/
+    /** the order of all parts: \[p\] counts the tiles of one
+ column that come before the parts p, which the
+ longest \[p - 1\] - \[p\] tiles of a column may have;
+ descends to 0. All zeros: no tile is split*/
     pub part_begin: [i32; 8usize],
-    /** \[part_begin\[0\] · tiles along n, tile\] sums of parts but the first, as the threads hold them; or null. The
- tiles are those of whole clusters*/
+    /** \[part_begin\[0\] · tiles along n, tile\] sums of all parts except the first, in the
+ register layout of the threads; or null. Counts the tiles of whole clusters*/
     pub part_sums: *mut f32,
-    /// \[part_begin\[0\] · tiles along n, consumer warps\] zeros, left as zeros; or null
+    /** \[part_begin\[0\] · tiles along n, consumer warps\] zeros, left as zeros;
+ or null*/
     pub part_arrived: *mut u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
@@ -584,7 +603,7 @@ const _: () = {
     ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_arrived)
         - 720usize];
 };
-/// Probe: one unit of the GPU at its highest rate, to measure what kernels are held against.
+/// Probe: one unit of the GPU at its peak rate, as a ceiling for measurements.
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_probe_params {
@@ -618,17 +637,19 @@ const _: () = {
         "Offset of field: blockflash_probe_params::iterations",
     ][::core::mem::offset_of!(blockflash_probe_params, iterations) - 24usize];
 };
-/** Block mask: the source's blocks and those of `always`, without what the token mask hides entirely, as index arrays in BSR.
+/** Block mask: the source's blocks and the blocks of `always`, without the blocks that the token
+ mask hides entirely, as index arrays in BSR.
 
- Row r of a batch entry and head is row (batch·heads + head)·rows + r of all. A slab is as many neighbouring rows of one head
- as a block of threads has warps; the last slab of a head may have fewer.*/
+ Row r of a batch entry and head is row (batch·heads + head)·rows + r of all rows. A slab is as
+ many neighbouring rows of one head as a CTA has warps; the last slab of a head may have fewer.*/
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_block_mask_build_params {
     pub source: *const ::core::ffi::c_void,
-    /// visited whatever the source says; row_ptr is null: none
+    /// visited whatever the source says; none if row_ptr is null
     pub always: blockflash_block_mask,
-    /// \[batch, heads, rows, ceil(cols / 32)\] columns of each row, the first in the lowest bit
+    /** \[batch, heads, rows, ceil(cols / 32)\] columns of each row, the first in the
+ lowest bit*/
     pub bits: *mut u32,
     /// \[batch, heads, rows\] columns of each row, whatever the capacity
     pub lengths: *mut i32,
@@ -638,16 +659,17 @@ pub struct blockflash_block_mask_build_params {
     pub row_ptr: *mut i32,
     /// \[capacity\]
     pub col_idx: *mut i32,
-    /// \[batch, heads, rows\] longest first by lengths, of equally long rows the last one first
+    /** \[batch, heads, rows\] rows by descending length, the last one first among
+ equally long rows*/
     pub row_order: *mut i32,
-    /// \[2\], lowered by every launch: {row << 33 | position << 2 | problem, ~(blocks that would
-    /// have had room)}
+    /** \[2\], lowered by every launch: {row << 33 | position << 2 | problem,
+ ~(number of blocks that col_idx would have to hold)}*/
     pub problems: *mut u64,
     /// BLOCKFLASH_BLOCK_MASK_…
     pub step: i32,
     /// BLOCKFLASH_BLOCK_SOURCE_…
     pub source_kind: i32,
-    /// not for booleans
+    /// unused for booleans
     pub k: i32,
     pub batch: i32,
     pub heads: i32,
@@ -861,25 +883,27 @@ const _: () = {
         "Offset of field: blockflash_block_scores_params::head_dim",
     ][::core::mem::offset_of!(blockflash_block_scores_params, head_dim) - 128usize];
 };
-/** Sampled product: values = alpha·a·b + beta·values at the stored blocks of a BSR matrix, a \[m, k\] and b \[k, n\] dense, each row- or
- column-major as the kernel was compiled. The maps have a swizzle of 128 bytes; they are zeros if k is 0.*/
+/** Sampled dense-dense product (SDDMM): values = alpha·a·b + beta·values at the stored blocks of
+ a BSR matrix, a \[m, k\] and b \[k, n\] dense, each row- or column-major as the kernel was
+ compiled. The maps have a swizzle of 128 bytes; they are zeros if k is 0.*/
 #[repr(C)]
 #[repr(align(64))]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_bsr_sddmm_params {
-    /// row-major: (k, m), boxes of 64 columns and the rows of a block; column-major: (m, k), boxes
-    /// of 64 × 64
+    /** row-major: (k, m), boxes of 64 columns and the rows of a block;
+ column-major: (m, k), boxes of 64 × 64*/
     pub a: blockflash_tensor_map,
-    /// column-major: (k, n), boxes of 64 rows and the columns of a block; row-major: (n, k), boxes
-    /// of 64 × 64
+    /** column-major: (k, n), boxes of 64 rows and the columns of a block;
+ row-major: (n, k), boxes of 64 × 64*/
     pub b: blockflash_tensor_map,
     /// \[ceil(m / block) + 1\]
     pub row_ptr: *const i32,
     /// \[nnz_blocks\]
     pub col_idx: *const i32,
-    /// \[nnz_blocks, block, block\], 16-byte aligned; what lies beyond m and n becomes zero
+    /// \[nnz_blocks, block, block\], 16-byte aligned; elements beyond m and n become zero
     pub values: *mut ::core::ffi::c_void,
-    /// two zeros: {next tile, blocks that are done}, left as zeros; null: fixed turns
+    /** two zeros, left as zeros: {next tile, CTAs that are done}; null: a
+ fixed order of tiles*/
     pub tile_counter: *mut u32,
     pub m: i32,
     pub n: i32,
@@ -939,14 +963,15 @@ const _: () = {
         "Offset of field: blockflash_bsr_sddmm_params::beta",
     ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, beta) - 312usize];
 };
-/// BSR matmul whose operands lie in any layout, which is decided at run time.
+/// BSR matmul for operands in any layout, chosen at run time.
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_bsr_matmul_any_params {
     pub base: blockflash_bsr_matmul_params,
-    /// \[nnz_blocks\] which of the values each block is, where a is transposed; else null
+    /** \[nnz_blocks\] index of each block among the values where a is
+ transposed; else null*/
     pub block_idx: *const i32,
-    /// 1: each of the values is a block of the transposed a
+    /// 1: each block of the values is a block of the transpose of a
     pub a_transposed: i32,
     /// 1: columns of b are contiguous
     pub b_column_major: i32,
@@ -974,8 +999,8 @@ const _: () = {
     ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, b_column_major)
         - 140usize];
 };
-/// Sampled product by kernels that take a and b in every layout: values = alpha·a·b + beta·values,
-/// as above.
+/** Sampled dense-dense product (SDDMM) by kernels that take a and b in every layout: values =
+ alpha·a·b + beta·values, as above.*/
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_bsr_sddmm_portable_params {
@@ -987,11 +1012,11 @@ pub struct blockflash_bsr_sddmm_portable_params {
     pub a: *const ::core::ffi::c_void,
     /// \[k, n\]
     pub b: *const ::core::ffi::c_void,
-    /// \[nnz_blocks, block, block\]; what lies beyond m and n becomes zero
+    /// \[nnz_blocks, block, block\]; elements beyond m and n become zero
     pub values: *mut ::core::ffi::c_void,
-    /// elements between rows, or between columns where these are contiguous
+    /// elements between rows, or between columns where columns are contiguous
     pub lda: i64,
-    /// elements between rows, or between columns where these are contiguous
+    /// elements between rows, or between columns where columns are contiguous
     pub ldb: i64,
     pub m: i32,
     pub n: i32,

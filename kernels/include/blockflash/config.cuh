@@ -1,12 +1,11 @@
-// Turns the VARIANT_* macros of a manifest row into one constexpr struct. This is the only file
-// that reads them.
+// Turns the VARIANT_* macros of a manifest row into one constexpr struct. No other file reads them.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
 
-#include "params.h"
+#include "blockflash/params.h"
 
 namespace blockflash {
 
@@ -29,16 +28,16 @@ struct AttentionFwdHopperConfig {
   static constexpr int head_dim = VARIANT_HEAD_DIM;
   static constexpr int block_kv = VARIANT_BLOCK_KV;
   static constexpr int warpgroups =
-      VARIANT_WARPGROUPS;  // of consumers, 64 queries each; one more produces
+      VARIANT_WARPGROUPS;  // consumers, 64 queries each; plus one producer
   static constexpr int heads =
-      VARIANT_HEADS;  // that share the keys of a tile: 1, or one per warpgroup
+      VARIANT_HEADS;  // heads that share the keys of a tile: 1, or one per warpgroup
   static constexpr int block_q = 64 * warpgroups / heads;
   static constexpr int stages = VARIANT_STAGES;
   static constexpr int q_stages = VARIANT_Q_STAGES;
   static constexpr bool q_in_registers = VARIANT_Q_IN_REGISTERS;
   static constexpr bool lse = VARIANT_LSE;  // whether the log-sum-exp is computed
   static constexpr int threads = 128 * (warpgroups + 1);
-  static constexpr int min_blocks = VARIANT_MIN_BLOCKS;  // per multiprocessor
+  static constexpr int min_blocks = VARIANT_MIN_BLOCKS;  // CTAs per SM
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
 };
@@ -66,11 +65,12 @@ struct BsrMatmulHopperConfig {
   static constexpr int block_size = VARIANT_BLOCK_SIZE;
   static constexpr int block_n = VARIANT_BLOCK_N;
   static constexpr int block_k = VARIANT_BLOCK_K;
-  static constexpr int block_rows = VARIANT_BLOCK_ROWS;       // of a tile
-  static constexpr int cluster = VARIANT_CLUSTER;             // blocks of threads that share A
-  static constexpr bool a_transposed = VARIANT_A_TRANSPOSED;  // blocks of A arrive as columns
+  static constexpr int block_rows = VARIANT_BLOCK_ROWS;  // block rows of a tile
+  static constexpr int cluster = VARIANT_CLUSTER;        // CTAs that share A
+  static constexpr bool a_transposed =
+      VARIANT_A_TRANSPOSED;  // the values are blocks of the transpose
   static constexpr bool b_column_major = VARIANT_B_COLUMN_MAJOR;
-  static constexpr int warpgroups = VARIANT_CONSUMER_WARPGROUPS;  // one more produces
+  static constexpr int warpgroups = VARIANT_CONSUMER_WARPGROUPS;  // consumers; plus one producer
   static constexpr int stage_blocks =
       VARIANT_STAGE_BLOCKS;  // blocks of A in a stage of the plan, where blocks are small
   static constexpr bool filled =
@@ -116,7 +116,7 @@ struct BsrSddmmPortableConfig {
   using Element = ElementOf<VARIANT_DTYPE>::type;
   static constexpr int block_size = VARIANT_SDDMM_BLOCK_SIZE;
   static constexpr int columns =
-      VARIANT_SDDMM_COLUMNS;  // of a tile, those of neighbouring blocks side by side
+      VARIANT_SDDMM_COLUMNS;  // of a tile: neighbouring blocks side by side
   static constexpr int block_k = VARIANT_BLOCK_K;
   static constexpr int warps_m = VARIANT_WARPS_M;
   static constexpr int warps_n = VARIANT_WARPS_N;
@@ -132,7 +132,7 @@ struct BsrSddmmConfig {
   static constexpr int blocks = VARIANT_SDDMM_BLOCKS;  // of a tile, side by side
   static constexpr bool a_column_major = VARIANT_A_COLUMN_MAJOR;
   static constexpr bool b_column_major = VARIANT_B_COLUMN_MAJOR;
-  static constexpr int warpgroups = 2;  // that compute; one more produces
+  static constexpr int warpgroups = 2;  // consumers; plus one producer
   static constexpr int stages = VARIANT_STAGES;
   static constexpr int threads = 128 * (warpgroups + 1);
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
@@ -150,6 +150,6 @@ struct ProbeConfig {
 
 }  // namespace blockflash
 
-// Head of a kernel definition: name and resources come from the row.
+// The head of a kernel definition: its name and resources come from the row.
 #define BLOCKFLASH_KERNEL \
   extern "C" __global__ void __launch_bounds__(VARIANT_THREADS, VARIANT_MIN_BLOCKS) VARIANT_SYMBOL

@@ -3,7 +3,7 @@
 use super::{
     lock::Entry,
     ptxas,
-    sources::{fingerprint, sha256},
+    sources::{fingerprint, sha256, source},
     toolchain::{Toolchain, identity},
 };
 use crate::workspace::{read_bytes, root};
@@ -36,19 +36,17 @@ pub struct Image {
 /// Arguments of nvcc that decide what comes out, apart from the macros and the source.
 fn flags(row: &Row) -> Vec<String> {
     let kind = if row.target.is_ptx() { "-ptx" } else { "-cubin" };
-    // Names of internal functions hold a hash of the source's path: the same path wherever the
-    // repository lies.
-    let path = format!("/{}", source(row));
-    let place = ["-Xcicc", "--orig_src_path_name", "-Xcicc", &path];
-    [&["-gencode", row.target.gencode(), kind], FLAGS, &place]
+    // Names of internal functions hold the source's file name and a hash of its path. Fixed ones
+    // tell the kernels apart and keep images the same wherever the repository and its files lie.
+    let path = format!("/kernels/{}.cu", row.source());
+    let place = ["--orig_src_file_name", &path[1..], "--orig_src_path_name", &path]
+        .map(|word| ["-Xcicc", word])
+        .concat();
+    [&["-gencode", row.target.gencode(), kind], FLAGS, &place[..]]
         .concat()
         .into_iter()
         .map(String::from)
         .collect()
-}
-
-fn source(row: &Row) -> String {
-    format!("kernels/{}.cu", row.source())
 }
 
 /// Fingerprint of the compiler's version and flags for a row.

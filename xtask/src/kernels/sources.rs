@@ -1,21 +1,48 @@
 //! The fingerprint of a kernel's sources, taken without running the compiler.
 
-use crate::workspace::{read, root};
+use crate::workspace::{list, read, root};
 use anyhow::Result;
 use blockflash_sys::Row;
 use sha2::{Digest, Sha256};
-use std::{collections::BTreeMap, path::PathBuf};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
 
 /// Lower-case hexadecimal SHA-256.
 pub fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
+/// The file of a row's kernel, from the root of the repository.
+pub fn source(row: &Row) -> String {
+    format!("kernels/{}/kernel.cu", row.source())
+}
+
+/// Every CUDA file, sorted.
+pub fn all() -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    let mut folders = vec![root().join("kernels")];
+    while let Some(folder) = folders.pop() {
+        let (inner, files): (Vec<_>, Vec<_>) =
+            list(&folder)?.into_iter().partition(|path| path.is_dir());
+        folders.extend(inner);
+        found.extend(files.into_iter().filter(|path| is_cuda(path)));
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// Whether a file is CUDA C++, by its name.
+pub fn is_cuda(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| ["cu", "cuh", "h"].iter().any(|&e| extension == e))
+}
+
 /// Fingerprint of everything in this repository that a row is compiled from, apart from the target:
 /// its source file, the headers reached from it, and its macros.
 pub fn fingerprint(row: &Row) -> Result<String> {
     let mut text = String::new();
-    for (path, content) in closure(&format!("kernels/{}.cu", row.source()))? {
+    for (path, content) in closure(&source(row))? {
         text += &format!("{path} {}\n", sha256(content.as_bytes()));
     }
     for (name, value) in row.macros() {

@@ -93,12 +93,12 @@ mod tests {
         assert!(errors("crates/blockflash-safe/src/lib.rs", code).is_empty());
         let code = "asm volatile(\"bar.sync 0;\");\n";
         assert_eq!(
-            errors("kernels/a.cu", code),
-            ["kernels/a.cu:1: inline PTX belongs into include/blockflash/ptx/"]
+            errors("kernels/a/kernel.cu", code),
+            ["kernels/a/kernel.cu:1: inline PTX belongs into include/blockflash/ptx/"]
         );
         assert!(errors("kernels/include/blockflash/ptx/mma.cuh", code).is_empty());
         let code = "#ifdef VARIANT_STAGES\n";
-        assert_eq!(errors("kernels/include/blockflash/mask.cuh", code).len(), 1);
+        assert_eq!(errors("kernels/include/blockflash/attention/mask.cuh", code).len(), 1);
         assert!(errors("kernels/include/blockflash/config.cuh", code).is_empty());
     }
 
@@ -107,6 +107,6 @@ mod tests {
         assert_eq!(errors("xtask/src/a.rs", &"\n".repeat(401)).len(), 1);
         assert!(errors("xtask/src/a.rs", &"\n".repeat(301)).is_empty());
         assert!(errors(GENERATED, &"\n".repeat(401)).is_empty());
-        assert_eq!(errors("kernels/a.cu", &"\n".repeat(401)).len(), 1);
+        assert_eq!(errors("kernels/a/kernel.cu", &"\n".repeat(401)).len(), 1);
     }
 }

@@ -84,7 +84,7 @@ impl Expected {
     }
 }
 
-/// Results of the lanes of a warp of `probe_sm80.cu` after one iteration.
+/// Results of the lanes of a warp of `probe_sm80` after one iteration.
 pub(super) fn mma(words: &[i32], element: Element) -> Vec<Expected> {
     const A_TILES: usize = 2;
     const B_TILES: usize = 8;
@@ -118,7 +118,7 @@ pub(super) fn mma(words: &[i32], element: Element) -> Vec<Expected> {
     (0..32).map(result).collect()
 }
 
-/// Results of the threads of a block of `probe_sm90a.cu` after one iteration.
+/// Results of the threads of a block of `probe_sm90a` after one iteration.
 pub(super) fn wgmma(words: &[i32], element: Element) -> Vec<Expected> {
     const ROW_WORDS: usize = 32;
     const WARPGROUPS: usize = 2;

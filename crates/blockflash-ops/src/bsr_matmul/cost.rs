@@ -16,7 +16,7 @@ const COST_OF_COPIED_C: f64 = 2.2;
 const COST_OF_SUM: f64 = 2.0;
 /// What a tile of several parts costs beside: until one multiprocessor sees what others have left.
 const COST_OF_PARTS: f64 = 150_000.0;
-/// Columns of C that are computed before the next ones: `BsrTile` in `bsr_tiles.cuh`.
+/// Columns of C that are computed before the next ones: `BsrTile` in `bsr/tile_order.cuh`.
 const PANEL_N: usize = 1024;
 /// What part of the cost of A is saved where L2 need not deliver it: it still has to be written to
 /// shared memory.

@@ -1,7 +1,7 @@
 use super::family::Family;
 use crate::{Target, params};
 
-/// What `probe_sm80.cu` and `probe_sm90a.cu` keep busy. The discriminants are the
+/// What `probe_sm80` and `probe_sm90a.cu` keep busy. The discriminants are the
 /// `BLOCKFLASH_PROBE_…` constants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]

@@ -19,7 +19,7 @@ impl Row {
         self.variant.family()
     }
 
-    /// Name of the source file in `kernels/`, without `.cu`.
+    /// Name of the folder in `kernels/` that holds the source.cu`.
     pub fn source(&self) -> &'static str {
         self.family().source()
     }

@@ -1,11 +1,11 @@
-// Named barriers among some warps of a block (bar, barrier). PTX ISA, "Parallel synchronization".
+// Named barriers among some warps of a CTA (bar, barrier). PTX ISA, "Parallel synchronization".
 #pragma once
 
 #include <stdint.h>
 
 namespace blockflash::ptx {
 
-// Waits until `threads` threads have come here or arrived.
+// Waits until `threads` threads have waited here or arrived.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -1,36 +1,36 @@
-// Clusters of blocks of threads (sm_90): the shared memory of all of them, barriers in it, and
-// copies to all. PTX ISA, "Cluster of cooperative thread arrays".
+// Thread block clusters (sm_90): distributed shared memory, mbarriers in it, and multicast copies.
+// PTX ISA, "Cluster of cooperative thread arrays".
 #pragma once
 
 #include <stdint.h>
 
-#include "../params.h"
+#include "blockflash/params.h"
 
 namespace blockflash::ptx {
 
-// The number of this block in its cluster.
+// The rank of this CTA in its cluster.
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-// Waits for all threads of all blocks of the cluster. What they have written is not seen for that,
-// but for barriers that were initialised.
+// Waits for all threads of all CTAs of the cluster. Relaxed: it makes initialised mbarriers
+// visible, but no other writes.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory");
 }
 
-// The same place in the shared memory of a block of the cluster.
+// The address of the same place in the shared memory of a CTA of the cluster.
 __device__ __forceinline__ uint32_t map_shared(uint32_t at, uint32_t rank) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
   return there;
 }
 
-// Stores to shared memory of the cluster; the bytes count at a barrier of the same block, and
-// whoever waits for it sees them. No fence is needed, which a cluster-wide arrival with release
-// would be: that waits for all memory that the thread has touched.
+// Stores to distributed shared memory. The bytes count at an mbarrier of the same CTA, and whoever
+// waits for it sees them. This avoids a cluster-wide arrival with release, which waits for all
+// memory that the thread has touched.
 __device__ __forceinline__ void store_async(uint32_t at, uint32_t x, uint32_t barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(at),
@@ -45,20 +45,20 @@ __device__ __forceinline__ void store_async_int4(uint32_t at, int4 v, uint32_t b
       : "memory");
 }
 
-// Arrives at a barrier of the cluster: what this thread has read may be written.
+// Arrives at an mbarrier of the cluster: what this thread has read may be overwritten.
 __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The same, and adds bytes that have yet to come in this phase.
+// Arrives, and adds bytes that are still to come in this phase.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx_remote(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier),
                "r"(bytes)
                : "memory");
 }
 
-// Starts the copy of a box to the same place in the blocks of the cluster that the mask names; its
-// bytes count at the barrier of each.
+// Starts the TMA load of a box into the same place of the CTAs in the mask. Its bytes count at the
+// mbarrier of each.
 __device__ __forceinline__ void tensor_copy_3d_multicast(uint32_t dst_smem,
                                                          const blockflash_tensor_map* map, int x,
                                                          int y, int z, uint32_t barrier,
@@ -72,7 +72,7 @@ __device__ __forceinline__ void tensor_copy_3d_multicast(uint32_t dst_smem,
       : "memory");
 }
 
-// The same for bytes (a multiple of 16).
+// The same for a number of bytes, a multiple of 16.
 __device__ __forceinline__ void bulk_copy_multicast(uint32_t dst_smem, const void* src,
                                                     uint32_t bytes, uint32_t barrier,
                                                     uint16_t mask) {

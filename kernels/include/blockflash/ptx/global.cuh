@@ -1,11 +1,11 @@
-// Loads and stores of device memory that order others: PTX ISA, "Memory consistency model".
+// Acquire and release in device memory. PTX ISA, "Memory consistency model".
 #pragma once
 
 #include <stdint.h>
 
 namespace blockflash::ptx {
 
-// What the writer did before its release, and saw, is seen after a load that finds its value.
+// Writes before a release are visible after an acquire that reads its value.
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* at) {
   uint32_t x;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");

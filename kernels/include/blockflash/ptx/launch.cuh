@@ -1,10 +1,10 @@
-// What a Hopper kernel asks of its launch: registers per role (setmaxnreg) and its place behind the
-// kernel before (griddepcontrol).
+// Launch-related instructions of Hopper kernels: registers per role (setmaxnreg) and programmatic
+// dependent launch (griddepcontrol).
 #pragma once
 
 namespace blockflash::ptx {
 
-// All warps of a warpgroup execute these together.
+// All warps of a warpgroup must execute these together.
 template <int registers>
 __device__ __forceinline__ void raise_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
@@ -14,13 +14,13 @@ __device__ __forceinline__ void lower_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
-// Waits until the kernels that this one depends on are complete and their writes visible. At once
-// in a launch without such a dependency.
+// Waits until the kernels that this one depends on are complete and their writes are visible.
+// Returns at once in a launch without such a dependency.
 __device__ __forceinline__ void wait_for_predecessors() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Lets dependent kernels start their preamble once all blocks have come here.
+// Lets dependent kernels start their preamble once all CTAs have called this.
 __device__ __forceinline__ void launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -26,7 +26,7 @@ __device__ __forceinline__ float rcp_approx(float x) {
   return y;
 }
 
-// a·b + c of two halves each.
+// a·b + c for two packed halves.
 __device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));

@@ -1,4 +1,4 @@
-// mbarrier (sm_90): barriers in shared memory that also count bytes of asynchronous copies. PTX
+// mbarrier (sm_90): barriers in shared memory that also count the bytes of asynchronous copies. PTX
 // ISA, "Parallel synchronization".
 #pragma once
 
@@ -15,8 +15,8 @@ __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Orders this thread's writes to shared memory before what asynchronous units (copies, wgmma) read
-// and write there.
+// Orders this thread's writes to shared memory before accesses of the asynchronous proxy (TMA,
+// WGMMA).
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -25,13 +25,13 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and adds bytes that copies have yet to deliver in this phase.
+// Arrives, and adds bytes that copies are still to deliver in this phase.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 
-// Waits until the phase with this parity is complete.
+// Waits until the phase of this parity is complete.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done = 0;
   while (!done)
@@ -43,7 +43,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
         : "memory");
 }
 
-// Copies bytes (a multiple of 16) from global to shared memory and counts them at the barrier.
+// Copies bytes, a multiple of 16, from global to shared memory and counts them at the mbarrier.
 __device__ __forceinline__ void bulk_copy(uint32_t dst_smem, const void* src, uint32_t bytes,
                                           uint32_t barrier) {
   asm volatile(

@@ -1,15 +1,15 @@
-// Tiled copies of the tensor memory accelerator (sm_90). PTX ISA, "Data Movement and Conversion:
-// cp.async.bulk.tensor".
+// Tensor copies of the Tensor Memory Accelerator (TMA, sm_90). PTX ISA, "Data Movement and
+// Conversion: cp.async.bulk.tensor".
 #pragma once
 
 #include <stdint.h>
 
-#include "../params.h"
+#include "blockflash/params.h"
 
 namespace blockflash::ptx {
 
-// Starts the copy of the box at these coordinates (innermost first) to shared memory; its bytes
-// count at the barrier. What lies outside the tensor arrives as zeros.
+// Starts the TMA load of the box at these coordinates, innermost first, into shared memory. Its
+// bytes count at the mbarrier. Elements outside the tensor arrive as zeros.
 __device__ __forceinline__ void tensor_copy_4d(uint32_t dst_smem, const blockflash_tensor_map* map,
                                                int x, int y, int z, int w, uint32_t barrier) {
   asm volatile(
@@ -20,7 +20,7 @@ __device__ __forceinline__ void tensor_copy_4d(uint32_t dst_smem, const blockfla
       : "memory");
 }
 
-// Fetches a tensor map ahead of its first use.
+// Prefetches a tensor map before its first use.
 __device__ __forceinline__ void prefetch_tensor_map(const blockflash_tensor_map* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -35,8 +35,7 @@ __device__ __forceinline__ void tensor_copy_3d(uint32_t dst_smem, const blockfla
       : "memory");
 }
 
-// How L2 keeps what is read with such a policy: as everything else, or to be replaced before
-// everything else.
+// L2 eviction policies: normal, or evicted before everything else.
 __device__ __forceinline__ uint64_t evict_normal() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
@@ -69,8 +68,8 @@ __device__ __forceinline__ void tensor_copy_2d(uint32_t dst_smem, const blockfla
       : "memory");
 }
 
-// Starts the copy of a box from shared memory to these coordinates. What lies outside the tensor is
-// not written.
+// Starts the TMA store of a box from shared memory to these coordinates. Elements outside the
+// tensor are not written.
 __device__ __forceinline__ void tensor_store_4d(const blockflash_tensor_map* map, int x, int y,
                                                 int z, int w, uint32_t src_smem) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];"
@@ -98,7 +97,7 @@ __device__ __forceinline__ void tensor_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
-// Waits until all groups of this thread have written.
+// Waits until all groups of this thread have been written.
 __device__ __forceinline__ void tensor_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

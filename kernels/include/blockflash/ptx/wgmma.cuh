@@ -1,5 +1,5 @@
-// wgmma (sm_90a): matrix products of a warpgroup, operands in shared memory. PTX ISA, "Asynchronous
-// warpgroup level matrix instructions".
+// wgmma (sm_90a): asynchronous matrix products of a warpgroup with operands in shared memory. PTX
+// ISA, "Asynchronous warpgroup level matrix instructions".
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,7 +8,7 @@
 
 namespace blockflash::ptx {
 
-// Orders accesses to accumulators and shared memory before the products that follow.
+// Orders accesses to accumulators and shared memory before the WGMMAs that follow.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -17,13 +17,13 @@ __device__ __forceinline__ void wgmma_commit_group() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most `pending` of the youngest groups are still under way.
+// Waits until at most `pending` of the youngest groups are in flight.
 template <int pending>
 __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// Keep the compiler from moving accesses to registers that wgmma works on.
+// Keep the compiler from moving accesses to registers on which WGMMA works.
 template <int n>
 __device__ __forceinline__ void wgmma_pin(float (&registers)[n]) {
 #pragma unroll
@@ -35,8 +35,8 @@ __device__ __forceinline__ void wgmma_pin(uint32_t (&registers)[n]) {
   for (int i = 0; i < n; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
-// Describes a K-major tile whose rows are 128 or 64 bytes with a swizzle of as many, eight rows
-// after eight; its address is a multiple of eight rows. Adding 2 moves 32 bytes along K.
+// Descriptor of a K-major tile with rows of 128 or 64 bytes and a swizzle of the same width, in
+// groups of eight rows. Its address is a multiple of eight rows. Adding 2 moves 32 bytes along K.
 template <int row_bytes = 128>
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t tile_smem) {
   static_assert(row_bytes == 128 || row_bytes == 64, "rows are as wide as a swizzle");
@@ -45,9 +45,9 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t tile_smem) {
   return kSwizzle << 62 | kEightRows << 32 | (tile_smem & 0x3FFFF) >> 4;
 }
 
-// Describes an MN-major tile of columns in panels of 64: a panel has rows of 128 bytes (one row per
-// k) with 128-byte swizzle, eight rows to 1024 bytes. `panel_bytes` is from a panel to the next,
-// `group_bytes` from eight rows to the next: 1024. Adding 128 moves 16 along K.
+// Descriptor of an MN-major tile in panels of 64 columns: a panel has rows of 128 bytes, one row
+// per k, with the 128-byte swizzle and eight rows to 1024 bytes. `panel_bytes` separates panels,
+// `group_bytes` groups of eight rows (1024). Adding 128 moves 16 along K.
 __device__ __forceinline__ uint64_t wgmma_descriptor_mn(uint32_t tile_smem, uint32_t panel_bytes,
                                                         uint32_t group_bytes) {
   return 1ull << 62 | static_cast<uint64_t>(group_bytes >> 4) << 32 |
@@ -85,9 +85,9 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_mn(uint32_t tile_smem, uint
   "%112, %113, %114, %115, %116, %117, %118, %119, "                                               \
   "%120, %121, %122, %123, %124, %125, %126, %127"
 
-// d[64, n] (+)= a·b, f32. `ss` takes a and b from shared memory, `rs` takes a from registers, in
-// the layout of two neighbouring accumulator tiles rounded to 16 bits. a is K-major or,
-// `a_transposed`, MN-major; b K-major or, `transposed`, MN-major.
+// d[64, n] (+)= a·b in f32. `ss` takes a and b from shared memory. `rs` takes a from registers, in
+// the layout of two neighbouring accumulator tiles rounded to 16 bits. a is K-major, or MN-major
+// with `a_transposed`; b is K-major, or MN-major with `transposed`.
 template <int n, class Element>
 struct Wgmma;
 
@@ -97,8 +97,8 @@ struct Wgmma;
 #define BLOCKFLASH_RS(n, type, registers, o0, o1, o2, o3, o4, o5, scale)                           \
   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, {" o0 ", " o1 \
   ", " o2 ", " o3 "}, " o4 ", " scale ", 1, 1, " o5 ";"
-// Products that do not accumulate define d without reading it. `rs_if` decides when it runs, for
-// all warps alike.
+// Products that do not accumulate write d without reading it. `rs_if` decides at run time,
+// uniformly for all warps.
 #define BLOCKFLASH_WGMMA(n, element, type, registers, d_list, o0, o1, o2, o3, o4, o5, o6)         \
   template <>                                                                                     \
   struct Wgmma<n, element> {                                                                      \

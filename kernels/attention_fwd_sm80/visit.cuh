@@ -1,0 +1,81 @@
+// The work of one CTA of the portable attention kernel: its queries, and the key tiles it visits.
+#pragma once
+
+#include "blockflash/attention/block_walk.cuh"
+#include "blockflash/attention/mask.cuh"
+#include "blockflash/attention/packed_rows.cuh"
+#include "blockflash/config.cuh"
+
+namespace blockflash {
+namespace {
+
+using Config = AttentionFwdConfig;
+
+// The part of the problem that one CTA computes.
+struct Work {
+  int batch, head, head_kv;
+  BlockRows rows;  // of the block mask
+  int q_begin;     // first query row of the tile, within its sequence
+  int seqlen_q, seqlen_kv;
+  int64_t q_offset, kv_offset;  // first row of the sequence in packed tensors
+
+  __device__ __forceinline__ explicit Work(const blockflash_attention_fwd_params& p) {
+    const int tiles = tiles_of_queries(p.block_mask, p.seqlen_q, Config::block_q);
+    const int batch_head = blockIdx.x / tiles;
+    batch = batch_head / p.num_heads_q;
+    head = batch_head % p.num_heads_q;
+    rows = BlockRows::of(p.block_mask, batch);
+    q_begin = tile_of_queries(p.block_mask, rows, tiles, Config::block_q, batch, head,
+                              blockIdx.x % tiles) *
+              Config::block_q;
+    head_kv = head / (p.num_heads_q / p.num_heads_kv);
+    seqlen_q = p.seqlen_q;
+    seqlen_kv = p.seqlen_kv;
+    q_offset = kv_offset = 0;
+    if (p.cu_seqlens_q != nullptr) {
+      const PackedRows queries = PackedRows::of(p.cu_seqlens_q, batch, p.total_q, p.seqlen_q);
+      const PackedRows keys = PackedRows::of(p.cu_seqlens_kv, batch, p.total_kv, p.seqlen_kv);
+      q_offset = queries.begin, seqlen_q = queries.length;
+      kv_offset = keys.begin, seqlen_kv = keys.length;
+    }
+  }
+};
+
+// The work of a CTA and the key tiles that it visits, from the last to the first: the `tiles`
+// positions of the list that end with `last`.
+struct Visit {
+  Work work;
+  TileList list;
+  int last, tiles;
+
+  __device__ __forceinline__ AttentionMask mask(const blockflash_attention_fwd_params& p) const {
+    return {work.seqlen_kv, p.align_bottom_right ? work.seqlen_kv - work.seqlen_q : 0,
+            p.window_left, p.window_right};
+  }
+  __device__ __forceinline__ int q_last() const {
+    return min(work.q_begin + Config::block_q, work.seqlen_q) - 1;
+  }
+
+  __device__ __forceinline__ explicit Visit(const blockflash_attention_fwd_params& p) : work(p) {
+    const KeyRange any = mask(p).keys_of_any(work.q_begin, q_last());
+    list = TileList::of(p.block_mask, work.rows, Config::block_kv, work.batch, work.head,
+                        work.q_begin);
+    last = list.lower_bound((any.end + Config::block_kv - 1) / Config::block_kv) - 1;
+    tiles = last + 1 - list.lower_bound(any.begin / Config::block_kv);
+  }
+
+  // Offsets and lists may change while the kernel runs. One thread reads them for all, since
+  // threads that read them separately could disagree about how often they meet at a barrier.
+  static __device__ __forceinline__ Visit& shared() {
+    __shared__ __align__(16) unsigned char bytes[sizeof(Visit)];
+    return reinterpret_cast<Visit&>(bytes);
+  }
+  static __device__ __forceinline__ Visit agreed(const blockflash_attention_fwd_params& p) {
+    if (threadIdx.x == 0) shared() = Visit(p);
+    __syncthreads();
+    return shared();
+  }
+};
+
+}  // namespace
+}  // namespace blockflash

@@ -1,0 +1,48 @@
+// Attention forward for Hopper, dense or under a block mask: TMA, WGMMA, and persistent CTAs of one
+// producer warpgroup and one to three consumer warpgroups, each with 64 queries.
+//
+// The producer streams Q, K and V into rings in shared memory. Each consumer walks the key tiles of
+// its queries from the last to the first and continues with its next queries without draining the
+// pipeline: the tensor cores multiply for one consumer while another computes its softmax, and the
+// last P·V of a query tile overlaps with the first scores of the next tile. Follows
+// FlashAttention-3 (Shah et al., 2024). The softmax moves its reference only when a score exceeds
+// it by a margin, and the tensor cores sum the denominator over columns of ones.
+#include "consumer.cuh"
+#include "pipeline.cuh"
+#include "values.cuh"
+
+BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_tma_params params) {
+  using namespace blockflash;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem_bytes));
+  const Barriers barriers(smem + kBarrierOffset);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+
+  ptx::launch_dependents();
+  Queue queue(params);
+  if (threadIdx.x / 32 == 1) {
+    // The first tile may depend on data that the previous kernel writes.
+    if (params.base.cu_seqlens_q != nullptr || params.base.block_mask.row_ptr != nullptr)
+      ptx::wait_for_predecessors();
+    announce(queue, slot_of(smem, 0));
+  } else if (threadIdx.x == 0) {
+    barriers.init();
+  } else if (threadIdx.x >= 64) {
+    store_constants(smem, threadIdx.x - 64, Config::threads - 64);
+  }
+  ptx::fence_proxy_async();
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    ptx::lower_registers<kProducerRegisters>();
+    if (threadIdx.x == 0) produce(params, smem, barriers);
+    if (threadIdx.x / 32 == 1) schedule(queue, smem, barriers);
+    if (threadIdx.x / 32 >= 2) check_values(smem, barriers, threadIdx.x / 32 - 2);
+  } else {
+    ptx::raise_registers<kConsumerRegisters>();
+    if (kTurns && warpgroup == kWarpgroups)
+      ptx::named_barrier_arrive(1, 256);  // grants the first turn
+    Consumer{params, barriers, smem, warpgroup - 1}.run();
+    if (kStaged && threadIdx.x % 32 == 0) ptx::tensor_store_wait();
+  }
+}

@@ -1,0 +1,106 @@
+// Epilogue of the Hopper attention kernel: accumulators to global memory.
+#pragma once
+
+#include "blockflash/mma/element.cuh"
+#include "blockflash/mma/fragment.cuh"
+#include "blockflash/ptx/shared.cuh"
+#include "blockflash/ptx/stmatrix.cuh"
+#include "pipeline.cuh"
+#include "softmax.cuh"
+
+namespace blockflash {
+
+// Normalises and stores the rows of a warpgroup of a query tile, and their log-sum-exp. o holds the
+// accumulators, followed by the row sums.
+__device__ __forceinline__ void store_output(const Params& params, const QueryTile& tile,
+                                             const float (&o)[kOutColumns / 2],
+                                             const RowTotals& rows, uint32_t smem, int warpgroup) {
+  const blockflash_attention_fwd_params& b = params.base;
+  using Element = Config::Element;
+  using Traits = ElementTraits<Element>;
+  constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int warp_row = tile.q_begin + warpgroup * kRowStep + warp * 16;  // first row of this warp
+  const int head = tile.head + warpgroup * kHeadStep;
+  float scale[2], row_lse[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float denominator = kOnes ? o[kD / 2 + 2 * half] : rows.sum[half];
+    float log = rows.log[half], share = 1.f;
+    if (b.sink != nullptr) {
+      const float sink = b.sink[head];
+      if constexpr (Config::lse) {
+        // The sink joins the unrounded sum, as in the log-sum-exp. The bound of -1e30 avoids
+        // -inf - -inf in a row without keys.
+        const float moved = fmaxf(fmaxf(log, sink), -1e30f);
+        const float keys = ptx::ex2_approx((log - moved) * kLog2e),
+                    all = keys + ptx::ex2_approx((sink - moved) * kLog2e);
+        share = keys * ptx::rcp_approx(all);
+        log = fmaf(ptx::lg2_approx(all), kLn2, moved);
+      } else {
+        const float moved = fmaxf(log, sink * kLog2e);
+        share = ptx::ex2_approx(log - moved);
+        denominator = denominator * share + ptx::ex2_approx(sink * kLog2e - moved);
+      }
+    }
+    // A row without keys has the sum 0 and the output 0. NaN is not equal to 0 and passes through.
+    scale[half] = denominator == 0.f ? 0.f : share * ptx::rcp_approx(denominator);
+    row_lse[half] = log;
+  }
+  // The log-sum-exp goes first, since the output needs its registers.
+  if (Config::lse && lane % 4 == 0) {
+    float* const lse = b.lse + tile.batch * b.lse_stride_batch + head * b.lse_stride_head +
+                       tile.q_offset + warp_row + accumulator_row(lane, 0);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (warp_row + accumulator_row(lane, 2 * half) < tile.seqlen_q) lse[8 * half] = row_lse[half];
+  }
+  const auto word = [&](int d, int half) {
+    return Traits::pack(o[4 * d + 2 * half] * scale[half], o[4 * d + 2 * half + 1] * scale[half]);
+  };
+  const bool packed = b.cu_seqlens_q != nullptr;
+  // Through shared memory, one page of 16 rows × 64 columns per panel, and TMA stores. A tensor map
+  // knows where the tensor ends but not where a packed sequence does, hence the condition.
+  if (kStaged && !(packed && warp_row + 16 > tile.seqlen_q)) {
+    const uint32_t pages = smem + kStagingOffset + warpgroup * kQBytes + warp * 2048 * kPanels;
+    if (lane == 0) ptx::tensor_store_wait_read();  // stores of the previous tile
+    __syncwarp();
+    const int in_row = lane / 8 % 2 * 8 + lane % 8, in_chunk = lane / 16;
+#pragma unroll
+    for (int d = 0; d < kD / 8; d += 2) {
+      const uint32_t words[4] = {word(d, 0), word(d, 1), word(d + 1, 0), word(d + 1, 1)};
+      ptx::stmatrix_x4(
+          pages + d / 8 * 2048 + in_row * 128 + (((d % 8 + in_chunk) ^ in_row % 8) * 16), words);
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel)
+        ptx::tensor_store_4d(&params.o, panel * 64, tile.q_offset + warp_row, head,
+                             packed ? 0 : tile.batch, pages + panel * 2048);
+      ptx::tensor_store_commit();
+    }
+    return;
+  }
+  // From registers: the four lanes of a row exchange words, so that each stores eight columns.
+  const int quad_lane = lane % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = warp_row + accumulator_row(lane, 2 * half);
+    Element* const o_row = static_cast<Element*>(b.o) + tile.batch * b.o_stride_batch * !packed +
+                           head * b.o_stride_head +
+                           (static_cast<int64_t>(tile.q_offset) + row) * b.o_stride_seq +
+                           quad_lane * 8;
+#pragma unroll
+    for (int d = 0; d < kD / 8; d += 4) {
+      uint32_t words[4] = {word(d, half), word(d + 1, half), word(d + 2, half), word(d + 3, half)};
+      quad_transpose(words, quad_lane);
+      if (row < tile.seqlen_q && (d + quad_lane) * 8 < b.head_dim)
+        *reinterpret_cast<uint4*>(o_row + d * 8) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+}
+
+}  // namespace blockflash

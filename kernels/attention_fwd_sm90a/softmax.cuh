@@ -1,0 +1,156 @@
+// Online softmax over WGMMA accumulators with few instructions per score.
+//
+// The reference subtracted in the exponent is the largest score of the first key tile. It stays
+// until a score exceeds it by more than `slack` powers of two, which is detected by three-input
+// integer maxima and one vote, without shuffles. The result is exact either way, because the
+// reference cancels.
+#pragma once
+
+#include <math_constants.h>
+#include <stdint.h>
+
+#include "blockflash/mma/fragment.cuh"
+#include "blockflash/ptx/math.cuh"
+
+namespace blockflash {
+
+// The state of a lane's two rows after all keys. It is kept small, since it lives beside the scores
+// of the next query tile.
+struct RowTotals {
+  float log[2];  // natural logarithm of the unrounded sum with `sums_exact`, else the reference
+  float sum[2];  // sum of the rounded probabilities, where the tensor cores do not compute it
+};
+
+// ln(2^reference · sum). Both terms become natural logarithms before they are added, which rounds a
+// smaller number.
+__device__ __forceinline__ float log_of_sum(float reference, float sum) {
+  constexpr float kLn2 = 0.6931471805599453f;
+  return fmaf(ptx::lg2_approx(sum), kLn2, reference * kLn2);
+}
+
+// n scores of a lane: s[4 j + 2 half + e] is key 8 j + 2 (lane % 4) + e of its row `half`.
+//
+// Each row has two sums. The output is divided by the sum of the rounded probabilities, by which V
+// is multiplied, so that the rounding error of a dominant probability cancels; unless
+// `sums_rounded`, the tensor cores compute it. The log-sum-exp is the logarithm of the sum of the
+// unrounded probabilities, computed with `sums_exact`.
+template <int n, bool sums_rounded, bool sums_exact>
+struct HopperSoftmax {
+  float reference[2];  // per row, in powers of two
+  float sum[2];        // this lane's share of the sum of rounded probabilities
+  float exact[2];      // this lane's share of the sum of unrounded probabilities
+
+  // Never -inf: a row without keys keeps a finite reference, so that 2^x of a masked score is 0
+  // without a guard.
+  __device__ __forceinline__ void reset() {
+    reference[0] = reference[1] = -1e30f;
+    if constexpr (sums_rounded) sum[0] = sum[1] = 0.f;
+    if constexpr (sums_exact) exact[0] = exact[1] = 0.f;
+  }
+
+  __device__ __forceinline__ RowTotals totals() const {
+    RowTotals of;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      of.log[half] =
+          sums_exact ? log_of_sum(reference[half], quad_sum(exact[half])) : reference[half];
+      of.sum[half] = sums_rounded ? quad_sum(sum[half]) : 0.f;
+    }
+    return of;
+  }
+
+  // The largest scores of this lane as integers. Valid where one is positive; NaN is above
+  // everything.
+  static __device__ __forceinline__ void largest(const float (&s)[n], int (&top)[2]) {
+    top[0] = __float_as_int(s[0]), top[1] = __float_as_int(s[2]);
+#pragma unroll
+    for (int i = 0; i < n; i += 4) {
+      top[0] = __vimax3_s32(top[0], __float_as_int(s[i]), __float_as_int(s[i + 1]));
+      top[1] = __vimax3_s32(top[1], __float_as_int(s[i + 2]), __float_as_int(s[i + 3]));
+    }
+  }
+
+  // Whether a score of the warp exceeds the reference by more than the slack. A threshold that is
+  // not positive cannot be compared as an integer, so it takes the exact path.
+  __device__ __forceinline__ bool exceeds(const int (&top)[2], float slack,
+                                          float inverse_scale_log2) const {
+    const float limit[2] = {(reference[0] + slack) * inverse_scale_log2,
+                            (reference[1] + slack) * inverse_scale_log2};
+    return __any_sync(~0u, top[0] > __float_as_int(limit[0]) || top[1] > __float_as_int(limit[1]) ||
+                               !(limit[0] > 0.f) || !(limit[1] > 0.f));
+  }
+
+  // Moves the references up to the largest scores. `rescale` is the factor for everything summed so
+  // far.
+  __device__ __forceinline__ void move(const float (&s)[n], const int (&top)[2], float scale_log2,
+                                       float (&rescale)[2]) {
+    // The largest of negative floats has the smallest bits.
+    const bool negative = __any_sync(~0u, top[0] < 0 || top[1] < 0);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float x = __int_as_float(top[half]);
+      if (negative) {
+        uint32_t bits = __float_as_uint(s[2 * half]);
+#pragma unroll
+        for (int i = 2 * half; i < n; i += 4)
+          bits = __vimin3_u32(bits, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
+        if (top[half] < 0) x = __uint_as_float(bits);
+      }
+      const float moved = fmaxf(reference[half], quad_max(x) * scale_log2);
+      rescale[half] = ptx::ex2_approx(reference[half] - moved);
+      reference[half] = moved;
+      if constexpr (sums_rounded) sum[half] *= rescale[half];
+      if constexpr (sums_exact) exact[half] *= rescale[half];
+    }
+  }
+
+  // Turns scores into unnormalised probabilities. Each key tile is summed separately, so that a
+  // long row loses few bits.
+  __device__ __forceinline__ void exponentiate(float (&s)[n], float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < n; ++i)
+      s[i] = ptx::ex2_approx(fmaf(s[i], scale_log2, -reference[i / 2 % 2]));
+    if constexpr (sums_exact) {
+      float partial[2] = {s[0], s[2]};
+#pragma unroll
+      for (int i = 1; i < n; ++i)
+        if (i != 2) partial[i / 2 % 2] += s[i];
+      exact[0] += partial[0], exact[1] += partial[1];
+    }
+  }
+
+  // Rounds probabilities into MMA operands: p[2 j + half] holds keys 8 j + 2 (lane % 4) and the
+  // next.
+  template <class Traits>
+  __device__ __forceinline__ void round(const float (&s)[n], uint32_t (&p)[n / 2]) {
+    float partial[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < n / 2; ++i) {
+      p[i] = Traits::pack(s[2 * i], s[2 * i + 1]);
+      if constexpr (sums_rounded)
+        partial[i % 2] += Traits::to_float(static_cast<uint16_t>(p[i])) +
+                          Traits::to_float(static_cast<uint16_t>(p[i] >> 16));
+    }
+    if constexpr (sums_rounded) sum[0] += partial[0], sum[1] += partial[1];
+  }
+};
+
+// Bit 2 j + e is set when key 8 j + e lies in [begin, end), both relative to the lane's first key.
+__device__ __forceinline__ uint32_t visible_keys(int begin, int end) {
+  const auto below = [](int limit) {
+    const int count = max((limit >> 3) * 2 + min(limit & 7, 2), 0);
+    return count >= 32 ? ~0u : (1u << count) - 1;
+  };
+  return below(end) & ~below(begin);
+}
+
+// Masks the scores of row `half`, except for the visible keys.
+template <int n>
+__device__ __forceinline__ void mask_row(float (&s)[n], int half, uint32_t visible) {
+  static_assert(n <= 64, "a bit per key of a row");
+#pragma unroll
+  for (int i = 0; i < n / 2; ++i)
+    if (!(visible >> i & 1)) s[i / 2 * 4 + 2 * half + i % 2] = -CUDART_INF_F;
+}
+
+}  // namespace blockflash

@@ -1,0 +1,116 @@
+// The constants stored beside V, and the treatment of NaN and infinity in V under a mask: a masked
+// probability of 0 times either is NaN, so the tensor cores must not compute those products.
+#pragma once
+
+#include <limits.h>
+
+#include "blockflash/mma/element.cuh"
+#include "pipeline.cuh"
+
+namespace blockflash {
+
+// Stores the ones behind each stage of V, and the page of zeros.
+__device__ __forceinline__ void store_constants(uint32_t smem, int thread, int threads) {
+  if constexpr (kOnes) {
+    constexpr int kPieces = kBlockKv * 128 / 16;
+    const int ones = ElementTraits<Config::Element>::pack(1.f, 1.f);
+    for (int i = thread; i < kStages * kPieces; i += threads)
+      ptx::store_shared_int4(
+          smem + kVOffset + i / kPieces * kVStageBytes + kKvBytes + i % kPieces * 16,
+          make_int4(ones, ones, ones, ones));
+  }
+  if (thread < 64) ptx::store_shared_int4(smem + kZerosOffset + thread * 16, make_int4(0, 0, 0, 0));
+}
+
+// Checker warps search V for NaN and infinity where a mask hides keys from some of the queries,
+// each in its own part. They follow the rings as consumers do and report to the consumers.
+__device__ __forceinline__ void check_values(uint32_t smem, const Barriers& barriers, int checker) {
+  using Traits = ElementTraits<Config::Element>;
+  const int lane = threadIdx.x % 32;
+  Phases full = {0};
+  int stage = 0;
+#pragma unroll 1
+  for (int n = 0;; ++n) {
+    const int q = Barriers::kQ + n % Config::q_stages * kWarpgroups;
+    full.wait(barriers.full, q);
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(barriers.empty + 8 * q);
+    const uint32_t slot = slot_of(smem, n);
+    const QueryTile tile = QueryTile::load(slot);
+    if (tile.key_tiles < 0) break;
+    int unmasked_first = 0, unmasked_last = INT_MAX;  // intersection over all warpgroups
+#pragma unroll 1
+    for (int w = 0; w < kWarpgroups; ++w) {
+      const KeyWalk walk = KeyWalk::load(slot + kWalkInSlot + 16 * w);
+      if (walk.left > 0)
+        unmasked_first = max(unmasked_first, walk.unmasked_first),
+        unmasked_last = min(unmasked_last, walk.unmasked_last);
+    }
+#pragma unroll 1
+    for (int key_tile = tile.first_key_tile + tile.key_tiles - 1; key_tile >= tile.first_key_tile;
+         --key_tile) {
+      full.wait(barriers.full, Barriers::kV + stage);
+      if (key_tile < unmasked_first || key_tile > unmasked_last) {
+        uint32_t sums = 0;
+        constexpr int kPieces = kKvBytes / (512 * kCheckers);
+        const uint32_t at =
+            smem + kVOffset + stage * kVStageBytes + checker * (kPieces * 512) + lane * 16;
+#pragma unroll 4
+        for (int piece = 0; piece < kPieces; ++piece) {
+          const int4 words = ptx::load_shared_int4(at + piece * 512);
+          for (int word : {words.x, words.y, words.z, words.w})
+            sums = Traits::zero_times_plus(word, sums);
+        }
+        const bool found = __any_sync(~0u, sums != 0);
+        if (lane == 0)
+          ptx::store_shared(barriers.nonfinite + 4 * (stage * kCheckers + checker), found);
+        __syncwarp();
+      }
+      if (lane == 0) {
+        ptx::mbarrier_arrive(barriers.checked + 8 * stage);
+        ptx::mbarrier_arrive(barriers.empty + 8 * (Barriers::kV + stage));
+      }
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+  }
+}
+
+// An MMA spreads a NaN or infinity in V to every row, also to rows whose probability for that key
+// is 0. Under a mask the product with such a V is computed here instead, over the keys that a row
+// attends to: o += P·V for rows `row` and `row` + 8 and the key tile from `first_key` on. This is
+// rare, so the code is small rather than fast.
+__device__ __forceinline__ void add_visible_products(float (&o)[kOutColumns / 2],
+                                                     const uint32_t (&p)[kBlockKv / 4],
+                                                     const AttentionMask& mask, int row,
+                                                     int first_key, uint32_t v_smem) {
+  using Traits = ElementTraits<Config::Element>;
+  const int lane = threadIdx.x % 32;
+  // One row after the other: scores and probabilities are live here and leave few registers.
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const KeyRange keys = mask.keys_of<int>(row + 8 * half);
+    const int begin = keys.begin - first_key, end = keys.end - first_key;
+#pragma unroll 1
+    for (int key = 0; key < kBlockKv; ++key) {
+      float probability = 0.f;
+#pragma unroll
+      for (int i = half; i < kBlockKv / 4; i += 2)
+        if (i / 2 == key / 8)
+          probability = Traits::to_float(static_cast<uint16_t>(p[i] >> (key % 2 * 16)));
+      probability = __shfl_sync(~0u, probability, lane / 4 * 4 + key % 8 / 2);
+      if (key < begin || key >= end) continue;
+      const uint32_t v_row = v_smem + key * 128 + lane % 4 * 4;
+#pragma unroll
+      for (int d = 0; d < kOutColumns / 8; ++d) {
+        const uint32_t pair =
+            ptx::load_shared(v_row + d / 8 * kBlockKv * 128 + (d % 8 ^ key % 8) * 16);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          o[4 * d + 2 * half + i] +=
+              probability * Traits::to_float(static_cast<uint16_t>(pair >> (i * 16)));
+      }
+    }
+  }
+}
+
+}  // namespace blockflash

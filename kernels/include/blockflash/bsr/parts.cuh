@@ -1,0 +1,108 @@
+// Splitting tiles of C along K, for the persistent BSR kernels, where few tiles or one long tile
+// would leave SMs idle.
+//
+// A long tile is cut into parts of equal length. Part 0 adds the sums that the other parts have
+// left in the caller's workspace, in the order of the parts, and stores C, so the result does not
+// depend on timing. All parts except part 0 come before any part 0 in the order in which CTAs take
+// tiles, and they wait for nothing, so a CTA only ever waits for one that is computing. This
+// requires the tile counter: in a fixed order that CTA might not have been scheduled on an SM yet.
+#pragma once
+
+#include "blockflash/bsr/tile_order.cuh"
+#include "blockflash/config.cuh"
+#include "blockflash/ptx/global.cuh"
+#include "blockflash/ptx/shared.cuh"
+
+namespace blockflash {
+
+// One part of `count`.
+struct BsrPart {
+  int number, count;
+
+  static __device__ __forceinline__ BsrPart load(uint32_t smem) {
+    const uint32_t x = ptx::load_shared(smem);
+    return {static_cast<int>(x % 16), static_cast<int>(x / 16)};
+  }
+  __device__ __forceinline__ uint32_t word() const {
+    return number + count * 16;
+  }  // as `load` reads it
+
+  // Its range of the tile's steps; the first parts have one more.
+  __device__ __forceinline__ int begin(int steps) const { return before(number, steps); }
+  __device__ __forceinline__ int end(int steps) const { return before(number + 1, steps); }
+
+  __device__ __forceinline__ int before(int part, int steps) const {
+    return steps / count * part + min(part, steps % count);
+  }
+};
+static_assert(BLOCKFLASH_BSR_PARTS < 16, "a number fits into four bits");
+
+// The place at `index` in the order of all parts: the number of the part, and the index among the
+// tiles that may have such a part.
+struct BsrPlace {
+  int part;
+  uint32_t index;
+  int tiles_m;  // along the rows of C; 0: there are no more places
+
+  __device__ __forceinline__ BsrPlace(const blockflash_bsr_matmul_tma_params& params, int tiles_m,
+                                      int tiles_n, uint32_t index)
+      : part(0), index(index), tiles_m(tiles_m) {
+    const int32_t* const begin = params.part_begin;
+    while (this->index < static_cast<uint32_t>(begin[part]) * tiles_n) ++part;
+    this->index -= static_cast<uint32_t>(begin[part]) * tiles_n;
+    if (part > 0) this->tiles_m = begin[part - 1] - begin[part];
+    if (this->index >= static_cast<uint32_t>(this->tiles_m) * tiles_n) this->tiles_m = 0;
+  }
+};
+
+// The number of parts in which so many steps are computed.
+__device__ __forceinline__ int parts_of(const blockflash_bsr_matmul_tma_params& params, int steps) {
+  return min(max(steps - 1, 0) / params.part_steps + 1, BLOCKFLASH_BSR_PARTS);
+}
+
+// The sums that a warp holds of the tile at this position and column of tiles.
+template <int warps, int registers>
+struct BsrSums {
+  const blockflash_bsr_matmul_tma_params& params;
+  int position, column_tile, tiles_n, warp, lane;
+
+  // Index of the warp's slot in the workspace, for a part.
+  __device__ __forceinline__ int64_t slot(int part) const {
+    return (static_cast<int64_t>(params.part_begin[part] + position) * tiles_n + column_tile) *
+               warps +
+           warp;
+  }
+  __device__ __forceinline__ float4* sums(int64_t slot) const {
+    return reinterpret_cast<float4*>(params.part_sums) + slot * (registers / 4 * kWarpSize) + lane;
+  }
+
+  // Leaves the sums of a part other than 0.
+  __device__ __forceinline__ void leave(int part, const float (&acc)[registers]) const {
+    const int64_t slot = this->slot(part);
+    float4* const to = sums(slot);
+#pragma unroll
+    for (int i = 0; i < registers; i += 4)
+      __stcg(to + i / 4 * kWarpSize, make_float4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]));
+    __syncwarp();
+    if (lane == 0) ptx::store_release(params.part_arrived + slot, 1);
+  }
+
+  // Adds the sums of the other parts to part 0, and resets the words that announced them.
+  __device__ __forceinline__ void add(int parts, float (&acc)[registers]) const {
+#pragma unroll 1
+    for (int part = 1; part < parts; ++part) {
+      const int64_t slot = this->slot(part);
+      while (ptx::load_acquire(params.part_arrived + slot) == 0) __nanosleep(64);
+      const float4* const from = sums(slot);
+#pragma unroll
+      for (int i = 0; i < registers; i += 4) {
+        const float4 x = __ldcg(from + i / 4 * kWarpSize);
+        acc[i] += x.x, acc[i + 1] += x.y, acc[i + 2] += x.z, acc[i + 3] += x.w;
+      }
+      __syncwarp();
+      if (lane == 0) params.part_arrived[slot] = 0;
+    }
+  }
+};
+
+}  // namespace blockflash
