@@ -172,9 +172,7 @@ fn results_are_written() {
         "long_context.csv",
         "long_context.json",
         "long_context.svg",
-        "long_context.png",
         "long_context_mask.svg",
-        "long_context_mask.png",
     ];
     assert_eq!(names, expected);
     let text = |at: usize| std::fs::read_to_string(&files[at]).unwrap();

@@ -20,7 +20,7 @@
 //! others take turns as well; they compute both products without the activation, and find their
 //! weights in the L2 cache where they fit.
 //!
-//! Writes `block_sparse_mlp.svg` and `.png` (speed-up over the density), `block_sparse_mlp.csv` and
+//! Writes `block_sparse_mlp.svg` (speed-up over the density), `block_sparse_mlp.csv` and
 //! `.json`.
 #![forbid(unsafe_code)]
 // Nothing is outside of a program: `pub` is `pub(crate)` here.

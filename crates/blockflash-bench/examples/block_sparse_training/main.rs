@@ -23,7 +23,7 @@
 //! Before it trains, it holds gradients against differences of the loss. If those are wrong, or if
 //! the loss does not fall as far as `--goal` says, it fails.
 //!
-//! Writes `block_sparse_training.svg` and `.png` (loss over steps), `block_sparse_training.csv` and
+//! Writes `block_sparse_training.svg` (loss over steps), `block_sparse_training.csv` and
 //! `.json`.
 #![forbid(unsafe_code)]
 // Nothing is outside of a program: `pub` is `pub(crate)` here.

@@ -14,8 +14,8 @@
 //! has the recipe): the error on independent random numbers would say nothing, since all keys are
 //! alike there.
 //!
-//! Writes `long_context.svg` and `.png` (error and speed-up over the density),
-//! `long_context_mask.svg` and `.png`, `long_context.csv` and `.json`.
+//! Writes `long_context.svg` (error and speed-up over the density),
+//! `long_context_mask.svg`, `long_context.csv` and `.json`.
 #![forbid(unsafe_code)]
 // Nothing is outside of a program: `pub` is `pub(crate)` here.
 #![allow(unreachable_pub)]

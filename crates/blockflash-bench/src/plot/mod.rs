@@ -1,15 +1,12 @@
 //! Plots: from records speed over lengths and densities, the ratio to the best rival, and
 //! rooflines; block masks; what sparsity costs and gains; curves of training.
 
-mod canvas;
 mod curves;
 mod density;
 mod drawing;
 mod figure;
 mod lengths;
-mod letters;
 mod mask;
-mod png;
 mod ratio;
 mod render;
 mod roofline;
@@ -21,7 +18,7 @@ use crate::record::{OURS, Record};
 use crate::report::day;
 use crate::report::run::{Row, Run, newest, peer_names};
 pub use curves::Curves;
-pub use drawing::{Drawing, PictureFormat};
+pub use drawing::Drawing;
 use figure::{Figure, Line};
 pub use mask::{MAX_SHOWN, MaskPicture};
 pub use speedup::{Speedup, SpeedupLine, SpeedupPanel};
@@ -52,7 +49,7 @@ pub enum PlotError {
     #[error("drawing failed: {0}")]
     Drawing(String),
     /// A name that does not say what to write.
-    #[error("{}: a picture's name ends in .svg or .png", .0.display())]
+    #[error("{}: a picture's name ends in .svg", .0.display())]
     Format(PathBuf),
     /// Nothing to draw.
     #[error("a plot without points")]

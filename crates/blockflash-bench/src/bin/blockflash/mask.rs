@@ -8,7 +8,7 @@ use crate::progress::Progress;
 use crate::table::{self, Facts};
 use blockflash_bench::block_pattern::{self, BlockPattern};
 use blockflash_bench::case::{BlockSparseShape, Case};
-use blockflash_bench::plot::{MAX_SHOWN, MaskPicture, PictureFormat};
+use blockflash_bench::plot::{MAX_SHOWN, MaskPicture, Drawing};
 use blockflash_ops::{BlockGeometry, BlockMask, Mask};
 use serde_json::json;
 use std::path::PathBuf;
@@ -25,8 +25,8 @@ Files: a boolean tensor `mask` in .safetensors or an .npy array, [rows, cols], [
 [heads, rows + 1] or [batch, heads, rows + 1]; or row_ptr in an .npy file, and col_idx in the one that --col-idx names.
 
 Examples:
-  blockflash mask show --pattern causal+window:8+sink:1 --seqlen 65536 --out mask.svg --out mask.png
-  blockflash mask show mask.npy --block 128 --out mask.png
+  blockflash mask show --pattern causal+window:8+sink:1 --seqlen 65536 --out mask.svg
+  blockflash mask show mask.npy --block 128 --out mask.svg
   blockflash mask show --case b1_s16384_h16_d128_q128kv128_d0.25_power_law_full_bf16 --head 0,1,2,3 --out mask.svg";
 
 /// Options of `blockflash mask`.
@@ -81,7 +81,7 @@ pub struct Show {
     /// Seed of what is drawn at random
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Write a picture to a .svg or .png file (may be repeated)
+    /// Write a picture to a .svg file (may be repeated)
     #[arg(long, value_name = "FILE", value_parser = picture_path)]
     out: Vec<PathBuf>,
     /// Print one JSON object instead of a table
@@ -228,8 +228,5 @@ pub fn block(text: &str) -> std::result::Result<[usize; 2], String> {
 /// A picture to write: the name must say the format.
 fn picture_path(text: &str) -> std::result::Result<PathBuf, String> {
     let path = PathBuf::from(text);
-    match PictureFormat::of(&path) {
-        Some(_) => Ok(path),
-        None => Err("the name must end in .svg or .png".to_owned()),
-    }
+    if Drawing::accepts(&path) { Ok(path) } else { Err("the name must end in .svg".to_owned()) }
 }
