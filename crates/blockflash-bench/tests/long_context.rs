@@ -168,12 +168,8 @@ fn results_are_written() {
     let files = report::write(&study, &mask, &folder).unwrap();
     let names: Vec<_> =
         files.iter().map(|path| path.file_name().unwrap().to_str().unwrap()).collect();
-    let expected = [
-        "long_context.csv",
-        "long_context.json",
-        "long_context.svg",
-        "long_context_mask.svg",
-    ];
+    let expected =
+        ["long_context.csv", "long_context.json", "long_context.svg", "long_context_mask.svg"];
     assert_eq!(names, expected);
     let text = |at: usize| std::fs::read_to_string(&files[at]).unwrap();
     let csv = text(0);

@@ -1,5 +1,6 @@
 use super::Scalar;
 use blockflash_ops::{DType, Stream, Tensor, View};
+use blockflash_oracle::Elements;
 use half::{bf16, f16};
 use std::ops::Range;
 
@@ -157,5 +158,19 @@ impl Array {
             *value = Default::default();
         }));
         self
+    }
+}
+
+impl Elements for Array {
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype()
+    }
+
+    fn to_f32(&self, range: Range<usize>) -> Vec<f32> {
+        self.to_f32(range)
     }
 }

@@ -2,13 +2,13 @@
 
 use super::block_lists::BlockLists;
 use crate::case::{Case, Lengths};
-use crate::check;
 use crate::error::{Error, Result};
 use crate::io::Array;
 use blockflash_ops::{
     Attention, AttentionProblem, BlockMask, CuSeqlens, DType, Mask, PackedRows, PreparedAttention,
     Row, Stream, Tensor,
 };
+use blockflash_oracle as oracle;
 use blockflash_sys::manifest::Lse;
 
 /// Inputs and outputs on the device.
@@ -165,9 +165,9 @@ impl AttentionOperands {
     }
 
     /// What the outputs are compared with.
-    pub(super) fn check_case<'a>(&'a self, [q, k, v]: [&'a Array; 3]) -> check::AttentionCase<'a> {
+    pub(super) fn check_case<'a>(&'a self, [q, k, v]: [&'a Array; 3]) -> oracle::AttentionCase<'a> {
         let Inputs { mask, softmax_scale, ref packed, ref blocks, .. } = self.inputs;
-        check::AttentionCase {
+        oracle::AttentionCase {
             q,
             k,
             v,

@@ -2,9 +2,9 @@
 
 use crate::block_pattern::from_rows;
 use crate::case::BlockSparseShape;
-use crate::check;
 use crate::error::Result;
 use blockflash_ops::{BlockGeometry, BlockMask, Stream};
+use blockflash_oracle as oracle;
 
 /// Lists of blocks as they are drawn: row `head * blocks of queries + block of queries`.
 #[derive(Debug)]
@@ -28,9 +28,9 @@ impl BlockLists {
         Ok(from_rows(geometry, mask_heads, &self.row_ptr, &self.col_idx)?.to(stream)?)
     }
 
-    pub(super) fn of_check(&self) -> check::Blocks<'_> {
+    pub(super) fn of_check(&self) -> oracle::Blocks<'_> {
         let BlockSparseShape { block_q, block_kv, mask_heads, .. } = self.shape;
-        check::Blocks {
+        oracle::Blocks {
             block_q,
             block_kv,
             heads: mask_heads,

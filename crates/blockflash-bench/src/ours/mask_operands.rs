@@ -1,11 +1,11 @@
 //! Operands of making a block mask: q and k for scores, scores for the mask.
 
 use crate::case::{BlockMaskShape, MASK_SINK, MASK_WINDOW, MaskStep};
-use crate::check;
 use crate::error::{Error, Result};
 use crate::io::Array;
 use blockflash_ops::block_sparse::{BlockChoice, BlockMaskBuffer, BlockScores, BlockSource};
 use blockflash_ops::{Align, BlockGeometry, BlockMask, DType, Device, Mask, Row, Stream, Tensor};
+use blockflash_oracle as oracle;
 
 /// Inputs on the device and in host memory, and what is made of them.
 #[derive(Debug)]
@@ -112,7 +112,7 @@ impl Scores {
     fn verify(&self, stream: &Stream) -> Result<(bool, f64)> {
         let found = Array::download(self.scores.scores(), stream)?;
         let [q, k] = &self.host;
-        let comparison = check::block_scores(q, k, self.block, &found);
+        let comparison = oracle::block_scores(q, k, self.block, &found);
         let comparison = comparison.map_err(|mismatch| Error::Option(mismatch.to_string()))?;
         Ok((comparison.passed(), comparison.relative))
     }

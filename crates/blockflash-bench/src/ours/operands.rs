@@ -3,7 +3,6 @@ use super::bsr_operands::BsrOperands;
 use super::mask_operands::MaskOperands;
 use super::sddmm_operands::SddmmOperands;
 use crate::case::{BsrShape, Case};
-use crate::check;
 use crate::error::{Error, Result};
 use crate::io::{Array, Values};
 use crate::random;
@@ -12,6 +11,7 @@ use blockflash_ops::{
     CudaProperties, DType, PreparedAttention, PreparedBsrMatmul, PreparedBsrSddmm, Row, Stream,
     Tensor, attention, bsr_sddmm,
 };
+use blockflash_oracle as oracle;
 use rayon::prelude::*;
 
 /// Inputs and outputs on the device.
@@ -169,19 +169,19 @@ impl Operands {
         let outputs = self.outputs(row).into_iter().map(|output| Array::download(output, stream));
         let outputs = outputs.collect::<blockflash_safe::Result<Vec<_>>>()?;
         let complete = !outputs.iter().any(holds_nan);
-        let mismatch = |mismatch: check::Mismatch| Error::Option(mismatch.to_string());
+        let mismatch = |mismatch: oracle::Mismatch| Error::Option(mismatch.to_string());
         let comparisons = match (&*self, host, outputs.as_slice()) {
             (Self::Attention(operands), Host::Attention { q, k, v }, [o, lse @ ..]) => {
                 let case = operands.check_case([q, k, v]);
                 match lse {
                     [lse] => {
-                        check::attention(&case, o, lse, seed, |_| ()).map_err(mismatch)?.to_vec()
+                        oracle::attention(&case, o, lse, seed, |_| ()).map_err(mismatch)?.to_vec()
                     }
-                    _ => vec![check::attention_output(&case, o, seed, |_| ()).map_err(mismatch)?],
+                    _ => vec![oracle::attention_output(&case, o, seed, |_| ()).map_err(mismatch)?],
                 }
             }
             (Self::Bsr(_), Host::Bsr { row_ptr, col_idx, values, b }, [c]) => {
-                let case = check::BsrCase {
+                let case = oracle::BsrCase {
                     row_ptr,
                     col_idx,
                     values,
@@ -191,9 +191,9 @@ impl Operands {
                     beta: 0.0,
                     bias_per_row: None,
                     bias_per_column: None,
-                    activation: check::Activation::None,
+                    activation: oracle::Activation::None,
                 };
-                vec![check::bsr_matmul(&case, c, seed, |_| ()).map_err(mismatch)?]
+                vec![oracle::bsr_matmul(&case, c, seed, |_| ()).map_err(mismatch)?]
             }
             (Self::Sddmm(operands), Host::Kept, [values]) => vec![operands.compare(values, seed)?],
             _ => Vec::new(), // operands and host are made together

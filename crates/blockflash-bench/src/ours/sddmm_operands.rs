@@ -1,13 +1,13 @@
 //! Operands of a sampled product.
 
 use crate::case::SddmmShape;
-use crate::check;
 use crate::error::{Error, Result};
 use crate::io::Array;
 use blockflash_ops::bsr_sddmm::BsrSddmmProblem;
 use blockflash_ops::{
     BsrMatrix, BsrSddmm, DType, Device, Major, PreparedBsrSddmm, Row, Stream, Tensor,
 };
+use blockflash_oracle as oracle;
 
 /// Inputs on the device and in host memory, and the values.
 #[derive(Debug)]
@@ -102,9 +102,9 @@ impl SddmmOperands {
     }
 
     /// Compares values with the f64 reference.
-    pub(super) fn compare(&self, values: &Array, seed: u64) -> Result<check::Comparison> {
+    pub(super) fn compare(&self, values: &Array, seed: u64) -> Result<oracle::Comparison> {
         let SddmmShape { m, n, k, a_major, b_major, .. } = self.inputs.shape;
-        let case = check::SddmmCase {
+        let case = oracle::SddmmCase {
             row_ptr: &self.row_ptr,
             col_idx: &self.col_idx,
             sizes: [m, n, k],
@@ -115,7 +115,7 @@ impl SddmmOperands {
             alpha: 1.0,
             beta: 0.0,
         };
-        check::bsr_sddmm(&case, values, seed, |_| ())
+        oracle::bsr_sddmm(&case, values, seed, |_| ())
             .map_err(|mismatch| Error::Option(mismatch.to_string()))
     }
 }

@@ -94,12 +94,7 @@ fn key(root: &Area<'_>, style: Style, (x, y): (i32, i32)) -> Result {
     mark(root, (x + 14, y), style)
 }
 
-fn draw_panel(
-    root: &Area<'_>,
-    area: &Area<'_>,
-    panel: &Panel,
-    y_labels: u32,
-) -> Result<Vec<Fill>> {
+fn draw_panel(root: &Area<'_>, area: &Area<'_>, panel: &Panel, y_labels: u32) -> Result<Vec<Fill>> {
     let mut builder = ChartBuilder::on(area);
     builder.margin_top(4).margin_right(18).margin_left(6).margin_bottom(4);
     let x_labels = 36 + if panel.x_groups.is_empty() { 0 } else { 16 };

@@ -9,10 +9,10 @@ use crate::output::{RunReport, print};
 use crate::outputs::Outputs;
 use crate::progress::Progress;
 use crate::table;
-use blockflash_bench::check::{self, BsrCase, Comparison};
 use blockflash_bench::io::Array;
 use blockflash_ops::bsr_matmul::{BsrMatrix, BsrProblem, BsrTranspose};
 use blockflash_ops::{Activation, Bias, BsrMatmul, BsrWorkspace, Tensor};
+use blockflash_oracle::{self as oracle, BsrCase, Comparison};
 use std::borrow::Cow;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -281,23 +281,24 @@ fn check(args: &Args, operands: &Operands, problem: &BsrProblem, c: &Array) -> R
         Some([row_ptr, col_idx, values]) => [row_ptr, col_idx, values],
         None => [&operands.row_ptr, &operands.col_idx, &operands.values],
     };
+    let bias = operands.bias.as_ref().map(|bias| bias as _);
     let case = BsrCase {
         row_ptr: row_ptr.as_i32().unwrap_or_default(),
         col_idx: col_idx.as_i32().unwrap_or_default(),
         values,
         b: &operands.b,
-        c: operands.c.as_ref(),
+        c: operands.c.as_ref().map(|c| c as _),
         alpha: problem.alpha,
         beta: problem.beta,
-        bias_per_row: operands.bias.as_ref().filter(|_| !per_column),
-        bias_per_column: operands.bias.as_ref().filter(|_| per_column),
+        bias_per_row: bias.filter(|_| !per_column),
+        bias_per_column: bias.filter(|_| per_column),
         activation: match args.activation {
-            ActivationName::None => check::Activation::None,
-            ActivationName::Relu => check::Activation::Relu,
-            ActivationName::Gelu => check::Activation::Gelu,
-            ActivationName::Silu => check::Activation::Silu,
+            ActivationName::None => oracle::Activation::None,
+            ActivationName::Relu => oracle::Activation::Relu,
+            ActivationName::Gelu => oracle::Activation::Gelu,
+            ActivationName::Silu => oracle::Activation::Silu,
         },
     };
     let progress = Progress::fractions("checking");
-    Ok(check::bsr_matmul(&case, c, args.common.seed, |done| progress.fraction(done))?)
+    Ok(oracle::bsr_matmul(&case, c, args.common.seed, |done| progress.fraction(done))?)
 }

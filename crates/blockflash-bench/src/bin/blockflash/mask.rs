@@ -8,7 +8,7 @@ use crate::progress::Progress;
 use crate::table::{self, Facts};
 use blockflash_bench::block_pattern::{self, BlockPattern};
 use blockflash_bench::case::{BlockSparseShape, Case};
-use blockflash_bench::plot::{MAX_SHOWN, MaskPicture, Drawing};
+use blockflash_bench::plot::{Drawing, MAX_SHOWN, MaskPicture};
 use blockflash_ops::{BlockGeometry, BlockMask, Mask};
 use serde_json::json;
 use std::path::PathBuf;

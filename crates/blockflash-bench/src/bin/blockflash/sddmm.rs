@@ -9,10 +9,10 @@ use crate::outputs::Outputs;
 use crate::progress::Progress;
 use crate::sddmm_operands::Operands;
 use crate::{measure, table};
-use blockflash_bench::check::{self, Comparison, SddmmCase};
 use blockflash_bench::io::Array;
 use blockflash_ops::bsr_sddmm::{self, BsrSddmmProblem};
 use blockflash_ops::{BsrMatrix, BsrSddmm, Major, View, bsr_sddmm_flops};
+use blockflash_oracle::{self as oracle, Comparison, SddmmCase};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -218,10 +218,10 @@ fn check(
         a: &operands.a,
         b: &operands.b,
         majors: operands.majors,
-        old: operands.old.as_ref(),
+        old: operands.old.as_ref().map(|old| old as _),
         alpha: problem.alpha,
         beta: problem.beta,
     };
     let progress = Progress::fractions("checking");
-    Ok(check::bsr_sddmm(&case, values, args.common.seed, |done| progress.fraction(done))?)
+    Ok(oracle::bsr_sddmm(&case, values, args.common.seed, |done| progress.fraction(done))?)
 }

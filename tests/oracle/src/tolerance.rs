@@ -14,12 +14,13 @@
 //! result, one rounding of the factor that enters the second product (the probabilities), the f32
 //! roundings of the exponents from which that factor is computed (an absolute error of an exponent
 //! is a relative one of the probability), the f32 roundings of the epilogue, and what tensor cores
-//! cut off while they add (`check/rounding.rs` of `blockflash-bench` derives how much). Each is a
+//! cut off while they add (`rounding.rs` derives how much). Each is a
 //! unit roundoff times the size of what is rounded; in the norm of a row the first two count with
 //! their root mean square, a unit roundoff / √3. It has no tunable factor and is never widened. For
 //! f16 and bf16 outputs all but the first two are small.
 
-pub use blockflash_bench::check::{PRODUCTS, PartialSums, ProductSum, Rounding, Sizes};
+use crate::elements::Element;
+use crate::rounding::{Rounding, Sizes};
 
 /// Exact and plainly computed values of one output tensor, or of sampled rows of it.
 #[derive(Clone, Debug, Default)]
@@ -34,6 +35,17 @@ pub struct Reference {
     pub magnitude: Vec<f64>,
     /// Mean size of the partial sums in a tensor core; 0 where there is none.
     pub partial: Vec<f64>,
+}
+
+impl Extend<Element> for Reference {
+    fn extend<E: IntoIterator<Item = Element>>(&mut self, elements: E) {
+        for Element { exact, plain, magnitude, partial } in elements {
+            self.exact.push(exact);
+            self.plain.push(plain);
+            self.magnitude.push(magnitude);
+            self.partial.push(partial);
+        }
+    }
 }
 
 /// Accepts `got` or says what is wrong: the rule, the first bad element (named by `name`), got,

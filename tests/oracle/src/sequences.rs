@@ -1,31 +1,46 @@
-//! Where the rows of each sequence lie in dense and in packed tensors.
+//! What attention is computed from, and where the rows of each sequence lie in dense and in packed
+//! tensors.
 
-use super::attention::AttentionCase;
-use super::{Mismatch, ensure};
-use crate::io::Array;
+use crate::blocks::{Blocks, Sequence};
+use crate::comparison::{Mismatch, ensure};
+use crate::elements::Elements;
 
-/// One sequence of all heads. Rows count from the start of a tensor: a row of q, k, v or o holds
-/// all heads.
-pub(super) struct Sequence {
-    /// First row of q and o.
-    pub(super) q: usize,
-    pub(super) seqlen_q: usize,
-    /// First row of k and v.
-    pub(super) kv: usize,
-    pub(super) seqlen_kv: usize,
-    /// Element of lse of the first query of head 0.
-    pub(super) lse: usize,
-    /// Elements of lse between heads.
-    pub(super) lse_head: usize,
-    /// First row of its lists of blocks, if there are any.
-    pub(super) lists: usize,
+/// Attention: `q` is `[batch, seqlen_q, num_heads_q, head_dim]`, `k` and `v` are
+/// `[batch, seqlen_kv, num_heads_kv, head_dim]`; or all are packed, `[rows, heads, head_dim]`.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionCase<'a> {
+    /// Queries.
+    pub q: &'a dyn Elements,
+    /// Keys.
+    pub k: &'a dyn Elements,
+    /// Values.
+    pub v: &'a dyn Elements,
+    /// f32 `[num_heads_q]`: a score of each head that joins the sum of exponentials and has no
+    /// value.
+    pub sink: Option<&'a dyn Elements>,
+    /// Lengths of the packed sequences, of their queries and of their keys; `None` for a dense
+    /// batch.
+    pub lengths: Option<[&'a [usize]; 2]>,
+    /// Which blocks of keys are seen at all; `None` for all.
+    pub blocks: Option<Blocks<'a>>,
+    /// The last query of a sequence is aligned with its last key; otherwise the first with the
+    /// first.
+    pub bottom_right: bool,
+    /// Keys to see before the aligned one; `None` is all.
+    pub left: Option<usize>,
+    /// Keys to see after the aligned one; `None` is all.
+    pub right: Option<usize>,
+    /// Factor of the scores.
+    pub softmax_scale: f32,
+    /// Scores become `softcap · tanh(score / softcap)`.
+    pub softcap: Option<f32>,
 }
 
 /// The sequences of a case, equally long unless it is packed.
-pub(super) fn sequences(
+pub(crate) fn sequences(
     case: &AttentionCase<'_>,
-    o: &Array,
-    lse: Option<&Array>,
+    o: &dyn Elements,
+    lse: Option<&dyn Elements>,
 ) -> Result<Vec<Sequence>, Mismatch> {
     let mut sequences = match case.lengths {
         None => dense(case, lse)?,
@@ -51,22 +66,22 @@ pub(super) fn sequences(
 }
 
 /// Number of heads, and elements of a row of each.
-pub(super) fn heads_of(array: &Array) -> [usize; 2] {
+pub(crate) fn heads_of(array: &dyn Elements) -> [usize; 2] {
     match *array.shape() {
         [.., heads, head_dim] => [heads, head_dim],
         _ => [0, 0],
     }
 }
 
-fn wrong(case: &AttentionCase<'_>, lse: Option<&Array>) -> Mismatch {
-    let [q, k] = [case.q, case.k].map(Array::shape);
+fn wrong(case: &AttentionCase<'_>, lse: Option<&dyn Elements>) -> Mismatch {
+    let [q, k] = [case.q, case.k].map(Elements::shape);
     Mismatch(match lse {
         Some(lse) => format!("q is {q:?}, k {k:?} and lse {:?}", lse.shape()),
         None => format!("q is {q:?} and k {k:?}"),
     })
 }
 
-fn dense(case: &AttentionCase<'_>, lse: Option<&Array>) -> Result<Vec<Sequence>, Mismatch> {
+fn dense(case: &AttentionCase<'_>, lse: Option<&dyn Elements>) -> Result<Vec<Sequence>, Mismatch> {
     let wrong = || wrong(case, lse);
     let (&[batch, seqlen_q, heads, head_dim], &[batch_kv, seqlen_kv, _, head_dim_kv]) =
         (case.q.shape(), case.k.shape())
@@ -90,7 +105,7 @@ fn dense(case: &AttentionCase<'_>, lse: Option<&Array>) -> Result<Vec<Sequence>,
 fn packed(
     case: &AttentionCase<'_>,
     [lengths_q, lengths_kv]: [&[usize]; 2],
-    lse: Option<&Array>,
+    lse: Option<&dyn Elements>,
 ) -> Result<Vec<Sequence>, Mismatch> {
     let wrong = || wrong(case, lse);
     let (&[rows, heads, head_dim], &[rows_kv, _, head_dim_kv]) = (case.q.shape(), case.k.shape())

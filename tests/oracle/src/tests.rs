@@ -1,13 +1,43 @@
 use super::*;
-use crate::io::{Array, Values};
-use crate::random::normal;
+use blockflash_sys::DType;
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+use std::ops::Range;
 
-pub(super) fn array(shape: &[usize], values: Vec<f32>) -> Array {
-    Array::new(shape, Values::F32(values)).unwrap()
+/// f32 elements, of which a type is claimed.
+#[derive(Clone, Debug)]
+pub(super) struct Array {
+    shape: Vec<usize>,
+    dtype: DType,
+    values: Vec<f32>,
 }
 
-fn random(dtype: DType, shape: &[usize], lane: u64) -> Array {
-    normal(dtype, shape, 7, lane, |_| ()).unwrap()
+impl Elements for Array {
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn to_f32(&self, range: Range<usize>) -> Vec<f32> {
+        self.values.get(range).unwrap_or_default().to_vec()
+    }
+}
+
+pub(super) fn array(shape: &[usize], values: impl Into<Vec<f32>>) -> Array {
+    let values = values.into();
+    assert_eq!(values.len(), shape.iter().product::<usize>());
+    Array { shape: shape.to_vec(), dtype: DType::F32, values }
+}
+
+/// Numbers of some type, in [-1, 1].
+fn random(dtype: DType, shape: &[usize]) -> Array {
+    let mut generator = SmallRng::seed_from_u64(7);
+    let mut number = || round(dtype, generator.random_range(-1.0..1.0));
+    let values = (0..shape.iter().product()).map(|_| number()).collect();
+    Array { shape: shape.to_vec(), dtype, values }
 }
 
 /// One query, two keys: small enough for paper.
@@ -78,7 +108,7 @@ fn samples_of_packed_sequences_visit_each() {
     let (lengths, heads) = ([300, 40, 160], 24);
     let rows: usize = lengths.iter().sum();
     let constant = |value| array(&[rows, heads, 8], vec![value; rows * heads * 8]);
-    let tensors = [random(DType::F16, &[rows, heads, 8], 0), constant(0.0), constant(1.0)];
+    let tensors = [random(DType::F16, &[rows, heads, 8]), constant(0.0), constant(1.0)];
     let o = constant(1.0);
     let one_head: Vec<f32> =
         lengths.iter().flat_map(|&length| vec![(length as f32).ln(); length]).collect();
@@ -102,7 +132,7 @@ fn only_listed_blocks_are_seen() {
     // place, the value ten times it.
     let q = array(&[1, 4, 2, 1], vec![0.0; 8]);
     let k = array(&[1, 6, 1, 1], vec![0.0; 6]);
-    let v = array(&[1, 6, 1, 1], (0..6).map(|key| key as f32 * 10.0).collect());
+    let v = array(&[1, 6, 1, 1], (0..6).map(|key| key as f32 * 10.0).collect::<Vec<_>>());
     let tensors = [q, k, v];
     // Head 0: keys 0, 1, 4, 5 for the first two queries, nothing for the others. Head 1: keys 2, 3
     // and all.
@@ -165,7 +195,7 @@ fn masked_nan_does_not_matter_and_seen_nan_does() {
 #[test]
 fn samples_of_large_problems_find_a_wrong_last_row() {
     let seqlen = 500;
-    let q = random(DType::F16, &[1, seqlen, 24, 8], 0);
+    let q = random(DType::F16, &[1, seqlen, 24, 8]);
     let v = array(&[1, seqlen, 24, 8], vec![1.0; seqlen * 24 * 8]);
     let zero = array(&[1, seqlen, 24, 8], vec![0.0; seqlen * 24 * 8]);
     let tensors = [q, zero, v];

@@ -1,5 +1,5 @@
-use crate::check::tests::{array, case};
-use crate::check::{AttentionCase, Blocks, attention};
+use crate::tests::{array, case};
+use crate::{AttentionCase, Blocks, attention};
 
 /// Of each sequence the last query is at its last key, also where there are more keys or more
 /// queries; blocks are its own.

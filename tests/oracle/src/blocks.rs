@@ -1,8 +1,24 @@
-//! Lists of blocks, as a check reads them.
+//! Lists of blocks, as a check reads them, and the sequences that they belong to.
 
-use super::sequences::Sequence;
-use super::{Mismatch, ensure};
+use crate::comparison::{Mismatch, ensure};
 use std::ops::Range;
+
+/// One sequence of all heads. Rows count from the start of a tensor: a row of q, k, v or o holds
+/// all heads.
+pub(crate) struct Sequence {
+    /// First row of q and o.
+    pub(crate) q: usize,
+    pub(crate) seqlen_q: usize,
+    /// First row of k and v.
+    pub(crate) kv: usize,
+    pub(crate) seqlen_kv: usize,
+    /// Element of lse of the first query of head 0.
+    pub(crate) lse: usize,
+    /// Elements of lse between heads.
+    pub(crate) lse_head: usize,
+    /// First row of its lists of blocks, if there are any.
+    pub(crate) lists: usize,
+}
 
 /// The blocks of keys that each block of queries attends to. There is a row for each block of
 /// queries of each head of each sequence, in this order of counting; or the rows of one sequence
@@ -23,12 +39,12 @@ pub struct Blocks<'a> {
 
 impl Blocks<'_> {
     /// Keys that a query may see, on average.
-    pub(super) fn mean_keys(&self) -> usize {
+    pub(crate) fn mean_keys(&self) -> usize {
         (self.col_idx.len() * self.block_kv).div_ceil(self.row_ptr.len().max(2) - 1)
     }
 
     /// Checks the lists, and notes in each sequence where its own begin.
-    pub(super) fn place(&self, sequences: &mut [Sequence], heads_q: usize) -> Result<(), Mismatch> {
+    pub(crate) fn place(&self, sequences: &mut [Sequence], heads_q: usize) -> Result<(), Mismatch> {
         let Self { block_q, block_kv, heads, row_ptr, col_idx } = *self;
         ensure(block_q > 0 && block_kv > 0, || "a block has a size of 0".to_owned())?;
         ensure(heads > 0 && heads_q.is_multiple_of(heads), || {
@@ -58,7 +74,7 @@ impl Blocks<'_> {
     }
 
     /// The keys of a range that a query of a head sees, block by block. The lists are checked.
-    pub(super) fn seen(
+    pub(crate) fn seen(
         &self,
         query: usize,
         head: [usize; 2],

@@ -1,6 +1,7 @@
-use super::{BUDGET, Comparison, Element, Mismatch, ensure, representable, round, sample};
-use super::{PRODUCTS, PartialSums, ProductSum, Rounding};
-use crate::io::Array;
+use crate::comparison::{BUDGET, Comparison, Mismatch, Steps, ensure, sample};
+use crate::elements::{Element, Elements};
+use crate::product::{Activation, Dot, Epilogue};
+use crate::rounding::Rounding;
 use blockflash_sys::Major;
 use rayon::prelude::*;
 
@@ -14,13 +15,13 @@ pub struct SddmmCase<'a> {
     /// m, n, k.
     pub sizes: [usize; 3],
     /// `[m, k]`, or `[k, m]` if A is column-major.
-    pub a: &'a Array,
+    pub a: &'a dyn Elements,
     /// `[k, n]`, or `[n, k]` if B is column-major.
-    pub b: &'a Array,
+    pub b: &'a dyn Elements,
     /// Of A and B.
     pub majors: [Major; 2],
     /// `[nnz_blocks, block_size, block_size]`, as it was before.
-    pub old: Option<&'a Array>,
+    pub old: Option<&'a dyn Elements>,
     pub alpha: f32,
     pub beta: f32,
 }
@@ -32,7 +33,7 @@ pub struct SddmmCase<'a> {
 /// If shapes or indices do not belong together.
 pub fn bsr_sddmm(
     case: &SddmmCase<'_>,
-    result: &Array,
+    result: &dyn Elements,
     seed: u64,
     progress: impl Fn(f64) + Sync,
 ) -> Result<Comparison, Mismatch> {
@@ -65,18 +66,17 @@ pub fn bsr_sddmm(
     let b = along_k(case.b, k, n, b_major == Major::Column);
     let affordable = (BUDGET / (size * k).max(1) as u64).max(1) as usize;
     let rows = sample(affordable.min(blocks * size), blocks * size, seed, 0);
-    let done = std::sync::atomic::AtomicUsize::new(0);
+    let steps = Steps::new(rows.len(), &progress);
     let compared = rows.par_iter().map(|&row| {
         let compared = compare_row(case, result, row, &a, &b);
-        let finished = 1 + done.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        progress(finished as f64 / rows.len() as f64);
+        steps.step();
         compared
     });
     Ok(compared.reduce(Comparison::default, Comparison::merge).finish(result.len()))
 }
 
 /// The elements `[lines, k]` in f32, of an array that holds them so or transposed.
-fn along_k(array: &Array, k: usize, lines: usize, is_so: bool) -> Vec<f32> {
+fn along_k(array: &dyn Elements, k: usize, lines: usize, is_so: bool) -> Vec<f32> {
     let values = array.to_f32(0..array.len());
     if is_so {
         return values;
@@ -90,7 +90,7 @@ fn along_k(array: &Array, k: usize, lines: usize, is_so: bool) -> Vec<f32> {
 /// Row `row % size` of block `row / size`; `a` is `[m, k]` and `b` `[n, k]`.
 fn compare_row(
     case: &SddmmCase<'_>,
-    result: &Array,
+    result: &dyn Elements,
     row: usize,
     a: &[f32],
     b: &[f32],
@@ -99,62 +99,35 @@ fn compare_row(
     let block = row / size;
     let block_row = case.row_ptr.partition_point(|&first| first as usize <= block) - 1;
     let (i, first_col) = (block_row * size + row % size, case.col_idx[block] as usize * size);
-    let values = result.to_f32(row * size..(row + 1) * size);
-    let old =
-        case.old.filter(|_| case.beta != 0.0).map(|old| old.to_f32(row * size..(row + 1) * size));
-    let elements = values.iter().enumerate().map(|(at, &value)| {
+    let of_row = |array: &dyn Elements| array.to_f32(row * size..(row + 1) * size);
+    let (found, old) = (of_row(result), case.old.map(of_row));
+    let SddmmCase { alpha, beta, .. } = *case;
+    let epilogue = Epilogue { alpha, beta, activation: Activation::None, output: dtype };
+    let expected = found.into_iter().enumerate().map(|(at, value)| {
         let j = first_col + at;
         if i >= m || j >= n {
-            return Element {
-                result: value,
-                reference: 0.0,
-                plain: 0.0,
-                magnitude: 0.0,
-                partial: 0.0,
-            };
-        }
-        let (mut sum, mut partial, mut plain) =
-            (ProductSum::default(), PartialSums::default(), 0f32);
-        for (a, b) in a[i * k..][..k].chunks(PRODUCTS).zip(b[j * k..][..k].chunks(PRODUCTS)) {
-            for (&a, &b) in a.iter().zip(b) {
-                sum.add(f64::from(a) * f64::from(b));
-                plain += a * b;
-            }
-            partial.settle(sum);
+            return (value, Element::default());
         }
         let old = old.as_ref().map_or(0.0, |old| old[at]);
-        let (alpha, added) = (f64::from(case.alpha), f64::from(case.beta) * f64::from(old));
-        Element {
-            result: value,
-            reference: representable(dtype, alpha * sum.sum + added),
-            plain: round(dtype, case.alpha * plain + case.beta * old),
-            magnitude: alpha.abs() * sum.squares.sqrt() + added.abs(),
-            partial: alpha.abs() * partial.mean(),
-        }
+        (value, Dot::of(&a[i * k..][..k], &b[j * k..][..k]).finish(&epilogue, old, 0.0))
     });
     // Alpha and beta are two operations.
     let rounding = Rounding::of_products(k, 2, dtype);
-    let mut comparison = Comparison::default();
-    comparison.add_row(elements, |sizes| rounding.largest(sizes));
-    comparison
+    Comparison::of_row(dtype, expected, |sizes| rounding.largest(sizes))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::io::Values;
-
-    fn array(shape: &[usize], values: &[f32]) -> Array {
-        Array::new(shape, Values::F32(values.to_vec())).unwrap()
-    }
+    use crate::tests::array;
 
     #[test]
     fn on_paper() {
         // A·B of 3 × 3 in blocks of 2; the stored block has rows 2, 3 and columns 0, 1 of [1 2 3] ·
         // [[1 0 2] [0 1 2] [1 1 2]].
-        let a = array(&[3, 3], &[9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 1.0, 2.0, 3.0]);
-        let b = array(&[3, 3], &[1.0, 0.0, 2.0, 0.0, 1.0, 2.0, 1.0, 1.0, 2.0]);
-        let old = array(&[1, 2, 2], &[10.0, 20.0, f32::NAN, f32::NAN]);
+        let a = array(&[3, 3], [9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 1.0, 2.0, 3.0]);
+        let b = array(&[3, 3], [1.0, 0.0, 2.0, 0.0, 1.0, 2.0, 1.0, 1.0, 2.0]);
+        let old = array(&[1, 2, 2], [10.0, 20.0, f32::NAN, f32::NAN]);
         let case = SddmmCase {
             row_ptr: &[0, 0, 1],
             col_idx: &[0],
@@ -167,7 +140,7 @@ mod tests {
             beta: 0.5,
         };
         let check = |case: &SddmmCase<'_>, values: [f32; 4]| {
-            bsr_sddmm(case, &array(&[1, 2, 2], &values), 0, |_| ()).map(|found| found.passed())
+            bsr_sddmm(case, &array(&[1, 2, 2], values), 0, |_| ()).map(|found| found.passed())
         };
         assert!(check(&case, [13.0, 20.0, 0.0, 0.0]).unwrap());
         for wrong in [[13.1, 20.0, 0.0, 0.0], [13.0, 20.0, 0.0, 1.0], [13.0, 20.0, f32::NAN, 0.0]] {

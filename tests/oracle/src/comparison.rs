@@ -1,34 +1,20 @@
-//! Is a result right? Every operation again, slowly and independently of the library, in f64.
+//! A result held against the oracle row by row.
 //!
 //! Each row of the output is held to twice the error that a plain computation in the same precision
-//! makes in it (f32 sums, probabilities and results rounded to their types), plus a floor for what
-//! a correct computation is free to round once. The row that comes closest to its limit, or exceeds
-//! it most, is reported. Large problems are checked on a sample that contains the first and the
-//! last row.
+//! makes in it, plus a floor for what a correct computation is free to round once. The row that
+//! comes closest to its limit, or exceeds it most, is reported. Large problems are checked on a
+//! sample that contains the first and the last row.
 
-mod attention;
-mod block_scores;
-mod blocks;
-mod bsr_matmul;
-mod bsr_sddmm;
-mod rounding;
-mod sequences;
-
-pub use attention::{AttentionCase, attention, attention_output};
-pub use block_scores::block_scores;
-pub use blocks::Blocks;
-pub use bsr_matmul::{Activation, BsrCase, bsr_matmul};
-pub use bsr_sddmm::{SddmmCase, bsr_sddmm};
-pub use rounding::{
-    PRODUCTS, PartialSums, ProductSum, Rounding, Sizes, TRUNCATION, subnormal_roundoff,
-    unit_roundoff,
-};
-
+use crate::elements::Element;
+use crate::rounding::{Sizes, subnormal_roundoff, unit_roundoff};
 use blockflash_sys::DType;
 use half::{bf16, f16};
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Multiply-adds that a check may cost: seconds on two cores. Tests sample sooner.
-const BUDGET: u64 = if cfg!(test) { 1 << 22 } else { 1 << 30 };
+pub(crate) const BUDGET: u64 = if cfg!(test) { 1 << 22 } else { 1 << 30 };
 
 /// How far a result is from the reference.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
@@ -50,45 +36,40 @@ pub struct Comparison {
     reference_squares: f64,
 }
 
-/// One element: what was computed, what is right, what a plain computation gives, and the sizes
-/// that [`Sizes`] names.
-struct Element {
-    result: f32,
-    reference: f64,
-    plain: f32,
-    magnitude: f64,
-    partial: f64,
-}
-
 impl Comparison {
     /// Whether every checked row is within its limit.
     pub fn passed(&self) -> bool {
         self.error <= self.limit
     }
 
-    /// Adds a row; `floor` gives what may be rounded, of the largest sizes.
-    fn add_row(&mut self, elements: impl Iterator<Item = Element>, floor: impl Fn(Sizes) -> f64) {
-        let mut row = Self::default();
+    /// A row of a result of this type; `floor` gives what may be rounded, of the largest sizes.
+    pub(crate) fn of_row(
+        dtype: DType,
+        row: impl Iterator<Item = (f32, Element)>,
+        floor: impl Fn(Sizes) -> f64,
+    ) -> Self {
+        let mut found = Self::default();
         let (mut plain_error, mut largest) = (0f64, Sizes::default());
         let finite = |value: f64| if value.is_finite() { value } else { 0.0 };
-        for element in elements {
-            let reference = finite(element.reference);
-            let error = distance(element.result, element.reference);
-            row.checked += 1;
-            row.error = row.error.max(error);
-            row.error_squares += error * error;
-            row.reference_squares += reference * reference;
+        for (result, element) in row {
+            let exact = representable(dtype, element.exact);
+            let error = distance(f64::from(result), exact);
+            let exact_size = finite(exact).abs();
+            found.checked += 1;
+            found.error = found.error.max(error);
+            found.error_squares += error * error;
+            found.reference_squares += exact_size * exact_size;
             // An overflow of the plain computation says nothing about what is allowed elsewhere.
-            plain_error = plain_error.max(finite(distance(element.plain, element.reference)));
-            largest.exact = largest.exact.max(reference.abs());
+            plain_error = plain_error.max(finite(distance(element.plain, exact)));
+            largest.exact = largest.exact.max(exact_size);
             largest.magnitude = largest.magnitude.max(finite(element.magnitude));
             largest.partial = largest.partial.max(finite(element.partial));
         }
-        row.limit = 2.0 * plain_error + floor(largest);
-        *self = self.merge(row);
+        found.limit = 2.0 * plain_error + floor(largest);
+        found
     }
 
-    fn merge(self, other: Self) -> Self {
+    pub(crate) fn merge(self, other: Self) -> Self {
         let excess = |row: &Self| if row.error == 0.0 { 0.0 } else { row.error / row.limit };
         let worst = if excess(&other) >= excess(&self) { other } else { self };
         Self {
@@ -99,7 +80,7 @@ impl Comparison {
         }
     }
 
-    fn finish(self, total: usize) -> Self {
+    pub(crate) fn finish(self, total: usize) -> Self {
         // Without a reference that is not zero any error is infinite, and none is none.
         let scale = if self.error_squares == 0.0 { 1.0 } else { self.reference_squares };
         Self { total: total as u64, relative: (self.error_squares / scale).sqrt(), ..self }
@@ -109,14 +90,13 @@ impl Comparison {
 /// Why a check cannot be made: the operands do not belong together.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot check: {0}")]
-pub struct Mismatch(String);
+pub struct Mismatch(pub(crate) String);
 
-fn ensure(condition: bool, what: impl FnOnce() -> String) -> Result<(), Mismatch> {
+pub(crate) fn ensure(condition: bool, what: impl FnOnce() -> String) -> Result<(), Mismatch> {
     if condition { Ok(()) } else { Err(Mismatch(what())) }
 }
 
-fn distance(result: f32, reference: f64) -> f64 {
-    let result = f64::from(result);
+fn distance(result: f64, reference: f64) -> f64 {
     if result.is_nan() && reference.is_nan() || result == reference {
         0.0
     } else if result.is_finite() && reference.is_finite() {
@@ -127,7 +107,7 @@ fn distance(result: f32, reference: f64) -> f64 {
 }
 
 /// Largest error of rounding a value of this size to nearest.
-fn rounding(dtype: DType, size: f64) -> f64 {
+pub(crate) fn rounding(dtype: DType, size: f64) -> f64 {
     (size * unit_roundoff(dtype)).max(subnormal_roundoff(dtype))
 }
 
@@ -140,18 +120,31 @@ fn representable(dtype: DType, value: f64) -> f64 {
     }
 }
 
-fn round(dtype: DType, value: f32) -> f32 {
-    match dtype {
-        DType::F16 => f16::from_f32(value).to_f32(),
-        DType::BF16 => bf16::from_f32(value).to_f32(),
-        DType::F32 | DType::I32 | DType::U8 => value,
+/// Tells `progress` the fraction that is done.
+pub(crate) struct Steps<'a> {
+    done: AtomicUsize,
+    all: usize,
+    progress: &'a (dyn Fn(f64) + Sync),
+}
+
+impl<'a> Steps<'a> {
+    pub(crate) fn new(all: usize, progress: &'a (dyn Fn(f64) + Sync)) -> Self {
+        Self { done: AtomicUsize::new(0), all, progress }
+    }
+
+    /// One more is done.
+    pub(crate) fn step(&self) {
+        let done = 1 + self.done.fetch_add(1, Ordering::Relaxed);
+        (self.progress)(done as f64 / self.all as f64);
     }
 }
 
 /// Positions to check, ascending, with the first and the last: that is where masks and tails go
 /// wrong.
-fn sample(count: usize, total: usize, seed: u64, lane: u64) -> Vec<usize> {
-    let mut chosen = crate::random::choose(count, total, seed, lane);
+pub(crate) fn sample(count: usize, total: usize, seed: u64, lane: u64) -> Vec<usize> {
+    let mut random = SmallRng::seed_from_u64(seed ^ lane.wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    let mut chosen = rand::seq::index::sample(&mut random, total, count.min(total)).into_vec();
+    chosen.sort_unstable();
     if let Some(first) = chosen.first_mut() {
         *first = 0;
     }
@@ -160,6 +153,3 @@ fn sample(count: usize, total: usize, seed: u64, lane: u64) -> Vec<usize> {
     }
     chosen
 }
-
-#[cfg(test)]
-mod tests;
