@@ -1,6 +1,6 @@
 //! Block masks in words: `causal+window:8+sink:1`.
 
-use crate::case::Pattern;
+use crate::case::{Pattern, from_rows};
 use blockflash_ops::{Align, BlockGeometry, BlockMask, Error, Mask};
 use std::fmt;
 use std::str::FromStr;
@@ -161,26 +161,6 @@ fn drawn(
     fits("nnz", rows.checked_mul(cols).map(|_| pattern.nnz_blocks(rows, cols, density)))?;
     let (row_ptr, col_idx) = pattern.draw(rows, cols, density, seed);
     from_rows(geometry, heads, &row_ptr, &col_idx)
-}
-
-/// A mask of lists whose offsets go on from head to head: row `head * rows + row`.
-///
-/// # Errors
-/// Those of [`BlockMask::from_parts`]; another number of rows is one.
-pub fn from_rows(
-    geometry: BlockGeometry,
-    heads: usize,
-    row_ptr: &[i32],
-    col_idx: &[i32],
-) -> blockflash_ops::Result<BlockMask> {
-    let rows = geometry.rows();
-    if heads.checked_mul(rows).and_then(|rows| rows.checked_add(1)) != Some(row_ptr.len()) {
-        return BlockMask::from_parts(geometry, 1, heads, row_ptr, col_idx);
-    }
-    // The library's offsets of a head have an end of their own.
-    let of_head = |head: usize| &row_ptr[head * rows..=(head + 1) * rows];
-    let row_ptr: Vec<i32> = (0..heads).flat_map(of_head).copied().collect();
-    BlockMask::from_parts(geometry, 1, heads, &row_ptr, col_idx)
 }
 
 #[cfg(test)]

@@ -52,6 +52,9 @@ pub enum Error {
     /// The operation itself fails.
     #[error(transparent)]
     Ops(#[from] blockflash_ops::Error),
+    /// A result cannot be compared.
+    #[error(transparent)]
+    Check(#[from] blockflash_oracle::Mismatch),
     /// The device fails.
     #[error(transparent)]
     Device(#[from] blockflash_safe::Error),

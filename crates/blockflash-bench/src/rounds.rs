@@ -9,7 +9,7 @@ use crate::case::Case;
 use crate::ceilings::Ceilings;
 use crate::error::{Error, Result};
 use crate::ours::Ours;
-use crate::peers::{PeerCase, Peers};
+use crate::peers::Peers;
 use crate::record::{OURS, Protocol, Record, SCHEMA, now};
 use crate::suite::Suite;
 use crate::telemetry::Telemetry;
@@ -157,7 +157,7 @@ impl Run {
             return;
         }
         peers.set_cache(cache, flush_bytes(&self.stream));
-        let peer_case = PeerCase::new(case, self.seed, &self.scratch);
+        let peer_case = case.shape().peer_case(self.seed, &self.scratch);
         for name in names {
             step(&format!("{name}: inputs and check"));
             let mut contestant = self.contestant(case, cache, &name, Who::Peer(name.clone()));

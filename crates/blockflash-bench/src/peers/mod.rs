@@ -1,11 +1,10 @@
 //! Rivals in another process: `benches/peers/serve.py` stays up for a run and is asked for one
 //! window at a time.
 
-mod case;
 mod server;
 
+use crate::case::PeerCase;
 use crate::timing::{Cache, GRAPH_US, MAX_LAUNCHES, Window};
-pub use case::{PeerCase, PeerCaseError};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use server::Server;

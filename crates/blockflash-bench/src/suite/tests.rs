@@ -181,3 +181,21 @@ fn the_suites_of_the_repository_are_valid() {
     let missing = Suite::load(&benches, "nothing").unwrap_err().to_string();
     assert!(missing.contains("\"nothing\"") && missing.contains("smoke"));
 }
+
+const SDDMM: &str = "description = 'x'\n[[bsr_sddmm]]\nsize = [512]\nk = [64, 128]\nblock_size = [64]\n\
+                    density = [0.5]\nlayout = [['column', 'row']]\ndtype = ['f16']\n";
+
+#[test]
+fn grids_of_sampled_products_expand_to_every_combination() {
+    let suite = Suite::parse("t".into(), SDDMM).unwrap();
+    let ids: Vec<_> = suite.cases.iter().map(ToString::to_string).collect();
+    let expected = [
+        "sddmm_m512_n512_k64_b64_d0.5_uniform_column_row_f16",
+        "sddmm_m512_n512_k128_b64_d0.5_uniform_column_row_f16",
+    ];
+    assert_eq!(ids, expected);
+    let problem = |from, to| problem(&SDDMM.replace(from, to));
+    assert!(problem("[0.5]", "[1.5]").contains("not in (0, 1]"));
+    assert!(problem("[512]", "[0]").contains("size of 0"));
+    assert!(problem("'row'", "'both'").contains("unknown variant"));
+}

@@ -6,8 +6,8 @@ use crate::mask_file::{self, Known};
 use crate::output::print;
 use crate::progress::Progress;
 use crate::table::{self, Facts};
-use blockflash_bench::block_pattern::{self, BlockPattern};
-use blockflash_bench::case::{BlockSparseShape, Case};
+use blockflash_bench::block_pattern::BlockPattern;
+use blockflash_bench::case::{BlockSparseShape, Case, from_rows};
 use blockflash_bench::plot::{Drawing, MAX_SHOWN, MaskPicture};
 use blockflash_ops::{BlockGeometry, BlockMask, Mask};
 use serde_json::json;
@@ -136,7 +136,7 @@ impl Show {
                     *shape;
                 let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
                 let (row_ptr, col_idx) = shape.pattern(self.seed);
-                let mask = block_pattern::from_rows(geometry, mask_heads, &row_ptr, &col_idx)?;
+                let mask = from_rows(geometry, mask_heads, &row_ptr, &col_idx)?;
                 let name = format!("{} {}, {}", shape.pattern, shape.density, shape.mask);
                 Ok(named(mask, name, shape.dense().mask()))
             }

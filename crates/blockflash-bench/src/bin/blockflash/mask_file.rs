@@ -2,7 +2,7 @@
 
 use crate::failure::{Failure, Result};
 use crate::operand::Source;
-use blockflash_bench::block_pattern;
+use blockflash_bench::case::from_rows;
 use blockflash_bench::io::{Array, Stored};
 use blockflash_ops::{BlockGeometry, BlockMask, DType};
 use std::path::Path;
@@ -129,7 +129,7 @@ fn from_indices(known: &Known<'_>, row_ptr: &Array, col_idx: &Array) -> Result<B
     let [row_ptr_values, col_idx] =
         [row_ptr, col_idx].map(|array| array.as_i32().unwrap_or_default());
     Ok(match row_ptr.shape().len() {
-        1 => block_pattern::from_rows(geometry, heads, row_ptr_values, col_idx)?,
+        1 => from_rows(geometry, heads, row_ptr_values, col_idx)?,
         _ => BlockMask::from_parts(geometry, batch, heads, row_ptr_values, col_idx)?,
     })
 }

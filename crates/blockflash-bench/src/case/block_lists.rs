@@ -1,49 +1,59 @@
-//! The lists of a block-sparse case: as the library takes them, and as the reference reads them.
+//! Lists of blocks: as the library takes them, and as the oracle reads them.
 
-use crate::block_pattern::from_rows;
-use crate::case::BlockSparseShape;
 use crate::error::Result;
 use blockflash_ops::{BlockGeometry, BlockMask, Stream};
-use blockflash_oracle as oracle;
+use blockflash_oracle::Blocks;
 
 /// Lists of blocks as they are drawn: row `head * blocks of queries + block of queries`.
 #[derive(Debug)]
 pub(super) struct BlockLists {
-    shape: BlockSparseShape,
-    row_ptr: Vec<i32>,
-    col_idx: Vec<i32>,
+    /// Queries and keys.
+    pub(super) seqlens: [usize; 2],
+    /// Queries and keys of a block.
+    pub(super) block: [usize; 2],
+    /// Heads that have lists.
+    pub(super) heads: usize,
+    pub(super) row_ptr: Vec<i32>,
+    pub(super) col_idx: Vec<i32>,
 }
 
 impl BlockLists {
-    pub(super) fn new(shape: &BlockSparseShape, seed: u64) -> Self {
-        let (row_ptr, col_idx) = shape.pattern(seed);
-        Self { shape: *shape, row_ptr, col_idx }
-    }
-
     /// The mask on the stream's device, validated by the library.
     pub(super) fn mask(&self, stream: &Stream) -> Result<BlockMask> {
-        let BlockSparseShape { seqlen_q, seqlen_kv, block_q, block_kv, mask_heads, .. } =
-            self.shape;
+        let ([seqlen_q, seqlen_kv], [block_q, block_kv]) = (self.seqlens, self.block);
         let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
-        Ok(from_rows(geometry, mask_heads, &self.row_ptr, &self.col_idx)?.to(stream)?)
+        Ok(from_rows(geometry, self.heads, &self.row_ptr, &self.col_idx)?.to(stream)?)
     }
 
-    pub(super) fn of_check(&self) -> oracle::Blocks<'_> {
-        let BlockSparseShape { block_q, block_kv, mask_heads, .. } = self.shape;
-        oracle::Blocks {
-            block_q,
-            block_kv,
-            heads: mask_heads,
-            row_ptr: &self.row_ptr,
-            col_idx: &self.col_idx,
-        }
+    pub(super) fn for_oracle(&self) -> Blocks<'_> {
+        let Self { block: [block_q, block_kv], heads, row_ptr, col_idx, .. } = self;
+        Blocks { block_q: *block_q, block_kv: *block_kv, heads: *heads, row_ptr, col_idx }
     }
+}
+
+/// A mask of lists whose offsets go on from head to head: row `head * rows + row`.
+///
+/// # Errors
+/// Those of [`BlockMask::from_parts`]; another number of rows is one.
+pub fn from_rows(
+    geometry: BlockGeometry,
+    heads: usize,
+    row_ptr: &[i32],
+    col_idx: &[i32],
+) -> blockflash_ops::Result<BlockMask> {
+    let rows = geometry.rows();
+    if heads.checked_mul(rows).and_then(|rows| rows.checked_add(1)) != Some(row_ptr.len()) {
+        return BlockMask::from_parts(geometry, 1, heads, row_ptr, col_idx);
+    }
+    // The library's offsets of a head have an end of their own.
+    let of_head = |head: usize| &row_ptr[head * rows..=(head + 1) * rows];
+    let row_ptr: Vec<i32> = (0..heads).flat_map(of_head).copied().collect();
+    BlockMask::from_parts(geometry, 1, heads, &row_ptr, col_idx)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::case::{Case, Pattern};
+    use crate::case::{BlockSparseShape, Case, Pattern};
     use blockflash_ops::Device;
 
     fn shape(id: &str) -> BlockSparseShape {
@@ -70,7 +80,7 @@ mod tests {
             shape("b1_s512_h8kv4m1_d64_q64kv64_d0.5_uniform_full_bf16"),
         ];
         for shape in with_pattern.into_iter().chain(others) {
-            let mask = BlockLists::new(&shape, 3).mask(&stream).unwrap();
+            let mask = shape.lists(3).mask(&stream).unwrap();
             let copies = shape.num_heads_q / shape.mask_heads;
             assert_eq!(mask.heads(), shape.mask_heads);
             assert_eq!(mask.nnz() * copies, shape.nnz_blocks(), "{shape:?}");
@@ -79,7 +89,7 @@ mod tests {
             // Nothing that is hidden whole is listed.
             assert_eq!(mask.intersect_mask(shape.dense().mask()).unwrap().nnz(), mask.nnz());
         }
-        let mask = BlockLists::new(&causal, 3).mask(&stream).unwrap();
+        let mask = causal.lists(3).mask(&stream).unwrap();
         for row in 0..mask.rows() {
             assert_eq!(
                 mask.row(0, 2, row).unwrap().last(),
@@ -92,7 +102,7 @@ mod tests {
     #[test]
     fn lists_of_query_heads_repeat_those_that_are_shared() {
         let shape = shape("b1_s512_h8kv4m4_d64_q64kv64_d0.4_power_law_full_bf16");
-        let shared = BlockLists::new(&shape, 3);
+        let shared = shape.lists(3);
         let (row_ptr, col_idx) = shape.pattern_of_query_heads(3);
         let lists = |row_ptr: &[i32], col_idx: &[i32], head: usize| -> Vec<Vec<i32>> {
             let rows = row_ptr[head * 8..=head * 8 + 8].windows(2);
@@ -112,7 +122,7 @@ mod tests {
     #[test]
     fn blocks_that_the_library_does_not_know_are_its_error() {
         let odd = shape("b1_s96_h2_d64_q32kv32_d0.5_uniform_full_bf16");
-        let refused = BlockLists::new(&odd, 3).mask(&Device::cpu().stream().unwrap()).unwrap_err();
+        let refused = odd.lists(3).mask(&Device::cpu().stream().unwrap()).unwrap_err();
         assert!(refused.to_string().contains("block_q is 32"), "{refused}");
     }
 }

@@ -1,14 +1,15 @@
 //! Operands of attention: dense batches, packed ones of different lengths, and masks of blocks.
 
 use super::block_lists::BlockLists;
-use crate::case::{Case, Lengths};
+use super::lengths::Lengths;
+use super::operands::{Operands, normal};
 use crate::error::{Error, Result};
 use crate::io::Array;
 use blockflash_ops::{
-    Attention, AttentionProblem, BlockMask, CuSeqlens, DType, Mask, PackedRows, PreparedAttention,
-    Row, Stream, Tensor,
+    Attention, AttentionProblem, BlockMask, CuSeqlens, CudaProperties, DType, Mask, PackedRows,
+    PreparedAttention, Row, Stream, Tensor, attention,
 };
-use blockflash_oracle as oracle;
+use blockflash_oracle::{self as oracle, AttentionCase, Comparison, Mismatch};
 use blockflash_sys::manifest::Lse;
 
 /// Inputs and outputs on the device.
@@ -17,6 +18,9 @@ pub(super) struct AttentionOperands {
     inputs: Inputs,
     o: Tensor,
     lse: Tensor,
+    /// q, k and v, for the oracle.
+    host: [Array; 3],
+    prepared: Option<PreparedAttention>,
 }
 
 #[derive(Debug)]
@@ -27,21 +31,15 @@ struct Inputs {
     mask: Mask,
     softmax_scale: f32,
     packed: Option<Packed>,
-    blocks: Option<Box<Blocks>>,
+    blocks: Option<Blocks>,
 }
 
 /// Which blocks are visited.
 #[derive(Debug)]
 struct Blocks {
-    /// What the reference reads.
+    /// What the oracle reads.
     lists: BlockLists,
     mask: BlockMask,
-}
-
-impl Blocks {
-    fn new(lists: BlockLists, stream: &Stream) -> Result<Box<Self>> {
-        Ok(Box::new(Self { mask: lists.mask(stream)?, lists }))
-    }
 }
 
 /// Where the sequences of a packed batch lie.
@@ -84,62 +82,63 @@ fn shapes(problem: &AttentionProblem) -> [Vec<usize>; 3] {
 }
 
 impl AttentionOperands {
-    /// `normal` draws an input of a shape; its last argument tells inputs apart. The seed is that
-    /// of lists of blocks. Returns q, k and v in host memory as well.
+    /// Of a problem, whose sequences have these lengths if it is packed, and which visits these
+    /// blocks only.
     pub(super) fn new(
-        case: &Case,
+        problem: &AttentionProblem,
+        lengths: Option<&Lengths>,
+        lists: Option<BlockLists>,
         stream: &Stream,
         seed: u64,
-        normal: impl Fn(&[usize], DType, u64) -> Result<Array>,
-    ) -> Result<(Self, [Array; 3])> {
-        let (problem, lengths, blocks) = match case {
-            Case::AttentionFwd(shape) => (shape.problem(), None, None),
-            Case::VarlenFwd(shape) => (shape.problem(), Some(&shape.lengths), None),
-            Case::BlockSparseFwd(shape) => {
-                (shape.dense().problem(), None, Some(BlockLists::new(shape, seed)))
-            }
-            Case::BlockMaskBuild(_) | Case::BsrMatmul(_) | Case::BsrSddmm(_) => {
-                return Err(Error::Option(format!("{case} is another operation")));
-            }
-        };
-        let [q_shape, kv_shape, lse_shape] = shapes(&problem);
+    ) -> Result<Self> {
+        let [q_shape, kv_shape, lse_shape] = shapes(problem);
         let dtype = problem.dtype;
-        let [q, k, v] = [
-            normal(&q_shape, dtype, 0)?,
-            normal(&kv_shape, dtype, 1)?,
-            normal(&kv_shape, dtype, 2)?,
+        let host = [
+            normal(&q_shape, dtype, seed, 0)?,
+            normal(&kv_shape, dtype, seed, 1)?,
+            normal(&kv_shape, dtype, seed, 2)?,
         ];
         let packed = |lengths: &Lengths| -> Result<Packed> {
             let offsets = lengths.offsets();
             let offsets = Tensor::from_slice(stream, &offsets, &[offsets.len()])?;
             Ok(Packed { lengths: lengths.clone(), offsets })
         };
+        let blocks =
+            |lists: BlockLists| Ok::<_, Error>(Blocks { mask: lists.mask(stream)?, lists });
         let inputs = Inputs {
-            q: q.upload(stream)?,
-            k: k.upload(stream)?,
-            v: v.upload(stream)?,
+            q: host[0].upload(stream)?,
+            k: host[1].upload(stream)?,
+            v: host[2].upload(stream)?,
             mask: problem.mask,
             softmax_scale: problem.softmax_scale,
             packed: lengths.map(packed).transpose()?,
-            blocks: blocks.map(|lists| Blocks::new(lists, stream)).transpose()?,
+            blocks: lists.map(blocks).transpose()?,
         };
         let o = Tensor::empty(stream, dtype, &q_shape)?;
         let lse = Tensor::empty(stream, DType::F32, &lse_shape)?;
-        Ok((Self { inputs, o, lse }, [q, k, v]))
+        Ok(Self { inputs, o, lse, host, prepared: None })
     }
 
     /// What a launch of this row computes, or of the selected kernel: the log-sum-exp only with a
     /// kernel that does nothing else.
-    pub(super) fn problem_for(&mut self, row: Option<&Row>) -> Result<AttentionProblem> {
-        let Self { inputs, o, lse } = self;
-        let lse = asks_for_lse(row).then(|| lse.view_mut());
-        Ok(inputs.call().problem()?.with_outputs(&o.view_mut(), lse.as_ref())?)
+    fn problem_for(&mut self, row: Option<&Row>) -> Result<AttentionProblem> {
+        let lse = asks_for_lse(row).then(|| self.lse.view_mut());
+        Ok(self.inputs.call().problem()?.with_outputs(&self.o.view_mut(), lse.as_ref())?)
+    }
+}
+
+impl Operands for AttentionOperands {
+    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Row> {
+        Ok(attention::select(&self.problem_for(None)?, gpu)?)
     }
 
-    pub(super) fn launch(&mut self, row: Option<&'static Row>, stream: &Stream) -> Result<()> {
-        let Self { inputs, o, lse } = self;
-        let lse = asks_for_lse(row).then(|| lse.view_mut());
-        let (call, o) = (inputs.call(), o.view_mut());
+    fn accepts(&mut self, row: &Row, gpu: &CudaProperties) -> Result<bool> {
+        Ok(attention::accepts(row, &self.problem_for(Some(row))?, gpu).is_ok())
+    }
+
+    fn launch(&mut self, row: Option<&'static Row>, stream: &Stream) -> Result<()> {
+        let lse = asks_for_lse(row).then(|| self.lse.view_mut());
+        let (call, o) = (self.inputs.call(), self.o.view_mut());
         match row {
             None => call.forward_into(o, lse, stream)?,
             Some(row) => call.forward_with(row, o, lse, stream)?,
@@ -147,38 +146,41 @@ impl AttentionOperands {
         Ok(())
     }
 
-    pub(super) fn prepare(&mut self, stream: &Stream) -> Result<PreparedAttention> {
-        Ok(self.inputs.call().prepare(&self.o.view_mut(), None, stream)?)
+    fn prepare(&mut self, stream: &Stream) -> Result<bool> {
+        self.prepared = Some(self.inputs.call().prepare(&self.o.view_mut(), None, stream)?);
+        Ok(true)
     }
 
-    pub(super) fn launch_prepared(
-        &mut self,
-        prepared: &PreparedAttention,
-        stream: &Stream,
-    ) -> Result<()> {
+    fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
+        let Some(prepared) = &self.prepared else { return self.launch(None, stream) };
         Ok(self.inputs.call().forward_prepared(prepared, self.o.view_mut(), None, stream)?)
     }
 
-    pub(super) fn outputs(&mut self, row: Option<&Row>) -> Vec<&mut Tensor> {
+    fn outputs(&mut self, row: Option<&Row>) -> Vec<&mut Tensor> {
         let lse = asks_for_lse(row).then_some(&mut self.lse);
         [Some(&mut self.o), lse].into_iter().flatten().collect()
     }
 
-    /// What the outputs are compared with.
-    pub(super) fn check_case<'a>(&'a self, [q, k, v]: [&'a Array; 3]) -> oracle::AttentionCase<'a> {
-        let Inputs { mask, softmax_scale, ref packed, ref blocks, .. } = self.inputs;
-        oracle::AttentionCase {
+    fn compare(&self, outputs: &[Array], seed: u64) -> Result<Vec<Comparison>, Mismatch> {
+        let Inputs { mask, softmax_scale, packed, blocks, .. } = &self.inputs;
+        let [q, k, v] = &self.host;
+        let case = AttentionCase {
             q,
             k,
             v,
             sink: None,
             lengths: packed.as_ref().map(|packed| [packed.lengths.as_slice(); 2]),
-            blocks: blocks.as_ref().map(|blocks| blocks.lists.of_check()),
+            blocks: blocks.as_ref().map(|blocks| blocks.lists.for_oracle()),
             bottom_right: true,
             left: None,
-            right: (mask != Mask::Full).then_some(0),
-            softmax_scale,
+            right: (*mask != Mask::Full).then_some(0),
+            softmax_scale: *softmax_scale,
             softcap: None,
+        };
+        match outputs {
+            [o, lse] => Ok(oracle::attention(&case, o, lse, seed, |_| ())?.to_vec()),
+            [o, ..] => Ok(vec![oracle::attention_output(&case, o, seed, |_| ())?]),
+            [] => Ok(Vec::new()), // the output is always there
         }
     }
 }
@@ -191,15 +193,20 @@ fn asks_for_lse(row: Option<&Row>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::random;
+    use crate::case::Case;
     use blockflash_ops::Device;
 
     fn operands(id: &str, stream: &Stream) -> (Case, AttentionOperands) {
         let case: Case = id.parse().unwrap();
-        let normal = |shape: &[usize], dtype, lane| {
-            Ok(random::normal(dtype, shape, 5, lane, |_| ()).unwrap())
+        let of = |problem: &AttentionProblem, lengths, lists| {
+            AttentionOperands::new(problem, lengths, lists, stream, 5).unwrap()
         };
-        let (operands, _) = AttentionOperands::new(&case, stream, 5, normal).unwrap();
+        let operands = match &case {
+            Case::AttentionFwd(shape) => of(&shape.problem(), None, None),
+            Case::VarlenFwd(shape) => of(&shape.problem(), Some(&shape.lengths), None),
+            Case::BlockSparseFwd(shape) => of(&shape.dense().problem(), None, Some(shape.lists(5))),
+            _ => unreachable!(),
+        };
         (case, operands)
     }
 
@@ -217,8 +224,8 @@ mod tests {
             assert_eq!(operands.problem_for(None).unwrap(), expected);
             let inputs = &operands.inputs;
             inputs.call().check_cu_seqlens(&stream).unwrap();
-            let prepared = operands.prepare(&stream).unwrap();
-            operands.launch_prepared(&prepared, &stream).unwrap();
+            assert!(operands.prepare(&stream).unwrap());
+            operands.launch_prepared(&stream).unwrap();
         }
     }
 
