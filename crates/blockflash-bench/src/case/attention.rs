@@ -2,6 +2,7 @@
 
 use super::attention_operands::AttentionOperands;
 use super::id::{self, dtype, mask, number};
+use super::mask_kind::MaskKind;
 use super::operands::Operands;
 use super::peer::{PeerCase, PeerCaseError};
 use super::shape::Shape;
@@ -10,28 +11,9 @@ use crate::error::Result;
 use blockflash_ops::attention::AttentionProblem;
 use blockflash_ops::{Align, Mask, Stream, attention_flops};
 use blockflash_sys::DType;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use std::fmt;
 use std::path::Path;
-
-/// Masks that suites know.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Deserialize, Serialize)]
-#[serde(rename_all = "snake_case")]
-#[allow(missing_docs)]
-pub enum MaskKind {
-    Full,
-    /// The diagonal ends at the last key.
-    Causal,
-}
-
-impl fmt::Display for MaskKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            MaskKind::Full => "full",
-            MaskKind::Causal => "causal",
-        })
-    }
-}
 
 /// Dense attention over `[batch, seqlen, num_heads, head_dim]`, contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]

@@ -1,10 +1,11 @@
 //! Attention over lists of blocks.
 
-use super::attention::{AttentionShape, MaskKind};
+use super::attention::AttentionShape;
 use super::attention_operands::AttentionOperands;
 use super::block_lists::BlockLists;
 use super::grid::{GridPeers, full, uniform};
 use super::id::{self, dtype, mask, number, pair, pattern};
+use super::mask_kind::MaskKind;
 use super::operands::Operands;
 use super::pattern::{self as patterns, Pattern};
 use super::peer::{PeerCase, PeerCaseError};

@@ -1,6 +1,6 @@
 //! What the grids of suite files have in common.
 
-use super::attention::MaskKind;
+use super::mask_kind::MaskKind;
 use super::pattern::Pattern;
 use serde::Deserialize;
 

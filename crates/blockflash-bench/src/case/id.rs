@@ -1,6 +1,6 @@
 //! Parts of the ids of cases, written and read.
 
-use super::attention::MaskKind;
+use super::mask_kind::MaskKind;
 use super::pattern::Pattern;
 use blockflash_sys::DType;
 use std::fmt;

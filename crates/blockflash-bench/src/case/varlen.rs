@@ -1,10 +1,11 @@
 //! Attention over packed sequences of different lengths, and grids of it and of dense attention.
 
-use super::attention::{AttentionShape, MaskKind};
+use super::attention::AttentionShape;
 use super::attention_operands::AttentionOperands;
 use super::grid::{GridPeers, heads_kv};
 use super::id::{self, dtype, mask, number};
 use super::lengths::Lengths;
+use super::mask_kind::MaskKind;
 use super::operands::Operands;
 use super::peer::{PeerCase, PeerCaseError};
 use super::shape::Shape;

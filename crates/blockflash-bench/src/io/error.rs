@@ -1,4 +1,4 @@
-use super::Stored;
+use super::convert::Stored;
 use blockflash_sys::DType;
 use std::path::PathBuf;
 
@@ -98,3 +98,6 @@ pub enum Problem {
     #[error("needs {0} bytes of memory, more than there is")]
     OutOfMemory(u64),
 }
+
+/// Result of the functions of this module.
+pub type Result<T> = std::result::Result<T, Error>;

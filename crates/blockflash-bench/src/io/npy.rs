@@ -1,8 +1,9 @@
 //! NumPy's format: magic, version, a Python dictionary literal, data
 //! (<https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>).
 
-use super::read::byte_length;
-use super::{Entry, Problem, Stored};
+use super::convert::Stored;
+use super::entry::{Entry, byte_length};
+use super::error::Problem;
 use blockflash_sys::DType;
 use std::io::Read;
 

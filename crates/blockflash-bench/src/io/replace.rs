@@ -1,6 +1,6 @@
 //! Files that appear complete or not at all.
 
-use super::{Error, Problem, Result};
+use super::error::{Error, Problem, Result};
 use std::fs::{self, OpenOptions, Permissions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};

@@ -1,7 +1,8 @@
 //! Figures as SVG files.
 
+use super::error::PlotError;
 use super::figure::{Figure, Fill};
-use super::{PlotError, render};
+use super::render;
 use crate::io::{Error, Replacement};
 use plotters::prelude::{IntoDrawingArea, SVGBackend};
 use std::fmt::Write;

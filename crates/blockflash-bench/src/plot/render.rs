@@ -1,6 +1,6 @@
 //! Figures to what can be drawn on.
 
-use super::PlotError;
+use super::error::PlotError;
 use super::figure::{Axis, Figure, Fill, Line, Note, Panel, Side};
 use super::style::{FAINT, GRID, INK, Marker, Style, shade};
 use plotters::chart::{ChartBuilder, ChartContext};

@@ -1,7 +1,9 @@
 //! What visiting fewer blocks costs and gains.
 
+use super::drawing::Drawing;
+use super::error::PlotError;
 use super::figure::{Axis, Figure, Line, Panel, plain};
-use super::{Drawing, PlotError, style};
+use super::style;
 use crate::report::run::range;
 
 /// One choice of blocks, held against dense attention.

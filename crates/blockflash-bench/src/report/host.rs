@@ -1,7 +1,6 @@
 //! What a call costs the host: the table of medians per kernel.
 
-use super::cells::{Cells, NONE, kernel, number};
-use super::markdown::Detail;
+use super::cells::{Cells, Detail, NONE, kernel, number};
 use super::run::Run;
 use crate::record::Record;
 use crate::timing::median;

@@ -1,6 +1,7 @@
 use super::*;
 use crate::case::{BsrShape, Pattern};
 use crate::peers::{Command, Selection};
+use crate::rounds::Swap;
 use blockflash_ops::{DType, Device};
 use std::path::Path;
 

@@ -1,10 +1,6 @@
-//! One case, ours and the rivals in turns: every window is preceded by the same idle gap and has
-//! the same length, so that clocks, power and temperature drift for all alike, and orders change so
-//! that each runs behind each other one equally often.
+//! A run of a suite.
 
-mod ceilings;
-mod swap;
-
+use super::contestant::{Contestant, Who};
 use crate::case::Case;
 use crate::ceilings::Ceilings;
 use crate::error::{Error, Result};
@@ -19,7 +15,6 @@ use crate::{machine::Machine, record};
 use blockflash_ops::Stream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
-pub use swap::Swap;
 
 /// How a run measures, equal for all its cases.
 #[derive(Debug)]
@@ -42,21 +37,6 @@ pub struct Run {
     /// For files that rivals read.
     pub scratch: PathBuf,
     id: String,
-}
-
-/// Something that takes windows, and what they gave.
-#[derive(Clone)]
-struct Contestant {
-    record: Record,
-    who: Who,
-    times: Vec<f64>,
-    windows: Vec<(Instant, Instant)>,
-}
-
-#[derive(Clone, Debug)]
-enum Who {
-    Ours(usize),
-    Peer(String),
 }
 
 impl Run {
@@ -90,7 +70,7 @@ impl Run {
     }
 
     /// Prepares a case once, and measures it with each kind of turns.
-    fn measure_in<const N: usize>(
+    pub(super) fn measure_in<const N: usize>(
         &self,
         turns: [Turns; N],
         case: &Case,
@@ -266,7 +246,7 @@ impl Run {
     }
 
     /// What all records of this run have in common.
-    fn blank(&self, cache: Cache) -> Record {
+    pub(super) fn blank(&self, cache: Cache) -> Record {
         Record {
             schema: SCHEMA,
             suite: self.suite.name.clone(),
@@ -282,7 +262,7 @@ impl Run {
         }
     }
 
-    fn observe(&self, record: &mut Record, windows: &[(Instant, Instant)]) {
+    pub(super) fn observe(&self, record: &mut Record, windows: &[(Instant, Instant)]) {
         let sample = self.telemetry.during(windows);
         (record.clock_mhz, record.power_w) = (sample.clock_mhz, sample.power_w);
         record.temperature_c = sample.temperature_c;
@@ -302,20 +282,6 @@ impl Run {
         record.ceiling_fraction = record.us.and_then(|us| Some(record.ceiling_us? / us));
         self.observe(&mut record, &windows);
         record
-    }
-}
-
-impl Record {
-    /// Takes the verdict on the output; a wrong one is an error, so that it gets no time.
-    fn judge(&mut self, verified: bool, rel_err: Option<f64>) {
-        self.verified = verified;
-        // JSON has no infinity and no NaN.
-        self.rel_err = rel_err.filter(|rel_err| rel_err.is_finite());
-        if !verified {
-            let size =
-                self.rel_err.map_or("not finite".to_owned(), |rel_err| format!("{rel_err:.1e}"));
-            self.error = Some(format!("wrong result: relative error {size}"));
-        }
     }
 }
 

@@ -1,4 +1,5 @@
 use super::*;
+use crate::record::OURS;
 use crate::report::sample::{block_sparse, grid, record};
 
 fn named<'p>(plots: &'p [Plot], file: &str) -> &'p Plot {
