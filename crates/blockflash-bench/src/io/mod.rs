@@ -20,7 +20,7 @@ pub use convert::{Scalar, Stored, Values};
 pub use entry::Entry;
 pub use error::{Error, Problem, Result, printable};
 pub use read::TensorFile;
-pub use replace::{Replacement, destination};
+pub use replace::{Replacement, destination, write_texts};
 pub use write::{Format, write, write_all};
 
 #[cfg(test)]

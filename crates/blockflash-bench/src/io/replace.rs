@@ -64,6 +64,19 @@ impl Replacement {
     }
 }
 
+/// Writes texts to files: all of them, or none.
+///
+/// # Errors
+/// As for [`Replacement`].
+pub fn write_texts(files: &[(&Path, &str)]) -> Result<()> {
+    let beside = |&(path, text): &(&Path, &str)| {
+        let mut file = Replacement::begin(path)?;
+        file.write_all(text.as_bytes()).map_err(|error| failed(path, error))?;
+        Ok(file)
+    };
+    Replacement::commit(files.iter().map(beside).collect::<Result<_>>()?)
+}
+
 impl Write for Replacement {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.temporary.as_file_mut().write(bytes)

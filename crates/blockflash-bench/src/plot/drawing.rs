@@ -3,10 +3,9 @@
 use super::error::PlotError;
 use super::figure::{Figure, Fill};
 use super::render;
-use crate::io::{Error, Replacement};
+use crate::io::write_texts;
 use plotters::prelude::{IntoDrawingArea, SVGBackend};
 use std::fmt::Write;
-use std::io::Write as _;
 use std::path::Path;
 
 /// A figure that can be written as SVG.
@@ -43,17 +42,11 @@ impl Drawing {
     /// [`PlotError::Drawing`].
     pub fn write(&self, paths: &[impl AsRef<Path>]) -> Result<(), PlotError> {
         let svg = self.svg()?;
-        let beside = |path: &Path| -> Result<Replacement, PlotError> {
-            if !Self::accepts(path) {
-                return Err(PlotError::Format(path.to_owned()));
-            }
-            let mut file = Replacement::begin(path)?;
-            file.write_all(svg.as_bytes())
-                .map_err(|error| Error { path: path.to_owned(), problem: error.into() })?;
-            Ok(file)
-        };
-        let files = paths.iter().map(|path| beside(path.as_ref())).collect::<Result<_, _>>()?;
-        Ok(Replacement::commit(files)?)
+        let paths = paths.iter().map(AsRef::as_ref);
+        if let Some(other) = paths.clone().find(|path| !Self::accepts(path)) {
+            return Err(PlotError::Format(other.to_owned()));
+        }
+        Ok(write_texts(&paths.map(|path| (path, svg.as_str())).collect::<Vec<_>>())?)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Operands of `blockflash bsr-matmul`.
 
 use crate::args::{Common, ensure};
-use crate::bsr_matmul::{Args, Axis};
+use crate::bsr_args::{Args, Axis};
 use crate::failure::{Failure, Result};
 use crate::memory;
 use crate::operand::{Source, common_dtype, load_all, random};

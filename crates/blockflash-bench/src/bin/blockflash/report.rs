@@ -2,6 +2,7 @@
 
 use crate::failure::{Failure, Result};
 use crate::output::print;
+use blockflash_bench::io::write_texts;
 use blockflash_bench::machine::benches;
 use blockflash_bench::plot::{Plot, plots};
 use blockflash_bench::record::{self, Record};
@@ -139,13 +140,11 @@ fn draw(records: &[Record], folder: &Path) -> Result<Vec<Plot>> {
         )));
     }
     let plots = plots(records)?;
-    let failure =
-        |path: &Path, error: std::io::Error| Failure::new(format!("{}: {error}", path.display()));
-    std::fs::create_dir_all(folder).map_err(|error| failure(folder, error))?;
-    for plot in &plots {
-        let path = folder.join(&plot.file);
-        std::fs::write(&path, &plot.svg).map_err(|error| failure(&path, error))?;
-    }
+    std::fs::create_dir_all(folder)
+        .map_err(|error| Failure::new(format!("{}: {error}", folder.display())))?;
+    let files: Vec<_> = plots.iter().map(|plot| (folder.join(&plot.file), &plot.svg)).collect();
+    let files: Vec<_> = files.iter().map(|(path, svg)| (path.as_path(), svg.as_str())).collect();
+    write_texts(&files)?;
     Ok(plots)
 }
 
@@ -192,7 +191,7 @@ fn write_into(path: &Path, text: &str) -> Result<()> {
             format!("{} has no lines {} and {}", path.display(), report::BEGIN, report::END);
         return Err(Failure::new(message));
     };
-    std::fs::write(path, document).map_err(failure)
+    Ok(write_texts(&[(path, &document)])?)
 }
 
 /// A file as it is named, or every `.jsonl` below a folder.
