@@ -6,7 +6,8 @@ use std::path::PathBuf;
 pub enum Error {
     /// The folder with suites and rivals is nowhere to be found.
     #[error(
-        "found no folder benches/ with suites/ in it, neither above {from} nor above the program; set BLOCKFLASH_BENCHES"
+        "found no folder benches/ with suites/ in it, neither above {from} nor above the program; \
+         set BLOCKFLASH_BENCHES"
     )]
     NoBenches {
         /// Where the search began.

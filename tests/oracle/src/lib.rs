@@ -2,8 +2,8 @@
 //! f64, beside a plain computation in the precision of its tensors. The test suites and
 //! `blockflash … --check` share it.
 //!
-//! - [`attention_row`], [`ProductRow`], [`Dot`] and [`BlockMean`] compute one row or element; what a correct
-//!   computation is free to round is in [`Rounding`].
+//! - [`attention_row`], [`ProductRow`], [`Dot`] and [`BlockMean`] compute one row or element; what
+//!   a correct computation is free to round is in [`Rounding`].
 //! - [`tolerance`] judges whole tensors: the rule of the test suites.
 //! - [`attention`], [`bsr_matmul`], [`bsr_sddmm`] and [`block_scores`] judge results of any size by
 //!   a sample of their rows: the rule of `--check`, which needs one row at a time.

@@ -110,7 +110,8 @@ fn judge(
         let worst =
             bad.iter().copied().max_by(|&a, &b| error(a).total_cmp(&error(b))).unwrap_or(first);
         return Err(format!(
-            "max error: {} of {} elements are off; first {}: got {}, expected {}, error {:.3e} > limit {limit:.3e} \
+            "max error: {} of {} elements are off; first {}: got {}, expected {}, error {:.3e} > \
+             limit {limit:.3e} \
              (plain error {plain_error:.3e}, floor {floor:.3e}); worst {}: got {}, expected {}",
             bad.len(),
             exact.len(),
@@ -140,8 +141,10 @@ fn judge(
         let limit = computations * (2.0 * plain_error + floor);
         if error > limit {
             return Err(format!(
-                "relative Frobenius error of the row from {} to {}: ‖error‖ {error:.3e} > limit {limit:.3e} (plain \
-                 {plain_error:.3e}, floor {floor:.3e}, ‖exact‖ {size:.3e}); its first element: got {}, expected {}",
+                "relative Frobenius error of the row from {} to {}: ‖error‖ {error:.3e} > limit \
+                 {limit:.3e} (plain \
+                 {plain_error:.3e}, floor {floor:.3e}, ‖exact‖ {size:.3e}); its first element: \
+                 got {}, expected {}",
                 name(row.start),
                 name(row.end - 1),
                 got[row.start],
@@ -167,7 +170,8 @@ fn check_classes(
     match bad.first() {
         None => Ok(()),
         Some(&i) => Err(format!(
-            "NaN or infinity where it must not be, or missing: {} of {} elements; first {}: got {}, expected {}",
+            "NaN or infinity where it must not be, or missing: {} of {} elements; first {}: got \
+             {}, expected {}",
             bad.len(),
             got.len(),
             name(i),

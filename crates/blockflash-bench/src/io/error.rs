@@ -80,7 +80,8 @@ pub enum Problem {
     },
     /// A value that the wanted type cannot hold.
     #[error(
-        "{tensor} has the value {value:e} at element {index}, beyond the range of {wanted} (±{limit:e})"
+        "{tensor} has the value {value:e} at element {index}, beyond the range of {wanted} \
+         (±{limit:e})"
     )]
     Overflow {
         /// Which tensor.

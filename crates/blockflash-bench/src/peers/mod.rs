@@ -227,7 +227,8 @@ impl Peers {
 
     fn ask_prepare(&mut self, name: &str) -> Result<Prepared, Failure> {
         let request = json!({
-            "op": "prepare", "case": self.case, "peer": name, "options": {"tune_seconds": self.tune_seconds},
+            "op": "prepare", "case": self.case, "peer": name,
+            "options": {"tune_seconds": self.tune_seconds},
             "graph_us": GRAPH_US, "max_launches": MAX_LAUNCHES,
             "cache": self.cache, "flush_bytes": self.flush_bytes,
         });

@@ -6,7 +6,8 @@ use std::path::PathBuf;
 fn fake(cases: &str) -> Command {
     let hello = r#"{"ok":true,"torch":"9.9","references":["dense"],"peers":{"attention_fwd":["good","bad"],"bsr_matmul":["dense"]},"absent":{"a":"no x","b":"no x","c":"no y"}}"#;
     let script = format!(
-        "while read -r line; do case \"$line\" in *hello*) echo '{hello}';; {cases} *) echo '{{\"ok\":true}}';; esac; done"
+        "while read -r line; do case \"$line\" in *hello*) echo '{hello}';; {cases} *) echo \
+         '{{\"ok\":true}}';; esac; done"
     );
     Command { program: "sh".into(), arguments: vec!["-c".into(), script.into()], verbose: false }
 }

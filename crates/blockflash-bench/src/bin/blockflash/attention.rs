@@ -142,7 +142,8 @@ fn mask(name: Option<MaskName>, window: Option<Window>, of_words: Mask) -> Resul
         }
         (_, Some(Window { right: Some(right), .. })) => {
             return Err(Failure::new(format!(
-                "--window with {right} keys after the query contradicts a causal --mask: the right side must be 0 or -"
+                "--window with {right} keys after the query contradicts a causal --mask: the \
+                 right side must be 0 or -"
             )));
         }
     })

@@ -15,16 +15,16 @@ Examples:
   blockflash attention --random 1x8192x8x64 --block-mask causal+window:8+sink:1 --block 64 --check
   blockflash attention --random 1x4096x8x64 --cu-seqlens 0,1000,4096 --sink random --check
 
-Arrays are [batch, seqlen, heads, head_dim] in f16, bf16, f32 or f64; the number of query heads is a
-multiple of that of keys and values. The log-sum-exp is f32 [batch, heads, seqlen]. With --cu-seqlens
-arrays are [rows, heads, head_dim], sequence i has the rows from offset i to offset i + 1, and the
-log-sum-exp is [heads, rows].
+Arrays are [batch, seqlen, heads, head_dim] in f16, bf16, f32 or f64; the number of query heads is
+a multiple of that of keys and values. The log-sum-exp is f32 [batch, heads, seqlen]. With
+--cu-seqlens arrays are [rows, heads, head_dim], sequence i has the rows from offset i to offset
+i + 1, and the log-sum-exp is [heads, rows].
 
-A block mask in a file is a boolean tensor `mask` in .safetensors or an .npy array, [rows, cols] in blocks
-for all heads, [heads, rows, cols] for a list per head, or [batch, heads, rows, cols]; or int tensors
-`row_ptr`, [rows + 1], [heads, rows + 1] or [batch, heads, rows + 1], and `col_idx` in .safetensors. The
-words are those that `blockflash mask show --help` lists; with `causal` among them, --mask is causal unless
-it is given.";
+A block mask in a file is a boolean tensor `mask` in .safetensors or an .npy array: [rows, cols] in
+blocks for all heads, [heads, rows, cols] for a list per head, or [batch, heads, rows, cols]; or int
+tensors `row_ptr`, [rows + 1], [heads, rows + 1] or [batch, heads, rows + 1], and `col_idx` in
+.safetensors. The words are those that `blockflash mask show --help` lists; with `causal` among
+them, --mask is causal unless it is given.";
 
 const USAGE: &str =
     "blockflash attention [OPTIONS] --random BxSxHxD | --input FILE | --q FILE --k FILE --v FILE";
@@ -34,16 +34,39 @@ const USAGE: &str =
 #[command(after_help = EXAMPLES, override_usage = USAGE)]
 pub struct Args {
     /// Read the tensors q, k and v from a .safetensors file
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["q", "k", "v", "random"], help_heading = "Input")]
+    #[arg(
+        long,
+        value_name = "FILE",
+        conflicts_with_all = ["q", "k", "v", "random"],
+        help_heading = "Input",
+    )]
     pub input: Option<PathBuf>,
     /// Read q from a .npy file
-    #[arg(long, value_name = "FILE", requires_all = ["k", "v"], conflicts_with = "random", help_heading = "Input")]
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires_all = ["k", "v"],
+        conflicts_with = "random",
+        help_heading = "Input",
+    )]
     pub q: Option<PathBuf>,
     /// Read k from a .npy file
-    #[arg(long, value_name = "FILE", requires_all = ["q", "v"], conflicts_with = "random", help_heading = "Input")]
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires_all = ["q", "v"],
+        conflicts_with = "random",
+        help_heading = "Input",
+    )]
     pub k: Option<PathBuf>,
     /// Read v from a .npy file
-    #[arg(long, value_name = "FILE", requires_all = ["q", "k"], conflicts_with = "random", help_heading = "Input")]
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires_all = ["q", "k"],
+        conflicts_with = "random",
+        help_heading = "Input",
+    )]
     pub v: Option<PathBuf>,
     /// Draw q, k and v from N(0, 1): batch, seqlen (with --cu-seqlens 1 and all rows), heads,
     /// head_dim
@@ -77,7 +100,13 @@ pub struct Args {
     #[arg(long, value_name = "MASK", hide_possible_values = true, help_heading = "Operation")]
     pub mask: Option<MaskName>,
     /// See only L keys before and R keys after the aligned one; `-` leaves a side open
-    #[arg(long, value_name = "L,R", value_parser = window, allow_hyphen_values = true, help_heading = "Operation")]
+    #[arg(
+        long,
+        value_name = "L,R",
+        value_parser = window,
+        allow_hyphen_values = true,
+        help_heading = "Operation",
+    )]
     pub window: Option<Window>,
     /// Factor of the scores [default: 1/sqrt(head_dim)]
     #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Operation")]

@@ -79,7 +79,8 @@ fn tensors(args: &Args) -> Result<[Array; 3]> {
         }
         _ => {
             return Err(Failure::new(
-                "nothing to compute: give --input FILE, or --q, --k and --v, or --random BxSxHxD (see --help)",
+                "nothing to compute: give --input FILE, or --q, --k and --v, or --random BxSxHxD \
+                 (see --help)",
             ));
         }
     };

@@ -8,11 +8,12 @@ Computes C = activation(alpha·A·B + beta·C + bias), or with Aᵀ in place of 
 
 Examples:
   blockflash bsr-matmul --random 4096x4096x4096 --block 64 --density 0.1 --check
-  blockflash bsr-matmul --a weights.safetensors --b x.npy --bias bias.npy --activation gelu --out y.npy
+  blockflash bsr-matmul --a weights.safetensors --b x.npy --bias bias.npy --activation gelu \\
+      --out y.npy
 
-A is a .safetensors file with row_ptr (i32 or i64 [block rows + 1]), col_idx (i32 or i64 [blocks]), values (f16, bf16, f32 or
-f64 [blocks, b, b]) and, if A is no multiple of b or is transposed, shape ([2]). Without it A has b times the block rows, and B's
-rows as columns.";
+A is a .safetensors file with row_ptr (i32 or i64 [block rows + 1]), col_idx (i32 or i64 [blocks]),
+values (f16, bf16, f32 or f64 [blocks, b, b]) and, if A is no multiple of b or is transposed, shape
+([2]). Without it A has b times the block rows, and B's rows as columns.";
 
 const USAGE: &str = "blockflash bsr-matmul [OPTIONS] --random MxNxK | --a FILE --b FILE";
 

@@ -123,7 +123,8 @@ fn as_json(device: &Device, status: &CudaStatus, rows: &[SupportRow]) -> Value {
                 Status::Unsupported { reason } => (false, None, None, Some(reason.to_string())),
             };
             json!({
-                "operation": row.op, "dtype": row.dtype.name(), "size": row.size, "on_gpus": row.on_gpus,
+                "operation": row.op, "dtype": row.dtype.name(), "size": row.size,
+                "on_gpus": row.on_gpus,
                 "runs": runs, "kernel": kernel, "target": target, "reason": reason,
             })
         })

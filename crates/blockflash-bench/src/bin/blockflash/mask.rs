@@ -17,17 +17,20 @@ use std::process::ExitCode;
 const EXAMPLES: &str = "\
 Patterns are words with + between them; counts are blocks. causal cuts what the others visit:
   full  window:8 (before and behind)  window:8,0  dilated:2,4  strided:4,1  sink:1  global:2
-  uniform:0.25  random:0.25  power_law:0.25  banded:0.25  full_rows:0.25  clustered:0.25  butterfly:0.25
+  uniform:0.25  random:0.25  power_law:0.25  banded:0.25  full_rows:0.25  clustered:0.25
+  butterfly:0.25
   (part of the blocks, drawn for each head as in benchmark cases)
 
-Files: a boolean tensor `mask` in .safetensors or an .npy array, [rows, cols], [heads, rows, cols] or
-[batch, heads, rows, cols] in blocks; or int tensors `row_ptr` and `col_idx` in .safetensors, row_ptr [rows + 1],
-[heads, rows + 1] or [batch, heads, rows + 1]; or row_ptr in an .npy file, and col_idx in the one that --col-idx names.
+Files: a boolean tensor `mask` in .safetensors or an .npy array, [rows, cols], [heads, rows, cols]
+or [batch, heads, rows, cols] in blocks; or int tensors `row_ptr` and `col_idx` in .safetensors,
+row_ptr [rows + 1], [heads, rows + 1] or [batch, heads, rows + 1]; or row_ptr in an .npy file, and
+col_idx in the one that --col-idx names.
 
 Examples:
   blockflash mask show --pattern causal+window:8+sink:1 --seqlen 65536 --out mask.svg
   blockflash mask show mask.npy --block 128 --out mask.svg
-  blockflash mask show --case b1_s16384_h16_d128_q128kv128_d0.25_power_law_full_bf16 --head 0,1,2,3 --out mask.svg";
+  blockflash mask show --case b1_s16384_h16_d128_q128kv128_d0.25_power_law_full_bf16 \\
+      --head 0,1,2,3 --out mask.svg";
 
 /// Options of `blockflash mask`.
 #[derive(clap::Args)]
@@ -43,7 +46,10 @@ enum Action {
 }
 
 #[derive(clap::Args)]
-#[command(after_help = EXAMPLES, override_usage = "blockflash mask show [OPTIONS] FILE | --pattern WORDS --seqlen N | --case ID")]
+#[command(
+    after_help = EXAMPLES,
+    override_usage = "blockflash mask show [OPTIONS] FILE | --pattern WORDS --seqlen N | --case ID",
+)]
 pub struct Show {
     /// Read the mask from a .npy or .safetensors file
     #[arg(value_name = "FILE", conflicts_with_all = ["pattern", "case"])]
@@ -55,7 +61,11 @@ pub struct Show {
     #[arg(long, value_name = "WORDS", requires = "seqlen")]
     pattern: Option<BlockPattern>,
     /// Take the mask of a block-sparse benchmark case
-    #[arg(long, value_name = "ID", conflicts_with_all = ["pattern", "seqlen", "seqlen_kv", "block", "heads", "causal"])]
+    #[arg(
+        long,
+        value_name = "ID",
+        conflicts_with_all = ["pattern", "seqlen", "seqlen_kv", "block", "heads", "causal"],
+    )]
     case: Option<Case>,
     /// Number of queries [default: as many as the blocks of the file hold]
     #[arg(long, value_name = "N")]
@@ -142,7 +152,8 @@ impl Show {
             }
             (None, None, Some(other)) => Err(Failure::new(format!("{other} has no block mask"))),
             (None, None, None) => Err(Failure::new(
-                "nothing to show: give FILE, or --pattern WORDS and --seqlen N, or --case ID (see --help)",
+                "nothing to show: give FILE, or --pattern WORDS and --seqlen N, or --case ID (see \
+                 --help)",
             )),
         }
     }
@@ -192,7 +203,8 @@ impl Show {
                 "seqlen_q": mask.seqlen_q(), "seqlen_kv": mask.seqlen_kv(),
                 "block_q": mask.block_q(), "block_kv": mask.block_kv(),
                 "blocks": blocks, "visited_blocks": mask.nnz(), "density": mask.density(),
-                "imbalance": mask.imbalance()?, "visited_pairs": pairs, "pairs": all, "written": written,
+                "imbalance": mask.imbalance()?, "visited_pairs": pairs, "pairs": all,
+                "written": written,
             }))?);
         }
         let mut facts = Facts::default();

@@ -77,7 +77,8 @@ fn from_booleans(known: &Known<'_>, source: Source) -> Result<BlockMask> {
     let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
     if [geometry.rows(), geometry.cols()] != [rows, cols] {
         return Err(Failure::new(format!(
-            "the file has {rows} x {cols} blocks, but {seqlen_q} x {seqlen_kv} tokens have {} x {} of {block_q} x {block_kv}",
+            "the file has {rows} x {cols} blocks, but {seqlen_q} x {seqlen_kv} tokens have {} x \
+             {} of {block_q} x {block_kv}",
             geometry.rows(),
             geometry.cols()
         )));

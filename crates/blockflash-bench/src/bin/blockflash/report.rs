@@ -15,11 +15,12 @@ const EXAMPLES: &str = "\
 The newest run of each suite is reported. Markdown goes to stdout, or with --into into a file.
 
 Examples:
-  blockflash report                                   a line for each group of cases and for each rival
-  blockflash report --suite attention_fwd --full      a line for each case
-  blockflash report --against e49784d4                what has changed since that commit; exit code 1 if a case is slower
+  blockflash report                               a line for each group of cases and for each rival
+  blockflash report --suite attention_fwd --full  a line for each case
+  blockflash report --against e49784d4            what has changed since that commit; exit code 1
+                                                  if a case is slower
 
-  A README with one plot and one summary of each suite, and beside the records a page with everything:
+  A README with one plot and one summary of each suite, and a page with everything:
   blockflash report benches/results/nvidia-h200 --plots benches/results/nvidia-h200 --into README.md
   blockflash report benches/results/nvidia-h200 --plots benches/results/nvidia-h200 --full \\
       --into benches/results/nvidia-h200/README.md";

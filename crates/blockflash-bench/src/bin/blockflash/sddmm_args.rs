@@ -9,12 +9,15 @@ Computes alpha·A·B + beta·values at the stored blocks of a block-sparse matri
 
 Examples:
   blockflash sddmm --random 4096x1024x4096 --block 64 --density 0.1 --a-layout column --check
-  blockflash sddmm --random 2048x64x2048 --block 128 --density 0.25 --b-layout column --out scores.safetensors
-  blockflash sddmm --a dy_t.npy --b x.npy --pattern weights.safetensors --out-dtype f32 --out gradient.npy
+  blockflash sddmm --random 2048x64x2048 --block 128 --density 0.25 --b-layout column \\
+      --out scores.safetensors
+  blockflash sddmm --a dy_t.npy --b x.npy --pattern weights.safetensors --out-dtype f32 \\
+      --out gradient.npy
 
 The pattern is a .safetensors file as `blockflash bsr-matmul --a` reads it: row_ptr (i32 or i64
-[block rows + 1]), col_idx (i32 or i64 [blocks]), values ([blocks, b, b]) and, if it is there, shape ([2]),
-which must be that of A·B. Its values are the old ones; without --beta only their sizes are read.";
+[block rows + 1]), col_idx (i32 or i64 [blocks]), values ([blocks, b, b]) and, if it is there, shape
+([2]), which must be that of A·B. Its values are the old ones; without --beta only their
+sizes are read.";
 
 const USAGE: &str = "blockflash sddmm [OPTIONS] --random MxKxN | --a FILE --b FILE --pattern FILE";
 

@@ -53,7 +53,8 @@ impl Operands {
                 Self::read(args, [a, b, pattern], dtype)
             }
             _ => Err(Failure::new(
-                "nothing to compute: give --a FILE, --b FILE and --pattern FILE, or --random MxKxN (see --help)",
+                "nothing to compute: give --a FILE, --b FILE and --pattern FILE, or --random \
+                 MxKxN (see --help)",
             )),
         }
     }
