@@ -127,7 +127,3 @@ fn packed(
     };
     Ok(lengths_q.iter().zip(lengths_kv).map(sequence).collect())
 }
-
-#[cfg(test)]
-#[path = "sequences_tests.rs"]
-mod tests;

@@ -2,9 +2,11 @@
 //! only the blocks of its weights with the greatest norms are stored.
 //!
 //! ```text
-//! cargo run --release --example block_sparse_mlp                          4096 -> 14336 -> 4096, on a GPU
-//! cargo run --release --example block_sparse_mlp -- --peers torch_matmul_dense,torch_triton_bsr_tuned --tune-seconds 5
-//! cargo run --release --example block_sparse_mlp -- --features 512 --intermediate 1024 --tokens 1,64 --device cpu
+//! cargo run --release --example block_sparse_mlp              4096 -> 14336 -> 4096, on a GPU
+//! cargo run --release --example block_sparse_mlp -- \
+//!     --peers torch_matmul_dense,torch_triton_bsr_tuned --tune-seconds 5
+//! cargo run --release --example block_sparse_mlp -- \
+//!     --features 512 --intermediate 1024 --tokens 1,64 --device cpu
 //! ```
 //!
 //! The layer has two projections, `down · silu(up · x)`, each one launch: the activation is a part

@@ -105,7 +105,8 @@ fn csv(study: &Study) -> String {
         } = point;
         let _ = writeln!(
             text,
-            "blockflash,{tokens},{block_size},{density},{us},{dense_us},{speedup},{tflops},{error},{rounding}"
+            "blockflash,{tokens},{block_size},{density},{us},{dense_us},{speedup},{tflops},\
+             {error},{rounding}"
         );
         for (name, us) in point.rivals.iter().filter_map(|rival| Some((&rival.name, rival.us?))) {
             let (speedup, tflops) = (dense_us / us, tflops * point.us / us);

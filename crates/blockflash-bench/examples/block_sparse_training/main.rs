@@ -2,8 +2,9 @@
 //! samples.
 //!
 //! ```text
-//! cargo run --release --example block_sparse_training                                  1024 -> 4096 -> 1024, on a GPU
-//! cargo run --release --example block_sparse_training -- --inputs 256 --hidden 512 --outputs 256 --device cpu
+//! cargo run --release --example block_sparse_training         1024 -> 4096 -> 1024, on a GPU
+//! cargo run --release --example block_sparse_training -- \
+//!     --inputs 256 --hidden 512 --outputs 256 --device cpu
 //! ```
 //!
 //! The network is `y = W2·relu(W1·x)`; which blocks the weights store is drawn once and stays. A
