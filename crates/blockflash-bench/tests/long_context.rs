@@ -180,7 +180,7 @@ fn results_are_written() {
     );
     let json: serde_json::Value = serde_json::from_str(&text(1)).unwrap();
     assert_eq!((&json["seqlen"], json["points"].as_array().unwrap().len()), (&512.into(), 4));
-    assert!(text(2).contains("512 tokens of a document") && text(4).contains("head 1: "));
+    assert!(text(2).contains("512 tokens of a document") && text(3).contains("head 1: "));
     let table = report::table(&study);
     assert!(
         table.contains("top-k        3")

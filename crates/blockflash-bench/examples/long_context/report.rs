@@ -34,8 +34,8 @@ pub fn table(study: &Study) -> String {
     );
     let _ = writeln!(
         text,
-        "choice  blocks  density        ms  speed-up  TFLOP/s    error  softmax mass   scores     \
-         mask"
+        "choice  blocks  density        ms  speed-up  TFLOP/s    error  softmax mass   \
+         scores     mask"
     );
     for point in &study.points {
         let [scores, mask] = choosing(study, point).map(|us| match us {

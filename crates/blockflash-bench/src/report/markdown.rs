@@ -237,8 +237,8 @@ mod tests {
     #[test]
     fn tables_are_aligned_for_a_terminal() {
         let aligned = align("x\n\n| case | µs |\n|---|---:|\n| long name | 1 |\n| b | — |\n\ny");
-        let expected = "x\n\n| case      | µs |\n|-----------|---:|\n| long name |  1 |\n| b      \
-                           |  — |\n\ny";
+        let expected = "x\n\n| case      | µs |\n|-----------|---:|\n\
+                        | long name |  1 |\n| b         |  — |\n\ny";
         assert_eq!(aligned, expected);
     }
 }
