@@ -1,4 +1,6 @@
-"""Rivals of dense attention forward. Tensors are [batch, seqlen, heads, head_dim], contiguous, as ours are measured."""
+"""Rivals of dense attention forward. Tensors are [batch, seqlen, heads, head_dim], contiguous, as
+ours are measured."""
+
 import math
 
 import torch
@@ -9,13 +11,22 @@ from measure import DTYPES, TOLERANCE, Absent, Call, needs_cuda, relative
 
 
 class Inputs:
-    """q, k, v ~ N(0, 1), and the f64 reference on sampled rows. A causal diagonal ends at the last key."""
+    """q, k, v ~ N(0, 1), and the f64 reference on sampled rows. A causal diagonal ends at the
+    last key."""
 
     def __init__(self, case, device):
         generator = torch.Generator(device=device).manual_seed(case.get("seed", 0))
         self.device, self.dtype = device, DTYPES[case["dtype"]]
-        self.batch, self.heads_q, self.heads_kv = case["batch"], case["num_heads_q"], case["num_heads_kv"]
-        self.seqlen_q, self.seqlen_kv, self.head_dim = case["seqlen_q"], case["seqlen_kv"], case["head_dim"]
+        self.batch, self.heads_q, self.heads_kv = (
+            case["batch"],
+            case["num_heads_q"],
+            case["num_heads_kv"],
+        )
+        self.seqlen_q, self.seqlen_kv, self.head_dim = (
+            case["seqlen_q"],
+            case["seqlen_kv"],
+            case["head_dim"],
+        )
         if case["mask"] not in ("full", "causal"):
             raise ValueError(f"mask {case['mask']!r}: rivals know full and causal")
         self.causal = case["mask"] == "causal"
@@ -37,7 +48,8 @@ class Inputs:
         return {(0, 0), (self.batch - 1, self.heads_q - 1)}
 
     def exact(self, b, h, rows, keys=slice(None), hidden=None):
-        """f64 attention of some queries of one head to some of its keys, without the `hidden` pairs."""
+        """f64 attention of some queries of one head to some of its keys, without the
+        `hidden` pairs."""
         group = self.heads_q // self.heads_kv
         scores = self.q[b, rows, h].double() @ self.k[b, keys, h // group].double().T * self.scale
         if hidden is not None:
@@ -45,12 +57,17 @@ class Inputs:
         return torch.softmax(scores, -1) @ self.v[b, keys, h // group].double()
 
     def relative_error(self, out):
-        """Largest over two heads, on rows from the start, the middle and the end; NaN anywhere in the output counts."""
+        """Largest over two heads, on rows from the start, the middle and the end; NaN
+        anywhere in the output counts."""
         if torch.isnan(out).any():
             return math.nan
         length, worst = self.seqlen_q, 0.0
         starts = (0, max(length // 2 - 32, 0), max(length - 64, 0))
-        rows = torch.cat([torch.arange(s, min(s + 64, length)) for s in starts]).unique().to(out.device)
+        rows = (
+            torch.cat([torch.arange(s, min(s + 64, length)) for s in starts])
+            .unique()
+            .to(out.device)
+        )
         hidden = None
         if self.causal:
             last = rows + self.seqlen_kv - self.seqlen_q
@@ -63,7 +80,8 @@ class Inputs:
 
 
 class Sdpa(Call):
-    """torch's scaled_dot_product_attention, held to one backend. Its output is allocated by torch."""
+    """torch's scaled_dot_product_attention, held to one backend. Its output is allocated by
+    torch."""
 
     Inputs = Inputs
     backend = None
@@ -83,7 +101,9 @@ class Sdpa(Call):
 
     def run(self):
         with sdpa_kernel(self.backend):
-            self.out = torch.nn.functional.scaled_dot_product_attention(self.q, self.k, self.v, **self.options)
+            self.out = torch.nn.functional.scaled_dot_product_attention(
+                self.q, self.k, self.v, **self.options
+            )
 
     def output(self):
         return self.out.transpose(1, 2)

@@ -1,4 +1,6 @@
-"""Inputs and rivals of the block-sparse (BSR) matmul c[m, n] = a[m, k]·b[k, n], all on the same pattern of blocks."""
+"""Inputs and rivals of the block-sparse (BSR) matmul c[m, n] = a[m, k]·b[k, n], all on the same
+pattern of blocks."""
+
 import itertools
 import math
 
@@ -29,10 +31,14 @@ class Inputs:
         self.tolerance, self.tuned = TOLERANCE[case["dtype"]], {}
         self.fresh_bytes = case.get("fresh_bytes", 0)
         if self.m % self.block or self.k % self.block:
-            raise ValueError(f"m {self.m} and k {self.k} must be multiples of the block size {self.block}")
+            raise ValueError(
+                f"m {self.m} and k {self.k} must be multiples of the block size {self.block}"
+            )
         self.row_ptr, self.col_idx = (t.to(device) for t in self.pattern(case))
         self.nnz = self.col_idx.numel()
-        self.block_row = torch.repeat_interleave(torch.arange(self.m // self.block, device=device), self.row_ptr.diff())
+        self.block_row = torch.repeat_interleave(
+            torch.arange(self.m // self.block, device=device), self.row_ptr.diff()
+        )
 
         def draw(*shape):
             return torch.randn(shape, device=device, dtype=self.dtype, generator=generator)
@@ -45,14 +51,22 @@ class Inputs:
         self.sample = self.reference[self.rows]
 
     def pattern(self, case):
-        """int64 row_ptr and col_idx: the .npy files that `blockflash bench` wrote, else `blocks_per_row` drawn here."""
+        """int64 row_ptr and col_idx: the .npy files that `blockflash bench` wrote, else
+        `blocks_per_row` drawn here."""
         if "col_idx" in case:
             import numpy
 
-            return tuple(torch.from_numpy(numpy.load(case[name]).astype("int64")) for name in ("row_ptr", "col_idx"))
+            return tuple(
+                torch.from_numpy(numpy.load(case[name]).astype("int64"))
+                for name in ("row_ptr", "col_idx")
+            )
         rows, columns, each = self.m // self.block, self.k // self.block, case["blocks_per_row"]
-        draw = torch.rand(rows, columns, generator=torch.Generator().manual_seed(case.get("seed", 0)))
-        return torch.arange(rows + 1) * each, draw.topk(each, dim=1).indices.sort(dim=1).values.flatten()
+        draw = torch.rand(
+            rows, columns, generator=torch.Generator().manual_seed(case.get("seed", 0))
+        )
+        return torch.arange(rows + 1) * each, draw.topk(each, dim=1).indices.sort(
+            dim=1
+        ).values.flatten()
 
     def dense(self):
         """a as a dense [m, k] matrix."""
@@ -62,17 +76,21 @@ class Inputs:
         return tiles.transpose(1, 2).reshape(self.m, self.k)
 
     def blocked_ell(self):
-        """int32 columns [block rows, slots] with -1 for no block, and tiles [block rows, slots, block, block]."""
+        """int32 columns [block rows, slots] with -1 for no block, and tiles [block rows,
+        slots, block, block]."""
         rows, slots = self.m // self.block, int(self.row_ptr.diff().max())
         slot = torch.arange(self.nnz, device=self.device) - self.row_ptr[self.block_row]
         columns = torch.full((rows, slots), -1, dtype=torch.int32, device=self.device)
         columns[self.block_row, slot] = self.col_idx.to(torch.int32)
-        tiles = torch.zeros(rows, slots, self.block, self.block, device=self.device, dtype=self.dtype)
+        tiles = torch.zeros(
+            rows, slots, self.block, self.block, device=self.device, dtype=self.dtype
+        )
         tiles[self.block_row, slot] = self.values
         return columns, tiles
 
     def in_turn(self, make, elements):
-        """The same operand, of so many elements, as often as it takes to fill `fresh_bytes`: launches take one after another, so that
+        """The same operand, of so many elements, as often as it takes to fill
+        `fresh_bytes`: launches take one after another, so that
         none finds its own in a cache of half that size."""
         size = max(1, elements * self.values.element_size())
         return itertools.cycle([make() for _ in range(max(1, math.ceil(self.fresh_bytes / size)))])
@@ -84,7 +102,8 @@ class Inputs:
         return relative(out, self.reference)
 
     def quick_error(self, out):
-        """Of about 512 rows from everywhere; NaN in any row counts. For candidates, the winner is verified as a whole."""
+        """Of about 512 rows from everywhere; NaN in any row counts. For candidates, the
+        winner is verified as a whole."""
         if torch.isnan(out).any():
             return math.nan
         return relative(out[self.rows], self.sample)
@@ -145,7 +164,9 @@ class TritonDefault(Matmul):
         from torch.sparse._triton_ops import bsr_dense_addmm
 
         def a():
-            return torch.sparse_bsr_tensor(inputs.row_ptr, inputs.col_idx, inputs.values.clone(), size=(inputs.m, inputs.k))
+            return torch.sparse_bsr_tensor(
+                inputs.row_ptr, inputs.col_idx, inputs.values.clone(), size=(inputs.m, inputs.k)
+            )
 
         self.addmm, self.b, self.out = bsr_dense_addmm, inputs.b, inputs.empty_output()
         self.a = inputs.in_turn(a, inputs.values.numel())
@@ -181,14 +202,22 @@ class TritonTuned(Tuned, TritonDefault):
         sweep.run(named(*values) for values in self.parameters(self.inputs.block, self.inputs.n))
         # How many rows of blocks are walked together matters less: only for the best.
         for best in map(dict, sweep.best(2)):
-            sweep.run(named(best["SPLIT_N"], rows, best["num_stages"], best["num_warps"]) for rows in (1, 2, 8, 16))
+            sweep.run(
+                named(best["SPLIT_N"], rows, best["num_stages"], best["num_warps"])
+                for rows in (1, 2, 8, 16)
+            )
 
     @classmethod
     def parameters(cls, block, n):
         """Launch parameters, those that won on other shapes first."""
         default = [(block, 1, 4)]  # what torch takes where its table has no entry
         widths = (256, 128, 512, 64) if n > 256 else (128, 64, 32, 256)
-        grid = [(width, stages, warps) for width in widths for stages in (3, 4, 5, 2) for warps in (4, 8)]
+        grid = [
+            (width, stages, warps)
+            for width in widths
+            for stages in (3, 4, 5, 2)
+            for warps in (4, 8)
+        ]
         for width, stages, warps in cls.FAVOURITES.get(block, []) + default + grid:
             width = min(width, n)
             if n % width or width < 16:

@@ -1,4 +1,5 @@
 """Rivals of the block-sparse matmul from cuSPARSE."""
+
 import torch
 
 from bsr import Matmul
@@ -29,10 +30,14 @@ class CusparseBlockedEll(Cusparse):
         columns, tiles = inputs.blocked_ell()
         rows, slots, b, _ = tiles.shape
         self.out, errors = inputs.empty_output(), {}
-        # The manual leaves open whether values are one row-major [m, slots·b] matrix or block after block: the first
-        # layout whose result is right is taken, and tried first from then on.
+        # The manual leaves open whether values are one row-major [m, slots·b] matrix or block after
+        # block: the first layout whose result is right is taken, and tried first from then on.
         for layout in list(self.layouts):
-            values = tiles if layout == "blocks" else tiles.transpose(1, 2).reshape(rows * b, slots * b).contiguous()
+            values = (
+                tiles
+                if layout == "blocks"
+                else tiles.transpose(1, 2).reshape(rows * b, slots * b).contiguous()
+            )
             self.spmm = BlockedEllSpmm(columns, values, b, inputs.b, self.out)
             self.poison()
             self.run()
@@ -40,7 +45,9 @@ class CusparseBlockedEll(Cusparse):
             errors[layout] = inputs.relative_error(self.out)
             if errors[layout] <= inputs.tolerance:
                 CusparseBlockedEll.layouts = [layout]
-                self.settings = f"CUSPARSE_SPMM_BLOCKED_ELL_ALG1, row-major b and c, {slots} blocks per row"
+                self.settings = (
+                    f"CUSPARSE_SPMM_BLOCKED_ELL_ALG1, row-major b and c, {slots} blocks per row"
+                )
                 padding = rows * slots - inputs.nnz
                 if padding:
                     self.settings += f", {padding} of {rows * slots} are padding"
@@ -55,7 +62,8 @@ class CusparseBsr(Tuned, Cusparse):
         self.tune(inputs, options)
 
     def search(self, sweep):
-        # Order of a block's elements, order of b and c: ours are row-major, and other ones only tried if need be.
+        # Order of a block's elements, order of b and c: ours are row-major, and other ones only
+        # tried if need be.
         sweep.run([("row", "row"), ("column", "row")])
         if not sweep.us:
             sweep.run([("row", "column"), ("column", "column")])
@@ -64,7 +72,9 @@ class CusparseBsr(Tuned, Cusparse):
         from cusparse import BsrSpmm
 
         inputs, (block_order, order) = self.inputs, layout
-        values = inputs.values if block_order == "row" else inputs.values.transpose(1, 2).contiguous()
+        values = (
+            inputs.values if block_order == "row" else inputs.values.transpose(1, 2).contiguous()
+        )
         b, self.out = inputs.b, inputs.empty_output()
         if order == "column":
             b, self.out = b.T.contiguous().T, self.out.view(inputs.n, inputs.m).T

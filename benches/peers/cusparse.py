@@ -1,4 +1,6 @@
-"""cuSPARSE's SpMM with blocks (Blocked-ELL, BSR) through ctypes: torch ships the library and has no binding for these."""
+"""cuSPARSE's SpMM with blocks (Blocked-ELL, BSR) through ctypes: torch ships the library and has no
+binding for these."""
+
 import ctypes
 import glob
 import os
@@ -24,7 +26,18 @@ SIGNATURES = {
     "cusparseCreate": [ctypes.POINTER(POINTER)],
     "cusparseGetVersion": [POINTER, ctypes.POINTER(INT)],
     "cusparseSetStream": [POINTER, POINTER],
-    "cusparseCreateBlockedEll": [ctypes.POINTER(POINTER), INT64, INT64, INT64, INT64, POINTER, POINTER, INT, INT, INT],
+    "cusparseCreateBlockedEll": [
+        ctypes.POINTER(POINTER),
+        INT64,
+        INT64,
+        INT64,
+        INT64,
+        POINTER,
+        POINTER,
+        INT,
+        INT,
+        INT,
+    ],
     "cusparseCreateBsr": [ctypes.POINTER(POINTER)] + [INT64] * 5 + [POINTER] * 3 + [INT] * 5,
     "cusparseCreateDnMat": [ctypes.POINTER(POINTER), INT64, INT64, INT64, POINTER, INT, INT],
     "cusparseDestroySpMat": [POINTER],
@@ -42,7 +55,9 @@ def candidates():
     except OSError:
         pass
     for place in sys.path:
-        yield from sorted(glob.glob(os.path.join(place or ".", "nvidia", "*", "lib", "libcusparse.so.*")))
+        yield from sorted(
+            glob.glob(os.path.join(place or ".", "nvidia", "*", "lib", "libcusparse.so.*"))
+        )
     yield from ("libcusparse.so.12", "libcusparse.so")
 
 
@@ -82,7 +97,9 @@ class Library:
     def call(self, name, *arguments):
         code = getattr(self.library, name)(*arguments)
         if code != 0:
-            raise RuntimeError(f"{name}: {self.library.cusparseGetErrorString(code).decode()} (code {code})")
+            raise RuntimeError(
+                f"{name}: {self.library.cusparseGetErrorString(code).decode()} (code {code})"
+            )
 
 
 class Spmm:
@@ -103,19 +120,29 @@ class Spmm:
         matrix = POINTER()
         order, stride = ("row", t.stride(0)) if t.stride(1) == 1 else ("column", t.stride(1))
         self.cusparse.call(
-            "cusparseCreateDnMat", ctypes.byref(matrix), *t.shape, stride, t.data_ptr(), DATA_TYPE[t.dtype], ORDER[order]
+            "cusparseCreateDnMat",
+            ctypes.byref(matrix),
+            *t.shape,
+            stride,
+            t.data_ptr(),
+            DATA_TYPE[t.dtype],
+            ORDER[order],
         )
         return matrix
 
     def arguments(self):
         return (
-            self.cusparse.handle, NO_TRANSPOSE, NO_TRANSPOSE, ctypes.byref(self.one), self.a_matrix, self.b_matrix,
+            self.cusparse.handle, NO_TRANSPOSE, NO_TRANSPOSE, ctypes.byref(self.one),
+            self.a_matrix, self.b_matrix,
             ctypes.byref(self.zero), self.c_matrix, COMPUTE_F32, self.algorithm,
         )  # fmt: skip
 
     def set_stream(self):
-        """The handle launches into torch's current stream, which is another one while a graph is captured."""
-        self.cusparse.call("cusparseSetStream", self.cusparse.handle, torch.cuda.current_stream().cuda_stream)
+        """The handle launches into torch's current stream, which is another one while a graph is
+        captured."""
+        self.cusparse.call(
+            "cusparseSetStream", self.cusparse.handle, torch.cuda.current_stream().cuda_stream
+        )
 
     def run(self):
         self.set_stream()
@@ -133,12 +160,15 @@ class BlockedEllSpmm(Spmm):
     algorithm = SPMM_BLOCKED_ELL_ALG1
 
     def __init__(self, columns, values, block_size, b, c):
-        """columns: int32 [block rows, slots], -1 where a row has fewer blocks; values: the blocks in the order of the slots."""
+        """columns: int32 [block rows, slots], -1 where a row has fewer blocks; values: the blocks
+        in the order of the slots."""
         self.cusparse, self.a_matrix = Library.get(), POINTER()
         self.keep = (columns, values, b, c)  # the descriptors hold bare pointers
         self.cusparse.call(
-            "cusparseCreateBlockedEll", ctypes.byref(self.a_matrix), c.shape[0], b.shape[0], block_size,
-            columns.shape[1] * block_size, columns.data_ptr(), values.data_ptr(), INDEX_32, BASE_ZERO,
+            "cusparseCreateBlockedEll", ctypes.byref(self.a_matrix), c.shape[0], b.shape[0],
+            block_size,
+            columns.shape[1] * block_size, columns.data_ptr(), values.data_ptr(), INDEX_32,
+            BASE_ZERO,
             DATA_TYPE[values.dtype],
         )  # fmt: skip
         super().__init__(b, c)
@@ -155,8 +185,10 @@ class BsrSpmm(Spmm):
         self.keep = (row_ptr, col_idx, values, b, c)
         nnz, size, _ = values.shape
         self.cusparse.call(
-            "cusparseCreateBsr", ctypes.byref(self.a_matrix), c.shape[0] // size, b.shape[0] // size, nnz, size, size,
-            row_ptr.data_ptr(), col_idx.data_ptr(), values.data_ptr(), INDEX_32, INDEX_32, BASE_ZERO,
+            "cusparseCreateBsr", ctypes.byref(self.a_matrix), c.shape[0] // size,
+            b.shape[0] // size, nnz, size, size,
+            row_ptr.data_ptr(), col_idx.data_ptr(), values.data_ptr(), INDEX_32, INDEX_32,
+            BASE_ZERO,
             DATA_TYPE[values.dtype], ORDER[order],
         )  # fmt: skip
         super().__init__(b, c)

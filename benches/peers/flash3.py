@@ -1,7 +1,10 @@
-"""The rival `flash_attention_3`, from a folder fa3/ with xf_C.so (the extension of the xformers wheel).
+"""The rival `flash_attention_3`, from a folder fa3/ with xf_C.so (the extension of the xformers
+wheel).
 
-`python3 flash3.py DEVICE DTYPE HEAD_DIM` ends with status 0 if this build can split the keys over several blocks.
+`python3 flash3.py DEVICE DTYPE HEAD_DIM` ends with status 0 if this build can split the keys over
+several blocks.
 """
+
 import ctypes
 import os
 import subprocess
@@ -12,7 +15,8 @@ import torch
 from attention import Inputs
 from measure import Absent, Call, needs_cuda
 
-# Fewer queries than this part of the keys: the library decides whether it splits the keys. Else it never should.
+# Fewer queries than this part of the keys: the library decides whether it splits the keys. Else it
+# never should.
 FEW_QUERIES = 1 / 8
 
 
@@ -34,7 +38,10 @@ class FlashAttention3(Call):
     def load(cls):
         if cls.operator is not None:
             return
-        places = [os.path.join(place or ".", "fa3") for place in [os.path.dirname(os.path.abspath(__file__)), *sys.path]]
+        places = [
+            os.path.join(place or ".", "fa3")
+            for place in [os.path.dirname(os.path.abspath(__file__)), *sys.path]
+        ]
         folder = next((p for p in places if os.path.exists(os.path.join(p, "xf_C.so"))), None)
         if folder is None:
             raise Absent("no folder fa3/ with xf_C.so beside the peers or on PYTHONPATH")
@@ -62,7 +69,8 @@ class FlashAttention3(Call):
             "is_causal": inputs.causal,
             "num_splits": num_splits,  # more than 1 needs a second kernel
         }
-        # Builds differ in their arguments, so each is given by the name in the schema, the rest by its default.
+        # Builds differ in their arguments, so each is given by the name in the schema, the rest by
+        # its default.
         self.arguments = []
         for argument in self.operator._schema.arguments:
             if argument.name in known:
@@ -72,9 +80,14 @@ class FlashAttention3(Call):
             elif argument.type.kind() == "OptionalType":
                 self.arguments.append(None)
             else:
-                raise TypeError(f"flash_attn_3::fwd wants {argument.name}: {argument.type}, which is not known here")
+                raise TypeError(
+                    f"flash_attn_3::fwd wants {argument.name}: {argument.type}, which is not "
+                    f"known here"
+                )
         if not any(argument is self.out for argument in self.arguments):
-            raise TypeError("flash_attn_3::fwd takes no output tensor: " + str(self.operator._schema))
+            raise TypeError(
+                "flash_attn_3::fwd takes no output tensor: " + str(self.operator._schema)
+            )
 
     @classmethod
     def can_split(cls, inputs):
@@ -82,9 +95,17 @@ class FlashAttention3(Call):
         name = {torch.float16: "f16", torch.bfloat16: "bf16"}.get(inputs.dtype)
         key = (name, inputs.head_dim)
         if key not in cls.splits:
-            command = [sys.executable, __file__, str(inputs.device), str(name), str(inputs.head_dim)]
+            command = [
+                sys.executable,
+                __file__,
+                str(inputs.device),
+                str(name),
+                str(inputs.head_dim),
+            ]
             try:
-                child = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), timeout=90)
+                child = subprocess.run(
+                    command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), timeout=90
+                )
                 cls.splits[key] = child.returncode == 0
             except subprocess.TimeoutExpired:
                 cls.splits[key] = False
@@ -100,7 +121,9 @@ class FlashAttention3(Call):
 def main():
     device, dtype, head_dim = torch.device(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     torch.cuda.set_device(device)
-    case = dict(batch=1, num_heads_q=8, num_heads_kv=2, seqlen_q=1, seqlen_kv=2048, head_dim=head_dim)
+    case = dict(
+        batch=1, num_heads_q=8, num_heads_kv=2, seqlen_q=1, seqlen_kv=2048, head_dim=head_dim
+    )
     inputs = Inputs(dict(case, mask="full", dtype=dtype), device)
     call = FlashAttention3(inputs, {"num_splits": 4})
     call.poison()

@@ -1,4 +1,5 @@
 """Rivals of block-sparse attention forward: torch's FlexAttention over lists of blocks."""
+
 import torch
 from torch.nn.attention import flex_attention as flex
 
@@ -8,15 +9,32 @@ from tune import Tuned
 
 # Tiles and launch parameters: those that torch takes itself first, then those that may beat them.
 OPTIONS = {
-    64: [(128, 128, 4, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (64, 128, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2)],
-    128: [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2), (64, 128, 4, 2), (128, 64, 4, 3)],
+    64: [
+        (128, 128, 4, 3),
+        (128, 64, 4, 3),
+        (64, 64, 4, 3),
+        (128, 128, 8, 2),
+        (64, 128, 4, 3),
+        (128, 64, 8, 3),
+        (64, 64, 4, 2),
+    ],
+    128: [
+        (128, 64, 8, 3),
+        (128, 128, 8, 2),
+        (64, 64, 4, 3),
+        (64, 64, 4, 2),
+        (128, 64, 8, 2),
+        (64, 128, 4, 2),
+        (128, 64, 4, 3),
+    ],
     256: [(64, 32, 4, 3), (128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2), (64, 32, 4, 2)],
 }
 NAMES = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 
 
 class Inputs(BlockSparseInputs):
-    """A case, whose compiled kernels go with it: each shape compiles anew, and torch stops at a number of them."""
+    """A case, whose compiled kernels go with it: each shape compiles anew, and torch stops at a
+    number of them."""
 
     def __init__(self, case, device):
         super().__init__(case, device)
@@ -31,7 +49,8 @@ class Inputs(BlockSparseInputs):
 
 
 class FlexAttention(Call):
-    """With torch's own choice of tiles, as far as they fit into the blocks. Its output is allocated by torch."""
+    """With torch's own choice of tiles, as far as they fit into the blocks. Its output is
+    allocated by torch."""
 
     Inputs = Inputs
 
@@ -43,7 +62,8 @@ class FlexAttention(Call):
     def __init__(self, inputs, options):
         self.inputs, self.out, self.kernel_options = inputs, None, None
         self.q, self.k, self.v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
-        # A mask is evaluated only in the blocks that the diagonal cuts; the slow path of a CPU asks for all pairs.
+        # A mask is evaluated only in the blocks that the diagonal cuts; the slow path of a CPU asks
+        # for all pairs.
         mask_mod = inputs.before() if inputs.causal else None
         crossed = inputs.crossed()
         self.block_mask = flex.BlockMask.from_kv_blocks(
@@ -64,8 +84,13 @@ class FlexAttention(Call):
         except Exception as error:
             if "divisible by BLOCK" not in str(error):
                 raise
-            self.kernel_options = dict(BLOCK_M=min(64, self.inputs.block_q), BLOCK_N=min(64, self.inputs.block_kv))
-            self.settings = "BLOCK_M={BLOCK_M} BLOCK_N={BLOCK_N}, as torch's own do not fit into the blocks".format(
+            self.kernel_options = dict(
+                BLOCK_M=min(64, self.inputs.block_q), BLOCK_N=min(64, self.inputs.block_kv)
+            )
+            self.settings = (
+                "BLOCK_M={BLOCK_M} BLOCK_N={BLOCK_N}, as torch's "
+                "own do not fit into the blocks"
+            ).format(
                 **self.kernel_options
             )
             self.run()

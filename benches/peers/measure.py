@@ -1,4 +1,6 @@
-"""What every rival shares: its interface, how its launches are captured and timed, and how its output is judged."""
+"""What every rival shares: its interface, how its launches are captured and timed, and how its
+output is judged."""
+
 import math
 import statistics
 import time
@@ -6,7 +8,8 @@ import time
 import torch
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
-# Relative error (Frobenius) that a correct kernel with f32 accumulation stays under: a few roundings to the type.
+# Relative error (Frobenius) that a correct kernel with f32 accumulation stays under: a few
+# roundings to the type.
 TOLERANCE = {"f16": 2e-3, "bf16": 1e-2, "f32": 1e-4}
 
 
@@ -15,7 +18,8 @@ class Absent(Exception):
 
 
 class Call:
-    """One rival on one case: `run` launches once on the current stream, `output` is what the last launch wrote."""
+    """One rival on one case: `run` launches once on the current stream, `output` is what the
+    last launch wrote."""
 
     Inputs = None
     settings = ""
@@ -31,7 +35,8 @@ class Call:
         raise NotImplementedError
 
     def relative_error(self, inputs):
-        """Of the output, to be overridden by a call that does not take the inputs that all share."""
+        """Of the output, to be overridden by a call that does not take the inputs that all
+        share."""
         return inputs.relative_error(self.output())
 
     def poison(self):
@@ -66,9 +71,11 @@ def relative(out, reference):
 
 
 class Capture:
-    """Launches of one call in a CUDA graph, replayed and timed between events; on a CPU a timed loop.
+    """Launches of one call in a CUDA graph, replayed and timed between events; on a CPU a timed
+    loop.
 
-    With `flush`, a scratch tensor larger than the L2 cache, the graph holds one launch, and the tensor is overwritten
+    With `flush`, a scratch tensor larger than the L2 cache, the graph holds one launch, and the
+    tensor is overwritten
     before each, so that a launch finds nothing of its data in the cache.
     """
 
@@ -92,7 +99,8 @@ class Capture:
         if flush is not None:
             self._record(1)
         else:
-            # A short graph first: timed outside a graph, a small kernel would count its launch from Python.
+            # A short graph first: timed outside a graph, a small kernel would count its launch from
+            # Python.
             self._record(8)
             estimate = min(self._timed_turn() for _ in range(3)) / 8
             launches = max(1, min(max_launches, round(graph_us / max(estimate, 1e-3))))
@@ -115,7 +123,9 @@ class Capture:
 
     def _pair(self, index):
         while len(self.events) <= index:
-            self.events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            self.events.append(
+                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            )
         return self.events[index]
 
     def _timed_turn(self):
@@ -137,7 +147,8 @@ class Capture:
         torch.cuda.synchronize(self.device)
 
     def window(self, ms):
-        """Turns for about `ms`, all queued at once; microseconds per launch. The first turn warms up and is not counted."""
+        """Turns for about `ms`, all queued at once; microseconds per launch. The first turn
+        warms up and is not counted."""
         count = max(2, min(5000, 1 + round(ms * 1e3 / self.turn_us)))
         if self.device.type == "cuda":
             for index in range(count):
@@ -148,7 +159,9 @@ class Capture:
                 end.record()
             torch.cuda.synchronize(self.device)
             times = [begin.elapsed_time(end) * 1e3 for begin, end in self.events[:count]]
-            self.turn_us = self.events[0][1].elapsed_time(self.events[count - 1][1]) * 1e3 / (count - 1)
+            self.turn_us = (
+                self.events[0][1].elapsed_time(self.events[count - 1][1]) * 1e3 / (count - 1)
+            )
         else:
             times = []
             for _ in range(count):

@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 """Rivals of blockflash, measured one window at a time on behalf of `blockflash bench`.
 
-usage: serve.py [--device cuda:0]                    JSON lines on stdin and stdout, see README.md in the parent folder
-       serve.py --self-test [--peer NAME] [--device cuda:0]   every rival once on small cases, tracebacks on stderr
+usage: serve.py [--device cuda:0]                    JSON lines on stdin and stdout, see README.md
+in the parent folder
+       serve.py --self-test [--peer NAME] [--device cuda:0]   every rival once on small
+       cases, tracebacks on stderr
 
-The process stays up for a whole run and is idle between two windows, so that ours and the rivals take turns on one GPU.
+The process stays up for a whole run and is idle between two windows, so that ours and the rivals
+take turns on one GPU.
 """
+
 import argparse
 import importlib
 import json
@@ -64,7 +68,13 @@ class Server:
         self.scratch = None  # what a cold cache is overwritten with
 
     def hello(self, _request):
-        answer = {"ok": True, "python": sys.version.split()[0], "references": REFERENCES, "peers": {}, "absent": {}}
+        answer = {
+            "ok": True,
+            "python": sys.version.split()[0],
+            "references": REFERENCES,
+            "peers": {},
+            "absent": {},
+        }
         try:
             import torch
 
@@ -97,7 +107,8 @@ class Server:
         return answer
 
     def prepare(self, request):
-        """Builds the inputs of the case (once), makes the rival's call, captures it, and verifies what the replay wrote."""
+        """Builds the inputs of the case (once), makes the rival's call, captures it, and
+        verifies what the replay wrote."""
         import measure
 
         case, name = request["case"], request["peer"]
@@ -111,7 +122,13 @@ class Server:
         if case.get("fresh_bytes", 0) > 0 and not getattr(peer, "takes_fresh", False):
             raise ValueError("this rival multiplies one and the same a, which may be in a cache")
         call = peer(self.inputs, request.get("options", {}))
-        capture = measure.Capture(call.run, self.device, request.get("graph_us", 3000), request.get("max_launches", 512), flush)
+        capture = measure.Capture(
+            call.run,
+            self.device,
+            request.get("graph_us", 3000),
+            request.get("max_launches", 512),
+            flush,
+        )
         call.poison()
         capture.replay()
         rel_err = call.relative_error(self.inputs)
@@ -121,7 +138,9 @@ class Server:
         return {
             "ok": True,
             "verified": bool(rel_err <= limit),  # false for NaN
-            "rel_err": rel_err if math.isfinite(rel_err) else None,  # JSON has neither NaN nor infinity
+            "rel_err": rel_err
+            if math.isfinite(rel_err)
+            else None,  # JSON has neither NaN nor infinity
             "tolerance": limit,
             "settings": call.settings,
             "launches": capture.launches,
@@ -133,7 +152,10 @@ class Server:
         if cache == "warm":
             return None
         if cache != "cold" or size <= 0:
-            raise ValueError(f"cache {cache!r} with flush_bytes {size}: it is warm, or cold with bytes to overwrite")
+            raise ValueError(
+                f"cache {cache!r} with flush_bytes {size}: it is warm, or cold with bytes to "
+                f"overwrite"
+            )
         if self.scratch is None or self.scratch.numel() < size:
             import torch
 
@@ -163,7 +185,8 @@ class Server:
         return {"ok": True}
 
     def answer(self, request):
-        """One request, one answer; `fatal` says that the device context is lost and the process ends."""
+        """One request, one answer; `fatal` says that the device context is lost and the
+        process ends."""
         try:
             op = request.get("op")
             if op not in ("hello", "prepare", "window", "drop"):
@@ -184,7 +207,8 @@ class Server:
 
 
 def serve(device):
-    # Ctrl-C goes to the whole process group: whoever reads the answers ends this process by closing stdin.
+    # Ctrl-C goes to the whole process group: whoever reads the answers ends this process by closing
+    # stdin.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Libraries that print must not break the protocol: they get stderr as their stdout.
     channel = os.fdopen(os.dup(1), "w", buffering=1)
@@ -210,20 +234,51 @@ def serve(device):
 
 
 def cases():
-    """Small cases of every kind the suites hold, with the fields of the request that are not `warm`."""
-    attention = dict(op="attention_fwd", batch=2, seqlen_q=512, seqlen_kv=512, num_heads_q=4, num_heads_kv=4, seed=1)
+    """Small cases of every kind the suites hold, with the fields of the request that are not
+    `warm`."""
+    attention = dict(
+        op="attention_fwd",
+        batch=2,
+        seqlen_q=512,
+        seqlen_kv=512,
+        num_heads_q=4,
+        num_heads_kv=4,
+        seed=1,
+    )
     warm, cold = {}, {"cache": "cold", "flush_bytes": 1 << 27}
     yield dict(attention, head_dim=64, mask="full", dtype="bf16"), warm
     yield dict(attention, head_dim=64, mask="full", dtype="bf16"), cold
     yield dict(attention, head_dim=128, mask="causal", dtype="f16"), warm
     yield dict(attention, head_dim=256, mask="causal", dtype="bf16"), warm
     yield dict(attention, head_dim=128, mask="causal", dtype="bf16", num_heads_kv=2), warm
-    yield dict(attention, head_dim=128, mask="causal", dtype="bf16", seqlen_q=128, num_heads_kv=2), warm
+    yield (
+        dict(attention, head_dim=128, mask="causal", dtype="bf16", seqlen_q=128, num_heads_kv=2),
+        warm,
+    )
     for queries in (1, 16):
-        yield dict(attention, head_dim=128, mask="full", dtype="bf16", seqlen_q=queries, seqlen_kv=4096, num_heads_kv=1), warm
-    sparse = dict(attention, op="block_sparse_fwd", pattern="uniform", mask="full", dtype="bf16", density=0.25)
+        yield (
+            dict(
+                attention,
+                head_dim=128,
+                mask="full",
+                dtype="bf16",
+                seqlen_q=queries,
+                seqlen_kv=4096,
+                num_heads_kv=1,
+            ),
+            warm,
+        )
+    sparse = dict(
+        attention, op="block_sparse_fwd", pattern="uniform", mask="full", dtype="bf16", density=0.25
+    )
     for block, head_dim, heads_kv in ((128, 64, 4), (128, 128, 4), (64, 64, 2), (64, 128, 4)):
-        row = dict(block_q=block, block_kv=block, blocks_per_row=128 // block, head_dim=head_dim, num_heads_kv=heads_kv)
+        row = dict(
+            block_q=block,
+            block_kv=block,
+            blocks_per_row=128 // block,
+            head_dim=head_dim,
+            num_heads_kv=heads_kv,
+        )
         yield dict(sparse, **row), warm
         yield dict(sparse, **{**row, "mask": "causal"}), warm
     product = dict(op="bsr_matmul", m=1024, n=512, k=1024, dtype="f16", seed=1)
@@ -243,7 +298,11 @@ def refused(case, name):
         return None
     if name == "torch_sdpa_efficient" and case["num_heads_q"] != case["num_heads_kv"]:
         return "no grouped heads"
-    if name == "torch_sdpa_cudnn" and case["mask"] == "causal" and case["seqlen_q"] != case["seqlen_kv"]:
+    if (
+        name == "torch_sdpa_cudnn"
+        and case["mask"] == "causal"
+        and case["seqlen_q"] != case["seqlen_kv"]
+    ):
         return "no diagonal that ends at the last key"
     return None
 
@@ -262,15 +321,33 @@ def self_test(device, only):
         for name in hello["peers"][case["op"]]:
             if only and only not in name:
                 continue
-            request = {"op": "prepare", "case": case, "peer": name, "options": {"tune_seconds": 3}, **cache}
+            request = {
+                "op": "prepare",
+                "case": case,
+                "peer": name,
+                "options": {"tune_seconds": 3},
+                **cache,
+            }
             answer = server.answer(request)
             if answer.get("ok"):
                 answer.update(server.answer({"op": "window", "peer": name, "ms": 20}))
             reason = refused(case, name)
-            good = ("error" in answer) if reason else (answer.get("verified", False) and "error" not in answer)
+            good = (
+                ("error" in answer)
+                if reason
+                else (answer.get("verified", False) and "error" not in answer)
+            )
             failed += not good
             mark = "ok   " if good else "ERROR"
-            print(mark, case["op"], shape, name, f"({reason})" if reason else "", json.dumps(answer), flush=True)
+            print(
+                mark,
+                case["op"],
+                shape,
+                name,
+                f"({reason})" if reason else "",
+                json.dumps(answer),
+                flush=True,
+            )
             if "fatal" in answer:
                 print("ERROR the device context is lost, the rest was not run", flush=True)
                 return 1
@@ -279,11 +356,19 @@ def self_test(device, only):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu to try the protocol without a GPU")
-    parser.add_argument("--self-test", action="store_true", help="run every rival once on small cases")
+    parser.add_argument(
+        "--device", default="cuda:0", help="cuda:N, or cpu to try the protocol without a GPU"
+    )
+    parser.add_argument(
+        "--self-test", action="store_true", help="run every rival once on small cases"
+    )
     parser.add_argument("--peer", help="self-test only rivals whose name contains this")
     arguments = parser.parse_args()
-    return self_test(arguments.device, arguments.peer) if arguments.self_test else serve(arguments.device)
+    return (
+        self_test(arguments.device, arguments.peer)
+        if arguments.self_test
+        else serve(arguments.device)
+    )
 
 
 if __name__ == "__main__":

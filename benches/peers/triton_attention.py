@@ -1,7 +1,10 @@
-"""The rival `triton_flash`: flash attention written in Triton, with the fastest tile of a sweep for each case.
+"""The rival `triton_flash`: flash attention written in Triton, with the fastest tile of a sweep for
+each case.
 
-`python3 triton_attention.py DEVICE HEAD_DIM` tries the tiles with specialized warps and prints those that are right.
+`python3 triton_attention.py DEVICE HEAD_DIM` tries the tiles with specialized warps and prints
+those that are right.
 """
+
 import json
 import math
 import subprocess
@@ -15,21 +18,27 @@ from attention import Inputs
 from measure import Absent, Call, needs_cuda, needs_triton, relative
 from tune import Tuned
 
-Tile = namedtuple("Tile", "block_m block_n num_warps num_stages access heads_first", defaults=("tma", False))
+Tile = namedtuple(
+    "Tile", "block_m block_n num_warps num_stages access heads_first", defaults=("tma", False)
+)
 
 # For each head dimension, those that won most often first.
 TILES = {
     64: [
-        (128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3), (64, 128, 4, 3), (128, 128, 8, 3),
+        (128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3), (64, 128, 4, 3), (128,
+        128, 8, 3),
         (128, 64, 4, 4), (128, 32, 4, 4), (64, 32, 4, 4), (256, 64, 8, 3), (128, 128, 4, 2),
     ],
     128: [
-        (128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 4), (64, 128, 4, 2), (128, 64, 8, 2),
+        (128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 4), (64, 128, 4, 2), (128,
+        64, 8, 2),
         (128, 64, 4, 3), (128, 32, 8, 4), (64, 64, 4, 2),
     ],
-    256: [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2), (64, 64, 8, 2)],
+    256: [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 2), (64,
+    64, 8, 2)],
 }  # fmt: skip
-# Where the compiler splits a tile into a warp group that loads and two that compute; num_warps counts one group.
+# Where the compiler splits a tile into a warp group that loads and two that compute; num_warps
+# counts one group.
 SPECIALIZED = {
     64: [(128, 128, 4, 2), (128, 64, 4, 3), (128, 128, 4, 3)],
     128: [(128, 128, 4, 2), (128, 64, 4, 3)],
@@ -42,7 +51,8 @@ class TritonFlash(Tuned, Call):
     """Our kernel in triton_kernel.py."""
 
     Inputs = Inputs
-    works = {}  # head dimension -> tiles with specialized warps that are right on this machine, by mask
+    # head dimension -> tiles with specialized warps that are right on this machine, by mask
+    works = {}
 
     @classmethod
     def available(cls, device):
@@ -76,10 +86,18 @@ class TritonFlash(Tuned, Call):
                 "they have to be multiples of a tile of at least 64 queries and 32 keys"
             )
         sweep.run(tiles[:2])
-        if not sweep.over() and self.has_tma() and torch.cuda.get_device_capability(inputs.q.device)[0] == 9:
+        if (
+            not sweep.over()
+            and self.has_tma()
+            and torch.cuda.get_device_capability(inputs.q.device)[0] == 9
+        ):
             start = time.monotonic()
-            specialized = [tile for tile in self.specialized() if self.fits(tile.block_m, tile.block_n)]
-            sweep.deadline += time.monotonic() - start  # only the first case of a head dimension waits for them
+            specialized = [
+                tile for tile in self.specialized() if self.fits(tile.block_m, tile.block_n)
+            ]
+            sweep.deadline += (
+                time.monotonic() - start
+            )  # only the first case of a head dimension waits for them
             sweep.run(specialized)
         sweep.run(tiles)
         for best in sweep.best(2):
@@ -96,7 +114,9 @@ class TritonFlash(Tuned, Call):
         return f"{tile.block_m}x{tile.block_n} {pairs}, {ACCESS[tile.access]}{order}"
 
     def has_tma(self):
-        return self.inputs.q.is_cuda and torch.cuda.get_device_capability(self.inputs.q.device)[0] >= 9
+        return (
+            self.inputs.q.is_cuda and torch.cuda.get_device_capability(self.inputs.q.device)[0] >= 9
+        )
 
     def fits(self, block_m, block_n):
         return self.inputs.seqlen_q % block_m == 0 and self.inputs.seqlen_kv % block_n == 0
@@ -106,26 +126,38 @@ class TritonFlash(Tuned, Call):
         # The compiler's specialization is young: nothing but the whole output will do.
         if self.expected is None:
             self.expected = self.out.clone()
-        elif tile.access == "specialized" and not relative(self.out, self.expected) <= self.inputs.tolerance:
+        elif (
+            tile.access == "specialized"
+            and not relative(self.out, self.expected) <= self.inputs.tolerance
+        ):
             raise RuntimeError("the output differs from that of another tile")
         return us
 
     def specialized(self):
-        """Tiles with specialized warps that another process found right, where a kernel that hangs does no harm."""
+        """Tiles with specialized warps that another process found right, where a kernel
+        that hangs does no harm."""
         key = self.inputs.head_dim
         if key not in TritonFlash.works:
             command = [sys.executable, __file__, str(self.inputs.q.device), str(key)]
             try:
-                lines = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=90).stdout
+                lines = subprocess.run(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=90
+                ).stdout
             except subprocess.TimeoutExpired as expired:
                 lines = expired.stdout or b""
-            found = [json.loads(line) for line in lines.decode().splitlines() if line.startswith("[")]
-            TritonFlash.works[key] = {causal: [Tile(*t) for c, t in found if c == causal] for causal in (False, True)}
+            found = [
+                json.loads(line) for line in lines.decode().splitlines() if line.startswith("[")
+            ]
+            TritonFlash.works[key] = {
+                causal: [Tile(*t) for c, t in found if c == causal] for causal in (False, True)
+            }
         return TritonFlash.works[key][self.inputs.causal]
 
     def run(self):
         inputs, tile, arguments = self.inputs, self.tile, []
-        for tensor, rows in zip(self.tensors, (tile.block_m, tile.block_n, tile.block_n, tile.block_m)):
+        for tensor, rows in zip(
+            self.tensors, (tile.block_m, tile.block_n, tile.block_n, tile.block_m)
+        ):
             if tile.access == "tma":
                 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -133,16 +165,23 @@ class TritonFlash(Tuned, Call):
                 arguments.append(TensorDescriptor.from_tensor(matrix, [rows, inputs.head_dim]))
             else:
                 arguments.append(tensor)
-        if tile.access == "specialized":  # the kernel writes its descriptors into memory that it asks for
+        if (
+            tile.access == "specialized"
+        ):  # the kernel writes its descriptors into memory that it asks for
             import triton
 
             device = inputs.q.device
-            triton.set_allocator(lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device))
+            triton.set_allocator(
+                lambda size, _align, _stream: torch.empty(size, dtype=torch.int8, device=device)
+            )
         grid = (inputs.seqlen_q // tile.block_m * inputs.batch * inputs.heads_q,)
         self.kernel[grid](
-            *arguments, inputs.scale * math.log2(math.e), inputs.batch, inputs.heads_q, inputs.heads_q // inputs.heads_kv,
-            inputs.seqlen_q, inputs.seqlen_kv, HEAD_DIM=inputs.head_dim, CAUSAL=inputs.causal, BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n, TMA=tile.access != "pointers", SPECIALIZE=tile.access == "specialized",
+            *arguments, inputs.scale * math.log2(math.e), inputs.batch, inputs.heads_q,
+            inputs.heads_q // inputs.heads_kv,
+            inputs.seqlen_q, inputs.seqlen_kv, HEAD_DIM=inputs.head_dim, CAUSAL=inputs.causal,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n, TMA=tile.access != "pointers",
+            SPECIALIZE=tile.access == "specialized",
             HEADS_FIRST=tile.heads_first, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
 
@@ -156,7 +195,10 @@ def main():
     for causal in (False, True):
         for tile in (Tile(*t, "specialized") for t in SPECIALIZED[head_dim]):
             try:
-                if all(right(device, head_dim, causal, tile, seqlen) for seqlen in (128, 256, 640, 2048)):
+                if all(
+                    right(device, head_dim, causal, tile, seqlen)
+                    for seqlen in (128, 256, 640, 2048)
+                ):
                     print(json.dumps([causal, tile]), flush=True)
             except Exception as error:
                 print(f"{tile}: {' '.join(str(error).split())[:200]}", file=sys.stderr)
@@ -164,7 +206,9 @@ def main():
 
 
 def right(device, head_dim, causal, tile, seqlen):
-    case = dict(batch=2, num_heads_q=4, num_heads_kv=2, seqlen_q=seqlen, seqlen_kv=seqlen, head_dim=head_dim)
+    case = dict(
+        batch=2, num_heads_q=4, num_heads_kv=2, seqlen_q=seqlen, seqlen_kv=seqlen, head_dim=head_dim
+    )
     inputs = Inputs(dict(case, mask="causal" if causal else "full", dtype="bf16"), device)
     call = TritonFlash(inputs, {"tile": tile})
     for _ in range(20):

@@ -1,4 +1,5 @@
 """Search for the fastest launch parameters of a rival on one case."""
+
 import math
 import time
 
@@ -28,7 +29,8 @@ class Sweep:
     """Times candidates (anything hashable) in the order they are given, until the time is over."""
 
     def __init__(self, trial, seconds):
-        """trial(candidate) returns microseconds, and raises when the candidate does not run or is wrong."""
+        """trial(candidate) returns microseconds, and raises when the candidate does not run
+        or is wrong."""
         self.trial, self.deadline = trial, time.monotonic() + seconds
         self.us, self.failed = {}, {}
 
@@ -50,7 +52,9 @@ class Sweep:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # a lost context is not ours to hide
             self.us.pop(candidate, None)
-            self.failed[candidate] = " ".join(str(error).split())[:200]  # the exception would keep tensors alive
+            self.failed[candidate] = " ".join(str(error).split())[
+                :200
+            ]  # the exception would keep tensors alive
 
     def best(self, count=1):
         """Candidates, the fastest first."""
@@ -67,10 +71,12 @@ class Sweep:
 
 
 class Tuned:
-    """Mixed into a rival with launch parameters: `search(sweep)` runs candidates, `use(candidate)` takes one."""
+    """Mixed into a rival with launch parameters: `search(sweep)` runs candidates,
+    `use(candidate)` takes one."""
 
     def tune(self, inputs, options):
-        """To the fastest candidate; asked again for the same inputs, to the one that was found before."""
+        """To the fastest candidate; asked again for the same inputs, to the one that was
+        found before."""
         self.inputs, name = inputs, type(self).__name__
         if name not in inputs.tuned:
             sweep = Sweep(self.trial, options.get("tune_seconds", 60))

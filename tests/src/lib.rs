@@ -3,8 +3,8 @@
 //! - cases ([`attention::AttentionCase`], [`bsr::BsrCase`], [`sddmm::SddmmCase`]): a problem as
 //!   plain data, from which everything follows;
 //! - generators of cases (proptest strategies) and of N(0,1) numbers, never scaled down;
-//! - the oracle in f64 and the plain same-precision computation beside it;
-//! - the [tolerance] rule, which compares a result with both;
+//! - references: the rows of a case, computed by the oracle (`blockflash-oracle`), and the
+//!   [tolerance] rule, which compares a result with them;
 //! - the harness: poisoned outputs, NaN in every gap, a watchdog on every launch, a loud skip
 //!   without a GPU.
 //!
@@ -28,7 +28,8 @@ pub mod number;
 pub mod placement;
 pub mod property;
 pub mod sddmm;
-pub mod tolerance;
+
+pub use blockflash_oracle::tolerance;
 
 /// The example of the repository's README compiles and runs.
 #[cfg(doctest)]

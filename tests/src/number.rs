@@ -1,6 +1,6 @@
 //! Bits and rounding of the 16-bit types, and normal random numbers.
 
-pub use blockflash_bench::check::unit_roundoff;
+pub use blockflash_oracle::{round, unit_roundoff};
 use blockflash_sys::DType;
 use half::{bf16, f16};
 use rand::{Rng, SeedableRng, rngs::StdRng};
@@ -32,14 +32,6 @@ pub fn decode(dtype: DType, bits: u32) -> f32 {
         DType::BF16 => bf16::from_bits(bits as u16).to_f32(),
         DType::F32 => f32::from_bits(bits),
         _ => panic!("{dtype} tensors hold no real numbers"),
-    }
-}
-
-/// `x` rounded to the nearest value of a floating-point type.
-pub fn round(dtype: DType, x: f32) -> f32 {
-    match dtype {
-        DType::F32 => x,
-        _ => decode(dtype, encode(dtype, x)),
     }
 }
 

@@ -4,12 +4,13 @@ use blockflash_ops::block_sparse::{
     BlockChoice, BlockMaskBuffer, BlockScores, BlockSource, block_mean_scores,
 };
 use blockflash_ops::{BlockGeometry, BlockMask, DType, Device, Error, Mask, Stream, Tensor, View};
+use blockflash_oracle::{BlockMean, Rounding};
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::{BlockMaskKernel, Row};
 use blockflash_tests::gpu::{Report, gpu, say, wait};
 use blockflash_tests::host::{refill, upload};
 use blockflash_tests::number::{encode, normal_rounded};
-use blockflash_tests::tolerance::{Reference, Rounding, check};
+use blockflash_tests::tolerance::{Reference, check};
 use std::ops::Range;
 
 /// Sizes of q and k.
@@ -85,25 +86,16 @@ impl Case {
         Ok([q?, k?])
     }
 
-    /// The mean of a block of rows, and the root of the sum of squares of its terms, for each
-    /// element of a head.
+    /// The mean of a block of rows of a head.
     fn mean(
         &self,
         data: &Data,
         i: usize,
         [entry, head]: [usize; 2],
         rows: Range<usize>,
-    ) -> Vec<[f64; 2]> {
-        let count = rows.len() as f64;
-        let mut sums = vec![[0.0; 2]; self.head_dim];
-        for row in rows {
-            let values = &data[i][self.index(i, [entry, row, head])..][..self.head_dim];
-            for (sum, &value) in sums.iter_mut().zip(values) {
-                sum[0] += f64::from(value);
-                sum[1] += f64::from(value).powi(2);
-            }
-        }
-        sums.into_iter().map(|[sum, squares]| [sum / count, squares.sqrt() / count]).collect()
+    ) -> BlockMean {
+        let row = |row| &data[i][self.index(i, [entry, row, head])..][..self.head_dim];
+        BlockMean::of(self.head_dim, rows.map(row))
     }
 
     fn reference(&self, data: &Data) -> Reference {
@@ -119,22 +111,13 @@ impl Case {
                 .collect();
             for row in 0..geometry.rows() {
                 let q = self.mean(data, 0, [entry, head], geometry.queries(row));
-                for k in &k {
-                    let terms = q.iter().zip(k);
-                    reference.exact.push(terms.clone().map(|(a, b)| a[0] * b[0]).sum());
-                    let size = |(a, b): (&[f64; 2], &[f64; 2])| {
-                        (a[0].abs().max(a[1]) * b[0].abs().max(b[1])).powi(2)
-                    };
-                    reference.magnitude.push(terms.map(size).sum::<f64>().sqrt());
-                }
+                reference.extend(k.iter().map(|k| q.score(k)));
             }
         }
         let views =
             [0, 1].map(|i| self.logical(View::from_slice(&data[i], &self.shape(i)).unwrap()));
         let plain = block_mean_scores(geometry, views[0], views[1]).unwrap();
         reference.plain = plain.into_iter().map(f64::from).collect();
-        // CUDA cores add, and round.
-        reference.partial = vec![0.0; reference.exact.len()];
         reference
     }
 

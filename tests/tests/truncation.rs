@@ -2,15 +2,15 @@
 //! how much, in the tests and in `--check` of the command, and still sees what is missing from long
 //! sums.
 
-use blockflash_bench::check::{self, Activation};
 use blockflash_bench::io::{Array, Values};
 use blockflash_ops::DType;
+use blockflash_oracle::{self as oracle, Activation};
 use blockflash_tests::bsr::{BsrCase, BsrData, BsrReference, Pattern};
 use blockflash_tests::number::round;
 use blockflash_tests::tolerance::{self, Reference};
 use std::ops::Range;
 
-/// How a tensor core adds, as measured by those whom `blockflash_bench::check` cites.
+/// How a tensor core adds, as measured by those whom `blockflash_oracle` cites.
 #[derive(Clone, Copy, Debug)]
 struct Core {
     /// Products that are added to the accumulator at once.
@@ -125,7 +125,7 @@ fn verdicts(case: &BsrCase, data: &BsrData, row: &[f32]) -> [bool; 2] {
     let blocks = data.col_idx.len();
     let values = array(&[blocks, 16, 16], &data.values);
     let b = array(&[k, n], &data.b);
-    let command = check::BsrCase {
+    let command = oracle::BsrCase {
         row_ptr: &data.row_ptr,
         col_idx: &data.col_idx,
         values: &values,
@@ -137,7 +137,7 @@ fn verdicts(case: &BsrCase, data: &BsrData, row: &[f32]) -> [bool; 2] {
         bias_per_column: None,
         activation: Activation::None,
     };
-    let found = check::bsr_matmul(&command, &array(&[16, n], &c), 0, |_| ()).unwrap();
+    let found = oracle::bsr_matmul(&command, &array(&[16, n], &c), 0, |_| ()).unwrap();
     [tests.is_ok(), found.passed()]
 }
 

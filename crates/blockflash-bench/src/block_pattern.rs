@@ -1,6 +1,6 @@
 //! Block masks in words: `causal+window:8+sink:1`.
 
-use crate::case::Pattern;
+use crate::case::{Pattern, from_rows};
 use blockflash_ops::{Align, BlockGeometry, BlockMask, Error, Mask};
 use std::fmt;
 use std::str::FromStr;
@@ -28,8 +28,10 @@ enum Part {
 /// A word that is none, and what could stand there.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{0:?} is no part of a pattern: expected full, causal, window:8 (blocks before and behind, or window:8,0), dilated:2,4, \
-     strided:4,1, sink:1, global:2, uniform:0.25, random:0.25, power_law:0.25, banded:0.25, full_rows:0.25, clustered:0.25 or \
+    "{0:?} is no part of a pattern: expected full, causal, window:8 (blocks before and behind, or \
+     window:8,0), dilated:2,4, \
+     strided:4,1, sink:1, global:2, uniform:0.25, random:0.25, power_law:0.25, banded:0.25, \
+     full_rows:0.25, clustered:0.25 or \
      butterfly:0.25, with + between them"
 )]
 pub struct PatternError(String);
@@ -161,26 +163,6 @@ fn drawn(
     fits("nnz", rows.checked_mul(cols).map(|_| pattern.nnz_blocks(rows, cols, density)))?;
     let (row_ptr, col_idx) = pattern.draw(rows, cols, density, seed);
     from_rows(geometry, heads, &row_ptr, &col_idx)
-}
-
-/// A mask of lists whose offsets go on from head to head: row `head * rows + row`.
-///
-/// # Errors
-/// Those of [`BlockMask::from_parts`]; another number of rows is one.
-pub fn from_rows(
-    geometry: BlockGeometry,
-    heads: usize,
-    row_ptr: &[i32],
-    col_idx: &[i32],
-) -> blockflash_ops::Result<BlockMask> {
-    let rows = geometry.rows();
-    if heads.checked_mul(rows).and_then(|rows| rows.checked_add(1)) != Some(row_ptr.len()) {
-        return BlockMask::from_parts(geometry, 1, heads, row_ptr, col_idx);
-    }
-    // The library's offsets of a head have an end of their own.
-    let of_head = |head: usize| &row_ptr[head * rows..=(head + 1) * rows];
-    let row_ptr: Vec<i32> = (0..heads).flat_map(of_head).copied().collect();
-    BlockMask::from_parts(geometry, 1, heads, &row_ptr, col_idx)
 }
 
 #[cfg(test)]

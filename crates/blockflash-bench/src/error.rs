@@ -6,7 +6,8 @@ use std::path::PathBuf;
 pub enum Error {
     /// The folder with suites and rivals is nowhere to be found.
     #[error(
-        "found no folder benches/ with suites/ in it, neither above {from} nor above the program; set BLOCKFLASH_BENCHES"
+        "found no folder benches/ with suites/ in it, neither above {from} nor above the program; \
+         set BLOCKFLASH_BENCHES"
     )]
     NoBenches {
         /// Where the search began.
@@ -52,6 +53,9 @@ pub enum Error {
     /// The operation itself fails.
     #[error(transparent)]
     Ops(#[from] blockflash_ops::Error),
+    /// A result cannot be compared.
+    #[error(transparent)]
+    Check(#[from] blockflash_oracle::Mismatch),
     /// The device fails.
     #[error(transparent)]
     Device(#[from] blockflash_safe::Error),

@@ -1,11 +1,10 @@
-//! What the `blockflash` command is made of: tensor files, reproducible inputs, and an f64
-//! reference to check results against.
+//! What the `blockflash` command is made of: tensor files, reproducible inputs, suites and their
+//! measurement, reports. Results are checked against the f64 oracle of `blockflash-oracle`.
 #![forbid(unsafe_code)]
 
 pub mod block_pattern;
 pub mod case;
 pub mod ceilings;
-pub mod check;
 mod error;
 pub mod io;
 pub mod machine;

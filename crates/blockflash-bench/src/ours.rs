@@ -1,27 +1,20 @@
 //! Our implementation of a case: inputs on the device, the kernels that are compared, verification
 //! before any time.
 
-mod attention_operands;
-mod block_lists;
-mod bsr_operands;
 mod host;
-mod mask_operands;
-mod operands;
-mod sddmm_operands;
 
-use crate::case::Case;
+use crate::case::{Case, Operands};
 use crate::error::{Error, Result};
 use crate::timing::{Cache, Repeat, Window};
 use blockflash_ops::{Row, Stream};
 use blockflash_sys::manifest;
 pub use host::HostCost;
-use operands::Operands;
 
 /// One case on one device, with the kernels that compute it.
 #[derive(Debug)]
 pub struct Ours {
     stream: Stream,
-    operands: Operands,
+    operands: Box<dyn Operands>,
     /// What is measured: the kernel that the library selects, or each that was asked for.
     pub kernels: Vec<Kernel>,
 }
@@ -58,20 +51,20 @@ impl Ours {
         seed: u64,
         rows: Option<&[String]>,
     ) -> Result<Self> {
-        let (mut operands, host) = Operands::new(case, stream, seed)?;
+        let mut operands = case.shape().operands(stream, seed)?;
         let mut kernels = Vec::new();
-        for Candidate { row, forced } in candidates(&mut operands, stream, rows)? {
+        for Candidate { row, forced } in candidates(&mut *operands, stream, rows)? {
             let load_us = match row {
                 Some(row) if !operands.is_loaded() => host::load(row, stream)?,
                 _ => None,
             };
             let symbol = row.map(Row::symbol);
             let row = row.filter(|_| forced);
-            let (verified, rel_err) = operands.verify(&host, row, stream, seed)?;
+            let (verified, rel_err) = operands.verify(row, stream, seed)?;
             let repeat = Repeat::new(stream, cache, |stream| operands.launch(row, stream))?;
             let host = match forced || stream.device().is_cpu() {
                 true => HostCost::default(),
-                false => host::cost(&mut operands, stream, repeat.launch_us())?,
+                false => host::cost(&mut *operands, stream, repeat.launch_us())?,
             };
             kernels.push(Kernel { row, symbol, verified, rel_err, load_us, host, repeat });
         }
@@ -95,8 +88,8 @@ impl Ours {
         rows: Option<&[String]>,
         launches: usize,
     ) -> Result<Option<&'static Row>> {
-        let (mut operands, _) = Operands::new(case, stream, seed)?;
-        let candidates = candidates(&mut operands, stream, rows)?;
+        let mut operands = case.shape().operands(stream, seed)?;
+        let candidates = candidates(&mut *operands, stream, rows)?;
         let [Candidate { row, forced }] = candidates[..] else {
             let symbols: Vec<_> =
                 candidates.iter().filter_map(|candidate| candidate.row).map(Row::symbol).collect();
@@ -145,7 +138,7 @@ struct Candidate {
 /// The kernel that the library selects; or those with a wanted name that compute these operands,
 /// since with the name those for other sizes and types are not meant.
 fn candidates(
-    operands: &mut Operands,
+    operands: &mut dyn Operands,
     stream: &Stream,
     names: Option<&[String]>,
 ) -> Result<Vec<Candidate>> {

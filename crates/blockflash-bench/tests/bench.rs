@@ -85,7 +85,8 @@ fn packed_sequences_are_measured_recorded_and_reported() {
     let folder = scratch("varlen");
     let suite = folder.join("lengths.toml");
     let text = "description = 'x'\nrounds = 1\nwindow_ms = 2\ngap_ms = 0\n[[attention_fwd]]\n\
-                lengths = [[70, 30, 30], [64, 64]]\nnum_heads_q = 2\nhead_dim = 16\nmask = ['full', 'causal']\n\
+                lengths = [[70, 30, 30], [64, 64]]\nnum_heads_q = 2\nhead_dim = 16\nmask = \
+                ['full', 'causal']\n\
                 dtype = ['bf16']\n";
     std::fs::write(&suite, text).unwrap();
     let record = folder.join("lengths.jsonl");
@@ -134,7 +135,8 @@ fn lists_of_blocks_are_measured_recorded_and_reported() {
 fn masks_are_measured_recorded_and_shown() {
     let folder = scratch("masks");
     let (suite, record) = (folder.join("masks.toml"), folder.join("masks.jsonl"));
-    let grid = "seqlen = [1024]\nnum_heads = 2\nhead_dim = 16\nblock = [64]\ntop_k = 3\ndtype = ['bf16']\n";
+    let grid = "seqlen = [1024]\nnum_heads = 2\nhead_dim = 16\nblock = [64]\ntop_k = 3\ndtype = \
+                ['bf16']\n";
     std::fs::write(&suite, format!("description = 'x'\n[[block_mask_build]]\n{grid}")).unwrap();
     let out = record.to_str().unwrap();
     let options = ["--device", "cpu", "--rounds", "1", "--window-ms", "2", "--out", out];

@@ -1,10 +1,10 @@
-//! What the product means, in f64 and in the plain same-precision form. Blocks that are not stored
-//! are never read.
+//! The rows of a product, computed by the oracle. Blocks that are not stored are never read.
 
 use super::{BiasKind, BsrCase, BsrData};
-use crate::number::{rng, round};
-use crate::tolerance::{PRODUCTS, PartialSums, ProductSum, Reference, Rounding};
+use crate::number::rng;
+use crate::tolerance::Reference;
 use blockflash_ops::bsr_matmul::Activation;
+use blockflash_oracle::{self as oracle, Element, Epilogue, ProductRow, Rounding};
 use rand::Rng;
 use rayon::prelude::*;
 
@@ -24,16 +24,10 @@ impl BsrReference {
     pub fn compute(case: &BsrCase, data: &BsrData, budget: f64) -> Self {
         let n = case.mnk[1];
         let rows = sample(case, data, budget);
-        let mut computed = vec![Row::default(); rows.len()];
-        computed.par_iter_mut().zip(&rows).for_each(|(out, &i)| *out = row(case, data, i));
+        let computed: Vec<Vec<Element>> = rows.par_iter().map(|&i| row(case, data, i)).collect();
         let mut reference = Self { rows, ..Self::default() };
         reference.c.width = n;
-        for row in computed {
-            reference.c.exact.extend(row.exact);
-            reference.c.plain.extend(row.plain);
-            reference.c.magnitude.extend(row.magnitude);
-            reference.c.partial.extend(row.partial);
-        }
+        reference.c.extend(computed.into_iter().flatten());
         reference
     }
 
@@ -46,38 +40,20 @@ impl BsrReference {
     }
 }
 
-/// The activation in f64.
-pub fn activate(activation: Activation, x: f64) -> f64 {
+/// The activation as the oracle names it.
+fn activation(activation: Activation) -> oracle::Activation {
     match activation {
-        Activation::None => x,
-        // `f64::max` would turn NaN into 0.
-        Activation::Relu => {
-            if x < 0.0 {
-                0.0
-            } else {
-                x
-            }
-        }
-        Activation::Gelu => x * 0.5 * libm::erfc(-x * std::f64::consts::FRAC_1_SQRT_2),
-        Activation::Silu => x / (1.0 + (-x).exp()),
+        Activation::None => oracle::Activation::None,
+        Activation::Relu => oracle::Activation::Relu,
+        Activation::Gelu => oracle::Activation::Gelu,
+        Activation::Silu => oracle::Activation::Silu,
         other => panic!("the oracle knows no activation {other:?}"),
     }
 }
 
-fn activate_f32(activation: Activation, x: f32) -> f32 {
-    match activation {
-        Activation::None => x,
-        Activation::Relu => {
-            if x < 0.0 {
-                0.0
-            } else {
-                x
-            }
-        }
-        Activation::Gelu => x * 0.5 * (1.0 + libm::erff(x * std::f32::consts::FRAC_1_SQRT_2)),
-        Activation::Silu => x / (1.0 + (-x).exp()),
-        other => panic!("the oracle knows no activation {other:?}"),
-    }
+/// The activation in f64.
+pub fn activate(function: Activation, x: f64) -> f64 {
+    activation(function).apply(x)
 }
 
 fn sample(case: &BsrCase, data: &BsrData, budget: f64) -> Vec<usize> {
@@ -104,56 +80,30 @@ fn sample(case: &BsrCase, data: &BsrData, budget: f64) -> Vec<usize> {
     rows
 }
 
-#[derive(Clone, Default)]
-struct Row {
-    exact: Vec<f64>,
-    plain: Vec<f64>,
-    magnitude: Vec<f64>,
-    partial: Vec<f64>,
-}
-
-fn row(case: &BsrCase, data: &BsrData, i: usize) -> Row {
-    let [_, n, k] = case.mnk;
-    let size = case.block_size;
+fn row(case: &BsrCase, data: &BsrData, i: usize) -> Vec<Element> {
+    let ([_, n, k], size) = (case.mnk, case.block_size);
     let (block_row, inner_row) = (i / size, i % size);
-    let mut sums = vec![ProductSum::default(); n];
-    let mut partials = vec![PartialSums::default(); n];
-    let mut plain = vec![0f32; n];
+    let mut sums = ProductRow::new(n);
     for at in data.row_ptr[block_row] as usize..data.row_ptr[block_row + 1] as usize {
         let first = data.col_idx[at] as usize * size;
-        let end = k.min(first + size);
-        for step in (first..end).step_by(PRODUCTS) {
-            for col in step..end.min(step + PRODUCTS) {
-                let a = data.values[(at * size + inner_row) * size + col - first];
-                for ((sum, plain), &b) in
-                    sums.iter_mut().zip(&mut plain).zip(&data.b[col * n..][..n])
-                {
-                    sum.add(f64::from(a) * f64::from(b));
-                    *plain += a * b;
-                }
-            }
-            partials.iter_mut().zip(&sums).for_each(|(partial, &sum)| partial.settle(sum));
-        }
+        let a = &data.values[(at * size + inner_row) * size..][..size.min(k - first)];
+        sums.add(a, |inner| &data.b[(first + inner) * n..][..n]);
     }
-    let (alpha, beta) = (f64::from(case.alpha), f64::from(case.beta));
-    let mut row = Row::default();
-    for (j, (sum, plain)) in sums.into_iter().zip(plain).enumerate() {
+    let epilogue = Epilogue {
+        alpha: case.alpha,
+        beta: case.beta,
+        activation: activation(case.activation),
+        output: case.c_dtype,
+    };
+    let element = |(j, dot): (usize, oracle::Dot)| {
         let bias = match case.bias {
             BiasKind::None => 0.0,
             BiasKind::PerRow => data.bias[i],
             BiasKind::PerColumn => data.bias[j],
         };
-        // With beta 0 the old C is not read: it may be NaN.
-        let old = if case.beta == 0.0 { 0.0 } else { data.c[i * n + j] };
-        let added = [beta * f64::from(old), f64::from(bias)];
-        row.exact.push(activate(case.activation, alpha * sum.sum + added[0] + added[1]));
-        let plain = activate_f32(case.activation, case.alpha * plain + case.beta * old + bias);
-        row.plain.push(f64::from(round(case.c_dtype, plain)));
-        row.magnitude
-            .push((alpha * alpha * sum.squares + added[0].powi(2) + added[1].powi(2)).sqrt());
-        row.partial.push(alpha.abs() * partials[j].mean());
-    }
-    row
+        dot.finish(&epilogue, data.c[i * n + j], bias)
+    };
+    sums.dots().enumerate().map(element).collect()
 }
 
 #[cfg(test)]
@@ -207,22 +157,6 @@ mod tests {
                     0.5 * product - 2.0 * f64::from(data.c[i * n + j]) + f64::from(data.bias[j]);
                 assert!((reference.c.exact[i * n + j] - expected).abs() < 1e-12);
                 assert!((reference.c.plain[i * n + j] - expected).abs() < 1e-4);
-            }
-        }
-    }
-
-    #[test]
-    fn activations_by_known_values() {
-        assert_eq!(activate(Activation::Relu, -2.0), 0.0);
-        assert!(activate(Activation::Relu, f64::NAN).is_nan());
-        assert!((activate(Activation::Gelu, 1.0) - 0.841_344_746_068_542_9).abs() < 1e-15);
-        assert!((activate(Activation::Gelu, -6.0) + 6.0 * 9.865_876_450_376_946e-10).abs() < 1e-20);
-        assert!((activate(Activation::Silu, 1.0) - 0.731_058_578_630_004_9).abs() < 1e-15);
-        for activation in [Activation::None, Activation::Relu, Activation::Gelu, Activation::Silu] {
-            for x in [-3.0f32, -0.5, 0.0, 0.7, 4.0] {
-                let difference =
-                    f64::from(activate_f32(activation, x)) - activate(activation, f64::from(x));
-                assert!(difference.abs() < 1e-6, "{activation:?} {x}");
             }
         }
     }

@@ -1,9 +1,9 @@
-//! What the product means, in f64 and in the plain same-precision form. Only what stored blocks
-//! need is read.
+//! The values of a sampled product, computed by the oracle. Only what stored blocks need is read.
 
 use super::{SddmmCase, SddmmData};
-use crate::number::{rng, round};
-use crate::tolerance::{PRODUCTS, PartialSums, ProductSum, Reference, Rounding};
+use crate::number::rng;
+use crate::tolerance::Reference;
+use blockflash_oracle::{Activation, Dot, Element, Epilogue, Rounding};
 use rand::Rng;
 use rayon::prelude::*;
 
@@ -26,14 +26,14 @@ impl SddmmReference {
             sample(case, data.structure.col_idx.len() * size, budget / (size * (k + 1)) as f64);
         // A column of B is read for every row of a block.
         let b: Vec<f32> = transposed(&data.b, k, case.mnk[1]);
-        let elements: Vec<[f64; 4]> = rows
+        let elements: Vec<Element> = rows
             .par_iter()
             .flat_map_iter(|&row| (0..size).map(move |col| row * size + col))
             .map(|at| element(case, data, &b, at))
             .collect();
-        let part = |which: usize| elements.iter().map(|element| element[which]).collect();
-        let [exact, plain, magnitude, partial] = [0, 1, 2, 3].map(part);
-        Self { rows, values: Reference { width: size, exact, plain, magnitude, partial } }
+        let mut values = Reference { width: size, ..Reference::default() };
+        values.extend(elements);
+        Self { rows, values }
     }
 
     /// What a correct implementation may round: the sum, the two operations of alpha and beta, and
@@ -59,24 +59,17 @@ fn sample(case: &SddmmCase, rows: usize, affordable: f64) -> Vec<usize> {
     sampled
 }
 
-/// Exact value, plain value, and the sizes of the terms and of the partial sums; `b` is transposed.
-fn element(case: &SddmmCase, data: &SddmmData, b: &[f32], at: usize) -> [f64; 4] {
-    let Some((row, col)) = data.position(case, at) else { return [0.0; 4] };
+/// A value; zero beyond the matrix. `b` is transposed.
+fn element(case: &SddmmCase, data: &SddmmData, b: &[f32], at: usize) -> Element {
+    let Some((row, col)) = data.position(case, at) else { return Element::default() };
     let k = case.mnk[2];
-    let (mut sum, mut partial, mut plain) = (ProductSum::default(), PartialSums::default(), 0f32);
-    for (a, b) in data.a[row * k..][..k].chunks(PRODUCTS).zip(b[col * k..][..k].chunks(PRODUCTS)) {
-        for (&a, &b) in a.iter().zip(b) {
-            sum.add(f64::from(a) * f64::from(b));
-            plain += a * b;
-        }
-        partial.settle(sum);
-    }
-    // With beta 0 the old values are not read: they may be NaN.
-    let old = if case.beta == 0.0 { 0.0 } else { data.old[at] };
-    let (alpha, added) = (f64::from(case.alpha), f64::from(case.beta) * f64::from(old));
-    let plain = round(case.values_dtype, case.alpha * plain + case.beta * old);
-    let magnitude = (alpha * alpha * sum.squares + added * added).sqrt();
-    [alpha * sum.sum + added, f64::from(plain), magnitude, alpha.abs() * partial.mean()]
+    let epilogue = Epilogue {
+        alpha: case.alpha,
+        beta: case.beta,
+        activation: Activation::None,
+        output: case.values_dtype,
+    };
+    Dot::of(&data.a[row * k..][..k], &b[col * k..][..k]).finish(&epilogue, data.old[at], 0.0)
 }
 
 #[cfg(test)]

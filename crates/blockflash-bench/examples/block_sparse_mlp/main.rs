@@ -2,9 +2,11 @@
 //! only the blocks of its weights with the greatest norms are stored.
 //!
 //! ```text
-//! cargo run --release --example block_sparse_mlp                          4096 -> 14336 -> 4096, on a GPU
-//! cargo run --release --example block_sparse_mlp -- --peers torch_matmul_dense,torch_triton_bsr_tuned --tune-seconds 5
-//! cargo run --release --example block_sparse_mlp -- --features 512 --intermediate 1024 --tokens 1,64 --device cpu
+//! cargo run --release --example block_sparse_mlp              4096 -> 14336 -> 4096, on a GPU
+//! cargo run --release --example block_sparse_mlp -- \
+//!     --peers torch_matmul_dense,torch_triton_bsr_tuned --tune-seconds 5
+//! cargo run --release --example block_sparse_mlp -- \
+//!     --features 512 --intermediate 1024 --tokens 1,64 --device cpu
 //! ```
 //!
 //! The layer has two projections, `down · silu(up · x)`, each one launch: the activation is a part
@@ -20,7 +22,7 @@
 //! others take turns as well; they compute both products without the activation, and find their
 //! weights in the L2 cache where they fit.
 //!
-//! Writes `block_sparse_mlp.svg` and `.png` (speed-up over the density), `block_sparse_mlp.csv` and
+//! Writes `block_sparse_mlp.svg` (speed-up over the density), `block_sparse_mlp.csv` and
 //! `.json`.
 #![forbid(unsafe_code)]
 // Nothing is outside of a program: `pub` is `pub(crate)` here.

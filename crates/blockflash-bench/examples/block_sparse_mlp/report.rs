@@ -11,12 +11,15 @@ use std::path::{Path, PathBuf};
 /// For people.
 pub fn table(study: &Study) -> String {
     let mut text = format!(
-        "{}: MLP {} -> {} -> {}, bf16: down · silu(up · x), up with its activation one launch, down another\n\
-         speed-up: over our own product with all blocks stored, in the block size for which that is fastest\n",
+        "{}: MLP {} -> {} -> {}, bf16: down · silu(up · x), up with its activation one launch, \
+         down another\n\
+         speed-up: over our own product with all blocks stored, in the block size for which that \
+         is fastest\n",
         study.device, study.features, study.intermediate, study.features
     );
     if study.dense.is_empty() {
-        text += "no dense product of another library: there is none in this workspace, and none was measured with --peers\n";
+        text += "no dense product of another library: there is none in this workspace, and none \
+                 was measured with --peers\n";
     }
     for dense in &study.dense {
         let time = match (dense.rival.us, &dense.rival.error) {
@@ -60,7 +63,8 @@ pub fn table(study: &Study) -> String {
             text.push('\n');
         }
     }
-    text += "\nfaster up to this density, between measured ones interpolated\ntokens  block   density  than\n";
+    text += "\nfaster up to this density, between measured ones interpolated\ntokens  block   \
+             density  than\n";
     for found in &study.break_even {
         let density =
             found.density.map_or("none".to_owned(), |density| format!("{:.1} %", density * 100.0));
@@ -101,7 +105,8 @@ fn csv(study: &Study) -> String {
         } = point;
         let _ = writeln!(
             text,
-            "blockflash,{tokens},{block_size},{density},{us},{dense_us},{speedup},{tflops},{error},{rounding}"
+            "blockflash,{tokens},{block_size},{density},{us},{dense_us},{speedup},{tflops},\
+             {error},{rounding}"
         );
         for (name, us) in point.rivals.iter().filter_map(|rival| Some((&rival.name, rival.us?))) {
             let (speedup, tflops) = (dense_us / us, tflops * point.us / us);

@@ -1,9 +1,8 @@
 //! Products of another library, which take their windows in turns with ours.
 
 use super::weights::{Kept, Weights};
-use blockflash_bench::case::{BsrShape, Pattern};
-use blockflash_bench::io::{self, Array, Values};
-use blockflash_bench::peers::{Command, PeerCase, Peers, Selection};
+use blockflash_bench::case::{BsrShape, Pattern, PeerCase};
+use blockflash_bench::peers::{Command, Peers, Selection};
 use blockflash_bench::timing::{flush_bytes, median};
 use blockflash_bench::{Error, Result, machine};
 use blockflash_ops::{DType, Device};
@@ -111,27 +110,16 @@ impl Rivals {
     fn case(&self, weights: &Weights, kept: &Kept, tokens: usize) -> Result<PeerCase> {
         let failed = |source| Error::Io { path: self.scratch.clone(), source };
         std::fs::create_dir_all(&self.scratch).map_err(failed)?;
-        let save = |name: &str, values: &[i32]| {
-            let path = self.scratch.join(format!("{name}.npy"));
-            // A vector always has its own length.
-            if let Some(array) = Array::new(&[values.len()], Values::I32(values.to_vec())) {
-                io::write(&path, &[(name, &array)])
-                    .map_err(|error| Error::Option(error.to_string()))?;
-            }
-            Ok::<_, Error>(path)
-        };
         let Weights { rows: m, cols: k, .. } = *weights;
         let density = kept.elements() as f64 / (m * k) as f64;
         let block_size = kept.block_size;
         let pattern = Pattern::Random;
         let shape = BsrShape { m, n: tokens, k, block_size, density, pattern, dtype: DType::BF16 };
-        Ok(PeerCase::BsrMatmul {
-            shape,
-            row_ptr: save("row_ptr", &kept.row_ptr)?,
-            col_idx: save("col_idx", &kept.col_idx)?,
-            seed: self.seed,
-            fresh_bytes: self.fresh_bytes,
-        })
+        let indices = (kept.row_ptr.clone(), kept.col_idx.clone());
+        let case = PeerCase::new(OP, &shape, self.seed)
+            .and_then(|case| case.with_pattern(&self.scratch, "", indices))
+            .map_err(|error| Error::Option(error.to_string()))?;
+        Ok(case.with_fresh_bytes(self.fresh_bytes))
     }
 
     /// A window of a rival; it counts if its projection is named.

@@ -187,7 +187,8 @@ impl<'a> Bench<'a> {
             let rounding = reference::relative_error(&found, &host(mlp), samples);
             if rounding.is_nan() || rounding > LARGEST_ROUNDING {
                 return Err(Error::Option(format!(
-                    "wrong result of {tokens} tokens, blocks of {block_size}, density {density}: relative error {rounding:.1e}"
+                    "wrong result of {tokens} tokens, blocks of {block_size}, density {density}: \
+                     relative error {rounding:.1e}"
                 )));
             }
             let mut others = rivals.named(false);

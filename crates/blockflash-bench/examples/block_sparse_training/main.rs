@@ -2,8 +2,9 @@
 //! samples.
 //!
 //! ```text
-//! cargo run --release --example block_sparse_training                                  1024 -> 4096 -> 1024, on a GPU
-//! cargo run --release --example block_sparse_training -- --inputs 256 --hidden 512 --outputs 256 --device cpu
+//! cargo run --release --example block_sparse_training         1024 -> 4096 -> 1024, on a GPU
+//! cargo run --release --example block_sparse_training -- \
+//!     --inputs 256 --hidden 512 --outputs 256 --device cpu
 //! ```
 //!
 //! The network is `y = W2·relu(W1·x)`; which blocks the weights store is drawn once and stays. A
@@ -23,7 +24,7 @@
 //! Before it trains, it holds gradients against differences of the loss. If those are wrong, or if
 //! the loss does not fall as far as `--goal` says, it fails.
 //!
-//! Writes `block_sparse_training.svg` and `.png` (loss over steps), `block_sparse_training.csv` and
+//! Writes `block_sparse_training.svg` (loss over steps), `block_sparse_training.csv` and
 //! `.json`.
 #![forbid(unsafe_code)]
 // Nothing is outside of a program: `pub` is `pub(crate)` here.

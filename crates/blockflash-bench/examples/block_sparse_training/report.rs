@@ -77,7 +77,8 @@ fn subtitle(study: &Study) -> String {
     } = study;
     let density = study.density * 100.0;
     format!(
-        "{device} · {inputs} to {hidden} to {outputs}, {dtype} · {density:.1} % of the blocks of {block} × {block} · \
+        "{device} · {inputs} to {hidden} to {outputs}, {dtype} · {density:.1} % of the blocks of \
+         {block} × {block} · \
          {batches} batches of {batch} · rate {rate}, momentum {momentum}"
     )
 }

@@ -15,7 +15,7 @@ pub fn rate(tflops: f64) -> String {
     format!("{tflops:.decimals$}")
 }
 
-/// Writes texts as `name.extension` and each drawing as SVG and PNG into a folder, which is made if
+/// Writes texts as `name.extension` and each drawing as SVG into a folder, which is made if
 /// it is not there. Returns the files.
 ///
 /// # Errors
@@ -34,11 +34,9 @@ pub fn write(
         files.push(path);
     }
     for (name, drawing) in drawings {
-        for extension in ["svg", "png"] {
-            let path = folder.join(format!("{name}.{extension}"));
-            drawing.write(&[&path])?;
-            files.push(path);
-        }
+        let path = folder.join(format!("{name}.svg"));
+        drawing.write(&[&path])?;
+        files.push(path);
     }
     Ok(files)
 }

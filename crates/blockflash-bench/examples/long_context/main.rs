@@ -3,8 +3,9 @@
 //! everything before it.
 //!
 //! ```text
-//! cargo run --release --example long_context                       65,536 tokens, 32 heads on 8, on a GPU
-//! cargo run --release --example long_context -- --seqlen 4096 --heads 4 --heads-kv 2 --head-dim 64 --top-k 2,4,8 --device cpu
+//! cargo run --release --example long_context              65,536 tokens, 32 heads on 8, on a GPU
+//! cargo run --release --example long_context -- \
+//!     --seqlen 4096 --heads 4 --heads-kv 2 --head-dim 64 --top-k 2,4,8 --device cpu
 //! ```
 //!
 //! Each query head scores its blocks by the mean query times the mean key, and has a list of its
@@ -14,8 +15,8 @@
 //! has the recipe): the error on independent random numbers would say nothing, since all keys are
 //! alike there.
 //!
-//! Writes `long_context.svg` and `.png` (error and speed-up over the density),
-//! `long_context_mask.svg` and `.png`, `long_context.csv` and `.json`.
+//! Writes `long_context.svg` (error and speed-up over the density),
+//! `long_context_mask.svg`, `long_context.csv` and `.json`.
 #![forbid(unsafe_code)]
 // Nothing is outside of a program: `pub` is `pub(crate)` here.
 #![allow(unreachable_pub)]

@@ -12,7 +12,8 @@ use std::path::{Path, PathBuf};
 /// For people.
 pub fn table(study: &Study) -> String {
     let mut text = format!(
-        "{}: {} tokens, {} heads on {}, head_dim {}, bf16, causal; blocks of {block} x {block}, sink {}, window {}\n\
+        "{}: {} tokens, {} heads on {}, head_dim {}, bf16, causal; blocks of {block} x {block}, \
+         sink {}, window {}\n\
          dense: {:.2} ms, {} TFLOP/s\n",
         study.device,
         study.seqlen,
@@ -27,12 +28,14 @@ pub fn table(study: &Study) -> String {
     );
     let _ = writeln!(
         text,
-        "scores of blocks: {:.3} ms; choosing is not in the times below, but beside them in % of each",
+        "scores of blocks: {:.3} ms; choosing is not in the times below, but beside them in % of \
+         each",
         study.scores_us * 1e-3
     );
     let _ = writeln!(
         text,
-        "choice  blocks  density        ms  speed-up  TFLOP/s    error  softmax mass   scores     mask"
+        "choice  blocks  density        ms  speed-up  TFLOP/s    error  softmax mass   \
+         scores     mask"
     );
     for point in &study.points {
         let [scores, mask] = choosing(study, point).map(|us| match us {
@@ -41,7 +44,8 @@ pub fn table(study: &Study) -> String {
         });
         let _ = writeln!(
             text,
-            "{:<6}  {:>6}  {:>5.1} %  {:>8.3}  {:>8.2}  {:>7}  {:>5.2} %  {:>10.2} %  {scores:>7}  {mask:>7}",
+            "{:<6}  {:>6}  {:>5.1} %  {:>8.3}  {:>8.2}  {:>7}  {:>5.2} %  {:>10.2} %  {scores:>7} \
+              {mask:>7}",
             point.choice,
             point.blocks,
             point.density * 100.0,
@@ -108,7 +112,8 @@ pub fn write(
         ("sink and as many of the nearest".to_owned(), points(WINDOW)),
     ];
     let subtitle = format!(
-        "{} · {} heads on {}, head_dim {}, bf16, causal · blocks of {block} × {block} · dense {:.1} ms, {} TFLOP/s",
+        "{} · {} heads on {}, head_dim {}, bf16, causal · blocks of {block} × {block} · dense \
+         {:.1} ms, {} TFLOP/s",
         study.device,
         study.num_heads_q,
         study.num_heads_kv,

@@ -1,8 +1,17 @@
 //! Making a block mask on the device where attention reads it.
 
-use super::Work;
+use super::id::{dtype, number};
+use super::mask_operands::{Choose, SINK, Scores, WINDOW};
+use super::operands::Operands;
+use super::peer::{PeerCase, PeerCaseError};
+use super::shape::Shape;
+use super::work::Work;
+use crate::error::Result;
+use blockflash_ops::{BlockGeometry, Stream};
 use blockflash_sys::DType;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::path::Path;
 
 /// One of the two steps that make a causal mask in square blocks for the heads of one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -21,15 +30,11 @@ pub enum MaskStep {
     #[allow(missing_docs)]
     Scores { head_dim: usize, dtype: DType },
     /// From such scores, which are N(0, 1) here, the best `top_k` blocks of each row among those
-    /// that it sees, joined with [`SINK`] and [`WINDOW`].
+    /// that it sees, joined with the first block and
+    /// four blocks before the diagonal.
     #[allow(missing_docs)]
     Choose { top_k: usize },
 }
-
-/// Blocks at the beginning that every mask visits.
-pub const SINK: usize = 1;
-/// Blocks before the diagonal that every mask visits.
-pub const WINDOW: usize = 4;
 
 impl BlockMaskShape {
     /// Whether such a case can be drawn and counted.
@@ -51,9 +56,42 @@ impl BlockMaskShape {
     pub fn rows(&self) -> usize {
         self.seqlen.div_ceil(self.block)
     }
+}
+
+impl fmt::Display for BlockMaskShape {
+    /// `mask_s32768_h16_b128_scores_d128_bf16`, `mask_s32768_h16_b128_top32`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "mask_s{}_h{}_b{}_", self.seqlen, self.num_heads, self.block)?;
+        match self.step {
+            MaskStep::Scores { head_dim, dtype } => write!(f, "scores_d{head_dim}_{dtype}"),
+            MaskStep::Choose { top_k } => write!(f, "top{top_k}"),
+        }
+    }
+}
+
+impl Shape for BlockMaskShape {
+    fn parse(parts: &[&str]) -> Option<Self> {
+        let (&["mask", seqlen, heads, block], step) = parts.split_first_chunk()? else {
+            return None;
+        };
+        let step = match *step {
+            ["scores", d, dtype_name] => {
+                MaskStep::Scores { head_dim: number(d, "d")?, dtype: dtype(dtype_name)? }
+            }
+            [top_k] => MaskStep::Choose { top_k: number(top_k, "top")? },
+            _ => return None,
+        };
+        let (seqlen, num_heads) = (number(seqlen, "s")?, number(heads, "h")?);
+        let shape = Self { seqlen, num_heads, block: number(block, "b")?, step };
+        shape.check().is_ok().then_some(shape)
+    }
+
+    fn op(&self) -> &'static str {
+        "block_mask_build"
+    }
 
     /// Element type of what is read.
-    pub fn dtype(&self) -> DType {
+    fn dtype(&self) -> DType {
         match self.step {
             MaskStep::Scores { dtype, .. } => dtype,
             MaskStep::Choose { .. } => DType::F32,
@@ -63,7 +101,7 @@ impl BlockMaskShape {
     /// Inputs once and outputs once; what one of the launches leaves to the other is not counted.
     /// Choosing has no floating-point operations, reads the scores that the causal mask shows, and
     /// lists at least the best blocks or the others.
-    pub(super) fn work(&self) -> Work {
+    fn work(&self) -> Work {
         let (heads, rows) = (self.num_heads, self.rows());
         let (flops, bytes) = match self.step {
             MaskStep::Scores { head_dim, dtype } => {
@@ -87,5 +125,62 @@ impl BlockMaskShape {
         };
         let bytes = bytes as f64;
         Work { flops: flops as f64, exps: 0.0, bytes, l2_bytes: bytes }
+    }
+
+    fn group(&self) -> String {
+        let what = match self.step {
+            MaskStep::Scores { .. } => "scores",
+            MaskStep::Choose { .. } => "mask",
+        };
+        format!("{what} of blocks of {0} × {0}", self.block)
+    }
+
+    fn peer_case(&self, _seed: u64, _folder: &Path) -> Result<PeerCase, PeerCaseError> {
+        Err(PeerCaseError::OursOnly)
+    }
+
+    fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
+        let Self { seqlen, num_heads, block, step } = *self;
+        let geometry = BlockGeometry::new(seqlen, seqlen, block, block)?;
+        Ok(match step {
+            MaskStep::Scores { head_dim, dtype } => {
+                Box::new(Scores::new(geometry, [num_heads, head_dim], dtype, stream, seed)?)
+            }
+            MaskStep::Choose { top_k } => {
+                Box::new(Choose::new(geometry, num_heads, top_k, stream, seed)?)
+            }
+        })
+    }
+}
+
+/// Each combination is two cases: the scores, and the mask from scores.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct BlockMaskGrid {
+    seqlen: Vec<usize>,
+    num_heads: usize,
+    head_dim: usize,
+    block: Vec<usize>,
+    top_k: usize,
+    dtype: Vec<DType>,
+}
+
+impl BlockMaskGrid {
+    pub(crate) fn expand<C>(&self, cases: &mut Vec<C>) -> Result<(), String>
+    where
+        C: From<BlockMaskShape>,
+    {
+        let Self { num_heads, head_dim, top_k, .. } = *self;
+        for &seqlen in &self.seqlen {
+            for &block in &self.block {
+                let scores = self.dtype.iter().map(|&dtype| MaskStep::Scores { head_dim, dtype });
+                for step in scores.chain([MaskStep::Choose { top_k }]) {
+                    let shape = BlockMaskShape { seqlen, num_heads, block, step };
+                    shape.check()?;
+                    cases.push(shape.into());
+                }
+            }
+        }
+        Ok(())
     }
 }

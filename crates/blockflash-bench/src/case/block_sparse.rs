@@ -1,10 +1,24 @@
-//! Attention over lists of blocks: its shape, and the lists.
+//! Attention over lists of blocks.
 
-use super::{AttentionShape, MaskKind, Pattern};
+use super::attention::AttentionShape;
+use super::attention_operands::AttentionOperands;
+use super::block_lists::BlockLists;
+use super::grid::{GridPeers, full, uniform};
+use super::id::{self, dtype, mask, number, pair, pattern};
+use super::mask_kind::MaskKind;
+use super::operands::Operands;
+use super::pattern::{self as patterns, Pattern};
+use super::peer::{PeerCase, PeerCaseError};
+use super::shape::Shape;
+use super::work::{TILE_ROWS, Work};
+use crate::error::Result;
 use crate::random;
+use blockflash_ops::Stream;
 use blockflash_sys::DType;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::ops::Range;
+use std::path::Path;
 
 /// Attention over `[batch, seqlen, num_heads, head_dim]` in which a block of queries attends to
 /// listed blocks of keys. Lists are equal for all batch entries.
@@ -186,12 +200,19 @@ impl BlockSparseShape {
         (offsets, columns)
     }
 
+    /// The lists as operands are made of them.
+    pub(super) fn lists(&self, seed: u64) -> BlockLists {
+        let (row_ptr, col_idx) = self.pattern(seed);
+        let (seqlens, block) = ([self.seqlen_q, self.seqlen_kv], [self.block_q, self.block_kv]);
+        BlockLists { seqlens, block, heads: self.mask_heads, row_ptr, col_idx }
+    }
+
     /// Blocks that a row lists under a causal mask.
     fn listed(&self, row: usize) -> usize {
         let Seen { whole, partly } = self.seen(row);
         match whole.len() + partly.len() {
             0 => 0,
-            seen => super::pattern::rounded(self.density, seen).max(partly.len()),
+            seen => patterns::rounded(self.density, seen).max(partly.len()),
         }
     }
 
@@ -201,5 +222,157 @@ impl BlockSparseShape {
         let (first, last) = (end(row * self.block_q), end((row + 1) * self.block_q - 1));
         let whole = first / self.block_kv;
         Seen { whole: 0..whole, partly: whole..last.div_ceil(self.block_kv) }
+    }
+}
+
+impl fmt::Display for BlockSparseShape {
+    /// `b1_s16384_h16_d128_q128kv128_d0.25_uniform_full_bf16`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "b{}_", self.batch)?;
+        let heads = [self.num_heads_q, self.num_heads_kv];
+        id::sizes(f, [self.seqlen_q, self.seqlen_kv], heads)?;
+        if self.mask_heads != self.num_heads_q {
+            write!(f, "m{}", self.mask_heads)?;
+        }
+        let Self { head_dim, block_q, block_kv, density, pattern, mask, dtype, .. } = self;
+        write!(f, "_d{head_dim}_q{block_q}kv{block_kv}_d{density}_{pattern}_{mask}_{dtype}")
+    }
+}
+
+impl Shape for BlockSparseShape {
+    fn parse(parts: &[&str]) -> Option<Self> {
+        let (batch, [seqlen_q, seqlen_kv], heads, rest) = AttentionShape::parse_sizes(parts)?;
+        let &[d, blocks, density, pattern_name, mask_name, dtype_name] = rest else { return None };
+        let (heads, mask_heads) = match heads.split_once('m') {
+            Some((heads, of_mask)) => (heads, Some(of_mask.parse().ok()?)),
+            None => (heads, None),
+        };
+        let [num_heads_q, num_heads_kv] = id::heads(heads)?;
+        let [block_q, block_kv] = pair(blocks, "q")?;
+        let shape = Self {
+            batch,
+            seqlen_q,
+            seqlen_kv,
+            num_heads_q,
+            num_heads_kv,
+            mask_heads: mask_heads.unwrap_or(num_heads_q),
+            head_dim: number(d, "d")?,
+            block_q,
+            block_kv,
+            density: number(density, "d")?,
+            pattern: pattern(pattern_name)?,
+            mask: mask(mask_name)?,
+            dtype: dtype(dtype_name)?,
+        };
+        shape.check().is_ok().then_some(shape)
+    }
+
+    fn op(&self) -> &'static str {
+        "block_sparse_fwd"
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn work(&self) -> Work {
+        let Self { batch, head_dim, block_q, block_kv, .. } = *self;
+        let (pairs, sharing) = ((batch * self.visited_pairs()) as f64, self.sharing_heads());
+        // Tiles of the query rows that share a block of keys.
+        let tiles = (sharing * block_q).div_ceil(TILE_ROWS);
+        let fetches = (batch * self.nnz_blocks() / sharing * tiles) as f64;
+        let dense = self.dense();
+        Work {
+            flops: 4.0 * pairs * head_dim as f64,
+            exps: pairs,
+            bytes: dense.bytes(),
+            l2_bytes: fetches * (block_kv * 2 * dense.row_bytes()) as f64 + dense.query_bytes(),
+        }
+    }
+
+    /// What most suites have goes without saying.
+    fn group(&self) -> String {
+        let Self { head_dim, block_q, block_kv, pattern, mask, .. } = self;
+        let other = |name: String, usual: bool| {
+            if usual { String::new() } else { format!(", {name}") }
+        };
+        let pattern = other(pattern.to_string(), *pattern == Pattern::Uniform);
+        let mask = other(mask.to_string(), *mask == MaskKind::Full);
+        let heads = other("lists of several heads".into(), self.mask_heads == self.num_heads_q);
+        format!("head_dim {head_dim}, blocks of {block_q} × {block_kv}{pattern}{mask}{heads}")
+    }
+
+    fn peer_case(&self, seed: u64, folder: &Path) -> Result<PeerCase, PeerCaseError> {
+        // The protocol has lists of every query head.
+        let lists = self.pattern_of_query_heads(seed);
+        PeerCase::new(self.op(), self, seed)?.with_pattern(folder, &format!("{self}_"), lists)
+    }
+
+    fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
+        let problem = self.dense().problem();
+        let lists = Some(self.lists(seed));
+        Ok(Box::new(AttentionOperands::new(&problem, None, lists, stream, seed)?))
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct BlockSparseGrid {
+    batch: usize,
+    seqlen: Vec<usize>,
+    num_heads_q: usize,
+    num_heads_kv: Option<usize>,
+    mask_heads: Option<usize>,
+    head_dim: usize,
+    /// Queries and keys of a block.
+    block: Vec<[usize; 2]>,
+    density: Vec<f64>,
+    #[serde(default = "uniform")]
+    pattern: Vec<Pattern>,
+    #[serde(default = "full")]
+    mask: Vec<MaskKind>,
+    dtype: Vec<DType>,
+    #[serde(default)]
+    pub(crate) peers: GridPeers,
+}
+
+impl BlockSparseGrid {
+    pub(crate) fn expand<C>(&self, cases: &mut Vec<C>) -> Result<(), String>
+    where
+        C: From<BlockSparseShape>,
+    {
+        let Self { batch, num_heads_q, head_dim, .. } = *self;
+        let num_heads_kv = self.num_heads_kv.unwrap_or(num_heads_q);
+        for &dtype in &self.dtype {
+            for &mask in &self.mask {
+                for &[block_q, block_kv] in &self.block {
+                    for &seqlen in &self.seqlen {
+                        let shape = |density, pattern| BlockSparseShape {
+                            batch,
+                            seqlen_q: seqlen,
+                            seqlen_kv: seqlen,
+                            num_heads_q,
+                            num_heads_kv,
+                            mask_heads: self.mask_heads.unwrap_or(num_heads_q),
+                            head_dim,
+                            block_q,
+                            block_kv,
+                            density,
+                            pattern,
+                            mask,
+                            dtype,
+                        };
+                        for &density in &self.density {
+                            for &pattern in &self.pattern {
+                                let shape = shape(density, pattern);
+                                shape.check()?;
+                                cases.push(shape.into());
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 }

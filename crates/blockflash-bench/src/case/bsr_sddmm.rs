@@ -1,10 +1,24 @@
 //! Dense times dense at the blocks of a sparse matrix.
 
-use super::{Pattern, Work};
-use blockflash_ops::bsr_sddmm::BsrSddmmProblem;
-use blockflash_ops::{Major, bsr_sddmm_flops};
+use super::grid::{fraction, uniform};
+use super::id::{dtype, number, pattern};
+use super::operands::{Operands, normal};
+use super::pattern::Pattern;
+use super::peer::{PeerCase, PeerCaseError};
+use super::shape::Shape;
+use super::work::{TILE_COLUMNS, Work};
+use crate::error::Result;
+use crate::io::Array;
+use blockflash_ops::bsr_sddmm::{BsrSddmmProblem, accepts, select};
+use blockflash_ops::{
+    BsrMatrix, BsrSddmm, CudaProperties, Device, Major, PreparedBsrSddmm, Row, Stream, Tensor,
+    bsr_sddmm_flops,
+};
+use blockflash_oracle::{self as oracle, Comparison, Mismatch, SddmmCase};
 use blockflash_sys::DType;
-use serde::{Serialize, Serializer};
+use serde::{Deserialize, Serialize, Serializer};
+use std::fmt;
+use std::path::Path;
 
 /// `values = a[m, k]·b[k, n]` at blocks of `block_size`², values in the type of the inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -39,8 +53,7 @@ impl SddmmShape {
         if [m, n, k, block_size].contains(&0) {
             return Err("a sampled product has a size of 0".to_owned());
         }
-        let fraction = density > 0.0 && density <= 1.0;
-        if fraction { Ok(()) } else { Err(format!("density {density} is not in (0, 1]")) }
+        fraction(density)
     }
 
     /// Rows and columns of blocks.
@@ -67,22 +80,248 @@ impl SddmmShape {
             majors,
         )
     }
+}
+
+impl fmt::Display for SddmmShape {
+    /// `sddmm_m4096_n4096_k1024_b64_d0.1_uniform_column_row_f16`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { m, n, k, block_size, density, pattern, a_major, b_major, dtype } = self;
+        let (a, b) = (a_major.name(), b_major.name());
+        write!(f, "sddmm_m{m}_n{n}_k{k}_b{block_size}_d{density}_{pattern}_{a}_{b}_{dtype}")
+    }
+}
+
+impl Shape for SddmmShape {
+    fn parse(parts: &[&str]) -> Option<Self> {
+        let &["sddmm", m, n, k, block, density, pattern_name, a, b, dtype_name] = parts else {
+            return None;
+        };
+        let major = |part: &str| Major::ALL.into_iter().find(|major| major.name() == part);
+        let shape = Self {
+            m: number(m, "m")?,
+            n: number(n, "n")?,
+            k: number(k, "k")?,
+            block_size: number(block, "b")?,
+            density: number(density, "d")?,
+            pattern: pattern(pattern_name)?,
+            a_major: major(a)?,
+            b_major: major(b)?,
+            dtype: dtype(dtype_name)?,
+        };
+        shape.check().is_ok().then_some(shape)
+    }
+
+    fn op(&self) -> &'static str {
+        "bsr_sddmm"
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
 
     /// What a launch has to do. A block fetches its columns of B, and blocks of
-    /// [`TILE_COLUMNS`](super::TILE_COLUMNS) columns together their rows of A.
-    pub(super) fn work(&self) -> Work {
+    /// [`TILE_COLUMNS`] columns together their rows of A.
+    fn work(&self) -> Work {
         let (Self { m, n, k, block_size, dtype, .. }, problem) = (*self, self.problem());
         let blocks = problem.nnz_blocks;
         let values = blocks * block_size * block_size * dtype.size();
         let line = block_size * k * dtype.size();
+        let indices = 4 * (blocks + self.blocks()[0] + 1);
+        let rows_of_a = (blocks * block_size).div_ceil(TILE_COLUMNS);
         Work {
             flops: bsr_sddmm_flops(&problem) as f64,
             exps: 0.0,
-            bytes: (values + 4 * (blocks + self.blocks()[0] + 1) + (m * k + k * n) * dtype.size())
-                as f64,
-            l2_bytes: (blocks * line + (blocks * block_size).div_ceil(super::TILE_COLUMNS) * line)
-                as f64,
+            bytes: (values + indices + (m * k + k * n) * dtype.size()) as f64,
+            l2_bytes: ((blocks + rows_of_a) * line) as f64,
         }
+    }
+
+    fn group(&self) -> String {
+        let (size, a, b) = (self.block_size, self.a_major.name(), self.b_major.name());
+        format!("blocks of {size} × {size}, A by {a}s, B by {b}s")
+    }
+
+    fn peer_case(&self, _seed: u64, _folder: &Path) -> Result<PeerCase, PeerCaseError> {
+        Err(PeerCaseError::OursOnly)
+    }
+
+    fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
+        Ok(Box::new(SddmmOperands::new(self, stream, seed)?))
+    }
+}
+
+/// Inputs on the device and in host memory, and the values.
+#[derive(Debug)]
+struct SddmmOperands {
+    inputs: Inputs,
+    values: Tensor,
+    prepared: Option<PreparedBsrSddmm>,
+    row_ptr: Vec<i32>,
+    col_idx: Vec<i32>,
+    /// A and B as they lie in memory.
+    host: [Array; 2],
+}
+
+#[derive(Debug)]
+struct Inputs {
+    shape: SddmmShape,
+    pattern: BsrMatrix,
+    a: Tensor,
+    b: Tensor,
+}
+
+impl Inputs {
+    fn product(&self) -> Result<BsrSddmm<'_>> {
+        let order = |major| if major == Major::Row { [0, 1] } else { [1, 0] };
+        let a = self.a.view().permute(&order(self.shape.a_major))?;
+        let b = self.b.view().permute(&order(self.shape.b_major))?;
+        Ok(BsrSddmm::new(&self.pattern, a, b))
+    }
+}
+
+impl SddmmOperands {
+    fn new(shape: &SddmmShape, stream: &Stream, seed: u64) -> Result<Self> {
+        let SddmmShape { m, n, k, block_size, a_major, b_major, dtype, .. } = *shape;
+        let (row_ptr, col_idx) = shape.pattern(seed);
+        let sizes = [col_idx.len(), block_size, block_size];
+        // Of the pattern the values do not count.
+        let zeros = Tensor::zeros(&Device::cpu().stream()?, dtype, &sizes)?;
+        let pattern = BsrMatrix::from_parts(m, n, block_size, &row_ptr, &col_idx, zeros.view())?;
+        let stored = |major, rows: usize, cols: usize| {
+            if major == Major::Row { [rows, cols] } else { [cols, rows] }
+        };
+        let host = [
+            normal(&stored(a_major, m, k), dtype, seed, 0)?,
+            normal(&stored(b_major, k, n), dtype, seed, 1)?,
+        ];
+        let inputs = Inputs {
+            shape: *shape,
+            pattern: pattern.to(stream)?,
+            a: host[0].upload(stream)?,
+            b: host[1].upload(stream)?,
+        };
+        let values = Tensor::empty(stream, dtype, &sizes)?;
+        Ok(Self { inputs, values, prepared: None, row_ptr, col_idx, host })
+    }
+
+    fn problem(&mut self) -> Result<BsrSddmmProblem> {
+        Ok(self.inputs.product()?.problem(&self.values.view_mut())?)
+    }
+}
+
+impl Operands for SddmmOperands {
+    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Row> {
+        Ok(select(&self.problem()?, gpu)?)
+    }
+
+    fn accepts(&mut self, row: &Row, gpu: &CudaProperties) -> Result<bool> {
+        Ok(accepts(row, &self.problem()?, gpu).is_ok())
+    }
+
+    fn launch(&mut self, row: Option<&'static Row>, stream: &Stream) -> Result<()> {
+        let product = self.inputs.product()?;
+        match row {
+            None => product.sddmm_into(self.values.view_mut(), stream)?,
+            Some(row) => product.sddmm_with(row, self.values.view_mut(), stream)?,
+        }
+        Ok(())
+    }
+
+    fn prepare(&mut self, stream: &Stream) -> Result<bool> {
+        let prepared = self.inputs.product()?.prepare(&self.values.view_mut(), stream)?;
+        self.prepared = Some(prepared);
+        Ok(true)
+    }
+
+    fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
+        let Some(prepared) = &self.prepared else { return self.launch(None, stream) };
+        Ok(self.inputs.product()?.sddmm_prepared(prepared, self.values.view_mut(), stream)?)
+    }
+
+    fn outputs(&mut self, _row: Option<&Row>) -> Vec<&mut Tensor> {
+        vec![&mut self.values]
+    }
+
+    fn compare(&self, outputs: &[Array], seed: u64) -> Result<Vec<Comparison>, Mismatch> {
+        let SddmmShape { m, n, k, a_major, b_major, .. } = self.inputs.shape;
+        let case = SddmmCase {
+            row_ptr: &self.row_ptr,
+            col_idx: &self.col_idx,
+            sizes: [m, n, k],
+            a: &self.host[0],
+            b: &self.host[1],
+            majors: [a_major, b_major],
+            old: None,
+            alpha: 1.0,
+            beta: 0.0,
+        };
+        outputs.iter().map(|values| oracle::bsr_sddmm(&case, values, seed, |_| ())).collect()
+    }
+}
+
+/// Every combination of the lists is a case; m and n are equal.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct SddmmGrid {
+    /// m and n.
+    size: Vec<usize>,
+    k: Vec<usize>,
+    block_size: Vec<usize>,
+    density: Vec<f64>,
+    #[serde(default = "uniform")]
+    pattern: Vec<Pattern>,
+    /// Of A and of B.
+    layout: Vec<[Layout; 2]>,
+    dtype: Vec<DType>,
+}
+
+#[derive(Clone, Copy, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Layout {
+    Row,
+    Column,
+}
+
+impl From<Layout> for Major {
+    fn from(layout: Layout) -> Self {
+        match layout {
+            Layout::Row => Major::Row,
+            Layout::Column => Major::Column,
+        }
+    }
+}
+
+impl SddmmGrid {
+    pub(crate) fn expand<C: From<SddmmShape>>(&self, cases: &mut Vec<C>) -> Result<(), String> {
+        for &dtype in &self.dtype {
+            for layouts in &self.layout {
+                let [a_major, b_major] = layouts.map(Major::from);
+                for (&size, &k) in
+                    self.size.iter().flat_map(|size| self.k.iter().map(move |k| (size, k)))
+                {
+                    for &block_size in &self.block_size {
+                        for &density in &self.density {
+                            let shape = |pattern| SddmmShape {
+                                m: size,
+                                n: size,
+                                k,
+                                block_size,
+                                density,
+                                pattern,
+                                a_major,
+                                b_major,
+                                dtype,
+                            };
+                            for shape in self.pattern.iter().map(|&pattern| shape(pattern)) {
+                                shape.check()?;
+                                cases.push(shape.into());
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 }
 

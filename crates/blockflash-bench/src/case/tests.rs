@@ -120,7 +120,8 @@ fn ids_are_readable_and_can_be_read_back() {
 #[test]
 fn flops_count_what_is_needed() {
     let causal = AttentionShape { seqlen_q: 2, seqlen_kv: 5, ..ATTENTION };
-    assert_eq!(Case::AttentionFwd(causal).work().flops, 4.0 * 4.0 * 32.0 * 64.0 * 9.0); // 4 + 5 pairs
+    // 4 + 5 pairs.
+    assert_eq!(Case::AttentionFwd(causal).work().flops, 4.0 * 4.0 * 32.0 * 64.0 * 9.0);
     assert_eq!(Case::AttentionFwd(causal).work().exps, 4.0 * 32.0 * 9.0);
     let full = Case::AttentionFwd(AttentionShape { mask: MaskKind::Full, ..ATTENTION }).work();
     assert_eq!(full.flops, 4.0 * 4.0 * 32.0 * 4096.0 * 4096.0 * 64.0);

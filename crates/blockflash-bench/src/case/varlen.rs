@@ -1,11 +1,22 @@
-//! Attention over sequences of different lengths, and how their list is written.
+//! Attention over packed sequences of different lengths, and grids of it and of dense attention.
 
-use super::{AttentionShape, MaskKind};
-use blockflash_ops::PackedRows;
+use super::attention::AttentionShape;
+use super::attention_operands::AttentionOperands;
+use super::grid::{GridPeers, heads_kv};
+use super::id::{self, dtype, mask, number};
+use super::lengths::Lengths;
+use super::mask_kind::MaskKind;
+use super::operands::Operands;
+use super::peer::{PeerCase, PeerCaseError};
+use super::shape::Shape;
+use super::work::Work;
+use crate::error::Result;
 use blockflash_ops::attention::{AttentionProblem, Strides};
+use blockflash_ops::{PackedRows, Stream};
 use blockflash_sys::DType;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::path::Path;
 
 /// Attention over packed sequences, `[tokens, num_heads, head_dim]`. Each has as many queries as
 /// keys and sees itself only.
@@ -18,106 +29,6 @@ pub struct VarlenShape {
     pub head_dim: usize,
     pub mask: MaskKind,
     pub dtype: DType,
-}
-
-/// Lengths of packed sequences in their order: at least one, none of them 0. Written `4096+512x2`
-/// for 4096, 512, 512.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
-pub struct Lengths(Vec<usize>);
-
-/// Why a list is no [`Lengths`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum LengthsError {
-    /// No sequence.
-    #[error("a list of lengths is empty")]
-    Empty,
-    /// A sequence without rows, which no list needs.
-    #[error("a list of lengths has a length of 0")]
-    Zero,
-    /// Offsets into the packed rows are 32-bit.
-    #[error("{MOST} sequences at most, and {} rows in all", i32::MAX)]
-    TooLarge,
-    /// Text that is no list.
-    #[error("expected lengths like 4096+512x2")]
-    Text,
-}
-
-/// Most sequences of a case: an id of a few characters must not fill the memory.
-const MOST: usize = 1 << 16;
-
-impl Lengths {
-    /// Checks a list.
-    ///
-    /// # Errors
-    /// [`LengthsError`].
-    pub fn new(lengths: &[usize]) -> Result<Self, LengthsError> {
-        let total = lengths.iter().try_fold(0usize, |sum, &length| sum.checked_add(length));
-        match total {
-            _ if lengths.is_empty() => Err(LengthsError::Empty),
-            _ if lengths.contains(&0) => Err(LengthsError::Zero),
-            Some(total) if i32::try_from(total).is_ok() && lengths.len() <= MOST => {
-                Ok(Self(lengths.to_vec()))
-            }
-            _ => Err(LengthsError::TooLarge),
-        }
-    }
-
-    /// Reads what [`Display`](fmt::Display) writes.
-    pub(super) fn parse(text: &str) -> Result<Self, LengthsError> {
-        let number = |text: &str| text.parse::<usize>().map_err(|_| LengthsError::Text);
-        let mut lengths = Vec::new();
-        for part in text.split('+') {
-            let (length, count) = part.split_once('x').unwrap_or((part, "1"));
-            let (length, count) = (number(length)?, number(count)?);
-            if count > MOST - lengths.len() {
-                return Err(LengthsError::TooLarge);
-            }
-            lengths.extend(std::iter::repeat_n(length, count));
-        }
-        Self::new(&lengths)
-    }
-
-    /// The lengths.
-    pub fn as_slice(&self) -> &[usize] {
-        &self.0
-    }
-
-    /// Number of sequences.
-    pub fn batch(&self) -> usize {
-        self.0.len()
-    }
-
-    /// Rows in all.
-    pub fn tokens(&self) -> usize {
-        self.0.iter().sum()
-    }
-
-    /// The greatest length.
-    pub fn longest(&self) -> usize {
-        self.0.iter().copied().max().unwrap_or(0)
-    }
-
-    /// Where each sequence begins in the packed rows, and where the last one ends.
-    pub fn offsets(&self) -> Vec<i32> {
-        let ends = self.0.iter().scan(0usize, |end, length| {
-            *end += length;
-            Some(*end as i32) // `new` has checked the sum
-        });
-        std::iter::once(0).chain(ends).collect()
-    }
-}
-
-impl fmt::Display for Lengths {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, run) in self.0.chunk_by(|left, right| left == right).enumerate() {
-            let plus = if index == 0 { "" } else { "+" };
-            write!(f, "{plus}{}", run[0])?;
-            if run.len() > 1 {
-                write!(f, "x{}", run.len())?;
-            }
-        }
-        Ok(())
-    }
 }
 
 impl VarlenShape {
@@ -159,5 +70,156 @@ impl VarlenShape {
             mask,
             dtype,
         }
+    }
+}
+
+impl fmt::Display for VarlenShape {
+    /// `varlen4096+512x2_h16_d128_causal_bf16`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "varlen{}", self.lengths)?;
+        id::shared(f, [self.num_heads_q, self.num_heads_kv])?;
+        write!(f, "_d{}_{}_{}", self.head_dim, self.mask, self.dtype)
+    }
+}
+
+impl Shape for VarlenShape {
+    fn parse(parts: &[&str]) -> Option<Self> {
+        let &[lengths, heads, d, mask_name, dtype_name] = parts else { return None };
+        let [num_heads_q, num_heads_kv] = id::heads(heads)?;
+        Some(Self {
+            lengths: Lengths::parse(lengths.strip_prefix("varlen")?).ok()?,
+            num_heads_q,
+            num_heads_kv,
+            head_dim: number(d, "d")?,
+            mask: mask(mask_name)?,
+            dtype: dtype(dtype_name)?,
+        })
+    }
+
+    fn op(&self) -> &'static str {
+        "attention_fwd"
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Every sequence for itself, and the offsets.
+    fn work(&self) -> Work {
+        let offsets = 4.0 * (self.lengths.batch() + 1) as f64;
+        let start = Work { bytes: offsets, ..Work::default() };
+        self.sequences().map(|sequence| sequence.work()).fold(start, |sum, one| sum + one)
+    }
+
+    fn group(&self) -> String {
+        format!("head_dim {}, {}, variable length", self.head_dim, self.mask)
+    }
+
+    fn peer_case(&self, _seed: u64, _folder: &Path) -> Result<PeerCase, PeerCaseError> {
+        Err(PeerCaseError::DenseOnly)
+    }
+
+    fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
+        let lengths = Some(&self.lengths);
+        Ok(Box::new(AttentionOperands::new(&self.problem(), lengths, None, stream, seed)?))
+    }
+}
+
+/// Every combination of the lists is a case. Either `seqlen` with `batch`, or with `tokens` for a
+/// batch of `tokens / seqlen`; or `lengths`, each a list of the lengths of packed sequences.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct AttentionGrid {
+    batch: Option<usize>,
+    tokens: Option<usize>,
+    seqlen: Option<Vec<usize>>,
+    lengths: Option<Vec<Vec<usize>>>,
+    seqlen_kv: Option<usize>,
+    num_heads_q: usize,
+    num_heads_kv: Option<usize>,
+    head_dim: usize,
+    mask: Vec<MaskKind>,
+    dtype: Vec<DType>,
+    #[serde(default)]
+    pub(crate) peers: GridPeers,
+}
+
+impl AttentionGrid {
+    pub(crate) fn expand<C>(&self, cases: &mut Vec<C>) -> Result<(), String>
+    where
+        C: From<AttentionShape> + From<VarlenShape>,
+    {
+        match (&self.seqlen, &self.lengths) {
+            (Some(seqlens), None) => self.dense(seqlens, cases),
+            (None, Some(lengths)) => self.varlen(lengths, cases),
+            _ => Err("an attention grid has either seqlen or lengths".to_owned()),
+        }
+    }
+
+    fn varlen<C: From<VarlenShape>>(
+        &self,
+        lengths: &[Vec<usize>],
+        cases: &mut Vec<C>,
+    ) -> Result<(), String> {
+        let Self { num_heads_q, head_dim, .. } = *self;
+        if [self.batch, self.tokens, self.seqlen_kv].iter().any(Option::is_some) {
+            return Err("lengths say what batch, tokens and seqlen_kv would say".to_owned());
+        }
+        if head_dim == 0 {
+            return Err("an attention grid has a size of 0".to_owned());
+        }
+        let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
+        for &dtype in &self.dtype {
+            for &mask in &self.mask {
+                for lengths in lengths {
+                    let lengths = Lengths::new(lengths).map_err(|error| error.to_string())?;
+                    let shape =
+                        VarlenShape { lengths, num_heads_q, num_heads_kv, head_dim, mask, dtype };
+                    cases.push(shape.into());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn dense<C: From<AttentionShape>>(
+        &self,
+        seqlens: &[usize],
+        cases: &mut Vec<C>,
+    ) -> Result<(), String> {
+        let Self { num_heads_q, head_dim, .. } = *self;
+        let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
+        for &dtype in &self.dtype {
+            for &mask in &self.mask {
+                for &seqlen_q in seqlens {
+                    let batch = match (self.batch, self.tokens) {
+                        (Some(batch), None) => batch,
+                        (None, Some(tokens)) if seqlen_q > 0 && tokens % seqlen_q == 0 => {
+                            tokens / seqlen_q
+                        }
+                        (None, Some(tokens)) => {
+                            return Err(format!("{tokens} tokens are no multiple of {seqlen_q}"));
+                        }
+                        _ => return Err("an attention grid has either batch or tokens".to_owned()),
+                    };
+                    let seqlen_kv = self.seqlen_kv.unwrap_or(seqlen_q);
+                    if [batch, seqlen_q, seqlen_kv, head_dim].contains(&0) {
+                        return Err("an attention grid has a size of 0".to_owned());
+                    }
+                    let shape = AttentionShape {
+                        batch,
+                        seqlen_q,
+                        seqlen_kv,
+                        num_heads_q,
+                        num_heads_kv,
+                        head_dim,
+                        mask,
+                        dtype,
+                    };
+                    cases.push(shape.into());
+                }
+            }
+        }
+        Ok(())
     }
 }

@@ -1,18 +1,7 @@
-use super::Scalar;
+use super::convert::{Scalar, Values};
 use blockflash_ops::{DType, Stream, Tensor, View};
-use half::{bf16, f16};
+use blockflash_oracle::Elements;
 use std::ops::Range;
-
-/// Row-major elements of one of the types that kernels take.
-#[derive(Clone, Debug, PartialEq)]
-#[allow(missing_docs)]
-pub enum Values {
-    F16(Vec<f16>),
-    Bf16(Vec<bf16>),
-    F32(Vec<f32>),
-    I32(Vec<i32>),
-    U8(Vec<u8>),
-}
 
 /// A row-major array in host memory.
 #[derive(Clone, Debug, PartialEq)]
@@ -88,7 +77,9 @@ impl Array {
     /// A range of elements in f32; exact for every floating-point type here. Empty if the range
     /// lies outside.
     pub fn to_f32(&self, range: Range<usize>) -> Vec<f32> {
-        with!(&self.values, vec => vec.get(range).unwrap_or_default().iter().map(|value| value.to_f32()).collect())
+        with!(&self.values, vec => {
+            vec.get(range).unwrap_or_default().iter().map(|value| value.to_f32()).collect()
+        })
     }
 
     /// The array as an operand of the CPU backend, without a copy.
@@ -154,9 +145,24 @@ impl Array {
     /// Zeroes the elements at which the predicate, of the row-major position, is false.
     #[must_use]
     pub fn keep(mut self, inside: impl Fn(usize) -> bool) -> Self {
-        with!(&mut self.values, vec => vec.iter_mut().enumerate().filter(|(at, _)| !inside(*at)).for_each(|(_, value)| {
-            *value = Default::default();
-        }));
+        with!(&mut self.values, vec => {
+            let outside = vec.iter_mut().enumerate().filter(|(at, _)| !inside(*at));
+            outside.for_each(|(_, value)| *value = Default::default());
+        });
         self
+    }
+}
+
+impl Elements for Array {
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype()
+    }
+
+    fn to_f32(&self, range: Range<usize>) -> Vec<f32> {
+        self.to_f32(range)
     }
 }

@@ -1,4 +1,3 @@
-use super::Values;
 use blockflash_sys::DType;
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -41,6 +40,17 @@ impl fmt::Display for Stored {
             Stored::Bool => "bool",
         })
     }
+}
+
+/// Row-major elements of one of the types that kernels take.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(missing_docs)]
+pub enum Values {
+    F16(Vec<f16>),
+    Bf16(Vec<bf16>),
+    F32(Vec<f32>),
+    I32(Vec<i32>),
+    U8(Vec<u8>),
 }
 
 /// Element type in memory: f16, bf16, f32, i32 or u8.

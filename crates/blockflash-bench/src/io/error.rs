@@ -1,4 +1,4 @@
-use super::Stored;
+use super::convert::Stored;
 use blockflash_sys::DType;
 use std::path::PathBuf;
 
@@ -80,7 +80,8 @@ pub enum Problem {
     },
     /// A value that the wanted type cannot hold.
     #[error(
-        "{tensor} has the value {value:e} at element {index}, beyond the range of {wanted} (±{limit:e})"
+        "{tensor} has the value {value:e} at element {index}, beyond the range of {wanted} \
+         (±{limit:e})"
     )]
     Overflow {
         /// Which tensor.
@@ -98,3 +99,6 @@ pub enum Problem {
     #[error("needs {0} bytes of memory, more than there is")]
     OutOfMemory(u64),
 }
+
+/// Result of the functions of this module.
+pub type Result<T> = std::result::Result<T, Error>;

@@ -7,6 +7,7 @@
 
 mod array;
 mod convert;
+mod entry;
 mod error;
 mod npy;
 mod read;
@@ -14,15 +15,13 @@ mod replace;
 mod safetensors;
 mod write;
 
-pub use array::{Array, Values};
-pub use convert::{Scalar, Stored};
-pub use error::{Error, Problem, printable};
-pub use read::{Entry, TensorFile};
-pub use replace::{Replacement, destination};
+pub use array::Array;
+pub use convert::{Scalar, Stored, Values};
+pub use entry::Entry;
+pub use error::{Error, Problem, Result, printable};
+pub use read::TensorFile;
+pub use replace::{Replacement, destination, write_texts};
 pub use write::{Format, write, write_all};
-
-/// Result of the functions of this module.
-pub type Result<T> = std::result::Result<T, Error>;
 
 #[cfg(test)]
 mod tests;

@@ -1,8 +1,9 @@
 //! NumPy's format: magic, version, a Python dictionary literal, data
 //! (<https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>).
 
-use super::read::byte_length;
-use super::{Entry, Problem, Stored};
+use super::convert::Stored;
+use super::entry::{Entry, byte_length};
+use super::error::Problem;
 use blockflash_sys::DType;
 use std::io::Read;
 
@@ -26,9 +27,8 @@ pub(super) fn entry(source: &mut dyn Read, first: [u8; 8], length: u64) -> Resul
             (12, u64::from(u32::from_le_bytes(bytes)))
         }
         _ => {
-            return Err(Problem::Unsupported(format!(
-                "is a .npy file of the unknown version {major}"
-            )));
+            let problem = format!("is a .npy file of the unknown version {major}");
+            return Err(Problem::Unsupported(problem));
         }
     };
     let offset = prefix + header_length;
@@ -46,7 +46,7 @@ pub(super) fn entry(source: &mut dyn Read, first: [u8; 8], length: u64) -> Resul
         .map_err(|_| Problem::Format("the header is no text".to_owned()))?;
     let Header { descr, column_major, shape } = Header::parse(header)
         .ok_or_else(|| Problem::Format(format!("unexpected header {:?}", abbreviated(header))))?;
-    let stored = stored(descr)?;
+    let stored = stored(&descr)?;
     let bytes = byte_length(&shape, 8 * stored.size() as u64)
         .ok_or_else(|| Problem::Format(format!("impossible shape {shape:?}")))?;
     let expected = offset.saturating_add(bytes);
@@ -108,84 +108,30 @@ fn stored(descr: &str) -> Result<Stored, Problem> {
     }
 }
 
-struct Header<'a> {
-    descr: &'a str,
+struct Header {
+    descr: String,
     column_major: bool,
     shape: Vec<usize>,
 }
 
-impl<'a> Header<'a> {
+impl Header {
     /// `{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }`, keys in any order.
-    fn parse(text: &'a str) -> Option<Self> {
-        let mut rest = Cursor(text);
-        rest.expect('{')?;
-        let (mut descr, mut column_major, mut shape) = (None, None, None);
-        while !rest.accept('}') {
-            let key = rest.string()?;
-            rest.expect(':')?;
-            match key {
-                "descr" => descr = Some(rest.string()?),
-                "fortran_order" => column_major = Some(rest.boolean()?),
-                "shape" => shape = Some(rest.sizes()?),
-                _ => return None,
-            }
-            if !rest.accept(',') {
-                rest.expect('}')?;
-                break;
-            }
-        }
-        rest.0.trim().is_empty().then_some(())?;
-        Some(Self { descr: descr?, column_major: column_major?, shape: shape? })
-    }
-}
-
-/// The rest of a text.
-struct Cursor<'a>(&'a str);
-
-impl<'a> Cursor<'a> {
-    fn accept(&mut self, symbol: char) -> bool {
-        let rest = self.0.trim_start().strip_prefix(symbol);
-        self.0 = rest.unwrap_or(self.0);
-        rest.is_some()
-    }
-
-    fn expect(&mut self, symbol: char) -> Option<()> {
-        self.accept(symbol).then_some(())
-    }
-
-    fn string(&mut self) -> Option<&'a str> {
-        let quote = if self.accept('\'') { '\'' } else { self.expect('"').map(|()| '"')? };
-        let (text, rest) = self.0.split_once(quote)?;
-        self.0 = rest;
-        Some(text)
-    }
-
-    fn boolean(&mut self) -> Option<bool> {
-        let text = self.0.trim_start();
-        for (word, value) in [("True", true), ("False", false)] {
-            if let Some(rest) = text.strip_prefix(word) {
-                self.0 = rest;
-                return Some(value);
-            }
-        }
-        None
-    }
-
-    fn sizes(&mut self) -> Option<Vec<usize>> {
-        self.expect('(')?;
-        let mut sizes = Vec::new();
-        while !self.accept(')') {
-            let text = self.0.trim_start();
-            let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-            sizes.push(text[..end].parse().ok()?);
-            // Python 2 wrote 3L.
-            self.0 = text[end..].strip_prefix('L').unwrap_or(&text[end..]);
-            if !self.accept(',') {
-                self.expect(')')?;
-                break;
-            }
-        }
-        Some(sizes)
+    fn parse(text: &str) -> Option<Self> {
+        let text = text.trim().strip_prefix('{')?.strip_suffix('}')?.replace('"', "'");
+        let value = |key: &str| {
+            let (_, rest) = text.split_once(&format!("'{key}'"))?;
+            Some(rest.trim_start().strip_prefix(':')?.trim_start())
+        };
+        let (descr, _) = value("descr")?.strip_prefix('\'')?.split_once('\'')?;
+        let order = value("fortran_order")?;
+        let column_major = order.starts_with("True");
+        (column_major || order.starts_with("False")).then_some(())?;
+        let (sizes, _) = value("shape")?.strip_prefix('(')?.split_once(')')?;
+        // Python 2 wrote 3L, and a single size has a comma behind it.
+        let sizes = sizes.strip_suffix(',').unwrap_or(sizes).split(',').map(str::trim);
+        let sizes = sizes.filter(|size| !size.is_empty()).map(|size| size.trim_end_matches('L'));
+        let shape = sizes.map(str::parse).collect::<Result<_, _>>().ok()?;
+        Some(Self { descr: descr.to_owned(), column_major, shape })
     }
 }
 

@@ -1,5 +1,8 @@
-use super::convert::{Refusal, convert};
-use super::{Array, Error, Problem, Result, Scalar, Stored, npy, safetensors};
+use super::array::Array;
+use super::convert::{Refusal, Scalar, convert};
+use super::entry::Entry;
+use super::error::{Error, Problem, Result};
+use super::{npy, safetensors};
 use blockflash_sys::DType;
 use half::{bf16, f16};
 use std::fs::File;
@@ -8,21 +11,6 @@ use std::path::{Path, PathBuf};
 
 /// Bytes read at a time; a multiple of every element size.
 const PIECE: usize = 8 << 20;
-
-/// One tensor of a file: what its header says, checked against the length of the file.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Entry {
-    /// Name in a safetensors file, empty for `.npy`.
-    pub name: String,
-    /// Element type in the file; `Err` is the file's word for one that cannot be read here.
-    pub stored: std::result::Result<Stored, String>,
-    /// Sizes, outermost first.
-    pub shape: Vec<usize>,
-    /// First byte in the file.
-    pub(super) offset: u64,
-    /// Column-major (NumPy's `fortran_order`).
-    pub(super) column_major: bool,
-}
 
 /// A tensor file whose header has been read.
 #[derive(Debug)]
@@ -190,13 +178,6 @@ fn entries(source: &mut dyn Source) -> std::result::Result<Vec<Entry>, Problem> 
     } else {
         safetensors::entries(source, magic, length)
     }
-}
-
-/// Number of bytes of a tensor, if the machine can count them.
-pub(super) fn byte_length(shape: &[usize], element_bits: u64) -> Option<u64> {
-    let bits =
-        shape.iter().try_fold(element_bits, |product, &size| product.checked_mul(size as u64))?;
-    (usize::try_from(bits).is_ok() && bits.is_multiple_of(8)).then_some(bits / 8)
 }
 
 fn row_major<T: Scalar>(values: &[T], shape: &[usize]) -> Option<Vec<T>> {

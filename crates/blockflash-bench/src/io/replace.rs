@@ -1,6 +1,6 @@
 //! Files that appear complete or not at all.
 
-use super::{Error, Problem, Result};
+use super::error::{Error, Problem, Result};
 use std::fs::{self, OpenOptions, Permissions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -62,6 +62,19 @@ impl Replacement {
         }
         Ok(())
     }
+}
+
+/// Writes texts to files: all of them, or none.
+///
+/// # Errors
+/// As for [`Replacement`].
+pub fn write_texts(files: &[(&Path, &str)]) -> Result<()> {
+    let beside = |&(path, text): &(&Path, &str)| {
+        let mut file = Replacement::begin(path)?;
+        file.write_all(text.as_bytes()).map_err(|error| failed(path, error))?;
+        Ok(file)
+    };
+    Replacement::commit(files.iter().map(beside).collect::<Result<_>>()?)
 }
 
 impl Write for Replacement {

@@ -1,7 +1,10 @@
 //! The safetensors format (<https://huggingface.co/docs/safetensors>). Its reference library reads
 //! and checks headers; the data is read and written here, piece by piece.
 
-use super::{Array, Entry, Problem, Stored};
+use super::array::Array;
+use super::convert::Stored;
+use super::entry::Entry;
+use super::error::Problem;
 use blockflash_sys::DType;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, SafeTensorError, TensorInfo};

@@ -1,4 +1,7 @@
-use super::{Array, Error, Problem, Replacement, Result, npy, safetensors};
+use super::array::Array;
+use super::error::{Error, Problem, Result};
+use super::replace::Replacement;
+use super::{npy, safetensors};
 use std::cmp::Reverse;
 use std::io::{BufWriter, Write};
 use std::path::Path;

@@ -1,6 +1,6 @@
 //! What a call costs the host.
 
-use super::operands::Operands;
+use crate::case::Operands;
 use crate::error::Result;
 use crate::timing::median;
 use blockflash_ops::{Row, Stream};
@@ -24,13 +24,17 @@ pub struct HostCost {
 
 /// Times calls of the kernel that the library selects, whose launch takes `launch_us` on the
 /// device.
-pub(super) fn cost(operands: &mut Operands, stream: &Stream, launch_us: f64) -> Result<HostCost> {
+pub(super) fn cost(
+    operands: &mut dyn Operands,
+    stream: &Stream,
+    launch_us: f64,
+) -> Result<HostCost> {
     let calls = ((DEVICE_US / launch_us.max(1.0)) as usize).clamp(10, CALLS);
-    let prepared = operands.prepare(stream)?;
+    let can_prepare = operands.prepare(stream)?;
     let us = times(stream, calls, || operands.launch(None, stream))?;
-    let prepared_us = match prepared {
-        Some(prepared) => times(stream, calls, || operands.launch_prepared(&prepared, stream))?,
-        None => None,
+    let prepared_us = match can_prepare {
+        true => times(stream, calls, || operands.launch_prepared(stream))?,
+        false => None,
     };
     Ok(HostCost { us, prepared_us })
 }

@@ -1,11 +1,10 @@
 //! Rivals in another process: `benches/peers/serve.py` stays up for a run and is asked for one
 //! window at a time.
 
-mod case;
 mod server;
 
+use crate::case::PeerCase;
 use crate::timing::{Cache, GRAPH_US, MAX_LAUNCHES, Window};
-pub use case::{PeerCase, PeerCaseError};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use server::Server;
@@ -228,7 +227,8 @@ impl Peers {
 
     fn ask_prepare(&mut self, name: &str) -> Result<Prepared, Failure> {
         let request = json!({
-            "op": "prepare", "case": self.case, "peer": name, "options": {"tune_seconds": self.tune_seconds},
+            "op": "prepare", "case": self.case, "peer": name,
+            "options": {"tune_seconds": self.tune_seconds},
             "graph_us": GRAPH_US, "max_launches": MAX_LAUNCHES,
             "cache": self.cache, "flush_bytes": self.flush_bytes,
         });

@@ -1,13 +1,13 @@
 use super::*;
-use crate::case::{AttentionShape, MaskKind};
-use blockflash_sys::DType;
+use crate::case::{Case, PeerCase, PeerCaseError};
 use std::path::PathBuf;
 
 /// A server made of a shell script: `$line` is the request.
 fn fake(cases: &str) -> Command {
     let hello = r#"{"ok":true,"torch":"9.9","references":["dense"],"peers":{"attention_fwd":["good","bad"],"bsr_matmul":["dense"]},"absent":{"a":"no x","b":"no x","c":"no y"}}"#;
     let script = format!(
-        "while read -r line; do case \"$line\" in *hello*) echo '{hello}';; {cases} *) echo '{{\"ok\":true}}';; esac; done"
+        "while read -r line; do case \"$line\" in *hello*) echo '{hello}';; {cases} *) echo \
+         '{{\"ok\":true}}';; esac; done"
     );
     Command { program: "sh".into(), arguments: vec!["-c".into(), script.into()], verbose: false }
 }
@@ -16,18 +16,12 @@ fn start(cases: &str, selection: &str) -> Peers {
     Peers::start(fake(cases), Selection::parse(selection), 0)
 }
 
+fn of(id: &str) -> Result<PeerCase, PeerCaseError> {
+    id.parse::<Case>().unwrap().shape().peer_case(3, &std::env::temp_dir())
+}
+
 fn case() -> PeerCase {
-    let shape = AttentionShape {
-        batch: 1,
-        seqlen_q: 8,
-        seqlen_kv: 8,
-        num_heads_q: 1,
-        num_heads_kv: 1,
-        head_dim: 8,
-        mask: MaskKind::Full,
-        dtype: DType::BF16,
-    };
-    PeerCase::AttentionFwd { shape, seed: 3 }
+    of("b1_s8_h1_d8_full_bf16").unwrap()
 }
 
 const PREPARED: &str =
@@ -154,10 +148,7 @@ fn a_case_carries_its_shape() {
 
 #[test]
 fn packed_sequences_never_become_a_dense_case() {
-    let packed = "varlen9+4_h2_d16_full_bf16".parse().unwrap();
-    let mask = "mask_s128_h4_b64_top3".parse().unwrap();
-    let refusal = PeerCase::new(&mask, 3, &std::env::temp_dir()).unwrap_err();
-    assert_eq!(refusal.to_string(), "ours only");
-    let refusal = PeerCase::new(&packed, 3, &std::env::temp_dir()).unwrap_err();
-    assert_eq!(refusal.to_string(), "dense batches only");
+    let refusal = |id| of(id).unwrap_err().to_string();
+    assert_eq!(refusal("mask_s128_h4_b64_top3"), "ours only");
+    assert_eq!(refusal("varlen9+4_h2_d16_full_bf16"), "dense batches only");
 }

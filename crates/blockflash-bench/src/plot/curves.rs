@@ -1,8 +1,9 @@
 //! What falls or rises with time, as a loss does in training.
 
+use super::drawing::Drawing;
+use super::error::PlotError;
 use super::figure::{Axis, Figure, Line, Panel};
 use super::style::{self, Style};
-use super::{Drawing, PlotError};
 use crate::report::run::range;
 
 /// A picture of positive values, logarithmic, over a count from 0.

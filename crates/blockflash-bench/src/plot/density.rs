@@ -1,7 +1,10 @@
 //! Block-sparse operations: speed over the density, a panel for each block size.
 
 use super::figure::{Axis, Figure, Line, Panel, length, plain};
-use super::{ABOUT_SPEED, SPEED, Sketch, highest, implementations, legend, lines, style, subtitle};
+use super::series::{
+    ABOUT_SPEED, SPEED, Sketch, highest, implementations, legend, lines, subtitle,
+};
+use super::style;
 use crate::case::{BlockSparseShape, BsrShape, Case, MaskKind, Pattern};
 use crate::report::run::{Row, Run};
 use crate::report::shape::is_cold;

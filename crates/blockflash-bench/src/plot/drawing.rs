@@ -1,37 +1,16 @@
-//! Figures as files.
+//! Figures as SVG files.
 
-use super::canvas::Canvas;
+use super::error::PlotError;
 use super::figure::{Figure, Fill};
-use super::{PlotError, render};
-use crate::io::{Error, Replacement};
-use plotters::prelude::{DrawingArea, IntoDrawingArea, SVGBackend};
-use std::cell::RefCell;
+use super::render;
+use crate::io::write_texts;
+use plotters::prelude::{IntoDrawingArea, SVGBackend};
 use std::fmt::Write;
-use std::io::Write as _;
 use std::path::Path;
-use std::rc::Rc;
 
-/// A figure that can be written as SVG or PNG.
+/// A figure that can be written as SVG.
 #[derive(Clone, Debug)]
 pub struct Drawing(pub(super) Figure);
-
-/// Kinds of picture files.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PictureFormat {
-    /// Lines and text: sharp in any size.
-    Svg,
-    /// Pixels, two per unit of the SVG.
-    Png,
-}
-
-impl PictureFormat {
-    /// From the extension, in any case; `None` for another one.
-    pub fn of(path: &Path) -> Option<Self> {
-        let extension = path.extension()?.to_str()?;
-        let is = |name: &str| extension.eq_ignore_ascii_case(name);
-        is("svg").then_some(Self::Svg).or(is("png").then_some(Self::Png))
-    }
-}
 
 impl Drawing {
     /// The text of an SVG file, 900 units wide.
@@ -51,37 +30,23 @@ impl Drawing {
         Ok(svg)
     }
 
-    /// The bytes of a PNG file, 1800 pixels wide.
-    ///
-    /// # Errors
-    /// [`PlotError::Drawing`].
-    pub fn png(&self) -> Result<Vec<u8>, PlotError> {
-        let canvas = Rc::new(RefCell::new(Canvas::new(render::size(&self.0))));
-        let fills = render::draw(&self.0, &DrawingArea::from(&canvas))?;
-        let mut canvas = canvas.borrow_mut();
-        fills.iter().for_each(|fill| canvas.fill(fill));
-        Ok(canvas.png())
+    /// Whether this is the name of an SVG file.
+    pub fn accepts(path: &Path) -> bool {
+        path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("svg"))
     }
 
-    /// Writes files, whose names say the format: all of them, or none.
+    /// Writes the drawing to these files: to all of them, or to none.
     ///
     /// # Errors
-    /// [`PlotError::Format`] for another extension than `.svg` and `.png`, [`PlotError::File`],
+    /// [`PlotError::Format`] for another extension than `.svg`, [`PlotError::File`],
     /// [`PlotError::Drawing`].
     pub fn write(&self, paths: &[impl AsRef<Path>]) -> Result<(), PlotError> {
-        let beside = |path: &Path| -> Result<Replacement, PlotError> {
-            let bytes = match PictureFormat::of(path) {
-                Some(PictureFormat::Svg) => self.svg()?.into_bytes(),
-                Some(PictureFormat::Png) => self.png()?,
-                None => return Err(PlotError::Format(path.to_owned())),
-            };
-            let mut file = Replacement::begin(path)?;
-            file.write_all(&bytes)
-                .map_err(|error| Error { path: path.to_owned(), problem: error.into() })?;
-            Ok(file)
-        };
-        let files = paths.iter().map(|path| beside(path.as_ref())).collect::<Result<_, _>>()?;
-        Ok(Replacement::commit(files)?)
+        let svg = self.svg()?;
+        let paths = paths.iter().map(AsRef::as_ref);
+        if let Some(other) = paths.clone().find(|path| !Self::accepts(path)) {
+            return Err(PlotError::Format(other.to_owned()));
+        }
+        Ok(write_texts(&paths.map(|path| (path, svg.as_str())).collect::<Vec<_>>())?)
     }
 }
 
@@ -89,7 +54,8 @@ impl Drawing {
 /// megabytes.
 fn path(Fill { colour, origin, cell, areas }: &Fill) -> String {
     let mut path = format!(
-        "<path shape-rendering=\"crispEdges\" fill=\"#{:02X}{:02X}{:02X}\" transform=\"translate({} {}) scale({} {})\" d=\"",
+        "<path shape-rendering=\"crispEdges\" fill=\"#{:02X}{:02X}{:02X}\" \
+         transform=\"translate({} {}) scale({} {})\" d=\"",
         colour.0, colour.1, colour.2, origin[0], origin[1], cell[0], cell[1]
     );
     for [column, row, columns, rows] in areas {

@@ -1,6 +1,6 @@
 //! What a plot shows, before it is drawn.
 
-use super::style::Style;
+use super::style::{SHADES, Style};
 use plotters::style::RGBColor;
 
 /// Panels under a common title and legend.
@@ -90,7 +90,7 @@ pub(super) enum Side {
 
 impl Cells {
     /// The darkest.
-    pub(super) const SHADES: u8 = 6;
+    pub(super) const SHADES: u8 = SHADES;
 
     /// From below to above. `frame` is that of the panel in pixels: left, top, right, bottom.
     pub(super) fn fills(

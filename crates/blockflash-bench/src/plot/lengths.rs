@@ -2,7 +2,10 @@
 //! nothing else.
 
 use super::figure::{Axis, Figure, Line, Note, Panel, Side};
-use super::{ABOUT_SPEED, SPEED, Sketch, highest, implementations, legend, lines, style, subtitle};
+use super::series::{
+    ABOUT_SPEED, SPEED, Sketch, highest, implementations, legend, lines, subtitle,
+};
+use super::style;
 use crate::case::{AttentionShape, Case};
 use crate::report::run::{Row, Run};
 use crate::report::shape::is_cold;

@@ -1,12 +1,10 @@
 //! Block masks: which blocks are visited, and how long the rows are.
 
+use super::drawing::Drawing;
+use super::error::{MAX_SHOWN, PlotError};
 use super::figure::{Axis, Cells, Figure, Line, Panel, length};
 use super::style::{self, Marker, Style};
-use super::{Drawing, PlotError};
 use blockflash_ops::BlockMask;
-
-/// Most heads that one picture shows.
-pub const MAX_SHOWN: usize = 16;
 
 /// Pixels of a figure.
 const WIDTH: f64 = 900.0;

@@ -1,8 +1,8 @@
 //! How many times as fast as the best rival, case by case.
 
 use super::figure::{Axis, Figure, Line, Note, Panel, Side, plain};
-use super::style::{FAINT, Style};
-use super::{Sketch, style, subtitle};
+use super::series::{Sketch, subtitle};
+use super::style::{self, FAINT, Style};
 use crate::record::OURS;
 use crate::report::run::{Row, Run, geometric_mean, groups, peer_names, range};
 

@@ -1,6 +1,6 @@
 //! Figures to what can be drawn on.
 
-use super::PlotError;
+use super::error::PlotError;
 use super::figure::{Axis, Figure, Fill, Line, Note, Panel, Side};
 use super::style::{FAINT, GRID, INK, Marker, Style, shade};
 use plotters::chart::{ChartBuilder, ChartContext};
@@ -9,11 +9,10 @@ use plotters::coord::cartesian::Cartesian2d;
 use plotters::coord::ranged1d::{KeyPointHint, NoDefaultFormatting, Ranged, ValueFormatter};
 use plotters::prelude::{
     Circle, DashedLineSeries, DrawingArea, IntoFont, LineSeries, PathElement, Polygon, Rectangle,
-    WHITE,
+    SVGBackend, WHITE,
 };
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use plotters::style::{Color, FontStyle, RGBColor, TextStyle};
-use plotters_backend::DrawingBackend;
 use std::ops::Range;
 
 /// As wide as a README.
@@ -21,8 +20,8 @@ const WIDTH: u32 = 900;
 const MARGIN: i32 = 14;
 const LEGEND_ROW: i32 = 20;
 
-type Area<B> = DrawingArea<B, Shift>;
-type Chart<'c, B> = ChartContext<'c, B, Cartesian2d<Axis, Axis>>;
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Chart<'c, 'a> = ChartContext<'c, SVGBackend<'a>, Cartesian2d<Axis, Axis>>;
 type Result<T = ()> = std::result::Result<T, PlotError>;
 
 /// Pixels of the whole picture.
@@ -36,12 +35,9 @@ fn top(figure: &Figure) -> i32 {
     52 + legend_places(figure).1 * LEGEND_ROW + 6
 }
 
-/// Draws everything but the cells of panels, which a backend has better means for: they are
+/// Draws everything but the cells of panels, which take one SVG path for each colour: they are
 /// returned.
-pub(super) fn draw<B: DrawingBackend>(figure: &Figure, root: &Area<B>) -> Result<Vec<Fill>>
-where
-    B::ErrorType: 'static,
-{
+pub(super) fn draw(figure: &Figure, root: &Area<'_>) -> Result<Vec<Fill>> {
     let (legend, _) = legend_places(figure);
     let columns = figure.columns.max(1);
     let rows = figure.panels.len().div_ceil(columns);
@@ -80,7 +76,7 @@ fn legend_places(figure: &Figure) -> (Vec<(i32, i32)>, i32) {
 }
 
 /// A sample of a line in the legend.
-fn key<B: DrawingBackend>(root: &Area<B>, style: Style, (x, y): (i32, i32)) -> Result {
+fn key(root: &Area<'_>, style: Style, (x, y): (i32, i32)) -> Result {
     if style.width > 0 {
         match style.dashed {
             false => root.draw(&PathElement::new(
@@ -98,12 +94,7 @@ fn key<B: DrawingBackend>(root: &Area<B>, style: Style, (x, y): (i32, i32)) -> R
     mark(root, (x + 14, y), style)
 }
 
-fn draw_panel<B: DrawingBackend>(
-    root: &Area<B>,
-    area: &Area<B>,
-    panel: &Panel,
-    y_labels: u32,
-) -> Result<Vec<Fill>> {
+fn draw_panel(root: &Area<'_>, area: &Area<'_>, panel: &Panel, y_labels: u32) -> Result<Vec<Fill>> {
     let mut builder = ChartBuilder::on(area);
     builder.margin_top(4).margin_right(18).margin_left(6).margin_bottom(4);
     let x_labels = 36 + if panel.x_groups.is_empty() { 0 } else { 16 };
@@ -170,7 +161,7 @@ impl ValueFormatter<f64> for Axis {
     }
 }
 
-fn series<B: DrawingBackend>(root: &Area<B>, chart: &mut Chart<'_, B>, line: &Line) -> Result {
+fn series(root: &Area<'_>, chart: &mut Chart<'_, '_>, line: &Line) -> Result {
     let Style { colour, width, dashed, .. } = line.style;
     let stroke = colour.stroke_width(width);
     if line.joined && dashed {
@@ -185,7 +176,7 @@ fn series<B: DrawingBackend>(root: &Area<B>, chart: &mut Chart<'_, B>, line: &Li
 }
 
 /// The mark of a style at a pixel, larger for a thick line.
-fn mark<B: DrawingBackend>(root: &Area<B>, (x, y): (i32, i32), style: Style) -> Result {
+fn mark(root: &Area<'_>, (x, y): (i32, i32), style: Style) -> Result {
     let r = if style.width > 2 { 5 } else { 4 };
     let fill = style.colour.filled();
     match style.marker {
@@ -211,7 +202,7 @@ fn mark<B: DrawingBackend>(root: &Area<B>, (x, y): (i32, i32), style: Style) -> 
     Ok(())
 }
 
-fn annotate<B: DrawingBackend>(root: &Area<B>, chart: &Chart<'_, B>, note: &Note) -> Result {
+fn annotate(root: &Area<'_>, chart: &Chart<'_, '_>, note: &Note) -> Result {
     let (x, y) = chart.backend_coord(&note.at);
     let (dx, dy, pos) = match note.side {
         Side::Left => (-6, 0, Pos::new(HPos::Right, VPos::Center)),

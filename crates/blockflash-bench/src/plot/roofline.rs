@@ -1,8 +1,8 @@
 //! The roofline of a run: what we reach over the operations for each byte of device memory.
 
 use super::figure::{Axis, Figure, Line, Note, Panel, Side};
-use super::style::Style;
-use super::{SPEED, Sketch, style, subtitle};
+use super::series::{SPEED, Sketch, subtitle};
+use super::style::{self, Style};
 use crate::case::Case;
 use crate::report::run::{Row, Run, groups, range};
 use crate::timing::median;

@@ -1,9 +1,10 @@
 //! How many times as fast sparse weights are as dense ones.
 
+use super::drawing::Drawing;
+use super::error::PlotError;
 use super::figure::{Axis, Figure, Line, Panel};
 use super::style::{self, Style};
 use super::tradeoff::percent_axis;
-use super::{Drawing, PlotError};
 use crate::report::run::range;
 
 /// A picture of speed-ups over densities, both logarithmic, with equal axes for all panels.

@@ -1,6 +1,5 @@
 //! Colours and marks. An implementation looks the same in every plot.
 
-use super::figure::Cells;
 use crate::record::OURS;
 use plotters::style::RGBColor;
 
@@ -135,6 +134,9 @@ pub(super) fn group(index: usize) -> Style {
     Style { colour, width: 1, dashed: false, marker: Some(MARKERS[again % MARKERS.len()]) }
 }
 
+/// Shades of cells; the last is the darkest.
+pub(super) const SHADES: u8 = 6;
+
 /// Colour of a cell: from what is visited nowhere to what is visited whole.
 pub(super) fn shade(shade: u8) -> RGBColor {
     const NOTHING: RGBColor = RGBColor(0xf3, 0xf3, 0xf3);
@@ -142,7 +144,7 @@ pub(super) fn shade(shade: u8) -> RGBColor {
     if shade == 0 {
         return NOTHING;
     }
-    let part = f64::from(shade - 1) / f64::from(Cells::SHADES - 1);
+    let part = f64::from(shade - 1) / f64::from(SHADES - 1);
     let between = |light: u8, dark: u8| {
         (f64::from(light) * (1.0 - part) + f64::from(dark) * part).round() as u8
     };

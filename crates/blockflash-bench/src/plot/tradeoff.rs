@@ -1,7 +1,9 @@
 //! What visiting fewer blocks costs and gains.
 
+use super::drawing::Drawing;
+use super::error::PlotError;
 use super::figure::{Axis, Figure, Line, Panel, plain};
-use super::{Drawing, PlotError, style};
+use super::style;
 use crate::report::run::range;
 
 /// One choice of blocks, held against dense attention.
@@ -137,7 +139,7 @@ mod tests {
         let names: Vec<_> = figure.legend.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["top-k", "window", "1 / density", "dense"]);
         let drawing = Drawing(figure);
-        assert!(drawing.svg().unwrap().contains("speed-up") && drawing.png().unwrap().len() > 1000);
+        assert!(drawing.svg().unwrap().contains("speed-up"));
     }
 
     #[test]

@@ -219,7 +219,10 @@ fn sentence(changes: &[Change], fresh: usize, gone: usize) -> String {
     );
     let drifted = changes.iter().filter(|change| change.rivals_too()).count();
     parts.extend((drifted > 0).then(|| {
-        format!("{drifted} of the slower ones no slower relative to the rival, so perhaps the machine was")
+        format!(
+            "{drifted} of the slower ones no slower relative to the rival, so perhaps the \
+                 machine was"
+        )
     }));
     parts.extend((fresh > 0).then(|| format!("{} only in the newer run", counted(fresh, "case"))));
     parts.extend((gone > 0).then(|| format!("{} only in the older run", counted(gone, "case"))));

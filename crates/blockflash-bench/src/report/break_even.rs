@@ -68,9 +68,12 @@ pub fn break_even(points: &[(f64, f64)]) -> Option<BreakEven> {
 
 /// What the tables mean.
 pub(crate) const NOTE: &str = "\
-Columns of densities: the rate of the stored blocks by that of the dense product, zeros counted as work. \
-Break-even: the part of the blocks up to which the sparse product takes less time, between measured \
-densities along straight lines. Of two dense products one multiplies the zeros, which save power and so \
+Columns of densities: the rate of the stored blocks by that of the dense product, zeros counted \
+as work. \
+Break-even: the part of the blocks up to which the sparse product takes less time, between \
+measured \
+densities along straight lines. Of two dense products one multiplies the zeros, which save power \
+and so \
 raise the clock, the other one N(0, 1) everywhere.";
 
 /// A measured density.

@@ -3,6 +3,15 @@
 use super::run::{Row, geometric_mean, peer_names, rows};
 use crate::record::Record;
 
+/// How much of a suite is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Detail {
+    /// A line for each group of cases, and one for each rival.
+    Groups,
+    /// A line for each case.
+    Cases,
+}
+
 /// Cells of a table, all rows as long as the header.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cells {

@@ -1,13 +1,13 @@
 //! What a call costs the host: the table of medians per kernel.
 
-use super::cells::{Cells, NONE, kernel, number};
-use super::markdown::Detail;
+use super::cells::{Cells, Detail, NONE, kernel, number};
 use super::run::Run;
 use crate::record::Record;
 use crate::timing::median;
 
 /// What the table means.
-pub(crate) const NOTE: &str = "Time that a call keeps the host, medians over the cases: from validation to launch, with a \
+pub(crate) const NOTE: &str = "Time that a call keeps the host, medians over the cases: from \
+                               validation to launch, with a \
 prepared plan, and loading the kernel on its first use.";
 
 /// One line per operation, or per kernel where all cases are listed.

@@ -1,19 +1,10 @@
 //! The report as Markdown.
 
-use super::cells::{Cells, table};
+use super::cells::{Cells, Detail, table};
 use super::run::{Row, Run, groups, newest};
 use super::{break_even, host, limits, notes, summary};
 use crate::record::Record;
 use std::fmt::Write;
-
-/// How much of a suite is written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Detail {
-    /// A line for each group of cases, and one for each rival.
-    Groups,
-    /// A line for each case.
-    Cases,
-}
 
 /// A plot to show with its suite.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -246,7 +237,8 @@ mod tests {
     #[test]
     fn tables_are_aligned_for_a_terminal() {
         let aligned = align("x\n\n| case | µs |\n|---|---:|\n| long name | 1 |\n| b | — |\n\ny");
-        let expected = "x\n\n| case      | µs |\n|-----------|---:|\n| long name |  1 |\n| b         |  — |\n\ny";
+        let expected = "x\n\n| case      | µs |\n|-----------|---:|\n\
+                        | long name |  1 |\n| b         |  — |\n\ny";
         assert_eq!(aligned, expected);
     }
 }

@@ -15,8 +15,8 @@ mod summary;
 
 pub use against::{Against, AgainstError, against};
 pub use break_even::{BreakEven, break_even};
-pub use cells::{Cells, cells};
-pub use markdown::{Detail, Image, align, markdown};
+pub use cells::{Cells, Detail, cells};
+pub use markdown::{Image, align, markdown};
 pub(crate) use notes::day;
 pub(crate) use run::fastest;
 

@@ -39,7 +39,8 @@ fn measured(run: &Run<'_>, rows: &[Row<'_>]) -> String {
     let windows = windows(rows);
     let (rounds, window_ms, _) = windows[0];
     parts.push(format!(
-        "median of {rounds} interleaved windows of {window_ms} ms after {} ms idle, caches {caches}",
+        "median of {rounds} interleaved windows of {window_ms} ms after {} ms idle, caches \
+         {caches}",
         first.gap_ms
     ));
     // Places of a round; 0 where all rounds had one order.
@@ -210,7 +211,8 @@ mod tests {
         );
         assert!(notes[0].contains("`dense` does another job"), "{}", notes[0]);
         assert_eq!(notes[1], "1 case without a result of ours: it failed.");
-        let failed = "Absent or failed: `y` in 1 of 2 cases (it failed); `z` in every case (no 'such' 'thing').";
+        let failed = "Absent or failed: `y` in 1 of 2 cases (it failed); `z` in every case (no \
+                      'such' 'thing').";
         assert_eq!(notes[2], failed);
     }
 
@@ -229,7 +231,8 @@ mod tests {
         records.retain(|record| record.implementation != "dense");
         let note = &of(&records)[0];
         assert!(note.contains("each behind each other one equally often"), "{note}");
-        let text = "with its zeros, which save power) and `torch_matmul_random` (cuBLAS on a matrix of N(0, 1) \
+        let text = "with its zeros, which save power) and `torch_matmul_random` (cuBLAS on a \
+                    matrix of N(0, 1) \
                     without zeros) do another job (the dense product) and are no rivals";
         assert!(note.contains(text), "{note}");
     }
@@ -241,7 +244,8 @@ mod tests {
         let date = "2026-11-22T08:00:00Z".to_owned();
         records.push(Record { run: "r2".into(), commit: "other".into(), date, ..newer });
         let notes = of(&records);
-        let text = "An older run (commit abcdef012345, 2026-11-21) has 2 cases and 2 rivals, this one 1 case and 0 rivals.";
+        let text = "An older run (commit abcdef012345, 2026-11-21) has 2 cases and 2 rivals, this \
+                    one 1 case and 0 rivals.";
         assert_eq!(notes.last().unwrap(), text);
     }
 

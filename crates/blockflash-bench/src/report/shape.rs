@@ -1,9 +1,6 @@
 //! The group that a case belongs to.
 
-use crate::case::{
-    AttentionShape, BlockMaskShape, BlockSparseShape, BsrShape, Case, MaskKind, MaskStep, Pattern,
-    SddmmShape, VarlenShape,
-};
+use crate::case::Case;
 use crate::record::Record;
 use crate::timing::Cache;
 use blockflash_sys::DType;
@@ -23,15 +20,7 @@ pub(crate) fn is_cold(record: &Record) -> bool {
 /// or density.
 pub(crate) fn group(record: &Record) -> String {
     let case = case(record);
-    let mut label = match &case {
-        Some(Case::AttentionFwd(shape)) => attention(shape),
-        Some(Case::VarlenFwd(shape)) => varlen(shape),
-        Some(Case::BlockSparseFwd(shape)) => block_sparse(shape),
-        Some(Case::BlockMaskBuild(shape)) => block_mask(shape),
-        Some(Case::BsrMatmul(shape)) => bsr(shape),
-        Some(Case::BsrSddmm(shape)) => sddmm(shape),
-        None => record.op.clone(),
-    };
+    let mut label = case.as_ref().map_or(record.op.clone(), |case| case.shape().group());
     // Both 16-bit types run at the same speed.
     if let Some(dtype) =
         case.map(|case| case.dtype()).filter(|dtype| !matches!(dtype, DType::F16 | DType::BF16))
@@ -42,54 +31,6 @@ pub(crate) fn group(record: &Record) -> String {
         label += ", cold caches";
     }
     label
-}
-
-fn attention(shape: &AttentionShape) -> String {
-    let queries = match shape.seqlen_q {
-        q if q == shape.seqlen_kv => String::new(),
-        1 => ", one query".to_owned(),
-        q => format!(", {q} queries"),
-    };
-    format!("head_dim {}, {}{queries}", shape.head_dim, shape.mask)
-}
-
-fn varlen(shape: &VarlenShape) -> String {
-    format!("head_dim {}, {}, variable length", shape.head_dim, shape.mask)
-}
-
-// What most suites have goes without saying.
-
-fn block_sparse(shape: &BlockSparseShape) -> String {
-    let BlockSparseShape { head_dim, block_q, block_kv, pattern, mask, .. } = shape;
-    let pattern = if *pattern == Pattern::Uniform { String::new() } else { format!(", {pattern}") };
-    let mask = if *mask == MaskKind::Full { String::new() } else { format!(", {mask}") };
-    let shared =
-        if shape.mask_heads == shape.num_heads_q { "" } else { ", lists of several heads" };
-    format!("head_dim {head_dim}, blocks of {block_q} × {block_kv}{pattern}{mask}{shared}")
-}
-
-fn block_mask(shape: &BlockMaskShape) -> String {
-    match shape.step {
-        MaskStep::Scores { .. } => format!("scores of blocks of {0} × {0}", shape.block),
-        MaskStep::Choose { .. } => format!("mask of blocks of {0} × {0}", shape.block),
-    }
-}
-
-fn bsr(shape: &BsrShape) -> String {
-    match shape.pattern {
-        Pattern::Uniform => format!("blocks of {0} × {0}", shape.block_size),
-        // Rows of different lengths matter more than the size of their blocks.
-        pattern => format!("pattern {pattern}"),
-    }
-}
-
-fn sddmm(shape: &SddmmShape) -> String {
-    let SddmmShape { block_size, a_major, b_major, .. } = shape;
-    format!(
-        "blocks of {block_size} × {block_size}, A by {}s, B by {}s",
-        a_major.name(),
-        b_major.name()
-    )
 }
 
 #[cfg(test)]

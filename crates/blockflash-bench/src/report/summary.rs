@@ -22,7 +22,8 @@ pub(crate) fn sentence(rows: &[Row<'_>]) -> String {
         text += &match ratios.len() {
             1 => format!(": {mean:.2} × the best rival"),
             _ => format!(
-                ": {mean:.2} × the best rival as geometric mean, {least:.2} to {most:.2}, faster than every rival in {}",
+                ": {mean:.2} × the best rival as geometric mean, {least:.2} to {most:.2}, faster \
+                 than every rival in {}",
                 ratios.iter().filter(|&&ratio| ratio > 1.0).count()
             ),
         };
@@ -159,7 +160,8 @@ mod tests {
         assert_eq!(of(&[record("a", OURS, None)]), "1 case, none with a result of ours.");
         let twice =
             [suite(), vec![record("c", OURS, Some(2.0)), record("c", "x", Some(1.5))]].concat();
-        let text = ": 1.06 × the best rival as geometric mean, 0.75 to 1.50, faster than every rival in 1.";
+        let text = ": 1.06 × the best rival as geometric mean, 0.75 to 1.50, faster than every \
+                    rival in 1.";
         assert!(of(&twice).ends_with(text), "{}", of(&twice));
     }
 

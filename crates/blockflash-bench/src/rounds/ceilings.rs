@@ -1,4 +1,4 @@
-use super::Run;
+use super::run::Run;
 use crate::ceilings::Ceilings;
 use crate::error::Result;
 use crate::record::{OURS, Record, now};

@@ -1,6 +1,6 @@
 //! Does it matter who runs behind whom?
 
-use super::Run;
+use super::run::Run;
 use crate::case::Case;
 use crate::peers::Peers;
 use crate::record::{OURS, Record};

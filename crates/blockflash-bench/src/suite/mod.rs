@@ -1,13 +1,10 @@
 //! Suites: files that list what is measured, as grids of cases.
 
-mod grid;
-mod sddmm_grid;
-
-use crate::case::Case;
+use crate::case::{
+    AttentionGrid, BlockMaskGrid, BlockSparseGrid, BsrGrid, Case, GridPeers, SddmmGrid,
+};
 use crate::error::{Error, Result};
 use crate::timing::Cache;
-use grid::{AttentionGrid, BlockMaskGrid, BlockSparseGrid, BsrGrid, GridPeers};
-use sddmm_grid::SddmmGrid;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 

@@ -1,6 +1,7 @@
 use super::*;
 
-const GRID: &str = "description = 'x'\n[[attention_fwd]]\ntokens = 1024\nseqlen = [256, 512]\nnum_heads_q = 4\n\
+const GRID: &str = "description = 'x'\n[[attention_fwd]]\ntokens = 1024\nseqlen = [256, \
+                    512]\nnum_heads_q = 4\n\
                     head_dim = 64\nmask = ['full', 'causal']\ndtype = ['bf16']\n";
 
 fn problem(text: &str) -> String {
@@ -43,8 +44,10 @@ fn lengths_are_a_dimension_of_a_grid() {
     assert!(problem(&GRID.replace("seqlen = [256, 512]\n", "")).contains(neither));
 }
 
-const SPARSE: &str = "description = 'x'\n[[block_sparse_fwd]]\nbatch = 1\nseqlen = [1024]\nnum_heads_q = 4\n\
-                      num_heads_kv = 2\nhead_dim = 64\nblock = [[128, 64]]\ndensity = [0.5]\ndtype = ['bf16']\n";
+const SPARSE: &str = "description = 'x'\n[[block_sparse_fwd]]\nbatch = 1\nseqlen = \
+                      [1024]\nnum_heads_q = 4\n\
+                      num_heads_kv = 2\nhead_dim = 64\nblock = [[128, 64]]\ndensity = \
+                      [0.5]\ndtype = ['bf16']\n";
 
 #[test]
 fn patterns_and_masks_are_dimensions_of_a_block_sparse_grid() {
@@ -72,7 +75,8 @@ fn patterns_and_masks_are_dimensions_of_a_block_sparse_grid() {
     assert!(problem(&SPARSE.replace("[0.5]", "[1.5]")).contains("not in (0, 1]"));
 }
 
-const MASKS: &str = "description = 'x'\n[[block_mask_build]]\nseqlen = [1000, 2000]\nnum_heads = 4\nhead_dim = 64\n\
+const MASKS: &str = "description = 'x'\n[[block_mask_build]]\nseqlen = [1000, 2000]\nnum_heads = \
+                     4\nhead_dim = 64\n\
                      block = [64]\ntop_k = 8\ndtype = ['bf16']\n";
 
 #[test]
@@ -180,4 +184,23 @@ fn the_suites_of_the_repository_are_valid() {
     }
     let missing = Suite::load(&benches, "nothing").unwrap_err().to_string();
     assert!(missing.contains("\"nothing\"") && missing.contains("smoke"));
+}
+
+const SDDMM: &str = "description = 'x'\n[[bsr_sddmm]]\nsize = [512]\nk = [64, 128]\nblock_size = \
+                     [64]\n\
+                    density = [0.5]\nlayout = [['column', 'row']]\ndtype = ['f16']\n";
+
+#[test]
+fn grids_of_sampled_products_expand_to_every_combination() {
+    let suite = Suite::parse("t".into(), SDDMM).unwrap();
+    let ids: Vec<_> = suite.cases.iter().map(ToString::to_string).collect();
+    let expected = [
+        "sddmm_m512_n512_k64_b64_d0.5_uniform_column_row_f16",
+        "sddmm_m512_n512_k128_b64_d0.5_uniform_column_row_f16",
+    ];
+    assert_eq!(ids, expected);
+    let problem = |from, to| problem(&SDDMM.replace(from, to));
+    assert!(problem("[0.5]", "[1.5]").contains("not in (0, 1]"));
+    assert!(problem("[512]", "[0]").contains("size of 0"));
+    assert!(problem("'row'", "'both'").contains("unknown variant"));
 }

@@ -91,7 +91,8 @@ impl MaskArgs {
             )?,
             (Some(Source::File(_)), Some(_)) => {
                 return Err(Failure::new(
-                    "the file of a block mask has blocks of equally long sequences: with --cu-seqlens give words",
+                    "the file of a block mask has blocks of equally long sequences: with \
+                     --cu-seqlens give words",
                 ));
             }
         }))

@@ -1,13 +1,14 @@
 //! Operands of `blockflash attention`.
 
 use crate::args::ensure;
-use crate::attention::Args;
+use crate::attention_args::Args;
 use crate::failure::{Failure, Result};
 use crate::memory;
+use crate::offsets::Offsets;
 use crate::operand::{Source, common_dtype, load_all, random};
-use blockflash_bench::io::{Array, Format, Values};
+use blockflash_bench::io::Array;
 use blockflash_ops::DType;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// What is computed on the host.
 pub struct Operands {
@@ -24,13 +25,6 @@ pub struct Packed {
     /// i32 `[batch + 1]`, of the queries and of the keys.
     pub offsets: [Array; 2],
     pub lengths: [Vec<usize>; 2],
-}
-
-/// Where sequences begin and the last one ends.
-#[derive(Clone, Debug)]
-pub enum Offsets {
-    List(Vec<i32>),
-    File(PathBuf),
 }
 
 impl Operands {
@@ -85,7 +79,8 @@ fn tensors(args: &Args) -> Result<[Array; 3]> {
         }
         _ => {
             return Err(Failure::new(
-                "nothing to compute: give --input FILE, or --q, --k and --v, or --random BxSxHxD (see --help)",
+                "nothing to compute: give --input FILE, or --q, --k and --v, or --random BxSxHxD \
+                 (see --help)",
             ));
         }
     };
@@ -115,38 +110,6 @@ impl Packed {
     /// The most queries and keys of a sequence.
     pub fn longest(&self) -> [usize; 2] {
         self.lengths.each_ref().map(|lengths| lengths.iter().copied().max().unwrap_or(0))
-    }
-}
-
-impl Offsets {
-    /// `0,100,250`, or a file.
-    pub fn parse(text: &str) -> std::result::Result<Self, String> {
-        let path = PathBuf::from(text);
-        if Format::of(&path).is_some() {
-            return Ok(Self::File(path));
-        }
-        let list: std::result::Result<_, _> =
-            text.split(',').map(|offset| offset.trim().parse()).collect();
-        list.map(Self::List).map_err(|_| {
-            "expected offsets with commas between, for example 0,100,250, or a .npy or .safetensors file"
-                .to_owned()
-        })
-    }
-
-    /// The file, if it is one.
-    pub fn file(&self) -> Option<&PathBuf> {
-        match self {
-            Self::File(path) => Some(path),
-            Self::List(_) => None,
-        }
-    }
-
-    fn load(&self, name: &'static str) -> Result<Array> {
-        match self {
-            Self::File(path) => Source::open(path, name)?.load(DType::I32),
-            Self::List(list) => Array::new(&[list.len()], Values::I32(list.clone()))
-                .ok_or_else(|| Failure::new("too many offsets")),
-        }
     }
 }
 

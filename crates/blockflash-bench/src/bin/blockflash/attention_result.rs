@@ -5,9 +5,9 @@ use crate::attention_operands::Operands;
 use crate::failure::{Failure, Result};
 use crate::progress::Progress;
 use crate::table;
-use blockflash_bench::check::{self, AttentionCase, Blocks, Comparison};
 use blockflash_bench::io::Array;
 use blockflash_ops::{Align, AttentionProblem, BlockMask, Mask};
+use blockflash_oracle::{self as oracle, AttentionCase, Blocks, Comparison};
 
 /// The options, in words.
 pub fn details(
@@ -98,7 +98,7 @@ pub fn check(
         q,
         k,
         v,
-        sink: sink.as_ref(),
+        sink: sink.as_ref().map(|sink| sink as _),
         lengths: packed.as_ref().map(|packed| packed.lengths.each_ref().map(Vec::as_slice)),
         blocks: lists.as_ref().map(|(mask, [row_ptr, col_idx])| Blocks {
             block_q: mask.block_q(),
@@ -114,6 +114,6 @@ pub fn check(
         softcap: problem.softcap,
     };
     let progress = Progress::fractions("checking");
-    let [o, lse] = check::attention(&case, o, lse, seed, |done| progress.fraction(done))?;
+    let [o, lse] = oracle::attention(&case, o, lse, seed, |done| progress.fraction(done))?;
     Ok(vec![("o", o), ("lse", lse)])
 }

@@ -3,8 +3,8 @@
 use crate::args::DeviceArg;
 use crate::failure::{Failure, Result};
 use crate::output::{device_name, print};
+use crate::pace::{announce, cases, progress};
 use crate::{swap_check, table};
-use blockflash_bench::case::Case;
 use blockflash_bench::machine::{Machine, benches};
 use blockflash_bench::peers::{Command, Peers, Selection};
 use blockflash_bench::record::{OURS, Record, Writer};
@@ -14,7 +14,7 @@ use blockflash_bench::suite::Suite;
 use blockflash_bench::timing::Cache;
 use blockflash_bench::turns::Turns;
 use blockflash_ops::Device;
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -237,35 +237,6 @@ fn measure_ceilings(run: &mut Run, writer: &mut Writer) -> Result<bool> {
     print(&format!("ceilings: {}", rates.collect::<Vec<_>>().join(", ")))?;
     records.iter().try_for_each(|record| writer.append(record))?;
     Ok(records.iter().all(|record| record.verified))
-}
-
-/// Says how long it will take, and with how many windows.
-pub fn announce(run: &Run, peers: &Peers, turns: &[Turns]) -> Result<()> {
-    let of_case = |case| turns.iter().map(|&turns| run.time(turns, case, peers)).sum::<Duration>();
-    let caches = run.suite.cache.len() as u32;
-    let minutes =
-        (run.suite.cases.iter().map(of_case).sum::<Duration>() * caches).as_secs_f64() / 60.0;
-    print(&format!(
-        "windows of {} ms after {} ms idle: about {} min for {} cases, without inputs, checks and sweeps",
-        run.suite.window_ms,
-        run.suite.gap_ms,
-        table::number(minutes),
-        run.suite.cases.len() * run.suite.cache.len(),
-    ))
-}
-
-/// All cases with the states of the L2 cache.
-pub fn cases(run: &Run) -> impl Iterator<Item = (&Case, Cache)> {
-    run.suite.cases.iter().flat_map(|case| run.suite.cache.iter().map(move |&cache| (case, cache)))
-}
-
-/// A bar for so many cases.
-pub fn progress(run: &Run) -> ProgressBar {
-    let bar = ProgressBar::new(cases(run).count() as u64);
-    let style = ProgressStyle::with_template("{spinner} {pos} of {len} {bar:20} {elapsed} {msg}");
-    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("━╸ "));
-    bar.enable_steady_tick(Duration::from_millis(200));
-    bar
 }
 
 /// All cases; each result is on the disk before the next case begins.

@@ -1,7 +1,7 @@
 //! Operands of `blockflash bsr-matmul`.
 
 use crate::args::{Common, ensure};
-use crate::bsr_matmul::{Args, Axis};
+use crate::bsr_args::{Args, Axis};
 use crate::failure::{Failure, Result};
 use crate::memory;
 use crate::operand::{Source, common_dtype, load_all, random};
@@ -57,7 +57,8 @@ impl Operands {
             }
             _ => {
                 return Err(Failure::new(
-                    "nothing to compute: give --a FILE and --b FILE, or --random MxNxK (see --help)",
+                    "nothing to compute: give --a FILE and --b FILE, or --random MxNxK (see \
+                     --help)",
                 ));
             }
         };
@@ -195,7 +196,8 @@ fn read_operands(
     let shape = match shape {
         Some(shape) => shape,
         None if transposed => {
-            let message = "the file of a transposed A needs a tensor `shape`: B does not say how many columns A has";
+            let message = "the file of a transposed A needs a tensor `shape`: B does not say how \
+                           many columns A has";
             return Err(Failure::new(message));
         }
         None => [(row_ptr.len() - 1) * block, rows_of_b],

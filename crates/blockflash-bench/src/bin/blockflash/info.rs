@@ -125,7 +125,8 @@ fn as_json(device: &Device, status: &CudaStatus, rows: &[SupportRow]) -> Value {
                 other => (false, None, None, Some(format!("{other:?}"))),
             };
             json!({
-                "operation": row.op, "dtype": row.dtype.name(), "size": row.size, "on_gpus": row.on_gpus,
+                "operation": row.op, "dtype": row.dtype.name(), "size": row.size,
+                "on_gpus": row.on_gpus,
                 "runs": runs, "kernel": kernel, "target": target, "reason": reason,
             })
         })

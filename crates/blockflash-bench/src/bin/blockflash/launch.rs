@@ -20,7 +20,12 @@ pub struct Args {
     #[arg(long, value_name = "SYMBOL")]
     pub row: Option<String>,
     /// How often
-    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 3,
+        value_parser = clap::value_parser!(u16).range(1..),
+    )]
     pub launches: u16,
     /// Seed of inputs and patterns
     #[arg(long, value_name = "N", default_value_t = 0)]

@@ -6,10 +6,12 @@
 
 mod args;
 mod attention;
+mod attention_args;
 mod attention_mask;
 mod attention_operands;
 mod attention_result;
 mod bench;
+mod bsr_args;
 mod bsr_matmul;
 mod bsr_operands;
 mod failure;
@@ -19,12 +21,15 @@ mod mask;
 mod mask_file;
 mod measure;
 mod memory;
+mod offsets;
 mod operand;
 mod output;
 mod outputs;
+mod pace;
 mod progress;
 mod report;
 mod sddmm;
+mod sddmm_args;
 mod sddmm_operands;
 mod swap_check;
 mod table;
@@ -34,7 +39,7 @@ use std::process::ExitCode;
 
 /// Fast attention and block-sparse matrix multiplication, on an NVIDIA GPU or the CPU.
 #[derive(Parser)]
-#[command(version, max_term_width = 110, arg_required_else_help = true)]
+#[command(version, max_term_width = 100, arg_required_else_help = true)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -45,11 +50,11 @@ enum Command {
     /// Show the devices of this machine and what runs on them
     Info(info::Args),
     /// Run attention on tensors from files or on random ones
-    Attention(Box<attention::Args>),
+    Attention(Box<attention_args::Args>),
     /// Multiply a block-sparse (BSR) matrix with a dense one
-    BsrMatmul(Box<bsr_matmul::Args>),
+    BsrMatmul(Box<bsr_args::Args>),
     /// Run a dense times dense product at the blocks of a block-sparse matrix
-    Sddmm(Box<sddmm::Args>),
+    Sddmm(Box<sddmm_args::Args>),
     /// Measure the benchmark suites
     Bench(bench::Args),
     /// Launch one case of a suite a few times, for profilers

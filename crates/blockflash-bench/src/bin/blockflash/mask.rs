@@ -6,9 +6,9 @@ use crate::mask_file::{self, Known};
 use crate::output::print;
 use crate::progress::Progress;
 use crate::table::{self, Facts};
-use blockflash_bench::block_pattern::{self, BlockPattern};
-use blockflash_bench::case::{BlockSparseShape, Case};
-use blockflash_bench::plot::{MAX_SHOWN, MaskPicture, PictureFormat};
+use blockflash_bench::block_pattern::BlockPattern;
+use blockflash_bench::case::{BlockSparseShape, Case, from_rows};
+use blockflash_bench::plot::{Drawing, MAX_SHOWN, MaskPicture};
 use blockflash_ops::{BlockGeometry, BlockMask, Mask};
 use serde_json::json;
 use std::path::PathBuf;
@@ -17,17 +17,20 @@ use std::process::ExitCode;
 const EXAMPLES: &str = "\
 Patterns are words with + between them; counts are blocks. causal cuts what the others visit:
   full  window:8 (before and behind)  window:8,0  dilated:2,4  strided:4,1  sink:1  global:2
-  uniform:0.25  random:0.25  power_law:0.25  banded:0.25  full_rows:0.25  clustered:0.25  butterfly:0.25
+  uniform:0.25  random:0.25  power_law:0.25  banded:0.25  full_rows:0.25  clustered:0.25
+  butterfly:0.25
   (part of the blocks, drawn for each head as in benchmark cases)
 
-Files: a boolean tensor `mask` in .safetensors or an .npy array, [rows, cols], [heads, rows, cols] or
-[batch, heads, rows, cols] in blocks; or int tensors `row_ptr` and `col_idx` in .safetensors, row_ptr [rows + 1],
-[heads, rows + 1] or [batch, heads, rows + 1]; or row_ptr in an .npy file, and col_idx in the one that --col-idx names.
+Files: a boolean tensor `mask` in .safetensors or an .npy array, [rows, cols], [heads, rows, cols]
+or [batch, heads, rows, cols] in blocks; or int tensors `row_ptr` and `col_idx` in .safetensors,
+row_ptr [rows + 1], [heads, rows + 1] or [batch, heads, rows + 1]; or row_ptr in an .npy file, and
+col_idx in the one that --col-idx names.
 
 Examples:
-  blockflash mask show --pattern causal+window:8+sink:1 --seqlen 65536 --out mask.svg --out mask.png
-  blockflash mask show mask.npy --block 128 --out mask.png
-  blockflash mask show --case b1_s16384_h16_d128_q128kv128_d0.25_power_law_full_bf16 --head 0,1,2,3 --out mask.svg";
+  blockflash mask show --pattern causal+window:8+sink:1 --seqlen 65536 --out mask.svg
+  blockflash mask show mask.npy --block 128 --out mask.svg
+  blockflash mask show --case b1_s16384_h16_d128_q128kv128_d0.25_power_law_full_bf16 \\
+      --head 0,1,2,3 --out mask.svg";
 
 /// Options of `blockflash mask`.
 #[derive(clap::Args)]
@@ -43,7 +46,10 @@ enum Action {
 }
 
 #[derive(clap::Args)]
-#[command(after_help = EXAMPLES, override_usage = "blockflash mask show [OPTIONS] FILE | --pattern WORDS --seqlen N | --case ID")]
+#[command(
+    after_help = EXAMPLES,
+    override_usage = "blockflash mask show [OPTIONS] FILE | --pattern WORDS --seqlen N | --case ID",
+)]
 pub struct Show {
     /// Read the mask from a .npy or .safetensors file
     #[arg(value_name = "FILE", conflicts_with_all = ["pattern", "case"])]
@@ -55,7 +61,11 @@ pub struct Show {
     #[arg(long, value_name = "WORDS", requires = "seqlen")]
     pattern: Option<BlockPattern>,
     /// Take the mask of a block-sparse benchmark case
-    #[arg(long, value_name = "ID", conflicts_with_all = ["pattern", "seqlen", "seqlen_kv", "block", "heads", "causal"])]
+    #[arg(
+        long,
+        value_name = "ID",
+        conflicts_with_all = ["pattern", "seqlen", "seqlen_kv", "block", "heads", "causal"],
+    )]
     case: Option<Case>,
     /// Number of queries [default: as many as the blocks of the file hold]
     #[arg(long, value_name = "N")]
@@ -81,7 +91,7 @@ pub struct Show {
     /// Seed of what is drawn at random
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Write a picture to a .svg or .png file (may be repeated)
+    /// Write a picture to a .svg file (may be repeated)
     #[arg(long, value_name = "FILE", value_parser = picture_path)]
     out: Vec<PathBuf>,
     /// Print one JSON object instead of a table
@@ -136,13 +146,14 @@ impl Show {
                     *shape;
                 let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
                 let (row_ptr, col_idx) = shape.pattern(self.seed);
-                let mask = block_pattern::from_rows(geometry, mask_heads, &row_ptr, &col_idx)?;
+                let mask = from_rows(geometry, mask_heads, &row_ptr, &col_idx)?;
                 let name = format!("{} {}, {}", shape.pattern, shape.density, shape.mask);
                 Ok(named(mask, name, shape.dense().mask()))
             }
             (None, None, Some(other)) => Err(Failure::new(format!("{other} has no block mask"))),
             (None, None, None) => Err(Failure::new(
-                "nothing to show: give FILE, or --pattern WORDS and --seqlen N, or --case ID (see --help)",
+                "nothing to show: give FILE, or --pattern WORDS and --seqlen N, or --case ID (see \
+                 --help)",
             )),
         }
     }
@@ -192,7 +203,8 @@ impl Show {
                 "seqlen_q": mask.seqlen_q(), "seqlen_kv": mask.seqlen_kv(),
                 "block_q": mask.block_q(), "block_kv": mask.block_kv(),
                 "blocks": blocks, "visited_blocks": mask.nnz(), "density": mask.density(),
-                "imbalance": mask.imbalance()?, "visited_pairs": pairs, "pairs": all, "written": written,
+                "imbalance": mask.imbalance()?, "visited_pairs": pairs, "pairs": all,
+                "written": written,
             }))?);
         }
         let mut facts = Facts::default();
@@ -228,8 +240,5 @@ pub fn block(text: &str) -> std::result::Result<[usize; 2], String> {
 /// A picture to write: the name must say the format.
 fn picture_path(text: &str) -> std::result::Result<PathBuf, String> {
     let path = PathBuf::from(text);
-    match PictureFormat::of(&path) {
-        Some(_) => Ok(path),
-        None => Err("the name must end in .svg or .png".to_owned()),
-    }
+    if Drawing::accepts(&path) { Ok(path) } else { Err("the name must end in .svg".to_owned()) }
 }

@@ -2,7 +2,7 @@
 
 use crate::failure::{Failure, Result};
 use crate::operand::Source;
-use blockflash_bench::block_pattern;
+use blockflash_bench::case::from_rows;
 use blockflash_bench::io::{Array, Stored};
 use blockflash_ops::{BlockGeometry, BlockMask, DType};
 use std::path::Path;
@@ -77,7 +77,8 @@ fn from_booleans(known: &Known<'_>, source: Source) -> Result<BlockMask> {
     let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
     if [geometry.rows(), geometry.cols()] != [rows, cols] {
         return Err(Failure::new(format!(
-            "the file has {rows} x {cols} blocks, but {seqlen_q} x {seqlen_kv} tokens have {} x {} of {block_q} x {block_kv}",
+            "the file has {rows} x {cols} blocks, but {seqlen_q} x {seqlen_kv} tokens have {} x \
+             {} of {block_q} x {block_kv}",
             geometry.rows(),
             geometry.cols()
         )));
@@ -129,7 +130,7 @@ fn from_indices(known: &Known<'_>, row_ptr: &Array, col_idx: &Array) -> Result<B
     let [row_ptr_values, col_idx] =
         [row_ptr, col_idx].map(|array| array.as_i32().unwrap_or_default());
     Ok(match row_ptr.shape().len() {
-        1 => block_pattern::from_rows(geometry, heads, row_ptr_values, col_idx)?,
+        1 => from_rows(geometry, heads, row_ptr_values, col_idx)?,
         _ => BlockMask::from_parts(geometry, batch, heads, row_ptr_values, col_idx)?,
     })
 }

@@ -114,7 +114,8 @@ pub fn common_dtype(wish: Option<DType>, sources: &[Source]) -> Result<DType> {
         match found {
             Some((other, name)) if other != dtype => {
                 let message = format!(
-                    "{name} would be computed in {other} and {} in {dtype}: choose one with --dtype",
+                    "{name} would be computed in {other} and {} in {dtype}: choose one with \
+                     --dtype",
                     source.name
                 );
                 return Err(Failure::new(message));

@@ -3,8 +3,8 @@
 use crate::failure::{Failure, Result};
 use crate::measure::Timing;
 use crate::table::{self, Facts};
-use blockflash_bench::check::Comparison;
 use blockflash_ops::{DType, Device};
+use blockflash_oracle::Comparison;
 use blockflash_sys::Row;
 use serde_json::{Map, Value, json};
 use std::io::{ErrorKind, Write, stdout};

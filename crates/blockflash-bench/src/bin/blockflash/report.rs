@@ -2,6 +2,7 @@
 
 use crate::failure::{Failure, Result};
 use crate::output::print;
+use blockflash_bench::io::write_texts;
 use blockflash_bench::machine::benches;
 use blockflash_bench::plot::{Plot, plots};
 use blockflash_bench::record::{self, Record};
@@ -14,11 +15,12 @@ const EXAMPLES: &str = "\
 The newest run of each suite is reported. Markdown goes to stdout, or with --into into a file.
 
 Examples:
-  blockflash report                                   a line for each group of cases and for each rival
-  blockflash report --suite attention_fwd --full      a line for each case
-  blockflash report --against e49784d4                what has changed since that commit; exit code 1 if a case is slower
+  blockflash report                               a line for each group of cases and for each rival
+  blockflash report --suite attention_fwd --full  a line for each case
+  blockflash report --against e49784d4            what has changed since that commit; exit code 1
+                                                  if a case is slower
 
-  A README with one plot and one summary of each suite, and beside the records a page with everything:
+  A README with one plot and one summary of each suite, and a page with everything:
   blockflash report benches/results/nvidia-h200 --plots benches/results/nvidia-h200 --into README.md
   blockflash report benches/results/nvidia-h200 --plots benches/results/nvidia-h200 --full \\
       --into benches/results/nvidia-h200/README.md";
@@ -139,13 +141,11 @@ fn draw(records: &[Record], folder: &Path) -> Result<Vec<Plot>> {
         )));
     }
     let plots = plots(records)?;
-    let failure =
-        |path: &Path, error: std::io::Error| Failure::new(format!("{}: {error}", path.display()));
-    std::fs::create_dir_all(folder).map_err(|error| failure(folder, error))?;
-    for plot in &plots {
-        let path = folder.join(&plot.file);
-        std::fs::write(&path, &plot.svg).map_err(|error| failure(&path, error))?;
-    }
+    std::fs::create_dir_all(folder)
+        .map_err(|error| Failure::new(format!("{}: {error}", folder.display())))?;
+    let files: Vec<_> = plots.iter().map(|plot| (folder.join(&plot.file), &plot.svg)).collect();
+    let files: Vec<_> = files.iter().map(|(path, svg)| (path.as_path(), svg.as_str())).collect();
+    write_texts(&files)?;
     Ok(plots)
 }
 
@@ -192,7 +192,7 @@ fn write_into(path: &Path, text: &str) -> Result<()> {
             format!("{} has no lines {} and {}", path.display(), report::BEGIN, report::END);
         return Err(Failure::new(message));
     };
-    std::fs::write(path, document).map_err(failure)
+    Ok(write_texts(&[(path, &document)])?)
 }
 
 /// A file as it is named, or every `.jsonl` below a folder.

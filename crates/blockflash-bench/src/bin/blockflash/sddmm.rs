@@ -1,126 +1,18 @@
 //! `blockflash sddmm`.
 
-use crate::args::{Common, Float, Half, out_path, sizes};
-use crate::bsr_matmul::Axis;
 use crate::failure::Result;
 use crate::operand::Placed;
 use crate::output::{RunReport, print};
 use crate::outputs::Outputs;
 use crate::progress::Progress;
+use crate::sddmm_args::Args;
 use crate::sddmm_operands::Operands;
 use crate::{measure, table};
-use blockflash_bench::check::{self, Comparison, SddmmCase};
 use blockflash_bench::io::Array;
 use blockflash_ops::bsr_sddmm::{self, BsrSddmmProblem};
 use blockflash_ops::{BsrMatrix, BsrSddmm, Major, View, bsr_sddmm_flops};
-use std::path::PathBuf;
+use blockflash_oracle::{self as oracle, Comparison, SddmmCase};
 use std::process::ExitCode;
-
-const EXAMPLES: &str = "\
-Computes alpha·A·B + beta·values at the stored blocks of a block-sparse matrix.
-
-Examples:
-  blockflash sddmm --random 4096x1024x4096 --block 64 --density 0.1 --a-layout column --check
-  blockflash sddmm --random 2048x64x2048 --block 128 --density 0.25 --b-layout column --out scores.safetensors
-  blockflash sddmm --a dy_t.npy --b x.npy --pattern weights.safetensors --out-dtype f32 --out gradient.npy
-
-The pattern is a .safetensors file as `blockflash bsr-matmul --a` reads it: row_ptr (i32 or i64
-[block rows + 1]), col_idx (i32 or i64 [blocks]), values ([blocks, b, b]) and, if it is there, shape ([2]),
-which must be that of A·B. Its values are the old ones; without --beta only their sizes are read.";
-
-const USAGE: &str = "blockflash sddmm [OPTIONS] --random MxKxN | --a FILE --b FILE --pattern FILE";
-
-/// Options of `blockflash sddmm`.
-#[derive(clap::Args)]
-#[command(after_help = EXAMPLES, override_usage = USAGE)]
-pub struct Args {
-    /// Read A, [m, k], from a .npy or .safetensors file (tensor `a`)
-    #[arg(
-        long,
-        value_name = "FILE",
-        requires_all = ["b", "pattern"],
-        conflicts_with = "random",
-        help_heading = "Input"
-    )]
-    pub a: Option<PathBuf>,
-    /// Read B, [k, n], from a .npy or .safetensors file (tensor `b`)
-    #[arg(
-        long,
-        value_name = "FILE",
-        requires_all = ["a", "pattern"],
-        conflicts_with = "random",
-        help_heading = "Input"
-    )]
-    pub b: Option<PathBuf>,
-    /// Read the stored blocks from a .safetensors file with row_ptr, col_idx and values
-    #[arg(
-        long,
-        value_name = "FILE",
-        requires_all = ["a", "b"],
-        conflicts_with = "random",
-        help_heading = "Input"
-    )]
-    pub pattern: Option<PathBuf>,
-    /// Draw A (m x k), B (k x n) and the stored blocks: m, k, n
-    #[arg(long, value_name = "MxKxN", value_parser = sizes::<3>, help_heading = "Input")]
-    pub random: Option<[usize; 3]>,
-    /// Rows and columns of a block of a random pattern [default: 64]
-    #[arg(long, value_name = "B", help_heading = "Input")]
-    pub block: Option<usize>,
-    /// Fraction of the blocks of a random pattern that are stored, 0 to 1 [default: 0.1]
-    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Input")]
-    pub density: Option<f64>,
-    /// Element type of A and B [default: that of the files, f16 for f32, f64 and random]
-    #[arg(long, value_name = "f16|bf16", hide_possible_values = true, help_heading = "Input")]
-    pub dtype: Option<Half>,
-    /// Whether rows or columns of A are contiguous where it is multiplied
-    #[arg(
-        long,
-        value_name = "row|column",
-        default_value = "row",
-        hide_possible_values = true,
-        help_heading = "Input"
-    )]
-    pub a_layout: Axis,
-    /// Whether rows or columns of B are contiguous where it is multiplied
-    #[arg(
-        long,
-        value_name = "row|column",
-        default_value = "row",
-        hide_possible_values = true,
-        help_heading = "Input"
-    )]
-    pub b_layout: Axis,
-
-    /// Factor of A·B
-    #[arg(
-        long,
-        value_name = "X",
-        default_value_t = 1.0,
-        allow_hyphen_values = true,
-        help_heading = "Operation"
-    )]
-    pub alpha: f32,
-    /// Factor of the old values, those of the pattern or random ones
-    #[arg(
-        long,
-        value_name = "X",
-        default_value_t = 0.0,
-        allow_hyphen_values = true,
-        help_heading = "Operation"
-    )]
-    pub beta: f32,
-
-    /// Write the values to a .npy or .safetensors file (tensor `values`)
-    #[arg(long, value_name = "FILE", value_parser = out_path, help_heading = "Output")]
-    pub out: Option<PathBuf>,
-    /// Element type of the values [default: that of A and B]
-    #[arg(long, value_name = "f16|bf16|f32", hide_possible_values = true, help_heading = "Output")]
-    pub out_dtype: Option<Float>,
-
-    #[command(flatten)]
-    pub common: Common,
-}
 
 /// The matrix of an array that holds it, or its transpose if it is column-major.
 fn matrix(view: View<'_>, major: Major) -> Result<View<'_>> {
@@ -218,10 +110,10 @@ fn check(
         a: &operands.a,
         b: &operands.b,
         majors: operands.majors,
-        old: operands.old.as_ref(),
+        old: operands.old.as_ref().map(|old| old as _),
         alpha: problem.alpha,
         beta: problem.beta,
     };
     let progress = Progress::fractions("checking");
-    Ok(check::bsr_sddmm(&case, values, args.common.seed, |done| progress.fraction(done))?)
+    Ok(oracle::bsr_sddmm(&case, values, args.common.seed, |done| progress.fraction(done))?)
 }

@@ -1,12 +1,12 @@
 //! Operands of `blockflash sddmm`.
 
 use crate::args::ensure;
-use crate::bsr_matmul::Axis;
+use crate::bsr_args::Axis;
 use crate::bsr_operands::{BlockGrid, BsrFile};
 use crate::failure::{Failure, Result};
 use crate::memory;
 use crate::operand::{Source, common_dtype, load_all, random};
-use crate::sddmm::Args;
+use crate::sddmm_args::Args;
 use blockflash_bench::io::Array;
 use blockflash_ops::{BsrMatrix, DType, Device, Major, Stream, Tensor};
 use std::path::Path;
@@ -53,7 +53,8 @@ impl Operands {
                 Self::read(args, [a, b, pattern], dtype)
             }
             _ => Err(Failure::new(
-                "nothing to compute: give --a FILE, --b FILE and --pattern FILE, or --random MxKxN (see --help)",
+                "nothing to compute: give --a FILE, --b FILE and --pattern FILE, or --random \
+                 MxKxN (see --help)",
             )),
         }
     }

@@ -1,8 +1,8 @@
 //! `blockflash bench --swap-check`: does the order of a round matter, or is the gap long enough?
 
-use crate::bench::{announce, cases, progress};
 use crate::failure::{Failure, Result};
 use crate::output::print;
+use crate::pace::{announce, cases, progress};
 use blockflash_bench::peers::Peers;
 use blockflash_bench::record::OURS;
 use blockflash_bench::rounds::{Run, Swap};

@@ -1,0 +1,122 @@
+//! Options of `blockflash bsr-matmul`.
+
+use crate::args::{Common, Float, Half, out_path, sizes};
+use std::path::PathBuf;
+
+const EXAMPLES: &str = "\
+Computes C = activation(alpha·A·B + beta·C + bias), or with Aᵀ in place of A.
+
+Examples:
+  blockflash bsr-matmul --random 4096x4096x4096 --block 64 --density 0.1 --check
+  blockflash bsr-matmul --a weights.safetensors --b x.npy --bias bias.npy --activation gelu \\
+      --out y.npy
+
+A is a .safetensors file with row_ptr (i32 or i64 [block rows + 1]), col_idx (i32 or i64 [blocks]),
+values (f16, bf16, f32 or f64 [blocks, b, b]) and, if A is no multiple of b or is transposed, shape
+([2]). Without it A has b times the block rows, and B's rows as columns.";
+
+const USAGE: &str = "blockflash bsr-matmul [OPTIONS] --random MxNxK | --a FILE --b FILE";
+
+/// Options of `blockflash bsr-matmul`.
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES, override_usage = USAGE)]
+pub struct Args {
+    /// Read A from a .safetensors file with row_ptr, col_idx and values
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "b",
+        conflicts_with = "random",
+        help_heading = "Input"
+    )]
+    pub a: Option<PathBuf>,
+    /// Read B, [k, n], from a .npy or .safetensors file (tensor `b`)
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "a",
+        conflicts_with = "random",
+        help_heading = "Input"
+    )]
+    pub b: Option<PathBuf>,
+    /// Draw the blocks of A (m x k, transposed k x m) and B (k x n) from N(0, 1): m, n, k
+    #[arg(long, value_name = "MxNxK", value_parser = sizes::<3>, help_heading = "Input")]
+    pub random: Option<[usize; 3]>,
+    /// Rows and columns of a block of a random A [default: 64]
+    #[arg(long, value_name = "B", help_heading = "Input")]
+    pub block: Option<usize>,
+    /// Fraction of the blocks of a random A that are stored, 0 to 1 [default: 0.1]
+    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Input")]
+    pub density: Option<f64>,
+    /// Element type of A, B and bias [default: that of the files, f16 for f32, f64 and random]
+    #[arg(long, value_name = "f16|bf16", hide_possible_values = true, help_heading = "Input")]
+    pub dtype: Option<Half>,
+
+    /// Multiply Aᵀ, by an index of A's block columns
+    #[arg(long, help_heading = "Operation")]
+    pub transpose_a: bool,
+    /// Whether rows or columns of B are contiguous where it is multiplied [default: row]
+    #[arg(
+        long,
+        value_name = "row|column",
+        hide_possible_values = true,
+        help_heading = "Operation"
+    )]
+    pub b_layout: Option<Axis>,
+    /// Whether rows or columns of C are contiguous where it is computed [default: row]
+    #[arg(
+        long,
+        value_name = "row|column",
+        hide_possible_values = true,
+        help_heading = "Operation"
+    )]
+    pub c_layout: Option<Axis>,
+    /// Factor of A·B [default: 1]
+    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Operation")]
+    pub alpha: Option<f32>,
+    /// Factor of the old C, which --c names [default: 0]
+    #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Operation")]
+    pub beta: Option<f32>,
+    /// The old C, [m, n], from a .npy or .safetensors file (tensor `c`), or `random`
+    #[arg(long, value_name = "FILE|random", requires = "beta", help_heading = "Operation")]
+    pub c: Option<PathBuf>,
+    /// Add a bias from a .npy or .safetensors file (tensor `bias`), or `random`
+    #[arg(long, value_name = "FILE|random", help_heading = "Operation")]
+    pub bias: Option<PathBuf>,
+    /// Whether the bias has one value per row of C or one per column [default: row]
+    #[arg(
+        long,
+        value_name = "row|column",
+        requires = "bias",
+        hide_possible_values = true,
+        help_heading = "Operation"
+    )]
+    pub bias_axis: Option<Axis>,
+    /// Function applied last: none, relu, gelu or silu
+    #[arg(long, default_value = "none", hide_possible_values = true, help_heading = "Operation")]
+    pub activation: ActivationName,
+
+    /// Write C to a .npy or .safetensors file (tensor `c`)
+    #[arg(long, value_name = "FILE", value_parser = out_path, help_heading = "Output")]
+    pub out: Option<PathBuf>,
+    /// Element type of C [default: that of A and B]
+    #[arg(long, value_name = "f16|bf16|f32", hide_possible_values = true, help_heading = "Output")]
+    pub out_dtype: Option<Float>,
+
+    #[command(flatten)]
+    pub common: Common,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Axis {
+    Row,
+    Column,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum ActivationName {
+    None,
+    Relu,
+    Gelu,
+    Silu,
+}

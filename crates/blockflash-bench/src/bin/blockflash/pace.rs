@@ -1,0 +1,42 @@
+//! How long a run takes, and how far it is.
+
+use crate::failure::Result;
+use crate::output::print;
+use crate::table;
+use blockflash_bench::case::Case;
+use blockflash_bench::peers::Peers;
+use blockflash_bench::rounds::Run;
+use blockflash_bench::timing::Cache;
+use blockflash_bench::turns::Turns;
+use indicatif::{ProgressBar, ProgressStyle};
+use std::time::Duration;
+
+/// Says how long it will take, and with how many windows.
+pub fn announce(run: &Run, peers: &Peers, turns: &[Turns]) -> Result<()> {
+    let of_case = |case| turns.iter().map(|&turns| run.time(turns, case, peers)).sum::<Duration>();
+    let caches = run.suite.cache.len() as u32;
+    let minutes =
+        (run.suite.cases.iter().map(of_case).sum::<Duration>() * caches).as_secs_f64() / 60.0;
+    print(&format!(
+        "windows of {} ms after {} ms idle: about {} min for {} cases, without inputs, checks and \
+         sweeps",
+        run.suite.window_ms,
+        run.suite.gap_ms,
+        table::number(minutes),
+        run.suite.cases.len() * run.suite.cache.len(),
+    ))
+}
+
+/// All cases with the states of the L2 cache.
+pub fn cases(run: &Run) -> impl Iterator<Item = (&Case, Cache)> {
+    run.suite.cases.iter().flat_map(|case| run.suite.cache.iter().map(move |&cache| (case, cache)))
+}
+
+/// A bar for so many cases.
+pub fn progress(run: &Run) -> ProgressBar {
+    let bar = ProgressBar::new(cases(run).count() as u64);
+    let style = ProgressStyle::with_template("{spinner} {pos} of {len} {bar:20} {elapsed} {msg}");
+    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("━╸ "));
+    bar.enable_steady_tick(Duration::from_millis(200));
+    bar
+}

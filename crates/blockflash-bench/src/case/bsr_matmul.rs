@@ -1,0 +1,262 @@
+//! Block-sparse matrix times dense matrix.
+
+use super::grid::fraction;
+use super::id::{dtype, number, pattern};
+use super::operands::{Operands, normal};
+use super::pattern::Pattern;
+use super::peer::{PeerCase, PeerCaseError};
+use super::shape::Shape;
+use super::work::{TILE_COLUMNS, Work};
+use crate::error::Result;
+use crate::io::Array;
+use blockflash_ops::bsr_matmul::{BsrMatrix, BsrProblem, accepts, select};
+use blockflash_ops::{
+    BsrMatmul, BsrWorkspace, CudaProperties, PreparedBsrMatmul, Row, Stream, Tensor, ViewMut,
+    bsr_flops,
+};
+use blockflash_oracle::{self as oracle, Activation, BsrCase, Comparison, Mismatch};
+use blockflash_sys::DType;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::path::Path;
+
+/// `c[m, n] = a[m, k]·b[k, n]` with `a` in blocks of `block_size`²; output in the type of the
+/// inputs.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[allow(missing_docs)]
+pub struct BsrShape {
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub block_size: usize,
+    /// Fraction of the blocks that are stored; a row holds this rounded to whole blocks, at least
+    /// one.
+    pub density: f64,
+    pub pattern: Pattern,
+    pub dtype: DType,
+}
+
+impl BsrShape {
+    /// Rows of blocks.
+    pub fn block_rows(&self) -> usize {
+        self.m.div_ceil(self.block_size)
+    }
+
+    /// Columns of blocks.
+    pub fn block_columns(&self) -> usize {
+        self.k.div_ceil(self.block_size)
+    }
+
+    /// Stored blocks.
+    pub fn nnz_blocks(&self) -> usize {
+        self.pattern.nnz_blocks(self.block_rows(), self.block_columns(), self.density)
+    }
+
+    /// The problem of contiguous dense operands.
+    pub fn problem(&self) -> BsrProblem {
+        BsrProblem::new(self.dtype, [self.m, self.n, self.k], self.block_size, self.nnz_blocks())
+    }
+
+    /// `row_ptr` and `col_idx`, ascending within each row.
+    pub fn pattern(&self, seed: u64) -> (Vec<i32>, Vec<i32>) {
+        self.pattern.draw(self.block_rows(), self.block_columns(), self.density, seed)
+    }
+}
+
+impl fmt::Display for BsrShape {
+    /// `m8192_n1024_k8192_b64_d0.1_uniform_f16`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { m, n, k, block_size, density, pattern, dtype } = self;
+        write!(f, "m{m}_n{n}_k{k}_b{block_size}_d{density}_{pattern}_{dtype}")
+    }
+}
+
+impl Shape for BsrShape {
+    fn parse(parts: &[&str]) -> Option<Self> {
+        let &[m, n, k, block, density, pattern_name, dtype_name] = parts else { return None };
+        Some(Self {
+            m: number(m, "m")?,
+            n: number(n, "n")?,
+            k: number(k, "k")?,
+            block_size: number(block, "b").filter(|&size| size > 0)?,
+            density: number(density, "d")?,
+            pattern: pattern(pattern_name)?,
+            dtype: dtype(dtype_name)?,
+        })
+    }
+
+    fn op(&self) -> &'static str {
+        "bsr_matmul"
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn work(&self) -> Work {
+        let Self { m, n, k, block_size, dtype, .. } = *self;
+        let (blocks, size) = (self.nnz_blocks(), dtype.size());
+        let values = blocks * block_size * block_size * size;
+        let indices = 4 * (blocks + self.block_rows() + 1);
+        Work {
+            flops: bsr_flops(&self.problem()) as f64,
+            exps: 0.0,
+            bytes: (values + indices + (k * n + m * n) * size) as f64,
+            l2_bytes: (blocks * block_size * n * size + values * n.div_ceil(TILE_COLUMNS)) as f64,
+        }
+    }
+
+    fn group(&self) -> String {
+        match self.pattern {
+            Pattern::Uniform => format!("blocks of {0} × {0}", self.block_size),
+            // Rows of different lengths matter more than the size of their blocks.
+            pattern => format!("pattern {pattern}"),
+        }
+    }
+
+    fn peer_case(&self, seed: u64, folder: &Path) -> Result<PeerCase, PeerCaseError> {
+        let pattern = self.pattern(seed);
+        PeerCase::new(self.op(), self, seed)?.with_pattern(folder, &format!("{self}_"), pattern)
+    }
+
+    fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
+        Ok(Box::new(BsrOperands::new(self, stream, seed)?))
+    }
+}
+
+/// Inputs and output, and everything that a caller can lend.
+#[derive(Debug)]
+struct BsrOperands {
+    a: BsrMatrix,
+    b: Tensor,
+    c: Tensor,
+    workspace: BsrWorkspace,
+    prepared: Option<PreparedBsrMatmul>,
+    pattern: (Vec<i32>, Vec<i32>),
+    /// The values of A, and B, for the oracle.
+    host: [Array; 2],
+}
+
+impl BsrOperands {
+    fn new(shape: &BsrShape, stream: &Stream, seed: u64) -> Result<Self> {
+        let BsrShape { m, n, k, block_size, dtype, .. } = *shape;
+        let (row_ptr, col_idx) = shape.pattern(seed);
+        let values = normal(&[col_idx.len(), block_size, block_size], dtype, seed, 0)?;
+        let b = normal(&[k, n], dtype, seed, 1)?;
+        let a = BsrMatrix::from_parts(m, k, block_size, &row_ptr, &col_idx, values.view()?)?;
+        Ok(Self {
+            a: a.to(stream)?,
+            b: b.upload(stream)?,
+            c: Tensor::empty(stream, dtype, &[m, n])?,
+            workspace: BsrWorkspace::new(stream)?,
+            prepared: None,
+            pattern: (row_ptr, col_idx),
+            host: [values, b],
+        })
+    }
+
+    /// The product and where it goes.
+    fn product(&mut self) -> (BsrMatmul<'_>, ViewMut<'_>) {
+        let Self { a, b, c, workspace, .. } = self;
+        (BsrMatmul { workspace: Some(workspace), ..BsrMatmul::new(a, b.view()) }, c.view_mut())
+    }
+
+    fn problem(&mut self) -> Result<BsrProblem> {
+        let (product, c) = self.product();
+        Ok(product.problem(&c)?)
+    }
+}
+
+impl Operands for BsrOperands {
+    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Row> {
+        Ok(select(&self.problem()?, gpu)?)
+    }
+
+    fn accepts(&mut self, row: &Row, gpu: &CudaProperties) -> Result<bool> {
+        Ok(accepts(row, &self.problem()?, gpu).is_ok())
+    }
+
+    fn launch(&mut self, row: Option<&'static Row>, stream: &Stream) -> Result<()> {
+        let (product, c) = self.product();
+        match row {
+            None => product.matmul_into(c, stream)?,
+            Some(row) => product.matmul_with(row, c, stream)?,
+        }
+        Ok(())
+    }
+
+    fn prepare(&mut self, stream: &Stream) -> Result<bool> {
+        let (product, c) = self.product();
+        self.prepared = Some(product.prepare(&c, stream)?);
+        Ok(true)
+    }
+
+    fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
+        let Self { a, b, c, workspace, prepared: Some(prepared), .. } = self else {
+            return self.launch(None, stream);
+        };
+        let product = BsrMatmul { workspace: Some(workspace), ..BsrMatmul::new(a, b.view()) };
+        Ok(product.matmul_prepared(prepared, c.view_mut(), stream)?)
+    }
+
+    fn outputs(&mut self, _row: Option<&Row>) -> Vec<&mut Tensor> {
+        vec![&mut self.c]
+    }
+
+    fn compare(&self, outputs: &[Array], seed: u64) -> Result<Vec<Comparison>, Mismatch> {
+        let ((row_ptr, col_idx), [values, b]) = (&self.pattern, &self.host);
+        let case = BsrCase {
+            row_ptr,
+            col_idx,
+            values,
+            b,
+            c: None,
+            alpha: 1.0,
+            beta: 0.0,
+            bias_per_row: None,
+            bias_per_column: None,
+            activation: Activation::None,
+        };
+        outputs.iter().map(|c| oracle::bsr_matmul(&case, c, seed, |_| ())).collect()
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct BsrGrid {
+    m: usize,
+    k: usize,
+    n: Vec<usize>,
+    block_size: Vec<usize>,
+    density: Vec<f64>,
+    pattern: Vec<Pattern>,
+    dtype: Vec<DType>,
+}
+
+impl BsrGrid {
+    pub(crate) fn expand<C: From<BsrShape>>(&self, cases: &mut Vec<C>) -> Result<(), String> {
+        let Self { m, k, .. } = *self;
+        for &dtype in &self.dtype {
+            for &n in &self.n {
+                for &block_size in &self.block_size {
+                    if [m, n, k, block_size].contains(&0)
+                        || m % block_size != 0
+                        || k % block_size != 0
+                    {
+                        return Err(format!(
+                            "m {m}, n {n}, k {k}: sizes of 0, or no multiples of block_size \
+                             {block_size}"
+                        ));
+                    }
+                    for &density in &self.density {
+                        fraction(density)?;
+                        let shape =
+                            |pattern| BsrShape { m, n, k, block_size, density, pattern, dtype };
+                        cases.extend(self.pattern.iter().map(|&pattern| shape(pattern).into()));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,91 @@
+//! Our implementation of a case: its memory, its launches, and whether its results are right.
+
+use crate::error::{Error, Result};
+use crate::io::{Array, Values};
+use crate::random;
+use blockflash_ops::{CudaProperties, DType, Row, Stream, Tensor};
+use blockflash_oracle::{Comparison, Mismatch};
+use rayon::prelude::*;
+use std::fmt::Debug;
+
+/// Inputs and outputs on a device.
+pub(crate) trait Operands: Debug {
+    /// The kernel that the library selects on this GPU.
+    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Row>;
+    /// Whether this very kernel computes them on this GPU.
+    fn accepts(&mut self, row: &Row, gpu: &CudaProperties) -> Result<bool>;
+    /// Launches the kernel of a row, or the selected one.
+    fn launch(&mut self, row: Option<&'static Row>, stream: &Stream) -> Result<()>;
+    /// What a launch of this row writes, or of the selected kernel.
+    fn outputs(&mut self, row: Option<&Row>) -> Vec<&mut Tensor>;
+    /// Compares what was written with the oracle.
+    fn compare(&self, outputs: &[Array], seed: u64) -> Result<Vec<Comparison>, Mismatch>;
+
+    /// Decides on the kernel for [`launch_prepared`](Self::launch_prepared); false for what has
+    /// decided when its memory was made.
+    fn prepare(&mut self, _stream: &Stream) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// Launches what [`prepare`](Self::prepare) has decided on.
+    fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
+        self.launch(None, stream)
+    }
+
+    /// Whether the kernel was loaded when memory was made for it: then nobody has timed that.
+    fn is_loaded(&self) -> bool {
+        false
+    }
+
+    /// Launches once into NaN, the selected kernel unless a row is named. Every element must be
+    /// written; a sample is compared with the oracle. Returns the verdict and the relative error.
+    fn verify(
+        &mut self,
+        row: Option<&'static Row>,
+        stream: &Stream,
+        seed: u64,
+    ) -> Result<(bool, f64)> {
+        for output in self.outputs(row) {
+            output.fill_bytes(stream, 0xFF)?;
+        }
+        self.launch(row, stream)?;
+        let outputs = self.outputs(row).into_iter().map(|output| Array::download(output, stream));
+        let outputs = outputs.collect::<blockflash_safe::Result<Vec<_>>>()?;
+        let complete = !outputs.iter().any(holds_nan);
+        let comparisons = self.compare(&outputs, seed)?;
+        let right = !comparisons.is_empty() && comparisons.iter().all(Comparison::passed);
+        Ok((complete && right, comparisons.first().map_or(f64::NAN, |output| output.relative)))
+    }
+}
+
+/// An N(0, 1) array; `lane` separates the inputs of one seed.
+pub(super) fn normal(shape: &[usize], dtype: DType, seed: u64, lane: u64) -> Result<Array> {
+    random::normal(dtype, shape, seed, lane, |_| ()).map_err(|bytes| {
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        Error::Device(blockflash_safe::Error::OutOfMemory { bytes })
+    })
+}
+
+fn holds_nan(array: &Array) -> bool {
+    match array.values() {
+        Values::F16(values) => values.par_iter().any(|value| value.is_nan()),
+        Values::Bf16(values) => values.par_iter().any(|value| value.is_nan()),
+        Values::F32(values) => values.par_iter().any(|value| value.is_nan()),
+        Values::I32(_) | Values::U8(_) => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use blockflash_ops::Device;
+
+    #[test]
+    fn an_element_that_is_not_written_is_seen() {
+        let stream = Device::cpu().stream().unwrap();
+        let mut tensor = Tensor::zeros(&stream, DType::BF16, &[4]).unwrap();
+        assert!(!holds_nan(&Array::download(&tensor, &stream).unwrap()));
+        tensor.fill_bytes(&stream, 0xFF).unwrap();
+        assert!(holds_nan(&Array::download(&tensor, &stream).unwrap()));
+    }
+}

@@ -1,0 +1,88 @@
+//! A case as the server of rivals takes it.
+
+use crate::io::{self, Array, Values};
+use serde::Serialize;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// Why rivals are not asked for a case.
+#[derive(Debug, thiserror::Error)]
+pub enum PeerCaseError {
+    /// The protocol has no packed sequences.
+    #[error("dense batches only")]
+    DenseOnly,
+    /// No rival does this.
+    #[error("ours only")]
+    OursOnly,
+    /// The pattern of blocks cannot be written.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// The sizes cannot be written.
+    #[error(transparent)]
+    Json(#[from] serde_json::Error),
+}
+
+/// A case as the server takes it. Inputs are drawn by the server.
+#[derive(Clone, Debug, Serialize)]
+pub struct PeerCase {
+    op: &'static str,
+    #[serde(flatten)]
+    shape: Value,
+    seed: u64,
+    #[serde(flatten)]
+    pattern: Option<PatternFiles>,
+    #[serde(skip_serializing_if = "is_zero")]
+    fresh_bytes: usize,
+}
+
+/// i32 `.npy` files of a pattern, so that both sides visit the same blocks.
+#[derive(Clone, Debug, Serialize)]
+struct PatternFiles {
+    row_ptr: PathBuf,
+    col_idx: PathBuf,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // as serde calls it
+fn is_zero(bytes: &usize) -> bool {
+    *bytes == 0
+}
+
+impl PeerCase {
+    /// Sizes, mask and type of an operation.
+    ///
+    /// # Errors
+    /// [`PeerCaseError::Json`] for a shape that is no object.
+    pub fn new(op: &'static str, shape: &impl Serialize, seed: u64) -> Result<Self, PeerCaseError> {
+        let shape = serde_json::to_value(shape)?;
+        Ok(Self { op, shape, seed, pattern: None, fresh_bytes: 0 })
+    }
+
+    /// The same with a pattern of blocks, which is written into `folder` under a name that begins
+    /// with `stem`.
+    ///
+    /// # Errors
+    /// [`PeerCaseError::Io`].
+    pub fn with_pattern(
+        self,
+        folder: &Path,
+        stem: &str,
+        (row_ptr, col_idx): (Vec<i32>, Vec<i32>),
+    ) -> Result<Self, PeerCaseError> {
+        let save = |name: &str, values: Vec<i32>| {
+            let path = folder.join(format!("{stem}{name}.npy"));
+            match Array::new(&[values.len()], Values::I32(values)) {
+                Some(array) => io::write(&path, &[(name, &array)]).map(|()| path),
+                None => Ok(path), // a vector always has its own length
+            }
+        };
+        let (row_ptr, col_idx) = (save("row_ptr", row_ptr)?, save("col_idx", col_idx)?);
+        Ok(Self { pattern: Some(PatternFiles { row_ptr, col_idx }), ..self })
+    }
+
+    /// The same with values of a sparse matrix that are stored so often that they have this many
+    /// bytes; launches take them in turns, so that none finds its own in a cache of half that size.
+    #[must_use]
+    pub fn with_fresh_bytes(self, fresh_bytes: usize) -> Self {
+        Self { fresh_bytes, ..self }
+    }
+}

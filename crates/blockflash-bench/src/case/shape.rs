@@ -1,0 +1,37 @@
+//! What every case is.
+
+use super::operands::Operands;
+use super::peer::{PeerCase, PeerCaseError};
+use super::work::Work;
+use crate::error::Result;
+use blockflash_ops::Stream;
+use blockflash_sys::DType;
+use std::fmt::Display;
+use std::path::Path;
+
+/// One shape of one operation. Its [`Display`] is its id, which [`parse`](Self::parse) reads back.
+pub(crate) trait Shape: Display {
+    /// Reads the parts of an id between the separators.
+    fn parse(parts: &[&str]) -> Option<Self>
+    where
+        Self: Sized;
+    /// Name of the operation in records.
+    fn op(&self) -> &'static str;
+    /// Element type of the inputs.
+    fn dtype(&self) -> DType;
+    /// What a launch has to do.
+    fn work(&self) -> Work;
+    /// Heading under which reports list it: what changes the character of a case, but not its
+    /// length or density.
+    fn group(&self) -> String;
+    /// The case as the server of rivals takes it; files for it are written into `folder`.
+    ///
+    /// # Errors
+    /// If no rival computes it, or the files cannot be written.
+    fn peer_case(&self, seed: u64, folder: &Path) -> Result<PeerCase, PeerCaseError>;
+    /// Draws inputs, and makes memory for the outputs.
+    ///
+    /// # Errors
+    /// If there is not enough memory, or the library refuses the shape.
+    fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>>;
+}

@@ -1,0 +1,25 @@
+//! One tensor of a file.
+
+use super::convert::Stored;
+
+/// One tensor of a file: what its header says, checked against the length of the file.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Entry {
+    /// Name in a safetensors file, empty for `.npy`.
+    pub name: String,
+    /// Element type in the file; `Err` is the file's word for one that cannot be read here.
+    pub stored: std::result::Result<Stored, String>,
+    /// Sizes, outermost first.
+    pub shape: Vec<usize>,
+    /// First byte in the file.
+    pub(super) offset: u64,
+    /// Column-major (NumPy's `fortran_order`).
+    pub(super) column_major: bool,
+}
+
+/// Number of bytes of a tensor, if the machine can count them.
+pub(super) fn byte_length(shape: &[usize], element_bits: u64) -> Option<u64> {
+    let bits =
+        shape.iter().try_fold(element_bits, |product, &size| product.checked_mul(size as u64))?;
+    (usize::try_from(bits).is_ok() && bits.is_multiple_of(8)).then_some(bits / 8)
+}

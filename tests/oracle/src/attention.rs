@@ -1,0 +1,168 @@
+use crate::attention_row::{AttentionRow, Scores, attention_row, visible};
+use crate::blocks::Sequence;
+use crate::comparison::{BUDGET, Comparison, Mismatch, Steps, rounding, sample};
+use crate::elements::Elements;
+use crate::rounding::{PRODUCTS, TRUNCATION};
+use crate::sequences::{AttentionCase, heads_of, sequences};
+use blockflash_sys::DType;
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Heads that a sample takes from a large problem.
+const SAMPLED_HEADS: usize = 16;
+
+/// Compares the output `o` (shape of `q`) and `lse` (f32 `[batch, num_heads_q, seqlen_q]`, packed
+/// `[num_heads_q, rows]`) with the reference. `progress` is told the fraction that is done.
+///
+/// # Errors
+/// If shapes do not belong together.
+pub fn attention(
+    case: &AttentionCase<'_>,
+    o: &dyn Elements,
+    lse: &dyn Elements,
+    seed: u64,
+    progress: impl Fn(f64) + Sync,
+) -> Result<[Comparison; 2], Mismatch> {
+    outputs(case, o, Some(lse), seed, &progress)
+}
+
+/// The same of the output alone.
+///
+/// # Errors
+/// As [`attention`].
+pub fn attention_output(
+    case: &AttentionCase<'_>,
+    o: &dyn Elements,
+    seed: u64,
+    progress: impl Fn(f64) + Sync,
+) -> Result<Comparison, Mismatch> {
+    outputs(case, o, None, seed, &progress).map(|[o, _]| o)
+}
+
+fn outputs(
+    case: &AttentionCase<'_>,
+    o: &dyn Elements,
+    lse: Option<&dyn Elements>,
+    seed: u64,
+    progress: &(dyn Fn(f64) + Sync),
+) -> Result<[Comparison; 2], Mismatch> {
+    let sequences = sequences(case, o, lse)?;
+    let results = match case.lengths {
+        None => compare((case, o, lse), &sequences, BUDGET, seed, progress),
+        // Every sequence is looked at, for its share of the budget.
+        Some(_) => {
+            let (count, rows) = (sequences.len() as f64, case.q.shape()[0].max(1) as u64);
+            let compare_one = |(index, sequence): (usize, &Sequence)| {
+                let budget =
+                    (u128::from(BUDGET) * sequence.seqlen_q as u128 / u128::from(rows)) as u64;
+                let seed = seed.wrapping_add(index as u64);
+                let of_all = |done: f64| progress((index as f64 + done) / count);
+                compare((case, o, lse), std::slice::from_ref(sequence), budget, seed, &of_all)
+            };
+            sequences.iter().enumerate().map(compare_one).fold(Default::default(), merge)
+        }
+    };
+    let [o_result, lse_result] = results;
+    Ok([o_result.finish(o.len()), lse_result.finish(lse.map_or(0, Elements::len))])
+}
+
+/// Compares a sample of sequences of one length.
+fn compare(
+    (case, o, lse): (&AttentionCase<'_>, &dyn Elements, Option<&dyn Elements>),
+    sequences: &[Sequence],
+    budget: u64,
+    seed: u64,
+    progress: &(dyn Fn(f64) + Sync),
+) -> [Comparison; 2] {
+    let ([heads, head_dim], [heads_kv, _]) = (heads_of(case.q), heads_of(case.k));
+    let [seqlen_q, seqlen_kv] =
+        sequences.first().map_or([0; 2], |sequence| [sequence.seqlen_q, sequence.seqlen_kv]);
+    let keys = case.blocks.map_or(seqlen_kv, |blocks| blocks.mean_keys()).max(1);
+    let cost = |heads: usize| (heads * keys) as u64 * 2 * head_dim as u64;
+    let affordable = |rows: usize, heads: usize| rows as u64 <= budget / cost(heads).max(1);
+    let all_heads = sequences.len() * heads;
+    let (sampled_heads, sampled_rows) = if affordable(seqlen_q, all_heads) {
+        (all_heads, seqlen_q)
+    } else {
+        let heads = all_heads.min(SAMPLED_HEADS);
+        (heads, ((budget / cost(heads)) as usize).max(2).min(seqlen_q))
+    };
+    let pairs = sample(sampled_heads, all_heads, seed, 0);
+    let steps = Steps::new(pairs.len(), progress);
+    pairs
+        .par_iter()
+        .map(|&pair| {
+            let (sequence, head) = (&sequences[pair / heads], pair % heads);
+            let head_kv = head / (heads / heads_kv);
+            let kv = sequence.kv..sequence.kv + seqlen_kv;
+            let kv = [case.k, case.v].map(|tensor| rows_of(tensor, kv.clone(), head_kv));
+            let rows = sample(sampled_rows, seqlen_q, seed, 1 + pair as u64);
+            let results: Vec<_> = rows
+                .par_iter()
+                .map(|&row| compare_row((case, o, lse), sequence, [head, row], &kv))
+                .collect();
+            steps.step();
+            results.into_iter().fold(Default::default(), merge)
+        })
+        .reduce(Default::default, merge)
+}
+
+fn merge(left: [Comparison; 2], right: [Comparison; 2]) -> [Comparison; 2] {
+    [left[0].merge(right[0]), left[1].merge(right[1])]
+}
+
+/// `[rows, head_dim]` of one head.
+fn rows_of(array: &dyn Elements, rows: Range<usize>, head: usize) -> Vec<f32> {
+    let [heads, head_dim] = heads_of(array);
+    let start = |row: usize| (row * heads + head) * head_dim;
+    rows.flat_map(|row| array.to_f32(start(row)..start(row) + head_dim)).collect()
+}
+
+/// The query `row` of a head; keys and values are those of its head and sequence.
+fn compare_row(
+    (case, o, lse): (&AttentionCase<'_>, &dyn Elements, Option<&dyn Elements>),
+    sequence: &Sequence,
+    [head, row]: [usize; 2],
+    [keys, values]: &[Vec<f32>; 2],
+) -> [Comparison; 2] {
+    let ([heads, head_dim], dtype) = (heads_of(case.q), o.dtype());
+    let start = ((sequence.q + row) * heads + head) * head_dim;
+    let elements = start..start + head_dim;
+    let lengths = [sequence.seqlen_q, sequence.seqlen_kv];
+    let shown = visible(row, lengths, [case.left, case.right], case.bottom_right);
+    let attended: Vec<usize> = match &case.blocks {
+        Some(blocks) => {
+            blocks.seen(row, [head, heads], sequence, shown).into_iter().flatten().collect()
+        }
+        None => shown.collect(),
+    };
+    let scores = Scores {
+        scale: case.softmax_scale,
+        softcap: case.softcap,
+        sink: case.sink.and_then(|sink| sink.to_f32(head..head + 1).first().copied()),
+    };
+    let query = case.q.to_f32(elements.clone());
+    let AttentionRow { o: expected, lse: expected_lse } =
+        attention_row(dtype, scores, &query, &attended, |at| {
+            let element = |of: &'_ [f32]| at * head_dim..((at + 1) * head_dim).min(of.len());
+            [&keys[element(keys)], &values[element(values)]]
+        });
+    // The result is rounded, and the probabilities are: their errors are independent, four standard
+    // deviations are enough.
+    let additions = attended.len().div_ceil(PRODUCTS) as f64;
+    let found = o.to_f32(elements);
+    let o = Comparison::of_row(dtype, found.into_iter().zip(expected), |sizes| {
+        rounding(dtype, sizes.exact)
+            + 4.0 * rounding(dtype, sizes.magnitude)
+            + additions * TRUNCATION * sizes.partial
+    });
+    let at = sequence.lse + head * sequence.lse_head + row;
+    let found = lse.map_or_else(Vec::new, |lse| lse.to_f32(at..at + 1));
+    // 2^-20: the exponential and logarithm units of a GPU work to about 2^-22, and both products
+    // are summed in f32.
+    let lse =
+        Comparison::of_row(DType::F32, found.into_iter().map(|x| (x, expected_lse)), |sizes| {
+            2f64.powi(-20) * sizes.exact.max(1.0)
+        });
+    [o, lse]
+}

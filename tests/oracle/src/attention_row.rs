@@ -1,0 +1,139 @@
+//! One row of attention. Attended keys only are touched: a masked key cannot leak.
+
+use crate::elements::{Element, round};
+use blockflash_sys::DType;
+use std::ops::Range;
+
+/// How scores are made of products.
+#[derive(Clone, Copy, Debug)]
+pub struct Scores {
+    /// Factor of the products.
+    pub scale: f32,
+    /// Scores become `softcap · tanh(score / softcap)`.
+    pub softcap: Option<f32>,
+    /// A score that joins the sum of exponentials and has no value; -inf is none.
+    pub sink: Option<f32>,
+}
+
+/// The output of a query, and its log-sum-exp.
+#[derive(Clone, Debug, Default)]
+pub struct AttentionRow {
+    /// The output, `[head_dim]`.
+    pub o: Vec<Element>,
+    /// The log-sum-exp; -inf without a key and a sink. Its magnitude is that of the largest score
+    /// before the softcap, at least 1.
+    pub lse: Element,
+}
+
+/// Keys that a query sees. It is aligned with the key of its own position or, if `bottom_right`, so
+/// that the last query is aligned with the last key; `left` and `right` are the keys that it sees
+/// before and after that one, `None` is all.
+pub fn visible(
+    query: usize,
+    [seqlen_q, seqlen_kv]: [usize; 2],
+    [left, right]: [Option<usize>; 2],
+    bottom_right: bool,
+) -> Range<usize> {
+    let diagonal = if bottom_right { seqlen_kv as i128 - seqlen_q as i128 } else { 0 };
+    let aligned = query as i128 + diagonal;
+    let bound = |at: i128| at.clamp(0, seqlen_kv as i128) as usize;
+    let start = left.map_or(0, |left| bound(aligned - left as i128));
+    let end = right.map_or(seqlen_kv, |right| bound(aligned + right as i128 + 1));
+    start..end.max(start)
+}
+
+/// Attention of a query to some keys: `row` gives the key and the value at a position. Tensors are
+/// of type `dtype`.
+pub fn attention_row<'a>(
+    dtype: DType,
+    Scores { scale, softcap, sink }: Scores,
+    query: &[f32],
+    keys: &[usize],
+    row: impl Fn(usize) -> [&'a [f32]; 2],
+) -> AttentionRow {
+    let (key, value) = (|at: usize| row(at)[0], |at: usize| row(at)[1]);
+    let sink = sink.filter(|&sink| sink != f32::NEG_INFINITY);
+
+    let mut largest_score = 1f64;
+    let score = |&at: &usize| {
+        let score = dot_f64(query, key(at)) * f64::from(scale);
+        largest_score = largest_score.max(score.abs());
+        softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
+    };
+    let mut scores: Vec<f64> = keys.iter().map(score).collect();
+    let max = scores.iter().copied().chain(sink.map(f64::from)).fold(f64::NEG_INFINITY, f64::max);
+    scores.iter_mut().for_each(|score| *score = (*score - max).exp());
+    let sum = scores.iter().sum::<f64>() + sink.map_or(0.0, |sink| (f64::from(sink) - max).exp());
+    let mut o = vec![Element::default(); query.len()];
+    for (p, &at) in scores.iter().map(|p| p / sum).zip(keys) {
+        for (o, &v) in o.iter_mut().zip(value(at)) {
+            let term = p * f64::from(v);
+            o.exact += term;
+            o.magnitude += term * term;
+        }
+    }
+
+    // Plain: unnormalised probabilities, of which the largest is 1.
+    let score = |&at: &usize| {
+        let score = dot_f32(query, key(at)) * scale;
+        softcap.map_or(score, |cap| cap * (score / cap).tanh())
+    };
+    let scores: Vec<f32> = keys.iter().map(score).collect();
+    let key_max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let plain_max = sink.map_or(key_max, |sink| key_max.max(sink));
+    let (mut plain_sum, mut plain) = (0f32, vec![0f32; query.len()]);
+    for (&score, &at) in scores.iter().zip(keys) {
+        let p = (score - key_max).exp();
+        plain_sum += p;
+        let p = round(dtype, p);
+        plain.iter_mut().zip(value(at)).for_each(|(o, &v)| *o += p * v);
+    }
+    // The sum relative to the largest score, sink included.
+    let rescale = if key_max == f32::NEG_INFINITY { 0.0 } else { (key_max - plain_max).exp() };
+    let total = plain_sum * rescale + sink.map_or(0.0, |sink| (sink - plain_max).exp());
+    let factor = if total == 0.0 { 0.0 } else { rescale / total };
+    for (o, plain) in o.iter_mut().zip(plain) {
+        o.plain = f64::from(round(dtype, plain * factor));
+        o.magnitude = o.magnitude.sqrt();
+        // Any key may come first and outweigh the others: partial sums may be as large as the
+        // output all along.
+        o.partial = o.exact.abs().max(o.magnitude);
+    }
+    // Without a key and a sink.
+    let nothing = sum == 0.0;
+    let or_nothing = |lse: f64| if nothing { f64::NEG_INFINITY } else { lse };
+    let lse = Element {
+        exact: or_nothing(max + sum.ln()),
+        plain: or_nothing(f64::from(plain_max + total.ln())),
+        magnitude: largest_score,
+        partial: 0.0,
+    };
+    AttentionRow { o, lse }
+}
+
+/// Eight partial sums: they allow vector instructions without reordering anything.
+fn dot_f64(a: &[f32], b: &[f32]) -> f64 {
+    let ([a, b], [rest_a, rest_b]) = chunks(a, b);
+    let mut sums = [0f64; 8];
+    for (a, b) in a.iter().zip(b) {
+        (0..8).for_each(|lane| sums[lane] += f64::from(a[lane]) * f64::from(b[lane]));
+    }
+    let rest = rest_a.iter().zip(rest_b).map(|(&a, &b)| f64::from(a) * f64::from(b));
+    sums.iter().sum::<f64>() + rest.sum::<f64>()
+}
+
+fn dot_f32(a: &[f32], b: &[f32]) -> f32 {
+    let ([a, b], [rest_a, rest_b]) = chunks(a, b);
+    let mut sums = [0f32; 8];
+    for (a, b) in a.iter().zip(b) {
+        (0..8).for_each(|lane| sums[lane] += a[lane] * b[lane]);
+    }
+    sums.iter().sum::<f32>() + rest_a.iter().zip(rest_b).map(|(a, b)| a * b).sum::<f32>()
+}
+
+type Chunks<'a> = ([&'a [[f32; 8]]; 2], [&'a [f32]; 2]);
+
+fn chunks<'a>(a: &'a [f32], b: &'a [f32]) -> Chunks<'a> {
+    let ((a, rest_a), (b, rest_b)) = (a.as_chunks(), b.as_chunks());
+    ([a, b], [rest_a, rest_b])
+}

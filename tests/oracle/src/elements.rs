@@ -1,0 +1,50 @@
+//! What is compared: arrays, and single elements of them.
+
+use blockflash_sys::DType;
+use half::{bf16, f16};
+use std::fmt::Debug;
+use std::ops::Range;
+
+/// A row-major array in host memory.
+pub trait Elements: Debug + Sync {
+    /// Sizes, outermost first.
+    fn shape(&self) -> &[usize];
+    /// Element type.
+    fn dtype(&self) -> DType;
+    /// A range of elements in f32, which holds every floating-point type exactly; empty if the
+    /// range lies outside.
+    fn to_f32(&self, range: Range<usize>) -> Vec<f32>;
+
+    /// Number of elements.
+    fn len(&self) -> usize {
+        self.shape().iter().product()
+    }
+
+    /// Whether there are no elements.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// What an element of a result should be.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Element {
+    /// Its value in f64.
+    pub exact: f64,
+    /// What a plain computation in the precision of the tensors gives: f32 sums, probabilities and
+    /// the result rounded to their types.
+    pub plain: f64,
+    /// Root of the sum of squares of the terms that are added up.
+    pub magnitude: f64,
+    /// Mean size of the partial sums in a tensor core; 0 where there is none.
+    pub partial: f64,
+}
+
+/// `x` rounded to the nearest value of a floating-point type.
+pub fn round(dtype: DType, x: f32) -> f32 {
+    match dtype {
+        DType::F16 => f16::from_f32(x).to_f32(),
+        DType::BF16 => bf16::from_f32(x).to_f32(),
+        _ => x,
+    }
+}

@@ -1,0 +1,43 @@
+//! The one oracle of blockflash: every operation again, slowly and independently of the library, in
+//! f64, beside a plain computation in the precision of its tensors. The test suites and
+//! `blockflash … --check` share it.
+//!
+//! - [`attention_row`], [`ProductRow`], [`Dot`] and [`BlockMean`] compute one row or element; what
+//!   a correct computation is free to round is in [`Rounding`].
+//! - [`tolerance`] judges whole tensors: the rule of the test suites.
+//! - [`attention`], [`bsr_matmul`], [`bsr_sddmm`] and [`block_scores`] judge results of any size by
+//!   a sample of their rows: the rule of `--check`, which needs one row at a time.
+#![forbid(unsafe_code)]
+
+mod attention;
+mod attention_row;
+mod block_scores;
+mod blocks;
+mod bsr_matmul;
+mod bsr_sddmm;
+mod comparison;
+mod elements;
+mod product;
+mod rounding;
+mod sequences;
+pub mod tolerance;
+
+pub use attention::{attention, attention_output};
+pub use attention_row::{AttentionRow, Scores, attention_row, visible};
+pub use block_scores::{BlockMean, block_scores};
+pub use blocks::Blocks;
+pub use bsr_matmul::{BsrCase, bsr_matmul};
+pub use bsr_sddmm::{SddmmCase, bsr_sddmm};
+pub use comparison::{Comparison, Mismatch};
+pub use elements::{Element, Elements, round};
+pub use product::{Activation, Dot, Epilogue, ProductRow};
+pub use rounding::{
+    PRODUCTS, PartialSums, ProductSum, Rounding, Sizes, TRUNCATION, subnormal_roundoff,
+    unit_roundoff,
+};
+pub use sequences::AttentionCase;
+
+#[cfg(test)]
+mod sequences_tests;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,129 @@
+//! What attention is computed from, and where the rows of each sequence lie in dense and in packed
+//! tensors.
+
+use crate::blocks::{Blocks, Sequence};
+use crate::comparison::{Mismatch, ensure};
+use crate::elements::Elements;
+
+/// Attention: `q` is `[batch, seqlen_q, num_heads_q, head_dim]`, `k` and `v` are
+/// `[batch, seqlen_kv, num_heads_kv, head_dim]`; or all are packed, `[rows, heads, head_dim]`.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionCase<'a> {
+    /// Queries.
+    pub q: &'a dyn Elements,
+    /// Keys.
+    pub k: &'a dyn Elements,
+    /// Values.
+    pub v: &'a dyn Elements,
+    /// f32 `[num_heads_q]`: a score of each head that joins the sum of exponentials and has no
+    /// value.
+    pub sink: Option<&'a dyn Elements>,
+    /// Lengths of the packed sequences, of their queries and of their keys; `None` for a dense
+    /// batch.
+    pub lengths: Option<[&'a [usize]; 2]>,
+    /// Which blocks of keys are seen at all; `None` for all.
+    pub blocks: Option<Blocks<'a>>,
+    /// The last query of a sequence is aligned with its last key; otherwise the first with the
+    /// first.
+    pub bottom_right: bool,
+    /// Keys to see before the aligned one; `None` is all.
+    pub left: Option<usize>,
+    /// Keys to see after the aligned one; `None` is all.
+    pub right: Option<usize>,
+    /// Factor of the scores.
+    pub softmax_scale: f32,
+    /// Scores become `softcap · tanh(score / softcap)`.
+    pub softcap: Option<f32>,
+}
+
+/// The sequences of a case, equally long unless it is packed.
+pub(crate) fn sequences(
+    case: &AttentionCase<'_>,
+    o: &dyn Elements,
+    lse: Option<&dyn Elements>,
+) -> Result<Vec<Sequence>, Mismatch> {
+    let mut sequences = match case.lengths {
+        None => dense(case, lse)?,
+        Some(lengths) => packed(case, lengths, lse)?,
+    };
+    ensure(case.k.shape() == case.v.shape(), || {
+        format!("k is {:?} and v {:?}", case.k.shape(), case.v.shape())
+    })?;
+    ensure(o.shape() == case.q.shape(), || {
+        format!("o is {:?} and q {:?}", o.shape(), case.q.shape())
+    })?;
+    let ([heads, _], [heads_kv, _]) = (heads_of(case.q), heads_of(case.k));
+    ensure(heads == 0 || heads_kv > 0 && heads.is_multiple_of(heads_kv), || {
+        format!("{heads} heads of q, {heads_kv} of k")
+    })?;
+    ensure(case.sink.is_none_or(|sink| sink.shape() == [heads]), || {
+        format!("a sink of {heads} heads")
+    })?;
+    if let Some(blocks) = case.blocks {
+        blocks.place(&mut sequences, heads)?;
+    }
+    Ok(sequences)
+}
+
+/// Number of heads, and elements of a row of each.
+pub(crate) fn heads_of(array: &dyn Elements) -> [usize; 2] {
+    match *array.shape() {
+        [.., heads, head_dim] => [heads, head_dim],
+        _ => [0, 0],
+    }
+}
+
+fn wrong(case: &AttentionCase<'_>, lse: Option<&dyn Elements>) -> Mismatch {
+    let [q, k] = [case.q, case.k].map(Elements::shape);
+    Mismatch(match lse {
+        Some(lse) => format!("q is {q:?}, k {k:?} and lse {:?}", lse.shape()),
+        None => format!("q is {q:?} and k {k:?}"),
+    })
+}
+
+fn dense(case: &AttentionCase<'_>, lse: Option<&dyn Elements>) -> Result<Vec<Sequence>, Mismatch> {
+    let wrong = || wrong(case, lse);
+    let (&[batch, seqlen_q, heads, head_dim], &[batch_kv, seqlen_kv, _, head_dim_kv]) =
+        (case.q.shape(), case.k.shape())
+    else {
+        return Err(wrong());
+    };
+    let agree = (batch_kv, head_dim_kv) == (batch, head_dim)
+        && lse.is_none_or(|lse| lse.shape() == [batch, heads, seqlen_q]);
+    let sequence = |at: usize| Sequence {
+        q: at * seqlen_q,
+        seqlen_q,
+        kv: at * seqlen_kv,
+        seqlen_kv,
+        lse: at * heads * seqlen_q,
+        lse_head: seqlen_q,
+        lists: 0,
+    };
+    agree.then(|| (0..batch).map(sequence).collect()).ok_or_else(wrong)
+}
+
+fn packed(
+    case: &AttentionCase<'_>,
+    [lengths_q, lengths_kv]: [&[usize]; 2],
+    lse: Option<&dyn Elements>,
+) -> Result<Vec<Sequence>, Mismatch> {
+    let wrong = || wrong(case, lse);
+    let (&[rows, heads, head_dim], &[rows_kv, _, head_dim_kv]) = (case.q.shape(), case.k.shape())
+    else {
+        return Err(wrong());
+    };
+    let agree = head_dim_kv == head_dim && lse.is_none_or(|lse| lse.shape() == [heads, rows]);
+    let total =
+        |lengths: &[usize]| lengths.iter().try_fold(0usize, |sum, &length| sum.checked_add(length));
+    let totals = [lengths_q, lengths_kv].map(total) == [Some(rows), Some(rows_kv)];
+    if !(agree && totals && lengths_q.len() == lengths_kv.len()) {
+        return Err(wrong());
+    }
+    let (mut next_q, mut next_kv) = (0, 0);
+    let sequence = |(&seqlen_q, &seqlen_kv): (&usize, &usize)| {
+        let (q, kv) = (next_q, next_kv);
+        (next_q, next_kv) = (q + seqlen_q, kv + seqlen_kv);
+        Sequence { q, seqlen_q, kv, seqlen_kv, lse: q, lse_head: rows, lists: 0 }
+    };
+    Ok(lengths_q.iter().zip(lengths_kv).map(sequence).collect())
+}

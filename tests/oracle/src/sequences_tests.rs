@@ -1,0 +1,83 @@
+use crate::tests::{array, case};
+use crate::{AttentionCase, Blocks, attention};
+
+/// Of each sequence the last query is at its last key, also where there are more keys or more
+/// queries; blocks are its own.
+#[test]
+fn sequences_of_queries_and_keys_of_other_lengths() {
+    // Queries 2 and 2, keys 3 and 1; the value is ten times the place among all keys.
+    let q = array(&[4, 1, 1], vec![0.0; 4]);
+    let k = array(&[4, 1, 1], vec![0.0; 4]);
+    let v = array(&[4, 1, 1], vec![0.0, 10.0, 20.0, 30.0]);
+    let tensors = [q, k, v];
+    let lengths: Option<[&[usize]; 2]> = Some([&[2, 2], &[3, 1]]);
+    let causal = AttentionCase { lengths, bottom_right: true, ..case(&tensors, Some(0)) };
+    let check = |case: &AttentionCase<'_>, o: [f32; 4], lse: [f32; 4]| {
+        let (o, lse) = (array(&[4, 1, 1], o.to_vec()), array(&[1, 4], lse.to_vec()));
+        attention(case, &o, &lse, 0, |_| ()).map(|results| results.map(|c| (c.passed(), c.checked)))
+    };
+    let (none, two, three) = (f32::NEG_INFINITY, 2f32.ln(), 3f32.ln());
+    let (o, lse) = ([5.0, 10.0, 0.0, 30.0], [two, three, none, 0.0]);
+    assert_eq!(check(&causal, o, lse).unwrap(), [(true, 4); 2]);
+    assert_eq!(check(&causal, [5.0, 10.0, 30.0, 30.0], lse).unwrap()[0], (false, 4));
+    let top_left = AttentionCase { bottom_right: false, ..causal };
+    assert_eq!(
+        check(&top_left, [0.0, 5.0, 30.0, 30.0], [0.0, two, 0.0, 0.0]).unwrap(),
+        [(true, 4); 2]
+    );
+
+    // One query and two keys a block: keys 0, 1; key 2; none; key 3.
+    let blocks = Blocks {
+        block_q: 1,
+        block_kv: 2,
+        heads: 1,
+        row_ptr: &[0, 1, 2, 2, 3],
+        col_idx: &[0, 1, 0],
+    };
+    let sparse = AttentionCase { blocks: Some(blocks), right: None, ..causal };
+    let (o, lse) = ([5.0, 20.0, 0.0, 30.0], [two, 0.0, none, 0.0]);
+    assert_eq!(check(&sparse, o, lse).unwrap(), [(true, 4); 2]);
+    let wrong = Blocks { row_ptr: &[0, 1, 2, 3], ..blocks };
+    assert!(check(&AttentionCase { blocks: Some(wrong), ..sparse }, o, lse).is_err());
+}
+
+/// Lists of each batch entry, or one set of lists for all.
+#[test]
+fn batch_entries_have_lists_of_blocks() {
+    let q = array(&[2, 1, 1, 1], vec![0.0; 2]);
+    let k = array(&[2, 2, 1, 1], vec![0.0; 4]);
+    let v = array(&[2, 2, 1, 1], vec![0.0, 10.0, 20.0, 30.0]);
+    let tensors = [q, k, v];
+    let check = |row_ptr: &[i32], col_idx: &[i32], o: [f32; 2]| {
+        let blocks = Blocks { block_q: 1, block_kv: 1, heads: 1, row_ptr, col_idx };
+        let case = AttentionCase { blocks: Some(blocks), ..case(&tensors, None) };
+        let (o, lse) = (array(&[2, 1, 1, 1], o.to_vec()), array(&[2, 1, 1], vec![0.0; 2]));
+        attention(&case, &o, &lse, 0, |_| ()).unwrap().map(|c| c.passed())
+    };
+    assert_eq!(check(&[0, 1, 2], &[0, 1], [0.0, 30.0]), [true; 2]);
+    assert_eq!(check(&[0, 1, 2], &[0, 1], [10.0, 30.0]), [false, true]);
+    assert_eq!(check(&[0, 1], &[1], [10.0, 30.0]), [true; 2]);
+}
+
+#[test]
+fn packed_sequences_see_themselves_only() {
+    // One key each: the output is the value, the lse the score. Then two keys, of which the causal
+    // query sees the first.
+    let q = array(&[3, 1, 1], vec![1.0, 1.0, 1.0]);
+    let k = array(&[3, 1, 1], vec![2.0, 0.0, 3f32.ln()]);
+    let v = array(&[3, 1, 1], vec![5.0, 4.0, 8.0]);
+    let tensors = [q, k, v];
+    let packed = AttentionCase { lengths: Some([&[1, 2]; 2]), ..case(&tensors, Some(0)) };
+    let check = |o: [f32; 3], lse: [f32; 3]| {
+        let (o, lse) = (array(&[3, 1, 1], o.to_vec()), array(&[1, 3], lse.to_vec()));
+        attention(&packed, &o, &lse, 0, |_| ()).unwrap().map(|c| (c.passed(), c.checked, c.total))
+    };
+    let lse = [2.0, 0.0, 4f32.ln()];
+    assert_eq!(check([5.0, 4.0, 7.0], lse), [(true, 3, 3); 2]);
+    assert_eq!(check([5.0, 4.5, 7.0], lse)[0], (false, 3, 3));
+    assert_eq!(check([5.0, 4.0, 7.0], [2.0, 0.1, 4f32.ln()])[1], (false, 3, 3));
+    let (o, lse) = (array(&[3, 1, 1], vec![5.0, 4.0, 7.0]), array(&[1, 3], lse.to_vec()));
+    let wrong = AttentionCase { lengths: Some([&[1, 1]; 2]), ..packed };
+    assert!(attention(&wrong, &o, &lse, 0, |_| ()).is_err());
+    assert!(attention(&AttentionCase { lengths: None, ..packed }, &o, &lse, 0, |_| ()).is_err());
+}
