@@ -98,6 +98,27 @@ pub(crate) fn to_i64(what: &'static str, value: usize) -> Result<i64> {
     i64::try_from(value).map_err(|_| Error::TooLarge { what, value, limit: i64::MAX as usize })
 }
 
+/// Sizes that kernels for Hopper and those of the sampled product take are below this: they add a
+/// tile to them in 32 bits.
+const SIZE_LIMIT: usize = (1 << 31) - 1024;
+
+/// The first of these sizes that such kernels do not take.
+pub(crate) fn too_large([m, n, k]: [usize; 3]) -> Option<(&'static str, usize)> {
+    [("m", m), ("n", n), ("k", k)].into_iter().find(|&(_, size)| size >= SIZE_LIMIT)
+}
+
+/// The same in words.
+pub(crate) fn size_refusal(mnk: [usize; 3]) -> String {
+    let (what, size) = too_large(mnk).unwrap_or_default();
+    format!("{what} is {size}, not below {SIZE_LIMIT}")
+}
+
+/// Whether a dimension of a tensor map can have this stride in elements: it steps on, by less than
+/// 2^40 bytes.
+pub(crate) fn is_tensor_map_stride(stride: usize, dtype: DType) -> bool {
+    stride > 0 && stride < (1 << 40) / dtype.size()
+}
+
 /// A one-dimensional grid of thread blocks, each factor a number of tiles.
 pub(crate) fn grid_x(factors: &[usize]) -> Result<u32> {
     let limit = i32::MAX as usize;
@@ -106,6 +127,12 @@ pub(crate) fn grid_x(factors: &[usize]) -> Result<u32> {
         Some(blocks) if blocks <= limit => Ok(blocks as u32),
         blocks => Err(Error::TooLarge { what: "grid", value: blocks.unwrap_or(usize::MAX), limit }),
     }
+}
+
+/// A number of operations: the product, or as much as can be counted. Only work that must be done
+/// counts: a masked pair and a block that is not stored are no FLOPs, padding and tile waste neither.
+pub(crate) fn scaled(count: u64, factors: &[usize]) -> u64 {
+    factors.iter().fold(count, |product, &factor| product.saturating_mul(factor as u64))
 }
 
 /// A factor that must be finite.

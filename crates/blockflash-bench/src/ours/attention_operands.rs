@@ -6,8 +6,8 @@ use crate::check;
 use crate::error::{Error, Result};
 use crate::io::Array;
 use blockflash_ops::{
-    Attention, AttentionProblem, BlockMask, CuSeqlens, DType, Mask, PackedRows, PreparedAttention,
-    Row, Stream, Tensor,
+    Attention, AttentionProblem, BlockMask, CuSeqlens, DType, Mask, Operation, PackedRows,
+    PreparedAttention, Row, Stream, Tensor,
 };
 use blockflash_sys::manifest::Lse;
 
@@ -142,13 +142,13 @@ impl AttentionOperands {
         let (call, o) = (inputs.call(), o.view_mut());
         match row {
             None => call.forward_into(o, lse, stream)?,
-            Some(row) => call.forward_with(row, o, lse, stream)?,
+            Some(row) => call.run_with(row, (o, lse), stream)?,
         }
         Ok(())
     }
 
     pub(super) fn prepare(&mut self, stream: &Stream) -> Result<PreparedAttention> {
-        Ok(self.inputs.call().prepare(&self.o.view_mut(), None, stream)?)
+        Ok(self.inputs.call().prepare(&(self.o.view_mut(), None), stream)?)
     }
 
     pub(super) fn launch_prepared(
@@ -156,7 +156,7 @@ impl AttentionOperands {
         prepared: &PreparedAttention,
         stream: &Stream,
     ) -> Result<()> {
-        Ok(self.inputs.call().forward_prepared(prepared, self.o.view_mut(), None, stream)?)
+        Ok(self.inputs.call().run_prepared(prepared, (self.o.view_mut(), None), stream)?)
     }
 
     pub(super) fn outputs(&mut self, row: Option<&Row>) -> Vec<&mut Tensor> {

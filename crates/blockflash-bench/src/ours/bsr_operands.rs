@@ -3,7 +3,8 @@
 use crate::Result;
 use blockflash_ops::bsr_matmul::{self, BsrMatrix, BsrProblem};
 use blockflash_ops::{
-    BsrMatmul, BsrWorkspace, CudaProperties, PreparedBsrMatmul, Row, Stream, Tensor, ViewMut,
+    BsrMatmul, BsrWorkspace, CudaProperties, Operation, PreparedBsrMatmul, Row, Stream, Tensor,
+    ViewMut,
 };
 
 /// Inputs and output on the device, and everything that a caller can lend.
@@ -45,7 +46,7 @@ impl BsrOperands {
         let (product, c) = self.product();
         match row {
             None => product.matmul_into(c, stream)?,
-            Some(row) => product.matmul_with(row, c, stream)?,
+            Some(row) => product.run_with(row, c, stream)?,
         }
         Ok(())
     }
@@ -61,7 +62,7 @@ impl BsrOperands {
         stream: &Stream,
     ) -> Result<()> {
         let (product, c) = self.product();
-        Ok(product.matmul_prepared(prepared, c, stream)?)
+        Ok(product.run_prepared(prepared, c, stream)?)
     }
 
     pub(super) fn output(&mut self) -> &mut Tensor {

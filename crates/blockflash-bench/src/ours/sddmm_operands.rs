@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::io::Array;
 use blockflash_ops::bsr_sddmm::BsrSddmmProblem;
 use blockflash_ops::{
-    BsrMatrix, BsrSddmm, DType, Device, Major, PreparedBsrSddmm, Row, Stream, Tensor,
+    BsrMatrix, BsrSddmm, DType, Device, Major, Operation, PreparedBsrSddmm, Row, Stream, Tensor,
 };
 
 /// Inputs on the device and in host memory, and the values.
@@ -79,7 +79,7 @@ impl SddmmOperands {
         let product = self.inputs.product()?;
         match row {
             None => product.sddmm_into(self.values.view_mut(), stream)?,
-            Some(row) => product.sddmm_with(row, self.values.view_mut(), stream)?,
+            Some(row) => product.run_with(row, self.values.view_mut(), stream)?,
         }
         Ok(())
     }
@@ -93,7 +93,7 @@ impl SddmmOperands {
         prepared: &PreparedBsrSddmm,
         stream: &Stream,
     ) -> Result<()> {
-        Ok(self.inputs.product()?.sddmm_prepared(prepared, self.values.view_mut(), stream)?)
+        Ok(self.inputs.product()?.run_prepared(prepared, self.values.view_mut(), stream)?)
     }
 
     /// The values, to be poisoned before a launch that is verified.

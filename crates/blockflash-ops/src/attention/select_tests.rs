@@ -1,7 +1,9 @@
 use super::super::{Align, AttentionParams, Mask, plan};
 use super::*;
+use crate::Error;
 use crate::fixtures::{gpu, gpus};
-use blockflash_sys::manifest::AttentionFwd;
+use crate::selection::select_among;
+use blockflash_sys::manifest::{self, AttentionFwd};
 use blockflash_sys::params::BLOCKFLASH_WINDOW_UNBOUNDED;
 use blockflash_sys::{DType, Target};
 

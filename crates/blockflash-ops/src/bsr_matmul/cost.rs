@@ -3,10 +3,9 @@
 
 use super::BsrProblem;
 use super::parts::MOST_PARTS;
-use super::select::is_hopper;
 use blockflash_safe::CudaProperties;
 use blockflash_sys::Row;
-use blockflash_sys::manifest::{BsrTile, Variant};
+use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
 
 /// What writing an element of C costs: so much as that many elements of A or B.
 const COST_OF_C: f64 = 3.2;
@@ -48,11 +47,11 @@ const PORTABLE_BLOCK_N: usize = 256;
 /// decides alone, and comes late in the last panel of columns. With a workspace long tiles may be
 /// computed in parts: how many the longest should have is the second number.
 pub(super) fn hopper_time(
-    row: &Row,
-    tile: &BsrTile,
+    kernel: &BsrMatmulHopper,
     problem: &BsrProblem,
     gpu: &CudaProperties,
 ) -> (f64, usize) {
+    let (tile, filled) = (kernel.tile(), kernel.filled);
     let [block_size, block_rows, block_n] =
         [tile.block_size, tile.block_rows, tile.block_n].map(|size| size as usize);
     let (rows, cols) = (problem.m.div_ceil(block_size), problem.k.div_ceil(block_size));
@@ -60,7 +59,6 @@ pub(super) fn hopper_time(
     let of_longest_row = problem
         .longest_row
         .map_or(density, |blocks| (blocks as f64 / cols.max(1) as f64).clamp(density, 1.0));
-    let filled = matches!(row.variant, Variant::BsrMatmulHopper(tile) if tile.filled);
     // Blocks are filled with zeros by clusters that share B instead, which is in what that costs.
     let sharers =
         if filled { 1 } else { problem.n.div_ceil(block_n).clamp(1, tile.cluster as usize) };
@@ -108,8 +106,7 @@ pub(super) fn hopper_time(
         let all = rounds * in_parts(mean, of_mean);
         clusters + all.max(before_last_panel * all + in_parts(longest, parts as f64))
     };
-    let splits = matches!(row.variant, Variant::BsrMatmulHopper(tile) if tile.splits());
-    let most = if splits && problem.workspace && longest > 0.0 { MOST_PARTS } else { 1 };
+    let most = if kernel.splits() && problem.workspace && longest > 0.0 { MOST_PARTS } else { 1 };
     (2..=most)
         .map(|parts| (time(parts), parts))
         .fold((time(1), 1), |a, b| if b.0 < a.0 { b } else { a })
@@ -117,20 +114,17 @@ pub(super) fn hopper_time(
 
 /// Parts in which a row computes its longest tile if there is memory for their sums.
 pub(super) fn parts(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> usize {
-    match row.bsr_tile() {
-        Some(tile) if is_hopper(row) => hopper_time(row, &tile, problem, gpu).1,
+    match &row.variant {
+        Variant::BsrMatmulHopper(kernel) => hopper_time(kernel, problem, gpu).1,
         _ => 1,
     }
 }
 
-/// Whether a kernel for Hopper is worth its large tiles. For small blocks few of them may leave
-/// most multiprocessors idle, where one block row per tile, each with its own rows of B, keeps all
-/// of them busy.
-pub(super) fn pays(row: &Row, tile: &BsrTile, problem: &BsrProblem, gpu: &CudaProperties) -> bool {
-    if tile.block_size >= 64 {
-        return true;
-    }
-    hopper_time(row, tile, problem, gpu).0 <= portable_time(problem, gpu)
+/// Whether a kernel for Hopper of this estimated time is worth its large tiles. For small blocks
+/// few of them may leave most multiprocessors idle, where one block row per tile, each with its own
+/// rows of B, keeps all of them busy.
+pub(super) fn pays(time: f64, problem: &BsrProblem, gpu: &CudaProperties) -> bool {
+    problem.block_size >= 64 || time <= portable_time(problem, gpu)
 }
 
 /// Estimated time of a portable kernel for small blocks, in the same unit.

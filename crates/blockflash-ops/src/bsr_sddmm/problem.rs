@@ -1,6 +1,6 @@
 use super::BsrSddmm;
 use crate::Result;
-use crate::check::{Operand, contiguous, finite, to_i64};
+use crate::check::{Operand, contiguous, finite, scaled, to_i64};
 use blockflash_safe::{Major, ViewMut};
 use blockflash_sys::DType;
 
@@ -82,6 +82,11 @@ impl BsrSddmmProblem {
     pub fn is_empty(&self) -> bool {
         self.nnz_blocks == 0
     }
+}
+
+/// FLOPs of a sampled product: `2 * nnz_blocks * block_size² * k`.
+pub fn bsr_sddmm_flops(problem: &BsrSddmmProblem) -> u64 {
+    scaled(2, &[problem.nnz_blocks, problem.block_size, problem.block_size, problem.k])
 }
 
 impl BsrSddmm<'_> {
