@@ -179,6 +179,7 @@ impl Steps for Attention<'_> {
         problem.is_empty()
     }
 
+    #[inline]
     fn checked(&self, (o, lse): &Self::Out<'_>, stream: &Stream) -> Result<AttentionProblem> {
         let problem = self.problem()?.with_outputs(o, lse.as_ref())?;
         let device = stream.device();

@@ -196,6 +196,7 @@ impl Steps for BsrMatmul<'_> {
         problem.is_empty()
     }
 
+    #[inline]
     fn checked(&self, c: &ViewMut<'_>, stream: &Stream) -> Result<BsrProblem> {
         let problem = self.problem(c)?;
         let device = stream.device();

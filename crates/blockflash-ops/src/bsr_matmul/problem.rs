@@ -127,6 +127,7 @@ impl BsrMatmul<'_> {
     ///
     /// Whether a kernel exists is another question, which [`select`](super::select) answers; the
     /// CPU runs every problem.
+    #[inline]
     pub fn problem(&self, c: &ViewMut<'_>) -> Result<BsrProblem> {
         let (a, b, c_operand) = (self.a, Operand::new("b", &self.b), Operand::of_mut("c", c));
         let [m, k] = self.shape_of_a();

@@ -116,6 +116,7 @@ impl Steps for BsrSddmm<'_> {
         problem.is_empty()
     }
 
+    #[inline]
     fn checked(&self, values: &ViewMut<'_>, stream: &Stream) -> Result<BsrSddmmProblem> {
         let problem = self.problem(values)?;
         let device = stream.device();

@@ -101,6 +101,7 @@ impl BsrSddmm<'_> {
     /// [`Error::Stride`](crate::Error::Stride) for a matrix of which neither rows nor columns are
     /// contiguous or for values with gaps, [`Error::InvalidScale`](crate::Error::InvalidScale),
     /// [`Error::TooLarge`](crate::Error::TooLarge).
+    #[inline]
     pub fn problem(&self, values: &ViewMut<'_>) -> Result<BsrSddmmProblem> {
         let (pattern, a, b) =
             (self.pattern, Operand::new("a", &self.a), Operand::new("b", &self.b));
