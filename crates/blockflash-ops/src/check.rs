@@ -138,7 +138,8 @@ pub(crate) fn grid_x(factors: &[usize]) -> Result<u32> {
 }
 
 /// A number of operations: the product, or as much as can be counted. Only work that must be done
-/// counts: a masked pair and a block that is not stored are no FLOPs, padding and tile waste neither.
+/// counts: a masked pair and a block that is not stored are no FLOPs, nor are padding and tile
+/// waste.
 pub(crate) fn scaled(count: u64, factors: &[usize]) -> u64 {
     factors.iter().fold(count, |product, &factor| product.saturating_mul(factor as u64))
 }

@@ -58,6 +58,9 @@ pub struct Candidate<'c, P: Problem> {
     pub(crate) gpu: &'c CudaProperties,
 }
 
+/// Why none of these kernels computes the problem; there is at least one.
+pub(crate) type Explanation<P> = fn(&[Candidate<'_, P>]) -> String;
+
 /// One condition under which a kernel computes a problem, and what is said where it does not hold.
 pub struct Rule<P: Problem> {
     /// Asked of many kernels at every call, so it must not format anything.
@@ -66,7 +69,7 @@ pub struct Rule<P: Problem> {
     pub(crate) refuses: fn(&Candidate<'_, P>) -> String,
     /// Why no kernel fits, given those that fulfil all rules before; `None`: what the first of
     /// them says.
-    pub(crate) excludes_all: Option<fn(&[Candidate<'_, P>]) -> String>,
+    pub(crate) excludes_all: Option<Explanation<P>>,
 }
 
 impl<P: Problem> Rule<P> {
@@ -93,7 +96,7 @@ impl<P: Problem> Rule<P> {
     };
 
     /// The kernel is for blocks of this size.
-    pub(crate) const fn block_size(excludes_all: fn(&[Candidate<'_, P>]) -> String) -> Self {
+    pub(crate) const fn block_size(excludes_all: Explanation<P>) -> Self {
         Self {
             holds: |c| P::key_of(c.tile).1 == c.problem.key().1,
             refuses: |c| {
@@ -105,9 +108,7 @@ impl<P: Problem> Rule<P> {
     }
 
     /// The GPU has the shared memory that the kernel needs.
-    pub(crate) const fn shared_memory(
-        excludes_all: Option<fn(&[Candidate<'_, P>]) -> String>,
-    ) -> Self {
+    pub(crate) const fn shared_memory(excludes_all: Option<Explanation<P>>) -> Self {
         Self {
             holds: |c| c.row.smem_bytes() <= c.gpu.smem_per_block,
             refuses: |c| {

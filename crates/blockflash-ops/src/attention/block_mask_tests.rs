@@ -56,7 +56,8 @@ fn masks_that_do_not_fit() {
     }
     assert_eq!(
         of(&mask([100, 200], 3, 1)).unwrap_err().to_string(),
-        "block_mask has shape [3, 1, 100, 200], expected [1 or 2, 1 or 2 or 4, 100, 200] in queries and keys"
+        "block_mask has shape [3, 1, 100, 200], expected [1 or 2, 1 or 2 or 4, 100, 200] in \
+         queries and keys"
     );
 }
 
@@ -145,7 +146,8 @@ fn a_row_says_that_its_tiles_do_not_divide() {
     let error = select(&sparse(64, 32, 64), &gpu(8, 0)).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "attention is not supported on sm_80: head_dim 64: no kernel has tiles that divide blocks of 32 × 64"
+        "attention is not supported on sm_80: head_dim 64: no kernel has tiles that divide blocks \
+         of 32 × 64"
     );
 }
 

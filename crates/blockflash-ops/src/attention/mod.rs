@@ -35,7 +35,8 @@ use blockflash_sys::{DType, Row};
 /// # let data = vec![f16::ONE; 128 * 64];
 /// # let view = View::from_slice(&data, &[1, 128, 1, 64])?;
 /// # let (q, k, v) = (view, view, view);
-/// let attention = Attention { mask: Mask::causal(), softcap: Some(30.0), ..Attention::new(q, k, v) };
+/// let (mask, softcap) = (Mask::causal(), Some(30.0));
+/// let attention = Attention { mask, softcap, ..Attention::new(q, k, v) };
 /// # Ok::<(), blockflash_ops::Error>(())
 /// ```
 ///

@@ -39,7 +39,8 @@ use blockflash_sys::{DType, Row};
 /// let scores = Tensor::from_slice(&stream, &scores, &[1, 2, 8, 16])?;
 /// let local = BlockMask::window(geometry, Some(1), Some(0), Align::BottomRight)?.to(&stream)?;
 /// let source = BlockSource::Scores { scores: scores.view(), k: 4 };
-/// let choice = BlockChoice { always: Some(&local), mask: Mask::causal(), ..BlockChoice::new(source) };
+/// let (always, mask) = (Some(&local), Mask::causal());
+/// let choice = BlockChoice { always, mask, ..BlockChoice::new(source) };
 ///
 /// buffer.build(&choice, &stream)?; // again and again
 /// assert_eq!(buffer.mask().rows(), 8); // for `Attention::block_mask`

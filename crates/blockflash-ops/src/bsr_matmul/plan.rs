@@ -28,7 +28,8 @@ pub struct BsrMatmulPlan {
 ///
 /// # Errors
 /// [`Error::TooLarge`] for a grid or size that the kernel cannot count, [`Error::Unsupported`] if
-/// the row does not compute this problem, [`Error::DType`] for a C that is no floating-point matrix.
+/// the row does not compute this problem, [`Error::DType`] for a C that is no floating-point
+/// matrix.
 pub fn plan(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<BsrMatmulPlan> {
     fits(row, problem, gpu)?;
     planned(row, problem, gpu)
