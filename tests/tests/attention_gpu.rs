@@ -1,7 +1,7 @@
 //! Every attention kernel that the GPU can run against the oracle.
 
 use blockflash_ops::attention::{Attention, Mask};
-use blockflash_ops::{DType, Stream, Tensor};
+use blockflash_ops::{DType, Operation, Stream, Tensor};
 use blockflash_sys::Row;
 use blockflash_sys::manifest::AttentionTile;
 use blockflash_tests::attention::{
@@ -242,7 +242,7 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
                 let lse = case.lse.then(|| Tensor::empty(stream, DType::F32, &[BATCH, 1, SEQLEN]));
                 let mut lse = lse.transpose().map_err(|error| error.to_string())?;
                 let lse = lse.as_mut().map(Tensor::view_mut);
-                call.forward_with(row, o, lse, stream).map_err(|error| error.to_string())?;
+                call.run_with(row, (o, lse), stream).map_err(|error| error.to_string())?;
                 wait(stream, &|| {
                     format!("{} into a tensor beyond 2^31 elements", row.image_name())
                 })?;

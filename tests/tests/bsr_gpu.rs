@@ -1,6 +1,6 @@
 //! Every BSR kernel that the GPU can run against the oracle.
 
-use blockflash_ops::{BsrMatmul, DType, Stream, Tensor};
+use blockflash_ops::{BsrMatmul, DType, Operation, Stream, Tensor};
 use blockflash_sys::Row;
 use blockflash_sys::manifest::BsrTile;
 use blockflash_tests::bsr::{
@@ -277,9 +277,7 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
                     .map_err(|error| error.to_string())?;
                 let product = BsrMatmul::new(&a, b);
                 let mut c = poisoned(stream, dtype, &[ROWS, COLUMNS])?;
-                product
-                    .matmul_with(row, c.view_mut(), stream)
-                    .map_err(|error| error.to_string())?;
+                product.run_with(row, c.view_mut(), stream).map_err(|error| error.to_string())?;
                 wait(stream, &|| format!("{} with B beyond 2^31 elements", row.image_name()))?;
                 check_output(&c, &case, &data, &reference, stream)?;
                 let expected = download(stream, &c)?;
@@ -289,7 +287,7 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
                     .view_mut()
                     .slice(1, 8..8 + COLUMNS)
                     .map_err(|error| error.to_string())?;
-                product.matmul_with(row, out, stream).map_err(|error| error.to_string())?;
+                product.run_with(row, out, stream).map_err(|error| error.to_string())?;
                 wait(stream, &|| format!("{} with C beyond 2^31 elements", row.image_name()))?;
                 for i in (0..ROWS).step_by(97).chain(ROWS - 45..ROWS) {
                     check_row(&spread, i, &expected[i * COLUMNS..][..COLUMNS], stream)?;

@@ -1,8 +1,8 @@
 //! Prepared calls: the same results as the others, and nothing but what was prepared.
 
 use blockflash_ops::{
-    Attention, BlockGeometry, BlockMask, BsrMatmul, BsrMatrix, DType, Device, Error, Mask, Result,
-    Stream, Tensor, View,
+    Attention, BlockGeometry, BlockMask, BsrMatmul, BsrMatrix, DType, Device, Error, Mask,
+    Operation, Result, Stream, Tensor, View,
 };
 use blockflash_tests::gpu::gpu;
 use half::f16;
@@ -23,18 +23,18 @@ fn attention(stream: &Stream) -> Result<()> {
         [Tensor::empty(stream, DType::F16, &shape)?, Tensor::zeros(stream, DType::F16, &shape)?];
 
     let first = Attention { mask: Mask::causal(), ..Attention::new(q.view(), q.view(), q.view()) };
-    let prepared = first.prepare(&o.view_mut(), None, stream)?;
+    let prepared = first.prepare(&(o.view_mut(), None), stream)?;
     assert_eq!(prepared.row().is_none(), stream.device().is_cpu());
     // With other tensors of the same shape.
     let second =
         Attention { mask: Mask::causal(), ..Attention::new(other.view(), q.view(), other.view()) };
     for call in [first, second] {
         call.forward_into(expected.view_mut(), None, stream)?;
-        call.forward_prepared(&prepared, o.view_mut(), None, stream)?;
+        call.run_prepared(&prepared, (o.view_mut(), None), stream)?;
         assert_eq!(bits(&o, stream), bits(&expected, stream));
     }
     let refused = |call: Attention<'_>, o: &mut Tensor| {
-        let result = call.forward_prepared(&prepared, o.view_mut(), None, stream);
+        let result = call.run_prepared(&prepared, (o.view_mut(), None), stream);
         assert!(matches!(result, Err(Error::NotPrepared { op: "attention" })), "{result:?}");
     };
     refused(Attention { mask: Mask::Full, ..first }, &mut o);
@@ -58,14 +58,14 @@ fn block_masks(stream: &Stream) -> Result<()> {
     let fewer = mask(64, &[true, false, false, false])?;
     let plain = Attention::new(q.view(), q.view(), q.view());
     let with = |mask| Attention { block_mask: Some(mask), ..plain };
-    let prepared = with(&first).prepare(&o.view_mut(), None, stream)?;
+    let prepared = with(&first).prepare(&(o.view_mut(), None), stream)?;
     for mask in [&first, &other, &fewer] {
-        with(mask).forward_prepared(&prepared, o.view_mut(), None, stream)?;
+        with(mask).run_prepared(&prepared, (o.view_mut(), None), stream)?;
         assert_eq!(bits(&o, stream), bits(&with(mask).forward(stream)?.o, stream));
     }
     let wider = mask(128, &[true, true])?;
     for call in [plain, with(&wider)] {
-        let result = call.forward_prepared(&prepared, o.view_mut(), None, stream);
+        let result = call.run_prepared(&prepared, (o.view_mut(), None), stream);
         assert!(matches!(result, Err(Error::NotPrepared { op: "attention" })), "{result:?}");
     }
     Ok(())
@@ -91,9 +91,9 @@ fn bsr(stream: &Stream) -> Result<()> {
     let prepared = call.prepare(&c.view_mut(), stream)?;
     assert_eq!(prepared.row().is_none(), stream.device().is_cpu());
     call.matmul_into(expected.view_mut(), stream)?;
-    call.matmul_prepared(&prepared, c.view_mut(), stream)?;
+    call.run_prepared(&prepared, c.view_mut(), stream)?;
     assert_eq!(bits(&c, stream), bits(&expected, stream));
-    let result = BsrMatmul { alpha: 2.0, ..call }.matmul_prepared(&prepared, c.view_mut(), stream);
+    let result = BsrMatmul { alpha: 2.0, ..call }.run_prepared(&prepared, c.view_mut(), stream);
     assert!(matches!(result, Err(Error::NotPrepared { op: "bsr_matmul" })), "{result:?}");
     Ok(())
 }
@@ -120,8 +120,8 @@ fn prepared_calls_on_a_gpu() {
     let on_gpu = q.copy_to(&gpu.stream).unwrap();
     let mut o_gpu = Tensor::zeros(&gpu.stream, DType::F16, &[1, 16, 1, 64]).unwrap();
     let prepared = Attention::new(on_gpu.view(), on_gpu.view(), on_gpu.view())
-        .prepare(&o_gpu.view_mut(), None, &gpu.stream)
+        .prepare(&(o_gpu.view_mut(), None), &gpu.stream)
         .unwrap();
-    let result = call.forward_prepared(&prepared, o.view_mut(), None, &host);
+    let result = call.run_prepared(&prepared, (o.view_mut(), None), &host);
     assert!(matches!(result, Err(Error::NotPrepared { .. })), "{result:?}");
 }

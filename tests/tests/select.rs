@@ -130,7 +130,7 @@ proptest! {
             1 => (any::<bool>(), [select(Major::ALL.to_vec()), select(Major::ALL.to_vec())]),
         ],
     ) {
-        let problem = BsrProblem::new(dtype, [mnk.0, mnk.1, mnk.2], block_size, 7).lying(a_transposed, b, c);
+        let problem = BsrProblem::new(dtype, [mnk.0, mnk.1, mnk.2], block_size, 7).with_layouts(a_transposed, b, c);
         let is_hopper = |row: &Row| matches!(row.variant, Variant::BsrMatmulHopper(_));
         // Tensor maps want rows or columns of B at multiples of 16 bytes.
         let line = if b == Major::Row { mnk.1 } else { mnk.2 };

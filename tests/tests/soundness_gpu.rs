@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 use blockflash_ops::bsr_matmul::{BsrMatmul, BsrMatrix, BsrWorkspace};
-use blockflash_ops::{DType, Error, Stream, Tensor};
+use blockflash_ops::{DType, Error, Operation, Stream, Tensor};
 use blockflash_safe::{Error as SafeError, Graph};
 use blockflash_sys::Row;
 use blockflash_sys::manifest::Variant;
@@ -64,7 +64,7 @@ impl Product {
         let product = BsrMatmul { workspace, ..BsrMatmul::new(&self.a, self.b.view()) };
         match row {
             None => product.matmul_into(self.c.view_mut(), stream),
-            Some(row) => product.matmul_with(row, self.c.view_mut(), stream),
+            Some(row) => product.run_with(row, self.c.view_mut(), stream),
         }
     }
 

@@ -15,12 +15,14 @@ pub(crate) struct Operand<'a> {
 }
 
 impl<'a> Operand<'a> {
+    #[inline]
     pub(crate) fn new(what: &'static str, view: &'a View<'_>) -> Self {
         let (dtype, shape, strides, device) =
             (view.dtype(), view.shape(), view.strides(), view.device());
         Self { what, dtype, shape, strides, device }
     }
 
+    #[inline]
     pub(crate) fn of_mut(what: &'static str, view: &'a ViewMut<'_>) -> Self {
         let (dtype, shape, strides, device) =
             (view.dtype(), view.shape(), view.strides(), view.device());
@@ -28,6 +30,7 @@ impl<'a> Operand<'a> {
     }
 
     /// The element type must be one of `accepted`.
+    #[inline]
     pub(crate) fn dtype_in(&self, accepted: &[DType]) -> Result<()> {
         if accepted.contains(&self.dtype) {
             return Ok(());
@@ -37,6 +40,7 @@ impl<'a> Operand<'a> {
     }
 
     /// The shape must be exactly this.
+    #[inline]
     pub(crate) fn shape_is(&self, expected: &[usize]) -> Result<()> {
         if self.shape == expected { Ok(()) } else { Err(self.wrong_shape(format!("{expected:?}"))) }
     }
@@ -46,6 +50,7 @@ impl<'a> Operand<'a> {
     }
 
     /// The innermost dimension must be contiguous; one element always is.
+    #[inline]
     pub(crate) fn last_dim_contiguous(&self) -> Result<()> {
         match (self.shape.last(), self.strides.last()) {
             (Some(&extent), Some(&stride)) if extent > 1 && stride != 1 => Err(Error::Stride {
@@ -61,6 +66,7 @@ impl<'a> Operand<'a> {
     /// next. A single one has no next; its own length, rounded up to a multiple of 8, keeps it
     /// aligned if it can be. Where both are contiguous it is the rows, unless only columns are as
     /// far apart as is not `worse`.
+    #[inline]
     pub(crate) fn lines(&self, worse: impl Fn(usize) -> bool) -> Result<(Major, usize)> {
         let lines = |major: Major| {
             let (along, across) = if major == Major::Row { (1, 0) } else { (0, 1) };
@@ -80,6 +86,7 @@ impl<'a> Operand<'a> {
     }
 
     /// The operand must live where the stream works.
+    #[inline]
     pub(crate) fn on(&self, device: &Device) -> Result<()> {
         if self.device == device {
             return Ok(());
@@ -94,8 +101,30 @@ pub(crate) fn to_i32(what: &'static str, value: usize) -> Result<i32> {
 }
 
 /// A size or stride that crosses the kernel ABI as a 64-bit integer.
+#[inline]
 pub(crate) fn to_i64(what: &'static str, value: usize) -> Result<i64> {
     i64::try_from(value).map_err(|_| Error::TooLarge { what, value, limit: i64::MAX as usize })
+}
+
+/// Sizes that kernels for Hopper and those of the sampled product take are below this: they add a
+/// tile to them in 32 bits.
+const SIZE_LIMIT: usize = (1 << 31) - 1024;
+
+/// The first of these sizes that such kernels do not take.
+pub(crate) fn too_large([m, n, k]: [usize; 3]) -> Option<(&'static str, usize)> {
+    [("m", m), ("n", n), ("k", k)].into_iter().find(|&(_, size)| size >= SIZE_LIMIT)
+}
+
+/// The same in words.
+pub(crate) fn size_refusal(mnk: [usize; 3]) -> String {
+    let (what, size) = too_large(mnk).unwrap_or_default();
+    format!("{what} is {size}, not below {SIZE_LIMIT}")
+}
+
+/// Whether a dimension of a tensor map can have this stride in elements: it steps on, by less than
+/// 2^40 bytes.
+pub(crate) fn is_tensor_map_stride(stride: usize, dtype: DType) -> bool {
+    stride > 0 && stride < (1 << 40) / dtype.size()
 }
 
 /// A one-dimensional grid of thread blocks, each factor a number of tiles.
@@ -108,7 +137,15 @@ pub(crate) fn grid_x(factors: &[usize]) -> Result<u32> {
     }
 }
 
+/// A number of operations: the product, or as much as can be counted. Only work that must be done
+/// counts: a masked pair and a block that is not stored are no FLOPs, nor are padding and tile
+/// waste.
+pub(crate) fn scaled(count: u64, factors: &[usize]) -> u64 {
+    factors.iter().fold(count, |product, &factor| product.saturating_mul(factor as u64))
+}
+
 /// A factor that must be finite.
+#[inline]
 pub(crate) fn finite(what: &'static str, value: f32) -> Result<f32> {
     if value.is_finite() {
         Ok(value)
@@ -139,6 +176,7 @@ pub(crate) fn vector(
 }
 
 /// A contiguous operand of this type and shape.
+#[inline]
 pub(crate) fn contiguous(
     what: &'static str,
     view: &View<'_>,

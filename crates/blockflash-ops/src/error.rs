@@ -109,7 +109,8 @@ pub enum Error {
 
     /// A block reaches beyond the matrix and is not zero there.
     #[error(
-        "block {block} (block row {block_row}, block column {block_col}) has a value that is not zero at ({row}, {col}), beyond the matrix"
+        "block {block} (block row {block_row}, block column {block_col}) has a value that is not \
+         zero at ({row}, {col}), beyond the matrix"
     )]
     NonzeroPadding {
         /// Index into `values`.
@@ -126,7 +127,8 @@ pub enum Error {
 
     /// Blocks reach beyond the matrix, and nothing would check that these values are zero there.
     #[error(
-        "blocks reach beyond the {rows} x {cols} matrix, where nothing would check that {what} are zero: set values from host memory, or compute them by bsr_sddmm"
+        "blocks reach beyond the {rows} x {cols} matrix, where nothing would check that {what} \
+         are zero: set values from host memory, or compute them by bsr_sddmm"
     )]
     UncheckedPadding {
         /// The values, in words.

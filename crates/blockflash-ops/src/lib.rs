@@ -10,15 +10,15 @@
 //!   gradients of its values need it.
 //! - [`BlockMask`]: which blocks of queries × keys block-sparse [`Attention`] visits; a
 //!   [`BlockMaskBuffer`] builds one on a GPU.
+//! - [`Operation`]: how any of these calls is prepared, repeated, or run with a kernel by name.
 //! - [`support`]: what runs on a device, and why not otherwise.
 //!
-//! Every call goes one way: the operands are validated into a plain problem
-//! ([`Attention::problem`]), a kernel is selected ([`attention::select`]), the launch is planned
-//! ([`attention::plan`]) and queued. The first three touch no GPU. Whatever is not supported is an
-//! [`Error`]; no option is ignored.
+//! Every call goes one way, in `operation.rs` for all of them: the operands are validated into a
+//! plain problem ([`Attention::problem`]), a kernel is selected ([`attention::select`]), the launch
+//! is planned ([`attention::plan`]) and queued. The first three touch no GPU. Whatever is not
+//! supported is an [`Error`]; no option is ignored.
 #![forbid(unsafe_code)]
 
-mod arch;
 pub mod attention;
 pub mod block_sparse;
 pub mod bsr_matmul;
@@ -26,24 +26,25 @@ pub mod bsr_sddmm;
 mod check;
 mod error;
 mod float;
-mod flops;
 mod math;
+mod operation;
+mod selection;
 mod support;
 
 pub use attention::{
     Align, Attention, AttentionOutput, AttentionProblem, BlockMaskSizes, CuSeqlens, Mask,
-    PackedRows, PreparedAttention,
+    PackedRows, PreparedAttention, attention_flops, attention_varlen_flops,
 };
 pub use block_sparse::{
     BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource,
 };
 pub use bsr_matmul::{
     Activation, Bias, BsrMatmul, BsrMatrix, BsrProblem, BsrTranspose, BsrWorkspace,
-    PreparedBsrMatmul,
+    PreparedBsrMatmul, bsr_flops,
 };
-pub use bsr_sddmm::{BsrSddmm, BsrSddmmProblem, DenseLayout, PreparedBsrSddmm};
+pub use bsr_sddmm::{BsrSddmm, BsrSddmmProblem, DenseLayout, PreparedBsrSddmm, bsr_sddmm_flops};
 pub use error::{Error, Result};
-pub use flops::{attention_flops, attention_varlen_flops, bsr_flops, bsr_sddmm_flops};
+pub use operation::{Operation, Prepared};
 pub use support::{Status, SupportRow, support, support_with};
 
 pub use blockflash_safe::{

@@ -1,9 +1,6 @@
-use crate::attention::{self, AttentionProblem, BlockMaskSizes};
-use crate::bsr_matmul::{self, BsrProblem};
-use crate::bsr_sddmm::{self, BsrSddmmProblem};
-use crate::{Error, Result};
-use blockflash_safe::{CudaProperties, Device, Major};
-use blockflash_sys::manifest;
+use crate::selection::{Problem, select};
+use crate::{Error, Result, attention, bsr_matmul, bsr_sddmm};
+use blockflash_safe::{CudaProperties, Device};
 use blockflash_sys::{DType, Row, Target};
 
 /// One line of the support table: an operation, an element type and a range of sizes.
@@ -57,82 +54,32 @@ pub fn support(device: &Device) -> Vec<SupportRow> {
 
 /// The same for a GPU that need not be there; `None` is the CPU.
 pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
-    let mut table = Vec::new();
-    for dtype in [DType::F16, DType::BF16, DType::F32] {
-        let mut push =
-            |op, size: String, selected: &dyn Fn(&CudaProperties) -> Result<&'static Row>| {
-                let status = gpu.map_or(Status::Cpu, |gpu| status(selected(gpu)));
-                let on_gpus = dtype != DType::F32 && !size.starts_with(OTHER);
-                table.push(SupportRow { op, dtype, size, on_gpus, status });
-            };
-        for (size, head_dim) in head_dims() {
-            let problem = AttentionProblem::dense(dtype, [1, 1, 1], [1, 1], head_dim as usize);
-            push(attention::OP, size.clone(), &|gpu| attention::select(&problem, gpu));
-            for block in [64, 128] {
-                let sizes = BlockMaskSizes {
-                    block_q: block,
-                    block_kv: block,
-                    batch: 1,
-                    heads: 1,
-                    packed_rows: None,
-                };
-                let problem = AttentionProblem { block_mask: Some(sizes), ..problem };
-                let size = format!("{size}, blocks of {block} × {block}");
-                push(attention::OP, size, &|gpu| attention::select(&problem, gpu));
-            }
-        }
-        let problem = AttentionProblem::dense(dtype, [1, 1, 1], [1, 1], OTHER_HEAD_DIM);
-        let size = format!("{OTHER} head_dim ({OTHER_HEAD_DIM})");
-        push(attention::OP, size, &|gpu| attention::select(&problem, gpu));
-        for block_size in block_sizes() {
-            let block = block_size as usize;
-            // As many columns as the widest tile of all: no waste speaks against it.
-            let problem = BsrProblem::new(dtype, [block, 1 << 20, block], block, 1);
-            push(bsr_matmul::OP, format!("block {block_size}"), &|gpu| {
-                bsr_matmul::select(&problem, gpu)
-            });
-            for (layout, a_transposed, lines) in BSR_LAYOUTS {
-                let problem = problem.lying(a_transposed, lines, lines);
-                let size = format!("block {block_size}, {layout}");
-                push(bsr_matmul::OP, size, &|gpu| bsr_matmul::select(&problem, gpu));
-            }
-        }
-        let problem = BsrProblem::new(dtype, [OTHER_BLOCK, 1 << 20, OTHER_BLOCK], OTHER_BLOCK, 1);
-        let size = format!("{OTHER} block ({OTHER_BLOCK})");
-        push(bsr_matmul::OP, size.clone(), &|gpu| bsr_matmul::select(&problem, gpu));
-        // Where no kernel is, the CPU computes, and a GPU says what is missing.
-        for block_size in bsr_sddmm::block_sizes(manifest::rows()) {
-            let block = block_size as usize;
-            let layouts = [Major::Column, Major::Row];
-            let problem = BsrSddmmProblem::new(dtype, [block; 3], block, 1, layouts);
-            push(bsr_sddmm::OP, format!("block {block_size}"), &|gpu| {
-                bsr_sddmm::select(&problem, gpu)
-            });
-        }
-        let problem = BsrSddmmProblem::new(
-            dtype,
-            [OTHER_BLOCK; 3],
-            OTHER_BLOCK,
-            1,
-            [Major::Column, Major::Row],
-        );
-        push(bsr_sddmm::OP, size, &|gpu| bsr_sddmm::select(&problem, gpu));
-    }
-    table
+    [DType::F16, DType::BF16, DType::F32]
+        .into_iter()
+        .flat_map(|dtype| {
+            [
+                rows(dtype, attention::support(dtype), gpu),
+                rows(dtype, bsr_matmul::support(dtype), gpu),
+                rows(dtype, bsr_sddmm::support(dtype), gpu),
+            ]
+        })
+        .flatten()
+        .collect()
 }
 
-/// Sizes that stand for all those that no kernel is made for, and how their lines begin.
-const OTHER: &str = "other";
-const OTHER_HEAD_DIM: usize = 59;
-const OTHER_BLOCK: usize = 24;
-
-/// What not every kernel of the BSR matmul takes: Aᵀ, and columns of B and C, as dense times sparse
-/// has them.
-const BSR_LAYOUTS: [(&str, bool, Major); 3] = [
-    ("transposed A", true, Major::Row),
-    ("column-major B and C", false, Major::Column),
-    ("transposed A, column-major B and C", true, Major::Column),
-];
+/// The lines of an operation. Where no kernel is, the CPU computes, and a GPU says what is missing.
+fn rows<P: Problem>(
+    dtype: DType,
+    lines: Vec<(String, P)>,
+    gpu: Option<&CudaProperties>,
+) -> Vec<SupportRow> {
+    let row = |(size, problem): (String, P)| {
+        let status = gpu.map_or(Status::Cpu, |gpu| status(select(&problem, gpu)));
+        let on_gpus = dtype != DType::F32 && !size.starts_with("other");
+        SupportRow { op: P::OP, dtype, size, on_gpus, status }
+    };
+    lines.into_iter().map(row).collect()
+}
 
 fn status(selected: Result<&'static Row>) -> Status {
     match selected {
@@ -142,31 +89,6 @@ fn status(selected: Result<&'static Row>) -> Status {
         Err(Error::Unsupported { what, .. }) => Status::Unsupported { reason: what },
         Err(error) => Status::Unsupported { reason: error.to_string() },
     }
-}
-
-/// The head_dim tiles of all attention rows, each as the range of head dimensions it is the
-/// smallest for.
-fn head_dims() -> Vec<(String, u32)> {
-    let mut tiles: Vec<u32> =
-        manifest::rows().iter().filter_map(Row::attention_tile).map(|tile| tile.head_dim).collect();
-    tiles.sort_unstable();
-    tiles.dedup();
-    // Head dimensions are multiples of 8.
-    let starts = std::iter::once(8).chain(tiles.iter().map(|tile| tile + 8)).collect::<Vec<_>>();
-    starts
-        .iter()
-        .zip(&tiles)
-        .map(|(start, &tile)| (format!("head_dim {start}..={tile} by 8"), tile))
-        .collect()
-}
-
-/// The block sizes of all BSR rows.
-fn block_sizes() -> Vec<u32> {
-    let mut sizes: Vec<u32> =
-        manifest::rows().iter().filter_map(Row::bsr_tile).map(|tile| tile.block_size).collect();
-    sizes.sort_unstable();
-    sizes.dedup();
-    sizes
 }
 
 #[cfg(test)]
@@ -246,8 +168,12 @@ mod tests {
     #[test]
     fn ranges_cover_every_head_dim_once() {
         let mut next = 8;
-        for (size, tile) in head_dims() {
-            assert_eq!(size, format!("head_dim {next}..={tile} by 8"));
+        let ranges = attention::support(DType::F16);
+        for (size, _) in ranges.iter().filter(|(size, _)| size.ends_with("by 8")) {
+            let tile: usize = size
+                .strip_prefix(&format!("head_dim {next}..="))
+                .and_then(|rest| rest.strip_suffix(" by 8")?.parse().ok())
+                .unwrap_or_else(|| panic!("{size} does not start at {next}"));
             next = tile + 8;
         }
         assert_eq!(next, 264);

@@ -7,7 +7,7 @@ use crate::number::{POISON, decode, poison};
 use crate::placement::Placed;
 use crate::tolerance::check;
 use blockflash_ops::attention::{Attention, CuSeqlens};
-use blockflash_ops::{BlockMask, DType, Stream, Tensor};
+use blockflash_ops::{BlockMask, DType, Operation, Stream, Tensor};
 use blockflash_sys::Row;
 
 /// Which kernel computes a case.
@@ -179,7 +179,7 @@ impl AttentionOutputs {
         let lse = self.lse.as_mut().map(|tensor| view_mut(tensor, &lse));
         match kernel {
             Kernel::Selected => call.forward_into(o, lse, stream),
-            Kernel::Row(row) => call.forward_with(row, o, lse, stream),
+            Kernel::Row(row) => call.run_with(row, (o, lse), stream),
         }
     }
 

@@ -10,7 +10,7 @@ use crate::tolerance::check;
 use blockflash_ops::bsr_matmul::{
     Bias, BsrMatmul, BsrMatrix, BsrProblem, BsrTranspose, BsrWorkspace,
 };
-use blockflash_ops::{DType, Device, Error, Major, Stream, Tensor};
+use blockflash_ops::{DType, Device, Error, Major, Operation, Stream, Tensor};
 use blockflash_sys::Row;
 use blockflash_sys::manifest::{BsrTile, Variant};
 
@@ -155,7 +155,7 @@ impl BsrInputs {
         let c = view_mut(c, &placed(&self.case)[1]);
         match kernel {
             Kernel::Selected => self.product().matmul_into(c, stream),
-            Kernel::Row(row) => self.product().matmul_with(row, c, stream),
+            Kernel::Row(row) => self.product().run_with(row, c, stream),
         }
     }
 }

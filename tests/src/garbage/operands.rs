@@ -7,7 +7,9 @@ use crate::attention::{dims_of_tile, smallest_block};
 use crate::number::POISON;
 use crate::placement::Placement;
 use blockflash_ops::attention::{accepts, select};
-use blockflash_ops::{Attention, BlockGeometry, BlockMask, CuSeqlens, DType, Error, Mask};
+use blockflash_ops::{
+    Attention, BlockGeometry, BlockMask, CuSeqlens, DType, Error, Mask, Operation,
+};
 use blockflash_sys::Row;
 use rand::Rng;
 use std::fmt;
@@ -157,7 +159,7 @@ impl Operands {
             return call.forward_into(o, lse, &place.stream);
         }
         match sizes.kernel.0 {
-            Some(row) => call.forward_with(row, o, lse, &place.stream),
+            Some(row) => call.run_with(row, (o, lse), &place.stream),
             None => call.forward_into(o, lse, &place.stream),
         }
     }

@@ -8,7 +8,7 @@ use crate::bsr::order;
 use crate::number::POISON;
 use crate::placement::Placement;
 use blockflash_ops::{
-    BsrMatmul, BsrMatrix, BsrSddmm, BsrTranspose, BsrWorkspace, DType, Error, Major,
+    BsrMatmul, BsrMatrix, BsrSddmm, BsrTranspose, BsrWorkspace, DType, Error, Major, Operation,
 };
 use blockflash_ops::{Tensor, bsr_matmul, bsr_sddmm};
 use blockflash_sys::Row;
@@ -194,7 +194,7 @@ fn queue_product(
         }
     }
     match row {
-        Some(row) if place.imagined.is_none() => call.matmul_with(row, c.view_mut(), &place.stream),
+        Some(row) if place.imagined.is_none() => call.run_with(row, c.view_mut(), &place.stream),
         _ => call.matmul_into(c.view_mut(), &place.stream),
     }
 }
@@ -261,7 +261,7 @@ fn queue_sampled(
     }
     match row {
         Some(row) if place.imagined.is_none() => {
-            call.sddmm_with(row, values.view_mut(), &place.stream)
+            call.run_with(row, values.view_mut(), &place.stream)
         }
         _ => call.sddmm_into(values.view_mut(), &place.stream),
     }

@@ -8,7 +8,7 @@ use crate::host::{download, poisoned, refill, upload, view, view_mut};
 use crate::number::{encode, poison};
 use crate::placement::{Placed, Placement};
 use crate::tolerance::check;
-use blockflash_ops::{BsrMatrix, BsrSddmm, DType, Error, Stream, Tensor};
+use blockflash_ops::{BsrMatrix, BsrSddmm, DType, Error, Operation, Stream, Tensor};
 use blockflash_sys::{Major, Row};
 
 /// The operands of a sampled product on a device.
@@ -94,7 +94,7 @@ impl SddmmInputs {
         let values = view_mut(values, &placed_values(&self.case, data));
         match kernel {
             Kernel::Selected => self.product().sddmm_into(values, stream),
-            Kernel::Row(row) => self.product().sddmm_with(row, values, stream),
+            Kernel::Row(row) => self.product().run_with(row, values, stream),
         }
     }
 }

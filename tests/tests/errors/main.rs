@@ -17,7 +17,9 @@ mod bsr;
 mod gpu;
 
 use blockflash_ops::attention::{Attention, Mask};
-use blockflash_ops::{BsrMatmul, BsrMatrix, DType, Device, Error, Layout, Stream, Tensor, View};
+use blockflash_ops::{
+    BsrMatmul, BsrMatrix, DType, Device, Error, Layout, Operation, Stream, Tensor, View,
+};
 use blockflash_sys::manifest;
 use half::f16;
 
@@ -44,7 +46,7 @@ fn kernels_do_not_run_on_the_cpu() {
     let mut o = f16s(&[1, 5, 2, 64]);
     let call = Attention { mask: Mask::causal(), ..Attention::new(t.view(), t.view(), t.view()) };
     assert_error!(
-        call.forward_with(row, o.view_mut(), None, &cpu()),
+        call.run_with(row, (o.view_mut(), None), &cpu()),
         Error::Unsupported { .. },
         "cpu"
     );
@@ -53,7 +55,7 @@ fn kernels_do_not_run_on_the_cpu() {
     let b = f16s(&[16, 4]);
     let mut c = f16s(&[16, 4]);
     let call = BsrMatmul::new(&a, b.view());
-    assert_error!(call.matmul_with(row, c.view_mut(), &cpu()), Error::Unsupported { .. }, "cpu");
+    assert_error!(call.run_with(row, c.view_mut(), &cpu()), Error::Unsupported { .. }, "cpu");
 }
 
 #[test]

@@ -11,7 +11,7 @@ use super::sparsity::Sparsity;
 use blockflash_bench::Result;
 use blockflash_bench::io::Array;
 use blockflash_bench::timing::{Cache, Repeat};
-use blockflash_ops::{Activation, BsrMatmul, BsrSddmm, DType, Row, Stream, Tensor};
+use blockflash_ops::{Activation, BsrMatmul, BsrSddmm, DType, Operation, Row, Stream, Tensor};
 use blockflash_ops::{bsr_flops, bsr_sddmm_flops};
 use serde::Serialize;
 

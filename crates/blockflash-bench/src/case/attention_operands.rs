@@ -6,8 +6,8 @@ use super::operands::{Operands, normal};
 use crate::error::{Error, Result};
 use crate::io::Array;
 use blockflash_ops::{
-    Attention, AttentionProblem, BlockMask, CuSeqlens, CudaProperties, DType, Mask, PackedRows,
-    PreparedAttention, Row, Stream, Tensor, attention,
+    Attention, AttentionProblem, BlockMask, CuSeqlens, CudaProperties, DType, Mask, Operation,
+    PackedRows, PreparedAttention, Row, Stream, Tensor, attention,
 };
 use blockflash_oracle::{self as oracle, AttentionCase, Comparison, Mismatch};
 use blockflash_sys::manifest::Lse;
@@ -141,19 +141,19 @@ impl Operands for AttentionOperands {
         let (call, o) = (self.inputs.call(), self.o.view_mut());
         match row {
             None => call.forward_into(o, lse, stream)?,
-            Some(row) => call.forward_with(row, o, lse, stream)?,
+            Some(row) => call.run_with(row, (o, lse), stream)?,
         }
         Ok(())
     }
 
     fn prepare(&mut self, stream: &Stream) -> Result<bool> {
-        self.prepared = Some(self.inputs.call().prepare(&self.o.view_mut(), None, stream)?);
+        self.prepared = Some(self.inputs.call().prepare(&(self.o.view_mut(), None), stream)?);
         Ok(true)
     }
 
     fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
         let Some(prepared) = &self.prepared else { return self.launch(None, stream) };
-        Ok(self.inputs.call().forward_prepared(prepared, self.o.view_mut(), None, stream)?)
+        Ok(self.inputs.call().run_prepared(prepared, (self.o.view_mut(), None), stream)?)
     }
 
     fn outputs(&mut self, row: Option<&Row>) -> Vec<&mut Tensor> {

@@ -11,8 +11,8 @@ use crate::error::Result;
 use crate::io::Array;
 use blockflash_ops::bsr_matmul::{BsrMatrix, BsrProblem, accepts, select};
 use blockflash_ops::{
-    BsrMatmul, BsrWorkspace, CudaProperties, PreparedBsrMatmul, Row, Stream, Tensor, ViewMut,
-    bsr_flops,
+    BsrMatmul, BsrWorkspace, CudaProperties, Operation, PreparedBsrMatmul, Row, Stream, Tensor,
+    ViewMut, bsr_flops,
 };
 use blockflash_oracle::{self as oracle, Activation, BsrCase, Comparison, Mismatch};
 use blockflash_sys::DType;
@@ -180,7 +180,7 @@ impl Operands for BsrOperands {
         let (product, c) = self.product();
         match row {
             None => product.matmul_into(c, stream)?,
-            Some(row) => product.matmul_with(row, c, stream)?,
+            Some(row) => product.run_with(row, c, stream)?,
         }
         Ok(())
     }
@@ -196,7 +196,7 @@ impl Operands for BsrOperands {
             return self.launch(None, stream);
         };
         let product = BsrMatmul { workspace: Some(workspace), ..BsrMatmul::new(a, b.view()) };
-        Ok(product.matmul_prepared(prepared, c.view_mut(), stream)?)
+        Ok(product.run_prepared(prepared, c.view_mut(), stream)?)
     }
 
     fn outputs(&mut self, _row: Option<&Row>) -> Vec<&mut Tensor> {

@@ -11,8 +11,8 @@ use crate::error::Result;
 use crate::io::Array;
 use blockflash_ops::bsr_sddmm::{BsrSddmmProblem, accepts, select};
 use blockflash_ops::{
-    BsrMatrix, BsrSddmm, CudaProperties, Device, Major, PreparedBsrSddmm, Row, Stream, Tensor,
-    bsr_sddmm_flops,
+    BsrMatrix, BsrSddmm, CudaProperties, Device, Major, Operation, PreparedBsrSddmm, Row, Stream,
+    Tensor, bsr_sddmm_flops,
 };
 use blockflash_oracle::{self as oracle, Comparison, Mismatch, SddmmCase};
 use blockflash_sys::DType;
@@ -222,7 +222,7 @@ impl Operands for SddmmOperands {
         let product = self.inputs.product()?;
         match row {
             None => product.sddmm_into(self.values.view_mut(), stream)?,
-            Some(row) => product.sddmm_with(row, self.values.view_mut(), stream)?,
+            Some(row) => product.run_with(row, self.values.view_mut(), stream)?,
         }
         Ok(())
     }
@@ -235,7 +235,7 @@ impl Operands for SddmmOperands {
 
     fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
         let Some(prepared) = &self.prepared else { return self.launch(None, stream) };
-        Ok(self.inputs.product()?.sddmm_prepared(prepared, self.values.view_mut(), stream)?)
+        Ok(self.inputs.product()?.run_prepared(prepared, self.values.view_mut(), stream)?)
     }
 
     fn outputs(&mut self, _row: Option<&Row>) -> Vec<&mut Tensor> {

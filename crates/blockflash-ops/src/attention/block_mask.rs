@@ -50,7 +50,8 @@ impl BlockMaskSizes {
                 }
                 [true, true] => {
                     format!(
-                        "[{batch}, {heads}, up to {seqlen_q}, up to {seqlen_kv}] in queries and keys"
+                        "[{batch}, {heads}, up to {seqlen_q}, up to {seqlen_kv}] in queries and \
+                         keys"
                     )
                 }
                 [true, false] => "a packed mask, as the batch is variable-length".into(),

@@ -2,8 +2,11 @@
 
 use super::super::{Align, AttentionParams, AttentionPlan, Mask, PackedRows, plan};
 use super::*;
+use crate::Error;
 use crate::fixtures::gpu;
+use crate::selection::select_among;
 use blockflash_sys::Target;
+use blockflash_sys::manifest;
 use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_tma_params};
 
 fn select(problem: &AttentionProblem, gpu: &CudaProperties) -> Result<&'static Row> {

@@ -2,7 +2,7 @@
 
 mod block_mask;
 mod cpu;
-mod launch;
+mod flops;
 mod mask;
 mod plan;
 mod problem;
@@ -10,6 +10,7 @@ mod select;
 mod seqlens;
 
 pub use block_mask::BlockMaskSizes;
+pub use flops::{attention_flops, attention_varlen_flops};
 pub use mask::{Align, Mask};
 pub use plan::{AttentionParams, AttentionPlan, plan};
 pub use problem::{AttentionProblem, LseStrides, MAX_SEQLEN, PackedRows, Strides};
@@ -18,10 +19,13 @@ pub use seqlens::CuSeqlens;
 
 pub(crate) use block_mask::params as block_mask_params;
 pub(crate) use plan::window_side;
-pub(crate) use select::OP;
+pub(crate) use select::support;
 
+use crate::check::Operand;
+use crate::operation::{Operation, Prepared, Steps};
 use crate::{BlockMask, Error, Result};
-use blockflash_safe::{Device, Stream, Tensor, View, ViewMut};
+use blockflash_safe::{AttentionFwdOperands, CudaProperties, Stream, Tensor, View, ViewMut};
+use blockflash_sys::manifest::{AttentionFwd, AttentionFwdHopper};
 use blockflash_sys::{DType, Row};
 
 /// A call of the attention forward pass. Fields left at their default do nothing:
@@ -32,7 +36,8 @@ use blockflash_sys::{DType, Row};
 /// # let data = vec![f16::ONE; 128 * 64];
 /// # let view = View::from_slice(&data, &[1, 128, 1, 64])?;
 /// # let (q, k, v) = (view, view, view);
-/// let attention = Attention { mask: Mask::causal(), softcap: Some(30.0), ..Attention::new(q, k, v) };
+/// let (mask, softcap) = (Mask::causal(), Some(30.0));
+/// let attention = Attention { mask, softcap, ..Attention::new(q, k, v) };
 /// # Ok::<(), blockflash_ops::Error>(())
 /// ```
 ///
@@ -88,34 +93,8 @@ pub struct AttentionOutput {
     pub lse: Tensor,
 }
 
-/// A call whose kernel is decided and loaded, for loops that repeat it: see [`Attention::prepare`].
-///
-/// ```
-/// # use blockflash_ops::{Attention, DType, Device, Tensor};
-/// # let stream = Device::best().stream()?;
-/// # let q = Tensor::from_slice(&stream, &vec![half::f16::ONE; 16 * 2 * 64], &[1, 16, 2, 64])?;
-/// # let mut o = Tensor::empty(&stream, DType::F16, &[1, 16, 2, 64])?;
-/// let attention = Attention::new(q.view(), q.view(), q.view());
-/// let prepared = attention.prepare(&o.view_mut(), None, &stream)?;
-/// for _ in 0..3 {
-///     attention.forward_prepared(&prepared, o.view_mut(), None, &stream)?;
-/// }
-/// # Ok::<(), blockflash_ops::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug)]
-pub struct PreparedAttention {
-    problem: AttentionProblem,
-    device: Device,
-    /// `None` on the CPU, and where there is nothing to compute.
-    row: Option<&'static Row>,
-}
-
-impl PreparedAttention {
-    /// The kernel; `None` on the CPU, and where there is nothing to compute.
-    pub fn row(&self) -> Option<&'static Row> {
-        self.row
-    }
-}
+/// See [`Operation::prepare`].
+pub type PreparedAttention = Prepared<AttentionProblem>;
 
 impl<'a> Attention<'a> {
     /// Full attention with the default scale.
@@ -151,82 +130,7 @@ impl<'a> Attention<'a> {
         lse: Option<ViewMut<'_>>,
         stream: &Stream,
     ) -> Result<()> {
-        let problem = launch::checked(self, &o, lse.as_ref(), stream)?;
-        if problem.is_empty() {
-            return Ok(());
-        }
-        match stream.device().cuda_properties() {
-            None => cpu::forward(self, &problem, o, lse, stream),
-            Some(gpu) => launch::launch(self, select(&problem, gpu)?, &problem, o, lse, stream),
-        }
-    }
-
-    /// Like [`forward_into`](Self::forward_into) with this very kernel, whatever [`select`] would
-    /// take: for tests and measurements.
-    ///
-    /// # Errors
-    /// Also [`Error::Unsupported`] if the row cannot compute this problem on this device.
-    pub fn forward_with(
-        &self,
-        row: &Row,
-        o: ViewMut<'_>,
-        lse: Option<ViewMut<'_>>,
-        stream: &Stream,
-    ) -> Result<()> {
-        let problem = launch::checked(self, &o, lse.as_ref(), stream)?;
-        let Some(gpu) = stream.device().cuda_properties() else {
-            return Err(launch::no_kernel_on_cpu(row));
-        };
-        accepts(row, &problem, gpu)?;
-        if problem.is_empty() {
-            return Ok(());
-        }
-        launch::launch(self, row, &problem, o, lse, stream)
-    }
-
-    /// Decides for good what [`forward_into`](Self::forward_into) decides anew at each call, and
-    /// loads the kernel.
-    ///
-    /// # Errors
-    /// As [`forward_into`](Self::forward_into), and if the kernel cannot be loaded.
-    pub fn prepare(
-        &self,
-        o: &ViewMut<'_>,
-        lse: Option<&ViewMut<'_>>,
-        stream: &Stream,
-    ) -> Result<PreparedAttention> {
-        let problem = launch::checked(self, o, lse, stream)?;
-        let row = match stream.device().cuda_properties() {
-            Some(gpu) if !problem.is_empty() => Some(select(&problem, gpu)?),
-            _ => None,
-        };
-        row.map_or(Ok(()), |row| stream.device().preload(row).map(|_| ()))?;
-        Ok(PreparedAttention { problem, device: *stream.device(), row })
-    }
-
-    /// Like [`forward_into`](Self::forward_into) with the kernel that was decided on. The tensors
-    /// may be others than those that were prepared with; everything that they are checked for is
-    /// checked again.
-    ///
-    /// # Errors
-    /// Also [`Error::NotPrepared`] if sizes, strides, types, options or the device differ. A block
-    /// mask may visit other blocks.
-    pub fn forward_prepared(
-        &self,
-        prepared: &PreparedAttention,
-        o: ViewMut<'_>,
-        lse: Option<ViewMut<'_>>,
-        stream: &Stream,
-    ) -> Result<()> {
-        let problem = launch::checked(self, &o, lse.as_ref(), stream)?;
-        if problem != prepared.problem || *stream.device() != prepared.device {
-            return Err(Error::NotPrepared { op: OP });
-        }
-        match prepared.row {
-            Some(row) => launch::launch(self, row, &problem, o, lse, stream),
-            None if problem.is_empty() => Ok(()),
-            None => cpu::forward(self, &problem, o, lse, stream),
-        }
+        self.run((o, lse), stream)
     }
 
     /// Allocates the outputs and computes them. In a variable-length batch, rows that belong to no
@@ -266,6 +170,87 @@ impl<'a> Attention<'a> {
             cu_seqlens.read(stream, packed.total_q, packed.total_kv, self.block_mask)?;
         }
         Ok(())
+    }
+}
+
+impl Steps for Attention<'_> {
+    type Problem = AttentionProblem;
+    type Out<'o> = (ViewMut<'o>, Option<ViewMut<'o>>);
+
+    fn is_empty(problem: &AttentionProblem) -> bool {
+        problem.is_empty()
+    }
+
+    #[inline]
+    fn checked(&self, (o, lse): &Self::Out<'_>, stream: &Stream) -> Result<AttentionProblem> {
+        let problem = self.problem()?.with_outputs(o, lse.as_ref())?;
+        let device = stream.device();
+        let inputs = [
+            ("q", Some(&self.q)),
+            ("k", Some(&self.k)),
+            ("v", Some(&self.v)),
+            ("sink", self.sink.as_ref()),
+            ("cu_seqlens.q", self.cu_seqlens.as_ref().map(|cu_seqlens| &cu_seqlens.q)),
+            ("cu_seqlens.kv", self.cu_seqlens.as_ref().map(|cu_seqlens| &cu_seqlens.kv)),
+        ];
+        for (what, view) in inputs {
+            view.map_or(Ok(()), |view| Operand::new(what, view).on(device))?;
+        }
+        if let Some(block_mask) = self.block_mask {
+            Operand::new("block_mask", &block_mask.row_ptr().view()).on(device)?;
+        }
+        Operand::of_mut("o", o).on(device)?;
+        lse.as_ref().map_or(Ok(()), |lse| Operand::of_mut("lse", lse).on(device))?;
+        Ok(problem)
+    }
+
+    fn launch(
+        &self,
+        row: &Row,
+        problem: &AttentionProblem,
+        gpu: &CudaProperties,
+        (o, lse): Self::Out<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let plan = plan::planned(row, problem, gpu)?;
+        let aligned = [
+            ("q", self.q.is_aligned(16)),
+            ("k", self.k.is_aligned(16)),
+            ("v", self.v.is_aligned(16)),
+            ("o", o.is_aligned(16)),
+        ];
+        if let Some(&(what, _)) = aligned.iter().find(|(_, aligned)| !aligned) {
+            let problem = "the address is not a multiple of 16".into();
+            return Err(Error::Misaligned { what, problem });
+        }
+        let operands = AttentionFwdOperands {
+            q: self.q,
+            k: self.k,
+            v: self.v,
+            o,
+            lse,
+            sink: self.sink,
+            cu_seqlens: self.cu_seqlens.map(|cu_seqlens| [cu_seqlens.q, cu_seqlens.kv]),
+            block_mask: self.block_mask.map(BlockMask::for_kernels),
+        };
+        match &plan.params {
+            AttentionParams::Portable(params) => {
+                stream.launch::<AttentionFwd>(row, &plan.config, params, operands)?;
+            }
+            AttentionParams::Hopper(params) => {
+                stream.launch::<AttentionFwdHopper>(row, &plan.config, params, operands)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn compute(
+        &self,
+        problem: &AttentionProblem,
+        (o, lse): Self::Out<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        cpu::forward(self, problem, o, lse, stream)
     }
 }
 

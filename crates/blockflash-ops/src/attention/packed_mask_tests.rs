@@ -83,7 +83,8 @@ fn masks_that_do_not_fit() {
     }
     assert_eq!(
         problem(&BlockMask::full(geometry).unwrap()),
-        "block_mask has shape [1, 1, 320, 300], expected a packed mask, as the batch is variable-length"
+        "block_mask has shape [1, 1, 320, 300], expected a packed mask, as the batch is \
+         variable-length"
     );
     let data = values(320 * 8, 1);
     let dense = View::from_slice(&data, &[1, 320, 1, 8]).unwrap();

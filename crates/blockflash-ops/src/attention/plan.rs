@@ -1,5 +1,6 @@
-use super::{AttentionProblem, block_mask, select};
+use super::{AttentionProblem, block_mask};
 use crate::check::{grid_x, to_i32, to_i64};
+use crate::selection::{fits, tile_of};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
 use blockflash_sys::Row;
@@ -51,41 +52,23 @@ pub struct AttentionPlan {
 ///
 /// # Errors
 /// [`Error::Misaligned`] for a stride that is not a multiple of 8 elements, [`Error::TooLarge`] for
-/// a grid or size beyond 32 bits, [`Error::Unsupported`] if the row is no attention kernel, its
-/// tile is too small, or does not divide the blocks of the mask.
+/// a grid or size beyond 32 bits, [`Error::Unsupported`] if the row does not compute this problem.
 pub fn plan(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> Result<AttentionPlan> {
-    let unsupported =
-        |what| Error::Unsupported { op: select::OP, arch: row.target.to_string(), what };
-    let Some(tile) = row.attention_tile() else {
-        return Err(unsupported(format!("{} computes something else", row.symbol())));
-    };
-    if problem.head_dim > tile.head_dim as usize {
-        return Err(unsupported(format!(
-            "head_dim {} is wider than {}",
-            problem.head_dim,
-            row.symbol()
-        )));
-    }
-    if problem.block_mask.is_some_and(|mask| !mask.divides_into(&tile)) {
-        return Err(unsupported(format!(
-            "the blocks of the mask do not consist of tiles of {}",
-            row.symbol()
-        )));
-    }
-    if !tile.lse.suits(problem.lse.is_some()) {
-        return Err(unsupported(format!("{}: {}", row.symbol(), select::log_sum_exp(tile.lse))));
-    }
-    if !select::shares_heads(&tile, problem) {
-        return Err(unsupported(format!(
-            "{} heads of q share a tile of {}, but not keys and the block mask",
-            tile.heads,
-            row.symbol()
-        )));
-    }
+    fits(row, problem, gpu)?;
+    planned(row, problem, gpu)
+}
+
+/// The same for a row that is known to compute the problem.
+pub(super) fn planned(
+    row: &Row,
+    problem: &AttentionProblem,
+    gpu: &CudaProperties,
+) -> Result<AttentionPlan> {
+    let tile = &tile_of::<AttentionProblem>(row, &gpu.compute_capability)?;
     check_strides(problem)?;
 
     let tiles_q = match problem.block_mask {
-        Some(mask) => mask.tiles_q(problem.seqlen_q, &tile),
+        Some(mask) => mask.tiles_q(problem.seqlen_q, tile),
         None => problem.seqlen_q.div_ceil(tile.block_q as usize),
     };
     let tiles = grid_x(&[tiles_q, problem.num_heads_q / tile.heads as usize, problem.batch])?;

@@ -1,17 +1,12 @@
-use super::{AttentionProblem, BlockMaskSizes};
-use crate::arch;
-use crate::{Error, Result};
+use super::{Align, AttentionProblem, BlockMaskSizes};
+use crate::Result;
+use crate::check::is_tensor_map_stride;
+use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::manifest::{self, AttentionTile, Lse, Variant};
+use blockflash_sys::manifest::{AttentionTile, Lse, Variant};
 use blockflash_sys::{DType, Row};
 use std::cmp::Reverse;
-use std::fmt;
-
-/// Name of the operation in errors and in the support table.
-pub(crate) const OP: &str = "attention";
-
-/// Strides of a tensor map are below this, in bytes.
-const TENSOR_MAP_STRIDE_LIMIT: usize = 1 << 40;
+use std::sync::LazyLock;
 
 /// The kernel for a problem on a GPU: of the usable rows those of the preferred target (machine
 /// code before PTX), of these the smallest head_dim tile that fits, of these the one whose grid is
@@ -19,138 +14,173 @@ const TENSOR_MAP_STRIDE_LIMIT: usize = 1 << 40;
 /// that do are taken.
 ///
 /// # Errors
-/// [`Error::Unsupported`] says what no row offers: the element type, the head dimension, the blocks
-/// of the mask, the architecture or its shared memory.
+/// [`Error::Unsupported`](crate::Error::Unsupported) says what no row offers: the element type, the
+/// head dimension, the blocks of the mask, the architecture or its shared memory.
 pub fn select(problem: &AttentionProblem, gpu: &CudaProperties) -> Result<&'static Row> {
-    select_among(manifest::rows(), problem, gpu)
-}
-
-pub(crate) fn select_among<'r>(
-    rows: &'r [Row],
-    problem: &AttentionProblem,
-    gpu: &CudaProperties,
-) -> Result<&'r Row> {
-    rows.iter()
-        .filter_map(|row| Some((row, row.attention_tile()?)))
-        .filter(|(row, tile)| fits(row, tile, problem, gpu).is_ok())
-        .min_by(|a, b| {
-            let sparse = problem.block_mask.is_some();
-            let preference = |(row, tile): &(&Row, AttentionTile)| {
-                let largest = sparse.then_some(Reverse((tile.block_q, tile.block_kv)));
-                (arch::preference(row.target), tile.head_dim, largest)
-            };
-            let time = |(row, tile): &(&Row, AttentionTile)| relative_time(row, tile, problem, gpu);
-            preference(a).cmp(&preference(b)).then_with(|| time(a).total_cmp(&time(b)))
-        })
-        .map(|(row, _)| row)
-        .ok_or_else(|| unsupported(gpu, why_none(rows, problem, gpu)))
+    selection::select(problem, gpu)
 }
 
 /// Whether this very row can compute the problem on this GPU.
 ///
 /// # Errors
-/// [`Error::Unsupported`] says what does not fit.
+/// [`Error::Unsupported`](crate::Error::Unsupported) says what does not fit.
 pub fn accepts(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> Result<()> {
-    let refused = |what: String| unsupported(gpu, format!("{}: {what}", row.symbol()));
-    let Some(tile) = row.attention_tile() else {
-        return Err(refused("this kernel computes something else".into()));
-    };
-    fits(row, &tile, problem, gpu).map_err(|mismatch| refused(mismatch.to_string()))
+    selection::accepts(row, problem, gpu)
 }
 
-/// What keeps a row from computing a problem.
-enum Mismatch {
-    DType { kernel: DType, tensors: DType },
-    HeadDim { kernel: u32, tensors: usize },
-    Blocks { tile: AttentionTile, mask: BlockMaskSizes },
-    Heads { tile: u32 },
-    LogSumExp { tile: Lse },
-    TensorMap { what: &'static str, dim: &'static str, stride: usize },
-    Gpu(arch::Obstacle),
+impl Problem for AttentionProblem {
+    const OP: &'static str = "attention";
+    const RULES: &'static [Rule<Self>] =
+        &[HEAD_DIM, LOG_SUM_EXP, SHARED_MEMORY, BLOCKS, HEADS, TENSOR_MAPS];
+
+    type Tile = AttentionTile;
+    type Rank = (Option<Reverse<(u32, u32)>>, u64);
+
+    fn tile(row: &Row) -> Option<AttentionTile> {
+        row.attention_tile()
+    }
+
+    fn kernels() -> &'static [Peers<'static, Self>] {
+        static KERNELS: Kernels<AttentionProblem> =
+            LazyLock::new(selection::all::<AttentionProblem>);
+        &KERNELS
+    }
+
+    fn order(row: &Row, tile: &AttentionTile) -> [usize; 2] {
+        [preference(row.target), tile.head_dim as usize]
+    }
+
+    fn rank(c: &Candidate<'_, Self>) -> Self::Rank {
+        let largest =
+            c.problem.block_mask.is_some().then_some(Reverse((c.tile.block_q, c.tile.block_kv)));
+        // Bits of numbers that are not negative ascend as they do.
+        (largest, relative_time(c).to_bits())
+    }
+
+    fn key(&self) -> (DType, usize) {
+        (self.dtype, 0)
+    }
+
+    fn key_of(tile: &AttentionTile) -> (DType, usize) {
+        (tile.dtype, 0)
+    }
 }
 
-impl fmt::Display for Mismatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Mismatch::DType { kernel, tensors } => {
-                write!(f, "the kernel takes {kernel}, the tensors are {tensors}")
-            }
-            Mismatch::HeadDim { kernel, tensors } => {
-                write!(f, "head_dim {tensors} is not a multiple of 8 up to {kernel}")
-            }
-            Mismatch::Blocks { tile, mask } => write!(
-                f,
-                "tiles of {} × {} do not divide the blocks of the mask, {} × {}",
-                tile.block_q, tile.block_kv, mask.block_q, mask.block_kv
-            ),
-            Mismatch::Heads { tile } => {
-                write!(f, "{tile} heads of q share a tile, but not keys and a block mask")
-            }
-            Mismatch::LogSumExp { tile } => f.write_str(log_sum_exp(*tile)),
-            Mismatch::TensorMap { what, dim, stride } => {
-                write!(
-                    f,
-                    "the {dim} stride of {what} is {stride} elements, which a tensor map cannot have"
-                )
-            }
-            Mismatch::Gpu(obstacle) => obstacle.fmt(f),
+/// Lines of the support table: each tile's range of head dimensions without and with a block mask,
+/// and a head dimension that no kernel is made for.
+pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionProblem)> {
+    let mut lines = Vec::new();
+    let dense = |head_dim| AttentionProblem::dense(dtype, [1; 3], [1; 2], head_dim);
+    let mut start = 8;
+    for tile in selection::sizes::<AttentionProblem>(|tile| tile.head_dim) {
+        let (problem, size) = (dense(tile as usize), format!("head_dim {start}..={tile} by 8"));
+        start = tile + 8;
+        lines.push((size.clone(), problem));
+        for block in [64, 128] {
+            let [block_q, block_kv] = [block; 2];
+            let mask = BlockMaskSizes { block_q, block_kv, batch: 1, heads: 1, packed_rows: None };
+            let problem = AttentionProblem { block_mask: Some(mask), ..problem };
+            lines.push((format!("{size}, blocks of {block} × {block}"), problem));
         }
     }
+    lines.push(("other head_dim (59)".into(), dense(59)));
+    lines
 }
 
-fn fits(
-    row: &Row,
-    tile: &AttentionTile,
-    problem: &AttentionProblem,
-    gpu: &CudaProperties,
-) -> std::result::Result<(), Mismatch> {
-    if tile.dtype != problem.dtype {
-        return Err(Mismatch::DType { kernel: tile.dtype, tensors: problem.dtype });
-    }
-    if problem.head_dim > tile.head_dim as usize || !problem.head_dim.is_multiple_of(8) {
-        return Err(Mismatch::HeadDim { kernel: tile.head_dim, tensors: problem.head_dim });
-    }
-    if !tile.lse.suits(problem.lse.is_some()) {
-        return Err(Mismatch::LogSumExp { tile: tile.lse });
-    }
-    match problem.block_mask {
-        Some(mask) if !mask.divides_into(tile) => {
-            return Err(Mismatch::Blocks { tile: *tile, mask });
+type AttentionRule = Rule<AttentionProblem>;
+
+const HEAD_DIM: AttentionRule = Rule {
+    holds: |c| {
+        let head_dim = c.problem.head_dim;
+        head_dim <= c.tile.head_dim as usize && head_dim.is_multiple_of(8)
+    },
+    refuses: |c| {
+        format!("head_dim {} is not a multiple of 8 up to {}", c.problem.head_dim, c.tile.head_dim)
+    },
+    excludes_all: Some(|all| {
+        let head_dim = all[0].problem.head_dim;
+        let widest = all.iter().map(|c| c.tile.head_dim).max().unwrap_or(0);
+        let kernels = format!("head_dim {head_dim}: kernels take multiples of 8 up to {widest}");
+        if head_dim > widest as usize {
+            return kernels;
         }
-        _ => {}
-    }
-    if !shares_heads(tile, problem) {
-        return Err(Mismatch::Heads { tile: tile.heads });
-    }
-    arch::runs(row, gpu).map_err(Mismatch::Gpu)?;
-    if let Variant::AttentionFwdHopper(_) = row.variant { tensor_maps(problem) } else { Ok(()) }
+        let padded = head_dim.next_multiple_of(8);
+        format!(
+            "{kernels}; it runs with q, k and v zero-padded to {padded} and the softmax_scale of \
+             {head_dim}"
+        )
+    }),
+};
+
+const LOG_SUM_EXP: AttentionRule = Rule {
+    holds: |c| c.tile.lse.suits(c.problem.lse.is_some()),
+    refuses: |c| match c.tile.lse {
+        Lse::Never => "it computes no lse".into(),
+        Lse::Always | Lse::AsAsked => "it always computes lse, which is not asked for".into(),
+    },
+    excludes_all: None,
+};
+
+const SHARED_MEMORY: AttentionRule = Rule::shared_memory(Some(|all| {
+    let Candidate { problem, gpu, .. } = all[0];
+    let (head_dim, dtype, bytes) = (problem.head_dim, problem.dtype, gpu.smem_per_block);
+    format!("head_dim {head_dim} in {dtype}: no kernel fits into {bytes} bytes of shared memory")
+}));
+
+const BLOCKS: AttentionRule = Rule {
+    holds: |c| c.problem.block_mask.is_none_or(|mask| mask.divides_into(c.tile)),
+    refuses: |c| {
+        let [block_q, block_kv] = blocks(c);
+        format!(
+            "tiles of {} × {} do not divide the blocks of the mask, {block_q} × {block_kv}",
+            c.tile.block_q, c.tile.block_kv
+        )
+    },
+    excludes_all: Some(|all| {
+        let ([block_q, block_kv], head_dim) = (blocks(&all[0]), all[0].problem.head_dim);
+        format!(
+            "head_dim {head_dim}: no kernel has tiles that divide blocks of {block_q} × {block_kv}"
+        )
+    }),
+};
+
+/// Queries and keys of a block of the mask.
+fn blocks(c: &Candidate<'_, AttentionProblem>) -> [u32; 2] {
+    c.problem.block_mask.map_or([0; 2], |mask| [mask.block_q, mask.block_kv])
 }
 
-/// What a kernel says that does not suit a call with or without `lse`.
-pub(super) const fn log_sum_exp(kernel: Lse) -> &'static str {
-    match kernel {
-        Lse::Never => "it computes no lse",
-        Lse::Always | Lse::AsAsked => "it always computes lse, which is not asked for",
-    }
-}
+/// The heads of q that share a tile share keys, and the block mask.
+const HEADS: AttentionRule = Rule {
+    holds: |c| {
+        let shared = |groups: usize| {
+            groups > 0 && (c.problem.num_heads_q / groups).is_multiple_of(c.tile.heads as usize)
+        };
+        shared(c.problem.num_heads_kv)
+            && c.problem.block_mask.is_none_or(|mask| shared(mask.heads as usize))
+    },
+    refuses: |c| format!("{} heads of q share a tile, but not keys and a block mask", c.tile.heads),
+    excludes_all: None,
+};
 
-/// Whether the heads of q that would share a tile share keys, and the block mask.
-pub(super) fn shares_heads(tile: &AttentionTile, problem: &AttentionProblem) -> bool {
-    let shared = |groups: usize| {
-        groups > 0 && (problem.num_heads_q / groups).is_multiple_of(tile.heads as usize)
+/// Tensor maps describe q, k and v: those step on in every dimension, and not too far.
+const TENSOR_MAPS: AttentionRule = Rule {
+    holds: |c| {
+        !matches!(c.row.variant, Variant::AttentionFwdHopper(_))
+            || without_tensor_map(c.problem).is_none()
+    },
+    refuses: |c| {
+        let (what, dim, stride) = without_tensor_map(c.problem).unwrap_or_default();
+        format!("the {dim} stride of {what} is {stride} elements, which a tensor map cannot have")
+    },
+    excludes_all: None,
+};
+
+/// The first stride that a tensor map cannot have: the operand, the dimension, the elements.
+fn without_tensor_map(problem: &AttentionProblem) -> Option<(&'static str, &'static str, usize)> {
+    let [batch, rows_q, rows_kv] = match problem.packed {
+        Some(packed) => [1, packed.total_q, packed.total_kv],
+        None => [problem.batch, problem.seqlen_q, problem.seqlen_kv],
     };
-    shared(problem.num_heads_kv)
-        && problem.block_mask.is_none_or(|mask| shared(mask.heads as usize))
-}
-
-/// Whether q, k and v can be described by tensor maps: those step on in every dimension, and not
-/// too far.
-fn tensor_maps(problem: &AttentionProblem) -> std::result::Result<(), Mismatch> {
-    let [rows_q, rows_kv] = match problem.packed {
-        Some(packed) => [packed.total_q, packed.total_kv],
-        None => [problem.seqlen_q, problem.seqlen_kv],
-    };
-    let batch = if problem.packed.is_some() { 1 } else { problem.batch };
     let operands = [
         ("q", problem.q, rows_q, problem.num_heads_q),
         ("k", problem.k, rows_kv, problem.num_heads_kv),
@@ -164,25 +194,20 @@ fn tensor_maps(problem: &AttentionProblem) -> std::result::Result<(), Mismatch> 
             ("head", strides.head, heads),
         ];
         for (dim, stride, extent) in dims {
-            let possible = stride > 0 && stride < TENSOR_MAP_STRIDE_LIMIT / problem.dtype.size();
-            if extent > 1 && !possible {
-                return Err(Mismatch::TensorMap { what, dim, stride });
+            if extent > 1 && !is_tensor_map_stride(stride, problem.dtype) {
+                return Some((what, dim, stride));
             }
         }
     }
-    Ok(())
+    None
 }
 
 /// Estimated nanoseconds of a row for Hopper. While tiles are few, the multiprocessors with most of
 /// them decide; many tiles spread evenly, but for half a round at the end. Under a causal mask or a
 /// window tiles are unequal: the longest start first, and the others fill the gaps.
-fn relative_time(
-    row: &Row,
-    tile: &AttentionTile,
-    problem: &AttentionProblem,
-    gpu: &CudaProperties,
-) -> f64 {
-    let Variant::AttentionFwdHopper(hopper) = row.variant else { return 0.0 };
+fn relative_time(c: &Candidate<'_, AttentionProblem>) -> f64 {
+    let Candidate { tile, problem, gpu, .. } = c;
+    let Variant::AttentionFwdHopper(hopper) = c.row.variant else { return 0.0 };
     let tiles = problem.batch as f64
         * (problem.num_heads_q / tile.heads as usize) as f64
         * problem.seqlen_q.div_ceil(tile.block_q as usize) as f64;
@@ -199,61 +224,30 @@ fn relative_time(
 /// Key tiles that tiles of queries visit: the mean of some of them, and the most.
 fn key_tiles(tile: &AttentionTile, problem: &AttentionProblem) -> [f64; 2] {
     const SAMPLES: usize = 8;
+    let (seqlen_q, seqlen_kv) = (problem.seqlen_q, problem.seqlen_kv);
     let (block_q, block_kv) = (tile.block_q as usize, tile.block_kv as usize);
-    let tiles = problem.seqlen_q.div_ceil(block_q);
-    if problem.mask.limits(problem.seqlen_q, problem.seqlen_kv).is_unbounded() || tiles == 0 {
-        return [problem.seqlen_kv.div_ceil(block_kv) as f64; 2];
+    let tiles = seqlen_q.div_ceil(block_q);
+    let limits = problem.mask.limits(seqlen_q, seqlen_kv);
+    if limits.is_unbounded() || tiles == 0 {
+        return [seqlen_kv.div_ceil(block_kv) as f64; 2];
     }
+    // Sequences that exist are shorter than the bound, and sums of theirs fit into 64 bits.
+    let signed = |length: usize| length.min(1 << 40) as i64;
+    let (queries, keys) = (signed(seqlen_q), signed(seqlen_kv));
+    let diagonal = if limits.align == Align::TopLeft { 0 } else { keys - queries };
+    let key = |key: i64| key.clamp(0, keys) as u64;
     let samples = tiles.min(SAMPLES);
     let visited = (0..samples).map(|i| {
-        let first = i * (tiles - 1) / (samples - 1).max(1) * block_q;
-        let last = (first + block_q).min(problem.seqlen_q) - 1;
-        let keys = |row| problem.mask.visible(row, problem.seqlen_q, problem.seqlen_kv);
-        let end = keys(last).end.div_ceil(block_kv);
-        (end - (keys(first).start / block_kv).min(end)) as f64
+        let first = signed(i * (tiles - 1) / (samples - 1).max(1) * block_q);
+        let last = (first + signed(block_q)).min(queries) - 1;
+        let start = limits.left.map_or(0, |left| key(first + diagonal - signed(left)));
+        let end =
+            limits.right.map_or(keys as u64, |right| key(last + diagonal + signed(right) + 1));
+        let end = end.div_ceil(block_kv as u64);
+        (end - (start / block_kv as u64).min(end)) as f64
     });
     let (sum, most) = visited.fold((0.0, 0.0), |(sum, most): (f64, f64), n| (sum + n, most.max(n)));
     [sum / samples as f64, most]
-}
-
-/// The first reason that rules out every row, from the general to the particular.
-fn why_none(rows: &[Row], problem: &AttentionProblem, gpu: &CudaProperties) -> String {
-    let head_dim = problem.head_dim;
-    let tiles = || rows.iter().filter_map(|row| Some((row, row.attention_tile()?)));
-    if !tiles().any(|(row, _)| row.target.runs_on(gpu.compute_capability)) {
-        return "kernels need compute capability 8.0 or newer".into();
-    }
-    if !tiles().any(|(_, tile)| tile.dtype == problem.dtype) {
-        return format!("kernels take f16 and bf16, the tensors are {}", problem.dtype);
-    }
-    let widest = tiles().map(|(_, tile)| tile.head_dim).max().unwrap_or(0);
-    if head_dim > widest as usize {
-        return format!("head_dim {head_dim}: kernels take multiples of 8 up to {widest}");
-    }
-    if !head_dim.is_multiple_of(8) {
-        let padded = head_dim.next_multiple_of(8);
-        return format!(
-            "head_dim {head_dim}: kernels take multiples of 8 up to {widest}; it runs with q, k and v zero-padded to \
-             {padded} and the softmax_scale of {head_dim}"
-        );
-    }
-    let dense = AttentionProblem { block_mask: None, ..*problem };
-    if let (Some(mask), true) =
-        (problem.block_mask, tiles().any(|(row, tile)| fits(row, &tile, &dense, gpu).is_ok()))
-    {
-        let (block_q, block_kv) = (mask.block_q, mask.block_kv);
-        return format!(
-            "head_dim {head_dim}: no kernel has tiles that divide blocks of {block_q} × {block_kv}"
-        );
-    }
-    format!(
-        "head_dim {head_dim} in {}: no kernel fits into {} bytes of shared memory",
-        problem.dtype, gpu.smem_per_block
-    )
-}
-
-fn unsupported(gpu: &CudaProperties, what: String) -> Error {
-    Error::Unsupported { op: OP, arch: gpu.compute_capability.to_string(), what }
 }
 
 #[cfg(test)]

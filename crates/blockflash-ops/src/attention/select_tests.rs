@@ -1,7 +1,9 @@
 use super::super::{Align, AttentionParams, Mask, plan};
 use super::*;
+use crate::Error;
 use crate::fixtures::{gpu, gpus};
-use blockflash_sys::manifest::AttentionFwd;
+use crate::selection::select_among;
+use blockflash_sys::manifest::{self, AttentionFwd};
 use blockflash_sys::params::BLOCKFLASH_WINDOW_UNBOUNDED;
 use blockflash_sys::{DType, Target};
 
@@ -83,7 +85,8 @@ fn what_is_missing_is_said() {
         (arch.as_str(), what.as_str()),
         (
             "sm_89",
-            "head_dim 20: kernels take multiples of 8 up to 256; it runs with q, k and v zero-padded to 24 and the \
+            "head_dim 20: kernels take multiples of 8 up to 256; it runs with q, k and v \
+             zero-padded to 24 and the \
              softmax_scale of 20"
         )
     );

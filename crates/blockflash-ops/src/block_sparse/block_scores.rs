@@ -1,17 +1,14 @@
 use super::scores::ScoreSizes;
-use super::{BlockGeometry, block_mean_scores, kernel};
+use super::{BlockGeometry, block_mean_scores};
 use crate::check::{Operand, grid_x, to_i32, to_i64};
+use crate::selection::{Problem, select, tile_of};
 use crate::{Error, Result};
-use blockflash_safe::{BlockScoresOperands, CudaProperties, LaunchConfig, Stream, Tensor, View};
-use blockflash_sys::manifest::Variant;
+use blockflash_safe::{BlockScoresOperands, LaunchConfig, Stream, Tensor, View};
 use blockflash_sys::params::{
     BLOCKFLASH_BLOCK_SCORES_MEANS, BLOCKFLASH_BLOCK_SCORES_PRODUCTS, blockflash_block_scores_params,
 };
-use blockflash_sys::{BlockMaskKernel, DType, Row};
+use blockflash_sys::{DType, Row};
 use std::ptr::{null, null_mut};
-
-/// The widest head of the kernels.
-const MAX_HEAD_DIM: usize = 256;
 
 /// Scores of blocks that are computed anew, on the device of q and k: the mean query of each block
 /// row times the mean key of each block column, as [`block_mean_scores`] has them on the CPU.
@@ -134,7 +131,7 @@ impl BlockScores {
             });
         }
         if ScoreSizes::of(self.sizes.geometry, q, k)? != self.sizes {
-            return Err(Error::NotPrepared { op: kernel::OP });
+            return Err(Error::NotPrepared { op: ScoreSizes::OP });
         }
         Operand::new("q", q).on(stream.device())?;
         Operand::new("k", k).on(stream.device())
@@ -144,7 +141,7 @@ impl BlockScores {
         let Some(workspace) = &mut self.workspace else {
             let what = format!("{} computes scores on a GPU, and at least one", row.symbol());
             return Err(Error::Unsupported {
-                op: kernel::OP,
+                op: ScoreSizes::OP,
                 arch: stream.device().to_string(),
                 what,
             });
@@ -169,23 +166,6 @@ impl BlockScores {
     }
 }
 
-fn select(sizes: &ScoreSizes, gpu: &CudaProperties) -> Result<&'static Row> {
-    let &ScoreSizes { dtype, head_dim, .. } = sizes;
-    if dtype == DType::F32 {
-        return Err(kernel::unsupported(gpu, "scores of f32: kernels take f16 and bf16".into()));
-    }
-    if head_dim == 0 || head_dim > MAX_HEAD_DIM || !head_dim.is_multiple_of(8) {
-        let what = format!(
-            "scores at head_dim {head_dim}: kernels take multiples of 8 up to {MAX_HEAD_DIM}"
-        );
-        return Err(kernel::unsupported(gpu, what));
-    }
-    kernel::select(
-        gpu,
-        |kernel| matches!(kernel, BlockMaskKernel::Scores { dtype: found, .. } if found == dtype),
-    )
-}
-
 /// The two launches as plain data; pointers are null. There are scores, and their kernel has the
 /// head dimension.
 fn plan(
@@ -194,11 +174,7 @@ fn plan(
     q_strides: &[usize],
     k_strides: &[usize],
 ) -> Result<[(blockflash_block_scores_params, LaunchConfig); 2]> {
-    let Variant::BlockMask(BlockMaskKernel::Scores { tile, .. }) = row.variant else {
-        let (arch, what) =
-            (row.target.to_string(), format!("{} computes something else", row.symbol()));
-        return Err(Error::Unsupported { op: kernel::OP, arch, what });
-    };
+    let (_, tile) = tile_of::<ScoreSizes>(row, &row.target)?;
     let &ScoreSizes { geometry, batch, heads_q, heads_kv, head_dim, .. } = sizes;
     let (rows, cols) = (geometry.rows(), geometry.cols());
     let q = strides("q", q_strides, [batch, geometry.seqlen_q(), heads_q])?;
@@ -236,7 +212,7 @@ fn plan(
     };
     // A block of threads per mean, then per tile of scores.
     let means = heads_q.saturating_mul(rows).saturating_add(heads_kv.saturating_mul(cols));
-    let tiles = |blocks: usize| blocks.div_ceil(tile as usize);
+    let tiles = |blocks: usize| blocks.div_ceil(tile);
     let products =
         blockflash_block_scores_params { step: BLOCKFLASH_BLOCK_SCORES_PRODUCTS, ..params };
     Ok([

@@ -4,7 +4,8 @@
 use super::*;
 use crate::fixtures::{gpu, values};
 use blockflash_safe::Device;
-use blockflash_sys::manifest;
+use blockflash_sys::BlockMaskKernel;
+use blockflash_sys::manifest::{self, Variant};
 use half::f16;
 
 /// 3 × 2 blocks.

@@ -1,16 +1,18 @@
-use super::build_plan::{STEPS, plan, slab_rows};
+use super::build_plan::{STEPS, plan};
 use super::choice::{BlockChoice, BlockSource};
 use super::problems::{NOTHING, describe, no_room};
 use super::validate::{Sizes, invalid};
-use super::{BlockGeometry, BlockMask, kernel};
+use super::{BlockGeometry, BlockMask};
 use crate::check::to_i32;
+use crate::operation::no_kernel_on_cpu;
+use crate::selection::{select, tile_of};
 use crate::{Error, Result};
 use blockflash_safe::{
     BlockListScratch, BlockLists, BlockMaskBuild, BlockMaskBuildOperands, CudaProperties, Stream,
     Tensor,
 };
 use blockflash_sys::params::blockflash_block_mask_build_params;
-use blockflash_sys::{BlockMaskKernel, DType, Row};
+use blockflash_sys::{DType, Row};
 
 /// A block mask that is built anew, on the device where attention reads it, for example at each
 /// step of a model.
@@ -38,7 +40,8 @@ use blockflash_sys::{BlockMaskKernel, DType, Row};
 /// let scores = Tensor::from_slice(&stream, &scores, &[1, 2, 8, 16])?;
 /// let local = BlockMask::window(geometry, Some(1), Some(0), Align::BottomRight)?.to(&stream)?;
 /// let source = BlockSource::Scores { scores: scores.view(), k: 4 };
-/// let choice = BlockChoice { always: Some(&local), mask: Mask::causal(), ..BlockChoice::new(source) };
+/// let (always, mask) = (Some(&local), Mask::causal());
+/// let choice = BlockChoice { always, mask, ..BlockChoice::new(source) };
 ///
 /// buffer.build(&choice, &stream)?; // again and again
 /// assert_eq!(buffer.mask().rows(), 8); // for `Attention::block_mask`
@@ -211,8 +214,7 @@ impl BlockMaskBuffer {
         stream: &Stream,
     ) -> Result<()> {
         let Some(workspace) = &mut self.workspace else {
-            let what = format!("{} runs on a GPU", row.symbol());
-            return Err(Error::Unsupported { op: kernel::OP, arch: "cpu".into(), what });
+            return Err(no_kernel_on_cpu::<Sizes>(row));
         };
         let (params, config) = plan(row, sizes, choice, self.capacity)?;
         if sizes.geometry.rows() == 0 {
@@ -230,14 +232,13 @@ impl BlockMaskBuffer {
 impl Workspace {
     /// Sizes are those of `mask`.
     fn new(mask: &BlockMask, gpu: &CudaProperties, stream: &Stream) -> Result<Self> {
-        let row = kernel::select(gpu, |kernel| matches!(kernel, BlockMaskKernel::Build { .. }))?;
+        let row = select(&Sizes::new(mask.geometry, mask.batch, mask.heads)?, gpu)?;
         // A build in a graph must not be the first one to load it.
         stream.device().preload(row)?;
         let mut problems = Tensor::empty(stream, DType::I32, &[4])?;
         problems.fill_bytes(stream, NOTHING)?;
-        let groups = [mask.batch, mask.heads];
-        let scratch =
-            BlockListScratch::new(groups, mask.rows(), mask.cols(), slab_rows(row)?, stream)?;
+        let (groups, slab_rows) = ([mask.batch, mask.heads], tile_of::<Sizes>(row, &row.target)?);
+        let scratch = BlockListScratch::new(groups, mask.rows(), mask.cols(), slab_rows, stream)?;
         Ok(Self { row, scratch, problems })
     }
 

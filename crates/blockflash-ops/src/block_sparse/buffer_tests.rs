@@ -78,10 +78,12 @@ fn what_is_wrong_is_an_error_and_the_mask_stays() {
     assert_eq!(buffer.mask().nnz(), 5);
     assert_eq!(
         problem(build(&mut buffer, [1, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1])),
-        "invalid block mask: 6 blocks are visited, but the capacity is 5: it ends at batch 0, head 1, row 1, position 2"
+        "invalid block mask: 6 blocks are visited, but the capacity is 5: it ends at batch 0, \
+         head 1, row 1, position 2"
     );
     assert!(problem(build(&mut buffer, [1; 12])).ends_with(
-        "12 blocks are visited, but the capacity is 5: it ends at batch 0, head 0, row 1, position 2"
+        "12 blocks are visited, but the capacity is 5: it ends at batch 0, head 0, row 1, \
+         position 2"
     ));
     let nan = [f32::NAN; 12];
     let scores = View::from_slice(&nan, &[1, 2, 2, 3]).unwrap();

@@ -1,19 +1,18 @@
 //! The launches that build a block mask on a GPU, as plain data.
 
 use super::choice::{BlockChoice, BlockSource, list_length};
-use super::kernel::OP;
 use super::validate::Sizes;
 use crate::attention::{Align, BlockMaskSizes, block_mask_params, window_side};
 use crate::check::{grid_x, to_i32};
+use crate::selection::tile_of;
 use crate::{Error, Result};
 use blockflash_safe::LaunchConfig;
-use blockflash_sys::manifest::Variant;
+use blockflash_sys::Row;
 use blockflash_sys::params::{
     BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLOCK_MASK_LIST, BLOCKFLASH_BLOCK_SOURCE_BOOL,
     BLOCKFLASH_BLOCK_SOURCE_LISTS, BLOCKFLASH_BLOCK_SOURCE_SCORES,
     blockflash_block_mask_build_params,
 };
-use blockflash_sys::{BlockMaskKernel, Row};
 use std::ptr::{null, null_mut};
 
 /// The longest lists that the kernel counts.
@@ -21,18 +20,6 @@ const MAX_LIST: usize = 1 << 30;
 
 /// The steps, in the order of their launches: they differ in this parameter only.
 pub(super) const STEPS: [i32; 2] = [BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLOCK_MASK_LIST];
-
-/// Neighbouring rows of a head that a block of threads builds.
-pub(super) fn slab_rows(row: &Row) -> Result<usize> {
-    match row.variant {
-        Variant::BlockMask(BlockMaskKernel::Build { slab_rows }) => Ok(slab_rows as usize),
-        _ => Err(Error::Unsupported {
-            op: OP,
-            arch: row.target.to_string(),
-            what: format!("{} computes something else", row.symbol()),
-        }),
-    }
-}
 
 /// The kernel argument of the first step, whose pointers are null, and the geometry of both
 /// launches. The choice fits the sizes.
@@ -42,6 +29,7 @@ pub(super) fn plan(
     choice: &BlockChoice<'_>,
     capacity: usize,
 ) -> Result<(blockflash_block_mask_build_params, LaunchConfig)> {
+    let slab_rows = tile_of::<Sizes>(row, &row.target)?;
     let Sizes { geometry, batch, heads } = *sizes;
     let (rows, cols) = (geometry.rows(), geometry.cols());
     let (source_kind, k) = match &choice.source {
@@ -88,7 +76,7 @@ pub(super) fn plan(
         align_bottom_right: i32::from(limits.align == Align::BottomRight),
     };
     let config = LaunchConfig {
-        grid: [grid_x(&[rows.div_ceil(slab_rows(row)?), heads, batch])?, 1, 1],
+        grid: [grid_x(&[rows.div_ceil(slab_rows), heads, batch])?, 1, 1],
         block: row.threads(),
         smem_bytes: row.smem_bytes(),
         cluster: None,

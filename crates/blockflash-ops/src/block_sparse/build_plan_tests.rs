@@ -2,7 +2,9 @@ use super::super::{BlockGeometry, BlockMask};
 use super::*;
 use crate::{Mask, Target};
 use blockflash_safe::View;
+use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest;
+use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::BLOCKFLASH_WINDOW_UNBOUNDED;
 
 fn row() -> &'static Row {

@@ -1,59 +1,114 @@
-//! Which kernel makes block masks on a GPU.
+//! Which kernels make block masks, and scores for them, on a GPU.
 
-use crate::{Error, Result, arch};
-use blockflash_safe::CudaProperties;
-use blockflash_sys::manifest::{self, Variant};
-use blockflash_sys::{BlockMaskKernel, Row};
+use super::scores::ScoreSizes;
+use super::validate::Sizes;
+use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule};
+use blockflash_sys::manifest::Variant;
+use blockflash_sys::{BlockMaskKernel, DType, Row};
+use std::sync::LazyLock;
 
-/// Name of the operation in errors.
-pub(super) const OP: &str = "block_mask";
+/// The widest heads whose means a kernel computes.
+const MAX_HEAD_DIM: usize = 256;
 
-/// The preferred one of the rows that the GPU runs and that are `wanted`.
-///
-/// # Errors
-/// [`Error::Unsupported`].
-pub(super) fn select(
-    gpu: &CudaProperties,
-    wanted: impl Fn(BlockMaskKernel) -> bool,
-) -> Result<&'static Row> {
-    select_among(manifest::rows(), gpu, wanted)
+/// Building a mask. A tile is so many neighbouring rows of a head, which a block of threads builds.
+impl Problem for Sizes {
+    const OP: &'static str = "block_mask";
+    const RULES: &'static [Rule<Self>] = &[Rule::shared_memory(None)];
+
+    type Tile = usize;
+    type Rank = ();
+
+    fn tile(row: &Row) -> Option<usize> {
+        match row.variant {
+            Variant::BlockMask(BlockMaskKernel::Build { slab_rows }) => Some(slab_rows as usize),
+            _ => None,
+        }
+    }
+
+    fn kernels() -> &'static [Peers<'static, Self>] {
+        static KERNELS: Kernels<Sizes> = LazyLock::new(selection::all::<Sizes>);
+        &KERNELS
+    }
+
+    fn rank(_: &Candidate<'_, Self>) {}
+
+    /// Every kernel takes every source of blocks.
+    fn key(&self) -> (DType, usize) {
+        (DType::I32, 0)
+    }
+
+    fn key_of(_: &usize) -> (DType, usize) {
+        (DType::I32, 0)
+    }
 }
 
-fn select_among<'r>(
-    rows: &'r [Row],
-    gpu: &CudaProperties,
-    wanted: impl Fn(BlockMaskKernel) -> bool,
-) -> Result<&'r Row> {
-    rows.iter()
-        .filter(|row| matches!(row.variant, Variant::BlockMask(kernel) if wanted(kernel)))
-        .filter(|row| arch::runs(row, gpu).is_ok())
-        .min_by_key(|row| arch::preference(row.target))
-        .ok_or_else(|| {
-            unsupported(gpu, "no kernel makes such masks on this GPU: make them on the CPU".into())
-        })
+/// Scores of blocks. A tile is the element type, and so many rows and columns of scores.
+impl Problem for ScoreSizes {
+    const OP: &'static str = "block_mask";
+    const RULES: &'static [Rule<Self>] = &[HEAD_DIM, Rule::shared_memory(None)];
+
+    type Tile = (DType, usize);
+    type Rank = ();
+
+    fn tile(row: &Row) -> Option<(DType, usize)> {
+        match row.variant {
+            Variant::BlockMask(BlockMaskKernel::Scores { dtype, tile }) => {
+                Some((dtype, tile as usize))
+            }
+            _ => None,
+        }
+    }
+
+    fn kernels() -> &'static [Peers<'static, Self>] {
+        static KERNELS: Kernels<ScoreSizes> = LazyLock::new(selection::all::<ScoreSizes>);
+        &KERNELS
+    }
+
+    fn rank(_: &Candidate<'_, Self>) {}
+
+    fn key(&self) -> (DType, usize) {
+        (self.dtype, 0)
+    }
+
+    fn key_of((dtype, _): &(DType, usize)) -> (DType, usize) {
+        (*dtype, 0)
+    }
 }
 
-pub(super) fn unsupported(gpu: &CudaProperties, what: String) -> Error {
-    Error::Unsupported { op: OP, arch: gpu.compute_capability.to_string(), what }
-}
+const HEAD_DIM: Rule<ScoreSizes> = Rule {
+    holds: |c| {
+        let head_dim = c.problem.head_dim;
+        (8..=MAX_HEAD_DIM).contains(&head_dim) && head_dim.is_multiple_of(8)
+    },
+    refuses: |c| {
+        let head_dim = c.problem.head_dim;
+        format!("scores at head_dim {head_dim}: kernels take multiples of 8 up to {MAX_HEAD_DIM}")
+    },
+    excludes_all: None,
+};
 
 #[cfg(test)]
 mod tests {
+    use super::super::BlockGeometry;
     use super::*;
+    use crate::Error;
     use crate::fixtures::gpu;
-    use blockflash_sys::{DType, Target};
+    use crate::selection::select;
+    use blockflash_sys::Target;
 
     #[test]
     fn machine_code_before_ptx() {
-        let is_build = |kernel| matches!(kernel, BlockMaskKernel::Build { .. });
-        let found = |major, minor| select_among(manifest::rows(), &gpu(major, minor), is_build);
+        let geometry = BlockGeometry::new(100, 100, 64, 64).unwrap();
+        let sizes = Sizes::new(geometry, 1, 1).unwrap();
+        let found = |major, minor| select(&sizes, &gpu(major, minor));
         for (gpu, target) in
             [((8, 0), Target::Sm80), ((9, 0), Target::Sm90), ((10, 0), Target::Ptx80)]
         {
             assert_eq!(found(gpu.0, gpu.1).unwrap().target, target);
         }
-        assert!(matches!(found(7, 5), Err(Error::Unsupported { op: OP, .. })));
-        let is_f32 = |kernel| matches!(kernel, BlockMaskKernel::Scores { dtype: DType::F32, .. });
-        assert!(select_among(manifest::rows(), &gpu(9, 0), is_f32).is_err());
+        assert!(matches!(found(7, 5), Err(Error::Unsupported { op: "block_mask", .. })));
+        let (batch, heads_q, heads_kv, head_dim) = (1, 1, 1, 64);
+        let scores = ScoreSizes { geometry, dtype: DType::F32, batch, heads_q, heads_kv, head_dim };
+        assert!(select(&scores, &gpu(9, 0)).is_err());
     }
 }

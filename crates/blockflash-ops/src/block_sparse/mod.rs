@@ -15,7 +15,8 @@
 //! ```
 //! use blockflash_ops::{Align, Attention, BlockGeometry, BlockMask, Device, Mask, View};
 //!
-//! // 1000 queries and keys in blocks of 128 × 64: three blocks back, and the first block, as far as the causal mask shows them.
+//! // 1000 queries and keys in blocks of 128 × 64: three blocks back, and the first block, as far as
+//! // the causal mask shows them.
 //! let geometry = BlockGeometry::new(1000, 1000, 128, 64)?;
 //! let local = BlockMask::window(geometry, Some(3), Some(0), Align::BottomRight)?;
 //! let mask = local.union(&BlockMask::sink(geometry, 1)?)?.intersect_mask(Mask::causal())?;
@@ -26,7 +27,8 @@
 //! // The same for both heads.
 //! let data: Vec<f32> = (0..1000 * 2 * 8).map(|i| (i as f32).sin()).collect();
 //! let q = View::from_slice(&data, &[1, 1000, 2, 8])?;
-//! let attention = Attention { mask: Mask::causal(), block_mask: Some(&mask), ..Attention::new(q, q, q) };
+//! let (mask, block_mask) = (Mask::causal(), Some(&mask));
+//! let attention = Attention { mask, block_mask, ..Attention::new(q, q, q) };
 //! let output = attention.forward(&Device::cpu().stream()?)?;
 //! assert_eq!(output.o.shape(), [1, 1000, 2, 8]);
 //! # Ok::<(), blockflash_ops::Error>(())

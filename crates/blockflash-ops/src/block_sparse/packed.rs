@@ -20,7 +20,8 @@ impl BlockMask {
     /// entry, and 1 head, for all alike, or as many as the others.
     ///
     /// ```
-    /// use blockflash_ops::{Align, Attention, BlockGeometry, BlockMask, CuSeqlens, Device, Mask, View};
+    /// use blockflash_ops::{Align, Attention, BlockGeometry, BlockMask};
+    /// use blockflash_ops::{CuSeqlens, Device, Mask, View};
     ///
     /// // Sequences of 300 and 100 tokens: the block before and the own one.
     /// let local = |length| {
@@ -36,7 +37,12 @@ impl BlockMask {
     /// let offsets = View::from_slice(&[0, 300, 400], &[3])?;
     /// let attention = Attention {
     ///     mask: Mask::causal(),
-    ///     cu_seqlens: Some(CuSeqlens { q: offsets, kv: offsets, max_seqlen_q: 300, max_seqlen_kv: 300 }),
+    ///     cu_seqlens: Some(CuSeqlens {
+    ///         q: offsets,
+    ///         kv: offsets,
+    ///         max_seqlen_q: 300,
+    ///         max_seqlen_kv: 300,
+    ///     }),
     ///     block_mask: Some(&mask),
     ///     ..Attention::new(q, q, q)
     /// };

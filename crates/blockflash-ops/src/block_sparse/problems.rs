@@ -39,7 +39,8 @@ pub(super) fn describe(words: &[i32], sizes: &Sizes, capacity: usize) -> Option<
 /// That not all visited blocks have room: those of this row from a position on have none.
 pub(super) fn no_room(needed: u64, capacity: usize, place: &str, position: u64) -> String {
     format!(
-        "{needed} blocks are visited, but the capacity is {capacity}: it ends at {place}, position {position}"
+        "{needed} blocks are visited, but the capacity is {capacity}: it ends at {place}, \
+         position {position}"
     )
 }
 
@@ -66,7 +67,8 @@ mod tests {
         assert_eq!(said(1 << 30, 2), "score is NaN at batch 1, head 1, row 1, position 1073741824");
         assert_eq!(
             said(1, 3),
-            "4294967305 blocks are visited, but the capacity is 5: it ends at batch 1, head 1, row 1, position 1"
+            "4294967305 blocks are visited, but the capacity is 5: it ends at batch 1, head 1, \
+             row 1, position 1"
         );
     }
 }

@@ -6,7 +6,7 @@ use crate::check::to_i32;
 use crate::{Error, Result};
 
 /// Sizes of a block mask that passed [`Sizes::new`].
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Sizes {
     pub(super) geometry: BlockGeometry,
     pub(super) batch: usize,

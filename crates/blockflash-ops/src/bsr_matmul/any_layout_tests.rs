@@ -3,6 +3,8 @@
 use super::super::plan;
 use super::*;
 use crate::fixtures::{gpu, gpus};
+use crate::selection::select_among;
+use blockflash_sys::manifest;
 
 const BLOCK_SIZES: [usize; 4] = [16, 32, 64, 128];
 
@@ -28,7 +30,7 @@ fn every_layout_has_a_row_and_others_come_first() {
             [DType::F16, DType::BF16].into_iter().flat_map(|t| BLOCK_SIZES.map(|b| (t, b)))
         {
             for (a, b, c) in layouts() {
-                let problem = problem(dtype, block_size).lying(a, b, c);
+                let problem = problem(dtype, block_size).with_layouts(a, b, c);
                 let row = select_among(manifest::rows(), &problem, &gpu).unwrap();
                 match select_among(&others, &problem, &gpu) {
                     Ok(other) => assert_eq!(row, other, "{}", gpu.name),
@@ -42,13 +44,13 @@ fn every_layout_has_a_row_and_others_come_first() {
 #[test]
 fn hopper_takes_its_own_where_tensor_maps_exist() {
     let hopper = gpu(9, 0);
-    let good = problem(DType::BF16, 64).lying(true, Major::Column, Major::Column);
+    let good = problem(DType::BF16, 64).with_layouts(true, Major::Column, Major::Column);
     let selected =
         |problem| select_among(manifest::rows(), &problem, &hopper).unwrap().takes_any_layout();
     assert!(!selected(good));
     assert!(selected(BsrProblem { b_vectorized: false, ldb: 2001, ..good }));
     assert!(selected(BsrProblem { k: 1 << 31, ldb: 1 << 31, ..good }));
-    assert!(selected(problem(DType::BF16, 32).lying(false, Major::Row, Major::Column)));
+    assert!(selected(problem(DType::BF16, 32).with_layouts(false, Major::Row, Major::Column)));
     // Rows of B that are not aligned are for the plain portable kernel.
     assert!(!selected(BsrProblem { b_vectorized: false, ldb: 521, ..problem(DType::BF16, 64) }));
 }
@@ -60,7 +62,7 @@ fn a_row_takes_every_layout_and_alignment() {
         let gpu =
             gpus().into_iter().find(|gpu| row.target.runs_on(gpu.compute_capability)).unwrap();
         for (a, b, c) in layouts() {
-            let aligned = problem(tile.dtype, tile.block_size as usize).lying(a, b, c);
+            let aligned = problem(tile.dtype, tile.block_size as usize).with_layouts(a, b, c);
             let [ldb, ldc] = [aligned.ldb + 3, aligned.ldc + 1];
             let unaligned =
                 BsrProblem { b_vectorized: false, c_vectorized: false, ldb, ldc, ..aligned };
@@ -96,7 +98,7 @@ fn what_it_does_not_take_is_named() {
     let refused = |problem: &BsrProblem, gpu: &CudaProperties| {
         accepts(row, problem, gpu).unwrap_err().to_string()
     };
-    let good = problem(DType::F16, 32).lying(true, Major::Column, Major::Column);
+    let good = problem(DType::F16, 32).with_layouts(true, Major::Column, Major::Column);
     assert!(
         refused(&BsrProblem { block_size: 64, ..good }, &gpu(9, 0))
             .contains("blocks of 32, not 64")

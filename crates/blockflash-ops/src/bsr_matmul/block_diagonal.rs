@@ -46,7 +46,8 @@ fn block_diagonal<T: Float>(matrices: &[&BsrMatrix], block_size: usize) -> Resul
         let whole = rows.is_multiple_of(block_size) && cols.is_multiple_of(block_size);
         if !whole && at + 1 < matrices.len() {
             return invalid(format!(
-                "matrix {at} of the block diagonal is {rows} x {cols}, no multiples of {block_size}, and not the last"
+                "matrix {at} of the block diagonal is {rows} x {cols}, no multiples of \
+                 {block_size}, and not the last"
             ));
         }
     }
@@ -88,11 +89,14 @@ impl<'a> BsrMatmul<'a> {
     /// let a0 = BsrMatrix::from_coo(2, 4, 2, DType::F32, &[(0, 3, 2.0), (1, 2, 1.0)])?;
     /// let a1 = BsrMatrix::from_coo(2, 4, 2, DType::F32, &[(0, 0, -1.0), (1, 1, 5.0)])?;
     /// let a = BsrMatrix::block_diagonal(&[&a0, &a1])?;
-    /// let b = Tensor::from_slice(&stream, &[1.0f32, 2.0, 3.0, 4.0, 10.0, 20.0, 30.0, 40.0], &[2, 4, 1])?;
+    /// let b = [1.0f32, 2.0, 3.0, 4.0, 10.0, 20.0, 30.0, 40.0];
+    /// let b = Tensor::from_slice(&stream, &b, &[2, 4, 1])?;
     /// let product = BsrMatmul::batched(&a, b.view())?;
-    /// assert_eq!(product.matmul(DType::F32, &stream)?.to_vec::<f32>(&stream)?, [8.0, 3.0, -10.0, 100.0]);
+    /// let c = product.matmul(DType::F32, &stream)?;
+    /// assert_eq!(c.to_vec::<f32>(&stream)?, [8.0, 3.0, -10.0, 100.0]);
     ///
-    /// let mut c = Tensor::zeros(&stream, DType::F32, &[2, 2, 1])?; // the same into a tensor [batch, m, n]
+    /// // The same into a tensor [batch, m, n].
+    /// let mut c = Tensor::zeros(&stream, DType::F32, &[2, 2, 1])?;
     /// product.matmul_into(c.view_mut().flatten(0..2)?, &stream)?;
     /// # assert_eq!(c.to_vec::<f32>(&stream)?, [8.0, 3.0, -10.0, 100.0]);
     /// # Ok::<(), blockflash_ops::Error>(())

@@ -19,7 +19,8 @@ impl BsrMatrix {
     ///
     /// ```
     /// # use blockflash_ops::{BsrMatrix, DType};
-    /// let small = BsrMatrix::from_coo(64, 64, 16, DType::F16, &[(3, 5, 1.0), (20, 20, 2.0), (40, 3, 4.0)])?;
+    /// let entries = [(3, 5, 1.0), (20, 20, 2.0), (40, 3, 4.0)];
+    /// let small = BsrMatrix::from_coo(64, 64, 16, DType::F16, &entries)?;
     /// let large = small.with_block_size(32)?;
     /// assert_eq!((small.nnz_blocks(), large.nnz_blocks()), (3, 2));
     /// assert_eq!(small.to_dense()?, large.to_dense()?);

@@ -1,7 +1,7 @@
 use super::super::BiasKind;
 use super::*;
 use crate::fixtures::values;
-use crate::{BsrMatrix, Device, Error, Tensor};
+use crate::{BsrMatrix, Device, Error, Operation, Tensor};
 use blockflash_safe::Element;
 use blockflash_sys::manifest;
 
@@ -187,7 +187,7 @@ fn kernels_do_not_run_here() {
     let b = View::from_slice(&b, &[a.cols(), 8]).unwrap();
     let mut c = Tensor::empty(&stream, DType::F16, &[a.rows(), 8]).unwrap();
     let row = &manifest::rows()[0];
-    let error = BsrMatmul::new(&a, b).matmul_with(row, c.view_mut(), &stream).unwrap_err();
+    let error = BsrMatmul::new(&a, b).run_with(row, c.view_mut(), &stream).unwrap_err();
     assert!(matches!(error, Error::Unsupported { op: "bsr_matmul", .. }), "{error}");
     assert!(error.to_string().contains("not supported on cpu"));
 }

@@ -24,7 +24,8 @@ impl<'a> BsrMatmul<'a> {
     /// let y = layer.matmul_transposed(DType::F32, &stream)?;
     /// assert_eq!(y.to_vec::<f32>(&stream)?, [12.0, 17.0, 18.0, 14.0]); // [tokens, outputs]
     ///
-    /// let mut y = Tensor::zeros(&stream, DType::F32, &[2, 2])?; // the same, nothing allocated in the call
+    /// // The same, with nothing allocated in the call.
+    /// let mut y = Tensor::zeros(&stream, DType::F32, &[2, 2])?;
     /// layer.matmul_into(y.view_mut().permute(&[1, 0])?, &stream)?;
     /// # assert_eq!(y.to_vec::<f32>(&stream)?, [12.0, 17.0, 18.0, 14.0]);
     /// # Ok::<(), blockflash_ops::Error>(())
@@ -46,7 +47,8 @@ impl<'a> BsrMatmul<'a> {
     /// let w = BsrMatrix::from_coo(2, 3, 1, DType::F32, &[(0, 0, 2.0), (1, 2, -1.0)])?;
     /// let index = BsrTranspose::new(&w, &stream)?; // once per pattern
     /// let x = Tensor::from_slice(&stream, &[1.0f32, 2.0], &[1, 2])?;
-    /// let y = BsrMatmul::dense_sparse(x.view(), &w, &index)?.matmul_transposed(DType::F32, &stream)?;
+    /// let product = BsrMatmul::dense_sparse(x.view(), &w, &index)?;
+    /// let y = product.matmul_transposed(DType::F32, &stream)?;
     /// assert_eq!(y.to_vec::<f32>(&stream)?, [2.0, 0.0, -2.0]);
     /// # Ok::<(), blockflash_ops::Error>(())
     /// ```

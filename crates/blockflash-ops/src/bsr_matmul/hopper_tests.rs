@@ -2,8 +2,11 @@
 
 use super::super::{cost, plan};
 use super::*;
+use crate::Error;
 use crate::fixtures::gpu;
+use crate::selection::select_among;
 use blockflash_sys::Target;
+use blockflash_sys::manifest;
 use std::sync::LazyLock;
 
 /// Not among those that take any layout, see `any_layout_tests`.
@@ -198,7 +201,17 @@ fn blocks_stay_and_start_early() {
     assert_eq!(hopper_rows().count(), 20 + 10 + 2 + 30);
     for (row, tile) in hopper_rows() {
         let block = tile.block_size as usize;
-        let plan_of = |m, n| plan(row, &problem([m, n, 4096], block), &h200()).unwrap();
+        // A problem that the row accepts.
+        let problem = |mnk| {
+            let b = if tile.b_column_major { Major::Column } else { Major::Row };
+            let problem = problem(mnk, block).with_layouts(tile.a_transposed, b, Major::Row);
+            let (dtype, ldb) = (tile.dtype, problem.ldb.next_multiple_of(8));
+            BsrProblem { dtype, ldb, b_vectorized: true, ..problem }
+        };
+        let plan_of = |m, n| {
+            accepts(row, &problem([m, n, 4096]), &h200()).unwrap();
+            plan(row, &problem([m, n, 4096]), &h200()).unwrap()
+        };
         let many = plan_of(1000 * block, 1000);
         assert_eq!(
             (many.config.grid, many.config.programmatic_dependent_launch),
@@ -209,7 +222,7 @@ fn blocks_stay_and_start_early() {
         assert_eq!(few.config.grid, [2 * 3u32.div_ceil(tile.block_rows), 1, 1]);
         assert_eq!((few.parts, few.config.cluster), (1, row.cluster()));
         // Blocks count two tiles past the last one each.
-        let at_limit = problem([((1 << 31) - 1025) / block * block, 64, 64], block);
+        let at_limit = problem([((1 << 31) - 1025) / block * block, 64, 64]);
         assert!(plan(row, &at_limit, &h200()).is_ok());
         let columns = 2 * (tile.block_n * tile.block_rows) as usize * block;
         let beyond = plan(row, &BsrProblem { n: columns, ..at_limit }, &h200());
@@ -223,7 +236,8 @@ fn large_blocks_lie_as_they_like() {
         for n in [8, 64, 1000, 8192] {
             for a_transposed in [false, true] {
                 for [b, c] in Major::ALL.into_iter().flat_map(|b| Major::ALL.map(|c| [b, c])) {
-                    let problem = problem([4096, n, 4096], block_size).lying(a_transposed, b, c);
+                    let problem =
+                        problem([4096, n, 4096], block_size).with_layouts(a_transposed, b, c);
                     let row = select(&problem, &h200()).unwrap();
                     let tile = row.bsr_tile().unwrap();
                     assert_eq!(
@@ -269,14 +283,14 @@ fn what_no_kernel_takes_is_named() {
         "a column-major c",
         "a transposed A and a column-major b and a column-major c",
     ]) {
-        let small = small.lying(a_transposed, b, c);
+        let small = small.with_layouts(a_transposed, b, c);
         assert_eq!(
             why(&small, &h200()),
             format!("block size 32 with {asked}: kernels take [64, 128]")
         );
-        let large = large.lying(a_transposed, b, c);
+        let large = large.with_layouts(a_transposed, b, c);
         let found = why(&large, &gpu(8, 0));
-        assert_eq!(found, format!("block size 64 with {asked}: the image is compiled for sm_90a"));
+        assert_eq!(found, format!("block size 64 with {asked}: no kernel takes that"));
         // Portable rows, and those that gather, say so themselves.
         for (row, tile) in manifest::rows().iter().filter_map(|row| Some((row, row.bsr_tile()?))) {
             let gathers = matches!(row.variant, Variant::BsrMatmulHopper(tile) if tile.gathers());
@@ -290,7 +304,8 @@ fn what_no_kernel_takes_is_named() {
             }
         }
     }
-    let unaligned = BsrProblem { b_vectorized: false, ldb: 2001, ..large.lying(true, column, row) };
+    let unaligned =
+        BsrProblem { b_vectorized: false, ldb: 2001, ..large.with_layouts(true, column, row) };
     let found = why(&unaligned, &h200());
     assert!(
         found.ends_with(

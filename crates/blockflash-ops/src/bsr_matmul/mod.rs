@@ -9,7 +9,6 @@ mod cpu;
 mod dense_sparse;
 mod from_tensors;
 mod grouping;
-mod launch;
 mod matrix;
 mod parts;
 mod plan;
@@ -22,15 +21,18 @@ mod values;
 
 pub use matrix::BsrMatrix;
 pub use parts::BsrWorkspace;
-pub use plan::{BsrPlan, plan};
-pub use problem::{BiasKind, BsrProblem};
+pub use plan::{BsrMatmulPlan, plan};
+pub use problem::{BiasKind, BsrProblem, bsr_flops};
 pub use select::{accepts, select};
 pub use transpose::BsrTranspose;
 
-pub(crate) use select::OP;
+pub(crate) use select::support;
 
+use crate::check::Operand;
+use crate::operation::{Operation, Prepared, Steps};
 use crate::{Error, Result};
-use blockflash_safe::{Device, Stream, Tensor, View, ViewMut};
+use blockflash_safe::{BsrMatmulOperands, BsrParts, CudaProperties, Stream, Tensor, View, ViewMut};
+use blockflash_sys::manifest::{self, BsrMatmulAny, BsrMatmulHopper, Variant};
 use blockflash_sys::{DType, Row};
 
 /// What is added to A·B, in the element type of B.
@@ -102,21 +104,8 @@ pub struct BsrMatmul<'a> {
     pub workspace: Option<&'a BsrWorkspace>,
 }
 
-/// A call whose kernel is decided and loaded, for loops that repeat it: see [`BsrMatmul::prepare`].
-#[derive(Clone, Copy, Debug)]
-pub struct PreparedBsrMatmul {
-    problem: BsrProblem,
-    device: Device,
-    /// `None` on the CPU, and where there is nothing to compute.
-    row: Option<&'static Row>,
-}
-
-impl PreparedBsrMatmul {
-    /// The kernel; `None` on the CPU, and where there is nothing to compute.
-    pub fn row(&self) -> Option<&'static Row> {
-        self.row
-    }
-}
+/// See [`Operation::prepare`].
+pub type PreparedBsrMatmul = Prepared<BsrProblem>;
 
 impl<'a> BsrMatmul<'a> {
     /// `C = A·B`.
@@ -139,69 +128,7 @@ impl<'a> BsrMatmul<'a> {
     /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`] if an
     /// operand is not on the stream's device.
     pub fn matmul_into(&self, c: ViewMut<'_>, stream: &Stream) -> Result<()> {
-        let problem = launch::checked(self, &c, stream)?;
-        if problem.is_empty() {
-            return Ok(());
-        }
-        match stream.device().cuda_properties() {
-            None => cpu::matmul(self, &problem, c),
-            Some(gpu) => launch::launch(self, select(&problem, gpu)?, &problem, c, stream),
-        }
-    }
-
-    /// Like [`matmul_into`](Self::matmul_into) with this very kernel, whatever [`select`] would
-    /// take: for tests and measurements.
-    ///
-    /// # Errors
-    /// Also [`Error::Unsupported`] if the row cannot compute this problem on this device.
-    pub fn matmul_with(&self, row: &Row, c: ViewMut<'_>, stream: &Stream) -> Result<()> {
-        let problem = launch::checked(self, &c, stream)?;
-        let Some(gpu) = stream.device().cuda_properties() else {
-            return Err(launch::no_kernel_on_cpu(row));
-        };
-        accepts(row, &problem, gpu)?;
-        if problem.is_empty() {
-            return Ok(());
-        }
-        launch::launch(self, row, &problem, c, stream)
-    }
-
-    /// Decides for good what [`matmul_into`](Self::matmul_into) decides anew at each call, and
-    /// loads the kernel.
-    ///
-    /// # Errors
-    /// As [`matmul_into`](Self::matmul_into), and if the kernel cannot be loaded.
-    pub fn prepare(&self, c: &ViewMut<'_>, stream: &Stream) -> Result<PreparedBsrMatmul> {
-        let problem = launch::checked(self, c, stream)?;
-        let row = match stream.device().cuda_properties() {
-            Some(gpu) if !problem.is_empty() => Some(select(&problem, gpu)?),
-            _ => None,
-        };
-        row.map_or(Ok(()), |row| stream.device().preload(row).map(|_| ()))?;
-        Ok(PreparedBsrMatmul { problem, device: *stream.device(), row })
-    }
-
-    /// Like [`matmul_into`](Self::matmul_into) with the kernel that was decided on. The matrices
-    /// may be others than those that were prepared with; everything that they are checked for is
-    /// checked again.
-    ///
-    /// # Errors
-    /// Also [`Error::NotPrepared`] if sizes, strides, types, options or the device differ.
-    pub fn matmul_prepared(
-        &self,
-        prepared: &PreparedBsrMatmul,
-        c: ViewMut<'_>,
-        stream: &Stream,
-    ) -> Result<()> {
-        let problem = launch::checked(self, &c, stream)?;
-        if problem != prepared.problem || *stream.device() != prepared.device {
-            return Err(Error::NotPrepared { op: OP });
-        }
-        match prepared.row {
-            Some(row) => launch::launch(self, row, &problem, c, stream),
-            None if problem.is_empty() => Ok(()),
-            None => cpu::matmul(self, &problem, c),
-        }
+        self.run(c, stream)
     }
 
     /// Allocates C in this element type, f16, bf16 or f32, and computes it.
@@ -235,5 +162,91 @@ impl<'a> BsrMatmul<'a> {
     fn shape_of_a(&self) -> [usize; 2] {
         let (rows, cols) = (self.a.rows(), self.a.cols());
         if self.transpose.is_some() { [cols, rows] } else { [rows, cols] }
+    }
+
+    /// The parts of long tiles, for kernels that have some and a caller who lends memory for their
+    /// sums.
+    fn parts(&self, row: &Row, n: usize, most: usize) -> Option<BsrParts<'a>> {
+        let (Variant::BsrMatmulHopper(tile), Some(workspace)) = (&row.variant, self.workspace)
+        else {
+            return None;
+        };
+        let lengths = match (self.transpose, &self.a.groups) {
+            (Some(index), _) => index.lengths(),
+            (None, Some(groups)) if tile.gathers() => &groups.lengths,
+            (None, _) => &self.a.lengths,
+        };
+        workspace.parts(tile, lengths, tile.tile().tiles_n(n as u64) as usize, most)
+    }
+}
+
+impl<'a> Bias<'a> {
+    fn view(&self) -> Option<View<'a>> {
+        match *self {
+            Bias::None => None,
+            Bias::PerRow(bias) | Bias::PerColumn(bias) => Some(bias),
+        }
+    }
+}
+
+impl Steps for BsrMatmul<'_> {
+    type Problem = BsrProblem;
+    type Out<'o> = ViewMut<'o>;
+
+    fn is_empty(problem: &BsrProblem) -> bool {
+        problem.is_empty()
+    }
+
+    #[inline]
+    fn checked(&self, c: &ViewMut<'_>, stream: &Stream) -> Result<BsrProblem> {
+        let problem = self.problem(c)?;
+        let device = stream.device();
+        Operand::new("a", &self.a.values().view()).on(device)?;
+        if let Some(index) = self.transpose {
+            Operand::new("transpose", &index.row_ptr().view()).on(device)?;
+        }
+        Operand::new("b", &self.b).on(device)?;
+        Operand::of_mut("c", c).on(device)?;
+        self.workspace.map_or(Ok(()), |workspace| workspace.on(device))?;
+        self.bias.view().map_or(Ok(()), |bias| Operand::new("bias", &bias).on(device))?;
+        Ok(problem)
+    }
+
+    fn launch(
+        &self,
+        row: &Row,
+        problem: &BsrProblem,
+        gpu: &CudaProperties,
+        c: ViewMut<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let mut plan = plan::planned(row, problem, gpu)?;
+        let parts = self.parts(row, problem.n, plan.parts);
+        if let Some(parts) = &parts {
+            plan.add_parts(parts.begin[0] as usize, row, problem, gpu)?;
+        }
+        let operands = BsrMatmulOperands {
+            indices: self.transpose.map_or(self.a.indices(), BsrTranspose::indices),
+            values: self.a.values().view(),
+            parts,
+            b: self.b,
+            c,
+            bias: self.bias.view(),
+        };
+        let (config, params) = (&plan.config, &plan.params);
+        match row.variant {
+            Variant::BsrMatmulHopper(_) => {
+                stream.launch::<BsrMatmulHopper>(row, config, params, operands)?;
+            }
+            Variant::BsrMatmulAny(_) => {
+                stream.launch::<BsrMatmulAny>(row, config, &plan.any_params(problem), operands)?;
+            }
+            _ => stream.launch::<manifest::BsrMatmul>(row, config, params, operands)?,
+        }
+        Ok(())
+    }
+
+    fn compute(&self, problem: &BsrProblem, c: ViewMut<'_>, _: &Stream) -> Result<()> {
+        cpu::matmul(self, problem, c)
     }
 }

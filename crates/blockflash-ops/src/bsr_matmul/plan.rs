@@ -1,5 +1,6 @@
-use super::{Activation, BiasKind, BsrProblem, cost, select};
+use super::{Activation, BiasKind, BsrProblem, cost};
 use crate::check::{grid_x, to_i64};
+use crate::selection::{fits, tile_of};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
 use blockflash_sys::manifest::{BsrTile, Variant};
@@ -13,7 +14,7 @@ use std::ptr::{null, null_mut};
 
 /// A launch as plain data, before it has any pointer.
 #[derive(Clone, Copy, Debug)]
-pub struct BsrPlan {
+pub struct BsrMatmulPlan {
     /// The kernel argument, or what it is made from; all pointers are null.
     pub params: blockflash_bsr_matmul_params,
     /// Grid, block and shared memory, for whole tiles.
@@ -27,17 +28,20 @@ pub struct BsrPlan {
 ///
 /// # Errors
 /// [`Error::TooLarge`] for a grid or size that the kernel cannot count, [`Error::Unsupported`] if
-/// the row is no BSR kernel or one for other blocks, [`Error::DType`] for a C that is no
-/// floating-point matrix.
-pub fn plan(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<BsrPlan> {
-    let unsupported =
-        |what| Error::Unsupported { op: select::OP, arch: row.target.to_string(), what };
-    let Some(tile) = row.bsr_tile() else {
-        return Err(unsupported(format!("{} computes something else", row.symbol())));
-    };
-    if tile.block_size as usize != problem.block_size {
-        return Err(unsupported(format!("blocks of {} with {}", problem.block_size, row.symbol())));
-    }
+/// the row does not compute this problem, [`Error::DType`] for a C that is no floating-point
+/// matrix.
+pub fn plan(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<BsrMatmulPlan> {
+    fits(row, problem, gpu)?;
+    planned(row, problem, gpu)
+}
+
+/// The same for a row that is known to compute the problem.
+pub(super) fn planned(
+    row: &Row,
+    problem: &BsrProblem,
+    gpu: &CudaProperties,
+) -> Result<BsrMatmulPlan> {
+    let tile = &tile_of::<BsrProblem>(row, &gpu.compute_capability)?;
     let c_dtype = match problem.c_dtype {
         DType::F16 => BLOCKFLASH_DTYPE_F16,
         DType::BF16 => BLOCKFLASH_DTYPE_BF16,
@@ -74,16 +78,16 @@ pub fn plan(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<Bsr
         c_column_major: i32::from(problem.c_major == Major::Column),
     };
     let config = LaunchConfig {
-        grid: [blocks(row, &tile, problem, gpu, 0)?, 1, 1],
+        grid: [blocks(row, tile, problem, gpu, 0)?, 1, 1],
         block: row.threads(),
         smem_bytes: row.smem_bytes(),
         cluster: row.cluster(),
         programmatic_dependent_launch: matches!(row.variant, Variant::BsrMatmulHopper(_)),
     };
-    Ok(BsrPlan { params, config, parts: cost::parts(row, problem, gpu) })
+    Ok(BsrMatmulPlan { params, config, parts: cost::parts(row, problem, gpu) })
 }
 
-impl BsrPlan {
+impl BsrMatmulPlan {
     /// The argument of a kernel that takes any layout, for the layout of this problem.
     pub fn any_params(&self, problem: &BsrProblem) -> blockflash_bsr_matmul_any_params {
         blockflash_bsr_matmul_any_params {
@@ -102,9 +106,8 @@ impl BsrPlan {
         problem: &BsrProblem,
         gpu: &CudaProperties,
     ) -> Result<()> {
-        if let Some(tile) = row.bsr_tile() {
-            self.config.grid[0] = blocks(row, &tile, problem, gpu, parts)?;
-        }
+        let tile = tile_of::<BsrProblem>(row, &gpu.compute_capability)?;
+        self.config.grid[0] = blocks(row, &tile, problem, gpu, parts)?;
         Ok(())
     }
 }

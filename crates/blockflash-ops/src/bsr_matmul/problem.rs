@@ -1,6 +1,6 @@
 use super::{Activation, Bias, BsrMatmul};
 use crate::Result;
-use crate::check::{Operand, finite, to_i64, vector};
+use crate::check::{Operand, finite, scaled, to_i64, vector};
 use blockflash_safe::ViewMut;
 use blockflash_sys::{DType, Major};
 
@@ -98,10 +98,10 @@ impl BsrProblem {
         }
     }
 
-    /// The same problem of Aᵀ, or of B and C in which this is contiguous: without gaps, and aligned
-    /// if that is possible.
+    /// The same problem of A or Aᵀ and of a B and C of these layouts: without gaps, and aligned if
+    /// that is possible.
     #[must_use]
-    pub fn lying(self, a_transposed: bool, b_major: Major, c_major: Major) -> Self {
+    pub fn with_layouts(self, a_transposed: bool, b_major: Major, c_major: Major) -> Self {
         let line = |major, row, column| if major == Major::Row { row } else { column };
         let (ldb, ldc) = (line(b_major, self.n, self.k), line(c_major, self.n, self.m));
         let (b_vectorized, c_vectorized) =
@@ -127,6 +127,7 @@ impl BsrMatmul<'_> {
     ///
     /// Whether a kernel exists is another question, which [`select`](super::select) answers; the
     /// CPU runs every problem.
+    #[inline]
     pub fn problem(&self, c: &ViewMut<'_>) -> Result<BsrProblem> {
         let (a, b, c_operand) = (self.a, Operand::new("b", &self.b), Operand::of_mut("c", c));
         let [m, k] = self.shape_of_a();
@@ -183,6 +184,11 @@ impl BsrMatmul<'_> {
             c_vectorized: vectorized(c.dtype(), ldc) && c.is_aligned(16),
         })
     }
+}
+
+/// FLOPs of a BSR matmul: `2 * nnz_blocks * block_size² * n`.
+pub fn bsr_flops(problem: &BsrProblem) -> u64 {
+    scaled(2, &[problem.nnz_blocks, problem.block_size, problem.block_size, problem.n])
 }
 
 /// Whether rows start at multiples of 16 bytes if the first one does.

@@ -179,3 +179,9 @@ fn bias_and_factors_are_checked() {
         );
     }
 }
+
+#[test]
+fn flops_count_stored_blocks() {
+    let problem = BsrProblem::new(DType::F16, [100, 30, 70], 32, 5);
+    assert_eq!(bsr_flops(&problem), 2 * 5 * 1024 * 30);
+}

@@ -1,20 +1,12 @@
-use super::BsrProblem;
-use super::cost::{hopper_time, pays};
-use crate::arch;
-use crate::{Error, Result};
+use super::{BsrProblem, cost};
+use crate::Result;
+use crate::check::{is_tensor_map_stride, size_refusal, too_large};
+use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::manifest::{self, BsrTile, Variant};
+use blockflash_sys::manifest::{BsrTile, Variant};
 use blockflash_sys::{DType, Major, Row};
 use std::cmp::Reverse;
-use std::fmt;
-
-/// Name of the operation in errors and in the support table.
-pub(crate) const OP: &str = "bsr_matmul";
-
-/// Sizes that kernels for Hopper take are below this: they add a tile to them in 32 bits.
-const HOPPER_SIZE_LIMIT: usize = (1 << 31) - 1024;
-/// Strides of a tensor map are below this, in bytes.
-const TENSOR_MAP_STRIDE_LIMIT: usize = 1 << 40;
+use std::sync::LazyLock;
 
 /// The kernel for a problem on a GPU: of the usable rows those of the preferred target (machine
 /// code before PTX), but for small blocks those for Hopper only where they are estimated to be
@@ -23,207 +15,186 @@ const TENSOR_MAP_STRIDE_LIMIT: usize = 1 << 40;
 /// beyond n; of these the widest.
 ///
 /// # Errors
-/// [`Error::Unsupported`] says what no row offers: the element type, the block size, the transposed
-/// A or the layouts of B and C, the architecture or its shared memory.
+/// [`Error::Unsupported`](crate::Error::Unsupported) says what no row offers: the element type, the
+/// block size, the transposed A or the layouts of B and C, the architecture or its shared memory.
 pub fn select(problem: &BsrProblem, gpu: &CudaProperties) -> Result<&'static Row> {
-    select_among(manifest::rows(), problem, gpu)
-}
-
-pub(crate) fn select_among<'r>(
-    rows: &'r [Row],
-    problem: &BsrProblem,
-    gpu: &CudaProperties,
-) -> Result<&'r Row> {
-    // Estimates take longer than everything else here: one for each row that fits.
-    let rank = |(row, tile): &(&Row, BsrTile)| {
-        let waits = is_hopper(row) && !pays(row, tile, problem, gpu);
-        let cost = match is_hopper(row) {
-            true => hopper_time(row, tile, problem, gpu).0,
-            false => problem.n.div_ceil(tile.block_n as usize) as f64 * f64::from(tile.block_n),
-        };
-        // Bits of numbers that are not negative ascend as they do.
-        (
-            row.takes_any_layout(),
-            waits,
-            arch::preference(row.target),
-            cost.to_bits(),
-            Reverse(tile.block_n),
-        )
-    };
-    rows.iter()
-        .filter_map(|row| Some((row, row.bsr_tile()?)))
-        .filter(|(row, tile)| fits(row, tile, problem, gpu).is_ok())
-        .min_by_key(rank)
-        .map(|(row, _)| row)
-        .ok_or_else(|| unsupported(gpu, why_none(rows, problem, gpu)))
+    selection::select(problem, gpu)
 }
 
 /// Whether this very row can compute the problem on this GPU.
 ///
 /// # Errors
-/// [`Error::Unsupported`] says what does not fit.
+/// [`Error::Unsupported`](crate::Error::Unsupported) says what does not fit.
 pub fn accepts(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<()> {
-    let refused = |what: String| unsupported(gpu, format!("{}: {what}", row.symbol()));
-    let Some(tile) = row.bsr_tile() else {
-        return Err(refused("this kernel computes something else".into()));
-    };
-    fits(row, &tile, problem, gpu).map_err(|mismatch| refused(mismatch.to_string()))
+    selection::accepts(row, problem, gpu)
 }
 
-/// What keeps a row from computing a problem.
-enum Mismatch {
-    DType { kernel: DType, matrices: DType },
-    BlockSize { kernel: u32, matrix: usize },
-    Transposed { kernel: bool },
-    Major { what: &'static str, kernel: Major },
-    Size { what: &'static str, size: usize },
-    TensorMap { lines: Major, ldb: usize },
-    Gpu(arch::Obstacle),
+impl Problem for BsrProblem {
+    const OP: &'static str = "bsr_matmul";
+    const INPUTS: &'static str = "matrices";
+    const RULES: &'static [Rule<Self>] =
+        &[TRANSPOSED, MAJOR_OF_B, MAJOR_OF_C, BLOCK_SIZE, SHARED_MEMORY, SIZES, TENSOR_MAP];
+
+    type Tile = BsrTile;
+    type Rank = (bool, usize, u64, Reverse<u32>);
+
+    fn tile(row: &Row) -> Option<BsrTile> {
+        row.bsr_tile()
+    }
+
+    fn kernels() -> &'static [Peers<'static, Self>] {
+        static KERNELS: Kernels<BsrProblem> = LazyLock::new(selection::all::<BsrProblem>);
+        &KERNELS
+    }
+
+    fn order(row: &Row, _: &BsrTile) -> [usize; 2] {
+        [row.takes_any_layout().into(), 0]
+    }
+
+    fn rank(c: &Candidate<'_, Self>) -> Self::Rank {
+        let Candidate { row, tile, problem, gpu } = c;
+        let (waits, cost) = match &row.variant {
+            Variant::BsrMatmulHopper(hopper) => {
+                let (time, _) = cost::hopper_time(hopper, problem, gpu);
+                (!cost::pays(time, problem, gpu), time)
+            }
+            _ => (false, problem.n.next_multiple_of(tile.block_n as usize) as f64),
+        };
+        // Bits of numbers that are not negative ascend as they do.
+        (waits, preference(row.target), cost.to_bits(), Reverse(tile.block_n))
+    }
+
+    fn key(&self) -> (DType, usize) {
+        (self.dtype, self.block_size)
+    }
+
+    fn key_of(tile: &BsrTile) -> (DType, usize) {
+        (tile.dtype, tile.block_size as usize)
+    }
 }
 
-impl fmt::Display for Mismatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Mismatch::DType { kernel, matrices } => {
-                write!(f, "the kernel takes {kernel}, the matrices are {matrices}")
-            }
-            Mismatch::BlockSize { kernel, matrix } => {
-                write!(f, "the kernel takes blocks of {kernel}, not {matrix}")
-            }
-            Mismatch::Transposed { kernel } => {
-                write!(
-                    f,
-                    "the kernel multiplies A {}",
-                    if *kernel { "transposed" } else { "as it is" }
-                )
-            }
-            Mismatch::Major { what, kernel } => {
-                write!(f, "the kernel takes a {}-major {what}", kernel.name())
-            }
-            Mismatch::Size { what, size } => {
-                write!(f, "{what} is {size}, not below {HOPPER_SIZE_LIMIT}")
-            }
-            Mismatch::TensorMap { lines, ldb } => {
-                let lines = if *lines == Major::Row { "rows" } else { "columns" };
-                write!(
-                    f,
-                    "b has no tensor map: {lines} of 16-byte aligned memory, {ldb} elements apart"
-                )
-            }
-            Mismatch::Gpu(obstacle) => obstacle.fmt(f),
+/// Lines of the support table: each block size as most kernels take it and in other layouts, and
+/// one that no kernel is made for.
+pub(crate) fn support(dtype: DType) -> Vec<(String, BsrProblem)> {
+    // As many columns as the widest tile of all: no waste speaks against it.
+    let problem = |block| BsrProblem::new(dtype, [block, 1 << 20, block], block, 1);
+    let mut lines = Vec::new();
+    for size in selection::sizes::<BsrProblem>(|tile| tile.block_size) {
+        let (plain, line) = (problem(size as usize), format!("block {size}"));
+        lines.push((line.clone(), plain));
+        // What not every kernel takes: Aᵀ, and columns of B and C, as dense times sparse has them.
+        for (layout, a_transposed, major) in [
+            ("transposed A", true, Major::Row),
+            ("column-major B and C", false, Major::Column),
+            ("transposed A, column-major B and C", true, Major::Column),
+        ] {
+            let problem = plain.with_layouts(a_transposed, major, major);
+            lines.push((format!("{line}, {layout}"), problem));
         }
     }
+    lines.push(("other block (24)".into(), problem(24)));
+    lines
 }
 
-fn fits(
-    row: &Row,
-    tile: &BsrTile,
-    problem: &BsrProblem,
-    gpu: &CudaProperties,
-) -> std::result::Result<(), Mismatch> {
-    if tile.dtype != problem.dtype {
-        return Err(Mismatch::DType { kernel: tile.dtype, matrices: problem.dtype });
-    }
-    if tile.block_size as usize != problem.block_size {
-        return Err(Mismatch::BlockSize { kernel: tile.block_size, matrix: problem.block_size });
-    }
-    lies_as(row, tile, problem)?;
-    arch::runs(row, gpu).map_err(Mismatch::Gpu)?;
-    if is_hopper(row) { fits_hopper(problem) } else { Ok(()) }
+type MatmulRule = Rule<BsrProblem>;
+type Kernel<'c> = Candidate<'c, BsrProblem>;
+
+const TRANSPOSED: MatmulRule = Rule {
+    holds: |c| c.row.takes_any_layout() || c.tile.a_transposed == c.problem.a_transposed,
+    refuses: |c| {
+        let how = if c.tile.a_transposed { "transposed" } else { "as it is" };
+        format!("the kernel multiplies A {how}")
+    },
+    excludes_all: Some(no_layout),
+};
+
+const MAJOR_OF_B: MatmulRule = Rule {
+    holds: |c| c.row.takes_any_layout() || major_of_b(c) == c.problem.b_major,
+    refuses: |c| format!("the kernel takes a {}-major b", major_of_b(c).name()),
+    excludes_all: Some(no_layout),
+};
+
+fn major_of_b(c: &Kernel<'_>) -> Major {
+    if c.tile.b_column_major { Major::Column } else { Major::Row }
 }
 
-/// Whether the kernel reads A and B, and writes C, the way that they lie in memory.
-fn lies_as(row: &Row, tile: &BsrTile, problem: &BsrProblem) -> std::result::Result<(), Mismatch> {
-    if row.takes_any_layout() {
-        return Ok(());
-    }
-    if tile.a_transposed != problem.a_transposed {
-        return Err(Mismatch::Transposed { kernel: tile.a_transposed });
-    }
-    let b = if tile.b_column_major { Major::Column } else { Major::Row };
-    if b != problem.b_major {
-        return Err(Mismatch::Major { what: "b", kernel: b });
-    }
-    let any_c = matches!(row.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers());
-    if problem.c_major == Major::Column && !any_c {
-        return Err(Mismatch::Major { what: "c", kernel: Major::Row });
-    }
-    Ok(())
+/// Kernels for Hopper that do not gather small blocks write C either way.
+const MAJOR_OF_C: MatmulRule = Rule {
+    holds: |c| {
+        c.problem.c_major == Major::Row
+            || c.row.takes_any_layout()
+            || matches!(&c.row.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers())
+    },
+    refuses: |_| "the kernel takes a row-major c".into(),
+    excludes_all: Some(no_layout),
+};
+
+fn no_layout(all: &[Kernel<'_>]) -> String {
+    format!("{}: no kernel takes that", asked(all[0].problem))
 }
 
-pub(super) fn is_hopper(row: &Row) -> bool {
+const BLOCK_SIZE: MatmulRule = Rule::block_size(|all| {
+    let sizes = selection::ascending(all.iter().map(|c| c.tile.block_size));
+    format!("{}: kernels take {sizes:?}", asked(all[0].problem))
+});
+
+const SHARED_MEMORY: MatmulRule = Rule::shared_memory(Some(|all| {
+    format!(
+        "{} in {}: no kernel for this architecture and its {} bytes of shared memory",
+        asked(all[0].problem),
+        all[0].problem.dtype,
+        all[0].gpu.smem_per_block
+    )
+}));
+
+/// Kernels for Hopper count sizes in 32 bits.
+const SIZES: MatmulRule = Rule {
+    holds: |c| !is_hopper(c.row) || too_large(sizes(c)).is_none(),
+    refuses: |c| size_refusal(sizes(c)),
+    excludes_all: Some(|all| {
+        format!("{}: {}", asked(all[0].problem), size_refusal(sizes(&all[0])))
+    }),
+};
+
+fn is_hopper(row: &Row) -> bool {
     matches!(row.variant, Variant::BsrMatmulHopper(_))
 }
 
-/// Whether the kernel can count the sizes, and a tensor map describe B. The map of a B without
-/// elements is never used.
-fn fits_hopper(problem: &BsrProblem) -> std::result::Result<(), Mismatch> {
-    let sizes = [("m", problem.m), ("n", problem.n), ("k", problem.k)];
-    if let Some(&(what, size)) = sizes.iter().find(|(_, size)| *size >= HOPPER_SIZE_LIMIT) {
-        return Err(Mismatch::Size { what, size });
-    }
+fn sizes(c: &Kernel<'_>) -> [usize; 3] {
+    [c.problem.m, c.problem.n, c.problem.k]
+}
+
+/// A tensor map describes the B that kernels for Hopper read. That of a B without elements is never
+/// used.
+const TENSOR_MAP: MatmulRule = Rule {
+    holds: |c| {
+        let p = c.problem;
+        !is_hopper(c.row)
+            || p.k == 0
+            || p.n == 0
+            || p.b_vectorized && is_tensor_map_stride(p.ldb, p.dtype)
+    },
+    refuses: |c| map_refusal(c.problem),
+    excludes_all: Some(|all| format!("{}: {}", asked(all[0].problem), map_refusal(all[0].problem))),
+};
+
+fn map_refusal(problem: &BsrProblem) -> String {
+    let lines = if problem.b_major == Major::Row { "rows" } else { "columns" };
     let ldb = problem.ldb;
-    let steps = ldb > 0 && ldb < TENSOR_MAP_STRIDE_LIMIT / problem.dtype.size();
-    if problem.k > 0 && problem.n > 0 && !(problem.b_vectorized && steps) {
-        return Err(Mismatch::TensorMap { lines: problem.b_major, ldb });
-    }
-    Ok(())
+    format!("b has no tensor map: {lines} of 16-byte aligned memory, {ldb} elements apart")
 }
 
-/// The first reason that rules out every row, from the general to the particular.
-fn why_none(rows: &[Row], problem: &BsrProblem, gpu: &CudaProperties) -> String {
-    let tiles = || rows.iter().filter_map(|row| Some((row, row.bsr_tile()?)));
-    if !tiles().any(|(row, _)| row.target.runs_on(gpu.compute_capability)) {
-        return "kernels need compute capability 8.0 or newer".into();
-    }
-    if !tiles().any(|(_, tile)| tile.dtype == problem.dtype) {
-        return format!("kernels take f16 and bf16, the matrices are {}", problem.dtype);
-    }
-    let asked = layouts(problem);
-    let suited: Vec<_> =
-        tiles().filter(|(row, tile)| lies_as(row, tile, problem).is_ok()).collect();
-    let mut sizes: Vec<u32> = suited.iter().map(|(_, tile)| tile.block_size).collect();
-    sizes.sort_unstable();
-    sizes.dedup();
-    if !sizes.iter().any(|&size| size as usize == problem.block_size) {
-        let kernels = if sizes.is_empty() {
-            "no kernel takes that".into()
-        } else {
-            format!("kernels take {sizes:?}")
-        };
-        return format!("block size {}{asked}: {kernels}", problem.block_size);
-    }
-    // Portable rows take whatever lies as they need it, so what is in the way of others is said.
-    let mismatches = suited.iter().filter_map(|(row, tile)| fits(row, tile, problem, gpu).err());
-    let closest = mismatches.max_by_key(|mismatch| match mismatch {
-        Mismatch::TensorMap { .. } | Mismatch::Size { .. } => 2,
-        Mismatch::Gpu(_) => 1,
-        _ => 0,
-    });
-    match closest {
-        Some(mismatch) if !asked.is_empty() => {
-            format!("block size {}{asked}: {mismatch}", problem.block_size)
-        }
-        _ => format!(
-            "block size {} in {}: no kernel for this architecture and its {} bytes of shared memory",
-            problem.block_size, problem.dtype, gpu.smem_per_block
-        ),
-    }
-}
-
-/// What of a problem not every kernel takes, in words that follow the block size.
-fn layouts(problem: &BsrProblem) -> String {
-    let asked = [
+/// The block size, and what else of a problem not every kernel takes, in words.
+fn asked(problem: &BsrProblem) -> String {
+    let layouts = [
         (problem.a_transposed, "a transposed A"),
         (problem.b_major == Major::Column, "a column-major b"),
         (problem.c_major == Major::Column, "a column-major c"),
     ];
-    let asked: Vec<&str> = asked.into_iter().filter(|(is, _)| *is).map(|(_, what)| what).collect();
-    if asked.is_empty() { String::new() } else { format!(" with {}", asked.join(" and ")) }
-}
-
-fn unsupported(gpu: &CudaProperties, what: String) -> Error {
-    Error::Unsupported { op: OP, arch: gpu.compute_capability.to_string(), what }
+    let layouts = layouts.into_iter().filter(|(is, _)| *is).map(|(_, what)| what);
+    let layouts = layouts.collect::<Vec<_>>().join(" and ");
+    let with = if layouts.is_empty() { "" } else { " with " };
+    format!("block size {}{with}{layouts}", problem.block_size)
 }
 
 #[cfg(test)]

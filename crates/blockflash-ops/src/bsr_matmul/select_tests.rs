@@ -1,7 +1,9 @@
 use super::super::{Activation, BiasKind, plan};
 use super::*;
+use crate::Error;
 use crate::fixtures::{gpu, gpus};
-use blockflash_sys::manifest::BsrMatmul;
+use crate::selection::select_among;
+use blockflash_sys::manifest::{self, BsrMatmul};
 use blockflash_sys::{DType, Target, params};
 
 fn problem(dtype: DType, block_size: usize, n: usize) -> BsrProblem {

@@ -26,7 +26,8 @@ impl BsrMatrix {
     /// # use blockflash_ops::{BsrMatrix, DType, Device, Tensor};
     /// let stream = Device::cpu().stream()?;
     /// let mut weights = BsrMatrix::from_coo(4, 4, 2, DType::F32, &[(0, 3, 1.0)])?;
-    /// weights.set_values(&Tensor::from_slice(&stream, &[5.0f32, 6.0, 7.0, 8.0], &[1, 2, 2])?, &stream)?;
+    /// let values = Tensor::from_slice(&stream, &[5.0f32, 6.0, 7.0, 8.0], &[1, 2, 2])?;
+    /// weights.set_values(&values, &stream)?;
     /// assert_eq!(weights.to_dense()?[..8], [0.0, 0.0, 5.0, 6.0, 0.0, 0.0, 7.0, 8.0]);
     /// # Ok::<(), blockflash_ops::Error>(())
     /// ```

@@ -1,6 +1,6 @@
 use super::*;
 use crate::fixtures::values;
-use crate::{BsrMatrix, Device, Error, Stream, Tensor};
+use crate::{BsrMatrix, Device, Error, Operation, Stream, Tensor};
 use blockflash_sys::manifest;
 
 const LAYOUTS: [[Major; 2]; 4] = [
@@ -195,12 +195,12 @@ fn prepared_calls_and_named_kernels() {
     let mut values = Tensor::empty(&stream, DType::F32, &[BLOCKS.len(), 16, 16]).unwrap();
     let prepared = op.prepare(&values.view_mut(), &stream).unwrap();
     assert!(prepared.row().is_none());
-    op.sddmm_prepared(&prepared, values.view_mut(), &stream).unwrap();
+    op.run_prepared(&prepared, values.view_mut(), &stream).unwrap();
     assert_eq!(values.to_vec::<f32>(&stream).unwrap()[0], 16.0);
     let other = BsrSddmm { alpha: 2.0, ..op };
-    let refused = other.sddmm_prepared(&prepared, values.view_mut(), &stream);
+    let refused = other.run_prepared(&prepared, values.view_mut(), &stream);
     assert!(matches!(refused, Err(Error::NotPrepared { op: "bsr_sddmm" })));
     let row = manifest::rows().iter().find(|row| row.bsr_sddmm_tile().is_some()).unwrap();
-    let refused = op.sddmm_with(row, values.view_mut(), &stream);
+    let refused = op.run_with(row, values.view_mut(), &stream);
     assert!(matches!(refused, Err(Error::Unsupported { op: "bsr_sddmm", .. })));
 }

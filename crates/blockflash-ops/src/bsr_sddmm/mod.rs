@@ -1,19 +1,21 @@
 //! Sampled dense-dense product (SDDMM): `alpha·A·B` at the stored blocks of a block-sparse matrix.
 
 mod cpu;
-mod launch;
 mod plan;
 mod problem;
 mod select;
 
 pub use plan::{BsrSddmmPlan, plan};
-pub use problem::{BsrSddmmProblem, DenseLayout};
+pub use problem::{BsrSddmmProblem, DenseLayout, bsr_sddmm_flops};
 pub use select::{accepts, select};
 
-pub(crate) use select::{OP, block_sizes};
+pub(crate) use select::support;
 
+use crate::check::Operand;
+use crate::operation::{Operation, Prepared, Steps};
 use crate::{BsrMatrix, Error, Result};
-use blockflash_safe::{Device, Stream, Tensor, View, ViewMut};
+use blockflash_safe::{BsrSddmmOperands, CudaProperties, Stream, Tensor, View, ViewMut};
+use blockflash_sys::manifest::{self, BsrSddmmHopper, Variant};
 use blockflash_sys::{DType, Row};
 
 /// `values = alpha·A·B + beta·values` at the stored blocks of a block-sparse matrix `[m, n]`, with
@@ -55,21 +57,8 @@ pub struct BsrSddmm<'a> {
     pub beta: f32,
 }
 
-/// A call whose kernel is decided and loaded, for loops that repeat it: see [`BsrSddmm::prepare`].
-#[derive(Clone, Copy, Debug)]
-pub struct PreparedBsrSddmm {
-    problem: BsrSddmmProblem,
-    device: Device,
-    /// `None` on the CPU, and where there is nothing to compute.
-    row: Option<&'static Row>,
-}
-
-impl PreparedBsrSddmm {
-    /// The kernel; `None` on the CPU, and where there is nothing to compute.
-    pub fn row(&self) -> Option<&'static Row> {
-        self.row
-    }
-}
+/// See [`Operation::prepare`].
+pub type PreparedBsrSddmm = Prepared<BsrSddmmProblem>;
 
 impl<'a> BsrSddmm<'a> {
     /// `A·B` at the stored blocks of `pattern`.
@@ -87,14 +76,7 @@ impl<'a> BsrSddmm<'a> {
     /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`] if an
     /// operand is not on the stream's device.
     pub fn sddmm_into(&self, values: ViewMut<'_>, stream: &Stream) -> Result<()> {
-        let problem = launch::checked(self, &values, stream)?;
-        if problem.is_empty() {
-            return Ok(());
-        }
-        match stream.device().cuda_properties() {
-            None => cpu::sddmm(self, &problem, values),
-            Some(gpu) => launch::launch(self, select(&problem, gpu)?, &problem, values, stream),
-        }
+        self.run(values, stream)
     }
 
     /// Like [`sddmm_into`](Self::sddmm_into), into the values of a matrix of the same pattern: the
@@ -107,61 +89,6 @@ impl<'a> BsrSddmm<'a> {
     pub fn sddmm_into_matrix(&self, matrix: &mut BsrMatrix, stream: &Stream) -> Result<()> {
         matrix.has_pattern_of(self.pattern)?;
         self.sddmm_into(matrix.unchecked_values_mut(), stream)
-    }
-
-    /// Like [`sddmm_into`](Self::sddmm_into) with this very kernel, whatever [`select`] would take:
-    /// for tests and measurements.
-    ///
-    /// # Errors
-    /// Also [`Error::Unsupported`] if the row cannot compute this problem on this device.
-    pub fn sddmm_with(&self, row: &Row, values: ViewMut<'_>, stream: &Stream) -> Result<()> {
-        let problem = launch::checked(self, &values, stream)?;
-        let Some(gpu) = stream.device().cuda_properties() else {
-            return Err(launch::no_kernel_on_cpu(row));
-        };
-        accepts(row, &problem, gpu)?;
-        if problem.is_empty() {
-            return Ok(());
-        }
-        launch::launch(self, row, &problem, values, stream)
-    }
-
-    /// Decides for good what [`sddmm_into`](Self::sddmm_into) decides anew at each call, and loads
-    /// the kernel.
-    ///
-    /// # Errors
-    /// As [`sddmm_into`](Self::sddmm_into), and if the kernel cannot be loaded.
-    pub fn prepare(&self, values: &ViewMut<'_>, stream: &Stream) -> Result<PreparedBsrSddmm> {
-        let problem = launch::checked(self, values, stream)?;
-        let row = match stream.device().cuda_properties() {
-            Some(gpu) if !problem.is_empty() => Some(select(&problem, gpu)?),
-            _ => None,
-        };
-        row.map_or(Ok(()), |row| stream.device().preload(row).map(|_| ()))?;
-        Ok(PreparedBsrSddmm { problem, device: *stream.device(), row })
-    }
-
-    /// Like [`sddmm_into`](Self::sddmm_into) with the kernel that was decided on. The matrices may
-    /// be others than those that were prepared with; everything that they are checked for is
-    /// checked again.
-    ///
-    /// # Errors
-    /// Also [`Error::NotPrepared`] if sizes, layouts, types, factors or the device differ.
-    pub fn sddmm_prepared(
-        &self,
-        prepared: &PreparedBsrSddmm,
-        values: ViewMut<'_>,
-        stream: &Stream,
-    ) -> Result<()> {
-        let problem = launch::checked(self, &values, stream)?;
-        if problem != prepared.problem || *stream.device() != prepared.device {
-            return Err(Error::NotPrepared { op: OP });
-        }
-        match prepared.row {
-            Some(row) => launch::launch(self, row, &problem, values, stream),
-            None if problem.is_empty() => Ok(()),
-            None => cpu::sddmm(self, &problem, values),
-        }
     }
 
     /// Allocates values in this element type, f16, bf16 or f32, and computes them.
@@ -178,5 +105,49 @@ impl<'a> BsrSddmm<'a> {
         let mut values = Tensor::empty(stream, dtype, &[self.pattern.nnz_blocks(), block, block])?;
         self.sddmm_into(values.view_mut(), stream)?;
         Ok(values)
+    }
+}
+
+impl Steps for BsrSddmm<'_> {
+    type Problem = BsrSddmmProblem;
+    type Out<'o> = ViewMut<'o>;
+
+    fn is_empty(problem: &BsrSddmmProblem) -> bool {
+        problem.is_empty()
+    }
+
+    #[inline]
+    fn checked(&self, values: &ViewMut<'_>, stream: &Stream) -> Result<BsrSddmmProblem> {
+        let problem = self.problem(values)?;
+        let device = stream.device();
+        Operand::new("pattern", &self.pattern.col_idx().view()).on(device)?;
+        Operand::new("a", &self.a).on(device)?;
+        Operand::new("b", &self.b).on(device)?;
+        Operand::of_mut("values", values).on(device)?;
+        Ok(problem)
+    }
+
+    fn launch(
+        &self,
+        row: &Row,
+        problem: &BsrSddmmProblem,
+        gpu: &CudaProperties,
+        values: ViewMut<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let BsrSddmmPlan { params, config } = plan::planned(row, problem, gpu)?;
+        let (pattern, a, b) = (self.pattern.indices(), self.a, self.b);
+        let operands = BsrSddmmOperands { pattern, a, b, values };
+        match row.variant {
+            Variant::BsrSddmmHopper(_) => {
+                stream.launch::<BsrSddmmHopper>(row, &config, &params, operands)?;
+            }
+            _ => stream.launch::<manifest::BsrSddmm>(row, &config, &params, operands)?,
+        }
+        Ok(())
+    }
+
+    fn compute(&self, problem: &BsrSddmmProblem, values: ViewMut<'_>, _: &Stream) -> Result<()> {
+        cpu::sddmm(self, problem, values)
     }
 }

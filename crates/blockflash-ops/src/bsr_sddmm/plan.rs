@@ -1,5 +1,6 @@
-use super::{BsrSddmmProblem, select};
+use super::BsrSddmmProblem;
 use crate::check::{grid_x, to_i32};
+use crate::selection::{fits, tile_of};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
 use blockflash_sys::manifest::Variant;
@@ -21,17 +22,20 @@ pub struct BsrSddmmPlan {
 ///
 /// # Errors
 /// [`Error::TooLarge`] for sizes or tiles that the kernel cannot count, [`Error::Unsupported`] if
-/// the row is no kernel of the sampled product or one for other blocks, [`Error::DType`] for values
-/// that are no floating-point numbers.
+/// the row does not compute this problem, [`Error::DType`] for values that are no floating-point
+/// numbers.
 pub fn plan(row: &Row, problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<BsrSddmmPlan> {
-    let unsupported =
-        |what| Error::Unsupported { op: select::OP, arch: row.target.to_string(), what };
-    let Some(tile) = row.bsr_sddmm_tile() else {
-        return Err(unsupported(format!("{} computes something else", row.symbol())));
-    };
-    if tile.block_size as usize != problem.block_size {
-        return Err(unsupported(format!("blocks of {} with {}", problem.block_size, row.symbol())));
-    }
+    fits(row, problem, gpu)?;
+    planned(row, problem, gpu)
+}
+
+/// The same for a row that is known to compute the problem.
+pub(super) fn planned(
+    row: &Row,
+    problem: &BsrSddmmProblem,
+    gpu: &CudaProperties,
+) -> Result<BsrSddmmPlan> {
+    let tile = &tile_of::<BsrSddmmProblem>(row, &gpu.compute_capability)?;
     if !matches!(problem.values_dtype, DType::F16 | DType::BF16 | DType::F32) {
         let (expected, found) = ("f16, bf16 or f32".into(), problem.values_dtype);
         return Err(Error::DType { what: "values", expected, found });

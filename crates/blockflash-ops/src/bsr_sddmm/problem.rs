@@ -1,6 +1,6 @@
 use super::BsrSddmm;
 use crate::Result;
-use crate::check::{Operand, contiguous, finite, to_i64};
+use crate::check::{Operand, contiguous, finite, scaled, to_i64};
 use blockflash_safe::{Major, ViewMut};
 use blockflash_sys::DType;
 
@@ -84,6 +84,11 @@ impl BsrSddmmProblem {
     }
 }
 
+/// FLOPs of a sampled product: `2 * nnz_blocks * block_size² * k`.
+pub fn bsr_sddmm_flops(problem: &BsrSddmmProblem) -> u64 {
+    scaled(2, &[problem.nnz_blocks, problem.block_size, problem.block_size, problem.k])
+}
+
 impl BsrSddmm<'_> {
     /// Everything that can be checked without reading a tensor, and the result as plain numbers,
     /// for values of this type and layout.
@@ -96,6 +101,7 @@ impl BsrSddmm<'_> {
     /// [`Error::Stride`](crate::Error::Stride) for a matrix of which neither rows nor columns are
     /// contiguous or for values with gaps, [`Error::InvalidScale`](crate::Error::InvalidScale),
     /// [`Error::TooLarge`](crate::Error::TooLarge).
+    #[inline]
     pub fn problem(&self, values: &ViewMut<'_>) -> Result<BsrSddmmProblem> {
         let (pattern, a, b) =
             (self.pattern, Operand::new("a", &self.a), Operand::new("b", &self.b));

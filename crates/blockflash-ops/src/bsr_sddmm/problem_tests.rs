@@ -129,3 +129,9 @@ fn what_does_not_fit_is_named() {
     let gaps = ViewMut::from_slice_strided(&mut gaps, &blocks, &[320, 20, 1]).unwrap();
     assert!(matches!(op.problem(&gaps), Err(Error::Stride { what: "values", .. })));
 }
+
+#[test]
+fn flops_count_sampled_blocks() {
+    let problem = BsrSddmmProblem::new(DType::F16, [100, 30, 70], 32, 5, [Major::Row; 2]);
+    assert_eq!(bsr_sddmm_flops(&problem), 2 * 5 * 1024 * 70);
+}

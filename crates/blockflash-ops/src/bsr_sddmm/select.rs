@@ -1,171 +1,155 @@
 use super::{BsrSddmmProblem, DenseLayout};
-use crate::arch;
-use crate::{Error, Result};
+use crate::Result;
+use crate::check::{is_tensor_map_stride, size_refusal, too_large};
+use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule};
 use blockflash_safe::{CudaProperties, Major};
-use blockflash_sys::manifest::{self, BsrSddmmTile};
-use blockflash_sys::{DType, Row, Target};
-use std::fmt;
-
-/// Name of the operation in errors and in the support table.
-pub(crate) const OP: &str = "bsr_sddmm";
-
-/// Sizes that the kernels take are below this: they add a tile to them in 32 bits.
-const SIZE_LIMIT: usize = (1 << 31) - 1024;
-/// Strides of a tensor map are below this, in bytes.
-const TENSOR_MAP_STRIDE_LIMIT: usize = 1 << 40;
+use blockflash_sys::manifest::BsrSddmmTile;
+use blockflash_sys::{DType, Row};
+use std::sync::LazyLock;
 
 /// The kernel for a problem on a GPU. On Hopper there is one for each element type, larger block
 /// size and pair of layouts that tensor maps describe; the portable one of an element type and
 /// block size takes every layout, and is taken where there is no other.
 ///
 /// # Errors
-/// [`Error::Unsupported`] says what no row offers: the architecture, the element type, the block
-/// size, or a memory layout that tensor maps cannot describe where there is no portable kernel.
+/// [`Error::Unsupported`](crate::Error::Unsupported) says what no row offers: the architecture, the
+/// element type, the block size, or a memory layout that tensor maps cannot describe where there is
+/// no portable kernel.
 pub fn select(problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<&'static Row> {
-    select_among(manifest::rows(), problem, gpu)
-}
-
-pub(crate) fn select_among<'r>(
-    rows: &'r [Row],
-    problem: &BsrSddmmProblem,
-    gpu: &CudaProperties,
-) -> Result<&'r Row> {
-    rows.iter()
-        .find(|row| row.bsr_sddmm_tile().is_some_and(|tile| fits(row, &tile, problem, gpu).is_ok()))
-        .ok_or_else(|| unsupported(gpu, why_none(rows, problem, gpu)))
+    selection::select(problem, gpu)
 }
 
 /// Whether this very row can compute the problem on this GPU.
 ///
 /// # Errors
-/// [`Error::Unsupported`] says what does not fit.
+/// [`Error::Unsupported`](crate::Error::Unsupported) says what does not fit.
 pub fn accepts(row: &Row, problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<()> {
-    let refused = |what: String| unsupported(gpu, format!("{}: {what}", row.symbol()));
-    let Some(tile) = row.bsr_sddmm_tile() else {
-        return Err(refused("this kernel computes something else".into()));
+    selection::accepts(row, problem, gpu)
+}
+
+impl Problem for BsrSddmmProblem {
+    const OP: &'static str = "bsr_sddmm";
+    const INPUTS: &'static str = "matrices";
+    const RULES: &'static [Rule<Self>] = &[
+        BLOCK_SIZE,
+        MAJOR_OF_A,
+        MAJOR_OF_B,
+        Rule::shared_memory(Some(no_kernel)),
+        SIZES,
+        MAP_OF_A,
+        MAP_OF_B,
+        VALUES,
+    ];
+
+    type Tile = BsrSddmmTile;
+    type Rank = ();
+
+    fn tile(row: &Row) -> Option<BsrSddmmTile> {
+        row.bsr_sddmm_tile()
+    }
+
+    fn kernels() -> &'static [Peers<'static, Self>] {
+        static KERNELS: Kernels<BsrSddmmProblem> = LazyLock::new(selection::all::<BsrSddmmProblem>);
+        &KERNELS
+    }
+
+    fn rank(_: &Candidate<'_, Self>) {}
+
+    fn key(&self) -> (DType, usize) {
+        (self.dtype, self.block_size)
+    }
+
+    fn key_of(tile: &BsrSddmmTile) -> (DType, usize) {
+        (tile.dtype, tile.block_size as usize)
+    }
+}
+
+/// Lines of the support table: the gradient of weights at each block size, and at one that no
+/// kernel is made for.
+pub(crate) fn support(dtype: DType) -> Vec<(String, BsrSddmmProblem)> {
+    let problem = |block: usize| {
+        BsrSddmmProblem::new(dtype, [block; 3], block, 1, [Major::Column, Major::Row])
     };
-    fits(row, &tile, problem, gpu).map_err(|mismatch| refused(mismatch.to_string()))
+    selection::sizes::<BsrSddmmProblem>(|tile| tile.block_size)
+        .into_iter()
+        .map(|size| (format!("block {size}"), problem(size as usize)))
+        .chain([("other block (24)".into(), problem(24))])
+        .collect()
 }
 
-/// What keeps a row from computing a problem.
-enum Mismatch {
-    DType { kernel: DType, matrices: DType },
-    BlockSize { kernel: u32, pattern: usize },
-    Layout { what: &'static str, kernel: Major },
-    Size { what: &'static str, size: usize },
-    TensorMap { what: &'static str, ld: usize },
-    Values,
-    Gpu(arch::Obstacle),
+type SddmmRule = Rule<BsrSddmmProblem>;
+type Kernel<'c> = Candidate<'c, BsrSddmmProblem>;
+
+const BLOCK_SIZE: SddmmRule = Rule::block_size(|all| {
+    let sizes = selection::ascending(all.iter().map(|c| c.tile.block_size));
+    format!("block size {}: kernels take {sizes:?}", all[0].problem.block_size)
+});
+
+const MAJOR_OF_A: SddmmRule = Rule {
+    holds: |c| c.tile.majors.is_none_or(|[a, _]| a == c.problem.a.major),
+    refuses: |c| major_refusal("a", c.tile.majors.map(|[a, _]| a)),
+    excludes_all: Some(no_kernel),
+};
+
+const MAJOR_OF_B: SddmmRule = Rule {
+    holds: |c| c.tile.majors.is_none_or(|[_, b]| b == c.problem.b.major),
+    refuses: |c| major_refusal("b", c.tile.majors.map(|[_, b]| b)),
+    excludes_all: Some(no_kernel),
+};
+
+fn major_refusal(what: &str, kernel: Option<Major>) -> String {
+    format!("the kernel takes a {}-major {what}", kernel.map_or("any", Major::name))
 }
 
-impl fmt::Display for Mismatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Mismatch::DType { kernel, matrices } => {
-                write!(f, "the kernel takes {kernel}, the matrices are {matrices}")
-            }
-            Mismatch::BlockSize { kernel, pattern } => {
-                write!(f, "the kernel takes blocks of {kernel}, not {pattern}")
-            }
-            Mismatch::Layout { what, kernel } => {
-                write!(f, "the kernel takes a {}-major {what}", kernel.name())
-            }
-            Mismatch::Size { what, size } => write!(f, "{what} is {size}, not below {SIZE_LIMIT}"),
-            Mismatch::TensorMap { what, ld } => {
-                write!(
-                    f,
-                    "{what} has no tensor map: lines of 16-byte aligned memory, {ld} elements apart"
-                )
-            }
-            Mismatch::Values => write!(f, "values do not start at a multiple of 16 bytes"),
-            Mismatch::Gpu(obstacle) => obstacle.fmt(f),
-        }
-    }
-}
-
-fn fits(
-    row: &Row,
-    tile: &BsrSddmmTile,
-    problem: &BsrSddmmProblem,
-    gpu: &CudaProperties,
-) -> std::result::Result<(), Mismatch> {
-    if tile.dtype != problem.dtype {
-        return Err(Mismatch::DType { kernel: tile.dtype, matrices: problem.dtype });
-    }
-    if tile.block_size as usize != problem.block_size {
-        return Err(Mismatch::BlockSize { kernel: tile.block_size, pattern: problem.block_size });
-    }
-    if let Some([a, b]) = tile.majors {
-        for (what, kernel, layout) in [("a", a, problem.a), ("b", b, problem.b)] {
-            if kernel != layout.major {
-                return Err(Mismatch::Layout { what, kernel });
-            }
-        }
-    }
-    arch::runs(row, gpu).map_err(Mismatch::Gpu)?;
-    let sizes = [("m", problem.m), ("n", problem.n), ("k", problem.k)];
-    if let Some(&(what, size)) = sizes.iter().find(|(_, size)| *size >= SIZE_LIMIT) {
-        return Err(Mismatch::Size { what, size });
-    }
-    tile.majors.map_or(Ok(()), |_| can_be_described(problem))
-}
-
-/// Whether tensor maps describe A and B. Those of matrices without elements are never used.
-fn can_be_described(problem: &BsrSddmmProblem) -> std::result::Result<(), Mismatch> {
-    for (what, DenseLayout { ld, aligned, .. }) in [("a", problem.a), ("b", problem.b)] {
-        let steps = ld > 0 && ld < TENSOR_MAP_STRIDE_LIMIT / problem.dtype.size();
-        if problem.k > 0 && !(aligned && steps) {
-            return Err(Mismatch::TensorMap { what, ld });
-        }
-    }
-    if problem.values_aligned { Ok(()) } else { Err(Mismatch::Values) }
-}
-
-/// The first reason that rules out every row, from the general to the particular.
-fn why_none(rows: &[Row], problem: &BsrSddmmProblem, gpu: &CudaProperties) -> String {
-    let tiles = || rows.iter().filter_map(|row| Some((row, row.bsr_sddmm_tile()?)));
-    if !tiles().any(|(row, _)| row.target.runs_on(gpu.compute_capability)) {
-        let portable = tiles().any(|(row, _)| row.target != Target::Sm90a);
-        let oldest = if portable { "8.0 or newer" } else { "9.0" };
-        return format!("kernels need compute capability {oldest}");
-    }
-    if !tiles().any(|(_, tile)| tile.dtype == problem.dtype) {
-        return format!("kernels take f16 and bf16, the matrices are {}", problem.dtype);
-    }
-    let sizes = block_sizes(rows);
-    if !sizes.iter().any(|&size| size as usize == problem.block_size) {
-        return format!("block size {}: kernels take {sizes:?}", problem.block_size);
-    }
-    // The row that comes closest: but for sizes, layout in memory and alignment it takes the
-    // problem.
-    let closest = tiles().find_map(|(row, tile)| match fits(row, &tile, problem, gpu) {
-        Err(mismatch @ (Mismatch::Size { .. } | Mismatch::TensorMap { .. } | Mismatch::Values)) => {
-            Some(mismatch)
-        }
-        _ => None,
-    });
-    if let Some(mismatch) = closest {
-        return mismatch.to_string();
-    }
+fn no_kernel(all: &[Kernel<'_>]) -> String {
+    let (problem, bytes) = (all[0].problem, all[0].gpu.smem_per_block);
     let (a, b) = (problem.a.major.name(), problem.b.major.name());
     format!(
-        "block size {} in {}, a {a}-major, b {b}-major: no kernel for this architecture and its {} bytes of shared memory",
-        problem.block_size, problem.dtype, gpu.smem_per_block
+        "block size {} in {}, a {a}-major, b {b}-major: no kernel for this architecture and its \
+         {bytes} bytes of shared memory",
+        problem.block_size, problem.dtype
     )
 }
 
-/// The block sizes that any of these rows takes, ascending.
-pub(crate) fn block_sizes(rows: &[Row]) -> Vec<u32> {
-    let mut sizes: Vec<u32> =
-        rows.iter().filter_map(Row::bsr_sddmm_tile).map(|tile| tile.block_size).collect();
-    sizes.sort_unstable();
-    sizes.dedup();
-    sizes
+const SIZES: SddmmRule = Rule {
+    holds: |c| too_large(sizes(c)).is_none(),
+    refuses: |c| size_refusal(sizes(c)),
+    excludes_all: None,
+};
+
+fn sizes(c: &Kernel<'_>) -> [usize; 3] {
+    [c.problem.m, c.problem.n, c.problem.k]
 }
 
-fn unsupported(gpu: &CudaProperties, what: String) -> Error {
-    Error::Unsupported { op: OP, arch: gpu.compute_capability.to_string(), what }
+/// Kernels for given layouts read through tensor maps.
+const MAP_OF_A: SddmmRule = Rule {
+    holds: |c| has_map(c, c.problem.a),
+    refuses: |c| map_refusal("a", c.problem.a),
+    excludes_all: None,
+};
+
+const MAP_OF_B: SddmmRule = Rule {
+    holds: |c| has_map(c, c.problem.b),
+    refuses: |c| map_refusal("b", c.problem.b),
+    excludes_all: None,
+};
+
+/// The map of a matrix without elements is never used.
+fn has_map(c: &Kernel<'_>, DenseLayout { ld, aligned, .. }: DenseLayout) -> bool {
+    c.tile.majors.is_none()
+        || c.problem.k == 0
+        || aligned && is_tensor_map_stride(ld, c.problem.dtype)
 }
+
+fn map_refusal(what: &str, DenseLayout { ld, .. }: DenseLayout) -> String {
+    format!("{what} has no tensor map: lines of 16-byte aligned memory, {ld} elements apart")
+}
+
+const VALUES: SddmmRule = Rule {
+    holds: |c| c.tile.majors.is_none() || c.problem.values_aligned,
+    refuses: |_| "values do not start at a multiple of 16 bytes".into(),
+    excludes_all: None,
+};
 
 #[cfg(test)]
 #[path = "select_tests.rs"]

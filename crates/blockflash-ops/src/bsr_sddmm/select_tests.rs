@@ -1,6 +1,9 @@
 use super::*;
+use crate::Error;
 use crate::bsr_sddmm::plan;
 use crate::fixtures::{gpu, gpus};
+use crate::selection::select_among;
+use blockflash_sys::{Target, manifest};
 
 const LAYOUTS: [[Major; 2]; 4] = [
     [Major::Row, Major::Row],

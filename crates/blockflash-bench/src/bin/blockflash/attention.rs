@@ -11,7 +11,7 @@ use crate::output::{RunReport, print};
 use blockflash_bench::io::Array;
 use blockflash_ops::attention::{accepts, select};
 use blockflash_ops::{
-    Align, Attention, AttentionProblem, CuSeqlens, DType, Device, Mask, Row, Tensor,
+    Align, Attention, AttentionProblem, CuSeqlens, DType, Device, Mask, Operation, Row, Tensor,
 };
 use blockflash_sys::manifest;
 use std::process::ExitCode;
@@ -69,7 +69,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut forward = || {
         let (o, lse) = (o.view_mut(), lse.as_mut().map(Tensor::view_mut));
         match kernel.filter(|_| args.row.is_some()) {
-            Some(row) => attention.forward_with(row, o, lse, &stream)?,
+            Some(row) => attention.run_with(row, (o, lse), &stream)?,
             None => attention.forward_into(o, lse, &stream)?,
         }
         Ok(())

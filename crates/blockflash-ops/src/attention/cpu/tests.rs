@@ -1,6 +1,6 @@
 use super::reference::{Case, assert_close, case, cpu};
 use crate::fixtures::values;
-use crate::{Align, Attention, CuSeqlens, Element, Error, Mask, Tensor, View, ViewMut};
+use crate::{Align, Attention, CuSeqlens, Element, Error, Mask, Operation, Tensor, View, ViewMut};
 use blockflash_sys::{DType, manifest};
 use half::{bf16, f16};
 
@@ -239,7 +239,7 @@ fn kernels_do_not_run_here() {
     let mut o = vec![0f32; 32];
     for row in manifest::rows().iter().take(3) {
         let o = ViewMut::from_slice(&mut o, &[1, 4, 1, 8]).unwrap();
-        let error = case.attention().forward_with(row, o, None, &cpu()).unwrap_err().to_string();
+        let error = case.attention().run_with(row, (o, None), &cpu()).unwrap_err().to_string();
         assert!(error.contains("not supported on cpu") && error.contains(&row.symbol()), "{error}");
     }
 }

@@ -1,9 +1,5 @@
-//! How many operations a problem is counted as. Only work that must be done counts: a masked pair
-//! and a block that is not stored are no FLOPs, padding and tile waste neither.
-
-use crate::attention::AttentionProblem;
-use crate::bsr_matmul::BsrProblem;
-use crate::bsr_sddmm::BsrSddmmProblem;
+use super::AttentionProblem;
+use crate::check::scaled;
 
 /// FLOPs of an attention forward pass: `4 * visited pairs * head_dim` for each batch entry and
 /// query head. `None` when the batch is variable-length, see [`attention_varlen_flops`], or when
@@ -30,20 +26,6 @@ pub fn attention_varlen_flops(
         .map(|(q, kv)| problem.mask.visited_pairs(length(q), length(kv)))
         .fold(0u64, u64::saturating_add);
     scaled(pairs, &[4, problem.num_heads_q, problem.head_dim])
-}
-
-/// FLOPs of a BSR matmul: `2 * nnz_blocks * block_size² * n`.
-pub fn bsr_flops(problem: &BsrProblem) -> u64 {
-    scaled(2, &[problem.nnz_blocks, problem.block_size, problem.block_size, problem.n])
-}
-
-/// FLOPs of a sampled product: `2 * nnz_blocks * block_size² * k`.
-pub fn bsr_sddmm_flops(problem: &BsrSddmmProblem) -> u64 {
-    scaled(2, &[problem.nnz_blocks, problem.block_size, problem.block_size, problem.k])
-}
-
-fn scaled(count: u64, factors: &[usize]) -> u64 {
-    factors.iter().fold(count, |product, &factor| product.saturating_mul(factor as u64))
 }
 
 #[cfg(test)]
@@ -81,16 +63,5 @@ mod tests {
         assert_eq!(attention_flops(&problem), None);
         let flops = attention_varlen_flops(&problem, &[0, 5, 5, 12], &[0, 5, 5, 12]);
         assert_eq!(flops, 4 * 2 * 8 * (15 + 28));
-    }
-
-    #[test]
-    fn bsr_counts_stored_blocks() {
-        assert_eq!(
-            bsr_flops(&BsrProblem::new(DType::F16, [100, 30, 70], 32, 5)),
-            2 * 5 * 1024 * 30
-        );
-        let sampled =
-            BsrSddmmProblem::new(DType::F16, [100, 30, 70], 32, 5, [crate::Major::Row; 2]);
-        assert_eq!(bsr_sddmm_flops(&sampled), 2 * 5 * 1024 * 70);
     }
 }

@@ -1,0 +1,149 @@
+//! How every operation is called: running, preparing and repeating a call. An operation adds the
+//! [`Steps`] that are its own.
+
+use crate::selection::{Problem, accepts, select, unsupported};
+use crate::{Error, Result};
+use blockflash_safe::{CudaProperties, Device, Stream};
+use blockflash_sys::Row;
+
+/// The steps of a call that operations do not share.
+pub trait Steps {
+    /// The call as plain numbers.
+    type Problem: Problem;
+    /// The outputs.
+    type Out<'o>;
+
+    /// Whether there is no output element to compute.
+    fn is_empty(problem: &Self::Problem) -> bool;
+    /// The problem after every check that needs no device; all operands are where the stream works.
+    fn checked(&self, out: &Self::Out<'_>, stream: &Stream) -> Result<Self::Problem>;
+    /// Plans and queues a kernel that accepts the problem. There are outputs to compute.
+    fn launch(
+        &self,
+        row: &Row,
+        problem: &Self::Problem,
+        gpu: &CudaProperties,
+        out: Self::Out<'_>,
+        stream: &Stream,
+    ) -> Result<()>;
+    /// Computes on the CPU.
+    fn compute(&self, problem: &Self::Problem, out: Self::Out<'_>, stream: &Stream) -> Result<()>;
+}
+
+/// How any operation is called: [`Attention`](crate::Attention), whose outputs are
+/// `(o, Option<lse>)`, [`BsrMatmul`](crate::BsrMatmul), whose output is C, and
+/// [`BsrSddmm`](crate::BsrSddmm), whose output is the values. Each says at `problem` which outputs
+/// fit it. Nothing is allocated and the stream is not synchronised on a GPU, so a call can be
+/// captured into a graph; on the CPU it returns when the result is there. Outputs without elements
+/// are fine and launch nothing.
+///
+/// A call that is repeated can be prepared:
+///
+/// ```
+/// # use blockflash_ops::{Attention, DType, Device, Operation, Tensor};
+/// # let stream = Device::best().stream()?;
+/// # let q = Tensor::from_slice(&stream, &vec![half::f16::ONE; 16 * 2 * 64], &[1, 16, 2, 64])?;
+/// # let mut o = Tensor::empty(&stream, DType::F16, &[1, 16, 2, 64])?;
+/// let attention = Attention::new(q.view(), q.view(), q.view());
+/// let prepared = attention.prepare(&(o.view_mut(), None), &stream)?;
+/// for _ in 0..3 {
+///     attention.run_prepared(&prepared, (o.view_mut(), None), &stream)?;
+/// }
+/// # Ok::<(), blockflash_ops::Error>(())
+/// ```
+pub trait Operation: Steps {
+    /// Computes into tensors of the caller, with the kernel that is selected for the problem.
+    ///
+    /// # Errors
+    /// All checks of the operation's `problem` and `select`; [`Error::DeviceMismatch`] if an
+    /// operand is not on the stream's device; for attention on a GPU [`Error::Misaligned`] for a
+    /// pointer or stride that is no multiple of 16 bytes.
+    #[inline]
+    fn run(&self, out: Self::Out<'_>, stream: &Stream) -> Result<()> {
+        let problem = self.checked(&out, stream)?;
+        if Self::is_empty(&problem) {
+            return Ok(());
+        }
+        match stream.device().cuda_properties() {
+            None => self.compute(&problem, out, stream),
+            Some(gpu) => self.launch(select(&problem, gpu)?, &problem, gpu, out, stream),
+        }
+    }
+
+    /// Like [`run`](Self::run) with this very kernel, whatever would be selected: for tests and
+    /// measurements.
+    ///
+    /// # Errors
+    /// Also [`Error::Unsupported`] if the kernel cannot compute this problem on this device.
+    fn run_with(&self, row: &Row, out: Self::Out<'_>, stream: &Stream) -> Result<()> {
+        let problem = self.checked(&out, stream)?;
+        let Some(gpu) = stream.device().cuda_properties() else {
+            return Err(no_kernel_on_cpu::<Self::Problem>(row));
+        };
+        accepts(row, &problem, gpu)?;
+        if Self::is_empty(&problem) {
+            return Ok(());
+        }
+        self.launch(row, &problem, gpu, out, stream)
+    }
+
+    /// Decides for good what [`run`](Self::run) decides anew at each call, and loads the kernel.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run), and if the kernel cannot be loaded.
+    fn prepare(&self, out: &Self::Out<'_>, stream: &Stream) -> Result<Prepared<Self::Problem>> {
+        let problem = self.checked(out, stream)?;
+        let row = match stream.device().cuda_properties() {
+            Some(gpu) if !Self::is_empty(&problem) => Some(select(&problem, gpu)?),
+            _ => None,
+        };
+        row.map_or(Ok(()), |row| stream.device().preload(row).map(|_| ()))?;
+        Ok(Prepared { problem, device: *stream.device(), row })
+    }
+
+    /// Like [`run`](Self::run) with the kernel that was decided on. The tensors may be others than
+    /// those that were prepared with; everything that they are checked for is checked again.
+    ///
+    /// # Errors
+    /// Also [`Error::NotPrepared`] if sizes, strides, types, options or the device differ. A block
+    /// mask may visit other blocks.
+    fn run_prepared(
+        &self,
+        prepared: &Prepared<Self::Problem>,
+        out: Self::Out<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let problem = self.checked(&out, stream)?;
+        if problem != prepared.problem || *stream.device() != prepared.device {
+            return Err(Error::NotPrepared { op: Self::Problem::OP });
+        }
+        match (prepared.row, stream.device().cuda_properties()) {
+            (Some(row), Some(gpu)) => self.launch(row, &problem, gpu, out, stream),
+            _ if Self::is_empty(&problem) => Ok(()),
+            _ => self.compute(&problem, out, stream),
+        }
+    }
+}
+
+impl<T: Steps> Operation for T {}
+
+/// A kernel was named, but the tensors are on the CPU.
+pub(crate) fn no_kernel_on_cpu<P: Problem>(row: &Row) -> Error {
+    unsupported::<P>(&"cpu", format!("{} runs on a GPU", row.symbol()))
+}
+
+/// A call whose kernel is decided and loaded, for loops that repeat it: see [`Operation::prepare`].
+#[derive(Clone, Copy, Debug)]
+pub struct Prepared<P> {
+    problem: P,
+    device: Device,
+    /// `None` on the CPU, and where there is nothing to compute.
+    row: Option<&'static Row>,
+}
+
+impl<P> Prepared<P> {
+    /// The kernel; `None` on the CPU, and where there is nothing to compute.
+    pub fn row(&self) -> Option<&'static Row> {
+        self.row
+    }
+}

@@ -1,0 +1,234 @@
+//! Which kernel computes a problem, in the same way for every operation: the [`Rule`]s by which
+//! kernels fit it, the one that is preferred, and why there is none.
+
+use crate::{Error, Result};
+use blockflash_safe::CudaProperties;
+use blockflash_sys::{DType, Row, Target, manifest};
+use std::collections::BTreeSet;
+use std::fmt::{Debug, Display};
+use std::sync::LazyLock;
+
+/// A call reduced to plain numbers, and what decides which kernel computes it. It knows no tensor
+/// and calls no CUDA, so tests on any machine cover selection completely.
+pub trait Problem: Copy + Debug + PartialEq + 'static {
+    /// Name of the operation in errors and in the support table.
+    const OP: &'static str;
+    /// What messages call the inputs.
+    const INPUTS: &'static str = "tensors";
+    /// What a kernel must fulfil beside its element type and target, from the general to the
+    /// particular: the first rule that no kernel fulfils explains why there is none.
+    const RULES: &'static [Rule<Self>];
+
+    /// What all kernels of the operation have in common.
+    type Tile: Copy + Send + Sync + 'static;
+    /// See [`rank`](Self::rank).
+    type Rank: Ord;
+
+    /// The tile of a kernel of this operation; `None` for other kernels.
+    fn tile(row: &Row) -> Option<Self::Tile>;
+    /// All kernels of the operation. Each implementation caches its own, since selection at every
+    /// call has no time to look through the whole manifest.
+    fn kernels() -> &'static [Peers<'static, Self>];
+    /// Preference that depends on the kernel alone; the least is taken if a kernel of it fits.
+    fn order(row: &Row, _tile: &Self::Tile) -> [usize; 2] {
+        [preference(row.target), 0]
+    }
+    /// Preference among kernels of equal order that fit; the least is taken.
+    fn rank(candidate: &Candidate<'_, Self>) -> Self::Rank;
+    /// What a kernel must have exactly as the problem: the element type, and a block size or 0.
+    fn key(&self) -> (DType, usize);
+    /// The same of a kernel.
+    fn key_of(tile: &Self::Tile) -> (DType, usize);
+}
+
+/// Kernels of equal [`Problem::order`] and key.
+pub struct Peers<'r, P: Problem> {
+    key: (DType, usize),
+    pub(crate) kernels: Vec<(&'r Row, P::Tile)>,
+}
+
+/// What [`Problem::kernels`] caches: [`all`] kernels, the preferred ones first.
+pub(crate) type Kernels<P> = LazyLock<Vec<Peers<'static, P>>>;
+
+/// A kernel that might compute a problem on a GPU.
+pub struct Candidate<'c, P: Problem> {
+    pub(crate) row: &'c Row,
+    pub(crate) tile: &'c P::Tile,
+    pub(crate) problem: &'c P,
+    pub(crate) gpu: &'c CudaProperties,
+}
+
+/// Why none of these kernels computes the problem; there is at least one.
+pub(crate) type Explanation<P> = fn(&[Candidate<'_, P>]) -> String;
+
+/// One condition under which a kernel computes a problem, and what is said where it does not hold.
+pub struct Rule<P: Problem> {
+    /// Asked of many kernels at every call, so it must not format anything.
+    pub(crate) holds: fn(&Candidate<'_, P>) -> bool,
+    /// Why this kernel does not fit.
+    pub(crate) refuses: fn(&Candidate<'_, P>) -> String,
+    /// Why no kernel fits, given those that fulfil all rules before; `None`: what the first of
+    /// them says.
+    pub(crate) excludes_all: Option<Explanation<P>>,
+}
+
+impl<P: Problem> Rule<P> {
+    const DTYPE: Self = Self {
+        holds: |c| P::key_of(c.tile).0 == c.problem.key().0,
+        refuses: |c| {
+            let (kernel, inputs) = (P::key_of(c.tile).0, c.problem.key().0);
+            format!("the kernel takes {kernel}, the {} are {inputs}", P::INPUTS)
+        },
+        excludes_all: Some(|all| {
+            let inputs = all[0].problem.key().0;
+            format!("kernels take f16 and bf16, the {} are {inputs}", P::INPUTS)
+        }),
+    };
+
+    const TARGET: Self = Self {
+        holds: |c| c.row.target.runs_on(c.gpu.compute_capability),
+        refuses: |c| format!("the image is compiled for {}", c.row.target),
+        excludes_all: Some(|all| {
+            let portable = all.iter().any(|c| c.row.target != Target::Sm90a);
+            let oldest = if portable { "8.0 or newer" } else { "9.0" };
+            format!("kernels need compute capability {oldest}")
+        }),
+    };
+
+    /// The kernel is for blocks of this size.
+    pub(crate) const fn block_size(excludes_all: Explanation<P>) -> Self {
+        Self {
+            holds: |c| P::key_of(c.tile).1 == c.problem.key().1,
+            refuses: |c| {
+                let (kernel, blocks) = (P::key_of(c.tile).1, c.problem.key().1);
+                format!("the kernel takes blocks of {kernel}, not {blocks}")
+            },
+            excludes_all: Some(excludes_all),
+        }
+    }
+
+    /// The GPU has the shared memory that the kernel needs.
+    pub(crate) const fn shared_memory(excludes_all: Option<Explanation<P>>) -> Self {
+        Self {
+            holds: |c| c.row.smem_bytes() <= c.gpu.smem_per_block,
+            refuses: |c| {
+                let (needed, available) = (c.row.smem_bytes(), c.gpu.smem_per_block);
+                format!("a block needs {needed} bytes of shared memory, the GPU has {available}")
+            },
+            excludes_all,
+        }
+    }
+}
+
+/// Rank of a target: machine code before PTX.
+pub(crate) fn preference(target: Target) -> usize {
+    Target::ALL.iter().position(|&other| other == target).unwrap_or(Target::ALL.len())
+}
+
+/// All kernels of an operation, the preferred ones first.
+pub(crate) fn all<P: Problem>() -> Vec<Peers<'static, P>> {
+    among::<P>(manifest::rows())
+}
+
+fn among<P: Problem>(rows: &[Row]) -> Vec<Peers<'_, P>> {
+    let standing = |(row, tile): &(&Row, P::Tile)| (P::order(row, tile), P::key_of(tile));
+    let mut all: Vec<_> = rows.iter().filter_map(|row| Some((row, P::tile(row)?))).collect();
+    all.sort_by_key(standing);
+    all.chunk_by(|a, b| standing(a) == standing(b))
+        .map(|peers| Peers { key: P::key_of(&peers[0].1), kernels: peers.to_vec() })
+        .collect()
+}
+
+/// Sizes that an operation has kernels for, in ascending order.
+pub(crate) fn sizes<P: Problem>(size: impl Fn(&P::Tile) -> u32) -> Vec<u32> {
+    ascending(P::kernels().iter().flat_map(|peers| &peers.kernels).map(|(_, tile)| size(tile)))
+}
+
+pub(crate) fn ascending(sizes: impl Iterator<Item = u32>) -> Vec<u32> {
+    sizes.collect::<BTreeSet<_>>().into_iter().collect()
+}
+
+/// The kernel for a problem on a GPU, of all that there are.
+pub(crate) fn select<P: Problem>(problem: &P, gpu: &CudaProperties) -> Result<&'static Row> {
+    select_of(P::kernels(), problem, gpu)
+}
+
+/// The same of these kernels.
+#[cfg(test)]
+pub(crate) fn select_among<'r, P: Problem>(
+    rows: &'r [Row],
+    problem: &P,
+    gpu: &CudaProperties,
+) -> Result<&'r Row> {
+    select_of(&among::<P>(rows), problem, gpu)
+}
+
+fn select_of<'r, P: Problem>(
+    kernels: &[Peers<'r, P>],
+    problem: &P,
+    gpu: &CudaProperties,
+) -> Result<&'r Row> {
+    let key = problem.key();
+    for peers in kernels.iter().filter(|peers| peers.key == key) {
+        let best = peers
+            .kernels
+            .iter()
+            .map(|(row, tile)| (*row, Candidate { row, tile, problem, gpu }))
+            .filter(|(_, c)| (Rule::TARGET.holds)(c))
+            .filter(|(_, c)| P::RULES.iter().all(|rule| (rule.holds)(c)))
+            .min_by_key(|(_, c)| P::rank(c));
+        if let Some((row, _)) = best {
+            return Ok(row);
+        }
+    }
+    let all = kernels.iter().flat_map(|peers| &peers.kernels);
+    let all = all.map(|(row, tile)| Candidate { row, tile, problem, gpu }).collect();
+    Err(unsupported::<P>(&gpu.compute_capability, why_none(all)))
+}
+
+/// The first reason that rules out every kernel, from the general to the particular.
+fn why_none<P: Problem>(mut left: Vec<Candidate<'_, P>>) -> String {
+    for rule in [&Rule::TARGET, &Rule::DTYPE].into_iter().chain(P::RULES) {
+        let (fit, others): (Vec<_>, Vec<_>) = left.into_iter().partition(|c| (rule.holds)(c));
+        if let ([], [first, ..]) = (&fit[..], &others[..]) {
+            return rule.excludes_all.map_or_else(|| (rule.refuses)(first), |all| all(&others));
+        }
+        left = fit;
+    }
+    "there is no kernel".into()
+}
+
+/// Whether this very kernel computes the problem on this GPU.
+pub(crate) fn accepts<P: Problem>(row: &Row, problem: &P, gpu: &CudaProperties) -> Result<()> {
+    obeys(&[&[Rule::DTYPE], P::RULES, &[Rule::TARGET]], row, problem, gpu)
+}
+
+/// Whether it does but for the element type and the target, which plans do not depend on.
+pub(crate) fn fits<P: Problem>(row: &Row, problem: &P, gpu: &CudaProperties) -> Result<()> {
+    obeys(&[P::RULES], row, problem, gpu)
+}
+
+fn obeys<P: Problem>(
+    rules: &[&[Rule<P>]],
+    row: &Row,
+    problem: &P,
+    gpu: &CudaProperties,
+) -> Result<()> {
+    let tile = &tile_of::<P>(row, &gpu.compute_capability)?;
+    let candidate = Candidate { row, tile, problem, gpu };
+    let mut rules = rules.iter().copied().flatten();
+    let Some(broken) = rules.find(|rule| !(rule.holds)(&candidate)) else { return Ok(()) };
+    let what = format!("{}: {}", row.symbol(), (broken.refuses)(&candidate));
+    Err(unsupported::<P>(&gpu.compute_capability, what))
+}
+
+/// The tile of a kernel of this operation.
+pub(crate) fn tile_of<P: Problem>(row: &Row, arch: &dyn Display) -> Result<P::Tile> {
+    P::tile(row).ok_or_else(|| {
+        unsupported::<P>(arch, format!("{}: this kernel computes something else", row.symbol()))
+    })
+}
+
+pub(crate) fn unsupported<P: Problem>(arch: &dyn Display, what: String) -> Error {
+    Error::Unsupported { op: P::OP, arch: arch.to_string(), what }
+}
