@@ -3,7 +3,7 @@
 
 use blockflash_ops::{Device, Stream};
 use blockflash_safe::{CudaProperties, Event, cuda_status};
-use blockflash_sys::{Row, image, manifest};
+use blockflash_sys::{Kernel, image, manifest};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -86,12 +86,12 @@ impl Gpu {
     /// `BLOCKFLASH_GPU_ROWS` in the environment, parts of image names with commas between, leaves
     /// out all others, loudly: passes are recorded by image, so after a change of some images only
     /// these need to run.
-    pub fn rows(&self) -> impl Iterator<Item = &'static Row> + '_ {
+    pub fn rows(&self) -> impl Iterator<Item = &'static Kernel> + '_ {
         let only = std::env::var("BLOCKFLASH_GPU_ROWS").ok();
         if let Some(only) = &only {
             say(&format!("ONLY SOME ROWS (BLOCKFLASH_GPU_ROWS): {only}"));
         }
-        manifest::rows().iter().filter(move |row| {
+        manifest::kernels().iter().filter(move |row| {
             row.target.runs_on(self.properties.compute_capability)
                 && row.smem_bytes() <= self.properties.smem_per_block
                 && only
@@ -111,7 +111,7 @@ impl Gpu {
 
     /// Appends to the file named by `BLOCKFLASH_GPU_RECORD`, if it is set, that this image passed a
     /// suite on this GPU. `cases` is the number of output tensors that were compared.
-    pub fn record(&self, row: &Row, suite: &str, cases: usize) {
+    pub fn record(&self, row: &Kernel, suite: &str, cases: usize) {
         let Some(path) = std::env::var_os("BLOCKFLASH_GPU_RECORD") else { return };
         let driver = self.properties.driver_version;
         let line = serde_json::json!({
@@ -140,7 +140,7 @@ pub struct Report(BTreeMap<String, Outcome>);
 
 #[derive(Default)]
 struct Outcome {
-    row: Option<&'static Row>,
+    row: Option<&'static Kernel>,
     compared: usize,
     failures: Vec<String>,
 }
@@ -148,7 +148,7 @@ struct Outcome {
 impl Report {
     /// Runs one check of a row. It returns how many outputs it compared. A row that failed a few
     /// times is left alone.
-    pub fn run(&mut self, row: &'static Row, check: impl FnOnce() -> Result<usize, String>) {
+    pub fn run(&mut self, row: &'static Kernel, check: impl FnOnce() -> Result<usize, String>) {
         let outcome = self.0.entry(row.image_name()).or_default();
         outcome.row = Some(row);
         if outcome.failures.len() < 4 {
@@ -184,7 +184,7 @@ impl Report {
 }
 
 /// SHA-256 of an image as the compiler wrote it, in lower-case hexadecimal.
-pub fn image_hash(row: &Row) -> Result<String, image::ImageError> {
+pub fn image_hash(row: &Kernel) -> Result<String, image::ImageError> {
     let mut bytes = image::load(row)?;
     if row.target.is_ptx() {
         // The terminating NUL is added when the image is loaded.

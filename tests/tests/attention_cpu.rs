@@ -3,7 +3,7 @@
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_ops::{DType, Device, Stream};
 use blockflash_tests::attention::{
-    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, Kernel, Lengths, Limits,
+    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, Choice, Lengths, Limits,
     attention_cases, edge_cases, head_dims, many_heads, run_case, special_cases,
 };
 use blockflash_tests::property;
@@ -17,7 +17,7 @@ fn cpu() -> Stream {
 fn run_all(cases: Vec<AttentionCase>) {
     let stream = cpu();
     let failures: Vec<String> =
-        cases.iter().filter_map(|case| run_case(case, Kernel::Selected, &stream).err()).collect();
+        cases.iter().filter_map(|case| run_case(case, Choice::Selected, &stream).err()).collect();
     assert!(
         failures.is_empty(),
         "{} of {} cases failed:\n{}",
@@ -31,7 +31,7 @@ fn outputs(case: &AttentionCase) -> [Vec<u32>; 2] {
     let stream = cpu();
     let inputs = AttentionInputs::upload(case, &AttentionData::generate(case), &stream).unwrap();
     let mut outputs = AttentionOutputs::poisoned(case, &stream).unwrap();
-    outputs.launch(&inputs, Kernel::Selected, &stream).unwrap();
+    outputs.launch(&inputs, Choice::Selected, &stream).unwrap();
     outputs.bits(&stream).unwrap()
 }
 
@@ -46,7 +46,7 @@ fn random_cases_in_half_precision() {
     };
     let stream = cpu();
     property::check(160, attention_cases(limits), |case| {
-        run_case(&case, Kernel::Selected, &stream).map(drop)
+        run_case(&case, Choice::Selected, &stream).map(drop)
     });
 }
 
@@ -61,7 +61,7 @@ fn random_cases_that_only_the_cpu_takes() {
     };
     let stream = cpu();
     property::check(80, attention_cases(limits), |case| {
-        run_case(&case, Kernel::Selected, &stream).map(drop)
+        run_case(&case, Choice::Selected, &stream).map(drop)
     });
 }
 
@@ -140,7 +140,7 @@ fn threads_do_not_disturb_each_other() {
                         mask: Mask::causal(),
                         ..AttentionCase::simple(DType::F16, (2, 2), 64, (65 + thread as usize, 130))
                     };
-                    run_case(&case, Kernel::Selected, &cpu())
+                    run_case(&case, Choice::Selected, &cpu())
                         .unwrap_or_else(|error| panic!("{error}"));
                 }
             });

@@ -2,10 +2,10 @@
 
 use blockflash_ops::attention::{Attention, Mask};
 use blockflash_ops::{DType, Operation, Stream, Tensor};
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 use blockflash_sys::manifest::AttentionTile;
 use blockflash_tests::attention::{
-    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Kernel,
+    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Choice,
     Lengths, Limits, attention_cases, dims_of_tile, edge_cases, many_heads, row_groups,
     run_and_check, run_or_refuse, same_bits, special_cases,
 };
@@ -20,7 +20,7 @@ const BUDGET: f64 = 3e8;
 
 fn cases_of(
     (dtype, head_dim): (DType, u32),
-    rows: &[(&'static Row, AttentionTile)],
+    rows: &[(&'static Kernel, AttentionTile)],
 ) -> Vec<AttentionCase> {
     let dims = dims_of_tile(head_dim);
     let (narrow, wide) = (dims[0], dims[dims.len() - 1]);
@@ -90,7 +90,7 @@ fn prepared(case: &AttentionCase) -> (AttentionData, AttentionReference) {
 /// Captures a call once and replays it with other numbers, and other sequences under the same
 /// maxima.
 fn replays_a_graph(
-    row: &'static Row,
+    row: &'static Kernel,
     tile: &AttentionTile,
     stream: &Stream,
 ) -> Result<usize, String> {
@@ -122,7 +122,7 @@ fn replays_a_graph(
         let mut inputs = AttentionInputs::upload(&cases[0], &first, stream)?;
         let mut outputs = AttentionOutputs::poisoned(&cases[0], stream)?;
         let graph = stream
-            .capture(|stream| outputs.launch(&inputs, Kernel::Row(row), stream))
+            .capture(|stream| outputs.launch(&inputs, Choice::This(row), stream))
             .map_err(|error| format!("capture: {error}"))?;
         for case in &cases {
             let (data, reference) = prepared(case);
@@ -139,7 +139,7 @@ fn replays_a_graph(
 }
 
 fn repeats_its_bits(
-    row: &'static Row,
+    row: &'static Kernel,
     tile: &AttentionTile,
     stream: &Stream,
 ) -> Result<usize, String> {
@@ -152,7 +152,7 @@ fn repeats_its_bits(
 }
 
 fn runs_in_two_threads(
-    row: &'static Row,
+    row: &'static Kernel,
     tile: &AttentionTile,
     gpu: &Gpu,
 ) -> Result<usize, String> {
@@ -166,7 +166,7 @@ fn runs_in_two_threads(
                 ..AttentionCase::of_tile(tile, (6, 3), (200 + 31 * thread as usize, 333))
             };
             let (data, reference) = prepared(&case);
-            compared += run_and_check(&case, &data, &reference, Kernel::Row(row), &stream)?;
+            compared += run_and_check(&case, &data, &reference, Choice::This(row), &stream)?;
         }
         Ok(compared)
     };
@@ -231,7 +231,7 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
                     Attention { mask: case.mask, ..Attention::new(entries, entries, entries) };
                 let case = case.as_asked(row);
                 let mut outputs = AttentionOutputs::poisoned(&case, stream)?;
-                let launched = outputs.launch_call(&case, &call, Kernel::Row(row), stream);
+                let launched = outputs.launch_call(&case, &call, Choice::This(row), stream);
                 launched.map_err(|error| error.to_string())?;
                 wait(stream, &|| format!("{} beyond 2^31 elements", row.image_name()))?;
                 let compared = outputs.check(&case, &reference, stream)?;

@@ -2,11 +2,11 @@
 //! taken by a counter, tensor maps.
 
 use blockflash_ops::attention::Mask;
-use blockflash_ops::{Align, Row, Stream};
+use blockflash_ops::{Align, Kernel, Stream};
 use blockflash_sys::manifest::{AttentionFwdHopper, AttentionTile, Variant};
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, BlockCase,
-    BlockPattern, Content, Kernel, Lengths, MaskHeads, run_case, smallest_block, tile_cases,
+    BlockPattern, Choice, Content, Lengths, MaskHeads, run_case, smallest_block, tile_cases,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, say, wait};
 use blockflash_tests::number::decode;
@@ -18,7 +18,7 @@ const BUDGET: f64 = 1e8;
 #[test]
 fn every_hopper_row() {
     let Some(gpu) = gpu("attention_hopper_gpu::every_hopper_row") else { return };
-    let is_hopper = |row: &&Row| matches!(row.variant, Variant::AttentionFwdHopper(_));
+    let is_hopper = |row: &&Kernel| matches!(row.variant, Variant::AttentionFwdHopper(_));
     let rows: Vec<_> =
         gpu.rows().filter(is_hopper).filter_map(|row| Some((row, row.attention_tile()?))).collect();
     if rows.is_empty() {
@@ -33,7 +33,7 @@ fn every_hopper_row() {
             (tile.head_dim as usize, tile.block_q as usize, tile.block_kv as usize);
         let cases = tile_cases(tile.dtype, head_dim, block_q, block_kv);
         for case in cases.into_iter().chain(stress(&tile)).chain(without_keys(&tile)) {
-            report.run(row, || run_case(&case.as_asked(row), Kernel::Row(row), &gpu.stream));
+            report.run(row, || run_case(&case.as_asked(row), Choice::This(row), &gpu.stream));
         }
         report.run(row, || {
             agrees_with_the_portable_row(row, &tile, &gpu).map_err(story("agreement"))
@@ -125,7 +125,7 @@ fn some_blocks(tiles: &[&AttentionTile]) -> BlockCase {
 }
 
 fn agrees_with_the_portable_row(
-    row: &'static Row,
+    row: &'static Kernel,
     tile: &AttentionTile,
     gpu: &Gpu,
 ) -> Result<usize, String> {
@@ -153,7 +153,7 @@ fn agrees_with_the_portable_row(
         let run = |row| {
             let mut outputs = AttentionOutputs::poisoned(&case, &gpu.stream)?;
             outputs
-                .launch(&inputs, Kernel::Row(row), &gpu.stream)
+                .launch(&inputs, Choice::This(row), &gpu.stream)
                 .map_err(|error| error.to_string())?;
             wait(&gpu.stream, &|| format!("{} with {case:?}", row.image_name()))?;
             let [o, lse] = outputs.bits(&gpu.stream)?;
@@ -198,14 +198,14 @@ impl Job {
         (0..count).map(|_| AttentionOutputs::poisoned(&self.case, &self.stream)).collect()
     }
 
-    fn launch(&self, outputs: &mut AttentionOutputs, row: &'static Row) -> Result<(), String> {
+    fn launch(&self, outputs: &mut AttentionOutputs, row: &'static Kernel) -> Result<(), String> {
         outputs
-            .launch(&self.inputs, Kernel::Row(row), &self.stream)
+            .launch(&self.inputs, Choice::This(row), &self.stream)
             .map_err(|error| error.to_string())
     }
 
     /// The first output is right, and all others are the same in every bit.
-    fn check(&self, outputs: &[AttentionOutputs], row: &Row) -> Result<usize, String> {
+    fn check(&self, outputs: &[AttentionOutputs], row: &Kernel) -> Result<usize, String> {
         wait(&self.stream, &|| format!("{} with {:?}", row.image_name(), self.case))?;
         let mut compared = 0;
         let mut first = None;
@@ -224,7 +224,7 @@ impl Job {
 }
 
 fn repeats_its_bits(
-    row: &'static Row,
+    row: &'static Kernel,
     tile: &AttentionTile,
     gpu: &Gpu,
     seed: u64,
@@ -237,14 +237,14 @@ fn repeats_its_bits(
 
 /// The outputs of the kernels with and without the log-sum-exp are the same in every bit.
 fn has_the_bits_of_its_twin(
-    row: &'static Row,
+    row: &'static Kernel,
     tile: &AttentionTile,
     gpu: &Gpu,
 ) -> Result<usize, String> {
     let Variant::AttentionFwdHopper(own) = row.variant else { return Err("not for Hopper".into()) };
     let variant = Variant::AttentionFwdHopper(AttentionFwdHopper { lse: !own.lse, ..own });
     let twin = gpu.rows().find(|row| row.variant == variant).ok_or("it has no twin")?;
-    let outputs = |row: &'static Row| {
+    let outputs = |row: &'static Kernel| {
         let job = Job::new(busy(tile, gpu, 8).as_asked(row), &gpu.stream)?;
         let mut outputs = job.outputs(1)?;
         job.launch(&mut outputs[0], row)?;
@@ -255,7 +255,7 @@ fn has_the_bits_of_its_twin(
 }
 
 /// Two streams that are busy at once, with one thread that feeds both.
-fn shares_the_gpu(row: &'static Row, tile: &AttentionTile, gpu: &Gpu) -> Result<usize, String> {
+fn shares_the_gpu(row: &'static Kernel, tile: &AttentionTile, gpu: &Gpu) -> Result<usize, String> {
     let stream = || gpu.device.stream().map_err(|error| error.to_string());
     let jobs =
         [Job::new(busy(tile, gpu, 2), &stream()?)?, Job::new(busy(tile, gpu, 3), &stream()?)?];
@@ -270,7 +270,7 @@ fn shares_the_gpu(row: &'static Row, tile: &AttentionTile, gpu: &Gpu) -> Result<
 
 /// Two graphs of several launches each, replayed at the same time while a third stream launches
 /// directly.
-fn replays_graphs(row: &'static Row, tile: &AttentionTile, gpu: &Gpu) -> Result<usize, String> {
+fn replays_graphs(row: &'static Kernel, tile: &AttentionTile, gpu: &Gpu) -> Result<usize, String> {
     let stream = || gpu.device.stream().map_err(|error| error.to_string());
     let mut jobs = Vec::new();
     for seed in 4..7 {
@@ -285,7 +285,7 @@ fn replays_graphs(row: &'static Row, tile: &AttentionTile, gpu: &Gpu) -> Result<
         let record = |_: &Stream| {
             outputs
                 .iter_mut()
-                .try_for_each(|output| output.launch(&job.inputs, Kernel::Row(row), &job.stream))
+                .try_for_each(|output| output.launch(&job.inputs, Choice::This(row), &job.stream))
         };
         graphs.push(job.stream.capture(record).map_err(|error| format!("capture: {error}"))?);
     }

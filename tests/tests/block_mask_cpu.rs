@@ -4,7 +4,7 @@ use blockflash_ops::attention::{Align, Mask};
 use blockflash_ops::{DType, Device, Stream};
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, BlockCase, BlockPattern,
-    Blocks, Kernel, Lengths, Limits, MaskHeads, block_cases, block_sparse_cases, block_tile_cases,
+    Blocks, Choice, Lengths, Limits, MaskHeads, block_cases, block_sparse_cases, block_tile_cases,
     head_dims, run_case,
 };
 use blockflash_tests::number::decode;
@@ -19,7 +19,7 @@ fn outputs(case: &AttentionCase, data: &AttentionData) -> [Vec<u32>; 2] {
     let stream = cpu();
     let inputs = AttentionInputs::upload(case, data, &stream).unwrap();
     let mut outputs = AttentionOutputs::poisoned(case, &stream).unwrap();
-    outputs.launch(&inputs, Kernel::Selected, &stream).unwrap();
+    outputs.launch(&inputs, Choice::Selected, &stream).unwrap();
     outputs.bits(&stream).unwrap()
 }
 
@@ -38,7 +38,7 @@ fn random_cases() {
     };
     let stream = cpu();
     property::check(120, block_sparse_cases(limits), |case| {
-        run_case(&case, Kernel::Selected, &stream).map(drop)
+        run_case(&case, Choice::Selected, &stream).map(drop)
     });
 }
 
@@ -49,7 +49,7 @@ fn densities_masks_and_block_sizes() {
         let cases = block_cases(dtype, head_dim);
         let failures: Vec<String> = cases
             .iter()
-            .filter_map(|case| run_case(case, Kernel::Selected, &stream).err())
+            .filter_map(|case| run_case(case, Choice::Selected, &stream).err())
             .collect();
         assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures.join("\n"));
     }
@@ -63,7 +63,7 @@ fn blocks_that_consist_of_tiles() {
         let cases = block_tile_cases(DType::BF16, 16, q, kv);
         let failures: Vec<String> = cases
             .iter()
-            .filter_map(|case| run_case(case, Kernel::Selected, &stream).err())
+            .filter_map(|case| run_case(case, Choice::Selected, &stream).err())
             .collect();
         assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures.join("\n"));
     }

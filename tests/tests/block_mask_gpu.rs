@@ -5,10 +5,10 @@ use blockflash_ops::attention::{Attention, Mask};
 use blockflash_ops::block_sparse::BlockMaskBuffer;
 use blockflash_ops::{DType, Device, Error, Stream};
 use blockflash_sys::manifest::Variant;
-use blockflash_sys::{BlockMaskKernel, Row};
+use blockflash_sys::{BlockMaskKernel, Kernel};
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, BlockCase,
-    BlockPattern, Kernel, Lengths, MaskHeads,
+    BlockPattern, Choice, Lengths, MaskHeads,
 };
 use blockflash_tests::block_masks::{
     Arrays, MaskCase, MaskData, MaskInputs, MaskSource, build_and_check, cut, mask_cases, prepare,
@@ -30,7 +30,7 @@ fn every_row() {
     let Some(gpu) = gpu("block_mask_gpu::every_row") else { return };
     let stream = &gpu.stream;
     let is_build =
-        |row: &&Row| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
+        |row: &&Kernel| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
     let rows: Vec<_> = gpu.rows().filter(is_build).collect();
     assert!(!rows.is_empty());
     let mut report = Report::default();
@@ -60,7 +60,7 @@ fn the_cpu_builds_the_same() {
 fn build(
     inputs: &MaskInputs,
     buffer: &mut BlockMaskBuffer,
-    row: &Row,
+    row: &Kernel,
     stream: &Stream,
 ) -> Result<Arrays, String> {
     inputs.build(buffer, Some(row), stream).map_err(text)?;
@@ -68,7 +68,7 @@ fn build(
     Arrays::of(buffer.mask(), stream).map_err(text)
 }
 
-fn ends_with_its_capacity(row: &Row, stream: &Stream) -> Result<usize, String> {
+fn ends_with_its_capacity(row: &Kernel, stream: &Stream) -> Result<usize, String> {
     let mut compared = 0;
     for source in SOURCES {
         let case =
@@ -97,7 +97,7 @@ fn ends_with_its_capacity(row: &Row, stream: &Stream) -> Result<usize, String> {
 }
 
 /// What is wrong is reported once, with its first place, and acts on nothing else.
-fn names_what_is_wrong(row: &Row, stream: &Stream) -> Result<usize, String> {
+fn names_what_is_wrong(row: &Kernel, stream: &Stream) -> Result<usize, String> {
     let place = |at: usize, last: usize, rows: usize| {
         format!(
             "at batch {}, head {}, row {}, position {}",
@@ -188,7 +188,7 @@ fn expect_problem(
 }
 
 /// Two builds in one graph, of scores and of lists, whose data changes between replays.
-fn replays_a_graph(row: &Row, stream: &Stream) -> Result<usize, String> {
+fn replays_a_graph(row: &Kernel, stream: &Stream) -> Result<usize, String> {
     let groups = [2, 2];
     let case = |source, seed| MaskCase {
         groups,
@@ -230,7 +230,7 @@ fn replays_a_graph(row: &Row, stream: &Stream) -> Result<usize, String> {
 }
 
 /// A graph that builds a mask and attends with it; the oracle knows the blocks.
-fn attention_follows(row: &Row, stream: &Stream) -> Result<usize, String> {
+fn attention_follows(row: &Kernel, stream: &Stream) -> Result<usize, String> {
     let case = |pattern| AttentionCase {
         lengths: Lengths::Dense { batch: 2, seqlen_q: 600, seqlen_kv: 900 },
         mask: Mask::causal(),
@@ -261,7 +261,7 @@ fn attention_follows(row: &Row, stream: &Stream) -> Result<usize, String> {
         .capture(|stream| {
             source.build(&mut buffer, Some(row), stream)?;
             let call = Attention { block_mask: Some(buffer.mask()), ..inputs.attention() };
-            outputs.launch_call(&dense, &call, Kernel::Selected, stream)
+            outputs.launch_call(&dense, &call, Choice::Selected, stream)
         })
         .map_err(|error: Error| format!("capture: {error}"))?;
     let mut compared = 0;

@@ -6,7 +6,7 @@ use blockflash_ops::block_sparse::{
 use blockflash_ops::{BlockGeometry, BlockMask, DType, Device, Error, Mask, Stream, Tensor, View};
 use blockflash_oracle::{BlockMean, Rounding};
 use blockflash_sys::manifest::Variant;
-use blockflash_sys::{BlockMaskKernel, Row};
+use blockflash_sys::{BlockMaskKernel, Kernel};
 use blockflash_tests::gpu::{Report, gpu, say, wait};
 use blockflash_tests::host::{refill, upload};
 use blockflash_tests::number::{encode, normal_rounded};
@@ -152,7 +152,7 @@ fn judge(
 #[test]
 fn every_row() {
     let Some(gpu) = gpu("block_scores_gpu::every_row") else { return };
-    let scores_of = |row: &'static Row| match row.variant {
+    let scores_of = |row: &'static Kernel| match row.variant {
         Variant::BlockMask(BlockMaskKernel::Scores { dtype, .. }) => Some((row, dtype)),
         _ => None,
     };
@@ -170,7 +170,7 @@ fn every_row() {
 
 /// Scores twice, with the same bits, and the choice from them.
 fn scores_and_choice(
-    row: &Row,
+    row: &Kernel,
     dtype: DType,
     case: &Case,
     seed: u64,
@@ -205,7 +205,7 @@ fn scores_and_choice(
     Ok(got.len())
 }
 
-fn replays_a_graph(row: &Row, dtype: DType, stream: &Stream) -> Result<usize, String> {
+fn replays_a_graph(row: &Kernel, dtype: DType, stream: &Stream) -> Result<usize, String> {
     let case = cases()[1];
     let mut tensors = case.upload(dtype, &case.data(dtype, 1), stream)?;
     let [q, k] = [0, 1].map(|i| case.logical(tensors[i].view()));

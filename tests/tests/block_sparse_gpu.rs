@@ -3,11 +3,11 @@
 
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_ops::{DType, Stream};
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 use blockflash_sys::manifest::AttentionTile;
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, BlockCase,
-    BlockPattern, Blocks, Kernel, Lengths, Limits, MaskHeads, block_sparse_cases, block_tile_cases,
+    BlockPattern, Blocks, Choice, Lengths, Limits, MaskHeads, block_sparse_cases, block_tile_cases,
     dims_of_tile, row_groups, run_case, run_or_refuse, same_bits, smallest_block,
 };
 use blockflash_tests::gpu::{Report, gpu, wait};
@@ -69,19 +69,23 @@ fn block(tile: &AttentionTile, multiples: [usize; 2], pattern: BlockPattern) -> 
 fn bits(
     case: &AttentionCase,
     data: &AttentionData,
-    row: &'static Row,
+    row: &'static Kernel,
     stream: &Stream,
 ) -> Result<[Vec<u32>; 2], String> {
     let inputs = AttentionInputs::upload(case, data, stream)?;
     let mut outputs = AttentionOutputs::poisoned(case, stream)?;
-    outputs.launch(&inputs, Kernel::Row(row), stream).map_err(|error| error.to_string())?;
+    outputs.launch(&inputs, Choice::This(row), stream).map_err(|error| error.to_string())?;
     wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
     outputs.bits(stream)
 }
 
 /// A mask that hides nothing lets a row visit the same key tiles in the same order: the same bits.
 /// Blocks that the token mask shows a pair of are as good as all. Also for packed sequences.
-fn equals_dense(row: &'static Row, tile: &AttentionTile, stream: &Stream) -> Result<usize, String> {
+fn equals_dense(
+    row: &'static Kernel,
+    tile: &AttentionTile,
+    stream: &Stream,
+) -> Result<usize, String> {
     let window = Mask::Window { left: Some(70), right: Some(3), align: Align::TopLeft };
     let masks = [Mask::Full, Mask::causal(), Mask::Causal { align: Align::TopLeft }, window];
     let mut compared = 0;
@@ -122,7 +126,7 @@ fn uneven(tile: &AttentionTile, pattern: BlockPattern) -> AttentionCase {
 }
 
 fn repeats_its_bits(
-    row: &'static Row,
+    row: &'static Kernel,
     tile: &AttentionTile,
     stream: &Stream,
 ) -> Result<usize, String> {
@@ -132,7 +136,7 @@ fn repeats_its_bits(
 
 /// Captures a call once and replays it with other numbers under the same mask.
 fn replays_a_graph(
-    row: &'static Row,
+    row: &'static Kernel,
     tile: &AttentionTile,
     stream: &Stream,
 ) -> Result<usize, String> {
@@ -144,7 +148,7 @@ fn replays_a_graph(
 
 fn replays(
     lengths: Lengths,
-    row: &'static Row,
+    row: &'static Kernel,
     tile: &AttentionTile,
     stream: &Stream,
 ) -> Result<usize, String> {
@@ -158,7 +162,7 @@ fn replays(
     let mut inputs = AttentionInputs::upload(&case, &data(1), stream)?;
     let mut outputs = AttentionOutputs::poisoned(&case, stream)?;
     let graph = stream
-        .capture(|stream| outputs.launch(&inputs, Kernel::Row(row), stream))
+        .capture(|stream| outputs.launch(&inputs, Choice::This(row), stream))
         .map_err(|error| format!("capture: {error}"))?;
     let mut compared = 0;
     for data in [1, 2, 3].map(data) {
@@ -176,7 +180,7 @@ fn replays(
 
 /// Keys and values that no query of an entry attends are NaN or infinite: not a bit changes.
 fn unvisited_nan_is_not_read(
-    row: &'static Row,
+    row: &'static Kernel,
     tile: &AttentionTile,
     stream: &Stream,
 ) -> Result<usize, String> {
@@ -230,7 +234,7 @@ fn every_block_size_is_selected() {
             block_mask: Some(block),
             ..AttentionCase::simple(dtype, (4, 1), head_dim, (700, 900))
         };
-        failures.extend(run_case(&case, Kernel::Selected, &gpu.stream).err());
+        failures.extend(run_case(&case, Choice::Selected, &gpu.stream).err());
     }
     assert!(failures.is_empty(), "{} failed:\n{}", failures.len(), failures.join("\n"));
 }

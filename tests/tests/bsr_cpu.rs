@@ -4,7 +4,7 @@ use blockflash_ops::{BsrMatrix, DType, Device, Major, Stream, View};
 use blockflash_sys::Target;
 use blockflash_sys::manifest::{self, Variant};
 use blockflash_tests::bsr::{
-    BsrCase, BsrData, BsrInputs, Kernel, Limits, Pattern, bsr_cases, column_cases, edge_cases,
+    BsrCase, BsrData, BsrInputs, Choice, Limits, Pattern, bsr_cases, column_cases, edge_cases,
     epilogue_cases, run_case, tiles,
 };
 use blockflash_tests::{host::download, property};
@@ -17,7 +17,7 @@ fn cpu() -> Stream {
 fn run_all(cases: Vec<BsrCase>) {
     let stream = cpu();
     let failures: Vec<String> =
-        cases.iter().filter_map(|case| run_case(case, Kernel::Selected, &stream).err()).collect();
+        cases.iter().filter_map(|case| run_case(case, Choice::Selected, &stream).err()).collect();
     assert!(
         failures.is_empty(),
         "{} of {} cases failed:\n{}",
@@ -38,7 +38,7 @@ fn random_cases_in_half_precision() {
     };
     let stream = cpu();
     property::check(150, bsr_cases(limits), |case| {
-        run_case(&case, Kernel::Selected, &stream).map(drop)
+        run_case(&case, Choice::Selected, &stream).map(drop)
     });
 }
 
@@ -53,7 +53,7 @@ fn random_cases_that_only_the_cpu_takes() {
     };
     let stream = cpu();
     property::check(150, bsr_cases(limits), |case| {
-        run_case(&case, Kernel::Selected, &stream).map(drop)
+        run_case(&case, Choice::Selected, &stream).map(drop)
     });
 }
 
@@ -72,8 +72,9 @@ fn cases_lie_as_a_row_takes_them() {
     let stream = cpu();
     let mut columns_of_c = BTreeSet::new();
     // Tiles differ in sizes, too, but these do not matter here.
-    let rows =
-        manifest::rows().iter().flat_map(|row| tiles(row).into_iter().map(move |tile| (row, tile)));
+    let rows = manifest::kernels()
+        .iter()
+        .flat_map(|row| tiles(row).into_iter().map(move |tile| (row, tile)));
     for (row, tile) in rows.filter(|(_, tile)| (tile.dtype, tile.block_n) == (DType::F16, 128)) {
         let hopper = match row.variant {
             Variant::BsrMatmulHopper(tile) => Some(tile),
@@ -129,7 +130,7 @@ fn the_transpose_by_an_index_is_the_transposed_matrix_bit_by_bit() {
                 let case = BsrCase { transposed, ..case.clone() };
                 let inputs = BsrInputs::upload(&case, &data, &stream).unwrap();
                 let mut c = inputs.old_c(&data, &stream).unwrap();
-                inputs.launch(&mut c, Kernel::Selected, &stream).unwrap();
+                inputs.launch(&mut c, Choice::Selected, &stream).unwrap();
                 download(&stream, &c).unwrap()
             };
             assert!(bits(true) == bits(false), "{case:?}");
@@ -150,7 +151,7 @@ fn repeats_are_equal_bit_by_bit() {
     let inputs = BsrInputs::upload(&case, &data, &stream).unwrap();
     let run = || {
         let mut c = inputs.old_c(&data, &stream).unwrap();
-        inputs.launch(&mut c, Kernel::Selected, &stream).unwrap();
+        inputs.launch(&mut c, Choice::Selected, &stream).unwrap();
         download(&stream, &c).unwrap()
     };
     let first = run();

@@ -1,10 +1,10 @@
 //! Every BSR kernel that the GPU can run against the oracle.
 
 use blockflash_ops::{BsrMatmul, DType, Operation, Stream, Tensor};
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 use blockflash_sys::manifest::BsrTile;
 use blockflash_tests::bsr::{
-    BsrCase, BsrData, BsrInputs, BsrReference, Kernel, Limits, Pattern, Workspace, bsr_cases,
+    BsrCase, BsrData, BsrInputs, BsrReference, Choice, Limits, Pattern, Workspace, bsr_cases,
     check_output, column_cases, edge_cases, epilogue_cases, run_on_row, tiles,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
@@ -19,7 +19,7 @@ const BUDGET: f64 = 2e8;
 
 /// Rows that compute the same problems: they share cases and references. A row that takes any
 /// layout is there with each.
-fn groups(gpu: &Gpu) -> BTreeMap<(DType, u32), Vec<(&'static Row, BsrTile)>> {
+fn groups(gpu: &Gpu) -> BTreeMap<(DType, u32), Vec<(&'static Kernel, BsrTile)>> {
     let mut groups: BTreeMap<_, Vec<_>> = BTreeMap::new();
     for (row, tile) in
         gpu.rows().flat_map(|row| tiles(row).into_iter().map(move |tile| (row, tile)))
@@ -29,7 +29,10 @@ fn groups(gpu: &Gpu) -> BTreeMap<(DType, u32), Vec<(&'static Row, BsrTile)>> {
     groups
 }
 
-fn cases_of((dtype, block_size): (DType, u32), rows: &[(&'static Row, BsrTile)]) -> Vec<BsrCase> {
+fn cases_of(
+    (dtype, block_size): (DType, u32),
+    rows: &[(&'static Kernel, BsrTile)],
+) -> Vec<BsrCase> {
     let size = block_size as usize;
     let mut tiles: Vec<(usize, usize)> =
         rows.iter().map(|(_, tile)| (tile.block_n as usize, tile.block_k as usize)).collect();
@@ -95,7 +98,7 @@ fn prepared(case: &BsrCase) -> (BsrData, BsrReference) {
 }
 
 /// Captures a call once and replays it with another B.
-fn replays_a_graph(row: &'static Row, tile: &BsrTile, stream: &Stream) -> Result<usize, String> {
+fn replays_a_graph(row: &'static Kernel, tile: &BsrTile, stream: &Stream) -> Result<usize, String> {
     let size = tile.block_size as usize;
     let case = BsrCase {
         workspace: Workspace::Parts(2),
@@ -106,7 +109,7 @@ fn replays_a_graph(row: &'static Row, tile: &BsrTile, stream: &Stream) -> Result
     let mut inputs = BsrInputs::upload(&case, &data, stream)?;
     let mut c = inputs.old_c(&data, stream)?;
     let graph = stream
-        .capture(|stream| inputs.launch(&mut c, Kernel::Row(row), stream))
+        .capture(|stream| inputs.launch(&mut c, Choice::This(row), stream))
         .map_err(|error| format!("capture: {error}"))?;
     for replay in 0..4 {
         data.b.rotate_left(17 * replay + 1);
@@ -126,7 +129,11 @@ fn replays_a_graph(row: &'static Row, tile: &BsrTile, stream: &Stream) -> Result
 
 /// Also where tiles are computed in parts, whoever is first: all tiles alike, and one among empty
 /// ones.
-fn repeats_its_bits(row: &'static Row, tile: &BsrTile, stream: &Stream) -> Result<usize, String> {
+fn repeats_its_bits(
+    row: &'static Kernel,
+    tile: &BsrTile,
+    stream: &Stream,
+) -> Result<usize, String> {
     let of = |(pattern, workspace)| same_bits(row, tile, pattern, workspace, stream);
     let cases = [
         (Pattern::Random(0.3), Workspace::None),
@@ -137,7 +144,7 @@ fn repeats_its_bits(row: &'static Row, tile: &BsrTile, stream: &Stream) -> Resul
 }
 
 fn same_bits(
-    row: &'static Row,
+    row: &'static Kernel,
     tile: &BsrTile,
     pattern: Pattern,
     workspace: Workspace,
@@ -153,7 +160,7 @@ fn same_bits(
     let mut first = None;
     for repeat in 0..30 {
         let mut c = inputs.old_c(&data, stream)?;
-        inputs.launch(&mut c, Kernel::Row(row), stream).map_err(|error| error.to_string())?;
+        inputs.launch(&mut c, Choice::This(row), stream).map_err(|error| error.to_string())?;
         wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
         let bits = download(stream, &c)?;
         if *first.get_or_insert_with(|| bits.clone()) != bits {
@@ -165,13 +172,13 @@ fn same_bits(
 
 /// Aᵀ by an index, and the transposed matrix by the kernel with the same tiles: equal bits.
 fn is_the_transposed_matrix(
-    row: &'static Row,
+    row: &'static Kernel,
     tile: &BsrTile,
-    rows: &[(&'static Row, BsrTile)],
+    rows: &[(&'static Kernel, BsrTile)],
     stream: &Stream,
 ) -> Result<usize, String> {
     let same = BsrTile { a_transposed: false, ..*tile };
-    let is_other = |(other, tile): &&(&'static Row, BsrTile)| {
+    let is_other = |(other, tile): &&(&'static Kernel, BsrTile)| {
         *tile == same && (other.source(), other.target) == (row.source(), row.target)
     };
     let (other, _) = rows.iter().find(is_other).ok_or("no kernel with the same tiles")?;
@@ -183,10 +190,10 @@ fn is_the_transposed_matrix(
         let mnk = [11 * size - 3, 2 * tile.block_n as usize + 40, 9 * size - 5];
         let case = BsrCase { seed: seed as u64, ..BsrCase::simple(tile.dtype, size, mnk, pattern) };
         let data = BsrData::generate(&case);
-        let bits = |row: &'static Row, tile: &BsrTile| -> Result<Vec<u32>, String> {
+        let bits = |row: &'static Kernel, tile: &BsrTile| -> Result<Vec<u32>, String> {
             let inputs = BsrInputs::upload(&case.clone().for_row(row, tile), &data, stream)?;
             let mut c = inputs.old_c(&data, stream)?;
-            inputs.launch(&mut c, Kernel::Row(row), stream).map_err(|error| error.to_string())?;
+            inputs.launch(&mut c, Choice::This(row), stream).map_err(|error| error.to_string())?;
             wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
             download(stream, &c)
         };
@@ -198,7 +205,7 @@ fn is_the_transposed_matrix(
     Ok(compared)
 }
 
-fn runs_in_two_threads(row: &'static Row, tile: &BsrTile, gpu: &Gpu) -> Result<usize, String> {
+fn runs_in_two_threads(row: &'static Kernel, tile: &BsrTile, gpu: &Gpu) -> Result<usize, String> {
     let size = tile.block_size as usize;
     let work = |thread: usize| {
         let stream = gpu.device.stream().map_err(|error| error.to_string())?;

@@ -7,7 +7,7 @@ use blockflash_ops::{
     BsrMatrix, BsrSddmm, BsrTranspose, BsrWorkspace, DType, Error, Mask, Stream, Tensor,
 };
 use blockflash_safe::{
-    BlockListScratch, BlockLists, BlockMaskBuild, BlockMaskBuildOperands, LaunchConfig, Row,
+    BlockListScratch, BlockLists, BlockMaskBuild, BlockMaskBuildOperands, Kernel, LaunchConfig,
 };
 use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest::Variant;
@@ -226,7 +226,7 @@ fn listing_before_choosing_lists_nothing() {
     let name = "hostile_gpu::listing_before_choosing_lists_nothing";
     let Some(gpu) = gpu(name) else { return };
     let stream = &gpu.stream;
-    let kernel_of = |row: &'static Row| match row.variant {
+    let kernel_of = |row: &'static Kernel| match row.variant {
         Variant::BlockMask(BlockMaskKernel::Build { slab_rows }) => Some((row, slab_rows as usize)),
         _ => None,
     };

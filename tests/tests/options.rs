@@ -6,9 +6,9 @@ use blockflash_ops::bsr_matmul::Activation;
 use blockflash_ops::{DType, Device, Stream};
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, BlockCase, BlockPattern,
-    Kernel, Lengths, MaskHeads,
+    Choice, Lengths, MaskHeads,
 };
-use blockflash_tests::bsr::{BiasKind, BsrCase, BsrData, BsrInputs, Kernel as BsrKernel, Pattern};
+use blockflash_tests::bsr::{BiasKind, BsrCase, BsrData, BsrInputs, Choice as BsrKernel, Pattern};
 use blockflash_tests::gpu::{gpu, wait};
 use blockflash_tests::host::download;
 
@@ -20,7 +20,7 @@ fn attention(
 ) -> Result<[Vec<u32>; 2], String> {
     let inputs = AttentionInputs::upload(case, data, stream)?;
     let mut outputs = AttentionOutputs::poisoned(case, stream)?;
-    outputs.launch(&inputs, Kernel::Selected, stream).map_err(|error| error.to_string())?;
+    outputs.launch(&inputs, Choice::Selected, stream).map_err(|error| error.to_string())?;
     wait(stream, &|| format!("{case:?}"))?;
     outputs.bits(stream)
 }

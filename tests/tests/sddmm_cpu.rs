@@ -1,7 +1,7 @@
 //! The CPU backend of the sampled product against the oracle.
 
 use blockflash_ops::{DType, Device, Major, Stream};
-use blockflash_tests::bsr::{Kernel, Pattern};
+use blockflash_tests::bsr::{Choice, Pattern};
 use blockflash_tests::host::download;
 use blockflash_tests::property;
 use blockflash_tests::sddmm::{
@@ -24,7 +24,7 @@ fn tile_edges() {
         for majors in layouts() {
             let cases = edge_cases(dtype, size, majors);
             failures.extend(
-                cases.iter().filter_map(|case| run_case(case, Kernel::Selected, &stream).err()),
+                cases.iter().filter_map(|case| run_case(case, Choice::Selected, &stream).err()),
             );
         }
     }
@@ -50,7 +50,7 @@ fn random_cases() {
     };
     for limits in [limits, odd] {
         property::check(100, sddmm_cases(limits), |case| {
-            run_case(&case, Kernel::Selected, &stream).map(drop)
+            run_case(&case, Choice::Selected, &stream).map(drop)
         });
     }
 }
@@ -63,7 +63,7 @@ fn repeats_are_equal_bit_by_bit() {
     let inputs = SddmmInputs::upload(&case, &data, &stream).unwrap();
     let run = || {
         let mut values = inputs.old_values(&data, &stream).unwrap();
-        inputs.launch(&mut values, &data, Kernel::Selected, &stream).unwrap();
+        inputs.launch(&mut values, &data, Choice::Selected, &stream).unwrap();
         download(&stream, &values).unwrap()
     };
     let first = run();

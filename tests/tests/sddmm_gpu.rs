@@ -1,9 +1,9 @@
 //! Every kernel of the sampled product that the GPU can run against the oracle.
 
 use blockflash_ops::{BsrMatrix, BsrSddmm, DType, Device, Error, Major, Stream, Tensor, ViewMut};
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{self, BsrSddmmTile};
-use blockflash_tests::bsr::{Kernel, Pattern};
+use blockflash_tests::bsr::{Choice, Pattern};
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
 use blockflash_tests::host::download;
 use blockflash_tests::number::POISON;
@@ -82,7 +82,7 @@ fn every_row() {
 
 /// Captures a call once and replays it with other matrices.
 fn replays_a_graph(
-    row: &'static Row,
+    row: &'static Kernel,
     tile: &BsrSddmmTile,
     stream: &Stream,
 ) -> Result<usize, String> {
@@ -91,7 +91,7 @@ fn replays_a_graph(
     let mut inputs = SddmmInputs::upload(&case, &data, stream)?;
     let mut values = inputs.old_values(&data, stream)?;
     let graph = stream
-        .capture(|stream| inputs.launch(&mut values, &data, Kernel::Row(row), stream))
+        .capture(|stream| inputs.launch(&mut values, &data, Choice::This(row), stream))
         .map_err(|error| format!("capture: {error}"))?;
     for replay in 0..4 {
         data.a.rotate_left(17 * replay + 1);
@@ -110,7 +110,7 @@ fn replays_a_graph(
 }
 
 fn repeats_its_bits(
-    row: &'static Row,
+    row: &'static Kernel,
     tile: &BsrSddmmTile,
     stream: &Stream,
 ) -> Result<usize, String> {
@@ -121,7 +121,7 @@ fn repeats_its_bits(
     for repeat in 0..20 {
         let mut values = inputs.old_values(&data, stream)?;
         inputs
-            .launch(&mut values, &data, Kernel::Row(row), stream)
+            .launch(&mut values, &data, Choice::This(row), stream)
             .map_err(|error| error.to_string())?;
         wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
         let bits = download(stream, &values)?;
@@ -132,7 +132,11 @@ fn repeats_its_bits(
     Ok(20)
 }
 
-fn runs_in_two_threads(row: &'static Row, tile: &BsrSddmmTile, gpu: &Gpu) -> Result<usize, String> {
+fn runs_in_two_threads(
+    row: &'static Kernel,
+    tile: &BsrSddmmTile,
+    gpu: &Gpu,
+) -> Result<usize, String> {
     let work = |thread: usize| {
         let stream = gpu.device.stream().map_err(|error| error.to_string())?;
         let mut compared = 0;
@@ -141,7 +145,7 @@ fn runs_in_two_threads(row: &'static Row, tile: &BsrSddmmTile, gpu: &Gpu) -> Res
                 SddmmCase { seed, ..simple(tile, [9 + thread, 11], 200, Pattern::Random(0.4)) };
             let data = SddmmData::generate(&case);
             let reference = SddmmReference::compute(&case, &data, BUDGET);
-            compared += run_and_check(&case, &data, &reference, Kernel::Row(row), &stream)?;
+            compared += run_and_check(&case, &data, &reference, Choice::This(row), &stream)?;
         }
         Ok(compared)
     };
@@ -159,7 +163,7 @@ fn runs_in_two_threads(row: &'static Row, tile: &BsrSddmmTile, gpu: &Gpu) -> Res
 #[test]
 fn selection() {
     let Some(gpu) = gpu("sddmm_gpu::selection") else { return };
-    let tiles: Vec<_> = gpu.rows().filter_map(Row::bsr_sddmm_tile).collect();
+    let tiles: Vec<_> = gpu.rows().filter_map(Kernel::bsr_sddmm_tile).collect();
     for (size, [a, b]) in [16, 32, 48, 64, 128].into_iter().flat_map(|size| {
         Major::ALL.into_iter().flat_map(move |a| Major::ALL.map(move |b| (size, [a, b])))
     }) {
@@ -167,7 +171,7 @@ fn selection() {
         let case = SddmmCase { majors: [a, b], ..base };
         let data = SddmmData::generate(&case);
         let reference = SddmmReference::compute(&case, &data, BUDGET);
-        let found = run_and_check(&case, &data, &reference, Kernel::Selected, &gpu.stream);
+        let found = run_and_check(&case, &data, &reference, Choice::Selected, &gpu.stream);
         let taken = tiles.iter().any(|tile| tile.block_size as usize == size);
         match found {
             Ok(_) => assert!(taken, "there is no kernel for blocks of {size}"),
@@ -177,7 +181,7 @@ fn selection() {
             }
         }
     }
-    assert!(manifest::rows().iter().any(|row| row.bsr_sddmm_tile().is_some()));
+    assert!(manifest::kernels().iter().any(|row| row.bsr_sddmm_tile().is_some()));
 }
 
 #[test]

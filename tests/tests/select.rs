@@ -4,7 +4,7 @@
 use blockflash_ops::attention::{self, AttentionProblem, Mask};
 use blockflash_ops::bsr_matmul::{self, BsrProblem};
 use blockflash_ops::{
-    Align, BlockMaskSizes, ComputeCapability, CudaProperties, DType, Error, Major, Row, Status,
+    Align, BlockMaskSizes, ComputeCapability, CudaProperties, DType, Error, Kernel, Major, Status,
     attention_flops, bsr_flops, support_with,
 };
 use blockflash_sys::manifest::{self, Variant};
@@ -50,7 +50,7 @@ fn gpus() -> impl Strategy<Value = CudaProperties> {
 }
 
 /// Whether some row could run: the definition that selection must agree with.
-fn runs(row: &Row, gpu: &CudaProperties) -> bool {
+fn runs(row: &Kernel, gpu: &CudaProperties) -> bool {
     row.target.runs_on(gpu.compute_capability) && row.smem_bytes() <= gpu.smem_per_block
 }
 
@@ -80,11 +80,11 @@ proptest! {
             block_mask,
             ..AttentionProblem::dense(dtype, [sizes.0, sizes.1, sizes.2], heads, head_dim)
         };
-        let fits = |row: &Row| row.attention_tile().is_some_and(|tile| {
+        let fits = |row: &Kernel| row.attention_tile().is_some_and(|tile| {
             let divides = |mask: BlockMaskSizes| mask.block_q.is_multiple_of(tile.block_q) && mask.block_kv.is_multiple_of(tile.block_kv);
             tile.dtype == dtype && tile.head_dim as usize >= head_dim && head_dim % 8 == 0 && block_mask.is_none_or(divides)
         }) && runs(row, &gpu);
-        let possible: Vec<&Row> = manifest::rows().iter().filter(|row| fits(row)).collect();
+        let possible: Vec<&Kernel> = manifest::kernels().iter().filter(|row| fits(row)).collect();
         match attention::select(&problem, &gpu) {
             Ok(row) => {
                 prop_assert!(fits(row), "{} on {}", row.image_name(), gpu.name);
@@ -131,18 +131,18 @@ proptest! {
         ],
     ) {
         let problem = BsrProblem::new(dtype, [mnk.0, mnk.1, mnk.2], block_size, 7).with_layouts(a_transposed, b, c);
-        let is_hopper = |row: &Row| matches!(row.variant, Variant::BsrMatmulHopper(_));
+        let is_hopper = |row: &Kernel| matches!(row.variant, Variant::BsrMatmulHopper(_));
         // Tensor maps want rows or columns of B at multiples of 16 bytes.
         let line = if b == Major::Row { mnk.1 } else { mnk.2 };
-        let any_c = |row: &Row| matches!(row.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers());
-        let fits = |row: &Row| row.bsr_tile().is_some_and(|tile| {
+        let any_c = |row: &Kernel| matches!(row.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers());
+        let fits = |row: &Kernel| row.bsr_tile().is_some_and(|tile| {
             tile.dtype == dtype && tile.block_size as usize == block_size
                 && (row.takes_any_layout() || c == Major::Row || any_c(row))
                 && (row.takes_any_layout()
                     || tile.a_transposed == a_transposed && tile.b_column_major == (b == Major::Column))
         }) && runs(row, &gpu)
             && (!is_hopper(row) || line % 8 == 0 || mnk.1 == 0 || mnk.2 == 0);
-        let possible: Vec<&Row> = manifest::rows().iter().filter(|row| fits(row)).collect();
+        let possible: Vec<&Kernel> = manifest::kernels().iter().filter(|row| fits(row)).collect();
         match bsr_matmul::select(&problem, &gpu) {
             Ok(row) => {
                 prop_assert!(fits(row), "{} on {}", row.image_name(), gpu.name);
@@ -221,7 +221,7 @@ fn every_supported_gpu_runs_every_block_size() {
 #[test]
 fn rows_fit_the_gpus_of_their_target_and_have_names_of_their_own() {
     let mut names = HashSet::new();
-    for row in manifest::rows() {
+    for row in manifest::kernels() {
         assert!(names.insert(row.image_name()), "{} comes twice", row.image_name());
         assert!(
             row.smem_bytes() <= row.target.smem_limit(),
@@ -246,7 +246,7 @@ fn the_support_table_tells_the_truth() {
         for row in &table {
             match &row.status {
                 Status::Kernel { symbol, target, image } => {
-                    let found = manifest::rows().iter().find(|row| row.image_name() == *image);
+                    let found = manifest::kernels().iter().find(|row| row.image_name() == *image);
                     let found =
                         found.unwrap_or_else(|| panic!("{name}: no row has the image {image}"));
                     assert_eq!((found.symbol(), found.target), (symbol.clone(), *target));

@@ -5,7 +5,7 @@
 use blockflash_ops::bsr_matmul::{BsrMatmul, BsrMatrix, BsrWorkspace};
 use blockflash_ops::{DType, Error, Operation, Stream, Tensor};
 use blockflash_safe::{Error as SafeError, Graph};
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 use blockflash_sys::manifest::Variant;
 use blockflash_tests::gpu::{Gpu, gpu, wait};
 use half::bf16;
@@ -57,7 +57,7 @@ impl Product {
 
     fn queue(
         &mut self,
-        row: Option<&Row>,
+        row: Option<&Kernel>,
         workspace: Option<&BsrWorkspace>,
         stream: &Stream,
     ) -> Result<(), Error> {
@@ -70,7 +70,7 @@ impl Product {
 
     fn capture(
         &mut self,
-        row: Option<&Row>,
+        row: Option<&Kernel>,
         workspace: Option<&BsrWorkspace>,
         stream: &Stream,
     ) -> Graph {
@@ -85,16 +85,16 @@ impl Product {
 
 /// Kernels for the product that count tiles, and compute long ones in parts: there are none but on
 /// Hopper.
-fn counting(gpu: &Gpu, product: &mut Product) -> Vec<&'static Row> {
+fn counting(gpu: &Gpu, product: &mut Product) -> Vec<&'static Kernel> {
     let splits =
-        |row: &&Row| matches!(&row.variant, Variant::BsrMatmulHopper(tile) if tile.splits());
-    let rows: Vec<&Row> = gpu.rows().filter(splits).collect();
-    let takes = |row: &&Row| match product.queue(Some(row), None, &gpu.stream) {
+        |row: &&Kernel| matches!(&row.variant, Variant::BsrMatmulHopper(tile) if tile.splits());
+    let rows: Vec<&Kernel> = gpu.rows().filter(splits).collect();
+    let takes = |row: &&Kernel| match product.queue(Some(row), None, &gpu.stream) {
         Ok(()) => true,
         Err(Error::Unsupported { .. }) => false,
         Err(error) => panic!("{}: {error}", row.image_name()),
     };
-    let rows: Vec<&Row> = rows.into_iter().filter(takes).collect();
+    let rows: Vec<&Kernel> = rows.into_iter().filter(takes).collect();
     assert!(
         gpu.properties.compute_capability.major != 9 || !rows.is_empty(),
         "no kernel counts tiles"
@@ -157,7 +157,7 @@ fn graphs_that_share_a_workspace() {
         [2, 5].map(|parts| BsrWorkspace::new(home).unwrap().with_parts(parts).unwrap());
     wait(home, &|| "uploads".to_owned()).unwrap();
     for row in rows.into_iter().map(Some).chain([None]) {
-        let what = row.map_or("selected".to_owned(), Row::image_name);
+        let what = row.map_or("selected".to_owned(), Kernel::image_name);
         // Both use both workspaces, in opposite order.
         let [a, b] = [&workspaces[0], &workspaces[1]];
         let both = |product: &mut Product, stream: &Stream, order: [&BsrWorkspace; 2]| {

@@ -7,7 +7,7 @@ use crate::{
     workspace::{create_dir, head, list, read_bytes, root, write},
 };
 use anyhow::{Context, Result, ensure};
-use blockflash_sys::{Row, Target, manifest};
+use blockflash_sys::{Kernel, Target, manifest};
 use std::{
     path::{Path, PathBuf},
     process::Command,
@@ -133,10 +133,10 @@ fn contains(bytes: &[u8], part: &[u8]) -> bool {
 }
 
 /// The rows whose images go along for profiling.
-fn profiled(args: &Args) -> Result<Vec<&'static Row>> {
-    let named = |row: &Row| args.profile.iter().any(|part| row.image_name().contains(part));
-    let selects = |row: &&Row| kernels::is_among(row.target, &args.profile_arch) && named(row);
-    let rows: Vec<&Row> = manifest::rows().iter().filter(selects).collect();
+fn profiled(args: &Args) -> Result<Vec<&'static Kernel>> {
+    let named = |row: &Kernel| args.profile.iter().any(|part| row.image_name().contains(part));
+    let selects = |row: &&Kernel| kernels::is_among(row.target, &args.profile_arch) && named(row);
+    let rows: Vec<&Kernel> = manifest::kernels().iter().filter(selects).collect();
     let found = args.profile.is_empty() || !rows.is_empty();
     ensure!(found, "--profile and --profile-arch select no image");
     Ok(rows)

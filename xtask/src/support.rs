@@ -3,7 +3,7 @@
 use crate::workspace::{read, root, write};
 use anyhow::{Context, Result};
 use blockflash_sys::manifest::{self, Size, Support};
-use blockflash_sys::{Row, Target};
+use blockflash_sys::{Kernel, Target};
 use std::collections::{BTreeMap, BTreeSet};
 
 const BEGIN: &str = "<!-- support:begin -->\n";
@@ -31,14 +31,14 @@ struct Cells {
 /// Whether the README's table is what the manifest gives.
 pub fn is_current() -> Result<bool> {
     let readme = read(&root().join("README.md"))?;
-    Ok(replaced(&readme, &markdown(manifest::rows()))? == readme)
+    Ok(replaced(&readme, &markdown(manifest::kernels()))? == readme)
 }
 
 /// Writes the table into the README.
 pub fn update() -> Result<()> {
     let path = root().join("README.md");
     let readme = read(&path)?;
-    write(&path, replaced(&readme, &markdown(manifest::rows()))?)
+    write(&path, replaced(&readme, &markdown(manifest::kernels()))?)
 }
 
 fn replaced(readme: &str, table: &str) -> Result<String> {
@@ -51,10 +51,10 @@ fn replaced(readme: &str, table: &str) -> Result<String> {
 /// The table: one line per operation and size, one column per target, and lines for the sizes and
 /// types that only the CPU computes. Tiles are left out: they change with tuning, and
 /// `blockflash info` shows them.
-fn markdown(rows: &[Row]) -> String {
+fn markdown(rows: &[Kernel]) -> String {
     let mut operations = Vec::new();
     let mut lines: BTreeMap<Line, Cells> = BTreeMap::new();
-    let widest = rows.iter().filter_map(Row::attention_tile).map(|tile| tile.head_dim).max();
+    let widest = rows.iter().filter_map(Kernel::attention_tile).map(|tile| tile.head_dim).max();
     for row in rows {
         let Some(Support { operation, size, dtype }) = row.family().supports() else { continue };
         let known = operations.iter().position(|known| *known == operation);
@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn every_row_has_its_cell() {
-        let table = markdown(manifest::rows());
+        let table = markdown(manifest::kernels());
         assert!(table.starts_with("| operation | size | types | sm_80"));
         assert!(
             table.contains("| attention forward | head_dim 8–64, multiples of 8 | bf16, f16 |")
@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn what_only_the_cpu_runs_is_said() {
-        let table = markdown(manifest::rows());
+        let table = markdown(manifest::kernels());
         for line in [
             "| attention forward | any other head_dim | bf16, f16",
             "| BSR matmul, sampled product | any other block | bf16, f16",
@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn what_only_some_kernels_take_has_lines_of_its_own() {
-        let table = markdown(manifest::rows());
+        let table = markdown(manifest::kernels());
         for (block, hopper) in [(16, "–"), (32, "–"), (64, "yes"), (128, "yes")] {
             let line = format!(
                 "| BSR matmul, Aᵀ, column-major B | block {block} | bf16, f16 \

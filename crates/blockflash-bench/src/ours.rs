@@ -6,7 +6,7 @@ mod host;
 use crate::case::{Case, Operands};
 use crate::error::{Error, Result};
 use crate::timing::{Cache, Repeat, Window};
-use blockflash_ops::{Row, Stream};
+use blockflash_ops::{Kernel, Stream};
 use blockflash_sys::manifest;
 pub use host::HostCost;
 
@@ -16,14 +16,14 @@ pub struct Ours {
     stream: Stream,
     operands: Box<dyn Operands>,
     /// What is measured: the kernel that the library selects, or each that was asked for.
-    pub kernels: Vec<Kernel>,
+    pub kernels: Vec<MeasuredKernel>,
 }
 
 /// A kernel that computes the case, verified.
 #[derive(Debug)]
-pub struct Kernel {
+pub struct MeasuredKernel {
     /// Forced by name; `None` leaves the choice to the library.
-    row: Option<&'static Row>,
+    row: Option<&'static Kernel>,
     /// Name of the kernel; `None` on the CPU.
     pub symbol: Option<String>,
     /// Whether the output is right.
@@ -58,7 +58,7 @@ impl Ours {
                 Some(row) if !operands.is_loaded() => host::load(row, stream)?,
                 _ => None,
             };
-            let symbol = row.map(Row::symbol);
+            let symbol = row.map(Kernel::symbol);
             let row = row.filter(|_| forced);
             let (verified, rel_err) = operands.verify(row, stream, seed)?;
             let repeat = Repeat::new(stream, cache, |stream| operands.launch(row, stream))?;
@@ -66,7 +66,7 @@ impl Ours {
                 true => HostCost::default(),
                 false => host::cost(&mut *operands, stream, repeat.launch_us())?,
             };
-            kernels.push(Kernel { row, symbol, verified, rel_err, load_us, host, repeat });
+            kernels.push(MeasuredKernel { row, symbol, verified, rel_err, load_us, host, repeat });
         }
         if kernels.is_empty() {
             return Err(Error::Option(
@@ -87,12 +87,15 @@ impl Ours {
         seed: u64,
         rows: Option<&[String]>,
         launches: usize,
-    ) -> Result<Option<&'static Row>> {
+    ) -> Result<Option<&'static Kernel>> {
         let mut operands = case.shape().operands(stream, seed)?;
         let candidates = candidates(&mut *operands, stream, rows)?;
         let [Candidate { row, forced }] = candidates[..] else {
-            let symbols: Vec<_> =
-                candidates.iter().filter_map(|candidate| candidate.row).map(Row::symbol).collect();
+            let symbols: Vec<_> = candidates
+                .iter()
+                .filter_map(|candidate| candidate.row)
+                .map(Kernel::symbol)
+                .collect();
             return Err(Error::Option(match symbols.is_empty() {
                 true => {
                     "no kernel whose name contains --row computes this case on this GPU".to_owned()
@@ -113,14 +116,14 @@ impl Ours {
     /// If the device fails.
     pub fn window(&mut self, kernel: usize, ms: f64) -> Result<Window> {
         let Self { stream, operands, kernels } = self;
-        let Some(Kernel { row, repeat, .. }) = kernels.get_mut(kernel) else {
+        let Some(MeasuredKernel { row, repeat, .. }) = kernels.get_mut(kernel) else {
             return Err(Error::Option(format!("there is no kernel {kernel}")));
         };
         repeat.window(stream, ms, |stream| operands.launch(*row, stream))
     }
 }
 
-impl Kernel {
+impl MeasuredKernel {
     /// Launches in one CUDA graph.
     pub fn launches(&self) -> usize {
         self.repeat.launches()
@@ -130,7 +133,7 @@ impl Kernel {
 /// A kernel to try.
 struct Candidate {
     /// `None` on the CPU.
-    row: Option<&'static Row>,
+    row: Option<&'static Kernel>,
     /// Whether it is asked for by name; else it is what the library selects anyway.
     forced: bool,
 }
@@ -151,8 +154,8 @@ fn candidates(
     let Some(names) = names else {
         return Ok(vec![Candidate { row: Some(operands.select(gpu)?), forced: false }]);
     };
-    let mut found: Vec<&'static Row> = Vec::new();
-    for row in manifest::rows().iter().filter(|row| row.target.runs_on(gpu.compute_capability)) {
+    let mut found: Vec<&'static Kernel> = Vec::new();
+    for row in manifest::kernels().iter().filter(|row| row.target.runs_on(gpu.compute_capability)) {
         let symbol = row.symbol();
         let wanted = names.iter().any(|name| symbol.contains(name.as_str()));
         // The same kernel for several targets: the first is preferred.

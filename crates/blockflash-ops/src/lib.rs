@@ -48,8 +48,8 @@ pub use operation::{Operation, Prepared};
 pub use support::{Status, SupportRow, support, support_with};
 
 pub use blockflash_safe::{
-    ComputeCapability, CudaProperties, CudaStatus, DType, Device, Element, Event, Graph,
-    LaunchConfig, Layout, Major, Row, Stream, Target, Tensor, View, ViewMut, cuda_status,
+    ComputeCapability, CudaProperties, CudaStatus, DType, Device, Element, Event, Graph, Kernel,
+    LaunchConfig, Layout, Major, Stream, Target, Tensor, View, ViewMut, cuda_status,
 };
 
 #[cfg(test)]

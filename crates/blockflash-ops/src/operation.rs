@@ -4,7 +4,7 @@
 use crate::selection::{Problem, accepts, select, unsupported};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, Device, Stream};
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 
 /// The steps of a call that operations do not share.
 pub trait Steps {
@@ -20,7 +20,7 @@ pub trait Steps {
     /// Plans and queues a kernel that accepts the problem. There are outputs to compute.
     fn launch(
         &self,
-        row: &Row,
+        row: &Kernel,
         problem: &Self::Problem,
         gpu: &CudaProperties,
         out: Self::Out<'_>,
@@ -75,7 +75,7 @@ pub trait Operation: Steps {
     ///
     /// # Errors
     /// Also [`Error::Unsupported`] if the kernel cannot compute this problem on this device.
-    fn run_with(&self, row: &Row, out: Self::Out<'_>, stream: &Stream) -> Result<()> {
+    fn run_with(&self, row: &Kernel, out: Self::Out<'_>, stream: &Stream) -> Result<()> {
         let problem = self.checked(&out, stream)?;
         let Some(gpu) = stream.device().cuda_properties() else {
             return Err(no_kernel_on_cpu::<Self::Problem>(row));
@@ -128,7 +128,7 @@ pub trait Operation: Steps {
 impl<T: Steps> Operation for T {}
 
 /// A kernel was named, but the tensors are on the CPU.
-pub(crate) fn no_kernel_on_cpu<P: Problem>(row: &Row) -> Error {
+pub(crate) fn no_kernel_on_cpu<P: Problem>(row: &Kernel) -> Error {
     unsupported::<P>(&"cpu", format!("{} runs on a GPU", row.symbol()))
 }
 
@@ -138,12 +138,12 @@ pub struct Prepared<P> {
     problem: P,
     device: Device,
     /// `None` on the CPU, and where there is nothing to compute.
-    row: Option<&'static Row>,
+    row: Option<&'static Kernel>,
 }
 
 impl<P> Prepared<P> {
     /// The kernel; `None` on the CPU, and where there is nothing to compute.
-    pub fn row(&self) -> Option<&'static Row> {
+    pub fn row(&self) -> Option<&'static Kernel> {
         self.row
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::{Error, Result};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::{DType, Row, Target, manifest};
+use blockflash_sys::{DType, Kernel, Target, manifest};
 use std::collections::BTreeSet;
 use std::fmt::{Debug, Display};
 use std::sync::LazyLock;
@@ -25,12 +25,12 @@ pub trait Problem: Copy + Debug + PartialEq + 'static {
     type Rank: Ord;
 
     /// The tile of a kernel of this operation; `None` for other kernels.
-    fn tile(row: &Row) -> Option<Self::Tile>;
+    fn tile(row: &Kernel) -> Option<Self::Tile>;
     /// All kernels of the operation. Each implementation caches its own, since selection at every
     /// call has no time to look through the whole manifest.
     fn kernels() -> &'static [Peers<'static, Self>];
     /// Preference that depends on the kernel alone; the least is taken if a kernel of it fits.
-    fn order(row: &Row, _tile: &Self::Tile) -> [usize; 2] {
+    fn order(row: &Kernel, _tile: &Self::Tile) -> [usize; 2] {
         [preference(row.target), 0]
     }
     /// Preference among kernels of equal order that fit; the least is taken.
@@ -44,7 +44,7 @@ pub trait Problem: Copy + Debug + PartialEq + 'static {
 /// Kernels of equal [`Problem::order`] and key.
 pub struct Peers<'r, P: Problem> {
     key: (DType, usize),
-    pub(crate) kernels: Vec<(&'r Row, P::Tile)>,
+    pub(crate) kernels: Vec<(&'r Kernel, P::Tile)>,
 }
 
 /// What [`Problem::kernels`] caches: [`all`] kernels, the preferred ones first.
@@ -52,7 +52,7 @@ pub(crate) type Kernels<P> = LazyLock<Vec<Peers<'static, P>>>;
 
 /// A kernel that might compute a problem on a GPU.
 pub struct Candidate<'c, P: Problem> {
-    pub(crate) row: &'c Row,
+    pub(crate) row: &'c Kernel,
     pub(crate) tile: &'c P::Tile,
     pub(crate) problem: &'c P,
     pub(crate) gpu: &'c CudaProperties,
@@ -127,11 +127,11 @@ pub(crate) fn preference(target: Target) -> usize {
 
 /// All kernels of an operation, the preferred ones first.
 pub(crate) fn all<P: Problem>() -> Vec<Peers<'static, P>> {
-    among::<P>(manifest::rows())
+    among::<P>(manifest::kernels())
 }
 
-fn among<P: Problem>(rows: &[Row]) -> Vec<Peers<'_, P>> {
-    let standing = |(row, tile): &(&Row, P::Tile)| (P::order(row, tile), P::key_of(tile));
+fn among<P: Problem>(rows: &[Kernel]) -> Vec<Peers<'_, P>> {
+    let standing = |(row, tile): &(&Kernel, P::Tile)| (P::order(row, tile), P::key_of(tile));
     let mut all: Vec<_> = rows.iter().filter_map(|row| Some((row, P::tile(row)?))).collect();
     all.sort_by_key(standing);
     all.chunk_by(|a, b| standing(a) == standing(b))
@@ -149,17 +149,17 @@ pub(crate) fn ascending(sizes: impl Iterator<Item = u32>) -> Vec<u32> {
 }
 
 /// The kernel for a problem on a GPU, of all that there are.
-pub(crate) fn select<P: Problem>(problem: &P, gpu: &CudaProperties) -> Result<&'static Row> {
+pub(crate) fn select<P: Problem>(problem: &P, gpu: &CudaProperties) -> Result<&'static Kernel> {
     select_of(P::kernels(), problem, gpu)
 }
 
 /// The same of these kernels.
 #[cfg(test)]
 pub(crate) fn select_among<'r, P: Problem>(
-    rows: &'r [Row],
+    rows: &'r [Kernel],
     problem: &P,
     gpu: &CudaProperties,
-) -> Result<&'r Row> {
+) -> Result<&'r Kernel> {
     select_of(&among::<P>(rows), problem, gpu)
 }
 
@@ -167,7 +167,7 @@ fn select_of<'r, P: Problem>(
     kernels: &[Peers<'r, P>],
     problem: &P,
     gpu: &CudaProperties,
-) -> Result<&'r Row> {
+) -> Result<&'r Kernel> {
     let key = problem.key();
     for peers in kernels.iter().filter(|peers| peers.key == key) {
         let best = peers
@@ -199,18 +199,18 @@ fn why_none<P: Problem>(mut left: Vec<Candidate<'_, P>>) -> String {
 }
 
 /// Whether this very kernel computes the problem on this GPU.
-pub(crate) fn accepts<P: Problem>(row: &Row, problem: &P, gpu: &CudaProperties) -> Result<()> {
+pub(crate) fn accepts<P: Problem>(row: &Kernel, problem: &P, gpu: &CudaProperties) -> Result<()> {
     obeys(&[&[Rule::DTYPE], P::RULES, &[Rule::TARGET]], row, problem, gpu)
 }
 
 /// Whether it does but for the element type and the target, which plans do not depend on.
-pub(crate) fn fits<P: Problem>(row: &Row, problem: &P, gpu: &CudaProperties) -> Result<()> {
+pub(crate) fn fits<P: Problem>(row: &Kernel, problem: &P, gpu: &CudaProperties) -> Result<()> {
     obeys(&[P::RULES], row, problem, gpu)
 }
 
 fn obeys<P: Problem>(
     rules: &[&[Rule<P>]],
-    row: &Row,
+    row: &Kernel,
     problem: &P,
     gpu: &CudaProperties,
 ) -> Result<()> {
@@ -223,7 +223,7 @@ fn obeys<P: Problem>(
 }
 
 /// The tile of a kernel of this operation.
-pub(crate) fn tile_of<P: Problem>(row: &Row, arch: &dyn Display) -> Result<P::Tile> {
+pub(crate) fn tile_of<P: Problem>(row: &Kernel, arch: &dyn Display) -> Result<P::Tile> {
     P::tile(row).ok_or_else(|| {
         unsupported::<P>(arch, format!("{}: this kernel computes something else", row.symbol()))
     })

@@ -1,7 +1,7 @@
 use crate::selection::{Problem, select};
 use crate::{Error, Result, attention, bsr_matmul, bsr_sddmm};
 use blockflash_safe::{CudaProperties, Device};
-use blockflash_sys::{DType, Row, Target};
+use blockflash_sys::{DType, Kernel, Target};
 
 /// One line of the support table: an operation, an element type and a range of sizes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -81,7 +81,7 @@ fn rows<P: Problem>(
     lines.into_iter().map(row).collect()
 }
 
-fn status(selected: Result<&'static Row>) -> Status {
+fn status(selected: Result<&'static Kernel>) -> Status {
     match selected {
         Ok(row) => {
             Status::Kernel { symbol: row.symbol(), target: row.target, image: row.image_name() }

@@ -1,7 +1,7 @@
 //! What is known about a GPU, and what is kept for it: data, which `context.rs`, `properties.rs`
 //! and `kernel.rs` fill in.
 
-use blockflash_sys::{ComputeCapability, Row};
+use blockflash_sys::{ComputeCapability, Kernel};
 use cudarc::driver::sys;
 use serde::Serialize;
 use std::collections::HashMap;
@@ -29,7 +29,7 @@ pub(crate) struct Context {
     pub(crate) properties: CudaProperties,
     pub(crate) has_memory_pools: bool,
     /// Kernels by row: a hash of a few integers per launch, no strings.
-    pub(crate) kernels: RwLock<HashMap<Row, Arc<Kernel>>>,
+    pub(crate) kernels: RwLock<HashMap<Kernel, Arc<LoadedKernel>>>,
     pub(crate) raw: Handle<sys::CUctx_st>,
 }
 
@@ -80,7 +80,7 @@ pub struct KernelInfo {
 }
 
 /// A kernel that is loaded in a context, for the rest of the process.
-pub(crate) struct Kernel {
+pub(crate) struct LoadedKernel {
     pub(crate) raw: Handle<sys::CUfunc_st>,
     pub(crate) symbol: String,
     pub(crate) info: KernelInfo,

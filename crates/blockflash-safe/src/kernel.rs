@@ -1,8 +1,8 @@
 use crate::device::Device;
 use crate::driver::check;
-use crate::gpu::{Context, Handle, Kernel, KernelInfo};
+use crate::gpu::{Context, Handle, KernelInfo, LoadedKernel};
 use crate::tile_counter::TileCounters;
-use crate::{Error, Result, Row};
+use crate::{Error, Kernel, Result};
 use blockflash_sys::image;
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 use std::ffi::CString;
@@ -18,15 +18,15 @@ impl Device {
     /// # Errors
     /// [`Error::NotOnGpu`] for the CPU, [`Error::Image`] for a missing image, [`Error::Cuda`] for
     /// one that this GPU cannot run.
-    pub fn preload(&self, row: &Row) -> Result<KernelInfo> {
+    pub fn preload(&self, row: &Kernel) -> Result<KernelInfo> {
         let context = self.context().ok_or(Error::NotOnGpu { what: "loading a kernel" })?;
-        Ok(Kernel::of(context, row)?.info)
+        Ok(LoadedKernel::of(context, row)?.info)
     }
 }
 
-impl Kernel {
+impl LoadedKernel {
     /// The kernel of a row, loaded at the first call.
-    pub(crate) fn of(context: &'static Context, row: &Row) -> Result<Arc<Kernel>> {
+    pub(crate) fn of(context: &'static Context, row: &Kernel) -> Result<Arc<LoadedKernel>> {
         if let Some(kernel) =
             context.kernels.read().unwrap_or_else(PoisonError::into_inner).get(row)
         {
@@ -37,12 +37,12 @@ impl Kernel {
         if let Some(kernel) = kernels.get(row) {
             return Ok(Arc::clone(kernel));
         }
-        let kernel = Arc::new(Kernel::load(context, row)?);
+        let kernel = Arc::new(LoadedKernel::load(context, row)?);
         kernels.insert(*row, Arc::clone(&kernel));
         Ok(kernel)
     }
 
-    fn load(context: &'static Context, row: &Row) -> Result<Kernel> {
+    fn load(context: &'static Context, row: &Kernel) -> Result<LoadedKernel> {
         if !row.target.runs_on(context.properties.compute_capability) {
             let device = Device::with_context(context);
             return Err(Error::Unsupported { device, what: "the machine code of this kernel" });
@@ -91,7 +91,7 @@ impl Kernel {
             let code = unsafe { sys::cuFuncSetAttribute(raw, limit, row.smem_bytes() as i32) };
             check("cuFuncSetAttribute", code)?;
         }
-        Ok(Kernel { raw: Handle(raw), symbol, info })
+        Ok(LoadedKernel { raw: Handle(raw), symbol, info })
     }
 }
 

@@ -63,7 +63,7 @@ mod view_mut;
 
 #[doc(hidden)]
 pub use blockflash_sys::{BlockMaskKernel, manifest, params};
-pub use blockflash_sys::{ComputeCapability, DType, Major, Row, Target};
+pub use blockflash_sys::{ComputeCapability, DType, Kernel, Major, Target};
 pub use device::Device;
 pub use driver::NEEDED_DRIVER_VERSION;
 pub use element::Element;

@@ -72,7 +72,7 @@ fn graphs_and_launches_need_a_gpu() -> Result<()> {
     let stream = cpu();
     let captured: Result<Graph> = stream.capture(|_| panic!("nothing is captured"));
     assert!(matches!(captured, Err(Error::NotOnGpu { .. })));
-    let row = &manifest::rows()[0];
+    let row = &manifest::kernels()[0];
     assert!(matches!(Device::cpu().preload(row), Err(Error::NotOnGpu { .. })));
     assert!(!stream.is_capturing()?);
     stream.synchronize()

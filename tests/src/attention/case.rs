@@ -4,7 +4,7 @@ use super::BlockCase;
 use crate::placement::Placement;
 use blockflash_ops::attention::{Align, Mask};
 use blockflash_sys::DType;
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 use blockflash_sys::manifest::AttentionTile;
 
 /// One attention problem: shape, options, memory layout and kind of data.
@@ -140,7 +140,7 @@ impl AttentionCase {
 
     /// The same with or without the log-sum-exp, where the kernel of a row computes it always or
     /// never.
-    pub fn as_asked(&self, row: &Row) -> Self {
+    pub fn as_asked(&self, row: &Kernel) -> Self {
         let suits = row.attention_tile().is_none_or(|tile| tile.lse.suits(self.lse));
         Self { lse: self.lse == suits, ..self.clone() }
     }

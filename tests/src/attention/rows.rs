@@ -2,18 +2,18 @@
 //! refuse.
 
 use super::{
-    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Kernel,
+    AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Choice,
     Lengths, MaskHeads, head_dims, run_and_check,
 };
 use crate::gpu::{Gpu, wait};
 use blockflash_ops::{DType, Error, Stream};
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{self, AttentionTile, Variant};
 use std::collections::BTreeMap;
 
 /// Rows with their tiles, by element type and head dimension. Those of a group compute the same
 /// problems: they share cases and references.
-pub type RowGroups = BTreeMap<(DType, u32), Vec<(&'static Row, AttentionTile)>>;
+pub type RowGroups = BTreeMap<(DType, u32), Vec<(&'static Kernel, AttentionTile)>>;
 
 /// The attention rows that a GPU can run.
 pub fn row_groups(gpu: &Gpu) -> RowGroups {
@@ -26,7 +26,8 @@ pub fn row_groups(gpu: &Gpu) -> RowGroups {
 
 /// Head dimensions for which a tile is the narrowest.
 pub fn dims_of_tile(head_dim: u32) -> Vec<usize> {
-    let widths = manifest::rows().iter().filter_map(Row::attention_tile).map(|tile| tile.head_dim);
+    let widths =
+        manifest::kernels().iter().filter_map(Kernel::attention_tile).map(|tile| tile.head_dim);
     let narrower = widths.filter(|&width| width < head_dim).max().unwrap_or(0);
     head_dims(narrower as usize + 1..=head_dim as usize)
 }
@@ -36,27 +37,27 @@ pub fn run_or_refuse(
     case: &AttentionCase,
     data: &AttentionData,
     reference: &AttentionReference,
-    row: &'static Row,
+    row: &'static Kernel,
     stream: &Stream,
 ) -> Result<usize, String> {
     let case = &case.as_asked(row);
     let Some(reason) = refusal(case, row) else {
-        return run_and_check(case, data, reference, Kernel::Row(row), stream);
+        return run_and_check(case, data, reference, Choice::This(row), stream);
     };
     let inputs = AttentionInputs::upload(case, data, stream)?;
-    match AttentionOutputs::poisoned(case, stream)?.launch(&inputs, Kernel::Row(row), stream) {
+    match AttentionOutputs::poisoned(case, stream)?.launch(&inputs, Choice::This(row), stream) {
         Err(Error::Unsupported { what, .. }) if what.contains(reason) => {}
         other => return Err(format!("not refused because of {reason:?}: {other:?}\n    {case:?}")),
     }
     if case.block_mask.is_none() {
         // The library takes another row.
-        run_and_check(case, data, reference, Kernel::Selected, stream)?;
+        run_and_check(case, data, reference, Choice::Selected, stream)?;
     }
     Ok(0)
 }
 
 /// What a row of the case's type and width says if it cannot compute it.
-fn refusal(case: &AttentionCase, row: &Row) -> Option<&'static str> {
+fn refusal(case: &AttentionCase, row: &Kernel) -> Option<&'static str> {
     let tile = row.attention_tile()?;
     let divides = |tile: u32, block: usize| block.is_multiple_of(tile as usize);
     let consists_of_tiles = case.block_mask.is_none_or(|block| {
@@ -83,7 +84,7 @@ fn refusal(case: &AttentionCase, row: &Row) -> Option<&'static str> {
 /// Runs a case 30 times: the same bits every time.
 pub fn same_bits(
     case: &AttentionCase,
-    row: &'static Row,
+    row: &'static Kernel,
     stream: &Stream,
 ) -> Result<usize, String> {
     let case = &case.as_asked(row);
@@ -92,7 +93,7 @@ pub fn same_bits(
     let mut first = None;
     for repeat in 0..30 {
         outputs.poison(stream)?;
-        outputs.launch(&inputs, Kernel::Row(row), stream).map_err(|error| error.to_string())?;
+        outputs.launch(&inputs, Choice::This(row), stream).map_err(|error| error.to_string())?;
         wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
         let bits = outputs.bits(stream)?;
         if *first.get_or_insert_with(|| bits.clone()) != bits {

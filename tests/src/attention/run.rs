@@ -8,15 +8,15 @@ use crate::placement::Placed;
 use crate::tolerance::check;
 use blockflash_ops::attention::{Attention, CuSeqlens};
 use blockflash_ops::{BlockMask, DType, Operation, Stream, Tensor};
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 
 /// Which kernel computes a case.
 #[derive(Clone, Copy, Debug)]
-pub enum Kernel {
+pub enum Choice {
     /// The one that the library selects; on the CPU its CPU backend.
     Selected,
     /// This row of the manifest.
-    Row(&'static Row),
+    This(&'static Kernel),
 }
 
 /// The operands of a case on a device.
@@ -160,7 +160,7 @@ impl AttentionOutputs {
     pub fn launch(
         &mut self,
         inputs: &AttentionInputs,
-        kernel: Kernel,
+        kernel: Choice,
         stream: &Stream,
     ) -> Result<(), blockflash_ops::Error> {
         self.launch_call(&inputs.case, &inputs.attention(), kernel, stream)
@@ -171,15 +171,15 @@ impl AttentionOutputs {
         &mut self,
         case: &AttentionCase,
         call: &Attention<'_>,
-        kernel: Kernel,
+        kernel: Choice,
         stream: &Stream,
     ) -> Result<(), blockflash_ops::Error> {
         let ([.., o], lse) = placed(case);
         let o = view_mut(&mut self.o, &o);
         let lse = self.lse.as_mut().map(|tensor| view_mut(tensor, &lse));
         match kernel {
-            Kernel::Selected => call.forward_into(o, lse, stream),
-            Kernel::Row(row) => call.run_with(row, (o, lse), stream),
+            Choice::Selected => call.forward_into(o, lse, stream),
+            Choice::This(row) => call.run_with(row, (o, lse), stream),
         }
     }
 
@@ -289,7 +289,7 @@ pub fn run_and_check(
     case: &AttentionCase,
     data: &AttentionData,
     reference: &AttentionReference,
-    kernel: Kernel,
+    kernel: Choice,
     stream: &Stream,
 ) -> Result<usize, String> {
     let run = || {
@@ -303,16 +303,16 @@ pub fn run_and_check(
 }
 
 /// The same from the case alone.
-pub fn run_case(case: &AttentionCase, kernel: Kernel, stream: &Stream) -> Result<usize, String> {
+pub fn run_case(case: &AttentionCase, kernel: Choice, stream: &Stream) -> Result<usize, String> {
     let data = AttentionData::generate(case);
     let reference = AttentionReference::compute(case, &data, 2e8);
     run_and_check(case, &data, &reference, kernel, stream)
 }
 
-fn story(kernel: Kernel, stream: &Stream, case: &AttentionCase, what: &str) -> String {
+fn story(kernel: Choice, stream: &Stream, case: &AttentionCase, what: &str) -> String {
     let kernel = match kernel {
-        Kernel::Selected => format!("attention on {}", stream.device()),
-        Kernel::Row(row) => row.image_name(),
+        Choice::Selected => format!("attention on {}", stream.device()),
+        Choice::This(row) => row.image_name(),
     };
     format!("{kernel}: {what}\n    {case:?}")
 }

@@ -4,7 +4,7 @@ use super::{MaskCase, MaskData, MaskSource};
 use crate::gpu::wait;
 use blockflash_ops::block_sparse::{BlockChoice, BlockMaskBuffer, BlockSource};
 use blockflash_ops::{BlockMask, Error, Stream, Tensor};
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 
 /// The operands of a case on a device.
 pub struct MaskInputs {
@@ -52,7 +52,7 @@ impl MaskInputs {
     pub fn build(
         &self,
         buffer: &mut BlockMaskBuffer,
-        row: Option<&Row>,
+        row: Option<&Kernel>,
         stream: &Stream,
     ) -> Result<(), Error> {
         match row {
@@ -135,7 +135,7 @@ pub fn prepare(
 /// Uploads, builds and compares a case. Returns how many entries were compared.
 pub fn build_and_check(
     case: &MaskCase,
-    row: Option<&Row>,
+    row: Option<&Kernel>,
     stream: &Stream,
 ) -> Result<usize, String> {
     let run = || -> Result<usize, String> {
@@ -155,7 +155,7 @@ pub fn build_and_check(
         Ok(compared)
     };
     run().map_err(|error| {
-        let on = row.map_or(stream.device().to_string(), Row::image_name);
+        let on = row.map_or(stream.device().to_string(), Kernel::image_name);
         format!("{on}: {error}\n    {case:?}")
     })
 }

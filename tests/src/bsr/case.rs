@@ -4,7 +4,7 @@ use crate::number::{normal_rounded, rng};
 use crate::placement::Placement;
 use blockflash_ops::bsr_matmul::Activation;
 use blockflash_sys::manifest::{BsrTile, Variant};
-use blockflash_sys::{DType, Row};
+use blockflash_sys::{DType, Kernel};
 use rand::Rng;
 
 /// One product `C = activation(alpha·A·B + beta·C + bias)`: shape, structure, options, memory
@@ -63,7 +63,7 @@ impl Workspace {
 
 /// The tile of a BSR row in each layout of A and B that it takes: none for other rows, one for
 /// most.
-pub fn tiles(row: &Row) -> Vec<BsrTile> {
+pub fn tiles(row: &Kernel) -> Vec<BsrTile> {
     let Some(tile) = row.bsr_tile() else { return Vec::new() };
     if !row.takes_any_layout() {
         return vec![tile];
@@ -162,7 +162,7 @@ impl BsrCase {
     /// The case for a kernel: [`lying_for`](Self::lying_for) it; and those for Hopper copy B by
     /// tensor maps, so its rows or columns then start at multiples of 16 bytes, with gaps between
     /// them.
-    pub fn for_row(self, row: &Row, tile: &BsrTile) -> Self {
+    pub fn for_row(self, row: &Kernel, tile: &BsrTile) -> Self {
         let case = self.lying_for(row, tile);
         if !matches!(row.variant, Variant::BsrMatmulHopper(_)) {
             return case;
@@ -177,7 +177,7 @@ impl BsrCase {
 
     /// The case with A and B as this tile of the row takes them, transposed or not, and by rows or
     /// columns; and with C by rows if it has no columns.
-    pub fn lying_for(self, row: &Row, tile: &BsrTile) -> Self {
+    pub fn lying_for(self, row: &Kernel, tile: &BsrTile) -> Self {
         let hopper = matches!(row.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers());
         let any_c = hopper || row.takes_any_layout();
         let [b, c] = self.placements;

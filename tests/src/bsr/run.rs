@@ -11,16 +11,16 @@ use blockflash_ops::bsr_matmul::{
     Bias, BsrMatmul, BsrMatrix, BsrProblem, BsrTranspose, BsrWorkspace,
 };
 use blockflash_ops::{DType, Device, Error, Major, Operation, Stream, Tensor};
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{BsrTile, Variant};
 
 /// Which kernel computes a product.
 #[derive(Clone, Copy, Debug)]
-pub enum Kernel {
+pub enum Choice {
     /// The one that the library selects; on the CPU its CPU backend.
     Selected,
     /// This row of the manifest.
-    Row(&'static Row),
+    This(&'static Kernel),
 }
 
 /// The operands of a product on a device.
@@ -149,13 +149,13 @@ impl BsrInputs {
     pub fn launch(
         &self,
         c: &mut Tensor,
-        kernel: Kernel,
+        kernel: Choice,
         stream: &Stream,
     ) -> Result<(), blockflash_ops::Error> {
         let c = view_mut(c, &placed(&self.case)[1]);
         match kernel {
-            Kernel::Selected => self.product().matmul_into(c, stream),
-            Kernel::Row(row) => self.product().run_with(row, c, stream),
+            Choice::Selected => self.product().matmul_into(c, stream),
+            Choice::This(row) => self.product().run_with(row, c, stream),
         }
     }
 }
@@ -189,7 +189,7 @@ pub fn run_on_row(
     case: &BsrCase,
     data: &BsrData,
     reference: &BsrReference,
-    (row, tile): (&'static Row, &BsrTile),
+    (row, tile): (&'static Kernel, &BsrTile),
     stream: &Stream,
 ) -> Result<usize, String> {
     let as_it_is = case.clone().lying_for(row, tile);
@@ -205,10 +205,10 @@ pub fn run_on_row(
         let hopper = matches!(row.variant, Variant::BsrMatmulHopper(_));
         let aligned = problem.b_vectorized || problem.n == 0 || problem.k == 0 || !hopper;
         if lies && aligned {
-            return run_and_check(&case, data, reference, Kernel::Row(row), stream);
+            return run_and_check(&case, data, reference, Choice::This(row), stream);
         }
         let reason = if lies { "tensor map" } else { "-major b" };
-        match inputs.launch(&mut c, Kernel::Row(row), stream) {
+        match inputs.launch(&mut c, Choice::This(row), stream) {
             Err(Error::Unsupported { what, .. }) if what.contains(reason) => {}
             other => {
                 return Err(format!("no refusal because of {reason}: {other:?}\n    {case:?}"));
@@ -224,13 +224,13 @@ pub fn run_and_check(
     case: &BsrCase,
     data: &BsrData,
     reference: &BsrReference,
-    kernel: Kernel,
+    kernel: Choice,
     stream: &Stream,
 ) -> Result<usize, String> {
     let story = |what: &str| {
         let kernel = match kernel {
-            Kernel::Selected => format!("bsr_matmul on {}", stream.device()),
-            Kernel::Row(row) => row.image_name(),
+            Choice::Selected => format!("bsr_matmul on {}", stream.device()),
+            Choice::This(row) => row.image_name(),
         };
         format!("{kernel}: {what}\n    {} stored blocks of {case:?}", data.col_idx.len())
     };
@@ -245,7 +245,7 @@ pub fn run_and_check(
 }
 
 /// The same from the case alone.
-pub fn run_case(case: &BsrCase, kernel: Kernel, stream: &Stream) -> Result<usize, String> {
+pub fn run_case(case: &BsrCase, kernel: Choice, stream: &Stream) -> Result<usize, String> {
     let data = BsrData::generate(case);
     let reference = BsrReference::compute(case, &data, 2e8);
     run_and_check(case, &data, &reference, kernel, stream)

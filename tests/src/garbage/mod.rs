@@ -16,7 +16,7 @@ use crate::gpu::{Gpu, say, wait};
 use crate::number::rng;
 use blockflash_ops::{CudaProperties, Stream};
 use blockflash_sys::manifest::{self, AttentionTile, BsrSddmmTile, BsrTile, Variant};
-use blockflash_sys::{BlockMaskKernel, Row};
+use blockflash_sys::{BlockMaskKernel, Kernel};
 use rand::rngs::StdRng;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -82,10 +82,10 @@ pub struct Place {
     other: Option<Stream>,
     /// Of a GPU that is not there: the CPU computes, and the rows must accept what they would get.
     imagined: Option<CudaProperties>,
-    attention: Vec<(&'static Row, AttentionTile)>,
-    masks: Vec<&'static Row>,
-    products: Vec<(&'static Row, BsrTile)>,
-    sampled: Vec<(&'static Row, BsrSddmmTile)>,
+    attention: Vec<(&'static Kernel, AttentionTile)>,
+    masks: Vec<&'static Kernel>,
+    products: Vec<(&'static Kernel, BsrTile)>,
+    sampled: Vec<(&'static Kernel, BsrSddmmTile)>,
 }
 
 impl Place {
@@ -97,10 +97,10 @@ impl Place {
 
     /// The CPU in the place of a GPU.
     pub fn instead_of(gpu: CudaProperties, cpu: Stream) -> Self {
-        let runs = |row: &&Row| {
+        let runs = |row: &&Kernel| {
             row.target.runs_on(gpu.compute_capability) && row.smem_bytes() <= gpu.smem_per_block
         };
-        let rows: Vec<&Row> = manifest::rows().iter().filter(runs).collect();
+        let rows: Vec<&Kernel> = manifest::kernels().iter().filter(runs).collect();
         Self::of_rows(cpu, None, Some(gpu), rows.into_iter())
     }
 
@@ -108,13 +108,15 @@ impl Place {
         stream: Stream,
         other: Option<Stream>,
         imagined: Option<CudaProperties>,
-        rows: impl Iterator<Item = &'static Row>,
+        rows: impl Iterator<Item = &'static Kernel>,
     ) -> Self {
-        let builds =
-            |row: &&Row| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
-        let rows: Vec<&'static Row> = rows.collect();
-        let with_layouts =
-            |&row: &&'static Row| crate::bsr::tiles(row).into_iter().map(move |tile| (row, tile));
+        let builds = |row: &&Kernel| {
+            matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }))
+        };
+        let rows: Vec<&'static Kernel> = rows.collect();
+        let with_layouts = |&row: &&'static Kernel| {
+            crate::bsr::tiles(row).into_iter().map(move |tile| (row, tile))
+        };
         let place = Self {
             stream,
             other,

@@ -10,24 +10,24 @@ use blockflash_ops::attention::{accepts, select};
 use blockflash_ops::{
     Attention, BlockGeometry, BlockMask, CuSeqlens, DType, Error, Mask, Operation,
 };
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 use rand::Rng;
 use std::fmt;
 
 /// A row of the manifest, or the one that the library selects.
 #[derive(Clone, Copy)]
-pub(super) struct Kernel(pub(super) Option<&'static Row>);
+pub(super) struct Choice(pub(super) Option<&'static Kernel>);
 
-impl fmt::Debug for Kernel {
+impl fmt::Debug for Choice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0.map_or("the one selected".into(), Row::image_name))
+        f.write_str(&self.0.map_or("the one selected".into(), Kernel::image_name))
     }
 }
 
 /// Sizes that suit the row whose turn it is.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sizes {
-    pub(super) kernel: Kernel,
+    pub(super) kernel: Choice,
     pub(super) dtype: DType,
     pub(super) heads_q: usize,
     pub(super) heads_kv: usize,
@@ -65,7 +65,7 @@ impl Sizes {
         let most = if tile.heads == 1 { heads_q } else { heads_kv };
         let asked = random.random();
         Self {
-            kernel: Kernel(random.random_bool(0.75).then_some(row)),
+            kernel: Choice(random.random_bool(0.75).then_some(row)),
             dtype: tile.dtype,
             heads_q,
             heads_kv,

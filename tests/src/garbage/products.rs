@@ -1,7 +1,7 @@
 //! Block-sparse matrices of garbage index arrays, and products with those that are matrices.
 
 use super::guarded::{Guarded, Use};
-use super::operands::Kernel;
+use super::operands::Choice;
 use super::values::{damaged, numbers, one_of};
 use super::{Checked, Ended, Place, Turn, text};
 use crate::bsr::order;
@@ -11,7 +11,7 @@ use blockflash_ops::{
     BsrMatmul, BsrMatrix, BsrSddmm, BsrTranspose, BsrWorkspace, DType, Error, Major, Operation,
 };
 use blockflash_ops::{Tensor, bsr_matmul, bsr_sddmm};
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 use rand::Rng;
 
 /// The arrays of what may be a matrix.
@@ -128,7 +128,7 @@ fn lines(shape: [usize; 2], column_major: bool) -> Placement {
 
 #[derive(Debug)]
 struct Product {
-    kernel: Kernel,
+    kernel: Choice,
     arrays: Arrays,
     columns: usize,
     transposed: bool,
@@ -141,7 +141,7 @@ struct Product {
 pub(super) fn product(turn: &mut Turn<'_>) -> Checked<Ended> {
     let (row, tile) = turn.pick(&turn.place.products);
     let case = Product {
-        kernel: Kernel(turn.random.random_bool(0.75).then_some(row)),
+        kernel: Choice(turn.random.random_bool(0.75).then_some(row)),
         arrays: Arrays::new(tile.dtype, tile.block_size as usize, turn),
         columns: turn.random.random_range(2..=200),
         transposed: tile.a_transposed,
@@ -182,7 +182,7 @@ fn multiply(case: &Product, turn: &mut Turn<'_>) -> Checked<Ended> {
 
 fn queue_product(
     call: &BsrMatmul<'_>,
-    row: Option<&Row>,
+    row: Option<&Kernel>,
     c: &mut Guarded,
     place: &Place,
 ) -> Result<(), Error> {
@@ -201,7 +201,7 @@ fn queue_product(
 
 #[derive(Debug)]
 struct Sampled {
-    kernel: Kernel,
+    kernel: Choice,
     pattern: Arrays,
     depth: usize,
     majors: [Major; 2],
@@ -213,7 +213,7 @@ pub(super) fn sampled(turn: &mut Turn<'_>) -> Checked<Ended> {
     let (row, tile) = turn.pick(&turn.place.sampled);
     let majors = [one_of(&Major::ALL, &mut turn.random), one_of(&Major::ALL, &mut turn.random)];
     let case = Sampled {
-        kernel: Kernel(turn.random.random_bool(0.75).then_some(row)),
+        kernel: Choice(turn.random.random_bool(0.75).then_some(row)),
         pattern: Arrays::new(tile.dtype, tile.block_size as usize, turn),
         depth: turn.random.random_range(2..=200),
         majors: tile.majors.unwrap_or(majors),
@@ -248,7 +248,7 @@ fn sample(case: &Sampled, turn: &mut Turn<'_>) -> Checked<Ended> {
 
 fn queue_sampled(
     call: &BsrSddmm<'_>,
-    row: Option<&Row>,
+    row: Option<&Kernel>,
     values: &mut Guarded,
     place: &Place,
 ) -> Result<(), Error> {

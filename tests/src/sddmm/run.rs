@@ -2,14 +2,14 @@
 
 use super::{SddmmCase, SddmmData, SddmmReference};
 use crate::attention::written;
-use crate::bsr::Kernel;
+use crate::bsr::Choice;
 use crate::gpu::wait;
 use crate::host::{download, poisoned, refill, upload, view, view_mut};
 use crate::number::{encode, poison};
 use crate::placement::{Placed, Placement};
 use crate::tolerance::check;
 use blockflash_ops::{BsrMatrix, BsrSddmm, DType, Error, Operation, Stream, Tensor};
-use blockflash_sys::{Major, Row};
+use blockflash_sys::{Kernel, Major};
 
 /// The operands of a sampled product on a device.
 pub struct SddmmInputs {
@@ -88,13 +88,13 @@ impl SddmmInputs {
         &self,
         values: &mut Tensor,
         data: &SddmmData,
-        kernel: Kernel,
+        kernel: Choice,
         stream: &Stream,
     ) -> Result<(), Error> {
         let values = view_mut(values, &placed_values(&self.case, data));
         match kernel {
-            Kernel::Selected => self.product().sddmm_into(values, stream),
-            Kernel::Row(row) => self.product().run_with(row, values, stream),
+            Choice::Selected => self.product().sddmm_into(values, stream),
+            Choice::This(row) => self.product().run_with(row, values, stream),
         }
     }
 }
@@ -139,19 +139,19 @@ pub fn run_on_row(
     case: &SddmmCase,
     data: &SddmmData,
     reference: &SddmmReference,
-    row: &'static Row,
+    row: &'static Kernel,
     stream: &Stream,
 ) -> Result<usize, String> {
     let Some(tile) = row.bsr_sddmm_tile() else {
         return Err(format!("{row:?} is another kernel"));
     };
     let Some(majors) = tile.majors else {
-        return run_and_check(case, data, reference, Kernel::Row(row), stream);
+        return run_and_check(case, data, reference, Choice::This(row), stream);
     };
     if let Some(expected) = refusal(case, data, majors, stream)? {
         let inputs = SddmmInputs::upload(case, data, stream)?;
         let mut values = inputs.old_values(data, stream)?;
-        match inputs.launch(&mut values, data, Kernel::Row(row), stream) {
+        match inputs.launch(&mut values, data, Choice::This(row), stream) {
             Err(Error::Unsupported { what, .. }) if what.contains(expected) => {}
             other => {
                 return Err(format!("not refused for its {expected}: {other:?}\n    {case:?}"));
@@ -159,11 +159,11 @@ pub fn run_on_row(
         }
         let aligned = case.clone().aligned();
         return match refusal(&aligned, data, majors, stream)? {
-            None => run_and_check(&aligned, data, reference, Kernel::Row(row), stream),
+            None => run_and_check(&aligned, data, reference, Choice::This(row), stream),
             Some(_) => Ok(0),
         };
     }
-    run_and_check(case, data, reference, Kernel::Row(row), stream)
+    run_and_check(case, data, reference, Choice::This(row), stream)
 }
 
 /// Why the row must refuse the case, in its words.
@@ -193,13 +193,13 @@ pub fn run_and_check(
     case: &SddmmCase,
     data: &SddmmData,
     reference: &SddmmReference,
-    kernel: Kernel,
+    kernel: Choice,
     stream: &Stream,
 ) -> Result<usize, String> {
     let story = |what: &str| {
         let kernel = match kernel {
-            Kernel::Selected => format!("bsr_sddmm on {}", stream.device()),
-            Kernel::Row(row) => row.image_name(),
+            Choice::Selected => format!("bsr_sddmm on {}", stream.device()),
+            Choice::This(row) => row.image_name(),
         };
         format!("{kernel}: {what}\n    {} blocks of {case:?}", data.structure.col_idx.len())
     };
@@ -216,7 +216,7 @@ pub fn run_and_check(
 }
 
 /// The same from the case alone.
-pub fn run_case(case: &SddmmCase, kernel: Kernel, stream: &Stream) -> Result<usize, String> {
+pub fn run_case(case: &SddmmCase, kernel: Choice, stream: &Stream) -> Result<usize, String> {
     let data = SddmmData::generate(case);
     let reference = SddmmReference::compute(case, &data, 2e8);
     run_and_check(case, &data, &reference, kernel, stream)

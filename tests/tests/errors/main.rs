@@ -41,7 +41,7 @@ fn i32s(values: &[i32]) -> Tensor {
 
 #[test]
 fn kernels_do_not_run_on_the_cpu() {
-    let row = manifest::rows().iter().find(|row| row.symbol().contains("attention")).unwrap();
+    let row = manifest::kernels().iter().find(|row| row.symbol().contains("attention")).unwrap();
     let t = f16s(&[1, 5, 2, 64]);
     let mut o = f16s(&[1, 5, 2, 64]);
     let call = Attention { mask: Mask::causal(), ..Attention::new(t.view(), t.view(), t.view()) };
@@ -50,7 +50,7 @@ fn kernels_do_not_run_on_the_cpu() {
         Error::Unsupported { .. },
         "cpu"
     );
-    let row = manifest::rows().iter().find(|row| row.symbol().contains("bsr")).unwrap();
+    let row = manifest::kernels().iter().find(|row| row.symbol().contains("bsr")).unwrap();
     let a = BsrMatrix::from_coo(16, 16, 16, DType::F16, &[]).unwrap();
     let b = f16s(&[16, 4]);
     let mut c = f16s(&[16, 4]);

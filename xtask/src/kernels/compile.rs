@@ -8,7 +8,7 @@ use super::{
 };
 use crate::workspace::{read_bytes, root};
 use anyhow::{Context, Result, bail};
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 use std::{path::Path, process::Command};
 
 /// Flags of every row. Line information is left out on purpose: with it, images differ from build
@@ -34,7 +34,7 @@ pub struct Image {
 }
 
 /// Arguments of nvcc that decide what comes out, apart from the macros and the source.
-fn flags(row: &Row) -> Vec<String> {
+fn flags(row: &Kernel) -> Vec<String> {
     let kind = if row.target.is_ptx() { "-ptx" } else { "-cubin" };
     // Names of internal functions hold the source's file name and a hash of its path. Fixed ones
     // tell the kernels apart and keep images the same wherever the repository and its files lie.
@@ -50,14 +50,14 @@ fn flags(row: &Row) -> Vec<String> {
 }
 
 /// Fingerprint of the compiler's version and flags for a row.
-pub fn build_fingerprint(row: &Row, nvcc_version: &str) -> Result<String> {
+pub fn build_fingerprint(row: &Kernel, nvcc_version: &str) -> Result<String> {
     Ok(sha256(format!("{}\n{}", identity(nvcc_version)?, flags(row).join(" ")).as_bytes()))
 }
 
 /// Compiles a row, with flags besides the usual ones if any; scratch files go to `scratch`. The
 /// error holds the compiler's own message.
 pub fn compile(
-    row: &Row,
+    row: &Kernel,
     toolchain: &Toolchain,
     scratch: &Path,
     more_flags: &[&str],
@@ -103,7 +103,7 @@ pub fn compile(
 }
 
 /// What is wrong with a compiled row, if anything: spills, or too much shared memory.
-pub fn violations(row: &Row, entry: &Entry) -> Vec<String> {
+pub fn violations(row: &Kernel, entry: &Entry) -> Vec<String> {
     let mut found = Vec::new();
     if entry.spill_bytes > 0 {
         found.push(format!("spills {} bytes ({} registers)", entry.spill_bytes, entry.registers));

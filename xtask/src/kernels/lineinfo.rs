@@ -4,13 +4,13 @@
 use super::{compile::compile, toolchain::Toolchain};
 use crate::workspace::{create_dir, target_dir, write};
 use anyhow::{Context, Result};
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 use rayon::prelude::*;
 use std::path::Path;
 
 /// Compiles rows as `cargo xtask kernels` does, with line information, into a folder for
 /// `BLOCKFLASH_IMAGES`.
-pub fn with_line_information(rows: &[&Row], folder: &Path) -> Result<()> {
+pub fn with_line_information(rows: &[&Kernel], folder: &Path) -> Result<()> {
     let toolchain = Toolchain::pinned()?;
     let scratch = target_dir("profile/scratch")?;
     create_dir(folder)?;

@@ -13,7 +13,7 @@ pub use lineinfo::with_line_information;
 
 use crate::workspace::target_dir;
 use anyhow::{Result, bail};
-use blockflash_sys::{Row, Target, manifest};
+use blockflash_sys::{Kernel, Target, manifest};
 use compile::{Image, compile};
 use indicatif::{ProgressBar, ProgressStyle};
 use lock::Lock;
@@ -59,7 +59,7 @@ impl Args {
         Self { arch: arch.to_vec(), check: true, ..Self::default() }
     }
 
-    fn selects(&self, row: &Row) -> bool {
+    fn selects(&self, row: &Kernel) -> bool {
         is_among(row.target, &self.arch)
             && (self.only.is_empty()
                 || self.only.iter().any(|part| row.image_name().contains(part.as_str())))
@@ -84,7 +84,7 @@ pub fn parse_target(text: &str) -> Result<Target, String> {
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
-    let rows: Vec<&Row> = manifest::rows().iter().filter(|row| args.selects(row)).collect();
+    let rows: Vec<&Kernel> = manifest::kernels().iter().filter(|row| args.selects(row)).collect();
     if rows.is_empty() {
         bail!("no row of the manifest is selected");
     }
@@ -132,7 +132,7 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 /// Whether the committed image comes from the present sources and flags.
-fn is_current(row: &Row, lock: &Lock, committed: &Images, nvcc_version: &str) -> Result<bool> {
+fn is_current(row: &Kernel, lock: &Lock, committed: &Images, nvcc_version: &str) -> Result<bool> {
     let name = row.image_name();
     let Some(entry) = lock.get(&name) else { return Ok(false) };
     // A source that cannot be read is reported by the build.
@@ -145,16 +145,20 @@ fn is_current(row: &Row, lock: &Lock, committed: &Images, nvcc_version: &str) ->
 type Compiled = Result<(Image, Duration)>;
 
 /// A compiled row, and how long it took.
-type Usage<'r> = (&'r Row, Image, Duration);
+type Usage<'r> = (&'r Kernel, Image, Duration);
 
 /// Compiles rows on several threads; results are in the order of the rows.
-fn compile_all(rows: &[&Row], toolchain: &Toolchain, jobs: Option<usize>) -> Result<Vec<Compiled>> {
+fn compile_all(
+    rows: &[&Kernel],
+    toolchain: &Toolchain,
+    jobs: Option<usize>,
+) -> Result<Vec<Compiled>> {
     let scratch = target_dir("kernels/scratch")?;
     let style = ProgressStyle::with_template("{bar:40} {pos}/{len} {elapsed} {wide_msg}")?;
     let bar = ProgressBar::new(rows.len() as u64).with_style(style);
     // 0 threads stand for one per core.
     let threads = ThreadPoolBuilder::new().num_threads(jobs.unwrap_or(0)).build()?;
-    let compiled = |row: &&Row| {
+    let compiled = |row: &&Kernel| {
         let started = Instant::now();
         let image = compile(row, toolchain, &scratch, &[]).map(|image| (image, started.elapsed()));
         bar.set_message(row.image_name());
@@ -210,7 +214,7 @@ pub fn repack() -> Result<()> {
 
 /// Names of the images that rows ask for.
 pub fn image_names() -> BTreeSet<String> {
-    manifest::rows().iter().map(Row::image_name).collect()
+    manifest::kernels().iter().map(Kernel::image_name).collect()
 }
 
 /// Compares fresh images with the committed ones.
@@ -246,7 +250,7 @@ fn check(lock: &Lock, images: &[Usage], committed: &Images, problems: &mut Probl
 struct Problems(BTreeMap<String, Vec<String>>);
 
 impl Problems {
-    fn add(&mut self, row: &Row, message: String) {
+    fn add(&mut self, row: &Kernel, message: String) {
         self.add_name(row.image_name(), message);
     }
 

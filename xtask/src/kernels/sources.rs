@@ -2,7 +2,7 @@
 
 use crate::workspace::{list, read, root};
 use anyhow::Result;
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 use sha2::{Digest, Sha256};
 use std::{
     collections::BTreeMap,
@@ -15,7 +15,7 @@ pub fn sha256(bytes: &[u8]) -> String {
 }
 
 /// The file of a row's kernel, from the root of the repository.
-pub fn source(row: &Row) -> String {
+pub fn source(row: &Kernel) -> String {
     format!("kernels/{}/kernel.cu", row.source())
 }
 
@@ -40,7 +40,7 @@ pub fn is_cuda(path: &Path) -> bool {
 
 /// Fingerprint of everything in this repository that a row is compiled from, apart from the target:
 /// its source file, the headers reached from it, and its macros.
-pub fn fingerprint(row: &Row) -> Result<String> {
+pub fn fingerprint(row: &Kernel) -> Result<String> {
     let mut text = String::new();
     for (path, content) in closure(&source(row))? {
         text += &format!("{path} {}\n", sha256(content.as_bytes()));

@@ -73,7 +73,7 @@ pub fn store(images: &Images) -> Result<Vec<PathBuf>> {
 /// differently.
 fn changes(images: &Images) -> Result<Vec<(PathBuf, Option<Frames>)>> {
     let mut wanted: BTreeMap<PathBuf, Vec<(String, Vec<u8>)>> = BTreeMap::new();
-    for row in manifest::rows() {
+    for row in manifest::kernels() {
         if let Some(image) = images.get(&row.image_name()) {
             let path = prebuilt().join(format!("{}.zst", row.archive_name()));
             wanted.entry(path).or_default().push((row.image_name(), image.clone()));
@@ -178,7 +178,7 @@ mod tests {
     fn committed_archives_are_what_would_be_written() {
         let mut images = load().unwrap();
         assert_eq!(changes(&images).unwrap(), []);
-        let row = &manifest::rows()[0];
+        let row = &manifest::kernels()[0];
         images.remove(&row.image_name());
         let [(path, Some(frames))] = &changes(&images).unwrap()[..] else { panic!("one archive") };
         assert!(path.ends_with(format!("{}.zst", row.archive_name())));

@@ -6,7 +6,7 @@ use crate::{
     workspace::{head, list, read, root},
 };
 use anyhow::{Context, Result, ensure};
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 use std::path::{Path, PathBuf};
 
 /// The place.
@@ -72,7 +72,7 @@ impl Place {
 
     /// The folder with the row's image with line information: compiled first in the repository;
     /// `None` in a bundle that does not hold it, where the program's own image is profiled.
-    pub fn images(&self, row: &Row) -> Result<Option<PathBuf>> {
+    pub fn images(&self, row: &Kernel) -> Result<Option<PathBuf>> {
         let folder = match self {
             Self::Repository(_) => {
                 let folder = self.results().join("images");
@@ -109,7 +109,7 @@ mod tests {
         assert!(bundle.program().unwrap_err().to_string().contains("is missing"));
         std::fs::write(folder.path().join("commit"), "0123456789ab\n").unwrap();
         assert_eq!(bundle.commit().unwrap(), "0123456789ab");
-        let row = &blockflash_sys::manifest::rows()[0];
+        let row = &blockflash_sys::manifest::kernels()[0];
         assert_eq!(bundle.images(row).unwrap(), None);
         std::fs::create_dir(folder.path().join("images")).unwrap();
         std::fs::write(folder.path().join("images").join(row.image_name()), "").unwrap();

@@ -1,14 +1,14 @@
 //! Which kernels are profiled, and on what.
 
 use anyhow::{Result, bail};
-use blockflash_sys::{ComputeCapability, Row, manifest};
+use blockflash_sys::{ComputeCapability, Kernel, manifest};
 
 /// The rows that a GPU runs and whose symbol contains a text, each with the case that it is
 /// profiled on unless `--shape` says otherwise; of several rows for a symbol the preferred one. A
 /// text that is a whole symbol selects no longer one.
-pub fn rows(pattern: &str, gpu: ComputeCapability) -> Result<Vec<(&'static Row, String)>> {
-    let mut found: Vec<(&'static Row, String)> = Vec::new();
-    for row in manifest::rows().iter().filter(|row| row.target.runs_on(gpu)) {
+pub fn rows(pattern: &str, gpu: ComputeCapability) -> Result<Vec<(&'static Kernel, String)>> {
+    let mut found: Vec<(&'static Kernel, String)> = Vec::new();
+    for row in manifest::kernels().iter().filter(|row| row.target.runs_on(gpu)) {
         let (symbol, Some(case)) = (row.symbol(), case(row)) else { continue };
         if symbol.contains(pattern) && !found.iter().any(|(other, _)| other.symbol() == symbol) {
             found.push((row, case));
@@ -18,7 +18,8 @@ pub fn rows(pattern: &str, gpu: ComputeCapability) -> Result<Vec<(&'static Row, 
         found.retain(|(row, _)| row.symbol() == pattern);
     }
     if found.is_empty() {
-        match manifest::rows().iter().map(Row::symbol).find(|symbol| symbol.contains(pattern)) {
+        match manifest::kernels().iter().map(Kernel::symbol).find(|symbol| symbol.contains(pattern))
+        {
             Some(symbol) => {
                 bail!("{symbol} is a kernel that {gpu} does not run, or that belongs to no case")
             }
@@ -30,7 +31,7 @@ pub fn rows(pattern: &str, gpu: ComputeCapability) -> Result<Vec<(&'static Row, 
 
 /// The case that a row is profiled on unless `--shape` names another one. `None` for a row that no
 /// case launches.
-fn case(row: &Row) -> Option<String> {
+fn case(row: &Kernel) -> Option<String> {
     row.family().profile_case()
 }
 

@@ -8,7 +8,7 @@ use crate::{
     workspace::{output, print, table, target_dir, write},
 };
 use anyhow::{Context, Result, bail};
-use blockflash_sys::{Row, Target, manifest};
+use blockflash_sys::{Kernel, Target, manifest};
 use listing::Mix;
 use rayon::prelude::*;
 use std::{path::PathBuf, process::Command, time::Instant};
@@ -48,7 +48,7 @@ impl Args {
         Self { arch: arch.to_vec(), check: true, ..Self::default() }
     }
 
-    fn selects(&self, row: &Row) -> bool {
+    fn selects(&self, row: &Kernel) -> bool {
         kernels::is_among(row.target, &self.arch)
             && self.pattern.as_deref().is_none_or(|pattern| row.image_name().contains(pattern))
     }
@@ -56,15 +56,15 @@ impl Args {
 
 /// An image that was looked at.
 struct Image {
-    row: &'static Row,
+    row: &'static Kernel,
     mix: Mix,
 }
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
-    let selected: Vec<&'static Row> =
-        manifest::rows().iter().filter(|row| args.selects(row)).collect();
-    let rows: Vec<&'static Row> =
+    let selected: Vec<&'static Kernel> =
+        manifest::kernels().iter().filter(|row| args.selects(row)).collect();
+    let rows: Vec<&'static Kernel> =
         selected.iter().copied().filter(|row| !row.target.is_ptx()).collect();
     let ptx = selected.len() - rows.len();
     if rows.is_empty() {
@@ -84,7 +84,7 @@ pub fn run(args: &Args) -> Result<()> {
         };
         return print(&disassembler.listing(row)?);
     }
-    let image = |row: &&'static Row| {
+    let image = |row: &&'static Kernel| {
         let listing = disassembler.listing(row);
         listing.map(|listing| Image { row, mix: Mix::of(&listing) })
     };
@@ -161,7 +161,7 @@ impl Disassembler {
         Ok(Self { nvdisasm, images: store::load()?, scratch: target_dir("kernels/scratch")? })
     }
 
-    fn listing(&self, row: &Row) -> Result<String> {
+    fn listing(&self, row: &Kernel) -> Result<String> {
         let name = row.image_name();
         // Not the file that a build running at the same time writes.
         let path = self.scratch.join(format!("{name}.sass-{}", std::process::id()));
@@ -185,7 +185,7 @@ mod tests {
 
     #[test]
     fn broken_declarations_are_named() {
-        let row = &manifest::rows()[0];
+        let row = &manifest::kernels()[0];
         let wanted = row.expects().into_iter().filter(|expect| expect.holds(1));
         let lines = |opcodes: &[&str]| {
             opcodes.iter().map(|opcode| format!("/*0000*/ {opcode}.X R0 ;\n")).collect::<String>()

@@ -6,7 +6,7 @@ use crate::{
     record,
 };
 use anyhow::Result;
-use blockflash_sys::{Row, manifest};
+use blockflash_sys::{Kernel, manifest};
 use std::collections::BTreeMap;
 
 /// All archives together, so that the package stays below its limit (`cargo xtask package`).
@@ -19,7 +19,7 @@ pub fn check(findings: &mut Findings) -> Result<()> {
     // Most problems concern many images: each is named once.
     let mut found: BTreeMap<String, Vec<String>> = BTreeMap::new();
     let mut problem = |what: String, image: String| found.entry(what).or_default().push(image);
-    for row in manifest::rows() {
+    for row in manifest::kernels() {
         match problems(row, &lock, &images, &version) {
             Ok(problems) => problems.into_iter().for_each(|what| problem(what, row.image_name())),
             Err(error) => problem(format!("{error:#}"), row.image_name()),
@@ -53,7 +53,7 @@ pub fn check(findings: &mut Findings) -> Result<()> {
 }
 
 fn problems(
-    row: &Row,
+    row: &Kernel,
     lock: &lock::Lock,
     images: &store::Images,
     nvcc_version: &str,

@@ -11,7 +11,7 @@ use super::sparsity::Sparsity;
 use blockflash_bench::Result;
 use blockflash_bench::io::Array;
 use blockflash_bench::timing::{Cache, Repeat};
-use blockflash_ops::{Activation, BsrMatmul, BsrSddmm, DType, Operation, Row, Stream, Tensor};
+use blockflash_ops::{Activation, BsrMatmul, BsrSddmm, DType, Kernel, Operation, Stream, Tensor};
 use blockflash_ops::{bsr_flops, bsr_sddmm_flops};
 use serde::Serialize;
 
@@ -143,7 +143,7 @@ impl Network {
         let Self { layers: [first, second], dtype, stream, hidden, y, dhidden } = self;
         let dy = Tensor::zeros(stream, *dtype, y.shape())?;
         let matmul = |what, op: BsrMatmul<'_>, c: &mut Tensor| -> Result<Product> {
-            let kernel = op.prepare(&transposed(c)?, stream)?.row().map(Row::symbol);
+            let kernel = op.prepare(&transposed(c)?, stream)?.row().map(Kernel::symbol);
             let flops = bsr_flops(&op.problem(&transposed(c)?)?);
             let launch = |stream: &Stream| Ok(op.matmul_into(transposed(c)?, stream)?);
             let us = Repeat::new(stream, Cache::Warm, launch)?.launch_us();
@@ -151,7 +151,7 @@ impl Network {
         };
         let sddmm = |what, op: BsrSddmm<'_>| -> Result<Product> {
             let mut gradient = Tensor::zeros(stream, DType::F32, op.pattern.values().shape())?;
-            let kernel = op.prepare(&gradient.view_mut(), stream)?.row().map(Row::symbol);
+            let kernel = op.prepare(&gradient.view_mut(), stream)?.row().map(Kernel::symbol);
             let flops = bsr_sddmm_flops(&op.problem(&gradient.view_mut())?);
             let launch = |stream: &Stream| Ok(op.sddmm_into(gradient.view_mut(), stream)?);
             let us = Repeat::new(stream, Cache::Warm, launch)?.launch_us();

@@ -6,8 +6,8 @@ use super::operands::{Operands, normal};
 use crate::error::{Error, Result};
 use crate::io::Array;
 use blockflash_ops::{
-    Attention, AttentionProblem, BlockMask, CuSeqlens, CudaProperties, DType, Mask, Operation,
-    PackedRows, PreparedAttention, Row, Stream, Tensor, attention,
+    Attention, AttentionProblem, BlockMask, CuSeqlens, CudaProperties, DType, Kernel, Mask,
+    Operation, PackedRows, PreparedAttention, Stream, Tensor, attention,
 };
 use blockflash_oracle::{self as oracle, AttentionCase, Comparison, Mismatch};
 use blockflash_sys::manifest::Lse;
@@ -121,22 +121,22 @@ impl AttentionOperands {
 
     /// What a launch of this row computes, or of the selected kernel: the log-sum-exp only with a
     /// kernel that does nothing else.
-    fn problem_for(&mut self, row: Option<&Row>) -> Result<AttentionProblem> {
+    fn problem_for(&mut self, row: Option<&Kernel>) -> Result<AttentionProblem> {
         let lse = asks_for_lse(row).then(|| self.lse.view_mut());
         Ok(self.inputs.call().problem()?.with_outputs(&self.o.view_mut(), lse.as_ref())?)
     }
 }
 
 impl Operands for AttentionOperands {
-    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Row> {
+    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel> {
         Ok(attention::select(&self.problem_for(None)?, gpu)?)
     }
 
-    fn accepts(&mut self, row: &Row, gpu: &CudaProperties) -> Result<bool> {
+    fn accepts(&mut self, row: &Kernel, gpu: &CudaProperties) -> Result<bool> {
         Ok(attention::accepts(row, &self.problem_for(Some(row))?, gpu).is_ok())
     }
 
-    fn launch(&mut self, row: Option<&'static Row>, stream: &Stream) -> Result<()> {
+    fn launch(&mut self, row: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
         let lse = asks_for_lse(row).then(|| self.lse.view_mut());
         let (call, o) = (self.inputs.call(), self.o.view_mut());
         match row {
@@ -156,7 +156,7 @@ impl Operands for AttentionOperands {
         Ok(self.inputs.call().run_prepared(prepared, (self.o.view_mut(), None), stream)?)
     }
 
-    fn outputs(&mut self, row: Option<&Row>) -> Vec<&mut Tensor> {
+    fn outputs(&mut self, row: Option<&Kernel>) -> Vec<&mut Tensor> {
         let lse = asks_for_lse(row).then_some(&mut self.lse);
         [Some(&mut self.o), lse].into_iter().flatten().collect()
     }
@@ -186,8 +186,8 @@ impl Operands for AttentionOperands {
 }
 
 /// Nobody pays for the log-sum-exp who does not ask, so the selected kernel is measured without.
-fn asks_for_lse(row: Option<&Row>) -> bool {
-    row.and_then(Row::attention_tile).is_some_and(|tile| tile.lse == Lse::Always)
+fn asks_for_lse(row: Option<&Kernel>) -> bool {
+    row.and_then(Kernel::attention_tile).is_some_and(|tile| tile.lse == Lse::Always)
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::io::Array;
 use blockflash_ops::bsr_matmul::{BsrMatrix, BsrProblem, accepts, select};
 use blockflash_ops::{
-    BsrMatmul, BsrWorkspace, CudaProperties, Operation, PreparedBsrMatmul, Row, Stream, Tensor,
+    BsrMatmul, BsrWorkspace, CudaProperties, Kernel, Operation, PreparedBsrMatmul, Stream, Tensor,
     ViewMut, bsr_flops,
 };
 use blockflash_oracle::{self as oracle, Activation, BsrCase, Comparison, Mismatch};
@@ -168,15 +168,15 @@ impl BsrOperands {
 }
 
 impl Operands for BsrOperands {
-    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Row> {
+    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel> {
         Ok(select(&self.problem()?, gpu)?)
     }
 
-    fn accepts(&mut self, row: &Row, gpu: &CudaProperties) -> Result<bool> {
+    fn accepts(&mut self, row: &Kernel, gpu: &CudaProperties) -> Result<bool> {
         Ok(accepts(row, &self.problem()?, gpu).is_ok())
     }
 
-    fn launch(&mut self, row: Option<&'static Row>, stream: &Stream) -> Result<()> {
+    fn launch(&mut self, row: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
         let (product, c) = self.product();
         match row {
             None => product.matmul_into(c, stream)?,
@@ -199,7 +199,7 @@ impl Operands for BsrOperands {
         Ok(product.run_prepared(prepared, c.view_mut(), stream)?)
     }
 
-    fn outputs(&mut self, _row: Option<&Row>) -> Vec<&mut Tensor> {
+    fn outputs(&mut self, _row: Option<&Kernel>) -> Vec<&mut Tensor> {
         vec![&mut self.c]
     }
 

@@ -11,8 +11,8 @@ use crate::error::Result;
 use crate::io::Array;
 use blockflash_ops::bsr_sddmm::{BsrSddmmProblem, accepts, select};
 use blockflash_ops::{
-    BsrMatrix, BsrSddmm, CudaProperties, Device, Major, Operation, PreparedBsrSddmm, Row, Stream,
-    Tensor, bsr_sddmm_flops,
+    BsrMatrix, BsrSddmm, CudaProperties, Device, Kernel, Major, Operation, PreparedBsrSddmm,
+    Stream, Tensor, bsr_sddmm_flops,
 };
 use blockflash_oracle::{self as oracle, Comparison, Mismatch, SddmmCase};
 use blockflash_sys::DType;
@@ -210,15 +210,15 @@ impl SddmmOperands {
 }
 
 impl Operands for SddmmOperands {
-    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Row> {
+    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel> {
         Ok(select(&self.problem()?, gpu)?)
     }
 
-    fn accepts(&mut self, row: &Row, gpu: &CudaProperties) -> Result<bool> {
+    fn accepts(&mut self, row: &Kernel, gpu: &CudaProperties) -> Result<bool> {
         Ok(accepts(row, &self.problem()?, gpu).is_ok())
     }
 
-    fn launch(&mut self, row: Option<&'static Row>, stream: &Stream) -> Result<()> {
+    fn launch(&mut self, row: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
         let product = self.inputs.product()?;
         match row {
             None => product.sddmm_into(self.values.view_mut(), stream)?,
@@ -238,7 +238,7 @@ impl Operands for SddmmOperands {
         Ok(self.inputs.product()?.run_prepared(prepared, self.values.view_mut(), stream)?)
     }
 
-    fn outputs(&mut self, _row: Option<&Row>) -> Vec<&mut Tensor> {
+    fn outputs(&mut self, _row: Option<&Kernel>) -> Vec<&mut Tensor> {
         vec![&mut self.values]
     }
 

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::io::Array;
 use blockflash_ops::block_sparse::{BlockChoice, BlockMaskBuffer, BlockScores, BlockSource};
 use blockflash_ops::{
-    Align, BlockGeometry, BlockMask, CudaProperties, DType, Device, Mask, Row, Stream, Tensor,
+    Align, BlockGeometry, BlockMask, CudaProperties, DType, Device, Kernel, Mask, Stream, Tensor,
 };
 use blockflash_oracle::{Comparison, Mismatch, block_scores};
 
@@ -52,21 +52,21 @@ impl Scores {
 }
 
 /// The kernel for which memory was made.
-fn selected(kernel: Option<&'static Row>) -> Result<&'static Row> {
+fn selected(kernel: Option<&'static Kernel>) -> Result<&'static Kernel> {
     kernel.ok_or_else(|| Error::Option("this mask needs no kernel".to_owned()))
 }
 
-fn is_selected(row: &Row, kernel: Option<&Row>) -> bool {
+fn is_selected(row: &Kernel, kernel: Option<&Kernel>) -> bool {
     kernel.is_some_and(|kernel| kernel.variant == row.variant)
 }
 
 /// Memory starts as scores of 0, so what is not written is seen.
 impl Operands for Scores {
-    fn select(&mut self, _gpu: &CudaProperties) -> Result<&'static Row> {
+    fn select(&mut self, _gpu: &CudaProperties) -> Result<&'static Kernel> {
         selected(self.scores.kernel())
     }
 
-    fn accepts(&mut self, row: &Row, _gpu: &CudaProperties) -> Result<bool> {
+    fn accepts(&mut self, row: &Kernel, _gpu: &CudaProperties) -> Result<bool> {
         Ok(is_selected(row, self.scores.kernel()))
     }
 
@@ -74,7 +74,7 @@ impl Operands for Scores {
         true
     }
 
-    fn launch(&mut self, row: Option<&'static Row>, stream: &Stream) -> Result<()> {
+    fn launch(&mut self, row: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
         let (q, k) = (self.q.view(), self.k.view());
         match row {
             None => self.scores.compute(q, k, stream)?,
@@ -83,7 +83,7 @@ impl Operands for Scores {
         Ok(())
     }
 
-    fn outputs(&mut self, _row: Option<&Row>) -> Vec<&mut Tensor> {
+    fn outputs(&mut self, _row: Option<&Kernel>) -> Vec<&mut Tensor> {
         Vec::new() // the library lends them for reading only
     }
 
@@ -94,7 +94,7 @@ impl Operands for Scores {
 
     fn verify(
         &mut self,
-        row: Option<&'static Row>,
+        row: Option<&'static Kernel>,
         stream: &Stream,
         seed: u64,
     ) -> Result<(bool, f64)> {
@@ -134,11 +134,11 @@ impl Choose {
 
 /// Memory starts as a mask of nothing, so what is not written is seen.
 impl Operands for Choose {
-    fn select(&mut self, _gpu: &CudaProperties) -> Result<&'static Row> {
+    fn select(&mut self, _gpu: &CudaProperties) -> Result<&'static Kernel> {
         selected(self.buffer.kernel())
     }
 
-    fn accepts(&mut self, row: &Row, _gpu: &CudaProperties) -> Result<bool> {
+    fn accepts(&mut self, row: &Kernel, _gpu: &CudaProperties) -> Result<bool> {
         Ok(is_selected(row, self.buffer.kernel()))
     }
 
@@ -146,7 +146,7 @@ impl Operands for Choose {
         true
     }
 
-    fn launch(&mut self, row: Option<&'static Row>, stream: &Stream) -> Result<()> {
+    fn launch(&mut self, row: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
         let source = BlockSource::Scores { scores: self.scores.view(), k: self.top_k };
         let choice = BlockChoice { source, always: Some(&self.always), mask: Mask::causal() };
         match row {
@@ -156,7 +156,7 @@ impl Operands for Choose {
         Ok(())
     }
 
-    fn outputs(&mut self, _row: Option<&Row>) -> Vec<&mut Tensor> {
+    fn outputs(&mut self, _row: Option<&Kernel>) -> Vec<&mut Tensor> {
         Vec::new() // the library lends them for reading only
     }
 
@@ -167,7 +167,7 @@ impl Operands for Choose {
     /// With what the constructors on the CPU make of the same scores, entry by entry.
     fn verify(
         &mut self,
-        row: Option<&'static Row>,
+        row: Option<&'static Kernel>,
         stream: &Stream,
         _seed: u64,
     ) -> Result<(bool, f64)> {

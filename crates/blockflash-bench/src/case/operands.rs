@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::io::{Array, Values};
 use crate::random;
-use blockflash_ops::{CudaProperties, DType, Row, Stream, Tensor};
+use blockflash_ops::{CudaProperties, DType, Kernel, Stream, Tensor};
 use blockflash_oracle::{Comparison, Mismatch};
 use rayon::prelude::*;
 use std::fmt::Debug;
@@ -11,13 +11,13 @@ use std::fmt::Debug;
 /// Inputs and outputs on a device.
 pub(crate) trait Operands: Debug {
     /// The kernel that the library selects on this GPU.
-    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Row>;
+    fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel>;
     /// Whether this very kernel computes them on this GPU.
-    fn accepts(&mut self, row: &Row, gpu: &CudaProperties) -> Result<bool>;
+    fn accepts(&mut self, row: &Kernel, gpu: &CudaProperties) -> Result<bool>;
     /// Launches the kernel of a row, or the selected one.
-    fn launch(&mut self, row: Option<&'static Row>, stream: &Stream) -> Result<()>;
+    fn launch(&mut self, row: Option<&'static Kernel>, stream: &Stream) -> Result<()>;
     /// What a launch of this row writes, or of the selected kernel.
-    fn outputs(&mut self, row: Option<&Row>) -> Vec<&mut Tensor>;
+    fn outputs(&mut self, row: Option<&Kernel>) -> Vec<&mut Tensor>;
     /// Compares what was written with the oracle.
     fn compare(&self, outputs: &[Array], seed: u64) -> Result<Vec<Comparison>, Mismatch>;
 
@@ -41,7 +41,7 @@ pub(crate) trait Operands: Debug {
     /// written; a sample is compared with the oracle. Returns the verdict and the relative error.
     fn verify(
         &mut self,
-        row: Option<&'static Row>,
+        row: Option<&'static Kernel>,
         stream: &Stream,
         seed: u64,
     ) -> Result<(bool, f64)> {

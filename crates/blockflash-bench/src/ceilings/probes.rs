@@ -4,7 +4,7 @@ use super::oracle::{EXP2_SUM, Element, Expected, mma, wgmma};
 use crate::error::{Error, Result};
 use crate::random;
 use crate::timing::{Cache, Repeat, Window};
-use blockflash_ops::{CudaProperties, DType, Row, Stream, Tensor};
+use blockflash_ops::{CudaProperties, DType, Kernel, Stream, Tensor};
 use blockflash_safe::PROBE_CHUNK_BYTES;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::{Probe, manifest};
@@ -117,8 +117,8 @@ impl Probed {
 pub(super) fn prepare(stream: &Stream) -> Result<Vec<Probed>> {
     let Some(gpu) = stream.device().cuda_properties() else { return Ok(Vec::new()) };
     let row = |probe: Probe| {
-        let runs = |row: &&Row| row.target.runs_on(gpu.compute_capability);
-        manifest::rows().iter().filter(runs).find(|row| row.variant == Variant::Probe(probe))
+        let runs = |row: &&Kernel| row.target.runs_on(gpu.compute_capability);
+        manifest::kernels().iter().filter(runs).find(|row| row.variant == Variant::Probe(probe))
     };
     let of = |(ceiling, probe): (Ceiling, Probe)| Some(probed(row(probe)?, ceiling, gpu, stream));
     ALL.into_iter().filter_map(of).collect()
@@ -128,7 +128,7 @@ pub(super) fn prepare(stream: &Stream) -> Result<Vec<Probed>> {
 ///
 /// # Errors
 /// [`Error::Option`] says what is wrong.
-pub fn verify(row: &'static Row, stream: &Stream) -> Result<usize> {
+pub fn verify(row: &'static Kernel, stream: &Stream) -> Result<usize> {
     let wrong = |what: &str| Error::Option(format!("{}: {what}", row.symbol()));
     let gpu = stream.device().cuda_properties().ok_or_else(|| wrong("runs on a GPU"))?;
     let Variant::Probe(probe) = row.variant else { return Err(wrong("is not a probe")) };
@@ -144,7 +144,7 @@ pub fn verify(row: &'static Row, stream: &Stream) -> Result<usize> {
 }
 
 fn probed(
-    row: &'static Row,
+    row: &'static Kernel,
     ceiling: Ceiling,
     gpu: &CudaProperties,
     stream: &Stream,
@@ -162,7 +162,7 @@ fn probed(
 
 #[derive(Debug)]
 struct Operands {
-    row: &'static Row,
+    row: &'static Kernel,
     probe: Probe,
     words: Vec<i32>,
     input: Tensor,
@@ -174,7 +174,7 @@ struct Operands {
 
 impl Operands {
     fn new(
-        row: &'static Row,
+        row: &'static Kernel,
         probe: Probe,
         ceiling: Ceiling,
         gpu: &CudaProperties,

@@ -3,7 +3,7 @@
 use crate::case::Operands;
 use crate::error::Result;
 use crate::timing::median;
-use blockflash_ops::{Row, Stream};
+use blockflash_ops::{Kernel, Stream};
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
@@ -56,7 +56,7 @@ fn times(
 }
 
 /// Microseconds of loading a kernel, unless this process has used it before.
-pub(super) fn load(row: &Row, stream: &Stream) -> Result<Option<f64>> {
+pub(super) fn load(row: &Kernel, stream: &Stream) -> Result<Option<f64>> {
     static LOADED: Mutex<Option<HashSet<String>>> = Mutex::new(None);
     let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
     if !loaded.get_or_insert_default().insert(row.image_name()) {

@@ -5,7 +5,7 @@ use crate::fixtures::{gpu, gpus};
 use crate::selection::select_among;
 use blockflash_safe::View;
 use blockflash_sys::manifest::{self, Variant};
-use blockflash_sys::{DType, Row, Target};
+use blockflash_sys::{DType, Kernel, Target};
 use half::f16;
 
 fn mask([seqlen_q, seqlen_kv]: [usize; 2], batch: usize, heads: usize) -> BlockMask {
@@ -68,8 +68,8 @@ fn sparse(head_dim: usize, block_q: u32, block_kv: u32) -> AttentionProblem {
     AttentionProblem { block_mask: Some(sizes), ..dense }
 }
 
-fn attention_rows() -> impl Iterator<Item = (&'static Row, AttentionTile)> {
-    manifest::rows().iter().filter_map(|row| Some((row, row.attention_tile()?)))
+fn attention_rows() -> impl Iterator<Item = (&'static Kernel, AttentionTile)> {
+    manifest::kernels().iter().filter_map(|row| Some((row, row.attention_tile()?)))
 }
 
 #[test]
@@ -80,7 +80,7 @@ fn every_gpu_runs_every_block_size() {
     {
         for head_dim in [8, 64, 72, 96, 104, 128, 136, 192, 200, 256] {
             let problem = sparse(head_dim, block_q, block_kv);
-            let rows = manifest::rows();
+            let rows = manifest::kernels();
             let row = select_among(rows, &problem, gpu).unwrap();
             let chosen = row.attention_tile().unwrap();
             assert!(block_q % chosen.block_q == 0 && block_kv % chosen.block_kv == 0);
@@ -106,8 +106,8 @@ fn tiles_divide_the_blocks() {
         let tile = row.attention_tile().unwrap();
         (row.target, [tile.head_dim, tile.block_q, tile.block_kv])
     };
-    let portable: Vec<Row> =
-        manifest::rows().iter().filter(|row| row.target != Target::Sm90a).cloned().collect();
+    let portable: Vec<Kernel> =
+        manifest::kernels().iter().filter(|row| row.target != Target::Sm90a).cloned().collect();
     let portable = |head_dim, block_q, block_kv| tile(&portable, head_dim, block_q, block_kv).1;
     assert_eq!(portable(64, 128, 128), [64, 128, 64]);
     assert_eq!(portable(64, 64, 128), [64, 64, 64]);
@@ -119,10 +119,10 @@ fn tiles_divide_the_blocks() {
     assert_eq!(portable(96, 64, 64), [128, 64, 64]);
     assert_eq!(portable(256, 64, 64), [256, 64, 64]);
     // Hopper's own rows come first, wider ones included.
-    let (target, [_, block_q, block_kv]) = tile(manifest::rows(), 64, 128, 128);
+    let (target, [_, block_q, block_kv]) = tile(manifest::kernels(), 64, 128, 128);
     assert_eq!((target, block_q, block_kv), (Target::Sm90a, 128, 128));
-    assert_eq!(tile(manifest::rows(), 64, 192, 128), (Target::Sm90a, [64, 192, 128]));
-    assert_eq!(tile(manifest::rows(), 64, 64, 128), (Target::Sm90a, [64, 64, 128]));
+    assert_eq!(tile(manifest::kernels(), 64, 192, 128), (Target::Sm90a, [64, 192, 128]));
+    assert_eq!(tile(manifest::kernels(), 64, 64, 128), (Target::Sm90a, [64, 64, 128]));
 }
 
 #[test]

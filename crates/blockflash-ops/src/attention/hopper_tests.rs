@@ -9,8 +9,8 @@ use blockflash_sys::Target;
 use blockflash_sys::manifest;
 use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_tma_params};
 
-fn select(problem: &AttentionProblem, gpu: &CudaProperties) -> Result<&'static Row> {
-    select_among(manifest::rows(), problem, gpu)
+fn select(problem: &AttentionProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
+    select_among(manifest::kernels(), problem, gpu)
 }
 
 fn h200() -> CudaProperties {

@@ -26,7 +26,7 @@ use crate::operation::{Operation, Prepared, Steps};
 use crate::{BlockMask, Error, Result};
 use blockflash_safe::{AttentionFwdOperands, CudaProperties, Stream, Tensor, View, ViewMut};
 use blockflash_sys::manifest::{AttentionFwd, AttentionFwdHopper};
-use blockflash_sys::{DType, Row};
+use blockflash_sys::{DType, Kernel};
 
 /// A call of the attention forward pass. Fields left at their default do nothing:
 ///
@@ -206,7 +206,7 @@ impl Steps for Attention<'_> {
 
     fn launch(
         &self,
-        row: &Row,
+        row: &Kernel,
         problem: &AttentionProblem,
         gpu: &CudaProperties,
         (o, lse): Self::Out<'_>,

@@ -136,12 +136,12 @@ fn kernels_find_every_tile_and_its_columns() {
     {
         let packed = mask(&LENGTHS, heads);
         let problem = call(&packed, [max_q, 300], |call| call.problem()).unwrap();
-        let fits = |row: &&manifest::Row| {
+        let fits = |row: &&manifest::Kernel| {
             row.attention_tile().is_some_and(|tile| {
                 (tile.dtype, tile.block_q, tile.block_kv) == (DType::F16, tile_q, 64)
             })
         };
-        let row = manifest::rows().iter().find(fits).unwrap();
+        let row = manifest::kernels().iter().find(fits).unwrap();
         let m = plan(row, &AttentionProblem { dtype: DType::F16, ..problem }, &h200)
             .unwrap()
             .params
@@ -196,7 +196,7 @@ fn plans_say_how_the_mask_is_read() {
         BlockMaskSizes { block_q: 256, block_kv: 256, batch: 6, heads: 2, packed_rows: Some(8) };
     let dense = AttentionProblem::dense(DType::F16, [6, 300, 300], [8, 2], 64);
     let problem = AttentionProblem { packed: Some(rows), block_mask: Some(sizes), ..dense };
-    for row in manifest::rows() {
+    for row in manifest::kernels() {
         let Some(tile) =
             row.attention_tile().filter(|tile| tile.head_dim >= 64 && 256 % tile.block_q == 0)
         else {

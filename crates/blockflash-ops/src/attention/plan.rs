@@ -3,7 +3,7 @@ use crate::check::{grid_x, to_i32, to_i64};
 use crate::selection::{fits, tile_of};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
     BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params,
@@ -53,14 +53,18 @@ pub struct AttentionPlan {
 /// # Errors
 /// [`Error::Misaligned`] for a stride that is not a multiple of 8 elements, [`Error::TooLarge`] for
 /// a grid or size beyond 32 bits, [`Error::Unsupported`] if the row does not compute this problem.
-pub fn plan(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> Result<AttentionPlan> {
+pub fn plan(
+    row: &Kernel,
+    problem: &AttentionProblem,
+    gpu: &CudaProperties,
+) -> Result<AttentionPlan> {
     fits(row, problem, gpu)?;
     planned(row, problem, gpu)
 }
 
 /// The same for a row that is known to compute the problem.
 pub(super) fn planned(
-    row: &Row,
+    row: &Kernel,
     problem: &AttentionProblem,
     gpu: &CudaProperties,
 ) -> Result<AttentionPlan> {

@@ -4,7 +4,7 @@ use crate::check::is_tensor_map_stride;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{AttentionTile, Lse, Variant};
-use blockflash_sys::{DType, Row};
+use blockflash_sys::{DType, Kernel};
 use std::cmp::Reverse;
 use std::sync::LazyLock;
 
@@ -16,7 +16,7 @@ use std::sync::LazyLock;
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) says what no row offers: the element type, the
 /// head dimension, the blocks of the mask, the architecture or its shared memory.
-pub fn select(problem: &AttentionProblem, gpu: &CudaProperties) -> Result<&'static Row> {
+pub fn select(problem: &AttentionProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
     selection::select(problem, gpu)
 }
 
@@ -24,7 +24,7 @@ pub fn select(problem: &AttentionProblem, gpu: &CudaProperties) -> Result<&'stat
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) says what does not fit.
-pub fn accepts(row: &Row, problem: &AttentionProblem, gpu: &CudaProperties) -> Result<()> {
+pub fn accepts(row: &Kernel, problem: &AttentionProblem, gpu: &CudaProperties) -> Result<()> {
     selection::accepts(row, problem, gpu)
 }
 
@@ -36,7 +36,7 @@ impl Problem for AttentionProblem {
     type Tile = AttentionTile;
     type Rank = (Option<Reverse<(u32, u32)>>, u64);
 
-    fn tile(row: &Row) -> Option<AttentionTile> {
+    fn tile(row: &Kernel) -> Option<AttentionTile> {
         row.attention_tile()
     }
 
@@ -46,7 +46,7 @@ impl Problem for AttentionProblem {
         &KERNELS
     }
 
-    fn order(row: &Row, tile: &AttentionTile) -> [usize; 2] {
+    fn order(row: &Kernel, tile: &AttentionTile) -> [usize; 2] {
         [preference(row.target), tile.head_dim as usize]
     }
 

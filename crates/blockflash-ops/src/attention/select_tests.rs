@@ -11,8 +11,8 @@ fn problem(dtype: DType, head_dim: usize) -> AttentionProblem {
     AttentionProblem::dense(dtype, [2, 300, 500], [8, 2], head_dim)
 }
 
-fn attention_rows() -> impl Iterator<Item = (&'static Row, AttentionTile)> {
-    manifest::rows().iter().filter_map(|row| Some((row, row.attention_tile()?)))
+fn attention_rows() -> impl Iterator<Item = (&'static Kernel, AttentionTile)> {
+    manifest::kernels().iter().filter_map(|row| Some((row, row.attention_tile()?)))
 }
 
 #[test]
@@ -21,7 +21,7 @@ fn every_gpu_runs_every_head_dim() {
         for dtype in [DType::F16, DType::BF16] {
             for head_dim in (8..=256).step_by(8) {
                 let problem = problem(dtype, head_dim);
-                let row = select_among(manifest::rows(), &problem, &gpu).unwrap();
+                let row = select_among(manifest::kernels(), &problem, &gpu).unwrap();
                 let chosen = row.attention_tile().unwrap();
                 assert!(
                     row.target.runs_on(gpu.compute_capability)
@@ -52,8 +52,9 @@ fn every_gpu_runs_every_head_dim() {
 fn dense_problems_take_the_widest_portable_tile() {
     for (gpu, head_dim) in gpus().iter().flat_map(|gpu| [8, 64, 72, 96, 104, 128].map(|d| (gpu, d)))
     {
-        let portable = manifest::rows().iter().filter(|row| row.target != Target::Sm90a).cloned();
-        let portable: Vec<Row> = portable.collect();
+        let portable =
+            manifest::kernels().iter().filter(|row| row.target != Target::Sm90a).cloned();
+        let portable: Vec<Kernel> = portable.collect();
         let row = select_among(&portable, &problem(DType::BF16, head_dim), gpu).unwrap();
         assert_eq!(row.attention_tile().unwrap().block_q, 128, "{}", row.image_name());
     }
@@ -111,7 +112,7 @@ fn what_is_missing_is_said() {
 
 #[test]
 fn preference_is_target_then_tile() {
-    let row = |target, head_dim| Row {
+    let row = |target, head_dim| Kernel {
         variant: Variant::AttentionFwd(AttentionFwd {
             dtype: DType::F16,
             head_dim,
@@ -250,7 +251,7 @@ fn grids_and_tiles_have_limits() {
     assert!(matches!(plan(row, &huge, &gpu(9, 0)), Err(Error::TooLarge { what: "grid", .. })));
     let wide = problem(tile.dtype, tile.head_dim as usize + 8);
     assert!(matches!(plan(row, &wide, &gpu(9, 0)), Err(Error::Unsupported { .. })));
-    let other = manifest::rows().iter().find(|row| row.attention_tile().is_none()).unwrap();
+    let other = manifest::kernels().iter().find(|row| row.attention_tile().is_none()).unwrap();
     let error = plan(other, &problem(DType::F16, 64), &gpu(9, 0)).unwrap_err().to_string();
     assert!(error.contains("computes something else"), "{error}");
     let refused = accepts(other, &problem(DType::F16, 64), &gpu(9, 0)).unwrap_err().to_string();

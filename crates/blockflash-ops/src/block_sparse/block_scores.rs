@@ -7,7 +7,7 @@ use blockflash_safe::{BlockScoresOperands, LaunchConfig, Stream, Tensor, View};
 use blockflash_sys::params::{
     BLOCKFLASH_BLOCK_SCORES_MEANS, BLOCKFLASH_BLOCK_SCORES_PRODUCTS, blockflash_block_scores_params,
 };
-use blockflash_sys::{DType, Row};
+use blockflash_sys::{DType, Kernel};
 use std::ptr::{null, null_mut};
 
 /// Scores of blocks that are computed anew, on the device of q and k: the mean query of each block
@@ -44,7 +44,7 @@ pub struct BlockScores {
 
 #[derive(Debug)]
 struct Workspace {
-    row: &'static Row,
+    row: &'static Kernel,
     q_means: Tensor,
     k_means: Tensor,
 }
@@ -82,7 +82,7 @@ impl BlockScores {
     }
 
     /// The kernel that computes them; `None` on the CPU, and where there is nothing to compute.
-    pub fn kernel(&self) -> Option<&'static Row> {
+    pub fn kernel(&self) -> Option<&'static Kernel> {
         self.workspace.as_ref().map(|workspace| workspace.row)
     }
 
@@ -112,7 +112,7 @@ impl BlockScores {
     /// this GPU.
     pub fn compute_with(
         &mut self,
-        row: &Row,
+        row: &Kernel,
         q: View<'_>,
         k: View<'_>,
         stream: &Stream,
@@ -137,7 +137,7 @@ impl BlockScores {
         Operand::new("k", k).on(stream.device())
     }
 
-    fn launch(&mut self, row: &Row, q: View<'_>, k: View<'_>, stream: &Stream) -> Result<()> {
+    fn launch(&mut self, row: &Kernel, q: View<'_>, k: View<'_>, stream: &Stream) -> Result<()> {
         let Some(workspace) = &mut self.workspace else {
             let what = format!("{} computes scores on a GPU, and at least one", row.symbol());
             return Err(Error::Unsupported {
@@ -169,7 +169,7 @@ impl BlockScores {
 /// The two launches as plain data; pointers are null. There are scores, and their kernel has the
 /// head dimension.
 fn plan(
-    row: &Row,
+    row: &Kernel,
     sizes: &ScoreSizes,
     q_strides: &[usize],
     k_strides: &[usize],

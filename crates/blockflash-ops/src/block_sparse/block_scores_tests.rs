@@ -35,7 +35,7 @@ fn the_cpu_computes_block_mean_scores() {
     let error = scores.compute(fewer, k.slice(0, 0..1).unwrap(), &stream).unwrap_err();
     assert!(matches!(error, Error::NotPrepared { op: "block_mask" }), "{error}");
     assert!(matches!(scores.compute(fewer, k, &stream), Err(Error::Shape { what: "k", .. })));
-    let row = manifest::rows().first().unwrap();
+    let row = manifest::kernels().first().unwrap();
     assert!(matches!(scores.compute_with(row, q, k, &stream), Err(Error::Unsupported { .. })));
     let none = BlockGeometry::new(0, 0, 64, 64).unwrap();
     let empty = View::from_slice::<f16>(&[], &[2, 0, 4, 8]).unwrap();
@@ -44,13 +44,13 @@ fn the_cpu_computes_block_mean_scores() {
 
 #[test]
 fn launches() {
-    let is_scores = |row: &&Row| {
+    let is_scores = |row: &&Kernel| {
         matches!(
             row.variant,
             Variant::BlockMask(BlockMaskKernel::Scores { dtype: DType::BF16, .. })
         )
     };
-    let row = manifest::rows().iter().find(is_scores).unwrap();
+    let row = manifest::kernels().iter().find(is_scores).unwrap();
     let (q, k) = ([300 * 6 * 16, 6 * 16, 16, 1], [129 * 3 * 16, 16, 129 * 16, 1]);
     let [(means, first), (products, second)] = plan(row, &sizes(16), &q, &k).unwrap();
     assert_eq!(
@@ -65,7 +65,7 @@ fn launches() {
     assert_eq!((first.grid, first.block, second.grid), ([48, 1, 1], 128, [12, 1, 1]));
     let error = plan(row, &sizes(16), &[28804, 96, 16, 1], &k).unwrap_err().to_string();
     assert!(error.contains("the batch stride is 28804 elements, not a multiple of 8"), "{error}");
-    let other = manifest::rows().first().unwrap();
+    let other = manifest::kernels().first().unwrap();
     assert!(
         plan(other, &sizes(16), &q, &k)
             .unwrap_err()

@@ -12,7 +12,7 @@ use blockflash_safe::{
     Tensor,
 };
 use blockflash_sys::params::blockflash_block_mask_build_params;
-use blockflash_sys::{DType, Row};
+use blockflash_sys::{DType, Kernel};
 
 /// A block mask that is built anew, on the device where attention reads it, for example at each
 /// step of a model.
@@ -60,7 +60,7 @@ pub struct BlockMaskBuffer {
 /// What a build on a GPU needs beside the mask.
 #[derive(Debug)]
 struct Workspace {
-    row: &'static Row,
+    row: &'static Kernel,
     scratch: BlockListScratch,
     problems: Tensor,
 }
@@ -108,7 +108,7 @@ impl BlockMaskBuffer {
     }
 
     /// The kernel that builds it; `None` on the CPU.
-    pub fn kernel(&self) -> Option<&'static Row> {
+    pub fn kernel(&self) -> Option<&'static Kernel> {
         self.workspace.as_ref().map(|workspace| workspace.row)
     }
 
@@ -135,7 +135,7 @@ impl BlockMaskBuffer {
     /// this GPU.
     pub fn build_with(
         &mut self,
-        row: &Row,
+        row: &Kernel,
         choice: &BlockChoice<'_>,
         stream: &Stream,
     ) -> Result<()> {
@@ -208,7 +208,7 @@ impl BlockMaskBuffer {
 
     fn launch(
         &mut self,
-        row: &Row,
+        row: &Kernel,
         sizes: &Sizes,
         choice: &BlockChoice<'_>,
         stream: &Stream,

@@ -7,7 +7,7 @@ use crate::check::{grid_x, to_i32};
 use crate::selection::tile_of;
 use crate::{Error, Result};
 use blockflash_safe::LaunchConfig;
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 use blockflash_sys::params::{
     BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLOCK_MASK_LIST, BLOCKFLASH_BLOCK_SOURCE_BOOL,
     BLOCKFLASH_BLOCK_SOURCE_LISTS, BLOCKFLASH_BLOCK_SOURCE_SCORES,
@@ -24,7 +24,7 @@ pub(super) const STEPS: [i32; 2] = [BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLO
 /// The kernel argument of the first step, whose pointers are null, and the geometry of both
 /// launches. The choice fits the sizes.
 pub(super) fn plan(
-    row: &Row,
+    row: &Kernel,
     sizes: &Sizes,
     choice: &BlockChoice<'_>,
     capacity: usize,

@@ -7,10 +7,10 @@ use blockflash_sys::manifest;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::BLOCKFLASH_WINDOW_UNBOUNDED;
 
-fn row() -> &'static Row {
+fn row() -> &'static Kernel {
     let is_build =
-        |row: &&Row| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
-    manifest::rows().iter().filter(is_build).find(|row| row.target == Target::Sm90).unwrap()
+        |row: &&Kernel| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
+    manifest::kernels().iter().filter(is_build).find(|row| row.target == Target::Sm90).unwrap()
 }
 
 /// 40 rows and 19 columns of 2 batch entries and 3 heads.
@@ -66,7 +66,7 @@ fn blocks_that_are_always_visited() {
 #[test]
 fn what_cannot_be_planned() {
     let data = vec![0f32; 2 * 3 * 40 * 19];
-    let other = manifest::rows().iter().find(|row| row.source() == "bsr_matmul_sm80").unwrap();
+    let other = manifest::kernels().iter().find(|row| row.source() == "bsr_matmul_sm80").unwrap();
     let error =
         plan(other, &sizes(), &BlockChoice::new(scores(1, &data)), 1).unwrap_err().to_string();
     assert!(error.contains("computes something else"), "{error}");

@@ -4,7 +4,7 @@ use super::scores::ScoreSizes;
 use super::validate::Sizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule};
 use blockflash_sys::manifest::Variant;
-use blockflash_sys::{BlockMaskKernel, DType, Row};
+use blockflash_sys::{BlockMaskKernel, DType, Kernel};
 use std::sync::LazyLock;
 
 /// The widest heads whose means a kernel computes.
@@ -18,7 +18,7 @@ impl Problem for Sizes {
     type Tile = usize;
     type Rank = ();
 
-    fn tile(row: &Row) -> Option<usize> {
+    fn tile(row: &Kernel) -> Option<usize> {
         match row.variant {
             Variant::BlockMask(BlockMaskKernel::Build { slab_rows }) => Some(slab_rows as usize),
             _ => None,
@@ -50,7 +50,7 @@ impl Problem for ScoreSizes {
     type Tile = (DType, usize);
     type Rank = ();
 
-    fn tile(row: &Row) -> Option<(DType, usize)> {
+    fn tile(row: &Kernel) -> Option<(DType, usize)> {
         match row.variant {
             Variant::BlockMask(BlockMaskKernel::Scores { dtype, tile }) => {
                 Some((dtype, tile as usize))

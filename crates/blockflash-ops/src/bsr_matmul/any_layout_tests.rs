@@ -14,8 +14,8 @@ fn layouts() -> impl Iterator<Item = (bool, Major, Major)> {
     of_b_and_c.flat_map(|(b, c)| [false, true].map(|a| (a, b, c)))
 }
 
-fn rows(any_layout: bool) -> Vec<Row> {
-    manifest::rows().iter().filter(|row| row.takes_any_layout() == any_layout).cloned().collect()
+fn rows(any_layout: bool) -> Vec<Kernel> {
+    manifest::kernels().iter().filter(|row| row.takes_any_layout() == any_layout).cloned().collect()
 }
 
 fn problem(dtype: DType, block_size: usize) -> BsrProblem {
@@ -31,7 +31,7 @@ fn every_layout_has_a_row_and_others_come_first() {
         {
             for (a, b, c) in layouts() {
                 let problem = problem(dtype, block_size).with_layouts(a, b, c);
-                let row = select_among(manifest::rows(), &problem, &gpu).unwrap();
+                let row = select_among(manifest::kernels(), &problem, &gpu).unwrap();
                 match select_among(&others, &problem, &gpu) {
                     Ok(other) => assert_eq!(row, other, "{}", gpu.name),
                     Err(_) => assert!(row.takes_any_layout(), "{}: {}", gpu.name, row.image_name()),
@@ -46,7 +46,7 @@ fn hopper_takes_its_own_where_tensor_maps_exist() {
     let hopper = gpu(9, 0);
     let good = problem(DType::BF16, 64).with_layouts(true, Major::Column, Major::Column);
     let selected =
-        |problem| select_among(manifest::rows(), &problem, &hopper).unwrap().takes_any_layout();
+        |problem| select_among(manifest::kernels(), &problem, &hopper).unwrap().takes_any_layout();
     assert!(!selected(good));
     assert!(selected(BsrProblem { b_vectorized: false, ldb: 2001, ..good }));
     assert!(selected(BsrProblem { k: 1 << 31, ldb: 1 << 31, ..good }));

@@ -4,7 +4,7 @@
 use super::BsrProblem;
 use super::parts::MOST_PARTS;
 use blockflash_safe::CudaProperties;
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
 
 /// What the estimates assume about a GPU. The unit of costs is the time in which a multiprocessor
@@ -134,7 +134,7 @@ pub(super) fn hopper_time(
 }
 
 /// Parts in which a row computes its longest tile if there is memory for their sums.
-pub(super) fn parts(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> usize {
+pub(super) fn parts(row: &Kernel, problem: &BsrProblem, gpu: &CudaProperties) -> usize {
     match &row.variant {
         Variant::BsrMatmulHopper(kernel) => hopper_time(kernel, problem, gpu).1,
         _ => 1,

@@ -186,7 +186,7 @@ fn kernels_do_not_run_here() {
     let b = vec![f16::ONE; a.cols() * 8];
     let b = View::from_slice(&b, &[a.cols(), 8]).unwrap();
     let mut c = Tensor::empty(&stream, DType::F16, &[a.rows(), 8]).unwrap();
-    let row = &manifest::rows()[0];
+    let row = &manifest::kernels()[0];
     let error = BsrMatmul::new(&a, b).run_with(row, c.view_mut(), &stream).unwrap_err();
     assert!(matches!(error, Error::Unsupported { op: "bsr_matmul", .. }), "{error}");
     assert!(error.to_string().contains("not supported on cpu"));

@@ -10,9 +10,9 @@ use blockflash_sys::manifest;
 use std::sync::LazyLock;
 
 /// Not among those that take any layout, see `any_layout_tests`.
-fn select(problem: &BsrProblem, gpu: &CudaProperties) -> Result<&'static Row> {
-    static ROWS: LazyLock<Vec<Row>> = LazyLock::new(|| {
-        manifest::rows().iter().filter(|row| !row.takes_any_layout()).cloned().collect()
+fn select(problem: &BsrProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
+    static ROWS: LazyLock<Vec<Kernel>> = LazyLock::new(|| {
+        manifest::kernels().iter().filter(|row| !row.takes_any_layout()).cloned().collect()
     });
     select_among(&ROWS, problem, gpu)
 }
@@ -28,8 +28,8 @@ fn problem([m, n, k]: [usize; 3], block_size: usize) -> BsrProblem {
 #[path = "cluster_tests.rs"]
 mod cluster_tests;
 
-fn hopper_rows() -> impl Iterator<Item = (&'static Row, BsrTile)> {
-    manifest::rows()
+fn hopper_rows() -> impl Iterator<Item = (&'static Kernel, BsrTile)> {
+    manifest::kernels()
         .iter()
         .filter(|row| is_hopper(row))
         .filter_map(|row| Some((row, row.bsr_tile()?)))
@@ -292,7 +292,8 @@ fn what_no_kernel_takes_is_named() {
         let found = why(&large, &gpu(8, 0));
         assert_eq!(found, format!("block size 64 with {asked}: no kernel takes that"));
         // Portable rows, and those that gather, say so themselves.
-        for (row, tile) in manifest::rows().iter().filter_map(|row| Some((row, row.bsr_tile()?))) {
+        for (row, tile) in manifest::kernels().iter().filter_map(|row| Some((row, row.bsr_tile()?)))
+        {
             let gathers = matches!(row.variant, Variant::BsrMatmulHopper(tile) if tile.gathers());
             if gathers || !is_hopper(row) && !row.takes_any_layout() {
                 let problem =

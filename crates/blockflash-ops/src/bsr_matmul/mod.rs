@@ -33,7 +33,7 @@ use crate::operation::{Operation, Prepared, Steps};
 use crate::{Error, Result};
 use blockflash_safe::{BsrMatmulOperands, BsrParts, CudaProperties, Stream, Tensor, View, ViewMut};
 use blockflash_sys::manifest::{self, BsrMatmulAny, BsrMatmulHopper, Variant};
-use blockflash_sys::{DType, Row};
+use blockflash_sys::{DType, Kernel};
 
 /// What is added to A·B, in the element type of B.
 #[derive(Clone, Copy, Debug, Default)]
@@ -166,7 +166,7 @@ impl<'a> BsrMatmul<'a> {
 
     /// The parts of long tiles, for kernels that have some and a caller who lends memory for their
     /// sums.
-    fn parts(&self, row: &Row, n: usize, most: usize) -> Option<BsrParts<'a>> {
+    fn parts(&self, row: &Kernel, n: usize, most: usize) -> Option<BsrParts<'a>> {
         let (Variant::BsrMatmulHopper(tile), Some(workspace)) = (&row.variant, self.workspace)
         else {
             return None;
@@ -214,7 +214,7 @@ impl Steps for BsrMatmul<'_> {
 
     fn launch(
         &self,
-        row: &Row,
+        row: &Kernel,
         problem: &BsrProblem,
         gpu: &CudaProperties,
         c: ViewMut<'_>,

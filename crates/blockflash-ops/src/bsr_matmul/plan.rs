@@ -9,7 +9,7 @@ use blockflash_sys::params::{
     BLOCKFLASH_ACTIVATION_SILU, BLOCKFLASH_DTYPE_BF16, BLOCKFLASH_DTYPE_F16, BLOCKFLASH_DTYPE_F32,
     blockflash_bsr_matmul_any_params, blockflash_bsr_matmul_params,
 };
-use blockflash_sys::{DType, Major, Row};
+use blockflash_sys::{DType, Kernel, Major};
 use std::ptr::{null, null_mut};
 
 /// A launch as plain data, before it has any pointer.
@@ -30,14 +30,14 @@ pub struct BsrMatmulPlan {
 /// [`Error::TooLarge`] for a grid or size that the kernel cannot count, [`Error::Unsupported`] if
 /// the row does not compute this problem, [`Error::DType`] for a C that is no floating-point
 /// matrix.
-pub fn plan(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<BsrMatmulPlan> {
+pub fn plan(row: &Kernel, problem: &BsrProblem, gpu: &CudaProperties) -> Result<BsrMatmulPlan> {
     fits(row, problem, gpu)?;
     planned(row, problem, gpu)
 }
 
 /// The same for a row that is known to compute the problem.
 pub(super) fn planned(
-    row: &Row,
+    row: &Kernel,
     problem: &BsrProblem,
     gpu: &CudaProperties,
 ) -> Result<BsrMatmulPlan> {
@@ -102,7 +102,7 @@ impl BsrMatmulPlan {
     pub(super) fn add_parts(
         &mut self,
         parts: usize,
-        row: &Row,
+        row: &Kernel,
         problem: &BsrProblem,
         gpu: &CudaProperties,
     ) -> Result<()> {
@@ -114,7 +114,7 @@ impl BsrMatmulPlan {
 
 /// Blocks of threads for the tiles of C and, per tile of columns, so many parts more.
 fn blocks(
-    row: &Row,
+    row: &Kernel,
     tile: &BsrTile,
     problem: &BsrProblem,
     gpu: &CudaProperties,

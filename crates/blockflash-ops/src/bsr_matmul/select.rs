@@ -4,7 +4,7 @@ use crate::check::{is_tensor_map_stride, size_refusal, too_large};
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{BsrTile, Variant};
-use blockflash_sys::{DType, Major, Row};
+use blockflash_sys::{DType, Kernel, Major};
 use std::cmp::Reverse;
 use std::sync::LazyLock;
 
@@ -17,7 +17,7 @@ use std::sync::LazyLock;
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) says what no row offers: the element type, the
 /// block size, the transposed A or the layouts of B and C, the architecture or its shared memory.
-pub fn select(problem: &BsrProblem, gpu: &CudaProperties) -> Result<&'static Row> {
+pub fn select(problem: &BsrProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
     selection::select(problem, gpu)
 }
 
@@ -25,7 +25,7 @@ pub fn select(problem: &BsrProblem, gpu: &CudaProperties) -> Result<&'static Row
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) says what does not fit.
-pub fn accepts(row: &Row, problem: &BsrProblem, gpu: &CudaProperties) -> Result<()> {
+pub fn accepts(row: &Kernel, problem: &BsrProblem, gpu: &CudaProperties) -> Result<()> {
     selection::accepts(row, problem, gpu)
 }
 
@@ -38,7 +38,7 @@ impl Problem for BsrProblem {
     type Tile = BsrTile;
     type Rank = (bool, usize, u64, Reverse<u32>);
 
-    fn tile(row: &Row) -> Option<BsrTile> {
+    fn tile(row: &Kernel) -> Option<BsrTile> {
         row.bsr_tile()
     }
 
@@ -47,7 +47,7 @@ impl Problem for BsrProblem {
         &KERNELS
     }
 
-    fn order(row: &Row, _: &BsrTile) -> [usize; 2] {
+    fn order(row: &Kernel, _: &BsrTile) -> [usize; 2] {
         [row.takes_any_layout().into(), 0]
     }
 
@@ -97,7 +97,7 @@ pub(crate) fn support(dtype: DType) -> Vec<(String, BsrProblem)> {
 }
 
 type MatmulRule = Rule<BsrProblem>;
-type Kernel<'c> = Candidate<'c, BsrProblem>;
+type BsrCandidate<'c> = Candidate<'c, BsrProblem>;
 
 const TRANSPOSED: MatmulRule = Rule {
     holds: |c| c.row.takes_any_layout() || c.tile.a_transposed == c.problem.a_transposed,
@@ -114,7 +114,7 @@ const MAJOR_OF_B: MatmulRule = Rule {
     excludes_all: Some(no_layout),
 };
 
-fn major_of_b(c: &Kernel<'_>) -> Major {
+fn major_of_b(c: &BsrCandidate<'_>) -> Major {
     if c.tile.b_column_major { Major::Column } else { Major::Row }
 }
 
@@ -129,7 +129,7 @@ const MAJOR_OF_C: MatmulRule = Rule {
     excludes_all: Some(no_layout),
 };
 
-fn no_layout(all: &[Kernel<'_>]) -> String {
+fn no_layout(all: &[BsrCandidate<'_>]) -> String {
     format!("{}: no kernel takes that", asked(all[0].problem))
 }
 
@@ -156,11 +156,11 @@ const SIZES: MatmulRule = Rule {
     }),
 };
 
-fn is_hopper(row: &Row) -> bool {
+fn is_hopper(row: &Kernel) -> bool {
     matches!(row.variant, Variant::BsrMatmulHopper(_))
 }
 
-fn sizes(c: &Kernel<'_>) -> [usize; 3] {
+fn sizes(c: &BsrCandidate<'_>) -> [usize; 3] {
     [c.problem.m, c.problem.n, c.problem.k]
 }
 

@@ -11,8 +11,8 @@ fn problem(dtype: DType, block_size: usize, n: usize) -> BsrProblem {
 }
 
 /// Rows that every GPU from Ampere on can run; those for Hopper are in `hopper_tests`.
-fn bsr_rows() -> impl Iterator<Item = (&'static Row, BsrMatmul)> {
-    manifest::rows().iter().filter_map(|row| match row.variant {
+fn bsr_rows() -> impl Iterator<Item = (&'static Kernel, BsrMatmul)> {
+    manifest::kernels().iter().filter_map(|row| match row.variant {
         Variant::BsrMatmul(tile) => Some((row, tile)),
         _ => None,
     })
@@ -20,7 +20,7 @@ fn bsr_rows() -> impl Iterator<Item = (&'static Row, BsrMatmul)> {
 
 #[test]
 fn every_gpu_takes_the_least_waste() {
-    let rows: Vec<Row> = bsr_rows().map(|(row, _)| *row).collect();
+    let rows: Vec<Kernel> = bsr_rows().map(|(row, _)| *row).collect();
     for gpu in gpus() {
         for (dtype, block_size) in
             bsr_rows().map(|(_, tile)| (tile.dtype, tile.block_size as usize))
@@ -58,7 +58,7 @@ fn every_gpu_takes_the_least_waste() {
 
 #[test]
 fn wide_and_narrow_tiles() {
-    let row = |block_n, target| Row {
+    let row = |block_n, target| Kernel {
         variant: Variant::BsrMatmul(BsrMatmul { block_n, ..bsr_rows().next().unwrap().1 }),
         target,
     };
@@ -144,7 +144,7 @@ fn plans_have_limits() {
     assert!(matches!(plan(row, &integers, &h100), Err(Error::DType { what: "c", .. })));
     let blocks = BsrProblem { block_size: 48, ..good };
     assert!(matches!(plan(row, &blocks, &h100), Err(Error::Unsupported { .. })));
-    let other = manifest::rows().iter().find(|row| row.bsr_tile().is_none()).unwrap();
+    let other = manifest::kernels().iter().find(|row| row.bsr_tile().is_none()).unwrap();
     assert!(matches!(plan(other, &good, &h100), Err(Error::Unsupported { .. })));
     assert!(matches!(accepts(other, &good, &h100), Err(Error::Unsupported { .. })));
     for (activation, code) in [

@@ -200,7 +200,7 @@ fn prepared_calls_and_named_kernels() {
     let other = BsrSddmm { alpha: 2.0, ..op };
     let refused = other.run_prepared(&prepared, values.view_mut(), &stream);
     assert!(matches!(refused, Err(Error::NotPrepared { op: "bsr_sddmm" })));
-    let row = manifest::rows().iter().find(|row| row.bsr_sddmm_tile().is_some()).unwrap();
+    let row = manifest::kernels().iter().find(|row| row.bsr_sddmm_tile().is_some()).unwrap();
     let refused = op.run_with(row, values.view_mut(), &stream);
     assert!(matches!(refused, Err(Error::Unsupported { op: "bsr_sddmm", .. })));
 }

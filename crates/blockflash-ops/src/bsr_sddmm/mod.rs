@@ -16,7 +16,7 @@ use crate::operation::{Operation, Prepared, Steps};
 use crate::{BsrMatrix, Error, Result};
 use blockflash_safe::{BsrSddmmOperands, CudaProperties, Stream, Tensor, View, ViewMut};
 use blockflash_sys::manifest::{self, BsrSddmmHopper, Variant};
-use blockflash_sys::{DType, Row};
+use blockflash_sys::{DType, Kernel};
 
 /// `values = alpha·A·B + beta·values` at the stored blocks of a block-sparse matrix `[m, n]`, with
 /// dense A `[m, k]` and B `[k, n]`.
@@ -129,7 +129,7 @@ impl Steps for BsrSddmm<'_> {
 
     fn launch(
         &self,
-        row: &Row,
+        row: &Kernel,
         problem: &BsrSddmmProblem,
         gpu: &CudaProperties,
         values: ViewMut<'_>,

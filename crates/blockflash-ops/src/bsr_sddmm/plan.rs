@@ -5,7 +5,7 @@ use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{blockflash_bsr_sddmm_params, blockflash_tensor_map};
-use blockflash_sys::{DType, Row};
+use blockflash_sys::{DType, Kernel};
 use std::ptr::{null, null_mut};
 
 /// A launch as plain data, before it has any pointer.
@@ -24,14 +24,14 @@ pub struct BsrSddmmPlan {
 /// [`Error::TooLarge`] for sizes or tiles that the kernel cannot count, [`Error::Unsupported`] if
 /// the row does not compute this problem, [`Error::DType`] for values that are no floating-point
 /// numbers.
-pub fn plan(row: &Row, problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<BsrSddmmPlan> {
+pub fn plan(row: &Kernel, problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<BsrSddmmPlan> {
     fits(row, problem, gpu)?;
     planned(row, problem, gpu)
 }
 
 /// The same for a row that is known to compute the problem.
 pub(super) fn planned(
-    row: &Row,
+    row: &Kernel,
     problem: &BsrSddmmProblem,
     gpu: &CudaProperties,
 ) -> Result<BsrSddmmPlan> {

@@ -4,7 +4,7 @@ use crate::check::{is_tensor_map_stride, size_refusal, too_large};
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule};
 use blockflash_safe::{CudaProperties, Major};
 use blockflash_sys::manifest::BsrSddmmTile;
-use blockflash_sys::{DType, Row};
+use blockflash_sys::{DType, Kernel};
 use std::sync::LazyLock;
 
 /// The kernel for a problem on a GPU. On Hopper there is one for each element type, larger block
@@ -15,7 +15,7 @@ use std::sync::LazyLock;
 /// [`Error::Unsupported`](crate::Error::Unsupported) says what no row offers: the architecture, the
 /// element type, the block size, or a memory layout that tensor maps cannot describe where there is
 /// no portable kernel.
-pub fn select(problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<&'static Row> {
+pub fn select(problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
     selection::select(problem, gpu)
 }
 
@@ -23,7 +23,7 @@ pub fn select(problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<&'stati
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) says what does not fit.
-pub fn accepts(row: &Row, problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<()> {
+pub fn accepts(row: &Kernel, problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<()> {
     selection::accepts(row, problem, gpu)
 }
 
@@ -44,7 +44,7 @@ impl Problem for BsrSddmmProblem {
     type Tile = BsrSddmmTile;
     type Rank = ();
 
-    fn tile(row: &Row) -> Option<BsrSddmmTile> {
+    fn tile(row: &Kernel) -> Option<BsrSddmmTile> {
         row.bsr_sddmm_tile()
     }
 
@@ -78,7 +78,7 @@ pub(crate) fn support(dtype: DType) -> Vec<(String, BsrSddmmProblem)> {
 }
 
 type SddmmRule = Rule<BsrSddmmProblem>;
-type Kernel<'c> = Candidate<'c, BsrSddmmProblem>;
+type SddmmCandidate<'c> = Candidate<'c, BsrSddmmProblem>;
 
 const BLOCK_SIZE: SddmmRule = Rule::block_size(|all| {
     let sizes = selection::ascending(all.iter().map(|c| c.tile.block_size));
@@ -101,7 +101,7 @@ fn major_refusal(what: &str, kernel: Option<Major>) -> String {
     format!("the kernel takes a {}-major {what}", kernel.map_or("any", Major::name))
 }
 
-fn no_kernel(all: &[Kernel<'_>]) -> String {
+fn no_kernel(all: &[SddmmCandidate<'_>]) -> String {
     let (problem, bytes) = (all[0].problem, all[0].gpu.smem_per_block);
     let (a, b) = (problem.a.major.name(), problem.b.major.name());
     format!(
@@ -117,7 +117,7 @@ const SIZES: SddmmRule = Rule {
     excludes_all: None,
 };
 
-fn sizes(c: &Kernel<'_>) -> [usize; 3] {
+fn sizes(c: &SddmmCandidate<'_>) -> [usize; 3] {
     [c.problem.m, c.problem.n, c.problem.k]
 }
 
@@ -135,7 +135,7 @@ const MAP_OF_B: SddmmRule = Rule {
 };
 
 /// The map of a matrix without elements is never used.
-fn has_map(c: &Kernel<'_>, DenseLayout { ld, aligned, .. }: DenseLayout) -> bool {
+fn has_map(c: &SddmmCandidate<'_>, DenseLayout { ld, aligned, .. }: DenseLayout) -> bool {
     c.tile.majors.is_none()
         || c.problem.k == 0
         || aligned && is_tensor_map_stride(ld, c.problem.dtype)

@@ -16,15 +16,15 @@ fn problem(block_size: usize) -> BsrSddmmProblem {
     BsrSddmmProblem::new(DType::BF16, [1000, 520, 264], block_size, 37, LAYOUTS[2])
 }
 
-fn reason(rows: &[Row], problem: &BsrSddmmProblem, gpu: &CudaProperties) -> String {
+fn reason(rows: &[Kernel], problem: &BsrSddmmProblem, gpu: &CudaProperties) -> String {
     match select_among(rows, problem, gpu) {
         Err(Error::Unsupported { op: "bsr_sddmm", what, .. }) => what,
         other => panic!("{other:?}"),
     }
 }
 
-fn hopper_rows() -> Vec<Row> {
-    manifest::rows().iter().filter(|row| row.target == Target::Sm90a).cloned().collect()
+fn hopper_rows() -> Vec<Kernel> {
+    manifest::kernels().iter().filter(|row| row.target == Target::Sm90a).cloned().collect()
 }
 
 #[test]
@@ -33,7 +33,7 @@ fn there_is_one_row_for_each_layout() {
         for [a, b] in LAYOUTS {
             for dtype in [DType::F16, DType::BF16] {
                 let problem = BsrSddmmProblem::new(dtype, [1000, 520, 264], block_size, 37, [a, b]);
-                let row = select_among(manifest::rows(), &problem, &gpu(9, 0)).unwrap();
+                let row = select_among(manifest::kernels(), &problem, &gpu(9, 0)).unwrap();
                 let tile = row.bsr_sddmm_tile().unwrap();
                 let found = (tile.dtype, tile.block_size as usize, tile.majors);
                 assert_eq!(found, (dtype, block_size, Some([a, b])));
@@ -50,7 +50,7 @@ fn there_is_one_row_for_each_layout() {
 
 #[test]
 fn one_portable_row_takes_every_layout() {
-    let all = manifest::rows();
+    let all = manifest::kernels();
     let is_portable = |problem: &BsrSddmmProblem, gpu: &CudaProperties| {
         let row = select_among(all, problem, gpu).unwrap();
         accepts(row, problem, gpu).unwrap();
@@ -112,7 +112,7 @@ fn what_no_kernel_takes_is_named() {
 
 #[test]
 fn rows_say_what_they_do_not_take() {
-    let row = select_among(manifest::rows(), &problem(64), &gpu(9, 0)).unwrap();
+    let row = select_among(manifest::kernels(), &problem(64), &gpu(9, 0)).unwrap();
     let refused = |problem: &BsrSddmmProblem, expected: &str| {
         let found = accepts(row, problem, &gpu(9, 0)).unwrap_err().to_string();
         assert!(found.contains(expected) && found.contains(&row.symbol()), "{found}");
@@ -125,7 +125,7 @@ fn rows_say_what_they_do_not_take() {
     let [a, b] = [problem(64).b, problem(64).a];
     refused(&BsrSddmmProblem { a, ..problem(64) }, "the kernel takes a column-major a");
     refused(&BsrSddmmProblem { b, ..problem(64) }, "the kernel takes a row-major b");
-    let other = manifest::rows().iter().find(|row| row.bsr_sddmm_tile().is_none()).unwrap();
+    let other = manifest::kernels().iter().find(|row| row.bsr_sddmm_tile().is_none()).unwrap();
     assert!(
         accepts(other, &problem(64), &gpu(9, 0))
             .unwrap_err()
@@ -137,7 +137,8 @@ fn rows_say_what_they_do_not_take() {
 #[test]
 fn plans() {
     let hopper = gpu(9, 0);
-    let row = |problem: &BsrSddmmProblem| select_among(manifest::rows(), problem, &hopper).unwrap();
+    let row =
+        |problem: &BsrSddmmProblem| select_among(manifest::kernels(), problem, &hopper).unwrap();
     let small = BsrSddmmProblem { alpha: 0.5, beta: 2.0, values_dtype: DType::F32, ..problem(64) };
     let planned = plan(row(&small), &small, &hopper).unwrap();
     let p = planned.params;
@@ -170,6 +171,6 @@ fn plans() {
     assert_eq!(planned.config.smem_bytes, row(&blocks).smem_bytes());
     assert!(!planned.config.programmatic_dependent_launch);
     let many = BsrSddmmProblem { m: 128 * 5, nnz_blocks: (1 << 31) - 1, ..problem(128) };
-    let row = select_among(manifest::rows(), &many, &gpu(8, 0)).unwrap();
+    let row = select_among(manifest::kernels(), &many, &gpu(8, 0)).unwrap();
     assert!(matches!(plan(row, &many, &gpu(8, 0)), Err(Error::TooLarge { .. })));
 }

@@ -4,7 +4,7 @@
 use super::block_mask;
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
-use crate::{BlockLists, DType, Result, Row, View, ViewMut};
+use crate::{BlockLists, DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{AttentionFwd, AttentionTile, Variant};
 use blockflash_sys::params::blockflash_attention_fwd_params;
 
@@ -158,7 +158,7 @@ unsafe impl Launch for AttentionFwd {
     type Params = blockflash_attention_fwd_params;
     const FAMILY: &'static str = "portable attention forward";
 
-    fn of(row: &Row) -> Option<Self> {
+    fn of(row: &Kernel) -> Option<Self> {
         if let Variant::AttentionFwd(tile) = row.variant { Some(tile) } else { None }
     }
 

@@ -4,7 +4,7 @@
 use super::AttentionFwdOperands;
 use super::checked::Launch;
 use super::fit::{Fit, require};
-use crate::{Result, Row, Swizzle, TensorMapSpec, View};
+use crate::{Kernel, Result, Swizzle, TensorMapSpec, View};
 use blockflash_sys::manifest::{AttentionFwdHopper, Variant};
 use blockflash_sys::params::{
     BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params,
@@ -29,7 +29,7 @@ unsafe impl Launch for AttentionFwdHopper {
     type Params = blockflash_attention_fwd_tma_params;
     const FAMILY: &'static str = "attention forward for Hopper";
 
-    fn of(row: &Row) -> Option<Self> {
+    fn of(row: &Kernel) -> Option<Self> {
         if let Variant::AttentionFwdHopper(tile) = row.variant { Some(tile) } else { None }
     }
 

@@ -3,7 +3,7 @@
 use super::block_mask;
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, pointer, pointer_mut, require};
-use crate::{BlockListScratch, BlockLists, DType, Result, Row, Tensor, View, ViewMut};
+use crate::{BlockListScratch, BlockLists, DType, Kernel, Result, Tensor, View, ViewMut};
 use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
@@ -61,7 +61,7 @@ unsafe impl Launch for BlockMaskBuild {
     type Params = blockflash_block_mask_build_params;
     const FAMILY: &'static str = "building block masks";
 
-    fn of(row: &Row) -> Option<Self> {
+    fn of(row: &Kernel) -> Option<Self> {
         match row.variant {
             Variant::BlockMask(BlockMaskKernel::Build { slab_rows }) => Some(Self { slab_rows }),
             _ => None,

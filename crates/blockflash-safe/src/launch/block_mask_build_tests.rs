@@ -68,9 +68,10 @@ impl Tensors {
     }
 
     fn fit(&mut self, params: &blockflash_block_mask_build_params, blocks: u32) -> Fit {
-        let is_build =
-            |row: &&Row| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
-        let row = manifest::rows().iter().find(is_build).ok_or("no row")?;
+        let is_build = |row: &&Kernel| {
+            matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }))
+        };
+        let row = manifest::kernels().iter().find(is_build).ok_or("no row")?;
         let config = LaunchConfig::of(row, blocks, false);
         let (scratch, lists) = (&mut self.scratch, &mut self.lists);
         let (source, always) = (self.source.view(), Some(&self.always));

@@ -2,7 +2,7 @@
 
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, pointer, pointer_mut, require};
-use crate::{DType, Result, Row, View, ViewMut};
+use crate::{DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::BlockMaskKernel;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::{
@@ -53,7 +53,7 @@ unsafe impl Launch for BlockScores {
     type Params = blockflash_block_scores_params;
     const FAMILY: &'static str = "scoring blocks";
 
-    fn of(row: &Row) -> Option<Self> {
+    fn of(row: &Kernel) -> Option<Self> {
         match row.variant {
             Variant::BlockMask(BlockMaskKernel::Scores { dtype, tile }) => {
                 Some(Self { dtype, tile })

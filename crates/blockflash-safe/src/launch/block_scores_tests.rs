@@ -49,10 +49,10 @@ fn zeros(dtype: DType, shape: &[usize]) -> Tensor {
 }
 
 fn fit(tensors: &mut [Tensor; 5], params: &blockflash_block_scores_params, blocks: u32) -> Fit {
-    let is_f16 = |row: &&Row| {
+    let is_f16 = |row: &&Kernel| {
         matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Scores { dtype: DType::F16, .. }))
     };
-    let row = manifest::rows().iter().find(is_f16).ok_or("no row")?;
+    let row = manifest::kernels().iter().find(is_f16).ok_or("no row")?;
     let config = LaunchConfig::of(row, blocks, false);
     let [q, k, q_means, k_means, scores] = tensors;
     let operands = BlockScoresOperands {

@@ -3,7 +3,7 @@
 use super::BsrParts;
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
-use crate::{BsrIndices, DType, Result, Row, View, ViewMut};
+use crate::{BsrIndices, DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{BsrMatmul, BsrTile, Variant};
 use blockflash_sys::params::blockflash_bsr_matmul_params;
 
@@ -120,7 +120,7 @@ unsafe impl Launch for BsrMatmul {
     type Params = blockflash_bsr_matmul_params;
     const FAMILY: &'static str = "portable BSR matmul";
 
-    fn of(row: &Row) -> Option<Self> {
+    fn of(row: &Kernel) -> Option<Self> {
         if let Variant::BsrMatmul(tile) = row.variant { Some(tile) } else { None }
     }
 

@@ -3,7 +3,7 @@
 use super::BsrMatmulOperands;
 use super::checked::Launch;
 use super::fit::{Fit, optional};
-use crate::{Result, Row};
+use crate::{Kernel, Result};
 use blockflash_sys::manifest::{BsrMatmulAny, BsrTile, Variant};
 use blockflash_sys::params::blockflash_bsr_matmul_any_params;
 
@@ -18,7 +18,7 @@ unsafe impl Launch for BsrMatmulAny {
     type Params = blockflash_bsr_matmul_any_params;
     const FAMILY: &'static str = "BSR matmul for any layout";
 
-    fn of(row: &Row) -> Option<Self> {
+    fn of(row: &Kernel) -> Option<Self> {
         if let Variant::BsrMatmulAny(tile) = row.variant { Some(tile) } else { None }
     }
 

@@ -51,13 +51,13 @@ fn fit_lying(
         c: if c { c_tensor.view_mut().permute(&[1, 0]).unwrap() } else { c_tensor.view_mut() },
         bias: None,
     };
-    let tile_of = |row: &'static Row| match &row.variant {
+    let tile_of = |row: &'static Kernel| match &row.variant {
         Variant::BsrMatmulAny(tile) if (tile.0.dtype, tile.0.block_size) == (DType::F16, 16) => {
             Some((row, tile))
         }
         _ => None,
     };
-    let (row, tile) = manifest::rows().iter().find_map(tile_of).ok_or("no row")?;
+    let (row, tile) = manifest::kernels().iter().find_map(tile_of).ok_or("no row")?;
     let mut config = LaunchConfig::of(row, 3 * (N as u32).div_ceil(tile.0.block_n), false);
     change(&mut config);
     fit::<BsrMatmulAny>(row, &config, params, &operands).map(drop)

@@ -5,7 +5,7 @@ use super::bsr_matmul_maps::{NO_MAP, encode_c, maps};
 use super::checked::Launch;
 use super::fit::{Fit, ceil_div, optional, require};
 use super::{BsrMatmulOperands, BsrParts};
-use crate::{Result, Row};
+use crate::{Kernel, Result};
 use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
 use blockflash_sys::params::{
     BLOCKFLASH_BSR_PARTS, blockflash_bsr_matmul_params, blockflash_bsr_matmul_tma_params,
@@ -30,7 +30,7 @@ unsafe impl Launch for BsrMatmulHopper {
     type Params = blockflash_bsr_matmul_tma_params;
     const FAMILY: &'static str = "BSR matmul for Hopper";
 
-    fn of(row: &Row) -> Option<Self> {
+    fn of(row: &Kernel) -> Option<Self> {
         if let Variant::BsrMatmulHopper(tile) = row.variant { Some(tile) } else { None }
     }
 

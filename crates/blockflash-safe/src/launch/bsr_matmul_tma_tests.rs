@@ -22,8 +22,8 @@ fn params() -> blockflash_bsr_matmul_params {
     fixtures::params([M, N, K], LDB)
 }
 
-fn row(tile: BsrMatmulHopper) -> Row {
-    Row { variant: Variant::BsrMatmulHopper(tile), target: crate::Target::Sm90a }
+fn row(tile: BsrMatmulHopper) -> Kernel {
+    Kernel { variant: Variant::BsrMatmulHopper(tile), target: crate::Target::Sm90a }
 }
 
 fn config(tile: BsrMatmulHopper, blocks: u32) -> LaunchConfig {

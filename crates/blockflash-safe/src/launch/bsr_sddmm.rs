@@ -2,7 +2,9 @@
 
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, pointer, pointer_mut, require};
-use crate::{BsrIndices, DType, Major, Result, Row, Swizzle, Tensor, TensorMapSpec, View, ViewMut};
+use crate::{
+    BsrIndices, DType, Kernel, Major, Result, Swizzle, Tensor, TensorMapSpec, View, ViewMut,
+};
 use blockflash_sys::manifest::{BsrSddmmHopper, BsrSddmmTile, Variant};
 use blockflash_sys::params::{blockflash_bsr_sddmm_params, blockflash_tensor_map};
 
@@ -44,7 +46,7 @@ unsafe impl Launch for BsrSddmmHopper {
     type Params = blockflash_bsr_sddmm_params;
     const FAMILY: &'static str = "the sampled product for Hopper";
 
-    fn of(row: &Row) -> Option<Self> {
+    fn of(row: &Kernel) -> Option<Self> {
         if let Variant::BsrSddmmHopper(tile) = row.variant { Some(tile) } else { None }
     }
 

@@ -4,7 +4,7 @@ use super::BsrSddmmOperands;
 use super::bsr_sddmm::{fits_dense, fits_tiles};
 use super::checked::Launch;
 use super::fit::{Fit, pointer, pointer_mut};
-use crate::{Major, Result, Row, View};
+use crate::{Kernel, Major, Result, View};
 use blockflash_sys::manifest::{BsrSddmm, Variant};
 use blockflash_sys::params::{blockflash_bsr_sddmm_params, blockflash_bsr_sddmm_portable_params};
 
@@ -20,7 +20,7 @@ unsafe impl Launch for BsrSddmm {
     type Params = blockflash_bsr_sddmm_portable_params;
     const FAMILY: &'static str = "the portable sampled product";
 
-    fn of(row: &Row) -> Option<Self> {
+    fn of(row: &Kernel) -> Option<Self> {
         if let Variant::BsrSddmm(tile) = row.variant { Some(tile) } else { None }
     }
 

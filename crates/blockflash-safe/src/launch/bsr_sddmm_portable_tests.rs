@@ -13,7 +13,7 @@ const N: usize = 136;
 const K: usize = 200;
 const BLOCKS: usize = 11;
 
-fn row() -> Row {
+fn row() -> Kernel {
     let (dtype, block_size, columns, block_k) = (DType::F16, 32, 128, 64);
     let tile = BsrSddmm {
         dtype,
@@ -25,7 +25,7 @@ fn row() -> Row {
         stages: 2,
         min_blocks: 4,
     };
-    Row { variant: Variant::BsrSddmm(tile), target: Target::Sm80 }
+    Kernel { variant: Variant::BsrSddmm(tile), target: Target::Sm80 }
 }
 
 fn config(blocks: u32) -> LaunchConfig {

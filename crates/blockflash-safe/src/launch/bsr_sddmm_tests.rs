@@ -38,8 +38,8 @@ fn params() -> blockflash_bsr_sddmm_params {
     }
 }
 
-fn row(tile: BsrSddmmHopper) -> Row {
-    Row { variant: Variant::BsrSddmmHopper(tile), target: crate::Target::Sm90a }
+fn row(tile: BsrSddmmHopper) -> Kernel {
+    Kernel { variant: Variant::BsrSddmmHopper(tile), target: crate::Target::Sm90a }
 }
 
 fn config(tile: BsrSddmmHopper, blocks: u32) -> LaunchConfig {

@@ -1,10 +1,10 @@
 use super::LaunchConfig;
 use super::fit::Fit;
 use crate::driver::check;
-use crate::gpu::Kernel;
+use crate::gpu::LoadedKernel;
 use crate::stream::Kept;
 use crate::turns::Turns;
-use crate::{Error, Result, Row, Stream, View};
+use crate::{Error, Kernel, Result, Stream, View};
 use cudarc::driver::sys;
 use std::ptr;
 
@@ -37,7 +37,7 @@ pub unsafe trait Launch: Copy {
     const FAMILY: &'static str;
 
     /// The tile of a row of this family.
-    fn of(row: &Row) -> Option<Self>;
+    fn of(row: &Kernel) -> Option<Self>;
 
     /// Checks whatever decides which addresses the kernel touches against the operands, and says
     /// how many tiles there are.
@@ -59,7 +59,7 @@ pub unsafe trait Launch: Copy {
 
 /// The tile of a row, if the launch fits it.
 pub(super) fn fit<L: Launch>(
-    row: &Row,
+    row: &Kernel,
     config: &LaunchConfig,
     plan: &L::Plan,
     operands: &L::Operands<'_>,
@@ -85,7 +85,7 @@ impl Stream {
     #[doc(hidden)]
     pub fn launch<L: Launch>(
         &self,
-        row: &Row,
+        row: &Kernel,
         config: &LaunchConfig,
         plan: &L::Plan,
         operands: L::Operands<'_>,
@@ -99,7 +99,7 @@ impl Stream {
             .map_err(|what| Error::Launch { symbol: row.symbol(), what })?;
         let mut params = tile.params(plan, &operands)?;
 
-        let kernel = Kernel::of(context, row)?;
+        let kernel = LoadedKernel::of(context, row)?;
         let (host, image) = (size_of::<L::Params>(), kernel.info.param_bytes);
         if host != image {
             return Err(Error::ParamSize { symbol: kernel.symbol.clone(), host, image });
@@ -132,7 +132,7 @@ impl Stream {
         // 2. `launch`, its `count` attributes and `arguments` are valid during the call; the driver
         //    copies them and the parameters before it returns, and writes to none of them.
         // 3. The kernel has exactly one parameter, of the size of `Params`: checked above and in
-        //    `Kernel`. That it means the same is promise 1 of `Launch`.
+        //    `LoadedKernel`. That it means the same is promise 1 of `Launch`.
         // 4. The kernel touches only the views' memory and the counters (promise 2), for which
         //    `fit` has checked plan, operands and geometry. That memory is on this device and is
         //    prepared for this stream, so it is freed after the kernel; a graph that captures the

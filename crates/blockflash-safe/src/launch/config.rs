@@ -1,5 +1,5 @@
 use super::fit::{Fit, require};
-use crate::Row;
+use crate::Kernel;
 use cudarc::driver::sys::{self, CUlaunchAttributeID as AttributeId};
 
 /// Geometry of a kernel launch.
@@ -21,7 +21,7 @@ pub struct LaunchConfig {
 
 impl LaunchConfig {
     /// A grid of so many CTAs in x, and what the row says about each of them.
-    pub fn of(row: &Row, blocks: u32, programmatic_dependent_launch: bool) -> Self {
+    pub fn of(row: &Kernel, blocks: u32, programmatic_dependent_launch: bool) -> Self {
         Self {
             grid: [blocks, 1, 1],
             block: row.threads(),
@@ -34,7 +34,7 @@ impl LaunchConfig {
     /// Checks the geometry against the row and the number of tiles. Kernels that count tiles are
     /// persistent: any number of CTAs up to one per tile shares them. The others have one CTA per
     /// tile and do not wait for their predecessor.
-    pub(super) fn fits(&self, row: &Row, tiles: i128, counts_tiles: bool) -> Fit {
+    pub(super) fn fits(&self, row: &Kernel, tiles: i128, counts_tiles: bool) -> Fit {
         let [x, y, z] = self.grid;
         let blocks = if counts_tiles { 1..=tiles } else { tiles..=tiles };
         if !blocks.contains(&i128::from(x)) || y != 1 || z != 1 {

@@ -3,7 +3,7 @@
 use super::LaunchConfig;
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, fits, pointer, pointer_mut, require};
-use crate::{DType, Result, Row, Stream, View, ViewMut};
+use crate::{DType, Kernel, Result, Stream, View, ViewMut};
 use blockflash_sys::Probe;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::blockflash_probe_params;
@@ -50,7 +50,7 @@ unsafe impl Launch for ProbeTile {
     type Params = blockflash_probe_params;
     const FAMILY: &'static str = "probes";
 
-    fn of(row: &Row) -> Option<Self> {
+    fn of(row: &Kernel) -> Option<Self> {
         if let Variant::Probe(probe) = row.variant {
             Some(Self(probe, row.threads()))
         } else {
@@ -99,7 +99,7 @@ impl Stream {
     #[doc(hidden)]
     pub fn launch_probe(
         &self,
-        row: &Row,
+        row: &Kernel,
         blocks: u32,
         iterations: u32,
         input: View<'_>,

@@ -8,8 +8,8 @@ use blockflash_safe::params::{
     blockflash_bsr_sddmm_portable_params, blockflash_probe_params,
 };
 use blockflash_safe::{
-    AttentionFwdOperands, BlockMaskKernel, DType, Device, Error, LaunchConfig, Result, Row, Stream,
-    Tensor,
+    AttentionFwdOperands, BlockMaskKernel, DType, Device, Error, Kernel, LaunchConfig, Result,
+    Stream, Tensor,
 };
 use half::f16;
 use std::ptr;
@@ -17,9 +17,9 @@ use std::ptr;
 const HEAD_DIM: usize = 64;
 
 /// Rows that this GPU can run and whose image is there.
-fn rows(device: &Device) -> impl Iterator<Item = &'static Row> {
+fn rows(device: &Device) -> impl Iterator<Item = &'static Kernel> {
     let gpu = device.cuda_properties().cloned().unwrap();
-    manifest::rows().iter().filter(move |row| {
+    manifest::kernels().iter().filter(move |row| {
         row.target.runs_on(gpu.compute_capability)
             && row.smem_bytes() <= gpu.smem_per_block
             && blockflash_sys::image::load(row).is_ok()
@@ -63,14 +63,14 @@ fn every_embedded_kernel_loads() -> Result<()> {
 fn images_for_other_gpus_are_refused() {
     let Some(device) = gpu("images_for_other_gpus_are_refused") else { return };
     let capability = device.cuda_properties().unwrap().compute_capability;
-    for row in manifest::rows().iter().filter(|row| !row.target.runs_on(capability)) {
+    for row in manifest::kernels().iter().filter(|row| !row.target.runs_on(capability)) {
         assert!(matches!(device.preload(row), Err(Error::Unsupported { .. })), "{}", row.symbol());
     }
 }
 
 /// Attention of one query to one key: the output is the value, the lse the score.
 struct Single {
-    row: &'static Row,
+    row: &'static Kernel,
     config: LaunchConfig,
     params: blockflash_attention_fwd_params,
     qkv: [Tensor; 3],

@@ -5,7 +5,7 @@ mod archive;
 
 pub use archive::{Archive, Entry};
 
-use crate::Row;
+use crate::Kernel;
 use std::{
     collections::VecDeque,
     ffi::OsString,
@@ -18,12 +18,12 @@ use std::{
 /// it does nothing.
 ///
 /// For kernels under development, for profiles with line information, and for comparing commits.
-/// Such a folder holds files as [`Row::image_name`] names them, not compressed; each kernel that is
+/// Such a folder holds files as [`Kernel::image_name`] names them, not compressed; each kernel that is
 /// used must be there. Who enables the feature vouches for the images: the driver runs what they
 /// contain.
 pub const IMAGES_VARIABLE: &str = "BLOCKFLASH_IMAGES";
 
-/// The archives of `prebuilt/` by [`Row::archive_name`], sorted.
+/// The archives of `prebuilt/` by [`Kernel::archive_name`], sorted.
 static ARCHIVES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/archives.rs"));
 
 /// Unpacked frames that are kept, 10 MB at most. The kernels that a program uses mostly share
@@ -52,7 +52,7 @@ pub enum ImageError {
 
 /// The cubin of a row, or its NUL-terminated PTX, ready for `cuModuleLoadData`: the embedded one,
 /// unless [`IMAGES_VARIABLE`] names a folder and the feature `images-from-folder` is enabled.
-pub fn load(row: &Row) -> Result<Vec<u8>, ImageError> {
+pub fn load(row: &Kernel) -> Result<Vec<u8>, ImageError> {
     let mut bytes = match folder() {
         Some(folder) => from_folder(row, Path::new(&folder))?,
         None => embedded(row)?,
@@ -77,7 +77,7 @@ struct Frame {
     raw: Vec<u8>,
 }
 
-fn embedded(row: &Row) -> Result<Vec<u8>, ImageError> {
+fn embedded(row: &Kernel) -> Result<Vec<u8>, ImageError> {
     // The frames used last, the latest at the end.
     static FRAMES: Mutex<VecDeque<Frame>> = Mutex::new(VecDeque::new());
 
@@ -110,7 +110,7 @@ fn embedded(row: &Row) -> Result<Vec<u8>, ImageError> {
     image.ok_or_else(|| damaged("the image ends behind its frame".to_owned()))
 }
 
-fn from_folder(row: &Row, folder: &Path) -> Result<Vec<u8>, ImageError> {
+fn from_folder(row: &Kernel, folder: &Path) -> Result<Vec<u8>, ImageError> {
     let path = folder.join(row.image_name());
     let failed = |what: String| ImageError::Folder { path: path.clone(), what };
     let bytes = std::fs::read(&path).map_err(|error| failed(format!("cannot be read: {error}")))?;
@@ -127,7 +127,7 @@ fn from_folder(row: &Row, folder: &Path) -> Result<Vec<u8>, ImageError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::manifest::rows;
+    use crate::manifest::kernels;
 
     /// A folder of its own for a test, removed at its end.
     struct Scratch(PathBuf);
@@ -149,7 +149,7 @@ mod tests {
 
     #[test]
     fn exactly_the_rows_are_embedded() {
-        let mut expected: Vec<String> = rows().iter().map(Row::image_name).collect();
+        let mut expected: Vec<String> = kernels().iter().map(Kernel::image_name).collect();
         expected.sort();
         let archives = ARCHIVES.iter().map(|(_, bytes)| Archive::parse(bytes).unwrap());
         let mut found: Vec<_> = archives
@@ -167,7 +167,7 @@ mod tests {
         std::thread::scope(|scope| {
             for thread in 0..2 {
                 scope.spawn(move || {
-                    for row in rows().iter().skip(thread).step_by(2) {
+                    for row in kernels().iter().skip(thread).step_by(2) {
                         let image = embedded(row).unwrap();
                         let symbol = row.symbol();
                         assert!(image.windows(symbol.len()).any(|at| at == symbol.as_bytes()));
@@ -181,7 +181,7 @@ mod tests {
     /// Also what the next test starts in a process of its own.
     #[test]
     fn a_row_loads() {
-        load(&rows()[0]).unwrap();
+        load(&kernels()[0]).unwrap();
     }
 
     #[test]
@@ -199,8 +199,8 @@ mod tests {
     #[test]
     fn a_folder_takes_the_place_of_embedded_images() {
         let scratch = Scratch::new("images");
-        let code = rows().iter().find(|row| !row.target.is_ptx()).unwrap();
-        let text = rows().iter().find(|row| row.target.is_ptx()).unwrap();
+        let code = kernels().iter().find(|row| !row.target.is_ptx()).unwrap();
+        let text = kernels().iter().find(|row| row.target.is_ptx()).unwrap();
         for row in [code, text] {
             let image = embedded(row).unwrap();
             std::fs::write(scratch.0.join(row.image_name()), &image).unwrap();
@@ -211,8 +211,8 @@ mod tests {
     #[test]
     fn what_is_missing_or_no_image_is_named() {
         let scratch = Scratch::new("no-images");
-        let code = rows().iter().find(|row| !row.target.is_ptx()).unwrap();
-        let text = rows().iter().find(|row| row.target.is_ptx()).unwrap();
+        let code = kernels().iter().find(|row| !row.target.is_ptx()).unwrap();
+        let text = kernels().iter().find(|row| row.target.is_ptx()).unwrap();
         let error = |row| from_folder(row, &scratch.0).unwrap_err().to_string();
         assert!(error(code).contains(&code.image_name()) && error(code).contains("cannot be read"));
         for row in [code, text] {

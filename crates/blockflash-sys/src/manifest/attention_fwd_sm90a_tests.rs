@@ -3,7 +3,7 @@ use crate::{Expect, manifest, manifest::Variant};
 
 #[test]
 fn hopper_rows() {
-    let rows: Vec<_> = manifest::rows()
+    let rows: Vec<_> = manifest::kernels()
         .iter()
         .filter_map(|row| match row.variant {
             Variant::AttentionFwdHopper(tile) => Some((row, tile)),

@@ -70,7 +70,8 @@ mod tests {
 
     #[test]
     fn one_tile_of_a_block_size_takes_any_layout() {
-        let rows: Vec<_> = manifest::rows().iter().filter(|row| row.takes_any_layout()).collect();
+        let rows: Vec<_> =
+            manifest::kernels().iter().filter(|row| row.takes_any_layout()).collect();
         assert_eq!(rows.len(), 2 * 4 * 5);
         for (i, row) in rows.iter().enumerate() {
             let tile = row.bsr_tile().unwrap();

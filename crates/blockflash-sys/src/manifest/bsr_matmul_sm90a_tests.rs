@@ -1,9 +1,9 @@
 use super::*;
 use crate::manifest::{self, Variant};
-use crate::{Expect, Row};
+use crate::{Expect, Kernel};
 
-fn rows(source: &str) -> Vec<(&'static Row, BsrMatmulHopper)> {
-    let rows = manifest::rows().iter().filter_map(|row| match row.variant {
+fn rows(source: &str) -> Vec<(&'static Kernel, BsrMatmulHopper)> {
+    let rows = manifest::kernels().iter().filter_map(|row| match row.variant {
         Variant::BsrMatmulHopper(tile) if row.source() == source => Some((row, tile)),
         _ => None,
     });

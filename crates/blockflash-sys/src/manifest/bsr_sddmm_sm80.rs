@@ -107,7 +107,7 @@ mod tests {
 
     #[test]
     fn one_row_for_every_layout() {
-        let rows: Vec<_> = manifest::rows()
+        let rows: Vec<_> = manifest::kernels()
             .iter()
             .filter_map(|row| match row.variant {
                 Variant::BsrSddmm(tile) => Some((row, tile)),

@@ -108,7 +108,7 @@ mod tests {
 
     #[test]
     fn every_layout_has_its_row() {
-        let rows: Vec<_> = manifest::rows()
+        let rows: Vec<_> = manifest::kernels()
             .iter()
             .filter_map(|row| match row.variant {
                 Variant::BsrSddmmHopper(tile) => Some((row, tile)),

@@ -2,7 +2,7 @@ use crate::DType;
 
 /// A kernel family: one source file, compiled with the compile-time parameters that `self` holds.
 ///
-/// Everything that a [`Row`](super::Row) says about its kernel comes from here.
+/// Everything that a [`Kernel`](super::Kernel) says about its kernel comes from here.
 pub trait Family {
     /// Name of the source in `kernels/`.
     fn source(&self) -> &'static str;

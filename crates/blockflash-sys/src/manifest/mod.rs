@@ -3,7 +3,7 @@
 //!
 //! A kernel family is one file here and one implementation of [`Family`]. Tiles differ between
 //! targets because of shared memory: sm_80 and sm_90 have 163 KB and more per CTA, every other
-//! GPU 99 KB. Rows with equal [`Row::symbol`] are the same source with the same tiles for different
+//! GPU 99 KB. Rows with equal [`Kernel::symbol`] are the same source with the same tiles for different
 //! targets.
 
 mod attention_fwd_sm80;
@@ -15,8 +15,8 @@ mod bsr_matmul_sm90a;
 mod bsr_sddmm_sm80;
 mod bsr_sddmm_sm90a;
 mod family;
+mod kernel;
 mod probe;
-mod row;
 mod tile;
 mod variant;
 
@@ -29,7 +29,7 @@ pub use bsr_matmul_sm90a::BsrMatmulHopper;
 pub use bsr_sddmm_sm80::BsrSddmm;
 pub use bsr_sddmm_sm90a::BsrSddmmHopper;
 pub use family::{Family, Size, Support};
+pub use kernel::{Kernel, kernels};
 pub use probe::Probe;
-pub use row::{Row, rows};
 pub use tile::{AttentionTile, BsrSddmmTile, BsrTile, Lse, Major};
 pub use variant::Variant;

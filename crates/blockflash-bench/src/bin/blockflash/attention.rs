@@ -11,7 +11,7 @@ use crate::output::{RunReport, print};
 use blockflash_bench::io::Array;
 use blockflash_ops::attention::{accepts, select};
 use blockflash_ops::{
-    Align, Attention, AttentionProblem, CuSeqlens, DType, Device, Mask, Operation, Row, Tensor,
+    Align, Attention, AttentionProblem, CuSeqlens, DType, Device, Kernel, Mask, Operation, Tensor,
 };
 use blockflash_sys::manifest;
 use std::process::ExitCode;
@@ -114,7 +114,7 @@ fn kernel(
     row: Option<&str>,
     problem: &AttentionProblem,
     device: &Device,
-) -> Result<Option<&'static Row>> {
+) -> Result<Option<&'static Kernel>> {
     let Some(gpu) = device.cuda_properties().filter(|_| !problem.is_empty()) else {
         return match row {
             Some(_) => Err(Failure::new("--row names a GPU kernel, and none computes this")),
@@ -122,7 +122,7 @@ fn kernel(
         };
     };
     let Some(name) = row else { return Ok(Some(select(problem, gpu)?)) };
-    let mut rows = manifest::rows().iter().filter(|row| row.symbol().contains(name));
+    let mut rows = manifest::kernels().iter().filter(|row| row.symbol().contains(name));
     rows.find(|row| accepts(row, problem, gpu).is_ok()).map(Some).ok_or_else(|| {
         Failure::new(format!("no kernel whose name contains {name} computes this on this GPU"))
     })

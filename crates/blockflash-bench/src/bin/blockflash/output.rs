@@ -5,7 +5,7 @@ use crate::measure::Timing;
 use crate::table::{self, Facts};
 use blockflash_ops::{DType, Device};
 use blockflash_oracle::Comparison;
-use blockflash_sys::Row;
+use blockflash_sys::Kernel;
 use serde_json::{Map, Value, json};
 use std::io::{ErrorKind, Write, stdout};
 use std::process::ExitCode;
@@ -29,7 +29,7 @@ pub struct RunReport<'a> {
     /// Why it is this device, if that may surprise.
     pub note: Option<String>,
     /// `None` on the CPU, and when there was nothing to compute.
-    pub kernel: Option<&'a Row>,
+    pub kernel: Option<&'a Kernel>,
     pub tensors: Vec<(&'static str, Vec<usize>, DType)>,
     pub details: Vec<(&'static str, String)>,
     pub flops: f64,

@@ -6,20 +6,20 @@ use std::sync::LazyLock;
 
 /// One kernel image: a variant compiled for a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Row {
+pub struct Kernel {
     /// What is computed, and the tiles it is computed with.
     pub variant: Variant,
     /// What it is compiled for.
     pub target: Target,
 }
 
-impl Row {
+impl Kernel {
     /// What the kernel's family says about itself.
     pub const fn family(&self) -> &dyn Family {
         self.variant.family()
     }
 
-    /// Name of the folder in `kernels/` that holds the source.cu`.
+    /// Name of the folder in `kernels/` that holds the source.
     pub fn source(&self) -> &'static str {
         self.family().source()
     }
@@ -85,7 +85,7 @@ impl Row {
     }
 
     /// The part that all BSR kernels have; `None` for other kernels. A kernel that
-    /// [takes any layout](Row::takes_any_layout) has it for A as it is and a row-major B.
+    /// [takes any layout](Kernel::takes_any_layout) has it for A as it is and a row-major B.
     pub const fn bsr_tile(&self) -> Option<BsrTile> {
         match self.variant {
             Variant::BsrMatmul(tile) => Some(tile.tile()),
@@ -113,10 +113,11 @@ impl Row {
 
 /// All rows, the preferred targets first. Of rows that suit a problem equally well the first is
 /// taken. Each has a committed image, a line in `kernels.lock` and a recorded GPU pass.
-pub fn rows() -> &'static [Row] {
-    static ROWS: LazyLock<Vec<Row>> = LazyLock::new(|| {
-        let of =
-            |target| Variant::all(target).into_iter().map(move |variant| Row { variant, target });
+pub fn kernels() -> &'static [Kernel] {
+    static ROWS: LazyLock<Vec<Kernel>> = LazyLock::new(|| {
+        let of = |target| {
+            Variant::all(target).into_iter().map(move |variant| Kernel { variant, target })
+        };
         Target::ALL.into_iter().flat_map(of).collect()
     });
     &ROWS
@@ -129,14 +130,14 @@ mod tests {
 
     #[test]
     fn images_have_names_of_their_own() {
-        let names: HashSet<_> = manifest::rows().iter().map(|row| row.image_name()).collect();
-        assert_eq!(names.len(), manifest::rows().len());
+        let names: HashSet<_> = manifest::kernels().iter().map(|row| row.image_name()).collect();
+        assert_eq!(names.len(), manifest::kernels().len());
     }
 
     /// The kernels of Hopper are persistent, apart from the probes.
     #[test]
     fn persistent_kernels_count_tiles() {
-        for row in manifest::rows() {
+        for row in manifest::kernels() {
             let persistent = row.source().ends_with("_sm90a") && !row.source().starts_with("probe");
             assert_eq!(row.family().counts_tiles(), persistent, "{}", row.symbol());
         }
