@@ -24,7 +24,7 @@ fn attention(stream: &Stream) -> Result<()> {
 
     let first = Attention { mask: Mask::causal(), ..Attention::new(q.view(), q.view(), q.view()) };
     let prepared = first.prepare(&(o.view_mut(), None), stream)?;
-    assert_eq!(prepared.row().is_none(), stream.device().is_cpu());
+    assert_eq!(prepared.kernel().is_none(), stream.device().is_cpu());
     // With other tensors of the same shape.
     let second =
         Attention { mask: Mask::causal(), ..Attention::new(other.view(), q.view(), other.view()) };
@@ -89,7 +89,7 @@ fn bsr(stream: &Stream) -> Result<()> {
     ];
     let call = BsrMatmul::new(&a, b.view());
     let prepared = call.prepare(&c.view_mut(), stream)?;
-    assert_eq!(prepared.row().is_none(), stream.device().is_cpu());
+    assert_eq!(prepared.kernel().is_none(), stream.device().is_cpu());
     call.matmul_into(expected.view_mut(), stream)?;
     call.run_prepared(&prepared, c.view_mut(), stream)?;
     assert_eq!(bits(&c, stream), bits(&expected, stream));

@@ -20,7 +20,7 @@ pub trait Steps {
     /// Plans and queues a kernel that accepts the problem. There are outputs to compute.
     fn launch(
         &self,
-        row: &Kernel,
+        kernel: &Kernel,
         problem: &Self::Problem,
         gpu: &CudaProperties,
         out: Self::Out<'_>,
@@ -75,16 +75,16 @@ pub trait Operation: Steps {
     ///
     /// # Errors
     /// Also [`Error::Unsupported`] if the kernel cannot compute this problem on this device.
-    fn run_with(&self, row: &Kernel, out: Self::Out<'_>, stream: &Stream) -> Result<()> {
+    fn run_with(&self, kernel: &Kernel, out: Self::Out<'_>, stream: &Stream) -> Result<()> {
         let problem = self.checked(&out, stream)?;
         let Some(gpu) = stream.device().cuda_properties() else {
-            return Err(no_kernel_on_cpu::<Self::Problem>(row));
+            return Err(no_kernel_on_cpu::<Self::Problem>(kernel));
         };
-        accepts(row, &problem, gpu)?;
+        accepts(kernel, &problem, gpu)?;
         if Self::is_empty(&problem) {
             return Ok(());
         }
-        self.launch(row, &problem, gpu, out, stream)
+        self.launch(kernel, &problem, gpu, out, stream)
     }
 
     /// Decides for good what [`run`](Self::run) decides anew at each call, and loads the kernel.
@@ -93,12 +93,12 @@ pub trait Operation: Steps {
     /// As [`run`](Self::run), and if the kernel cannot be loaded.
     fn prepare(&self, out: &Self::Out<'_>, stream: &Stream) -> Result<Prepared<Self::Problem>> {
         let problem = self.checked(out, stream)?;
-        let row = match stream.device().cuda_properties() {
+        let kernel = match stream.device().cuda_properties() {
             Some(gpu) if !Self::is_empty(&problem) => Some(select(&problem, gpu)?),
             _ => None,
         };
-        row.map_or(Ok(()), |row| stream.device().preload(row).map(|_| ()))?;
-        Ok(Prepared { problem, device: *stream.device(), row })
+        kernel.map_or(Ok(()), |kernel| stream.device().preload(kernel).map(|_| ()))?;
+        Ok(Prepared { problem, device: *stream.device(), kernel })
     }
 
     /// Like [`run`](Self::run) with the kernel that was decided on. The tensors may be others than
@@ -117,8 +117,8 @@ pub trait Operation: Steps {
         if problem != prepared.problem || *stream.device() != prepared.device {
             return Err(Error::NotPrepared { op: Self::Problem::OP });
         }
-        match (prepared.row, stream.device().cuda_properties()) {
-            (Some(row), Some(gpu)) => self.launch(row, &problem, gpu, out, stream),
+        match (prepared.kernel, stream.device().cuda_properties()) {
+            (Some(kernel), Some(gpu)) => self.launch(kernel, &problem, gpu, out, stream),
             _ if Self::is_empty(&problem) => Ok(()),
             _ => self.compute(&problem, out, stream),
         }
@@ -128,8 +128,8 @@ pub trait Operation: Steps {
 impl<T: Steps> Operation for T {}
 
 /// A kernel was named, but the tensors are on the CPU.
-pub(crate) fn no_kernel_on_cpu<P: Problem>(row: &Kernel) -> Error {
-    unsupported::<P>(&"cpu", format!("{} runs on a GPU", row.symbol()))
+pub(crate) fn no_kernel_on_cpu<P: Problem>(kernel: &Kernel) -> Error {
+    unsupported::<P>(&"cpu", format!("{} runs on a GPU", kernel.symbol()))
 }
 
 /// A call whose kernel is decided and loaded, for loops that repeat it: see [`Operation::prepare`].
@@ -138,12 +138,12 @@ pub struct Prepared<P> {
     problem: P,
     device: Device,
     /// `None` on the CPU, and where there is nothing to compute.
-    row: Option<&'static Kernel>,
+    kernel: Option<&'static Kernel>,
 }
 
 impl<P> Prepared<P> {
     /// The kernel; `None` on the CPU, and where there is nothing to compute.
-    pub fn row(&self) -> Option<&'static Kernel> {
-        self.row
+    pub fn kernel(&self) -> Option<&'static Kernel> {
+        self.kernel
     }
 }

@@ -25,13 +25,13 @@ pub trait Problem: Copy + Debug + PartialEq + 'static {
     type Rank: Ord;
 
     /// The tile of a kernel of this operation; `None` for other kernels.
-    fn tile(row: &Kernel) -> Option<Self::Tile>;
+    fn tile(kernel: &Kernel) -> Option<Self::Tile>;
     /// All kernels of the operation. Each implementation caches its own, since selection at every
     /// call has no time to look through the whole manifest.
     fn kernels() -> &'static [Peers<'static, Self>];
     /// Preference that depends on the kernel alone; the least is taken if a kernel of it fits.
-    fn order(row: &Kernel, _tile: &Self::Tile) -> [usize; 2] {
-        [preference(row.target), 0]
+    fn order(kernel: &Kernel, _tile: &Self::Tile) -> [usize; 2] {
+        [preference(kernel.target), 0]
     }
     /// Preference among kernels of equal order that fit; the least is taken.
     fn rank(candidate: &Candidate<'_, Self>) -> Self::Rank;
@@ -52,7 +52,7 @@ pub(crate) type Kernels<P> = LazyLock<Vec<Peers<'static, P>>>;
 
 /// A kernel that might compute a problem on a GPU.
 pub struct Candidate<'c, P: Problem> {
-    pub(crate) row: &'c Kernel,
+    pub(crate) kernel: &'c Kernel,
     pub(crate) tile: &'c P::Tile,
     pub(crate) problem: &'c P,
     pub(crate) gpu: &'c CudaProperties,
@@ -86,10 +86,10 @@ impl<P: Problem> Rule<P> {
     };
 
     const TARGET: Self = Self {
-        holds: |c| c.row.target.runs_on(c.gpu.compute_capability),
-        refuses: |c| format!("the image is compiled for {}", c.row.target),
+        holds: |c| c.kernel.target.runs_on(c.gpu.compute_capability),
+        refuses: |c| format!("the image is compiled for {}", c.kernel.target),
         excludes_all: Some(|all| {
-            let portable = all.iter().any(|c| c.row.target != Target::Sm90a);
+            let portable = all.iter().any(|c| c.kernel.target != Target::Sm90a);
             let oldest = if portable { "8.0 or newer" } else { "9.0" };
             format!("kernels need compute capability {oldest}")
         }),
@@ -110,9 +110,9 @@ impl<P: Problem> Rule<P> {
     /// The GPU has the shared memory that the kernel needs.
     pub(crate) const fn shared_memory(excludes_all: Option<Explanation<P>>) -> Self {
         Self {
-            holds: |c| c.row.smem_bytes() <= c.gpu.smem_per_block,
+            holds: |c| c.kernel.smem_bytes() <= c.gpu.smem_per_block,
             refuses: |c| {
-                let (needed, available) = (c.row.smem_bytes(), c.gpu.smem_per_block);
+                let (needed, available) = (c.kernel.smem_bytes(), c.gpu.smem_per_block);
                 format!("a block needs {needed} bytes of shared memory, the GPU has {available}")
             },
             excludes_all,
@@ -130,9 +130,10 @@ pub(crate) fn all<P: Problem>() -> Vec<Peers<'static, P>> {
     among::<P>(manifest::kernels())
 }
 
-fn among<P: Problem>(rows: &[Kernel]) -> Vec<Peers<'_, P>> {
-    let standing = |(row, tile): &(&Kernel, P::Tile)| (P::order(row, tile), P::key_of(tile));
-    let mut all: Vec<_> = rows.iter().filter_map(|row| Some((row, P::tile(row)?))).collect();
+fn among<P: Problem>(kernels: &[Kernel]) -> Vec<Peers<'_, P>> {
+    let standing = |(kernel, tile): &(&Kernel, P::Tile)| (P::order(kernel, tile), P::key_of(tile));
+    let mut all: Vec<_> =
+        kernels.iter().filter_map(|kernel| Some((kernel, P::tile(kernel)?))).collect();
     all.sort_by_key(standing);
     all.chunk_by(|a, b| standing(a) == standing(b))
         .map(|peers| Peers { key: P::key_of(&peers[0].1), kernels: peers.to_vec() })
@@ -156,11 +157,11 @@ pub(crate) fn select<P: Problem>(problem: &P, gpu: &CudaProperties) -> Result<&'
 /// The same of these kernels.
 #[cfg(test)]
 pub(crate) fn select_among<'r, P: Problem>(
-    rows: &'r [Kernel],
+    kernels: &'r [Kernel],
     problem: &P,
     gpu: &CudaProperties,
 ) -> Result<&'r Kernel> {
-    select_of(&among::<P>(rows), problem, gpu)
+    select_of(&among::<P>(kernels), problem, gpu)
 }
 
 fn select_of<'r, P: Problem>(
@@ -173,16 +174,16 @@ fn select_of<'r, P: Problem>(
         let best = peers
             .kernels
             .iter()
-            .map(|(row, tile)| (*row, Candidate { row, tile, problem, gpu }))
+            .map(|(kernel, tile)| (*kernel, Candidate { kernel, tile, problem, gpu }))
             .filter(|(_, c)| (Rule::TARGET.holds)(c))
             .filter(|(_, c)| P::RULES.iter().all(|rule| (rule.holds)(c)))
             .min_by_key(|(_, c)| P::rank(c));
-        if let Some((row, _)) = best {
-            return Ok(row);
+        if let Some((kernel, _)) = best {
+            return Ok(kernel);
         }
     }
     let all = kernels.iter().flat_map(|peers| &peers.kernels);
-    let all = all.map(|(row, tile)| Candidate { row, tile, problem, gpu }).collect();
+    let all = all.map(|(kernel, tile)| Candidate { kernel, tile, problem, gpu }).collect();
     Err(unsupported::<P>(&gpu.compute_capability, why_none(all)))
 }
 
@@ -199,33 +200,37 @@ fn why_none<P: Problem>(mut left: Vec<Candidate<'_, P>>) -> String {
 }
 
 /// Whether this very kernel computes the problem on this GPU.
-pub(crate) fn accepts<P: Problem>(row: &Kernel, problem: &P, gpu: &CudaProperties) -> Result<()> {
-    obeys(&[&[Rule::DTYPE], P::RULES, &[Rule::TARGET]], row, problem, gpu)
+pub(crate) fn accepts<P: Problem>(
+    kernel: &Kernel,
+    problem: &P,
+    gpu: &CudaProperties,
+) -> Result<()> {
+    obeys(&[&[Rule::DTYPE], P::RULES, &[Rule::TARGET]], kernel, problem, gpu)
 }
 
 /// Whether it does but for the element type and the target, which plans do not depend on.
-pub(crate) fn fits<P: Problem>(row: &Kernel, problem: &P, gpu: &CudaProperties) -> Result<()> {
-    obeys(&[P::RULES], row, problem, gpu)
+pub(crate) fn fits<P: Problem>(kernel: &Kernel, problem: &P, gpu: &CudaProperties) -> Result<()> {
+    obeys(&[P::RULES], kernel, problem, gpu)
 }
 
 fn obeys<P: Problem>(
     rules: &[&[Rule<P>]],
-    row: &Kernel,
+    kernel: &Kernel,
     problem: &P,
     gpu: &CudaProperties,
 ) -> Result<()> {
-    let tile = &tile_of::<P>(row, &gpu.compute_capability)?;
-    let candidate = Candidate { row, tile, problem, gpu };
+    let tile = &tile_of::<P>(kernel, &gpu.compute_capability)?;
+    let candidate = Candidate { kernel, tile, problem, gpu };
     let mut rules = rules.iter().copied().flatten();
     let Some(broken) = rules.find(|rule| !(rule.holds)(&candidate)) else { return Ok(()) };
-    let what = format!("{}: {}", row.symbol(), (broken.refuses)(&candidate));
+    let what = format!("{}: {}", kernel.symbol(), (broken.refuses)(&candidate));
     Err(unsupported::<P>(&gpu.compute_capability, what))
 }
 
 /// The tile of a kernel of this operation.
-pub(crate) fn tile_of<P: Problem>(row: &Kernel, arch: &dyn Display) -> Result<P::Tile> {
-    P::tile(row).ok_or_else(|| {
-        unsupported::<P>(arch, format!("{}: this kernel computes something else", row.symbol()))
+pub(crate) fn tile_of<P: Problem>(kernel: &Kernel, arch: &dyn Display) -> Result<P::Tile> {
+    P::tile(kernel).ok_or_else(|| {
+        unsupported::<P>(arch, format!("{}: this kernel computes something else", kernel.symbol()))
     })
 }
 

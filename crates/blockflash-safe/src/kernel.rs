@@ -13,46 +13,46 @@ use std::sync::{Arc, PoisonError};
 const DEFAULT_SMEM_BYTES: u32 = 48 * 1024;
 
 impl Device {
-    /// Loads the kernel of a row now instead of at its first launch, and says what it occupies.
+    /// Loads a kernel now instead of at its first launch, and says what it occupies.
     ///
     /// # Errors
     /// [`Error::NotOnGpu`] for the CPU, [`Error::Image`] for a missing image, [`Error::Cuda`] for
     /// one that this GPU cannot run.
-    pub fn preload(&self, row: &Kernel) -> Result<KernelInfo> {
+    pub fn preload(&self, kernel: &Kernel) -> Result<KernelInfo> {
         let context = self.context().ok_or(Error::NotOnGpu { what: "loading a kernel" })?;
-        Ok(LoadedKernel::of(context, row)?.info)
+        Ok(LoadedKernel::of(context, kernel)?.info)
     }
 }
 
 impl LoadedKernel {
-    /// The kernel of a row, loaded at the first call.
-    pub(crate) fn of(context: &'static Context, row: &Kernel) -> Result<Arc<LoadedKernel>> {
-        if let Some(kernel) =
-            context.kernels.read().unwrap_or_else(PoisonError::into_inner).get(row)
+    /// The kernel of the table, loaded at the first call.
+    pub(crate) fn of(context: &'static Context, kernel: &Kernel) -> Result<Arc<LoadedKernel>> {
+        if let Some(loaded) =
+            context.kernels.read().unwrap_or_else(PoisonError::into_inner).get(kernel)
         {
-            return Ok(Arc::clone(kernel));
+            return Ok(Arc::clone(loaded));
         }
         let mut kernels = context.kernels.write().unwrap_or_else(PoisonError::into_inner);
         // Another thread may have loaded it while this one waited.
-        if let Some(kernel) = kernels.get(row) {
-            return Ok(Arc::clone(kernel));
+        if let Some(loaded) = kernels.get(kernel) {
+            return Ok(Arc::clone(loaded));
         }
-        let kernel = Arc::new(LoadedKernel::load(context, row)?);
-        kernels.insert(*row, Arc::clone(&kernel));
-        Ok(kernel)
+        let loaded = Arc::new(LoadedKernel::load(context, kernel)?);
+        kernels.insert(*kernel, Arc::clone(&loaded));
+        Ok(loaded)
     }
 
-    fn load(context: &'static Context, row: &Kernel) -> Result<LoadedKernel> {
-        if !row.target.runs_on(context.properties.compute_capability) {
+    fn load(context: &'static Context, kernel: &Kernel) -> Result<LoadedKernel> {
+        if !kernel.target.runs_on(context.properties.compute_capability) {
             let device = Device::with_context(context);
             return Err(Error::Unsupported { device, what: "the machine code of this kernel" });
         }
-        let symbol = row.symbol();
+        let symbol = kernel.symbol();
         let name = CString::new(symbol.as_str()).map_err(|_| Error::Launch {
             symbol: symbol.clone(),
             what: "its name contains a NUL".to_owned(),
         })?;
-        let bytes = image::load(row)?;
+        let bytes = image::load(kernel)?;
         // The driver reads ELF structures in place: they want 8-byte alignment, which a `Vec<u8>`
         // does not promise.
         let mut aligned = vec![0u64; bytes.len().div_ceil(8)];
@@ -81,14 +81,14 @@ impl LoadedKernel {
             registers: attribute(raw, Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS)?,
             local_bytes: attribute(raw, Attribute::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?,
             static_smem_bytes: attribute(raw, Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?,
-            dynamic_smem_bytes: row.smem_bytes(),
+            dynamic_smem_bytes: kernel.smem_bytes(),
             max_threads: attribute(raw, Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
             param_bytes: param_bytes(raw)?,
         };
-        if row.smem_bytes() + info.static_smem_bytes > DEFAULT_SMEM_BYTES {
+        if kernel.smem_bytes() + info.static_smem_bytes > DEFAULT_SMEM_BYTES {
             let limit = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: `raw` is a function of a module of the current context.
-            let code = unsafe { sys::cuFuncSetAttribute(raw, limit, row.smem_bytes() as i32) };
+            let code = unsafe { sys::cuFuncSetAttribute(raw, limit, kernel.smem_bytes() as i32) };
             check("cuFuncSetAttribute", code)?;
         }
         Ok(LoadedKernel { raw: Handle(raw), symbol, info })

@@ -143,7 +143,7 @@ impl Network {
         let Self { layers: [first, second], dtype, stream, hidden, y, dhidden } = self;
         let dy = Tensor::zeros(stream, *dtype, y.shape())?;
         let matmul = |what, op: BsrMatmul<'_>, c: &mut Tensor| -> Result<Product> {
-            let kernel = op.prepare(&transposed(c)?, stream)?.row().map(Kernel::symbol);
+            let kernel = op.prepare(&transposed(c)?, stream)?.kernel().map(Kernel::symbol);
             let flops = bsr_flops(&op.problem(&transposed(c)?)?);
             let launch = |stream: &Stream| Ok(op.matmul_into(transposed(c)?, stream)?);
             let us = Repeat::new(stream, Cache::Warm, launch)?.launch_us();
@@ -151,7 +151,7 @@ impl Network {
         };
         let sddmm = |what, op: BsrSddmm<'_>| -> Result<Product> {
             let mut gradient = Tensor::zeros(stream, DType::F32, op.pattern.values().shape())?;
-            let kernel = op.prepare(&gradient.view_mut(), stream)?.row().map(Kernel::symbol);
+            let kernel = op.prepare(&gradient.view_mut(), stream)?.kernel().map(Kernel::symbol);
             let flops = bsr_sddmm_flops(&op.problem(&gradient.view_mut())?);
             let launch = |stream: &Stream| Ok(op.sddmm_into(gradient.view_mut(), stream)?);
             let us = Repeat::new(stream, Cache::Warm, launch)?.launch_us();

@@ -206,13 +206,13 @@ impl Steps for Attention<'_> {
 
     fn launch(
         &self,
-        row: &Kernel,
+        kernel: &Kernel,
         problem: &AttentionProblem,
         gpu: &CudaProperties,
         (o, lse): Self::Out<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        let plan = plan::planned(row, problem, gpu)?;
+        let plan = plan::planned(kernel, problem, gpu)?;
         let aligned = [
             ("q", self.q.is_aligned(16)),
             ("k", self.k.is_aligned(16)),
@@ -235,10 +235,10 @@ impl Steps for Attention<'_> {
         };
         match &plan.params {
             AttentionParams::Portable(params) => {
-                stream.launch::<AttentionFwd>(row, &plan.config, params, operands)?;
+                stream.launch::<AttentionFwd>(kernel, &plan.config, params, operands)?;
             }
             AttentionParams::Hopper(params) => {
-                stream.launch::<AttentionFwdHopper>(row, &plan.config, params, operands)?;
+                stream.launch::<AttentionFwdHopper>(kernel, &plan.config, params, operands)?;
             }
         }
         Ok(())
@@ -265,7 +265,7 @@ fn allocate(
     Ok(tensor(stream, dtype, shape)?)
 }
 
-/// For tests of rows one by one: the problem as a kernel with such tiles takes it.
+/// For tests of kernels one by one: the problem as a kernel with such tiles takes it.
 #[cfg(test)]
 fn as_asked(
     problem: AttentionProblem,

@@ -47,28 +47,28 @@ pub struct AttentionPlan {
     pub workspace_bytes: usize,
 }
 
-/// Fills the kernel argument and the launch configuration of `row` for a problem that it accepts on
+/// Fills the kernel argument and the launch configuration of `kernel` for a problem that it accepts on
 /// this GPU.
 ///
 /// # Errors
 /// [`Error::Misaligned`] for a stride that is not a multiple of 8 elements, [`Error::TooLarge`] for
-/// a grid or size beyond 32 bits, [`Error::Unsupported`] if the row does not compute this problem.
+/// a grid or size beyond 32 bits, [`Error::Unsupported`] if the kernel does not compute this problem.
 pub fn plan(
-    row: &Kernel,
+    kernel: &Kernel,
     problem: &AttentionProblem,
     gpu: &CudaProperties,
 ) -> Result<AttentionPlan> {
-    fits(row, problem, gpu)?;
-    planned(row, problem, gpu)
+    fits(kernel, problem, gpu)?;
+    planned(kernel, problem, gpu)
 }
 
-/// The same for a row that is known to compute the problem.
+/// The same for a kernel that is known to compute the problem.
 pub(super) fn planned(
-    row: &Kernel,
+    kernel: &Kernel,
     problem: &AttentionProblem,
     gpu: &CudaProperties,
 ) -> Result<AttentionPlan> {
-    let tile = &tile_of::<AttentionProblem>(row, &gpu.compute_capability)?;
+    let tile = &tile_of::<AttentionProblem>(kernel, &gpu.compute_capability)?;
     check_strides(problem)?;
 
     let tiles_q = match problem.block_mask {
@@ -78,7 +78,7 @@ pub(super) fn planned(
     let tiles = grid_x(&[tiles_q, problem.num_heads_q / tile.heads as usize, problem.batch])?;
     let base = base_params(problem)?;
     // Blocks for Hopper stay and take tile after tile.
-    let stay = match row.variant {
+    let stay = match kernel.variant {
         Variant::AttentionFwdHopper(tile) => {
             Some(gpu.multiprocessors.max(1).saturating_mul(tile.blocks_per_multiprocessor))
         }
@@ -91,8 +91,8 @@ pub(super) fn planned(
     }
     let config = LaunchConfig {
         grid: [stay.map_or(tiles, |blocks| tiles.min(blocks)), 1, 1],
-        block: row.threads(),
-        smem_bytes: row.smem_bytes(),
+        block: kernel.threads(),
+        smem_bytes: kernel.smem_bytes(),
         cluster: None,
         programmatic_dependent_launch: hopper,
     };

@@ -8,24 +8,24 @@ use blockflash_sys::{DType, Kernel};
 use std::cmp::Reverse;
 use std::sync::LazyLock;
 
-/// The kernel for a problem on a GPU: of the usable rows those of the preferred target (machine
+/// The kernel for a problem on a GPU: of the usable kernels those of the preferred target (machine
 /// code before PTX), of these the smallest head_dim tile that fits, of these the one whose grid is
 /// estimated to end first. Under a block mask tiles must divide its blocks, and the largest ones
 /// that do are taken.
 ///
 /// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported) says what no row offers: the element type, the
+/// [`Error::Unsupported`](crate::Error::Unsupported) says what no kernel offers: the element type, the
 /// head dimension, the blocks of the mask, the architecture or its shared memory.
 pub fn select(problem: &AttentionProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
     selection::select(problem, gpu)
 }
 
-/// Whether this very row can compute the problem on this GPU.
+/// Whether this very kernel can compute the problem on this GPU.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) says what does not fit.
-pub fn accepts(row: &Kernel, problem: &AttentionProblem, gpu: &CudaProperties) -> Result<()> {
-    selection::accepts(row, problem, gpu)
+pub fn accepts(kernel: &Kernel, problem: &AttentionProblem, gpu: &CudaProperties) -> Result<()> {
+    selection::accepts(kernel, problem, gpu)
 }
 
 impl Problem for AttentionProblem {
@@ -36,8 +36,8 @@ impl Problem for AttentionProblem {
     type Tile = AttentionTile;
     type Rank = (Option<Reverse<(u32, u32)>>, u64);
 
-    fn tile(row: &Kernel) -> Option<AttentionTile> {
-        row.attention_tile()
+    fn tile(kernel: &Kernel) -> Option<AttentionTile> {
+        kernel.attention_tile()
     }
 
     fn kernels() -> &'static [Peers<'static, Self>] {
@@ -46,8 +46,8 @@ impl Problem for AttentionProblem {
         &KERNELS
     }
 
-    fn order(row: &Kernel, tile: &AttentionTile) -> [usize; 2] {
-        [preference(row.target), tile.head_dim as usize]
+    fn order(kernel: &Kernel, tile: &AttentionTile) -> [usize; 2] {
+        [preference(kernel.target), tile.head_dim as usize]
     }
 
     fn rank(c: &Candidate<'_, Self>) -> Self::Rank {
@@ -165,7 +165,7 @@ const HEADS: AttentionRule = Rule {
 /// Tensor maps describe q, k and v: those step on in every dimension, and not too far.
 const TENSOR_MAPS: AttentionRule = Rule {
     holds: |c| {
-        !matches!(c.row.variant, Variant::AttentionFwdHopper(_))
+        !matches!(c.kernel.variant, Variant::AttentionFwdHopper(_))
             || without_tensor_map(c.problem).is_none()
     },
     refuses: |c| {
@@ -202,12 +202,12 @@ fn without_tensor_map(problem: &AttentionProblem) -> Option<(&'static str, &'sta
     None
 }
 
-/// Estimated nanoseconds of a row for Hopper. While tiles are few, the multiprocessors with most of
+/// Estimated nanoseconds of a kernel for Hopper. While tiles are few, the multiprocessors with most of
 /// them decide; many tiles spread evenly, but for half a round at the end. Under a causal mask or a
 /// window tiles are unequal: the longest start first, and the others fill the gaps.
 fn relative_time(c: &Candidate<'_, AttentionProblem>) -> f64 {
     let Candidate { tile, problem, gpu, .. } = c;
-    let Variant::AttentionFwdHopper(hopper) = c.row.variant else { return 0.0 };
+    let Variant::AttentionFwdHopper(hopper) = c.kernel.variant else { return 0.0 };
     let tiles = problem.batch as f64
         * (problem.num_heads_q / tile.heads as usize) as f64
         * problem.seqlen_q.div_ceil(tile.block_q as usize) as f64;

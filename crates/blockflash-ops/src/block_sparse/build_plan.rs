@@ -24,12 +24,12 @@ pub(super) const STEPS: [i32; 2] = [BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLO
 /// The kernel argument of the first step, whose pointers are null, and the geometry of both
 /// launches. The choice fits the sizes.
 pub(super) fn plan(
-    row: &Kernel,
+    kernel: &Kernel,
     sizes: &Sizes,
     choice: &BlockChoice<'_>,
     capacity: usize,
 ) -> Result<(blockflash_block_mask_build_params, LaunchConfig)> {
-    let slab_rows = tile_of::<Sizes>(row, &row.target)?;
+    let slab_rows = tile_of::<Sizes>(kernel, &kernel.target)?;
     let Sizes { geometry, batch, heads } = *sizes;
     let (rows, cols) = (geometry.rows(), geometry.cols());
     let (source_kind, k) = match &choice.source {
@@ -77,8 +77,8 @@ pub(super) fn plan(
     };
     let config = LaunchConfig {
         grid: [grid_x(&[rows.div_ceil(slab_rows), heads, batch])?, 1, 1],
-        block: row.threads(),
-        smem_bytes: row.smem_bytes(),
+        block: kernel.threads(),
+        smem_bytes: kernel.smem_bytes(),
         cluster: None,
         programmatic_dependent_launch: false,
     };

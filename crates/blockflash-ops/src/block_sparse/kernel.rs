@@ -18,8 +18,8 @@ impl Problem for Sizes {
     type Tile = usize;
     type Rank = ();
 
-    fn tile(row: &Kernel) -> Option<usize> {
-        match row.variant {
+    fn tile(kernel: &Kernel) -> Option<usize> {
+        match kernel.variant {
             Variant::BlockMask(BlockMaskKernel::Build { slab_rows }) => Some(slab_rows as usize),
             _ => None,
         }
@@ -50,8 +50,8 @@ impl Problem for ScoreSizes {
     type Tile = (DType, usize);
     type Rank = ();
 
-    fn tile(row: &Kernel) -> Option<(DType, usize)> {
-        match row.variant {
+    fn tile(kernel: &Kernel) -> Option<(DType, usize)> {
+        match kernel.variant {
             Variant::BlockMask(BlockMaskKernel::Scores { dtype, tile }) => {
                 Some((dtype, tile as usize))
             }

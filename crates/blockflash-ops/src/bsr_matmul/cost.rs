@@ -133,9 +133,9 @@ pub(super) fn hopper_time(
         .fold((time(1), 1), |a, b| if b.0 < a.0 { b } else { a })
 }
 
-/// Parts in which a row computes its longest tile if there is memory for their sums.
-pub(super) fn parts(row: &Kernel, problem: &BsrProblem, gpu: &CudaProperties) -> usize {
-    match &row.variant {
+/// Parts in which a kernel computes its longest tile if there is memory for their sums.
+pub(super) fn parts(kernel: &Kernel, problem: &BsrProblem, gpu: &CudaProperties) -> usize {
+    match &kernel.variant {
         Variant::BsrMatmulHopper(kernel) => hopper_time(kernel, problem, gpu).1,
         _ => 1,
     }

@@ -166,8 +166,8 @@ impl<'a> BsrMatmul<'a> {
 
     /// The parts of long tiles, for kernels that have some and a caller who lends memory for their
     /// sums.
-    fn parts(&self, row: &Kernel, n: usize, most: usize) -> Option<BsrParts<'a>> {
-        let (Variant::BsrMatmulHopper(tile), Some(workspace)) = (&row.variant, self.workspace)
+    fn parts(&self, kernel: &Kernel, n: usize, most: usize) -> Option<BsrParts<'a>> {
+        let (Variant::BsrMatmulHopper(tile), Some(workspace)) = (&kernel.variant, self.workspace)
         else {
             return None;
         };
@@ -214,16 +214,16 @@ impl Steps for BsrMatmul<'_> {
 
     fn launch(
         &self,
-        row: &Kernel,
+        kernel: &Kernel,
         problem: &BsrProblem,
         gpu: &CudaProperties,
         c: ViewMut<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        let mut plan = plan::planned(row, problem, gpu)?;
-        let parts = self.parts(row, problem.n, plan.parts);
+        let mut plan = plan::planned(kernel, problem, gpu)?;
+        let parts = self.parts(kernel, problem.n, plan.parts);
         if let Some(parts) = &parts {
-            plan.add_parts(parts.begin[0] as usize, row, problem, gpu)?;
+            plan.add_parts(parts.begin[0] as usize, kernel, problem, gpu)?;
         }
         let operands = BsrMatmulOperands {
             indices: self.transpose.map_or(self.a.indices(), BsrTranspose::indices),
@@ -234,14 +234,19 @@ impl Steps for BsrMatmul<'_> {
             bias: self.bias.view(),
         };
         let (config, params) = (&plan.config, &plan.params);
-        match row.variant {
+        match kernel.variant {
             Variant::BsrMatmulHopper(_) => {
-                stream.launch::<BsrMatmulHopper>(row, config, params, operands)?;
+                stream.launch::<BsrMatmulHopper>(kernel, config, params, operands)?;
             }
             Variant::BsrMatmulAny(_) => {
-                stream.launch::<BsrMatmulAny>(row, config, &plan.any_params(problem), operands)?;
+                stream.launch::<BsrMatmulAny>(
+                    kernel,
+                    config,
+                    &plan.any_params(problem),
+                    operands,
+                )?;
             }
-            _ => stream.launch::<manifest::BsrMatmul>(row, config, params, operands)?,
+            _ => stream.launch::<manifest::BsrMatmul>(kernel, config, params, operands)?,
         }
         Ok(())
     }

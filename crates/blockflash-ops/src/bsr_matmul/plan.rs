@@ -23,25 +23,25 @@ pub struct BsrMatmulPlan {
     pub parts: usize,
 }
 
-/// Fills the kernel argument and the launch configuration of `row` for a problem that it accepts on
+/// Fills the kernel argument and the launch configuration of `kernel` for a problem that it accepts on
 /// this GPU.
 ///
 /// # Errors
 /// [`Error::TooLarge`] for a grid or size that the kernel cannot count, [`Error::Unsupported`] if
-/// the row does not compute this problem, [`Error::DType`] for a C that is no floating-point
+/// the kernel does not compute this problem, [`Error::DType`] for a C that is no floating-point
 /// matrix.
-pub fn plan(row: &Kernel, problem: &BsrProblem, gpu: &CudaProperties) -> Result<BsrMatmulPlan> {
-    fits(row, problem, gpu)?;
-    planned(row, problem, gpu)
+pub fn plan(kernel: &Kernel, problem: &BsrProblem, gpu: &CudaProperties) -> Result<BsrMatmulPlan> {
+    fits(kernel, problem, gpu)?;
+    planned(kernel, problem, gpu)
 }
 
-/// The same for a row that is known to compute the problem.
+/// The same for a kernel that is known to compute the problem.
 pub(super) fn planned(
-    row: &Kernel,
+    kernel: &Kernel,
     problem: &BsrProblem,
     gpu: &CudaProperties,
 ) -> Result<BsrMatmulPlan> {
-    let tile = &tile_of::<BsrProblem>(row, &gpu.compute_capability)?;
+    let tile = &tile_of::<BsrProblem>(kernel, &gpu.compute_capability)?;
     let c_dtype = match problem.c_dtype {
         DType::F16 => BLOCKFLASH_DTYPE_F16,
         DType::BF16 => BLOCKFLASH_DTYPE_BF16,
@@ -78,13 +78,13 @@ pub(super) fn planned(
         c_column_major: i32::from(problem.c_major == Major::Column),
     };
     let config = LaunchConfig {
-        grid: [blocks(row, tile, problem, gpu, 0)?, 1, 1],
-        block: row.threads(),
-        smem_bytes: row.smem_bytes(),
-        cluster: row.cluster(),
-        programmatic_dependent_launch: matches!(row.variant, Variant::BsrMatmulHopper(_)),
+        grid: [blocks(kernel, tile, problem, gpu, 0)?, 1, 1],
+        block: kernel.threads(),
+        smem_bytes: kernel.smem_bytes(),
+        cluster: kernel.cluster(),
+        programmatic_dependent_launch: matches!(kernel.variant, Variant::BsrMatmulHopper(_)),
     };
-    Ok(BsrMatmulPlan { params, config, parts: cost::parts(row, problem, gpu) })
+    Ok(BsrMatmulPlan { params, config, parts: cost::parts(kernel, problem, gpu) })
 }
 
 impl BsrMatmulPlan {
@@ -102,19 +102,19 @@ impl BsrMatmulPlan {
     pub(super) fn add_parts(
         &mut self,
         parts: usize,
-        row: &Kernel,
+        kernel: &Kernel,
         problem: &BsrProblem,
         gpu: &CudaProperties,
     ) -> Result<()> {
-        let tile = tile_of::<BsrProblem>(row, &gpu.compute_capability)?;
-        self.config.grid[0] = blocks(row, &tile, problem, gpu, parts)?;
+        let tile = tile_of::<BsrProblem>(kernel, &gpu.compute_capability)?;
+        self.config.grid[0] = blocks(kernel, &tile, problem, gpu, parts)?;
         Ok(())
     }
 }
 
 /// Blocks of threads for the tiles of C and, per tile of columns, so many parts more.
 fn blocks(
-    row: &Kernel,
+    kernel: &Kernel,
     tile: &BsrTile,
     problem: &BsrProblem,
     gpu: &CudaProperties,
@@ -122,7 +122,7 @@ fn blocks(
 ) -> Result<u32> {
     let tiles_m = problem.m.div_ceil(problem.block_size).div_ceil(tile.block_rows as usize);
     let tiles = grid_x(&[tile.tiles_n(problem.n as u64) as usize, tiles_m + parts])?;
-    if !matches!(row.variant, Variant::BsrMatmulHopper(_)) {
+    if !matches!(kernel.variant, Variant::BsrMatmulHopper(_)) {
         return Ok(tiles);
     }
     // Blocks for Hopper stay and take tile after tile; each looks for one past the last.

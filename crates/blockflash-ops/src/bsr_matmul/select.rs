@@ -8,25 +8,25 @@ use blockflash_sys::{DType, Kernel, Major};
 use std::cmp::Reverse;
 use std::sync::LazyLock;
 
-/// The kernel for a problem on a GPU: of the usable rows those of the preferred target (machine
+/// The kernel for a problem on a GPU: of the usable kernels those of the preferred target (machine
 /// code before PTX), but for small blocks those for Hopper only where they are estimated to be
 /// faster, and those that take any layout only where no other is usable. Of those for Hopper the
 /// one that is estimated to end first, of the others the one whose tiles compute the fewest columns
 /// beyond n; of these the widest.
 ///
 /// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported) says what no row offers: the element type, the
+/// [`Error::Unsupported`](crate::Error::Unsupported) says what no kernel offers: the element type, the
 /// block size, the transposed A or the layouts of B and C, the architecture or its shared memory.
 pub fn select(problem: &BsrProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
     selection::select(problem, gpu)
 }
 
-/// Whether this very row can compute the problem on this GPU.
+/// Whether this very kernel can compute the problem on this GPU.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) says what does not fit.
-pub fn accepts(row: &Kernel, problem: &BsrProblem, gpu: &CudaProperties) -> Result<()> {
-    selection::accepts(row, problem, gpu)
+pub fn accepts(kernel: &Kernel, problem: &BsrProblem, gpu: &CudaProperties) -> Result<()> {
+    selection::accepts(kernel, problem, gpu)
 }
 
 impl Problem for BsrProblem {
@@ -38,8 +38,8 @@ impl Problem for BsrProblem {
     type Tile = BsrTile;
     type Rank = (bool, usize, u64, Reverse<u32>);
 
-    fn tile(row: &Kernel) -> Option<BsrTile> {
-        row.bsr_tile()
+    fn tile(kernel: &Kernel) -> Option<BsrTile> {
+        kernel.bsr_tile()
     }
 
     fn kernels() -> &'static [Peers<'static, Self>] {
@@ -47,13 +47,13 @@ impl Problem for BsrProblem {
         &KERNELS
     }
 
-    fn order(row: &Kernel, _: &BsrTile) -> [usize; 2] {
-        [row.takes_any_layout().into(), 0]
+    fn order(kernel: &Kernel, _: &BsrTile) -> [usize; 2] {
+        [kernel.takes_any_layout().into(), 0]
     }
 
     fn rank(c: &Candidate<'_, Self>) -> Self::Rank {
-        let Candidate { row, tile, problem, gpu } = c;
-        let (waits, cost) = match &row.variant {
+        let Candidate { kernel, tile, problem, gpu } = c;
+        let (waits, cost) = match &kernel.variant {
             Variant::BsrMatmulHopper(hopper) => {
                 let (time, _) = cost::hopper_time(hopper, problem, gpu);
                 (!cost::pays(time, problem, gpu), time)
@@ -61,7 +61,7 @@ impl Problem for BsrProblem {
             _ => (false, problem.n.next_multiple_of(tile.block_n as usize) as f64),
         };
         // Bits of numbers that are not negative ascend as they do.
-        (waits, preference(row.target), cost.to_bits(), Reverse(tile.block_n))
+        (waits, preference(kernel.target), cost.to_bits(), Reverse(tile.block_n))
     }
 
     fn key(&self) -> (DType, usize) {
@@ -100,7 +100,7 @@ type MatmulRule = Rule<BsrProblem>;
 type BsrCandidate<'c> = Candidate<'c, BsrProblem>;
 
 const TRANSPOSED: MatmulRule = Rule {
-    holds: |c| c.row.takes_any_layout() || c.tile.a_transposed == c.problem.a_transposed,
+    holds: |c| c.kernel.takes_any_layout() || c.tile.a_transposed == c.problem.a_transposed,
     refuses: |c| {
         let how = if c.tile.a_transposed { "transposed" } else { "as it is" };
         format!("the kernel multiplies A {how}")
@@ -109,7 +109,7 @@ const TRANSPOSED: MatmulRule = Rule {
 };
 
 const MAJOR_OF_B: MatmulRule = Rule {
-    holds: |c| c.row.takes_any_layout() || major_of_b(c) == c.problem.b_major,
+    holds: |c| c.kernel.takes_any_layout() || major_of_b(c) == c.problem.b_major,
     refuses: |c| format!("the kernel takes a {}-major b", major_of_b(c).name()),
     excludes_all: Some(no_layout),
 };
@@ -122,8 +122,8 @@ fn major_of_b(c: &BsrCandidate<'_>) -> Major {
 const MAJOR_OF_C: MatmulRule = Rule {
     holds: |c| {
         c.problem.c_major == Major::Row
-            || c.row.takes_any_layout()
-            || matches!(&c.row.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers())
+            || c.kernel.takes_any_layout()
+            || matches!(&c.kernel.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers())
     },
     refuses: |_| "the kernel takes a row-major c".into(),
     excludes_all: Some(no_layout),
@@ -149,15 +149,15 @@ const SHARED_MEMORY: MatmulRule = Rule::shared_memory(Some(|all| {
 
 /// Kernels for Hopper count sizes in 32 bits.
 const SIZES: MatmulRule = Rule {
-    holds: |c| !is_hopper(c.row) || too_large(sizes(c)).is_none(),
+    holds: |c| !is_hopper(c.kernel) || too_large(sizes(c)).is_none(),
     refuses: |c| size_refusal(sizes(c)),
     excludes_all: Some(|all| {
         format!("{}: {}", asked(all[0].problem), size_refusal(sizes(&all[0])))
     }),
 };
 
-fn is_hopper(row: &Kernel) -> bool {
-    matches!(row.variant, Variant::BsrMatmulHopper(_))
+fn is_hopper(kernel: &Kernel) -> bool {
+    matches!(kernel.variant, Variant::BsrMatmulHopper(_))
 }
 
 fn sizes(c: &BsrCandidate<'_>) -> [usize; 3] {
@@ -169,7 +169,7 @@ fn sizes(c: &BsrCandidate<'_>) -> [usize; 3] {
 const TENSOR_MAP: MatmulRule = Rule {
     holds: |c| {
         let p = c.problem;
-        !is_hopper(c.row)
+        !is_hopper(c.kernel)
             || p.k == 0
             || p.n == 0
             || p.b_vectorized && is_tensor_map_stride(p.ldb, p.dtype)

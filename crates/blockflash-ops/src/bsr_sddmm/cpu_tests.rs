@@ -194,7 +194,7 @@ fn prepared_calls_and_named_kernels() {
     let op = BsrSddmm::new(&pattern, a, b);
     let mut values = Tensor::empty(&stream, DType::F32, &[BLOCKS.len(), 16, 16]).unwrap();
     let prepared = op.prepare(&values.view_mut(), &stream).unwrap();
-    assert!(prepared.row().is_none());
+    assert!(prepared.kernel().is_none());
     op.run_prepared(&prepared, values.view_mut(), &stream).unwrap();
     assert_eq!(values.to_vec::<f32>(&stream).unwrap()[0], 16.0);
     let other = BsrSddmm { alpha: 2.0, ..op };

@@ -129,20 +129,20 @@ impl Steps for BsrSddmm<'_> {
 
     fn launch(
         &self,
-        row: &Kernel,
+        kernel: &Kernel,
         problem: &BsrSddmmProblem,
         gpu: &CudaProperties,
         values: ViewMut<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        let BsrSddmmPlan { params, config } = plan::planned(row, problem, gpu)?;
+        let BsrSddmmPlan { params, config } = plan::planned(kernel, problem, gpu)?;
         let (pattern, a, b) = (self.pattern.indices(), self.a, self.b);
         let operands = BsrSddmmOperands { pattern, a, b, values };
-        match row.variant {
+        match kernel.variant {
             Variant::BsrSddmmHopper(_) => {
-                stream.launch::<BsrSddmmHopper>(row, &config, &params, operands)?;
+                stream.launch::<BsrSddmmHopper>(kernel, &config, &params, operands)?;
             }
-            _ => stream.launch::<manifest::BsrSddmm>(row, &config, &params, operands)?,
+            _ => stream.launch::<manifest::BsrSddmm>(kernel, &config, &params, operands)?,
         }
         Ok(())
     }

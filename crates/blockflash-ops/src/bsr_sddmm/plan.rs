@@ -17,25 +17,29 @@ pub struct BsrSddmmPlan {
     pub config: LaunchConfig,
 }
 
-/// Fills the kernel argument and the launch configuration of `row` for a problem that it accepts on
+/// Fills the kernel argument and the launch configuration of `kernel` for a problem that it accepts on
 /// this GPU and that has blocks.
 ///
 /// # Errors
 /// [`Error::TooLarge`] for sizes or tiles that the kernel cannot count, [`Error::Unsupported`] if
-/// the row does not compute this problem, [`Error::DType`] for values that are no floating-point
+/// the kernel does not compute this problem, [`Error::DType`] for values that are no floating-point
 /// numbers.
-pub fn plan(row: &Kernel, problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<BsrSddmmPlan> {
-    fits(row, problem, gpu)?;
-    planned(row, problem, gpu)
-}
-
-/// The same for a row that is known to compute the problem.
-pub(super) fn planned(
-    row: &Kernel,
+pub fn plan(
+    kernel: &Kernel,
     problem: &BsrSddmmProblem,
     gpu: &CudaProperties,
 ) -> Result<BsrSddmmPlan> {
-    let tile = &tile_of::<BsrSddmmProblem>(row, &gpu.compute_capability)?;
+    fits(kernel, problem, gpu)?;
+    planned(kernel, problem, gpu)
+}
+
+/// The same for a kernel that is known to compute the problem.
+pub(super) fn planned(
+    kernel: &Kernel,
+    problem: &BsrSddmmProblem,
+    gpu: &CudaProperties,
+) -> Result<BsrSddmmPlan> {
+    let tile = &tile_of::<BsrSddmmProblem>(kernel, &gpu.compute_capability)?;
     if !matches!(problem.values_dtype, DType::F16 | DType::BF16 | DType::F32) {
         let (expected, found) = ("f16, bf16 or f32".into(), problem.values_dtype);
         return Err(Error::DType { what: "values", expected, found });
@@ -60,7 +64,7 @@ pub(super) fn planned(
     // Full tiles, and one more for each block row: its last may have fewer blocks. Some of these
     // have none and cost a look.
     let tiles = problem.nnz_blocks / tile.blocks as usize + problem.m.div_ceil(problem.block_size);
-    let stays = matches!(row.variant, Variant::BsrSddmmHopper(_));
+    let stays = matches!(kernel.variant, Variant::BsrSddmmHopper(_));
     let blocks = if stays {
         // Blocks of threads take tile after tile; each looks for one past the last.
         let stay = gpu.multiprocessors.max(1) as usize;
@@ -71,8 +75,8 @@ pub(super) fn planned(
     };
     let config = LaunchConfig {
         grid: [grid_x(&[blocks])?, 1, 1],
-        block: row.threads(),
-        smem_bytes: row.smem_bytes(),
+        block: kernel.threads(),
+        smem_bytes: kernel.smem_bytes(),
         cluster: None,
         programmatic_dependent_launch: stays,
     };

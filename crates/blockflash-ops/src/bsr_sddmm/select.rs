@@ -12,19 +12,19 @@ use std::sync::LazyLock;
 /// block size takes every layout, and is taken where there is no other.
 ///
 /// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported) says what no row offers: the architecture, the
+/// [`Error::Unsupported`](crate::Error::Unsupported) says what no kernel offers: the architecture, the
 /// element type, the block size, or a memory layout that tensor maps cannot describe where there is
 /// no portable kernel.
 pub fn select(problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
     selection::select(problem, gpu)
 }
 
-/// Whether this very row can compute the problem on this GPU.
+/// Whether this very kernel can compute the problem on this GPU.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) says what does not fit.
-pub fn accepts(row: &Kernel, problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<()> {
-    selection::accepts(row, problem, gpu)
+pub fn accepts(kernel: &Kernel, problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<()> {
+    selection::accepts(kernel, problem, gpu)
 }
 
 impl Problem for BsrSddmmProblem {
@@ -44,8 +44,8 @@ impl Problem for BsrSddmmProblem {
     type Tile = BsrSddmmTile;
     type Rank = ();
 
-    fn tile(row: &Kernel) -> Option<BsrSddmmTile> {
-        row.bsr_sddmm_tile()
+    fn tile(kernel: &Kernel) -> Option<BsrSddmmTile> {
+        kernel.bsr_sddmm_tile()
     }
 
     fn kernels() -> &'static [Peers<'static, Self>] {

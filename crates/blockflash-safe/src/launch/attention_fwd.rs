@@ -158,8 +158,8 @@ unsafe impl Launch for AttentionFwd {
     type Params = blockflash_attention_fwd_params;
     const FAMILY: &'static str = "portable attention forward";
 
-    fn of(row: &Kernel) -> Option<Self> {
-        if let Variant::AttentionFwd(tile) = row.variant { Some(tile) } else { None }
+    fn of(kernel: &Kernel) -> Option<Self> {
+        if let Variant::AttentionFwd(tile) = kernel.variant { Some(tile) } else { None }
     }
 
     fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {

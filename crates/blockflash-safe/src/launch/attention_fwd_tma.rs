@@ -29,8 +29,8 @@ unsafe impl Launch for AttentionFwdHopper {
     type Params = blockflash_attention_fwd_tma_params;
     const FAMILY: &'static str = "attention forward for Hopper";
 
-    fn of(row: &Kernel) -> Option<Self> {
-        if let Variant::AttentionFwdHopper(tile) = row.variant { Some(tile) } else { None }
+    fn of(kernel: &Kernel) -> Option<Self> {
+        if let Variant::AttentionFwdHopper(tile) = kernel.variant { Some(tile) } else { None }
     }
 
     fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {

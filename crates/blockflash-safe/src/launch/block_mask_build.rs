@@ -61,8 +61,8 @@ unsafe impl Launch for BlockMaskBuild {
     type Params = blockflash_block_mask_build_params;
     const FAMILY: &'static str = "building block masks";
 
-    fn of(row: &Kernel) -> Option<Self> {
-        match row.variant {
+    fn of(kernel: &Kernel) -> Option<Self> {
+        match kernel.variant {
             Variant::BlockMask(BlockMaskKernel::Build { slab_rows }) => Some(Self { slab_rows }),
             _ => None,
         }

@@ -53,8 +53,8 @@ unsafe impl Launch for BlockScores {
     type Params = blockflash_block_scores_params;
     const FAMILY: &'static str = "scoring blocks";
 
-    fn of(row: &Kernel) -> Option<Self> {
-        match row.variant {
+    fn of(kernel: &Kernel) -> Option<Self> {
+        match kernel.variant {
             Variant::BlockMask(BlockMaskKernel::Scores { dtype, tile }) => {
                 Some(Self { dtype, tile })
             }

@@ -120,8 +120,8 @@ unsafe impl Launch for BsrMatmul {
     type Params = blockflash_bsr_matmul_params;
     const FAMILY: &'static str = "portable BSR matmul";
 
-    fn of(row: &Kernel) -> Option<Self> {
-        if let Variant::BsrMatmul(tile) = row.variant { Some(tile) } else { None }
+    fn of(kernel: &Kernel) -> Option<Self> {
+        if let Variant::BsrMatmul(tile) = kernel.variant { Some(tile) } else { None }
     }
 
     fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {

@@ -18,8 +18,8 @@ unsafe impl Launch for BsrMatmulAny {
     type Params = blockflash_bsr_matmul_any_params;
     const FAMILY: &'static str = "BSR matmul for any layout";
 
-    fn of(row: &Kernel) -> Option<Self> {
-        if let Variant::BsrMatmulAny(tile) = row.variant { Some(tile) } else { None }
+    fn of(kernel: &Kernel) -> Option<Self> {
+        if let Variant::BsrMatmulAny(tile) = kernel.variant { Some(tile) } else { None }
     }
 
     fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {

@@ -30,8 +30,8 @@ unsafe impl Launch for BsrMatmulHopper {
     type Params = blockflash_bsr_matmul_tma_params;
     const FAMILY: &'static str = "BSR matmul for Hopper";
 
-    fn of(row: &Kernel) -> Option<Self> {
-        if let Variant::BsrMatmulHopper(tile) = row.variant { Some(tile) } else { None }
+    fn of(kernel: &Kernel) -> Option<Self> {
+        if let Variant::BsrMatmulHopper(tile) = kernel.variant { Some(tile) } else { None }
     }
 
     fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {

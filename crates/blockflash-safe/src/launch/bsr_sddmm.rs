@@ -46,8 +46,8 @@ unsafe impl Launch for BsrSddmmHopper {
     type Params = blockflash_bsr_sddmm_params;
     const FAMILY: &'static str = "the sampled product for Hopper";
 
-    fn of(row: &Kernel) -> Option<Self> {
-        if let Variant::BsrSddmmHopper(tile) = row.variant { Some(tile) } else { None }
+    fn of(kernel: &Kernel) -> Option<Self> {
+        if let Variant::BsrSddmmHopper(tile) = kernel.variant { Some(tile) } else { None }
     }
 
     fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {

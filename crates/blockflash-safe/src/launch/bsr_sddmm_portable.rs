@@ -20,8 +20,8 @@ unsafe impl Launch for BsrSddmm {
     type Params = blockflash_bsr_sddmm_portable_params;
     const FAMILY: &'static str = "the portable sampled product";
 
-    fn of(row: &Kernel) -> Option<Self> {
-        if let Variant::BsrSddmm(tile) = row.variant { Some(tile) } else { None }
+    fn of(kernel: &Kernel) -> Option<Self> {
+        if let Variant::BsrSddmm(tile) = kernel.variant { Some(tile) } else { None }
     }
 
     fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {

@@ -18,7 +18,7 @@ pub trait Operands {
 /// else is said once, in [`Stream::launch`].
 ///
 /// # Safety
-/// 1. `Params` is the parameter struct of the kernels whose rows have such a tile.
+/// 1. `Params` is the parameter struct of the kernels that have such a tile.
 /// 2. With what [`params`](Self::params) returns for a plan and operands that
 ///    [`fit`](Self::fit) accepts, and a grid that it allows, the kernel touches only the memory of
 ///    the operands' views, whatever that memory contains, and the two words of
@@ -33,11 +33,11 @@ pub unsafe trait Launch: Copy {
     type Plan: ?Sized;
     /// The kernel's argument.
     type Params;
-    /// What rows of the family are, for the error about another row.
+    /// What kernels of the family are, for the error about another one.
     const FAMILY: &'static str;
 
-    /// The tile of a row of this family.
-    fn of(row: &Kernel) -> Option<Self>;
+    /// The tile of a kernel of this family.
+    fn of(kernel: &Kernel) -> Option<Self>;
 
     /// Checks whatever decides which addresses the kernel touches against the operands, and says
     /// how many tiles there are.
@@ -57,27 +57,27 @@ pub unsafe trait Launch: Copy {
     fn set_counter(_params: &mut Self::Params, _counter: *mut u32) {}
 }
 
-/// The tile of a row, if the launch fits it.
+/// The tile of a kernel, if the launch fits it.
 pub(super) fn fit<L: Launch>(
-    row: &Kernel,
+    kernel: &Kernel,
     config: &LaunchConfig,
     plan: &L::Plan,
     operands: &L::Operands<'_>,
 ) -> Fit<L> {
-    let tile = L::of(row).ok_or_else(|| format!("not a kernel of {}", L::FAMILY))?;
-    config.fits(row, tile.fit(plan, operands)?, row.family().counts_tiles())?;
+    let tile = L::of(kernel).ok_or_else(|| format!("not a kernel of {}", L::FAMILY))?;
+    config.fits(kernel, tile.fit(plan, operands)?, kernel.family().counts_tiles())?;
     Ok(tile)
 }
 
 impl Stream {
-    /// Launches the kernel of a row, which is loaded at its first launch (or by
+    /// Launches a kernel of the table, which is loaded at its first launch (or by
     /// [`Device::preload`](crate::Device::preload)).
     ///
     /// Launches of one stream share a pair of tile counters, and so do those that one capture makes
     /// of it, since they run one after another.
     ///
     /// # Errors
-    /// [`Error::Launch`] when row, geometry, plan and operands do not fit each other;
+    /// [`Error::Launch`] when kernel, geometry, plan and operands do not fit each other;
     /// [`Error::NotOnGpu`], [`Error::DeviceMismatch`], [`Error::ParamSize`], [`Error::Image`],
     /// [`Error::Unsupported`], [`Error::InCapture`], [`Error::Cuda`]. For kernels with tensor maps
     /// [`Error::TensorMap`]; for those that count tiles [`Error::TileCounters`] when other streams
@@ -85,7 +85,7 @@ impl Stream {
     #[doc(hidden)]
     pub fn launch<L: Launch>(
         &self,
-        row: &Kernel,
+        kernel: &Kernel,
         config: &LaunchConfig,
         plan: &L::Plan,
         operands: L::Operands<'_>,
@@ -95,21 +95,21 @@ impl Stream {
         let views = operands.views();
         let views = views.as_ref().iter().flatten();
         views.clone().try_for_each(|view| self.device().expect(view.device()))?;
-        let tile: L = fit(row, config, plan, &operands)
-            .map_err(|what| Error::Launch { symbol: row.symbol(), what })?;
+        let tile: L = fit(kernel, config, plan, &operands)
+            .map_err(|what| Error::Launch { symbol: kernel.symbol(), what })?;
         let mut params = tile.params(plan, &operands)?;
 
-        let kernel = LoadedKernel::of(context, row)?;
-        let (host, image) = (size_of::<L::Params>(), kernel.info.param_bytes);
+        let loaded = LoadedKernel::of(context, kernel)?;
+        let (host, image) = (size_of::<L::Params>(), loaded.info.param_bytes);
         if host != image {
-            return Err(Error::ParamSize { symbol: kernel.symbol.clone(), host, image });
+            return Err(Error::ParamSize { symbol: loaded.symbol.clone(), host, image });
         }
         let owners = views.filter_map(View::owner);
         owners.clone().try_for_each(|memory| memory.prepare(self))?;
         let mut turns = Turns::take(owners.clone().filter_map(|memory| memory.turn()), self)?;
         let Some(mut session) = self.session()? else { return Ok(()) };
         owners.for_each(|memory| session.keep(memory));
-        if row.family().counts_tiles() {
+        if kernel.family().counts_tiles() {
             L::set_counter(&mut params, session.tile_counter()?);
         }
         turns.begin(&session, self)?;
@@ -140,7 +140,7 @@ impl Stream {
         //    it is used in turns, this launch has them, or each launch of the graph takes them.
         // 5. What it writes is borrowed exclusively (promise 3).
         check("cuLaunchKernelEx", unsafe {
-            sys::cuLaunchKernelEx(&launch, kernel.raw.0, arguments.as_mut_ptr(), ptr::null_mut())
+            sys::cuLaunchKernelEx(&launch, loaded.raw.0, arguments.as_mut_ptr(), ptr::null_mut())
         })
     }
 }

@@ -20,33 +20,36 @@ pub struct LaunchConfig {
 }
 
 impl LaunchConfig {
-    /// A grid of so many CTAs in x, and what the row says about each of them.
-    pub fn of(row: &Kernel, blocks: u32, programmatic_dependent_launch: bool) -> Self {
+    /// A grid of so many CTAs in x, and what the kernel says about each of them.
+    pub fn of(kernel: &Kernel, blocks: u32, programmatic_dependent_launch: bool) -> Self {
         Self {
             grid: [blocks, 1, 1],
-            block: row.threads(),
-            smem_bytes: row.smem_bytes(),
-            cluster: row.cluster(),
+            block: kernel.threads(),
+            smem_bytes: kernel.smem_bytes(),
+            cluster: kernel.cluster(),
             programmatic_dependent_launch,
         }
     }
 
-    /// Checks the geometry against the row and the number of tiles. Kernels that count tiles are
+    /// Checks the geometry against the kernel and the number of tiles. Kernels that count tiles are
     /// persistent: any number of CTAs up to one per tile shares them. The others have one CTA per
     /// tile and do not wait for their predecessor.
-    pub(super) fn fits(&self, row: &Kernel, tiles: i128, counts_tiles: bool) -> Fit {
+    pub(super) fn fits(&self, kernel: &Kernel, tiles: i128, counts_tiles: bool) -> Fit {
         let [x, y, z] = self.grid;
         let blocks = if counts_tiles { 1..=tiles } else { tiles..=tiles };
         if !blocks.contains(&i128::from(x)) || y != 1 || z != 1 {
             return Err(format!("a grid of {x}x{y}x{z} blocks, expected {blocks:?} in x"));
         }
-        require(self.block == row.threads(), "the number of threads is not that of the row")?;
-        require(self.smem_bytes == row.smem_bytes(), "the shared memory is not that of the row")?;
-        let (blocks, expected) = match row.cluster() {
+        require(self.block == kernel.threads(), "the number of threads is not that of the kernel")?;
+        require(
+            self.smem_bytes == kernel.smem_bytes(),
+            "the shared memory is not that of the kernel",
+        )?;
+        let (blocks, expected) = match kernel.cluster() {
             None => (1, "the kernel has no clusters"),
-            Some([blocks, ..]) => (blocks, "the clusters are not those of the row"),
+            Some([blocks, ..]) => (blocks, "the clusters are not those of the kernel"),
         };
-        require(self.cluster == row.cluster(), expected)?;
+        require(self.cluster == kernel.cluster(), expected)?;
         require(x % blocks == 0, "the last cluster is not whole")?;
         if counts_tiles {
             // Each CTA looks for a tile past the last one, and counts in 32 bits.

@@ -50,9 +50,9 @@ unsafe impl Launch for ProbeTile {
     type Params = blockflash_probe_params;
     const FAMILY: &'static str = "probes";
 
-    fn of(row: &Kernel) -> Option<Self> {
-        if let Variant::Probe(probe) = row.variant {
-            Some(Self(probe, row.threads()))
+    fn of(kernel: &Kernel) -> Option<Self> {
+        if let Variant::Probe(probe) = kernel.variant {
+            Some(Self(probe, kernel.threads()))
         } else {
             None
         }
@@ -99,14 +99,14 @@ impl Stream {
     #[doc(hidden)]
     pub fn launch_probe(
         &self,
-        row: &Kernel,
+        kernel: &Kernel,
         blocks: u32,
         iterations: u32,
         input: View<'_>,
         output: ViewMut<'_>,
     ) -> Result<()> {
-        let config = LaunchConfig::of(row, blocks, false);
+        let config = LaunchConfig::of(kernel, blocks, false);
         let plan = ProbePlan { blocks, iterations };
-        self.launch::<ProbeTile>(row, &config, &plan, ProbeOperands { input, output })
+        self.launch::<ProbeTile>(kernel, &config, &plan, ProbeOperands { input, output })
     }
 }
