@@ -80,7 +80,7 @@ pub use indices::{
 pub use launch::{
     AttentionFwdOperands, BlockMaskBuild, BlockMaskBuildOperands, BlockScores, BlockScoresOperands,
     BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands, Launch, LaunchConfig, Operands,
-    PROBE_CHUNK_BYTES,
+    PROBE_CHUNK_BYTES, param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use properties::{CudaDriver, CudaStatus, cuda_status};

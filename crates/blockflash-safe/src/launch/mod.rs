@@ -29,3 +29,39 @@ pub use bsr_sddmm::BsrSddmmOperands;
 pub use checked::{Launch, Operands};
 pub use config::LaunchConfig;
 pub use probe::PROBE_CHUNK_BYTES;
+
+use crate::Kernel;
+use blockflash_sys::manifest;
+
+/// Bytes of the parameter struct that the host has for a kernel; `None` for a kernel that nothing
+/// launches.
+pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
+    fn of<L: Launch>(kernel: &Kernel) -> Option<usize> {
+        L::of(kernel).map(|_| size_of::<L::Params>())
+    }
+    [
+        of::<manifest::AttentionFwd>,
+        of::<manifest::AttentionFwdHopper>,
+        of::<manifest::BsrMatmul>,
+        of::<manifest::BsrMatmulAny>,
+        of::<manifest::BsrMatmulHopper>,
+        of::<manifest::BsrSddmm>,
+        of::<manifest::BsrSddmmHopper>,
+        of::<BlockMaskBuild>,
+        of::<BlockScores>,
+        of::<probe::ProbeTile>,
+    ]
+    .into_iter()
+    .find_map(|of| of(kernel))
+}
+
+#[cfg(test)]
+mod tests {
+    /// Also those that no GPU at hand loads.
+    #[test]
+    fn every_kernel_has_a_launch() {
+        for kernel in blockflash_sys::manifest::kernels() {
+            assert!(super::param_bytes(kernel).is_some(), "{}", kernel.symbol());
+        }
+    }
+}

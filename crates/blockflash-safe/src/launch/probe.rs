@@ -13,16 +13,16 @@ pub const PROBE_CHUNK_BYTES: usize = 16384;
 
 /// A probe and the threads of its CTA.
 #[derive(Clone, Copy)]
-struct ProbeTile(Probe, u32);
+pub(super) struct ProbeTile(Probe, u32);
 
 /// CTAs and iterations of a probe.
-struct ProbePlan {
+pub(super) struct ProbePlan {
     blocks: u32,
     iterations: u32,
 }
 
 /// Contiguous i32 tensors of one dimension.
-struct ProbeOperands<'a> {
+pub(super) struct ProbeOperands<'a> {
     input: View<'a>,
     output: ViewMut<'a>,
 }

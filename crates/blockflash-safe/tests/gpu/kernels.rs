@@ -1,15 +1,11 @@
 use crate::{gpu, ramp, required, say};
 use blockflash_safe::manifest::{self, AttentionFwd, Variant};
 use blockflash_safe::params::{
-    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params,
-    blockflash_attention_fwd_tma_params, blockflash_block_mask, blockflash_block_mask_build_params,
-    blockflash_block_scores_params, blockflash_bsr_matmul_any_params, blockflash_bsr_matmul_params,
-    blockflash_bsr_matmul_tma_params, blockflash_bsr_sddmm_params,
-    blockflash_bsr_sddmm_portable_params, blockflash_probe_params,
+    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params, blockflash_block_mask,
 };
 use blockflash_safe::{
-    AttentionFwdOperands, BlockMaskKernel, DType, Device, Error, Kernel, LaunchConfig, Result,
-    Stream, Tensor,
+    AttentionFwdOperands, DType, Device, Error, Kernel, LaunchConfig, Result, Stream, Tensor,
+    param_bytes,
 };
 use half::f16;
 use std::ptr;
@@ -31,24 +27,7 @@ fn every_embedded_kernel_loads() -> Result<()> {
     let Some(device) = gpu("every_embedded_kernel_loads") else { return Ok(()) };
     for row in rows(&device) {
         let info = device.preload(row)?;
-        let expected = match row.variant {
-            Variant::AttentionFwd(_) => size_of::<blockflash_attention_fwd_params>(),
-            Variant::AttentionFwdHopper(_) => size_of::<blockflash_attention_fwd_tma_params>(),
-            Variant::BsrMatmul(_) => size_of::<blockflash_bsr_matmul_params>(),
-            Variant::BsrMatmulAny(_) => size_of::<blockflash_bsr_matmul_any_params>(),
-            Variant::BsrMatmulHopper(_) => size_of::<blockflash_bsr_matmul_tma_params>(),
-            Variant::BsrSddmm(_) => size_of::<blockflash_bsr_sddmm_portable_params>(),
-            Variant::BsrSddmmHopper(_) => size_of::<blockflash_bsr_sddmm_params>(),
-            Variant::BlockMask(BlockMaskKernel::Build { .. }) => {
-                size_of::<blockflash_block_mask_build_params>()
-            }
-            Variant::BlockMask(BlockMaskKernel::Scores { .. }) => {
-                size_of::<blockflash_block_scores_params>()
-            }
-            Variant::Probe(_) => size_of::<blockflash_probe_params>(),
-            _ => panic!("the parameter struct of {} is not listed", row.symbol()),
-        };
-        assert_eq!(info.param_bytes, expected, "{}", row.symbol());
+        assert_eq!(Some(info.param_bytes), param_bytes(row), "{}", row.symbol());
         assert!(info.max_threads >= row.threads(), "{}: {info:?}", row.symbol());
         assert!(
             info.registers > 0 && info.static_smem_bytes + info.dynamic_smem_bytes <= 227 * 1024,

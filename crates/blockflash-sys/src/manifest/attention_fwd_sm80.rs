@@ -1,5 +1,5 @@
 use super::family::{Family, Support, each_dtype};
-use super::tile::{AttentionTile, Lse};
+use super::{AttentionTile, Lse};
 use crate::{DType, Target};
 
 /// Tiles of `attention_fwd_sm80`: a CTA computes `block_q` queries of one head against all keys.

@@ -1,5 +1,5 @@
 use super::family::{Family, Support, each_dtype};
-use super::tile::{AttentionTile, Lse};
+use super::{AttentionTile, Lse};
 use crate::{DType, Target};
 
 /// Tiles of `attention_fwd_sm90a`: persistent CTAs, one to three per SM, take tile after tile, each

@@ -1,6 +1,6 @@
+use super::BsrTile;
 use super::bsr_matmul_sm80::BsrMatmul;
 use super::family::{Family, Support, each_dtype};
-use super::tile::BsrTile;
 use crate::Target;
 
 /// Tiles of `bsr_matmul_any_sm80`, which takes A as it is or transposed, and B and C row-major or

@@ -1,5 +1,5 @@
+use super::BsrTile;
 use super::family::{Family, Support, each_dtype};
-use super::tile::BsrTile;
 use crate::{DType, Target};
 
 /// Tiles of `bsr_matmul_sm80`: a CTA computes one block row of A times `block_n` columns of B.

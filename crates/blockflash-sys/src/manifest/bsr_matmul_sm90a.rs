@@ -1,5 +1,5 @@
+use super::BsrTile;
 use super::family::{Family, Support, each_dtype};
-use super::tile::BsrTile;
 use crate::{DType, Target};
 
 /// Tiles of the BSR kernels for Hopper: persistent CTAs, one per SM, take tile after tile, each

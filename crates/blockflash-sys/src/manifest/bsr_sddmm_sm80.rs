@@ -1,5 +1,5 @@
+use super::BsrSddmmTile;
 use super::family::{Family, Support, each_dtype};
-use super::tile::BsrSddmmTile;
 use crate::{DType, Target};
 
 /// Tiles of `bsr_sddmm_sm80`: a CTA computes as many neighbouring stored blocks of a block row as

@@ -1,5 +1,5 @@
 use super::family::{Family, Support, each_dtype};
-use super::tile::{BsrSddmmTile, Major};
+use super::{BsrSddmmTile, Major};
 use crate::{DType, Target};
 
 /// Tiles of `bsr_sddmm_sm90a`: persistent CTAs, one per SM, take tile after tile, each as many

@@ -1,5 +1,4 @@
 use super::family::Family;
-use super::tile::{AttentionTile, BsrSddmmTile, BsrTile};
 use super::variant::Variant;
 use crate::{Expect, Target};
 use std::sync::LazyLock;
@@ -57,7 +56,7 @@ impl Kernel {
         self.family().smem_bytes()
     }
 
-    /// Preprocessor definitions of this row; `config.cuh` is their only reader.
+    /// Preprocessor definitions of this kernel; `config.cuh` is their only reader.
     pub fn macros(&self) -> Vec<(&'static str, String)> {
         let mut macros = vec![
             ("VARIANT_SYMBOL", self.symbol()),
@@ -69,58 +68,23 @@ impl Kernel {
     }
 
     /// What its machine code must contain and lack; `cargo xtask sass --check` looks. No kernel may
-    /// use local memory, where spilled registers and the stack are. PTX rows are not looked at.
+    /// use local memory, where spilled registers and the stack are. PTX is not looked at.
     pub fn expects(&self) -> Vec<Expect> {
         let contains = self.family().contains().iter().copied().map(Expect::Contains);
         contains.chain([Expect::Lacks("LDL"), Expect::Lacks("STL")]).collect()
     }
-
-    /// The part that all attention kernels have; `None` for other kernels.
-    pub const fn attention_tile(&self) -> Option<AttentionTile> {
-        match self.variant {
-            Variant::AttentionFwd(tile) => Some(tile.tile()),
-            Variant::AttentionFwdHopper(tile) => Some(tile.tile()),
-            _ => None,
-        }
-    }
-
-    /// The part that all BSR kernels have; `None` for other kernels. A kernel that
-    /// [takes any layout](Kernel::takes_any_layout) has it for A as it is and a row-major B.
-    pub const fn bsr_tile(&self) -> Option<BsrTile> {
-        match self.variant {
-            Variant::BsrMatmul(tile) => Some(tile.tile()),
-            Variant::BsrMatmulAny(tile) => Some(tile.tile()),
-            Variant::BsrMatmulHopper(tile) => Some(tile.tile()),
-            _ => None,
-        }
-    }
-
-    /// Whether a BSR kernel takes A as it is and transposed, and B and C row-major and
-    /// column-major.
-    pub const fn takes_any_layout(&self) -> bool {
-        matches!(self.variant, Variant::BsrMatmulAny(_))
-    }
-
-    /// The part that all kernels of the sampled product have; `None` for other kernels.
-    pub const fn bsr_sddmm_tile(&self) -> Option<BsrSddmmTile> {
-        match self.variant {
-            Variant::BsrSddmm(tile) => Some(tile.tile()),
-            Variant::BsrSddmmHopper(tile) => Some(tile.tile()),
-            _ => None,
-        }
-    }
 }
 
-/// All rows, the preferred targets first. Of rows that suit a problem equally well the first is
+/// All kernels, the preferred targets first. Of kernels that suit a problem equally well the first is
 /// taken. Each has a committed image, a line in `kernels.lock` and a recorded GPU pass.
 pub fn kernels() -> &'static [Kernel] {
-    static ROWS: LazyLock<Vec<Kernel>> = LazyLock::new(|| {
+    static KERNELS: LazyLock<Vec<Kernel>> = LazyLock::new(|| {
         let of = |target| {
             Variant::all(target).into_iter().map(move |variant| Kernel { variant, target })
         };
         Target::ALL.into_iter().flat_map(of).collect()
     });
-    &ROWS
+    &KERNELS
 }
 
 #[cfg(test)]
@@ -130,16 +94,18 @@ mod tests {
 
     #[test]
     fn images_have_names_of_their_own() {
-        let names: HashSet<_> = manifest::kernels().iter().map(|row| row.image_name()).collect();
+        let names: HashSet<_> =
+            manifest::kernels().iter().map(|kernel| kernel.image_name()).collect();
         assert_eq!(names.len(), manifest::kernels().len());
     }
 
     /// The kernels of Hopper are persistent, apart from the probes.
     #[test]
     fn persistent_kernels_count_tiles() {
-        for row in manifest::kernels() {
-            let persistent = row.source().ends_with("_sm90a") && !row.source().starts_with("probe");
-            assert_eq!(row.family().counts_tiles(), persistent, "{}", row.symbol());
+        for kernel in manifest::kernels() {
+            let persistent =
+                kernel.source().ends_with("_sm90a") && !kernel.source().starts_with("probe");
+            assert_eq!(kernel.family().counts_tiles(), persistent, "{}", kernel.symbol());
         }
     }
 }

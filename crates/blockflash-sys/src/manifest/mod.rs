@@ -6,30 +6,36 @@
 //! GPU 99 KB. Rows with equal [`Kernel::symbol`] are the same source with the same tiles for different
 //! targets.
 
+mod attention;
 mod attention_fwd_sm80;
 mod attention_fwd_sm90a;
 mod block_mask;
+mod bsr_matmul;
 mod bsr_matmul_any_sm80;
 mod bsr_matmul_sm80;
 mod bsr_matmul_sm90a;
+mod bsr_sddmm;
 mod bsr_sddmm_sm80;
 mod bsr_sddmm_sm90a;
 mod family;
 mod kernel;
+mod major;
 mod probe;
-mod tile;
 mod variant;
 
+pub use attention::{AttentionTile, Lse};
 pub use attention_fwd_sm80::AttentionFwd;
 pub use attention_fwd_sm90a::AttentionFwdHopper;
 pub use block_mask::BlockMaskKernel;
+pub use bsr_matmul::BsrTile;
 pub use bsr_matmul_any_sm80::BsrMatmulAny;
 pub use bsr_matmul_sm80::BsrMatmul;
 pub use bsr_matmul_sm90a::BsrMatmulHopper;
+pub use bsr_sddmm::BsrSddmmTile;
 pub use bsr_sddmm_sm80::BsrSddmm;
 pub use bsr_sddmm_sm90a::BsrSddmmHopper;
 pub use family::{Family, Size, Support};
 pub use kernel::{Kernel, kernels};
+pub use major::Major;
 pub use probe::Probe;
-pub use tile::{AttentionTile, BsrSddmmTile, BsrTile, Lse, Major};
 pub use variant::Variant;
