@@ -1,5 +1,5 @@
 //! What is measured: one shape of one operation, with an id that a person can read. Each operation
-//! has a file that says everything about it: its [`Shape`] and the grid of it in suite files.
+//! has a file that says everything about it: its `Shape` and the grid of it in suite files.
 
 mod attention;
 mod attention_operands;
