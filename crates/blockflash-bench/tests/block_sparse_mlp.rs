@@ -42,7 +42,8 @@ fn options() -> Options {
 /// A server that takes any case and always has the same time.
 fn fake_rivals() -> Rivals {
     let script = r#"while read -r line; do case "$line" in
-        *hello*) echo '{"references":["torch_matmul_dense"],"peers":{"bsr_matmul":["torch_matmul_dense","triton","broken"]}}';;
+        *hello*) echo '{"references":["torch_matmul_dense"],'\
+'"peers":{"bsr_matmul":["torch_matmul_dense","triton","broken"]}}';;
         *prepare*broken*) echo '{"error":"RuntimeError: no"}';;
         *prepare*) echo '{"verified":true,"rel_err":0.001}';;
         *window*) echo '{"us":2.5,"us_min":2.0,"us_max":3.0,"replays":9,"launches":4}';;

@@ -36,13 +36,16 @@ fn run(rounds: usize) -> Run {
 fn peers() -> Peers {
     let script = r#"n=0
 while read -r line; do case "$line" in
-  *hello*) echo '{"ok":true,"references":["fast"],"peers":{"bsr_matmul":["fast","wrong","late"],"attention_fwd":["fast"]},"absent":{}}';;
+  *hello*) echo '{"ok":true,"references":["fast"],'\
+'"peers":{"bsr_matmul":["fast","wrong","late"],"attention_fwd":["fast"]},"absent":{}}';;
   *prepare*wrong*) echo '{"ok":true,"verified":false,"rel_err":0.5}';;
   *prepare*attention*) echo '{"ok":true,"verified":true,"rel_err":0.001}';;
-  *prepare*) case "$line" in *col_idx*npy*) echo '{"ok":true,"verified":true,"rel_err":0.001,"settings":"x=1"}';; esac;;
+  *prepare*) case "$line" in *col_idx*npy*)
+    echo '{"ok":true,"verified":true,"rel_err":0.001,"settings":"x=1"}';; esac;;
   *window*late*) n=$((n+1)); if [ $n -ge 3 ]; then echo '{"error":"late"}'; else
     echo '{"ok":true,"us":1.0,"us_min":1.0,"us_max":1.0,"replays":1,"launches":1}'; fi;;
-  *window*) n2=$((n2+1)); echo "{\"ok\":true,\"us\":$((n2 * 10)).0,\"us_min\":1.0,\"us_max\":1.0,\"replays\":1,\"launches\":7}";;
+  *window*) n2=$((n2+1)); us=$((n2 * 10)).0
+    echo '{"ok":true,"us":'$us',"us_min":1.0,"us_max":1.0,"replays":1,"launches":7}';;
   *) echo '{"ok":true}';;
 esac; done"#;
     let command = Command {
