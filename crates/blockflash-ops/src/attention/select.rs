@@ -203,8 +203,8 @@ fn without_tensor_map(problem: &AttentionProblem) -> Option<(&'static str, &'sta
 }
 
 /// Estimated nanoseconds of a kernel for Hopper. While tiles are few, the multiprocessors with most
-/// of them decide; many tiles spread evenly, but for half a round at the end. Under a causal mask or
-/// a window tiles are unequal: the longest start first, and the others fill the gaps.
+/// of them decide; many tiles spread evenly, but for half a round at the end. Under a causal mask
+/// or a window tiles are unequal: the longest start first, and the others fill the gaps.
 fn relative_time(c: &Candidate<'_, AttentionProblem>) -> f64 {
     let Candidate { tile, problem, gpu, .. } = c;
     let Variant::AttentionFwdHopper(hopper) = c.kernel.variant else { return 0.0 };

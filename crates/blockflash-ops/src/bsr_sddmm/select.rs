@@ -13,8 +13,8 @@ use std::sync::LazyLock;
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) says what no kernel offers: the architecture,
-/// the element type, the block size, or a memory layout that tensor maps cannot describe where there
-/// is no portable kernel.
+/// the element type, the block size, or a memory layout that tensor maps cannot describe where
+/// there is no portable kernel.
 pub fn select(problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
     selection::select(problem, gpu)
 }
