@@ -2,6 +2,7 @@ use super::*;
 use crate::case::{BsrShape, Pattern};
 use crate::peers::{Command, Selection};
 use crate::rounds::Swap;
+use approx::assert_abs_diff_eq;
 use blockflash_ops::{DType, Device};
 use std::path::Path;
 
@@ -76,7 +77,8 @@ fn ours_and_rivals_take_turns() {
     let expected =
         [Some(0), Some(1), None, Some(2)].map(|at| Some(("williams".to_owned(), at?, 4)));
     assert_eq!(records.iter().map(protocol).collect::<Vec<_>>(), expected);
-    assert!((ours.tflops.unwrap() - ours.flops / ours.us.unwrap() / 1e6).abs() < 1e-12);
+    let tflops = ours.flops / ours.us.unwrap() / 1e6;
+    assert_abs_diff_eq!(ours.tflops.unwrap(), tflops, epsilon = 1e-12);
 
     // Windows of 10 (warm-up), 20, 30, 40 and 50 µs.
     let fast = &records[1];
@@ -130,8 +132,8 @@ fn a_swap_check_prepares_once_and_turns_the_order_round() {
 #[test]
 fn what_moves_is_a_part_of_the_ratio() {
     let swap = |ratios| Swap { rival: String::new(), ratios };
-    assert!((swap([0.955, 1.067]).moved() - 0.117).abs() < 1e-3);
-    assert!((swap([1.0, 0.99]).moved() - 0.01).abs() < 1e-12);
+    assert_abs_diff_eq!(swap([0.955, 1.067]).moved(), 0.117, epsilon = 1e-3);
+    assert_abs_diff_eq!(swap([1.0, 0.99]).moved(), 0.01, epsilon = 1e-12);
 }
 
 #[test]
