@@ -13,7 +13,7 @@
 //! | variable | meaning |
 //! |---|---|
 //! | `BLOCKFLASH_REQUIRE_GPU=1` | a test that finds no usable GPU fails instead of being skipped |
-//! | `BLOCKFLASH_GPU_RECORD=file` | one JSON line is appended for each kernel image that passed a suite |
+//! | `BLOCKFLASH_GPU_RECORD=file` | one JSON line is appended for each image that passed a suite |
 //! | `BLOCKFLASH_SEED=number` or `random` | other random cases than usual |
 //! | `BLOCKFLASH_CASES=n` | n times as many random cases |
 //! | `BLOCKFLASH_FUZZ_CASES=n` or `a..b` | these cases of garbage instead of the usual ones |

@@ -276,7 +276,8 @@ fn check_entry(
     match (0..bits.len()).find(|&at| u32::from(bits[at]) != due(at)) {
         None => Ok(()),
         Some(at) => Err(format!(
-            "output beyond 2^31 elements, batch {batch}, element {at}: bits {:#x}, expected {:#x} as in a small tensor",
+            "output beyond 2^31 elements, batch {batch}, element {at}: bits {:#x}, expected {:#x} \
+             as in a small tensor",
             bits[at],
             due(at)
         )),

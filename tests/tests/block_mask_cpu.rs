@@ -100,9 +100,9 @@ fn a_mask_that_hides_nothing_changes_nothing() {
                 assert!(!all || got == expected, "{mask:?} {lengths:?}: not the same bits");
                 for (got, expected) in got.iter().flatten().zip(expected.iter().flatten()) {
                     let [got, expected] = [got, expected].map(|&bits| decode(DType::F32, bits));
-                    let close = (got - expected).abs() <= 4e-6 * (1.0 + expected.abs());
+                    let epsilon = 4e-6 * (1.0 + expected.abs());
                     assert!(
-                        got == expected || close,
+                        got == expected || approx::abs_diff_eq!(got, expected, epsilon = epsilon),
                         "{mask:?} {lengths:?} {pattern:?}: {got} {expected}"
                     );
                 }

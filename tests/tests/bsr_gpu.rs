@@ -320,7 +320,8 @@ fn check_row(spread: &Tensor, row: usize, expected: &[u32], stream: &Stream) -> 
     match (0..bits.len()).find(|&at| u32::from(bits[at]) != due(at)) {
         None => Ok(()),
         Some(at) => Err(format!(
-            "C beyond 2^31 elements, row {row}, column {}: bits {:#x}, expected {:#x} as in a small matrix",
+            "C beyond 2^31 elements, row {row}, column {}: bits {:#x}, expected {:#x} as in \
+             a small matrix",
             at as isize - 8,
             bits[at],
             due(at)

@@ -4,7 +4,9 @@ use blockflash_ops::{BsrMatmul, BsrMatrix, DType, Device, Error, Layout, Tensor,
 use blockflash_tests::bsr::{BsrData, Limits, bsr_cases};
 use blockflash_tests::property::config;
 use half::f16;
+use proptest::collection::vec;
 use proptest::prelude::*;
+use proptest::sample::Index;
 
 fn entry() -> impl Strategy<Value = i32> {
     prop_oneof![6 => 0..12i32, 1 => any::<i32>(), 1 => -2..0i32]
@@ -26,12 +28,12 @@ fn valid(row_ptr: &[i32], col_idx: &[i32], block_rows: usize, block_cols: usize)
 /// Index arrays between nonsense and nearly right.
 fn indices() -> impl Strategy<Value = Vec<i32>> {
     let entry = entry();
-    let sorted = prop::collection::vec(0..12i32, 0..12).prop_map(|mut v| {
+    let sorted = vec(0..12i32, 0..12).prop_map(|mut v| {
         v.sort_unstable();
         v
     });
     prop_oneof![
-        1 => prop::collection::vec(entry, 0..12),
+        1 => vec(entry, 0..12),
         3 => sorted.clone(),
         3 => sorted.prop_map(|mut v| {
             v.insert(0, 0);
@@ -70,13 +72,15 @@ proptest! {
         match BsrMatrix::from_parts(rows, cols, block_size, &row_ptr, &col_idx, view) {
             Err(error) => one_line(&error),
             Ok(matrix) => {
-                prop_assert!(valid(&row_ptr, &col_idx, rows.div_ceil(block_size), cols.div_ceil(block_size)));
+                let [block_rows, block_cols] = [rows, cols].map(|size| size.div_ceil(block_size));
+                prop_assert!(valid(&row_ptr, &col_idx, block_rows, block_cols));
                 // What was accepted can be used.
                 if rows.saturating_mul(cols) < 10_000 {
                     prop_assert_eq!(matrix.to_dense().unwrap().len(), rows * cols);
                     let b = vec![1f32; cols * 3];
                     let b = View::from_slice(&b, &[cols, 3]).unwrap();
-                    let c = BsrMatmul::new(&matrix, b).matmul(DType::F32, &Device::cpu().stream().unwrap()).unwrap();
+                    let stream = Device::cpu().stream().unwrap();
+                    let c = BsrMatmul::new(&matrix, b).matmul(DType::F32, &stream).unwrap();
                     prop_assert_eq!(c.shape(), &[rows, 3]);
                 }
             }
@@ -86,8 +90,14 @@ proptest! {
     /// Valid arrays with a few entries damaged: nearly right is the hard kind of wrong.
     #[test]
     fn bsr_from_damaged_parts(
-        case in bsr_cases(Limits { dtypes: vec![DType::F16], block_sizes: vec![1, 2, 3, 8], blocks: 6, columns: 1, any_layout: false }),
-        damage in prop::collection::vec((any::<prop::sample::Index>(), any::<bool>(), entry()), 0..3),
+        case in bsr_cases(Limits {
+            dtypes: vec![DType::F16],
+            block_sizes: vec![1, 2, 3, 8],
+            blocks: 6,
+            columns: 1,
+            any_layout: false,
+        }),
+        damage in vec((any::<Index>(), any::<bool>(), entry()), 0..3),
         cut in prop::option::weighted(0.2, 1..3usize),
     ) {
         let data = BsrData::generate(&case);
@@ -110,7 +120,8 @@ proptest! {
         match BsrMatrix::from_parts(m, k, size, &row_ptr, &col_idx, view) {
             Err(error) => {
                 one_line(&error);
-                prop_assert!(row_ptr != data.row_ptr || col_idx != data.col_idx, "undamaged, but {error}");
+                let damaged = row_ptr != data.row_ptr || col_idx != data.col_idx;
+                prop_assert!(damaged, "undamaged, but {error}");
             }
             Ok(matrix) => {
                 prop_assert!(valid(&row_ptr, &col_idx, m.div_ceil(size), k.div_ceil(size)));
@@ -143,12 +154,13 @@ proptest! {
         rows in size(),
         cols in size(),
         block_size in 0..6usize,
-        places in prop::collection::vec((0..6usize, 0..6usize), 0..8),
+        places in vec((0..6usize, 0..6usize), 0..8),
         missing in 0..3usize,
     ) {
         let values = vec![0f32; (places.len() * block_size * block_size).saturating_sub(missing)];
         // An empty matrix of 2³¹ block rows is valid and 8 GB of row_ptr; leave those alone.
-        prop_assume!(rows.div_ceil(block_size.max(1)) < 1 << 20 || rows.div_ceil(block_size.max(1)) >= 1 << 31);
+        let block_rows = rows.div_ceil(block_size.max(1));
+        prop_assume!(!(1 << 20..1 << 31).contains(&block_rows));
         let blocks = BsrMatrix::from_blocks(rows, cols, block_size, DType::F16, &places, &values);
         blocks.err().iter().for_each(one_line);
         let triplets: Vec<_> = places.iter().map(|&(row, col)| (row, col, 1.0)).collect();
@@ -158,8 +170,8 @@ proptest! {
 
     #[test]
     fn layouts_from_arbitrary_numbers(
-        shape in prop::collection::vec(size(), 0..6),
-        strides in prop::collection::vec(size(), 0..6),
+        shape in vec(size(), 0..6),
+        strides in vec(size(), 0..6),
         length in 0..100usize,
     ) {
         let data = vec![f16::ZERO; length];
@@ -177,7 +189,8 @@ proptest! {
                 let elements = offsets.len();
                 offsets.sort_unstable();
                 offsets.dedup();
-                prop_assert!(offsets.len() == elements || layout.overlaps_itself(), "an overlap was missed");
+                let distinct = offsets.len() == elements;
+                prop_assert!(distinct || layout.overlaps_itself(), "an overlap was missed");
             }
         }
         let stream = Device::cpu().stream().unwrap();
@@ -188,7 +201,10 @@ proptest! {
         let small = shape.len() <= 4 && elements.is_some_and(|n| n < 1 << 20);
         if small || elements.is_none_or(|n| n >= 1 << 48) {
             match Tensor::zeros(&stream, DType::F16, &shape) {
-                Ok(tensor) => prop_assert_eq!(tensor.layout().elements(), shape.iter().product::<usize>()),
+                Ok(tensor) => {
+                    let elements = shape.iter().product::<usize>();
+                    prop_assert_eq!(tensor.layout().elements(), elements);
+                }
                 Err(error) => {
                     prop_assert!(!small, "{shape:?}: {error}");
                     prop_assert!(!error.to_string().contains('\n'));

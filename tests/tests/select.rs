@@ -8,6 +8,7 @@ use blockflash_ops::{
     attention_flops, bsr_flops, support_with,
 };
 use blockflash_sys::manifest::{self, Variant};
+use blockflash_tests::attention::{AttentionCase, masks, visible_keys};
 use proptest::prelude::*;
 use proptest::sample::select;
 use std::collections::HashSet;
@@ -81,36 +82,49 @@ proptest! {
             ..AttentionProblem::dense(dtype, [sizes.0, sizes.1, sizes.2], heads, head_dim)
         };
         let fits = |row: &Kernel| row.attention_tile().is_some_and(|tile| {
-            let divides = |mask: BlockMaskSizes| mask.block_q.is_multiple_of(tile.block_q) && mask.block_kv.is_multiple_of(tile.block_kv);
-            tile.dtype == dtype && tile.head_dim as usize >= head_dim && head_dim % 8 == 0 && block_mask.is_none_or(divides)
+            let divides = |mask: BlockMaskSizes| {
+                mask.block_q.is_multiple_of(tile.block_q)
+                    && mask.block_kv.is_multiple_of(tile.block_kv)
+            };
+            tile.dtype == dtype
+                && tile.head_dim as usize >= head_dim
+                && head_dim % 8 == 0
+                && block_mask.is_none_or(divides)
         }) && runs(row, &gpu);
         let possible: Vec<&Kernel> = manifest::kernels().iter().filter(|row| fits(row)).collect();
         match attention::select(&problem, &gpu) {
             Ok(row) => {
                 prop_assert!(fits(row), "{} on {}", row.image_name(), gpu.name);
                 let machine_code = possible.iter().any(|row| !row.target.is_ptx());
-                prop_assert!(!(machine_code && row.target.is_ptx()), "PTX where {} has machine code", gpu.name);
+                let fastest = !machine_code || !row.target.is_ptx();
+                prop_assert!(fastest, "PTX where {} has machine code", gpu.name);
                 let plan = attention::plan(row, &problem, &gpu).unwrap();
                 let tile = row.attention_tile().unwrap();
                 // Rows of a mask have equally many tiles, also the last one.
                 let block_q = block_mask.map_or(tile.block_q, |mask| mask.block_q);
-                let tiles_q = sizes.1.div_ceil(block_q as usize) * (block_q / tile.block_q) as usize;
+                let tiles_per_block = (block_q / tile.block_q) as usize;
+                let tiles_q = sizes.1.div_ceil(block_q as usize) * tiles_per_block;
                 let tiles = (tiles_q * heads[0] * sizes.0) as u32;
                 let stay = match row.variant {
-                    Variant::AttentionFwdHopper(tile) => Some(gpu.multiprocessors * tile.blocks_per_multiprocessor),
+                    Variant::AttentionFwdHopper(tile) => {
+                        Some(gpu.multiprocessors * tile.blocks_per_multiprocessor)
+                    }
                     _ => None,
                 };
-                let (blocks, persistent) = (stay.map_or(tiles, |blocks| tiles.min(blocks)), stay.is_some());
-                prop_assert_eq!(plan.config.grid, [blocks, 1, 1]);
-                prop_assert_eq!(plan.config.programmatic_dependent_launch, persistent);
-                prop_assert_eq!((plan.config.block, plan.config.smem_bytes), (row.threads(), row.smem_bytes()));
-                prop_assert_eq!((plan.params.base().seqlen_q, plan.params.base().head_dim), (sizes.1 as i32, head_dim as i32));
-                let mask = plan.params.base().block_mask;
+                let (config, base) = (&plan.config, plan.params.base());
+                let blocks = stay.map_or(tiles, |blocks| tiles.min(blocks));
+                prop_assert_eq!(config.grid, [blocks, 1, 1]);
+                prop_assert_eq!(config.programmatic_dependent_launch, stay.is_some());
+                prop_assert_eq!(config.block, row.threads());
+                prop_assert_eq!(config.smem_bytes, row.smem_bytes());
+                prop_assert_eq!(base.seqlen_q, sizes.1 as i32);
+                prop_assert_eq!(base.head_dim, head_dim as i32);
                 let rows = block_mask.map_or(0, |mask| sizes.1.div_ceil(mask.block_q as usize));
-                prop_assert_eq!(mask.rows as usize, rows);
+                prop_assert_eq!(base.block_mask.rows as usize, rows);
             }
             Err(Error::Unsupported { op, arch, what }) => {
-                prop_assert!(possible.is_empty(), "{op} on {arch}: {what}; but {} runs", possible[0].image_name());
+                let unused = possible.first().map(|row| row.image_name());
+                prop_assert!(unused.is_none(), "{op} on {arch}: {what}; but {unused:?} runs");
                 prop_assert_eq!(arch, gpu.compute_capability.to_string());
                 prop_assert!(!what.is_empty() && !what.contains('\n'));
             }
@@ -130,16 +144,20 @@ proptest! {
             1 => (any::<bool>(), [select(Major::ALL.to_vec()), select(Major::ALL.to_vec())]),
         ],
     ) {
-        let problem = BsrProblem::new(dtype, [mnk.0, mnk.1, mnk.2], block_size, 7).with_layouts(a_transposed, b, c);
+        let problem = BsrProblem::new(dtype, [mnk.0, mnk.1, mnk.2], block_size, 7)
+            .with_layouts(a_transposed, b, c);
         let is_hopper = |row: &Kernel| matches!(row.variant, Variant::BsrMatmulHopper(_));
         // Tensor maps want rows or columns of B at multiples of 16 bytes.
         let line = if b == Major::Row { mnk.1 } else { mnk.2 };
-        let any_c = |row: &Kernel| matches!(row.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers());
+        let any_c = |row: &Kernel| {
+            matches!(row.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers())
+        };
+        let b_column_major = b == Major::Column;
         let fits = |row: &Kernel| row.bsr_tile().is_some_and(|tile| {
             tile.dtype == dtype && tile.block_size as usize == block_size
                 && (row.takes_any_layout() || c == Major::Row || any_c(row))
                 && (row.takes_any_layout()
-                    || tile.a_transposed == a_transposed && tile.b_column_major == (b == Major::Column))
+                    || tile.a_transposed == a_transposed && tile.b_column_major == b_column_major)
         }) && runs(row, &gpu)
             && (!is_hopper(row) || line % 8 == 0 || mnk.1 == 0 || mnk.2 == 0);
         let possible: Vec<&Kernel> = manifest::kernels().iter().filter(|row| fits(row)).collect();
@@ -147,7 +165,8 @@ proptest! {
             Ok(row) => {
                 prop_assert!(fits(row), "{} on {}", row.image_name(), gpu.name);
                 let machine_code = possible.iter().any(|row| !row.target.is_ptx());
-                prop_assert!(!(machine_code && row.target.is_ptx()), "PTX where {} has machine code", gpu.name);
+                let fastest = !machine_code || !row.target.is_ptx();
+                prop_assert!(fastest, "PTX where {} has machine code", gpu.name);
                 let plan = bsr_matmul::plan(row, &problem, &gpu).unwrap();
                 let tile = row.bsr_tile().unwrap();
                 let tiles_m = mnk.0.div_ceil(block_size).div_ceil(tile.block_rows as usize);
@@ -156,10 +175,15 @@ proptest! {
                 prop_assert_eq!(plan.config.grid[0] as usize, tiles.min(stay));
                 prop_assert_eq!(plan.config.programmatic_dependent_launch, is_hopper(row));
                 prop_assert_eq!(&plan.config.grid[1..], &[1, 1]);
-                prop_assert_eq!((plan.params.m, plan.params.n, plan.params.k), (mnk.0 as i64, mnk.1 as i64, mnk.2 as i64));
+                let params = &plan.params;
+                prop_assert_eq!(
+                    (params.m, params.n, params.k),
+                    (mnk.0 as i64, mnk.1 as i64, mnk.2 as i64)
+                );
             }
             Err(Error::Unsupported { op, arch, what }) => {
-                prop_assert!(possible.is_empty(), "{op} on {arch}: {what}; but {} runs", possible[0].image_name());
+                let unused = possible.first().map(|row| row.image_name());
+                prop_assert!(unused.is_none(), "{op} on {arch}: {what}; but {unused:?} runs");
             }
             Err(other) => prop_assert!(false, "{other}"),
         }
@@ -167,7 +191,7 @@ proptest! {
 
     #[test]
     fn flops_count_visible_pairs(
-        case in blockflash_tests::attention::masks(40),
+        case in masks(40),
         seqlen in (0..40usize, 0..40usize),
         heads in 1..4usize,
     ) {
@@ -175,13 +199,13 @@ proptest! {
             mask: case,
             ..AttentionProblem::dense(DType::F16, [2, seqlen.0, seqlen.1], [heads, 1], 16)
         };
-        let oracle = blockflash_tests::attention::AttentionCase {
+        let oracle = AttentionCase {
             mask: case,
-            ..blockflash_tests::attention::AttentionCase::simple(DType::F16, (heads, 1), 16, seqlen)
+            ..AttentionCase::simple(DType::F16, (heads, 1), 16, seqlen)
         };
         let sequence = oracle.sequences()[0];
         let pairs: usize =
-            (0..seqlen.0).map(|i| blockflash_tests::attention::visible_keys(&oracle, &sequence, i).len()).sum();
+            (0..seqlen.0).map(|i| visible_keys(&oracle, &sequence, i).len()).sum();
         prop_assert_eq!(attention_flops(&problem), Some(4 * (2 * heads * pairs * 16) as u64));
     }
 }

@@ -101,8 +101,9 @@ fn twenty_times_the_naive_loop() {
     let on_idle = if processor_time().is_some() { used / threads } else { on_clock };
     let ratio = naive / on_idle;
     println!(
-        "B1 H{HEADS} S{SEQLEN} D{HEAD_DIM} f16: naive {naive:.2} s (scaled from {NAIVE_ROWS} of {} rows), backend \
-         {on_idle:.3} s of {threads} threads ({on_clock:.3} s on the clock), {ratio:.1} times as fast",
+        "B1 H{HEADS} S{SEQLEN} D{HEAD_DIM} f16: naive {naive:.2} s (scaled from {NAIVE_ROWS} of {} \
+         rows), backend {on_idle:.3} s of {threads} threads ({on_clock:.3} s on the clock), \
+         {ratio:.1} times as fast",
         HEADS * SEQLEN
     );
     assert!(ratio >= FACTOR, "{ratio:.1} times as fast as the naive loop, expected {FACTOR}");

@@ -98,6 +98,7 @@ fn generator(seed: u64, lane: u64, piece: u64) -> SmallRng {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use approx::assert_abs_diff_eq;
 
     #[test]
     fn normal_and_reproducible() {
@@ -105,9 +106,9 @@ mod tests {
         let values = draw(1, 0).to_f32(0..300_000);
         let mean =
             |power: i32| values.iter().map(|value| f64::from(value.powi(power))).sum::<f64>() / 3e5;
-        assert!(
-            mean(1).abs() < 0.01 && (mean(2) - 1.0).abs() < 0.01 && (mean(4) - 3.0).abs() < 0.1
-        );
+        assert_abs_diff_eq!(mean(1), 0.0, epsilon = 0.01);
+        assert_abs_diff_eq!(mean(2), 1.0, epsilon = 0.01);
+        assert_abs_diff_eq!(mean(4), 3.0, epsilon = 0.1);
         assert_eq!(draw(1, 0), draw(1, 0));
         assert!(draw(1, 0) != draw(2, 0) && draw(1, 0) != draw(1, 1));
         assert_eq!(normal(DType::F16, &[usize::MAX, 2], 0, 0, |_| ()), Err(u64::MAX));

@@ -16,6 +16,7 @@ mod study;
 #[path = "../examples/block_sparse_mlp/weights.rs"]
 mod weights;
 
+use approx::assert_abs_diff_eq;
 use blockflash_bench::peers::{Command, Peers, Selection};
 use blockflash_ops::Device;
 use layer::{Activations, Mlp};
@@ -42,7 +43,8 @@ fn options() -> Options {
 /// A server that takes any case and always has the same time.
 fn fake_rivals() -> Rivals {
     let script = r#"while read -r line; do case "$line" in
-        *hello*) echo '{"references":["torch_matmul_dense"],"peers":{"bsr_matmul":["torch_matmul_dense","triton","broken"]}}';;
+        *hello*) echo '{"references":["torch_matmul_dense"],'\
+'"peers":{"bsr_matmul":["torch_matmul_dense","triton","broken"]}}';;
         *prepare*broken*) echo '{"error":"RuntimeError: no"}';;
         *prepare*) echo '{"verified":true,"rel_err":0.001}';;
         *window*) echo '{"us":2.5,"us_min":2.0,"us_max":3.0,"replays":9,"launches":4}';;
@@ -73,7 +75,7 @@ fn weights_are_reproducible_and_have_unequal_blocks() {
             |values: &[half::bf16]| values.iter().map(|value| value.to_f64().powi(2)).sum::<f64>();
         // A row keeps the variance of its input.
         let all = squares(&weights.values);
-        assert!((all / 256.0 - 1.0).abs() < 0.2, "{all}");
+        assert_abs_diff_eq!(all / 256.0, 1.0, epsilon = 0.2);
         // What a quarter of the blocks holds: little more than a quarter where all are alike.
         let part = |block: usize| {
             let kept = weights.rank(block).unwrap().keep(0.25);
@@ -126,7 +128,8 @@ fn the_layer_is_what_the_host_computes() {
     let down = Weights::draw([256, 384], 0.7, 1, 1).unwrap();
     let rankings = [up.rank(32).unwrap(), down.rank(32).unwrap()];
     let mlp = Mlp::new([&up, &down], &rankings, 0.3, 300_000, &stream).unwrap();
-    assert!((mlp.density() - 0.3).abs() < 0.01 && mlp.block_size() == 32);
+    assert_abs_diff_eq!(mlp.density(), 0.3, epsilon = 0.01);
+    assert_eq!(mlp.block_size(), 32);
     assert_eq!(mlp.flops(), 2.0 * 2.0 * (0.3f64 * 96.0).round() * 1024.0);
     for (tokens, sampled) in
         [(1, vec![0]), (3, vec![0, 1, 2]), (16, vec![0, 2, 4, 6, 8, 10, 12, 15])]

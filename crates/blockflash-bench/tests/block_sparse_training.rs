@@ -18,6 +18,7 @@ mod sparsity;
 #[path = "../examples/block_sparse_training/training.rs"]
 mod training;
 
+use approx::{abs_diff_eq, assert_abs_diff_eq};
 use blockflash_ops::{DType, Device, Stream};
 use gradient_check::Check;
 use layer::Layer;
@@ -67,7 +68,7 @@ fn blocks_are_drawn_evenly_and_values_stay_inside() {
     let inside = (0..values.len()).filter(|&at| sparsity.is_inside(at));
     let squares: f32 = inside.clone().map(|at| values[at].powi(2)).sum();
     let mean = squares / inside.count() as f32;
-    assert!((mean * 16.0 - 1.0).abs() < 0.1, "{mean}");
+    assert_abs_diff_eq!(mean * 16.0, 1.0, epsilon = 0.1);
     let beyond = |&at: &usize| !sparsity.is_inside(at);
     assert!((0..values.len()).filter(beyond).all(|at| values[at] == 0.0));
     assert_eq!(Sparsity::draw([16, 64], 16, 1e-9, 0).unwrap().blocks.len(), 1);
@@ -137,10 +138,10 @@ fn a_step_changes_the_weights_that_are_multiplied() {
     for step in [0.5, 0.5 + 0.9 * 0.5] {
         layer.descend(0.1, 0.9, &stream).unwrap();
         moved += 0.1 / sparsity.fan_in() as f32 * step;
-        for (at, (y, before)) in sums(&layer).iter().zip(&before).enumerate() {
-            let expected = before - 0.5 * moved * inputs(at % 20);
-            assert!((y - expected).abs() < 1e-5, "{at}: {y} {expected}");
-        }
+        let expected = before.iter().enumerate();
+        let expected = expected.map(|(at, before)| before - 0.5 * moved * inputs(at % 20));
+        let expected: Vec<f32> = expected.collect();
+        assert_abs_diff_eq!(sums(&layer)[..], expected[..], epsilon = 1e-5);
     }
 }
 
@@ -153,7 +154,7 @@ fn the_student_learns() {
         assert_eq!((study.points.len(), study.points[20].step, study.products.len()), (21, 60, 5));
         assert!(study.products.iter().all(|product| product.kernel.is_none() && product.us > 0.0));
         // Answers of the start are as wrong as two strangers are.
-        assert!((study.points[0].held_out - 2.0).abs() < 0.6, "{study:?}");
+        assert!(abs_diff_eq!(study.points[0].held_out, 2.0, epsilon = 0.6), "{study:?}");
         let losses =
             |study: &Study| study.points.iter().map(|point| point.held_out).collect::<Vec<_>>();
         assert_eq!(losses(&study), losses(&run(&options).unwrap()));

@@ -12,6 +12,7 @@ mod results;
 #[path = "../examples/long_context/study.rs"]
 mod study;
 
+use approx::assert_abs_diff_eq;
 use blockflash_ops::block_sparse::block_mean_scores;
 use blockflash_ops::{BlockMask, Device, Mask};
 use data::Recipe;
@@ -151,7 +152,7 @@ fn everything_is_exact() {
     let (study, _) = study::run(&options(&[32]), |_| ()).unwrap();
     let point = &study.points[0];
     assert_eq!((point.density, point.error), (1.0, 0.0));
-    assert!((point.mass - 1.0).abs() < 1e-6, "{point:?}");
+    assert_abs_diff_eq!(point.mass, 1.0, epsilon = 1e-6);
     let refused = study::run(&options(&[33]), |_| ()).unwrap_err().to_string();
     assert!(refused.contains("up to 32"), "{refused}");
     assert!(study::run(&options(&[]), |_| ()).is_err());

@@ -24,9 +24,17 @@ fn refusal(arguments: &[&str]) -> String {
 /// A line of a record: 100 GFLOP in `us`.
 fn line(commit: &str, day: u32, case: &str, implementation: &str, us: f64) -> String {
     let tflops = 1e5 / us;
-    format!(
-        r#"{{"schema":1,"suite":"lengths","op":"attention_fwd","case":"{case}","impl":"{implementation}","symbol":null,"us":{us},"us_min":{us},"us_max":{us},"tflops":{tflops},"flops":1e11,"verified":true,"rel_err":1e-3,"run":"r{day}","rounds":3,"window_ms":10,"gap_ms":5,"launches":1,"commit":"{commit}","gpu":"Test GPU","driver":null,"clock_mhz":null,"power_w":null,"temperature_c":null,"cache":"warm","date":"2026-11-{day}T08:00:00Z"}}"#
-    ) + "\n"
+    [
+        format!(r#"{{"schema":1,"suite":"lengths","op":"attention_fwd","case":"{case}","#),
+        format!(r#""impl":"{implementation}","symbol":null,"us":{us},"us_min":{us},"#),
+        format!(r#""us_max":{us},"tflops":{tflops},"flops":1e11,"verified":true,"#),
+        format!(r#""rel_err":1e-3,"run":"r{day}","rounds":3,"window_ms":10,"gap_ms":5,"#),
+        format!(r#""launches":1,"commit":"{commit}","gpu":"Test GPU","driver":null,"#),
+        r#""clock_mhz":null,"power_w":null,"temperature_c":null,"cache":"warm","#.into(),
+        format!(r#""date":"2026-11-{day}T08:00:00Z"}}"#),
+    ]
+    .concat()
+        + "\n"
 }
 
 /// Two runs of twelve cases, of which one has become slower.

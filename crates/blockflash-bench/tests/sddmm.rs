@@ -2,6 +2,7 @@
 
 mod common;
 
+use approx::assert_abs_diff_eq;
 use blockflash_bench::io::{Array, TensorFile, Values, write};
 use blockflash_bench::random::normal;
 use blockflash_sys::DType;
@@ -121,17 +122,14 @@ fn files_are_right_against_the_reference() {
     let report = json(&files.run(&[&layouts[..], &["--out", &columns]].concat()));
     assert_eq!(report["check"]["passed"], true, "{report}");
     let [plain, columns] = [&plain, &columns].map(|path| values(path).to_f32(0..768));
-    assert!(plain.iter().zip(&columns).all(|(a, b)| (a - b).abs() < 1e-4));
+    assert_abs_diff_eq!(plain[..], columns[..], epsilon = 1e-4);
     // The old values are those of the pattern.
     let report =
         json(&files.run(&["--beta", "1", "--out-dtype", "f32", "--out", &with_old, "--check"]));
     assert_eq!(report["check"]["passed"], true, "{report}");
     let (sum, old) = (values(&with_old).to_f32(0..768), files.values.to_f32(0..768));
-    assert!(
-        sum.iter()
-            .zip(plain.iter().zip(&old))
-            .all(|(sum, (new, old))| (sum - new - old).abs() < 1e-4)
-    );
+    let added: Vec<f32> = sum.iter().zip(&plain).map(|(sum, new)| sum - new).collect();
+    assert_abs_diff_eq!(added[..], old[..], epsilon = 1e-4);
     // What it reads is what the other command reads.
     files.write_pattern(&[0, 1, 1, 3], &[1, 0, 1], Some([48, 32]));
     assert_eq!(json(&files.run(&["--check"]))["check"]["passed"], true);

@@ -151,7 +151,8 @@ mod tests {
             let mut exps = row.clone();
             let sum = f64::from(exp_sum(&mut exps, 12.0));
             let expected: f64 = row.iter().map(|&x| f64::from(x - 12.0).exp()).sum();
-            assert!((sum - expected).abs() <= 1e-6 * expected, "{length}");
+            let close = approx::abs_diff_eq!(sum, expected, epsilon = 1e-6 * expected);
+            assert!(close, "{length}");
             for (x, e) in row.iter().zip(&exps) {
                 assert!(ulps(*e, f64::from(x - 12.0).exp()) <= 2.0);
             }

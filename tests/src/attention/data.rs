@@ -60,7 +60,8 @@ impl AttentionData {
     fn shape_scores(&mut self, case: &AttentionCase, s: &Sequence) {
         let d = case.head_dim;
         let ratio = case.heads_q / case.heads_kv;
-        let unit = case.scale() * (d as f32).sqrt(); // standard deviation of a score of N(0,1) vectors
+        // Standard deviation of a score of N(0,1) vectors.
+        let unit = case.scale() * (d as f32).sqrt();
         let queries = s.q_start * case.heads_q * d..(s.q_start + s.q_len) * case.heads_q * d;
         match case.content {
             Content::LargeScores => self.q[queries].iter_mut().for_each(|x| *x *= 40.0 / unit),

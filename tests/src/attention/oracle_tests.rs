@@ -1,5 +1,6 @@
 use super::*;
 use crate::attention::{BlockCase, BlockPattern, Content, Lengths, MaskHeads};
+use approx::{abs_diff_eq, assert_abs_diff_eq};
 use blockflash_ops::attention::Align;
 
 fn reference(case: &AttentionCase) -> (AttentionData, AttentionReference) {
@@ -18,7 +19,7 @@ fn one_key_returns_its_value() {
     for (row, &[_, i, h]) in reference.rows.iter().enumerate() {
         let q = &data.q[(i * 2 + h) * 8..][..8];
         let score: f64 = q.iter().zip(&data.k).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum();
-        assert!((reference.lse.exact[row] - score / 8f64.sqrt()).abs() < 1e-6);
+        assert_abs_diff_eq!(reference.lse.exact[row], score / 8f64.sqrt(), epsilon = 1e-6);
         for e in 0..8 {
             assert_eq!(reference.o.exact[row * 8 + e], f64::from(data.v[e]));
             assert_eq!(reference.o.plain[row * 8 + e], f64::from(data.v[e]));
@@ -86,19 +87,14 @@ fn the_plain_computation_is_close_in_every_option() {
             let (_, reference) = reference(&case);
             assert_eq!(reference.rows.len(), 38 * 2);
             let bound = 8.0 * crate::number::unit_roundoff(dtype);
-            for i in 0..reference.o.exact.len() {
-                let error = (reference.o.plain[i] - reference.o.exact[i]).abs();
-                // `!(a <= b)` also catches NaN.
-                assert!(
-                    error <= bound * (1.0 + reference.o.exact[i].abs()),
-                    "{case:?} {i} {error}"
-                );
+            for (i, &exact) in reference.o.exact.iter().enumerate() {
+                let plain = reference.o.plain[i];
+                let close = abs_diff_eq!(plain, exact, epsilon = bound * (1.0 + exact.abs()));
+                assert!(close, "{case:?} {i} {exact} {plain}");
             }
-            for (exact, plain) in reference.lse.exact.iter().zip(&reference.lse.plain) {
-                assert!(
-                    (exact - plain).abs() <= 1e-6 * (10.0 + exact.abs()),
-                    "{case:?} {exact} {plain}"
-                );
+            for (&exact, &plain) in reference.lse.exact.iter().zip(&reference.lse.plain) {
+                let close = abs_diff_eq!(plain, exact, epsilon = 1e-6 * (10.0 + exact.abs()));
+                assert!(close, "{case:?} {exact} {plain}");
             }
         }
     }

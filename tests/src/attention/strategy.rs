@@ -33,10 +33,11 @@ pub fn masks(seqlen: usize) -> impl Strategy<Value = Mask> {
     let align = || select(vec![Align::TopLeft, Align::BottomRight]);
     let side =
         move || prop_oneof![1 => Just(None), 1 => Just(Some(0)), 3 => (0..=seqlen).prop_map(Some)];
+    let window = |(left, right, align)| Mask::Window { left, right, align };
     prop_oneof![
         2 => Just(Mask::Full),
         2 => align().prop_map(|align| Mask::Causal { align }),
-        3 => (side(), side(), align()).prop_map(|(left, right, align)| Mask::Window { left, right, align }),
+        3 => (side(), side(), align()).prop_map(window),
     ]
 }
 

@@ -110,6 +110,7 @@ fn row(case: &BsrCase, data: &BsrData, i: usize) -> Vec<Element> {
 mod tests {
     use super::super::{NanInB, Pattern};
     use super::*;
+    use approx::assert_abs_diff_eq;
     use blockflash_sys::DType;
 
     fn dense(case: &BsrCase, data: &BsrData) -> Vec<f64> {
@@ -155,8 +156,8 @@ mod tests {
                     (0..k).map(|l| a[i * k + l] * f64::from(data.b[l * n + j])).sum();
                 let expected =
                     0.5 * product - 2.0 * f64::from(data.c[i * n + j]) + f64::from(data.bias[j]);
-                assert!((reference.c.exact[i * n + j] - expected).abs() < 1e-12);
-                assert!((reference.c.plain[i * n + j] - expected).abs() < 1e-4);
+                assert_abs_diff_eq!(reference.c.exact[i * n + j], expected, epsilon = 1e-12);
+                assert_abs_diff_eq!(reference.c.plain[i * n + j], expected, epsilon = 1e-4);
             }
         }
     }

@@ -39,16 +39,18 @@ pub fn patterns() -> impl Strategy<Value = Pattern> {
 /// aligned to anything.
 fn gaps() -> impl Strategy<Value = Placement> {
     let gap = || prop_oneof![3 => Just(0usize), 1 => 1..10usize, 1 => Just(8usize)];
+    let padded = |(a, b, c, d)| Placement { order: Vec::new(), padding: vec![(a, b), (c, d)] };
     prop_oneof![
         1 => Just(Placement::default()),
-        2 => (gap(), gap(), gap(), gap()).prop_map(|(a, b, c, d)| Placement { order: Vec::new(), padding: vec![(a, b), (c, d)] }),
+        2 => (gap(), gap(), gap(), gap()).prop_map(padded),
     ]
 }
 
 /// Sizes that are seldom a multiple of anything.
 fn size(block: usize, blocks: usize) -> impl Strategy<Value = usize> {
     let full = (1..=blocks).prop_map(move |n| n * block);
-    prop_oneof![2 => 1..=blocks * block, 1 => full.clone(), 1 => full.prop_map(move |n| n + 1 - block.min(2))]
+    let beside = full.clone().prop_map(move |n| n + 1 - block.min(2));
+    prop_oneof![2 => 1..=blocks * block, 1 => full, 1 => beside]
 }
 
 fn columns(limit: usize) -> impl Strategy<Value = usize> {

@@ -76,6 +76,7 @@ fn element(case: &SddmmCase, data: &SddmmData, b: &[f32], at: usize) -> Element 
 mod tests {
     use super::*;
     use crate::bsr::Pattern;
+    use approx::assert_abs_diff_eq;
     use blockflash_sys::DType;
 
     #[test]
@@ -97,7 +98,8 @@ mod tests {
                     .map(|l| f64::from(data.a[i * 9 + l]) * f64::from(data.b[l * 50 + j]))
                     .sum();
                 let expected = 0.5 * dot - 2.0 * f64::from(data.old[at]);
-                assert!((exact - expected).abs() < 1e-12 && (plain - expected).abs() < 1e-4);
+                assert_abs_diff_eq!(exact, expected, epsilon = 1e-12);
+                assert_abs_diff_eq!(plain, expected, epsilon = 1e-4);
             }
         }
         assert!(beyond > 0, "there are blocks that reach beyond the matrix");

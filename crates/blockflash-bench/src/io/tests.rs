@@ -265,7 +265,11 @@ fn read_all(bytes: &[u8]) {
 
 fn valid_files() -> [Vec<u8>; 3] {
     let data = f32_bytes(&[1.0, 2.0, 3.0, 4.0]);
-    let header = r#"{"__metadata__":{"a":"b"},"q":{"dtype":"F32","shape":[2,1],"data_offsets":[0,8]},"k":{"dtype":"I64","shape":[1],"data_offsets":[8,16]}}"#;
+    let header = concat!(
+        r#"{"__metadata__":{"a":"b"},"#,
+        r#""q":{"dtype":"F32","shape":[2,1],"data_offsets":[0,8]},"#,
+        r#""k":{"dtype":"I64","shape":[1],"data_offsets":[8,16]}}"#
+    );
     [
         npy("<f4", "True", "(2, 2)", &data),
         npy("<i8", "False", "(2,)", &data),
@@ -276,8 +280,12 @@ fn valid_files() -> [Vec<u8>; 3] {
 proptest! {
     #[test]
     fn random_bytes_never_panic(
-        magic in prop_oneof![Just(&b""[..]), Just(&b"\x93NUMPY\x01\x00"[..]), Just(&b"\x93NUMPY\x03\x00"[..]),
-            Just(&b"\x02\x00\x00\x00\x00\x00\x00\x00{}"[..])],
+        magic in prop_oneof![
+            Just(&b""[..]),
+            Just(&b"\x93NUMPY\x01\x00"[..]),
+            Just(&b"\x93NUMPY\x03\x00"[..]),
+            Just(&b"\x02\x00\x00\x00\x00\x00\x00\x00{}"[..]),
+        ],
         bytes in proptest::collection::vec(any::<u8>(), 0..200),
     ) {
         read_all(&[magic, &bytes].concat());
@@ -304,7 +312,10 @@ proptest! {
     #[test]
     fn lying_headers_never_panic(
         which in 0..3usize,
-        sizes in proptest::collection::vec(prop_oneof![0..9u64, any::<u64>(), Just(1u64 << 62)], 1..8),
+        sizes in proptest::collection::vec(
+            prop_oneof![0..9u64, any::<u64>(), Just(1u64 << 62)],
+            1..8,
+        ),
     ) {
         let text = String::from_utf8_lossy(&valid_files()[which][8..]).into_owned();
         let mut sizes = sizes.iter().cycle();

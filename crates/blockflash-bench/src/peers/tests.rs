@@ -4,7 +4,11 @@ use std::path::PathBuf;
 
 /// A server made of a shell script: `$line` is the request.
 fn fake(cases: &str) -> Command {
-    let hello = r#"{"ok":true,"torch":"9.9","references":["dense"],"peers":{"attention_fwd":["good","bad"],"bsr_matmul":["dense"]},"absent":{"a":"no x","b":"no x","c":"no y"}}"#;
+    let hello = concat!(
+        r#"{"ok":true,"torch":"9.9","references":["dense"],"#,
+        r#""peers":{"attention_fwd":["good","bad"],"bsr_matmul":["dense"]},"#,
+        r#""absent":{"a":"no x","b":"no x","c":"no y"}}"#
+    );
     let script = format!(
         "while read -r line; do case \"$line\" in *hello*) echo '{hello}';; {cases} *) echo \
          '{{\"ok\":true}}';; esac; done"

@@ -133,9 +133,10 @@ mod tests {
         assert_eq!(ticks, ["2 %", "5 %", "10 %", "20 %", "50 %", "100 %"]);
         // Proportional, and within the panel.
         let ideal = &speeds.lines[0].points;
-        assert!(
-            ideal.iter().all(|&(x, y)| (y - 10f64.powf(-x)).abs() < 1e-9 && y <= speeds.y.high)
-        );
+        for &(x, y) in ideal {
+            approx::assert_abs_diff_eq!(y, 10f64.powf(-x), epsilon = 1e-9);
+            assert!(y <= speeds.y.high);
+        }
         let names: Vec<_> = figure.legend.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["top-k", "window", "1 / density", "dense"]);
         let drawing = Drawing(figure);

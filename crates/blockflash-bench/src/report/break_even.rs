@@ -178,7 +178,8 @@ mod tests {
             Some(BreakEven::At(density)) => density,
             other => panic!("{other:?}"),
         };
-        assert!((at(&[(0.1, 0.4), (0.2, 0.7), (0.6, 1.9)]) - 0.3).abs() < 1e-12);
+        let density = at(&[(0.1, 0.4), (0.2, 0.7), (0.6, 1.9)]);
+        approx::assert_abs_diff_eq!(density, 0.3, epsilon = 1e-12);
         assert_eq!(at(&[(0.1, 0.2), (0.5, 1.0), (1.0, 2.0)]), 0.5);
         assert_eq!(break_even(&[(0.1, 0.5), (1.0, 0.9)]), Some(BreakEven::Above(1.0)));
         assert_eq!(break_even(&[(0.1, 1.0), (0.5, 0.9)]), Some(BreakEven::Below(0.1)));

@@ -1,23 +1,22 @@
 //! What several tests of the command need.
 
+#![allow(dead_code)] // Not every program of tests calls everything.
+
 use blockflash_ops::Device;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
-#[allow(dead_code)] // Not every program of tests calls it.
 pub(crate) fn blockflash(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_blockflash")).args(args).output().unwrap()
 }
 
 /// Runs on the CPU without repeats, must succeed, gives the JSON object.
-#[allow(dead_code)] // Not every program of tests calls it.
 pub(crate) fn json(args: &[&str]) -> serde_json::Value {
     json_on("cpu", args)
 }
 
 /// The same on a device.
-#[allow(dead_code)] // Not every program of tests calls it.
 pub(crate) fn json_on(device: &str, args: &[&str]) -> serde_json::Value {
     let output = blockflash(&[args, &["--device", device, "--repeat", "0", "--json"]].concat());
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -27,7 +26,6 @@ pub(crate) fn json_on(device: &str, args: &[&str]) -> serde_json::Value {
 
 /// Whether there is a GPU for a test. Without one a line on stderr says that the test was skipped,
 /// and with `BLOCKFLASH_REQUIRE_GPU=1` in the environment it fails.
-#[allow(dead_code)] // Not every program of tests calls it.
 pub(crate) fn has_gpu(test: &str) -> bool {
     if !Device::best().is_cpu() {
         return true;
@@ -41,7 +39,6 @@ pub(crate) fn has_gpu(test: &str) -> bool {
 
 /// Must fail with code 2, print nothing on stdout and one line without control characters on
 /// stderr, which is returned.
-#[allow(dead_code)] // Not every program of tests calls it.
 pub(crate) fn refused(args: &[&str]) -> String {
     let output = blockflash(args);
     let stderr = String::from_utf8(output.stderr).unwrap();

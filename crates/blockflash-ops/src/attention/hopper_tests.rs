@@ -159,8 +159,9 @@ fn sections_fit_into_l2_when_there_is_a_window() {
 
 #[test]
 fn scales_are_those_of_the_exponent() {
-    let close =
-        |got: f32, expected: f64| assert!((f64::from(got) / expected - 1.0).abs() < 1e-6, "{got}");
+    let close = |got: f32, expected: f64| {
+        approx::assert_abs_diff_eq!(f64::from(got) / expected, 1.0, epsilon = 1e-6);
+    };
     let log2_e = std::f64::consts::LOG2_E;
     let base = AttentionProblem { softmax_scale: 0.25, ..problem(1, [1, 1], 100, 64) };
     let (_, params) = planned(&base);

@@ -47,12 +47,13 @@ pub struct AttentionPlan {
     pub workspace_bytes: usize,
 }
 
-/// Fills the kernel argument and the launch configuration of `kernel` for a problem that it accepts on
-/// this GPU.
+/// Fills the kernel argument and the launch configuration of `kernel` for a problem that it accepts
+/// on this GPU.
 ///
 /// # Errors
 /// [`Error::Misaligned`] for a stride that is not a multiple of 8 elements, [`Error::TooLarge`] for
-/// a grid or size beyond 32 bits, [`Error::Unsupported`] if the kernel does not compute this problem.
+/// a grid or size beyond 32 bits, [`Error::Unsupported`] if the kernel does not compute this
+/// problem.
 pub fn plan(
     kernel: &Kernel,
     problem: &AttentionProblem,

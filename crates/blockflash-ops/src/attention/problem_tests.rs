@@ -100,9 +100,8 @@ fn shapes_are_checked() {
     for heads in [0, 3] {
         let kv = view(&[2, 7, heads, 8]);
         let error = Attention::new(q, kv, kv).problem().unwrap_err();
-        assert!(
-            matches!(error, Error::HeadGroups { num_heads_q: 4, num_heads_kv } if num_heads_kv == heads)
-        );
+        let Error::HeadGroups { num_heads_q: 4, num_heads_kv } = error else { panic!("{error}") };
+        assert_eq!(num_heads_kv, heads);
     }
 }
 

@@ -14,8 +14,8 @@ use std::sync::LazyLock;
 /// that do are taken.
 ///
 /// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported) says what no kernel offers: the element type, the
-/// head dimension, the blocks of the mask, the architecture or its shared memory.
+/// [`Error::Unsupported`](crate::Error::Unsupported) says what no kernel offers: the element type,
+/// the head dimension, the blocks of the mask, the architecture or its shared memory.
 pub fn select(problem: &AttentionProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
     selection::select(problem, gpu)
 }
@@ -202,9 +202,9 @@ fn without_tensor_map(problem: &AttentionProblem) -> Option<(&'static str, &'sta
     None
 }
 
-/// Estimated nanoseconds of a kernel for Hopper. While tiles are few, the multiprocessors with most of
-/// them decide; many tiles spread evenly, but for half a round at the end. Under a causal mask or a
-/// window tiles are unequal: the longest start first, and the others fill the gaps.
+/// Estimated nanoseconds of a kernel for Hopper. While tiles are few, the multiprocessors with most
+/// of them decide; many tiles spread evenly, but for half a round at the end. Under a causal mask
+/// or a window tiles are unequal: the longest start first, and the others fill the gaps.
 fn relative_time(c: &Candidate<'_, AttentionProblem>) -> f64 {
     let Candidate { tile, problem, gpu, .. } = c;
     let Variant::AttentionFwdHopper(hopper) = c.kernel.variant else { return 0.0 };

@@ -15,8 +15,8 @@
 //! ```
 //! use blockflash_ops::{Align, Attention, BlockGeometry, BlockMask, Device, Mask, View};
 //!
-//! // 1000 queries and keys in blocks of 128 × 64: three blocks back, and the first block, as far as
-//! // the causal mask shows them.
+//! // 1000 queries and keys in blocks of 128 × 64: three blocks back, and the first block, as far
+//! // as the causal mask shows them.
 //! let geometry = BlockGeometry::new(1000, 1000, 128, 64)?;
 //! let local = BlockMask::window(geometry, Some(3), Some(0), Align::BottomRight)?;
 //! let mask = local.union(&BlockMask::sink(geometry, 1)?)?.intersect_mask(Mask::causal())?;

@@ -61,7 +61,7 @@ fn check<T: Float>(narrow: impl Fn(&[f32]) -> Vec<T>, sizes: [usize; 4]) {
         assert_eq!(scores.len(), expected.len());
         for (at, (&score, expected)) in scores.iter().zip(expected).enumerate() {
             assert!(
-                (f64::from(score) - expected).abs() < 1e-4,
+                approx::abs_diff_eq!(f64::from(score), expected, epsilon = 1e-4),
                 "{geometry:?} {at}: {score}, not {expected}"
             );
         }

@@ -31,7 +31,8 @@ fn dense_patterns_of_small_blocks_are_filled_with_zeros() {
     let filled = |n, density: f64| {
         let nnz_blocks = (256.0 * 256.0 * density) as usize;
         let problem = BsrProblem { nnz_blocks, ..problem([8192, n, 8192], 32) };
-        matches!(select(&problem, &h200()).unwrap().variant, Variant::BsrMatmulHopper(tile) if tile.filled)
+        let variant = select(&problem, &h200()).unwrap().variant;
+        matches!(variant, Variant::BsrMatmulHopper(tile) if tile.filled)
     };
     assert_eq!(
         [0.05, 0.1, 0.2, 0.35, 0.5, 1.0].map(|density| filled(1024, density)),

@@ -45,11 +45,9 @@ pub(super) fn reference(
 pub(super) fn assert_close(found: &[f32], expected: &[f64], tolerance: f64) {
     assert_eq!(found.len(), expected.len());
     for (at, (&found, &expected)) in found.iter().zip(expected).enumerate() {
-        let error = (f64::from(found) - expected).abs();
-        assert!(
-            error <= tolerance * (1.0 + expected.abs()),
-            "element {at} is {found}, expected {expected}"
-        );
+        let epsilon = tolerance * (1.0 + expected.abs());
+        let close = approx::abs_diff_eq!(f64::from(found), expected, epsilon = epsilon);
+        assert!(close, "element {at} is {found}, expected {expected}");
     }
 }
 

@@ -105,12 +105,10 @@ fn wrong_arrays_are_named() {
     };
     let zeros = |dtype, shape: &[usize]| Tensor::zeros(&cpu(), dtype, shape).unwrap();
     for (at, name) in [(0, "row_ptr"), (1, "col_idx")] {
-        assert!(
-            matches!(with(at, zeros(DType::F32, &[3 - at])), Error::DType { what, .. } if what == name)
-        );
-        assert!(
-            matches!(with(at, zeros(DType::I32, &[1, 3 - at])), Error::Shape { what, .. } if what == name)
-        );
+        let error = with(at, zeros(DType::F32, &[3 - at]));
+        assert!(matches!(error, Error::DType { what, .. } if what == name));
+        let error = with(at, zeros(DType::I32, &[1, 3 - at]));
+        assert!(matches!(error, Error::Shape { what, .. } if what == name));
     }
     assert!(matches!(with(2, zeros(DType::I32, &[2, 8, 8])), Error::DType { what: "values", .. }));
     assert!(matches!(with(2, zeros(DType::F16, &[3, 8, 8])), Error::Shape { what: "values", .. }));

@@ -194,7 +194,7 @@ mod tests {
                 [order_of(block_size, rows.len(), &rows), longest_first(&row_ptr)]
                     .map(|order| shared(block_size, rows.len(), &rows, &order) as f64);
             assert!(
-                (after / before - expected).abs() < 0.02,
+                approx::abs_diff_eq!(after / before, expected, epsilon = 0.02),
                 "blocks of {block_size}: {after} of {before}"
             );
         }

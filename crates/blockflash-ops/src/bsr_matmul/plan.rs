@@ -23,8 +23,8 @@ pub struct BsrMatmulPlan {
     pub parts: usize,
 }
 
-/// Fills the kernel argument and the launch configuration of `kernel` for a problem that it accepts on
-/// this GPU.
+/// Fills the kernel argument and the launch configuration of `kernel` for a problem that it accepts
+/// on this GPU.
 ///
 /// # Errors
 /// [`Error::TooLarge`] for a grid or size that the kernel cannot count, [`Error::Unsupported`] if

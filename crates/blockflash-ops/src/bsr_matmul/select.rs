@@ -15,8 +15,9 @@ use std::sync::LazyLock;
 /// beyond n; of these the widest.
 ///
 /// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported) says what no kernel offers: the element type, the
-/// block size, the transposed A or the layouts of B and C, the architecture or its shared memory.
+/// [`Error::Unsupported`](crate::Error::Unsupported) says what no kernel offers: the element type,
+/// the block size, the transposed A or the layouts of B and C, the architecture or its shared
+/// memory.
 pub fn select(problem: &BsrProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
     selection::select(problem, gpu)
 }

@@ -65,11 +65,9 @@ fn reference(
 fn assert_close(found: &[f32], expected: &[f64], tolerance: f64) {
     assert_eq!(found.len(), expected.len());
     for (at, (&found, &expected)) in found.iter().zip(expected).enumerate() {
-        let error = (f64::from(found) - expected).abs();
-        assert!(
-            error <= tolerance * (1.0 + expected.abs()),
-            "value {at} is {found}, expected {expected}"
-        );
+        let epsilon = tolerance * (1.0 + expected.abs());
+        let close = approx::abs_diff_eq!(f64::from(found), expected, epsilon = epsilon);
+        assert!(close, "value {at} is {found}, expected {expected}");
     }
 }
 

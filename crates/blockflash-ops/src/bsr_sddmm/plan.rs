@@ -17,8 +17,8 @@ pub struct BsrSddmmPlan {
     pub config: LaunchConfig,
 }
 
-/// Fills the kernel argument and the launch configuration of `kernel` for a problem that it accepts on
-/// this GPU and that has blocks.
+/// Fills the kernel argument and the launch configuration of `kernel` for a problem that it accepts
+/// on this GPU and that has blocks.
 ///
 /// # Errors
 /// [`Error::TooLarge`] for sizes or tiles that the kernel cannot count, [`Error::Unsupported`] if

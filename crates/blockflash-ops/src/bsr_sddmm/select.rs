@@ -12,9 +12,9 @@ use std::sync::LazyLock;
 /// block size takes every layout, and is taken where there is no other.
 ///
 /// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported) says what no kernel offers: the architecture, the
-/// element type, the block size, or a memory layout that tensor maps cannot describe where there is
-/// no portable kernel.
+/// [`Error::Unsupported`](crate::Error::Unsupported) says what no kernel offers: the architecture,
+/// the element type, the block size, or a memory layout that tensor maps cannot describe where
+/// there is no portable kernel.
 pub fn select(problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
     selection::select(problem, gpu)
 }

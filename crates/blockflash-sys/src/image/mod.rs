@@ -18,8 +18,8 @@ use std::{
 /// it does nothing.
 ///
 /// For kernels under development, for profiles with line information, and for comparing commits.
-/// Such a folder holds files as [`Kernel::image_name`] names them, not compressed; each kernel that is
-/// used must be there. Who enables the feature vouches for the images: the driver runs what they
+/// Such a folder holds files as [`Kernel::image_name`] names them, not compressed; each kernel that
+/// is used must be there. Who enables the feature vouches for the images: the driver runs what they
 /// contain.
 pub const IMAGES_VARIABLE: &str = "BLOCKFLASH_IMAGES";
 

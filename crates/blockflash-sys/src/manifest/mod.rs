@@ -3,8 +3,8 @@
 //!
 //! A kernel family is one file here and one implementation of [`Family`]. Tiles differ between
 //! targets because of shared memory: sm_80 and sm_90 have 163 KB and more per CTA, every other
-//! GPU 99 KB. Rows with equal [`Kernel::symbol`] are the same source with the same tiles for different
-//! targets.
+//! GPU 99 KB. Rows with equal [`Kernel::symbol`] are the same source with the same tiles for
+//! different targets.
 
 mod attention;
 mod attention_fwd_sm80;

@@ -121,6 +121,7 @@ fn ceilings_belong_to_their_run() {
 #[test]
 fn means() {
     assert_eq!(geometric_mean(&[]), None);
-    assert!((geometric_mean(&[0.5, 2.0, 8.0]).unwrap() - 2.0).abs() < 1e-12);
+    let mean = geometric_mean(&[0.5, 2.0, 8.0]).unwrap();
+    approx::assert_abs_diff_eq!(mean, 2.0, epsilon = 1e-12);
     assert_eq!(range([2.0, 1.0, 3.0].into_iter()), Some((1.0, 3.0)));
 }

@@ -2,6 +2,7 @@ use super::*;
 use crate::case::{BsrShape, Pattern};
 use crate::peers::{Command, Selection};
 use crate::rounds::Swap;
+use approx::assert_abs_diff_eq;
 use blockflash_ops::{DType, Device};
 use std::path::Path;
 
@@ -36,13 +37,16 @@ fn run(rounds: usize) -> Run {
 fn peers() -> Peers {
     let script = r#"n=0
 while read -r line; do case "$line" in
-  *hello*) echo '{"ok":true,"references":["fast"],"peers":{"bsr_matmul":["fast","wrong","late"],"attention_fwd":["fast"]},"absent":{}}';;
+  *hello*) echo '{"ok":true,"references":["fast"],'\
+'"peers":{"bsr_matmul":["fast","wrong","late"],"attention_fwd":["fast"]},"absent":{}}';;
   *prepare*wrong*) echo '{"ok":true,"verified":false,"rel_err":0.5}';;
   *prepare*attention*) echo '{"ok":true,"verified":true,"rel_err":0.001}';;
-  *prepare*) case "$line" in *col_idx*npy*) echo '{"ok":true,"verified":true,"rel_err":0.001,"settings":"x=1"}';; esac;;
+  *prepare*) case "$line" in *col_idx*npy*)
+    echo '{"ok":true,"verified":true,"rel_err":0.001,"settings":"x=1"}';; esac;;
   *window*late*) n=$((n+1)); if [ $n -ge 3 ]; then echo '{"error":"late"}'; else
     echo '{"ok":true,"us":1.0,"us_min":1.0,"us_max":1.0,"replays":1,"launches":1}'; fi;;
-  *window*) n2=$((n2+1)); echo "{\"ok\":true,\"us\":$((n2 * 10)).0,\"us_min\":1.0,\"us_max\":1.0,\"replays\":1,\"launches\":7}";;
+  *window*) n2=$((n2+1)); us=$((n2 * 10)).0
+    echo '{"ok":true,"us":'$us',"us_min":1.0,"us_max":1.0,"replays":1,"launches":7}';;
   *) echo '{"ok":true}';;
 esac; done"#;
     let command = Command {
@@ -73,7 +77,8 @@ fn ours_and_rivals_take_turns() {
     let expected =
         [Some(0), Some(1), None, Some(2)].map(|at| Some(("williams".to_owned(), at?, 4)));
     assert_eq!(records.iter().map(protocol).collect::<Vec<_>>(), expected);
-    assert!((ours.tflops.unwrap() - ours.flops / ours.us.unwrap() / 1e6).abs() < 1e-12);
+    let tflops = ours.flops / ours.us.unwrap() / 1e6;
+    assert_abs_diff_eq!(ours.tflops.unwrap(), tflops, epsilon = 1e-12);
 
     // Windows of 10 (warm-up), 20, 30, 40 and 50 µs.
     let fast = &records[1];
@@ -127,8 +132,8 @@ fn a_swap_check_prepares_once_and_turns_the_order_round() {
 #[test]
 fn what_moves_is_a_part_of_the_ratio() {
     let swap = |ratios| Swap { rival: String::new(), ratios };
-    assert!((swap([0.955, 1.067]).moved() - 0.117).abs() < 1e-3);
-    assert!((swap([1.0, 0.99]).moved() - 0.01).abs() < 1e-12);
+    assert_abs_diff_eq!(swap([0.955, 1.067]).moved(), 0.117, epsilon = 1e-3);
+    assert_abs_diff_eq!(swap([1.0, 0.99]).moved(), 0.01, epsilon = 1e-12);
 }
 
 #[test]

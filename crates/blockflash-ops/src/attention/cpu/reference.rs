@@ -109,7 +109,8 @@ pub(super) fn assert_close(found: &[f32], expected: &[f64], tolerance: f64) {
     assert_eq!(found.len(), expected.len());
     for (at, (&found, &expected)) in found.iter().zip(expected).enumerate() {
         let same = f64::from(found) == expected || found.is_nan() && expected.is_nan();
-        let close = (f64::from(found) - expected).abs() <= tolerance * (1.0 + expected.abs());
+        let epsilon = tolerance * (1.0 + expected.abs());
+        let close = approx::abs_diff_eq!(f64::from(found), expected, epsilon = epsilon);
         assert!(same || close, "element {at} is {found}, expected {expected}");
     }
 }
