@@ -2,7 +2,7 @@
 //! how much, in the tests and in `--check` of the command, and still sees what is missing from long
 //! sums.
 
-use blockflash_bench::io::{Array, Values};
+use blockflash_bench::io::Array;
 use blockflash_ops::DType;
 use blockflash_oracle::{self as oracle, Activation};
 use blockflash_tests::bsr::{BsrCase, BsrData, BsrReference, Pattern};
@@ -120,8 +120,7 @@ fn verdicts(case: &BsrCase, data: &BsrData, row: &[f32]) -> [bool; 2] {
     let rounding = BsrReference::rounding(case, data);
     let tests = tolerance::check(&got, &reference, &rounding, |j| format!("column {j}"));
 
-    let array =
-        |shape: &[usize], values: &[f32]| Array::new(shape, Values::F32(values.to_vec())).unwrap();
+    let array = |shape: &[usize], values: &[f32]| Array::new(shape, values.to_vec()).unwrap();
     let blocks = data.col_idx.len();
     let values = array(&[blocks, 16, 16], &data.values);
     let b = array(&[k, n], &data.b);

@@ -1,6 +1,6 @@
 //! Reproducible inputs: the same seed gives the same values, whatever the number of threads.
 
-use crate::io::{Array, Scalar, Values};
+use crate::io::{Array, Scalar};
 use blockflash_sys::DType;
 use half::{bf16, f16};
 use rand::rngs::SmallRng;
@@ -27,15 +27,15 @@ pub fn normal(
         .iter()
         .try_fold(1usize, |product, &size| product.checked_mul(size))
         .ok_or(u64::MAX)?;
-    let values = match dtype {
-        DType::F16 => fill::<f16>(count, seed, lane, &progress),
-        DType::BF16 => fill::<bf16>(count, seed, lane, &progress),
-        DType::F32 => fill::<f32>(count, seed, lane, &progress),
-        DType::I32 => fill::<i32>(count, seed, lane, &progress),
-        DType::U8 => fill::<u8>(count, seed, lane, &progress),
-        _ => Err(u64::MAX),
-    }?;
-    Array::new(shape, values).ok_or(u64::MAX)
+    let array = match dtype {
+        DType::F16 => Array::new(shape, fill::<f16>(count, seed, lane, &progress)?),
+        DType::BF16 => Array::new(shape, fill::<bf16>(count, seed, lane, &progress)?),
+        DType::F32 => Array::new(shape, fill::<f32>(count, seed, lane, &progress)?),
+        DType::I32 => Array::new(shape, fill::<i32>(count, seed, lane, &progress)?),
+        DType::U8 => Array::new(shape, fill::<u8>(count, seed, lane, &progress)?),
+        _ => None,
+    };
+    array.ok_or(u64::MAX)
 }
 
 fn fill<T: Scalar>(
@@ -43,7 +43,7 @@ fn fill<T: Scalar>(
     seed: u64,
     lane: u64,
     progress: &(dyn Fn(u64) + Sync),
-) -> Result<Values, u64> {
+) -> Result<Vec<T>, u64> {
     let mut values = Vec::<T>::new();
     values.try_reserve_exact(count).map_err(|_| count as u64 * size_of::<T>() as u64)?;
     values.resize(count, T::default());
@@ -52,7 +52,7 @@ fn fill<T: Scalar>(
         values.iter_mut().for_each(|value| *value = T::from_f32(generator.sample(StandardNormal)));
         progress(values.len() as u64);
     });
-    Ok(T::wrap(values))
+    Ok(values)
 }
 
 /// N(0, 1) values.

@@ -2,7 +2,7 @@
 
 mod common;
 
-use blockflash_bench::io::{Array, TensorFile, Values, write};
+use blockflash_bench::io::{Array, TensorFile, write};
 use blockflash_bench::random::normal;
 use blockflash_sys::DType;
 use common::{Folder, json, refused};
@@ -12,7 +12,7 @@ fn random(dtype: DType, shape: &[usize], lane: u64) -> Array {
 }
 
 fn integers(shape: &[usize], values: &[i32]) -> Array {
-    Array::new(shape, Values::I32(values.to_vec())).unwrap()
+    Array::new(shape, values.to_vec()).unwrap()
 }
 
 fn load(path: &str, name: &str, dtype: DType) -> Array {
@@ -130,7 +130,7 @@ fn packed_sequences_and_a_sink_from_files() {
     let folder = Folder::new("packed");
     let [q, k, v] = [(30, 4), (40, 2), (40, 2)]
         .map(|(rows, heads)| random(DType::BF16, &[rows, heads, 8], heads as u64));
-    let sink = Array::new(&[4], Values::F32(vec![0.5, -1.0, 0.0, 2.0])).unwrap();
+    let sink = Array::from(vec![0.5f32, -1.0, 0.0, 2.0]);
     let (of_q, of_kv) = (integers(&[3], &[0, 10, 30]), integers(&[3], &[0, 25, 40]));
     let (input, one) = (folder.path("input.safetensors"), folder.path("one.safetensors"));
     let offsets = [("cu_seqlens", &of_q), ("cu_seqlens_kv", &of_kv)];
@@ -169,7 +169,7 @@ fn packed_sequences_and_a_sink_from_files() {
     let rows = |array: &Array, rows: std::ops::Range<usize>| {
         let width = array.len() / array.shape()[0];
         let shape = [&[1, rows.len()], &array.shape()[1..]].concat();
-        Array::new(&shape, Values::F32(array.to_f32(rows.start * width..rows.end * width))).unwrap()
+        Array::new(&shape, array.to_f32(rows.start * width..rows.end * width)).unwrap()
     };
     let (dense, alone) = (folder.path("dense.safetensors"), folder.path("alone.safetensors"));
     let parts = [rows(&q, 10..30), rows(&k, 25..40), rows(&v, 25..40)];

@@ -3,7 +3,7 @@
 
 mod common;
 
-use blockflash_bench::io::{Array, TensorFile, Values, write};
+use blockflash_bench::io::{Array, TensorFile, write};
 use blockflash_bench::random::normal;
 use blockflash_sys::DType;
 use common::{Folder, blockflash, json, refused};
@@ -150,7 +150,7 @@ fn attention_files_round_trip() {
     .unwrap();
     let paths = names.map(|name| folder.path(&format!("{name}.npy")));
     for (path, half) in paths.iter().zip(&halves) {
-        let single = Array::new(half.shape(), Values::F32(half.to_f32(0..half.len()))).unwrap();
+        let single = Array::new(half.shape(), half.to_f32(0..half.len())).unwrap();
         write(path, &[("", &single)]).unwrap();
     }
     let (both, o, lse) =
@@ -174,8 +174,7 @@ fn attention_files_round_trip() {
 #[test]
 fn bsr_files_round_trip() {
     let folder = Folder::new("bsr");
-    let integers =
-        |values: &[i32]| Array::new(&[values.len()], Values::I32(values.to_vec())).unwrap();
+    let integers = |values: &[i32]| Array::from(values.to_vec());
     let (row_ptr, col_idx) = (integers(&[0, 1, 1, 3]), integers(&[1, 0, 1]));
     let values = random(DType::F16, &[3, 16, 16], 0);
     let b = random(DType::F16, &[32, 5], 1);
@@ -280,11 +279,11 @@ fn bad_files_are_one_line() {
     let text = folder.path("text.npy");
     std::fs::write(&text, "these are not the tensors you are looking for").unwrap();
     let integers = folder.path("integers.npy");
-    write(&integers, &[("", &Array::new(&[2], Values::I32(vec![1, 2])).unwrap())]).unwrap();
+    write(&integers, &[("", &Array::from(vec![1, 2]))]).unwrap();
     let flat = folder.path("flat.npy");
     write(&flat, &[("", &random(DType::F32, &[8], 0))]).unwrap();
     let large = folder.path("large.npy");
-    write(&large, &[("", &Array::new(&[1, 1, 1, 8], Values::F32(vec![1e6; 8])).unwrap())]).unwrap();
+    write(&large, &[("", &Array::new(&[1, 1, 1, 8], vec![1e6f32; 8]).unwrap())]).unwrap();
     let missing = folder.path("missing.npy");
     let check = |path: &str, expected: &str| {
         let text =

@@ -2,7 +2,7 @@
 
 mod common;
 
-use blockflash_bench::io::{Array, Values, write};
+use blockflash_bench::io::{Array, write};
 use common::Folder;
 use std::process::{Command, Output};
 
@@ -41,7 +41,7 @@ fn booleans(path: &str, shape: &str, values: &[bool]) {
 }
 
 fn integers(shape: &[usize], values: &[i32]) -> Array {
-    Array::new(shape, Values::I32(values.to_vec())).unwrap()
+    Array::new(shape, values.to_vec()).unwrap()
 }
 
 #[test]

@@ -3,13 +3,13 @@
 
 mod common;
 
-use blockflash_bench::io::{Array, TensorFile, Values, write};
+use blockflash_bench::io::{Array, TensorFile, write};
 use blockflash_sys::DType;
 use common::{Folder, json, refused};
 use std::process::Command;
 
 fn array(value: f32) -> Array {
-    Array::new(&[1, 8, 1, 8], Values::F32(vec![value; 64])).unwrap()
+    Array::new(&[1, 8, 1, 8], vec![value; 64]).unwrap()
 }
 
 fn names(folder: &Folder) -> Vec<String> {

@@ -3,7 +3,7 @@
 mod common;
 
 use approx::assert_abs_diff_eq;
-use blockflash_bench::io::{Array, TensorFile, Values, write};
+use blockflash_bench::io::{Array, TensorFile, write};
 use blockflash_bench::random::normal;
 use blockflash_sys::DType;
 use common::Folder;
@@ -68,7 +68,7 @@ fn what_it_says_and_writes() {
 }
 
 fn integers(values: &[i32]) -> Array {
-    Array::new(&[values.len()], Values::I32(values.to_vec())).unwrap()
+    Array::from(values.to_vec())
 }
 
 /// The files of a product of 48 × 20 and 20 × 32 at three blocks of 16.

@@ -23,11 +23,15 @@ impl<'a, T: Element, D: Dimension> TryFrom<ArrayView<'a, T, D>> for View<'a> {
     type Error = Error;
 
     fn try_from(array: ArrayView<'a, T, D>) -> Result<View<'a>> {
+        // Also every empty array, whose strides ndarray sets to zero.
+        if let Some(rows) = array.to_slice() {
+            return View::from_slice(rows, array.shape());
+        }
         let strides = array.shape().iter().zip(array.strides());
         let strides = strides.map(|(&size, &stride)| match usize::try_from(stride) {
             Ok(stride) => Ok(stride),
             // Nothing is ever a stride away from anything.
-            Err(_) if size <= 1 || array.is_empty() => Ok(0),
+            Err(_) if size <= 1 => Ok(0),
             Err(_) => Err(Error::Array { what: "has a negative stride" }),
         });
         let strides = strides.collect::<Result<Vec<_>>>()?;
@@ -126,6 +130,9 @@ mod tests {
         // A single element goes nowhere.
         let single = array.slice(s![..1, ..1, ..1, ..1;-1]);
         assert_eq!(View::try_from(single).unwrap().as_slice::<i32>().unwrap(), [0]);
+        // Rows of no batch are contiguous all the same.
+        let empty = array.slice(s![..0, .., .., ..]);
+        assert_eq!(View::try_from(empty).unwrap().strides(), [60, 20, 5, 1]);
     }
 
     #[test]

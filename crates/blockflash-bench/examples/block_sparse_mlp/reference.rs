@@ -16,7 +16,7 @@ pub fn mlp([up, down]: [&Weights; 2], [of_up, of_down]: [&Kept; 2], x: &[Sample]
     product(down, of_down, &hidden)
 }
 
-/// `[weights.rows]`, summed in f64.
+/// `[rows]`, summed in f64.
 fn product(weights: &Weights, kept: &Kept, x: &[Sample]) -> Vec<Sample> {
     let size = kept.block_size;
     let row = |row: usize| {
@@ -24,15 +24,14 @@ fn product(weights: &Weights, kept: &Kept, x: &[Sample]) -> Vec<Sample> {
         let [start, end] = [row / size, row / size + 1].map(|at| kept.row_ptr[at] as usize);
         for &col in &kept.col_idx[start..end] {
             let first = col as usize * size;
-            let values = &weights.values[row * weights.cols + first..][..size];
-            for (value, x) in values.iter().zip(&x[first..]) {
+            for (value, x) in weights.0.row(row).iter().skip(first).take(size).zip(&x[first..]) {
                 let value = value.to_f64();
                 sums.iter_mut().zip(x).for_each(|(sum, &x)| *sum += value * f64::from(x));
             }
         }
         sums.map(|sum| sum as f32)
     };
-    (0..weights.rows).into_par_iter().map(row).collect()
+    (0..weights.0.nrows()).into_par_iter().map(row).collect()
 }
 
 /// ‖found − expected‖ / ‖expected‖ over the first `samples` tokens.

@@ -110,7 +110,7 @@ impl Rivals {
     fn case(&self, weights: &Weights, kept: &Kept, tokens: usize) -> Result<PeerCase> {
         let failed = |source| Error::Io { path: self.scratch.clone(), source };
         std::fs::create_dir_all(&self.scratch).map_err(failed)?;
-        let Weights { rows: m, cols: k, .. } = *weights;
+        let (m, k) = weights.0.dim();
         let density = kept.elements() as f64 / (m * k) as f64;
         let block_size = kept.block_size;
         let pattern = Pattern::Random;

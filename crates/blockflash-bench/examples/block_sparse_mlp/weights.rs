@@ -12,6 +12,7 @@ use blockflash_bench::{Error, Result, random};
 use blockflash_ops::bsr_matmul::BsrMatrix;
 use blockflash_ops::{DType, View};
 use half::bf16;
+use ndarray::{Array2, ArrayView2, Axis};
 use rayon::prelude::*;
 
 /// Rows and columns of the blocks that the recipe scales.
@@ -19,12 +20,8 @@ const LEVELS: [usize; 4] = [128, 64, 32, 16];
 /// The finest of them.
 const FINEST: usize = 16;
 
-/// The dense weights of a projection, `[rows, cols]` row-major: it maps `cols` features to `rows`.
-pub struct Weights {
-    pub rows: usize,
-    pub cols: usize,
-    pub values: Vec<bf16>,
-}
+/// The dense weights of a projection, `[rows, cols]`: it maps `cols` features to `rows`.
+pub struct Weights(pub Array2<bf16>);
 
 /// Which blocks of a matrix are stored, as BSR has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,26 +51,26 @@ impl Weights {
         let noise =
             random::normal(DType::F32, &[rows, cols], seed, lane, |_| ()).map_err(out_of_memory)?;
         let (fine_rows, fine_cols) = (rows.div_ceil(FINEST), cols.div_ceil(FINEST));
-        let mut exponents = vec![0f32; fine_rows * fine_cols];
+        let mut exponents = Array2::<f32>::zeros((fine_rows, fine_cols));
         for level in LEVELS {
             let (step, wide) = (level / FINEST, cols.div_ceil(level));
             let drawn =
                 random::normals(rows.div_ceil(level) * wide, seed ^ (lane << 32 | level as u64));
-            for (at, exponent) in exponents.iter_mut().enumerate() {
-                *exponent += spread * drawn[at / fine_cols / step * wide + at % fine_cols / step];
+            for ((row, col), exponent) in exponents.indexed_iter_mut() {
+                *exponent += spread * drawn[row / step * wide + col / step];
             }
         }
         let squares: f64 = exponents.iter().map(|&exponent| f64::from(2.0 * exponent).exp()).sum();
         let unit = (squares / exponents.len().max(1) as f64 * cols as f64).sqrt() as f32;
-        let mut values = vec![bf16::ZERO; rows * cols];
-        values.par_chunks_mut(cols.max(1)).enumerate().for_each(|(row, values)| {
+        let mut values = Array2::from_elem((rows, cols), bf16::ZERO);
+        values.outer_iter_mut().enumerate().par_bridge().for_each(|(row, mut values)| {
             let noise = noise.to_f32(row * cols..(row + 1) * cols);
-            let exponents = &exponents[row / FINEST * fine_cols..][..fine_cols];
             for ((col, value), noise) in values.iter_mut().enumerate().zip(noise) {
-                *value = bf16::from_f32(noise * exponents[col / FINEST].exp() / unit);
+                let exponent: f32 = exponents[[row / FINEST, col / FINEST]];
+                *value = bf16::from_f32(noise * exponent.exp() / unit);
             }
         });
-        Ok(Self { rows, cols, values })
+        Ok(Self(values))
     }
 
     /// Orders blocks by their Frobenius norms, over the whole matrix: block rows may keep different
@@ -82,28 +79,26 @@ impl Weights {
     /// # Errors
     /// A block size that does not divide both sizes.
     pub fn rank(&self, block_size: usize) -> Result<Ranking> {
-        let Self { rows, cols, .. } = *self;
+        let (rows, cols) = self.0.dim();
         if block_size == 0 || rows % block_size != 0 || cols % block_size != 0 {
             return Err(Error::Option(format!(
                 "blocks of {block_size} do not divide weights of {rows} x {cols}"
             )));
         }
         let (block_rows, block_cols) = (rows / block_size, cols / block_size);
-        let squares = |block: usize| -> f64 {
-            let values = self.block(block_size, block / block_cols, block % block_cols).flatten();
-            values.map(|value| value.to_f64().powi(2)).sum()
+        let squares = |block: ArrayView2<'_, bf16>| -> f64 {
+            block.iter().map(|value| value.to_f64().powi(2)).sum()
         };
-        let squares: Vec<f64> = (0..block_rows * block_cols).into_par_iter().map(squares).collect();
+        let squares: Vec<f64> = self.blocks(block_size).into_par_iter().map(squares).collect();
         let mut blocks: Vec<_> = (0..squares.len()).collect();
         // Stable: of equal blocks the first ones stay.
         blocks.sort_by(|&a, &b| squares[b].total_cmp(&squares[a]));
         Ok(Ranking { block_size, block_rows, block_cols, blocks })
     }
 
-    /// The rows of a block.
-    fn block(&self, size: usize, row: usize, col: usize) -> impl Iterator<Item = &[bf16]> {
-        (0..size)
-            .map(move |inner| &self.values[(row * size + inner) * self.cols + col * size..][..size])
+    /// All blocks, row by row.
+    fn blocks(&self, size: usize) -> Vec<ArrayView2<'_, bf16>> {
+        self.0.exact_chunks((size, size)).into_iter().collect()
     }
 
     /// The blocks that stay, as the library takes them, in host memory.
@@ -111,13 +106,13 @@ impl Weights {
     /// # Errors
     /// Those of the library.
     pub fn bsr(&self, kept: &Kept) -> Result<BsrMatrix> {
-        let size = kept.block_size;
-        let mut values = Vec::with_capacity(kept.col_idx.len() * size * size);
-        for (row, col) in kept.blocks() {
-            self.block(size, row, col).for_each(|row| values.extend_from_slice(row));
-        }
-        let view = View::from_slice(&values, &[kept.col_idx.len(), size, size])?;
-        Ok(BsrMatrix::from_parts(self.rows, self.cols, size, &kept.row_ptr, &kept.col_idx, view)?)
+        let ((rows, cols), size) = (self.0.dim(), kept.block_size);
+        let blocks = self.blocks(size);
+        let kept_blocks = kept.blocks().map(|(row, col)| blocks[row * (cols / size) + col]);
+        let values = ndarray::stack(Axis(0), &kept_blocks.collect::<Vec<_>>())
+            .map_err(|error| Error::Option(format!("blocks of {size}: {error}")))?;
+        let values = View::try_from(values.view())?;
+        Ok(BsrMatrix::from_parts(rows, cols, size, &kept.row_ptr, &kept.col_idx, values)?)
     }
 }
 

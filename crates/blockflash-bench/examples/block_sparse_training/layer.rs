@@ -145,17 +145,16 @@ pub fn transposed(y: &mut Tensor) -> Result<ViewMut<'_>> {
 /// # Errors
 /// A type that is none of floating point, another number of values than the shape has.
 pub fn rounded(values: &[f32], shape: &[usize], dtype: DType) -> Result<Array> {
-    fn round<T: Scalar>(values: &[f32]) -> blockflash_bench::io::Values {
-        T::wrap(values.iter().map(|&value| T::from_f32(value)).collect())
+    fn round<T: Scalar>(values: &[f32], shape: &[usize]) -> Option<Array> {
+        Array::new(shape, values.iter().map(|&value| T::from_f32(value)).collect())
     }
     let rounded = match dtype {
-        DType::F16 => round::<f16>(values),
-        DType::BF16 => round::<bf16>(values),
-        DType::F32 => round::<f32>(values),
+        DType::F16 => round::<f16>(values, shape),
+        DType::BF16 => round::<bf16>(values, shape),
+        DType::F32 => round::<f32>(values, shape),
         _ => {
             return Err(Error::Option(format!("a network does not compute in {dtype}")));
         }
     };
-    Array::new(shape, rounded)
-        .ok_or_else(|| Error::Option(format!("{} values for {shape:?}", values.len())))
+    rounded.ok_or_else(|| Error::Option(format!("{} values for {shape:?}", values.len())))
 }

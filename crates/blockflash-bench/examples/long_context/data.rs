@@ -16,7 +16,7 @@
 //!   and their values are small.
 //! - Values are the direction of the topic + noise.
 
-use blockflash_bench::io::{Array, Values};
+use blockflash_bench::io::Array;
 use blockflash_bench::{Error, Result, random};
 use blockflash_ops::DType;
 use half::bf16;
@@ -167,7 +167,7 @@ impl Recipe {
             shape(at / heads, at % heads, &mut row);
             out.iter_mut().zip(row).for_each(|(out, value)| *out = bf16::from_f32(value));
         });
-        Array::new(&sizes, Values::Bf16(values)).ok_or_else(|| out_of_memory(u64::MAX))
+        Array::new(&sizes, values).ok_or_else(|| out_of_memory(u64::MAX))
     }
 }
 

@@ -1,6 +1,6 @@
 //! A case as the server of rivals takes it.
 
-use crate::io::{self, Array, Values};
+use crate::io::{self, Array};
 use serde::Serialize;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -70,10 +70,7 @@ impl PeerCase {
     ) -> Result<Self, PeerCaseError> {
         let save = |name: &str, values: Vec<i32>| {
             let path = folder.join(format!("{stem}{name}.npy"));
-            match Array::new(&[values.len()], Values::I32(values)) {
-                Some(array) => io::write(&path, &[(name, &array)]).map(|()| path),
-                None => Ok(path), // a vector always has its own length
-            }
+            io::write(&path, &[(name, &Array::from(values))]).map(|()| path)
         };
         let (row_ptr, col_idx) = (save("row_ptr", row_ptr)?, save("col_idx", col_idx)?);
         Ok(Self { pattern: Some(PatternFiles { row_ptr, col_idx }), ..self })

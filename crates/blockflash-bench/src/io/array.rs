@@ -1,59 +1,69 @@
 use super::convert::{Scalar, Values};
 use blockflash_ops::{DType, Stream, Tensor, View};
 use blockflash_oracle::Elements;
+use ndarray::{ArrayD, Axis, Ix3, IxDyn};
+use rayon::prelude::*;
 use std::ops::Range;
 
 /// A row-major array in host memory.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Array {
-    shape: Vec<usize>,
-    values: Values,
-}
+pub struct Array(Values);
 
 macro_rules! with {
-    ($values:expr, $vec:ident => $body:expr) => {
-        match $values {
-            Values::F16($vec) => $body,
-            Values::Bf16($vec) => $body,
-            Values::F32($vec) => $body,
-            Values::I32($vec) => $body,
-            Values::U8($vec) => $body,
+    ($array:expr, $values:ident => $body:expr) => {
+        match $array {
+            Values::F16($values) => $body,
+            Values::Bf16($values) => $body,
+            Values::F32($values) => $body,
+            Values::I32($values) => $body,
+            Values::U8($values) => $body,
         }
     };
 }
 
+/// Any order of dimensions in memory; copied if it is not row-major.
+impl<T: Scalar> From<ArrayD<T>> for Array {
+    fn from(values: ArrayD<T>) -> Self {
+        let row_major = values.is_standard_layout();
+        Self(T::wrap(if row_major { values } else { values.as_standard_layout().into_owned() }))
+    }
+}
+
+/// A vector.
+impl<T: Scalar> From<Vec<T>> for Array {
+    fn from(values: Vec<T>) -> Self {
+        Self(T::wrap(ndarray::Array::from(values).into_dyn()))
+    }
+}
+
+/// The elements in their order.
+fn elements<T: Scalar>(values: &ArrayD<T>) -> &[T] {
+    values.as_slice().unwrap_or_default() // every `Array` is row-major
+}
+
+fn dtype<T: Scalar>(_: &ArrayD<T>) -> DType {
+    T::DTYPE
+}
+
 impl Array {
     /// `None` if the number of values is not the product of the shape.
-    pub fn new(shape: &[usize], values: Values) -> Option<Self> {
-        let elements = shape.iter().try_fold(1usize, |product, &size| product.checked_mul(size))?;
-        (with!(&values, vec => vec.len()) == elements)
-            .then(|| Self { shape: shape.to_vec(), values })
+    pub fn new<T: Scalar>(shape: &[usize], values: Vec<T>) -> Option<Self> {
+        ArrayD::from_shape_vec(IxDyn(shape), values).ok().map(Self::from)
     }
 
     /// Sizes, outermost first.
     pub fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    /// The elements.
-    pub fn values(&self) -> &Values {
-        &self.values
+        with!(&self.0, values => values.shape())
     }
 
     /// Element type.
     pub fn dtype(&self) -> DType {
-        match self.values {
-            Values::F16(_) => DType::F16,
-            Values::Bf16(_) => DType::BF16,
-            Values::F32(_) => DType::F32,
-            Values::I32(_) => DType::I32,
-            Values::U8(_) => DType::U8,
-        }
+        with!(&self.0, values => dtype(values))
     }
 
     /// Number of elements.
     pub fn len(&self) -> usize {
-        with!(&self.values, vec => vec.len())
+        with!(&self.0, values => values.len())
     }
 
     /// Whether there are no elements.
@@ -63,13 +73,13 @@ impl Array {
 
     /// The elements as they lie in memory.
     pub fn bytes(&self) -> &[u8] {
-        with!(&self.values, vec => bytemuck::cast_slice(vec))
+        with!(&self.0, values => bytemuck::cast_slice(elements(values)))
     }
 
     /// The elements, if they are i32.
     pub fn as_i32(&self) -> Option<&[i32]> {
-        match &self.values {
-            Values::I32(values) => Some(values),
+        match &self.0 {
+            Values::I32(values) => values.as_slice(),
             _ => None,
         }
     }
@@ -77,9 +87,15 @@ impl Array {
     /// A range of elements in f32; exact for every floating-point type here. Empty if the range
     /// lies outside.
     pub fn to_f32(&self, range: Range<usize>) -> Vec<f32> {
-        with!(&self.values, vec => {
-            vec.get(range).unwrap_or_default().iter().map(|value| value.to_f32()).collect()
+        with!(&self.0, values => {
+            let values = elements(values).get(range).unwrap_or_default();
+            values.iter().map(|value| value.to_f32()).collect()
         })
+    }
+
+    /// Whether an element is not a number.
+    pub fn has_nan(&self) -> bool {
+        with!(&self.0, values => elements(values).par_iter().any(|value| value.to_f32().is_nan()))
     }
 
     /// The array as an operand of the CPU backend, without a copy.
@@ -87,7 +103,7 @@ impl Array {
     /// # Errors
     /// If the shape has more dimensions than a view can have.
     pub fn view(&self) -> blockflash_safe::Result<View<'_>> {
-        with!(&self.values, vec => View::from_slice(vec, &self.shape))
+        with!(&self.0, values => View::try_from(values.view()))
     }
 
     /// Copies the array to the device of the stream.
@@ -95,7 +111,7 @@ impl Array {
     /// # Errors
     /// If the device has not enough memory.
     pub fn upload(&self, stream: &Stream) -> blockflash_safe::Result<Tensor> {
-        with!(&self.values, vec => Tensor::from_slice(stream, vec, &self.shape))
+        with!(&self.0, values => Tensor::from_array(stream, values.view()))
     }
 
     /// Copies a tensor to host memory and waits for it.
@@ -103,59 +119,52 @@ impl Array {
     /// # Errors
     /// If the device fails, also because of work queued before.
     pub fn download(tensor: &Tensor, stream: &Stream) -> blockflash_safe::Result<Self> {
-        let values = match tensor.dtype() {
-            DType::F16 => Values::F16(tensor.to_vec(stream)?),
-            DType::BF16 => Values::Bf16(tensor.to_vec(stream)?),
-            DType::F32 => Values::F32(tensor.to_vec(stream)?),
-            DType::I32 => Values::I32(tensor.to_vec(stream)?),
-            DType::U8 => Values::U8(tensor.to_vec(stream)?),
+        Ok(Self(match tensor.dtype() {
+            DType::F16 => Values::F16(tensor.to_array(stream)?),
+            DType::BF16 => Values::Bf16(tensor.to_array(stream)?),
+            DType::F32 => Values::F32(tensor.to_array(stream)?),
+            DType::I32 => Values::I32(tensor.to_array(stream)?),
+            DType::U8 => Values::U8(tensor.to_array(stream)?),
             found => return Err(blockflash_safe::Error::DType { expected: DType::F32, found }),
-        };
-        Ok(Self { shape: tensor.shape().to_vec(), values })
-    }
-
-    /// An array of this shape whose element at a row-major position is the one of this array at
-    /// `source` of that position. `None` if there are not as many positions as the shape has, or
-    /// one lies outside.
-    pub fn rearranged(&self, shape: &[usize], source: impl Fn(usize) -> usize) -> Option<Self> {
-        let positions = 0..self.len();
-        macro_rules! picked {
-            ($variant:ident, $vec:expr) => {
-                Values::$variant(
-                    positions.map(|at| $vec.get(source(at)).copied()).collect::<Option<_>>()?,
-                )
-            };
-        }
-        let values = match &self.values {
-            Values::F16(vec) => picked!(F16, vec),
-            Values::Bf16(vec) => picked!(Bf16, vec),
-            Values::F32(vec) => picked!(F32, vec),
-            Values::I32(vec) => picked!(I32, vec),
-            Values::U8(vec) => picked!(U8, vec),
-        };
-        Self::new(shape, values)
+        }))
     }
 
     /// The transposed matrix; `None` if this is none.
     pub fn transposed(&self) -> Option<Self> {
-        let &[rows, cols] = self.shape() else { return None };
-        self.rearranged(&[cols, rows], |at| at % rows * cols + at / rows)
+        with!(&self.0, values => {
+            (values.ndim() == 2).then(|| values.t().as_standard_layout().into_owned().into())
+        })
     }
 
-    /// Zeroes the elements at which the predicate, of the row-major position, is false.
-    #[must_use]
-    pub fn keep(mut self, inside: impl Fn(usize) -> bool) -> Self {
-        with!(&mut self.values, vec => {
-            let outside = vec.iter_mut().enumerate().filter(|(at, _)| !inside(*at));
-            outside.for_each(|(_, value)| *value = Default::default());
+    /// The matrices of `[matrices, rows, cols]` in this order, each transposed; `None` if this is
+    /// no such array, or the order names a matrix that is not there.
+    pub fn matrices_transposed(&self, order: &[usize]) -> Option<Self> {
+        with!(&self.0, values => {
+            let values = values.view().into_dimensionality::<Ix3>().ok()?;
+            let inside = order.iter().all(|&at| at < values.len_of(Axis(0)));
+            let transposed = values.permuted_axes([0, 2, 1]);
+            inside.then(|| transposed.select(Axis(0), order).into_dyn().into())
+        })
+    }
+
+    /// Zeroes each matrix of `[matrices, rows, cols]` beyond its first rows and columns, as many as
+    /// `kept` says, which may be more than it has; `None` if this is no such array.
+    pub fn cropped(mut self, kept: impl IntoIterator<Item = [usize; 2]>) -> Option<Self> {
+        with!(&mut self.0, values => {
+            let mut matrices = values.view_mut().into_dimensionality::<Ix3>().ok()?;
+            for (mut matrix, [rows, cols]) in matrices.outer_iter_mut().zip(kept) {
+                let beyond = |&((row, col), _): &((usize, usize), _)| row >= rows || col >= cols;
+                let outside = matrix.indexed_iter_mut().filter(beyond);
+                outside.for_each(|(_, value)| *value = Default::default());
+            }
         });
-        self
+        Some(self)
     }
 }
 
 impl Elements for Array {
     fn shape(&self) -> &[usize] {
-        &self.shape
+        self.shape()
     }
 
     fn dtype(&self) -> DType {

@@ -1,5 +1,6 @@
 use blockflash_sys::DType;
 use half::{bf16, f16};
+use ndarray::ArrayD;
 use rayon::prelude::*;
 use std::fmt;
 
@@ -42,15 +43,15 @@ impl fmt::Display for Stored {
     }
 }
 
-/// Row-major elements of one of the types that kernels take.
+/// An array of one of the types that kernels take.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
 pub enum Values {
-    F16(Vec<f16>),
-    Bf16(Vec<bf16>),
-    F32(Vec<f32>),
-    I32(Vec<i32>),
-    U8(Vec<u8>),
+    F16(ArrayD<f16>),
+    Bf16(ArrayD<bf16>),
+    F32(ArrayD<f32>),
+    I32(ArrayD<i32>),
+    U8(ArrayD<u8>),
 }
 
 /// Element type in memory: f16, bf16, f32, i32 or u8.
@@ -64,7 +65,7 @@ pub trait Scalar: blockflash_ops::Element + Default {
     /// Exact for the types that fit into f32; i32 is rounded.
     fn to_f32(self) -> f32;
     /// The variant of [`Values`] for this type.
-    fn wrap(values: Vec<Self>) -> Values;
+    fn wrap(values: ArrayD<Self>) -> Values;
 }
 
 macro_rules! scalar {
@@ -80,7 +81,7 @@ macro_rules! scalar {
             fn to_f32(self) -> f32 {
                 $to(self)
             }
-            fn wrap(values: Vec<Self>) -> Values {
+            fn wrap(values: ArrayD<Self>) -> Values {
                 Values::$variant(values)
             }
         }

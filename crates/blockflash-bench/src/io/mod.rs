@@ -16,7 +16,7 @@ mod safetensors;
 mod write;
 
 pub use array::Array;
-pub use convert::{Scalar, Stored, Values};
+pub use convert::{Scalar, Stored};
 pub use entry::Entry;
 pub use error::{Error, Problem, Result, printable};
 pub use read::TensorFile;

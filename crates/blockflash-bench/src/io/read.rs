@@ -5,6 +5,7 @@ use super::error::{Error, Problem, Result};
 use super::{npy, safetensors};
 use blockflash_sys::DType;
 use half::{bf16, f16};
+use ndarray::{ArrayD, IxDyn, ShapeBuilder};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -126,10 +127,13 @@ impl TensorFile {
             ))
         })?;
         let elements = entry.shape.iter().product::<usize>();
-        let out_of_memory =
-            |elements: usize, size: usize| Problem::OutOfMemory(elements as u64 * size as u64);
-        let mut values = Vec::<T>::new();
-        values.try_reserve_exact(elements).map_err(|_| out_of_memory(elements, size_of::<T>()))?;
+        let reserved = || {
+            let mut values = Vec::<T>::new();
+            let bytes = elements as u64 * size_of::<T>() as u64;
+            values.try_reserve_exact(elements).map_err(|_| Problem::OutOfMemory(bytes))?;
+            Ok::<_, Problem>(values)
+        };
+        let mut values = reserved()?;
         self.source.seek(SeekFrom::Start(entry.offset))?;
         let mut piece = vec![0; PIECE.min(elements * stored.size())];
         while values.len() < elements {
@@ -151,13 +155,15 @@ impl TensorFile {
                 },
             })?;
         }
-        if entry.column_major && entry.shape.len() > 1 {
-            values = row_major(&values, &entry.shape)
-                .ok_or_else(|| out_of_memory(elements, size_of::<T>()))?;
+        let impossible =
+            || Problem::Unsupported(format!("{tensor} has an impossible shape {:?}", entry.shape));
+        if entry.column_major {
+            let columns = ArrayD::from_shape_vec(IxDyn(&entry.shape).f(), values);
+            let columns = columns.map_err(|_| impossible())?;
+            values = reserved()?;
+            values.extend(&columns);
         }
-        Array::new(&entry.shape, T::wrap(values)).ok_or_else(|| {
-            Problem::Unsupported(format!("{tensor} has an impossible shape {:?}", entry.shape))
-        })
+        Array::new(&entry.shape, values).ok_or_else(impossible)
     }
 }
 
@@ -178,35 +184,6 @@ fn entries(source: &mut dyn Source) -> std::result::Result<Vec<Entry>, Problem> 
     } else {
         safetensors::entries(source, magic, length)
     }
-}
-
-fn row_major<T: Scalar>(values: &[T], shape: &[usize]) -> Option<Vec<T>> {
-    let mut out = Vec::new();
-    out.try_reserve_exact(values.len()).ok()?;
-    // Strides of the file: the first dimension is the fastest.
-    let strides: Vec<usize> = shape
-        .iter()
-        .scan(1, |stride, &size| {
-            let this = *stride;
-            *stride *= size;
-            Some(this)
-        })
-        .collect();
-    let mut index = vec![0; shape.len()];
-    let mut offset = 0;
-    for _ in 0..values.len() {
-        out.push(values[offset]);
-        for dim in (0..shape.len()).rev() {
-            index[dim] += 1;
-            offset += strides[dim];
-            if index[dim] < shape[dim] {
-                break;
-            }
-            offset -= index[dim] * strides[dim];
-            index[dim] = 0;
-        }
-    }
-    Some(out)
 }
 
 fn some_names(entries: &[Entry]) -> String {

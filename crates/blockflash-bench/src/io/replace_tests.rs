@@ -1,5 +1,5 @@
 use super::*;
-use crate::io::{Array, Values, write, write_all};
+use crate::io::{Array, write, write_all};
 
 /// A folder that is removed at the end.
 fn folder() -> tempfile::TempDir {
@@ -7,7 +7,7 @@ fn folder() -> tempfile::TempDir {
 }
 
 fn array(value: i32) -> Array {
-    Array::new(&[1], Values::I32(vec![value])).unwrap()
+    Array::from(vec![value])
 }
 
 fn names(folder: &Path) -> Vec<String> {

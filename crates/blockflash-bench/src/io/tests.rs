@@ -53,7 +53,7 @@ fn npy_types_and_orders() {
 
     let doubles: Vec<u8> = [1.0f64, 1e-3].iter().flat_map(|value| value.to_le_bytes()).collect();
     let array = load(&npy("<f8", "False", "(2,)", &doubles), "", DType::BF16).unwrap();
-    assert_eq!(array.values(), &Values::Bf16(vec![bf16::ONE, bf16::from_f64(1e-3)]));
+    assert_eq!(array, Array::from(vec![bf16::ONE, bf16::from_f64(1e-3)]));
 
     let array = load(&npy("<f2", "False", "()", &f16::ONE.to_le_bytes()), "", DType::F16).unwrap();
     assert_eq!((array.shape().len(), array.len()), (0, 1));
@@ -71,6 +71,19 @@ fn npy_types_and_orders() {
     let flags =
         safetensors(r#"{"mask":{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]}}"#, &[0, 1, 1]);
     assert_eq!(load(&flags, "mask", DType::I32).unwrap().as_i32(), Some(&[0, 1, 1][..]));
+}
+
+#[test]
+fn stacked_matrices_are_transposed_and_cropped() {
+    let stack = Array::new(&[3, 2, 2], (1..=12).collect::<Vec<i32>>()).unwrap();
+    let transposed = stack.matrices_transposed(&[2, 0]).unwrap();
+    assert_eq!(transposed, Array::new(&[2, 2, 2], vec![9, 11, 10, 12, 1, 3, 2, 4]).unwrap());
+    assert_eq!(stack.matrices_transposed(&[]).unwrap().shape(), [0, 2, 2]);
+    assert!(stack.matrices_transposed(&[3]).is_none() && stack.transposed().is_none());
+    let cropped = stack.cropped([[2, 1], [9, 9], [1, 2]]).unwrap();
+    assert_eq!(cropped.as_i32().unwrap(), [1, 0, 3, 0, 5, 6, 7, 8, 9, 10, 0, 0]);
+    let vector = Array::from(vec![1, 2]);
+    assert!(vector.matrices_transposed(&[0]).is_none() && vector.cropped([]).is_none());
 }
 
 #[test]
@@ -212,8 +225,8 @@ fn safetensors_agrees_with_the_reference_implementation() {
     let folder = std::env::temp_dir().join(format!("blockflash-io-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let path = folder.join("x.safetensors");
-    let x = Array::new(&[2, 1], Values::Bf16(vec![bf16::ONE, bf16::NEG_ONE])).unwrap();
-    let y = Array::new(&[3], Values::I32(vec![1, 2, 3])).unwrap();
+    let x = Array::new(&[2, 1], vec![bf16::ONE, bf16::NEG_ONE]).unwrap();
+    let y = Array::from(vec![1, 2, 3]);
     write(&path, &[("x", &x), ("y", &y)]).unwrap();
     let bytes = std::fs::read(&path).unwrap();
     let reference_bytes = bytes.clone();
@@ -240,7 +253,7 @@ fn safetensors_agrees_with_the_reference_implementation() {
     assert_eq!(std::fs::read(&path).unwrap(), reference_bytes);
 
     let path = folder.join("z.NPY");
-    let z = Array::new(&[3, 1], Values::F16(vec![f16::ONE; 3])).unwrap();
+    let z = Array::new(&[3, 1], vec![f16::ONE; 3]).unwrap();
     write(&path, &[("z", &z)]).unwrap();
     assert_eq!(TensorFile::open(&path).unwrap().load("z", DType::F16).unwrap(), z);
     assert_eq!(std::fs::read(&path).unwrap().len(), 128 + 6);

@@ -5,7 +5,7 @@ use crate::bsr_args::{Args, Axis};
 use crate::failure::{Failure, Result};
 use crate::memory;
 use crate::operand::{Source, common_dtype, load_all, random};
-use blockflash_bench::io::{Array, Values};
+use blockflash_bench::io::Array;
 use blockflash_bench::random::choose;
 use blockflash_ops::DType;
 use blockflash_ops::bsr_matmul::BsrMatrix;
@@ -93,8 +93,7 @@ impl Operands {
     /// checked against, without an index.
     pub fn transposed(&self) -> Option<[Array; 3]> {
         let (row_ptr, col_idx) = (self.row_ptr.as_i32()?, self.col_idx.as_i32()?);
-        let &[blocks, size, _] = self.values.shape() else { return None };
-        let mut order: Vec<(i32, usize, usize)> = Vec::with_capacity(blocks);
+        let mut order: Vec<(i32, usize, usize)> = Vec::with_capacity(col_idx.len());
         for (row, pair) in row_ptr.windows(2).enumerate() {
             order.extend((pair[0] as usize..pair[1] as usize).map(|at| (col_idx[at], row, at)));
         }
@@ -102,12 +101,9 @@ impl Operands {
         let before = |col: usize| order.partition_point(|block| (block.0 as usize) < col) as i32;
         let row_ptr: Vec<i32> = (0..=self.a.block_cols()).map(before).collect();
         let col_idx: Vec<i32> = order.iter().map(|block| block.1 as i32).collect();
-        let values = self.values.rearranged(self.values.shape(), |at| {
-            let (block, inner) = (order[at / (size * size)].2, at % (size * size));
-            (block * size + inner % size) * size + inner / size
-        })?;
-        let vector = |entries: Vec<i32>| Array::new(&[entries.len()], Values::I32(entries));
-        Some([vector(row_ptr)?, vector(col_idx)?, values])
+        let places: Vec<usize> = order.iter().map(|block| block.2).collect();
+        let values = self.values.matrices_transposed(&places)?;
+        Some([row_ptr.into(), col_idx.into(), values])
     }
 }
 
@@ -271,27 +267,11 @@ fn random_operands(args: &Args, [m, n, k]: [usize; 3], dtype: DType) -> Result<(
     let b = random("b", dtype, &[k, n], seed, LANE_B)?;
     let values = random("values", dtype, &block_shape, seed, LANE_VALUES)?;
     let RandomStructure { row_ptr, col_idx, chosen } = grid.draw(seed, LANE_PATTERN);
-    let values = without_padding(values, &chosen, shape, grid.block_cols);
-    let vector = |values: Vec<i32>| Array::new(&[values.len()], Values::I32(values));
-    match (vector(row_ptr), vector(col_idx)) {
-        (Some(row_ptr), Some(col_idx)) => Ok((Bsr { shape, row_ptr, col_idx, values }, b)),
-        _ => Err(Failure::new("A is too large")),
-    }
-}
-
-/// Zeroes what blocks at the edges hold beyond the matrix.
-fn without_padding(
-    values: Array,
-    chosen: &[usize],
-    [m, k]: [usize; 2],
-    block_cols: usize,
-) -> Array {
-    let &[_, block, _] = values.shape() else { return values };
-    if m.is_multiple_of(block) && k.is_multiple_of(block) {
-        return values;
-    }
-    values.keep(|at| {
-        let (position, row, col) = (chosen[at / (block * block)], at / block % block, at % block);
-        position / block_cols * block + row < m && position % block_cols * block + col < k
-    })
+    // Blocks at the edges hold nothing beyond the matrix.
+    let inside = chosen.iter().map(|at| {
+        let corner = [at / grid.block_cols * block, at % grid.block_cols * block];
+        [shape[0] - corner[0], shape[1] - corner[1]]
+    });
+    let values = values.cropped(inside).ok_or_else(|| Failure::new("A is too large"))?;
+    Ok((Bsr { shape, row_ptr: row_ptr.into(), col_idx: col_idx.into(), values }, b))
 }

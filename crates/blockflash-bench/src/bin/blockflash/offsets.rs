@@ -1,8 +1,8 @@
 //! Where packed sequences lie.
 
-use crate::failure::{Failure, Result};
+use crate::failure::Result;
 use crate::operand::Source;
-use blockflash_bench::io::{Array, Format, Values};
+use blockflash_bench::io::{Array, Format};
 use blockflash_ops::DType;
 use std::path::PathBuf;
 
@@ -41,8 +41,7 @@ impl Offsets {
     pub fn load(&self, name: &'static str) -> Result<Array> {
         match self {
             Self::File(path) => Source::open(path, name)?.load(DType::I32),
-            Self::List(list) => Array::new(&[list.len()], Values::I32(list.clone()))
-                .ok_or_else(|| Failure::new("too many offsets")),
+            Self::List(list) => Ok(list.clone().into()),
         }
     }
 }

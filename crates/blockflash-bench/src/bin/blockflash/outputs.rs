@@ -2,7 +2,7 @@
 
 use crate::failure::{Failure, Result};
 use crate::progress::Progress;
-use blockflash_bench::io::{Array, Format, Replacement, Values, destination, write_all};
+use blockflash_bench::io::{Array, Format, Replacement, destination, write_all};
 use blockflash_ops::DType;
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
@@ -97,8 +97,7 @@ fn storable<'a>(array: &'a Array, path: &Path) -> Result<Cow<'a, Array>> {
     if array.dtype() != DType::BF16 || Format::of(path) != Some(Format::Npy) {
         return Ok(Cow::Borrowed(array));
     }
-    let values = Values::F32(array.to_f32(0..array.len()));
-    Array::new(array.shape(), values)
+    Array::new(array.shape(), array.to_f32(0..array.len()))
         .map(Cow::Owned)
         .ok_or_else(|| Failure::new("the shape is too large"))
 }
