@@ -89,13 +89,8 @@ pub(super) fn planned(
         // Each block looks for a tile past the last one.
         grid_x(&[tiles as usize + 2 * blocks as usize])?;
     }
-    let config = LaunchConfig {
-        grid: [stay.map_or(tiles, |blocks| tiles.min(blocks)), 1, 1],
-        block: kernel.threads(),
-        smem_bytes: kernel.smem_bytes(),
-        cluster: None,
-        programmatic_dependent_launch: hopper,
-    };
+    let blocks = stay.map_or(tiles, |blocks| tiles.min(blocks));
+    let config = LaunchConfig::of(kernel, blocks, hopper);
     let params = match hopper {
         true => AttentionParams::Hopper(hopper_params(problem, base)),
         false => AttentionParams::Portable(base),

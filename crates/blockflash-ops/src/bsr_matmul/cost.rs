@@ -9,6 +9,11 @@ use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
 
 /// What the estimates assume about a GPU. The unit of costs is the time in which a multiprocessor
 /// brings one 16-bit element into shared memory.
+///
+/// Each constant was set by hand, so that the kernel that is selected is the one that was measured
+/// to be fastest. No fit to `benches/results/nvidia-h200/bsr_matmul.jsonl` can replace that: for
+/// each commit and case it holds the time of the selected kernel alone, so it says nothing about
+/// the order of the kernels.
 struct CostModel {
     /// Writing an element of C from registers.
     c: f64,
@@ -38,8 +43,7 @@ struct CostModel {
     portable: f64,
 }
 
-/// From times on an H200; `benches/results/nvidia-h200/bsr_matmul.jsonl` has those of the kernels
-/// that are selected with it.
+/// For an H200.
 const H200: CostModel = CostModel {
     c: 3.2,
     copied_c: 2.2,
