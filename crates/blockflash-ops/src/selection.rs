@@ -171,7 +171,7 @@ fn select_of<'r, P: Problem>(
 ) -> Result<&'r Kernel> {
     let key = problem.key();
     for peers in kernels.iter().filter(|peers| peers.key == key) {
-        // A loop, since `min_by_key` moves every candidate several times: twice as long.
+        // `min_by_key` would move every candidate several times, a quarter of the time of a call.
         let mut best: Option<(P::Rank, &Kernel)> = None;
         for (kernel, tile) in &peers.kernels {
             let c = Candidate { kernel, tile, problem, gpu };

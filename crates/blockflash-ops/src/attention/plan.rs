@@ -43,8 +43,6 @@ pub struct AttentionPlan {
     pub params: AttentionParams,
     /// Grid, block and shared memory.
     pub config: LaunchConfig,
-    /// Bytes of device memory that the caller must lend; this kernel needs none.
-    pub workspace_bytes: usize,
 }
 
 /// Fills the kernel argument and the launch configuration of `kernel` for a problem that it accepts on
@@ -95,7 +93,7 @@ pub(super) fn planned(
         true => AttentionParams::Hopper(hopper_params(problem, base)),
         false => AttentionParams::Portable(base),
     };
-    Ok(AttentionPlan { params, config, workspace_bytes: 0 })
+    Ok(AttentionPlan { params, config })
 }
 
 fn base_params(problem: &AttentionProblem) -> Result<blockflash_attention_fwd_params> {

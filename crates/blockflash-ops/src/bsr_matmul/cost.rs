@@ -10,10 +10,9 @@ use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
 /// What the estimates assume about a GPU. The unit of costs is the time in which a multiprocessor
 /// brings one 16-bit element into shared memory.
 ///
-/// Each constant was set by hand, so that the kernel that is selected is the one that was measured
-/// to be fastest. No fit to `benches/results/nvidia-h200/bsr_matmul.jsonl` can replace that: for
-/// each commit and case it holds the time of the selected kernel alone, so it says nothing about
-/// the order of the kernels.
+/// Each constant was set by hand. They cannot be fitted to the records, since for each commit and
+/// case `benches/results/nvidia-h200/bsr_matmul.jsonl` holds the time of the selected kernel alone,
+/// which does not tell whether another one is faster.
 struct CostModel {
     /// Writing an element of C from registers.
     c: f64,
@@ -91,12 +90,7 @@ pub(super) fn hopper_time(
     // How likely so many block rows of the mean density have no block in a block column.
     let without_block = |rows: usize| (1.0 - density).powi(rows as i32);
     let others_without = without_block(block_rows - 1);
-    let multiplied_rows = if filled {
-        let has_some = 1.0 - without_block(WARPGROUP_ROWS / block_size);
-        has_some * (block_rows * block_size) as f64
-    } else {
-        0.0
-    };
+    let warpgroup_has_some = 1.0 - without_block(WARPGROUP_ROWS / block_size);
     // Of a tile with a block row of this density, and others of the mean.
     let depth = |of_first: f64| {
         let shared = 1.0 - (1.0 - of_first) * others_without;
@@ -105,7 +99,10 @@ pub(super) fn hopper_time(
         // Rows of the tile that a column of blocks is multiplied with, at which cost, and how many
         // columns count.
         let (cost, multiplied, columns) = match block_size {
-            _ if filled => (H200.warpgroup_product, multiplied_rows, block_n),
+            _ if filled => {
+                let rows = warpgroup_has_some * (block_rows * block_size) as f64;
+                (H200.warpgroup_product, rows, block_n)
+            }
             ..64 => (H200.product, a, block_n + H200.columns_of_a),
             _ => (H200.warpgroup_product, a, block_n),
         };
