@@ -42,7 +42,9 @@ impl<'a> Operand<'a> {
     /// The shape must be exactly this.
     #[inline]
     pub(crate) fn shape_is(&self, expected: &[usize]) -> Result<()> {
-        if self.shape == expected { Ok(()) } else { Err(self.wrong_shape(format!("{expected:?}"))) }
+        // One by one: wide loads of a shape that was just written would wait for the stores.
+        let is = self.shape.iter().eq(expected);
+        if is { Ok(()) } else { Err(self.wrong_shape(format!("{expected:?}"))) }
     }
 
     pub(crate) fn wrong_shape(&self, expected: impl Into<String>) -> Error {
@@ -68,21 +70,22 @@ impl<'a> Operand<'a> {
     /// far apart as is not `worse`.
     #[inline]
     pub(crate) fn lines(&self, worse: impl Fn(usize) -> bool) -> Result<(Major, usize)> {
-        let lines = |major: Major| {
-            let (along, across) = if major == Major::Row { (1, 0) } else { (0, 1) };
+        let stride = |along: usize, across: usize| {
             let contiguous = self.shape[along] <= 1 || self.strides[along] == 1;
             let own = self.shape[along].next_multiple_of(8);
-            contiguous
-                .then(|| (major, if self.shape[across] > 1 { self.strides[across] } else { own }))
+            contiguous.then(|| if self.shape[across] > 1 { self.strides[across] } else { own })
         };
-        Major::ALL
-            .into_iter()
-            .filter_map(lines)
-            .min_by_key(|&(_, stride)| worse(stride))
-            .ok_or_else(|| {
+        match (stride(1, 0), stride(0, 1)) {
+            (Some(row), Some(column)) if worse(row) && !worse(column) => {
+                Ok((Major::Column, column))
+            }
+            (Some(row), _) => Ok((Major::Row, row)),
+            (None, Some(column)) => Ok((Major::Column, column)),
+            (None, None) => {
                 let expected = "its rows or its columns must be contiguous (stride 1)";
-                Error::Stride { what: self.what, expected, found: self.strides.to_vec() }
-            })
+                Err(Error::Stride { what: self.what, expected, found: self.strides.to_vec() })
+            }
+        }
     }
 
     /// The operand must live where the stream works.

@@ -43,8 +43,6 @@ pub struct AttentionPlan {
     pub params: AttentionParams,
     /// Grid, block and shared memory.
     pub config: LaunchConfig,
-    /// Bytes of device memory that the caller must lend; this kernel needs none.
-    pub workspace_bytes: usize,
 }
 
 /// Fills the kernel argument and the launch configuration of `kernel` for a problem that it accepts
@@ -90,18 +88,13 @@ pub(super) fn planned(
         // Each block looks for a tile past the last one.
         grid_x(&[tiles as usize + 2 * blocks as usize])?;
     }
-    let config = LaunchConfig {
-        grid: [stay.map_or(tiles, |blocks| tiles.min(blocks)), 1, 1],
-        block: kernel.threads(),
-        smem_bytes: kernel.smem_bytes(),
-        cluster: None,
-        programmatic_dependent_launch: hopper,
-    };
+    let blocks = stay.map_or(tiles, |blocks| tiles.min(blocks));
+    let config = LaunchConfig::of(kernel, blocks, hopper);
     let params = match hopper {
         true => AttentionParams::Hopper(hopper_params(problem, base)),
         false => AttentionParams::Portable(base),
     };
-    Ok(AttentionPlan { params, config, workspace_bytes: 0 })
+    Ok(AttentionPlan { params, config })
 }
 
 fn base_params(problem: &AttentionProblem) -> Result<blockflash_attention_fwd_params> {

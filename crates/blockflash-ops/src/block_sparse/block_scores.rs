@@ -203,13 +203,7 @@ fn plan(
         cols: to_i32("cols", cols)?,
         head_dim: to_i32("head_dim", head_dim)?,
     };
-    let config = |blocks| LaunchConfig {
-        grid: [blocks, 1, 1],
-        block: row.threads(),
-        smem_bytes: row.smem_bytes(),
-        cluster: None,
-        programmatic_dependent_launch: false,
-    };
+    let config = |blocks| LaunchConfig::of(row, blocks, false);
     // A block of threads per mean, then per tile of scores.
     let means = heads_q.saturating_mul(rows).saturating_add(heads_kv.saturating_mul(cols));
     let tiles = |blocks: usize| blocks.div_ceil(tile);

@@ -75,14 +75,8 @@ pub(super) fn plan(
         window_right: window_side(limits.right),
         align_bottom_right: i32::from(limits.align == Align::BottomRight),
     };
-    let config = LaunchConfig {
-        grid: [grid_x(&[rows.div_ceil(slab_rows), heads, batch])?, 1, 1],
-        block: kernel.threads(),
-        smem_bytes: kernel.smem_bytes(),
-        cluster: None,
-        programmatic_dependent_launch: false,
-    };
-    Ok((params, config))
+    let blocks = grid_x(&[rows.div_ceil(slab_rows), heads, batch])?;
+    Ok((params, LaunchConfig::of(kernel, blocks, false)))
 }
 
 #[cfg(test)]

@@ -9,6 +9,10 @@ use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
 
 /// What the estimates assume about a GPU. The unit of costs is the time in which a multiprocessor
 /// brings one 16-bit element into shared memory.
+///
+/// Each constant was set by hand. They cannot be fitted to the records, since for each commit and
+/// case `benches/results/nvidia-h200/bsr_matmul.jsonl` holds the time of the selected kernel alone,
+/// which does not tell whether another one is faster.
 struct CostModel {
     /// Writing an element of C from registers.
     c: f64,
@@ -38,8 +42,7 @@ struct CostModel {
     portable: f64,
 }
 
-/// From times on an H200; `benches/results/nvidia-h200/bsr_matmul.jsonl` has those of the kernels
-/// that are selected with it.
+/// For an H200.
 const H200: CostModel = CostModel {
     c: 3.2,
     copied_c: 2.2,
@@ -84,18 +87,21 @@ pub(super) fn hopper_time(
     let sharers =
         if filled { 1 } else { problem.n.div_ceil(block_n).clamp(1, tile.cluster as usize) };
     let saved = H200.saved_by_sharing * (1.0 - 1.0 / sharers as f64);
+    // How likely so many block rows of the mean density have no block in a block column.
+    let without_block = |rows: usize| (1.0 - density).powi(rows as i32);
+    let others_without = without_block(block_rows - 1);
+    let warpgroup_has_some = 1.0 - without_block(WARPGROUP_ROWS / block_size);
     // Of a tile with a block row of this density, and others of the mean.
     let depth = |of_first: f64| {
-        let shared = 1.0 - (1.0 - of_first) * (1.0 - density).powi(tile.block_rows as i32 - 1);
+        let shared = 1.0 - (1.0 - of_first) * others_without;
         let a = (of_first + density * (block_rows - 1) as f64) * block_size as f64;
         let copied = (a * (1.0 - saved) + shared * block_n as f64) * block_size as f64;
         // Rows of the tile that a column of blocks is multiplied with, at which cost, and how many
         // columns count.
         let (cost, multiplied, columns) = match block_size {
             _ if filled => {
-                let rows = WARPGROUP_ROWS / block_size;
-                let has_some = 1.0 - (1.0 - density).powi(rows as i32);
-                (H200.warpgroup_product, has_some * (block_rows * block_size) as f64, block_n)
+                let rows = warpgroup_has_some * (block_rows * block_size) as f64;
+                (H200.warpgroup_product, rows, block_n)
             }
             ..64 => (H200.product, a, block_n + H200.columns_of_a),
             _ => (H200.warpgroup_product, a, block_n),
@@ -119,18 +125,28 @@ pub(super) fn hopper_time(
     let tiles = rows.div_ceil(block_rows) as f64 * tile.tiles_n(problem.n as u64) as f64;
     let before_last_panel = 1.0 - 1.0 / problem.n.div_ceil(PANEL_N).max(1) as f64;
     let clusters = if tile.cluster > 1 { H200.clusters } else { 0.0 };
+    let multiprocessors = f64::from(gpu.multiprocessors.max(1));
     // The longest tile in so many parts, of which a tile of the mean has fewer.
-    let time = |parts: usize| {
-        let of_mean = if parts == 1 { 1.0 } else { (parts as f64 * mean / longest).ceil() };
-        let rounds = tiles * of_mean / f64::from(gpu.multiprocessors.max(1));
-        let rounds = if rounds <= 4.0 { rounds.ceil() } else { rounds + 0.5 };
+    let time = |parts: f64| {
+        let of_mean = if parts == 1.0 { 1.0 } else { ceil(parts * mean / longest) };
+        let rounds = tiles * of_mean / multiprocessors;
+        let rounds = if rounds <= 4.0 { ceil(rounds) } else { rounds + 0.5 };
         let all = rounds * in_parts(mean, of_mean);
-        clusters + all.max(before_last_panel * all + in_parts(longest, parts as f64))
+        clusters + all.max(before_last_panel * all + in_parts(longest, parts))
     };
-    let most = if kernel.splits() && problem.workspace && longest > 0.0 { MOST_PARTS } else { 1 };
-    (2..=most)
-        .map(|parts| (time(parts), parts))
-        .fold((time(1), 1), |a, b| if b.0 < a.0 { b } else { a })
+    if !(kernel.splits() && problem.workspace && longest > 0.0) {
+        return (time(1.0), 1);
+    }
+    let times: [f64; MOST_PARTS] = std::array::from_fn(|i| time((i + 1) as f64));
+    times.into_iter().zip(1..).fold((times[0], 1), |a, b| if b.0 < a.0 { b } else { a })
+}
+
+/// `x.ceil()` for 0 ≤ x < 2^51 without a call into the C library, which that is on x86-64 before
+/// SSE 4.1: adding 2^52 leaves no bits for a fraction.
+fn ceil(x: f64) -> f64 {
+    const NO_FRACTION: f64 = (1u64 << 52) as f64;
+    let nearest = (x + NO_FRACTION) - NO_FRACTION;
+    if nearest < x { nearest + 1.0 } else { nearest }
 }
 
 /// Parts in which a kernel computes its longest tile if there is memory for their sums.

@@ -153,7 +153,7 @@ impl<'a> BsrMatmul<'a> {
         }
         let [m, k] = self.shape_of_a();
         let &[_, n] = self.b.shape() else {
-            return Err(crate::check::Operand::new("b", &self.b).wrong_shape(format!("[{k}, n]")));
+            return Err(Operand::new("b", &self.b).wrong_shape(format!("[{k}, n]")));
         };
         Ok([m, n])
     }

@@ -77,13 +77,8 @@ pub(super) fn planned(
         beta: problem.beta,
         c_column_major: i32::from(problem.c_major == Major::Column),
     };
-    let config = LaunchConfig {
-        grid: [blocks(kernel, tile, problem, gpu, 0)?, 1, 1],
-        block: kernel.threads(),
-        smem_bytes: kernel.smem_bytes(),
-        cluster: kernel.cluster(),
-        programmatic_dependent_launch: matches!(kernel.variant, Variant::BsrMatmulHopper(_)),
-    };
+    let hopper = matches!(kernel.variant, Variant::BsrMatmulHopper(_));
+    let config = LaunchConfig::of(kernel, blocks(kernel, tile, problem, gpu, 0)?, hopper);
     Ok(BsrMatmulPlan { params, config, parts: cost::parts(kernel, problem, gpu) })
 }
 

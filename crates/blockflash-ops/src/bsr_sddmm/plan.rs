@@ -73,12 +73,5 @@ pub(super) fn planned(
     } else {
         tiles
     };
-    let config = LaunchConfig {
-        grid: [grid_x(&[blocks])?, 1, 1],
-        block: kernel.threads(),
-        smem_bytes: kernel.smem_bytes(),
-        cluster: None,
-        programmatic_dependent_launch: stays,
-    };
-    Ok(BsrSddmmPlan { params, config })
+    Ok(BsrSddmmPlan { params, config: LaunchConfig::of(kernel, grid_x(&[blocks])?, stays) })
 }
