@@ -33,7 +33,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let a = if device.is_cpu() { None } else { Some(operands.a.to(&stream)?) };
     let matrix = a.as_ref().unwrap_or(&operands.a);
     let index = args.transpose_a.then(|| BsrTranspose::new(matrix, &stream)).transpose()?;
-    let b = lying(&operands.b, args.b_layout)?;
+    let b = with_layouts(&operands.b, args.b_layout)?;
     let b = Placed::new(&b, &stream)?;
     let bias = operands.bias.as_ref().map(|bias| Placed::new(bias, &stream)).transpose()?;
     let workspace = BsrWorkspace::new(&stream)?;
@@ -58,7 +58,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
 
     let old_c = || -> Result<Tensor> {
         Ok(match (&operands.c, args.c_layout) {
-            (Some(c), layout) => lying(c, layout)?.upload(&stream)?,
+            (Some(c), layout) => with_layouts(c, layout)?.upload(&stream)?,
             (None, Some(Axis::Column)) => Tensor::empty(&stream, operands.c_dtype, &[n, m])?,
             (None, _) => Tensor::empty(&stream, operands.c_dtype, &[m, n])?,
         })
@@ -84,7 +84,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let (mut written, mut checks) = (Vec::new(), Vec::new());
     if args.out.is_some() || args.common.check {
         let c = Array::download(&c, &stream)?;
-        let c = lying(&c, args.c_layout)?;
+        let c = with_layouts(&c, args.c_layout)?;
         written = outputs.save(&[("c", &c)])?;
         if args.common.check {
             checks.push(("c", check(&args, &operands, &problem, &c)?));
@@ -138,7 +138,7 @@ fn details(args: &Args, a: &BsrMatrix, problem: &BsrProblem) -> Vec<(&'static st
 }
 
 /// A matrix as it lies in memory, its transpose where columns are contiguous there; and back.
-fn lying(matrix: &Array, layout: Option<Axis>) -> Result<Cow<'_, Array>> {
+fn with_layouts(matrix: &Array, layout: Option<Axis>) -> Result<Cow<'_, Array>> {
     if layout != Some(Axis::Column) {
         return Ok(Cow::Borrowed(matrix));
     }

@@ -116,7 +116,7 @@ impl Operands {
                 matrix.transposed().ok_or_else(|| Failure::new("the matrix is too large"))
             }
         };
-        let (a, b) = (lying(a, majors[0])?, lying(b, majors[1])?);
+        let (a, b) = (with_layouts(a, majors[0])?, with_layouts(b, majors[1])?);
         Ok(Self { row_ptr, col_idx, pattern, majors, a, b, old, values_dtype })
     }
 
