@@ -31,7 +31,7 @@ fn params([a, b, c]: [bool; 3]) -> blockflash_bsr_matmul_any_params {
 
 /// Fits tensors on the CPU, which lie so (`fit` looks at sizes and strides only), with these
 /// parameters.
-fn fit_lying(
+fn fit_with_layouts(
     [a, b, c]: [bool; 3],
     params: &blockflash_bsr_matmul_any_params,
     change: impl Fn(&mut LaunchConfig),
@@ -78,7 +78,7 @@ const LAYOUTS: [[bool; 3]; 8] = [
 fn operands_lie_as_the_parameters_say() {
     for says in LAYOUTS {
         for lies in LAYOUTS {
-            let found = fit_lying(lies, &params(says), |_| ());
+            let found = fit_with_layouts(lies, &params(says), |_| ());
             assert_eq!(found.is_ok(), says == lies, "{says:?} {lies:?}: {found:?}");
         }
     }
@@ -88,7 +88,7 @@ fn operands_lie_as_the_parameters_say() {
 fn what_does_not_fit() {
     let layout = [true, true, true];
     let refused = |params: &blockflash_bsr_matmul_any_params, expected: &str| {
-        let error = fit_lying(layout, params, |_| ()).unwrap_err();
+        let error = fit_with_layouts(layout, params, |_| ()).unwrap_err();
         assert!(error.contains(expected), "{error} does not say {expected}");
     };
     let good = params(layout);
@@ -101,7 +101,7 @@ fn what_does_not_fit() {
     refused(&with(blockflash_bsr_matmul_params { ldc: M as i64 - 1, ..good.base }), "c is f32");
     refused(&with(blockflash_bsr_matmul_params { m: 0, ..good.base }), "not positive");
     let refused = |change: fn(&mut LaunchConfig), expected: &str| {
-        let error = fit_lying(layout, &good, change).unwrap_err();
+        let error = fit_with_layouts(layout, &good, change).unwrap_err();
         assert!(error.contains(expected), "{error} does not say {expected}");
     };
     refused(|config| config.grid[0] += 1, "a grid of 7x1x1 blocks");

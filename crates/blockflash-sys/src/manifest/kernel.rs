@@ -75,8 +75,8 @@ impl Kernel {
     }
 }
 
-/// All kernels, the preferred targets first. Of kernels that suit a problem equally well the first is
-/// taken. Each has a committed image, a line in `kernels.lock` and a recorded GPU pass.
+/// All kernels, the preferred targets first. Of kernels that suit a problem equally well the first
+/// is taken. Each has a committed image, a line in `kernels.lock` and a recorded GPU pass.
 pub fn kernels() -> &'static [Kernel] {
     static KERNELS: LazyLock<Vec<Kernel>> = LazyLock::new(|| {
         let of = |target| {

@@ -110,13 +110,13 @@ impl Operands {
         let old = if args.beta == 0.0 { None } else { Some(values.load(values_dtype)?) };
         let [a, b] = load_all(sources, dtype, 0)?;
         let majors = [args.a_layout, args.b_layout].map(Major::from);
-        let lying = |matrix: Array, major| match major {
+        let with_layout = |matrix: Array, major| match major {
             Major::Row => Ok(matrix),
             Major::Column => {
                 matrix.transposed().ok_or_else(|| Failure::new("the matrix is too large"))
             }
         };
-        let (a, b) = (with_layouts(a, majors[0])?, with_layouts(b, majors[1])?);
+        let (a, b) = (with_layout(a, majors[0])?, with_layout(b, majors[1])?);
         Ok(Self { row_ptr, col_idx, pattern, majors, a, b, old, values_dtype })
     }
 
