@@ -14,16 +14,16 @@ use blockflash_safe::{
 use blockflash_sys::params::blockflash_block_mask_build_params;
 use blockflash_sys::{DType, Kernel};
 
-/// A block mask that is built anew, on the device where attention reads it, for example at each
-/// step of a model.
+/// A block mask that is rebuilt on the device where attention reads it, for example at each step of
+/// a model.
 ///
 /// All memory is allocated at the start, with room for `capacity` visited blocks. On a GPU,
-/// [`build`](Self::build) is two launches that depend on nothing but the device: no host memory, no
-/// synchronisation, so that it can be captured in a graph, together with whatever computes the
-/// scores and with the attention that follows. What is wrong with the data is therefore known on
-/// the device only, and [`check`](Self::check) asks for it. The mask is one that attention can run
-/// with in any case: columns that do not exist are left out, one that comes twice counts once, NaN
-/// is never chosen, and rows end where the capacity does.
+/// [`build`](Self::build) is two launches that use neither host memory nor synchronisation. A graph
+/// can therefore capture it together with the computation of the scores and the attention that
+/// follows. Errors in the data are detected on the device only, and [`check`](Self::check) reports
+/// them. Attention can run with the mask even then: columns that do not exist are left out, a
+/// column that comes twice counts once, NaN is never chosen, and lists are cut off where the
+/// capacity ends.
 ///
 /// On the CPU the same calls use the constructors of [`BlockMask`].
 ///
@@ -57,7 +57,7 @@ pub struct BlockMaskBuffer {
     workspace: Option<Workspace>,
 }
 
-/// What a build on a GPU needs beside the mask.
+/// What a build on a GPU needs besides the mask.
 #[derive(Debug)]
 struct Workspace {
     row: &'static Kernel,
@@ -66,9 +66,9 @@ struct Workspace {
 }
 
 impl BlockMaskBuffer {
-    /// Memory for a mask of so many batch entries and heads, each 1 or a number as for
-    /// [`BlockMask`], with up to `capacity` visited blocks of all of them together. No block is
-    /// visited until the first [`build`](Self::build).
+    /// Allocates a mask of this many batch entries and heads, each 1 or the actual number as for
+    /// [`BlockMask`], with room for `capacity` visited blocks over all of them. No block is visited
+    /// until the first [`build`](Self::build).
     ///
     /// # Errors
     /// [`Error::InvalidBlockMask`] if `batch` or `heads` is 0; [`Error::TooLarge`] if rows or the
@@ -96,30 +96,31 @@ impl BlockMaskBuffer {
     }
 
     /// The mask that was built last. On a GPU [`nnz`](BlockMask::nnz) and
-    /// [`density`](BlockMask::density) are those of the whole capacity, since how much of it is
-    /// used is known on the device only; see [`to_host`](Self::to_host).
+    /// [`density`](BlockMask::density) describe the whole capacity, since only the device knows how
+    /// much of it is used; see [`to_host`](Self::to_host).
     pub fn mask(&self) -> &BlockMask {
         &self.mask
     }
 
-    /// Visited blocks that there is room for.
+    /// The number of visited blocks that there is room for.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// The kernel that builds it; `None` on the CPU.
+    /// The kernel that builds the mask; `None` on the CPU.
     pub fn kernel(&self) -> Option<&'static Kernel> {
         self.workspace.as_ref().map(|workspace| workspace.row)
     }
 
-    /// Builds the mask of a choice. On a GPU this is queued on the stream: nothing is allocated,
-    /// nobody waits, and what the data has to be is looked at by [`check`](Self::check).
+    /// Builds the mask of a choice. On a GPU this only queues work on the stream: it neither
+    /// allocates nor waits, and [`check`](Self::check) reports errors in the data.
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::DType`], [`Error::Stride`] and [`Error::DeviceMismatch`] name the
-    /// operand; [`Error::InvalidBlockMask`] if `always` has another geometry, or neither 1 nor as
-    /// many batch entries or heads; [`Error::TooLarge`] for lists of more than 2^30. On the CPU
-    /// also what `check` would find; the mask then stays as it was.
+    /// operand; [`Error::InvalidBlockMask`] if `always` has another geometry, or a number of batch
+    /// entries or heads that is neither 1 nor the number of the mask; [`Error::TooLarge`] for lists
+    /// of more than 2^30 columns. On the CPU also the errors of `check`; the mask then stays as it
+    /// was.
     pub fn build(&mut self, choice: &BlockChoice<'_>, stream: &Stream) -> Result<()> {
         let sizes = self.checked(choice, stream)?;
         match self.kernel() {
@@ -128,11 +129,11 @@ impl BlockMaskBuffer {
         }
     }
 
-    /// Like [`build`](Self::build) with this very kernel: for tests and measurements.
+    /// Like [`build`](Self::build) with this kernel: for tests and measurements.
     ///
     /// # Errors
-    /// Also [`Error::Unsupported`] on the CPU, or if the row is no such kernel or does not run on
-    /// this GPU.
+    /// Also [`Error::Unsupported`] on the CPU, or if `kernel` does not build block masks or does
+    /// not run on this GPU.
     pub fn build_with(
         &mut self,
         row: &Kernel,
@@ -143,13 +144,13 @@ impl BlockMaskBuffer {
         self.launch(row, &sizes, choice, stream)
     }
 
-    /// Asks whether the data of all builds since the last check was right. Waits for the work on
-    /// the stream, which is that of the builds or comes after it.
+    /// Reports whether the data of all builds since the last check was valid. Waits for the work on
+    /// the stream, which must be the stream of the builds or be ordered after it.
     ///
     /// # Errors
-    /// [`Error::InvalidBlockMask`] names the first row with a problem, and the first position in
-    /// it: a column that does not exist or comes twice, a NaN, or the end of the capacity. Then
-    /// also a stream that is being captured, or a failing device.
+    /// [`Error::InvalidBlockMask`] names the first invalid row and the first invalid position in
+    /// it: a column that does not exist or comes twice, a NaN, or the end of the capacity. Also a
+    /// stream that is being captured, or a failing device.
     pub fn check(&mut self, stream: &Stream) -> Result<()> {
         let sizes = self.sizes()?;
         let Some(workspace) = &mut self.workspace else { return Ok(()) };
@@ -195,7 +196,7 @@ impl BlockMaskBuffer {
         let mask = choice.build(sizes)?;
         let (nnz, capacity, rows) = (mask.nnz(), self.capacity, mask.rows());
         if nnz > capacity {
-            // The first row that ends beyond; each group has one entry more than rows.
+            // The first row that ends beyond the capacity; each group has one entry more than rows.
             let row_ptr = mask.row_ptr().view().as_slice::<i32>()?;
             let end = row_ptr.partition_point(|&end| end as usize <= capacity);
             let place = sizes.place(end / (rows + 1), end % (rows + 1) - 1);
@@ -230,10 +231,10 @@ impl BlockMaskBuffer {
 }
 
 impl Workspace {
-    /// Sizes are those of `mask`.
+    /// The sizes are taken from `mask`.
     fn new(mask: &BlockMask, gpu: &CudaProperties, stream: &Stream) -> Result<Self> {
         let row = select(&Sizes::new(mask.geometry, mask.batch, mask.heads)?, gpu)?;
-        // A build in a graph must not be the first one to load it.
+        // Loads the kernel now, since the first build may be captured in a graph.
         stream.device().preload(row)?;
         let mut problems = Tensor::empty(stream, DType::I32, &[4])?;
         problems.fill_bytes(stream, NOTHING)?;

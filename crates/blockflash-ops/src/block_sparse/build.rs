@@ -8,8 +8,8 @@ use blockflash_safe::{BlockListArrays, BlockLists, Device, Stream};
 use std::cmp::{Ordering, Reverse};
 
 impl BlockMask {
-    /// From the arrays of the format, fully validated: `row_ptr` `[batch, heads, rows + 1]` holds
-    /// offsets into `col_idx`, each head starting where the one before ends; columns ascend
+    /// From the arrays of the format, fully validated. `row_ptr` `[batch, heads, rows + 1]` holds
+    /// offsets into `col_idx`, and each head starts where the previous one ends. Columns ascend
     /// strictly within a row.
     ///
     /// # Errors
@@ -41,7 +41,7 @@ impl BlockMask {
     /// The blocks that are true in `blocks`, `[batch, heads, rows, cols]` row-major.
     ///
     /// # Errors
-    /// [`Error::Shape`](crate::Error::Shape) for another number of values; those of
+    /// [`Error::Shape`](crate::Error::Shape) for another number of values; the errors of
     /// [`from_parts`](Self::from_parts).
     pub fn from_bool(
         geometry: BlockGeometry,
@@ -61,13 +61,13 @@ impl BlockMask {
         })
     }
 
-    /// From lists of up to `k` columns per row, `[batch, heads, rows, k]` row-major, in any order;
-    /// −1 is no column.
+    /// From lists of up to `k` columns per row, `[batch, heads, rows, k]` row-major, in any order.
+    /// Entries of −1 are skipped.
     ///
     /// # Errors
     /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) names the first column that does
     /// not exist or comes twice in its row; [`Error::Shape`](crate::Error::Shape) for another
-    /// number of columns; those of [`from_parts`](Self::from_parts).
+    /// number of columns; the errors of [`from_parts`](Self::from_parts).
     pub fn from_top_k(
         geometry: BlockGeometry,
         batch: usize,
@@ -78,7 +78,7 @@ impl BlockMask {
         let (rows, cols) = (geometry.rows(), geometry.cols());
         let sizes = Sizes::new(geometry, batch, heads)?;
         sizes.check_length("columns", k, columns.len())?;
-        // The last row that had each column, counted from 1.
+        // The last row that listed each column, counted from 1.
         let mut had = vec![0; cols];
         sizes.build(|group, row, out| {
             let (at, start) = (group * rows + row, out.len());
@@ -99,17 +99,17 @@ impl BlockMask {
         })
     }
 
-    /// The `k` blocks of each row with the largest scores, or all if there are no more; of equal
-    /// scores the smaller column wins. Blocks that the token mask hides entirely never count.
-    /// Infinite scores are in order.
+    /// The `k` blocks of each row with the largest scores, or all blocks if there are no more. Ties
+    /// go to the smaller column. Blocks that the token mask hides entirely are never chosen.
+    /// Infinite scores are allowed.
     ///
     /// `scores` is `[batch, heads, rows, cols]` row-major, as
     /// [`block_mean_scores`](super::block_mean_scores) returns it.
     ///
     /// # Errors
     /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) names the first score that is
-    /// NaN, hidden ones included; [`Error::Shape`](crate::Error::Shape) for another number of
-    /// scores; those of [`from_parts`](Self::from_parts).
+    /// NaN, including scores of hidden blocks; [`Error::Shape`](crate::Error::Shape) for another
+    /// number of scores; the errors of [`from_parts`](Self::from_parts).
     pub fn top_k_from_scores(
         geometry: BlockGeometry,
         batch: usize,
@@ -147,7 +147,7 @@ impl BlockMask {
 }
 
 impl Sizes {
-    /// Builds a mask row by row: `push` gets a group and a row, and appends the columns of that
+    /// Builds a mask row by row: `push` gets a group and a row, and appends the columns of this
     /// row.
     pub(super) fn build(
         &self,
@@ -167,8 +167,8 @@ impl Sizes {
     }
 }
 
-/// The rows of each group, the longest first, of equally long ones the last first; `row_ptr` holds
-/// `rows + 1` offsets per group.
+/// The rows of each group, the longest first, and the last first among equally long ones. `row_ptr`
+/// holds `rows + 1` offsets per group.
 fn row_order(row_ptr: &[i32], rows: usize) -> Vec<i32> {
     let mut order = Vec::with_capacity(row_ptr.len());
     for offsets in row_ptr.chunks_exact(rows + 1) {

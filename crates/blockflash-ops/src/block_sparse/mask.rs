@@ -7,17 +7,16 @@ use blockflash_safe::{BlockLists, Device, Stream, Tensor};
 /// Which blocks of queries × keys attention visits, per batch entry and head, on the CPU or a GPU.
 ///
 /// The format is BSR: [`row_ptr`](Self::row_ptr) and [`col_idx`](Self::col_idx) list the block
-/// columns of each block row, ascending. `batch` and `heads` are each 1, for all alike, or a number
-/// of batch entries and of heads; whether those are the heads of the queries or of the keys is for
-/// the caller to say.
+/// columns of each block row, ascending. `batch` and `heads` are each either 1, which stands for
+/// all, or the actual number. The caller decides whether heads are query heads or key heads.
 ///
-/// The mask of a packed (variable-length) batch is made from those of its sequences, see
-/// [`packed`](Self::packed): its batch entries are the sequences, and its lengths,
-/// [`rows`](Self::rows) and [`cols`](Self::cols) those of the longest ones.
+/// The mask of a packed (variable-length) batch is made from the masks of its sequences, see
+/// [`packed`](Self::packed). Its batch entries are the sequences, and its lengths,
+/// [`rows`](Self::rows) and [`cols`](Self::cols) are the maxima over the sequences.
 ///
-/// Every constructor validates the index arrays and copies them, and nothing changes them later but
-/// the [`BlockMaskBuffer`](super::BlockMaskBuffer) that they belong to.
-/// Combining and counting read them on the CPU.
+/// Every constructor validates the index arrays and copies them. Only the
+/// [`BlockMaskBuffer`](super::BlockMaskBuffer) that owns a mask can change them later. Combining
+/// and counting read the arrays on the CPU.
 #[derive(Debug)]
 pub struct BlockMask {
     pub(super) geometry: BlockGeometry,
@@ -40,13 +39,13 @@ pub(super) struct Lists<'a> {
 }
 
 impl<'a> Lists<'a> {
-    /// The columns of a row of a group that exists: `batch * heads + head`, packed `head`.
+    /// The columns of an existing row. The group is `batch * heads + head`, or `head` when packed.
     pub(super) fn row(&self, group: usize, row: usize) -> &'a [i32] {
         let at = group * (self.rows + 1) + row;
         &self.col_idx[self.row_ptr[at] as usize..self.row_ptr[at + 1] as usize]
     }
 
-    /// The columns of a row that exists.
+    /// The columns of an existing row.
     pub(super) fn at(&self, [batch, head, row]: [usize; 3]) -> &'a [i32] {
         match self.cu_rows {
             Some(cu_rows) => self.row(head, cu_rows[batch] as usize + row),
@@ -56,7 +55,7 @@ impl<'a> Lists<'a> {
 }
 
 impl BlockMask {
-    /// How queries and keys are divided into blocks; packed: as many as the longest sequences have.
+    /// How queries and keys are divided into blocks; for a packed mask, at the longest lengths.
     pub fn geometry(&self) -> BlockGeometry {
         self.geometry
     }
@@ -102,7 +101,8 @@ impl BlockMask {
     }
 
     /// i32 `[batch, heads, rows + 1]`: the columns of row `r` of head `h` of batch entry `b` are
-    /// `col_idx[row_ptr[b, h, r]..row_ptr[b, h, r + 1]]`. A head starts where the one before ends.
+    /// `col_idx[row_ptr[b, h, r]..row_ptr[b, h, r + 1]]`. A head starts where the previous one
+    /// ends.
     ///
     /// Packed: `[heads, total rows + 1]`, where row `r` of sequence `b` is `cu_rows[b] + r`, see
     /// [`cu_rows`](Self::cu_rows).
@@ -115,10 +115,10 @@ impl BlockMask {
         self.lists.col_idx()
     }
 
-    /// i32 `[batch, heads, rows]`: the rows of each head in the order in which a GPU takes them,
-    /// the longest first; of rows that list equally many columns the last comes first, which is the
-    /// longer one under a causal token mask. Packed: `[heads, total rows]`, where this holds for
-    /// the rows of each sequence, which count from its first one.
+    /// i32 `[batch, heads, rows]`: the order in which a GPU takes the rows of each head, the
+    /// longest first. Among rows with equally many columns the last comes first, because a causal
+    /// token mask leaves it the most keys. Packed: `[heads, total rows]`, where this holds within
+    /// each sequence, whose rows are counted from its first one.
     pub fn row_order(&self) -> &Tensor {
         self.lists.row_order()
     }
@@ -137,7 +137,7 @@ impl BlockMask {
     /// build on another stream.
     pub fn to(&self, stream: &Stream) -> Result<Self> {
         let lists = self.lists.copy_to(stream)?;
-        // Of what a kernel has written only ranges are known, but the CPU backend counts on lists.
+        // A kernel guarantees only index ranges, but the CPU backend relies on well-formed lists.
         if stream.device().is_cpu() && !self.device().is_cpu() && self.packed.is_none() {
             let (row_ptr, col_idx) = (lists.row_ptr().view(), lists.col_idx().view());
             let row_ptr = row_ptr.as_slice::<i32>()?;
@@ -148,8 +148,8 @@ impl BlockMask {
         Ok(Self { lists, packed: self.packed.clone(), ..*self })
     }
 
-    /// The columns of one row, ascending. The indices are those of the mask itself, so 0 where it
-    /// has one batch entry or head for all.
+    /// The columns of one row, ascending. The indices address the mask itself, so they are 0 where
+    /// it has one batch entry or head for all.
     ///
     /// # Errors
     /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) for a row that does not exist; a
@@ -166,8 +166,8 @@ impl BlockMask {
         Ok(self.lists()?.at([batch, head, row]).iter().map(|&col| col as usize))
     }
 
-    /// Which blocks are visited, `[batch, heads, rows, cols]`; those that a shorter sequence does
-    /// not have are not.
+    /// Which blocks are visited, `[batch, heads, rows, cols]`. Blocks beyond the end of a shorter
+    /// sequence are false.
     ///
     /// # Errors
     /// Out of memory; a mask that is not on the CPU.
@@ -181,9 +181,8 @@ impl BlockMask {
         Ok(visited)
     }
 
-    /// Number of visited blocks, of all the mask's batch entries and heads together; for a mask
-    /// that is built on a GPU, the room that its [`BlockMaskBuffer`](super::BlockMaskBuffer) has
-    /// for them.
+    /// Number of visited blocks, over all batch entries and heads of the mask. For a mask that is
+    /// built on a GPU this is the capacity of its [`BlockMaskBuffer`](super::BlockMaskBuffer).
     pub fn nnz(&self) -> usize {
         self.col_idx().shape().first().copied().unwrap_or(0)
     }
@@ -198,8 +197,9 @@ impl BlockMask {
         if blocks == 0.0 { 0.0 } else { self.nnz() as f64 / blocks }
     }
 
-    /// Columns of the longest row per columns of the mean row, at least 1: how much longer the
-    /// longest task takes than the mean one. 1 when no block is visited.
+    /// Number of columns of the longest row relative to the mean row, at least 1. It measures load
+    /// imbalance: how much longer the longest task takes than the mean one. 1 when no block is
+    /// visited.
     ///
     /// # Errors
     /// A mask that is not on the CPU.
@@ -210,8 +210,8 @@ impl BlockMask {
     }
 
     /// Number of (query, key) pairs that lie in a visited block and are visible under the token
-    /// mask, of all the mask's batch entries and heads together: what the FLOPs are counted from.
-    /// One batch entry or head that stands for several counts once.
+    /// mask, over all batch entries and heads of the mask; FLOPs are counted from it. One batch
+    /// entry or head that stands for several counts once.
     ///
     /// # Errors
     /// A mask that is not on the CPU.
@@ -223,7 +223,7 @@ impl BlockMask {
         Ok(self.all()?.map(pairs).sum())
     }
 
-    /// The index arrays as kernels take them.
+    /// The index arrays as kernel operands.
     pub(crate) fn for_kernels(&self) -> &BlockLists {
         &self.lists
     }

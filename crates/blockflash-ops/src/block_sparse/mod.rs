@@ -3,14 +3,15 @@
 //! A [`BlockMask`] is built on the host, from index arrays, booleans, top-k lists, scores or a
 //! pattern, and masks are combined by [`union`](BlockMask::union) and
 //! [`intersection`](BlockMask::intersection). Within a visited block the token
-//! [`Mask`](crate::Mask) still decides pair by pair; what no visited block holds is not attended.
-//! [`Attention::block_mask`](crate::Attention::block_mask) takes them where its tensors are:
-//! [`BlockMask::to`] moves one to a GPU. For variable-length batches [`BlockMask::packed`] puts
-//! those of the sequences together.
+//! [`Mask`](crate::Mask) still decides pair by pair. Pairs outside all visited blocks are not
+//! attended. [`Attention::block_mask`](crate::Attention::block_mask) requires the mask on the
+//! device of the tensors, and [`BlockMask::to`] copies it to a GPU. For variable-length batches
+//! [`BlockMask::packed`] concatenates the masks of the sequences.
 //!
-//! Masks that depend on the data of each call are built where that is: [`BlockScores`] computes
-//! scores of blocks and [`BlockMaskBuffer`] the mask, on a GPU without any help of the host, so
-//! that both fit into a graph with the attention that follows.
+//! A mask that depends on the data of each call is built on the device that holds the data:
+//! [`BlockScores`] computes scores of blocks, and [`BlockMaskBuffer`] builds the mask from them. On
+//! a GPU both run without the host, so a graph can capture them together with the attention that
+//! follows.
 //!
 //! ```
 //! use blockflash_ops::{Align, Attention, BlockGeometry, BlockMask, Device, Mask, View};

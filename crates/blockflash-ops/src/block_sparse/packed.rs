@@ -1,4 +1,4 @@
-//! Block masks of packed batches: those of the sequences, one after another.
+//! Block masks of packed batches: the masks of the sequences, one after another.
 
 use super::validate::{Sizes, exists, invalid};
 use super::{BlockGeometry, BlockMask};
@@ -10,14 +10,15 @@ use blockflash_safe::{BlockListArrays, BlockLists, Device, Stream, Tensor};
 #[derive(Clone, Debug)]
 pub(super) struct Packed {
     geometries: Vec<BlockGeometry>,
-    /// Rows of all together.
+    /// Block rows of all sequences together.
     rows: usize,
 }
 
 impl BlockMask {
-    /// The mask of a packed batch, for [`CuSeqlens`](crate::CuSeqlens) of the same sequences: one
-    /// mask per sequence, with its lengths, in their order. They have blocks of one size, 1 batch
-    /// entry, and 1 head, for all alike, or as many as the others.
+    /// The mask of a packed batch, for [`CuSeqlens`](crate::CuSeqlens) of the same sequences. It
+    /// takes one mask per sequence, in the order of the batch and with the lengths of its sequence.
+    /// All masks have the same block size and 1 batch entry; each has either 1 head, which then
+    /// stands for all, or as many heads as the others.
     ///
     /// ```
     /// use blockflash_ops::{Align, Attention, BlockGeometry, BlockMask};
@@ -51,8 +52,9 @@ impl BlockMask {
     /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidBlockMask`] without masks, and names the first one that does not fit the
-    /// others; [`Error::TooLarge`] if indices do not fit i32; a mask that is not on the CPU.
+    /// [`Error::InvalidBlockMask`] if there are no masks, or naming the first mask that does not
+    /// fit the others; [`Error::TooLarge`] if indices do not fit i32; a mask that is not on the
+    /// CPU.
     pub fn packed(masks: &[&Self]) -> Result<Self> {
         let Some(first) = masks.first() else {
             return invalid("there is no sequence to pack".into());
@@ -108,7 +110,7 @@ impl BlockMask {
         })
     }
 
-    /// The mask of one batch entry, of a packed mask that of one sequence.
+    /// The mask of one batch entry; for a packed mask, the mask of one sequence.
     ///
     /// # Errors
     /// [`Error::InvalidBlockMask`] for an entry that does not exist; a mask that is not on the CPU.
@@ -121,18 +123,18 @@ impl BlockMask {
         })
     }
 
-    /// Of a packed mask: how the queries and keys of each sequence are divided into blocks.
+    /// How the queries and keys of each sequence are divided into blocks. `None` unless packed.
     pub fn sequences(&self) -> Option<&[BlockGeometry]> {
         self.packed.as_ref().map(|packed| packed.geometries.as_slice())
     }
 
-    /// Of a packed mask: i32 `[batch + 1]`, where the rows of each sequence start in those of a
-    /// head, and how many a head has.
+    /// i32 `[batch + 1]`: the block row of a head at which each sequence starts, then the number of
+    /// block rows of a head. `None` unless packed.
     pub fn cu_rows(&self) -> Option<&Tensor> {
         self.lists.cu_rows()
     }
 
-    /// Of a packed mask: rows of a head.
+    /// Block rows of a head, over all sequences. `None` unless packed.
     pub(crate) fn packed_rows(&self) -> Option<usize> {
         self.packed.as_ref().map(|packed| packed.rows)
     }
@@ -142,8 +144,8 @@ impl BlockMask {
         self.sequences().map_or(self.geometry, |sequences| sequences[batch])
     }
 
-    /// Checks that the sequences between these offsets have the lengths of those that were packed;
-    /// `which` they are, in errors.
+    /// Checks that the sequences between these offsets have the lengths with which the mask was
+    /// packed. `which` names the offsets in errors.
     pub(crate) fn check_lengths(
         &self,
         which: &'static str,
@@ -169,7 +171,7 @@ impl BlockMask {
         Ok(())
     }
 
-    /// Of a packed mask: what `change` makes of each sequence, packed again.
+    /// Applies `change` to the mask of each sequence of a packed mask, and packs the results again.
     pub(super) fn by_sequence(
         &self,
         change: impl Fn(usize, &Self) -> Result<Self>,
@@ -179,7 +181,7 @@ impl BlockMask {
         Self::packed(&masks?.iter().collect::<Vec<_>>())
     }
 
-    /// What keeps the mask from being packed with the first one into a mask with so many heads.
+    /// Why the mask cannot be packed together with the first one into a mask with this many heads.
     fn check_packable(&self, first: &Self, heads: usize) -> std::result::Result<(), String> {
         let blocks = |mask: &Self| [mask.block_q(), mask.block_kv()];
         let ([q, kv], [first_q, first_kv]) = (blocks(self), blocks(first));

@@ -1,5 +1,5 @@
-//! Block masks of a fixed pattern: one batch entry, one head. Patterns are combined by `union` and
-//! cut by `intersect_mask`.
+//! Block masks of a fixed pattern, with one batch entry and one head. `union` combines patterns,
+//! and `intersect_mask` removes the blocks that a token mask hides.
 
 use super::validate::{Sizes, invalid};
 use super::{BlockGeometry, BlockMask};
@@ -7,17 +7,16 @@ use crate::attention::MAX_SEQLEN;
 use crate::check::to_i32;
 use crate::{Align, Result};
 
-/// A band around the columns at which a row stands, in blocks.
+/// A band, in blocks, around the diagonal columns of a row.
 struct Band {
     align: Align,
     /// Columns on either side that are all visited.
     near: usize,
-    /// Distance of visited columns farther away, at least 1.
+    /// Distance between visited columns farther away, at least 1.
     step: usize,
-    /// Number of steps to columns before, counted from where the row stands; `None` does not limit
-    /// them.
+    /// Number of steps to the left of the diagonal columns; `None` does not limit them.
     before: Option<usize>,
-    /// Number of steps to columns behind, likewise.
+    /// Number of steps to the right, likewise.
     after: Option<usize>,
 }
 
@@ -30,12 +29,12 @@ impl BlockMask {
         Self::global(geometry, &[], &(0..geometry.cols()).collect::<Vec<_>>())
     }
 
-    /// A sliding window: `left` block columns before those at which a row stands, these, and
-    /// `right` ones behind them; `None` does not limit a side.
+    /// A sliding window: the diagonal columns of a row, `left` block columns before them, and
+    /// `right` block columns after them; `None` does not limit a side.
     ///
-    /// A row stands at the columns that hold the positions of its queries, which depend on `align`
-    /// as in [`Mask`](crate::Mask): with equal lengths and square blocks, row `r` at column `r`.
-    /// Columns that do not exist are left out.
+    /// The diagonal columns of a row hold the positions of its queries, which depend on `align` as
+    /// in [`Mask`](crate::Mask). With equal lengths and square blocks, row `r` has diagonal column
+    /// `r`. Columns that do not exist are left out.
     ///
     /// # Errors
     /// [`Error::TooLarge`](crate::Error::TooLarge) if the number of visited blocks does not fit
@@ -49,9 +48,9 @@ impl BlockMask {
         band(geometry, &Band { align, near: 0, step: 1, before: left, after: right })
     }
 
-    /// A window with gaps: the columns at which a row stands (see [`window`](Self::window)), and
-    /// from there every `dilation`-th one, `left` of them before and `right` behind; `None` does
-    /// not limit a side.
+    /// A dilated window: the diagonal columns of a row (see [`window`](Self::window)), and every
+    /// `dilation`-th column from there, `left` of them before and `right` after; `None` does not
+    /// limit a side.
     ///
     /// # Errors
     /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) if `dilation` is 0;
@@ -70,8 +69,9 @@ impl BlockMask {
         band(geometry, &Band { align, near: 0, step: dilation, before: left, after: right })
     }
 
-    /// The columns at which a row stands (see [`window`](Self::window)), `local` ones on either
-    /// side, and every `stride`-th one, counted from where the row stands, of all others.
+    /// A strided pattern: the diagonal columns of a row (see [`window`](Self::window)), `local`
+    /// columns on either side of them, and every `stride`-th of the others, counted from the
+    /// diagonal columns.
     ///
     /// # Errors
     /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) if `stride` is 0;
@@ -105,8 +105,8 @@ impl BlockMask {
         Self::global(geometry, &[], &(0..count).collect::<Vec<_>>())
     }
 
-    /// All columns in the block rows `rows`, and the block columns `cols` in every row; in any
-    /// order.
+    /// All columns in the block rows `rows`, and the block columns `cols` in every row. Both may be
+    /// in any order.
     ///
     /// # Errors
     /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) names the first row or column
@@ -116,7 +116,7 @@ impl BlockMask {
         let in_rows = flags("row", rows, geometry.rows())?;
         let in_cols = flags("column", cols, geometry.cols())?;
         let sizes = Sizes::new(geometry, 1, 1)?;
-        // Known at once, so that too many are not written first.
+        // The count is known up front, so reject too many blocks before writing them.
         let others = (geometry.rows() - rows.len()).saturating_mul(cols.len());
         to_i32("nnz", rows.len().saturating_mul(geometry.cols()).saturating_add(others))?;
         let columns: Vec<i32> =
@@ -132,7 +132,7 @@ impl BlockMask {
     }
 }
 
-/// Which of `count` are listed.
+/// Marks which of `count` indices are listed.
 fn flags(what: &str, list: &[usize], count: usize) -> Result<Vec<bool>> {
     let mut flags = vec![false; count];
     for (position, &index) in list.iter().enumerate() {
@@ -152,7 +152,7 @@ fn flags(what: &str, list: &[usize], count: usize) -> Result<Vec<bool>> {
 }
 
 fn band(geometry: BlockGeometry, band: &Band) -> Result<BlockMask> {
-    // Columns are less than MAX_SEQLEN apart, so that a longer distance is none.
+    // Columns are less than MAX_SEQLEN apart, so a longer distance reaches none of them.
     let distance = |blocks: usize| blocks.min(MAX_SEQLEN) as i64;
     let [near, step] = [band.near, band.step].map(distance);
     let [before, after] =
@@ -162,7 +162,7 @@ fn band(geometry: BlockGeometry, band: &Band) -> Result<BlockMask> {
     Sizes::new(geometry, 1, 1)?.build(|_, row, columns| {
         let (first, last) = geometry.stands_at(row, band.align);
         let mut push = |col: i64| columns.push(col as i32);
-        // Steps that lead beyond what is near, and to columns that exist.
+        // Steps that leave the dense part of the band and reach columns that exist.
         let beyond = near / step + 1;
         let (nearest, farthest) =
             (beyond.max(ceil(first - (cols - 1))), before.min(first.div_euclid(step)));

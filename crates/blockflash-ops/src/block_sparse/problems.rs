@@ -1,4 +1,4 @@
-//! What a GPU found wrong while it built a mask.
+//! Errors in the data that a GPU found while it built a mask.
 
 use super::validate::Sizes;
 use blockflash_sys::params::{
@@ -6,10 +6,10 @@ use blockflash_sys::params::{
     BLOCKFLASH_BLOCK_PROBLEM_TWICE,
 };
 
-/// The byte of which the words consist when nothing is wrong.
+/// The byte that fills the words when the data is valid.
 pub(super) const NOTHING: u8 = 0xFF;
 
-/// The first problem in words, if there is one, of the four words that kernels leave: two numbers
+/// Describes the first error, if there is one, from the four words that kernels leave: two numbers
 /// of 64 bits, the low half first.
 pub(super) fn describe(words: &[i32], sizes: &Sizes, capacity: usize) -> Option<String> {
     let &[low, high, needed_low, needed_high] = words else { return Some("no report".into()) };
@@ -36,7 +36,7 @@ pub(super) fn describe(words: &[i32], sizes: &Sizes, capacity: usize) -> Option<
     })
 }
 
-/// That not all visited blocks have room: those of this row from a position on have none.
+/// Not all visited blocks have room: the columns of this row from a position on are left out.
 pub(super) fn no_room(needed: u64, capacity: usize, place: &str, position: u64) -> String {
     format!(
         "{needed} blocks are visited, but the capacity is {capacity}: it ends at {place}, \
