@@ -1,4 +1,4 @@
-//! How a block mask fits an attention call.
+//! Checks that a block mask fits an attention call.
 
 use super::AttentionProblem;
 use crate::check::to_i32;
@@ -7,30 +7,30 @@ use blockflash_sys::manifest::AttentionTile;
 use blockflash_sys::params::blockflash_block_mask;
 use std::ptr::null;
 
-/// The sizes of a block mask: what selection and planning need to know of it. Its lengths are those
-/// of the problem.
+/// The sizes of a block mask, as selection and planning need them. Its sequence lengths equal the
+/// lengths of the problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockMaskSizes {
-    /// Queries of a block.
+    /// Queries per block.
     pub block_q: u32,
-    /// Keys of a block.
+    /// Keys per block.
     pub block_kv: u32,
-    /// 1, or the batch entries of the problem.
+    /// 1, or the number of batch entries of the problem.
     pub batch: u32,
-    /// 1, the heads of k and v, or those of q.
+    /// 1, or the number of heads of k and v, or of q.
     pub heads: u32,
     /// Block rows of all sequences together, when variable-length.
     pub packed_rows: Option<u32>,
 }
 
 impl BlockMaskSizes {
-    /// The head of the mask that a head of q follows.
+    /// The head of the mask that applies to a head of q.
     pub(crate) fn head(&self, head_q: usize, num_heads_q: usize) -> usize {
         head_q / (num_heads_q / self.heads as usize)
     }
 
-    /// Checks that the mask fits a problem. Whether it fits each sequence of a packed batch is not
-    /// known here.
+    /// Checks that the mask fits a problem. Its fit to each sequence of a packed batch is unknown
+    /// here, since the offsets are on the device.
     pub(super) fn of(mask: &BlockMask, problem: &AttentionProblem) -> Result<Self> {
         let AttentionProblem { batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_kv, .. } =
             *problem;
@@ -70,20 +70,20 @@ impl BlockMaskSizes {
         })
     }
 
-    /// Whether blocks consist of whole tiles, and have any.
+    /// Whether blocks are not empty and consist of whole tiles.
     pub(super) fn divides_into(&self, tile: &AttentionTile) -> bool {
         let divides = |block: u32, tile: u32| block > 0 && block.is_multiple_of(tile);
         divides(self.block_q, tile.block_q) && divides(self.block_kv, tile.block_kv)
     }
 
-    /// Tiles of queries of a head, as kernels count them: every row has as many, also the last one.
-    /// Blocks consist of tiles.
+    /// Number of query tiles of a head as kernels count them: every block row, including the last
+    /// one, has equally many. Blocks consist of whole tiles.
     pub(super) fn tiles_q(&self, seqlen_q: usize, tile: &AttentionTile) -> usize {
         seqlen_q.div_ceil(self.block_q as usize) * (self.block_q / tile.block_q) as usize
     }
 }
 
-/// The mask's part of a kernel argument for so many queries and heads; the pointers are null.
+/// The mask's part of a kernel argument for this many queries and heads, with null pointers.
 pub(crate) fn params(
     mask: Option<&BlockMaskSizes>,
     seqlen_q: usize,

@@ -47,12 +47,13 @@ use blockflash_sys::{DType, Kernel};
 /// `num_heads_q` is a multiple of `num_heads_kv` (GQA, MQA).
 ///
 /// Statistics and accumulation are f32. On a GPU unnormalised outputs are summed in f32, too:
-/// values of `v` in bf16 beyond about 2^90 may overflow to infinity there; those of f16 never do. A
-/// masked pair contributes exactly nothing: NaN in a key or value that a query does not attend
-/// never reaches its output. On a GPU f16 and bf16 with a `head_dim` of any multiple of 8 up to 256
-/// run, and pointers and strides must be multiples of 16 bytes; the CPU also takes f32, any
-/// `head_dim` and any alignment. A `head_dim` between runs on a GPU when q, k and v are padded with
-/// zeros to the next multiple of 8 and `softmax_scale` is that of the real one.
+/// values of `v` in bf16 beyond about 2^90 may overflow to infinity there, values in f16 never do.
+/// A masked pair contributes exactly nothing: NaN in a key or value that a query does not attend
+/// never reaches its output. A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8 up to
+/// 256, and pointers and strides must be multiples of 16 bytes. The CPU also takes f32, any
+/// `head_dim` and any alignment. For another `head_dim` below 256, pad q, k and v with zeros to the
+/// next multiple of 8 to run on a GPU, and set `softmax_scale` to the scale of the unpadded
+/// `head_dim`.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {
     /// Queries, `[batch, seqlen_q, num_heads_q, head_dim]` or packed
@@ -69,20 +70,20 @@ pub struct Attention<'a> {
     pub softmax_scale: Option<f32>,
     /// Scores become `softcap * tanh(score / softcap)`; finite and positive.
     pub softcap: Option<f32>,
-    /// f32 `[num_heads_q]`: a logit per head that joins the softmax denominator (and so the lse)
-    /// and has no value.
+    /// f32 `[num_heads_q]`: a logit per head (attention sink) that joins the softmax denominator,
+    /// and so the lse, but has no value.
     pub sink: Option<View<'a>>,
     /// Makes the batch variable-length.
     pub cu_seqlens: Option<CuSeqlens<'a>>,
     /// Makes attention block-sparse: a query attends a key if the block of the pair is visited and
-    /// [`mask`](Self::mask) shows it. Blocks that are not visited cost nothing. The lengths are
-    /// those of the tensors; the mask has 1 batch entry or that of q, and 1 head, `num_heads_kv`,
-    /// each for the query heads of its group, or `num_heads_q`. With `cu_seqlens` it is
-    /// [packed](BlockMask::packed), of the same sequences.
+    /// [`mask`](Self::mask) shows it. Blocks that are not visited cost nothing. The mask has the
+    /// sequence lengths of the tensors. It has 1 batch entry or as many as q, and 1 head,
+    /// `num_heads_kv` heads (each for the query heads of its group) or `num_heads_q` heads. With
+    /// `cu_seqlens` it is [packed](BlockMask::packed) from masks of the same sequences.
     pub block_mask: Option<&'a BlockMask>,
 }
 
-/// What [`Attention::forward`] returns.
+/// The outputs of [`Attention::forward`].
 #[derive(Debug)]
 pub struct AttentionOutput {
     /// Output in the shape and element type of q, contiguous.
@@ -112,13 +113,13 @@ impl<'a> Attention<'a> {
         }
     }
 
-    /// Computes into tensors of the caller. Nothing is allocated and the stream is not synchronised
-    /// on a GPU, so the call can be captured into a graph; on the CPU it returns when the result is
+    /// Computes into the caller's tensors. On a GPU nothing is allocated and the stream is not
+    /// synchronised, so a graph can capture the call. On the CPU it returns when the result is
     /// there.
     ///
     /// `o` has the shape and element type of q, `lse` is f32 `[batch, num_heads_q, seqlen_q]` or
-    /// `[num_heads_q, total_q]`; both may be strided except in the last dimension. An output
-    /// without elements is fine and launches nothing.
+    /// `[num_heads_q, total_q]`. Both may be strided except in the last dimension. An output
+    /// without elements is valid and launches nothing.
     ///
     /// # Errors
     /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`] if an
@@ -146,8 +147,8 @@ impl<'a> Attention<'a> {
         Ok(AttentionOutput { o, lse })
     }
 
-    /// As [`forward`](Self::forward) without the log-sum-exp, which inference seldom needs: on
-    /// Hopper that is faster, by 0.3 to 7 % as measured.
+    /// Like [`forward`](Self::forward) without the log-sum-exp, which inference seldom needs. On
+    /// Hopper this was measured to be 0.3 to 7 % faster.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
@@ -158,9 +159,9 @@ impl<'a> Attention<'a> {
         Ok(o)
     }
 
-    /// Downloads and verifies [`cu_seqlens`](Self::cu_seqlens) against the packed tensors and the
-    /// sequences of [`block_mask`](Self::block_mask), which synchronises the stream. `Ok` when the
-    /// batch is not variable-length.
+    /// Downloads [`cu_seqlens`](Self::cu_seqlens), which synchronises the stream, and verifies them
+    /// against the packed tensors and the sequences of [`block_mask`](Self::block_mask). `Ok` when
+    /// the batch is not variable-length.
     ///
     /// # Errors
     /// [`Error::InvalidCuSeqlens`] names the first bad entry; all checks of
@@ -254,7 +255,7 @@ impl Steps for Attention<'_> {
     }
 }
 
-/// An output of this shape; zeros where no sequence need write to it.
+/// An output of this shape, zeroed where some rows may belong to no sequence.
 fn allocate(
     problem: &AttentionProblem,
     dtype: DType,
@@ -265,7 +266,7 @@ fn allocate(
     Ok(tensor(stream, dtype, shape)?)
 }
 
-/// For tests of kernels one by one: the problem as a kernel with such tiles takes it.
+/// For tests of single kernels: the problem in the form that a kernel with such tiles accepts.
 #[cfg(test)]
 fn as_asked(
     problem: AttentionProblem,

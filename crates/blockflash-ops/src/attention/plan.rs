@@ -12,22 +12,22 @@ use blockflash_sys::params::{
 use std::f64::consts::LOG2_E;
 use std::ptr::{null, null_mut};
 
-/// Bytes of keys and values that stay in L2 while blocks work on them: about two thirds of that of
-/// the GPUs with tensor maps.
+/// Bytes of keys and values that should stay in L2 while the CTAs work on them: about two thirds of
+/// the L2 of the GPUs that have tensor maps.
 const L2_BYTES: f64 = 34e6;
 
-/// The kernel argument; all pointers are null, all tensor maps zero.
+/// The kernel argument, with null pointers and zeroed tensor maps.
 #[derive(Clone, Copy, Debug)]
 #[expect(clippy::large_enum_variant, reason = "plain data, made for one launch")]
 pub enum AttentionParams {
-    /// Of the kernels that run on every GPU.
+    /// For the kernels that run on every GPU.
     Portable(blockflash_attention_fwd_params),
-    /// Of those for Hopper.
+    /// For the Hopper kernels.
     Hopper(blockflash_attention_fwd_tma_params),
 }
 
 impl AttentionParams {
-    /// What both have.
+    /// The fields that both have in common.
     pub fn base(&self) -> &blockflash_attention_fwd_params {
         match self {
             AttentionParams::Portable(params) => params,
@@ -36,7 +36,7 @@ impl AttentionParams {
     }
 }
 
-/// A launch as plain data, before it has any pointer.
+/// A launch as plain data, without pointers.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionPlan {
     /// The kernel argument.
@@ -61,7 +61,7 @@ pub fn plan(
     planned(kernel, problem, gpu)
 }
 
-/// The same for a kernel that is known to compute the problem.
+/// Like `plan`, for a kernel that is known to accept the problem.
 pub(super) fn planned(
     kernel: &Kernel,
     problem: &AttentionProblem,
@@ -76,7 +76,7 @@ pub(super) fn planned(
     };
     let tiles = grid_x(&[tiles_q, problem.num_heads_q / tile.heads as usize, problem.batch])?;
     let base = base_params(problem)?;
-    // Blocks for Hopper stay and take tile after tile.
+    // CTAs of the Hopper kernels are persistent and take tile after tile.
     let stay = match kernel.variant {
         Variant::AttentionFwdHopper(tile) => {
             Some(gpu.multiprocessors.max(1).saturating_mul(tile.blocks_per_multiprocessor))
@@ -85,7 +85,7 @@ pub(super) fn planned(
     };
     let hopper = stay.is_some();
     if let Some(blocks) = stay {
-        // Each block looks for a tile past the last one.
+        // Each CTA asks once for a tile past the last one.
         grid_x(&[tiles as usize + 2 * blocks as usize])?;
     }
     let blocks = stay.map_or(tiles, |blocks| tiles.min(blocks));
@@ -144,7 +144,7 @@ fn base_params(problem: &AttentionProblem) -> Result<blockflash_attention_fwd_pa
     })
 }
 
-/// A side of a window as kernels take it.
+/// A side of a window as kernels encode it.
 pub(crate) fn window_side(side: Option<usize>) -> i32 {
     side.and_then(|side| i32::try_from(side).ok()).unwrap_or(BLOCKFLASH_WINDOW_UNBOUNDED)
 }
@@ -171,9 +171,9 @@ fn hopper_params(
     }
 }
 
-/// Heads that are computed together. A window or a block mask lets tiles take unequal time: many
-/// heads at once even that out, but their keys and values should fit into L2. Without either, the
-/// heads that share keys are enough.
+/// Number of heads that are computed together. Under a window or a block mask tiles take unequal
+/// time. Many heads at once balance the load, but their keys and values should fit into L2.
+/// Otherwise the heads that share keys are enough.
 fn heads_per_section(base: &blockflash_attention_fwd_params, packed: bool) -> i32 {
     let group = (base.num_heads_q / base.num_heads_kv.max(1)).max(1);
     let windowless = [base.window_left, base.window_right] == [BLOCKFLASH_WINDOW_UNBOUNDED; 2];
@@ -181,12 +181,12 @@ fn heads_per_section(base: &blockflash_attention_fwd_params, packed: bool) -> i3
         return group;
     }
     let bytes_per_group = f64::from(base.seqlen_kv) * f64::from(base.head_dim) * 4.0;
-    // Blocks that lie anywhere are not read by all at the same time: sections of half the size were
+    // CTAs on arbitrary blocks do not read them at the same time. Sections of half the size were
     // measured to be faster.
     let bytes = if base.block_mask.rows > 0 { L2_BYTES / 2.0 } else { L2_BYTES };
     let groups = (bytes / bytes_per_group.max(1.0)).max(1.0) as i32;
     let heads = base.num_heads_q.saturating_mul(if packed { 1 } else { base.batch });
-    // Sections of one size: the last one would otherwise leave multiprocessors without tiles.
+    // Equal sections: a smaller last one would leave SMs without tiles.
     let all = (heads / group).max(1);
     let sections = all / groups + i32::from(all % groups != 0);
     (all / sections + i32::from(all % sections != 0)) * group

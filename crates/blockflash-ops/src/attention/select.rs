@@ -8,19 +8,18 @@ use blockflash_sys::{DType, Kernel};
 use std::cmp::Reverse;
 use std::sync::LazyLock;
 
-/// The kernel for a problem on a GPU: of the usable kernels those of the preferred target (machine
-/// code before PTX), of these the smallest head_dim tile that fits, of these the one whose grid is
-/// estimated to end first. Under a block mask tiles must divide its blocks, and the largest ones
-/// that do are taken.
+/// The kernel for a problem on a GPU. Among the usable kernels it prefers machine code over PTX,
+/// then the smallest head_dim tile that fits, then the grid that is estimated to finish first.
+/// Under a block mask tiles must divide its blocks, and the largest such tiles are taken.
 ///
 /// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported) says what no kernel offers: the element type,
+/// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
 /// the head dimension, the blocks of the mask, the architecture or its shared memory.
 pub fn select(problem: &AttentionProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
     selection::select(problem, gpu)
 }
 
-/// Whether this very kernel can compute the problem on this GPU.
+/// Whether this kernel can compute the problem on this GPU.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) says what does not fit.
@@ -53,7 +52,7 @@ impl Problem for AttentionProblem {
     fn rank(c: &Candidate<'_, Self>) -> Self::Rank {
         let largest =
             c.problem.block_mask.is_some().then_some(Reverse((c.tile.block_q, c.tile.block_kv)));
-        // Bits of numbers that are not negative ascend as they do.
+        // The bit patterns of non-negative floats are ordered like their values.
         (largest, relative_time(c).to_bits())
     }
 
@@ -66,8 +65,8 @@ impl Problem for AttentionProblem {
     }
 }
 
-/// Lines of the support table: each tile's range of head dimensions without and with a block mask,
-/// and a head dimension that no kernel is made for.
+/// Lines of the support table: each tile's range of head dimensions with and without a block mask,
+/// and a head dimension that no kernel supports.
 pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionProblem)> {
     let mut lines = Vec::new();
     let dense = |head_dim| AttentionProblem::dense(dtype, [1; 3], [1; 2], head_dim);
@@ -144,12 +143,12 @@ const BLOCKS: AttentionRule = Rule {
     }),
 };
 
-/// Queries and keys of a block of the mask.
+/// Queries and keys per block of the mask.
 fn blocks(c: &Candidate<'_, AttentionProblem>) -> [u32; 2] {
     c.problem.block_mask.map_or([0; 2], |mask| [mask.block_q, mask.block_kv])
 }
 
-/// The heads of q that share a tile share keys, and the block mask.
+/// Query heads that share a tile must share their keys and their block mask.
 const HEADS: AttentionRule = Rule {
     holds: |c| {
         let shared = |groups: usize| {
@@ -162,7 +161,7 @@ const HEADS: AttentionRule = Rule {
     excludes_all: None,
 };
 
-/// Tensor maps describe q, k and v: those step on in every dimension, and not too far.
+/// Tensor maps describe q, k and v, so their strides must be positive and not too large.
 const TENSOR_MAPS: AttentionRule = Rule {
     holds: |c| {
         !matches!(c.kernel.variant, Variant::AttentionFwdHopper(_))
@@ -175,7 +174,7 @@ const TENSOR_MAPS: AttentionRule = Rule {
     excludes_all: None,
 };
 
-/// The first stride that a tensor map cannot have: the operand, the dimension, the elements.
+/// The first stride that a tensor map cannot have: operand, dimension, stride in elements.
 fn without_tensor_map(problem: &AttentionProblem) -> Option<(&'static str, &'static str, usize)> {
     let [batch, rows_q, rows_kv] = match problem.packed {
         Some(packed) => [1, packed.total_q, packed.total_kv],
@@ -202,9 +201,9 @@ fn without_tensor_map(problem: &AttentionProblem) -> Option<(&'static str, &'sta
     None
 }
 
-/// Estimated nanoseconds of a kernel for Hopper. While tiles are few, the multiprocessors with most
-/// of them decide; many tiles spread evenly, but for half a round at the end. Under a causal mask
-/// or a window tiles are unequal: the longest start first, and the others fill the gaps.
+/// Estimated nanoseconds of a Hopper kernel. When tiles are few, the SMs that get the most tiles
+/// determine the time. Many tiles spread evenly, apart from half a wave at the end. Under a causal
+/// mask or a window tiles take unequal time: the longest start first, and the others fill the gaps.
 fn relative_time(c: &Candidate<'_, AttentionProblem>) -> f64 {
     let Candidate { tile, problem, gpu, .. } = c;
     let Variant::AttentionFwdHopper(hopper) = c.kernel.variant else { return 0.0 };
@@ -221,7 +220,7 @@ fn relative_time(c: &Candidate<'_, AttentionProblem>) -> f64 {
     }
 }
 
-/// Key tiles that tiles of queries visit: the mean of some of them, and the most.
+/// Number of key tiles that a tile of queries visits: the mean over a sample, and the maximum.
 fn key_tiles(tile: &AttentionTile, problem: &AttentionProblem) -> [f64; 2] {
     const SAMPLES: usize = 8;
     let (seqlen_q, seqlen_kv) = (problem.seqlen_q, problem.seqlen_kv);
@@ -231,7 +230,7 @@ fn key_tiles(tile: &AttentionTile, problem: &AttentionProblem) -> [f64; 2] {
     if limits.is_unbounded() || tiles == 0 {
         return [seqlen_kv.div_ceil(block_kv) as f64; 2];
     }
-    // Sequences that exist are shorter than the bound, and sums of theirs fit into 64 bits.
+    // Existing sequences are shorter than the bound, and sums of their lengths fit into 64 bits.
     let signed = |length: usize| length.min(1 << 40) as i64;
     let (queries, keys) = (signed(seqlen_q), signed(seqlen_kv));
     let diagonal = if limits.align == Align::TopLeft { 0 } else { keys - queries };

@@ -4,13 +4,13 @@ use blockflash_safe::{Stream, View};
 use blockflash_sys::DType;
 
 /// Where the sequences of a variable-length batch lie in the packed tensors: sequence `i` has the
-/// queries `q[i]..q[i + 1]` and the keys `kv[i]..kv[i + 1]`. Sequences of length 0 are fine.
+/// queries `q[i]..q[i + 1]` and the keys `kv[i]..kv[i + 1]`. Sequences may have length 0.
 ///
-/// On a GPU the offsets are read by the kernel, never by the host, so that a captured graph can be
-/// replayed with other lengths under the same maxima. Right offsets start at 0, never descend, end
-/// within the packed rows, make no sequence longer than the maximum, and under a [`BlockMask`] each
-/// as long as that of the mask. Kernels clamp wrong ones: whatever the offsets are, nothing outside
-/// of the tensors is read or written, but what the rows of the outputs then hold is unspecified.
+/// On a GPU the kernel reads the offsets, never the host, so a captured graph can be replayed with
+/// other lengths under the same maxima. Valid offsets start at 0, never descend, end within the
+/// packed rows, and make no sequence longer than the maximum; under a [`BlockMask`] each sequence
+/// has exactly the length in the mask. Kernels clamp invalid offsets: nothing outside the tensors
+/// is read or written whatever they are, but the content of the output rows is then unspecified.
 /// [`Attention::check_cu_seqlens`](super::Attention::check_cu_seqlens) downloads and verifies the
 /// offsets. On the CPU every call verifies them.
 ///
@@ -21,9 +21,9 @@ pub struct CuSeqlens<'a> {
     pub q: View<'a>,
     /// i32 `[batch + 1]`: offsets of the keys and values.
     pub kv: View<'a>,
-    /// No sequence has more queries.
+    /// Upper bound on the queries of a sequence.
     pub max_seqlen_q: usize,
-    /// No sequence has more keys.
+    /// Upper bound on the keys of a sequence.
     pub max_seqlen_kv: usize,
 }
 
@@ -41,22 +41,22 @@ impl CuSeqlens<'_> {
         }
     }
 
-    /// Downloads the offsets (this synchronises the stream) and verifies them: they start at 0,
-    /// never descend, and no sequence is longer than the maximum. See
-    /// [`Attention::check_cu_seqlens`](super::Attention::check_cu_seqlens), which also knows the
-    /// number of packed rows.
+    /// Downloads the offsets, which synchronises the stream, and verifies that they start at 0,
+    /// never descend, and make no sequence longer than the maximum.
+    /// [`Attention::check_cu_seqlens`](super::Attention::check_cu_seqlens) also knows the number of
+    /// packed rows.
     ///
     /// # Errors
     /// [`Error::InvalidCuSeqlens`] names the first bad entry; [`Error::Shape`] and [`Error::DType`]
-    /// if they are no i32 vectors of one length.
+    /// if the offsets are not i32 vectors of equal length.
     pub fn check(&self, stream: &Stream) -> Result<()> {
         self.batch()?;
         check_offsets("q", &self.q.to_vec::<i32>(stream)?, self.max_seqlen_q, None)?;
         check_offsets("kv", &self.kv.to_vec::<i32>(stream)?, self.max_seqlen_kv, None)
     }
 
-    /// The same, within the packed rows, and of the sequences of the block mask if there is one.
-    /// Returns the offsets.
+    /// Like [`check`](Self::check), and also checks the offsets against the packed rows and the
+    /// sequences of the block mask if there is one. Returns the offsets.
     pub(crate) fn read(
         &self,
         stream: &Stream,

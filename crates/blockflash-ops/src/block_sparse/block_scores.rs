@@ -10,11 +10,11 @@ use blockflash_sys::params::{
 use blockflash_sys::{DType, Kernel};
 use std::ptr::{null, null_mut};
 
-/// Scores of blocks that are computed anew, on the device of q and k: the mean query of each block
-/// row times the mean key of each block column, as [`block_mean_scores`] has them on the CPU.
+/// Scores of blocks that are recomputed on the device of q and k: the mean query of each block row
+/// times the mean key of each block column, as [`block_mean_scores`] computes them on the CPU.
 ///
 /// All memory is allocated at the start. On a GPU, [`compute`](Self::compute) is two launches that
-/// read q and k once and can be captured in a graph; the scores are for
+/// read q and k once and can be captured in a graph. The scores serve as
 /// [`BlockSource::Scores`](super::BlockSource::Scores). Sums are f32 in a fixed order.
 ///
 /// ```
@@ -50,13 +50,13 @@ struct Workspace {
 }
 
 impl BlockScores {
-    /// Memory for the scores of a q `[batch, seqlen_q, heads_q, head_dim]` and a k
-    /// `[batch, seqlen_kv, heads_kv, head_dim]` like these. Until the first
-    /// [`compute`](Self::compute) all scores are 0.
+    /// Allocates the scores of a q `[batch, seqlen_q, heads_q, head_dim]` and a k `[batch,
+    /// seqlen_kv, heads_kv, head_dim]` with the sizes and types of the ones given. All scores are 0
+    /// until the first [`compute`](Self::compute).
     ///
     /// # Errors
-    /// Those of [`block_mean_scores`]; on a GPU [`Error::Unsupported`] for f32, for a `head_dim`
-    /// that is no multiple of 8 from 8 to 256, and for a GPU without a kernel.
+    /// The errors of [`block_mean_scores`]; on a GPU [`Error::Unsupported`] for f32, for a
+    /// `head_dim` that is not a multiple of 8 from 8 to 256, and for a GPU without a kernel.
     pub fn new(geometry: BlockGeometry, q: View<'_>, k: View<'_>, stream: &Stream) -> Result<Self> {
         let sizes = ScoreSizes::of(geometry, &q, &k)?;
         let ScoreSizes { batch, heads_q, heads_kv, head_dim, .. } = sizes;
@@ -65,7 +65,7 @@ impl BlockScores {
         let workspace = match stream.device().cuda_properties() {
             Some(gpu) if !scores.layout().is_empty() => {
                 let row = select(&sizes, gpu)?;
-                // A computation in a graph must not be the first one to load it.
+                // Loads the kernel now, since the first computation may be captured in a graph.
                 stream.device().preload(row)?;
                 let q_means = zeros(&[batch, heads_q, geometry.rows(), head_dim])?;
                 let k_means = zeros(&[batch, heads_kv, geometry.cols(), head_dim])?;
@@ -81,7 +81,8 @@ impl BlockScores {
         &self.scores
     }
 
-    /// The kernel that computes them; `None` on the CPU, and where there is nothing to compute.
+    /// The kernel that computes the scores; `None` on the CPU, and where there is nothing to
+    /// compute.
     pub fn kernel(&self) -> Option<&'static Kernel> {
         self.workspace.as_ref().map(|workspace| workspace.row)
     }
@@ -90,9 +91,9 @@ impl BlockScores {
     /// stream, and nothing is allocated.
     ///
     /// # Errors
-    /// Those of [`block_mean_scores`]; [`Error::NotPrepared`] for other sizes or another type;
-    /// [`Error::DeviceMismatch`]; on a GPU [`Error::Misaligned`] for an address that is no multiple
-    /// of 16 or a stride that is no multiple of 8 elements.
+    /// The errors of [`block_mean_scores`]; [`Error::NotPrepared`] for other sizes or another type;
+    /// [`Error::DeviceMismatch`]; on a GPU [`Error::Misaligned`] for an address that is not a
+    /// multiple of 16 or a stride that is not a multiple of 8 elements.
     pub fn compute(&mut self, q: View<'_>, k: View<'_>, stream: &Stream) -> Result<()> {
         self.checked(&q, &k, stream)?;
         match (&self.workspace, stream.device().is_cpu()) {
@@ -105,11 +106,11 @@ impl BlockScores {
         }
     }
 
-    /// Like [`compute`](Self::compute) with this very kernel: for tests and measurements.
+    /// Like [`compute`](Self::compute) with this kernel: for tests and measurements.
     ///
     /// # Errors
-    /// Also [`Error::Unsupported`] on the CPU, or if the row is no such kernel or does not run on
-    /// this GPU.
+    /// Also [`Error::Unsupported`] on the CPU, or if the kernel does not compute these scores or
+    /// does not run on this GPU.
     pub fn compute_with(
         &mut self,
         row: &Kernel,
@@ -166,8 +167,8 @@ impl BlockScores {
     }
 }
 
-/// The two launches as plain data; pointers are null. There are scores, and their kernel has the
-/// head dimension.
+/// Plans the two launches as plain data with null pointers. There is at least one score, and the
+/// kernel has the head dimension.
 fn plan(
     row: &Kernel,
     sizes: &ScoreSizes,
@@ -204,7 +205,7 @@ fn plan(
         head_dim: to_i32("head_dim", head_dim)?,
     };
     let config = |blocks| LaunchConfig::of(row, blocks, false);
-    // A block of threads per mean, then per tile of scores.
+    // The first launch has a CTA per mean, the second one per tile of scores.
     let means = heads_q.saturating_mul(rows).saturating_add(heads_kv.saturating_mul(cols));
     let tiles = |blocks: usize| blocks.div_ceil(tile);
     let products =
@@ -215,8 +216,8 @@ fn plan(
     ])
 }
 
-/// Strides of batch entries, rows and heads of so many each, of which the kernel loads 16 bytes at
-/// a time. The stride of a dimension with one entry is never used.
+/// Checks the strides of batch entries, rows and heads, since the kernel loads 16 bytes at a time.
+/// The stride of a dimension with one entry is never used.
 fn strides(what: &'static str, strides: &[usize], extents: [usize; 3]) -> Result<[i64; 3]> {
     let mut found = [0; 3];
     for (at, dim) in ["batch", "sequence", "head"].into_iter().enumerate() {

@@ -132,7 +132,7 @@ impl BlockMaskBuffer {
     /// Like [`build`](Self::build) with this kernel: for tests and measurements.
     ///
     /// # Errors
-    /// Also [`Error::Unsupported`] on the CPU, or if `kernel` does not build block masks or does
+    /// Also [`Error::Unsupported`] on the CPU, or if the kernel does not build block masks or does
     /// not run on this GPU.
     pub fn build_with(
         &mut self,

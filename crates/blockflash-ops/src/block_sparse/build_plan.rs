@@ -15,14 +15,14 @@ use blockflash_sys::params::{
 };
 use std::ptr::{null, null_mut};
 
-/// The longest lists that the kernel counts.
+/// The longest list that the kernel can count.
 const MAX_LIST: usize = 1 << 30;
 
-/// The steps, in the order of their launches: they differ in this parameter only.
+/// The steps in the order of their launches, which differ in this parameter only.
 pub(super) const STEPS: [i32; 2] = [BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLOCK_MASK_LIST];
 
-/// The kernel argument of the first step, whose pointers are null, and the geometry of both
-/// launches. The choice fits the sizes.
+/// The kernel argument of the first step, with null pointers, and the launch geometry of both
+/// steps. The choice fits the sizes.
 pub(super) fn plan(
     kernel: &Kernel,
     sizes: &Sizes,
@@ -35,7 +35,7 @@ pub(super) fn plan(
     let (source_kind, k) = match &choice.source {
         BlockSource::Bool(_) => (BLOCKFLASH_BLOCK_SOURCE_BOOL, 0),
         BlockSource::TopK(columns) => (BLOCKFLASH_BLOCK_SOURCE_LISTS, list_length(columns)),
-        // No row has more.
+        // No row has more columns.
         BlockSource::Scores { k, .. } => (BLOCKFLASH_BLOCK_SOURCE_SCORES, (*k).min(cols)),
     };
     if k > MAX_LIST {

@@ -5,18 +5,18 @@ use crate::{Mask, Result};
 use blockflash_safe::{Device, View};
 use blockflash_sys::DType;
 
-/// Where the blocks of a mask come from: contiguous tensors with a value, or a list, for each row
-/// of each head.
+/// The source of the blocks of a mask: contiguous tensors with a value, or a list, for each row of
+/// each head.
 #[derive(Clone, Copy, Debug)]
 pub enum BlockSource<'a> {
     /// u8 `[batch, heads, rows, cols]`: the blocks that are not 0.
     Bool(View<'a>),
-    /// i32 `[batch, heads, rows, k]`: lists of up to `k` columns per row, in any order; −1 is no
-    /// column. A column that does not exist or comes twice is an error.
+    /// i32 `[batch, heads, rows, k]`: lists of up to `k` columns per row, in any order. Entries of
+    /// −1 are skipped. A column that does not exist or comes twice is an error.
     TopK(View<'a>),
     /// The `k` blocks of each row with the largest scores, as [`BlockMask::top_k_from_scores`]
-    /// chooses them: among those that the token mask does not hide entirely, of equal scores the
-    /// smaller column, all of them if there are no more. NaN is an error.
+    /// chooses them. Blocks that the token mask hides entirely are never chosen, ties go to the
+    /// smaller column, and a row with at most `k` candidates takes all of them. NaN is an error.
     Scores {
         /// f32 `[batch, heads, rows, cols]`.
         scores: View<'a>,
@@ -25,22 +25,22 @@ pub enum BlockSource<'a> {
     },
 }
 
-/// The blocks that a mask is built of: those of a source and those that are always visited, without
-/// what the token mask hides.
+/// The blocks of a mask: the blocks of a source and the blocks that are always visited, except the
+/// ones that the token mask hides.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockChoice<'a> {
-    /// Where they come from.
+    /// The source of the blocks.
     pub source: BlockSource<'a>,
     /// Blocks that are visited in any case: windows, sinks, global rows and columns, and whatever
-    /// else constructors of [`BlockMask`] make. It has the geometry of the mask that is built, and
-    /// 1 batch entry and head or as many as that.
+    /// else constructors of [`BlockMask`] make. It has the geometry of the mask that is built. Its
+    /// numbers of batch entries and heads are 1 or the numbers of that mask.
     pub always: Option<&'a BlockMask>,
-    /// The token mask: blocks that it hides entirely are left out.
+    /// The token mask. Blocks that it hides entirely are left out.
     pub mask: Mask,
 }
 
 impl<'a> BlockChoice<'a> {
-    /// The blocks of a source, no others, under no token mask.
+    /// Only the blocks of a source, under no token mask.
     pub const fn new(source: BlockSource<'a>) -> Self {
         Self { source, always: None, mask: Mask::Full }
     }
@@ -75,7 +75,8 @@ impl<'a> BlockChoice<'a> {
         Operand::new("always", &always.row_ptr().view()).on(device)
     }
 
-    /// The mask, by the constructors for the CPU. The operands have been checked, and are there.
+    /// Builds the mask with the constructors for the CPU. The operands have been checked and are on
+    /// the CPU.
     pub(super) fn build(&self, sizes: &Sizes) -> Result<BlockMask> {
         let Sizes { geometry, batch, heads } = *sizes;
         let chosen = match &self.source {
@@ -104,7 +105,7 @@ impl<'a> BlockChoice<'a> {
     }
 }
 
-/// `k` of `[batch, heads, rows, k]` lists.
+/// `k` of lists `[batch, heads, rows, k]`.
 pub(super) fn list_length(columns: &View<'_>) -> usize {
     columns.shape().last().copied().unwrap_or(0)
 }

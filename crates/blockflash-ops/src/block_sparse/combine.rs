@@ -1,5 +1,5 @@
-//! What makes one block mask of others. All read the index arrays on the CPU. Packed masks are
-//! treated sequence by sequence.
+//! Operations that make one block mask from others. All read the index arrays on the CPU. Packed
+//! masks are processed sequence by sequence.
 
 use super::BlockGeometry;
 use super::BlockMask;
@@ -8,7 +8,7 @@ use crate::{Mask, Result};
 use std::cmp::Ordering;
 
 impl BlockMask {
-    /// Without the blocks that the token mask hides entirely;
+    /// Removes the blocks that the token mask hides entirely.
     /// [`visited_pairs`](Self::visited_pairs) under that mask stays the same.
     ///
     /// # Errors
@@ -27,19 +27,20 @@ impl BlockMask {
         })
     }
 
-    /// The blocks that either mask visits. Where one has 1 batch entry or head, it counts for all
-    /// of the other.
+    /// The blocks that either mask visits. A mask with 1 batch entry or head is broadcast to the
+    /// other one.
     ///
     /// # Errors
-    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) if geometries differ, or numbers
-    /// of batch entries or heads of which none is 1; [`Error::TooLarge`](crate::Error::TooLarge) if
-    /// the number of blocks does not fit i32; a mask that is not on the CPU.
+    /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) if the geometries differ, or if
+    /// the numbers of batch entries or heads differ and neither is 1;
+    /// [`Error::TooLarge`](crate::Error::TooLarge) if the number of blocks does not fit i32; a mask
+    /// that is not on the CPU.
     pub fn union(&self, other: &Self) -> Result<Self> {
         self.merge(other, true)
     }
 
-    /// The blocks that both masks visit. Where one has 1 batch entry or head, it counts for all of
-    /// the other.
+    /// The blocks that both masks visit. A mask with 1 batch entry or head is broadcast to the
+    /// other one.
     ///
     /// # Errors
     /// As for [`union`](Self::union).
@@ -47,8 +48,8 @@ impl BlockMask {
         self.merge(other, false)
     }
 
-    /// The mask of keys × queries: its rows list the block rows that visit a block of keys, as a
-    /// backward pass needs them. Its geometry has queries and keys exchanged.
+    /// The mask of keys × queries: each of its rows lists the block rows that visit one block of
+    /// keys, as a backward pass needs them. Queries and keys are exchanged in its geometry.
     ///
     /// # Errors
     /// [`Error::TooLarge`](crate::Error::TooLarge) if the entries of its `row_ptr` do not fit i32;
@@ -64,7 +65,7 @@ impl BlockMask {
         let mut col_idx = vec![0; self.nnz()];
         let mut end = 0;
         for group in 0..sizes.groups() {
-            // Per column first the number of its rows, then where the next one goes.
+            // Per column, first the number of its rows, then the position of the next one.
             let mut next = vec![0; cols];
             let blocks = (0..rows)
                 .flat_map(|row| lists.row(group, row).iter().map(move |&col| (row, col as usize)));
@@ -84,12 +85,12 @@ impl BlockMask {
         Self::from_parts(sizes.geometry, self.batch, self.heads, &row_ptr, &col_idx)
     }
 
-    /// The same pairs in smaller blocks: `block_q / factor_q` queries × `block_kv / factor_kv`
+    /// The same pairs in smaller blocks of `block_q / factor_q` queries × `block_kv / factor_kv`
     /// keys.
     ///
     /// # Errors
     /// [`Error::InvalidBlockMask`](crate::Error::InvalidBlockMask) if a block size is not a
-    /// multiple of its factor, or the quotient is no block size;
+    /// multiple of its factor, or if the quotient is not a valid block size;
     /// [`Error::TooLarge`](crate::Error::TooLarge) if the number of blocks does not fit i32; a mask
     /// that is not on the CPU.
     pub fn expand(&self, factor_q: usize, factor_kv: usize) -> Result<Self> {
@@ -116,7 +117,7 @@ impl BlockMask {
         })
     }
 
-    /// Blocks that both masks visit, and with `either` those that one visits.
+    /// The intersection of two masks or, with `either`, their union.
     fn merge(&self, other: &Self, either: bool) -> Result<Self> {
         if self.sequences() != other.sequences() {
             return invalid("not both are packed of the same sequences".into());
@@ -156,7 +157,7 @@ impl BlockMask {
     }
 }
 
-/// Appends the columns of both ascending lists, and with `either` those of one.
+/// Appends the columns that are in both ascending lists or, with `either`, in at least one.
 fn merge_rows(mut a: &[i32], mut b: &[i32], either: bool, columns: &mut Vec<i32>) {
     while let ([first_a, rest_a @ ..], [first_b, rest_b @ ..]) = (a, b) {
         let order = first_a.cmp(first_b);

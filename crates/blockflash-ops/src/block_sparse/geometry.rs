@@ -2,9 +2,9 @@ use crate::attention::MAX_SEQLEN;
 use crate::{Align, Error, Mask, Result};
 use std::ops::Range;
 
-/// How queries and keys are divided into blocks: block row `r` has the queries
-/// `r * block_q..(r + 1) * block_q`, block column `c` the keys `c * block_kv..(c + 1) * block_kv`.
-/// The last row and the last column may be shorter.
+/// How queries and keys are divided into blocks: block row `r` holds the queries `r * block_q..(r +
+/// 1) * block_q`, and block column `c` the keys `c * block_kv..(c + 1) * block_kv`. The last row
+/// and the last column may be shorter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockGeometry {
     seqlen_q: usize,
@@ -83,15 +83,15 @@ impl BlockGeometry {
         block(col, self.block_kv, self.seqlen_kv)
     }
 
-    /// The block columns of which a query of this block row sees a key under a token mask; empty
-    /// when it sees none.
+    /// The block columns that hold a key which some query of this block row sees under a token
+    /// mask; empty when there is none.
     pub fn visible_cols(&self, row: usize, mask: Mask) -> Range<usize> {
         let queries = self.queries(row);
         if queries.is_empty() {
             return 0..0;
         }
-        // From one query to the next both ends of the visible keys stay or advance by one, so
-        // together they have no gap.
+        // From one query to the next both ends of the visible keys stay or advance by one, so the
+        // union of the visible ranges has no gap.
         let visible = |query| mask.visible(query, self.seqlen_q, self.seqlen_kv);
         let (first, last) = (visible(queries.start), visible(queries.end - 1));
         if first.start >= last.end {
@@ -100,7 +100,7 @@ impl BlockGeometry {
         first.start / self.block_kv..last.end.div_ceil(self.block_kv)
     }
 
-    /// (query, key) pairs of a block that exists which the token mask leaves.
+    /// Number of (query, key) pairs of an existing block that are visible under the token mask.
     pub(super) fn pairs(&self, row: usize, col: usize, mask: Mask) -> u64 {
         let (queries, keys) = (self.queries(row), self.keys(col));
         let seen = |query| {
@@ -108,22 +108,22 @@ impl BlockGeometry {
             visible.end.min(keys.end).saturating_sub(visible.start.max(keys.start)) as u64
         };
         let all = keys.len() as u64;
-        // The ends of the visible keys never go back from one query to the next: what first and
-        // last see whole, all do.
+        // The ends of the visible keys never go back from one query to the next, so if the first
+        // and the last query see the whole block, all queries do.
         if seen(queries.start) == all && seen(queries.end - 1) == all {
             return all * queries.len() as u64;
         }
         queries.map(seen).sum()
     }
 
-    /// Columns and rows exchanged.
+    /// The geometry with queries and keys exchanged.
     pub(super) fn transposed(&self) -> Self {
         let Self { seqlen_q, seqlen_kv, block_q, block_kv } = *self;
         Self { seqlen_q: seqlen_kv, seqlen_kv: seqlen_q, block_q: block_kv, block_kv: block_q }
     }
 
-    /// The first and the last block column that hold the positions of a row's queries, which may
-    /// lie before the first column or behind the last one. The row exists.
+    /// The first and the last block column that hold the positions of the queries of an existing
+    /// row. They may lie before the first column or after the last one.
     pub(super) fn stands_at(&self, row: usize, align: Align) -> (i64, i64) {
         let diagonal = match align {
             Align::TopLeft => 0,

@@ -1,4 +1,4 @@
-//! Which kernels make block masks, and scores for them, on a GPU.
+//! The kernels that build block masks, and scores for them, on a GPU.
 
 use super::scores::ScoreSizes;
 use super::validate::Sizes;
@@ -7,10 +7,10 @@ use blockflash_sys::manifest::Variant;
 use blockflash_sys::{BlockMaskKernel, DType, Kernel};
 use std::sync::LazyLock;
 
-/// The widest heads whose means a kernel computes.
+/// The widest head dimension whose means a kernel computes.
 const MAX_HEAD_DIM: usize = 256;
 
-/// Building a mask. A tile is so many neighbouring rows of a head, which a block of threads builds.
+/// Builds a mask. A tile is a number of neighbouring rows of a head, which one CTA builds.
 impl Problem for Sizes {
     const OP: &'static str = "block_mask";
     const RULES: &'static [Rule<Self>] = &[Rule::shared_memory(None)];
@@ -42,7 +42,8 @@ impl Problem for Sizes {
     }
 }
 
-/// Scores of blocks. A tile is the element type, and so many rows and columns of scores.
+/// Computes scores of blocks. A tile is the element type and the numbers of rows and columns of
+/// scores.
 impl Problem for ScoreSizes {
     const OP: &'static str = "block_mask";
     const RULES: &'static [Rule<Self>] = &[HEAD_DIM, Rule::shared_memory(None)];

@@ -1,4 +1,4 @@
-//! Scores of blocks, from which the visited ones are chosen.
+//! Scores of blocks, from which the visited blocks are chosen.
 
 use super::BlockGeometry;
 use super::validate::filled;
@@ -15,9 +15,9 @@ use rayon::prelude::*;
 /// [`BlockMask::top_k_from_scores`](super::BlockMask::top_k_from_scores). Nothing is scaled.
 ///
 /// `q` is `[batch, seqlen_q, heads_q, head_dim]` and `k` `[batch, seqlen_kv, heads_kv, head_dim]`,
-/// both f16, bf16 or f32 on the CPU, with any strides but a contiguous `head_dim`. `heads_q` is a
-/// multiple of `heads_kv`: neighbouring query heads share a key head. A block at the end is the
-/// mean of the rows that it has. Sums are f32 in a fixed order.
+/// both f16, bf16 or f32 on the CPU. `head_dim` is contiguous, and the other strides are arbitrary.
+/// `heads_q` is a multiple of `heads_kv`: neighbouring query heads share a key head. The last block
+/// may be shorter and is averaged over the rows that it has. Sums are f32 in a fixed order.
 ///
 /// # Errors
 /// [`Error::Shape`] if the sizes do not fit each other or the geometry, [`Error::HeadGroups`],
@@ -46,7 +46,7 @@ pub fn block_mean_scores(geometry: BlockGeometry, q: View<'_>, k: View<'_>) -> R
     Ok(scores)
 }
 
-/// Sizes and element type of q and k that fit each other and a geometry.
+/// Sizes and element type of a q and k that fit each other and a geometry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ScoreSizes {
     pub(super) geometry: BlockGeometry,
@@ -112,7 +112,7 @@ fn block_means<T: Float>(x: View<'_>, block: usize) -> Result<Vec<f32>> {
     Ok(means)
 }
 
-/// In eight sums, which a compiler can keep in one register.
+/// Keeps eight partial sums, which a compiler can hold in one vector register.
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     let ((a, rest_a), (b, rest_b)) = (a.as_chunks::<8>(), b.as_chunks::<8>());
     let mut sums = [0.0; 8];

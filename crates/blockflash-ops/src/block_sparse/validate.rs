@@ -1,4 +1,4 @@
-//! What makes index arrays a block mask. Nothing that fails here becomes a
+//! The rules that index arrays of a block mask must satisfy. Arrays that break one never become a
 //! [`BlockMask`](super::BlockMask).
 
 use super::BlockGeometry;
@@ -37,7 +37,7 @@ impl Sizes {
         format!("batch {}, head {}, row {row}", group / self.heads, group % self.heads)
     }
 
-    /// An operand `[batch, heads, rows, last]` has this many values.
+    /// An operand `[batch, heads, rows, last]` must have this many values.
     pub(super) fn check_length(&self, what: &'static str, last: usize, found: usize) -> Result<()> {
         let Self { geometry, batch, heads } = *self;
         if (self.groups() * geometry.rows()).checked_mul(last) == Some(found) {
@@ -109,7 +109,7 @@ impl Sizes {
     }
 }
 
-/// Checks that something exists of which there are `count`.
+/// Checks that `index` is below `count`.
 pub(super) fn exists(what: &str, index: usize, count: usize) -> Result<()> {
     if index < count {
         Ok(())
@@ -118,7 +118,7 @@ pub(super) fn exists(what: &str, index: usize, count: usize) -> Result<()> {
     }
 }
 
-/// `value` for every index of this shape; too much for this machine is an error.
+/// Fills an array of this shape with `value`; a size too large for this machine is an error.
 pub(super) fn filled<T: Clone>(value: T, shape: &[usize]) -> Result<Vec<T>> {
     let count = shape.iter().try_fold(1usize, |count, &extent| count.checked_mul(extent));
     let count = count.unwrap_or(usize::MAX);
