@@ -1,5 +1,5 @@
-//! Constructors of [`BsrMatrix`] from data on the host: they sort what may be unsorted and reject
-//! what is wrong.
+//! Constructors of [`BsrMatrix`] from data on the host. They sort inputs whose order is free and
+//! reject invalid ones.
 
 use super::BsrMatrix;
 use super::validate::{Shape, invalid};
@@ -104,7 +104,7 @@ impl BsrMatrix {
         Self::from_coo(rows, cols, block_size, dtype, &triplets)
     }
 
-    /// From blocks in any order: `(block row, block column)` each, and their values
+    /// From blocks in any order: a `(block row, block column)` for each, and their values
     /// `[blocks.len(), block_size, block_size]`, rounded to `dtype`.
     ///
     /// # Errors
@@ -185,8 +185,8 @@ impl BsrMatrix {
     }
 }
 
-/// The arrays while blocks are appended in their order. Values are f32 until the end, which holds
-/// every other type exactly.
+/// The arrays while blocks are appended in order. Values stay f32, which holds every other type
+/// exactly, until they are rounded at the end.
 pub(super) struct Parts {
     row_ptr: Vec<i32>,
     col_idx: Vec<i32>,
@@ -200,7 +200,7 @@ impl Parts {
         Self { row_ptr, col_idx: Vec::new(), values: Vec::new(), per_block: shape.block_elements() }
     }
 
-    /// Appends a block of zeros and returns it. Its position comes after that of the one before.
+    /// Appends a block of zeros and returns it. Its position must follow the previous one.
     pub(super) fn push(&mut self, (block_row, block_col): (usize, usize)) -> &mut [f32] {
         self.row_ptr.resize(block_row + 1, self.col_idx.len() as i32);
         self.col_idx.push(block_col as i32);

@@ -1,5 +1,5 @@
-//! How long kernels are estimated to take, in elements that a multiprocessor brings into shared
-//! memory: what selection compares.
+//! Estimated times of kernels, which selection compares. The unit is the time in which an SM loads
+//! one 16-bit element into shared memory.
 
 use super::BsrProblem;
 use super::parts::MOST_PARTS;
@@ -7,8 +7,8 @@ use blockflash_safe::CudaProperties;
 use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
 
-/// What the estimates assume about a GPU. The unit of costs is the time in which a multiprocessor
-/// brings one 16-bit element into shared memory.
+/// The assumptions of the estimates about a GPU. The unit of costs is the time in which an SM loads
+/// one 16-bit element into shared memory.
 ///
 /// Each constant was set by hand. They cannot be fitted to the records, since for each commit and
 /// case `benches/results/nvidia-h200/bsr_matmul.jsonl` holds the time of the selected kernel alone,
@@ -16,29 +16,30 @@ use blockflash_sys::manifest::{BsrMatmulHopper, Variant};
 struct CostModel {
     /// Writing an element of C from registers.
     c: f64,
-    /// Writing an element of C by tensor copies.
+    /// Writing an element of C by TMA stores.
     copied_c: f64,
-    /// Adding the sums of a part, per element of C.
+    /// Adding the sums of a part of K, per element of C.
     sum: f64,
-    /// A tile of several parts, beside its sums: until one multiprocessor sees what others left.
+    /// Fixed cost of a tile that is split along K: the latency until one SM sees the sums of the
+    /// others.
     parts: f64,
-    /// Part of the cost of A that is saved where L2 need not deliver it; it still has to be written
-    /// to shared memory.
+    /// Fraction of the cost of A that is saved when the CTAs of a cluster share it, because L2
+    /// delivers it once; it still has to be written to shared memory.
     saved_by_sharing: f64,
-    /// A launch in clusters, whose blocks wait for one another at both ends.
+    /// A launch with clusters, whose CTAs wait for one another at both ends.
     clusters: f64,
-    /// A multiply-add of kernels that gather small blocks: dense patterns keep their tensor cores
-    /// busy.
+    /// A multiply-add of kernels that gather small blocks: in dense patterns the tensor cores limit
+    /// them.
     product: f64,
-    /// A multiply-add of warpgroups: as much as copying a whole tile of 128 × 256, where nothing is
-    /// gained by sharing A.
+    /// A multiply-add of warpgroups. It equals the cost of copying a whole tile of 128 × 256, where
+    /// sharing A gains nothing.
     warpgroup_product: f64,
-    /// Factor on all of this where blocks are filled with zeros, one by one and a block column at a
-    /// time.
+    /// Factor on loading and multiplying for kernels that fill missing blocks with zeros, block by
+    /// block and one block column at a time.
     filling: f64,
-    /// Fetching the blocks of A for small ones, in columns of C.
+    /// Loading the blocks of A when they are small, in equivalent columns of C.
     columns_of_a: usize,
-    /// An element that a portable kernel brings into shared memory.
+    /// An element that a portable kernel loads into shared memory.
     portable: f64,
 }
 
@@ -57,19 +58,20 @@ const H200: CostModel = CostModel {
     portable: 1.4,
 };
 
-/// Columns of C that are computed before the next ones: `bsr/tile_order.cuh`.
+/// Width of a panel of C, which is finished before the next one starts: `bsr/tile_order.cuh`.
 const PANEL_N: usize = 1024;
-/// Rows that a warpgroup multiplies, those without a block filled with zeros.
+/// Rows that a warpgroup multiplies. It skips a block column in which none of them has a block.
 const WARPGROUP_ROWS: usize = 64;
 /// Columns of a wide portable tile for small blocks.
 const PORTABLE_BLOCK_N: usize = 256;
 
-/// Estimated time of a kernel for Hopper. What flows into shared memory binds them: the blocks of
-/// A, and the rows of B that they meet, which block rows of one tile share where both have a block.
-/// Tiles of a cluster share A. While tiles are few, the multiprocessors with most of them decide;
-/// many tiles spread evenly, but for half a round at the end. A tile much longer than the others
-/// decides alone, and comes late in the last panel of columns. With a workspace long tiles may be
-/// computed in parts: how many the longest should have is the second number.
+/// Estimated time of a Hopper kernel, and the number of parts along K in which its longest tile is
+/// computed. The traffic into shared memory bounds it: the blocks of A, and the rows of B that they
+/// meet, which the block rows of a tile share where several have a block. The CTAs of a cluster
+/// share A. When tiles are few, the SMs that get the most tiles determine the time. Many tiles
+/// spread evenly, apart from half a wave at the end. A tile much longer than the others determines
+/// the time alone, and comes late in the last panel of columns. With a workspace long tiles may be
+/// computed in parts.
 pub(super) fn hopper_time(
     kernel: &BsrMatmulHopper,
     problem: &BsrProblem,
@@ -83,21 +85,21 @@ pub(super) fn hopper_time(
     let of_longest_row = problem
         .longest_row
         .map_or(density, |blocks| (blocks as f64 / cols.max(1) as f64).clamp(density, 1.0));
-    // Blocks are filled with zeros by clusters that share B instead, which is in what that costs.
+    // Kernels that fill with zeros share B in their clusters instead; `filling` includes the gain.
     let sharers =
         if filled { 1 } else { problem.n.div_ceil(block_n).clamp(1, tile.cluster as usize) };
     let saved = H200.saved_by_sharing * (1.0 - 1.0 / sharers as f64);
-    // How likely so many block rows of the mean density have no block in a block column.
+    // Probability that this many block rows of mean density have no block in a given block column.
     let without_block = |rows: usize| (1.0 - density).powi(rows as i32);
     let others_without = without_block(block_rows - 1);
     let warpgroup_has_some = 1.0 - without_block(WARPGROUP_ROWS / block_size);
-    // Of a tile with a block row of this density, and others of the mean.
+    // Cost along K of a tile with one block row of this density and others of mean density.
     let depth = |of_first: f64| {
         let shared = 1.0 - (1.0 - of_first) * others_without;
         let a = (of_first + density * (block_rows - 1) as f64) * block_size as f64;
         let copied = (a * (1.0 - saved) + shared * block_n as f64) * block_size as f64;
-        // Rows of the tile that a column of blocks is multiplied with, at which cost, and how many
-        // columns count.
+        // The cost of a multiply-add, the rows of the tile that are multiplied per block column,
+        // and the columns that count.
         let (cost, multiplied, columns) = match block_size {
             _ if filled => {
                 let rows = warpgroup_has_some * (block_rows * block_size) as f64;
@@ -126,7 +128,7 @@ pub(super) fn hopper_time(
     let before_last_panel = 1.0 - 1.0 / problem.n.div_ceil(PANEL_N).max(1) as f64;
     let clusters = if tile.cluster > 1 { H200.clusters } else { 0.0 };
     let multiprocessors = f64::from(gpu.multiprocessors.max(1));
-    // The longest tile in so many parts, of which a tile of the mean has fewer.
+    // The longest tile has this many parts; a mean tile has proportionally fewer.
     let time = |parts: f64| {
         let of_mean = if parts == 1.0 { 1.0 } else { ceil(parts * mean / longest) };
         let rounds = tiles * of_mean / multiprocessors;
@@ -141,15 +143,15 @@ pub(super) fn hopper_time(
     times.into_iter().zip(1..).fold((times[0], 1), |a, b| if b.0 < a.0 { b } else { a })
 }
 
-/// `x.ceil()` for 0 ≤ x < 2^51 without a call into the C library, which that is on x86-64 before
-/// SSE 4.1: adding 2^52 leaves no bits for a fraction.
+/// `x.ceil()` for 0 ≤ x < 2^51. Before SSE 4.1 the standard one is a call into the C library on
+/// x86-64. Adding 2^52 instead leaves no bits for a fraction.
 fn ceil(x: f64) -> f64 {
     const NO_FRACTION: f64 = (1u64 << 52) as f64;
     let nearest = (x + NO_FRACTION) - NO_FRACTION;
     if nearest < x { nearest + 1.0 } else { nearest }
 }
 
-/// Parts in which a kernel computes its longest tile if there is memory for their sums.
+/// Number of parts of the longest tile, if there is memory for their sums.
 pub(super) fn parts(kernel: &Kernel, problem: &BsrProblem, gpu: &CudaProperties) -> usize {
     match &kernel.variant {
         Variant::BsrMatmulHopper(kernel) => hopper_time(kernel, problem, gpu).1,
@@ -157,9 +159,9 @@ pub(super) fn parts(kernel: &Kernel, problem: &BsrProblem, gpu: &CudaProperties)
     }
 }
 
-/// Whether a kernel for Hopper of this estimated time is worth its large tiles. For small blocks
-/// few of them may leave most multiprocessors idle, where one block row per tile, each with its own
-/// rows of B, keeps all of them busy.
+/// Whether a Hopper kernel of this estimated time beats the portable one. With small blocks its few
+/// large tiles may leave most SMs idle, where one block row per tile, each with its own rows of B,
+/// keeps all of them busy.
 pub(super) fn pays(time: f64, problem: &BsrProblem, gpu: &CudaProperties) -> bool {
     problem.block_size >= 64 || time <= portable_time(problem, gpu)
 }

@@ -9,8 +9,8 @@ impl<'a> BsrMatmul<'a> {
     /// A linear layer, `Y = X·Wᵀ` with X `[tokens, inputs]` and a block-sparse W
     /// `[outputs, inputs]`: its transpose, `Yᵀ = W·Xᵀ`.
     ///
-    /// What the operation calls C is `Yᵀ`: [`matmul_transposed`](Self::matmul_transposed) allocates
-    /// Y, and [`matmul_into`](Self::matmul_into) takes `y.view_mut().permute(&[1, 0])`. So
+    /// The C of the operation is `Yᵀ`: [`matmul_transposed`](Self::matmul_transposed) allocates Y,
+    /// and [`matmul_into`](Self::matmul_into) takes `y.view_mut().permute(&[1, 0])`. So
     /// [`Bias::PerRow`](super::Bias::PerRow) is one value per output, and
     /// [`Bias::PerColumn`](super::Bias::PerColumn) one per token.
     ///
@@ -37,9 +37,9 @@ impl<'a> BsrMatmul<'a> {
         Ok(Self::new(w, transposed("x", &x)?))
     }
 
-    /// `Y = X·W` with a dense X `[rows, inner]` and a block-sparse W `[inner, columns]`: its
-    /// transpose, `Yᵀ = Wᵀ·Xᵀ`. With the W of a [`linear`](Self::linear) layer it takes the
-    /// gradient of Y back to that of X. C and bias as there.
+    /// `Y = X·W` with a dense X `[rows, inner]` and a block-sparse W `[inner, columns]`, computed
+    /// as its transpose, `Yᵀ = Wᵀ·Xᵀ`. With the W of a [`linear`](Self::linear) layer it computes
+    /// the gradient of X from the gradient of Y. C and the bias are laid out as in `linear`.
     ///
     /// ```
     /// # use blockflash_ops::{BsrMatmul, BsrMatrix, BsrTranspose, DType, Device, Tensor};
@@ -59,8 +59,9 @@ impl<'a> BsrMatmul<'a> {
         Ok(Self::transposed(w, index, transposed("x", &x)?))
     }
 
-    /// Allocates `Cᵀ` `[n, m]` in this element type and computes it, each column of C contiguous: Y
-    /// where the operation is [`linear`](Self::linear) or [`dense_sparse`](Self::dense_sparse).
+    /// Allocates `Cᵀ` `[n, m]` in this element type and computes it, so each column of C is
+    /// contiguous. This is Y where the operation is [`linear`](Self::linear) or
+    /// [`dense_sparse`](Self::dense_sparse).
     ///
     /// # Errors
     /// As [`matmul`](Self::matmul).

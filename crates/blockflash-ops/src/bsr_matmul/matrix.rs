@@ -16,10 +16,10 @@ use blockflash_sys::DType;
 /// [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE) is a valid matrix and works on the CPU; the kernels
 /// take 16, 32, 64 and 128.
 ///
-/// Values may change, as weights do, by [`set_values`](Self::set_values),
+/// Values may change, for example weights in training, by [`set_values`](Self::set_values),
 /// [`values_mut`](Self::values_mut) and
-/// [`BsrSddmm::sddmm_into_matrix`](crate::BsrSddmm::sddmm_into_matrix), all of which leave the
-/// zeros at the edge.
+/// [`BsrSddmm::sddmm_into_matrix`](crate::BsrSddmm::sddmm_into_matrix), all of which keep the zeros
+/// at the edge.
 #[derive(Debug)]
 pub struct BsrMatrix {
     pub(super) rows: usize,
@@ -27,13 +27,13 @@ pub struct BsrMatrix {
     pub(super) block_size: usize,
     pub(super) indices: BsrIndices,
     pub(super) values: Tensor,
-    /// Of the block rows in their order.
+    /// The lengths of the block rows in their order.
     pub(super) lengths: Lengths,
-    /// How block rows share B, where the kernels for the block size need to know.
+    /// How block rows share B, if the kernels for the block size need to know it.
     pub(super) groups: Option<Groups>,
-    /// Of the index arrays: whether a `BsrTranspose` is that of this matrix.
+    /// Hash of the index arrays, which tells whether a `BsrTranspose` belongs to this matrix.
     pub(super) pattern_hash: u64,
-    /// The blocks that hang over the matrix, on the host wherever the matrix is.
+    /// The blocks that reach beyond the matrix; on the host even if the matrix is on a GPU.
     pub(super) edge_blocks: Vec<EdgeBlock>,
 }
 
@@ -41,8 +41,9 @@ impl BsrMatrix {
     /// Largest block size.
     pub const MAX_BLOCK_SIZE: usize = 1024;
 
-    /// The matrix of indices, values and edge blocks that have passed validation. The index arrays
-    /// and what is planned from them are made on the stream's device, where the values are.
+    /// Makes a matrix from indices, values and edge blocks that have passed validation. The index
+    /// arrays and the plans made from them are uploaded to the stream's device, where the values
+    /// are.
     pub(super) fn of_pattern(
         shape: &Shape,
         row_ptr: &[i32],
@@ -137,8 +138,8 @@ impl BsrMatrix {
         &self.values
     }
 
-    /// i32 `[block_rows]`: the block rows in the order in which a kernel takes them: the longest
-    /// first, and where neighbours share B, those that need much the same of it side by side.
+    /// i32 `[block_rows]`: the order in which a kernel takes the block rows. The longest come
+    /// first; where neighbours share B, rows that need similar parts of it are adjacent.
     pub fn row_order(&self) -> &Tensor {
         self.indices.row_order()
     }
@@ -147,7 +148,7 @@ impl BsrMatrix {
         &self.indices
     }
 
-    /// Stored blocks of the block row that has the most; 0 for a matrix without block rows.
+    /// Number of stored blocks of the longest block row; 0 for a matrix without block rows.
     pub fn longest_row(&self) -> usize {
         self.lengths.longest()
     }

@@ -35,19 +35,19 @@ use blockflash_safe::{BsrMatmulOperands, BsrParts, CudaProperties, Stream, Tenso
 use blockflash_sys::manifest::{self, BsrMatmulAny, BsrMatmulHopper, Variant};
 use blockflash_sys::{DType, Kernel};
 
-/// What is added to A·B, in the element type of B.
+/// The bias that is added to A·B, in the element type of B.
 #[derive(Clone, Copy, Debug, Default)]
 pub enum Bias<'a> {
     /// Nothing.
     #[default]
     None,
-    /// `[m]`: one value per row of C, as a linear layer with its weights in A has it.
+    /// `[m]`: one value per row of C, as in a linear layer whose weights are A.
     PerRow(View<'a>),
     /// `[n]`: one value per column of C.
     PerColumn(View<'a>),
 }
 
-/// What is applied last, in f32.
+/// The activation, which is applied last, in f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Activation {
@@ -86,7 +86,7 @@ pub enum Activation {
 pub struct BsrMatmul<'a> {
     /// The block-sparse matrix, `[m, k]` or, transposed, `[k, m]`.
     pub a: &'a BsrMatrix,
-    /// The index by which A is multiplied transposed, that of its pattern; `None`: as it is.
+    /// The transposed index of A's pattern, by which Aᵀ is multiplied; `None` multiplies A.
     pub transpose: Option<&'a BsrTranspose>,
     /// The dense matrix `[k, n]` in the element type of A; each row or each column is contiguous.
     pub b: View<'a>,
@@ -94,13 +94,13 @@ pub struct BsrMatmul<'a> {
     pub alpha: f32,
     /// Factor of the old C, finite; with 0 C is not read.
     pub beta: f32,
-    /// What is added.
+    /// The bias.
     pub bias: Bias<'a>,
-    /// What is applied last.
+    /// The activation.
     pub activation: Activation,
-    /// Memory with which several multiprocessors may share a long block row, or one of few; `None`:
-    /// one computes each tile. It changes rounding and time only, and does nothing where kernels do
-    /// not use it.
+    /// Memory with which several SMs may share a long block row, or each tile when tiles are few;
+    /// `None` assigns each tile to one SM. It affects only rounding and time, and kernels without
+    /// support for it ignore it.
     pub workspace: Option<&'a BsrWorkspace>,
 }
 
@@ -119,10 +119,10 @@ impl<'a> BsrMatmul<'a> {
         Self { transpose: Some(index), ..Self::new(a, b) }
     }
 
-    /// Computes into a matrix of the caller, f16, bf16 or f32 `[m, n]` with contiguous rows or
-    /// columns. Nothing is allocated and the stream is not synchronised on a GPU, so the call can
-    /// be captured into a graph; on the CPU it returns when the result is there. A C without
-    /// elements is fine and launches nothing.
+    /// Computes into the caller's matrix, f16, bf16 or f32 `[m, n]` with contiguous rows or
+    /// columns. On a GPU nothing is allocated and the stream is not synchronised, so a graph can
+    /// capture the call. On the CPU it returns when the result is there. A C without elements is
+    /// valid and launches nothing.
     ///
     /// # Errors
     /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`] if an
@@ -164,8 +164,8 @@ impl<'a> BsrMatmul<'a> {
         if self.transpose.is_some() { [cols, rows] } else { [rows, cols] }
     }
 
-    /// The parts of long tiles, for kernels that have some and a caller who lends memory for their
-    /// sums.
+    /// The parts of long tiles along K, for kernels that support it and callers who lend memory for
+    /// the partial sums.
     fn parts(&self, kernel: &Kernel, n: usize, most: usize) -> Option<BsrParts<'a>> {
         let (Variant::BsrMatmulHopper(tile), Some(workspace)) = (&kernel.variant, self.workspace)
         else {

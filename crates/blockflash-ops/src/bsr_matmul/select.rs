@@ -8,21 +8,21 @@ use blockflash_sys::{DType, Kernel, Major};
 use std::cmp::Reverse;
 use std::sync::LazyLock;
 
-/// The kernel for a problem on a GPU: of the usable kernels those of the preferred target (machine
-/// code before PTX), but for small blocks those for Hopper only where they are estimated to be
-/// faster, and those that take any layout only where no other is usable. Of those for Hopper the
-/// one that is estimated to end first, of the others the one whose tiles compute the fewest columns
-/// beyond n; of these the widest.
+/// The kernel for a problem on a GPU. Usable kernels of the preferred target (machine code before
+/// PTX) win, with two exceptions: for small blocks Hopper kernels are taken only where they are
+/// estimated to be faster, and kernels that take any layout only where no other is usable. Among
+/// Hopper kernels the one that is estimated to finish first is taken; among the others the one
+/// whose tiles compute the fewest columns beyond n, and of these the widest.
 ///
 /// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported) says what no kernel offers: the element type,
+/// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
 /// the block size, the transposed A or the layouts of B and C, the architecture or its shared
 /// memory.
 pub fn select(problem: &BsrProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
     selection::select(problem, gpu)
 }
 
-/// Whether this very kernel can compute the problem on this GPU.
+/// Whether this kernel can compute the problem on this GPU.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) says what does not fit.
@@ -61,7 +61,7 @@ impl Problem for BsrProblem {
             }
             _ => (false, problem.n.next_multiple_of(tile.block_n as usize) as f64),
         };
-        // Bits of numbers that are not negative ascend as they do.
+        // The bit patterns of non-negative floats are ordered like their values.
         (waits, preference(kernel.target), cost.to_bits(), Reverse(tile.block_n))
     }
 
@@ -74,16 +74,17 @@ impl Problem for BsrProblem {
     }
 }
 
-/// Lines of the support table: each block size as most kernels take it and in other layouts, and
-/// one that no kernel is made for.
+/// Lines of the support table: each block size in the layouts that most kernels take and in other
+/// layouts, and a block size that no kernel supports.
 pub(crate) fn support(dtype: DType) -> Vec<(String, BsrProblem)> {
-    // As many columns as the widest tile of all: no waste speaks against it.
+    // As many columns as the widest tile has, so that no kernel computes columns beyond n.
     let problem = |block| BsrProblem::new(dtype, [block, 1 << 20, block], block, 1);
     let mut lines = Vec::new();
     for size in selection::sizes::<BsrProblem>(|tile| tile.block_size) {
         let (plain, line) = (problem(size as usize), format!("block {size}"));
         lines.push((line.clone(), plain));
-        // What not every kernel takes: Aᵀ, and columns of B and C, as dense times sparse has them.
+        // Features that only some kernels have: Aᵀ, and column-major B and C, as dense times sparse
+        // uses.
         for (layout, a_transposed, major) in [
             ("transposed A", true, Major::Row),
             ("column-major B and C", false, Major::Column),
@@ -119,7 +120,7 @@ fn major_of_b(c: &BsrCandidate<'_>) -> Major {
     if c.tile.b_column_major { Major::Column } else { Major::Row }
 }
 
-/// Kernels for Hopper that do not gather small blocks write C either way.
+/// Hopper kernels that do not gather small blocks write C in either layout.
 const MAJOR_OF_C: MatmulRule = Rule {
     holds: |c| {
         c.problem.c_major == Major::Row
@@ -148,7 +149,7 @@ const SHARED_MEMORY: MatmulRule = Rule::shared_memory(Some(|all| {
     )
 }));
 
-/// Kernels for Hopper count sizes in 32 bits.
+/// Hopper kernels count sizes in 32 bits.
 const SIZES: MatmulRule = Rule {
     holds: |c| !is_hopper(c.kernel) || too_large(sizes(c)).is_none(),
     refuses: |c| size_refusal(sizes(c)),
@@ -165,8 +166,7 @@ fn sizes(c: &BsrCandidate<'_>) -> [usize; 3] {
     [c.problem.m, c.problem.n, c.problem.k]
 }
 
-/// A tensor map describes the B that kernels for Hopper read. That of a B without elements is never
-/// used.
+/// Hopper kernels read B through a tensor map. The map of a B without elements is never used.
 const TENSOR_MAP: MatmulRule = Rule {
     holds: |c| {
         let p = c.problem;
@@ -185,7 +185,7 @@ fn map_refusal(problem: &BsrProblem) -> String {
     format!("b has no tensor map: {lines} of 16-byte aligned memory, {ldb} elements apart")
 }
 
-/// The block size, and what else of a problem not every kernel takes, in words.
+/// Describes the block size and the features of a problem that only some kernels have.
 fn asked(problem: &BsrProblem) -> String {
     let layouts = [
         (problem.a_transposed, "a transposed A"),

@@ -1,26 +1,26 @@
-//! How the block rows of a pattern with small blocks share B: made once per pattern, without the
-//! values.
+//! Plans how the block rows of a pattern with small blocks share B. A plan is made once per pattern
+//! and does not depend on the values.
 //!
-//! Kernels for blocks of 16 and 32 multiply a group of block rows at a time, neighbours in the
-//! order of the rows, and read each row of B that any of them needs once. A stage is what they read
-//! at a time: some block columns, and the group's blocks in these. The format is that of `stages`
-//! in `params.h`, whose lanes are those of a warp that copies a stage.
+//! Kernels for blocks of 16 and 32 multiply a group of block rows at a time. The rows of a group
+//! are neighbours in the row order, and each row of B that any of them needs is loaded once. A
+//! pipeline stage holds some block columns and the group's blocks in them. `stages` in `params.h`
+//! defines the format; its lanes are the lanes of the warp that copies a stage.
 
 use super::parts::Lengths;
 use blockflash_safe::BsrStageArrays;
 use blockflash_sys::manifest::BsrMatmulHopper;
 use rayon::prelude::*;
 
-/// Lanes of a stage, and the numbers of each.
+/// Lanes of a stage, and how many numbers each lane holds.
 const LANES: usize = 32;
 const NUMBERS: usize = 2;
-/// The lane of the first column, and that of the counts.
+/// The lane that holds the first column, and the lane that holds the counts.
 const FIRST_COLUMN: usize = 16;
 const COUNTS: usize = 24;
-/// Where the place of a row's blocks begins, above the bits of its columns.
+/// The lowest bit of the position of a row's blocks, above the bits of its columns.
 const PLACE_SHIFT: i32 = 8;
 
-/// The plan of a pattern, to be uploaded.
+/// The plan of a pattern, ready for upload.
 #[derive(Debug)]
 pub(super) struct Stages {
     block_size: u32,
@@ -30,18 +30,18 @@ pub(super) struct Stages {
     group_stages: Vec<i32>,
 }
 
-/// What the host keeps of a plan.
+/// The part of a plan that the host keeps.
 #[derive(Clone, Debug)]
 pub(super) struct Groups {
     /// Stages of each group.
     pub(super) lengths: Lengths,
-    /// How many times as long as the mean the longest group is.
+    /// Length of the longest group relative to the mean group.
     pub(super) skew: f64,
 }
 
 impl Stages {
-    /// The plan for a pattern whose indices have passed validation; none for blocks whose kernels
-    /// need none. `order` is the order of the block rows.
+    /// The plan for a pattern whose indices have passed validation; `None` for block sizes whose
+    /// kernels need no plan. `order` is the order of the block rows.
     pub(super) fn new(
         block_size: usize,
         row_ptr: &[i32],
@@ -77,12 +77,12 @@ impl Stages {
     }
 }
 
-/// Block rows of a group, for blocks whose kernels gather.
+/// Block rows per group, for block sizes whose kernels gather.
 pub(super) fn group_rows(block_size: usize) -> Option<usize> {
     Limits::of(block_size).map(|limits| limits.rows)
 }
 
-/// What fits into a group and a stage.
+/// The capacity of a group and of a stage.
 struct Limits {
     rows: usize,
     columns: usize,
@@ -99,8 +99,8 @@ impl Limits {
         })
     }
 
-    /// The stages of a group of block rows. Columns ascend, so that a row's blocks of a stage
-    /// follow one another in its list, and each stage takes as many columns as fit.
+    /// The stages of a group of block rows. Columns ascend, so a row's blocks of one stage are
+    /// adjacent in its list. Each stage takes as many columns as fit.
     fn stages(&self, row_ptr: &[i32], col_idx: &[i32], rows: &[i32]) -> Vec<i32> {
         let bounds =
             |&row: &i32| row_ptr[row as usize] as usize..row_ptr[row as usize + 1] as usize;
@@ -130,8 +130,8 @@ impl Limits {
     }
 }
 
-/// Appends a stage of these columns, each a list of its block rows. `next` is each row's first
-/// block that is in no stage yet.
+/// Appends a stage of these columns, each with a list of its block rows. `next` is the first block
+/// of each row that is in no stage yet.
 fn push(stages: &mut Vec<i32>, columns: &[&[(i32, usize)]], count: usize, next: &mut [i32]) {
     let start = stages.len();
     stages.resize(start + LANES * NUMBERS, 0);

@@ -1,4 +1,4 @@
-//! The transposed pattern of a block-sparse matrix: where the blocks of each block column are.
+//! The transposed pattern of a block-sparse matrix: the block rows of each block column.
 
 use super::parts::Lengths;
 use super::validate::invalid;
@@ -8,10 +8,9 @@ use crate::{Device, Result};
 use blockflash_safe::{BsrIndexArrays, BsrIndices, Stream, Tensor};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// The pattern of a [`BsrMatrix`] by block columns: what
-/// [`BsrMatmul::transposed`](super::BsrMatmul::transposed) multiplies with beside the matrix
-/// itself. It holds no values, so one index serves every matrix of the same pattern, whatever the
-/// values are.
+/// The pattern of a [`BsrMatrix`] by block columns.
+/// [`BsrMatmul::transposed`](super::BsrMatmul::transposed) needs it in addition to the matrix. It
+/// holds no values, so one index serves every matrix of the same pattern.
 ///
 /// ```
 /// # use blockflash_ops::{BsrMatmul, BsrMatrix, BsrTranspose, DType, Device, View};
@@ -30,7 +29,7 @@ pub struct BsrTranspose {
     lengths: Lengths,
 }
 
-/// What an index and its matrix have in common.
+/// The properties in which an index and its matrix must agree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Pattern {
     rows: usize,
@@ -46,7 +45,8 @@ impl Pattern {
         Self { rows, cols, block_size, nnz_blocks: a.nnz_blocks(), hash: a.pattern_hash }
     }
 
-    /// What has this pattern, `index`, must be that of the matrix `a`, which errors call `name`.
+    /// Checks that the matrix `a` has this pattern. Errors call the pattern's owner `index` and the
+    /// matrix `name`.
     pub(super) fn expect(&self, index: &str, name: &str, a: &BsrMatrix) -> Result<()> {
         let of_a = Self::of(a);
         if *self == of_a {
@@ -64,7 +64,7 @@ impl Pattern {
     }
 }
 
-/// Tells patterns of equal size apart.
+/// Distinguishes patterns of equal size.
 pub(super) fn pattern_hash(row_ptr: &[i32], col_idx: &[i32]) -> u64 {
     let mut hasher = DefaultHasher::new();
     (row_ptr, col_idx).hash(&mut hasher);
@@ -72,19 +72,19 @@ pub(super) fn pattern_hash(row_ptr: &[i32], col_idx: &[i32]) -> u64 {
 }
 
 impl BsrTranspose {
-    /// The index of this matrix and of all with the same pattern, on the device of the matrix. It
-    /// is made on the host: on a GPU this waits for the work on the stream.
+    /// Makes the index of this matrix, and of all with the same pattern, on the device of the
+    /// matrix. The host computes it, so on a GPU this waits for the work on the stream.
     ///
     /// # Errors
-    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) if the stream is of another device
-    /// than the matrix; out of memory, or a failing device.
+    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) if the stream is not on the device
+    /// of the matrix; out of memory, or a failing device.
     pub fn new(a: &BsrMatrix, stream: &Stream) -> Result<Self> {
         Operand::new("a", &a.values().view()).on(stream.device())?;
         let (rows, cols) = (a.row_ptr().to_vec::<i32>(stream)?, a.col_idx().to_vec::<i32>(stream)?);
         let mut row_ptr = vec![0i32; a.block_cols() + 1];
         cols.iter().for_each(|&col| row_ptr[col as usize + 1] += 1);
         (1..row_ptr.len()).for_each(|row| row_ptr[row] += row_ptr[row - 1]);
-        // Block rows are gone through in their order, so each list of them ascends.
+        // Block rows are visited in ascending order, so each list of them ascends.
         let mut next = row_ptr.clone();
         let (mut col_idx, mut block_idx) = (vec![0i32; cols.len()], vec![0i32; cols.len()]);
         for (row, pair) in rows.windows(2).enumerate() {
@@ -127,13 +127,13 @@ impl BsrTranspose {
         self.indices.col_idx()
     }
 
-    /// i32 `[block columns of the matrix]`: the block columns in the order in which a kernel takes
-    /// them, as [`BsrMatrix::row_order`].
+    /// i32 `[block columns of the matrix]`: the order in which a kernel takes the block columns,
+    /// like [`BsrMatrix::row_order`].
     pub fn row_order(&self) -> &Tensor {
         self.indices.row_order()
     }
 
-    /// Stored blocks of the block column that has the most; 0 for a matrix without block columns.
+    /// Number of stored blocks of the longest block column; 0 for a matrix without block columns.
     pub fn longest_row(&self) -> usize {
         self.lengths.longest()
     }
@@ -154,12 +154,12 @@ impl BsrTranspose {
         &self.indices
     }
 
-    /// Of the block columns in their order.
+    /// The lengths of the block columns in their order.
     pub(super) fn lengths(&self) -> &Lengths {
         &self.lengths
     }
 
-    /// The index must be that of the pattern of `a`.
+    /// Checks that the index belongs to the pattern of `a`.
     pub(super) fn is_of(&self, a: &BsrMatrix) -> Result<()> {
         self.of.expect("transpose", "A", a)
     }

@@ -1,5 +1,5 @@
-//! What makes index arrays a BSR matrix. Kernels read them unchecked, so nothing that fails here
-//! becomes a [`BsrMatrix`].
+//! The rules that index arrays of a BSR matrix must satisfy. Kernels read them unchecked, so arrays
+//! that break one never become a [`BsrMatrix`].
 
 use super::BsrMatrix;
 use crate::check::to_i32;
@@ -98,12 +98,13 @@ impl Shape {
         Ok(())
     }
 
-    /// Whether block rows or columns hang over the matrix, whatever they store.
+    /// Whether block rows or columns reach beyond the matrix, whether or not blocks are stored
+    /// there.
     pub(crate) fn hangs_over(&self) -> bool {
         !self.rows.is_multiple_of(self.block_size) || !self.cols.is_multiple_of(self.block_size)
     }
 
-    /// The stored blocks that hang over the matrix. The indices have passed
+    /// The stored blocks that reach beyond the matrix. The indices have passed
     /// [`check_indices`](Self::check_indices).
     pub(crate) fn edge_blocks(&self, row_ptr: &[i32], col_idx: &[i32]) -> Vec<EdgeBlock> {
         let Shape { rows, cols, block_size, .. } = *self;
@@ -129,7 +130,7 @@ impl Shape {
     }
 }
 
-/// A stored block that hangs over the matrix.
+/// A stored block that reaches beyond the matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct EdgeBlock {
     /// Index into the values.
@@ -141,7 +142,7 @@ pub(crate) struct EdgeBlock {
 }
 
 impl EdgeBlock {
-    /// Checks that what is beyond the matrix is zero. `values` are those of all blocks.
+    /// Checks that the elements beyond the matrix are zero. `values` holds all blocks.
     pub(crate) fn check_padding<T: Float>(&self, block_size: usize, values: &[T]) -> Result<()> {
         let Self { block, block_row, block_col, rows_inside, cols_inside } = *self;
         let per_block = block_size * block_size;

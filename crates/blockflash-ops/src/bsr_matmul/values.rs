@@ -1,7 +1,8 @@
-//! New values in a matrix whose pattern stays: training, weights that change.
+//! New values in a matrix with a fixed pattern, for training and for weights that change.
 //!
-//! Kernels count on zeros where blocks hang over the matrix. Each way to write keeps that: it
-//! checks, leaves no such place to write to, or is a kernel that writes zeros there.
+//! Kernels rely on zeros where blocks reach beyond the matrix. Every way to write preserves them:
+//! it checks the values, refuses matrices that have such places, or is a kernel that writes zeros
+//! there.
 
 use super::BsrMatrix;
 use super::validate::invalid;
@@ -14,13 +15,13 @@ use half::{bf16, f16};
 
 impl BsrMatrix {
     /// Copies new values into the matrix: `[nnz_blocks, block_size, block_size]` in its element
-    /// type, in host memory or on its device. All else stays, also where the values lie: a captured
-    /// graph computes with the new ones when it is launched again, and an index
-    /// ([`BsrTranspose`](super::BsrTranspose)) remains that of the matrix.
+    /// type, in host memory or on its device. Nothing else changes, including the address of the
+    /// values: a captured graph computes with the new ones when it is launched again, and an index
+    /// ([`BsrTranspose`](super::BsrTranspose)) of the matrix remains valid.
     ///
-    /// From a tensor on the GPU of the matrix the copy is queued on the stream, and nothing waits.
-    /// Nothing can look at its values then, so a matrix with [edge blocks](Self::has_edge_blocks)
-    /// takes values from host memory only.
+    /// Values in a tensor on the GPU of the matrix are copied asynchronously on the stream. They
+    /// cannot be checked then, so a matrix with [edge blocks](Self::has_edge_blocks) takes values
+    /// from host memory only.
     ///
     /// ```
     /// # use blockflash_ops::{BsrMatrix, DType, Device, Tensor};
@@ -59,8 +60,8 @@ impl BsrMatrix {
         Ok(self.values.copy_from_slice(stream, values)?)
     }
 
-    /// The values, to write in place: `[nnz_blocks, block_size, block_size]`, on the device of the
-    /// matrix.
+    /// The values for writing in place: `[nnz_blocks, block_size, block_size]`, on the device of
+    /// the matrix.
     ///
     /// # Errors
     /// [`Error::UncheckedPadding`] for a matrix with [edge blocks](Self::has_edge_blocks), whose
@@ -70,18 +71,18 @@ impl BsrMatrix {
         Ok(self.unchecked_values_mut())
     }
 
-    /// Whether a stored block reaches beyond the matrix, where values have to be zero. Never so if
+    /// Whether a stored block reaches beyond the matrix, where values have to be zero. False if
     /// both sizes are multiples of `block_size`.
     pub fn has_edge_blocks(&self) -> bool {
         !self.edge_blocks.is_empty()
     }
 
-    /// For writers that leave zeros beyond the matrix.
+    /// For writers that keep the zeros beyond the matrix.
     pub(crate) fn unchecked_values_mut(&mut self) -> ViewMut<'_> {
         self.values.view_mut()
     }
 
-    /// Sizes and places of blocks must be those of `other`; devices may differ.
+    /// Checks that sizes and block positions equal the ones of `other`; devices may differ.
     pub(crate) fn has_pattern_of(&self, other: &Self) -> Result<()> {
         let pattern =
             |of: &Self| (of.rows, of.cols, of.block_size, of.nnz_blocks(), of.pattern_hash);
