@@ -1,10 +1,10 @@
-//! Checks that all operations share: each names the operand and says what would be right.
+//! Checks that all operations share. Each error names the operand and states the requirement.
 
 use crate::{Error, Result};
 use blockflash_safe::{Device, View, ViewMut};
 use blockflash_sys::{DType, Major};
 
-/// What a check needs to know of a borrowed tensor, read-only or exclusive.
+/// The properties of a borrowed tensor, read-only or exclusive, that checks need.
 #[derive(Clone, Copy)]
 pub(crate) struct Operand<'a> {
     pub(crate) what: &'static str,
@@ -42,7 +42,8 @@ impl<'a> Operand<'a> {
     /// The shape must be exactly this.
     #[inline]
     pub(crate) fn shape_is(&self, expected: &[usize]) -> Result<()> {
-        // One by one: wide loads of a shape that was just written would wait for the stores.
+        // Compares element by element: wide loads of a shape that was just written would wait for
+        // the stores.
         let is = self.shape.iter().eq(expected);
         if is { Ok(()) } else { Err(self.wrong_shape(format!("{expected:?}"))) }
     }
@@ -51,7 +52,7 @@ impl<'a> Operand<'a> {
         Error::Shape { what: self.what, expected: expected.into(), found: self.shape.to_vec() }
     }
 
-    /// The innermost dimension must be contiguous; one element always is.
+    /// The innermost dimension must be contiguous, which it always is with one element.
     #[inline]
     pub(crate) fn last_dim_contiguous(&self) -> Result<()> {
         match (self.shape.last(), self.strides.last()) {
@@ -64,10 +65,10 @@ impl<'a> Operand<'a> {
         }
     }
 
-    /// What is contiguous in a matrix, its rows or its columns, and the elements from one to the
-    /// next. A single one has no next; its own length, rounded up to a multiple of 8, keeps it
-    /// aligned if it can be. Where both are contiguous it is the rows, unless only columns are as
-    /// far apart as is not `worse`.
+    /// Whether the rows or the columns of a matrix are contiguous, and the stride from one to the
+    /// next in elements. A single row or column has no next one: its own length, rounded up to a
+    /// multiple of 8, stands in, which keeps it aligned if possible. Where both are contiguous the
+    /// result is rows, unless the stride of rows is `worse` and the stride of columns is not.
     #[inline]
     pub(crate) fn lines(&self, worse: impl Fn(usize) -> bool) -> Result<(Major, usize)> {
         let stride = |along: usize, across: usize| {
@@ -109,8 +110,8 @@ pub(crate) fn to_i64(what: &'static str, value: usize) -> Result<i64> {
     i64::try_from(value).map_err(|_| Error::TooLarge { what, value, limit: i64::MAX as usize })
 }
 
-/// Sizes that kernels for Hopper and those of the sampled product take are below this: they add a
-/// tile to them in 32 bits.
+/// Upper bound on the sizes that Hopper kernels and the kernels of the sampled product take: they
+/// add a tile to a size in 32 bits.
 const SIZE_LIMIT: usize = (1 << 31) - 1024;
 
 /// The first of these sizes that such kernels do not take.
@@ -118,19 +119,19 @@ pub(crate) fn too_large([m, n, k]: [usize; 3]) -> Option<(&'static str, usize)> 
     [("m", m), ("n", n), ("k", k)].into_iter().find(|&(_, size)| size >= SIZE_LIMIT)
 }
 
-/// The same in words.
+/// Describes the size that `too_large` finds.
 pub(crate) fn size_refusal(mnk: [usize; 3]) -> String {
     let (what, size) = too_large(mnk).unwrap_or_default();
     format!("{what} is {size}, not below {SIZE_LIMIT}")
 }
 
-/// Whether a dimension of a tensor map can have this stride in elements: it steps on, by less than
-/// 2^40 bytes.
+/// Whether a dimension of a tensor map can have this stride in elements: it must be positive and
+/// less than 2^40 bytes.
 pub(crate) fn is_tensor_map_stride(stride: usize, dtype: DType) -> bool {
     stride > 0 && stride < (1 << 40) / dtype.size()
 }
 
-/// A one-dimensional grid of thread blocks, each factor a number of tiles.
+/// A one-dimensional grid of CTAs; each factor is a number of tiles.
 pub(crate) fn grid_x(factors: &[usize]) -> Result<u32> {
     let limit = i32::MAX as usize;
     let blocks = factors.iter().try_fold(1usize, |product, &factor| product.checked_mul(factor));
@@ -140,9 +141,8 @@ pub(crate) fn grid_x(factors: &[usize]) -> Result<u32> {
     }
 }
 
-/// A number of operations: the product, or as much as can be counted. Only work that must be done
-/// counts: a masked pair and a block that is not stored are no FLOPs, nor are padding and tile
-/// waste.
+/// A product as a count of FLOPs, saturating. Only necessary work counts: masked pairs, blocks that
+/// are not stored, padding and tile waste do not.
 pub(crate) fn scaled(count: u64, factors: &[usize]) -> u64 {
     factors.iter().fold(count, |product, &factor| product.saturating_mul(factor as u64))
 }

@@ -1,8 +1,8 @@
 use blockflash_safe::Device;
 use blockflash_sys::DType;
 
-/// Everything that can go wrong in this crate. Nothing is clamped or ignored: what cannot be done
-/// is an error.
+/// Every error of this crate. Nothing is clamped or ignored: a call that cannot be done as asked is
+/// an error.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -15,7 +15,7 @@ pub enum Error {
     Shape {
         /// The operand.
         what: &'static str,
-        /// What would be right, in words.
+        /// The expected shape, in words.
         expected: String,
         /// The shape it has.
         found: Vec<usize>,
@@ -63,15 +63,15 @@ pub enum Error {
         what: String,
     },
 
-    /// A factor is not a number that makes sense: scale and softcap must be finite and positive,
-    /// alpha and beta finite.
+    /// A factor is out of range: scale and softcap must be finite and positive, alpha and beta
+    /// finite.
     #[error("{what} is {value}, but must be {expected}")]
     InvalidScale {
         /// The factor.
         what: &'static str,
         /// Its value.
         value: f32,
-        /// What it must be.
+        /// The requirement.
         expected: &'static str,
     },
 
@@ -93,17 +93,17 @@ pub enum Error {
         index: usize,
         /// Its value.
         value: i32,
-        /// What is wrong with it.
+        /// The rule that it breaks.
         problem: String,
     },
 
-    /// The index arrays of a block-sparse matrix are wrong, or the transpose that is given with one
-    /// is that of another pattern.
+    /// The index arrays of a block-sparse matrix are invalid, or the transpose that is given with a
+    /// matrix belongs to another pattern.
     #[error("invalid BSR matrix: {0}")]
     InvalidBsr(String),
 
-    /// The sizes or index arrays of a block mask are wrong, or those of two masks do not fit each
-    /// other. One that does not fit the tensors of a call is [`Shape`](Self::Shape).
+    /// The sizes or index arrays of a block mask are invalid, or two masks do not fit each other. A
+    /// mask that does not fit the tensors of a call is [`Shape`](Self::Shape).
     #[error("invalid block mask: {0}")]
     InvalidBlockMask(String),
 
@@ -125,7 +125,7 @@ pub enum Error {
         col: usize,
     },
 
-    /// Blocks reach beyond the matrix, and nothing would check that these values are zero there.
+    /// Blocks reach beyond the matrix, and the values there cannot be checked to be zero.
     #[error(
         "blocks reach beyond the {rows} x {cols} matrix, where nothing would check that {what} \
          are zero: set values from host memory, or compute them by bsr_sddmm"
@@ -159,7 +159,7 @@ pub enum Error {
         op: &'static str,
     },
 
-    /// A size does not fit what the kernels can count.
+    /// A size exceeds the integers in which kernels count.
     #[error("{what} is {value}, the limit is {limit}")]
     TooLarge {
         /// The quantity.

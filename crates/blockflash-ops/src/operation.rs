@@ -1,12 +1,12 @@
-//! How every operation is called: running, preparing and repeating a call. An operation adds the
-//! [`Steps`] that are its own.
+//! Running, preparing and repeating calls, in the same way for every operation. An operation adds
+//! only its own [`Steps`].
 
 use crate::selection::{Problem, accepts, select, unsupported};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, Device, Stream};
 use blockflash_sys::Kernel;
 
-/// The steps of a call that operations do not share.
+/// The steps of a call that are specific to an operation.
 pub trait Steps {
     /// The call as plain numbers.
     type Problem: Problem;
@@ -15,9 +15,10 @@ pub trait Steps {
 
     /// Whether there is no output element to compute.
     fn is_empty(problem: &Self::Problem) -> bool;
-    /// The problem after every check that needs no device; all operands are where the stream works.
+    /// The problem, after every check that needs no device. All operands are on the stream's
+    /// device.
     fn checked(&self, out: &Self::Out<'_>, stream: &Stream) -> Result<Self::Problem>;
-    /// Plans and queues a kernel that accepts the problem. There are outputs to compute.
+    /// Plans and queues a kernel that accepts the problem. The output is not empty.
     fn launch(
         &self,
         kernel: &Kernel,
@@ -30,12 +31,12 @@ pub trait Steps {
     fn compute(&self, problem: &Self::Problem, out: Self::Out<'_>, stream: &Stream) -> Result<()>;
 }
 
-/// How any operation is called: [`Attention`](crate::Attention), whose outputs are
-/// `(o, Option<lse>)`, [`BsrMatmul`](crate::BsrMatmul), whose output is C, and
-/// [`BsrSddmm`](crate::BsrSddmm), whose output is the values. Each says at `problem` which outputs
-/// fit it. Nothing is allocated and the stream is not synchronised on a GPU, so a call can be
-/// captured into a graph; on the CPU it returns when the result is there. Outputs without elements
-/// are fine and launch nothing.
+/// The calls of any operation: [`Attention`](crate::Attention), whose outputs are `(o,
+/// Option<lse>)`, [`BsrMatmul`](crate::BsrMatmul), whose output is C, and
+/// [`BsrSddmm`](crate::BsrSddmm), whose output is the values. The `problem` method of each
+/// documents which outputs fit. On a GPU nothing is allocated and the stream is not synchronised,
+/// so a graph can capture a call. On the CPU it returns when the result is there. Outputs without
+/// elements are valid and launch nothing.
 ///
 /// A call that is repeated can be prepared:
 ///
@@ -52,7 +53,7 @@ pub trait Steps {
 /// # Ok::<(), blockflash_ops::Error>(())
 /// ```
 pub trait Operation: Steps {
-    /// Computes into tensors of the caller, with the kernel that is selected for the problem.
+    /// Computes into the caller's tensors, with the kernel that is selected for the problem.
     ///
     /// # Errors
     /// All checks of the operation's `problem` and `select`; [`Error::DeviceMismatch`] if an
@@ -70,7 +71,7 @@ pub trait Operation: Steps {
         }
     }
 
-    /// Like [`run`](Self::run) with this very kernel, whatever would be selected: for tests and
+    /// Like [`run`](Self::run) with this kernel instead of the selected one: for tests and
     /// measurements.
     ///
     /// # Errors
@@ -87,7 +88,7 @@ pub trait Operation: Steps {
         self.launch(kernel, &problem, gpu, out, stream)
     }
 
-    /// Decides for good what [`run`](Self::run) decides anew at each call, and loads the kernel.
+    /// Makes the decisions that [`run`](Self::run) repeats at each call once, and loads the kernel.
     ///
     /// # Errors
     /// As [`run`](Self::run), and if the kernel cannot be loaded.
@@ -101,8 +102,8 @@ pub trait Operation: Steps {
         Ok(Prepared { problem, device: *stream.device(), kernel })
     }
 
-    /// Like [`run`](Self::run) with the kernel that was decided on. The tensors may be others than
-    /// those that were prepared with; everything that they are checked for is checked again.
+    /// Like [`run`](Self::run) with the prepared kernel. The tensors may differ from the prepared
+    /// ones; all checks are repeated.
     ///
     /// # Errors
     /// Also [`Error::NotPrepared`] if sizes, strides, types, options or the device differ. A block
@@ -127,12 +128,12 @@ pub trait Operation: Steps {
 
 impl<T: Steps> Operation for T {}
 
-/// A kernel was named, but the tensors are on the CPU.
+/// The error for a call with a given kernel whose tensors are on the CPU.
 pub(crate) fn no_kernel_on_cpu<P: Problem>(kernel: &Kernel) -> Error {
     unsupported::<P>(&"cpu", format!("{} runs on a GPU", kernel.symbol()))
 }
 
-/// A call whose kernel is decided and loaded, for loops that repeat it: see [`Operation::prepare`].
+/// A call whose kernel is selected and loaded, for repetition in loops: see [`Operation::prepare`].
 #[derive(Clone, Copy, Debug)]
 pub struct Prepared<P> {
     problem: P,

@@ -1,5 +1,5 @@
-//! Which kernel computes a problem, in the same way for every operation: the [`Rule`]s by which
-//! kernels fit it, the one that is preferred, and why there is none.
+//! Selects the kernel for a problem, in the same way for every operation: the [`Rule`]s that a
+//! kernel must fulfil, the order of preference, and the reason why no kernel fits.
 
 use crate::{Error, Result};
 use blockflash_safe::CudaProperties;
@@ -8,36 +8,37 @@ use std::collections::BTreeSet;
 use std::fmt::{Debug, Display};
 use std::sync::LazyLock;
 
-/// A call reduced to plain numbers, and what decides which kernel computes it. It knows no tensor
-/// and calls no CUDA, so tests on any machine cover selection completely.
+/// A call reduced to plain numbers, and the rules that select its kernel. It contains no tensor and
+/// calls no CUDA, so tests on any machine cover selection completely.
 pub trait Problem: Copy + Debug + PartialEq + 'static {
     /// Name of the operation in errors and in the support table.
     const OP: &'static str;
-    /// What messages call the inputs.
+    /// The word for the inputs in messages.
     const INPUTS: &'static str = "tensors";
-    /// What a kernel must fulfil beside its element type and target, from the general to the
+    /// The conditions on a kernel besides its element type and target, from the general to the
     /// particular: the first rule that no kernel fulfils explains why there is none.
     const RULES: &'static [Rule<Self>];
 
-    /// What all kernels of the operation have in common.
+    /// The parameters that describe every kernel of the operation.
     type Tile: Copy + Send + Sync + 'static;
     /// See [`rank`](Self::rank).
     type Rank: Ord;
 
     /// The tile of a kernel of this operation; `None` for other kernels.
     fn tile(kernel: &Kernel) -> Option<Self::Tile>;
-    /// All kernels of the operation. Each implementation caches its own, since selection at every
-    /// call has no time to look through the whole manifest.
+    /// All kernels of the operation. Each implementation caches its own, since searching the whole
+    /// manifest at every call would be too slow.
     fn kernels() -> &'static [Peers<'static, Self>];
-    /// Preference that depends on the kernel alone; the least is taken if a kernel of it fits.
+    /// Preference that depends on the kernel alone: the lowest order with a fitting kernel is
+    /// taken.
     fn order(kernel: &Kernel, _tile: &Self::Tile) -> [usize; 2] {
         [preference(kernel.target), 0]
     }
-    /// Preference among kernels of equal order that fit; the least is taken.
+    /// Preference among fitting kernels of equal order: the lowest rank is taken.
     fn rank(candidate: &Candidate<'_, Self>) -> Self::Rank;
-    /// What a kernel must have exactly as the problem: the element type, and a block size or 0.
+    /// The properties that must be equal in problem and kernel: element type, and block size or 0.
     fn key(&self) -> (DType, usize);
-    /// The same of a kernel.
+    /// The key of a kernel.
     fn key_of(tile: &Self::Tile) -> (DType, usize);
 }
 
@@ -47,7 +48,7 @@ pub struct Peers<'r, P: Problem> {
     pub(crate) kernels: Vec<(&'r Kernel, P::Tile)>,
 }
 
-/// What [`Problem::kernels`] caches: [`all`] kernels, the preferred ones first.
+/// The cache of [`Problem::kernels`]: [`all`] kernels, the preferred ones first.
 pub(crate) type Kernels<P> = LazyLock<Vec<Peers<'static, P>>>;
 
 /// A kernel that might compute a problem on a GPU.
@@ -61,14 +62,14 @@ pub struct Candidate<'c, P: Problem> {
 /// Why none of these kernels computes the problem; there is at least one.
 pub(crate) type Explanation<P> = fn(&[Candidate<'_, P>]) -> String;
 
-/// One condition under which a kernel computes a problem, and what is said where it does not hold.
+/// A condition under which a kernel computes a problem, and the messages for when it fails.
 pub struct Rule<P: Problem> {
-    /// Asked of many kernels at every call, so it must not format anything.
+    /// Evaluated for many kernels at every call, so it must not format anything.
     pub(crate) holds: fn(&Candidate<'_, P>) -> bool,
     /// Why this kernel does not fit.
     pub(crate) refuses: fn(&Candidate<'_, P>) -> String,
-    /// Why no kernel fits, given those that fulfil all rules before; `None`: what the first of
-    /// them says.
+    /// Why no kernel fits, given the kernels that fulfil all previous rules. `None` uses the
+    /// `refuses` message of the first of them.
     pub(crate) excludes_all: Option<Explanation<P>>,
 }
 
@@ -120,7 +121,7 @@ impl<P: Problem> Rule<P> {
     }
 }
 
-/// Rank of a target: machine code before PTX.
+/// Rank of a target, which puts machine code before PTX.
 pub(crate) fn preference(target: Target) -> usize {
     Target::ALL.iter().position(|&other| other == target).unwrap_or(Target::ALL.len())
 }
@@ -140,7 +141,7 @@ fn among<P: Problem>(kernels: &[Kernel]) -> Vec<Peers<'_, P>> {
         .collect()
 }
 
-/// Sizes that an operation has kernels for, in ascending order.
+/// Sizes for which an operation has kernels, in ascending order.
 pub(crate) fn sizes<P: Problem>(size: impl Fn(&P::Tile) -> u32) -> Vec<u32> {
     ascending(P::kernels().iter().flat_map(|peers| &peers.kernels).map(|(_, tile)| size(tile)))
 }
@@ -149,12 +150,12 @@ pub(crate) fn ascending(sizes: impl Iterator<Item = u32>) -> Vec<u32> {
     sizes.collect::<BTreeSet<_>>().into_iter().collect()
 }
 
-/// The kernel for a problem on a GPU, of all that there are.
+/// Selects the kernel for a problem on a GPU among all kernels.
 pub(crate) fn select<P: Problem>(problem: &P, gpu: &CudaProperties) -> Result<&'static Kernel> {
     select_of(P::kernels(), problem, gpu)
 }
 
-/// The same of these kernels.
+/// Like [`select`], among these kernels.
 #[cfg(test)]
 pub(crate) fn select_among<'r, P: Problem>(
     kernels: &'r [Kernel],
@@ -171,7 +172,8 @@ fn select_of<'r, P: Problem>(
 ) -> Result<&'r Kernel> {
     let key = problem.key();
     for peers in kernels.iter().filter(|peers| peers.key == key) {
-        // `min_by_key` would move every candidate several times, a quarter of the time of a call.
+        // `min_by_key` would move every candidate several times, which takes a quarter of a call's
+        // time.
         let mut best: Option<(P::Rank, &Kernel)> = None;
         for (kernel, tile) in &peers.kernels {
             let c = Candidate { kernel, tile, problem, gpu };
@@ -203,7 +205,7 @@ fn why_none<P: Problem>(mut left: Vec<Candidate<'_, P>>) -> String {
     "there is no kernel".into()
 }
 
-/// Whether this very kernel computes the problem on this GPU.
+/// Checks that this kernel computes the problem on this GPU.
 pub(crate) fn accepts<P: Problem>(
     kernel: &Kernel,
     problem: &P,
@@ -212,7 +214,7 @@ pub(crate) fn accepts<P: Problem>(
     obeys(&[&[Rule::DTYPE], P::RULES, &[Rule::TARGET]], kernel, problem, gpu)
 }
 
-/// Whether it does but for the element type and the target, which plans do not depend on.
+/// Like [`accepts`], without the element type and the target, on which plans do not depend.
 pub(crate) fn fits<P: Problem>(kernel: &Kernel, problem: &P, gpu: &CudaProperties) -> Result<()> {
     obeys(&[P::RULES], kernel, problem, gpu)
 }

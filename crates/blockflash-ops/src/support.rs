@@ -10,17 +10,17 @@ pub struct SupportRow {
     pub op: &'static str,
     /// Element type of the inputs.
     pub dtype: DType,
-    /// What the line is about: `head_dim 72..=96 by 8`, the same with `blocks of 64 × 64` of a
-    /// block mask after a comma, `block 32`, the same with a `transposed A` or a
-    /// `column-major B and C`; or `other head_dim`, `other block`, for which no kernel is made.
+    /// The sizes: `head_dim 72..=96 by 8`, optionally followed by `blocks of 64 × 64` of a block
+    /// mask after a comma; `block 32`, optionally with a `transposed A` or a `column-major B and
+    /// C`; or `other head_dim` and `other block`, for which no kernel is made.
     pub size: String,
-    /// Whether there are kernels for it; without, only the CPU runs it.
+    /// Whether there are kernels for it; otherwise only the CPU runs it.
     pub on_gpus: bool,
-    /// What runs, or why nothing does.
+    /// The backend, or why there is none.
     pub status: Status,
 }
 
-/// What runs.
+/// The backend of a line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Status {
@@ -28,7 +28,7 @@ pub enum Status {
     Kernel {
         /// Its name, as Nsight shows it.
         symbol: String,
-        /// What it is compiled for; PTX is compiled by the driver at first use.
+        /// The target it is compiled for; the driver compiles PTX at first use.
         target: Target,
         /// The image that holds it.
         image: String,
@@ -42,17 +42,18 @@ pub enum Status {
     },
 }
 
-/// What runs on a device: every operation, element type and size that some kernel is made for, and
-/// what each would use here; and a line for all other sizes, which only the CPU runs. For attention
-/// under a block mask it is the kernel for the smallest blocks and for twice as large ones; other
-/// blocks may take another. For a BSR matmul it is the kernel for many columns; few columns may
-/// take a narrower one. For a sampled product it is the kernel for the gradient of weights, a
-/// column-major A and a row-major B; on Hopper other layouts may have their own.
+/// The support of a device: every operation, element type and size for which some kernel is made,
+/// with the kernel that would be used here, and a line for all other sizes, which only the CPU
+/// runs. For attention under a block mask the line shows the kernel for the smallest blocks and for
+/// twice as large ones; other blocks may take another kernel. For a BSR matmul it shows the kernel
+/// for many columns; few columns may take a narrower one. For a sampled product it shows the kernel
+/// for the gradient of weights, a column-major A and a row-major B; on Hopper other layouts may
+/// have their own.
 pub fn support(device: &Device) -> Vec<SupportRow> {
     support_with(device.cuda_properties())
 }
 
-/// The same for a GPU that need not be there; `None` is the CPU.
+/// Like [`support`], for a GPU that need not be present; `None` is the CPU.
 pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
     [DType::F16, DType::BF16, DType::F32]
         .into_iter()
@@ -67,7 +68,7 @@ pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
         .collect()
 }
 
-/// The lines of an operation. Where no kernel is, the CPU computes, and a GPU says what is missing.
+/// The lines of an operation. Where there is no kernel, the CPU computes, and a GPU line says why.
 fn rows<P: Problem>(
     dtype: DType,
     lines: Vec<(String, P)>,
@@ -147,7 +148,7 @@ mod tests {
         );
     }
 
-    /// What is said to have kernels has one somewhere.
+    /// Every size that is listed as having kernels has one on some GPU.
     #[test]
     fn sizes_that_have_kernels_run_on_some_gpu() {
         let tables: Vec<_> = gpus().iter().map(|gpu| support_with(Some(gpu))).collect();

@@ -1,26 +1,26 @@
-//! Long tiles in parts: several multiprocessors compute a tile of C where few tiles, or one that is
-//! longer than the others, would leave most of them idle.
+//! Long tiles in parts: several SMs compute a tile of C where few tiles, or one that is longer than
+//! the others, would leave most SMs idle (split-K).
 
 use crate::{Error, Result};
 use blockflash_safe::{BsrParts, BsrPartsMemory, Device, Stream};
 use blockflash_sys::manifest::BsrMatmulHopper;
 use blockflash_sys::params::BLOCKFLASH_BSR_PARTS;
 
-/// Most parts of a tile.
+/// Maximum number of parts of a tile.
 pub(super) const MOST_PARTS: usize = BLOCKFLASH_BSR_PARTS as usize;
 
-/// Memory in which a [`BsrMatmul`](super::BsrMatmul) leaves sums of parts of tiles.
+/// Workspace in which a [`BsrMatmul`](super::BsrMatmul) keeps the partial sums of tiles.
 ///
-/// With it, block rows that are much longer than others, and products with few tiles (few columns
-/// of B), are computed by several multiprocessors each; the sums are added in a fixed order, so
-/// results are the same in every run. They may differ in the last bits from those without a
-/// workspace, which add in one go. Kernels that cannot use it leave it alone: those for other GPUs
-/// than Hopper, and the CPU, for which it has no memory.
+/// With it, several SMs compute each block row that is much longer than others, or each tile of a
+/// product with few tiles (few columns of B). The sums are added in a fixed order, so results are
+/// the same in every run. They may differ in the last bits from results without a workspace, which
+/// are summed in one go. Kernels that cannot use it ignore it: the kernels for GPUs other than
+/// Hopper, and the CPU, for which it allocates nothing.
 ///
-/// Any number of calls, streams and captured graphs may share one. They use it one after another: a
-/// call, or a launch of a graph, waits on its stream for what the stream that used the workspace
-/// last has queued. So streams that are to compute at the same time have a workspace each. While
-/// that last stream is being captured, other streams get
+/// Any number of calls, streams and captured graphs may share one, but they use it one after
+/// another: a call, or a launch of a graph, waits on its stream for the work queued on the stream
+/// that used the workspace last. Streams that should compute concurrently need a workspace each.
+/// While that last stream is being captured, other streams get
 /// [`InCapture`](blockflash_safe::Error::InCapture).
 ///
 /// ```
@@ -43,7 +43,7 @@ pub struct BsrWorkspace {
 impl BsrWorkspace {
     /// Bytes of device memory for sums: room for 256 of the largest tiles.
     pub const BYTES: usize = 32 << 20;
-    /// Words that say that sums are there, one per warp that computes.
+    /// Flags that signal that sums are there, one word per warp that computes.
     const WORDS: usize = Self::BYTES / 4096;
 
     /// A workspace on the device of a stream.
@@ -57,8 +57,8 @@ impl BsrWorkspace {
     }
 
     /// The same memory for products whose longest tile is computed in this many parts, up to 8,
-    /// whatever the estimate says, unless it has fewer steps or there is no room for them: for
-    /// tests and measurements.
+    /// instead of the estimated number. There are fewer parts if the longest tile has fewer steps,
+    /// or if there is no room for the sums. For tests and measurements.
     ///
     /// # Errors
     /// [`Error::TooLarge`] for more parts than kernels make.
@@ -107,14 +107,14 @@ impl BsrWorkspace {
     }
 }
 
-/// How long tiles are along K, in the order in which they are taken: in blocks, or in stages of the
-/// plan. An upper bound that never ascends, since tiles that share B well may come before longer
-/// ones.
+/// Lengths of tiles along K, in the order in which they are taken, in blocks or in stages of the
+/// plan. It is an upper bound that never ascends, since tiles that share B well may come before
+/// longer ones.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Lengths(Vec<i32>);
 
 impl Lengths {
-    /// From the length of each tile in this order.
+    /// Makes the bound from the length of each tile in this order.
     pub(super) fn new(mut lengths: Vec<i32>) -> Self {
         let mut longest = 0;
         for length in lengths.iter_mut().rev() {
@@ -124,7 +124,7 @@ impl Lengths {
         Self(lengths)
     }
 
-    /// Of the block rows of a pattern in this order.
+    /// The lengths of the block rows of a pattern in this order.
     pub(super) fn of_rows(row_ptr: &[i32], order: &[i32]) -> Self {
         Self::new(
             order.iter().map(|&row| row_ptr[row as usize + 1] - row_ptr[row as usize]).collect(),
@@ -136,9 +136,9 @@ impl Lengths {
         self.0.first().map_or(0, |&length| length as usize)
     }
 
-    /// Steps of a part if the longest tile has so many parts, and where the tiles begin that may
-    /// have a part of each number: `part_begin` in `params.h`. None where the longest has fewer
-    /// steps than parts.
+    /// The steps of a part if the longest tile has this many parts, and where the tiles that may
+    /// have a part of each number begin: `part_begin` in `params.h`. `None` where the longest tile
+    /// has fewer steps than parts.
     fn cut(&self, parts: usize) -> Option<(i32, [i32; MOST_PARTS])> {
         let longest = *self.0.first()?;
         if longest < parts as i32 {

@@ -6,7 +6,7 @@ use crate::math;
 use blockflash_safe::{View, ViewMut, host_gemm};
 use std::ops::Range;
 
-/// Keys per step; scores, keys and values of a step stay in the second-level cache.
+/// Keys per step, chosen so that scores, keys and values of a step stay in the L2 cache.
 const BLOCK_KV: usize = 256;
 
 /// The f32 panels of one thread: a block of queries and its running softmax.
@@ -20,7 +20,7 @@ pub(super) struct Tile {
     v: Vec<f32>,
     /// Scores and then probabilities, `[rows, keys]`.
     s: Vec<f32>,
-    /// Sum of probability times value, `[rows, head_dim]`.
+    /// Sums of probability times value, `[rows, head_dim]`.
     o: Vec<f32>,
     /// Largest score of each row, −∞ before the first.
     max: Vec<f32>,
@@ -80,7 +80,7 @@ impl Tile {
 
         let head_kv = task.head / (problem.num_heads_q / problem.num_heads_kv);
         let visible = |query| problem.mask.visible(query, sequence.seqlen_q, sequence.seqlen_kv);
-        // Both ends of the visible range only ever grow from query to query.
+        // Both ends of the visible range are nondecreasing from query to query.
         let (first, last) = (visible(task.queries.start), visible(task.queries.end - 1));
         let steps = operands.visited_keys(task)?.into_iter().flat_map(|visited| {
             let end = visited.end.min(last.end);
@@ -128,8 +128,7 @@ impl Tile {
         Ok(host_gemm(scale, q, k_t, false, s)?)
     }
 
-    /// Turns scores into probabilities relative to the rows' new maxima; those of masked pairs are
-    /// 0.
+    /// Turns scores into probabilities relative to the rows' new maxima. Masked pairs become 0.
     fn softmax(
         &mut self,
         keys: usize,
@@ -160,9 +159,9 @@ impl Tile {
         }
     }
 
-    /// `o += s·v`. A masked pair must contribute nothing, but 0·NaN and 0·∞ are NaN: where pairs
-    /// are masked, values with such elements are taken out of the product and added for the rows
-    /// that attend them.
+    /// `o += s·v`. A masked pair must contribute nothing, but 0·NaN and 0·∞ are NaN. Where pairs
+    /// are masked, values with such elements are therefore taken out of the product and added only
+    /// to the rows that attend them.
     fn accumulate(
         &mut self,
         keys: usize,
@@ -193,8 +192,8 @@ impl Tile {
         Ok(())
     }
 
-    /// Divides by the sums and turns `max` into the log-sum-exp. A sink is one more score, without
-    /// a value.
+    /// Divides by the sums and turns `max` into the log-sum-exp. A sink is one more score that has
+    /// no value.
     fn finish(&mut self, sink: Option<f32>) {
         for (row, o) in
             self.o[..self.rows * self.head_dim].chunks_exact_mut(self.head_dim).enumerate()
@@ -205,7 +204,7 @@ impl Tile {
             let shrink = math::exp(self.max[row] - shift);
             let sum = self.sum[row] * shrink + math::exp(sink - shift);
             if sum == 0.0 {
-                // Nothing was attended, or only keys with a score of −∞.
+                // No key was attended, or only keys with a score of −∞.
                 o.fill(0.0);
                 self.max[row] = f32::NEG_INFINITY;
             } else {
@@ -216,12 +215,12 @@ impl Tile {
     }
 }
 
-/// What is subtracted from scores: their maximum, or 0 while that is −∞, since −∞ − (−∞) is NaN.
+/// The shift of scores: their maximum, or 0 while it is −∞, since −∞ − (−∞) is NaN.
 fn shift(max: f32) -> f32 {
     if max == f32::NEG_INFINITY { 0.0 } else { max }
 }
 
-/// The part of `visible` inside `keys`, counted from its start.
+/// The intersection of `visible` and `keys`, relative to the start of `keys`.
 fn clip(visible: Range<usize>, keys: &Range<usize>) -> Range<usize> {
     let clamp = |key: usize| key.clamp(keys.start, keys.end) - keys.start;
     clamp(visible.start)..clamp(visible.end)
