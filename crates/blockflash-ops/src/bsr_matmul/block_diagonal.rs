@@ -1,4 +1,4 @@
-//! A batch of block-sparse matrices as one, and so a batch of products.
+//! A batch of block-sparse matrices as one matrix, and so a batch of products as one product.
 
 use super::validate::{Shape, invalid};
 use super::{BsrMatmul, BsrMatrix};
@@ -10,8 +10,8 @@ use blockflash_sys::DType;
 use half::{bf16, f16};
 
 impl BsrMatrix {
-    /// The matrix that has these along its diagonal, from the upper left on, and nothing elsewhere:
-    /// the A of [`BsrMatmul::batched`]. On the CPU.
+    /// The block-diagonal matrix of these matrices, from the upper left on: the A of
+    /// [`BsrMatmul::batched`]. On the CPU.
     ///
     /// All have the same element type and block size. All but the last have rows and columns that
     /// are multiples of the block size, since blocks of the next begin there. The values are those
@@ -103,7 +103,7 @@ impl<'a> BsrMatmul<'a> {
     /// ```
     ///
     /// Where all entries of a batch share one A, as the tokens of all sequences share the weight of
-    /// a layer, nothing of this is needed: they are rows of one matrix, `x.flatten(0..2)?` for
+    /// a layer, this is not needed: they are rows of one matrix, `x.flatten(0..2)?` for
     /// [`linear`](Self::linear).
     ///
     /// # Errors

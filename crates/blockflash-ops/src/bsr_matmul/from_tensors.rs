@@ -1,5 +1,5 @@
-//! Block-sparse matrices of arrays that are where they are used: on a GPU, where a pattern may have
-//! been computed.
+//! Block-sparse matrices from arrays on the device that uses them, for example a GPU that computed
+//! the pattern.
 
 use super::BsrMatrix;
 use super::build::VALUE_TYPES;
@@ -16,10 +16,10 @@ impl BsrMatrix {
     /// `[block_rows + 1]`, `col_idx` i32 `[nnz_blocks]`, columns ascending and unique within a
     /// block row, and `values` f16, bf16 or f32 `[nnz_blocks, block_size, block_size]`.
     ///
-    /// The values are taken over as they are. The indices are copied: what every stream that used
-    /// their tensors has queued by now is waited for, and whatever writes to them later does not
-    /// change the matrix. The copy comes to the host, which validates the pattern and plans it, as
-    /// the other constructors do.
+    /// The values are taken over without a copy. The indices are copied: the copy waits for the
+    /// work that is queued by now on every stream that used their tensors, and later writes to them
+    /// do not change the matrix. The copy is downloaded to the host, which validates and plans the
+    /// pattern as the other constructors do.
     ///
     /// ```
     /// # use blockflash_ops::{BsrMatrix, Device, Tensor};

@@ -1,16 +1,16 @@
-//! In which order kernels take the block rows of a pattern: the longest first, since one that
-//! starts late ends late; and where neighbours in the order share B, those that need the same of it
-//! side by side, if that is worth it.
+//! The order in which kernels take the block rows of a pattern. The longest come first, since a
+//! tile that starts late ends late. Where neighbours share B, rows that need the same parts of it
+//! are adjacent, if that saves enough.
 
 use super::stages;
 use std::cmp::Reverse;
 
-/// Words of bits that are compared at most; with more block rows the order is by length alone.
+/// Upper limit on the words of bits that are compared; with more block rows only length counts.
 const MOST_COMPARED: usize = 1 << 27;
-/// A row of a group has at least this part of the blocks of its longest row: they are computed side
-/// by side.
+/// A row of a group has at least this fraction of the blocks of its longest row, because the rows
+/// of a group are computed side by side.
 const LEAST_LENGTH: f64 = 0.75;
-/// Rows are grouped by what they need of B where that saves at least this part of it.
+/// Rows are grouped by their need of B where that saves at least this fraction of its traffic.
 const LEAST_GAIN: f64 = 0.05;
 
 /// The block rows in the order in which kernels take them.
@@ -49,7 +49,7 @@ fn longest_first(row_ptr: &[i32]) -> Vec<i32> {
     order
 }
 
-/// The block columns of each block row, as bits, and how many they are.
+/// The block columns of each block row as bits, and their number.
 struct Columns {
     words: usize,
     bits: Vec<u64>,
@@ -75,7 +75,7 @@ impl Columns {
         f64::from(self.counts[row as usize])
     }
 
-    /// Block columns that all groups of an order need together.
+    /// The total number of block columns that the groups of an order need.
     fn shared(&self, order: &[i32], group: usize) -> usize {
         let of_group = |rows: &[i32]| {
             let word = |at: usize| rows.iter().fold(0, |all, &row| all | self.of(row)[at]);
@@ -84,9 +84,9 @@ impl Columns {
         order.chunks(group).map(of_group).sum()
     }
 
-    /// Each group begins with the longest row that is left and takes those that add the fewest
-    /// columns to it. Groups that need the most of B come first, but for the last one, which may
-    /// not be full.
+    /// Each group begins with the longest remaining row and takes the rows that add the fewest
+    /// columns to it. Groups that need the most of B come first, except that the last group, which
+    /// may not be full, stays last.
     fn grouped(&self, by_length: &[i32], group: usize) -> Vec<i32> {
         let mut left = by_length.to_vec();
         let mut groups = Vec::with_capacity(left.len().div_ceil(group));
@@ -103,7 +103,7 @@ impl Columns {
                         .map(|(word, all)| (word & !all).count_ones())
                         .sum()
                 };
-                // Lengths descend: the first always may, so that groups are full.
+                // Lengths descend, so the first row always qualifies and groups are full.
                 let may = left.iter().take_while(|&&row| self.count(row) >= least).count().max(1);
                 let best = (0..may).min_by_key(|&at| added(left[at])).unwrap_or(0);
                 let row = left.remove(best);

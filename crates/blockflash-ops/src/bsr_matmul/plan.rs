@@ -35,7 +35,7 @@ pub fn plan(kernel: &Kernel, problem: &BsrProblem, gpu: &CudaProperties) -> Resu
     planned(kernel, problem, gpu)
 }
 
-/// The same for a kernel that is known to compute the problem.
+/// Like `plan`, for a kernel that is known to accept the problem.
 pub(super) fn planned(
     kernel: &Kernel,
     problem: &BsrProblem,
@@ -93,7 +93,7 @@ impl BsrMatmulPlan {
         }
     }
 
-    /// Widens the grid for so many parts per tile of columns beside the first ones of all tiles.
+    /// Widens the grid by this many parts per tile of columns, beyond the first parts of all tiles.
     pub(super) fn add_parts(
         &mut self,
         parts: usize,
@@ -107,7 +107,7 @@ impl BsrMatmulPlan {
     }
 }
 
-/// Blocks of threads for the tiles of C and, per tile of columns, so many parts more.
+/// CTAs for the tiles of C and, per tile of columns, this many additional parts.
 fn blocks(
     kernel: &Kernel,
     tile: &BsrTile,
@@ -120,7 +120,7 @@ fn blocks(
     if !matches!(kernel.variant, Variant::BsrMatmulHopper(_)) {
         return Ok(tiles);
     }
-    // Blocks for Hopper stay and take tile after tile; each looks for one past the last.
+    // CTAs of the Hopper kernels are persistent; each asks once for a tile past the last one.
     let stay = (gpu.multiprocessors / tile.cluster * tile.cluster).max(tile.cluster);
     grid_x(&[tiles as usize + 2 * stay as usize])?;
     Ok(tiles.min(stay))

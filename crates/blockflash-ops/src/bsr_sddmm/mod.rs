@@ -21,9 +21,9 @@ use blockflash_sys::{DType, Kernel};
 /// `values = alpha·A·B + beta·values` at the stored blocks of a block-sparse matrix `[m, n]`, with
 /// dense A `[m, k]` and B `[k, n]`.
 ///
-/// It is what the gradient of block-sparse weights W needs, `dW = dYᵀ·X` on the pattern of W with A
-/// = dYᵀ, a permuted view of dY, and B = X; and the scores `Q·Kᵀ` of block-sparse attention, with A
-/// = Q and B a permuted view of K.
+/// The gradient of block-sparse weights W needs it: `dW = dYᵀ·X` on the pattern of W with A = dYᵀ,
+/// a permuted view of dY, and B = X. So do the scores `Q·Kᵀ` of block-sparse attention, with A = Q
+/// and B a permuted view of K.
 ///
 /// A and B are f16 or bf16 (on the CPU also f32), and each is row- or column-major: either its rows
 /// or its columns are contiguous, any distance apart. Sums are f32. Of the pattern only the
@@ -79,10 +79,10 @@ impl<'a> BsrSddmm<'a> {
         self.run(values, stream)
     }
 
-    /// Like [`sddmm_into`](Self::sddmm_into), into the values of a matrix of the same pattern: the
-    /// write on a GPU that is right for blocks at the edge, too. With weights in the matrix, alpha
-    /// = −rate and beta = 1 it is a step of gradient descent in one launch, rounded to the type of
-    /// the weights.
+    /// Like [`sddmm_into`](Self::sddmm_into), into the values of a matrix of the same pattern. On a
+    /// GPU this is the write that also supports blocks at the edge. With weights in the matrix,
+    /// alpha = −rate and beta = 1 it is a step of gradient descent in one launch, rounded to the
+    /// type of the weights.
     ///
     /// # Errors
     /// Also [`Error::InvalidBsr`] if the matrix has another pattern.

@@ -33,7 +33,7 @@ pub fn plan(
     planned(kernel, problem, gpu)
 }
 
-/// The same for a kernel that is known to compute the problem.
+/// Like `plan`, for a kernel that is known to accept the problem.
 pub(super) fn planned(
     kernel: &Kernel,
     problem: &BsrSddmmProblem,
@@ -61,12 +61,13 @@ pub(super) fn planned(
         alpha: problem.alpha,
         beta: problem.beta,
     };
-    // Full tiles, and one more for each block row: its last may have fewer blocks. Some of these
-    // have none and cost a look.
+    // Full tiles, and one more per block row whose last tile may be partial. Some of these are
+    // empty, which costs only the look-up.
     let tiles = problem.nnz_blocks / tile.blocks as usize + problem.m.div_ceil(problem.block_size);
     let stays = matches!(kernel.variant, Variant::BsrSddmmHopper(_));
     let blocks = if stays {
-        // Blocks of threads take tile after tile; each looks for one past the last.
+        // CTAs are persistent and take tile after tile; each asks once for a tile past the last
+        // one.
         let stay = gpu.multiprocessors.max(1) as usize;
         grid_x(&[tiles.saturating_add(2 * stay)])?;
         tiles.min(stay)
