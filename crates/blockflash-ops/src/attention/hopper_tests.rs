@@ -1,4 +1,4 @@
-//! Selection and planning of the rows for Hopper.
+//! Selection and planning of the Hopper kernels.
 
 use super::super::{Align, AttentionParams, AttentionPlan, Mask, PackedRows, plan};
 use super::*;

@@ -154,8 +154,8 @@ fn kernels_find_every_tile_and_its_columns() {
         assert_eq!(cu_rows.last(), Some(&m.rows));
 
         let tiles_per_row = m.block_q / tile_q as i32;
-        // A grid for the longest sequence, as portable kernels have it; those of Hopper count the
-        // tiles of each sequence.
+        // The grid of portable kernels is for the longest sequence; Hopper kernels count the tiles
+        // of each sequence.
         let tiles = (max_q as i32 + m.block_q - 1) / m.block_q * tiles_per_row;
         for (entry, head) in (0..6).flat_map(|entry| (0..heads_q).map(move |head| (entry, head))) {
             let (first, rows) = (cu_rows[entry], cu_rows[entry + 1] - cu_rows[entry]);

@@ -69,7 +69,7 @@ pub struct AttentionProblem {
     pub v: Strides,
     /// Strides of o.
     pub o: Strides,
-    /// Strides of lse; `None` when nobody asks for it.
+    /// Strides of lse; `None` when the call does not ask for it.
     pub lse: Option<LseStrides>,
     /// Which keys a query attends.
     pub mask: Mask,

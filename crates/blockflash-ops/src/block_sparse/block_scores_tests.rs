@@ -1,5 +1,5 @@
-//! Scores on the CPU, and how they are planned for a GPU; `tests/block_mask_gpu.rs` has those of a
-//! GPU.
+//! Scores on the CPU, and the plan of their launches on a GPU; `tests/block_mask_gpu.rs` tests the
+//! scores of a GPU.
 
 use super::*;
 use crate::fixtures::{gpu, values};

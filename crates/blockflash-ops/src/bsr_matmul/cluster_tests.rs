@@ -18,7 +18,7 @@ fn neighbouring_tiles_share_a() {
     // Nearly nothing stored: starting together costs more than sharing saves.
     let sparse = BsrProblem { nnz_blocks: 128, ..problem([8192, 1024, 8192], 64) };
     assert_eq!(select(&sparse, &h200()).unwrap().bsr_tile().unwrap().cluster, 1);
-    // An odd number of multiprocessors leaves one out.
+    // An odd number of SMs leaves one idle.
     let row = hopper_rows().find(|(_, tile)| tile.cluster == 2).unwrap().0;
     let block_size = row.bsr_tile().unwrap().block_size as usize;
     let gpu = CudaProperties { multiprocessors: 131, ..h200() };

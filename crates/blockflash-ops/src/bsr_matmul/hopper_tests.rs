@@ -1,4 +1,4 @@
-//! Selection and planning of the rows for Hopper.
+//! Selection and planning of the Hopper kernels.
 
 use super::super::{cost, plan};
 use super::*;
@@ -9,7 +9,7 @@ use blockflash_sys::Target;
 use blockflash_sys::manifest;
 use std::sync::LazyLock;
 
-/// Not among those that take any layout, see `any_layout_tests`.
+/// None of the kernels that take any layout, see `any_layout_tests`.
 fn select(problem: &BsrProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
     static ROWS: LazyLock<Vec<Kernel>> = LazyLock::new(|| {
         manifest::kernels().iter().filter(|row| !row.takes_any_layout()).cloned().collect()
@@ -52,7 +52,7 @@ fn tiles_are_as_wide_as_the_grid_allows() {
         [8, 128, 256, 512, 1024, 8192].map(|n| block_n(8192, n, 64)),
         [128, 128, 256, 256, 256, 256]
     );
-    // Few block rows: more tiles than one per row keep the multiprocessors busy.
+    // Few block rows: more tiles than one per row keep the SMs busy.
     assert_eq!([128, 64].map(|block_size| block_n(1024, 1024, block_size)), [64, 128]);
 }
 
@@ -65,7 +65,7 @@ fn pairs_of_block_rows_share_b() {
     };
     let densities = [0.05, 0.1, 0.2, 0.3, 0.5, 1.0];
     for n in [1024, 8192] {
-        // Whether tensor copies write C or not.
+        // Whether TMA stores write C or not.
         for beta in [0.0, 0.5] {
             assert_eq!(
                 densities.map(|density| block_rows(n, density, beta)),
@@ -119,8 +119,8 @@ fn small_blocks_take_large_tiles_where_these_keep_the_multiprocessors_busy() {
         for density in [0.05, 0.1, 0.2, 0.5] {
             assert_eq!([1024, 8192].map(|n| tile(8192, n, density)), [Some((256, 128)); 2]);
         }
-        // As large as gives every multiprocessor one; portable rows for fewer still. Blocks of 16
-        // have pairs of narrow tiles.
+        // The largest tile that still gives every SM one; portable kernels where there are even
+        // fewer tiles. Blocks of 16 have clusters of two with narrow tiles.
         let pair_of_128 = (block_size == 16).then_some((256, 64));
         assert_eq!(
             [64, 128, 256, 512].map(|n| tile(8192, n, 0.1)),
@@ -201,7 +201,7 @@ fn blocks_stay_and_start_early() {
     assert_eq!(hopper_rows().count(), 20 + 10 + 2 + 30);
     for (row, tile) in hopper_rows() {
         let block = tile.block_size as usize;
-        // A problem that the row accepts.
+        // A problem that the kernel accepts.
         let problem = |mnk| {
             let b = if tile.b_column_major { Major::Column } else { Major::Row };
             let problem = problem(mnk, block).with_layouts(tile.a_transposed, b, Major::Row);
@@ -221,7 +221,7 @@ fn blocks_stay_and_start_early() {
         let few = plan_of(3 * block - 1, tile.block_n as usize + 1);
         assert_eq!(few.config.grid, [2 * 3u32.div_ceil(tile.block_rows), 1, 1]);
         assert_eq!((few.parts, few.config.cluster), (1, row.cluster()));
-        // Blocks count two tiles past the last one each.
+        // CTAs count two tiles past the last one each.
         let at_limit = problem([((1 << 31) - 1025) / block * block, 64, 64]);
         assert!(plan(row, &at_limit, &h200()).is_ok());
         let columns = 2 * (tile.block_n * tile.block_rows) as usize * block;
@@ -247,7 +247,7 @@ fn large_blocks_lie_as_they_like() {
                     assert_eq!(row.target, Target::Sm90a, "{}", row.image_name());
                     let plan = plan(row, &problem, &h200()).unwrap();
                     assert_eq!(plan.params.c_column_major, i32::from(c == Major::Column));
-                    // Rows of every other kind refuse it.
+                    // Kernels of every other kind refuse it.
                     for (other, tile) in
                         hopper_rows().filter(|(_, tile)| tile.block_size as usize == block_size)
                     {
@@ -291,7 +291,7 @@ fn what_no_kernel_takes_is_named() {
         let large = large.with_layouts(a_transposed, b, c);
         let found = why(&large, &gpu(8, 0));
         assert_eq!(found, format!("block size 64 with {asked}: no kernel takes that"));
-        // Portable rows, and those that gather, say so themselves.
+        // Portable kernels, and the ones that gather, have messages of their own.
         for (row, tile) in manifest::kernels().iter().filter_map(|row| Some((row, row.bsr_tile()?)))
         {
             let gathers = matches!(row.variant, Variant::BsrMatmulHopper(tile) if tile.gathers());

@@ -10,7 +10,7 @@ fn problem(dtype: DType, block_size: usize, n: usize) -> BsrProblem {
     BsrProblem::new(dtype, [1000, n, 2000], block_size, 77)
 }
 
-/// Rows that every GPU from Ampere on can run; those for Hopper are in `hopper_tests`.
+/// Kernels that every GPU from Ampere on can run; the Hopper kernels are in `hopper_tests`.
 fn bsr_rows() -> impl Iterator<Item = (&'static Kernel, BsrMatmul)> {
     manifest::kernels().iter().filter_map(|row| match row.variant {
         Variant::BsrMatmul(tile) => Some((row, tile)),

@@ -5,7 +5,7 @@ use half::f16;
 
 const DATA: [f16; 8192] = [f16::ONE; 8192];
 
-/// 40 × 70 in blocks of 16, two blocks; of another type than what is multiplied.
+/// 40 × 70 in blocks of 16, two blocks; its values have another type than A and B.
 fn pattern() -> BsrMatrix {
     BsrMatrix::from_coo(40, 70, 16, DType::F32, &[(0, 3, 1.0), (39, 69, 2.0)]).unwrap()
 }

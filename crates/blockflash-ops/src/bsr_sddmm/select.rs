@@ -19,7 +19,7 @@ pub fn select(problem: &BsrSddmmProblem, gpu: &CudaProperties) -> Result<&'stati
     selection::select(problem, gpu)
 }
 
-/// Whether this very kernel can compute the problem on this GPU.
+/// Whether this kernel can compute the problem on this GPU.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) says what does not fit.

@@ -163,8 +163,7 @@ fn plans() {
         Err(Error::DType { what: "values", .. })
     ));
 
-    // A block of threads for every place that a tile may have: 37 / 8, and one more for each of 63
-    // block rows.
+    // A CTA for every possible tile: 37 / 8, and one more for each of 63 block rows.
     let blocks = problem(16);
     let planned = plan(row(&blocks), &blocks, &hopper).unwrap();
     assert_eq!((planned.config.grid, planned.config.block), ([4 + 63, 1, 1], 128));
