@@ -53,7 +53,7 @@ pub fn support(device: &Device) -> Vec<SupportRow> {
     support_with(device.cuda_properties())
 }
 
-/// Like [`support`], for a GPU that need not be present; `None` is the CPU.
+/// Like [`support()`], for a GPU that need not be present; `None` is the CPU.
 pub fn support_with(gpu: Option<&CudaProperties>) -> Vec<SupportRow> {
     [DType::F16, DType::BF16, DType::F32]
         .into_iter()
