@@ -640,7 +640,7 @@ const _: () = {
 /** Block mask: the source's blocks and the blocks of `always`, without the blocks that the token
  mask hides entirely, as index arrays in BSR.
 
- Kernel r of a batch entry and head is row (batch·heads + head)·rows + r of all rows. A slab is as
+ Row r of a batch entry and head is row (batch·heads + head)·rows + r of all rows. A slab is as
  many neighbouring rows of one head as a CTA has warps; the last slab of a head may have fewer.*/
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

@@ -64,7 +64,7 @@ pub trait Scalar: blockflash_ops::Element + Default {
     fn from_f64(value: f64) -> Self;
     /// Exact for the types that fit into f32; i32 is rounded.
     fn to_f32(self) -> f32;
-    /// The variant of [`Values`] for this type.
+    /// The variant of `Values` for this type.
     fn wrap(values: ArrayD<Self>) -> Values;
 }
 
