@@ -1,5 +1,5 @@
-//! Everything about having a GPU or not: the loud skip, the watchdog, the rows that run, the record
-//! of what passed.
+//! Handling of the GPU in tests: the loud skip, the watchdog, the kernels to run, and the record of
+//! passes.
 
 use blockflash_ops::{Device, Stream};
 use blockflash_safe::{CudaProperties, Event, cuda_status};
@@ -9,21 +9,21 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-/// How long a launch may take. The slowest correct one takes well under a second.
+/// Longest time that a launch may take. The slowest correct one takes well under a second.
 const LAUNCH_LIMIT: Duration = Duration::from_secs(30);
 
 /// A usable GPU and a stream on it.
 pub struct Gpu {
     /// The GPU.
     pub device: Device,
-    /// A stream of its own.
+    /// A stream of the test's own.
     pub stream: Stream,
-    /// What it is.
+    /// Properties of the GPU.
     pub properties: CudaProperties,
 }
 
 /// The GPU for a test, or `None` after one line on stderr that says that the test was skipped. With
-/// `BLOCKFLASH_REQUIRE_GPU=1` in the environment a skip is a failure.
+/// `BLOCKFLASH_REQUIRE_GPU=1` in the environment, a skip is a failure.
 pub fn gpu(test: &str) -> Option<Gpu> {
     let device = Device::best();
     let Some(properties) = device.cuda_properties().cloned() else {
@@ -37,8 +37,8 @@ pub fn gpu(test: &str) -> Option<Gpu> {
             "{test} needs a GPU because BLOCKFLASH_REQUIRE_GPU=1, but there is none: {reason}"
         );
         let line = format!("SKIPPED (no GPU): {test}");
-        // Seen once either way: the harness hides what a passing test prints unless it is told to
-        // show it.
+        // Printed once, where it is seen in either case: the harness hides the output of passing
+        // tests unless it is told to show it.
         if std::env::args().any(|argument| argument == "--show-output" || argument == "--nocapture")
         {
             println!("{line}");
@@ -53,12 +53,12 @@ pub fn gpu(test: &str) -> Option<Gpu> {
 
 /// A line on stderr that the test harness does not capture.
 pub fn say(line: &str) {
-    // Nothing is lost when stderr is closed.
+    // A closed stderr is no reason to fail.
     let _ = writeln!(std::io::stderr().lock(), "{line}");
 }
 
-/// Waits for everything queued on a stream. A launch that hangs cannot be stopped: after the limit
-/// the process says which one it was and aborts.
+/// Waits for everything queued on a stream. A hanging launch cannot be stopped: after the limit,
+/// the process reports which launch it was and aborts.
 pub fn wait(stream: &Stream, what: &dyn Fn() -> String) -> Result<(), String> {
     if stream.device().is_cpu() {
         return Ok(());
@@ -82,10 +82,10 @@ pub fn wait(stream: &Stream, what: &dyn Fn() -> String) -> Result<(), String> {
 }
 
 impl Gpu {
-    /// Rows of the manifest that this GPU can run, by their target and their shared memory.
-    /// `BLOCKFLASH_GPU_ROWS` in the environment, parts of image names with commas between, leaves
-    /// out all others, loudly: passes are recorded by image, so after a change of some images only
-    /// these need to run.
+    /// Kernels of the table that this GPU can run, by their target and their shared memory.
+    /// `BLOCKFLASH_GPU_ROWS` in the environment, a comma-separated list of parts of image names,
+    /// leaves out all others, loudly: passes are recorded by image, so after a change of some
+    /// images only these need to run.
     pub fn rows(&self) -> impl Iterator<Item = &'static Kernel> + '_ {
         let only = std::env::var("BLOCKFLASH_GPU_ROWS").ok();
         if let Some(only) = &only {
@@ -122,7 +122,7 @@ impl Gpu {
             "driver": format!("{}.{}", driver / 1000, driver % 1000 / 10),
             "cases": cases,
         });
-        // One write of one line: suites may run at the same time.
+        // One line in one write, because suites may run at the same time.
         let append = || {
             std::fs::OpenOptions::new()
                 .create(true)
@@ -134,7 +134,7 @@ impl Gpu {
     }
 }
 
-/// What the rows of a suite have passed and where they failed.
+/// Passes and failures of the kernels of a suite.
 #[derive(Default)]
 pub struct Report(BTreeMap<String, Outcome>);
 
@@ -146,8 +146,8 @@ struct Outcome {
 }
 
 impl Report {
-    /// Runs one check of a row. It returns how many outputs it compared. A row that failed a few
-    /// times is left alone.
+    /// Runs one check of a kernel, which returns the number of compared outputs. A kernel that has
+    /// failed a few times is not run again.
     pub fn run(&mut self, row: &'static Kernel, check: impl FnOnce() -> Result<usize, String>) {
         let outcome = self.0.entry(row.image_name()).or_default();
         outcome.row = Some(row);
@@ -159,8 +159,8 @@ impl Report {
         }
     }
 
-    /// Records the rows that passed everything, says so, and fails with all the failures if there
-    /// are any.
+    /// Records the kernels that passed everything, reports them, and fails with all failures if
+    /// there are any.
     pub fn finish(self, gpu: &Gpu, suite: &str) {
         let mut failures = Vec::new();
         assert!(!self.0.is_empty(), "no row of the manifest runs on {}", gpu.properties.name);

@@ -1,5 +1,5 @@
 //! Every kernel that builds block masks on a GPU against the constructors for the CPU: entry by
-//! entry, not within a tolerance.
+//! entry, without a tolerance.
 
 use blockflash_ops::attention::{Attention, Mask};
 use blockflash_ops::block_sparse::BlockMaskBuffer;
@@ -82,7 +82,7 @@ fn ends_with_its_capacity(row: &Kernel, stream: &Stream) -> Result<usize, String
             let got = build(&inputs, &mut buffer, row, stream)?;
             compared += got.compare(&cut(&mask, capacity, &cpu()).map_err(text)?)?;
             let problem = buffer.check(stream).err().map(text);
-            // On the CPU the build says the same.
+            // A build on the CPU reports the same.
             let (mut host, inputs) = prepare(&case, &data, capacity, &cpu())?;
             let expected = inputs.build(&mut host, None, &cpu()).err().map(text);
             if problem != expected || expected.is_some() != (capacity < nnz) {
@@ -96,7 +96,7 @@ fn ends_with_its_capacity(row: &Kernel, stream: &Stream) -> Result<usize, String
     Ok(compared)
 }
 
-/// What is wrong is reported once, with its first place, and acts on nothing else.
+/// An invalid entry is reported once, with its first position, and affects nothing else.
 fn names_what_is_wrong(row: &Kernel, stream: &Stream) -> Result<usize, String> {
     let place = |at: usize, last: usize, rows: usize| {
         format!(
@@ -120,7 +120,7 @@ fn names_what_is_wrong(row: &Kernel, stream: &Stream) -> Result<usize, String> {
             .for_each(|at| data.scores[at] = [f32::NAN, -f32::NAN][seed as usize % 2]);
         let (mut buffer, mut inputs) = prepare(&case, &data, 6 * rows * 9, stream)?;
         let got = build(&inputs, &mut buffer, row, stream)?;
-        // Too many others are larger than one of −∞.
+        // NaN counts as −∞ and is not chosen, because enough other scores are larger.
         let without = MaskData {
             scores: data
                 .scores
@@ -131,7 +131,7 @@ fn names_what_is_wrong(row: &Kernel, stream: &Stream) -> Result<usize, String> {
         };
         let expected = case.expected(&without).map_err(text)?;
         compared += got.compare(&Arrays::of(&expected, &cpu()).map_err(text)?)?;
-        // Other builds do not hide it.
+        // Other builds do not hide the error.
         inputs.refill(&clean, stream).map_err(text)?;
         build(&inputs, &mut buffer, row, stream)?;
         expect_problem(
@@ -144,8 +144,8 @@ fn names_what_is_wrong(row: &Kernel, stream: &Stream) -> Result<usize, String> {
         let mut data = case.data();
         let twice = 75 * (seed as usize * 5 + 3);
         let missing = 75 * (seed as usize * 5 + 40) + seed as usize * 6;
-        // Both in one piece of 32 and far apart; columns of a list differ, so that no third one is
-        // equal.
+        // The two equal columns lie in one piece of 32 or far apart. All other columns of a list
+        // differ, so no third one is equal.
         data.lists[twice] = 333;
         data.lists[twice + 1..twice + 75]
             .iter_mut()
@@ -198,7 +198,7 @@ fn replays_a_graph(row: &Kernel, stream: &Stream) -> Result<usize, String> {
         ..MaskCase::new(source, [50, 90], 8)
     };
     let sources = [MaskSource::Scores, MaskSource::TopK];
-    // The blocks that are always visited stay those of the first data.
+    // The blocks that are always visited stay as in the first data.
     let first = sources.map(|source| case(source, 1).data());
     let room = 4 * 50 * 90;
     let (mut scored, mut scores) = prepare(&case(sources[0], 1), &first[0], room, stream)?;
@@ -283,7 +283,7 @@ fn attention_follows(row: &Kernel, stream: &Stream) -> Result<usize, String> {
     Ok(compared)
 }
 
-/// Nothing is visited before the first build, and what does not fit is refused.
+/// Nothing is visited before the first build, and operands that do not fit are refused.
 #[test]
 fn buffers_before_their_first_build() {
     let Some(gpu) = gpu("block_mask_gpu::buffers_before_their_first_build") else { return };

@@ -1,4 +1,4 @@
-//! Every kernel that scores blocks on a GPU against f64, and what is chosen from its scores.
+//! Every kernel that scores blocks on a GPU against f64, and the choice made from its scores.
 
 use blockflash_ops::block_sparse::{
     BlockChoice, BlockMaskBuffer, BlockScores, BlockSource, block_mean_scores,
@@ -54,14 +54,14 @@ impl Case {
     fn data(&self, dtype: DType, seed: u64) -> Data {
         std::array::from_fn(|i| {
             let count = self.batch * self.seqlens[i] * self.heads[i] * self.head_dim;
-            // Means that differ from 0, as those of keys do.
+            // Means that differ from 0, as the means of real keys do.
             let mut values = normal_rounded(seed + i as u64, count, dtype);
             values.iter_mut().step_by(3).for_each(|x| *x = x.abs());
             values
         })
     }
 
-    /// Where an element lies: `[batch, seqlen, heads, head_dim]`, or heads before the sequence.
+    /// Offset of an element: `[batch, seqlen, heads, head_dim]`, or heads before the sequence.
     fn index(&self, i: usize, [entry, row, head]: [usize; 3]) -> usize {
         let (seqlen, heads) = (self.seqlens[i], self.heads[i]);
         match self.heads_first {
@@ -168,7 +168,7 @@ fn every_row() {
     report.finish(&gpu, "block_scores_gpu");
 }
 
-/// Scores twice, with the same bits, and the choice from them.
+/// Computes the scores twice, with the same bits, and chooses from them.
 fn scores_and_choice(
     row: &Kernel,
     dtype: DType,
@@ -226,7 +226,7 @@ fn replays_a_graph(row: &Kernel, dtype: DType, stream: &Stream) -> Result<usize,
     Ok(compared)
 }
 
-/// The oracle and the rule, on what needs no GPU.
+/// The oracle and the rule, without a GPU.
 #[test]
 fn the_cpu_scores_the_same() {
     let stream = Device::cpu().stream().unwrap();

@@ -1,5 +1,5 @@
-//! What safe programs may do to index arrays, at whatever time: kernels never leave the tensors
-//! that they were given. Run under a memory checker, these programs report nothing.
+//! Anything that safe programs may do to index arrays, at any time: kernels never leave their
+//! tensors. Under a memory checker, these programs give no report.
 #![forbid(unsafe_code)]
 
 use blockflash_ops::{
@@ -56,7 +56,7 @@ impl Arrays {
         Self { block_size, row_ptr: index(&row_ptr, stream), col_idx: index(&col_idx, stream), bad }
     }
 
-    /// Overwrites both arrays with what leads nowhere, in the order of the stream.
+    /// Overwrites both arrays with invalid entries, in the order of the stream.
     fn spoil(&mut self, stream: &Stream) -> Result<(), Error> {
         self.row_ptr.copy_from(stream, &self.bad[0])?;
         Ok(self.col_idx.copy_from(stream, &self.bad[1])?)
@@ -110,7 +110,7 @@ fn a_captured_copy_does_not_change_a_matrix() {
         wait(stream, &|| "the copies of the graph".into()).unwrap();
         assert_eq!(arrays.row_ptr.to_vec::<i32>(stream).unwrap()[..2], [i32::MAX, i32::MIN]);
         assert_eq!(products(&a, &transpose, stream), before, "blocks of {block_size}");
-        // Also of an index that is made only now, and of a copy.
+        // Also for an index that is made only now, and for a copy.
         let transpose = BsrTranspose::new(&a, stream).unwrap();
         assert_eq!(products(&a.to(stream).unwrap(), &transpose, stream), before);
         let error = arrays.matrix(stream).unwrap_err();
@@ -125,8 +125,8 @@ fn occupy(stream: &Stream, from: &Tensor, to: &mut Tensor) {
     }
 }
 
-/// A copy that is still pending on another stream is waited for before the arrays are validated,
-/// and what comes later changes nothing.
+/// A copy that is still pending on another stream finishes before the arrays are validated, and
+/// later writes change nothing.
 #[test]
 fn a_pending_copy_is_validated() {
     let Some(gpu) = gpu("hostile_gpu::a_pending_copy_is_validated") else { return };
@@ -153,7 +153,7 @@ fn a_pending_copy_is_validated() {
     }
 }
 
-/// A stream that is being captured can neither be waited for nor upload anything.
+/// A stream that is being captured can neither be waited for nor upload data.
 #[test]
 fn no_matrix_is_made_in_a_capture() {
     let Some(gpu) = gpu("hostile_gpu::no_matrix_is_made_in_a_capture") else { return };
@@ -171,8 +171,8 @@ fn no_matrix_is_made_in_a_capture() {
     );
 }
 
-/// Two graphs build one mask on two streams while a third one attends with it. What is computed
-/// meanwhile is unspecified; afterwards all is well.
+/// Two graphs build one mask on two streams while a third one attends with it. Results are
+/// unspecified meanwhile and correct afterwards.
 #[test]
 fn builds_of_one_mask_may_overlap() {
     let name = "hostile_gpu::builds_of_one_mask_may_overlap";

@@ -1,5 +1,5 @@
-//! What safe programs may do with graphs, streams and workspaces, however often and in whatever
-//! order.
+//! Anything that safe programs may do with graphs, streams and workspaces, any number of times and
+//! in any order.
 #![forbid(unsafe_code)]
 
 use blockflash_ops::bsr_matmul::{BsrMatmul, BsrMatrix, BsrWorkspace};
@@ -12,10 +12,10 @@ use half::bf16;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// More than there are tile counters.
+/// More than the number of tile counters.
 const MANY: usize = 10_000;
 
-/// Tile counters are those of the whole process, and some tests take all: one test at a time.
+/// Tile counters belong to the whole process, and some tests take all of them: one test at a time.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -83,8 +83,7 @@ impl Product {
     }
 }
 
-/// Kernels for the product that count tiles, and compute long ones in parts: there are none but on
-/// Hopper.
+/// Persistent kernels for the product, which compute long tiles in parts; only Hopper has them.
 fn counting(gpu: &Gpu, product: &mut Product) -> Vec<&'static Kernel> {
     let splits =
         |row: &&Kernel| matches!(&row.variant, Variant::BsrMatmulHopper(tile) if tile.splits());
@@ -210,8 +209,8 @@ fn a_graph_is_not_launched_into_a_capture() {
     product.check(stream, "after the refusal");
 }
 
-/// Another stream cannot wait for one that is being captured: an error, and neither a wait without
-/// end nor a broken capture.
+/// Another stream cannot wait for a stream that is being captured: this is an error, and neither an
+/// endless wait nor a broken capture.
 #[test]
 fn a_workspace_that_a_captured_stream_used_last() {
     let Some(gpu) = gpu("soundness_gpu::a_workspace_that_a_captured_stream_used_last") else {
@@ -255,7 +254,7 @@ fn counters_that_are_all_taken_are_an_error() {
     };
     assert!(matches!(refused, Error::Safe(SafeError::TileCounters { .. })), "{refused}");
     assert!(graphs.len() > 8000, "refused after {}", graphs.len());
-    // Who has counters keeps them.
+    // A stream that has counters keeps them.
     graphs[0].launch(stream).unwrap();
     product.queue(Some(row), None, stream).unwrap();
     product.check(stream, "while none is left");

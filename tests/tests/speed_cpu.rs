@@ -5,16 +5,16 @@
 //! scaled by the number of rows: every row costs the same, since the mask is full. The backend is
 //! measured completely, with all its threads. Both take the best of several runs.
 //!
-//! The machine may be busy with other programs, so what counts is processor time as the kernel of
-//! the system accounts it: that of the naive loop, and for the backend that of all threads divided
-//! by their number, which is what it takes on an idle machine. The time on the clock is printed
-//! beside it.
+//! The machine may be busy with other programs, so the test compares processor time as the
+//! operating system accounts it: for the naive loop its own, and for the backend the time of all
+//! threads divided by their number, which is the elapsed time on an idle machine. The wall-clock
+//! time is printed as well.
 //!
-//! What the factor does not say: the layout of the oracle's arrays, `[seqlen, heads, head_dim]` in
-//! f32, is part of the naive loop's time. Over arrays of f64 in which one head is contiguous, the
-//! same loop is 2 to 4 times as fast in a release build, and the backend was 16 to 19 times as fast
-//! as that on two busy cores. Without optimisation of this package the naive loop is slower still,
-//! so the factor of a debug build only guards against a collapse of the backend.
+//! The factor has a caveat: the layout of the oracle's arrays, `[seqlen, heads, head_dim]` in f32,
+//! is part of the naive loop's time. Over f64 arrays in which one head is contiguous, the same loop
+//! is 2 to 4 times as fast in a release build, and the backend was 16 to 19 times as fast as that
+//! loop on two busy cores. Without optimisation of this package the naive loop is slower still, so
+//! in a debug build the factor only guards against a collapse of the backend.
 
 use blockflash_ops::{Attention, DType, Device, Stream, Tensor};
 use blockflash_tests::attention::{AttentionCase, AttentionData, AttentionInputs};
@@ -52,7 +52,7 @@ fn processor_time() -> Option<f64> {
     Some(nanoseconds as f64 * 1e-9)
 }
 
-/// Row `i` of head `h`, as the definition says it.
+/// Row `i` of head `h`, computed by the definition.
 #[allow(clippy::needless_range_loop, reason = "the plain loops are the point")]
 fn naive_row(data: &AttentionData, i: usize, h: usize) -> Vec<f64> {
     let at = |row: usize, e: usize| (row * HEADS + h) * HEAD_DIM + e;
@@ -97,7 +97,7 @@ fn twenty_times_the_naive_loop() {
     let mut o = Tensor::empty(stream, DType::F16, &case.shapes()[0]).unwrap();
     let threads = std::thread::available_parallelism().map_or(1, usize::from) as f64;
     let (used, on_clock) = best(6, || call.forward_into(o.view_mut(), None, stream).unwrap());
-    // Without the accounting, the time on the clock is all there is.
+    // Without the accounting, wall-clock time is the only measure.
     let on_idle = if processor_time().is_some() { used / threads } else { on_clock };
     let ratio = naive / on_idle;
     println!(

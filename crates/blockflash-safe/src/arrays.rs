@@ -4,9 +4,9 @@ use crate::view::check_dtype;
 use crate::{Element, Error, Result, Stream, Tensor, View};
 use ndarray::{ArrayD, ArrayView, CowArray, Dimension, IxDyn};
 
-/// A view of the array's memory, in which its elements may lie in any order of dimensions but
-/// without gaps: somebody else may be writing to what lies between the elements of an array view.
-/// [`Tensor::from_array`] copies any array.
+/// A view of the array's memory. The dimensions may lie in memory in any order, but without gaps,
+/// because other views may be writing to the elements in between. [`Tensor::from_array`] copies any
+/// array.
 ///
 /// ```
 /// # use blockflash_safe::View;
@@ -23,14 +23,14 @@ impl<'a, T: Element, D: Dimension> TryFrom<ArrayView<'a, T, D>> for View<'a> {
     type Error = Error;
 
     fn try_from(array: ArrayView<'a, T, D>) -> Result<View<'a>> {
-        // Also every empty array, whose strides ndarray sets to zero.
+        // Also covers every empty array, whose strides ndarray sets to zero.
         if let Some(rows) = array.to_slice() {
             return View::from_slice(rows, array.shape());
         }
         let strides = array.shape().iter().zip(array.strides());
         let strides = strides.map(|(&size, &stride)| match usize::try_from(stride) {
             Ok(stride) => Ok(stride),
-            // Nothing is ever a stride away from anything.
+            // No element is ever one stride away from another.
             Err(_) if size <= 1 => Ok(0),
             Err(_) => Err(Error::Array { what: "has a negative stride" }),
         });
@@ -46,7 +46,7 @@ impl Tensor {
     /// A row-major copy of an array with any strides. Waits for the copy.
     ///
     /// # Errors
-    /// Those of [`Tensor::from_slice`].
+    /// The errors of [`Tensor::from_slice`].
     pub fn from_array<T: Element, D: Dimension>(
         stream: &Stream,
         array: ArrayView<'_, T, D>,
@@ -56,8 +56,8 @@ impl Tensor {
         Tensor::from_slice(stream, rows.as_slice().ok_or(missing)?, array.shape())
     }
 
-    /// The elements as an array. Waits for the work on `stream`, which is one of the tensor's
-    /// device; on the CPU any stream will do.
+    /// The elements as an array. Waits for the work on `stream`, which must be a stream of the
+    /// tensor's device; on the CPU, any stream will do.
     ///
     /// ```
     /// # use blockflash_safe::{Device, Tensor};
@@ -70,7 +70,7 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// Those of [`Tensor::to_vec`].
+    /// The errors of [`Tensor::to_vec`].
     pub fn to_array<T: Element>(&self, stream: &Stream) -> Result<ArrayD<T>> {
         check_dtype::<T>(self.dtype())?;
         let elements = self.to_vec(stream)?;

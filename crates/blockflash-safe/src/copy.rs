@@ -5,7 +5,7 @@ use crate::{Layout, MAX_RANK, Result, Stream, Tensor, View};
 use cudarc::driver::sys::{self, CUmemorytype};
 use std::ptr;
 
-/// The driver takes no larger distance between rows, in bytes.
+/// The largest distance between rows that the driver takes, in bytes.
 const MAX_PITCH: usize = i32::MAX as usize;
 
 impl View<'_> {
@@ -27,7 +27,7 @@ impl View<'_> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch); those of [`Tensor::empty`].
+    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch); the errors of [`Tensor::empty`].
     pub fn to_tensor(&self, stream: &Stream) -> Result<Tensor> {
         self.device().expect(stream.device())?;
         let size = self.dtype().size();
@@ -72,14 +72,14 @@ impl View<'_> {
     }
 }
 
-/// The elements of a layout as rows that are contiguous, there and in a contiguous copy: groups of
-/// `count` rows that are a pitch apart. Everything in elements.
+/// The elements of a layout as rows that are contiguous both there and in a contiguous copy: groups
+/// of `count` rows that are a pitch apart. All numbers are in elements.
 struct Rows {
     width: usize,
     count: usize,
     from_pitch: usize,
     to_pitch: usize,
-    /// Where the groups start.
+    /// Start of each group.
     from: Layout,
     to: Layout,
 }
@@ -87,8 +87,8 @@ struct Rows {
 impl Rows {
     /// For a layout with elements of `size` bytes.
     fn of(layout: &Layout, size: usize) -> Result<Rows> {
-        // Size, stride, and stride in the copy, the inner dimension first; neighbours that lie in
-        // memory as one are one.
+        // Size, stride, and stride in the copy, the inner dimension first. Neighbouring dimensions
+        // that lie in memory as one are merged.
         let mut dims: Vec<[usize; 3]> = Vec::with_capacity(MAX_RANK);
         let mut to_stride = 1;
         for (&length, &stride) in layout.shape().iter().zip(layout.strides()).rev() {
@@ -120,7 +120,7 @@ impl Rows {
         Ok(Rows { width, count, from_pitch, to_pitch, from, to })
     }
 
-    /// The first element of each group, there and in the copy.
+    /// The first element of each group, in the layout and in the copy.
     fn starts(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
         self.from.offsets().zip(self.to.offsets())
     }

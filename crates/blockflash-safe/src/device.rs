@@ -2,7 +2,7 @@ use crate::gpu::{Context, CudaProperties};
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
-/// The CPU or one CUDA GPU. A small copyable name; the GPU's context behind it lives as long as the
+/// The CPU or one CUDA GPU. A small value to copy; the context of the GPU lives as long as the
 /// process.
 ///
 /// As text: `cpu`, `cuda:0`, `cuda:1`, …; `cuda` is read as `cuda:0`.
@@ -21,7 +21,7 @@ impl Device {
         self.0.is_none()
     }
 
-    /// What the GPU is; `None` for the CPU.
+    /// Properties of the GPU; `None` for the CPU.
     #[inline]
     pub fn cuda_properties(&self) -> Option<&CudaProperties> {
         self.0.map(|context| &context.properties)

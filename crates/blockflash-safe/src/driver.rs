@@ -1,4 +1,4 @@
-//! The driver library: is it there, is it new enough, and what its error codes mean.
+//! The driver library: whether it is present and new enough, and the meaning of its error codes.
 
 use crate::{Error, Result};
 use cudarc::driver::sys::{
@@ -6,23 +6,23 @@ use cudarc::driver::sys::{
 };
 use std::sync::OnceLock;
 
-/// The CUDA version that the driver must support (`1000 * major + 10 * minor`): that of the
+/// The CUDA version that the driver must support (`1000 * major + 10 * minor`): the version of the
 /// compiler of the kernel images. Driver 580 is the first one. Every symbol that this crate calls
-/// exists in such a driver, so that cudarc's lazy lookup of symbols, which panics, always finds
-/// them.
+/// exists in such a driver, so cudarc's lazy lookup of symbols, which panics on a missing one,
+/// always succeeds.
 pub const NEEDED_DRIVER_VERSION: u32 = 13_000;
 
-/// Names under which the driver is installed: a subset of those that cudarc tries, because cudarc
-/// panics when none is found.
+/// Names under which the driver is installed: a subset of the names that cudarc tries, because
+/// cudarc panics when it finds none.
 const LIBRARY_NAMES: &[&str] =
     if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so.1", "libcuda.so"] };
 
-/// What is called before the driver's version is known.
+/// Functions that are called before the driver's version is known.
 const FIRST_SYMBOLS: [&[u8]; 4] =
     [b"cuInit\0", b"cuDriverGetVersion\0", b"cuGetErrorName\0", b"cuGetErrorString\0"];
 
-/// Whether the driver library can be loaded. cudarc's own `is_culib_present` does not exist when
-/// another crate of the program asks for linking at build time, so this looks for itself.
+/// Whether the driver library can be loaded. cudarc's own `is_culib_present` does not exist if
+/// another crate of the program has cudarc linked at build time, so this function looks itself.
 fn library_is_present() -> bool {
     static PRESENT: OnceLock<bool> = OnceLock::new();
     *PRESENT.get_or_init(|| {
@@ -37,7 +37,7 @@ fn library_is_present() -> bool {
                     let complete = FIRST_SYMBOLS
                         .iter()
                         .all(|symbol| library.get::<*const ()>(*symbol).is_ok());
-                    // Unloading and loading it again would only cost time.
+                    // Not unloaded: loading the library again would only cost time.
                     std::mem::forget(library);
                     complete
                 })
@@ -95,14 +95,15 @@ fn failure(call: &'static str, code: CUresult) -> Error {
     }
 }
 
-/// Whether a stream of the current context is being captured into a graph, by whomever.
+/// Whether a stream of the current context is being captured into a graph, by this crate or another
+/// library.
 pub(crate) fn is_captured(stream: sys::CUstream) -> Result<bool> {
     let mut status = CaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
     // SAFETY: 1. The stream lives and its context is current. 2. The pointer is valid for writes
     // during the call.
     let code = unsafe { sys::cuStreamIsCapturing(stream, &mut status) };
-    // Asking the legacy default stream while a blocking stream is captured is an error that means
-    // "in a way, yes".
+    // While a blocking stream is captured, asking about the legacy default stream gives this error:
+    // the stream itself is not captured, but cannot be used until the capture ends.
     if code == CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT {
         return Ok(true);
     }
@@ -125,7 +126,7 @@ impl Relaxed {
 
 impl Drop for Relaxed {
     fn drop(&mut self) {
-        // SAFETY: as in `enter`. An error has no one to be reported to.
+        // SAFETY: as in `enter`. There is nobody to report an error to.
         let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut self.0) };
     }
 }

@@ -2,7 +2,7 @@ use crate::Device;
 use blockflash_sys::DType;
 use blockflash_sys::image::ImageError;
 
-/// What goes wrong below the operations. Every message is one line.
+/// Errors of devices, memory, tensors and launches. Every message is one line.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -20,7 +20,7 @@ pub enum Error {
         /// The CUDA version that the kernel images need.
         needed: u32,
     },
-    /// There is no GPU of this number.
+    /// No GPU has this number.
     #[error("there is no cuda:{ordinal}: the driver reports {count} GPU(s)")]
     NoSuchDevice {
         /// The number that was asked for, from 0.
@@ -28,7 +28,7 @@ pub enum Error {
         /// How many GPUs there are.
         count: usize,
     },
-    /// A device name that is none of `cpu`, `cuda` and `cuda:N`.
+    /// A device name other than `cpu`, `cuda` and `cuda:N`.
     #[error("unknown device {text:?}: expected cpu, cuda or cuda:N")]
     InvalidDevice {
         /// The name that was given.
@@ -65,7 +65,8 @@ pub enum Error {
     /// The kernel image is missing or damaged.
     #[error(transparent)]
     Image(#[from] ImageError),
-    /// The parameter struct of the host is not the one that the kernel image was compiled with.
+    /// The parameter struct of the host differs from the one that the kernel image was compiled
+    /// with.
     #[error("kernel {symbol} takes parameters of {image} bytes, the host passes {host}")]
     ParamSize {
         /// The kernel.
@@ -75,8 +76,8 @@ pub enum Error {
         /// Bytes that the image expects.
         image: usize,
     },
-    /// A launch that does not fit its kernel or its tensors; a planner that respects the kernel's
-    /// row never causes it.
+    /// A launch that does not fit its kernel or its tensors. A plan that respects the kernel's
+    /// entry in the table never causes it.
     #[error("launch of {symbol}: {what}")]
     Launch {
         /// The kernel.
@@ -84,10 +85,10 @@ pub enum Error {
         /// What does not fit.
         what: String,
     },
-    /// More dimensions than tensors have, or another number than the operation takes.
+    /// More dimensions than a tensor can have, or a number that the operation does not take.
     #[error("a tensor of {found} dimensions, expected {expected:?}")]
     Rank {
-        /// Numbers of dimensions that are possible.
+        /// Numbers of dimensions that are accepted.
         expected: std::ops::RangeInclusive<usize>,
         /// Number of dimensions that were given.
         found: usize,
@@ -108,7 +109,7 @@ pub enum Error {
     OutOfBounds {
         /// Elements from the first to the last one of the tensor.
         needed: usize,
-        /// Elements that there are.
+        /// Elements that are available.
         available: usize,
     },
     /// A dimension or a range of indices that the tensor does not have.
@@ -123,7 +124,7 @@ pub enum Error {
         /// The shape that was sliced.
         shape: Vec<usize>,
     },
-    /// Dimensions that are not there, or do not lie in memory as one.
+    /// Dimensions that do not exist, or that do not lie in memory as one.
     #[error("dimensions {start}..{end} cannot be flattened: shape {shape:?}, strides {strides:?}")]
     Flatten {
         /// First dimension.
@@ -148,12 +149,12 @@ pub enum Error {
     /// The order of dimensions is not a permutation.
     #[error("{order:?} is not a permutation of {rank} dimensions")]
     Permutation {
-        /// What was given.
+        /// The order that was given.
         order: Vec<usize>,
         /// Number of dimensions.
         rank: usize,
     },
-    /// The element type is another one.
+    /// The element type is not the required one.
     #[error("expected elements of type {expected}, found {found}")]
     DType {
         /// The type that is needed.
@@ -164,13 +165,13 @@ pub enum Error {
     /// Memory of a GPU cannot be read as a slice.
     #[error("the tensor is on {device}, not on the CPU")]
     NotOnCpu {
-        /// Where it is.
+        /// The device of the memory.
         device: Device,
     },
     /// Only possible on a GPU.
     #[error("{what} needs a GPU, not the CPU")]
     NotOnGpu {
-        /// What was asked for.
+        /// The operation that was asked for.
         what: &'static str,
     },
     /// A tensor, stream or event of one device used with another device.
@@ -181,7 +182,7 @@ pub enum Error {
         /// The device of the tensor, stream or event.
         found: Device,
     },
-    /// Several elements of a tensor that is written are (or may be) the same memory.
+    /// Several elements of a tensor to be written share (or may share) memory.
     #[error(
         "a tensor that is written must not overlap itself: shape {shape:?}, strides {strides:?}"
     )]
@@ -194,29 +195,29 @@ pub enum Error {
     /// Not possible while the stream is being captured into a graph.
     #[error("{what} is not possible while a graph is being captured")]
     InCapture {
-        /// What was asked for.
+        /// The operation that was asked for.
         what: &'static str,
     },
-    /// Streams and captured graphs that launch persistent kernels have a pair of counters each, and
-    /// none is left. They return some time after a stream or a graph was dropped and its work is
-    /// done.
+    /// Every stream and every captured graph that launches persistent kernels has a pair of tile
+    /// counters, and none is left. A pair returns some time after its stream or graph was dropped
+    /// and the work is done.
     #[error(
         "all {limit} pairs of tile counters are in use, one by each stream and each captured graph"
     )]
     TileCounters {
-        /// How many a GPU has.
+        /// Pairs per GPU.
         limit: usize,
     },
     /// An event that has not been recorded, or was created without timing.
     #[error("the event {what}")]
     Event {
-        /// What is wrong with it.
+        /// Why the event cannot be used.
         what: &'static str,
     },
-    /// An array of another library whose memory a view cannot be of.
+    /// An array of another library over whose memory no view is possible.
     #[error("the array {what}")]
     Array {
-        /// What is wrong with it.
+        /// The property that prevents it.
         what: &'static str,
     },
     /// Index arrays that no kernel may follow.
@@ -225,7 +226,7 @@ pub enum Error {
         /// The first entry that is wrong.
         what: String,
     },
-    /// The description of a tensor map breaks a rule of the tensor memory accelerator.
+    /// The description of a tensor map breaks a rule of TMA.
     #[error("tensor map: {what}")]
     TensorMap {
         /// The rule.

@@ -11,10 +11,10 @@ use std::sync::{Arc, Mutex};
 
 /// Captured work that is launched as a whole, with the launch overhead of one kernel.
 ///
-/// A graph repeats what was captured with the same addresses and parameters. It keeps all
-/// [`Tensor`](crate::Tensor)s alive that the captured work uses, whatever their owners do; views of
-/// foreign memory are the promise of whoever made them. What the tensors contain is read at each
-/// launch, so inputs may be overwritten between launches, in stream order.
+/// A graph repeats the captured work with the same addresses and parameters. It keeps all
+/// [`Tensor`](crate::Tensor)s alive that the captured work uses, whatever their owners do; for
+/// views of foreign memory, the code that made them has promised this. The contents of tensors are
+/// read at each launch, so inputs may be overwritten between launches, in stream order.
 pub struct Graph {
     device: Device,
     /// The driver does not allow two calls with the same executable graph at a time.
@@ -52,8 +52,8 @@ impl<'s> Capture<'s> {
         let mut session = stream.session()?.ok_or(Error::NotOnGpu { what: "capturing a graph" })?;
         session.refuse_capture("a second capture")?;
         // Relaxed: the stricter modes make unrelated calls of this or any thread fail, among them
-        // the loading of a kernel at its first launch. What a graph must not contain is refused by
-        // this crate itself.
+        // the loading of a kernel at its first launch. This crate itself refuses everything that a
+        // graph must not contain.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream lives and its context is current.
         check("cuStreamBeginCapture", unsafe {
@@ -63,8 +63,8 @@ impl<'s> Capture<'s> {
         Ok(Capture(stream))
     }
 
-    /// Ends the capture. What it keeps is returned even with an error, to be dropped outside of the
-    /// session.
+    /// Ends the capture. Returns everything that it keeps even after an error, to be dropped
+    /// outside of the session.
     fn end(&self) -> (Result<GraphTemplate>, Vec<Arc<dyn Kept>>) {
         let mut session = match self.0.session() {
             Ok(Some(session)) => session,

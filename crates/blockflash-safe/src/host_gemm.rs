@@ -26,13 +26,13 @@ pub fn host_gemm(
     }
     let (a, b) = (a.as_slice::<f32>()?.as_ptr(), b.as_slice::<f32>()?.as_ptr());
     let c = c.as_mut_slice::<f32>()?.as_mut_ptr();
-    // Strides fit: no tensor spans more than `isize::MAX` bytes; those of dimensions without
-    // neighbours are not used. SAFETY:
-    // 1. Each pointer is that of a slice that is the span of its view's layout, so every element
-    //    that shape and strides name lies inside it. The shapes agree.
+    // Strides fit into `isize`: no tensor spans more than `isize::MAX` bytes. Strides of dimensions
+    // of size 1 are not used. SAFETY:
+    // 1. Each pointer is the start of a slice that is the span of its view's layout, so every
+    //    element that shape and strides name lies inside it. The shapes agree.
     // 2. All bits are valid f32.
     // 3. `c` is borrowed exclusively, so it overlaps neither `a` nor `b`, and by the rule of
-    //    `ViewMut` not itself.
+    //    `ViewMut` its elements do not overlap each other.
     unsafe {
         gemm::gemm(
             m,
@@ -70,7 +70,7 @@ fn matrix(view: &View<'_>) -> Result<([usize; 2], [usize; 2])> {
 mod tests {
     use super::*;
 
-    /// Small integers: every order of summation gives the same f32.
+    /// Small integers, so that every order of summation gives the same f32.
     fn values(count: usize, seed: usize) -> Vec<f32> {
         (0..count).map(|i| ((i * 7 + seed * 5) % 11) as f32 - 5.0).collect()
     }

@@ -9,11 +9,11 @@ use std::ffi::CString;
 use std::ptr;
 use std::sync::{Arc, PoisonError};
 
-/// Shared memory that a kernel may use without asking for more.
+/// Bytes of shared memory that a kernel may use without asking for more.
 const DEFAULT_SMEM_BYTES: u32 = 48 * 1024;
 
 impl Device {
-    /// Loads a kernel now instead of at its first launch, and says what it occupies.
+    /// Loads a kernel now instead of at its first launch, and returns its resources.
     ///
     /// # Errors
     /// [`Error::NotOnGpu`] for the CPU, [`Error::Image`] for a missing image, [`Error::Cuda`] for
@@ -59,14 +59,14 @@ impl LoadedKernel {
         bytemuck::cast_slice_mut(&mut aligned)[..bytes.len()].copy_from_slice(&bytes);
 
         let _bound = context.bind()?;
-        // For kernels that count tiles: allocated now rather than at the first launch.
+        // Tile counters of persistent kernels: allocated now rather than at the first launch.
         TileCounters::of(context)?;
         let mut module = ptr::null_mut();
         // SAFETY:
         // 1. The context is current, the pointer valid for writes.
         // 2. The image is a complete cubin, or PTX that ends with a NUL: `blockflash_sys::image`
-        //    embeds no others, and for those of a folder whoever enables the feature
-        //    `images-from-folder` vouches. The driver copies it.
+        //    embeds no others, and a program that enables the feature `images-from-folder` vouches
+        //    for the images of a folder. The driver copies the image.
         let code = unsafe { sys::cuModuleLoadData(&mut module, aligned.as_ptr().cast()) };
         check("cuModuleLoadData", code)?;
         let mut raw = ptr::null_mut();
@@ -105,8 +105,8 @@ fn attribute(function: sys::CUfunction, attribute: Attribute) -> Result<u32> {
     Ok(u32::try_from(value).unwrap_or(0))
 }
 
-/// Bytes of the kernel's first parameter. That there is no second one is not asked: memory checkers
-/// report the refusal.
+/// Bytes of the kernel's first parameter. The driver is not asked for a second one, because memory
+/// checkers report the refusal.
 fn param_bytes(function: sys::CUfunction) -> Result<usize> {
     let (mut offset, mut size) = (0, 0);
     // SAFETY: 1. A loaded function of the current context. 2. The pointers are valid for writes

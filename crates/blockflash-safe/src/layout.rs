@@ -15,7 +15,7 @@ const MAX_SPAN: usize = isize::MAX as usize / 4;
 /// bits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Layout {
-    // Entries at and beyond `rank` are 0, so that derived equality compares what is meant.
+    // Entries from `rank` on are 0, so that the derived equality ignores them.
     shape: [usize; MAX_RANK],
     strides: [usize; MAX_RANK],
     rank: usize,
@@ -54,8 +54,8 @@ impl Layout {
         let mut elements = 1usize;
         let mut last = 0usize;
         for (&size, &stride) in shape.iter().zip(strides) {
-            // The strides of an empty tensor are never used; those of others must not overflow
-            // anywhere below.
+            // The strides of an empty tensor are never used. All other strides must not overflow
+            // below.
             let reach = if empty { Some(0) } else { (size - 1).checked_mul(stride) };
             last = reach.and_then(|reach| last.checked_add(reach)).ok_or(Error::TooLarge)?;
             elements = elements.checked_mul(size.max(1)).ok_or(Error::TooLarge)?;
@@ -124,11 +124,11 @@ impl Layout {
         true
     }
 
-    /// Whether two different indices may be the same element, which forbids writing.
+    /// Whether two different indices may name the same element. Such a tensor cannot be written.
     ///
-    /// Exact for every layout that comes from a contiguous one by permuting, slicing and repeating;
-    /// interleavings of other origin (strides 2 and 3, say) count as overlapping even where they
-    /// happen not to be.
+    /// Exact for every layout that results from permuting, slicing and repeating a contiguous one.
+    /// Layouts of another origin (strides 2 and 3, say) count as overlapping even where they happen
+    /// not to be.
     pub fn overlaps_itself(&self) -> bool {
         if self.is_empty() {
             return false;
@@ -186,9 +186,9 @@ impl Layout {
         Ok((part, offset))
     }
 
-    /// The dimensions `dims` as one, in row-major order: `[batch, k, n]` with `0..2` is
-    /// `[batch * k, n]`. Each of them has to continue where the one inside it ends; strides of
-    /// dimensions of size 1 do not matter, nor any where there are no elements.
+    /// Merges the dimensions `dims` into one, in row-major order: `[batch, k, n]` with `0..2`
+    /// becomes `[batch * k, n]`. Each dimension must continue where the next inner one ends.
+    /// Strides of dimensions of size 1 do not matter, and no stride does if there are no elements.
     ///
     /// # Errors
     /// [`Error::Flatten`].

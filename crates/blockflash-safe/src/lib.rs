@@ -28,8 +28,8 @@
 //!   ([`BsrIndices`], [`BlockLists`]): checked on the host, in memory that safe code cannot write
 //!   any more.
 //!
-//! What is hidden in this documentation (launches, their operands and parameter structs, tensor
-//! maps) is for `blockflash-ops`. It changes with the kernels, also without a new major version.
+//! The parts hidden in this documentation (launches, their operands and parameter structs, tensor
+//! maps) are for `blockflash-ops`. They change with the kernels, even without a new major version.
 
 #[cfg(feature = "ndarray")]
 mod arrays;

@@ -4,7 +4,7 @@ use crate::{Error, Result};
 use cudarc::driver::sys;
 use std::ptr;
 
-/// A CUDA event, without rules about captures: [`Event`](crate::Event) has those.
+/// A CUDA event without the rules about captures, which [`Event`](crate::Event) adds.
 pub(crate) struct Mark {
     context: &'static Context,
     raw: Handle<sys::CUevent_st>,
@@ -24,8 +24,8 @@ impl Mark {
         Ok(Mark { context, raw: Handle(raw) })
     }
 
-    /// A mark behind everything that is queued on a stream of the context now, which lives, is not
-    /// being captured, and whose context is current.
+    /// A mark behind everything that is queued so far on a stream of the context. The stream lives
+    /// and is not being captured, and its context is current.
     pub(crate) fn behind(context: &'static Context, stream: sys::CUstream) -> Result<Mark> {
         let mark = Mark::new(context, false)?;
         mark.record(stream)?;
@@ -39,7 +39,7 @@ impl Mark {
         check("cuEventRecord", unsafe { sys::cuEventRecord(self.raw.0, stream) })
     }
 
-    /// Lets the stream wait, which lives and whose context is current.
+    /// Makes the stream wait for the mark. The stream lives, and its context is current.
     pub(crate) fn hold(&self, stream: sys::CUstream) -> Result<()> {
         // SAFETY: 1. The stream's context is current. 2. Both live: the event is borrowed, the
         // stream is the caller's word. 3. 0: no flags.
@@ -61,7 +61,7 @@ impl Mark {
         }
     }
 
-    /// Milliseconds between two marks of one context with timing, which were reached.
+    /// Milliseconds between two marks of one context that have timing and have been reached.
     pub(crate) fn elapsed_ms(&self, end: &Mark) -> Result<f32> {
         let _bound = self.context.bind()?;
         // SAFETY: both events were created with timing, live, and belong to the current context.
@@ -85,9 +85,9 @@ impl std::fmt::Debug for Mark {
 impl Drop for Mark {
     fn drop(&mut self) {
         if let Ok(_bound) = self.context.bind() {
-            // SAFETY: 1. We created the event and this is its only owner. 2. The driver lets
-            // pending records and waits finish before the event's resources go. An error has no one
-            // to be reported to.
+            // SAFETY: 1. We created the event, and this is its only owner. 2. The driver lets
+            // pending records and waits finish before the event's resources go. There is nobody to
+            // report an error to.
             let _ = unsafe { sys::cuEventDestroy_v2(self.raw.0) };
         }
     }

@@ -1,5 +1,5 @@
-//! Owned memory: aligned host memory, and device memory that lives exactly as long as work needs
-//! it.
+//! Owned memory: aligned host memory, and device memory that lives exactly as long as queued work
+//! needs it.
 
 use crate::driver::{Relaxed, check};
 use crate::stream::{Kept, Session};
@@ -71,7 +71,7 @@ impl DeviceMemory {
                 what: "stream-ordered allocation",
             });
         }
-        // The driver calls absurd sizes invalid rather than too large.
+        // The driver reports absurd sizes as invalid rather than as too large.
         if bytes as u64 > context.properties.memory_bytes {
             return Err(Error::OutOfMemory { bytes });
         }
@@ -115,7 +115,7 @@ impl DeviceMemory {
         &self.home
     }
 
-    /// Lets the home stream wait for what the other streams have queued that may use the memory.
+    /// Makes the home stream wait for all work on other streams that may use the memory.
     pub(crate) fn gather(&self, what: &'static str) -> Result<()> {
         let users = lock(&self.users).clone();
         gather(&self.home, &users, what)
@@ -132,7 +132,7 @@ impl Kept for DeviceMemory {
             return Ok(());
         }
         if self.home.is_capturing()? {
-            // An event of a capture cannot be waited for by work outside of it.
+            // Work outside of a capture cannot wait for an event of the capture.
             return Err(Error::InCapture {
                 what: "the first use of a tensor on another stream than the captured one",
             });
@@ -146,8 +146,8 @@ impl Kept for DeviceMemory {
         } else {
             stream.wait_for(&self.home)?;
         }
-        // A program may use as many streams as it likes one after another. Asking is no danger to
-        // captures of other threads.
+        // A program may use any number of streams one after another, so streams whose work is done
+        // are removed. The query does not disturb captures of other threads.
         let _relaxed = Relaxed::enter()?;
         users.retain(|user| !user.is_over());
         users.push(stream.user());
@@ -159,7 +159,7 @@ impl Kept for DeviceMemory {
     }
 }
 
-/// Lets `home` wait for `users`, unless one of them is being captured: `what` would become part of
+/// Makes `home` wait for `users`, unless one of them is being captured: `what` would become part of
 /// the graph.
 fn gather(home: &Stream, users: &[User], what: &'static str) -> Result<()> {
     for stream in users.iter().filter_map(User::stream).chain([home.clone()]) {
@@ -188,8 +188,8 @@ pub(crate) struct Freed {
 static DEFERRED: Mutex<Vec<Freed>> = Mutex::new(Vec::new());
 
 impl Freed {
-    /// Queues the release, or leaves it for later when a stream that is involved is being captured:
-    /// the release would become part of the graph.
+    /// Queues the release, or postpones it while one of the streams is being captured, because the
+    /// release would become part of the graph.
     fn free(self) {
         if self.try_free().is_err() {
             lock(&DEFERRED).push(self);
@@ -204,14 +204,14 @@ impl Freed {
         // 1. `ptr` comes from `cuMemAllocAsync` and is freed once: `Freed` is made by the only drop
         //    of `DeviceMemory`, and a failed attempt has not freed it.
         // 2. All work that uses it precedes the release: on the home stream by its order; on other
-        //    streams because `prepare` noted them and the home stream now waits for what they have
-        //    queued. No owner is left who could queue more.
+        //    streams because `prepare` noted them and the home stream now waits for their queued
+        //    work. No owner is left that could queue more.
         // 3. The stream lives and its context is current.
         check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(self.ptr, session.raw()) })
     }
 }
 
-/// Tries again to free what a capture had kept from being freed.
+/// Tries again to free memory whose release a capture has postponed.
 pub(crate) fn free_deferred() {
     let deferred = std::mem::take(&mut *lock(&DEFERRED));
     deferred.into_iter().for_each(Freed::free);

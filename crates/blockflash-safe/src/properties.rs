@@ -1,4 +1,4 @@
-//! Asking the driver what there is; creates no context.
+//! Queries of the driver about itself and its GPUs, without creating a context.
 
 use crate::driver::{check, initialise};
 use crate::gpu::CudaProperties;
@@ -9,7 +9,7 @@ use serde::Serialize;
 use std::ffi::CStr;
 
 impl CudaProperties {
-    /// Asks the driver; creates no context.
+    /// Queries the driver, without creating a context.
     pub(crate) fn read(ordinal: usize) -> Result<CudaProperties> {
         let device = device_handle(ordinal)?;
         let driver_version = initialise()?;
@@ -59,10 +59,10 @@ pub struct CudaDriver {
     pub devices: Vec<CudaProperties>,
 }
 
-/// What CUDA offers on this machine, or the error that says why it offers nothing.
+/// The CUDA driver and GPUs of this machine, or the error that explains why there are none.
 pub type CudaStatus = Result<CudaDriver>;
 
-/// Asks the driver what there is; creates no context.
+/// Queries the driver, without creating a context.
 pub fn cuda_status() -> CudaStatus {
     let version = initialise()?;
     let count = device_count()?;

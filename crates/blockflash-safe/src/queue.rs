@@ -7,23 +7,24 @@ use cudarc::driver::sys;
 use std::ptr;
 use std::sync::{Arc, OnceLock};
 
-/// Of a stream of ours that is gone: a mark behind its last work, unless none could be made.
+/// Set when a stream of ours is gone: a mark behind its last work, or `None` if recording one
+/// failed.
 pub(crate) type End = OnceLock<Option<Mark>>;
 
 /// A CUDA stream.
 pub(crate) struct Queue {
     pub(crate) context: &'static Context,
     pub(crate) raw: Handle<sys::CUstream_st>,
-    /// Whether it is ours, and destroyed with this.
+    /// Whether this crate created the stream, which is then destroyed with this value.
     pub(crate) owned: bool,
-    /// For launches that are not captured, from the first one on that counts tiles.
+    /// For launches that are not captured; taken at the first launch of a persistent kernel.
     counter: OnceLock<Slot>,
     pub(crate) end: Arc<End>,
 }
 
 impl Queue {
-    /// A stream of our own. Non-blocking: no hidden order with the legacy default stream of other
-    /// libraries.
+    /// A new stream. It is non-blocking, so it has no implicit order with the legacy default stream
+    /// of other libraries.
     pub(crate) fn new(context: &'static Context) -> Result<Queue> {
         let _bound = context.bind()?;
         let mut raw = ptr::null_mut();
@@ -35,14 +36,14 @@ impl Queue {
         Ok(queue)
     }
 
-    /// A stream of somebody else.
+    /// A foreign stream.
     pub(crate) fn foreign(context: &'static Context, raw: sys::CUstream) -> Queue {
         let (counter, end) = (OnceLock::new(), Arc::default());
         Queue { context, raw: Handle(raw), owned: false, counter, end }
     }
 
-    /// The tile counters of a kernel that is queued next: those of the stream, or of the graph that
-    /// it becomes a part of. The context is current, and nobody else queues.
+    /// The tile counters for the kernel that is queued next: the counters of the stream, or of the
+    /// graph that captures the launch. The context is current, and no other thread queues.
     pub(crate) fn tile_counter(&self, capturing: bool) -> Result<*mut u32> {
         let counters = || TileCounters::of(self.context);
         if capturing {
@@ -66,8 +67,8 @@ impl Drop for Queue {
         }
         let mut end = None;
         if let Ok(_bound) = self.context.bind() {
-            // What is queued on a captured stream becomes a part of the graph: then the counters
-            // stay taken, and memory that was used on the stream is not freed.
+            // Work that is queued on a captured stream becomes a part of the graph. In that case
+            // the counters stay taken, and memory that was used on the stream is not freed.
             if is_captured(self.raw.0).is_ok_and(|captured| !captured) {
                 if let Some(counter) = self.counter.get() {
                     counter.give_back_behind(self.raw.0);
@@ -79,10 +80,10 @@ impl Drop for Queue {
             // SAFETY:
             // 1. We created the stream, and this is its only owner: it is destroyed once.
             // 2. Work that is still queued is finished by the driver before the stream's resources
-            //    go. An error has no one to be reported to.
+            //    go. There is nobody to report an error to.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.raw.0) };
         }
-        // Nobody else sets it.
+        // Nothing else sets it.
         let _ = self.end.set(end);
     }
 }

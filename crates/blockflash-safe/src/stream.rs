@@ -19,15 +19,15 @@ pub(crate) struct Inner {
     device: Device,
     /// `None` on the CPU.
     pub(crate) queue: Option<Queue>,
-    /// While the stream is captured: the memory that the graph will use. The lock is held whenever
-    /// something is queued, so that no work of another thread slips into a capture without its
+    /// The memory that the graph will use, while the stream is being captured. The lock is held
+    /// whenever work is queued; otherwise work of another thread could enter a capture without its
     /// memory being noted.
     capture: Mutex<Option<Recording>>,
 }
 
 impl Device {
-    /// A new stream: a queue of work that runs in order, independent of other streams (also of
-    /// CUDA's default stream). On the CPU work runs at once, before its call returns.
+    /// A new stream: work on it runs in order and independently of other streams, CUDA's default
+    /// stream included. On the CPU, work runs before its call returns.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -37,24 +37,24 @@ impl Device {
 }
 
 impl Stream {
-    /// Wraps a stream of somebody else (`CUstream` or `cudaStream_t`: PyTorch, candle, CUDA
-    /// itself), which stays theirs. Null is the legacy default stream.
+    /// Wraps a foreign stream (a `CUstream` or `cudaStream_t` of PyTorch, candle or CUDA itself),
+    /// which its owner keeps and destroys. Null is the legacy default stream.
     ///
     /// # Safety
     /// 1. `stream` is a stream of the primary context of `device`, or null; not the per-thread
     ///    default stream, which is another one in each thread.
     /// 2. It outlives the returned value, all its clones, and all tensors that were allocated on or
     ///    used with them.
-    /// 3. When it is captured by other means than [`Stream::capture`] on this value or its clones,
-    ///    or joins such a capture: the tensors that are used meanwhile outlive the graph and its
-    ///    launches; launches of all that is made of the graph (executable graphs, child graphs) run
-    ///    one after another; and no launch runs at the same time as other work, in this or another
-    ///    graph, with memory that is used in turns ([`BsrPartsMemory`](crate::BsrPartsMemory)) if
-    ///    the capture uses it.
+    /// 3. If the stream is captured by other means than [`Stream::capture`] on this value or its
+    ///    clones, or joins such a capture: the tensors that are used meanwhile outlive the graph
+    ///    and its launches; launches of everything made of the graph (executable graphs, child
+    ///    graphs) run one after another; and if the capture uses memory that is used in turns
+    ///    ([`BsrPartsMemory`](crate::BsrPartsMemory)), no launch runs at the same time as other
+    ///    work with that memory, in this or another graph.
     ///
-    /// Kernels that count tiles take one of 8192 pairs of counters for each such stream. Nobody
-    /// says when it is gone, so it keeps them for the rest of the process; those of captures return
-    /// when the graph is gone.
+    /// Persistent kernels take one of 8192 pairs of tile counters for each such stream. Nothing
+    /// tells when the stream is gone, so it keeps its pair for the rest of the process; pairs taken
+    /// by captures return when the graph is gone.
     ///
     /// # Errors
     /// [`Error::NotOnGpu`] for the CPU.
@@ -67,7 +67,7 @@ impl Stream {
         Stream(Arc::new(Inner { device, queue, capture: Mutex::default() }))
     }
 
-    /// Where the work runs.
+    /// The device that runs the work.
     #[inline]
     pub fn device(&self) -> &Device {
         &self.0.device
@@ -102,15 +102,15 @@ impl Stream {
         self.session()?.map_or(Ok(false), |session| session.is_capturing())
     }
 
-    /// Whether work on the other stream runs after what is queued on this one, because they are
-    /// clones of each other or wrap the same `CUstream`. All streams of the CPU are the same.
+    /// Whether work on the other stream runs after everything queued on this one, because the two
+    /// are clones of each other or wrap the same `CUstream`. All streams of the CPU are the same.
     pub fn is_same_queue(&self, other: &Stream) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
             || (self.device() == other.device() && self.raw() == other.raw())
     }
 
-    /// Opens the stream for queueing; `None` on the CPU. Two sessions are never open in one thread:
-    /// they hold locks.
+    /// Opens the stream for queueing; `None` on the CPU. A thread must never have two open
+    /// sessions, because they hold locks.
     pub(crate) fn session(&self) -> Result<Option<Session<'_>>> {
         let Some(queue) = &self.0.queue else { return Ok(None) };
         let capture = lock(&self.0.capture);
@@ -124,21 +124,21 @@ impl fmt::Debug for Stream {
     }
 }
 
-/// What queued work uses.
+/// Something that queued work uses.
 pub(crate) trait Kept: Send + Sync {
-    /// Must be called before work that uses it is queued on `stream`, and not while a session is
-    /// open.
+    /// Must be called before work that uses it is queued on `stream`, and while no session is open.
     fn prepare(&self, stream: &Stream) -> Result<()>;
 
-    /// For what one piece of work uses at a time (`turns.rs`): the stream that used it last.
+    /// The stream that used it last, for memory that only one piece of work uses at a time
+    /// (`turns.rs`).
     fn turn(&self) -> Option<&Mutex<Stream>>;
 }
 
-/// A capture that was begun here.
+/// A capture that this crate began.
 pub(crate) struct Recording {
-    /// That no other capture of the process has.
+    /// A number that no other capture of the process has.
     number: u64,
-    /// What the graph will use.
+    /// Everything that the graph will use.
     pub(crate) kept: Vec<Arc<dyn Kept>>,
 }
 
@@ -166,12 +166,12 @@ impl Session<'_> {
         self.queue.context
     }
 
-    /// The capture in progress, if there is one that was begun here.
+    /// The capture in progress, if this crate began it.
     pub(crate) fn capture(&mut self) -> &mut Option<Recording> {
         &mut self.capture
     }
 
-    /// The number of the capture in progress, if there is one that was begun here.
+    /// The number of the capture in progress, if this crate began it.
     pub(crate) fn capture_number(&self) -> Option<u64> {
         self.capture.as_ref().map(|recording| recording.number)
     }
@@ -185,16 +185,17 @@ impl Session<'_> {
         }
     }
 
-    /// Two words for a kernel that is queued next: see [`Queue::tile_counter`].
+    /// Two words for the kernel that is queued next: see [`Queue::tile_counter`].
     pub(crate) fn tile_counter(&self) -> Result<*mut u32> {
         self.queue.tile_counter(self.is_capturing()?)
     }
 
-    /// Lets what is queued next wait for a mark that was recorded in the capture of this number.
+    /// Makes the work that is queued next wait for a mark. `captured` is the number of the capture
+    /// in which the mark was recorded.
     pub(crate) fn wait(&self, mark: &Mark, captured: Option<u64>) -> Result<()> {
         match (captured, self.capture_number()) {
-            // The stream would join the capture, and its work the graph, without this crate keeping
-            // the memory alive.
+            // Otherwise the stream would join the capture, and its work the graph, without this
+            // crate keeping the memory alive.
             (Some(_), None) => Err(Error::InCapture { what: "waiting on another stream" }),
             (captured, Some(own)) if captured != Some(own) => {
                 Err(Error::InCapture { what: "waiting for work outside of the capture" })
@@ -215,7 +216,7 @@ impl Session<'_> {
         if self.is_capturing()? { Err(Error::InCapture { what }) } else { Ok(()) }
     }
 
-    /// Waits for the stream while it is kept from other threads.
+    /// Waits for the stream while no other thread can queue on it.
     pub(crate) fn synchronize(&self) -> Result<()> {
         // SAFETY: the stream lives and its context is current.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.raw()) })

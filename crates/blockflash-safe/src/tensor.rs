@@ -28,7 +28,7 @@ impl Tensor {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], [`Error::InCapture`], [`Error::Unsupported`] for a GPU without
-    /// memory pools, [`Error::Cuda`]; those of [`Layout::contiguous`].
+    /// memory pools, [`Error::Cuda`]; the errors of [`Layout::contiguous`].
     pub fn empty(stream: &Stream, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         Tensor::allocate(stream, dtype, shape, false, |memory| memory)
     }

@@ -4,10 +4,10 @@ use blockflash_sys::params::blockflash_tensor_map;
 use cudarc::driver::sys;
 use std::ffi::c_void;
 
-/// How the rows of a box are permuted in shared memory, to keep its reads free of bank conflicts.
+/// The permutation of the rows of a box in shared memory, which keeps reads free of bank conflicts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Swizzle {
-    /// Not at all.
+    /// No permutation.
     None,
     /// Within 32 bytes.
     B32,
@@ -29,8 +29,7 @@ impl Swizzle {
     }
 }
 
-/// A tiled tensor for the tensor memory accelerator (compute capability 9.0 and newer), before it
-/// is encoded.
+/// A tiled tensor for TMA (compute capability 9.0 and newer), before it is encoded.
 ///
 /// Dimension 0 is the innermost one, which is contiguous: the reverse of the order of
 /// [`Layout`](crate::Layout).
@@ -51,7 +50,7 @@ pub struct TensorMapSpec<'s> {
 }
 
 impl TensorMapSpec<'_> {
-    /// Checks the rules of `cuTensorMapEncodeTiled`, whose own errors do not say which one is
+    /// Checks the rules of `cuTensorMapEncodeTiled`, whose own errors do not say which rule is
     /// broken.
     ///
     /// # Errors
@@ -103,10 +102,11 @@ impl TensorMapSpec<'_> {
         })
     }
 
-    /// Encodes a map of the memory of `view` for a kernel's parameters. The view must hold all that
-    /// the map reaches from its first element. Boxes that reach outside the shape read zeros and do
-    /// not write there. The map does not keep the memory alive: the view goes into the launch that
-    /// uses it. A shape without elements has no map: zeros, which the kernel does not use.
+    /// Encodes a map of the memory of `view` for a kernel's parameters. The view must hold
+    /// everything that the map reaches from its first element. Boxes that reach outside of the
+    /// shape read zeros and do not write there. The map does not keep the memory alive, so the view
+    /// must be passed to the launch that uses the map. For a shape without elements the map is all
+    /// zeros, and the kernel does not use it.
     ///
     /// # Errors
     /// [`Error::TensorMap`], [`Error::NotOnGpu`], [`Error::DType`], [`Error::OutOfBounds`],
@@ -172,8 +172,8 @@ impl TensorMapSpec<'_> {
     }
 }
 
-/// What the driver writes. The alignment of its type in cudarc changes with the version of the
-/// bindings.
+/// The map as the driver writes it. The alignment of the type in cudarc changes with the version of
+/// the bindings.
 #[repr(C, align(128))]
 struct Encoded([u64; 16]);
 

@@ -1,11 +1,12 @@
-//! Where the blocks of a persistent kernel count which tile is next.
+//! The counters from which the CTAs of a persistent kernel take their next tile.
 //!
-//! A kernel leaves its counters as it found them, zero. So launches that run one after another may
-//! share a slot: those of one stream, and those that one capture makes of one stream. Other
-//! launches may run at the same time and get slots of their own. A slot is handed on when nothing
-//! can use it any more, and then it is zero again: that of a stream when the stream is gone and its
-//! work done, that of a capture when the graph, all executable graphs made of it and their launches
-//! are.
+//! A kernel leaves its counters at zero, as it found them. Launches that run one after another may
+//! therefore share a slot: the launches of one stream, and the launches that one capture records
+//! from one stream. Other launches may run at the same time and get slots of their own.
+//!
+//! A slot is handed on, at zero again, when nothing can use it any more. For a stream, that is when
+//! the stream is gone and its work is done; for a capture, when the graph, all executable graphs
+//! made of it and their launches are gone.
 
 use crate::driver::{Relaxed, check};
 use crate::gpu::Context;
@@ -16,41 +17,41 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::Mutex;
 
-/// Slots of a context.
+/// Number of slots of a context.
 const SLOTS: usize = 8192;
-/// Bytes of a slot: the next tile and the number of blocks that are done, u32 each.
+/// Bytes of a slot: the next tile and the number of CTAs that are done, u32 each.
 const SLOT_BYTES: usize = 8;
 
 /// The slots of a context.
 pub(crate) struct TileCounters {
     /// Device address of all slots, which are never freed.
     address: u64,
-    /// Never locked during a call into the driver, whose threads lock it in [`give_back`].
+    /// Never locked during a call into the driver, because driver threads lock it in [`give_back`].
     slots: Mutex<Slots>,
 }
 
-/// A slot that somebody has.
+/// A slot in use.
 #[derive(Clone, Copy)]
 pub(crate) struct Slot {
     counters: &'static TileCounters,
     index: usize,
 }
 
-/// What a capture makes of a stream, which lives as long as the capture.
+/// What a capture records from a stream, which lives as long as the capture.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Capture {
     stream: usize,
-    /// The driver's; no number is used twice in a process.
+    /// The driver's id of the capture; no id is used twice in a process.
     number: u64,
 }
 
 struct Slots {
     limit: usize,
-    /// The last one is taken next.
+    /// Free slots; the last one is taken next.
     free: Vec<usize>,
     captures: HashMap<Capture, usize>,
-    /// Of streams of somebody else, by the driver's number, which is not used twice in a process.
-    /// Nobody says when they are gone, so they keep their slots.
+    /// Slots of foreign streams, by the driver's id, which is not used twice in a process. Nothing
+    /// tells when such a stream is gone, so it keeps its slot.
     foreign: HashMap<u64, usize>,
 }
 
@@ -86,7 +87,7 @@ impl Slots {
 }
 
 impl TileCounters {
-    /// Those of a context, which is current, allocated at the first call.
+    /// The slots of a context, which is current. They are allocated at the first call.
     pub(crate) fn of(context: &Context) -> Result<&'static TileCounters> {
         static ALL: Mutex<Vec<(usize, &TileCounters)>> = Mutex::new(Vec::new());
         let mut all = lock(&ALL);
@@ -100,13 +101,13 @@ impl TileCounters {
         Ok(counters)
     }
 
-    /// A slot for a stream of this crate, which gives it back when it is destroyed.
+    /// A slot for a stream that this crate created, which gives it back when it is destroyed.
     pub(crate) fn of_stream(&'static self) -> Result<Slot> {
         let index = lock(&self.slots).take()?;
         Ok(Slot { counters: self, index })
     }
 
-    /// The slot of a stream of somebody else, whose context is current.
+    /// The slot of a foreign stream, whose context is current.
     pub(crate) fn of_foreign_stream(&'static self, stream: CUstream) -> Result<Slot> {
         let mut number = 0;
         // SAFETY: 1. The stream lives and its context is current. 2. The pointer is valid for
@@ -116,8 +117,8 @@ impl TileCounters {
         Ok(Slot { counters: self, index })
     }
 
-    /// The slot of what a capture makes of a stream, whose context is current, whoever captures.
-    /// The graph owns the slot.
+    /// The slot for the work that a capture, by this crate or another library, records from a
+    /// stream whose context is current. The graph owns the slot.
     pub(crate) fn of_capture(&'static self, stream: CUstream) -> Result<Slot> {
         let (number, graph) = capture_of(stream)?;
         let capture = Capture { stream: stream as usize, number };
@@ -138,25 +139,25 @@ impl Slot {
         ptr::without_provenance_mut(self.counters.address as usize + self.index * SLOT_BYTES)
     }
 
-    /// Gives the slot back when everything that is queued on the stream is done, which is not being
-    /// captured. Its context is current, and nothing more will be queued that uses the slot.
+    /// Gives the slot back once everything that is queued on the stream is done. The stream is not
+    /// being captured, its context is current, and nothing that uses the slot is queued afterwards.
     pub(crate) fn give_back_behind(self, stream: CUstream) {
         let lease = Box::into_raw(Box::new(Lease { slot: self, capture: None }));
         // SAFETY:
         // 1. The stream lives and its context is current.
         // 2. `give_back` is called at most once, with the pointer that it expects.
-        // After a failure the context is lost and the slot, with it, too.
+        // After a failure the context is lost, and the slot with it.
         let _ = unsafe { sys::cuLaunchHostFunc(stream, Some(give_back), lease.cast()) };
     }
 }
 
-/// The driver's right to a slot.
+/// The driver's ownership of a slot.
 struct Lease {
     slot: Slot,
     capture: Option<Capture>,
 }
 
-/// Called by the driver: must not call into it, nor wait for anybody who does.
+/// Called by the driver. It must neither call the driver nor wait for a thread that does.
 ///
 /// # Safety
 /// `lease` comes from `Box::<Lease>::into_raw` and is not used again.
@@ -166,9 +167,9 @@ unsafe extern "C" fn give_back(lease: *mut c_void) {
     lock(&slot.counters.slots).give_back(slot.index, capture);
 }
 
-/// Makes a graph that is being captured the owner of a slot. The programming guide on CUDA user
-/// objects: executable graphs take over a copy of every reference, and when they are destroyed keep
-/// it until their launches have finished.
+/// Makes a graph that is being captured the owner of a slot. Source: the CUDA programming guide on
+/// user objects. Executable graphs take over a copy of every reference, and after their destruction
+/// they keep it until their launches have finished.
 fn own(graph: CUgraph, lease: Lease) -> Result<()> {
     let lease: *mut c_void = Box::into_raw(Box::new(lease)).cast();
     let mut object = ptr::null_mut();
@@ -196,14 +197,14 @@ fn own(graph: CUgraph, lease: Lease) -> Result<()> {
     })
 }
 
-/// The driver's number of the capture that the stream is in, and the graph.
+/// The driver's id of the capture that the stream is in, and the graph.
 fn capture_of(stream: CUstream) -> Result<(u64, CUgraph)> {
     let (mut status, mut number, mut graph) =
         (Status::CU_STREAM_CAPTURE_STATUS_NONE, 0, ptr::null_mut());
     // SAFETY:
     // 1. The stream lives and its context is current.
-    // 2. The pointers that are not null are valid for writes during the call; the others say that
-    //    nothing is asked for.
+    // 2. The pointers that are not null are valid for writes during the call; null means that the
+    //    value is not asked for.
     let code = unsafe {
         sys::cuStreamGetCaptureInfo_v3(
             stream,
@@ -222,7 +223,8 @@ fn capture_of(stream: CUstream) -> Result<(u64, CUgraph)> {
     Ok((number, graph))
 }
 
-/// Device memory of zeros, also while streams are being captured, here or by another library.
+/// Zeroed device memory; may be called while streams are being captured, here or by another
+/// library.
 fn zeroed(bytes: usize) -> Result<u64> {
     let _relaxed = Relaxed::enter()?;
     let mut stream = ptr::null_mut();
@@ -242,8 +244,7 @@ fn zeroed(bytes: usize) -> Result<u64> {
         Ok(address)
     };
     let filled = fill();
-    // SAFETY: we created the stream, and this is its only owner. An error has no one to be reported
-    // to.
+    // We created the stream, and this is its only owner. There is nobody to report an error to.
     let _ = unsafe { sys::cuStreamDestroy_v2(stream) };
     filled
 }

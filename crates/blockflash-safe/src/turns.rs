@@ -1,8 +1,9 @@
-//! Memory that only one piece of queued work uses at a time, whatever streams it is queued on.
+//! Memory that only one piece of queued work uses at a time, on whatever streams the work is
+//! queued.
 //!
-//! Whoever queues such work takes a turn with the memory: the stream waits for what the stream that
-//! used it last has queued, and nobody else takes a turn until the work is queued. What is captured
-//! does not run, so it takes no turns; each launch of the graph takes them.
+//! Such work takes a turn with the memory before it is queued: its stream waits for everything
+//! queued on the stream that used the memory last, and nobody else can take a turn until the work
+//! is queued. Captured work does not run, so it takes no turn; each launch of the graph does.
 
 use crate::mark::Mark;
 use crate::stream::Session;
@@ -10,10 +11,10 @@ use crate::{Error, Result, Stream, lock::lock};
 use std::ptr;
 use std::sync::{Mutex, MutexGuard};
 
-/// Which stream used the memory last.
+/// The stream that used the memory last.
 pub(crate) type Turn = Mutex<Stream>;
 
-/// The turns of work that is about to be queued on a stream. To be held until it is queued.
+/// The turns of work that is about to be queued on a stream. Must be held until it is queued.
 pub(crate) struct Turns<'m>(Vec<Taken<'m>>);
 
 struct Taken<'m> {
@@ -21,18 +22,18 @@ struct Taken<'m> {
     before: Before,
 }
 
-/// What the work comes after.
+/// What the work has to wait for.
 enum Before {
-    /// The stream's own work.
+    /// Nothing: the same stream used the memory last.
     Own,
-    /// What another stream has queued.
+    /// Work that another stream has queued.
     Mark(Mark),
-    /// What another stream has queued, which is being captured: nobody outside of the capture can
-    /// wait for that stream.
+    /// Work of another stream that is being captured: nothing outside of the capture can wait for
+    /// that stream.
     Captured,
 }
 
-/// What another stream has queued by now.
+/// The work to wait for: everything that `last` has queued so far.
 fn before(last: &Stream) -> Result<Before> {
     let Some(session) = last.session()? else { return Ok(Before::Own) };
     if session.is_capturing()? {
@@ -42,7 +43,7 @@ fn before(last: &Stream) -> Result<Before> {
 }
 
 impl<'m> Turns<'m> {
-    /// Not while a session is open.
+    /// Must not be called while a session is open.
     pub(crate) fn take(
         turns: impl Iterator<Item = &'m Turn>,
         stream: &Stream,
@@ -55,8 +56,8 @@ impl<'m> Turns<'m> {
         Ok(Turns(taken.collect::<Result<_>>()?))
     }
 
-    /// Lets the stream of the session wait for its turns. What is queued next in the session may
-    /// use the memory.
+    /// Makes the stream of the session wait for its turns. Work that is queued next in the session
+    /// may use the memory.
     pub(crate) fn begin(&mut self, session: &Session<'_>, stream: &Stream) -> Result<()> {
         if self.0.is_empty() || session.is_capturing()? {
             return Ok(());
@@ -77,8 +78,8 @@ impl<'m> Turns<'m> {
     }
 }
 
-/// Each turn once, in one order for all threads: so two that take the same ones never wait for each
-/// other.
+/// Each turn once, in one order for all threads, so that two threads that take the same turns
+/// cannot deadlock.
 fn in_order<'m>(turns: impl Iterator<Item = &'m Turn>) -> Vec<&'m Turn> {
     let mut turns: Vec<&Turn> = turns.collect();
     turns.sort_by_key(|turn| ptr::from_ref(*turn).addr());

@@ -34,8 +34,8 @@ impl<'a> View<'a> {
     /// Row-major host memory.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`] unless the slice has exactly the shape's number of elements; those of
-    /// [`Layout::contiguous`].
+    /// [`Error::OutOfBounds`] unless the slice has exactly the shape's number of elements; the
+    /// errors of [`Layout::contiguous`].
     pub fn from_slice<T: Element>(data: &'a [T], shape: &[usize]) -> Result<View<'a>> {
         let layout = Layout::contiguous(shape)?;
         check_length(&layout, data.len())?;
@@ -45,7 +45,7 @@ impl<'a> View<'a> {
     /// Host memory with strides in elements. The slice may be longer than the tensor's span.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`]; those of [`Layout::strided`].
+    /// [`Error::OutOfBounds`]; the errors of [`Layout::strided`].
     pub fn from_slice_strided<T: Element>(
         data: &'a [T],
         shape: &[usize],
@@ -56,7 +56,7 @@ impl<'a> View<'a> {
         Ok(View::from_host(bytemuck::cast_slice(data), T::DTYPE, layout))
     }
 
-    /// Device memory of somebody else (PyTorch, candle, …).
+    /// Device memory that another library (PyTorch, candle, …) owns.
     ///
     /// # Safety
     /// 1. `ptr` is a pointer into memory of `device`, aligned to the element type and valid for
@@ -252,7 +252,7 @@ impl<'a> View<'a> {
         View { source, device, dtype, layout }
     }
 
-    /// Who keeps the memory alive, when it is ours and on a GPU.
+    /// The owner that keeps the memory alive, if the memory is ours and on a GPU.
     #[inline]
     pub(crate) fn owner(&self) -> Option<&'a Arc<DeviceMemory>> {
         match self.source {
@@ -266,7 +266,7 @@ pub(crate) fn check_dtype<T: Element>(found: DType) -> Result<()> {
     if found == T::DTYPE { Ok(()) } else { Err(Error::DType { expected: T::DTYPE, found }) }
 }
 
-/// A contiguous tensor takes the whole slice: another length is a mistake in the shape.
+/// A contiguous tensor takes the whole slice: another length means that the shape is wrong.
 pub(crate) fn check_length(layout: &Layout, available: usize) -> Result<()> {
     let needed = layout.elements();
     if needed == available { Ok(()) } else { Err(Error::OutOfBounds { needed, available }) }

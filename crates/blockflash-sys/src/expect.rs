@@ -1,10 +1,10 @@
 use std::fmt;
 
-/// What a row says about its machine code; `cargo xtask sass --check` proves it on the committed
-/// images.
+/// A requirement of a kernel on its machine code, which `cargo xtask sass --check` proves on the
+/// committed images.
 ///
-/// An instruction is named by its opcode, the part before the first dot: `HMMA` stands for
-/// `HMMA.16816.F32` too, and not for `HMMA2`.
+/// An instruction is named by its opcode, the part before the first dot: `HMMA` also stands for
+/// `HMMA.16816.F32`, but not for `HMMA2`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Expect {
     /// The instruction occurs.
@@ -21,7 +21,8 @@ impl Expect {
         }
     }
 
-    /// Whether it holds for machine code in which the instruction occurs this many times.
+    /// Whether the requirement holds for machine code in which the instruction occurs `count`
+    /// times.
     pub const fn holds(self, count: u64) -> bool {
         match self {
             Expect::Contains(_) => count > 0,

@@ -6,7 +6,7 @@ use std::fmt;
 pub struct ComputeCapability {
     /// 8 for Ampere and Ada, 9 for Hopper, 10 and 12 for Blackwell.
     pub major: u32,
-    /// 9 in 8.9.
+    /// The 9 of 8.9, for example.
     pub minor: u32,
 }
 
@@ -23,7 +23,7 @@ impl fmt::Display for ComputeCapability {
     }
 }
 
-/// What a kernel image is compiled for.
+/// The target that a kernel image is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Target {
@@ -76,7 +76,7 @@ impl Target {
         matches!(self, Target::Ptx80)
     }
 
-    /// Whether later GPUs run its instructions, too.
+    /// Whether later GPUs run its instructions as well.
     pub const fn is_portable(self) -> bool {
         !matches!(self, Target::Sm90a)
     }
@@ -95,8 +95,8 @@ impl Target {
         }
     }
 
-    /// Shared memory in bytes that one block may use on the smallest GPU of this target; rows are
-    /// checked against it.
+    /// Bytes of shared memory that one CTA may use on the smallest GPU of this target. Tests check
+    /// every kernel against it.
     pub const fn smem_limit(self) -> u32 {
         match self {
             Target::Sm80 => 163 * 1024,

@@ -1,9 +1,9 @@
-//! A result held against the oracle row by row.
+//! Comparison of a result with the oracle, row by row.
 //!
-//! Each row of the output is held to twice the error that a plain computation in the same precision
-//! makes in it, plus a floor for what a correct computation is free to round once. The row that
-//! comes closest to its limit, or exceeds it most, is reported. Large problems are checked on a
-//! sample that contains the first and the last row.
+//! The limit of each row of the output is twice the error that a plain computation in the same
+//! precision makes in it, plus a floor for the roundings that a correct computation is free to make
+//! once. The row closest to its limit, or furthest beyond it, is reported. Large problems are
+//! checked on a sample that contains the first and the last row.
 
 use crate::elements::Element;
 use crate::rounding::{Sizes, subnormal_roundoff, unit_roundoff};
@@ -13,20 +13,21 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Multiply-adds that a check may cost: seconds on two cores. Tests sample sooner.
+/// Largest number of multiply-adds of a check, which takes seconds on two cores. Tests sample
+/// earlier.
 pub(crate) const BUDGET: u64 = if cfg!(test) { 1 << 22 } else { 1 << 30 };
 
-/// How far a result is from the reference.
+/// The distance of a result from the reference.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
 pub struct Comparison {
     /// Elements that were compared.
     pub checked: u64,
     /// Elements of the whole result.
     pub total: u64,
-    /// Largest absolute error in the worst row; infinite where the result is NaN or infinite and
+    /// Largest absolute error in the worst row. Infinite where the result is NaN or infinite and
     /// the reference is not, or the reverse.
     pub error: f64,
-    /// What is allowed in that row.
+    /// The limit of that row.
     pub limit: f64,
     /// ‖result − reference‖ / ‖reference‖ over the checked elements.
     pub relative: f64,
@@ -42,7 +43,8 @@ impl Comparison {
         self.error <= self.limit
     }
 
-    /// A row of a result of this type; `floor` gives what may be rounded, of the largest sizes.
+    /// Compares a row of a result of this type. `floor` returns the error that is free, from the
+    /// largest sizes in the row.
     pub(crate) fn of_row(
         dtype: DType,
         row: impl Iterator<Item = (f32, Element)>,
@@ -59,7 +61,8 @@ impl Comparison {
             found.error = found.error.max(error);
             found.error_squares += error * error;
             found.reference_squares += exact_size * exact_size;
-            // An overflow of the plain computation says nothing about what is allowed elsewhere.
+            // Where the plain computation overflows, it says nothing about the errors of other
+            // elements.
             plain_error = plain_error.max(finite(distance(element.plain, exact)));
             largest.exact = largest.exact.max(exact_size);
             largest.magnitude = largest.magnitude.max(finite(element.magnitude));
@@ -81,13 +84,13 @@ impl Comparison {
     }
 
     pub(crate) fn finish(self, total: usize) -> Self {
-        // Without a reference that is not zero any error is infinite, and none is none.
+        // Relative to a reference of zero, any error is infinite and no error is 0.
         let scale = if self.error_squares == 0.0 { 1.0 } else { self.reference_squares };
         Self { total: total as u64, relative: (self.error_squares / scale).sqrt(), ..self }
     }
 }
 
-/// Why a check cannot be made: the operands do not belong together.
+/// The reason why a check cannot be made: the operands do not belong together.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot check: {0}")]
 pub struct Mismatch(pub(crate) String);
@@ -120,7 +123,7 @@ fn representable(dtype: DType, value: f64) -> f64 {
     }
 }
 
-/// Tells `progress` the fraction that is done.
+/// Reports the fraction that is done to `progress`.
 pub(crate) struct Steps<'a> {
     done: AtomicUsize,
     all: usize,
@@ -132,15 +135,15 @@ impl<'a> Steps<'a> {
         Self { done: AtomicUsize::new(0), all, progress }
     }
 
-    /// One more is done.
+    /// Counts one more unit of work as done.
     pub(crate) fn step(&self) {
         let done = 1 + self.done.fetch_add(1, Ordering::Relaxed);
         (self.progress)(done as f64 / self.all as f64);
     }
 }
 
-/// Positions to check, ascending, with the first and the last: that is where masks and tails go
-/// wrong.
+/// Positions to check, ascending. The first and the last are always among them, because masks and
+/// tails fail there.
 pub(crate) fn sample(count: usize, total: usize, seed: u64, lane: u64) -> Vec<usize> {
     let mut random = SmallRng::seed_from_u64(seed ^ lane.wrapping_mul(0x9E37_79B9_7F4A_7C15));
     let mut chosen = rand::seq::index::sample(&mut random, total, count.min(total)).into_vec();

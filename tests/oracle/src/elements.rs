@@ -1,4 +1,4 @@
-//! What is compared: arrays, and single elements of them.
+//! The objects of a comparison: arrays, and single elements of them.
 
 use blockflash_sys::DType;
 use half::{bf16, f16};
@@ -26,13 +26,13 @@ pub trait Elements: Debug + Sync {
     }
 }
 
-/// What an element of a result should be.
+/// The expected value of an element of a result.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Element {
     /// Its value in f64.
     pub exact: f64,
-    /// What a plain computation in the precision of the tensors gives: f32 sums, probabilities and
-    /// the result rounded to their types.
+    /// The value of a plain computation in the precision of the tensors: f32 sums, probabilities
+    /// and the result rounded to their types.
     pub plain: f64,
     /// Root of the sum of squares of the terms that are added up.
     pub magnitude: f64,

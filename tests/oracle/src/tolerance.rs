@@ -1,35 +1,35 @@
 //! The one rule by which a result is accepted.
 //!
-//! With `plain` the same computation done plainly in the same precision (inputs and probabilities
-//! rounded to the input type, f32 accumulation, output rounded), an output tensor is accepted when
+//! `plain` is the same computation done plainly in the same precision: inputs and probabilities
+//! rounded to the input type, f32 accumulation, output rounded. An output tensor is accepted when
 //!
 //! 1. **max**: `max |got - exact| <= 2 · max |plain - exact| + floor` over the tensor, and
 //! 2. **relative Frobenius, row by row**: `‖got - exact‖ <= 2 · ‖plain - exact‖ + floor`, which
-//!    notices one key or one block that is missing among thousands, in whatever row it happens;
-//! 3. elements whose exact value is NaN are NaN, infinite ones are that infinity, all others are
-//!    finite.
+//!    notices one missing key or block among thousands, in whatever row it is missing;
+//! 3. elements whose exact value is NaN are NaN, infinite ones are the same infinity, and all
+//!    others are finite.
 //!
 //! The floor keeps a lucky `plain` (a row of one key has no rounding error at all) from demanding
-//! the impossible. It is what any correct computation is free to do once: one rounding of the
-//! result, one rounding of the factor that enters the second product (the probabilities), the f32
-//! roundings of the exponents from which that factor is computed (an absolute error of an exponent
-//! is a relative one of the probability), the f32 roundings of the epilogue, and what tensor cores
-//! cut off while they add (`rounding.rs` derives how much). Each is a
-//! unit roundoff times the size of what is rounded; in the norm of a row the first two count with
-//! their root mean square, a unit roundoff / √3. It has no tunable factor and is never widened. For
-//! f16 and bf16 outputs all but the first two are small.
+//! the impossible. It covers the roundings that any correct computation is free to make once: one
+//! rounding of the result, one rounding of the factor that enters the second product (the
+//! probabilities), the f32 roundings of the exponents from which that factor is computed (an
+//! absolute error of an exponent is a relative one of the probability), the f32 roundings of the
+//! epilogue, and the bits that tensor cores cut off while they add (derived in `rounding.rs`). Each
+//! is a unit roundoff times the size of the rounded value; in the norm of a row, the first two
+//! count with their root mean square, a unit roundoff / √3. The floor has no tunable factor and is
+//! never widened. For f16 and bf16 outputs, all terms but the first two are small.
 
 use crate::elements::Element;
 use crate::rounding::{Rounding, Sizes};
 
-/// Exact and plainly computed values of one output tensor, or of sampled rows of it.
+/// Exact and plainly computed values of one output tensor, or of a sample of its rows.
 #[derive(Clone, Debug, Default)]
 pub struct Reference {
     /// Elements per row: the unit of the Frobenius rule.
     pub width: usize,
     /// Values in f64.
     pub exact: Vec<f64>,
-    /// Values of the plain same-precision computation.
+    /// Values of the plain computation in the same precision.
     pub plain: Vec<f64>,
     /// Root of the sum of squares of the terms that were added up for an element.
     pub magnitude: Vec<f64>,
@@ -48,8 +48,8 @@ impl Extend<Element> for Reference {
     }
 }
 
-/// Accepts `got` or says what is wrong: the rule, the first bad element (named by `name`), got,
-/// expected and limit.
+/// Accepts `got`, or returns a message with the rule that failed, the first bad element (named by
+/// `name`), the values got and expected, and the limit.
 pub fn check(
     got: &[f64],
     reference: &Reference,
@@ -59,8 +59,8 @@ pub fn check(
     judge(got, &reference.exact, reference, rounding, 1.0, name)
 }
 
-/// Accepts two results of the same problem when they differ by no more than the sum of what each
-/// may differ from the exact one.
+/// Accepts two results of the same problem when they differ by no more than the sum of the errors
+/// that each may have against the exact result.
 pub fn check_agreement(
     got: &[f64],
     other: &[f64],
@@ -71,8 +71,8 @@ pub fn check_agreement(
     judge(got, other, reference, rounding, 2.0, name)
 }
 
-/// The rule for `got` against `expected`, with a limit for as many computations as lie between
-/// them.
+/// The rule for `got` against `expected`. The limit counts once for each computation between the
+/// two.
 fn judge(
     got: &[f64],
     expected: &[f64],
@@ -155,7 +155,7 @@ fn judge(
     Ok(())
 }
 
-/// NaN where NaN is due, the right infinity where one is due, finite elsewhere.
+/// NaN and infinities must be exactly where they are expected; all other values must be finite.
 fn check_classes(
     got: &[f64],
     expected: &[f64],

@@ -58,7 +58,7 @@ impl AttentionReference {
         reference
     }
 
-    /// What a correct implementation may round in the output.
+    /// The roundings that a correct implementation may make in the output.
     pub fn rounding(&self, case: &AttentionCase) -> Rounding {
         let keys = case.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
         let largest_score =
@@ -71,14 +71,14 @@ impl AttentionReference {
         }
     }
 
-    /// What a correct implementation may round in the log-sum-exp: it sums unrounded probabilities.
+    /// The same for the log-sum-exp, which sums unrounded probabilities.
     pub fn lse_rounding(case: &AttentionCase) -> Rounding {
         Rounding::of_products(0, score_steps(case), DType::F32)
     }
 }
 
-/// Roundings of a score: those of its sum, and 8 for the change to base 2 and back, the exponential
-/// and the logarithm (2 units each in hardware).
+/// Roundings of a score: the roundings of its sum, and 8 for the change to base 2 and back, the
+/// exponential and the logarithm (2 units each in hardware).
 fn score_steps(case: &AttentionCase) -> usize {
     8 + case.head_dim.div_ceil(PRODUCTS)
 }
@@ -122,7 +122,7 @@ fn sample(case: &AttentionCase, sequences: &[Sequence], budget: f64) -> Vec<[usi
     rows
 }
 
-/// What all rows share.
+/// Data that all rows share.
 struct Call<'a> {
     case: &'a AttentionCase,
     data: &'a AttentionData,
@@ -131,7 +131,7 @@ struct Call<'a> {
     sequences: Vec<Sequence>,
 }
 
-/// A row of the output; `keys` is room for those that it attends.
+/// A row of the output; `keys` is a buffer for the keys that it attends to.
 fn row(call: &Call<'_>, [b, i, h]: [usize; 3], keys: &mut Vec<usize>) -> AttentionRow {
     let Call { case, data, blocks, key_norms, sequences } = call;
     let (d, s) = (case.head_dim, &sequences[b]);
@@ -144,7 +144,7 @@ fn row(call: &Call<'_>, [b, i, h]: [usize; 3], keys: &mut Vec<usize>) -> Attenti
     let scores = Scores { scale: case.scale(), softcap: case.softcap, sink };
     let kv = |j: usize| [&data.k[at(j)..][..d], &data.v[at(j)..][..d]];
     let mut row = attention_row(case.dtype, scores, q, keys, kv);
-    // A score is as large as its value, or as the terms that cancel in it.
+    // The size of a score is its value, or the size of the terms that cancel in it.
     let q_norm = norm(q) * f64::from(case.scale()) / (d as f64).sqrt();
     let terms = keys.iter().map(|&j| q_norm * key_norms[at(j) / d]);
     row.lse.magnitude = terms.fold(row.lse.magnitude, f64::max);

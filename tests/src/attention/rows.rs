@@ -1,5 +1,5 @@
-//! The rows of the manifest that compute attention: which there are, what they are asked, what they
-//! refuse.
+//! The kernels of the table that compute attention, the cases that they are given, and their
+//! refusals.
 
 use super::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Choice,
@@ -11,11 +11,11 @@ use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{self, AttentionTile, Variant};
 use std::collections::BTreeMap;
 
-/// Rows with their tiles, by element type and head dimension. Those of a group compute the same
-/// problems: they share cases and references.
+/// Kernels with their tiles, by element type and head dimension. The kernels of a group compute the
+/// same problems, so they share cases and references.
 pub type RowGroups = BTreeMap<(DType, u32), Vec<(&'static Kernel, AttentionTile)>>;
 
-/// The attention rows that a GPU can run.
+/// The attention kernels that a GPU can run.
 pub fn row_groups(gpu: &Gpu) -> RowGroups {
     let mut groups = RowGroups::new();
     for (row, tile) in gpu.rows().filter_map(|row| Some((row, row.attention_tile()?))) {
@@ -32,7 +32,7 @@ pub fn dims_of_tile(head_dim: u32) -> Vec<usize> {
     head_dims(narrower as usize + 1..=head_dim as usize)
 }
 
-/// Runs a case, unless the row cannot: then it must say so.
+/// Runs a case. A kernel that cannot compute it must refuse it.
 pub fn run_or_refuse(
     case: &AttentionCase,
     data: &AttentionData,
@@ -50,13 +50,14 @@ pub fn run_or_refuse(
         other => return Err(format!("not refused because of {reason:?}: {other:?}\n    {case:?}")),
     }
     if case.block_mask.is_none() {
-        // The library takes another row.
+        // The library selects another kernel.
         run_and_check(case, data, reference, Choice::Selected, stream)?;
     }
     Ok(0)
 }
 
-/// What a row of the case's type and width says if it cannot compute it.
+/// The refusal that is due from a kernel of the case's type and width, if it cannot compute the
+/// case.
 fn refusal(case: &AttentionCase, row: &Kernel) -> Option<&'static str> {
     let tile = row.attention_tile()?;
     let divides = |tile: u32, block: usize| block.is_multiple_of(tile as usize);
@@ -75,13 +76,13 @@ fn refusal(case: &AttentionCase, row: &Kernel) -> Option<&'static str> {
     if !shared(case.heads_kv) || !shared(mask_heads) {
         return Some("share a tile");
     }
-    // Tensor maps cannot say that entries are repeated.
+    // Tensor maps cannot describe repeated entries.
     let repeated = case.broadcast_kv
         && matches!(case.lengths, Lengths::Dense { batch: 2.., seqlen_kv: 1.., .. });
     (repeated && matches!(row.variant, Variant::AttentionFwdHopper(_))).then_some("tensor map")
 }
 
-/// Runs a case 30 times: the same bits every time.
+/// Runs a case 30 times and requires the same bits every time.
 pub fn same_bits(
     case: &AttentionCase,
     row: &'static Kernel,

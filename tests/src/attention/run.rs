@@ -1,4 +1,4 @@
-//! Runs a case on a device and judges every element that was, or was not, to be written.
+//! Runs a case on a device and checks every element, including those that must not be written.
 
 use super::{AttentionCase, AttentionData, AttentionReference, Blocks, Content, Lengths, Sequence};
 use crate::gpu::wait;
@@ -10,12 +10,12 @@ use blockflash_ops::attention::{Attention, CuSeqlens};
 use blockflash_ops::{BlockMask, DType, Operation, Stream, Tensor};
 use blockflash_sys::Kernel;
 
-/// Which kernel computes a case.
+/// The kernel that computes a case.
 #[derive(Clone, Copy, Debug)]
 pub enum Choice {
-    /// The one that the library selects; on the CPU its CPU backend.
+    /// The kernel that the library selects; on the CPU, the CPU backend.
     Selected,
-    /// This row of the manifest.
+    /// This kernel of the table.
     This(&'static Kernel),
 }
 
@@ -45,7 +45,7 @@ fn placed(case: &AttentionCase) -> ([Placed; 4], Placed) {
 }
 
 impl AttentionInputs {
-    /// Uploads the data of a case; what lies in the gaps of the tensors is NaN.
+    /// Uploads the data of a case; the gaps of the tensors hold NaN.
     pub fn upload(
         case: &AttentionCase,
         data: &AttentionData,
@@ -73,9 +73,9 @@ impl AttentionInputs {
         })
     }
 
-    /// Replaces q, k, v, the sink and the sequence offsets where they are, as a replayed graph
-    /// needs it. The new case has the shapes, placements and block mask of the old one, and no
-    /// longer sequence than the longest that a call captured from it announced.
+    /// Replaces q, k, v, the sink and the sequence offsets in place, as a replayed graph needs it.
+    /// The new case has the shapes, placements and block mask of the old one, and no sequence
+    /// longer than the longest that a captured call announced.
     pub fn refill(
         &mut self,
         case: &AttentionCase,
@@ -237,8 +237,8 @@ impl AttentionOutputs {
     }
 }
 
-/// The logical values of an output, after checking that exactly those elements were written for
-/// which `due` says so.
+/// The logical values of an output, after checking that exactly the elements for which `due` is
+/// true were written.
 pub(crate) fn written(
     placed: &Placed,
     physical: &[u32],
@@ -283,8 +283,8 @@ fn physical(case: &AttentionCase, data: &AttentionData) -> [Vec<u32>; 3] {
     })
 }
 
-/// Uploads, runs, waits and judges a case whose data and reference are there. Returns how many
-/// outputs were compared, or the complete story of what is wrong.
+/// Uploads, runs, waits and checks a case whose data and reference are given. Returns the number of
+/// compared outputs, or a complete description of the failure.
 pub fn run_and_check(
     case: &AttentionCase,
     data: &AttentionData,

@@ -1,4 +1,4 @@
-//! A mask that is to be built, as plain data.
+//! A mask to be built, as plain data.
 
 use crate::number::{normal, rng};
 use blockflash_ops::attention::{Align, Mask};
@@ -6,7 +6,7 @@ use blockflash_ops::{BlockGeometry, BlockMask, Error};
 use rand::Rng;
 use rand::seq::SliceRandom;
 
-/// What a mask is built of.
+/// The source of a mask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MaskSource {
     /// A byte per block.
@@ -17,7 +17,7 @@ pub enum MaskSource {
     Scores,
 }
 
-/// A mask that is built, described.
+/// Description of a mask to be built.
 #[derive(Clone, Debug)]
 pub struct MaskCase {
     /// Queries and keys.
@@ -26,15 +26,15 @@ pub struct MaskCase {
     pub blocks: [usize; 2],
     /// Batch entries and heads of the mask.
     pub groups: [usize; 2],
-    /// What it is built of.
+    /// The source.
     pub source: MaskSource,
-    /// Length of the lists, or number of scores that are chosen.
+    /// Length of the lists, or number of chosen scores.
     pub k: usize,
     /// The token mask.
     pub mask: Mask,
-    /// Batch entries and heads of the blocks that are always visited, if there are any.
+    /// Batch entries and heads of the blocks that are always visited, if any.
     pub always: Option<[usize; 2]>,
-    /// Decides about the data.
+    /// Seed of the data.
     pub seed: u64,
 }
 

@@ -27,7 +27,7 @@ impl MaskInputs {
         Ok(Self { case: case.clone(), source, always })
     }
 
-    /// Replaces the values of the source where they are, as a replayed graph needs it.
+    /// Replaces the values of the source in place, as a replayed graph needs it.
     pub fn refill(&mut self, data: &MaskData, stream: &Stream) -> Result<(), Error> {
         match self.case.source {
             MaskSource::Bool => self.source.copy_from_slice(stream, &bytes(data)),
@@ -37,7 +37,7 @@ impl MaskInputs {
         .map_err(Error::from)
     }
 
-    /// What the mask is built of.
+    /// The source of the mask.
     pub fn choice(&self) -> BlockChoice<'_> {
         let view = self.source.view();
         let source = match self.case.source {
@@ -48,7 +48,7 @@ impl MaskInputs {
         BlockChoice { always: self.always.as_ref(), mask: self.case.mask, source }
     }
 
-    /// Queues a build, with this very kernel on a GPU.
+    /// Queues a build; on a GPU, with exactly this kernel.
     pub fn build(
         &self,
         buffer: &mut BlockMaskBuffer,
@@ -80,8 +80,8 @@ pub struct Arrays {
 }
 
 impl Arrays {
-    /// Those of a mask, after everything queued on the stream; columns as far as `row_ptr` counts
-    /// them.
+    /// The arrays of a mask, after everything queued on the stream; columns as far as `row_ptr`
+    /// counts them.
     pub fn of(mask: &BlockMask, stream: &Stream) -> Result<Self, Error> {
         let row_ptr = mask.row_ptr().to_vec::<i32>(stream)?;
         let end = row_ptr.last().map_or(0, |&end| end.max(0) as usize);
@@ -89,7 +89,7 @@ impl Arrays {
         Ok(Self { row_ptr, col_idx, row_order: mask.row_order().to_vec(stream)? })
     }
 
-    /// Says where two differ first.
+    /// Describes the first difference of two masks.
     pub fn compare(&self, expected: &Self) -> Result<usize, String> {
         let arrays = [
             ("row_ptr", &self.row_ptr, &expected.row_ptr),
@@ -111,7 +111,8 @@ impl Arrays {
     }
 }
 
-/// What a capacity leaves of a mask: rows end where it does, and keep their places in the order.
+/// The part of a mask that fits into a capacity: rows end there, and keep their places in the
+/// order.
 pub fn cut(mask: &BlockMask, capacity: usize, stream: &Stream) -> Result<Arrays, Error> {
     let mut arrays = Arrays::of(mask, stream)?;
     arrays.col_idx.truncate(capacity);

@@ -23,26 +23,26 @@ pub struct BsrCase {
     pub block_size: usize,
     /// Which blocks are stored.
     pub pattern: Pattern,
-    /// Whether the matrix that is multiplied with is Aᵀ, stored so, and taken by an index.
-    /// Structure and data are those of A all the same.
+    /// Whether A is stored as its transpose and multiplied transposed, by an index. Structure and
+    /// data describe A in either case.
     pub transposed: bool,
     /// Factor of the product.
     pub alpha: f32,
-    /// Factor of the C that was there; 0: it holds NaN.
+    /// Factor of the previous C; with 0, the previous C holds NaN.
     pub beta: f32,
     /// Bias vector.
     pub bias: BiasKind,
-    /// Function of the result.
+    /// Activation of the result.
     pub activation: Activation,
     /// Memory layout of B and of C.
     pub placements: [Placement; 2],
     /// Where B holds NaN.
     pub nan_in_b: NanInB,
-    /// Whether there is a workspace, with which long tiles may be computed in parts.
+    /// Whether there is a workspace with which long tiles may be computed in parts.
     pub workspace: Workspace,
 }
 
-/// Memory for sums of parts of tiles.
+/// Memory for the partial sums of tiles that are computed in parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Workspace {
     /// None: tiles are whole.
@@ -54,15 +54,15 @@ pub enum Workspace {
 }
 
 impl Workspace {
-    /// Every kind in turns.
+    /// Every kind in turn.
     pub fn turn(turn: usize) -> Self {
         [Self::None, Self::Parts(2), Self::Estimate, Self::Parts(3), Self::None, Self::Parts(8)]
             [turn % 6]
     }
 }
 
-/// The tile of a BSR row in each layout of A and B that it takes: none for other rows, one for
-/// most.
+/// The tiles of a BSR kernel, one for each layout of A and B that it takes: none for other kernels,
+/// one for most.
 pub fn tiles(row: &Kernel) -> Vec<BsrTile> {
     let Some(tile) = row.bsr_tile() else { return Vec::new() };
     if !row.takes_any_layout() {
@@ -74,7 +74,7 @@ pub fn tiles(row: &Kernel) -> Vec<BsrTile> {
         .into()
 }
 
-/// Order of the dimensions of a matrix in memory, of a row-major or a column-major one.
+/// Order of the dimensions of a row-major or a column-major matrix in memory.
 pub fn order(column_major: bool) -> Vec<usize> {
     if column_major { vec![1, 0] } else { Vec::new() }
 }
@@ -131,7 +131,7 @@ pub struct BsrData {
     pub values: Vec<f32>,
     /// `[k, n]`.
     pub b: Vec<f32>,
-    /// `[m, n]`, what C holds before: NaN when beta is 0.
+    /// `[m, n]`, the previous contents of C: NaN when beta is 0.
     pub c: Vec<f32>,
     /// `[m]`, `[n]` or empty.
     pub bias: Vec<f32>,
@@ -159,8 +159,8 @@ impl BsrCase {
         }
     }
 
-    /// The case for a kernel: [`lying_for`](Self::lying_for) it; and those for Hopper copy B by
-    /// tensor maps, so its rows or columns then start at multiples of 16 bytes, with gaps between
+    /// The case for a kernel, by [`lying_for`](Self::lying_for). Hopper kernels copy B by tensor
+    /// maps, so for them its rows or columns start at multiples of 16 bytes, with gaps between
     /// them.
     pub fn for_row(self, row: &Kernel, tile: &BsrTile) -> Self {
         let case = self.lying_for(row, tile);
@@ -175,8 +175,8 @@ impl BsrCase {
         Self { placements: [b, c], ..case }
     }
 
-    /// The case with A and B as this tile of the row takes them, transposed or not, and by rows or
-    /// columns; and with C by rows if it has no columns.
+    /// The case with A (transposed or not) and B (row-major or column-major) as this tile of the
+    /// kernel takes them, and with a row-major C if the kernel writes no other.
     pub fn lying_for(self, row: &Kernel, tile: &BsrTile) -> Self {
         let hopper = matches!(row.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers());
         let any_c = hopper || row.takes_any_layout();

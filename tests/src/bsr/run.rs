@@ -1,4 +1,4 @@
-//! Runs a product on a device and judges every element that was, or was not, to be written.
+//! Runs a product on a device and checks every element, including those that must not be written.
 
 use super::{BiasKind, BsrCase, BsrData, BsrReference, NanInB, Workspace};
 use crate::attention::written;
@@ -14,12 +14,12 @@ use blockflash_ops::{DType, Device, Error, Major, Operation, Stream, Tensor};
 use blockflash_sys::Kernel;
 use blockflash_sys::manifest::{BsrTile, Variant};
 
-/// Which kernel computes a product.
+/// The kernel that computes a product.
 #[derive(Clone, Copy, Debug)]
 pub enum Choice {
-    /// The one that the library selects; on the CPU its CPU backend.
+    /// The kernel that the library selects; on the CPU, the CPU backend.
     Selected,
-    /// This row of the manifest.
+    /// This kernel of the table.
     This(&'static Kernel),
 }
 
@@ -79,7 +79,7 @@ fn workspace(case: &BsrCase, stream: &Stream) -> Result<Option<BsrWorkspace>, Er
 }
 
 impl BsrInputs {
-    /// Uploads the data of a case; what lies in the gaps of B is NaN.
+    /// Uploads the data of a case; the gaps of B hold NaN.
     pub fn upload(case: &BsrCase, data: &BsrData, stream: &Stream) -> Result<Self, String> {
         let [b, _] = placed(case);
         let physical = b.scatter(bits(case.dtype, &data.b), poison(case.dtype));
@@ -99,7 +99,7 @@ impl BsrInputs {
         })
     }
 
-    /// Replaces B where it is, as a replayed graph needs it.
+    /// Replaces B in place, as a replayed graph needs it.
     pub fn refill(&mut self, data: &BsrData, stream: &Stream) -> Result<(), String> {
         let [b, _] = placed(&self.case);
         refill(
@@ -109,8 +109,8 @@ impl BsrInputs {
         )
     }
 
-    /// What C holds before: the old C of the case, poison in the gaps and everywhere when beta is
-    /// 0.
+    /// Contents of C before the product: the case's old C, and poison in the gaps, or everywhere
+    /// when beta is 0.
     pub fn old_c(&self, data: &BsrData, stream: &Stream) -> Result<Tensor, String> {
         let (case, [_, c]) = (&self.case, placed(&self.case));
         if case.beta == 0.0 {
@@ -218,8 +218,8 @@ pub fn run_on_row(
     Ok(0)
 }
 
-/// Uploads, runs, waits and judges a case whose data and reference are there. Returns how many
-/// outputs were compared, or the complete story of what is wrong.
+/// Uploads, runs, waits and checks a case whose data and reference are given. Returns the number of
+/// compared outputs, or a complete description of the failure.
 pub fn run_and_check(
     case: &BsrCase,
     data: &BsrData,

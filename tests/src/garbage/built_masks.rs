@@ -1,4 +1,4 @@
-//! Block masks that are built of garbage, and attention under them.
+//! Block masks built from garbage, and attention under them.
 
 use super::guarded::{Guarded, Use};
 use super::operands::{Lengths, Operands, Options, Sizes};
@@ -13,7 +13,7 @@ use bytemuck::cast_slice;
 use rand::Rng;
 use rand::rngs::StdRng;
 
-/// What a mask is built of.
+/// The source of a mask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Source {
     Bool,
@@ -23,7 +23,7 @@ enum Source {
     Computed,
 }
 
-/// A mask, and the attention that it is for.
+/// A mask, and the attention that uses it.
 #[derive(Debug)]
 struct Built {
     sizes: Sizes,
@@ -32,12 +32,12 @@ struct Built {
     /// Batch entries and heads of the mask.
     groups: [usize; 2],
     source: Source,
-    /// Length of the lists, or number of scores that are chosen.
+    /// Length of the lists, or number of chosen scores.
     k: usize,
     capacity: usize,
     mask: Mask,
     always: bool,
-    /// What another stream overwrites the source with while kernels read it.
+    /// Data with which another stream overwrites the source while kernels read it.
     overwritten: Option<u8>,
 }
 
@@ -86,7 +86,7 @@ impl Built {
         [self.groups[0], self.groups[1], self.geometry.rows(), self.width()]
     }
 
-    /// The garbage, as it lies in memory.
+    /// The garbage, as raw memory.
     fn garbage(&self, random: &mut StdRng) -> Vec<u8> {
         let cols = self.geometry.cols();
         let count: usize = self.shape().iter().product();
@@ -95,7 +95,8 @@ impl Built {
                 .map(|_| random.random_range(0u8..4) / 2 * random.random::<u8>())
                 .collect(),
             Source::Lists => {
-                // Right ones: each column once, from any on, and no column at the end.
+                // Valid lists: distinct columns from a random one on, with −1 (no column) at the
+                // end.
                 let (first, k) = (random.random_range(0..=cols), self.k.max(1));
                 let right: Vec<i32> = (0..count)
                     .map(|at| if at % k < cols { ((first + at) % k.max(cols)) as i32 } else { -1 })
@@ -150,7 +151,7 @@ impl Built {
         }
     }
 
-    /// The same on the CPU, as it says whether the garbage is right.
+    /// The same on the CPU, which reports whether the garbage is valid.
     fn on_host(
         &self,
         source: &Guarded,
@@ -222,8 +223,8 @@ fn build(case: &Built, turn: &mut Turn<'_>) -> Checked<Ended> {
     turn.wait(case)?;
     operands.judge(Use::WrittenWhole, place)?;
 
-    // Whatever the data is, the arrays are a valid mask; and that of the CPU, where there is
-    // nothing wrong.
+    // Whatever the data is, the arrays are a valid mask; where nothing is wrong, they equal the
+    // CPU's mask.
     let found = buffer.to_host(stream).map_err(|error| format!("the mask: {error}"))?;
     let said = built.and_then(|()| buffer.check(stream));
     if case.overwritten.is_some() {

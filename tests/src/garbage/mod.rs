@@ -1,9 +1,10 @@
-//! Random garbage in every array on a device that decides about addresses or loops: sequence
-//! offsets, index arrays, lists, scores. Whatever they hold, nothing outside of the tensors is
-//! written or read, and every launch ends.
+//! Random garbage in every device array that decides about addresses or loops: sequence offsets,
+//! index arrays, lists, scores. Whatever the arrays hold, no kernel reads or writes outside of the
+//! tensors, and every launch ends.
 //!
 //! A case follows from its number alone, on a CPU as on a GPU. Tensors lie in larger allocations
-//! whose margins are NaN: a write to them is seen, and a read makes an output NaN.
+//! whose margins are NaN, so a write to a margin is noticed, and a read of a margin makes an output
+//! NaN.
 
 mod attention;
 mod built_masks;
@@ -27,23 +28,24 @@ fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
-/// What a case computes.
+/// The computation of a case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
     /// Attention with garbage in `cu_seqlens`.
     Packed,
-    /// The same under a packed block mask.
+    /// Attention with garbage in `cu_seqlens`, under a packed block mask.
     PackedMasked,
-    /// A block mask that is built of garbage, and attention under it.
+    /// A block mask built from garbage, and attention under it.
     BuiltMask,
-    /// A matrix of garbage index arrays; if it is one, a product with it, or with its transpose.
+    /// A matrix made of garbage index arrays; if they are valid, a product with it or with its
+    /// transpose.
     Product,
-    /// The same with a sampled product.
+    /// A matrix made of garbage index arrays; if they are valid, a sampled product.
     Sampled,
 }
 
 impl Kind {
-    /// Numbers of cases take turns.
+    /// Kinds of consecutive case numbers.
     const TURNS: [Self; 10] = [
         Self::Packed,
         Self::PackedMasked,
@@ -57,7 +59,7 @@ impl Kind {
         Self::Sampled,
     ];
 
-    /// The kind of a case, and how many of the kind come before it.
+    /// The kind of a case, and the number of earlier cases of this kind.
     fn of(number: usize) -> (Self, usize) {
         let (round, at) = (number / Self::TURNS.len(), number % Self::TURNS.len());
         let kind = Self::TURNS[at];
@@ -66,21 +68,22 @@ impl Kind {
     }
 }
 
-/// How a case ended, if well.
+/// How a case ended, unless it failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Ended {
     /// Something was computed.
     Computed,
-    /// The garbage was refused with the error that is for it.
+    /// The garbage was refused with the error that is meant for it.
     Refused,
 }
 
-/// Where cases run, and the rows of the manifest that take turns.
+/// Where cases run, and the kernels that take turns.
 pub struct Place {
     stream: Stream,
-    /// On a GPU, another one, which writes to offsets while kernels read them.
+    /// On a GPU, a second stream, which writes to offsets while kernels read them.
     other: Option<Stream>,
-    /// Of a GPU that is not there: the CPU computes, and the rows must accept what they would get.
+    /// Kernels of a GPU that is not there: the CPU computes, and the kernels must accept the
+    /// problem.
     imagined: Option<CudaProperties>,
     attention: Vec<(&'static Kernel, AttentionTile)>,
     masks: Vec<&'static Kernel>,
@@ -89,7 +92,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// A GPU with all rows that it runs.
+    /// A GPU with all kernels that it runs.
     pub fn on(gpu: &Gpu) -> Self {
         let other = gpu.device.stream().expect("a second stream");
         Self::of_rows(gpu.stream.clone(), Some(other), None, gpu.rows())
@@ -137,7 +140,7 @@ impl Place {
 struct Turn<'a> {
     place: &'a Place,
     number: usize,
-    /// How many of its kind come before it.
+    /// Number of earlier cases of this kind.
     turn: usize,
     random: StdRng,
 }
@@ -148,7 +151,7 @@ impl Turn<'_> {
         rows[self.turn % rows.len()]
     }
 
-    /// Waits until the device is done; a launch that hangs ends the process with this description.
+    /// Waits until the device is done. A hanging launch ends the process with this description.
     fn wait(&self, case: &dyn std::fmt::Debug) -> Checked<()> {
         let what = || self.story("hangs", case);
         self.place.other.iter().try_for_each(|other| wait(other, &what))?;
@@ -187,7 +190,7 @@ fn numbers(usual: usize) -> Range<usize> {
     }
 }
 
-/// Runs the cases and counts how they ended. What happened is said on stderr.
+/// Runs the cases, counts how they ended, and reports failures on stderr.
 ///
 /// # Panics
 /// After the last case if some of them failed, or after the fourth one that did.
@@ -203,7 +206,7 @@ pub fn fuzz(name: &str, usual: usize, place: &Place) -> BTreeMap<(Kind, Ended), 
             Ok(of) => *ended.entry(of).or_default() += 1,
             Err(failure) => failures.push(failure),
         }
-        // An error of the device stays, and would be that of all other cases, too.
+        // An error of the device is sticky and would be reported for all other cases, too.
         if failures.len() == 4 {
             break;
         }
@@ -211,7 +214,7 @@ pub fn fuzz(name: &str, usual: usize, place: &Place) -> BTreeMap<(Kind, Ended), 
     for ((kind, ended), count) in &ended {
         say(&format!("{name}: {kind:?}: {count} {ended:?}"));
     }
-    // Who hangs does not come here: the watchdog ends the process.
+    // A hanging case does not come here: the watchdog ends the process.
     say(&format!("{name}: {count} cases, {} outside, 0 hangs", failures.len()));
     assert!(failures.is_empty(), "{}", failures.join("\n"));
     ended

@@ -1,4 +1,4 @@
-//! Block-sparse matrices of garbage index arrays, and products with those that are matrices.
+//! Block-sparse matrices made of garbage index arrays, and products with the valid ones.
 
 use super::guarded::{Guarded, Use};
 use super::operands::Choice;
@@ -14,18 +14,18 @@ use blockflash_ops::{Tensor, bsr_matmul, bsr_sddmm};
 use blockflash_sys::Kernel;
 use rand::Rng;
 
-/// The arrays of what may be a matrix.
+/// Arrays that may or may not be a matrix.
 #[derive(Debug)]
 struct Arrays {
     dtype: DType,
     block_size: usize,
     /// Block rows and block columns.
     blocks: [usize; 2],
-    /// Rows and columns that the last blocks have beyond the matrix.
+    /// Rows and columns by which the last blocks exceed the matrix.
     beyond: [usize; 2],
     row_ptr: Vec<i32>,
     col_idx: Vec<i32>,
-    /// Blocks that there are values for.
+    /// Number of blocks that there are values for.
     stored: usize,
 }
 
@@ -40,7 +40,7 @@ impl Arrays {
             row_ptr.push(col_idx.len() as i32);
         }
         let right = col_idx.len();
-        // Nearly all of what is damaged is no matrix.
+        // Nearly all damaged arrays are invalid.
         let [in_rows, in_cols, cut] = [0.3, 0.3, 0.05].map(|share| random.random_bool(share));
         if in_rows {
             row_ptr = damaged(&row_ptr, right, random);
@@ -63,7 +63,7 @@ impl Arrays {
         [0, 1].map(|dim| self.blocks[dim] * self.block_size - self.beyond[dim])
     }
 
-    /// What makes arrays a matrix, said once more.
+    /// The rules that make arrays a matrix, independently of the library.
     fn is_matrix(&self) -> bool {
         let Self { blocks, row_ptr, col_idx, .. } = self;
         let row_is_right = |pair: &[i32]| {
@@ -76,15 +76,14 @@ impl Arrays {
         ends && counts && row_ptr.is_sorted() && row_ptr.windows(2).all(row_is_right)
     }
 
-    /// Whether values beyond the matrix are, or on a GPU might be, numbers that are not zero.
+    /// Whether values beyond the matrix are nonzero numbers, or on a GPU might be.
     fn hangs_over(&self, on_gpu: bool) -> bool {
         let last_col = self.blocks[1] as i32 - 1;
         let in_last_row = self.row_ptr[self.blocks[0] - 1] < self.row_ptr[self.blocks[0]];
         self.beyond != [0, 0] && (on_gpu || in_last_row || self.col_idx.contains(&last_col))
     }
 
-    /// The matrix, or none where an error is due. What is written to the arrays later changes
-    /// nothing.
+    /// The matrix, or `None` where an error is due. Later writes to the arrays change nothing.
     fn matrix(&self, turn: &mut Turn<'_>) -> Checked<Option<BsrMatrix>> {
         let Self { block_size, dtype, stored, .. } = *self;
         let stream = &turn.place.stream;

@@ -1,4 +1,4 @@
-//! Runs a sampled product on a device and judges every value that was, or was not, to be written.
+//! Runs a sampled product on a device and checks every value, including those that must not change.
 
 use super::{SddmmCase, SddmmData, SddmmReference};
 use crate::attention::written;
@@ -24,7 +24,7 @@ fn placed(case: &SddmmCase) -> [Placed; 2] {
     [a.place(&[m, k]), b.place(&[k, n])]
 }
 
-/// The values have a block before them and one behind that nobody may touch.
+/// The values have one block before them and one behind them that must not be touched.
 fn placed_values(case: &SddmmCase, data: &SddmmData) -> Placed {
     let (blocks, size) = (data.structure.col_idx.len(), case.block_size);
     Placement { order: Vec::new(), padding: vec![(1, 1)] }.place(&[blocks, size, size])
@@ -41,7 +41,7 @@ fn scattered(case: &SddmmCase, data: &SddmmData) -> [Vec<u32>; 2] {
 }
 
 impl SddmmInputs {
-    /// Uploads the data of a case; what lies in the gaps of A and B is NaN.
+    /// Uploads the data of a case; the gaps of A and B hold NaN.
     pub fn upload(case: &SddmmCase, data: &SddmmData, stream: &Stream) -> Result<Self, String> {
         let (placed, [a, b]) = (placed(case), scattered(case, data));
         Ok(Self {
@@ -54,14 +54,14 @@ impl SddmmInputs {
         })
     }
 
-    /// Replaces A and B where they are, as a replayed graph needs it.
+    /// Replaces A and B in place, as a replayed graph needs it.
     pub fn refill(&mut self, data: &SddmmData, stream: &Stream) -> Result<(), String> {
         let bits = scattered(&self.case, data);
         self.dense.iter_mut().zip(&bits).try_for_each(|(tensor, bits)| refill(tensor, stream, bits))
     }
 
-    /// What the values hold before: the old ones of the case, poison around them and everywhere
-    /// when beta is 0.
+    /// Contents of the values before the product: the case's old values, and poison around them, or
+    /// everywhere when beta is 0.
     pub fn old_values(&self, data: &SddmmData, stream: &Stream) -> Result<Tensor, String> {
         let (case, placed) = (&self.case, placed_values(&self.case, data));
         if case.beta == 0.0 {
@@ -166,7 +166,7 @@ pub fn run_on_row(
     run_and_check(case, data, reference, Choice::This(row), stream)
 }
 
-/// Why the row must refuse the case, in its words.
+/// The refusal that is due from the kernel for the case.
 fn refusal(
     case: &SddmmCase,
     data: &SddmmData,
@@ -187,8 +187,8 @@ fn refusal(
     })
 }
 
-/// Uploads, runs, waits and judges a case whose data and reference are there. Returns how many
-/// outputs were compared, or the complete story of what is wrong.
+/// Uploads, runs, waits and checks a case whose data and reference are given. Returns the number of
+/// compared outputs, or a complete description of the failure.
 pub fn run_and_check(
     case: &SddmmCase,
     data: &SddmmData,

@@ -1,38 +1,38 @@
 use super::tensor::{IndexTensor, as_i64, check_permutation, invalid, views};
 use crate::{DType, Device, Result, Stream, Tensor, View};
 
-/// The lists of a block mask on the host: what [`BlockLists::new`] checks and uploads.
+/// The lists of a block mask on the host, which [`BlockLists::new`] checks and uploads.
 #[derive(Clone, Copy, Debug)]
 pub struct BlockListArrays<'a> {
-    /// `[batch, heads]`, and `[heads]` of a packed batch.
+    /// `[batch, heads]`, or `[heads]` for a packed batch.
     pub groups: &'a [usize],
-    /// Block rows of a group. A head of a packed batch has those of all sequences, one sequence
-    /// after another.
+    /// Block rows of a group. In a packed batch, a head has the block rows of all sequences, one
+    /// sequence after another.
     pub rows: usize,
-    /// Block columns; those of the longest sequence.
+    /// Number of block columns; in a packed batch, of the longest sequence.
     pub cols: usize,
     /// `[groups, rows + 1]`: row `r` of group `g` lists `col_idx[row_ptr[g, r]..row_ptr[g, r +
     /// 1]]`.
     pub row_ptr: &'a [i32],
-    /// Block columns. Those of a row ascend, or results are wrong.
+    /// Block columns, ascending within each row; otherwise results are wrong.
     pub col_idx: &'a [i32],
-    /// `[groups, rows]`: the order in which the rows of a group, packed of each sequence of it, are
-    /// taken.
+    /// `[groups, rows]`: the order in which kernels take the rows of a group. In a packed batch,
+    /// each sequence of the group has an order of its own.
     pub row_order: &'a [i32],
-    /// Packed only: `[batch + 1]`, the first row of each sequence.
+    /// Packed only: `[batch + 1]`, the first block row of each sequence.
     pub cu_rows: Option<&'a [i32]>,
 }
 
-/// The lists of a block mask on a device, which key blocks each block of queries visits.
+/// The lists of a block mask on a device: which key blocks each block of queries visits.
 ///
-/// Kernels rely on the range of each entry, and read nothing outside of the arrays: `row_ptr` stays
-/// within `col_idx`, columns and rows in the order exist. `cu_rows` starts with 0, ascends, and
-/// ends with the number of rows. Lists that come from the host never change; those
-/// [`with_capacity`](Self::with_capacity) are written by launches of `BlockMaskBuild`, and a reader
-/// on another stream may see a half of an update: then what attention computes is unspecified,
-/// but the entries are in range at all times.
+/// Kernels rely on the range of every entry, so that they read nothing outside of the arrays:
+/// `row_ptr` stays within `col_idx`, and the columns and the rows in the order exist. `cu_rows`
+/// starts with 0, ascends, and ends with the number of rows. Lists that were uploaded from the host
+/// never change. Lists from [`with_capacity`](Self::with_capacity) are written by launches of
+/// `BlockMaskBuild`, and a reader on another stream may see half of an update: the result of
+/// attention is unspecified then, but the entries are in range at all times.
 ///
-/// Safe code reads them, but never writes them, neither now nor by a graph:
+/// Safe code reads the lists but cannot write them, neither directly nor through a graph:
 /// ```compile_fail,E0596
 /// # use blockflash_safe::{BlockLists, Result, Stream, Tensor};
 /// fn spoil(lists: &mut BlockLists, bad: &Tensor, stream: &Stream) -> Result<()> {
@@ -45,9 +45,9 @@ pub struct BlockLists {
     col_idx: IndexTensor,
     row_order: IndexTensor,
     cu_rows: Option<IndexTensor>,
-    /// No row has more columns.
+    /// The largest number of columns in a row.
     longest: i64,
-    /// Whether a kernel may write them: nothing relies on more than ranges then.
+    /// Whether a kernel may write the lists; then only the ranges of the entries are known.
     fillable: bool,
 }
 
@@ -55,8 +55,8 @@ impl BlockLists {
     /// Checks the arrays and uploads them to the stream's device.
     ///
     /// # Errors
-    /// [`Error::Indices`](crate::Error::Indices) names what kernels may not follow; those of
-    /// [`Tensor::from_slice`].
+    /// [`Error::Indices`](crate::Error::Indices) names the first entry that a kernel must not
+    /// follow; also the errors of [`Tensor::from_slice`].
     pub fn new(arrays: &BlockListArrays<'_>, stream: &Stream) -> Result<Self> {
         let BlockListArrays { groups, rows, cols, row_ptr, col_idx, row_order, cu_rows } = *arrays;
         if groups.len() != if cu_rows.is_some() { 1 } else { 2 } {
@@ -93,11 +93,10 @@ impl BlockLists {
         })
     }
 
-    /// Lists without columns that launches of `BlockMaskBuild` may fill with up to `capacity` of
-    /// them.
+    /// Empty lists that launches of `BlockMaskBuild` may fill with up to `capacity` columns.
     ///
     /// # Errors
-    /// Those of [`Tensor::zeros`].
+    /// The errors of [`Tensor::zeros`].
     pub fn with_capacity(
         [batch, heads]: [usize; 2],
         rows: usize,
@@ -110,8 +109,8 @@ impl BlockLists {
         let limit = capacity.saturating_add(1);
         Ok(Self {
             row_ptr: IndexTensor::zeros(&[batch, heads, rows + 1], limit, stream)?,
-            // A kernel chooses columns by words of 32 bits, in which those that do not exist are
-            // cut off last.
+            // A kernel chooses columns in words of 32 bits and cuts off the columns that do not
+            // exist last.
             col_idx: IndexTensor::zeros(&[capacity], cols.next_multiple_of(32), stream)?,
             row_order: IndexTensor::new("row_order", &order, &[batch, heads, rows], rows, stream)?,
             cu_rows: None,
@@ -123,7 +122,7 @@ impl BlockLists {
     /// A copy on the stream's device.
     ///
     /// # Errors
-    /// Those of [`Tensor::copy_to`].
+    /// The errors of [`Tensor::copy_to`].
     pub fn copy_to(&self, stream: &Stream) -> Result<Self> {
         Ok(Self {
             row_ptr: self.row_ptr.copy_to(stream)?,
@@ -140,7 +139,7 @@ impl BlockLists {
         &self.row_ptr
     }
 
-    /// i32 `[columns]`, for lists that are filled by a kernel `[capacity]`.
+    /// i32 `[columns]`, or `[capacity]` for lists that a kernel fills.
     pub fn col_idx(&self) -> &Tensor {
         &self.col_idx
     }
@@ -155,18 +154,19 @@ impl BlockLists {
         self.cu_rows.as_deref()
     }
 
-    /// Where the lists are.
+    /// The device that holds the lists.
     pub fn device(&self) -> Device {
         self.row_ptr.device()
     }
 
-    /// Whether the columns exist where there are so many; of lists that a kernel fills, up to whole
-    /// words of 32.
+    /// Whether every column is valid for a mask with this many columns. Lists that a kernel fills
+    /// may reach up to the next multiple of 32.
     pub(crate) fn has_columns_below(&self, cols: i128) -> bool {
         self.col_idx.limit() <= if self.fillable { in_words(cols) } else { cols }
     }
 
-    /// As many columns as a row may have; of lists that a kernel fills, all that there is room for.
+    /// The largest number of columns that a row may have. For lists that a kernel fills, this is
+    /// their capacity.
     pub(crate) fn longest(&self) -> i128 {
         self.longest.into()
     }
@@ -181,20 +181,20 @@ impl BlockLists {
         ])
     }
 
-    /// Whether a kernel may write columns below this.
+    /// Whether a kernel may fill the lists for a mask with this many columns.
     pub(crate) fn may_be_filled(&self, cols: i128) -> bool {
         self.fillable && self.col_idx.limit() == in_words(cols)
     }
 }
 
-/// As many columns as words of 32 bits have that hold a bit for each of these.
+/// The number of columns rounded up to whole words of 32 bits, one bit per column.
 fn in_words(cols: i128) -> i128 {
     (cols + 31) / 32 * 32
 }
 
-/// What the first step of building lists leaves for the second one. Nothing else can write it, and
-/// it begins as zeros, so whatever ran before, the second step adds up lengths that are not
-/// negative.
+/// What the first step of building lists leaves for the second one. Nothing else can write this
+/// memory, and it begins as zeros, so the second step adds up lengths that are never negative,
+/// whatever ran before.
 #[derive(Debug)]
 pub struct BlockListScratch {
     /// i32 `[batch, heads, rows, ceil(cols / 32)]`.
@@ -205,11 +205,11 @@ pub struct BlockListScratch {
 }
 
 impl BlockListScratch {
-    /// For lists of this size, and a kernel whose blocks of threads have `slab_rows` rows each,
-    /// which is positive.
+    /// Allocates for lists of this size and for a kernel with `slab_rows` rows per CTA, which must
+    /// be positive.
     ///
     /// # Errors
-    /// Those of [`Tensor::zeros`].
+    /// The errors of [`Tensor::zeros`].
     pub fn new(
         [batch, heads]: [usize; 2],
         rows: usize,

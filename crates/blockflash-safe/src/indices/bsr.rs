@@ -2,7 +2,7 @@ use super::tensor::{IndexTensor, check_permutation, invalid, views};
 use crate::{Device, Result, Stream, Tensor, View};
 use blockflash_sys::manifest::BsrMatmulHopper;
 
-/// The pattern of a block-sparse (BSR) matrix on the host: what [`BsrIndices::new`] checks and
+/// The pattern of a block-sparse (BSR) matrix on the host, which [`BsrIndices::new`] checks and
 /// uploads.
 #[derive(Clone, Copy, Debug)]
 pub struct BsrIndexArrays<'a> {
@@ -14,38 +14,40 @@ pub struct BsrIndexArrays<'a> {
     pub col_idx: &'a [i32],
     /// `[block rows]`: the order in which kernels take the block rows.
     pub row_order: &'a [i32],
-    /// `[blocks]`: which of the values each block is, where the matrix is multiplied transposed;
-    /// else they are in this order.
+    /// `[blocks]`: the position of each block among the values. Needed where the matrix is
+    /// multiplied transposed; without it, the values are in the order of the blocks.
     pub block_idx: Option<&'a [i32]>,
-    /// How block rows share B, for kernels that gather it.
+    /// How block rows share B, for kernels that gather rows of B.
     pub stages: Option<BsrStageArrays<'a>>,
 }
 
-/// What groups of block rows, which are neighbours in `row_order`, read of B at a time.
+/// The rows of B that each group of block rows, neighbours in `row_order`, reads per pipeline
+/// stage.
 #[derive(Clone, Copy, Debug)]
 pub struct BsrStageArrays<'a> {
     /// Rows and columns of a block: 16 or 32.
     pub block_size: u32,
-    /// `[stages, 32, 2]`, as `stages` in `params.h`.
+    /// `[stages, 32, 2]`, laid out like `stages` in `params.h`.
     pub stages: &'a [i32],
     /// `[groups + 1]`: the stages of group `i` are `group_stages[i]..group_stages[i + 1]`.
     pub group_stages: &'a [i32],
 }
 
-/// The pattern of a block-sparse (BSR) matrix on a device, checked, in memory that nothing changes
-/// any more.
+/// The pattern of a block-sparse (BSR) matrix on a device: checked, and in memory that never
+/// changes afterwards.
 ///
-/// Kernels rely on this, and read nothing outside of the arrays and the values that it is launched
-/// with:
+/// Kernels rely on the following and therefore read nothing outside of the arrays and the values of
+/// the launch:
 ///
 /// - `row_ptr` starts with 0, ascends and ends with the number of blocks. The sampled product
 ///   searches it.
-/// - `col_idx` is below the number of block columns, `block_idx` below that of blocks.
+/// - Entries of `col_idx` are below the number of block columns, entries of `block_idx` below the
+///   number of blocks.
 /// - `row_order` is a permutation.
-/// - `stages`: every number is in its range, and the counts of a stage are those of its bits, since
+/// - `stages`: every number is in its range, and the counts of a stage agree with its bits, since
 ///   consumers wait for as many bytes as the counts say; see [`BsrStageArrays`].
-/// - The lengths of tiles in the order in which they are taken are known on the host: a launch may
-///   not ask for parts of tiles that it has given no room.
+/// - The host knows the lengths of the tiles in the order in which they are taken, so it can refuse
+///   a launch that splits tiles into more parts than it has memory for.
 ///
 /// ```
 /// # use blockflash_safe::{BsrIndexArrays, BsrIndices, Device};
@@ -60,14 +62,14 @@ pub struct BsrStageArrays<'a> {
 /// # Ok::<(), blockflash_safe::Error>(())
 /// ```
 ///
-/// Nothing writes to them afterwards, neither now nor by a graph:
+/// Nothing writes to the arrays afterwards, neither directly nor through a graph:
 /// ```compile_fail,E0596
 /// # use blockflash_safe::{BsrIndices, Result, Stream, Tensor};
 /// fn spoil(indices: &mut BsrIndices, bad: &Tensor, stream: &Stream) -> Result<()> {
 ///     indices.row_ptr().copy_from(stream, bad) // a shared reference
 /// }
 /// ```
-/// and an array of somebody else cannot take their place in a launch:
+/// and unchecked arrays cannot take their place in a launch:
 /// ```compile_fail,E0308
 /// # use blockflash_safe::{BsrSddmmOperands, View, ViewMut};
 /// fn operands<'a>(
@@ -83,7 +85,7 @@ pub struct BsrIndices {
     row_order: IndexTensor,
     block_idx: Option<IndexTensor>,
     stages: Option<Stages>,
-    /// Blocks of the longest block row from each position of the order on.
+    /// From each position of the order on, the number of blocks in the longest block row.
     longest: Vec<i32>,
 }
 
@@ -92,7 +94,7 @@ struct Stages {
     block_size: u32,
     stages: Tensor,
     group_stages: IndexTensor,
-    /// Stages of the longest group from each one on.
+    /// From each group on, the number of stages in the longest group.
     longest: Vec<i32>,
 }
 
@@ -100,8 +102,8 @@ impl BsrIndices {
     /// Checks the arrays and uploads them to the stream's device.
     ///
     /// # Errors
-    /// [`Error::Indices`](crate::Error::Indices) names what kernels may not follow; those of
-    /// [`Tensor::from_slice`].
+    /// [`Error::Indices`](crate::Error::Indices) names the first entry that a kernel must not
+    /// follow; also the errors of [`Tensor::from_slice`].
     pub fn new(arrays: &BsrIndexArrays<'_>, stream: &Stream) -> Result<Self> {
         let BsrIndexArrays { block_cols, row_ptr, col_idx, row_order, block_idx, .. } = *arrays;
         let blocks = col_idx.len();
@@ -134,7 +136,7 @@ impl BsrIndices {
     /// A copy on the stream's device.
     ///
     /// # Errors
-    /// Those of [`Tensor::copy_to`].
+    /// The errors of [`Tensor::copy_to`].
     pub fn copy_to(&self, stream: &Stream) -> Result<Self> {
         Ok(Self {
             row_ptr: self.row_ptr.copy_to(stream)?,
@@ -161,7 +163,7 @@ impl BsrIndices {
         &self.row_order
     }
 
-    /// i32 `[blocks]`, where the matrix is multiplied transposed.
+    /// i32 `[blocks]`, if the matrix is multiplied transposed.
     pub fn block_idx(&self) -> Option<&Tensor> {
         self.block_idx.as_deref()
     }
@@ -171,7 +173,7 @@ impl BsrIndices {
         self.col_idx.layout().elements()
     }
 
-    /// Where the arrays are.
+    /// The device that holds the arrays.
     pub fn device(&self) -> Device {
         self.row_ptr.device()
     }
@@ -181,13 +183,13 @@ impl BsrIndices {
         self.col_idx.limit() <= block_cols
     }
 
-    /// Whether there are stages for blocks of this size.
+    /// Whether there are stages, made for blocks of this size.
     pub(crate) fn has_stages_of(&self, block_size: u32) -> bool {
         self.stages.as_ref().is_some_and(|stages| stages.block_size == block_size)
     }
 
-    /// Blocks of the longest block row, or for kernels that gather B stages of the longest group,
-    /// from this position of the order on.
+    /// From this position of the order on, the number of blocks in the longest block row; for
+    /// kernels that gather B, the number of stages in the longest group.
     pub(crate) fn longest_from(&self, position: usize, gathers: bool) -> i32 {
         let stages = self.stages.as_ref().map_or(&[][..], |stages| &stages.longest);
         let longest = if gathers { stages } else { &self.longest };
@@ -205,7 +207,8 @@ impl BsrIndices {
     }
 }
 
-/// Lanes of a stage, two numbers each; that of the first column, and that of the counts.
+/// Lanes of a stage, two numbers each; the lane with the first column, and the lane with the
+/// counts.
 const LANES: usize = 32;
 const FIRST_COLUMN: usize = 16;
 const COUNTS: usize = 24;
@@ -246,9 +249,9 @@ impl Stages {
     }
 }
 
-/// Checks all numbers of a stage that kernels read. A lane of a block row has its first block, and
-/// packed into one number the bits of its columns and above them the place of its blocks among
-/// those of the stage.
+/// Checks all numbers of a stage that kernels read. The lane of a block row holds its first block
+/// and a packed number: the bits of the row's columns, and above them the position of its blocks
+/// among the blocks of the stage.
 fn check_stage(
     stage: &[i32; 2 * LANES],
     block_size: u32,
@@ -285,7 +288,7 @@ fn check_stage(
     require(place == count, "counts other blocks")
 }
 
-/// The longest of these from each on.
+/// For each position, the largest of the values from there on.
 fn longest_from(mut lengths: Vec<i32>) -> Vec<i32> {
     let mut longest = 0;
     for length in lengths.iter_mut().rev() {

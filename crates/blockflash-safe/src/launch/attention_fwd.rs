@@ -1,5 +1,4 @@
-//! Attention forward with the instructions that every GPU has, and what all attention kernels
-//! check.
+//! Attention forward with portable instructions, and the checks that all attention kernels share.
 
 use super::block_mask;
 use super::checked::{Launch, Operands};
@@ -24,17 +23,16 @@ pub struct AttentionFwdOperands<'a> {
     pub lse: Option<ViewMut<'a>>,
     /// f32 `[num_heads_q]`.
     pub sink: Option<View<'a>>,
-    /// Packed only: i32 `[batch + 1]` offsets of the sequences in `q` and in `k`. They may hold
-    /// anything: kernels clamp them to the packed rows and to the longest sequence of the
-    /// parameters.
+    /// Packed only: i32 `[batch + 1]` offsets of the sequences in `q` and in `k`. They may hold any
+    /// values: kernels clamp them to the packed rows and to the longest sequence in the parameters.
     pub cu_seqlens: Option<[View<'a>; 2]>,
-    /// Which blocks are visited, packed exactly if the batch is. Without it the sizes of a mask in
-    /// the parameters are ignored.
+    /// The blocks to visit; the lists are packed if and only if the batch is. Without lists, the
+    /// sizes of a mask in the parameters are ignored.
     pub block_mask: Option<&'a BlockLists>,
 }
 
 impl AttentionFwdOperands<'_> {
-    /// Checks sizes and strides against the tensors, and says how many tiles of queries there are.
+    /// Checks sizes and strides against the tensors, and returns the number of query tiles.
     pub(super) fn fit(
         &self,
         tile: &AttentionTile,
@@ -61,7 +59,7 @@ impl AttentionFwdOperands<'_> {
         if let Some([cu_q, cu_kv]) = &self.cu_seqlens {
             fits("cu_seqlens_q", cu_q, DType::I32, [(batch + 1, 1)])?;
             fits("cu_seqlens_kv", cu_kv, DType::I32, [(batch + 1, 1)])?;
-            // What the kernels clamp the offsets to.
+            // The kernels clamp the offsets to these sizes.
             let totals = [p.total_q, p.total_kv].map(i64::from) == [rows_q, rows_kv];
             require(totals, "the packed rows are not those of the tensors")?;
         }
@@ -148,9 +146,9 @@ impl Operands for AttentionFwdOperands<'_> {
 // 1. This is the parameter struct of the portable kernels of attention forward.
 // 2. All pointers come from views. The kernel's addresses follow from the sizes and strides in the
 //    struct and from the grid; `fit` found them to be the same as in the views, which reach no
-//    further than their memory. What the kernel reads from `cu_seqlens` it clamps to the packed
-//    rows, which `fit` compared. Where addresses follow from a block mask, its entries are checked
-//    by `BlockLists`.
+//    further than their memory. The kernel clamps values of `cu_seqlens` to the packed rows, which
+//    `fit` compared. Where addresses follow from a block mask, `BlockLists` has checked the
+//    entries.
 // 3. `o` and `lse` are `ViewMut`.
 unsafe impl Launch for AttentionFwd {
     type Operands<'a> = AttentionFwdOperands<'a>;

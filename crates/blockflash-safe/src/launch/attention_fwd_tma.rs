@@ -1,5 +1,4 @@
-//! Attention forward with Hopper's own instructions: tiles are copied by the tensor memory
-//! accelerator.
+//! Attention forward for Hopper: tiles are loaded with TMA.
 
 use super::AttentionFwdOperands;
 use super::checked::Launch;
@@ -11,17 +10,17 @@ use blockflash_sys::params::{
     blockflash_attention_fwd_tma_params, blockflash_tensor_map,
 };
 
-/// Columns of a box: as many elements of two bytes as the swizzle permutes.
+/// Columns of a TMA box: as many two-byte elements as one row of the swizzle holds.
 const BOX_COLUMNS: u32 = 64;
-/// Rows of a box of q: those of one warpgroup.
+/// Rows of a box of q: one warpgroup's rows.
 const BOX_ROWS_Q: u32 = 64;
-/// Rows of a box of o: those of one warp.
+/// Rows of a box of o: one warp's rows.
 const BOX_ROWS_O: u32 = 16;
 
 // SAFETY:
 // 1. This is the parameter struct of the Hopper kernels of attention forward.
-// 2. As for the portable kernels. What is read through a tensor map lies inside the view that it
-//    was encoded from.
+// 2. As for the portable kernels. Whatever is read through a tensor map lies inside the view that
+//    the map was encoded from.
 // 3. `o` and `lse` are `ViewMut`.
 unsafe impl Launch for AttentionFwdHopper {
     type Operands<'a> = AttentionFwdOperands<'a>;
@@ -88,8 +87,8 @@ fn encode(view: &View<'_>, box_rows: u32) -> Result<blockflash_tensor_map> {
         (sizes[at], strides[at]) = (size, stride);
     }
     let bytes = view.dtype().size() as u64;
-    // The innermost dimensions of a view are (head, head_dim), those of a map (sequence, head_dim).
-    // The stride of a dimension of size 1 is never used, but has to be a valid one.
+    // The innermost dimensions of a view are (head, head_dim); a map needs (sequence, head_dim)
+    // there. The stride of a dimension of size 1 is never used but has to be a valid one.
     let stride = |at: usize| if sizes[at] > 1 { strides[at] * bytes } else { sizes[0] * bytes };
     let spec = TensorMapSpec {
         dtype: view.dtype(),

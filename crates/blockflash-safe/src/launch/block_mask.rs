@@ -6,9 +6,9 @@ use blockflash_sys::manifest::AttentionTile;
 use blockflash_sys::params::{blockflash_attention_fwd_params, blockflash_block_mask};
 
 impl BlockLists {
-    /// Checks the sizes in the parameters, those of the mask and those of the problem, against the
-    /// arrays, and says how many tiles of queries a head has: every row has as many, also the last
-    /// one.
+    /// Checks the sizes in the parameters, both the mask's and the problem's, against the arrays,
+    /// and returns the number of query tiles per head. Every block row has equally many, the last
+    /// one included.
     pub(super) fn fit(
         &self,
         tile: &AttentionTile,
@@ -20,13 +20,13 @@ impl BlockLists {
             divides(tile.block_q, m.block_q) && divides(tile.block_kv, m.block_kv),
             "the tile does not divide the blocks of the mask",
         )?;
-        // Of a packed batch: those of the longest sequence.
+        // For a packed batch, these are the block rows of the longest sequence.
         let rows = ceil_div(p.seqlen_q.into(), m.block_q.unsigned_abs());
         require(
             self.cu_rows().is_some() || i128::from(m.rows) == rows,
             "the mask has another number of rows",
         )?;
-        // Tiles past the last query are numbered, too.
+        // Tiles past the last query are numbered as well.
         require(
             rows * i128::from(m.block_q) <= i128::from(i32::MAX),
             "there are too many queries",
@@ -40,8 +40,8 @@ impl BlockLists {
         Ok(rows * ceil_div(m.block_q.into(), tile.block_q))
     }
 
-    /// Checks the arrays of a mask with `m.rows` rows for so many batch entries and heads, which
-    /// are positive.
+    /// Checks the arrays of a mask with `m.rows` block rows against the numbers of batch entries
+    /// and heads, which are positive.
     pub(super) fn fit_groups(&self, m: &blockflash_block_mask, batch: i32, heads: i32) -> Fit {
         require(
             m.heads_per_group > 0 && heads % m.heads_per_group == 0,
@@ -85,8 +85,8 @@ pub(super) fn pointers(
     let views = lists.map_or([None; 4], BlockLists::views);
     let [row_ptr, col_idx, row_order, cu_rows] =
         views.each_ref().map(|view| optional(view.as_ref()).cast());
-    // To a kernel no list means that every key is visited. One without columns may have no address;
-    // it is never read.
+    // A null list tells the kernel to visit every key. The address of a list without columns may be
+    // null, too, so `row_ptr` stands in for it; it is never read.
     let col_idx = if lists.is_some_and(|lists| lists.col_idx().layout().is_empty()) {
         row_ptr
     } else {

@@ -12,23 +12,23 @@ use blockflash_sys::params::{
     blockflash_block_mask_build_params,
 };
 
-/// Lists are read 32 positions at a time, counted in 32 bits.
+/// A kernel reads lists 32 positions at a time and counts them in 32 bits.
 const MAX_K: i32 = 1 << 30;
 
-/// What a block mask is built of and from.
+/// Sources, intermediate memory and result of building a block mask.
 #[derive(Debug)]
 pub struct BlockMaskBuildOperands<'a> {
-    /// Contiguous: u8 or f32 `[batch, heads, rows, cols]`, booleans or scores, or i32 `[batch,
-    /// heads, rows, k]`, lists of columns.
+    /// The source, contiguous: booleans (u8) or scores (f32) `[batch, heads, rows, cols]`, or lists
+    /// of columns (i32) `[batch, heads, rows, k]`.
     pub source: View<'a>,
-    /// Blocks that are visited whatever the source says; `batch` is 1 or that of the mask, `heads`
-    /// divides its heads.
+    /// Blocks that are visited in addition to those that the source selects; `batch` is 1 or the
+    /// mask's batch, and `heads` divides the mask's heads.
     pub always: Option<&'a BlockLists>,
-    /// What the first step leaves for the second one.
+    /// Results of the first step for the second one.
     pub scratch: &'a mut BlockListScratch,
-    /// Lists for kernels to fill, `[batch, heads, rows]` with room for `capacity` columns.
+    /// The lists that the kernel fills: `[batch, heads, rows]` with room for `capacity` columns.
     pub lists: &'a mut BlockLists,
-    /// i32 `[4]`, two words of 64 bits, at an address that is a multiple of 8.
+    /// i32 `[4]`, holding two words of 64 bits, at an address that is a multiple of 8.
     pub problems: ViewMut<'a>,
 }
 
@@ -49,12 +49,11 @@ pub struct BlockMaskBuild {
 }
 
 // SAFETY:
-// 1. This is the parameter struct of the kernel that builds block masks.
-// 2. As for attention forward. Columns that are read are bounded by the kernel, and in `always`
-//    they are below `cols`. The second step adds up lengths that only the first one writes and that
-//    are never negative, and ends with the capacity, so what it writes stays within the lists and
-//    in the ranges of `BlockLists`, whatever other build runs at the same time.
-// 3. All tensors but `source` and `always` are borrowed exclusively.
+// 2. As for attention forward. The kernel bounds the columns that it reads, and the columns in
+//    `always` are below `cols`. The second step adds up lengths that only the first step writes and
+//    that are never negative, and it ends with the capacity. So its writes stay within the lists,
+//    and its values within the ranges of `BlockLists`, whatever other build runs at the same time.
+// 3. All tensors except `source` and `always` are borrowed exclusively.
 unsafe impl Launch for BlockMaskBuild {
     type Operands<'a> = BlockMaskBuildOperands<'a>;
     type Plan = blockflash_block_mask_build_params;
@@ -78,13 +77,13 @@ unsafe impl Launch for BlockMaskBuild {
         let blocks = |length: i32, size: i32| ceil_div(length.into(), size.unsigned_abs());
         require(i128::from(rows) == blocks(p.seqlen_q, p.block_q), "another number of rows")?;
         require(i128::from(cols) == blocks(p.seqlen_kv, p.block_kv), "another number of columns")?;
-        // The kernel counts rows of all heads, queries and keys in 32 bits, also those of the last
-        // block that do not exist.
+        // The kernel counts rows of all heads, queries and keys in 32 bits, including rows of the
+        // last block that do not exist.
         let limit = i128::from(i32::MAX);
         let per_head = i128::from(batch) * i128::from(heads);
         require(per_head * i128::from(rows + 1) <= limit, "there are too many rows")?;
         let queries = i128::from(p.seqlen_q) + i128::from(p.block_q);
-        // Columns are chosen by words of 32 bits.
+        // The kernel chooses columns in words of 32 bits.
         let keys = i128::from((cols + 31) / 32 * 32) * i128::from(p.block_kv);
         require(queries <= limit && keys <= limit, "a length is too long")?;
         require(p.k <= MAX_K, "lists are too long")?;

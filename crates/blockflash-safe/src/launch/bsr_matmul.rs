@@ -10,12 +10,12 @@ use blockflash_sys::params::blockflash_bsr_matmul_params;
 /// Tensors of the BSR matmul kernels.
 #[derive(Debug)]
 pub struct BsrMatmulOperands<'a> {
-    /// The pattern of the block-sparse matrix; that of its transpose, with `block_idx`, exactly for
-    /// kernels that transpose A.
+    /// The pattern of the block-sparse matrix. Kernels that transpose A need the pattern of the
+    /// transpose, with `block_idx`; all others need a pattern without it.
     pub indices: &'a BsrIndices,
     /// `[nnz_blocks, block_size, block_size]`.
     pub values: View<'a>,
-    /// For kernels that compute long tiles in parts; `None`: tiles are whole.
+    /// Memory for kernels that compute long tiles in parts; with `None`, tiles are whole.
     pub parts: Option<BsrParts<'a>>,
     /// `[k, n]`.
     pub b: View<'a>,
@@ -26,7 +26,7 @@ pub struct BsrMatmulOperands<'a> {
 }
 
 impl BsrMatmulOperands<'_> {
-    /// Checks sizes and strides against the tensors, and says how many tiles of C there are.
+    /// Checks sizes and strides against the tensors, and returns the number of tiles of C.
     pub(super) fn fit(&self, tile: &BsrTile, p: &blockflash_bsr_matmul_params) -> Fit<i128> {
         require(p.m > 0 && p.n > 0 && p.k >= 0, "a size is not positive")?;
         let block = i64::from(tile.block_size);
@@ -99,12 +99,12 @@ impl Operands for BsrMatmulOperands<'_> {
     }
 }
 
-/// Sizes and strides of a matrix whose rows or columns are contiguous and so many elements apart.
+/// Sizes and strides of a matrix whose rows or columns are contiguous and `stride` elements apart.
 fn dims([rows, columns]: [i64; 2], leading: i64, column_major: bool) -> [(i64, i64); 2] {
     if column_major { [(rows, 1), (columns, leading)] } else { [(rows, leading), (columns, 1)] }
 }
 
-/// Checks that the kernel is one that writes C row by row, or that C has such rows.
+/// Checks that C is row-major if the kernel writes nothing else.
 pub(super) fn writes(rows_only: bool, p: &blockflash_bsr_matmul_params) -> Fit {
     require(!rows_only || p.c_column_major == 0, "the kernel writes rows of c, not columns")
 }

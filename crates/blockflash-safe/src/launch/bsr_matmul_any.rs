@@ -1,4 +1,4 @@
-//! BSR matmul whose operands lie in any layout.
+//! BSR matmul with operands in any layout.
 
 use super::BsrMatmulOperands;
 use super::checked::Launch;
@@ -9,8 +9,8 @@ use blockflash_sys::params::blockflash_bsr_matmul_any_params;
 
 // SAFETY:
 // 1. This is the parameter struct of the kernels of BSR matmul for any layout.
-// 2. As for the portable kernels, also for `block_idx`, which is there exactly where `a_transposed`
-//    says so (`fit`).
+// 2. As for the portable kernels, including `block_idx`, which is present if and only if
+//    `a_transposed` is set (`fit`).
 // 3. `c` is a `ViewMut`.
 unsafe impl Launch for BsrMatmulAny {
     type Operands<'a> = BsrMatmulOperands<'a>;

@@ -6,7 +6,7 @@ use blockflash_sys::params::{blockflash_bsr_matmul_params, blockflash_tensor_map
 
 /// Columns of a panel: as many elements of two bytes as the swizzle permutes.
 const PANEL: u32 = 64;
-/// Of a tensor that no kernel reads by its map.
+/// For a tensor that no kernel reads through its map.
 pub(super) const NO_MAP: blockflash_tensor_map = blockflash_tensor_map { opaque: [0; 16] };
 
 /// A tensor map before it is encoded: sizes and boxes in elements, strides of the outer dimensions
@@ -19,11 +19,11 @@ pub(super) struct Map {
     swizzle: Swizzle,
 }
 
-/// The maps of A, of the whole panels of B, and of B at its edges. The sizes have been found to
-/// fit. Small blocks of A are copied as they lie, as many as follow one another, so their map is
-/// one without elements; but filled with zeros, by whole blocks, whose rows are as wide as the
-/// swizzle. A column-major B is copied as one box, at the right edge as one of the columns that
-/// there are.
+/// The maps of A, of the whole panels of B, and of B at its edges. The sizes have been checked.
+/// Small blocks of A are copied without a map, as many as follow one another in memory, so their
+/// map has no elements. Where small blocks are filled up with zeros, they are copied by whole
+/// blocks, with rows as wide as the swizzle. A column-major B is copied as one box; at the right
+/// edge, the box has only the columns that exist.
 pub(super) fn maps(
     tile: &BsrMatmulHopper,
     p: &blockflash_bsr_matmul_params,

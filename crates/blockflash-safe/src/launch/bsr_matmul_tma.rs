@@ -1,4 +1,4 @@
-//! BSR matmul with Hopper's own instructions: tiles are copied by the tensor memory accelerator.
+//! BSR matmul for Hopper: tiles are loaded with TMA.
 
 use super::bsr_matmul::writes;
 use super::bsr_matmul_maps::{NO_MAP, encode_c, maps};
@@ -12,17 +12,18 @@ use blockflash_sys::params::{
 };
 use std::ptr::null_mut;
 
-/// Rows of C are fewer elements apart than this where tensor copies store it.
+/// Where TMA stores C, its row stride in elements is below this.
 const STRIDE_LIMIT: i64 = 1 << 39;
 /// Sizes are below this: the kernel adds a tile to them in 32 bits.
 const SIZE_LIMIT: i64 = (1 << 31) - 1024;
 
 // SAFETY:
 // 1. This is the parameter struct of the Hopper kernels of BSR matmul.
-// 2. As for the portable kernels. What is read through a tensor map lies inside the view that it
-//    was encoded from; whole blocks that are copied without one lie where `row_ptr` says, in a view
-//    that starts at a multiple of 16 bytes (`fit`). There is room for as many parts as `begin` says
-//    (`split`), and no other launch uses their memory at the same time, since it is used in turns.
+// 2. As for the portable kernels. Whatever is read through a tensor map lies inside the view that
+//    the map was encoded from; whole blocks that are copied without a map lie where `row_ptr` says,
+//    in a view that starts at a multiple of 16 bytes (`fit`). There is room for as many parts as
+//    `begin` says (`split`), and no other launch uses their memory at the same time, since it is
+//    used in turns.
 // 3. `c` is a `ViewMut`; only these kernels write the memory of parts.
 unsafe impl Launch for BsrMatmulHopper {
     type Operands<'a> = BsrMatmulOperands<'a>;
@@ -82,7 +83,7 @@ unsafe impl Launch for BsrMatmulHopper {
     }
 }
 
-/// Checks the parts of long tiles, and says how many there are beside one for each tile.
+/// Checks the parts of long tiles, and returns the number of parts beyond the first of each tile.
 fn split(
     tile: &BsrMatmulHopper,
     p: &blockflash_bsr_matmul_params,
@@ -98,7 +99,7 @@ fn split(
     let positions = ceil_div(p.m, tile.block_size * tile.block_rows);
     let widest = begin.windows(2).map(|pair| i128::from(pair[0] - pair[1])).max().unwrap_or(0);
     require(widest <= positions, "more tiles have a part than there are")?;
-    // A tile that is longer waits for parts that nobody computes, in memory behind the sums.
+    // A longer tile would wait for parts that no CTA computes, in memory behind the sums.
     for (part, pair) in (1..).zip(begin.windows(2)) {
         let longest = operands.indices.longest_from((pair[0] - pair[1]) as usize, tile.gathers());
         require(
@@ -117,9 +118,9 @@ fn split(
     Ok(items)
 }
 
-/// Whether C can be stored by tensor copies: rows of the type of A, 16-byte aligned, and the old C
-/// is not read. Whole rows of 16 bytes: on an H200 a copy that ends inside of 16 bytes was seen to
-/// write zeros up to their end.
+/// Whether TMA can store C: its rows have the type of A and are 16-byte aligned, and the old C is
+/// not read. Rows must also be whole multiples of 16 bytes: on an H200, a copy that ended inside of
+/// 16 bytes was seen to write zeros up to their end.
 fn copies_c(tile: &BsrMatmulHopper, p: &blockflash_bsr_matmul_params, aligned: bool) -> bool {
     let lies = p.c_column_major == 0
         && aligned

@@ -4,40 +4,40 @@ use super::fit::pointer;
 use crate::{DType, Device, Error, Result, Stream, Tensor, View};
 use blockflash_sys::params::BLOCKFLASH_BSR_PARTS;
 
-/// In which parts the long tiles of a BSR matmul are computed, and where their sums lie meanwhile.
+/// How the long tiles of a BSR matmul are split into parts, and the memory for their partial sums.
 #[derive(Clone, Copy, Debug)]
 pub struct BsrParts<'a> {
-    /// Tiles of more blocks, or stages where the kernel has a plan of these, are computed in
-    /// several parts. Positive.
+    /// Tiles with more blocks than this are computed in several parts. Counted in stages for
+    /// kernels that have a plan of stages. Positive.
     pub steps: i32,
-    /// At `[p]` begin, in the order of all parts, the block rows (or their groups) that may have a
-    /// part `p`: the first ones in `row_order`, as many as there are up to `[p - 1]`. Descends to
-    /// zero. The caller knows that these are all that have one.
+    /// In the order of all parts, the parts `p` take the positions from `[p]` up to `[p - 1]`, one
+    /// for each of the first block rows (or groups of them) in `row_order`. Descends to zero. The
+    /// caller knows that no other block row has a part `p`.
     pub begin: [i32; BLOCKFLASH_BSR_PARTS as usize],
     /// Room for `begin[0]·tiles_n` tiles.
     pub memory: &'a BsrPartsMemory,
 }
 
-/// Memory in which the multiprocessors that share a tile leave their sums, and words that say that
-/// they are there.
+/// Memory in which the SMs that share a tile leave their partial sums, and words that signal that
+/// the sums are there.
 ///
-/// A word that another launch resets would be waited for without end. So launches use it one after
-/// another, whatever their streams: each waits for what the stream that used the memory last has
-/// queued, and so does a [`Graph`](crate::Graph) with it.
+/// A kernel would wait forever for a word that another launch resets. So launches use the memory
+/// one after another, whatever their streams: each waits for everything queued on the stream that
+/// used the memory last, and so does each launch of a [`Graph`](crate::Graph) that uses it.
 #[derive(Debug)]
 pub struct BsrPartsMemory {
-    /// Sums, then words. Only kernels use it, and leave the words as zeros.
+    /// Sums, then words. Only kernels use the memory, and they leave the words at zero.
     memory: Tensor,
     sums: usize,
     words: usize,
 }
 
 impl BsrPartsMemory {
-    /// Room for so many sums of 32 bits, as many as tiles have elements, and for so many words, one
-    /// per warp that computes.
+    /// Room for `sums` partial sums of 32 bits, one per element of a tile, and for `words` words,
+    /// one per consumer warp of a tile.
     ///
     /// # Errors
-    /// As [`Tensor::zeros`].
+    /// The errors of [`Tensor::zeros`].
     pub fn new(stream: &Stream, sums: usize, words: usize) -> Result<BsrPartsMemory> {
         let all = sums.checked_add(words).ok_or(Error::TooLarge)?;
         Ok(BsrPartsMemory {
@@ -47,17 +47,17 @@ impl BsrPartsMemory {
         })
     }
 
-    /// Where it is.
+    /// The device that holds the memory.
     pub fn device(&self) -> Device {
         self.memory.device()
     }
 
-    /// How many sums there is room for.
+    /// Number of sums that fit.
     pub fn sums(&self) -> usize {
         self.sums
     }
 
-    /// How many words there is room for.
+    /// Number of words that fit.
     pub fn words(&self) -> usize {
         self.words
     }

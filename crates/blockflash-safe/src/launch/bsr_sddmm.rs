@@ -19,9 +19,9 @@ const SIZE_LIMIT: i32 = i32::MAX - 1023;
 pub struct BsrSddmmOperands<'a> {
     /// The pattern of `values`.
     pub pattern: &'a BsrIndices,
-    /// `[m, k]`, contiguous along the dimension that the row says.
+    /// `[m, k]`, contiguous along the dimension that the kernel requires.
     pub a: View<'a>,
-    /// `[k, n]`, contiguous along the dimension that the row says.
+    /// `[k, n]`, contiguous along the dimension that the kernel requires.
     pub b: View<'a>,
     /// `[nnz_blocks, block_size, block_size]`.
     pub values: ViewMut<'a>,
@@ -76,8 +76,8 @@ unsafe impl Launch for BsrSddmmHopper {
     }
 }
 
-/// What every kernel of the sampled product needs of its operands, but for A and B: their sizes are
-/// checked. How many tiles there are.
+/// Checks the operands that every kernel of the sampled product has, and the sizes of A and B but
+/// not their layouts. Returns the number of tiles.
 pub(super) fn fits_tiles(
     tile: &BsrSddmmTile,
     p: &blockflash_bsr_sddmm_params,

@@ -10,7 +10,7 @@ use blockflash_sys::params::{blockflash_bsr_sddmm_params, blockflash_bsr_sddmm_p
 
 // SAFETY:
 // 1. This is the parameter struct of the portable kernels of the sampled product.
-// 2. As for the Hopper kernels; A and B are read where `fit` has found their lines.
+// 2. As for the Hopper kernels; A and B are read only where `fit` has checked their lines.
 // 3. `values` is a `ViewMut`.
 unsafe impl Launch for BsrSddmm {
     type Operands<'a> = BsrSddmmOperands<'a>;
@@ -58,25 +58,25 @@ unsafe impl Launch for BsrSddmm {
     }
 }
 
-/// How a matrix lies in memory.
+/// The layout of a matrix in memory.
 #[derive(Debug, PartialEq)]
 struct Lines {
     major: Major,
     /// Elements from one line to the next.
     ld: i64,
-    /// Whether each starts at a multiple of 16 bytes.
+    /// Whether each line starts at a multiple of 16 bytes.
     vectorized: bool,
 }
 
 impl Lines {
-    /// The lines of a matrix, which `fit` checks. A single row or column is both, and then what can
-    /// be copied 16 bytes at a time.
+    /// The lines of a matrix, which `fit` checks. A single row or column could be read either way;
+    /// then the layout that can be copied 16 bytes at a time is taken.
     fn of(view: &View<'_>) -> Self {
         let size = |dim: usize| view.shape().get(dim).map_or(0, |&size| size);
         let step = |dim: usize| view.strides().get(dim).map_or(0, |&stride| stride as i64);
         let lines = |major, across: usize, along: usize| {
             let ld = step(across);
-            // Behind a single line comes none.
+            // No line follows a single one.
             let vectorized = view.is_aligned(16) && (ld % 8 == 0 || size(across) <= 1);
             let contiguous = size(along) <= 1 || step(along) == 1 || view.layout().is_empty();
             (contiguous, Self { major, ld, vectorized })

@@ -10,50 +10,50 @@ use std::ptr;
 
 /// The tensors of a launch.
 pub trait Operands {
-    /// All of them, read-only: those that the kernel reads and those that it writes.
+    /// All tensors, as read-only views: those that the kernel reads, and those that it writes.
     fn views(&self) -> impl AsRef<[Option<View<'_>>]>;
 }
 
-/// What is particular about launching the kernels of a family. Implemented by its tile; everything
-/// else is said once, in [`Stream::launch`].
+/// The part of a launch that is particular to one kernel family. The tile of the family implements
+/// it; [`Stream::launch`] does everything else.
 ///
 /// # Safety
-/// 1. `Params` is the parameter struct of the kernels that have such a tile.
-/// 2. With what [`params`](Self::params) returns for a plan and operands that
-///    [`fit`](Self::fit) accepts, and a grid that it allows, the kernel touches only the memory of
+/// 1. `Params` is the parameter struct of the kernels with this type of tile.
+/// 2. Given the parameters that [`params`](Self::params) returns for a plan and operands accepted
+///    by [`fit`](Self::fit), and a grid that `fit` allows, the kernel touches only the memory of
 ///    the operands' views, whatever that memory contains, and the two words of
-///    [`set_counter`](Self::set_counter), which it leaves as zeros. No loop of it depends on words
-///    that another launch may change.
-/// 3. Memory that the kernel writes is borrowed exclusively by the operands, or is written by such
-///    kernels only.
+///    [`set_counter`](Self::set_counter), which it leaves as zeros. None of its loops depends on
+///    words that another launch may change.
+/// 3. Memory that the kernel writes is borrowed exclusively by the operands, or is written only by
+///    such kernels.
 pub unsafe trait Launch: Copy {
-    /// What the kernel reads and writes.
+    /// The tensors that the kernel reads and writes.
     type Operands<'a>: Operands;
-    /// What the caller has planned: sizes, strides and factors. Its pointers are ignored.
+    /// The caller's plan: sizes, strides and factors. Its pointers are ignored.
     type Plan: ?Sized;
     /// The kernel's argument.
     type Params;
-    /// What kernels of the family are, for the error about another one.
+    /// The name of the family for the error about a kernel of another one.
     const FAMILY: &'static str;
 
     /// The tile of a kernel of this family.
     fn of(kernel: &Kernel) -> Option<Self>;
 
-    /// Checks whatever decides which addresses the kernel touches against the operands, and says
-    /// how many tiles there are.
+    /// Checks everything that decides which addresses the kernel touches against the operands, and
+    /// returns the number of tiles.
     ///
     /// # Errors
-    /// What does not fit.
+    /// A message that names the misfit.
     fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<i128, String>;
 
     /// The kernel's argument for a plan and operands that fit, with the pointers of the operands.
     ///
     /// # Errors
-    /// Those of [`TensorMapSpec::encode`](crate::TensorMapSpec::encode).
+    /// The errors of [`TensorMapSpec::encode`](crate::TensorMapSpec::encode).
     fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params>;
 
-    /// Tells a kernel that counts tiles where: two words that are zero and that no other launch
-    /// uses at the same time. They live as long as the context.
+    /// Gives a persistent kernel its tile counters: two words that are zero and that no other
+    /// launch uses at the same time. They live as long as the context.
     fn set_counter(_params: &mut Self::Params, _counter: *mut u32) {}
 }
 
@@ -73,14 +73,15 @@ impl Stream {
     /// Launches a kernel of the table, which is loaded at its first launch (or by
     /// [`Device::preload`](crate::Device::preload)).
     ///
-    /// Launches of one stream share a pair of tile counters, and so do those that one capture makes
-    /// of it, since they run one after another.
+    /// The launches of one stream share a pair of tile counters, and so do the launches that one
+    /// capture records from it, since they run one after another.
     ///
     /// # Errors
     /// [`Error::Launch`] when kernel, geometry, plan and operands do not fit each other;
     /// [`Error::NotOnGpu`], [`Error::DeviceMismatch`], [`Error::ParamSize`], [`Error::Image`],
-    /// [`Error::Unsupported`], [`Error::InCapture`], [`Error::Cuda`]. For kernels with tensor maps
-    /// [`Error::TensorMap`]; for those that count tiles [`Error::TileCounters`] when other streams
+    /// [`Error::Unsupported`], [`Error::InCapture`], [`Error::Cuda`]. Kernels with tensor maps also
+    /// give [`Error::TensorMap`]; persistent kernels give [`Error::TileCounters`] when other
+    /// streams and graphs have all counters.
     /// and graphs have all counters.
     #[doc(hidden)]
     pub fn launch<L: Launch>(
@@ -132,13 +133,14 @@ impl Stream {
         // 2. `launch`, its `count` attributes and `arguments` are valid during the call; the driver
         //    copies them and the parameters before it returns, and writes to none of them.
         // 3. The kernel has exactly one parameter, of the size of `Params`: checked above and in
-        //    `LoadedKernel`. That it means the same is promise 1 of `Launch`.
+        //    `LoadedKernel`. Promise 1 of `Launch` says that the two structs mean the same.
         // 4. The kernel touches only the views' memory and the counters (promise 2), for which
         //    `fit` has checked plan, operands and geometry. That memory is on this device and is
         //    prepared for this stream, so it is freed after the kernel; a graph that captures the
         //    launch keeps it alive; foreign memory lives by point 2 of `View::from_raw_cuda`. Where
-        //    it is used in turns, this launch has them, or each launch of the graph takes them.
-        // 5. What it writes is borrowed exclusively (promise 3).
+        //    memory is used in turns, this launch holds the turns, or each launch of the graph
+        //    takes them.
+        // 5. The memory that it writes is borrowed exclusively (promise 3).
         check("cuLaunchKernelEx", unsafe {
             sys::cuLaunchKernelEx(&launch, loaded.raw.0, arguments.as_mut_ptr(), ptr::null_mut())
         })

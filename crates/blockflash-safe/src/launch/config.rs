@@ -14,13 +14,14 @@ pub struct LaunchConfig {
     /// CTAs per cluster in x, y and z (compute capability 9.0 and newer); `None` for kernels
     /// without clusters.
     pub cluster: Option<[u32; 3]>,
-    /// Lets the kernel start while its predecessor on the stream is still finishing; it then waits
-    /// itself, with `griddepcontrol.wait`, before it touches what the predecessor wrote.
+    /// Programmatic dependent launch: the kernel may start while its predecessor on the stream is
+    /// still finishing. It waits with `griddepcontrol.wait` before it touches memory that the
+    /// predecessor wrote.
     pub programmatic_dependent_launch: bool,
 }
 
 impl LaunchConfig {
-    /// A grid of so many CTAs in x, and what the kernel says about each of them.
+    /// A grid of `blocks` CTAs in x; the kernel decides everything else.
     pub fn of(kernel: &Kernel, blocks: u32, programmatic_dependent_launch: bool) -> Self {
         Self {
             grid: [blocks, 1, 1],
@@ -31,9 +32,9 @@ impl LaunchConfig {
         }
     }
 
-    /// Checks the geometry against the kernel and the number of tiles. Kernels that count tiles are
-    /// persistent: any number of CTAs up to one per tile shares them. The others have one CTA per
-    /// tile and do not wait for their predecessor.
+    /// Checks the geometry against the kernel and the number of tiles. Persistent kernels share the
+    /// tiles among any number of CTAs up to one per tile. All others have one CTA per tile and do
+    /// not wait for their predecessor.
     pub(super) fn fits(&self, kernel: &Kernel, tiles: i128, counts_tiles: bool) -> Fit {
         let [x, y, z] = self.grid;
         let blocks = if counts_tiles { 1..=tiles } else { tiles..=tiles };
@@ -52,7 +53,7 @@ impl LaunchConfig {
         require(self.cluster == kernel.cluster(), expected)?;
         require(x % blocks == 0, "the last cluster is not whole")?;
         if counts_tiles {
-            // Each CTA looks for a tile past the last one, and counts in 32 bits.
+            // Each CTA looks for a tile past the last one, and the counter has 32 bits.
             let past = tiles + 2 * i128::from(x);
             require(past <= i128::from(i32::MAX), "there are too many tiles")
         } else {
@@ -61,7 +62,7 @@ impl LaunchConfig {
         }
     }
 
-    /// The launch attributes that the configuration asks for, and how many they are.
+    /// The launch attributes that the configuration asks for, and their number.
     pub(super) fn attributes(&self) -> ([sys::CUlaunchAttribute; 2], u32) {
         let none = sys::CUlaunchAttribute {
             id: AttributeId::CU_LAUNCH_ATTRIBUTE_IGNORE,

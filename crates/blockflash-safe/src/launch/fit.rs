@@ -1,15 +1,15 @@
-//! What the checks of all families are made of.
+//! Building blocks of the checks of all families.
 
 use crate::{DType, View, ViewMut};
 use std::ffi::c_void;
 use std::ptr;
 
-/// A result, or what does not fit, which becomes [`Error::Launch`](crate::Error::Launch).
-/// Formatting is left to the failure path.
+/// A result, or a description of the misfit, which becomes [`Error::Launch`](crate::Error::Launch).
+/// It is formatted only on failure.
 pub(super) type Fit<T = ()> = Result<T, String>;
 
-/// Checks element type, shape and strides. Strides of dimensions of size 1 do not matter, nor any
-/// of a tensor without elements.
+/// Checks element type, shape and strides. Strides of dimensions of size 1 do not matter, and no
+/// stride of an empty tensor does.
 pub(super) fn fits<const N: usize>(
     name: &str,
     view: &View<'_>,

@@ -1,5 +1,5 @@
-//! Launches of the kernels: one checked way for all of them (`checked.rs`), and a file per family
-//! with what is particular about it.
+//! Launches of the kernels: one checked way for all of them (`checked.rs`), and one file per
+//! family.
 
 mod attention_fwd;
 mod attention_fwd_tma;
@@ -33,8 +33,7 @@ pub use probe::PROBE_CHUNK_BYTES;
 use crate::Kernel;
 use blockflash_sys::manifest;
 
-/// Bytes of the parameter struct that the host has for a kernel; `None` for a kernel that nothing
-/// launches.
+/// Bytes of the host's parameter struct for a kernel; `None` for a kernel that nothing launches.
 pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
     fn of<L: Launch>(kernel: &Kernel) -> Option<usize> {
         L::of(kernel).map(|_| size_of::<L::Params>())
@@ -57,7 +56,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
-    /// Also those that no GPU at hand loads.
+    /// Includes kernels that no available GPU loads.
     #[test]
     fn every_kernel_has_a_launch() {
         for kernel in blockflash_sys::manifest::kernels() {

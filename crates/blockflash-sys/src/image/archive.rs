@@ -8,8 +8,8 @@ use std::{collections::BTreeMap, ops::Range};
 ///
 /// The index is a skippable frame (RFC 8878, section 3.1.2), so every zstd tool reads such a file:
 /// [`INDEX_MAGIC`](Self::INDEX_MAGIC), the length of the text as a little-endian u32, and one line
-/// for each image: `name frame-start frame-length offset length`. A frame starts that many bytes
-/// behind the index, an image that many bytes behind the start of the unpacked frame.
+/// for each image: `name frame-start frame-length offset length`. The start of a frame counts from
+/// the end of the index, the offset of an image from the start of the unpacked frame.
 #[derive(Clone, Debug)]
 pub struct Archive<'a> {
     entries: BTreeMap<&'a str, Entry>,
@@ -19,9 +19,9 @@ pub struct Archive<'a> {
 /// Where an image lies in an [`Archive`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Bytes of its frame behind the index.
+    /// Range of its frame, in bytes from the end of the index.
     pub frame: Range<usize>,
-    /// Its bytes in the unpacked frame.
+    /// Range of its bytes in the unpacked frame.
     pub image: Range<usize>,
 }
 
@@ -29,7 +29,7 @@ impl<'a> Archive<'a> {
     /// The first four bytes, little-endian.
     pub const INDEX_MAGIC: u32 = 0x184D_2A50;
 
-    /// Reads the index; the error says what is wrong with it.
+    /// Reads the index. An error describes the damage.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, String> {
         let word = |at: usize| Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
         if word(0) != Some(Self::INDEX_MAGIC) {
@@ -55,7 +55,7 @@ impl<'a> Archive<'a> {
         &self.entries
     }
 
-    /// Unpacks a frame, in which [`Entry::image`] says where the image lies.
+    /// Unpacks a frame. [`Entry::image`] is the range of an image in it.
     pub fn unpack(&self, frame: &Range<usize>) -> Result<Vec<u8>, String> {
         let of_frame = self.entries.values().filter(|entry| entry.frame == *frame);
         let size = of_frame.map(|entry| entry.image.end).max().unwrap_or(0);

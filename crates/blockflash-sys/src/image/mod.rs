@@ -18,9 +18,9 @@ use std::{
 /// it does nothing.
 ///
 /// For kernels under development, for profiles with line information, and for comparing commits.
-/// Such a folder holds files as [`Kernel::image_name`] names them, not compressed; each kernel that
-/// is used must be there. Who enables the feature vouches for the images: the driver runs what they
-/// contain.
+/// Such a folder holds uncompressed files as [`Kernel::image_name`] names them; each kernel that is
+/// used must be there. A program that enables the feature vouches for the images, because the
+/// driver runs whatever they contain.
 pub const IMAGES_VARIABLE: &str = "BLOCKFLASH_IMAGES";
 
 /// The archives of `prebuilt/` by [`Kernel::archive_name`], sorted.
@@ -30,7 +30,7 @@ static ARCHIVES: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/archives
 /// frames, and a loaded kernel does not ask for its image again.
 const KEPT_FRAMES: usize = 8;
 
-/// Why an image cannot be had.
+/// Reasons why an image is not available.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
     /// The crate was built from a tree whose `prebuilt/` lacks this image.
@@ -43,15 +43,16 @@ pub enum ImageError {
     /// place.
     #[error("{IMAGES_VARIABLE} is set, but {} {what}", .path.display())]
     Folder {
-        /// Where the image was looked for.
+        /// Path at which the image was looked for.
         path: PathBuf,
-        /// What is wrong there.
+        /// What is wrong at this path.
         what: String,
     },
 }
 
-/// The cubin of a row, or its NUL-terminated PTX, ready for `cuModuleLoadData`: the embedded one,
-/// unless [`IMAGES_VARIABLE`] names a folder and the feature `images-from-folder` is enabled.
+/// The cubin of a kernel, or its NUL-terminated PTX, ready for `cuModuleLoadData`: the embedded
+/// image, unless [`IMAGES_VARIABLE`] names a folder and the feature `images-from-folder` is
+/// enabled.
 pub fn load(row: &Kernel) -> Result<Vec<u8>, ImageError> {
     let mut bytes = match folder() {
         Some(folder) => from_folder(row, Path::new(&folder))?,
@@ -114,7 +115,7 @@ fn from_folder(row: &Kernel, folder: &Path) -> Result<Vec<u8>, ImageError> {
     let path = folder.join(row.image_name());
     let failed = |what: String| ImageError::Folder { path: path.clone(), what };
     let bytes = std::fs::read(&path).map_err(|error| failed(format!("cannot be read: {error}")))?;
-    // The driver does not look twice at what it is given.
+    // The driver does not check the image.
     if row.target.is_ptx() && (bytes.contains(&0) || std::str::from_utf8(&bytes).is_err()) {
         return Err(failed("is not PTX text".into()));
     }
@@ -129,7 +130,7 @@ mod tests {
     use super::*;
     use crate::manifest::kernels;
 
-    /// A folder of its own for a test, removed at its end.
+    /// A folder of the test's own, removed at its end.
     struct Scratch(PathBuf);
 
     impl Scratch {
@@ -161,7 +162,7 @@ mod tests {
         assert_eq!(found, expected);
     }
 
-    /// In an order in which frames are dropped and unpacked again, on several threads.
+    /// Images in an order in which frames are dropped and unpacked again, on several threads.
     #[test]
     fn every_image_is_found_in_its_frame() {
         std::thread::scope(|scope| {
@@ -178,7 +179,7 @@ mod tests {
         });
     }
 
-    /// Also what the next test starts in a process of its own.
+    /// Also run by the next test, in a process of its own.
     #[test]
     fn a_row_loads() {
         load(&kernels()[0]).unwrap();

@@ -1,4 +1,4 @@
-//! What all kernels of BSR matmul have in common.
+//! The parameters that all kernels of BSR matmul share.
 
 use super::family::{Size, Support};
 use super::{Kernel, Variant};
@@ -27,7 +27,8 @@ pub struct BsrTile {
 }
 
 impl BsrTile {
-    /// Tiles along `n` columns of C: clusters are whole, so some tiles may have no columns.
+    /// Number of tiles along `n` columns of C. Clusters are whole, so some tiles may have no
+    /// columns.
     pub const fn tiles_n(&self, n: u64) -> u64 {
         n.div_ceil((self.cluster * self.block_n) as u64) * self.cluster as u64
     }
@@ -50,8 +51,9 @@ impl BsrTile {
 }
 
 impl Kernel {
-    /// The part that all BSR kernels have; `None` for other kernels. A kernel that
-    /// [takes any layout](Kernel::takes_any_layout) has it for A as it is and a row-major B.
+    /// The parameters that all BSR kernels share; `None` for other kernels. A kernel that [takes
+    /// any layout](Kernel::takes_any_layout) returns them for a matrix A as stored and a row-major
+    /// B.
     pub const fn bsr_tile(&self) -> Option<BsrTile> {
         match self.variant {
             Variant::BsrMatmul(tile) => Some(tile.tile()),
@@ -61,8 +63,8 @@ impl Kernel {
         }
     }
 
-    /// Whether a BSR kernel takes A as it is and transposed, and B and C row-major and
-    /// column-major.
+    /// Whether a BSR kernel takes A as stored and transposed, and B and C in row-major and
+    /// column-major order.
     pub const fn takes_any_layout(&self) -> bool {
         matches!(self.variant, Variant::BsrMatmulAny(_))
     }

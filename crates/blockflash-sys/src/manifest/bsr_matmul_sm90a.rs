@@ -50,7 +50,7 @@ const fn tile(block_size: u32, block_rows: u32, block_n: u32, stages: u32) -> Bs
     }
 }
 
-/// The same in clusters of two CTAs.
+/// The tile in clusters of two CTAs.
 const fn pair(tile: BsrMatmulHopper) -> BsrMatmulHopper {
     BsrMatmulHopper { cluster: 2, ..tile }
 }
@@ -62,9 +62,9 @@ const fn filled(tile: BsrMatmulHopper) -> BsrMatmulHopper {
 
 /// Tiles by block size: as many accumulators as two warpgroups have registers for, and fewer for
 /// few columns. The traffic into shared memory limits all of them: blocks of 64 take two block rows
-/// that share B, small ones 256 rows, the group of a pattern's plan. Stages are as many as fit.
-/// Clusters of two share A where that was measured to be faster, or B where small blocks are filled
-/// up with zeros.
+/// that share B, small blocks 256 rows, the group of a pattern's plan. There are as many pipeline
+/// stages as fit. Clusters of two share A where that was measured to be faster, or B where small
+/// blocks are filled up with zeros.
 const TILES: &[BsrMatmulHopper] = &[
     tile(16, 16, 128, 4),
     tile(16, 16, 64, 6),
@@ -84,7 +84,7 @@ const TILES: &[BsrMatmulHopper] = &[
     filled(tile(32, 8, 128, 8)),
 ];
 
-/// The tiles that are compiled for a transposed A, a column-major B, and both, too.
+/// The tiles that are also compiled for a transposed A, for a column-major B, and for both.
 const TRANSPOSED: &[BsrMatmulHopper] = &[
     tile(64, 2, 256, 4),
     tile(64, 1, 256, 5),
@@ -106,13 +106,13 @@ pub(super) fn tiles(target: Target) -> impl Iterator<Item = BsrMatmulHopper> {
 }
 
 impl BsrMatmulHopper {
-    /// Depth of a stage along K where blocks are no smaller: the span of the swizzle, 128 bytes.
+    /// Depth of a stage along K for large blocks: the span of the swizzle, 128 bytes.
     const BLOCK_K: u32 = 64;
-    /// Depth along K of the rows of B in a stage, at most, where blocks are smaller.
+    /// Largest depth along K of the rows of B in a stage, for small blocks.
     const GATHERED_K: u32 = 128;
-    /// Rows of a group of block rows there.
+    /// Rows of a group of small block rows.
     const GROUP: u32 = 256;
-    /// Bytes of mbarriers, announced tiles and the description of each stage for consumers.
+    /// Bytes of the mbarriers, the announced tiles and the description of each stage for consumers.
     const EXTRA_BYTES: u32 = 1024;
 
     /// Whether blocks are small, and a CTA gathers the rows of B that any of its block rows needs.
@@ -120,23 +120,24 @@ impl BsrMatmulHopper {
         self.block_size < Self::BLOCK_K
     }
 
-    /// Block rows of a tile there, a group of the plan.
+    /// Block rows of a tile of small blocks, which is a group of the plan.
     pub const fn group_rows(block_size: u32) -> u32 {
         Self::GROUP / block_size
     }
 
-    /// Most block columns of a stage of the plan there.
+    /// Largest number of block columns in a stage of the plan, for small blocks.
     pub const fn stage_columns(block_size: u32) -> u32 {
         Self::GATHERED_K / block_size
     }
 
-    /// Most blocks of A of a stage of the plan there. A block column in which every row of a group
-    /// has a block fits.
+    /// Largest number of blocks of A in a stage of the plan, for small blocks. A block column in
+    /// which every row of a group has a block fits.
     pub const fn stage_blocks(block_size: u32) -> u32 {
         if block_size == 16 { 32 } else { 10 }
     }
 
-    /// Whether a long tile may be computed in parts. Two block rows are cut nowhere at once.
+    /// Whether a long tile may be computed in parts. A tile of two block rows of 64 may not,
+    /// because the two cannot be cut at one common place.
     pub const fn splits(&self) -> bool {
         self.gathers() || self.block_rows == 1
     }
@@ -146,7 +147,7 @@ impl BsrMatmulHopper {
         4 * self.warpgroups()
     }
 
-    /// Depth along K that is copied at once.
+    /// Depth along K of one copy.
     const fn block_k(&self) -> u32 {
         if self.gathers() { self.block_size } else { Self::BLOCK_K }
     }
@@ -159,7 +160,7 @@ impl BsrMatmulHopper {
         }
     }
 
-    /// The part that all BSR kernels have.
+    /// The parameters that all BSR kernels share.
     pub const fn tile(&self) -> BsrTile {
         let Self {
             dtype,
@@ -202,7 +203,7 @@ impl Family for BsrMatmulHopper {
         format!("{dtype}_b{block_size}_r{block_rows}_n{block_n}_s{stages}{cluster}{a}{b}")
     }
 
-    /// Four per consumer warpgroup, and the producer warpgroup.
+    /// Four warps per consumer warpgroup, and the producer warpgroup.
     fn warps(&self) -> u32 {
         4 * (self.warpgroups() + 1)
     }

@@ -2,12 +2,12 @@ use crate::DType;
 
 /// A kernel family: one source file, compiled with the compile-time parameters that `self` holds.
 ///
-/// Everything that a [`Kernel`](super::Kernel) says about its kernel comes from here.
+/// Everything that a [`Kernel`](super::Kernel) reports about its machine code comes from here.
 pub trait Family {
     /// Name of the source in `kernels/`.
     fn source(&self) -> &'static str;
 
-    /// What distinguishes the parameters in symbols, such as `f16_d64_q128_kv64_w4_s1`.
+    /// The part of symbols that names the parameters, such as `f16_d64_q128_kv64_w4_s1`.
     fn name(&self) -> String;
 
     /// Warps per CTA.
@@ -23,21 +23,21 @@ pub trait Family {
         1
     }
 
-    /// Whether persistent CTAs take tile after tile from a counter in device memory, which each
-    /// launch has to be given.
+    /// Whether CTAs are persistent and take one tile after another from a counter in device memory,
+    /// which each launch must provide.
     fn counts_tiles(&self) -> bool {
         false
     }
 
-    /// Calls `define` with the name and the value of each preprocessor definition besides those
-    /// that every row has.
+    /// Calls `define` with the name and the value of each preprocessor definition, except for the
+    /// definitions that every kernel has.
     fn macros(&self, define: &mut dyn FnMut(&'static str, u32));
 
     /// Opcodes that the machine code must contain.
     fn contains(&self) -> &'static [&'static str];
 
-    /// What the support table says; `None` for a kernel that only prepares the operand of an
-    /// operation or measures the GPU.
+    /// The kernel's cell of the support table; `None` for a kernel that only prepares the operand
+    /// of an operation or measures the GPU.
     fn supports(&self) -> Option<Support> {
         None
     }
@@ -52,7 +52,7 @@ pub trait Family {
 /// A cell of the support table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Support {
-    /// The operation in words.
+    /// The operation, in words.
     pub operation: &'static str,
     /// The size that the kernel is made for.
     pub size: Size,

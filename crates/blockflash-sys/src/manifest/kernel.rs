@@ -6,14 +6,14 @@ use std::sync::LazyLock;
 /// One kernel image: a variant compiled for a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Kernel {
-    /// What is computed, and the tiles it is computed with.
+    /// The computation and the tiles of the kernel.
     pub variant: Variant,
-    /// What it is compiled for.
+    /// The target that the image is compiled for.
     pub target: Target,
 }
 
 impl Kernel {
-    /// What the kernel's family says about itself.
+    /// The parameters of the kernel's family.
     pub const fn family(&self) -> &dyn Family {
         self.variant.family()
     }
@@ -67,16 +67,18 @@ impl Kernel {
         macros
     }
 
-    /// What its machine code must contain and lack; `cargo xtask sass --check` looks. No kernel may
-    /// use local memory, where spilled registers and the stack are. PTX is not looked at.
+    /// Instructions that the machine code must contain or lack, checked by `cargo xtask sass
+    /// --check`. In addition, no kernel may use local memory, which holds spilled registers and the
+    /// stack. PTX is not checked.
     pub fn expects(&self) -> Vec<Expect> {
         let contains = self.family().contains().iter().copied().map(Expect::Contains);
         contains.chain([Expect::Lacks("LDL"), Expect::Lacks("STL")]).collect()
     }
 }
 
-/// All kernels, the preferred targets first. Of kernels that suit a problem equally well the first
-/// is taken. Each has a committed image, a line in `kernels.lock` and a recorded GPU pass.
+/// All kernels, the preferred targets first. Among kernels that suit a problem equally well,
+/// selection takes the first. Each has a committed image, a line in `kernels.lock` and a recorded
+/// GPU pass.
 pub fn kernels() -> &'static [Kernel] {
     static KERNELS: LazyLock<Vec<Kernel>> = LazyLock::new(|| {
         let of = |target| {

@@ -1,7 +1,7 @@
 use super::family::Family;
 use crate::{Target, params};
 
-/// What `probe_sm80` and `probe_sm90a.cu` keep busy. The discriminants are the
+/// The unit that `probe_sm80` and `probe_sm90a.cu` keep busy. The discriminants are the
 /// `BLOCKFLASH_PROBE_…` constants.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
@@ -59,7 +59,7 @@ impl Probe {
         }
     }
 
-    /// Whether it is made of instructions that only Hopper has.
+    /// Whether the probe uses instructions that only Hopper has.
     const fn is_hopper(self) -> bool {
         matches!(self, Probe::WgmmaF16 | Probe::WgmmaBf16 | Probe::WgmmaE4m3 | Probe::Bulk)
     }

@@ -5,7 +5,7 @@ use super::{
 };
 use crate::Target;
 
-/// The kernel family of a row with its compile-time parameters.
+/// The kernel family of a kernel with its compile-time parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Variant {
@@ -15,7 +15,7 @@ pub enum Variant {
     AttentionFwdHopper(attention_fwd_sm90a::AttentionFwdHopper),
     /// BSR matrix times dense matrix, with the instructions of Ampere and later.
     BsrMatmul(bsr_matmul_sm80::BsrMatmul),
-    /// The same for A as it is or transposed, and B and C row-major or column-major, which the
+    /// The same with A as stored or transposed, and with row-major or column-major B and C: the
     /// launch decides.
     BsrMatmulAny(bsr_matmul_any_sm80::BsrMatmulAny),
     /// BSR matrix times dense matrix, with the instructions of Hopper.
@@ -27,12 +27,13 @@ pub enum Variant {
     BsrSddmmHopper(bsr_sddmm_sm90a::BsrSddmmHopper),
     /// Block masks made on the GPU.
     BlockMask(block_mask::BlockMaskKernel),
-    /// No operation: one unit of the GPU at its highest rate, which kernels are held against.
+    /// No operation: it runs one unit of the GPU at its highest rate, against which kernels are
+    /// compared.
     Probe(probe::Probe),
 }
 
 impl Variant {
-    /// What the family says about itself.
+    /// The parameters as a kernel family.
     pub const fn family(&self) -> &dyn Family {
         match self {
             Variant::AttentionFwd(tile) => tile,
