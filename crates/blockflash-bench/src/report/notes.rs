@@ -147,7 +147,7 @@ fn reasons<'r>(records: impl Iterator<Item = &'r Record>) -> String {
     shown.join("; ")
 }
 
-/// The first line of an error, shortened and escaped for Markdown.
+/// An error as one short line without characters that Markdown interprets.
 fn plain(error: &str) -> String {
     const LONGEST: usize = 140;
     let words: Vec<_> = error.split_whitespace().collect();
