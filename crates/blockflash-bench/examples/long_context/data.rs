@@ -10,9 +10,9 @@
 //!   from 32 to 4096 tokens, so that nearby tokens have similar places.
 //! - Queries have the same form with the topic that they ask for: the topic of their own segment,
 //!   or in every fourth segment the topic of an earlier one. Query heads range from local (place
-//!   only) over mixed to topical (topic only). Their parts are scaled so that a matching topic adds 8 to
-//!   the exponent, the same place adds 8, and the sink adds 12; the noise has a standard deviation
-//!   of about 1.5.
+//!   only) over mixed to topical (topic only). Their parts are scaled so that a matching topic adds
+//!   8 to the exponent, the same place adds 8, and the sink adds 12; the noise has a standard
+//!   deviation of about 1.5.
 //! - The first four tokens are an attention sink, as in trained models: all queries point to their
 //!   keys, and their values are small.
 //! - Values are the direction of the topic + noise.

@@ -113,8 +113,8 @@ impl Suite {
 
     fn parse(name: String, text: &str) -> Result<Self, String> {
         let file: File = toml::from_str(text).map_err(|error| {
-            // The parser's message spans several lines and draws the location; only its text and the
-            // line number are kept.
+            // The parser's message spans several lines and draws the location; only its text and
+            // the line number are kept.
             let line = error
                 .span()
                 .map_or(1, |span| 1 + text[..span.start.min(text.len())].matches('\n').count());
