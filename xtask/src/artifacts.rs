@@ -1,11 +1,11 @@
-//! Programs that cargo builds, and where it puts them.
+//! Programs that cargo builds, and their paths.
 
 use crate::workspace::cargo;
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use std::path::PathBuf;
 
-/// What a `blockflash` that is profiled is built with: it runs images of a folder that
+/// Feature of the `blockflash` that is profiled: it loads images from the folder that
 /// `BLOCKFLASH_IMAGES` names.
 pub const IMAGES_FEATURE: &str = "blockflash-bench/images-from-folder";
 
@@ -13,13 +13,13 @@ pub const IMAGES_FEATURE: &str = "blockflash-bench/images-from-folder";
 pub struct Program {
     /// Name of the package's binary or test.
     pub name: String,
-    /// Where cargo put it.
+    /// Path of the executable.
     pub path: PathBuf,
     /// Whether it is a test program.
     pub is_test: bool,
 }
 
-/// What cargo says about something it has built.
+/// Cargo's message about an artifact.
 #[derive(Deserialize)]
 struct Artifact {
     executable: Option<PathBuf>,
@@ -37,7 +37,7 @@ struct Profile {
     test: bool,
 }
 
-/// Builds programs in release mode with the given arguments for cargo; its messages for people go
+/// Builds programs in release mode with the given arguments for cargo, whose progress messages go
 /// to the terminal.
 pub fn build(arguments: &[&str]) -> Result<Vec<Program>> {
     let mut command = cargo();
@@ -55,7 +55,7 @@ pub fn build(arguments: &[&str]) -> Result<Vec<Program>> {
 }
 
 fn parse(messages: &str) -> Vec<Program> {
-    // Messages of other kinds lack one of the fields.
+    // Messages of other kinds lack one of the fields and are skipped.
     let artifacts = messages.lines().filter_map(|line| serde_json::from_str::<Artifact>(line).ok());
     let program = |artifact: Artifact| {
         Some(Program {

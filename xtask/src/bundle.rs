@@ -1,5 +1,5 @@
-//! `cargo xtask bundle`: one folder, also packed, that tests and measures on a GPU machine without
-//! Rust.
+//! `cargo xtask bundle`: makes one folder, also packed, that tests and measures on a GPU machine
+//! without Rust.
 
 use crate::{
     artifacts::{self, IMAGES_FEATURE, Program},
@@ -27,18 +27,18 @@ pub struct Args {
     profile_arch: Vec<Target>,
 }
 
-/// Of the packed bundle.
+/// Size limit of the packed bundle.
 const MAX_BYTES: u64 = 60_000_000;
 
-/// Packages whose tests go along when they use the GPU; they need nothing of the repository at run
-/// time.
+/// Packages whose GPU tests are bundled. These tests need no file of the repository at run time.
 const TESTED: [&str; 3] = ["blockflash-safe", "blockflash-ops", "blockflash-tests"];
 
-/// What every test program that uses a GPU asks for, and no other one: the name stands in it.
+/// Variable that every test program with GPU tests reads, and no other program: its name is
+/// searched in the binary.
 const ASKS_FOR_GPU: &[u8] = b"BLOCKFLASH_REQUIRE_GPU";
 
-/// Symbols are dropped by the linker, so the usual release build of the dependencies is used again.
-/// Panics still say where.
+/// The linker strips the symbols, so that the dependencies of the usual release build are reused.
+/// Panic messages still contain the source location.
 const STRIP: &[&str] = &["--config", "profile.release.strip=\"symbols\""];
 
 /// Runs the command.
@@ -54,7 +54,7 @@ pub fn run(args: &Args) -> Result<()> {
     }
     let rows = profiled(args)?;
     clear(&folder)?;
-    // First of all: it marks the folder as a bundle, should something fail below.
+    // The script is written first: it marks the folder as a bundle even if a later step fails.
     let script = folder.join("run-all");
     write(&script, RUN_ALL)?;
     make_executable(&script)?;
@@ -75,7 +75,7 @@ pub fn run(args: &Args) -> Result<()> {
     if !rows.is_empty() {
         println!("compiling {} images with line information", rows.len());
         kernels::with_line_information(&rows, &folder.join("images"))?;
-        // A report quotes the sources.
+        // A profile report quotes the sources.
         copy_tree(&root().join("kernels"), &folder.join("kernels"))?;
     }
     ceilings(&folder)?;
@@ -93,8 +93,8 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// One file to copy: the folder as `FOLDER.tar.xz`. Programs share the images, which only a large
-/// window finds.
+/// Packs the folder into one file, `FOLDER.tar.xz`. All programs contain the same images, which the
+/// compressor finds only with a large window.
 fn pack(folder: &Path) -> Result<PathBuf> {
     let mut archive = folder.as_os_str().to_owned();
     archive.push(".tar.xz");
@@ -113,12 +113,12 @@ fn build() -> Result<Vec<Program>> {
     let programs: Vec<&str> = programs.split_whitespace().chain(features).collect();
     let mut programs = artifacts::build(&[&programs, STRIP].concat())?;
     programs.retain(|program| !program.is_test);
-    // No documentation tests and no command: `--tests` would build the package's programs, too.
+    // No documentation tests and no `--tests`, which would also build the programs of the package.
     let tests = ["test", "--no-run", "--lib", "--test", "*"];
     let packages = TESTED.iter().flat_map(|package| ["--package", package]).collect::<Vec<_>>();
     let tests = artifacts::build(&[&tests, STRIP, &packages].concat())?;
     for program in tests.into_iter().filter(|program| program.is_test) {
-        // What needs no GPU has been tested where the bundle is made.
+        // Tests that need no GPU have run where the bundle is made.
         if contains(&read_bytes(&program.path)?, ASKS_FOR_GPU) {
             programs.push(program);
         }
@@ -132,7 +132,7 @@ fn contains(bytes: &[u8], part: &[u8]) -> bool {
     starts.into_iter().any(|(at, _)| bytes[at..].starts_with(part))
 }
 
-/// The rows whose images go along for profiling.
+/// The kernels whose images with line information are bundled.
 fn profiled(args: &Args) -> Result<Vec<&'static Kernel>> {
     let named = |row: &Kernel| args.profile.iter().any(|part| row.image_name().contains(part));
     let selects = |row: &&Kernel| kernels::is_among(row.target, &args.profile_arch) && named(row);
@@ -142,7 +142,7 @@ fn profiled(args: &Args) -> Result<Vec<&'static Kernel>> {
     Ok(rows)
 }
 
-/// Measured ceilings of every GPU: they are small, and which one it will be is not known.
+/// Copies the measured ceilings of every GPU: they are small, and the GPU is not known yet.
 fn ceilings(folder: &Path) -> Result<()> {
     for gpu in list(&root().join("benches/results")).unwrap_or_default() {
         let measured = gpu.join("ceilings.jsonl");
@@ -155,7 +155,7 @@ fn ceilings(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Removes an earlier bundle, and nothing else.
+/// Removes an earlier bundle, but refuses to remove any other folder.
 fn clear(folder: &Path) -> Result<()> {
     if folder.exists() && !list(folder)?.is_empty() {
         ensure!(
@@ -202,7 +202,7 @@ fn make_executable(_: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Keeps going after a failure, and ends with a non-zero exit status when there was one.
+/// Script that runs everything: it continues after a failure and then exits with a non-zero status.
 const RUN_ALL: &str = include_str!("run-all.sh");
 
 #[cfg(test)]

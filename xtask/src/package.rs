@@ -1,4 +1,4 @@
-//! `cargo xtask package`: what would go to crates.io, and whether it is small enough.
+//! `cargo xtask package`: makes the archives for crates.io and checks their size.
 
 use crate::workspace::{self, cargo, list, target_dir};
 use anyhow::{Result, bail};
@@ -11,11 +11,11 @@ pub struct Args {
     verify: bool,
 }
 
-/// Of a package: half of what crates.io accepts.
+/// Size limit of a package: half of the limit of crates.io.
 const MAX_BYTES: u64 = 5_000_000;
 
-/// Packages every crate that is meant to be published; their dependencies on each other need not be
-/// published yet.
+/// Packages every publishable crate. The crates' dependencies on each other need not be published
+/// yet.
 pub fn run(args: &Args) -> Result<()> {
     let target = target_dir("packages")?;
     let mut command = cargo();

@@ -1,4 +1,4 @@
-//! The README's support table, made from the manifest.
+//! The README's support table, generated from the manifest.
 
 use crate::workspace::{read, root, write};
 use anyhow::{Context, Result};
@@ -9,26 +9,26 @@ use std::collections::{BTreeMap, BTreeSet};
 const BEGIN: &str = "<!-- support:begin -->\n";
 const END: &str = "<!-- support:end -->";
 
-/// Block masks have blocks of this many queries and keys, or multiples.
+/// Blocks of block masks have this many queries and keys, or multiples.
 const SMALLEST_BLOCK: u32 = 64;
 
-/// One line of the table with kernels; lines are in this order.
+/// A line of the table that has kernels. The derived order is the order of lines.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Line {
-    /// Place of the operation in the manifest.
+    /// Position of the operation in the manifest.
     operation: usize,
     block_mask: bool,
     size: Size,
 }
 
-/// What a line says besides its name.
+/// Content of a line besides its name.
 #[derive(Clone, Default)]
 struct Cells {
     types: BTreeSet<&'static str>,
     targets: BTreeSet<Target>,
 }
 
-/// Whether the README's table is what the manifest gives.
+/// Whether the README's table matches the manifest.
 pub fn is_current() -> Result<bool> {
     let readme = read(&root().join("README.md"))?;
     Ok(replaced(&readme, &markdown(manifest::kernels()))? == readme)
@@ -49,7 +49,7 @@ fn replaced(readme: &str, table: &str) -> Result<String> {
 }
 
 /// The table: one line per operation and size, one column per target, and lines for the sizes and
-/// types that only the CPU computes. Tiles are left out: they change with tuning, and
+/// types that only the CPU computes. Tiles are left out because they change with tuning;
 /// `blockflash info` shows them.
 fn markdown(rows: &[Kernel]) -> String {
     let mut operations = Vec::new();
@@ -62,8 +62,8 @@ fn markdown(rows: &[Kernel]) -> String {
             operations.push(operation);
             operations.len() - 1
         });
-        // The widest tile takes every head dimension; if it divides the smallest blocks, then
-        // every mask, too.
+        // The widest tile accepts every head dimension; if it divides the smallest blocks, it
+        // accepts every mask, too.
         let divides = |size| SMALLEST_BLOCK.is_multiple_of(size);
         let takes_masks = row.attention_tile().is_some_and(|tile| {
             Some(tile.head_dim) == widest && divides(tile.block_q) && divides(tile.block_kv)
@@ -94,12 +94,12 @@ fn markdown(rows: &[Kernel]) -> String {
         table += " yes |\n";
     };
     let mut before = None;
-    // By the size that no kernel is made for: the operations that only the CPU computes.
+    // Operations that only the CPU computes, grouped by the size that has no kernel.
     let mut others: [(&str, Vec<&str>); 2] =
         [("any other head_dim", vec![]), ("any other block", vec![])];
     for (line, cells) in &lines {
         let operation = operations[line.operation];
-        // Variants of an operation have a comma and more behind its name.
+        // Variants of an operation follow its name after a comma.
         let name = operation.split(',').next().unwrap_or(operation);
         let other = match line.size {
             _ if line.block_mask => {
@@ -109,7 +109,7 @@ fn markdown(rows: &[Kernel]) -> String {
                 continue;
             }
             Size::HeadDim(head_dim) => {
-                // A tile takes every multiple of 8 above the next smaller tile.
+                // A tile accepts every multiple of 8 above the next smaller tile.
                 let smaller = before.filter(|(operation, _)| *operation == line.operation);
                 let least = smaller.map_or(8, |(_, head_dim)| head_dim + 8);
                 push(operation, &format!("head_dim {least}–{head_dim}, multiples of 8"), cells);

@@ -1,4 +1,4 @@
-//! `cargo xtask test`: the tests of the whole workspace, and one line that counts them.
+//! `cargo xtask test`: runs the tests of the whole workspace and prints one line of counts.
 
 use crate::{record, workspace};
 use anyhow::{Context, Result, anyhow, bail};
@@ -10,7 +10,7 @@ use std::{
     thread,
 };
 
-/// How the line begins with which a test says that it cannot run here.
+/// Beginning of the line with which a test reports that it cannot run here.
 const SKIPPED: &str = "SKIPPED (";
 
 /// Run the tests of the whole workspace and count them.
@@ -33,9 +33,9 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// Runs the tests: what was counted, and whether all is well.
+/// Runs the tests. Returns the counts, and an error if something failed.
 pub fn tests(args: &Args) -> Result<(Summary, Result<()>)> {
-    // Built apart, so that cargo shows its progress on the terminal itself.
+    // Building is a step of its own, so that cargo shows its progress on the terminal.
     let built = workspace::run(workspace::cargo().args(["test", "--workspace", "--no-run"]));
     let mut command = workspace::cargo();
     command
@@ -57,7 +57,7 @@ pub fn tests(args: &Args) -> Result<(Summary, Result<()>)> {
     Ok((summary, built.and_then(|()| verdict(&summary, succeeded))))
 }
 
-/// Runs the test programs, shows and counts; returns whether all of them ended well.
+/// Runs the test programs, shows their output and counts; returns whether all of them succeeded.
 fn follow(command: &mut Command, summary: &mut Summary) -> Result<bool> {
     let mut child = command
         .stdout(Stdio::piped())
@@ -66,7 +66,7 @@ fn follow(command: &mut Command, summary: &mut Summary) -> Result<bool> {
         .context("cannot start cargo test")?;
     let stdout = child.stdout.take().context("cargo test has no output")?;
     let stderr = child.stderr.take().context("cargo test has no error output")?;
-    // A test may write past the harness, so both streams are read, at the same time.
+    // A test may write past the harness, so both streams have to be read concurrently.
     let said = thread::spawn(move || {
         let mut skips = BTreeSet::new();
         for line in lines(stderr) {
@@ -86,7 +86,7 @@ fn follow(command: &mut Command, summary: &mut Summary) -> Result<bool> {
     Ok(child.wait()?.success())
 }
 
-/// Lines of a program's output, whatever bytes it writes.
+/// Lines of a program's output, which need not be UTF-8.
 fn lines(stream: impl Read) -> impl Iterator<Item = String> {
     let lines = BufReader::new(stream).split(b'\n').map_while(Result::ok);
     lines.map(|line| String::from_utf8_lossy(&line).into_owned())
@@ -105,22 +105,22 @@ fn verdict(summary: &Summary, cargo_succeeded: bool) -> Result<()> {
     Ok(())
 }
 
-/// Counts of all test programs, read from their output.
+/// Counts over all test programs, parsed from their output.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
-    /// Test programs report a test that skipped itself as passed.
+    /// Tests that the harness reports as passed; tests that skipped themselves are among them.
     reported_passed: usize,
     failed: usize,
     ignored: usize,
     skipped_itself: usize,
-    /// Inside the part that repeats what successful tests printed.
+    /// Whether the current line is in the section that repeats the output of successful tests.
     in_successes: bool,
-    /// The test whose output is being read has said already that it was skipped.
+    /// Whether the test that is being read has already been counted as skipped.
     counted: bool,
 }
 
 impl Summary {
-    /// Takes one line of output; returns whether a person wants to see it.
+    /// Consumes one line of output; returns whether it should be shown.
     fn read(&mut self, line: &str) -> bool {
         if let Some(counts) = line.strip_prefix("test result: ") {
             self.in_successes = false;

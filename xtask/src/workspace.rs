@@ -47,7 +47,7 @@ pub fn write(path: &Path, content: impl AsRef<[u8]>) -> Result<()> {
     std::fs::write(path, content).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Prints a text as it is. A reader that has seen enough, such as `head`, is no error.
+/// Prints a text unchanged. A reader that closes the pipe early, such as `head`, is no error.
 pub fn print(text: &str) -> Result<()> {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
@@ -74,7 +74,7 @@ pub fn cargo() -> Command {
     command
 }
 
-/// The command as one would type it.
+/// The command line as a user would type it.
 pub fn shown(command: &Command) -> String {
     let program = Path::new(command.get_program()).file_name().unwrap_or(command.get_program());
     let words = std::iter::once(program).chain(command.get_args());
@@ -108,7 +108,7 @@ pub fn head() -> Result<String> {
     Ok(format!("{}{}", commit.trim(), if changed.is_empty() { "" } else { "-dirty" }))
 }
 
-/// Rows as plain text: the first column to the left, the others to the right.
+/// Formats a plain-text table: the first column left-aligned, the others right-aligned.
 pub fn table<R: IntoIterator<Item = String>>(rows: impl IntoIterator<Item = R>) -> String {
     let mut table = comfy_table::Table::new();
     table.load_style(comfy_table::presets::NOTHING);

@@ -1,11 +1,11 @@
-//! Block masks in words: `causal+window:8+sink:1`.
+//! Block masks as text: `causal+window:8+sink:1`.
 
 use crate::case::{Pattern, from_rows};
 use blockflash_ops::{Align, BlockGeometry, BlockMask, Error, Mask};
 use std::fmt;
 use std::str::FromStr;
 
-/// What a block mask is made of: the union of some patterns, cut by a causal mask if it says so.
+/// Description of a block mask: the union of some patterns, cut by a causal mask if one is named.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockPattern {
     text: String,
@@ -13,7 +13,7 @@ pub struct BlockPattern {
     causal: bool,
 }
 
-/// Blocks that are visited. All counts are blocks.
+/// A set of visited blocks. All sizes are counted in blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Part {
     Full,
@@ -25,7 +25,7 @@ enum Part {
     Drawn { pattern: Pattern, density: f64 },
 }
 
-/// A word that is none, and what could stand there.
+/// A word that is not understood, and the words that could stand there.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?} is no part of a pattern: expected full, causal, window:8 (blocks before and behind, or \
@@ -58,7 +58,7 @@ fn part(word: &str) -> Option<Part> {
     let (name, numbers) = word.split_once(':').unwrap_or((word, ""));
     let numbers: Vec<&str> = numbers.split(',').map(str::trim).collect();
     let count = |text: &str| text.parse::<usize>().ok();
-    // `-` leaves a side open.
+    // `-` leaves this side unbounded.
     let side = |text: &str| if text == "-" { Some(None) } else { count(text).map(Some) };
     let drawn = |pattern| match numbers[..] {
         [density] => {
@@ -92,23 +92,23 @@ fn part(word: &str) -> Option<Part> {
 }
 
 impl fmt::Display for BlockPattern {
-    /// The words that it was read from.
+    /// Writes the words from which the pattern was parsed.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
     }
 }
 
 impl BlockPattern {
-    /// What hides pairs inside the blocks: full, or causal with the last query at the last key.
+    /// Mask inside the blocks: full, or causal with the last query aligned to the last key.
     pub fn token_mask(&self) -> Mask {
         if self.causal { Mask::causal() } else { Mask::Full }
     }
 
-    /// The mask of so many heads: the same for all, but for what is drawn at random. Blocks that
-    /// the causal mask hides whole are not visited.
+    /// Builds the mask for a number of heads. All heads are equal except for randomly drawn blocks.
+    /// Blocks that the causal mask hides completely are not visited.
     ///
     /// # Errors
-    /// Those of the library: no heads, more sinks than columns, too many blocks.
+    /// As the library reports them: no heads, more sinks than columns, too many blocks.
     pub fn mask(
         &self,
         geometry: BlockGeometry,
@@ -131,7 +131,7 @@ impl BlockPattern {
                 }
                 Part::Sink(columns) => BlockMask::sink(geometry, columns)?,
                 Part::Global(blocks) => {
-                    // One that does not exist is enough for the error.
+                    // One block beyond the end is enough to trigger the error of the library.
                     let all = |count: usize| (0..blocks.min(count + 1)).collect::<Vec<_>>();
                     BlockMask::global(geometry, &all(geometry.rows()), &all(geometry.cols()))?
                 }
@@ -145,13 +145,13 @@ impl BlockPattern {
     }
 }
 
-/// Counts are 32-bit; refused before the memory for them is asked for.
+/// Counts are 32-bit; larger ones are refused before memory is allocated for them.
 fn fits(what: &'static str, count: Option<usize>) -> blockflash_ops::Result<()> {
     let (value, limit) = (count.unwrap_or(usize::MAX), i32::MAX as usize);
     if value > limit { Err(Error::TooLarge { what, value, limit }) } else { Ok(()) }
 }
 
-/// A pattern of the benchmark cases, with lists of its own for each head.
+/// A pattern of the benchmark cases, drawn separately for each head.
 fn drawn(
     geometry: BlockGeometry,
     heads: usize,

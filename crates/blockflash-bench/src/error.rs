@@ -1,6 +1,6 @@
 use std::path::PathBuf;
 
-/// Why something cannot be measured or reported. Every message is one line.
+/// Reason why something cannot be measured or reported. Every message is one line.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -29,7 +29,7 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
-    /// A record that is not one.
+    /// A line that is no valid record.
     #[error("{}, line {line}: {problem}", path.display())]
     Record {
         /// The file.
@@ -39,15 +39,15 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
-    /// The operating system refuses.
+    /// The operating system reports an error.
     #[error("{}: {source}", path.display())]
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         source: std::io::Error,
     },
-    /// An option whose value makes no sense here.
+    /// An option with an invalid value.
     #[error("{0}")]
     Option(String),
     /// The operation itself fails.

@@ -1,20 +1,20 @@
-//! Where a measurement is made: the folder of suites, the GPU and its driver, the commit.
+//! The machine of a measurement: the folder of suites, the GPU and its driver, the commit.
 
 use crate::error::{Error, Result};
 use blockflash_ops::Device;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The machine as records name it.
+/// Description of the machine in records.
 #[derive(Clone, Debug)]
 pub struct Machine {
-    /// Name of the GPU, or `cpu: ` and the processor's.
+    /// Name of the GPU, or `cpu: ` and the name of the processor.
     pub gpu: String,
     /// Version of the NVIDIA driver.
     pub driver: Option<String>,
-    /// Commit of the build, `unknown` if nobody knows.
+    /// Commit of the build, or `unknown`.
     pub commit: String,
-    /// How `nvidia-smi -i` finds the GPU; `None` for the CPU.
+    /// Identifier of the GPU for `nvidia-smi -i`; `None` for the CPU.
     pub smi_index: Option<String>,
 }
 
@@ -39,7 +39,7 @@ impl Machine {
         Self { gpu: properties.name.clone(), driver: Some(driver), commit, smi_index: Some(index) }
     }
 
-    /// The name as a folder: `nvidia-h200`; `cpu` for every processor.
+    /// Folder name for the machine: `nvidia-h200`; `cpu` for every processor.
     pub fn slug(&self) -> String {
         if self.smi_index.is_none() {
             return "cpu".to_owned();
@@ -67,8 +67,8 @@ pub fn benches() -> Result<PathBuf> {
     above.find(valid).ok_or(Error::NoBenches { from: from.clone() })
 }
 
-/// `BLOCKFLASH_COMMIT`, else a file `commit` beside the program or beside `benches`, else what git
-/// says of the repository.
+/// The commit: `BLOCKFLASH_COMMIT`, else a file `commit` beside the program or beside `benches`,
+/// else the commit of the git repository.
 fn commit(benches: &Path) -> String {
     let program = std::env::current_exe().unwrap_or_default();
     let beside = [program.parent(), benches.parent()];
@@ -88,7 +88,7 @@ fn commit(benches: &Path) -> String {
     };
     let of_git = || {
         let commit = git(&["rev-parse", "--short=12", "HEAD"])?;
-        // Records of this very run do not make the build another one.
+        // Records that this run appends must not mark the build as dirty.
         let changed = git(&[
             "status",
             "--porcelain",
@@ -121,8 +121,8 @@ fn smi_index(ordinal: usize, visible: Option<&str>) -> String {
     entry.filter(|entry| !entry.is_empty()).map_or_else(|| ordinal.to_string(), str::to_owned)
 }
 
-/// What nvidia-smi says of some properties, comma-separated; `None` if it is missing or knows one
-/// of them not.
+/// Queries comma-separated properties from nvidia-smi; `None` if it is missing or does not know one
+/// of them.
 pub(crate) fn smi(index: &str, properties: &str) -> Option<String> {
     let output = smi_command(index, properties).output().ok()?;
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())

@@ -1,5 +1,5 @@
-//! Our implementation of a case: inputs on the device, the kernels that are compared, verification
-//! before any time.
+//! Our implementation of a case: inputs on the device, the kernels to compare, and verification
+//! before any timing.
 
 mod host;
 
@@ -15,14 +15,14 @@ pub use host::HostCost;
 pub struct Ours {
     stream: Stream,
     operands: Box<dyn Operands>,
-    /// What is measured: the kernel that the library selects, or each that was asked for.
+    /// Kernels to measure: the one that the library selects, or every one that was forced by name.
     pub kernels: Vec<MeasuredKernel>,
 }
 
 /// A kernel that computes the case, verified.
 #[derive(Debug)]
 pub struct MeasuredKernel {
-    /// Forced by name; `None` leaves the choice to the library.
+    /// The kernel that is forced by name; `None` leaves the choice to the library.
     row: Option<&'static Kernel>,
     /// Name of the kernel; `None` on the CPU.
     pub symbol: Option<String>,
@@ -30,17 +30,17 @@ pub struct MeasuredKernel {
     pub verified: bool,
     /// ‖out − reference‖ / ‖reference‖ on the checked elements.
     pub rel_err: f64,
-    /// Microseconds of loading it, if this was its first use.
+    /// Microseconds that loading the kernel took, if this case was the first to use it.
     pub load_us: Option<f64>,
-    /// What a call costs the host; measured for the selected kernel on a GPU.
+    /// Host time of a call; measured for the selected kernel on a GPU.
     pub host: HostCost,
     repeat: Repeat,
 }
 
 impl Ours {
-    /// Draws inputs, runs and verifies every kernel, and captures its launches. With `rows`, every
-    /// kernel whose name contains one of them and that accepts the case is measured instead of the
-    /// selected one.
+    /// Draws inputs, runs and verifies every kernel, and captures its launches. With `rows`, the
+    /// selected kernel is replaced by all kernels that accept the case and whose names contain one
+    /// of these texts.
     ///
     /// # Errors
     /// If no kernel computes the case, or the device fails.
@@ -76,11 +76,12 @@ impl Ours {
         Ok(Self { stream: stream.clone(), operands, kernels })
     }
 
-    /// Launches the selected kernel, or the only one that computes the case and whose name contains
-    /// one of `rows`, and waits. Returns the kernel, `None` on the CPU.
+    /// Launches one kernel and waits: the selected kernel or, with `rows`, the only kernel that
+    /// computes the case and whose name contains one of these texts. Returns the kernel, `None` on
+    /// the CPU.
     ///
     /// # Errors
-    /// As [`new`](Self::new), and if several kernels are meant.
+    /// As [`new`](Self::new), and if several kernels match.
     pub fn launch(
         case: &Case,
         stream: &Stream,
@@ -110,7 +111,7 @@ impl Ours {
         Ok(row)
     }
 
-    /// One window of a kernel. Returns when the device is idle.
+    /// Runs one window of a kernel. Returns when the device is idle.
     ///
     /// # Errors
     /// If the device fails.
@@ -124,22 +125,22 @@ impl Ours {
 }
 
 impl MeasuredKernel {
-    /// Launches in one CUDA graph.
+    /// Number of launches in one CUDA graph.
     pub fn launches(&self) -> usize {
         self.repeat.launches()
     }
 }
 
-/// A kernel to try.
+/// A kernel to measure.
 struct Candidate {
     /// `None` on the CPU.
     row: Option<&'static Kernel>,
-    /// Whether it is asked for by name; else it is what the library selects anyway.
+    /// Whether the kernel was forced by name; otherwise it is the library's choice.
     forced: bool,
 }
 
-/// The kernel that the library selects; or those with a wanted name that compute these operands,
-/// since with the name those for other sizes and types are not meant.
+/// The kernel that the library selects, or the kernels with a wanted name that accept these
+/// operands: a name also matches kernels for other sizes and types.
 fn candidates(
     operands: &mut dyn Operands,
     stream: &Stream,
@@ -158,7 +159,7 @@ fn candidates(
     for row in manifest::kernels().iter().filter(|row| row.target.runs_on(gpu.compute_capability)) {
         let symbol = row.symbol();
         let wanted = names.iter().any(|name| symbol.contains(name.as_str()));
-        // The same kernel for several targets: the first is preferred.
+        // A kernel may exist for several targets: the first is preferred.
         if wanted
             && !found.iter().any(|other| other.symbol() == symbol)
             && operands.accepts(row, gpu)?

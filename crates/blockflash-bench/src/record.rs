@@ -1,5 +1,5 @@
-//! The record: one JSON line per measured implementation of a case. `benches/README.md` documents
-//! the fields.
+//! Records: one JSON line per measured implementation of a case. `benches/README.md` documents the
+//! fields.
 
 use crate::error::{Error, Result};
 use crate::turns::Turns;
@@ -9,10 +9,10 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Version of the fields.
+/// Version of the record format.
 pub const SCHEMA: u32 = 1;
 
-/// Name of our own implementation in [`Record::implementation`].
+/// Our own name in [`Record::implementation`].
 pub const OURS: &str = "blockflash";
 
 /// One line.
@@ -27,16 +27,16 @@ pub struct Record {
     pub op: String,
     /// The shape as one readable id.
     pub case: String,
-    /// `blockflash` or the rival's name.
+    /// Name of the implementation: `blockflash` or the name of a rival.
     #[serde(rename = "impl")]
     pub implementation: String,
     /// Launch parameters or versions of a rival.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub settings: Option<String>,
-    /// Not a rival but a mark: it does another job (a dense product, for example).
+    /// Whether this is a mark and not a rival: it computes something else, such as a dense product.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub reference: bool,
-    /// The kernel, for ours on a GPU.
+    /// Name of our kernel; `None` on a CPU and for rivals.
     pub symbol: Option<String>,
     /// Microseconds of a launch: the median over the rounds of the median within a window.
     pub us: Option<f64>,
@@ -58,7 +58,7 @@ pub struct Record {
     /// Exponentials of a launch.
     #[serde(default)]
     pub exps: f64,
-    /// What limits a launch: `matmul`, `exp`, `l2` or `hbm`. Missing where no ceilings were
+    /// Unit that limits a launch: `matmul`, `exp`, `l2` or `hbm`. Missing where no ceilings were
     /// measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ceiling: Option<String>,
@@ -74,13 +74,13 @@ pub struct Record {
     /// For a ceiling: `FLOP/s`, `B/s` or `exp/s`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unit: Option<String>,
-    /// Microseconds that a call of ours keeps the host, from validation to launch.
+    /// Host time of one of our calls, from validation to launch, in microseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_us: Option<f64>,
-    /// The same with a prepared plan.
+    /// Host time of a call with a prepared plan, in microseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_prepared_us: Option<f64>,
-    /// Microseconds of loading the kernel, where this case was the first to use it.
+    /// Microseconds that loading the kernel took, if this case was the first to use it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub load_us: Option<f64>,
     /// Whether the output was compared with a reference and found right. A wrong or unchecked
@@ -88,10 +88,10 @@ pub struct Record {
     pub verified: bool,
     /// ‖out − reference‖ / ‖reference‖ on the elements that were compared.
     pub rel_err: Option<f64>,
-    /// Why there is no time.
+    /// Reason why there is no time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// Equal for everything that was measured interleaved.
+    /// Id of the run, equal for everything that was measured interleaved.
     pub run: String,
     /// Windows of this implementation.
     pub rounds: usize,
@@ -99,22 +99,22 @@ pub struct Record {
     pub window_ms: f64,
     /// Idle time before each window in milliseconds.
     pub gap_ms: f64,
-    /// Which windows were whose; missing in old records, whose rounds all had the same order.
+    /// The order of turns; missing in old records, whose rounds all had the same order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub protocol: Option<Protocol>,
     /// Launches in one CUDA graph.
     pub launches: Option<usize>,
     /// Commit of the build.
     pub commit: String,
-    /// A later commit that launches the very same images for this case, as `kernels.lock` shows:
-    /// the record completes those of that commit.
+    /// A later commit that launches identical images for this case, as `kernels.lock` shows: the
+    /// record completes the records of that commit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub same_as: Option<String>,
-    /// Name of the GPU, or `cpu: ` and the processor's.
+    /// Name of the GPU, or `cpu: ` and the name of the processor.
     pub gpu: String,
     /// Version of the NVIDIA driver.
     pub driver: Option<String>,
-    /// Multiprocessor clock during the windows (median).
+    /// SM clock during the windows (median).
     pub clock_mhz: Option<f64>,
     /// Power during the windows (median).
     pub power_w: Option<f64>,
@@ -127,26 +127,26 @@ pub struct Record {
     pub date: String,
 }
 
-/// How turns were taken, so that the order of each round follows from it: see [`Turns`].
+/// How turns were taken, from which the order of each round follows: see [`Turns`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Protocol {
     /// `williams`, `fixed` or `reversed`.
     pub turns: String,
-    /// Number of this implementation among those that took windows of the case.
+    /// Index of this implementation among the contestants of the case.
     pub contestant: usize,
-    /// Places of a round; one may be empty.
+    /// Number of places in a round; one may be empty.
     pub places: usize,
 }
 
 impl Protocol {
-    /// Of one of so many contestants.
+    /// The place of one contestant among `contestants`.
     pub fn of(turns: Turns, contestant: usize, contestants: usize) -> Self {
         Self { turns: turns.to_string(), contestant, places: turns.places(contestants) }
     }
 }
 
-/// Appends records to a file. A line is on its way to the disk when `append` returns, so an
-/// interrupted run keeps them.
+/// Appends records to a file. When `append` returns, the line has been handed to the disk, so an
+/// interrupted run keeps it.
 #[derive(Debug)]
 pub struct Writer {
     path: PathBuf,
@@ -215,8 +215,8 @@ pub fn now() -> String {
     timestamp(since.as_secs())
 }
 
-/// An id for the run that starts now: time and process, and for others of this process their
-/// number.
+/// An id for the run that starts now: time and process id, and a counter for further runs of this
+/// process.
 pub fn run_id() -> String {
     static BEFORE: AtomicU32 = AtomicU32::new(0);
     let compact: String = now().chars().filter(|c| !matches!(c, '-' | ':')).collect();
@@ -225,7 +225,7 @@ pub fn run_id() -> String {
     format!("{compact}-{process:x}{number}")
 }
 
-/// Seconds since 1970 as a date. The year is counted from March, so that the leap day comes last
+/// Formats seconds since 1970 as a date. The year starts in March, so that the leap day comes last
 /// (<https://howardhinnant.github.io/date_algorithms.html>).
 fn timestamp(seconds: u64) -> String {
     let days = seconds / 86_400 + 719_468; // since 0000-03-01

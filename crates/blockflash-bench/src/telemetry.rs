@@ -6,11 +6,11 @@ use std::process::{Child, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Time between two samples: about one falls into a window of the default length. Asking costs the
-/// driver some time.
+/// Sampling period: about one sample per window of the default length. Each query costs the driver
+/// some time, so a shorter period would disturb the measurement.
 const PERIOD: Duration = Duration::from_millis(50);
 
-/// One moment.
+/// One sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Sample {
     /// Multiprocessor clock in MHz.
@@ -22,7 +22,7 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// `1980, 650.12, 45`; what the GPU does not report is `[N/A]`.
+    /// Parses `1980, 650.12, 45`; a value that the GPU does not report is `[N/A]`.
     fn parse(line: &str) -> Option<Self> {
         let mut numbers = line.split(',').map(|field| field.trim().parse().ok());
         Some(Self {
@@ -33,7 +33,7 @@ impl Sample {
     }
 }
 
-/// A running nvidia-smi and what it said. Without a GPU or without nvidia-smi there are no samples.
+/// A running nvidia-smi and its samples. Without a GPU or without nvidia-smi there are none.
 #[derive(Debug, Default)]
 pub struct Telemetry {
     child: Option<Child>,
@@ -41,10 +41,10 @@ pub struct Telemetry {
 }
 
 impl Telemetry {
-    /// Starts to sample the GPU that `nvidia-smi -i` finds under this name.
+    /// Starts sampling the GPU that `nvidia-smi -i` knows by this identifier.
     pub fn start(smi_index: Option<&str>) -> Self {
         let Some(index) = smi_index else { return Self::default() };
-        // The plain power is a mean over a second on recent GPUs, which would mix neighbouring
+        // `power.draw` is a mean over a second on recent GPUs, which would mix neighbouring
         // windows.
         let power = match smi(index, "power.draw.instant") {
             Some(_) => "power.draw.instant",
@@ -71,8 +71,7 @@ impl Telemetry {
         Self { child: Some(child), samples }
     }
 
-    /// Median clock and power and highest temperature over the samples that fall into any of the
-    /// windows.
+    /// Median clock, median power and highest temperature of the samples inside the windows.
     pub fn during(&self, windows: &[(Instant, Instant)]) -> Sample {
         let samples = self.samples.lock().unwrap_or_else(PoisonError::into_inner);
         let inside = |at: &Instant| windows.iter().any(|(begin, end)| begin <= at && at <= end);
@@ -89,7 +88,7 @@ impl Telemetry {
         }
     }
 
-    /// Drops what was said so far.
+    /// Drops all samples.
     pub fn forget(&self) {
         self.samples.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
@@ -98,7 +97,7 @@ impl Telemetry {
 impl Drop for Telemetry {
     fn drop(&mut self) {
         if let Some(child) = &mut self.child {
-            // It may have ended by itself; nothing depends on it any more.
+            // The process may have exited already, and nothing depends on it any more.
             let _ = child.kill();
             let _ = child.wait();
         }

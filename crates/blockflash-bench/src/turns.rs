@@ -1,30 +1,31 @@
-//! Who takes a window when. Whoever ran before leaves a clock and a temperature behind: at the
-//! power limit that moved ratios by up to 6 %, when all rounds had the same order.
+//! The order in which contestants take their windows. A contestant inherits the clock and the
+//! temperature of its predecessor: at the power limit this moved ratios by up to 6 % when all
+//! rounds had the same order.
 //!
-//! The orders are those of E. J. Williams ("Experimental designs balanced for the estimation of
+//! The orders are due to E. J. Williams ("Experimental designs balanced for the estimation of
 //! residual effects of treatments", Australian Journal of Scientific Research A 2, 1949): 0, 1,
-//! n−1, 2, n−2, … and what follows from it by adding 1, 2, … modulo n, for an even n. In n rounds
-//! each contestant is in each place once, and directly behind each other one once. Each order is
-//! followed by its reverse, which is one of them as well. With an odd number of contestants one
-//! place of each round stays empty.
+//! n−1, 2, n−2, … and the sequences that follow from it by adding 1, 2, … modulo n, for an even n.
+//! In n rounds each contestant takes each place once, and follows each other contestant directly
+//! once. Each order is followed by its reverse, which is also one of the orders. With an odd number
+//! of contestants one place of each round stays empty.
 
 use std::fmt;
 use std::time::Duration;
 
-/// Which orders the rounds have.
+/// Kind of order over the rounds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Turns {
-    /// Balanced over the rounds.
+    /// Williams' orders, balanced over the rounds.
     #[default]
     Balanced,
-    /// The same in all rounds.
+    /// The same order in all rounds.
     Fixed,
-    /// The same in all rounds, the last one first.
+    /// The same order in all rounds, reversed.
     Reversed,
 }
 
 impl Turns {
-    /// The places of a round: at least one for each contestant.
+    /// Number of places in a round: at least one for each contestant.
     pub fn places(self, contestants: usize) -> usize {
         match self {
             Self::Balanced if contestants > 1 => contestants.next_multiple_of(2),
@@ -32,7 +33,7 @@ impl Turns {
         }
     }
 
-    /// As many rounds as were asked for, or the few more that balance takes.
+    /// Number of rounds: as many as asked for, or the few more that balance needs.
     pub fn rounds(self, contestants: usize, at_least: usize) -> usize {
         match self {
             Self::Balanced => at_least.next_multiple_of(self.places(contestants).max(1)),
@@ -40,8 +41,8 @@ impl Turns {
         }
     }
 
-    /// Who has the places of a round, one after another. Numbers that are no contestant's stand for
-    /// empty places.
+    /// The contestants of a round in order. Indices beyond the last contestant stand for empty
+    /// places.
     pub fn order(self, contestants: usize, round: usize) -> Vec<usize> {
         let places = self.places(contestants);
         match self {
@@ -51,7 +52,7 @@ impl Turns {
         }
     }
 
-    /// How long the windows of a case take, with the round that warms up and the gaps.
+    /// Time that the windows of a case take, including the warm-up round and the gaps.
     pub fn time(
         self,
         contestants: usize,
@@ -65,7 +66,7 @@ impl Turns {
 }
 
 impl fmt::Display for Turns {
-    /// As records name it.
+    /// The name in records.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Balanced => "williams",
@@ -75,7 +76,7 @@ impl fmt::Display for Turns {
     }
 }
 
-/// The order of a round, of as many as there are places: one or an even number.
+/// The order of a round with the given number of places, which is one or even.
 fn williams(places: usize, round: usize) -> Vec<usize> {
     let zigzag = (0..places).map(|at| if at % 2 == 1 { at.div_ceil(2) } else { places - at / 2 });
     let mut order: Vec<_> = zigzag.map(|place| (place + round / 2) % places).collect();
@@ -130,7 +131,8 @@ mod tests {
         }
     }
 
-    /// Also across the border of two rounds, and the warm-up round has the order before the first.
+    /// The balance holds across round borders, and the warm-up round has the order before the
+    /// first.
     #[test]
     fn nobody_keeps_place_and_predecessor_in_two_rounds() {
         for contestants in 2..=12 {
@@ -155,7 +157,7 @@ mod tests {
         );
         assert_eq!((rounds(0, 5), Turns::Fixed.rounds(4, 5)), (5, 5));
         let [window, gap] = [60, 100].map(Duration::from_millis);
-        // Nine rounds of eight places.
+        // Eight rounds and the warm-up round, eight places each.
         assert_eq!(Turns::Balanced.time(7, 5, window, gap), Duration::from_millis(72 * 160));
         assert_eq!(Turns::Balanced.time(1, 5, window, gap), Duration::from_millis(6 * 160));
     }

@@ -4,7 +4,7 @@ mod common;
 
 use common::{has_gpu, json, json_on};
 
-/// Every option with others.
+/// Combinations that together use every option.
 const OPTIONS: [&str; 12] = [
     "--random 2x200x4x16 --sink random",
     "--random 1x50x2x16 --mask causal --seqlen-kv 20 --sink random",
@@ -12,7 +12,7 @@ const OPTIONS: [&str; 12] = [
     "--random 1x300x4x16 --kv-heads 2 --seqlen-kv 500 --block-mask window:1",
     "--random 1x300x4x8 --block-mask random:0.3 --block 64x128 --mask-heads 4",
     "--random 2x300x4x8 --kv-heads 2 --block-mask uniform:0.5 --mask-heads 2",
-    // Rows that see nothing, with a window inside of the blocks.
+    // Query rows without visible keys, with a window inside the blocks.
     "--random 1x300x2x8 --block-mask full_rows:0.3 --block 64 --window 70,3",
     "--random 1x300x4x16 --cu-seqlens 0,100,100,170,300 --mask causal",
     "--random 1x30x2x16 --seqlen-kv 60 --cu-seqlens 0,10,30 --cu-seqlens-kv 0,50,60 \
@@ -48,8 +48,8 @@ fn options_are_right_on_a_gpu() {
     }
 }
 
-/// What is counted is what is seen: the words that say `causal` make it causal inside of the
-/// blocks, too.
+/// The counted pairs are the visible pairs: the word `causal` also makes the mask causal inside the
+/// blocks.
 #[test]
 fn the_flops_are_those_of_the_visited_pairs() {
     let flops = |options: &[&str]| {

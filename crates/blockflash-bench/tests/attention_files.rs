@@ -1,4 +1,4 @@
-//! `blockflash attention` with masks, sinks and packed sequences from files, and what it refuses.
+//! `blockflash attention` with masks, sinks and packed sequences from files, and its error cases.
 
 mod common;
 

@@ -74,7 +74,7 @@ fn blocks_are_drawn_evenly_and_values_stay_inside() {
     assert_eq!(Sparsity::draw([16, 64], 16, 1e-9, 0).unwrap().blocks.len(), 1);
 }
 
-/// Also where blocks reach beyond both matrices.
+/// The same where blocks extend beyond both matrices.
 #[test]
 fn gradients_are_those_of_the_loss() {
     for options in
@@ -110,8 +110,8 @@ fn a_wrong_gradient_does_not_pass() {
     assert!(!with(|check| check.differences.clear()));
 }
 
-/// Momentum repeats a step; without a gradient between them the second is as large as the momentum
-/// says.
+/// Momentum repeats a step: without a gradient in the second step, its size is the first step's
+/// size times the momentum.
 #[test]
 fn a_step_changes_the_weights_that_are_multiplied() {
     let (stream, sparsity) = (cpu(), Sparsity::draw([20, 36], 16, 0.5, 5).unwrap());
@@ -121,7 +121,7 @@ fn a_step_changes_the_weights_that_are_multiplied() {
         [layer::rounded(&dy, &[4, 20], DType::F32), layer::rounded(&x, &[4, 36], DType::F32)];
     let (dy, x) = (dy.unwrap(), x.unwrap());
     layer.find_gradient(dy.view().unwrap(), x.view().unwrap(), &stream).unwrap();
-    // y at weights that all moved by the same amount.
+    // y at weights that have all moved by the same amount.
     let sums = |layer: &Layer| {
         let y = layer.forward(x.view().unwrap(), blockflash_ops::Activation::None).unwrap();
         y.matmul_transposed(DType::F32, &stream).unwrap().to_vec::<f32>(&stream).unwrap()
@@ -153,14 +153,14 @@ fn the_student_learns() {
         assert!(study.learned() && study.left > 0.0, "{study:?}");
         assert_eq!((study.points.len(), study.points[20].step, study.products.len()), (21, 60, 5));
         assert!(study.products.iter().all(|product| product.kernel.is_none() && product.us > 0.0));
-        // Answers of the start are as wrong as two strangers are.
+        // At the start student and teacher are independent, so the relative loss is about 2.
         assert!(abs_diff_eq!(study.points[0].held_out, 2.0, epsilon = 0.6), "{study:?}");
         let losses =
             |study: &Study| study.points.iter().map(|point| point.held_out).collect::<Vec<_>>();
         assert_eq!(losses(&study), losses(&run(&options).unwrap()));
     }
     assert!(!run(&Options { goal: 0.01, steps: 2, ..options() }).unwrap().learned());
-    // Steps that are far too large end in NaN or beyond.
+    // Steps that are far too large end in NaN or infinity.
     assert!(!run(&Options { rate: 1e6, ..options() }).unwrap().learned());
 }
 

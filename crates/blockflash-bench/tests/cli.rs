@@ -1,5 +1,5 @@
-//! The command from outside: exit codes, what it prints, the files it reads and writes. CPU only,
-//! small shapes.
+//! The command line from outside: exit codes, output, and the files that it reads and writes. CPU
+//! only, with small shapes.
 
 mod common;
 
@@ -35,7 +35,7 @@ fn attention_options_are_right_against_the_reference() {
             "bf16",
         ],
         &["--random", "1x50x2x16", "--mask", "causal-top-left", "--seqlen-kv", "20"],
-        // Rows that see nothing.
+        // Query rows without visible keys.
         &["--random", "1x50x2x16", "--mask", "causal", "--seqlen-kv", "20"],
         &["--random", "1x40x2x16", "--window", "7,3"],
         &["--random", "1x40x2x16", "--window", "-,3", "--scale", "0.3"],
@@ -130,7 +130,7 @@ fn bsr_options_are_right_against_the_reference() {
     let report =
         json(&["bsr-matmul", "--random", "64x10x64", "--block", "16", "--density", "0.25"]);
     assert_eq!(report["flops"], 2.0 * 4.0 * 256.0 * 10.0);
-    // The sizes are those of the product: A is stored the other way round.
+    // The option gives the sizes of the product, while A is stored transposed.
     let report = json(&["bsr-matmul", "--random", "64x10x48", "--block", "16", "--transpose-a"]);
     assert_eq!(report["tensors"]["a"]["shape"], serde_json::json!([48, 64]));
     assert_eq!(report["tensors"]["c"]["shape"], serde_json::json!([64, 10]));
@@ -189,7 +189,7 @@ fn bsr_files_round_trip() {
     let c = load(&c_path, "", DType::F32);
     assert_eq!((c.shape(), c.to_f32(80..160)), (&[48, 5][..], vec![0.0; 80]));
 
-    // Columns in memory do not change what the file has; the transpose needs A's shape.
+    // A column-major file has the same meaning; the transpose needs A's shape.
     let columns = folder.path("columns.npy");
     json(&[&run[..], &["--c-layout", "column", "--out", &columns, "--out-dtype", "f32"]].concat());
     assert_eq!(load(&columns, "", DType::F32), c);

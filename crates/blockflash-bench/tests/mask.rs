@@ -50,14 +50,14 @@ fn a_pattern_is_counted_and_drawn() {
     let [svg, copy] = ["mask.svg", "copy.SVG"].map(|name| folder.path(name));
     let pattern = ["--pattern", "causal+window:2+sink:1", "--seqlen", "1024", "--block", "64"];
     let report = json(&[&pattern[..], &["--out", &svg, "--out", &copy]].concat());
-    // 16 rows of three blocks and the first column, but for what lies before it.
+    // 16 rows of three blocks and the first column, without blocks left of the first column.
     assert_eq!(
         (&report["visited_blocks"], &report["blocks"]),
         (&(16 * 3 - 3 + 13).into(), &256.into())
     );
     assert_eq!(report["density"], 58.0 / 256.0);
     assert_eq!(report["imbalance"], 4.0 * 16.0 / 58.0);
-    // Blocks on the diagonal are seen in part.
+    // Blocks on the diagonal are partly visible.
     assert_eq!(report["visited_pairs"], (58 - 16) * 64 * 64 + 16 * (64 * 65 / 2));
     assert_eq!(report["pairs"], 1024 * 1025 / 2);
     let text = std::fs::read_to_string(&svg).unwrap();

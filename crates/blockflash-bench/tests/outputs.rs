@@ -1,5 +1,5 @@
-//! Files that are written: all or none, never in place of an input, and whatever happens the old
-//! ones stay.
+//! Output files: all of them are written or none, never in place of an input, and old files survive
+//! every failure.
 
 mod common;
 
@@ -20,8 +20,8 @@ fn names(folder: &Folder) -> Vec<String> {
     names
 }
 
-/// A limit on the size of files stands for a full disk: what is written beyond it is an error in
-/// the middle of a file.
+/// A limit on the size of files simulates a full disk: a write beyond it fails in the middle of a
+/// file.
 #[cfg(unix)]
 #[test]
 fn a_full_disk_leaves_the_old_files() {
@@ -58,7 +58,8 @@ fn a_full_disk_leaves_the_old_files() {
         assert_eq!(found, [before, before].map(|text| text.map(str::to_owned)));
         assert_eq!(names(&folder).len(), before.map_or(0, |_| 2), "{:?}", names(&folder));
     }
-    // The smaller one alone fits, and so would not be missing.
+    // The smaller file alone is below the limit, so only the rollback can explain that it is
+    // missing.
     assert!(
         limited(&["attention", "--random", "1x256x1x64", "--device", "cpu", "--lse", &lse])
             .status
@@ -67,14 +68,14 @@ fn a_full_disk_leaves_the_old_files() {
     assert_eq!(TensorFile::open(&lse).unwrap().load("", DType::F32).unwrap().shape(), [1, 1, 256]);
 }
 
-/// What can be known before is said before: a computation of hours must not end with it.
+/// Problems with outputs are reported before the computation, which may take hours.
 #[test]
 fn outputs_are_checked_before_anything_is_computed() {
     let folder = Folder::new("before");
     let [q, o, missing] = ["q.npy", "o.npy", "missing.npy"].map(|name| folder.path(name));
     write(&q, &[("", &array(1.0))]).unwrap();
     std::fs::create_dir(folder.path("folder.npy")).unwrap();
-    // The inputs do not exist: it is the output that is complained about.
+    // The inputs do not exist either, but the output is checked first.
     let first = |options: &[&str]| {
         let input = ["attention", "--q", &missing, "--k", &missing, "--v", &missing];
         refused(&[&input[..], options].concat())
@@ -88,7 +89,7 @@ fn outputs_are_checked_before_anything_is_computed() {
     assert!(first(&["--out", &o]).contains("missing.npy: No such file"));
     assert_eq!(names(&folder), ["folder.npy", "q.npy"]);
 
-    // Root may write whatever its permissions are.
+    // Permissions do not stop root from writing.
     let protected = folder.path("protected.npy");
     std::fs::write(&protected, "old").unwrap();
     let mut permissions = std::fs::metadata(&protected).unwrap().permissions();
@@ -113,7 +114,7 @@ fn inputs_are_not_replaced() {
     );
     json(&[&run[..], &["--out", &o]].concat());
 
-    // The old C is what the new one is the sum with.
+    // The old C is an input: the new C is the sum with it.
     let c = folder.path("c.npy");
     let product =
         ["bsr-matmul", "--random", "32x8x32", "--block", "16", "--out", &c, "--out-dtype", "f32"];
@@ -144,8 +145,8 @@ fn two_names_of_one_file_are_one_file() {
     }
 }
 
-/// Sizes are claims: they are held against the file, and against the memory for all tensors, before
-/// any is read.
+/// Sizes in a header are untrusted: they are checked against the length of the file, and against
+/// the memory for all tensors, before any tensor is read.
 #[cfg(unix)]
 #[test]
 fn huge_claims_are_refused_at_once() {
@@ -166,8 +167,8 @@ fn huge_claims_are_refused_at_once() {
     bytes.extend(header.as_bytes());
     std::fs::write(&path, &bytes).unwrap();
     assert!(refused(&["attention", "--input", &path]).contains("truncated or damaged"));
-    // A file with a hole as long as the claim, if the file system can have one: then memory is what
-    // is missing.
+    // A sparse file as long as the claimed size, if the file system supports it: then only memory
+    // is insufficient.
     let length = bytes.len() as u64 + 2 * elements.iter().sum::<u64>();
     let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
     if file.set_len(length).is_ok() {
@@ -179,7 +180,7 @@ fn huge_claims_are_refused_at_once() {
     }
 }
 
-/// Names that a file made up do not steer a terminal.
+/// Names from a file must not send control sequences to a terminal.
 #[test]
 fn control_characters_of_files_are_escaped() {
     let folder = Folder::new("control");

@@ -117,20 +117,20 @@ fn files_are_right_against_the_reference() {
     let report = json(&files.run(&["--out-dtype", "f32", "--out", &plain, "--check"]));
     assert_eq!(report["check"]["passed"], true, "{report}");
     assert_eq!(report["tensors"]["a"], serde_json::json!({ "shape": [48, 20], "dtype": "f16" }));
-    // Where the matrices lie in memory does not change what the files have.
+    // Layouts in memory do not change the meaning of the files.
     let layouts = ["--a-layout", "column", "--b-layout", "column", "--out-dtype", "f32", "--check"];
     let report = json(&files.run(&[&layouts[..], &["--out", &columns]].concat()));
     assert_eq!(report["check"]["passed"], true, "{report}");
     let [plain, columns] = [&plain, &columns].map(|path| values(path).to_f32(0..768));
     assert_abs_diff_eq!(plain[..], columns[..], epsilon = 1e-4);
-    // The old values are those of the pattern.
+    // The old values are the values of the pattern's file.
     let report =
         json(&files.run(&["--beta", "1", "--out-dtype", "f32", "--out", &with_old, "--check"]));
     assert_eq!(report["check"]["passed"], true, "{report}");
     let (sum, old) = (values(&with_old).to_f32(0..768), files.values.to_f32(0..768));
     let added: Vec<f32> = sum.iter().zip(&plain).map(|(sum, new)| sum - new).collect();
     assert_abs_diff_eq!(added[..], old[..], epsilon = 1e-4);
-    // What it reads is what the other command reads.
+    // The output of this command is a valid input of the other one.
     files.write_pattern(&[0, 1, 1, 3], &[1, 0, 1], Some([48, 32]));
     assert_eq!(json(&files.run(&["--check"]))["check"]["passed"], true);
 }

@@ -1,4 +1,4 @@
-//! Compiling one row.
+//! Compiles one kernel.
 
 use super::{
     lock::Entry,
@@ -11,8 +11,8 @@ use anyhow::{Context, Result, bail};
 use blockflash_sys::Kernel;
 use std::{path::Path, process::Command};
 
-/// Flags of every row. Line information is left out on purpose: with it, images differ from build
-/// to build.
+/// Flags of every kernel. Line information is left out because it makes images differ from build to
+/// build.
 const FLAGS: &[&str] = &[
     "-std=c++20",
     "-O3",
@@ -29,15 +29,15 @@ const FLAGS: &[&str] = &[
 pub struct Image {
     /// Machine code or PTX text.
     pub bytes: Vec<u8>,
-    /// What the lock file says about it.
+    /// The entry for the lock file.
     pub entry: Entry,
 }
 
-/// Arguments of nvcc that decide what comes out, apart from the macros and the source.
+/// Arguments of nvcc that determine the output, apart from the macros and the source.
 fn flags(row: &Kernel) -> Vec<String> {
     let kind = if row.target.is_ptx() { "-ptx" } else { "-cubin" };
-    // Names of internal functions hold the source's file name and a hash of its path. Fixed ones
-    // tell the kernels apart and keep images the same wherever the repository and its files lie.
+    // Names of internal functions contain the source's file name and a hash of its path. Fixed
+    // names tell the kernels apart and keep images identical wherever the repository lies.
     let path = format!("/kernels/{}.cu", row.source());
     let place = ["--orig_src_file_name", &path[1..], "--orig_src_path_name", &path]
         .map(|word| ["-Xcicc", word])
@@ -49,13 +49,13 @@ fn flags(row: &Kernel) -> Vec<String> {
         .collect()
 }
 
-/// Fingerprint of the compiler's version and flags for a row.
+/// Fingerprint of the compiler's version and of the flags of a kernel.
 pub fn build_fingerprint(row: &Kernel, nvcc_version: &str) -> Result<String> {
     Ok(sha256(format!("{}\n{}", identity(nvcc_version)?, flags(row).join(" ")).as_bytes()))
 }
 
-/// Compiles a row, with flags besides the usual ones if any; scratch files go to `scratch`. The
-/// error holds the compiler's own message.
+/// Compiles a kernel, with additional flags if there are any; scratch files go to `scratch`. The
+/// error contains the compiler's own message.
 pub fn compile(
     row: &Kernel,
     toolchain: &Toolchain,
@@ -73,8 +73,8 @@ pub fn compile(
     command.args(row.macros().iter().map(|(name, value)| format!("-D{name}={value}")));
     let mut report = complete(command.arg(&source).arg("-o").arg(&object))?;
     if row.target.is_ptx() {
-        // Only an assembler knows registers and spills; the oldest GPU that takes the PTX stands
-        // for the others.
+        // PTX has no register counts or spills before it is assembled. It is assembled for the
+        // oldest GPU that accepts it, which stands for the others.
         let arch =
             row.target.gencode().rsplit_once('_').map(|(_, number)| number).unwrap_or_default();
         let cubin = scratch.join(format!("{name}.cubin"));
@@ -102,7 +102,7 @@ pub fn compile(
     Ok(Image { bytes, entry })
 }
 
-/// What is wrong with a compiled row, if anything: spills, or too much shared memory.
+/// Violations of a compiled kernel: register spills, or too much shared memory.
 pub fn violations(row: &Kernel, entry: &Entry) -> Vec<String> {
     let mut found = Vec::new();
     if entry.spill_bytes > 0 {

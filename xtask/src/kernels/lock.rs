@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, path::PathBuf};
 
-/// What an image was built from, and what came out.
+/// Fingerprints of an image's inputs, and properties of the image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Entry {
@@ -20,13 +20,13 @@ pub struct Entry {
     pub sha256: String,
     /// Size of the image before compression.
     pub bytes: u64,
-    /// Registers per thread. For PTX: when assembled for the oldest GPU that takes it.
+    /// Registers per thread. PTX is assembled for the oldest GPU that accepts it to count them.
     pub registers: u32,
     /// Bytes of spill stores plus spill loads.
     pub spill_bytes: u32,
-    /// Shared memory in bytes that the image itself allocates.
+    /// Statically allocated shared memory in bytes.
     pub smem_static: u32,
-    /// Shared memory in bytes that a launch adds.
+    /// Dynamic shared memory in bytes, set at launch.
     pub smem_dynamic: u32,
 }
 

@@ -1,4 +1,5 @@
-//! `cargo xtask kernels`: the manifest's rows become images in `crates/blockflash-sys/prebuilt`.
+//! `cargo xtask kernels`: compiles the kernels of the manifest into images in
+//! `crates/blockflash-sys/prebuilt`.
 
 mod compile;
 mod lineinfo;
@@ -54,7 +55,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// `kernels --check` for some targets, or for all when there are none.
+    /// `kernels --check` for the given targets, or for all targets if none are given.
     pub fn checking(arch: &[Target]) -> Self {
         Self { arch: arch.to_vec(), check: true, ..Self::default() }
     }
@@ -66,14 +67,14 @@ impl Args {
     }
 }
 
-/// Whether `--arch` selects a target: all of them when it is not given, and sm_90a stands for sm_90
-/// too.
+/// Whether `--arch` selects a target. Without `--arch` all targets are selected, and sm_90a implies
+/// sm_90.
 pub fn is_among(target: Target, arch: &[Target]) -> bool {
     let is = |&arch: &Target| arch == target || (arch == Target::Sm90a && target == Target::Sm90);
     arch.is_empty() || arch.iter().any(is)
 }
 
-/// Reads a target's name.
+/// Parses the name of a target.
 pub fn parse_target(text: &str) -> Result<Target, String> {
     let names = Target::ALL.map(Target::name).join(", ");
     Target::ALL
@@ -131,11 +132,11 @@ pub fn run(args: &Args) -> Result<()> {
     })
 }
 
-/// Whether the committed image comes from the present sources and flags.
+/// Whether the committed image was built from the present sources and flags.
 fn is_current(row: &Kernel, lock: &Lock, committed: &Images, nvcc_version: &str) -> Result<bool> {
     let name = row.image_name();
     let Some(entry) = lock.get(&name) else { return Ok(false) };
-    // A source that cannot be read is reported by the build.
+    // A source that cannot be read counts as changed; the build reports the error.
     let Ok(source) = sources::fingerprint(row) else { return Ok(false) };
     Ok(entry.source == source
         && entry.build == build_fingerprint(row, nvcc_version)?
@@ -144,10 +145,10 @@ fn is_current(row: &Kernel, lock: &Lock, committed: &Images, nvcc_version: &str)
 
 type Compiled = Result<(Image, Duration)>;
 
-/// A compiled row, and how long it took.
+/// A kernel with its compiled image and the time that compilation took.
 type Usage<'r> = (&'r Kernel, Image, Duration);
 
-/// Compiles rows on several threads; results are in the order of the rows.
+/// Compiles kernels on several threads; results are in the order of the kernels.
 fn compile_all(
     rows: &[&Kernel],
     toolchain: &Toolchain,
@@ -156,7 +157,7 @@ fn compile_all(
     let scratch = target_dir("kernels/scratch")?;
     let style = ProgressStyle::with_template("{bar:40} {pos}/{len} {elapsed} {wide_msg}")?;
     let bar = ProgressBar::new(rows.len() as u64).with_style(style);
-    // 0 threads stand for one per core.
+    // Zero threads means one per core.
     let threads = ThreadPoolBuilder::new().num_threads(jobs.unwrap_or(0)).build()?;
     let compiled = |row: &&Kernel| {
         let started = Instant::now();
@@ -187,7 +188,7 @@ fn print_usage(images: &[Usage]) {
     }
 }
 
-/// Writes archives and lock file, without what no row asks for.
+/// Writes archives and the lock file; images that no kernel uses are dropped.
 fn write<'i>(
     mut lock: Lock,
     built: impl Iterator<Item = &'i Image>,
@@ -205,14 +206,14 @@ fn write<'i>(
     lock::store(&lock)
 }
 
-/// Packs the committed images anew: needed after a change of how archives are packed.
+/// Repacks the committed images: needed after a change of the archive layout.
 pub fn repack() -> Result<()> {
     let changed = store::store(&store::load()?)?;
     println!("{} archives changed", changed.len());
     Ok(())
 }
 
-/// Names of the images that rows ask for.
+/// Names of the images that kernels use.
 pub fn image_names() -> BTreeSet<String> {
     manifest::kernels().iter().map(Kernel::image_name).collect()
 }
@@ -245,7 +246,7 @@ fn check(lock: &Lock, images: &[Usage], committed: &Images, problems: &mut Probl
     }
 }
 
-/// What went wrong, the same message once with all the images it applies to.
+/// Failures grouped by message, each with all the images that it applies to.
 #[derive(Default)]
 struct Problems(BTreeMap<String, Vec<String>>);
 

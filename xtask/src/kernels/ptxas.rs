@@ -1,4 +1,4 @@
-//! What `ptxas -v` says about a kernel.
+//! Parses the output of `ptxas -v` for a kernel.
 
 use anyhow::{Result, bail};
 
@@ -40,7 +40,7 @@ pub fn parse(text: &str) -> Result<Usage> {
     }
 }
 
-/// The lines of the compiler's output that are no resource report: warnings and errors.
+/// Lines of the compiler's output that are not part of the resource report: warnings and errors.
 pub fn complaints(text: &str) -> String {
     let is_report =
         |line: &&str| !line.starts_with("ptxas info") && !line.contains("bytes stack frame");

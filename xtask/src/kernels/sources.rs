@@ -14,7 +14,7 @@ pub fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The file of a row's kernel, from the root of the repository.
+/// Path of a kernel's source file, relative to the root of the repository.
 pub fn source(row: &Kernel) -> String {
     format!("kernels/{}/kernel.cu", row.source())
 }
@@ -33,13 +33,13 @@ pub fn all() -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Whether a file is CUDA C++, by its name.
+/// Whether a file is CUDA C++, judged by its name.
 pub fn is_cuda(path: &Path) -> bool {
     path.extension().is_some_and(|extension| ["cu", "cuh", "h"].iter().any(|&e| extension == e))
 }
 
-/// Fingerprint of everything in this repository that a row is compiled from, apart from the target:
-/// its source file, the headers reached from it, and its macros.
+/// Fingerprint of everything in this repository that determines a kernel, apart from the target:
+/// its source file, the headers that it includes directly or indirectly, and its macros.
 pub fn fingerprint(row: &Kernel) -> Result<String> {
     let mut text = String::new();
     for (path, content) in closure(&source(row))? {
@@ -51,8 +51,8 @@ pub fn fingerprint(row: &Kernel) -> Result<String> {
     Ok(sha256(text.as_bytes()))
 }
 
-/// A source file and the headers of this repository that it includes, directly or not. An
-/// `#include` counts even where a condition turns it off; headers that are not here belong to the
+/// A source file and all headers of this repository that it includes, directly or indirectly. An
+/// `#include` counts even if a condition disables it. Headers that are not found here belong to the
 /// toolkit, whose version is part of the build flags.
 fn closure(source: &str) -> Result<BTreeMap<String, String>> {
     let root = root();
@@ -75,7 +75,7 @@ fn closure(source: &str) -> Result<BTreeMap<String, String>> {
     Ok(found)
 }
 
-/// Names in the `#include` lines of a C++ file.
+/// Paths in the `#include` lines of a C++ file.
 fn includes(text: &str) -> impl Iterator<Item = &str> {
     text.lines().filter_map(|line| {
         let name =

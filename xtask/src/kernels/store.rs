@@ -1,4 +1,4 @@
-//! The archives of `prebuilt/`: one for each source and target, as [`Archive`] describes them.
+//! The archives of `prebuilt/`: one for each source and target, in the format of [`Archive`].
 
 use crate::workspace::{list, prebuilt, read_bytes, write};
 use anyhow::{Context, Result, anyhow};
@@ -8,21 +8,21 @@ use blockflash_sys::{
 };
 use std::{collections::BTreeMap, fs, path::PathBuf};
 
-/// The highest level that costs no extra memory to decode.
+/// The highest level that needs no extra memory to decompress.
 const ZSTD_LEVEL: i32 = 19;
 
-/// All images of a frame, before compression. A larger frame compresses better and takes longer to
-/// unpack: with 1.5 MB the archives are 2 % smaller, and the slowest first use of a kernel takes
-/// 4.0 instead of 3.5 ms.
+/// Uncompressed size of a frame. A larger frame compresses better and takes longer to unpack: with
+/// 1.5 MB the archives are 2 % smaller, and the slowest first use of a kernel takes 4.0 instead of
+/// 3.5 ms.
 const FRAME_BYTES: usize = 1_250_000;
 
-/// Images by name, not compressed.
+/// Uncompressed images by name.
 pub type Images = BTreeMap<String, Vec<u8>>;
 
 /// The content of an archive: frames of images with their names.
 type Frames = Vec<Vec<(String, Vec<u8>)>>;
 
-/// All committed images, decoded as users of the crate decode them.
+/// Loads all committed images through the decoder that users of the crate run.
 pub fn load() -> Result<Images> {
     let mut images = Images::new();
     for path in archives()? {
@@ -54,8 +54,8 @@ fn frames_of(archive: &[u8]) -> Result<Frames> {
     frames.collect()
 }
 
-/// Writes the archives of these images, and returns the paths of those that it changed. Images that
-/// no row asks for are left out.
+/// Writes the archives of these images and returns the paths of changed archives. Images that no
+/// kernel uses are dropped.
 pub fn store(images: &Images) -> Result<Vec<PathBuf>> {
     let changes = changes(images)?;
     for (path, archive) in &changes {
@@ -68,9 +68,9 @@ pub fn store(images: &Images) -> Result<Vec<PathBuf>> {
     Ok(changes.into_iter().map(|(path, _)| path).collect())
 }
 
-/// The archives whose content differs from these images, and what each has to hold; `None` when no
-/// row asks for it. Compressed bytes are not compared: another zstd packs the same frames
-/// differently.
+/// Archives whose content differs from these images, with their new content; `None` for an archive
+/// that no kernel uses. Compressed bytes are not compared, since another zstd version packs the
+/// same frames differently.
 fn changes(images: &Images) -> Result<Vec<(PathBuf, Option<Frames>)>> {
     let mut wanted: BTreeMap<PathBuf, Vec<(String, Vec<u8>)>> = BTreeMap::new();
     for row in manifest::kernels() {
@@ -91,8 +91,8 @@ fn changes(images: &Images) -> Result<Vec<(PathBuf, Option<Frames>)>> {
     Ok(changes)
 }
 
-/// Divides the images of an archive into frames. Images that differ by the element type only are
-/// neighbours, and never apart.
+/// Divides the images of an archive into frames. Images that differ only in the element type
+/// compress well together, so they are neighbours and share a frame.
 fn layout(mut images: Vec<(String, Vec<u8>)>) -> Frames {
     let tile = |name: &str| name.replace("_bf16", "").replace("_f16", "");
     images.sort_by_cached_key(|(name, _)| (tile(name), name.clone()));
@@ -113,7 +113,7 @@ fn layout(mut images: Vec<(String, Vec<u8>)>) -> Frames {
     frames
 }
 
-/// An archive of such frames; [`Archive`] says how it looks.
+/// Packs frames into an archive in the format of [`Archive`].
 fn pack(frames: &Frames) -> Result<Vec<u8>> {
     let (mut index, mut packed) = (String::new(), Vec::new());
     for frame in frames {
@@ -136,7 +136,7 @@ fn archives() -> Result<Vec<PathBuf>> {
     Ok(paths.into_iter().filter(|path| path.extension().is_some_and(|end| end == "zst")).collect())
 }
 
-/// Bytes of all archives.
+/// Total size of all archives in bytes.
 pub fn total_bytes() -> Result<u64> {
     archives()?.iter().map(|path| Ok(fs::metadata(path)?.len())).sum()
 }
@@ -168,7 +168,7 @@ mod tests {
         assert_eq!(frames_of(&archive).unwrap(), frames);
         let other_order = images.iter().rev().cloned().collect();
         assert_eq!(pack(&layout(other_order)).unwrap(), archive);
-        // Every zstd tool reads it.
+        // The archives must be readable by every zstd tool.
         let raw: Vec<u8> = frames.into_iter().flatten().flat_map(|(_, image)| image).collect();
         assert_eq!(zstd::bulk::decompress(&archive, raw.len()).unwrap(), raw);
         assert!(frames_of(&archive[..archive.len() - 9]).is_err());

@@ -1,5 +1,5 @@
-//! The compiler: pinned wheels in a virtual environment under `target/`, or an nvcc that is on the
-//! machine already.
+//! The compiler: pinned wheels in a virtual environment under `target/`, or an nvcc that is already
+//! installed.
 
 use super::sources::sha256;
 use crate::workspace::{list, output, read, root, run, target_dir, write};
@@ -9,7 +9,7 @@ use std::{
     process::Command,
 };
 
-/// Packages of `requirements.txt` that have a part in the images.
+/// Packages of `requirements.txt` that influence the images.
 const COMPILER_PACKAGES: [&str; 5] = [
     "nvidia-cuda-nvcc",
     "nvidia-nvvm",
@@ -29,7 +29,7 @@ pub struct Toolchain {
 }
 
 impl Toolchain {
-    /// The pinned compiler, installed when it is not there yet.
+    /// The pinned compiler; it is installed if it is missing.
     pub fn pinned() -> Result<Self> {
         Self::at(&site_packages()?.join("nvidia/cu13/bin/nvcc"))
     }
@@ -44,8 +44,7 @@ impl Toolchain {
     }
 }
 
-/// What identifies the compiler in `kernels.lock`: its version, and the pinned versions of the
-/// headers it comes with.
+/// Identity of the compiler in `kernels.lock`: its version, and the pinned versions of its headers.
 pub fn identity(version: &str) -> Result<String> {
     let requirements = requirements()?;
     let pins = COMPILER_PACKAGES.iter().map(|package| pin(&requirements, package));
@@ -58,8 +57,8 @@ pub fn pinned_version() -> Result<String> {
     Ok(line.split_once("==").map(|(_, version)| version.to_string()).unwrap_or_default())
 }
 
-/// The `site-packages` folder of the virtual environment, after installing what `requirements.txt`
-/// names. It is made anew when that file has changed.
+/// The `site-packages` folder of the virtual environment with the packages of `requirements.txt`.
+/// It is created anew when that file has changed.
 pub fn site_packages() -> Result<PathBuf> {
     let wanted = sha256(requirements()?.as_bytes());
     let venv = target_dir("kernels")?.join("venv");

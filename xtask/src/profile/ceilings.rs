@@ -1,15 +1,15 @@
-//! What the GPU can do at most: measured on it, else what Nsight Compute states.
+//! Ceilings of the GPU: measured on it, or else as Nsight Compute states them.
 
 use super::{launch::Launch, raw::Raw};
 use serde::Deserialize;
 use std::{collections::BTreeMap, path::PathBuf};
 
-/// Rates of one GPU per second, as far as they are known.
+/// Rates of one GPU per second, where known.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Ceilings {
-    /// Where they come from.
+    /// Source of the rates.
     pub origin: String,
-    /// Floating-point operations of the tensor cores, with inputs of the kernel's type.
+    /// Floating-point operations of the tensor cores with inputs of the kernel's type.
     pub matmul: Option<f64>,
     /// Exponentials.
     pub exp: Option<f64>,
@@ -19,26 +19,26 @@ pub struct Ceilings {
     pub hbm: Option<f64>,
 }
 
-/// A line of the record of `blockflash bench`; only ceilings have a rate.
+/// A line of the records of `blockflash bench`; only ceilings have a rate.
 #[derive(Deserialize)]
 struct Line {
-    /// The ceiling: `hbm_read`, `l2_bulk`, `wgmma_bf16`, `exp2`.
+    /// Name of the ceiling: `hbm_read`, `l2_bulk`, `wgmma_bf16`, `exp2`.
     case: String,
     rate: Option<f64>,
     gpu: String,
 }
 
-/// What limits a launch.
+/// The unit that limits a launch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limit {
-    /// The unit of the GPU.
+    /// Name of the unit.
     pub name: &'static str,
-    /// Seconds of a launch if that unit never idled.
+    /// Duration of a launch in seconds if that unit never idled.
     pub seconds: f64,
 }
 
 impl Ceilings {
-    /// Those of a GPU in the first of some files that has any.
+    /// Ceilings of a GPU from the first file that has any.
     pub fn measured(files: &[PathBuf], gpu: &str, dtype: &str) -> Option<Self> {
         let read = |path: &PathBuf| {
             let text = std::fs::read_to_string(path).ok()?;
@@ -47,8 +47,8 @@ impl Ceilings {
         files.iter().find_map(read)
     }
 
-    /// The highest rates of each kind, of each ceiling its newest record; `None` when there is none
-    /// for this GPU.
+    /// For each rate the highest one, taking the newest record of each ceiling; `None` if there is
+    /// no record for this GPU.
     fn parse(text: &str, gpu: &str, dtype: &str) -> Option<Self> {
         let lines = text.lines().filter_map(|line| serde_json::from_str::<Line>(line).ok());
         let newest: BTreeMap<String, f64> = lines
@@ -59,15 +59,15 @@ impl Ceilings {
         let unknown = found.clone();
         for (name, rate) in newest {
             let slot = match name.split('_').next().unwrap_or_default() {
-                // Which instruction multiplies is the kernel's choice, and may be what there is to
-                // gain.
+                // The choice of the matrix instruction belongs to the kernel and may be its
+                // potential gain, so the faster one sets the ceiling.
                 "mma" | "wgmma" if name.ends_with(&format!("_{dtype}")) => &mut found.matmul,
                 "exp2" => &mut found.exp,
                 "l2" => &mut found.l2,
                 "hbm" => &mut found.hbm,
                 _ => continue,
             };
-            // Nothing is less than any rate.
+            // `None` compares below every rate.
             if Some(rate) > *slot {
                 *slot = Some(rate);
             }
@@ -75,7 +75,7 @@ impl Ceilings {
         (found != unknown).then_some(found)
     }
 
-    /// What Nsight Compute states, at the clocks of the profile.
+    /// Rates that Nsight Compute states, at the clocks of the profile.
     pub fn stated(raw: &Raw, dtype: &str) -> Self {
         let product = |peak: &str, clock: &str| Some(raw.get(peak)? * raw.get(clock)?);
         let source = if dtype == "bf16" { "bf16" } else { "fp16" };
@@ -90,7 +90,7 @@ impl Ceilings {
         }
     }
 
-    /// What limits a launch that moves these bytes: the unit that takes longest.
+    /// The limit of a launch that moves these bytes: the unit that takes longest.
     pub fn limit(&self, launch: &Launch, l2_bytes: f64, hbm_bytes: f64) -> Option<Limit> {
         let units = [
             ("the tensor cores", launch.flops, self.matmul),

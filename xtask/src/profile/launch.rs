@@ -1,4 +1,4 @@
-//! What `blockflash launch` says about the kernel that it ran.
+//! Parses the report of `blockflash launch` about the kernel that it ran.
 
 use serde::Deserialize;
 
@@ -21,7 +21,7 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// The JSON line among everything that ncu and the program print.
+    /// Finds the JSON line in the mixed output of ncu and the program.
     pub fn find(text: &str) -> Option<Self> {
         let lines = text.lines().map(str::trim).filter(|line| line.starts_with('{'));
         lines
@@ -29,7 +29,7 @@ impl Launch {
             .find(|launch| !launch.symbol.is_empty())
     }
 
-    /// Type of the inputs, the end of the id.
+    /// Type of the inputs, which ends the id.
     pub fn dtype(&self) -> &str {
         self.case.rsplit('_').next().unwrap_or_default()
     }

@@ -1,5 +1,5 @@
-//! `cargo xtask profile`: what limits a kernel, on one page, from Nsight Compute and counted work.
-//! In a bundle: `./xtask profile`.
+//! `cargo xtask profile`: shows on one page what limits a kernel, from Nsight Compute and the
+//! counted work. In a bundle: `./xtask profile`.
 
 mod ceilings;
 mod gpu;
@@ -51,7 +51,7 @@ pub fn run(args: &Args) -> Result<()> {
     let place = Place::find()?;
     let gpu = Gpu::find()?;
     let kernels = select::rows(&args.pattern, gpu.capability)?;
-    // The profiler first: its absence is reported before anything is compiled.
+    // The profiler is searched first, so that its absence is reported before anything is compiled.
     let ncu = Ncu::find(args.ncu.as_deref())?;
     let program = place.program()?;
     let commit = place.commit()?;
@@ -60,7 +60,7 @@ pub fn run(args: &Args) -> Result<()> {
         let (symbol, case) = (row.symbol(), args.shape.clone().unwrap_or(default));
         let images = place.images(row)?;
         let origin = if images.is_some() { "with" } else { "without" };
-        // A case may hold a dot, so the extension is appended and not replaced.
+        // A case id may contain a dot, so the extension is appended, not replaced.
         let file = |extension: &str| out.join(format!("{symbol}.{case}.{extension}"));
         let report = file("ncu-rep");
         eprintln!("profiling {symbol} on {case}");

@@ -1,4 +1,4 @@
-//! Running Nsight Compute.
+//! Runs Nsight Compute.
 
 use super::{
     launch::Launch,
@@ -18,8 +18,8 @@ const ABSENT: &str = "Nsight Compute is not there: no ncu in PATH, /usr/local/cu
     /opt/nvidia/nsight-compute; it comes with the CUDA toolkit (--ncu names another place)";
 const FORBIDDEN: &str = "the driver lets only root read the GPU's counters: run as root, or load \
     the nvidia module with NVreg_RestrictProfilingToAdminUsers=0";
-/// What the page needs beside what it shows by name: peaks, from which ceilings are computed where
-/// none were measured.
+/// Metrics that the page needs besides the ones it shows by name: peak rates, from which ceilings
+/// are computed where none were measured.
 const PEAKS: [&str; 6] = [
     "dram__bytes.sum.peak_sustained",
     "dram__cycles_elapsed.avg.per_second",
@@ -32,42 +32,42 @@ const PEAKS: [&str; 6] = [
 /// The profiler.
 pub struct Ncu {
     program: PathBuf,
-    /// Names of the counters that it knows on this GPU.
+    /// Names of the counters that it supports on this GPU.
     known: BTreeSet<String>,
 }
 
-/// One launch to be profiled.
+/// One launch to profile.
 pub struct Job<'a> {
     /// The `blockflash` program.
     pub program: &'a Path,
-    /// What it computes.
+    /// Id of the case that it computes.
     pub case: &'a str,
     /// The kernel.
     pub symbol: &'a str,
-    /// The folder of images, if not those in the program.
+    /// Folder of images to use instead of the images in the program.
     pub images: Option<&'a Path>,
-    /// Where the kernels' sources lie.
+    /// Folder of the kernel sources.
     pub sources: &'a Path,
-    /// The report that is written.
+    /// Path of the report to write.
     pub report: &'a Path,
 }
 
 impl Ncu {
-    /// The given program, else the one in PATH, else the newest of the usual places.
+    /// Uses the given program, else the one in PATH, else the newest in the usual places.
     pub fn find(given: Option<&Path>) -> Result<Self> {
         let program = match given {
             Some(program) if program.is_file() => program.to_path_buf(),
             Some(program) => bail!("--ncu: {} is no program", program.display()),
             None => candidates().into_iter().find(|path| path.is_file()).context(ABSENT)?,
         };
-        // Without the list only what the predefined set holds is collected.
+        // Without the list only the metrics of the predefined set are collected.
         let known = output(Command::new(&program).arg("--query-metrics"))
             .map(|text| names(&text))
             .unwrap_or_default();
         Ok(Self { program, known })
     }
 
-    /// Profiles one launch, keeps the report, and returns what was launched and what was counted.
+    /// Profiles one launch, keeps the report, and returns the launch and its metrics.
     pub fn profile(&self, job: &Job) -> Result<(Launch, Raw)> {
         create_dir(job.report.parent().unwrap_or(Path::new(".")))?;
         let mut metrics: Vec<String> = page::metrics().chain(PEAKS.map(String::from)).collect();
@@ -81,10 +81,11 @@ impl Ncu {
         Ok((launch, raw::parse(&csv, job.symbol)?))
     }
 
-    /// What ncu and the profiled program print.
+    /// Runs ncu and returns its output mixed with the output of the profiled program.
     fn collect(&self, job: &Job, metrics: &[String]) -> Result<String> {
         let mut command = Command::new(&self.program);
-        // Clocks and caches as they are in use: the launch before the profiled one has warmed them.
+        // Clocks and caches stay uncontrolled, as in normal use: an earlier launch has warmed them
+        // up.
         let kernel = format!("regex:^{}$", job.symbol);
         command.args(["--force-overwrite", "--set", "full", "--import-source", "yes"]);
         command.args(["--clock-control", "none", "--cache-control", "none"]);
@@ -101,7 +102,7 @@ impl Ncu {
             Some(folder) => command.env(IMAGES_VARIABLE, folder),
             None => command.env_remove(IMAGES_VARIABLE),
         };
-        // Whether a report is there afterwards tells more than the exit status.
+        // The exit status is unreliable; whether a report exists afterwards decides.
         let _ = std::fs::remove_file(job.report);
         let output =
             command.output().with_context(|| format!("cannot start {}", self.program.display()))?;
@@ -114,7 +115,7 @@ impl Ncu {
     }
 }
 
-/// Where ncu may lie, in the order of preference.
+/// Places where ncu may be installed, in order of preference.
 fn candidates() -> Vec<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let mut places: Vec<PathBuf> =
@@ -127,7 +128,7 @@ fn candidates() -> Vec<PathBuf> {
     places
 }
 
-/// Folders whose name begins so, the highest version first.
+/// Folders whose names begin with a prefix, the highest version first.
 fn newest(folder: &str, prefix: &str) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut found: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
@@ -142,8 +143,8 @@ fn version(name: &str) -> Vec<u32> {
     name.split(|c: char| !c.is_ascii_digit()).filter_map(|digits| digits.parse().ok()).collect()
 }
 
-/// The counters in the output of `ncu --query-metrics`: the first word of each line that describes
-/// one.
+/// Names of the counters in the output of `ncu --query-metrics`: the first word of every line that
+/// describes a counter.
 fn names(text: &str) -> BTreeSet<String> {
     text.lines()
         .filter_map(|line| line.split_whitespace().next())
@@ -152,19 +153,19 @@ fn names(text: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// Whether a metric, such as `dram__bytes.sum.per_second`, is made of a known counter. Names
-/// without a suffix are no counters; the predefined set holds them.
+/// Whether a metric, such as `dram__bytes.sum.per_second`, is derived from a known counter. Names
+/// without a suffix are not counters; the predefined set contains them.
 fn is_known(metric: &str, known: &BTreeSet<String>) -> bool {
     metric.split_once('.').is_some_and(|(counter, _)| known.contains(counter))
 }
 
-/// Why there is no profile, in one line; `None` when nothing in the output says so.
+/// One line that explains why there is no profile; `None` if the output gives no reason.
 fn refusal(text: &str) -> Option<String> {
     if text.contains("ERR_NVGPUCTRPERM") {
         return Some(FORBIDDEN.into());
     }
     let lines = || text.lines().map(str::trim);
-    // What the program says about itself comes first: ncu's complaints follow from it.
+    // Errors of the profiled program take precedence: the complaints of ncu follow from them.
     let own = lines().find_map(|line| line.strip_prefix("error: "));
     let by_ncu = || lines().find_map(|line| line.strip_prefix("==ERROR== "));
     let none = || {

@@ -3,11 +3,11 @@
 use super::measurement::{DURATION, HBM_READ, HBM_WRITE, L2_READ, Measurement, TENSOR_PIPE, ratio};
 use crate::workspace::table;
 
-/// How many reasons for stalls are shown.
+/// Number of stall reasons that are shown.
 const STALLS_SHOWN: usize = 6;
 
-/// Where the number of a line comes from. Of several counters the first one that the GPU has is
-/// taken: their names depend on the architecture.
+/// Source of the number in a line. If several counters are given, the first that the GPU has is
+/// used: their names depend on the architecture.
 enum From {
     /// A metric in this unit.
     Metric(&'static str, &'static str),
@@ -15,7 +15,7 @@ enum From {
     Active(&'static [&'static str]),
     /// A counter in per cent of its peak over the whole duration.
     Elapsed(&'static [&'static str]),
-    /// The counted work, the metrics and the ceilings, in this unit.
+    /// Computed from the counted work, the metrics and the ceilings, in this unit.
     Derived(&'static str, fn(&Measurement) -> Option<f64>),
 }
 use From::{Active, Derived, Elapsed, Metric};
@@ -47,7 +47,7 @@ impl From {
     }
 }
 
-/// Headings, and lines with their labels.
+/// Headings, each with its labelled lines.
 const PAGE: &[(&str, &[(&str, From)])] = &[
     ("time", TIME),
     ("utilisation", UTILISATION),
@@ -128,7 +128,7 @@ pub fn text(measurement: &Measurement) -> String {
     rows.push(["stalls, cycles per instruction".into(), String::new()]);
     let reasons =
         measurement.raw.between("smsp__average_warps_issue_stalled_", "_per_issue_active.ratio");
-    // A warp in the state `selected` issues, so it does not wait.
+    // A warp in the state `selected` issues an instruction, so it is not stalled.
     let mut reasons: Vec<_> = reasons.filter(|(reason, _)| *reason != "selected").collect();
     reasons.sort_by(|(_, a), (_, b)| b.total_cmp(a));
     rows.extend(reasons.into_iter().take(STALLS_SHOWN).map(|(reason, cycles)| {
@@ -153,7 +153,7 @@ pub fn text(measurement: &Measurement) -> String {
     )
 }
 
-/// A number with four digits and a decimal prefix.
+/// A number with four significant digits and a decimal prefix.
 fn shown(value: f64, unit: &str) -> String {
     if unit == "%" {
         return format!("{value:.1} %");

@@ -1,4 +1,4 @@
-//! Where the command runs: in the repository, or in a bundle on a machine without Rust.
+//! The environment of the command: the repository, or a bundle on a machine without Rust.
 
 use crate::{
     artifacts::{self, IMAGES_FEATURE},
@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use blockflash_sys::Kernel;
 use std::path::{Path, PathBuf};
 
-/// The place.
+/// The environment.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Place {
     /// The root of the repository: programs and images are built.
@@ -19,7 +19,7 @@ pub enum Place {
 }
 
 impl Place {
-    /// The bundle that this program lies in, else the repository that it was built in.
+    /// The bundle that contains this program, else the repository from which it was built.
     pub fn find() -> Result<Self> {
         let program = std::env::current_exe().unwrap_or_default();
         let folder = program.parent().unwrap_or(Path::new("."));
@@ -36,7 +36,7 @@ impl Place {
         folder
     }
 
-    /// Where reports go unless `--out` says otherwise.
+    /// Default folder for reports.
     pub fn results(&self) -> PathBuf {
         match self {
             Self::Repository(root) => root.join("target/profile"),
@@ -70,8 +70,8 @@ impl Place {
         Ok(program.context("cargo built no program `blockflash`")?.path)
     }
 
-    /// The folder with the row's image with line information: compiled first in the repository;
-    /// `None` in a bundle that does not hold it, where the program's own image is profiled.
+    /// The folder with the kernel's image with line information. In the repository it is compiled
+    /// first. `None` for a bundle that lacks it; then the program's own image is profiled.
     pub fn images(&self, row: &Kernel) -> Result<Option<PathBuf>> {
         let folder = match self {
             Self::Repository(_) => {
@@ -85,7 +85,7 @@ impl Place {
         Ok(folder.join(row.image_name()).is_file().then_some(folder))
     }
 
-    /// Files that may hold measured ceilings, the measurements of this bundle first.
+    /// Files that may contain measured ceilings; the bundle's own measurements come first.
     pub fn ceilings(&self) -> Vec<PathBuf> {
         let gpus = list(&self.folder().join("benches/results")).unwrap_or_default();
         let folders = [self.folder().join("out"), self.folder().into()].into_iter().chain(gpus);

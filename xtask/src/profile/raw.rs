@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use csv::StringRecord;
 use std::collections::BTreeMap;
 
-/// The numbers of one launch in seconds, bytes, hertz and per cent.
+/// Metrics of one launch in seconds, bytes, hertz and per cent.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Raw(BTreeMap<String, f64>);
 
@@ -15,7 +15,7 @@ impl Raw {
         self.0.get(name).copied()
     }
 
-    /// Metrics whose name begins and ends so, by what stands between.
+    /// Metrics whose names have the given prefix and suffix, keyed by the part in between.
     pub fn between<'a>(
         &'a self,
         prefix: &'a str,
@@ -26,7 +26,7 @@ impl Raw {
     }
 }
 
-/// Reads the numbers of a kernel's first launch.
+/// Parses the metrics of a kernel's first launch.
 pub fn parse(csv: &str, symbol: &str) -> Result<Raw> {
     // ncu may print notes of its own before the table.
     let table = &csv[csv.find("\"ID\",").context("ncu printed no table of metrics")?..];
@@ -48,7 +48,7 @@ pub fn parse(csv: &str, symbol: &str) -> Result<Raw> {
     Ok(Raw(names.iter().zip(&units).zip(&values).filter_map(number).collect()))
 }
 
-/// How many seconds, bytes or hertz a unit is; 1 for any other unit, such as per cent and
+/// Factor from a unit to seconds, bytes or hertz; 1 for any other unit, such as per cent and
 /// instructions.
 fn scale(unit: &str) -> f64 {
     if let Some((above, below)) = unit.split_once('/') {

@@ -1,4 +1,4 @@
-//! The roofline as a picture: attainable speed over FLOP per byte, and where the kernel stands.
+//! The roofline plot: attainable speed over FLOP per byte, with the position of the kernel.
 
 use super::measurement::{Measurement, ratio};
 use anyhow::Result;
@@ -10,16 +10,16 @@ struct Roof {
     points: [(f64, f64); 2],
 }
 
-/// What the picture shows.
+/// Content of the plot.
 struct Picture {
     x: (f64, f64),
     y: (f64, f64),
     roofs: Vec<Roof>,
-    /// The kernel's speed over its FLOP per byte of each memory.
+    /// Speed of the kernel over its FLOP per byte, for each memory.
     marks: Vec<(&'static str, (f64, f64))>,
 }
 
-/// The picture as SVG; `None` without a time, or without any limit to hold it against.
+/// The plot as SVG; `None` without a time or without any ceiling.
 pub fn svg(measurement: &Measurement) -> Result<Option<String>> {
     let Some(picture) = picture(measurement) else { return Ok(None) };
     let mut svg = String::new();
@@ -45,7 +45,7 @@ fn picture(measurement: &Measurement) -> Option<Picture> {
     if flat.clone().count() + sloped.clone().count() == 0 {
         return None;
     }
-    // Slopes end at the lowest flat roof; each is shown with its corner and a decade before it.
+    // Slopes end at the lowest flat roof; each is shown with its corner and one decade before it.
     let top = flat.clone().map(|(_, rate)| rate).reduce(f64::min).unwrap_or(speed).max(speed);
     let corners = sloped.clone().flat_map(|(_, rate)| [top / rate, top / rate / 10.0]);
     let x = decades(corners.chain(marks.clone().map(|(_, (x, _))| x)));
@@ -62,7 +62,7 @@ fn picture(measurement: &Measurement) -> Option<Picture> {
     Some(Picture { x, y, roofs: across.chain(up).collect(), marks: marks.collect() })
 }
 
-/// The smallest range of whole decades with room for all of some values.
+/// The smallest range of whole decades that contains all values.
 fn decades(values: impl Iterator<Item = f64>) -> (f64, f64) {
     let logs = values.map(f64::log10);
     let (low, high) =

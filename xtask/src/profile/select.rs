@@ -1,11 +1,11 @@
-//! Which kernels are profiled, and on what.
+//! Selection of the kernels to profile and their cases.
 
 use anyhow::{Result, bail};
 use blockflash_sys::{ComputeCapability, Kernel, manifest};
 
-/// The rows that a GPU runs and whose symbol contains a text, each with the case that it is
-/// profiled on unless `--shape` says otherwise; of several rows for a symbol the preferred one. A
-/// text that is a whole symbol selects no longer one.
+/// Kernels that a GPU runs and whose symbol contains a text, each with its default case, which
+/// `--shape` overrides. If several kernels share a symbol, the preferred one is taken. A text that
+/// equals a whole symbol does not select longer symbols.
 pub fn rows(pattern: &str, gpu: ComputeCapability) -> Result<Vec<(&'static Kernel, String)>> {
     let mut found: Vec<(&'static Kernel, String)> = Vec::new();
     for row in manifest::kernels().iter().filter(|row| row.target.runs_on(gpu)) {
@@ -29,8 +29,7 @@ pub fn rows(pattern: &str, gpu: ComputeCapability) -> Result<Vec<(&'static Kerne
     Ok(found)
 }
 
-/// The case that a row is profiled on unless `--shape` names another one. `None` for a row that no
-/// case launches.
+/// The default case of a kernel; `None` if no case launches the kernel.
 fn case(row: &Kernel) -> Option<String> {
     row.family().profile_case()
 }

@@ -1,8 +1,8 @@
-//! Reading what nvdisasm prints.
+//! Parses the output of nvdisasm.
 
 use std::collections::BTreeMap;
 
-/// How often each opcode occurs; padding at the end does not count.
+/// Count of each opcode, without the padding at the end.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Mix(BTreeMap<String, u64>);
 
@@ -16,7 +16,7 @@ impl Mix {
         mix
     }
 
-    /// How often an opcode occurs.
+    /// Count of an opcode.
     pub fn count(&self, opcode: &str) -> u64 {
         self.0.get(opcode).copied().unwrap_or(0)
     }

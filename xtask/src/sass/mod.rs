@@ -1,5 +1,5 @@
-//! `cargo xtask sass`: what the machine code consists of, and whether that is what the manifest's
-//! rows declare.
+//! `cargo xtask sass`: counts machine instructions, and checks them against the expectations that
+//! the manifest declares for each kernel.
 
 mod listing;
 
@@ -31,19 +31,20 @@ pub struct Args {
     full: bool,
 }
 
-/// Instructions that have a column when one of the listed images contains them: matrix units, bulk
-/// and asynchronous copies, shared and global memory, spills, special functions, synchronisation.
+/// Instructions that get a column when one of the listed images contains them: matrix units, bulk
+/// and asynchronous copies, shared and global memory, register spills, special functions,
+/// synchronisation.
 const COLUMNS: &[&str] = &[
     "HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "OMMA", "IMMA", "UTMALDG", "UTMASTG", "UBLKCP",
     "LDGSTS", "LDSM", "STSM", "LDS", "STS", "LDG", "STG", "RED", "ATOM", "ATOMG", "LDL", "STL",
     "MUFU", "SHFL", "SYNCS", "BAR",
 ];
 
-/// Columns that are always there: that they are empty is what one wants to see.
+/// Columns that are always shown: an empty column proves that nothing is spilled.
 const ALWAYS: &[&str] = &["LDL", "STL"];
 
 impl Args {
-    /// `sass --check` for some targets, or for all when there are none.
+    /// `sass --check` for the given targets, or for all targets if none are given.
     pub fn checking(arch: &[Target]) -> Self {
         Self { arch: arch.to_vec(), check: true, ..Self::default() }
     }
@@ -54,7 +55,7 @@ impl Args {
     }
 }
 
-/// An image that was looked at.
+/// A disassembled image.
 struct Image {
     row: &'static Kernel,
     mix: Mix,
@@ -109,7 +110,7 @@ pub fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-/// What an image breaks of its row's declaration, as one line.
+/// The violated expectations of the image's kernel, as one line.
 fn broken(image: &Image) -> Option<String> {
     let count = |opcode| image.mix.count(opcode);
     let words: Vec<String> = image
@@ -135,7 +136,7 @@ fn text(images: &[Image]) -> Result<String> {
     header.push("total".into());
     let cells = |image: &Image| {
         let name = image.row.image_name();
-        // An image that was never written by `cargo xtask kernels` has no line.
+        // An image that `cargo xtask kernels` has never written has no entry.
         let (registers, spilled) = match lock.get(&name) {
             Some(entry) => (entry.registers.to_string(), entry.spill_bytes.to_string()),
             None => ("?".into(), "?".into()),
@@ -148,7 +149,7 @@ fn text(images: &[Image]) -> Result<String> {
     Ok(table(std::iter::once(header).chain(images.iter().map(cells))))
 }
 
-/// The pinned disassembler, the committed images, and where it reads them from.
+/// The pinned disassembler, the committed images, and the folder in which it reads them.
 struct Disassembler {
     nvdisasm: PathBuf,
     images: store::Images,
@@ -163,15 +164,15 @@ impl Disassembler {
 
     fn listing(&self, row: &Kernel) -> Result<String> {
         let name = row.image_name();
-        // Not the file that a build running at the same time writes.
+        // A name of its own, so that a concurrent build does not write the same file.
         let path = self.scratch.join(format!("{name}.sass-{}", std::process::id()));
         let image = self.images.get(&name);
         write(
             &path,
             image.with_context(|| format!("no image {name}: run `cargo xtask kernels`"))?,
         )?;
-        // What the data flow adds are labels of indirect branches; without it, reading takes two
-        // thirds of the time.
+        // Data-flow analysis only adds labels of indirect branches; skipping it saves a third of
+        // the time.
         let arguments = ["--print-code", "--no-dataflow"];
         let listing = output(Command::new(&self.nvdisasm).args(arguments).arg(&path));
         let _ = std::fs::remove_file(&path);

@@ -1,11 +1,11 @@
-//! The width of lines: 100 columns, which is also what rustfmt and clang-format are set to.
+//! The width of lines: 100 columns, as rustfmt and clang-format are configured.
 
 const COLUMNS: usize = 100;
-/// Files that a command has written: bindings, and reports of measurements.
+/// Generated files: bindings and reports of measurements.
 const GENERATED: [&str; 2] = ["crates/blockflash-sys/src/params.rs", "benches/results/"];
 
-/// Numbers of the lines that are too long. In Markdown the rule is for prose: tables, fenced code,
-/// links, and parts between `begin` and `end` that a command has written are excepted.
+/// Numbers of the lines that are too long. In Markdown the rule applies to prose; tables, fenced
+/// code, links, and generated parts between `begin` and `end` are exempt.
 pub fn too_long(name: &str, text: &str) -> Vec<usize> {
     if GENERATED.iter().any(|start| name.starts_with(start)) {
         return Vec::new();

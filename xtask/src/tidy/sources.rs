@@ -1,4 +1,5 @@
-//! Rules about source files and documents: length, width, and what may be written where.
+//! Rules for source files and documents: length, width, and constructs that are allowed in one
+//! place only.
 
 use super::{columns::too_long, findings::Findings, words};
 use crate::workspace::{list, read, root};
@@ -11,7 +12,7 @@ const GENERATED: &str = "crates/blockflash-sys/src/params.rs";
 const UNSAFE_CRATE: &str = "crates/blockflash-safe/";
 /// The one folder with inline PTX.
 const PTX_FOLDER: &str = "kernels/include/blockflash/ptx/";
-/// The one reader of the macros that a manifest row defines.
+/// The one header that reads the macros of a kernel.
 const MACRO_READER: &str = "kernels/include/blockflash/config.cuh";
 
 const LINES_WARN: usize = 300;

@@ -1,4 +1,4 @@
-//! Words in Rust and C++ code: what stands in comments and strings does not count.
+//! Finds words in Rust and C++ code; comments and strings do not count.
 
 use anyhow::{Result, anyhow};
 use proc_macro2::{TokenStream, TokenTree};
@@ -40,7 +40,7 @@ pub fn in_cpp(code: &str, matches: fn(&str) -> bool) -> Vec<usize> {
                 },
             };
             found |= part.split(|c: char| !c.is_alphanumeric() && c != '_').any(matches);
-            // A part that ends at a mark of a block comment changes between code and comment.
+            // A part that ends at a block comment delimiter switches between code and comment.
             in_comment ^= rest.is_some_and(|rest| part.len() + rest.len() < line.len());
             line = rest.unwrap_or("");
         }

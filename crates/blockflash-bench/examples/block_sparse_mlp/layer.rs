@@ -1,10 +1,11 @@
 //! The layer on the device: `y = down · silu(up · x)` in two launches.
 //!
-//! A model keeps activations as `[tokens, features]`. Here they are `[features, tokens]`, since the
-//! library multiplies a sparse matrix from the left, `C = A·B`: weights `[out, in]` are A as they
-//! are, and what a projection writes is what the next one reads. A stack of such layers stays in
-//! this layout. Rows begin at multiples of 16 bytes for any number of tokens, one included: the
-//! buffers are wider than the matrices, and what lies behind a row is neither read nor written.
+//! A model keeps activations as `[tokens, features]`. Here they are `[features, tokens]`, because
+//! the library multiplies a sparse matrix from the left, `C = A·B`: weights `[out, in]` are A
+//! without a transpose, and the output of a projection is the input of the next, so a stack of such
+//! layers stays in this layout. Rows begin at multiples of 16 bytes for any number of tokens, one
+//! included: the buffers are wider than the matrices, and the padding behind a row is neither read
+//! nor written.
 
 use super::reference::{SAMPLES, Sample};
 use super::weights::{Kept, Ranking, Weights, out_of_memory};
@@ -14,23 +15,25 @@ use blockflash_ops::bsr_matmul::BsrMatrix;
 use blockflash_ops::{Activation, BsrMatmul, BsrWorkspace, DType, Stream, Tensor};
 use std::cell::Cell;
 
-/// Elements of 16 bytes.
+/// Number of elements in 16 bytes.
 const ALIGNMENT: usize = 8;
 
-/// Weights of a layer on the device: up and down projection.
+/// Weights of a layer on the device: up and down projections.
 pub struct Mlp {
     pub kept: [Kept; 2],
-    /// The same weights several times: see [`Mlp::new`].
+    /// Several copies of the same weights: see [`Mlp::new`].
     copies: Vec<[BsrMatrix; 2]>,
     next: Cell<usize>,
 }
 
 impl Mlp {
-    /// Keeps the best blocks of both projections. The weights are stored so often that the copies
-    /// have `fresh_bytes`: launches take them in turns, as a model runs through its layers, so that
-    /// none finds its weights in a cache of half that size.
+    /// Keeps the blocks with the greatest norms in both projections. The weights are stored in so
+    /// many copies that these have `fresh_bytes` together. Launches use the copies in turns, as a
+    /// model runs through its layers, so that no launch finds its weights in a cache of half that
+    /// size.
     ///
     /// # Errors
+    /// Too little memory, or a device that fails.
     /// Too little memory, a device that fails.
     pub fn new(
         weights: [&Weights; 2],
@@ -52,20 +55,20 @@ impl Mlp {
         self.kept[0].block_size
     }
 
-    /// Stored blocks by all.
+    /// Fraction of the blocks that is stored.
     pub fn density(&self) -> f64 {
         let [up, down] = &self.copies[0];
         let all = [up, down].map(|matrix| (matrix.block_rows() * matrix.block_cols()) as f64);
         (up.nnz_blocks() + down.nnz_blocks()) as f64 / (all[0] + all[1])
     }
 
-    /// Operations for a token.
+    /// Floating-point operations per token.
     pub fn flops(&self) -> f64 {
         2.0 * (self.kept[0].elements() + self.kept[1].elements()) as f64
     }
 }
 
-/// Activations of some tokens on the device.
+/// Activations of a number of tokens on the device.
 pub struct Activations {
     tokens: usize,
     /// `[features, stride]`, `[intermediate, stride]`, `[features, stride]`.
@@ -87,7 +90,7 @@ impl Activations {
         stream: &Stream,
     ) -> Result<Self> {
         let stride = tokens.next_multiple_of(ALIGNMENT);
-        // Lanes 0 and 1 are those of the weights.
+        // The weights use random streams 0 and 1.
         let x = random::normal(DType::BF16, &[features, stride], seed, 2, |_| ())
             .map_err(out_of_memory)?;
         let empty = |rows| Tensor::empty(stream, DType::BF16, &[rows, stride]);
@@ -95,12 +98,12 @@ impl Activations {
         Ok(Self { tokens, x: x.upload(stream)?, hidden, y, workspace: BsrWorkspace::new(stream)? })
     }
 
-    /// How many there are.
+    /// Number of tokens.
     pub fn tokens(&self) -> usize {
         self.tokens
     }
 
-    /// Launches the layer: activation and first product are one launch.
+    /// Launches the layer; the activation is fused into the first product.
     ///
     /// # Errors
     /// A device that has no such kernel or fails.
@@ -117,8 +120,8 @@ impl Activations {
         Ok(down.matmul_into(self.y.view_mut().slice(1, tokens)?, stream)?)
     }
 
-    /// The layer once, from memory full of NaN: the output of the tokens of
-    /// [`sampled`](Self::sampled).
+    /// Runs the layer once into memory full of NaN, and returns the output of the
+    /// [`sampled`](Self::sampled) tokens.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
@@ -129,7 +132,7 @@ impl Activations {
         self.sample(&self.y, stream)
     }
 
-    /// The input of those tokens.
+    /// The input of the sampled tokens.
     ///
     /// # Errors
     /// A device that fails.
@@ -137,7 +140,7 @@ impl Activations {
         self.sample(&self.x, stream)
     }
 
-    /// The tokens that are compared: evenly spread, the first and the last among them.
+    /// The tokens to compare: evenly spaced, including the first and the last.
     pub fn sampled(&self) -> Vec<usize> {
         let count = SAMPLES.min(self.tokens);
         (0..count).map(|at| at * (self.tokens - 1) / (count - 1).max(1)).collect()

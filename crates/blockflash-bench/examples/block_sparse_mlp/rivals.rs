@@ -1,4 +1,4 @@
-//! Products of another library, which take their windows in turns with ours.
+//! Products of other libraries, which take turns with ours.
 
 use super::weights::{Kept, Weights};
 use blockflash_bench::case::{BsrShape, Pattern, PeerCase};
@@ -13,15 +13,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Name of the operation in the protocol.
 const OP: &str = "bsr_matmul";
 
-/// What a rival took for both projections. It computes the same blocks of values of its own, with
-/// the activation left out. Its weights come from device memory at each launch, as ours do.
+/// Time of a rival for both projections. It multiplies blocks at the same places with values of its
+/// own, without the activation. Like ours, its weights come from device memory at each launch.
 #[derive(Clone, Debug, Serialize)]
 pub struct Rival {
     pub name: String,
-    /// Microseconds of both products; `None` with an error.
+    /// Microseconds of both products; `None` after an error.
     pub us: Option<f64>,
     pub error: Option<String>,
-    /// Of each projection.
+    /// Times of each projection.
     #[serde(skip)]
     times: [Vec<f64>; 2],
 }
@@ -30,18 +30,18 @@ pub struct Rival {
 pub struct Rivals {
     peers: Peers,
     seed: u64,
-    /// Of weights that launches take in turns.
+    /// Total size of the weight copies that launches use in turns.
     fresh_bytes: usize,
-    /// For patterns.
+    /// Folder for pattern files.
     scratch: PathBuf,
 }
 
 impl Rivals {
-    /// `list` is `none`, `auto`, or parts of names with commas between; what is missing is told to
-    /// `step`.
+    /// Starts the rivals. `list` is `none`, `auto`, or a comma-separated list of parts of names;
+    /// `step` is told which rivals are missing.
     ///
     /// # Errors
-    /// No folder with the rivals, although some are wanted; a name that no rival has.
+    /// If rivals are wanted and their folder is missing, or a name matches no rival.
     pub fn start(
         list: &str,
         tune_seconds: u64,
@@ -68,9 +68,9 @@ impl Rivals {
         Ok(Self::new(peers, seed, flush_bytes(&device.stream()?)))
     }
 
-    /// The rivals of a process that runs, with so many bytes of weights.
+    /// The rivals of a running process, with this many bytes of weight copies.
     pub fn new(peers: Peers, seed: u64, fresh_bytes: usize) -> Self {
-        // Of this one only: it goes with it.
+        // The folder belongs to this process alone and is removed with it.
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let scratch =
@@ -78,14 +78,14 @@ impl Rivals {
         Self { peers, seed, fresh_bytes, scratch }
     }
 
-    /// Those that multiply blocks, or those that multiply dense matrices.
+    /// The rivals that multiply dense matrices, or the rivals that multiply blocks.
     pub fn named(&self, dense: bool) -> Vec<Rival> {
         let names =
             self.peers.of(OP).into_iter().filter(|name| self.peers.is_reference(name) == dense);
         names.map(|name| Rival { name, us: None, error: None, times: Default::default() }).collect()
     }
 
-    /// Makes the rivals ready for a projection; who fails has an error from now on.
+    /// Prepares the rivals for a projection; a rival that fails keeps its error from then on.
     ///
     /// # Errors
     /// A pattern that cannot be written.
@@ -122,7 +122,7 @@ impl Rivals {
         Ok(case.with_fresh_bytes(self.fresh_bytes))
     }
 
-    /// A window of a rival; it counts if its projection is named.
+    /// Runs a window of a rival; it counts if a projection is given, otherwise it warms up.
     pub fn window(&mut self, rival: &mut Rival, ms: f64, projection: Option<usize>) {
         match (self.peers.window(&rival.name, ms), projection) {
             (Ok(window), Some(projection)) => rival.times[projection].push(window.us),
@@ -131,14 +131,14 @@ impl Rivals {
         }
     }
 
-    /// Ends with the case that was prepared.
+    /// Frees the prepared case in the server.
     pub fn forget(&mut self) {
         self.peers.forget();
     }
 }
 
 impl Rival {
-    /// Both projections together, each by its median.
+    /// Time of both projections together: the sum of their medians.
     #[must_use]
     pub fn finish(mut self) -> Self {
         let [up, down] = self.times.each_mut().map(|times| median(times));
@@ -149,7 +149,7 @@ impl Rival {
 
 impl Drop for Rivals {
     fn drop(&mut self) {
-        // Patterns only; a rest in the temporary folder harms nobody.
+        // The folder contains only patterns, so a leftover in the temporary folder is harmless.
         let _ = std::fs::remove_dir_all(&self.scratch);
     }
 }

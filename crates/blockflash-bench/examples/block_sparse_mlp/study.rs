@@ -1,4 +1,4 @@
-//! The layer with all blocks against the layer with some of them: time, error, break-even.
+//! Compares the layer with all blocks to layers with fewer blocks: time, error and break-even.
 
 use super::layer::{Activations, Mlp};
 use super::reference;
@@ -12,22 +12,22 @@ use blockflash_ops::{Device, Stream};
 use serde::Serialize;
 use std::time::Duration;
 
-/// What is compared.
+/// Sizes and settings of the comparison.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Of a token.
+    /// Features of a token.
     pub features: usize,
-    /// Between the projections.
+    /// Features between the projections.
     pub intermediate: usize,
     pub blocks: Vec<usize>,
-    /// Stored blocks by all; 1 is added if it is not there.
+    /// Fractions of the blocks to store; 1 is added if it is missing.
     pub densities: Vec<f64>,
-    /// Numbers of tokens.
+    /// Numbers of tokens to measure.
     pub tokens: Vec<usize>,
-    /// How unequal blocks are.
+    /// How unequal the norms of blocks are.
     pub spread: f32,
     pub seed: u64,
-    /// Windows of each layer.
+    /// Number of windows per layer.
     pub rounds: usize,
     /// Milliseconds of a window, and of the pause before it.
     pub window_ms: f64,
@@ -35,39 +35,39 @@ pub struct Options {
     pub device: Device,
 }
 
-/// One layer for one number of tokens.
+/// Result of one layer for one number of tokens.
 #[derive(Clone, Debug, Serialize)]
 pub struct Point {
     pub tokens: usize,
     pub block_size: usize,
-    /// Stored blocks by all, of both projections.
+    /// Fraction of the blocks that is stored, over both projections.
     pub density: f64,
     /// Microseconds of the layer.
     pub us: f64,
-    /// Microseconds of the layer with all blocks, in turns with this one: in blocks of the size for
-    /// which that is fastest.
+    /// Microseconds of the layer with all blocks, measured in turns with this one; its block size
+    /// is the fastest for this number of tokens.
     pub dense_us: f64,
-    /// The quotient.
+    /// `dense_us / us`.
     pub speedup: f64,
     /// Useful TFLOP/s.
     pub tflops: f64,
-    /// ‖y − y of all blocks‖ / ‖y of all blocks‖ for the sampled tokens, the latter on the host
-    /// without rounding.
+    /// ‖y − y of all blocks‖ / ‖y of all blocks‖ over the sampled tokens, where y of all blocks is
+    /// computed on the host without rounding.
     pub error: f64,
-    /// The same against the host's result for the same blocks: what bf16 costs.
+    /// The same against the host's result for the same blocks: the error of bf16.
     pub rounding: f64,
-    /// Others that multiply the same blocks.
+    /// Rivals that multiply the same blocks.
     pub rivals: Vec<Rival>,
 }
 
-/// Where sparse weights stop being faster.
+/// Density at which sparse weights stop being faster.
 #[derive(Clone, Debug, Serialize)]
 pub struct BreakEven {
     pub tokens: usize,
     pub block_size: usize,
     /// `all blocks` for our own product, or the dense product of another library.
     pub over: String,
-    /// `None`: not even the lowest density is faster.
+    /// `None` if not even the lowest density is faster.
     pub density: Option<f64>,
 }
 
@@ -79,7 +79,7 @@ pub struct Dense {
     pub rival: Rival,
 }
 
-/// All of it.
+/// Result of the study.
 #[derive(Debug, Serialize)]
 pub struct Study {
     pub device: String,
@@ -92,27 +92,27 @@ pub struct Study {
     pub break_even: Vec<BreakEven>,
 }
 
-/// What [`BreakEven::over`] calls our own product with all blocks.
+/// Value of [`BreakEven::over`] for our own product with all blocks.
 pub const ALL_BLOCKS: &str = "all blocks";
 
-/// Largest error that bf16 may cause; anything more is a wrong result.
+/// Largest error that bf16 can cause; a larger one means a wrong result.
 const LARGEST_ROUNDING: f64 = 0.01;
 
-/// Weights, layers and queue.
+/// Weights, layers and stream.
 struct Bench<'a> {
     options: &'a Options,
     weights: [Weights; 2],
-    /// For each block size by ascending density; the last one has all blocks.
+    /// One list per block size, by ascending density; the last layer has all blocks.
     layers: Vec<Vec<Mlp>>,
     stream: Stream,
 }
 
-/// Draws and prunes the weights, and measures every layer for every number of tokens; `step` is
-/// told what happens.
+/// Draws and prunes the weights, and measures every layer for every number of tokens. `step` is
+/// called with progress messages.
 ///
 /// # Errors
-/// Options that make no sense, a wrong result, a device that has no such kernel or fails. What
-/// fails for a rival is in its record.
+/// Invalid options, a wrong result, or a device that fails or lacks such a kernel. The failure of a
+/// rival goes into its record.
 pub fn run(options: &Options, rivals: &mut Rivals, step: impl Fn(&str)) -> Result<Study> {
     step("drawing and pruning the weights");
     let bench = Bench::new(options)?;
@@ -142,7 +142,7 @@ impl<'a> Bench<'a> {
         if blocks.is_empty() || tokens.is_empty() || !spread.is_finite() {
             return wrong("block sizes, numbers of tokens and a finite spread are needed");
         }
-        // Pauses and windows beyond an hour are mistakes, too.
+        // Pauses and windows longer than an hour are certainly mistakes.
         if [options.window_ms, options.gap_ms].iter().any(|ms| !(0.0..3.6e6).contains(ms)) {
             return wrong("windows and pauses take milliseconds, from 0 to an hour");
         }
@@ -163,7 +163,7 @@ impl<'a> Bench<'a> {
         Ok(Self { options, weights, layers, stream })
     }
 
-    /// All layers for a number of tokens.
+    /// Measures all layers for a number of tokens.
     fn measure(
         &self,
         tokens: usize,
@@ -193,7 +193,7 @@ impl<'a> Bench<'a> {
             }
             let mut others = rivals.named(false);
             let sparse = others.len();
-            // Dense products do not depend on blocks: once.
+            // Dense products do not depend on the blocks, so they are measured once.
             if block == 0 && density == 1.0 {
                 others.extend(rivals.named(true));
             }
@@ -217,7 +217,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Of the layers with all blocks, the one with the fastest launches for so many tokens.
+    /// The layer with all blocks whose launches are fastest for this number of tokens.
     fn fastest_dense(&self, activations: &mut Activations) -> Result<&Mlp> {
         let mut fastest: Option<(f64, &Mlp)> = None;
         for mlp in self.layers.iter().filter_map(|of_block| of_block.last()) {
@@ -227,12 +227,12 @@ impl<'a> Bench<'a> {
                 fastest = Some((repeat.launch_us(), mlp));
             }
         }
-        // There is a block size, and each has a layer with all blocks.
+        // There is at least one block size, and each has a layer with all blocks.
         fastest.map(|(_, mlp)| mlp).ok_or_else(|| Error::Option("no block sizes".to_owned()))
     }
 
-    /// Microseconds of two layers. They and the rivals, first with one projection, then with the
-    /// other, take their windows in turns.
+    /// Times two layers in microseconds. They take turns with the rivals, which run first with one
+    /// projection and then with the other.
     fn turns(
         &self,
         mlps: [&Mlp; 2],
@@ -257,7 +257,7 @@ impl<'a> Bench<'a> {
                     tokens,
                 )?;
             }
-            // The first round warms up.
+            // The first round is a warm-up.
             for round in 0..=rounds {
                 for ((repeat, mlp), times) in repeats.iter_mut().zip(mlps).zip(&mut times) {
                     pause();
@@ -273,13 +273,13 @@ impl<'a> Bench<'a> {
             }
         }
         rivals.forget();
-        // At least one round is counted.
+        // At least one round is counted, so there is a median.
         Ok(times.map(|mut times| median(&mut times).unwrap_or(f64::NAN)))
     }
 }
 
 impl Study {
-    /// Of each block size against all that is dense.
+    /// Finds the break-even of each block size with each dense product.
     fn find_break_even(&mut self, tokens: usize) {
         let mut against = vec![(ALL_BLOCKS, None)];
         let dense = self.dense.iter().filter(|dense| dense.tokens == tokens);

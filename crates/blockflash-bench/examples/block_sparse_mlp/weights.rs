@@ -1,11 +1,11 @@
-//! Dense weights whose blocks differ in size, and which blocks stay when the small ones are
-//! dropped.
+//! Dense weights whose blocks differ in norm, and the selection of the blocks that are kept when
+//! small ones are dropped.
 //!
-//! The recipe: N(0, 1) values, multiplied with exp(spread · g) for each level of blocks of 128, 64,
-//! 32 and 16, where g ~ N(0, 1) is drawn for each block of that level. So large values come in
-//! clusters, blocks of any size have unequal norms, and small blocks follow the clusters more
-//! closely than large ones. All values are then scaled so that a row keeps the variance of its
-//! input. With a spread of 0 all blocks are alike: dropping any of them costs as much as dropping
+//! The recipe: N(0, 1) values are multiplied by exp(spread · g) for each level of blocks of 128,
+//! 64, 32 and 16, where g ~ N(0, 1) is drawn once per block of that level. Large values therefore
+//! come in clusters, blocks of every size have unequal norms, and small blocks follow the clusters
+//! more closely than large ones. All values are then scaled so that a row preserves the variance of
+//! its input. With a spread of 0 all blocks are alike, and dropping one costs as much as dropping
 //! any other.
 
 use blockflash_bench::{Error, Result, random};
@@ -15,38 +15,38 @@ use half::bf16;
 use ndarray::{Array2, ArrayView2, Axis};
 use rayon::prelude::*;
 
-/// Rows and columns of the blocks that the recipe scales.
+/// Sizes of the blocks that the recipe scales.
 const LEVELS: [usize; 4] = [128, 64, 32, 16];
-/// The finest of them.
+/// The finest level.
 const FINEST: usize = 16;
 
 /// The dense weights of a projection, `[rows, cols]`: it maps `cols` features to `rows`.
 pub struct Weights(pub Array2<bf16>);
 
-/// Which blocks of a matrix are stored, as BSR has it.
+/// The stored blocks of a matrix, as BSR indices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Kept {
     pub block_size: usize,
-    /// `[block rows + 1]`.
+    /// Shape `[block rows + 1]`.
     pub row_ptr: Vec<i32>,
     /// Ascending within a block row.
     pub col_idx: Vec<i32>,
 }
 
-/// All blocks of a matrix, those with the greatest norms first.
+/// All blocks of a matrix in order of descending norm.
 pub struct Ranking {
     block_size: usize,
     block_rows: usize,
     block_cols: usize,
-    /// `block row * block_cols + block column`.
+    /// Block numbers, `block row * block_cols + block column`.
     blocks: Vec<usize>,
 }
 
 impl Weights {
-    /// Equal seeds and lanes give equal weights.
+    /// Draws weights. Equal seeds and lanes give equal weights.
     ///
     /// # Errors
-    /// Too little memory.
+    /// If there is too little memory.
     pub fn draw([rows, cols]: [usize; 2], spread: f32, seed: u64, lane: u64) -> Result<Self> {
         let noise =
             random::normal(DType::F32, &[rows, cols], seed, lane, |_| ()).map_err(out_of_memory)?;
@@ -73,11 +73,11 @@ impl Weights {
         Ok(Self(values))
     }
 
-    /// Orders blocks by their Frobenius norms, over the whole matrix: block rows may keep different
-    /// numbers of them.
+    /// Orders the blocks of the whole matrix by their Frobenius norms. Block rows may therefore
+    /// keep different numbers of blocks.
     ///
     /// # Errors
-    /// A block size that does not divide both sizes.
+    /// If the block size does not divide both sizes.
     pub fn rank(&self, block_size: usize) -> Result<Ranking> {
         let (rows, cols) = self.0.dim();
         if block_size == 0 || rows % block_size != 0 || cols % block_size != 0 {
@@ -91,7 +91,7 @@ impl Weights {
         };
         let squares: Vec<f64> = self.blocks(block_size).into_par_iter().map(squares).collect();
         let mut blocks: Vec<_> = (0..squares.len()).collect();
-        // Stable: of equal blocks the first ones stay.
+        // The sort is stable: of blocks with equal norms the first ones are kept.
         blocks.sort_by(|&a, &b| squares[b].total_cmp(&squares[a]));
         Ok(Ranking { block_size, block_rows, block_cols, blocks })
     }
@@ -101,10 +101,10 @@ impl Weights {
         self.0.exact_chunks((size, size)).into_iter().collect()
     }
 
-    /// The blocks that stay, as the library takes them, in host memory.
+    /// The kept blocks as a matrix of the library, in host memory.
     ///
     /// # Errors
-    /// Those of the library.
+    /// As the library reports them.
     pub fn bsr(&self, kept: &Kept) -> Result<BsrMatrix> {
         let ((rows, cols), size) = (self.0.dim(), kept.block_size);
         let blocks = self.blocks(size);
@@ -117,7 +117,8 @@ impl Weights {
 }
 
 impl Ranking {
-    /// The best blocks: this part of all, rounded to whole blocks, at least one.
+    /// Keeps this fraction of the blocks with the greatest norms, rounded to whole blocks, at least
+    /// one.
     pub fn keep(&self, density: f64) -> Kept {
         let Self { block_size, block_rows, block_cols, ref blocks } = *self;
         let count = ((density * blocks.len() as f64).round() as usize).max(1).min(blocks.len());
@@ -133,20 +134,20 @@ impl Ranking {
 }
 
 impl Kept {
-    /// Block row and block column of each.
+    /// Block row and block column of each kept block.
     pub fn blocks(&self) -> impl Iterator<Item = (usize, usize)> {
         let rows = self.row_ptr.windows(2).enumerate();
         rows.flat_map(|(row, ends)| (ends[0]..ends[1]).map(move |at| (row, at as usize)))
             .map(|(row, at)| (row, self.col_idx[at] as usize))
     }
 
-    /// Elements that are stored.
+    /// Number of stored elements.
     pub fn elements(&self) -> usize {
         self.col_idx.len() * self.block_size * self.block_size
     }
 }
 
-/// As [`random::normal`] reports it.
+/// The error that [`random::normal`] reports when memory runs out.
 pub fn out_of_memory(bytes: u64) -> Error {
     let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
     Error::Device(blockflash_safe::Error::OutOfMemory { bytes })

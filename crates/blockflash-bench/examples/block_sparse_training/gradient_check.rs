@@ -1,9 +1,9 @@
-//! Are the gradients right? Some weights are moved a little to both sides, and the change of the
-//! loss is held against the gradient.
+//! Checks the gradients: some weights are moved a little in both directions, and the change of the
+//! loss is compared with the gradient.
 //!
-//! In f32 on the CPU, where differences are not lost in rounding. If training computes elsewhere or
-//! in another type, the gradients of the same samples there are held against those of the CPU, all
-//! of them.
+//! The check runs in f32 on the CPU, where rounding does not swamp the differences. If training
+//! runs elsewhere or in another type, all its gradients for the same samples are compared with the
+//! gradients of the CPU.
 
 use super::data::{Batch, squares};
 use super::network::Network;
@@ -12,42 +12,42 @@ use blockflash_bench::{Result, random};
 use blockflash_ops::{DType, Device, Stream};
 use serde::Serialize;
 
-/// Samples of the check.
+/// Number of samples.
 const SAMPLES: usize = 32;
-/// Weights of a layer that are compared.
+/// Number of weights per layer that are compared.
 const WEIGHTS: usize = 8;
-/// How far, by the deviation of the layer's weights.
+/// Step size relative to the standard deviation of the layer's weights.
 const STEP: f32 = 0.02;
-/// What a difference may be off, by the gradient or, if that is larger, by the root mean square of
-/// the layer's gradients.
+/// Tolerance of a difference, relative to the gradient or, if that is larger, to the root mean
+/// square of the layer's gradients.
 const TOLERANCE: f64 = 0.01;
-/// What gradients of half precision may be off, by their norm.
+/// Tolerance of gradients in half precision, relative to their norm.
 const ROUNDING: f64 = 0.05;
 
-/// One weight.
+/// The comparison for one weight.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Difference {
-    /// 1 or 2.
+    /// Layer, 1 or 2.
     pub layer: usize,
     /// Position among the layer's values.
     pub at: usize,
     pub gradient: f64,
     /// (loss on the one side − loss on the other) / distance.
     pub difference: f64,
-    /// |difference − gradient|, by the larger of gradient and root mean square.
+    /// |difference − gradient|, relative to the larger of gradient and root mean square.
     pub error: f64,
 }
 
-/// What was found.
+/// Result of the check.
 #[derive(Clone, Debug, Serialize)]
 pub struct Check {
     pub differences: Vec<Difference>,
-    /// Of each layer ‖gradient where training computes − gradient here‖ / ‖gradient here‖.
+    /// For each layer, ‖gradient of the device − gradient of the CPU‖ / ‖gradient of the CPU‖.
     pub on_device: [f64; 2],
 }
 
 impl Check {
-    /// Whether enough could be compared and all is as it has to be. NaN is not.
+    /// Whether enough weights could be compared and all errors are within tolerance; false for NaN.
     pub fn passed(&self) -> bool {
         let right = |difference: &Difference| difference.error <= TOLERANCE;
         self.differences.len() == 2 * WEIGHTS
@@ -56,10 +56,10 @@ impl Check {
     }
 }
 
-/// Checks the network that training starts with.
+/// Checks the network with which training starts.
 ///
 /// # Errors
-/// Options that make no sense, a device that has no such kernels or fails.
+/// Invalid options, or a device that fails or lacks such kernels.
 pub fn run(options: &Options, stream: &Stream) -> Result<Check> {
     let cpu = Device::cpu().stream()?;
     let (mut network, batch) = start(options, DType::F32, &cpu)?;
@@ -77,7 +77,7 @@ pub fn run(options: &Options, stream: &Stream) -> Result<Check> {
     Ok(Check { differences, on_device })
 }
 
-/// Some weights of a layer, drawn from these positions.
+/// Compares some weights of a layer, drawn from these positions.
 fn compare(
     network: &mut Network,
     batch: &Batch,
@@ -101,12 +101,12 @@ fn compare(
         };
         let (below, above) = (weight - step, weight + step);
         let [low, high, _] = [moved(below)?, moved(above)?, moved(weight)?];
-        // A sum before ReLU that changes its sign is a kink of the loss, across which a difference
-        // is no slope.
+        // A pre-activation that changes its sign puts a kink of the loss between the two points, so
+        // the difference is no slope.
         if low.1 != high.1 {
             continue;
         }
-        // What was really moved: f32 rounds the sums.
+        // The actual distance: f32 rounds the sums.
         let difference = (high.0 - low.0) / (f64::from(above) - f64::from(below));
         let gradient = f64::from(gradients[at]);
         let error = (difference - gradient).abs() / gradient.abs().max(usual);

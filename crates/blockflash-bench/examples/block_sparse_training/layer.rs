@@ -1,9 +1,9 @@
 //! A linear layer with block-sparse weights: the three products of training, and a step of gradient
 //! descent.
 //!
-//! The weights that are multiplied have the type that is computed in. The sum of small steps needs
-//! more digits than bf16 has, so the weights are kept in f32 as well. Here these and the momentum
-//! lie in host memory and are rounded into the matrix after each step: simple, and slow on a GPU,
+//! The products take weights in the compute type. The sum of small steps needs more digits than
+//! bf16 has, so a master copy of the weights is kept in f32. Here this copy and the momentum lie in
+//! host memory and are rounded into the matrix after each step. That is simple but slow on a GPU,
 //! where an optimizer would run on the device and write through `BsrMatrix::values_mut`.
 
 use super::sparsity::Sparsity;
@@ -13,11 +13,11 @@ use blockflash_ops::{Activation, BsrMatmul, BsrMatrix, BsrSddmm, BsrTranspose, B
 use blockflash_ops::{DType, Device, Stream, Tensor, View, ViewMut};
 use half::{bf16, f16};
 
-/// Weights, their gradient and what a step needs.
+/// Weights, their gradient and the state of the optimizer.
 pub struct Layer {
     weights: BsrMatrix,
     index: BsrTranspose,
-    /// f32 `[blocks, block_size, block_size]`, like the next two.
+    /// Shape f32 `[blocks, block_size, block_size]`, also for the next two fields.
     gradient: Tensor,
     exact: Vec<f32>,
     velocity: Vec<f32>,
@@ -26,10 +26,10 @@ pub struct Layer {
 }
 
 impl Layer {
-    /// On the device of the stream, weights ~ N(0, gain / inputs of an output).
+    /// Draws weights ~ N(0, gain / inputs of an output) on the device of the stream.
     ///
     /// # Errors
-    /// Too little memory, a device that fails.
+    /// Too little memory, or a device that fails.
     pub fn new(
         sparsity: &Sparsity,
         gain: f32,
@@ -55,13 +55,13 @@ impl Layer {
     /// `y = activation(x·Wᵀ)`: x `[samples, inputs]`, y `[samples, outputs]`.
     ///
     /// # Errors
-    /// An x that is no matrix; so of the next two.
+    /// An x that is no matrix; the next two functions fail likewise.
     pub fn forward<'a>(&'a self, x: View<'a>, activation: Activation) -> Result<BsrMatmul<'a>> {
         let workspace = Some(&self.workspace);
         Ok(BsrMatmul { activation, workspace, ..BsrMatmul::linear(x, &self.weights)? })
     }
 
-    /// `dx = dy·W`, the gradient of y taken back to x.
+    /// `dx = dy·W`: propagates the gradient of y back to x.
     pub fn backward<'a>(&'a self, dy: View<'a>) -> Result<BsrMatmul<'a>> {
         let workspace = Some(&self.workspace);
         Ok(BsrMatmul { workspace, ..BsrMatmul::dense_sparse(dy, &self.weights, &self.index)? })
@@ -72,7 +72,7 @@ impl Layer {
         gradient_of(&self.weights, dy, x)
     }
 
-    /// Computes that gradient.
+    /// Computes the weight gradient.
     ///
     /// # Errors
     /// A device that has no such kernel or fails.
@@ -80,7 +80,7 @@ impl Layer {
         Ok(gradient_of(&self.weights, dy, x)?.sddmm_into(self.gradient.view_mut(), stream)?)
     }
 
-    /// The gradient that was found last.
+    /// The most recent gradient.
     ///
     /// # Errors
     /// A device that fails.
@@ -88,8 +88,8 @@ impl Layer {
         Ok(self.gradient.to_vec(stream)?)
     }
 
-    /// A step against the gradient, with momentum. The rate is that for one input: an output with
-    /// many reacts to the sum of their steps.
+    /// One step of gradient descent with momentum. The rate applies to an output with one input; it
+    /// is divided for outputs with more inputs, which react to the sum of their steps.
     ///
     /// # Errors
     /// A device that fails.
@@ -114,12 +114,12 @@ impl Layer {
         self.round(stream)
     }
 
-    /// A weight before rounding.
+    /// A weight of the f32 master copy.
     pub fn weight(&self, at: usize) -> f32 {
         self.exact[at]
     }
 
-    /// Gives the matrix the values of the weights; pattern and index stay.
+    /// Rounds the weights into the matrix; pattern and index stay.
     fn round(&mut self, stream: &Stream) -> Result<()> {
         let values = rounded(&self.exact, self.weights.values().shape(), self.weights.dtype())?;
         Ok(self.weights.set_values(&values.upload(&Device::cpu().stream()?)?, stream)?)
@@ -131,11 +131,10 @@ fn gradient_of<'a>(weights: &'a BsrMatrix, dy: View<'a>, x: View<'a>) -> Result<
     Ok(BsrSddmm { alpha, ..BsrSddmm::new(weights, dy.permute(&[1, 0])?, x) })
 }
 
-/// Where the result of a product of views lies: `[samples, features]` for what the operation calls
-/// C, `[features, samples]`.
+/// Views a result `[samples, features]` as `[features, samples]`, the shape of C in the operation.
 ///
 /// # Errors
-/// Not for a matrix.
+/// If the tensor is no matrix.
 pub fn transposed(y: &mut Tensor) -> Result<ViewMut<'_>> {
     Ok(y.view_mut().permute(&[1, 0])?)
 }

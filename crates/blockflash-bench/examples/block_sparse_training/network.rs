@@ -1,9 +1,9 @@
 //! Two layers, `y = W2·relu(W1·x)`, and their gradients.
 //!
-//! All products run on the device, the activation as a part of the first. ReLU, because its
-//! derivative can be told from its result; what the others need, the sums before them, a fused
-//! activation does not leave. What is done element by element (the error, the derivative of ReLU)
-//! the library has no kernels for, and is done on the host here.
+//! All products run on the device, with the activation fused into the first. The activation is ReLU
+//! because its derivative follows from its output; other activations need the pre-activations,
+//! which a fused activation does not store. The library has no kernels for the element-wise steps
+//! (the error, the derivative of ReLU), so they run on the host.
 
 use super::data::Batch;
 use super::layer::{Layer, rounded, transposed};
@@ -15,7 +15,7 @@ use blockflash_ops::{Activation, BsrMatmul, BsrSddmm, DType, Kernel, Operation, 
 use blockflash_ops::{bsr_flops, bsr_sddmm_flops};
 use serde::Serialize;
 
-/// Both layers and their results for one batch.
+/// Both layers and their outputs for one batch.
 pub struct Network {
     layers: [Layer; 2],
     dtype: DType,
@@ -35,16 +35,16 @@ pub struct Product {
     pub flops: u64,
     /// Microseconds.
     pub us: f64,
-    /// `None` on the CPU.
+    /// Name of the kernel; `None` on the CPU.
     pub kernel: Option<String>,
 }
 
 impl Network {
-    /// For batches of so many samples, on the device of the stream. Weights are drawn such that
-    /// outputs have a variance of about 1 if inputs have it.
+    /// A network for batches of `samples` samples, on the device of the stream. Weights are scaled
+    /// so that outputs have a variance of about 1 if the inputs do.
     ///
     /// # Errors
-    /// Too little memory, a device that fails.
+    /// Too little memory, or a device that fails.
     pub fn new(
         sparsities: &[Sparsity; 2],
         samples: usize,
@@ -68,7 +68,7 @@ impl Network {
         })
     }
 
-    /// Both layers, to look at and to change.
+    /// Both layers, for inspection and modification.
     pub fn layers(&mut self) -> &mut [Layer; 2] {
         &mut self.layers
     }
@@ -93,7 +93,7 @@ impl Network {
         Ok(batch.loss(&batch.errors(&y)))
     }
 
-    /// Which sums before ReLU were positive in the last batch.
+    /// Whether each pre-activation of the last batch was positive.
     ///
     /// # Errors
     /// A device that fails.
@@ -102,7 +102,7 @@ impl Network {
         Ok(hidden.to_f32(0..hidden.len()).into_iter().map(|value| value > 0.0).collect())
     }
 
-    /// The loss; its gradient is in the layers then.
+    /// Returns the loss and leaves its gradient in the layers.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
@@ -126,7 +126,7 @@ impl Network {
         Ok(batch.loss(&errors))
     }
 
-    /// A step against the gradients.
+    /// One step of gradient descent.
     ///
     /// # Errors
     /// A device that fails.
@@ -134,8 +134,8 @@ impl Network {
         self.layers.iter_mut().try_for_each(|layer| layer.descend(rate, momentum, &self.stream))
     }
 
-    /// What a step multiplies, with which kernels, and how fast. Before training, so that what a
-    /// device lacks is said at once.
+    /// Times the products of a step and names their kernels. It runs before training, so that a
+    /// missing kernel is reported at once.
     ///
     /// # Errors
     /// A device that has no such kernels or fails.

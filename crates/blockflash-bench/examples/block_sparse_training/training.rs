@@ -1,4 +1,4 @@
-//! The student learns from the teacher.
+//! Training: the student network learns from the teacher.
 
 use super::data::Batch;
 use super::network::{Network, Product};
@@ -9,51 +9,51 @@ use blockflash_ops::{DType, Device, Stream};
 use serde::Serialize;
 use std::time::Instant;
 
-/// What is trained, and how.
+/// Sizes, data and settings of a training run.
 #[derive(Clone, Debug)]
 pub struct Options {
     pub inputs: usize,
     pub hidden: usize,
     pub outputs: usize,
     pub block: usize,
-    /// Stored blocks by all.
+    /// Fraction of the blocks that is stored.
     pub density: f64,
-    /// Samples of a step.
+    /// Samples per step.
     pub batch: usize,
-    /// Batches that are learned from, in turns.
+    /// Number of batches to learn from, used in turns.
     pub batches: usize,
     pub steps: usize,
     pub rate: f32,
     pub momentum: f32,
-    /// What may be left of the first loss.
+    /// Fraction of the first loss that may remain.
     pub goal: f64,
     pub seed: u64,
     pub dtype: DType,
     pub device: Device,
 }
 
-/// How far the student is.
+/// A point of the training curve.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Point {
-    /// Steps before.
+    /// Number of steps before this point.
     pub step: usize,
-    /// Loss by that of answering 0, mean over the steps since the point before; of the first batch
-    /// at the start.
+    /// Loss relative to the loss of answering 0, averaged over the steps since the previous point;
+    /// at the start, the loss of the first batch.
     pub training: f64,
-    /// The same for samples that are not learned from.
+    /// The same for held-out samples.
     pub held_out: f64,
-    /// Milliseconds of a step since the point before.
+    /// Milliseconds per step since the previous point.
     pub ms: Option<f64>,
 }
 
-/// All of it.
+/// Result of a training run.
 #[derive(Debug, Serialize)]
 pub struct Study {
     pub device: String,
     pub dtype: &'static str,
     pub sizes: [usize; 3],
     pub block: usize,
-    /// Stored blocks by all, of both layers.
+    /// Fraction of the blocks that is stored, over both layers.
     pub density: f64,
     pub batch: usize,
     pub batches: usize,
@@ -62,29 +62,29 @@ pub struct Study {
     pub seed: u64,
     pub products: Vec<Product>,
     pub points: Vec<Point>,
-    /// What is left of the first loss, held out.
+    /// Fraction of the first held-out loss that remains.
     pub left: f64,
-    /// What may be left.
+    /// Fraction of the first loss that may remain.
     pub goal: f64,
 }
 
 impl Study {
-    /// Whether the loss has fallen as far as it has to. NaN has not.
+    /// Whether the loss has fallen as far as required; false for NaN.
     pub fn learned(&self) -> bool {
         self.left <= self.goal
     }
 }
 
-/// Points of a curve, beside the first.
+/// Number of points of the curve after the first.
 const POINTS: usize = 20;
-/// Batches that are held out.
+/// Number of held-out batches.
 const HELD_OUT: usize = 2;
 
 impl Options {
-    /// Which blocks both layers store; student and teacher store the same.
+    /// Stored blocks of both layers, equal for student and teacher.
     ///
     /// # Errors
-    /// Sizes or a density that make no sense.
+    /// Invalid sizes or an invalid density.
     pub fn sparsities(&self) -> Result<[Sparsity; 2]> {
         let draw = |sizes, lane| Sparsity::draw(sizes, self.block, self.density, self.seed ^ lane);
         Ok([
@@ -93,20 +93,20 @@ impl Options {
         ])
     }
 
-    /// Of the weights to be found.
+    /// Seed of the teacher's weights.
     pub fn teacher_seed(&self) -> u64 {
         self.seed ^ 3 << 32
     }
 
-    /// Of the weights to start with.
+    /// Seed of the student's initial weights.
     pub fn student_seed(&self) -> u64 {
         self.seed ^ 4 << 32
     }
 
-    /// Whether they make sense.
+    /// Checks the options.
     ///
     /// # Errors
-    /// The first that does not.
+    /// The first invalid option.
     pub fn check(&self) -> Result<()> {
         let refuse = |what: &str| Err(Error::Option(what.to_owned()));
         if self.batch == 0 || self.batches == 0 || self.steps == 0 {
@@ -122,11 +122,11 @@ impl Options {
     }
 }
 
-/// Trains; `step` is told what happens.
+/// Trains the student; `step` is called with progress messages.
 ///
 /// # Errors
-/// Options that make no sense, a device that has no such kernels or fails. A loss that does not
-/// fall is no error here: see [`Study::learned`].
+/// Invalid options, or a device that fails or lacks such kernels. A loss that does not fall is no
+/// error here: see [`Study::learned`].
 pub fn run(options: &Options, stream: &Stream, step: impl Fn(&str)) -> Result<Study> {
     options.check()?;
     let &Options {
@@ -147,7 +147,7 @@ pub fn run(options: &Options, stream: &Stream, step: impl Fn(&str)) -> Result<St
     step("drawing weights and samples");
     let mut teacher = Network::new(&sparsities, batch, options.teacher_seed(), dtype, stream)?;
     let mut student = Network::new(&sparsities, batch, options.student_seed(), dtype, stream)?;
-    // The check has drawn with the seed itself.
+    // The gradient check has drawn its samples with the seed itself.
     let mut draw = |at: usize| {
         Batch::draw([batch, inputs], &mut teacher, seed ^ (5 << 32 | at as u64), dtype, stream)
     };
@@ -201,7 +201,7 @@ pub fn run(options: &Options, stream: &Stream, step: impl Fn(&str)) -> Result<St
     })
 }
 
-/// Loss by that of answering 0.
+/// Loss relative to the loss of answering 0.
 fn relative_loss(network: &mut Network, batches: &[Batch]) -> Result<f64> {
     let mut losses = 0.0;
     for batch in batches {

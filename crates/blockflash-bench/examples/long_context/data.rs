@@ -1,19 +1,20 @@
 //! Queries, keys and values with the structure of a long document instead of independent noise.
 //!
-//! The recipe, for a token at place t, each key-value head with its own directions of length
+//! The recipe for a token at position t; each key-value head has its own directions, of length
 //! sqrt(head_dim):
 //!
-//! - The document is a chain of segments of a topic each. Lengths are drawn between a quarter and
-//!   7/4 of the mean; one of [`TOPICS`] topics is drawn for each, so that topics come again far
-//!   away.
+//! - The document is a chain of segments with one topic each. Segment lengths are drawn between a
+//!   quarter and 7/4 of the mean. Each segment draws one of [`TOPICS`] topics, so topics return at
+//!   large distances.
 //! - Keys are 0.7 · topic + 0.7 · place + noise. `place` holds sines and cosines of t with periods
-//!   from 32 to 4096 tokens, so that near tokens have similar ones.
-//! - Queries are the same with a topic that they ask for: that of their segment, and in every
-//!   fourth segment that of an earlier one. Query heads range from local ones (place only) over
-//!   mixed to topical ones (topic only). Their parts are so large that a matching topic is worth 8
-//!   in the exponent, the same place 8, the sink 12; noise has a deviation of about 1.5.
-//! - The first four tokens are a sink, as trained models have one: all queries point to their keys,
-//!   and their values are small.
+//!   from 32 to 4096 tokens, so that nearby tokens have similar places.
+//! - Queries have the same form with the topic that they ask for: the topic of their own segment,
+//!   or in every fourth segment the topic of an earlier one. Query heads range from local (place
+//!   only) over mixed to topical (topic only). Their parts are scaled so that a matching topic adds
+//!   8 to the exponent, the same place adds 8, and the sink adds 12; the noise has a standard
+//!   deviation of about 1.5.
+//! - The first four tokens are an attention sink, as in trained models: all queries point to their
+//!   keys, and their values are small.
 //! - Values are the direction of the topic + noise.
 
 use blockflash_bench::io::Array;
@@ -28,18 +29,18 @@ const TOPICS: usize = 48;
 /// Tokens at the beginning that all queries attend to.
 const SINK: usize = 4;
 
-/// Parts of a key beside noise of 1.
+/// Weights of topic and place in a key, relative to noise of 1.
 const TOPIC: f32 = 0.7;
 const PLACE: f32 = 0.7;
 const SINK_KEY: f32 = 1.5;
 const SINK_VALUE: f32 = 0.1;
 
-/// What a query of the right kind makes of them, in the exponent.
+/// Contribution to the exponent when a query matches a key.
 const TOPIC_LOGIT: f32 = 8.0;
 const PLACE_LOGIT: f32 = 8.0;
 const SINK_LOGIT: f32 = 12.0;
 
-/// Tokens.
+/// Periods in tokens.
 const SHORTEST_PERIOD: f32 = 32.0;
 const LONGEST_PERIOD: f32 = 4096.0;
 
@@ -55,15 +56,15 @@ pub struct Recipe {
     pub seed: u64,
 }
 
-/// Of each token.
+/// Properties of one token.
 struct Token {
     topic: usize,
     asked: usize,
 }
 
 impl Recipe {
-    /// q `[1, seqlen, heads_q, head_dim]`, k and v `[1, seqlen, heads_kv, head_dim]`, bf16. Equal
-    /// seeds give equal documents.
+    /// Draws q `[1, seqlen, heads_q, head_dim]`, k and v `[1, seqlen, heads_kv, head_dim]`, in
+    /// bf16. Equal seeds give equal documents.
     ///
     /// # Errors
     /// Sizes of 0, and too little memory.
@@ -83,10 +84,10 @@ impl Recipe {
             &directions[(head * (2 * TOPICS + 1) + which) * head_dim..][..head_dim]
         };
         let group = heads_q / heads_kv;
-        // Directions are sqrt(head_dim) long, and products are divided by that.
+        // Directions have length sqrt(head_dim), and products are divided by sqrt(head_dim).
         let for_logit = |logit: f32, key: f32| logit / (key * (head_dim as f32).sqrt());
         let q = self.rows(heads_q, 0, |token, head, row| {
-            // 0 for the most local head, 1 for the most topical one; those that share keys differ.
+            // 0 for the most local head, 1 for the most topical one; heads that share keys differ.
             let topical = if heads_q > 1 { head as f32 / (heads_q - 1) as f32 } else { 0.5 };
             let (topic, place_part) = ((2.0 * topical).min(1.0), (2.0 - 2.0 * topical).min(1.0));
             let kv = head / group;
@@ -146,7 +147,7 @@ impl Recipe {
         places
     }
 
-    /// N(0, 1) noise, to each row of which `shape` adds what is no noise.
+    /// N(0, 1) noise; `shape` adds the signal to each row.
     fn rows(
         &self,
         heads: usize,

@@ -1,4 +1,4 @@
-//! Operands of attention: dense batches, packed ones of different lengths, and masks of blocks.
+//! Operands of attention: dense batches, packed sequences of different lengths, and block masks.
 
 use super::block_lists::BlockLists;
 use super::lengths::Lengths;
@@ -34,15 +34,15 @@ struct Inputs {
     blocks: Option<Blocks>,
 }
 
-/// Which blocks are visited.
+/// The visited blocks.
 #[derive(Debug)]
 struct Blocks {
-    /// What the oracle reads.
+    /// The same lists for the oracle.
     lists: BlockLists,
     mask: BlockMask,
 }
 
-/// Where the sequences of a packed batch lie.
+/// Position of the sequences in a packed batch.
 #[derive(Debug)]
 struct Packed {
     lengths: Lengths,
@@ -82,8 +82,8 @@ fn shapes(problem: &AttentionProblem) -> [Vec<usize>; 3] {
 }
 
 impl AttentionOperands {
-    /// Of a problem, whose sequences have these lengths if it is packed, and which visits these
-    /// blocks only.
+    /// Operands of a problem: `lengths` if its sequences are packed, and a block mask if it visits
+    /// only some blocks.
     pub(super) fn new(
         problem: &AttentionProblem,
         lengths: Option<&Lengths>,
@@ -119,8 +119,8 @@ impl AttentionOperands {
         Ok(Self { inputs, o, lse, host, prepared: None })
     }
 
-    /// What a launch of this row computes, or of the selected kernel: the log-sum-exp only with a
-    /// kernel that does nothing else.
+    /// The problem that the given kernel, or the selected one, computes: the log-sum-exp is an
+    /// output only if the kernel always writes it.
     fn problem_for(&mut self, row: Option<&Kernel>) -> Result<AttentionProblem> {
         let lse = asks_for_lse(row).then(|| self.lse.view_mut());
         Ok(self.inputs.call().problem()?.with_outputs(&self.o.view_mut(), lse.as_ref())?)
@@ -185,7 +185,8 @@ impl Operands for AttentionOperands {
     }
 }
 
-/// Nobody pays for the log-sum-exp who does not ask, so the selected kernel is measured without.
+/// The library selects a kernel without log-sum-exp unless it is asked for, so the selected kernel
+/// is measured without it.
 fn asks_for_lse(row: Option<&Kernel>) -> bool {
     row.and_then(Kernel::attention_tile).is_some_and(|tile| tile.lse == Lse::Always)
 }

@@ -1,17 +1,17 @@
-//! Lists of blocks: as the library takes them, and as the oracle reads them.
+//! Lists of blocks in the forms that the library and the oracle read.
 
 use crate::error::Result;
 use blockflash_ops::{BlockGeometry, BlockMask, Stream};
 use blockflash_oracle::Blocks;
 
-/// Lists of blocks as they are drawn: row `head * blocks of queries + block of queries`.
+/// Lists of blocks as drawn: row `head * query blocks + query block`.
 #[derive(Debug)]
 pub(super) struct BlockLists {
-    /// Queries and keys.
+    /// Number of queries and of keys.
     pub(super) seqlens: [usize; 2],
-    /// Queries and keys of a block.
+    /// Queries and keys of one block.
     pub(super) block: [usize; 2],
-    /// Heads that have lists.
+    /// Number of heads that have lists.
     pub(super) heads: usize,
     pub(super) row_ptr: Vec<i32>,
     pub(super) col_idx: Vec<i32>,
@@ -31,10 +31,10 @@ impl BlockLists {
     }
 }
 
-/// A mask of lists whose offsets go on from head to head: row `head * rows + row`.
+/// Builds a mask from lists whose offsets continue from head to head: row `head * rows + row`.
 ///
 /// # Errors
-/// Those of [`BlockMask::from_parts`]; another number of rows is one.
+/// As for [`BlockMask::from_parts`], and if the number of rows is wrong.
 pub fn from_rows(
     geometry: BlockGeometry,
     heads: usize,
@@ -45,7 +45,7 @@ pub fn from_rows(
     if heads.checked_mul(rows).and_then(|rows| rows.checked_add(1)) != Some(row_ptr.len()) {
         return BlockMask::from_parts(geometry, 1, heads, row_ptr, col_idx);
     }
-    // The library's offsets of a head have an end of their own.
+    // The library wants offsets for each head, with an end for each head.
     let of_head = |head: usize| &row_ptr[head * rows..=(head + 1) * rows];
     let row_ptr: Vec<i32> = (0..heads).flat_map(of_head).copied().collect();
     BlockMask::from_parts(geometry, 1, heads, &row_ptr, col_idx)
@@ -63,7 +63,7 @@ mod tests {
         }
     }
 
-    /// The library counts what the case counts, for every kind of lists.
+    /// The library and the case must agree on the counts for every kind of lists.
     #[test]
     fn the_mask_visits_what_is_counted() {
         let stream = Device::cpu().stream().unwrap();
@@ -73,7 +73,7 @@ mod tests {
         let others = [
             causal,
             shape("b1_s1024_h4_d64_q128kv64_d0.01_uniform_causal_bf16"),
-            // Keys before the first query, and queries that see none.
+            // Keys before the first query, and queries without visible keys.
             shape("b1_q256_kv1024_h4kv2m2_d64_q64kv64_d0.5_uniform_causal_bf16"),
             shape("b1_q1024_kv256_h4kv2m1_d64_q64kv64_d0.5_uniform_causal_bf16"),
             shape("b1_s512_h8kv4m4_d64_q64kv64_d0.5_power_law_full_bf16"),
@@ -86,7 +86,7 @@ mod tests {
             assert_eq!(mask.nnz() * copies, shape.nnz_blocks(), "{shape:?}");
             let pairs = mask.visited_pairs(shape.dense().mask()).unwrap() as usize;
             assert_eq!(pairs * copies, shape.visited_pairs(), "{shape:?}");
-            // Nothing that is hidden whole is listed.
+            // A block that the mask hides completely must not be listed.
             assert_eq!(mask.intersect_mask(shape.dense().mask()).unwrap().nnz(), mask.nnz());
         }
         let mask = causal.lists(3).mask(&stream).unwrap();

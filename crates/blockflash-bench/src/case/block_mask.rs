@@ -1,4 +1,4 @@
-//! Making a block mask on the device where attention reads it.
+//! Construction of a block mask on the device where attention reads it.
 
 use super::id::{dtype, number};
 use super::mask_operands::{Choose, SINK, Scores, WINDOW};
@@ -23,24 +23,23 @@ pub struct BlockMaskShape {
     pub step: MaskStep,
 }
 
-/// What is measured of it.
+/// The step that is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub enum MaskStep {
-    /// The mean query times the mean key of each pair of blocks.
+    /// Scores: the mean query times the mean key of each pair of blocks.
     #[allow(missing_docs)]
     Scores { head_dim: usize, dtype: DType },
-    /// From such scores, which are N(0, 1) here, the best `top_k` blocks of each row among those
-    /// that it sees, joined with the first block and
-    /// four blocks before the diagonal.
+    /// The mask from such scores, which are N(0, 1) here: the best `top_k` visible blocks of each
+    /// row, joined with the first block and four blocks before the diagonal.
     #[allow(missing_docs)]
     Choose { top_k: usize },
 }
 
 impl BlockMaskShape {
-    /// Whether such a case can be drawn and counted.
+    /// Checks that the case can be drawn and counted.
     ///
     /// # Errors
-    /// What is wrong, in one line.
+    /// One line that says which field is wrong.
     pub fn check(&self) -> Result<(), String> {
         let size = match self.step {
             MaskStep::Scores { head_dim, .. } => head_dim,
@@ -52,7 +51,7 @@ impl BlockMaskShape {
         Ok(())
     }
 
-    /// Rows, which are also columns.
+    /// Number of block rows, which equals the number of block columns.
     pub fn rows(&self) -> usize {
         self.seqlen.div_ceil(self.block)
     }
@@ -90,7 +89,7 @@ impl Shape for BlockMaskShape {
         "block_mask_build"
     }
 
-    /// Element type of what is read.
+    /// Element type of the inputs.
     fn dtype(&self) -> DType {
         match self.step {
             MaskStep::Scores { dtype, .. } => dtype,
@@ -98,9 +97,9 @@ impl Shape for BlockMaskShape {
         }
     }
 
-    /// Inputs once and outputs once; what one of the launches leaves to the other is not counted.
-    /// Choosing has no floating-point operations, reads the scores that the causal mask shows, and
-    /// lists at least the best blocks or the others.
+    /// Inputs once and outputs once; intermediate data between the launches is not counted.
+    /// Choosing has no floating-point operations, reads the scores that the causal mask leaves
+    /// visible, and lists at least the best blocks or the always visited ones.
     fn work(&self) -> Work {
         let (heads, rows) = (self.num_heads, self.rows());
         let (flops, bytes) = match self.step {
@@ -153,7 +152,7 @@ impl Shape for BlockMaskShape {
     }
 }
 
-/// Each combination is two cases: the scores, and the mask from scores.
+/// Grid of a suite file: each combination gives two cases, the scores and the mask from scores.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct BlockMaskGrid {

@@ -20,8 +20,8 @@ use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 
-/// Attention over `[batch, seqlen, num_heads, head_dim]` in which a block of queries attends to
-/// listed blocks of keys. Lists are equal for all batch entries.
+/// Attention over `[batch, seqlen, num_heads, head_dim]` in which each block of queries attends to
+/// a list of key blocks. All batch entries share the lists.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[allow(missing_docs)]
 pub struct BlockSparseShape {
@@ -30,34 +30,35 @@ pub struct BlockSparseShape {
     pub seqlen_kv: usize,
     pub num_heads_q: usize,
     pub num_heads_kv: usize,
-    /// Heads with lists of their own: all of the queries; those of the keys, for all query heads
-    /// that share one; or 1 for all.
+    /// Number of heads that have lists of their own: the number of query heads, the number of key
+    /// heads (query heads that share a key head share its lists), or 1 (all heads share one set of
+    /// lists).
     pub mask_heads: usize,
     pub head_dim: usize,
     pub block_q: usize,
     pub block_kv: usize,
-    /// Fraction of the blocks that are listed, with a causal mask of those that it shows; a row of
-    /// blocks lists this rounded to whole blocks, at least one.
+    /// Fraction of the blocks that are listed; with a causal mask, fraction of the blocks that the
+    /// mask leaves visible. Each block row rounds this to whole blocks, at least one.
     pub density: f64,
     pub pattern: Pattern,
-    /// What is masked inside the listed blocks.
+    /// Mask inside the listed blocks.
     pub mask: MaskKind,
     pub dtype: DType,
 }
 
-/// The blocks of keys that a causal mask shows to a block of queries.
+/// Key blocks that a causal mask leaves visible to a block of queries.
 struct Seen {
-    /// To every query whole.
+    /// Blocks that every query sees completely.
     whole: Range<usize>,
-    /// Those on the diagonal.
+    /// Blocks on the diagonal, which the mask cuts.
     partly: Range<usize>,
 }
 
 impl BlockSparseShape {
-    /// Whether such a case can be drawn and counted.
+    /// Checks that the case can be drawn and counted.
     ///
     /// # Errors
-    /// What is wrong, in one line.
+    /// One line that says which field is wrong.
     pub fn check(&self) -> Result<(), String> {
         let Self { batch, seqlen_q, seqlen_kv, num_heads_q, num_heads_kv, mask_heads, .. } = *self;
         let Self { head_dim, block_q, block_kv, density, pattern, .. } = *self;
@@ -90,7 +91,7 @@ impl BlockSparseShape {
         Ok(())
     }
 
-    /// The same attention to all keys.
+    /// The same attention without a block mask.
     pub fn dense(&self) -> AttentionShape {
         let Self {
             batch,
@@ -115,22 +116,22 @@ impl BlockSparseShape {
         }
     }
 
-    /// Blocks of queries of a head.
+    /// Number of query blocks of a head.
     pub fn block_rows(&self) -> usize {
         self.seqlen_q.div_ceil(self.block_q)
     }
 
-    /// Blocks of keys.
+    /// Number of key blocks.
     pub fn block_columns(&self) -> usize {
         self.seqlen_kv.div_ceil(self.block_kv)
     }
 
-    /// Query heads that share their keys and their lists.
+    /// Number of query heads that share one key head and one set of lists.
     pub fn sharing_heads(&self) -> usize {
         (self.num_heads_q / self.mask_heads).min(self.num_heads_q / self.num_heads_kv)
     }
 
-    /// Listed blocks of all query heads.
+    /// Number of listed blocks, summed over all query heads.
     pub fn nnz_blocks(&self) -> usize {
         let rows = self.block_rows();
         let listed = match self.mask {
@@ -144,8 +145,8 @@ impl BlockSparseShape {
         listed * (self.num_heads_q / self.mask_heads)
     }
 
-    /// Pairs of a query and a key in listed blocks that the mask shows, of all query heads of a
-    /// batch entry.
+    /// Number of query-key pairs in listed blocks that the mask leaves visible, summed over the
+    /// query heads of one batch entry.
     pub fn visited_pairs(&self) -> usize {
         let of_a_block = self.block_q * self.block_kv;
         if self.mask == MaskKind::Full {
@@ -165,9 +166,10 @@ impl BlockSparseShape {
         self.num_heads_q * (0..self.block_rows()).map(of_a_row).sum::<usize>()
     }
 
-    /// `row_ptr` and `col_idx` of the heads that have lists, ascending within each row; row
-    /// `head * block_rows + block of queries`. With a causal mask the blocks on the diagonal are
-    /// listed, and others are drawn from those before.
+    /// `row_ptr` and `col_idx` of the heads that have lists; columns ascend within each row, and
+    /// row `head * block_rows + query block` belongs to that query block. With a causal mask the
+    /// blocks on the diagonal are always listed and the others are drawn from the blocks before
+    /// them.
     pub fn pattern(&self, seed: u64) -> (Vec<i32>, Vec<i32>) {
         let rows = self.mask_heads * self.block_rows();
         if self.mask == MaskKind::Full {
@@ -185,8 +187,8 @@ impl BlockSparseShape {
         (row_ptr, col_idx)
     }
 
-    /// [`pattern`](Self::pattern) with the lists of every query head written out: row
-    /// `query head * block_rows + block of queries`.
+    /// [`pattern`](Self::pattern) with the lists repeated for every query head: row `query head *
+    /// block_rows + query block`.
     pub fn pattern_of_query_heads(&self, seed: u64) -> (Vec<i32>, Vec<i32>) {
         let (rows, group) = (self.block_rows(), self.num_heads_q / self.mask_heads);
         let (row_ptr, col_idx) = self.pattern(seed);
@@ -200,14 +202,14 @@ impl BlockSparseShape {
         (offsets, columns)
     }
 
-    /// The lists as operands are made of them.
+    /// The lists in the form from which operands are made.
     pub(super) fn lists(&self, seed: u64) -> BlockLists {
         let (row_ptr, col_idx) = self.pattern(seed);
         let (seqlens, block) = ([self.seqlen_q, self.seqlen_kv], [self.block_q, self.block_kv]);
         BlockLists { seqlens, block, heads: self.mask_heads, row_ptr, col_idx }
     }
 
-    /// Blocks that a row lists under a causal mask.
+    /// Number of blocks that a row lists under a causal mask.
     fn listed(&self, row: usize) -> usize {
         let Seen { whole, partly } = self.seen(row);
         match whole.len() + partly.len() {
@@ -278,7 +280,7 @@ impl Shape for BlockSparseShape {
     fn work(&self) -> Work {
         let Self { batch, head_dim, block_q, block_kv, .. } = *self;
         let (pairs, sharing) = ((batch * self.visited_pairs()) as f64, self.sharing_heads());
-        // Tiles of the query rows that share a block of keys.
+        // Tiles of the query rows, of all heads, that share a key block.
         let tiles = (sharing * block_q).div_ceil(TILE_ROWS);
         let fetches = (batch * self.nnz_blocks() / sharing * tiles) as f64;
         let dense = self.dense();
@@ -290,7 +292,7 @@ impl Shape for BlockSparseShape {
         }
     }
 
-    /// What most suites have goes without saying.
+    /// The heading leaves out the values that most suites share.
     fn group(&self) -> String {
         let Self { head_dim, block_q, block_kv, pattern, mask, .. } = self;
         let other = |name: String, usual: bool| {
@@ -303,7 +305,7 @@ impl Shape for BlockSparseShape {
     }
 
     fn peer_case(&self, seed: u64, folder: &Path) -> Result<PeerCase, PeerCaseError> {
-        // The protocol has lists of every query head.
+        // The protocol of the rivals wants lists for every query head.
         let lists = self.pattern_of_query_heads(seed);
         PeerCase::new(self.op(), self, seed)?.with_pattern(folder, &format!("{self}_"), lists)
     }

@@ -29,7 +29,7 @@ pub struct BsrShape {
     pub n: usize,
     pub k: usize,
     pub block_size: usize,
-    /// Fraction of the blocks that are stored; a row holds this rounded to whole blocks, at least
+    /// Fraction of the blocks that are stored. Each block row rounds this to whole blocks, at least
     /// one.
     pub density: f64,
     pub pattern: Pattern,
@@ -37,27 +37,27 @@ pub struct BsrShape {
 }
 
 impl BsrShape {
-    /// Rows of blocks.
+    /// Number of block rows.
     pub fn block_rows(&self) -> usize {
         self.m.div_ceil(self.block_size)
     }
 
-    /// Columns of blocks.
+    /// Number of block columns.
     pub fn block_columns(&self) -> usize {
         self.k.div_ceil(self.block_size)
     }
 
-    /// Stored blocks.
+    /// Number of stored blocks.
     pub fn nnz_blocks(&self) -> usize {
         self.pattern.nnz_blocks(self.block_rows(), self.block_columns(), self.density)
     }
 
-    /// The problem of contiguous dense operands.
+    /// The problem for contiguous dense operands.
     pub fn problem(&self) -> BsrProblem {
         BsrProblem::new(self.dtype, [self.m, self.n, self.k], self.block_size, self.nnz_blocks())
     }
 
-    /// `row_ptr` and `col_idx`, ascending within each row.
+    /// `row_ptr` and `col_idx`; columns ascend within each row.
     pub fn pattern(&self, seed: u64) -> (Vec<i32>, Vec<i32>) {
         self.pattern.draw(self.block_rows(), self.block_columns(), self.density, seed)
     }
@@ -109,7 +109,7 @@ impl Shape for BsrShape {
     fn group(&self) -> String {
         match self.pattern {
             Pattern::Uniform => format!("blocks of {0} × {0}", self.block_size),
-            // Rows of different lengths matter more than the size of their blocks.
+            // The distribution of row lengths matters more than the block size.
             pattern => format!("pattern {pattern}"),
         }
     }

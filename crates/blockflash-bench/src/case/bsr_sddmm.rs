@@ -1,4 +1,4 @@
-//! Dense times dense at the blocks of a sparse matrix.
+//! Sampled dense-dense product: dense times dense at the stored blocks of a sparse matrix.
 
 use super::grid::{fraction, uniform};
 use super::id::{dtype, number, pattern};
@@ -20,7 +20,8 @@ use serde::{Deserialize, Serialize, Serializer};
 use std::fmt;
 use std::path::Path;
 
-/// `values = a[m, k]·b[k, n]` at blocks of `block_size`², values in the type of the inputs.
+/// `values = a[m, k]·b[k, n]` at stored blocks of `block_size`²; values have the type of the
+/// inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[allow(missing_docs)]
 pub struct SddmmShape {
@@ -28,7 +29,7 @@ pub struct SddmmShape {
     pub n: usize,
     pub k: usize,
     pub block_size: usize,
-    /// Fraction of the blocks that are stored; a row holds this rounded to whole blocks, at least
+    /// Fraction of the blocks that are stored. Each block row rounds this to whole blocks, at least
     /// one.
     pub density: f64,
     pub pattern: Pattern,
@@ -44,10 +45,10 @@ fn name<S: Serializer>(major: &Major, serializer: S) -> Result<S::Ok, S::Error> 
 }
 
 impl SddmmShape {
-    /// Whether such a case can be drawn and counted.
+    /// Checks that the case can be drawn and counted.
     ///
     /// # Errors
-    /// What is wrong, in one line.
+    /// One line that says which field is wrong.
     pub fn check(&self) -> Result<(), String> {
         let Self { m, n, k, block_size, density, .. } = *self;
         if [m, n, k, block_size].contains(&0) {
@@ -56,18 +57,18 @@ impl SddmmShape {
         fraction(density)
     }
 
-    /// Rows and columns of blocks.
+    /// Number of block rows and of block columns.
     fn blocks(&self) -> [usize; 2] {
         [self.m.div_ceil(self.block_size), self.n.div_ceil(self.block_size)]
     }
 
-    /// `row_ptr` and `col_idx`, ascending within each row.
+    /// `row_ptr` and `col_idx`; columns ascend within each row.
     pub fn pattern(&self, seed: u64) -> (Vec<i32>, Vec<i32>) {
         let [rows, columns] = self.blocks();
         self.pattern.draw(rows, columns, self.density, seed)
     }
 
-    /// The problem of operands without gaps.
+    /// The problem for contiguous operands.
     pub fn problem(&self) -> BsrSddmmProblem {
         let [rows, columns] = self.blocks();
         let nnz_blocks = self.pattern.nnz_blocks(rows, columns, self.density);
@@ -119,8 +120,8 @@ impl Shape for SddmmShape {
         self.dtype
     }
 
-    /// What a launch has to do. A block fetches its columns of B, and blocks of
-    /// [`TILE_COLUMNS`] columns together their rows of A.
+    /// Work of a launch. Every stored block fetches its columns of B. Stored blocks that share
+    /// [`TILE_COLUMNS`] columns fetch their rows of A together.
     fn work(&self) -> Work {
         let (Self { m, n, k, block_size, dtype, .. }, problem) = (*self, self.problem());
         let blocks = problem.nnz_blocks;
@@ -150,7 +151,7 @@ impl Shape for SddmmShape {
     }
 }
 
-/// Inputs on the device and in host memory, and the values.
+/// Inputs on the device and in host memory, and the output values.
 #[derive(Debug)]
 struct SddmmOperands {
     inputs: Inputs,
@@ -158,7 +159,7 @@ struct SddmmOperands {
     prepared: Option<PreparedBsrSddmm>,
     row_ptr: Vec<i32>,
     col_idx: Vec<i32>,
-    /// A and B as they lie in memory.
+    /// A and B in their memory layouts.
     host: [Array; 2],
 }
 
@@ -184,7 +185,7 @@ impl SddmmOperands {
         let SddmmShape { m, n, k, block_size, a_major, b_major, dtype, .. } = *shape;
         let (row_ptr, col_idx) = shape.pattern(seed);
         let sizes = [col_idx.len(), block_size, block_size];
-        // Of the pattern the values do not count.
+        // Only the pattern of the matrix is used, its values are not read.
         let zeros = Tensor::zeros(&Device::cpu().stream()?, dtype, &sizes)?;
         let pattern = BsrMatrix::from_parts(m, n, block_size, &row_ptr, &col_idx, zeros.view())?;
         let stored = |major, rows: usize, cols: usize| {
@@ -259,7 +260,7 @@ impl Operands for SddmmOperands {
     }
 }
 
-/// Every combination of the lists is a case; m and n are equal.
+/// Grid of a suite file: every combination of the lists is a case, and m equals n.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct SddmmGrid {
@@ -270,7 +271,7 @@ pub(crate) struct SddmmGrid {
     density: Vec<f64>,
     #[serde(default = "uniform")]
     pattern: Vec<Pattern>,
-    /// Of A and of B.
+    /// Layouts of A and of B.
     layout: Vec<[Layout; 2]>,
     dtype: Vec<DType>,
 }
@@ -341,7 +342,7 @@ mod tests {
         );
         let Case::BsrSddmm(shape) = case else { panic!("{case:?} is another operation") };
         let problem = shape.problem();
-        // Two rows of nine blocks, of each of which a quarter is stored.
+        // Two block rows of nine blocks; a quarter of each is stored.
         let sizes = (problem.m, problem.n, problem.k, problem.block_size, problem.nnz_blocks);
         assert_eq!(sizes, (100, 520, 72, 64, 4));
         assert_eq!((problem.a.major, problem.a.ld), (Major::Column, 100));
@@ -363,7 +364,7 @@ mod tests {
         let values = 4 * 64 * 64;
         assert_eq!((work.flops, work.exps), ((2 * values * 72) as f64, 0.0));
         assert_eq!(work.bytes, (2 * values + 4 * (4 + 3) + 2 * 72 * (100 + 520)) as f64);
-        // Four blocks of columns of B, and rows of A once.
+        // Four block columns of B, and the rows of A once.
         assert_eq!(work.l2_bytes, (5 * 64 * 72 * 2) as f64);
     }
 }

@@ -1,31 +1,31 @@
-//! Lengths of packed sequences, and how their list is written.
+//! Lengths of packed sequences, and their text form.
 
 use serde::Serialize;
 use std::fmt;
 
-/// Lengths of packed sequences in their order: at least one, none of them 0. Written `4096+512x2`
-/// for 4096, 512, 512.
+/// Lengths of packed sequences in order: at least one, none of them 0. The text form of 4096, 512,
+/// 512 is `4096+512x2`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Lengths(Vec<usize>);
 
-/// Why a list is no [`Lengths`].
+/// Reason why a list is not a valid [`Lengths`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LengthsError {
-    /// No sequence.
+    /// The list is empty.
     #[error("a list of lengths is empty")]
     Empty,
-    /// A sequence without rows, which no list needs.
+    /// A sequence without rows, which no case needs.
     #[error("a list of lengths has a length of 0")]
     Zero,
     /// Offsets into the packed rows are 32-bit.
     #[error("{MOST} sequences at most, and {} rows in all", i32::MAX)]
     TooLarge,
-    /// Text that is no list.
+    /// Text that cannot be parsed.
     #[error("expected lengths like 4096+512x2")]
     Text,
 }
 
-/// Most sequences of a case: an id of a few characters must not fill the memory.
+/// Maximum number of sequences in a case: a short id such as `1x999999999` must not exhaust memory.
 const MOST: usize = 1 << 16;
 
 impl Lengths {
@@ -45,7 +45,7 @@ impl Lengths {
         }
     }
 
-    /// Reads what [`Display`](fmt::Display) writes.
+    /// Parses the text that [`Display`](fmt::Display) writes.
     pub(super) fn parse(text: &str) -> Result<Self, LengthsError> {
         let number = |text: &str| text.parse::<usize>().map_err(|_| LengthsError::Text);
         let mut lengths = Vec::new();
@@ -70,7 +70,7 @@ impl Lengths {
         self.0.len()
     }
 
-    /// Rows in all.
+    /// Total number of rows.
     pub fn tokens(&self) -> usize {
         self.0.iter().sum()
     }
@@ -80,7 +80,7 @@ impl Lengths {
         self.0.iter().copied().max().unwrap_or(0)
     }
 
-    /// Where each sequence begins in the packed rows, and where the last one ends.
+    /// Start of each sequence in the packed rows, and the end of the last one.
     pub fn offsets(&self) -> Vec<i32> {
         let ends = self.0.iter().scan(0usize, |end, length| {
             *end += length;

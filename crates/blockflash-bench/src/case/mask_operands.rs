@@ -1,4 +1,4 @@
-//! Operands of making a block mask: q and k for scores, scores for the mask.
+//! Operands for the construction of a block mask: q and k for the scores, scores for the mask.
 
 use super::operands::{Operands, normal};
 use crate::error::{Error, Result};
@@ -9,12 +9,12 @@ use blockflash_ops::{
 };
 use blockflash_oracle::{Comparison, Mismatch, block_scores};
 
-/// Blocks at the beginning that every mask visits.
+/// Leading blocks that every mask visits.
 pub(super) const SINK: usize = 1;
 /// Blocks before the diagonal that every mask visits.
 pub(super) const WINDOW: usize = 4;
 
-/// The mean query times the mean key of each pair of blocks.
+/// Computes scores: the mean query times the mean key of each pair of blocks.
 #[derive(Debug)]
 pub(super) struct Scores {
     host: [Array; 2],
@@ -24,13 +24,13 @@ pub(super) struct Scores {
     scores: BlockScores,
 }
 
-/// The mask from scores.
+/// Chooses the mask from scores.
 #[derive(Debug)]
 pub(super) struct Choose {
     host: Array,
     scores: Tensor,
     top_k: usize,
-    /// On the device.
+    /// Blocks that are always visited, as a mask on the device.
     always: BlockMask,
     buffer: BlockMaskBuffer,
 }
@@ -51,7 +51,7 @@ impl Scores {
     }
 }
 
-/// The kernel for which memory was made.
+/// The kernel for which the memory was allocated.
 fn selected(kernel: Option<&'static Kernel>) -> Result<&'static Kernel> {
     kernel.ok_or_else(|| Error::Option("this mask needs no kernel".to_owned()))
 }
@@ -60,7 +60,7 @@ fn is_selected(row: &Kernel, kernel: Option<&Kernel>) -> bool {
     kernel.is_some_and(|kernel| kernel.variant == row.variant)
 }
 
-/// Memory starts as scores of 0, so what is not written is seen.
+/// The outputs start as scores of 0, so that missing writes are detected.
 impl Operands for Scores {
     fn select(&mut self, _gpu: &CudaProperties) -> Result<&'static Kernel> {
         selected(self.scores.kernel())
@@ -132,7 +132,7 @@ impl Choose {
     }
 }
 
-/// Memory starts as a mask of nothing, so what is not written is seen.
+/// The outputs start as an empty mask, so that missing writes are detected.
 impl Operands for Choose {
     fn select(&mut self, _gpu: &CudaProperties) -> Result<&'static Kernel> {
         selected(self.buffer.kernel())
@@ -164,7 +164,7 @@ impl Operands for Choose {
         Ok(Vec::new()) // entries are right or wrong
     }
 
-    /// With what the constructors on the CPU make of the same scores, entry by entry.
+    /// Compares entry by entry with the mask that the CPU constructors make of the same scores.
     fn verify(
         &mut self,
         row: Option<&'static Kernel>,
@@ -184,7 +184,7 @@ fn always(geometry: BlockGeometry) -> Result<BlockMask> {
     Ok(local.union(&BlockMask::sink(geometry, SINK)?)?)
 }
 
-/// What attention reads: where rows end, their columns as far as that, and the order of rows.
+/// The arrays that attention reads: row ends, the columns up to these ends, and the order of rows.
 fn arrays(mask: &BlockMask, stream: &Stream) -> Result<[Vec<i32>; 3]> {
     let [row_ptr, mut col_idx, row_order] = [mask.row_ptr(), mask.col_idx(), mask.row_order()]
         .map(|tensor| tensor.to_vec::<i32>(stream));

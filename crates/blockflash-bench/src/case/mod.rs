@@ -1,5 +1,5 @@
-//! What is measured: one shape of one operation, with an id that a person can read. Each operation
-//! has a file that says everything about it: its `Shape` and the grid of it in suite files.
+//! Measured problems: one shape of one operation, with a readable id. Each operation has a file
+//! that holds everything about it: its `Shape` and its grid in suite files.
 
 mod attention;
 mod attention_operands;
@@ -45,7 +45,7 @@ use blockflash_sys::DType;
 use std::fmt;
 use std::str::FromStr;
 
-/// The cases that there are: a line for each operation, and nothing else names them all.
+/// Lists the operations, one line each; no other place names all of them.
 macro_rules! cases {
     ($($(#[$doc:meta])* $variant:ident($shape:ty),)*) => {
         /// One measured problem.
@@ -61,14 +61,14 @@ macro_rules! cases {
         })*
 
         impl Case {
-            /// What it says of itself.
+            /// The shape as a trait object, through which all operations are used.
             pub(crate) fn shape(&self) -> &dyn Shape {
                 match self {
                     $(Case::$variant(shape) => shape,)*
                 }
             }
 
-            /// The first shape that reads the parts of an id.
+            /// Parses the parts of an id with each shape in turn; the first that succeeds wins.
             fn parse(parts: &[&str]) -> Option<Self> {
                 None$(.or_else(|| <$shape>::parse(parts).map(Case::$variant)))*
             }
@@ -79,16 +79,16 @@ macro_rules! cases {
 cases! {
     /// Dense attention forward.
     AttentionFwd(AttentionShape),
-    /// Attention forward over packed sequences of different lengths; in records the operation of
-    /// the dense one.
+    /// Attention forward over packed sequences of different lengths; records name it like the dense
+    /// operation.
     VarlenFwd(VarlenShape),
-    /// Attention forward over a mask of blocks.
+    /// Attention forward with a block mask.
     BlockSparseFwd(BlockSparseShape),
-    /// Scores of blocks, or a mask of blocks from scores.
+    /// Scores of blocks, or a block mask from scores.
     BlockMaskBuild(BlockMaskShape),
     /// Block-sparse matrix times dense matrix.
     BsrMatmul(BsrShape),
-    /// Dense times dense at the blocks of a sparse matrix.
+    /// Sampled dense-dense product: dense times dense at the blocks of a sparse matrix.
     BsrSddmm(SddmmShape),
 }
 
@@ -103,14 +103,14 @@ impl Case {
         self.shape().dtype()
     }
 
-    /// What a launch has to do.
+    /// Work of a launch.
     pub fn work(&self) -> Work {
         self.shape().work()
     }
 }
 
 impl fmt::Display for Case {
-    /// The id, which can be read back.
+    /// Writes the id, which can be parsed again.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.shape().fmt(f)
     }
@@ -119,11 +119,11 @@ impl fmt::Display for Case {
 impl FromStr for Case {
     type Err = String;
 
-    /// Reads what [`Display`](fmt::Display) writes.
+    /// Parses the id that [`Display`](fmt::Display) writes.
     fn from_str(id: &str) -> Result<Self, String> {
         let parts = id::parts(id);
         let case = Self::parse(&parts.split('_').collect::<Vec<_>>());
-        // Whatever was read differently from how it was written is not an id.
+        // Only the exact spelling that `Display` writes is an id.
         case.filter(|case| case.to_string() == id).ok_or_else(|| {
             format!(
                 "{id:?} is no case: expected for example b4_s4096_h32_d64_causal_bf16, \

@@ -1,4 +1,4 @@
-//! Our implementation of a case: its memory, its launches, and whether its results are right.
+//! Our implementation of a case: its memory, its launches and the verification of its results.
 
 use crate::error::{Error, Result};
 use crate::io::Array;
@@ -9,35 +9,36 @@ use std::fmt::Debug;
 
 /// Inputs and outputs on a device.
 pub(crate) trait Operands: Debug {
-    /// The kernel that the library selects on this GPU.
+    /// Selects the kernel as the library does on this GPU.
     fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel>;
-    /// Whether this very kernel computes them on this GPU.
+    /// Whether this kernel computes the operands on this GPU.
     fn accepts(&mut self, row: &Kernel, gpu: &CudaProperties) -> Result<bool>;
-    /// Launches the kernel of a row, or the selected one.
+    /// Launches the given kernel, or the selected one.
     fn launch(&mut self, row: Option<&'static Kernel>, stream: &Stream) -> Result<()>;
-    /// What a launch of this row writes, or of the selected kernel.
+    /// Output tensors that the given kernel, or the selected one, writes.
     fn outputs(&mut self, row: Option<&Kernel>) -> Vec<&mut Tensor>;
-    /// Compares what was written with the oracle.
+    /// Compares the outputs with the oracle.
     fn compare(&self, outputs: &[Array], seed: u64) -> Result<Vec<Comparison>, Mismatch>;
 
-    /// Decides on the kernel for [`launch_prepared`](Self::launch_prepared); false for what has
-    /// decided when its memory was made.
+    /// Selects the kernel for [`launch_prepared`](Self::launch_prepared). Returns false if the
+    /// kernel was already chosen when the memory was allocated.
     fn prepare(&mut self, _stream: &Stream) -> Result<bool> {
         Ok(false)
     }
 
-    /// Launches what [`prepare`](Self::prepare) has decided on.
+    /// Launches the kernel that [`prepare`](Self::prepare) has selected.
     fn launch_prepared(&mut self, stream: &Stream) -> Result<()> {
         self.launch(None, stream)
     }
 
-    /// Whether the kernel was loaded when memory was made for it: then nobody has timed that.
+    /// Whether allocating the memory already loaded the kernel: its load time is unknown then.
     fn is_loaded(&self) -> bool {
         false
     }
 
-    /// Launches once into NaN, the selected kernel unless a row is named. Every element must be
-    /// written; a sample is compared with the oracle. Returns the verdict and the relative error.
+    /// Launches once into outputs full of NaN: the given kernel, or the selected one. Every element
+    /// must be written, and a sample is compared with the oracle. Returns the verdict and the
+    /// relative error.
     fn verify(
         &mut self,
         row: Option<&'static Kernel>,
@@ -57,7 +58,7 @@ pub(crate) trait Operands: Debug {
     }
 }
 
-/// An N(0, 1) array; `lane` separates the inputs of one seed.
+/// An N(0, 1) array; `lane` is the random stream, one for each input of a seed.
 pub(super) fn normal(shape: &[usize], dtype: DType, seed: u64, lane: u64) -> Result<Array> {
     random::normal(dtype, shape, seed, lane, |_| ()).map_err(|bytes| {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);

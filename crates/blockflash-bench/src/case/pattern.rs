@@ -1,39 +1,41 @@
-//! How stored blocks are spread.
+//! How the stored blocks of a sparse matrix are distributed.
 
 use crate::random;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// How the blocks of a sparse matrix are spread. At equal density all patterns store the same
-/// number of blocks, up to rounding.
+/// Distribution of the stored blocks of a sparse matrix. At equal density all patterns store the
+/// same number of blocks, up to rounding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Pattern {
-    /// The same number of blocks in each row, their columns drawn at random.
+    /// Every row stores the same number of blocks; their columns are drawn at random.
     Uniform,
-    /// Every block is equally likely, so that rows differ by chance.
+    /// Every block is equally likely to be stored, so row lengths vary by chance.
     Random,
-    /// The row of rank r holds about r^-0.8 times as many blocks as the first, in shuffled order;
-    /// columns drawn at random.
+    /// Row lengths follow a power law: the row of rank r stores about r^-0.8 times as many blocks
+    /// as the longest row. Ranks are shuffled and columns are drawn at random.
     PowerLaw,
-    /// The same number of blocks in each row, side by side around the diagonal.
+    /// Every row stores the same number of contiguous blocks around the diagonal.
     Banded,
-    /// As many full rows as the density is of all rows, evenly spread; the others are empty. A
-    /// density of one row stores the middle one.
+    /// A fraction of the rows equal to the density is full, evenly spaced; all other rows are
+    /// empty. If only one row is full, it is the middle row.
     FullRows,
-    /// The same number of blocks in each row. At most sixteen rows at equal distances are a
-    /// cluster: they take nine tenths of their columns from one list of as many; the rest is drawn
-    /// at random.
+    /// Every row stores the same number of blocks. Up to sixteen equally spaced rows form a
+    /// cluster, which has one list of as many columns as a row stores. Each row takes nine tenths
+    /// of its columns from the list of its cluster and draws the rest at random.
     Clustered,
-    /// The same number of blocks in each row: its own column and those that differ from it in one
-    /// bit, nearest first. Where that are too few, each stands for an aligned run of 2, 4, …
-    /// columns, the shortest that suffices; what is too much is left out at the far end.
+    /// Every row stores the same number of blocks: the diagonal column and the columns whose index
+    /// differs from it in one bit, nearest first. Where these are too few, each one stands for an
+    /// aligned run of 2, 4, … columns, the shortest run that suffices; surplus columns are dropped
+    /// from the far end.
     Butterfly,
 }
 
 /// Exponent of [`Pattern::PowerLaw`].
 const SKEW: f64 = 0.8;
-/// Rows of a cluster of [`Pattern::Clustered`], and what they take from its list.
+/// Number of rows in a cluster of [`Pattern::Clustered`], and the share of its columns that a row
+/// takes from the list of its cluster.
 const CLUSTER: usize = 16;
 const SHARED: f64 = 0.9;
 
@@ -52,7 +54,7 @@ impl fmt::Display for Pattern {
 }
 
 impl Pattern {
-    /// All of them.
+    /// All patterns.
     pub const ALL: [Pattern; 7] = [
         Pattern::Uniform,
         Pattern::Random,
@@ -63,13 +65,13 @@ impl Pattern {
         Pattern::Butterfly,
     ];
 
-    /// The pattern that is [displayed](fmt::Display) like this.
+    /// Parses the [displayed](fmt::Display) name of a pattern.
     pub(crate) fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|pattern| pattern.to_string() == name)
     }
 
-    /// Number of stored blocks: `density` rounded to whole blocks, per row (at least one) or for
-    /// `Random` in all; for `FullRows` to whole rows (at least one).
+    /// Number of stored blocks. The density is rounded to whole blocks per row (at least one), for
+    /// `Random` to whole blocks of the matrix, and for `FullRows` to whole rows (at least one).
     pub(crate) fn nnz_blocks(self, rows: usize, columns: usize, density: f64) -> usize {
         match self {
             Pattern::Random => rounded(density, rows * columns),
@@ -78,7 +80,7 @@ impl Pattern {
         }
     }
 
-    /// `row_ptr` and `col_idx`, ascending within each row.
+    /// Draws `row_ptr` and `col_idx`; columns ascend within each row.
     pub fn draw(
         self,
         rows: usize,
@@ -121,7 +123,8 @@ impl Pattern {
             Pattern::Clustered => clustered(rows, columns, each, seed),
             Pattern::Butterfly => {
                 let run = shortest_run(columns, each);
-                // Rows of a matrix that is not square are stretched to its columns.
+                // A matrix that is not square has no diagonal: rows are scaled to the number of
+                // columns.
                 let row = |row: usize| butterfly(row * columns / rows, columns, each, run);
                 (0..rows).map(row).collect()
             }
@@ -135,26 +138,26 @@ impl Pattern {
     }
 }
 
-/// A fraction of so many blocks, at least one.
+/// A fraction of `blocks`, rounded, at least one.
 pub(super) fn rounded(density: f64, blocks: usize) -> usize {
     ((density * blocks as f64).round() as usize).clamp(1, blocks.max(1))
 }
 
-/// Lengths of power-law rows with a given sum, each from 1 to `columns`.
+/// Draws power-law row lengths with the given sum; each length lies between 1 and `columns`.
 fn skewed(rows: usize, columns: usize, sum: usize, seed: u64) -> Vec<usize> {
     let lengths = |scale: f64| -> Vec<usize> {
         let length =
             |rank: usize| (scale * (rank as f64).powf(-SKEW)).round().clamp(1.0, columns as f64);
         (1..=rows).map(|rank| length(rank) as usize).collect()
     };
-    // The largest scale that does not exceed the sum.
+    // Bisects for the largest scale whose lengths do not exceed the sum.
     let (mut low, mut high) = (0.0, (columns * rows) as f64);
     for _ in 0..64 {
         let middle = (low + high) / 2.0;
         if lengths(middle).iter().sum::<usize>() > sum { high = middle } else { low = middle }
     }
     let mut lengths = lengths(low);
-    // Rounding leaves a rest, less than one block per row: to the shortest rows that have room.
+    // Rounding leaves less than one block per row; it goes to the shortest rows that have room.
     let mut rest = sum.saturating_sub(lengths.iter().sum());
     for length in lengths.iter_mut().rev().filter(|length| **length < columns) {
         if rest == 0 {
@@ -170,11 +173,11 @@ fn skewed(rows: usize, columns: usize, sum: usize, seed: u64) -> Vec<usize> {
 /// Columns of the rows of [`Pattern::Clustered`], row `r` in cluster `r % clusters`.
 fn clustered(rows: usize, columns: usize, each: usize, seed: u64) -> Vec<Vec<usize>> {
     let clusters = rows.div_ceil(CLUSTER);
-    // Near density 1 there are not enough columns beside the list.
+    // Near density 1 too few columns remain outside of the list, so rows take more from the list.
     let shared = ((SHARED * each as f64).round() as usize).max((2 * each).saturating_sub(columns));
     let row = |row: usize| {
         let draw = |count, total, lane| random::choose(count, total, seed, lane as u64);
-        // A lane for each list and two for each row.
+        // One random stream for each list and two for each row.
         let list = draw(each, columns, row % clusters);
         let others: Vec<usize> =
             (0..columns).filter(|column| list.binary_search(column).is_err()).collect();
@@ -188,7 +191,7 @@ fn clustered(rows: usize, columns: usize, each: usize, seed: u64) -> Vec<Vec<usi
     (0..rows).map(row).collect()
 }
 
-/// The least power of two so that a run of so many columns at each place of a butterfly holds
+/// The shortest power-of-two run of columns with which all positions of a butterfly together hold
 /// `each` columns.
 fn shortest_run(columns: usize, each: usize) -> usize {
     let places = |run: usize| 1 + columns.div_ceil(run).next_power_of_two().ilog2() as usize;
@@ -199,8 +202,9 @@ fn shortest_run(columns: usize, each: usize) -> usize {
     run
 }
 
-/// Columns of the row whose own column is `own`. Where the number of columns is no power of two
-/// some places lie outside of the matrix: those that differ in two bits follow, and so on.
+/// Columns of the row whose diagonal column is `own`. If the number of columns is no power of two,
+/// some one-bit neighbours lie outside of the matrix; neighbours that differ in two bits follow,
+/// then in three, and so on.
 fn butterfly(own: usize, columns: usize, each: usize, run: usize) -> Vec<usize> {
     let distance = |column: &usize| (((own / run) ^ (column / run)).count_ones(), own ^ column);
     let mut nearest: Vec<usize> = (0..columns).collect();

@@ -1,4 +1,4 @@
-//! What every case is.
+//! The trait that all cases implement.
 
 use super::operands::Operands;
 use super::peer::{PeerCase, PeerCaseError};
@@ -11,7 +11,7 @@ use std::path::Path;
 
 /// One shape of one operation. Its [`Display`] is its id, which [`parse`](Self::parse) reads back.
 pub(crate) trait Shape: Display {
-    /// Reads the parts of an id between the separators.
+    /// Parses the parts of an id between the separators.
     fn parse(parts: &[&str]) -> Option<Self>
     where
         Self: Sized;
@@ -19,17 +19,17 @@ pub(crate) trait Shape: Display {
     fn op(&self) -> &'static str;
     /// Element type of the inputs.
     fn dtype(&self) -> DType;
-    /// What a launch has to do.
+    /// Work of a launch.
     fn work(&self) -> Work;
-    /// Heading under which reports list it: what changes the character of a case, but not its
-    /// length or density.
+    /// Heading in reports. It holds the properties that change the character of a case, but neither
+    /// length nor density.
     fn group(&self) -> String;
-    /// The case as the server of rivals takes it; files for it are written into `folder`.
+    /// The case in the format of the rivals' server; files for it are written into `folder`.
     ///
     /// # Errors
     /// If no rival computes it, or the files cannot be written.
     fn peer_case(&self, seed: u64, folder: &Path) -> Result<PeerCase, PeerCaseError>;
-    /// Draws inputs, and makes memory for the outputs.
+    /// Draws inputs and allocates the outputs.
     ///
     /// # Errors
     /// If there is not enough memory, or the library refuses the shape.

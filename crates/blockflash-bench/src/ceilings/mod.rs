@@ -1,5 +1,5 @@
-//! Ceilings: what the units of this GPU do at best, measured in the same run as what is held
-//! against them.
+//! Ceilings: the best rates of the units of this GPU, measured in the same run as the cases that
+//! are compared with them.
 
 mod oracle;
 mod probes;
@@ -18,17 +18,17 @@ pub struct Ceilings {
     l2_bytes: f64,
 }
 
-/// What limits a case, and how fast it could be.
+/// The unit that limits a case, and the time at that limit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limit {
     /// `matmul`, `exp`, `l2` or `hbm`.
     pub name: &'static str,
-    /// Microseconds of a launch that does nothing but this at the measured rate.
+    /// Microseconds of a launch that only does this work, at the measured rate.
     pub us: f64,
 }
 
 impl Ceilings {
-    /// Prepares every ceiling that the GPU of a stream has; a CPU has none. Each probe is verified.
+    /// Prepares and verifies every ceiling that the GPU of a stream has; a CPU has none.
     ///
     /// # Errors
     /// If the device fails.
@@ -36,7 +36,7 @@ impl Ceilings {
         probes::prepare(stream)
     }
 
-    /// Nothing measured yet.
+    /// Ceilings without any measured rate.
     pub fn new(stream: &Stream) -> Self {
         let l2_bytes = stream.device().cuda_properties().map_or(0.0, |gpu| gpu.l2_bytes as f64);
         Self { rates: Vec::new(), l2_bytes }
@@ -47,7 +47,7 @@ impl Ceilings {
         self.rates.push((ceiling, rate));
     }
 
-    /// The unit that needs most time for this work, or `None` when a rate is not known. Device
+    /// The unit that needs the most time for this work, or `None` if a rate is unknown. Device
     /// memory does not limit a warm launch whose operands fit into L2.
     pub fn limit(&self, work: &Work, dtype: DType, cache: Cache) -> Option<Limit> {
         let best = |ceilings: &[Ceiling]| {
@@ -57,7 +57,7 @@ impl Ceilings {
         let matmul = match dtype {
             DType::F16 => best(&[Ceiling::MmaF16, Ceiling::WgmmaF16])?,
             DType::BF16 => best(&[Ceiling::MmaBf16, Ceiling::WgmmaBf16])?,
-            // What multiplies nothing is not limited by it.
+            // Work without multiplications is not limited by their rate.
             _ if work.flops == 0.0 => f64::INFINITY,
             _ => return None,
         };

@@ -1,4 +1,4 @@
-//! The probes with their inputs: verified on a few iterations, then repeated with many.
+//! The probes with their inputs: verified with a few iterations, then timed with many.
 
 use super::oracle::{EXP2_SUM, Element, Expected, mma, wgmma};
 use crate::error::{Error, Result};
@@ -9,7 +9,7 @@ use blockflash_safe::PROBE_CHUNK_BYTES;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::{Probe, manifest};
 
-/// What is measured. HBM stands for device memory of any kind.
+/// A measured limit. HBM stands for device memory of any kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Ceiling {
@@ -59,7 +59,7 @@ impl Ceiling {
         }
     }
 
-    /// Unit of its rate.
+    /// Unit of the rate.
     pub const fn unit(self) -> &'static str {
         match self {
             Ceiling::Exp2 => "exp/s",
@@ -73,24 +73,24 @@ impl Ceiling {
     }
 }
 
-/// Bytes of an input that no L2 holds.
+/// Size in bytes of an input that exceeds every L2 cache.
 const MEMORY_BYTES: usize = 512 << 20;
-/// Iterations or passes in which a result is compared.
+/// Iterations or passes after which the result is compared.
 const FEW: u32 = 3;
-/// Error of a sum, relative to the sum of magnitudes. FP8 products of Hopper keep 14 bits while
-/// they accumulate.
+/// Tolerance of a sum, relative to the sum of magnitudes. FP8 products on Hopper accumulate with 14
+/// bits.
 const TOLERANCE: f64 = 5e-4;
 
-/// A probe that is ready for its windows.
+/// A probe that is prepared and ready for its windows.
 #[derive(Debug)]
 pub struct Probed {
-    /// What it measures.
+    /// The ceiling that it measures.
     pub ceiling: Ceiling,
     /// Units of work of one launch.
     pub work: f64,
-    /// Whether the result was compared and found right.
+    /// Whether the result matched the expected one.
     pub verified: bool,
-    /// Its kernel.
+    /// Name of the kernel.
     pub symbol: String,
     stream: Stream,
     operands: Operands,
@@ -98,7 +98,7 @@ pub struct Probed {
 }
 
 impl Probed {
-    /// One window. Returns when the device is idle.
+    /// Runs one window. Returns when the device is idle.
     ///
     /// # Errors
     /// If the device fails.
@@ -107,13 +107,13 @@ impl Probed {
         repeat.window(stream, ms, |stream| operands.launch(stream, operands.iterations))
     }
 
-    /// Launches in one CUDA graph.
+    /// Number of launches in one CUDA graph.
     pub fn launches(&self) -> usize {
         self.repeat.launches()
     }
 }
 
-/// Every ceiling whose probe runs on the GPU of the stream.
+/// Prepares every ceiling whose probe runs on the GPU of the stream.
 pub(super) fn prepare(stream: &Stream) -> Result<Vec<Probed>> {
     let Some(gpu) = stream.device().cuda_properties() else { return Ok(Vec::new()) };
     let row = |probe: Probe| {
@@ -124,7 +124,7 @@ pub(super) fn prepare(stream: &Stream) -> Result<Vec<Probed>> {
     ALL.into_iter().filter_map(of).collect()
 }
 
-/// Runs the probe of a row and compares what it writes; the number of compared words.
+/// Runs the probe of a kernel and compares its output; returns the number of compared words.
 ///
 /// # Errors
 /// [`Error::Option`] says what is wrong.
@@ -168,7 +168,7 @@ struct Operands {
     input: Tensor,
     output: Tensor,
     blocks: u32,
-    /// Of a launch that is timed: a few hundred microseconds on a large GPU.
+    /// Iterations of a timed launch, which takes a few hundred microseconds on a large GPU.
     iterations: u32,
 }
 
@@ -182,7 +182,7 @@ impl Operands {
     ) -> Result<Self> {
         let bytes = match probe {
             _ if ceiling.is_of_memory() => MEMORY_BYTES.min(gpu.memory_bytes as usize / 8),
-            // A quarter: caches in two halves may hold data twice.
+            // A quarter of L2, since a cache in two halves may hold data twice.
             Probe::Read | Probe::Bulk => gpu.l2_bytes as usize / 4,
             _ => 0,
         };
@@ -227,10 +227,10 @@ impl Operands {
         let bytes = 4.0 * self.words.len() as f64;
         let warps = f64::from(self.blocks * self.row.threads() / 32);
         let each = match self.probe {
-            // 16 products of 16 × 8 × 16.
+            // 16 products of 16 × 8 × 16 per iteration.
             Probe::MmaF16 | Probe::MmaBf16 => warps * 16.0 * 4096.0,
             Probe::MmaE4m3 => warps * 16.0 * 8192.0,
-            // A warpgroup multiplies 64 × 256 × 64, or twice the depth.
+            // A warpgroup multiplies 64 × 256 × 64, or twice the depth for 8-bit types.
             Probe::WgmmaF16 | Probe::WgmmaBf16 => warps / 4.0 * 2.0 * 64.0 * 256.0 * 64.0,
             Probe::WgmmaE4m3 => warps / 4.0 * 2.0 * 64.0 * 256.0 * 128.0,
             Probe::Exp2 => warps * 32.0 * 16.0,
@@ -261,7 +261,8 @@ impl Operands {
             }
             (_, Some(element)) => close(&wgmma(words, element)),
             (Probe::Copy, _) => found == *words,
-            // Read three times: the exclusive or of everything remains.
+            // The input is read three times: an odd number, so the exclusive or of all words
+            // remains.
             (Probe::Read, _) => folded(&found) == folded(words),
             (Probe::Bulk, _) => {
                 let chunk_words = PROBE_CHUNK_BYTES / 4;
@@ -281,7 +282,7 @@ impl Operands {
                 let value = |bits: i32| f64::from(f32::from_bits(bits as u32));
                 found.iter().all(|&bits| (value(bits) - EXP2_SUM).abs() < 1e-4)
             }
-            // Every other probe has an element.
+            // Every other probe has an element type.
             _ => false,
         })
     }

@@ -21,7 +21,7 @@ macro_rules! with {
     };
 }
 
-/// Any order of dimensions in memory; copied if it is not row-major.
+/// Accepts any order of dimensions in memory; copies unless it is row-major.
 impl<T: Scalar> From<ArrayD<T>> for Array {
     fn from(values: ArrayD<T>) -> Self {
         let row_major = values.is_standard_layout();
@@ -136,8 +136,8 @@ impl Array {
         })
     }
 
-    /// The matrices of `[matrices, rows, cols]` in this order, each transposed; `None` if this is
-    /// no such array, or the order names a matrix that is not there.
+    /// The matrices of `[matrices, rows, cols]` in the given order, each transposed; `None` if the
+    /// array has another rank or the order names a missing matrix.
     pub fn matrices_transposed(&self, order: &[usize]) -> Option<Self> {
         with!(&self.0, values => {
             let values = values.view().into_dimensionality::<Ix3>().ok()?;
@@ -147,8 +147,8 @@ impl Array {
         })
     }
 
-    /// Zeroes each matrix of `[matrices, rows, cols]` beyond its first rows and columns, as many as
-    /// `kept` says, which may be more than it has; `None` if this is no such array.
+    /// Zeroes each matrix of `[matrices, rows, cols]` outside of its first rows and columns, whose
+    /// numbers `kept` gives and which may exceed the matrix; `None` if the array has another rank.
     pub fn cropped(mut self, kept: impl IntoIterator<Item = [usize; 2]>) -> Option<Self> {
         with!(&mut self.0, values => {
             let mut matrices = values.view_mut().into_dimensionality::<Ix3>().ok()?;

@@ -2,12 +2,12 @@
 
 use super::convert::Stored;
 
-/// One tensor of a file: what its header says, checked against the length of the file.
+/// A tensor as its header describes it, checked against the length of the file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Entry {
     /// Name in a safetensors file, empty for `.npy`.
     pub name: String,
-    /// Element type in the file; `Err` is the file's word for one that cannot be read here.
+    /// Element type in the file; `Err` holds the name of a type that cannot be read here.
     pub stored: std::result::Result<Stored, String>,
     /// Sizes, outermost first.
     pub shape: Vec<usize>,
@@ -17,7 +17,7 @@ pub struct Entry {
     pub(super) column_major: bool,
 }
 
-/// Number of bytes of a tensor, if the machine can count them.
+/// Size of a tensor in bytes; `None` if it overflows.
 pub(super) fn byte_length(shape: &[usize], element_bits: u64) -> Option<u64> {
     let bits =
         shape.iter().try_fold(element_bits, |product, &size| product.checked_mul(size as u64))?;

@@ -2,8 +2,8 @@ use super::convert::Stored;
 use blockflash_sys::DType;
 use std::path::PathBuf;
 
-/// Text with its control characters and invisible ones escaped: what a file calls its tensors must
-/// not move the cursor of a terminal, hide a part of a message or pretend to be another line.
+/// Escapes control characters and invisible characters: names from a file must not move the cursor
+/// of a terminal, hide a part of a message or imitate another line.
 pub fn printable(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for character in text.chars() {
@@ -25,29 +25,29 @@ pub struct Error {
     pub problem: Problem,
 }
 
-/// What can be wrong with a file.
+/// Kinds of problems with a file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Problem {
-    /// The operating system refuses.
+    /// The operating system reports an error.
     #[error("{0}")]
     Io(#[from] std::io::Error),
     /// A folder, a pipe or a device.
     #[error("is not a regular file")]
     NotAFile,
-    /// A file cannot be written where its folder is missing.
+    /// The folder of a file to be written is missing.
     #[error("its folder {} does not exist", .0.display())]
     NoFolder(PathBuf),
     /// Neither a NumPy array nor a safetensors file.
     #[error("is not a .npy or .safetensors file ({0})")]
     Format(String),
-    /// A kind of file that is recognised and not supported.
+    /// A kind of file that is recognised but not supported.
     #[error("{0}")]
     Unsupported(String),
     /// The header contradicts the length of the file.
     #[error("is truncated or damaged: {what} needs {expected} bytes, the file has {found}")]
     Length {
-        /// What part of the file.
+        /// The affected part of the file.
         what: String,
         /// Bytes that it should have.
         expected: u64,
@@ -62,16 +62,16 @@ pub enum Problem {
         /// The names that exist.
         present: String,
     },
-    /// A `.npy` file, where tensors are told apart by their names.
+    /// A `.npy` file where named tensors are needed.
     #[error("holds one array without a name, not the tensors {wanted} of a .safetensors file")]
     Unnamed {
         /// The names that are needed.
         wanted: String,
     },
-    /// The element type cannot be turned into the wanted one.
+    /// The element type cannot be converted to the wanted one.
     #[error("{tensor} holds {stored}, which cannot be converted to {wanted}")]
     Convert {
-        /// Which tensor.
+        /// Name of the tensor.
         tensor: String,
         /// Type in the file.
         stored: Stored,
@@ -84,7 +84,7 @@ pub enum Problem {
          (±{limit:e})"
     )]
     Overflow {
-        /// Which tensor.
+        /// Name of the tensor.
         tensor: String,
         /// Row-major position in the file.
         index: u64,

@@ -1,4 +1,4 @@
-//! Files that appear complete or not at all.
+//! Files that appear completely or not at all.
 
 use super::error::{Error, Problem, Result};
 use std::fs::{self, OpenOptions, Permissions};
@@ -6,24 +6,23 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use tempfile::{Builder, NamedTempFile};
 
-/// A file that is being written: beside the place where it belongs, to which
-/// [`commit`](Self::commit) moves it. Dropped before that, it leaves nothing behind, and an old
-/// file stays as it is.
+/// A file that is being written beside its destination; [`commit`](Self::commit) moves it there. If
+/// it is dropped before, nothing is left behind and the old file stays unchanged.
 #[derive(Debug)]
 pub struct Replacement {
     temporary: NamedTempFile,
-    /// As it was named, for errors.
+    /// The path as the caller named it, for errors.
     path: PathBuf,
     destination: PathBuf,
 }
 
 impl Replacement {
-    /// Starts an empty file for this path. Where that works the path can be written, so starting
-    /// and dropping is a check.
+    /// Starts an empty file for this path. Success proves that the path can be written, so starting
+    /// and dropping is a cheap check.
     ///
     /// # Errors
-    /// Those of [`destination`]; [`Problem::Io`] if the folder, or a file that exists, cannot be
-    /// written.
+    /// The errors of [`destination`]; [`Problem::Io`] if the folder, or a file that exists, cannot
+    /// be written.
     pub fn begin(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let destination = destination(path)?;
@@ -31,10 +30,10 @@ impl Replacement {
         Ok(Self { temporary, path: path.to_owned(), destination })
     }
 
-    /// Puts all files into their places. If that fails for one, those before it are taken back.
+    /// Moves all files to their destinations. If one move fails, the earlier ones are undone.
     ///
     /// # Errors
-    /// [`Problem::Io`] names the file that does not reach the disk or cannot be moved.
+    /// [`Problem::Io`] names the file that cannot be flushed to disk or moved.
     pub fn commit(files: Vec<Self>) -> Result<()> {
         for file in &files {
             file.temporary.as_file().sync_all().map_err(|error| failed(&file.path, error))?;
@@ -49,8 +48,8 @@ impl Replacement {
                 Ok(old) => done.push((destination, old)),
                 Err(error) => {
                     for (destination, old) in done.into_iter().rev() {
-                        // The first error is the one to report: nothing is left to try if this
-                        // fails, too.
+                        // The first error is the one to report: if undoing fails too, there is
+                        // nothing left to try.
                         let _ = match old {
                             Some(old) => old.persist(destination).map(|_| ()).map_err(Into::into),
                             None => fs::remove_file(destination),
@@ -87,12 +86,12 @@ impl Write for Replacement {
     }
 }
 
-/// Where a file of this name is or would be. Links are followed, so that all names of one file give
-/// the same.
+/// The file that this path refers to or would create. Links are followed, so that all names of one
+/// file give the same result.
 ///
 /// # Errors
-/// [`Problem::NotAFile`] for what is there and no regular file, [`Problem::NoFolder`],
-/// [`Problem::Io`] for a link to nothing and for what the operating system refuses.
+/// [`Problem::NotAFile`] if the path exists and is no regular file, [`Problem::NoFolder`], and
+/// [`Problem::Io`] for a dangling link and for failures of the operating system.
 pub fn destination(path: impl AsRef<Path>) -> Result<PathBuf> {
     let path = path.as_ref();
     let find = || match fs::metadata(path) {
@@ -110,11 +109,12 @@ pub fn destination(path: impl AsRef<Path>) -> Result<PathBuf> {
     find().map_err(|problem| Error { path: path.to_owned(), problem })
 }
 
-/// A temporary file beside this one, with the permissions that this one has or would get.
+/// Creates a temporary file beside the destination, with the permissions that the destination has
+/// or would get.
 fn create(destination: &Path) -> io::Result<NamedTempFile> {
     let permissions = match OpenOptions::new().write(true).open(destination) {
-        // It is opened for writing because a rename would also replace a file that is protected
-        // against that.
+        // The old file is opened for writing because a rename would replace even a write-protected
+        // file.
         Ok(old) => Some(old.metadata()?.permissions()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => of_new_files(),
         Err(error) => return Err(error),
@@ -125,8 +125,8 @@ fn create(destination: &Path) -> io::Result<NamedTempFile> {
     builder.tempfile_in(folder_of(destination))
 }
 
-/// Another name of a file that exists, by which it can be put back; a copy where the file system
-/// has no links.
+/// A second name of an existing file, from which it can be restored; a copy where the file system
+/// has no hard links.
 fn second_name(file: &Path) -> io::Result<Option<NamedTempFile<()>>> {
     if !file.exists() {
         return Ok(None);
@@ -137,7 +137,7 @@ fn second_name(file: &Path) -> io::Result<Option<NamedTempFile<()>>> {
 
 const PREFIX: &str = ".blockflash-";
 
-/// The process's mask takes its part of these.
+/// Permissions before the process's umask is applied.
 #[cfg(unix)]
 fn of_new_files() -> Option<Permissions> {
     Some(std::os::unix::fs::PermissionsExt::from_mode(0o666))

@@ -6,17 +6,17 @@ use std::cmp::Reverse;
 use std::io::{BufWriter, Write};
 use std::path::Path;
 
-/// What a file name asks for.
+/// File format, chosen by the file name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// `.npy`: one array, no bf16.
+    /// `.npy`: one array; bf16 is not supported.
     Npy,
     /// `.safetensors`: named tensors of any type.
     Safetensors,
 }
 
 impl Format {
-    /// From the extension, in any case; `None` for another one.
+    /// Format of an extension, in upper or lower case; `None` for any other extension.
     pub fn of(path: &Path) -> Option<Self> {
         let extension = path.extension()?.to_str()?;
         let is = |name: &str| extension.eq_ignore_ascii_case(name);
@@ -24,17 +24,17 @@ impl Format {
     }
 }
 
-/// Writes named arrays to a file, replacing it. A `.npy` file takes exactly one, and no bf16. After
-/// an error the file is what it was before.
+/// Writes named arrays to a file, replacing it. A `.npy` file holds exactly one array, which must
+/// not be bf16. After an error the old file is unchanged.
 ///
 /// # Errors
-/// [`Problem::Unsupported`] if the file name or the format does not allow it, and those of
+/// [`Problem::Unsupported`] if the file name or the format does not allow it, and the errors of
 /// [`Replacement`].
 pub fn write(path: impl AsRef<Path>, tensors: &[(&str, &Array)]) -> Result<()> {
     write_all(&[(path.as_ref(), tensors)])
 }
 
-/// Writes several files as [`write()`] does: after an error all of them are what they were before.
+/// Writes several files as [`write()`] does. After an error all old files are unchanged.
 ///
 /// # Errors
 /// As for [`write()`].
@@ -44,11 +44,11 @@ pub fn write_all(files: &[(&Path, &[(&str, &Array)])]) -> Result<()> {
     Replacement::commit(written?)
 }
 
-/// Everything that the file will hold, under another name.
+/// Writes the complete content to a temporary file beside the destination.
 fn beside(path: &Path, tensors: &[(&str, &Array)]) -> Result<Replacement> {
     let failed = |problem| Error { path: path.to_owned(), problem };
-    // As the reference library orders them: then each starts at a multiple of its element size,
-    // which some readers need.
+    // The order of the reference library: each tensor then starts at a multiple of its element
+    // size, which some readers require.
     let mut tensors = tensors.to_vec();
     tensors.sort_by_key(|(_, array)| Reverse(array.dtype().size()));
     let header = match (Format::of(path), &tensors[..]) {

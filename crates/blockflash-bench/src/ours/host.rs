@@ -1,4 +1,4 @@
-//! What a call costs the host.
+//! Host time of a call.
 
 use crate::case::Operands;
 use crate::error::Result;
@@ -8,22 +8,21 @@ use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-/// Calls that are timed one by one; the device works on them meanwhile.
+/// Number of calls that are timed one by one while the device works on them.
 const CALLS: usize = 200;
-/// At most so many, so that the device does not take longer than this for them.
+/// Limit of the device time of these calls, which reduces their number.
 const DEVICE_US: f64 = 50e3;
 
-/// Microseconds that a call keeps the host, from validation to the launch: medians.
+/// Median host time of a call in microseconds, from validation to launch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct HostCost {
-    /// Everything anew at each call.
+    /// Every call validates and selects anew.
     pub us: Option<f64>,
-    /// With the kernel decided before, where a call can be prepared.
+    /// The kernel was selected in advance; only where a call can be prepared.
     pub prepared_us: Option<f64>,
 }
 
-/// Times calls of the kernel that the library selects, whose launch takes `launch_us` on the
-/// device.
+/// Times calls of the selected kernel, whose launch takes `launch_us` on the device.
 pub(super) fn cost(
     operands: &mut dyn Operands,
     stream: &Stream,
@@ -55,7 +54,7 @@ fn times(
     Ok(median(&mut times))
 }
 
-/// Microseconds of loading a kernel, unless this process has used it before.
+/// Microseconds that loading a kernel takes, unless this process has used it before.
 pub(super) fn load(row: &Kernel, stream: &Stream) -> Result<Option<f64>> {
     static LOADED: Mutex<Option<HashSet<String>>> = Mutex::new(None);
     let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);

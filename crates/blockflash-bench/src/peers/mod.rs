@@ -1,5 +1,5 @@
-//! Rivals in another process: `benches/peers/serve.py` stays up for a run and is asked for one
-//! window at a time.
+//! Rivals run in another process: `benches/peers/serve.py` lives as long as the run and is asked
+//! for one window at a time.
 
 mod server;
 
@@ -12,21 +12,22 @@ pub use server::{Command, Failure};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Importing torch from a cold disk.
+/// Timeout for the start, which may import torch from a cold disk.
 const HELLO: Duration = Duration::from_secs(180);
-/// Inputs, reference, compilation and capture, without the sweep of a tuned rival.
+/// Timeout for inputs, reference, compilation and graph capture, without the sweep of a tuned
+/// rival.
 const PREPARE: Duration = Duration::from_secs(180);
-/// What a window may take beyond its length.
+/// Time that a window may take beyond its length.
 const WINDOW: Duration = Duration::from_secs(20);
 
-/// Stands for every rival when there is no server to name them.
+/// Stands for all rivals when there is no server that could name them.
 const EVERYTHING: &str = "all";
 
-/// What the server has, as it says itself.
+/// What the server offers, in its own words.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 struct Hello {
-    /// By operation, in the order of the server.
+    /// Rival names by operation, in the order of the server.
     peers: BTreeMap<String, Vec<String>>,
     absent: BTreeMap<String, String>,
     references: Vec<String>,
@@ -34,26 +35,26 @@ struct Hello {
     cudnn: Option<Value>,
 }
 
-/// A rival that is ready for its windows.
+/// A rival that is prepared and ready for its windows.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct Prepared {
-    /// Whether its output is right.
+    /// Whether its output matches the reference.
     pub verified: bool,
     /// ‖out − reference‖ / ‖reference‖; `None` for NaN.
     pub rel_err: Option<f64>,
-    /// Launch parameters, or empty.
+    /// Launch parameters; empty if the rival reports none.
     #[serde(default)]
     pub settings: String,
 }
 
-/// Which rivals are wanted.
+/// Selection of rivals.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Selection {
-    /// None: the server is not started.
+    /// No rival: the server is not started.
     None,
-    /// All that the machine has.
+    /// Every rival that the machine has.
     Auto,
-    /// Those whose name contains one of these.
+    /// Rivals whose names contain one of these texts.
     Some(Vec<String>),
 }
 
@@ -91,8 +92,8 @@ pub struct Peers {
     selection: Selection,
     hello: Hello,
     server: Option<Server>,
-    /// The case that is prepared, with the rivals that are, so that they can be prepared again in a
-    /// new process.
+    /// The case that is prepared and its prepared rivals, kept so that a new process can prepare
+    /// them again.
     case: Option<Value>,
     prepared: Vec<String>,
     cache: Cache,
@@ -100,8 +101,8 @@ pub struct Peers {
 }
 
 impl Peers {
-    /// Starts the server and asks what it has. Without a Python or torch there are no rivals, and
-    /// [`absent`](Self::absent) says why.
+    /// Starts the server and asks which rivals it has. Without Python or torch there are no rivals,
+    /// and [`absent`](Self::absent) gives the reason.
     pub fn start(command: Command, selection: Selection, tune_seconds: u64) -> Self {
         let (hello, server, case, prepared) = (Hello::default(), None, None, Vec::new());
         let (cache, flush_bytes) = (Cache::Warm, 0);
@@ -126,8 +127,7 @@ impl Peers {
         peers
     }
 
-    /// Rivals that this machine does not have, with the reason; those with the same reason
-    /// together.
+    /// Rivals that this machine lacks, grouped by reason.
     pub fn absent(&self) -> Vec<(Vec<String>, String)> {
         let mut reasons: Vec<(Vec<String>, String)> = Vec::new();
         let wanted = |name: &str| name == EVERYTHING || self.selection.wants(name);
@@ -140,7 +140,7 @@ impl Peers {
         reasons
     }
 
-    /// Parts of a `--peers` list that no rival's name contains.
+    /// Entries of `--peers` that no rival's name contains.
     pub fn unknown(&self) -> Vec<String> {
         let Selection::Some(parts) = &self.selection else { return Vec::new() };
         let known: Vec<_> =
@@ -152,7 +152,7 @@ impl Peers {
         parts.iter().filter(unknown).cloned().collect()
     }
 
-    /// Versions that the server works with, for people.
+    /// Versions of the libraries that the server uses, as readable text.
     pub fn versions(&self) -> Option<String> {
         let torch = self.hello.torch.as_ref()?;
         Some(match &self.hello.cudnn {
@@ -161,28 +161,28 @@ impl Peers {
         })
     }
 
-    /// Names of the wanted rivals of an operation that this machine has.
+    /// Names of the selected rivals of an operation that this machine has.
     pub fn of(&self, op: &str) -> Vec<String> {
         let names = self.hello.peers.get(op).into_iter().flatten();
         names.filter(|name| self.selection.wants(name)).cloned().collect()
     }
 
-    /// Whether the rival is only a mark: it does another job.
+    /// Whether the rival is only a mark: it computes something else, such as a dense product.
     pub fn is_reference(&self, name: &str) -> bool {
         self.hello.references.iter().any(|reference| reference == name)
     }
 
-    /// How rivals that are prepared from now on find the L2 cache, and how much they overwrite to
-    /// make it cold.
+    /// Sets the state of the L2 cache for rivals that are prepared from now on, and how many bytes
+    /// they overwrite to make the cache cold.
     pub fn set_cache(&mut self, cache: Cache, flush_bytes: usize) {
         (self.cache, self.flush_bytes) = (cache, flush_bytes);
     }
 
-    /// Builds the inputs of the case in the server (once), captures the rival's launches and
-    /// verifies their output.
+    /// Builds the inputs of the case in the server (once per case), captures the launches of the
+    /// rival and verifies their output.
     ///
     /// # Errors
-    /// What the rival says; the server is started again if it died or hung.
+    /// The error of the rival. If the server died or hung, it is started again.
     pub fn prepare(&mut self, case: &PeerCase, name: &str) -> Result<Prepared, Failure> {
         let case = serde_json::to_value(case).map_err(|error| Failure::of(error.to_string()))?;
         if self.case.as_ref() != Some(&case) {
@@ -198,11 +198,11 @@ impl Peers {
         prepared
     }
 
-    /// One window of a rival that is prepared. Returns when its GPU work is done.
+    /// Runs one window of a prepared rival. Returns when its GPU work is done.
     ///
     /// # Errors
-    /// What the rival says. If it hung or died the server is started again and the other rivals are
-    /// prepared anew.
+    /// The error of the rival. If the server died or hung, it is started again and the other rivals
+    /// are prepared anew.
     pub fn window(&mut self, name: &str, ms: f64) -> Result<Window, Failure> {
         let timeout = WINDOW + Duration::from_secs_f64(ms * 1e-3 * 5.0);
         let answer = self.ask(&json!({"op": "window", "peer": name, "ms": ms}), timeout);
@@ -215,7 +215,7 @@ impl Peers {
         answer.and_then(decode)
     }
 
-    /// Frees the inputs and rivals of a case. The next window of ours finds the memory free.
+    /// Frees the inputs and rivals of a case, so that our next window finds the memory free.
     pub fn forget(&mut self) {
         if self.case.take().is_some() {
             self.prepared.clear();
@@ -250,8 +250,8 @@ impl Peers {
         Ok(())
     }
 
-    /// A new process with the rivals of the lost one; a rival that cannot be prepared again fails
-    /// at its next window.
+    /// Starts a new process and prepares the rivals of the lost one. A rival that cannot be
+    /// prepared again fails at its next window.
     fn recover(&mut self) {
         if self.restart().is_err() {
             self.server = None;
@@ -261,7 +261,8 @@ impl Peers {
             match self.ask_prepare(&name) {
                 Ok(_) => self.prepared.push(name),
                 Err(failure) if failure.lost => {
-                    // Twice in a row: no third time, or a run would never end.
+                    // The server was lost twice in a row. It is not started a third time, or a run
+                    // might never end.
                     self.server = None;
                     return;
                 }

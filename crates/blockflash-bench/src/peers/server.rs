@@ -7,10 +7,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Lines of stderr that are kept to explain a death.
+/// Number of stderr lines that are kept to explain why the process exited.
 const KEPT_LINES: usize = 40;
 
-/// How the server is started.
+/// Command that starts the server.
 #[derive(Clone, Debug)]
 pub struct Command {
     /// Program, `python3` for the real one.
@@ -21,13 +21,13 @@ pub struct Command {
     pub verbose: bool,
 }
 
-/// Why there is no answer, or what the answer complains about.
+/// Reason why there is no usable answer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure {
-    /// One line.
+    /// The reason as one line.
     pub message: String,
-    /// The process died, hung, or lost its GPU context: it is of no use any more.
+    /// Whether the process died, hung or lost its GPU context, and cannot be used any more.
     pub lost: bool,
 }
 
@@ -73,7 +73,7 @@ impl Server {
         if let Some(stderr) = child.stderr.take() {
             let (kept, verbose) = (Arc::clone(&last_words), command.verbose);
             std::thread::spawn(move || {
-                // Libraries write what is no UTF-8, too.
+                // Libraries may write bytes that are not UTF-8.
                 for line in BufReader::new(stderr).split(b'\n').map_while(Result::ok) {
                     let line = String::from_utf8_lossy(&line).trim_end().to_owned();
                     if verbose {
@@ -120,10 +120,10 @@ impl Server {
         }
     }
 
-    /// The process went away: its exit status and the last line that it wrote.
+    /// Failure for a process that exited: its exit status and its last line.
     fn died(&mut self) -> Failure {
         self.stdin = None;
-        // A moment for the status and the last words.
+        // The exit status and the last lines may take a moment to arrive.
         let patience = Instant::now() + Duration::from_secs(2);
         let mut status = None;
         while status.is_none() && Instant::now() < patience {
@@ -140,7 +140,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // Without input it ends by itself; one that hangs is killed.
+        // The server exits when its input is closed; a process that hangs is killed.
         self.stdin = None;
         let patience = Instant::now() + Duration::from_secs(1);
         while Instant::now() < patience {
@@ -150,8 +150,7 @@ impl Drop for Server {
             std::thread::sleep(Duration::from_millis(10));
         }
         let _ = self.child.kill();
-        // A process that is stuck in the driver cannot be waited for; it is not this run's to wait
-        // for either.
+        // A process that is stuck in the driver cannot be waited for, so the wait is bounded.
         let patience = Instant::now() + Duration::from_secs(5);
         while Instant::now() < patience && matches!(self.child.try_wait(), Ok(None)) {
             std::thread::sleep(Duration::from_millis(10));

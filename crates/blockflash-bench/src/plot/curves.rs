@@ -1,4 +1,4 @@
-//! What falls or rises with time, as a loss does in training.
+//! Curves over time, such as the loss in training.
 
 use super::drawing::Drawing;
 use super::error::PlotError;
@@ -6,21 +6,21 @@ use super::figure::{Axis, Figure, Line, Panel};
 use super::style::{self, Style};
 use crate::report::run::range;
 
-/// A picture of positive values, logarithmic, over a count from 0.
+/// A plot of positive values on a logarithmic axis over a count from 0.
 #[derive(Clone, Debug)]
 pub struct Curves<'a> {
     /// Heading.
     pub title: &'a str,
-    /// Where and how it was measured.
+    /// Place and method of the measurement.
     pub subtitle: &'a str,
-    /// What is counted, and what the values are.
+    /// Labels of the x axis (the count) and the y axis (the values).
     pub axes: [&'a str; 2],
-    /// Names in the order of the legend, and points.
+    /// Names in the order of the legend, with points.
     pub series: &'a [(String, Vec<(f64, f64)>)],
 }
 
 impl Curves<'_> {
-    /// One panel.
+    /// Draws one panel.
     ///
     /// # Errors
     /// [`PlotError::NoPoints`] without a finite value above 0; other values are not drawn.
@@ -68,7 +68,7 @@ mod tests {
         let curves = Curves { title: "t", subtitle: "s", axes: ["step", "loss"], series: &series };
         let figure = curves.draw().unwrap().0;
         let panel = &figure.panels[0];
-        // Neither 0 nor NaN has a place.
+        // Neither 0 nor NaN has a position on a logarithmic axis.
         assert_eq!(panel.lines[0].points, [(0.0, 0.0), (10.0, -1.0)]);
         assert_eq!(panel.lines[1].points.len(), 1);
         assert_eq!((panel.x.low, panel.y.label.as_str()), (0.0, "loss (logarithmic)"));

@@ -1,4 +1,4 @@
-//! Block-sparse operations: speed over the density, a panel for each block size.
+//! Block-sparse operations: speed over the density, with a panel for each block size.
 
 use super::figure::{Axis, Figure, Line, Panel, length, plain};
 use super::series::{
@@ -9,9 +9,9 @@ use crate::case::{BlockSparseShape, BsrShape, Case, MaskKind, Pattern};
 use crate::report::run::{Row, Run};
 use crate::report::shape::is_cold;
 
-/// Columns of the dense matrix that stand for the suite.
+/// Number of columns of the dense matrix whose figure represents the suite.
 const USUAL_COLUMNS: usize = 1024;
-/// The head dimension that does.
+/// Head dimension whose figure represents the suite.
 const USUAL_HEAD_DIM: usize = 128;
 
 type Product<'a, 'r> = (BsrShape, &'a Row<'r>);
@@ -35,7 +35,7 @@ pub(super) fn sketches(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<Sketch> {
     sketches
 }
 
-/// Parts with equal keys, by the order of the keys.
+/// Groups by key, in the order of the keys.
 fn grouped<T, K: Ord>(mut all: Vec<T>, key: impl Fn(&T) -> K) -> Vec<Vec<T>> {
     all.sort_by_key(&key);
     let mut groups: Vec<Vec<T>> = Vec::new();
@@ -94,8 +94,8 @@ fn product(run: &Run<'_>, cases: Vec<Product<'_, '_>>) -> Option<Sketch> {
     (!blocks.is_empty()).then(|| Sketch { name: format!("m{m}_k{k}_n{n}"), figure, weight })
 }
 
-/// Lengths and densities are no grid: the cases stand side by side, those of one length that differ
-/// in nothing else joined.
+/// Lengths and densities form no grid, so cases stand side by side; cases of one length that differ
+/// in nothing else are joined by lines.
 fn sparse_attention(run: &Run<'_>, cases: Vec<Attention<'_, '_>>) -> Option<Sketch> {
     let head_dim = cases.first()?.0.head_dim;
     let title = |(shape, row): &Attention<'_, '_>| {
@@ -124,7 +124,7 @@ fn sparse_attention(run: &Run<'_>, cases: Vec<Attention<'_, '_>>) -> Option<Sket
             let last = points.len() as f64 - 1.0;
             let label = format!("{} {}", length(alike[0].0.seqlen_kv), variant(&alike[0].0));
             panel.x_groups.push((at + last / 2.0, label.trim_end().to_owned()));
-            // A gap between the groups.
+            // Leaves a gap between groups.
             at += last + 1.6;
         }
         (panel.x.low, panel.x.high) = (-0.8, at - 0.8);
@@ -151,8 +151,8 @@ fn sparse_attention(run: &Run<'_>, cases: Vec<Attention<'_, '_>>) -> Option<Sket
     Some(Sketch { name: format!("d{head_dim}"), figure, weight })
 }
 
-/// What is not as in most cases, in a few letters: nothing for lists of each head that are equally
-/// long, without a causal mask.
+/// A short label of the properties that differ from most cases; empty for lists of equal length for
+/// each head without a causal mask.
 fn variant(shape: &BlockSparseShape) -> String {
     let BlockSparseShape { pattern, mask, num_heads_q, num_heads_kv, mask_heads, .. } = *shape;
     let mut parts = Vec::new();
@@ -165,14 +165,14 @@ fn variant(shape: &BlockSparseShape) -> String {
     parts.join(" ")
 }
 
-/// Ours without a block mask, case by case; `None` where it was not measured.
+/// Our attention without a block mask, case by case; `None` if it was not measured.
 fn dense(points: &[(f64, &Row<'_>)]) -> Option<Line> {
     let points: Option<Vec<_>> =
         points.iter().map(|(x, row)| Some((*x, row.dense?.tflops?))).collect();
     points.map(|points| Line { points, style: style::DENSE, joined: true })
 }
 
-/// The ceiling that binds, case by case; `None` where it is unknown.
+/// The ceiling that binds, case by case; `None` if it is unknown.
 fn limits(points: &[(f64, &Row<'_>)]) -> Option<Line> {
     let limit = |&(x, row): &(f64, &Row<'_>)| {
         let records = row.ours.iter().chain(&row.peers);
@@ -183,7 +183,7 @@ fn limits(points: &[(f64, &Row<'_>)]) -> Option<Line> {
     points.map(|points| Line { points, style: style::CEILING, joined: true })
 }
 
-/// Seen where it is a single point as well.
+/// Widens a single point to a visible line.
 fn widened(mut line: Line) -> Line {
     if let (Some(&(left, first)), Some(&(right, last))) = (line.points.first(), line.points.last())
     {

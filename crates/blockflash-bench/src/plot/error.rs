@@ -1,18 +1,18 @@
-//! Why there is no picture.
+//! Errors of plotting.
 
 use std::path::PathBuf;
 
-/// Most heads that one picture shows.
+/// Maximum number of heads in one plot.
 pub const MAX_SHOWN: usize = 16;
 
-/// Why there is no picture.
+/// Reason why a plot cannot be drawn.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlotError {
-    /// The library that draws has failed.
+    /// The drawing library has failed.
     #[error("drawing failed: {0}")]
     Drawing(String),
-    /// A name that does not say what to write.
+    /// A file name without the extension .svg.
     #[error("{}: a picture's name ends in .svg", .0.display())]
     Format(PathBuf),
     /// Nothing to draw.

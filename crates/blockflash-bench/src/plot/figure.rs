@@ -1,4 +1,4 @@
-//! What a plot shows, before it is drawn.
+//! Content of a plot before it is drawn.
 
 use super::style::{SHADES, Style};
 use plotters::style::RGBColor;
@@ -7,14 +7,14 @@ use plotters::style::RGBColor;
 #[derive(Clone, Debug, Default)]
 pub(super) struct Figure {
     pub(super) title: String,
-    /// Where and when.
+    /// Place and date of the measurement.
     pub(super) subtitle: String,
     pub(super) legend: Vec<(String, Style)>,
     pub(super) panels: Vec<Panel>,
     pub(super) columns: usize,
-    /// Pixels, with axes.
+    /// Height of a panel in pixels, including its axes.
     pub(super) panel_height: u32,
-    /// Pixels to the left of the y axis.
+    /// Width in pixels of the labels left of the y axis.
     pub(super) y_labels: u32,
 }
 
@@ -24,7 +24,7 @@ pub(super) struct Panel {
     pub(super) title: String,
     pub(super) x: Axis,
     pub(super) y: Axis,
-    /// What lies below the lines, as large as the axes.
+    /// Raster below the lines, as large as the axes.
     pub(super) cells: Option<Cells>,
     pub(super) lines: Vec<Line>,
     pub(super) notes: Vec<Note>,
@@ -41,18 +41,19 @@ pub(super) struct Cells {
     pub(super) shades: Vec<u8>,
 }
 
-/// Cells of one colour.
+/// Cells of one colour, as areas of the raster.
 #[derive(Clone, Debug)]
 pub(super) struct Fill {
     pub(super) colour: RGBColor,
-    /// Pixels of the figure: where the first cell begins, and how large one is.
+    /// Position of the first cell and size of a cell, in pixels of the figure.
     pub(super) origin: [f64; 2],
     pub(super) cell: [f64; 2],
-    /// In cells: column and row of the first, and how many to the right and downwards.
+    /// Areas in cells: column and row of the first cell, width and height.
     pub(super) areas: Vec<[usize; 4]>,
 }
 
-/// Linear in what it is given: a logarithmic axis gets logarithms, and labels of the numbers.
+/// An axis is linear in its values: for a logarithmic axis the caller passes logarithms, and labels
+/// with the original numbers.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Axis {
     /// Name and unit.
@@ -70,7 +71,7 @@ pub(super) struct Line {
     pub(super) joined: bool,
 }
 
-/// Words at a point.
+/// A text at a point.
 #[derive(Clone, Debug)]
 pub(super) struct Note {
     pub(super) at: (f64, f64),
@@ -79,7 +80,7 @@ pub(super) struct Note {
     pub(super) bold: bool,
 }
 
-/// Where the words are, seen from their point.
+/// Position of the text relative to its point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Side {
     Left,
@@ -89,10 +90,11 @@ pub(super) enum Side {
 }
 
 impl Cells {
-    /// The darkest.
+    /// The darkest shade.
     pub(super) const SHADES: u8 = SHADES;
 
-    /// From below to above. `frame` is that of the panel in pixels: left, top, right, bottom.
+    /// Areas of each shade, from background to foreground. `frame` is the frame of the panel in
+    /// pixels: left, top, right, bottom.
     pub(super) fn fills(
         &self,
         [left, top, right, bottom]: [f64; 4],
@@ -104,7 +106,7 @@ impl Cells {
         let fill =
             |shade| Fill { colour: colour(shade), origin: [left, top], cell, areas: Vec::new() };
         let mut fills: Vec<_> = (0..=Self::SHADES).map(fill).collect();
-        // Nothing is the background of all.
+        // The background covers the whole panel.
         fills[0].areas.push([0, 0, self.columns, rows]);
         for (row, shades) in self.shades.chunks_exact(self.columns.max(1)).enumerate() {
             let mut column = 0;
@@ -126,7 +128,7 @@ impl Cells {
 }
 
 impl Axis {
-    /// From zero to a little more than the greatest value, with round ticks.
+    /// Axis from zero to slightly above the greatest value, with round ticks.
     pub(super) fn from_zero(label: &str, most: f64) -> Self {
         let high = if most > 0.0 { most * 1.07 } else { 1.0 };
         let step = step(high / 5.0);
@@ -160,14 +162,14 @@ impl Axis {
     }
 }
 
-/// The next round number: 1, 2, 2.5 or 5 times a power of ten.
+/// The next greater round number: 1, 2, 2.5 or 5 times a power of ten.
 fn step(at_least: f64) -> f64 {
     let power = 10f64.powf(at_least.log10().floor());
     let digits = [1.0, 2.0, 2.5, 5.0, 10.0].map(|digit| digit * power);
     digits.into_iter().find(|&step| step >= at_least).unwrap_or(10.0 * power)
 }
 
-/// Without zeros at the end: 0.25, 16384.
+/// The number without trailing zeros: 0.25, 16384.
 pub(super) fn plain(value: f64) -> String {
     let text = format!("{value:.5}");
     text.trim_end_matches('0').trim_end_matches('.').to_owned()

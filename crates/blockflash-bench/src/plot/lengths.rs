@@ -1,5 +1,5 @@
-//! Dense attention: speed over the sequence length, a panel for each series of cases that differ in
-//! nothing else.
+//! Dense attention: speed over the sequence length, with a panel for each series of cases that
+//! differ only in length.
 
 use super::figure::{Axis, Figure, Line, Note, Panel, Side};
 use super::series::{
@@ -10,14 +10,15 @@ use crate::case::{AttentionShape, Case};
 use crate::report::run::{Row, Run};
 use crate::report::shape::is_cold;
 
-/// Fewer lengths are no line.
+/// Fewer lengths make no line.
 const FEWEST: usize = 3;
-/// The head dimension of most models: its figure stands for the suite.
+/// The head dimension of most models: its figure represents the suite.
 const USUAL: usize = 128;
 
 /// One figure per head dimension.
 pub(super) fn sketches(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<Sketch> {
-    // What stands for the dense rate beside block-sparse attention is no subject of its own.
+    // Dense runs that are measured beside block-sparse attention as its reference get no plot of
+    // their own.
     if rows.iter().any(|row| row.dense.is_some()) {
         return Vec::new();
     }
@@ -35,7 +36,7 @@ pub(super) fn sketches(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<Sketch> {
 
 fn dense(row: &Row<'_>) -> Option<AttentionShape> {
     match row.case()? {
-        // Decoding has few queries for any number of keys: another plot.
+        // Decoding has few queries for any number of keys, and belongs in another plot.
         Case::AttentionFwd(shape) if shape.seqlen_q == shape.seqlen_kv => Some(shape),
         _ => None,
     }
@@ -108,7 +109,7 @@ fn limits(run: &Run<'_>, (shape, row): Point<'_, '_>) -> Vec<(&'static str, f64,
     limits.extend(matmul.map(|limit| ("matmul", limit, style::CEILING)));
     if let Some(rate) = run.rates.rate("exp2").filter(|_| row.any.exps > 0.0) {
         let limit = rate * row.any.flops / row.any.exps * 1e-12;
-        // Where it is far above the other one nobody will meet it.
+        // A limit far above the other one is never reached and is not drawn.
         if matmul.is_none_or(|matmul| limit < matmul * 1.5) {
             limits.push(("exp", limit, style::CEILING_OF_EXP));
         }
@@ -116,8 +117,8 @@ fn limits(run: &Run<'_>, (shape, row): Point<'_, '_>) -> Vec<(&'static str, f64,
     limits
 }
 
-/// Cases that only differ in their length, with what they have in common: either the tokens of the
-/// batch or the batch.
+/// Cases that differ only in length, grouped by the property they share: the tokens of the batch or
+/// the batch size.
 fn series<'a, 'r>(cases: Vec<Point<'a, 'r>>) -> Vec<(String, Vec<Point<'a, 'r>>)> {
     let same = |(a, row): Point<'_, '_>, (b, other): Point<'_, '_>| {
         (a.mask, a.dtype, a.num_heads_q, a.num_heads_kv)

@@ -1,4 +1,4 @@
-//! Block masks: which blocks are visited, and how long the rows are.
+//! Plots of block masks: the visited blocks and the lengths of rows.
 
 use super::drawing::Drawing;
 use super::error::{MAX_SHOWN, PlotError};
@@ -6,22 +6,22 @@ use super::figure::{Axis, Cells, Figure, Line, Panel, length};
 use super::style::{self, Marker, Style};
 use blockflash_ops::BlockMask;
 
-/// Pixels of a figure.
+/// Width of a figure in pixels.
 const WIDTH: f64 = 900.0;
-/// Narrower cells would be a blur.
+/// Narrower cells would blur.
 const CELL: f64 = 1.5;
-/// Pixels of a panel beside its axes: margins, and above and below the caption and the labels.
+/// Pixels of a panel besides its axes: margins, caption and labels.
 const BESIDE: f64 = 24.0;
 const ABOVE_AND_BELOW: f64 = 68.0;
 
-/// What a picture of a mask shows and says.
+/// Content of a plot of a mask.
 #[derive(Clone, Copy, Debug)]
 pub struct MaskPicture<'a> {
     /// The mask, on the CPU.
     pub mask: &'a BlockMask,
-    /// What it is called.
+    /// Name of the mask.
     pub name: &'a str,
-    /// Batch entries and heads to show, at most [`MAX_SHOWN`], each with a panel.
+    /// Batch entries and heads to show, at most [`MAX_SHOWN`], one panel each.
     pub shown: &'a [[usize; 2]],
 }
 
@@ -34,7 +34,7 @@ struct Head {
 }
 
 impl MaskPicture<'_> {
-    /// Small multiples of the heads; a single one has the lengths of its rows beside it.
+    /// Draws one panel per head; a single head also gets a panel with the lengths of its rows.
     ///
     /// # Errors
     /// [`PlotError::Heads`] if none or too many are shown, [`PlotError::NoHead`],
@@ -131,7 +131,7 @@ impl MaskPicture<'_> {
         Ok(Head { title, rows, longest, mean })
     }
 
-    /// `behind`: blocks of queries and of keys behind a cell.
+    /// `behind`: number of query blocks and of key blocks that a cell represents.
     fn panel(&self, head: &Head, behind: [usize; 2], named: bool) -> Panel {
         let geometry = self.mask.geometry();
         let [rows, columns] = [
@@ -145,11 +145,11 @@ impl MaskPicture<'_> {
                 .for_each(|block| visited[row / behind[0] * columns + block / behind[1]] += 1);
         }
         let shade = |(at, &visited): (usize, &usize)| {
-            // At the ends fewer blocks are behind a cell.
+            // Cells at the ends represent fewer blocks.
             let left = |blocks: usize, at: usize, behind: usize| behind.min(blocks - at * behind);
             let there = left(self.mask.rows().max(1), at / columns, behind[0])
                 * left(self.mask.cols().max(1), at % columns, behind[1]);
-            // A single block among many must still be seen.
+            // The square root keeps a single block among many visible.
             ((visited as f64 / there as f64).sqrt() * f64::from(Cells::SHADES)).ceil() as u8
         };
         let shades = visited.iter().enumerate().map(shade).collect();
@@ -165,7 +165,7 @@ impl MaskPicture<'_> {
                 high: tokens_kv,
                 ticks: ticks(geometry.seqlen_kv()),
             },
-            // The first query on top.
+            // The first query is at the top.
             y: Axis {
                 label: label("query"),
                 low: tokens_q,
@@ -220,13 +220,13 @@ fn legend(behind: [usize; 2], lengths: bool) -> Vec<(String, Style)> {
     legend
 }
 
-/// Ticks at multiples of a power of two, at most one more than so many.
+/// Ticks at multiples of a power of two, at most `steps + 1`.
 fn positions(seqlen: usize, steps: usize) -> Vec<(f64, String)> {
     let step = seqlen.div_ceil(steps).next_power_of_two();
     (0..=seqlen).step_by(step.max(1)).map(|token| (token as f64, length(token))).collect()
 }
 
-/// With two digits that say something.
+/// A percentage with two significant digits.
 fn percent(part: f64) -> String {
     let decimals = match part {
         part if part >= 0.1 => 1,

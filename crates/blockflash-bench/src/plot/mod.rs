@@ -1,5 +1,5 @@
-//! Plots: from records speed over lengths and densities, the ratio to the best rival, and
-//! rooflines; block masks; what sparsity costs and gains; curves of training.
+//! Plots. From records: speed over lengths and densities, the ratio to the best rival, and
+//! rooflines. Also block masks, cost and gain of sparsity, and training curves.
 
 mod curves;
 mod density;

@@ -1,4 +1,4 @@
-//! How many times as fast as the best rival, case by case.
+//! Speed-up over the best rival, case by case.
 
 use super::figure::{Axis, Figure, Line, Note, Panel, Side, plain};
 use super::series::{Sketch, subtitle};
@@ -6,17 +6,17 @@ use super::style::{self, FAINT, Style};
 use crate::record::OURS;
 use crate::report::run::{Row, Run, geometric_mean, groups, peer_names, range};
 
-/// Pixels of a case.
+/// Height of a case in pixels.
 const ROW: u32 = 15;
 
-/// `None` where nothing is compared.
+/// `None` if there is nothing to compare.
 pub(super) fn sketch(run: &Run<'_>, rows: &[Row<'_>]) -> Option<Sketch> {
     let ratios: Vec<_> = rows.iter().filter_map(Row::ratio).collect();
     let (least, most) = range(ratios.iter().copied())?;
     let mean = geometric_mean(&ratios)?;
     let x = axis(least.min(0.9), most.max(1.1));
     let mut panel = Panel { x, ..Panel::default() };
-    // From top to bottom, so y is counted downwards from zero.
+    // Cases run from top to bottom, so y is negative downwards from zero.
     let mut y = 0.0;
     for (label, rows) in groups(rows) {
         if rows.iter().all(|row| row.ratio().is_none()) {
@@ -69,7 +69,7 @@ pub(super) fn sketch(run: &Run<'_>, rows: &[Row<'_>]) -> Option<Sketch> {
         panels: vec![panel],
         y_labels: longest as u32 * 7 + 14,
     };
-    // A table says as much of a few cases.
+    // A few cases are as readable in a table, so they make no cover.
     Some(Sketch { name: "ratio".to_owned(), figure, weight: usize::from(ratios.len() > 8) })
 }
 

@@ -1,4 +1,4 @@
-//! Figures to what can be drawn on.
+//! Draws figures with plotters.
 
 use super::error::PlotError;
 use super::figure::{Axis, Figure, Fill, Line, Note, Panel, Side};
@@ -15,7 +15,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use plotters::style::{Color, FontStyle, RGBColor, TextStyle};
 use std::ops::Range;
 
-/// As wide as a README.
+/// The width of a README page.
 const WIDTH: u32 = 900;
 const MARGIN: i32 = 14;
 const LEGEND_ROW: i32 = 20;
@@ -24,24 +24,24 @@ type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Chart<'c, 'a> = ChartContext<'c, SVGBackend<'a>, Cartesian2d<Axis, Axis>>;
 type Result<T = ()> = std::result::Result<T, PlotError>;
 
-/// Pixels of the whole picture.
+/// Size of the whole image in pixels.
 pub(super) fn size(figure: &Figure) -> (u32, u32) {
     let rows = figure.panels.len().div_ceil(figure.columns.max(1)) as u32;
     (WIDTH, top(figure) as u32 + rows * figure.panel_height + 6)
 }
 
-/// Height of title and legend.
+/// Height of title and legend in pixels.
 fn top(figure: &Figure) -> i32 {
     52 + legend_places(figure).1 * LEGEND_ROW + 6
 }
 
-/// Draws everything but the cells of panels, which take one SVG path for each colour: they are
-/// returned.
+/// Draws everything except the cells of panels, which are returned: each colour becomes one SVG
+/// path.
 pub(super) fn draw(figure: &Figure, root: &Area<'_>) -> Result<Vec<Fill>> {
     let (legend, _) = legend_places(figure);
     let columns = figure.columns.max(1);
     let rows = figure.panels.len().div_ceil(columns);
-    // Filled, so that a dark page does not swallow the text.
+    // The background is filled, so that text stays readable on a dark page.
     root.fill(&WHITE)?;
     root.draw_text(&figure.title, &bold(17, INK), (MARGIN, 10))?;
     root.draw_text(&figure.subtitle, &text(12, FAINT), (MARGIN, 33))?;
@@ -59,8 +59,8 @@ pub(super) fn draw(figure: &Figure, root: &Area<'_>) -> Result<Vec<Fill>> {
     Ok(fills)
 }
 
-/// Where the entries of the legend begin: in rows, as many as fit. Widths are guessed, since only a
-/// viewer knows its font.
+/// Positions of the legend entries, in as many rows as they need. Text widths are estimated, since
+/// only the viewer knows its font.
 fn legend_places(figure: &Figure) -> (Vec<(i32, i32)>, i32) {
     let (mut x, mut row) = (MARGIN, 0);
     let mut places = Vec::new();
@@ -130,7 +130,7 @@ fn draw_panel(root: &Area<'_>, area: &Area<'_>, panel: &Panel, y_labels: u32) ->
     Ok(cells.fills([first.0, first.1, last.0, last.1].map(f64::from), shade))
 }
 
-/// Ticks stand where the axis says and nowhere else.
+/// Ticks are placed exactly where the axis says.
 impl Ranged for Axis {
     type FormatOption = NoDefaultFormatting;
     type ValueType = f64;
@@ -175,7 +175,7 @@ fn series(root: &Area<'_>, chart: &mut Chart<'_, '_>, line: &Line) -> Result {
     Ok(())
 }
 
-/// The mark of a style at a pixel, larger for a thick line.
+/// The mark of a style at a pixel; thick lines have larger marks.
 fn mark(root: &Area<'_>, (x, y): (i32, i32), style: Style) -> Result {
     let r = if style.width > 2 { 5 } else { 4 };
     let fill = style.colour.filled();
@@ -214,7 +214,7 @@ fn annotate(root: &Area<'_>, chart: &Chart<'_, '_>, note: &Note) -> Result {
     Ok(())
 }
 
-/// The backend divides sizes by 1.24; viewers take the font of the page's readers.
+/// The backend divides sizes by 1.24, which is undone here; viewers use the font of the page.
 fn text(pixels: u32, colour: RGBColor) -> TextStyle<'static> {
     ("sans-serif", f64::from(pixels) * 1.24).into_font().color(&colour)
 }

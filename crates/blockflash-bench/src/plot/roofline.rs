@@ -1,4 +1,4 @@
-//! The roofline of a run: what we reach over the operations for each byte of device memory.
+//! The roofline of a run: our speed over the operations per byte of device memory.
 
 use super::figure::{Axis, Figure, Line, Note, Panel, Side};
 use super::series::{SPEED, Sketch, subtitle};
@@ -7,7 +7,7 @@ use crate::case::Case;
 use crate::report::run::{Row, Run, groups, range};
 use crate::timing::median;
 
-/// `None` without a memory and a matmul ceiling, or where nothing of ours has counted bytes.
+/// `None` without a memory and a matmul ceiling, or if none of our records has counted bytes.
 pub(super) fn sketch(run: &Run<'_>, rows: &[Row<'_>]) -> Option<Sketch> {
     let memory = run.rates.rate("hbm_read")?;
     let dtypes: Vec<_> = rows.iter().filter_map(|row| Some(row.case()?.dtype())).collect();
@@ -29,7 +29,7 @@ pub(super) fn sketch(run: &Run<'_>, rows: &[Row<'_>]) -> Option<Sketch> {
         let look = style::group(index);
         let points: Vec<_> = rows.iter().filter_map(|row| point(row)).map(log).collect();
         let Some((least, most)) = range(points.iter().map(|&(x, _)| x)) else { continue };
-        // A limit above the roof limits nothing.
+        // A limit above the roof has no effect.
         for limit in limits(run, &rows).into_iter().filter(|&limit| limit < matmul) {
             let y = (limit * 1e-12).log10();
             let points = vec![((least - 0.05).max((limit / memory).log10()), y), (most + 0.05, y)];
@@ -70,7 +70,7 @@ fn roof(panel: &mut Panel, memory: f64, matmul: f64) {
     let Axis { low, high, .. } = panel.x;
     let top = (matmul * 1e-12).log10();
     let ridge = (matmul / memory).log10();
-    // Below the panel the slope is not seen.
+    // The slope is clipped at the bottom of the panel.
     let start = low.max(panel.y.low - (memory * 1e-12).log10());
     let slope = |x: f64| (x, x + (memory * 1e-12).log10());
     let style = Style { dashed: false, width: 2, ..style::CEILING };
@@ -82,7 +82,7 @@ fn roof(panel: &mut Panel, memory: f64, matmul: f64) {
     let text = format!("matmul {:.0} TFLOP/s", matmul * 1e-12);
     panel.notes.push(Note { at: (high, top), text, side: Side::AboveLeft, bold: true });
     let text = format!("device memory {:.2} TB/s", memory * 1e-12);
-    // To the left of the slope, where nothing can be.
+    // The label stands left of the slope, where no point can lie.
     let at = slope(start + (ridge - start) * 0.85);
     panel.notes.push(Note { at, text, side: Side::Left, bold: true });
 }
@@ -93,11 +93,12 @@ fn limits(run: &Run<'_>, rows: &[&Row<'_>]) -> Vec<f64> {
         let rate = rate?;
         let counted = rows.iter().filter(|row| count(row) > 0.0);
         let mut limits: Vec<_> = counted.map(|row| rate * row.any.flops / count(row)).collect();
-        // Where block sizes are mixed there is no typical limit.
+        // With mixed block sizes there is no typical limit.
         let (least, most) = range(limits.iter().copied())?;
         median(&mut limits).filter(|_| most < least * 1.5)
     };
-    // L2 limits a sparse product; attention reads its keys from shared memory often enough.
+    // L2 limits a sparse product. Attention rereads its keys from shared memory often enough not to
+    // be limited by it.
     let sparse = rows.iter().all(|row| matches!(row.case(), Some(Case::BsrMatmul(_))));
     let l2 = if sparse { typical(|row| row.any.l2_bytes, run.rates.l2()) } else { None };
     typical(|row| row.any.exps, run.rates.rate("exp2")).into_iter().chain(l2).collect()

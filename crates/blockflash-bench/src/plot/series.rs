@@ -1,4 +1,4 @@
-//! What the figures of a run have in common.
+//! Parts that the figures of a run share.
 
 use super::figure::{Figure, Line};
 use super::style::{self, Style};
@@ -6,16 +6,17 @@ use crate::record::OURS;
 use crate::report::day;
 use crate::report::run::{Row, Run, peer_names};
 
-/// A figure on its way to a [`Plot`].
+/// A figure before it becomes a [`Plot`].
 pub(super) struct Sketch {
-    /// Behind the name of the suite.
+    /// Suffix behind the name of the suite.
     pub(super) name: String,
     pub(super) figure: Figure,
-    /// How well it stands for the suite; the greatest is the cover, unless it is 0.
+    /// How well the figure represents the suite: the greatest weight becomes the cover, 0 never
+    /// does.
     pub(super) weight: usize,
 }
 
-/// `NVIDIA H200 · 2026-11-21 · commit e49784d4dbd3`, and what it is about.
+/// `NVIDIA H200 · 2026-11-21 · commit e49784d4dbd3`, followed by the subject of the figure.
 pub(super) fn subtitle(run: &Run<'_>, about: &str) -> String {
     let first = run.first();
     format!("{} · {} · commit {} · {about}", first.gpu, day(first), run.commits())
@@ -24,8 +25,8 @@ pub(super) fn subtitle(run: &Run<'_>, about: &str) -> String {
 pub(super) const SPEED: &str = "TFLOP/s";
 pub(super) const ABOUT_SPEED: &str = "TFLOP/s by useful operations, higher is better";
 
-/// Names and looks of all that were measured in these cases, rivals first: who comes last is drawn
-/// on top.
+/// Names and styles of all implementations that were measured in these cases. Rivals come first,
+/// because later lines are drawn on top.
 pub(super) fn implementations<'r>(rows: &[&Row<'r>]) -> Vec<(&'r str, Style)> {
     let peers =
         || rows.iter().flat_map(|row| row.peers.iter().copied()).filter(|peer| peer.us.is_some());
@@ -38,7 +39,7 @@ pub(super) fn implementations<'r>(rows: &[&Row<'r>]) -> Vec<(&'r str, Style)> {
             )
         })
         .collect();
-    // Marks below rivals.
+    // Marks are drawn below rivals.
     names.sort_by_key(|(_, style)| !style.dashed);
     if rows.iter().any(|row| row.best().is_some()) {
         names.push((OURS, style::of(OURS, false)));
@@ -55,7 +56,7 @@ pub(super) fn speed(row: &Row<'_>, name: &str) -> Option<f64> {
 /// The legend of figures with a line for each implementation: ours, rivals, marks.
 pub(super) fn legend(implementations: &[(&str, Style)]) -> Vec<(String, Style)> {
     let name = |&(name, style): &(&str, Style)| match style.dashed {
-        // Its own rate is higher: zeros are multiplied as well.
+        // The dense product itself runs at a higher rate: it also multiplies the zeros.
         true => (format!("{name} (dense product, useful part)"), style),
         false => (name.to_owned(), style),
     };
@@ -65,7 +66,7 @@ pub(super) fn legend(implementations: &[(&str, Style)]) -> Vec<(String, Style)> 
     ours.chain(rivals).chain(marks).map(name).collect()
 }
 
-/// One line per implementation through cases at their places.
+/// One line per implementation through its speeds at the positions of the cases.
 pub(super) fn lines(points: &[(f64, &Row<'_>)], implementations: &[(&str, Style)]) -> Vec<Line> {
     let line = |&(name, style): &(&str, Style)| {
         let points = points.iter().filter_map(|(x, row)| Some((*x, speed(row, name)?)));
@@ -74,7 +75,7 @@ pub(super) fn lines(points: &[(f64, &Row<'_>)], implementations: &[(&str, Style)
     implementations.iter().map(line).filter(|line| !line.points.is_empty()).collect()
 }
 
-/// The greatest y of some lines.
+/// The greatest y value of the lines.
 pub(super) fn highest<'a>(lines: impl Iterator<Item = &'a Line>) -> f64 {
     lines.flat_map(|line| &line.points).map(|&(_, y)| y).fold(0.0, f64::max)
 }

@@ -12,7 +12,7 @@ pub(super) struct Style {
     pub(super) marker: Option<Marker>,
 }
 
-/// A second sign beside the colour.
+/// Shape of a mark, which distinguishes lines besides the colour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Marker {
     Circle,
@@ -27,9 +27,9 @@ const MARKERS: [Marker; 5] =
 
 /// Text and axes.
 pub(super) const INK: RGBColor = RGBColor(0x33, 0x33, 0x33);
-/// What explains.
+/// Secondary text.
 pub(super) const FAINT: RGBColor = RGBColor(0x66, 0x66, 0x66);
-/// Lines of the grid.
+/// Grid lines.
 pub(super) const GRID: RGBColor = RGBColor(0xe4, 0xe4, 0xe4);
 
 // The palette of Okabe and Ito, which colour-blind readers can tell apart. Its yellow is invisible
@@ -42,7 +42,7 @@ const PURPLE: RGBColor = RGBColor(0xcc, 0x79, 0xa7);
 const ORANGE: RGBColor = RGBColor(0xe6, 0x9f, 0x00);
 const BLACK: RGBColor = RGBColor(0x00, 0x00, 0x00);
 
-/// The first part that a name contains decides. Rivals of one operation differ in colour and mark.
+/// The first entry that a name contains decides. Rivals of one operation differ in colour and mark.
 const KNOWN: [(&str, RGBColor, Marker); 14] = [
     ("flash_attention_3", BLUE, Marker::Square),
     ("flash_attention_4", SKY, Marker::Triangle),
@@ -73,13 +73,13 @@ const OTHERS: [(RGBColor, Marker); 6] = [
     (BLUE, Marker::Triangle),
 ];
 
-/// Ours is thick; a mark that is no rival is dashed.
+/// Our lines are thick; marks that are no rivals are dashed.
 pub(super) fn of(implementation: &str, reference: bool) -> Style {
     if implementation == OURS {
         return Style { colour: VERMILLION, width: 4, dashed: false, marker: Some(Marker::Circle) };
     }
     if reference {
-        // The same product of other numbers.
+        // The same product with other values.
         let colour = if implementation.contains("random") { GREEN } else { FAINT };
         return Style { colour, width: 2, dashed: true, marker: None };
     }
@@ -91,7 +91,7 @@ pub(super) fn of(implementation: &str, reference: bool) -> Style {
     Style { colour, width: 2, dashed: false, marker: Some(marker) }
 }
 
-/// A name that nobody has listed gets a look by its letters, so that it keeps it.
+/// An unlisted name gets a style by its letters, so that it looks the same in every plot.
 fn other(name: &str) -> (RGBColor, Marker) {
     let sum = name.bytes().fold(0usize, |sum, byte| sum.wrapping_mul(31).wrapping_add(byte.into()));
     let (colour, marker) = OTHERS[sum % OTHERS.len()];
@@ -99,23 +99,23 @@ fn other(name: &str) -> (RGBColor, Marker) {
     (family.map_or(colour, |&(_, colour)| colour), marker)
 }
 
-/// What a machine can do.
+/// A ceiling of the machine.
 pub(super) const CEILING: Style = Style { colour: BLACK, width: 1, dashed: true, marker: None };
-/// The second such line of a panel.
+/// A second ceiling in the same panel.
 pub(super) const CEILING_OF_EXP: Style =
     Style { colour: FAINT, width: 2, dashed: true, marker: None };
 
-/// Ours without a block mask.
+/// Our attention without a block mask.
 pub(super) const DENSE: Style = Style { colour: VERMILLION, width: 2, dashed: true, marker: None };
-/// Lengths of rows.
+/// Row lengths.
 pub(super) const LENGTHS: Style = Style { colour: BLUE, width: 2, dashed: false, marker: None };
 
-/// Ways to choose blocks; the first is the one that a plot is about.
+/// Ways to choose blocks; the first is the subject of the plot.
 pub(super) fn choice(index: usize) -> Style {
     Style { width: if index == 0 { 4 } else { 2 }, ..group(index) }
 }
 
-/// Groups of our own cases, where no rival is drawn.
+/// Groups of our own cases, in plots without rivals.
 pub(super) fn group(index: usize) -> Style {
     const GROUPS: [(RGBColor, Marker); 8] = [
         (VERMILLION, Marker::Circle),
@@ -128,7 +128,7 @@ pub(super) fn group(index: usize) -> Style {
         (FAINT, Marker::Triangle),
     ];
     let (colour, marker) = GROUPS[index % GROUPS.len()];
-    // A colour that comes again gets another mark.
+    // A colour that repeats comes with another mark.
     let again =
         MARKERS.iter().position(|&other| other == marker).unwrap_or(0) + index / GROUPS.len();
     Style { colour, width: 1, dashed: false, marker: Some(MARKERS[again % MARKERS.len()]) }
@@ -137,7 +137,7 @@ pub(super) fn group(index: usize) -> Style {
 /// Shades of cells; the last is the darkest.
 pub(super) const SHADES: u8 = 6;
 
-/// Colour of a cell: from what is visited nowhere to what is visited whole.
+/// Colour of a cell, from never visited to completely visited.
 pub(super) fn shade(shade: u8) -> RGBColor {
     const NOTHING: RGBColor = RGBColor(0xf3, 0xf3, 0xf3);
     const LIGHTEST: RGBColor = RGBColor(0xa6, 0xcf, 0xe8);

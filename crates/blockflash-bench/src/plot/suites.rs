@@ -7,22 +7,23 @@ use super::{density, lengths, ratio, roofline};
 use crate::record::Record;
 use crate::report::run::newest;
 
-/// A plot and what it is called.
+/// A plot and its file name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plot {
-    /// Name of a file: suite and what it shows.
+    /// File name: the suite and the content of the plot.
     pub file: String,
     /// The suite.
     pub suite: String,
-    /// The title, for those who do not see it.
+    /// Alternative text for readers who do not see the image.
     pub alt: String,
-    /// The one to show where there is room for one.
+    /// Whether the plot represents its suite where only one is shown.
     pub cover: bool,
-    /// The picture.
+    /// The image.
     pub svg: String,
 }
 
-/// Plots of the newest run of each suite. Names do not say the GPU: give records of one.
+/// Plots of the newest run of each suite. File names do not contain the GPU, so pass the records of
+/// one GPU only.
 ///
 /// # Errors
 /// [`PlotError`].
@@ -38,7 +39,8 @@ pub fn plots(records: &[Record]) -> Result<Vec<Plot>, PlotError> {
         let cover = sketches.iter().position(|sketch| cover > 0 && sketch.weight == cover);
         for (index, Sketch { name, figure, .. }) in sketches.into_iter().enumerate() {
             let mut file = format!("{}_{name}.svg", run.key().1);
-            // Two operations of a suite may share a head dimension.
+            // Two operations of a suite may have the same head dimension, and so the same file
+            // name.
             if plots.iter().any(|plot: &Plot| plot.file == file) {
                 file = format!("{}_{name}_{index}.svg", run.key().1);
             }

@@ -1,4 +1,4 @@
-//! What visiting fewer blocks costs and gains.
+//! Cost and gain of visiting fewer blocks.
 
 use super::drawing::Drawing;
 use super::error::PlotError;
@@ -6,34 +6,33 @@ use super::figure::{Axis, Figure, Line, Panel, plain};
 use super::style;
 use crate::report::run::range;
 
-/// One choice of blocks, held against dense attention.
+/// One choice of blocks, compared with dense attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TradeoffPoint {
-    /// Part of the pairs that are visited, above 0.
+    /// Fraction of the pairs that are visited, above 0.
     pub density: f64,
     /// ‖output − dense output‖ / ‖dense output‖.
     pub error: f64,
-    /// Time of dense attention by that of this choice.
+    /// Speed-up over dense attention.
     pub speedup: f64,
 }
 
-/// A picture of error and speed-up over the density, with a line for each way to choose.
+/// A plot of error and speed-up over the density, with a line for each way to choose blocks.
 #[derive(Clone, Debug)]
 pub struct Tradeoff<'a> {
     /// Heading.
     pub title: &'a str,
-    /// Where and how it was measured.
+    /// Place and method of the measurement.
     pub subtitle: &'a str,
     /// Ways to choose, in the order of the legend.
     pub series: &'a [(String, Vec<TradeoffPoint>)],
 }
 
 impl Tradeoff<'_> {
-    /// Two panels beside each other.
+    /// Draws two panels side by side.
     ///
     /// # Errors
-    /// [`PlotError::NoPoints`] without a point of positive density; errors that are 0 are not
-    /// drawn.
+    /// [`PlotError::NoPoints`] without a point of positive density. Errors of 0 are not drawn.
     pub fn draw(&self) -> Result<Drawing, PlotError> {
         let points = || {
             self.series.iter().flat_map(|(_, points)| points).filter(|point| point.density > 0.0)
@@ -91,14 +90,14 @@ impl Tradeoff<'_> {
     }
 }
 
-/// Logarithmic between two positive values, a little beyond them.
+/// A logarithmic axis from slightly below to slightly above two positive values.
 pub(super) fn percent_axis(label: &str, (least, most): (f64, f64)) -> Axis {
     let axis = Axis::decades(label, least / 1.25, most * 1.25);
     let percent = |(at, _): (f64, String)| (at, format!("{} %", plain(100.0 * 10f64.powf(at))));
     Axis { ticks: axis.ticks.into_iter().map(percent).collect(), ..axis }
 }
 
-/// The speed-up if time were proportional to the visited pairs, as far as the panel reaches.
+/// The speed-up if time were proportional to the visited pairs, within the range of the panel.
 fn proportional(x: &Axis, most: f64) -> Line {
     let low = x.low.max(-most.log10());
     let places = (0..=64).map(|step| low + (x.high - low) * f64::from(step) / 64.0);

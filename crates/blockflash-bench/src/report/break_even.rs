@@ -1,5 +1,5 @@
-//! Block-sparse products against the dense one: how much of its rate they reach, and up to which
-//! density they take less time.
+//! Block-sparse products against the dense product: the fraction of the dense rate that they reach,
+//! and the density below which they take less time.
 
 use super::cells::{Cells, NONE};
 use super::run::Row;
@@ -10,19 +10,19 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Up to which density a sparse product is faster than a dense one.
+/// Density at which a sparse product stops being faster than the dense one.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum BreakEven {
-    /// It is not, even at the least density.
+    /// The sparse product is slower even at the lowest density, which this is.
     Below(f64),
-    /// Where both take equally long.
+    /// Both take equally long at this density.
     At(f64),
-    /// It is at all densities, of which this is the greatest.
+    /// The sparse product is faster at all densities, of which this is the highest.
     Above(f64),
 }
 
 impl BreakEven {
-    /// The greatest density for which it is known to be faster.
+    /// The highest density at which the sparse product is known to be faster.
     pub fn density(self) -> Option<f64> {
         match self {
             Self::Below(_) => None,
@@ -41,9 +41,9 @@ impl fmt::Display for BreakEven {
     }
 }
 
-/// Where the time of a sparse product reaches that of the dense one, between neighbouring points
-/// along a straight line. `points` are densities and times, the time of the dense product being 1,
-/// by ascending density. `None` without points.
+/// Finds the density at which the time of a sparse product reaches the time of the dense one, by
+/// linear interpolation between neighbouring points. `points` are densities and times in ascending
+/// density, relative to the time of the dense product. Returns `None` without points.
 ///
 /// ```
 /// use blockflash_bench::report::{BreakEven, break_even};
@@ -66,7 +66,7 @@ pub fn break_even(points: &[(f64, f64)]) -> Option<BreakEven> {
     Some(BreakEven::Above(below.0))
 }
 
-/// What the tables mean.
+/// Explains the tables.
 pub(crate) const NOTE: &str = "\
 Columns of densities: the rate of the stored blocks by that of the dense product, zeros counted \
 as work. \
@@ -78,19 +78,19 @@ raise the clock, the other one N(0, 1) everywhere.";
 
 /// A measured density.
 struct Point {
-    /// As the case has it.
+    /// Density as the case names it.
     density: f64,
-    /// Stored blocks by all.
+    /// Fraction of the blocks that is stored.
     stored: f64,
-    /// Our time by that of the dense product in the same run.
+    /// Our time relative to the dense product in the same run.
     time: f64,
 }
 
-/// What differs in its density only, by block size, the largest first, and columns of the dense
-/// matrix.
+/// Points that differ in density only, keyed by block size (largest first) and by the number of
+/// columns of the dense matrix.
 type Lines = BTreeMap<(Reverse<usize>, usize), Vec<Point>>;
 
-/// A table with its heading for each size and type of A and each dense product that was measured.
+/// One table with a heading for each size and type of A and each measured dense product.
 pub(crate) fn tables(rows: &[Row<'_>]) -> Vec<(String, Cells)> {
     let mut tables: BTreeMap<String, Lines> = BTreeMap::new();
     for (row, dense) in rows.iter().flat_map(|row| row.marks().map(move |dense| (row, dense))) {
@@ -109,7 +109,7 @@ pub(crate) fn tables(rows: &[Row<'_>]) -> Vec<(String, Cells)> {
     tables.into_iter().map(|(heading, lines)| (heading, cells(&lines))).collect()
 }
 
-/// Our rate by that of a dense product, zeros counted as work.
+/// Our rate relative to the dense product; multiplications by zeros count as work.
 pub(crate) fn part(row: &Row<'_>, dense: &Record) -> Option<f64> {
     point(row, dense).map(|(_, _, point)| point.stored / point.time)
 }
@@ -130,7 +130,7 @@ fn point(row: &Row<'_>, dense: &Record) -> Option<(String, BsrShape, Point)> {
 fn cells(lines: &Lines) -> Cells {
     let mut densities: Vec<f64> = lines.values().flatten().map(|point| point.density).collect();
     densities.sort_by(f64::total_cmp);
-    // What few lines have tells nothing beside the others.
+    // A column that only few lines fill allows no comparison and is left out.
     let most = |alike: &&[f64]| 2 * alike.len() > lines.len();
     let densities: Vec<f64> =
         densities.chunk_by(|a, b| a == b).filter(most).map(|alike| alike[0]).collect();
@@ -158,7 +158,8 @@ mod tests {
     use super::*;
     use crate::record::OURS;
 
-    /// Ours, whose time grows with the density, and the dense product of 100 µs.
+    /// Records of ours, whose time depends on the density, and of a dense product that takes 100
+    /// µs.
     fn measured(n: usize, block: usize, densities: &[f64], us: fn(f64) -> f64) -> Vec<Record> {
         let case = |density| format!("m1024_n{n}_k1024_b{block}_d{density}_uniform_f16");
         let both = |&density: &f64| {
@@ -193,7 +194,7 @@ mod tests {
         let records = [
             measured(1024, 32, &[0.5, 0.25, 0.125], |density| 50.0 + 200.0 * density),
             measured(128, 64, &[0.125, 0.25, 0.5], |density| 20.0 + 100.0 * density),
-            // Its density of 1 is no column, but counts for the break-even.
+            // Density 1 gets no column, but counts for the break-even.
             measured(1024, 64, &[0.125, 0.25, 0.5, 1.0], |density| 110.0 * density),
             measured(64, 64, &[0.125, 0.25, 0.5], |density| 100.0 + density),
         ];

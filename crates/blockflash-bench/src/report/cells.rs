@@ -3,12 +3,12 @@
 use super::run::{Row, geometric_mean, peer_names, rows};
 use crate::record::Record;
 
-/// How much of a suite is written.
+/// Level of detail of a suite.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Detail {
-    /// A line for each group of cases, and one for each rival.
+    /// One line for each group of cases and each rival.
     Groups,
-    /// A line for each case.
+    /// One line for each case.
     Cases,
 }
 
@@ -17,20 +17,20 @@ pub enum Detail {
 pub struct Cells {
     /// Names of the columns.
     pub header: Vec<String>,
-    /// Lines in the order of measuring; the last one is a mean where there are several ratios.
+    /// Lines in the order of measurement; the last one is a mean if there are several ratios.
     pub rows: Vec<Vec<String>>,
 }
 
-/// What stands where there is no number.
+/// Placeholder for a missing number.
 pub(crate) const NONE: &str = "—";
 
-/// The table of some records of one run, for a terminal.
+/// Table of records of one run, for a terminal.
 pub fn cells(records: &[&Record]) -> Cells {
     let rows = rows(records);
     table(&rows.iter().collect::<Vec<_>>(), |text| text)
 }
 
-/// The same; `mark` is applied to the best of a row.
+/// The table of `rows`; `mark` is applied to the best cell of a line.
 pub(crate) fn table(rows: &[&Row<'_>], mark: fn(String) -> String) -> Cells {
     let columns = Columns::of(rows);
     let mut lines: Vec<_> = rows.iter().flat_map(|row| columns.lines(row, mark)).collect();
@@ -47,10 +47,10 @@ pub(crate) fn table(rows: &[&Row<'_>], mark: fn(String) -> String) -> Cells {
 }
 
 const RATIO: &str = "× best rival";
-/// TFLOP/s by those of dense attention.
+/// Heading: TFLOP/s relative to dense attention.
 const OF_DENSE: &str = "of dense";
 
-/// Which columns a table has: only those that say something.
+/// The columns of a table; columns that would be empty are left out.
 struct Columns<'a> {
     peers: Vec<&'a str>,
     rivals: bool,
@@ -83,7 +83,7 @@ impl<'a> Columns<'a> {
         header.into_iter().map(str::to_owned).collect()
     }
 
-    /// A line for each kernel of ours, and one where there is none.
+    /// A line for each of our kernels, and one line if there is none.
     fn lines(&self, row: &Row<'_>, mark: fn(String) -> String) -> Vec<Vec<String>> {
         match row.ours.as_slice() {
             [] => vec![self.line(row, None, mark)],
@@ -124,19 +124,19 @@ impl<'a> Columns<'a> {
     }
 }
 
-/// Name of the kernel without the part that all have.
+/// Name of the kernel without the prefix that all kernels share.
 pub(crate) fn kernel(record: &Record) -> String {
     let symbol = record.symbol.as_deref().unwrap_or_default();
     symbol.strip_prefix("blockflash_").unwrap_or(symbol).to_owned()
 }
 
-/// Which ceiling binds, and the fraction of it that was reached.
+/// The ceiling that binds, and the fraction of it that was reached.
 fn ceiling(record: &Record) -> Option<String> {
     let name = record.ceiling.clone()?;
     Some(record.ceiling_fraction.map_or(name.clone(), |fraction| format!("{name} {fraction:.2}")))
 }
 
-/// A time of an output that was not found right must not hide among the others.
+/// Flags outputs that were not verified, so that their times do not pass for valid ones.
 fn verified(row: &Row<'_>, ours: Option<&Record>) -> &'static str {
     let mut timed =
         ours.into_iter().chain(row.peers.iter().copied()).filter(|record| record.us.is_some());
@@ -147,7 +147,7 @@ fn verified(row: &Row<'_>, ours: Option<&Record>) -> &'static str {
     }
 }
 
-/// TFLOP/s where there are any, or that it failed.
+/// TFLOP/s if there are any, or the fact that it failed.
 fn speed(record: &Record) -> String {
     match record.us {
         Some(_) => record.tflops.map_or(NONE.to_owned(), number),

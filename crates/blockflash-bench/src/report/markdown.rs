@@ -11,21 +11,21 @@ use std::fmt::Write;
 pub struct Image {
     /// The suite that it belongs to.
     pub suite: String,
-    /// For those who do not see it.
+    /// Alternative text for readers who do not see the image.
     pub alt: String,
-    /// Where it lies, as Markdown refers to it.
+    /// Path of the image in Markdown links.
     pub path: String,
-    /// Whether it stands for its suite where there is room for one.
+    /// Whether the plot represents its suite where only one is shown.
     pub cover: bool,
 }
 
-/// Whether a table of all cases is hardly longer than its summary: then it is never condensed.
+/// Whether a table of all cases is hardly longer than its summary; such a table is never condensed.
 fn is_short(rows: &[Row<'_>]) -> bool {
     rows.len() <= 8 || rows.len() < 3 * groups(rows).len()
 }
 
-/// The newest run of each suite on each GPU, then what the GPU could do and what a call costs the
-/// host.
+/// The newest run of each suite on each GPU, then the ceilings of the GPUs and the host time of
+/// calls.
 pub fn markdown(records: &[Record], detail: Detail, images: &[Image]) -> String {
     let runs = newest(records);
     let mut gpus: Vec<_> = records.iter().map(|record| record.gpu.as_str()).collect();
@@ -50,7 +50,7 @@ pub fn markdown(records: &[Record], detail: Detail, images: &[Image]) -> String 
     text
 }
 
-// Writing into a String does not fail: results of `write!` are dropped in this file.
+// Writing into a String cannot fail, so results of `write!` are dropped in this file.
 
 fn suite(text: &mut String, run: &Run<'_>, detail: Detail, images: &[Image]) {
     let (gpu, name) = run.key();
@@ -65,7 +65,7 @@ fn suite(text: &mut String, run: &Run<'_>, detail: Detail, images: &[Image]) {
     let _ = writeln!(text, "{}\n", summary::sentence(&rows));
     match detail {
         _ if is_short(&rows) => {
-            // Operations have different rivals.
+            // Each operation has rivals of its own.
             for of_op in rows.chunk_by(|a, b| a.any.op == b.any.op) {
                 put(text, &of_cases(&of_op.iter().collect::<Vec<_>>()));
             }
@@ -118,7 +118,7 @@ fn put(text: &mut String, Cells { header, rows }: &Cells) {
         return;
     }
     let _ = writeln!(text, "| {} |", header.join(" | "));
-    // Names to the left, numbers to the right, so that their digits stand below each other.
+    // Text is left-aligned, numbers are right-aligned so that their digits line up.
     let rule = header.iter().enumerate().map(|(at, _)| if at == 0 { "---|" } else { "---:|" });
     let _ = writeln!(text, "|{}", rule.collect::<String>());
     for row in rows {
@@ -206,7 +206,7 @@ mod tests {
                 text.contains("### Ceilings of G") && text.contains("| wgmma_f16 | 832 TFLOP/s |"),
                 "{text}"
             );
-            // A ceiling is not a case.
+            // A ceiling is not listed as a case.
             assert!(!text.contains("`ceilings`"), "{text}");
         }
     }

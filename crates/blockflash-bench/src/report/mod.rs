@@ -1,4 +1,4 @@
-//! Reports from records: Markdown tables of the newest runs, and what has changed since a commit.
+//! Reports from records: Markdown tables of the newest runs, and changes since a commit.
 
 mod against;
 mod break_even;
@@ -20,12 +20,12 @@ pub use markdown::{Image, align, markdown};
 pub(crate) use notes::day;
 pub(crate) use run::fastest;
 
-/// Marks between which `blockflash report --into` writes.
+/// Start marker of the part that `blockflash report --into` replaces.
 pub const BEGIN: &str = "<!-- results:begin -->";
-/// The other one.
+/// End marker of that part.
 pub const END: &str = "<!-- results:end -->";
 
-/// The document with the text between the marks replaced; `None` if it has no marks.
+/// The document with the text between the markers replaced; `None` if it has no markers.
 pub fn insert(document: &str, text: &str) -> Option<String> {
     let begin = document.find(BEGIN)? + BEGIN.len();
     let end = begin + document[begin..].find(END)?;

@@ -1,10 +1,10 @@
-//! What stands below a table: how it was measured, what failed, what it does not show.
+//! Notes below a table: how it was measured, what failed, and what it does not show.
 
 use super::run::{Fuller, Row, Run, Size, peer_names, range};
 use super::shape::is_cold;
 use crate::record::Record;
 
-/// Paragraphs.
+/// Paragraphs of notes.
 pub(crate) fn notes(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<String> {
     let mut notes = vec![measured(run, rows)];
     notes.extend(missing(rows));
@@ -24,7 +24,7 @@ pub(crate) fn notes(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<String> {
     notes
 }
 
-/// Where, when and how: what a number means nothing without.
+/// Place, date and method of the measurement, without which no number has a meaning.
 fn measured(run: &Run<'_>, rows: &[Row<'_>]) -> String {
     let first = run.first();
     let mut parts = vec![
@@ -43,7 +43,7 @@ fn measured(run: &Run<'_>, rows: &[Row<'_>]) -> String {
          {caches}",
         first.gap_ms
     ));
-    // Places of a round; 0 where all rounds had one order.
+    // Number of places in a round; 0 if all rounds had one order.
     let timed = run.records.iter().filter(|record| record.us.is_some());
     let places = timed.map(|record| record.protocol.as_ref().map_or(0, |protocol| protocol.places));
     if range(places.map(|places| places as f64))
@@ -91,7 +91,7 @@ fn measured(run: &Run<'_>, rows: &[Row<'_>]) -> String {
     format!("{}.", parts.join("; "))
 }
 
-/// A mark, with the numbers that it multiplies.
+/// Explains a mark and the operands that it multiplies.
 fn about(mark: &str) -> String {
     match mark {
         "torch_matmul_dense" => {
@@ -102,7 +102,7 @@ fn about(mark: &str) -> String {
     }
 }
 
-/// Cases that have no result of ours, by reason.
+/// Cases without a result of ours, by reason.
 fn missing(rows: &[Row<'_>]) -> Option<String> {
     let without: Vec<_> = rows.iter().filter(|row| row.best().is_none()).collect();
     let reasons = reasons(without.iter().flat_map(|row| row.ours.iter().copied()));
@@ -113,7 +113,7 @@ fn missing(rows: &[Row<'_>]) -> Option<String> {
     Some(if reasons.is_empty() { format!("{text}.") } else { format!("{text}: {reasons}.") })
 }
 
-/// Rivals that are missing somewhere, and why.
+/// Rivals that failed or are missing in some cases, and why.
 fn failed(rows: &[Row<'_>]) -> Option<String> {
     let names = peer_names(rows.iter().flat_map(|row| row.peers.iter().copied()));
     let rival = |name: &str| {
@@ -147,7 +147,7 @@ fn reasons<'r>(records: impl Iterator<Item = &'r Record>) -> String {
     shown.join("; ")
 }
 
-/// One short line that Markdown takes literally.
+/// An error as one short line without characters that Markdown interprets.
 fn plain(error: &str) -> String {
     const LONGEST: usize = 140;
     let words: Vec<_> = error.split_whitespace().collect();
@@ -168,8 +168,8 @@ pub(crate) fn day(record: &Record) -> &str {
     record.date.split('T').next().unwrap_or_default()
 }
 
-/// How many windows of what length, and in how many cases, the most frequent first. Whatever failed
-/// had none.
+/// Number and length of windows with the number of cases that had them, the most frequent first.
+/// Failed implementations had no windows.
 fn windows(rows: &[Row<'_>]) -> Vec<(usize, f64, usize)> {
     let mut found: Vec<(usize, f64, usize)> = Vec::new();
     for row in rows {

@@ -1,65 +1,67 @@
-//! Records as a report reads them: runs of suites, their cases, and who was fastest.
+//! The view of a report on the records: runs of suites, their cases, and the fastest
+//! implementation.
 
 use super::shape;
 use crate::case::Case;
 use crate::record::{OURS, Record};
 use blockflash_sys::DType;
 
-/// What one table shows: a suite, measured on one GPU, once or in several runs of one commit that
-/// complete each other.
+/// Content of one table: a suite on one GPU, measured in one run or in several runs of one commit
+/// that complete each other.
 #[derive(Debug)]
 pub(crate) struct Run<'r> {
-    /// Never empty, in the order of measuring, without ceilings.
+    /// Never empty, in the order of measurement, without ceilings.
     pub(crate) records: Vec<&'r Record>,
-    /// What the GPU could do in this run.
+    /// Measured ceilings of the GPU in this run.
     pub(crate) rates: Rates<'r>,
-    /// An older run of the suite with more cases or rivals.
+    /// An older run of the suite with more cases or rivals, if there is one.
     pub(crate) fuller: Option<Fuller<'r>>,
 }
 
-/// How much was measured.
+/// Size of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Size {
     pub(crate) cases: usize,
     pub(crate) rivals: usize,
 }
 
-/// A run that the newest one hides.
+/// A larger run that the newest run hides from the report.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Fuller<'r> {
     pub(crate) record: &'r Record,
     pub(crate) size: Size,
 }
 
-/// All that was measured of one case.
+/// All records of one case.
 #[derive(Debug)]
 pub(crate) struct Row<'r> {
-    /// A record of the case, to read its shape from.
+    /// Any record of the case, for its shape.
     pub(crate) any: &'r Record,
-    /// Ours: one, or one for each kernel that was asked for.
+    /// Our records: one, or one for each kernel that was forced by name.
     pub(crate) ours: Vec<&'r Record>,
-    /// Rivals and marks.
+    /// Records of rivals and marks.
     pub(crate) peers: Vec<&'r Record>,
-    /// For attention over a block mask: ours of the same run and shape without one.
+    /// For attention with a block mask: our record of the same shape without the mask, from the
+    /// same run.
     pub(crate) dense: Option<&'r Record>,
 }
 
-/// Records of `op` `ceiling` of one run.
+/// Records of one run whose operation is `ceiling`.
 #[derive(Debug, Default)]
 pub(crate) struct Rates<'r>(pub(crate) Vec<&'r Record>);
 
-/// The operation of records that say what a machine can do.
+/// Operation of records that hold measured ceilings.
 pub(crate) const CEILING: &str = "ceiling";
 
-/// The newest run of each suite on each GPU, with the cases that it lacks from older runs of its
-/// commit.
+/// The newest run of each suite on each GPU. Cases that it lacks are taken from older runs of the
+/// same commit.
 pub(crate) fn newest(records: &[Record]) -> Vec<Run<'_>> {
     let mut runs: Vec<Run<'_>> = Vec::new();
     for mut run in runs_of(records) {
         match runs.iter_mut().find(|other| other.key() == run.key()) {
             None => runs.push(run),
             Some(newest) => {
-                // Equal dates: the run that stands later in the file.
+                // At equal dates the run that stands later in the file is newer.
                 if run.date() >= newest.date() {
                     std::mem::swap(newest, &mut run);
                 }
@@ -99,12 +101,12 @@ impl<'r> Run<'r> {
         self.records[0]
     }
 
-    /// GPU and suite.
+    /// GPU and suite, which identify a table.
     pub(crate) fn key(&self) -> (&'r str, &'r str) {
         (&self.first().gpu, &self.first().suite)
     }
 
-    /// Its commit, after others with the same images whose cases complete it.
+    /// The commit of the run, after other commits with the same images that complete it.
     pub(crate) fn commits(&self) -> String {
         let mut commits: Vec<&str> = Vec::new();
         for record in &self.records {
@@ -129,9 +131,10 @@ impl<'r> Run<'r> {
         Size { cases: self.rows().len(), rivals: peer_names(rivals).len() }
     }
 
-    /// Cases that only an older run of the same commit has, or of the same images, come first.
+    /// Puts cases that only the older run has in front, if it has the same commit or the same
+    /// images.
     fn complete(&mut self, older: &Run<'r>) {
-        // What has completed it before comes first, and may be of another commit itself.
+        // The first record may come from an earlier completion by another commit.
         let images = |record: &'r Record| {
             (record.same_as.as_ref().unwrap_or(&record.commit), &record.driver)
         };
@@ -146,7 +149,7 @@ impl<'r> Run<'r> {
 
     fn hides(&mut self, older: &Run<'r>) {
         let size = self.size();
-        // What the other run hid is hidden all the same.
+        // A run that the older run hides is also hidden by this one.
         let itself = Fuller { record: older.first(), size: older.size() };
         let hidden = [Some(itself), older.fuller, self.fuller].into_iter().flatten();
         self.fuller = hidden
@@ -155,7 +158,7 @@ impl<'r> Run<'r> {
     }
 }
 
-/// The cases of a run. Cold and warm caches are different cases.
+/// Groups the records of a run by case. Cold and warm caches are different cases.
 pub(crate) fn rows<'r>(records: &[&'r Record]) -> Vec<Row<'r>> {
     let mut rows: Vec<Row<'r>> = Vec::new();
     for &record in records {
@@ -173,7 +176,7 @@ pub(crate) fn rows<'r>(records: &[&'r Record]) -> Vec<Row<'r>> {
     rows
 }
 
-/// Rows by the heading that they stand under, in the order of measuring.
+/// Groups the cases by heading, in the order of measurement.
 pub(crate) fn groups<'a, 'r>(rows: &'a [Row<'r>]) -> Vec<(String, Vec<&'a Row<'r>>)> {
     let mut groups: Vec<(String, Vec<&Row<'_>>)> = Vec::new();
     for row in rows {
@@ -192,7 +195,7 @@ impl<'r> Row<'r> {
             && shape::is_cold(self.any) == shape::is_cold(record)
     }
 
-    /// The id, and that caches were cold.
+    /// The case id, with a note if caches were cold.
     pub(crate) fn name(&self) -> String {
         format!("{}{}", self.any.case, if shape::is_cold(self.any) { " (cold)" } else { "" })
     }
@@ -217,12 +220,12 @@ impl<'r> Row<'r> {
         rows.iter().find(same)?.best()
     }
 
-    /// TFLOP/s of a record of ours, of visited pairs, by those without a block mask.
+    /// Our TFLOP/s over visited pairs, relative to our TFLOP/s without a block mask.
     pub(crate) fn part_of_dense(&self, ours: &Record) -> Option<f64> {
         Some(ours.tflops.filter(|_| ours.us.is_some())? / self.dense?.tflops?)
     }
 
-    /// The fastest rival. Marks that do another job are no rivals.
+    /// The fastest rival. Marks compute something else and are no rivals.
     pub(crate) fn best_rival(&self) -> Option<&'r Record> {
         fastest(self.rivals())
     }
@@ -231,7 +234,7 @@ impl<'r> Row<'r> {
         self.peers.iter().copied().filter(|peer| !peer.reference)
     }
 
-    /// Dense products and the like that were measured.
+    /// Marks that were measured, such as dense products.
     pub(crate) fn marks(&self) -> impl Iterator<Item = &'r Record> {
         self.peers.iter().copied().filter(|peer| peer.reference && peer.us.is_some())
     }
@@ -240,13 +243,13 @@ impl<'r> Row<'r> {
         self.peers.iter().copied().find(|peer| peer.implementation == name)
     }
 
-    /// How many times as fast as the fastest rival our fastest kernel is.
+    /// Speed-up of our fastest kernel over the fastest rival.
     pub(crate) fn ratio(&self) -> Option<f64> {
         Some(self.best_rival()?.us? / self.best()?.us?)
     }
 }
 
-/// Whatever has no time is not fast.
+/// The record with the shortest time; records without a time are skipped.
 pub(crate) fn fastest<'r>(records: impl Iterator<Item = &'r Record>) -> Option<&'r Record> {
     let timed = records.filter_map(|record| Some((record.us?, record)));
     timed.min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, record)| record)
@@ -263,13 +266,13 @@ pub(crate) fn peer_names<'r>(rows: impl Iterator<Item = &'r Record>) -> Vec<&'r 
     names
 }
 
-/// `None` of nothing.
+/// Geometric mean; `None` if there are no values.
 pub(crate) fn geometric_mean(values: &[f64]) -> Option<f64> {
     let sum: f64 = values.iter().map(|value| value.ln()).sum();
     (!values.is_empty()).then(|| (sum / values.len() as f64).exp())
 }
 
-/// Least and greatest; `None` of nothing.
+/// Smallest and largest value; `None` if there are no values.
 pub(crate) fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     values.fold(None, |range, value| {
         let (least, most) = range.unwrap_or((value, value));
@@ -278,18 +281,18 @@ pub(crate) fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
 }
 
 impl Rates<'_> {
-    /// Units per second of a ceiling.
+    /// Rate of a ceiling in units per second.
     pub(crate) fn rate(&self, name: &str) -> Option<f64> {
         self.0.iter().find(|record| record.case == name)?.rate
     }
 
-    /// FLOP/s of the faster matrix instruction that takes the type.
+    /// FLOP/s of the faster matrix instruction that takes this type.
     pub(crate) fn matmul(&self, dtype: DType) -> Option<f64> {
         let rates = ["mma", "wgmma"].map(|name| self.rate(&format!("{name}_{dtype}")));
         rates.into_iter().flatten().reduce(f64::max)
     }
 
-    /// B/s from L2 by the faster kind of copy.
+    /// B/s from L2 with the faster kind of copy.
     pub(crate) fn l2(&self) -> Option<f64> {
         ["l2_read", "l2_bulk"].map(|name| self.rate(name)).into_iter().flatten().reduce(f64::max)
     }

@@ -5,19 +5,19 @@ use crate::record::Record;
 use crate::timing::Cache;
 use blockflash_sys::DType;
 
-/// The case of a record. `None` for an id that this program does not know: such a case has tables
-/// but no plots.
+/// The case of a record. `None` for an id that this program does not know; such a case appears in
+/// tables but not in plots.
 pub(crate) fn case(record: &Record) -> Option<Case> {
     record.case.parse().ok().filter(|case: &Case| case.op() == record.op)
 }
 
-/// Whether the caches are emptied before each launch.
+/// Whether the L2 cache is overwritten before each launch.
 pub(crate) fn is_cold(record: &Record) -> bool {
     record.cache == Cache::Cold.name()
 }
 
-/// Heading under which a record is listed: what changes the character of a case, but not its length
-/// or density.
+/// Heading under which a record is listed. It holds the properties that change the character of a
+/// case, but neither length nor density.
 pub(crate) fn group(record: &Record) -> String {
     let case = case(record);
     let mut label = case.as_ref().map_or(record.op.clone(), |case| case.shape().group());

@@ -1,4 +1,4 @@
-//! A suite in a few lines: how far from the best rival, by groups of cases and against each rival.
+//! A suite in a few lines: the distance to the best rival, by groups of cases and by rival.
 
 use super::break_even::part;
 use super::cells::{Cells, NONE, number};
@@ -6,7 +6,7 @@ use super::notes::counted;
 use super::run::{Row, geometric_mean, groups, peer_names, range};
 use crate::record::Record;
 
-/// The whole suite in a sentence.
+/// Summarizes the whole suite in a sentence.
 pub(crate) fn sentence(rows: &[Row<'_>]) -> String {
     let ratios: Vec<_> = rows.iter().filter_map(Row::ratio).collect();
     let ours = rows.iter().filter(|row| row.best().is_some()).count();
@@ -31,7 +31,7 @@ pub(crate) fn sentence(rows: &[Row<'_>]) -> String {
     text + "."
 }
 
-/// One line per group, and one for all.
+/// One line per group, and one for all cases.
 pub(crate) fn by_group(rows: &[Row<'_>]) -> Cells {
     let groups = groups(rows);
     let rivals = rows.iter().any(|row| row.best_rival().is_some());
@@ -42,7 +42,7 @@ pub(crate) fn by_group(rows: &[Row<'_>]) -> Cells {
     }
     let dense = rows.iter().any(|row| row.dense.is_some());
     header.extend(dense.then_some("of dense"));
-    // Dense products in whose rates ours has a part.
+    // Marks whose rates are compared with ours.
     let marks = peer_names(
         rows.iter().flat_map(|row| row.marks().filter(|mark| part(row, mark).is_some())),
     );
@@ -73,12 +73,12 @@ pub(crate) fn by_group(rows: &[Row<'_>]) -> Cells {
     Cells { header: header.into_iter().map(str::to_owned).collect(), rows: lines }
 }
 
-/// Our parts in the rate of a dense product, where it was measured.
+/// Our rates relative to a dense product, in cases where it was measured.
 fn parts_of(rows: &[&Row<'_>], mark: &str) -> Vec<f64> {
     rows.iter().filter_map(|row| part(row, row.peer(mark)?)).collect()
 }
 
-/// One line per rival; ratios over the cases that both have.
+/// One line per rival, with ratios over the cases that both have measured.
 pub(crate) fn by_rival(rows: &[Row<'_>]) -> Cells {
     let header = ["rival", "cases", "TFLOP/s", "× rival", "least to most", "blockflash faster in"];
     let line = |name: &str| {

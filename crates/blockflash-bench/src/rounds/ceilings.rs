@@ -6,8 +6,8 @@ use crate::timing::{Cache, median};
 use std::time::{Duration, Instant};
 
 impl Run {
-    /// Measures what the GPU does at best, in turns like everything else; the records of a suite
-    /// `ceilings`. `step` is told what happens next.
+    /// Measures the ceilings of the GPU in turns like cases; their records belong to a suite
+    /// `ceilings`. `step` is called with the name of the next step.
     pub fn measure_ceilings(&mut self, step: impl Fn(&str)) -> Result<Vec<Record>> {
         step("ceilings: probes and check");
         let mut probes = Ceilings::probes(&self.stream)?;

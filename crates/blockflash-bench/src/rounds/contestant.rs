@@ -1,9 +1,9 @@
-//! Who takes windows.
+//! Contestants of a round.
 
 use crate::record::Record;
 use std::time::Instant;
 
-/// Something that takes windows, and what they gave.
+/// An implementation that takes windows, with the results of its windows.
 #[derive(Clone)]
 pub(super) struct Contestant {
     pub(super) record: Record,
@@ -19,7 +19,7 @@ pub(super) enum Who {
 }
 
 impl Record {
-    /// Takes the verdict on the output; a wrong one is an error, so that it gets no time.
+    /// Records the verdict on the output. A wrong output becomes an error, so that it gets no time.
     pub(super) fn judge(&mut self, verified: bool, rel_err: Option<f64>) {
         self.verified = verified;
         // JSON has no infinity and no NaN.

@@ -16,12 +16,12 @@ use blockflash_ops::Stream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// How a run measures, equal for all its cases.
+/// Settings of a run, equal for all its cases.
 #[derive(Debug)]
 pub struct Run {
-    /// Suite with rounds, window and gap.
+    /// The suite with its rounds, window length and gap.
     pub suite: Suite,
-    /// Where it runs.
+    /// The machine that is measured.
     pub machine: Machine,
     /// Queue of the device.
     pub stream: Stream,
@@ -31,16 +31,15 @@ pub struct Run {
     pub rows: Option<Vec<String>>,
     /// Clock and power.
     pub telemetry: Telemetry,
-    /// What the results are held against; nothing until
-    /// [`measure_ceilings`](Run::measure_ceilings).
+    /// Measured ceilings; empty until [`measure_ceilings`](Run::measure_ceilings).
     pub ceilings: Ceilings,
-    /// For files that rivals read.
+    /// Folder for files that rivals read.
     pub scratch: PathBuf,
     id: String,
 }
 
 impl Run {
-    /// Starts a run: it gets an id, and the GPU is watched from now on.
+    /// Starts a run: gives it an id and starts sampling the GPU.
     pub fn new(
         suite: Suite,
         machine: Machine,
@@ -56,8 +55,8 @@ impl Run {
         Ok(Self { suite, machine, stream, seed, rows, telemetry, ceilings, scratch, id })
     }
 
-    /// Measures a case. Whatever fails becomes a record with an error. `step` is told what happens
-    /// next.
+    /// Measures a case. A failure becomes a record with an error. `step` is called with the name of
+    /// the next step.
     pub fn measure(
         &self,
         case: &Case,
@@ -112,12 +111,12 @@ impl Run {
         measured
     }
 
-    /// Rivals and marks that are asked for a case.
+    /// Rivals and marks that are wanted for a case.
     pub fn rivals(&self, case: &Case, peers: &Peers) -> Vec<String> {
         if self.suite.alone.contains(case) { Vec::new() } else { peers.of(case.op()) }
     }
 
-    /// How long the windows of a case take with one kernel of ours, if no rival fails; without
+    /// Time that the windows of a case take with one of our kernels if no rival fails, without
     /// inputs, checks and sweeps.
     pub fn time(&self, turns: Turns, case: &Case, peers: &Peers) -> Duration {
         let Suite { rounds, window_ms, gap_ms, .. } = self.suite;
@@ -161,7 +160,7 @@ impl Run {
         }
     }
 
-    /// A round that is not counted warms everything up; then all take their windows in turns.
+    /// One warm-up round that is not counted, then rounds in which all contestants take turns.
     fn rounds(
         &self,
         turns: Turns,
@@ -177,14 +176,15 @@ impl Run {
             contestant.record.protocol = Some(Protocol::of(turns, number, count));
         }
         for round in 0..=rounds {
-            // Before the first round that counts comes the order that does so later.
+            // The warm-up round has the order of the last round, which precedes the first in the
+            // cycle.
             let turn = round.checked_sub(1).unwrap_or(rounds.saturating_sub(1));
             for number in turns.order(count, turn) {
                 std::thread::sleep(ms(self.suite.gap_ms));
                 let contestant = ready.get_mut(number);
                 match contestant.filter(|contestant| contestant.record.error.is_none()) {
-                    // An empty place, or somebody who has failed: the next one finds a rested GPU
-                    // as if it were planned.
+                    // An empty place, or a contestant that has failed: the pause leaves the next
+                    // one the same rested GPU in every case.
                     None => std::thread::sleep(ms(self.suite.window_ms)),
                     Some(contestant) => {
                         step(&format!(
@@ -198,7 +198,7 @@ impl Run {
         }
     }
 
-    /// A window of a contestant, which `counts` or warms up.
+    /// Runs a window of a contestant; it warms up unless it `counts`.
     fn window(
         &self,
         ours: &mut Result<Ours>,
@@ -245,7 +245,7 @@ impl Run {
         Contestant { record, who, times: Vec::new(), windows: Vec::new() }
     }
 
-    /// What all records of this run have in common.
+    /// A record with the fields that all records of this run share.
     pub(super) fn blank(&self, cache: Cache) -> Record {
         Record {
             schema: SCHEMA,
@@ -271,7 +271,7 @@ impl Run {
     fn finish(&self, contestant: Contestant) -> Record {
         let Contestant { mut record, mut times, windows, .. } = contestant;
         record.date = now();
-        // A rival that failed in a late round has no time: its rounds are not those of the others.
+        // A rival that failed in a late round gets no time: it has fewer rounds than the others.
         if record.error.is_some() {
             return record;
         }
@@ -291,7 +291,7 @@ fn ms(ms: f64) -> Duration {
 
 impl Drop for Run {
     fn drop(&mut self) {
-        // Patterns only; a rest in the temporary folder harms nobody.
+        // The folder contains only patterns, so a leftover in the temporary folder is harmless.
         let _ = std::fs::remove_dir_all(&self.scratch);
     }
 }

@@ -1,4 +1,4 @@
-//! Does it matter who runs behind whom?
+//! Checks whether the order of contestants influences their times.
 
 use super::run::Run;
 use crate::case::Case;
@@ -8,23 +8,23 @@ use crate::report::fastest;
 use crate::timing::Cache;
 use crate::turns::Turns;
 
-/// A rival's time over ours, with all rounds in one order and in the reverse of it.
+/// A rival's time over ours, with all rounds in one order and in the reverse order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Swap {
-    /// The rival, or the mark.
+    /// Name of the rival or mark.
     pub rival: String,
-    /// In the order of the record, and reversed.
+    /// Ratios in the order of the record and in the reverse order.
     pub ratios: [f64; 2],
 }
 
 impl Swap {
-    /// By which part of it the ratio moves: 0.01 is 1 %.
+    /// Relative change of the ratio: 0.01 is 1 %.
     pub fn moved(&self) -> f64 {
         let [forward, reversed] = self.ratios;
         (reversed / forward - 1.0).abs()
     }
 
-    /// Of those that were measured both times.
+    /// Swaps of the implementations that were measured both times.
     fn of([forward, reversed]: &[Vec<Record>; 2]) -> Vec<Self> {
         let ours = |records: &[Record]| {
             fastest(records.iter().filter(|record| record.implementation == OURS))?.us
@@ -43,9 +43,9 @@ impl Swap {
 }
 
 impl Run {
-    /// Measures a case with all rounds in one order, then in the reverse of it; everything is
-    /// prepared once. Of two contestants each follows the other one in both orders, so at least two
-    /// rivals have to run.
+    /// Measures a case with all rounds in one order, then in the reverse order; everything is
+    /// prepared once. With only two contestants each follows the other in both orders, so at least
+    /// two rivals have to run.
     pub fn swap_check(
         &self,
         case: &Case,

@@ -1,4 +1,4 @@
-//! Suites: files that list what is measured, as grids of cases.
+//! Suites: files that list the cases to measure, as grids.
 
 use crate::case::{
     AttentionGrid, BlockMaskGrid, BlockSparseGrid, BsrGrid, Case, GridPeers, SddmmGrid,
@@ -8,27 +8,26 @@ use crate::timing::Cache;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
-/// A list of cases, and how to measure them unless the command says otherwise.
+/// A list of cases and their default measurement settings.
 #[derive(Clone, Debug)]
 pub struct Suite {
     /// Name of the file without `.toml`.
     pub name: String,
-    /// One line for people.
+    /// One line that describes the suite.
     pub description: String,
-    /// How often each implementation gets a window, at least: balanced turns may take a few more.
+    /// Minimum number of windows per implementation; balanced turns may add a few.
     pub rounds: usize,
     /// Length of a window in milliseconds.
     pub window_ms: f64,
     /// Idle time before each window in milliseconds.
     pub gap_ms: f64,
-    /// Rivals as `--peers` takes them.
+    /// Rivals, in the syntax of `--peers`.
     pub peers: String,
-    /// State of the L2 cache before a launch; each case is measured in every one.
+    /// States of the L2 cache before a launch; each case is measured in each of them.
     pub cache: Vec<Cache>,
-    /// In the order of the file. A suite without cases measures what the GPU does at best and
-    /// nothing else.
+    /// Cases in the order of the file. A suite without cases measures only the ceilings of the GPU.
     pub cases: Vec<Case>,
-    /// Cases for which no rival is asked.
+    /// Cases that are measured without rivals.
     pub alone: Vec<Case>,
 }
 
@@ -79,11 +78,11 @@ fn default_peers() -> String {
 }
 
 impl Suite {
-    /// Reads a suite by name from `benches/suites`, or any file by a path that ends in `.toml`.
+    /// Loads a suite by name from `benches/suites`, or from any path that ends in `.toml`.
     ///
     /// # Errors
-    /// [`Error::NoSuite`] lists what there is; [`Error::Suite`] says what is wrong in the file;
-    /// [`Error::Io`].
+    /// [`Error::NoSuite`] lists the available suites; [`Error::Suite`] says what is wrong in the
+    /// file; [`Error::Io`].
     pub fn load(benches: &Path, name: &str) -> Result<Self> {
         let path = match name.ends_with(".toml") {
             true => PathBuf::from(name),
@@ -114,7 +113,8 @@ impl Suite {
 
     fn parse(name: String, text: &str) -> Result<Self, String> {
         let file: File = toml::from_str(text).map_err(|error| {
-            // The message of the parser spans lines and draws the place.
+            // The parser's message spans several lines and draws the location; only its text and
+            // the line number are kept.
             let line = error
                 .span()
                 .map_or(1, |span| 1 + text[..span.start.min(text.len())].matches('\n').count());

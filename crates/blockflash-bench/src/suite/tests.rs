@@ -131,7 +131,7 @@ fn block_sparse_attention_has_its_cases() {
         }
     };
     assert_eq!(blocks("power_law"), blocks("uniform"));
-    // Rivals compile and search for seconds in each of their cases.
+    // Rivals compile and tune for seconds in every case.
     let with_rivals = suite.cases.iter().filter(|case| !suite.alone.contains(case));
     assert!(with_rivals.count() <= 8);
 }

@@ -1,4 +1,4 @@
-//! What several tests of the command need.
+//! Helpers that several tests of the command share.
 
 #![allow(dead_code)] // Not every program of tests calls everything.
 
@@ -11,7 +11,7 @@ pub(crate) fn blockflash(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_blockflash")).args(args).output().unwrap()
 }
 
-/// Runs on the CPU without repeats, must succeed, gives the JSON object.
+/// Runs the command on the CPU without repeats; it must succeed. Returns its JSON object.
 pub(crate) fn json(args: &[&str]) -> serde_json::Value {
     json_on("cpu", args)
 }
@@ -56,7 +56,7 @@ pub(crate) fn refused(args: &[&str]) -> String {
 pub(crate) struct Folder(PathBuf);
 
 impl Folder {
-    /// `name` is that of the test, and of nothing else in this program.
+    /// `name` is the name of the test and must be unique in this program.
     pub(crate) fn new(name: &str) -> Self {
         let program = env!("CARGO_CRATE_NAME");
         let path = std::env::temp_dir()
