@@ -120,7 +120,8 @@ fn names_what_is_wrong(row: &Kernel, stream: &Stream) -> Result<usize, String> {
             .for_each(|at| data.scores[at] = [f32::NAN, -f32::NAN][seed as usize % 2]);
         let (mut buffer, mut inputs) = prepare(&case, &data, 6 * rows * 9, stream)?;
         let got = build(&inputs, &mut buffer, row, stream)?;
-        // NaN counts as −∞ and is not chosen, because enough other scores are larger.
+        // NaN is never chosen. Nor is −∞ here, since enough other scores are larger, so it stands
+        // for NaN in the expected mask.
         let without = MaskData {
             scores: data
                 .scores

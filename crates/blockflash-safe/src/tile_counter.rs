@@ -244,7 +244,8 @@ fn zeroed(bytes: usize) -> Result<u64> {
         Ok(address)
     };
     let filled = fill();
-    // We created the stream, and this is its only owner. There is nobody to report an error to.
+    // SAFETY: we created the stream, and this is its only owner. There is nobody to report an error
+    // to.
     let _ = unsafe { sys::cuStreamDestroy_v2(stream) };
     filled
 }
