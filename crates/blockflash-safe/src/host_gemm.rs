@@ -27,7 +27,8 @@ pub fn host_gemm(
     let (a, b) = (a.as_slice::<f32>()?.as_ptr(), b.as_slice::<f32>()?.as_ptr());
     let c = c.as_mut_slice::<f32>()?.as_mut_ptr();
     // Strides fit into `isize`: no tensor spans more than `isize::MAX` bytes. Strides of dimensions
-    // of size 1 are not used. SAFETY:
+    // of size 1 are not used.
+    // SAFETY:
     // 1. Each pointer is the start of a slice that is the span of its view's layout, so every
     //    element that shape and strides name lies inside it. The shapes agree.
     // 2. All bits are valid f32.

@@ -2,9 +2,9 @@ use crate::attention::MAX_SEQLEN;
 use crate::{Align, Error, Mask, Result};
 use std::ops::Range;
 
-/// How queries and keys are divided into blocks: block row `r` holds the queries `r * block_q..(r +
-/// 1) * block_q`, and block column `c` the keys `c * block_kv..(c + 1) * block_kv`. The last row
-/// and the last column may be shorter.
+/// How queries and keys are divided into blocks. Block row `r` holds the queries
+/// `r * block_q..(r + 1) * block_q`, and block column `c` the keys
+/// `c * block_kv..(c + 1) * block_kv`. The last row and the last column may be shorter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockGeometry {
     seqlen_q: usize,
