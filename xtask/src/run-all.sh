@@ -1,10 +1,10 @@
 #!/bin/sh
 # Written by `cargo xtask bundle`. Tests and then measures this machine's GPU.
 # usage: ./run-all [FOLDER]                     results go to FOLDER (default: out)
-#        SUITES="attention_floor" ./run-all     measures these suites only; SUITES=none measures none
+#        SUITES="attention_floor" ./run-all     measures these suites, SUITES=none none
 #        TESTS=none ./run-all                   tests nothing
 #        OPTIONS="--peers none" ./run-all       is passed on to `blockflash bench`
-#        SANITIZE=1 ./run-all                   also runs memcheck and racecheck on some rows of each
+#        SANITIZE=1 ./run-all                   also runs memcheck and racecheck on cases of each
 #                                               kernel, and memcheck on what hostile programs do
 set -u
 mkdir -p "${1:-out}" || exit 1
