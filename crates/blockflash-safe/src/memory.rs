@@ -188,6 +188,8 @@ impl Kept for DeviceMemory {
                 what: "the first use of a tensor on another stream than the captured one",
             });
         }
+        // What follows must not disturb a capture, of this thread or another one.
+        let _relaxed = Relaxed::enter()?;
         if stream.is_capturing()? {
             // A capture cannot wait for work outside of it, but this thread can, before the graph
             // is ever launched.
@@ -198,8 +200,7 @@ impl Kept for DeviceMemory {
             stream.wait_for(&self.home)?;
         }
         // A program may use any number of streams one after another, so streams whose work is done
-        // are removed. The query does not disturb captures of other threads.
-        let _relaxed = Relaxed::enter()?;
+        // are removed.
         users.retain(|user| !user.is_over());
         users.push(stream.user());
         Ok(())

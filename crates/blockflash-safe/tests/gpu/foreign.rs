@@ -1,6 +1,6 @@
 //! Memory of other libraries, which are played by tensors that serve as owners.
 
-use crate::{gpu, ramp};
+use crate::common::{gpu, ramp};
 use blockflash_safe::{DType, Error, Event, Graph, Layout, Result, Stream, Tensor, View, ViewMut};
 use std::ptr;
 use std::sync::Arc;
