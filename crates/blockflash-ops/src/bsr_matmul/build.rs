@@ -1,5 +1,5 @@
-//! Constructors of [`BsrPattern`] and [`BsrMatrix`] from data on the host. They sort inputs whose
-//! order is free and reject invalid ones.
+//! Constructors of [`BsrMatrix`] from data on the host. They sort inputs whose order is free and
+//! reject invalid ones.
 
 use super::validate::{Shape, VALUE_TYPES, invalid};
 use super::{BsrMatrix, BsrPattern};
@@ -9,44 +9,6 @@ use crate::{Error, Result};
 use blockflash_safe::{Device, Tensor, View};
 use blockflash_sys::DType;
 use half::{bf16, f16};
-
-impl BsrPattern {
-    /// From blocks in any order, as `(block row, block column)`; on the CPU. The values of the
-    /// pattern are in ascending order of block rows, then columns.
-    ///
-    /// # Errors
-    /// [`Error::InvalidBsr`] names a block beyond the matrix or one that comes twice, or a block
-    /// size beyond [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE); [`Error::TooLarge`].
-    pub fn from_blocks(
-        rows: usize,
-        cols: usize,
-        block_size: usize,
-        blocks: &[(usize, usize)],
-    ) -> Result<Self> {
-        let shape = Shape::new(rows, cols, block_size)?;
-        let mut parts = Parts::new(&shape, 0);
-        for at in shape.order_of(blocks)? {
-            parts.push(blocks[at]);
-        }
-        parts.pattern(&shape)
-    }
-
-    /// From the two index arrays of the format, fully validated; on the CPU. `row_ptr` has
-    /// `block_rows + 1` entries, `col_idx` one per block, ascending and unique within a block row.
-    ///
-    /// # Errors
-    /// [`Error::InvalidBsr`] names the first bad entry; [`Error::TooLarge`].
-    pub fn from_parts(
-        rows: usize,
-        cols: usize,
-        block_size: usize,
-        row_ptr: &[i32],
-        col_idx: &[i32],
-    ) -> Result<Self> {
-        let stream = Device::cpu().stream()?;
-        Self::of(&Shape::new(rows, cols, block_size)?, row_ptr, col_idx, &stream)
-    }
-}
 
 impl BsrMatrix {
     /// Keeps the blocks of a dense matrix that have a value other than zero (NaN is one).
@@ -228,7 +190,7 @@ impl Parts {
         &mut self.values[start..]
     }
 
-    fn pattern(&mut self, shape: &Shape) -> Result<BsrPattern> {
+    pub(super) fn pattern(&mut self, shape: &Shape) -> Result<BsrPattern> {
         self.row_ptr.resize(shape.block_rows + 1, self.col_idx.len() as i32);
         BsrPattern::of(shape, &self.row_ptr, &self.col_idx, &Device::cpu().stream()?)
     }

@@ -14,8 +14,8 @@ impl BsrMatrix {
     ///
     /// Small blocks cost more per element than large ones, so where most of a large block is stored
     /// it may be the faster one: on an H200, blocks of 16 and 32 of which half are stored take
-    /// longer than a dense product. [`longest_row`](BsrPattern::longest_row) and
-    /// [`density`](BsrPattern::density) of the result tell what has become of the pattern.
+    /// longer than a dense product. [`longest_row`](super::BsrPattern::longest_row) and
+    /// [`density`](super::BsrPattern::density) of the result tell what has become of the pattern.
     ///
     /// ```
     /// # use blockflash_ops::{BsrMatrix, DType};
@@ -29,8 +29,8 @@ impl BsrMatrix {
     ///
     /// # Errors
     /// [`Error::InvalidBsr`](crate::Error::InvalidBsr) for a size that is no multiple of the
-    /// matrix' own or beyond [`MAX_BLOCK_SIZE`](BsrPattern::MAX_BLOCK_SIZE); a matrix that is not on the
-    /// CPU.
+    /// matrix' own or beyond [`MAX_BLOCK_SIZE`](super::BsrPattern::MAX_BLOCK_SIZE); a matrix that
+    /// is not on the CPU.
     pub fn with_block_size(&self, block_size: usize) -> Result<Self> {
         if !block_size.is_multiple_of(self.block_size()) {
             return invalid(format!(

@@ -1,3 +1,4 @@
+use super::build::Parts;
 use super::grouping;
 use super::parts::Lengths;
 use super::stages::{Groups, Stages};
@@ -48,6 +49,42 @@ pub struct BsrPattern {
 impl BsrPattern {
     /// Largest block size.
     pub const MAX_BLOCK_SIZE: usize = 1024;
+
+    /// From blocks in any order, as `(block row, block column)`; on the CPU. The values of the
+    /// pattern are in ascending order of block rows, then columns.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBsr`] names a block beyond the matrix or one that comes twice, or a block
+    /// size beyond [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE); [`Error::TooLarge`].
+    pub fn from_blocks(
+        rows: usize,
+        cols: usize,
+        block_size: usize,
+        blocks: &[(usize, usize)],
+    ) -> Result<Self> {
+        let shape = Shape::new(rows, cols, block_size)?;
+        let mut parts = Parts::new(&shape, 0);
+        for at in shape.order_of(blocks)? {
+            parts.push(blocks[at]);
+        }
+        parts.pattern(&shape)
+    }
+
+    /// From the two index arrays of the format, fully validated; on the CPU. `row_ptr` has
+    /// `block_rows + 1` entries, `col_idx` one per block, ascending and unique within a block row.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBsr`] names the first bad entry; [`Error::TooLarge`].
+    pub fn from_parts(
+        rows: usize,
+        cols: usize,
+        block_size: usize,
+        row_ptr: &[i32],
+        col_idx: &[i32],
+    ) -> Result<Self> {
+        let stream = Device::cpu().stream()?;
+        Self::of(&Shape::new(rows, cols, block_size)?, row_ptr, col_idx, &stream)
+    }
 
     /// Validates the index arrays, plans them, and uploads both to the stream's device.
     pub(super) fn of(

@@ -122,6 +122,8 @@ fn parts_have_room_and_places() {
         let tensor = Tensor::empty(&stream, DType::I32, &[sums + words]).unwrap();
         BsrPartsMemory::from_tensor(tensor, words).unwrap()
     };
+    let small = Tensor::empty(&stream, DType::U8, &[7]).unwrap();
+    assert!(BsrPartsMemory::from_tensor(small, 2).is_err(), "a word and three bytes");
     let rooms: Vec<BsrPartsMemory> = (0..8).map(|room| memory(room * 64 * 256, room * 8)).collect();
     let too_few_words = memory(3 * 64 * 256, 3 * 8 - 1);
     let (values, mut c) = (
