@@ -141,6 +141,14 @@ pub(crate) fn grid_x(factors: &[usize]) -> Result<u32> {
     }
 }
 
+/// Memory that kernels read 16 bytes at a time; on the CPU it may start anywhere.
+pub(crate) fn aligned(what: &'static str, view: &View<'_>) -> Result<()> {
+    if view.is_cpu() || view.is_aligned(16) {
+        return Ok(());
+    }
+    Err(Error::Misaligned { what, problem: "the address is not a multiple of 16".into() })
+}
+
 /// A product as a count of FLOPs, saturating. Only necessary work counts: masked pairs, blocks that
 /// are not stored, padding and tile waste do not.
 pub(crate) fn scaled(count: u64, factors: &[usize]) -> u64 {

@@ -128,7 +128,8 @@ pub enum Error {
     /// Blocks reach beyond the matrix, and the values there cannot be checked to be zero.
     #[error(
         "blocks reach beyond the {rows} x {cols} matrix, where nothing would check that {what} \
-         are zero: set values from host memory, or compute them by bsr_sddmm"
+         are zero: let a BsrMatrix own the values, and set them from host memory or compute them \
+         by bsr_sddmm"
     )]
     UncheckedPadding {
         /// The values, in words.

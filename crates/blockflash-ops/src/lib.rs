@@ -5,8 +5,8 @@
 //! - [`Attention`]: softmax attention with causal and window [`Mask`]s, grouped heads, softcap,
 //!   sinks, variable length.
 //! - [`BsrMatmul`]: a block-sparse [`BsrMatrix`], or its transpose, times a dense matrix or the
-//!   other way round, with bias and activation.
-//! - [`BsrSddmm`]: a product of dense matrices at the stored blocks of a [`BsrMatrix`] only, as
+//!   other way round, with bias and activation. A [`BsrView`] has values that somebody else owns.
+//! - [`BsrSddmm`]: a product of dense matrices at the stored blocks of a [`BsrPattern`] only, as
 //!   gradients of its values need it.
 //! - [`BlockMask`]: which blocks of queries × keys block-sparse [`Attention`] visits; a
 //!   [`BlockMaskBuffer`] builds one on a GPU.
@@ -39,8 +39,8 @@ pub use block_sparse::{
     BlockChoice, BlockColumns, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource,
 };
 pub use bsr_matmul::{
-    Activation, Bias, BsrMatmul, BsrMatrix, BsrProblem, BsrTranspose, BsrWorkspace,
-    PreparedBsrMatmul, bsr_flops,
+    Activation, Bias, BsrMatmul, BsrMatrix, BsrPattern, BsrProblem, BsrTranspose, BsrView,
+    BsrWorkspace, PreparedBsrMatmul, bsr_flops,
 };
 pub use bsr_sddmm::{BsrSddmm, BsrSddmmProblem, DenseLayout, PreparedBsrSddmm, bsr_sddmm_flops};
 pub use error::{Error, Result};

@@ -198,6 +198,12 @@ pub enum Error {
         /// The operation that was asked for.
         what: &'static str,
     },
+    /// Not possible while a captured graph uses the tensor.
+    #[error("{what} is not possible while a captured graph uses it")]
+    InGraph {
+        /// The operation that was asked for.
+        what: &'static str,
+    },
     /// Every stream and every captured graph that launches persistent kernels has a pair of tile
     /// counters, and none is left. A pair returns some time after its stream or graph was dropped
     /// and the work is done.

@@ -152,10 +152,10 @@ impl DeviceMemory {
         DeviceMemory { ptr, home: home.clone(), users: Mutex::default(), turn: None, owner }
     }
 
-    /// The same memory, which work uses in turns from now on: see `turns.rs`.
-    pub(crate) fn in_turns(mut self) -> DeviceMemory {
+    /// From now on, work uses the memory in turns, after the work that is queued on its home: see
+    /// `turns.rs`.
+    pub(crate) fn use_in_turns(&mut self) {
         self.turn = Some(Turn::new(self.home.clone()));
-        self
     }
 
     pub(crate) fn ptr(&self) -> u64 {

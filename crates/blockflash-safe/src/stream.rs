@@ -50,9 +50,9 @@ impl Stream {
     /// 3. If the stream is captured by other means than [`Stream::capture`] on this value or its
     ///    clones, or joins such a capture: the tensors that are used meanwhile outlive the graph
     ///    and its launches; launches of everything made of the graph (executable graphs, child
-    ///    graphs) run one after another; and if the capture uses memory that is used in turns
-    ///    ([`BsrPartsMemory`](crate::BsrPartsMemory)), no launch runs at the same time as other
-    ///    work with that memory, in this or another graph.
+    ///    graphs) run one after another; and if the capture uses memory that is used in turns, or
+    ///    will be ([`BsrPartsMemory`](crate::BsrPartsMemory)), no launch runs at the same time as
+    ///    other work with that memory, in this or another graph.
     ///
     /// Persistent kernels take one of 8192 pairs of tile counters for each such stream. Nothing
     /// tells when the stream is gone, so it keeps its pair for the rest of the process; pairs taken

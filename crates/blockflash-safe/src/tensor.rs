@@ -31,7 +31,7 @@ impl Tensor {
     /// [`Error::OutOfMemory`], [`Error::InCapture`], [`Error::Unsupported`] for a GPU without
     /// memory pools, [`Error::Cuda`]; the errors of [`Layout::contiguous`].
     pub fn empty(stream: &Stream, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        Tensor::allocate(stream, dtype, shape, false, |memory| memory)
+        Tensor::allocate(stream, dtype, shape, false)
     }
 
     /// All elements 0.
@@ -39,13 +39,29 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::empty`].
     pub fn zeros(stream: &Stream, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        Tensor::allocate(stream, dtype, shape, true, |memory| memory)
+        Tensor::allocate(stream, dtype, shape, true)
     }
 
-    /// All elements 0, in memory that only one piece of work uses at a time (`turns.rs`). Only
-    /// launches may use it, which take turns; the other methods of tensors do not.
-    pub(crate) fn zeros_in_turns(stream: &Stream, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        Tensor::allocate(stream, dtype, shape, true, DeviceMemory::in_turns)
+    /// The same memory with all elements 0, which only one piece of work uses at a time from now
+    /// on (`turns.rs`). Only launches may use it, which take turns; the other methods of tensors do
+    /// not. All work that was queued with the tensor, on any stream, comes before.
+    ///
+    /// # Errors
+    /// [`Error::InGraph`] if a graph uses the tensor: its launches would take no turns.
+    /// [`Error::InCapture`] while a stream that used the tensor is captured; [`Error::Cuda`].
+    pub(crate) fn into_turns(mut self) -> Result<Tensor> {
+        if let Memory::Cuda(memory) = &self.memory {
+            memory.gather("zeroing")?;
+            let home = memory.home().clone();
+            self.fill_bytes(&home, 0)?;
+        }
+        match &mut self.memory {
+            Memory::Host(memory) => memory.bytes_mut().fill(0),
+            Memory::Cuda(memory) => Arc::get_mut(memory)
+                .ok_or(Error::InGraph { what: "using the tensor in turns" })?
+                .use_in_turns(),
+        }
+        Ok(self)
     }
 
     /// A copy of host memory, row-major. Waits for the copy.
@@ -61,19 +77,13 @@ impl Tensor {
     }
 
     /// Not `zeroed`: all bits are set on the CPU.
-    fn allocate(
-        stream: &Stream,
-        dtype: DType,
-        shape: &[usize],
-        zeroed: bool,
-        on_gpu: impl FnOnce(DeviceMemory) -> DeviceMemory,
-    ) -> Result<Tensor> {
+    fn allocate(stream: &Stream, dtype: DType, shape: &[usize], zeroed: bool) -> Result<Tensor> {
         let layout = Layout::contiguous(shape)?;
         let bytes = layout.elements() * dtype.size();
         let memory = if stream.device().is_cpu() {
             Memory::Host(HostMemory::filled(bytes, if zeroed { 0 } else { 0xFF })?)
         } else {
-            Memory::Cuda(Arc::new(on_gpu(DeviceMemory::allocate(stream, bytes, zeroed)?)))
+            Memory::Cuda(Arc::new(DeviceMemory::allocate(stream, bytes, zeroed)?))
         };
         Ok(Tensor { memory, dtype, layout })
     }

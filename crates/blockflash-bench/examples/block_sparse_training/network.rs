@@ -150,7 +150,7 @@ impl Network {
             Ok(Product { what, flops, us, kernel })
         };
         let sddmm = |what, op: BsrSddmm<'_>| -> Result<Product> {
-            let mut gradient = Tensor::zeros(stream, DType::F32, op.pattern.values().shape())?;
+            let mut gradient = Tensor::zeros(stream, DType::F32, &op.pattern.values_shape())?;
             let kernel = op.prepare(&gradient.view_mut(), stream)?.kernel().map(Kernel::symbol);
             let flops = bsr_sddmm_flops(&op.problem(&gradient.view_mut())?);
             let launch = |stream: &Stream| Ok(op.sddmm_into(gradient.view_mut(), stream)?);

@@ -158,7 +158,10 @@ impl BsrOperands {
     /// The product and where it goes.
     fn product(&mut self) -> (BsrMatmul<'_>, ViewMut<'_>) {
         let Self { a, b, c, workspace, .. } = self;
-        (BsrMatmul { workspace: Some(workspace), ..BsrMatmul::new(a, b.view()) }, c.view_mut())
+        (
+            BsrMatmul { workspace: Some(workspace), ..BsrMatmul::new(a.view(), b.view()) },
+            c.view_mut(),
+        )
     }
 
     fn problem(&mut self) -> Result<BsrProblem> {
@@ -195,7 +198,8 @@ impl Operands for BsrOperands {
         let Self { a, b, c, workspace, prepared: Some(prepared), .. } = self else {
             return self.launch(None, stream);
         };
-        let product = BsrMatmul { workspace: Some(workspace), ..BsrMatmul::new(a, b.view()) };
+        let product =
+            BsrMatmul { workspace: Some(workspace), ..BsrMatmul::new(a.view(), b.view()) };
         Ok(product.run_prepared(prepared, c.view_mut(), stream)?)
     }
 

@@ -1,7 +1,7 @@
 //! A batch of block-sparse matrices as one matrix, and so a batch of products as one product.
 
 use super::validate::{Shape, invalid};
-use super::{BsrMatmul, BsrMatrix};
+use super::{BsrMatmul, BsrMatrix, BsrPattern, BsrView};
 use crate::Result;
 use crate::check::{Operand, to_i32};
 use crate::float::Float;
@@ -26,16 +26,16 @@ impl BsrMatrix {
             return invalid("a block diagonal of no matrices".into());
         };
         match first.dtype() {
-            DType::F16 => block_diagonal::<f16>(matrices, first.block_size),
-            DType::BF16 => block_diagonal::<bf16>(matrices, first.block_size),
-            _ => block_diagonal::<f32>(matrices, first.block_size),
+            DType::F16 => block_diagonal::<f16>(matrices, first.block_size()),
+            DType::BF16 => block_diagonal::<bf16>(matrices, first.block_size()),
+            _ => block_diagonal::<f32>(matrices, first.block_size()),
         }
     }
 }
 
 fn block_diagonal<T: Float>(matrices: &[&BsrMatrix], block_size: usize) -> Result<BsrMatrix> {
     for (at, matrix) in matrices.iter().enumerate() {
-        let BsrMatrix { rows, cols, block_size: found, .. } = **matrix;
+        let (rows, cols, found) = (matrix.rows(), matrix.cols(), matrix.block_size());
         Operand::new("a matrix of the block diagonal", &matrix.values.view())
             .dtype_in(&[T::DTYPE])?;
         if found != block_size {
@@ -51,12 +51,12 @@ fn block_diagonal<T: Float>(matrices: &[&BsrMatrix], block_size: usize) -> Resul
             ));
         }
     }
-    let sum = |size: fn(&BsrMatrix) -> usize| {
+    let sum = |size: fn(&BsrPattern) -> usize| {
         matrices.iter().fold(0usize, |sum, matrix| sum.saturating_add(size(matrix)))
     };
-    let shape = Shape::new(sum(BsrMatrix::rows), sum(BsrMatrix::cols), block_size)?;
+    let shape = Shape::new(sum(BsrPattern::rows), sum(BsrPattern::cols), block_size)?;
     // Places are added up in 32 bits below.
-    let blocks = sum(BsrMatrix::nnz_blocks);
+    let blocks = sum(BsrPattern::nnz_blocks);
     to_i32("nnz_blocks", blocks)?;
 
     let (mut row_ptr, mut col_idx) =
@@ -109,7 +109,7 @@ impl<'a> BsrMatmul<'a> {
     /// # Errors
     /// [`Error::Shape`](crate::Error::Shape) if B has not three dimensions, and the error of
     /// [`View::flatten`] if its entries do not lie one behind the other, as the rows of one matrix.
-    pub fn batched(a: &'a BsrMatrix, b: View<'a>) -> Result<Self> {
+    pub fn batched(a: impl Into<BsrView<'a>>, b: View<'a>) -> Result<Self> {
         if b.shape().len() != 3 {
             return Err(Operand::new("b", &b).wrong_shape("[batch, k, n]"));
         }

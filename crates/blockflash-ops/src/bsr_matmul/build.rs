@@ -1,17 +1,14 @@
 //! Constructors of [`BsrMatrix`] from data on the host. They sort inputs whose order is free and
 //! reject invalid ones.
 
-use super::BsrMatrix;
-use super::validate::{Shape, invalid};
+use super::validate::{Shape, VALUE_TYPES, invalid};
+use super::{BsrMatrix, BsrPattern};
 use crate::check::{Operand, contiguous};
 use crate::float::Float;
 use crate::{Error, Result};
-use blockflash_safe::{Device, Stream, Tensor, View};
+use blockflash_safe::{Device, Tensor, View};
 use blockflash_sys::DType;
 use half::{bf16, f16};
-
-/// Element types of values.
-pub(super) const VALUE_TYPES: [DType; 3] = [DType::F16, DType::BF16, DType::F32];
 
 impl BsrMatrix {
     /// Keeps the blocks of a dense matrix that have a value other than zero (NaN is one).
@@ -21,7 +18,7 @@ impl BsrMatrix {
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::DType`], [`Error::InvalidBsr`] for a block size beyond
-    /// [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE); a view that is not on the CPU.
+    /// [`MAX_BLOCK_SIZE`](BsrPattern::MAX_BLOCK_SIZE); a view that is not on the CPU.
     pub fn from_dense(dense: View<'_>, block_size: usize, dtype: DType) -> Result<Self> {
         Operand::new("dense", &dense).dtype_in(&VALUE_TYPES)?;
         match dense.dtype() {
@@ -56,7 +53,7 @@ impl BsrMatrix {
         {
             return invalid(format!("element ({}, {}) comes twice", pair[0].0, pair[0].1));
         }
-        let mut parts = Parts::new(&shape);
+        let mut parts = Parts::new(&shape, shape.block_elements());
         for triplets in sorted.chunk_by(|a, b| block(a) == block(b)) {
             let values = parts.push(block(&triplets[0]));
             for &(row, col, value) in triplets {
@@ -128,21 +125,8 @@ impl BsrMatrix {
                 values.len()
             ));
         }
-        let beyond =
-            |&(row, col): &(usize, usize)| row >= shape.block_rows || col >= shape.block_cols;
-        if let Some(at) = blocks.iter().position(beyond) {
-            let (Shape { block_rows, block_cols, .. }, (row, col)) = (shape, blocks[at]);
-            return invalid(format!(
-                "block {at} is at ({row}, {col}), beyond {block_rows} x {block_cols} blocks"
-            ));
-        }
-        let mut order: Vec<usize> = (0..blocks.len()).collect();
-        order.sort_by_key(|&at| blocks[at]);
-        if let Some(pair) = order.windows(2).find(|pair| blocks[pair[0]] == blocks[pair[1]]) {
-            return invalid(format!("block {:?} comes twice", blocks[pair[0]]));
-        }
-        let mut parts = Parts::new(&shape);
-        for at in order {
+        let mut parts = Parts::new(&shape, per_block);
+        for at in shape.order_of(blocks)? {
             parts.push(blocks[at]).copy_from_slice(&values[at * per_block..][..per_block]);
         }
         parts.finish(&shape, dtype)
@@ -162,14 +146,10 @@ impl BsrMatrix {
         col_idx: &[i32],
         values: View<'_>,
     ) -> Result<Self> {
-        let shape = Shape::new(rows, cols, block_size)?;
         Operand::new("values", &values).dtype_in(&VALUE_TYPES)?;
         contiguous("values", &values, values.dtype(), &[col_idx.len(), block_size, block_size])?;
-        match values.dtype() {
-            DType::F16 => from_parts::<f16>(&shape, row_ptr, col_idx, values.as_slice()?),
-            DType::BF16 => from_parts::<bf16>(&shape, row_ptr, col_idx, values.as_slice()?),
-            _ => from_parts::<f32>(&shape, row_ptr, col_idx, values.as_slice()?),
-        }
+        let pattern = BsrPattern::from_parts(rows, cols, block_size, row_ptr, col_idx)?;
+        Self::new(pattern, values.to_tensor(&Device::cpu().stream()?)?)
     }
 
     /// The dense matrix, row-major `[rows, cols]`.
@@ -195,9 +175,10 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    pub(super) fn new(shape: &Shape) -> Self {
+    /// For blocks with this many values each.
+    pub(super) fn new(shape: &Shape, per_block: usize) -> Self {
         let row_ptr = Vec::with_capacity(shape.block_rows + 1);
-        Self { row_ptr, col_idx: Vec::new(), values: Vec::new(), per_block: shape.block_elements() }
+        Self { row_ptr, col_idx: Vec::new(), values: Vec::new(), per_block }
     }
 
     /// Appends a block of zeros and returns it. Its position must follow the previous one.
@@ -209,40 +190,34 @@ impl Parts {
         &mut self.values[start..]
     }
 
-    pub(super) fn finish(mut self, shape: &Shape, dtype: DType) -> Result<BsrMatrix> {
+    pub(super) fn pattern(&mut self, shape: &Shape) -> Result<BsrPattern> {
         self.row_ptr.resize(shape.block_rows + 1, self.col_idx.len() as i32);
-        match dtype {
-            DType::F16 => self.rounded::<f16>(shape),
-            DType::BF16 => self.rounded::<bf16>(shape),
-            DType::F32 => from_parts(shape, &self.row_ptr, &self.col_idx, &self.values),
-            _ => Err(Error::DType {
-                what: "values",
-                expected: "f16, bf16 or f32".into(),
-                found: dtype,
-            }),
-        }
+        BsrPattern::of(shape, &self.row_ptr, &self.col_idx, &Device::cpu().stream()?)
     }
 
-    fn rounded<T: Float>(self, shape: &Shape) -> Result<BsrMatrix> {
-        let mut values = vec![T::zeroed(); self.values.len()];
-        T::narrow(&self.values, &mut values);
-        from_parts(shape, &self.row_ptr, &self.col_idx, &values)
+    pub(super) fn finish(mut self, shape: &Shape, dtype: DType) -> Result<BsrMatrix> {
+        let pattern = self.pattern(shape)?;
+        let values = match dtype {
+            DType::F16 => rounded::<f16>(&self.values, &pattern)?,
+            DType::BF16 => rounded::<bf16>(&self.values, &pattern)?,
+            DType::F32 => on_cpu(&self.values, &pattern)?,
+            found => {
+                let expected = "f16, bf16 or f32".into();
+                return Err(Error::DType { what: "values", expected, found });
+            }
+        };
+        BsrMatrix::new(pattern, values)
     }
 }
 
-fn from_parts<T: Float>(
-    shape: &Shape,
-    row_ptr: &[i32],
-    col_idx: &[i32],
-    values: &[T],
-) -> Result<BsrMatrix> {
-    shape.check_indices(row_ptr, col_idx, col_idx.len())?;
-    let edge_blocks = shape.edge_blocks(row_ptr, col_idx);
-    edge_blocks.iter().try_for_each(|edge| edge.check_padding(shape.block_size, values))?;
-    let stream: &Stream = &Device::cpu().stream()?;
-    let values =
-        Tensor::from_slice(stream, values, &[col_idx.len(), shape.block_size, shape.block_size])?;
-    BsrMatrix::of_pattern(shape, row_ptr, col_idx, values, edge_blocks, stream)
+fn rounded<T: Float>(values: &[f32], pattern: &BsrPattern) -> Result<Tensor> {
+    let mut rounded = vec![T::zeroed(); values.len()];
+    T::narrow(values, &mut rounded);
+    on_cpu(&rounded, pattern)
+}
+
+fn on_cpu<T: Float>(values: &[T], pattern: &BsrPattern) -> Result<Tensor> {
+    Ok(Tensor::from_slice(&Device::cpu().stream()?, values, &pattern.values_shape())?)
 }
 
 fn from_dense<T: Float>(dense: View<'_>, block_size: usize, dtype: DType) -> Result<BsrMatrix> {
@@ -251,7 +226,7 @@ fn from_dense<T: Float>(dense: View<'_>, block_size: usize, dtype: DType) -> Res
     };
     let shape = Shape::new(rows, cols, block_size)?;
     let elements = dense.as_slice::<T>()?;
-    let mut parts = Parts::new(&shape);
+    let mut parts = Parts::new(&shape, shape.block_elements());
     let mut block = vec![0.0; shape.block_elements()];
     for (block_row, block_col) in
         (0..shape.block_rows).flat_map(|row| (0..shape.block_cols).map(move |col| (row, col)))
@@ -274,7 +249,7 @@ fn from_dense<T: Float>(dense: View<'_>, block_size: usize, dtype: DType) -> Res
 }
 
 fn to_dense<T: Float>(matrix: &BsrMatrix) -> Result<Vec<f32>> {
-    let BsrMatrix { rows, cols, block_size, .. } = *matrix;
+    let (rows, cols, block_size) = (matrix.rows(), matrix.cols(), matrix.block_size());
     let (row_ptr, col_idx) = (matrix.row_ptr().view(), matrix.col_idx().view());
     let (row_ptr, col_idx) = (row_ptr.as_slice::<i32>()?, col_idx.as_slice::<i32>()?);
     let values = matrix.values.view();

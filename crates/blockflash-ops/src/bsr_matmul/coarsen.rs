@@ -14,8 +14,8 @@ impl BsrMatrix {
     ///
     /// Small blocks cost more per element than large ones, so where most of a large block is stored
     /// it may be the faster one: on an H200, blocks of 16 and 32 of which half are stored take
-    /// longer than a dense product. [`longest_row`](Self::longest_row) and
-    /// [`density`](Self::density) of the result tell what has become of the pattern.
+    /// longer than a dense product. [`longest_row`](super::BsrPattern::longest_row) and
+    /// [`density`](super::BsrPattern::density) of the result tell what has become of the pattern.
     ///
     /// ```
     /// # use blockflash_ops::{BsrMatrix, DType};
@@ -29,16 +29,16 @@ impl BsrMatrix {
     ///
     /// # Errors
     /// [`Error::InvalidBsr`](crate::Error::InvalidBsr) for a size that is no multiple of the
-    /// matrix' own or beyond [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE); a matrix that is not on the
-    /// CPU.
+    /// matrix' own or beyond [`MAX_BLOCK_SIZE`](super::BsrPattern::MAX_BLOCK_SIZE); a matrix that
+    /// is not on the CPU.
     pub fn with_block_size(&self, block_size: usize) -> Result<Self> {
-        if !block_size.is_multiple_of(self.block_size) {
+        if !block_size.is_multiple_of(self.block_size()) {
             return invalid(format!(
                 "block_size {block_size} is no multiple of {}",
-                self.block_size
+                self.block_size()
             ));
         }
-        let shape = Shape::new(self.rows, self.cols, block_size)?;
+        let shape = Shape::new(self.rows(), self.cols(), block_size)?;
         match self.dtype() {
             DType::F16 => in_blocks::<f16>(self, &shape),
             DType::BF16 => in_blocks::<bf16>(self, &shape),
@@ -48,7 +48,7 @@ impl BsrMatrix {
 }
 
 fn in_blocks<T: Float>(matrix: &BsrMatrix, shape: &Shape) -> Result<BsrMatrix> {
-    let (size, large) = (matrix.block_size, shape.block_size);
+    let (size, large) = (matrix.block_size(), shape.block_size);
     let factor = large / size;
     let (row_ptr, col_idx) = (matrix.row_ptr().view(), matrix.col_idx().view());
     let (row_ptr, col_idx) = (row_ptr.as_slice::<i32>()?, col_idx.as_slice::<i32>()?);

@@ -84,9 +84,9 @@ fn run<T: Float, U: Float>(
     problem: &BsrProblem,
     mut c: ViewMut<'_>,
 ) -> Result<()> {
-    let indices = op.transpose.map_or(op.a.indices(), BsrTranspose::indices);
+    let indices = op.transpose.map_or(op.a.pattern().indices(), BsrTranspose::indices);
     let (row_ptr, col_idx, values) =
-        (indices.row_ptr().view(), indices.col_idx().view(), op.a.values().view());
+        (indices.row_ptr().view(), indices.col_idx().view(), op.a.values());
     let operands = Operands::<T> {
         problem,
         row_ptr: row_ptr.as_slice()?,

@@ -1,6 +1,6 @@
 //! Dense times block-sparse, as the product of transposed views: Yᵀ = Wᵀ·Xᵀ.
 
-use super::{BsrMatmul, BsrMatrix, BsrTranspose};
+use super::{BsrMatmul, BsrTranspose, BsrView};
 use crate::{Error, Result};
 use blockflash_safe::{Stream, Tensor, View};
 use blockflash_sys::DType;
@@ -33,7 +33,7 @@ impl<'a> BsrMatmul<'a> {
     ///
     /// # Errors
     /// [`Error::Shape`] if X is no matrix.
-    pub fn linear(x: View<'a>, w: &'a BsrMatrix) -> Result<Self> {
+    pub fn linear(x: View<'a>, w: impl Into<BsrView<'a>>) -> Result<Self> {
         Ok(Self::new(w, transposed("x", &x)?))
     }
 
@@ -55,7 +55,11 @@ impl<'a> BsrMatmul<'a> {
     ///
     /// # Errors
     /// [`Error::Shape`] if X is no matrix.
-    pub fn dense_sparse(x: View<'a>, w: &'a BsrMatrix, index: &'a BsrTranspose) -> Result<Self> {
+    pub fn dense_sparse(
+        x: View<'a>,
+        w: impl Into<BsrView<'a>>,
+        index: &'a BsrTranspose,
+    ) -> Result<Self> {
         Ok(Self::transposed(w, index, transposed("x", &x)?))
     }
 

@@ -1,135 +1,76 @@
-use super::grouping;
-use super::parts::Lengths;
-use super::stages::{Groups, Stages};
-use super::transpose::pattern_hash;
-use super::validate::{EdgeBlock, Shape};
+use super::BsrPattern;
+use super::validate::EdgeBlock;
 use crate::Result;
-use blockflash_safe::{BsrIndexArrays, BsrIndices, Device, Stream, Tensor};
+use crate::check::{Operand, aligned};
+use crate::float::Float;
+use blockflash_safe::{Stream, Tensor, View};
 use blockflash_sys::DType;
+use half::{bf16, f16};
+use std::ops::Deref;
+use std::sync::Arc;
 
 /// A block-sparse matrix in BSR format: square blocks of `block_size`, stored by block row, on the
-/// CPU or a GPU.
+/// CPU or a GPU. It is a [`BsrPattern`], to which it dereferences, with values.
 ///
-/// Every constructor validates the index arrays and copies them, and nothing changes them later, so
-/// the kernels need not check them. `rows` and `cols` need not be multiples of `block_size`: the
-/// blocks at the edge are padded with zeros. Any block size from 1 to
-/// [`MAX_BLOCK_SIZE`](Self::MAX_BLOCK_SIZE) is a valid matrix and works on the CPU; the kernels
-/// take 16, 32, 64 and 128.
+/// Where blocks at the edge reach beyond `rows` and `cols`, their values are zero. Kernels rely on
+/// it: they multiply these places with rows of B that do not exist and count as zero, and NaN times
+/// zero is NaN. So every way to set values keeps the zeros.
 ///
 /// Values may change, for example weights in training, by [`set_values`](Self::set_values),
 /// [`values_mut`](Self::values_mut) and
-/// [`BsrSddmm::sddmm_into_matrix`](crate::BsrSddmm::sddmm_into_matrix), all of which keep the zeros
-/// at the edge.
+/// [`BsrSddmm::sddmm_into_matrix`](crate::BsrSddmm::sddmm_into_matrix). Values that another library
+/// owns stay where they are: see [`BsrView`].
 #[derive(Debug)]
 pub struct BsrMatrix {
-    pub(super) rows: usize,
-    pub(super) cols: usize,
-    pub(super) block_size: usize,
-    pub(super) indices: BsrIndices,
+    pattern: Arc<BsrPattern>,
     pub(super) values: Tensor,
-    /// The lengths of the block rows in their order.
-    pub(super) lengths: Lengths,
-    /// How block rows share B, if the kernels for the block size need to know it.
-    pub(super) groups: Option<Groups>,
-    /// Hash of the index arrays, which tells whether a `BsrTranspose` belongs to this matrix.
-    pub(super) pattern_hash: u64,
-    /// The blocks that reach beyond the matrix; on the host even if the matrix is on a GPU.
-    pub(super) edge_blocks: Vec<EdgeBlock>,
 }
 
 impl BsrMatrix {
-    /// Largest block size.
-    pub const MAX_BLOCK_SIZE: usize = 1024;
-
-    /// Makes a matrix from indices, values and edge blocks that have passed validation. The index
-    /// arrays and the plans made from them are uploaded to the stream's device, where the values
-    /// are.
-    pub(super) fn of_pattern(
-        shape: &Shape,
-        row_ptr: &[i32],
-        col_idx: &[i32],
-        values: Tensor,
-        edge_blocks: Vec<EdgeBlock>,
-        stream: &Stream,
-    ) -> Result<Self> {
-        let Shape { rows, cols, block_size, block_cols, .. } = *shape;
-        let order = grouping::row_order(block_size, block_cols, row_ptr, col_idx);
-        let stages = Stages::new(block_size, row_ptr, col_idx, &order);
-        let arrays = BsrIndexArrays {
-            block_cols,
-            row_ptr,
-            col_idx,
-            row_order: &order,
-            block_idx: None,
-            stages: stages.as_ref().map(Stages::arrays),
-        };
-        Ok(Self {
-            rows,
-            cols,
-            block_size,
-            indices: BsrIndices::new(&arrays, stream)?,
-            values,
-            lengths: Lengths::of_rows(row_ptr, &order),
-            groups: stages.as_ref().map(Stages::groups),
-            pattern_hash: pattern_hash(row_ptr, col_idx),
-            edge_blocks,
-        })
+    /// A matrix of this pattern and these values, f16, bf16 or f32
+    /// [`values_shape`](BsrPattern::values_shape) on the device of the pattern. Several matrices
+    /// may share the pattern.
+    ///
+    /// ```
+    /// # use blockflash_ops::{BsrMatrix, BsrPattern, Device, Tensor};
+    /// # use std::sync::Arc;
+    /// let stream = Device::cpu().stream()?;
+    /// let pattern = Arc::new(BsrPattern::from_blocks(4, 4, 2, &[(0, 1)])?);
+    /// for value in [1f32, 2.0] {
+    ///     let values = Tensor::from_slice(&stream, &[value; 4], &pattern.values_shape())?;
+    ///     let layer = BsrMatrix::new(Arc::clone(&pattern), values)?;
+    ///     assert_eq!(layer.to_dense()?[..4], [0.0, 0.0, value, value]);
+    /// }
+    /// # Ok::<(), blockflash_ops::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType),
+    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch); if there are
+    /// [edge blocks](BsrPattern::has_edge_blocks), on the CPU
+    /// [`Error::NonzeroPadding`](crate::Error::NonzeroPadding) for values that are not zero beyond
+    /// the matrix, and on a GPU [`Error::UncheckedPadding`](crate::Error::UncheckedPadding), since
+    /// nothing looks at values there.
+    pub fn new(pattern: impl Into<Arc<BsrPattern>>, values: Tensor) -> Result<Self> {
+        let (pattern, view) = (pattern.into(), values.view());
+        pattern.check_values(&view)?;
+        Operand::new("values", &view).on(&pattern.device())?;
+        if view.is_cpu() {
+            check_padding(&pattern, &view)?;
+        } else {
+            pattern.no_edge_blocks("values on a GPU")?;
+        }
+        Ok(Self { pattern, values })
     }
 
-    /// Rows of the matrix.
-    pub fn rows(&self) -> usize {
-        self.rows
-    }
-
-    /// Columns of the matrix.
-    pub fn cols(&self) -> usize {
-        self.cols
-    }
-
-    /// Rows and columns of a block.
-    pub fn block_size(&self) -> usize {
-        self.block_size
+    /// The pattern, which other matrices may share.
+    pub fn pattern(&self) -> &Arc<BsrPattern> {
+        &self.pattern
     }
 
     /// Element type of the values.
     pub fn dtype(&self) -> DType {
         self.values.dtype()
-    }
-
-    /// Where the matrix is.
-    pub fn device(&self) -> Device {
-        self.values.device()
-    }
-
-    /// Number of block rows, `ceil(rows / block_size)`.
-    pub fn block_rows(&self) -> usize {
-        self.rows.div_ceil(self.block_size)
-    }
-
-    /// Number of block columns, `ceil(cols / block_size)`.
-    pub fn block_cols(&self) -> usize {
-        self.cols.div_ceil(self.block_size)
-    }
-
-    /// Number of stored blocks.
-    pub fn nnz_blocks(&self) -> usize {
-        self.values.shape().first().copied().unwrap_or(0)
-    }
-
-    /// Stored blocks per block of the matrix, 0 to 1; 0 for a matrix without blocks.
-    pub fn density(&self) -> f64 {
-        let blocks = self.block_rows() as f64 * self.block_cols() as f64;
-        if blocks == 0.0 { 0.0 } else { self.nnz_blocks() as f64 / blocks }
-    }
-
-    /// i32 `[block_rows + 1]`: the blocks of block row `i` are `row_ptr[i]..row_ptr[i + 1]`.
-    pub fn row_ptr(&self) -> &Tensor {
-        self.indices.row_ptr()
-    }
-
-    /// i32 `[nnz_blocks]`: the block column of each block, ascending and unique within a block row.
-    pub fn col_idx(&self) -> &Tensor {
-        self.indices.col_idx()
     }
 
     /// `[nnz_blocks, block_size, block_size]`: the blocks, each row-major; zero beyond `rows` and
@@ -138,19 +79,9 @@ impl BsrMatrix {
         &self.values
     }
 
-    /// i32 `[block_rows]`: the order in which a kernel takes the block rows. The longest come
-    /// first; where neighbours share B, rows that need similar parts of it are adjacent.
-    pub fn row_order(&self) -> &Tensor {
-        self.indices.row_order()
-    }
-
-    pub(crate) fn indices(&self) -> &BsrIndices {
-        &self.indices
-    }
-
-    /// Number of stored blocks of the longest block row; 0 for a matrix without block rows.
-    pub fn longest_row(&self) -> usize {
-        self.lengths.longest()
+    /// Borrows pattern and values.
+    pub fn view(&self) -> BsrView<'_> {
+        BsrView { pattern: &self.pattern, values: self.values.view() }
     }
 
     /// A copy on the stream's device.
@@ -159,15 +90,73 @@ impl BsrMatrix {
     /// Out of memory, or a failing device.
     pub fn to(&self, stream: &Stream) -> Result<Self> {
         Ok(Self {
-            rows: self.rows,
-            cols: self.cols,
-            block_size: self.block_size,
-            indices: self.indices.copy_to(stream)?,
+            pattern: Arc::new(self.pattern.to(stream)?),
             values: self.values.copy_to(stream)?,
-            lengths: self.lengths.clone(),
-            groups: self.groups.clone(),
-            pattern_hash: self.pattern_hash,
-            edge_blocks: self.edge_blocks.clone(),
         })
     }
+}
+
+impl Deref for BsrMatrix {
+    type Target = BsrPattern;
+
+    fn deref(&self) -> &BsrPattern {
+        &self.pattern
+    }
+}
+
+/// A block-sparse matrix that is multiplied: a borrowed pattern, and values in memory of a
+/// [`BsrMatrix`] or of anybody else. Copyable, like a [`View`].
+#[derive(Clone, Copy, Debug)]
+pub struct BsrView<'a> {
+    pattern: &'a BsrPattern,
+    values: View<'a>,
+}
+
+impl<'a> BsrView<'a> {
+    /// Values of the caller, f16, bf16 or f32 [`values_shape`](BsrPattern::values_shape) without
+    /// gaps, on the device of the pattern. Nothing is copied.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType),
+    /// [`Error::Stride`](crate::Error::Stride); on a GPU
+    /// [`Error::Misaligned`](crate::Error::Misaligned) for values that do not start at a multiple
+    /// of 16 bytes. [`Error::UncheckedPadding`](crate::Error::UncheckedPadding) for a pattern with
+    /// [edge blocks](BsrPattern::has_edge_blocks): values beyond the matrix have to be zero, and
+    /// memory of the caller may change after any check. A [`BsrMatrix`] can have such blocks.
+    pub fn new(pattern: &'a BsrPattern, values: View<'a>) -> Result<Self> {
+        pattern.check_values(&values)?;
+        pattern.no_edge_blocks("values of the caller")?;
+        aligned("values", &values)?;
+        Ok(Self { pattern, values })
+    }
+
+    /// The pattern.
+    pub fn pattern(&self) -> &'a BsrPattern {
+        self.pattern
+    }
+
+    /// `[nnz_blocks, block_size, block_size]`: the blocks, each row-major.
+    pub fn values(&self) -> View<'a> {
+        self.values
+    }
+}
+
+impl<'a> From<&'a BsrMatrix> for BsrView<'a> {
+    fn from(matrix: &'a BsrMatrix) -> Self {
+        matrix.view()
+    }
+}
+
+/// Checks that values on the CPU are zero beyond the matrix.
+pub(super) fn check_padding(pattern: &BsrPattern, values: &View<'_>) -> Result<()> {
+    fn check<T: Float>(edges: &[EdgeBlock], block_size: usize, values: &View<'_>) -> Result<()> {
+        let values = values.as_slice::<T>()?;
+        edges.iter().try_for_each(|edge| edge.check_padding(block_size, values))
+    }
+    let check = match values.dtype() {
+        DType::F16 => check::<f16>,
+        DType::BF16 => check::<bf16>,
+        _ => check::<f32>,
+    };
+    check(pattern.edge_blocks(), pattern.block_size(), values)
 }

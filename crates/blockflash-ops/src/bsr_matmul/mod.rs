@@ -11,6 +11,7 @@ mod from_tensors;
 mod grouping;
 mod matrix;
 mod parts;
+mod pattern;
 mod plan;
 mod problem;
 mod select;
@@ -19,8 +20,9 @@ mod transpose;
 mod validate;
 mod values;
 
-pub use matrix::BsrMatrix;
+pub use matrix::{BsrMatrix, BsrView};
 pub use parts::BsrWorkspace;
+pub use pattern::BsrPattern;
 pub use plan::{BsrMatmulPlan, plan};
 pub use problem::{BiasKind, BsrProblem, bsr_flops};
 pub use select::{accepts, select};
@@ -85,7 +87,7 @@ pub enum Activation {
 #[derive(Clone, Copy, Debug)]
 pub struct BsrMatmul<'a> {
     /// The block-sparse matrix, `[m, k]` or, transposed, `[k, m]`.
-    pub a: &'a BsrMatrix,
+    pub a: BsrView<'a>,
     /// The transposed index of A's pattern, by which Aᵀ is multiplied; `None` multiplies A.
     pub transpose: Option<&'a BsrTranspose>,
     /// The dense matrix `[k, n]` in the element type of A; each row or each column is contiguous.
@@ -108,14 +110,14 @@ pub struct BsrMatmul<'a> {
 pub type PreparedBsrMatmul = Prepared<BsrProblem>;
 
 impl<'a> BsrMatmul<'a> {
-    /// `C = A·B`.
-    pub const fn new(a: &'a BsrMatrix, b: View<'a>) -> Self {
-        let (bias, activation) = (Bias::None, Activation::None);
+    /// `C = A·B`, of a [`BsrMatrix`] or of a [`BsrView`] with values of the caller.
+    pub fn new(a: impl Into<BsrView<'a>>, b: View<'a>) -> Self {
+        let (a, bias, activation) = (a.into(), Bias::None, Activation::None);
         Self { a, transpose: None, b, alpha: 1.0, beta: 0.0, bias, activation, workspace: None }
     }
 
     /// `C = Aᵀ·B`, by an index of A's pattern.
-    pub const fn transposed(a: &'a BsrMatrix, index: &'a BsrTranspose, b: View<'a>) -> Self {
+    pub fn transposed(a: impl Into<BsrView<'a>>, index: &'a BsrTranspose, b: View<'a>) -> Self {
         Self { transpose: Some(index), ..Self::new(a, b) }
     }
 
@@ -160,7 +162,7 @@ impl<'a> BsrMatmul<'a> {
 
     /// m and k.
     fn shape_of_a(&self) -> [usize; 2] {
-        let (rows, cols) = (self.a.rows(), self.a.cols());
+        let (rows, cols) = (self.a.pattern().rows(), self.a.pattern().cols());
         if self.transpose.is_some() { [cols, rows] } else { [rows, cols] }
     }
 
@@ -171,10 +173,11 @@ impl<'a> BsrMatmul<'a> {
         else {
             return None;
         };
-        let lengths = match (self.transpose, &self.a.groups) {
+        let pattern = self.a.pattern();
+        let lengths = match (self.transpose, pattern.groups()) {
             (Some(index), _) => index.lengths(),
             (None, Some(groups)) if tile.gathers() => &groups.lengths,
-            (None, _) => &self.a.lengths,
+            (None, _) => pattern.lengths(),
         };
         workspace.parts(tile, lengths, tile.tile().tiles_n(n as u64) as usize, most)
     }
@@ -201,7 +204,8 @@ impl Steps for BsrMatmul<'_> {
     fn checked(&self, c: &ViewMut<'_>, stream: &Stream) -> Result<BsrProblem> {
         let problem = self.problem(c)?;
         let device = stream.device();
-        Operand::new("a", &self.a.values().view()).on(device)?;
+        Operand::new("the pattern of a", &self.a.pattern().row_ptr().view()).on(device)?;
+        Operand::new("a", &self.a.values()).on(device)?;
         if let Some(index) = self.transpose {
             Operand::new("transpose", &index.row_ptr().view()).on(device)?;
         }
@@ -226,8 +230,8 @@ impl Steps for BsrMatmul<'_> {
             plan.add_parts(parts.begin[0] as usize, kernel, problem, gpu)?;
         }
         let operands = BsrMatmulOperands {
-            indices: self.transpose.map_or(self.a.indices(), BsrTranspose::indices),
-            values: self.a.values().view(),
+            indices: self.transpose.map_or(self.a.pattern().indices(), BsrTranspose::indices),
+            values: self.a.values(),
             parts,
             b: self.b,
             c,

@@ -1,8 +1,10 @@
 //! Long tiles in parts: several SMs compute a tile of C where few tiles, or one that is longer than
 //! the others, would leave most SMs idle (split-K).
 
+use crate::check::aligned;
 use crate::{Error, Result};
-use blockflash_safe::{BsrParts, BsrPartsMemory, Device, Stream};
+use blockflash_safe::{BsrParts, BsrPartsMemory, Device, Stream, Tensor};
+use blockflash_sys::DType;
 use blockflash_sys::manifest::BsrMatmulHopper;
 use blockflash_sys::params::BLOCKFLASH_BSR_PARTS;
 
@@ -41,19 +43,36 @@ pub struct BsrWorkspace {
 }
 
 impl BsrWorkspace {
-    /// Bytes of device memory for sums: room for 256 of the largest tiles.
-    pub const BYTES: usize = 32 << 20;
-    /// Flags that signal that sums are there, one word per warp that computes.
-    const WORDS: usize = Self::BYTES / 4096;
+    /// Bytes of a workspace: room for the sums of 256 of the largest tiles.
+    pub const BYTES: usize = 256 * (128 << 10) / Self::SUMS_PER_WORD * (Self::SUMS_PER_WORD + 1);
+    /// Sums for each word that signals that sums are there: a warp that computes has at least as
+    /// many, and one word.
+    const SUMS_PER_WORD: usize = 1024;
 
     /// A workspace on the device of a stream.
     ///
     /// # Errors
     /// Out of memory, a stream that is being captured, or a failing device.
     pub fn new(stream: &Stream) -> Result<Self> {
-        let [sums, words] =
-            if stream.device().is_cpu() { [0; 2] } else { [Self::BYTES / 4, Self::WORDS] };
-        Ok(Self { memory: BsrPartsMemory::new(stream, sums, words)?, asked: None })
+        let bytes = if stream.device().is_cpu() { 0 } else { Self::BYTES };
+        Self::from_tensor(Tensor::empty(stream, DType::U8, &[bytes])?)
+    }
+
+    /// A workspace in memory of the caller, for example of another library's allocator, of any
+    /// element type and shape. It is set to zero, after all work that is queued with the tensor by
+    /// now. [`BYTES`](Self::BYTES) are as many as [`new`](Self::new) allocates; with fewer, fewer
+    /// tiles are computed in parts.
+    ///
+    /// # Errors
+    /// [`Error::Misaligned`] for memory that does not start at a multiple of 16 bytes;
+    /// [`InGraph`](blockflash_safe::Error::InGraph) for a tensor that a captured graph uses;
+    /// [`InCapture`](blockflash_safe::Error::InCapture); a failing device.
+    pub fn from_tensor(tensor: Tensor) -> Result<Self> {
+        let view = tensor.view();
+        aligned("workspace", &view)?;
+        let all = view.layout().elements() * view.dtype().size() / size_of::<f32>();
+        let words = all / (Self::SUMS_PER_WORD + 1);
+        Ok(Self { memory: BsrPartsMemory::from_tensor(tensor, words)?, asked: None })
     }
 
     /// The same memory for products whose longest tile is computed in this many parts, up to 8,

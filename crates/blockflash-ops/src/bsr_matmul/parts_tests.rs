@@ -1,5 +1,4 @@
 use super::*;
-use blockflash_sys::DType;
 
 const TILE: BsrMatmulHopper = BsrMatmulHopper {
     filled: false,
@@ -16,9 +15,11 @@ const TILE: BsrMatmulHopper = BsrMatmulHopper {
 /// Memory as on a GPU.
 fn workspace() -> BsrWorkspace {
     let stream = Device::cpu().stream().unwrap();
-    let memory =
-        BsrPartsMemory::new(&stream, BsrWorkspace::BYTES / 4, BsrWorkspace::WORDS).unwrap();
-    BsrWorkspace { memory, asked: None }
+    let memory = Tensor::empty(&stream, DType::U8, &[BsrWorkspace::BYTES]).unwrap();
+    let workspace = BsrWorkspace::from_tensor(memory).unwrap();
+    let room = (workspace.memory.sums(), workspace.memory.words());
+    assert_eq!(room, (8 << 20, 8 << 10));
+    workspace
 }
 
 /// Parts of the tile at each position, as a kernel counts them, and the positions that each part
@@ -92,6 +93,16 @@ fn there_are_as_many_parts_as_there_is_room_for() {
     assert_eq!(
         [2, 3, 4, 5].map(|tiles_n| parts(tiles_n, 8)),
         [Some((22, 128)), Some((32, 64)), Some((32, 64)), None]
+    );
+    // A quarter of the memory, and too little for a tile.
+    let lent = |bytes: usize| {
+        let memory = Tensor::empty(&Device::cpu().stream().unwrap(), DType::F16, &[bytes / 2]);
+        let workspace = BsrWorkspace::from_tensor(memory.unwrap()).unwrap();
+        workspace.parts(&TILE, &lengths, 1, 8).map(|parts| (parts.steps, parts.begin[0]))
+    };
+    assert_eq!(
+        [BsrWorkspace::BYTES, BsrWorkspace::BYTES / 4, 1 << 10, 0].map(lent),
+        [Some((13, 256)), Some((32, 64)), None, None]
     );
     let pairs = BsrMatmulHopper { block_size: 64, block_rows: 2, ..TILE };
     assert!(

@@ -129,10 +129,11 @@ impl BsrMatmul<'_> {
     /// CPU runs every problem.
     #[inline]
     pub fn problem(&self, c: &ViewMut<'_>) -> Result<BsrProblem> {
-        let (a, b, c_operand) = (self.a, Operand::new("b", &self.b), Operand::of_mut("c", c));
+        let (a, dtype) = (self.a.pattern(), self.a.values().dtype());
+        let (b, c_operand) = (Operand::new("b", &self.b), Operand::of_mut("c", c));
         let [m, k] = self.shape_of_a();
         self.transpose.map_or(Ok(()), |index| index.is_of(a))?;
-        b.dtype_in(&[a.dtype()])?;
+        b.dtype_in(&[dtype])?;
         c_operand.dtype_in(&[DType::F16, DType::BF16, DType::F32])?;
         let &[_, n] = b.shape else { return Err(b.wrong_shape(format!("[{k}, n]"))) };
         b.shape_is(&[k, n])?;
@@ -140,11 +141,11 @@ impl BsrMatmul<'_> {
         let bias = match &self.bias {
             Bias::None => BiasKind::None,
             Bias::PerRow(bias) => {
-                vector("bias", bias, a.dtype(), &[m])?;
+                vector("bias", bias, dtype, &[m])?;
                 BiasKind::PerRow
             }
             Bias::PerColumn(bias) => {
-                vector("bias", bias, a.dtype(), &[n])?;
+                vector("bias", bias, dtype, &[n])?;
                 BiasKind::PerColumn
             }
         };
@@ -157,7 +158,7 @@ impl BsrMatmul<'_> {
             b.lines(|stride| self.transpose.is_some() && !vectorized(b.dtype, stride))?;
         let (c_major, ldc) = c_operand.lines(|_| false)?;
         Ok(BsrProblem {
-            dtype: a.dtype(),
+            dtype,
             c_dtype: c.dtype(),
             m,
             n,
@@ -167,8 +168,7 @@ impl BsrMatmul<'_> {
             nnz_blocks: a.nnz_blocks(),
             longest_row: Some(self.transpose.map_or(a.longest_row(), |index| index.longest_row())),
             longest_group: a
-                .groups
-                .as_ref()
+                .groups()
                 .filter(|_| self.transpose.is_none())
                 .map(|groups| groups.skew),
             b_major,

@@ -1,16 +1,15 @@
 //! The transposed pattern of a block-sparse matrix: the block rows of each block column.
 
 use super::parts::Lengths;
+use super::pattern::Identity;
 use super::validate::invalid;
-use super::{BsrMatrix, grouping};
+use super::{BsrPattern, grouping};
 use crate::check::Operand;
 use crate::{Device, Result};
 use blockflash_safe::{BsrIndexArrays, BsrIndices, Stream, Tensor};
-use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// The pattern of a [`BsrMatrix`] by block columns.
-/// [`BsrMatmul::transposed`](super::BsrMatmul::transposed) needs it in addition to the matrix. It
-/// holds no values, so one index serves every matrix of the same pattern.
+/// A [`BsrPattern`] by block columns. [`BsrMatmul::transposed`](super::BsrMatmul::transposed) needs
+/// it in addition to the matrix. It holds no values, so one index serves all values of the pattern.
 ///
 /// ```
 /// # use blockflash_ops::{BsrMatmul, BsrMatrix, BsrTranspose, DType, Device, View};
@@ -24,62 +23,20 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 /// ```
 #[derive(Debug)]
 pub struct BsrTranspose {
-    of: Pattern,
+    of: Identity,
     indices: BsrIndices,
     lengths: Lengths,
 }
 
-/// The properties in which an index and its matrix must agree.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Pattern {
-    rows: usize,
-    cols: usize,
-    block_size: usize,
-    nnz_blocks: usize,
-    hash: u64,
-}
-
-impl Pattern {
-    pub(super) fn of(a: &BsrMatrix) -> Self {
-        let (rows, cols, block_size) = (a.rows(), a.cols(), a.block_size());
-        Self { rows, cols, block_size, nnz_blocks: a.nnz_blocks(), hash: a.pattern_hash }
-    }
-
-    /// Checks that the matrix `a` has this pattern. Errors call the pattern's owner `index` and the
-    /// matrix `name`.
-    pub(super) fn expect(&self, index: &str, name: &str, a: &BsrMatrix) -> Result<()> {
-        let of_a = Self::of(a);
-        if *self == of_a {
-            return Ok(());
-        }
-        let describe = |of: &Self| {
-            let Self { rows, cols, block_size, nnz_blocks, .. } = of;
-            format!("{rows} x {cols} with {nnz_blocks} blocks of {block_size}")
-        };
-        invalid(format!(
-            "the {index} is that of another pattern, {}; {name} is {}",
-            describe(self),
-            describe(&of_a)
-        ))
-    }
-}
-
-/// Distinguishes patterns of equal size.
-pub(super) fn pattern_hash(row_ptr: &[i32], col_idx: &[i32]) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    (row_ptr, col_idx).hash(&mut hasher);
-    hasher.finish()
-}
-
 impl BsrTranspose {
-    /// Makes the index of this matrix, and of all with the same pattern, on the device of the
-    /// matrix. The host computes it, so on a GPU this waits for the work on the stream.
+    /// Makes the index of this pattern, which is that of a matrix, too, on the device of the
+    /// pattern. The host computes it, so on a GPU this waits for the work on the stream.
     ///
     /// # Errors
     /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) if the stream is not on the device
-    /// of the matrix; out of memory, or a failing device.
-    pub fn new(a: &BsrMatrix, stream: &Stream) -> Result<Self> {
-        Operand::new("a", &a.values().view()).on(stream.device())?;
+    /// of the pattern; out of memory, or a failing device.
+    pub fn new(a: &BsrPattern, stream: &Stream) -> Result<Self> {
+        Operand::new("a", &a.col_idx().view()).on(stream.device())?;
         let (rows, cols) = (a.row_ptr().to_vec::<i32>(stream)?, a.col_idx().to_vec::<i32>(stream)?);
         let mut row_ptr = vec![0i32; a.block_cols() + 1];
         cols.iter().for_each(|&col| row_ptr[col as usize + 1] += 1);
@@ -105,7 +62,7 @@ impl BsrTranspose {
             stages: None,
         };
         Ok(Self {
-            of: Pattern::of(a),
+            of: a.identity(),
             indices: BsrIndices::new(&arrays, stream)?,
             lengths: Lengths::of_rows(&row_ptr, &order),
         })
@@ -128,7 +85,7 @@ impl BsrTranspose {
     }
 
     /// i32 `[block columns of the matrix]`: the order in which a kernel takes the block columns,
-    /// like [`BsrMatrix::row_order`].
+    /// like [`BsrPattern::row_order`].
     pub fn row_order(&self) -> &Tensor {
         self.indices.row_order()
     }
@@ -160,8 +117,12 @@ impl BsrTranspose {
     }
 
     /// Checks that the index belongs to the pattern of `a`.
-    pub(super) fn is_of(&self, a: &BsrMatrix) -> Result<()> {
-        self.of.expect("transpose", "A", a)
+    pub(super) fn is_of(&self, a: &BsrPattern) -> Result<()> {
+        let (of, found) = (self.of, a.identity());
+        if of == found {
+            return Ok(());
+        }
+        invalid(format!("the transpose is that of another pattern, {of}; A is {found}"))
     }
 }
 

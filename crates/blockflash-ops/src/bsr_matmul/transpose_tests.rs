@@ -1,5 +1,6 @@
 use super::*;
-use crate::{BsrMatmul, DType, Error, View};
+use crate::bsr_matmul::pattern::hash;
+use crate::{BsrMatmul, BsrMatrix, DType, Error, View};
 
 /// 7 × 10 in blocks of 2: an empty block row, an empty block column, and tails in one direction.
 const BLOCKS: [(usize, usize); 6] = [(0, 1), (0, 4), (1, 0), (1, 1), (3, 1), (3, 2)];
@@ -107,7 +108,7 @@ fn hashes_tell_patterns_apart() {
             col_idx.extend((0..3).filter(|col| stored >> (row * 3 + col) & 1 != 0));
             row_ptr.push(col_idx.len() as i32);
         }
-        pattern_hash(&row_ptr, &col_idx)
+        hash(&row_ptr, &col_idx)
     });
     let mut hashes: Vec<u64> = patterns.collect();
     let bits: u32 = hashes.iter().map(|hash| hash.count_ones()).sum();

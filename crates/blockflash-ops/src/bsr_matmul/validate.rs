@@ -1,10 +1,14 @@
 //! The rules that index arrays of a BSR matrix must satisfy. Kernels read them unchecked, so arrays
-//! that break one never become a [`BsrMatrix`].
+//! that break one never become a [`BsrPattern`].
 
-use super::BsrMatrix;
+use super::BsrPattern;
 use crate::check::to_i32;
 use crate::float::Float;
 use crate::{Error, Result};
+use blockflash_sys::DType;
+
+/// Element types of values.
+pub(super) const VALUE_TYPES: [DType; 3] = [DType::F16, DType::BF16, DType::F32];
 
 /// Dimensions of a BSR matrix that passed [`Shape::new`].
 #[derive(Clone, Copy, Debug)]
@@ -18,10 +22,10 @@ pub(crate) struct Shape {
 
 impl Shape {
     pub(crate) fn new(rows: usize, cols: usize, block_size: usize) -> Result<Self> {
-        if !(1..=BsrMatrix::MAX_BLOCK_SIZE).contains(&block_size) {
+        if !(1..=BsrPattern::MAX_BLOCK_SIZE).contains(&block_size) {
             return invalid(format!(
                 "block_size is {block_size}, not 1 to {}",
-                BsrMatrix::MAX_BLOCK_SIZE
+                BsrPattern::MAX_BLOCK_SIZE
             ));
         }
         let (block_rows, block_cols) = (rows.div_ceil(block_size), cols.div_ceil(block_size));
@@ -96,6 +100,25 @@ impl Shape {
             ));
         }
         Ok(())
+    }
+
+    /// The order by block rows, then columns, of blocks that are given as
+    /// `(block row, block column)`.
+    pub(crate) fn order_of(&self, blocks: &[(usize, usize)]) -> Result<Vec<usize>> {
+        let Shape { block_rows, block_cols, .. } = *self;
+        let beyond = |&(row, col): &(usize, usize)| row >= block_rows || col >= block_cols;
+        if let Some(at) = blocks.iter().position(beyond) {
+            let (row, col) = blocks[at];
+            return invalid(format!(
+                "block {at} is at ({row}, {col}), beyond {block_rows} x {block_cols} blocks"
+            ));
+        }
+        let mut order: Vec<usize> = (0..blocks.len()).collect();
+        order.sort_by_key(|&at| blocks[at]);
+        if let Some(pair) = order.windows(2).find(|pair| blocks[pair[0]] == blocks[pair[1]]) {
+            return invalid(format!("block {:?} comes twice", blocks[pair[0]]));
+        }
+        Ok(order)
     }
 
     /// Whether block rows or columns reach beyond the matrix, whether or not blocks are stored

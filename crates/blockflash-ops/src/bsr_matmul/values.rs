@@ -5,10 +5,9 @@
 //! there.
 
 use super::BsrMatrix;
-use super::validate::invalid;
+use super::matrix::check_padding;
+use crate::Result;
 use crate::check::{Operand, contiguous};
-use crate::float::Float;
-use crate::{Error, Result};
 use blockflash_safe::{Stream, Tensor, ViewMut};
 use blockflash_sys::DType;
 use half::{bf16, f16};
@@ -20,8 +19,7 @@ impl BsrMatrix {
     /// ([`BsrTranspose`](super::BsrTranspose)) of the matrix remains valid.
     ///
     /// Values in a tensor on the GPU of the matrix are copied asynchronously on the stream. They
-    /// cannot be checked then, so a matrix with [edge blocks](Self::has_edge_blocks) takes values
-    /// from host memory only.
+    /// cannot be checked then, so a matrix with [edge blocks] takes values from host memory only.
     ///
     /// ```
     /// # use blockflash_ops::{BsrMatrix, DType, Device, Tensor};
@@ -34,11 +32,16 @@ impl BsrMatrix {
     /// ```
     ///
     /// # Errors
-    /// The values stay as they were with [`Error::Shape`], [`Error::DType`],
-    /// [`Error::DeviceMismatch`] if the stream is not on the device of the matrix or the values are
-    /// on a third one, [`Error::NonzeroPadding`] for values in host memory that are not zero beyond
-    /// the matrix, and [`Error::UncheckedPadding`] for others if there are edge blocks. Also a
-    /// failing device.
+    /// The values stay as they were with [`Error::Shape`](crate::Error::Shape),
+    /// [`Error::DType`](crate::Error::DType),
+    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) if the stream is not on the device
+    /// of the matrix or the values are on a third one,
+    /// [`Error::NonzeroPadding`](crate::Error::NonzeroPadding) for values in host memory that are
+    /// not zero beyond the matrix, and
+    /// [`Error::UncheckedPadding`](crate::Error::UncheckedPadding) for others if there are edge
+    /// blocks. Also a failing device.
+    ///
+    /// [edge blocks]: super::BsrPattern::has_edge_blocks
     pub fn set_values(&mut self, values: &Tensor, stream: &Stream) -> Result<()> {
         let view = values.view();
         contiguous("values", &view, self.dtype(), self.values.shape())?;
@@ -48,70 +51,29 @@ impl BsrMatrix {
             self.no_edge_blocks("values on a GPU")?;
             return Ok(self.values.copy_from(stream, values)?);
         }
-        match self.dtype() {
-            DType::F16 => self.set_from_host::<f16>(view.as_slice()?, stream),
-            DType::BF16 => self.set_from_host::<bf16>(view.as_slice()?, stream),
-            _ => self.set_from_host::<f32>(view.as_slice()?, stream),
+        check_padding(self, &view)?;
+        match view.dtype() {
+            DType::F16 => self.values.copy_from_slice::<f16>(stream, view.as_slice()?)?,
+            DType::BF16 => self.values.copy_from_slice::<bf16>(stream, view.as_slice()?)?,
+            _ => self.values.copy_from_slice::<f32>(stream, view.as_slice()?)?,
         }
-    }
-
-    fn set_from_host<T: Float>(&mut self, values: &[T], stream: &Stream) -> Result<()> {
-        self.edge_blocks.iter().try_for_each(|edge| edge.check_padding(self.block_size, values))?;
-        Ok(self.values.copy_from_slice(stream, values)?)
+        Ok(())
     }
 
     /// The values for writing in place: `[nnz_blocks, block_size, block_size]`, on the device of
     /// the matrix.
     ///
     /// # Errors
-    /// [`Error::UncheckedPadding`] for a matrix with [edge blocks](Self::has_edge_blocks), whose
-    /// zeros could be overwritten.
+    /// [`Error::UncheckedPadding`](crate::Error::UncheckedPadding) for a matrix with
+    /// [edge blocks](super::BsrPattern::has_edge_blocks), whose zeros could be overwritten.
     pub fn values_mut(&mut self) -> Result<ViewMut<'_>> {
         self.no_edge_blocks("values that are written in place")?;
         Ok(self.unchecked_values_mut())
     }
 
-    /// Whether a stored block reaches beyond the matrix, where values have to be zero. False if
-    /// both sizes are multiples of `block_size`.
-    pub fn has_edge_blocks(&self) -> bool {
-        !self.edge_blocks.is_empty()
-    }
-
     /// For writers that keep the zeros beyond the matrix.
     pub(crate) fn unchecked_values_mut(&mut self) -> ViewMut<'_> {
         self.values.view_mut()
-    }
-
-    /// Checks that sizes and block positions equal the ones of `other`; devices may differ.
-    pub(crate) fn has_pattern_of(&self, other: &Self) -> Result<()> {
-        let pattern =
-            |of: &Self| (of.rows, of.cols, of.block_size, of.nnz_blocks(), of.pattern_hash);
-        if pattern(self) == pattern(other) {
-            return Ok(());
-        }
-        let describe = |of: &Self| {
-            format!(
-                "{} x {} with {} blocks of {}",
-                of.rows,
-                of.cols,
-                of.nnz_blocks(),
-                of.block_size
-            )
-        };
-        invalid(format!(
-            "the matrix has another pattern, {}; expected {}",
-            describe(self),
-            describe(other)
-        ))
-    }
-
-    fn no_edge_blocks(&self, what: &'static str) -> Result<()> {
-        let Self { rows, cols, .. } = *self;
-        if self.has_edge_blocks() {
-            Err(Error::UncheckedPadding { what, rows, cols })
-        } else {
-            Ok(())
-        }
     }
 }
 

@@ -1,6 +1,6 @@
 use super::*;
 use crate::fixtures::values;
-use crate::{BsrMatmul, BsrSddmm, BsrTranspose, Device, View};
+use crate::{BsrMatmul, BsrSddmm, BsrTranspose, Device, Error, View};
 
 fn cpu() -> Stream {
     Device::cpu().stream().unwrap()

@@ -13,7 +13,7 @@ pub(crate) use select::support;
 
 use crate::check::Operand;
 use crate::operation::{Operation, Prepared, Steps};
-use crate::{BsrMatrix, Error, Result};
+use crate::{BsrMatrix, BsrPattern, Error, Result};
 use blockflash_safe::{BsrSddmmOperands, CudaProperties, Stream, Tensor, View, ViewMut};
 use blockflash_sys::manifest::{self, BsrSddmmHopper, Variant};
 use blockflash_sys::{DType, Kernel};
@@ -26,8 +26,8 @@ use blockflash_sys::{DType, Kernel};
 /// and B a permuted view of K.
 ///
 /// A and B are f16 or bf16 (on the CPU also f32), and each is row- or column-major: either its rows
-/// or its columns are contiguous, any distance apart. Sums are f32. Of the pattern only the
-/// structure counts, not the values or their type:
+/// or its columns are contiguous, any distance apart. Sums are f32. A [`BsrMatrix`] serves as the
+/// pattern, too; its values do not count:
 ///
 /// ```
 /// # use blockflash_ops::{BsrMatrix, BsrSddmm, DType, Device, View};
@@ -46,7 +46,7 @@ use blockflash_sys::{DType, Kernel};
 #[derive(Clone, Copy, Debug)]
 pub struct BsrSddmm<'a> {
     /// Which blocks of the product are computed, `[m, n]`.
-    pub pattern: &'a BsrMatrix,
+    pub pattern: &'a BsrPattern,
     /// The dense matrix `[m, k]`.
     pub a: View<'a>,
     /// The dense matrix `[k, n]` in the element type of A.
@@ -62,12 +62,12 @@ pub type PreparedBsrSddmm = Prepared<BsrSddmmProblem>;
 
 impl<'a> BsrSddmm<'a> {
     /// `A·B` at the stored blocks of `pattern`.
-    pub const fn new(pattern: &'a BsrMatrix, a: View<'a>, b: View<'a>) -> Self {
+    pub const fn new(pattern: &'a BsrPattern, a: View<'a>, b: View<'a>) -> Self {
         Self { pattern, a, b, alpha: 1.0, beta: 0.0 }
     }
 
     /// Computes into values of the caller, f16, bf16 or f32 `[nnz_blocks, block_size, block_size]`
-    /// without gaps, in the order of the pattern's own [`values`](BsrMatrix::values). What blocks
+    /// without gaps: the [`values_shape`](BsrPattern::values_shape) of the pattern. What blocks
     /// at the edge have beyond the matrix becomes zero. Nothing is allocated and the stream is not
     /// synchronised on a GPU, so the call can be captured into a graph; on the CPU it returns when
     /// the result is there. A pattern without blocks is fine and launches nothing.
@@ -101,8 +101,7 @@ impl<'a> BsrSddmm<'a> {
             let expected = "0 without old values";
             return Err(Error::InvalidScale { what: "beta", value: self.beta, expected });
         }
-        let block = self.pattern.block_size();
-        let mut values = Tensor::empty(stream, dtype, &[self.pattern.nnz_blocks(), block, block])?;
+        let mut values = Tensor::empty(stream, dtype, &self.pattern.values_shape())?;
         self.sddmm_into(values.view_mut(), stream)?;
         Ok(values)
     }

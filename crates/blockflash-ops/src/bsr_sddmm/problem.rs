@@ -112,8 +112,7 @@ impl BsrSddmm<'_> {
         a.shape_is(&[m, k])?;
         b.shape_is(&[k, n])?;
         Operand::of_mut("values", values).dtype_in(&[DType::F16, DType::BF16, DType::F32])?;
-        let blocks = [pattern.nnz_blocks(), block_size, block_size];
-        contiguous("values", &values.as_view(), values.dtype(), &blocks)?;
+        contiguous("values", &values.as_view(), values.dtype(), &pattern.values_shape())?;
         for (what, size) in [("m", m), ("n", n), ("k", k)] {
             to_i64(what, size)?;
         }

@@ -45,6 +45,7 @@ impl BsrMatmulOperands<'_> {
             tile.dtype,
             [(blocks, block * block), (block, block), (block, 1)],
         )?;
+        require(self.values.is_aligned(16), "values do not start at a multiple of 16 bytes")?;
         let transposed = self.indices.block_idx().is_some();
         require(transposed == tile.a_transposed, "block_idx is for kernels that transpose a")?;
         fits("b", &self.b, tile.dtype, dims([p.k, p.n], p.ldb, tile.b_column_major))?;

@@ -2,7 +2,7 @@ use super::*;
 use crate::launch::LaunchConfig;
 use crate::launch::bsr_matmul_fixtures as fixtures;
 use crate::launch::checked::fit;
-use crate::{DType, Device, Tensor};
+use crate::{DType, Device, Tensor, View};
 use blockflash_sys::manifest;
 use blockflash_sys::params::blockflash_bsr_matmul_params;
 use std::ptr::null;
@@ -110,4 +110,35 @@ fn what_does_not_fit() {
         "does not wait for its predecessor",
     );
     refused(|config| config.smem_bytes += 16, "shared memory");
+}
+
+/// Kernels copy blocks 16 bytes at a time.
+#[test]
+fn values_start_at_multiples_of_16_bytes() {
+    let zeros = |dtype, shape: &[usize]| {
+        Tensor::zeros(&Device::cpu().stream().unwrap(), dtype, shape).unwrap()
+    };
+    let tile_of = |row: &'static Kernel| match &row.variant {
+        Variant::BsrMatmulAny(tile) if tile.0.block_size == 16 => Some(tile.0.tile()),
+        _ => None,
+    };
+    let tile =
+        BsrTile { dtype: DType::F16, ..manifest::kernels().iter().find_map(tile_of).unwrap() };
+    let indices = fixtures::pattern(&[2, 1, 4], false);
+    let (b, mut c) = (zeros(DType::F16, &[K, N]), zeros(DType::F32, &[M, N]));
+    let data = vec![half::f16::ZERO; BLOCKS * 256 + 16];
+    let first = data.as_ptr().align_offset(16);
+    for (start, fits) in [(0, true), (8, true), (1, false), (4, false)] {
+        let values = &data[first + start..][..BLOCKS * 256];
+        let operands = BsrMatmulOperands {
+            indices: &indices,
+            values: View::from_slice(values, &[BLOCKS, 16, 16]).unwrap(),
+            parts: None,
+            b: b.view(),
+            c: c.view_mut(),
+            bias: None,
+        };
+        let found = operands.fit(&tile, &fixtures::params([M, N, K], N));
+        assert_eq!(found.is_ok(), fits, "{start}: {found:?}");
+    }
 }

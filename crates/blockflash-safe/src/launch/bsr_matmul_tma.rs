@@ -39,7 +39,6 @@ unsafe impl Launch for BsrMatmulHopper {
         let tiles = operands.fit(&self.tile(), p)?;
         writes(self.gathers(), p)?;
         require([p.m, p.n, p.k].into_iter().all(|size| size < SIZE_LIMIT), "a size is too large")?;
-        require(operands.values.is_aligned(16), "values do not start at a multiple of 16 bytes")?;
         let planned = !self.gathers() || operands.indices.has_stages_of(self.block_size);
         require(planned, "the kernel needs the stages of the pattern")?;
         Ok(tiles + split(self, p, operands)?)
@@ -92,6 +91,7 @@ fn split(
     let Some(BsrParts { steps, begin, memory }) = &operands.parts else { return Ok(0) };
     require(tile.splits(), "the kernel computes whole tiles")?;
     require(*steps > 0, "a part has no steps")?;
+    require(memory.view().is_aligned(16), "sums do not start at a multiple of 16 bytes")?;
     require(
         begin.is_sorted_by(|a, b| a >= b) && begin[begin.len() - 1] == 0,
         "parts do not descend to none",

@@ -118,7 +118,12 @@ fn clusters_are_whole() {
 #[test]
 fn parts_have_room_and_places() {
     let stream = Device::cpu().stream().unwrap();
-    let memory = |sums: usize, words: usize| BsrPartsMemory::new(&stream, sums, words).unwrap();
+    let memory = |sums: usize, words: usize| {
+        let tensor = Tensor::empty(&stream, DType::I32, &[sums + words]).unwrap();
+        BsrPartsMemory::from_tensor(tensor, words).unwrap()
+    };
+    let small = Tensor::empty(&stream, DType::U8, &[7]).unwrap();
+    assert!(BsrPartsMemory::from_tensor(small, 2).is_err(), "a word and three bytes");
     let rooms: Vec<BsrPartsMemory> = (0..8).map(|room| memory(room * 64 * 256, room * 8)).collect();
     let too_few_words = memory(3 * 64 * 256, 3 * 8 - 1);
     let (values, mut c) = (

@@ -1,7 +1,7 @@
 //! Long tiles of BSR matmul in parts, and the memory for their sums.
 
 use super::fit::pointer;
-use crate::{DType, Device, Error, Result, Stream, Tensor, View};
+use crate::{Device, Error, Result, Tensor, View};
 use blockflash_sys::params::BLOCKFLASH_BSR_PARTS;
 
 /// How the long tiles of a BSR matmul are split into parts, and the memory for their partial sums.
@@ -33,18 +33,19 @@ pub struct BsrPartsMemory {
 }
 
 impl BsrPartsMemory {
-    /// Room for `sums` partial sums of 32 bits, one per element of a tile, and for `words` words,
-    /// one per consumer warp of a tile.
+    /// The memory of a tensor of any element type: at its end `words` words, one per consumer warp
+    /// of a tile, and before them partial sums of 32 bits, one per element of a tile. Whatever was
+    /// queued with the tensor, on any stream, comes before its use here.
     ///
     /// # Errors
-    /// The errors of [`Tensor::zeros`].
-    pub fn new(stream: &Stream, sums: usize, words: usize) -> Result<BsrPartsMemory> {
-        let all = sums.checked_add(words).ok_or(Error::TooLarge)?;
-        Ok(BsrPartsMemory {
-            memory: Tensor::zeros_in_turns(stream, DType::I32, &[all])?,
-            sums,
-            words,
-        })
+    /// [`Error::OutOfBounds`] for a tensor with fewer words; [`Error::InGraph`] if a captured graph
+    /// uses the tensor; [`Error::InCapture`] while a stream that used it is captured;
+    /// [`Error::Cuda`].
+    pub fn from_tensor(tensor: Tensor, words: usize) -> Result<BsrPartsMemory> {
+        let available = tensor.layout().elements() * tensor.dtype().size() / size_of::<u32>();
+        let sums =
+            available.checked_sub(words).ok_or(Error::OutOfBounds { needed: words, available })?;
+        Ok(BsrPartsMemory { memory: tensor.into_turns()?, sums, words })
     }
 
     /// The device that holds the memory.

@@ -8,7 +8,7 @@ use crate::operand::{Source, common_dtype, load_all, random};
 use blockflash_bench::io::Array;
 use blockflash_bench::random::choose;
 use blockflash_ops::DType;
-use blockflash_ops::bsr_matmul::BsrMatrix;
+use blockflash_ops::bsr_matmul::{BsrMatrix, BsrPattern};
 use std::path::Path;
 
 /// Random tensors of one seed.
@@ -221,7 +221,7 @@ pub struct RandomStructure {
 impl BlockGrid {
     /// That of a matrix which messages call `what`.
     pub fn new(what: &str, [rows, cols]: [usize; 2], block: usize, density: f64) -> Result<Self> {
-        let limit = BsrMatrix::MAX_BLOCK_SIZE;
+        let limit = BsrPattern::MAX_BLOCK_SIZE;
         ensure(
             (1..=limit).contains(&block),
             &format!("--block is {block}, expected 1 to {limit}"),
