@@ -63,9 +63,9 @@ impl Workspace {
 
 /// The tiles of a BSR kernel, one for each layout of A and B that it takes: none for other kernels,
 /// one for most.
-pub fn tiles(row: &Kernel) -> Vec<BsrTile> {
-    let Some(tile) = row.bsr_tile() else { return Vec::new() };
-    if !row.takes_any_layout() {
+pub fn tiles(kernel: &Kernel) -> Vec<BsrTile> {
+    let Some(tile) = kernel.bsr_tile() else { return Vec::new() };
+    if !kernel.takes_any_layout() {
         return vec![tile];
     }
     let layouts = [[false, false], [false, true], [true, false], [true, true]];
@@ -159,12 +159,12 @@ impl BsrCase {
         }
     }
 
-    /// The case for a kernel, by [`lying_for`](Self::lying_for). Hopper kernels copy B by tensor
+    /// The case for a kernel, by [`in_layouts_of`](Self::in_layouts_of). Hopper kernels copy B by tensor
     /// maps, so for them its rows or columns start at multiples of 16 bytes, with gaps between
     /// them.
-    pub fn for_row(self, row: &Kernel, tile: &BsrTile) -> Self {
-        let case = self.lying_for(row, tile);
-        if !matches!(row.variant, Variant::BsrMatmulHopper(_)) {
+    pub fn for_kernel(self, kernel: &Kernel, tile: &BsrTile) -> Self {
+        let case = self.in_layouts_of(kernel, tile);
+        if !matches!(kernel.variant, Variant::BsrMatmulHopper(_)) {
             return case;
         }
         let [mut b, c] = case.placements;
@@ -177,9 +177,9 @@ impl BsrCase {
 
     /// The case with A (transposed or not) and B (row-major or column-major) as this tile of the
     /// kernel takes them, and with a row-major C if the kernel writes no other.
-    pub fn lying_for(self, row: &Kernel, tile: &BsrTile) -> Self {
-        let hopper = matches!(row.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers());
-        let any_c = hopper || row.takes_any_layout();
+    pub fn in_layouts_of(self, kernel: &Kernel, tile: &BsrTile) -> Self {
+        let hopper = matches!(kernel.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers());
+        let any_c = hopper || kernel.takes_any_layout();
         let [b, c] = self.placements;
         let b = Placement { order: order(tile.b_column_major), ..b };
         let c = if any_c { c } else { Placement { order: Vec::new(), ..c } };

@@ -73,10 +73,10 @@ pub fn store(images: &Images) -> Result<Vec<PathBuf>> {
 /// same frames differently.
 fn changes(images: &Images) -> Result<Vec<(PathBuf, Option<Frames>)>> {
     let mut wanted: BTreeMap<PathBuf, Vec<(String, Vec<u8>)>> = BTreeMap::new();
-    for row in manifest::kernels() {
-        if let Some(image) = images.get(&row.image_name()) {
-            let path = prebuilt().join(format!("{}.zst", row.archive_name()));
-            wanted.entry(path).or_default().push((row.image_name(), image.clone()));
+    for kernel in manifest::kernels() {
+        if let Some(image) = images.get(&kernel.image_name()) {
+            let path = prebuilt().join(format!("{}.zst", kernel.archive_name()));
+            wanted.entry(path).or_default().push((kernel.image_name(), image.clone()));
         }
     }
     let stale = archives()?.into_iter().filter(|path| !wanted.contains_key(path));
@@ -178,10 +178,10 @@ mod tests {
     fn committed_archives_are_what_would_be_written() {
         let mut images = load().unwrap();
         assert_eq!(changes(&images).unwrap(), []);
-        let row = &manifest::kernels()[0];
-        images.remove(&row.image_name());
+        let kernel = &manifest::kernels()[0];
+        images.remove(&kernel.image_name());
         let [(path, Some(frames))] = &changes(&images).unwrap()[..] else { panic!("one archive") };
-        assert!(path.ends_with(format!("{}.zst", row.archive_name())));
-        assert!(frames.iter().flatten().all(|(name, _)| *name != row.image_name()));
+        assert!(path.ends_with(format!("{}.zst", kernel.archive_name())));
+        assert!(frames.iter().flatten().all(|(name, _)| *name != kernel.image_name()));
     }
 }

@@ -50,15 +50,15 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     let place = Place::find()?;
     let gpu = Gpu::find()?;
-    let kernels = select::rows(&args.pattern, gpu.capability)?;
+    let kernels = select::kernels(&args.pattern, gpu.capability)?;
     // The profiler is searched first, so that its absence is reported before anything is compiled.
     let ncu = Ncu::find(args.ncu.as_deref())?;
     let program = place.program()?;
     let commit = place.commit()?;
     let out = args.out.clone().unwrap_or_else(|| place.results()).join(&commit);
-    for (row, default) in kernels {
-        let (symbol, case) = (row.symbol(), args.shape.clone().unwrap_or(default));
-        let images = place.images(row)?;
+    for (kernel, default) in kernels {
+        let (symbol, case) = (kernel.symbol(), args.shape.clone().unwrap_or(default));
+        let images = place.images(kernel)?;
         let origin = if images.is_some() { "with" } else { "without" };
         // A case id may contain a dot, so the extension is appended, not replaced.
         let file = |extension: &str| out.join(format!("{symbol}.{case}.{extension}"));

@@ -97,7 +97,7 @@ impl Ncu {
             command.args(["--metrics", &metrics.join(",")]);
         }
         command.arg("--export").arg(job.report).arg(job.program);
-        command.args(["launch", "--case", job.case, "--row", job.symbol, "--launches", "3"]);
+        command.args(["launch", "--case", job.case, "--kernel", job.symbol, "--launches", "3"]);
         match job.images {
             Some(folder) => command.env(IMAGES_VARIABLE, folder),
             None => command.env_remove(IMAGES_VARIABLE),

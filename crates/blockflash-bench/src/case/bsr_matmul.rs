@@ -172,15 +172,15 @@ impl Operands for BsrOperands {
         Ok(select(&self.problem()?, gpu)?)
     }
 
-    fn accepts(&mut self, row: &Kernel, gpu: &CudaProperties) -> Result<bool> {
-        Ok(accepts(row, &self.problem()?, gpu).is_ok())
+    fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool> {
+        Ok(accepts(kernel, &self.problem()?, gpu).is_ok())
     }
 
-    fn launch(&mut self, row: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
+    fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
         let (product, c) = self.product();
-        match row {
+        match kernel {
             None => product.matmul_into(c, stream)?,
-            Some(row) => product.run_with(row, c, stream)?,
+            Some(kernel) => product.run_with(kernel, c, stream)?,
         }
         Ok(())
     }

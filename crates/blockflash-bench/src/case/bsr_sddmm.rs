@@ -215,15 +215,15 @@ impl Operands for SddmmOperands {
         Ok(select(&self.problem()?, gpu)?)
     }
 
-    fn accepts(&mut self, row: &Kernel, gpu: &CudaProperties) -> Result<bool> {
-        Ok(accepts(row, &self.problem()?, gpu).is_ok())
+    fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool> {
+        Ok(accepts(kernel, &self.problem()?, gpu).is_ok())
     }
 
-    fn launch(&mut self, row: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
+    fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
         let product = self.inputs.product()?;
-        match row {
+        match kernel {
             None => product.sddmm_into(self.values.view_mut(), stream)?,
-            Some(row) => product.run_with(row, self.values.view_mut(), stream)?,
+            Some(kernel) => product.run_with(kernel, self.values.view_mut(), stream)?,
         }
         Ok(())
     }

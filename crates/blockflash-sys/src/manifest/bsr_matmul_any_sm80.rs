@@ -70,15 +70,18 @@ mod tests {
 
     #[test]
     fn one_tile_of_a_block_size_takes_any_layout() {
-        let rows: Vec<_> =
-            manifest::kernels().iter().filter(|row| row.takes_any_layout()).collect();
-        assert_eq!(rows.len(), 2 * 4 * 5);
-        for (i, row) in rows.iter().enumerate() {
-            let tile = row.bsr_tile().unwrap();
+        let kernels: Vec<_> =
+            manifest::kernels().iter().filter(|kernel| kernel.takes_any_layout()).collect();
+        assert_eq!(kernels.len(), 2 * 4 * 5);
+        for (i, kernel) in kernels.iter().enumerate() {
+            let tile = kernel.bsr_tile().unwrap();
             assert_eq!(tile.block_size, [16, 32, 64, 128][i % 4]);
-            assert!(row.smem_bytes() <= 99 * 1024 && row.target != Target::Sm90a, "{row:?}");
-            assert_eq!(row.source(), "bsr_matmul_any_sm80");
+            assert!(
+                kernel.smem_bytes() <= 99 * 1024 && kernel.target != Target::Sm90a,
+                "{kernel:?}"
+            );
+            assert_eq!(kernel.source(), "bsr_matmul_any_sm80");
         }
-        assert_eq!(rows[0].symbol(), "blockflash_bsr_matmul_any_sm80_f16_b16_n128_k64_w1x4_s2");
+        assert_eq!(kernels[0].symbol(), "blockflash_bsr_matmul_any_sm80_f16_b16_n128_k64_w1x4_s2");
     }
 }

@@ -123,8 +123,8 @@ pub struct Args {
     pub block_mask: MaskArgs,
 
     /// Use the GPU kernel whose name contains this, instead of the selected one
-    #[arg(long, value_name = "SYMBOL", help_heading = "Operation")]
-    pub row: Option<String>,
+    #[arg(long, alias = "row", value_name = "SYMBOL", help_heading = "Operation")]
+    pub kernel: Option<String>,
 
     /// Write the output to a .npy or .safetensors file (tensor `o`)
     #[arg(long, value_name = "FILE", value_parser = out_path, help_heading = "Output")]

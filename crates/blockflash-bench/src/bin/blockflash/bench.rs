@@ -27,7 +27,7 @@ Examples:
   blockflash bench smoke
   blockflash bench attention_floor --peers flash,cudnn --rounds 9
   blockflash bench attention_fwd --swap-check --filter d256_causal
-  blockflash bench bsr_floor --row b64 --peers none      compares all tile variants for blocks of 64
+  blockflash bench bsr_floor --kernel b64 --peers none   compares all tile variants for blocks of 64
   blockflash report";
 
 /// Options of `blockflash bench`.
@@ -62,8 +62,8 @@ pub struct Args {
     pub filter: Option<String>,
     /// Instead of the selected kernel measure each whose name contains one of these (commas
     /// between)
-    #[arg(long, value_name = "SYMBOL")]
-    pub row: Option<String>,
+    #[arg(long, alias = "row", value_name = "SYMBOL")]
+    pub kernel: Option<String>,
     /// Append the record to this file [default: benches/results/GPU/SUITE.jsonl]
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
@@ -110,9 +110,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
         print(&format!("{message}: warm only"))?;
     }
     let machine = Machine::of(&device, &benches);
-    let rows = args.row.as_deref().map(words);
-    if device.is_cpu() && rows.is_some() {
-        return Err(Failure::new("--row names GPU kernels, but the CPU is measured"));
+    let kernels = args.kernel.as_deref().map(words);
+    if device.is_cpu() && kernels.is_some() {
+        return Err(Failure::new("--kernel names GPU kernels, but the CPU is measured"));
     }
     let default =
         benches.join("results").join(machine.slug()).join(format!("{}.jsonl", suite.name));
@@ -128,7 +128,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let cpu = if device.is_cpu() { " — no GPU is used, this is the CPU backend" } else { "" };
     print(&format!("device {}{cpu}, commit {}", device_name(&device), machine.commit))?;
     let mut peers = args.start_peers(&suite, &device, &benches)?;
-    let mut run = Run::new(suite, machine, device.stream()?, args.seed, rows)?;
+    let mut run = Run::new(suite, machine, device.stream()?, args.seed, kernels)?;
     if args.swap_check {
         return swap_check::run(&run, &mut peers);
     }

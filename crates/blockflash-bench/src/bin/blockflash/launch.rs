@@ -17,8 +17,8 @@ pub struct Args {
     #[arg(long, value_name = "ID")]
     pub case: Case,
     /// Instead of the selected kernel the one whose name contains this
-    #[arg(long, value_name = "SYMBOL")]
-    pub row: Option<String>,
+    #[arg(long, alias = "row", value_name = "SYMBOL")]
+    pub kernel: Option<String>,
     /// How often
     #[arg(
         long,
@@ -51,14 +51,14 @@ struct Launched {
 pub fn run(args: Args) -> Result<ExitCode> {
     let device = args.device.open()?;
     let stream = device.stream()?;
-    let names = args.row.map(|row| vec![row]);
+    let names = args.kernel.map(|name| vec![name]);
     let kernel =
         Ours::launch(&args.case, &stream, args.seed, names.as_deref(), args.launches.into())?;
     let launched = Launched {
         case: args.case.to_string(),
         op: args.case.op(),
-        symbol: kernel.map(|row| row.symbol()),
-        image: kernel.map(|row| row.image_name()),
+        symbol: kernel.map(|kernel| kernel.symbol()),
+        image: kernel.map(|kernel| kernel.image_name()),
         launches: args.launches,
         work: args.case.work(),
     };
