@@ -85,9 +85,8 @@ impl Product {
 
 /// Persistent kernels for the product, which compute long tiles in parts; only Hopper has them.
 fn counting(gpu: &Gpu, product: &mut Product) -> Vec<&'static Kernel> {
-    let splits = |kernel: &&Kernel| {
-        matches!(&kernel.variant, Variant::BsrMatmulHopper(tile) if tile.splits())
-    };
+    let splits =
+        |kernel: &&Kernel| matches!(&kernel.variant, Variant::BsrMatmulHopper(t) if t.splits());
     let kernels: Vec<&Kernel> = gpu.kernels().filter(splits).collect();
     let takes = |kernel: &&Kernel| match product.queue(Some(kernel), None, &gpu.stream) {
         Ok(()) => true,

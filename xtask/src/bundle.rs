@@ -160,11 +160,7 @@ fn ceilings(folder: &Path) -> Result<()> {
 /// Removes an earlier bundle, but refuses to remove any other folder.
 fn clear(folder: &Path) -> Result<()> {
     if folder.exists() && !list(folder)?.is_empty() {
-        ensure!(
-            folder.join("run-all").exists(),
-            "{} holds something that is no bundle",
-            folder.display()
-        );
+        ensure!(folder.join("run-all").exists(), "{} exists and is not a bundle", folder.display());
         std::fs::remove_dir_all(folder)
             .with_context(|| format!("cannot clear {}", folder.display()))?;
     }

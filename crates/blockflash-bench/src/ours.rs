@@ -78,7 +78,7 @@ impl Ours {
         }
         if kernels.is_empty() {
             return Err(Error::Option(
-                "no kernel whose name contains --kernel computes this case on this GPU".to_owned(),
+                "no kernel that --kernel names computes this case on this GPU".to_owned(),
             ));
         }
         Ok(Self { stream: stream.clone(), operands, kernels })
@@ -106,9 +106,8 @@ impl Ours {
                 .map(Kernel::symbol)
                 .collect();
             return Err(Error::Option(match symbols.is_empty() {
-                true => "no kernel whose name contains --kernel computes this case on this GPU"
-                    .to_owned(),
-                false => format!("--kernel means several kernels: {}", symbols.join(", ")),
+                true => "no kernel that --kernel names computes this case on this GPU".to_owned(),
+                false => format!("--kernel matches several kernels: {}", symbols.join(", ")),
             }));
         };
         for _ in 0..launches {
@@ -156,7 +155,7 @@ fn candidates(
     let Some(gpu) = stream.device().cuda_properties() else {
         return match names {
             Some(_) => {
-                Err(Error::Option("--kernel names kernels, and the CPU has none".to_owned()))
+                Err(Error::Option("--kernel names GPU kernels, but the CPU is used".to_owned()))
             }
             None => Ok(vec![Candidate { kernel: None, forced: false }]),
         };

@@ -191,7 +191,7 @@ fn what_is_wrong_is_one_line() {
     write(&sink, &[("", &random(DType::F32, &[3], 0))]).unwrap();
     let packed = ["--cu-seqlens", "0,10,30"];
     let cases: [(&[&str], &str); 18] = [
-        (&["--block-mask", "windw:3"], "\"windw:3\" is no part of a pattern"),
+        (&["--block-mask", "windw:3"], "\"windw:3\" is not a part of a pattern"),
         (&["--block-mask", "windw:3"], "or the name of a file"),
         (&["--block-mask", "no/such.npy"], "No such file"),
         (&["--block-mask", "full", "--block", "60"], "multiple of 64"),

@@ -111,7 +111,10 @@ pub fn violations(kernel: &Kernel, entry: &Entry) -> Vec<String> {
     let smem = entry.smem_static + entry.smem_dynamic;
     let limit = kernel.target.smem_limit();
     if smem > limit {
-        found.push(format!("needs {smem} bytes of shared memory, {} has {limit}", kernel.target));
+        found.push(format!(
+            "needs {smem} bytes of shared memory, but {} has {limit}",
+            kernel.target
+        ));
     }
     found
 }

@@ -28,7 +28,10 @@ pub fn load() -> Result<Images> {
     for path in archives()? {
         let found = images_of(&read_bytes(&path)?);
         images.extend(found.with_context(|| {
-            format!("{} is damaged; without it, `cargo xtask kernels` rebuilds it", path.display())
+            format!(
+                "{} is damaged: remove it, and `cargo xtask kernels` rebuilds it",
+                path.display()
+            )
         })?);
     }
     Ok(images)
@@ -46,7 +49,7 @@ fn frames_of(archive: &[u8]) -> Result<Frames> {
     let frames = entries.chunk_by(|(_, one), (_, other)| one.frame == other.frame).map(|entries| {
         let frame = archive.unpack(&entries[0].1.frame).map_err(|what| anyhow!(what))?;
         let image = |(name, entry): &(&&str, &Entry)| {
-            let image = frame.get(entry.image.clone()).context("an image ends behind its frame")?;
+            let image = frame.get(entry.image.clone()).context("an image ends beyond its frame")?;
             Ok((name.to_string(), image.to_vec()))
         };
         entries.iter().map(image).collect()

@@ -27,7 +27,10 @@ impl Place {
             return Ok(Self::Bundle(folder.into()));
         }
         let shown = program.display();
-        ensure!(root().join("kernels").is_dir(), "{shown} lies in no bundle and in no repository");
+        ensure!(
+            root().join("kernels").is_dir(),
+            "{shown} is neither in a bundle nor in a repository"
+        );
         Ok(Self::Repository(root()))
     }
 
@@ -61,7 +64,7 @@ impl Place {
     pub fn program(&self) -> Result<PathBuf> {
         if let Self::Bundle(folder) = self {
             let program = folder.join("blockflash");
-            ensure!(program.is_file(), "{} is missing: is the bundle whole?", program.display());
+            ensure!(program.is_file(), "{} is missing: is the bundle complete?", program.display());
             return Ok(program);
         }
         let package = ["build", "--package", "blockflash-bench", "--bin", "blockflash"];

@@ -71,7 +71,7 @@ pub fn run(args: &Args) -> Result<()> {
     if kernels.is_empty() {
         match ptx {
             0 => bail!("no image is selected"),
-            _ => bail!("{ptx} images are selected, but they are PTX: that is no machine code yet"),
+            _ => bail!("{ptx} images are selected, but they are PTX, which is not machine code"),
         }
     }
     let started = Instant::now();
@@ -98,7 +98,7 @@ pub fn run(args: &Args) -> Result<()> {
         .iter()
         .for_each(|line| eprintln!("{}: {line}", if args.check { "error" } else { "warning" }));
     let skipped =
-        if ptx == 0 { String::new() } else { format!("; {ptx} PTX images are no machine code") };
+        if ptx == 0 { String::new() } else { format!("; {ptx} PTX images are not machine code") };
     print(&format!(
         "{} images in {:.0} s{skipped}\n",
         images.len(),

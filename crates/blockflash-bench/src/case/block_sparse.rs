@@ -69,7 +69,7 @@ impl BlockSparseShape {
             [("seqlen_q", seqlen_q, block_q), ("seqlen_kv", seqlen_kv, block_kv)]
         {
             if seqlen % block != 0 {
-                return Err(format!("{what} {seqlen} is no multiple of blocks of {block}"));
+                return Err(format!("{what} {seqlen} is not a multiple of blocks of {block}"));
             }
         }
         if num_heads_q == 0 || num_heads_kv == 0 || !num_heads_q.is_multiple_of(num_heads_kv) {
@@ -86,7 +86,7 @@ impl BlockSparseShape {
             return Err(format!("density {density} is not in (0, 1]"));
         }
         if self.mask == MaskKind::Causal && pattern != Pattern::Uniform {
-            return Err(format!("causal lists are only drawn uniform, not {pattern}"));
+            return Err(format!("causal lists can only be uniform, not {pattern}"));
         }
         Ok(())
     }

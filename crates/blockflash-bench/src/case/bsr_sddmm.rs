@@ -352,7 +352,7 @@ mod tests {
             [("column_row", "column"), ("row_bf16", "both_bf16"), ("b64", "b0"), ("d0.25", "d0")]
         {
             assert!(
-                ID.replace(from, to).parse::<Case>().unwrap_err().contains("is no case"),
+                ID.replace(from, to).parse::<Case>().unwrap_err().contains("is not a case"),
                 "{to}"
             );
         }

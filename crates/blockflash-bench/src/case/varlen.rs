@@ -163,7 +163,7 @@ impl AttentionGrid {
     ) -> Result<(), String> {
         let Self { num_heads_q, head_dim, .. } = *self;
         if [self.batch, self.tokens, self.seqlen_kv].iter().any(Option::is_some) {
-            return Err("lengths say what batch, tokens and seqlen_kv would say".to_owned());
+            return Err("lengths cannot be combined with batch, tokens or seqlen_kv".to_owned());
         }
         if head_dim == 0 {
             return Err("an attention grid has a size of 0".to_owned());
@@ -198,7 +198,9 @@ impl AttentionGrid {
                             tokens / seqlen_q
                         }
                         (None, Some(tokens)) => {
-                            return Err(format!("{tokens} tokens are no multiple of {seqlen_q}"));
+                            return Err(format!(
+                                "{tokens} tokens are not a multiple of {seqlen_q}"
+                            ));
                         }
                         _ => return Err("an attention grid has either batch or tokens".to_owned()),
                     };

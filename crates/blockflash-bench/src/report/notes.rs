@@ -108,7 +108,7 @@ fn missing(rows: &[Row<'_>]) -> Option<String> {
     let reasons = reasons(without.iter().flat_map(|row| row.ours.iter().copied()));
     let text = match without.len() {
         0 => return None,
-        cases => format!("{} without a result of ours", counted(cases, "case")),
+        cases => format!("{} without a result of blockflash", counted(cases, "case")),
     };
     Some(if reasons.is_empty() { format!("{text}.") } else { format!("{text}: {reasons}.") })
 }

@@ -115,7 +115,7 @@ fn sequences_are_those_of_the_mask() {
     let error = both(&other).unwrap_err();
     assert!(matches!(error, Error::InvalidCuSeqlens { which: "q", index: 3, value: 420, .. }));
     assert!(
-        error.to_string().ends_with("sequence 2 has 320 rows, that of the block mask 319"),
+        error.to_string().ends_with("sequence 2 has 320 rows, but 319 in the block mask"),
         "{error}"
     );
     other = LENGTHS;

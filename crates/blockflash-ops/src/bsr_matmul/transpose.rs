@@ -57,7 +57,7 @@ impl Pattern {
             format!("{rows} x {cols} with {nnz_blocks} blocks of {block_size}")
         };
         invalid(format!(
-            "the {index} is that of another pattern, {}; {name} is {}",
+            "the {index} belongs to another pattern, {}; {name} is {}",
             describe(self),
             describe(&of_a)
         ))

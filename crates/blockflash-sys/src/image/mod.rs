@@ -108,7 +108,7 @@ fn embedded(kernel: &Kernel) -> Result<Vec<u8>, ImageError> {
         frames.pop_front();
     }
     frames.push_back(frame);
-    image.ok_or_else(|| damaged("the image ends behind its frame".to_owned()))
+    image.ok_or_else(|| damaged("the image ends beyond its frame".to_owned()))
 }
 
 fn from_folder(kernel: &Kernel, folder: &Path) -> Result<Vec<u8>, ImageError> {

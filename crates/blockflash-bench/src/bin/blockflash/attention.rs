@@ -117,7 +117,9 @@ fn kernel(
 ) -> Result<Option<&'static Kernel>> {
     let Some(gpu) = device.cuda_properties().filter(|_| !problem.is_empty()) else {
         return match name {
-            Some(_) => Err(Failure::new("--kernel names a GPU kernel, and none computes this")),
+            Some(_) => {
+                Err(Failure::new("--kernel names a GPU kernel, but this is not computed on a GPU"))
+            }
             None => Ok(None),
         };
     };

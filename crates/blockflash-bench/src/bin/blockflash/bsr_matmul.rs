@@ -145,7 +145,7 @@ fn with_layouts(matrix: &Array, layout: Option<Axis>) -> Result<Cow<'_, Array>> 
     let transposed = matrix.transposed();
     transposed
         .map(Cow::Owned)
-        .ok_or_else(|| Failure::new(format!("{:?} is no matrix", matrix.shape())))
+        .ok_or_else(|| Failure::new(format!("{:?} is not a matrix", matrix.shape())))
 }
 
 /// The dimensions of the matrix in what lies in memory.

@@ -48,7 +48,7 @@ impl Outputs {
                 inputs.iter().find(|(_, path)| path.is_some_and(|path| same(path)))
             {
                 return Err(Failure::new(format!(
-                    "{option} names the file that {input} reads, and would replace it"
+                    "{option} names the file that {input} reads and would overwrite it"
                 )));
             }
             outputs.push(output);
