@@ -142,8 +142,10 @@ fn files_of_booleans_and_of_indices_are_the_same_mask() {
         (&2.into(), &12.into(), &128.into())
     );
 
-    assert!(refused(&[&row_ptr]).contains("name the file of the block columns"));
-    assert!(refused(&[&mask, "--col-idx", &col_idx]).contains("block columns belong to a row_ptr"));
+    assert!(refused(&[&row_ptr]).contains("name the file of its block columns"));
+    assert!(
+        refused(&[&mask, "--col-idx", &col_idx]).contains("no file of block columns may be named")
+    );
     assert!(refused(&[&mask, "--block", "64", "--seqlen", "129"]).contains("have 3 x 3"));
     assert!(refused(&[&mask, "--heads", "2"]).contains("mask has 1 heads"));
     assert!(

@@ -1,6 +1,6 @@
 //! Sampled dense-dense product: dense times dense at the stored blocks of a sparse matrix.
 
-use super::grid::{fraction, uniform};
+use super::grid::{fraction, pairs, uniform};
 use super::id::{dtype, number, pattern};
 use super::operands::{Operands, normal};
 use super::pattern::Pattern;
@@ -16,7 +16,7 @@ use blockflash_ops::{
 };
 use blockflash_oracle::{self as oracle, Comparison, Mismatch, SddmmCase};
 use blockflash_sys::DType;
-use serde::{Deserialize, Serialize, Serializer};
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::Path;
 
@@ -33,15 +33,9 @@ pub struct SddmmShape {
     /// one.
     pub density: f64,
     pub pattern: Pattern,
-    #[serde(serialize_with = "name")]
     pub a_major: Major,
-    #[serde(serialize_with = "name")]
     pub b_major: Major,
     pub dtype: DType,
-}
-
-fn name<S: Serializer>(major: &Major, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(major.name())
 }
 
 impl SddmmShape {
@@ -239,7 +233,7 @@ impl Operands for SddmmOperands {
         Ok(self.inputs.product()?.run_prepared(prepared, self.values.view_mut(), stream)?)
     }
 
-    fn outputs(&mut self, _row: Option<&Kernel>) -> Vec<&mut Tensor> {
+    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<&mut Tensor> {
         vec![&mut self.values]
     }
 
@@ -272,53 +266,29 @@ pub(crate) struct SddmmGrid {
     #[serde(default = "uniform")]
     pattern: Vec<Pattern>,
     /// Layouts of A and of B.
-    layout: Vec<[Layout; 2]>,
+    layout: Vec<[Major; 2]>,
     dtype: Vec<DType>,
-}
-
-#[derive(Clone, Copy, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum Layout {
-    Row,
-    Column,
-}
-
-impl From<Layout> for Major {
-    fn from(layout: Layout) -> Self {
-        match layout {
-            Layout::Row => Major::Row,
-            Layout::Column => Major::Column,
-        }
-    }
 }
 
 impl SddmmGrid {
     pub(crate) fn expand<C: From<SddmmShape>>(&self, cases: &mut Vec<C>) -> Result<(), String> {
-        for &dtype in &self.dtype {
-            for layouts in &self.layout {
-                let [a_major, b_major] = layouts.map(Major::from);
-                for (&size, &k) in
-                    self.size.iter().flat_map(|size| self.k.iter().map(move |k| (size, k)))
-                {
-                    for &block_size in &self.block_size {
-                        for &density in &self.density {
-                            let shape = |pattern| SddmmShape {
-                                m: size,
-                                n: size,
-                                k,
-                                block_size,
-                                density,
-                                pattern,
-                                a_major,
-                                b_major,
-                                dtype,
-                            };
-                            for shape in self.pattern.iter().map(|&pattern| shape(pattern)) {
-                                shape.check()?;
-                                cases.push(shape.into());
-                            }
-                        }
-                    }
+        for (dtype, [a_major, b_major]) in pairs(&self.dtype, &self.layout) {
+            for ((size, k), block_size) in pairs(&pairs(&self.size, &self.k), &self.block_size) {
+                let (m, n) = (size, size);
+                for (density, pattern) in pairs(&self.density, &self.pattern) {
+                    let shape = SddmmShape {
+                        m,
+                        n,
+                        k,
+                        block_size,
+                        density,
+                        pattern,
+                        a_major,
+                        b_major,
+                        dtype,
+                    };
+                    shape.check()?;
+                    cases.push(shape.into());
                 }
             }
         }

@@ -83,7 +83,7 @@ impl Operands for Scores {
         Ok(())
     }
 
-    fn outputs(&mut self, _row: Option<&Kernel>) -> Vec<&mut Tensor> {
+    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<&mut Tensor> {
         Vec::new() // the library lends them for reading only
     }
 
@@ -156,7 +156,7 @@ impl Operands for Choose {
         Ok(())
     }
 
-    fn outputs(&mut self, _row: Option<&Kernel>) -> Vec<&mut Tensor> {
+    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<&mut Tensor> {
         Vec::new() // the library lends them for reading only
     }
 

@@ -210,7 +210,7 @@ mod tests {
                 && notes[0].contains("caches warm;")
         );
         assert!(notes[0].contains("`dense` does another job"), "{}", notes[0]);
-        assert_eq!(notes[1], "1 case without a result of ours: it failed.");
+        assert_eq!(notes[1], "1 case without a result of blockflash: it failed.");
         let failed = "Absent or failed: `y` in 1 of 2 cases (it failed); `z` in every case (no \
                       'such' 'thing').";
         assert_eq!(notes[2], failed);

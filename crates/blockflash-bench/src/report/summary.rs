@@ -156,7 +156,7 @@ mod tests {
     #[test]
     fn a_sentence_counts_what_is_missing() {
         let of = |records: &[Record]| sentence(&rows(&records.iter().collect::<Vec<_>>()));
-        assert_eq!(of(&suite()), "2 cases, 1 with a result of ours: 1.50 × the best rival.");
+        assert_eq!(of(&suite()), "2 cases, 1 with a result of blockflash: 1.50 × the best rival.");
         assert_eq!(of(&[record("a", OURS, None)]), "1 case, none with a result of blockflash.");
         let twice =
             [suite(), vec![record("c", OURS, Some(2.0)), record("c", "x", Some(1.5))]].concat();
