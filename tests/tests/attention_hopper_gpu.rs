@@ -314,7 +314,7 @@ fn replays_graphs(
     }
     for replay in 0..5 {
         for (at, output) in outputs[2].iter_mut().enumerate() {
-            // Now on its own stream, now on that of the other: launches of one graph never overlap.
+            // Now on its own stream, now on the other's: launches of one graph never overlap.
             for (which, graph) in graphs.iter().enumerate().filter(|_| at % 2 == 0) {
                 let stream = &jobs[(which + replay) % 2].stream;
                 graph.launch(stream).map_err(|error| format!("replay: {error}"))?;

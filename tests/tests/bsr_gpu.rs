@@ -209,7 +209,10 @@ fn is_the_transposed_matrix(
             download(stream, &c)
         };
         if bits(kernel, tile)? != bits(other, &same)? {
-            return Err(format!("bits differ from those of {}\n    {case:?}", other.image_name()));
+            return Err(format!(
+                "bits differ from the bits of {}\n    {case:?}",
+                other.image_name()
+            ));
         }
         compared += 1;
     }

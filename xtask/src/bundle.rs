@@ -13,16 +13,16 @@ use std::{
     process::Command,
 };
 
-/// Write one folder that tests and measures on a GPU machine without Rust.
+/// Write a folder that runs the tests and benchmarks on a GPU machine without Rust.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Where to write; what an earlier bundle left there is replaced [default: target/bundle].
+    /// Folder to write. An earlier bundle there is replaced [default: target/bundle].
     folder: Option<PathBuf>,
-    /// Take images with line information along, for `./xtask profile` there: those whose name
-    /// contains this (may be repeated).
+    /// Add the images whose name contains this text, with line information for `./xtask profile`;
+    /// may be repeated.
     #[arg(long, value_name = "PATTERN")]
     profile: Vec<String>,
-    /// Such images for this target only (may be repeated) [default: all targets].
+    /// Restrict --profile to images for this target; may be repeated [default: all targets].
     #[arg(long, value_name = "TARGET", value_parser = kernels::parse_target)]
     profile_arch: Vec<Target>,
 }

@@ -28,28 +28,28 @@ use std::{
 use store::Images;
 use toolchain::Toolchain;
 
-/// Compile the kernels into crates/blockflash-sys/prebuilt, or prove that what is there is up
+/// Compile the kernels into crates/blockflash-sys/prebuilt, or prove that the images there are up
 /// to date.
 #[derive(clap::Args, Default)]
 pub struct Args {
-    /// Only images whose name contains this.
+    /// Compile only images whose name contains this text.
     #[arg(long, value_name = "SUBSTRING")]
     only: Vec<String>,
-    /// Only images for this target (may be repeated); sm_90a stands for sm_90 too, since such a GPU
-    /// uses both.
+    /// Compile only images for this target; may be repeated. sm_90a includes sm_90, since such a
+    /// GPU uses both.
     #[arg(long, value_name = "TARGET", value_parser = parse_target)]
     pub arch: Vec<Target>,
     /// Write nothing: rebuild, and fail unless the committed images are exactly what the sources
     /// give.
     #[arg(long)]
     pub check: bool,
-    /// Rebuild images whose sources and flags have not changed, too.
+    /// Also rebuild images whose sources and flags have not changed.
     #[arg(long)]
     force: bool,
     /// Compile with this nvcc rather than with the pinned wheels.
     #[arg(long, value_name = "PATH")]
     nvcc: Option<PathBuf>,
-    /// Rows compiled at once [default: one per core].
+    /// Number of kernels compiled at the same time [default: one per core].
     #[arg(long, value_name = "N")]
     jobs: Option<usize>,
 }
@@ -127,7 +127,7 @@ pub fn run(args: &Args) -> Result<()> {
         started.elapsed().as_secs_f64()
     );
     problems.report(if args.check {
-        "; `cargo xtask kernels` rebuilds what is out of date"
+        "; `cargo xtask kernels` rebuilds outdated images"
     } else {
         ""
     })

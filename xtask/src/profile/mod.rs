@@ -35,13 +35,13 @@ target/profile/COMMIT, in a bundle to out/profile/COMMIT.";
 pub struct Args {
     /// Part of a kernel's name; each kernel of this GPU whose name contains it is profiled.
     pattern: String,
-    /// What the kernel computes, as an id [default: a large case for its tile].
+    /// Id of the case that the kernel computes [default: a large case for its tile].
     #[arg(long, value_name = "CASE")]
     shape: Option<String>,
-    /// Where reports go.
+    /// Folder for the reports.
     #[arg(long, value_name = "FOLDER")]
     out: Option<PathBuf>,
-    /// The profiler, if it lies in an unusual place.
+    /// Path of Nsight Compute, if it is installed in an unusual place.
     #[arg(long, value_name = "PROGRAM")]
     ncu: Option<PathBuf>,
 }

@@ -17,16 +17,16 @@ use std::{path::PathBuf, process::Command, time::Instant};
 /// declare about it.
 #[derive(clap::Args, Default)]
 pub struct Args {
-    /// Only images whose name contains this.
+    /// Select only images whose name contains this text.
     pattern: Option<String>,
-    /// Only images for this target (may be repeated); sm_90a stands for sm_90 too, since such a GPU
+    /// Select only images for this target; may be repeated. sm_90a includes sm_90, since such a GPU
     /// uses both.
     #[arg(long, value_name = "TARGET", value_parser = kernels::parse_target)]
     arch: Vec<Target>,
     /// Fail unless each image contains and lacks what the manifest declares for it.
     #[arg(long)]
     check: bool,
-    /// Print the machine code of the one image that is selected.
+    /// Print the machine code of the selected image; exactly one must be selected.
     #[arg(long, conflicts_with = "check")]
     full: bool,
 }

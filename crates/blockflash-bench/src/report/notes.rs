@@ -66,7 +66,7 @@ fn measured(run: &Run<'_>, rows: &[Row<'_>]) -> String {
     }
     if rows.iter().any(|row| row.dense.is_some()) {
         parts.push(
-            "of dense: TFLOP/s by those of blockflash without a block mask at the same shape"
+            "of dense: ratio to the TFLOP/s of blockflash without a block mask at the same shape"
                 .to_owned(),
         );
     }

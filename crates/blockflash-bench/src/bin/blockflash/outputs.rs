@@ -61,7 +61,7 @@ impl Outputs {
         self.0.iter().any(|output| output.tensor == tensor)
     }
 
-    /// Writes those of the results that are wanted; tensors of one `.safetensors` file go there
+    /// Writes the requested results; tensors of one `.safetensors` file go there
     /// together. Returns what was written, in words.
     pub fn save(&self, results: &[(&str, &Array)]) -> Result<Vec<String>> {
         let mut stored: Vec<(&Output, Cow<'_, Array>)> = Vec::new();
