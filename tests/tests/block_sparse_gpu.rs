@@ -82,7 +82,8 @@ fn bits(
 }
 
 /// A mask that hides nothing lets a kernel visit the same key tiles in the same order, so the bits
-/// are the same. Blocks that the token mask shows a pair of are as good as all. Also for packed sequences.
+/// are the same. It is enough to list the blocks in which the token mask shows a pair. Also for
+/// packed sequences.
 fn equals_dense(
     kernel: &'static Kernel,
     tile: &AttentionTile,

@@ -2,7 +2,7 @@
 
 use blockflash_ops::{BsrMatmul, DType, Operation, Stream, Tensor};
 use blockflash_sys::Kernel;
-use blockflash_sys::manifest::BsrTile;
+use blockflash_sys::manifest::BsrMatmulTile;
 use blockflash_tests::bsr::{
     BsrCase, BsrData, BsrInputs, BsrReference, Choice, Limits, Pattern, Workspace, bsr_cases,
     check_output, column_cases, edge_cases, epilogue_cases, run_on_kernel, tiles,
@@ -19,7 +19,7 @@ const BUDGET: f64 = 2e8;
 
 /// Kernels that compute the same problems: they share cases and references. A kernel that takes any
 /// layout is there with each.
-fn groups(gpu: &Gpu) -> BTreeMap<(DType, u32), Vec<(&'static Kernel, BsrTile)>> {
+fn groups(gpu: &Gpu) -> BTreeMap<(DType, u32), Vec<(&'static Kernel, BsrMatmulTile)>> {
     let mut groups: BTreeMap<_, Vec<_>> = BTreeMap::new();
     for (kernel, tile) in
         gpu.kernels().flat_map(|kernel| tiles(kernel).into_iter().map(move |tile| (kernel, tile)))
@@ -31,7 +31,7 @@ fn groups(gpu: &Gpu) -> BTreeMap<(DType, u32), Vec<(&'static Kernel, BsrTile)>> 
 
 fn cases_of(
     (dtype, block_size): (DType, u32),
-    kernels: &[(&'static Kernel, BsrTile)],
+    kernels: &[(&'static Kernel, BsrMatmulTile)],
 ) -> Vec<BsrCase> {
     let size = block_size as usize;
     let mut tiles: Vec<(usize, usize)> =
@@ -104,7 +104,7 @@ fn prepared(case: &BsrCase) -> (BsrData, BsrReference) {
 /// Captures a call once and replays it with another B.
 fn replays_a_graph(
     kernel: &'static Kernel,
-    tile: &BsrTile,
+    tile: &BsrMatmulTile,
     stream: &Stream,
 ) -> Result<usize, String> {
     let size = tile.block_size as usize;
@@ -139,7 +139,7 @@ fn replays_a_graph(
 /// ones.
 fn repeats_its_bits(
     kernel: &'static Kernel,
-    tile: &BsrTile,
+    tile: &BsrMatmulTile,
     stream: &Stream,
 ) -> Result<usize, String> {
     let of = |(pattern, workspace)| same_bits(kernel, tile, pattern, workspace, stream);
@@ -153,7 +153,7 @@ fn repeats_its_bits(
 
 fn same_bits(
     kernel: &'static Kernel,
-    tile: &BsrTile,
+    tile: &BsrMatmulTile,
     pattern: Pattern,
     workspace: Workspace,
     stream: &Stream,
@@ -182,12 +182,12 @@ fn same_bits(
 /// Aᵀ by an index, and the transposed matrix by the kernel with the same tiles: equal bits.
 fn is_the_transposed_matrix(
     kernel: &'static Kernel,
-    tile: &BsrTile,
-    kernels: &[(&'static Kernel, BsrTile)],
+    tile: &BsrMatmulTile,
+    kernels: &[(&'static Kernel, BsrMatmulTile)],
     stream: &Stream,
 ) -> Result<usize, String> {
-    let same = BsrTile { a_transposed: false, ..*tile };
-    let is_other = |(other, tile): &&(&'static Kernel, BsrTile)| {
+    let same = BsrMatmulTile { a_transposed: false, ..*tile };
+    let is_other = |(other, tile): &&(&'static Kernel, BsrMatmulTile)| {
         *tile == same && (other.source(), other.target) == (kernel.source(), kernel.target)
     };
     let (other, _) = kernels.iter().find(is_other).ok_or("no kernel with the same tiles")?;
@@ -199,7 +199,7 @@ fn is_the_transposed_matrix(
         let mnk = [11 * size - 3, 2 * tile.block_n as usize + 40, 9 * size - 5];
         let case = BsrCase { seed: seed as u64, ..BsrCase::simple(tile.dtype, size, mnk, pattern) };
         let data = BsrData::generate(&case);
-        let bits = |kernel: &'static Kernel, tile: &BsrTile| -> Result<Vec<u32>, String> {
+        let bits = |kernel: &'static Kernel, tile: &BsrMatmulTile| -> Result<Vec<u32>, String> {
             let inputs = BsrInputs::upload(&case.clone().for_kernel(kernel, tile), &data, stream)?;
             let mut c = inputs.old_c(&data, stream)?;
             inputs
@@ -221,7 +221,7 @@ fn is_the_transposed_matrix(
 
 fn runs_in_two_threads(
     kernel: &'static Kernel,
-    tile: &BsrTile,
+    tile: &BsrMatmulTile,
     gpu: &Gpu,
 ) -> Result<usize, String> {
     let size = tile.block_size as usize;
@@ -284,7 +284,7 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
             .expect("memory for C beyond 2^31 elements");
         for (kernel, tile) in gpu
             .kernels()
-            .filter_map(|kernel| Some((kernel, kernel.bsr_tile()?)))
+            .filter_map(|kernel| Some((kernel, kernel.bsr_matmul_tile()?)))
             .filter(|(_, tile)| tile.dtype == dtype)
         {
             // B and C lie by rows here, and A as it is.

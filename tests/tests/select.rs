@@ -154,7 +154,7 @@ proptest! {
             matches!(kernel.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers())
         };
         let b_column_major = b == Major::Column;
-        let fits = |kernel: &Kernel| kernel.bsr_tile().is_some_and(|tile| {
+        let fits = |kernel: &Kernel| kernel.bsr_matmul_tile().is_some_and(|tile| {
             tile.dtype == dtype && tile.block_size as usize == block_size
                 && (kernel.takes_any_layout() || c == Major::Row || any_c(kernel))
                 && (kernel.takes_any_layout()
@@ -170,7 +170,7 @@ proptest! {
                 let fastest = !machine_code || !kernel.target.is_ptx();
                 prop_assert!(fastest, "PTX where {} has machine code", gpu.name);
                 let plan = bsr_matmul::plan(kernel, &problem, &gpu).unwrap();
-                let tile = kernel.bsr_tile().unwrap();
+                let tile = kernel.bsr_matmul_tile().unwrap();
                 let tiles_m = mnk.0.div_ceil(block_size).div_ceil(tile.block_rows as usize);
                 let tiles = mnk.1.div_ceil(tile.block_n as usize) * tiles_m;
                 let stay =

@@ -12,7 +12,7 @@ use blockflash_ops::bsr_matmul::{
 };
 use blockflash_ops::{DType, Device, Error, Major, Operation, Stream, Tensor};
 use blockflash_sys::Kernel;
-use blockflash_sys::manifest::{BsrTile, Variant};
+use blockflash_sys::manifest::{BsrMatmulTile, Variant};
 
 /// The kernel that computes a product.
 #[derive(Clone, Copy, Debug)]
@@ -189,7 +189,7 @@ pub fn run_on_kernel(
     case: &BsrCase,
     data: &BsrData,
     reference: &BsrReference,
-    (kernel, tile): (&'static Kernel, &BsrTile),
+    (kernel, tile): (&'static Kernel, &BsrMatmulTile),
     stream: &Stream,
 ) -> Result<usize, String> {
     let as_it_is = case.clone().in_layouts_of(kernel, tile);

@@ -16,7 +16,7 @@ mod values;
 use crate::gpu::{Gpu, say, wait};
 use crate::number::rng;
 use blockflash_ops::{CudaProperties, Stream};
-use blockflash_sys::manifest::{self, AttentionTile, BsrSddmmTile, BsrTile, Variant};
+use blockflash_sys::manifest::{self, AttentionTile, BsrMatmulTile, BsrSddmmTile, Variant};
 use blockflash_sys::{BlockMaskKernel, Kernel};
 use rand::rngs::StdRng;
 use std::collections::BTreeMap;
@@ -87,7 +87,7 @@ pub struct Place {
     imagined: Option<CudaProperties>,
     attention: Vec<(&'static Kernel, AttentionTile)>,
     masks: Vec<&'static Kernel>,
-    products: Vec<(&'static Kernel, BsrTile)>,
+    products: Vec<(&'static Kernel, BsrMatmulTile)>,
     sampled: Vec<(&'static Kernel, BsrSddmmTile)>,
 }
 

@@ -1,4 +1,4 @@
-use super::BsrTile;
+use super::BsrMatmulTile;
 use super::bsr_matmul_sm80::BsrMatmul;
 use super::family::{Family, Support, each_dtype};
 use crate::Target;
@@ -24,7 +24,7 @@ pub(super) fn tiles(target: Target) -> impl Iterator<Item = BsrMatmulAny> {
 
 impl BsrMatmulAny {
     /// The part that all BSR kernels have, for A as it is and a row-major B.
-    pub const fn tile(&self) -> BsrTile {
+    pub const fn tile(&self) -> BsrMatmulTile {
         self.0.tile()
     }
 }
@@ -56,7 +56,7 @@ impl Family for BsrMatmulAny {
 
     fn supports(&self) -> Option<Support> {
         // Row-major operands have kernels of their own.
-        Some(BsrTile { a_transposed: true, ..self.tile() }.support())
+        Some(BsrMatmulTile { a_transposed: true, ..self.tile() }.support())
     }
 
     fn profile_case(&self) -> Option<String> {
@@ -74,7 +74,7 @@ mod tests {
             manifest::kernels().iter().filter(|kernel| kernel.takes_any_layout()).collect();
         assert_eq!(kernels.len(), 2 * 4 * 5);
         for (i, kernel) in kernels.iter().enumerate() {
-            let tile = kernel.bsr_tile().unwrap();
+            let tile = kernel.bsr_matmul_tile().unwrap();
             assert_eq!(tile.block_size, [16, 32, 64, 128][i % 4]);
             assert!(
                 kernel.smem_bytes() <= 99 * 1024 && kernel.target != Target::Sm90a,

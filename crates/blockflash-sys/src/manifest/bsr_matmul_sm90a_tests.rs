@@ -9,7 +9,10 @@ fn kernels_of(source: &str) -> Vec<(&'static Kernel, BsrMatmulHopper)> {
     });
     kernels
         .inspect(|(kernel, tile)| {
-            assert_eq!((kernel.target, kernel.bsr_tile()), (Target::Sm90a, Some(tile.tile())));
+            assert_eq!(
+                (kernel.target, kernel.bsr_matmul_tile()),
+                (Target::Sm90a, Some(tile.tile()))
+            );
             assert!(
                 kernel.smem_bytes() <= kernel.target.smem_limit(),
                 "{}: {}",

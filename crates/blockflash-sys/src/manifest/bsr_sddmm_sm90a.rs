@@ -132,7 +132,7 @@ mod tests {
                     kernel.symbol()
                 );
                 assert!(kernel.expects().contains(&Expect::Contains("HGMMA")));
-                assert_eq!(kernel.bsr_tile(), None);
+                assert_eq!(kernel.bsr_matmul_tile(), None);
                 assert_eq!(kernel.bsr_sddmm_tile(), Some(tile.tile()));
             })
             .collect();
