@@ -56,12 +56,12 @@ fn check_file(name: &str, text: &str, findings: &mut Findings) -> Result<()> {
     if name.ends_with(".rs") {
         if !name.starts_with(UNSAFE_CRATE) {
             let found = words::in_rust(text, |word| word == "unsafe")?;
-            forbid(found, "unsafe code belongs into blockflash-safe");
+            forbid(found, "unsafe code belongs in blockflash-safe");
         }
     } else {
         if !name.starts_with(PTX_FOLDER) {
             let found = words::in_cpp(text, |word| matches!(word, "asm" | "__asm__" | "__asm"));
-            forbid(found, "inline PTX belongs into include/blockflash/ptx/");
+            forbid(found, "inline PTX belongs in include/blockflash/ptx/");
         }
         if name != MACRO_READER {
             let found = words::in_cpp(text, |word| word.starts_with("VARIANT_"));
@@ -95,7 +95,7 @@ mod tests {
         let code = "asm volatile(\"bar.sync 0;\");\n";
         assert_eq!(
             errors("kernels/a/kernel.cu", code),
-            ["kernels/a/kernel.cu:1: inline PTX belongs into include/blockflash/ptx/"]
+            ["kernels/a/kernel.cu:1: inline PTX belongs in include/blockflash/ptx/"]
         );
         assert!(errors("kernels/include/blockflash/ptx/mma.cuh", code).is_empty());
         let code = "#ifdef VARIANT_STAGES\n";
