@@ -101,6 +101,7 @@ def backward_cuda(
         return _zeros(q, k, v)
     if cu_seqlens_q is None:
         max_q, max_k = q.shape[1], k.shape[1]
+    q, k, v = (_aligned(t) for t in (q, k, v))
     # A row without keys has probability 0 everywhere: exp(-inf - inf).
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     # States of the random numbers of dropout, which is not used.
@@ -172,6 +173,13 @@ def _dense_cpu(
     )
     dk, dv = (grad.unflatten(1, (heads_k, group)).sum(2) for grad in (dk, dv))
     return tuple(grad.transpose(1, 2).contiguous() for grad in (dq, dk, dv))
+
+
+def _aligned(operand: Tensor) -> Tensor:
+    """The operand, or a copy if the kernel could not read it in units of 16 bytes."""
+    unit = 16 // operand.element_size()
+    fits = operand.data_ptr() % 16 == 0 and all(n % unit == 0 for n in operand.stride()[:-1])
+    return operand if fits else operand.clone(memory_format=torch.contiguous_format)
 
 
 def _zeros(*tensors: Tensor) -> tuple[Tensor, ...]:
