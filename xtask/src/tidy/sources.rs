@@ -19,6 +19,9 @@ const PTX_FOLDER: &str = "kernels/include/blockflash/ptx/";
 /// The one header that reads the macros of a kernel.
 const MACRO_READER: &str = "kernels/include/blockflash/config.cuh";
 
+/// Ends of the names of the files that are looked at.
+const SOURCES: [&str; 7] = [".rs", ".cu", ".cuh", ".h", ".md", ".py", ".pyi"];
+
 const LINES_WARN: usize = 300;
 const LINES_MAX: usize = 400;
 
@@ -36,7 +39,7 @@ pub fn check(findings: &mut Findings) -> Result<()> {
 fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     for path in list(folder)? {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let is_source = [".rs", ".cu", ".cuh", ".h", ".md", ".py", ".pyi"].iter().any(|end| name.ends_with(end));
+        let is_source = SOURCES.iter().any(|end| name.ends_with(end));
         if path.is_dir() && name != "target" && !name.starts_with('.') {
             collect(&path, files)?;
         } else if path.is_file() && is_source {
