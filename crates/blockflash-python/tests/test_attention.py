@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import blockflash
 import pytest
 import torch
 from reference import assert_close, reference
 from torch import Tensor
+
+import blockflash
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 MASKS = [

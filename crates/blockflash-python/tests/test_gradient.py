@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-import blockflash
 import pytest
 import torch
 from reference import TOLERANCE, reference
 from test_attention import DTYPES, LENGTHS, operands
 from torch import Tensor
 
+import blockflash
+
 
 def assert_gradients(inputs: list[Tensor], o: Tensor, expected: Tensor) -> None:
     """Hold the gradients of o against those of the same value in float64."""
     weights = torch.randn(o.shape).to(o.dtype)
     found = torch.autograd.grad(o, inputs, weights)
-    wanted = torch.autograd.grad(expected, inputs, weights.double())
+    wanted = torch.autograd.grad(
+        expected, inputs, weights.double(), retain_graph=True, materialize_grads=True
+    )
     for gradient, exact in zip(found, wanted, strict=True):
         assert gradient.shape == exact.shape and gradient.dtype == o.dtype
         size = exact.abs().max().clamp(min=1) if exact.numel() else 1
@@ -83,12 +86,18 @@ def test_sink_requires_a_gradient() -> None:
         blockflash.attention(*operands(), sink=torch.zeros(4, requires_grad=True))
 
 
-def test_lse_has_no_gradient() -> None:
-    o, lse = blockflash.attention(*operands(grad=True), return_lse=True)
-    (o.sum() + lse.detach().sum()).backward()
-    o, lse = blockflash.attention(*operands(grad=True), return_lse=True)
-    with pytest.raises(blockflash.Unsupported, match="use lse"):
-        (o.sum() + lse.sum()).backward()
+@pytest.mark.parametrize("options", [{}, {"causal": True}])
+def test_lse(options: dict[str, Any]) -> None:
+    for heads in ((4, 4), (4, 2)):
+        inputs = operands((7, 12), heads=heads, grad=True)
+        o, lse = blockflash.attention(*inputs, return_lse=True, **options)
+        expected_o, expected_lse = reference(*inputs, **options)
+        assert_gradients(inputs, lse, expected_lse)
+        o, lse = blockflash.attention(*inputs, return_lse=True, **options)
+        weights = torch.randn(4)[:, None]
+        both = o.sum((2, 3)) + (lse * weights).sum(1)
+        expected = expected_o.sum((2, 3)) + (expected_lse * weights).sum(1)
+        assert_gradients(inputs, both, expected)
 
 
 def test_second_derivative() -> None:

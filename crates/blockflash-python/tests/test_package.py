@@ -6,8 +6,9 @@ import sys
 from importlib import metadata, resources
 from pathlib import Path
 
-import blockflash
 import pytest
+
+import blockflash
 from blockflash import _native
 
 
