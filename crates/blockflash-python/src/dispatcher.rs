@@ -370,7 +370,7 @@ unsafe fn unwrap(shim: &Shim, value: u64) -> Option<u64> {
 
 /// `attention_forward(q, k, v, options…) -> Tensor`
 unsafe extern "C-unwind" fn attention_forward(stack: *mut u64, inputs: u64, outputs: u64) {
-    enter(stack, [inputs, outputs], |shim, values| {
+    throw(attempt(stack, [inputs, outputs], |shim, values| {
         // SAFETY: torch calls this function with the arguments of the schema.
         let mut call = unsafe { Arguments::take(shim, &values[..3], &values[3..]) };
         let [Some(q), .., cu_seqlens_q, _] = &call.tensors else {
@@ -384,40 +384,54 @@ unsafe extern "C-unwind" fn attention_forward(stack: *mut u64, inputs: u64, outp
         call.run(&o, None)?;
         values[0] = ManuallyDrop::new(o).1.expose_provenance() as u64;
         Ok(())
-    });
+    }));
 }
 
 /// `attention_out(q, k, v, o, lse, options…) -> ()`
 unsafe extern "C-unwind" fn attention_out(stack: *mut u64, inputs: u64, outputs: u64) {
-    enter(stack, [inputs, outputs], |shim, values| {
+    throw(attempt(stack, [inputs, outputs], |shim, values| {
         // SAFETY: as in `attention_forward`.
         let mut call = unsafe { Arguments::take(shim, &values[..3], &values[5..]) };
         let o = Tensor(shim, handle(values[3]));
         // SAFETY: as above.
         let lse = unsafe { unwrap(shim, values[4]) }.map(|value| Tensor(shim, handle(value)));
         call.run(&o, lse.as_ref())
-    });
+    }));
 }
 
-/// Runs a kernel, and throws its error as a C++ exception.
-fn enter(
+/// A failure that is to be thrown: its text in memory of this thread.
+type Thrown = (&'static Shim, *const c_char);
+
+/// Runs a kernel. It is not inlined: what has to be dropped stays in this frame, which the
+/// exception does not pass.
+#[inline(never)]
+fn attempt(
     stack: *mut u64,
     counts: [u64; 2],
     kernel: impl FnOnce(&'static Shim, &mut [u64]) -> Result<()>,
-) {
-    let Some(shim) = Shim::get() else { return };
+) -> Option<Thrown> {
+    let shim = Shim::get()?;
     let count = counts[0].max(counts[1]) as usize;
     // SAFETY: torch passes as many values as the larger count says.
     let values = unsafe { slice::from_raw_parts_mut(stack, count) };
     let failure = match catch_unwind(AssertUnwindSafe(|| kernel(shim, values))) {
-        Ok(Ok(())) => return,
+        Ok(Ok(())) => return None,
         Ok(Err(failure)) => failure,
         Err(_) => Failure { kind: Kind::Device, text: "a defect of blockflash".into() },
     };
-    let text = hold(failure);
-    // SAFETY: the strings end with 0 and outlive the call, which copies them. It throws: nothing
-    // that needs to be dropped is alive here, and the callers are `C-unwind`.
-    unsafe { (shim.torch.aoti_torch_check)(false, c"".as_ptr(), c"".as_ptr(), 0, text) }
+    Some((shim, hold(failure)))
+}
+
+/// Throws a failure as a C++ exception. Neither this frame nor its caller's has anything to drop, so
+/// the exception runs no code of Rust. It must not: a wheel linked by zig contains an unwinder of
+/// its own, which crashes on the state of the one that throws.
+#[inline(never)]
+fn throw(thrown: Option<Thrown>) {
+    if let Some((shim, text)) = thrown {
+        // SAFETY: the strings end with 0 and outlive the call, which copies them. Nothing that needs
+        // to be dropped is alive here, and the callers are `C-unwind`.
+        unsafe { (shim.torch.aoti_torch_check)(false, c"".as_ptr(), c"".as_ptr(), 0, text) }
+    }
 }
 
 /// The text of a failure, after its kind, in memory of this thread.
