@@ -422,14 +422,14 @@ fn attempt(
     Some((shim, hold(failure)))
 }
 
-/// Throws a failure as a C++ exception. Neither this frame nor its caller's has anything to drop, so
-/// the exception runs no code of Rust. It must not: a wheel linked by zig contains an unwinder of
-/// its own, which crashes on the state of the one that throws.
+/// Throws a failure as a C++ exception. Neither this frame nor its caller's has anything to drop,
+/// so the exception runs no code of Rust. It must not: a wheel linked by zig contains an unwinder
+/// of its own, which crashes on the state of the one that throws.
 #[inline(never)]
 fn throw(thrown: Option<Thrown>) {
     if let Some((shim, text)) = thrown {
-        // SAFETY: the strings end with 0 and outlive the call, which copies them. Nothing that needs
-        // to be dropped is alive here, and the callers are `C-unwind`.
+        // SAFETY: the strings end with 0 and outlive the call, which copies them. Nothing that
+        // needs to be dropped is alive here, and the callers are `C-unwind`.
         unsafe { (shim.torch.aoti_torch_check)(false, c"".as_ptr(), c"".as_ptr(), 0, text) }
     }
 }
