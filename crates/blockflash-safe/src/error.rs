@@ -220,6 +220,12 @@ pub enum Error {
         /// The property that prevents it.
         what: &'static str,
     },
+    /// A pointer of another library that cannot point to the first element of a tensor.
+    #[error("the pointer {what}")]
+    Pointer {
+        /// What is wrong with it.
+        what: &'static str,
+    },
     /// Index arrays that no kernel may follow.
     #[error("{what}")]
     Indices {

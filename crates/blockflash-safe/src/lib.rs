@@ -40,6 +40,7 @@ mod driver;
 mod element;
 mod error;
 mod event;
+mod foreign;
 mod gpu;
 mod graph;
 mod host_gemm;

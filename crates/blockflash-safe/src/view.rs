@@ -56,29 +56,6 @@ impl<'a> View<'a> {
         Ok(View::from_host(bytemuck::cast_slice(data), T::DTYPE, layout))
     }
 
-    /// Device memory that another library (PyTorch, candle, …) owns.
-    ///
-    /// # Safety
-    /// 1. `ptr` is a pointer into memory of `device`, aligned to the element type and valid for
-    ///    reads of `layout.span()` elements (for any value when that is 0).
-    /// 2. It stays valid, and is not written by others without being ordered with our streams,
-    ///    until all work that was queued with this view or its copies is done and all graphs
-    ///    captured from it are gone, even beyond `'a`.
-    ///
-    /// # Errors
-    /// [`Error::NotOnGpu`] for the CPU.
-    pub unsafe fn from_raw_cuda(
-        device: &Device,
-        ptr: u64,
-        dtype: DType,
-        layout: Layout,
-    ) -> Result<View<'a>> {
-        if device.is_cpu() {
-            return Err(Error::NotOnGpu { what: "a device pointer" });
-        }
-        Ok(View { source: Source::Cuda { ptr, owner: None }, device: *device, dtype, layout })
-    }
-
     /// `bytes` start at the first element and reach at least to the last.
     pub(crate) fn from_host(bytes: &'a [u8], dtype: DType, layout: Layout) -> View<'a> {
         let source = Source::Host(&bytes[..layout.span() * dtype.size()]);
@@ -234,7 +211,7 @@ impl<'a> View<'a> {
         let Some(session) = stream.session()? else { return Ok(()) };
         debug_assert!(bytes.len() <= self.layout.span() * self.dtype.size());
         // SAFETY: the view's memory is valid for its span (our tensor's, or point 1 of
-        // `from_raw_cuda`), prepared above.
+        // `from_raw`), prepared above.
         unsafe { download(&session, bytes, ptr) }
     }
 

@@ -14,7 +14,7 @@ pub struct ViewMut<'a> {
     layout: Layout,
 }
 
-enum SourceMut<'a> {
+pub(crate) enum SourceMut<'a> {
     Host(&'a mut [u8]),
     Cuda { ptr: u64, owner: Option<&'a Arc<DeviceMemory>> },
 }
@@ -61,27 +61,6 @@ impl<'a> ViewMut<'a> {
         Ok(ViewMut::from_host(bytemuck::cast_slice_mut(data), T::DTYPE, layout))
     }
 
-    /// Device memory of somebody else (PyTorch, candle, …).
-    ///
-    /// # Safety
-    /// As [`View::from_raw_cuda`], for reads and writes, and nobody else reads the memory in that
-    /// time either without being ordered with our streams.
-    ///
-    /// # Errors
-    /// [`Error::NotOnGpu`] for the CPU, [`Error::OverlappingOutput`].
-    pub unsafe fn from_raw_cuda(
-        device: &Device,
-        ptr: u64,
-        dtype: DType,
-        layout: Layout,
-    ) -> Result<ViewMut<'a>> {
-        if device.is_cpu() {
-            return Err(Error::NotOnGpu { what: "a device pointer" });
-        }
-        check_overlap(&layout)?;
-        Ok(ViewMut { source: SourceMut::Cuda { ptr, owner: None }, device: *device, dtype, layout })
-    }
-
     /// `bytes` start at the first element and reach at least to the last; the layout does not
     /// overlap itself.
     pub(crate) fn from_host(bytes: &'a mut [u8], dtype: DType, layout: Layout) -> ViewMut<'a> {
@@ -104,6 +83,16 @@ impl<'a> ViewMut<'a> {
             dtype,
             layout,
         }
+    }
+
+    /// The source holds the span of the layout, which does not overlap itself.
+    pub(crate) fn with_source(
+        source: SourceMut<'a>,
+        device: Device,
+        dtype: DType,
+        layout: Layout,
+    ) -> ViewMut<'a> {
+        ViewMut { source, device, dtype, layout }
     }
 
     /// Element type.
@@ -222,7 +211,7 @@ impl<'a> ViewMut<'a> {
     }
 }
 
-fn check_overlap(layout: &Layout) -> Result<()> {
+pub(crate) fn check_overlap(layout: &Layout) -> Result<()> {
     if layout.overlaps_itself() {
         let (shape, strides) = (layout.shape().to_vec(), layout.strides().to_vec());
         return Err(Error::OverlappingOutput { shape, strides });

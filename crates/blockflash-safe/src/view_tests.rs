@@ -93,18 +93,6 @@ fn alignment_is_of_the_first_element() -> Result<()> {
 }
 
 #[test]
-fn device_pointers_need_a_device() -> Result<()> {
-    let layout = Layout::contiguous(&[4])?;
-    // SAFETY: refused for the CPU before the pointer is looked at.
-    let view = unsafe { View::from_raw_cuda(&Device::cpu(), 0, DType::F32, layout) };
-    assert!(matches!(view, Err(Error::NotOnGpu { .. })));
-    // SAFETY: as above.
-    let view = unsafe { ViewMut::from_raw_cuda(&Device::cpu(), 0, DType::F32, layout) };
-    assert!(matches!(view, Err(Error::NotOnGpu { .. })));
-    Ok(())
-}
-
-#[test]
 fn everything_crosses_threads() {
     fn check<T: Send + Sync>() {}
     check::<Device>();

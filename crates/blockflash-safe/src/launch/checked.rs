@@ -137,7 +137,7 @@ impl Stream {
         // 4. The kernel touches only the views' memory and the counters (promise 2), for which
         //    `fit` has checked plan, operands and geometry. That memory is on this device and is
         //    prepared for this stream, so it is freed after the kernel; a graph that captures the
-        //    launch keeps it alive; foreign memory lives by point 2 of `View::from_raw_cuda`. Where
+        //    launch keeps it alive; foreign memory lives by point 2 of `View::from_raw`. Where
         //    memory is used in turns, this launch holds the turns, or each launch of the graph
         //    takes them.
         // 5. The memory that it writes is borrowed exclusively (promise 3).

@@ -119,11 +119,10 @@ fn foreign_streams_and_pointers() -> Result<()> {
     // SAFETY: 1. A stream of the device's primary context. 2. `owner` outlives it. 3. Nobody
     // captures it.
     let foreign = unsafe { Stream::from_raw(&device, owner.raw())? };
-    let ptr = tensor.view().device_ptr().unwrap();
+    let ptr = std::ptr::without_provenance(tensor.view().device_ptr().unwrap() as usize);
     // SAFETY: 1. Memory of 12 elements on the device. 2. `tensor` outlives the view, and the work
     // on it ends before.
-    let view =
-        unsafe { View::from_raw_cuda(&device, ptr, DType::F32, Layout::contiguous(&[3, 4])?)? };
+    let view = unsafe { View::from_raw(&device, ptr, DType::F32, Layout::contiguous(&[3, 4])?)? };
     assert_eq!(view.slice(0, 1..2)?.to_vec::<f32>(&foreign)?, [4.0, 5.0, 6.0, 7.0]);
     // The legacy default stream.
     // SAFETY: 1. Null is allowed. 2. It always exists. 3. It cannot be captured.

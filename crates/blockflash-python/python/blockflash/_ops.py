@@ -1,0 +1,137 @@
+"""The operators of torch, `torch.ops.blockflash.*`.
+
+| operator | what it is |
+|---|---|
+| `attention` | `(o, lse)`, with a gradient for full and causal masks |
+| `attention_forward` | `o` alone, for calls without a gradient: it spares autograd's wrapper |
+| `attention_out` | into given tensors, without a gradient |
+| `attention_backward` | `(dq, dk, dv)`, what the gradient of `attention` calls |
+
+All tensors are arguments, everything else is a number: -1 is an unlimited side of the window, 0 no
+softcap and no block mask. q is `[B, Sq, Hq, D]` or packed `[Tq, Hq, D]`, lse f32 `[B, Hq, Sq]` or
+`[Hq, Tq]`. The functions that users call are in the modules beside this one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _gradient, _native
+
+_LIBRARY = torch.library.Library("blockflash", "DEF")
+
+_ATTENTION = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "SymInt max_q, SymInt max_k, int left, int right, bool top_left, float? scale, float softcap, "
+    "int block_mask"
+)
+
+
+def _empty_o(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+    """An output; zeros where rows may belong to no sequence."""
+    empty = torch.empty_like if cu_seqlens_q is None else torch.zeros_like
+    return empty(q, memory_format=torch.contiguous_format)
+
+
+def empty_lse(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+    """Space for the log-sum-exp; zeros where rows may belong to no sequence."""
+    if cu_seqlens_q is None:
+        return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    return q.new_zeros((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    *rest: Any,
+) -> None:
+    """Calls the native function; `rest` is its other arguments, with the outputs last.
+
+    GPU kernels read q, k and v in units of 16 bytes: operands that are not aligned so are copied.
+    """
+    _gradient.refuse_to_lose(q, k, v, sink)
+    try:
+        _native.attention(q, k, v, sink, *rest)
+    except _native.Misaligned:
+        q, k, v = (t.clone(memory_format=torch.contiguous_format) for t in (q, k, v))
+        _native.attention(q, k, v, sink, *rest)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor]:
+    o, lse = _empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
+    _run(q, k, v, sink, cu_seqlens_q, *rest, o, lse)
+    return o, lse
+
+
+def _attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    *rest: Any,
+) -> Tensor:
+    o = _empty_o(q, cu_seqlens_q)
+    _run(q, k, v, sink, cu_seqlens_q, *rest, o, None)
+    return o
+
+
+def _fake_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor]:
+    return _empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
+
+
+def _fake_attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    *rest: Any,
+) -> Tensor:
+    return _empty_o(q, cu_seqlens_q)
+
+
+def _register() -> None:
+    define, fake = _LIBRARY.define, torch.library.register_fake
+    define(f"attention({_ATTENTION}) -> (Tensor o, Tensor lse)")
+    define(f"attention_forward({_ATTENTION}) -> Tensor")
+    define(f"attention_out({_ATTENTION}, Tensor(a!) o, Tensor(b!)? lse) -> ()")
+    define(f"attention_backward({_gradient.SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv)")
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl("attention", _attention, key)
+        _LIBRARY.impl("attention_forward", _attention_forward, key)
+        _LIBRARY.impl("attention_out", _run, key)
+    _LIBRARY.impl("attention_backward", _gradient.backward_cpu, "CPU")
+    _LIBRARY.impl("attention_backward", _gradient.backward_cuda, "CUDA")
+    fake("blockflash::attention", _fake_attention, lib=_LIBRARY)
+    fake("blockflash::attention_forward", _fake_attention_forward, lib=_LIBRARY)
+    fake("blockflash::attention_out", lambda *arguments: None, lib=_LIBRARY)
+    fake("blockflash::attention_backward", _gradient.fake, lib=_LIBRARY)
+    torch.library.register_autograd(
+        "blockflash::attention",
+        _gradient.backward,
+        setup_context=_gradient.setup_context,
+        lib=_LIBRARY,
+    )
+
+
+_register()
