@@ -1,5 +1,8 @@
-"""Tests marked `gpu` need a GPU: without one they are skipped and counted in the summary, or fail
-where the environment variable BLOCKFLASH_REQUIRE_GPU is 1."""
+"""Tests marked `gpu` need a GPU.
+
+Without one they are skipped and counted in the summary, or they fail where the environment variable
+BLOCKFLASH_REQUIRE_GPU is 1.
+"""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ class Case:
 
     @property
     def has_gradient(self) -> bool:
+        """Whether blockflash has a gradient for it."""
         return self.window == (-1, -1) and self.softcap == 0.0
 
     def visible(self, seqlens_q: Tensor, seqlens_k: Tensor, sq: int, sk: int) -> Tensor:
@@ -40,7 +41,7 @@ class Case:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """o and lse in the type of q, `[B, Sq, H, D]` and `[B, H, Sq]`, every step rounded to it."""
+    """O and lse in the type of q, `[B, Sq, H, D]` and `[B, H, Sq]`, every step rounded to it."""
     (batch, sq, heads, dim), (sk, heads_k) = q.shape, k.shape[1:3]
     group = heads // heads_k
     rows = q.view(batch, sq, heads_k, group, dim).permute(0, 2, 3, 1, 4)

@@ -6,14 +6,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import blockflash
 import plain
 import pytest
 import torch
-from torch import Tensor
-
-import blockflash
 from blockflash import flash_attn as fa2
 from blockflash import flash_attn_interface as fa3
+from torch import Tensor
 
 
 def small(*shape: int) -> Tensor:
@@ -139,9 +138,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("function", "argument"), REFUSED, ids=lambda value: getattr(value, "__name__", str(*value))
-)
+@pytest.mark.parametrize(("function", "argument"), REFUSED, ids=[str(*name) for _, name in REFUSED])
 def test_refused_arguments(function: Callable[..., Any], argument: dict[str, Any]) -> None:
     lengths = [CU, CU, 5, 5] if "varlen" in function.__name__ else []
     q = small(5, 4, 16) if lengths else small(1, 5, 4, 16)

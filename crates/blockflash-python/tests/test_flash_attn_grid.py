@@ -13,10 +13,9 @@ from typing import Any
 import plain
 import pytest
 import torch
+from blockflash.flash_attn import flash_attn_func, flash_attn_varlen_func
 from plain import Case
 from torch import Tensor
-
-from blockflash.flash_attn import flash_attn_func, flash_attn_varlen_func
 
 HEAD_DIMS = [32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256]
 LENGTHS = [
@@ -55,8 +54,10 @@ def tensors(
 
 
 class Errors:
-    """Largest errors of ours and of plain attention in the same type, compared at the end, so that
-    a GPU is not waited for in between."""
+    """Largest errors of ours and of plain attention in the same type.
+
+    They are compared at the end, so that a GPU is not waited for in between.
+    """
 
     def __init__(self) -> None:
         self._labels: list[str] = []
@@ -97,7 +98,9 @@ def compare(
         return tensor if rows is None else tensor.flatten(0, 1)[rows[side]]
 
     def reference(dtype: torch.dtype) -> list[Tensor]:
-        leaves = [tensor.to(dtype).requires_grad_(case.has_gradient) for tensor in (q, k, v)]
+        leaves = [tensor.detach().to(dtype) for tensor in (q, k, v)]
+        for leaf in leaves:
+            leaf.requires_grad_(case.has_gradient)
         o = pack(plain.attention(*leaves, visible, case.softcap)[0], 0)
         if not case.has_gradient:
             return [o]
@@ -106,7 +109,7 @@ def compare(
 
     packed = [pack(tensor, side) for tensor, side in zip((q, k, v), (0, 1, 1), strict=True)]
     ours = [run(*packed, case)]
-    leaves = [tensor.requires_grad_() for tensor in packed]
+    leaves = [tensor.detach().requires_grad_() for tensor in packed]
     if case.has_gradient:
         o = run(*leaves, case)
         ours += torch.autograd.grad(o, leaves, pack(grad, 0))

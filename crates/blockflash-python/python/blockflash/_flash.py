@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._attention import attention
 from ._native import Unsupported
-from .attention import attention
 
 _REFUSED: dict[str, tuple[Any, str]] = {
     "dropout_p": (0.0, "dropout"),
@@ -26,7 +26,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 """Arguments that must keep their default, with the feature that is missing."""
 
 
-def refuse(**arguments: Any) -> None:  # noqa: ANN401
+def refuse(**arguments: Any) -> None:
     """Raises `Unsupported` for the first argument that differs from its default."""
     for name, value in arguments.items():
         default, feature = _REFUSED[name]
@@ -38,7 +38,9 @@ def refuse(**arguments: Any) -> None:  # noqa: ANN401
 def unpack(name: str, packed: Tensor, count: int) -> tuple[Tensor, ...]:
     """The `count` tensors that are stacked along the third dimension from the end."""
     if packed.dim() < 3 or packed.size(-3) != count:
-        raise ValueError(f"{name} has shape {list(packed.shape)}, not [..., {count}, heads, head_dim]")
+        raise ValueError(
+            f"{name} has shape {list(packed.shape)}, not [..., {count}, heads, head_dim]"
+        )
     return packed.unbind(-3)
 
 
@@ -53,7 +55,7 @@ def attend(
     softcap: float,
     deterministic: bool,
     return_lse: bool,
-    **packed: Any,  # noqa: ANN401
+    **packed: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`blockflash.attention` with flash-attn's conventions.
 
@@ -68,8 +70,8 @@ def attend(
     left, right = (None if size == -1 else size for size in map(int, window_size))
     return attention(
         *map(contiguous_rows, (q, k, v)),
-        causal=causal and left is None,
-        window=(left, 0) if causal and left is not None else (left, None if causal else right),
+        causal=causal,
+        window=(left, None if causal else right),
         scale=softmax_scale,
         softcap=softcap if softcap != 0.0 else None,
         return_lse=return_lse,
@@ -93,5 +95,7 @@ def _gradient_may_vary(*tensors: Tensor) -> bool:
 def no_decoding(module: str, name: str) -> AttributeError:
     """The error for a name that is looked up in one of the two modules and is not there."""
     if name == "flash_attn_with_kvcache":
-        return AttributeError(f"{module}.{name} is not there: blockflash has no decoding kernel yet")
+        return AttributeError(
+            f"{module}.{name} is not there: blockflash has no decoding kernel yet"
+        )
     return AttributeError(f"module {module!r} has no attribute {name!r}")

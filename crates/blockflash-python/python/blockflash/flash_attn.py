@@ -66,6 +66,7 @@ def flash_attn_func(
 
     Returns:
         `[batch, seqlen_q, heads, head_dim]`, or a tuple with `return_attn_probs`.
+
     """
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
     result = attend(
@@ -115,6 +116,7 @@ def flash_attn_varlen_func(
 
     Returns:
         `[total_q, heads, head_dim]`, or a tuple with `return_attn_probs`.
+
     """
     refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
     result = attend(

@@ -61,6 +61,7 @@ def flash_attn_func(
 
     Returns:
         `[batch, seqlen_q, heads, head_dim]`, or a pair with `return_attn_probs`.
+
     """
     refuse(
         qv=qv,
@@ -122,6 +123,7 @@ def flash_attn_varlen_func(
 
     Returns:
         `[total_q, heads, head_dim]`, or a pair with `return_attn_probs`.
+
     """
     refuse(
         seqused_q=seqused_q,
@@ -170,6 +172,7 @@ def flash_attn_qkvpacked_func(
         qkv: `[batch, seqlen, 3, heads, head_dim]`, or with `num_heads_q`
             `[batch, seqlen, num_heads_q + 2 * heads_k, head_dim]`.
         num_heads_q: heads of q in a qkv of four dimensions.
+
     """
     if qkv.dim() == 4:
         rest = 0 if num_heads_q is None else qkv.size(2) - num_heads_q

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import attention as registry
 
+from ._attention import attention
 from ._flash import contiguous_rows
 from ._native import DeviceError, Unsupported
-from .attention import attention
 
 _NAMES = {"cuda": "blockflash", "cpu": "blockflash-cpu"}
 """Names in torch's registry, by type of device."""
@@ -46,6 +46,7 @@ def activate_sdpa(device: Literal["cuda", "cpu"] = "cuda") -> Activation:
     Raises:
         ValueError: for another device.
         DeviceError: for `"cuda"` without a GPU.
+
     """
     if device not in _NAMES:
         raise ValueError(f'device must be "cuda" or "cpu", not {device!r}')
@@ -59,6 +60,7 @@ def restore_sdpa() -> None:
 
     Raises:
         Unsupported: with torch 2.10, whose registry cannot take an implementation out.
+
     """
     if registry.current_flash_attention_impl() not in _NAMES.values():
         return
@@ -71,6 +73,7 @@ class Activation:
     """The result of `activate_sdpa`: a context manager that restores what was active before."""
 
     def __init__(self, before: str | None) -> None:
+        """Takes the name of the implementation that was active before, if any."""
         self._before = before
 
     def __enter__(self) -> Activation:
@@ -100,7 +103,9 @@ class _Override:
             op, kernel = "_scaled_dot_product_flash_attention", _flash_attention
         else:
             op = "_scaled_dot_product_flash_attention_for_cpu"
-            kernel = partial(_flash_attention_for_cpu, torch.library.get_kernel(f"aten::{op}", "CPU"))
+            kernel = partial(
+                _flash_attention_for_cpu, torch.library.get_kernel(f"aten::{op}", "CPU")
+            )
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
         self._library.impl(op, kernel, device.upper(), with_keyset=device == "cpu")
 
@@ -138,7 +143,7 @@ def _flash_attention(
 
 
 def _flash_attention_for_cpu(
-    torchs_kernel: Any,  # noqa: ANN401
+    torchs_kernel: Any,
     keyset: torch.DispatchKeySet,
     query: Tensor,
     key: Tensor,
@@ -211,6 +216,7 @@ def scaled_dot_product_attention(
         Unsupported: where torch has a backend and blockflash none: a mask, dropout, heads or
             batches that are broadcast, a head_dim of value that differs from query's.
         ValueError: for arguments that torch refuses, too.
+
     """
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask and is_causal exclude each other")
@@ -223,7 +229,9 @@ def scaled_dot_product_attention(
         raise Unsupported(f"tensors have {sorted(dims)} dimensions; all must have 3 or all 4")
     if query.size(-1) != value.size(-1):
         raise Unsupported(f"head_dim of value is {value.size(-1)}, of query {query.size(-1)}")
-    batched = [tensor if tensor.dim() == 4 else tensor.unsqueeze(0) for tensor in (query, key, value)]
+    batched = [
+        tensor if tensor.dim() == 4 else tensor.unsqueeze(0) for tensor in (query, key, value)
+    ]
     (batches, heads) = ({tensor.size(dim) for tensor in batched} for dim in (0, 1))
     if len(batches) > 1:
         raise Unsupported(f"batches of {sorted(batches)} are not broadcast: expand the tensors")
