@@ -14,6 +14,9 @@ import torch
 _REQUIRED = os.environ.get("BLOCKFLASH_REQUIRE_GPU") == "1"
 _NO_GPU = "there is no GPU"
 
+# Tensors are small here: further threads of torch would only spin while they wait for each other.
+torch.set_num_threads(1)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU")
