@@ -14,9 +14,10 @@ from typing import Any
 import plain
 import pytest
 import torch
-from blockflash.flash_attn import flash_attn_func, flash_attn_varlen_func
 from plain import Case
 from torch import Tensor
+
+from blockflash.flash_attn import flash_attn_func, flash_attn_varlen_func
 
 HEAD_DIMS = [32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256]
 LENGTHS = [
