@@ -68,12 +68,14 @@ class Errors:
         self._pairs: list[Tensor] = []
 
     def add(self, label: str, name: str, ours: Tensor, same_type: Tensor, exact: Tensor) -> None:
+        """Note the largest errors of one result."""
         assert ours.shape == exact.shape, label
         errors = [plain.largest(value - exact) for value in (ours, same_type)]
         self._rules.append((f"{label} {name}", FACTORS[name]))
         self._pairs.append(torch.stack(errors))
 
     def check(self) -> None:
+        """Fail with all results whose error is too large."""
         errors = torch.stack(self._pairs).tolist()
         wrong = [
             f"{label}: {ours:.3g} > {factor} x {same:.3g}"
