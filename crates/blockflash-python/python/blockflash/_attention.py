@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from .block_mask import BlockMask
 
 _OPS = torch.ops.blockflash
+_NEEDED = ("q", "k", "v")
+_TENSORS = (*_NEEDED, "sink", "cu_seqlens_q", "cu_seqlens_k", "out")
 
 
 def attention(
@@ -78,18 +80,19 @@ def attention(
         DeviceError: The driver failed.
 
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
+    for name, tensor in zip(_TENSORS, (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, out)):
+        if not isinstance(tensor, Tensor) and (tensor is not None or name in _NEEDED):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
     left, right = _sides(causal, window)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}, but must be positive; None is no softcap")
     max_q, max_k = _longest(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if torch.is_autocast_enabled(q.device.type):
-        lower = torch.get_autocast_dtype(q.device.type)
+    kind = q.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        lower = torch.get_autocast_dtype(kind)
         q, k, v = (t.to(lower) if t.dtype == torch.float32 else t for t in (q, k, v))
     head_dim = q.shape[-1] if q.dim() > 0 else 0
-    padding = -head_dim % 8 if q.device.type == "cuda" else 0
+    padding = -head_dim % 8 if kind == "cuda" else 0
     if padding:
         if out is not None:
             raise Unsupported(f"out= for a head dimension of {head_dim}, no multiple of 8")

@@ -88,17 +88,6 @@ def _attention_forward(
     return o
 
 
-def _fake_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, Tensor]:
-    return _empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
-
-
 def _fake_attention_forward(
     q: Tensor,
     k: Tensor,
@@ -107,7 +96,20 @@ def _fake_attention_forward(
     cu_seqlens_q: Tensor | None,
     *rest: Any,
 ) -> Tensor:
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v are on {q.device}, {k.device} and {v.device}")
     return _empty_o(q, cu_seqlens_q)
+
+
+def _fake_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor]:
+    return _fake_attention_forward(q, k, v, sink, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
 
 
 def _register() -> None:
