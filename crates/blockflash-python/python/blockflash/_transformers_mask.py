@@ -57,6 +57,9 @@ def block_attention_mask(
     """
     if isinstance(attention_mask, Mask):  # made by `generate` before the model asks for its mask
         return attention_mask
+    constraints = _constraints(mask_function)
+    # What SDPA itself knows to do without a mask; its own test for it trusts `local_size`.
+    simple = constraints in ({}, {"right": 0})
     dense = partial(
         masking_utils.sdpa_mask,
         batch_size=batch_size,
@@ -66,11 +69,10 @@ def block_attention_mask(
         kv_offset=kv_offset,
         mask_function=mask_function,
         attention_mask=attention_mask,
-        allow_is_causal_skip=allow_is_causal_skip,
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        allow_is_causal_skip=allow_is_causal_skip and simple,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip and simple,
         **kwargs,
     )
-    constraints = _constraints(mask_function)
     packed = constraints is not None and "segments" in constraints
     if constraints is None:
         options = "the model has a mask function of its own"
