@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 from transformers import LlamaConfig, masking_utils
 
 import blockflash.transformers
