@@ -31,6 +31,8 @@ pub(crate) enum Kind {
     Misaligned,
     Unsupported,
     Device,
+    /// torch's allocator has no memory left.
+    Memory,
 }
 
 /// An exception to be: its kind and its text.
@@ -47,6 +49,11 @@ impl Failure {
     /// The caller passed something wrong.
     pub(crate) fn value(text: impl Into<String>) -> Failure {
         Failure { kind: Kind::Value, text: text.into() }
+    }
+
+    /// The text after the name of its kind: what remains of the type in an exception of C++.
+    pub(crate) fn tagged(&self) -> String {
+        format!("{:?}: {}", self.kind, self.text)
     }
 }
 
@@ -97,7 +104,7 @@ impl From<Failure> for PyErr {
             Kind::Value => PyValueError::new_err(failure.text),
             Kind::Misaligned => Misaligned::new_err(failure.text),
             Kind::Unsupported => Unsupported::new_err(failure.text),
-            Kind::Device => DeviceError::new_err(failure.text),
+            Kind::Device | Kind::Memory => DeviceError::new_err(failure.text),
         }
     }
 }

@@ -211,15 +211,19 @@ fn dtype(what: &'static str, dtype: DLDataType) -> Result<DType> {
                 DLDataTypeCode::FLOAT => "float",
                 DLDataTypeCode::COMPLEX => "complex",
                 DLDataTypeCode::BOOL => "bool",
-                _ => "some type of ",
+                _ => "of a type of bits: ",
             };
-            let text = format!(
-                "{what} is {class}{bits}: float16, bfloat16 and float32 are possible, and int32 \
-                 for indices and offsets"
-            );
-            return Err(Failure::value(text));
+            return Err(unsupported_dtype(what, &format!("{class}{bits}")));
         }
     })
+}
+
+/// The error of an operand of this element type.
+pub(crate) fn unsupported_dtype(what: &str, dtype: &str) -> Failure {
+    Failure::value(format!(
+        "{what} is {dtype}: float16, bfloat16 and float32 are possible, and int32 for indices and \
+         offsets"
+    ))
 }
 
 /// What is needed of torch, found once.

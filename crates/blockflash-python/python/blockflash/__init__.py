@@ -15,11 +15,28 @@ if TYPE_CHECKING:
 
     from ._attention import attention
     from ._info import info, usable
+    from .sdpa import activate_sdpa, restore_sdpa, scaled_dot_product_attention
 
 # The module of each public name.
-_MODULES = {"attention": "._attention", "info": "._info", "usable": "._info"}
+_MODULES = {
+    "activate_sdpa": ".sdpa",
+    "attention": "._attention",
+    "info": "._info",
+    "restore_sdpa": ".sdpa",
+    "scaled_dot_product_attention": ".sdpa",
+    "usable": "._info",
+}
 
-__all__ = ["DeviceError", "Unsupported", "attention", "info", "usable"]
+__all__ = [
+    "DeviceError",
+    "Unsupported",
+    "activate_sdpa",
+    "attention",
+    "info",
+    "restore_sdpa",
+    "scaled_dot_product_attention",
+    "usable",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -106,17 +106,19 @@ def attention(
     needs_gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, sink, out)
     )
+    if out is not None and needs_gradient:
+        raise Unsupported("out= has no gradient: leave it out, or use torch.no_grad()")
     lse = None
-    if out is not None:
-        if needs_gradient:
-            raise Unsupported("out= has no gradient: leave it out, or use torch.no_grad()")
-        lse = _ops.empty_lse(q, cu_seqlens_q) if return_lse else None
-        _OPS.attention_out(*inputs, out, lse)
-        o = out
-    elif needs_gradient or return_lse:
-        o, lse = _OPS.attention(*inputs)
-    else:
-        o = _OPS.attention_forward(*inputs)
+    try:
+        if out is not None:
+            o, lse = out, _ops.empty_lse(q, cu_seqlens_q) if return_lse else None
+            _OPS.attention_out(*inputs, out, lse)
+        elif needs_gradient or return_lse:
+            o, lse = _OPS.attention(*inputs)
+        else:
+            o = _OPS.attention_forward(*inputs)
+    except RuntimeError as error:
+        raise _ops.typed(error) from None
     if padding:
         o = o[..., :head_dim]
     return (o, lse) if return_lse else o

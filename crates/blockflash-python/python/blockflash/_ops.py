@@ -21,8 +21,6 @@ from torch import Tensor
 
 from . import _gradient, _native
 
-_LIBRARY = torch.library.Library("blockflash", "DEF")
-
 _ATTENTION = (
     "Tensor q, Tensor k, Tensor v, Tensor? sink, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "SymInt max_q, SymInt max_k, int left, int right, bool top_left, float? scale, float softcap, "
@@ -112,28 +110,50 @@ def _fake_attention(
     return _fake_attention_forward(q, k, v, sink, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
 
 
-def _register() -> None:
-    define, fake = _LIBRARY.define, torch.library.register_fake
-    define(f"attention({_ATTENTION}) -> (Tensor o, Tensor lse)")
-    define(f"attention_forward({_ATTENTION}) -> Tensor")
-    define(f"attention_out({_ATTENTION}, Tensor(a!) o, Tensor(b!)? lse) -> ()")
-    define(f"attention_backward({_gradient.SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv)")
+def register(namespace: str, native: bool) -> torch.library.Library:
+    """Defines the operators; `native` kernels where they are possible, else kernels in Python."""
+    library = torch.library.Library(namespace, "DEF")
+    library.define(f"attention({_ATTENTION}) -> (Tensor o, Tensor lse)")
+    library.define(f"attention_forward({_ATTENTION}) -> Tensor")
+    library.define(f"attention_out({_ATTENTION}, Tensor(a!) o, Tensor(b!)? lse) -> ()")
+    library.define(f"attention_backward({_gradient.SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv)")
+    in_python = [("attention", _attention)]
+    if not (native and _native.register_kernels(namespace)):
+        in_python += [("attention_forward", _attention_forward), ("attention_out", _run)]
     for key in ("CPU", "CUDA"):
-        _LIBRARY.impl("attention", _attention, key)
-        _LIBRARY.impl("attention_forward", _attention_forward, key)
-        _LIBRARY.impl("attention_out", _run, key)
-    _LIBRARY.impl("attention_backward", _gradient.backward_cpu, "CPU")
-    _LIBRARY.impl("attention_backward", _gradient.backward_cuda, "CUDA")
-    fake("blockflash::attention", _fake_attention, lib=_LIBRARY)
-    fake("blockflash::attention_forward", _fake_attention_forward, lib=_LIBRARY)
-    fake("blockflash::attention_out", lambda *arguments: None, lib=_LIBRARY)
-    fake("blockflash::attention_backward", _gradient.fake, lib=_LIBRARY)
+        for name, kernel in in_python:
+            library.impl(name, kernel, key)
+    library.impl("attention_backward", _gradient.backward_cpu, "CPU")
+    library.impl("attention_backward", _gradient.backward_cuda, "CUDA")
+    for name, fake in (
+        ("attention", _fake_attention),
+        ("attention_forward", _fake_attention_forward),
+        ("attention_out", lambda *arguments: None),
+        ("attention_backward", _gradient.fake),
+    ):
+        torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
     torch.library.register_autograd(
-        "blockflash::attention",
+        f"{namespace}::attention",
         _gradient.backward,
         setup_context=_gradient.setup_context,
-        lib=_LIBRARY,
+        lib=library,
     )
+    return library
 
 
-_register()
+_KINDS = {
+    "Value": ValueError,
+    "Misaligned": ValueError,
+    "Unsupported": _native.Unsupported,
+    "Device": _native.DeviceError,
+    "Memory": torch.OutOfMemoryError,
+}
+
+
+def typed(error: RuntimeError) -> Exception:
+    """The exception that a native kernel means: C++ knows its text alone, after its kind."""
+    kind, _, text = str(error).partition(": ")
+    return _KINDS[kind](text) if kind in _KINDS else error
+
+
+_LIBRARY = register("blockflash", native=True)
