@@ -36,7 +36,7 @@ pub use attention::{
     PackedRows, PreparedAttention, attention_flops, attention_varlen_flops,
 };
 pub use block_sparse::{
-    BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource,
+    BlockChoice, BlockColumns, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource,
 };
 pub use bsr_matmul::{
     Activation, Bias, BsrMatmul, BsrMatrix, BsrProblem, BsrTranspose, BsrWorkspace,

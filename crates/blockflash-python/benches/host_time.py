@@ -22,7 +22,6 @@ from blockflash import _native, _ops
 
 # The same operators with kernels in Python.
 _LIBRARY = _ops.register("blockflash_library", native=False)
-PLAIN = (None, None, None, 0, 0, -1, -1, False, None, 0.0, 0)
 
 
 def best(call: Callable[[], object], device: str, rounds: int, calls: int) -> float:
@@ -43,17 +42,17 @@ def cases(device: str) -> Iterator[tuple[str, Callable[[], object], SDPBackend |
     shape, dtype = ((1, 64, 8, 64), torch.bfloat16) if device == "cuda" else ((1, 1, 1, 8), None)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
     o, lse = torch.empty_like(q), _ops.empty_lse(q, None)
-    rest = (q, k, v, *PLAIN)
+    qkv = (q, k, v)
     op, slow = torch.ops.blockflash, torch.ops.blockflash_library
     yield "torch.add", lambda: torch.add(q, k), None
     yield "torch.empty_like", lambda: torch.empty_like(q), None
-    yield "native function, into o", lambda: _native.attention(*rest, o, None), None
-    yield "native function, into o and lse", lambda: _native.attention(*rest, o, lse), None
-    yield "operator attention_out, Library.impl", lambda: slow.attention_out(*rest, o, None), None
-    yield "operator attention_out, stable ABI", lambda: op.attention_out(*rest, o, None), None
-    yield "operator attention_forward, Library.impl", lambda: slow.attention_forward(*rest), None
-    yield "operator attention_forward, stable ABI", lambda: op.attention_forward(*rest), None
-    yield "operator attention", lambda: op.attention(*rest), None
+    yield "native function, into o", lambda: _native.attention(*qkv, o), None
+    yield "native function, into o and lse", lambda: _native.attention(*qkv, o, lse), None
+    yield "operator attention_out, Library.impl", lambda: slow.attention_out(*qkv, o), None
+    yield "operator attention_out, stable ABI", lambda: op.attention_out(*qkv, o), None
+    yield "operator attention_forward, Library.impl", lambda: slow.attention_forward(*qkv), None
+    yield "operator attention_forward, stable ABI", lambda: op.attention_forward(*qkv), None
+    yield "operator attention", lambda: op.attention(*qkv), None
     yield "blockflash.attention", lambda: blockflash.attention(q, k, v), None
     yield "blockflash.attention, causal", lambda: blockflash.attention(q, k, v, causal=True), None
     yield "blockflash.attention, out=", lambda: blockflash.attention(q, k, v, out=o), None

@@ -42,14 +42,16 @@ pub(crate) struct Options {
 /// Works on torch's current stream of q's device. Gradients are none of its concern.
 #[pyfunction]
 #[pyo3(signature = (
-    q, k, v, sink, cu_seqlens_q, cu_seqlens_k, max_q, max_k, left, right, top_left, scale, softcap,
-    block_mask, o, lse, /
+    q, k, v, o, lse=None, sink=None, cu_seqlens_q=None, cu_seqlens_k=None, max_q=0, max_k=0,
+    left=-1, right=-1, top_left=false, scale=None, softcap=0.0, block_mask=0
 ))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn attention(
     q: &Bound<'_, PyAny>,
     k: &Bound<'_, PyAny>,
     v: &Bound<'_, PyAny>,
+    o: &Bound<'_, PyAny>,
+    lse: Option<&Bound<'_, PyAny>>,
     sink: Option<&Bound<'_, PyAny>>,
     cu_seqlens_q: Option<&Bound<'_, PyAny>>,
     cu_seqlens_k: Option<&Bound<'_, PyAny>>,
@@ -61,8 +63,6 @@ pub(crate) fn attention(
     scale: Option<f64>,
     softcap: f64,
     block_mask: i64,
-    o: &Bound<'_, PyAny>,
-    lse: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<()> {
     let optional = |what, tensor: Option<_>| tensor.map(|at| Foreign::of(what, at)).transpose();
     let tensors = Tensors {

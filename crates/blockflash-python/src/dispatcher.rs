@@ -289,26 +289,25 @@ struct Arguments {
 }
 
 impl Arguments {
-    const COUNT: usize = 14;
-
     /// # Safety
-    /// `values` are the arguments of a call in the order of the schema, read for the first time.
-    unsafe fn take(shim: &'static Shim, values: &[u64]) -> Arguments {
-        let needed = |at: usize| Some(Tensor(shim, handle(values[at])));
-        // SAFETY: promised by the caller, here and below.
-        let optional = |at: usize| unsafe { unwrap(shim, values[at]) };
+    /// `qkv` and `options` are these arguments of a call, read for the first time.
+    unsafe fn take(shim: &'static Shim, qkv: &[u64], options: &[u64]) -> Arguments {
+        let needed = |at: usize| Some(Tensor(shim, handle(qkv[at])));
+        // SAFETY: promised by the caller.
+        let optional = |at: usize| unsafe { unwrap(shim, options[at]) };
         let tensor = |at| optional(at).map(|value| Tensor(shim, handle(value)));
-        let tensors = [needed(0), needed(1), needed(2), tensor(3), tensor(4), tensor(5)];
-        let number = |at: usize| values[at] as i64;
+        let tensors = [needed(0), needed(1), needed(2), tensor(0), tensor(1), tensor(2)];
+        let number = |at: usize| options[at] as i64;
         let options = Options {
-            max_q: number(6),
-            max_k: number(7),
-            left: number(8),
-            right: number(9),
-            top_left: values[10] as u8 != 0,
-            scale: optional(11).map(f64::from_bits),
-            softcap: f64::from_bits(values[12]),
-            block_mask: number(13),
+            max_q: number(3),
+            max_k: number(4),
+            left: number(5),
+            right: number(6),
+            // A bool is one byte of its 64 bits.
+            top_left: options[7] as u8 != 0,
+            scale: optional(8).map(f64::from_bits),
+            softcap: f64::from_bits(options[9]),
+            block_mask: number(10),
         };
         Arguments { tensors, options }
     }
@@ -369,11 +368,11 @@ unsafe fn unwrap(shim: &Shim, value: u64) -> Option<u64> {
     }
 }
 
-/// `attention_forward(…) -> Tensor`
+/// `attention_forward(q, k, v, options…) -> Tensor`
 unsafe extern "C-unwind" fn attention_forward(stack: *mut u64, inputs: u64, outputs: u64) {
     enter(stack, [inputs, outputs], |shim, values| {
         // SAFETY: torch calls this function with the arguments of the schema.
-        let mut call = unsafe { Arguments::take(shim, values) };
+        let mut call = unsafe { Arguments::take(shim, &values[..3], &values[3..]) };
         let [Some(q), .., cu_seqlens_q, _] = &call.tensors else {
             return Err(Failure::value("q is needed"));
         };
@@ -388,15 +387,15 @@ unsafe extern "C-unwind" fn attention_forward(stack: *mut u64, inputs: u64, outp
     });
 }
 
-/// `attention_out(…, Tensor(a!) o, Tensor(b!)? lse) -> ()`
+/// `attention_out(q, k, v, o, lse, options…) -> ()`
 unsafe extern "C-unwind" fn attention_out(stack: *mut u64, inputs: u64, outputs: u64) {
     enter(stack, [inputs, outputs], |shim, values| {
         // SAFETY: as in `attention_forward`.
-        let mut call = unsafe { Arguments::take(shim, values) };
-        let o = Tensor(shim, handle(values[Arguments::COUNT]));
+        let mut call = unsafe { Arguments::take(shim, &values[..3], &values[5..]) };
+        let o = Tensor(shim, handle(values[3]));
         // SAFETY: as above.
-        let lse = unsafe { unwrap(shim, values[Arguments::COUNT + 1]) };
-        call.run(&o, lse.map(|value| Tensor(shim, handle(value))).as_ref())
+        let lse = unsafe { unwrap(shim, values[4]) }.map(|value| Tensor(shim, handle(value)));
+        call.run(&o, lse.as_ref())
     });
 }
 

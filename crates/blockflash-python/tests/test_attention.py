@@ -70,7 +70,7 @@ def test_heads(dtype: torch.dtype, heads: tuple[int, int], head_dim: int) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scale_softcap_and_sink(dtype: torch.dtype) -> None:
+def test_scale_softcap_and_sink(dtype: torch.dtype, route: str) -> None:
     q, k, v = operands(dtype=dtype)
     sink = torch.linspace(-2, 3, 4)
     for options in (
@@ -86,7 +86,7 @@ def test_scale_softcap_and_sink(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_packed_sequences_with_empty_ones(causal: bool) -> None:
+def test_packed_sequences_with_empty_ones(causal: bool, route: str) -> None:
     lengths = [(5, 7), (0, 3), (4, 0), (9, 9), (0, 0), (6, 2)]
     starts = [torch.tensor([0, *of]).cumsum(0).int() for of in zip(*lengths, strict=True)]
     (total_q, total_k) = (int(of[-1]) for of in starts)
@@ -105,7 +105,7 @@ def test_packed_sequences_with_empty_ones(causal: bool) -> None:
     assert o[total_q:].abs().max() == 0
 
 
-def test_strides() -> None:
+def test_strides(route: str) -> None:
     q, k, v = operands((9, 13))
     expected = blockflash.attention(q, k, v)
     by_head = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
@@ -131,7 +131,7 @@ def test_empty_tensors() -> None:
         assert torch.equal(lse, torch.full_like(lse, -torch.inf))
 
 
-def test_into_given_tensors() -> None:
+def test_into_given_tensors(route: str) -> None:
     q, k, v = operands()
     expected, expected_lse = blockflash.attention(q, k, v, return_lse=True)
     space = torch.full((2, 4, 17, 16), torch.nan)

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 import blockflash
 
 STARTS = torch.tensor([0, 5, 5, 14], dtype=torch.int32)
-DENSE = (None, None, None, 0, 0, -1, 0, False, None, 0.0, 0)
-PACKED = (None, STARTS, STARTS, 9, 9, -1, -1, False, 0.3, 0.0, 0)
-OPS = torch.ops.blockflash
+DENSE = (None, None, None, 0, 0, -1, 0)
+PACKED = (None, STARTS, STARTS, 9, 9, -1, -1, False, 0.3)
 
 
 def packed(grad: bool = False) -> list[Tensor]:
@@ -22,17 +21,19 @@ def packed(grad: bool = False) -> list[Tensor]:
     return [t.detach()[0].requires_grad_(grad) for t in operands((14, 14), batch=1)]
 
 
-def test_schemas() -> None:
+@pytest.mark.parametrize("namespace", ["blockflash", "blockflash_library"])
+def test_schemas(namespace: str) -> None:
+    ops = getattr(torch.ops, namespace)
     for inputs, rest in ((operands(grad=True), DENSE), (packed(grad=True), PACKED)):
-        torch.library.opcheck(OPS.attention, (*inputs, *rest))
+        torch.library.opcheck(ops.attention, (*inputs, *rest))
     for inputs, rest in ((operands(), DENSE), (packed(), PACKED)):
-        torch.library.opcheck(OPS.attention_forward, (*inputs, *rest))
-        outputs = OPS.attention(*inputs, *rest)
-        torch.library.opcheck(OPS.attention_out, (*inputs, *rest, *outputs))
-        torch.library.opcheck(OPS.attention_out, (*inputs, *rest, outputs[0], None))
+        torch.library.opcheck(ops.attention_forward, (*inputs, *rest))
+        outputs = ops.attention(*inputs, *rest)
+        torch.library.opcheck(ops.attention_out, (*inputs, *outputs, *rest))
+        torch.library.opcheck(ops.attention_out, (*inputs, outputs[0], None, *rest))
         for causal, lse in ((False, None), (True, outputs[1])):
             arguments = (outputs[0], lse, *inputs, *outputs, *rest[1:5], causal, False, None)
-            torch.library.opcheck(OPS.attention_backward, arguments)
+            torch.library.opcheck(ops.attention_backward, arguments)
 
 
 class Block(nn.Module):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import blockflash
 import pytest
 import torch
+
+import blockflash
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 

@@ -67,7 +67,7 @@ BAD_VALUES = {
 
 
 @pytest.mark.parametrize("name", BAD_VALUES)
-def test_values(name: str) -> None:
+def test_values(name: str, route: str) -> None:
     inputs, options, sentence = BAD_VALUES[name]
     with pytest.raises(ValueError, match=sentence):
         blockflash.attention(*inputs, **options)
@@ -103,8 +103,7 @@ def native(
 ) -> None:
     """Call the native function, which nothing stands before, with plain options."""
     o = torch.empty_like(Q) if o is None else o
-    rest = (None, None, None, 0, 0, -1, -1, False, None, 0.0, block_mask, o, None)
-    _native.attention(q, k, v, *rest)
+    _native.attention(q, k, v, o, block_mask=block_mask)
 
 
 def test_tensors_without_memory() -> None:
@@ -123,7 +122,7 @@ def test_block_mask_of_no_number() -> None:
             native(Q, K, V, block_mask=number)
 
 
-def test_misaligned_elements() -> None:
+def test_misaligned_elements(route: str) -> None:
     storage = torch.frombuffer(
         bytearray(Q.numel() * 4 + 4), dtype=torch.float32, offset=1, count=Q.numel()
     )

@@ -6,14 +6,15 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import blockflash
-import blockflash.transformers
 import pytest
 import torch
 import transformers
+from torch import Tensor
+
+import blockflash
+import blockflash.transformers
 from blockflash import _transformers_mask
 from blockflash.transformers import NAME
-from torch import Tensor
 
 WINDOW, TOKENS = 5, 17
 LAYERS = ["sliding_attention", "full_attention"]

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import blockflash.transformers
 import pytest
 import torch
-from blockflash import _transformers_mask
-from blockflash.transformers import Mask, block_attention, block_attention_mask
 from torch import Tensor
 from transformers import LlamaConfig, masking_utils
+
+import blockflash.transformers
+from blockflash import _transformers_mask
+from blockflash.transformers import Mask, block_attention, block_attention_mask
 
 KEYS = 24
 CONFIG = LlamaConfig(sliding_window=5, attention_chunk_size=8)

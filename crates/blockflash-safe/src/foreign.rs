@@ -1,11 +1,15 @@
-//! Views of memory that another library owns: the constructors whose conditions only the caller can
-//! know.
+//! Views and tensors over memory of other libraries: the constructors whose conditions only the
+//! caller can know.
 
+use crate::freed::Owner;
+use crate::memory::{DeviceMemory, HostMemory};
+use crate::tensor::Memory;
 use crate::view::Source;
 use crate::view_mut::{SourceMut, check_overlap};
-use crate::{DType, Device, Error, Layout, Result, View, ViewMut};
+use crate::{DType, Device, Error, Layout, Result, Stream, Tensor, View, ViewMut};
 use std::ffi::c_void;
-use std::slice;
+use std::sync::{Arc, Mutex};
+use std::{ptr, slice};
 
 impl<'a> View<'a> {
     /// Memory of the host or of a GPU that another library (PyTorch, candle, …) owns.
@@ -87,6 +91,70 @@ impl<'a> ViewMut<'a> {
             SourceMut::Host(unsafe { slice::from_raw_parts_mut(ptr.cast(), bytes) })
         };
         Ok(ViewMut::with_source(source, *device, dtype, layout))
+    }
+}
+
+impl Tensor {
+    /// An owned tensor, row-major, over memory of the host or a GPU that another library (PyTorch,
+    /// candle, …) has allocated, and that `owner` keeps valid: an array, a reference count, a
+    /// closure that frees the memory when it is dropped.
+    ///
+    /// **When the owner is dropped.** On the CPU, with the tensor. On a GPU, when the tensor and
+    /// all graphs that were captured from its use are gone and the device has finished all work
+    /// that was queued with it, on any stream. Nobody waits for that. Dropping the tensor drops the
+    /// owner if the work is done, else a later call that finds it done does: allocating, this
+    /// function, [`Stream::synchronize`], or the end of a capture. So the owner is dropped
+    /// - at most once, and never if the process ends before, or after a failure of the device;
+    /// - in any thread that calls this crate, but never in a thread of the driver, and never while
+    ///   this crate holds a lock: it may wait for locks (Python's GIL) and may call this crate. The
+    ///   thread may be capturing another stream meanwhile, as anywhere else in a program.
+    ///
+    /// ```
+    /// # use blockflash_safe::{DType, Device, Tensor};
+    /// let stream = Device::cpu().stream()?;
+    /// let mut numbers = vec![1.0f32, 2.0, 3.0, 4.0];
+    /// let ptr = numbers.as_mut_ptr().cast();
+    /// // SAFETY: 1. Four elements, which `numbers` keeps. 2. Nobody else has `numbers`.
+    /// let tensor = unsafe { Tensor::from_raw(&stream, ptr, DType::F32, &[2, 2], numbers)? };
+    /// assert_eq!(tensor.to_vec::<f32>(&stream)?, [1.0, 2.0, 3.0, 4.0]);
+    /// # Ok::<(), blockflash_safe::Error>(())
+    /// ```
+    ///
+    /// # Safety
+    /// 1. `ptr` points to the first element, in memory of the stream's device. For work that is
+    ///    queued on `stream` from now on, and for work that is ordered after it, the memory is
+    ///    valid for reads and writes of all elements, in every thread, until the owner is dropped.
+    ///    Without elements it may be any pointer.
+    /// 2. Until then, others read the memory only while this crate does not write to it, and write
+    ///    to it only while this crate does not use it. On the CPU, this crate uses it as long as a
+    ///    [`View`] or [`ViewMut`] of the tensor exists; on a GPU, in the order of the streams.
+    ///
+    /// # Errors
+    /// [`Error::Pointer`] for a pointer that is null or not aligned to the element type, if there
+    /// are elements; the errors of [`Layout::contiguous`]. The owner is then dropped at once.
+    pub unsafe fn from_raw(
+        stream: &Stream,
+        ptr: *mut c_void,
+        dtype: DType,
+        shape: &[usize],
+        owner: impl Send + 'static,
+    ) -> Result<Tensor> {
+        let layout = Layout::contiguous(shape)?;
+        check_pointer(ptr, dtype, &layout)?;
+        let owner: Owner = Mutex::new(Box::new(owner));
+        let memory = if !stream.device().is_cpu() {
+            Memory::Cuda(Arc::new(DeviceMemory::foreign(ptr.addr() as u64, stream, owner)))
+        } else {
+            let (ptr, bytes) = match layout.elements() {
+                0 => (ptr::dangling_mut::<u64>().cast(), 0),
+                elements => (ptr.cast(), elements * dtype.size()),
+            };
+            // SAFETY: 1. Valid until the owner is dropped (the caller's promise 1), not null, and
+            // the bytes fit into `isize` (`Layout`). 2. Not used by others while a borrow of the
+            // tensor exists (promise 2).
+            Memory::Host(unsafe { HostMemory::foreign(ptr, bytes, owner) })
+        };
+        Ok(Tensor::with_memory(memory, dtype, layout))
     }
 }
 

@@ -1,6 +1,6 @@
 use super::*;
 use crate::Stream;
-use std::ptr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 fn cpu() -> (Device, Stream) {
     (Device::cpu(), Device::cpu().stream().unwrap())
@@ -63,5 +63,66 @@ fn any_pointer_will_do_without_elements() -> Result<()> {
         let mut view = unsafe { ViewMut::from_raw(&device, ptr, DType::F32, layout)? };
         assert!(view.as_mut_slice::<f32>()?.is_empty());
     }
+    Ok(())
+}
+
+/// Counts its drops.
+struct Owner {
+    drops: Arc<AtomicUsize>,
+    _data: Vec<i32>,
+}
+
+fn owned(shape: &[usize], data: Vec<i32>) -> (Result<Tensor>, Arc<AtomicUsize>) {
+    let (mut data, drops) = (data, Arc::default());
+    let ptr = data.as_mut_ptr().cast();
+    let owner = Owner { drops: Arc::clone(&drops), _data: data };
+    // SAFETY: 1. As many elements as `shape` says, which the owner keeps. 2. Nobody else has them.
+    (unsafe { Tensor::from_raw(&cpu().1, ptr, DType::I32, shape, owner) }, drops)
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        self.drops.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn an_owner_is_dropped_once() -> Result<()> {
+    let (_, stream) = cpu();
+    let (tensor, drops) = owned(&[2, 3], (0..6).collect());
+    let mut tensor = tensor?;
+    assert_eq!(tensor.view().slice(0, 1..2)?.to_vec::<i32>(&stream)?, [3, 4, 5]);
+    tensor.copy_from_slice(&stream, &[7; 6])?;
+    let mut copy = tensor.copy_to(&stream)?;
+    copy.fill_bytes(&stream, 0)?;
+    let tensor = std::thread::spawn(move || tensor).join().unwrap();
+    assert_eq!(tensor.to_vec::<i32>(&stream)?, [7; 6]);
+    assert_eq!(drops.load(Ordering::SeqCst), 0);
+    drop(tensor);
+    stream.synchronize()?;
+    assert_eq!(drops.load(Ordering::SeqCst), 1);
+    assert_eq!(copy.to_vec::<i32>(&stream)?, [0; 6]);
+    Ok(())
+}
+
+#[test]
+fn an_owner_of_nothing_and_one_that_is_refused() -> Result<()> {
+    let (_, stream) = cpu();
+    let (tensor, drops) = owned(&[4, 0], Vec::new());
+    let mut tensor = tensor?;
+    tensor.fill_bytes(&stream, 1)?;
+    assert!(tensor.view().as_slice::<i32>()?.is_empty());
+    assert_eq!(drops.load(Ordering::SeqCst), 0);
+    drop(tensor);
+    assert_eq!(drops.load(Ordering::SeqCst), 1);
+    let (refused, drops) = owned(&[1; 9], vec![0]);
+    assert!(matches!(refused, Err(Error::Rank { .. })));
+    assert_eq!(drops.load(Ordering::SeqCst), 1);
+    let drops = Arc::<AtomicUsize>::default();
+    let owner = Owner { drops: Arc::clone(&drops), _data: Vec::new() };
+    // SAFETY: refused before the pointer is used.
+    let refused = unsafe { Tensor::from_raw(&stream, ptr::null_mut(), DType::I32, &[1], owner) };
+    assert!(matches!(refused, Err(Error::Pointer { .. })));
+    assert_eq!(drops.load(Ordering::SeqCst), 1);
     Ok(())
 }

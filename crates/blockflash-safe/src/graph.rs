@@ -1,6 +1,6 @@
 use crate::driver::check;
+use crate::freed::free_deferred;
 use crate::gpu::{Context, Handle};
-use crate::memory::free_deferred;
 use crate::stream::{Kept, Recording};
 use crate::turns::Turns;
 use crate::{Device, Error, Result, Stream, lock::lock};

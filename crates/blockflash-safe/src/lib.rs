@@ -14,7 +14,8 @@
 //! - **Lifetimes on the GPU.** Work is asynchronous, but memory is never touched before it is
 //!   allocated nor after it is freed: a [`Tensor`] is freed in stream order, after everything that
 //!   was queued on any stream that used it; a [`Graph`] keeps the tensors alive that were used
-//!   while it was captured.
+//!   while it was captured. The owner of another library's memory ([`Tensor::from_raw`]) is dropped
+//!   after the same work.
 //! - **Order.** Work on one [`Stream`] runs in order. Between streams the caller orders work with
 //!   [`Event`]s or [`Stream::synchronize`]; without that, what a kernel reads or leaves in a tensor
 //!   is unspecified (never a host data race, since GPU memory is not handed out as Rust
@@ -41,6 +42,7 @@ mod element;
 mod error;
 mod event;
 mod foreign;
+mod freed;
 mod gpu;
 mod graph;
 mod host_gemm;

@@ -2,11 +2,13 @@
 //! needs it.
 
 use crate::driver::{Relaxed, check};
+use crate::freed::{Freed, Owner, free_deferred, gather};
 use crate::stream::{Kept, Session};
 use crate::turns::Turn;
 use crate::user::User;
 use crate::{Error, Event, Result, Stream, lock::lock};
 use cudarc::driver::sys;
+use std::slice;
 use std::sync::Mutex;
 
 /// Alignment of host memory in bytes: a cache line, and as much as any vector instruction asks for.
@@ -14,13 +16,26 @@ pub(crate) const HOST_ALIGNMENT: usize = 64;
 
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C, align(64))]
-struct Line([u8; HOST_ALIGNMENT]);
+pub(crate) struct Line([u8; HOST_ALIGNMENT]);
 
-/// Host memory, aligned to [`HOST_ALIGNMENT`].
-pub(crate) struct HostMemory {
-    lines: Vec<Line>,
-    bytes: usize,
+/// Host memory: its own, aligned to [`HOST_ALIGNMENT`], or another library's.
+pub(crate) enum HostMemory {
+    Own { lines: Vec<Line>, bytes: usize },
+    Foreign(ForeignHostMemory),
 }
+
+/// Work on the CPU is done when its call returns, so the owner is dropped with the memory.
+pub(crate) struct ForeignHostMemory {
+    ptr: *mut u8,
+    bytes: usize,
+    _owner: Owner,
+}
+
+// SAFETY: the memory is valid in every thread until the owner is dropped (promise 1 of
+// `Tensor::from_raw`), and the owner is `Send`.
+unsafe impl Send for ForeignHostMemory {}
+// SAFETY: as above; the memory is written through an exclusive reference only.
+unsafe impl Sync for ForeignHostMemory {}
 
 impl HostMemory {
     pub(crate) fn filled(bytes: usize, value: u8) -> Result<HostMemory> {
@@ -28,21 +43,45 @@ impl HostMemory {
         let mut lines = Vec::new();
         lines.try_reserve_exact(count).map_err(|_| Error::OutOfMemory { bytes })?;
         lines.resize(count, Line([value; HOST_ALIGNMENT]));
-        Ok(HostMemory { lines, bytes })
+        Ok(HostMemory::Own { lines, bytes })
+    }
+
+    /// Memory of another library.
+    ///
+    /// # Safety
+    /// Until the owner is dropped, `ptr` is valid for reads and writes of `bytes`, which fit into
+    /// `isize`, in every thread. Others write to it only while the value is not borrowed, and read
+    /// it only while it is not borrowed exclusively.
+    pub(crate) unsafe fn foreign(ptr: *mut u8, bytes: usize, owner: Owner) -> HostMemory {
+        HostMemory::Foreign(ForeignHostMemory { ptr, bytes, _owner: owner })
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        &bytemuck::cast_slice(&self.lines)[..self.bytes]
+        match self {
+            HostMemory::Own { lines, bytes } => &bytemuck::cast_slice(lines)[..*bytes],
+            // SAFETY: the promise of `foreign`; the owner lives, and the borrow of `self` keeps
+            // others from writing.
+            HostMemory::Foreign(memory) => unsafe {
+                slice::from_raw_parts(memory.ptr, memory.bytes)
+            },
+        }
     }
 
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut bytemuck::cast_slice_mut(&mut self.lines)[..self.bytes]
+        match self {
+            HostMemory::Own { lines, bytes } => &mut bytemuck::cast_slice_mut(lines)[..*bytes],
+            // SAFETY: as in `bytes`; the borrow is exclusive.
+            HostMemory::Foreign(memory) => unsafe {
+                slice::from_raw_parts_mut(memory.ptr, memory.bytes)
+            },
+        }
     }
 }
 
-/// Device memory that was allocated in the order of a stream, its home, and is freed in that order
-/// when the last owner is dropped. Owners are the tensor and the graphs that were captured from its
-/// use.
+/// Device memory that became valid in the order of a stream, its home. It was allocated in that
+/// order and is freed in it, or it belongs to another library and is given back when no work uses
+/// it any more: see `freed.rs`. That begins when neither the tensor nor a graph that was captured
+/// from its use is left.
 ///
 /// The rule that makes every use valid: memory may be used in work on a stream after
 /// [`prepare`](Self::prepare) for that stream. It orders the allocation before the use, and notes
@@ -54,6 +93,8 @@ pub(crate) struct DeviceMemory {
     users: Mutex<Vec<User>>,
     /// For memory that only one piece of work may use at a time.
     turn: Option<Turn>,
+    /// For memory of another library.
+    owner: Option<Owner>,
 }
 
 impl DeviceMemory {
@@ -85,7 +126,7 @@ impl DeviceMemory {
             return Err(Error::OutOfMemory { bytes });
         }
         check("cuMemAllocAsync", code)?;
-        let memory = DeviceMemory { ptr, home: home.clone(), users: Mutex::default(), turn: None };
+        let memory = DeviceMemory::new(ptr, home, None);
         if zeroed && bytes > 0 {
             // SAFETY:
             // 1. The memory was just allocated in the order of this stream, with so many bytes, and
@@ -99,6 +140,16 @@ impl DeviceMemory {
             }
         }
         Ok(memory)
+    }
+
+    /// Memory of another library, valid in the order of `home` until the owner is dropped.
+    pub(crate) fn foreign(ptr: u64, home: &Stream, owner: Owner) -> DeviceMemory {
+        free_deferred();
+        DeviceMemory::new(ptr, home, Some(owner))
+    }
+
+    fn new(ptr: u64, home: &Stream, owner: Option<Owner>) -> DeviceMemory {
+        DeviceMemory { ptr, home: home.clone(), users: Mutex::default(), turn: None, owner }
     }
 
     /// The same memory, which work uses in turns from now on: see `turns.rs`.
@@ -137,6 +188,8 @@ impl Kept for DeviceMemory {
                 what: "the first use of a tensor on another stream than the captured one",
             });
         }
+        // What follows must not disturb a capture, of this thread or another one.
+        let _relaxed = Relaxed::enter()?;
         if stream.is_capturing()? {
             // A capture cannot wait for work outside of it, but this thread can, before the graph
             // is ever launched.
@@ -147,8 +200,7 @@ impl Kept for DeviceMemory {
             stream.wait_for(&self.home)?;
         }
         // A program may use any number of streams one after another, so streams whose work is done
-        // are removed. The query does not disturb captures of other threads.
-        let _relaxed = Relaxed::enter()?;
+        // are removed.
         users.retain(|user| !user.is_over());
         users.push(stream.user());
         Ok(())
@@ -159,62 +211,12 @@ impl Kept for DeviceMemory {
     }
 }
 
-/// Makes `home` wait for `users`, unless one of them is being captured: `what` would become part of
-/// the graph.
-fn gather(home: &Stream, users: &[User], what: &'static str) -> Result<()> {
-    for stream in users.iter().filter_map(User::stream).chain([home.clone()]) {
-        if stream.is_capturing()? {
-            return Err(Error::InCapture { what });
-        }
-    }
-    users.iter().try_for_each(|user| user.precede(home))
-}
-
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
         let users = std::mem::take(&mut *lock(&self.users));
-        Freed { ptr: self.ptr, home: self.home.clone(), users }.free();
+        let (home, owner) = (self.home.clone(), self.owner.take());
+        Freed { ptr: self.ptr, home, users, owner, last_use: None }.free();
     }
-}
-
-/// Memory without owners, on its way back to the driver.
-pub(crate) struct Freed {
-    ptr: u64,
-    home: Stream,
-    users: Vec<User>,
-}
-
-/// Memory that could not be freed yet, because one of its streams was being captured.
-static DEFERRED: Mutex<Vec<Freed>> = Mutex::new(Vec::new());
-
-impl Freed {
-    /// Queues the release, or postpones it while one of the streams is being captured, because the
-    /// release would become part of the graph.
-    fn free(self) {
-        if self.try_free().is_err() {
-            lock(&DEFERRED).push(self);
-        }
-    }
-
-    fn try_free(&self) -> Result<()> {
-        gather(&self.home, &self.users, "freeing")?;
-        let Some(session) = self.home.session()? else { return Ok(()) };
-        session.refuse_capture("freeing")?;
-        // SAFETY:
-        // 1. `ptr` comes from `cuMemAllocAsync` and is freed once: `Freed` is made by the only drop
-        //    of `DeviceMemory`, and a failed attempt has not freed it.
-        // 2. All work that uses it precedes the release: on the home stream by its order; on other
-        //    streams because `prepare` noted them and the home stream now waits for their queued
-        //    work. No owner is left that could queue more.
-        // 3. The stream lives and its context is current.
-        check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(self.ptr, session.raw()) })
-    }
-}
-
-/// Tries again to free memory whose release a capture has postponed.
-pub(crate) fn free_deferred() {
-    let deferred = std::mem::take(&mut *lock(&DEFERRED));
-    deferred.into_iter().for_each(Freed::free);
 }
 
 /// Copies host memory to the device and waits for it.

@@ -1,5 +1,6 @@
 use crate::context::Bound;
-use crate::driver::{check, is_captured};
+use crate::driver::{Relaxed, check, is_captured};
+use crate::freed::free_deferred;
 use crate::gpu::Context;
 use crate::mark::Mark;
 use crate::queue::Queue;
@@ -44,7 +45,8 @@ impl Stream {
     /// 1. `stream` is a stream of the primary context of `device`, or null; not the per-thread
     ///    default stream, which is another one in each thread.
     /// 2. It outlives the returned value, all its clones, and all tensors that were allocated on or
-    ///    used with them.
+    ///    used with them. A tensor that is dropped while one of its streams is being captured is
+    ///    released by a later call, such as [`synchronize`](Self::synchronize) after the capture.
     /// 3. If the stream is captured by other means than [`Stream::capture`] on this value or its
     ///    clones, or joins such a capture: the tensors that are used meanwhile outlive the graph
     ///    and its launches; launches of everything made of the graph (executable graphs, child
@@ -89,9 +91,12 @@ impl Stream {
         if lock(&self.0.capture).is_some() {
             return Err(Error::InCapture { what: "synchronising" });
         }
-        let _bound = queue.context.bind()?;
+        let bound = queue.context.bind()?;
         // SAFETY: the stream lives as long as `self` (`Queue`, or point 2 of `from_raw`).
-        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(queue.raw.0) })
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(queue.raw.0) })?;
+        drop(bound);
+        free_deferred();
+        Ok(())
     }
 
     /// Whether the stream is being captured into a graph, here or by another library.
@@ -214,6 +219,17 @@ impl Session<'_> {
     /// Refuses what a graph cannot replay.
     pub(crate) fn refuse_capture(&self, what: &'static str) -> Result<()> {
         if self.is_capturing()? { Err(Error::InCapture { what }) } else { Ok(()) }
+    }
+
+    /// Whether everything queued so far is done. The stream is not being captured.
+    pub(crate) fn is_idle(&self) -> Result<bool> {
+        // The query must not disturb captures of other threads.
+        let _relaxed = Relaxed::enter()?;
+        // SAFETY: the stream lives and its context is current.
+        match unsafe { sys::cuStreamQuery(self.raw()) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => check("cuStreamQuery", code).map(|()| true),
+        }
     }
 
     /// Waits for the stream while no other thread can queue on it.

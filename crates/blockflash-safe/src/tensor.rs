@@ -8,7 +8,8 @@ use std::fmt;
 use std::sync::Arc;
 
 /// An owned tensor, always contiguous. On a GPU its memory is allocated and freed in the order of
-/// the stream that it was created with; on the CPU it is aligned to 64 bytes.
+/// the stream that it was created with; on the CPU it is aligned to 64 bytes. Memory of another
+/// library is the exception, see [`Tensor::from_raw`].
 ///
 /// Dropping it while work that uses it is still queued is fine: see the crate's documentation.
 pub struct Tensor {
@@ -17,7 +18,7 @@ pub struct Tensor {
     layout: Layout,
 }
 
-enum Memory {
+pub(crate) enum Memory {
     Host(HostMemory),
     Cuda(Arc<DeviceMemory>),
 }
@@ -75,6 +76,11 @@ impl Tensor {
             Memory::Cuda(Arc::new(on_gpu(DeviceMemory::allocate(stream, bytes, zeroed)?)))
         };
         Ok(Tensor { memory, dtype, layout })
+    }
+
+    /// The memory is as large as the layout, which is contiguous.
+    pub(crate) fn with_memory(memory: Memory, dtype: DType, layout: Layout) -> Tensor {
+        Tensor { memory, dtype, layout }
     }
 
     /// Sets every byte, for example to poison an output before a test.

@@ -78,22 +78,11 @@ impl BlockMask {
         let (rows, cols) = (geometry.rows(), geometry.cols());
         let sizes = Sizes::new(geometry, batch, heads)?;
         sizes.check_length("columns", k, columns.len())?;
-        // The last row that listed each column, counted from 1.
         let mut had = vec![0; cols];
         sizes.build(|group, row, out| {
             let (at, start) = (group * rows + row, out.len());
-            for (position, &col) in
-                columns[at * k..][..k].iter().enumerate().filter(|&(_, &col)| col != -1)
-            {
-                sizes.check_column(col, cols, || (group, row, position))?;
-                if std::mem::replace(&mut had[col as usize], at + 1) == at + 1 {
-                    let place = sizes.place(group, row);
-                    return invalid(format!(
-                        "column {col} comes twice at {place}, position {position}"
-                    ));
-                }
-                out.push(col);
-            }
+            let listed = columns[at * k..][..k].iter().enumerate().filter(|&(_, &col)| col != -1);
+            sizes.take_columns(listed, [group, row], &mut had, out)?;
             out[start..].sort_unstable();
             Ok(())
         })
@@ -164,6 +153,30 @@ impl Sizes {
             }
         }
         BlockMask::from_parts(self.geometry, self.batch, self.heads, &row_ptr, &col_idx)
+    }
+
+    /// Appends columns of one row, with their positions, to `out`. Each column must exist and come
+    /// once in the row. `had` holds, for each column, the last row that had it, counted from 1 over
+    /// all groups; it begins as zeros.
+    pub(super) fn take_columns<'a>(
+        &self,
+        columns: impl Iterator<Item = (usize, &'a i32)>,
+        [group, row]: [usize; 2],
+        had: &mut [usize],
+        out: &mut Vec<i32>,
+    ) -> Result<()> {
+        let number = group * self.geometry.rows() + row + 1;
+        for (position, &col) in columns {
+            self.check_column(col, had.len(), || (group, row, position))?;
+            if std::mem::replace(&mut had[col as usize], number) == number {
+                let place = self.place(group, row);
+                return invalid(format!(
+                    "column {col} comes twice at {place}, position {position}"
+                ));
+            }
+            out.push(col);
+        }
+        Ok(())
     }
 }
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from . import _ops
+from ._gradient import refuse_to_lose
 from ._native import Unsupported
 
 if TYPE_CHECKING:
     from .block_mask import BlockMask
 
 _OPS = torch.ops.blockflash
-_NEEDED = ("q", "k", "v")
-_TENSORS = (*_NEEDED, "sink", "cu_seqlens_q", "cu_seqlens_k", "out")
+_UNLIMITED = (None, None)
 
 
 def attention(
@@ -25,7 +25,7 @@ def attention(
     v: Tensor,
     *,
     causal: bool = False,
-    window: tuple[int | None, int | None] = (None, None),
+    window: tuple[int | None, int | None] = _UNLIMITED,
     top_left: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
@@ -80,54 +80,77 @@ def attention(
         DeviceError: The driver failed.
 
     """
-    for name, tensor in zip(_TENSORS, (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, out)):
-        if not isinstance(tensor, Tensor) and (tensor is not None or name in _NEEDED):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
-    left, right = _sides(causal, window)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}, but must be positive; None is no softcap")
-    max_q, max_k = _longest(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        _refuse_types(q=q, k=k, v=v)
+    # The operators have defaults: what is not passed costs nothing.
+    options: dict[str, Any] = {}
+    if causal or window != _UNLIMITED:
+        options["left"], options["right"] = _sides(causal, window)
+    if top_left:
+        options["top_left"] = True
+    if scale is not None:
+        options["scale"] = scale
+    if softcap is not None:
+        if not softcap > 0:
+            raise ValueError(f"softcap is {softcap}, but must be positive; None is no softcap")
+        options["softcap"] = softcap
+    if sink is not None:
+        _refuse_types(sink=sink)
+        options["sink"] = sink
+    if not (cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None):
+        options |= _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if block_mask is not None:
+        options["block_mask"] = block_mask._native.id
+
     kind = q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         lower = torch.get_autocast_dtype(kind)
         q, k, v = (t.to(lower) if t.dtype == torch.float32 else t for t in (q, k, v))
-    head_dim = q.shape[-1] if q.dim() > 0 else 0
-    padding = -head_dim % 8 if kind == "cuda" else 0
-    if padding:
+    head_dim = None
+    if kind == "cuda" and q.shape[-1] % 8:
         if out is not None:
-            raise Unsupported(f"out= for a head dimension of {head_dim}, no multiple of 8")
-        scale = head_dim**-0.5 if scale is None else scale
-        q, k, v = (pad(t, (0, padding)) for t in (q, k, v))
-    inputs = (
-        q, k, v, sink, cu_seqlens_q, cu_seqlens_k, max_q, max_k, left, right, top_left, scale,
-        softcap or 0.0, 0 if block_mask is None else block_mask._native.id,
-    )  # fmt: skip
+            raise Unsupported("out= on a GPU for a head dimension that is no multiple of 8")
+        head_dim = q.shape[-1]
+        options.setdefault("scale", head_dim**-0.5)
+        q, k, v = (pad(t, (0, -head_dim % 8)) for t in (q, k, v))
 
-    needs_gradient = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (q, k, v, sink, out)
-    )
-    if out is not None and needs_gradient:
-        raise Unsupported("out= has no gradient: leave it out, or use torch.no_grad()")
     lse = None
     try:
         if out is not None:
+            _refuse_types(out=out)
+            refuse_to_lose(q, k, v, sink, out)
             o, lse = out, _ops.empty_lse(q, cu_seqlens_q) if return_lse else None
-            _OPS.attention_out(*inputs, out, lse)
-        elif needs_gradient or return_lse:
-            o, lse = _OPS.attention(*inputs)
+            _OPS.attention_out(q, k, v, o, lse, **options)
+        elif return_lse or _needs_gradient(q, k, v, sink):
+            o, lse = _OPS.attention(q, k, v, **options)
         else:
-            o = _OPS.attention_forward(*inputs)
+            o = _OPS.attention_forward(q, k, v, **options)
     except RuntimeError as error:
         raise _ops.typed(error) from None
-    if padding:
+    if head_dim is not None:
         o = o[..., :head_dim]
     return (o, lse) if return_lse else o
+
+
+def _needs_gradient(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sink is not None and sink.requires_grad)
+    )
+
+
+def _refuse_types(**given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
 
 
 def _sides(causal: bool, window: tuple[int | None, int | None]) -> tuple[int, int]:
     """The sides of the window as the operators have them, -1 for unlimited."""
     left, right = window
-    for side in (left, right):
+    for side in window:
         if side is not None and side < 0:
             raise ValueError(f"window is {window}: a side is a number of keys, or None")
     if causal:
@@ -137,18 +160,21 @@ def _sides(causal: bool, window: tuple[int | None, int | None]) -> tuple[int, in
     return -1 if left is None else left, -1 if right is None else right
 
 
-def _longest(
+def _packed(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
-) -> tuple[int, int]:
-    """The longest sequences, 0 if the batch is not packed."""
-    packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if all(given is None for given in packed):
-        return 0, 0
-    if any(given is None for given in packed):
+) -> dict[str, Any]:
+    """Options of the operators for a packed batch."""
+    if cu_seqlens_q is None or cu_seqlens_k is None or max_seqlen_q is None or max_seqlen_k is None:
         raise ValueError(
             "cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k come together or not at all"
         )
-    return max_seqlen_q, max_seqlen_k
+    _refuse_types(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_q": max_seqlen_q,
+        "max_k": max_seqlen_k,
+    }

@@ -28,8 +28,8 @@ def refuse_to_lose(*tensors: Tensor | None) -> None:
     """Raises where autograd would silently lose a gradient: in an operator that has none."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise Unsupported(
-            "this operator of blockflash has no gradient: call blockflash.attention, without out=, "
-            "and only once differentiated, or use torch.no_grad()"
+            "this call has no gradient: use blockflash.attention without out= and differentiate it "
+            "once only, or use torch.no_grad()"
         )
 
 

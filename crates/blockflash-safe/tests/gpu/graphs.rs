@@ -1,4 +1,4 @@
-use crate::{gpu, ramp};
+use crate::common::{gpu, ramp};
 use blockflash_safe::{DType, Error, Event, Graph, Result, Stream, Tensor};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

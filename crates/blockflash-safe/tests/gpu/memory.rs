@@ -1,7 +1,5 @@
-use crate::{gpu, ramp};
-use blockflash_safe::{
-    DType, Device, Error, Layout, Result, Stream, Swizzle, Tensor, TensorMapSpec, View,
-};
+use crate::common::{gpu, ramp};
+use blockflash_safe::{DType, Device, Error, Result, Swizzle, Tensor, TensorMapSpec};
 
 #[test]
 fn properties_are_sensible() {
@@ -108,28 +106,6 @@ fn too_much_memory_is_an_error_and_nothing_worse() -> Result<()> {
         );
     }
     assert_eq!(Tensor::from_slice(&stream, &[1i32, 2], &[2])?.to_vec::<i32>(&stream)?, [1, 2]);
-    Ok(())
-}
-
-#[test]
-fn foreign_streams_and_pointers() -> Result<()> {
-    let Some(device) = gpu("foreign_streams_and_pointers") else { return Ok(()) };
-    let owner = device.stream()?;
-    let tensor = Tensor::from_slice(&owner, &ramp(12), &[3, 4])?;
-    // SAFETY: 1. A stream of the device's primary context. 2. `owner` outlives it. 3. Nobody
-    // captures it.
-    let foreign = unsafe { Stream::from_raw(&device, owner.raw())? };
-    let ptr = std::ptr::without_provenance(tensor.view().device_ptr().unwrap() as usize);
-    // SAFETY: 1. Memory of 12 elements on the device. 2. `tensor` outlives the view, and the work
-    // on it ends before.
-    let view = unsafe { View::from_raw(&device, ptr, DType::F32, Layout::contiguous(&[3, 4])?)? };
-    assert_eq!(view.slice(0, 1..2)?.to_vec::<f32>(&foreign)?, [4.0, 5.0, 6.0, 7.0]);
-    // The legacy default stream.
-    // SAFETY: 1. Null is allowed. 2. It always exists. 3. It cannot be captured.
-    let default = unsafe { Stream::from_raw(&device, std::ptr::null_mut())? };
-    let mut other = Tensor::zeros(&default, DType::F32, &[3, 4])?;
-    other.copy_from(&default, &tensor)?;
-    assert_eq!(other.to_vec::<f32>(&default)?, ramp(12));
     Ok(())
 }
 

@@ -1,4 +1,4 @@
-use crate::{gpu, ramp};
+use crate::common::{gpu, ramp};
 use blockflash_safe::{DType, Device, Error, Event, Result, Tensor};
 use std::time::{Duration, Instant};
 

@@ -1,0 +1,134 @@
+//! The smallest launch of attention.
+
+use crate::common::{ramp, required, say};
+use blockflash_safe::manifest::{self, AttentionFwd, Variant};
+use blockflash_safe::params::{
+    BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_fwd_params, blockflash_block_mask,
+};
+use blockflash_safe::{
+    AttentionFwdOperands, DType, Device, Kernel, LaunchConfig, Result, Stream, Tensor,
+};
+use half::f16;
+use std::ptr;
+
+const HEAD_DIM: usize = 64;
+
+/// Rows that this GPU can run and whose image is there.
+pub(crate) fn rows(device: &Device) -> impl Iterator<Item = &'static Kernel> {
+    let gpu = device.cuda_properties().cloned().unwrap();
+    manifest::kernels().iter().filter(move |row| {
+        row.target.runs_on(gpu.compute_capability)
+            && row.smem_bytes() <= gpu.smem_per_block
+            && blockflash_sys::image::load(row).is_ok()
+    })
+}
+
+/// Attention of one query to one key: the output is the value, the lse the score.
+pub(crate) struct Single {
+    row: &'static Kernel,
+    pub(crate) config: LaunchConfig,
+    pub(crate) params: blockflash_attention_fwd_params,
+    pub(crate) qkv: [Tensor; 3],
+    pub(crate) o: Tensor,
+    lse: Tensor,
+}
+
+impl Single {
+    pub(crate) fn new(stream: &Stream) -> Result<Option<Single>> {
+        let row = rows(stream.device()).find(|row| {
+            let wide = |tile: AttentionFwd| tile.head_dim as usize >= HEAD_DIM;
+            matches!(row.variant, Variant::AttentionFwd(t) if wide(t) && t.dtype == DType::F16)
+        });
+        let Some(row) = row else {
+            assert!(!required(), "no image of attention forward runs on this GPU");
+            say("SKIPPED (no image): attention");
+            return Ok(None);
+        };
+        let shape = [1, 1, 1, HEAD_DIM];
+        let stride = HEAD_DIM as i64;
+        let input = |value: f32| {
+            let data: Vec<f16> =
+                ramp(HEAD_DIM).into_iter().map(|x| f16::from_f32(x / 64.0 * value)).collect();
+            Tensor::from_slice(stream, &data, &shape)
+        };
+        let params = blockflash_attention_fwd_params {
+            q: ptr::null(),
+            k: ptr::null(),
+            v: ptr::null(),
+            o: ptr::null_mut(),
+            lse: ptr::null_mut(),
+            sink: ptr::null(),
+            cu_seqlens_q: ptr::null(),
+            cu_seqlens_kv: ptr::null(),
+            q_stride_batch: stride,
+            q_stride_seq: stride,
+            q_stride_head: stride,
+            k_stride_batch: stride,
+            k_stride_seq: stride,
+            k_stride_head: stride,
+            v_stride_batch: stride,
+            v_stride_seq: stride,
+            v_stride_head: stride,
+            o_stride_batch: stride,
+            o_stride_seq: stride,
+            o_stride_head: stride,
+            lse_stride_batch: 1,
+            lse_stride_head: 1,
+            batch: 1,
+            num_heads_q: 1,
+            num_heads_kv: 1,
+            seqlen_q: 1,
+            seqlen_kv: 1,
+            total_q: 0,
+            total_kv: 0,
+            head_dim: HEAD_DIM as i32,
+            window_left: BLOCKFLASH_WINDOW_UNBOUNDED,
+            window_right: BLOCKFLASH_WINDOW_UNBOUNDED,
+            align_bottom_right: 0,
+            softmax_scale: 0.125,
+            softcap: 0.0,
+            block_mask: blockflash_block_mask {
+                row_ptr: ptr::null(),
+                col_idx: ptr::null(),
+                row_order: ptr::null(),
+                cu_rows: ptr::null(),
+                rows: 0,
+                block_q: 0,
+                block_kv: 0,
+                groups_per_batch: 0,
+                heads_per_group: 0,
+            },
+        };
+        let config = LaunchConfig::of(row, 1, false);
+        let qkv = [input(1.0)?, input(1.0)?, input(-2.0)?];
+        let o = Tensor::zeros(stream, DType::F16, &shape)?;
+        let lse = Tensor::zeros(stream, DType::F32, &[1, 1, 1])?;
+        Ok(Some(Single { row, config, params, qkv, o, lse }))
+    }
+
+    pub(crate) fn launch(&mut self, stream: &Stream) -> Result<()> {
+        let [q, k, v] = &self.qkv;
+        let operands = AttentionFwdOperands {
+            q: q.view(),
+            k: k.view(),
+            v: v.view(),
+            o: self.o.view_mut(),
+            lse: Some(self.lse.view_mut()),
+            sink: None,
+            cu_seqlens: None,
+            block_mask: None,
+        };
+        stream.launch::<AttentionFwd>(self.row, &self.config, &self.params, operands)
+    }
+
+    pub(crate) fn check(&self, stream: &Stream) -> Result<()> {
+        let [q, k, v] = &self.qkv;
+        assert_eq!(self.o.to_vec::<f16>(stream)?, v.to_vec::<f16>(stream)?);
+        let (q, k) = (q.to_vec::<f16>(stream)?, k.to_vec::<f16>(stream)?);
+        let score: f32 =
+            0.125 * q.iter().zip(&k).map(|(q, k)| q.to_f32() * k.to_f32()).sum::<f32>();
+        let lse = self.lse.to_vec::<f32>(stream)?[0];
+        approx::assert_abs_diff_eq!(lse, score, epsilon = 1e-3);
+        Ok(())
+    }
+}
