@@ -1,8 +1,8 @@
 """Tests marked `gpu` need a GPU.
 
 Without one they are skipped and counted in the summary, or they fail where the environment variable
-BLOCKFLASH_REQUIRE_GPU is 1. The fixture `route` runs a test with both registrations of the operators:
-native kernels, and kernels in Python.
+BLOCKFLASH_REQUIRE_GPU is 1. The fixture `route` runs a test with both registrations of the
+operators: native kernels, and kernels in Python.
 """
 
 from __future__ import annotations
