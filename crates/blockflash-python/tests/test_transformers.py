@@ -214,6 +214,20 @@ def test_compile_with_padding() -> None:
     check(actual, expected, expected, PADDED)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_compiled_layers(name: str) -> None:
+    """The mask is made outside of the graphs, which take every kind of it."""
+    model, ids = model_of(DECODERS[name]), tokens()
+    cases = [INPUTS[kind] | {"use_cache": False} for kind in INPUTS]
+    torch._dynamo.reset()  # the layers of all models share one function, and its limit of graphs
+    expected = [run(model, "eager", input_ids=ids, **inputs).logits for inputs in cases]
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
+    for inputs, eager in zip(cases, expected, strict=True):
+        actual = run(model, NAME, input_ids=ids, **inputs).logits
+        check(actual, eager, eager, inputs.get("attention_mask"))
+
+
 @pytest.mark.parametrize(("device", "dtype"), WHERE)
 def test_training(device: str, dtype: torch.dtype) -> None:
     model, ids = model_of(DECODERS["llama"]).to(device, dtype).train(), tokens().to(device)
