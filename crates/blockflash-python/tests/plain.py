@@ -1,4 +1,8 @@
-"""Plain attention, for comparisons: any mask by positions, in any type, all heads at once."""
+"""Plain attention in the type of its inputs, also on a GPU and for sequences of unequal lengths.
+
+It is the "PyTorch implementation in the same type" of FlashAttention's rule for errors. Tests of
+single options compare with `reference` instead, which is always f64.
+"""
 
 from __future__ import annotations
 
@@ -42,22 +46,18 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """O and lse in the type of q, `[B, Sq, H, D]` and `[B, H, Sq]`, every step rounded to it."""
-    (batch, sq, heads, dim), (sk, heads_k) = q.shape, k.shape[1:3]
-    group = heads // heads_k
-    rows = q.view(batch, sq, heads_k, group, dim).permute(0, 2, 3, 1, 4)
-    rows = rows.reshape(batch, heads_k, group * sq, dim)
-    scores = rows @ (k.permute(0, 2, 3, 1) * dim**-0.5)
+    group = q.size(2) // k.size(2)
+    k, v = (tensor.repeat_interleave(group, dim=2) for tensor in (k, v))
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    scores = q @ (k * q.size(-1) ** -0.5).mT
     if softcap > 0.0:
         scores = (scores / softcap).tanh() * softcap
-    scores = scores.view(batch, heads_k, group, sq, sk)
-    scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
     lse = scores.logsumexp(-1)
     # A row without keys is 0, not NaN.
-    some = visible.any(-1)[:, None, None, :, None]
-    weights = scores.masked_fill(~some, 0.0).softmax(-1).masked_fill(~some, 0.0)
-    o = weights.view(batch, heads_k, group * sq, sk) @ v.transpose(1, 2)
-    o = o.view(batch, heads_k, group, sq, dim).permute(0, 3, 1, 2, 4)
-    return o.reshape(batch, sq, heads, dim), lse.view(batch, heads, sq)
+    empty = ~visible.any(-1)[:, None, :, None]
+    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    return (weights @ v).transpose(1, 2), lse
 
 
 def largest(difference: Tensor) -> Tensor:

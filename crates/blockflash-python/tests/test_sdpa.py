@@ -325,7 +325,7 @@ def test_refusals(match: str) -> None:
 WRONG = {
     "exclude each other": (X, X, X, {"attn_mask": X, "is_causal": True}),
     "4, 2, 2 heads": (X, X[:, :2], X[:, :2], {}),
-    "num_heads_q is 4": (X, X[:, :3], X[:, :3], {"enable_gqa": True}),
+    "4 query heads are not a multiple of 3": (X, X[:, :3], X[:, :3], {"enable_gqa": True}),
     "k is bf16": (X, X.bfloat16(), X, {}),
     r"k has shape \[2, 5, 4, 8\]": (X, X[..., :8], X, {}),
 }

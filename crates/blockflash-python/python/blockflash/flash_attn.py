@@ -57,7 +57,7 @@ def flash_attn_func(
 ) -> _Result:
     """Attention of a batch of sequences of equal length.
 
-    Args:
+    Tensors:
         q: `[batch, seqlen_q, heads, head_dim]`.
         k: `[batch, seqlen_k, heads_k, head_dim]`; heads is a multiple of heads_k (GQA, MQA).
         v: as k.
@@ -103,7 +103,7 @@ def flash_attn_varlen_func(
 ) -> _Result:
     """Attention of sequences of any lengths, packed one after another.
 
-    Args:
+    Tensors:
         q: `[total_q, heads, head_dim]`.
         k: `[total_k, heads_k, head_dim]`; heads is a multiple of heads_k (GQA, MQA).
         v: as k.

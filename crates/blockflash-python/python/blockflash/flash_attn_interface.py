@@ -52,7 +52,7 @@ def flash_attn_func(
 ) -> _Result:
     """Attention of a batch of sequences of equal length.
 
-    Args:
+    Tensors:
         q: `[batch, seqlen_q, heads, head_dim]`.
         k: `[batch, seqlen_k, heads_k, head_dim]`; heads is a multiple of heads_k (GQA, MQA).
         v: as k.
@@ -110,7 +110,7 @@ def flash_attn_varlen_func(
 ) -> _Result:
     """Attention of sequences of any lengths, packed one after another.
 
-    Args:
+    Tensors:
         q: `[total_q, heads, head_dim]`.
         k: `[total_k, heads_k, head_dim]`; heads is a multiple of heads_k (GQA, MQA).
         v: as k.
@@ -168,10 +168,8 @@ def flash_attn_qkvpacked_func(
 ) -> _Result:
     """`flash_attn_func` of q, k and v in one tensor.
 
-    Args:
-        qkv: `[batch, seqlen, 3, heads, head_dim]`, or with `num_heads_q`
-            `[batch, seqlen, num_heads_q + 2 * heads_k, head_dim]`.
-        num_heads_q: heads of q in a qkv of four dimensions.
+    qkv is `[batch, seqlen, 3, heads, head_dim]`, or with `num_heads_q`
+    `[batch, seqlen, num_heads_q + 2 * heads_k, head_dim]`.
 
     """
     if qkv.dim() == 4:

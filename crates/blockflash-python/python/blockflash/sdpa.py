@@ -30,7 +30,7 @@ def activate_sdpa(device: Literal["cuda", "cpu"] = "cuda") -> Activation:
     On `"cuda"` torch selects it for f16 and bf16, head_dim up to 256, no `attn_mask`, and with
     `is_causal` equal lengths of query and key. Any other call runs on another backend of torch, as
     before. On Hopper torch prefers cuDNN to flash, so cuDNN's attention is switched off meanwhile.
-    On `"cpu"` a call with an `attn_mask` keeps torch's kernel.
+    `torch.nn.attention.varlen` stays torch's. On `"cpu"` a call with an `attn_mask` does, too.
 
     Needs torch 2.10 or newer. One implementation is active at a time: this replaces another one.
     `torch.nn.attention.activate_flash_attention_impl("blockflash")` does the same once this module
