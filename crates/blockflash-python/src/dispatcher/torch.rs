@@ -36,7 +36,9 @@ const CUDA: i32 = 1;
 /// C functions of torch, under their own names.
 macro_rules! functions {
     ($name:ident { $($function:ident($($argument:ty),*) $(-> $result:ty)?;)* }) => {
-        pub(super) struct $name { $(pub(super) $function: unsafe extern "C-unwind" fn($($argument),*) $(-> $result)?,)* }
+        pub(super) struct $name {
+            $(pub(super) $function: unsafe extern "C-unwind" fn($($argument),*) $(-> $result)?,)*
+        }
 
         impl $name {
             /// # Safety
