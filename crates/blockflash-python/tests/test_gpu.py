@@ -1,7 +1,7 @@
 """What only a GPU can show: graphs, streams, threads, memory, compiled code and a second GPU.
 
-Each test runs for three ways to the kernels: `blockflash.attention`, torch's SDPA on blockflash, and
-a block-sparse linear layer. Results are compared bit by bit: kernels sum in one fixed order.
+Most tests run for each way to the kernels: `blockflash.attention`, SDPA on blockflash, and a linear
+layer with a block-sparse weight. Results are compared bit by bit: kernels sum in one fixed order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Case:
 
 
 def sdpa(*by_sequence: Tensor) -> Tensor:
-    """torch's function of tensors `[B, S, H, D]`."""
+    """The function of torch for tensors `[B, S, H, D]`."""
     by_head = (t.transpose(1, 2) for t in by_sequence)
     return scaled_dot_product_attention(*by_head, is_causal=True).transpose(1, 2)
 
