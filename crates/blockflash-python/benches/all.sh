@@ -29,13 +29,18 @@ nvidia-smi > "$out/nvidia-smi.txt" 2>&1
     > "$out/info.json" || exit 1
 export BLOCKFLASH_REQUIRE_GPU=1
 grid=tests/test_flash_attn_grid.py
+# The grid is bound by the host: several processes share the GPU where pytest-xdist is installed.
+processes=
+"$python" -c 'import xdist' 2> /dev/null && processes="-n 6"
 
-step tests 120 "$python" -m pytest -m gpu -q -ra --durations 8 --maxfail 40 \
+step tests 200 "$python" -m pytest -m gpu -q -ra --durations 8 --maxfail 40 \
     --ignore "$grid" --junit-xml "$out/tests.xml" tests
 step host_time 60 "$python" benches/host_time.py --out "$out/host_time.jsonl"
 step prefill 120 "$python" benches/prefill.py --out "$out/prefill.jsonl"
 step sparse_linear 90 "$python" benches/sparse_linear.py --out "$out/sparse_linear.jsonl"
-step grid 240 "$python" -m pytest -m gpu -q -ra --maxfail 40 --junit-xml "$out/grid.xml" "$grid"
+# shellcheck disable=SC2086 # two words or none
+step grid 240 "$python" -m pytest -m gpu -q -ra --maxfail 40 $processes \
+    --junit-xml "$out/grid.xml" "$grid"
 
 grep -h '^FAIL' "$out"/*.txt
 [ -z "$failed" ] || { echo "failed:$failed"; exit 1; }
