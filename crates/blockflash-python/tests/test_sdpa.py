@@ -228,14 +228,17 @@ def test_registry_on_gpu(
 
     with sdpa_kernel(SDPBackend.MATH):
         exact = run(*(tensor.double() for tensor in inputs))
+        plain = run(*inputs)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         flash = run(*inputs)
     with activate_sdpa():
         ours = run(*inputs)
     assert len(calls) == 1
-    for left, middle, right in zip(ours, flash, exact, strict=True):
-        allowed = 2 * (middle - right).abs().max() + 1e-5
-        assert (left - right).abs().max() <= allowed
+    # The largest error against plain attention in the same type, the typical error against torch's
+    # flash kernel: the largest of a million errors differs by chance more than the typical one.
+    for own, of_plain, of_flash, right in zip(ours, plain, flash, exact, strict=True):
+        assert (own - right).abs().max() <= 2 * (of_plain - right).abs().max() + 1e-5
+        assert (own - right).norm() <= 1.2 * (of_flash - right).norm()
 
 
 @pytest.mark.gpu
