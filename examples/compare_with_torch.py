@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""One attention layer end to end: written by Python, computed by the blockflash command, compared with PyTorch.
+"""One attention layer end to end: Python writes it, the blockflash command computes it, and the
+result is compared with PyTorch's.
 
 usage: compare_with_torch.py [PATH_TO_BLOCKFLASH] [--seqlen 4096] [--device cuda:0]
 
-The shape is that of a layer of Llama 3 8B: 32 query heads, 8 key/value heads, head_dim 128, bf16, causal. Q and K get rotary
-position embeddings and a few large channels, as trained models have, so the softmax is neither uniform nor one-hot. The
-reference is PyTorch's scaled_dot_product_attention in fp32 on the same bf16 inputs; PyTorch's own bf16 result stands beside
-it. Needs torch and safetensors. Exit code 1 when the error exceeds twice that of PyTorch's bf16 result.
+The shape is that of a layer of Llama 3 8B: 32 query heads, 8 key/value heads, head_dim 128, bf16,
+causal. Q and K get rotary position embeddings and a few large channels, as trained models have, so
+the softmax is neither uniform nor one-hot. The reference is PyTorch's scaled_dot_product_attention
+in fp32 on the same bf16 inputs; PyTorch's own bf16 result stands beside it. Needs torch and
+safetensors. Exit code 1 when the error exceeds twice that of PyTorch's bf16 result.
 """
+
 import argparse
 import json
 import subprocess
@@ -41,7 +44,8 @@ def layer(seqlen, heads, kv_heads, dim, seed):
 
 def sdpa(q, k, v, dtype, device):
     q, k, v = [x.to(device=device, dtype=dtype).transpose(1, 2) for x in (q, k, v)]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).float().cpu()
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return o.transpose(1, 2).float().cpu()
 
 
 def main():
@@ -55,8 +59,9 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         inputs, output = Path(folder, "qkv.safetensors"), Path(folder, "o.safetensors")
         save_file({"q": q, "k": k, "v": v}, inputs)
-        command = [args.blockflash, "attention", "--input", inputs, "--mask", "causal", "--dtype", "bf16", "--out", output]
-        run = subprocess.run([*map(str, command), "--device", args.device, "--json"], capture_output=True, text=True)
+        command = [args.blockflash, "attention", "--input", inputs, "--out", output]
+        command += ["--mask", "causal", "--dtype", "bf16", "--device", args.device, "--json"]
+        run = subprocess.run([str(word) for word in command], capture_output=True, text=True)
         if run.returncode:
             sys.exit(f"{run.stderr.strip()}\nblockflash failed with exit code {run.returncode}")
         report = json.loads(run.stdout)
@@ -67,9 +72,13 @@ def main():
     theirs = sdpa(q, k, v, torch.bfloat16, args.device)
     rows = {}
     for name, out in (("blockflash bf16", ours), ("torch SDPA bf16", theirs)):
-        rows[name] = ((out - exact).abs().max().item(), ((out - exact).norm() / exact.norm()).item())
-        print(f"{name}: max error {rows[name][0]:.2e}, relative error {rows[name][1]:.2e} against torch SDPA in fp32")
-    print(json.dumps({"shape": list(q.shape), "kv_heads": 8, "device": args.device, "errors": rows, "command": report}))
+        error = out - exact
+        largest, relative = error.abs().max().item(), (error.norm() / exact.norm()).item()
+        rows[name] = (largest, relative)
+        print(f"{name}: max error {largest:.2e}, relative error {relative:.2e}", end=" ")
+        print("against torch SDPA in fp32")
+    case = {"shape": list(q.shape), "kv_heads": 8, "device": args.device}
+    print(json.dumps({**case, "errors": rows, "command": report}))
     ok = rows["blockflash bf16"][1] <= 2 * rows["torch SDPA bf16"][1]
     sys.exit(0 if ok else 1)
 

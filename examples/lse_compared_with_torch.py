@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""How exact the log-sum-exp is: blockflash beside PyTorch's FlashAttention-2 and cuDNN, all against float64.
+"""How exact the log-sum-exp is: blockflash beside PyTorch's FlashAttention-2 and cuDNN, all of them
+against float64.
 
 usage: lse_compared_with_torch.py [PATH_TO_BLOCKFLASH] [--seqlen 1024]
 
-Inputs are N(0, 1), batch 1, 4 heads; `q x 8` makes peaked rows. Each path of blockflash is asked by the command: the selected
-kernel and the portable one, dense, causal, with a sink, under a block mask, and packed. Needs a GPU, torch and safetensors. Exit
-code 1 when an error is more than twice that of FlashAttention-2 on the same input.
+Inputs are N(0, 1), batch 1, 4 heads; `q x 8` makes peaked rows. Each path of blockflash is asked by
+the command: the selected kernel and the portable one, dense, causal, with a sink, under a block
+mask, and packed. Needs a GPU, torch and safetensors. Exit code 1 when an error is more than twice
+that of FlashAttention-2 on the same input.
 """
+
 import argparse
 import subprocess
 import sys
@@ -23,9 +26,11 @@ def exact(q, k, causal, sink):
     """Log-sum-exp [heads, seqlen] in float64 of [seqlen, heads, head_dim] tensors."""
     scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) / q.shape[-1] ** 0.5
     if causal:
-        scores.masked_fill_(torch.ones(scores.shape[-2:], device=q.device).triu(1).bool(), -torch.inf)
+        above = torch.ones(scores.shape[-2:], device=q.device).triu(1).bool()
+        scores.masked_fill_(above, -torch.inf)
     if sink is not None:
-        scores = torch.cat([scores, sink.double()[:, None, None].expand(-1, scores.shape[1], 1)], -1)
+        column = sink.double()[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, column], -1)
     return scores.logsumexp(-1)
 
 
@@ -35,6 +40,23 @@ def torch_lse(name, q, k, v, causal):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[1][0]
     lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[1][0]
     return lse.reshape(lse.shape[0], lse.shape[1])
+
+
+def largest(lse, reference):
+    """The largest error of an lse."""
+    return (lse.double() - reference).abs().max().item()
+
+
+def run(command, qkv, sink):
+    """The lse by the blockflash command; raises CalledProcessError when it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        inputs, output = Path(folder, "in.safetensors"), Path(folder, "lse.safetensors")
+        tensors = {name: x.cpu().contiguous() for name, x in zip("qkv", qkv)}
+        save_file({**tensors, "sink": sink.cpu()}, inputs)
+        words = [inputs if word == "SINK" else word for word in command]
+        words = [str(word) for word in [*words, "--input", inputs, "--lse", output]]
+        subprocess.run(words, capture_output=True, text=True, check=True)
+        return load_file(output)["lse"]
 
 
 def main():
@@ -56,7 +78,8 @@ def main():
         ("packed", ["--cu-seqlens", ",".join(map(str, cuts))], 0, 0, 1),
     ]
     print(f"largest |error| of lse, S {s}, {HEADS} heads, {torch.cuda.get_device_name()}")
-    print(f"{'type':5} {'D':>4} {'q':>4}  {'path':16} {'blockflash':>10} {'FA2':>10} {'cuDNN':>10}  ours/FA2")
+    print(f"{'type':5} {'D':>4} {'q':>4}  {'path':16} {'blockflash':>10} {'FA2':>10}", end=" ")
+    print(f"{'cuDNN':>10}  ours/FA2")
     for dtype in (torch.bfloat16, torch.float16):
         for dim in (64, 96, 128, 192, 256):
             for gain in (1, 8):
@@ -65,37 +88,32 @@ def main():
                 q, k, v = (q * gain).to(dtype), k.to(dtype), v.to(dtype)
                 sink = torch.randn(HEADS, device="cuda")
                 for name, options, causal, has_sink, packed in paths:
-                    pieces = [slice(a, b) for a, b in zip(cuts, cuts[1:])] if packed else [slice(0, s)]
-                    reference = torch.cat([exact(q[p], k[p], causal, sink if has_sink else None) for p in pieces], 1)
-                    error = lambda lse: (lse.double() - reference).abs().max().item()
+                    lengths = zip(cuts, cuts[1:]) if packed else [(0, s)]
+                    pieces = [[x[a:b] for x in (q, k, v)] for a, b in lengths]
                     # FlashAttention-2 has no sink: its lse without one stands for it.
-                    plain = torch.cat([exact(q[p], k[p], causal, None) for p in pieces], 1)
-                    fa2 = torch.cat([torch_lse("fa2", q[p], k[p], v[p], bool(causal)) for p in pieces], 1)
-                    of_fa2 = (fa2.double() - plain).abs().max().item()
+                    plain = torch.cat([exact(q, k, causal, None) for q, k, _ in pieces], 1)
+                    fa2 = torch.cat([torch_lse("fa2", *piece, bool(causal)) for piece in pieces], 1)
+                    of_fa2 = largest(fa2, plain)
                     try:
-                        cudnn = torch.cat([torch_lse("cudnn", q[p], k[p], v[p], bool(causal)) for p in pieces], 1)
-                        of_cudnn = f"{(cudnn.double() - plain).abs().max().item():10.2e}"
+                        lses = [torch_lse("cudnn", *piece, bool(causal)) for piece in pieces]
+                        of_cudnn = f"{largest(torch.cat(lses, 1), plain):10.2e}"
                     except RuntimeError:
                         of_cudnn = f"{'-':>10}"
-                    with tempfile.TemporaryDirectory() as folder:
-                        inputs, output = Path(folder, "in.safetensors"), Path(folder, "lse.safetensors")
-                        shape = (lambda x: x) if packed else (lambda x: x[None])
-                        tensors = {n: shape(x).cpu().contiguous() for n, x in (("q", q), ("k", k), ("v", v))}
-                        save_file({**tensors, "sink": sink.cpu()}, inputs)
-                        words = [str(inputs) if word == "SINK" else word for word in options]
-                        command = [args.blockflash, "attention", "--input", inputs, "--lse", output, "--repeat", "1", *words]
-                        run = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-                        if run.returncode:
-                            print(f"{name}: {run.stderr.strip()[-300:]}")
-                            failed += 1
-                            continue
-                        ours = error(load_file(output)["lse"].reshape(HEADS, s).cuda())
+                    asked = [args.blockflash, "attention", "--repeat", "1", *options]
+                    try:
+                        lse = run(asked, [x if packed else x[None] for x in (q, k, v)], sink)
+                    except subprocess.CalledProcessError as error:
+                        print(f"{name}: {error.stderr.strip()[-300:]}")
+                        failed += 1
+                        continue
+                    used = sink if has_sink else None
+                    reference = torch.cat([exact(q, k, causal, used) for q, k, _ in pieces], 1)
+                    ours = largest(lse.reshape(HEADS, s).cuda(), reference)
                     bad = not ours <= 2 * of_fa2
                     failed += bad
-                    print(
-                        f"{str(dtype)[6:]:5.5} {dim:4} {'x' + str(gain):>4}  {name:16} {ours:10.2e} {of_fa2:10.2e} {of_cudnn}"
-                        f"  {ours / of_fa2:5.2f}{'  MORE THAN TWICE' if bad else ''}"
-                    )
+                    print(f"{str(dtype)[6:]:5.5} {dim:4} {'x' + str(gain):>4}  {name:16}", end=" ")
+                    print(f"{ours:10.2e} {of_fa2:10.2e} {of_cudnn}  {ours / of_fa2:5.2f}", end="")
+                    print("  MORE THAN TWICE" if bad else "")
     print(f"{failed} failed" if failed else "all within twice the error of FlashAttention-2")
     return 1 if failed else 0
 

@@ -88,11 +88,8 @@ class FlexAttention(Call):
                 BLOCK_M=min(64, self.inputs.block_q), BLOCK_N=min(64, self.inputs.block_kv)
             )
             self.settings = (
-                "BLOCK_M={BLOCK_M} BLOCK_N={BLOCK_N}, as torch's "
-                "own do not fit into the blocks"
-            ).format(
-                **self.kernel_options
-            )
+                "BLOCK_M={BLOCK_M} BLOCK_N={BLOCK_N}, as torch's own do not fit into the blocks"
+            ).format(**self.kernel_options)
             self.run()
 
     def run(self):

@@ -1,6 +1,6 @@
 //! `cargo xtask ci`: everything that continuous integration checks, cheap checks first.
 
-use crate::{bindgen, deny, fmt, kernels, package, sass, test, tidy, workspace};
+use crate::{bindgen, deny, fmt, kernels, package, python, sass, test, tidy, workspace};
 use anyhow::{Result, bail};
 use blockflash_sys::Target;
 use std::time::{Duration, Instant};
@@ -33,15 +33,19 @@ pub fn run(args: &Args) -> Result<()> {
     steps.run("bindgen", || bindgen::run(&bindgen::Args { check: true }));
     steps.run("kernels", || kernels::run(&kernels::Args::checking(&args.arch)));
     steps.run("sass", || sass::run(&sass::Args::checking(&args.arch)));
-    let mut summary = None;
+    let mut summary = test::Summary::default();
     steps.run("tests", || {
         let (counts, result) = test::tests(&test::Args::default())?;
-        summary = Some(counts);
+        summary.add(counts);
+        result
+    });
+    steps.run("python", || {
+        let (counts, result) = python::tests(&python::Args::default())?;
+        summary.add(counts);
         result
     });
     steps.print();
     // The count stands last in either case.
-    let summary = summary.map_or("no test was counted".to_string(), |summary| summary.to_string());
     let failed: Vec<&str> =
         steps.0.iter().filter(|step| step.error.is_some()).map(|step| step.name).collect();
     if !failed.is_empty() {

@@ -10,11 +10,13 @@ mod fmt;
 mod kernels;
 mod package;
 mod profile;
+mod python;
 mod record;
 mod sass;
 mod support;
 mod test;
 mod tidy;
+mod venv;
 mod workspace;
 
 use clap::{Parser, Subcommand};
@@ -37,6 +39,7 @@ enum Command {
     Profile(profile::Args),
     Sass(sass::Args),
     Test(test::Args),
+    Python(python::Args),
     Fmt(fmt::Args),
     Tidy(tidy::Args),
     Bundle(bundle::Args),
@@ -54,6 +57,7 @@ fn main() -> ExitCode {
         Command::Profile(args) => profile::run(&args),
         Command::Sass(args) => sass::run(&args),
         Command::Test(args) => test::run(&args),
+        Command::Python(args) => python::run(&args),
         Command::Fmt(args) => fmt::run(&args),
         Command::Tidy(args) => tidy::run(&args),
         Command::Record(args) => record::run(&args),

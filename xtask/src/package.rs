@@ -21,7 +21,8 @@ pub fn run(args: &Args) -> Result<()> {
     let mut command = cargo();
     command.args(["package", "--quiet", "--allow-dirty", "--locked", "--workspace"]);
     command
-        .args(["--exclude", "xtask", "--exclude", "blockflash-tests", "--target-dir"])
+        .args(["--exclude", "xtask", "--exclude", "blockflash-tests"])
+        .args(["--exclude", "blockflash-python", "--target-dir"])
         .arg(&target);
     if !args.verify {
         command.arg("--no-verify");

@@ -120,6 +120,30 @@ pub struct Summary {
 }
 
 impl Summary {
+    /// The counts of a report that pytest has written as JUnit XML.
+    pub fn of_pytest(xml: &str) -> Self {
+        let suite = xml.split("<testsuite ").nth(1).unwrap_or_default();
+        let attribute = |name: &str| -> usize {
+            let value = suite.split(&format!("{name}=\"")).nth(1).unwrap_or_default();
+            value.split('"').next().and_then(|digits| digits.parse().ok()).unwrap_or(0)
+        };
+        let (failed, skipped) = (attribute("failures") + attribute("errors"), attribute("skipped"));
+        Self {
+            reported_passed: attribute("tests").saturating_sub(failed + skipped),
+            failed,
+            ignored: skipped,
+            ..Self::default()
+        }
+    }
+
+    /// Counts the tests of another summary, too.
+    pub fn add(&mut self, other: Self) {
+        self.reported_passed += other.reported_passed;
+        self.failed += other.failed;
+        self.ignored += other.ignored;
+        self.skipped_itself += other.skipped_itself;
+    }
+
     /// Consumes one line of output; returns whether it should be shown.
     fn read(&mut self, line: &str) -> bool {
         if let Some(counts) = line.strip_prefix("test result: ") {
@@ -212,6 +236,18 @@ test result: ok. 1 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; fini
         assert!(shown.contains(&"SKIPPED (no GPU): gpu_row a"));
         assert!(shown.contains(&"test wrong ... FAILED"));
         assert!(!shown.contains(&"chatter"));
+    }
+
+    #[test]
+    fn counts_of_pytest_are_added() {
+        let xml = r#"<?xml version="1.0"?><testsuites name="pytest tests"><testsuite name="pytest"
+            errors="1" failures="2" skipped="3" tests="10" time="0.1"><testcase name="a" /><skipped
+            message="skipped=&quot;7&quot;" /></testsuite></testsuites>"#;
+        let mut summary = Summary::of_pytest(xml);
+        assert_eq!(summary.to_string(), "4 passed, 3 failed, 3 skipped");
+        summary.add(Summary { reported_passed: 3, skipped_itself: 1, ..Summary::default() });
+        assert_eq!(summary.to_string(), "6 passed, 3 failed, 4 skipped");
+        assert_eq!(Summary::of_pytest(""), Summary::default());
     }
 
     #[test]

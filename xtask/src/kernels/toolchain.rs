@@ -1,15 +1,20 @@
 //! The compiler: pinned wheels in a virtual environment under `target/`, or an nvcc that is already
 //! installed.
 
-use super::sources::sha256;
-use crate::workspace::{list, output, read, root, run, target_dir, write};
+use crate::{
+    venv::Venv,
+    workspace::{output, read, root},
+};
 use anyhow::{Context, Result, bail};
 use std::{
     path::{Path, PathBuf},
     process::Command,
 };
 
-/// Packages of `requirements.txt` that influence the images.
+/// The pinned packages.
+const REQUIREMENTS: &str = "kernels/requirements.txt";
+
+/// Those among them that influence the images.
 const COMPILER_PACKAGES: [&str; 5] = [
     "nvidia-cuda-nvcc",
     "nvidia-nvvm",
@@ -58,32 +63,12 @@ pub fn pinned_version() -> Result<String> {
 }
 
 /// The `site-packages` folder of the virtual environment with the packages of `requirements.txt`.
-/// It is created anew when that file has changed.
 pub fn site_packages() -> Result<PathBuf> {
-    let wanted = sha256(requirements()?.as_bytes());
-    let venv = target_dir("kernels")?.join("venv");
-    let stamp = venv.join("requirements.sha256");
-    if std::fs::read_to_string(&stamp).ok().as_deref() != Some(wanted.as_str()) {
-        eprintln!("Installing kernels/requirements.txt into {}", venv.display());
-        run(Command::new("python3").args(["-m", "venv", "--clear"]).arg(&venv)).context(
-            "a virtual environment is needed (Debian and Ubuntu: apt install python3-venv)",
-        )?;
-        let install = "-m pip install --quiet --disable-pip-version-check --no-input --no-deps";
-        run(Command::new(venv.join("bin/python"))
-            .args(install.split(' '))
-            .arg("--requirement")
-            .arg(root().join("kernels/requirements.txt")))?;
-        write(&stamp, wanted)?;
-    }
-    let found = list(&venv.join("lib"))?
-        .into_iter()
-        .map(|python| python.join("site-packages"))
-        .find(|path| path.is_dir());
-    found.with_context(|| format!("no site-packages in {}", venv.display()))
+    Venv::new("kernels", REQUIREMENTS)?.site_packages()
 }
 
 fn requirements() -> Result<String> {
-    read(&root().join("kernels/requirements.txt"))
+    read(&root().join(REQUIREMENTS))
 }
 
 fn pin(requirements: &str, package: &str) -> Result<String> {
@@ -91,7 +76,7 @@ fn pin(requirements: &str, package: &str) -> Result<String> {
         |line: &&str| line.strip_prefix(package).is_some_and(|rest| rest.starts_with("=="));
     match requirements.lines().map(str::trim).find(is_pin) {
         Some(line) => Ok(line.to_string()),
-        None => bail!("kernels/requirements.txt does not pin {package}"),
+        None => bail!("{REQUIREMENTS} does not pin {package}"),
     }
 }
 

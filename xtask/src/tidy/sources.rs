@@ -8,12 +8,19 @@ use std::path::{Path, PathBuf};
 
 /// Written by `cargo xtask bindgen`.
 const GENERATED: &str = "crates/blockflash-sys/src/params.rs";
-/// The one crate that may contain unsafe code.
-const UNSAFE_CRATE: &str = "crates/blockflash-safe/";
+/// The one crate that may contain unsafe code, and files of front ends that take foreign pointers.
+const UNSAFE_PLACES: [&str; 3] = [
+    "crates/blockflash-safe/",
+    "crates/blockflash-python/src/foreign.rs",
+    "crates/blockflash-python/src/dispatcher.rs",
+];
 /// The one folder with inline PTX.
 const PTX_FOLDER: &str = "kernels/include/blockflash/ptx/";
 /// The one header that reads the macros of a kernel.
 const MACRO_READER: &str = "kernels/include/blockflash/config.cuh";
+
+/// Ends of the names of the files that are looked at.
+const SOURCES: [&str; 7] = [".rs", ".cu", ".cuh", ".h", ".md", ".py", ".pyi"];
 
 const LINES_WARN: usize = 300;
 const LINES_MAX: usize = 400;
@@ -32,7 +39,7 @@ pub fn check(findings: &mut Findings) -> Result<()> {
 fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     for path in list(folder)? {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let is_source = [".rs", ".cu", ".cuh", ".h", ".md"].iter().any(|end| name.ends_with(end));
+        let is_source = SOURCES.iter().any(|end| name.ends_with(end));
         if path.is_dir() && name != "target" && !name.starts_with('.') {
             collect(&path, files)?;
         } else if path.is_file() && is_source {
@@ -50,22 +57,24 @@ fn check_file(name: &str, text: &str, findings: &mut Findings) -> Result<()> {
         findings.errors.extend(lines.iter().map(|line| format!("{name}:{line}: {what}")));
     };
     forbid(too_long(name, text), "a line has more than 100 columns");
-    if name.ends_with(".md") {
-        return Ok(());
-    }
-    if name.ends_with(".rs") {
-        if !name.starts_with(UNSAFE_CRATE) {
-            let found = words::in_rust(text, |word| word == "unsafe")?;
-            forbid(found, "unsafe code belongs into blockflash-safe");
+    match name.rsplit('.').next() {
+        Some("md") => return Ok(()),
+        Some("py" | "pyi") => {}
+        Some("rs") => {
+            if !UNSAFE_PLACES.iter().any(|place| name.starts_with(place)) {
+                let found = words::in_rust(text, |word| word == "unsafe")?;
+                forbid(found, "unsafe code belongs into blockflash-safe");
+            }
         }
-    } else {
-        if !name.starts_with(PTX_FOLDER) {
-            let found = words::in_cpp(text, |word| matches!(word, "asm" | "__asm__" | "__asm"));
-            forbid(found, "inline PTX belongs into include/blockflash/ptx/");
-        }
-        if name != MACRO_READER {
-            let found = words::in_cpp(text, |word| word.starts_with("VARIANT_"));
-            forbid(found, "VARIANT_ macros are read in config.cuh only");
+        _ => {
+            if !name.starts_with(PTX_FOLDER) {
+                let found = words::in_cpp(text, |word| matches!(word, "asm" | "__asm__" | "__asm"));
+                forbid(found, "inline PTX belongs into include/blockflash/ptx/");
+            }
+            if name != MACRO_READER {
+                let found = words::in_cpp(text, |word| word.starts_with("VARIANT_"));
+                forbid(found, "VARIANT_ macros are read in config.cuh only");
+            }
         }
     }
     let count = text.lines().count();
@@ -91,7 +100,9 @@ mod tests {
     fn each_thing_has_its_place() {
         let code = "fn f() { unsafe { g() } }\n";
         assert_eq!(errors("crates/blockflash-ops/src/lib.rs", code).len(), 1);
+        assert_eq!(errors("crates/blockflash-python/src/attention.rs", code).len(), 1);
         assert!(errors("crates/blockflash-safe/src/lib.rs", code).is_empty());
+        assert!(errors("crates/blockflash-python/src/foreign.rs", code).is_empty());
         let code = "asm volatile(\"bar.sync 0;\");\n";
         assert_eq!(
             errors("kernels/a/kernel.cu", code),
@@ -105,6 +116,7 @@ mod tests {
 
     #[test]
     fn long_files_are_named() {
+        assert_eq!(errors("benches/peers/a.py", &"asm = 0\n".repeat(401)).len(), 1);
         assert_eq!(errors("xtask/src/a.rs", &"\n".repeat(401)).len(), 1);
         assert!(errors("xtask/src/a.rs", &"\n".repeat(301)).is_empty());
         assert!(errors(GENERATED, &"\n".repeat(401)).is_empty());

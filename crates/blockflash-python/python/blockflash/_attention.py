@@ -1,0 +1,180 @@
+"""Attention for callers of torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from . import _ops
+from ._gradient import refuse_to_lose
+from ._native import Unsupported
+
+if TYPE_CHECKING:
+    from .block_mask import BlockMask
+
+_OPS = torch.ops.blockflash
+_UNLIMITED = (None, None)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = _UNLIMITED,
+    top_left: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    block_mask: BlockMask | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention, `softmax(mask(q @ k.T * scale)) @ v` for each head.
+
+    Query `i` stands at key `p = i + Sk - Sq` (the last query at the last key), or at `p = i` with
+    `top_left`. A query that attends no key gets the output 0 and the log-sum-exp -inf.
+
+    On a GPU the element types are float16 and bfloat16 and the head dimension is at most 256; one
+    that is no multiple of 8 is padded by a copy, and operands that are not aligned to 16 bytes are
+    copied. The CPU takes float32, too. The work is queued on torch's current stream.
+
+    Full and causal masks have a gradient. Everything else raises `Unsupported` if a gradient is
+    required; so does `out`.
+
+    Args:
+        q: Queries, `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`. Any strides but
+            a contiguous last dimension.
+        k: Keys, `[B, Sk, Hk, D]` or `[Tk, Hk, D]`; Hq is a multiple of Hk (GQA, MQA).
+        v: Values, in the shape of k.
+        causal: A query attends the keys `j <= p`.
+        window: A query attends the keys `p - window[0] <= j <= p + window[1]`; None is unlimited.
+        top_left: Where the diagonal of `causal` and `window` starts if `Sq != Sk`.
+        scale: Factor of `q @ k.T`; `1 / sqrt(D)` by default.
+        softcap: Scores become `softcap * tanh(score / softcap)`.
+        sink: float32 `[Hq]`, a logit per head that joins the denominator of the softmax.
+        cu_seqlens_q: int32 `[B + 1]` on the device of q: sequence `i` has the queries
+            `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`. Rows of no sequence get the output 0.
+        cu_seqlens_k: The same for keys and values.
+        max_seqlen_q: The longest sequence of queries, needed with `cu_seqlens_q`.
+        max_seqlen_k: The longest sequence of keys.
+        block_mask: Which blocks of queries and keys are visited at all.
+        return_lse: Return `(o, lse)`: lse is float32, `[B, Hq, Sq]` or `[Hq, Tq]`, the natural
+            logarithm of the sum of the exponentials of each row's scores.
+        out: A tensor for the output, in the shape and element type of q.
+
+    Returns:
+        The output in the shape and element type of q, contiguous, or a pair with the lse.
+
+    Raises:
+        Unsupported: No kernel takes the call, or it has no gradient.
+        ValueError: Shapes, types, devices or numbers are wrong.
+        DeviceError: The driver failed.
+
+    """
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        _refuse_types(q=q, k=k, v=v)
+    # The operators have defaults: what is not passed costs nothing.
+    options: dict[str, Any] = {}
+    if causal or window != _UNLIMITED:
+        options["left"], options["right"] = _sides(causal, window)
+    if top_left:
+        options["top_left"] = True
+    if scale is not None:
+        options["scale"] = scale
+    if softcap is not None:
+        if not softcap > 0:
+            raise ValueError(f"softcap is {softcap}, but must be positive; None is no softcap")
+        options["softcap"] = softcap
+    if sink is not None:
+        _refuse_types(sink=sink)
+        options["sink"] = sink
+    if not (cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None):
+        options |= _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if block_mask is not None:
+        options["block_mask"] = block_mask._native.id
+
+    kind = q.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        lower = torch.get_autocast_dtype(kind)
+        q, k, v = (t.to(lower) if t.dtype == torch.float32 else t for t in (q, k, v))
+    head_dim = None
+    if kind == "cuda" and q.shape[-1] % 8:
+        if out is not None:
+            raise Unsupported("out= on a GPU for a head dimension that is no multiple of 8")
+        head_dim = q.shape[-1]
+        options.setdefault("scale", head_dim**-0.5)
+        q, k, v = (pad(t, (0, -head_dim % 8)) for t in (q, k, v))
+
+    lse = None
+    try:
+        if out is not None:
+            _refuse_types(out=out)
+            refuse_to_lose(q, k, v, sink, out)
+            o, lse = out, _ops.empty_lse(q, cu_seqlens_q) if return_lse else None
+            _OPS.attention_out(q, k, v, o, lse, **options)
+        elif return_lse or _needs_gradient(q, k, v, sink):
+            o, lse = _OPS.attention(q, k, v, **options)
+        else:
+            o = _OPS.attention_forward(q, k, v, **options)
+    except RuntimeError as error:
+        raise _ops.typed(error) from None
+    if head_dim is not None:
+        o = o[..., :head_dim]
+    return (o, lse) if return_lse else o
+
+
+def _needs_gradient(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sink is not None and sink.requires_grad)
+    )
+
+
+def _refuse_types(**given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+
+
+def _sides(causal: bool, window: tuple[int | None, int | None]) -> tuple[int, int]:
+    """The sides of the window as the operators have them, -1 for unlimited."""
+    left, right = window
+    for side in window:
+        if side is not None and side < 0:
+            raise ValueError(f"window is {window}: a side is a number of keys, or None")
+    if causal:
+        if right:
+            raise ValueError(f"window is {window}, but causal attention sees no later keys")
+        right = 0
+    return -1 if left is None else left, -1 if right is None else right
+
+
+def _packed(
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> dict[str, Any]:
+    """Options of the operators for a packed batch."""
+    if cu_seqlens_q is None or cu_seqlens_k is None or max_seqlen_q is None or max_seqlen_k is None:
+        raise ValueError(
+            "cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k come together or not at all"
+        )
+    _refuse_types(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_q": max_seqlen_q,
+        "max_k": max_seqlen_k,
+    }

@@ -1,0 +1,164 @@
+"""The operators of torch, `torch.ops.blockflash.*`.
+
+| operator | what it is |
+|---|---|
+| `attention` | `(o, lse)`, with a gradient for full and causal masks |
+| `attention_forward` | `o` alone, for calls without a gradient: it spares autograd's wrapper |
+| `attention_out` | into given tensors, without a gradient |
+| `attention_backward` | `(dq, dk, dv)`, what the gradient of `attention` calls |
+
+All tensors are arguments, everything else is a number: -1 is an unlimited side of the window, 0 no
+softcap and no block mask. An argument that has its default costs the host least if not passed. q is
+`[B, Sq, Hq, D]` or packed `[Tq, Hq, D]`, lse f32 `[B, Hq, Sq]` or `[Hq, Tq]`. The functions that
+users call are in the modules beside this one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _gradient, _native
+
+_QKV = "Tensor q, Tensor k, Tensor v"
+_OPTIONS = (
+    "Tensor? sink=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt max_q=0, "
+    "SymInt max_k=0, int left=-1, int right=-1, bool top_left=False, float? scale=None, "
+    "float softcap=0.0, int block_mask=0"
+)
+
+
+def _empty_o(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+    """An output; zeros where rows may belong to no sequence."""
+    empty = torch.empty_like if cu_seqlens_q is None else torch.zeros_like
+    return empty(q, memory_format=torch.contiguous_format)
+
+
+def empty_lse(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+    """Space for the log-sum-exp; zeros where rows may belong to no sequence."""
+    if cu_seqlens_q is None:
+        return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    return q.new_zeros((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+def _attention_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor | None = None,
+    sink: Tensor | None = None,
+    *options: Any,
+) -> None:
+    """Calls the native function.
+
+    GPU kernels read q, k and v in units of 16 bytes: operands that are not aligned so are copied.
+    """
+    _gradient.refuse_to_lose(q, k, v, sink)
+    try:
+        _native.attention(q, k, v, o, lse, sink, *options)
+    except _native.Misaligned:
+        q, k, v = (t.clone(memory_format=torch.contiguous_format) for t in (q, k, v))
+        _native.attention(q, k, v, o, lse, sink, *options)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    o, lse = _empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
+    _attention_out(q, k, v, o, lse, sink, cu_seqlens_q, *options)
+    return o, lse
+
+
+def _attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    *options: Any,
+) -> Tensor:
+    o = _empty_o(q, cu_seqlens_q)
+    _attention_out(q, k, v, o, None, sink, cu_seqlens_q, *options)
+    return o
+
+
+def _fake_attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    *options: Any,
+) -> Tensor:
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v are on {q.device}, {k.device} and {v.device}")
+    return _empty_o(q, cu_seqlens_q)
+
+
+def _fake_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    return _fake_attention_forward(q, k, v, sink, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
+
+
+def register(namespace: str, native: bool) -> torch.library.Library:
+    """Defines the operators; `native` kernels where they are possible, else kernels in Python."""
+    library = torch.library.Library(namespace, "DEF")
+    library.define(f"attention({_QKV}, {_OPTIONS}) -> (Tensor o, Tensor lse)")
+    library.define(f"attention_forward({_QKV}, {_OPTIONS}) -> Tensor")
+    outputs = "Tensor(a!) o, Tensor(b!)? lse=None"
+    library.define(f"attention_out({_QKV}, {outputs}, {_OPTIONS}) -> ()")
+    library.define(f"attention_backward({_gradient.SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv)")
+    in_python = [("attention", _attention)]
+    if not (native and _native.register_kernels(namespace)):
+        in_python += [("attention_forward", _attention_forward), ("attention_out", _attention_out)]
+    for key in ("CPU", "CUDA"):
+        for name, kernel in in_python:
+            library.impl(name, kernel, key)
+    library.impl("attention_backward", _gradient.backward_cpu, "CPU")
+    library.impl("attention_backward", _gradient.backward_cuda, "CUDA")
+    for name, fake in (
+        ("attention", _fake_attention),
+        ("attention_forward", _fake_attention_forward),
+        ("attention_out", lambda *arguments, **options: None),
+        ("attention_backward", _gradient.fake),
+    ):
+        torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+    torch.library.register_autograd(
+        f"{namespace}::attention",
+        _gradient.backward,
+        setup_context=_gradient.setup_context,
+        lib=library,
+    )
+    return library
+
+
+_KINDS = {
+    "Value": ValueError,
+    "Misaligned": ValueError,
+    "Unsupported": _native.Unsupported,
+    "Device": _native.DeviceError,
+    "Memory": torch.OutOfMemoryError,
+}
+
+
+def typed(error: RuntimeError) -> Exception:
+    """The exception that a native kernel means: C++ knows its text alone, after its kind."""
+    kind, _, text = str(error).partition(": ")
+    return _KINDS[kind](text) if kind in _KINDS else error
+
+
+_LIBRARY = register("blockflash", native=True)

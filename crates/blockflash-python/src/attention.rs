@@ -1,0 +1,126 @@
+//! Attention into tensors of the caller.
+
+use crate::error::{Failure, Result};
+use crate::foreign::{Foreign, views};
+use crate::mask;
+use blockflash_ops::{Align, Attention, CuSeqlens, Mask};
+use pyo3::prelude::*;
+
+/// The tensors of a call.
+pub(crate) struct Tensors<'a> {
+    pub(crate) q: Foreign<'a>,
+    pub(crate) k: Foreign<'a>,
+    pub(crate) v: Foreign<'a>,
+    pub(crate) sink: Option<Foreign<'a>>,
+    pub(crate) cu_seqlens_q: Option<Foreign<'a>>,
+    pub(crate) cu_seqlens_k: Option<Foreign<'a>>,
+    pub(crate) o: Foreign<'a>,
+    pub(crate) lse: Option<Foreign<'a>>,
+}
+
+/// Everything else, as the operators of torch have it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Options {
+    pub(crate) max_q: i64,
+    pub(crate) max_k: i64,
+    /// Keys before a query's own; -1 does not limit them.
+    pub(crate) left: i64,
+    /// Keys after a query's own; -1 does not limit them.
+    pub(crate) right: i64,
+    pub(crate) top_left: bool,
+    /// `None` is `1 / sqrt(head_dim)`.
+    pub(crate) scale: Option<f64>,
+    /// 0 is none.
+    pub(crate) softcap: f64,
+    /// The number of a block mask; 0 is none.
+    pub(crate) block_mask: i64,
+}
+
+/// Attention of q `[B, Sq, Hq, D]` to k, v `[B, Sk, Hk, D]`, or packed with `cu_seqlens_q` and
+/// `cu_seqlens_k`, into `o` in the shape of q and `lse`, f32 `[B, Hq, Sq]` or `[Hq, Tq]`.
+///
+/// Works on torch's current stream of q's device. Gradients are none of its concern.
+#[pyfunction]
+#[pyo3(signature = (
+    q, k, v, o, lse=None, sink=None, cu_seqlens_q=None, cu_seqlens_k=None, max_q=0, max_k=0,
+    left=-1, right=-1, top_left=false, scale=None, softcap=0.0, block_mask=0
+))]
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn attention(
+    q: &Bound<'_, PyAny>,
+    k: &Bound<'_, PyAny>,
+    v: &Bound<'_, PyAny>,
+    o: &Bound<'_, PyAny>,
+    lse: Option<&Bound<'_, PyAny>>,
+    sink: Option<&Bound<'_, PyAny>>,
+    cu_seqlens_q: Option<&Bound<'_, PyAny>>,
+    cu_seqlens_k: Option<&Bound<'_, PyAny>>,
+    max_q: i64,
+    max_k: i64,
+    left: i64,
+    right: i64,
+    top_left: bool,
+    scale: Option<f64>,
+    softcap: f64,
+    block_mask: i64,
+) -> PyResult<()> {
+    let optional = |what, tensor: Option<_>| tensor.map(|at| Foreign::of(what, at)).transpose();
+    let tensors = Tensors {
+        q: Foreign::of("q", q)?,
+        k: Foreign::of("k", k)?,
+        v: Foreign::of("v", v)?,
+        sink: optional("sink", sink)?,
+        cu_seqlens_q: optional("cu_seqlens_q", cu_seqlens_q)?,
+        cu_seqlens_k: optional("cu_seqlens_k", cu_seqlens_k)?,
+        o: Foreign::of("o", o)?,
+        lse: optional("lse", lse)?,
+    };
+    let options = Options { max_q, max_k, left, right, top_left, scale, softcap, block_mask };
+    Ok(q.py().detach(|| run(tensors, &options))?)
+}
+
+/// Computes; queues the work on a GPU.
+pub(crate) fn run(tensors: Tensors<'_>, options: &Options) -> Result<()> {
+    let Tensors { q, k, v, sink, cu_seqlens_q, cu_seqlens_k, o, lse } = tensors;
+    let stream = q.stream()?;
+    let read = [Some(q), Some(k), Some(v), sink, cu_seqlens_q, cu_seqlens_k];
+    let ([q, k, v, sink, cu_seqlens_q, cu_seqlens_k], [o, lse]) = views(read, [Some(o), lse])?;
+    let (Some(q), Some(k), Some(v), Some(o)) = (q, k, v, o) else {
+        return Err(Failure::value("q, k, v and o are needed"));
+    };
+    let block_mask = mask::lookup(options.block_mask)?;
+    let cu_seqlens = match (cu_seqlens_q, cu_seqlens_k) {
+        (Some(q), Some(kv)) => Some(CuSeqlens {
+            q,
+            kv,
+            max_seqlen_q: size("max_seqlen_q", options.max_q)?,
+            max_seqlen_kv: size("max_seqlen_k", options.max_k)?,
+        }),
+        (None, None) => None,
+        _ => return Err(Failure::value("cu_seqlens_q and cu_seqlens_k come together")),
+    };
+    let attention = Attention {
+        mask: Mask::Window {
+            left: side("left", options.left)?,
+            right: side("right", options.right)?,
+            align: if options.top_left { Align::TopLeft } else { Align::BottomRight },
+        },
+        softmax_scale: options.scale.map(|scale| scale as f32),
+        softcap: (options.softcap != 0.0).then_some(options.softcap as f32),
+        sink,
+        cu_seqlens,
+        block_mask: block_mask.as_deref(),
+        ..Attention::new(q, k, v)
+    };
+    Ok(attention.forward_into(o, lse, &stream)?)
+}
+
+/// A side of the window; -1 is unlimited.
+fn side(which: &str, keys: i64) -> Result<Option<usize>> {
+    let wrong = || Failure::value(format!("the {which} side of the window is {keys} keys"));
+    if keys == -1 { Ok(None) } else { usize::try_from(keys).map(Some).map_err(|_| wrong()) }
+}
+
+fn size(what: &str, value: i64) -> Result<usize> {
+    usize::try_from(value).map_err(|_| Failure::value(format!("{what} is {value}")))
+}

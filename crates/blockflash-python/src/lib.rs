@@ -1,0 +1,39 @@
+//! The native module of the Python package `blockflash`.
+//!
+//! It converts torch tensors, streams, numbers and errors, and calls `blockflash-ops`. Nothing is
+//! computed here. What users call is Python, in `python/blockflash`; these functions write into
+//! tensors that the caller allocated and know nothing of gradients.
+
+mod attention;
+#[cfg(target_os = "linux")]
+mod dispatcher;
+mod error;
+mod foreign;
+mod info;
+mod mask;
+
+/// `blockflash._native`
+#[pyo3::pymodule]
+mod _native {
+    #[pymodule_export]
+    use super::register_kernels;
+    #[pymodule_export]
+    use crate::attention::attention;
+    #[pymodule_export]
+    use crate::error::{DeviceError, Misaligned, Unsupported};
+    #[pymodule_export]
+    use crate::info::{describe, gpu_problem};
+}
+
+/// Registers native kernels for `attention_forward` and `attention_out` of this namespace. False
+/// where that is not possible: on other systems than Linux, or with an unknown torch.
+#[pyo3::pyfunction]
+fn register_kernels(namespace: &str) -> pyo3::PyResult<bool> {
+    #[cfg(target_os = "linux")]
+    return Ok(dispatcher::register(namespace)?);
+    #[cfg(not(target_os = "linux"))]
+    return Ok({
+        let _ = namespace;
+        false
+    });
+}

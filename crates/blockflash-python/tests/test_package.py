@@ -1,0 +1,65 @@
+"""The package as installed from the wheel: what it imports, links to and says."""
+
+import shutil
+import subprocess
+import sys
+from importlib import metadata, resources
+from pathlib import Path
+
+import pytest
+
+import blockflash
+from blockflash import _native
+
+
+def python(code: str) -> str:
+    """Standard output of code that runs in a fresh process."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def test_import_needs_neither_torch_nor_time() -> None:
+    code = """
+import sys, time
+sys.modules["torch"] = None  # as if it were not installed
+before = time.process_time()
+import blockflash
+print(time.process_time() - before)
+try:
+    blockflash.attention
+except ImportError as error:
+    print(error)
+"""
+    seconds, message = python(code).splitlines()
+    assert float(seconds) < 0.02
+    assert message == "blockflash.attention needs PyTorch: pip install 'torch>=2.10'"
+
+
+def test_import_starts_neither_torch_nor_the_driver() -> None:
+    code = "import blockflash, sys; print([m for m in sys.modules if m in ('torch', 'numpy')])"
+    assert python(code) == "[]"
+    assert "libcuda" not in python("import blockflash; print(open('/proc/self/maps').read())")
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
+def test_nothing_is_linked_but_the_c_library() -> None:
+    headers = subprocess.run(
+        ["objdump", "-p", _native.__file__], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+    needed = {line.split()[1] for line in headers.splitlines() if "NEEDED" in line}
+    system = ("libc.", "libm.", "libgcc_s.", "libpthread.", "libdl.", "librt.", "ld-linux")
+    assert needed and all(name.startswith(system) for name in needed), needed
+
+
+def test_versions_agree_and_types_are_shipped() -> None:
+    assert blockflash.info()["version"] == metadata.version("blockflash")
+    files = {path.name for path in Path(str(resources.files(blockflash))).iterdir()}
+    assert {"py.typed", "_native.pyi"} <= files
+
+
+def test_without_a_gpu_it_says_why() -> None:
+    usable = blockflash.usable()
+    if usable:
+        pytest.skip("there is a GPU")
+    assert str(usable) == blockflash.info()["gpu_problem"] != ""
+    assert "driver" in str(usable) or "GPU" in str(usable)
