@@ -65,18 +65,9 @@ fn geometry((seqlen_q, seqlen_kv, block_q, block_kv): Sizes) -> Result<BlockGeom
     Ok(BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?)
 }
 
-/// How blocks are chosen by their scores.
-#[derive(FromPyObject)]
-#[pyo3(from_item_all)]
-struct Choice {
-    /// Blocks of each row.
-    k: usize,
-    left: i64,
-    right: i64,
-    top_left: bool,
-    /// Whether to wait for the device, and raise if a score is NaN.
-    check: bool,
-}
+/// How blocks are chosen by their scores: blocks of each row, the token mask (`left`, `right`,
+/// `top_left`), and whether to wait for the device and raise if a score is NaN.
+type Choice = (usize, i64, i64, bool, bool);
 
 #[pymethods]
 impl Handle {
@@ -107,7 +98,7 @@ impl Handle {
         let scores = Foreign::of("scores", scores)?;
         Ok(py.detach(|| {
             let stream = scores.stream()?;
-            choose(one(scores)?, sizes, &choice, always, &stream)
+            choose(one(scores)?, sizes, choice, always, &stream)
         })?)
     }
 
@@ -131,7 +122,7 @@ impl Handle {
             };
             let mut scores = BlockScores::new(geometry(sizes)?, q, k, &stream)?;
             scores.compute(q, k, &stream)?;
-            choose(scores.scores().view(), sizes, &choice, always, &stream)
+            choose(scores.scores().view(), sizes, choice, always, &stream)
         })?)
     }
 
@@ -156,11 +147,6 @@ impl Handle {
     /// See [`BlockMask::intersection`]; both on the CPU.
     fn intersection(&self, other: &Bound<'_, Handle>) -> PyResult<Handle> {
         Ok(Self::host(self.mask().intersection(other.get().mask()))?)
-    }
-
-    /// See [`BlockMask::intersect_mask`]; on the CPU.
-    fn visible(&self, left: i64, right: i64, top_left: bool) -> PyResult<Handle> {
-        Ok(Self::host(self.mask().intersect_mask(token_mask(left, right, top_left)?))?)
     }
 
     /// A copy on the device of a tensor, on the current stream there.
@@ -235,11 +221,11 @@ fn build(
 fn choose(
     scores: View<'_>,
     sizes: Sizes,
-    choice: &Choice,
+    choice: Choice,
     always: Option<&Handle>,
     stream: &Stream,
 ) -> Result<Handle> {
-    let Choice { k, left, right, top_left, check } = *choice;
+    let (k, left, right, top_left, check) = choice;
     let always = always.map(|always| always.mask().to(stream)).transpose()?;
     let source = BlockSource::Scores { scores, k };
     let mask = token_mask(left, right, top_left)?;

@@ -13,20 +13,39 @@ TYPE_CHECKING = False  # Known to type checkers, without the cost of importing `
 if TYPE_CHECKING:
     from typing import Any
 
+    from . import sparse
     from ._attention import attention
     from ._info import info, usable
+    from .block_mask import BlockMask, block_sparse_attention
 
 # The module of each public name.
-_MODULES = {"attention": "._attention", "info": "._info", "usable": "._info"}
+_MODULES = {
+    "BlockMask": ".block_mask",
+    "attention": "._attention",
+    "block_sparse_attention": ".block_mask",
+    "info": "._info",
+    "sparse": ".sparse",
+    "usable": "._info",
+}
 
-__all__ = ["DeviceError", "Unsupported", "attention", "info", "usable"]
+__all__ = [
+    "BlockMask",
+    "DeviceError",
+    "Unsupported",
+    "attention",
+    "block_sparse_attention",
+    "info",
+    "sparse",
+    "usable",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(_MODULES[name], __name__), name)
+        module = importlib.import_module(_MODULES[name], __name__)
+        value = module if _MODULES[name] == f".{name}" else getattr(module, name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
