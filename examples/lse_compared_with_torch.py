@@ -69,11 +69,11 @@ def main():
     # Name, options of the command, and whether it is causal, has a sink, is packed.
     paths = [
         ("selected", [], 0, 0, 0),
-        ("portable", ["--row", "attention_fwd_sm80"], 0, 0, 0),
+        ("portable", ["--kernel", "attention_fwd_sm80"], 0, 0, 0),
         ("causal", ["--mask", "causal"], 1, 0, 0),
-        ("portable causal", ["--mask", "causal", "--row", "attention_fwd_sm80"], 1, 0, 0),
+        ("portable causal", ["--mask", "causal", "--kernel", "attention_fwd_sm80"], 1, 0, 0),
         ("sink", ["--sink", "SINK"], 0, 1, 0),
-        ("portable sink", ["--sink", "SINK", "--row", "attention_fwd_sm80"], 0, 1, 0),
+        ("portable sink", ["--sink", "SINK", "--kernel", "attention_fwd_sm80"], 0, 1, 0),
         ("all blocks", ["--block-mask", "window:100", "--block", "128"], 0, 0, 0),
         ("packed", ["--cu-seqlens", ",".join(map(str, cuts))], 0, 0, 1),
     ]

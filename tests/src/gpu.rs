@@ -83,20 +83,25 @@ pub fn wait(stream: &Stream, what: &dyn Fn() -> String) -> Result<(), String> {
 
 impl Gpu {
     /// Kernels of the table that this GPU can run, by their target and their shared memory.
-    /// `BLOCKFLASH_GPU_ROWS` in the environment, a comma-separated list of parts of image names,
+    /// `BLOCKFLASH_GPU_KERNELS` in the environment, a comma-separated list of parts of image names,
     /// leaves out all others, loudly: passes are recorded by image, so after a change of some
     /// images only these need to run.
-    pub fn rows(&self) -> impl Iterator<Item = &'static Kernel> + '_ {
-        let only = std::env::var("BLOCKFLASH_GPU_ROWS").ok();
+    pub fn kernels(&self) -> impl Iterator<Item = &'static Kernel> + '_ {
+        let only = std::env::var("BLOCKFLASH_GPU_KERNELS").ok();
         if let Some(only) = &only {
-            say(&format!("ONLY SOME ROWS (BLOCKFLASH_GPU_ROWS): {only}"));
+            say(&format!("ONLY SOME KERNELS (BLOCKFLASH_GPU_KERNELS): {only}"));
         }
-        manifest::kernels().iter().filter(move |row| {
-            row.target.runs_on(self.properties.compute_capability)
-                && row.smem_bytes() <= self.properties.smem_per_block
-                && only
-                    .as_ref()
-                    .is_none_or(|only| only.split(',').any(|part| row.image_name().contains(part)))
+        self.all_kernels().filter(move |kernel| {
+            only.as_ref()
+                .is_none_or(|only| only.split(',').any(|part| kernel.image_name().contains(part)))
+        })
+    }
+
+    /// All kernels that this GPU runs, from which the library selects.
+    pub fn all_kernels(&self) -> impl Iterator<Item = &'static Kernel> + '_ {
+        manifest::kernels().iter().filter(|kernel| {
+            kernel.target.runs_on(self.properties.compute_capability)
+                && kernel.smem_bytes() <= self.properties.smem_per_block
         })
     }
 
@@ -111,12 +116,12 @@ impl Gpu {
 
     /// Appends to the file named by `BLOCKFLASH_GPU_RECORD`, if it is set, that this image passed a
     /// suite on this GPU. `cases` is the number of output tensors that were compared.
-    pub fn record(&self, row: &Kernel, suite: &str, cases: usize) {
+    pub fn record(&self, kernel: &Kernel, suite: &str, cases: usize) {
         let Some(path) = std::env::var_os("BLOCKFLASH_GPU_RECORD") else { return };
         let driver = self.properties.driver_version;
         let line = serde_json::json!({
-            "image": row.image_name(),
-            "sha256": image_hash(row).expect("an image that was just run"),
+            "image": kernel.image_name(),
+            "sha256": image_hash(kernel).expect("an image that was just run"),
             "suite": suite,
             "gpu": self.properties.name,
             "driver": format!("{}.{}", driver / 1000, driver % 1000 / 10),
@@ -140,7 +145,7 @@ pub struct Report(BTreeMap<String, Outcome>);
 
 #[derive(Default)]
 struct Outcome {
-    row: Option<&'static Kernel>,
+    kernel: Option<&'static Kernel>,
     compared: usize,
     failures: Vec<String>,
 }
@@ -148,9 +153,9 @@ struct Outcome {
 impl Report {
     /// Runs one check of a kernel, which returns the number of compared outputs. A kernel that has
     /// failed a few times is not run again.
-    pub fn run(&mut self, row: &'static Kernel, check: impl FnOnce() -> Result<usize, String>) {
-        let outcome = self.0.entry(row.image_name()).or_default();
-        outcome.row = Some(row);
+    pub fn run(&mut self, kernel: &'static Kernel, check: impl FnOnce() -> Result<usize, String>) {
+        let outcome = self.0.entry(kernel.image_name()).or_default();
+        outcome.kernel = Some(kernel);
         if outcome.failures.len() < 4 {
             match check() {
                 Ok(compared) => outcome.compared += compared,
@@ -163,19 +168,19 @@ impl Report {
     /// there are any.
     pub fn finish(self, gpu: &Gpu, suite: &str) {
         let mut failures = Vec::new();
-        assert!(!self.0.is_empty(), "no row of the manifest runs on {}", gpu.properties.name);
+        assert!(!self.0.is_empty(), "no kernel of the manifest runs on {}", gpu.properties.name);
         for (image, outcome) in self.0 {
-            match outcome.row {
-                Some(row) if outcome.failures.is_empty() && outcome.compared > 0 => {
+            match outcome.kernel {
+                Some(kernel) if outcome.failures.is_empty() && outcome.compared > 0 => {
                     println!("{suite}: {image}: {} outputs compared", outcome.compared);
-                    gpu.record(row, suite, outcome.compared);
+                    gpu.record(kernel, suite, outcome.compared);
                 }
                 _ => failures.push(format!("{image}:\n  {}", outcome.failures.join("\n  "))),
             }
         }
         assert!(
             failures.is_empty(),
-            "{} rows failed on {}:\n{}",
+            "{} kernels failed on {}:\n{}",
             failures.len(),
             gpu.properties.name,
             failures.join("\n")
@@ -184,9 +189,9 @@ impl Report {
 }
 
 /// SHA-256 of an image as the compiler wrote it, in lower-case hexadecimal.
-pub fn image_hash(row: &Kernel) -> Result<String, image::ImageError> {
-    let mut bytes = image::load(row)?;
-    if row.target.is_ptx() {
+pub fn image_hash(kernel: &Kernel) -> Result<String, image::ImageError> {
+    let mut bytes = image::load(kernel)?;
+    if kernel.target.is_ptx() {
         // The terminating NUL is added when the image is loaded.
         bytes.pop();
     }

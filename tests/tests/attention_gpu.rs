@@ -6,7 +6,7 @@ use blockflash_sys::Kernel;
 use blockflash_sys::manifest::AttentionTile;
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Choice,
-    Lengths, Limits, attention_cases, dims_of_tile, edge_cases, many_heads, row_groups,
+    Lengths, Limits, attention_cases, dims_of_tile, edge_cases, kernel_groups, many_heads,
     run_and_check, run_or_refuse, same_bits, special_cases,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
@@ -20,12 +20,12 @@ const BUDGET: f64 = 3e8;
 
 fn cases_of(
     (dtype, head_dim): (DType, u32),
-    rows: &[(&'static Kernel, AttentionTile)],
+    kernels: &[(&'static Kernel, AttentionTile)],
 ) -> Vec<AttentionCase> {
     let dims = dims_of_tile(head_dim);
     let (narrow, wide) = (dims[0], dims[dims.len() - 1]);
     let mut tiles: Vec<(usize, usize)> =
-        rows.iter().map(|(_, tile)| (tile.block_q as usize, tile.block_kv as usize)).collect();
+        kernels.iter().map(|(_, tile)| (tile.block_q as usize, tile.block_kv as usize)).collect();
     tiles.sort_unstable();
     tiles.dedup();
     let mut cases = Vec::new();
@@ -56,25 +56,26 @@ fn cases_of(
 }
 
 #[test]
-fn every_row() {
-    let Some(gpu) = gpu("attention_gpu::every_row") else { return };
+fn every_kernel() {
+    let Some(gpu) = gpu("attention_gpu::every_kernel") else { return };
     let stream = &gpu.stream;
     let mut report = Report::default();
-    for (key, rows) in row_groups(&gpu) {
-        for case in cases_of(key, &rows) {
+    for (key, kernels) in kernel_groups(&gpu) {
+        for case in cases_of(key, &kernels) {
             let data = AttentionData::generate(&case);
             let reference = AttentionReference::compute(&case, &data, BUDGET);
-            for &(row, _) in &rows {
-                report.run(row, || run_or_refuse(&case, &data, &reference, row, stream));
+            for &(kernel, _) in &kernels {
+                report.run(kernel, || run_or_refuse(&case, &data, &reference, kernel, stream));
             }
         }
-        for &(row, tile) in &rows {
+        for &(kernel, tile) in &kernels {
             let story = |what: &'static str| {
-                move |error| format!("{what} of {}: {error}", row.image_name())
+                move |error| format!("{what} of {}: {error}", kernel.image_name())
             };
-            report.run(row, || replays_a_graph(row, &tile, stream).map_err(story("graph")));
-            report.run(row, || repeats_its_bits(row, &tile, stream).map_err(story("repeat")));
-            report.run(row, || runs_in_two_threads(row, &tile, &gpu).map_err(story("threads")));
+            report.run(kernel, || replays_a_graph(kernel, &tile, stream).map_err(story("graph")));
+            report.run(kernel, || repeats_its_bits(kernel, &tile, stream).map_err(story("repeat")));
+            report
+                .run(kernel, || runs_in_two_threads(kernel, &tile, &gpu).map_err(story("threads")));
         }
     }
     beyond_31_bits(&gpu, &mut report);
@@ -90,7 +91,7 @@ fn prepared(case: &AttentionCase) -> (AttentionData, AttentionReference) {
 /// Captures a call once and replays it with other numbers, and other sequences under the same
 /// maxima.
 fn replays_a_graph(
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     tile: &AttentionTile,
     stream: &Stream,
 ) -> Result<usize, String> {
@@ -122,14 +123,14 @@ fn replays_a_graph(
         let mut inputs = AttentionInputs::upload(&cases[0], &first, stream)?;
         let mut outputs = AttentionOutputs::poisoned(&cases[0], stream)?;
         let graph = stream
-            .capture(|stream| outputs.launch(&inputs, Choice::This(row), stream))
+            .capture(|stream| outputs.launch(&inputs, Choice::This(kernel), stream))
             .map_err(|error| format!("capture: {error}"))?;
         for case in &cases {
             let (data, reference) = prepared(case);
             inputs.refill(case, &data, stream)?;
             outputs.poison(stream)?;
             graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
-            wait(stream, &|| format!("replay of {} with {case:?}", row.image_name()))?;
+            wait(stream, &|| format!("replay of {} with {case:?}", kernel.image_name()))?;
             compared += outputs
                 .check(case, &reference, stream)
                 .map_err(|error| format!("{error}\n    {case:?}"))?;
@@ -139,7 +140,7 @@ fn replays_a_graph(
 }
 
 fn repeats_its_bits(
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     tile: &AttentionTile,
     stream: &Stream,
 ) -> Result<usize, String> {
@@ -148,11 +149,11 @@ fn repeats_its_bits(
         mask: Mask::causal(),
         ..AttentionCase::of_tile(tile, (8, 2), (0, 0))
     };
-    same_bits(&case, row, stream)
+    same_bits(&case, kernel, stream)
 }
 
 fn runs_in_two_threads(
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     tile: &AttentionTile,
     gpu: &Gpu,
 ) -> Result<usize, String> {
@@ -166,7 +167,7 @@ fn runs_in_two_threads(
                 ..AttentionCase::of_tile(tile, (6, 3), (200 + 31 * thread as usize, 333))
             };
             let (data, reference) = prepared(&case);
-            compared += run_and_check(&case, &data, &reference, Choice::This(row), &stream)?;
+            compared += run_and_check(&case, &data, &reference, Choice::This(kernel), &stream)?;
         }
         Ok(compared)
     };
@@ -220,20 +221,20 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
         let qkv = upload().expect("memory for a tensor beyond 2^31 elements");
         let mut spread = Tensor::empty(stream, dtype, &shape)
             .expect("memory for an output beyond 2^31 elements");
-        for (row, _) in gpu
-            .rows()
-            .filter_map(|row| Some((row, row.attention_tile()?)))
+        for (kernel, _) in gpu
+            .kernels()
+            .filter_map(|kernel| Some((kernel, kernel.attention_tile()?)))
             .filter(|(_, tile)| tile.dtype == dtype && tile.heads == 1)
         {
-            report.run(row, || {
+            report.run(kernel, || {
                 let entries = qkv.view().slice(1, 0..SEQLEN).map_err(|error| error.to_string())?;
                 let call =
                     Attention { mask: case.mask, ..Attention::new(entries, entries, entries) };
-                let case = case.as_asked(row);
+                let case = case.as_asked(kernel);
                 let mut outputs = AttentionOutputs::poisoned(&case, stream)?;
-                let launched = outputs.launch_call(&case, &call, Choice::This(row), stream);
+                let launched = outputs.launch_call(&case, &call, Choice::This(kernel), stream);
                 launched.map_err(|error| error.to_string())?;
-                wait(stream, &|| format!("{} beyond 2^31 elements", row.image_name()))?;
+                wait(stream, &|| format!("{} beyond 2^31 elements", kernel.image_name()))?;
                 let compared = outputs.check(&case, &reference, stream)?;
                 let [expected, _] = outputs.bits(stream)?;
 
@@ -242,9 +243,9 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
                 let lse = case.lse.then(|| Tensor::empty(stream, DType::F32, &[BATCH, 1, SEQLEN]));
                 let mut lse = lse.transpose().map_err(|error| error.to_string())?;
                 let lse = lse.as_mut().map(Tensor::view_mut);
-                call.run_with(row, (o, lse), stream).map_err(|error| error.to_string())?;
+                call.run_with(kernel, (o, lse), stream).map_err(|error| error.to_string())?;
                 wait(stream, &|| {
-                    format!("{} into a tensor beyond 2^31 elements", row.image_name())
+                    format!("{} into a tensor beyond 2^31 elements", kernel.image_name())
                 })?;
                 for (batch, expected) in expected.chunks(SEQLEN * HEAD_DIM).enumerate() {
                     check_entry(&spread, batch, expected, stream)?;

@@ -16,34 +16,41 @@ use blockflash_tests::tolerance::check_agreement;
 const BUDGET: f64 = 1e8;
 
 #[test]
-fn every_hopper_row() {
-    let Some(gpu) = gpu("attention_hopper_gpu::every_hopper_row") else { return };
-    let is_hopper = |row: &&Kernel| matches!(row.variant, Variant::AttentionFwdHopper(_));
-    let rows: Vec<_> =
-        gpu.rows().filter(is_hopper).filter_map(|row| Some((row, row.attention_tile()?))).collect();
-    if rows.is_empty() {
-        say("SKIPPED (no row for Hopper to run): attention_hopper_gpu::every_hopper_row");
+fn every_hopper_kernel() {
+    let Some(gpu) = gpu("attention_hopper_gpu::every_hopper_kernel") else { return };
+    let is_hopper = |kernel: &&Kernel| matches!(kernel.variant, Variant::AttentionFwdHopper(_));
+    let kernels: Vec<_> = gpu
+        .kernels()
+        .filter(is_hopper)
+        .filter_map(|kernel| Some((kernel, kernel.attention_tile()?)))
+        .collect();
+    if kernels.is_empty() {
+        say("SKIPPED (no kernel for Hopper to run): attention_hopper_gpu::every_hopper_kernel");
         return;
     }
     let mut report = Report::default();
-    for (row, tile) in rows {
+    for (kernel, tile) in kernels {
         let story =
-            |what: &'static str| move |error| format!("{what} of {}: {error}", row.image_name());
+            |what: &'static str| move |error| format!("{what} of {}: {error}", kernel.image_name());
         let (head_dim, block_q, block_kv) =
             (tile.head_dim as usize, tile.block_q as usize, tile.block_kv as usize);
         let cases = tile_cases(tile.dtype, head_dim, block_q, block_kv);
         for case in cases.into_iter().chain(stress(&tile)).chain(without_keys(&tile)) {
-            report.run(row, || run_case(&case.as_asked(row), Choice::This(row), &gpu.stream));
+            report.run(kernel, || {
+                run_case(&case.as_asked(kernel), Choice::This(kernel), &gpu.stream)
+            });
         }
-        report.run(row, || {
-            agrees_with_the_portable_row(row, &tile, &gpu).map_err(story("agreement"))
+        report.run(kernel, || {
+            agrees_with_the_portable_kernel(kernel, &tile, &gpu).map_err(story("agreement"))
         });
         for seed in [1, 2] {
-            report.run(row, || repeats_its_bits(row, &tile, &gpu, seed).map_err(story("repeat")));
+            report.run(kernel, || {
+                repeats_its_bits(kernel, &tile, &gpu, seed).map_err(story("repeat"))
+            });
         }
-        report.run(row, || has_the_bits_of_its_twin(row, &tile, &gpu).map_err(story("twin")));
-        report.run(row, || shares_the_gpu(row, &tile, &gpu).map_err(story("two streams")));
-        report.run(row, || replays_graphs(row, &tile, &gpu).map_err(story("graphs")));
+        report.run(kernel, || has_the_bits_of_its_twin(kernel, &tile, &gpu).map_err(story("twin")));
+        report.run(kernel, || shares_the_gpu(kernel, &tile, &gpu).map_err(story("two streams")));
+        report.run(kernel, || replays_graphs(kernel, &tile, &gpu).map_err(story("graphs")));
     }
     report.finish(&gpu, "attention_hopper_gpu");
 }
@@ -105,7 +112,7 @@ fn busy(tile: &AttentionTile, gpu: &Gpu, seed: u64) -> AttentionCase {
     AttentionCase { seed, mask: Mask::causal(), block_mask, ..simple }
 }
 
-/// Some of the smallest blocks that consist of tiles of these rows.
+/// Some of the smallest blocks that consist of tiles of these kernels.
 fn some_blocks(tiles: &[&AttentionTile]) -> BlockCase {
     let smallest = |size: fn(&AttentionTile) -> u32| {
         smallest_block(&tiles.iter().map(|tile| size(tile)).collect::<Vec<_>>())
@@ -124,17 +131,17 @@ fn some_blocks(tiles: &[&AttentionTile]) -> BlockCase {
     }
 }
 
-fn agrees_with_the_portable_row(
-    row: &'static Kernel,
+fn agrees_with_the_portable_kernel(
+    kernel: &'static Kernel,
     tile: &AttentionTile,
     gpu: &Gpu,
 ) -> Result<usize, String> {
     let (portable, other) = gpu
-        .rows()
-        .filter(|row| matches!(row.variant, Variant::AttentionFwd(_)))
-        .filter_map(|row| Some((row, row.attention_tile()?)))
+        .kernels()
+        .filter(|kernel| matches!(kernel.variant, Variant::AttentionFwd(_)))
+        .filter_map(|kernel| Some((kernel, kernel.attention_tile()?)))
         .find(|(_, other)| (other.dtype, other.head_dim) == (tile.dtype, tile.head_dim))
-        .ok_or("no portable row for this type and head_dim")?;
+        .ok_or("no portable kernel for this type and head_dim")?;
     let block_mask = Some(some_blocks(&[tile, &other]));
     let window = Mask::Window { left: Some(100), right: Some(7), align: Align::BottomRight };
     let base = AttentionCase::of_tile(tile, (4, 2), (413, 517));
@@ -150,12 +157,12 @@ fn agrees_with_the_portable_row(
         // Every row, in the order of the output.
         let reference = AttentionReference::compute(&case, &data, f64::INFINITY);
         let inputs = AttentionInputs::upload(&case, &data, &gpu.stream)?;
-        let run = |row| {
+        let run = |kernel| {
             let mut outputs = AttentionOutputs::poisoned(&case, &gpu.stream)?;
             outputs
-                .launch(&inputs, Choice::This(row), &gpu.stream)
+                .launch(&inputs, Choice::This(kernel), &gpu.stream)
                 .map_err(|error| error.to_string())?;
-            wait(&gpu.stream, &|| format!("{} with {case:?}", row.image_name()))?;
+            wait(&gpu.stream, &|| format!("{} with {case:?}", kernel.image_name()))?;
             let [o, lse] = outputs.bits(&gpu.stream)?;
             let o: Vec<f64> = o.into_iter().map(|bits| decode(case.dtype, bits).into()).collect();
             let lse =
@@ -163,7 +170,7 @@ fn agrees_with_the_portable_row(
             let asked = reference.rows.iter().filter(|_| case.lse);
             Ok::<_, String>((o, asked.map(lse).collect::<Vec<f64>>()))
         };
-        let ((o, lse), (other_o, other_lse)) = (run(row)?, run(portable)?);
+        let ((o, lse), (other_o, other_lse)) = (run(kernel)?, run(portable)?);
         let name = |i: usize| format!("element {i} of {case:?}");
         check_agreement(&o, &other_o, &reference.o, &reference.rounding(&case), name)
             .map_err(|error| format!("o: {error}"))?;
@@ -198,15 +205,19 @@ impl Job {
         (0..count).map(|_| AttentionOutputs::poisoned(&self.case, &self.stream)).collect()
     }
 
-    fn launch(&self, outputs: &mut AttentionOutputs, row: &'static Kernel) -> Result<(), String> {
+    fn launch(
+        &self,
+        outputs: &mut AttentionOutputs,
+        kernel: &'static Kernel,
+    ) -> Result<(), String> {
         outputs
-            .launch(&self.inputs, Choice::This(row), &self.stream)
+            .launch(&self.inputs, Choice::This(kernel), &self.stream)
             .map_err(|error| error.to_string())
     }
 
     /// The first output is right, and all others are the same in every bit.
-    fn check(&self, outputs: &[AttentionOutputs], row: &Kernel) -> Result<usize, String> {
-        wait(&self.stream, &|| format!("{} with {:?}", row.image_name(), self.case))?;
+    fn check(&self, outputs: &[AttentionOutputs], kernel: &Kernel) -> Result<usize, String> {
+        wait(&self.stream, &|| format!("{} with {:?}", kernel.image_name(), self.case))?;
         let mut compared = 0;
         let mut first = None;
         for (at, output) in outputs.iter().enumerate() {
@@ -224,53 +235,65 @@ impl Job {
 }
 
 fn repeats_its_bits(
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     tile: &AttentionTile,
     gpu: &Gpu,
     seed: u64,
 ) -> Result<usize, String> {
     let job = Job::new(busy(tile, gpu, seed), &gpu.stream)?;
     let mut outputs = job.outputs(30)?;
-    outputs.iter_mut().try_for_each(|output| job.launch(output, row))?;
-    job.check(&outputs, row)
+    outputs.iter_mut().try_for_each(|output| job.launch(output, kernel))?;
+    job.check(&outputs, kernel)
 }
 
 /// The outputs of the kernels with and without the log-sum-exp are the same in every bit.
 fn has_the_bits_of_its_twin(
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     tile: &AttentionTile,
     gpu: &Gpu,
 ) -> Result<usize, String> {
-    let Variant::AttentionFwdHopper(own) = row.variant else { return Err("not for Hopper".into()) };
+    let Variant::AttentionFwdHopper(own) = kernel.variant else {
+        return Err("not for Hopper".into());
+    };
     let variant = Variant::AttentionFwdHopper(AttentionFwdHopper { lse: !own.lse, ..own });
-    let twin = gpu.rows().find(|row| row.variant == variant).ok_or("it has no twin")?;
-    let outputs = |row: &'static Kernel| {
-        let job = Job::new(busy(tile, gpu, 8).as_asked(row), &gpu.stream)?;
+    let twin = gpu.kernels().find(|kernel| kernel.variant == variant).ok_or("it has no twin")?;
+    let outputs = |kernel: &'static Kernel| {
+        let job = Job::new(busy(tile, gpu, 8).as_asked(kernel), &gpu.stream)?;
         let mut outputs = job.outputs(1)?;
-        job.launch(&mut outputs[0], row)?;
-        job.check(&outputs, row)?;
+        job.launch(&mut outputs[0], kernel)?;
+        job.check(&outputs, kernel)?;
         Ok::<_, String>(outputs[0].bits(&gpu.stream)?[0].clone())
     };
-    if outputs(row)? != outputs(twin)? { Err("the outputs differ".into()) } else { Ok(1) }
+    if outputs(kernel)? != outputs(twin)? { Err("the outputs differ".into()) } else { Ok(1) }
 }
 
 /// Two streams that are busy at once, with one thread that feeds both.
-fn shares_the_gpu(row: &'static Kernel, tile: &AttentionTile, gpu: &Gpu) -> Result<usize, String> {
+fn shares_the_gpu(
+    kernel: &'static Kernel,
+    tile: &AttentionTile,
+    gpu: &Gpu,
+) -> Result<usize, String> {
     let stream = || gpu.device.stream().map_err(|error| error.to_string());
     let jobs =
         [Job::new(busy(tile, gpu, 2), &stream()?)?, Job::new(busy(tile, gpu, 3), &stream()?)?];
     let mut outputs = [jobs[0].outputs(25)?, jobs[1].outputs(25)?];
     let [first, second] = &mut outputs;
     for (a, b) in first.iter_mut().zip(second) {
-        jobs[0].launch(a, row)?;
-        jobs[1].launch(b, row)?;
+        jobs[0].launch(a, kernel)?;
+        jobs[1].launch(b, kernel)?;
     }
-    jobs.iter().zip(&outputs).try_fold(0, |sum, (job, outputs)| Ok(sum + job.check(outputs, row)?))
+    jobs.iter()
+        .zip(&outputs)
+        .try_fold(0, |sum, (job, outputs)| Ok(sum + job.check(outputs, kernel)?))
 }
 
 /// Two graphs of several launches each, replayed at the same time while a third stream launches
 /// directly.
-fn replays_graphs(row: &'static Kernel, tile: &AttentionTile, gpu: &Gpu) -> Result<usize, String> {
+fn replays_graphs(
+    kernel: &'static Kernel,
+    tile: &AttentionTile,
+    gpu: &Gpu,
+) -> Result<usize, String> {
     let stream = || gpu.device.stream().map_err(|error| error.to_string());
     let mut jobs = Vec::new();
     for seed in 4..7 {
@@ -283,24 +306,26 @@ fn replays_graphs(row: &'static Kernel, tile: &AttentionTile, gpu: &Gpu) -> Resu
     let mut graphs = Vec::new();
     for (job, outputs) in jobs.iter().zip(&mut outputs).take(2) {
         let record = |_: &Stream| {
-            outputs
-                .iter_mut()
-                .try_for_each(|output| output.launch(&job.inputs, Choice::This(row), &job.stream))
+            outputs.iter_mut().try_for_each(|output| {
+                output.launch(&job.inputs, Choice::This(kernel), &job.stream)
+            })
         };
         graphs.push(job.stream.capture(record).map_err(|error| format!("capture: {error}"))?);
     }
     for replay in 0..5 {
         for (at, output) in outputs[2].iter_mut().enumerate() {
-            // Now on its own stream, now on that of the other: launches of one graph never overlap.
+            // Now on its own stream, now on the other's: launches of one graph never overlap.
             for (which, graph) in graphs.iter().enumerate().filter(|_| at % 2 == 0) {
                 let stream = &jobs[(which + replay) % 2].stream;
                 graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
             }
-            jobs[2].launch(output, row)?;
+            jobs[2].launch(output, kernel)?;
         }
     }
     for job in &jobs {
-        wait(&job.stream, &|| format!("graphs of {}", row.image_name()))?;
+        wait(&job.stream, &|| format!("graphs of {}", kernel.image_name()))?;
     }
-    jobs.iter().zip(&outputs).try_fold(0, |sum, (job, outputs)| Ok(sum + job.check(outputs, row)?))
+    jobs.iter()
+        .zip(&outputs)
+        .try_fold(0, |sum, (job, outputs)| Ok(sum + job.check(outputs, kernel)?))
 }

@@ -26,24 +26,25 @@ fn cpu() -> Stream {
 }
 
 #[test]
-fn every_row() {
-    let Some(gpu) = gpu("block_mask_gpu::every_row") else { return };
+fn every_kernel() {
+    let Some(gpu) = gpu("block_mask_gpu::every_kernel") else { return };
     let stream = &gpu.stream;
-    let is_build =
-        |row: &&Kernel| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
-    let rows: Vec<_> = gpu.rows().filter(is_build).collect();
-    assert!(!rows.is_empty());
+    let is_build = |kernel: &&Kernel| {
+        matches!(kernel.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }))
+    };
+    let kernels: Vec<_> = gpu.kernels().filter(is_build).collect();
+    assert!(!kernels.is_empty());
     let mut report = Report::default();
-    for row in rows {
+    for kernel in kernels {
         let story =
-            |what: &'static str| move |error| format!("{what} of {}: {error}", row.image_name());
+            |what: &'static str| move |error| format!("{what} of {}: {error}", kernel.image_name());
         for case in mask_cases() {
-            report.run(row, || build_and_check(&case, Some(row), stream));
+            report.run(kernel, || build_and_check(&case, Some(kernel), stream));
         }
-        report.run(row, || ends_with_its_capacity(row, stream).map_err(story("capacity")));
-        report.run(row, || names_what_is_wrong(row, stream).map_err(story("problems")));
-        report.run(row, || replays_a_graph(row, stream).map_err(story("graph")));
-        report.run(row, || attention_follows(row, stream).map_err(story("attention")));
+        report.run(kernel, || ends_with_its_capacity(kernel, stream).map_err(story("capacity")));
+        report.run(kernel, || names_what_is_wrong(kernel, stream).map_err(story("problems")));
+        report.run(kernel, || replays_a_graph(kernel, stream).map_err(story("graph")));
+        report.run(kernel, || attention_follows(kernel, stream).map_err(story("attention")));
     }
     report.finish(&gpu, "block_mask_gpu");
 }
@@ -60,15 +61,15 @@ fn the_cpu_builds_the_same() {
 fn build(
     inputs: &MaskInputs,
     buffer: &mut BlockMaskBuffer,
-    row: &Kernel,
+    kernel: &Kernel,
     stream: &Stream,
 ) -> Result<Arrays, String> {
-    inputs.build(buffer, Some(row), stream).map_err(text)?;
-    wait(stream, &|| format!("building with {}", row.image_name()))?;
+    inputs.build(buffer, Some(kernel), stream).map_err(text)?;
+    wait(stream, &|| format!("building with {}", kernel.image_name()))?;
     Arrays::of(buffer.mask(), stream).map_err(text)
 }
 
-fn ends_with_its_capacity(row: &Kernel, stream: &Stream) -> Result<usize, String> {
+fn ends_with_its_capacity(kernel: &Kernel, stream: &Stream) -> Result<usize, String> {
     let mut compared = 0;
     for source in SOURCES {
         let case =
@@ -79,7 +80,7 @@ fn ends_with_its_capacity(row: &Kernel, stream: &Stream) -> Result<usize, String
         let (nnz, end) = (mask.nnz(), row_ptr[40] as usize);
         for capacity in [0, 1, end - 1, end, end + 1, nnz / 2, nnz - 1, nnz] {
             let (mut buffer, inputs) = prepare(&case, &data, capacity, stream)?;
-            let got = build(&inputs, &mut buffer, row, stream)?;
+            let got = build(&inputs, &mut buffer, kernel, stream)?;
             compared += got.compare(&cut(&mask, capacity, &cpu()).map_err(text)?)?;
             let problem = buffer.check(stream).err().map(text);
             // A build on the CPU reports the same.
@@ -97,7 +98,7 @@ fn ends_with_its_capacity(row: &Kernel, stream: &Stream) -> Result<usize, String
 }
 
 /// An invalid entry is reported once, with its first position, and affects nothing else.
-fn names_what_is_wrong(row: &Kernel, stream: &Stream) -> Result<usize, String> {
+fn names_what_is_wrong(kernel: &Kernel, stream: &Stream) -> Result<usize, String> {
     let place = |at: usize, last: usize, rows: usize| {
         format!(
             "at batch {}, head {}, row {}, position {}",
@@ -119,7 +120,7 @@ fn names_what_is_wrong(row: &Kernel, stream: &Stream) -> Result<usize, String> {
             .into_iter()
             .for_each(|at| data.scores[at] = [f32::NAN, -f32::NAN][seed as usize % 2]);
         let (mut buffer, mut inputs) = prepare(&case, &data, 6 * rows * 9, stream)?;
-        let got = build(&inputs, &mut buffer, row, stream)?;
+        let got = build(&inputs, &mut buffer, kernel, stream)?;
         // NaN is never chosen. Nor is −∞ here, since enough other scores are larger, so it stands
         // for NaN in the expected mask.
         let without = MaskData {
@@ -134,7 +135,7 @@ fn names_what_is_wrong(row: &Kernel, stream: &Stream) -> Result<usize, String> {
         compared += got.compare(&Arrays::of(&expected, &cpu()).map_err(text)?)?;
         // Other builds do not hide the error.
         inputs.refill(&clean, stream).map_err(text)?;
-        build(&inputs, &mut buffer, row, stream)?;
+        build(&inputs, &mut buffer, kernel, stream)?;
         expect_problem(
             &mut buffer,
             &format!("score is NaN {}", place(planted[0], cols, rows)),
@@ -156,7 +157,7 @@ fn names_what_is_wrong(row: &Kernel, stream: &Stream) -> Result<usize, String> {
         data.lists[twice + 1 + seed as usize * 6] = 333;
         data.lists[missing] = [-2, cols as i32, i32::MAX, i32::MIN][seed as usize % 4];
         let (mut buffer, inputs) = prepare(&case, &data, 6 * rows * 75, stream)?;
-        let got = build(&inputs, &mut buffer, row, stream)?;
+        let got = build(&inputs, &mut buffer, kernel, stream)?;
         let mut without = clean;
         without.lists[twice + 1 + seed as usize * 6] = -1;
         without.lists[missing] = -1;
@@ -166,7 +167,7 @@ fn names_what_is_wrong(row: &Kernel, stream: &Stream) -> Result<usize, String> {
         expect_problem(&mut buffer, &format!("a column comes twice {at}"), stream)?;
         data.lists[twice] = -1;
         let (mut buffer, inputs) = prepare(&case, &data, 6 * rows * 75, stream)?;
-        build(&inputs, &mut buffer, row, stream)?;
+        build(&inputs, &mut buffer, kernel, stream)?;
         expect_problem(
             &mut buffer,
             &format!("a column does not exist {}", place(missing, 75, rows)),
@@ -189,7 +190,7 @@ fn expect_problem(
 }
 
 /// Two builds in one graph, of scores and of lists, whose data changes between replays.
-fn replays_a_graph(row: &Kernel, stream: &Stream) -> Result<usize, String> {
+fn replays_a_graph(kernel: &Kernel, stream: &Stream) -> Result<usize, String> {
     let groups = [2, 2];
     let case = |source, seed| MaskCase {
         groups,
@@ -206,8 +207,8 @@ fn replays_a_graph(row: &Kernel, stream: &Stream) -> Result<usize, String> {
     let (mut listed, mut lists) = prepare(&case(sources[1], 1), &first[1], room, stream)?;
     let graph = stream
         .capture(|stream| {
-            scores.build(&mut scored, Some(row), stream)?;
-            lists.build(&mut listed, Some(row), stream)
+            scores.build(&mut scored, Some(kernel), stream)?;
+            lists.build(&mut listed, Some(kernel), stream)
         })
         .map_err(|error: Error| format!("capture: {error}"))?;
     let mut compared = 0;
@@ -219,7 +220,7 @@ fn replays_a_graph(row: &Kernel, stream: &Stream) -> Result<usize, String> {
         scores.refill(&data[0], stream).map_err(text)?;
         lists.refill(&data[1], stream).map_err(text)?;
         graph.launch(stream).map_err(text)?;
-        wait(stream, &|| format!("replay of {}", row.image_name()))?;
+        wait(stream, &|| format!("replay of {}", kernel.image_name()))?;
         for (i, buffer) in [&mut scored, &mut listed].into_iter().enumerate() {
             buffer.check(stream).map_err(text)?;
             let expected = case(sources[i], seed).expected(&data[i]).map_err(text)?;
@@ -231,7 +232,7 @@ fn replays_a_graph(row: &Kernel, stream: &Stream) -> Result<usize, String> {
 }
 
 /// A graph that builds a mask and attends with it; the oracle knows the blocks.
-fn attention_follows(row: &Kernel, stream: &Stream) -> Result<usize, String> {
+fn attention_follows(kernel: &Kernel, stream: &Stream) -> Result<usize, String> {
     let case = |pattern| AttentionCase {
         lengths: Lengths::Dense { batch: 2, seqlen_q: 600, seqlen_kv: 900 },
         mask: Mask::causal(),
@@ -260,7 +261,7 @@ fn attention_follows(row: &Kernel, stream: &Stream) -> Result<usize, String> {
     let (mut buffer, mut source) = prepare(&mask, &blocks, 2 * 2 * 5 * 8, stream)?;
     let graph = stream
         .capture(|stream| {
-            source.build(&mut buffer, Some(row), stream)?;
+            source.build(&mut buffer, Some(kernel), stream)?;
             let call = Attention { block_mask: Some(buffer.mask()), ..inputs.attention() };
             outputs.launch_call(&dense, &call, Choice::Selected, stream)
         })
@@ -275,7 +276,7 @@ fn attention_follows(row: &Kernel, stream: &Stream) -> Result<usize, String> {
         source.refill(&blocks, stream).map_err(text)?;
         outputs.poison(stream)?;
         graph.launch(stream).map_err(text)?;
-        wait(stream, &|| format!("attention after {}", row.image_name()))?;
+        wait(stream, &|| format!("attention after {}", kernel.image_name()))?;
         buffer.check(stream).map_err(text)?;
         compared += outputs
             .check(&case, &reference, stream)

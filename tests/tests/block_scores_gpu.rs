@@ -150,27 +150,28 @@ fn judge(
 }
 
 #[test]
-fn every_row() {
-    let Some(gpu) = gpu("block_scores_gpu::every_row") else { return };
-    let scores_of = |row: &'static Kernel| match row.variant {
-        Variant::BlockMask(BlockMaskKernel::Scores { dtype, .. }) => Some((row, dtype)),
+fn every_kernel() {
+    let Some(gpu) = gpu("block_scores_gpu::every_kernel") else { return };
+    let scores_of = |kernel: &'static Kernel| match kernel.variant {
+        Variant::BlockMask(BlockMaskKernel::Scores { dtype, .. }) => Some((kernel, dtype)),
         _ => None,
     };
-    let rows: Vec<_> = gpu.rows().filter_map(scores_of).collect();
-    assert!(!rows.is_empty());
+    let kernels: Vec<_> = gpu.kernels().filter_map(scores_of).collect();
+    assert!(!kernels.is_empty());
     let mut report = Report::default();
-    for (row, dtype) in rows {
+    for (kernel, dtype) in kernels {
         for (seed, case) in cases().into_iter().enumerate() {
-            report.run(row, || scores_and_choice(row, dtype, &case, seed as u64, &gpu.stream));
+            report
+                .run(kernel, || scores_and_choice(kernel, dtype, &case, seed as u64, &gpu.stream));
         }
-        report.run(row, || replays_a_graph(row, dtype, &gpu.stream));
+        report.run(kernel, || replays_a_graph(kernel, dtype, &gpu.stream));
     }
     report.finish(&gpu, "block_scores_gpu");
 }
 
 /// Computes the scores twice, with the same bits, and chooses from them.
 fn scores_and_choice(
-    row: &Kernel,
+    kernel: &Kernel,
     dtype: DType,
     case: &Case,
     seed: u64,
@@ -180,13 +181,13 @@ fn scores_and_choice(
     let tensors = case.upload(dtype, &data, stream)?;
     let [q, k] = [0, 1].map(|i| case.logical(tensors[i].view()));
     let mut scores = BlockScores::new(case.geometry(), q, k, stream).map_err(text)?;
-    scores.compute_with(row, q, k, stream).map_err(text)?;
-    wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
+    scores.compute_with(kernel, q, k, stream).map_err(text)?;
+    wait(stream, &|| format!("{} with {case:?}", kernel.image_name()))?;
     let got = judge(case, &data, &scores, stream)
-        .map_err(|error| format!("{}: {error}", row.image_name()))?;
-    scores.compute_with(row, q, k, stream).map_err(text)?;
+        .map_err(|error| format!("{}: {error}", kernel.image_name()))?;
+    scores.compute_with(kernel, q, k, stream).map_err(text)?;
     if scores.scores().to_vec::<f32>(stream).map_err(text)? != got {
-        return Err(format!("{}: other bits in a second run of {case:?}", row.image_name()));
+        return Err(format!("{}: other bits in a second run of {case:?}", kernel.image_name()));
     }
     let (geometry, mask, take) = (case.geometry(), Mask::causal(), 3);
     let [batch, heads] = [case.batch, case.heads[0]];
@@ -205,13 +206,13 @@ fn scores_and_choice(
     Ok(got.len())
 }
 
-fn replays_a_graph(row: &Kernel, dtype: DType, stream: &Stream) -> Result<usize, String> {
+fn replays_a_graph(kernel: &Kernel, dtype: DType, stream: &Stream) -> Result<usize, String> {
     let case = cases()[1];
     let mut tensors = case.upload(dtype, &case.data(dtype, 1), stream)?;
     let [q, k] = [0, 1].map(|i| case.logical(tensors[i].view()));
     let mut scores = BlockScores::new(case.geometry(), q, k, stream).map_err(text)?;
     let graph = stream
-        .capture(|stream| scores.compute_with(row, q, k, stream))
+        .capture(|stream| scores.compute_with(kernel, q, k, stream))
         .map_err(|error: Error| format!("capture: {error}"))?;
     let mut compared = 0;
     for seed in [5, 6, 7] {
@@ -220,7 +221,7 @@ fn replays_a_graph(row: &Kernel, dtype: DType, stream: &Stream) -> Result<usize,
             refill(tensor, stream, &bits(dtype, data))?;
         }
         graph.launch(stream).map_err(text)?;
-        wait(stream, &|| format!("replay of {}", row.image_name()))?;
+        wait(stream, &|| format!("replay of {}", kernel.image_name()))?;
         compared += judge(&case, &data, &scores, stream)?.len();
     }
     Ok(compared)

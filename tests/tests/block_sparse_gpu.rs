@@ -8,7 +8,7 @@ use blockflash_sys::manifest::AttentionTile;
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, BlockCase,
     BlockPattern, Blocks, Choice, Lengths, Limits, MaskHeads, block_sparse_cases, block_tile_cases,
-    dims_of_tile, row_groups, run_case, run_or_refuse, same_bits, smallest_block,
+    dims_of_tile, kernel_groups, run_case, run_or_refuse, same_bits, smallest_block,
 };
 use blockflash_tests::gpu::{Report, gpu, wait};
 use blockflash_tests::property;
@@ -22,10 +22,10 @@ fn every_row_with_block_masks() {
     let Some(gpu) = gpu("block_sparse_gpu::every_row_with_block_masks") else { return };
     let stream = &gpu.stream;
     let mut report = Report::default();
-    for ((dtype, head_dim), rows) in row_groups(&gpu) {
+    for ((dtype, head_dim), kernels) in kernel_groups(&gpu) {
         let dims = dims_of_tile(head_dim);
         let tiles: BTreeSet<_> =
-            rows.iter().map(|(_, tile)| (tile.block_q, tile.block_kv)).collect();
+            kernels.iter().map(|(_, tile)| (tile.block_q, tile.block_kv)).collect();
         let mut cases: Vec<AttentionCase> = tiles
             .into_iter()
             .flat_map(|(q, kv)| block_tile_cases(dtype, head_dim as usize, q, kv))
@@ -41,18 +41,20 @@ fn every_row_with_block_masks() {
         for case in cases {
             let data = AttentionData::generate(&case);
             let reference = AttentionReference::compute(&case, &data, BUDGET);
-            for &(row, _) in &rows {
-                report.run(row, || run_or_refuse(&case, &data, &reference, row, stream));
+            for &(kernel, _) in &kernels {
+                report.run(kernel, || run_or_refuse(&case, &data, &reference, kernel, stream));
             }
         }
-        for &(row, tile) in &rows {
+        for &(kernel, tile) in &kernels {
             let story = |what: &'static str| {
-                move |error| format!("{what} of {}: {error}", row.image_name())
+                move |error| format!("{what} of {}: {error}", kernel.image_name())
             };
-            report.run(row, || equals_dense(row, &tile, stream).map_err(story("dense")));
-            report.run(row, || repeats_its_bits(row, &tile, stream).map_err(story("repeat")));
-            report.run(row, || replays_a_graph(row, &tile, stream).map_err(story("graph")));
-            report.run(row, || unvisited_nan_is_not_read(row, &tile, stream).map_err(story("NaN")));
+            report.run(kernel, || equals_dense(kernel, &tile, stream).map_err(story("dense")));
+            report.run(kernel, || repeats_its_bits(kernel, &tile, stream).map_err(story("repeat")));
+            report.run(kernel, || replays_a_graph(kernel, &tile, stream).map_err(story("graph")));
+            report.run(kernel, || {
+                unvisited_nan_is_not_read(kernel, &tile, stream).map_err(story("NaN"))
+            });
         }
     }
     report.finish(&gpu, "block_sparse_gpu");
@@ -69,20 +71,21 @@ fn block(tile: &AttentionTile, multiples: [usize; 2], pattern: BlockPattern) -> 
 fn bits(
     case: &AttentionCase,
     data: &AttentionData,
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     stream: &Stream,
 ) -> Result<[Vec<u32>; 2], String> {
     let inputs = AttentionInputs::upload(case, data, stream)?;
     let mut outputs = AttentionOutputs::poisoned(case, stream)?;
-    outputs.launch(&inputs, Choice::This(row), stream).map_err(|error| error.to_string())?;
-    wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
+    outputs.launch(&inputs, Choice::This(kernel), stream).map_err(|error| error.to_string())?;
+    wait(stream, &|| format!("{} with {case:?}", kernel.image_name()))?;
     outputs.bits(stream)
 }
 
-/// A mask that hides nothing lets a row visit the same key tiles in the same order: the same bits.
-/// Blocks that the token mask shows a pair of are as good as all. Also for packed sequences.
+/// A mask that hides nothing lets a kernel visit the same key tiles in the same order, so the bits
+/// are the same. It is enough to list the blocks in which the token mask shows a pair. Also for
+/// packed sequences.
 fn equals_dense(
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     tile: &AttentionTile,
     stream: &Stream,
 ) -> Result<usize, String> {
@@ -100,12 +103,12 @@ fn equals_dense(
         let simple = AttentionCase::of_tile(tile, (2, 1), (0, 0));
         let dense = AttentionCase { mask, lengths, sink: true, ..simple };
         let data = AttentionData::generate(&dense);
-        let expected = bits(&dense, &data, row, stream)?;
+        let expected = bits(&dense, &data, kernel, stream)?;
         for pattern in [BlockPattern::Random(1.0), BlockPattern::Seen] {
             for multiples in [[1, 1], [2, 2]] {
                 let block_mask = Some(block(tile, multiples, pattern));
                 let sparse = AttentionCase { block_mask, ..dense.clone() };
-                if bits(&sparse, &data, row, stream)? != expected {
+                if bits(&sparse, &data, kernel, stream)? != expected {
                     return Err(format!("not the bits of dense attention\n    {sparse:?}"));
                 }
                 compared += 2;
@@ -126,29 +129,29 @@ fn uneven(tile: &AttentionTile, pattern: BlockPattern) -> AttentionCase {
 }
 
 fn repeats_its_bits(
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     tile: &AttentionTile,
     stream: &Stream,
 ) -> Result<usize, String> {
     let case = uneven(tile, BlockPattern::EmptyRowsAndColumns);
-    same_bits(&case, row, stream)
+    same_bits(&case, kernel, stream)
 }
 
 /// Captures a call once and replays it with other numbers under the same mask.
 fn replays_a_graph(
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     tile: &AttentionTile,
     stream: &Stream,
 ) -> Result<usize, String> {
     let dense = Lengths::Dense { batch: 2, seqlen_q: 300, seqlen_kv: 700 };
     let packed = Lengths::Packed { lengths: vec![(200, 400), (0, 3), (300, 700)], slack: (1, 0) };
-    let replayed = [dense, packed].map(|lengths| replays(lengths, row, tile, stream));
+    let replayed = [dense, packed].map(|lengths| replays(lengths, kernel, tile, stream));
     replayed.into_iter().sum()
 }
 
 fn replays(
     lengths: Lengths,
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     tile: &AttentionTile,
     stream: &Stream,
 ) -> Result<usize, String> {
@@ -162,7 +165,7 @@ fn replays(
     let mut inputs = AttentionInputs::upload(&case, &data(1), stream)?;
     let mut outputs = AttentionOutputs::poisoned(&case, stream)?;
     let graph = stream
-        .capture(|stream| outputs.launch(&inputs, Choice::This(row), stream))
+        .capture(|stream| outputs.launch(&inputs, Choice::This(kernel), stream))
         .map_err(|error| format!("capture: {error}"))?;
     let mut compared = 0;
     for data in [1, 2, 3].map(data) {
@@ -170,7 +173,7 @@ fn replays(
         inputs.refill(&case, &data, stream)?;
         outputs.poison(stream)?;
         graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
-        wait(stream, &|| format!("replay of {} with {case:?}", row.image_name()))?;
+        wait(stream, &|| format!("replay of {} with {case:?}", kernel.image_name()))?;
         compared += outputs
             .check(&case, &reference, stream)
             .map_err(|error| format!("{error}\n    {case:?}"))?;
@@ -180,7 +183,7 @@ fn replays(
 
 /// Keys and values that no query of an entry attends are NaN or infinite: not a bit changes.
 fn unvisited_nan_is_not_read(
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     tile: &AttentionTile,
     stream: &Stream,
 ) -> Result<usize, String> {
@@ -206,7 +209,7 @@ fn unvisited_nan_is_not_read(
         if planted == 0 && pattern == BlockPattern::EmptyRowsAndColumns {
             return Err(format!("every key is visited\n    {case:?}"));
         }
-        if bits(&case, &dirty, row, stream)? != bits(&case, &clean, row, stream)? {
+        if bits(&case, &dirty, kernel, stream)? != bits(&case, &clean, kernel, stream)? {
             return Err(format!("keys that are not visited act\n    {case:?}"));
         }
         compared += 2;

@@ -65,26 +65,28 @@ fn tile_edges() {
     }
 }
 
-/// What the suite of the GPU kernels relies on: a case that is made for a row has A, B and C as the
-/// row takes them.
+/// The suite of the GPU kernels relies on this: a case that is made for a kernel has A, B and C in
+/// the layouts that the kernel takes.
 #[test]
 fn cases_lie_as_a_row_takes_them() {
     let stream = cpu();
     let mut columns_of_c = BTreeSet::new();
     // Tiles differ in sizes, too, but these do not matter here.
-    let rows = manifest::kernels()
+    let kernels = manifest::kernels()
         .iter()
-        .flat_map(|row| tiles(row).into_iter().map(move |tile| (row, tile)));
-    for (row, tile) in rows.filter(|(_, tile)| (tile.dtype, tile.block_n) == (DType::F16, 128)) {
-        let hopper = match row.variant {
+        .flat_map(|kernel| tiles(kernel).into_iter().map(move |tile| (kernel, tile)));
+    for (kernel, tile) in
+        kernels.filter(|(_, tile)| (tile.dtype, tile.block_n) == (DType::F16, 128))
+    {
+        let hopper = match kernel.variant {
             Variant::BsrMatmulHopper(tile) => Some(tile),
-            _ if row.takes_any_layout() && row.target == Target::Sm80 => None,
+            _ if kernel.takes_any_layout() && kernel.target == Target::Sm80 => None,
             _ => continue,
         };
         let size = tile.block_size as usize;
         let cases =
             [edge_cases(DType::F16, size, 128, 64), column_cases(DType::F16, size, 128)].concat();
-        for case in cases.into_iter().map(|case| case.for_row(row, &tile)) {
+        for case in cases.into_iter().map(|case| case.for_kernel(kernel, &tile)) {
             let data = BsrData::generate(&case);
             let inputs = BsrInputs::upload(&case, &data, &stream).unwrap();
             let problem = inputs.problem(&mut inputs.old_c(&data, &stream).unwrap()).unwrap();
@@ -94,7 +96,7 @@ fn cases_lie_as_a_row_takes_them() {
                 "{case:?}"
             );
             columns_of_c.extend(
-                (problem.n > 1 && problem.c_major == Major::Column).then_some(row.symbol()),
+                (problem.n > 1 && problem.c_major == Major::Column).then_some(kernel.symbol()),
             );
             // A single column, or none, is one of rows: kernels for columns take it only where A is
             // transposed. Without the gaps that those for Hopper need, a single row is one of

@@ -2,10 +2,10 @@
 
 use blockflash_ops::{BsrMatmul, DType, Operation, Stream, Tensor};
 use blockflash_sys::Kernel;
-use blockflash_sys::manifest::BsrTile;
+use blockflash_sys::manifest::BsrMatmulTile;
 use blockflash_tests::bsr::{
     BsrCase, BsrData, BsrInputs, BsrReference, Choice, Limits, Pattern, Workspace, bsr_cases,
-    check_output, column_cases, edge_cases, epilogue_cases, run_on_row, tiles,
+    check_output, column_cases, edge_cases, epilogue_cases, run_on_kernel, tiles,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
 use blockflash_tests::host::{download, poisoned};
@@ -17,25 +17,25 @@ use std::collections::BTreeMap;
 /// Multiply-adds per case and computation of the oracle; larger cases are sampled.
 const BUDGET: f64 = 2e8;
 
-/// Rows that compute the same problems: they share cases and references. A row that takes any
+/// Kernels that compute the same problems: they share cases and references. A kernel that takes any
 /// layout is there with each.
-fn groups(gpu: &Gpu) -> BTreeMap<(DType, u32), Vec<(&'static Kernel, BsrTile)>> {
+fn groups(gpu: &Gpu) -> BTreeMap<(DType, u32), Vec<(&'static Kernel, BsrMatmulTile)>> {
     let mut groups: BTreeMap<_, Vec<_>> = BTreeMap::new();
-    for (row, tile) in
-        gpu.rows().flat_map(|row| tiles(row).into_iter().map(move |tile| (row, tile)))
+    for (kernel, tile) in
+        gpu.kernels().flat_map(|kernel| tiles(kernel).into_iter().map(move |tile| (kernel, tile)))
     {
-        groups.entry((tile.dtype, tile.block_size)).or_default().push((row, tile));
+        groups.entry((tile.dtype, tile.block_size)).or_default().push((kernel, tile));
     }
     groups
 }
 
 fn cases_of(
     (dtype, block_size): (DType, u32),
-    rows: &[(&'static Kernel, BsrTile)],
+    kernels: &[(&'static Kernel, BsrMatmulTile)],
 ) -> Vec<BsrCase> {
     let size = block_size as usize;
     let mut tiles: Vec<(usize, usize)> =
-        rows.iter().map(|(_, tile)| (tile.block_n as usize, tile.block_k as usize)).collect();
+        kernels.iter().map(|(_, tile)| (tile.block_n as usize, tile.block_k as usize)).collect();
     tiles.sort_unstable();
     tiles.dedup();
     let mut cases: Vec<BsrCase> = tiles
@@ -62,27 +62,31 @@ fn cases_of(
 }
 
 #[test]
-fn every_row() {
-    let Some(gpu) = gpu("bsr_gpu::every_row") else { return };
+fn every_kernel() {
+    let Some(gpu) = gpu("bsr_gpu::every_kernel") else { return };
     let stream = &gpu.stream;
     let mut report = Report::default();
-    for (key, rows) in groups(&gpu) {
-        for case in cases_of(key, &rows) {
+    for (key, kernels) in groups(&gpu) {
+        for case in cases_of(key, &kernels) {
             let (data, reference) = prepared(&case);
-            for (row, tile) in &rows {
-                report.run(row, || run_on_row(&case, &data, &reference, (row, tile), stream));
+            for (kernel, tile) in &kernels {
+                report.run(kernel, || {
+                    run_on_kernel(&case, &data, &reference, (kernel, tile), stream)
+                });
             }
         }
-        for &(row, tile) in &rows {
+        for &(kernel, tile) in &kernels {
             let story = |what: &'static str| {
-                move |error| format!("{what} of {}: {error}", row.image_name())
+                move |error| format!("{what} of {}: {error}", kernel.image_name())
             };
-            report.run(row, || replays_a_graph(row, &tile, stream).map_err(story("graph")));
-            report.run(row, || repeats_its_bits(row, &tile, stream).map_err(story("repeat")));
-            report.run(row, || runs_in_two_threads(row, &tile, &gpu).map_err(story("threads")));
+            report.run(kernel, || replays_a_graph(kernel, &tile, stream).map_err(story("graph")));
+            report.run(kernel, || repeats_its_bits(kernel, &tile, stream).map_err(story("repeat")));
+            report
+                .run(kernel, || runs_in_two_threads(kernel, &tile, &gpu).map_err(story("threads")));
             if tile.a_transposed {
-                report.run(row, || {
-                    is_the_transposed_matrix(row, &tile, &rows, stream).map_err(story("transpose"))
+                report.run(kernel, || {
+                    is_the_transposed_matrix(kernel, &tile, &kernels, stream)
+                        .map_err(story("transpose"))
                 });
             }
         }
@@ -98,18 +102,22 @@ fn prepared(case: &BsrCase) -> (BsrData, BsrReference) {
 }
 
 /// Captures a call once and replays it with another B.
-fn replays_a_graph(row: &'static Kernel, tile: &BsrTile, stream: &Stream) -> Result<usize, String> {
+fn replays_a_graph(
+    kernel: &'static Kernel,
+    tile: &BsrMatmulTile,
+    stream: &Stream,
+) -> Result<usize, String> {
     let size = tile.block_size as usize;
     let case = BsrCase {
         workspace: Workspace::Parts(2),
         ..BsrCase::simple(tile.dtype, size, [5 * size + 3, 130, 7 * size], Pattern::Random(0.5))
-            .for_row(row, tile)
+            .for_kernel(kernel, tile)
     };
     let mut data = BsrData::generate(&case);
     let mut inputs = BsrInputs::upload(&case, &data, stream)?;
     let mut c = inputs.old_c(&data, stream)?;
     let graph = stream
-        .capture(|stream| inputs.launch(&mut c, Choice::This(row), stream))
+        .capture(|stream| inputs.launch(&mut c, Choice::This(kernel), stream))
         .map_err(|error| format!("capture: {error}"))?;
     for replay in 0..4 {
         data.b.rotate_left(17 * replay + 1);
@@ -120,7 +128,7 @@ fn replays_a_graph(row: &'static Kernel, tile: &BsrTile, stream: &Stream) -> Res
         inputs.refill(&data, stream)?;
         c.fill_bytes(stream, POISON).map_err(|error| error.to_string())?;
         graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
-        wait(stream, &|| format!("replay {replay} of {} with {case:?}", row.image_name()))?;
+        wait(stream, &|| format!("replay {replay} of {} with {case:?}", kernel.image_name()))?;
         check_output(&c, &case, &data, &reference, stream)
             .map_err(|error| format!("{error}\n    {case:?}"))?;
     }
@@ -130,11 +138,11 @@ fn replays_a_graph(row: &'static Kernel, tile: &BsrTile, stream: &Stream) -> Res
 /// Also where tiles are computed in parts, whoever is first: all tiles alike, and one among empty
 /// ones.
 fn repeats_its_bits(
-    row: &'static Kernel,
-    tile: &BsrTile,
+    kernel: &'static Kernel,
+    tile: &BsrMatmulTile,
     stream: &Stream,
 ) -> Result<usize, String> {
-    let of = |(pattern, workspace)| same_bits(row, tile, pattern, workspace, stream);
+    let of = |(pattern, workspace)| same_bits(kernel, tile, pattern, workspace, stream);
     let cases = [
         (Pattern::Random(0.3), Workspace::None),
         (Pattern::Random(0.3), Workspace::Parts(3)),
@@ -144,8 +152,8 @@ fn repeats_its_bits(
 }
 
 fn same_bits(
-    row: &'static Kernel,
-    tile: &BsrTile,
+    kernel: &'static Kernel,
+    tile: &BsrMatmulTile,
     pattern: Pattern,
     workspace: Workspace,
     stream: &Stream,
@@ -153,15 +161,16 @@ fn same_bits(
     let size = tile.block_size as usize;
     let case = BsrCase {
         workspace,
-        ..BsrCase::simple(tile.dtype, size, [40 * size, 300, 30 * size], pattern).for_row(row, tile)
+        ..BsrCase::simple(tile.dtype, size, [40 * size, 300, 30 * size], pattern)
+            .for_kernel(kernel, tile)
     };
     let data = BsrData::generate(&case);
     let inputs = BsrInputs::upload(&case, &data, stream)?;
     let mut first = None;
     for repeat in 0..30 {
         let mut c = inputs.old_c(&data, stream)?;
-        inputs.launch(&mut c, Choice::This(row), stream).map_err(|error| error.to_string())?;
-        wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
+        inputs.launch(&mut c, Choice::This(kernel), stream).map_err(|error| error.to_string())?;
+        wait(stream, &|| format!("{} with {case:?}", kernel.image_name()))?;
         let bits = download(stream, &c)?;
         if *first.get_or_insert_with(|| bits.clone()) != bits {
             return Err(format!("repeat {repeat} differs from the first run\n    {case:?}"));
@@ -172,16 +181,16 @@ fn same_bits(
 
 /// Aᵀ by an index, and the transposed matrix by the kernel with the same tiles: equal bits.
 fn is_the_transposed_matrix(
-    row: &'static Kernel,
-    tile: &BsrTile,
-    rows: &[(&'static Kernel, BsrTile)],
+    kernel: &'static Kernel,
+    tile: &BsrMatmulTile,
+    kernels: &[(&'static Kernel, BsrMatmulTile)],
     stream: &Stream,
 ) -> Result<usize, String> {
-    let same = BsrTile { a_transposed: false, ..*tile };
-    let is_other = |(other, tile): &&(&'static Kernel, BsrTile)| {
-        *tile == same && (other.source(), other.target) == (row.source(), row.target)
+    let same = BsrMatmulTile { a_transposed: false, ..*tile };
+    let is_other = |(other, tile): &&(&'static Kernel, BsrMatmulTile)| {
+        *tile == same && (other.source(), other.target) == (kernel.source(), kernel.target)
     };
-    let (other, _) = rows.iter().find(is_other).ok_or("no kernel with the same tiles")?;
+    let (other, _) = kernels.iter().find(is_other).ok_or("no kernel with the same tiles")?;
     let size = tile.block_size as usize;
     let mut compared = 0;
     for (seed, pattern) in
@@ -190,22 +199,31 @@ fn is_the_transposed_matrix(
         let mnk = [11 * size - 3, 2 * tile.block_n as usize + 40, 9 * size - 5];
         let case = BsrCase { seed: seed as u64, ..BsrCase::simple(tile.dtype, size, mnk, pattern) };
         let data = BsrData::generate(&case);
-        let bits = |row: &'static Kernel, tile: &BsrTile| -> Result<Vec<u32>, String> {
-            let inputs = BsrInputs::upload(&case.clone().for_row(row, tile), &data, stream)?;
+        let bits = |kernel: &'static Kernel, tile: &BsrMatmulTile| -> Result<Vec<u32>, String> {
+            let inputs = BsrInputs::upload(&case.clone().for_kernel(kernel, tile), &data, stream)?;
             let mut c = inputs.old_c(&data, stream)?;
-            inputs.launch(&mut c, Choice::This(row), stream).map_err(|error| error.to_string())?;
-            wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
+            inputs
+                .launch(&mut c, Choice::This(kernel), stream)
+                .map_err(|error| error.to_string())?;
+            wait(stream, &|| format!("{} with {case:?}", kernel.image_name()))?;
             download(stream, &c)
         };
-        if bits(row, tile)? != bits(other, &same)? {
-            return Err(format!("bits differ from those of {}\n    {case:?}", other.image_name()));
+        if bits(kernel, tile)? != bits(other, &same)? {
+            return Err(format!(
+                "bits differ from the bits of {}\n    {case:?}",
+                other.image_name()
+            ));
         }
         compared += 1;
     }
     Ok(compared)
 }
 
-fn runs_in_two_threads(row: &'static Kernel, tile: &BsrTile, gpu: &Gpu) -> Result<usize, String> {
+fn runs_in_two_threads(
+    kernel: &'static Kernel,
+    tile: &BsrMatmulTile,
+    gpu: &Gpu,
+) -> Result<usize, String> {
     let size = tile.block_size as usize;
     let work = |thread: usize| {
         let stream = gpu.device.stream().map_err(|error| error.to_string())?;
@@ -215,7 +233,7 @@ fn runs_in_two_threads(row: &'static Kernel, tile: &BsrTile, gpu: &Gpu) -> Resul
             let case =
                 BsrCase { seed, ..BsrCase::simple(tile.dtype, size, mnk, Pattern::Random(0.4)) };
             let (data, reference) = prepared(&case);
-            compared += run_on_row(&case, &data, &reference, (row, tile), &stream)?;
+            compared += run_on_kernel(&case, &data, &reference, (kernel, tile), &stream)?;
         }
         Ok(compared)
     };
@@ -248,8 +266,8 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
         let b_data = BsrData::generate(&case(128)).b;
         let upload = || {
             let mut bits = vec![u16::from_ne_bytes([POISON; 2]); ROWS * STRIDE];
-            for (row, numbers) in b_data.chunks(COLUMNS).enumerate() {
-                let to = &mut bits[(row + 1) * STRIDE - COLUMNS..(row + 1) * STRIDE];
+            for (kernel, numbers) in b_data.chunks(COLUMNS).enumerate() {
+                let to = &mut bits[(kernel + 1) * STRIDE - COLUMNS..(kernel + 1) * STRIDE];
                 to.iter_mut().zip(numbers).for_each(|(bits, &x)| *bits = encode(dtype, x) as u16);
             }
             match dtype {
@@ -264,16 +282,16 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
         let b = upload().expect("memory for a matrix beyond 2^31 elements");
         let mut spread = Tensor::empty(stream, dtype, &[ROWS, STRIDE])
             .expect("memory for C beyond 2^31 elements");
-        for (row, tile) in gpu
-            .rows()
-            .filter_map(|row| Some((row, row.bsr_tile()?)))
+        for (kernel, tile) in gpu
+            .kernels()
+            .filter_map(|kernel| Some((kernel, kernel.bsr_matmul_tile()?)))
             .filter(|(_, tile)| tile.dtype == dtype)
         {
             // B and C lie by rows here, and A as it is.
             if tile.a_transposed || tile.b_column_major {
                 continue;
             }
-            report.run(row, || {
+            report.run(kernel, || {
                 let case = case(tile.block_size as usize);
                 let data = BsrData { b: b_data.clone(), ..BsrData::generate(&case) };
                 let reference = BsrReference::compute(&case, &data, BUDGET);
@@ -284,8 +302,10 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
                     .map_err(|error| error.to_string())?;
                 let product = BsrMatmul::new(&a, b);
                 let mut c = poisoned(stream, dtype, &[ROWS, COLUMNS])?;
-                product.run_with(row, c.view_mut(), stream).map_err(|error| error.to_string())?;
-                wait(stream, &|| format!("{} with B beyond 2^31 elements", row.image_name()))?;
+                product
+                    .run_with(kernel, c.view_mut(), stream)
+                    .map_err(|error| error.to_string())?;
+                wait(stream, &|| format!("{} with B beyond 2^31 elements", kernel.image_name()))?;
                 check_output(&c, &case, &data, &reference, stream)?;
                 let expected = download(stream, &c)?;
 
@@ -294,8 +314,8 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
                     .view_mut()
                     .slice(1, 8..8 + COLUMNS)
                     .map_err(|error| error.to_string())?;
-                product.run_with(row, out, stream).map_err(|error| error.to_string())?;
-                wait(stream, &|| format!("{} with C beyond 2^31 elements", row.image_name()))?;
+                product.run_with(kernel, out, stream).map_err(|error| error.to_string())?;
+                wait(stream, &|| format!("{} with C beyond 2^31 elements", kernel.image_name()))?;
                 for i in (0..ROWS).step_by(97).chain(ROWS - 45..ROWS) {
                     check_row(&spread, i, &expected[i * COLUMNS..][..COLUMNS], stream)?;
                 }

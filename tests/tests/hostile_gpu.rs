@@ -226,11 +226,13 @@ fn listing_before_choosing_lists_nothing() {
     let name = "hostile_gpu::listing_before_choosing_lists_nothing";
     let Some(gpu) = gpu(name) else { return };
     let stream = &gpu.stream;
-    let kernel_of = |row: &'static Kernel| match row.variant {
-        Variant::BlockMask(BlockMaskKernel::Build { slab_rows }) => Some((row, slab_rows as usize)),
+    let kernel_of = |kernel: &'static Kernel| match kernel.variant {
+        Variant::BlockMask(BlockMaskKernel::Build { slab_rows }) => {
+            Some((kernel, slab_rows as usize))
+        }
         _ => None,
     };
-    for (row, slab_rows) in gpu.rows().filter_map(kernel_of) {
+    for (kernel, slab_rows) in gpu.kernels().filter_map(kernel_of) {
         let (heads, rows, cols, capacity) = (2, 40, 70, 50);
         let source = Tensor::zeros(stream, DType::U8, &[1, heads, rows, cols]).unwrap();
         let mut scratch = BlockListScratch::new([1, heads], rows, cols, slab_rows, stream).unwrap();
@@ -274,7 +276,7 @@ fn listing_before_choosing_lists_nothing() {
             window_right: BLOCKFLASH_WINDOW_UNBOUNDED,
             align_bottom_right: 0,
         };
-        let config = LaunchConfig::of(row, (heads * rows.div_ceil(slab_rows)) as u32, false);
+        let config = LaunchConfig::of(kernel, (heads * rows.div_ceil(slab_rows)) as u32, false);
         let operands = BlockMaskBuildOperands {
             source: source.view(),
             always: None,
@@ -282,8 +284,8 @@ fn listing_before_choosing_lists_nothing() {
             lists: &mut lists,
             problems: problems.view_mut(),
         };
-        stream.launch::<BlockMaskBuild>(row, &config, &params, operands).unwrap();
-        wait(stream, &|| format!("{}, second step alone", row.image_name())).unwrap();
+        stream.launch::<BlockMaskBuild>(kernel, &config, &params, operands).unwrap();
+        wait(stream, &|| format!("{}, second step alone", kernel.image_name())).unwrap();
         assert_eq!(lists.row_ptr().to_vec::<i32>(stream).unwrap(), vec![0; heads * (rows + 1)]);
         let order: Vec<i32> = (0..heads).flat_map(|_| (0..rows as i32).rev()).collect();
         assert_eq!(lists.row_order().to_vec::<i32>(stream).unwrap(), order);

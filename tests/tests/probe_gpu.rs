@@ -8,8 +8,10 @@ use blockflash_tests::gpu::{Report, gpu};
 fn probes_compute_what_they_are_timed_for() {
     let Some(gpu) = gpu("probes_compute_what_they_are_timed_for") else { return };
     let mut report = Report::default();
-    for row in gpu.rows().filter(|row| matches!(row.variant, Variant::Probe(_))) {
-        report.run(row, || ceilings::verify(row, &gpu.stream).map_err(|error| error.to_string()));
+    for kernel in gpu.kernels().filter(|kernel| matches!(kernel.variant, Variant::Probe(_))) {
+        report.run(kernel, || {
+            ceilings::verify(kernel, &gpu.stream).map_err(|error| error.to_string())
+        });
     }
     report.finish(&gpu, "probe");
 }
@@ -18,13 +20,15 @@ fn probes_compute_what_they_are_timed_for() {
 fn operands_that_do_not_fit_are_refused() {
     use blockflash_safe::{DType, Error, Tensor};
     let Some(gpu) = gpu("operands_that_do_not_fit_are_refused") else { return };
-    let row =
-        gpu.rows().find(|row| row.symbol().ends_with("exp2")).expect("a probe of exponentials");
-    let threads = row.threads() as usize;
+    let kernel = gpu
+        .kernels()
+        .find(|kernel| kernel.symbol().ends_with("exp2"))
+        .expect("a probe of exponentials");
+    let threads = kernel.threads() as usize;
     let launch = |words: usize, out: usize, blocks: u32| {
         let input = Tensor::zeros(&gpu.stream, DType::I32, &[words]).unwrap();
         let mut output = Tensor::zeros(&gpu.stream, DType::I32, &[out]).unwrap();
-        gpu.stream.launch_probe(row, blocks, 1, input.view(), output.view_mut())
+        gpu.stream.launch_probe(kernel, blocks, 1, input.view(), output.view_mut())
     };
     assert!(launch(16384, threads, 1).is_ok());
     for (words, out, blocks) in [

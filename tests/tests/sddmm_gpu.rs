@@ -10,19 +10,19 @@ use blockflash_tests::number::POISON;
 use blockflash_tests::property;
 use blockflash_tests::sddmm::{
     Limits, SddmmCase, SddmmData, SddmmInputs, SddmmReference, check_values, edge_cases,
-    run_and_check, run_on_row, sddmm_cases,
+    run_and_check, run_on_kernel, sddmm_cases,
 };
 
 /// Multiply-adds per case and computation of the oracle; larger cases are sampled.
 const BUDGET: f64 = 2e8;
 
-/// The layouts of A and B that a row takes.
+/// The layouts of A and B that a kernel takes.
 fn layouts(tile: &BsrSddmmTile) -> Vec<[Major; 2]> {
     let all = || Major::ALL.into_iter().flat_map(|a| Major::ALL.map(|b| [a, b])).collect();
     tile.majors.map_or_else(all, |majors| vec![majors])
 }
 
-/// A case for a row, in the first of its layouts.
+/// A case for a kernel, in the first of its layouts.
 fn simple(tile: &BsrSddmmTile, blocks: [usize; 2], k: usize, pattern: Pattern) -> SddmmCase {
     let size = tile.block_size as usize;
     let mnk = [blocks[0] * size - 5, blocks[1] * size - 3, k];
@@ -59,30 +59,31 @@ fn cases_of(tile: &BsrSddmmTile) -> Vec<SddmmCase> {
 }
 
 #[test]
-fn every_row() {
-    let Some(gpu) = gpu("sddmm_gpu::every_row") else { return };
-    let rows: Vec<_> = gpu.rows().filter_map(|row| Some((row, row.bsr_sddmm_tile()?))).collect();
-    assert!(!rows.is_empty());
+fn every_kernel() {
+    let Some(gpu) = gpu("sddmm_gpu::every_kernel") else { return };
+    let kernels: Vec<_> =
+        gpu.kernels().filter_map(|kernel| Some((kernel, kernel.bsr_sddmm_tile()?))).collect();
+    assert!(!kernels.is_empty());
     let stream = &gpu.stream;
     let mut report = Report::default();
-    for (row, tile) in &rows {
+    for (kernel, tile) in &kernels {
         for case in cases_of(tile) {
             let data = SddmmData::generate(&case);
             let reference = SddmmReference::compute(&case, &data, BUDGET);
-            report.run(row, || run_on_row(&case, &data, &reference, row, stream));
+            report.run(kernel, || run_on_kernel(&case, &data, &reference, kernel, stream));
         }
         let story =
-            |what: &'static str| move |error| format!("{what} of {}: {error}", row.image_name());
-        report.run(row, || replays_a_graph(row, tile, stream).map_err(story("graph")));
-        report.run(row, || repeats_its_bits(row, tile, stream).map_err(story("repeat")));
-        report.run(row, || runs_in_two_threads(row, tile, &gpu).map_err(story("threads")));
+            |what: &'static str| move |error| format!("{what} of {}: {error}", kernel.image_name());
+        report.run(kernel, || replays_a_graph(kernel, tile, stream).map_err(story("graph")));
+        report.run(kernel, || repeats_its_bits(kernel, tile, stream).map_err(story("repeat")));
+        report.run(kernel, || runs_in_two_threads(kernel, tile, &gpu).map_err(story("threads")));
     }
     report.finish(&gpu, "sddmm_gpu");
 }
 
 /// Captures a call once and replays it with other matrices.
 fn replays_a_graph(
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     tile: &BsrSddmmTile,
     stream: &Stream,
 ) -> Result<usize, String> {
@@ -91,7 +92,7 @@ fn replays_a_graph(
     let mut inputs = SddmmInputs::upload(&case, &data, stream)?;
     let mut values = inputs.old_values(&data, stream)?;
     let graph = stream
-        .capture(|stream| inputs.launch(&mut values, &data, Choice::This(row), stream))
+        .capture(|stream| inputs.launch(&mut values, &data, Choice::This(kernel), stream))
         .map_err(|error| format!("capture: {error}"))?;
     for replay in 0..4 {
         data.a.rotate_left(17 * replay + 1);
@@ -102,7 +103,7 @@ fn replays_a_graph(
         inputs.refill(&data, stream)?;
         values.fill_bytes(stream, POISON).map_err(|error| error.to_string())?;
         graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
-        wait(stream, &|| format!("replay {replay} of {} with {case:?}", row.image_name()))?;
+        wait(stream, &|| format!("replay {replay} of {} with {case:?}", kernel.image_name()))?;
         check_values(&values, &case, &data, &reference, stream)
             .map_err(|error| format!("{error}\n    {case:?}"))?;
     }
@@ -110,7 +111,7 @@ fn replays_a_graph(
 }
 
 fn repeats_its_bits(
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     tile: &BsrSddmmTile,
     stream: &Stream,
 ) -> Result<usize, String> {
@@ -121,9 +122,9 @@ fn repeats_its_bits(
     for repeat in 0..20 {
         let mut values = inputs.old_values(&data, stream)?;
         inputs
-            .launch(&mut values, &data, Choice::This(row), stream)
+            .launch(&mut values, &data, Choice::This(kernel), stream)
             .map_err(|error| error.to_string())?;
-        wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
+        wait(stream, &|| format!("{} with {case:?}", kernel.image_name()))?;
         let bits = download(stream, &values)?;
         if *first.get_or_insert_with(|| bits.clone()) != bits {
             return Err(format!("repeat {repeat} differs from the first run\n    {case:?}"));
@@ -133,7 +134,7 @@ fn repeats_its_bits(
 }
 
 fn runs_in_two_threads(
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     tile: &BsrSddmmTile,
     gpu: &Gpu,
 ) -> Result<usize, String> {
@@ -145,7 +146,7 @@ fn runs_in_two_threads(
                 SddmmCase { seed, ..simple(tile, [9 + thread, 11], 200, Pattern::Random(0.4)) };
             let data = SddmmData::generate(&case);
             let reference = SddmmReference::compute(&case, &data, BUDGET);
-            compared += run_and_check(&case, &data, &reference, Choice::This(row), &stream)?;
+            compared += run_and_check(&case, &data, &reference, Choice::This(kernel), &stream)?;
         }
         Ok(compared)
     };
@@ -163,7 +164,7 @@ fn runs_in_two_threads(
 #[test]
 fn selection() {
     let Some(gpu) = gpu("sddmm_gpu::selection") else { return };
-    let tiles: Vec<_> = gpu.rows().filter_map(Kernel::bsr_sddmm_tile).collect();
+    let tiles: Vec<_> = gpu.all_kernels().filter_map(Kernel::bsr_sddmm_tile).collect();
     for (size, [a, b]) in [16, 32, 48, 64, 128].into_iter().flat_map(|size| {
         Major::ALL.into_iter().flat_map(move |a| Major::ALL.map(move |b| (size, [a, b])))
     }) {
@@ -181,7 +182,7 @@ fn selection() {
             }
         }
     }
-    assert!(manifest::kernels().iter().any(|row| row.bsr_sddmm_tile().is_some()));
+    assert!(manifest::kernels().iter().any(|kernel| kernel.bsr_sddmm_tile().is_some()));
 }
 
 #[test]

@@ -50,9 +50,9 @@ fn gpus() -> impl Strategy<Value = CudaProperties> {
     select(GPUS.to_vec()).prop_map(|(name, capability, smem)| fabricated(name, capability, smem))
 }
 
-/// Whether some row could run: the definition that selection must agree with.
-fn runs(row: &Kernel, gpu: &CudaProperties) -> bool {
-    row.target.runs_on(gpu.compute_capability) && row.smem_bytes() <= gpu.smem_per_block
+/// Whether some kernel could run: the definition that selection must agree with.
+fn runs(kernel: &Kernel, gpu: &CudaProperties) -> bool {
+    kernel.target.runs_on(gpu.compute_capability) && kernel.smem_bytes() <= gpu.smem_per_block
 }
 
 proptest! {
@@ -81,7 +81,7 @@ proptest! {
             block_mask,
             ..AttentionProblem::dense(dtype, [sizes.0, sizes.1, sizes.2], heads, head_dim)
         };
-        let fits = |row: &Kernel| row.attention_tile().is_some_and(|tile| {
+        let fits = |kernel: &Kernel| kernel.attention_tile().is_some_and(|tile| {
             let divides = |mask: BlockMaskSizes| {
                 mask.block_q.is_multiple_of(tile.block_q)
                     && mask.block_kv.is_multiple_of(tile.block_kv)
@@ -90,22 +90,23 @@ proptest! {
                 && tile.head_dim as usize >= head_dim
                 && head_dim % 8 == 0
                 && block_mask.is_none_or(divides)
-        }) && runs(row, &gpu);
-        let possible: Vec<&Kernel> = manifest::kernels().iter().filter(|row| fits(row)).collect();
+        }) && runs(kernel, &gpu);
+        let possible: Vec<&Kernel> =
+            manifest::kernels().iter().filter(|kernel| fits(kernel)).collect();
         match attention::select(&problem, &gpu) {
-            Ok(row) => {
-                prop_assert!(fits(row), "{} on {}", row.image_name(), gpu.name);
-                let machine_code = possible.iter().any(|row| !row.target.is_ptx());
-                let fastest = !machine_code || !row.target.is_ptx();
+            Ok(kernel) => {
+                prop_assert!(fits(kernel), "{} on {}", kernel.image_name(), gpu.name);
+                let machine_code = possible.iter().any(|kernel| !kernel.target.is_ptx());
+                let fastest = !machine_code || !kernel.target.is_ptx();
                 prop_assert!(fastest, "PTX where {} has machine code", gpu.name);
-                let plan = attention::plan(row, &problem, &gpu).unwrap();
-                let tile = row.attention_tile().unwrap();
+                let plan = attention::plan(kernel, &problem, &gpu).unwrap();
+                let tile = kernel.attention_tile().unwrap();
                 // Rows of a mask have equally many tiles, also the last one.
                 let block_q = block_mask.map_or(tile.block_q, |mask| mask.block_q);
                 let tiles_per_block = (block_q / tile.block_q) as usize;
                 let tiles_q = sizes.1.div_ceil(block_q as usize) * tiles_per_block;
                 let tiles = (tiles_q * heads[0] * sizes.0) as u32;
-                let stay = match row.variant {
+                let stay = match kernel.variant {
                     Variant::AttentionFwdHopper(tile) => {
                         Some(gpu.multiprocessors * tile.blocks_per_multiprocessor)
                     }
@@ -115,15 +116,15 @@ proptest! {
                 let blocks = stay.map_or(tiles, |blocks| tiles.min(blocks));
                 prop_assert_eq!(config.grid, [blocks, 1, 1]);
                 prop_assert_eq!(config.programmatic_dependent_launch, stay.is_some());
-                prop_assert_eq!(config.block, row.threads());
-                prop_assert_eq!(config.smem_bytes, row.smem_bytes());
+                prop_assert_eq!(config.block, kernel.threads());
+                prop_assert_eq!(config.smem_bytes, kernel.smem_bytes());
                 prop_assert_eq!(base.seqlen_q, sizes.1 as i32);
                 prop_assert_eq!(base.head_dim, head_dim as i32);
-                let rows = block_mask.map_or(0, |mask| sizes.1.div_ceil(mask.block_q as usize));
-                prop_assert_eq!(base.block_mask.rows as usize, rows);
+                let kernels = block_mask.map_or(0, |mask| sizes.1.div_ceil(mask.block_q as usize));
+                prop_assert_eq!(base.block_mask.rows as usize, kernels);
             }
             Err(Error::Unsupported { op, arch, what }) => {
-                let unused = possible.first().map(|row| row.image_name());
+                let unused = possible.first().map(|kernel| kernel.image_name());
                 prop_assert!(unused.is_none(), "{op} on {arch}: {what}; but {unused:?} runs");
                 prop_assert_eq!(arch, gpu.compute_capability.to_string());
                 prop_assert!(!what.is_empty() && !what.contains('\n'));
@@ -146,34 +147,36 @@ proptest! {
     ) {
         let problem = BsrProblem::new(dtype, [mnk.0, mnk.1, mnk.2], block_size, 7)
             .with_layouts(a_transposed, b, c);
-        let is_hopper = |row: &Kernel| matches!(row.variant, Variant::BsrMatmulHopper(_));
+        let is_hopper = |kernel: &Kernel| matches!(kernel.variant, Variant::BsrMatmulHopper(_));
         // Tensor maps want rows or columns of B at multiples of 16 bytes.
         let line = if b == Major::Row { mnk.1 } else { mnk.2 };
-        let any_c = |row: &Kernel| {
-            matches!(row.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers())
+        let any_c = |kernel: &Kernel| {
+            matches!(kernel.variant, Variant::BsrMatmulHopper(tile) if !tile.gathers())
         };
         let b_column_major = b == Major::Column;
-        let fits = |row: &Kernel| row.bsr_tile().is_some_and(|tile| {
+        let fits = |kernel: &Kernel| kernel.bsr_matmul_tile().is_some_and(|tile| {
             tile.dtype == dtype && tile.block_size as usize == block_size
-                && (row.takes_any_layout() || c == Major::Row || any_c(row))
-                && (row.takes_any_layout()
+                && (kernel.takes_any_layout() || c == Major::Row || any_c(kernel))
+                && (kernel.takes_any_layout()
                     || tile.a_transposed == a_transposed && tile.b_column_major == b_column_major)
-        }) && runs(row, &gpu)
-            && (!is_hopper(row) || line % 8 == 0 || mnk.1 == 0 || mnk.2 == 0);
-        let possible: Vec<&Kernel> = manifest::kernels().iter().filter(|row| fits(row)).collect();
+        }) && runs(kernel, &gpu)
+            && (!is_hopper(kernel) || line % 8 == 0 || mnk.1 == 0 || mnk.2 == 0);
+        let possible: Vec<&Kernel> =
+            manifest::kernels().iter().filter(|kernel| fits(kernel)).collect();
         match bsr_matmul::select(&problem, &gpu) {
-            Ok(row) => {
-                prop_assert!(fits(row), "{} on {}", row.image_name(), gpu.name);
-                let machine_code = possible.iter().any(|row| !row.target.is_ptx());
-                let fastest = !machine_code || !row.target.is_ptx();
+            Ok(kernel) => {
+                prop_assert!(fits(kernel), "{} on {}", kernel.image_name(), gpu.name);
+                let machine_code = possible.iter().any(|kernel| !kernel.target.is_ptx());
+                let fastest = !machine_code || !kernel.target.is_ptx();
                 prop_assert!(fastest, "PTX where {} has machine code", gpu.name);
-                let plan = bsr_matmul::plan(row, &problem, &gpu).unwrap();
-                let tile = row.bsr_tile().unwrap();
+                let plan = bsr_matmul::plan(kernel, &problem, &gpu).unwrap();
+                let tile = kernel.bsr_matmul_tile().unwrap();
                 let tiles_m = mnk.0.div_ceil(block_size).div_ceil(tile.block_rows as usize);
                 let tiles = mnk.1.div_ceil(tile.block_n as usize) * tiles_m;
-                let stay = if is_hopper(row) { gpu.multiprocessors as usize } else { usize::MAX };
+                let stay =
+                    if is_hopper(kernel) { gpu.multiprocessors as usize } else { usize::MAX };
                 prop_assert_eq!(plan.config.grid[0] as usize, tiles.min(stay));
-                prop_assert_eq!(plan.config.programmatic_dependent_launch, is_hopper(row));
+                prop_assert_eq!(plan.config.programmatic_dependent_launch, is_hopper(kernel));
                 prop_assert_eq!(&plan.config.grid[1..], &[1, 1]);
                 let params = &plan.params;
                 prop_assert_eq!(
@@ -182,7 +185,7 @@ proptest! {
                 );
             }
             Err(Error::Unsupported { op, arch, what }) => {
-                let unused = possible.first().map(|row| row.image_name());
+                let unused = possible.first().map(|kernel| kernel.image_name());
                 prop_assert!(unused.is_none(), "{op} on {arch}: {what}; but {unused:?} runs");
             }
             Err(other) => prop_assert!(false, "{other}"),
@@ -245,34 +248,35 @@ fn every_supported_gpu_runs_every_block_size() {
 #[test]
 fn rows_fit_the_gpus_of_their_target_and_have_names_of_their_own() {
     let mut names = HashSet::new();
-    for row in manifest::kernels() {
-        assert!(names.insert(row.image_name()), "{} comes twice", row.image_name());
+    for kernel in manifest::kernels() {
+        assert!(names.insert(kernel.image_name()), "{} comes twice", kernel.image_name());
         assert!(
-            row.smem_bytes() <= row.target.smem_limit(),
+            kernel.smem_bytes() <= kernel.target.smem_limit(),
             "{} needs {} bytes",
-            row.image_name(),
-            row.smem_bytes()
+            kernel.image_name(),
+            kernel.smem_bytes()
         );
-        assert!(row.threads() <= 1024 && row.threads() % 32 == 0);
+        assert!(kernel.threads() <= 1024 && kernel.threads() % 32 == 0);
     }
 }
 
 #[test]
 fn the_support_table_tells_the_truth() {
     assert!(
-        support_with(None).iter().all(|row| row.status == Status::Cpu),
+        support_with(None).iter().all(|kernel| kernel.status == Status::Cpu),
         "the CPU runs everything"
     );
     for (name, capability, smem) in GPUS {
         let gpu = fabricated(name, capability, smem);
         let table = support_with(Some(&gpu));
         assert!(!table.is_empty());
-        for row in &table {
-            match &row.status {
+        for kernel in &table {
+            match &kernel.status {
                 Status::Kernel { symbol, target, image } => {
-                    let found = manifest::kernels().iter().find(|row| row.image_name() == *image);
                     let found =
-                        found.unwrap_or_else(|| panic!("{name}: no row has the image {image}"));
+                        manifest::kernels().iter().find(|kernel| kernel.image_name() == *image);
+                    let found =
+                        found.unwrap_or_else(|| panic!("{name}: no kernel has the image {image}"));
                     assert_eq!((found.symbol(), found.target), (symbol.clone(), *target));
                     assert!(runs(found, &gpu), "{name} cannot run {image}");
                 }
@@ -283,7 +287,7 @@ fn the_support_table_tells_the_truth() {
                 other => panic!("{name}: {other:?}"),
             }
         }
-        let any_kernel = table.iter().any(|row| matches!(row.status, Status::Kernel { .. }));
+        let any_kernel = table.iter().any(|kernel| matches!(kernel.status, Status::Kernel { .. }));
         assert_eq!(any_kernel, capability.0 >= 8, "{name}");
     }
 }
@@ -301,8 +305,8 @@ fn bsr_flops_count_stored_blocks_only() {
 fn strides_that_no_kernel_takes_are_errors() {
     let h200 = fabricated("H200", (9, 0), 227);
     let good = AttentionProblem::dense(DType::F16, [2, 5, 7], [4, 2], 64);
-    let row = attention::select(&good, &h200).unwrap();
-    attention::plan(row, &good, &h200).unwrap();
+    let kernel = attention::select(&good, &h200).unwrap();
+    attention::plan(kernel, &good, &h200).unwrap();
     for (what, at) in
         ["q", "k", "v", "o"].into_iter().flat_map(|what| (0..3).map(move |at| (what, at)))
     {
@@ -314,7 +318,7 @@ fn strides_that_no_kernel_takes_are_errors() {
             _ => &mut bad.o,
         };
         *[&mut strides.batch, &mut strides.seq, &mut strides.head][at] += 4;
-        let error = attention::plan(row, &bad, &h200).unwrap_err();
+        let error = attention::plan(kernel, &bad, &h200).unwrap_err();
         assert!(
             matches!(error, Error::Misaligned { what: found, .. } if found == what),
             "{what}: {error}"
@@ -326,9 +330,9 @@ fn strides_that_no_kernel_takes_are_errors() {
 fn grids_that_no_gpu_takes_are_errors() {
     let h200 = fabricated("H200", (9, 0), 227);
     let problem = AttentionProblem::dense(DType::F16, [1 << 20, 1 << 20, 64], [64, 64], 64);
-    let row = attention::select(&problem, &h200).unwrap();
-    assert!(matches!(attention::plan(row, &problem, &h200), Err(Error::TooLarge { .. })));
+    let kernel = attention::select(&problem, &h200).unwrap();
+    assert!(matches!(attention::plan(kernel, &problem, &h200), Err(Error::TooLarge { .. })));
     let problem = BsrProblem::new(DType::F16, [1 << 40, 1 << 30, 64], 64, 1);
-    let row = bsr_matmul::select(&problem, &h200).unwrap();
-    assert!(matches!(bsr_matmul::plan(row, &problem, &h200), Err(Error::TooLarge { .. })));
+    let kernel = bsr_matmul::select(&problem, &h200).unwrap();
+    assert!(matches!(bsr_matmul::plan(kernel, &problem, &h200), Err(Error::TooLarge { .. })));
 }

@@ -57,24 +57,24 @@ impl Product {
 
     fn queue(
         &mut self,
-        row: Option<&Kernel>,
+        kernel: Option<&Kernel>,
         workspace: Option<&BsrWorkspace>,
         stream: &Stream,
     ) -> Result<(), Error> {
         let product = BsrMatmul { workspace, ..BsrMatmul::new(&self.a, self.b.view()) };
-        match row {
+        match kernel {
             None => product.matmul_into(self.c.view_mut(), stream),
-            Some(row) => product.run_with(row, self.c.view_mut(), stream),
+            Some(kernel) => product.run_with(kernel, self.c.view_mut(), stream),
         }
     }
 
     fn capture(
         &mut self,
-        row: Option<&Kernel>,
+        kernel: Option<&Kernel>,
         workspace: Option<&BsrWorkspace>,
         stream: &Stream,
     ) -> Graph {
-        stream.capture(|stream| self.queue(row, workspace, stream)).unwrap()
+        stream.capture(|stream| self.queue(kernel, workspace, stream)).unwrap()
     }
 
     fn check(&self, stream: &Stream, what: &str) {
@@ -86,19 +86,19 @@ impl Product {
 /// Persistent kernels for the product, which compute long tiles in parts; only Hopper has them.
 fn counting(gpu: &Gpu, product: &mut Product) -> Vec<&'static Kernel> {
     let splits =
-        |row: &&Kernel| matches!(&row.variant, Variant::BsrMatmulHopper(tile) if tile.splits());
-    let rows: Vec<&Kernel> = gpu.rows().filter(splits).collect();
-    let takes = |row: &&Kernel| match product.queue(Some(row), None, &gpu.stream) {
+        |kernel: &&Kernel| matches!(&kernel.variant, Variant::BsrMatmulHopper(t) if t.splits());
+    let kernels: Vec<&Kernel> = gpu.kernels().filter(splits).collect();
+    let takes = |kernel: &&Kernel| match product.queue(Some(kernel), None, &gpu.stream) {
         Ok(()) => true,
         Err(Error::Unsupported { .. }) => false,
-        Err(error) => panic!("{}: {error}", row.image_name()),
+        Err(error) => panic!("{}: {error}", kernel.image_name()),
     };
-    let rows: Vec<&Kernel> = rows.into_iter().filter(takes).collect();
+    let kernels: Vec<&Kernel> = kernels.into_iter().filter(takes).collect();
     assert!(
-        gpu.properties.compute_capability.major != 9 || !rows.is_empty(),
+        gpu.properties.compute_capability.major != 9 || !kernels.is_empty(),
         "no kernel counts tiles"
     );
-    rows
+    kernels
 }
 
 #[test]
@@ -107,10 +107,10 @@ fn captures_without_end() {
     let _alone = alone();
     let stream = &gpu.stream;
     let mut product = Product::new(4, 2.0, stream);
-    let Some(&row) = counting(&gpu, &mut product).first() else { return };
+    let Some(&kernel) = counting(&gpu, &mut product).first() else { return };
     for number in 0..MANY {
         // Dropped while it runs, or without having run.
-        let graph = product.capture(Some(row), None, stream);
+        let graph = product.capture(Some(kernel), None, stream);
         if number % 3 > 0 {
             graph.launch(stream).unwrap();
         }
@@ -118,7 +118,7 @@ fn captures_without_end() {
             product.check(stream, &format!("capture {number}"));
         }
     }
-    product.queue(Some(row), None, stream).unwrap();
+    product.queue(Some(kernel), None, stream).unwrap();
     product.check(stream, "after all captures");
 }
 
@@ -127,13 +127,13 @@ fn streams_without_end() {
     let Some(gpu) = gpu("soundness_gpu::streams_without_end") else { return };
     let _alone = alone();
     let mut product = Product::new(4, 2.0, &gpu.stream);
-    let Some(&row) = counting(&gpu, &mut product).first() else { return };
+    let Some(&kernel) = counting(&gpu, &mut product).first() else { return };
     let mut last = gpu.stream.clone();
     for number in 0..MANY {
         // The tensors outlive the streams that they are used on, and the work on these.
         let stream = gpu.device.stream().unwrap();
         stream.wait_for(&last).unwrap();
-        product.queue(Some(row), None, &stream).unwrap();
+        product.queue(Some(kernel), None, &stream).unwrap();
         if number % 500 == 0 {
             product.check(&stream, &format!("stream {number}"));
         }
@@ -151,19 +151,19 @@ fn graphs_that_share_a_workspace() {
     let home = &gpu.stream;
     let [mut one, mut two, mut three] =
         [(64, 2.0), (97, -1.0), (40, 3.0)].map(|(blocks, value)| Product::new(blocks, value, home));
-    let rows = counting(&gpu, &mut one);
+    let kernels = counting(&gpu, &mut one);
     let workspaces =
         [2, 5].map(|parts| BsrWorkspace::new(home).unwrap().with_parts(parts).unwrap());
     wait(home, &|| "uploads".to_owned()).unwrap();
-    for row in rows.into_iter().map(Some).chain([None]) {
-        let what = row.map_or("selected".to_owned(), Kernel::image_name);
+    for kernel in kernels.into_iter().map(Some).chain([None]) {
+        let what = kernel.map_or("selected".to_owned(), Kernel::image_name);
         // Both use both workspaces, in opposite order.
         let [a, b] = [&workspaces[0], &workspaces[1]];
         let both = |product: &mut Product, stream: &Stream, order: [&BsrWorkspace; 2]| {
             let capture = |stream: &Stream| {
                 order
                     .into_iter()
-                    .try_for_each(|workspace| product.queue(row, Some(workspace), stream))
+                    .try_for_each(|workspace| product.queue(kernel, Some(workspace), stream))
             };
             stream.capture(capture).unwrap()
         };
@@ -173,7 +173,8 @@ fn graphs_that_share_a_workspace() {
                 scope.spawn(move || (0..500).for_each(|_| graph.launch(stream).unwrap()));
             }
             let (three, third) = (&mut three, &third);
-            scope.spawn(move || (0..500).for_each(|_| three.queue(row, Some(a), third).unwrap()));
+            scope
+                .spawn(move || (0..500).for_each(|_| three.queue(kernel, Some(a), third).unwrap()));
         });
         one.check(&first, &what);
         two.check(&second, &what);
@@ -220,18 +221,18 @@ fn a_workspace_that_a_captured_stream_used_last() {
     let (stream, other) = (&gpu.stream, gpu.device.stream().unwrap());
     let workspace = BsrWorkspace::new(stream).unwrap().with_parts(4).unwrap();
     let [mut product, mut elsewhere] = [2.0, 3.0].map(|value| Product::new(64, value, stream));
-    let Some(&row) = counting(&gpu, &mut product).first() else { return };
+    let Some(&kernel) = counting(&gpu, &mut product).first() else { return };
     wait(stream, &|| "uploads".to_owned()).unwrap();
-    elsewhere.queue(Some(row), None, &other).unwrap();
-    product.queue(Some(row), Some(&workspace), stream).unwrap();
+    elsewhere.queue(Some(kernel), None, &other).unwrap();
+    product.queue(Some(kernel), Some(&workspace), stream).unwrap();
     let graph = stream.capture(|stream| {
-        product.queue(Some(row), Some(&workspace), stream)?;
-        let refused = elsewhere.queue(Some(row), Some(&workspace), &other);
+        product.queue(Some(kernel), Some(&workspace), stream)?;
+        let refused = elsewhere.queue(Some(kernel), Some(&workspace), &other);
         assert!(matches!(refused, Err(Error::Safe(SafeError::InCapture { .. }))), "{refused:?}");
         Ok::<(), Error>(())
     });
     let graph = graph.unwrap();
-    elsewhere.queue(Some(row), Some(&workspace), &other).unwrap();
+    elsewhere.queue(Some(kernel), Some(&workspace), &other).unwrap();
     graph.launch(stream).unwrap();
     product.check(stream, "the graph");
     elsewhere.check(&other, "the other stream");
@@ -243,10 +244,10 @@ fn counters_that_are_all_taken_are_an_error() {
     let _alone = alone();
     let stream = &gpu.stream;
     let mut product = Product::new(4, 2.0, stream);
-    let Some(&row) = counting(&gpu, &mut product).first() else { return };
+    let Some(&kernel) = counting(&gpu, &mut product).first() else { return };
     let mut graphs = Vec::new();
     let refused = loop {
-        match stream.capture(|stream| product.queue(Some(row), None, stream)) {
+        match stream.capture(|stream| product.queue(Some(kernel), None, stream)) {
             Ok(graph) => graphs.push(graph),
             Err(error) => break error,
         }
@@ -256,12 +257,12 @@ fn counters_that_are_all_taken_are_an_error() {
     assert!(graphs.len() > 8000, "refused after {}", graphs.len());
     // A stream that has counters keeps them.
     graphs[0].launch(stream).unwrap();
-    product.queue(Some(row), None, stream).unwrap();
+    product.queue(Some(kernel), None, stream).unwrap();
     product.check(stream, "while none is left");
     drop(graphs);
     // The driver returns them in a thread of its own.
     let begun = Instant::now();
-    while let Err(error) = stream.capture(|stream| product.queue(Some(row), None, stream)) {
+    while let Err(error) = stream.capture(|stream| product.queue(Some(kernel), None, stream)) {
         assert!(begun.elapsed() < Duration::from_secs(10), "{error}");
         std::thread::sleep(Duration::from_millis(1));
     }

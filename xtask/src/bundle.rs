@@ -13,16 +13,16 @@ use std::{
     process::Command,
 };
 
-/// Write one folder that tests and measures on a GPU machine without Rust.
+/// Write a folder that runs the tests and benchmarks on a GPU machine without Rust.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Where to write; what an earlier bundle left there is replaced [default: target/bundle].
+    /// Folder to write. An earlier bundle there is replaced [default: target/bundle].
     folder: Option<PathBuf>,
-    /// Take images with line information along, for `./xtask profile` there: those whose name
-    /// contains this (may be repeated).
+    /// Add the images whose name contains this text, with line information for `./xtask profile`;
+    /// may be repeated.
     #[arg(long, value_name = "PATTERN")]
     profile: Vec<String>,
-    /// Such images for this target only (may be repeated) [default: all targets].
+    /// Restrict --profile to images for this target; may be repeated [default: all targets].
     #[arg(long, value_name = "TARGET", value_parser = kernels::parse_target)]
     profile_arch: Vec<Target>,
 }
@@ -52,7 +52,7 @@ pub fn run(args: &Args) -> Result<()> {
     if missing > 0 {
         eprintln!("warning: {missing} kernel images are missing: run `cargo xtask kernels` first");
     }
-    let rows = profiled(args)?;
+    let with_lines = profiled(args)?;
     clear(&folder)?;
     // The script is written first: it marks the folder as a bundle even if a later step fails.
     let script = folder.join("run-all");
@@ -72,9 +72,9 @@ pub fn run(args: &Args) -> Result<()> {
     for part in ["suites", "peers"] {
         copy_folder(&root().join("benches").join(part), &folder.join("benches").join(part))?;
     }
-    if !rows.is_empty() {
-        println!("compiling {} images with line information", rows.len());
-        kernels::with_line_information(&rows, &folder.join("images"))?;
+    if !with_lines.is_empty() {
+        println!("compiling {} images with line information", with_lines.len());
+        kernels::with_line_information(&with_lines, &folder.join("images"))?;
         // A profile report quotes the sources.
         copy_tree(&root().join("kernels"), &folder.join("kernels"))?;
     }
@@ -134,12 +134,14 @@ fn contains(bytes: &[u8], part: &[u8]) -> bool {
 
 /// The kernels whose images with line information are bundled.
 fn profiled(args: &Args) -> Result<Vec<&'static Kernel>> {
-    let named = |row: &Kernel| args.profile.iter().any(|part| row.image_name().contains(part));
-    let selects = |row: &&Kernel| kernels::is_among(row.target, &args.profile_arch) && named(row);
-    let rows: Vec<&Kernel> = manifest::kernels().iter().filter(selects).collect();
-    let found = args.profile.is_empty() || !rows.is_empty();
+    let named =
+        |kernel: &Kernel| args.profile.iter().any(|part| kernel.image_name().contains(part));
+    let selects =
+        |kernel: &&Kernel| kernels::is_among(kernel.target, &args.profile_arch) && named(kernel);
+    let profiled: Vec<&Kernel> = manifest::kernels().iter().filter(selects).collect();
+    let found = args.profile.is_empty() || !profiled.is_empty();
     ensure!(found, "--profile and --profile-arch select no image");
-    Ok(rows)
+    Ok(profiled)
 }
 
 /// Copies the measured ceilings of every GPU: they are small, and the GPU is not known yet.
@@ -158,11 +160,7 @@ fn ceilings(folder: &Path) -> Result<()> {
 /// Removes an earlier bundle, but refuses to remove any other folder.
 fn clear(folder: &Path) -> Result<()> {
     if folder.exists() && !list(folder)?.is_empty() {
-        ensure!(
-            folder.join("run-all").exists(),
-            "{} holds something that is no bundle",
-            folder.display()
-        );
+        ensure!(folder.join("run-all").exists(), "{} exists and is not a bundle", folder.display());
         std::fs::remove_dir_all(folder)
             .with_context(|| format!("cannot clear {}", folder.display()))?;
     }

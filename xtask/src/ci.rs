@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 /// Run everything that continuous integration checks.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Rebuild, compare and look into only the images for this target (may be repeated) [default:
+    /// Rebuild, compare and disassemble only the images for this target; may be repeated [default:
     /// all images].
     #[arg(long, value_name = "TARGET", value_parser = kernels::parse_target)]
     arch: Vec<Target>,

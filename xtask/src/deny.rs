@@ -11,8 +11,8 @@ const VERSION: &str = "0.20.2";
 /// Check the dependencies by the rules of deny.toml.
 #[derive(clap::Args, Default)]
 pub struct Args {
-    /// Look for known vulnerabilities too; the list of them comes from the network and changes from
-    /// day to day.
+    /// Also look for known vulnerabilities. Their list comes from the network and changes from day
+    /// to day.
     #[arg(long)]
     advisories: bool,
 }

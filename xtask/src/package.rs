@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 /// Make the archives for crates.io and check their size.
 #[derive(clap::Args, Default)]
 pub struct Args {
-    /// Compile each package from its archive, too.
+    /// Also compile each package from its archive.
     #[arg(long)]
     verify: bool,
 }

@@ -15,7 +15,7 @@ use std::{
 /// Add the GPU passes of a test run to tests/gpu-passed.jsonl.
 #[derive(clap::Args)]
 pub struct Args {
-    /// What a test run wrote to $BLOCKFLASH_GPU_RECORD, for example the bundle's gpu-passed.jsonl.
+    /// File that a test run wrote to $BLOCKFLASH_GPU_RECORD, such as the bundle's gpu-passed.jsonl.
     file: PathBuf,
 }
 
@@ -38,7 +38,7 @@ pub struct Pass {
     pub cases: u64,
 }
 
-/// How the images of the lock file stand.
+/// Number of images of the lock file with and without a GPU pass.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Coverage {
     /// Images that passed on a GPU themselves.

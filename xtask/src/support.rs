@@ -51,12 +51,12 @@ fn replaced(readme: &str, table: &str) -> Result<String> {
 /// The table: one line per operation and size, one column per target, and lines for the sizes and
 /// types that only the CPU computes. Tiles are left out because they change with tuning;
 /// `blockflash info` shows them.
-fn markdown(rows: &[Kernel]) -> String {
+fn markdown(kernels: &[Kernel]) -> String {
     let mut operations = Vec::new();
     let mut lines: BTreeMap<Line, Cells> = BTreeMap::new();
-    let widest = rows.iter().filter_map(Kernel::attention_tile).map(|tile| tile.head_dim).max();
-    for row in rows {
-        let Some(Support { operation, size, dtype }) = row.family().supports() else { continue };
+    let widest = kernels.iter().filter_map(Kernel::attention_tile).map(|tile| tile.head_dim).max();
+    for kernel in kernels {
+        let Some(Support { operation, size, dtype }) = kernel.family().supports() else { continue };
         let known = operations.iter().position(|known| *known == operation);
         let operation = known.unwrap_or_else(|| {
             operations.push(operation);
@@ -65,13 +65,13 @@ fn markdown(rows: &[Kernel]) -> String {
         // The widest tile accepts every head dimension; if it divides the smallest blocks, it
         // accepts every mask, too.
         let divides = |size| SMALLEST_BLOCK.is_multiple_of(size);
-        let takes_masks = row.attention_tile().is_some_and(|tile| {
+        let takes_masks = kernel.attention_tile().is_some_and(|tile| {
             Some(tile.head_dim) == widest && divides(tile.block_q) && divides(tile.block_kv)
         });
         let mut add = |block_mask, size| {
             let cells = lines.entry(Line { operation, block_mask, size }).or_default();
             cells.types.insert(dtype.name());
-            cells.targets.insert(row.target);
+            cells.targets.insert(kernel.target);
         };
         add(false, size);
         if takes_masks {

@@ -16,11 +16,11 @@ const SKIPPED: &str = "SKIPPED (";
 /// Run the tests of the whole workspace and count them.
 #[derive(clap::Args, Default)]
 pub struct Args {
-    /// Fail where a test finds no usable GPU, rather than skip it, and record what passed in
-    /// tests/gpu-passed.jsonl.
+    /// Fail if a test finds no usable GPU, instead of skipping it, and record the images that
+    /// passed in tests/gpu-passed.jsonl.
     #[arg(long)]
     require_gpu: bool,
-    /// Passed on to every test binary, for example part of a test's name.
+    /// Arguments for every test binary, for example a part of a test's name.
     #[arg(last = true)]
     filter: Vec<String>,
 }

@@ -28,11 +28,10 @@ enum Part {
 /// A word that is not understood, and the words that could stand there.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{0:?} is no part of a pattern: expected full, causal, window:8 (blocks before and behind, or \
-     window:8,0), dilated:2,4, \
-     strided:4,1, sink:1, global:2, uniform:0.25, random:0.25, power_law:0.25, banded:0.25, \
-     full_rows:0.25, clustered:0.25 or \
-     butterfly:0.25, with + between them"
+    "{0:?} is not a part of a pattern: expected full, causal, window:8 (blocks before and behind, \
+     or window:8,0), dilated:2,4, strided:4,1, sink:1, global:2, uniform:0.25, random:0.25, \
+     power_law:0.25, banded:0.25, full_rows:0.25, clustered:0.25 or butterfly:0.25, with + \
+     between them"
 )]
 pub struct PatternError(String);
 
@@ -235,7 +234,7 @@ mod tests {
             "causal+",
         ] {
             let error = text.parse::<BlockPattern>().unwrap_err().to_string();
-            assert!(error.contains("is no part of a pattern"), "{text}: {error}");
+            assert!(error.contains("is not a part of a pattern"), "{text}: {error}");
             assert!(
                 Pattern::ALL.iter().all(|pattern| error.contains(&format!(" {pattern}:"))),
                 "{error}"

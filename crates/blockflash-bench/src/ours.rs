@@ -23,7 +23,7 @@ pub struct Ours {
 #[derive(Debug)]
 pub struct MeasuredKernel {
     /// The kernel that is forced by name; `None` leaves the choice to the library.
-    row: Option<&'static Kernel>,
+    kernel: Option<&'static Kernel>,
     /// Name of the kernel; `None` on the CPU.
     pub symbol: Option<String>,
     /// Whether the output is right.
@@ -38,7 +38,7 @@ pub struct MeasuredKernel {
 }
 
 impl Ours {
-    /// Draws inputs, runs and verifies every kernel, and captures its launches. With `rows`, the
+    /// Draws inputs, runs and verifies every kernel, and captures its launches. With `names`, the
     /// selected kernel is replaced by all kernels that accept the case and whose names contain one
     /// of these texts.
     ///
@@ -49,34 +49,42 @@ impl Ours {
         stream: &Stream,
         cache: Cache,
         seed: u64,
-        rows: Option<&[String]>,
+        names: Option<&[String]>,
     ) -> Result<Self> {
         let mut operands = case.shape().operands(stream, seed)?;
         let mut kernels = Vec::new();
-        for Candidate { row, forced } in candidates(&mut *operands, stream, rows)? {
-            let load_us = match row {
-                Some(row) if !operands.is_loaded() => host::load(row, stream)?,
+        for Candidate { kernel, forced } in candidates(&mut *operands, stream, names)? {
+            let load_us = match kernel {
+                Some(kernel) if !operands.is_loaded() => host::load(kernel, stream)?,
                 _ => None,
             };
-            let symbol = row.map(Kernel::symbol);
-            let row = row.filter(|_| forced);
-            let (verified, rel_err) = operands.verify(row, stream, seed)?;
-            let repeat = Repeat::new(stream, cache, |stream| operands.launch(row, stream))?;
+            let symbol = kernel.map(Kernel::symbol);
+            let kernel = kernel.filter(|_| forced);
+            let (verified, rel_err) = operands.verify(kernel, stream, seed)?;
+            let repeat = Repeat::new(stream, cache, |stream| operands.launch(kernel, stream))?;
             let host = match forced || stream.device().is_cpu() {
                 true => HostCost::default(),
                 false => host::cost(&mut *operands, stream, repeat.launch_us())?,
             };
-            kernels.push(MeasuredKernel { row, symbol, verified, rel_err, load_us, host, repeat });
+            kernels.push(MeasuredKernel {
+                kernel,
+                symbol,
+                verified,
+                rel_err,
+                load_us,
+                host,
+                repeat,
+            });
         }
         if kernels.is_empty() {
             return Err(Error::Option(
-                "no kernel whose name contains --row computes this case on this GPU".to_owned(),
+                "no kernel that --kernel names computes this case on this GPU".to_owned(),
             ));
         }
         Ok(Self { stream: stream.clone(), operands, kernels })
     }
 
-    /// Launches one kernel and waits: the selected kernel or, with `rows`, the only kernel that
+    /// Launches one kernel and waits: the selected kernel or, with `names`, the only kernel that
     /// computes the case and whose name contains one of these texts. Returns the kernel, `None` on
     /// the CPU.
     ///
@@ -86,29 +94,27 @@ impl Ours {
         case: &Case,
         stream: &Stream,
         seed: u64,
-        rows: Option<&[String]>,
+        names: Option<&[String]>,
         launches: usize,
     ) -> Result<Option<&'static Kernel>> {
         let mut operands = case.shape().operands(stream, seed)?;
-        let candidates = candidates(&mut *operands, stream, rows)?;
-        let [Candidate { row, forced }] = candidates[..] else {
+        let candidates = candidates(&mut *operands, stream, names)?;
+        let [Candidate { kernel, forced }] = candidates[..] else {
             let symbols: Vec<_> = candidates
                 .iter()
-                .filter_map(|candidate| candidate.row)
+                .filter_map(|candidate| candidate.kernel)
                 .map(Kernel::symbol)
                 .collect();
             return Err(Error::Option(match symbols.is_empty() {
-                true => {
-                    "no kernel whose name contains --row computes this case on this GPU".to_owned()
-                }
-                false => format!("--row means several kernels: {}", symbols.join(", ")),
+                true => "no kernel that --kernel names computes this case on this GPU".to_owned(),
+                false => format!("--kernel matches several kernels: {}", symbols.join(", ")),
             }));
         };
         for _ in 0..launches {
-            operands.launch(row.filter(|_| forced), stream)?;
+            operands.launch(kernel.filter(|_| forced), stream)?;
         }
         stream.synchronize()?;
-        Ok(row)
+        Ok(kernel)
     }
 
     /// Runs one window of a kernel. Returns when the device is idle.
@@ -117,10 +123,10 @@ impl Ours {
     /// If the device fails.
     pub fn window(&mut self, kernel: usize, ms: f64) -> Result<Window> {
         let Self { stream, operands, kernels } = self;
-        let Some(MeasuredKernel { row, repeat, .. }) = kernels.get_mut(kernel) else {
+        let Some(MeasuredKernel { kernel, repeat, .. }) = kernels.get_mut(kernel) else {
             return Err(Error::Option(format!("there is no kernel {kernel}")));
         };
-        repeat.window(stream, ms, |stream| operands.launch(*row, stream))
+        repeat.window(stream, ms, |stream| operands.launch(*kernel, stream))
     }
 }
 
@@ -134,9 +140,14 @@ impl MeasuredKernel {
 /// A kernel to measure.
 struct Candidate {
     /// `None` on the CPU.
-    row: Option<&'static Kernel>,
+    kernel: Option<&'static Kernel>,
     /// Whether the kernel was forced by name; otherwise it is the library's choice.
     forced: bool,
+}
+
+/// Whether a text is the whole symbol of a kernel.
+fn is_symbol(text: &str) -> bool {
+    manifest::kernels().iter().any(|kernel| kernel.symbol() == text)
 }
 
 /// The kernel that the library selects, or the kernels with a wanted name that accept these
@@ -148,26 +159,33 @@ fn candidates(
 ) -> Result<Vec<Candidate>> {
     let Some(gpu) = stream.device().cuda_properties() else {
         return match names {
-            Some(_) => Err(Error::Option("--row names kernels, and the CPU has none".to_owned())),
-            None => Ok(vec![Candidate { row: None, forced: false }]),
+            Some(_) => {
+                Err(Error::Option("--kernel names GPU kernels, but the CPU is used".to_owned()))
+            }
+            None => Ok(vec![Candidate { kernel: None, forced: false }]),
         };
     };
     let Some(names) = names else {
-        return Ok(vec![Candidate { row: Some(operands.select(gpu)?), forced: false }]);
+        return Ok(vec![Candidate { kernel: Some(operands.select(gpu)?), forced: false }]);
     };
     let mut found: Vec<&'static Kernel> = Vec::new();
-    for row in manifest::kernels().iter().filter(|row| row.target.runs_on(gpu.compute_capability)) {
-        let symbol = row.symbol();
-        let wanted = names.iter().any(|name| symbol.contains(name.as_str()));
+    for kernel in
+        manifest::kernels().iter().filter(|kernel| kernel.target.runs_on(gpu.compute_capability))
+    {
+        let symbol = kernel.symbol();
+        // A text that equals a whole symbol does not mean longer symbols.
+        let wanted = names
+            .iter()
+            .any(|name| symbol == *name || symbol.contains(name.as_str()) && !is_symbol(name));
         // A kernel may exist for several targets: the first is preferred.
         if wanted
             && !found.iter().any(|other| other.symbol() == symbol)
-            && operands.accepts(row, gpu)?
+            && operands.accepts(kernel, gpu)?
         {
-            found.push(row);
+            found.push(kernel);
         }
     }
-    Ok(found.into_iter().map(|row| Candidate { row: Some(row), forced: true }).collect())
+    Ok(found.into_iter().map(|kernel| Candidate { kernel: Some(kernel), forced: true }).collect())
 }
 
 #[cfg(test)]

@@ -202,7 +202,9 @@ pub fn read(path: &Path) -> Result<Vec<Record>> {
                 serde_json::from_str(line).map_err(|error| wrong(error.to_string()))?;
             match record.schema {
                 SCHEMA => Ok(record),
-                other => Err(wrong(format!("schema {other}, this program reads {SCHEMA}"))),
+                other => Err(wrong(format!(
+                    "the record has schema {other}, but this program reads schema {SCHEMA}"
+                ))),
             }
         })
         .collect()

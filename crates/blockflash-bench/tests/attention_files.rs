@@ -191,14 +191,17 @@ fn what_is_wrong_is_one_line() {
     write(&sink, &[("", &random(DType::F32, &[3], 0))]).unwrap();
     let packed = ["--cu-seqlens", "0,10,30"];
     let cases: [(&[&str], &str); 18] = [
-        (&["--block-mask", "windw:3"], "\"windw:3\" is no part of a pattern"),
+        (&["--block-mask", "windw:3"], "\"windw:3\" is not a part of a pattern"),
         (&["--block-mask", "windw:3"], "or the name of a file"),
         (&["--block-mask", "no/such.npy"], "No such file"),
         (&["--block-mask", "full", "--block", "60"], "multiple of 64"),
         (&["--block-mask", "full", "--mask-heads", "3"], "block_mask has shape [1, 3, 30, 30]"),
-        (&["--block-mask", "full", "--mask-col-idx", &mask], "belongs to a file"),
+        (&["--block-mask", "full", "--mask-col-idx", &mask], "needs a file in --block-mask"),
         (&["--block-mask", &mask], "have 1 x 1 of 128 x 128"),
-        (&["--block-mask", &mask, "--cu-seqlens", "0,10,30"], "with --cu-seqlens give words"),
+        (
+            &["--block-mask", &mask, "--cu-seqlens", "0,10,30"],
+            "with --cu-seqlens, describe it by words",
+        ),
         (&["--block", "64"], "--block-mask"),
         (&["--sink", &sink], "sink has shape [3], expected [2]"),
         (&["--cu-seqlens", "0,ten"], "offsets with commas"),

@@ -167,7 +167,7 @@ fn refusals_are_one_line() {
     let with = |more: &[&str]| refusal(&[&smoke[..], more].concat());
     assert!(refusal(&["bench", "nothing"]).contains("smoke"));
     assert!(with(&["--filter", "nothing"]).contains("no case"));
-    assert!(with(&["--row", "sm80"]).contains("CPU"));
+    assert!(with(&["--kernel", "sm80"]).contains("CPU"));
     assert!(with(&["--cache", "cold"]).contains("only be measured on a GPU"));
     assert!(with(&["--cache", "tepid"]).contains("warm, cold"));
     assert!(

@@ -35,8 +35,8 @@ fn a_case_is_launched_and_its_work_counted() {
 #[test]
 fn what_cannot_be_launched_is_one_line() {
     let cases: [(&[&str], &str); 5] = [
-        (&["--case", "b1_s64"], "is no case"),
-        (&["--case", "b1_s64_h1_d16_full_f16", "--row", "sm80"], "the CPU has none"),
+        (&["--case", "b1_s64"], "is not a case"),
+        (&["--case", "b1_s64_h1_d16_full_f16", "--kernel", "sm80"], "but the CPU is used"),
         (&["--case", "b1_s64_h1_d16_full_f16", "--launches", "0"], "--launches"),
         (&["--case", "b1_s64_h3kv2_d16_full_f16"], "multiple"),
         (&["--case", "b1_s96_h2_d64_q32kv32_d0.5_uniform_full_bf16"], "block_q is 32"),

@@ -142,11 +142,15 @@ fn files_of_booleans_and_of_indices_are_the_same_mask() {
         (&2.into(), &12.into(), &128.into())
     );
 
-    assert!(refused(&[&row_ptr]).contains("name the file of the block columns"));
-    assert!(refused(&[&mask, "--col-idx", &col_idx]).contains("block columns belong to a row_ptr"));
+    assert!(refused(&[&row_ptr]).contains("name the file of its block columns"));
+    assert!(
+        refused(&[&mask, "--col-idx", &col_idx]).contains("no file of block columns may be named")
+    );
     assert!(refused(&[&mask, "--block", "64", "--seqlen", "129"]).contains("have 3 x 3"));
     assert!(refused(&[&mask, "--heads", "2"]).contains("mask has 1 heads"));
-    assert!(refused(&[&indices[..], &["--heads", "3"]].concat()).contains("not that of 3 heads"));
+    assert!(
+        refused(&[&indices[..], &["--heads", "3"]].concat()).contains("does not match 3 heads")
+    );
     assert!(
         refused(&[&both, "--block", "64", "--seqlen-kv", "100"])
             .contains("but there are 2 columns")
@@ -174,11 +178,11 @@ fn bad_options_are_one_line() {
     assert!(refused(&["--pattern", "full"]).contains("--seqlen"));
     assert!(
         refused(&["--pattern", "windw:3", "--seqlen", "64"])
-            .contains("\"windw:3\" is no part of a pattern")
+            .contains("\"windw:3\" is not a part of a pattern")
     );
     assert!(refused(&["--pattern", "sink:3", "--seqlen", "64"]).contains("3 sink columns"));
     assert!(refused(&["--case", "b1_s64_h1_d16_full_f16"]).contains("has no block mask"));
-    assert!(refused(&["--case", "b1"]).contains("is no case"));
+    assert!(refused(&["--case", "b1"]).contains("is not a case"));
     assert!(with(&["--block", "60"]).contains("multiple of 64"));
     assert!(with(&["--block", "x"]).contains("block size"));
     assert!(with(&["--out", "mask.gif"]).contains("must end in .svg"));

@@ -78,11 +78,11 @@ impl<P: Problem> Rule<P> {
         holds: |c| P::key_of(c.tile).0 == c.problem.key().0,
         refuses: |c| {
             let (kernel, inputs) = (P::key_of(c.tile).0, c.problem.key().0);
-            format!("the kernel takes {kernel}, the {} are {inputs}", P::INPUTS)
+            format!("the kernel takes {kernel}, but the {} are {inputs}", P::INPUTS)
         },
         excludes_all: Some(|all| {
             let inputs = all[0].problem.key().0;
-            format!("kernels take f16 and bf16, the {} are {inputs}", P::INPUTS)
+            format!("kernels take f16 and bf16, but the {} are {inputs}", P::INPUTS)
         }),
     };
 
@@ -114,7 +114,9 @@ impl<P: Problem> Rule<P> {
             holds: |c| c.kernel.smem_bytes() <= c.gpu.smem_per_block,
             refuses: |c| {
                 let (needed, available) = (c.kernel.smem_bytes(), c.gpu.smem_per_block);
-                format!("a block needs {needed} bytes of shared memory, the GPU has {available}")
+                format!(
+                    "a block needs {needed} bytes of shared memory, but the GPU has {available}"
+                )
             },
             excludes_all,
         }

@@ -84,9 +84,11 @@ fn rows<P: Problem>(
 
 fn status(selected: Result<&'static Kernel>) -> Status {
     match selected {
-        Ok(row) => {
-            Status::Kernel { symbol: row.symbol(), target: row.target, image: row.image_name() }
-        }
+        Ok(kernel) => Status::Kernel {
+            symbol: kernel.symbol(),
+            target: kernel.target,
+            image: kernel.image_name(),
+        },
         Err(Error::Unsupported { what, .. }) => Status::Unsupported { reason: what },
         Err(error) => Status::Unsupported { reason: error.to_string() },
     }

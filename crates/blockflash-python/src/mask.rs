@@ -85,6 +85,33 @@ impl Handle {
         })?)
     }
 
+    /// From int32 lists on one device, where the mask will be: `row_ptr` `[batch, heads, rows + 1]`
+    /// holds offsets into `col_idx`, whose block columns ascend within a row. They are copied and
+    /// checked, which waits for the stream.
+    #[staticmethod]
+    fn from_lists(
+        row_ptr: &Bound<'_, PyAny>,
+        col_idx: &Bound<'_, PyAny>,
+        sizes: Sizes,
+    ) -> PyResult<Handle> {
+        let py = row_ptr.py();
+        let lists = [Foreign::of("row_ptr", row_ptr)?, Foreign::of("col_idx", col_idx)?];
+        Ok(py.detach(|| {
+            let stream = lists[0].stream()?;
+            let ([Some(row_ptr), Some(col_idx)], []) = views(lists.map(Some), [])? else {
+                return Err(Failure::value("row_ptr and col_idx are needed"));
+            };
+            let &[batch, heads, _] = row_ptr.shape() else {
+                let shape = row_ptr.shape();
+                let text = format!("row_ptr has shape {shape:?}, not [batch, heads, rows + 1]");
+                return Err(Failure::value(text));
+            };
+            let (row_ptr, col_idx) = (row_ptr.to_vec(&stream)?, col_idx.to_vec(&stream)?);
+            let mask = BlockMask::from_parts(geometry(sizes)?, batch, heads, &row_ptr, &col_idx)?;
+            Self::host(if stream.device().is_cpu() { Ok(mask) } else { mask.to(&stream) })
+        })?)
+    }
+
     /// The best blocks of each row by float32 scores `[batch, heads, rows, cols]`, and those of
     /// `always`; on the device of the scores.
     #[staticmethod]

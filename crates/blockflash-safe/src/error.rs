@@ -67,7 +67,7 @@ pub enum Error {
     Image(#[from] ImageError),
     /// The parameter struct of the host differs from the one that the kernel image was compiled
     /// with.
-    #[error("kernel {symbol} takes parameters of {image} bytes, the host passes {host}")]
+    #[error("kernel {symbol} takes parameters of {image} bytes, but the host passes {host}")]
     ParamSize {
         /// The kernel.
         symbol: String,

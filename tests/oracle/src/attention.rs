@@ -118,7 +118,7 @@ fn rows_of(array: &dyn Elements, rows: Range<usize>, head: usize) -> Vec<f32> {
     rows.flat_map(|row| array.to_f32(start(row)..start(row) + head_dim)).collect()
 }
 
-/// The query `row` of a head; keys and values are those of its head and sequence.
+/// The query `row` of a head; keys and values belong to its head and sequence.
 fn compare_row(
     (case, o, lse): (&AttentionCase<'_>, &dyn Elements, Option<&dyn Elements>),
     sequence: &Sequence,

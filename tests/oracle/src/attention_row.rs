@@ -20,8 +20,8 @@ pub struct Scores {
 pub struct AttentionRow {
     /// The output, `[head_dim]`.
     pub o: Vec<Element>,
-    /// The log-sum-exp; -inf without a key and a sink. Its magnitude is that of the largest score
-    /// before the softcap, at least 1.
+    /// The log-sum-exp; -inf without a key and a sink. Its magnitude is the magnitude of the
+    /// largest score before the softcap, at least 1.
     pub lse: Element,
 }
 

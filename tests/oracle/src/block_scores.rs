@@ -81,7 +81,7 @@ pub fn block_scores(
             .collect()
     };
     let (of_q, of_k) = (means(q), means(k));
-    // CUDA cores add: one rounding for each row of a block and each product, then that of the
+    // CUDA cores add: one rounding for each row of a block and each product, then one of the
     // result.
     let rounding = Rounding::of_products(0, block + head_dim, DType::F32);
     let compare_row = |row: usize| {

@@ -138,10 +138,10 @@ impl AttentionCase {
         }
     }
 
-    /// The same with or without the log-sum-exp, where the kernel of a row computes it always or
+    /// The same with or without the log-sum-exp, where the kernel always computes it or
     /// never.
-    pub fn as_asked(&self, row: &Kernel) -> Self {
-        let suits = row.attention_tile().is_none_or(|tile| tile.lse.suits(self.lse));
+    pub fn as_asked(&self, kernel: &Kernel) -> Self {
+        let suits = kernel.attention_tile().is_none_or(|tile| tile.lse.suits(self.lse));
         Self { lse: self.lse == suits, ..self.clone() }
     }
 

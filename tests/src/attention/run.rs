@@ -179,7 +179,7 @@ impl AttentionOutputs {
         let lse = self.lse.as_mut().map(|tensor| view_mut(tensor, &lse));
         match kernel {
             Choice::Selected => call.forward_into(o, lse, stream),
-            Choice::This(row) => call.run_with(row, (o, lse), stream),
+            Choice::This(kernel) => call.run_with(kernel, (o, lse), stream),
         }
     }
 
@@ -312,7 +312,7 @@ pub fn run_case(case: &AttentionCase, kernel: Choice, stream: &Stream) -> Result
 fn story(kernel: Choice, stream: &Stream, case: &AttentionCase, what: &str) -> String {
     let kernel = match kernel {
         Choice::Selected => format!("attention on {}", stream.device()),
-        Choice::This(row) => row.image_name(),
+        Choice::This(kernel) => kernel.image_name(),
     };
     format!("{kernel}: {what}\n    {case:?}")
 }

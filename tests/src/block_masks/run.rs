@@ -52,11 +52,11 @@ impl MaskInputs {
     pub fn build(
         &self,
         buffer: &mut BlockMaskBuffer,
-        row: Option<&Kernel>,
+        kernel: Option<&Kernel>,
         stream: &Stream,
     ) -> Result<(), Error> {
-        match row {
-            Some(row) => buffer.build_with(row, &self.choice(), stream),
+        match kernel {
+            Some(kernel) => buffer.build_with(kernel, &self.choice(), stream),
             None => buffer.build(&self.choice(), stream),
         }
     }
@@ -136,7 +136,7 @@ pub fn prepare(
 /// Uploads, builds and compares a case. Returns how many entries were compared.
 pub fn build_and_check(
     case: &MaskCase,
-    row: Option<&Kernel>,
+    kernel: Option<&Kernel>,
     stream: &Stream,
 ) -> Result<usize, String> {
     let run = || -> Result<usize, String> {
@@ -147,7 +147,7 @@ pub fn build_and_check(
         // Just enough room, in turn with some to spare.
         let capacity = expected.nnz() + case.seed as usize % 3 * 7;
         let (mut buffer, inputs) = prepare(case, &data, capacity, stream)?;
-        inputs.build(&mut buffer, row, stream).map_err(text)?;
+        inputs.build(&mut buffer, kernel, stream).map_err(text)?;
         wait(stream, &|| format!("building {case:?}"))?;
         buffer.check(stream).map_err(text)?;
         let got = Arrays::of(buffer.mask(), stream).map_err(text)?;
@@ -156,7 +156,7 @@ pub fn build_and_check(
         Ok(compared)
     };
     run().map_err(|error| {
-        let on = row.map_or(stream.device().to_string(), Kernel::image_name);
+        let on = kernel.map_or(stream.device().to_string(), Kernel::image_name);
         format!("{on}: {error}\n    {case:?}")
     })
 }

@@ -10,5 +10,5 @@ mod strategy;
 pub use case::{BiasKind, BsrCase, BsrData, NanInB, Pattern, Workspace, order, tiles};
 pub use edges::{column_cases, edge_cases, epilogue_cases};
 pub use oracle::{BsrReference, activate};
-pub use run::{BsrInputs, Choice, check_output, run_and_check, run_case, run_on_row};
+pub use run::{BsrInputs, Choice, check_output, run_and_check, run_case, run_on_kernel};
 pub use strategy::{Limits, bsr_cases, patterns};

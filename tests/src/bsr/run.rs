@@ -12,7 +12,7 @@ use blockflash_ops::bsr_matmul::{
 };
 use blockflash_ops::{DType, Device, Error, Major, Operation, Stream, Tensor};
 use blockflash_sys::Kernel;
-use blockflash_sys::manifest::{BsrTile, Variant};
+use blockflash_sys::manifest::{BsrMatmulTile, Variant};
 
 /// The kernel that computes a product.
 #[derive(Clone, Copy, Debug)]
@@ -155,7 +155,7 @@ impl BsrInputs {
         let c = view_mut(c, &placed(&self.case)[1]);
         match kernel {
             Choice::Selected => self.product().matmul_into(c, stream),
-            Choice::This(row) => self.product().run_with(row, c, stream),
+            Choice::This(kernel) => self.product().run_with(kernel, c, stream),
         }
     }
 }
@@ -183,32 +183,32 @@ pub fn check_output(
     }
 }
 
-/// Runs a case on a row, lying as this tile of it takes it and else as it is or, where the row
-/// cannot and says so, with a B whose rows or columns it can copy.
-pub fn run_on_row(
+/// Runs a case on a kernel, with A and B transposed as this tile takes them. If the kernel needs a
+/// tensor map that does not describe B, it must say so, and the case runs with another B.
+pub fn run_on_kernel(
     case: &BsrCase,
     data: &BsrData,
     reference: &BsrReference,
-    (row, tile): (&'static Kernel, &BsrTile),
+    (kernel, tile): (&'static Kernel, &BsrMatmulTile),
     stream: &Stream,
 ) -> Result<usize, String> {
-    let as_it_is = case.clone().lying_for(row, tile);
-    let fitting = as_it_is.clone().for_row(row, tile);
+    let as_it_is = case.clone().in_layouts_of(kernel, tile);
+    let fitting = as_it_is.clone().for_kernel(kernel, tile);
     for case in [as_it_is, fitting] {
         let inputs = BsrInputs::upload(&case, data, stream)?;
         let mut c = inputs.old_c(data, stream)?;
         let problem = inputs.problem(&mut c)?;
         // A single column counts as one of rows, whatever memory it was cut from.
         let lies =
-            row.takes_any_layout() || (problem.b_major == Major::Column) == tile.b_column_major;
+            kernel.takes_any_layout() || (problem.b_major == Major::Column) == tile.b_column_major;
         // A B without elements needs no tensor map, and a portable kernel none at all.
-        let hopper = matches!(row.variant, Variant::BsrMatmulHopper(_));
+        let hopper = matches!(kernel.variant, Variant::BsrMatmulHopper(_));
         let aligned = problem.b_vectorized || problem.n == 0 || problem.k == 0 || !hopper;
         if lies && aligned {
-            return run_and_check(&case, data, reference, Choice::This(row), stream);
+            return run_and_check(&case, data, reference, Choice::This(kernel), stream);
         }
         let reason = if lies { "tensor map" } else { "-major b" };
-        match inputs.launch(&mut c, Choice::This(row), stream) {
+        match inputs.launch(&mut c, Choice::This(kernel), stream) {
             Err(Error::Unsupported { what, .. }) if what.contains(reason) => {}
             other => {
                 return Err(format!("no refusal because of {reason}: {other:?}\n    {case:?}"));
@@ -230,7 +230,7 @@ pub fn run_and_check(
     let story = |what: &str| {
         let kernel = match kernel {
             Choice::Selected => format!("bsr_matmul on {}", stream.device()),
-            Choice::This(row) => row.image_name(),
+            Choice::This(kernel) => kernel.image_name(),
         };
         format!("{kernel}: {what}\n    {} stored blocks of {case:?}", data.col_idx.len())
     };

@@ -16,7 +16,7 @@ mod values;
 use crate::gpu::{Gpu, say, wait};
 use crate::number::rng;
 use blockflash_ops::{CudaProperties, Stream};
-use blockflash_sys::manifest::{self, AttentionTile, BsrSddmmTile, BsrTile, Variant};
+use blockflash_sys::manifest::{self, AttentionTile, BsrMatmulTile, BsrSddmmTile, Variant};
 use blockflash_sys::{BlockMaskKernel, Kernel};
 use rand::rngs::StdRng;
 use std::collections::BTreeMap;
@@ -87,7 +87,7 @@ pub struct Place {
     imagined: Option<CudaProperties>,
     attention: Vec<(&'static Kernel, AttentionTile)>,
     masks: Vec<&'static Kernel>,
-    products: Vec<(&'static Kernel, BsrTile)>,
+    products: Vec<(&'static Kernel, BsrMatmulTile)>,
     sampled: Vec<(&'static Kernel, BsrSddmmTile)>,
 }
 
@@ -95,43 +95,50 @@ impl Place {
     /// A GPU with all kernels that it runs.
     pub fn on(gpu: &Gpu) -> Self {
         let other = gpu.device.stream().expect("a second stream");
-        Self::of_rows(gpu.stream.clone(), Some(other), None, gpu.rows())
+        Self::of_kernels(gpu.stream.clone(), Some(other), None, gpu.kernels())
     }
 
     /// The CPU in the place of a GPU.
     pub fn instead_of(gpu: CudaProperties, cpu: Stream) -> Self {
-        let runs = |row: &&Kernel| {
-            row.target.runs_on(gpu.compute_capability) && row.smem_bytes() <= gpu.smem_per_block
+        let runs = |kernel: &&Kernel| {
+            kernel.target.runs_on(gpu.compute_capability)
+                && kernel.smem_bytes() <= gpu.smem_per_block
         };
-        let rows: Vec<&Kernel> = manifest::kernels().iter().filter(runs).collect();
-        Self::of_rows(cpu, None, Some(gpu), rows.into_iter())
+        let kernels: Vec<&Kernel> = manifest::kernels().iter().filter(runs).collect();
+        Self::of_kernels(cpu, None, Some(gpu), kernels.into_iter())
     }
 
-    fn of_rows(
+    fn of_kernels(
         stream: Stream,
         other: Option<Stream>,
         imagined: Option<CudaProperties>,
-        rows: impl Iterator<Item = &'static Kernel>,
+        kernels: impl Iterator<Item = &'static Kernel>,
     ) -> Self {
-        let builds = |row: &&Kernel| {
-            matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }))
+        let builds = |kernel: &&Kernel| {
+            matches!(kernel.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }))
         };
-        let rows: Vec<&'static Kernel> = rows.collect();
-        let with_layouts = |&row: &&'static Kernel| {
-            crate::bsr::tiles(row).into_iter().map(move |tile| (row, tile))
+        let kernels: Vec<&'static Kernel> = kernels.collect();
+        let with_layouts = |&kernel: &&'static Kernel| {
+            crate::bsr::tiles(kernel).into_iter().map(move |tile| (kernel, tile))
         };
         let place = Self {
             stream,
             other,
             imagined,
-            attention: rows.iter().filter_map(|row| Some((*row, row.attention_tile()?))).collect(),
-            masks: rows.iter().copied().filter(builds).collect(),
-            products: rows.iter().flat_map(with_layouts).collect(),
-            sampled: rows.iter().filter_map(|row| Some((*row, row.bsr_sddmm_tile()?))).collect(),
+            attention: kernels
+                .iter()
+                .filter_map(|kernel| Some((*kernel, kernel.attention_tile()?)))
+                .collect(),
+            masks: kernels.iter().copied().filter(builds).collect(),
+            products: kernels.iter().flat_map(with_layouts).collect(),
+            sampled: kernels
+                .iter()
+                .filter_map(|kernel| Some((*kernel, kernel.bsr_sddmm_tile()?)))
+                .collect(),
         };
         let counts =
             [place.attention.len(), place.masks.len(), place.products.len(), place.sampled.len()];
-        assert!(!counts.contains(&0), "an operation has no row here: {counts:?}");
+        assert!(!counts.contains(&0), "an operation has no kernel here: {counts:?}");
         place
     }
 }
@@ -147,8 +154,8 @@ struct Turn<'a> {
 
 impl Turn<'_> {
     /// The element whose turn it is.
-    fn pick<T: Copy>(&self, rows: &[T]) -> T {
-        rows[self.turn % rows.len()]
+    fn pick<T: Copy>(&self, kernels: &[T]) -> T {
+        kernels[self.turn % kernels.len()]
     }
 
     /// Waits until the device is done. A hanging launch ends the process with this description.
@@ -197,8 +204,8 @@ fn numbers(usual: usize) -> Range<usize> {
 pub fn fuzz(name: &str, usual: usize, place: &Place) -> BTreeMap<(Kind, Ended), usize> {
     let (mut ended, mut failures) = (BTreeMap::new(), Vec::new());
     let Place { attention, masks, products, sampled, .. } = place;
-    let rows = [attention.len(), masks.len(), products.len(), sampled.len()];
-    say(&format!("{name}: rows of attention, masks, products, sampled products: {rows:?}"));
+    let kernels = [attention.len(), masks.len(), products.len(), sampled.len()];
+    say(&format!("{name}: kernels of attention, masks, products, sampled products: {kernels:?}"));
     let mut count = 0;
     for number in numbers(usual) {
         count += 1;

@@ -1,4 +1,4 @@
-//! Operands of attention that suit a row, with margins.
+//! Operands of attention that suit a kernel, with margins.
 
 use super::guarded::{Guarded, Use};
 use super::values::{numbers, one_of};
@@ -14,7 +14,7 @@ use blockflash_sys::Kernel;
 use rand::Rng;
 use std::fmt;
 
-/// A row of the manifest, or the one that the library selects.
+/// A kernel of the manifest, or the one that the library selects.
 #[derive(Clone, Copy)]
 pub(super) struct Choice(pub(super) Option<&'static Kernel>);
 
@@ -24,7 +24,7 @@ impl fmt::Debug for Choice {
     }
 }
 
-/// Sizes that suit the row whose turn it is.
+/// Sizes that suit the kernel whose turn it is.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sizes {
     pub(super) kernel: Choice,
@@ -34,7 +34,7 @@ pub(super) struct Sizes {
     pub(super) head_dim: usize,
     /// Queries and keys of a block that consists of tiles.
     pub(super) blocks: [usize; 2],
-    /// Of a block mask that the row can share among heads.
+    /// Of a block mask that the kernel can share among heads.
     pub(super) mask_heads: usize,
     pub(super) softcap: Option<f32>,
     sink: bool,
@@ -57,7 +57,7 @@ pub(super) struct Options<'a> {
 
 impl Sizes {
     pub(super) fn new(turn: &mut Turn<'_>) -> Self {
-        let (row, tile) = turn.pick(&turn.place.attention);
+        let (kernel, tile) = turn.pick(&turn.place.attention);
         let random = &mut turn.random;
         let heads_kv = random.random_range(1..=2);
         let heads_q = heads_kv * tile.heads as usize * random.random_range(1..=2);
@@ -65,7 +65,7 @@ impl Sizes {
         let most = if tile.heads == 1 { heads_q } else { heads_kv };
         let asked = random.random();
         Self {
-            kernel: Choice(random.random_bool(0.75).then_some(row)),
+            kernel: Choice(random.random_bool(0.75).then_some(kernel)),
             dtype: tile.dtype,
             heads_q,
             heads_kv,
@@ -152,14 +152,14 @@ impl Operands {
         if let Some(gpu) = &place.imagined {
             let problem = call.problem()?.with_outputs(&o, lse.as_ref())?;
             match sizes.kernel.0 {
-                Some(row) => accepts(row, &problem, gpu)?,
+                Some(kernel) => accepts(kernel, &problem, gpu)?,
                 None if problem.is_empty() => {}
                 None => drop(select(&problem, gpu)?),
             }
             return call.forward_into(o, lse, &place.stream);
         }
         match sizes.kernel.0 {
-            Some(row) => call.run_with(row, (o, lse), &place.stream),
+            Some(kernel) => call.run_with(kernel, (o, lse), &place.stream),
             None => call.forward_into(o, lse, &place.stream),
         }
     }

@@ -138,9 +138,9 @@ struct Product {
 
 /// Runs a case of the product.
 pub(super) fn product(turn: &mut Turn<'_>) -> Checked<Ended> {
-    let (row, tile) = turn.pick(&turn.place.products);
+    let (kernel, tile) = turn.pick(&turn.place.products);
     let case = Product {
-        kernel: Choice(turn.random.random_bool(0.75).then_some(row)),
+        kernel: Choice(turn.random.random_bool(0.75).then_some(kernel)),
         arrays: Arrays::new(tile.dtype, tile.block_size as usize, turn),
         columns: turn.random.random_range(2..=200),
         transposed: tile.a_transposed,
@@ -181,19 +181,21 @@ fn multiply(case: &Product, turn: &mut Turn<'_>) -> Checked<Ended> {
 
 fn queue_product(
     call: &BsrMatmul<'_>,
-    row: Option<&Kernel>,
+    kernel: Option<&Kernel>,
     c: &mut Guarded,
     place: &Place,
 ) -> Result<(), Error> {
     if let Some(gpu) = &place.imagined {
         let problem = call.problem(&c.view_mut())?;
-        match row {
-            Some(row) => bsr_matmul::accepts(row, &problem, gpu)?,
+        match kernel {
+            Some(kernel) => bsr_matmul::accepts(kernel, &problem, gpu)?,
             None => drop(bsr_matmul::select(&problem, gpu)?),
         }
     }
-    match row {
-        Some(row) if place.imagined.is_none() => call.run_with(row, c.view_mut(), &place.stream),
+    match kernel {
+        Some(kernel) if place.imagined.is_none() => {
+            call.run_with(kernel, c.view_mut(), &place.stream)
+        }
         _ => call.matmul_into(c.view_mut(), &place.stream),
     }
 }
@@ -209,10 +211,10 @@ struct Sampled {
 
 /// Runs a case of the sampled product.
 pub(super) fn sampled(turn: &mut Turn<'_>) -> Checked<Ended> {
-    let (row, tile) = turn.pick(&turn.place.sampled);
+    let (kernel, tile) = turn.pick(&turn.place.sampled);
     let majors = [one_of(&Major::ALL, &mut turn.random), one_of(&Major::ALL, &mut turn.random)];
     let case = Sampled {
-        kernel: Choice(turn.random.random_bool(0.75).then_some(row)),
+        kernel: Choice(turn.random.random_bool(0.75).then_some(kernel)),
         pattern: Arrays::new(tile.dtype, tile.block_size as usize, turn),
         depth: turn.random.random_range(2..=200),
         majors: tile.majors.unwrap_or(majors),
@@ -247,20 +249,20 @@ fn sample(case: &Sampled, turn: &mut Turn<'_>) -> Checked<Ended> {
 
 fn queue_sampled(
     call: &BsrSddmm<'_>,
-    row: Option<&Kernel>,
+    kernel: Option<&Kernel>,
     values: &mut Guarded,
     place: &Place,
 ) -> Result<(), Error> {
     if let Some(gpu) = &place.imagined {
         let problem = call.problem(&values.view_mut())?;
-        match row {
-            Some(row) => bsr_sddmm::accepts(row, &problem, gpu)?,
+        match kernel {
+            Some(kernel) => bsr_sddmm::accepts(kernel, &problem, gpu)?,
             None => drop(bsr_sddmm::select(&problem, gpu)?),
         }
     }
-    match row {
-        Some(row) if place.imagined.is_none() => {
-            call.run_with(row, values.view_mut(), &place.stream)
+    match kernel {
+        Some(kernel) if place.imagined.is_none() => {
+            call.run_with(kernel, values.view_mut(), &place.stream)
         }
         _ => call.sddmm_into(values.view_mut(), &place.stream),
     }

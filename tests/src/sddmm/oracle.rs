@@ -10,7 +10,7 @@ use rayon::prelude::*;
 /// Exact and plain values of all rows of all blocks, or of a sample.
 #[derive(Clone, Debug, Default)]
 pub struct SddmmReference {
-    /// The rows: that of block `i` and inner row `j` is `i · block + j`.
+    /// The rows: inner row `j` of block `i` is row `i · block + j`.
     pub rows: Vec<usize>,
     /// `[rows, block]`.
     pub values: Reference,

@@ -94,7 +94,7 @@ impl SddmmInputs {
         let values = view_mut(values, &placed_values(&self.case, data));
         match kernel {
             Choice::Selected => self.product().sddmm_into(values, stream),
-            Choice::This(row) => self.product().run_with(row, values, stream),
+            Choice::This(kernel) => self.product().run_with(kernel, values, stream),
         }
     }
 }
@@ -132,26 +132,26 @@ pub fn check_values(
     }
 }
 
-/// Runs a case on a row, as it is or, where the row needs tensor maps that do not describe the
-/// matrices, and says so, with others. A single row or column lies either way, and may be taken for
-/// another row's: then nothing is compared.
-pub fn run_on_row(
+/// Runs a case on a kernel. A kernel that refuses the matrices, because tensor maps cannot describe
+/// them, gets others. A single row or column counts as row-major and as column-major, so another
+/// kernel may be due: then nothing is compared.
+pub fn run_on_kernel(
     case: &SddmmCase,
     data: &SddmmData,
     reference: &SddmmReference,
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     stream: &Stream,
 ) -> Result<usize, String> {
-    let Some(tile) = row.bsr_sddmm_tile() else {
-        return Err(format!("{row:?} is another kernel"));
+    let Some(tile) = kernel.bsr_sddmm_tile() else {
+        return Err(format!("{kernel:?} is another kernel"));
     };
     let Some(majors) = tile.majors else {
-        return run_and_check(case, data, reference, Choice::This(row), stream);
+        return run_and_check(case, data, reference, Choice::This(kernel), stream);
     };
     if let Some(expected) = refusal(case, data, majors, stream)? {
         let inputs = SddmmInputs::upload(case, data, stream)?;
         let mut values = inputs.old_values(data, stream)?;
-        match inputs.launch(&mut values, data, Choice::This(row), stream) {
+        match inputs.launch(&mut values, data, Choice::This(kernel), stream) {
             Err(Error::Unsupported { what, .. }) if what.contains(expected) => {}
             other => {
                 return Err(format!("not refused for its {expected}: {other:?}\n    {case:?}"));
@@ -159,11 +159,11 @@ pub fn run_on_row(
         }
         let aligned = case.clone().aligned();
         return match refusal(&aligned, data, majors, stream)? {
-            None => run_and_check(&aligned, data, reference, Choice::This(row), stream),
+            None => run_and_check(&aligned, data, reference, Choice::This(kernel), stream),
             Some(_) => Ok(0),
         };
     }
-    run_and_check(case, data, reference, Choice::This(row), stream)
+    run_and_check(case, data, reference, Choice::This(kernel), stream)
 }
 
 /// The refusal that is due from the kernel for the case.
@@ -199,7 +199,7 @@ pub fn run_and_check(
     let story = |what: &str| {
         let kernel = match kernel {
             Choice::Selected => format!("bsr_sddmm on {}", stream.device()),
-            Choice::This(row) => row.image_name(),
+            Choice::This(kernel) => kernel.image_name(),
         };
         format!("{kernel}: {what}\n    {} blocks of {case:?}", data.structure.col_idx.len())
     };

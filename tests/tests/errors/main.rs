@@ -41,21 +41,22 @@ fn i32s(values: &[i32]) -> Tensor {
 
 #[test]
 fn kernels_do_not_run_on_the_cpu() {
-    let row = manifest::kernels().iter().find(|row| row.symbol().contains("attention")).unwrap();
+    let kernel =
+        manifest::kernels().iter().find(|kernel| kernel.symbol().contains("attention")).unwrap();
     let t = f16s(&[1, 5, 2, 64]);
     let mut o = f16s(&[1, 5, 2, 64]);
     let call = Attention { mask: Mask::causal(), ..Attention::new(t.view(), t.view(), t.view()) };
     assert_error!(
-        call.run_with(row, (o.view_mut(), None), &cpu()),
+        call.run_with(kernel, (o.view_mut(), None), &cpu()),
         Error::Unsupported { .. },
         "cpu"
     );
-    let row = manifest::kernels().iter().find(|row| row.symbol().contains("bsr")).unwrap();
+    let kernel = manifest::kernels().iter().find(|kernel| kernel.symbol().contains("bsr")).unwrap();
     let a = BsrMatrix::from_coo(16, 16, 16, DType::F16, &[]).unwrap();
     let b = f16s(&[16, 4]);
     let mut c = f16s(&[16, 4]);
     let call = BsrMatmul::new(&a, b.view());
-    assert_error!(call.run_with(row, c.view_mut(), &cpu()), Error::Unsupported { .. }, "cpu");
+    assert_error!(call.run_with(kernel, c.view_mut(), &cpu()), Error::Unsupported { .. }, "cpu");
 }
 
 #[test]

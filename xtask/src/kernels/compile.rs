@@ -34,15 +34,15 @@ pub struct Image {
 }
 
 /// Arguments of nvcc that determine the output, apart from the macros and the source.
-fn flags(row: &Kernel) -> Vec<String> {
-    let kind = if row.target.is_ptx() { "-ptx" } else { "-cubin" };
+fn flags(kernel: &Kernel) -> Vec<String> {
+    let kind = if kernel.target.is_ptx() { "-ptx" } else { "-cubin" };
     // Names of internal functions contain the source's file name and a hash of its path. Fixed
     // names tell the kernels apart and keep images identical wherever the repository lies.
-    let path = format!("/kernels/{}.cu", row.source());
+    let path = format!("/kernels/{}.cu", kernel.source());
     let place = ["--orig_src_file_name", &path[1..], "--orig_src_path_name", &path]
         .map(|word| ["-Xcicc", word])
         .concat();
-    [&["-gencode", row.target.gencode(), kind], FLAGS, &place[..]]
+    [&["-gencode", kernel.target.gencode(), kind], FLAGS, &place[..]]
         .concat()
         .into_iter()
         .map(String::from)
@@ -50,33 +50,33 @@ fn flags(row: &Kernel) -> Vec<String> {
 }
 
 /// Fingerprint of the compiler's version and of the flags of a kernel.
-pub fn build_fingerprint(row: &Kernel, nvcc_version: &str) -> Result<String> {
-    Ok(sha256(format!("{}\n{}", identity(nvcc_version)?, flags(row).join(" ")).as_bytes()))
+pub fn build_fingerprint(kernel: &Kernel, nvcc_version: &str) -> Result<String> {
+    Ok(sha256(format!("{}\n{}", identity(nvcc_version)?, flags(kernel).join(" ")).as_bytes()))
 }
 
 /// Compiles a kernel, with additional flags if there are any; scratch files go to `scratch`. The
 /// error contains the compiler's own message.
 pub fn compile(
-    row: &Kernel,
+    kernel: &Kernel,
     toolchain: &Toolchain,
     scratch: &Path,
     more_flags: &[&str],
 ) -> Result<Image> {
-    let name = row.image_name();
+    let name = kernel.image_name();
     let object = scratch.join(&name);
-    let source = source(row);
+    let source = source(kernel);
     if !root().join(&source).is_file() {
         bail!("{source} does not exist");
     }
     let mut command = Command::new(&toolchain.nvcc);
-    command.args(flags(row)).args(more_flags);
-    command.args(row.macros().iter().map(|(name, value)| format!("-D{name}={value}")));
+    command.args(flags(kernel)).args(more_flags);
+    command.args(kernel.macros().iter().map(|(name, value)| format!("-D{name}={value}")));
     let mut report = complete(command.arg(&source).arg("-o").arg(&object))?;
-    if row.target.is_ptx() {
+    if kernel.target.is_ptx() {
         // PTX has no register counts or spills before it is assembled. It is assembled for the
         // oldest GPU that accepts it, which stands for the others.
         let arch =
-            row.target.gencode().rsplit_once('_').map(|(_, number)| number).unwrap_or_default();
+            kernel.target.gencode().rsplit_once('_').map(|(_, number)| number).unwrap_or_default();
         let cubin = scratch.join(format!("{name}.cubin"));
         let mut assemble = Command::new(&toolchain.ptxas);
         assemble
@@ -90,28 +90,31 @@ pub fn compile(
     let bytes = read_bytes(&object)?;
     let entry = Entry {
         image: name,
-        source: fingerprint(row)?,
-        build: build_fingerprint(row, &toolchain.version)?,
+        source: fingerprint(kernel)?,
+        build: build_fingerprint(kernel, &toolchain.version)?,
         sha256: sha256(&bytes),
         bytes: bytes.len() as u64,
         registers: usage.registers,
         spill_bytes: usage.spill_bytes,
         smem_static: usage.smem_static,
-        smem_dynamic: row.smem_bytes(),
+        smem_dynamic: kernel.smem_bytes(),
     };
     Ok(Image { bytes, entry })
 }
 
 /// Violations of a compiled kernel: register spills, or too much shared memory.
-pub fn violations(row: &Kernel, entry: &Entry) -> Vec<String> {
+pub fn violations(kernel: &Kernel, entry: &Entry) -> Vec<String> {
     let mut found = Vec::new();
     if entry.spill_bytes > 0 {
         found.push(format!("spills {} bytes ({} registers)", entry.spill_bytes, entry.registers));
     }
     let smem = entry.smem_static + entry.smem_dynamic;
-    let limit = row.target.smem_limit();
+    let limit = kernel.target.smem_limit();
     if smem > limit {
-        found.push(format!("needs {smem} bytes of shared memory, {} has {limit}", row.target));
+        found.push(format!(
+            "needs {smem} bytes of shared memory, but {} has {limit}",
+            kernel.target
+        ));
     }
     found
 }

@@ -8,15 +8,15 @@ use blockflash_sys::Kernel;
 use rayon::prelude::*;
 use std::path::Path;
 
-/// Compiles rows as `cargo xtask kernels` does, with line information, into a folder for
+/// Compiles kernels as `cargo xtask kernels` does, with line information, into a folder for
 /// `BLOCKFLASH_IMAGES`.
-pub fn with_line_information(rows: &[&Kernel], folder: &Path) -> Result<()> {
+pub fn with_line_information(kernels: &[&Kernel], folder: &Path) -> Result<()> {
     let toolchain = Toolchain::pinned()?;
     let scratch = target_dir("profile/scratch")?;
     create_dir(folder)?;
-    rows.par_iter().try_for_each(|row| {
-        let image = compile(row, &toolchain, &scratch, &["-lineinfo"])
-            .with_context(|| format!("{} does not compile", row.image_name()))?;
-        write(&folder.join(row.image_name()), image.bytes)
+    kernels.par_iter().try_for_each(|kernel| {
+        let image = compile(kernel, &toolchain, &scratch, &["-lineinfo"])
+            .with_context(|| format!("{} does not compile", kernel.image_name()))?;
+        write(&folder.join(kernel.image_name()), image.bytes)
     })
 }

@@ -28,28 +28,28 @@ use std::{
 use store::Images;
 use toolchain::Toolchain;
 
-/// Compile the kernels into crates/blockflash-sys/prebuilt, or prove that what is there is up
+/// Compile the kernels into crates/blockflash-sys/prebuilt, or prove that the images there are up
 /// to date.
 #[derive(clap::Args, Default)]
 pub struct Args {
-    /// Only images whose name contains this.
+    /// Compile only images whose name contains this text.
     #[arg(long, value_name = "SUBSTRING")]
     only: Vec<String>,
-    /// Only images for this target (may be repeated); sm_90a stands for sm_90 too, since such a GPU
-    /// uses both.
+    /// Compile only images for this target; may be repeated. sm_90a includes sm_90, since such a
+    /// GPU uses both.
     #[arg(long, value_name = "TARGET", value_parser = parse_target)]
     pub arch: Vec<Target>,
     /// Write nothing: rebuild, and fail unless the committed images are exactly what the sources
     /// give.
     #[arg(long)]
     pub check: bool,
-    /// Rebuild images whose sources and flags have not changed, too.
+    /// Also rebuild images whose sources and flags have not changed.
     #[arg(long)]
     force: bool,
     /// Compile with this nvcc rather than with the pinned wheels.
     #[arg(long, value_name = "PATH")]
     nvcc: Option<PathBuf>,
-    /// Rows compiled at once [default: one per core].
+    /// Number of kernels compiled at the same time [default: one per core].
     #[arg(long, value_name = "N")]
     jobs: Option<usize>,
 }
@@ -60,10 +60,10 @@ impl Args {
         Self { arch: arch.to_vec(), check: true, ..Self::default() }
     }
 
-    fn selects(&self, row: &Kernel) -> bool {
-        is_among(row.target, &self.arch)
+    fn selects(&self, kernel: &Kernel) -> bool {
+        is_among(kernel.target, &self.arch)
             && (self.only.is_empty()
-                || self.only.iter().any(|part| row.image_name().contains(part.as_str())))
+                || self.only.iter().any(|part| kernel.image_name().contains(part.as_str())))
     }
 }
 
@@ -85,9 +85,10 @@ pub fn parse_target(text: &str) -> Result<Target, String> {
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
-    let rows: Vec<&Kernel> = manifest::kernels().iter().filter(|row| args.selects(row)).collect();
-    if rows.is_empty() {
-        bail!("no row of the manifest is selected");
+    let kernels: Vec<&Kernel> =
+        manifest::kernels().iter().filter(|kernel| args.selects(kernel)).collect();
+    if kernels.is_empty() {
+        bail!("no kernel of the manifest is selected");
     }
     let toolchain = match &args.nvcc {
         Some(path) => Toolchain::at(path)?,
@@ -95,19 +96,19 @@ pub fn run(args: &Args) -> Result<()> {
     };
     let (lock, committed) = (lock::load()?, store::load()?);
     let mut todo = Vec::new();
-    for &row in &rows {
-        if args.check || args.force || !is_current(row, &lock, &committed, &toolchain.version)? {
-            todo.push(row);
+    for &kernel in &kernels {
+        if args.check || args.force || !is_current(kernel, &lock, &committed, &toolchain.version)? {
+            todo.push(kernel);
         }
     }
     let started = Instant::now();
     let built = compile_all(&todo, &toolchain, args.jobs)?;
     let mut problems = Problems::default();
     let mut images = Vec::new();
-    for (row, result) in todo.iter().zip(built) {
+    for (kernel, result) in todo.iter().zip(built) {
         match result {
-            Ok((image, time)) => images.push((*row, image, time)),
-            Err(error) => problems.add(row, format!("{error:#}")),
+            Ok((image, time)) => images.push((*kernel, image, time)),
+            Err(error) => problems.add(kernel, format!("{error:#}")),
         }
     }
     if args.check {
@@ -116,30 +117,35 @@ pub fn run(args: &Args) -> Result<()> {
         print_usage(&images);
         write(lock, images.iter().map(|(_, image, _)| image), committed)?;
     }
-    let unchanged = rows.len() - todo.len();
+    let unchanged = kernels.len() - todo.len();
     println!(
         "{} of {} images {} with nvcc {} in {:.0} s, {unchanged} unchanged",
         images.len(),
-        rows.len(),
+        kernels.len(),
         if args.check { "rebuilt" } else { "written" },
         toolchain.version,
         started.elapsed().as_secs_f64()
     );
     problems.report(if args.check {
-        "; `cargo xtask kernels` rebuilds what is out of date"
+        "; `cargo xtask kernels` rebuilds outdated images"
     } else {
         ""
     })
 }
 
 /// Whether the committed image was built from the present sources and flags.
-fn is_current(row: &Kernel, lock: &Lock, committed: &Images, nvcc_version: &str) -> Result<bool> {
-    let name = row.image_name();
+fn is_current(
+    kernel: &Kernel,
+    lock: &Lock,
+    committed: &Images,
+    nvcc_version: &str,
+) -> Result<bool> {
+    let name = kernel.image_name();
     let Some(entry) = lock.get(&name) else { return Ok(false) };
     // A source that cannot be read counts as changed; the build reports the error.
-    let Ok(source) = sources::fingerprint(row) else { return Ok(false) };
+    let Ok(source) = sources::fingerprint(kernel) else { return Ok(false) };
     Ok(entry.source == source
-        && entry.build == build_fingerprint(row, nvcc_version)?
+        && entry.build == build_fingerprint(kernel, nvcc_version)?
         && committed.get(&name).is_some_and(|image| sha256(image) == entry.sha256))
 }
 
@@ -150,29 +156,30 @@ type Usage<'r> = (&'r Kernel, Image, Duration);
 
 /// Compiles kernels on several threads; results are in the order of the kernels.
 fn compile_all(
-    rows: &[&Kernel],
+    kernels: &[&Kernel],
     toolchain: &Toolchain,
     jobs: Option<usize>,
 ) -> Result<Vec<Compiled>> {
     let scratch = target_dir("kernels/scratch")?;
     let style = ProgressStyle::with_template("{bar:40} {pos}/{len} {elapsed} {wide_msg}")?;
-    let bar = ProgressBar::new(rows.len() as u64).with_style(style);
+    let bar = ProgressBar::new(kernels.len() as u64).with_style(style);
     // Zero threads means one per core.
     let threads = ThreadPoolBuilder::new().num_threads(jobs.unwrap_or(0)).build()?;
-    let compiled = |row: &&Kernel| {
+    let compiled = |kernel: &&Kernel| {
         let started = Instant::now();
-        let image = compile(row, toolchain, &scratch, &[]).map(|image| (image, started.elapsed()));
-        bar.set_message(row.image_name());
+        let image =
+            compile(kernel, toolchain, &scratch, &[]).map(|image| (image, started.elapsed()));
+        bar.set_message(kernel.image_name());
         bar.inc(1);
         image
     };
-    let built = threads.install(|| rows.par_iter().map(compiled).collect());
+    let built = threads.install(|| kernels.par_iter().map(compiled).collect());
     bar.finish_and_clear();
     Ok(built)
 }
 
 fn print_usage(images: &[Usage]) {
-    for (row, image, time) in images {
+    for (kernel, image, time) in images {
         let entry = &image.entry;
         println!(
             "{:>4} registers {:>6} spilled {:>7} smem {:>5.1} s  {}",
@@ -182,7 +189,7 @@ fn print_usage(images: &[Usage]) {
             time.as_secs_f64(),
             entry.image
         );
-        for violation in violations(row, entry) {
+        for violation in violations(kernel, entry) {
             println!("     warning: {violation}");
         }
     }
@@ -220,29 +227,29 @@ pub fn image_names() -> BTreeSet<String> {
 
 /// Compares fresh images with the committed ones.
 fn check(lock: &Lock, images: &[Usage], committed: &Images, problems: &mut Problems) {
-    for (row, image, _) in images {
+    for (kernel, image, _) in images {
         let entry = &image.entry;
         match committed.get(&entry.image) {
-            None => problems.add(row, "has no committed image".into()),
+            None => problems.add(kernel, "has no committed image".into()),
             Some(bytes) if *bytes != image.bytes => {
-                problems.add(row, "is not what the sources give".into())
+                problems.add(kernel, "is not what the sources give".into())
             }
             Some(_) => {}
         }
         match lock.get(&entry.image) {
-            None => problems.add(row, "has no line in kernels.lock".into()),
+            None => problems.add(kernel, "has no line in kernels.lock".into()),
             Some(locked) if locked != entry => {
-                problems.add(row, "has an outdated line in kernels.lock".into())
+                problems.add(kernel, "has an outdated line in kernels.lock".into())
             }
             Some(_) => {}
         }
-        for violation in violations(row, entry) {
-            problems.add(row, violation);
+        for violation in violations(kernel, entry) {
+            problems.add(kernel, violation);
         }
     }
     let wanted = image_names();
     for name in committed.keys().filter(|name| !wanted.contains(*name)) {
-        problems.add_name(name.clone(), "has no row in the manifest".into());
+        problems.add_name(name.clone(), "is not in the manifest".into());
     }
 }
 
@@ -251,8 +258,8 @@ fn check(lock: &Lock, images: &[Usage], committed: &Images, problems: &mut Probl
 struct Problems(BTreeMap<String, Vec<String>>);
 
 impl Problems {
-    fn add(&mut self, row: &Kernel, message: String) {
-        self.add_name(row.image_name(), message);
+    fn add(&mut self, kernel: &Kernel, message: String) {
+        self.add_name(kernel.image_name(), message);
     }
 
     fn add_name(&mut self, image: String, message: String) {

@@ -15,8 +15,8 @@ pub fn sha256(bytes: &[u8]) -> String {
 }
 
 /// Path of a kernel's source file, relative to the root of the repository.
-pub fn source(row: &Kernel) -> String {
-    format!("kernels/{}/kernel.cu", row.source())
+pub fn source(kernel: &Kernel) -> String {
+    format!("kernels/{}/kernel.cu", kernel.source())
 }
 
 /// Every CUDA file, sorted.
@@ -40,12 +40,12 @@ pub fn is_cuda(path: &Path) -> bool {
 
 /// Fingerprint of everything in this repository that determines a kernel, apart from the target:
 /// its source file, the headers that it includes directly or indirectly, and its macros.
-pub fn fingerprint(row: &Kernel) -> Result<String> {
+pub fn fingerprint(kernel: &Kernel) -> Result<String> {
     let mut text = String::new();
-    for (path, content) in closure(&source(row))? {
+    for (path, content) in closure(&source(kernel))? {
         text += &format!("{path} {}\n", sha256(content.as_bytes()));
     }
-    for (name, value) in row.macros() {
+    for (name, value) in kernel.macros() {
         text += &format!("{name}={value}\n");
     }
     Ok(sha256(text.as_bytes()))

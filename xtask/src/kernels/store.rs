@@ -28,7 +28,10 @@ pub fn load() -> Result<Images> {
     for path in archives()? {
         let found = images_of(&read_bytes(&path)?);
         images.extend(found.with_context(|| {
-            format!("{} is damaged; without it, `cargo xtask kernels` rebuilds it", path.display())
+            format!(
+                "{} is damaged: remove it, and `cargo xtask kernels` rebuilds it",
+                path.display()
+            )
         })?);
     }
     Ok(images)
@@ -46,7 +49,7 @@ fn frames_of(archive: &[u8]) -> Result<Frames> {
     let frames = entries.chunk_by(|(_, one), (_, other)| one.frame == other.frame).map(|entries| {
         let frame = archive.unpack(&entries[0].1.frame).map_err(|what| anyhow!(what))?;
         let image = |(name, entry): &(&&str, &Entry)| {
-            let image = frame.get(entry.image.clone()).context("an image ends behind its frame")?;
+            let image = frame.get(entry.image.clone()).context("an image ends beyond its frame")?;
             Ok((name.to_string(), image.to_vec()))
         };
         entries.iter().map(image).collect()
@@ -73,10 +76,10 @@ pub fn store(images: &Images) -> Result<Vec<PathBuf>> {
 /// same frames differently.
 fn changes(images: &Images) -> Result<Vec<(PathBuf, Option<Frames>)>> {
     let mut wanted: BTreeMap<PathBuf, Vec<(String, Vec<u8>)>> = BTreeMap::new();
-    for row in manifest::kernels() {
-        if let Some(image) = images.get(&row.image_name()) {
-            let path = prebuilt().join(format!("{}.zst", row.archive_name()));
-            wanted.entry(path).or_default().push((row.image_name(), image.clone()));
+    for kernel in manifest::kernels() {
+        if let Some(image) = images.get(&kernel.image_name()) {
+            let path = prebuilt().join(format!("{}.zst", kernel.archive_name()));
+            wanted.entry(path).or_default().push((kernel.image_name(), image.clone()));
         }
     }
     let stale = archives()?.into_iter().filter(|path| !wanted.contains_key(path));
@@ -178,10 +181,10 @@ mod tests {
     fn committed_archives_are_what_would_be_written() {
         let mut images = load().unwrap();
         assert_eq!(changes(&images).unwrap(), []);
-        let row = &manifest::kernels()[0];
-        images.remove(&row.image_name());
+        let kernel = &manifest::kernels()[0];
+        images.remove(&kernel.image_name());
         let [(path, Some(frames))] = &changes(&images).unwrap()[..] else { panic!("one archive") };
-        assert!(path.ends_with(format!("{}.zst", row.archive_name())));
-        assert!(frames.iter().flatten().all(|(name, _)| *name != row.image_name()));
+        assert!(path.ends_with(format!("{}.zst", kernel.archive_name())));
+        assert!(frames.iter().flatten().all(|(name, _)| *name != kernel.image_name()));
     }
 }

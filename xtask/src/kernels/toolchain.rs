@@ -43,7 +43,7 @@ impl Toolchain {
     pub fn at(nvcc: &Path) -> Result<Self> {
         let text = output(Command::new(nvcc).arg("--version"))?;
         let version = parse_version(&text)
-            .with_context(|| format!("{} states no version", nvcc.display()))?;
+            .with_context(|| format!("{} prints no version", nvcc.display()))?;
         let ptxas = nvcc.with_file_name("ptxas");
         Ok(Self { nvcc: nvcc.to_path_buf(), ptxas, version })
     }

@@ -35,13 +35,13 @@ target/profile/COMMIT, in a bundle to out/profile/COMMIT.";
 pub struct Args {
     /// Part of a kernel's name; each kernel of this GPU whose name contains it is profiled.
     pattern: String,
-    /// What the kernel computes, as an id [default: a large case for its tile].
+    /// Id of the case that the kernel computes [default: a large case for its tile].
     #[arg(long, value_name = "CASE")]
     shape: Option<String>,
-    /// Where reports go.
+    /// Folder for the reports.
     #[arg(long, value_name = "FOLDER")]
     out: Option<PathBuf>,
-    /// The profiler, if it lies in an unusual place.
+    /// Path of Nsight Compute, if it is installed in an unusual place.
     #[arg(long, value_name = "PROGRAM")]
     ncu: Option<PathBuf>,
 }
@@ -50,15 +50,15 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<()> {
     let place = Place::find()?;
     let gpu = Gpu::find()?;
-    let kernels = select::rows(&args.pattern, gpu.capability)?;
+    let kernels = select::kernels(&args.pattern, gpu.capability)?;
     // The profiler is searched first, so that its absence is reported before anything is compiled.
     let ncu = Ncu::find(args.ncu.as_deref())?;
     let program = place.program()?;
     let commit = place.commit()?;
     let out = args.out.clone().unwrap_or_else(|| place.results()).join(&commit);
-    for (row, default) in kernels {
-        let (symbol, case) = (row.symbol(), args.shape.clone().unwrap_or(default));
-        let images = place.images(row)?;
+    for (kernel, default) in kernels {
+        let (symbol, case) = (kernel.symbol(), args.shape.clone().unwrap_or(default));
+        let images = place.images(kernel)?;
         let origin = if images.is_some() { "with" } else { "without" };
         // A case id may contain a dot, so the extension is appended, not replaced.
         let file = |extension: &str| out.join(format!("{symbol}.{case}.{extension}"));

@@ -14,8 +14,8 @@ use std::{
     process::Command,
 };
 
-const ABSENT: &str = "Nsight Compute is not there: no ncu in PATH, /usr/local/cuda*/bin and \
-    /opt/nvidia/nsight-compute; it comes with the CUDA toolkit (--ncu names another place)";
+const ABSENT: &str = "Nsight Compute was not found: there is no ncu in PATH, /usr/local/cuda*/bin \
+    and /opt/nvidia/nsight-compute; it comes with the CUDA toolkit (--ncu names another place)";
 const FORBIDDEN: &str = "the driver lets only root read the GPU's counters: run as root, or load \
     the nvidia module with NVreg_RestrictProfilingToAdminUsers=0";
 /// Metrics that the page needs besides the ones it shows by name: peak rates, from which ceilings
@@ -57,7 +57,7 @@ impl Ncu {
     pub fn find(given: Option<&Path>) -> Result<Self> {
         let program = match given {
             Some(program) if program.is_file() => program.to_path_buf(),
-            Some(program) => bail!("--ncu: {} is no program", program.display()),
+            Some(program) => bail!("--ncu: {} is not a program", program.display()),
             None => candidates().into_iter().find(|path| path.is_file()).context(ABSENT)?,
         };
         // Without the list only the metrics of the predefined set are collected.
@@ -97,7 +97,7 @@ impl Ncu {
             command.args(["--metrics", &metrics.join(",")]);
         }
         command.arg("--export").arg(job.report).arg(job.program);
-        command.args(["launch", "--case", job.case, "--row", job.symbol, "--launches", "3"]);
+        command.args(["launch", "--case", job.case, "--kernel", job.symbol, "--launches", "3"]);
         match job.images {
             Some(folder) => command.env(IMAGES_VARIABLE, folder),
             None => command.env_remove(IMAGES_VARIABLE),

@@ -27,7 +27,10 @@ impl Place {
             return Ok(Self::Bundle(folder.into()));
         }
         let shown = program.display();
-        ensure!(root().join("kernels").is_dir(), "{shown} lies in no bundle and in no repository");
+        ensure!(
+            root().join("kernels").is_dir(),
+            "{shown} is neither in a bundle nor in a repository"
+        );
         Ok(Self::Repository(root()))
     }
 
@@ -61,7 +64,7 @@ impl Place {
     pub fn program(&self) -> Result<PathBuf> {
         if let Self::Bundle(folder) = self {
             let program = folder.join("blockflash");
-            ensure!(program.is_file(), "{} is missing: is the bundle whole?", program.display());
+            ensure!(program.is_file(), "{} is missing: is the bundle complete?", program.display());
             return Ok(program);
         }
         let package = ["build", "--package", "blockflash-bench", "--bin", "blockflash"];
@@ -72,17 +75,17 @@ impl Place {
 
     /// The folder with the kernel's image with line information. In the repository it is compiled
     /// first. `None` for a bundle that lacks it; then the program's own image is profiled.
-    pub fn images(&self, row: &Kernel) -> Result<Option<PathBuf>> {
+    pub fn images(&self, kernel: &Kernel) -> Result<Option<PathBuf>> {
         let folder = match self {
             Self::Repository(_) => {
                 let folder = self.results().join("images");
-                eprintln!("compiling {}", row.image_name());
-                with_line_information(&[row], &folder)?;
+                eprintln!("compiling {}", kernel.image_name());
+                with_line_information(&[kernel], &folder)?;
                 folder
             }
             Self::Bundle(bundle) => bundle.join("images"),
         };
-        Ok(folder.join(row.image_name()).is_file().then_some(folder))
+        Ok(folder.join(kernel.image_name()).is_file().then_some(folder))
     }
 
     /// Files that may contain measured ceilings; the bundle's own measurements come first.
@@ -109,10 +112,10 @@ mod tests {
         assert!(bundle.program().unwrap_err().to_string().contains("is missing"));
         std::fs::write(folder.path().join("commit"), "0123456789ab\n").unwrap();
         assert_eq!(bundle.commit().unwrap(), "0123456789ab");
-        let row = &blockflash_sys::manifest::kernels()[0];
-        assert_eq!(bundle.images(row).unwrap(), None);
+        let kernel = &blockflash_sys::manifest::kernels()[0];
+        assert_eq!(bundle.images(kernel).unwrap(), None);
         std::fs::create_dir(folder.path().join("images")).unwrap();
-        std::fs::write(folder.path().join("images").join(row.image_name()), "").unwrap();
-        assert_eq!(bundle.images(row).unwrap(), Some(folder.path().join("images")));
+        std::fs::write(folder.path().join("images").join(kernel.image_name()), "").unwrap();
+        assert_eq!(bundle.images(kernel).unwrap(), Some(folder.path().join("images")));
     }
 }

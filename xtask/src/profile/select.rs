@@ -6,16 +6,16 @@ use blockflash_sys::{ComputeCapability, Kernel, manifest};
 /// Kernels that a GPU runs and whose symbol contains a text, each with its default case, which
 /// `--shape` overrides. If several kernels share a symbol, the preferred one is taken. A text that
 /// equals a whole symbol does not select longer symbols.
-pub fn rows(pattern: &str, gpu: ComputeCapability) -> Result<Vec<(&'static Kernel, String)>> {
+pub fn kernels(pattern: &str, gpu: ComputeCapability) -> Result<Vec<(&'static Kernel, String)>> {
     let mut found: Vec<(&'static Kernel, String)> = Vec::new();
-    for row in manifest::kernels().iter().filter(|row| row.target.runs_on(gpu)) {
-        let (symbol, Some(case)) = (row.symbol(), case(row)) else { continue };
+    for kernel in manifest::kernels().iter().filter(|kernel| kernel.target.runs_on(gpu)) {
+        let (symbol, Some(case)) = (kernel.symbol(), case(kernel)) else { continue };
         if symbol.contains(pattern) && !found.iter().any(|(other, _)| other.symbol() == symbol) {
-            found.push((row, case));
+            found.push((kernel, case));
         }
     }
-    if found.iter().any(|(row, _)| row.symbol() == pattern) {
-        found.retain(|(row, _)| row.symbol() == pattern);
+    if found.iter().any(|(kernel, _)| kernel.symbol() == pattern) {
+        found.retain(|(kernel, _)| kernel.symbol() == pattern);
     }
     if found.is_empty() {
         match manifest::kernels().iter().map(Kernel::symbol).find(|symbol| symbol.contains(pattern))
@@ -30,8 +30,8 @@ pub fn rows(pattern: &str, gpu: ComputeCapability) -> Result<Vec<(&'static Kerne
 }
 
 /// The default case of a kernel; `None` if no case launches the kernel.
-fn case(row: &Kernel) -> Option<String> {
-    row.family().profile_case()
+fn case(kernel: &Kernel) -> Option<String> {
+    kernel.family().profile_case()
 }
 
 #[cfg(test)]
@@ -42,11 +42,11 @@ mod tests {
 
     #[test]
     fn symbols_are_selected_once_and_preferred_code_first() {
-        let selected = |pattern| rows(pattern, HOPPER).unwrap();
-        let rows = selected("attention_fwd_sm80_f16_d96");
-        assert_eq!(rows.len(), 1);
-        assert!(!rows[0].0.target.is_ptx());
-        assert_eq!(super::rows(&rows[0].0.symbol(), HOPPER).unwrap(), rows);
+        let selected = |pattern| kernels(pattern, HOPPER).unwrap();
+        let kernels = selected("attention_fwd_sm80_f16_d96");
+        assert_eq!(kernels.len(), 1);
+        assert!(!kernels[0].0.target.is_ptx());
+        assert_eq!(super::kernels(&kernels[0].0.symbol(), HOPPER).unwrap(), kernels);
         assert!(selected("bsr_matmul_sm80_bf16_b128").len() > 1);
         for (pattern, case) in [
             ("attention_fwd_sm80_f16_d96", "b4_s4096_h21_d96_full_f16"),
@@ -63,7 +63,7 @@ mod tests {
 
     #[test]
     fn what_selects_nothing_is_told() {
-        let message = |pattern, gpu| rows(pattern, gpu).unwrap_err().to_string();
+        let message = |pattern, gpu| kernels(pattern, gpu).unwrap_err().to_string();
         assert!(message("d65", HOPPER).contains("`blockflash info` lists them"));
         assert!(message("_d64_", ComputeCapability::new(7, 5)).contains("sm_75"));
     }

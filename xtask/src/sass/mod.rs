@@ -13,20 +13,20 @@ use listing::Mix;
 use rayon::prelude::*;
 use std::{path::PathBuf, process::Command, time::Instant};
 
-/// Count the instructions of the committed machine code, and check what the manifest's rows
+/// Count the instructions of the committed machine code, and check what the manifest's kernels
 /// declare about it.
 #[derive(clap::Args, Default)]
 pub struct Args {
-    /// Only images whose name contains this.
+    /// Select only images whose name contains this text.
     pattern: Option<String>,
-    /// Only images for this target (may be repeated); sm_90a stands for sm_90 too, since such a GPU
+    /// Select only images for this target; may be repeated. sm_90a includes sm_90, since such a GPU
     /// uses both.
     #[arg(long, value_name = "TARGET", value_parser = kernels::parse_target)]
     arch: Vec<Target>,
-    /// Fail unless each image contains and lacks what its row declares.
+    /// Fail unless each image contains and lacks what the manifest declares for it.
     #[arg(long)]
     check: bool,
-    /// Print the machine code of the one image that is selected.
+    /// Print the machine code of the selected image; exactly one must be selected.
     #[arg(long, conflicts_with = "check")]
     full: bool,
 }
@@ -49,47 +49,47 @@ impl Args {
         Self { arch: arch.to_vec(), check: true, ..Self::default() }
     }
 
-    fn selects(&self, row: &Kernel) -> bool {
-        kernels::is_among(row.target, &self.arch)
-            && self.pattern.as_deref().is_none_or(|pattern| row.image_name().contains(pattern))
+    fn selects(&self, kernel: &Kernel) -> bool {
+        kernels::is_among(kernel.target, &self.arch)
+            && self.pattern.as_deref().is_none_or(|pattern| kernel.image_name().contains(pattern))
     }
 }
 
 /// A disassembled image.
 struct Image {
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     mix: Mix,
 }
 
 /// Runs the command.
 pub fn run(args: &Args) -> Result<()> {
     let selected: Vec<&'static Kernel> =
-        manifest::kernels().iter().filter(|row| args.selects(row)).collect();
-    let rows: Vec<&'static Kernel> =
-        selected.iter().copied().filter(|row| !row.target.is_ptx()).collect();
-    let ptx = selected.len() - rows.len();
-    if rows.is_empty() {
+        manifest::kernels().iter().filter(|kernel| args.selects(kernel)).collect();
+    let kernels: Vec<&'static Kernel> =
+        selected.iter().copied().filter(|kernel| !kernel.target.is_ptx()).collect();
+    let ptx = selected.len() - kernels.len();
+    if kernels.is_empty() {
         match ptx {
             0 => bail!("no image is selected"),
-            _ => bail!("{ptx} images are selected, but they are PTX: that is no machine code yet"),
+            _ => bail!("{ptx} images are selected, but they are PTX, which is not machine code"),
         }
     }
     let started = Instant::now();
     let disassembler = Disassembler::pinned()?;
     if args.full {
-        let [row] = rows.as_slice() else {
+        let [kernel] = kernels.as_slice() else {
             bail!(
                 "--full prints one image, but {} are selected: name it, or add --arch",
-                rows.len()
+                kernels.len()
             );
         };
-        return print(&disassembler.listing(row)?);
+        return print(&disassembler.listing(kernel)?);
     }
-    let image = |row: &&'static Kernel| {
-        let listing = disassembler.listing(row);
-        listing.map(|listing| Image { row, mix: Mix::of(&listing) })
+    let image = |kernel: &&'static Kernel| {
+        let listing = disassembler.listing(kernel);
+        listing.map(|listing| Image { kernel, mix: Mix::of(&listing) })
     };
-    let images = rows.par_iter().map(image).collect::<Result<Vec<_>>>()?;
+    let images = kernels.par_iter().map(image).collect::<Result<Vec<_>>>()?;
     if !args.check {
         print(&text(&images)?)?;
     }
@@ -98,14 +98,14 @@ pub fn run(args: &Args) -> Result<()> {
         .iter()
         .for_each(|line| eprintln!("{}: {line}", if args.check { "error" } else { "warning" }));
     let skipped =
-        if ptx == 0 { String::new() } else { format!("; {ptx} PTX images are no machine code") };
+        if ptx == 0 { String::new() } else { format!("; {ptx} PTX images are not machine code") };
     print(&format!(
         "{} images in {:.0} s{skipped}\n",
         images.len(),
         started.elapsed().as_secs_f64()
     ))?;
     if args.check && !broken.is_empty() {
-        bail!("{} images are not what their rows declare (`Family::contains`)", broken.len());
+        bail!("{} images are not what the manifest declares (`Family::contains`)", broken.len());
     }
     Ok(())
 }
@@ -114,15 +114,18 @@ pub fn run(args: &Args) -> Result<()> {
 fn broken(image: &Image) -> Option<String> {
     let count = |opcode| image.mix.count(opcode);
     let words: Vec<String> = image
-        .row
+        .kernel
         .expects()
         .into_iter()
         .filter(|expect| !expect.holds(count(expect.opcode())))
         .map(|expect| {
-            format!("its row {expect}, the image has it {} times", count(expect.opcode()))
+            format!(
+                "the manifest declares that it {expect}; it occurs {} times",
+                count(expect.opcode())
+            )
         })
         .collect();
-    (!words.is_empty()).then(|| format!("{}: {}", image.row.image_name(), words.join("; ")))
+    (!words.is_empty()).then(|| format!("{}: {}", image.kernel.image_name(), words.join("; ")))
 }
 
 fn text(images: &[Image]) -> Result<String> {
@@ -135,7 +138,7 @@ fn text(images: &[Image]) -> Result<String> {
     header.extend(columns.iter().map(|column| column.to_string()));
     header.push("total".into());
     let cells = |image: &Image| {
-        let name = image.row.image_name();
+        let name = image.kernel.image_name();
         // An image that `cargo xtask kernels` has never written has no entry.
         let (registers, spilled) = match lock.get(&name) {
             Some(entry) => (entry.registers.to_string(), entry.spill_bytes.to_string()),
@@ -162,8 +165,8 @@ impl Disassembler {
         Ok(Self { nvdisasm, images: store::load()?, scratch: target_dir("kernels/scratch")? })
     }
 
-    fn listing(&self, row: &Kernel) -> Result<String> {
-        let name = row.image_name();
+    fn listing(&self, kernel: &Kernel) -> Result<String> {
+        let name = kernel.image_name();
         // A name of its own, so that a concurrent build does not write the same file.
         let path = self.scratch.join(format!("{name}.sass-{}", std::process::id()));
         let image = self.images.get(&name);
@@ -186,19 +189,25 @@ mod tests {
 
     #[test]
     fn broken_declarations_are_named() {
-        let row = &manifest::kernels()[0];
-        let wanted = row.expects().into_iter().filter(|expect| expect.holds(1));
+        let kernel = &manifest::kernels()[0];
+        let wanted = kernel.expects().into_iter().filter(|expect| expect.holds(1));
         let lines = |opcodes: &[&str]| {
             opcodes.iter().map(|opcode| format!("/*0000*/ {opcode}.X R0 ;\n")).collect::<String>()
         };
         let wanted: Vec<&str> = wanted.map(|expect| expect.opcode()).collect();
-        assert_eq!(broken(&Image { row, mix: Mix::of(&lines(&wanted)) }), None);
+        assert_eq!(broken(&Image { kernel, mix: Mix::of(&lines(&wanted)) }), None);
         let with_spill = [wanted.as_slice(), &["LDL"]].concat();
-        let line = broken(&Image { row, mix: Mix::of(&lines(&with_spill)) }).unwrap();
-        assert!(line.ends_with("its row lacks LDL, the image has it 1 times"), "{line}");
-        let line = broken(&Image { row, mix: Mix::of(&lines(&wanted[1..])) }).unwrap();
+        let line = broken(&Image { kernel, mix: Mix::of(&lines(&with_spill)) }).unwrap();
         assert!(
-            line.contains(&format!("its row contains {}, the image has it 0 times", wanted[0])),
+            line.ends_with("the manifest declares that it lacks LDL; it occurs 1 times"),
+            "{line}"
+        );
+        let line = broken(&Image { kernel, mix: Mix::of(&lines(&wanted[1..])) }).unwrap();
+        assert!(
+            line.contains(&format!(
+                "the manifest declares that it contains {}; it occurs 0 times",
+                wanted[0]
+            )),
             "{line}"
         );
     }

@@ -12,25 +12,27 @@ use std::collections::BTreeMap;
 /// All archives together, so that the package stays below its limit (`cargo xtask package`).
 const MAX_TOTAL_BYTES: u64 = 4_500_000;
 
-/// Checks every row of the manifest, and the record of GPU passes.
+/// Checks every kernel of the manifest, and the record of GPU passes.
 pub fn check(findings: &mut Findings) -> Result<()> {
     let (lock, images) = (lock::load()?, store::load()?);
     let version = toolchain::pinned_version()?;
     // Most problems concern many images: each is named once.
     let mut found: BTreeMap<String, Vec<String>> = BTreeMap::new();
     let mut problem = |what: String, image: String| found.entry(what).or_default().push(image);
-    for row in manifest::kernels() {
-        match problems(row, &lock, &images, &version) {
-            Ok(problems) => problems.into_iter().for_each(|what| problem(what, row.image_name())),
-            Err(error) => problem(format!("{error:#}"), row.image_name()),
+    for kernel in manifest::kernels() {
+        match problems(kernel, &lock, &images, &version) {
+            Ok(problems) => {
+                problems.into_iter().for_each(|what| problem(what, kernel.image_name()))
+            }
+            Err(error) => problem(format!("{error:#}"), kernel.image_name()),
         }
     }
     let names = image_names();
     let stale = images.keys().filter(|name| !names.contains(*name));
-    stale.for_each(|image| problem("has no row in the manifest".into(), image.clone()));
+    stale.for_each(|image| problem("is not in the manifest".into(), image.clone()));
     let orphans = lock.keys().filter(|name| !names.contains(*name));
     orphans.for_each(|image| {
-        problem("in kernels.lock, but not a row of the manifest".into(), image.clone())
+        problem("in kernels.lock, but not in the manifest".into(), image.clone())
     });
     let coverage = record::coverage(&lock, &record::load()?);
     let missing = coverage.missing.iter();
@@ -53,22 +55,22 @@ pub fn check(findings: &mut Findings) -> Result<()> {
 }
 
 fn problems(
-    row: &Kernel,
+    kernel: &Kernel,
     lock: &lock::Lock,
     images: &store::Images,
     nvcc_version: &str,
 ) -> Result<Vec<String>> {
-    let name = row.image_name();
+    let name = kernel.image_name();
     let Some(image) = images.get(&name) else { return Ok(vec!["has no image".into()]) };
     let Some(entry) = lock.get(&name) else {
         return Ok(vec!["has no line in kernels.lock".into()]);
     };
-    let mut found = violations(row, entry);
+    let mut found = violations(kernel, entry);
     if sources::sha256(image) != entry.sha256 {
         found.push("is not the image that kernels.lock names".into());
     }
-    if entry.source != sources::fingerprint(row)?
-        || entry.build != build_fingerprint(row, nvcc_version)?
+    if entry.source != sources::fingerprint(kernel)?
+        || entry.build != build_fingerprint(kernel, nvcc_version)?
     {
         found.push("its sources or flags have changed: run `cargo xtask kernels`".into());
     }

@@ -13,7 +13,7 @@ use findings::Findings;
 /// Check rules of the repository that no compiler checks.
 #[derive(clap::Args, Default)]
 pub struct Args {
-    /// Write the README's support table anew before looking.
+    /// Rewrite the README's support table before the checks.
     #[arg(long)]
     fix: bool,
 }

@@ -16,7 +16,7 @@ pub fn in_rust(code: &str, matches: fn(&str) -> bool) -> Result<Vec<usize>> {
             }
         }
     }
-    let tokens: TokenStream = code.parse().map_err(|error| anyhow!("no Rust code: {error}"))?;
+    let tokens: TokenStream = code.parse().map_err(|error| anyhow!("not Rust code: {error}"))?;
     let mut lines = Vec::new();
     search(tokens, matches, &mut lines);
     Ok(lines)

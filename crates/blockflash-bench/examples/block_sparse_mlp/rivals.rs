@@ -63,7 +63,7 @@ impl Rivals {
             )));
         }
         for (names, reason) in peers.absent() {
-            step(&format!("rivals absent: {} ({reason})", names.join(", ")));
+            step(&format!("absent rivals: {} ({reason})", names.join(", ")));
         }
         Ok(Self::new(peers, seed, flush_bytes(&device.stream()?)))
     }

@@ -55,7 +55,7 @@ impl Layer {
     /// `y = activation(x·Wᵀ)`: x `[samples, inputs]`, y `[samples, outputs]`.
     ///
     /// # Errors
-    /// An x that is no matrix; the next two functions fail likewise.
+    /// An x that is not a matrix; the next two functions fail likewise.
     pub fn forward<'a>(&'a self, x: View<'a>, activation: Activation) -> Result<BsrMatmul<'a>> {
         let workspace = Some(&self.workspace);
         Ok(BsrMatmul { activation, workspace, ..BsrMatmul::linear(x, &self.weights)? })
@@ -134,7 +134,7 @@ fn gradient_of<'a>(weights: &'a BsrMatrix, dy: View<'a>, x: View<'a>) -> Result<
 /// Views a result `[samples, features]` as `[features, samples]`, the shape of C in the operation.
 ///
 /// # Errors
-/// If the tensor is no matrix.
+/// If the tensor is not a matrix.
 pub fn transposed(y: &mut Tensor) -> Result<ViewMut<'_>> {
     Ok(y.view_mut().permute(&[1, 0])?)
 }

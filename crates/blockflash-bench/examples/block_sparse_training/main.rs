@@ -17,7 +17,7 @@
 //! ```
 //!
 //! and new values for the matrices, `BsrMatrix::set_values`. `network.rs` says what the host does,
-//! `layer.rs` where the optimizer is. So times of steps on a GPU are mostly those of the host; the
+//! `layer.rs` where the optimizer is. So on a GPU the host takes most of the time of a step; the
 //! products are timed apart. It runs on Hopper, with blocks of 64 and 128; another GPU ends with
 //! what is missing.
 //!

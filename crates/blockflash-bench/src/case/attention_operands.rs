@@ -121,8 +121,8 @@ impl AttentionOperands {
 
     /// The problem that the given kernel, or the selected one, computes: the log-sum-exp is an
     /// output only if the kernel always writes it.
-    fn problem_for(&mut self, row: Option<&Kernel>) -> Result<AttentionProblem> {
-        let lse = asks_for_lse(row).then(|| self.lse.view_mut());
+    fn problem_for(&mut self, kernel: Option<&Kernel>) -> Result<AttentionProblem> {
+        let lse = asks_for_lse(kernel).then(|| self.lse.view_mut());
         Ok(self.inputs.call().problem()?.with_outputs(&self.o.view_mut(), lse.as_ref())?)
     }
 }
@@ -132,16 +132,16 @@ impl Operands for AttentionOperands {
         Ok(attention::select(&self.problem_for(None)?, gpu)?)
     }
 
-    fn accepts(&mut self, row: &Kernel, gpu: &CudaProperties) -> Result<bool> {
-        Ok(attention::accepts(row, &self.problem_for(Some(row))?, gpu).is_ok())
+    fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool> {
+        Ok(attention::accepts(kernel, &self.problem_for(Some(kernel))?, gpu).is_ok())
     }
 
-    fn launch(&mut self, row: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
-        let lse = asks_for_lse(row).then(|| self.lse.view_mut());
+    fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
+        let lse = asks_for_lse(kernel).then(|| self.lse.view_mut());
         let (call, o) = (self.inputs.call(), self.o.view_mut());
-        match row {
+        match kernel {
             None => call.forward_into(o, lse, stream)?,
-            Some(row) => call.run_with(row, (o, lse), stream)?,
+            Some(kernel) => call.run_with(kernel, (o, lse), stream)?,
         }
         Ok(())
     }
@@ -156,8 +156,8 @@ impl Operands for AttentionOperands {
         Ok(self.inputs.call().run_prepared(prepared, (self.o.view_mut(), None), stream)?)
     }
 
-    fn outputs(&mut self, row: Option<&Kernel>) -> Vec<&mut Tensor> {
-        let lse = asks_for_lse(row).then_some(&mut self.lse);
+    fn outputs(&mut self, kernel: Option<&Kernel>) -> Vec<&mut Tensor> {
+        let lse = asks_for_lse(kernel).then_some(&mut self.lse);
         [Some(&mut self.o), lse].into_iter().flatten().collect()
     }
 
@@ -187,8 +187,8 @@ impl Operands for AttentionOperands {
 
 /// The library selects a kernel without log-sum-exp unless it is asked for, so the selected kernel
 /// is measured without it.
-fn asks_for_lse(row: Option<&Kernel>) -> bool {
-    row.and_then(Kernel::attention_tile).is_some_and(|tile| tile.lse == Lse::Always)
+fn asks_for_lse(kernel: Option<&Kernel>) -> bool {
+    kernel.and_then(Kernel::attention_tile).is_some_and(|tile| tile.lse == Lse::Always)
 }
 
 #[cfg(test)]

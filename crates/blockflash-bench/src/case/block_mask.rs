@@ -46,7 +46,7 @@ impl BlockMaskShape {
             MaskStep::Choose { top_k } => top_k,
         };
         if [self.seqlen, self.num_heads, self.block, size].contains(&0) {
-            return Err("making a block mask has a size of 0".to_owned());
+            return Err("a block-mask case has a size of 0".to_owned());
         }
         Ok(())
     }

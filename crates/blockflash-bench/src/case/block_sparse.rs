@@ -3,7 +3,7 @@
 use super::attention::AttentionShape;
 use super::attention_operands::AttentionOperands;
 use super::block_lists::BlockLists;
-use super::grid::{GridPeers, full, uniform};
+use super::grid::{GridPeers, fraction, full, heads_kv, pairs, uniform};
 use super::id::{self, dtype, mask, number, pair, pattern};
 use super::mask_kind::MaskKind;
 use super::operands::Operands;
@@ -69,50 +69,33 @@ impl BlockSparseShape {
             [("seqlen_q", seqlen_q, block_q), ("seqlen_kv", seqlen_kv, block_kv)]
         {
             if seqlen % block != 0 {
-                return Err(format!("{what} {seqlen} is no multiple of blocks of {block}"));
+                return Err(format!("{what} {seqlen} is not a multiple of blocks of {block}"));
             }
         }
-        if num_heads_q == 0 || num_heads_kv == 0 || !num_heads_q.is_multiple_of(num_heads_kv) {
-            return Err(format!(
-                "{num_heads_q} query heads cannot share {num_heads_kv} key-value heads"
-            ));
-        }
+        heads_kv(num_heads_q, Some(num_heads_kv))?;
         if ![1, num_heads_kv, num_heads_q].contains(&mask_heads) {
             return Err(format!(
                 "mask_heads {mask_heads} is neither 1 nor {num_heads_kv} nor {num_heads_q}"
             ));
         }
-        if !(density > 0.0 && density <= 1.0) {
-            return Err(format!("density {density} is not in (0, 1]"));
-        }
+        fraction(density)?;
         if self.mask == MaskKind::Causal && pattern != Pattern::Uniform {
-            return Err(format!("causal lists are only drawn uniform, not {pattern}"));
+            return Err(format!("causal lists can only be uniform, not {pattern}"));
         }
         Ok(())
     }
 
     /// The same attention without a block mask.
     pub fn dense(&self) -> AttentionShape {
-        let Self {
-            batch,
-            seqlen_q,
-            seqlen_kv,
-            num_heads_q,
-            num_heads_kv,
-            head_dim,
-            mask,
-            dtype,
-            ..
-        } = *self;
         AttentionShape {
-            batch,
-            seqlen_q,
-            seqlen_kv,
-            num_heads_q,
-            num_heads_kv,
-            head_dim,
-            mask,
-            dtype,
+            batch: self.batch,
+            seqlen_q: self.seqlen_q,
+            seqlen_kv: self.seqlen_kv,
+            num_heads_q: self.num_heads_q,
+            num_heads_kv: self.num_heads_kv,
+            head_dim: self.head_dim,
+            mask: self.mask,
+            dtype: self.dtype,
         }
     }
 
@@ -345,34 +328,29 @@ impl BlockSparseGrid {
     {
         let Self { batch, num_heads_q, head_dim, .. } = *self;
         let num_heads_kv = self.num_heads_kv.unwrap_or(num_heads_q);
-        for &dtype in &self.dtype {
-            for &mask in &self.mask {
-                for &[block_q, block_kv] in &self.block {
-                    for &seqlen in &self.seqlen {
-                        let shape = |density, pattern| BlockSparseShape {
-                            batch,
-                            seqlen_q: seqlen,
-                            seqlen_kv: seqlen,
-                            num_heads_q,
-                            num_heads_kv,
-                            mask_heads: self.mask_heads.unwrap_or(num_heads_q),
-                            head_dim,
-                            block_q,
-                            block_kv,
-                            density,
-                            pattern,
-                            mask,
-                            dtype,
-                        };
-                        for &density in &self.density {
-                            for &pattern in &self.pattern {
-                                let shape = shape(density, pattern);
-                                shape.check()?;
-                                cases.push(shape.into());
-                            }
-                        }
-                    }
-                }
+        for ((dtype, mask), [block_q, block_kv]) in
+            pairs(&pairs(&self.dtype, &self.mask), &self.block)
+        {
+            for ((seqlen, density), pattern) in
+                pairs(&pairs(&self.seqlen, &self.density), &self.pattern)
+            {
+                let shape = BlockSparseShape {
+                    batch,
+                    seqlen_q: seqlen,
+                    seqlen_kv: seqlen,
+                    num_heads_q,
+                    num_heads_kv,
+                    mask_heads: self.mask_heads.unwrap_or(num_heads_q),
+                    head_dim,
+                    block_q,
+                    block_kv,
+                    density,
+                    pattern,
+                    mask,
+                    dtype,
+                };
+                shape.check()?;
+                cases.push(shape.into());
             }
         }
         Ok(())

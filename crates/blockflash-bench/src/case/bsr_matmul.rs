@@ -1,6 +1,6 @@
 //! Block-sparse matrix times dense matrix.
 
-use super::grid::fraction;
+use super::grid::{fraction, pairs};
 use super::id::{dtype, number, pattern};
 use super::operands::{Operands, normal};
 use super::pattern::Pattern;
@@ -175,15 +175,15 @@ impl Operands for BsrOperands {
         Ok(select(&self.problem()?, gpu)?)
     }
 
-    fn accepts(&mut self, row: &Kernel, gpu: &CudaProperties) -> Result<bool> {
-        Ok(accepts(row, &self.problem()?, gpu).is_ok())
+    fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool> {
+        Ok(accepts(kernel, &self.problem()?, gpu).is_ok())
     }
 
-    fn launch(&mut self, row: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
+    fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
         let (product, c) = self.product();
-        match row {
+        match kernel {
             None => product.matmul_into(c, stream)?,
-            Some(row) => product.run_with(row, c, stream)?,
+            Some(kernel) => product.run_with(kernel, c, stream)?,
         }
         Ok(())
     }
@@ -203,7 +203,7 @@ impl Operands for BsrOperands {
         Ok(product.run_prepared(prepared, c.view_mut(), stream)?)
     }
 
-    fn outputs(&mut self, _row: Option<&Kernel>) -> Vec<&mut Tensor> {
+    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<&mut Tensor> {
         vec![&mut self.c]
     }
 
@@ -240,25 +240,16 @@ pub(crate) struct BsrGrid {
 impl BsrGrid {
     pub(crate) fn expand<C: From<BsrShape>>(&self, cases: &mut Vec<C>) -> Result<(), String> {
         let Self { m, k, .. } = *self;
-        for &dtype in &self.dtype {
-            for &n in &self.n {
-                for &block_size in &self.block_size {
-                    if [m, n, k, block_size].contains(&0)
-                        || m % block_size != 0
-                        || k % block_size != 0
-                    {
-                        return Err(format!(
-                            "m {m}, n {n}, k {k}: sizes of 0, or no multiples of block_size \
-                             {block_size}"
-                        ));
-                    }
-                    for &density in &self.density {
-                        fraction(density)?;
-                        let shape =
-                            |pattern| BsrShape { m, n, k, block_size, density, pattern, dtype };
-                        cases.extend(self.pattern.iter().map(|&pattern| shape(pattern).into()));
-                    }
-                }
+        for ((dtype, n), block_size) in pairs(&pairs(&self.dtype, &self.n), &self.block_size) {
+            if n == 0 || [m, k].iter().any(|size| *size == 0 || !size.is_multiple_of(block_size)) {
+                return Err(format!(
+                    "m {m}, n {n}, k {k}: sizes must be positive, and m and k multiples of \
+                     block_size {block_size}"
+                ));
+            }
+            for (density, pattern) in pairs(&self.density, &self.pattern) {
+                fraction(density)?;
+                cases.push(BsrShape { m, n, k, block_size, density, pattern, dtype }.into());
             }
         }
         Ok(())

@@ -1,6 +1,6 @@
 //! Sampled dense-dense product: dense times dense at the stored blocks of a sparse matrix.
 
-use super::grid::{fraction, uniform};
+use super::grid::{fraction, pairs, uniform};
 use super::id::{dtype, number, pattern};
 use super::operands::{Operands, normal};
 use super::pattern::Pattern;
@@ -16,7 +16,7 @@ use blockflash_ops::{
 };
 use blockflash_oracle::{self as oracle, Comparison, Mismatch, SddmmCase};
 use blockflash_sys::DType;
-use serde::{Deserialize, Serialize, Serializer};
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::Path;
 
@@ -33,15 +33,9 @@ pub struct SddmmShape {
     /// one.
     pub density: f64,
     pub pattern: Pattern,
-    #[serde(serialize_with = "name")]
     pub a_major: Major,
-    #[serde(serialize_with = "name")]
     pub b_major: Major,
     pub dtype: DType,
-}
-
-fn name<S: Serializer>(major: &Major, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(major.name())
 }
 
 impl SddmmShape {
@@ -215,15 +209,15 @@ impl Operands for SddmmOperands {
         Ok(select(&self.problem()?, gpu)?)
     }
 
-    fn accepts(&mut self, row: &Kernel, gpu: &CudaProperties) -> Result<bool> {
-        Ok(accepts(row, &self.problem()?, gpu).is_ok())
+    fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool> {
+        Ok(accepts(kernel, &self.problem()?, gpu).is_ok())
     }
 
-    fn launch(&mut self, row: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
+    fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
         let product = self.inputs.product()?;
-        match row {
+        match kernel {
             None => product.sddmm_into(self.values.view_mut(), stream)?,
-            Some(row) => product.run_with(row, self.values.view_mut(), stream)?,
+            Some(kernel) => product.run_with(kernel, self.values.view_mut(), stream)?,
         }
         Ok(())
     }
@@ -239,7 +233,7 @@ impl Operands for SddmmOperands {
         Ok(self.inputs.product()?.run_prepared(prepared, self.values.view_mut(), stream)?)
     }
 
-    fn outputs(&mut self, _row: Option<&Kernel>) -> Vec<&mut Tensor> {
+    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<&mut Tensor> {
         vec![&mut self.values]
     }
 
@@ -272,53 +266,29 @@ pub(crate) struct SddmmGrid {
     #[serde(default = "uniform")]
     pattern: Vec<Pattern>,
     /// Layouts of A and of B.
-    layout: Vec<[Layout; 2]>,
+    layout: Vec<[Major; 2]>,
     dtype: Vec<DType>,
-}
-
-#[derive(Clone, Copy, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum Layout {
-    Row,
-    Column,
-}
-
-impl From<Layout> for Major {
-    fn from(layout: Layout) -> Self {
-        match layout {
-            Layout::Row => Major::Row,
-            Layout::Column => Major::Column,
-        }
-    }
 }
 
 impl SddmmGrid {
     pub(crate) fn expand<C: From<SddmmShape>>(&self, cases: &mut Vec<C>) -> Result<(), String> {
-        for &dtype in &self.dtype {
-            for layouts in &self.layout {
-                let [a_major, b_major] = layouts.map(Major::from);
-                for (&size, &k) in
-                    self.size.iter().flat_map(|size| self.k.iter().map(move |k| (size, k)))
-                {
-                    for &block_size in &self.block_size {
-                        for &density in &self.density {
-                            let shape = |pattern| SddmmShape {
-                                m: size,
-                                n: size,
-                                k,
-                                block_size,
-                                density,
-                                pattern,
-                                a_major,
-                                b_major,
-                                dtype,
-                            };
-                            for shape in self.pattern.iter().map(|&pattern| shape(pattern)) {
-                                shape.check()?;
-                                cases.push(shape.into());
-                            }
-                        }
-                    }
+        for (dtype, [a_major, b_major]) in pairs(&self.dtype, &self.layout) {
+            for ((size, k), block_size) in pairs(&pairs(&self.size, &self.k), &self.block_size) {
+                let (m, n) = (size, size);
+                for (density, pattern) in pairs(&self.density, &self.pattern) {
+                    let shape = SddmmShape {
+                        m,
+                        n,
+                        k,
+                        block_size,
+                        density,
+                        pattern,
+                        a_major,
+                        b_major,
+                        dtype,
+                    };
+                    shape.check()?;
+                    cases.push(shape.into());
                 }
             }
         }
@@ -352,7 +322,7 @@ mod tests {
             [("column_row", "column"), ("row_bf16", "both_bf16"), ("b64", "b0"), ("d0.25", "d0")]
         {
             assert!(
-                ID.replace(from, to).parse::<Case>().unwrap_err().contains("is no case"),
+                ID.replace(from, to).parse::<Case>().unwrap_err().contains("is not a case"),
                 "{to}"
             );
         }

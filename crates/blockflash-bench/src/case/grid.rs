@@ -32,6 +32,11 @@ pub(super) fn heads_kv(num_heads_q: usize, num_heads_kv: Option<usize>) -> Resul
     Ok(num_heads_kv)
 }
 
+/// The pairs of an element of each list, those with the first element of `outer` first.
+pub(super) fn pairs<A: Clone, B: Clone>(outer: &[A], inner: &[B]) -> Vec<(A, B)> {
+    outer.iter().flat_map(|a| inner.iter().map(move |b| (a.clone(), b.clone()))).collect()
+}
+
 pub(super) fn fraction(density: f64) -> Result<(), String> {
     if density > 0.0 && density <= 1.0 {
         Ok(())

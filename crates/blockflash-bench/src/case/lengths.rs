@@ -18,7 +18,7 @@ pub enum LengthsError {
     #[error("a list of lengths has a length of 0")]
     Zero,
     /// Offsets into the packed rows are 32-bit.
-    #[error("{MOST} sequences at most, and {} rows in all", i32::MAX)]
+    #[error("at most {MOST} sequences and {} rows in all are possible", i32::MAX)]
     TooLarge,
     /// Text that cannot be parsed.
     #[error("expected lengths like 4096+512x2")]

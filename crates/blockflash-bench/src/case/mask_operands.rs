@@ -56,8 +56,8 @@ fn selected(kernel: Option<&'static Kernel>) -> Result<&'static Kernel> {
     kernel.ok_or_else(|| Error::Option("this mask needs no kernel".to_owned()))
 }
 
-fn is_selected(row: &Kernel, kernel: Option<&Kernel>) -> bool {
-    kernel.is_some_and(|kernel| kernel.variant == row.variant)
+fn is_selected(kernel: &Kernel, selected: Option<&Kernel>) -> bool {
+    selected.is_some_and(|selected| selected.variant == kernel.variant)
 }
 
 /// The outputs start as scores of 0, so that missing writes are detected.
@@ -66,24 +66,24 @@ impl Operands for Scores {
         selected(self.scores.kernel())
     }
 
-    fn accepts(&mut self, row: &Kernel, _gpu: &CudaProperties) -> Result<bool> {
-        Ok(is_selected(row, self.scores.kernel()))
+    fn accepts(&mut self, kernel: &Kernel, _gpu: &CudaProperties) -> Result<bool> {
+        Ok(is_selected(kernel, self.scores.kernel()))
     }
 
     fn is_loaded(&self) -> bool {
         true
     }
 
-    fn launch(&mut self, row: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
+    fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
         let (q, k) = (self.q.view(), self.k.view());
-        match row {
+        match kernel {
             None => self.scores.compute(q, k, stream)?,
-            Some(row) => self.scores.compute_with(row, q, k, stream)?,
+            Some(kernel) => self.scores.compute_with(kernel, q, k, stream)?,
         }
         Ok(())
     }
 
-    fn outputs(&mut self, _row: Option<&Kernel>) -> Vec<&mut Tensor> {
+    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<&mut Tensor> {
         Vec::new() // the library lends them for reading only
     }
 
@@ -94,11 +94,11 @@ impl Operands for Scores {
 
     fn verify(
         &mut self,
-        row: Option<&'static Kernel>,
+        kernel: Option<&'static Kernel>,
         stream: &Stream,
         seed: u64,
     ) -> Result<(bool, f64)> {
-        self.launch(row, stream)?;
+        self.launch(kernel, stream)?;
         let scores = [Array::download(self.scores.scores(), stream)?];
         let found = self.compare(&scores, seed)?[0];
         Ok((found.passed(), found.relative))
@@ -138,25 +138,25 @@ impl Operands for Choose {
         selected(self.buffer.kernel())
     }
 
-    fn accepts(&mut self, row: &Kernel, _gpu: &CudaProperties) -> Result<bool> {
-        Ok(is_selected(row, self.buffer.kernel()))
+    fn accepts(&mut self, kernel: &Kernel, _gpu: &CudaProperties) -> Result<bool> {
+        Ok(is_selected(kernel, self.buffer.kernel()))
     }
 
     fn is_loaded(&self) -> bool {
         true
     }
 
-    fn launch(&mut self, row: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
+    fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()> {
         let source = BlockSource::Scores { scores: self.scores.view(), k: self.top_k };
         let choice = BlockChoice { source, always: Some(&self.always), mask: Mask::causal() };
-        match row {
+        match kernel {
             None => self.buffer.build(&choice, stream)?,
-            Some(row) => self.buffer.build_with(row, &choice, stream)?,
+            Some(kernel) => self.buffer.build_with(kernel, &choice, stream)?,
         }
         Ok(())
     }
 
-    fn outputs(&mut self, _row: Option<&Kernel>) -> Vec<&mut Tensor> {
+    fn outputs(&mut self, _kernel: Option<&Kernel>) -> Vec<&mut Tensor> {
         Vec::new() // the library lends them for reading only
     }
 
@@ -167,11 +167,11 @@ impl Operands for Choose {
     /// Compares entry by entry with the mask that the CPU constructors make of the same scores.
     fn verify(
         &mut self,
-        row: Option<&'static Kernel>,
+        kernel: Option<&'static Kernel>,
         stream: &Stream,
         _seed: u64,
     ) -> Result<(bool, f64)> {
-        self.launch(row, stream)?;
+        self.launch(kernel, stream)?;
         self.buffer.check(stream)?;
         let expected = arrays(&self.expected()?, &Device::cpu().stream()?)?;
         let passed = arrays(self.buffer.mask(), stream)? == expected;

@@ -12,11 +12,11 @@ pub(crate) trait Operands: Debug {
     /// Selects the kernel as the library does on this GPU.
     fn select(&mut self, gpu: &CudaProperties) -> Result<&'static Kernel>;
     /// Whether this kernel computes the operands on this GPU.
-    fn accepts(&mut self, row: &Kernel, gpu: &CudaProperties) -> Result<bool>;
+    fn accepts(&mut self, kernel: &Kernel, gpu: &CudaProperties) -> Result<bool>;
     /// Launches the given kernel, or the selected one.
-    fn launch(&mut self, row: Option<&'static Kernel>, stream: &Stream) -> Result<()>;
+    fn launch(&mut self, kernel: Option<&'static Kernel>, stream: &Stream) -> Result<()>;
     /// Output tensors that the given kernel, or the selected one, writes.
-    fn outputs(&mut self, row: Option<&Kernel>) -> Vec<&mut Tensor>;
+    fn outputs(&mut self, kernel: Option<&Kernel>) -> Vec<&mut Tensor>;
     /// Compares the outputs with the oracle.
     fn compare(&self, outputs: &[Array], seed: u64) -> Result<Vec<Comparison>, Mismatch>;
 
@@ -41,15 +41,16 @@ pub(crate) trait Operands: Debug {
     /// relative error.
     fn verify(
         &mut self,
-        row: Option<&'static Kernel>,
+        kernel: Option<&'static Kernel>,
         stream: &Stream,
         seed: u64,
     ) -> Result<(bool, f64)> {
-        for output in self.outputs(row) {
+        for output in self.outputs(kernel) {
             output.fill_bytes(stream, 0xFF)?;
         }
-        self.launch(row, stream)?;
-        let outputs = self.outputs(row).into_iter().map(|output| Array::download(output, stream));
+        self.launch(kernel, stream)?;
+        let outputs =
+            self.outputs(kernel).into_iter().map(|output| Array::download(output, stream));
         let outputs = outputs.collect::<blockflash_safe::Result<Vec<_>>>()?;
         let complete = !outputs.iter().any(Array::has_nan);
         let comparisons = self.compare(&outputs, seed)?;

@@ -113,7 +113,7 @@ fn ids_are_readable_and_can_be_read_back() {
         "mask_s128_h4_b0_scores_d64_bf16",
         "mask_s128_h4_b64_scores_d64_i64",
     ] {
-        assert!(wrong.parse::<Case>().unwrap_err().contains("is no case"), "{wrong}");
+        assert!(wrong.parse::<Case>().unwrap_err().contains("is not a case"), "{wrong}");
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::attention::AttentionShape;
 use super::attention_operands::AttentionOperands;
-use super::grid::{GridPeers, heads_kv};
+use super::grid::{GridPeers, heads_kv, pairs};
 use super::id::{self, dtype, mask, number};
 use super::lengths::Lengths;
 use super::mask_kind::MaskKind;
@@ -163,21 +163,16 @@ impl AttentionGrid {
     ) -> Result<(), String> {
         let Self { num_heads_q, head_dim, .. } = *self;
         if [self.batch, self.tokens, self.seqlen_kv].iter().any(Option::is_some) {
-            return Err("lengths say what batch, tokens and seqlen_kv would say".to_owned());
+            return Err("lengths cannot be combined with batch, tokens or seqlen_kv".to_owned());
         }
         if head_dim == 0 {
             return Err("an attention grid has a size of 0".to_owned());
         }
         let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
-        for &dtype in &self.dtype {
-            for &mask in &self.mask {
-                for lengths in lengths {
-                    let lengths = Lengths::new(lengths).map_err(|error| error.to_string())?;
-                    let shape =
-                        VarlenShape { lengths, num_heads_q, num_heads_kv, head_dim, mask, dtype };
-                    cases.push(shape.into());
-                }
-            }
+        for ((dtype, mask), lengths) in pairs(&pairs(&self.dtype, &self.mask), lengths) {
+            let lengths = Lengths::new(&lengths).map_err(|error| error.to_string())?;
+            let shape = VarlenShape { lengths, num_heads_q, num_heads_kv, head_dim, mask, dtype };
+            cases.push(shape.into());
         }
         Ok(())
     }
@@ -189,36 +184,30 @@ impl AttentionGrid {
     ) -> Result<(), String> {
         let Self { num_heads_q, head_dim, .. } = *self;
         let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
-        for &dtype in &self.dtype {
-            for &mask in &self.mask {
-                for &seqlen_q in seqlens {
-                    let batch = match (self.batch, self.tokens) {
-                        (Some(batch), None) => batch,
-                        (None, Some(tokens)) if seqlen_q > 0 && tokens % seqlen_q == 0 => {
-                            tokens / seqlen_q
-                        }
-                        (None, Some(tokens)) => {
-                            return Err(format!("{tokens} tokens are no multiple of {seqlen_q}"));
-                        }
-                        _ => return Err("an attention grid has either batch or tokens".to_owned()),
-                    };
-                    let seqlen_kv = self.seqlen_kv.unwrap_or(seqlen_q);
-                    if [batch, seqlen_q, seqlen_kv, head_dim].contains(&0) {
-                        return Err("an attention grid has a size of 0".to_owned());
-                    }
-                    let shape = AttentionShape {
-                        batch,
-                        seqlen_q,
-                        seqlen_kv,
-                        num_heads_q,
-                        num_heads_kv,
-                        head_dim,
-                        mask,
-                        dtype,
-                    };
-                    cases.push(shape.into());
+        for ((dtype, mask), seqlen_q) in pairs(&pairs(&self.dtype, &self.mask), seqlens) {
+            let batch = match (self.batch, self.tokens) {
+                (Some(batch), None) => batch,
+                (None, Some(tokens)) if seqlen_q > 0 && tokens % seqlen_q == 0 => tokens / seqlen_q,
+                (None, Some(tokens)) => {
+                    return Err(format!("{tokens} tokens are not a multiple of {seqlen_q}"));
                 }
+                _ => return Err("an attention grid has either batch or tokens".to_owned()),
+            };
+            let seqlen_kv = self.seqlen_kv.unwrap_or(seqlen_q);
+            if [batch, seqlen_q, seqlen_kv, head_dim].contains(&0) {
+                return Err("an attention grid has a size of 0".to_owned());
             }
+            let shape = AttentionShape {
+                batch,
+                seqlen_q,
+                seqlen_kv,
+                num_heads_q,
+                num_heads_kv,
+                head_dim,
+                mask,
+                dtype,
+            };
+            cases.push(shape.into());
         }
         Ok(())
     }

@@ -116,11 +116,15 @@ impl Probed {
 /// Prepares every ceiling whose probe runs on the GPU of the stream.
 pub(super) fn prepare(stream: &Stream) -> Result<Vec<Probed>> {
     let Some(gpu) = stream.device().cuda_properties() else { return Ok(Vec::new()) };
-    let row = |probe: Probe| {
-        let runs = |row: &&Kernel| row.target.runs_on(gpu.compute_capability);
-        manifest::kernels().iter().filter(runs).find(|row| row.variant == Variant::Probe(probe))
+    let kernel = |probe: Probe| {
+        let runs = |kernel: &&Kernel| kernel.target.runs_on(gpu.compute_capability);
+        manifest::kernels()
+            .iter()
+            .filter(runs)
+            .find(|kernel| kernel.variant == Variant::Probe(probe))
     };
-    let of = |(ceiling, probe): (Ceiling, Probe)| Some(probed(row(probe)?, ceiling, gpu, stream));
+    let of =
+        |(ceiling, probe): (Ceiling, Probe)| Some(probed(kernel(probe)?, ceiling, gpu, stream));
     ALL.into_iter().filter_map(of).collect()
 }
 
@@ -128,13 +132,13 @@ pub(super) fn prepare(stream: &Stream) -> Result<Vec<Probed>> {
 ///
 /// # Errors
 /// [`Error::Option`] says what is wrong.
-pub fn verify(row: &'static Kernel, stream: &Stream) -> Result<usize> {
-    let wrong = |what: &str| Error::Option(format!("{}: {what}", row.symbol()));
+pub fn verify(kernel: &'static Kernel, stream: &Stream) -> Result<usize> {
+    let wrong = |what: &str| Error::Option(format!("{}: {what}", kernel.symbol()));
     let gpu = stream.device().cuda_properties().ok_or_else(|| wrong("runs on a GPU"))?;
-    let Variant::Probe(probe) = row.variant else { return Err(wrong("is not a probe")) };
+    let Variant::Probe(probe) = kernel.variant else { return Err(wrong("is not a probe")) };
     let mut compared = 0;
     for (ceiling, _) in ALL.into_iter().filter(|(_, other)| *other == probe) {
-        let mut operands = Operands::new(row, probe, ceiling, gpu, stream)?;
+        let mut operands = Operands::new(kernel, probe, ceiling, gpu, stream)?;
         if !operands.verify(stream)? {
             return Err(wrong("a result is wrong"));
         }
@@ -144,25 +148,25 @@ pub fn verify(row: &'static Kernel, stream: &Stream) -> Result<usize> {
 }
 
 fn probed(
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     ceiling: Ceiling,
     gpu: &CudaProperties,
     stream: &Stream,
 ) -> Result<Probed> {
-    let Variant::Probe(probe) = row.variant else {
-        return Err(Error::Option(format!("{} is not a probe", row.symbol())));
+    let Variant::Probe(probe) = kernel.variant else {
+        return Err(Error::Option(format!("{} is not a probe", kernel.symbol())));
     };
-    let mut operands = Operands::new(row, probe, ceiling, gpu, stream)?;
+    let mut operands = Operands::new(kernel, probe, ceiling, gpu, stream)?;
     let verified = operands.verify(stream)?;
     let repeat =
         Repeat::new(stream, Cache::Warm, |stream| operands.launch(stream, operands.iterations))?;
-    let (work, symbol) = (operands.work(), row.symbol());
+    let (work, symbol) = (operands.work(), kernel.symbol());
     Ok(Probed { ceiling, work, verified, symbol, stream: stream.clone(), operands, repeat })
 }
 
 #[derive(Debug)]
 struct Operands {
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     probe: Probe,
     words: Vec<i32>,
     input: Tensor,
@@ -174,7 +178,7 @@ struct Operands {
 
 impl Operands {
     fn new(
-        row: &'static Kernel,
+        kernel: &'static Kernel,
         probe: Probe,
         ceiling: Ceiling,
         gpu: &CudaProperties,
@@ -204,10 +208,10 @@ impl Operands {
             Probe::Read | Probe::Copy => passes(1 << 30),
             Probe::Bulk => ((1 << 30) / PROBE_CHUNK_BYTES as u32).div_ceil(blocks),
         };
-        let threads = (blocks * row.threads()) as usize;
+        let threads = (blocks * kernel.threads()) as usize;
         let output = if probe == Probe::Copy { words.len() } else { threads };
         Ok(Self {
-            row,
+            kernel,
             probe,
             input: Tensor::from_slice(stream, &words, &[words.len()])?,
             output: Tensor::empty(stream, DType::I32, &[output])?,
@@ -218,14 +222,14 @@ impl Operands {
     }
 
     fn launch(&mut self, stream: &Stream, iterations: u32) -> Result<()> {
-        let Self { row, blocks, input, output, .. } = self;
-        Ok(stream.launch_probe(row, *blocks, iterations, input.view(), output.view_mut())?)
+        let Self { kernel, blocks, input, output, .. } = self;
+        Ok(stream.launch_probe(kernel, *blocks, iterations, input.view(), output.view_mut())?)
     }
 
     /// Units of work of a timed launch.
     fn work(&self) -> f64 {
         let bytes = 4.0 * self.words.len() as f64;
-        let warps = f64::from(self.blocks * self.row.threads() / 32);
+        let warps = f64::from(self.blocks * self.kernel.threads() / 32);
         let each = match self.probe {
             // 16 products of 16 × 8 × 16 per iteration.
             Probe::MmaF16 | Probe::MmaBf16 => warps * 16.0 * 4096.0,
@@ -274,7 +278,7 @@ impl Operands {
                         .fold(0, |fold, i| fold ^ folded(&words[chunk(i)..][..chunk_words]))
                 };
                 found
-                    .chunks(self.row.threads() as usize)
+                    .chunks(self.kernel.threads() as usize)
                     .enumerate()
                     .all(|(block, of_block)| folded(of_block) == expected(block))
             }

@@ -45,7 +45,7 @@ pub enum Problem {
     #[error("{0}")]
     Unsupported(String),
     /// The header contradicts the length of the file.
-    #[error("is truncated or damaged: {what} needs {expected} bytes, the file has {found}")]
+    #[error("is truncated or damaged: {what} needs {expected} bytes, but the file has {found}")]
     Length {
         /// The affected part of the file.
         what: String,

@@ -43,7 +43,7 @@ pub(super) fn entry(source: &mut dyn Read, first: [u8; 8], length: u64) -> Resul
     let mut header = vec![0; header_length as usize];
     source.read_exact(&mut header)?;
     let header = std::str::from_utf8(&header)
-        .map_err(|_| Problem::Format("the header is no text".to_owned()))?;
+        .map_err(|_| Problem::Format("the header is not text".to_owned()))?;
     let Header { descr, column_major, shape } = Header::parse(header)
         .ok_or_else(|| Problem::Format(format!("unexpected header {:?}", abbreviated(header))))?;
     let stored = stored(&descr)?;

@@ -172,7 +172,7 @@ fn entries(source: &mut dyn Source) -> std::result::Result<Vec<Entry>, Problem> 
     source.seek(SeekFrom::Start(0))?;
     let mut magic = [0; 8];
     if length < magic.len() as u64 {
-        return Err(Problem::Format(format!("{length} bytes only")));
+        return Err(Problem::Format(format!("only {length} bytes")));
     }
     source.read_exact(&mut magic)?;
     if magic.starts_with(npy::MAGIC) {

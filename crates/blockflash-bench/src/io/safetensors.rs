@@ -93,7 +93,7 @@ pub(super) fn header(tensors: &[(&str, &Array)]) -> Result<Vec<u8>, Problem> {
     let failed = |error: SafeTensorError| Problem::Unsupported(error.to_string());
     let metadata = Metadata::new(None, infos.collect::<Result<_, _>>()?).map_err(failed)?;
     if metadata.offset_keys().len() < tensors.len() {
-        return Err(Problem::Unsupported("cannot hold two tensors of one name".to_owned()));
+        return Err(Problem::Unsupported("cannot hold two tensors with the same name".to_owned()));
     }
     let mut text = serde_json::to_vec(&metadata).map_err(|error| failed(error.into()))?;
     // The data starts at a multiple of eight bytes.

@@ -249,7 +249,9 @@ fn safetensors_agrees_with_the_reference_implementation() {
         (offsets, TensorFile::open(&path).unwrap().entries()[0].name.as_str()),
         (Some(0), "y")
     );
-    assert!(message(write(&path, &[("x", &x), ("x", &y)])).contains("two tensors of one name"));
+    assert!(
+        message(write(&path, &[("x", &x), ("x", &y)])).contains("two tensors with the same name")
+    );
     assert_eq!(std::fs::read(&path).unwrap(), reference_bytes);
 
     let path = folder.join("z.NPY");

@@ -55,13 +55,13 @@ fn times(
 }
 
 /// Microseconds that loading a kernel takes, unless this process has used it before.
-pub(super) fn load(row: &Kernel, stream: &Stream) -> Result<Option<f64>> {
+pub(super) fn load(kernel: &Kernel, stream: &Stream) -> Result<Option<f64>> {
     static LOADED: Mutex<Option<HashSet<String>>> = Mutex::new(None);
     let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
-    if !loaded.get_or_insert_default().insert(row.image_name()) {
+    if !loaded.get_or_insert_default().insert(kernel.image_name()) {
         return Ok(None);
     }
     let start = Instant::now();
-    stream.device().preload(row)?;
+    stream.device().preload(kernel)?;
     Ok(Some(start.elapsed().as_secs_f64() * 1e6))
 }

@@ -238,7 +238,7 @@ impl Peers {
     fn ask(&mut self, request: &Value, timeout: Duration) -> Result<Value, Failure> {
         match &mut self.server {
             Some(server) => server.ask(request, timeout),
-            None => Err(Failure::of("the server of rivals does not run")),
+            None => Err(Failure::of("the server of the rivals is not running")),
         }
     }
 

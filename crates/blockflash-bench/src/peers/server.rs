@@ -104,13 +104,13 @@ impl Server {
         let answer = match self.answers.recv_timeout(timeout) {
             Ok(answer) => answer,
             Err(RecvTimeoutError::Timeout) => {
-                let message = format!("no answer within {} s, killed", timeout.as_secs());
+                let message = format!("no answer within {} s, so it was killed", timeout.as_secs());
                 return Err(Failure::lost(message));
             }
             Err(RecvTimeoutError::Disconnected) => return Err(self.died()),
         };
         let answer: Value = serde_json::from_str(&answer).map_err(|error| {
-            Failure::lost(format!("the server of rivals does not speak JSON: {error}"))
+            Failure::lost(format!("the server of the rivals does not answer in JSON: {error}"))
         })?;
         match answer.get("error").and_then(Value::as_str) {
             None => Ok(answer),
@@ -134,7 +134,7 @@ impl Server {
             .map_or_else(|| "closed its output".to_owned(), |status| format!("ended: {status}"));
         let last_words = self.last_words.lock().unwrap_or_else(PoisonError::into_inner);
         let last = last_words.back().map(|line| format!(" ({})", line.trim())).unwrap_or_default();
-        Failure::lost(format!("the server of rivals {status}{last}"))
+        Failure::lost(format!("the server of the rivals {status}{last}"))
     }
 }
 

@@ -128,7 +128,7 @@ fn sparse_attention(run: &Run<'_>, cases: Vec<Attention<'_, '_>>) -> Option<Sket
             at += last + 1.6;
         }
         (panel.x.low, panel.x.high) = (-0.8, at - 0.8);
-        panel.x.label = "density, below it the sequence length and what is special".to_owned();
+        panel.x.label = "density, then the sequence length and special properties".to_owned();
         panel.y = Axis::from_zero(SPEED, highest(panel.lines.iter()));
         panel
     };

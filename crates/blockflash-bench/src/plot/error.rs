@@ -13,10 +13,10 @@ pub enum PlotError {
     #[error("drawing failed: {0}")]
     Drawing(String),
     /// A file name without the extension .svg.
-    #[error("{}: a picture's name ends in .svg", .0.display())]
+    #[error("{}: the name of a picture must end in .svg", .0.display())]
     Format(PathBuf),
     /// Nothing to draw.
-    #[error("a plot without points")]
+    #[error("the plot has no points")]
     NoPoints,
     /// Too many heads for a picture, or none.
     #[error("a picture shows 1 to {MAX_SHOWN} heads, not {0}")]

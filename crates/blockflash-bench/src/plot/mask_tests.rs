@@ -123,7 +123,11 @@ fn a_file_of_a_picture_is_small_and_its_name_decides_the_format() {
     drawing.write(&[folder.join("a.SVG")]).unwrap();
     assert_eq!(std::fs::read_to_string(folder.join("a.SVG")).unwrap(), svg);
     assert!(
-        drawing.write(&[folder.join("a.gif")]).unwrap_err().to_string().contains("ends in .svg")
+        drawing
+            .write(&[folder.join("a.gif")])
+            .unwrap_err()
+            .to_string()
+            .contains("must end in .svg")
     );
     assert!(matches!(drawing.write(&[folder.join("no/a.svg")]), Err(PlotError::File(_))));
     std::fs::remove_dir_all(&folder).unwrap();

@@ -20,7 +20,7 @@ pub struct Against {
 #[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
 pub enum AgainstError {
     /// Too short to name one commit.
-    #[error("{0:?} is no commit: give at least 4 of its digits")]
+    #[error("{0:?} is not a commit: give at least 4 of its digits")]
     Short(String),
     /// No run besides the newest one has the commit.
     #[error("no earlier run has commit {commit}; there are {present}")]
@@ -207,7 +207,7 @@ fn sentence(changes: &[Change], fresh: usize, gone: usize) -> String {
         TOLERANCE * 100.0
     )];
     let lost = count(Verdict::Lost);
-    parts.extend((lost > 0).then(|| format!("{lost} lost: no result any more")));
+    parts.extend((lost > 0).then(|| format!("{lost} lost their result")));
     let times: Vec<_> = changes.iter().filter_map(|change| change.time).collect();
     parts.extend(
         geometric_mean(&times).map(|mean| format!("time {} as geometric mean", percent(mean))),

@@ -68,13 +68,10 @@ pub fn break_even(points: &[(f64, f64)]) -> Option<BreakEven> {
 
 /// Explains the tables.
 pub(crate) const NOTE: &str = "\
-Columns of densities: the rate of the stored blocks by that of the dense product, zeros counted \
-as work. \
-Break-even: the part of the blocks up to which the sparse product takes less time, between \
-measured \
-densities along straight lines. Of two dense products one multiplies the zeros, which save power \
-and so \
-raise the clock, the other one N(0, 1) everywhere.";
+Columns of densities: the rate of the stored blocks as a fraction of the rate of the dense \
+product, whose zeros count as work. Break-even: the part of the blocks up to which the sparse \
+product takes less time, between measured densities along straight lines. Of two dense products \
+one multiplies the zeros, which save power and so raise the clock, the other one N(0, 1) everywhere.";
 
 /// A measured density.
 struct Point {

@@ -178,7 +178,7 @@ mod tests {
     fn markdown_names_where_and_when() {
         let text = markdown(&suite(), Detail::Groups, &[]);
         assert!(
-            text.starts_with("### `s` on G\n\n2 cases, 1 with a result of ours: 1.50 ×"),
+            text.starts_with("### `s` on G\n\n2 cases, 1 with a result of blockflash: 1.50 ×"),
             "{text}"
         );
         assert!(text.contains("\n| case | µs |"), "a short suite is not condensed: {text}");

@@ -66,7 +66,7 @@ fn measured(run: &Run<'_>, rows: &[Row<'_>]) -> String {
     }
     if rows.iter().any(|row| row.dense.is_some()) {
         parts.push(
-            "of dense: TFLOP/s by those of blockflash without a block mask at the same shape"
+            "of dense: ratio to the TFLOP/s of blockflash without a block mask at the same shape"
                 .to_owned(),
         );
     }
@@ -108,7 +108,7 @@ fn missing(rows: &[Row<'_>]) -> Option<String> {
     let reasons = reasons(without.iter().flat_map(|row| row.ours.iter().copied()));
     let text = match without.len() {
         0 => return None,
-        cases => format!("{} without a result of ours", counted(cases, "case")),
+        cases => format!("{} without a result of blockflash", counted(cases, "case")),
     };
     Some(if reasons.is_empty() { format!("{text}.") } else { format!("{text}: {reasons}.") })
 }
@@ -210,7 +210,7 @@ mod tests {
                 && notes[0].contains("caches warm;")
         );
         assert!(notes[0].contains("`dense` does another job"), "{}", notes[0]);
-        assert_eq!(notes[1], "1 case without a result of ours: it failed.");
+        assert_eq!(notes[1], "1 case without a result of blockflash: it failed.");
         let failed = "Absent or failed: `y` in 1 of 2 cases (it failed); `z` in every case (no \
                       'such' 'thing').";
         assert_eq!(notes[2], failed);

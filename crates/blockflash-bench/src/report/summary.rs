@@ -12,8 +12,8 @@ pub(crate) fn sentence(rows: &[Row<'_>]) -> String {
     let ours = rows.iter().filter(|row| row.best().is_some()).count();
     let mut text = counted(rows.len(), "case");
     match ours {
-        0 => text += ", none with a result of ours",
-        some if some < rows.len() => text += &format!(", {some} with a result of ours"),
+        0 => text += ", none with a result of blockflash",
+        some if some < rows.len() => text += &format!(", {some} with a result of blockflash"),
         _ => {}
     }
     if let (Some(mean), Some((least, most))) =
@@ -156,8 +156,8 @@ mod tests {
     #[test]
     fn a_sentence_counts_what_is_missing() {
         let of = |records: &[Record]| sentence(&rows(&records.iter().collect::<Vec<_>>()));
-        assert_eq!(of(&suite()), "2 cases, 1 with a result of ours: 1.50 × the best rival.");
-        assert_eq!(of(&[record("a", OURS, None)]), "1 case, none with a result of ours.");
+        assert_eq!(of(&suite()), "2 cases, 1 with a result of blockflash: 1.50 × the best rival.");
+        assert_eq!(of(&[record("a", OURS, None)]), "1 case, none with a result of blockflash.");
         let twice =
             [suite(), vec![record("c", OURS, Some(2.0)), record("c", "x", Some(1.5))]].concat();
         let text = ": 1.06 × the best rival as geometric mean, 0.75 to 1.50, faster than every \

@@ -28,7 +28,7 @@ pub struct Run {
     /// Seed of inputs and patterns.
     pub seed: u64,
     /// Kernels to compare instead of the selected one, by parts of their names.
-    pub rows: Option<Vec<String>>,
+    pub kernels: Option<Vec<String>>,
     /// Clock and power.
     pub telemetry: Telemetry,
     /// Measured ceilings; empty until [`measure_ceilings`](Run::measure_ceilings).
@@ -45,14 +45,14 @@ impl Run {
         machine: Machine,
         stream: Stream,
         seed: u64,
-        rows: Option<Vec<String>>,
+        kernels: Option<Vec<String>>,
     ) -> Result<Self> {
         let id = record::run_id();
         let scratch = std::env::temp_dir().join(format!("blockflash-{id}"));
         std::fs::create_dir_all(&scratch).map_err(Error::io(&scratch))?;
         let telemetry = Telemetry::start(machine.smi_index.as_deref());
         let ceilings = Ceilings::new(&stream);
-        Ok(Self { suite, machine, stream, seed, rows, telemetry, ceilings, scratch, id })
+        Ok(Self { suite, machine, stream, seed, kernels, telemetry, ceilings, scratch, id })
     }
 
     /// Measures a case. A failure becomes a record with an error. `step` is called with the name of
@@ -80,7 +80,7 @@ impl Run {
         self.telemetry.forget();
         step("ours: inputs and check");
         let mut contestants = Vec::new();
-        let mut ours = Ours::new(case, &self.stream, cache, self.seed, self.rows.as_deref());
+        let mut ours = Ours::new(case, &self.stream, cache, self.seed, self.kernels.as_deref());
         match &ours {
             Ok(ours) => {
                 for (index, kernel) in ours.kernels.iter().enumerate() {

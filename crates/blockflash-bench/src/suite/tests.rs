@@ -38,7 +38,10 @@ fn lengths_are_a_dimension_of_a_grid() {
     assert!(problem(&grid.replace("[64]", "[]")).contains("empty"));
     assert!(problem(&grid.replace("[64]", "[64, 0]")).contains("length of 0"));
     assert!(problem(&grid.replace("head_dim = 64", "head_dim = 0")).contains("size of 0"));
-    assert!(problem(&grid.replace("lengths", "tokens = 1064\nlengths")).contains("lengths say"));
+    assert!(
+        problem(&grid.replace("lengths", "tokens = 1064\nlengths"))
+            .contains("lengths cannot be combined")
+    );
     let neither = "has either seqlen or lengths";
     assert!(problem(&grid.replace("lengths", "seqlen = [8]\nlengths")).contains(neither));
     assert!(problem(&GRID.replace("seqlen = [256, 512]\n", "")).contains(neither));
@@ -68,7 +71,7 @@ fn patterns_and_masks_are_dimensions_of_a_block_sparse_grid() {
     assert_eq!(ids("mask_heads = 2\nmask = ['full', 'causal']"), expected);
     let mistake = |more: &str| problem(&format!("{SPARSE}{more}\n"));
     assert!(mistake("mask_heads = 3").contains("neither 1 nor 2 nor 4"));
-    assert!(mistake("mask = ['causal']\npattern = ['banded']").contains("only drawn uniform"));
+    assert!(mistake("mask = ['causal']\npattern = ['banded']").contains("can only be uniform"));
     assert!(
         problem(&SPARSE.replace("num_heads_kv = 2", "num_heads_kv = 3")).contains("cannot share")
     );
@@ -165,7 +168,7 @@ fn patterns_of_products_have_uniform_twins_of_as_many_blocks() {
 fn mistakes_are_named() {
     assert!(Suite::parse("t".into(), "description = 'only ceilings'").unwrap().cases.is_empty());
     assert!(problem(&GRID.replace("num_heads_q", "heads")).contains("line"));
-    assert!(problem(&GRID.replace("1024", "1000")).contains("no multiple"));
+    assert!(problem(&GRID.replace("1024", "1000")).contains("are not a multiple of"));
     assert!(problem(&GRID.replace("512", "256")).contains("twice"));
     assert!(problem(&format!("rounds = 0\n{GRID}")).contains("positive"));
     assert!(problem(&format!("cache = []\n{GRID}")).contains("cache"));

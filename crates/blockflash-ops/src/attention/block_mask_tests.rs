@@ -68,8 +68,8 @@ fn sparse(head_dim: usize, block_q: u32, block_kv: u32) -> AttentionProblem {
     AttentionProblem { block_mask: Some(sizes), ..dense }
 }
 
-fn attention_rows() -> impl Iterator<Item = (&'static Kernel, AttentionTile)> {
-    manifest::kernels().iter().filter_map(|row| Some((row, row.attention_tile()?)))
+fn attention_kernels() -> impl Iterator<Item = (&'static Kernel, AttentionTile)> {
+    manifest::kernels().iter().filter_map(|kernel| Some((kernel, kernel.attention_tile()?)))
 }
 
 #[test]
@@ -80,14 +80,14 @@ fn every_gpu_runs_every_block_size() {
     {
         for head_dim in [8, 64, 72, 96, 104, 128, 136, 192, 200, 256] {
             let problem = sparse(head_dim, block_q, block_kv);
-            let rows = manifest::kernels();
-            let row = select_among(rows, &problem, gpu).unwrap();
-            let chosen = row.attention_tile().unwrap();
+            let kernels = manifest::kernels();
+            let kernel = select_among(kernels, &problem, gpu).unwrap();
+            let chosen = kernel.attention_tile().unwrap();
             assert!(block_q % chosen.block_q == 0 && block_kv % chosen.block_kv == 0);
-            plan(row, &problem, gpu).unwrap();
+            plan(kernel, &problem, gpu).unwrap();
             // Of what fits on the preferred target nothing is narrower, and of that width nothing
             // has larger tiles.
-            let fitting = rows.iter().filter(|other| other.target == row.target);
+            let fitting = kernels.iter().filter(|other| other.target == kernel.target);
             for other in fitting.filter(|other| accepts(other, &problem, gpu).is_ok()) {
                 let tile = other.attention_tile().unwrap();
                 assert!(tile.head_dim >= chosen.head_dim);
@@ -101,13 +101,16 @@ fn every_gpu_runs_every_block_size() {
 #[test]
 fn tiles_divide_the_blocks() {
     let h200 = gpu(9, 0);
-    let tile = |rows, head_dim, block_q, block_kv| {
-        let row = select_among(rows, &sparse(head_dim, block_q, block_kv), &h200).unwrap();
-        let tile = row.attention_tile().unwrap();
-        (row.target, [tile.head_dim, tile.block_q, tile.block_kv])
+    let tile = |kernels, head_dim, block_q, block_kv| {
+        let kernel = select_among(kernels, &sparse(head_dim, block_q, block_kv), &h200).unwrap();
+        let tile = kernel.attention_tile().unwrap();
+        (kernel.target, [tile.head_dim, tile.block_q, tile.block_kv])
     };
-    let portable: Vec<Kernel> =
-        manifest::kernels().iter().filter(|row| row.target != Target::Sm90a).cloned().collect();
+    let portable: Vec<Kernel> = manifest::kernels()
+        .iter()
+        .filter(|kernel| kernel.target != Target::Sm90a)
+        .cloned()
+        .collect();
     let portable = |head_dim, block_q, block_kv| tile(&portable, head_dim, block_q, block_kv).1;
     assert_eq!(portable(64, 128, 128), [64, 128, 64]);
     assert_eq!(portable(64, 64, 128), [64, 64, 64]);
@@ -118,7 +121,7 @@ fn tiles_divide_the_blocks() {
     assert_eq!(portable(96, 128, 64), [96, 128, 64]);
     assert_eq!(portable(96, 64, 64), [128, 64, 64]);
     assert_eq!(portable(256, 64, 64), [256, 64, 64]);
-    // Hopper's own rows come first, wider ones included.
+    // Hopper's own kernels come first, wider ones included.
     let (target, [_, block_q, block_kv]) = tile(manifest::kernels(), 64, 128, 128);
     assert_eq!((target, block_q, block_kv), (Target::Sm90a, 128, 128));
     assert_eq!(tile(manifest::kernels(), 64, 192, 128), (Target::Sm90a, [64, 192, 128]));
@@ -126,20 +129,20 @@ fn tiles_divide_the_blocks() {
 }
 
 #[test]
-fn a_row_says_that_its_tiles_do_not_divide() {
-    for (row, tile) in attention_rows().filter(|(_, tile)| tile.dtype == DType::F16) {
+fn a_kernel_says_that_its_tiles_do_not_divide() {
+    for (kernel, tile) in attention_kernels().filter(|(_, tile)| tile.dtype == DType::F16) {
         let gpu =
-            gpus().into_iter().find(|gpu| row.target.runs_on(gpu.compute_capability)).unwrap();
+            gpus().into_iter().find(|gpu| kernel.target.runs_on(gpu.compute_capability)).unwrap();
         let (head_dim, [q, kv]) = (tile.head_dim as usize, [tile.block_q, tile.block_kv]);
-        accepts(row, &as_asked(sparse(head_dim, 2 * q, 3 * kv), &tile), &gpu).unwrap();
+        accepts(kernel, &as_asked(sparse(head_dim, 2 * q, 3 * kv), &tile), &gpu).unwrap();
         for (block_q, block_kv) in [(q / 2, kv), (q, kv / 2), (3 * q / 2, kv), (0, kv), (q, 0)] {
             let problem = as_asked(sparse(head_dim, block_q, block_kv), &tile);
-            let error = accepts(row, &problem, &gpu).unwrap_err().to_string();
+            let error = accepts(kernel, &problem, &gpu).unwrap_err().to_string();
             let expected = format!(
                 "tiles of {q} × {kv} do not divide the blocks of the mask, {block_q} × {block_kv}"
             );
             assert!(error.contains(&expected), "{error}");
-            let error = plan(row, &problem, &gpu).unwrap_err().to_string();
+            let error = plan(kernel, &problem, &gpu).unwrap_err().to_string();
             assert!(error.contains(&expected), "{error}");
         }
     }
@@ -154,12 +157,12 @@ fn a_row_says_that_its_tiles_do_not_divide() {
 #[test]
 fn plans_say_how_the_mask_is_read() {
     let h200 = gpu(9, 0);
-    for (row, tile) in attention_rows().filter(|(_, tile)| tile.head_dim >= 64) {
+    for (kernel, tile) in attention_kernels().filter(|(_, tile)| tile.head_dim >= 64) {
         let [block_q, block_kv] = [2 * tile.block_q, 2 * tile.block_kv];
         let planned = |batch, heads| {
             let sizes = BlockMaskSizes { block_q, block_kv, batch, heads, packed_rows: None };
             let problem = AttentionProblem { block_mask: Some(sizes), ..sparse(64, 0, 0) };
-            plan(row, &as_asked(problem, &tile), &h200)
+            plan(kernel, &as_asked(problem, &tile), &h200)
         };
         let groups = |batch, heads| {
             let plan = planned(batch, heads).unwrap();
@@ -169,7 +172,7 @@ fn plans_say_how_the_mask_is_read() {
             assert_eq!([m.block_q, m.block_kv], [block_q, block_kv].map(|size| size as i32));
             // Two tiles per row, for 8 heads of 2 entries.
             let tiles = 2 * m.rows as u32 * (8 / tile.heads) * 2;
-            let blocks = match row.variant {
+            let blocks = match kernel.variant {
                 Variant::AttentionFwdHopper(tile) => {
                     tiles.min(108 * tile.blocks_per_multiprocessor)
                 }

@@ -25,16 +25,16 @@ fn planned(problem: &AttentionProblem) -> (AttentionPlan, blockflash_attention_f
     let plan = plan(select(problem, &h200()).unwrap(), problem, &h200()).unwrap();
     match plan.params {
         AttentionParams::Hopper(params) => (plan, params),
-        AttentionParams::Portable(_) => panic!("{problem:?} takes a portable row"),
+        AttentionParams::Portable(_) => panic!("{problem:?} takes a portable kernel"),
     }
 }
 
 #[test]
 fn blocks_are_as_wide_as_the_grid_allows() {
     let block_q = |batch, heads, seqlen, head_dim| {
-        let row = select(&problem(batch, [heads, heads], seqlen, head_dim), &h200()).unwrap();
-        assert_eq!(row.target, Target::Sm90a);
-        row.attention_tile().unwrap().block_q
+        let kernel = select(&problem(batch, [heads, heads], seqlen, head_dim), &h200()).unwrap();
+        assert_eq!(kernel.target, Target::Sm90a);
+        kernel.attention_tile().unwrap().block_q
     };
     assert_eq!(block_q(1, 8, 512, 64), 64);
     assert_eq!(block_q(1, 8, 4096, 64), 128);
@@ -87,14 +87,14 @@ fn heads_that_share_blocks_share_tiles() {
 }
 
 #[test]
-fn strides_that_tensor_maps_lack_take_a_portable_row() {
+fn strides_that_tensor_maps_lack_take_a_portable_kernel() {
     let good = problem(2, [4, 2], 300, 64);
     let hopper = select(&good, &h200()).unwrap();
     let falls_back = |problem: AttentionProblem, reason: &str| {
-        let row = select(&problem, &h200()).unwrap();
-        assert_eq!(row.target, Target::Sm90, "{reason}");
+        let kernel = select(&problem, &h200()).unwrap();
+        assert_eq!(kernel.target, Target::Sm90, "{reason}");
         assert!(matches!(
-            plan(row, &problem, &h200()).unwrap().params,
+            plan(kernel, &problem, &h200()).unwrap().params,
             AttentionParams::Portable(_)
         ));
         let error = accepts(hopper, &problem, &h200()).unwrap_err().to_string();
@@ -130,9 +130,9 @@ fn blocks_stay_and_start_early() {
     assert_eq!(plan.config.grid, [16, 1, 1]);
     assert!(params.tile_counter.is_null() && params.q.opaque == [0; 16]);
     let huge = problem(1 << 20, [1 << 12, 1 << 12], 300, 64);
-    let row = select(&huge, &h200()).unwrap();
+    let kernel = select(&huge, &h200()).unwrap();
     assert!(matches!(
-        super::super::plan(row, &huge, &h200()),
+        super::super::plan(kernel, &huge, &h200()),
         Err(Error::TooLarge { what: "grid", .. })
     ));
 }

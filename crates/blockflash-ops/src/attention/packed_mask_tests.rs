@@ -115,7 +115,7 @@ fn sequences_are_those_of_the_mask() {
     let error = both(&other).unwrap_err();
     assert!(matches!(error, Error::InvalidCuSeqlens { which: "q", index: 3, value: 420, .. }));
     assert!(
-        error.to_string().ends_with("sequence 2 has 320 rows, that of the block mask 319"),
+        error.to_string().ends_with("sequence 2 has 320 rows, but 319 in the block mask"),
         "{error}"
     );
     other = LENGTHS;
@@ -136,13 +136,13 @@ fn kernels_find_every_tile_and_its_columns() {
     {
         let packed = mask(&LENGTHS, heads);
         let problem = call(&packed, [max_q, 300], |call| call.problem()).unwrap();
-        let fits = |row: &&manifest::Kernel| {
-            row.attention_tile().is_some_and(|tile| {
+        let fits = |kernel: &&manifest::Kernel| {
+            kernel.attention_tile().is_some_and(|tile| {
                 (tile.dtype, tile.block_q, tile.block_kv) == (DType::F16, tile_q, 64)
             })
         };
-        let row = manifest::kernels().iter().find(fits).unwrap();
-        let m = plan(row, &AttentionProblem { dtype: DType::F16, ..problem }, &h200)
+        let kernel = manifest::kernels().iter().find(fits).unwrap();
+        let m = plan(kernel, &AttentionProblem { dtype: DType::F16, ..problem }, &h200)
             .unwrap()
             .params
             .base()
@@ -196,22 +196,22 @@ fn plans_say_how_the_mask_is_read() {
         BlockMaskSizes { block_q: 256, block_kv: 256, batch: 6, heads: 2, packed_rows: Some(8) };
     let dense = AttentionProblem::dense(DType::F16, [6, 300, 300], [8, 2], 64);
     let problem = AttentionProblem { packed: Some(rows), block_mask: Some(sizes), ..dense };
-    for row in manifest::kernels() {
+    for kernel in manifest::kernels() {
         let Some(tile) =
-            row.attention_tile().filter(|tile| tile.head_dim >= 64 && 256 % tile.block_q == 0)
+            kernel.attention_tile().filter(|tile| tile.head_dim >= 64 && 256 % tile.block_q == 0)
         else {
             continue;
         };
         if 256 % tile.block_kv != 0 {
             continue;
         }
-        let plan = plan(row, &as_asked(problem, &tile), &gpu(9, 0)).unwrap();
+        let plan = plan(kernel, &as_asked(problem, &tile), &gpu(9, 0)).unwrap();
         let m = plan.params.base().block_mask;
         assert!(m.row_ptr.is_null() && m.cu_rows.is_null());
         assert_eq!([m.rows, m.groups_per_batch, m.heads_per_group], [8, 0, 4]);
         // As many tiles as if all sequences were the longest: two rows, for 8 heads of 6 sequences.
         let tiles = 2 * (256 / tile.block_q) * 8 * 6;
-        let stay = match row.variant {
+        let stay = match kernel.variant {
             manifest::Variant::AttentionFwdHopper(tile) => 108 * tile.blocks_per_multiprocessor,
             _ => u32::MAX,
         };

@@ -11,8 +11,8 @@ fn problem(dtype: DType, head_dim: usize) -> AttentionProblem {
     AttentionProblem::dense(dtype, [2, 300, 500], [8, 2], head_dim)
 }
 
-fn attention_rows() -> impl Iterator<Item = (&'static Kernel, AttentionTile)> {
-    manifest::kernels().iter().filter_map(|row| Some((row, row.attention_tile()?)))
+fn attention_kernels() -> impl Iterator<Item = (&'static Kernel, AttentionTile)> {
+    manifest::kernels().iter().filter_map(|kernel| Some((kernel, kernel.attention_tile()?)))
 }
 
 #[test]
@@ -21,27 +21,27 @@ fn every_gpu_runs_every_head_dim() {
         for dtype in [DType::F16, DType::BF16] {
             for head_dim in (8..=256).step_by(8) {
                 let problem = problem(dtype, head_dim);
-                let row = select_among(manifest::kernels(), &problem, &gpu).unwrap();
-                let chosen = row.attention_tile().unwrap();
+                let kernel = select_among(manifest::kernels(), &problem, &gpu).unwrap();
+                let chosen = kernel.attention_tile().unwrap();
                 assert!(
-                    row.target.runs_on(gpu.compute_capability)
-                        && row.smem_bytes() <= gpu.smem_per_block
+                    kernel.target.runs_on(gpu.compute_capability)
+                        && kernel.smem_bytes() <= gpu.smem_per_block
                 );
                 assert!(chosen.dtype == dtype && chosen.head_dim as usize >= head_dim);
-                for (other, tile) in
-                    attention_rows().filter(|(row, _)| accepts(row, &problem, &gpu).is_ok())
+                for (other, tile) in attention_kernels()
+                    .filter(|(kernel, _)| accepts(kernel, &problem, &gpu).is_ok())
                 {
                     assert!(
-                        other.target != row.target || tile.head_dim >= chosen.head_dim,
+                        other.target != kernel.target || tile.head_dim >= chosen.head_dim,
                         "{}",
                         gpu.name
                     );
                     assert!(
-                        !row.target.is_ptx() || other.target.is_ptx(),
+                        !kernel.target.is_ptx() || other.target.is_ptx(),
                         "machine code comes before PTX"
                     );
                 }
-                plan(row, &problem, &gpu).unwrap();
+                plan(kernel, &problem, &gpu).unwrap();
             }
         }
     }
@@ -53,10 +53,10 @@ fn dense_problems_take_the_widest_portable_tile() {
     for (gpu, head_dim) in gpus().iter().flat_map(|gpu| [8, 64, 72, 96, 104, 128].map(|d| (gpu, d)))
     {
         let portable =
-            manifest::kernels().iter().filter(|row| row.target != Target::Sm90a).cloned();
+            manifest::kernels().iter().filter(|kernel| kernel.target != Target::Sm90a).cloned();
         let portable: Vec<Kernel> = portable.collect();
-        let row = select_among(&portable, &problem(DType::BF16, head_dim), gpu).unwrap();
-        assert_eq!(row.attention_tile().unwrap().block_q, 128, "{}", row.image_name());
+        let kernel = select_among(&portable, &problem(DType::BF16, head_dim), gpu).unwrap();
+        assert_eq!(kernel.attention_tile().unwrap().block_q, 128, "{}", kernel.image_name());
     }
 }
 
@@ -112,7 +112,7 @@ fn what_is_missing_is_said() {
 
 #[test]
 fn preference_is_target_then_tile() {
-    let row = |target, head_dim| Kernel {
+    let kernel = |target, head_dim| Kernel {
         variant: Variant::AttentionFwd(AttentionFwd {
             dtype: DType::F16,
             head_dim,
@@ -124,15 +124,16 @@ fn preference_is_target_then_tile() {
         }),
         target,
     };
-    let rows = [
-        row(Target::Ptx80, 64),
-        row(Target::Sm80, 256),
-        row(Target::Sm80, 128),
-        row(Target::Sm89, 128),
+    let kernels = [
+        kernel(Target::Ptx80, 64),
+        kernel(Target::Sm80, 256),
+        kernel(Target::Sm80, 128),
+        kernel(Target::Sm89, 128),
     ];
     let chosen = |head_dim, minor| {
-        let row = select_among(&rows, &problem(DType::F16, head_dim), &gpu(8, minor)).unwrap();
-        (row.target, row.attention_tile().unwrap().head_dim)
+        let kernel =
+            select_among(&kernels, &problem(DType::F16, head_dim), &gpu(8, minor)).unwrap();
+        (kernel.target, kernel.attention_tile().unwrap().head_dim)
     };
     assert_eq!(chosen(64, 0), (Target::Sm80, 128));
     assert_eq!(chosen(136, 0), (Target::Sm80, 256));
@@ -141,36 +142,39 @@ fn preference_is_target_then_tile() {
 }
 
 #[test]
-fn every_row_has_a_plan() {
-    for (row, tile) in attention_rows() {
+fn every_kernel_has_a_plan() {
+    for (kernel, tile) in attention_kernels() {
         let without = problem(tile.dtype, tile.head_dim as usize);
         let with = without.with_lse();
-        let gpu_of_row =
-            gpus().into_iter().find(|gpu| row.target.runs_on(gpu.compute_capability)).unwrap();
+        let gpu_of_kernel =
+            gpus().into_iter().find(|gpu| kernel.target.runs_on(gpu.compute_capability)).unwrap();
         for (problem, asks) in [(with, true), (without, false)] {
             assert_eq!(
-                plan(row, &problem, &gpu_of_row).is_ok(),
+                plan(kernel, &problem, &gpu_of_kernel).is_ok(),
                 tile.lse.suits(asks),
                 "{}",
-                row.symbol()
+                kernel.symbol()
             );
             assert_eq!(
-                accepts(row, &problem, &gpu_of_row).is_ok(),
+                accepts(kernel, &problem, &gpu_of_kernel).is_ok(),
                 tile.lse.suits(asks),
                 "{}",
-                row.symbol()
+                kernel.symbol()
             );
         }
         let asks = tile.lse.suits(true);
-        let plan = plan(row, if asks { &with } else { &without }, &gpu(9, 0)).unwrap();
+        let plan = plan(kernel, if asks { &with } else { &without }, &gpu(9, 0)).unwrap();
         let tiles = 300u32.div_ceil(tile.block_q) * (8 / tile.heads) * 2;
         let hopper = matches!(plan.params, AttentionParams::Hopper(_));
         assert_eq!(plan.config.grid, [if hopper { tiles.min(108) } else { tiles }, 1, 1]);
         assert_eq!(
             (hopper, plan.config.programmatic_dependent_launch),
-            (row.target == Target::Sm90a, hopper)
+            (kernel.target == Target::Sm90a, hopper)
         );
-        assert_eq!((plan.config.block, plan.config.smem_bytes), (row.threads(), row.smem_bytes()));
+        assert_eq!(
+            (plan.config.block, plan.config.smem_bytes),
+            (kernel.threads(), kernel.smem_bytes())
+        );
         assert_eq!(plan.config.cluster, None);
         let p = plan.params.base();
         assert!(
@@ -205,12 +209,12 @@ fn every_row_has_a_plan() {
 
 #[test]
 fn masks_become_windows() {
-    let (row, tile) = attention_rows().next().unwrap();
+    let (kernel, tile) = attention_kernels().next().unwrap();
     let unbounded = BLOCKFLASH_WINDOW_UNBOUNDED;
     let window = |left, right| Mask::Window { left, right, align: Align::TopLeft };
     let planned = |mask| {
         let problem = AttentionProblem { mask, softcap: Some(7.0), ..problem(tile.dtype, 64) };
-        let plan = plan(row, &problem, &gpu(9, 0)).unwrap();
+        let plan = plan(kernel, &problem, &gpu(9, 0)).unwrap();
         let p = plan.params.base();
         assert_eq!(p.softcap, 7.0);
         (p.window_left, p.window_right, p.align_bottom_right)
@@ -224,9 +228,9 @@ fn masks_become_windows() {
 
 #[test]
 fn misaligned_strides_are_refused() {
-    let (row, tile) = attention_rows().next().unwrap();
+    let (kernel, tile) = attention_kernels().next().unwrap();
     let good = problem(tile.dtype, 64);
-    let refused = |problem: &AttentionProblem| match plan(row, problem, &gpu(9, 0)) {
+    let refused = |problem: &AttentionProblem| match plan(kernel, problem, &gpu(9, 0)) {
         Err(Error::Misaligned { what, problem }) => format!("{what}: {problem}"),
         other => panic!("{other:?}"),
     };
@@ -241,17 +245,18 @@ fn misaligned_strides_are_refused() {
     assert!(refused(&bad).contains("o: the batch stride"));
     let mut unused = AttentionProblem { batch: 1, ..good };
     unused.k.batch = 3;
-    plan(row, &unused, &gpu(9, 0)).unwrap();
+    plan(kernel, &unused, &gpu(9, 0)).unwrap();
 }
 
 #[test]
 fn grids_and_tiles_have_limits() {
-    let (row, tile) = attention_rows().next().unwrap();
+    let (kernel, tile) = attention_kernels().next().unwrap();
     let huge = AttentionProblem { batch: 1 << 20, num_heads_q: 1 << 12, ..problem(tile.dtype, 64) };
-    assert!(matches!(plan(row, &huge, &gpu(9, 0)), Err(Error::TooLarge { what: "grid", .. })));
+    assert!(matches!(plan(kernel, &huge, &gpu(9, 0)), Err(Error::TooLarge { what: "grid", .. })));
     let wide = problem(tile.dtype, tile.head_dim as usize + 8);
-    assert!(matches!(plan(row, &wide, &gpu(9, 0)), Err(Error::Unsupported { .. })));
-    let other = manifest::kernels().iter().find(|row| row.attention_tile().is_none()).unwrap();
+    assert!(matches!(plan(kernel, &wide, &gpu(9, 0)), Err(Error::Unsupported { .. })));
+    let other =
+        manifest::kernels().iter().find(|kernel| kernel.attention_tile().is_none()).unwrap();
     let error = plan(other, &problem(DType::F16, 64), &gpu(9, 0)).unwrap_err().to_string();
     assert!(error.contains("computes something else"), "{error}");
     let refused = accepts(other, &problem(DType::F16, 64), &gpu(9, 0)).unwrap_err().to_string();

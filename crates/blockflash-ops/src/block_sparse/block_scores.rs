@@ -44,7 +44,7 @@ pub struct BlockScores {
 
 #[derive(Debug)]
 struct Workspace {
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     q_means: Tensor,
     k_means: Tensor,
 }
@@ -64,12 +64,12 @@ impl BlockScores {
         let scores = zeros(&[batch, heads_q, geometry.rows(), geometry.cols()])?;
         let workspace = match stream.device().cuda_properties() {
             Some(gpu) if !scores.layout().is_empty() => {
-                let row = select(&sizes, gpu)?;
+                let kernel = select(&sizes, gpu)?;
                 // Loads the kernel now, since the first computation may be captured in a graph.
-                stream.device().preload(row)?;
+                stream.device().preload(kernel)?;
                 let q_means = zeros(&[batch, heads_q, geometry.rows(), head_dim])?;
                 let k_means = zeros(&[batch, heads_kv, geometry.cols(), head_dim])?;
-                Some(Workspace { row, q_means, k_means })
+                Some(Workspace { kernel, q_means, k_means })
             }
             _ => None,
         };
@@ -84,7 +84,7 @@ impl BlockScores {
     /// The kernel that computes the scores; `None` on the CPU, and where there is nothing to
     /// compute.
     pub fn kernel(&self) -> Option<&'static Kernel> {
-        self.workspace.as_ref().map(|workspace| workspace.row)
+        self.workspace.as_ref().map(|workspace| workspace.kernel)
     }
 
     /// Computes the scores of tensors of the same sizes and type. On a GPU this is queued on the
@@ -97,7 +97,7 @@ impl BlockScores {
     pub fn compute(&mut self, q: View<'_>, k: View<'_>, stream: &Stream) -> Result<()> {
         self.checked(&q, &k, stream)?;
         match (&self.workspace, stream.device().is_cpu()) {
-            (Some(Workspace { row, .. }), _) => self.launch(row, q, k, stream),
+            (Some(Workspace { kernel, .. }), _) => self.launch(kernel, q, k, stream),
             (None, true) => {
                 let scores = block_mean_scores(self.sizes.geometry, q, k)?;
                 Ok(self.scores.copy_from_slice(stream, &scores)?)
@@ -113,13 +113,13 @@ impl BlockScores {
     /// does not run on this GPU.
     pub fn compute_with(
         &mut self,
-        row: &Kernel,
+        kernel: &Kernel,
         q: View<'_>,
         k: View<'_>,
         stream: &Stream,
     ) -> Result<()> {
         self.checked(&q, &k, stream)?;
-        self.launch(row, q, k, stream)
+        self.launch(kernel, q, k, stream)
     }
 
     fn checked(&self, q: &View<'_>, k: &View<'_>, stream: &Stream) -> Result<()> {
@@ -138,9 +138,9 @@ impl BlockScores {
         Operand::new("k", k).on(stream.device())
     }
 
-    fn launch(&mut self, row: &Kernel, q: View<'_>, k: View<'_>, stream: &Stream) -> Result<()> {
+    fn launch(&mut self, kernel: &Kernel, q: View<'_>, k: View<'_>, stream: &Stream) -> Result<()> {
         let Some(workspace) = &mut self.workspace else {
-            let what = format!("{} computes scores on a GPU, and at least one", row.symbol());
+            let what = format!("{} computes scores on a GPU, and at least one", kernel.symbol());
             return Err(Error::Unsupported {
                 op: ScoreSizes::OP,
                 arch: stream.device().to_string(),
@@ -153,7 +153,7 @@ impl BlockScores {
                 return Err(Error::Misaligned { what, problem });
             }
         }
-        for (params, config) in plan(row, &self.sizes, q.strides(), k.strides())? {
+        for (params, config) in plan(kernel, &self.sizes, q.strides(), k.strides())? {
             let operands = BlockScoresOperands {
                 q,
                 k,
@@ -161,7 +161,7 @@ impl BlockScores {
                 k_means: workspace.k_means.view_mut(),
                 scores: self.scores.view_mut(),
             };
-            stream.launch::<blockflash_safe::BlockScores>(row, &config, &params, operands)?;
+            stream.launch::<blockflash_safe::BlockScores>(kernel, &config, &params, operands)?;
         }
         Ok(())
     }
@@ -170,12 +170,12 @@ impl BlockScores {
 /// Plans the two launches as plain data with null pointers. There is at least one score, and the
 /// kernel has the head dimension.
 fn plan(
-    row: &Kernel,
+    kernel: &Kernel,
     sizes: &ScoreSizes,
     q_strides: &[usize],
     k_strides: &[usize],
 ) -> Result<[(blockflash_block_scores_params, LaunchConfig); 2]> {
-    let (_, tile) = tile_of::<ScoreSizes>(row, &row.target)?;
+    let (_, tile) = tile_of::<ScoreSizes>(kernel, &kernel.target)?;
     let &ScoreSizes { geometry, batch, heads_q, heads_kv, head_dim, .. } = sizes;
     let (rows, cols) = (geometry.rows(), geometry.cols());
     let q = strides("q", q_strides, [batch, geometry.seqlen_q(), heads_q])?;
@@ -204,7 +204,7 @@ fn plan(
         cols: to_i32("cols", cols)?,
         head_dim: to_i32("head_dim", head_dim)?,
     };
-    let config = |blocks| LaunchConfig::of(row, blocks, false);
+    let config = |blocks| LaunchConfig::of(kernel, blocks, false);
     // The first launch has a CTA per mean, the second one per tile of scores.
     let means = heads_q.saturating_mul(rows).saturating_add(heads_kv.saturating_mul(cols));
     let tiles = |blocks: usize| blocks.div_ceil(tile);

@@ -35,8 +35,8 @@ fn the_cpu_computes_block_mean_scores() {
     let error = scores.compute(fewer, k.slice(0, 0..1).unwrap(), &stream).unwrap_err();
     assert!(matches!(error, Error::NotPrepared { op: "block_mask" }), "{error}");
     assert!(matches!(scores.compute(fewer, k, &stream), Err(Error::Shape { what: "k", .. })));
-    let row = manifest::kernels().first().unwrap();
-    assert!(matches!(scores.compute_with(row, q, k, &stream), Err(Error::Unsupported { .. })));
+    let kernel = manifest::kernels().first().unwrap();
+    assert!(matches!(scores.compute_with(kernel, q, k, &stream), Err(Error::Unsupported { .. })));
     let none = BlockGeometry::new(0, 0, 64, 64).unwrap();
     let empty = View::from_slice::<f16>(&[], &[2, 0, 4, 8]).unwrap();
     BlockScores::new(none, empty, empty, &stream).unwrap().compute(empty, empty, &stream).unwrap();
@@ -44,15 +44,15 @@ fn the_cpu_computes_block_mean_scores() {
 
 #[test]
 fn launches() {
-    let is_scores = |row: &&Kernel| {
+    let is_scores = |kernel: &&Kernel| {
         matches!(
-            row.variant,
+            kernel.variant,
             Variant::BlockMask(BlockMaskKernel::Scores { dtype: DType::BF16, .. })
         )
     };
-    let row = manifest::kernels().iter().find(is_scores).unwrap();
+    let kernel = manifest::kernels().iter().find(is_scores).unwrap();
     let (q, k) = ([300 * 6 * 16, 6 * 16, 16, 1], [129 * 3 * 16, 16, 129 * 16, 1]);
-    let [(means, first), (products, second)] = plan(row, &sizes(16), &q, &k).unwrap();
+    let [(means, first), (products, second)] = plan(kernel, &sizes(16), &q, &k).unwrap();
     assert_eq!(
         (means.step, products.step),
         (BLOCKFLASH_BLOCK_SCORES_MEANS, BLOCKFLASH_BLOCK_SCORES_PRODUCTS)
@@ -63,7 +63,7 @@ fn launches() {
     assert_eq!([means.rows, means.cols, means.block_q, means.block_kv], [3, 2, 128, 128]);
     // 18 means of q and 6 of k per batch entry; a tile of scores per batch entry and head.
     assert_eq!((first.grid, first.block, second.grid), ([48, 1, 1], 128, [12, 1, 1]));
-    let error = plan(row, &sizes(16), &[28804, 96, 16, 1], &k).unwrap_err().to_string();
+    let error = plan(kernel, &sizes(16), &[28804, 96, 16, 1], &k).unwrap_err().to_string();
     assert!(error.contains("the batch stride is 28804 elements, not a multiple of 8"), "{error}");
     let other = manifest::kernels().first().unwrap();
     assert!(

@@ -60,7 +60,7 @@ pub struct BlockMaskBuffer {
 /// What a build on a GPU needs besides the mask.
 #[derive(Debug)]
 struct Workspace {
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     scratch: BlockListScratch,
     problems: Tensor,
 }
@@ -109,7 +109,7 @@ impl BlockMaskBuffer {
 
     /// The kernel that builds the mask; `None` on the CPU.
     pub fn kernel(&self) -> Option<&'static Kernel> {
-        self.workspace.as_ref().map(|workspace| workspace.row)
+        self.workspace.as_ref().map(|workspace| workspace.kernel)
     }
 
     /// Builds the mask of a choice. On a GPU this only queues work on the stream: it neither
@@ -124,7 +124,7 @@ impl BlockMaskBuffer {
     pub fn build(&mut self, choice: &BlockChoice<'_>, stream: &Stream) -> Result<()> {
         let sizes = self.checked(choice, stream)?;
         match self.kernel() {
-            Some(row) => self.launch(row, &sizes, choice, stream),
+            Some(kernel) => self.launch(kernel, &sizes, choice, stream),
             None => self.build_on_host(&sizes, choice),
         }
     }
@@ -136,12 +136,12 @@ impl BlockMaskBuffer {
     /// not run on this GPU.
     pub fn build_with(
         &mut self,
-        row: &Kernel,
+        kernel: &Kernel,
         choice: &BlockChoice<'_>,
         stream: &Stream,
     ) -> Result<()> {
         let sizes = self.checked(choice, stream)?;
-        self.launch(row, &sizes, choice, stream)
+        self.launch(kernel, &sizes, choice, stream)
     }
 
     /// Reports whether the data of all builds since the last check was valid. Waits for the work on
@@ -209,22 +209,22 @@ impl BlockMaskBuffer {
 
     fn launch(
         &mut self,
-        row: &Kernel,
+        kernel: &Kernel,
         sizes: &Sizes,
         choice: &BlockChoice<'_>,
         stream: &Stream,
     ) -> Result<()> {
         let Some(workspace) = &mut self.workspace else {
-            return Err(no_kernel_on_cpu::<Sizes>(row));
+            return Err(no_kernel_on_cpu::<Sizes>(kernel));
         };
-        let (params, config) = plan(row, sizes, choice, self.capacity)?;
+        let (params, config) = plan(kernel, sizes, choice, self.capacity)?;
         if sizes.geometry.rows() == 0 {
             return Ok(());
         }
         for step in STEPS {
             let params = blockflash_block_mask_build_params { step, ..params };
             let operands = workspace.operands(&mut self.mask, choice);
-            stream.launch::<BlockMaskBuild>(row, &config, &params, operands)?;
+            stream.launch::<BlockMaskBuild>(kernel, &config, &params, operands)?;
         }
         Ok(())
     }
@@ -233,14 +233,15 @@ impl BlockMaskBuffer {
 impl Workspace {
     /// The sizes are taken from `mask`.
     fn new(mask: &BlockMask, gpu: &CudaProperties, stream: &Stream) -> Result<Self> {
-        let row = select(&Sizes::new(mask.geometry, mask.batch, mask.heads)?, gpu)?;
+        let kernel = select(&Sizes::new(mask.geometry, mask.batch, mask.heads)?, gpu)?;
         // Loads the kernel now, since the first build may be captured in a graph.
-        stream.device().preload(row)?;
+        stream.device().preload(kernel)?;
         let mut problems = Tensor::empty(stream, DType::I32, &[4])?;
         problems.fill_bytes(stream, NOTHING)?;
-        let (groups, slab_rows) = ([mask.batch, mask.heads], tile_of::<Sizes>(row, &row.target)?);
+        let (groups, slab_rows) =
+            ([mask.batch, mask.heads], tile_of::<Sizes>(kernel, &kernel.target)?);
         let scratch = BlockListScratch::new(groups, mask.rows(), mask.cols(), slab_rows, stream)?;
-        Ok(Self { row, scratch, problems })
+        Ok(Self { kernel, scratch, problems })
     }
 
     fn operands<'a>(

@@ -130,10 +130,10 @@ fn operands_that_do_not_fit_are_named() {
     assert!(problem(with(&many)).contains("batch of `always` is 2, neither 1 nor 1"));
     with(&random_mask(geometry(), 1, 2, 1)).unwrap();
 
-    let row = blockflash_sys::manifest::kernels().first().unwrap();
+    let kernel = blockflash_sys::manifest::kernels().first().unwrap();
     let choice = BlockChoice { mask: Mask::causal(), ..BlockChoice::new(BlockSource::Bool(bytes)) };
     assert!(
-        problem(buffer.build_with(row, &choice, &stream))
+        problem(buffer.build_with(kernel, &choice, &stream))
             .contains("block_mask is not supported on cpu")
     );
 }

@@ -7,10 +7,15 @@ use blockflash_sys::manifest;
 use blockflash_sys::manifest::Variant;
 use blockflash_sys::params::BLOCKFLASH_WINDOW_UNBOUNDED;
 
-fn row() -> &'static Kernel {
-    let is_build =
-        |row: &&Kernel| matches!(row.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }));
-    manifest::kernels().iter().filter(is_build).find(|row| row.target == Target::Sm90).unwrap()
+fn kernel() -> &'static Kernel {
+    let is_build = |kernel: &&Kernel| {
+        matches!(kernel.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }))
+    };
+    manifest::kernels()
+        .iter()
+        .filter(is_build)
+        .find(|kernel| kernel.target == Target::Sm90)
+        .unwrap()
 }
 
 /// 40 rows and 19 columns of 2 batch entries and 3 heads.
@@ -27,7 +32,7 @@ fn scores_under_a_window() {
     let data = vec![0f32; 2 * 3 * 40 * 19];
     let mask = Mask::Window { left: Some(100), right: None, align: Align::TopLeft };
     let choice = BlockChoice { mask, ..BlockChoice::new(scores(7, &data)) };
-    let (params, config) = plan(row(), &sizes(), &choice, 999).unwrap();
+    let (params, config) = plan(kernel(), &sizes(), &choice, 999).unwrap();
     assert_eq!(
         (params.step, params.source_kind, params.k),
         (STEPS[0], BLOCKFLASH_BLOCK_SOURCE_SCORES, 7)
@@ -44,7 +49,7 @@ fn scores_under_a_window() {
     assert_eq!((config.grid, config.block, config.smem_bytes), ([18, 1, 1], 512, 0));
     // No row has more columns than there are.
     let choice = BlockChoice::new(scores(usize::MAX, &data));
-    assert_eq!(plan(row(), &sizes(), &choice, 1).unwrap().0.k, 19);
+    assert_eq!(plan(kernel(), &sizes(), &choice, 1).unwrap().0.k, 19);
 }
 
 #[test]
@@ -57,7 +62,7 @@ fn blocks_that_are_always_visited() {
             BlockMask::from_parts(geometry, batch, heads, &vec![0; batch * heads * 41], &[])
                 .unwrap();
         let choice = BlockChoice { always: Some(&always), ..BlockChoice::new(scores(1, &data)) };
-        let m = plan(row(), &sizes(), &choice, 1).unwrap().0.always;
+        let m = plan(kernel(), &sizes(), &choice, 1).unwrap().0.always;
         assert_eq!([m.groups_per_batch, m.heads_per_group], expected);
         assert_eq!([m.rows, m.block_q, m.block_kv], [40, 128, 64]);
     }
@@ -66,12 +71,14 @@ fn blocks_that_are_always_visited() {
 #[test]
 fn what_cannot_be_planned() {
     let data = vec![0f32; 2 * 3 * 40 * 19];
-    let other = manifest::kernels().iter().find(|row| row.source() == "bsr_matmul_sm80").unwrap();
+    let other =
+        manifest::kernels().iter().find(|kernel| kernel.source() == "bsr_matmul_sm80").unwrap();
     let error =
         plan(other, &sizes(), &BlockChoice::new(scores(1, &data)), 1).unwrap_err().to_string();
     assert!(error.contains("computes something else"), "{error}");
     let one = View::from_slice(&[-1i32], &[1, 1, 1, 1]).unwrap();
     let lists = one.expand(3, (1 << 30) + 1).unwrap();
-    let error = plan(row(), &sizes(), &BlockChoice::new(BlockSource::TopK(lists)), 1).unwrap_err();
+    let error =
+        plan(kernel(), &sizes(), &BlockChoice::new(BlockSource::TopK(lists)), 1).unwrap_err();
     assert!(matches!(error, Error::TooLarge { what: "k", .. }), "{error}");
 }

@@ -120,7 +120,7 @@ impl BlockMask {
     /// The intersection of two masks or, with `either`, their union.
     fn merge(&self, other: &Self, either: bool) -> Result<Self> {
         if self.sequences() != other.sequences() {
-            return invalid("not both are packed of the same sequences".into());
+            return invalid("they are not both packed from the same sequences".into());
         }
         if self.packed.is_some() {
             return self.by_sequence(|at, sequence| sequence.merge(&other.entry(at)?, either));

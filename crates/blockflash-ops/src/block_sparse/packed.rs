@@ -159,7 +159,7 @@ impl BlockMask {
             let expected = length(geometry);
             if found != expected {
                 let problem =
-                    format!("sequence {index} has {found} rows, that of the block mask {expected}");
+                    format!("sequence {index} has {found} rows, but {expected} in the block mask");
                 return Err(Error::InvalidCuSeqlens {
                     which,
                     index: index + 1,
@@ -193,7 +193,7 @@ impl BlockMask {
         }
         if [q, kv] != [first_q, first_kv] {
             return Err(format!(
-                "has blocks of {q} × {kv}, the first one of {first_q} × {first_kv}"
+                "has blocks of {q} × {kv}, but the first one has {first_q} × {first_kv}"
             ));
         }
         if ![1, heads].contains(&self.heads) {

@@ -163,7 +163,7 @@ fn sequences_are_combined_one_by_one() {
     let fewer = pack(&masks[1..]).unwrap();
     for other in [&fewer, &wide, &masks[0]] {
         let problem = packed.union(other).unwrap_err().to_string();
-        assert_eq!(problem, "invalid block mask: not both are packed of the same sequences");
+        assert_eq!(problem, "invalid block mask: they are not both packed from the same sequences");
     }
     assert!(matches!(
         masks[0].intersection(&pack(&masks[..1]).unwrap()),
@@ -200,6 +200,6 @@ fn lengths_are_those_of_the_sequences() {
         .to_string();
     assert_eq!(
         problem,
-        "cu_seqlens.kv[3] is 287: sequence 2 has 127 rows, that of the block mask 128"
+        "cu_seqlens.kv[3] is 287: sequence 2 has 127 rows, but 128 in the block mask"
     );
 }

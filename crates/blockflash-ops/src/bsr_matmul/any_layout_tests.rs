@@ -58,7 +58,7 @@ fn hopper_takes_its_own_where_tensor_maps_exist() {
 #[test]
 fn a_row_takes_every_layout_and_alignment() {
     for row in rows(true) {
-        let tile = row.bsr_tile().unwrap();
+        let tile = row.bsr_matmul_tile().unwrap();
         let gpu =
             gpus().into_iter().find(|gpu| row.target.runs_on(gpu.compute_capability)).unwrap();
         for (a, b, c) in layouts() {

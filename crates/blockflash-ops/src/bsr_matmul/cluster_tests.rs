@@ -7,7 +7,7 @@ fn neighbouring_tiles_share_a() {
     let cluster = |n, block_size: usize| {
         let nnz_blocks = 8192 * 8192 / (block_size * block_size) / 10;
         let problem = BsrProblem { nnz_blocks, ..problem([8192, n, 8192], block_size) };
-        select(&problem, &h200()).unwrap().bsr_tile().unwrap().cluster
+        select(&problem, &h200()).unwrap().bsr_matmul_tile().unwrap().cluster
     };
     for block_size in [16, 32, 64] {
         assert_eq!([1024, 8192].map(|n| cluster(n, block_size)), [2; 2], "blocks of {block_size}");
@@ -17,10 +17,10 @@ fn neighbouring_tiles_share_a() {
     assert_eq!([64, 128, 256, 1024, 8192].map(|n| cluster(n, 128)), [1, 2, 1, 1, 1]);
     // Nearly nothing stored: starting together costs more than sharing saves.
     let sparse = BsrProblem { nnz_blocks: 128, ..problem([8192, 1024, 8192], 64) };
-    assert_eq!(select(&sparse, &h200()).unwrap().bsr_tile().unwrap().cluster, 1);
+    assert_eq!(select(&sparse, &h200()).unwrap().bsr_matmul_tile().unwrap().cluster, 1);
     // An odd number of SMs leaves one idle.
     let row = hopper_rows().find(|(_, tile)| tile.cluster == 2).unwrap().0;
-    let block_size = row.bsr_tile().unwrap().block_size as usize;
+    let block_size = row.bsr_matmul_tile().unwrap().block_size as usize;
     let gpu = CudaProperties { multiprocessors: 131, ..h200() };
     let plan = plan(row, &problem([1 << 20, 4096, 4096], block_size), &gpu).unwrap();
     assert_eq!((plan.config.grid, plan.config.cluster), ([130, 1, 1], Some([2, 1, 1])));

@@ -32,7 +32,7 @@ impl<'a> BsrMatmul<'a> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Shape`] if X is no matrix.
+    /// [`Error::Shape`] if X is not a matrix.
     pub fn linear(x: View<'a>, w: impl Into<BsrView<'a>>) -> Result<Self> {
         Ok(Self::new(w, transposed("x", &x)?))
     }
@@ -54,7 +54,7 @@ impl<'a> BsrMatmul<'a> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Shape`] if X is no matrix.
+    /// [`Error::Shape`] if X is not a matrix.
     pub fn dense_sparse(
         x: View<'a>,
         w: impl Into<BsrView<'a>>,

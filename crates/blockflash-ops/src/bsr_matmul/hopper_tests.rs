@@ -28,11 +28,11 @@ fn problem([m, n, k]: [usize; 3], block_size: usize) -> BsrProblem {
 #[path = "cluster_tests.rs"]
 mod cluster_tests;
 
-fn hopper_rows() -> impl Iterator<Item = (&'static Kernel, BsrTile)> {
+fn hopper_rows() -> impl Iterator<Item = (&'static Kernel, BsrMatmulTile)> {
     manifest::kernels()
         .iter()
         .filter(|row| is_hopper(row))
-        .filter_map(|row| Some((row, row.bsr_tile()?)))
+        .filter_map(|row| Some((row, row.bsr_matmul_tile()?)))
 }
 
 #[test]
@@ -42,7 +42,7 @@ fn tiles_are_as_wide_as_the_grid_allows() {
         let problem = BsrProblem { nnz_blocks, ..problem([m, n, 8192], block_size) };
         let row = select(&problem, &h200()).unwrap();
         assert_eq!(row.target, Target::Sm90a);
-        row.bsr_tile().unwrap().block_n
+        row.bsr_matmul_tile().unwrap().block_n
     };
     assert_eq!(
         [8, 64, 128, 256, 512, 1024, 8192].map(|n| block_n(8192, n, 128)),
@@ -61,7 +61,7 @@ fn pairs_of_block_rows_share_b() {
     let block_rows = |n, density: f64, beta| {
         let nnz_blocks = (128.0 * 128.0 * density) as usize;
         let problem = BsrProblem { nnz_blocks, beta, ..problem([8192, n, 8192], 64) };
-        select(&problem, &h200()).unwrap().bsr_tile().unwrap().block_rows
+        select(&problem, &h200()).unwrap().bsr_matmul_tile().unwrap().block_rows
     };
     let densities = [0.05, 0.1, 0.2, 0.3, 0.5, 1.0];
     for n in [1024, 8192] {
@@ -85,7 +85,7 @@ fn a_long_block_row_takes_narrow_tiles() {
             longest_row: Some((cols as f64 * longest) as usize),
             ..problem([8192, 1024, 8192], block_size)
         };
-        let tile = select(&problem, &h200()).unwrap().bsr_tile().unwrap();
+        let tile = select(&problem, &h200()).unwrap().bsr_matmul_tile().unwrap();
         (tile.block_rows, tile.block_n)
     };
     // Power laws, of which some row is full or nearly so.
@@ -113,7 +113,7 @@ fn small_blocks_take_large_tiles_where_these_keep_the_multiprocessors_busy() {
             let nnz_blocks = (m as f64 * 8192.0 * density) as usize / (block_size * block_size);
             let problem = BsrProblem { nnz_blocks, ..problem([m, n, 8192], block_size) };
             let row = select(&problem, &h200()).unwrap();
-            let tile = row.bsr_tile().unwrap();
+            let tile = row.bsr_matmul_tile().unwrap();
             is_hopper(row).then_some((tile.block_rows as usize * block_size, tile.block_n))
         };
         for density in [0.05, 0.1, 0.2, 0.5] {
@@ -143,7 +143,7 @@ fn a_workspace_splits_what_few_multiprocessors_would_compute() {
             ..problem([8192, n, 8192], block_size)
         };
         let row = select(&problem, &h200()).unwrap();
-        (row.bsr_tile().unwrap().block_n, cost::parts(row, &problem, &h200()))
+        (row.bsr_matmul_tile().unwrap().block_n, cost::parts(row, &problem, &h200()))
     };
     // Many tiles of equal length stay whole.
     for block_size in [16, 32, 64, 128] {
@@ -239,7 +239,7 @@ fn large_blocks_lie_as_they_like() {
                     let problem =
                         problem([4096, n, 4096], block_size).with_layouts(a_transposed, b, c);
                     let row = select(&problem, &h200()).unwrap();
-                    let tile = row.bsr_tile().unwrap();
+                    let tile = row.bsr_matmul_tile().unwrap();
                     assert_eq!(
                         (tile.a_transposed, tile.b_column_major),
                         (a_transposed, b == Major::Column)
@@ -292,7 +292,8 @@ fn what_no_kernel_takes_is_named() {
         let found = why(&large, &gpu(8, 0));
         assert_eq!(found, format!("block size 64 with {asked}: no kernel takes that"));
         // Portable kernels, and the ones that gather, have messages of their own.
-        for (row, tile) in manifest::kernels().iter().filter_map(|row| Some((row, row.bsr_tile()?)))
+        for (row, tile) in
+            manifest::kernels().iter().filter_map(|row| Some((row, row.bsr_matmul_tile()?)))
         {
             let gathers = matches!(row.variant, Variant::BsrMatmulHopper(tile) if tile.gathers());
             if gathers || !is_hopper(row) && !row.takes_any_layout() {

@@ -3,7 +3,7 @@ use crate::check::{grid_x, to_i64};
 use crate::selection::{fits, tile_of};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
-use blockflash_sys::manifest::{BsrTile, Variant};
+use blockflash_sys::manifest::{BsrMatmulTile, Variant};
 use blockflash_sys::params::{
     BLOCKFLASH_ACTIVATION_GELU, BLOCKFLASH_ACTIVATION_NONE, BLOCKFLASH_ACTIVATION_RELU,
     BLOCKFLASH_ACTIVATION_SILU, BLOCKFLASH_DTYPE_BF16, BLOCKFLASH_DTYPE_F16, BLOCKFLASH_DTYPE_F32,
@@ -110,7 +110,7 @@ impl BsrMatmulPlan {
 /// CTAs for the tiles of C and, per tile of columns, this many additional parts.
 fn blocks(
     kernel: &Kernel,
-    tile: &BsrTile,
+    tile: &BsrMatmulTile,
     problem: &BsrProblem,
     gpu: &CudaProperties,
     parts: usize,

@@ -3,7 +3,7 @@ use crate::Result;
 use crate::check::{is_tensor_map_stride, size_refusal, too_large};
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::manifest::{BsrTile, Variant};
+use blockflash_sys::manifest::{BsrMatmulTile, Variant};
 use blockflash_sys::{DType, Kernel, Major};
 use std::cmp::Reverse;
 use std::sync::LazyLock;
@@ -36,11 +36,11 @@ impl Problem for BsrProblem {
     const RULES: &'static [Rule<Self>] =
         &[TRANSPOSED, MAJOR_OF_B, MAJOR_OF_C, BLOCK_SIZE, SHARED_MEMORY, SIZES, TENSOR_MAP];
 
-    type Tile = BsrTile;
+    type Tile = BsrMatmulTile;
     type Rank = (bool, usize, u64, Reverse<u32>);
 
-    fn tile(kernel: &Kernel) -> Option<BsrTile> {
-        kernel.bsr_tile()
+    fn tile(kernel: &Kernel) -> Option<BsrMatmulTile> {
+        kernel.bsr_matmul_tile()
     }
 
     fn kernels() -> &'static [Peers<'static, Self>] {
@@ -48,7 +48,7 @@ impl Problem for BsrProblem {
         &KERNELS
     }
 
-    fn order(kernel: &Kernel, _: &BsrTile) -> [usize; 2] {
+    fn order(kernel: &Kernel, _: &BsrMatmulTile) -> [usize; 2] {
         [kernel.takes_any_layout().into(), 0]
     }
 
@@ -69,7 +69,7 @@ impl Problem for BsrProblem {
         (self.dtype, self.block_size)
     }
 
-    fn key_of(tile: &BsrTile) -> (DType, usize) {
+    fn key_of(tile: &BsrMatmulTile) -> (DType, usize) {
         (tile.dtype, tile.block_size as usize)
     }
 }

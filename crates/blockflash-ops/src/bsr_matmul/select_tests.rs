@@ -31,13 +31,13 @@ fn every_gpu_takes_the_least_waste() {
                     assert!(bsr_rows().all(|(row, _)| accepts(row, &problem, &gpu).is_err()));
                     continue;
                 };
-                let chosen = row.bsr_tile().unwrap();
+                let chosen = row.bsr_matmul_tile().unwrap();
                 assert!(
                     row.target.runs_on(gpu.compute_capability)
                         && row.smem_bytes() <= gpu.smem_per_block
                 );
                 assert!(chosen.dtype == dtype && chosen.block_size as usize == block_size);
-                let columns = |tile: &BsrTile| n.next_multiple_of(tile.block_n as usize);
+                let columns = |tile: &BsrMatmulTile| n.next_multiple_of(tile.block_n as usize);
                 for (other, tile) in
                     bsr_rows().filter(|(row, _)| accepts(row, &problem, &gpu).is_ok())
                 {
@@ -71,7 +71,7 @@ fn wide_and_narrow_tiles() {
     let (_, tile_of_rows) = bsr_rows().next().unwrap();
     let chosen = |n| {
         let problem = problem(tile_of_rows.dtype, tile_of_rows.block_size as usize, n);
-        select_among(&rows, &problem, &gpu(9, 0)).unwrap().bsr_tile().unwrap().block_n
+        select_among(&rows, &problem, &gpu(9, 0)).unwrap().bsr_matmul_tile().unwrap().block_n
     };
     assert_eq!(
         [1, 64, 65, 128, 129, 192, 193, 256, 300, 512].map(chosen),
@@ -144,7 +144,7 @@ fn plans_have_limits() {
     assert!(matches!(plan(row, &integers, &h100), Err(Error::DType { what: "c", .. })));
     let blocks = BsrProblem { block_size: 48, ..good };
     assert!(matches!(plan(row, &blocks, &h100), Err(Error::Unsupported { .. })));
-    let other = manifest::kernels().iter().find(|row| row.bsr_tile().is_none()).unwrap();
+    let other = manifest::kernels().iter().find(|row| row.bsr_matmul_tile().is_none()).unwrap();
     assert!(matches!(plan(other, &good, &h100), Err(Error::Unsupported { .. })));
     assert!(matches!(accepts(other, &good, &h100), Err(Error::Unsupported { .. })));
     for (activation, code) in [

@@ -13,17 +13,21 @@ TYPE_CHECKING = False  # Known to type checkers, without the cost of importing `
 if TYPE_CHECKING:
     from typing import Any
 
-    from . import sparse
+    from . import sparse as sparse
     from ._attention import attention
     from ._info import info, usable
     from .block_mask import BlockMask, block_sparse_attention
+    from .sdpa import activate_sdpa, restore_sdpa, scaled_dot_product_attention
 
 # The module of each public name.
 _MODULES = {
     "BlockMask": ".block_mask",
+    "activate_sdpa": ".sdpa",
     "attention": "._attention",
     "block_sparse_attention": ".block_mask",
     "info": "._info",
+    "restore_sdpa": ".sdpa",
+    "scaled_dot_product_attention": ".sdpa",
     "sparse": ".sparse",
     "usable": "._info",
 }
@@ -32,10 +36,12 @@ __all__ = [
     "BlockMask",
     "DeviceError",
     "Unsupported",
+    "activate_sdpa",
     "attention",
     "block_sparse_attention",
     "info",
-    "sparse",
+    "restore_sdpa",
+    "scaled_dot_product_attention",
     "usable",
 ]
 

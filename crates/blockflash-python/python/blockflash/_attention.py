@@ -120,11 +120,11 @@ def attention(
             _refuse_types(out=out)
             refuse_to_lose(q, k, v, sink, out)
             o, lse = out, _ops.empty_lse(q, cu_seqlens_q) if return_lse else None
-            _OPS.attention_out(q, k, v, o, lse, **options)
+            _OPS.attention_out.default(q, k, v, o, lse, **options)
         elif return_lse or _needs_gradient(q, k, v, sink):
-            o, lse = _OPS.attention(q, k, v, **options)
+            o, lse = _OPS.attention.default(q, k, v, **options)
         else:
-            o = _OPS.attention_forward(q, k, v, **options)
+            o = _OPS.attention_forward.default(q, k, v, **options)
     except RuntimeError as error:
         raise _ops.typed(error) from None
     if head_dim is not None:

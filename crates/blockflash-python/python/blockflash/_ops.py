@@ -122,12 +122,12 @@ def register(namespace: str, native: bool) -> torch.library.Library:
     outputs = "Tensor(a!) o, Tensor(b!)? lse=None"
     library.define(f"attention_out({_QKV}, {outputs}, {_OPTIONS}) -> ()")
     library.define(f"attention_backward({_gradient.SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv)")
-    in_python = [("attention", _attention)]
-    if not (native and _native.register_kernels(namespace)):
-        in_python += [("attention_forward", _attention_forward), ("attention_out", _attention_out)]
+    natively = _native.register_kernels(namespace) if native else []
     for key in ("CPU", "CUDA"):
-        for name, kernel in in_python:
-            library.impl(name, kernel, key)
+        library.impl("attention", _attention, key)
+        if key not in natively:
+            library.impl("attention_forward", _attention_forward, key)
+            library.impl("attention_out", _attention_out, key)
     library.impl("attention_backward", _gradient.backward_cpu, "CPU")
     library.impl("attention_backward", _gradient.backward_cuda, "CUDA")
     for name, fake in (

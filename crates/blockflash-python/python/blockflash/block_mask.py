@@ -57,6 +57,29 @@ class BlockMask:
         return cls(_native.BlockMask.from_bool(blocks.view(torch.uint8), sizes, nnz), blocks.device)
 
     @classmethod
+    def from_lists(
+        cls,
+        row_ptr: Tensor,
+        col_idx: Tensor,
+        *,
+        seqlens: tuple[int, int],
+        block: int | tuple[int, int] = 128,
+    ) -> BlockMask:
+        """From the arrays of the BSR format, which are copied and checked; waits for a GPU.
+
+        Args:
+            row_ptr: int32 `[batch, heads, rows + 1]`: the columns of row `r` of a head are
+                `col_idx[row_ptr[r]]` to `col_idx[row_ptr[r + 1] - 1]`. A head starts where the one
+                before ends.
+            col_idx: int32 `[nnz]`, the block columns, ascending in each row.
+            seqlens: Number of queries and of keys.
+            block: Queries and keys of a block.
+
+        """
+        native = _native.BlockMask.from_lists(row_ptr, col_idx, _sizes(seqlens, block))
+        return cls(native, row_ptr.device)
+
+    @classmethod
     def from_kv_blocks(
         cls,
         kv_num_blocks: Tensor,
@@ -127,41 +150,9 @@ class BlockMask:
             ValueError: They differ.
 
         """
-        named = {"full": _UNLIMITED, "causal": (None, 0)}
-        if token_mask not in named and not isinstance(token_mask, tuple):
-            raise ValueError(f"token_mask is {token_mask!r}, not 'full', 'causal' or a window")
-        left, right = sides(False, named.get(token_mask, token_mask))
-        lists = (
-            mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
-        )  # fmt: skip
-        made = cls.from_kv_blocks(*lists, seqlens=tuple(mask.seq_lengths), block=mask.BLOCK_SIZE)
-        if check:
-            made._check_flex(mask, left, right)
-        return made
+        from . import _flex
 
-    def _check_flex(self, flex: FlexMask, left: int, right: int) -> None:
-        from torch.nn.attention.flex_attention import create_mask
-
-        (batch, heads, _, _), (seqlen_q, seqlen_k) = self.shape, self.seqlens
-        device = flex.kv_num_blocks.device
-        theirs = create_mask(flex.mask_mod, batch, heads, seqlen_q, seqlen_k, device=device)
-        query = torch.arange(seqlen_q, device=device)[:, None]
-        key = torch.arange(seqlen_k, device=device)
-        ours = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-        if left >= 0:
-            ours &= key >= query - left
-        if right >= 0:
-            ours &= key <= query + right
-        visited = self.to_dense()
-        for dim, size, length in ((2, self.block[0], seqlen_q), (3, self.block[1], seqlen_k)):
-            visited = visited.repeat_interleave(size, dim).narrow(dim, 0, length)
-        wrong = (visited & (ours != theirs)).nonzero()
-        if len(wrong):
-            place = tuple(wrong[0].tolist())
-            raise ValueError(
-                f"mask_mod is not the token_mask at {len(wrong)} pairs, first at (batch, head, "
-                f"query, key) {place}"
-            )
+        return _flex.read(cls, mask, token_mask, check)
 
     def to_flex(self, mask_mod: Callable[..., Tensor] | None = None) -> FlexMask:
         """A `BlockMask` of flex_attention, where all blocks are partial if there is a mask_mod.
@@ -170,16 +161,9 @@ class BlockMask:
             mask_mod: What flex_attention does inside of the blocks; nothing by default.
 
         """
-        from torch.nn.attention.flex_attention import BlockMask as FlexMask
+        from . import _flex
 
-        visited = self.to_dense()
-        counts = visited.sum(-1, dtype=torch.int32)
-        columns = visited.int().argsort(dim=-1, descending=True, stable=True).int()
-        lists = (counts, columns)
-        if mask_mod is None:
-            lists = (torch.zeros_like(counts), columns, counts, columns)
-        options = {"mask_mod": mask_mod, "seq_lengths": self.seqlens}
-        return FlexMask.from_kv_blocks(*lists, BLOCK_SIZE=self.block, **options)
+        return _flex.write(self, mask_mod)
 
     @classmethod
     def window(

@@ -89,7 +89,7 @@ pub(super) fn check_permutation(name: &str, order: &[i32]) -> Result<()> {
     for &entry in order {
         let place = usize::try_from(entry).ok().and_then(|entry| seen.get_mut(entry));
         if place.is_none_or(|seen| std::mem::replace(seen, true)) {
-            return invalid(format!("{name} is no permutation: {entry} twice or out of range"));
+            return invalid(format!("{name} is not a permutation: {entry} twice or out of range"));
         }
     }
     Ok(())

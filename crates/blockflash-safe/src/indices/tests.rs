@@ -84,9 +84,9 @@ fn patterns_that_kernels_may_not_follow() {
     refused("row_ptr does not ascend", BsrIndexArrays { row_ptr: &[0, 2, 2, 4], ..PATTERN });
     refused("different lengths", BsrIndexArrays { row_ptr: &[0, 2, 3], ..PATTERN });
     refused("col_idx[1] is 4", BsrIndexArrays { col_idx: &[0, 4, 1], ..PATTERN });
-    refused("row_order is no permutation", BsrIndexArrays { row_order: &[0, 2, 2], ..PATTERN });
-    refused("row_order is no permutation", BsrIndexArrays { row_order: &[0, 2, 3], ..PATTERN });
-    refused("row_order is no permutation", BsrIndexArrays { row_order: &[0, -1, 2], ..PATTERN });
+    refused("row_order is not a permutation", BsrIndexArrays { row_order: &[0, 2, 2], ..PATTERN });
+    refused("row_order is not a permutation", BsrIndexArrays { row_order: &[0, 2, 3], ..PATTERN });
+    refused("row_order is not a permutation", BsrIndexArrays { row_order: &[0, -1, 2], ..PATTERN });
     refused("block_idx[0] is 3", BsrIndexArrays { block_idx: Some(&[3, 1, 2]), ..PATTERN });
     refused("different lengths", BsrIndexArrays { block_idx: Some(&[1, 2]), ..PATTERN });
 }

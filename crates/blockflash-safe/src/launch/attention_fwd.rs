@@ -61,7 +61,7 @@ impl AttentionFwdOperands<'_> {
             fits("cu_seqlens_kv", cu_kv, DType::I32, [(batch + 1, 1)])?;
             // The kernels clamp the offsets to these sizes.
             let totals = [p.total_q, p.total_kv].map(i64::from) == [rows_q, rows_kv];
-            require(totals, "the packed rows are not those of the tensors")?;
+            require(totals, "the packed rows do not match the tensors")?;
         }
         let fits_rows = |name, view: &View<'_>, rows, heads, [of_batch, seq, head]: [i64; 3]| {
             let [seq, head, inner] = [(rows, seq), (heads, head), (head_dim, 1)];

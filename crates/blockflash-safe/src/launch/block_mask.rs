@@ -45,7 +45,7 @@ impl BlockLists {
     pub(super) fn fit_groups(&self, m: &blockflash_block_mask, batch: i32, heads: i32) -> Fit {
         require(
             m.heads_per_group > 0 && heads % m.heads_per_group == 0,
-            "the heads of the mask do not divide those of q",
+            "the heads of the mask do not divide the heads of q",
         )?;
         let heads = heads / m.heads_per_group;
         require(

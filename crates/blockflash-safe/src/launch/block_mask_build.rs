@@ -129,7 +129,7 @@ unsafe impl Launch for BlockMaskBuild {
         fits("col_idx", &operands.lists.col_idx().view(), DType::I32, [(p.capacity.into(), 1)])?;
         fits("row_order", &operands.lists.row_order().view(), DType::I32, per_head(rows))?;
         fits("problems", &operands.problems.as_view(), DType::I32, [(4, 1)])?;
-        require(operands.problems.is_aligned(8), "the address of problems is no multiple of 8")?;
+        require(operands.problems.is_aligned(8), "the address of problems is not a multiple of 8")?;
         require(
             [BLOCKFLASH_BLOCK_MASK_CHOOSE, BLOCKFLASH_BLOCK_MASK_LIST].contains(&p.step),
             "an unknown step",

@@ -4,7 +4,7 @@ use super::BsrParts;
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
 use crate::{BsrIndices, DType, Kernel, Result, View, ViewMut};
-use blockflash_sys::manifest::{BsrMatmul, BsrTile, Variant};
+use blockflash_sys::manifest::{BsrMatmul, BsrMatmulTile, Variant};
 use blockflash_sys::params::blockflash_bsr_matmul_params;
 
 /// Tensors of the BSR matmul kernels.
@@ -27,7 +27,7 @@ pub struct BsrMatmulOperands<'a> {
 
 impl BsrMatmulOperands<'_> {
     /// Checks sizes and strides against the tensors, and returns the number of tiles of C.
-    pub(super) fn fit(&self, tile: &BsrTile, p: &blockflash_bsr_matmul_params) -> Fit<i128> {
+    pub(super) fn fit(&self, tile: &BsrMatmulTile, p: &blockflash_bsr_matmul_params) -> Fit<i128> {
         require(p.m > 0 && p.n > 0 && p.k >= 0, "a size is not positive")?;
         let block = i64::from(tile.block_size);
         let block_rows = ceil_div(p.m, tile.block_size);

@@ -4,7 +4,7 @@ use super::BsrMatmulOperands;
 use super::checked::Launch;
 use super::fit::{Fit, optional};
 use crate::{Kernel, Result};
-use blockflash_sys::manifest::{BsrMatmulAny, BsrTile, Variant};
+use blockflash_sys::manifest::{BsrMatmulAny, BsrMatmulTile, Variant};
 use blockflash_sys::params::blockflash_bsr_matmul_any_params;
 
 // SAFETY:
@@ -24,7 +24,7 @@ unsafe impl Launch for BsrMatmulAny {
 
     fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
         let (a_transposed, b_column_major) = (plan.a_transposed != 0, plan.b_column_major != 0);
-        let tile = BsrTile { a_transposed, b_column_major, ..self.0.tile() };
+        let tile = BsrMatmulTile { a_transposed, b_column_major, ..self.0.tile() };
         operands.fit(&tile, &plan.base)
     }
 

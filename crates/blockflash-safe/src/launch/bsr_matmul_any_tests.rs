@@ -122,8 +122,10 @@ fn values_start_at_multiples_of_16_bytes() {
         Variant::BsrMatmulAny(tile) if tile.0.block_size == 16 => Some(tile.0.tile()),
         _ => None,
     };
-    let tile =
-        BsrTile { dtype: DType::F16, ..manifest::kernels().iter().find_map(tile_of).unwrap() };
+    let tile = BsrMatmulTile {
+        dtype: DType::F16,
+        ..manifest::kernels().iter().find_map(tile_of).unwrap()
+    };
     let indices = fixtures::pattern(&[2, 1, 4], false);
     let (b, mut c) = (zeros(DType::F16, &[K, N]), zeros(DType::F32, &[M, N]));
     let data = vec![half::f16::ZERO; BLOCKS * 256 + 16];

@@ -107,8 +107,8 @@ fn clusters_are_whole() {
     for (cluster, blocks, reason) in [
         (Some([2, 1, 1]), 8, "a grid of 8x1x1"),
         (Some([2, 1, 1]), 3, "not whole"),
-        (Some([4, 1, 1]), 4, "not those of the kernel"),
-        (None, 4, "not those of the kernel"),
+        (Some([4, 1, 1]), 4, "do not match the kernel"),
+        (None, 4, "do not match the kernel"),
     ] {
         let found = launch(cluster, blocks).unwrap_err();
         assert!(found.contains(reason), "{found}");

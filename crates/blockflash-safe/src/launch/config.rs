@@ -41,14 +41,14 @@ impl LaunchConfig {
         if !blocks.contains(&i128::from(x)) || y != 1 || z != 1 {
             return Err(format!("a grid of {x}x{y}x{z} blocks, expected {blocks:?} in x"));
         }
-        require(self.block == kernel.threads(), "the number of threads is not that of the kernel")?;
+        require(self.block == kernel.threads(), "the number of threads does not match the kernel")?;
         require(
             self.smem_bytes == kernel.smem_bytes(),
-            "the shared memory is not that of the kernel",
+            "the shared memory does not match the kernel",
         )?;
         let (blocks, expected) = match kernel.cluster() {
             None => (1, "the kernel has no clusters"),
-            Some([blocks, ..]) => (blocks, "the clusters are not those of the kernel"),
+            Some([blocks, ..]) => (blocks, "the clusters do not match the kernel"),
         };
         require(self.cluster == kernel.cluster(), expected)?;
         require(x % blocks == 0, "the last cluster is not whole")?;

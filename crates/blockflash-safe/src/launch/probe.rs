@@ -65,13 +65,13 @@ unsafe impl Launch for ProbeTile {
         let chunk = PROBE_CHUNK_BYTES as i64 / 4;
         require(
             words % chunk == 0 && words >= 4 * chunk,
-            "the input is no multiple of 16384 bytes from 65536 on",
+            "the input is not a multiple of 16384 bytes from 65536 on",
         )?;
         require(plan.blocks > 0, "a grid without blocks")?;
         require(i32::try_from(plan.iterations).is_ok(), "too many iterations")?;
         require(
             operands.input.is_aligned(16) && output.is_aligned(16),
-            "an address is no multiple of 16",
+            "an address is not a multiple of 16",
         )?;
         let threads = i64::from(plan.blocks) * i64::from(threads);
         let written = if probe == Probe::Copy { words } else { threads };

@@ -53,12 +53,12 @@ pub enum ImageError {
 /// The cubin of a kernel, or its NUL-terminated PTX, ready for `cuModuleLoadData`: the embedded
 /// image, unless [`IMAGES_VARIABLE`] names a folder and the feature `images-from-folder` is
 /// enabled.
-pub fn load(row: &Kernel) -> Result<Vec<u8>, ImageError> {
+pub fn load(kernel: &Kernel) -> Result<Vec<u8>, ImageError> {
     let mut bytes = match folder() {
-        Some(folder) => from_folder(row, Path::new(&folder))?,
-        None => embedded(row)?,
+        Some(folder) => from_folder(kernel, Path::new(&folder))?,
+        None => embedded(kernel)?,
     };
-    if row.target.is_ptx() {
+    if kernel.target.is_ptx() {
         bytes.push(0);
     }
     Ok(bytes)
@@ -78,14 +78,14 @@ struct Frame {
     raw: Vec<u8>,
 }
 
-fn embedded(row: &Kernel) -> Result<Vec<u8>, ImageError> {
+fn embedded(kernel: &Kernel) -> Result<Vec<u8>, ImageError> {
     // The frames used last, the latest at the end.
     static FRAMES: Mutex<VecDeque<Frame>> = Mutex::new(VecDeque::new());
 
-    let name = row.image_name();
+    let name = kernel.image_name();
     let missing = || ImageError::Missing(name.clone());
     let damaged = |what: String| ImageError::Damaged(name.clone(), what);
-    let archive = row.archive_name();
+    let archive = kernel.archive_name();
     let at = ARCHIVES.binary_search_by(|(key, _)| (*key).cmp(archive.as_str()));
     let at = at.map_err(|_| missing())?;
     let archive = Archive::parse(ARCHIVES[at].1).map_err(damaged)?;
@@ -108,18 +108,18 @@ fn embedded(row: &Kernel) -> Result<Vec<u8>, ImageError> {
         frames.pop_front();
     }
     frames.push_back(frame);
-    image.ok_or_else(|| damaged("the image ends behind its frame".to_owned()))
+    image.ok_or_else(|| damaged("the image ends beyond its frame".to_owned()))
 }
 
-fn from_folder(row: &Kernel, folder: &Path) -> Result<Vec<u8>, ImageError> {
-    let path = folder.join(row.image_name());
+fn from_folder(kernel: &Kernel, folder: &Path) -> Result<Vec<u8>, ImageError> {
+    let path = folder.join(kernel.image_name());
     let failed = |what: String| ImageError::Folder { path: path.clone(), what };
     let bytes = std::fs::read(&path).map_err(|error| failed(format!("cannot be read: {error}")))?;
     // The driver does not check the image.
-    if row.target.is_ptx() && (bytes.contains(&0) || std::str::from_utf8(&bytes).is_err()) {
+    if kernel.target.is_ptx() && (bytes.contains(&0) || std::str::from_utf8(&bytes).is_err()) {
         return Err(failed("is not PTX text".into()));
     }
-    if !row.target.is_ptx() && !bytes.starts_with(b"\x7fELF") {
+    if !kernel.target.is_ptx() && !bytes.starts_with(b"\x7fELF") {
         return Err(failed("is not machine code (is it compressed?)".into()));
     }
     Ok(bytes)
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn exactly_the_rows_are_embedded() {
+    fn exactly_the_kernels_are_embedded() {
         let mut expected: Vec<String> = kernels().iter().map(Kernel::image_name).collect();
         expected.sort();
         let archives = ARCHIVES.iter().map(|(_, bytes)| Archive::parse(bytes).unwrap());
@@ -168,11 +168,11 @@ mod tests {
         std::thread::scope(|scope| {
             for thread in 0..2 {
                 scope.spawn(move || {
-                    for row in kernels().iter().skip(thread).step_by(2) {
-                        let image = embedded(row).unwrap();
-                        let symbol = row.symbol();
+                    for kernel in kernels().iter().skip(thread).step_by(2) {
+                        let image = embedded(kernel).unwrap();
+                        let symbol = kernel.symbol();
                         assert!(image.windows(symbol.len()).any(|at| at == symbol.as_bytes()));
-                        assert_eq!(image.starts_with(b"\x7fELF"), !row.target.is_ptx());
+                        assert_eq!(image.starts_with(b"\x7fELF"), !kernel.target.is_ptx());
                     }
                 });
             }
@@ -181,14 +181,14 @@ mod tests {
 
     /// Also run by the next test, in a process of its own.
     #[test]
-    fn a_row_loads() {
+    fn a_kernel_loads() {
         load(&kernels()[0]).unwrap();
     }
 
     #[test]
     fn the_variable_acts_with_the_feature_only() {
         let child = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "image::tests::a_row_loads"])
+            .args(["--exact", "image::tests::a_kernel_loads"])
             .env(IMAGES_VARIABLE, "no such folder")
             .output()
             .unwrap();
@@ -200,25 +200,25 @@ mod tests {
     #[test]
     fn a_folder_takes_the_place_of_embedded_images() {
         let scratch = Scratch::new("images");
-        let code = kernels().iter().find(|row| !row.target.is_ptx()).unwrap();
-        let text = kernels().iter().find(|row| row.target.is_ptx()).unwrap();
-        for row in [code, text] {
-            let image = embedded(row).unwrap();
-            std::fs::write(scratch.0.join(row.image_name()), &image).unwrap();
-            assert_eq!(from_folder(row, &scratch.0).unwrap(), image);
+        let code = kernels().iter().find(|kernel| !kernel.target.is_ptx()).unwrap();
+        let text = kernels().iter().find(|kernel| kernel.target.is_ptx()).unwrap();
+        for kernel in [code, text] {
+            let image = embedded(kernel).unwrap();
+            std::fs::write(scratch.0.join(kernel.image_name()), &image).unwrap();
+            assert_eq!(from_folder(kernel, &scratch.0).unwrap(), image);
         }
     }
 
     #[test]
     fn what_is_missing_or_no_image_is_named() {
         let scratch = Scratch::new("no-images");
-        let code = kernels().iter().find(|row| !row.target.is_ptx()).unwrap();
-        let text = kernels().iter().find(|row| row.target.is_ptx()).unwrap();
-        let error = |row| from_folder(row, &scratch.0).unwrap_err().to_string();
+        let code = kernels().iter().find(|kernel| !kernel.target.is_ptx()).unwrap();
+        let text = kernels().iter().find(|kernel| kernel.target.is_ptx()).unwrap();
+        let error = |kernel| from_folder(kernel, &scratch.0).unwrap_err().to_string();
         assert!(error(code).contains(&code.image_name()) && error(code).contains("cannot be read"));
-        for row in [code, text] {
+        for kernel in [code, text] {
             // An archive in place of the image that it holds.
-            std::fs::write(scratch.0.join(row.image_name()), ARCHIVES[0].1).unwrap();
+            std::fs::write(scratch.0.join(kernel.image_name()), ARCHIVES[0].1).unwrap();
         }
         assert!(error(code).ends_with("is not machine code (is it compressed?)"));
         assert!(error(text).ends_with("is not PTX text"));

@@ -2,54 +2,57 @@ use super::*;
 use crate::{Expect, manifest, manifest::Variant};
 
 #[test]
-fn hopper_rows() {
-    let rows: Vec<_> = manifest::kernels()
+fn hopper_kernels() {
+    let kernels: Vec<_> = manifest::kernels()
         .iter()
-        .filter_map(|row| match row.variant {
-            Variant::AttentionFwdHopper(tile) => Some((row, tile)),
+        .filter_map(|kernel| match kernel.variant {
+            Variant::AttentionFwdHopper(tile) => Some((kernel, tile)),
             _ => None,
         })
         .collect();
-    assert_eq!(rows.len(), 60);
-    for (row, tile) in &rows {
-        assert_eq!((row.target, row.source()), (Target::Sm90a, "attention_fwd_sm90a"));
-        assert_eq!(row.threads(), 128 * (tile.warpgroups + 1));
+    assert_eq!(kernels.len(), 60);
+    for (kernel, tile) in &kernels {
+        assert_eq!((kernel.target, kernel.source()), (Target::Sm90a, "attention_fwd_sm90a"));
+        assert_eq!(kernel.threads(), 128 * (tile.warpgroups + 1));
         assert!(
-            row.smem_bytes() <= row.target.smem_limit(),
+            kernel.smem_bytes() <= kernel.target.smem_limit(),
             "{}: {}",
-            row.symbol(),
-            row.smem_bytes()
+            kernel.symbol(),
+            kernel.smem_bytes()
         );
         assert!(tile.cost_ns.iter().all(|cost| (500..5000).contains(cost)));
-        assert_eq!(row.attention_tile(), Some(tile.tile()));
+        assert_eq!(kernel.attention_tile(), Some(tile.tile()));
         assert!([1, tile.warpgroups].contains(&tile.heads));
-        assert_eq!(row.symbol().contains("_h2"), tile.heads == 2);
-        assert_eq!(row.symbol().ends_with("_lse"), tile.lse);
+        assert_eq!(kernel.symbol().contains("_h2"), tile.heads == 2);
+        assert_eq!(kernel.symbol().ends_with("_lse"), tile.lse);
         assert!(tile.tile().lse.suits(tile.lse) && !tile.tile().lse.suits(!tile.lse));
         let twin = AttentionFwdHopper { lse: !tile.lse, ..*tile };
-        assert!(rows.iter().any(|(_, other)| *other == twin), "with and without the log-sum-exp");
-        assert!(row.expects().contains(&Expect::Contains("UTMALDG")));
+        assert!(
+            kernels.iter().any(|(_, other)| *other == twin),
+            "with and without the log-sum-exp"
+        );
+        assert!(kernel.expects().contains(&Expect::Contains("UTMALDG")));
     }
-    let (row, _) = rows[0];
-    assert_eq!(row.symbol(), "blockflash_attention_fwd_sm90a_f16_d64_q192_kv128_s2");
-    assert_eq!(row.smem_bytes(), 174_080);
-    for (row, tile) in &rows {
+    let (kernel, _) = kernels[0];
+    assert_eq!(kernel.symbol(), "blockflash_attention_fwd_sm90a_f16_d64_q192_kv128_s2");
+    assert_eq!(kernel.smem_bytes(), 174_080);
+    for (kernel, tile) in &kernels {
         // CTAs that share an SM have 228 KB together, and 1 KB each is reserved.
-        let together = tile.blocks_per_multiprocessor * (row.smem_bytes() + 1024);
-        assert!(together <= 228 * 1024, "{}: {together}", row.symbol());
+        let together = tile.blocks_per_multiprocessor * (kernel.smem_bytes() + 1024);
+        assert!(together <= 228 * 1024, "{}: {together}", kernel.symbol());
     }
     let bytes = |head_dim, block_kv, block_q| {
         let same = |tile: &AttentionFwdHopper| {
             (tile.head_dim, tile.block_kv, tile.block_q(), tile.heads)
                 == (head_dim, block_kv, block_q, 1)
         };
-        rows.iter().find(|(_, tile)| same(tile)).unwrap().0.smem_bytes()
+        kernels.iter().find(|(_, tile)| same(tile)).unwrap().0.smem_bytes()
     };
     assert_eq!(bytes(96, 128, 128), 198_656);
     assert_eq!(bytes(128, 128, 128), 231_424);
     assert_eq!(bytes(128, 64, 64), 100_352);
     assert_eq!(bytes(192, 64, 128), 223_232);
-    let macros = row.macros();
+    let macros = kernel.macros();
     for (name, value) in
         [("VARIANT_WARPGROUPS", "3"), ("VARIANT_Q_IN_REGISTERS", "0"), ("VARIANT_MIN_BLOCKS", "1")]
     {

@@ -7,7 +7,7 @@ use crate::DType;
 /// A CTA of a BSR kernel computes `block_rows` block rows of A times `block_n` columns of B,
 /// `block_k` of the depth at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct BsrTile {
+pub struct BsrMatmulTile {
     /// Element type of A and B.
     pub dtype: DType,
     /// Rows and columns of a block of A.
@@ -26,7 +26,7 @@ pub struct BsrTile {
     pub b_column_major: bool,
 }
 
-impl BsrTile {
+impl BsrMatmulTile {
     /// Number of tiles along `n` columns of C. Clusters are whole, so some tiles may have no
     /// columns.
     pub const fn tiles_n(&self, n: u64) -> u64 {
@@ -54,7 +54,7 @@ impl Kernel {
     /// The parameters that all BSR kernels share; `None` for other kernels. A kernel that [takes
     /// any layout](Kernel::takes_any_layout) returns them for a matrix A as stored and a row-major
     /// B.
-    pub const fn bsr_tile(&self) -> Option<BsrTile> {
+    pub const fn bsr_matmul_tile(&self) -> Option<BsrMatmulTile> {
         match self.variant {
             Variant::BsrMatmul(tile) => Some(tile.tile()),
             Variant::BsrMatmulAny(tile) => Some(tile.tile()),

@@ -1,4 +1,4 @@
-use super::BsrTile;
+use super::BsrMatmulTile;
 use super::bsr_matmul_sm80::BsrMatmul;
 use super::family::{Family, Support, each_dtype};
 use crate::Target;
@@ -24,7 +24,7 @@ pub(super) fn tiles(target: Target) -> impl Iterator<Item = BsrMatmulAny> {
 
 impl BsrMatmulAny {
     /// The part that all BSR kernels have, for A as it is and a row-major B.
-    pub const fn tile(&self) -> BsrTile {
+    pub const fn tile(&self) -> BsrMatmulTile {
         self.0.tile()
     }
 }
@@ -56,7 +56,7 @@ impl Family for BsrMatmulAny {
 
     fn supports(&self) -> Option<Support> {
         // Row-major operands have kernels of their own.
-        Some(BsrTile { a_transposed: true, ..self.tile() }.support())
+        Some(BsrMatmulTile { a_transposed: true, ..self.tile() }.support())
     }
 
     fn profile_case(&self) -> Option<String> {
@@ -70,15 +70,18 @@ mod tests {
 
     #[test]
     fn one_tile_of_a_block_size_takes_any_layout() {
-        let rows: Vec<_> =
-            manifest::kernels().iter().filter(|row| row.takes_any_layout()).collect();
-        assert_eq!(rows.len(), 2 * 4 * 5);
-        for (i, row) in rows.iter().enumerate() {
-            let tile = row.bsr_tile().unwrap();
+        let kernels: Vec<_> =
+            manifest::kernels().iter().filter(|kernel| kernel.takes_any_layout()).collect();
+        assert_eq!(kernels.len(), 2 * 4 * 5);
+        for (i, kernel) in kernels.iter().enumerate() {
+            let tile = kernel.bsr_matmul_tile().unwrap();
             assert_eq!(tile.block_size, [16, 32, 64, 128][i % 4]);
-            assert!(row.smem_bytes() <= 99 * 1024 && row.target != Target::Sm90a, "{row:?}");
-            assert_eq!(row.source(), "bsr_matmul_any_sm80");
+            assert!(
+                kernel.smem_bytes() <= 99 * 1024 && kernel.target != Target::Sm90a,
+                "{kernel:?}"
+            );
+            assert_eq!(kernel.source(), "bsr_matmul_any_sm80");
         }
-        assert_eq!(rows[0].symbol(), "blockflash_bsr_matmul_any_sm80_f16_b16_n128_k64_w1x4_s2");
+        assert_eq!(kernels[0].symbol(), "blockflash_bsr_matmul_any_sm80_f16_b16_n128_k64_w1x4_s2");
     }
 }

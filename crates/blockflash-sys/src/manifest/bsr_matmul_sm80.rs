@@ -1,4 +1,4 @@
-use super::BsrTile;
+use super::BsrMatmulTile;
 use super::family::{Family, Support, each_dtype};
 use crate::{DType, Target};
 
@@ -54,9 +54,9 @@ impl BsrMatmul {
     }
 
     /// The part that all BSR kernels have.
-    pub const fn tile(&self) -> BsrTile {
+    pub const fn tile(&self) -> BsrMatmulTile {
         let Self { dtype, block_size, block_n, block_k, .. } = *self;
-        BsrTile {
+        BsrMatmulTile {
             dtype,
             block_size,
             block_rows: 1,

@@ -1,4 +1,4 @@
-use super::BsrTile;
+use super::BsrMatmulTile;
 use super::family::{Family, Support, each_dtype};
 use crate::{DType, Target};
 
@@ -161,7 +161,7 @@ impl BsrMatmulHopper {
     }
 
     /// The parameters that all BSR kernels share.
-    pub const fn tile(&self) -> BsrTile {
+    pub const fn tile(&self) -> BsrMatmulTile {
         let Self {
             dtype,
             block_size,
@@ -173,7 +173,7 @@ impl BsrMatmulHopper {
             ..
         } = *self;
         let block_k = self.block_k();
-        BsrTile {
+        BsrMatmulTile {
             dtype,
             block_size,
             block_rows,
@@ -198,6 +198,7 @@ impl Family for BsrMatmulHopper {
     fn name(&self) -> String {
         let Self { dtype, block_size, block_rows, block_n, stages, cluster, .. } = self;
         let cluster = if *cluster > 1 { format!("_c{cluster}") } else { String::new() };
+        // As the transposition flags of BLAS: A transposed, B column-major.
         let a = if self.a_transposed { "_ta" } else { "" };
         let b = if self.b_column_major { "_tb" } else { "" };
         format!("{dtype}_b{block_size}_r{block_rows}_n{block_n}_s{stages}{cluster}{a}{b}")

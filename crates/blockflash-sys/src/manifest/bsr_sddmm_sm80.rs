@@ -106,27 +106,37 @@ mod tests {
     use std::collections::HashSet;
 
     #[test]
-    fn one_row_for_every_layout() {
-        let rows: Vec<_> = manifest::kernels()
+    fn one_kernel_for_every_layout() {
+        let kernels: Vec<_> = manifest::kernels()
             .iter()
-            .filter_map(|row| match row.variant {
-                Variant::BsrSddmm(tile) => Some((row, tile)),
+            .filter_map(|kernel| match kernel.variant {
+                Variant::BsrSddmm(tile) => Some((kernel, tile)),
                 _ => None,
             })
             .collect();
-        for (row, tile) in &rows {
-            assert_eq!((row.source(), row.threads(), tile.columns), ("bsr_sddmm_sm80", 128, 128));
-            assert!(row.smem_bytes() <= 99 << 10, "{}: {}", row.symbol(), row.smem_bytes());
-            let shared = row.bsr_sddmm_tile().unwrap();
+        for (kernel, tile) in &kernels {
+            assert_eq!(
+                (kernel.source(), kernel.threads(), tile.columns),
+                ("bsr_sddmm_sm80", 128, 128)
+            );
+            assert!(
+                kernel.smem_bytes() <= 99 << 10,
+                "{}: {}",
+                kernel.symbol(),
+                kernel.smem_bytes()
+            );
+            let shared = kernel.bsr_sddmm_tile().unwrap();
             assert_eq!((shared.majors, shared.blocks * shared.block_size), (None, tile.columns));
-            assert!(row.expects().contains(&Expect::Contains("LDGSTS")));
+            assert!(kernel.expects().contains(&Expect::Contains("LDGSTS")));
         }
-        let kinds: HashSet<_> =
-            rows.iter().map(|(row, tile)| (row.target, tile.dtype, tile.block_size)).collect();
-        assert_eq!((rows.len(), kinds.len()), (5 * 2 * 4, 5 * 2 * 4));
-        let (row, _) = rows[0];
-        assert_eq!(row.symbol(), "blockflash_bsr_sddmm_sm80_f16_b16_n128_k64_w1x4_s2");
-        assert_eq!(row.smem_bytes(), 2 * 18 * 1024);
-        assert!(row.macros().contains(&("VARIANT_SDDMM_COLUMNS", "128".to_owned())));
+        let kinds: HashSet<_> = kernels
+            .iter()
+            .map(|(kernel, tile)| (kernel.target, tile.dtype, tile.block_size))
+            .collect();
+        assert_eq!((kernels.len(), kinds.len()), (5 * 2 * 4, 5 * 2 * 4));
+        let (kernel, _) = kernels[0];
+        assert_eq!(kernel.symbol(), "blockflash_bsr_sddmm_sm80_f16_b16_n128_k64_w1x4_s2");
+        assert_eq!(kernel.smem_bytes(), 2 * 18 * 1024);
+        assert!(kernel.macros().contains(&("VARIANT_SDDMM_COLUMNS", "128".to_owned())));
     }
 }

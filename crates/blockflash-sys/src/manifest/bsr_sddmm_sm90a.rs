@@ -107,42 +107,42 @@ mod tests {
     use std::collections::HashSet;
 
     #[test]
-    fn every_layout_has_its_row() {
-        let rows: Vec<_> = manifest::kernels()
+    fn every_layout_has_its_kernel() {
+        let kernels: Vec<_> = manifest::kernels()
             .iter()
-            .filter_map(|row| match row.variant {
-                Variant::BsrSddmmHopper(tile) => Some((row, tile)),
+            .filter_map(|kernel| match kernel.variant {
+                Variant::BsrSddmmHopper(tile) => Some((kernel, tile)),
                 _ => None,
             })
-            .inspect(|(row, tile)| {
+            .inspect(|(kernel, tile)| {
                 assert_eq!(
-                    (row.target, row.source(), row.threads()),
+                    (kernel.target, kernel.source(), kernel.threads()),
                     (Target::Sm90a, "bsr_sddmm_sm90a", 384)
                 );
                 assert!(
-                    row.smem_bytes() <= row.target.smem_limit(),
+                    kernel.smem_bytes() <= kernel.target.smem_limit(),
                     "{}: {}",
-                    row.symbol(),
-                    row.smem_bytes()
+                    kernel.symbol(),
+                    kernel.smem_bytes()
                 );
                 // Three stages at least: one is multiplied, one read to the end, one on its way.
                 assert!(
                     tile.stages >= 3 && tile.blocks() * tile.block_size == 256,
                     "{}",
-                    row.symbol()
+                    kernel.symbol()
                 );
-                assert!(row.expects().contains(&Expect::Contains("HGMMA")));
-                assert_eq!(row.bsr_tile(), None);
-                assert_eq!(row.bsr_sddmm_tile(), Some(tile.tile()));
+                assert!(kernel.expects().contains(&Expect::Contains("HGMMA")));
+                assert_eq!(kernel.bsr_matmul_tile(), None);
+                assert_eq!(kernel.bsr_sddmm_tile(), Some(tile.tile()));
             })
             .collect();
         let kinds: HashSet<_> =
-            rows.iter().map(|(_, tile)| (tile.dtype, tile.block_size, tile.a, tile.b)).collect();
-        assert_eq!((rows.len(), kinds.len()), (16, 16));
-        let (row, _) = rows[0];
-        assert_eq!(row.symbol(), "blockflash_bsr_sddmm_sm90a_f16_b64_row_row_s5");
-        assert_eq!(row.smem_bytes(), 5 * 40 * 1024 + 256);
-        let macros = rows[2].0.macros();
+            kernels.iter().map(|(_, tile)| (tile.dtype, tile.block_size, tile.a, tile.b)).collect();
+        assert_eq!((kernels.len(), kinds.len()), (16, 16));
+        let (kernel, _) = kernels[0];
+        assert_eq!(kernel.symbol(), "blockflash_bsr_sddmm_sm90a_f16_b64_row_row_s5");
+        assert_eq!(kernel.smem_bytes(), 5 * 40 * 1024 + 256);
+        let macros = kernels[2].0.macros();
         for (name, value) in [("VARIANT_A_COLUMN_MAJOR", "1"), ("VARIANT_B_COLUMN_MAJOR", "0")] {
             assert!(macros.contains(&(name, value.to_owned())), "{name}");
         }

@@ -1,7 +1,10 @@
 //! The layout of a matrix.
 
+use serde::{Deserialize, Serialize};
+
 /// Which elements of a matrix are neighbours in memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Major {
     /// The elements of a row.
     Row,

@@ -27,7 +27,7 @@ pub use attention::{AttentionTile, Lse};
 pub use attention_fwd_sm80::AttentionFwd;
 pub use attention_fwd_sm90a::AttentionFwdHopper;
 pub use block_mask::BlockMaskKernel;
-pub use bsr_matmul::BsrTile;
+pub use bsr_matmul::BsrMatmulTile;
 pub use bsr_matmul_any_sm80::BsrMatmulAny;
 pub use bsr_matmul_sm80::BsrMatmul;
 pub use bsr_matmul_sm90a::BsrMatmulHopper;

@@ -12,16 +12,16 @@ use std::path::PathBuf;
 pub struct Common {
     #[command(flatten)]
     pub device: DeviceArg,
-    /// Seed of random tensors and of the rows that a check samples
+    /// Seed of random tensors and of the sample of rows that --check compares
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
-    /// Compare the result with an f64 reference; exit code 1 if it is off
+    /// Compare the result with an f64 reference. The exit code is 1 if it is outside the tolerance
     #[arg(long)]
     pub check: bool,
     /// Print one JSON object instead of a table
     #[arg(long)]
     pub json: bool,
-    /// Timed runs after the first one [default: what fits into a second, at most 20]
+    /// Number of timed runs after the first one [default: as many as fit into a second, at most 20]
     #[arg(long, value_name = "N")]
     pub repeat: Option<usize>,
 }
@@ -29,7 +29,7 @@ pub struct Common {
 /// Where to run.
 #[derive(clap::Args)]
 pub struct DeviceArg {
-    /// Where to run: cpu, cuda or cuda:N [default: the first usable GPU, else cpu]
+    /// Device to run on: cpu, cuda or cuda:N [default: the first usable GPU, otherwise the CPU]
     #[arg(long, value_name = "DEVICE", help_heading = "Common options")]
     pub device: Option<String>,
 }
@@ -42,7 +42,8 @@ impl DeviceArg {
         })
     }
 
-    /// Why the CPU was taken although there is a driver, for those who expect their GPU to be used.
+    /// The reason why the CPU was chosen although there is a driver, for users who expect their GPU
+    /// to be used.
     pub fn note(&self, device: &Device) -> Option<String> {
         if self.device.is_some() || !device.is_cpu() {
             return None;
@@ -116,7 +117,8 @@ pub fn window(text: &str) -> std::result::Result<Window, String> {
     text.split_once(',')
         .and_then(|(left, right)| Some(Window { left: side(left)?, right: side(right)? }))
         .ok_or_else(|| {
-            "expected two numbers of keys, for example 128,0; `-` leaves a side open".to_owned()
+            "expected two numbers of keys, for example 128,0; `-` leaves a side unlimited"
+                .to_owned()
         })
 }
 

@@ -58,7 +58,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let with_lse = outputs.has("lse") || args.common.check;
     let problem = attention.problem()?;
     let problem = if with_lse { problem.with_lse() } else { problem };
-    let kernel = kernel(args.row.as_deref(), &problem, &device)?;
+    let kernel = kernel(args.kernel.as_deref(), &problem, &device)?;
 
     let mut o = Tensor::empty(&stream, problem.dtype, q.shape())?;
     let lse_shape = match *q.shape() {
@@ -68,8 +68,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut lse = with_lse.then(|| Tensor::empty(&stream, DType::F32, &lse_shape)).transpose()?;
     let mut forward = || {
         let (o, lse) = (o.view_mut(), lse.as_mut().map(Tensor::view_mut));
-        match kernel.filter(|_| args.row.is_some()) {
-            Some(row) => attention.run_with(row, (o, lse), &stream)?,
+        match kernel.filter(|_| args.kernel.is_some()) {
+            Some(kernel) => attention.run_with(kernel, (o, lse), &stream)?,
             None => attention.forward_into(o, lse, &stream)?,
         }
         Ok(())
@@ -108,22 +108,24 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(report.exit_code())
 }
 
-/// The kernel that computes the problem, `None` on the CPU: the first whose name contains `row`, or
-/// the selected one.
+/// The kernel that computes the problem, `None` on the CPU: the first one whose name contains
+/// `name`, or the selected one.
 fn kernel(
-    row: Option<&str>,
+    name: Option<&str>,
     problem: &AttentionProblem,
     device: &Device,
 ) -> Result<Option<&'static Kernel>> {
     let Some(gpu) = device.cuda_properties().filter(|_| !problem.is_empty()) else {
-        return match row {
-            Some(_) => Err(Failure::new("--row names a GPU kernel, and none computes this")),
+        return match name {
+            Some(_) => {
+                Err(Failure::new("--kernel names a GPU kernel, but this is not computed on a GPU"))
+            }
             None => Ok(None),
         };
     };
-    let Some(name) = row else { return Ok(Some(select(problem, gpu)?)) };
-    let mut rows = manifest::kernels().iter().filter(|row| row.symbol().contains(name));
-    rows.find(|row| accepts(row, problem, gpu).is_ok()).map(Some).ok_or_else(|| {
+    let Some(name) = name else { return Ok(Some(select(problem, gpu)?)) };
+    let mut kernels = manifest::kernels().iter().filter(|kernel| kernel.symbol().contains(name));
+    kernels.find(|kernel| accepts(kernel, problem, gpu).is_ok()).map(Some).ok_or_else(|| {
         Failure::new(format!("no kernel whose name contains {name} computes this on this GPU"))
     })
 }

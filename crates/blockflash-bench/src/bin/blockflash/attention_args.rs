@@ -15,16 +15,17 @@ Examples:
   blockflash attention --random 1x8192x8x64 --block-mask causal+window:8+sink:1 --block 64 --check
   blockflash attention --random 1x4096x8x64 --cu-seqlens 0,1000,4096 --sink random --check
 
-Arrays are [batch, seqlen, heads, head_dim] in f16, bf16, f32 or f64; the number of query heads is
-a multiple of that of keys and values. The log-sum-exp is f32 [batch, heads, seqlen]. With
---cu-seqlens arrays are [rows, heads, head_dim], sequence i has the rows from offset i to offset
+Arrays are [batch, seqlen, heads, head_dim] in f16, bf16, f32 or f64. The number of query heads is
+a multiple of the number of key and value heads. The log-sum-exp is f32 [batch, heads, seqlen]. With
+--cu-seqlens, arrays are [rows, heads, head_dim], sequence i has the rows from offset i to offset
 i + 1, and the log-sum-exp is [heads, rows].
 
-A block mask in a file is a boolean tensor `mask` in .safetensors or an .npy array: [rows, cols] in
-blocks for all heads, [heads, rows, cols] for a list per head, or [batch, heads, rows, cols]; or int
-tensors `row_ptr`, [rows + 1], [heads, rows + 1] or [batch, heads, rows + 1], and `col_idx` in
-.safetensors. The words are those that `blockflash mask show --help` lists; with `causal` among
-them, --mask is causal unless it is given.";
+A file with a block mask holds booleans or lists. Booleans are the tensor `mask` of a .safetensors
+file or a .npy array: [rows, cols] in blocks for all heads, [heads, rows, cols] for a mask per head
+or [batch, heads, rows, cols]. Lists are the integer tensors `row_ptr`, [rows + 1],
+[heads, rows + 1] or [batch, heads, rows + 1], and `col_idx` of a .safetensors file.
+`blockflash mask show --help` lists the words that describe a mask. If `causal` is one of them,
+--mask defaults to causal.";
 
 const USAGE: &str =
     "blockflash attention [OPTIONS] --random BxSxHxD | --input FILE | --q FILE --k FILE --v FILE";
@@ -68,24 +69,25 @@ pub struct Args {
         help_heading = "Input",
     )]
     pub v: Option<PathBuf>,
-    /// Draw q, k and v from N(0, 1): batch, seqlen (with --cu-seqlens 1 and all rows), heads,
-    /// head_dim
+    /// Draw q, k and v from N(0, 1): batch size, sequence length, heads and head dimension. With
+    /// --cu-seqlens, the batch size is 1 and the length counts the rows of all sequences
     #[arg(long, value_name = "BxSxHxD", value_parser = sizes::<4>, help_heading = "Input")]
     pub random: Option<[usize; 4]>,
-    /// Heads of random k and v [default: as many as q]
+    /// Number of heads of random k and v [default: as many as q]
     #[arg(long, value_name = "N", help_heading = "Input")]
     pub kv_heads: Option<usize>,
-    /// Length of random k and v [default: that of q]
+    /// Sequence length of random k and v [default: the same as q]
     #[arg(long, value_name = "N", help_heading = "Input")]
     pub seqlen_kv: Option<usize>,
-    /// Element type to compute in [default: that of the files, f16 for f32, f64 and random]
+    /// Element type to compute in [default: the type of the files; f16 for f32, f64 and random
+    /// input]
     #[arg(long, value_name = "f16|bf16", hide_possible_values = true, help_heading = "Input")]
     pub dtype: Option<Half>,
-    /// Pack sequences: the rows at which each begins and the last one ends, 0,100,250, or a file
-    /// (tensor `cu_seqlens`)
+    /// Treat the rows of q, k and v as packed sequences. The offsets at which each sequence begins
+    /// and the last one ends are a list such as 0,100,250 or a file (tensor `cu_seqlens`)
     #[arg(long, value_name = "LIST|FILE", value_parser = Offsets::parse, help_heading = "Input")]
     pub cu_seqlens: Option<Offsets>,
-    /// The same of keys and values, where they are others (tensor `cu_seqlens_kv`)
+    /// Offsets of keys and values (tensor `cu_seqlens_kv`) [default: the same as for queries]
     #[arg(
         long,
         value_name = "LIST|FILE",
@@ -96,10 +98,11 @@ pub struct Args {
     pub cu_seqlens_kv: Option<Offsets>,
 
     /// full, causal (the last query is aligned with the last key) or causal-top-left (the first
-    /// with the first) [default: full]
+    /// query is aligned with the first key) [default: full]
     #[arg(long, value_name = "MASK", hide_possible_values = true, help_heading = "Operation")]
     pub mask: Option<MaskName>,
-    /// See only L keys before and R keys after the aligned one; `-` leaves a side open
+    /// Attend to at most L keys before and R keys after the aligned key; `-` leaves a side
+    /// unlimited
     #[arg(
         long,
         value_name = "L,R",
@@ -108,23 +111,23 @@ pub struct Args {
         help_heading = "Operation",
     )]
     pub window: Option<Window>,
-    /// Factor of the scores [default: 1/sqrt(head_dim)]
+    /// Multiply the scores by this factor [default: 1/sqrt(head_dim)]
     #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Operation")]
     pub scale: Option<f32>,
-    /// Bend scores to X·tanh(score / X)
+    /// Replace each score by X·tanh(score / X)
     #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Operation")]
     pub softcap: Option<f32>,
-    /// Add a score per query head to the sum of exponentials: f32 `[heads]` from a file
-    /// (tensor `sink`), or `random`
+    /// Add one score per query head, an attention sink, to the sum of exponentials: f32 `[heads]`
+    /// from a file (tensor `sink`), or `random`
     #[arg(long, value_name = "FILE|random", help_heading = "Operation")]
     pub sink: Option<PathBuf>,
 
     #[command(flatten)]
     pub block_mask: MaskArgs,
 
-    /// Use the GPU kernel whose name contains this, instead of the selected one
-    #[arg(long, value_name = "SYMBOL", help_heading = "Operation")]
-    pub row: Option<String>,
+    /// Use the first suitable GPU kernel whose name contains this text, not the selected one
+    #[arg(long, alias = "row", value_name = "SYMBOL", help_heading = "Operation")]
+    pub kernel: Option<String>,
 
     /// Write the output to a .npy or .safetensors file (tensor `o`)
     #[arg(long, value_name = "FILE", value_parser = out_path, help_heading = "Output")]

@@ -13,18 +13,19 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 #[command(next_help_heading = "Block mask")]
 pub struct MaskArgs {
-    /// Attend only within the blocks that a file lists or that words describe, as in `blockflash
-    /// mask show`: causal+window:8+sink:1
+    /// Attend only within the blocks that a file lists or that words describe, such as
+    /// causal+window:8+sink:1 (see `blockflash mask show --help`)
     #[arg(long, value_name = "FILE|WORDS", value_parser = source)]
     block_mask: Option<Source>,
-    /// Queries and keys of a block, 64x128, or one number for both: multiples of 64 [default: 128]
+    /// Queries and keys of a block, such as 64x128, or one number for both. Both are multiples of
+    /// 64 [default: 128]
     #[arg(long, value_name = "N|QxK", value_parser = block, requires = "block_mask")]
     block: Option<[usize; 2]>,
-    /// Heads that have lists of their own: 1, those of k and v, or those of q [default: those of
-    /// the file, 1 for words]
+    /// Number of heads of the mask: 1, the heads of k and v, or the heads of q [default: the heads
+    /// in the file; 1 for words]
     #[arg(long, value_name = "N", requires = "block_mask")]
     mask_heads: Option<usize>,
-    /// The block columns, where the file of the mask is the .npy file of its row_ptr
+    /// Read the block columns from a .npy file, if the file of the mask is the .npy file of row_ptr
     #[arg(long, value_name = "FILE", requires = "block_mask")]
     mask_col_idx: Option<PathBuf>,
 }
@@ -70,7 +71,7 @@ impl MaskArgs {
         Ok(Some(match (&self.block_mask, packed) {
             (None, _) => return Ok(None),
             (Some(Source::Words(_)), _) if self.mask_col_idx.is_some() => {
-                return Err(Failure::new("--mask-col-idx belongs to a file of --block-mask"));
+                return Err(Failure::new("--mask-col-idx needs a file in --block-mask"));
             }
             (Some(Source::Words(pattern)), None) => {
                 of_words(pattern, [problem.seqlen_q, problem.seqlen_kv])?
@@ -91,8 +92,8 @@ impl MaskArgs {
             )?,
             (Some(Source::File(_)), Some(_)) => {
                 return Err(Failure::new(
-                    "the file of a block mask has blocks of equally long sequences: with \
-                     --cu-seqlens give words",
+                    "a block mask from a file needs sequences of equal length: with --cu-seqlens, \
+                     describe it by words",
                 ));
             }
         }))
@@ -105,7 +106,7 @@ fn source(text: &str) -> std::result::Result<Source, String> {
     match text.parse::<BlockPattern>() {
         Ok(pattern) => Ok(Source::Words(pattern)),
         Err(_) if Format::of(&path).is_some() || path.exists() => Ok(Source::File(path)),
-        Err(error) => Err(format!("{error}; or the name of a file")),
+        Err(error) => Err(format!("{error}, or the name of a file")),
     }
 }
 
@@ -143,7 +144,8 @@ pub fn describe(mask: &BlockMask) -> String {
     )
 }
 
-/// FLOPs of attention under this mask: those of the pairs that both it and the token mask show.
+/// FLOPs of attention under this mask, which count the pairs that both it and the token mask
+/// show.
 pub fn flops(mask: &BlockMask, problem: &AttentionProblem) -> Result<f64> {
     let entries = if mask.batch() == 1 && problem.packed.is_none() { problem.batch } else { 1 };
     let copies = entries * (problem.num_heads_q / mask.heads());

@@ -20,7 +20,7 @@ pub struct Operands {
     pub packed: Option<Packed>,
 }
 
-/// The sequences of a packed batch, which cover the rows of q, and those of k and v.
+/// The sequences of a packed batch, which cover the rows of q and the rows of k and v.
 pub struct Packed {
     /// i32 `[batch + 1]`, of the queries and of the keys.
     pub offsets: [Array; 2],

@@ -87,7 +87,9 @@ pub fn check(
         Mask::Full => (None, None, Align::TopLeft),
         Mask::Causal { align } => (None, Some(0), align),
         Mask::Window { left, right, align } => (left, right, align),
-        other => return Err(Failure::new(format!("--check knows no mask {other:?}"))),
+        other => {
+            return Err(Failure::new(format!("--check has no reference for the mask {other:?}")));
+        }
     };
     let lists = match block_mask {
         Some(mask) => Some((mask, attention_mask::lists(mask)?)),

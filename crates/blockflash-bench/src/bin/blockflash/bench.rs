@@ -20,14 +20,15 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 const EXAMPLES: &str = "\
-Every implementation of a case is verified, then all take windows in turns, in an order that changes
-from round to round. Each result is one JSON line; benches/README.md documents the fields.
+Every implementation of a case is verified first. Then the implementations are measured in turns,
+one window of time each, in an order that changes from round to round. Each result is one JSON line;
+benches/README.md documents the fields.
 
 Examples:
   blockflash bench smoke
   blockflash bench attention_floor --peers flash,cudnn --rounds 9
   blockflash bench attention_fwd --swap-check --filter d256_causal
-  blockflash bench bsr_floor --row b64 --peers none      compares all tile variants for blocks of 64
+  blockflash bench bsr_floor --kernel b64 --peers none   compares all tile variants for blocks of 64
   blockflash report";
 
 /// Options of `blockflash bench`.
@@ -36,41 +37,40 @@ Examples:
 pub struct Args {
     /// Name of a suite in benches/suites, or a .toml file
     pub suite: String,
-    /// Rivals: auto, none, or parts of their names with commas between [default: what the suite
-    /// says; none on a CPU]
+    /// Rivals to measure: auto, none, or a comma-separated list of parts of their names [default:
+    /// as the suite says; none on a CPU]
     #[arg(long, value_name = "LIST")]
     pub peers: Option<String>,
-    /// Windows of each implementation, at least: balanced turns take a few more [default: what the
-    /// suite says]
+    /// Smallest number of windows of each implementation; balancing the order may add a few
+    /// [default: as the suite says]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub rounds: Option<u16>,
-    /// Length of a window [default: what the suite says]
+    /// Length of a window in milliseconds [default: as the suite says]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=60_000))]
     pub window_ms: Option<u32>,
-    /// Idle time before each window [default: what the suite says]
+    /// Idle time before each window in milliseconds [default: as the suite says]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=60_000))]
     pub gap_ms: Option<u32>,
-    /// Record nothing, but say by how much ratios move when the order of a round is reversed
+    /// Record nothing, but report by how much ratios change when the order of a round is reversed
     #[arg(long, conflicts_with = "out")]
     pub swap_check: bool,
-    /// State of the L2 cache before a launch: warm, cold or both with a comma [default: what the
-    /// suite says]
+    /// State of the L2 cache before a launch: warm, cold or warm,cold [default: as the suite says]
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub cache: Vec<CacheArg>,
-    /// Only cases whose id contains one of these (commas between)
+    /// Measure only cases whose id contains one of these texts, separated by commas
     #[arg(long, value_name = "TEXT")]
     pub filter: Option<String>,
-    /// Instead of the selected kernel measure each whose name contains one of these (commas
-    /// between)
-    #[arg(long, value_name = "SYMBOL")]
-    pub row: Option<String>,
+    /// Measure every kernel whose name contains one of these texts, separated by commas, instead
+    /// of the selected kernel
+    #[arg(long, alias = "row", value_name = "SYMBOL")]
+    pub kernel: Option<String>,
     /// Append the record to this file [default: benches/results/GPU/SUITE.jsonl]
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
-    /// Seconds that a tuned rival may search for its parameters, per case
+    /// Seconds that a tuned rival may spend on the search for its parameters in each case
     #[arg(long, value_name = "N", default_value_t = 20)]
     pub tune_seconds: u32,
-    /// Seed of inputs and patterns
+    /// Seed of random inputs and patterns
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
     /// Show what the rivals' process writes to stderr
@@ -107,12 +107,12 @@ pub fn run(args: Args) -> Result<ExitCode> {
         if suite.cache.is_empty() {
             return Err(Failure::new(message));
         }
-        print(&format!("{message}: warm only"))?;
+        print(&format!("{message}: only the warm cache is measured"))?;
     }
     let machine = Machine::of(&device, &benches);
-    let rows = args.row.as_deref().map(words);
-    if device.is_cpu() && rows.is_some() {
-        return Err(Failure::new("--row names GPU kernels, but the CPU is measured"));
+    let kernels = args.kernel.as_deref().map(words);
+    if device.is_cpu() && kernels.is_some() {
+        return Err(Failure::new("--kernel names GPU kernels, but the CPU is measured"));
     }
     let default =
         benches.join("results").join(machine.slug()).join(format!("{}.jsonl", suite.name));
@@ -128,7 +128,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let cpu = if device.is_cpu() { " — no GPU is used, this is the CPU backend" } else { "" };
     print(&format!("device {}{cpu}, commit {}", device_name(&device), machine.commit))?;
     let mut peers = args.start_peers(&suite, &device, &benches)?;
-    let mut run = Run::new(suite, machine, device.stream()?, args.seed, rows)?;
+    let mut run = Run::new(suite, machine, device.stream()?, args.seed, kernels)?;
     if args.swap_check {
         return swap_check::run(&run, &mut peers);
     }
@@ -199,7 +199,7 @@ impl Args {
         let script = benches.join("peers").join("serve.py");
         if selection != Selection::None && !script.is_file() {
             return Err(Failure::new(format!(
-                "{} is missing, measure with --peers none",
+                "{} is missing; measure without rivals by --peers none",
                 script.display()
             )));
         }
@@ -215,7 +215,7 @@ impl Args {
             print(&format!("rivals: {versions}"))?;
         }
         for (names, reason) in peers.absent() {
-            print(&format!("rivals absent: {} ({reason})", names.join(", ")))?;
+            print(&format!("absent rivals: {} ({reason})", names.join(", ")))?;
         }
         Ok(peers)
     }

@@ -12,8 +12,9 @@ Examples:
       --out y.npy
 
 A is a .safetensors file with row_ptr (i32 or i64 [block rows + 1]), col_idx (i32 or i64 [blocks]),
-values (f16, bf16, f32 or f64 [blocks, b, b]) and, if A is no multiple of b or is transposed, shape
-([2]). Without it A has b times the block rows, and B's rows as columns.";
+values (f16, bf16, f32 or f64 [blocks, b, b]) and optionally shape ([2]). The shape is needed if a
+dimension of A is not a multiple of b or if A is transposed. Without it, A has b rows for each block
+row, and as many columns as B has rows.";
 
 const USAGE: &str = "blockflash bsr-matmul [OPTIONS] --random MxNxK | --a FILE --b FILE";
 
@@ -39,23 +40,26 @@ pub struct Args {
         help_heading = "Input"
     )]
     pub b: Option<PathBuf>,
-    /// Draw the blocks of A (m x k, transposed k x m) and B (k x n) from N(0, 1): m, n, k
+    /// Draw A (m x k, or k x m with --transpose-a) and B (k x n) from N(0, 1). The sizes are m, n
+    /// and k
     #[arg(long, value_name = "MxNxK", value_parser = sizes::<3>, help_heading = "Input")]
     pub random: Option<[usize; 3]>,
     /// Rows and columns of a block of a random A [default: 64]
     #[arg(long, value_name = "B", help_heading = "Input")]
     pub block: Option<usize>,
-    /// Fraction of the blocks of a random A that are stored, 0 to 1 [default: 0.1]
+    /// Fraction of the blocks of a random A that are stored, from 0 to 1 [default: 0.1]
     #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Input")]
     pub density: Option<f64>,
-    /// Element type of A, B and bias [default: that of the files, f16 for f32, f64 and random]
+    /// Element type of A, B and bias [default: the type of the files; f16 for f32, f64 and random
+    /// input]
     #[arg(long, value_name = "f16|bf16", hide_possible_values = true, help_heading = "Input")]
     pub dtype: Option<Half>,
 
-    /// Multiply Aᵀ, by an index of A's block columns
+    /// Multiply Aᵀ instead of A. The stored blocks stay where they are; an index of A's block
+    /// columns is built
     #[arg(long, help_heading = "Operation")]
     pub transpose_a: bool,
-    /// Whether rows or columns of B are contiguous where it is multiplied [default: row]
+    /// Memory layout of B for the product: contiguous rows or columns [default: row]
     #[arg(
         long,
         value_name = "row|column",
@@ -63,7 +67,7 @@ pub struct Args {
         help_heading = "Operation"
     )]
     pub b_layout: Option<Axis>,
-    /// Whether rows or columns of C are contiguous where it is computed [default: row]
+    /// Memory layout of C: contiguous rows or columns [default: row]
     #[arg(
         long,
         value_name = "row|column",
@@ -71,13 +75,13 @@ pub struct Args {
         help_heading = "Operation"
     )]
     pub c_layout: Option<Axis>,
-    /// Factor of A·B [default: 1]
+    /// Factor alpha of A·B [default: 1]
     #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Operation")]
     pub alpha: Option<f32>,
-    /// Factor of the old C, which --c names [default: 0]
+    /// Factor beta of the old C, which --c gives [default: 0]
     #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Operation")]
     pub beta: Option<f32>,
-    /// The old C, [m, n], from a .npy or .safetensors file (tensor `c`), or `random`
+    /// Read the old C, [m, n], from a .npy or .safetensors file (tensor `c`), or `random`
     #[arg(long, value_name = "FILE|random", requires = "beta", help_heading = "Operation")]
     pub c: Option<PathBuf>,
     /// Add a bias from a .npy or .safetensors file (tensor `bias`), or `random`
@@ -92,14 +96,14 @@ pub struct Args {
         help_heading = "Operation"
     )]
     pub bias_axis: Option<Axis>,
-    /// Function applied last: none, relu, gelu or silu
+    /// Activation function, applied last: none, relu, gelu or silu
     #[arg(long, default_value = "none", hide_possible_values = true, help_heading = "Operation")]
     pub activation: ActivationName,
 
     /// Write C to a .npy or .safetensors file (tensor `c`)
     #[arg(long, value_name = "FILE", value_parser = out_path, help_heading = "Output")]
     pub out: Option<PathBuf>,
-    /// Element type of C [default: that of A and B]
+    /// Element type of C [default: the type of A and B]
     #[arg(long, value_name = "f16|bf16|f32", hide_possible_values = true, help_heading = "Output")]
     pub out_dtype: Option<Float>,
 

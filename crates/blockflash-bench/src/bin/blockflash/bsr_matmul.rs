@@ -75,7 +75,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         _ => None,
     };
     let first_us = measure::first("bsr-matmul", &stream, || into(&mut c))?;
-    // With beta every run changes C: the result is that of the first one.
+    // With beta every run changes C, so the result of the first run is kept.
     let mut other = if beta == 0.0 { None } else { Some(old_c()?) };
     let again = || into(other.as_mut().unwrap_or(&mut c));
     let timing =
@@ -145,7 +145,7 @@ fn with_layouts(matrix: &Array, layout: Option<Axis>) -> Result<Cow<'_, Array>> 
     let transposed = matrix.transposed();
     transposed
         .map(Cow::Owned)
-        .ok_or_else(|| Failure::new(format!("{:?} is no matrix", matrix.shape())))
+        .ok_or_else(|| Failure::new(format!("{:?} is not a matrix", matrix.shape())))
 }
 
 /// The dimensions of the matrix in what lies in memory.

@@ -1,5 +1,4 @@
-//! `blockflash launch`: one case, a few launches, nothing else on the GPU worth looking at. What
-//! profilers start.
+//! `blockflash launch`: a few launches of one case and little else on the GPU, for profilers.
 
 use crate::args::DeviceArg;
 use crate::failure::{Failure, Result};
@@ -12,14 +11,15 @@ use std::process::ExitCode;
 /// Options of `blockflash launch`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A case as the records name it: b4_s4096_h32_d64_causal_bf16,
-    /// varlen4096+512x2_h16_d128_causal_bf16, m8192_n1024_k8192_b64_d0.1_uniform_f16
+    /// A case by its id in the records, such as b4_s4096_h32_d64_causal_bf16,
+    /// varlen4096+512x2_h16_d128_causal_bf16 or
+    /// m8192_n1024_k8192_b64_d0.1_uniform_f16
     #[arg(long, value_name = "ID")]
     pub case: Case,
-    /// Instead of the selected kernel the one whose name contains this
-    #[arg(long, value_name = "SYMBOL")]
-    pub row: Option<String>,
-    /// How often
+    /// Launch the kernel whose name contains this text instead of the selected kernel
+    #[arg(long, alias = "row", value_name = "SYMBOL")]
+    pub kernel: Option<String>,
+    /// Number of launches
     #[arg(
         long,
         value_name = "N",
@@ -27,7 +27,7 @@ pub struct Args {
         value_parser = clap::value_parser!(u16).range(1..),
     )]
     pub launches: u16,
-    /// Seed of inputs and patterns
+    /// Seed of random inputs and patterns
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
     #[command(flatten)]
@@ -51,14 +51,14 @@ struct Launched {
 pub fn run(args: Args) -> Result<ExitCode> {
     let device = args.device.open()?;
     let stream = device.stream()?;
-    let names = args.row.map(|row| vec![row]);
+    let names = args.kernel.map(|name| vec![name]);
     let kernel =
         Ours::launch(&args.case, &stream, args.seed, names.as_deref(), args.launches.into())?;
     let launched = Launched {
         case: args.case.to_string(),
         op: args.case.op(),
-        symbol: kernel.map(|row| row.symbol()),
-        image: kernel.map(|row| row.image_name()),
+        symbol: kernel.map(|kernel| kernel.symbol()),
+        image: kernel.map(|kernel| kernel.image_name()),
         launches: args.launches,
         work: args.case.work(),
     };

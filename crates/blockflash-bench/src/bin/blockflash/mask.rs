@@ -15,16 +15,17 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 const EXAMPLES: &str = "\
-Patterns are words with + between them; counts are blocks. causal cuts what the others visit:
+A pattern is one or more words joined by +. Lengths are in blocks. `causal` removes
+the blocks that a causal mask hides that the other words would visit:
   full  window:8 (before and behind)  window:8,0  dilated:2,4  strided:4,1  sink:1  global:2
   uniform:0.25  random:0.25  power_law:0.25  banded:0.25  full_rows:0.25  clustered:0.25
   butterfly:0.25
-  (part of the blocks, drawn for each head as in benchmark cases)
+  (fraction of the blocks, drawn for each head as in benchmark cases)
 
-Files: a boolean tensor `mask` in .safetensors or an .npy array, [rows, cols], [heads, rows, cols]
-or [batch, heads, rows, cols] in blocks; or int tensors `row_ptr` and `col_idx` in .safetensors,
-row_ptr [rows + 1], [heads, rows + 1] or [batch, heads, rows + 1]; or row_ptr in an .npy file, and
-col_idx in the one that --col-idx names.
+A file holds booleans or lists. Booleans are the tensor `mask` of a .safetensors file or a .npy
+array: [rows, cols], [heads, rows, cols] or [batch, heads, rows, cols] in blocks. Lists are the
+integer tensors `row_ptr` ([rows + 1], [heads, rows + 1] or [batch, heads, rows + 1]) and `col_idx`
+of a .safetensors file, or row_ptr in an .npy file and col_idx in the file that --col-idx names.
 
 Examples:
   blockflash mask show --pattern causal+window:8+sink:1 --seqlen 65536 --out mask.svg
@@ -54,7 +55,7 @@ pub struct Show {
     /// Read the mask from a .npy or .safetensors file
     #[arg(value_name = "FILE", conflicts_with_all = ["pattern", "case"])]
     file: Option<PathBuf>,
-    /// The block columns, where FILE is the .npy file of row_ptr
+    /// Read the block columns from a .npy file, if FILE is the .npy file of row_ptr
     #[arg(long, value_name = "FILE", requires = "file")]
     col_idx: Option<PathBuf>,
     /// Make the mask from words, for example causal+window:8+sink:1
@@ -67,28 +68,30 @@ pub struct Show {
         conflicts_with_all = ["pattern", "seqlen", "seqlen_kv", "block", "heads", "causal"],
     )]
     case: Option<Case>,
-    /// Number of queries [default: as many as the blocks of the file hold]
+    /// Number of queries [default: the number that fills the blocks of the file]
     #[arg(long, value_name = "N")]
     seqlen: Option<usize>,
-    /// Number of keys [default: that of queries; what the blocks of a boolean file hold]
+    /// Number of keys [default: the number of queries; with a boolean file, the number that fills
+    /// its blocks]
     #[arg(long, value_name = "N")]
     seqlen_kv: Option<usize>,
-    /// Queries and keys of a block, 64x128, or one number for both [default: 128]
+    /// Queries and keys of a block, such as 64x128, or one number for both [default: 128]
     #[arg(long, value_name = "N|QxK", value_parser = block)]
     block: Option<[usize; 2]>,
-    /// Heads of a pattern, or of a row_ptr whose offsets go on from head to head [default: 1]
+    /// Number of heads of a pattern, or of a one-dimensional row_ptr that continues from head to
+    /// head [default: 1]
     #[arg(long, value_name = "N")]
     heads: Option<usize>,
-    /// The mask is used together with a causal one: count only the pairs that both show
+    /// Count only the pairs that a causal mask shows, too
     #[arg(long)]
     causal: bool,
-    /// Draw these heads only (commas between) [default: all, at most 16]
+    /// Draw only these heads, separated by commas [default: all, at most 16]
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     head: Vec<usize>,
     /// Draw this batch entry
     #[arg(long, value_name = "N", default_value_t = 0)]
     batch: usize,
-    /// Seed of what is drawn at random
+    /// Seed of random patterns
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     /// Write a picture to a .svg file (may be repeated)

@@ -30,15 +30,17 @@ pub fn read(known: &Known<'_>, file: &Path) -> Result<BlockMask> {
         }
         (Some(_), None) => {
             return wrong(
-                "holds no booleans: name the file of the block columns of a row_ptr, too",
+                "holds integers: if it is a row_ptr, name the file of its block columns, too",
             );
         }
         (Some(array), Some(_)) if is_bool(&array) => {
-            return wrong("holds booleans, and block columns belong to a row_ptr");
+            return wrong("holds booleans, so no file of block columns may be named");
         }
         (Some(_), Some(col_idx)) => (file, col_idx),
         (None, Some(_)) => {
-            return wrong("is no .npy file, and holds its own col_idx: name no other file for it");
+            return wrong(
+                "is not a .npy file and holds its own col_idx, so name no other file for it",
+            );
         }
         (None, None) if Source::open_optional(file, "row_ptr")?.is_none() => {
             let mask = Source::open(file, "mask")?;
@@ -92,7 +94,7 @@ fn from_indices(known: &Known<'_>, row_ptr: &Array, col_idx: &Array) -> Result<B
     let wanted = known.heads;
     let contradiction = || {
         Failure::new(format!(
-            "row_ptr is {:?}, which is not that of {} heads",
+            "row_ptr is {:?}, which does not match {} heads",
             row_ptr.shape(),
             wanted.unwrap_or(1)
         ))

@@ -8,7 +8,7 @@ use crate::table;
 pub fn ensure(what: &str, bytes: u64) -> Result<()> {
     match available() {
         Some(available) if bytes > available => Err(Failure::new(format!(
-            "{what} need {} of host memory, {} are available",
+            "{what} need {} of host memory, but only {} are available",
             table::bytes(bytes),
             table::bytes(available)
         ))),

@@ -14,7 +14,7 @@ pub fn random(what: &str, dtype: DType, shape: &[usize], seed: u64, lane: u64) -
     let progress = Progress::bar(&format!("drawing {what}"), total);
     random::normal(dtype, shape, seed, lane, |done| progress.add(done)).map_err(|bytes| {
         Failure::new(format!(
-            "{what} of {shape:?} needs {}, more than there is",
+            "{what} of {shape:?} needs {}, which is more than there is",
             table::bytes(bytes)
         ))
     })

@@ -70,8 +70,8 @@ impl RunReport<'_> {
         if let Some(note) = &self.note {
             facts.add("note", note);
         }
-        if let Some(row) = self.kernel {
-            facts.add("kernel", format!("{} ({})", row.symbol(), row.target));
+        if let Some(kernel) = self.kernel {
+            facts.add("kernel", format!("{} ({})", kernel.symbol(), kernel.target));
         }
         let first = table::time(self.timing.first_us);
         let time = match (self.timing.median_us, self.timing.repeats, self.timing.launches) {
@@ -121,8 +121,8 @@ impl RunReport<'_> {
         set("device", json!(self.device.to_string()));
         set("device_name", json!(device_name(self.device)));
         set("note", json!(self.note));
-        set("kernel", json!(self.kernel.map(|row| row.symbol())));
-        set("target", json!(self.kernel.map(|row| row.target.name())));
+        set("kernel", json!(self.kernel.map(|kernel| kernel.symbol())));
+        set("target", json!(self.kernel.map(|kernel| kernel.target.name())));
         let tensors = self.tensors.iter().map(|(name, shape, dtype)| {
             ((*name).to_owned(), json!({ "shape": shape, "dtype": dtype.name() }))
         });

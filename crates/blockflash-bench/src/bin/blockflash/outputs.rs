@@ -48,7 +48,7 @@ impl Outputs {
                 inputs.iter().find(|(_, path)| path.is_some_and(|path| same(path)))
             {
                 return Err(Failure::new(format!(
-                    "{option} names the file that {input} reads, and would replace it"
+                    "{option} names the file that {input} reads and would overwrite it"
                 )));
             }
             outputs.push(output);
@@ -61,7 +61,7 @@ impl Outputs {
         self.0.iter().any(|output| output.tensor == tensor)
     }
 
-    /// Writes those of the results that are wanted; tensors of one `.safetensors` file go there
+    /// Writes the requested results; tensors of one `.safetensors` file go there
     /// together. Returns what was written, in words.
     pub fn save(&self, results: &[(&str, &Array)]) -> Result<Vec<String>> {
         let mut stored: Vec<(&Output, Cow<'_, Array>)> = Vec::new();

@@ -18,8 +18,8 @@ pub fn announce(run: &Run, peers: &Peers, turns: &[Turns]) -> Result<()> {
     let minutes =
         (run.suite.cases.iter().map(of_case).sum::<Duration>() * caches).as_secs_f64() / 60.0;
     print(&format!(
-        "windows of {} ms after {} ms idle: about {} min for {} cases, without inputs, checks and \
-         sweeps",
+        "windows of {} ms after {} ms idle: about {} min for {} cases, plus the time for \
+         inputs, checks and parameter sweeps",
         run.suite.window_ms,
         run.suite.gap_ms,
         table::number(minutes),

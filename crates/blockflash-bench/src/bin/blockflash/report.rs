@@ -29,26 +29,26 @@ Examples:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Records, or folders of them [default: benches/results]
+    /// Files of records, or folders that contain them [default: benches/results]
     #[arg(value_name = "RESULTS")]
     pub results: Vec<PathBuf>,
-    /// Only these suites (commas between, or repeated)
+    /// Report only these suites, separated by commas; may be repeated
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     pub suite: Vec<String>,
-    /// A line for each case instead of one for each group; suites of a few cases are always shown
-    /// in full
+    /// Print a line for each case instead of a line for each group of cases; small suites are
+    /// always shown in full
     #[arg(long)]
     pub full: bool,
-    /// Write between the lines results:begin and results:end of this Markdown file; a missing file
-    /// is made
+    /// Write the report between the marks results:begin and results:end of this Markdown file,
+    /// which is created if it does not exist
     #[arg(long, value_name = "FILE")]
     pub into: Option<PathBuf>,
-    /// Draw SVG plots into this folder; with --into the file shows them, without --full one of each
-    /// suite
+    /// Draw SVG plots into this folder. The file of --into shows them; without --full, it shows
+    /// one of each suite
     #[arg(long, value_name = "FOLDER")]
     pub plots: Option<PathBuf>,
-    /// Compare with the newest earlier runs of this commit; exit code 1 if a case of ours has
-    /// become slower
+    /// Compare with the newest earlier runs of this commit. The exit code is 1 if blockflash has
+    /// become slower in a case
     #[arg(long, value_name = "COMMIT", conflicts_with_all = ["full", "into", "plots"])]
     pub against: Option<String>,
 }
@@ -136,7 +136,8 @@ fn draw(records: &[Record], folder: &Path) -> Result<Vec<Plot>> {
     gpus.dedup();
     if gpus.len() > 1 {
         return Err(Failure::new(format!(
-            "--plots draws one GPU, these are records of {}: name the folder of one",
+            "--plots draws the records of one GPU, but these are records of {}: name the folder of \
+             one GPU",
             gpus.join(", ")
         )));
     }
@@ -188,8 +189,12 @@ fn write_into(path: &Path, text: &str) -> Result<()> {
         document => document.map_err(failure)?,
     };
     let Some(document) = report::insert(&document, text) else {
-        let message =
-            format!("{} has no lines {} and {}", path.display(), report::BEGIN, report::END);
+        let message = format!(
+            "{} does not contain the lines {} and {}",
+            path.display(),
+            report::BEGIN,
+            report::END
+        );
         return Err(Failure::new(message));
     };
     Ok(write_texts(&[(path, &document)])?)

@@ -45,7 +45,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     };
     let first_us =
         measure::first("sddmm", &stream, || Ok(product.sddmm_into(values.view_mut(), &stream)?))?;
-    // With beta every run changes the values: the result is that of the first one.
+    // With beta every run changes the values, so the result of the first run is kept.
     let mut other = if args.beta == 0.0 { None } else { Some(old_values()?) };
     let again =
         || Ok(product.sddmm_into(other.as_mut().unwrap_or(&mut values).view_mut(), &stream)?);

@@ -15,9 +15,9 @@ Examples:
       --out gradient.npy
 
 The pattern is a .safetensors file as `blockflash bsr-matmul --a` reads it: row_ptr (i32 or i64
-[block rows + 1]), col_idx (i32 or i64 [blocks]), values ([blocks, b, b]) and, if it is there, shape
-([2]), which must be that of A·B. Its values are the old ones; without --beta only their
-sizes are read.";
+[block rows + 1]), col_idx (i32 or i64 [blocks]), values ([blocks, b, b]) and optionally shape
+([2]), which must be the shape of A·B. The values are the old ones that --beta scales. Without
+--beta, only their sizes are read.";
 
 const USAGE: &str = "blockflash sddmm [OPTIONS] --random MxKxN | --a FILE --b FILE --pattern FILE";
 
@@ -52,19 +52,20 @@ pub struct Args {
         help_heading = "Input"
     )]
     pub pattern: Option<PathBuf>,
-    /// Draw A (m x k), B (k x n) and the stored blocks: m, k, n
+    /// Draw A (m x k), B (k x n) and the positions of the stored blocks. The sizes are m, k and n
     #[arg(long, value_name = "MxKxN", value_parser = sizes::<3>, help_heading = "Input")]
     pub random: Option<[usize; 3]>,
     /// Rows and columns of a block of a random pattern [default: 64]
     #[arg(long, value_name = "B", help_heading = "Input")]
     pub block: Option<usize>,
-    /// Fraction of the blocks of a random pattern that are stored, 0 to 1 [default: 0.1]
+    /// Fraction of the blocks of a random pattern that are stored, from 0 to 1
+    /// [default: 0.1]
     #[arg(long, value_name = "X", allow_hyphen_values = true, help_heading = "Input")]
     pub density: Option<f64>,
-    /// Element type of A and B [default: that of the files, f16 for f32, f64 and random]
+    /// Element type of A and B [default: the type of the files; f16 for f32, f64 and random input]
     #[arg(long, value_name = "f16|bf16", hide_possible_values = true, help_heading = "Input")]
     pub dtype: Option<Half>,
-    /// Whether rows or columns of A are contiguous where it is multiplied
+    /// Memory layout of A for the product: contiguous rows or columns
     #[arg(
         long,
         value_name = "row|column",
@@ -73,7 +74,7 @@ pub struct Args {
         help_heading = "Input"
     )]
     pub a_layout: Axis,
-    /// Whether rows or columns of B are contiguous where it is multiplied
+    /// Memory layout of B for the product: contiguous rows or columns
     #[arg(
         long,
         value_name = "row|column",
@@ -83,7 +84,7 @@ pub struct Args {
     )]
     pub b_layout: Axis,
 
-    /// Factor of A·B
+    /// Factor alpha of A·B
     #[arg(
         long,
         value_name = "X",
@@ -92,7 +93,7 @@ pub struct Args {
         help_heading = "Operation"
     )]
     pub alpha: f32,
-    /// Factor of the old values, those of the pattern or random ones
+    /// Factor beta of the old values, which are the values of the pattern or random numbers
     #[arg(
         long,
         value_name = "X",
@@ -105,7 +106,7 @@ pub struct Args {
     /// Write the values to a .npy or .safetensors file (tensor `values`)
     #[arg(long, value_name = "FILE", value_parser = out_path, help_heading = "Output")]
     pub out: Option<PathBuf>,
-    /// Element type of the values [default: that of A and B]
+    /// Element type of the values [default: the type of A and B]
     #[arg(long, value_name = "f16|bf16|f32", hide_possible_values = true, help_heading = "Output")]
     pub out_dtype: Option<Float>,
 

@@ -13,8 +13,10 @@ use std::process::ExitCode;
 /// Exit code 1 if ours failed, or everybody else.
 pub fn run(run: &Run, peers: &mut Peers) -> Result<ExitCode> {
     if cases(run).all(|(case, _)| run.rivals(case, peers).len() < 2) {
-        let why = "of two contestants each follows the other one in any order";
-        return Err(Failure::new(format!("--swap-check needs two rivals that run: {why}")));
+        let why = "two contestants follow each other in any order";
+        return Err(Failure::new(format!(
+            "--swap-check needs at least two rivals that run: {why}"
+        )));
     }
     announce(run, peers, &[Turns::Fixed, Turns::Reversed])?;
     let bar = progress(run);
@@ -34,7 +36,7 @@ pub fn run(run: &Run, peers: &mut Peers) -> Result<ExitCode> {
     }
     bar.finish_and_clear();
     print(&format!(
-        "after {} ms idle, {compared} ratios move by at most {:.2} % when the order is reversed",
+        "after {} ms idle, {compared} ratios change by at most {:.2} % when the order is reversed",
         run.suite.gap_ms,
         100.0 * most
     ))?;

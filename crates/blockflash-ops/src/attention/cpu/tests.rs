@@ -237,9 +237,12 @@ fn nothing_to_compute_is_fine() {
 fn kernels_do_not_run_here() {
     let case = case([1, 4, 4], [1, 1], 8, Mask::Full);
     let mut o = vec![0f32; 32];
-    for row in manifest::kernels().iter().take(3) {
+    for kernel in manifest::kernels().iter().take(3) {
         let o = ViewMut::from_slice(&mut o, &[1, 4, 1, 8]).unwrap();
-        let error = case.attention().run_with(row, (o, None), &cpu()).unwrap_err().to_string();
-        assert!(error.contains("not supported on cpu") && error.contains(&row.symbol()), "{error}");
+        let error = case.attention().run_with(kernel, (o, None), &cpu()).unwrap_err().to_string();
+        assert!(
+            error.contains("not supported on cpu") && error.contains(&kernel.symbol()),
+            "{error}"
+        );
     }
 }

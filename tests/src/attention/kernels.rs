@@ -13,13 +13,15 @@ use std::collections::BTreeMap;
 
 /// Kernels with their tiles, by element type and head dimension. The kernels of a group compute the
 /// same problems, so they share cases and references.
-pub type RowGroups = BTreeMap<(DType, u32), Vec<(&'static Kernel, AttentionTile)>>;
+pub type KernelGroups = BTreeMap<(DType, u32), Vec<(&'static Kernel, AttentionTile)>>;
 
 /// The attention kernels that a GPU can run.
-pub fn row_groups(gpu: &Gpu) -> RowGroups {
-    let mut groups = RowGroups::new();
-    for (row, tile) in gpu.rows().filter_map(|row| Some((row, row.attention_tile()?))) {
-        groups.entry((tile.dtype, tile.head_dim)).or_default().push((row, tile));
+pub fn kernel_groups(gpu: &Gpu) -> KernelGroups {
+    let mut groups = KernelGroups::new();
+    for (kernel, tile) in
+        gpu.kernels().filter_map(|kernel| Some((kernel, kernel.attention_tile()?)))
+    {
+        groups.entry((tile.dtype, tile.head_dim)).or_default().push((kernel, tile));
     }
     groups
 }
@@ -37,15 +39,15 @@ pub fn run_or_refuse(
     case: &AttentionCase,
     data: &AttentionData,
     reference: &AttentionReference,
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     stream: &Stream,
 ) -> Result<usize, String> {
-    let case = &case.as_asked(row);
-    let Some(reason) = refusal(case, row) else {
-        return run_and_check(case, data, reference, Choice::This(row), stream);
+    let case = &case.as_asked(kernel);
+    let Some(reason) = refusal(case, kernel) else {
+        return run_and_check(case, data, reference, Choice::This(kernel), stream);
     };
     let inputs = AttentionInputs::upload(case, data, stream)?;
-    match AttentionOutputs::poisoned(case, stream)?.launch(&inputs, Choice::This(row), stream) {
+    match AttentionOutputs::poisoned(case, stream)?.launch(&inputs, Choice::This(kernel), stream) {
         Err(Error::Unsupported { what, .. }) if what.contains(reason) => {}
         other => return Err(format!("not refused because of {reason:?}: {other:?}\n    {case:?}")),
     }
@@ -58,8 +60,8 @@ pub fn run_or_refuse(
 
 /// The refusal that is due from a kernel of the case's type and width, if it cannot compute the
 /// case.
-fn refusal(case: &AttentionCase, row: &Kernel) -> Option<&'static str> {
-    let tile = row.attention_tile()?;
+fn refusal(case: &AttentionCase, kernel: &Kernel) -> Option<&'static str> {
+    let tile = kernel.attention_tile()?;
     let divides = |tile: u32, block: usize| block.is_multiple_of(tile as usize);
     let consists_of_tiles = case.block_mask.is_none_or(|block| {
         divides(tile.block_q, block.block_q) && divides(tile.block_kv, block.block_kv)
@@ -79,23 +81,23 @@ fn refusal(case: &AttentionCase, row: &Kernel) -> Option<&'static str> {
     // Tensor maps cannot describe repeated entries.
     let repeated = case.broadcast_kv
         && matches!(case.lengths, Lengths::Dense { batch: 2.., seqlen_kv: 1.., .. });
-    (repeated && matches!(row.variant, Variant::AttentionFwdHopper(_))).then_some("tensor map")
+    (repeated && matches!(kernel.variant, Variant::AttentionFwdHopper(_))).then_some("tensor map")
 }
 
 /// Runs a case 30 times and requires the same bits every time.
 pub fn same_bits(
     case: &AttentionCase,
-    row: &'static Kernel,
+    kernel: &'static Kernel,
     stream: &Stream,
 ) -> Result<usize, String> {
-    let case = &case.as_asked(row);
+    let case = &case.as_asked(kernel);
     let inputs = AttentionInputs::upload(case, &AttentionData::generate(case), stream)?;
     let mut outputs = AttentionOutputs::poisoned(case, stream)?;
     let mut first = None;
     for repeat in 0..30 {
         outputs.poison(stream)?;
-        outputs.launch(&inputs, Choice::This(row), stream).map_err(|error| error.to_string())?;
-        wait(stream, &|| format!("{} with {case:?}", row.image_name()))?;
+        outputs.launch(&inputs, Choice::This(kernel), stream).map_err(|error| error.to_string())?;
+        wait(stream, &|| format!("{} with {case:?}", kernel.image_name()))?;
         let bits = outputs.bits(stream)?;
         if *first.get_or_insert_with(|| bits.clone()) != bits {
             return Err(format!("repeat {repeat} differs from the first run\n    {case:?}"));

@@ -1,30 +1,18 @@
-//! `attention_forward` and `attention_out` as kernels in torch's dispatcher, which costs the host
-//! half of what a kernel in Python costs.
-//!
-//! torch calls such a kernel with a stack of 64-bit values and lets it call back through C
-//! functions, its stable ABI. They are looked up in the loaded `libtorch_cpu`, so nothing is linked
-//! and one build serves every torch from 2.10 on. A kernel owns the tensors on its stack, and
-//! reports an error by a C++ exception that torch throws for it.
+//! The C functions of torch's stable ABI, and its tensors through them.
 
-use crate::attention::{Options, Tensors, run};
+use super::BoxedKernel;
 use crate::error::{Failure, Kind, Result};
 use crate::foreign::{Described, Foreign, unsupported_dtype};
 use blockflash_ops::{DType, Device};
 use libloading::os::unix::{Library, RTLD_NOW};
-use std::cell::RefCell;
-use std::ffi::{CString, c_char, c_void};
-use std::mem::ManuallyDrop;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::ptr::{null_mut, with_exposed_provenance_mut};
+use std::ffi::{c_char, c_void};
+use std::ptr::null_mut;
 use std::slice;
 use std::sync::OnceLock;
 
-type Handle = *mut c_void;
+pub(super) type Handle = *mut c_void;
 type Code = i32;
-type BoxedKernel = unsafe extern "C-unwind" fn(*mut u64, u64, u64);
 
-/// The version of the ABI whose values the kernels read: that of torch 2.10.
-const ABI_VERSION: u64 = (2 << 56) | (10 << 48);
 /// `RTLD_NOLOAD`: only a library that is loaded already.
 const ONLY_IF_LOADED: i32 = 4;
 /// How torch numbers element types, for texts only.
@@ -48,7 +36,9 @@ const CUDA: i32 = 1;
 /// C functions of torch, under their own names.
 macro_rules! functions {
     ($name:ident { $($function:ident($($argument:ty),*) $(-> $result:ty)?;)* }) => {
-        struct $name { $($function: unsafe extern "C-unwind" fn($($argument),*) $(-> $result)?,)* }
+        pub(super) struct $name {
+            $(pub(super) $function: unsafe extern "C-unwind" fn($($argument),*) $(-> $result)?,)*
+        }
 
         impl $name {
             /// # Safety
@@ -93,16 +83,17 @@ functions!(TorchCuda {
     aoti_torch_get_current_cuda_stream(i32, *mut *mut c_void) -> Code;
 });
 
-struct Shim {
-    torch: Torch,
-    cuda: Option<TorchCuda>,
+/// The functions that the kernels call.
+pub(super) struct Shim {
+    pub(super) torch: Torch,
+    pub(super) cuda: Option<TorchCuda>,
     /// Frees a value that torch allocated: its own function from 2.13 on, C++'s `delete` before.
-    free: unsafe extern "C-unwind" fn(*mut u64),
+    pub(super) free: unsafe extern "C-unwind" fn(*mut u64),
 }
 
 impl Shim {
     /// The functions of the torch of this process, if it has them all.
-    fn get() -> Option<&'static Shim> {
+    pub(super) fn get() -> Option<&'static Shim> {
         static SHIM: OnceLock<Option<Shim>> = OnceLock::new();
         SHIM.get_or_init(|| {
             let open = |name: &str| {
@@ -128,34 +119,14 @@ impl Shim {
     }
 }
 
-/// Registers the kernels for the operators of this namespace. False where torch lacks the functions
-/// for it; the operators need kernels in Python then.
-pub(crate) fn register(namespace: &str) -> Result<bool> {
-    let Some(Shim { torch, cuda, .. }) = Shim::get() else { return Ok(false) };
-    let namespace = CString::new(namespace).map_err(|error| Failure::value(error.to_string()))?;
-    for key in [Some(c"CPU"), cuda.as_ref().map(|_| c"CUDA")].into_iter().flatten() {
-        let mut library = null_mut();
-        // SAFETY: the strings end with 0 and live during the calls. torch copies them, and the
-        // library is never deleted, so the kernels stay registered.
-        unsafe {
-            let init = torch.aoti_torch_library_init_impl;
-            check(init(namespace.as_ptr(), key.as_ptr(), c"".as_ptr(), 0, &mut library))?;
-            let add = torch.torch_library_impl;
-            check(add(library, c"attention_forward".as_ptr(), attention_forward, ABI_VERSION))?;
-            check(add(library, c"attention_out".as_ptr(), attention_out, ABI_VERSION))?;
-        }
-    }
-    Ok(true)
-}
-
 /// Whether a function of torch succeeded. Its own text went to the log.
-fn check(code: Code) -> Result<()> {
+pub(super) fn check(code: Code) -> Result<()> {
     let text = "a function of torch's stable ABI failed".into();
     if code == 0 { Ok(()) } else { Err(Failure { kind: Kind::Device, text }) }
 }
 
 /// A tensor that is ours to release.
-struct Tensor(&'static Shim, Handle);
+pub(super) struct Tensor(pub(super) &'static Shim, pub(super) Handle);
 
 impl Drop for Tensor {
     fn drop(&mut self) {
@@ -189,7 +160,7 @@ impl Tensor {
         Ok((kind, self.read(torch.aoti_torch_get_device_index, 0)?))
     }
 
-    fn foreign(&self, what: &'static str, written: bool) -> Result<Foreign<'_>> {
+    pub(super) fn foreign(&self, what: &'static str, written: bool) -> Result<Foreign<'_>> {
         let Shim { torch, cuda, .. } = self.0;
         let shape = self.sizes()?;
         let strides = self.read(torch.aoti_torch_get_strides, null_mut::<i64>().cast_const())?;
@@ -241,7 +212,7 @@ impl Tensor {
     }
 
     /// A new contiguous tensor of the same sizes and type.
-    fn empty_like(&self) -> Result<Tensor> {
+    pub(super) fn empty_like(&self) -> Result<Tensor> {
         let Shim { torch, .. } = self.0;
         let sizes = self.sizes()?;
         let mut strides = vec![1; sizes.len()];
@@ -262,7 +233,7 @@ impl Tensor {
         Ok(Tensor(self.0, made))
     }
 
-    fn contiguous_copy(&self) -> Result<Tensor> {
+    pub(super) fn contiguous_copy(&self) -> Result<Tensor> {
         let copy = self.empty_like()?;
         // SAFETY: both handles live.
         check(unsafe { (self.0.torch.aoti_torch_copy_)(copy.1, self.1, 0) })?;
@@ -280,152 +251,4 @@ unsafe fn elements<'a>(numbers: *const i64, count: i64) -> &'a [i64] {
         }
         _ => &[],
     }
-}
-
-/// The arguments that both operators have: tensors in the order of their schema, and numbers.
-struct Arguments {
-    tensors: [Option<Tensor>; 6],
-    options: Options,
-}
-
-impl Arguments {
-    /// # Safety
-    /// `qkv` and `options` are these arguments of a call, read for the first time.
-    unsafe fn take(shim: &'static Shim, qkv: &[u64], options: &[u64]) -> Arguments {
-        let needed = |at: usize| Some(Tensor(shim, handle(qkv[at])));
-        // SAFETY: promised by the caller.
-        let optional = |at: usize| unsafe { unwrap(shim, options[at]) };
-        let tensor = |at| optional(at).map(|value| Tensor(shim, handle(value)));
-        let tensors = [needed(0), needed(1), needed(2), tensor(0), tensor(1), tensor(2)];
-        let number = |at: usize| options[at] as i64;
-        let options = Options {
-            max_q: number(3),
-            max_k: number(4),
-            left: number(5),
-            right: number(6),
-            // A bool is one byte of its 64 bits.
-            top_left: options[7] as u8 != 0,
-            scale: optional(8).map(f64::from_bits),
-            softcap: f64::from_bits(options[9]),
-            block_mask: number(10),
-        };
-        Arguments { tensors, options }
-    }
-
-    /// Computes. Where a kernel cannot read q, k or v in units of 16 bytes, it gets copies.
-    fn run(&mut self, o: &Tensor, lse: Option<&Tensor>) -> Result<()> {
-        match self.run_as_they_are(o, lse) {
-            Err(Failure { kind: Kind::Misaligned, .. }) => {
-                for tensor in self.tensors[..3].iter_mut().flatten() {
-                    *tensor = tensor.contiguous_copy()?;
-                }
-                self.run_as_they_are(o, lse)
-            }
-            outcome => outcome,
-        }
-    }
-
-    fn run_as_they_are(&self, o: &Tensor, lse: Option<&Tensor>) -> Result<()> {
-        let [Some(q), Some(k), Some(v), sink, cu_seqlens_q, cu_seqlens_k] = &self.tensors else {
-            return Err(Failure::value("q, k and v are needed"));
-        };
-        let tensors = Tensors {
-            q: q.foreign("q", false)?,
-            k: k.foreign("k", false)?,
-            v: v.foreign("v", false)?,
-            sink: foreign("sink", sink.as_ref())?,
-            cu_seqlens_q: foreign("cu_seqlens_q", cu_seqlens_q.as_ref())?,
-            cu_seqlens_k: foreign("cu_seqlens_k", cu_seqlens_k.as_ref())?,
-            o: o.foreign("o", true)?,
-            lse: lse.map(|lse| lse.foreign("lse", true)).transpose()?,
-        };
-        run(tensors, &self.options)
-    }
-}
-
-fn foreign<'a>(what: &'static str, tensor: Option<&'a Tensor>) -> Result<Option<Foreign<'a>>> {
-    tensor.map(|tensor| tensor.foreign(what, false)).transpose()
-}
-
-fn handle(value: u64) -> Handle {
-    with_exposed_provenance_mut(value as usize)
-}
-
-/// An optional value: null, or a pointer to it that is ours to free.
-///
-/// # Safety
-/// The value is one of an optional argument, and read for the first time.
-unsafe fn unwrap(shim: &Shim, value: u64) -> Option<u64> {
-    let pointer = with_exposed_provenance_mut::<u64>(value as usize);
-    if pointer.is_null() {
-        return None;
-    }
-    // SAFETY: promised by the caller; freed once, after it was read.
-    unsafe {
-        let value = *pointer;
-        (shim.free)(pointer);
-        Some(value)
-    }
-}
-
-/// `attention_forward(q, k, v, options…) -> Tensor`
-unsafe extern "C-unwind" fn attention_forward(stack: *mut u64, inputs: u64, outputs: u64) {
-    enter(stack, [inputs, outputs], |shim, values| {
-        // SAFETY: torch calls this function with the arguments of the schema.
-        let mut call = unsafe { Arguments::take(shim, &values[..3], &values[3..]) };
-        let [Some(q), .., cu_seqlens_q, _] = &call.tensors else {
-            return Err(Failure::value("q is needed"));
-        };
-        let o = q.empty_like()?;
-        if cu_seqlens_q.is_some() {
-            // Rows that belong to no sequence are not written. SAFETY: the handle lives.
-            check(unsafe { (shim.torch.aoti_torch_zero_)(o.1) })?;
-        }
-        call.run(&o, None)?;
-        values[0] = ManuallyDrop::new(o).1.expose_provenance() as u64;
-        Ok(())
-    });
-}
-
-/// `attention_out(q, k, v, o, lse, options…) -> ()`
-unsafe extern "C-unwind" fn attention_out(stack: *mut u64, inputs: u64, outputs: u64) {
-    enter(stack, [inputs, outputs], |shim, values| {
-        // SAFETY: as in `attention_forward`.
-        let mut call = unsafe { Arguments::take(shim, &values[..3], &values[5..]) };
-        let o = Tensor(shim, handle(values[3]));
-        // SAFETY: as above.
-        let lse = unsafe { unwrap(shim, values[4]) }.map(|value| Tensor(shim, handle(value)));
-        call.run(&o, lse.as_ref())
-    });
-}
-
-/// Runs a kernel, and throws its error as a C++ exception.
-fn enter(
-    stack: *mut u64,
-    counts: [u64; 2],
-    kernel: impl FnOnce(&'static Shim, &mut [u64]) -> Result<()>,
-) {
-    let Some(shim) = Shim::get() else { return };
-    let count = counts[0].max(counts[1]) as usize;
-    // SAFETY: torch passes as many values as the larger count says.
-    let values = unsafe { slice::from_raw_parts_mut(stack, count) };
-    let failure = match catch_unwind(AssertUnwindSafe(|| kernel(shim, values))) {
-        Ok(Ok(())) => return,
-        Ok(Err(failure)) => failure,
-        Err(_) => Failure { kind: Kind::Device, text: "a defect of blockflash".into() },
-    };
-    let text = hold(failure);
-    // SAFETY: the strings end with 0 and outlive the call, which copies them. It throws: nothing
-    // that needs to be dropped is alive here, and the callers are `C-unwind`.
-    unsafe { (shim.torch.aoti_torch_check)(false, c"".as_ptr(), c"".as_ptr(), 0, text) }
-}
-
-/// The text of a failure, after its kind, in memory of this thread.
-fn hold(failure: Failure) -> *const c_char {
-    thread_local!(static TEXT: RefCell<CString> = RefCell::default());
-    let text = failure.tagged().replace('\0', " ");
-    TEXT.with_borrow_mut(|held| {
-        *held = CString::new(text).unwrap_or_default();
-        held.as_ptr()
-    })
 }

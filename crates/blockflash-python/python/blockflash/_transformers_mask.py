@@ -1,0 +1,264 @@
+"""Masks of transformers that our kernels can express, and how they are found out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import masking_utils
+from transformers.utils.import_utils import is_tracing
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask that our kernels can express; the model hands it to each of its layers.
+
+    It has what transformers asks of the dense mask, a boolean tensor `[B, 1, Sq, Sk]`, on the way.
+    """
+
+    shape: tuple[int, int, int, int]
+    options: dict[str, Any]
+    """The arguments of `blockflash.attention` that describe the mask."""
+    dense: Callable[[], Tensor | None]
+    """Makes the mask that SDPA takes; None has the meaning that SDPA gives to it."""
+
+    ndim = 4
+
+    def contiguous(self) -> Mask:
+        """Returns the mask itself; `generate` calls this on every mask that it makes."""
+        return self
+
+
+def block_attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = masking_utils.causal_mask_function,
+    attention_mask: Tensor | Mask | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **kwargs: Any,
+) -> Tensor | Mask | None:
+    """Makes the mask of a forward pass; the signature is that of transformers' `sdpa_mask`.
+
+    Queries stand at positions `q_offset..q_offset + q_length` and keys at
+    `kv_offset..kv_offset + kv_length`. `attention_mask`, `[B, positions]`, is False for padding.
+
+    Returns a `Mask` for our kernels, None where SDPA needs no mask either (full attention, or
+    causal with queries and keys that begin at the same position), or a dense mask for SDPA.
+    """
+    if isinstance(attention_mask, Mask):  # made by `generate` before the model asks for its mask
+        return attention_mask
+    constraints = _constraints(mask_function)
+    # What SDPA itself knows to do without a mask; its own test for it trusts `local_size`.
+    simple = constraints in ({}, {"right": 0})
+    dense = partial(
+        masking_utils.sdpa_mask,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip and simple,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip and simple,
+        **kwargs,
+    )
+    packed = constraints is not None and "segments" in constraints
+    if constraints is None:
+        options = "the model has a mask function of its own"
+    elif not (allow_is_causal_skip or allow_is_bidirectional_skip or packed):
+        options = "transformers asks for a dense mask (decoding with a static cache does)"
+    elif isinstance(q_offset, Tensor):
+        options = "the position in a static cache is known on the device only"
+    elif (packed or attention_mask is not None) and is_tracing(attention_mask):
+        options = "padding and packing by position_ids cannot be read while a graph is traced"
+    elif packed:
+        options = _packed(constraints, (batch_size, q_length, kv_length), attention_mask)
+    else:
+        options = _padded(
+            constraints, (batch_size, q_length, kv_length), (q_offset, kv_offset), attention_mask
+        )
+    if isinstance(options, str):
+        mask = dense()
+        if mask is not None:
+            warn(options)
+        return mask
+    # Without a mask SDPA is full for a single query and for modules that are not causal.
+    full = options == {} and (q_length == 1 or "right" not in constraints)
+    causal = options == {"causal": True, "top_left": True} and 1 < q_length <= kv_length
+    return None if full or causal else Mask((batch_size, 1, q_length, kv_length), options, dense)
+
+
+def _made_by(factory: Callable, *arguments: Any) -> Any:
+    """The code of the functions that `factory` returns, by which they are recognized."""
+    return factory(*arguments).__code__
+
+
+_CAUSAL = masking_utils.causal_mask_function
+_AND = _made_by(masking_utils.and_masks, _CAUSAL)
+_WINDOW = _made_by(masking_utils.sliding_window_overlay, 1)
+_BOTH_SIDES = _made_by(masking_utils.sliding_window_bidirectional_overlay, 1)
+_SEGMENTS = _made_by(masking_utils.packed_sequence_mask_function, None)
+_REMAPPED = (  # transformers 5.17 does not have it
+    _made_by(masking_utils.remap_positions_for_packed_sequence, _CAUSAL, None)
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence")
+    else None
+)
+
+
+def _constraints(function: Callable) -> dict[str, Any] | None:
+    """What a mask function asks for, or None if any part of it is unknown.
+
+    `left` and `right` are the number of keys that a query sees on each side of its own position,
+    `segments` the number of the sequence of each token, `positions` its position there.
+    """
+    if function is _CAUSAL:
+        return {"right": 0}
+    if function is masking_utils.bidirectional_mask_function:
+        return {}
+    code = getattr(function, "__code__", None)
+    if code is None or not function.__closure__:
+        return None
+    cells = [cell.cell_contents for cell in function.__closure__]
+    free = dict(zip(code.co_freevars, cells, strict=True))
+    if code is _WINDOW:
+        return {"left": free["sliding_window"] - 1}
+    if code is _BOTH_SIDES:
+        return {"left": free["sliding_window"], "right": free["sliding_window"]}
+    if code is _SEGMENTS:
+        return {"segments": free["packed_sequence_mask"]}
+    if code is _REMAPPED:
+        inner = _constraints(free["mask_function"])
+        if inner is None or "segments" in inner or "positions" in inner:
+            return None
+        return {**inner, "positions": free["position_ids"]}
+    if code is not _AND:
+        return None
+    merged: dict[str, Any] = {}
+    for part in map(_constraints, free["mask_functions"]):
+        if part is None:
+            return None
+        for name, value in part.items():
+            if name not in merged:
+                merged[name] = value
+            elif name in ("left", "right"):
+                merged[name] = min(merged[name], value)
+            else:
+                return None
+    return merged
+
+
+def _sides(left: int | None, right: int | None) -> dict[str, Any]:
+    """The arguments of `blockflash.attention` for a window."""
+    if left is None:
+        return (
+            {} if right is None else {"causal": True} if right == 0 else {"window": (None, right)}
+        )
+    return {"window": (left, right)}
+
+
+def _packed(
+    constraints: dict[str, Any], shape: tuple[int, int, int], padding: Tensor | None
+) -> dict[str, Any] | str:
+    """The options for sequences that are packed into rows, or the reason why there are none."""
+    segments, positions = constraints["segments"], constraints.get("positions")
+    batch, length, _ = shape
+    if padding is not None or shape != (*segments.shape, length):
+        return "sequences are packed and padded or cached at the same time"
+    starts = torch.ones_like(segments, dtype=torch.bool)
+    starts[:, 1:] = segments.diff() != 0
+    if positions is not None and not (starts[:, 1:] | (positions.diff() == 1)).all():
+        return "the positions of a packed sequence are not consecutive"
+    offsets = starts.flatten().nonzero()[:, 0]
+    offsets = F.pad(offsets, (0, 1), value=batch * length).to(torch.int32)
+    longest = int(offsets.diff().max())
+    return {
+        **_sides(constraints.get("left"), constraints.get("right")),
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_k": offsets,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
+
+
+def _padded(
+    constraints: dict[str, Any],
+    shape: tuple[int, int, int],
+    offset: tuple[int, int],
+    padding: Tensor | None,
+) -> dict[str, Any] | str:
+    """The options for rows with or without padding, or the reason why there are none.
+
+    The keys of a row that are not padding must be one run `start..stop`. Between these runs, the
+    padding is a sequence that has keys and no queries, so no tensor is gathered.
+    """
+    batch, q_length, kv_length = shape
+    q_end, kv_end = offset[0] + q_length, offset[1] + kv_length
+    left, right = constraints.get("left"), constraints.get("right")
+    # A side that reaches beyond every key restricts nothing.
+    left = None if left is None or q_end - 1 - left <= offset[1] else left
+    right = None if right is None or offset[0] + right >= kv_end - 1 else right
+    runs = None if padding is None else _runs(padding[:, offset[1] : kv_end], batch, kv_length)
+    if isinstance(runs, str):
+        return runs
+    options = _sides(left, right)
+    if options:
+        # A window is relative to the first query and key of a row, or to the last ones.
+        first = offset[0] == offset[1] and all(start == 0 for start, _ in runs or ())
+        last = q_end == kv_end and all(stop == kv_length for _, stop in runs or ())
+        if not (first or last):
+            return "queries and keys neither begin nor end at the same position"
+        if first:
+            options["top_left"] = True
+    if runs is None:
+        return options
+    lengths = []
+    for start, stop in runs:
+        lengths += [(0, start), (q_length, stop - start), (0, kv_length - stop)]
+    lengths = torch.tensor([(0, 0)] + [pair for pair in lengths if any(pair)])
+    offsets = lengths.cumsum(0).T.to(padding.device, torch.int32)
+    return {
+        **options,
+        "cu_seqlens_q": offsets[0].contiguous(),
+        "cu_seqlens_k": offsets[1].contiguous(),
+        "max_seqlen_q": q_length,
+        "max_seqlen_k": kv_length,
+    }
+
+
+def _runs(padding: Tensor, batch: int, length: int) -> list[tuple[int, int]] | str | None:
+    """The keys `start..stop` of each row, None without padding, or a reason. Synchronizes."""
+    if padding.ndim != 2 or padding.shape[0] != batch:
+        return "the attention mask is not [batch, positions]"
+    padding = F.pad(padding.bool(), (0, length - padding.shape[1]))
+    count = padding.sum(1)
+    start = padding.int().argmax(1)
+    key = torch.arange(length, device=padding.device)
+    run = (key >= start[:, None]) & (key < (start + count)[:, None])
+    rows = torch.stack([start, start + count, (run == padding).all(1).int()], 1).tolist()
+    if not all(contiguous for _, _, contiguous in rows):
+        return "there is padding between the tokens of a row"
+    runs = [(start, stop) for start, stop, _ in rows]
+    return None if all(run == (0, length) for run in runs) else runs
+
+
+_warned: set[str] = set()
+
+
+@torch.compiler.assume_constant_result  # torch.compile calls it while it traces
+def warn(reason: str, unless_known: bool = False) -> None:
+    """Warns once per process and reason; not at all `unless_known` if there was another reason."""
+    if reason not in _warned and not (unless_known and _warned):
+        _warned.add(reason)
+        text = f"block_attention: {reason}; attention runs without blockflash's kernels there"
+        warnings.warn(text, stacklevel=2)

@@ -1,0 +1,204 @@
+"""The functions of FlashAttention 3 under their names and with their signatures.
+
+`from blockflash.flash_attn_interface import flash_attn_func` replaces the same line for the module
+`flash_attn_interface`. Signatures and results are the newest ones (since August 2025): `out`, or
+`(out, softmax_lse)` with `return_attn_probs=True`. Releases before that always returned the pair.
+
+The conventions are flash-attn's: `[batch, seqlen, heads, head_dim]`, causal masks and windows
+aligned at the bottom right, -1 for an unlimited side of a window, `softcap=0.0` for none. Every
+function takes these arguments, apart from its tensors:
+
+- `softmax_scale`, `causal`, `window_size`, `softcap`, `deterministic`: as in
+  `blockflash.flash_attn`.
+- `num_splits`, `pack_gqa`, `sm_margin`: steer only the speed of FlashAttention's own kernels. Any
+  value is accepted and none changes anything here.
+- `qv`, `q_descale`, `k_descale`, `v_descale`, `attention_chunk`, `seqused_q` and `seqused_k` raise
+  `Unsupported` unless at their defaults.
+- `return_attn_probs`: returns `(out, softmax_lse)`: softmax_lse is f32,
+  `[batch, heads, seqlen_q]` or `[heads, total_q]`.
+
+What `blockflash.flash_attn` says about rows without keys, head_dim and gradients holds here, too.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ._flash import attend, no_decoding, refuse, unpack
+
+__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"]
+
+_Result = Tensor | tuple[Tensor, Tensor]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> _Result:
+    """Attention of a batch of sequences of equal length.
+
+    Tensors:
+        q: `[batch, seqlen_q, heads, head_dim]`.
+        k: `[batch, seqlen_k, heads_k, head_dim]`; heads is a multiple of heads_k (GQA, MQA).
+        v: as k.
+
+    The other arguments are described at the top of this module.
+
+    Returns:
+        `[batch, seqlen_q, heads, head_dim]`, or a pair with `return_attn_probs`.
+
+    """
+    refuse(
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+    )
+    return attend(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_lse=return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> _Result:
+    """Attention of sequences of any lengths, packed one after another.
+
+    Tensors:
+        q: `[total_q, heads, head_dim]`.
+        k: `[total_k, heads_k, head_dim]`; heads is a multiple of heads_k (GQA, MQA).
+        v: as k.
+        cu_seqlens_q: i32 `[batch + 1]`, first row of q of each sequence, and their end.
+        cu_seqlens_k: the same for k and v.
+        max_seqlen_q: the longest sequence of q.
+        max_seqlen_k: the longest sequence of k.
+
+    The other arguments are described at the top of this module.
+
+    Returns:
+        `[total_q, heads, head_dim]`, or a pair with `return_attn_probs`.
+
+    """
+    refuse(
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+    )
+    return attend(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_lse=return_attn_probs,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> _Result:
+    """`flash_attn_func` of q, k and v in one tensor.
+
+    qkv is `[batch, seqlen, 3, heads, head_dim]`, or with `num_heads_q`
+    `[batch, seqlen, num_heads_q + 2 * heads_k, head_dim]`.
+
+    """
+    if qkv.dim() == 4:
+        rest = 0 if num_heads_q is None else qkv.size(2) - num_heads_q
+        if not 0 < rest < qkv.size(2) or rest % 2:
+            raise ValueError(f"num_heads_q is {num_heads_q} with {qkv.size(2)} heads in qkv")
+        q, k, v = qkv.split([num_heads_q, rest // 2, rest // 2], dim=2)
+    else:
+        q, k, v = unpack("qkv", qkv, 3)
+        if num_heads_q not in (None, q.size(-2)):
+            raise ValueError(f"num_heads_q is {num_heads_q} with {q.size(-2)} heads of q in qkv")
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        None,
+        q_descale,
+        k_descale,
+        v_descale,
+        window_size,
+        attention_chunk,
+        softcap,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        return_attn_probs=return_attn_probs,
+    )
+
+
+def __getattr__(name: str) -> Tensor:
+    raise no_decoding(__name__, name)

@@ -1,0 +1,146 @@
+"""`attn_implementation="block_attention"` for Hugging Face transformers.
+
+Importing this module registers two functions: one makes masks, the other computes attention.
+The mask function decides what runs on our kernels. It takes the model's mask function apart, and
+only a pattern that it recognizes completely becomes a `Mask` for our kernels: causal and full
+attention, sliding windows, padding, and sequences packed by `position_ids`. For every other
+pattern it makes the dense mask that SDPA takes, and warns once for each reason.
+
+The attention function obeys the mask and nothing else. It does not read `sliding_window` among its
+arguments, because a model may pass a window to a layer that has another mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from . import Unsupported, attention
+from ._transformers_mask import Mask, block_attention_mask, warn
+
+NAME = "block_attention"
+"""The name to give as `attn_implementation`. Names with "flash" are reserved by transformers."""
+
+
+_VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k")
+# Some models give these to attention functions of their own; SDPA would lose them silently, too.
+_UNKNOWN = ("sinks", "indices", "block_indices")
+_SDPA_ONLY = ("position_bias", "cache", "output_attentions")
+
+
+def block_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | Mask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Computes attention; the signature is that of transformers' `sdpa_attention_forward`.
+
+    `query` is `[B, H, Sq, D]`, `key` is `[B, Hkv, Sk, D]`, `value` is `[B, Hkv, Sk, Dv]` with
+    `Dv <= D`, `s_aux` is the sink of each head, `[H]`. Without a mask, `is_causal` or else
+    `module.is_causal` decides as it does for SDPA: query i sees the keys up to i, but a single
+    query sees all of them.
+
+    Returns the output, `[B, Sq, H, Dv]`, and None in place of the weights.
+
+    Raises:
+        Unsupported: for arguments that would be lost, and for what `blockflash.attention` refuses.
+        ValueError: if the mask was made for other lengths.
+
+    """
+    mask = attention_mask
+    packed = isinstance(mask, Mask) and "cu_seqlens_q" in mask.options
+    for name in _UNKNOWN if packed else _UNKNOWN + _VARLEN:
+        if kwargs.get(name) is not None:
+            hint = "; pass position_ids, by which packing is seen" if name in _VARLEN else ""
+            raise Unsupported(f"{NAME} cannot obey `{name}` of {type(module).__name__}{hint}")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    is_causal = is_causal and query.shape[2] > 1
+    lost = next((name for name in _SDPA_ONLY if kwargs.get(name) is not None), None)
+    if isinstance(mask, Tensor) or dropout or lost:
+        if isinstance(mask, Tensor):
+            warn("the model was given a dense mask", unless_known=True)
+        else:
+            warn(f"the model uses {lost or 'dropout'}")
+        dense = mask.dense() if isinstance(mask, Mask) else mask
+        if softcap is None and s_aux is None:
+            return sdpa_attention_forward(
+                module, query, key, value, dense, dropout, scaling, is_causal, **kwargs
+            )
+        if lost:
+            raise Unsupported(f"{NAME} has no way to combine `{lost}` with a softcap or sinks")
+        o = _explicit(query, key, value, dense, dropout, scaling, is_causal, softcap, s_aux)
+        return o, None
+    if not isinstance(mask, Mask):
+        options = {"causal": True, "top_left": True} if is_causal else {}
+    elif mask.shape[2:] == (query.shape[2], key.shape[2]):
+        options = mask.options
+    else:
+        lengths = (query.shape[2], key.shape[2])
+        raise ValueError(f"the mask is for lengths {mask.shape[2:]}, attention has {lengths}")
+
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    v = F.pad(v, (0, q.shape[3] - v.shape[3])) if v.shape[3] < q.shape[3] else v
+    if packed:
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        offsets = ("cu_seqlens_q", "cu_seqlens_k")  # a layer may be on another device than the mask
+        options = options | {name: options[name].to(q.device) for name in offsets}
+    o = attention(
+        q,
+        k,
+        v,
+        scale=scaling,
+        softcap=softcap,
+        sink=None if s_aux is None else s_aux.float(),
+        **options,
+    )
+    return o.unflatten(0, (query.shape[0], -1)) if packed else o, None
+
+
+def _explicit(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    causal: bool,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> Tensor:
+    """Attention in plain torch, `[B, Sq, H, Dv]`, for what SDPA would lose: softcap and sinks."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (query @ key.transpose(2, 3)).float() * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is None and causal:
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    if sink is not None:
+        column = sink.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], 3)
+    weights = scores.softmax(3)[..., : key.shape[2]].to(value.dtype)
+    weights = F.dropout(weights, dropout)
+    return (weights @ value).transpose(1, 2).contiguous()
+
+
+AttentionInterface.register(NAME, block_attention)
+AttentionMaskInterface.register(NAME, block_attention_mask)

@@ -1,0 +1,252 @@
+"""torch's own `scaled_dot_product_attention` on blockflash, by torch's registry.
+
+It is tested on CPU tensors; what torch does around it is the same on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import attention as registry
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as torchs
+
+import blockflash
+from blockflash import activate_sdpa, restore_sdpa, sdpa
+
+LENGTHS = [(5, 5), (3, 7), (7, 3), (1, 9)]
+
+
+def qkv(
+    lengths: tuple[int, int] = (7, 7), heads: tuple[int, int] = (4, 4), **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    (sq, sk), (hq, hk) = lengths, heads
+    shapes = [(2, hq, sq, 16), (2, hk, sk, 16), (2, hk, sk, 16)]
+    return tuple(torch.randn(*shape, **options) for shape in shapes)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    restore_sdpa()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Shapes of q of the calls that reached blockflash by the registry."""
+    seen = []
+    forward = sdpa._forward
+
+    def counted(query: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        seen.append(query.shape)
+        return forward(query, *rest, **options)
+
+    monkeypatch.setattr(sdpa, "_forward", counted)
+    return seen
+
+
+def with_gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    o = function(*leaves)
+    return [o, *torch.autograd.grad(o.square().sum(), leaves)]
+
+
+def assert_close(ours: list[Tensor], expected: list[Tensor], tolerance: float = 1e-5) -> None:
+    for left, right in zip(ours, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_registry(calls: list[Any], lengths: Any, heads: Any, causal: bool) -> None:
+    inputs = qkv(lengths, heads)
+    options = {"is_causal": causal, "enable_gqa": heads[0] != heads[1], "scale": 0.3}
+    expected = with_gradients(lambda *x: torchs(*x, **options), inputs)
+    with activate_sdpa("cpu"):
+        ours = with_gradients(lambda *x: torchs(*x, **options), inputs)
+    assert len(calls) == 1
+    assert_close(ours, expected)
+
+
+def test_results_are_laid_out_as_torch_expects() -> None:
+    apart = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in qkv())
+    for q, k, v in (qkv(), apart):
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        expected = op(q, k, v)
+        with activate_sdpa("cpu"):
+            ours = op(q, k, v)
+        for left, right in zip(ours, expected, strict=True):
+            assert left.dtype == right.dtype and left.shape == right.shape
+        assert ours[0].stride() == expected[0].stride()
+
+
+def test_compiles_with_gradients(calls: list[Any]) -> None:
+    with activate_sdpa("cpu"):
+        compiled = torch.compile(
+            lambda *x: torchs(*x, is_causal=True), backend="aot_eager", fullgraph=True
+        )
+        inputs = qkv()
+        ours = with_gradients(compiled, inputs)
+    assert calls
+    assert_close(ours, with_gradients(lambda *x: torchs(*x, is_causal=True), inputs))
+
+
+def test_multihead_attention(calls: list[Any]) -> None:
+    layer = nn.MultiheadAttention(32, 4, batch_first=True)
+    x = torch.randn(2, 9, 32)
+    expected = with_gradients(lambda x: layer(x, x, x, need_weights=False)[0], (x,))
+    with activate_sdpa("cpu"):
+        ours = with_gradients(lambda x: layer(x, x, x, need_weights=False)[0], (x,))
+    assert calls
+    assert_close(ours, expected)
+
+
+def train() -> list[float]:
+    """Losses of a small encoder that learns to reverse sequences."""
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Embedding(8, 32), nn.TransformerEncoder(layer, 2), nn.Linear(32, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = torch.randint(0, 8, (16, 6))
+    losses = []
+    for _ in range(12):
+        logits = model(tokens).flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, tokens.flip(1).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_training(calls: list[Any]) -> None:
+    expected = train()
+    with activate_sdpa("cpu"):
+        losses = train()
+    assert len(calls) == 24
+    assert losses[-1] < 0.9 * losses[0]
+    assert losses == pytest.approx(expected, rel=1e-3)
+
+
+def test_torch_keeps_masks_and_f64(calls: list[Any]) -> None:
+    inputs, mask = qkv(), torch.randn(7, 7)
+    double = [tensor.double() for tensor in inputs]
+    expected = torchs(*inputs, attn_mask=mask), torchs(*double)
+    with activate_sdpa("cpu"):
+        assert torch.equal(torchs(*inputs, attn_mask=mask), expected[0])
+        assert torch.equal(torchs(*double), expected[1])
+    assert not calls
+
+
+def test_dropout_raises() -> None:
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with activate_sdpa("cpu"), pytest.raises(blockflash.Unsupported, match="dropout"):
+        op(*qkv(), 0.5)
+
+
+def test_restore_undoes(calls: list[Any]) -> None:
+    restore_sdpa()  # nothing to undo
+    activate_sdpa("cpu")
+    assert registry.current_flash_attention_impl() == "blockflash-cpu"
+    torchs(*qkv())
+    activate_sdpa("cpu")
+    torchs(*qkv())
+    restore_sdpa()
+    assert registry.current_flash_attention_impl() is None
+    torchs(*qkv())
+    assert len(calls) == 2
+
+
+def test_end_of_with_restores_what_was_active() -> None:
+    class Other:
+        def remove(self) -> None:
+            pass
+
+    registry.register_flash_attention_impl("other", register_fn=Other)
+    registry.activate_flash_attention_impl("other")
+    with activate_sdpa("cpu"):
+        with activate_sdpa("cpu"):
+            pass
+        assert registry.current_flash_attention_impl() == "blockflash-cpu"
+    assert registry.current_flash_attention_impl() == "other"
+    restore_sdpa()  # leaves what is not ours
+    assert registry.current_flash_attention_impl() == "other"
+    registry.restore_flash_attention_impl()
+
+
+def test_wrong_device() -> None:
+    with pytest.raises(ValueError, match='device must be "cuda" or "cpu"'):
+        activate_sdpa("mps")
+    if not torch.cuda.is_available():
+        with pytest.raises(blockflash.DeviceError, match="there is no CUDA GPU"):
+            activate_sdpa()
+        assert registry.current_flash_attention_impl() is None
+
+
+def test_torch_2_10_cannot_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    with activate_sdpa("cpu"), monkeypatch.context() as patch:
+        patch.delattr(registry, "restore_flash_attention_impl")
+        with pytest.raises(blockflash.Unsupported, match=r"torch 2\.10"):
+            restore_sdpa()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cudnn", [False, True])
+def test_cudnn_gets_its_switch_back(cudnn: bool) -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    try:
+        for _ in range(2):
+            with activate_sdpa():
+                activate_sdpa()
+                assert not torch.backends.cuda.cudnn_sdp_enabled()
+            assert torch.backends.cuda.cudnn_sdp_enabled() == cudnn
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 72, 80, 128, 256])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_registry_on_gpu(
+    calls: list[Any], dtype: Any, causal: bool, heads: tuple[int, int], dim: int
+) -> None:
+    shapes = [(2, heads[0], 777, dim), (2, heads[1], 777, dim), (2, heads[1], 777, dim)]
+    inputs = tuple(torch.randn(*shape, device="cuda", dtype=dtype) for shape in shapes)
+    options = {"is_causal": causal, "enable_gqa": heads[0] != heads[1]}
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        return with_gradients(lambda *x: torchs(*x, **options), inputs)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = run(*(tensor.double() for tensor in inputs))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        flash = run(*inputs)
+    with activate_sdpa():
+        ours = run(*inputs)
+    assert len(calls) == 1
+    for left, middle, right in zip(ours, flash, exact, strict=True):
+        allowed = 2 * (middle - right).abs().max() + 1e-5
+        assert (left - right).abs().max() <= allowed
+
+
+@pytest.mark.gpu
+def test_what_torch_does_not_give_to_flash(calls: list[Any]) -> None:
+    inputs = qkv(device="cuda", dtype=torch.float16)
+    mask = torch.zeros(7, 7, device="cuda", dtype=torch.float16)
+    with activate_sdpa():
+        torchs(*inputs, attn_mask=mask)
+        torchs(*(tensor.float() for tensor in inputs))
+        assert not calls
+        with pytest.raises(blockflash.Unsupported, match="dropout"):
+            torchs(*inputs, dropout_p=0.5)
+        compiled = torch.compile(torchs, backend="aot_eager", fullgraph=True)
+        assert_close(with_gradients(compiled, inputs), with_gradients(torchs, inputs), 1e-2)
