@@ -261,8 +261,9 @@ class BlockSparseLinear(nn.Module):
     def to_sparse_bsr(self) -> Tensor:
         """W as a `torch.sparse_bsr` tensor, which shares the values."""
         arrays = (t.to(self.values.device) for t in (self.pattern.row_ptr, self.pattern.col_idx))
-        sizes = (self.out_features, self.in_features)
-        return torch.sparse_bsr_tensor(*arrays, self.values.detach(), sizes)
+        arrays = (*arrays, self.values.detach(), (self.out_features, self.in_features))
+        # The pattern was checked.
+        return torch.sparse_bsr_tensor(*arrays, check_invariants=False)
 
     def extra_repr(self) -> str:
         """What `repr` says about the layer."""
