@@ -204,6 +204,7 @@ fn dtype(what: &'static str, dtype: DLDataType) -> Result<DType> {
         DLDataType::BF16 => DType::BF16,
         DLDataType::F32 => DType::F32,
         DLDataType::I32 => DType::I32,
+        DLDataType::U8 => DType::U8,
         DLDataType { code, bits, .. } => {
             let class = match code {
                 DLDataTypeCode::INT => "int",

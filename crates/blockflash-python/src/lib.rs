@@ -10,7 +10,10 @@ mod dispatcher;
 mod error;
 mod foreign;
 mod info;
+mod linear;
 mod mask;
+mod pattern;
+mod table;
 
 /// `blockflash._native`
 #[pyo3::pymodule]
@@ -24,7 +27,11 @@ mod _native {
     #[pymodule_export]
     use crate::info::{describe, gpu_problem};
     #[pymodule_export]
-    use crate::mask::BlockMask;
+    use crate::linear::{bsr_linear, dense_bsr, sddmm};
+    #[pymodule_export]
+    use crate::mask::Handle as BlockMask;
+    #[pymodule_export]
+    use crate::pattern::Handle as BsrPattern;
 }
 
 /// Registers native kernels for `attention_forward` and `attention_out` of this namespace, and

@@ -26,7 +26,7 @@ _QKV = "Tensor q, Tensor k, Tensor v"
 _OPTIONS = (
     "Tensor? sink=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt max_q=0, "
     "SymInt max_k=0, int left=-1, int right=-1, bool top_left=False, float? scale=None, "
-    "float softcap=0.0, int block_mask=0"
+    "float softcap=0.0, SymInt block_mask=0"
 )
 
 
