@@ -16,8 +16,8 @@ static MASKS: Table<Kept> = Table::new("block mask");
 
 /// A mask that was made on the host, or one that the device has built.
 pub(crate) enum Kept {
-    Host(BlockMask),
-    Built(BlockMaskBuffer),
+    Host(Box<BlockMask>),
+    Built(Box<BlockMaskBuffer>),
 }
 
 impl Kept {
@@ -50,7 +50,7 @@ impl Handle {
     }
 
     fn host(mask: blockflash_ops::Result<BlockMask>) -> Result<Handle> {
-        Ok(Self::keep(Kept::Host(mask?)))
+        Ok(Self::keep(Kept::Host(Box::new(mask?))))
     }
 
     fn mask(&self) -> &BlockMask {
@@ -242,7 +242,7 @@ fn build(
     if check {
         buffer.check(stream)?;
     }
-    Ok(Handle::keep(Kept::Built(buffer)))
+    Ok(Handle::keep(Kept::Built(Box::new(buffer))))
 }
 
 fn choose(
