@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
 
 import blockflash
+from blockflash import sparse
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +51,6 @@ def sdpa(*by_sequence: Tensor) -> Tensor:
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     torch.manual_seed(0)
     if request.param == "bsr_linear":
-        sparse = pytest.importorskip("blockflash.sparse")
         pattern = sparse.BlockSparsePattern.from_mask(BLOCKS, 64)
 
         def linear(x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
