@@ -11,11 +11,11 @@ pub use select::{accepts, select};
 
 pub(crate) use select::support;
 
+use crate::Result;
 use crate::attention::{Attention, AttentionOutput};
 use crate::check::{Operand, contiguous};
 use crate::operation::{Operation, Prepared, Steps};
 use crate::selection::tile_of;
-use crate::Result;
 use blockflash_safe::{CudaProperties, Device, Stream, Tensor, View, ViewMut};
 use blockflash_sys::{DType, Kernel};
 
