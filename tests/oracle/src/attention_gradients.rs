@@ -6,16 +6,22 @@
 
 use crate::attention_row::{Scores, dot_f32, dot_f64};
 use crate::elements::{Element, round};
+use crate::rounding::TRUNCATION;
 use blockflash_sys::DType;
 
-/// A query, what the forward pass made of it, and the gradient of its output.
+/// A probability up to this may become 0: `e^-87`, where the result of an exponential in f32 is
+/// about to leave the normal numbers.
+const FLUSHED: f64 = 1.7e-38;
+
+/// A query, what the forward pass made of it, and the gradient of its output. Output and
+/// log-sum-exp are taken as they are: their own errors are those of the forward pass.
 #[derive(Clone, Copy, Debug)]
 pub struct Query<'a> {
     /// The query, `[head_dim]`.
     pub q: &'a [f32],
-    /// The output in the type of the tensors, from which a plain computation starts.
+    /// The output, as the forward pass rounded it.
     pub o: &'a [f32],
-    /// The log-sum-exp in f32, from which a plain computation starts.
+    /// The log-sum-exp, as the forward pass rounded it.
     pub lse: f32,
     /// The gradient of the output.
     pub d_o: &'a [f32],
@@ -113,36 +119,21 @@ impl AttentionGradients {
     ) {
         let Query { q, o, lse, d_o } = query;
         let sink = sink.filter(|&sink| sink != f32::NEG_INFINITY);
-        if keys.is_empty() {
+        if keys.is_empty() || lse == f32::NEG_INFINITY {
             return;
         }
-        let score = |&at: &usize| {
-            let score = dot_f64(q, row(at)[0]) * f64::from(scale);
+        let lse_exact = f64::from(lse);
+        let (delta, delta_plain) = (dot_f64(d_o, o), dot_f32(d_o, o));
+        let delta_spread = norm_of_products(d_o, o).max(delta.abs());
+        for &at in keys {
+            let [key, value] = row(at);
+            let score = dot_f64(q, key) * f64::from(scale);
             let tanh = softcap.map(|cap| (score / f64::from(cap)).tanh());
             let capped = softcap.zip(tanh).map_or(score, |(cap, tanh)| f64::from(cap) * tanh);
-            (capped, tanh.map_or(1.0, |tanh| 1.0 - tanh * tanh))
-        };
-        let scores: Vec<(f64, f64)> = keys.iter().map(score).collect();
-        let all = scores.iter().map(|&(score, _)| score).chain(sink.map(f64::from));
-        let max = all.clone().fold(f64::NEG_INFINITY, f64::max);
-        let lse_exact = max + all.map(|score| (score - max).exp()).sum::<f64>().ln();
+            let slope = tanh.map_or(1.0, |tanh| 1.0 - tanh * tanh);
+            let (p, dp) = ((capped - lse_exact).exp(), dot_f64(d_o, value));
+            let spread = norm_of_products(d_o, value).max(dp.abs()).max(delta_spread);
 
-        let mut delta = 0.0;
-        let mut o_exact = vec![0.0; o.len()];
-        for (&at, &(score, _)) in keys.iter().zip(&scores) {
-            let (p, value) = ((score - lse_exact).exp(), row(at)[1]);
-            delta += p * dot_f64(d_o, value);
-            o_exact.iter_mut().zip(value).for_each(|(o, &v)| *o += p * f64::from(v));
-        }
-        let delta_plain = dot_f32(d_o, o);
-        let products = o_exact.iter().zip(d_o).map(|(o, &d_o)| (o * f64::from(d_o)).powi(2));
-        let delta_spread = products.sum::<f64>().sqrt().max(delta.abs());
-
-        for (&at, &(score, slope)) in keys.iter().zip(&scores) {
-            let [key, value] = row(at);
-            let (p, dp) = ((score - lse_exact).exp(), dot_f64(d_o, value));
-            let products = d_o.iter().zip(value).map(|(&d_o, &v)| f64::from(d_o * v).powi(2));
-            let spread = products.sum::<f64>().sqrt().max(dp.abs()).max(delta_spread);
             let score = dot_f32(q, key) * scale;
             let tanh = softcap.map(|cap| (score / cap).tanh());
             let capped = softcap.zip(tanh).map_or(score, |(cap, tanh)| cap * tanh);
@@ -150,9 +141,11 @@ impl AttentionGradients {
             let p_plain = (capped - lse).exp();
             let ds_plain = p_plain * (dot_f32(d_o, value) - delta_plain) * slope_plain;
 
-            let p_factor = Factor { exact: p, spread: 0.0, plain: round(dtype, p_plain) };
+            let plain = round(dtype, p_plain);
+            let p_factor = Factor { exact: p, spread: FLUSHED / TRUNCATION, plain };
             let exact = p * (dp - delta) * slope;
-            let ds_factor = Factor { exact, spread: p * spread, plain: round(dtype, ds_plain) };
+            let ds_factor =
+                Factor { exact, spread: spread_of(p) * spread, plain: round(dtype, ds_plain) };
             self.dv.add(at, p_factor, d_o);
             self.dk.add(at, ds_factor, q);
             self.dq.add(row_q, ds_factor, key);
@@ -160,10 +153,20 @@ impl AttentionGradients {
         if let Some(sink) = sink {
             let (p, p_plain) = ((f64::from(sink) - lse_exact).exp(), (sink - lse).exp());
             let plain = -p_plain * delta_plain;
-            let factor = Factor { exact: -p * delta, spread: p * delta_spread, plain };
+            let factor = Factor { exact: -p * delta, spread: spread_of(p) * delta_spread, plain };
             self.d_sink.add(head, factor, &[1.0]);
         }
     }
+}
+
+/// The size of a probability to which the errors of a gradient of a score are relative, such that
+/// [`TRUNCATION`] of it covers the loss of the whole.
+fn spread_of(p: f64) -> f64 {
+    p.max(FLUSHED / TRUNCATION)
+}
+
+fn norm_of_products(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(&a, &b)| (f64::from(a) * f64::from(b)).powi(2)).sum::<f64>().sqrt()
 }
 
 #[cfg(test)]

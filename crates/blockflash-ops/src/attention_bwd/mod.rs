@@ -138,8 +138,11 @@ impl AttentionBackward<'_> {
     /// meaning after the call. It may be `None` where that is 0.
     ///
     /// # Errors
-    /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::Shape`](crate::Error::Shape) for a workspace
-    /// that is too small; [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) if an operand is not on the stream's device.
+    /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::Shape`] for a workspace
+    /// that is too small; [`Error::DeviceMismatch`] if an operand is not on the stream's device.
+    ///
+    /// [`Error::Shape`]: crate::Error::Shape
+    /// [`Error::DeviceMismatch`]: crate::Error::DeviceMismatch
     pub fn backward_into(
         &self,
         gradients: AttentionGradientsMut<'_>,
