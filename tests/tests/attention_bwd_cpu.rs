@@ -1,13 +1,18 @@
 //! Gradients of attention on the CPU against the oracle.
 
 use blockflash_ops::attention::{Align, Mask};
-use blockflash_ops::{DType, Device, Stream};
+use blockflash_ops::{DType, Device, Stream, Tensor};
 use blockflash_tests::attention::{
     AttentionCase, Choice, Lengths, Limits, attention_cases, block_cases, block_sparse_cases,
     edge_cases, head_dims, many_heads, special_cases,
 };
-use blockflash_tests::attention_bwd::{BackwardData, BackwardInputs, BackwardOutputs, run_case};
+use blockflash_tests::attention_bwd::{
+    BackwardData, BackwardInputs, BackwardOutputs, BackwardReference, run_case,
+};
+use blockflash_tests::host::download;
+use blockflash_tests::number::decode;
 use blockflash_tests::property;
+use blockflash_tests::tolerance::check;
 
 fn cpu() -> Stream {
     Device::cpu().stream().expect("the CPU has streams")
@@ -107,6 +112,42 @@ fn many_heads_and_steps_of_queries_and_keys() {
             ..AttentionCase::simple(DType::F16, (2, 1), 16, (600, 700))
         },
     ]);
+}
+
+/// The gradients of the library's own output, beginning to end, and the log-sum-exp with a sink.
+#[test]
+fn after_the_forward_pass() {
+    let stream = cpu();
+    for dtype in [DType::F16, DType::BF16, DType::F32] {
+        let case = AttentionCase {
+            mask: Mask::causal(),
+            sink: true,
+            softcap: Some(20.0),
+            ..AttentionCase::simple(dtype, (4, 2), 32, (150, 200))
+        };
+        let mut data = BackwardData::generate(&case);
+        let inputs = BackwardInputs::upload(&case, &data, &stream).unwrap();
+        let call = inputs.backward();
+        let output = call.attention.forward(&stream).unwrap();
+        let gradients = call.attention.backward(&output, call.d_o, &stream).unwrap();
+
+        let values = |tensor: &Tensor| -> Vec<f32> {
+            let bits = download(&stream, tensor).unwrap();
+            bits.into_iter().map(|bits| decode(tensor.dtype(), bits)).collect()
+        };
+        (data.o, data.lse) = (values(&output.o), values(&output.lse));
+        let reference = BackwardReference::compute(&case, &data);
+        let rounding = reference.rounding(&case);
+        for (i, tensor) in [&gradients.dq, &gradients.dk, &gradients.dv].into_iter().enumerate() {
+            let got: Vec<f64> = values(tensor).into_iter().map(f64::from).collect();
+            let name = |at: usize| format!("gradient {i}, element {at} in {dtype}");
+            check(&got, &reference.qkv[i], &rounding[i], name).unwrap();
+        }
+        let d_sink: Vec<f64> =
+            values(&gradients.d_sink.unwrap()).into_iter().map(f64::from).collect();
+        let rounding = reference.sink_rounding(&case);
+        check(&d_sink, &reference.d_sink, &rounding, |head| format!("d_sink[{head}]")).unwrap();
+    }
 }
 
 #[test]
