@@ -221,12 +221,11 @@ mod tests {
 
         fn gradients(&self) -> AttentionGradients {
             let mut gradients = AttentionGradients::new([4, 3, 2], D);
-            for at in 0..4 {
+            for (at, keys) in ATTENDED.into_iter().enumerate() {
                 let (scores, q, d_o, place) = self.of_query(at);
-                let row = attention_row(DType::F32, scores, q, ATTENDED[at], |key| self.key(key));
+                let row = attention_row(DType::F32, scores, q, keys, |key| self.key(key));
                 let o: Vec<f32> = row.o.iter().map(|o| o.exact as f32).collect();
                 let query = Query { q, o: &o, lse: row.lse.exact as f32, d_o };
-                let keys = ATTENDED[at];
                 gradients.add(DType::F32, scores, query, place, keys, |key| self.key(key));
             }
             gradients
