@@ -32,7 +32,8 @@ pub trait Steps {
 }
 
 /// The calls of any operation: [`Attention`](crate::Attention), whose outputs are `(o,
-/// Option<lse>)`, [`BsrMatmul`](crate::BsrMatmul), whose output is C, and
+/// Option<lse>)`, [`AttentionBackward`](crate::AttentionBackward), whose outputs are gradients
+/// and an optional workspace, [`BsrMatmul`](crate::BsrMatmul), whose output is C, and
 /// [`BsrSddmm`](crate::BsrSddmm), whose output is the values. The `problem` method of each
 /// documents which outputs fit. On a GPU nothing is allocated and the stream is not synchronised,
 /// so a graph can capture a call. On the CPU it returns when the result is there. Outputs without
