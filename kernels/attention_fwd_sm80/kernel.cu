@@ -12,8 +12,8 @@
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"
 #include "softmax.cuh"
-#include "tile_copy.cuh"
-#include "visit.cuh"
+#include "blockflash/mma/tile_copy.cuh"
+#include "blockflash/attention/visit.cuh"
 
 namespace blockflash {
 namespace {

@@ -42,7 +42,7 @@ struct AttentionFwdHopperConfig {
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
 };
 #elif defined(VARIANT_HEAD_DIM)
-struct AttentionFwdConfig {
+struct AttentionPortableConfig {
   using Element = ElementOf<VARIANT_DTYPE>::type;
   static constexpr int head_dim = VARIANT_HEAD_DIM;
   static constexpr int block_q = VARIANT_BLOCK_Q;
@@ -52,6 +52,20 @@ struct AttentionFwdConfig {
   static constexpr int threads = warps * kWarpSize;
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
+};
+#endif
+
+#ifdef VARIANT_WARPS_D
+struct AttentionBwdKvConfig : AttentionPortableConfig {
+  static constexpr int warps_d = VARIANT_WARPS_D;  // warps that share the keys and divide head_dim
+};
+#endif
+
+#ifdef VARIANT_SINK
+struct AttentionDeltaConfig {
+  using Element = ElementOf<VARIANT_DTYPE>::type;
+  static constexpr bool sink = VARIANT_SINK;  // the gradient of the sinks instead of statistics
+  static constexpr int threads = VARIANT_THREADS;
 };
 #endif
 

@@ -9,7 +9,7 @@
 namespace blockflash {
 namespace {
 
-using Config = AttentionFwdConfig;
+using Config = AttentionPortableConfig;
 
 // The part of the problem that one CTA computes.
 struct Work {
