@@ -6,8 +6,8 @@
 // that probabilities and their gradients are operands of both products without a transposition.
 // K and V stay in shared memory; Q and dO pass through it. Nothing is shared between CTAs, so the
 // result has one order of summation.
-#include "blockflash/attention/soft_cap.cuh"
 #include "blockflash/attention/gradient.cuh"
+#include "blockflash/attention/query_walk.cuh"
 #include "blockflash/attention/block_walk.cuh"
 #include "blockflash/attention/mask.cuh"
 #include "blockflash/config.cuh"
@@ -15,12 +15,14 @@
 #include "blockflash/mma/tile_copy.cuh"
 #include "blockflash/ptx/barrier.cuh"
 #include "blockflash/ptx/shared.cuh"
-#include "query_walk.cuh"
 
 namespace blockflash {
 namespace {
 
+using Config = AttentionBwdKvConfig;
 using Element = Config::Element;
+using Keys = KeyWork<Config::block_kv>;
+using Walk = QueryWalk<Config::block_q, Config::block_kv>;
 
 // Warps divide the keys, and where accumulators for the whole head dimension do not fit into the
 // registers of a warp (warps_d = 2), pairs of warps share their keys: each computes the scores of
@@ -124,7 +126,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
   extern __shared__ __align__(128) unsigned char smem[];
   const blockflash_attention_fwd_params& p = params.base;
 
-  const KeyWork work = KeyWork::agreed(params);
+  const Keys work = Keys::agreed(params);
   if (work.k_begin >= work.seqlen_kv) return;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int warp_kv = warp / kWarpsD, warp_d = warp % kWarpsD;
@@ -161,7 +163,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
 #pragma unroll 1
   for (int member = 0; member < head_group; ++member) {
     const int head = work.head_kv * head_group + member;
-    const QueryWalk walk = QueryWalk::agreed(params, work, head);
+    const Walk walk = Walk::agreed(params, work, head);
     const Element* const q = at(p.q, p.q_stride_batch, p.q_stride_seq, p.q_stride_head, head,
                                 work.q_offset);
     const Element* const d_o = at(params.d_o, params.d_o_stride_batch, params.d_o_stride_seq,
@@ -205,7 +207,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
         __syncthreads();  // tile i is visible to all
       }
       // Read for each tile rather than kept: registers are short in the main loop.
-      const QueryRange range = KeyWork::shared().range(p);
+      const QueryRange range = Keys::shared().range(p);
       const int part = warp_d * kQTiles * 8;  // first query of this warp's scores in the tile
       Scores s, dp;
       multiply_transposed<Element, kDSteps>(s, k_lane, 0, q_lane, part, stage);
@@ -238,7 +240,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
     }
     ptx::cp_async_wait_group<0>();
   }
-  const KeyWork& again = KeyWork::shared();
+  const Keys& again = Keys::shared();
   const auto store = [&](const Gradient& gradient, float factor, void* tensor, int64_t batch,
                          int64_t seq, int64_t head) {
     Element* const out = static_cast<Element*>(tensor) + again.batch * batch * !packed +

@@ -4,7 +4,6 @@
 // warp owns block_q / warps queries, so scores, their gradients and dq stay in its registers; Q and
 // dO stay in shared memory and K and V pass through it. Nothing is shared between CTAs, so the
 // result has one order of summation.
-#include "blockflash/attention/soft_cap.cuh"
 #include "blockflash/attention/gradient.cuh"
 #include "blockflash/attention/visit.cuh"
 #include "blockflash/config.cuh"
@@ -14,7 +13,10 @@
 namespace blockflash {
 namespace {
 
+using Config = AttentionPortableConfig;
 using Element = Config::Element;
+using QueryWork = Work<Config::block_q>;
+using KeyVisit = Visit<Config::block_q, Config::block_kv>;
 
 constexpr int kChunks = Config::head_dim / 8;  // 16-byte chunks of a row
 constexpr int kRowsPerWarp = Config::block_q / Config::warps;
@@ -69,8 +71,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
   extern __shared__ __align__(128) unsigned char smem[];
   const blockflash_attention_fwd_params& p = params.base;
 
-  const Visit visit = Visit::agreed(p);
-  const Work& work = visit.work;
+  const KeyVisit visit = KeyVisit::agreed(p);
+  const QueryWork& work = visit.work;
   if (work.q_begin >= work.seqlen_q) return;
   const AttentionMask mask = visit.mask(p);
   const KeyRange all = mask.keys_of_all(work.q_begin, visit.q_last());
@@ -183,7 +185,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
   }
   ptx::cp_async_wait_group<0>();
   // Read once more rather than kept: registers are short in the main loop.
-  const Work& again = Visit::shared().work;
+  const QueryWork& again = KeyVisit::shared().work;
   Element* const out = static_cast<Element*>(params.dq) +
                        again.batch * params.dq_stride_batch * !packed +
                        again.head * params.dq_stride_head + again.q_offset * params.dq_stride_seq;

@@ -22,7 +22,18 @@ struct ElementOf<BLOCKFLASH_DTYPE_BF16> {
 
 constexpr int kWarpSize = 32;
 
-#ifdef VARIANT_WARPGROUPS
+#ifdef VARIANT_STREAM_ROWS
+struct AttentionBwdHopperConfig {
+  using Element = ElementOf<VARIANT_DTYPE>::type;
+  static constexpr int head_dim = VARIANT_HEAD_DIM;
+  static constexpr int stream_rows = VARIANT_STREAM_ROWS;  // of a tile that passes through
+  static constexpr int stages = VARIANT_STAGES;
+  static constexpr int warpgroups = 2;  // consumers, 64 rows each; plus one producer
+  static constexpr int threads = 128 * (warpgroups + 1);
+  static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
+  static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
+};
+#elif defined(VARIANT_WARPGROUPS)
 struct AttentionFwdHopperConfig {
   using Element = ElementOf<VARIANT_DTYPE>::type;
   static constexpr int head_dim = VARIANT_HEAD_DIM;

@@ -126,6 +126,14 @@ typedef struct blockflash_attention_fwd_tma_params {
   float scale_over_cap;     /* softmax_scale / softcap, 0 without a cap */
 } blockflash_attention_fwd_tma_params;
 
+/* Attention backward by CTAs that load tiles by TMA. The maps have the dimensions of the forward
+ * pass and boxes of 64 columns and 64 rows (q, d_o) or 128 rows (k, v). */
+typedef struct blockflash_attention_bwd_tma_params {
+  blockflash_tensor_map q, d_o;
+  blockflash_tensor_map k, v; /* zeros when there are no keys */
+  blockflash_attention_bwd_params base;
+} blockflash_attention_bwd_tma_params;
+
 /* Activations of the matmul epilogue. */
 #define BLOCKFLASH_ACTIVATION_NONE 0
 #define BLOCKFLASH_ACTIVATION_RELU 1

@@ -9,6 +9,7 @@
 #include <stdint.h>
 
 #include "blockflash/attention/packed_rows.cuh"
+#include "blockflash/attention/soft_cap.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/mma/fragment.cuh"
 #include "blockflash/params.h"

@@ -54,6 +54,17 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_mn(uint32_t tile_smem, uint
          static_cast<uint64_t>(panel_bytes >> 4) << 16 | ((tile_smem & 0x3FFFF) >> 4);
 }
 
+// The same descriptors of tiles with rows of 128 bytes and eight rows to 1024 bytes, from their low
+// words. The word is opaque, so that descriptors are made where they are used: 64-bit descriptors
+// that do not change are otherwise hoisted out of the loop and spilled.
+__device__ __forceinline__ uint32_t wgmma_low(uint32_t tile_smem, uint32_t panel_bytes = 0) {
+  return tile_smem >> 4 | panel_bytes >> 4 << 16;
+}
+__device__ __forceinline__ uint64_t wgmma_descriptor_of(uint32_t low) {
+  asm volatile("" : "+r"(low));
+  return 0x4000004000000000ull | low;
+}
+
 // Accumulators of m64nNk16 and their operand numbers. With g = lane / 4 and t = lane % 4, warp w of
 // the warpgroup holds rows 16 w + g (d[4 j], d[4 j + 1]) and 16 w + g + 8 (d[4 j + 2], d[4 j + 3]),
 // columns 8 j + 2 t and 8 j + 2 t + 1.

@@ -1,16 +1,13 @@
-// The work of one CTA of the backward kernel for keys and values: its keys, and the query tiles
+// The work of one CTA of the backward kernels for keys and values: its keys, and the query tiles
 // that it visits.
 #pragma once
 
 #include "blockflash/attention/block_walk.cuh"
 #include "blockflash/attention/mask.cuh"
 #include "blockflash/attention/packed_rows.cuh"
-#include "blockflash/config.cuh"
 
 namespace blockflash {
 namespace {
-
-using Config = AttentionBwdKvConfig;
 
 // Which queries see a key: the mask of the forward pass, read from the side of the keys.
 struct QueryRange {
@@ -33,13 +30,13 @@ struct QueryRange {
   // Whether some pair of a tile is masked.
   __device__ __forceinline__ bool is_masked(int first_key, int keys, int first_query,
                                             int queries) const {
-    const int last = min(first_query + queries, seqlen_q) - 1;
-    const KeyRange all = mask.keys_of_all(first_query, last);
+    const KeyRange all = mask.keys_of_all(first_query, min(first_query + queries, seqlen_q) - 1);
     return first_key < all.begin || first_key + keys > all.end;
   }
 };
 
-// The keys of a CTA.
+// The keys of a CTA, block_kv of them.
+template <int block_kv>
 struct KeyWork {
   int batch, head_kv;
   BlockRows rows;  // of the transposed block mask
@@ -50,11 +47,11 @@ struct KeyWork {
   __device__ __forceinline__ explicit KeyWork(const blockflash_attention_bwd_params& params) {
     const blockflash_attention_fwd_params& p = params.base;
     // Early key tiles are seen by the most queries of a causal mask, so they come first.
-    const int tiles = tiles_of_queries(params.block_mask_t, p.seqlen_kv, Config::block_kv);
+    const int tiles = tiles_of_queries(params.block_mask_t, p.seqlen_kv, block_kv);
     const int batch_head = blockIdx.x / tiles;
     batch = batch_head / p.num_heads_kv;
     head_kv = batch_head % p.num_heads_kv;
-    k_begin = blockIdx.x % tiles * Config::block_kv;
+    k_begin = blockIdx.x % tiles * block_kv;
     rows = BlockRows::of(params.block_mask_t, batch);
     seqlen_q = p.seqlen_q;
     seqlen_kv = p.seqlen_kv;
@@ -88,25 +85,26 @@ struct KeyWork {
 
 // The query tiles of one head that the keys of a CTA visit: `tiles` positions of the list from
 // `first` on, in ascending order.
+template <int block_q, int block_kv>
 struct QueryWalk {
   TileList list;
   int first, tiles;
 
   __device__ __forceinline__ QueryWalk(const blockflash_attention_bwd_params& params,
-                                       const KeyWork& work, int head) {
+                                       const KeyWork<block_kv>& work, int head) {
     const QueryRange range = work.range(params.base);
-    const int last_key = min(work.k_begin + Config::block_kv, work.seqlen_kv) - 1;
+    const int last_key = min(work.k_begin + block_kv, work.seqlen_kv) - 1;
     const int begin = range.queries_of(work.k_begin).begin, end = range.queries_of(last_key).end;
-    list = TileList::of(params.block_mask_t, work.rows, Config::block_q, work.batch, head,
+    list = TileList::of(params.block_mask_t, work.rows, block_q, work.batch, head,
                         work.k_begin);
-    first = list.lower_bound(begin / Config::block_q);
-    tiles = max(list.lower_bound((end + Config::block_q - 1) / Config::block_q) - first, 0);
+    first = list.lower_bound(begin / block_q);
+    tiles = max(list.lower_bound((end + block_q - 1) / block_q) - first, 0);
   }
 
   // One thread reads the list for all: see KeyWork::agreed. A walk is only replaced once all
   // threads have read the one before it.
   static __device__ __forceinline__ QueryWalk agreed(const blockflash_attention_bwd_params& params,
-                                                     const KeyWork& work, int head) {
+                                                     const KeyWork<block_kv>& work, int head) {
     __shared__ __align__(16) unsigned char bytes[sizeof(QueryWalk)];
     QueryWalk& shared = reinterpret_cast<QueryWalk&>(bytes);
     __syncthreads();
