@@ -24,26 +24,28 @@ __device__ __forceinline__ void produce(const Params& params, const KeyVisit& vi
                                  barriers.resident + 8 * which);
   };
   copy_resident(0, params.q);
-  Position at{0, 1};
+  Position<kStages> k_at(1);
+  Position<kSecondStages> v_at(1);
 #pragma unroll 1
   for (int i = 0; i < visit.tiles; ++i) {
     const int first = visit.list.tile_at(visit.last - i) * kStreamRows;
     const int row = static_cast<int>(work.kv_offset) + first;
-    const uint32_t stage = smem + kRingOffset + at.stage * kStageBytes;
-    at.wait(barriers.empty);
-    announce(smem, at.stage, first);
     const auto copy = [&](uint32_t barrier, uint32_t dst, const blockflash_tensor_map& map) {
       ptx::mbarrier_arrive_expect_tx(barrier, kStreamBytes);
       copy_tile<kStreamRows, kStreamRows>(dst, map, row, work.head_kv, batch, barrier);
     };
-    copy(barriers.first + 8 * at.stage, stage, params.k);
+    k_at.wait(barriers.first_empty);
+    announce(smem, k_at.stage, first);
+    copy(barriers.first + 8 * k_at.stage, smem + kFirstOffset + k_at.stage * kStreamBytes, params.k);
     if (i == 0) copy_resident(1, params.d_o);
-    copy(barriers.second + 8 * at.stage, stage + kStreamBytes, params.v);
-    at.advance();
+    v_at.wait(barriers.second_empty);
+    copy(barriers.second + 8 * v_at.stage, smem + kSecondOffset + v_at.stage * kStreamBytes,
+         params.v);
+    k_at.advance(), v_at.advance();
   }
-  at.wait(barriers.empty);
-  announce(smem, at.stage, -1);
-  ptx::mbarrier_arrive(barriers.first + 8 * at.stage);
+  k_at.wait(barriers.first_empty);
+  announce(smem, k_at.stage, -1);
+  ptx::mbarrier_arrive(barriers.first + 8 * k_at.stage);
 }
 
 // One consumer warpgroup: 64 queries. Of the 16 queries of a warp, a lane holds g and g + 8
@@ -78,35 +80,37 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
     }
   }
   const uint32_t q = ptx::wgmma_low(smem + warpgroup * 64 * 128), d_o = q + (kResidentBytes >> 4);
-  const uint32_t k = ptx::wgmma_low(smem + kRingOffset),
-                 k_rows = ptx::wgmma_low(smem + kRingOffset, kStreamPanel);
-  const auto release = [&](int stage) {
-    if (lane == 0) ptx::mbarrier_arrive(barriers.empty + 8 * stage);
+  const uint32_t k = ptx::wgmma_low(smem + kFirstOffset),
+                 k_rows = ptx::wgmma_low(smem + kFirstOffset, kStreamPanel),
+                 v = ptx::wgmma_low(smem + kSecondOffset);
+  const auto release = [&](uint32_t barriers_of_ring, int stage) {
+    if (lane == 0) ptx::mbarrier_arrive(barriers_of_ring + 8 * stage);
   };
   const auto load = [&](const float (&of_rows)[2]) {
     return [&](int, float (&x)[2]) { x[0] = of_rows[0], x[1] = of_rows[1]; };
   };
 
   turns.open();
-  Position at{0, 0};
-  int before = -1;  // stage of the tile before
+  Position<kStages> k_at(0);
+  Position<kSecondStages> v_at(0);
+  int before = -1;  // stage of K of the tile before
 #pragma unroll 1
   while (true) {
-    at.wait(barriers.first);
-    const int first_key = announced(smem, at.stage);
+    k_at.wait(barriers.first);
+    const int first_key = announced(smem, k_at.stage);
     if (first_key < 0) break;
     if (before < 0) ptx::mbarrier_wait(barriers.resident, 0);
-    const uint32_t stage = at.stage * (kStageBytes >> 4);
+    const uint32_t k_stage = k_at.stage * (kStreamBytes >> 4);
     ptx::wgmma_fence();
-    start_scores<kStreamRows>(s, q, kResidentPanel, k + stage, kStreamPanel);
+    start_scores<kStreamRows>(s, q, kResidentPanel, k + k_stage, kStreamPanel);
     // The scores are queued behind the gradient of the tile before, whose stage is now read.
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_pin(dq);
-    if (before >= 0) release(before);
-    at.wait(barriers.second);
+    if (before >= 0) release(barriers.first_empty, before);
+    v_at.wait(barriers.second);
     if (before < 0) ptx::mbarrier_wait(barriers.resident + 8, 0);
     ptx::wgmma_fence();
-    start_scores<kStreamRows>(dp, d_o, kResidentPanel, k + stage + (kStreamBytes >> 4),
+    start_scores<kStreamRows>(dp, d_o, kResidentPanel, v + v_at.stage * (kStreamBytes >> 4),
                               kStreamPanel);
     turns.end();
 
@@ -124,14 +128,15 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
         visible.bits[half] = visible_keys(keys.begin - first, keys.end - first);
       }
     }
-    differentiate_scores<true>(s, dp, p16, ds16, scale, visible, load(logs), load(deltas));
+    differentiate_scores<true>(s, dp, p16, ds16, scale, visible, load(logs), load(deltas),
+                               [&] { release(barriers.second_empty, v_at.stage); });
 
     turns.begin();
     ptx::wgmma_fence();
-    start_gradient<kStreamRows / 16>(dq, ds16, k_rows + stage);
+    start_gradient<kStreamRows / 16>(dq, ds16, k_rows + k_stage);
     ptx::wgmma_commit_group();
-    before = at.stage;
-    at.advance();
+    before = k_at.stage;
+    k_at.advance(), v_at.advance();
   }
   turns.close();
   ptx::wgmma_wait_group<0>();

@@ -26,9 +26,11 @@ constexpr int kWarpSize = 32;
 struct AttentionBwdHopperConfig {
   using Element = ElementOf<VARIANT_DTYPE>::type;
   static constexpr int head_dim = VARIANT_HEAD_DIM;
-  static constexpr int stream_rows = VARIANT_STREAM_ROWS;  // of a tile that passes through
-  static constexpr int stages = VARIANT_STAGES;
-  static constexpr int warpgroups = 2;  // consumers, 64 rows each; plus one producer
+  static constexpr int resident_rows = VARIANT_RESIDENT_ROWS;  // of the tiles that a CTA keeps
+  static constexpr int stream_rows = VARIANT_STREAM_ROWS;      // of the tiles that pass through
+  static constexpr int stages = VARIANT_STAGES;                // of K or Q
+  static constexpr int second_stages = VARIANT_SECOND_STAGES;  // of V or dO
+  static constexpr int warpgroups = 2;                         // consumers; plus one producer
   static constexpr int threads = 128 * (warpgroups + 1);
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");

@@ -1,7 +1,6 @@
-// What the Hopper kernels of the attention backward share. A CTA keeps a pair of tiles of 128 rows in
-// shared memory (K and V, or Q and dO) and streams pairs of tiles of the other side past it. One
-// thread of the producer warpgroup reads all lists and issues all TMA loads; two consumer
-// warpgroups own 64 of the resident rows each.
+// What the Hopper kernels of the attention backward share. A CTA keeps a pair of tiles in shared
+// memory (K and V, or Q and dO) and streams pairs of tiles of the other side past it. One thread of
+// the producer warpgroup reads all lists and issues all TMA loads; two consumer warpgroups compute.
 #pragma once
 
 #include "blockflash/attention/gradient.cuh"
@@ -21,53 +20,77 @@ using Params = blockflash_attention_bwd_tma_params;
 using Element = Config::Element;
 using Traits = ElementTraits<Element>;
 
-constexpr int kD = Config::head_dim, kStages = Config::stages, kStreamRows = Config::stream_rows;
-constexpr int kResidentRows = 64 * Config::warpgroups;
+constexpr int kD = Config::head_dim, kStages = Config::stages,
+              kSecondStages = Config::second_stages;
+constexpr int kResidentRows = Config::resident_rows, kStreamRows = Config::stream_rows;
 constexpr int kPanels = (kD + 63) / 64;  // 64 columns: rows of 128 bytes with the 128-byte swizzle
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
-// Shared memory: the resident pair; the ring of streamed pairs; and a page of row statistics,
-// announcements and mbarriers.
+// Shared memory: the resident pair; the rings of first tiles (Q or K) and of second tiles (dO or V);
+// what a kernel adds; and a page of row statistics, announcements and mbarriers.
 constexpr int kResidentPanel = kResidentRows * 128, kStreamPanel = kStreamRows * 128;
 constexpr int kResidentBytes = kPanels * kResidentPanel, kStreamBytes = kPanels * kStreamPanel;
-constexpr int kRingOffset = 2 * kResidentBytes, kStageBytes = 2 * kStreamBytes;
-constexpr int kStatisticsOffset = kRingOffset + kStages * kStageBytes, kStatisticsBytes = 64 * 4;
-constexpr int kTileOffset = kStatisticsOffset + kStages * 2 * kStatisticsBytes;
+constexpr int kFirstOffset = 2 * kResidentBytes,
+              kSecondOffset = kFirstOffset + kStages * kStreamBytes,
+              kRingEnd = kSecondOffset + kSecondStages * kStreamBytes;
+constexpr int kPageBytes = 2048;
+constexpr int kStatisticsOffset = Config::smem_bytes - kPageBytes, kStatisticsBytes = 64 * 4;
+constexpr int kTileOffset = kStatisticsOffset + (kStages + kSecondStages) * kStatisticsBytes;
 constexpr int kBarrierOffset = kTileOffset + 16;
-static_assert(kBarrierOffset + 8 * (2 + 3 * kStages) <= Config::smem_bytes,
-              "manifest and kernel disagree on shared memory");
+static_assert(kBarrierOffset + 8 * (2 + 2 * (kStages + kSecondStages)) <= Config::smem_bytes,
+              "the page is too small");
 
-// The mbarriers: the two resident tiles; and of each stage, the first tile, the second tile, and
-// its release by all consumer warps.
+// The mbarriers: the two resident tiles; and of each ring, the arrival of a stage and its release by
+// all consumer warps.
 struct Barriers {
-  uint32_t resident, first, second, empty;
+  uint32_t resident, first, second, first_empty, second_empty;
 
   __device__ __forceinline__ explicit Barriers(uint32_t smem)
       : resident(smem + kBarrierOffset),
         first(resident + 16),
         second(first + 8 * kStages),
-        empty(second + 8 * kStages) {}
+        first_empty(second + 8 * kSecondStages),
+        second_empty(first_empty + 8 * kStages) {}
 
   __device__ __forceinline__ void init() const {
-    for (int i = 0; i < 2 + 2 * kStages; ++i) ptx::mbarrier_init(resident + 8 * i, 1);
-    for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(empty + 8 * i, 4 * Config::warpgroups);
+    constexpr int kFull = kStages + kSecondStages;
+    for (int i = 0; i < 2 + kFull; ++i) ptx::mbarrier_init(resident + 8 * i, 1);
+    for (int i = 0; i < kFull; ++i)
+      ptx::mbarrier_init(first_empty + 8 * i, 4 * Config::warpgroups);
     ptx::fence_mbarrier_init();
+  }
+
+  // Releases a stage of both rings, by the lanes of a warp that have read it.
+  __device__ __forceinline__ void release(int stage) const {
+    if (threadIdx.x % 32 != 0) return;
+    ptx::mbarrier_arrive(first_empty + 8 * stage);
+    ptx::mbarrier_arrive(second_empty + 8 * stage);
   }
 };
 
-// A position in the ring. A consumer starts with parity 0, a producer, whose stages are free at
+// A position in a ring. A consumer starts with parity 0, a producer, whose stages are free at
 // first, with parity 1.
+template <int stages>
 struct Position {
   int stage = 0;
   uint32_t parity;
 
+  __device__ __forceinline__ explicit Position(uint32_t first_parity) : parity(first_parity) {}
   __device__ __forceinline__ void wait(uint32_t barriers) const {
     ptx::mbarrier_wait(barriers + 8 * stage, parity);
   }
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
+    if (stages == 1 || ++stage == stages) stage = 0, parity ^= 1;
   }
 };
+
+// Where the statistics of a stage lie that belong to its first or its second tile.
+__device__ __forceinline__ uint32_t first_statistics(uint32_t smem, int stage) {
+  return smem + kStatisticsOffset + stage * kStatisticsBytes;
+}
+__device__ __forceinline__ uint32_t second_statistics(uint32_t smem, int stage) {
+  return first_statistics(smem, kStages + stage);
+}
 
 // Starts the TMA loads of all panels of a tile, in boxes of box_rows rows.
 template <int rows, int box_rows>
@@ -121,12 +144,13 @@ __device__ __forceinline__ void start_scores(float (&d)[columns / 2], uint32_t a
   ptx::wgmma_commit_group();
 }
 
-// d[64, head_dim] += a·b: a in registers, with 16 · steps columns, and so many rows of b.
-template <int steps>
-__device__ __forceinline__ void start_gradient(float (&d)[kD / 2], const uint32_t* a, uint32_t b) {
+// d[64, columns] += a·b: a in registers, with 16 · steps columns, and so many rows of b.
+template <int steps, int half_columns>
+__device__ __forceinline__ void start_gradient(float (&d)[half_columns], const uint32_t* a,
+                                               uint32_t b) {
 #pragma unroll
   for (int k = 0; k < steps; ++k)
-    ptx::Wgmma<kD, Element>::template rs<true, true>(d, a + 4 * k,
+    ptx::Wgmma<2 * half_columns, Element>::template rs<true, true>(d, a + 4 * k,
                                                      ptx::wgmma_descriptor_of(b) + k * 128);
 }
 
@@ -147,15 +171,15 @@ struct Visible {
 // Once the scores s and dp = dO·v of a lane are there, in this order: rounds the probabilities
 // and the gradients of the scores, both operands of the next products. `logs(j, x)`
 // and `deltas(j, x)` yield the statistics of s[4 j…]: of element i they are x[i / 2 % 2] where rows
-// are queries, and x[i % 2] where columns are. A hidden pair has both 0 by selection, since 0·NaN would
+// are queries, and x[i % 2] where columns are. `read()` is called when dp is complete. A hidden pair has both 0 by selection, since 0·NaN would
 // be NaN.
-template <bool by_row, int n, class Logs, class Deltas>
+template <bool by_row, int n, class Logs, class Deltas, class Read>
 __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[n],
                                                      uint32_t (&p16)[n / 2],
                                                      uint32_t (&ds16)[n / 2],
                                                      const ScoreScale& scale,
                                                      const Visible& visible, const Logs& logs,
-                                                     const Deltas& deltas) {
+                                                     const Deltas& deltas, const Read& read) {
   const auto of = [](int i) { return by_row ? i / 2 % 2 : i % 2; };
   const auto round = [](const float* x, uint32_t* words) {
     words[0] = Traits::pack(x[0], x[1]), words[1] = Traits::pack(x[2], x[3]);
@@ -165,6 +189,7 @@ __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[
     // Both at once, so that no register holds the slope beside dp.
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(s), ptx::wgmma_pin(dp);
+    read();
     visible.hide(s, -CUDART_INF_F);
 #pragma unroll
     for (int j = 0; j < n / 4; ++j) {
@@ -190,6 +215,7 @@ __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[
   }
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_pin(dp);
+  read();
 #pragma unroll
   for (int j = 0; j < n / 4; ++j) {
     deltas(j, delta);
