@@ -126,7 +126,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
   extern __shared__ __align__(128) unsigned char smem[];
   const blockflash_attention_fwd_params& p = params.base;
 
-  const Keys work = Keys::agreed(params);
+  const Keys work = Keys::agreed([&] { return Keys(params); });
   if (work.k_begin >= work.seqlen_kv) return;
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int warp_kv = warp / kWarpsD, warp_d = warp % kWarpsD;

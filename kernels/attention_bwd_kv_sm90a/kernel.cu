@@ -7,12 +7,14 @@
 // arise. Nothing is shared between CTAs, so the result has one order of summation.
 #include "consumer.cuh"
 #include "consumer_pair.cuh"
+#include "consumer_turns.cuh"
 
 namespace blockflash {
 namespace {
 
-__device__ __forceinline__ void produce(const Params& params, const Keys& work, uint32_t smem,
+__device__ __forceinline__ void produce(const Params& params, uint32_t smem,
                                         const Barriers& barriers) {
+  const Keys& work = Keys::shared();
   const blockflash_attention_bwd_params& b = params.base;
   const blockflash_attention_fwd_params& p = b.base;
   const bool packed = p.cu_seqlens_q != nullptr;
@@ -27,6 +29,7 @@ __device__ __forceinline__ void produce(const Params& params, const Keys& work, 
   copy_resident(0, params.k);
   bool values_wanted = true;
   Position<kStages> at(1);
+  int n = 0;  // number of the tile
 #pragma unroll 1
   for (int member = 0; member < head_group; ++member) {
     const int head = work.head_kv * head_group + member;
@@ -47,6 +50,9 @@ __device__ __forceinline__ void produce(const Params& params, const Keys& work, 
       };
       at.wait(barriers.first_empty), at.wait(barriers.second_empty);
       announce(smem, at.stage, first);
+      if constexpr (Config::dq)
+        TurnBarriers(smem).announce(n++, static_cast<int>((statistics + first) / kStatisticsTile),
+                                    first);
       copy(barriers.first + 8 * at.stage, smem + kFirstOffset + at.stage * kStreamBytes, params.q,
            first_statistics(smem, at.stage), b.negative_logs);
       if (values_wanted) copy_resident(1, params.v), values_wanted = false;
@@ -57,6 +63,8 @@ __device__ __forceinline__ void produce(const Params& params, const Keys& work, 
   }
   at.wait(barriers.first_empty);
   announce(smem, at.stage, -1);
+  if constexpr (Config::dq)
+    TurnBarriers(smem).announce(n, -1, 0), TurnBarriers(smem).announce(n + 1, -1, 0);
   ptx::mbarrier_arrive(barriers.first + 8 * at.stage);
 }
 
@@ -70,15 +78,33 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params pa
   const Barriers barriers(smem);
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
-  if (threadIdx.x == 0) barriers.init();
-  const Keys work = Keys::agreed(params.base);
-  if (work.k_begin >= work.seqlen_kv) return;
+  if (threadIdx.x == 0) {
+    if constexpr (Config::dq) TurnBarriers(smem).init();
+    barriers.init();
+  }
+  const Keys& work = Keys::agreed([&] {
+    if constexpr (Config::dq)
+      return keys_in_turn(params);
+    else
+      return Keys(params.base);
+  });
+  if (work.k_begin >= work.seqlen_kv) {
+    if (Config::dq && threadIdx.x == 0) close_turns(params);
+    return;
+  }
   if (warpgroup == 0) {
     ptx::lower_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) produce(params, work, smem, barriers);
+    if (threadIdx.x == 0) {
+      produce(params, smem, barriers);
+      if constexpr (Config::dq) close_turns(params);
+    }
+    if constexpr (Config::dq)
+      if (threadIdx.x == 32 || threadIdx.x == 64) add_in_turn(params, smem, threadIdx.x / 32 - 1);
   } else {
     ptx::raise_registers<kConsumerRegisters>();
-    if constexpr (kResidentRows == 128)
+    if constexpr (Config::dq)
+      consume_with_dq<kD / 2>(params, smem, barriers, warpgroup - 1);
+    else if constexpr (kResidentRows == 128)
       consume(params, smem, barriers, warpgroup - 1);
     else
       consume_as_pair(params, smem, barriers, warpgroup - 1);

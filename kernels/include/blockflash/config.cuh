@@ -30,6 +30,7 @@ struct AttentionBwdHopperConfig {
   static constexpr int stream_rows = VARIANT_STREAM_ROWS;      // of the tiles that pass through
   static constexpr int stages = VARIANT_STAGES;                // of K or Q
   static constexpr int second_stages = VARIANT_SECOND_STAGES;  // of V or dO
+  static constexpr bool dq = VARIANT_DQ;  // whether dq is computed beside dk and dv
   static constexpr int warpgroups = 2;                         // consumers; plus one producer
   static constexpr int threads = 128 * (warpgroups + 1);
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
@@ -71,6 +72,13 @@ struct AttentionPortableConfig {
 #ifdef VARIANT_WARPS_D
 struct AttentionBwdKvConfig : AttentionPortableConfig {
   static constexpr int warps_d = VARIANT_WARPS_D;  // warps that share the keys and divide head_dim
+};
+#endif
+
+#ifdef VARIANT_SUMS_HEAD_DIM
+struct AttentionBwdSumsConfig {
+  using Element = ElementOf<VARIANT_DTYPE>::type;
+  static constexpr int head_dim = VARIANT_SUMS_HEAD_DIM;
 };
 #endif
 

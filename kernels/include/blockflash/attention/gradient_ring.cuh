@@ -24,7 +24,9 @@ constexpr int kD = Config::head_dim, kStages = Config::stages,
               kSecondStages = Config::second_stages;
 constexpr int kResidentRows = Config::resident_rows, kStreamRows = Config::stream_rows;
 constexpr int kPanels = (kD + 63) / 64;  // 64 columns: rows of 128 bytes with the 128-byte swizzle
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+// Warps of the producer warpgroup that add dq need more registers.
+constexpr int kProducerRegisters = Config::dq ? 40 : 24,
+              kConsumerRegisters = Config::dq ? 232 : 240;
 
 // Shared memory: the resident pair; the rings of first tiles (Q or K) and of second tiles (dO or V);
 // what a kernel adds; and a page of row statistics, announcements and mbarriers.
@@ -36,9 +38,9 @@ constexpr int kFirstOffset = 2 * kResidentBytes,
 constexpr int kPageBytes = 2048;
 constexpr int kStatisticsOffset = Config::smem_bytes - kPageBytes, kStatisticsBytes = 64 * 4;
 constexpr int kTileOffset = kStatisticsOffset + (kStages + kSecondStages) * kStatisticsBytes;
-constexpr int kBarrierOffset = kTileOffset + 16;
-static_assert(kBarrierOffset + 8 * (2 + 2 * (kStages + kSecondStages)) <= Config::smem_bytes,
-              "the page is too small");
+constexpr int kBarrierOffset = kTileOffset + 16,
+              kPageEnd = kBarrierOffset + 8 * (2 + 2 * (kStages + kSecondStages));
+static_assert(kPageEnd <= Config::smem_bytes, "the page is too small");
 
 // The mbarriers: the two resident tiles; and of each ring, the arrival of a stage and its release by
 // all consumer warps.

@@ -44,14 +44,21 @@ struct KeyWork {
   int seqlen_q, seqlen_kv;
   int64_t q_offset, kv_offset;  // first row of the sequence in packed tensors
 
-  __device__ __forceinline__ explicit KeyWork(const blockflash_attention_bwd_params& params) {
+  // Early key tiles are seen by the most queries of a causal mask, so they come first.
+  __device__ __forceinline__ explicit KeyWork(const blockflash_attention_bwd_params& params)
+      : KeyWork(params, blockIdx.x / tiles_of_keys(params), blockIdx.x % tiles_of_keys(params)) {}
+
+  static __device__ __forceinline__ int tiles_of_keys(
+      const blockflash_attention_bwd_params& params) {
+    return tiles_of_queries(params.block_mask_t, params.base.seqlen_kv, block_kv);
+  }
+
+  __device__ __forceinline__ KeyWork(const blockflash_attention_bwd_params& params, int batch_head,
+                                     int tile) {
     const blockflash_attention_fwd_params& p = params.base;
-    // Early key tiles are seen by the most queries of a causal mask, so they come first.
-    const int tiles = tiles_of_queries(params.block_mask_t, p.seqlen_kv, block_kv);
-    const int batch_head = blockIdx.x / tiles;
     batch = batch_head / p.num_heads_kv;
     head_kv = batch_head % p.num_heads_kv;
-    k_begin = blockIdx.x % tiles * block_kv;
+    k_begin = tile * block_kv;
     rows = BlockRows::of(params.block_mask_t, batch);
     seqlen_q = p.seqlen_q;
     seqlen_kv = p.seqlen_kv;
@@ -76,8 +83,9 @@ struct KeyWork {
     __shared__ __align__(16) unsigned char bytes[sizeof(KeyWork)];
     return reinterpret_cast<KeyWork&>(bytes);
   }
-  static __device__ __forceinline__ KeyWork agreed(const blockflash_attention_bwd_params& params) {
-    if (threadIdx.x == 0) shared() = KeyWork(params);
+  template <class Read>
+  static __device__ __forceinline__ const KeyWork& agreed(const Read& read) {
+    if (threadIdx.x == 0) shared() = read();
     __syncthreads();
     return shared();
   }
