@@ -1,10 +1,12 @@
-// The row statistics of the attention backward: delta = rowsum(dO∘o) and -lse·log2(e) of every
-// query, in the padded layout of the workspace; and the gradient of the sinks.
+// The parts of the attention backward that pass over rows once.
 //
-// VARIANT_SINK 0: a CTA has 64 queries of a head, a quarter of a warp per query. Rows past the end
-// of a sequence get the statistics of a query that sees nothing.
-// VARIANT_SINK 1: a CTA has a head and sums -exp(sink - lse)·delta over all of its queries in a
-// fixed order. The sink is a logit without a value, so its dp is 0.
+// Step 0, the row statistics: delta = rowsum(dO∘o) and -lse·log2(e) of every query, in the padded
+// layout of the workspace. A CTA has 64 queries of a head, a quarter of a warp per query. Rows past
+// the end of a sequence get the statistics of a query that sees nothing.
+// Step 1, the gradient of the sinks: a CTA has a head and sums -exp(sink - lse)·delta over all of
+// its queries in a fixed order. The sink is a logit without a value, so its dp is 0.
+// Step 2, zeros in all rows of dq, dk and dv, where some rows belong to no sequence: a CTA has 64
+// rows, counted through dq and then through dk and dv.
 #include "blockflash/attention/gradient.cuh"
 #include "blockflash/config.cuh"
 
@@ -71,8 +73,8 @@ __device__ __forceinline__ void store_statistics(const Params& params) {
     if (lane == 0) {
       float negative_log = -CUDART_INF_F;
       if (inside) {
-        const float lse = p.lse[batch * p.lse_stride_batch + head * p.lse_stride_head +
-                                queries.begin + row];
+        const float lse =
+            p.lse[batch * p.lse_stride_batch + head * p.lse_stride_head + queries.begin + row];
         // A query that sees nothing has an lse of -inf. Its probabilities are 0.
         if (lse != -CUDART_INF_F) negative_log = -lse * kLog2e;
       }
@@ -107,13 +109,47 @@ __device__ __forceinline__ void store_sink_gradient(const Params& params) {
   if (threadIdx.x == 0) params.d_sink[head] = partial[0];
 }
 
+// Every row of a tensor counts once, whatever the sequences are.
+__device__ __forceinline__ void store_zeros(const Params& params) {
+  const blockflash_attention_fwd_params& p = params.base;
+  const bool packed = p.cu_seqlens_q != nullptr;
+  const int64_t rows_q = packed ? p.total_q : static_cast<int64_t>(p.batch) * p.seqlen_q,
+                rows_kv = packed ? p.total_kv : static_cast<int64_t>(p.batch) * p.seqlen_kv;
+  const auto clear = [&](void* tensor, int64_t row, int64_t batch_stride, int64_t seq_stride,
+                         int64_t head_stride, int seqlen, int heads) {
+    const int64_t batch = packed ? 0 : row / seqlen;
+    Element* const first =
+        static_cast<Element*>(tensor) + batch * batch_stride + (row - batch * seqlen) * seq_stride;
+    const int chunks = p.head_dim / 8;
+    for (int i = threadIdx.x % 32; i < heads * chunks; i += 32)
+      *reinterpret_cast<uint4*>(first + i / chunks * head_stride + i % chunks * 8) =
+          make_uint4(0, 0, 0, 0);
+  };
+  for (int r = threadIdx.x / 32; r < kStatisticsTile; r += Config::threads / 32) {
+    int64_t row = static_cast<int64_t>(blockIdx.x) * kStatisticsTile + r;
+    if (row < rows_q) {
+      clear(params.dq, row, params.dq_stride_batch, params.dq_stride_seq, params.dq_stride_head,
+            p.seqlen_q, p.num_heads_q);
+      continue;
+    }
+    row -= rows_q;
+    if (row >= rows_kv) return;
+    clear(params.dk, row, params.dk_stride_batch, params.dk_stride_seq, params.dk_stride_head,
+          p.seqlen_kv, p.num_heads_kv);
+    clear(params.dv, row, params.dv_stride_batch, params.dv_stride_seq, params.dv_stride_head,
+          p.seqlen_kv, p.num_heads_kv);
+  }
+}
+
 }  // namespace
 }  // namespace blockflash
 
 BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params) {
   using namespace blockflash;
-  if constexpr (Config::sink)
+  if constexpr (Config::step == 0)
+    store_statistics(params);
+  else if constexpr (Config::step == 1)
     store_sink_gradient(params);
   else
-    store_statistics(params);
+    store_zeros(params);
 }

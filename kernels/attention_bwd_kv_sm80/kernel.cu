@@ -6,10 +6,10 @@
 // that probabilities and their gradients are operands of both products without a transposition.
 // K and V stay in shared memory; Q and dO pass through it. Nothing is shared between CTAs, so the
 // result has one order of summation.
-#include "blockflash/attention/gradient.cuh"
-#include "blockflash/attention/query_walk.cuh"
 #include "blockflash/attention/block_walk.cuh"
+#include "blockflash/attention/gradient.cuh"
 #include "blockflash/attention/mask.cuh"
+#include "blockflash/attention/query_walk.cuh"
 #include "blockflash/config.cuh"
 #include "blockflash/mma/products.cuh"
 #include "blockflash/mma/tile_copy.cuh"
@@ -31,8 +31,8 @@ constexpr int kWarpsD = Config::warps_d, kWarpsKv = Config::warps / kWarpsD;
 constexpr int kRowsPerWarp = Config::block_kv / kWarpsKv;
 constexpr int kMTiles = kRowsPerWarp / 16;
 constexpr int kChunks = Config::head_dim / 8;
-constexpr int kQTiles = Config::block_q / 8 / kWarpsD;       // MMA tiles of a warp along queries
-constexpr int kDTiles = Config::head_dim / 8 / kWarpsD;      // and along the head dimension
+constexpr int kQTiles = Config::block_q / 8 / kWarpsD;   // MMA tiles of a warp along queries
+constexpr int kDTiles = Config::head_dim / 8 / kWarpsD;  // and along the head dimension
 constexpr int kDSteps = Config::head_dim / 16;
 constexpr int kQSteps = Config::block_q / 16;
 constexpr int kKvTileBytes = Config::block_kv * Config::head_dim * 2;
@@ -45,8 +45,8 @@ constexpr int kExchangeBytes = kWarpsD == 1 ? 0 : Config::block_kv * Config::blo
 
 static_assert(kRowsPerWarp % 16 == 0 && kQTiles % 2 == 0, "a warp computes whole MMA tiles");
 static_assert(kStatisticsTile % Config::block_q == 0, "statistics are padded to whole tiles");
-static_assert(Config::smem_bytes == 2 * kKvTileBytes + Config::stages * kStageBytes +
-                                        2 * kExchangeBytes,
+static_assert(Config::smem_bytes ==
+                  2 * kKvTileBytes + Config::stages * kStageBytes + 2 * kExchangeBytes,
               "manifest and kernel disagree on smem");
 
 using KvCopy = TileCopy<Config::block_kv, kChunks, Config::threads>;
@@ -102,9 +102,8 @@ __device__ __forceinline__ void store_exchange(const Scores& s, uint32_t tile, i
 // shared memory.
 __device__ __forceinline__ void accumulate(Gradient& gradient, const Scores& a,
                                            const LaneAddress<kExchangeChunks>& exchange,
-                                           uint32_t exchange_offset,
-                                           const LaneAddress<kChunks>& b, int column16,
-                                           uint32_t offset) {
+                                           uint32_t exchange_offset, const LaneAddress<kChunks>& b,
+                                           int column16, uint32_t offset) {
 #pragma unroll
   for (int step = 0; step < kQSteps; ++step) {
     uint32_t fragment[kMTiles][4];
@@ -112,7 +111,8 @@ __device__ __forceinline__ void accumulate(Gradient& gradient, const Scores& a,
       round_to_fragment<Element>(a, step, fragment);
     } else {
 #pragma unroll
-      for (int m = 0; m < kMTiles; ++m) ptx::ldmatrix_x4(fragment[m], exchange.at(m * 16, step) + exchange_offset);
+      for (int m = 0; m < kMTiles; ++m)
+        ptx::ldmatrix_x4(fragment[m], exchange.at(m * 16, step) + exchange_offset);
     }
     accumulate_step<Element>(gradient, fragment, b, step * 16, column16, offset);
   }
@@ -144,11 +144,13 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
   const uint32_t exchange = ring + Config::stages * kStageBytes;
   const KvCopy kv_copy(threadIdx.x);
   const QCopy q_copy(threadIdx.x);
-  kv_copy.start(k_smem, at(p.k, p.k_stride_batch, p.k_stride_seq, p.k_stride_head, work.head_kv,
-                           work.kv_offset + work.k_begin),
+  kv_copy.start(k_smem,
+                at(p.k, p.k_stride_batch, p.k_stride_seq, p.k_stride_head, work.head_kv,
+                   work.kv_offset + work.k_begin),
                 p.k_stride_seq, work.seqlen_kv - work.k_begin, p.head_dim);
-  kv_copy.start(v_smem, at(p.v, p.v_stride_batch, p.v_stride_seq, p.v_stride_head, work.head_kv,
-                           work.kv_offset + work.k_begin),
+  kv_copy.start(v_smem,
+                at(p.v, p.v_stride_batch, p.v_stride_seq, p.v_stride_head, work.head_kv,
+                   work.kv_offset + work.k_begin),
                 p.v_stride_seq, work.seqlen_kv - work.k_begin, p.head_dim);
 
   const LaneCoords row_major = lane_row_major(lane), col_major = lane_col_major(lane);
@@ -164,8 +166,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
   for (int member = 0; member < head_group; ++member) {
     const int head = work.head_kv * head_group + member;
     const Walk walk = Walk::agreed(params, work, head);
-    const Element* const q = at(p.q, p.q_stride_batch, p.q_stride_seq, p.q_stride_head, head,
-                                work.q_offset);
+    const Element* const q =
+        at(p.q, p.q_stride_batch, p.q_stride_seq, p.q_stride_head, head, work.q_offset);
     const Element* const d_o = at(params.d_o, params.d_o_stride_batch, params.d_o_stride_seq,
                                   params.d_o_stride_head, head, work.q_offset);
     const int64_t statistics = work.batch * params.statistics_stride_batch * !packed +
@@ -174,7 +176,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
     // The i-th query tile goes to stage i % stages. Every call commits one group, also past the
     // end. Returns the tile's first query.
     const auto start_tile = [&](int i) {
-      const int first = i < walk.tiles ? walk.list.tile_at(walk.first + i) * Config::block_q : 0;
+      const int first = i < walk.tiles ? walk.first_query(i, work.seqlen_q) : 0;
       if (i < walk.tiles) {
         const uint32_t stage = ring + i % Config::stages * kStageBytes;
         const int rows = work.seqlen_q - first;
@@ -184,7 +186,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
         if (threadIdx.x < Config::block_q) {
           const uint32_t to = stage + 2 * kQTileBytes + threadIdx.x * 4;
           ptx::cp_async_ca_4(to, params.negative_logs + statistics + first + threadIdx.x);
-          ptx::cp_async_ca_4(to + kStatisticsBytes, params.deltas + statistics + first + threadIdx.x);
+          ptx::cp_async_ca_4(to + kStatisticsBytes,
+                             params.deltas + statistics + first + threadIdx.x);
         }
       }
       ptx::cp_async_commit_group();
@@ -211,14 +214,15 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
       const int part = warp_d * kQTiles * 8;  // first query of this warp's scores in the tile
       Scores s, dp;
       multiply_transposed<Element, kDSteps>(s, k_lane, 0, q_lane, part, stage);
-      multiply_transposed<Element, kDSteps>(dp, k_lane, kKvTileBytes, q_lane, part, stage + kQTileBytes);
+      multiply_transposed<Element, kDSteps>(dp, k_lane, kKvTileBytes, q_lane, part,
+                                            stage + kQTileBytes);
       const auto differentiate_by = [&](auto capped, auto masked) {
         differentiate_tile<decltype(capped)::value, decltype(masked)::value>(
-            s, dp, scale, ring + stage + 2 * kQTileBytes + part * 4, range,
-            work.k_begin + warp_row, first_query[0] + part, lane);
+            s, dp, scale, ring + stage + 2 * kQTileBytes + part * 4, range, work.k_begin + warp_row,
+            first_query[0] + part, lane);
       };
-      const bool masked = range.is_masked(work.k_begin, Config::block_kv, first_query[0],
-                                          Config::block_q);
+      const bool masked =
+          range.is_masked(work.k_begin, Config::block_kv, first_query[0], Config::block_q);
       if (p.softcap > 0.f)
         differentiate_by(std::true_type{}, std::true_type{});
       else if (masked)

@@ -1,7 +1,7 @@
-// Two consumer warpgroups that share 64 keys, for head dimensions whose dk and dv do not fit into the
-// registers of one: each computes the scores of half of the queries, the first accumulates dv and
-// the second dk. So the first needs the probabilities of the second, and the second the gradients
-// of the scores of the first. They exchange them through shared memory.
+// Two consumer warpgroups that share 64 keys, for head dimensions whose dk and dv do not fit into
+// the registers of one: each computes the scores of half of the queries, the first accumulates dv
+// and the second dk. So the first needs the probabilities of the second, and the second the
+// gradients of the scores of the first. They exchange them through shared memory.
 #pragma once
 
 #include "blockflash/ptx/stmatrix.cuh"
@@ -60,8 +60,7 @@ __device__ __forceinline__ void consume_as_pair(const Params& params, uint32_t s
     ptx::wgmma_fence();
     start_scores<kQueries>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
     differentiate_scores<false>(
-        s, dp, p16, ds16, scale,
-        visible_pairs(p, warp_row, first_query + first_of_mine, kQueries),
+        s, dp, p16, ds16, scale, visible_pairs(p, warp_row, first_query + first_of_mine, kQueries),
         statistics_at(first_statistics(smem, at.stage) + first_of_mine * 4),
         statistics_at(second_statistics(smem, at.stage) + first_of_mine * 4), [] {});
 

@@ -33,8 +33,8 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
       smem + warpgroup * (kDqColumns / 64 * kResidentPanel + kDqColumns % 64 * 2), kResidentPanel);
   const uint32_t scores = ptx::wgmma_low(smem + kScoresOffset);
   const uint32_t score_row = smem + kScoresOffset + (warp_row + lane % 16) * 128;
-  const uint32_t staging = smem + kStagingOffset + (warpgroup * 4 + warp) * (kSumsBytes / 8) +
-                           lane * 16;
+  const uint32_t staging =
+      smem + kStagingOffset + (warpgroup * 4 + warp) * (kSumsBytes / 8) + lane * 16;
 
   const auto start_dq = [&](int n) {
     const uint32_t a = scores + (n & 1) * (kScoresBytes >> 4);
@@ -90,9 +90,8 @@ __device__ __forceinline__ void consume_with_dq(const Params& params, uint32_t s
     for (int step = 0; step < kStreamRows / 16; ++step) {
       const uint32_t words[4] = {ds16[4 * step], ds16[4 * step + 1], ds16[4 * step + 2],
                                  ds16[4 * step + 3]};
-      ptx::stmatrix_x4(score_row + (n & 1) * kScoresBytes +
-                           (((2 * step + lane / 16) ^ lane % 8) * 16),
-                       words);
+      ptx::stmatrix_x4(
+          score_row + (n & 1) * kScoresBytes + (((2 * step + lane / 16) ^ lane % 8) * 16), words);
     }
     ptx::fence_proxy_async();
     __syncwarp();

@@ -1,10 +1,11 @@
 // Attention backward with respect to keys and values on Hopper: dv = pᵀ·dO and
 // dk = dsᵀ·q·softmax_scale.
 //
-// A CTA owns 128 keys of one key head (64 beyond a head_dim of 128) and visits the query tiles that see them, for one query head
-// of the group after another. Scores are computed transposed, keys along the rows, so that
-// probabilities and their gradients are operands of both products in the registers where they
-// arise. Nothing is shared between CTAs, so the result has one order of summation.
+// A CTA owns 128 keys of one key head (64 beyond a head_dim of 128) and visits the query tiles that
+// see them, for one query head of the group after another. Scores are computed transposed, keys
+// along the rows, so that probabilities and their gradients are operands of both products in the
+// registers where they arise. Nothing is shared between CTAs, so the result has one order of
+// summation.
 #include "consumer.cuh"
 #include "consumer_pair.cuh"
 #include "consumer_turns.cuh"
@@ -39,7 +40,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
                                statistics_row(packed, work.batch, work.q_offset);
 #pragma unroll 1
     for (int i = 0; i < walk.tiles; ++i) {
-      const int first = walk.list.tile_at(walk.first + i) * kStreamRows;
+      const int first = walk.first_query(i, work.seqlen_q);
       const int row = static_cast<int>(work.q_offset) + first;
       const auto copy = [&](uint32_t barrier, uint32_t dst, const blockflash_tensor_map& map,
                             uint32_t statistics_dst, const float* statistics_src) {

@@ -38,7 +38,7 @@ __device__ __forceinline__ Visible visible_pairs(const blockflash_attention_fwd_
 // Statistics of the queries of a lane, from those of its first query on.
 __device__ __forceinline__ auto statistics_at(uint32_t first) {
   const uint32_t of_lane = first + accumulator_column(threadIdx.x % 32, 0) * 4;
-  return [=](int j, float (&x)[2]) { ptx::load_shared_float2(x, of_lane + j * 32); };
+  return [=](int j, float(&x)[2]) { ptx::load_shared_float2(x, of_lane + j * 32); };
 }
 
 __device__ __forceinline__ void store_gradient(const blockflash_attention_fwd_params& p,

@@ -2,10 +2,10 @@
 // visits, in turns. The order is the order in which blocks of keys are started, so the result does
 // not depend on scheduling, and a CTA waits only for CTAs that run already.
 //
-// Consumers leave the gradients of the scores of a tile in shared memory, multiply those of the tile
-// before by K, and stage their part of dq. Two warps of the producer warpgroup take the staged tiles
-// alternately: each waits until its block's turn has come and adds the tile by one bulk copy. The
-// first in turn stores instead of adding, so nothing has to be cleared.
+// Consumers leave the gradients of the scores of a tile in shared memory, multiply those of the
+// tile before by K, and stage their part of dq. Two warps of the producer warpgroup take the staged
+// tiles alternately: each waits until its block's turn has come and adds the tile by one bulk copy.
+// The first in turn stores instead of adding, so nothing has to be cleared.
 #pragma once
 
 #include "blockflash/ptx/global.cuh"
@@ -14,16 +14,16 @@
 namespace blockflash {
 namespace {
 
-constexpr int kScoresBytes = kResidentRows * 128;          // 64 queries of each key
-constexpr int kSumsBytes = kStreamRows * kD * 4;           // dq of a query tile
+constexpr int kScoresBytes = kResidentRows * 128;  // 64 queries of each key
+constexpr int kSumsBytes = kStreamRows * kD * 4;   // dq of a query tile
 constexpr int kScoresOffset = kRingEnd, kStagingOffset = kScoresOffset + 2 * kScoresBytes;
 static_assert(!Config::dq || kStagingOffset + 2 * kSumsBytes <= kStatisticsOffset,
               "manifest and kernel disagree on shared memory");
 
-// The blocks of keys in the order in which they are started. Under a mask with a right limit the last
-// block comes first: each starts at its first visible query, where all later blocks have already
-// been. Neighbours in this order belong to different heads, so that few blocks of one head wait for
-// each other at first.
+// The blocks of keys in the order in which they are started. Under a mask with a right limit the
+// last block comes first: each starts at its first visible query, where all later blocks have
+// already been. Neighbours in this order belong to different heads, so that few blocks of one head
+// wait for each other at first.
 __device__ __forceinline__ Keys keys_in_turn(const Params& params) {
   const blockflash_attention_fwd_params& p = params.base.base;
   const int ticket = static_cast<int>(atomicAdd(params.tile_counter, 1u));
@@ -35,19 +35,22 @@ __device__ __forceinline__ Keys keys_in_turn(const Params& params) {
   return Keys(params.base, section + rest % width, descending ? tiles - 1 - tile : tile);
 }
 
+// In the second counter: somebody has given up waiting, so nobody waits any more.
+constexpr uint32_t kGivenUp = 1u << 31;
+
 // The last CTA resets the counters for the next launch.
 __device__ __forceinline__ void close_turns(const Params& params) {
   __threadfence();
-  if (atomicAdd(params.tile_counter + 1, 1u) == gridDim.x - 1)
+  if ((atomicAdd(params.tile_counter + 1, 1u) & ~kGivenUp) == gridDim.x - 1)
     params.tile_counter[0] = params.tile_counter[1] = 0;
 }
 
 // How many blocks of keys come before this one at a query tile.
-__device__ __forceinline__ uint32_t rank_at(const blockflash_attention_fwd_params& p, const Keys& work,
-                                       int first_query) {
+__device__ __forceinline__ uint32_t rank_at(const blockflash_attention_fwd_params& p,
+                                            const Keys& work, int first_query) {
   const QueryRange range = work.range(p);
-  const KeyRange any = range.mask.keys_of_any(
-      first_query, min(first_query + kStreamRows, range.seqlen_q) - 1);
+  const KeyRange any =
+      range.mask.keys_of_any(first_query, min(first_query + kStreamRows, range.seqlen_q) - 1);
   const int block = work.k_begin / kResidentRows;
   return p.window_right != BLOCKFLASH_WINDOW_UNBOUNDED
              ? (any.end + kResidentRows - 1) / kResidentRows - 1 - block
@@ -55,9 +58,9 @@ __device__ __forceinline__ uint32_t rank_at(const blockflash_attention_fwd_param
 }
 
 // The mbarriers of two buffers each, used in turns by tile: the gradients of scores and the staged
-// sums. And the announcement of the tile and its first query, by the thread that reads all lists. A staged
-// tile holds back the consumers after two more tiles and these the announcements after two more, so
-// eight places suffice.
+// sums. And the announcement of the tile and its first query, by the thread that reads all lists. A
+// staged tile holds back the consumers after two more tiles and these the announcements after two
+// more, so eight places suffice.
 struct TurnBarriers {
   static constexpr int kPlaces = 8;
   uint32_t scores, scores_empty, staged, staged_empty, places;
@@ -83,6 +86,23 @@ struct TurnBarriers {
 static_assert(!Config::dq || kPageEnd + 64 + 8 * TurnBarriers::kPlaces <= Config::smem_bytes,
               "the page is too small");
 
+// Waits until a tile has been added to `rank` times. If somebody else writes to the workspace while
+// the kernel runs, that may never come true. A wait takes microseconds, so after about two seconds
+// of polling the sums are worthless anyway, and all that is left to do is to end.
+__device__ __forceinline__ void wait_for_turn(const uint32_t* turn, uint32_t rank,
+                                              uint32_t* counter) {
+  constexpr uint32_t kPolls = 1u << 21, kBetween = 1u << 10;
+#pragma unroll 1
+  for (uint32_t poll = 1; ptx::load_acquire(turn) != rank; ++poll) {
+    if (poll % kBetween != 0) continue;
+    if (ptx::load_acquire(counter) & kGivenUp) return;
+    if (poll >= kPolls) {
+      atomicOr(counter, kGivenUp);
+      return;
+    }
+  }
+}
+
 // One thread that adds every second staged tile, when its turn has come.
 __device__ __forceinline__ void add_in_turn(const Params& params, uint32_t smem, int which) {
   const TurnBarriers barriers(smem);
@@ -100,8 +120,7 @@ __device__ __forceinline__ void add_in_turn(const Params& params, uint32_t smem,
     if (rank == 0) {
       ptx::bulk_store(sums, staged, kSumsBytes);
     } else {
-      while (ptx::load_acquire(turn) != rank) {
-      }
+      wait_for_turn(turn, rank, params.tile_counter + 1);
       ptx::fence_proxy_async_global();
       ptx::bulk_add(sums, staged, kSumsBytes);
     }

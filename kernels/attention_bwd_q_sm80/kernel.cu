@@ -1,9 +1,9 @@
 // Attention backward with respect to the queries, for sm_80 and newer: dq = ds·k·softmax_scale.
 //
-// One CTA computes block_q queries of one head and walks their key tiles like the forward pass. Each
-// warp owns block_q / warps queries, so scores, their gradients and dq stay in its registers; Q and
-// dO stay in shared memory and K and V pass through it. Nothing is shared between CTAs, so the
-// result has one order of summation.
+// One CTA computes block_q queries of one head and walks their key tiles like the forward pass.
+// Each warp owns block_q / warps queries, so scores, their gradients and dq stay in its registers;
+// Q and dO stay in shared memory and K and V pass through it. Nothing is shared between CTAs, so
+// the result has one order of summation.
 #include "blockflash/attention/gradient.cuh"
 #include "blockflash/attention/visit.cuh"
 #include "blockflash/config.cuh"
@@ -92,10 +92,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
                               work.q_offset + work.q_begin);
   const Element* const d_o = at(params.d_o, params.d_o_stride_batch, params.d_o_stride_seq,
                                 params.d_o_stride_head, work.head, work.q_offset + work.q_begin);
-  const Element* const k = at(p.k, p.k_stride_batch, p.k_stride_seq, p.k_stride_head, work.head_kv,
-                              work.kv_offset);
-  const Element* const v = at(p.v, p.v_stride_batch, p.v_stride_seq, p.v_stride_head, work.head_kv,
-                              work.kv_offset);
+  const Element* const k =
+      at(p.k, p.k_stride_batch, p.k_stride_seq, p.k_stride_head, work.head_kv, work.kv_offset);
+  const Element* const v =
+      at(p.v, p.v_stride_batch, p.v_stride_seq, p.v_stride_head, work.head_kv, work.kv_offset);
 
   const uint32_t q_smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
   const uint32_t d_o_smem = q_smem + kQTileBytes, ring = d_o_smem + kQTileBytes;
@@ -151,7 +151,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
     const uint32_t stage = i % Config::stages * kStageBytes;
     if constexpr (Config::stages > 1) {
       ptx::cp_async_wait_group<Config::stages - 2>();
-      __syncthreads();  // tile i is visible to all; all have read tile i - 1, which is refilled next
+      __syncthreads();  // tile i is visible to all; all have read tile i - 1, which is refilled
+                        // next
       first_key[Config::stages - 1] = start_tile(i + Config::stages - 1);
     } else {
       __syncthreads();  // all have read tile i - 1
@@ -161,7 +162,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
     }
     Scores s, dp;
     multiply_transposed<Element, kDSteps>(s, q_lane, 0, kv_lane, 0, stage);
-    multiply_transposed<Element, kDSteps>(dp, q_lane, kQTileBytes, kv_lane, 0, stage + kKvTileBytes);
+    multiply_transposed<Element, kDSteps>(dp, q_lane, kQTileBytes, kv_lane, 0,
+                                          stage + kKvTileBytes);
     const auto differentiate_by = [&](auto capped, auto masked) {
       differentiate_tile<decltype(capped)::value, decltype(masked)::value>(
           s, dp, scale, negative_log, delta, mask, first_row, first_key[0], lane);

@@ -1,7 +1,7 @@
 // Attention backward with respect to the queries on Hopper: dq = ds·k·softmax_scale.
 //
-// A CTA owns 128 queries of one head and visits their key tiles like the forward pass. Q and dO stay
-// in shared memory, K and V pass through it; scores, their gradients and dq stay in registers.
+// A CTA owns 128 queries of one head and visits their key tiles like the forward pass. Q and dO
+// stay in shared memory, K and V pass through it; scores, their gradients and dq stay in registers.
 // Nothing is shared between CTAs, so the result has one order of summation.
 #include "blockflash/attention/gradient_ring.cuh"
 #include "blockflash/attention/visible.cuh"
@@ -36,7 +36,8 @@ __device__ __forceinline__ void produce(const Params& params, const KeyVisit& vi
     };
     k_at.wait(barriers.first_empty);
     announce(smem, k_at.stage, first);
-    copy(barriers.first + 8 * k_at.stage, smem + kFirstOffset + k_at.stage * kStreamBytes, params.k);
+    copy(barriers.first + 8 * k_at.stage, smem + kFirstOffset + k_at.stage * kStreamBytes,
+         params.k);
     if (i == 0) copy_resident(1, params.d_o);
     v_at.wait(barriers.second_empty);
     copy(barriers.second + 8 * v_at.stage, smem + kSecondOffset + v_at.stage * kStreamBytes,
@@ -86,8 +87,8 @@ __device__ __forceinline__ void consume(const Params& params, uint32_t smem,
   const auto release = [&](uint32_t barriers_of_ring, int stage) {
     if (lane == 0) ptx::mbarrier_arrive(barriers_of_ring + 8 * stage);
   };
-  const auto load = [&](const float (&of_rows)[2]) {
-    return [&](int, float (&x)[2]) { x[0] = of_rows[0], x[1] = of_rows[1]; };
+  const auto load = [&](const float(&of_rows)[2]) {
+    return [&](int, float(&x)[2]) { x[0] = of_rows[0], x[1] = of_rows[1]; };
   };
 
   turns.open();

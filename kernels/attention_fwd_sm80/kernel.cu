@@ -5,15 +5,15 @@
 // all their key tiles, so scores, probabilities and outputs stay in its registers and only K and V
 // are shared. Follows FlashAttention-2 (Dao, 2023).
 #include "blockflash/attention/soft_cap.cuh"
+#include "blockflash/attention/visit.cuh"
 #include "blockflash/config.cuh"
 #include "blockflash/mma/fragment.cuh"
 #include "blockflash/mma/swizzle.cuh"
+#include "blockflash/mma/tile_copy.cuh"
 #include "blockflash/ptx/cp_async.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"
 #include "softmax.cuh"
-#include "blockflash/mma/tile_copy.cuh"
-#include "blockflash/attention/visit.cuh"
 
 namespace blockflash {
 namespace {

@@ -31,7 +31,7 @@ struct AttentionBwdHopperConfig {
   static constexpr int stages = VARIANT_STAGES;                // of K or Q
   static constexpr int second_stages = VARIANT_SECOND_STAGES;  // of V or dO
   static constexpr bool dq = VARIANT_DQ;  // whether dq is computed beside dk and dv
-  static constexpr int warpgroups = 2;                         // consumers; plus one producer
+  static constexpr int warpgroups = 2;    // consumers; plus one producer
   static constexpr int threads = 128 * (warpgroups + 1);
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
@@ -82,10 +82,11 @@ struct AttentionBwdSumsConfig {
 };
 #endif
 
-#ifdef VARIANT_SINK
+#ifdef VARIANT_STEP
 struct AttentionDeltaConfig {
   using Element = ElementOf<VARIANT_DTYPE>::type;
-  static constexpr bool sink = VARIANT_SINK;  // the gradient of the sinks instead of statistics
+  static constexpr int step =
+      VARIANT_STEP;  // 0: row statistics, 1: gradient of the sinks, 2: zeros
   static constexpr int threads = VARIANT_THREADS;
 };
 #endif

@@ -93,15 +93,15 @@ typedef struct blockflash_attention_bwd_params {
   float* d_sink;        /* [num_heads_q], null exactly when base.sink is */
   float* negative_logs; /* workspace, [batch, num_heads_q, padded rows] */
   float* deltas;        /* the same */
-  uint32_t* turns;      /* workspace, per 64 rows of the statistics: how many blocks of keys have been
-                           added to dq; null where dq has a kernel of its own */
+  uint32_t* turns; /* workspace, per 64 rows of the statistics: how many blocks of keys have been
+                      added to dq; null where dq has a kernel of its own */
   int64_t d_o_stride_batch, d_o_stride_seq, d_o_stride_head;
   int64_t dq_stride_batch, dq_stride_seq, dq_stride_head;
   int64_t dk_stride_batch, dk_stride_seq, dk_stride_head;
   int64_t dv_stride_batch, dv_stride_seq, dv_stride_head;
   int64_t statistics_stride_batch, statistics_stride_head; /* of both arrays of the workspace */
-  blockflash_block_mask block_mask_t; /* base.block_mask transposed: rows are blocks of keys, columns
-                                         blocks of queries; row_order is ignored */
+  blockflash_block_mask block_mask_t; /* base.block_mask transposed: rows are blocks of keys,
+                                         columns blocks of queries; row_order is ignored */
 } blockflash_attention_bwd_params;
 
 /* A tensor map of the Tensor Memory Accelerator (CUtensorMap), encoded by the driver. */
@@ -136,7 +136,7 @@ typedef struct blockflash_attention_bwd_tma_params {
   blockflash_attention_bwd_params base;
   /* For the kernel that computes dq beside dk and dv, in tiles of 64 queries that lie in the order
    * of the statistics. */
-  float* dq_sums;         /* workspace, [tiles, 64·head_dim of the tile] in the kernel's own order */
+  float* dq_sums; /* workspace, [tiles, 64·head_dim of the tile] in the kernel's own order */
   uint32_t* tile_counter; /* two zeros, left as zeros: {next block of keys, CTAs that are done} */
   int32_t heads_per_section; /* key heads whose blocks of keys start together */
 } blockflash_attention_bwd_tma_params;

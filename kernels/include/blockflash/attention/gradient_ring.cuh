@@ -28,8 +28,8 @@ constexpr int kPanels = (kD + 63) / 64;  // 64 columns: rows of 128 bytes with t
 constexpr int kProducerRegisters = Config::dq ? 40 : 24,
               kConsumerRegisters = Config::dq ? 232 : 240;
 
-// Shared memory: the resident pair; the rings of first tiles (Q or K) and of second tiles (dO or V);
-// what a kernel adds; and a page of row statistics, announcements and mbarriers.
+// Shared memory: the resident pair; the rings of first tiles (Q or K) and of second tiles (dO or
+// V); what a kernel adds; and a page of row statistics, announcements and mbarriers.
 constexpr int kResidentPanel = kResidentRows * 128, kStreamPanel = kStreamRows * 128;
 constexpr int kResidentBytes = kPanels * kResidentPanel, kStreamBytes = kPanels * kStreamPanel;
 constexpr int kFirstOffset = 2 * kResidentBytes,
@@ -42,8 +42,8 @@ constexpr int kBarrierOffset = kTileOffset + 16,
               kPageEnd = kBarrierOffset + 8 * (2 + 2 * (kStages + kSecondStages));
 static_assert(kPageEnd <= Config::smem_bytes, "the page is too small");
 
-// The mbarriers: the two resident tiles; and of each ring, the arrival of a stage and its release by
-// all consumer warps.
+// The mbarriers: the two resident tiles; and of each ring, the arrival of a stage and its release
+// by all consumer warps.
 struct Barriers {
   uint32_t resident, first, second, first_empty, second_empty;
 
@@ -57,8 +57,7 @@ struct Barriers {
   __device__ __forceinline__ void init() const {
     constexpr int kFull = kStages + kSecondStages;
     for (int i = 0; i < 2 + kFull; ++i) ptx::mbarrier_init(resident + 8 * i, 1);
-    for (int i = 0; i < kFull; ++i)
-      ptx::mbarrier_init(first_empty + 8 * i, 4 * Config::warpgroups);
+    for (int i = 0; i < kFull; ++i) ptx::mbarrier_init(first_empty + 8 * i, 4 * Config::warpgroups);
     ptx::fence_mbarrier_init();
   }
 
@@ -152,8 +151,8 @@ __device__ __forceinline__ void start_gradient(float (&d)[half_columns], const u
                                                uint32_t b) {
 #pragma unroll
   for (int k = 0; k < steps; ++k)
-    ptx::Wgmma<2 * half_columns, Element>::template rs<true, true>(d, a + 4 * k,
-                                                     ptx::wgmma_descriptor_of(b) + k * 128);
+    ptx::Wgmma<2 * half_columns, Element>::template rs<true, true>(
+        d, a + 4 * k, ptx::wgmma_descriptor_of(b) + k * 128);
 }
 
 // Which of a lane's pairs are visible, as bits per row: all of them unless the tile is masked.
@@ -173,8 +172,8 @@ struct Visible {
 // Once the scores s and dp = dO·v of a lane are there, in this order: rounds the probabilities
 // and the gradients of the scores, both operands of the next products. `logs(j, x)`
 // and `deltas(j, x)` yield the statistics of s[4 j…]: of element i they are x[i / 2 % 2] where rows
-// are queries, and x[i % 2] where columns are. `read()` is called when dp is complete. A hidden pair has both 0 by selection, since 0·NaN would
-// be NaN.
+// are queries, and x[i % 2] where columns are. `read()` is called when dp is complete. A hidden
+// pair has both 0 by selection, since 0·NaN would be NaN.
 template <bool by_row, int n, class Logs, class Deltas, class Read>
 __device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[n],
                                                      uint32_t (&p16)[n / 2],

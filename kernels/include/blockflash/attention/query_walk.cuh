@@ -72,9 +72,9 @@ struct KeyWork {
   }
 
   __device__ __forceinline__ QueryRange range(const blockflash_attention_fwd_params& p) const {
-    return {{seqlen_kv, p.align_bottom_right ? seqlen_kv - seqlen_q : 0, p.window_left,
-             p.window_right},
-            seqlen_q};
+    return {
+        {seqlen_kv, p.align_bottom_right ? seqlen_kv - seqlen_q : 0, p.window_left, p.window_right},
+        seqlen_q};
   }
 
   // Offsets may change while the kernel runs. One thread reads them for all, since threads that
@@ -103,10 +103,15 @@ struct QueryWalk {
     const QueryRange range = work.range(params.base);
     const int last_key = min(work.k_begin + block_kv, work.seqlen_kv) - 1;
     const int begin = range.queries_of(work.k_begin).begin, end = range.queries_of(last_key).end;
-    list = TileList::of(params.block_mask_t, work.rows, block_q, work.batch, head,
-                        work.k_begin);
+    list = TileList::of(params.block_mask_t, work.rows, block_q, work.batch, head, work.k_begin);
     first = list.lower_bound(begin / block_q);
     tiles = max(list.lower_bound((end + block_q - 1) / block_q) - first, 0);
+  }
+
+  // The first query of the i-th tile. Statistics end with the last tile of a sequence, and a list
+  // that does not ascend could lead beyond it.
+  __device__ __forceinline__ int first_query(int i, int seqlen_q) const {
+    return min(list.tile_at(first + i), (seqlen_q - 1) / block_q) * block_q;
   }
 
   // One thread reads the list for all: see KeyWork::agreed. A walk is only replaced once all

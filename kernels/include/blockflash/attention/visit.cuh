@@ -23,8 +23,7 @@ struct Work {
     batch = batch_head / p.num_heads_q;
     head = batch_head % p.num_heads_q;
     rows = BlockRows::of(p.block_mask, batch);
-    q_begin = tile_of_queries(p.block_mask, rows, tiles, block_q, batch, head,
-                              blockIdx.x % tiles) *
+    q_begin = tile_of_queries(p.block_mask, rows, tiles, block_q, batch, head, blockIdx.x % tiles) *
               block_q;
     head_kv = head / (p.num_heads_q / p.num_heads_kv);
     seqlen_q = p.seqlen_q;
@@ -57,8 +56,7 @@ struct Visit {
 
   __device__ __forceinline__ explicit Visit(const blockflash_attention_fwd_params& p) : work(p) {
     const KeyRange any = mask(p).keys_of_any(work.q_begin, q_last());
-    list = TileList::of(p.block_mask, work.rows, block_kv, work.batch, work.head,
-                        work.q_begin);
+    list = TileList::of(p.block_mask, work.rows, block_kv, work.batch, work.head, work.q_begin);
     last = list.lower_bound((any.end + block_kv - 1) / block_kv) - 1;
     tiles = last + 1 - list.lower_bound(any.begin / block_kv);
   }

@@ -18,12 +18,11 @@ __device__ __forceinline__ void clear(float (&acc)[m_tiles][n_tiles][4]) {
       for (int i = 0; i < 4; ++i) acc[m][n][i] = 0.f;
 }
 
-// acc = A·Bᵀ over 16·k_steps columns: the rows of A at `a`, and those of B from b_row on at `b`, both
-// moved by an offset in bytes, so that tiles of equal shape share their addresses.
+// acc = A·Bᵀ over 16·k_steps columns: the rows of A at `a`, and those of B from b_row on at `b`,
+// both moved by an offset in bytes, so that tiles of equal shape share their addresses.
 template <class Element, int k_steps, int m_tiles, int n_tiles, int chunks>
 __device__ __forceinline__ void multiply_transposed(float (&acc)[m_tiles][n_tiles][4],
-                                                    const LaneAddress<chunks>& a,
-                                                    uint32_t a_offset,
+                                                    const LaneAddress<chunks>& a, uint32_t a_offset,
                                                     const LaneAddress<chunks>& b, int b_row,
                                                     uint32_t b_offset) {
   clear(acc);

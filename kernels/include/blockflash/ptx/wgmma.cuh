@@ -73,8 +73,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_of(uint32_t low) {
   BLOCKFLASH_D4(f, i), BLOCKFLASH_D4(f, i + 4), BLOCKFLASH_D4(f, i + 8), BLOCKFLASH_D4(f, i + 12)
 #define BLOCKFLASH_D32(f, i) BLOCKFLASH_D16(f, i), BLOCKFLASH_D16(f, i + 16)
 #define BLOCKFLASH_D64(f, i) BLOCKFLASH_D32(f, i), BLOCKFLASH_D32(f, i + 32)
-#define BLOCKFLASH_R0_16 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define BLOCKFLASH_R0_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define BLOCKFLASH_R0_32                                                                       \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
   "%20, %21, %22, %23, "                                                                       \
