@@ -176,7 +176,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
     // The i-th query tile goes to stage i % stages. Every call commits one group, also past the
     // end. Returns the tile's first query.
     const auto start_tile = [&](int i) {
-      const int first = i < walk.tiles ? walk.first_query(i, work.seqlen_q) : 0;
+      const int first = i < walk.tiles ? walk.first_query(i, Keys::shared().seqlen_q) : 0;
       if (i < walk.tiles) {
         const uint32_t stage = ring + i % Config::stages * kStageBytes;
         const int rows = work.seqlen_q - first;
