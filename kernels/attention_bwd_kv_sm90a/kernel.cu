@@ -62,6 +62,8 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
       at.advance();
     }
   }
+  // Nobody waits for K where there are no tiles. Shared memory must not be given back before.
+  if (values_wanted) ptx::mbarrier_wait(barriers.resident, 0);
   at.wait(barriers.first_empty);
   announce(smem, at.stage, -1);
   if constexpr (Config::dq)

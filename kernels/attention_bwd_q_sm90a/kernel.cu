@@ -44,6 +44,8 @@ __device__ __forceinline__ void produce(const Params& params, const KeyVisit& vi
          params.v);
     k_at.advance(), v_at.advance();
   }
+  // Nobody waits for Q where there are no tiles. Shared memory must not be given back before.
+  if (visit.tiles <= 0) ptx::mbarrier_wait(barriers.resident, 0);
   k_at.wait(barriers.first_empty);
   announce(smem, k_at.stage, -1);
   ptx::mbarrier_arrive(barriers.first + 8 * k_at.stage);
