@@ -165,7 +165,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
 #pragma unroll 1
   for (int member = 0; member < head_group; ++member) {
     const int head = work.head_kv * head_group + member;
-    const Walk walk = Walk::agreed(params, work, head);
+    const Walk& walk = Walk::agreed(params, work, head);
     const Element* const q =
         at(p.q, p.q_stride_batch, p.q_stride_seq, p.q_stride_head, head, work.q_offset);
     const Element* const d_o = at(params.d_o, params.d_o_stride_batch, params.d_o_stride_seq,
