@@ -18,6 +18,7 @@ import argparse
 import time
 from typing import Any
 
+import plot
 import torch
 from torch import Tensor, nn
 from transformers import (
@@ -29,25 +30,20 @@ from transformers import (
 )
 
 import blockflash
+from blockflash import BlockMask
 from blockflash.transformers import NAME, block_attention, block_attention_mask
 
 CHOSEN = "chosen_blocks"
 settings = {"block": 128, "keep": 1.0}
 
 
-def choose_blocks(q: Tensor, k: Tensor) -> blockflash.BlockMask:
-    """The mask of the best blocks; q is [B, H, S, D] and k is [B, Hkv, S, D]."""
-    block = settings["block"]
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    means = [t.float().unflatten(2, (-1, block)).mean(3) for t in (q, k)]
-    scores = means[0] @ means[1].mT * q.shape[3] ** -0.5  # [B, H, blocks, blocks]
-    blocks = scores.shape[3]
-    later = torch.ones(blocks, blocks, dtype=torch.bool, device=q.device).triu(1)
-    scores = scores.masked_fill(later, -torch.inf)
-    scores.diagonal(dim1=2, dim2=3).fill_(torch.inf)
-    scores[..., 0] = torch.inf
-    kept = max(2, round(settings["keep"] * blocks))
-    return blockflash.BlockMask.top_k(scores, kept, block=block, seqlens=(q.shape[2], k.shape[2]))
+def choose_blocks(q: Tensor, k: Tensor) -> BlockMask:
+    """The mask of the best blocks; q is [B, S, H, D] and k is [B, S, Hkv, D]."""
+    block, length = settings["block"], q.shape[1]
+    sizes = {"seqlens": (length, length), "block": block}
+    always = BlockMask.window(0, 0, **sizes) | BlockMask.sink(1, **sizes)
+    kept = max(2, round(settings["keep"] * length / block))
+    return BlockMask.top_k_means(q, k, kept, block=block, causal=True, always=always)
 
 
 def chosen_blocks(
@@ -62,8 +58,8 @@ def chosen_blocks(
     """The attention function of transformers: chosen blocks for the prompt, all for the rest."""
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         return block_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    mask = choose_blocks(query, key)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    mask = choose_blocks(q, k)
     return blockflash.attention(q, k, v, causal=True, scale=scaling, block_mask=mask), None
 
 
@@ -115,28 +111,6 @@ def wait(tokens: Tensor) -> None:
         torch.cuda.synchronize(tokens.device)
 
 
-def plot(rows: list[tuple[float, float, float]], path: str) -> None:
-    """Time and error over the share of blocks, where matplotlib is installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("There is no plot without matplotlib.")
-        return
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, left = pyplot.subplots(figsize=(6, 4))
-    right = left.twinx()
-    kept, times, errors = ([row[i] for row in rows] for i in (0, 1, 2))
-    left.plot(kept, times, "o-", color="tab:blue")
-    right.plot(kept, errors, "s--", color="tab:red")
-    left.set(xlabel="blocks kept in a row", ylabel="prefill, ms", ylim=(0, None))
-    right.set(ylabel="relative error of the logits", ylim=(0, None))
-    figure.tight_layout()
-    figure.savefig(path)
-    print(f"The plot is in {path}.")
-
-
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -152,7 +126,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() and not arguments.small else "cpu"
     arguments.dtype = torch.bfloat16 if device == "cuda" else torch.float32
     arguments.tokens = arguments.tokens or (512 if arguments.small else 16384)
-    settings["block"] = arguments.block or (32 if arguments.small else 128)
+    settings["block"] = arguments.block or (64 if arguments.small else 128)
     if arguments.tokens % settings["block"]:
         parser.error("--tokens must be a multiple of the block")
 
@@ -172,7 +146,13 @@ def main() -> None:
             f"{settings['keep']:6.1%} {elapsed:10.1f} {dense_time / elapsed:8.2f} {error:10.2e} "
             f"{same:11.0%}"
         )
-    plot(rows, arguments.plot)
+    kept, times, errors = zip(*rows)
+    charts = [
+        plot.Chart("prefill, ms", "blocks kept in a row", {"": (kept, times)}),
+        plot.Chart("relative error of the logits", "blocks kept in a row", {"": (kept, errors)}),
+    ]
+    plot.write(arguments.plot, charts)
+    print(f"The plot is in {arguments.plot}.")
 
 
 if __name__ == "__main__":

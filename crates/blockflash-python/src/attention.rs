@@ -88,7 +88,7 @@ pub(crate) fn run(tensors: Tensors<'_>, options: &Options) -> Result<()> {
     let (Some(q), Some(k), Some(v), Some(o)) = (q, k, v, o) else {
         return Err(Failure::value("q, k, v and o are needed"));
     };
-    let block_mask = mask::lookup(options.block_mask)?;
+    let block_mask = mask::lookup(options.block_mask, &stream)?;
     let cu_seqlens = match (cu_seqlens_q, cu_seqlens_k) {
         (Some(q), Some(kv)) => Some(CuSeqlens {
             q,
@@ -100,23 +100,32 @@ pub(crate) fn run(tensors: Tensors<'_>, options: &Options) -> Result<()> {
         _ => return Err(Failure::value("cu_seqlens_q and cu_seqlens_k come together")),
     };
     let attention = Attention {
-        mask: Mask::Window {
-            left: side("left", options.left)?,
-            right: side("right", options.right)?,
-            align: if options.top_left { Align::TopLeft } else { Align::BottomRight },
-        },
+        mask: token_mask(options.left, options.right, options.top_left)?,
         softmax_scale: options.scale.map(|scale| scale as f32),
         softcap: (options.softcap != 0.0).then_some(options.softcap as f32),
         sink,
         cu_seqlens,
-        block_mask: block_mask.as_deref(),
+        block_mask: block_mask.as_deref().map(|entry| entry.mask()),
         ..Attention::new(q, k, v)
     };
     Ok(attention.forward_into(o, lse, &stream)?)
 }
 
+/// The mask of a window.
+pub(crate) fn token_mask(left: i64, right: i64, top_left: bool) -> Result<Mask> {
+    Ok(Mask::Window {
+        left: side("left", left)?,
+        right: side("right", right)?,
+        align: align(top_left),
+    })
+}
+
+pub(crate) fn align(top_left: bool) -> Align {
+    if top_left { Align::TopLeft } else { Align::BottomRight }
+}
+
 /// A side of the window; -1 is unlimited.
-fn side(which: &str, keys: i64) -> Result<Option<usize>> {
+pub(crate) fn side(which: &str, keys: i64) -> Result<Option<usize>> {
     let wrong = || Failure::value(format!("the {which} side of the window is {keys} keys"));
     if keys == -1 { Ok(None) } else { usize::try_from(keys).map(Some).map_err(|_| wrong()) }
 }

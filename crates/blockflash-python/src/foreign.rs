@@ -130,7 +130,9 @@ impl<'a> Foreign<'a> {
         }
         // SAFETY: 1. Point 2 of `new`; the per-thread default stream is refused above. 2. Streams
         // of torch live as long as the process. 3. torch keeps the memory of the graphs that it
-        // captures, and their launches are ordered by the user as for every operator of torch.
+        // captures, masks and patterns outlive them (`Entry::outlive_capture`), launches are
+        // ordered by the user as for every operator of torch, and captured work uses no memory in
+        // turns (`pattern::workspace`).
         Ok(unsafe { Stream::from_raw(&self.device, with_exposed_provenance_mut(self.stream)) }?)
     }
 
@@ -204,6 +206,7 @@ fn dtype(what: &'static str, dtype: DLDataType) -> Result<DType> {
         DLDataType::BF16 => DType::BF16,
         DLDataType::F32 => DType::F32,
         DLDataType::I32 => DType::I32,
+        DLDataType::U8 => DType::U8,
         DLDataType { code, bits, .. } => {
             let class = match code {
                 DLDataTypeCode::INT => "int",

@@ -10,7 +10,10 @@ mod dispatcher;
 mod error;
 mod foreign;
 mod info;
+mod linear;
 mod mask;
+mod pattern;
+mod table;
 
 /// `blockflash._native`
 #[pyo3::pymodule]
@@ -23,17 +26,21 @@ mod _native {
     use crate::error::{DeviceError, Misaligned, Unsupported};
     #[pymodule_export]
     use crate::info::{describe, gpu_problem};
+    #[pymodule_export]
+    use crate::linear::{bsr_linear, dense_bsr, sddmm};
+    #[pymodule_export]
+    use crate::mask::Handle as BlockMask;
+    #[pymodule_export]
+    use crate::pattern::Handle as BsrPattern;
 }
 
-/// Registers native kernels for `attention_forward` and `attention_out` of this namespace. False
-/// where that is not possible: on other systems than Linux, or with an unknown torch.
+/// Registers native kernels for `attention_forward` and `attention_out` of this namespace, and
+/// returns the dispatch keys for which that was possible: none on other systems than Linux.
 #[pyo3::pyfunction]
-fn register_kernels(namespace: &str) -> pyo3::PyResult<bool> {
+#[cfg_attr(not(target_os = "linux"), allow(unused_variables))]
+fn register_kernels(namespace: &str) -> Vec<&'static str> {
     #[cfg(target_os = "linux")]
-    return Ok(dispatcher::register(namespace)?);
+    return dispatcher::register(namespace);
     #[cfg(not(target_os = "linux"))]
-    return Ok({
-        let _ = namespace;
-        false
-    });
+    Vec::new()
 }

@@ -1,19 +1,269 @@
-//! Block masks by number: an operator of torch takes tensors and numbers only, so a mask is passed
-//! as the number under which it is kept here.
+//! Block masks, which the operators of attention find by number.
 
+use crate::attention::{align, side, token_mask};
 use crate::error::{Failure, Result};
-use blockflash_ops::BlockMask;
-use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, PoisonError, RwLock};
+use crate::foreign::{Foreign, views};
+use crate::table::{Entry, Table};
+use blockflash_ops::{
+    BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource, Device,
+    Stream, View,
+};
+use pyo3::prelude::*;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
 
-static MASKS: LazyLock<RwLock<HashMap<i64, Arc<BlockMask>>>> = LazyLock::new(RwLock::default);
+static MASKS: Table<Kept> = Table::new("block mask");
+
+/// A mask that was made on the host, or one that the device has built.
+pub(crate) enum Kept {
+    Host(Box<BlockMask>),
+    Built(Box<BlockMaskBuffer>),
+}
+
+impl Kept {
+    pub(crate) fn mask(&self) -> &BlockMask {
+        match self {
+            Kept::Host(mask) => mask,
+            Kept::Built(buffer) => buffer.mask(),
+        }
+    }
+}
 
 /// The mask of this number; `None` for 0, which means no mask.
-pub(crate) fn lookup(number: i64) -> Result<Option<Arc<BlockMask>>> {
+pub(crate) fn lookup(number: i64, stream: &Stream) -> Result<Option<Arc<Entry<Kept>>>> {
     if number == 0 {
         return Ok(None);
     }
-    let masks = MASKS.read().unwrap_or_else(PoisonError::into_inner);
-    let missing = || Failure::value(format!("there is no block mask of number {number}"));
-    masks.get(&number).cloned().map(Some).ok_or_else(missing)
+    let entry = MASKS.find(number)?;
+    entry.outlive_capture(stream)?;
+    Ok(Some(entry))
+}
+
+/// A mask that lives at least as long as this object.
+#[pyclass(frozen, name = "BlockMask", module = "blockflash._native")]
+pub(crate) struct Handle(Arc<Entry<Kept>>);
+
+impl Handle {
+    fn keep(mask: Kept) -> Handle {
+        static NEXT: AtomicI64 = AtomicI64::new(1);
+        Handle(MASKS.insert(NEXT.fetch_add(1, Ordering::Relaxed), mask, |_, _| false))
+    }
+
+    fn host(mask: blockflash_ops::Result<BlockMask>) -> Result<Handle> {
+        Ok(Self::keep(Kept::Host(Box::new(mask?))))
+    }
+
+    fn mask(&self) -> &BlockMask {
+        self.0.mask()
+    }
+}
+
+/// `(seqlen_q, seqlen_kv, block_q, block_kv)`
+type Sizes = (usize, usize, usize, usize);
+
+fn geometry((seqlen_q, seqlen_kv, block_q, block_kv): Sizes) -> Result<BlockGeometry> {
+    Ok(BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?)
+}
+
+/// How blocks are chosen by their scores: blocks of each row, the token mask (`left`, `right`,
+/// `top_left`), and whether to wait for the device and raise if a score is NaN.
+type Choice = (usize, i64, i64, bool, bool);
+
+#[pymethods]
+impl Handle {
+    /// The blocks that are not 0 in a uint8 tensor `[batch, heads, rows, cols]`, of which there are
+    /// `nnz`; on its device.
+    #[staticmethod]
+    fn from_bool(blocks: &Bound<'_, PyAny>, sizes: Sizes, nnz: usize) -> PyResult<Handle> {
+        let py = blocks.py();
+        let blocks = Foreign::of("blocks", blocks)?;
+        Ok(py.detach(|| {
+            let stream = blocks.stream()?;
+            let blocks = one(blocks)?;
+            let source = BlockSource::Bool(blocks);
+            build(sizes, &blocks, nnz, &BlockChoice::new(source), true, &stream)
+        })?)
+    }
+
+    /// From int32 lists on one device, where the mask will be: `row_ptr` `[batch, heads, rows + 1]`
+    /// holds offsets into `col_idx`, whose block columns ascend within a row. They are copied and
+    /// checked, which waits for the stream.
+    #[staticmethod]
+    fn from_lists(
+        row_ptr: &Bound<'_, PyAny>,
+        col_idx: &Bound<'_, PyAny>,
+        sizes: Sizes,
+    ) -> PyResult<Handle> {
+        let py = row_ptr.py();
+        let lists = [Foreign::of("row_ptr", row_ptr)?, Foreign::of("col_idx", col_idx)?];
+        Ok(py.detach(|| {
+            let stream = lists[0].stream()?;
+            let ([Some(row_ptr), Some(col_idx)], []) = views(lists.map(Some), [])? else {
+                return Err(Failure::value("row_ptr and col_idx are needed"));
+            };
+            let &[batch, heads, _] = row_ptr.shape() else {
+                let shape = row_ptr.shape();
+                let text = format!("row_ptr has shape {shape:?}, not [batch, heads, rows + 1]");
+                return Err(Failure::value(text));
+            };
+            let (row_ptr, col_idx) = (row_ptr.to_vec(&stream)?, col_idx.to_vec(&stream)?);
+            let mask = BlockMask::from_parts(geometry(sizes)?, batch, heads, &row_ptr, &col_idx)?;
+            Self::host(if stream.device().is_cpu() { Ok(mask) } else { mask.to(&stream) })
+        })?)
+    }
+
+    /// The best blocks of each row by float32 scores `[batch, heads, rows, cols]`, and those of
+    /// `always`; on the device of the scores.
+    #[staticmethod]
+    fn from_scores(
+        scores: &Bound<'_, PyAny>,
+        sizes: Sizes,
+        choice: Choice,
+        always: Option<&Bound<'_, Handle>>,
+    ) -> PyResult<Handle> {
+        let (py, always) = (scores.py(), always.map(Bound::get));
+        let scores = Foreign::of("scores", scores)?;
+        Ok(py.detach(|| {
+            let stream = scores.stream()?;
+            choose(one(scores)?, sizes, choice, always, &stream)
+        })?)
+    }
+
+    /// The same by the products of the mean query and the mean key of each block, of q
+    /// `[batch, seqlen_q, heads, head_dim]` and k `[batch, seqlen_kv, heads_kv, head_dim]`.
+    #[staticmethod]
+    fn from_means(
+        q: &Bound<'_, PyAny>,
+        k: &Bound<'_, PyAny>,
+        sizes: Sizes,
+        choice: Choice,
+        always: Option<&Bound<'_, Handle>>,
+    ) -> PyResult<Handle> {
+        let (py, always) = (q.py(), always.map(Bound::get));
+        let (q, k) = (Foreign::of("q", q)?, Foreign::of("k", k)?);
+        Ok(py.detach(|| {
+            let stream = q.stream()?;
+            let ([q, k], []) = views([Some(q), Some(k)], [])?;
+            let (Some(q), Some(k)) = (q, k) else {
+                return Err(Failure::value("q and k are needed"));
+            };
+            let mut scores = BlockScores::new(geometry(sizes)?, q, k, &stream)?;
+            scores.compute(q, k, &stream)?;
+            choose(scores.scores().view(), sizes, choice, always, &stream)
+        })?)
+    }
+
+    /// See [`BlockMask::window`]; on the CPU. -1 does not limit a side.
+    #[staticmethod]
+    fn window(sizes: Sizes, left: i64, right: i64, top_left: bool) -> PyResult<Handle> {
+        let (left, right) = (side("left", left)?, side("right", right)?);
+        Ok(Self::host(BlockMask::window(geometry(sizes)?, left, right, align(top_left)))?)
+    }
+
+    /// See [`BlockMask::sink`]; on the CPU.
+    #[staticmethod]
+    fn sink(sizes: Sizes, count: usize) -> PyResult<Handle> {
+        Ok(Self::host(BlockMask::sink(geometry(sizes)?, count))?)
+    }
+
+    /// See [`BlockMask::union`]; both on the CPU.
+    fn union(&self, other: &Bound<'_, Handle>) -> PyResult<Handle> {
+        Ok(Self::host(self.mask().union(other.get().mask()))?)
+    }
+
+    /// See [`BlockMask::intersection`]; both on the CPU.
+    fn intersection(&self, other: &Bound<'_, Handle>) -> PyResult<Handle> {
+        Ok(Self::host(self.mask().intersection(other.get().mask()))?)
+    }
+
+    /// A copy on the device of a tensor, on the current stream there.
+    fn to_device_of(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Handle> {
+        let place = Foreign::of("tensor", tensor)?;
+        Ok(tensor.py().detach(|| Self::host(self.mask().to(&place.stream()?)))?)
+    }
+
+    /// Writes which blocks are visited into a uint8 tensor `[batch, heads, rows, cols]` on the CPU.
+    fn write_bool(&self, out: &Bound<'_, PyAny>) -> PyResult<()> {
+        let out = Foreign::of("out", out)?;
+        let write = || -> Result<()> {
+            let ([], [out]) = views([], [Some(out)])?;
+            let mut out = out.ok_or_else(|| Failure::value("out is needed"))?;
+            let visited = self.mask().to(&Device::cpu().stream()?)?.to_bool()?;
+            let out = out.as_mut_slice::<u8>()?;
+            if out.len() != visited.len() {
+                return Err(Failure::value(format!("out is not of {} blocks", visited.len())));
+            }
+            out.iter_mut().zip(visited).for_each(|(out, visited)| *out = visited.into());
+            Ok(())
+        };
+        Ok(Python::attach(|py| py.detach(write))?)
+    }
+
+    #[getter]
+    fn number(&self) -> i64 {
+        self.0.number()
+    }
+
+    /// `(batch, heads, rows, cols)`
+    #[getter]
+    fn shape(&self) -> (usize, usize, usize, usize) {
+        let mask = self.mask();
+        (mask.batch(), mask.heads(), mask.rows(), mask.cols())
+    }
+
+    /// `(seqlen_q, seqlen_kv, block_q, block_kv)`
+    #[getter]
+    fn sizes(&self) -> Sizes {
+        let mask = self.mask();
+        (mask.seqlen_q(), mask.seqlen_kv(), mask.block_q(), mask.block_kv())
+    }
+}
+
+fn one(tensor: Foreign<'_>) -> Result<View<'_>> {
+    let ([view], []) = views([Some(tensor)], [])?;
+    view.ok_or_else(|| Failure::value("a tensor is needed"))
+}
+
+/// The mask of a choice on the stream's device; `values` has its batch entries and heads.
+fn build(
+    sizes: Sizes,
+    values: &View<'_>,
+    nnz: usize,
+    choice: &BlockChoice<'_>,
+    check: bool,
+    stream: &Stream,
+) -> Result<Handle> {
+    let &[batch, heads, _, _] = values.shape() else {
+        let shape = values.shape();
+        return Err(Failure::value(format!("{shape:?} is not [batch, heads, rows, cols]")));
+    };
+    let mut buffer = BlockMaskBuffer::new(geometry(sizes)?, batch, heads, nnz, stream)?;
+    buffer.build(choice, stream)?;
+    if check {
+        buffer.check(stream)?;
+    }
+    Ok(Handle::keep(Kept::Built(Box::new(buffer))))
+}
+
+fn choose(
+    scores: View<'_>,
+    sizes: Sizes,
+    choice: Choice,
+    always: Option<&Handle>,
+    stream: &Stream,
+) -> Result<Handle> {
+    let (k, left, right, top_left, check) = choice;
+    let always = always.map(|always| always.mask().to(stream)).transpose()?;
+    let source = BlockSource::Scores { scores, k };
+    let mask = token_mask(left, right, top_left)?;
+    let (rows, cols) = (geometry(sizes)?.rows(), geometry(sizes)?.cols());
+    let groups = scores.shape().iter().take(2).product::<usize>();
+    // A row has at most the chosen blocks and those of `always`, which may be one for all groups.
+    let each = always.as_ref().map_or(0, |always| {
+        always.nnz().saturating_mul(groups / (always.batch() * always.heads()).max(1))
+    });
+    let most = groups.saturating_mul(rows).saturating_mul(k.min(cols)).saturating_add(each);
+    let all = groups.saturating_mul(rows).saturating_mul(cols);
+    let choice = BlockChoice { always: always.as_ref(), mask, ..BlockChoice::new(source) };
+    build(sizes, &scores, most.min(all), &choice, check, stream)
 }

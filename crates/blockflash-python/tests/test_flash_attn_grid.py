@@ -35,7 +35,7 @@ LENGTHS = [
 ]
 HEADS_K = {"mha": 6, "gqa": 2, "mqa": 1}
 HEADS = 6
-FACTORS = {"o": 2, "dq": 3, "dk": 3, "dv": 3}
+FACTORS = {"o": 2, "dq": 2, "dk": 2, "dv": 2}
 """How many times the error of plain attention is allowed."""
 FLOOR = 1e-5
 """Added to the allowed error, for cases in which plain attention is exact."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from test_compile import Block
+from test_sparse_operators import Model
 from torch import nn
 
 pytestmark = pytest.mark.inductor
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_training(dynamic: bool) -> None:
+@pytest.mark.parametrize("sparse", [False, True])
+def test_training(sparse: bool, dynamic: bool) -> None:
     torch.compiler.reset()
-    model = nn.Sequential(Block(causal=True), Block())
+    model = Model() if sparse else nn.Sequential(Block(causal=True), Block())
     compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
     for seqlen in (9, 12):
-        x = torch.randn(2, seqlen, 32)
+        x = torch.randn(2, seqlen, 48 if sparse else 32)
         gradients = []
         for run in (model, compiled):
             model.zero_grad()

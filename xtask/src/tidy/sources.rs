@@ -12,7 +12,7 @@ const GENERATED: &str = "crates/blockflash-sys/src/params.rs";
 const UNSAFE_PLACES: [&str; 3] = [
     "crates/blockflash-safe/",
     "crates/blockflash-python/src/foreign.rs",
-    "crates/blockflash-python/src/dispatcher.rs",
+    "crates/blockflash-python/src/dispatcher/",
 ];
 /// The one folder with inline PTX.
 const PTX_FOLDER: &str = "kernels/include/blockflash/ptx/";

@@ -71,7 +71,8 @@ pub(crate) const NOTE: &str = "\
 Columns of densities: the rate of the stored blocks as a fraction of the rate of the dense \
 product, whose zeros count as work. Break-even: the part of the blocks up to which the sparse \
 product takes less time, between measured densities along straight lines. Of two dense products \
-one multiplies the zeros, which save power and so raise the clock, the other one N(0, 1) everywhere.";
+one multiplies the zeros, which save power and so raise the clock, the other one N(0, 1) \
+everywhere.";
 
 /// A measured density.
 struct Point {

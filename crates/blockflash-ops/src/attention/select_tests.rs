@@ -101,7 +101,9 @@ fn what_is_missing_is_said() {
         assert_eq!(what, format!("head_dim {head_dim}: kernels take multiples of 8 up to 256"));
     }
     assert!(
-        refusal(DType::F32, 64, 9, 0).1.contains("kernels take f16 and bf16, the tensors are f32")
+        refusal(DType::F32, 64, 9, 0)
+            .1
+            .contains("kernels take f16 and bf16, but the tensors are f32")
     );
     assert!(refusal(DType::F16, 64, 7, 5).1.contains("compute capability 8.0"));
     let mut small = gpu(8, 9);

@@ -109,7 +109,7 @@ fn what_does_not_fit_together() {
     let other = BlockGeometry::new(100, 100, 64, 64).unwrap();
     expect(
         &[random_mask(g, 1, 1, 0), random_mask(other, 1, 1, 0)],
-        "mask 1 has blocks of 64 × 64, the first one of 128 × 64",
+        "mask 1 has blocks of 64 × 64, but the first one has 128 × 64",
     );
     expect(&[random_mask(g, 2, 1, 0)], "mask 0 has 2 batch entries, not 1");
     expect(

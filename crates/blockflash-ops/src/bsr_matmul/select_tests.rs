@@ -92,7 +92,8 @@ fn what_is_missing_is_said() {
     };
     assert!(refusal(DType::F16, 48, 9, 0).starts_with("sm_90: block size 48: kernels take ["));
     assert!(
-        refusal(DType::F32, 64, 9, 0).contains("kernels take f16 and bf16, the matrices are f32")
+        refusal(DType::F32, 64, 9, 0)
+            .contains("kernels take f16 and bf16, but the matrices are f32")
     );
     assert!(refusal(DType::F16, 64, 7, 5).contains("sm_75: kernels need compute capability 8.0"));
     let mut small = gpu(9, 0);

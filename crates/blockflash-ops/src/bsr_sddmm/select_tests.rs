@@ -92,7 +92,7 @@ fn what_no_kernel_takes_is_named() {
         assert_eq!(reason(all, &problem(64), gpu), "kernels need compute capability 9.0");
     }
     let wide = BsrSddmmProblem { dtype: DType::F32, ..problem(64) };
-    assert_eq!(reason(all, &wide, &hopper), "kernels take f16 and bf16, the matrices are f32");
+    assert_eq!(reason(all, &wide, &hopper), "kernels take f16 and bf16, but the matrices are f32");
     assert_eq!(reason(all, &problem(32), &hopper), "block size 32: kernels take [64, 128]");
     let p = problem(128);
     let unaligned = BsrSddmmProblem { a: DenseLayout { aligned: false, ld: 1001, ..p.a }, ..p };
@@ -120,7 +120,7 @@ fn rows_say_what_they_do_not_take() {
     refused(&problem(128), "the kernel takes blocks of 64, not 128");
     refused(
         &BsrSddmmProblem { dtype: DType::F16, ..problem(64) },
-        "takes bf16, the matrices are f16",
+        "takes bf16, but the matrices are f16",
     );
     let [a, b] = [problem(64).b, problem(64).a];
     refused(&BsrSddmmProblem { a, ..problem(64) }, "the kernel takes a column-major a");

@@ -13,25 +13,32 @@ TYPE_CHECKING = False  # Known to type checkers, without the cost of importing `
 if TYPE_CHECKING:
     from typing import Any
 
+    from . import sparse as sparse
     from ._attention import attention
     from ._info import info, usable
+    from .block_mask import BlockMask, block_sparse_attention
     from .sdpa import activate_sdpa, restore_sdpa, scaled_dot_product_attention
 
 # The module of each public name.
 _MODULES = {
+    "BlockMask": ".block_mask",
     "activate_sdpa": ".sdpa",
     "attention": "._attention",
+    "block_sparse_attention": ".block_mask",
     "info": "._info",
     "restore_sdpa": ".sdpa",
     "scaled_dot_product_attention": ".sdpa",
+    "sparse": ".sparse",
     "usable": "._info",
 }
 
 __all__ = [
+    "BlockMask",
     "DeviceError",
     "Unsupported",
     "activate_sdpa",
     "attention",
+    "block_sparse_attention",
     "info",
     "restore_sdpa",
     "scaled_dot_product_attention",
@@ -43,7 +50,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(_MODULES[name], __name__), name)
+        module = importlib.import_module(_MODULES[name], __name__)
+        value = module if _MODULES[name] == f".{name}" else getattr(module, name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -85,7 +85,7 @@ def attention(
     # The operators have defaults: what is not passed costs nothing.
     options: dict[str, Any] = {}
     if causal or window != _UNLIMITED:
-        options["left"], options["right"] = _sides(causal, window)
+        options["left"], options["right"] = sides(causal, window)
     if top_left:
         options["top_left"] = True
     if scale is not None:
@@ -100,7 +100,7 @@ def attention(
     if not (cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None):
         options |= _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if block_mask is not None:
-        options["block_mask"] = block_mask._native.id
+        options["block_mask"] = block_mask.number
 
     kind = q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
@@ -120,11 +120,11 @@ def attention(
             _refuse_types(out=out)
             refuse_to_lose(q, k, v, sink, out)
             o, lse = out, _ops.empty_lse(q, cu_seqlens_q) if return_lse else None
-            _OPS.attention_out(q, k, v, o, lse, **options)
+            _OPS.attention_out.default(q, k, v, o, lse, **options)
         elif return_lse or _needs_gradient(q, k, v, sink):
-            o, lse = _OPS.attention(q, k, v, **options)
+            o, lse = _OPS.attention.default(q, k, v, **options)
         else:
-            o = _OPS.attention_forward(q, k, v, **options)
+            o = _OPS.attention_forward.default(q, k, v, **options)
     except RuntimeError as error:
         raise _ops.typed(error) from None
     if head_dim is not None:
@@ -147,7 +147,7 @@ def _refuse_types(**given: object) -> None:
             raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
 
 
-def _sides(causal: bool, window: tuple[int | None, int | None]) -> tuple[int, int]:
+def sides(causal: bool, window: tuple[int | None, int | None]) -> tuple[int, int]:
     """The sides of the window as the operators have them, -1 for unlimited."""
     left, right = window
     for side in window:

@@ -26,7 +26,7 @@ _QKV = "Tensor q, Tensor k, Tensor v"
 _OPTIONS = (
     "Tensor? sink=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt max_q=0, "
     "SymInt max_k=0, int left=-1, int right=-1, bool top_left=False, float? scale=None, "
-    "float softcap=0.0, int block_mask=0"
+    "float softcap=0.0, SymInt block_mask=0"
 )
 
 
@@ -122,12 +122,12 @@ def register(namespace: str, native: bool) -> torch.library.Library:
     outputs = "Tensor(a!) o, Tensor(b!)? lse=None"
     library.define(f"attention_out({_QKV}, {outputs}, {_OPTIONS}) -> ()")
     library.define(f"attention_backward({_gradient.SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv)")
-    in_python = [("attention", _attention)]
-    if not (native and _native.register_kernels(namespace)):
-        in_python += [("attention_forward", _attention_forward), ("attention_out", _attention_out)]
+    natively = _native.register_kernels(namespace) if native else []
     for key in ("CPU", "CUDA"):
-        for name, kernel in in_python:
-            library.impl(name, kernel, key)
+        library.impl("attention", _attention, key)
+        if key not in natively:
+            library.impl("attention_forward", _attention_forward, key)
+            library.impl("attention_out", _attention_out, key)
     library.impl("attention_backward", _gradient.backward_cpu, "CPU")
     library.impl("attention_backward", _gradient.backward_cuda, "CUDA")
     for name, fake in (

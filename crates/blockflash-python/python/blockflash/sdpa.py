@@ -7,6 +7,7 @@ attention implementations, so models need no change. torch decides per call whic
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -107,7 +108,10 @@ class _Override:
                 _flash_attention_for_cpu, torch.library.get_kernel(f"aten::{op}", "CPU")
             )
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
-        self._library.impl(op, kernel, device.upper(), with_keyset=device == "cpu")
+        with warnings.catch_warnings():
+            # torch warns of every override; this one is what the caller asked for.
+            warnings.filterwarnings("ignore", message=".*only once for all operators")
+            self._library.impl(op, kernel, device.upper(), with_keyset=device == "cpu")
 
     def remove(self) -> None:
         """Gives the operator back to torch, and cuDNN its switch."""

@@ -186,11 +186,11 @@ fn lists_that_kernels_may_not_follow() {
     refused("row_ptr does not ascend", BlockListArrays { row_ptr: &[0, 1, 3, 2, 4, 4], ..LISTS });
     refused("row_ptr does not ascend", BlockListArrays { row_ptr: &[0, 1, 3, 3, 4, 5], ..LISTS });
     refused("col_idx[0] is 3", BlockListArrays { col_idx: &[3, 0, 1, 1], ..LISTS });
-    refused("no permutation", BlockListArrays { row_order: &[1, 1, 0, 1], ..LISTS });
+    refused("is not a permutation", BlockListArrays { row_order: &[1, 1, 0, 1], ..LISTS });
     refused("row_order has 3 entries", BlockListArrays { row_order: &[1, 0, 0], ..LISTS });
     refused("dimensions of groups", BlockListArrays { groups: &[2], ..LISTS });
     let packed = BlockListArrays { groups: &[2], cu_rows: Some(&[0, 1, 2]), ..LISTS };
-    refused("no permutation", packed);
+    refused("is not a permutation", packed);
     refused("cu_rows does not ascend", BlockListArrays { cu_rows: Some(&[0, 2, 1]), ..packed });
     refused("cu_rows does not ascend", BlockListArrays { cu_rows: Some(&[0, 1]), ..packed });
     let shape = BlockLists::new(&BlockListArrays { row_ptr: &[0, 4], ..LISTS }, &cpu());

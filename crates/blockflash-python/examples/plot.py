@@ -1,0 +1,54 @@
+"""Line charts beside each other as an SVG file, without a library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+WIDTH, HEIGHT, MARGIN = 420, 300, 56
+COLOURS = ("#1f6fb4", "#d1495b", "#3a9d5d")
+
+
+@dataclass
+class Chart:
+    """Lines over common axes, both from 0: the points `(x, y)` of each by its name."""
+
+    title: str
+    x: str
+    lines: dict[str, tuple[Sequence[float], Sequence[float]]]
+
+    def svg(self, left: float) -> str:
+        """The chart, so far to the right."""
+        most_x = max(max(x) for x, _ in self.lines.values()) or 1
+        most_y = max(max(y) for _, y in self.lines.values()) or 1
+        wide, high = WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
+        bottom = HEIGHT - MARGIN
+        parts = [
+            f'<path d="M{MARGIN} {MARGIN}V{bottom}H{MARGIN + wide}" fill="none" stroke="#888"/>',
+            f'<text x="{MARGIN}" y="{MARGIN - 24}" font-weight="bold">{self.title}</text>',
+            f'<text x="{MARGIN + wide / 2}" y="{HEIGHT - 16}" text-anchor="middle">{self.x}</text>',
+        ]
+        for step in range(5):
+            x, y = MARGIN + wide * step / 4, bottom - high * step / 4
+            label = f'<text x="{MARGIN - 6}" y="{y + 4}" text-anchor="end">'
+            parts.append(f"{label}{most_y * step / 4:.3g}</text>")
+            label = f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">'
+            parts.append(f"{label}{most_x * step / 4:.3g}</text>")
+        for (name, (xs, ys)), colour in zip(self.lines.items(), COLOURS):
+            at = [(MARGIN + wide * x / most_x, bottom - high * y / most_y) for x, y in zip(xs, ys)]
+            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
+            parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"/>')
+            row = list(self.lines).index(name)
+            label = f'<text x="{MARGIN + wide}" y="{MARGIN + 16 * row}" text-anchor="end"'
+            parts.append(f'{label} fill="{colour}">{name}</text>')
+        return f'<g transform="translate({left} 0)">{"".join(parts)}</g>'
+
+
+def write(path: str, charts: list[Chart]) -> None:
+    """Writes the charts into a file, from left to right."""
+    body = "".join(chart.svg(WIDTH * at) for at, chart in enumerate(charts))
+    size = f'width="{WIDTH * len(charts)}" height="{HEIGHT}"'
+    font = 'font-family="sans-serif" font-size="12"'
+    text = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>{body}</svg>'
+    Path(path).write_text(text, encoding="utf-8")

@@ -1,0 +1,366 @@
+"""Which blocks of queries and keys attention visits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import _native
+from ._attention import attention, sides
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexMask
+
+_UNLIMITED = (None, None)
+
+
+class BlockMask:
+    """The blocks of queries x keys that attention visits, for each batch entry and head.
+
+    Pairs outside of all visited blocks are not attended. Inside of a visited block, `causal` and
+    `window` of the call decide. Block row `r` holds the queries `r * block_q` to
+    `(r + 1) * block_q`, a block column likewise keys; the last may be shorter. Block sizes are
+    multiples of 64 up to 1024. A mask has 1 or as many batch entries as q, and 1 or as many heads
+    as k or q.
+
+    Made by the class methods, on the device of their tensors (`window` and `sink` on the CPU), on
+    the current stream there, and not while a CUDA graph is captured. Immutable.
+    """
+
+    def __init__(self, native: _native.BlockMask, device: torch.device) -> None:
+        self._native = native
+        self.number: int = native.number
+        self.device = device
+        self.seqlens: tuple[int, int] = native.sizes[:2]
+        self.block: tuple[int, int] = native.sizes[2:]
+        self.shape: tuple[int, int, int, int] = native.shape
+
+    @classmethod
+    def from_dense_bool(
+        cls, blocks: Tensor, *, seqlens: tuple[int, int], block: int | tuple[int, int] = 128
+    ) -> BlockMask:
+        """The blocks that are true in a bool tensor `[batch, heads, rows, cols]`.
+
+        Args:
+            blocks: Or `[rows, cols]`, for all batch entries and heads.
+            seqlens: Number of queries and of keys.
+            block: Queries and keys of a block.
+
+        """
+        if blocks.dtype != torch.bool:
+            raise ValueError(f"blocks are {blocks.dtype}, not torch.bool")
+        blocks = (blocks if blocks.dim() != 2 else blocks[None, None]).contiguous()
+        sizes, nnz = _sizes(seqlens, block), int(blocks.sum())
+        return cls(_native.BlockMask.from_bool(blocks.view(torch.uint8), sizes, nnz), blocks.device)
+
+    @classmethod
+    def from_lists(
+        cls,
+        row_ptr: Tensor,
+        col_idx: Tensor,
+        *,
+        seqlens: tuple[int, int],
+        block: int | tuple[int, int] = 128,
+    ) -> BlockMask:
+        """From the arrays of the BSR format, which are copied and checked; waits for a GPU.
+
+        Args:
+            row_ptr: int32 `[batch, heads, rows + 1]`: the columns of row `r` of a head are
+                `col_idx[row_ptr[r]]` to `col_idx[row_ptr[r + 1] - 1]`. A head starts where the one
+                before ends.
+            col_idx: int32 `[nnz]`, the block columns, ascending in each row.
+            seqlens: Number of queries and of keys.
+            block: Queries and keys of a block.
+
+        """
+        native = _native.BlockMask.from_lists(row_ptr, col_idx, _sizes(seqlens, block))
+        return cls(native, row_ptr.device)
+
+    @classmethod
+    def from_kv_blocks(
+        cls,
+        kv_num_blocks: Tensor,
+        kv_indices: Tensor,
+        full_kv_num_blocks: Tensor | None = None,
+        full_kv_indices: Tensor | None = None,
+        *,
+        seqlens: tuple[int, int],
+        block: int | tuple[int, int] = 128,
+    ) -> BlockMask:
+        """From lists of block columns, as flex_attention has them.
+
+        Args:
+            kv_num_blocks: `[batch, heads, rows]`, how many columns each row has.
+            kv_indices: `[batch, heads, rows, most]`, the columns of each row in any order.
+            full_kv_num_blocks: The same for further columns, which flex_attention does not mask.
+            full_kv_indices: The same for further columns.
+            seqlens: Number of queries and of keys.
+            block: Queries and keys of a block.
+
+        """
+        _, seqlen_k, _, block_k = _sizes(seqlens, block)
+        cols = -(-seqlen_k // block_k)
+        lists = [(kv_num_blocks, kv_indices)]
+        if (full_kv_num_blocks is None) != (full_kv_indices is None):
+            raise ValueError("full_kv_num_blocks and full_kv_indices come together")
+        if full_kv_num_blocks is not None:
+            lists.append((full_kv_num_blocks, full_kv_indices))
+        visits = torch.zeros((*kv_num_blocks.shape, cols + 1), dtype=torch.int32)
+        visits = visits.to(kv_num_blocks.device)
+        for counts, columns in lists:
+            if counts.shape != kv_num_blocks.shape or columns.shape[:-1] != counts.shape:
+                raise ValueError(f"lists of {tuple(counts.shape)} and {tuple(columns.shape)}")
+            listed = torch.arange(columns.shape[-1], device=columns.device) < counts[..., None]
+            wrong = listed & ((columns < 0) | (columns >= cols))
+            if bool(wrong.any() | (counts < 0).any() | (counts > columns.shape[-1]).any()):
+                raise ValueError(
+                    f"a list has a column that is not one of {cols}, or a wrong length"
+                )
+            # What is not listed counts in the column behind the last one.
+            places = torch.where(listed, columns, cols).long()
+            visits.scatter_add_(-1, places, torch.ones_like(places, dtype=torch.int32))
+        if bool((visits[..., :cols] > 1).any()):
+            raise ValueError("a column comes twice in its row")
+        return cls.from_dense_bool(visits[..., :cols] > 0, seqlens=seqlens, block=block)
+
+    @classmethod
+    def from_flex(
+        cls,
+        mask: FlexMask,
+        *,
+        token_mask: str | tuple[int | None, int | None],
+        check: bool = True,
+    ) -> BlockMask:
+        """From a `BlockMask` of flex_attention.
+
+        Its `mask_mod` masks pairs in partial blocks. Attention here does that by `causal` and
+        `window`, so the call that gets this mask must ask for what `token_mask` says.
+
+        Args:
+            mask: Its blocks, partial and full ones, become the visited blocks.
+            token_mask: What `mask_mod` does inside of partial blocks: "full" (nothing), "causal",
+                or the `window`. Queries and keys are counted from their starts (`top_left=True`).
+            check: Compare `mask_mod` with `token_mask` at all pairs of visited blocks. It
+                evaluates a mask of all pairs, so switch it off for long sequences.
+
+        Raises:
+            ValueError: They differ.
+
+        """
+        from . import _flex
+
+        return _flex.read(cls, mask, token_mask, check)
+
+    def to_flex(self, mask_mod: Callable[..., Tensor] | None = None) -> FlexMask:
+        """A `BlockMask` of flex_attention, where all blocks are partial if there is a mask_mod.
+
+        Args:
+            mask_mod: What flex_attention does inside of the blocks; nothing by default.
+
+        """
+        from . import _flex
+
+        return _flex.write(self, mask_mod)
+
+    @classmethod
+    def window(
+        cls,
+        left: int | None,
+        right: int | None,
+        *,
+        seqlens: tuple[int, int],
+        block: int | tuple[int, int] = 128,
+        top_left: bool = False,
+    ) -> BlockMask:
+        """The blocks of the diagonal, with so many block columns before and after; on the CPU.
+
+        Args:
+            left: Block columns before the diagonal; None is all.
+            right: Block columns after the diagonal; None is all, 0 a causal mask.
+            seqlens: Number of queries and of keys.
+            block: Queries and keys of a block.
+            top_left: Where the diagonal starts if the lengths differ, as in `attention`.
+
+        """
+        numbers = sides(False, (left, right))
+        return cls._on_cpu(_native.BlockMask.window(_sizes(seqlens, block), *numbers, top_left))
+
+    @classmethod
+    def causal(
+        cls,
+        *,
+        seqlens: tuple[int, int],
+        block: int | tuple[int, int] = 128,
+        top_left: bool = False,
+    ) -> BlockMask:
+        """The blocks that a causal mask does not hide; on the CPU."""
+        return cls.window(None, 0, seqlens=seqlens, block=block, top_left=top_left)
+
+    @classmethod
+    def sink(
+        cls, count: int, *, seqlens: tuple[int, int], block: int | tuple[int, int] = 128
+    ) -> BlockMask:
+        """The first `count` block columns in every row; on the CPU."""
+        return cls._on_cpu(_native.BlockMask.sink(_sizes(seqlens, block), _count("count", count)))
+
+    @classmethod
+    def _on_cpu(cls, native: _native.BlockMask) -> BlockMask:
+        return cls(native, torch.device("cpu"))
+
+    @classmethod
+    def top_k(
+        cls,
+        scores: Tensor,
+        k: int,
+        *,
+        seqlens: tuple[int, int],
+        block: int | tuple[int, int] = 128,
+        causal: bool = False,
+        window: tuple[int | None, int | None] = _UNLIMITED,
+        top_left: bool = False,
+        always: BlockMask | None = None,
+        check: bool = False,
+    ) -> BlockMask:
+        """The `k` blocks of each row with the largest scores; on a GPU without the host.
+
+        Args:
+            scores: float32 `[batch, heads, rows, cols]`.
+            k: Blocks of each row; fewer where there are fewer candidates.
+            seqlens: Number of queries and of keys.
+            block: Queries and keys of a block.
+            causal: Blocks that this token mask hides entirely are left out.
+            window: The same.
+            top_left: As in `attention`.
+            always: Blocks that are visited besides.
+            check: Wait for the GPU and raise ValueError if a score is NaN, as the CPU always does.
+                Otherwise NaN is never chosen.
+
+        """
+        choice = (_count("k", k), *sides(causal, window), top_left, check)
+        native = None if always is None else always._native
+        made = _native.BlockMask.from_scores(
+            scores.contiguous(), _sizes(seqlens, block), choice, native
+        )
+        return cls(made, scores.device)
+
+    @classmethod
+    def top_k_means(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        count: int,
+        *,
+        block: int | tuple[int, int] = 128,
+        causal: bool = False,
+        window: tuple[int | None, int | None] = _UNLIMITED,
+        top_left: bool = False,
+        always: BlockMask | None = None,
+        check: bool = False,
+    ) -> BlockMask:
+        """The `count` best blocks of each row by mean query times mean key of a block.
+
+        Args:
+            q: Queries, `[batch, seqlen_q, heads, head_dim]`.
+            k: Keys, `[batch, seqlen_k, heads_k, head_dim]`.
+            count: Blocks of each row; fewer where there are fewer candidates.
+            block: Queries and keys of a block.
+            causal: As in `top_k`.
+            window: As in `top_k`.
+            top_left: As in `top_k`.
+            always: As in `top_k`.
+            check: As in `top_k`.
+
+        """
+        if q.dim() != 4 or k.dim() != 4:
+            raise ValueError(f"q and k have shapes {tuple(q.shape)} and {tuple(k.shape)}")
+        sizes = _sizes((q.shape[1], k.shape[1]), block)
+        choice = (_count("count", count), *sides(causal, window), top_left, check)
+        native = None if always is None else always._native
+        q, k = q.detach(), k.detach()
+        try:
+            made = _native.BlockMask.from_means(q, k, sizes, choice, native)
+        except _native.Misaligned:
+            made = _native.BlockMask.from_means(q.clone(), k.clone(), sizes, choice, native)
+        return cls(made, q.device)
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        """The blocks that either mask visits; computed on the CPU."""
+        return self._combined(other, "union")
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        """The blocks that both masks visit; computed on the CPU."""
+        return self._combined(other, "intersection")
+
+    def _combined(self, other: BlockMask, how: str) -> BlockMask:
+        native, others = (mask.to("cpu")._native for mask in (self, other))
+        return self._on_cpu(getattr(native, how)(others)).to(self.device)
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The mask on a device: itself, if it is there."""
+        place = torch.empty(0, device=device)
+        if place.device == self.device:
+            return self
+        return BlockMask(self._native.to_device_of(place), place.device)
+
+    def to_dense(self) -> Tensor:
+        """The visited blocks, bool `[batch, heads, rows, cols]`; waits for a GPU."""
+        blocks = torch.empty(self.shape, dtype=torch.uint8)
+        self._native.write_bool(blocks)
+        return blocks.view(torch.bool).to(self.device)
+
+    @property
+    def density(self) -> float:
+        """Visited blocks per block, 0 to 1; waits for a GPU."""
+        blocks = self.to_dense()
+        return blocks.float().mean().item() if blocks.numel() else 0.0
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockMask(shape={self.shape}, seqlens={self.seqlens}, block={self.block}, "
+            f"device={str(self.device)!r})"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.to_dense().cpu(), self.seqlens, self.block, self.device)
+
+
+def _restored(
+    blocks: Tensor, seqlens: tuple[int, int], block: tuple[int, int], device: torch.device
+) -> BlockMask:
+    return BlockMask.from_dense_bool(blocks.to(device), seqlens=seqlens, block=block)
+
+
+def _count(what: str, count: int) -> int:
+    if count < 0:
+        raise ValueError(f"{what} is {count}")
+    return count
+
+
+def _sizes(seqlens: tuple[int, int], block: int | tuple[int, int]) -> tuple[int, int, int, int]:
+    """`(seqlen_q, seqlen_k, block_q, block_k)`."""
+    block_q, block_k = (block, block) if isinstance(block, int) else block
+    seqlen_q, seqlen_k = seqlens
+    if min(seqlen_q, seqlen_k, block_q, block_k) < 0:
+        raise ValueError(f"seqlens are {tuple(seqlens)}, and block is {block}")
+    return seqlen_q, seqlen_k, block_q, block_k
+
+
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`blockflash.attention` that visits only the blocks of a mask.
+
+    Args:
+        q: Queries, `[B, Sq, Hq, D]`.
+        k: Keys, `[B, Sk, Hk, D]`.
+        v: Values, in the shape of k.
+        block_mask: The visited blocks, on the device of q.
+        options: The other arguments of `blockflash.attention`.
+
+    """
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(f"block_mask must be a BlockMask, not {type(block_mask).__name__}")
+    return attention(q, k, v, block_mask=block_mask, **options)

@@ -1,0 +1,211 @@
+//! `attention_forward` and `attention_out` as kernels in torch's dispatcher, which costs the host
+//! less than kernels in Python do.
+//!
+//! torch calls such a kernel with a stack of 64-bit values and lets it call back through C
+//! functions, its stable ABI. They are looked up in the loaded `libtorch_cpu`, so nothing is linked
+//! and one build serves every torch from 2.10 on. A kernel owns the tensors on its stack, and
+//! reports an error by a C++ exception that torch throws for it.
+
+mod torch;
+
+use self::torch::{Handle, Shim, Tensor, Torch, check};
+use crate::attention::{Options, Tensors, run};
+use crate::error::{Failure, Kind, Result};
+use crate::foreign::Foreign;
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char};
+use std::mem::ManuallyDrop;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::{null_mut, with_exposed_provenance_mut};
+use std::slice;
+
+type BoxedKernel = unsafe extern "C-unwind" fn(*mut u64, u64, u64);
+
+/// The version of the ABI whose values the kernels read: that of torch 2.10.
+const ABI_VERSION: u64 = (2 << 56) | (10 << 48);
+
+/// Registers the kernels for the operators of this namespace, and returns for which dispatch keys:
+/// those for whose devices this torch has the functions. The others need kernels in Python.
+pub(crate) fn register(namespace: &str) -> Vec<&'static str> {
+    let (Some(shim), Ok(namespace)) = (Shim::get(), CString::new(namespace)) else {
+        return Vec::new();
+    };
+    let keys = [Some(c"CPU"), shim.cuda.as_ref().map(|_| c"CUDA")];
+    let add = |key: &&CStr| register_for(&shim.torch, &namespace, key).is_ok();
+    keys.into_iter().flatten().filter(add).filter_map(|key| key.to_str().ok()).collect()
+}
+
+fn register_for(torch: &Torch, namespace: &CStr, key: &CStr) -> Result<()> {
+    let mut library = null_mut();
+    // SAFETY: the strings end with 0 and live during the calls. torch copies them, and the library
+    // is never deleted, so the kernels stay registered.
+    unsafe {
+        let init = torch.aoti_torch_library_init_impl;
+        check(init(namespace.as_ptr(), key.as_ptr(), c"".as_ptr(), 0, &mut library))?;
+        let add = torch.torch_library_impl;
+        check(add(library, c"attention_forward".as_ptr(), attention_forward, ABI_VERSION))?;
+        check(add(library, c"attention_out".as_ptr(), attention_out, ABI_VERSION))
+    }
+}
+
+/// The arguments that both operators have: tensors in the order of their schema, and numbers.
+struct Arguments {
+    tensors: [Option<Tensor>; 6],
+    options: Options,
+}
+
+impl Arguments {
+    /// # Safety
+    /// `qkv` and `options` are these arguments of a call, read for the first time.
+    unsafe fn take(shim: &'static Shim, qkv: &[u64], options: &[u64]) -> Arguments {
+        let needed = |at: usize| Some(Tensor(shim, handle(qkv[at])));
+        // SAFETY: promised by the caller.
+        let optional = |at: usize| unsafe { unwrap(shim, options[at]) };
+        let tensor = |at| optional(at).map(|value| Tensor(shim, handle(value)));
+        let tensors = [needed(0), needed(1), needed(2), tensor(0), tensor(1), tensor(2)];
+        let number = |at: usize| options[at] as i64;
+        let options = Options {
+            max_q: number(3),
+            max_k: number(4),
+            left: number(5),
+            right: number(6),
+            // A bool is one byte of its 64 bits.
+            top_left: options[7] as u8 != 0,
+            scale: optional(8).map(f64::from_bits),
+            softcap: f64::from_bits(options[9]),
+            block_mask: number(10),
+        };
+        Arguments { tensors, options }
+    }
+
+    /// Computes. Where a kernel cannot read q, k or v in units of 16 bytes, it gets copies.
+    fn run(&mut self, o: &Tensor, lse: Option<&Tensor>) -> Result<()> {
+        match self.run_as_they_are(o, lse) {
+            Err(Failure { kind: Kind::Misaligned, .. }) => {
+                for tensor in self.tensors[..3].iter_mut().flatten() {
+                    *tensor = tensor.contiguous_copy()?;
+                }
+                self.run_as_they_are(o, lse)
+            }
+            outcome => outcome,
+        }
+    }
+
+    fn run_as_they_are(&self, o: &Tensor, lse: Option<&Tensor>) -> Result<()> {
+        let [Some(q), Some(k), Some(v), sink, cu_seqlens_q, cu_seqlens_k] = &self.tensors else {
+            return Err(Failure::value("q, k and v are needed"));
+        };
+        let tensors = Tensors {
+            q: q.foreign("q", false)?,
+            k: k.foreign("k", false)?,
+            v: v.foreign("v", false)?,
+            sink: foreign("sink", sink.as_ref())?,
+            cu_seqlens_q: foreign("cu_seqlens_q", cu_seqlens_q.as_ref())?,
+            cu_seqlens_k: foreign("cu_seqlens_k", cu_seqlens_k.as_ref())?,
+            o: o.foreign("o", true)?,
+            lse: lse.map(|lse| lse.foreign("lse", true)).transpose()?,
+        };
+        run(tensors, &self.options)
+    }
+}
+
+fn foreign<'a>(what: &'static str, tensor: Option<&'a Tensor>) -> Result<Option<Foreign<'a>>> {
+    tensor.map(|tensor| tensor.foreign(what, false)).transpose()
+}
+
+fn handle(value: u64) -> Handle {
+    with_exposed_provenance_mut(value as usize)
+}
+
+/// An optional value: null, or a pointer to it that is ours to free.
+///
+/// # Safety
+/// The value is one of an optional argument, and read for the first time.
+unsafe fn unwrap(shim: &Shim, value: u64) -> Option<u64> {
+    let pointer = with_exposed_provenance_mut::<u64>(value as usize);
+    if pointer.is_null() {
+        return None;
+    }
+    // SAFETY: promised by the caller; freed once, after it was read.
+    unsafe {
+        let value = *pointer;
+        (shim.free)(pointer);
+        Some(value)
+    }
+}
+
+/// `attention_forward(q, k, v, options…) -> Tensor`
+unsafe extern "C-unwind" fn attention_forward(stack: *mut u64, inputs: u64, outputs: u64) {
+    throw(attempt(stack, [inputs, outputs], |shim, values| {
+        // SAFETY: torch calls this function with the arguments of the schema.
+        let mut call = unsafe { Arguments::take(shim, &values[..3], &values[3..]) };
+        let [Some(q), .., cu_seqlens_q, _] = &call.tensors else {
+            return Err(Failure::value("q is needed"));
+        };
+        let o = q.empty_like()?;
+        if cu_seqlens_q.is_some() {
+            // Rows that belong to no sequence are not written. SAFETY: the handle lives.
+            check(unsafe { (shim.torch.aoti_torch_zero_)(o.1) })?;
+        }
+        call.run(&o, None)?;
+        values[0] = ManuallyDrop::new(o).1.expose_provenance() as u64;
+        Ok(())
+    }));
+}
+
+/// `attention_out(q, k, v, o, lse, options…) -> ()`
+unsafe extern "C-unwind" fn attention_out(stack: *mut u64, inputs: u64, outputs: u64) {
+    throw(attempt(stack, [inputs, outputs], |shim, values| {
+        // SAFETY: as in `attention_forward`.
+        let mut call = unsafe { Arguments::take(shim, &values[..3], &values[5..]) };
+        let o = Tensor(shim, handle(values[3]));
+        // SAFETY: as above.
+        let lse = unsafe { unwrap(shim, values[4]) }.map(|value| Tensor(shim, handle(value)));
+        call.run(&o, lse.as_ref())
+    }));
+}
+
+/// A failure that is to be thrown: its text in memory of this thread.
+type Thrown = (&'static Shim, *const c_char);
+
+/// Runs a kernel. It is not inlined: what has to be dropped stays in this frame, which the
+/// exception does not pass.
+#[inline(never)]
+fn attempt(
+    stack: *mut u64,
+    counts: [u64; 2],
+    kernel: impl FnOnce(&'static Shim, &mut [u64]) -> Result<()>,
+) -> Option<Thrown> {
+    let shim = Shim::get()?;
+    let count = counts[0].max(counts[1]) as usize;
+    // SAFETY: torch passes as many values as the larger count says.
+    let values = unsafe { slice::from_raw_parts_mut(stack, count) };
+    let failure = match catch_unwind(AssertUnwindSafe(|| kernel(shim, values))) {
+        Ok(Ok(())) => return None,
+        Ok(Err(failure)) => failure,
+        Err(_) => Failure { kind: Kind::Device, text: "a defect of blockflash".into() },
+    };
+    Some((shim, hold(failure)))
+}
+
+/// Throws a failure as a C++ exception. Neither this frame nor its caller's has anything to drop,
+/// so the exception runs no code of Rust. It must not: a wheel linked by zig contains an unwinder
+/// of its own, which crashes on the state of the one that throws.
+#[inline(never)]
+fn throw(thrown: Option<Thrown>) {
+    if let Some((shim, text)) = thrown {
+        // SAFETY: the strings end with 0 and outlive the call, which copies them. Nothing that
+        // needs to be dropped is alive here, and the callers are `C-unwind`.
+        unsafe { (shim.torch.aoti_torch_check)(false, c"".as_ptr(), c"".as_ptr(), 0, text) }
+    }
+}
+
+/// The text of a failure, after its kind, in memory of this thread.
+fn hold(failure: Failure) -> *const c_char {
+    thread_local!(static TEXT: RefCell<CString> = RefCell::default());
+    let text = failure.tagged().replace('\0', " ");
+    TEXT.with_borrow_mut(|held| {
+        *held = CString::new(text).unwrap_or_default();
+        held.as_ptr()
+    })
+}

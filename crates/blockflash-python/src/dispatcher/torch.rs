@@ -1,0 +1,254 @@
+//! The C functions of torch's stable ABI, and its tensors through them.
+
+use super::BoxedKernel;
+use crate::error::{Failure, Kind, Result};
+use crate::foreign::{Described, Foreign, unsupported_dtype};
+use blockflash_ops::{DType, Device};
+use libloading::os::unix::{Library, RTLD_NOW};
+use std::ffi::{c_char, c_void};
+use std::ptr::null_mut;
+use std::slice;
+use std::sync::OnceLock;
+
+pub(super) type Handle = *mut c_void;
+type Code = i32;
+
+/// `RTLD_NOLOAD`: only a library that is loaded already.
+const ONLY_IF_LOADED: i32 = 4;
+/// How torch numbers element types, for texts only.
+const DTYPE_NAMES: [&str; 12] = [
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "complex32",
+    "complex64",
+    "complex128",
+    "bool",
+];
+const CPU: i32 = 0;
+const CUDA: i32 = 1;
+
+/// C functions of torch, under their own names.
+macro_rules! functions {
+    ($name:ident { $($function:ident($($argument:ty),*) $(-> $result:ty)?;)* }) => {
+        pub(super) struct $name {
+            $(pub(super) $function: unsafe extern "C-unwind" fn($($argument),*) $(-> $result)?,)*
+        }
+
+        impl $name {
+            /// # Safety
+            /// The library is torch's, so that its functions have these types.
+            unsafe fn find(library: &Library) -> Option<Self> {
+                Some(Self {
+                    $($function: {
+                        let name = concat!(stringify!($function), "\0");
+                        // SAFETY: promised by the caller.
+                        *unsafe { library.get(name.as_bytes()) }.ok()?
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+functions!(Torch {
+    aoti_torch_library_init_impl(*const c_char, *const c_char, *const c_char, u32, *mut Handle)
+        -> Code;
+    torch_library_impl(Handle, *const c_char, BoxedKernel, u64) -> Code;
+    aoti_torch_get_dim(Handle, *mut i64) -> Code;
+    aoti_torch_get_sizes(Handle, *mut *const i64) -> Code;
+    aoti_torch_get_strides(Handle, *mut *const i64) -> Code;
+    aoti_torch_get_dtype(Handle, *mut i32) -> Code;
+    aoti_torch_get_device_type(Handle, *mut i32) -> Code;
+    aoti_torch_get_device_index(Handle, *mut i32) -> Code;
+    torch_get_const_data_ptr(Handle, *mut *const c_void) -> Code;
+    torch_get_mutable_data_ptr(Handle, *mut *mut c_void) -> Code;
+    aoti_torch_empty_strided(i64, *const i64, *const i64, i32, i32, i32, *mut Handle) -> Code;
+    aoti_torch_zero_(Handle) -> Code;
+    aoti_torch_copy_(Handle, Handle, i32) -> Code;
+    aoti_torch_delete_tensor_object(Handle) -> Code;
+    aoti_torch_dtype_float16() -> i32;
+    aoti_torch_dtype_bfloat16() -> i32;
+    aoti_torch_dtype_float32() -> i32;
+    aoti_torch_dtype_int32() -> i32;
+    aoti_torch_check(bool, *const c_char, *const c_char, u32, *const c_char);
+});
+
+functions!(TorchCuda {
+    aoti_torch_get_current_cuda_stream(i32, *mut *mut c_void) -> Code;
+});
+
+/// The functions that the kernels call.
+pub(super) struct Shim {
+    pub(super) torch: Torch,
+    pub(super) cuda: Option<TorchCuda>,
+    /// Frees a value that torch allocated: its own function from 2.13 on, C++'s `delete` before.
+    pub(super) free: unsafe extern "C-unwind" fn(*mut u64),
+}
+
+impl Shim {
+    /// The functions of the torch of this process, if it has them all.
+    pub(super) fn get() -> Option<&'static Shim> {
+        static SHIM: OnceLock<Option<Shim>> = OnceLock::new();
+        SHIM.get_or_init(|| {
+            let open = |name: &str| {
+                // SAFETY: a library that is loaded already runs no initialisers.
+                unsafe { Library::open(Some(name), RTLD_NOW | ONLY_IF_LOADED) }.ok()
+            };
+            let library = open("libtorch_cpu.so")?;
+            // SAFETY: these libraries are torch's. `delete` takes a pointer, like torch's function,
+            // whose result nobody needs.
+            let shim = unsafe {
+                Shim {
+                    torch: Torch::find(&library)?,
+                    cuda: open("libtorch_cuda.so").and_then(|library| TorchCuda::find(&library)),
+                    free: *library
+                        .get(b"torch_delete_stable_ivalue\0")
+                        .or_else(|_| library.get(b"_ZdlPv\0"))
+                        .ok()?,
+                }
+            };
+            Some(shim)
+        })
+        .as_ref()
+    }
+}
+
+/// Whether a function of torch succeeded. Its own text went to the log.
+pub(super) fn check(code: Code) -> Result<()> {
+    let text = "a function of torch's stable ABI failed".into();
+    if code == 0 { Ok(()) } else { Err(Failure { kind: Kind::Device, text }) }
+}
+
+/// A tensor that is ours to release.
+pub(super) struct Tensor(pub(super) &'static Shim, pub(super) Handle);
+
+impl Drop for Tensor {
+    fn drop(&mut self) {
+        // SAFETY: the handle is owned and used for the last time.
+        unsafe { (self.0.torch.aoti_torch_delete_tensor_object)(self.1) };
+    }
+}
+
+impl Tensor {
+    fn read<T: Copy>(
+        &self,
+        get: unsafe extern "C-unwind" fn(Handle, *mut T) -> Code,
+        mut value: T,
+    ) -> Result<T> {
+        // SAFETY: the handle lives, and the pointer is valid for writes during the call.
+        check(unsafe { get(self.1, &mut value) })?;
+        Ok(value)
+    }
+
+    fn sizes(&self) -> Result<&[i64]> {
+        let torch = &self.0.torch;
+        let rank = self.read(torch.aoti_torch_get_dim, 0)?;
+        let sizes = self.read(torch.aoti_torch_get_sizes, null_mut::<i64>().cast_const())?;
+        // SAFETY: torch keeps as many sizes as there are dimensions while the tensor lives.
+        Ok(unsafe { elements(sizes, rank) })
+    }
+
+    fn device(&self) -> Result<(i32, i32)> {
+        let torch = &self.0.torch;
+        let kind = self.read(torch.aoti_torch_get_device_type, 0)?;
+        Ok((kind, self.read(torch.aoti_torch_get_device_index, 0)?))
+    }
+
+    pub(super) fn foreign(&self, what: &'static str, written: bool) -> Result<Foreign<'_>> {
+        let Shim { torch, cuda, .. } = self.0;
+        let shape = self.sizes()?;
+        let strides = self.read(torch.aoti_torch_get_strides, null_mut::<i64>().cast_const())?;
+        let address = if written {
+            self.read(torch.torch_get_mutable_data_ptr, null_mut())?.cast_const()
+        } else {
+            self.read(torch.torch_get_const_data_ptr, null_mut::<c_void>().cast_const())?
+        };
+        let (device, stream) = match (self.device()?, cuda) {
+            ((CPU, _), _) => (Device::cpu(), null_mut()),
+            ((CUDA, index), Some(cuda)) => {
+                let mut stream = null_mut();
+                // SAFETY: the pointer is valid for writes during the call.
+                check(unsafe { (cuda.aoti_torch_get_current_cuda_stream)(index, &mut stream) })?;
+                (Device::cuda(usize::try_from(index).unwrap_or(0))?, stream)
+            }
+            _ => return Err(Failure::value(format!("{what} is neither on the CPU nor on CUDA"))),
+        };
+        let described = Described {
+            what,
+            device,
+            dtype: self.dtype(what)?,
+            shape,
+            // SAFETY: as for the sizes.
+            strides: unsafe { elements(strides, shape.len() as i64) },
+            address: address.expose_provenance(),
+            stream,
+        };
+        // SAFETY: 1. The handle keeps the tensor, and torch frees memory of a GPU in the order of
+        // the stream. 2. It is torch's current stream.
+        unsafe { Foreign::new(&described) }
+    }
+
+    fn dtype(&self, what: &str) -> Result<DType> {
+        let torch = &self.0.torch;
+        let number = self.read(torch.aoti_torch_get_dtype, 0)?;
+        let known = [
+            (torch.aoti_torch_dtype_float16, DType::F16),
+            (torch.aoti_torch_dtype_bfloat16, DType::BF16),
+            (torch.aoti_torch_dtype_float32, DType::F32),
+            (torch.aoti_torch_dtype_int32, DType::I32),
+        ];
+        // SAFETY: these functions take nothing and return a constant.
+        let found = known.into_iter().find(|(code, _)| number == unsafe { code() });
+        found.map(|(_, dtype)| dtype).ok_or_else(|| {
+            let name = usize::try_from(number).ok().and_then(|number| DTYPE_NAMES.get(number));
+            unsupported_dtype(what, name.unwrap_or(&"of another type"))
+        })
+    }
+
+    /// A new contiguous tensor of the same sizes and type.
+    pub(super) fn empty_like(&self) -> Result<Tensor> {
+        let Shim { torch, .. } = self.0;
+        let sizes = self.sizes()?;
+        let mut strides = vec![1; sizes.len()];
+        for dim in (1..sizes.len()).rev() {
+            strides[dim - 1] = strides[dim] * sizes[dim].max(1);
+        }
+        let (kind, index) = self.device()?;
+        let dtype = self.read(torch.aoti_torch_get_dtype, 0)?;
+        let (rank, mut made) = (sizes.len() as i64, null_mut());
+        // SAFETY: sizes and strides have as many entries as there are dimensions, and the pointer
+        // is valid for writes.
+        let code = unsafe {
+            let new = torch.aoti_torch_empty_strided;
+            new(rank, sizes.as_ptr(), strides.as_ptr(), dtype, kind, index, &mut made)
+        };
+        let text = "torch could not allocate the output".into();
+        check(code).map_err(|_| Failure { kind: Kind::Memory, text })?;
+        Ok(Tensor(self.0, made))
+    }
+
+    pub(super) fn contiguous_copy(&self) -> Result<Tensor> {
+        let copy = self.empty_like()?;
+        // SAFETY: both handles live.
+        check(unsafe { (self.0.torch.aoti_torch_copy_)(copy.1, self.1, 0) })?;
+        Ok(copy)
+    }
+}
+
+/// # Safety
+/// `numbers` points to `count` numbers that live for `'a`; it may be anything for 0.
+unsafe fn elements<'a>(numbers: *const i64, count: i64) -> &'a [i64] {
+    match usize::try_from(count) {
+        Ok(count) if count > 0 && !numbers.is_null() => {
+            // SAFETY: promised by the caller.
+            unsafe { slice::from_raw_parts(numbers, count) }
+        }
+        _ => &[],
+    }
+}

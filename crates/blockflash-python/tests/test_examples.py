@@ -1,0 +1,24 @@
+"""The examples run in their small size."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("finetune_sparse", "sparse"), ("long_context", "same token")],
+)
+def test_example(name: str, says: str, tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    command = [sys.executable, EXAMPLES / f"{name}.py", "--small", "--plot", plot]
+    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 0 and says in done.stdout
+    assert ElementTree.parse(plot).getroot().tag.endswith("svg")
