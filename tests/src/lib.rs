@@ -19,6 +19,7 @@
 //! | `BLOCKFLASH_FUZZ_CASES=n` or `a..b` | these cases of garbage instead of the usual ones |
 
 pub mod attention;
+pub mod attention_bwd;
 pub mod block_masks;
 pub mod bsr;
 pub mod garbage;

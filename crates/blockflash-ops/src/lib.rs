@@ -4,6 +4,7 @@
 //!
 //! - [`Attention`]: softmax attention with causal and window [`Mask`]s, grouped heads, softcap,
 //!   sinks, variable length.
+//! - [`AttentionBackward`]: its gradients.
 //! - [`BsrMatmul`]: a block-sparse [`BsrMatrix`], or its transpose, times a dense matrix or the
 //!   other way round, with bias and activation. A [`BsrView`] has values that somebody else owns.
 //! - [`BsrSddmm`]: a product of dense matrices at the stored blocks of a [`BsrPattern`] only, as
@@ -20,6 +21,7 @@
 #![forbid(unsafe_code)]
 
 pub mod attention;
+pub mod attention_bwd;
 pub mod block_sparse;
 pub mod bsr_matmul;
 pub mod bsr_sddmm;
@@ -34,6 +36,10 @@ mod support;
 pub use attention::{
     Align, Attention, AttentionOutput, AttentionProblem, BlockMaskSizes, CuSeqlens, Mask,
     PackedRows, PreparedAttention, attention_flops, attention_varlen_flops,
+};
+pub use attention_bwd::{
+    AttentionBackward, AttentionBackwardProblem, AttentionGradients, AttentionGradientsMut,
+    PreparedAttentionBackward,
 };
 pub use block_sparse::{
     BlockChoice, BlockColumns, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource,

@@ -29,9 +29,16 @@ pub(crate) fn exp(x: f32) -> f32 {
     if x < -87.0 { 0.0 } else { fraction * power }
 }
 
+/// `e^x`; infinite beyond 88, where a log-sum-exp does not belong to its scores.
+#[inline(always)]
+pub(crate) fn probability(x: f32) -> f32 {
+    let p = exp(x);
+    if x > 88.0 { f32::INFINITY } else { p }
+}
+
 /// `tanh x` within 3 ulp; NaN for NaN.
 #[inline(always)]
-fn tanh(x: f32) -> f32 {
+pub(crate) fn tanh(x: f32) -> f32 {
     let magnitude = x.abs();
     let square = x * x;
     // (tanh x / x - 1) / x² in x², on 0 to 0.625.
@@ -87,6 +94,19 @@ pub(crate) fn exp_sum(row: &mut [f32], shift: f32) -> f32 {
     lanes.iter().sum::<f32>() + rest
 }
 
+/// The sum of products of two equally long slices.
+pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut lanes = [0f32; LANES];
+    let (a, b) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    let rest = a.remainder().iter().zip(b.remainder()).map(|(a, b)| a * b).sum::<f32>();
+    for (a, b) in a.zip(b) {
+        for (lane, (a, b)) in lanes.iter_mut().zip(a.iter().zip(b)) {
+            *lane += a * b;
+        }
+    }
+    lanes.iter().sum::<f32>() + rest
+}
+
 /// Whether an element is NaN or infinite.
 pub(crate) fn any_non_finite(row: &[f32]) -> bool {
     // Without an early exit: this vectorises.
@@ -130,6 +150,14 @@ mod tests {
     }
 
     #[test]
+    fn probabilities_beyond_one_are_infinite() {
+        assert_eq!((probability(0.0), probability(-88.0)), (1.0, 0.0));
+        assert_eq!((probability(88.5), probability(f32::MAX)), (f32::INFINITY, f32::INFINITY));
+        assert_eq!(probability(f32::INFINITY), f32::INFINITY);
+        assert!(probability(f32::NAN).is_nan());
+    }
+
+    #[test]
     fn tanh_is_precise() {
         let worst = (-120_000..=120_000)
             .map(|i| i as f32 * 1e-4)
@@ -148,6 +176,8 @@ mod tests {
             let row: Vec<f32> = (0..length).map(|i| ((i * 37) % 23) as f32 - 11.5).collect();
             let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             assert_eq!(max(&row), largest);
+            let squares: f32 = row.iter().map(|x| x * x).sum();
+            assert_eq!(dot(&row, &row), squares, "multiples of 1/4 are summed exactly");
             let mut exps = row.clone();
             let sum = f64::from(exp_sum(&mut exps, 12.0));
             let expected: f64 = row.iter().map(|&x| f64::from(x - 12.0).exp()).sum();

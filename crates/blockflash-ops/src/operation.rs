@@ -27,12 +27,21 @@ pub trait Steps {
         out: Self::Out<'_>,
         stream: &Stream,
     ) -> Result<()>;
+    /// Every kernel that [`launch`](Self::launch) with this one launches.
+    fn kernels<'k>(
+        kernel: &'k Kernel,
+        _problem: &Self::Problem,
+        _gpu: &CudaProperties,
+    ) -> Result<Vec<&'k Kernel>> {
+        Ok(vec![kernel])
+    }
     /// Computes on the CPU.
     fn compute(&self, problem: &Self::Problem, out: Self::Out<'_>, stream: &Stream) -> Result<()>;
 }
 
 /// The calls of any operation: [`Attention`](crate::Attention), whose outputs are `(o,
-/// Option<lse>)`, [`BsrMatmul`](crate::BsrMatmul), whose output is C, and
+/// Option<lse>)`, [`AttentionBackward`](crate::AttentionBackward), whose outputs are gradients
+/// and an optional workspace, [`BsrMatmul`](crate::BsrMatmul), whose output is C, and
 /// [`BsrSddmm`](crate::BsrSddmm), whose output is the values. The `problem` method of each
 /// documents which outputs fit. On a GPU nothing is allocated and the stream is not synchronised,
 /// so a graph can capture a call. On the CPU it returns when the result is there. Outputs without
@@ -98,7 +107,11 @@ pub trait Operation: Steps {
             Some(gpu) if !Self::is_empty(&problem) => Some(select(&problem, gpu)?),
             _ => None,
         };
-        kernel.map_or(Ok(()), |kernel| stream.device().preload(kernel).map(|_| ()))?;
+        if let (Some(kernel), Some(gpu)) = (kernel, stream.device().cuda_properties()) {
+            for kernel in Self::kernels(kernel, &problem, gpu)? {
+                stream.device().preload(kernel)?;
+            }
+        }
         Ok(Prepared { problem, device: *stream.device(), kernel })
     }
 

@@ -112,7 +112,7 @@ pub fn attention_row<'a>(
 }
 
 /// Eight partial sums: they allow vector instructions without reordering anything.
-fn dot_f64(a: &[f32], b: &[f32]) -> f64 {
+pub(crate) fn dot_f64(a: &[f32], b: &[f32]) -> f64 {
     let ([a, b], [rest_a, rest_b]) = chunks(a, b);
     let mut sums = [0f64; 8];
     for (a, b) in a.iter().zip(b) {
@@ -122,7 +122,7 @@ fn dot_f64(a: &[f32], b: &[f32]) -> f64 {
     sums.iter().sum::<f64>() + rest.sum::<f64>()
 }
 
-fn dot_f32(a: &[f32], b: &[f32]) -> f32 {
+pub(crate) fn dot_f32(a: &[f32], b: &[f32]) -> f32 {
     let ([a, b], [rest_a, rest_b]) = chunks(a, b);
     let mut sums = [0f32; 8];
     for (a, b) in a.iter().zip(b) {

@@ -2,14 +2,16 @@
 //! f64, beside a plain computation in the precision of its tensors. The test suites and
 //! `blockflash … --check` share it.
 //!
-//! - [`attention_row`], [`ProductRow`], [`Dot`] and [`BlockMean`] compute one row or element; what
-//!   a correct computation is free to round is in [`Rounding`].
+//! - [`attention_row`], [`ProductRow`], [`Dot`] and [`BlockMean`] compute one row or element,
+//!   [`AttentionGradients`] what one query adds to gradients; what a correct computation is free to
+//!   round is in [`Rounding`].
 //! - [`tolerance`] judges whole tensors: the rule of the test suites.
 //! - [`attention`], [`bsr_matmul`], [`bsr_sddmm`] and [`block_scores`] judge results of any size by
 //!   a sample of their rows: the rule of `--check`, which needs one row at a time.
 #![forbid(unsafe_code)]
 
 mod attention;
+mod attention_gradients;
 mod attention_row;
 mod block_scores;
 mod blocks;
@@ -23,6 +25,7 @@ mod sequences;
 pub mod tolerance;
 
 pub use attention::{attention, attention_output};
+pub use attention_gradients::{AttentionGradients, GradientSums, Query};
 pub use attention_row::{AttentionRow, Scores, attention_row, visible};
 pub use block_scores::{BlockMean, block_scores};
 pub use blocks::Blocks;

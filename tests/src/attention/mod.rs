@@ -18,6 +18,6 @@ pub use data::AttentionData;
 pub use edges::{edge_cases, many_heads, special_cases, tile_cases};
 pub use kernels::{KernelGroups, dims_of_tile, kernel_groups, run_or_refuse, same_bits};
 pub use oracle::{AttentionReference, visible_keys};
-pub(crate) use run::written;
 pub use run::{AttentionInputs, AttentionOutputs, Choice, run_and_check, run_case};
+pub(crate) use run::{placed, written};
 pub use strategy::{Limits, attention_cases, block_sparse_cases, head_dims, masks};

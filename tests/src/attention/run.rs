@@ -35,7 +35,7 @@ pub struct AttentionOutputs {
 }
 
 /// Placements of q, k, v and o, and of the log-sum-exp. Broadcast keys and values are there once.
-fn placed(case: &AttentionCase) -> ([Placed; 4], Placed) {
+pub(crate) fn placed(case: &AttentionCase) -> ([Placed; 4], Placed) {
     let [q, mut kv, lse] = case.shapes();
     if case.broadcast_kv {
         kv[0] = kv[0].min(1);

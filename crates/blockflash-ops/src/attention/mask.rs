@@ -74,6 +74,26 @@ impl Mask {
         start..end.max(start)
     }
 
+    /// The queries of `0..seqlen_q` that may attend a key of a range which is not empty: outside of
+    /// the result none does.
+    pub(crate) fn attending(
+        &self,
+        keys: &Range<usize>,
+        seqlen_q: usize,
+        seqlen_kv: usize,
+    ) -> Range<usize> {
+        let (left, right, align) = self.sides();
+        let diagonal = match align {
+            Align::TopLeft => 0,
+            Align::BottomRight => seqlen_kv as i128 - seqlen_q as i128,
+        };
+        let clamp = |query: i128| query.clamp(0, seqlen_q as i128) as usize;
+        // A query that stands at key p attends `p - left..=p + right`.
+        let start = right.map_or(0, |right| clamp(keys.start as i128 - diagonal - right as i128));
+        let end = left.map_or(seqlen_q, |left| clamp(keys.end as i128 - diagonal + left as i128));
+        start..end.max(start)
+    }
+
     /// Number of (query, key) pairs that the mask leaves: what the FLOPs are counted from.
     pub fn visited_pairs(&self, seqlen_q: usize, seqlen_kv: usize) -> u64 {
         if self.limits(seqlen_q, seqlen_kv) == Mask::Full.limits(seqlen_q, seqlen_kv) {
@@ -156,6 +176,22 @@ mod tests {
                     pairs,
                     "{mask:?} {seqlen_q}x{seqlen_kv}"
                 );
+            }
+        }
+    }
+
+    #[test]
+    fn attending_queries_are_the_definition() {
+        for mask in masks() {
+            for (seqlen_q, seqlen_kv) in [(1, 1), (5, 5), (3, 8), (8, 3), (1, 7), (7, 1), (0, 2)] {
+                let every = (0..seqlen_kv).flat_map(|a| (a + 1..=seqlen_kv).map(move |b| a..b));
+                for keys in every {
+                    let found = mask.attending(&keys, seqlen_q, seqlen_kv);
+                    for i in 0..seqlen_q {
+                        let sees = keys.clone().any(|j| attends(mask, i, j, seqlen_q, seqlen_kv));
+                        assert_eq!(found.contains(&i), sees, "{mask:?} {seqlen_q} {keys:?} {i}");
+                    }
+                }
             }
         }
     }

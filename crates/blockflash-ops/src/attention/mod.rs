@@ -1,7 +1,7 @@
 //! Attention: `o = softmax(mask(q·kᵀ · scale))·v` with the log-sum-exp of each row.
 
 mod block_mask;
-mod cpu;
+pub(crate) mod cpu;
 mod flops;
 mod mask;
 mod plan;
@@ -18,13 +18,15 @@ pub use select::{accepts, select};
 pub use seqlens::CuSeqlens;
 
 pub(crate) use block_mask::params as block_mask_params;
-pub(crate) use plan::window_side;
+pub(crate) use plan::{base_params, check_strides, window_side};
 pub(crate) use select::support;
 
 use crate::check::Operand;
 use crate::operation::{Operation, Prepared, Steps};
 use crate::{BlockMask, Error, Result};
-use blockflash_safe::{AttentionFwdOperands, CudaProperties, Stream, Tensor, View, ViewMut};
+use blockflash_safe::{
+    AttentionFwdOperands, CudaProperties, Device, Stream, Tensor, View, ViewMut,
+};
 use blockflash_sys::manifest::{AttentionFwd, AttentionFwdHopper};
 use blockflash_sys::{DType, Kernel};
 
@@ -172,20 +174,10 @@ impl<'a> Attention<'a> {
         }
         Ok(())
     }
-}
 
-impl Steps for Attention<'_> {
-    type Problem = AttentionProblem;
-    type Out<'o> = (ViewMut<'o>, Option<ViewMut<'o>>);
-
-    fn is_empty(problem: &AttentionProblem) -> bool {
-        problem.is_empty()
-    }
-
+    /// Checks that every input is on this device.
     #[inline]
-    fn checked(&self, (o, lse): &Self::Out<'_>, stream: &Stream) -> Result<AttentionProblem> {
-        let problem = self.problem()?.with_outputs(o, lse.as_ref())?;
-        let device = stream.device();
+    pub(crate) fn inputs_on(&self, device: &Device) -> Result<()> {
         let inputs = [
             ("q", Some(&self.q)),
             ("k", Some(&self.k)),
@@ -200,6 +192,23 @@ impl Steps for Attention<'_> {
         if let Some(block_mask) = self.block_mask {
             Operand::new("block_mask", &block_mask.row_ptr().view()).on(device)?;
         }
+        Ok(())
+    }
+}
+
+impl Steps for Attention<'_> {
+    type Problem = AttentionProblem;
+    type Out<'o> = (ViewMut<'o>, Option<ViewMut<'o>>);
+
+    fn is_empty(problem: &AttentionProblem) -> bool {
+        problem.is_empty()
+    }
+
+    #[inline]
+    fn checked(&self, (o, lse): &Self::Out<'_>, stream: &Stream) -> Result<AttentionProblem> {
+        let problem = self.problem()?.with_outputs(o, lse.as_ref())?;
+        let device = stream.device();
+        self.inputs_on(device)?;
         Operand::of_mut("o", o).on(device)?;
         lse.as_ref().map_or(Ok(()), |lse| Operand::of_mut("lse", lse).on(device))?;
         Ok(problem)

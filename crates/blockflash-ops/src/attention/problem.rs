@@ -134,6 +134,14 @@ impl AttentionProblem {
         }
     }
 
+    /// Shape of k and v.
+    pub(crate) fn kv_shape(&self) -> Vec<usize> {
+        match self.packed {
+            Some(packed) => vec![packed.total_kv, self.num_heads_kv, self.head_dim],
+            None => vec![self.batch, self.seqlen_kv, self.num_heads_kv, self.head_dim],
+        }
+    }
+
     /// Shape of lse.
     pub(crate) fn lse_shape(&self) -> Vec<usize> {
         match self.packed {
@@ -153,15 +161,21 @@ impl AttentionProblem {
 
     /// The same problem with these outputs, which are checked.
     pub fn with_outputs(self, o: &ViewMut<'_>, lse: Option<&ViewMut<'_>>) -> Result<Self> {
-        let operand = Operand::of_mut("o", o);
-        operand.dtype_in(&[self.dtype])?;
-        operand.shape_is(&self.o_shape())?;
-        operand.last_dim_contiguous()?;
+        let o = self.row_strides(&Operand::of_mut("o", o), &self.o_shape())?;
         let lse = lse.map(|lse| self.lse_strides(&Operand::of_mut("lse", lse))).transpose()?;
-        Ok(Self { o: strides(operand.strides), lse, ..self })
+        Ok(Self { o, lse, ..self })
     }
 
-    fn lse_strides(&self, lse: &Operand<'_>) -> Result<LseStrides> {
+    /// The strides of a tensor in the element type of q, after checks of its shape and layout.
+    pub(crate) fn row_strides(&self, operand: &Operand<'_>, shape: &[usize]) -> Result<Strides> {
+        operand.dtype_in(&[self.dtype])?;
+        operand.shape_is(shape)?;
+        operand.last_dim_contiguous()?;
+        Ok(strides(operand.strides))
+    }
+
+    /// The strides of a log-sum-exp, after checks of its type, shape and layout.
+    pub(crate) fn lse_strides(&self, lse: &Operand<'_>) -> Result<LseStrides> {
         lse.dtype_in(&[DType::F32])?;
         lse.shape_is(&self.lse_shape())?;
         lse.last_dim_contiguous()?;

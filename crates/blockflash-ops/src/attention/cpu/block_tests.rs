@@ -1,5 +1,6 @@
 use super::reference::{Case, assert_close, case, cpu};
-use super::{BLOCK_Q, Operands, Task, query_blocks, sequences};
+use super::sequence::visited;
+use super::{BLOCK_Q, blocks, sequences};
 use crate::{Align, Attention, BlockGeometry, BlockMask, Mask};
 
 fn geometry(case: &Case, block_q: usize, block_kv: usize) -> BlockGeometry {
@@ -17,7 +18,7 @@ fn blocks_of_queries_stay_in_their_row() {
     for (seqlen, row) in [(0, None), (300, None), (0, Some(64)), (300, Some(64)), (1000, Some(192))]
     {
         let mut end = 0;
-        for queries in query_blocks(seqlen, row) {
+        for queries in blocks(seqlen, row, BLOCK_Q) {
             assert!(queries.start == end && !queries.is_empty() && queries.len() <= BLOCK_Q);
             assert!(row.is_none_or(|row| queries.start / row == (queries.end - 1) / row));
             end = queries.end;
@@ -44,17 +45,9 @@ fn only_visited_keys_are_taken() {
     let op = Attention { block_mask: Some(&mask), ..case.attention() };
     let problem = op.problem().unwrap();
     let sequences = sequences(&op, &problem, &cpu()).unwrap();
-    let operands = Operands {
-        problem: &problem,
-        q: &case.q,
-        k: &case.k,
-        v: &case.v,
-        sink: None,
-        block_mask: Some(&mask),
-    };
-    let visited = |entry: usize, head: usize, queries| {
-        let task = Task { sequence: sequences[entry], head, queries };
-        let ranges = operands.visited_keys(&task).unwrap();
+    let visited = |entry: usize, head: usize, queries: std::ops::Range<usize>| {
+        let at = [sequences[entry].entry, head];
+        let ranges = visited(Some(&mask), &problem, at, queries.start, 300).unwrap();
         ranges.into_iter().map(|keys| (keys.start, keys.end)).collect::<Vec<_>>()
     };
     for head in [0, 1] {

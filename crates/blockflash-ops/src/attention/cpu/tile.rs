@@ -1,6 +1,7 @@
+use super::sequence::{clip, load, steps, visited};
 use super::{BLOCK_Q, Operands, Task};
 use crate::Result;
-use crate::attention::{AttentionProblem, Strides};
+use crate::attention::AttentionProblem;
 use crate::float::Float;
 use crate::math;
 use blockflash_safe::{View, ViewMut, host_gemm};
@@ -68,44 +69,29 @@ impl Tile {
         self.max[..self.rows].fill(f32::NEG_INFINITY);
         self.sum[..self.rows].fill(0.0);
         self.o[..self.rows * self.head_dim].fill(0.0);
-        load(
-            &mut self.q,
-            operands.q,
-            sequence.q,
-            problem.q,
-            task.head,
-            task.queries.clone(),
-            self.head_dim,
-        );
+        let head_dim = self.head_dim;
+        load(&mut self.q, operands.q, task.queries.clone(), head_dim, |query| {
+            sequence.q_row(problem.q, task.head, query)
+        });
 
         let head_kv = task.head / (problem.num_heads_q / problem.num_heads_kv);
         let visible = |query| problem.mask.visible(query, sequence.seqlen_q, sequence.seqlen_kv);
         // Both ends of the visible range are nondecreasing from query to query.
         let (first, last) = (visible(task.queries.start), visible(task.queries.end - 1));
-        let steps = operands.visited_keys(task)?.into_iter().flat_map(|visited| {
-            let end = visited.end.min(last.end);
-            let starts = (visited.start.max(first.start)..end).step_by(BLOCK_KV);
-            starts.map(move |start| start..(start + BLOCK_KV).min(end))
-        });
-        for keys in steps {
-            load(
-                &mut self.k,
-                operands.k,
-                sequence.k,
-                problem.k,
-                head_kv,
-                keys.clone(),
-                self.head_dim,
-            );
-            load(
-                &mut self.v,
-                operands.v,
-                sequence.v,
-                problem.v,
-                head_kv,
-                keys.clone(),
-                self.head_dim,
-            );
+        let visited = visited(
+            operands.block_mask,
+            problem,
+            [sequence.entry, task.head],
+            task.queries.start,
+            sequence.seqlen_kv,
+        )?;
+        for keys in steps(visited, first.start..last.end, BLOCK_KV) {
+            load(&mut self.k, operands.k, keys.clone(), head_dim, |key| {
+                sequence.kv_row(problem.k, head_kv, key)
+            });
+            load(&mut self.v, operands.v, keys.clone(), head_dim, |key| {
+                sequence.kv_row(problem.v, head_kv, key)
+            });
             let masked = last.start > keys.start || first.end < keys.end;
             let in_step = |row: usize| match masked {
                 true => clip(visible(task.queries.start + row), &keys),
@@ -218,26 +204,4 @@ impl Tile {
 /// The shift of scores: their maximum, or 0 while it is −∞, since −∞ − (−∞) is NaN.
 fn shift(max: f32) -> f32 {
     if max == f32::NEG_INFINITY { 0.0 } else { max }
-}
-
-/// The intersection of `visible` and `keys`, relative to the start of `keys`.
-fn clip(visible: Range<usize>, keys: &Range<usize>) -> Range<usize> {
-    let clamp = |key: usize| key.clamp(keys.start, keys.end) - keys.start;
-    clamp(visible.start)..clamp(visible.end)
-}
-
-/// Converts rows of one head to a panel.
-fn load<T: Float>(
-    panel: &mut [f32],
-    source: &[T],
-    first: usize,
-    strides: Strides,
-    head: usize,
-    rows: Range<usize>,
-    head_dim: usize,
-) {
-    for (row, target) in rows.zip(panel.chunks_exact_mut(head_dim)) {
-        let start = first + row * strides.seq + head * strides.head;
-        T::widen(&source[start..][..head_dim], target);
-    }
 }

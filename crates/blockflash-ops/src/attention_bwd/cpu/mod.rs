@@ -1,0 +1,226 @@
+//! Gradients on the CPU, in f32: `dq` in parallel over blocks of queries, then `dk` and `dv` over
+//! blocks of keys. Both recompute the probabilities from `lse`.
+//!
+//! Every block is computed by one thread in a fixed order, so results do not depend on the number
+//! of threads. Blocks that a block mask does not visit are not even read.
+
+mod tile;
+
+use super::{AttentionBackward, AttentionBackwardProblem, AttentionGradientsMut};
+use crate::attention::Strides;
+use crate::attention::cpu::sequence::{Sequence, blocks, sequences};
+use crate::float::Float;
+use crate::{BlockMask, Result, math};
+use blockflash_safe::{Stream, ViewMut};
+use blockflash_sys::DType;
+use half::{bf16, f16};
+use rayon::prelude::*;
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+use tile::Tile;
+
+/// Rows of the gradients per task: enough that converting the other operands to f32 is small beside
+/// the products.
+const BLOCK: usize = 128;
+
+/// Rows of a gradient of one head, all in one row or column of the block mask.
+struct Task {
+    sequence: Sequence,
+    head: usize,
+    rows: Range<usize>,
+}
+
+/// The operands as slices of their elements.
+struct Operands<'a, T> {
+    problem: &'a AttentionBackwardProblem,
+    q: &'a [T],
+    k: &'a [T],
+    v: &'a [T],
+    o: &'a [T],
+    d_o: &'a [T],
+    lse: &'a [f32],
+    /// The sum of `o · d_o` of each query: `[sequences][heads][queries]`.
+    delta: Vec<Vec<f32>>,
+    block_mask: Option<&'a BlockMask>,
+    /// The mask of keys × queries.
+    transposed: Option<BlockMask>,
+}
+
+/// Computes a problem that was checked and has outputs.
+pub(super) fn backward(
+    op: &AttentionBackward<'_>,
+    problem: &AttentionBackwardProblem,
+    gradients: AttentionGradientsMut<'_>,
+    stream: &Stream,
+) -> Result<()> {
+    let sequences = sequences(&op.attention, &problem.forward, stream)?;
+    match problem.forward.dtype {
+        DType::F16 => run::<f16>(op, problem, &sequences, gradients),
+        DType::BF16 => run::<bf16>(op, problem, &sequences, gradients),
+        _ => run::<f32>(op, problem, &sequences, gradients),
+    }
+}
+
+fn run<T: Float>(
+    op: &AttentionBackward<'_>,
+    problem: &AttentionBackwardProblem,
+    sequences: &[Sequence],
+    gradients: AttentionGradientsMut<'_>,
+) -> Result<()> {
+    let (attention, forward) = (&op.attention, &problem.forward);
+    let mut operands = Operands::<T> {
+        problem,
+        q: attention.q.as_slice()?,
+        k: attention.k.as_slice()?,
+        v: attention.v.as_slice()?,
+        o: op.o.as_slice()?,
+        d_o: op.d_o.as_slice()?,
+        lse: op.lse.as_slice()?,
+        delta: Vec::new(),
+        block_mask: attention.block_mask,
+        transposed: attention.block_mask.map(BlockMask::transpose).transpose()?,
+    };
+    operands.delta = operands.delta_of(sequences);
+    let AttentionGradientsMut { mut dq, mut dk, mut dv, d_sink } = gradients;
+    if let (Some(mut d_sink), Some(sink)) = (d_sink, &attention.sink) {
+        operands.sink_gradient(sequences, sink.as_slice()?, d_sink.as_mut_slice()?);
+    }
+    let head_dim = forward.head_dim;
+    let [dq, dk, dv] = [(&mut dq, problem.dq), (&mut dk, problem.dk), (&mut dv, problem.dv)]
+        .map(|(view, strides)| Output::<T>::new(view, strides, head_dim));
+    let [dq, dk, dv] = [dq?, dk?, dv?];
+    if let Some(packed) = forward.packed {
+        let end = sequences.last();
+        let end_q = end.map_or(0, |last| last.first_q + last.seqlen_q);
+        let end_kv = end.map_or(0, |last| last.first_kv + last.seqlen_kv);
+        dq.clear(end_q..packed.total_q, forward.num_heads_q);
+        dk.clear(end_kv..packed.total_kv, forward.num_heads_kv);
+        dv.clear(end_kv..packed.total_kv, forward.num_heads_kv);
+    }
+
+    let buffers = || (Tile::new(forward), Vec::new());
+    let mask_block = operands.block_mask.map(BlockMask::block_q);
+    let queries = tasks(sequences, forward.num_heads_q, mask_block, |s| s.seqlen_q);
+    queries.par_iter().try_for_each_init(buffers, |(tile, rounded), task| -> Result<()> {
+        tile.dq(&operands, task)?;
+        let start = |query| task.sequence.q_row(problem.dq, task.head, query);
+        dq.store(&tile.sums()[0], &task.rows, start, rounded);
+        Ok(())
+    })?;
+    let mask_block = operands.block_mask.map(BlockMask::block_kv);
+    let keys = tasks(sequences, forward.num_heads_kv, mask_block, |s| s.seqlen_kv);
+    keys.par_iter().try_for_each_init(buffers, |(tile, rounded), task| -> Result<()> {
+        tile.dk_dv(&operands, task)?;
+        for ((output, strides), sums) in
+            [(&dk, problem.dk), (&dv, problem.dv)].iter().zip(tile.sums())
+        {
+            let start = |key| task.sequence.kv_row(*strides, task.head, key);
+            output.store(sums, &task.rows, start, rounded);
+        }
+        Ok(())
+    })
+}
+
+/// The rows of all sequences and heads in blocks.
+fn tasks(
+    sequences: &[Sequence],
+    heads: usize,
+    mask_block: Option<usize>,
+    rows: impl Fn(&Sequence) -> usize,
+) -> Vec<Task> {
+    let mut tasks = Vec::new();
+    for &sequence in sequences {
+        for head in 0..heads {
+            let blocks = blocks(rows(&sequence), mask_block, BLOCK);
+            tasks.extend(blocks.map(|rows| Task { sequence, head, rows }));
+        }
+    }
+    tasks
+}
+
+impl<T: Float> Operands<'_, T> {
+    /// See [`delta`](Self::delta).
+    fn delta_of(&self, sequences: &[Sequence]) -> Vec<Vec<f32>> {
+        let forward = &self.problem.forward;
+        let (heads, head_dim) = (forward.num_heads_q, forward.head_dim);
+        let buffers = || [vec![0.0; head_dim], vec![0.0; head_dim]];
+        let of_head = |[o, d_o]: &mut [Vec<f32>; 2], at: usize| {
+            let (sequence, head) = (&sequences[at / heads], at % heads);
+            let of_query = |query| {
+                T::widen(&self.o[sequence.q_row(forward.o, head, query)..][..head_dim], o);
+                let start = sequence.q_row(self.problem.d_o, head, query);
+                T::widen(&self.d_o[start..][..head_dim], d_o);
+                math::dot(o, d_o)
+            };
+            (0..sequence.seqlen_q).map(of_query).collect()
+        };
+        (0..sequences.len() * heads).into_par_iter().map_init(buffers, of_head).collect()
+    }
+
+    /// Log-sum-exp and `delta` of a query.
+    fn statistics(&self, sequence: &Sequence, head: usize, query: usize) -> [f32; 2] {
+        let forward = &self.problem.forward;
+        let lse = forward
+            .lse
+            .map_or(f32::NEG_INFINITY, |strides| self.lse[sequence.lse(strides, head, query)]);
+        [lse, self.delta[sequence.entry * forward.num_heads_q + head][query]]
+    }
+
+    /// The sink has probability `exp(sink - lse)` and no value, so `d_o · v - delta` is `-delta`.
+    fn sink_gradient(&self, sequences: &[Sequence], sink: &[f32], d_sink: &mut [f32]) {
+        d_sink.par_iter_mut().zip(sink).enumerate().for_each(|(head, (d_sink, &sink))| {
+            let mut sum = 0f64;
+            for sequence in sequences {
+                for query in 0..sequence.seqlen_q {
+                    let [lse, delta] = self.statistics(sequence, head, query);
+                    if lse != f32::NEG_INFINITY {
+                        sum -= f64::from(math::probability(sink - lse) * delta);
+                    }
+                }
+            }
+            *d_sink = sum as f32;
+        });
+    }
+}
+
+/// A gradient. Strided rows of several tasks interleave, so that tasks take turns at writing;
+/// computing takes far longer.
+struct Output<'a, T> {
+    elements: Mutex<&'a mut [T]>,
+    strides: Strides,
+    head_dim: usize,
+}
+
+impl<'a, T: Float> Output<'a, T> {
+    fn new(view: &'a mut ViewMut<'_>, strides: Strides, head_dim: usize) -> Result<Self> {
+        Ok(Self { elements: Mutex::new(view.as_mut_slice()?), strides, head_dim })
+    }
+
+    /// Stores rows; `start` says where.
+    fn store(
+        &self,
+        sums: &[f32],
+        rows: &Range<usize>,
+        start: impl Fn(usize) -> usize,
+        rounded: &mut Vec<T>,
+    ) {
+        rounded.resize(sums.len(), T::zeroed());
+        T::narrow(sums, rounded);
+        let mut elements = self.elements.lock().unwrap_or_else(PoisonError::into_inner);
+        for (row, values) in rows.clone().zip(rounded.chunks_exact(self.head_dim)) {
+            elements[start(row)..][..self.head_dim].copy_from_slice(values);
+        }
+    }
+
+    /// Zeroes rows of a packed tensor.
+    fn clear(&self, rows: Range<usize>, heads: usize) {
+        let mut elements = self.elements.lock().unwrap_or_else(PoisonError::into_inner);
+        for (row, head) in rows.flat_map(|row| (0..heads).map(move |head| (row, head))) {
+            let start = row * self.strides.seq + head * self.strides.head;
+            elements[start..][..self.head_dim].fill(T::zeroed());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,114 @@
+use super::{AttentionBackward, AttentionGradientsMut};
+use crate::attention::{AttentionProblem, BlockMaskSizes, Strides};
+use crate::check::{Operand, contiguous};
+use crate::{BlockMask, Error, Result};
+use blockflash_sys::DType;
+use blockflash_sys::manifest::AttentionBwdStep;
+
+/// A call of the backward pass reduced to plain numbers: what [`select`](super::select) and
+/// [`workspace_bytes`](super::workspace_bytes) work on.
+///
+/// [`AttentionBackward::problem`] makes one from tensors, with all checks;
+/// [`AttentionBackwardProblem::of`] makes one without tensors.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionBackwardProblem {
+    /// The forward pass, with its `o` and `lse`.
+    pub forward: AttentionProblem,
+    /// Strides of the gradient of o.
+    pub d_o: Strides,
+    /// Strides of the gradient of q.
+    pub dq: Strides,
+    /// Strides of the gradient of k.
+    pub dk: Strides,
+    /// Strides of the gradient of v.
+    pub dv: Strides,
+    /// Whether the gradient of the sink is asked for.
+    pub d_sink: bool,
+    /// The sizes of the transpose of the block mask, whose rows are blocks of keys, if it has one.
+    pub transpose: Option<BlockMaskSizes>,
+    /// Bytes of workspace that are lent.
+    pub workspace: usize,
+    /// The step for which a kernel is selected.
+    pub(super) step: AttentionBwdStep,
+}
+
+impl AttentionBackwardProblem {
+    /// The gradients of a forward pass in contiguous tensors, with the transpose of a block mask and
+    /// any workspace: the start of a plan without tensors. Not checked.
+    pub fn of(forward: AttentionProblem) -> Self {
+        let forward = if forward.lse.is_some() { forward } else { forward.with_lse() };
+        let strides = |seqlen: usize, heads: usize| {
+            let seq = heads.saturating_mul(forward.head_dim);
+            let batch = if forward.packed.is_some() { 0 } else { seqlen.saturating_mul(seq) };
+            Strides { batch, seq, head: forward.head_dim }
+        };
+        let q = strides(forward.seqlen_q, forward.num_heads_q);
+        let kv = strides(forward.seqlen_kv, forward.num_heads_kv);
+        let transpose = forward.block_mask.map(|mask| BlockMaskSizes {
+            block_q: mask.block_kv,
+            block_kv: mask.block_q,
+            ..mask
+        });
+        let (d_sink, workspace, step) = (forward.sink, usize::MAX, AttentionBwdStep::Keys);
+        Self { forward, d_o: q, dq: q, dk: kv, dv: kv, d_sink, transpose, workspace, step }
+    }
+
+    /// Whether no gradient has an element. Without queries the gradients of keys are still to be
+    /// written.
+    pub fn is_empty(&self) -> bool {
+        let empty = |shape: Vec<usize>| shape.contains(&0);
+        let no_sink = !self.d_sink || self.forward.num_heads_q == 0;
+        empty(self.forward.o_shape()) && empty(self.forward.kv_shape()) && no_sink
+    }
+
+    /// The same problem with a workspace of so many bytes.
+    pub fn with_workspace(self, bytes: usize) -> Self {
+        Self { workspace: bytes, ..self }
+    }
+
+    /// The same problem with these gradients, which are checked.
+    pub fn with_gradients(self, gradients: &AttentionGradientsMut<'_>) -> Result<Self> {
+        let AttentionGradientsMut { dq, dk, dv, d_sink } = gradients;
+        let forward = self.forward;
+        let (q_shape, kv_shape) = (forward.o_shape(), forward.kv_shape());
+        if let Some(d_sink) = d_sink {
+            let found = d_sink.shape().to_vec();
+            if !forward.sink {
+                let expected = "no gradient of a sink, as there is no sink".into();
+                return Err(Error::Shape { what: "d_sink", expected, found });
+            }
+            contiguous("d_sink", &d_sink.as_view(), DType::F32, &[forward.num_heads_q])?;
+        }
+        Ok(Self {
+            dq: forward.row_strides(&Operand::of_mut("dq", dq), &q_shape)?,
+            dk: forward.row_strides(&Operand::of_mut("dk", dk), &kv_shape)?,
+            dv: forward.row_strides(&Operand::of_mut("dv", dv), &kv_shape)?,
+            d_sink: d_sink.is_some(),
+            ..self
+        })
+    }
+}
+
+impl AttentionBackward<'_> {
+    /// Everything that can be checked without reading a tensor, and the result as plain numbers:
+    /// for contiguous gradients, also of the sink if there is one, until
+    /// [`AttentionBackwardProblem::with_gradients`] says otherwise.
+    ///
+    /// # Errors
+    /// All checks of [`Attention::problem`](crate::Attention::problem); [`Error::Shape`],
+    /// [`Error::DType`] and [`Error::Stride`] for `o`, `lse` and `d_o`.
+    pub fn problem(&self) -> Result<AttentionBackwardProblem> {
+        let forward = self.attention.problem()?;
+        let shape = forward.o_shape();
+        let o = forward.row_strides(&Operand::new("o", &self.o), &shape)?;
+        let lse = Some(forward.lse_strides(&Operand::new("lse", &self.lse))?);
+        let d_o = forward.row_strides(&Operand::new("d_o", &self.d_o), &shape)?;
+        let forward = AttentionProblem { o, lse, ..forward };
+        let transpose = self.attention.block_mask.and_then(BlockMask::transposed_sizes);
+        Ok(AttentionBackwardProblem { d_o, transpose, ..AttentionBackwardProblem::of(forward) })
+    }
+}
+
+#[cfg(test)]
+#[path = "problem_tests.rs"]
+mod tests;

@@ -1,0 +1,11 @@
+//! Gradients of attention: the data of a case beyond its forward pass, the oracle, and the harness
+//! that runs a case on a device and judges every gradient. A case is an
+//! [`AttentionCase`](crate::attention::AttentionCase).
+
+mod data;
+mod oracle;
+mod run;
+
+pub use data::BackwardData;
+pub use oracle::BackwardReference;
+pub use run::{BackwardInputs, BackwardOutputs, finite, run_and_check, run_case};

@@ -1,0 +1,209 @@
+//! Runs a backward pass on a device and checks every element of the gradients.
+
+use super::{BackwardData, BackwardReference};
+use crate::attention::{AttentionCase, AttentionInputs, Choice, Content, placed, written};
+use crate::gpu::wait;
+use crate::host::{download, poisoned, upload, view, view_mut};
+use crate::number::{encode, poison};
+use crate::placement::Placed;
+use crate::tolerance::{Reference, check};
+use blockflash_ops::{
+    AttentionBackward, AttentionGradientsMut, DType, Error, Operation, Stream, Tensor,
+};
+use blockflash_oracle::Rounding;
+
+/// The same case with finite numbers only.
+pub fn finite(case: AttentionCase) -> AttentionCase {
+    let content = match case.content {
+        Content::UnseenNan | Content::NanInKeys | Content::NanInValues => Content::Normal,
+        other => other,
+    };
+    AttentionCase { content, ..case }
+}
+
+/// Placements of the gradients of o, q, k and v: those of the forward pass in other turns.
+fn gradients_placed(case: &AttentionCase) -> [Placed; 4] {
+    let [q, kv, _] = case.shapes();
+    let [of_q, of_k, of_v, of_o] = &case.placements;
+    [of_v.place(&q), of_k.place(&q), of_q.place(&kv), of_o.place(&kv)]
+}
+
+/// The operands of a case on a device.
+pub struct BackwardInputs {
+    case: AttentionCase,
+    forward: AttentionInputs,
+    o: Tensor,
+    lse: Tensor,
+    d_o: Tensor,
+}
+
+/// The gradients of a case on a device, poisoned when made.
+pub struct BackwardOutputs {
+    case: AttentionCase,
+    qkv: [Tensor; 3],
+    d_sink: Option<Tensor>,
+    workspace: Tensor,
+}
+
+impl BackwardInputs {
+    /// Uploads the data of a case; the gaps of the tensors hold NaN.
+    pub fn upload(
+        case: &AttentionCase,
+        data: &BackwardData,
+        stream: &Stream,
+    ) -> Result<Self, String> {
+        let ([.., o], lse) = placed(case);
+        let [d_o, ..] = gradients_placed(case);
+        let tensor = |values: &[f32], placed: &Placed, dtype: DType| {
+            let bits = values.iter().map(|&x| encode(dtype, x)).collect::<Vec<_>>();
+            upload(stream, dtype, &placed.scatter(bits, poison(dtype)), &placed.physical)
+        };
+        Ok(Self {
+            case: case.clone(),
+            forward: AttentionInputs::upload(case, &data.forward, stream)?,
+            o: tensor(&data.o, &o, case.dtype)?,
+            lse: tensor(&data.lse, &lse, DType::F32)?,
+            d_o: tensor(&data.d_o, &d_o, case.dtype)?,
+        })
+    }
+
+    /// The call.
+    pub fn backward(&self) -> AttentionBackward<'_> {
+        let ([.., o], lse) = placed(&self.case);
+        let [d_o, ..] = gradients_placed(&self.case);
+        AttentionBackward {
+            attention: self.forward.attention(),
+            o: view(&self.o, &o),
+            lse: view(&self.lse, &lse),
+            d_o: view(&self.d_o, &d_o),
+        }
+    }
+}
+
+impl BackwardOutputs {
+    /// Allocates and poisons the gradients, and the workspace of the call.
+    pub fn poisoned(inputs: &BackwardInputs, stream: &Stream) -> Result<Self, String> {
+        let case = &inputs.case;
+        let [_, gradients @ ..] = gradients_placed(case);
+        let [dq, dk, dv] = gradients.map(|placed| poisoned(stream, case.dtype, &placed.physical));
+        let d_sink = case.sink.then(|| poisoned(stream, DType::F32, &[case.heads_q]));
+        let bytes = inputs.backward().workspace_bytes(stream.device());
+        let bytes = bytes.map_err(|error| format!("workspace: {error}"))?;
+        Ok(Self {
+            case: case.clone(),
+            qkv: [dq?, dk?, dv?],
+            d_sink: d_sink.transpose()?,
+            workspace: poisoned(stream, DType::U8, &[bytes])?,
+        })
+    }
+
+    /// The gradients for writing, and the workspace.
+    pub fn views(&mut self) -> (AttentionGradientsMut<'_>, Option<blockflash_ops::ViewMut<'_>>) {
+        let [_, placed @ ..] = gradients_placed(&self.case);
+        let [dq, dk, dv] = &mut self.qkv;
+        let gradients = AttentionGradientsMut {
+            dq: view_mut(dq, &placed[0]),
+            dk: view_mut(dk, &placed[1]),
+            dv: view_mut(dv, &placed[2]),
+            d_sink: self.d_sink.as_mut().map(Tensor::view_mut),
+        };
+        (gradients, Some(self.workspace.view_mut()))
+    }
+
+    /// Queues the computation.
+    pub fn launch(
+        &mut self,
+        inputs: &BackwardInputs,
+        kernel: Choice,
+        stream: &Stream,
+    ) -> Result<(), Error> {
+        let (gradients, workspace) = self.views();
+        match kernel {
+            Choice::Selected => inputs.backward().backward_into(gradients, workspace, stream),
+            Choice::This(row) => inputs.backward().run_with(row, (gradients, workspace), stream),
+        }
+    }
+
+    /// Every bit of all gradients, gaps included: of q, k, v and the sink.
+    pub fn bits(&self, stream: &Stream) -> Result<[Vec<u32>; 4], String> {
+        let [dq, dk, dv] = &self.qkv;
+        let d_sink = self.d_sink.as_ref().map(|d_sink| download(stream, d_sink)).transpose()?;
+        let [dq, dk, dv] = [dq, dk, dv].map(|tensor| download(stream, tensor));
+        Ok([dq?, dk?, dv?, d_sink.unwrap_or_default()])
+    }
+
+    /// The logical values of the gradients of q, k and v, after checking that exactly these were
+    /// written.
+    pub fn values(&self, stream: &Stream) -> Result<[Vec<f32>; 3], String> {
+        let [_, placed @ ..] = gradients_placed(&self.case);
+        let bits = self.bits(stream)?;
+        let value = |i: usize, name: &str| {
+            let values = written(&placed[i], &bits[i], self.case.dtype, |_| true);
+            values.map_err(|error| format!("{name}: {error}"))
+        };
+        Ok([value(0, "dq")?, value(1, "dk")?, value(2, "dv")?])
+    }
+
+    /// Judges the gradients; returns how many were compared.
+    pub fn check(&self, reference: &BackwardReference, stream: &Stream) -> Result<usize, String> {
+        let case = &self.case;
+        let (d, roundings) = (case.head_dim, reference.rounding(case));
+        let named = [("dq", case.heads_q), ("dk", case.heads_kv), ("dv", case.heads_kv)];
+        for (i, (values, (name, heads))) in self.values(stream)?.iter().zip(named).enumerate() {
+            let name = |at: usize| {
+                format!("{name}[row {}, head {}, {}]", at / d / heads, at / d % heads, at % d)
+            };
+            judge(values, &reference.qkv[i], &roundings[i], name)?;
+        }
+        let Some(d_sink) = &self.d_sink else { return Ok(3) };
+        let d_sink = d_sink.to_vec::<f32>(stream).map_err(|error| error.to_string())?;
+        let rounding = reference.sink_rounding(case);
+        judge(&d_sink, &reference.d_sink, &rounding, |head| format!("d_sink[{head}]"))?;
+        Ok(4)
+    }
+}
+
+/// The tolerance rule; and what no pair contributes to is 0, also beyond the sequences.
+fn judge(
+    values: &[f32],
+    reference: &Reference,
+    rounding: &Rounding,
+    name: impl Fn(usize) -> String,
+) -> Result<(), String> {
+    let count = reference.exact.len();
+    let got: Vec<f64> = values.iter().map(|&x| f64::from(x)).collect();
+    check(&got[..count], reference, rounding, &name)?;
+    let untouched = |at: usize| at >= count || reference.partial[at] == 0.0;
+    match (0..got.len()).find(|&at| untouched(at) && got[at] != 0.0) {
+        None => Ok(()),
+        Some(at) => Err(format!("{} is {}, but nothing contributes to it", name(at), got[at])),
+    }
+}
+
+/// Uploads, runs, waits and checks a case whose data and reference are given. Returns the number of
+/// compared outputs, or a complete description of the failure.
+pub fn run_and_check(
+    case: &AttentionCase,
+    data: &BackwardData,
+    reference: &BackwardReference,
+    kernel: Choice,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let story = |what: &str| format!("gradients on {}: {what}\n    {case:?}", stream.device());
+    let run = || {
+        let inputs = BackwardInputs::upload(case, data, stream)?;
+        let mut outputs = BackwardOutputs::poisoned(&inputs, stream)?;
+        outputs.launch(&inputs, kernel, stream).map_err(|error| format!("refused: {error}"))?;
+        wait(stream, &|| story("hangs"))?;
+        outputs.check(reference, stream)
+    };
+    run().map_err(|error| story(&error))
+}
+
+/// The same from the case alone, with [finite] numbers.
+pub fn run_case(case: &AttentionCase, kernel: Choice, stream: &Stream) -> Result<usize, String> {
+    let case = &finite(case.clone());
+    let data = BackwardData::generate(case);
+    let reference = BackwardReference::compute(case, &data);
+    run_and_check(case, &data, &reference, kernel, stream)
+}
