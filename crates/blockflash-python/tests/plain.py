@@ -21,11 +21,6 @@ class Case:
     softcap: float = 0.0
     top_left: bool = False
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether blockflash has a gradient for it."""
-        return self.window == (-1, -1) and self.softcap == 0.0
-
     def visible(self, seqlens_q: Tensor, seqlens_k: Tensor, sq: int, sk: int) -> Tensor:
         """Which keys each query attends to, bool `[batch, sq, sk]`, for lengths `[batch]`."""
         device = seqlens_q.device

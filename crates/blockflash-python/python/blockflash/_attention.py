@@ -47,8 +47,10 @@ def attention(
     that is no multiple of 8 is padded by a copy, and operands that are not aligned to 16 bytes are
     copied. The CPU takes float32, too. The work is queued on torch's current stream.
 
-    Full and causal masks have a gradient. Everything else raises `Unsupported` if a gradient is
-    required; so does `out`.
+    Gradients of q, k, v, sink and lse are our own, and the same bit for bit in repeats. There is no
+    gradient of a gradient, and none with `out`: both raise `Unsupported`. The first gradient with a
+    block mask on a GPU waits for the GPU and prepares the mask, so it comes before a CUDA graph is
+    captured. A compiled function that is differentiated does not keep the mask: keep it until then.
 
     Args:
         q: Queries, `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`. Any strides but

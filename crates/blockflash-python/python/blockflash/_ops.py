@@ -2,10 +2,10 @@
 
 | operator | what it is |
 |---|---|
-| `attention` | `(o, lse)`, with a gradient for full and causal masks |
+| `attention` | `(o, lse)`, with a gradient |
 | `attention_forward` | `o` alone, for calls without a gradient: it spares autograd's wrapper |
 | `attention_out` | into given tensors, without a gradient |
-| `attention_backward` | `(dq, dk, dv)`, what the gradient of `attention` calls |
+| `attention_backward` | `(dq, dk, dv, d_sink)`, what the gradient of `attention` calls |
 
 All tensors are arguments, everything else is a number: -1 is an unlimited side of the window, 0 no
 softcap and no block mask. An argument that has its default costs the host least if not passed. q is
@@ -121,15 +121,16 @@ def register(namespace: str, native: bool) -> torch.library.Library:
     library.define(f"attention_forward({_QKV}, {_OPTIONS}) -> Tensor")
     outputs = "Tensor(a!) o, Tensor(b!)? lse=None"
     library.define(f"attention_out({_QKV}, {outputs}, {_OPTIONS}) -> ()")
-    library.define(f"attention_backward({_gradient.SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv)")
+    given = f"Tensor grad_o, Tensor? grad_lse, {_QKV}, Tensor o, Tensor lse, {_OPTIONS}"
+    gradients = "(Tensor dq, Tensor dk, Tensor dv, Tensor d_sink)"
+    library.define(f"attention_backward({given}) -> {gradients}")
     natively = _native.register_kernels(namespace) if native else []
     for key in ("CPU", "CUDA"):
         library.impl("attention", _attention, key)
+        library.impl("attention_backward", _gradient.compute, key)
         if key not in natively:
             library.impl("attention_forward", _attention_forward, key)
             library.impl("attention_out", _attention_out, key)
-    library.impl("attention_backward", _gradient.backward_cpu, "CPU")
-    library.impl("attention_backward", _gradient.backward_cuda, "CUDA")
     for name, fake in (
         ("attention", _fake_attention),
         ("attention_forward", _fake_attention_forward),

@@ -77,7 +77,6 @@ def flash_attn_func(
         causal=causal,
         window_size=window_size,
         softcap=softcap,
-        deterministic=deterministic,
         return_lse=return_attn_probs,
     )
     return (*result, q.new_empty(0)) if return_attn_probs else result
@@ -127,7 +126,6 @@ def flash_attn_varlen_func(
         causal=causal,
         window_size=window_size,
         softcap=softcap,
-        deterministic=deterministic,
         return_lse=return_attn_probs,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
