@@ -11,8 +11,6 @@ import torch
 import transformers
 from torch import Tensor
 
-import blockflash
-import blockflash.transformers
 from blockflash import _transformers_mask
 from blockflash.transformers import NAME
 
