@@ -123,6 +123,10 @@ def attention(
             refuse_to_lose(q, k, v, sink, out)
             o, lse = out, _ops.empty_lse(q, cu_seqlens_q) if return_lse else None
             _OPS.attention_out.default(q, k, v, o, lse, **options)
+        elif _needs_gradient(q, k, v, sink) and not _is_traced():
+            options.pop("sink", None)
+            operator = _OPS.attention_out.default
+            o, lse = _ops.Differentiable.apply(operator, q, k, v, sink, options)
         elif return_lse or _needs_gradient(q, k, v, sink):
             o, lse = _OPS.attention.default(q, k, v, **options)
         else:
@@ -141,6 +145,11 @@ def _needs_gradient(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> boo
         or v.requires_grad
         or (sink is not None and sink.requires_grad)
     )
+
+
+def _is_traced() -> bool:
+    """Whether torch compiles the call, or transforms it (vmap and others of torch.func)."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def _refuse_types(**given: object) -> None:

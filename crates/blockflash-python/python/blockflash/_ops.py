@@ -30,6 +30,13 @@ _OPTIONS = (
 )
 
 
+_DEFAULTS = {
+    "cu_seqlens_q": None, "cu_seqlens_k": None, "max_q": 0, "max_k": 0, "left": -1, "right": -1,
+    "top_left": False, "scale": None, "softcap": 0.0, "block_mask": 0,
+}  # fmt: skip
+"""The options after the sink, in their order."""
+
+
 def _empty_o(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
     """An output; zeros where rows may belong to no sequence."""
     empty = torch.empty_like if cu_seqlens_q is None else torch.zeros_like
@@ -75,6 +82,36 @@ def _attention(
     o, lse = _empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
     _attention_out(q, k, v, o, lse, sink, cu_seqlens_q, *options)
     return o, lse
+
+
+class Differentiable(torch.autograd.Function):
+    """`attention` with its gradient, for calls that nothing traces or transforms.
+
+    torch's wrapper around the operator does the same and costs the host several times as much.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        attention_out: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        """`(o, lse)` by the operator `attention_out`, with its options but the sink."""
+        cu_seqlens_q = options.get("cu_seqlens_q")
+        o, lse = _empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
+        attention_out(q, k, v, o, lse, sink, **options)
+        given = (options.get(name, default) for name, default in _DEFAULTS.items())
+        _gradient.setup_context(ctx, (q, k, v, sink, *given), (o, lse))
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        """Gradients of q, k, v and the sink, in the places of `forward`'s arguments."""
+        return (None, *_gradient.backward(ctx, grad_o, grad_lse)[:4], None)
 
 
 def _attention_forward(
