@@ -10,8 +10,8 @@ use pyo3::prelude::*;
 use std::sync::Arc;
 
 /// Gradients of the call of [`attention`](crate::attention::attention) with these operands and
-/// options, given its `o`, its `lse` and the gradient `d_o` with respect to `o`, into `dq`, `dk` and
-/// `dv` in the shapes of q, k and v, and `d_sink`, f32 `[Hq]`.
+/// options, given its `o`, its `lse` and the gradient `d_o` with respect to `o`, into `dq`, `dk`
+/// and `dv` in the shapes of q, k and v, and `d_sink`, f32 `[Hq]`.
 ///
 /// `allocate` gets a number of bytes and returns a uint8 tensor of that size on the device of q. On
 /// a GPU it is called once for the workspace.

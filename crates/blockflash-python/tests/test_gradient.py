@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from reference import TOLERANCE, reference
 from test_attention import DTYPES, LENGTHS, MASKS, operands
 from torch import Tensor
@@ -184,3 +185,64 @@ def test_operators_without_autograd_lose_nothing() -> None:
     o = torch.ops.blockflash.attention_forward(q, k, v)
     with pytest.warns(UserWarning, match="autograd kernel was not registered"):
         o.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_graph_trains(masked: bool) -> None:
+    """A captured step has the gradients of an eager one, bit by bit, with other operands, too."""
+    inputs = leaves("cuda", (1200, 1100), head_dim=64, dtype=torch.bfloat16)
+    inputs.append(torch.zeros(4, device="cuda", requires_grad=True))
+    sizes = {"seqlens": (1200, 1100), "block": 128}
+    mask = BlockMask.window(2, 0, **sizes).to("cuda") if masked else None
+
+    def step() -> tuple[Tensor, ...]:
+        *qkv, sink = inputs
+        o = blockflash.attention(*qkv, sink=sink, causal=True, block_mask=mask)
+        return torch.autograd.grad(o.float().square().sum(), inputs)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for _ in range(20):
+        with torch.no_grad():
+            for operand in inputs:
+                operand.normal_()
+        graph.replay()
+        assert all(map(torch.equal, found, step()))
+
+
+@pytest.mark.gpu
+def test_a_capture_cannot_prepare_a_mask() -> None:
+    inputs = leaves("cuda", (256, 256), head_dim=64, dtype=torch.bfloat16)
+    mask = BlockMask.sink(1, seqlens=(256, 256)).to("cuda")
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(blockflash.Unsupported, match="before the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        blockflash.attention(*inputs, block_mask=mask).sum().backward()
+
+
+def test_traced_without_a_compiler() -> None:
+    """Shapes from meta tensors, wrong arguments, checkpoints and transforms of torch.func."""
+    inputs = operands(grad=True)
+    meta = [t.detach().to("meta").requires_grad_() for t in inputs]
+    blockflash.attention(*meta, causal=True).sum().backward()
+    assert [t.grad.shape for t in meta] == [t.shape for t in inputs]
+    with pytest.raises(ValueError, match="k has shape"):
+        blockflash.attention(inputs[0], inputs[1][..., :8], inputs[2])
+
+    def loss(*qkv: Tensor) -> Tensor:
+        return blockflash.attention(*qkv, window=(3, 1)).square().sum()
+
+    expected = torch.autograd.grad(loss(*inputs), inputs)
+    kept = torch.utils.checkpoint.checkpoint(loss, *inputs, use_reentrant=False)
+    assert all(map(torch.equal, torch.autograd.grad(kept, inputs), expected))
+    # torch has no transforms of operators with gradients, and says so.
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(loss)(*(t.detach() for t in inputs))
