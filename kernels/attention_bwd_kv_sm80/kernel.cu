@@ -103,7 +103,7 @@ __device__ __forceinline__ void store_exchange(const Scores& s, uint32_t tile, i
 __device__ __forceinline__ void accumulate(Gradient& gradient, const Scores& a,
                                            const LaneAddress<kExchangeChunks>& exchange,
                                            uint32_t exchange_offset, const LaneAddress<kChunks>& b,
-                                           int column16, uint32_t offset) {
+                                           uint32_t offset) {
 #pragma unroll
   for (int step = 0; step < kQSteps; ++step) {
     uint32_t fragment[kMTiles][4];
@@ -114,7 +114,7 @@ __device__ __forceinline__ void accumulate(Gradient& gradient, const Scores& a,
       for (int m = 0; m < kMTiles; ++m)
         ptx::ldmatrix_x4(fragment[m], exchange.at(m * 16, step) + exchange_offset);
     }
-    accumulate_step<Element>(gradient, fragment, b, step * 16, column16, offset);
+    accumulate_step<Element>(gradient, fragment, b, step * 16, 0, offset);
   }
 }
 
@@ -156,7 +156,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
   const LaneCoords row_major = lane_row_major(lane), col_major = lane_col_major(lane);
   const LaneAddress<kChunks> k_lane(k_smem, warp_row + row_major.row, row_major.chunk);
   const LaneAddress<kChunks> q_lane(ring, col_major.row, col_major.chunk);
-  const LaneAddress<kChunks> q_rows_lane(ring, row_major.row, row_major.chunk);
+  // From the first column of this warp on, so that no address depends on the warp further below.
+  const LaneAddress<kChunks> q_rows_lane(ring, row_major.row, row_major.chunk + warp_d * kDTiles);
   const LaneAddress<kExchangeChunks> p_lane(exchange, warp_row + row_major.row, row_major.chunk);
   const ScoreScale scale(p);
 
@@ -165,7 +166,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
 #pragma unroll 1
   for (int member = 0; member < head_group; ++member) {
     const int head = work.head_kv * head_group + member;
-    const Walk walk = Walk::agreed(params, work, head);
+    const Walk& walk = Walk::agreed(params, work, head);
     const Element* const q =
         at(p.q, p.q_stride_batch, p.q_stride_seq, p.q_stride_head, head, work.q_offset);
     const Element* const d_o = at(params.d_o, params.d_o_stride_batch, params.d_o_stride_seq,
@@ -236,8 +237,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_params params
         // loop keeps them from overwriting what another still reads.
         ptx::named_barrier_sync(1 + warp_kv, kWarpsD * kWarpSize);
       }
-      accumulate(dv, s, p_lane, 0, q_rows_lane, warp_d * kDTiles / 2, stage + kQTileBytes);
-      accumulate(dk, dp, p_lane, kExchangeBytes, q_rows_lane, warp_d * kDTiles / 2, stage);
+      accumulate(dv, s, p_lane, 0, q_rows_lane, stage + kQTileBytes);
+      accumulate(dk, dp, p_lane, kExchangeBytes, q_rows_lane, stage);
 #pragma unroll
       for (int ahead = 0; ahead + 1 < Config::stages; ++ahead)
         first_query[ahead] = first_query[ahead + 1];

@@ -33,8 +33,8 @@ pub struct AttentionBackwardProblem {
 }
 
 impl AttentionBackwardProblem {
-    /// The gradients of a forward pass in contiguous tensors, with the transpose of a block mask and
-    /// any workspace: the start of a plan without tensors. Not checked.
+    /// The gradients of a forward pass in contiguous tensors, with the transpose of a block mask
+    /// and any workspace: the start of a plan without tensors. Not checked.
     pub fn of(forward: AttentionProblem) -> Self {
         let forward = if forward.lse.is_some() { forward } else { forward.with_lse() };
         let strides = |seqlen: usize, heads: usize| {

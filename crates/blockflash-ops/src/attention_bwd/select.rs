@@ -57,7 +57,7 @@ impl AttentionBackwardProblem {
 impl Problem for AttentionBackwardProblem {
     const OP: &'static str = "attention_bwd";
     const RULES: &'static [Rule<Self>] =
-        &[STEP, HEAD_DIM, SHARED_MEMORY, TRANSPOSE, BLOCKS, SEQUENCES, TENSOR_MAPS, SUMS];
+        &[STEP, HEAD_DIM, WIDTH, SHARED_MEMORY, TRANSPOSE, BLOCKS, SEQUENCES, TENSOR_MAPS, SUMS];
 
     type Tile = AttentionBwdTile;
     type Rank = ();
@@ -148,6 +148,14 @@ const HEAD_DIM: BackwardRule = Rule {
         let widest = all.iter().map(|c| c.tile.head_dim).max().unwrap_or(0);
         format!("head_dim {head_dim}: kernels take multiples of 8 up to {widest}")
     }),
+};
+
+/// The Hopper tiles beyond 128 also divide narrow blocks, but for a small head_dim they are slower
+/// than the portable kernels.
+const WIDTH: BackwardRule = Rule {
+    holds: |c| !is_hopper(c) || c.tile.head_dim <= 128 || c.problem.forward.head_dim > 128,
+    refuses: |c| format!("head_dim {} is not above 128", c.problem.forward.head_dim),
+    excludes_all: None,
 };
 
 const SHARED_MEMORY: BackwardRule = Rule::shared_memory(None);

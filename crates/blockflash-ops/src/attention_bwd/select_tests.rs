@@ -103,7 +103,7 @@ fn reasons() {
     assert!(why(&dense(100, 64), &gpu(7, 5)).contains("compute capability 8.0"));
     let without = AttentionBackwardProblem { transpose: None, ..masked(128, 128, 64) };
     assert!(why(&without, &h200()).contains("with_transpose"));
-    assert!(why(&masked(32, 64, 64), &h200()).contains("divide blocks of 32 × 64"));
+    assert!(why(&masked(16, 64, 64), &h200()).contains("divide blocks of 16 × 64"));
     let refusal = |step, problem: &AttentionBackwardProblem| {
         let tile = |kernel: &&Kernel| {
             kernel.attention_bwd_tile().is_some_and(|tile| {

@@ -116,8 +116,8 @@ struct QueryWalk {
 
   // One thread reads the list for all: see KeyWork::agreed. A walk is only replaced once all
   // threads have read the one before it.
-  static __device__ __forceinline__ QueryWalk agreed(const blockflash_attention_bwd_params& params,
-                                                     const KeyWork<block_kv>& work, int head) {
+  static __device__ __forceinline__ const QueryWalk& agreed(
+      const blockflash_attention_bwd_params& params, const KeyWork<block_kv>& work, int head) {
     __shared__ __align__(16) unsigned char bytes[sizeof(QueryWalk)];
     QueryWalk& shared = reinterpret_cast<QueryWalk&>(bytes);
     __syncthreads();
