@@ -55,8 +55,8 @@ pub(crate) fn tanh_and_slope(x: f32) -> [f32; 2] {
     tail = tail * square + 0.133_333_04;
     tail = tail * square - 0.333_333_34;
     let near = x + x * square * tail;
-    // The exponential must not overflow. Beyond 10 the result is ±1, and beyond 40 the slope is 0 in
-    // every sum.
+    // The exponential must not overflow. Beyond 10 the result is ±1, and beyond 40 the slope is 0
+    // in every sum.
     let bounded = if magnitude > 40.0 { 40.0 } else { magnitude };
     let missing = 2.0 / (exp(2.0 * bounded) + 1.0);
     let far = (1.0 - missing).copysign(x);
