@@ -39,6 +39,12 @@ pub(crate) fn probability(x: f32) -> f32 {
 /// `tanh x` within 3 ulp; NaN for NaN.
 #[inline(always)]
 pub(crate) fn tanh(x: f32) -> f32 {
+    tanh_and_slope(x)[0]
+}
+
+/// [`tanh`] and its slope `1 - tanh² x`, whose digits do not cancel where tanh is close to ±1.
+#[inline(always)]
+pub(crate) fn tanh_and_slope(x: f32) -> [f32; 2] {
     let magnitude = x.abs();
     let square = x * x;
     // (tanh x / x - 1) / x² in x², on 0 to 0.625.
@@ -49,10 +55,12 @@ pub(crate) fn tanh(x: f32) -> f32 {
     tail = tail * square + 0.133_333_04;
     tail = tail * square - 0.333_333_34;
     let near = x + x * square * tail;
-    // Beyond 10 the result is ±1, and the exponential must not overflow.
-    let bounded = if magnitude > 10.0 { 10.0 } else { magnitude };
-    let far = (1.0 - 2.0 / (exp(2.0 * bounded) + 1.0)).copysign(x);
-    if magnitude > 0.625 { far } else { near }
+    // The exponential must not overflow. Beyond 10 the result is ±1, and beyond 40 the slope is 0
+    // in every sum.
+    let bounded = if magnitude > 40.0 { 40.0 } else { magnitude };
+    let missing = 2.0 / (exp(2.0 * bounded) + 1.0);
+    let far = (1.0 - missing).copysign(x);
+    if magnitude > 0.625 { [far, missing * (2.0 - missing)] } else { [near, 1.0 - near * near] }
 }
 
 /// `softcap * tanh(x / softcap)` in place.
@@ -168,6 +176,16 @@ mod tests {
         assert_eq!((tanh(0.0), tanh(f32::INFINITY), tanh(-1e30)), (0.0, 1.0, -1.0));
         assert!(tanh(f32::NAN).is_nan());
         assert!(ulps(tanh(1e-20), 1e-20f64.tanh()) <= 1.0);
+    }
+
+    #[test]
+    fn the_slope_of_tanh_is_precise() {
+        for x in (0..2000).map(|i| i as f32 / 50.0) {
+            let exact = f64::from(x).cosh().powi(-2);
+            let [_, slope] = tanh_and_slope(-x);
+            assert!((f64::from(slope) / exact - 1.0).abs() < 1e-6, "{x}");
+        }
+        assert!(tanh_and_slope(f32::INFINITY)[1] < 1e-30);
     }
 
     #[test]

@@ -183,9 +183,9 @@ fn score_gradients(p: &mut [f32], ds: &mut [f32], [lse, delta]: [f32; 2], softca
         }
         Some(softcap) => {
             for (p, ds) in p.iter_mut().zip(ds) {
-                let tanh = math::tanh(*p / softcap);
+                let [tanh, slope] = math::tanh_and_slope(*p / softcap);
                 *p = math::probability(softcap * tanh - lse);
-                *ds = *p * (*ds - delta) * (1.0 - tanh * tanh);
+                *ds = *p * (*ds - delta) * slope;
             }
         }
     }
