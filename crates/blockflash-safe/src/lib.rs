@@ -81,10 +81,9 @@ pub use indices::{
 };
 #[doc(hidden)]
 pub use launch::{
-    AttentionBwdOperands, AttentionBwdPlan, AttentionFwdOperands, BlockMaskBuild,
-    BlockMaskBuildOperands, BlockScores, BlockScoresOperands, BsrMatmulOperands, BsrParts,
-    BsrPartsMemory, BsrSddmmOperands, Launch, LaunchConfig, Operands, PROBE_CHUNK_BYTES,
-    STATISTICS_ROWS, attention_bwd_workspace, param_bytes,
+    AttentionFwdOperands, BlockMaskBuild, BlockMaskBuildOperands, BlockScores, BlockScoresOperands,
+    BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands, Launch, LaunchConfig, Operands,
+    PROBE_CHUNK_BYTES, param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use properties::{CudaDriver, CudaStatus, cuda_status};

@@ -90,8 +90,7 @@ impl BlockMaskBuffer {
             return Ok(Self { mask, capacity, workspace: None });
         };
         let lists = BlockLists::with_capacity([batch, heads], rows, cols, capacity, stream)?;
-        let (packed, transpose) = (None, None);
-        let mask = BlockMask { geometry, batch, heads, lists, packed, transpose };
+        let mask = BlockMask { geometry, batch, heads, lists, packed: None };
         let workspace = Workspace::new(&mask, gpu, stream)?;
         Ok(Self { mask, capacity, workspace: Some(workspace) })
     }

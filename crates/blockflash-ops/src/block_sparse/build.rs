@@ -35,8 +35,7 @@ impl BlockMask {
             row_order: &order,
             cu_rows: None,
         };
-        let lists = BlockLists::new(&arrays, stream)?;
-        Ok(Self { geometry, batch, heads, lists, packed: None, transpose: None })
+        Ok(Self { geometry, batch, heads, lists: BlockLists::new(&arrays, stream)?, packed: None })
     }
 
     /// The blocks that are true in `blocks`, `[batch, heads, rows, cols]` row-major.

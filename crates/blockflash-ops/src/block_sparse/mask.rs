@@ -24,8 +24,6 @@ pub struct BlockMask {
     pub(super) heads: usize,
     pub(super) lists: BlockLists,
     pub(super) packed: Option<Packed>,
-    /// See [`BlockMask::with_transpose`].
-    pub(super) transpose: Option<BlockLists>,
 }
 
 /// The index arrays on the CPU.
@@ -147,8 +145,7 @@ impl BlockMask {
             let col_idx = &col_idx.as_slice::<i32>()?[..end];
             return Self::from_parts(self.geometry, self.batch, self.heads, row_ptr, col_idx);
         }
-        let transpose = self.transpose.as_ref().map(|lists| lists.copy_to(stream)).transpose()?;
-        Ok(Self { lists, packed: self.packed.clone(), transpose, ..*self })
+        Ok(Self { lists, packed: self.packed.clone(), ..*self })
     }
 
     /// The columns of one row, ascending. The indices address the mask itself, so they are 0 where

@@ -49,7 +49,6 @@ mod packed;
 mod patterns;
 mod problems;
 mod scores;
-mod transpose;
 mod validate;
 
 pub use block_scores::BlockScores;

@@ -107,7 +107,6 @@ impl BlockMask {
             heads,
             lists,
             packed: Some(Packed { geometries, rows }),
-            transpose: None,
         })
     }
 

@@ -78,6 +78,7 @@ def flash_attn_func(
         causal=causal,
         window_size=window_size,
         softcap=softcap,
+        deterministic=deterministic,
         return_lse=return_attn_probs,
     )
 
@@ -141,6 +142,7 @@ def flash_attn_varlen_func(
         causal=causal,
         window_size=window_size,
         softcap=softcap,
+        deterministic=deterministic,
         return_lse=return_attn_probs,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
