@@ -5,20 +5,23 @@
 // all their key tiles, so scores, probabilities and outputs stay in its registers and only K and V
 // are shared. Follows FlashAttention-2 (Dao, 2023).
 #include "blockflash/attention/soft_cap.cuh"
+#include "blockflash/attention/visit.cuh"
 #include "blockflash/config.cuh"
 #include "blockflash/mma/fragment.cuh"
 #include "blockflash/mma/swizzle.cuh"
+#include "blockflash/mma/tile_copy.cuh"
 #include "blockflash/ptx/cp_async.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"
 #include "softmax.cuh"
-#include "tile_copy.cuh"
-#include "visit.cuh"
 
 namespace blockflash {
 namespace {
 
+using Config = AttentionPortableConfig;
 using Element = Config::Element;
+using QueryWork = Work<Config::block_q>;
+using KeyVisit = Visit<Config::block_q, Config::block_kv>;
 
 constexpr int kChunks = Config::head_dim / 8;  // 16-byte chunks of a row of Q, K or V
 constexpr int kRowsPerWarp = Config::block_q / Config::warps;
@@ -165,7 +168,7 @@ __device__ __forceinline__ void add_visible_nonfinite(Output& o, const unsigned 
 // o / denominator to global memory, 16 bytes per lane, and the log-sum-exp.
 __device__ __forceinline__ void store_output(Output& o, OnlineSoftmax<kMTiles>& softmax,
                                              const blockflash_attention_fwd_params& p,
-                                             const Work& work, int first_row, int lane) {
+                                             const QueryWork& work, int first_row, int lane) {
   constexpr float kLn2 = 0.6931471805599453f, kLog2e = 1.4426950408889634f;
   Element* const o_head = static_cast<Element*>(p.o) +
                           work.batch * p.o_stride_batch * (p.cu_seqlens_q == nullptr) +
@@ -215,8 +218,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   using namespace blockflash;
   extern __shared__ __align__(128) unsigned char smem[];
 
-  const Visit visit = Visit::agreed(p);
-  const Work& work = visit.work;
+  const KeyVisit visit = KeyVisit::agreed(p);
+  const QueryWork& work = visit.work;
   if (work.q_begin >= work.seqlen_q) return;
   const AttentionMask mask = visit.mask(p);
   const KeyRange all = mask.keys_of_all(work.q_begin, visit.q_last());
@@ -337,6 +340,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_fwd_params p) {
   }
   ptx::cp_async_wait_group<0>();
   // Read once more rather than kept: registers are short in the main loop.
-  const Work& again = Visit::shared().work;
+  const QueryWork& again = KeyVisit::shared().work;
   store_output(o, softmax, p, again, again.q_begin + warp * kRowsPerWarp, lane);
 }

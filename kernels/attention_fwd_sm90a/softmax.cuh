@@ -9,6 +9,7 @@
 #include <math_constants.h>
 #include <stdint.h>
 
+#include "blockflash/attention/visible.cuh"
 #include "blockflash/mma/fragment.cuh"
 #include "blockflash/ptx/math.cuh"
 
@@ -134,15 +135,6 @@ struct HopperSoftmax {
     if constexpr (sums_rounded) sum[0] += partial[0], sum[1] += partial[1];
   }
 };
-
-// Bit 2 j + e is set when key 8 j + e lies in [begin, end), both relative to the lane's first key.
-__device__ __forceinline__ uint32_t visible_keys(int begin, int end) {
-  const auto below = [](int limit) {
-    const int count = max((limit >> 3) * 2 + min(limit & 7, 2), 0);
-    return count >= 32 ? ~0u : (1u << count) - 1;
-  };
-  return below(end) & ~below(begin);
-}
 
 // Masks the scores of row `half`, except for the visible keys.
 template <int n>

@@ -1,14 +1,243 @@
-//! Gradients of attention on a GPU: no kernel computes them yet, and every call says so.
+//! Every kernel of the attention backward that the GPU can run against the oracle.
 
-use blockflash_ops::{Attention, DType, Error, Tensor};
-use blockflash_tests::gpu::gpu;
+use blockflash_ops::attention::{CuSeqlens, Mask};
+use blockflash_ops::{
+    Attention, AttentionBackward, AttentionGradientsMut, DType, Error, Operation, Stream, Tensor,
+};
+use blockflash_sys::Kernel;
+use blockflash_sys::manifest::{AttentionBwdStep as Step, AttentionBwdTile, Variant};
+use blockflash_tests::attention::{
+    AttentionCase, BlockCase, BlockPattern, Choice, Lengths, MaskHeads,
+};
+use blockflash_tests::attention_bwd::{
+    BackwardData, BackwardInputs, BackwardOutputs, BackwardReference, backward_groups, cases_of,
+    run_case, run_or_refuse, same_gradients,
+};
+use blockflash_tests::gpu::{Report, gpu, wait};
+use half::f16;
 
 #[test]
-fn gradients_on_a_gpu_are_refused() {
-    let Some(gpu) = gpu("gradients_on_a_gpu_are_refused") else { return };
-    let q = Tensor::zeros(&gpu.stream, DType::BF16, &[1, 128, 2, 64]).unwrap();
-    let attention = Attention::new(q.view(), q.view(), q.view());
-    let output = attention.forward(&gpu.stream).unwrap();
-    let result = attention.backward(&output, q.view(), &gpu.stream);
-    assert!(matches!(result, Err(Error::Unsupported { op: "attention_bwd", .. })), "{result:?}");
+fn every_kernel() {
+    let Some(gpu) = gpu("attention_bwd_gpu::every_kernel") else { return };
+    let stream = &gpu.stream;
+    let mut report = Report::default();
+    for ((dtype, head_dim), kernels) in backward_groups(&gpu) {
+        for case in cases_of(dtype, head_dim) {
+            let data = BackwardData::generate(&case);
+            let reference = BackwardReference::compute(&case, &data);
+            for &(kernel, _) in &kernels {
+                report.run(kernel, || run_or_refuse(&case, &data, &reference, kernel, stream));
+            }
+        }
+        for &(kernel, tile) in &kernels {
+            let story = |what: &'static str| {
+                move |error| format!("{what} of {}: {error}", kernel.image_name())
+            };
+            report.run(kernel, || replays_a_graph(kernel, &tile, stream).map_err(story("graph")));
+            report.run(kernel, || repeats_its_bits(kernel, &tile, stream).map_err(story("repeat")));
+            report.run(kernel, || {
+                survives_any_offsets(kernel, &tile, stream)
+                    .map_err(|error| story("offsets")(error.to_string()))
+            });
+        }
+    }
+    report.finish(&gpu, "attention_bwd_gpu");
+}
+
+/// A case that a kernel takes, whatever its step is: packed where it only writes zeros.
+fn case_of(tile: &AttentionBwdTile, seed: u64, seqlen: usize) -> AttentionCase {
+    let simple =
+        AttentionCase::simple(tile.dtype, (4, 2), tile.head_dim as usize, (seqlen, seqlen + 90));
+    let lengths = match tile.step {
+        Step::Zeros => {
+            let other = seqlen / 2 + 7 * seed as usize;
+            let lengths = vec![(other, seqlen), (seqlen - other, 90)];
+            Lengths::Packed { lengths, slack: (3, 5) }
+        }
+        _ => Lengths::Dense { batch: 2, seqlen_q: seqlen, seqlen_kv: seqlen + 90 },
+    };
+    AttentionCase { seed, mask: Mask::causal(), sink: true, lengths, ..simple }
+}
+
+/// Captures a call once and replays it with other numbers.
+fn replays_a_graph(
+    kernel: &'static Kernel,
+    tile: &AttentionBwdTile,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let prepared = |seed| {
+        let case = case_of(tile, seed, 300);
+        let data = BackwardData::generate(&case);
+        (case, data)
+    };
+    let (case, data) = prepared(1);
+    let mut inputs = BackwardInputs::upload(&case, &data, stream)?;
+    let mut outputs = BackwardOutputs::of_any_kernel(&inputs, stream)?;
+    let graph = stream
+        .capture(|stream| outputs.launch(&inputs, Choice::This(kernel), stream))
+        .map_err(|error| format!("capture: {error}"))?;
+    let mut compared = 0;
+    for (case, data) in [2, 1].map(prepared) {
+        inputs.refill(&case, &data, stream)?;
+        outputs.poison(stream)?;
+        graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
+        wait(stream, &|| format!("replay of {} with {case:?}", kernel.image_name()))?;
+        let reference = BackwardReference::compute(&case, &data);
+        compared +=
+            outputs.check(&reference, stream).map_err(|error| format!("{error}\n    {case:?}"))?;
+    }
+    Ok(compared)
+}
+
+fn repeats_its_bits(
+    kernel: &'static Kernel,
+    tile: &AttentionBwdTile,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let causal = AttentionCase { sink: true, ..case_of(tile, 5, 700) };
+    let full = AttentionCase { mask: Mask::Full, ..causal.clone() };
+    Ok(same_gradients(&causal, kernel, stream)? + same_gradients(&full, kernel, stream)?)
+}
+
+/// Offsets of a packed batch that are garbage: the launch ends, writes nothing beyond the
+/// gradients, and reads nothing beyond the inputs, where NaN lies.
+fn survives_any_offsets(
+    kernel: &'static Kernel,
+    tile: &AttentionBwdTile,
+    stream: &Stream,
+) -> Result<usize, Error> {
+    const ROWS: usize = 150;
+    const MARGIN: usize = 70;
+    if matches!(kernel.variant, Variant::AttentionBwdHopper(_)) {
+        return Ok(0);
+    }
+    let (heads, d) = ([2, 1], tile.head_dim as usize);
+    let shape = |heads| [ROWS + 2 * MARGIN, heads, d];
+    let poisoned = |dtype, shape: &[usize]| {
+        let mut tensor = Tensor::empty(stream, dtype, shape)?;
+        tensor.fill_bytes(stream, 0xff).map(|()| tensor)
+    };
+    let inner = MARGIN..MARGIN + ROWS;
+    let input = |heads: usize| -> Result<Tensor, Error> {
+        // Bits of small numbers in both types, between NaN.
+        let row = heads * d;
+        let number = |at: usize| match (at / row).checked_sub(MARGIN) {
+            Some(at_row) if at_row < ROWS => 0x3800 + (at % 97) as u16,
+            _ => u16::MAX,
+        };
+        let bits: Vec<f16> =
+            (0..shape(heads).iter().product()).map(|at| f16::from_bits(number(at))).collect();
+        match tile.dtype {
+            DType::F16 => Ok(Tensor::from_slice(stream, &bits, &shape(heads))?),
+            _ => {
+                let bits: Vec<half::bf16> =
+                    bits.iter().map(|x| half::bf16::from_bits(x.to_bits())).collect();
+                Ok(Tensor::from_slice(stream, &bits, &shape(heads))?)
+            }
+        }
+    };
+    let (q, kv) = (input(heads[0])?, input(heads[1])?);
+    let garbage: [&[i32]; 5] = [
+        &[i32::MAX, i32::MIN, -1, 1 << 30],
+        &[100, 0, 150, 20],
+        &[-5, 149, 7, i32::MAX],
+        &[0, 150, 0, 150],
+        &[149, 150, 151, 152],
+    ];
+    let mut compared = 0;
+    for (turn, offsets) in garbage.into_iter().enumerate() {
+        let other = garbage[(turn + 2) % garbage.len()];
+        let [cu_q, cu_kv] =
+            [offsets, other].map(|entries| Tensor::from_slice(stream, entries, &[4]));
+        let (cu_q, cu_kv) = (cu_q?, cu_kv?);
+        let lse = Tensor::zeros(stream, DType::F32, &[heads[0], ROWS])?;
+        let sink = Tensor::zeros(stream, DType::F32, &[heads[0]])?;
+        let [q, kv] = [q.view().slice(0, inner.clone())?, kv.view().slice(0, inner.clone())?];
+        let (max_seqlen_q, max_seqlen_kv) = ([150, 40, 1000][turn % 3], [40, 1000, 150][turn % 3]);
+        let cu_seqlens =
+            Some(CuSeqlens { q: cu_q.view(), kv: cu_kv.view(), max_seqlen_q, max_seqlen_kv });
+        let mask = [Mask::Full, Mask::causal()][turn % 2];
+        let attention =
+            Attention { mask, cu_seqlens, sink: Some(sink.view()), ..Attention::new(q, kv, kv) };
+        let call = AttentionBackward { attention, o: q, lse: lse.view(), d_o: q };
+        let bytes = call.workspace_bytes(stream.device())?;
+        let mut dq = poisoned(tile.dtype, &shape(heads[0]))?;
+        let [mut dk, mut dv] = [(); 2].map(|()| poisoned(tile.dtype, &shape(heads[1])).unwrap());
+        let mut d_sink = Tensor::zeros(stream, DType::F32, &[heads[0]])?;
+        let mut workspace = poisoned(DType::U8, &[bytes])?;
+        let gradients = AttentionGradientsMut {
+            dq: dq.view_mut().slice(0, inner.clone())?,
+            dk: dk.view_mut().slice(0, inner.clone())?,
+            dv: dv.view_mut().slice(0, inner.clone())?,
+            d_sink: Some(d_sink.view_mut()),
+        };
+        let out = (gradients, Some(workspace.view_mut()));
+        call.run_with(kernel, out, stream)?;
+        wait(stream, &|| format!("{} with offsets {offsets:?}", kernel.image_name())).unwrap();
+        for (name, tensor) in [("dq", &dq), ("dk", &dk), ("dv", &dv)] {
+            let bits = blockflash_tests::host::download(stream, tensor).unwrap();
+            let row = tensor.shape()[1] * d;
+            let inside = |at: usize| inner.contains(&(at / row));
+            let is_nan = |bits: u32| blockflash_tests::number::decode(tile.dtype, bits).is_nan();
+            let wrong = (0..bits.len()).find(|&at| inside(at) == is_nan(bits[at]));
+            assert_eq!(wrong, None, "{name} of {}, offsets {offsets:?}", kernel.image_name());
+            compared += 1;
+        }
+    }
+    Ok(compared)
+}
+
+/// The scheme that the library selects, with its workspace and with the smallest one.
+#[test]
+fn selected_schemes() {
+    let Some(gpu) = gpu("attention_bwd_gpu::selected_schemes") else { return };
+    let stream = &gpu.stream;
+    for (dtype, head_dim) in [(DType::BF16, 64), (DType::F16, 128), (DType::BF16, 256)] {
+        let simple = AttentionCase::simple(dtype, (4, 2), head_dim, (1100, 1300));
+        for mask in [Mask::Full, Mask::causal()] {
+            let case = AttentionCase { mask, sink: true, ..simple.clone() };
+            run_case(&case, Choice::Selected, stream).unwrap();
+            let data = BackwardData::generate(&case);
+            let reference = BackwardReference::compute(&case, &data);
+            let inputs = BackwardInputs::upload(&case, &data, stream).unwrap();
+            let least = inputs.backward().least_workspace_bytes(stream.device()).unwrap();
+            let run = |bytes| {
+                let mut outputs = BackwardOutputs::with_workspace(&inputs, bytes, stream).unwrap();
+                outputs.launch(&inputs, Choice::Selected, stream).map(|()| outputs)
+            };
+            let outputs = run(least).unwrap();
+            wait(stream, &|| format!("the smallest workspace of {case:?}")).unwrap();
+            outputs.check(&reference, stream).unwrap();
+            let error = run(least - 1).map(|_| ()).unwrap_err();
+            assert!(matches!(error, Error::Shape { what: "workspace", .. }), "{error}");
+        }
+        let block_mask = Some(BlockCase {
+            block_q: 128,
+            block_kv: 128,
+            per_entry: true,
+            heads: MaskHeads::KeyValue,
+            pattern: BlockPattern::Random(0.4),
+        });
+        run_case(&AttentionCase { block_mask, ..simple }, Choice::Selected, stream).unwrap();
+    }
+}
+
+/// A block mask needs its transpose.
+#[test]
+fn masks_without_a_transpose_are_refused() {
+    let Some(gpu) = gpu("attention_bwd_gpu::masks_without_a_transpose_are_refused") else { return };
+    let stream = &gpu.stream;
+    let q = Tensor::zeros(stream, DType::BF16, &[1, 128, 2, 64]).unwrap();
+    let geometry = blockflash_ops::BlockGeometry::new(128, 128, 128, 128).unwrap();
+    let mask = blockflash_ops::BlockMask::from_bool(geometry, 1, 1, &[true]).unwrap();
+    let mask = mask.to(stream).unwrap();
+    let attention =
+        Attention { block_mask: Some(&mask), ..Attention::new(q.view(), q.view(), q.view()) };
+    let output = attention.forward(stream).unwrap();
+    match attention.backward(&output, q.view(), stream) {
+        Err(Error::Unsupported { op: "attention_bwd", what, .. }) => {
+            assert!(what.contains("with_transpose"), "{what}");
+        }
+        other => panic!("{other:?}"),
+    }
 }

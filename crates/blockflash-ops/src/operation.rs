@@ -27,6 +27,14 @@ pub trait Steps {
         out: Self::Out<'_>,
         stream: &Stream,
     ) -> Result<()>;
+    /// Every kernel that [`launch`](Self::launch) with this one launches.
+    fn kernels<'k>(
+        kernel: &'k Kernel,
+        _problem: &Self::Problem,
+        _gpu: &CudaProperties,
+    ) -> Result<Vec<&'k Kernel>> {
+        Ok(vec![kernel])
+    }
     /// Computes on the CPU.
     fn compute(&self, problem: &Self::Problem, out: Self::Out<'_>, stream: &Stream) -> Result<()>;
 }
@@ -99,7 +107,11 @@ pub trait Operation: Steps {
             Some(gpu) if !Self::is_empty(&problem) => Some(select(&problem, gpu)?),
             _ => None,
         };
-        kernel.map_or(Ok(()), |kernel| stream.device().preload(kernel).map(|_| ()))?;
+        if let (Some(kernel), Some(gpu)) = (kernel, stream.device().cuda_properties()) {
+            for kernel in Self::kernels(kernel, &problem, gpu)? {
+                stream.device().preload(kernel)?;
+            }
+        }
         Ok(Prepared { problem, device: *stream.device(), kernel })
     }
 

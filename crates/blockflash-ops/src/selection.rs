@@ -38,6 +38,10 @@ pub trait Problem: Copy + Debug + PartialEq + 'static {
     fn rank(candidate: &Candidate<'_, Self>) -> Self::Rank;
     /// The properties that must be equal in problem and kernel: element type, and block size or 0.
     fn key(&self) -> (DType, usize);
+    /// Whether a kernel matters when it is said why there is none for this problem.
+    fn is_explained(&self, _tile: &Self::Tile) -> bool {
+        true
+    }
     /// The key of a kernel.
     fn key_of(tile: &Self::Tile) -> (DType, usize);
 }
@@ -191,6 +195,7 @@ fn select_of<'r, P: Problem>(
         }
     }
     let all = kernels.iter().flat_map(|peers| &peers.kernels);
+    let all = all.filter(|(_, tile)| problem.is_explained(tile));
     let all = all.map(|(kernel, tile)| Candidate { kernel, tile, problem, gpu }).collect();
     Err(unsupported::<P>(&gpu.compute_capability, why_none(all)))
 }

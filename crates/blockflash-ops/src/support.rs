@@ -113,7 +113,8 @@ mod tests {
                 ("bsr_matmul", "block 16, transposed A, column-major B and C"),
                 ("bsr_sddmm", "block 128"),
                 ("attention", "other head_dim (59)"),
-                ("attention_bwd", "other head_dim (64)"),
+                ("attention_bwd", "head_dim 72..=96 by 8, blocks of 64 × 64"),
+                ("attention_bwd", "other head_dim (59)"),
                 ("bsr_matmul", "other block (24)"),
                 ("bsr_sddmm", "other block (24)"),
             ] {

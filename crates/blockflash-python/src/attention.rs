@@ -3,7 +3,7 @@
 use crate::error::{Failure, Result};
 use crate::foreign::{Foreign, views};
 use crate::mask;
-use blockflash_ops::{Align, Attention, CuSeqlens, Mask};
+use blockflash_ops::{Align, Attention, BlockMask, CuSeqlens, Mask, View};
 use pyo3::prelude::*;
 
 /// The tensors of a call.
@@ -84,11 +84,22 @@ pub(crate) fn run(tensors: Tensors<'_>, options: &Options) -> Result<()> {
     let Tensors { q, k, v, sink, cu_seqlens_q, cu_seqlens_k, o, lse } = tensors;
     let stream = q.stream()?;
     let read = [Some(q), Some(k), Some(v), sink, cu_seqlens_q, cu_seqlens_k];
-    let ([q, k, v, sink, cu_seqlens_q, cu_seqlens_k], [o, lse]) = views(read, [Some(o), lse])?;
-    let (Some(q), Some(k), Some(v), Some(o)) = (q, k, v, o) else {
-        return Err(Failure::value("q, k, v and o are needed"));
-    };
+    let (read, [o, lse]) = views(&read, [Some(o), lse])?;
     let block_mask = mask::lookup(options.block_mask, &stream)?;
+    let block_mask = block_mask.as_deref().map(|entry| entry.mask());
+    let o = o.ok_or_else(|| Failure::value("o is needed"))?;
+    Ok(call(read, options, block_mask)?.forward_into(o, lse, &stream)?)
+}
+
+/// The call of q, k, v, sink, cu_seqlens_q and cu_seqlens_k.
+pub(crate) fn call<'a>(
+    [q, k, v, sink, cu_seqlens_q, cu_seqlens_k]: [Option<View<'a>>; 6],
+    options: &Options,
+    block_mask: Option<&'a BlockMask>,
+) -> Result<Attention<'a>> {
+    let (Some(q), Some(k), Some(v)) = (q, k, v) else {
+        return Err(Failure::value("q, k and v are needed"));
+    };
     let cu_seqlens = match (cu_seqlens_q, cu_seqlens_k) {
         (Some(q), Some(kv)) => Some(CuSeqlens {
             q,
@@ -99,16 +110,15 @@ pub(crate) fn run(tensors: Tensors<'_>, options: &Options) -> Result<()> {
         (None, None) => None,
         _ => return Err(Failure::value("cu_seqlens_q and cu_seqlens_k come together")),
     };
-    let attention = Attention {
+    Ok(Attention {
         mask: token_mask(options.left, options.right, options.top_left)?,
         softmax_scale: options.scale.map(|scale| scale as f32),
         softcap: (options.softcap != 0.0).then_some(options.softcap as f32),
         sink,
         cu_seqlens,
-        block_mask: block_mask.as_deref().map(|entry| entry.mask()),
+        block_mask,
         ..Attention::new(q, k, v)
-    };
-    Ok(attention.forward_into(o, lse, &stream)?)
+    })
 }
 
 /// The mask of a window.

@@ -154,7 +154,7 @@ impl<'a> Foreign<'a> {
 /// A tensor that is written must share no memory with another one of the call or with itself.
 #[allow(clippy::type_complexity)]
 pub(crate) fn views<'a, const R: usize, const W: usize>(
-    read: [Option<Foreign<'a>>; R],
+    read: &[Option<Foreign<'a>>; R],
     write: [Option<Foreign<'a>>; W],
 ) -> Result<([Option<View<'a>>; R], [Option<ViewMut<'a>>; W])> {
     for (at, written) in write.iter().enumerate() {
@@ -168,7 +168,7 @@ pub(crate) fn views<'a, const R: usize, const W: usize>(
     }
     let refused = |what, error| Failure::value(format!("{what}: {error}"));
     let mut views = ([None; R], [const { None }; W]);
-    for (view, foreign) in views.0.iter_mut().zip(&read) {
+    for (view, foreign) in views.0.iter_mut().zip(read) {
         let Some(Foreign { what, device, dtype, layout, address, .. }) = foreign else { continue };
         let pointer = with_exposed_provenance(*address);
         // SAFETY: 1. and 2. Point 1 of `Foreign::new`. No other tensor of the call that is written

@@ -5,6 +5,7 @@
 //! tensors that the caller allocated and know nothing of gradients.
 
 mod attention;
+mod attention_backward;
 #[cfg(target_os = "linux")]
 mod dispatcher;
 mod error;
@@ -22,6 +23,8 @@ mod _native {
     use super::register_kernels;
     #[pymodule_export]
     use crate::attention::attention;
+    #[pymodule_export]
+    use crate::attention_backward::attention_backward;
     #[pymodule_export]
     use crate::error::{DeviceError, Misaligned, Unsupported};
     #[pymodule_export]

@@ -56,7 +56,7 @@ fn product(
         let stream = x.stream()?;
         let place = lookup(pattern, &stream)?;
         let workspace = workspace(&stream)?;
-        let ([x, values, bias], [y]) = views([Some(x), Some(values), bias], [Some(y)])?;
+        let ([x, values, bias], [y]) = views(&[Some(x), Some(values), bias], [Some(y)])?;
         let (Some(x), Some(values), Some(y)) = (x, values, y) else {
             return Err(Failure::value("x, values and y are needed"));
         };
@@ -87,7 +87,7 @@ pub(crate) fn sddmm(
     let run = || -> Result<()> {
         let stream = a.stream()?;
         let place = lookup(pattern, &stream)?;
-        let ([a, b], [values]) = views([Some(a), Some(b)], [Some(values)])?;
+        let ([a, b], [values]) = views(&[Some(a), Some(b)], [Some(values)])?;
         let (Some(a), Some(b), Some(values)) = (a, b, values) else {
             return Err(Failure::value("a, b and values are needed"));
         };

@@ -1,7 +1,7 @@
 //! Block masks, which the operators of attention find by number.
 
 use crate::attention::{align, side, token_mask};
-use crate::error::{Failure, Result};
+use crate::error::{Failure, Kind, Result};
 use crate::foreign::{Foreign, views};
 use crate::table::{Entry, Table};
 use blockflash_ops::{
@@ -9,23 +9,48 @@ use blockflash_ops::{
     Stream, View,
 };
 use pyo3::prelude::*;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 static MASKS: Table<Kept> = Table::new("block mask");
 
+/// A mask, and what its backward pass on a GPU needs.
+pub(crate) struct Kept {
+    made: Made,
+    /// The mask with its transpose, once it was needed.
+    for_backward: OnceLock<BlockMask>,
+}
+
 /// A mask that was made on the host, or one that the device has built.
-pub(crate) enum Kept {
+enum Made {
     Host(Box<BlockMask>),
     Built(Box<BlockMaskBuffer>),
 }
 
 impl Kept {
     pub(crate) fn mask(&self) -> &BlockMask {
-        match self {
-            Kept::Host(mask) => mask,
-            Kept::Built(buffer) => buffer.mask(),
+        match &self.made {
+            Made::Host(mask) => mask,
+            Made::Built(buffer) => buffer.mask(),
         }
+    }
+
+    /// The mask for a backward pass. On a GPU it has a transpose, which the first call makes on the
+    /// host: that call waits for the GPU, and no graph can capture it.
+    pub(crate) fn for_backward(&self, stream: &Stream) -> Result<&BlockMask> {
+        if self.mask().device().is_cpu() {
+            return Ok(self.mask());
+        }
+        if let Some(mask) = self.for_backward.get() {
+            return Ok(mask);
+        }
+        if stream.is_capturing()? {
+            let text = "the first backward pass with a block mask prepares the mask on the host, \
+                        which a CUDA graph cannot capture: run one before the capture";
+            return Err(Failure { kind: Kind::Unsupported, text: text.into() });
+        }
+        let mask = self.mask().to(&Device::cpu().stream()?)?.with_transpose()?.to(stream)?;
+        Ok(self.for_backward.get_or_init(|| mask))
     }
 }
 
@@ -44,13 +69,14 @@ pub(crate) fn lookup(number: i64, stream: &Stream) -> Result<Option<Arc<Entry<Ke
 pub(crate) struct Handle(Arc<Entry<Kept>>);
 
 impl Handle {
-    fn keep(mask: Kept) -> Handle {
+    fn keep(made: Made) -> Handle {
         static NEXT: AtomicI64 = AtomicI64::new(1);
+        let mask = Kept { made, for_backward: OnceLock::new() };
         Handle(MASKS.insert(NEXT.fetch_add(1, Ordering::Relaxed), mask, |_, _| false))
     }
 
     fn host(mask: blockflash_ops::Result<BlockMask>) -> Result<Handle> {
-        Ok(Self::keep(Kept::Host(Box::new(mask?))))
+        Ok(Self::keep(Made::Host(Box::new(mask?))))
     }
 
     fn mask(&self) -> &BlockMask {
@@ -98,7 +124,7 @@ impl Handle {
         let lists = [Foreign::of("row_ptr", row_ptr)?, Foreign::of("col_idx", col_idx)?];
         Ok(py.detach(|| {
             let stream = lists[0].stream()?;
-            let ([Some(row_ptr), Some(col_idx)], []) = views(lists.map(Some), [])? else {
+            let ([Some(row_ptr), Some(col_idx)], []) = views(&lists.map(Some), [])? else {
                 return Err(Failure::value("row_ptr and col_idx are needed"));
             };
             let &[batch, heads, _] = row_ptr.shape() else {
@@ -143,7 +169,7 @@ impl Handle {
         let (q, k) = (Foreign::of("q", q)?, Foreign::of("k", k)?);
         Ok(py.detach(|| {
             let stream = q.stream()?;
-            let ([q, k], []) = views([Some(q), Some(k)], [])?;
+            let ([q, k], []) = views(&[Some(q), Some(k)], [])?;
             let (Some(q), Some(k)) = (q, k) else {
                 return Err(Failure::value("q and k are needed"));
             };
@@ -186,7 +212,7 @@ impl Handle {
     fn write_bool(&self, out: &Bound<'_, PyAny>) -> PyResult<()> {
         let out = Foreign::of("out", out)?;
         let write = || -> Result<()> {
-            let ([], [out]) = views([], [Some(out)])?;
+            let ([], [out]) = views(&[], [Some(out)])?;
             let mut out = out.ok_or_else(|| Failure::value("out is needed"))?;
             let visited = self.mask().to(&Device::cpu().stream()?)?.to_bool()?;
             let out = out.as_mut_slice::<u8>()?;
@@ -197,6 +223,12 @@ impl Handle {
             Ok(())
         };
         Ok(Python::attach(|py| py.detach(write))?)
+    }
+
+    /// The mask of a number that is in use.
+    #[staticmethod]
+    fn of(number: i64) -> PyResult<Handle> {
+        Ok(Handle(MASKS.find(number)?))
     }
 
     #[getter]
@@ -220,7 +252,7 @@ impl Handle {
 }
 
 fn one(tensor: Foreign<'_>) -> Result<View<'_>> {
-    let ([view], []) = views([Some(tensor)], [])?;
+    let ([view], []) = views(&[Some(tensor)], [])?;
     view.ok_or_else(|| Failure::value("a tensor is needed"))
 }
 
@@ -242,7 +274,7 @@ fn build(
     if check {
         buffer.check(stream)?;
     }
-    Ok(Handle::keep(Kept::Built(Box::new(buffer))))
+    Ok(Handle::keep(Made::Built(Box::new(buffer))))
 }
 
 fn choose(

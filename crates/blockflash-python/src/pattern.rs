@@ -124,7 +124,7 @@ impl Handle {
         let py = row_ptr.py();
         let arrays = [Foreign::of("row_ptr", row_ptr)?, Foreign::of("col_idx", col_idx)?];
         Ok(py.detach(|| {
-            let ([row_ptr, col_idx], []) = views(arrays.map(Some), [])?;
+            let ([row_ptr, col_idx], []) = views(&arrays.map(Some), [])?;
             let (Some(row_ptr), Some(col_idx)) = (row_ptr, col_idx) else {
                 return Err(Failure::value("row_ptr and col_idx are needed"));
             };

@@ -21,11 +21,6 @@ class Case:
     softcap: float = 0.0
     top_left: bool = False
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether blockflash has a gradient for it."""
-        return self.window == (-1, -1) and self.softcap == 0.0
-
     def visible(self, seqlens_q: Tensor, seqlens_k: Tensor, sq: int, sk: int) -> Tensor:
         """Which keys each query attends to, bool `[batch, sq, sk]`, for lengths `[batch]`."""
         device = seqlens_q.device
@@ -43,20 +38,37 @@ class Case:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    softcap: float = 0.0,
+    from_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """O and lse in the type of q, `[B, Sq, H, D]` and `[B, H, Sq]`, every step rounded to it."""
+    """O and lse in the type of q, `[B, Sq, H, D]` and `[B, H, Sq]`, every step rounded to it.
+
+    With `from_lse` it rounds where a backward pass has to: probabilities come from the rounded lse
+    and from scores that are computed again, in another order.
+    """
     group = q.size(2) // k.size(2)
     k, v = (tensor.repeat_interleave(group, dim=2) for tensor in (k, v))
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    scores = q @ (k * q.size(-1) ** -0.5).mT
-    if softcap > 0.0:
-        scores = (scores / softcap).tanh() * softcap
-    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    scale = q.size(-1) ** -0.5
+
+    def masked(scores: Tensor) -> Tensor:
+        if softcap > 0.0:
+            scores = (scores / softcap).tanh() * softcap
+        return scores.masked_fill(~visible[:, None], -torch.inf)
+
+    scores = masked(q @ (k * scale).mT)
     lse = scores.logsumexp(-1)
     # A row without keys is 0, not NaN.
     empty = ~visible.any(-1)[:, None, :, None]
-    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    if from_lse:
+        again = masked((q @ k.mT) * scale)
+        weights = (again - lse.masked_fill(empty[..., 0], 0.0)[..., None]).exp()
+    else:
+        weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
     return (weights @ v).transpose(1, 2), lse
 
 

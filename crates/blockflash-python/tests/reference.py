@@ -20,9 +20,14 @@ def reference(
     scale: float | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    visible: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`(o, lse)` in float64 of q `[B, Sq, Hq, D]` and k, v `[B, Sk, Hk, D]`; differentiable."""
-    q, k, v = (t.double() for t in (q, k, v))
+    """`(o, lse)` in float64 on the CPU; differentiable.
+
+    q is `[B, Sq, Hq, D]`, k and v are `[B, Sk, Hk, D]`. `visible` `[B, Hq, Sq, Sk]` restricts which
+    keys the queries attend to, besides the other masks.
+    """
+    q, k, v = (t.cpu().double() for t in (q, k, v))
     group = q.shape[2] // max(k.shape[2], 1)
     k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (scale or q.shape[-1] ** -0.5)
@@ -39,9 +44,11 @@ def reference(
         hidden |= key < position - left
     if right is not None:
         hidden |= key > position + right
+    if visible is not None:
+        hidden = hidden | ~visible
     scores = scores.masked_fill(hidden, -torch.inf)
     if sink is not None:
-        logits = sink.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        logits = sink.cpu().double()[None, :, None, None].expand(*scores.shape[:3], 1)
         lse = torch.logsumexp(torch.cat((scores, logits), dim=-1), dim=-1)
     else:
         lse = torch.logsumexp(scores, dim=-1)

@@ -35,8 +35,6 @@ def test_visited_blocks(route: str) -> None:
     assert torch.allclose(masked(mask, inputs), expected, atol=2e-6)
     with pytest.raises(ValueError, match="block_mask|block mask"):
         masked(mask, operands((150, 101), heads=(2, 2)))
-    with pytest.raises(blockflash.Unsupported, match="block mask has no gradient"):
-        masked(mask, operands((150, 100), heads=(2, 2), grad=True))
 
 
 def test_a_number_lives_as_long_as_its_mask(route: str) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
-import blockflash
 from blockflash import BlockMask, block_sparse_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -211,8 +210,6 @@ def test_types() -> None:
     for bad in (None, BLOCKS, 3):
         with pytest.raises(TypeError, match="block_mask must be a BlockMask"):
             block_sparse_attention(*operands(), bad)
-    with pytest.raises(blockflash.Unsupported, match="block mask has no gradient"):
-        block_sparse_attention(*operands((128, 128), grad=True), BlockMask.causal(**SMALL))
 
 
 def test_compile() -> None:
@@ -222,6 +219,11 @@ def test_compile() -> None:
     inputs = operands((128, 128))
     for mask in (BlockMask.causal(**SMALL), *(BlockMask.sink(1, **SMALL) for _ in range(20))):
         assert torch.equal(compiled(*inputs, mask), block_sparse_attention(*inputs, mask))
+    inputs = operands((128, 128), grad=True)
+    for mask in (BlockMask.causal(**SMALL), *(BlockMask.sink(1, **SMALL) for _ in range(20))):
+        both = (run(*inputs, mask).sum() for run in (compiled, block_sparse_attention))
+        ours, expected = (torch.autograd.grad(o, inputs) for o in both)
+        assert all(map(torch.equal, ours, expected))
 
 
 @pytest.mark.gpu

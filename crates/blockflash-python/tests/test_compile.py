@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import blockflash
 
 STARTS = torch.tensor([0, 5, 5, 14], dtype=torch.int32)
-DENSE = (None, None, None, 0, 0, -1, 0)
+DENSE = (torch.zeros(4), None, None, 0, 0, -1, 0)
 PACKED = (None, STARTS, STARTS, 9, 9, -1, -1, False, 0.3)
 
 
@@ -31,9 +31,10 @@ def test_schemas(namespace: str) -> None:
         outputs = ops.attention(*inputs, *rest)
         torch.library.opcheck(ops.attention_out, (*inputs, *outputs, *rest))
         torch.library.opcheck(ops.attention_out, (*inputs, outputs[0], None, *rest))
-        for causal, lse in ((False, None), (True, outputs[1])):
-            arguments = (outputs[0], lse, *inputs, *outputs, *rest[1:5], causal, False, None)
-            torch.library.opcheck(ops.attention_backward, arguments)
+        for lse in (None, outputs[1]):
+            torch.library.opcheck(
+                ops.attention_backward, (outputs[0], lse, *inputs, *outputs, *rest)
+            )
 
 
 class Block(nn.Module):
@@ -52,7 +53,9 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("options", [{}, {"causal": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (3, 1), "softcap": 4.0, "sink": torch.ones(4)}]
+)
 def test_compile_for_training(options: dict[str, Any], dynamic: bool) -> None:
     torch.compiler.reset()
     model = nn.Sequential(Block(**options), Block(**options))

@@ -1,14 +1,15 @@
 """`blockflash.flash_attn` over the parameters of FlashAttention's own tests, outputs and gradients.
 
 All of them on a GPU, and some on the CPU. The rule is that of those tests, too: at most twice the
-error of plain attention in the same type, three times for gradients (which are torch's kernels),
-both held against plain attention in f32 (f64 on the CPU).
+error of plain attention in the same type, both held against plain attention in f32 (f64 on the
+CPU).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import plain
@@ -94,7 +95,7 @@ def compare(
     label: str,
     case: Case,
 ) -> None:
-    """Compares one case with plain attention, with gradients where there are some.
+    """Compares one case and its gradients with plain attention.
 
     `run` takes q, k, v and the case, packed by `rows` (those of q, those of k) if given.
     """
@@ -108,24 +109,21 @@ def compare(
     def reference(dtype: torch.dtype) -> list[Tensor]:
         leaves = [tensor.detach().to(dtype) for tensor in (q, k, v)]
         for leaf in leaves:
-            leaf.requires_grad_(case.has_gradient)
-        o = pack(plain.attention(*leaves, visible, case.softcap)[0], 0)
-        if not case.has_gradient:
-            return [o]
-        grads = torch.autograd.grad(o, leaves, pack(grad, 0).to(dtype))
+            leaf.requires_grad_()
+        attention = partial(plain.attention, *leaves, visible, case.softcap)
+        o = pack(attention()[0], 0)
+        # With a softcap scores and lse reach 50, where their own rounding dominates errors in f32.
+        from_lse = case.softcap != 0.0 and q.dtype == dtype == torch.float32
+        differentiated = pack(attention(from_lse=True)[0], 0) if from_lse else o
+        grads = torch.autograd.grad(differentiated, leaves, pack(grad, 0).to(dtype))
         return [o, *(pack(each, side) for each, side in zip(grads, (0, 1, 1), strict=True))]
 
     packed = [pack(tensor, side) for tensor, side in zip((q, k, v), (0, 1, 1), strict=True)]
-    ours = [run(*packed, case)]
     leaves = [tensor.detach().requires_grad_() for tensor in packed]
-    if case.has_gradient:
-        o = run(*leaves, case)
-        ours += torch.autograd.grad(o, leaves, pack(grad, 0))
-    else:
-        with pytest.raises(NotImplementedError, match="gradient"):
-            run(*leaves, case)
+    o = run(*leaves, case)
+    ours = [o, *torch.autograd.grad(o, leaves, pack(grad, 0))]
     both = (reference(q.dtype), reference(exact_type))
-    for name, *values in zip(("o", "dq", "dk", "dv"), ours, *both, strict=False):
+    for name, *values in zip(("o", "dq", "dk", "dv"), ours, *both, strict=True):
         errors.add(f"{label} {case}", name, *values)
 
 

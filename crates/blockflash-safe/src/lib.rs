@@ -81,9 +81,10 @@ pub use indices::{
 };
 #[doc(hidden)]
 pub use launch::{
-    AttentionFwdOperands, BlockMaskBuild, BlockMaskBuildOperands, BlockScores, BlockScoresOperands,
-    BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands, Launch, LaunchConfig, Operands,
-    PROBE_CHUNK_BYTES, param_bytes,
+    AttentionBwdOperands, AttentionBwdPlan, AttentionFwdOperands, BlockMaskBuild,
+    BlockMaskBuildOperands, BlockScores, BlockScoresOperands, BsrMatmulOperands, BsrParts,
+    BsrPartsMemory, BsrSddmmOperands, Launch, LaunchConfig, Operands, PROBE_CHUNK_BYTES,
+    STATISTICS_ROWS, attention_bwd_workspace, param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use properties::{CudaDriver, CudaStatus, cuda_status};

@@ -286,6 +286,149 @@ const _: () = {
         "Offset of field: blockflash_attention_fwd_params::block_mask",
     ][::core::mem::offset_of!(blockflash_attention_fwd_params, block_mask) - 232usize];
 };
+/** Attention backward: the gradients of attention forward with the same options.
+
+ In `base`, o and lse are results of the forward pass and are read. The workspace holds two f32
+ numbers per query and head: -lse·log2(e) (-inf for a query that sees nothing) and
+ delta = rowsum(d_o∘o). Each sequence has room for its length rounded up to 64 rows; packed
+ sequences begin at the multiple of 64 below their first row + 64·(number of the sequence).*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_bwd_params {
+    pub base: blockflash_attention_fwd_params,
+    /// \[batch, seqlen_q, num_heads_q, head_dim\]
+    pub d_o: *const ::core::ffi::c_void,
+    /// \[batch, seqlen_q, num_heads_q, head_dim\]
+    pub dq: *mut ::core::ffi::c_void,
+    /// \[batch, seqlen_kv, num_heads_kv, head_dim\]
+    pub dk: *mut ::core::ffi::c_void,
+    /// \[batch, seqlen_kv, num_heads_kv, head_dim\]
+    pub dv: *mut ::core::ffi::c_void,
+    /// \[num_heads_q\], null exactly when base.sink is
+    pub d_sink: *mut f32,
+    /// workspace, \[batch, num_heads_q, padded rows\]
+    pub negative_logs: *mut f32,
+    /// the same
+    pub deltas: *mut f32,
+    /** workspace, per 64 rows of the statistics: how many blocks of keys have been
+ added to dq; null where dq has a kernel of its own*/
+    pub turns: *mut u32,
+    pub d_o_stride_batch: i64,
+    pub d_o_stride_seq: i64,
+    pub d_o_stride_head: i64,
+    pub dq_stride_batch: i64,
+    pub dq_stride_seq: i64,
+    pub dq_stride_head: i64,
+    pub dk_stride_batch: i64,
+    pub dk_stride_seq: i64,
+    pub dk_stride_head: i64,
+    pub dv_stride_batch: i64,
+    pub dv_stride_seq: i64,
+    pub dv_stride_head: i64,
+    /// of both arrays of the workspace
+    pub statistics_stride_batch: i64,
+    /// of both arrays of the workspace
+    pub statistics_stride_head: i64,
+    /** base.block_mask transposed: rows are blocks of keys,
+ columns blocks of queries; row_order is ignored*/
+    pub block_mask_t: blockflash_block_mask,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_bwd_params",
+    ][::core::mem::size_of::<blockflash_attention_bwd_params>() - 520usize];
+    [
+        "Alignment of blockflash_attention_bwd_params",
+    ][::core::mem::align_of::<blockflash_attention_bwd_params>() - 8usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::base",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, base) - 0usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::d_o",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, d_o) - 288usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::dq",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, dq) - 296usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::dk",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, dk) - 304usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::dv",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, dv) - 312usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::d_sink",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, d_sink) - 320usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::negative_logs",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, negative_logs)
+        - 328usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::deltas",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, deltas) - 336usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::turns",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, turns) - 344usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::d_o_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, d_o_stride_batch)
+        - 352usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::d_o_stride_seq",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, d_o_stride_seq)
+        - 360usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::d_o_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, d_o_stride_head)
+        - 368usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::dq_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, dq_stride_batch)
+        - 376usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::dq_stride_seq",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, dq_stride_seq)
+        - 384usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::dq_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, dq_stride_head)
+        - 392usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::dk_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, dk_stride_batch)
+        - 400usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::dk_stride_seq",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, dk_stride_seq)
+        - 408usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::dk_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, dk_stride_head)
+        - 416usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::dv_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, dv_stride_batch)
+        - 424usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::dv_stride_seq",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, dv_stride_seq)
+        - 432usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::dv_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, dv_stride_head)
+        - 440usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::statistics_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, statistics_stride_batch)
+        - 448usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::statistics_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, statistics_stride_head)
+        - 456usize];
+    [
+        "Offset of field: blockflash_attention_bwd_params::block_mask_t",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_params, block_mask_t) - 464usize];
+};
 /// A tensor map of the Tensor Memory Accelerator (CUtensorMap), encoded by the driver.
 #[repr(C)]
 #[repr(align(64))]
@@ -377,6 +520,61 @@ const _: () = {
         "Offset of field: blockflash_attention_fwd_tma_params::scale_over_cap",
     ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, scale_over_cap)
         - 820usize];
+};
+/** Attention backward by CTAs that load tiles by TMA. The maps have the dimensions of the forward
+ pass and boxes of 64 columns and 64 rows (q, d_o) or 128 rows (k, v).*/
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_bwd_tma_params {
+    pub q: blockflash_tensor_map,
+    pub d_o: blockflash_tensor_map,
+    /// zeros when there are no keys
+    pub k: blockflash_tensor_map,
+    /// zeros when there are no keys
+    pub v: blockflash_tensor_map,
+    pub base: blockflash_attention_bwd_params,
+    /// workspace, \[tiles, 64·head_dim of the tile\] in the kernel's own order
+    pub dq_sums: *mut f32,
+    /// two zeros, left as zeros: {next block of keys, CTAs that are done}
+    pub tile_counter: *mut u32,
+    /// key heads whose blocks of keys start together
+    pub heads_per_section: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_bwd_tma_params",
+    ][::core::mem::size_of::<blockflash_attention_bwd_tma_params>() - 1088usize];
+    [
+        "Alignment of blockflash_attention_bwd_tma_params",
+    ][::core::mem::align_of::<blockflash_attention_bwd_tma_params>() - 64usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_params::q",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, q) - 0usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_params::d_o",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, d_o) - 128usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_params::k",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, k) - 256usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_params::v",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, v) - 384usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_params::base",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, base) - 512usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_params::dq_sums",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, dq_sums) - 1032usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_params::tile_counter",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, tile_counter)
+        - 1040usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_params::heads_per_section",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, heads_per_section)
+        - 1048usize];
 };
 /** BSR matmul: c = activation(alpha·a·b + beta·c + bias), a block-sparse \[m, k\], b and c dense.
 

@@ -22,7 +22,21 @@ struct ElementOf<BLOCKFLASH_DTYPE_BF16> {
 
 constexpr int kWarpSize = 32;
 
-#ifdef VARIANT_WARPGROUPS
+#ifdef VARIANT_STREAM_ROWS
+struct AttentionBwdHopperConfig {
+  using Element = ElementOf<VARIANT_DTYPE>::type;
+  static constexpr int head_dim = VARIANT_HEAD_DIM;
+  static constexpr int resident_rows = VARIANT_RESIDENT_ROWS;  // of the tiles that a CTA keeps
+  static constexpr int stream_rows = VARIANT_STREAM_ROWS;      // of the tiles that pass through
+  static constexpr int stages = VARIANT_STAGES;                // of K or Q
+  static constexpr int second_stages = VARIANT_SECOND_STAGES;  // of V or dO
+  static constexpr bool dq = VARIANT_DQ;  // whether dq is computed beside dk and dv
+  static constexpr int warpgroups = 2;    // consumers; plus one producer
+  static constexpr int threads = 128 * (warpgroups + 1);
+  static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
+  static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
+};
+#elif defined(VARIANT_WARPGROUPS)
 struct AttentionFwdHopperConfig {
   using Element = ElementOf<VARIANT_DTYPE>::type;
   static constexpr int head_dim = VARIANT_HEAD_DIM;
@@ -42,7 +56,7 @@ struct AttentionFwdHopperConfig {
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
 };
 #elif defined(VARIANT_HEAD_DIM)
-struct AttentionFwdConfig {
+struct AttentionPortableConfig {
   using Element = ElementOf<VARIANT_DTYPE>::type;
   static constexpr int head_dim = VARIANT_HEAD_DIM;
   static constexpr int block_q = VARIANT_BLOCK_Q;
@@ -52,6 +66,28 @@ struct AttentionFwdConfig {
   static constexpr int threads = warps * kWarpSize;
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
+};
+#endif
+
+#ifdef VARIANT_WARPS_D
+struct AttentionBwdKvConfig : AttentionPortableConfig {
+  static constexpr int warps_d = VARIANT_WARPS_D;  // warps that share the keys and divide head_dim
+};
+#endif
+
+#ifdef VARIANT_SUMS_HEAD_DIM
+struct AttentionBwdSumsConfig {
+  using Element = ElementOf<VARIANT_DTYPE>::type;
+  static constexpr int head_dim = VARIANT_SUMS_HEAD_DIM;
+};
+#endif
+
+#ifdef VARIANT_STEP
+struct AttentionDeltaConfig {
+  using Element = ElementOf<VARIANT_DTYPE>::type;
+  static constexpr int step =
+      VARIANT_STEP;  // 0: row statistics, 1: gradient of the sinks, 2: zeros
+  static constexpr int threads = VARIANT_THREADS;
 };
 #endif
 

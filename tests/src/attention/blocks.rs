@@ -160,9 +160,9 @@ impl Blocks {
 }
 
 impl AttentionCase {
-    /// The block mask of the library, on the stream's device.
+    /// The block mask of the library with its transpose, on the stream's device.
     pub fn block_mask(&self, stream: &Stream) -> Result<Option<BlockMask>, String> {
-        let mask = Blocks::of(self).map(|blocks| blocks.mask()?.to(stream));
+        let mask = Blocks::of(self).map(|blocks| blocks.mask()?.with_transpose()?.to(stream));
         mask.transpose().map_err(|error| error.to_string())
     }
 

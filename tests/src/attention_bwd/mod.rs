@@ -3,9 +3,11 @@
 //! [`AttentionCase`](crate::attention::AttentionCase).
 
 mod data;
+mod kernels;
 mod oracle;
 mod run;
 
 pub use data::BackwardData;
+pub use kernels::{BackwardGroups, backward_groups, cases_of, run_or_refuse, same_gradients};
 pub use oracle::BackwardReference;
 pub use run::{BackwardInputs, BackwardOutputs, finite, run_and_check, run_case};

@@ -3,14 +3,16 @@
 use super::{BackwardData, BackwardReference};
 use crate::attention::{AttentionCase, AttentionInputs, Choice, Content, placed, written};
 use crate::gpu::wait;
-use crate::host::{download, poisoned, upload, view, view_mut};
-use crate::number::{encode, poison};
+use crate::host::{download, poisoned, refill, upload, view, view_mut};
+use crate::number::{POISON, encode, poison};
 use crate::placement::Placed;
 use crate::tolerance::{Reference, check};
+use blockflash_ops::attention_bwd::workspace_bytes;
 use blockflash_ops::{
     AttentionBackward, AttentionGradientsMut, DType, Error, Operation, Stream, Tensor,
 };
 use blockflash_oracle::Rounding;
+use blockflash_sys::manifest;
 
 /// The same case with finite numbers only.
 pub fn finite(case: AttentionCase) -> AttentionCase {
@@ -67,6 +69,30 @@ impl BackwardInputs {
         })
     }
 
+    /// Replaces all operands in place, as a replayed graph needs it; see
+    /// [`AttentionInputs::refill`].
+    pub fn refill(
+        &mut self,
+        case: &AttentionCase,
+        data: &BackwardData,
+        stream: &Stream,
+    ) -> Result<(), String> {
+        self.forward.refill(case, &data.forward, stream)?;
+        let ([.., o], lse) = placed(case);
+        let [d_o, ..] = gradients_placed(case);
+        let operands = [
+            (&mut self.o, &data.o, o, case.dtype),
+            (&mut self.lse, &data.lse, lse, DType::F32),
+            (&mut self.d_o, &data.d_o, d_o, case.dtype),
+        ];
+        for (tensor, values, placed, dtype) in operands {
+            let bits = values.iter().map(|&x| encode(dtype, x)).collect::<Vec<_>>();
+            refill(tensor, stream, &placed.scatter(bits, poison(dtype)))?;
+        }
+        self.case = case.clone();
+        Ok(())
+    }
+
     /// The call.
     pub fn backward(&self) -> AttentionBackward<'_> {
         let ([.., o], lse) = placed(&self.case);
@@ -83,18 +109,46 @@ impl BackwardInputs {
 impl BackwardOutputs {
     /// Allocates and poisons the gradients, and the workspace of the call.
     pub fn poisoned(inputs: &BackwardInputs, stream: &Stream) -> Result<Self, String> {
+        let bytes = inputs.backward().workspace_bytes(stream.device());
+        let bytes = bytes.map_err(|error| format!("workspace: {error}"))?;
+        Self::with_workspace(inputs, bytes, stream)
+    }
+
+    /// The same with room for the workspace of any kernel that takes the problem, selected or not.
+    pub fn of_any_kernel(inputs: &BackwardInputs, stream: &Stream) -> Result<Self, String> {
+        let problem = inputs.backward().problem().map_err(|error| error.to_string())?;
+        let most = manifest::kernels()
+            .iter()
+            .filter(|kernel| kernel.attention_bwd_tile().is_some())
+            .map(|kernel| workspace_bytes(kernel, &problem).map_err(|error| error.to_string()))
+            .try_fold(0, |most, bytes| bytes.map(|bytes| most.max(bytes)))?;
+        Self::with_workspace(inputs, most, stream)
+    }
+
+    /// The same with a workspace of so many bytes.
+    pub fn with_workspace(
+        inputs: &BackwardInputs,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Result<Self, String> {
         let case = &inputs.case;
         let [_, gradients @ ..] = gradients_placed(case);
         let [dq, dk, dv] = gradients.map(|placed| poisoned(stream, case.dtype, &placed.physical));
         let d_sink = case.sink.then(|| poisoned(stream, DType::F32, &[case.heads_q]));
-        let bytes = inputs.backward().workspace_bytes(stream.device());
-        let bytes = bytes.map_err(|error| format!("workspace: {error}"))?;
         Ok(Self {
             case: case.clone(),
             qkv: [dq?, dk?, dv?],
             d_sink: d_sink.transpose()?,
             workspace: poisoned(stream, DType::U8, &[bytes])?,
         })
+    }
+
+    /// Poisons the gradients and the workspace again.
+    pub fn poison(&mut self, stream: &Stream) -> Result<(), String> {
+        let others = self.d_sink.iter_mut().chain([&mut self.workspace]);
+        let mut tensors = self.qkv.iter_mut().chain(others);
+        let filled = tensors.try_for_each(|tensor| tensor.fill_bytes(stream, POISON));
+        filled.map_err(|error| error.to_string())
     }
 
     /// The gradients for writing, and the workspace.
@@ -192,7 +246,10 @@ pub fn run_and_check(
     let story = |what: &str| format!("gradients on {}: {what}\n    {case:?}", stream.device());
     let run = || {
         let inputs = BackwardInputs::upload(case, data, stream)?;
-        let mut outputs = BackwardOutputs::poisoned(&inputs, stream)?;
+        let mut outputs = match kernel {
+            Choice::Selected => BackwardOutputs::poisoned(&inputs, stream)?,
+            Choice::This(_) => BackwardOutputs::of_any_kernel(&inputs, stream)?,
+        };
         outputs.launch(&inputs, kernel, stream).map_err(|error| format!("refused: {error}"))?;
         wait(stream, &|| story("hangs"))?;
         outputs.check(reference, stream)

@@ -78,8 +78,8 @@ impl BlockMaskSizes {
 
     /// Number of query tiles of a head as kernels count them: every block row, including the last
     /// one, has equally many. Blocks consist of whole tiles.
-    pub(super) fn tiles_q(&self, seqlen_q: usize, tile: &AttentionTile) -> usize {
-        seqlen_q.div_ceil(self.block_q as usize) * (self.block_q / tile.block_q) as usize
+    pub(crate) fn tiles_q(&self, seqlen_q: usize, tile_block_q: u32) -> usize {
+        seqlen_q.div_ceil(self.block_q as usize) * (self.block_q / tile_block_q) as usize
     }
 }
 

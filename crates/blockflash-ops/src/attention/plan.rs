@@ -1,4 +1,4 @@
-use super::{AttentionProblem, block_mask};
+use super::{AttentionProblem, Strides, block_mask};
 use crate::check::{grid_x, to_i32, to_i64};
 use crate::selection::{fits, tile_of};
 use crate::{Error, Result};
@@ -68,10 +68,17 @@ pub(super) fn planned(
     gpu: &CudaProperties,
 ) -> Result<AttentionPlan> {
     let tile = &tile_of::<AttentionProblem>(kernel, &gpu.compute_capability)?;
-    check_strides(problem)?;
+    let queries = [problem.batch, problem.seqlen_q, problem.num_heads_q];
+    let keys = [problem.batch, problem.seqlen_kv, problem.num_heads_kv];
+    check_strides(&[
+        ("q", problem.q, queries),
+        ("k", problem.k, keys),
+        ("v", problem.v, keys),
+        ("o", problem.o, queries),
+    ])?;
 
     let tiles_q = match problem.block_mask {
-        Some(mask) => mask.tiles_q(problem.seqlen_q, tile),
+        Some(mask) => mask.tiles_q(problem.seqlen_q, tile.block_q),
         None => problem.seqlen_q.div_ceil(tile.block_q as usize),
     };
     let tiles = grid_x(&[tiles_q, problem.num_heads_q / tile.heads as usize, problem.batch])?;
@@ -97,7 +104,8 @@ pub(super) fn planned(
     Ok(AttentionPlan { params, config })
 }
 
-fn base_params(problem: &AttentionProblem) -> Result<blockflash_attention_fwd_params> {
+/// The sizes, strides and factors of a problem, with null pointers.
+pub(crate) fn base_params(problem: &AttentionProblem) -> Result<blockflash_attention_fwd_params> {
     let limits = problem.mask.limits(problem.seqlen_q, problem.seqlen_kv);
     let stride = |value| to_i64("stride", value);
     Ok(blockflash_attention_fwd_params {
@@ -192,18 +200,13 @@ fn heads_per_section(base: &blockflash_attention_fwd_params, packed: bool) -> i3
     (all / sections + i32::from(all % sections != 0)) * group
 }
 
-/// The kernel reads and writes 16 bytes at a time, so rows must start at multiples of 8 elements.
+/// Checks the strides of tensors with these numbers of batch entries, rows of a sequence and heads.
+/// The kernels read and write 16 bytes at a time, so rows must start at multiples of 8 elements.
 /// The stride of a dimension with one entry is never used.
-fn check_strides(problem: &AttentionProblem) -> Result<()> {
-    let operands = [
-        ("q", problem.q, problem.seqlen_q, problem.num_heads_q),
-        ("k", problem.k, problem.seqlen_kv, problem.num_heads_kv),
-        ("v", problem.v, problem.seqlen_kv, problem.num_heads_kv),
-        ("o", problem.o, problem.seqlen_q, problem.num_heads_q),
-    ];
-    for (what, strides, seqlen, heads) in operands {
+pub(crate) fn check_strides(operands: &[(&'static str, Strides, [usize; 3])]) -> Result<()> {
+    for &(what, strides, [batch, seqlen, heads]) in operands {
         let dims = [
-            ("batch", strides.batch, problem.batch),
+            ("batch", strides.batch, batch),
             ("sequence", strides.seq, seqlen),
             ("head", strides.head, heads),
         ];

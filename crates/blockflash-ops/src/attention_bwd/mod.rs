@@ -5,18 +5,20 @@ mod plan;
 mod problem;
 mod select;
 
-pub use plan::workspace_bytes;
+pub use plan::{AttentionBackwardPlan, plan, workspace_bytes};
 pub use problem::AttentionBackwardProblem;
 pub use select::{accepts, select};
 
 pub(crate) use select::support;
 
-use crate::Result;
 use crate::attention::{Attention, AttentionOutput};
 use crate::check::{Operand, contiguous};
 use crate::operation::{Operation, Prepared, Steps};
-use crate::selection::tile_of;
-use blockflash_safe::{CudaProperties, Device, Stream, Tensor, View, ViewMut};
+use crate::{BlockMask, Error, Result};
+use blockflash_safe::{
+    AttentionBwdOperands, CudaProperties, Device, Stream, Tensor, View, ViewMut,
+};
+use blockflash_sys::manifest::{AttentionBwd, AttentionBwdHopper, Variant};
 use blockflash_sys::{DType, Kernel};
 
 /// A call of the attention backward pass: the gradients of a scalar with respect to q, k, v and the
@@ -54,8 +56,10 @@ use blockflash_sys::{DType, Kernel};
 /// - The log-sum-exp is an input, but not differentiated: a function of `lse` needs its own
 ///   gradient.
 ///
-/// The CPU takes every problem that the forward pass takes there. No kernel for GPUs exists yet:
-/// there every call is [`Error::Unsupported`](crate::Error::Unsupported).
+/// The CPU takes every problem that the forward pass takes there. A GPU takes f16 and bf16 with a
+/// `head_dim` of any multiple of 8 up to 256, and pointers and strides must be multiples of 16
+/// bytes. A block mask needs its [transpose](crate::BlockMask::with_transpose) there, and blocks of
+/// multiples of 64.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionBackward<'a> {
     /// The call whose gradients are wanted.
@@ -133,9 +137,12 @@ impl AttentionBackward<'_> {
     /// synchronised, so a graph can capture the call. On the CPU it returns when the result is
     /// there.
     ///
-    /// `workspace` is u8 memory without gaps, at least
-    /// [`workspace_bytes`](Self::workspace_bytes), whose content neither matters before nor has a
-    /// meaning after the call. It may be `None` where that is 0.
+    /// `workspace` is u8 memory without gaps, whose content neither matters before nor has a
+    /// meaning after the call. Nobody else may write to it until the work is done; the gradients
+    /// are unspecified otherwise. With [`workspace_bytes`](Self::workspace_bytes) the fastest
+    /// scheme runs. With less, but at least
+    /// [`least_workspace_bytes`](Self::least_workspace_bytes), dq has a kernel of its own, which
+    /// gives other roundings. It may be `None` where that is 0.
     ///
     /// # Errors
     /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::Shape`] for a workspace
@@ -176,17 +183,30 @@ impl AttentionBackward<'_> {
         Ok(gradients)
     }
 
-    /// Bytes of workspace that [`backward_into`](Self::backward_into) needs on a device; 0 on the
-    /// CPU.
+    /// Bytes of workspace with which [`backward_into`](Self::backward_into) is the fastest on a
+    /// device; 0 on the CPU.
     ///
     /// # Errors
     /// All checks of [`problem`](Self::problem) and [`select`].
     pub fn workspace_bytes(&self, device: &Device) -> Result<usize> {
-        let problem = self.problem()?;
-        match device.cuda_properties() {
-            Some(gpu) if !problem.is_empty() => workspace_bytes(select(&problem, gpu)?, &problem),
-            _ => Ok(0),
-        }
+        bytes_of(self.problem()?, device)
+    }
+
+    /// Fewest bytes of workspace that [`backward_into`](Self::backward_into) takes on a device; 0
+    /// on the CPU.
+    ///
+    /// # Errors
+    /// As [`workspace_bytes`](Self::workspace_bytes).
+    pub fn least_workspace_bytes(&self, device: &Device) -> Result<usize> {
+        bytes_of(self.problem()?.with_workspace(0), device)
+    }
+}
+
+/// Bytes of the selected scheme.
+fn bytes_of(problem: AttentionBackwardProblem, device: &Device) -> Result<usize> {
+    match device.cuda_properties() {
+        Some(gpu) if !problem.is_empty() => workspace_bytes(select(&problem, gpu)?, &problem),
+        _ => Ok(0),
     }
 }
 
@@ -217,21 +237,68 @@ impl Steps for AttentionBackward<'_> {
         {
             view.map_or(Ok(()), |view| Operand::of_mut(what, view).on(device))?;
         }
+        let mut bytes = 0;
         if let Some(workspace) = workspace {
             contiguous("workspace", &workspace.as_view(), DType::U8, workspace.shape())?;
+            bytes = workspace.layout().elements();
         }
-        Ok(problem)
+        Ok(match device.cuda_properties() {
+            Some(gpu) => problem.with_workspace(bytes).led(gpu),
+            None => problem,
+        })
+    }
+
+    fn kernels<'k>(
+        kernel: &'k Kernel,
+        problem: &AttentionBackwardProblem,
+        gpu: &CudaProperties,
+    ) -> Result<Vec<&'k Kernel>> {
+        plan::kernels(kernel, problem, gpu)
     }
 
     fn launch(
         &self,
         kernel: &Kernel,
-        _: &AttentionBackwardProblem,
+        problem: &AttentionBackwardProblem,
         gpu: &CudaProperties,
-        _: Self::Out<'_>,
-        _: &Stream,
+        (gradients, workspace): Self::Out<'_>,
+        stream: &Stream,
     ) -> Result<()> {
-        match tile_of::<AttentionBackwardProblem>(kernel, &gpu.compute_capability)? {}
+        let AttentionBackwardPlan { plan, launches } = plan::plan(kernel, problem, gpu)?;
+        let needed = workspace_bytes(kernel, problem)?;
+        if problem.workspace < needed {
+            let expected = format!("[at least {needed}]");
+            let found = vec![problem.workspace];
+            return Err(Error::Shape { what: "workspace", expected, found });
+        }
+        let Self { attention, o, lse, d_o } = *self;
+        let mut operands = AttentionBwdOperands {
+            q: attention.q,
+            k: attention.k,
+            v: attention.v,
+            o,
+            lse,
+            d_o,
+            dq: gradients.dq,
+            dk: gradients.dk,
+            dv: gradients.dv,
+            sink: attention.sink,
+            d_sink: gradients.d_sink,
+            workspace,
+            cu_seqlens: attention.cu_seqlens.map(|cu_seqlens| [cu_seqlens.q, cu_seqlens.kv]),
+            block_mask: attention.block_mask.and_then(BlockMask::for_backward),
+        };
+        check_alignment(&operands)?;
+        for (kernel, config) in launches {
+            let operands = operands.reborrow();
+            match kernel.variant {
+                Variant::AttentionBwdHopper(_) => {
+                    stream.launch::<AttentionBwdHopper>(kernel, &config, &plan, operands)?;
+                }
+                _ => stream.launch::<AttentionBwd>(kernel, &config, &plan, operands)?,
+            }
+        }
+        Ok(())
     }
 
     fn compute(
@@ -241,5 +308,22 @@ impl Steps for AttentionBackward<'_> {
         stream: &Stream,
     ) -> Result<()> {
         cpu::backward(self, problem, gradients, stream)
+    }
+}
+
+/// The kernels read and write 16 bytes at a time.
+fn check_alignment(operands: &AttentionBwdOperands<'_>) -> Result<()> {
+    let AttentionBwdOperands { q, k, v, o, d_o, dq, dk, dv, workspace, .. } = operands;
+    let read = [("q", q), ("k", k), ("v", v), ("o", o), ("d_o", d_o)];
+    let read = read.map(|(what, view)| (what, view.is_aligned(16)));
+    let written = [("dq", Some(dq)), ("dk", Some(dk)), ("dv", Some(dv))];
+    let written = written.into_iter().chain([("workspace", workspace.as_ref())]);
+    let written = written.map(|(what, view)| (what, view.is_none_or(|view| view.is_aligned(16))));
+    match read.into_iter().chain(written).find(|(_, aligned)| !aligned) {
+        None => Ok(()),
+        Some((what, _)) => {
+            let problem = "the address is not a multiple of 16".into();
+            Err(Error::Misaligned { what, problem })
+        }
     }
 }

@@ -1,64 +1,205 @@
 use super::AttentionBackwardProblem;
+use crate::attention::{Strides, base_params, block_mask_params, check_strides};
+use crate::check::{grid_x, to_i64};
+use crate::selection::{accepts, select, tile_of};
 use crate::{Error, Result};
+use blockflash_safe::{
+    AttentionBwdPlan, CudaProperties, LaunchConfig, STATISTICS_ROWS, attention_bwd_workspace,
+};
 use blockflash_sys::Kernel;
+use blockflash_sys::manifest::AttentionBwdStep as Step;
+use blockflash_sys::params::{BLOCKFLASH_WINDOW_UNBOUNDED, blockflash_attention_bwd_params};
+use std::ptr::{null, null_mut};
 
-/// Queries that a kernel takes at a time. In the workspace each sequence starts at a multiple, so
-/// that statistics of a tile are never those of two sequences.
-const ROWS: usize = 64;
+/// Heads of keys whose blocks start together where dq is summed and every block of keys visits all
+/// queries. Blocks of one head start one step apart, so several heads share that delay; under a
+/// causal mask there is none. Measured on an H200 at head_dim 64 and 128: 4 to 8 and 1 to 2 are the
+/// best.
+const HEADS_PER_SECTION: usize = 8;
+
+/// The kernels of a backward pass in the order of their launches.
+#[derive(Clone, Debug)]
+pub struct AttentionBackwardPlan<'k> {
+    /// The argument of all kernels, without pointers.
+    pub plan: AttentionBwdPlan,
+    /// Each kernel with its grid, block and shared memory.
+    pub launches: Vec<(&'k Kernel, LaunchConfig)>,
+}
 
 /// Bytes of workspace that a kernel needs for a problem that it accepts: for each query of each
-/// head of q the sum of `o · d_o` in f32.
+/// head of q two f32 numbers, and where dq is summed its sums in f32. In the workspace each
+/// sequence starts at a multiple of 64 queries, so that a tile never has those of two sequences.
 ///
 /// # Errors
 /// [`Error::TooLarge`] beyond the address space.
-pub fn workspace_bytes(_: &Kernel, problem: &AttentionBackwardProblem) -> Result<usize> {
-    let forward = &problem.forward;
-    let (groups, rows) = match forward.packed {
-        None => (forward.batch, forward.seqlen_q.checked_next_multiple_of(ROWS)),
-        // Sequence `i` starts at `(cu_seqlens[i] / ROWS + i) · ROWS`.
-        Some(packed) => (1, (packed.total_q / ROWS + forward.batch).checked_mul(ROWS)),
-    };
-    rows.and_then(|rows| rows.checked_mul(groups))
-        .and_then(|rows| rows.checked_mul(forward.num_heads_q))
-        .and_then(|sums| sums.checked_mul(size_of::<f32>()))
-        .filter(|&bytes| isize::try_from(bytes).is_ok())
+pub fn workspace_bytes(kernel: &Kernel, problem: &AttentionBackwardProblem) -> Result<usize> {
+    let rows = statistics(problem).and_then(|[groups, rows]| groups.checked_mul(rows));
+    rows.and_then(|rows| attention_bwd_workspace(rows, sums_head_dim(kernel)))
         .ok_or(Error::TooLarge { what: "workspace", value: usize::MAX, limit: isize::MAX as usize })
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::attention::{AttentionProblem, PackedRows};
-    use blockflash_sys::{DType, manifest};
+/// Number of heads over all batch entries, and padded rows of each.
+fn statistics(problem: &AttentionBackwardProblem) -> Option<[usize; 2]> {
+    let forward = &problem.forward;
+    let (entries, rows) = match forward.packed {
+        None => (forward.batch, forward.seqlen_q.checked_next_multiple_of(STATISTICS_ROWS)?),
+        // Sequence `i` starts at `(cu_seqlens[i] / STATISTICS_ROWS + i) · STATISTICS_ROWS`.
+        Some(packed) => {
+            let tiles = packed.total_q / STATISTICS_ROWS + forward.batch;
+            (1, tiles.checked_mul(STATISTICS_ROWS)?)
+        }
+    };
+    Some([entries.checked_mul(forward.num_heads_q)?, rows])
+}
 
-    fn bytes(forward: AttentionProblem) -> Result<usize> {
-        workspace_bytes(&manifest::kernels()[0], &AttentionBackwardProblem::of(forward))
-    }
+/// The head dimension of the sums, if the kernel belongs to a scheme that has them.
+fn sums_head_dim(kernel: &Kernel) -> Option<u32> {
+    let tile = kernel.attention_bwd_tile()?;
+    matches!(tile.step, Step::KeysAndSums | Step::Sums).then_some(tile.head_dim)
+}
 
-    #[test]
-    fn sums_of_whole_tiles() {
-        let dense = AttentionProblem::dense(DType::F16, [2, 65, 7], [6, 3], 64);
-        assert_eq!(bytes(dense).unwrap(), 2 * 6 * 128 * 4);
-        let packed = Some(PackedRows { total_q: 130, total_kv: 7 });
-        assert_eq!(bytes(AttentionProblem { packed, ..dense }).unwrap(), 6 * (2 + 2) * 64 * 4);
-        assert_eq!(bytes(AttentionProblem { seqlen_q: 0, ..dense }).unwrap(), 0);
-        let huge = AttentionProblem { batch: 1 << 31, seqlen_q: 1 << 30, ..dense };
-        assert!(matches!(bytes(huge), Err(Error::TooLarge { what: "workspace", .. })));
-    }
+/// The kernels of all steps: the given one for its own step, and for the others the selected ones.
+pub(super) fn kernels<'k>(
+    given: &'k Kernel,
+    problem: &AttentionBackwardProblem,
+    gpu: &CudaProperties,
+) -> Result<Vec<&'k Kernel>> {
+    let own = tile_of::<AttentionBackwardProblem>(given, &gpu.compute_capability)?.step;
+    let sums = match own {
+        Step::KeysAndSums | Step::Sums => true,
+        Step::Keys | Step::Queries => false,
+        Step::Zeros | Step::Statistics | Step::Sinks => problem.step == Step::KeysAndSums,
+    };
+    let [keys, queries] =
+        if sums { [Step::KeysAndSums, Step::Sums] } else { [Step::Keys, Step::Queries] };
+    let zeros = problem.forward.packed.map(|_| Step::Zeros);
+    let sinks = problem.d_sink.then_some(Step::Sinks);
+    let steps = zeros.into_iter().chain([Step::Statistics, keys, queries]).chain(sinks);
+    let kernel = |step| if step == own { Ok(given) } else { select(&problem.at(step), gpu) };
+    steps.map(kernel).collect()
+}
 
-    /// Whatever the lengths are, no sequence reaches into the next one or beyond the end.
-    #[test]
-    fn packed_sequences_have_room() {
-        for lengths in [&[1usize, 64, 0, 63, 2][..], &[64; 3], &[0, 0], &[200]] {
-            let mut end = 0;
-            let mut first = 0;
-            for (i, &length) in lengths.iter().enumerate() {
-                let start = (first / ROWS + i) * ROWS;
-                assert!(start >= end, "{lengths:?}");
-                end = start + length.next_multiple_of(ROWS);
-                first += length;
-            }
-            assert!(end <= (first / ROWS + lengths.len()) * ROWS, "{lengths:?}");
+/// Plans all launches of the scheme of a kernel, for a problem that it accepts on this GPU.
+///
+/// # Errors
+/// [`Error::Misaligned`] for a stride that is not a multiple of 8 elements, [`Error::TooLarge`] for
+/// a grid or size beyond 32 bits, [`Error::Unsupported`] if the kernel, or every kernel of another
+/// step, does not compute this problem.
+pub fn plan<'k>(
+    kernel: &'k Kernel,
+    problem: &AttentionBackwardProblem,
+    gpu: &CudaProperties,
+) -> Result<AttentionBackwardPlan<'k>> {
+    accepts(kernel, problem, gpu)?;
+    let forward = &problem.forward;
+    let queries = [forward.batch, forward.seqlen_q, forward.num_heads_q];
+    let keys = [forward.batch, forward.seqlen_kv, forward.num_heads_kv];
+    check_strides(&[
+        ("q", forward.q, queries),
+        ("k", forward.k, keys),
+        ("v", forward.v, keys),
+        ("o", forward.o, queries),
+        ("d_o", problem.d_o, queries),
+        ("dq", problem.dq, queries),
+        ("dk", problem.dk, keys),
+        ("dv", problem.dv, keys),
+    ])?;
+    let kernels = kernels(kernel, problem, gpu)?;
+    let params = params(problem)?;
+    let unbounded = params.base.window_right == BLOCKFLASH_WINDOW_UNBOUNDED;
+    let section = if unbounded { HEADS_PER_SECTION } else { 1 };
+    let all = forward.batch * forward.num_heads_kv;
+    let plan = AttentionBwdPlan {
+        params,
+        sums_head_dim: kernels.iter().find_map(|kernel| sums_head_dim(kernel)),
+        heads_per_section: section.min(all) as i32,
+    };
+    let mut launches = Vec::with_capacity(kernels.len());
+    for kernel in kernels {
+        let blocks = blocks(kernel, problem, gpu)?;
+        // Without queries there are no statistics, and without keys no tiles of keys.
+        if blocks > 0 {
+            launches.push((kernel, LaunchConfig::of(kernel, blocks, false)));
         }
     }
+    Ok(AttentionBackwardPlan { plan, launches })
 }
+
+/// Number of CTAs of a kernel.
+fn blocks(
+    kernel: &Kernel,
+    problem: &AttentionBackwardProblem,
+    gpu: &CudaProperties,
+) -> Result<u32> {
+    let tile = tile_of::<AttentionBackwardProblem>(kernel, &gpu.compute_capability)?;
+    let forward = &problem.forward;
+    let [block_q, block_kv] = [tile.block_q, tile.block_kv];
+    let tiles_q = || match forward.block_mask {
+        Some(mask) => mask.tiles_q(forward.seqlen_q, block_q),
+        None => forward.seqlen_q.div_ceil(block_q as usize),
+    };
+    let tiles_kv = || match problem.transpose {
+        Some(mask) => mask.tiles_q(forward.seqlen_kv, block_kv),
+        None => forward.seqlen_kv.div_ceil(block_kv as usize),
+    };
+    let row_tiles = forward.seqlen_q.div_ceil(STATISTICS_ROWS);
+    match tile.step {
+        Step::Zeros => {
+            let rows = forward.packed.map_or(0, |packed| packed.total_q + packed.total_kv);
+            grid_x(&[rows.div_ceil(STATISTICS_ROWS)])
+        }
+        Step::Statistics | Step::Sums => grid_x(&[row_tiles, forward.num_heads_q, forward.batch]),
+        Step::Sinks => grid_x(&[forward.num_heads_q]),
+        Step::Keys | Step::KeysAndSums => {
+            grid_x(&[tiles_kv(), forward.num_heads_kv, forward.batch])
+        }
+        Step::Queries => grid_x(&[tiles_q(), forward.num_heads_q, forward.batch]),
+    }
+}
+
+/// The argument of all kernels, without pointers.
+fn params(problem: &AttentionBackwardProblem) -> Result<blockflash_attention_bwd_params> {
+    let forward = &problem.forward;
+    let strides = |Strides { batch, seq, head }| -> Result<[i64; 3]> {
+        let stride = |value| to_i64("stride", value);
+        Ok([stride(batch)?, stride(seq)?, stride(head)?])
+    };
+    let [d_o, dq, dk, dv] = [problem.d_o, problem.dq, problem.dk, problem.dv].map(strides);
+    let ([d_o, dq], [dk, dv]) = ([d_o?, dq?], [dk?, dv?]);
+    let [_, rows] = statistics(problem).unwrap_or_default();
+    let of_batch = if forward.packed.is_some() { 0 } else { rows * forward.num_heads_q };
+    Ok(blockflash_attention_bwd_params {
+        base: base_params(forward)?,
+        d_o: null(),
+        dq: null_mut(),
+        dk: null_mut(),
+        dv: null_mut(),
+        d_sink: null_mut(),
+        negative_logs: null_mut(),
+        deltas: null_mut(),
+        turns: null_mut(),
+        d_o_stride_batch: d_o[0],
+        d_o_stride_seq: d_o[1],
+        d_o_stride_head: d_o[2],
+        dq_stride_batch: dq[0],
+        dq_stride_seq: dq[1],
+        dq_stride_head: dq[2],
+        dk_stride_batch: dk[0],
+        dk_stride_seq: dk[1],
+        dk_stride_head: dk[2],
+        dv_stride_batch: dv[0],
+        dv_stride_seq: dv[1],
+        dv_stride_head: dv[2],
+        statistics_stride_batch: to_i64("workspace", of_batch)?,
+        statistics_stride_head: to_i64("workspace", rows)?,
+        block_mask_t: block_mask_params(
+            problem.transpose.as_ref(),
+            forward.seqlen_kv,
+            forward.num_heads_q,
+        )?,
+    })
+}
+
+#[cfg(test)]
+#[path = "plan_tests.rs"]
+mod tests;

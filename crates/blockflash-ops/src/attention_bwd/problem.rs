@@ -1,8 +1,9 @@
 use super::{AttentionBackward, AttentionGradientsMut};
-use crate::attention::{AttentionProblem, Strides};
+use crate::attention::{AttentionProblem, BlockMaskSizes, Strides};
 use crate::check::{Operand, contiguous};
-use crate::{Error, Result};
+use crate::{BlockMask, Error, Result};
 use blockflash_sys::DType;
+use blockflash_sys::manifest::AttentionBwdStep;
 
 /// A call of the backward pass reduced to plain numbers: what [`select`](super::select) and
 /// [`workspace_bytes`](super::workspace_bytes) work on.
@@ -23,11 +24,17 @@ pub struct AttentionBackwardProblem {
     pub dv: Strides,
     /// Whether the gradient of the sink is asked for.
     pub d_sink: bool,
+    /// The sizes of the transpose of the block mask, whose rows are blocks of keys, if it has one.
+    pub transpose: Option<BlockMaskSizes>,
+    /// Bytes of workspace that are lent.
+    pub workspace: usize,
+    /// The step for which a kernel is selected.
+    pub(super) step: AttentionBwdStep,
 }
 
 impl AttentionBackwardProblem {
-    /// The gradients of a forward pass in contiguous tensors: the start of a plan without tensors.
-    /// Not checked.
+    /// The gradients of a forward pass in contiguous tensors, with the transpose of a block mask
+    /// and any workspace: the start of a plan without tensors. Not checked.
     pub fn of(forward: AttentionProblem) -> Self {
         let forward = if forward.lse.is_some() { forward } else { forward.with_lse() };
         let strides = |seqlen: usize, heads: usize| {
@@ -37,7 +44,13 @@ impl AttentionBackwardProblem {
         };
         let q = strides(forward.seqlen_q, forward.num_heads_q);
         let kv = strides(forward.seqlen_kv, forward.num_heads_kv);
-        Self { forward, d_o: q, dq: q, dk: kv, dv: kv, d_sink: forward.sink }
+        let transpose = forward.block_mask.map(|mask| BlockMaskSizes {
+            block_q: mask.block_kv,
+            block_kv: mask.block_q,
+            ..mask
+        });
+        let (d_sink, workspace, step) = (forward.sink, usize::MAX, AttentionBwdStep::Keys);
+        Self { forward, d_o: q, dq: q, dk: kv, dv: kv, d_sink, transpose, workspace, step }
     }
 
     /// Whether no gradient has an element. Without queries the gradients of keys are still to be
@@ -46,6 +59,11 @@ impl AttentionBackwardProblem {
         let empty = |shape: Vec<usize>| shape.contains(&0);
         let no_sink = !self.d_sink || self.forward.num_heads_q == 0;
         empty(self.forward.o_shape()) && empty(self.forward.kv_shape()) && no_sink
+    }
+
+    /// The same problem with a workspace of so many bytes.
+    pub fn with_workspace(self, bytes: usize) -> Self {
+        Self { workspace: bytes, ..self }
     }
 
     /// The same problem with these gradients, which are checked.
@@ -86,7 +104,8 @@ impl AttentionBackward<'_> {
         let lse = Some(forward.lse_strides(&Operand::new("lse", &self.lse))?);
         let d_o = forward.row_strides(&Operand::new("d_o", &self.d_o), &shape)?;
         let forward = AttentionProblem { o, lse, ..forward };
-        Ok(AttentionBackwardProblem { d_o, ..AttentionBackwardProblem::of(forward) })
+        let transpose = self.attention.block_mask.and_then(BlockMask::transposed_sizes);
+        Ok(AttentionBackwardProblem { d_o, transpose, ..AttentionBackwardProblem::of(forward) })
     }
 }
 

@@ -1,20 +1,32 @@
 use super::AttentionBackwardProblem;
+use super::plan::workspace_bytes;
 use crate::Result;
-use crate::attention::AttentionProblem;
-use crate::selection::{self, Candidate, Peers, Problem, Rule};
+use crate::attention::{AttentionProblem, BlockMaskSizes};
+use crate::check::is_tensor_map_stride;
+use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
+use blockflash_sys::manifest::{AttentionBwdStep as Step, AttentionBwdTile, Variant};
 use blockflash_sys::{DType, Kernel};
-use std::convert::Infallible;
+use std::sync::LazyLock;
 
-/// The kernel for a problem on a GPU. There is none yet.
+/// Fewest keys for which dq is summed beside dk and dv. The blocks of keys of a head start one
+/// after another, which shorter sequences do not make up for.
+const SUMS_FROM_KEYS: usize = 1024;
+
+/// The kernel that computes dk and dv of a problem on a GPU, and with it the scheme: either sums of
+/// dq beside them, or a kernel of its own for dq. The kernels of the other steps follow from it.
+///
+/// Sums are taken on Hopper for a dense mask, a head_dim of 64 or 97 to 128 and at least 1024 keys,
+/// if the workspace has room for them.
 ///
 /// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported).
+/// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
+/// the head dimension, the blocks of the mask or its transpose, the architecture.
 pub fn select(problem: &AttentionBackwardProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
-    selection::select(problem, gpu)
+    selection::select(&problem.led(gpu), gpu)
 }
 
-/// Whether this kernel can compute the problem on this GPU.
+/// Whether this kernel can compute its step of the problem on this GPU.
 ///
 /// # Errors
 /// [`Error::Unsupported`](crate::Error::Unsupported) says what does not fit.
@@ -26,58 +38,235 @@ pub fn accepts(
     selection::accepts(kernel, problem, gpu)
 }
 
+impl AttentionBackwardProblem {
+    /// The problem whose kernel is the one of the step that decides about the scheme.
+    pub(super) fn led(self, gpu: &CudaProperties) -> Self {
+        let tile_of = |step| selection::select(&self.at(step), gpu).ok()?.attention_bwd_tile();
+        let widths = [Step::KeysAndSums, Step::Keys].map(|step| Some(tile_of(step)?.head_dim));
+        let enough = self.forward.seqlen_kv >= SUMS_FROM_KEYS;
+        let sums = enough && matches!(widths, [Some(sums), Some(keys)] if sums <= keys);
+        self.at(if sums { Step::KeysAndSums } else { Step::Keys })
+    }
+
+    /// The same problem, for which a kernel of this step is selected.
+    pub(super) fn at(self, step: Step) -> Self {
+        Self { step, ..self }
+    }
+}
+
 impl Problem for AttentionBackwardProblem {
     const OP: &'static str = "attention_bwd";
-    const RULES: &'static [Rule<Self>] = &[];
+    const RULES: &'static [Rule<Self>] =
+        &[STEP, HEAD_DIM, WIDTH, SHARED_MEMORY, TRANSPOSE, BLOCKS, SEQUENCES, TENSOR_MAPS, SUMS];
 
-    /// No kernel computes gradients yet.
-    type Tile = Infallible;
+    type Tile = AttentionBwdTile;
     type Rank = ();
 
-    fn tile(_: &Kernel) -> Option<Infallible> {
-        None
+    fn tile(kernel: &Kernel) -> Option<AttentionBwdTile> {
+        kernel.attention_bwd_tile()
     }
 
     fn kernels() -> &'static [Peers<'static, Self>] {
-        &[]
+        static KERNELS: Kernels<AttentionBackwardProblem> =
+            LazyLock::new(selection::all::<AttentionBackwardProblem>);
+        &KERNELS
     }
 
+    fn order(kernel: &Kernel, tile: &AttentionBwdTile) -> [usize; 2] {
+        [preference(kernel.target), tile.head_dim as usize]
+    }
+
+    fn is_explained(&self, tile: &AttentionBwdTile) -> bool {
+        tile.step == self.step
+    }
+
+    /// The first one in the table.
     fn rank(_: &Candidate<'_, Self>) {}
 
     fn key(&self) -> (DType, usize) {
-        (self.forward.dtype, 0)
+        (self.forward.dtype, self.step as usize)
     }
 
-    fn key_of(tile: &Infallible) -> (DType, usize) {
-        match *tile {}
+    fn key_of(tile: &AttentionBwdTile) -> (DType, usize) {
+        (tile.dtype, tile.step as usize)
     }
 }
 
-/// Lines of the support table.
+/// Lines of the support table, as for the forward pass.
 pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionBackwardProblem)> {
-    let forward = AttentionProblem::dense(dtype, [1; 3], [1; 2], 64);
-    vec![("other head_dim (64)".into(), AttentionBackwardProblem::of(forward))]
+    let mut lines = Vec::new();
+    let dense = |head_dim| AttentionProblem::dense(dtype, [1; 3], [1; 2], head_dim);
+    let mut start = 8;
+    for widest in selection::sizes::<AttentionBackwardProblem>(|tile| tile.head_dim) {
+        let (forward, size) = (dense(widest as usize), format!("head_dim {start}..={widest} by 8"));
+        start = widest + 8;
+        lines.push((size.clone(), AttentionBackwardProblem::of(forward)));
+        for block in [64, 128] {
+            let [block_q, block_kv] = [block; 2];
+            let mask = BlockMaskSizes { block_q, block_kv, batch: 1, heads: 1, packed_rows: None };
+            let forward = AttentionProblem { block_mask: Some(mask), ..forward };
+            let size = format!("{size}, blocks of {block} × {block}");
+            lines.push((size, AttentionBackwardProblem::of(forward)));
+        }
+    }
+    lines.push(("other head_dim (59)".into(), AttentionBackwardProblem::of(dense(59))));
+    lines
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::Error;
-    use crate::fixtures::gpus;
-    use blockflash_sys::manifest;
+type BackwardRule = Rule<AttentionBackwardProblem>;
+type Backward<'c> = Candidate<'c, AttentionBackwardProblem>;
 
-    #[test]
-    fn gpus_have_no_kernel_yet() {
-        for (gpu, dtype) in gpus().iter().flat_map(|gpu| [DType::F16, DType::F32].map(|d| (gpu, d)))
-        {
-            let (_, problem) = support(dtype).remove(0);
-            let error = select(&problem, gpu).unwrap_err();
-            assert!(matches!(error, Error::Unsupported { op: "attention_bwd", .. }), "{error}");
-            assert!(error.to_string().contains("there is no kernel"), "{error}");
-            for kernel in manifest::kernels().iter().take(3) {
-                let error = accepts(kernel, &problem, gpu).unwrap_err().to_string();
-                assert!(error.contains("computes something else"), "{error}");
+fn is_hopper(c: &Backward<'_>) -> bool {
+    matches!(c.kernel.variant, Variant::AttentionBwdHopper(_))
+}
+
+/// Steps that not every problem has.
+const STEP: BackwardRule = Rule {
+    holds: |c| match c.tile.step {
+        Step::Zeros => c.problem.forward.packed.is_some(),
+        Step::Sinks => c.problem.d_sink,
+        _ => true,
+    },
+    refuses: |c| match c.tile.step {
+        Step::Zeros => "every row belongs to a sequence".into(),
+        _ => "no gradient of a sink is asked for".into(),
+    },
+    excludes_all: None,
+};
+
+const HEAD_DIM: BackwardRule = Rule {
+    holds: |c| {
+        let head_dim = c.problem.forward.head_dim;
+        head_dim <= c.tile.head_dim as usize && head_dim.is_multiple_of(8)
+    },
+    refuses: |c| {
+        let (head_dim, widest) = (c.problem.forward.head_dim, c.tile.head_dim);
+        format!("head_dim {head_dim} is not a multiple of 8 up to {widest}")
+    },
+    excludes_all: Some(|all| {
+        let head_dim = all[0].problem.forward.head_dim;
+        let widest = all.iter().map(|c| c.tile.head_dim).max().unwrap_or(0);
+        format!("head_dim {head_dim}: kernels take multiples of 8 up to {widest}")
+    }),
+};
+
+/// The Hopper tiles beyond 128 also divide narrow blocks, but for a small head_dim they are slower
+/// than the portable kernels.
+const WIDTH: BackwardRule = Rule {
+    holds: |c| !is_hopper(c) || c.tile.head_dim <= 128 || c.problem.forward.head_dim > 128,
+    refuses: |c| format!("head_dim {} is not above 128", c.problem.forward.head_dim),
+    excludes_all: None,
+};
+
+const SHARED_MEMORY: BackwardRule = Rule::shared_memory(None);
+
+/// Whether the step reads tiles of q, k, v and d_o, and with them the mask.
+fn walks(step: Step) -> bool {
+    matches!(step, Step::Keys | Step::Queries | Step::KeysAndSums)
+}
+
+const TRANSPOSE: BackwardRule = Rule {
+    holds: |c| {
+        let known = c.problem.forward.block_mask.is_none() || c.problem.transpose.is_some();
+        known || !walks(c.tile.step)
+    },
+    refuses: |_| {
+        "the block mask has no transpose: `BlockMask::with_transpose` makes it on the CPU, and \
+         masks that are built on a GPU cannot have one yet"
+            .into()
+    },
+    excludes_all: None,
+};
+
+const BLOCKS: BackwardRule = Rule {
+    holds: |c| {
+        let divides = |block: u32, tile: u32| block > 0 && block.is_multiple_of(tile);
+        !walks(c.tile.step)
+            || c.problem.forward.block_mask.is_none_or(|mask| {
+                divides(mask.block_q, c.tile.block_q) && divides(mask.block_kv, c.tile.block_kv)
+            })
+    },
+    refuses: |c| {
+        let [block_q, block_kv] = blocks(c);
+        let AttentionBwdTile { block_q: tile_q, block_kv: tile_kv, .. } = c.tile;
+        format!(
+            "tiles of {tile_q} × {tile_kv} do not divide the blocks of the mask, {block_q} × \
+             {block_kv}"
+        )
+    },
+    excludes_all: Some(|all| {
+        let ([block_q, block_kv], head_dim) = (blocks(&all[0]), all[0].problem.forward.head_dim);
+        format!(
+            "head_dim {head_dim}: no kernel has tiles that divide blocks of {block_q} × {block_kv}"
+        )
+    }),
+};
+
+/// Queries and keys per block of the mask.
+fn blocks(c: &Backward<'_>) -> [u32; 2] {
+    c.problem.forward.block_mask.map_or([0; 2], |mask| [mask.block_q, mask.block_kv])
+}
+
+/// A Hopper kernel loads whole tiles, and what follows a packed sequence belongs to another one: a
+/// NaN there would reach the gradients of this one.
+const SEQUENCES: BackwardRule = Rule {
+    holds: |c| !is_hopper(c) || c.problem.forward.packed.is_none(),
+    refuses: |_| "the kernel takes no packed sequences".into(),
+    excludes_all: None,
+};
+
+/// Tensor maps describe q, k, v and d_o, so their strides must be positive and not too large.
+const TENSOR_MAPS: BackwardRule = Rule {
+    holds: |c| !is_hopper(c) || without_tensor_map(c.problem).is_none(),
+    refuses: |c| {
+        let (what, dim, stride) = without_tensor_map(c.problem).unwrap_or_default();
+        format!("the {dim} stride of {what} is {stride} elements, which a tensor map cannot have")
+    },
+    excludes_all: None,
+};
+
+/// The first stride of a dense problem that a tensor map cannot have: operand, dimension, stride in
+/// elements.
+fn without_tensor_map(
+    problem: &AttentionBackwardProblem,
+) -> Option<(&'static str, &'static str, usize)> {
+    let forward = &problem.forward;
+    let [queries, keys] = [
+        [forward.batch, forward.seqlen_q, forward.num_heads_q],
+        [forward.batch, forward.seqlen_kv, forward.num_heads_kv],
+    ];
+    let operands = [
+        ("q", forward.q, queries),
+        ("d_o", problem.d_o, queries),
+        ("k", forward.k, keys),
+        ("v", forward.v, keys),
+    ];
+    for (what, strides, extents) in operands {
+        let dims = [("batch", strides.batch), ("sequence", strides.seq), ("head", strides.head)];
+        for ((dim, stride), extent) in dims.into_iter().zip(extents) {
+            let used = extent > 1 && !extents.contains(&0);
+            if used && !is_tensor_map_stride(stride, forward.dtype) {
+                return Some((what, dim, stride));
             }
         }
     }
+    None
 }
+
+const SUMS: BackwardRule = Rule {
+    holds: |c| {
+        !matches!(c.tile.step, Step::KeysAndSums | Step::Sums)
+            || c.problem.forward.block_mask.is_none()
+                && workspace_bytes(c.kernel, c.problem)
+                    .is_ok_and(|bytes| bytes <= c.problem.workspace)
+    },
+    refuses: |c| match c.problem.forward.block_mask {
+        Some(_) => "dq is not summed under a block mask".into(),
+        None => format!("the workspace of {} bytes has no room for dq", c.problem.workspace),
+    },
+    excludes_all: None,
+};
+
+#[cfg(test)]
+#[path = "select_tests.rs"]
+mod tests;

@@ -90,7 +90,8 @@ impl BlockMaskBuffer {
             return Ok(Self { mask, capacity, workspace: None });
         };
         let lists = BlockLists::with_capacity([batch, heads], rows, cols, capacity, stream)?;
-        let mask = BlockMask { geometry, batch, heads, lists, packed: None };
+        let (packed, transpose) = (None, None);
+        let mask = BlockMask { geometry, batch, heads, lists, packed, transpose };
         let workspace = Workspace::new(&mask, gpu, stream)?;
         Ok(Self { mask, capacity, workspace: Some(workspace) })
     }

@@ -35,7 +35,8 @@ impl BlockMask {
             row_order: &order,
             cu_rows: None,
         };
-        Ok(Self { geometry, batch, heads, lists: BlockLists::new(&arrays, stream)?, packed: None })
+        let lists = BlockLists::new(&arrays, stream)?;
+        Ok(Self { geometry, batch, heads, lists, packed: None, transpose: None })
     }
 
     /// The blocks that are true in `blocks`, `[batch, heads, rows, cols]` row-major.

@@ -24,6 +24,8 @@ pub struct BlockMask {
     pub(super) heads: usize,
     pub(super) lists: BlockLists,
     pub(super) packed: Option<Packed>,
+    /// See [`BlockMask::with_transpose`].
+    pub(super) transpose: Option<BlockLists>,
 }
 
 /// The index arrays on the CPU.
@@ -145,7 +147,8 @@ impl BlockMask {
             let col_idx = &col_idx.as_slice::<i32>()?[..end];
             return Self::from_parts(self.geometry, self.batch, self.heads, row_ptr, col_idx);
         }
-        Ok(Self { lists, packed: self.packed.clone(), ..*self })
+        let transpose = self.transpose.as_ref().map(|lists| lists.copy_to(stream)).transpose()?;
+        Ok(Self { lists, packed: self.packed.clone(), transpose, ..*self })
     }
 
     /// The columns of one row, ascending. The indices address the mask itself, so they are 0 where

@@ -49,6 +49,7 @@ mod packed;
 mod patterns;
 mod problems;
 mod scores;
+mod transpose;
 mod validate;
 
 pub use block_scores::BlockScores;

@@ -107,6 +107,7 @@ impl BlockMask {
             heads,
             lists,
             packed: Some(Packed { geometries, rows }),
+            transpose: None,
         })
     }
 

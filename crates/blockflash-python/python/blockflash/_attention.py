@@ -47,8 +47,10 @@ def attention(
     that is no multiple of 8 is padded by a copy, and operands that are not aligned to 16 bytes are
     copied. The CPU takes float32, too. The work is queued on torch's current stream.
 
-    Full and causal masks have a gradient. Everything else raises `Unsupported` if a gradient is
-    required; so does `out`.
+    Gradients of q, k, v, sink and lse are our own, and the same bit for bit in repeats. There is no
+    gradient of a gradient, and none with `out`: both raise `Unsupported`. The first gradient with a
+    block mask on a GPU waits for the GPU and prepares the mask, so it comes before a CUDA graph is
+    captured. A compiled function that is differentiated does not keep the mask: keep it until then.
 
     Args:
         q: Queries, `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`. Any strides but
@@ -68,7 +70,8 @@ def attention(
         max_seqlen_k: The longest sequence of keys.
         block_mask: Which blocks of queries and keys are visited at all.
         return_lse: Return `(o, lse)`: lse is float32, `[B, Hq, Sq]` or `[Hq, Tq]`, the natural
-            logarithm of the sum of the exponentials of each row's scores.
+            logarithm of the sum of the exponentials of each row's scores. Its own gradient takes
+            head dimensions up to 248 on a GPU.
         out: A tensor for the output, in the shape and element type of q.
 
     Returns:
@@ -121,6 +124,10 @@ def attention(
             refuse_to_lose(q, k, v, sink, out)
             o, lse = out, _ops.empty_lse(q, cu_seqlens_q) if return_lse else None
             _OPS.attention_out.default(q, k, v, o, lse, **options)
+        elif _needs_gradient(q, k, v, sink) and not _is_traced():
+            options.pop("sink", None)
+            operator = _OPS.attention_out.default
+            o, lse = _ops.Differentiable.apply(operator, q, k, v, sink, options)
         elif return_lse or _needs_gradient(q, k, v, sink):
             o, lse = _OPS.attention.default(q, k, v, **options)
         else:
@@ -139,6 +146,11 @@ def _needs_gradient(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> boo
         or v.requires_grad
         or (sink is not None and sink.requires_grad)
     )
+
+
+def _is_traced() -> bool:
+    """Whether torch compiles the call, or transforms it (vmap and others of torch.func)."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def _refuse_types(**given: object) -> None:

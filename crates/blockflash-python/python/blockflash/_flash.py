@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ._attention import attention
@@ -53,7 +52,6 @@ def attend(
     causal: bool,
     window_size: Sequence[int],
     softcap: float,
-    deterministic: bool,
     return_lse: bool,
     **packed: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -63,10 +61,6 @@ def attend(
     """
     if q.size(-1) != v.size(-1):
         raise Unsupported(f"head_dim of v is {v.size(-1)}, of q {q.size(-1)}; they must agree")
-    if deterministic and q.is_cuda and _gradient_may_vary(q, k, v):
-        raise Unsupported(
-            "deterministic: the backward is torch's; call torch.use_deterministic_algorithms(True)"
-        )
     left, right = (None if size == -1 else size for size in map(int, window_size))
     return attention(
         *map(contiguous_rows, (q, k, v)),
@@ -82,14 +76,6 @@ def attend(
 def contiguous_rows(tensor: Tensor) -> Tensor:
     """The tensor with a contiguous last dimension, copied if need be."""
     return tensor if tensor.dim() == 0 or tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _gradient_may_vary(*tensors: Tensor) -> bool:
-    """Whether there will be a gradient and torch may sum it in any order."""
-    ordered = torch.are_deterministic_algorithms_enabled()
-    ordered = ordered and not torch.is_deterministic_algorithms_warn_only_enabled()
-    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return wanted and not ordered
 
 
 def no_decoding(module: str, name: str) -> AttributeError:

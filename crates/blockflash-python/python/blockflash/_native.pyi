@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,30 @@ def attention(
     v: Tensor,
     o: Tensor,
     lse: Tensor | None = None,
+    sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_q: int = 0,
+    max_k: int = 0,
+    left: int = -1,
+    right: int = -1,
+    top_left: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    block_mask: int = 0,
+) -> None: ...
+def attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    d_o: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    d_sink: Tensor | None,
+    allocate: Callable[[int], Tensor],
     sink: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -68,6 +93,8 @@ class BlockMask:
     def intersection(self, other: BlockMask) -> BlockMask: ...
     def to_device_of(self, tensor: Tensor) -> BlockMask: ...
     def write_bool(self, out: Tensor) -> None: ...
+    @staticmethod
+    def of(number: int) -> BlockMask: ...
     @property
     def number(self) -> int: ...
     @property

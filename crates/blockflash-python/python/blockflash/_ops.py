@@ -2,10 +2,10 @@
 
 | operator | what it is |
 |---|---|
-| `attention` | `(o, lse)`, with a gradient for full and causal masks |
+| `attention` | `(o, lse)`, with a gradient |
 | `attention_forward` | `o` alone, for calls without a gradient: it spares autograd's wrapper |
 | `attention_out` | into given tensors, without a gradient |
-| `attention_backward` | `(dq, dk, dv)`, what the gradient of `attention` calls |
+| `attention_backward` | `(dq, dk, dv, d_sink)`, what the gradient of `attention` calls |
 
 All tensors are arguments, everything else is a number: -1 is an unlimited side of the window, 0 no
 softcap and no block mask. An argument that has its default costs the host least if not passed. q is
@@ -28,6 +28,13 @@ _OPTIONS = (
     "SymInt max_k=0, int left=-1, int right=-1, bool top_left=False, float? scale=None, "
     "float softcap=0.0, SymInt block_mask=0"
 )
+
+
+_DEFAULTS = {
+    "cu_seqlens_q": None, "cu_seqlens_k": None, "max_q": 0, "max_k": 0, "left": -1, "right": -1,
+    "top_left": False, "scale": None, "softcap": 0.0, "block_mask": 0,
+}  # fmt: skip
+"""The options after the sink, in their order."""
 
 
 def _empty_o(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
@@ -77,6 +84,36 @@ def _attention(
     return o, lse
 
 
+class Differentiable(torch.autograd.Function):
+    """`attention` with its gradient, for calls that nothing traces or transforms.
+
+    torch's wrapper around the operator does the same and costs the host several times as much.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        attention_out: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        """`(o, lse)` by the operator `attention_out`, with its options but the sink."""
+        cu_seqlens_q = options.get("cu_seqlens_q")
+        o, lse = _empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
+        attention_out(q, k, v, o, lse, sink, **options)
+        given = (options.get(name, default) for name, default in _DEFAULTS.items())
+        _gradient.setup_context(ctx, (q, k, v, sink, *given), (o, lse))
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_o: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        """Gradients of q, k, v and the sink, in the places of `forward`'s arguments."""
+        return (None, *_gradient.backward(ctx, grad_o, grad_lse)[:4], None)
+
+
 def _attention_forward(
     q: Tensor,
     k: Tensor,
@@ -121,15 +158,16 @@ def register(namespace: str, native: bool) -> torch.library.Library:
     library.define(f"attention_forward({_QKV}, {_OPTIONS}) -> Tensor")
     outputs = "Tensor(a!) o, Tensor(b!)? lse=None"
     library.define(f"attention_out({_QKV}, {outputs}, {_OPTIONS}) -> ()")
-    library.define(f"attention_backward({_gradient.SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv)")
+    given = f"Tensor grad_o, Tensor? grad_lse, {_QKV}, Tensor o, Tensor lse, {_OPTIONS}"
+    gradients = "(Tensor dq, Tensor dk, Tensor dv, Tensor d_sink)"
+    library.define(f"attention_backward({given}) -> {gradients}")
     natively = _native.register_kernels(namespace) if native else []
     for key in ("CPU", "CUDA"):
         library.impl("attention", _attention, key)
+        library.impl("attention_backward", _gradient.compute, key)
         if key not in natively:
             library.impl("attention_forward", _attention_forward, key)
             library.impl("attention_out", _attention_out, key)
-    library.impl("attention_backward", _gradient.backward_cpu, "CPU")
-    library.impl("attention_backward", _gradient.backward_cuda, "CUDA")
     for name, fake in (
         ("attention", _fake_attention),
         ("attention_forward", _fake_attention_forward),

@@ -12,16 +12,14 @@ Every function takes these arguments, apart from its tensors:
 - `window_size`: `(left, right)`: query i attends to keys from `i + seqlen_k - seqlen_q - left` to
   `i + seqlen_k - seqlen_q + right`.
 - `softcap`: scores become `softcap * tanh(score / softcap)`; 0.0 is none.
-- `deterministic`: the forward is deterministic in any case. The gradient is torch's for now: on a
-  GPU it needs `torch.use_deterministic_algorithms(True)`, too, and raises `Unsupported` without.
+- `deterministic`: outputs and gradients are deterministic in any case.
 - `return_attn_probs`: returns `(out, softmax_lse, S_dmask)` instead of `out`: softmax_lse is f32,
   `[batch, heads, seqlen_q]` or `[heads, total_q]`; S_dmask is empty, as flash-attn's is without
   dropout.
 - `dropout_p`, `alibi_slopes` and `block_table` raise `Unsupported` unless at their defaults.
 
 A query without keys gives 0 and softmax_lse -inf (flash-attn: +inf). head_dim is any up to 256 (a
-multiple of 8 spares a copy), and equal in q, k and v. Full and causal masks have gradients; with a
-window or a softcap, inputs that require a gradient raise `Unsupported`.
+multiple of 8 spares a copy), and equal in q, k and v. Every call has gradients.
 """
 
 from __future__ import annotations
@@ -77,7 +75,6 @@ def flash_attn_func(
         causal=causal,
         window_size=window_size,
         softcap=softcap,
-        deterministic=deterministic,
         return_lse=return_attn_probs,
     )
     return (*result, q.new_empty(0)) if return_attn_probs else result
@@ -127,7 +124,6 @@ def flash_attn_varlen_func(
         causal=causal,
         window_size=window_size,
         softcap=softcap,
-        deterministic=deterministic,
         return_lse=return_attn_probs,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,

@@ -78,7 +78,6 @@ def flash_attn_func(
         causal=causal,
         window_size=window_size,
         softcap=softcap,
-        deterministic=deterministic,
         return_lse=return_attn_probs,
     )
 
@@ -142,7 +141,6 @@ def flash_attn_varlen_func(
         causal=causal,
         window_size=window_size,
         softcap=softcap,
-        deterministic=deterministic,
         return_lse=return_attn_probs,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,

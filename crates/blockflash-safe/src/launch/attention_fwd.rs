@@ -1,9 +1,10 @@
 //! Attention forward with portable instructions, and the checks that all attention kernels share.
 
+use super::attention_sizes::{Inputs, Sizes};
 use super::block_mask;
 use super::checked::{Launch, Operands};
-use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
-use crate::{BlockLists, DType, Kernel, Result, View, ViewMut};
+use super::fit::{Fit, ceil_div, optional, pointer, pointer_mut, require};
+use crate::{BlockLists, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{AttentionFwd, AttentionTile, Variant};
 use blockflash_sys::params::blockflash_attention_fwd_params;
 
@@ -38,64 +39,32 @@ impl AttentionFwdOperands<'_> {
         tile: &AttentionTile,
         p: &blockflash_attention_fwd_params,
     ) -> Fit<i128> {
-        let [batch, heads_q, heads_kv] = [p.batch, p.num_heads_q, p.num_heads_kv].map(i64::from);
-        let [seqlen_q, seqlen_kv, head_dim] = [p.seqlen_q, p.seqlen_kv, p.head_dim].map(i64::from);
-        let positive = [batch, heads_q, heads_kv, seqlen_q, head_dim].iter().all(|&size| size > 0)
-            && seqlen_kv >= 0;
-        require(positive, "a size is not positive")?;
-        require(heads_q % heads_kv == 0, "num_heads_q is not a multiple of num_heads_kv")?;
-        require(
-            head_dim % 8 == 0 && head_dim <= i64::from(tile.head_dim),
-            "the head dimension does not fit the tile",
-        )?;
+        let Self { q, k, v, .. } = self;
+        let (sink, cu_seqlens) = (self.sink.as_ref(), self.cu_seqlens.as_ref());
+        let inputs = Inputs { q, k, v, sink, cu_seqlens };
+        let sizes = Sizes::of(p, inputs, tile.dtype, tile.head_dim)?;
+        let Sizes { packed, batch, heads_q, heads_kv, .. } = sizes;
+        require(batch > 0 && heads_q > 0 && p.seqlen_q > 0, "a size is not positive")?;
         require(
             tile.lse.suits(self.lse.is_some()),
             "the kernel computes lse in each launch or in none",
         )?;
-        let packed = self.cu_seqlens.is_some();
-        let rows_of = |view: &View<'_>| view.shape().first().map_or(0, |&rows| rows as i64);
-        let [rows_q, rows_kv] =
-            if packed { [&self.q, &self.k].map(rows_of) } else { [seqlen_q, seqlen_kv] };
-        if let Some([cu_q, cu_kv]) = &self.cu_seqlens {
-            fits("cu_seqlens_q", cu_q, DType::I32, [(batch + 1, 1)])?;
-            fits("cu_seqlens_kv", cu_kv, DType::I32, [(batch + 1, 1)])?;
-            // The kernels clamp the offsets to these sizes.
-            let totals = [p.total_q, p.total_kv].map(i64::from) == [rows_q, rows_kv];
-            require(totals, "the packed rows do not match the tensors")?;
-        }
-        let fits_rows = |name, view: &View<'_>, rows, heads, [of_batch, seq, head]: [i64; 3]| {
-            let [seq, head, inner] = [(rows, seq), (heads, head), (head_dim, 1)];
-            match packed {
-                true => fits(name, view, tile.dtype, [seq, head, inner]),
-                false => fits(name, view, tile.dtype, [(batch, of_batch), seq, head, inner]),
-            }
-        };
-        let strides = [p.q_stride_batch, p.q_stride_seq, p.q_stride_head];
-        fits_rows("q", &self.q, rows_q, heads_q, strides)?;
-        let strides = [p.k_stride_batch, p.k_stride_seq, p.k_stride_head];
-        fits_rows("k", &self.k, rows_kv, heads_kv, strides)?;
-        let strides = [p.v_stride_batch, p.v_stride_seq, p.v_stride_head];
-        fits_rows("v", &self.v, rows_kv, heads_kv, strides)?;
         let strides = [p.o_stride_batch, p.o_stride_seq, p.o_stride_head];
-        fits_rows("o", &self.o.as_view(), rows_q, heads_q, strides)?;
+        sizes.queries("o", &self.o.as_view(), strides)?;
         // The kernels add the batch stride also when the batch is packed.
         require(!packed || p.lse_stride_batch == 0, "a packed lse has no batch stride")?;
-        if let Some(lse) = self.lse.as_ref().map(ViewMut::as_view) {
-            let [head, row] = [(heads_q, p.lse_stride_head), (rows_q, 1)];
-            match packed {
-                true => fits("lse", &lse, DType::F32, [head, row])?,
-                false => fits("lse", &lse, DType::F32, [(batch, p.lse_stride_batch), head, row])?,
-            }
-        }
-        self.sink.map_or(Ok(()), |sink| fits("sink", &sink, DType::F32, [(heads_q, 1)]))?;
+        let lse = self.lse.as_ref().map(ViewMut::as_view);
+        lse.map_or(Ok(()), |lse| sizes.lse(&lse, p))?;
         let tiles_q = match &self.block_mask {
-            None => ceil_div(seqlen_q, tile.block_q),
+            None => ceil_div(p.seqlen_q.into(), tile.block_q),
             Some(mask) => {
                 require(
                     mask.cu_rows().is_some() == packed,
                     "either the batch or its mask is packed",
                 )?;
-                mask.fit(tile, p)?
+                let lengths = [p.seqlen_q, p.seqlen_kv];
+                let groups = [p.batch, p.num_heads_q];
+                mask.fit([tile.block_q, tile.block_kv], &p.block_mask, lengths, groups)?
             }
         };
         let (heads_per_tile, group) = (i64::from(tile.heads), heads_q / heads_kv);

@@ -74,7 +74,7 @@ fn window_fits(side: i32, p: &blockflash_attention_fwd_params) -> bool {
 
 /// The map of a `[batch, sequence, head, head_dim]` tensor, or a packed `[rows, head, head_dim]`
 /// one, with the dimensions (head_dim, sequence, head, batch).
-fn encode(view: &View<'_>, box_rows: u32) -> Result<blockflash_tensor_map> {
+pub(super) fn encode(view: &View<'_>, box_rows: u32) -> Result<blockflash_tensor_map> {
     let dims = view
         .shape()
         .iter()

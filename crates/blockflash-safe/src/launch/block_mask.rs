@@ -2,26 +2,27 @@
 
 use super::fit::{Fit, ceil_div, fits, optional, require};
 use crate::{BlockLists, DType};
-use blockflash_sys::manifest::AttentionTile;
-use blockflash_sys::params::{blockflash_attention_fwd_params, blockflash_block_mask};
+use blockflash_sys::params::blockflash_block_mask;
 
 impl BlockLists {
-    /// Checks the sizes in the parameters, both the mask's and the problem's, against the arrays,
-    /// and returns the number of query tiles per head. Every block row has equally many, the last
-    /// one included.
+    /// Checks the sizes of a mask and of the problem, `lengths` of queries and keys and numbers of
+    /// batch entries and heads, against the arrays, and returns the number of tiles of queries per
+    /// head. Every block row has equally many, the last one included. For a transposed mask,
+    /// queries and keys change places.
     pub(super) fn fit(
         &self,
-        tile: &AttentionTile,
-        p: &blockflash_attention_fwd_params,
+        [tile_q, tile_kv]: [u32; 2],
+        m: &blockflash_block_mask,
+        [seqlen_q, seqlen_kv]: [i32; 2],
+        [batch, heads]: [i32; 2],
     ) -> Fit<i128> {
-        let m = &p.block_mask;
         let divides = |tile: u32, block: i32| block > 0 && i64::from(block) % i64::from(tile) == 0;
         require(
-            divides(tile.block_q, m.block_q) && divides(tile.block_kv, m.block_kv),
+            divides(tile_q, m.block_q) && divides(tile_kv, m.block_kv),
             "the tile does not divide the blocks of the mask",
         )?;
         // For a packed batch, these are the block rows of the longest sequence.
-        let rows = ceil_div(p.seqlen_q.into(), m.block_q.unsigned_abs());
+        let rows = ceil_div(seqlen_q.into(), m.block_q.unsigned_abs());
         require(
             self.cu_rows().is_some() || i128::from(m.rows) == rows,
             "the mask has another number of rows",
@@ -31,13 +32,13 @@ impl BlockLists {
             rows * i128::from(m.block_q) <= i128::from(i32::MAX),
             "there are too many queries",
         )?;
-        let cols = ceil_div(p.seqlen_kv.into(), m.block_kv.unsigned_abs());
+        let cols = ceil_div(seqlen_kv.into(), m.block_kv.unsigned_abs());
         require(self.has_columns_below(cols), "the mask has more columns")?;
         // The kernels count the key tiles of a row in 32 bits.
-        let tiles = self.longest() * ceil_div(m.block_kv.into(), tile.block_kv);
+        let tiles = self.longest() * ceil_div(m.block_kv.into(), tile_kv);
         require(tiles <= i128::from(i32::MAX), "a row of the mask is too long")?;
-        self.fit_groups(m, p.batch, p.num_heads_q)?;
-        Ok(rows * ceil_div(m.block_q.into(), tile.block_q))
+        self.fit_groups(m, batch, heads)?;
+        Ok(rows * ceil_div(m.block_q.into(), tile_q))
     }
 
     /// Checks the arrays of a mask with `m.rows` block rows against the numbers of batch entries

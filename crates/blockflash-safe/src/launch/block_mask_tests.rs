@@ -1,7 +1,8 @@
 use super::super::AttentionFwdOperands;
 use super::*;
 use crate::{BlockListArrays, DType, Device, Result, Tensor};
-use blockflash_sys::manifest::Lse;
+use blockflash_sys::manifest::{AttentionTile, Lse};
+use blockflash_sys::params::blockflash_attention_fwd_params;
 use std::ptr::{null, null_mut};
 
 const TILE: AttentionTile = AttentionTile {

@@ -65,7 +65,7 @@ pub(super) fn fit<L: Launch>(
     operands: &L::Operands<'_>,
 ) -> Fit<L> {
     let tile = L::of(kernel).ok_or_else(|| format!("not a kernel of {}", L::FAMILY))?;
-    config.fits(kernel, tile.fit(plan, operands)?, kernel.family().counts_tiles())?;
+    config.fits(kernel, tile.fit(plan, operands)?, kernel.family().is_persistent())?;
     Ok(tile)
 }
 

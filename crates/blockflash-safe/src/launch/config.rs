@@ -35,9 +35,9 @@ impl LaunchConfig {
     /// Checks the geometry against the kernel and the number of tiles. Persistent kernels share the
     /// tiles among any number of CTAs up to one per tile. All others have one CTA per tile and do
     /// not wait for their predecessor.
-    pub(super) fn fits(&self, kernel: &Kernel, tiles: i128, counts_tiles: bool) -> Fit {
+    pub(super) fn fits(&self, kernel: &Kernel, tiles: i128, persistent: bool) -> Fit {
         let [x, y, z] = self.grid;
-        let blocks = if counts_tiles { 1..=tiles } else { tiles..=tiles };
+        let blocks = if persistent { 1..=tiles } else { tiles..=tiles };
         if !blocks.contains(&i128::from(x)) || y != 1 || z != 1 {
             return Err(format!("a grid of {x}x{y}x{z} blocks, expected {blocks:?} in x"));
         }
@@ -52,7 +52,7 @@ impl LaunchConfig {
         };
         require(self.cluster == kernel.cluster(), expected)?;
         require(x % blocks == 0, "the last cluster is not whole")?;
-        if counts_tiles {
+        if persistent {
             // Each CTA looks for a tile past the last one, and the counter has 32 bits.
             let past = tiles + 2 * i128::from(x);
             require(past <= i128::from(i32::MAX), "there are too many tiles")

@@ -1,8 +1,11 @@
 //! Launches of the kernels: one checked way for all of them (`checked.rs`), and one file per
 //! family.
 
+mod attention_bwd;
+mod attention_bwd_tma;
 mod attention_fwd;
 mod attention_fwd_tma;
+mod attention_sizes;
 mod block_mask;
 mod block_mask_build;
 mod block_scores;
@@ -20,6 +23,9 @@ mod config;
 mod fit;
 mod probe;
 
+pub use attention_bwd::{
+    AttentionBwdOperands, AttentionBwdPlan, STATISTICS_ROWS, attention_bwd_workspace,
+};
 pub use attention_fwd::AttentionFwdOperands;
 pub use block_mask_build::{BlockMaskBuild, BlockMaskBuildOperands};
 pub use block_scores::{BlockScores, BlockScoresOperands};
@@ -41,6 +47,8 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
     [
         of::<manifest::AttentionFwd>,
         of::<manifest::AttentionFwdHopper>,
+        of::<manifest::AttentionBwd>,
+        of::<manifest::AttentionBwdHopper>,
         of::<manifest::BsrMatmul>,
         of::<manifest::BsrMatmulAny>,
         of::<manifest::BsrMatmulHopper>,

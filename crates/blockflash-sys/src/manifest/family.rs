@@ -23,10 +23,16 @@ pub trait Family {
         1
     }
 
-    /// Whether CTAs are persistent and take one tile after another from a counter in device memory,
-    /// which each launch must provide.
+    /// Whether CTAs take their tiles from a counter in device memory, which each launch must
+    /// provide.
     fn counts_tiles(&self) -> bool {
         false
+    }
+
+    /// Whether CTAs take one tile after another. Such a kernel itself waits for the one before it
+    /// on the stream. CTAs of all other kernels have one tile each.
+    fn is_persistent(&self) -> bool {
+        self.counts_tiles()
     }
 
     /// Calls `define` with the name and the value of each preprocessor definition, except for the

@@ -7,6 +7,9 @@
 //! different targets.
 
 mod attention;
+mod attention_bwd;
+mod attention_bwd_sm80;
+mod attention_bwd_sm90a;
 mod attention_fwd_sm80;
 mod attention_fwd_sm90a;
 mod block_mask;
@@ -24,6 +27,9 @@ mod probe;
 mod variant;
 
 pub use attention::{AttentionTile, Lse};
+pub use attention_bwd::{AttentionBwdStep, AttentionBwdTile};
+pub use attention_bwd_sm80::AttentionBwd;
+pub use attention_bwd_sm90a::AttentionBwdHopper;
 pub use attention_fwd_sm80::AttentionFwd;
 pub use attention_fwd_sm90a::AttentionFwdHopper;
 pub use block_mask::BlockMaskKernel;

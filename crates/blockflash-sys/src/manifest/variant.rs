@@ -1,7 +1,7 @@
 use super::family::Family;
 use super::{
-    attention_fwd_sm80, attention_fwd_sm90a, block_mask, bsr_matmul_any_sm80, bsr_matmul_sm80,
-    bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, probe,
+    attention_bwd_sm80, attention_bwd_sm90a, attention_fwd_sm80, attention_fwd_sm90a, block_mask,
+    bsr_matmul_any_sm80, bsr_matmul_sm80, bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, probe,
 };
 use crate::Target;
 
@@ -13,6 +13,10 @@ pub enum Variant {
     AttentionFwd(attention_fwd_sm80::AttentionFwd),
     /// Attention forward, dense or under a block mask, with the instructions of Hopper.
     AttentionFwdHopper(attention_fwd_sm90a::AttentionFwdHopper),
+    /// A step of the attention backward, with the instructions of Ampere and later.
+    AttentionBwd(attention_bwd_sm80::AttentionBwd),
+    /// A step of the attention backward, with the instructions of Hopper.
+    AttentionBwdHopper(attention_bwd_sm90a::AttentionBwdHopper),
     /// BSR matrix times dense matrix, with the instructions of Ampere and later.
     BsrMatmul(bsr_matmul_sm80::BsrMatmul),
     /// The same with A as stored or transposed, and with row-major or column-major B and C: the
@@ -38,6 +42,8 @@ impl Variant {
         match self {
             Variant::AttentionFwd(tile) => tile,
             Variant::AttentionFwdHopper(tile) => tile,
+            Variant::AttentionBwd(tile) => tile,
+            Variant::AttentionBwdHopper(tile) => tile,
             Variant::BsrMatmul(tile) => tile,
             Variant::BsrMatmulAny(tile) => tile,
             Variant::BsrMatmulHopper(tile) => tile,
@@ -53,6 +59,8 @@ impl Variant {
         let mut variants = Vec::new();
         variants.extend(attention_fwd_sm90a::tiles(target).map(Variant::AttentionFwdHopper));
         variants.extend(attention_fwd_sm80::tiles(target).map(Variant::AttentionFwd));
+        variants.extend(attention_bwd_sm90a::tiles(target).map(Variant::AttentionBwdHopper));
+        variants.extend(attention_bwd_sm80::tiles(target).map(Variant::AttentionBwd));
         variants.extend(bsr_matmul_sm90a::tiles(target).map(Variant::BsrMatmulHopper));
         variants.extend(bsr_sddmm_sm90a::tiles(target).map(Variant::BsrSddmmHopper));
         variants.extend(bsr_sddmm_sm80::tiles(target).map(Variant::BsrSddmm));

@@ -86,6 +86,27 @@ __device__ __forceinline__ void tensor_store_2d(const blockflash_tensor_map* map
                : "memory");
 }
 
+// Starts the copy of bytes, a multiple of 16, from shared to global memory.
+__device__ __forceinline__ void bulk_store(void* dst, uint32_t src_smem, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               :
+               : "l"(dst), "r"(src_smem), "r"(bytes)
+               : "memory");
+}
+
+// Starts the addition of f32 numbers in shared memory to those in global memory.
+__device__ __forceinline__ void bulk_add(float* dst, uint32_t src_smem, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+               :
+               : "l"(dst), "r"(src_smem), "r"(bytes)
+               : "memory");
+}
+
+// Orders this thread's accesses to global memory with those of its bulk copies.
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // Closes a group of this thread's stores.
 __device__ __forceinline__ void tensor_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

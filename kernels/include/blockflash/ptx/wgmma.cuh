@@ -54,6 +54,17 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_mn(uint32_t tile_smem, uint
          static_cast<uint64_t>(panel_bytes >> 4) << 16 | ((tile_smem & 0x3FFFF) >> 4);
 }
 
+// The same descriptors of tiles with rows of 128 bytes and eight rows to 1024 bytes, from their low
+// words. The word is opaque, so that descriptors are made where they are used: 64-bit descriptors
+// that do not change are otherwise hoisted out of the loop and spilled.
+__device__ __forceinline__ uint32_t wgmma_low(uint32_t tile_smem, uint32_t panel_bytes = 0) {
+  return tile_smem >> 4 | panel_bytes >> 4 << 16;
+}
+__device__ __forceinline__ uint64_t wgmma_descriptor_of(uint32_t low) {
+  asm volatile("" : "+r"(low));
+  return 0x4000004000000000ull | low;
+}
+
 // Accumulators of m64nNk16 and their operand numbers. With g = lane / 4 and t = lane % 4, warp w of
 // the warpgroup holds rows 16 w + g (d[4 j], d[4 j + 1]) and 16 w + g + 8 (d[4 j + 2], d[4 j + 3]),
 // columns 8 j + 2 t and 8 j + 2 t + 1.
@@ -62,6 +73,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_mn(uint32_t tile_smem, uint
   BLOCKFLASH_D4(f, i), BLOCKFLASH_D4(f, i + 4), BLOCKFLASH_D4(f, i + 8), BLOCKFLASH_D4(f, i + 12)
 #define BLOCKFLASH_D32(f, i) BLOCKFLASH_D16(f, i), BLOCKFLASH_D16(f, i + 16)
 #define BLOCKFLASH_D64(f, i) BLOCKFLASH_D32(f, i), BLOCKFLASH_D32(f, i + 32)
+#define BLOCKFLASH_R0_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define BLOCKFLASH_R0_32                                                                       \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
   "%20, %21, %22, %23, "                                                                       \
@@ -142,6 +154,10 @@ struct Wgmma;
   BLOCKFLASH_WGMMA(n, __half, "f16", registers, d_list, __VA_ARGS__) \
   BLOCKFLASH_WGMMA(n, __nv_bfloat16, "bf16", registers, d_list, __VA_ARGS__)
 
+#define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D16(f, 0)
+BLOCKFLASH_WGMMA_TYPES(32, BLOCKFLASH_R0_16, BLOCKFLASH_D_LIST, "%16", "%17", "%18", "%19", "%20",
+                       "%21", "%22")
+#undef BLOCKFLASH_D_LIST
 #define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D32(f, 0)
 BLOCKFLASH_WGMMA_TYPES(64, BLOCKFLASH_R0_32, BLOCKFLASH_D_LIST, "%32", "%33", "%34", "%35", "%36",
                        "%37", "%38")
@@ -166,6 +182,10 @@ BLOCKFLASH_WGMMA_TYPES(128, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64, BLOCKFLASH_D_LIS
 BLOCKFLASH_WGMMA_TYPES(136, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64 BLOCKFLASH_R64_68, BLOCKFLASH_D_LIST,
                        "%68", "%69", "%70", "%71", "%72", "%73", "%74")
 #undef BLOCKFLASH_D_LIST
+#define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D64(f, 0), BLOCKFLASH_D32(f, 64)
+BLOCKFLASH_WGMMA_TYPES(192, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64 BLOCKFLASH_R64_96, BLOCKFLASH_D_LIST,
+                       "%96", "%97", "%98", "%99", "%100", "%101", "%102")
+#undef BLOCKFLASH_D_LIST
 #define BLOCKFLASH_D_LIST(f) BLOCKFLASH_D64(f, 0), BLOCKFLASH_D32(f, 64), BLOCKFLASH_D4(f, 96)
 BLOCKFLASH_WGMMA_TYPES(200, BLOCKFLASH_R0_32 BLOCKFLASH_R32_64 BLOCKFLASH_R64_96 BLOCKFLASH_R96_100,
                        BLOCKFLASH_D_LIST, "%100", "%101", "%102", "%103", "%104", "%105", "%106")
@@ -189,6 +209,7 @@ __device__ __forceinline__ void wgmma_m64n256k32_e4m3(float (&d)[128], uint64_t 
 #undef BLOCKFLASH_WGMMA
 #undef BLOCKFLASH_RS
 #undef BLOCKFLASH_SS
+#undef BLOCKFLASH_R0_16
 #undef BLOCKFLASH_R0_32
 #undef BLOCKFLASH_R32_36
 #undef BLOCKFLASH_R32_40

@@ -1,17 +1,15 @@
-// The work of one CTA of the portable attention kernel: its queries, and the key tiles it visits.
+// The work of one CTA that owns queries: its queries, and the key tiles that it visits.
 #pragma once
 
 #include "blockflash/attention/block_walk.cuh"
 #include "blockflash/attention/mask.cuh"
 #include "blockflash/attention/packed_rows.cuh"
-#include "blockflash/config.cuh"
 
 namespace blockflash {
 namespace {
 
-using Config = AttentionFwdConfig;
-
-// The part of the problem that one CTA computes.
+// The part of the problem that one CTA computes, block_q queries.
+template <int block_q>
 struct Work {
   int batch, head, head_kv;
   BlockRows rows;  // of the block mask
@@ -20,14 +18,13 @@ struct Work {
   int64_t q_offset, kv_offset;  // first row of the sequence in packed tensors
 
   __device__ __forceinline__ explicit Work(const blockflash_attention_fwd_params& p) {
-    const int tiles = tiles_of_queries(p.block_mask, p.seqlen_q, Config::block_q);
+    const int tiles = tiles_of_queries(p.block_mask, p.seqlen_q, block_q);
     const int batch_head = blockIdx.x / tiles;
     batch = batch_head / p.num_heads_q;
     head = batch_head % p.num_heads_q;
     rows = BlockRows::of(p.block_mask, batch);
-    q_begin = tile_of_queries(p.block_mask, rows, tiles, Config::block_q, batch, head,
-                              blockIdx.x % tiles) *
-              Config::block_q;
+    q_begin = tile_of_queries(p.block_mask, rows, tiles, block_q, batch, head, blockIdx.x % tiles) *
+              block_q;
     head_kv = head / (p.num_heads_q / p.num_heads_kv);
     seqlen_q = p.seqlen_q;
     seqlen_kv = p.seqlen_kv;
@@ -43,8 +40,9 @@ struct Work {
 
 // The work of a CTA and the key tiles that it visits, from the last to the first: the `tiles`
 // positions of the list that end with `last`.
+template <int block_q, int block_kv>
 struct Visit {
-  Work work;
+  Work<block_q> work;
   TileList list;
   int last, tiles;
 
@@ -53,15 +51,14 @@ struct Visit {
             p.window_left, p.window_right};
   }
   __device__ __forceinline__ int q_last() const {
-    return min(work.q_begin + Config::block_q, work.seqlen_q) - 1;
+    return min(work.q_begin + block_q, work.seqlen_q) - 1;
   }
 
   __device__ __forceinline__ explicit Visit(const blockflash_attention_fwd_params& p) : work(p) {
     const KeyRange any = mask(p).keys_of_any(work.q_begin, q_last());
-    list = TileList::of(p.block_mask, work.rows, Config::block_kv, work.batch, work.head,
-                        work.q_begin);
-    last = list.lower_bound((any.end + Config::block_kv - 1) / Config::block_kv) - 1;
-    tiles = last + 1 - list.lower_bound(any.begin / Config::block_kv);
+    list = TileList::of(p.block_mask, work.rows, block_kv, work.batch, work.head, work.q_begin);
+    last = list.lower_bound((any.end + block_kv - 1) / block_kv) - 1;
+    tiles = last + 1 - list.lower_bound(any.begin / block_kv);
   }
 
   // Offsets and lists may change while the kernel runs. One thread reads them for all, since

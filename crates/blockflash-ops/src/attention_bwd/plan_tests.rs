@@ -1,0 +1,158 @@
+use super::*;
+use crate::attention::{AttentionProblem, BlockMaskSizes, Mask, PackedRows};
+use crate::fixtures::{gpu, gpus};
+use blockflash_sys::{DType, Target, manifest};
+
+fn planned<'k>(
+    problem: &AttentionBackwardProblem,
+    gpu: &CudaProperties,
+) -> AttentionBackwardPlan<'k> {
+    let problem = problem.led(gpu);
+    plan(select(&problem, gpu).unwrap(), &problem, gpu).unwrap()
+}
+
+/// The steps of a plan and their grids.
+fn steps(plan: &AttentionBackwardPlan<'_>) -> Vec<(Step, u32)> {
+    let step = |kernel: &Kernel| kernel.attention_bwd_tile().unwrap().step;
+    plan.launches.iter().map(|(kernel, config)| (step(kernel), config.grid[0])).collect()
+}
+
+fn bytes(forward: AttentionProblem) -> Result<usize> {
+    let problem = AttentionBackwardProblem::of(forward);
+    workspace_bytes(select(&problem.at(Step::Keys), &gpu(8, 0)).unwrap(), &problem)
+}
+
+#[test]
+fn statistics_of_whole_tiles() {
+    let dense = AttentionProblem::dense(DType::F16, [2, 65, 7], [6, 3], 64);
+    assert_eq!(bytes(dense).unwrap(), 2 * 6 * 128 * 8);
+    let packed = Some(PackedRows { total_q: 130, total_kv: 7 });
+    assert_eq!(bytes(AttentionProblem { packed, ..dense }).unwrap(), 6 * (2 + 2) * 64 * 8);
+    assert_eq!(bytes(AttentionProblem { seqlen_q: 0, ..dense }).unwrap(), 0);
+    let huge = AttentionProblem { batch: 1 << 31, seqlen_q: 1 << 30, ..dense };
+    assert!(matches!(bytes(huge), Err(Error::TooLarge { what: "workspace", .. })));
+}
+
+/// Whatever the lengths are, no sequence reaches into the next one or beyond the end.
+#[test]
+fn packed_sequences_have_room() {
+    let rows = STATISTICS_ROWS;
+    for lengths in [&[1usize, 64, 0, 63, 2][..], &[64; 3], &[0, 0], &[200]] {
+        let mut end = 0;
+        let mut first = 0;
+        for (i, &length) in lengths.iter().enumerate() {
+            let start = (first / rows + i) * rows;
+            assert!(start >= end, "{lengths:?}");
+            end = start + length.next_multiple_of(rows);
+            first += length;
+        }
+        assert!(end <= (first / rows + lengths.len()) * rows, "{lengths:?}");
+    }
+}
+
+#[test]
+fn launches_of_a_dense_problem() {
+    let forward = AttentionProblem::dense(DType::BF16, [2, 200, 300], [8, 2], 128);
+    let problem = AttentionBackwardProblem::of(forward);
+    let plan = planned(&problem, &gpu(8, 0));
+    let tiles =
+        [(Step::Statistics, 4 * 8 * 2), (Step::Keys, 5 * 2 * 2), (Step::Queries, 2 * 8 * 2)];
+    assert_eq!(steps(&plan), tiles);
+    assert_eq!(plan.plan.sums_head_dim, None);
+    let params = plan.plan.params;
+    assert_eq!((params.statistics_stride_batch, params.statistics_stride_head), (8 * 256, 256));
+    let sink = AttentionBackwardProblem::of(AttentionProblem { sink: true, ..forward });
+    let last = steps(&planned(&sink, &gpu(8, 0))).pop();
+    assert_eq!(last, Some((Step::Sinks, 8)));
+    let unwanted = AttentionBackwardProblem { d_sink: false, ..sink };
+    assert_eq!(steps(&planned(&unwanted, &gpu(8, 0))).len(), 3);
+}
+
+#[test]
+fn launches_with_sums() {
+    let forward = AttentionProblem::dense(DType::BF16, [3, 2048, 2048], [8, 4], 64);
+    let plan = planned(&AttentionBackwardProblem::of(forward), &gpu(9, 0));
+    let tiles = [(Step::Statistics, 32 * 24), (Step::KeysAndSums, 16 * 12), (Step::Sums, 32 * 24)];
+    assert_eq!(steps(&plan), tiles);
+    assert_eq!((plan.plan.sums_head_dim, plan.plan.heads_per_section), (Some(64), 8));
+    let causal = AttentionProblem { mask: Mask::causal(), ..forward };
+    let plan = planned(&AttentionBackwardProblem::of(causal), &gpu(9, 0));
+    assert_eq!(plan.plan.heads_per_section, 1);
+    let few = AttentionProblem::dense(DType::BF16, [1, 2048, 2048], [8, 4], 64);
+    let plan = planned(&AttentionBackwardProblem::of(few), &gpu(9, 0));
+    assert_eq!(plan.plan.heads_per_section, 4);
+}
+
+/// Every row is written: without queries by the kernel of the keys, and the other way round.
+#[test]
+fn launches_where_a_side_is_missing() {
+    let of = |sizes, heads| {
+        let forward = AttentionProblem::dense(DType::BF16, sizes, heads, 64);
+        steps(&planned(&AttentionBackwardProblem::of(forward), &gpu(9, 0)))
+    };
+    assert_eq!(of([2, 0, 300], [8, 2]), [(Step::Keys, 3 * 2 * 2)]);
+    assert_eq!(of([2, 5, 300], [0, 2]), [(Step::Keys, 3 * 2 * 2)]);
+    assert_eq!(of([2, 100, 0], [8, 2]), [(Step::Statistics, 32), (Step::Queries, 16)]);
+    let packed = Some(PackedRows { total_q: 100, total_kv: 30 });
+    let forward = AttentionProblem::dense(DType::BF16, [2, 0, 10], [2, 2], 64);
+    let problem = AttentionBackwardProblem::of(AttentionProblem { packed, ..forward });
+    let found = steps(&planned(&problem, &gpu(9, 0)));
+    assert_eq!(found, [(Step::Zeros, 3), (Step::Keys, 4)]);
+}
+
+#[test]
+fn launches_under_a_block_mask() {
+    let mask =
+        BlockMaskSizes { block_q: 128, block_kv: 256, batch: 1, heads: 2, packed_rows: None };
+    let forward = AttentionProblem::dense(DType::BF16, [2, 300, 500], [8, 2], 64);
+    let problem =
+        AttentionBackwardProblem::of(AttentionProblem { block_mask: Some(mask), ..forward });
+    let plan = planned(&problem, &gpu(9, 0));
+    let tiles = [(Step::Statistics, 5 * 16), (Step::Keys, 4 * 4), (Step::Queries, 3 * 16)];
+    assert_eq!(steps(&plan), tiles);
+    assert!(plan.launches[1..].iter().all(|(kernel, _)| kernel.target == Target::Sm90a));
+    let [mask, transpose] = [plan.plan.params.base.block_mask, plan.plan.params.block_mask_t];
+    assert_eq!([mask.rows, mask.block_q, mask.block_kv, mask.heads_per_group], [3, 128, 256, 4]);
+    let of = [transpose.rows, transpose.block_q, transpose.block_kv, transpose.heads_per_group];
+    assert_eq!(of, [2, 256, 128, 4]);
+}
+
+/// A kernel that is asked for runs in the scheme to which it belongs.
+#[test]
+fn every_kernel_has_its_scheme() {
+    let packed = Some(PackedRows { total_q: 2000, total_kv: 2000 });
+    for gpu in gpus() {
+        for kernel in manifest::kernels() {
+            let Some(tile) = kernel.attention_bwd_tile() else { continue };
+            let fits = kernel.target.runs_on(gpu.compute_capability)
+                && kernel.smem_bytes() <= gpu.smem_per_block;
+            if !fits {
+                continue;
+            }
+            let forward =
+                AttentionProblem::dense(tile.dtype, [1, 900, 900], [2, 1], tile.head_dim as usize);
+            let packed = packed.filter(|_| tile.step == Step::Zeros);
+            let forward = AttentionProblem { packed, sink: true, ..forward };
+            let problem = AttentionBackwardProblem::of(forward);
+            let plan = plan(kernel, &problem, &gpu).unwrap();
+            let place = plan.launches.iter().position(|(other, _)| *other == kernel);
+            assert!(place.is_some(), "{}", kernel.image_name());
+            let sums = matches!(tile.step, Step::KeysAndSums | Step::Sums);
+            assert_eq!(plan.plan.sums_head_dim.is_some(), sums);
+        }
+    }
+}
+
+#[test]
+fn strides_and_grids_are_checked() {
+    let forward = AttentionProblem::dense(DType::BF16, [2, 100, 100], [2, 2], 64);
+    let problem = AttentionBackwardProblem::of(forward);
+    let kernel = select(&problem, &gpu(8, 0)).unwrap();
+    let mut bad = problem;
+    bad.dv.head = 60;
+    let error = plan(kernel, &bad, &gpu(8, 0)).unwrap_err();
+    assert!(matches!(error, Error::Misaligned { what: "dv", .. }), "{error}");
+    let huge = AttentionProblem { batch: 1 << 30, ..forward };
+    let error = plan(kernel, &AttentionBackwardProblem::of(huge), &gpu(8, 0)).unwrap_err();
+    assert!(matches!(error, Error::TooLarge { .. }), "{error}");
+}

@@ -1,0 +1,127 @@
+use super::*;
+use crate::Error;
+use crate::attention::{Mask, PackedRows};
+use crate::fixtures::{gpu, gpus};
+use blockflash_sys::{Target, manifest};
+
+fn h200() -> CudaProperties {
+    CudaProperties { multiprocessors: 132, ..gpu(9, 0) }
+}
+
+fn dense(seqlen: usize, head_dim: usize) -> AttentionBackwardProblem {
+    let sizes = [2, seqlen, seqlen];
+    AttentionBackwardProblem::of(AttentionProblem::dense(DType::BF16, sizes, [8, 2], head_dim))
+}
+
+fn masked(block_q: u32, block_kv: u32, head_dim: usize) -> AttentionBackwardProblem {
+    let mask = BlockMaskSizes { block_q, block_kv, batch: 1, heads: 2, packed_rows: None };
+    let forward = dense(4096, head_dim).forward;
+    AttentionBackwardProblem::of(AttentionProblem { block_mask: Some(mask), ..forward })
+}
+
+fn why(problem: &AttentionBackwardProblem, gpu: &CudaProperties) -> String {
+    match select(problem, gpu) {
+        Err(Error::Unsupported { op: "attention_bwd", what, .. }) => what,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The step and the target of the kernel that decides about the scheme.
+fn lead(problem: &AttentionBackwardProblem) -> (Step, Target) {
+    let kernel = select(problem, &h200()).unwrap();
+    (kernel.attention_bwd_tile().unwrap().step, kernel.target)
+}
+
+#[test]
+fn every_gpu_has_kernels_for_every_step() {
+    for (gpu, head_dim) in
+        gpus().iter().flat_map(|gpu| [8, 64, 72, 128, 192, 256].map(|d| (gpu, d)))
+    {
+        for dtype in [DType::F16, DType::BF16] {
+            let of = |problem: AttentionBackwardProblem| {
+                let forward = AttentionProblem { dtype, sink: true, ..problem.forward };
+                AttentionBackwardProblem::of(forward)
+            };
+            for problem in [dense(200, head_dim), masked(64, 64, head_dim)].map(of) {
+                let packed = Some(PackedRows { total_q: 9, total_kv: 9 });
+                for step in [Step::Statistics, Step::Sinks, Step::Keys, Step::Queries] {
+                    selection::select(&problem.at(step), gpu).unwrap();
+                }
+                let forward = AttentionProblem { packed, ..problem.forward };
+                let packed = AttentionBackwardProblem::of(forward);
+                selection::select(&packed.at(Step::Zeros), gpu).unwrap();
+                selection::select(&packed, gpu).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn dq_is_summed_where_that_pays() {
+    let (sums, keys) = ((Step::KeysAndSums, Target::Sm90a), (Step::Keys, Target::Sm90a));
+    for head_dim in [8, 64, 104, 128] {
+        assert_eq!(lead(&dense(4096, head_dim)), sums, "{head_dim}");
+        assert_eq!(lead(&dense(512, head_dim)), keys, "{head_dim}");
+    }
+    // The narrowest tile is without sums.
+    assert_eq!([72, 96, 192, 256].map(|head_dim| lead(&dense(4096, head_dim))), [keys; 4]);
+    assert_eq!(lead(&masked(128, 128, 64)), keys);
+    let room = workspace_bytes(select(&dense(4096, 64), &h200()).unwrap(), &dense(4096, 64));
+    let room = room.unwrap();
+    assert_eq!(lead(&dense(4096, 64).with_workspace(room)), sums);
+    assert_eq!(lead(&dense(4096, 64).with_workspace(room - 1)), keys);
+    let other = select(&dense(4096, 64), &gpu(8, 0)).unwrap();
+    assert_eq!(other.attention_bwd_tile().unwrap().step, Step::Keys);
+}
+
+#[test]
+fn packed_sequences_and_small_blocks_take_portable_kernels() {
+    let packed = Some(PackedRows { total_q: 5000, total_kv: 5000 });
+    let forward = AttentionProblem { packed, ..dense(4096, 128).forward };
+    assert_eq!(lead(&AttentionBackwardProblem::of(forward)), (Step::Keys, Target::Sm90));
+    assert_eq!(lead(&masked(64, 64, 128)), (Step::Keys, Target::Sm90));
+    assert_eq!(lead(&masked(128, 128, 128)), (Step::Keys, Target::Sm90a));
+    // 64 keys of a CTA, but 128 queries where it computes dq.
+    assert_eq!(lead(&masked(64, 64, 256)), (Step::Keys, Target::Sm90a));
+    let queries = selection::select(&masked(64, 64, 256).at(Step::Queries), &h200()).unwrap();
+    assert_eq!(queries.target, Target::Sm90);
+    // Entries that are repeated have no tensor map.
+    let mut repeated = dense(4096, 128);
+    repeated.forward.k.batch = 0;
+    assert_eq!(lead(&repeated), (Step::Keys, Target::Sm90));
+    let mut repeated = dense(4096, 128);
+    repeated.d_o.batch = 0;
+    assert_eq!(lead(&repeated), (Step::Keys, Target::Sm90));
+}
+
+#[test]
+fn reasons() {
+    let f32 = AttentionProblem { dtype: DType::F32, ..dense(100, 64).forward };
+    assert!(why(&AttentionBackwardProblem::of(f32), &h200()).contains("f16 and bf16"));
+    assert!(why(&dense(100, 59), &h200()).contains("multiples of 8 up to 256"));
+    assert!(why(&dense(100, 264), &h200()).contains("multiples of 8 up to 256"));
+    assert!(why(&dense(100, 64), &gpu(7, 5)).contains("compute capability 8.0"));
+    let without = AttentionBackwardProblem { transpose: None, ..masked(128, 128, 64) };
+    assert!(why(&without, &h200()).contains("with_transpose"));
+    assert!(why(&masked(16, 64, 64), &h200()).contains("divide blocks of 16 × 64"));
+    let refusal = |step, problem: &AttentionBackwardProblem| {
+        let tile = |kernel: &&Kernel| {
+            kernel.attention_bwd_tile().is_some_and(|tile| {
+                (tile.step, tile.dtype, tile.head_dim >= 64) == (step, DType::BF16, true)
+            }) && kernel.target.runs_on(h200().compute_capability)
+        };
+        let kernel = manifest::kernels().iter().find(tile).unwrap();
+        accepts(kernel, problem, &h200()).map_err(|error| error.to_string())
+    };
+    refusal(Step::Keys, &dense(100, 64)).unwrap();
+    let error = refusal(Step::Zeros, &dense(100, 64)).unwrap_err();
+    assert!(error.contains("every row belongs to a sequence"), "{error}");
+    let error = refusal(Step::Sinks, &dense(100, 64)).unwrap_err();
+    assert!(error.contains("no gradient of a sink"), "{error}");
+    let error = refusal(Step::Sums, &masked(128, 128, 64)).unwrap_err();
+    assert!(error.contains("not summed under a block mask"), "{error}");
+    let error = refusal(Step::Sums, &dense(4096, 64).with_workspace(0)).unwrap_err();
+    assert!(error.contains("0 bytes has no room for dq"), "{error}");
+    let causal = AttentionProblem { mask: Mask::causal(), ..dense(4096, 64).forward };
+    refusal(Step::Sums, &AttentionBackwardProblem::of(causal)).unwrap();
+}

@@ -1,0 +1,87 @@
+//! The transpose of a block mask: of each block of keys, the blocks of queries that visit it.
+
+use super::BlockMask;
+use crate::Result;
+use crate::attention::BlockMaskSizes;
+use crate::check::to_i32;
+use blockflash_safe::{BlockListArrays, BlockLists, Device};
+
+impl BlockMask {
+    /// The same mask with its transpose: for each block of keys the blocks of queries that visit
+    /// it. [`AttentionBackward`](crate::AttentionBackward) needs it on a GPU, where it walks the
+    /// mask along the keys, too. Inference does not, so a mask is made without one. Copies by
+    /// [`to`](Self::to) have it as well; masks [packed](Self::packed) or combined from this one do
+    /// not.
+    ///
+    /// # Errors
+    /// A mask that is not on the CPU; [`Error::TooLarge`](crate::Error::TooLarge) if indices do not
+    /// fit i32.
+    pub fn with_transpose(self) -> Result<Self> {
+        let transpose = Some(self.transposed_lists()?);
+        Ok(Self { transpose, ..self })
+    }
+
+    /// The index arrays of the mask and of its transpose as kernel operands, if there is one.
+    pub(crate) fn for_backward(&self) -> Option<[&BlockLists; 2]> {
+        Some([&self.lists, self.transpose.as_ref()?])
+    }
+
+    /// The sizes of the transpose, whose rows are blocks of keys, if there is one.
+    pub(crate) fn transposed_sizes(&self) -> Option<BlockMaskSizes> {
+        let rows = *self.transpose.as_ref()?.row_order().shape().last()?;
+        Some(BlockMaskSizes {
+            block_q: self.block_kv() as u32,
+            block_kv: self.block_q() as u32,
+            batch: self.batch as u32,
+            heads: self.heads as u32,
+            packed_rows: self.packed_rows().map(|_| rows as u32),
+        })
+    }
+
+    fn transposed_lists(&self) -> Result<BlockLists> {
+        let lists = self.lists()?;
+        // A packed group holds all sequences of a head, any other one a batch entry of a head.
+        let entries = 0..self.batch;
+        let (outer, inner) =
+            if self.packed_rows().is_some() { (0..1, entries) } else { (entries, 0..1) };
+        let mut cu_rows = vec![0];
+        for entry in inner.clone() {
+            let first = cu_rows[entry] as usize;
+            cu_rows.push(to_i32("cols", first + self.geometry_of(entry).cols())?);
+        }
+        let rows = cu_rows.last().map_or(0, |&rows| rows as usize);
+        let [mut row_ptr, mut col_idx, mut row_order] = [const { Vec::new() }; 3];
+        to_i32("batch * heads * (cols + 1)", outer.len() * self.heads * (rows + 1))?;
+        for (entry, head) in outer.clone().flat_map(|b| (0..self.heads).map(move |h| (b, h))) {
+            row_ptr.push(col_idx.len() as i32);
+            for sequence in inner.clone() {
+                let (batch, geometry) = (entry + sequence, self.geometry_of(entry + sequence));
+                let mut visitors = vec![Vec::new(); geometry.cols()];
+                for row in 0..geometry.rows() {
+                    let columns = lists.at([batch, head, row]);
+                    columns.iter().for_each(|&col| visitors[col as usize].push(row as i32));
+                }
+                for rows in visitors {
+                    col_idx.extend(rows);
+                    row_ptr.push(col_idx.len() as i32);
+                }
+                row_order.extend((0..geometry.cols() as i32).rev());
+            }
+        }
+        let packed = self.packed_rows().is_some();
+        let arrays = BlockListArrays {
+            groups: if packed { &[self.heads] } else { &[self.batch, self.heads] },
+            rows,
+            cols: self.rows(),
+            row_ptr: &row_ptr,
+            col_idx: &col_idx,
+            row_order: &row_order,
+            cu_rows: packed.then_some(&cu_rows),
+        };
+        Ok(BlockLists::new(&arrays, &Device::cpu().stream()?)?)
+    }
+}
+
+#[cfg(test)]
+#[path = "transpose_tests.rs"]
+mod tests;

@@ -1,0 +1,303 @@
+//! Attention backward with portable instructions, and the checks that all of its kernels share.
+
+use super::attention_sizes::{Inputs, Sizes};
+use super::block_mask;
+use super::checked::{Launch, Operands};
+use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
+use crate::{BlockLists, DType, Kernel, Result, View, ViewMut};
+use blockflash_sys::manifest::{AttentionBwd, AttentionBwdStep as Step, AttentionBwdTile, Variant};
+use blockflash_sys::params::{blockflash_attention_bwd_params, blockflash_attention_fwd_params};
+use std::ptr::null_mut;
+
+/// Rows for which the statistics of a sequence have room at a time. Kernels read them by whole
+/// tiles.
+pub const STATISTICS_ROWS: usize = 64;
+/// Longest sequence: the kernels add tiles to positions in 32 bits.
+const MAX_SEQLEN: i32 = 1 << 30;
+
+/// The plan of all steps of a backward pass.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionBwdPlan {
+    /// Sizes, strides and factors. Its pointers are ignored.
+    pub params: blockflash_attention_bwd_params,
+    /// Head dimension of the kernel that sums dq in the workspace; `None` where dq has a kernel of
+    /// its own.
+    pub sums_head_dim: Option<u32>,
+    /// Key heads whose blocks of keys start together, where dq is summed.
+    pub heads_per_section: i32,
+}
+
+/// Tensors of the attention backward kernels, of all steps. With `cu_seqlens` the batch is packed
+/// into the first dimension.
+#[derive(Debug)]
+pub struct AttentionBwdOperands<'a> {
+    /// `[batch, seqlen_q, num_heads_q, head_dim]`, packed `[total_q, num_heads_q, head_dim]`.
+    pub q: View<'a>,
+    /// `[batch, seqlen_kv, num_heads_kv, head_dim]`, packed `[total_kv, num_heads_kv, head_dim]`.
+    pub k: View<'a>,
+    /// As `k`.
+    pub v: View<'a>,
+    /// As `q`.
+    pub o: View<'a>,
+    /// f32 `[batch, num_heads_q, seqlen_q]`, packed `[num_heads_q, total_q]`.
+    pub lse: View<'a>,
+    /// As `q`.
+    pub d_o: View<'a>,
+    /// As `q`.
+    pub dq: ViewMut<'a>,
+    /// As `k`.
+    pub dk: ViewMut<'a>,
+    /// As `k`.
+    pub dv: ViewMut<'a>,
+    /// f32 `[num_heads_q]`.
+    pub sink: Option<View<'a>>,
+    /// As `sink`.
+    pub d_sink: Option<ViewMut<'a>>,
+    /// u8, at least [`attention_bwd_workspace`]; needed where there are statistics.
+    pub workspace: Option<ViewMut<'a>>,
+    /// As for the forward pass.
+    pub cu_seqlens: Option<[View<'a>; 2]>,
+    /// The blocks to visit, and their transpose: of each block of keys, the blocks of queries.
+    pub block_mask: Option<[&'a BlockLists; 2]>,
+}
+
+/// Bytes of workspace for so many rows of statistics over all heads and batch entries, a multiple
+/// of [`STATISTICS_ROWS`], and for sums of dq by a kernel with this head dimension. `None` beyond
+/// the address space.
+pub fn attention_bwd_workspace(rows: usize, sums_head_dim: Option<u32>) -> Option<usize> {
+    let statistics = rows.checked_mul(2 * size_of::<f32>())?;
+    let sums = match sums_head_dim {
+        None => 0,
+        Some(head_dim) => {
+            let sums = rows.checked_mul(head_dim as usize)?.checked_mul(size_of::<f32>())?;
+            turn_bytes(rows).checked_add(sums)?
+        }
+    };
+    statistics.checked_add(sums).filter(|&bytes| isize::try_from(bytes).is_ok())
+}
+
+/// Bytes of the words that count the blocks of keys that have been added to a tile of queries. The
+/// sums behind them begin at a multiple of 16.
+fn turn_bytes(rows: usize) -> usize {
+    (rows / STATISTICS_ROWS * size_of::<u32>()).next_multiple_of(16)
+}
+
+impl<'a> AttentionBwdOperands<'a> {
+    /// The same operands for one of several launches.
+    pub fn reborrow(&mut self) -> AttentionBwdOperands<'_> {
+        AttentionBwdOperands {
+            dq: self.dq.reborrow(),
+            dk: self.dk.reborrow(),
+            dv: self.dv.reborrow(),
+            d_sink: self.d_sink.as_mut().map(ViewMut::reborrow),
+            workspace: self.workspace.as_mut().map(ViewMut::reborrow),
+            ..*self
+        }
+    }
+
+    /// Checks sizes and strides against the tensors, and returns the number of CTAs.
+    pub(super) fn fit(&self, tile: &AttentionBwdTile, plan: &AttentionBwdPlan) -> Fit<i128> {
+        let (b, p) = (&plan.params, &plan.params.base);
+        let Self { q, k, v, .. } = self;
+        let (sink, cu_seqlens) = (self.sink.as_ref(), self.cu_seqlens.as_ref());
+        let inputs = Inputs { q, k, v, sink, cu_seqlens };
+        let sizes = Sizes::of(p, inputs, tile.dtype, tile.head_dim)?;
+        let short = [p.seqlen_q, p.seqlen_kv].iter().all(|&length| length <= MAX_SEQLEN);
+        require(short, "a sequence is too long")?;
+        sizes.queries("o", &self.o, [p.o_stride_batch, p.o_stride_seq, p.o_stride_head])?;
+        let strides = [b.d_o_stride_batch, b.d_o_stride_seq, b.d_o_stride_head];
+        sizes.queries("d_o", &self.d_o, strides)?;
+        let strides = [b.dq_stride_batch, b.dq_stride_seq, b.dq_stride_head];
+        sizes.queries("dq", &self.dq.as_view(), strides)?;
+        let strides = [b.dk_stride_batch, b.dk_stride_seq, b.dk_stride_head];
+        sizes.keys("dk", &self.dk.as_view(), strides)?;
+        let strides = [b.dv_stride_batch, b.dv_stride_seq, b.dv_stride_head];
+        sizes.keys("dv", &self.dv.as_view(), strides)?;
+        // The kernels add the batch stride also when the batch is packed.
+        let of_batch = [p.lse_stride_batch, b.statistics_stride_batch];
+        require(!sizes.packed || of_batch == [0; 2], "packed statistics have no batch stride")?;
+        sizes.lse(&self.lse, p)?;
+
+        let [per_q, per_kv] = [sizes.heads_q, sizes.heads_kv]
+            .map(|heads| i128::from(heads) * i128::from(sizes.batch));
+        let row_tiles = ceil_div(p.seqlen_q.into(), STATISTICS_ROWS as u32) * per_q;
+        if tile.step == Step::Zeros {
+            let entries = i128::from(if sizes.packed { 1 } else { sizes.batch });
+            let chunks = sizes.heads_q.max(sizes.heads_kv) * (sizes.head_dim / 8);
+            require(chunks < i64::from(MAX_SEQLEN), "a row is too long")?;
+            let rows = entries * i128::from(sizes.rows_q + sizes.rows_kv);
+            return Ok((rows + STATISTICS_ROWS as i128 - 1) / STATISTICS_ROWS as i128);
+        }
+        self.fit_workspace(&sizes, plan)?;
+        match tile.step {
+            Step::Zeros | Step::Statistics => Ok(row_tiles),
+            Step::Sinks => {
+                let both = self.sink.is_some() && self.d_sink.is_some();
+                require(both, "there is no sink, or no place for its gradient")?;
+                let d_sink = self.d_sink.as_ref().map(ViewMut::as_view);
+                d_sink.map_or(Ok(()), |d_sink| {
+                    fits("d_sink", &d_sink, DType::F32, [(sizes.heads_q, 1)])
+                })?;
+                Ok(sizes.heads_q.into())
+            }
+            Step::Sums => {
+                require(plan.sums_head_dim == Some(tile.head_dim), "the sums are of others")?;
+                Ok(row_tiles)
+            }
+            Step::Keys => Ok(self.tiles(tile, plan, &sizes)?[1] * per_kv),
+            Step::Queries => Ok(self.tiles(tile, plan, &sizes)?[0] * per_q),
+            Step::KeysAndSums => {
+                require(plan.sums_head_dim == Some(tile.head_dim), "the sums are of others")?;
+                require(self.block_mask.is_none(), "dq is not summed under a block mask")?;
+                let section = i128::from(plan.heads_per_section);
+                require((1..=per_kv).contains(&section), "a section is no number of heads")?;
+                Ok(self.tiles(tile, plan, &sizes)?[1] * per_kv)
+            }
+        }
+    }
+
+    /// Number of tiles of queries and of keys per head.
+    fn tiles(
+        &self,
+        tile: &AttentionBwdTile,
+        plan: &AttentionBwdPlan,
+        sizes: &Sizes,
+    ) -> Fit<[i128; 2]> {
+        let (b, p) = (&plan.params, &plan.params.base);
+        let (blocks, lengths) = ([tile.block_q, tile.block_kv], [p.seqlen_q, p.seqlen_kv]);
+        let Some([mask, transposed]) = self.block_mask else {
+            return Ok([0, 1].map(|i| ceil_div(lengths[i].into(), blocks[i])));
+        };
+        let packed = [mask, transposed].map(|lists| lists.cu_rows().is_some());
+        require(packed == [sizes.packed; 2], "either the batch or its mask is packed")?;
+        let reverse = |[a, b]: [i32; 2]| [b, a];
+        let groups = [p.batch, p.num_heads_q];
+        Ok([
+            mask.fit(blocks, &p.block_mask, lengths, groups)?,
+            transposed.fit([blocks[1], blocks[0]], &b.block_mask_t, reverse(lengths), groups)?,
+        ])
+    }
+
+    /// Rows of statistics of all heads and batch entries. The kernels clamp the offsets of a packed
+    /// batch, so each sequence has room: see `statistics_row` in `gradient.cuh`.
+    fn statistics(&self, sizes: &Sizes, plan: &AttentionBwdPlan) -> Fit<i128> {
+        let (b, tile) = (&plan.params, STATISTICS_ROWS as i64);
+        let (entries, rows) = match sizes.packed {
+            true => (1, (sizes.rows_q / tile + sizes.batch) * tile),
+            false => (sizes.batch, (sizes.rows_q + tile - 1) / tile * tile),
+        };
+        let of_batch = if sizes.packed { 0 } else { i128::from(rows) * i128::from(sizes.heads_q) };
+        let found = [b.statistics_stride_batch, b.statistics_stride_head].map(i128::from);
+        require(found == [of_batch, rows.into()], "the strides of the statistics do not fit")?;
+        Ok(i128::from(rows) * i128::from(sizes.heads_q) * i128::from(entries))
+    }
+
+    fn fit_workspace(&self, sizes: &Sizes, plan: &AttentionBwdPlan) -> Fit {
+        let rows = self.statistics(sizes, plan)?;
+        // The kernels count tiles of rows in 32 bits.
+        let counted = rows / (STATISTICS_ROWS as i128) <= i128::from(i32::MAX);
+        require(counted, "there are too many queries")?;
+        let needed = attention_bwd_workspace(rows as usize, plan.sums_head_dim);
+        let needed = needed.ok_or("there are too many queries")?;
+        let Some(workspace) = self.workspace.as_ref().map(ViewMut::as_view) else {
+            return require(needed == 0, "there is no workspace");
+        };
+        let bytes = workspace.shape().first().map_or(0, |&bytes| bytes as i64);
+        fits("workspace", &workspace, DType::U8, [(bytes, 1)])?;
+        require(needed as i64 <= bytes, "the workspace is too small")?;
+        require(workspace.is_aligned(16), "the workspace does not start at a multiple of 16 bytes")
+    }
+
+    /// The parameters with the pointers of the tensors.
+    pub(super) fn pointers(&self, plan: &AttentionBwdPlan) -> blockflash_attention_bwd_params {
+        let (b, p) = (&plan.params, &plan.params.base);
+        let [cu_q, cu_kv] = self.cu_seqlens.map_or([None, None], |both| both.map(Some));
+        let [mask, transposed] = self.block_mask.map_or([None; 2], |both| both.map(Some));
+        let base = blockflash_attention_fwd_params {
+            q: pointer(&self.q),
+            k: pointer(&self.k),
+            v: pointer(&self.v),
+            o: pointer(&self.o).cast_mut(),
+            lse: pointer(&self.lse).cast_mut().cast(),
+            sink: optional(self.sink.as_ref()).cast(),
+            cu_seqlens_q: optional(cu_q.as_ref()).cast(),
+            cu_seqlens_kv: optional(cu_kv.as_ref()).cast(),
+            block_mask: block_mask::pointers(mask, &p.block_mask),
+            ..*p
+        };
+        let [negative_logs, deltas, turns, _] = self.places(plan);
+        blockflash_attention_bwd_params {
+            base,
+            d_o: pointer(&self.d_o),
+            dq: pointer_mut(&self.dq),
+            dk: pointer_mut(&self.dk),
+            dv: pointer_mut(&self.dv),
+            d_sink: self.d_sink.as_ref().map_or(null_mut(), pointer_mut).cast(),
+            negative_logs: negative_logs.cast(),
+            deltas: deltas.cast(),
+            turns: if plan.sums_head_dim.is_some() { turns.cast() } else { null_mut() },
+            block_mask_t: block_mask::pointers(transposed, &b.block_mask_t),
+            ..*b
+        }
+    }
+
+    /// Where the parts of the workspace lie: both statistics, the turns and the sums of dq.
+    pub(super) fn places(&self, plan: &AttentionBwdPlan) -> [*mut u8; 4] {
+        let Some(workspace) = &self.workspace else { return [null_mut(); 4] };
+        let (b, p) = (&plan.params, &plan.params.base);
+        let entries = if self.cu_seqlens.is_some() { 1 } else { p.batch as usize };
+        let rows = b.statistics_stride_head as usize * p.num_heads_q as usize * entries;
+        let (first, statistics) = (pointer_mut(workspace).cast::<u8>(), rows * size_of::<f32>());
+        let turns = 2 * statistics;
+        [0, statistics, turns, turns + turn_bytes(rows)].map(|at| first.wrapping_add(at))
+    }
+}
+
+impl Operands for AttentionBwdOperands<'_> {
+    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
+        let [cu_q, cu_kv] = self.cu_seqlens.map_or([None, None], |both| both.map(Some));
+        let [mask, transposed] =
+            self.block_mask.map_or([[None; 4]; 2], |both| both.map(BlockLists::views));
+        let written = [&self.dq, &self.dk, &self.dv].map(|view| Some(view.as_view()));
+        let [d_sink, workspace] =
+            [&self.d_sink, &self.workspace].map(|view| view.as_ref().map(ViewMut::as_view));
+        let read = [self.q, self.k, self.v, self.o, self.lse, self.d_o].map(Some);
+        let mut views = [None; 22];
+        let more = [self.sink, d_sink, workspace, cu_q, cu_kv];
+        let all = read.into_iter().chain(written).chain(more).chain(mask).chain(transposed);
+        views.iter_mut().zip(all).for_each(|(place, view)| *place = view);
+        views
+    }
+}
+
+// SAFETY:
+// 1. This is the parameter struct of the portable kernels of the attention backward.
+// 2. All pointers come from views, those of the parts of the workspace from one that has room for
+//    them. The kernels' addresses follow from the sizes and strides in the struct and from the
+//    grid; `fit` found them to be the same as in the views, which reach no further than their
+//    memory. The kernels clamp values of `cu_seqlens` to the packed rows, which `fit` compared, and
+//    query tiles to those of the sequence. Where addresses follow from a block mask, `BlockLists`
+//    has checked the entries.
+// 3. Gradients and workspace are `ViewMut`.
+unsafe impl Launch for AttentionBwd {
+    type Operands<'a> = AttentionBwdOperands<'a>;
+    type Plan = AttentionBwdPlan;
+    type Params = blockflash_attention_bwd_params;
+    const FAMILY: &'static str = "portable attention backward";
+
+    fn of(kernel: &Kernel) -> Option<Self> {
+        if let Variant::AttentionBwd(tile) = kernel.variant { Some(tile) } else { None }
+    }
+
+    fn fit(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+        operands.fit(&self.tile(), plan)
+    }
+
+    fn params(&self, plan: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
+        Ok(operands.pointers(plan))
+    }
+}
+
+#[cfg(test)]
+#[path = "attention_bwd_tests.rs"]
+mod tests;

@@ -1,0 +1,293 @@
+use super::*;
+use crate::{BlockListArrays, Device, Tensor};
+use blockflash_sys::params::blockflash_block_mask;
+use std::ptr::null;
+
+const NO_MASK: blockflash_block_mask = blockflash_block_mask {
+    row_ptr: null(),
+    col_idx: null(),
+    row_order: null(),
+    cu_rows: null(),
+    rows: 0,
+    block_q: 0,
+    block_kv: 0,
+    groups_per_batch: 0,
+    heads_per_group: 0,
+};
+
+fn tile(step: Step) -> AttentionBwdTile {
+    let (dtype, head_dim) = (DType::F16, 64);
+    AttentionBwdTile { step, dtype, head_dim, block_q: 64, block_kv: 128 }
+}
+
+/// Batch 3, 150 queries, 300 keys, 4 and 2 heads of 8 elements.
+fn plan() -> AttentionBwdPlan {
+    let [q, kv] = [[150 * 32, 32, 8], [300 * 16, 16, 8]];
+    let base = blockflash_attention_fwd_params {
+        q: null(),
+        k: null(),
+        v: null(),
+        o: null_mut(),
+        lse: null_mut(),
+        sink: null(),
+        cu_seqlens_q: null(),
+        cu_seqlens_kv: null(),
+        q_stride_batch: q[0],
+        q_stride_seq: q[1],
+        q_stride_head: q[2],
+        k_stride_batch: kv[0],
+        k_stride_seq: kv[1],
+        k_stride_head: kv[2],
+        v_stride_batch: kv[0],
+        v_stride_seq: kv[1],
+        v_stride_head: kv[2],
+        o_stride_batch: q[0],
+        o_stride_seq: q[1],
+        o_stride_head: q[2],
+        lse_stride_batch: 600,
+        lse_stride_head: 150,
+        batch: 3,
+        num_heads_q: 4,
+        num_heads_kv: 2,
+        seqlen_q: 150,
+        seqlen_kv: 300,
+        total_q: 0,
+        total_kv: 0,
+        head_dim: 8,
+        window_left: i32::MAX,
+        window_right: 0,
+        align_bottom_right: 0,
+        softmax_scale: 1.0,
+        softcap: 0.0,
+        block_mask: NO_MASK,
+    };
+    let params = blockflash_attention_bwd_params {
+        base,
+        d_o: null(),
+        dq: null_mut(),
+        dk: null_mut(),
+        dv: null_mut(),
+        d_sink: null_mut(),
+        negative_logs: null_mut(),
+        deltas: null_mut(),
+        turns: null_mut(),
+        d_o_stride_batch: q[0],
+        d_o_stride_seq: q[1],
+        d_o_stride_head: q[2],
+        dq_stride_batch: q[0],
+        dq_stride_seq: q[1],
+        dq_stride_head: q[2],
+        dk_stride_batch: kv[0],
+        dk_stride_seq: kv[1],
+        dk_stride_head: kv[2],
+        dv_stride_batch: kv[0],
+        dv_stride_seq: kv[1],
+        dv_stride_head: kv[2],
+        statistics_stride_batch: 4 * 192,
+        statistics_stride_head: 192,
+        block_mask_t: NO_MASK,
+    };
+    AttentionBwdPlan { params, sums_head_dim: None, heads_per_section: 2 }
+}
+
+/// The same as a packed batch of 3 sequences, none longer than that: 170 queries and 310 keys.
+fn packed_plan() -> AttentionBwdPlan {
+    let mut plan = plan();
+    let p = &mut plan.params.base;
+    (p.total_q, p.total_kv) = (170, 310);
+    (p.lse_stride_batch, p.lse_stride_head) = (0, 170);
+    (plan.params.statistics_stride_batch, plan.params.statistics_stride_head) = (0, (2 + 3) * 64);
+    plan
+}
+
+/// Tensors on the CPU: `fit` looks at sizes and strides only.
+struct Tensors {
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    sink: Tensor,
+    written: [Tensor; 5],
+    offsets: Option<Tensor>,
+    lists: Option<[BlockLists; 2]>,
+}
+
+impl Tensors {
+    fn of(q: &[usize], k: &[usize], lse: &[usize], bytes: usize, packed: bool) -> Self {
+        let stream = Device::cpu().stream().unwrap();
+        let zeros = |dtype, shape: &[usize]| Tensor::zeros(&stream, dtype, shape).unwrap();
+        let written = [
+            zeros(DType::F16, q),
+            zeros(DType::F16, k),
+            zeros(DType::F16, k),
+            zeros(DType::F32, &[4]),
+            zeros(DType::U8, &[bytes]),
+        ];
+        Self {
+            q: zeros(DType::F16, q),
+            k: zeros(DType::F16, k),
+            lse: zeros(DType::F32, lse),
+            sink: zeros(DType::F32, &[4]),
+            written,
+            offsets: packed.then(|| zeros(DType::I32, &[4])),
+            lists: None,
+        }
+    }
+
+    fn dense(bytes: usize) -> Self {
+        Self::of(&[3, 150, 4, 8], &[3, 300, 2, 8], &[3, 4, 150], bytes, false)
+    }
+
+    fn packed(bytes: usize) -> Self {
+        Self::of(&[170, 4, 8], &[310, 2, 8], &[4, 170], bytes, true)
+    }
+
+    fn operands(&mut self) -> AttentionBwdOperands<'_> {
+        let (q, k) = (self.q.view(), self.k.view());
+        let [dq, dk, dv, d_sink, workspace] = self.written.each_mut().map(Tensor::view_mut);
+        AttentionBwdOperands {
+            q,
+            k,
+            v: k,
+            o: q,
+            lse: self.lse.view(),
+            d_o: q,
+            dq,
+            dk,
+            dv,
+            sink: Some(self.sink.view()),
+            d_sink: Some(d_sink),
+            workspace: Some(workspace),
+            cu_seqlens: self.offsets.as_ref().map(|offsets| [offsets.view(), offsets.view()]),
+            block_mask: self.lists.as_ref().map(|lists| lists.each_ref()),
+        }
+    }
+}
+
+const ROWS: usize = 3 * 4 * 192;
+
+#[test]
+fn bytes_of_a_workspace() {
+    assert_eq!(attention_bwd_workspace(ROWS, None), Some(ROWS * 8));
+    let turns = ROWS / 64 * 4;
+    assert_eq!(attention_bwd_workspace(ROWS, Some(64)), Some(ROWS * 8 + turns + ROWS * 64 * 4));
+    assert_eq!(attention_bwd_workspace(64, Some(64)), Some(64 * 8 + 16 + 64 * 64 * 4));
+    assert_eq!(attention_bwd_workspace(0, Some(128)), Some(0));
+    assert_eq!(attention_bwd_workspace(usize::MAX / 8, None), None);
+}
+
+#[test]
+fn numbers_of_blocks() {
+    let fit = |step| Tensors::dense(ROWS * 8).operands().fit(&tile(step), &plan());
+    assert_eq!(fit(Step::Statistics), Ok(3 * 12));
+    assert_eq!(fit(Step::Sinks), Ok(4));
+    assert_eq!(fit(Step::Keys), Ok(3 * 6));
+    assert_eq!(fit(Step::Queries), Ok(3 * 12));
+    assert_eq!(fit(Step::Zeros), Ok(22), "3 · 450 rows");
+    assert!(fit(Step::Sums).unwrap_err().contains("sums"));
+    let sums = AttentionBwdPlan { sums_head_dim: Some(64), ..plan() };
+    let bytes = attention_bwd_workspace(ROWS, Some(64)).unwrap();
+    let fit = |step, bytes| Tensors::dense(bytes).operands().fit(&tile(step), &sums);
+    assert_eq!((fit(Step::KeysAndSums, bytes), fit(Step::Sums, bytes)), (Ok(18), Ok(36)));
+    assert!(fit(Step::KeysAndSums, bytes - 1).unwrap_err().contains("too small"));
+    let packed = |step| Tensors::packed(4 * 320 * 8).operands().fit(&tile(step), &packed_plan());
+    assert_eq!((packed(Step::Statistics), packed(Step::Zeros)), (Ok(36), Ok(8)));
+}
+
+#[test]
+fn what_does_not_fit() {
+    type Change = fn(&mut AttentionBwdPlan);
+    let fit = |bytes, step, change: Change| {
+        let mut plan = plan();
+        change(&mut plan);
+        Tensors::dense(bytes).operands().fit(&tile(step), &plan).unwrap_err()
+    };
+    let cases: [(&str, usize, Step, Change); 11] = [
+        ("workspace is too small", ROWS * 8 - 1, Step::Keys, |_| {}),
+        ("strides of the statistics", ROWS * 8, Step::Keys, |p| {
+            p.params.statistics_stride_head = 0
+        }),
+        ("strides of the statistics", ROWS * 8, Step::Statistics, |p| {
+            p.params.statistics_stride_batch += 64;
+        }),
+        ("dq is f16", ROWS * 8, Step::Queries, |p| p.params.dq_stride_seq = 40),
+        ("d_o is f16", ROWS * 8, Step::Queries, |p| p.params.d_o_stride_head = 16),
+        ("dk is f16", ROWS * 8, Step::Zeros, |p| p.params.dk_stride_batch = 1),
+        ("dv is f16", ROWS * 8, Step::Keys, |p| p.params.dv_stride_batch = -1),
+        ("lse is f32", ROWS * 8, Step::Statistics, |p| p.params.base.lse_stride_head = 151),
+        ("not positive", ROWS * 8, Step::Keys, |p| p.params.base.num_heads_kv = 0),
+        ("o is f16", ROWS * 8, Step::Statistics, |p| p.params.base.o_stride_seq = 31),
+        ("too long", ROWS * 8, Step::Keys, |p| p.params.base.seqlen_kv = i32::MAX),
+    ];
+    for (expected, bytes, step, change) in cases {
+        let error = fit(bytes, step, change);
+        let too_long = expected == "too long" && error.starts_with("k is f16");
+        assert!(error.contains(expected) || too_long, "{error} does not say {expected}");
+    }
+    for section in [0, -1, 7] {
+        let plan =
+            AttentionBwdPlan { sums_head_dim: Some(64), heads_per_section: section, ..plan() };
+        let bytes = attention_bwd_workspace(ROWS, Some(64)).unwrap();
+        let error = Tensors::dense(bytes).operands().fit(&tile(Step::KeysAndSums), &plan);
+        assert!(error.unwrap_err().contains("section"));
+    }
+    let mut tensors = Tensors::dense(ROWS * 8);
+    let operands = AttentionBwdOperands { workspace: None, ..tensors.operands() };
+    assert!(operands.fit(&tile(Step::Keys), &plan()).unwrap_err().contains("no workspace"));
+    let mut tensors = Tensors::dense(ROWS * 8);
+    let operands = AttentionBwdOperands { d_sink: None, ..tensors.operands() };
+    assert!(operands.fit(&tile(Step::Sinks), &plan()).unwrap_err().contains("no sink"));
+    let mut packed = packed_plan();
+    packed.params.statistics_stride_batch = 64;
+    let error = Tensors::packed(1 << 20).operands().fit(&tile(Step::Keys), &packed).unwrap_err();
+    assert!(error.contains("no batch stride"), "{error}");
+    let mut packed = packed_plan();
+    packed.params.base.total_q = 171;
+    let error = Tensors::packed(1 << 20).operands().fit(&tile(Step::Keys), &packed).unwrap_err();
+    assert!(error.contains("packed rows"), "{error}");
+}
+
+/// Lists in which every row visits column 0.
+fn lists(rows: usize, cols: usize) -> BlockLists {
+    let arrays = BlockListArrays {
+        groups: &[1, 1],
+        rows,
+        cols,
+        row_ptr: &(0..=rows as i32).collect::<Vec<_>>(),
+        col_idx: &vec![0; rows],
+        row_order: &(0..rows as i32).collect::<Vec<_>>(),
+        cu_rows: None,
+    };
+    BlockLists::new(&arrays, &Device::cpu().stream().unwrap()).unwrap()
+}
+
+#[test]
+fn a_mask_and_its_transpose_are_checked() {
+    let fit = |both: [BlockLists; 2], step, change: fn(&mut blockflash_attention_bwd_params)| {
+        let mut plan = plan();
+        let of = |rows, block_q, block_kv| blockflash_block_mask {
+            rows,
+            block_q,
+            block_kv,
+            heads_per_group: 4,
+            ..NO_MASK
+        };
+        plan.params.base.block_mask = of(3, 64, 256);
+        plan.params.block_mask_t = of(2, 256, 64);
+        change(&mut plan.params);
+        let mut tensors = Tensors { lists: Some(both), ..Tensors::dense(1 << 20) };
+        tensors.operands().fit(&tile(step), &plan)
+    };
+    let both = || [lists(3, 2), lists(2, 3)];
+    assert_eq!(fit(both(), Step::Queries, |_| {}), Ok(3 * 12));
+    assert_eq!(fit(both(), Step::Keys, |_| {}), Ok(4 * 6), "2 blocks of two tiles");
+    let error = fit([lists(3, 2), lists(3, 3)], Step::Keys, |_| {}).unwrap_err();
+    assert!(error.contains("row_ptr"), "{error}");
+    let error = fit([lists(3, 2), lists(2, 4)], Step::Queries, |_| {}).unwrap_err();
+    assert!(error.contains("more columns"), "{error}");
+    let error = fit(both(), Step::Keys, |b| b.block_mask_t.block_q = 64).unwrap_err();
+    assert!(error.contains("does not divide"), "{error}");
+    let plan = AttentionBwdPlan { sums_head_dim: Some(64), ..plan() };
+    let mut tensors = Tensors { lists: Some(both()), ..Tensors::dense(1 << 22) };
+    let error = tensors.operands().fit(&tile(Step::KeysAndSums), &plan).unwrap_err();
+    assert!(error.contains("under a block mask"), "{error}");
+}

@@ -1,0 +1,61 @@
+//! What all kernels of the attention backward have in common.
+
+use super::family::{Size, Support};
+use super::{Kernel, Variant};
+use crate::DType;
+
+/// The part of the backward pass that a kernel computes. A pass is one launch of each of several
+/// steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum AttentionBwdStep {
+    /// Zeros in every row of dq, dk and dv.
+    Zeros,
+    /// -lse·log2(e) and delta = rowsum(d_o∘o) of every query, which all other steps read.
+    Statistics,
+    /// The gradient of the sinks.
+    Sinks,
+    /// dk and dv.
+    Keys,
+    /// dq.
+    Queries,
+    /// dk and dv, and sums of dq in f32, which blocks of keys add to in a fixed order.
+    KeysAndSums,
+    /// dq from these sums.
+    Sums,
+}
+
+/// A CTA of a kernel of the attention backward has `block_kv` keys of a head and visits queries
+/// `block_q` at a time, or the other way round. Steps over rows have `block_q` rows and no keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AttentionBwdTile {
+    /// What it computes.
+    pub step: AttentionBwdStep,
+    /// Element type of q, k, v, o and their gradients.
+    pub dtype: DType,
+    /// Largest head dimension.
+    pub head_dim: u32,
+    /// Queries of a CTA or of a step of its main loop.
+    pub block_q: u32,
+    /// Keys of a CTA or of a step of its main loop; 0 for steps over rows.
+    pub block_kv: u32,
+}
+
+impl AttentionBwdTile {
+    pub(super) fn support(&self) -> Option<Support> {
+        let Self { step, head_dim, dtype, .. } = *self;
+        let operation = "attention backward";
+        let size = Size::HeadDim(head_dim);
+        (step == AttentionBwdStep::Keys).then_some(Support { operation, size, dtype })
+    }
+}
+
+impl Kernel {
+    /// The part that all kernels of the attention backward have; `None` for other kernels.
+    pub const fn attention_bwd_tile(&self) -> Option<AttentionBwdTile> {
+        match self.variant {
+            Variant::AttentionBwd(tile) => Some(tile.tile()),
+            Variant::AttentionBwdHopper(tile) => Some(tile.tile()),
+            _ => None,
+        }
+    }
+}

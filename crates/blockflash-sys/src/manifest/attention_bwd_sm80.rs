@@ -1,0 +1,163 @@
+use super::AttentionBwdStep::{Keys, Queries, Sinks, Statistics, Zeros};
+use super::family::{Family, Support, each_dtype};
+use super::{AttentionBwdStep, AttentionBwdTile};
+use crate::{DType, Target};
+
+/// Tiles of the portable kernels of the attention backward: `attention_bwd_delta_sm80` for the
+/// steps over rows, `attention_bwd_q_sm80` and `attention_bwd_kv_sm80`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AttentionBwd {
+    /// What it computes.
+    pub step: AttentionBwdStep,
+    /// Element type of q, k, v, o and their gradients.
+    pub dtype: DType,
+    /// Head dimension of the tile; smaller ones are padded with zeros on chip.
+    pub head_dim: u32,
+    /// Queries per CTA or per step of the main loop.
+    pub block_q: u32,
+    /// Keys per CTA or per step of the main loop.
+    pub block_kv: u32,
+    /// Warps per CTA.
+    pub warps: u32,
+    /// Warps that share their keys and divide the head dimension.
+    pub warps_d: u32,
+    /// Pipeline stages of the tiles that pass through shared memory.
+    pub stages: u32,
+    /// CTAs per SM that the register allocation must allow.
+    pub min_blocks: u32,
+}
+
+const fn tile(
+    step: AttentionBwdStep,
+    head_dim: u32,
+    [block_q, block_kv]: [u32; 2],
+    [warps, warps_d]: [u32; 2],
+    [stages, min_blocks]: [u32; 2],
+) -> AttentionBwd {
+    let dtype = DType::F16;
+    AttentionBwd { step, dtype, head_dim, block_q, block_kv, warps, warps_d, stages, min_blocks }
+}
+
+/// Tiles by head dimension. Of the tiles for queries, the narrower ones of 64 and 128 serve block
+/// masks with 64 queries per block; dense problems take the first tile. The kernels for keys hold
+/// two accumulators of the head dimension, so their tiles are smaller, and beyond 128 pairs of
+/// warps divide it. All fit into 99 KB of shared memory.
+const TILES: &[AttentionBwd] = &[
+    tile(Zeros, 256, [64, 0], [8, 1], [1, 1]),
+    tile(Statistics, 256, [64, 0], [8, 1], [1, 1]),
+    tile(Sinks, 256, [64, 0], [8, 1], [1, 1]),
+    tile(Queries, 64, [128, 32], [4, 1], [2, 2]),
+    tile(Queries, 64, [64, 64], [4, 1], [2, 2]),
+    tile(Queries, 96, [64, 64], [4, 1], [1, 2]),
+    tile(Queries, 128, [128, 32], [4, 1], [1, 1]),
+    tile(Queries, 128, [64, 64], [4, 1], [1, 2]),
+    tile(Queries, 192, [64, 32], [4, 1], [1, 2]),
+    tile(Queries, 256, [64, 32], [4, 1], [1, 1]),
+    tile(Keys, 64, [64, 64], [4, 1], [2, 2]),
+    tile(Keys, 64, [32, 64], [4, 1], [2, 2]),
+    tile(Keys, 96, [32, 64], [4, 1], [2, 2]),
+    tile(Keys, 128, [32, 64], [4, 1], [2, 2]),
+    tile(Keys, 192, [32, 64], [8, 2], [1, 1]),
+    tile(Keys, 256, [32, 32], [4, 2], [1, 1]),
+];
+
+/// With 128 queries of head_dim 128 one CTA fits where shared memory has 100 KB, two where it has
+/// 164 KB. With 64 queries of head_dim 64 the kernel for keys spills on sm_120, and unknown GPUs
+/// take what it takes.
+fn is_compiled(tile: &AttentionBwd, target: Target) -> bool {
+    let newest = matches!(target, Target::Sm120 | Target::Ptx80);
+    target.is_portable()
+        && match (tile.step, tile.head_dim, tile.block_q) {
+            (Queries, 128, 128) => target.smem_limit() >= 163 * 1024,
+            (Keys, 64, 64) => !newest,
+            (Keys, 64, 32) => newest,
+            _ => true,
+        }
+}
+
+pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionBwd> {
+    each_dtype(TILES)
+        .filter(move |(_, tile)| is_compiled(tile, target))
+        .map(|(dtype, tile)| AttentionBwd { dtype, ..tile })
+}
+
+impl AttentionBwd {
+    /// The part that all kernels of the attention backward have.
+    pub const fn tile(&self) -> AttentionBwdTile {
+        let Self { step, dtype, head_dim, block_q, block_kv, .. } = *self;
+        AttentionBwdTile { step, dtype, head_dim, block_q, block_kv }
+    }
+}
+
+impl Family for AttentionBwd {
+    fn source(&self) -> &'static str {
+        match self.step {
+            Queries => "attention_bwd_q_sm80",
+            Keys => "attention_bwd_kv_sm80",
+            _ => "attention_bwd_delta_sm80",
+        }
+    }
+
+    fn name(&self) -> String {
+        let Self { step, dtype, head_dim, block_q, block_kv, warps, warps_d, stages, .. } = self;
+        match step {
+            Queries => format!("{dtype}_d{head_dim}_q{block_q}_kv{block_kv}_w{warps}_s{stages}"),
+            Keys => {
+                let warps = format!("w{}x{warps_d}", warps / warps_d);
+                format!("{dtype}_d{head_dim}_q{block_q}_kv{block_kv}_{warps}_s{stages}")
+            }
+            _ => format!("{dtype}_{step:?}").to_lowercase(),
+        }
+    }
+
+    fn warps(&self) -> u32 {
+        self.warps
+    }
+
+    /// For queries: the tiles of Q and dO, and a ring of K and V. For keys: the tiles of K and V, a
+    /// ring of Q and dO with their row statistics, and two tiles of scores that warps exchange.
+    fn smem_bytes(&self) -> u32 {
+        let size = self.dtype.size() as u32;
+        let [of_q, of_kv] =
+            [self.block_q, self.block_kv].map(|rows| 2 * rows * self.head_dim * size);
+        match self.step {
+            Queries => of_q + self.stages * of_kv,
+            Keys => {
+                let exchange = 2 * self.block_q * self.block_kv * size;
+                let exchanged = if self.warps_d > 1 { exchange } else { 0 };
+                of_kv + self.stages * (of_q + 2 * self.block_q * 4) + exchanged
+            }
+            _ => 0,
+        }
+    }
+
+    fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
+        define("VARIANT_DTYPE", self.dtype as u32);
+        define("VARIANT_MIN_BLOCKS", self.min_blocks);
+        match self.step {
+            Statistics => return define("VARIANT_STEP", 0),
+            Sinks => return define("VARIANT_STEP", 1),
+            Zeros => return define("VARIANT_STEP", 2),
+            Keys => define("VARIANT_WARPS_D", self.warps_d),
+            _ => {}
+        }
+        define("VARIANT_HEAD_DIM", self.head_dim);
+        define("VARIANT_BLOCK_Q", self.block_q);
+        define("VARIANT_BLOCK_KV", self.block_kv);
+        define("VARIANT_WARPS", self.warps);
+        define("VARIANT_STAGES", self.stages);
+    }
+
+    fn contains(&self) -> &'static [&'static str] {
+        match self.step {
+            Statistics => &["SHFL", "FFMA"],
+            Sinks => &["MUFU"],
+            Zeros => &["STG"],
+            _ => &["HMMA", "LDGSTS", "LDSM", "MUFU"],
+        }
+    }
+
+    fn supports(&self) -> Option<Support> {
+        self.tile().support()
+    }
+}

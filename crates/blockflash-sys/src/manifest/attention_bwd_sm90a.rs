@@ -1,0 +1,190 @@
+use super::AttentionBwdStep::{Keys, KeysAndSums, Queries, Sums};
+use super::family::{Family, Support, each_dtype};
+use super::{AttentionBwdStep, AttentionBwdTile};
+use crate::{DType, Target};
+
+/// Tiles of the Hopper kernels of the attention backward: `attention_bwd_q_sm90a`,
+/// `attention_bwd_kv_sm90a` with and without sums of dq, and `attention_bwd_dq_sm90a`, which
+/// rounds the sums. A CTA keeps a pair of tiles of one side and pairs of the other side pass
+/// through shared memory; a producer warpgroup loads, two consumer warpgroups compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AttentionBwdHopper {
+    /// What it computes.
+    pub step: AttentionBwdStep,
+    /// Element type of q, k, v, o and their gradients.
+    pub dtype: DType,
+    /// Head dimension of the tile; smaller ones are padded with zeros on chip.
+    pub head_dim: u32,
+    /// Rows of the tiles that a CTA keeps: keys, or queries where it computes dq.
+    pub resident_rows: u32,
+    /// Rows of the tiles that pass through.
+    pub stream_rows: u32,
+    /// Pipeline stages: of Q and of dO, or of K and of V.
+    pub stages: [u32; 2],
+}
+
+const fn tile(
+    step: AttentionBwdStep,
+    head_dim: u32,
+    [resident_rows, stream_rows]: [u32; 2],
+    stages: [u32; 2],
+) -> AttentionBwdHopper {
+    AttentionBwdHopper { step, dtype: DType::F16, head_dim, resident_rows, stream_rows, stages }
+}
+
+/// Tiles by head dimension. The sums of dq need 96 KB at a head_dim of 128, and registers for a
+/// third accumulator, so they exist for 64 and 128 only. Beyond 128 the two warpgroups share 64
+/// keys.
+const TILES: &[AttentionBwdHopper] = &[
+    tile(Queries, 64, [128, 128], [2, 2]),
+    tile(Queries, 96, [128, 128], [2, 2]),
+    tile(Queries, 128, [128, 128], [2, 2]),
+    tile(Queries, 192, [128, 64], [2, 2]),
+    tile(Queries, 256, [128, 64], [2, 1]),
+    tile(Keys, 64, [128, 64], [2, 2]),
+    tile(Keys, 96, [128, 64], [2, 2]),
+    tile(Keys, 128, [128, 64], [2, 2]),
+    tile(Keys, 192, [64, 64], [2, 2]),
+    tile(Keys, 256, [64, 64], [2, 2]),
+    tile(KeysAndSums, 64, [128, 64], [2, 2]),
+    tile(KeysAndSums, 128, [128, 64], [2, 2]),
+    tile(Sums, 64, [64, 0], [0, 0]),
+    tile(Sums, 128, [64, 0], [0, 0]),
+];
+
+pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionBwdHopper> {
+    each_dtype(TILES)
+        .filter(move |_| target == Target::Sm90a)
+        .map(|(dtype, tile)| AttentionBwdHopper { dtype, ..tile })
+}
+
+impl AttentionBwdHopper {
+    /// Bytes of a row of a panel in shared memory: the span of the swizzle, 64 elements.
+    const PANEL_ROW_BYTES: u32 = 128;
+    /// Bytes for row statistics, announced tiles and mbarriers.
+    const PAGE_BYTES: u32 = 2048;
+
+    /// The part that all kernels of the attention backward have.
+    pub const fn tile(&self) -> AttentionBwdTile {
+        let Self { step, dtype, head_dim, resident_rows, stream_rows, .. } = *self;
+        let [block_q, block_kv] = match step {
+            Keys | KeysAndSums => [stream_rows, resident_rows],
+            _ => [resident_rows, stream_rows],
+        };
+        AttentionBwdTile { step, dtype, head_dim, block_q, block_kv }
+    }
+}
+
+impl Family for AttentionBwdHopper {
+    fn source(&self) -> &'static str {
+        match self.step {
+            Queries => "attention_bwd_q_sm90a",
+            Sums => "attention_bwd_dq_sm90a",
+            _ => "attention_bwd_kv_sm90a",
+        }
+    }
+
+    fn name(&self) -> String {
+        let Self { step, dtype, head_dim, stages: [first, second], .. } = self;
+        let AttentionBwdTile { block_q, block_kv, .. } = self.tile();
+        let sums = if *step == KeysAndSums { "_sums" } else { "" };
+        match step {
+            Sums => format!("{dtype}_d{head_dim}"),
+            _ => format!("{dtype}_d{head_dim}_q{block_q}_kv{block_kv}_s{first}x{second}{sums}"),
+        }
+    }
+
+    /// Two consumer warpgroups and the producer warpgroup; eight warps that round the sums.
+    fn warps(&self) -> u32 {
+        if self.step == Sums { 8 } else { 12 }
+    }
+
+    /// The resident tiles, the two rings, the scores that warpgroups exchange, the staged sums of
+    /// dq, and a page of small things.
+    fn smem_bytes(&self) -> u32 {
+        let panels = self.head_dim.div_ceil(64);
+        let rows = 2 * self.resident_rows + (self.stages[0] + self.stages[1]) * self.stream_rows;
+        let tiles = rows * panels * Self::PANEL_ROW_BYTES;
+        let scores = 2 * self.resident_rows * Self::PANEL_ROW_BYTES;
+        let more = match self.step {
+            Sums => return 0,
+            Keys if self.resident_rows == 64 => scores,
+            KeysAndSums => scores + 2 * self.stream_rows * self.head_dim * 4,
+            _ => 0,
+        };
+        tiles + more + Self::PAGE_BYTES
+    }
+
+    /// The counter gives blocks of keys their place in the order of sums.
+    fn counts_tiles(&self) -> bool {
+        self.step == KeysAndSums
+    }
+
+    fn is_persistent(&self) -> bool {
+        false
+    }
+
+    fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
+        define("VARIANT_DTYPE", self.dtype as u32);
+        define("VARIANT_MIN_BLOCKS", 1);
+        if self.step == Sums {
+            return define("VARIANT_SUMS_HEAD_DIM", self.head_dim);
+        }
+        define("VARIANT_HEAD_DIM", self.head_dim);
+        define("VARIANT_RESIDENT_ROWS", self.resident_rows);
+        define("VARIANT_STREAM_ROWS", self.stream_rows);
+        define("VARIANT_STAGES", self.stages[0]);
+        define("VARIANT_SECOND_STAGES", self.stages[1]);
+        define("VARIANT_DQ", u32::from(self.step == KeysAndSums));
+    }
+
+    fn contains(&self) -> &'static [&'static str] {
+        match self.step {
+            Sums => &["F2FP"],
+            KeysAndSums => &["HGMMA", "UTMALDG", "UBLKCP", "UBLKRED", "MUFU", "USETMAXREG"],
+            _ => &["HGMMA", "UTMALDG", "MUFU", "USETMAXREG"],
+        }
+    }
+
+    fn supports(&self) -> Option<Support> {
+        self.tile().support()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::manifest::{self, Variant};
+
+    #[test]
+    fn tiles_fit() {
+        let kernels = manifest::kernels().iter().filter_map(|kernel| {
+            Some((kernel, kernel.attention_bwd_tile()?)).filter(|(kernel, _)| {
+                matches!(kernel.variant, Variant::AttentionBwd(_) | Variant::AttentionBwdHopper(_))
+            })
+        });
+        let mut steps = std::collections::HashSet::new();
+        for (kernel, tile) in kernels {
+            let symbol = kernel.symbol();
+            assert!(kernel.smem_bytes() <= kernel.target.smem_limit(), "{symbol}");
+            assert_eq!(kernel.family().counts_tiles(), tile.step == KeysAndSums, "{symbol}");
+            // Masks have blocks of 64 or multiples.
+            let divides = |rows: u32| rows == 0 || 128 % rows == 0;
+            assert!(divides(tile.block_q) && divides(tile.block_kv), "{symbol}");
+            steps.insert(tile.step);
+        }
+        assert_eq!(steps.len(), 7, "every step has kernels");
+    }
+
+    #[test]
+    fn shared_memory() {
+        let bytes = |step, head_dim| {
+            let same = |tile: &AttentionBwdHopper| (tile.step, tile.head_dim) == (step, head_dim);
+            tiles(Target::Sm90a).find(same).unwrap().smem_bytes()
+        };
+        assert_eq!(bytes(KeysAndSums, 128), 231_424);
+        assert_eq!(bytes(Keys, 128), 133_120);
+        assert_eq!(bytes(Keys, 256), 215_040);
+        assert_eq!(bytes(Queries, 256), 231_424);
+    }
+}

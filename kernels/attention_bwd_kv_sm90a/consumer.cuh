@@ -1,0 +1,68 @@
+// A consumer warpgroup with 64 keys of its own.
+#pragma once
+
+#include "tiles.cuh"
+
+namespace blockflash {
+namespace {
+
+// Of the 16 keys of a warp, a lane holds g and g + 8 (g = lane / 4) in every accumulator.
+__device__ __forceinline__ void consume(const Params& params, uint32_t smem,
+                                        const Barriers& barriers, int warpgroup) {
+  const blockflash_attention_fwd_params& p = params.base.base;
+  const int warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
+  const ScoreScale scale(p);
+  const Turns turns{warpgroup};
+  float s[kStreamRows / 2], dp[kStreamRows / 2], dk[kD / 2], dv[kD / 2];
+  uint32_t p16[kStreamRows / 4], ds16[kStreamRows / 4];
+#pragma unroll
+  for (int i = 0; i < kD / 2; ++i) dk[i] = dv[i] = 0.f;
+
+  const uint32_t k = ptx::wgmma_low(smem + warpgroup * 64 * 128), v = k + (kResidentBytes >> 4);
+  const uint32_t q = ptx::wgmma_low(smem + kFirstOffset),
+                 q_rows = ptx::wgmma_low(smem + kFirstOffset, kStreamPanel),
+                 d_o = ptx::wgmma_low(smem + kSecondOffset),
+                 d_o_rows = ptx::wgmma_low(smem + kSecondOffset, kStreamPanel);
+
+  turns.open();
+  Position<kStages> at(0);
+  int before = -1;  // stage of the tile before
+#pragma unroll 1
+  while (true) {
+    at.wait(barriers.first);
+    const int first_query = announced(smem, at.stage);
+    if (first_query < 0) break;
+    if (before < 0) ptx::mbarrier_wait(barriers.resident, 0);
+    const uint32_t stage = at.stage * (kStreamBytes >> 4);
+    ptx::wgmma_fence();
+    start_scores<kStreamRows>(s, k, kResidentPanel, q + stage, kStreamPanel);
+    // The scores are queued behind the gradients of the tile before, whose stage is now read.
+    ptx::wgmma_wait_group<1>();
+    ptx::wgmma_pin(dk), ptx::wgmma_pin(dv);
+    if (before >= 0) barriers.release(before);
+    at.wait(barriers.second);
+    if (before < 0) ptx::mbarrier_wait(barriers.resident + 8, 0);
+    ptx::wgmma_fence();
+    start_scores<kStreamRows>(dp, v, kResidentPanel, d_o + stage, kStreamPanel);
+    turns.end();
+    differentiate_scores<false>(s, dp, p16, ds16, scale,
+                                visible_pairs(p, warp_row, first_query, kStreamRows),
+                                statistics_at(first_statistics(smem, at.stage)),
+                                statistics_at(second_statistics(smem, at.stage)), [] {});
+    turns.begin();
+    ptx::wgmma_fence();
+    start_gradient<kStreamRows / 16>(dv, p16, d_o_rows + stage);
+    start_gradient<kStreamRows / 16>(dk, ds16, q_rows + stage);
+    ptx::wgmma_commit_group();
+    before = at.stage;
+    at.advance();
+  }
+  turns.close();
+  ptx::wgmma_wait_group<0>();
+  ptx::wgmma_pin(dk), ptx::wgmma_pin(dv);
+  store_dv(params.base, dv, warp_row);
+  store_dk(params.base, dk, warp_row);
+}
+
+}  // namespace
+}  // namespace blockflash

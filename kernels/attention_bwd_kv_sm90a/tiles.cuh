@@ -1,0 +1,67 @@
+// What both kinds of consumers share: which pairs of a tile they see, and how they store rows.
+#pragma once
+
+#include "blockflash/attention/gradient_ring.cuh"
+#include "blockflash/attention/query_walk.cuh"
+#include "blockflash/attention/visible.cuh"
+
+namespace blockflash {
+namespace {
+
+static_assert(kStreamRows == 64, "the statistics of a tile have 64 rows");
+static_assert(kStages == kSecondStages, "a stage of Q and its stage of dO are released together");
+
+using Keys = KeyWork<kResidentRows>;
+using Walk = QueryWalk<kStreamRows, kResidentRows>;
+
+// The visible pairs of a lane: keys from row `warp_row` of the CTA on, and queries from
+// `first_query` on.
+__device__ __forceinline__ Visible visible_pairs(const blockflash_attention_fwd_params& p,
+                                                 int warp_row, int first_query, int queries) {
+  const int lane = threadIdx.x % 32;
+  const QueryRange range = Keys::shared().range(p);
+  const int k_begin = Keys::shared().k_begin;
+  Visible visible;
+  visible.masked = range.is_masked(k_begin, kResidentRows, first_query, queries);
+  if (visible.masked) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const KeyRange seen_by =
+          range.queries_of(k_begin + warp_row + accumulator_row(lane, 2 * half));
+      const int first = first_query + accumulator_column(lane, 0);
+      visible.bits[half] = visible_keys(seen_by.begin - first, seen_by.end - first);
+    }
+  }
+  return visible;
+}
+
+// Statistics of the queries of a lane, from those of its first query on.
+__device__ __forceinline__ auto statistics_at(uint32_t first) {
+  const uint32_t of_lane = first + accumulator_column(threadIdx.x % 32, 0) * 4;
+  return [=](int j, float(&x)[2]) { ptx::load_shared_float2(x, of_lane + j * 32); };
+}
+
+__device__ __forceinline__ void store_gradient(const blockflash_attention_fwd_params& p,
+                                               const float (&gradient)[kD / 2], float factor,
+                                               void* tensor, int64_t batch, int64_t seq,
+                                               int64_t head, int warp_row) {
+  const Keys& work = Keys::shared();
+  Element* const out = static_cast<Element*>(tensor) +
+                       work.batch * batch * (p.cu_seqlens_q == nullptr) + work.head_kv * head +
+                       work.kv_offset * seq;
+  store_rows<Element>(reinterpret_cast<const float(&)[1][kD / 8][4]>(gradient), factor, out, seq,
+                      work.k_begin + warp_row, work.seqlen_kv, 0, p.head_dim, threadIdx.x % 32);
+}
+__device__ __forceinline__ void store_dk(const blockflash_attention_bwd_params& b,
+                                         const float (&dk)[kD / 2], int warp_row) {
+  store_gradient(b.base, dk, b.base.softmax_scale, b.dk, b.dk_stride_batch, b.dk_stride_seq,
+                 b.dk_stride_head, warp_row);
+}
+__device__ __forceinline__ void store_dv(const blockflash_attention_bwd_params& b,
+                                         const float (&dv)[kD / 2], int warp_row) {
+  store_gradient(b.base, dv, 1.f, b.dv, b.dv_stride_batch, b.dv_stride_seq, b.dv_stride_head,
+                 warp_row);
+}
+
+}  // namespace
+}  // namespace blockflash

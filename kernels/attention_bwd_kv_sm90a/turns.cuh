@@ -1,0 +1,137 @@
+// dq beside dk and dv: every block of keys adds its share to the sums of each query tile that it
+// visits, in turns. The order is the order in which blocks of keys are started, so the result does
+// not depend on scheduling, and a CTA waits only for CTAs that run already.
+//
+// Consumers leave the gradients of the scores of a tile in shared memory, multiply those of the
+// tile before by K, and stage their part of dq. Two warps of the producer warpgroup take the staged
+// tiles alternately: each waits until its block's turn has come and adds the tile by one bulk copy.
+// The first in turn stores instead of adding, so nothing has to be cleared.
+#pragma once
+
+#include "blockflash/ptx/global.cuh"
+#include "tiles.cuh"
+
+namespace blockflash {
+namespace {
+
+constexpr int kScoresBytes = kResidentRows * 128;  // 64 queries of each key
+constexpr int kSumsBytes = kStreamRows * kD * 4;   // dq of a query tile
+constexpr int kScoresOffset = kRingEnd, kStagingOffset = kScoresOffset + 2 * kScoresBytes;
+static_assert(!Config::dq || kStagingOffset + 2 * kSumsBytes <= kStatisticsOffset,
+              "manifest and kernel disagree on shared memory");
+
+// The blocks of keys in the order in which they are started. Under a mask with a right limit the
+// last block comes first: each starts at its first visible query, where all later blocks have
+// already been. Neighbours in this order belong to different heads, so that few blocks of one head
+// wait for each other at first.
+__device__ __forceinline__ Keys keys_in_turn(const Params& params) {
+  const blockflash_attention_fwd_params& p = params.base.base;
+  const int ticket = static_cast<int>(atomicAdd(params.tile_counter, 1u));
+  const int tiles = Keys::tiles_of_keys(params.base), heads = p.batch * p.num_heads_kv;
+  const int section = ticket / (params.heads_per_section * tiles) * params.heads_per_section;
+  const int rest = ticket - section * tiles, width = min(params.heads_per_section, heads - section);
+  const int tile = rest / width;
+  const bool descending = p.window_right != BLOCKFLASH_WINDOW_UNBOUNDED;
+  return Keys(params.base, section + rest % width, descending ? tiles - 1 - tile : tile);
+}
+
+// In the second counter: somebody has given up waiting, so nobody waits any more.
+constexpr uint32_t kGivenUp = 1u << 31;
+
+// The last CTA resets the counters for the next launch.
+__device__ __forceinline__ void close_turns(const Params& params) {
+  __threadfence();
+  if ((atomicAdd(params.tile_counter + 1, 1u) & ~kGivenUp) == gridDim.x - 1)
+    params.tile_counter[0] = params.tile_counter[1] = 0;
+}
+
+// How many blocks of keys come before this one at a query tile.
+__device__ __forceinline__ uint32_t rank_at(const blockflash_attention_fwd_params& p,
+                                            const Keys& work, int first_query) {
+  const QueryRange range = work.range(p);
+  const KeyRange any =
+      range.mask.keys_of_any(first_query, min(first_query + kStreamRows, range.seqlen_q) - 1);
+  const int block = work.k_begin / kResidentRows;
+  return p.window_right != BLOCKFLASH_WINDOW_UNBOUNDED
+             ? (any.end + kResidentRows - 1) / kResidentRows - 1 - block
+             : block - any.begin / kResidentRows;
+}
+
+// The mbarriers of two buffers each, used in turns by tile: the gradients of scores and the staged
+// sums. And the announcement of the tile and its first query, by the thread that reads all lists. A
+// staged tile holds back the consumers after two more tiles and these the announcements after two
+// more, so eight places suffice.
+struct TurnBarriers {
+  static constexpr int kPlaces = 8;
+  uint32_t scores, scores_empty, staged, staged_empty, places;
+
+  __device__ __forceinline__ explicit TurnBarriers(uint32_t smem)
+      : scores(smem + kPageEnd),
+        scores_empty(scores + 16),
+        staged(scores + 32),
+        staged_empty(scores + 48),
+        places(scores + 64) {}
+
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < 6; ++i) ptx::mbarrier_init(scores + 8 * i, 8);
+    for (int i = 6; i < 8; ++i) ptx::mbarrier_init(scores + 8 * i, 1);
+  }
+  // A tile of -1 ends the queue.
+  __device__ __forceinline__ void announce(int n, int tile, int first_query) const {
+    const uint32_t at = places + n % kPlaces * 8;
+    ptx::store_shared(at, static_cast<uint32_t>(tile));
+    ptx::store_shared(at + 4, static_cast<uint32_t>(first_query));
+  }
+};
+static_assert(!Config::dq || kPageEnd + 64 + 8 * TurnBarriers::kPlaces <= Config::smem_bytes,
+              "the page is too small");
+
+// Waits until a tile has been added to `rank` times. If somebody else writes to the workspace while
+// the kernel runs, that may never come true. A wait takes microseconds, so after about two seconds
+// of polling the sums are worthless anyway, and all that is left to do is to end.
+__device__ __forceinline__ void wait_for_turn(const uint32_t* turn, uint32_t rank,
+                                              uint32_t* counter) {
+  constexpr uint32_t kPolls = 1u << 21, kBetween = 1u << 10;
+#pragma unroll 1
+  for (uint32_t poll = 1; ptx::load_acquire(turn) != rank; ++poll) {
+    if (poll % kBetween != 0) continue;
+    if (ptx::load_acquire(counter) & kGivenUp) return;
+    if (poll >= kPolls) {
+      atomicOr(counter, kGivenUp);
+      return;
+    }
+  }
+}
+
+// One thread that adds every second staged tile, when its turn has come.
+__device__ __forceinline__ void add_in_turn(const Params& params, uint32_t smem, int which) {
+  const TurnBarriers barriers(smem);
+  const uint32_t staged = smem + kStagingOffset + which * kSumsBytes;
+#pragma unroll 1
+  for (int n = which;; n += 2) {
+    ptx::mbarrier_wait(barriers.staged + 8 * which, n / 2 & 1);
+    const uint32_t place = barriers.places + n % TurnBarriers::kPlaces * 8;
+    const int tile = static_cast<int>(ptx::load_shared(place));
+    const int first_query = static_cast<int>(ptx::load_shared(place + 4));
+    if (tile < 0) return;
+    const uint32_t rank = rank_at(params.base.base, Keys::shared(), first_query);
+    float* const sums = params.dq_sums + static_cast<int64_t>(tile) * (kSumsBytes / 4);
+    uint32_t* const turn = params.base.turns + tile;
+    if (rank == 0) {
+      ptx::bulk_store(sums, staged, kSumsBytes);
+    } else {
+      wait_for_turn(turn, rank, params.tile_counter + 1);
+      ptx::fence_proxy_async_global();
+      ptx::bulk_add(sums, staged, kSumsBytes);
+    }
+    ptx::tensor_store_commit();
+    ptx::tensor_store_wait_read();
+    ptx::mbarrier_arrive(barriers.staged_empty + 8 * which);
+    ptx::tensor_store_wait();
+    ptx::fence_proxy_async_global();
+    ptx::store_release(turn, rank + 1);
+  }
+}
+
+}  // namespace
+}  // namespace blockflash

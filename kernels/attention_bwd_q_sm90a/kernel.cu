@@ -1,0 +1,175 @@
+// Attention backward with respect to the queries on Hopper: dq = ds·k·softmax_scale.
+//
+// A CTA owns 128 queries of one head and visits their key tiles like the forward pass. Q and dO
+// stay in shared memory, K and V pass through it; scores, their gradients and dq stay in registers.
+// Nothing is shared between CTAs, so the result has one order of summation.
+#include "blockflash/attention/gradient_ring.cuh"
+#include "blockflash/attention/visible.cuh"
+#include "blockflash/attention/visit.cuh"
+
+namespace blockflash {
+namespace {
+
+using KeyVisit = Visit<kResidentRows, kStreamRows>;
+
+__device__ __forceinline__ void produce(const Params& params, const KeyVisit& visit, uint32_t smem,
+                                        const Barriers& barriers) {
+  const blockflash_attention_fwd_params& p = params.base.base;
+  const Work<kResidentRows>& work = visit.work;
+  const int batch = p.cu_seqlens_q != nullptr ? 0 : work.batch;
+  const auto copy_resident = [&](int which, const blockflash_tensor_map& map) {
+    ptx::mbarrier_arrive_expect_tx(barriers.resident + 8 * which, kResidentBytes);
+    copy_tile<kResidentRows, 64>(smem + which * kResidentBytes, map,
+                                 static_cast<int>(work.q_offset) + work.q_begin, work.head, batch,
+                                 barriers.resident + 8 * which);
+  };
+  copy_resident(0, params.q);
+  Position<kStages> k_at(1);
+  Position<kSecondStages> v_at(1);
+#pragma unroll 1
+  for (int i = 0; i < visit.tiles; ++i) {
+    const int first = visit.list.tile_at(visit.last - i) * kStreamRows;
+    const int row = static_cast<int>(work.kv_offset) + first;
+    const auto copy = [&](uint32_t barrier, uint32_t dst, const blockflash_tensor_map& map) {
+      ptx::mbarrier_arrive_expect_tx(barrier, kStreamBytes);
+      copy_tile<kStreamRows, kStreamRows>(dst, map, row, work.head_kv, batch, barrier);
+    };
+    k_at.wait(barriers.first_empty);
+    announce(smem, k_at.stage, first);
+    copy(barriers.first + 8 * k_at.stage, smem + kFirstOffset + k_at.stage * kStreamBytes,
+         params.k);
+    if (i == 0) copy_resident(1, params.d_o);
+    v_at.wait(barriers.second_empty);
+    copy(barriers.second + 8 * v_at.stage, smem + kSecondOffset + v_at.stage * kStreamBytes,
+         params.v);
+    k_at.advance(), v_at.advance();
+  }
+  // Nobody waits for Q where there are no tiles. Shared memory must not be given back before.
+  if (visit.tiles <= 0) ptx::mbarrier_wait(barriers.resident, 0);
+  k_at.wait(barriers.first_empty);
+  announce(smem, k_at.stage, -1);
+  ptx::mbarrier_arrive(barriers.first + 8 * k_at.stage);
+}
+
+// One consumer warpgroup: 64 queries. Of the 16 queries of a warp, a lane holds g and g + 8
+// (g = lane / 4) in every accumulator.
+__device__ __forceinline__ void consume(const Params& params, uint32_t smem,
+                                        const Barriers& barriers, int warpgroup) {
+  const blockflash_attention_bwd_params& b = params.base;
+  const blockflash_attention_fwd_params& p = b.base;
+  const bool packed = p.cu_seqlens_q != nullptr;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int warp_row = warpgroup * 64 + warp * 16;
+  const ScoreScale scale(p);
+  const Turns turns{warpgroup};
+  float s[kStreamRows / 2], dp[kStreamRows / 2], dq[kD / 2];
+  uint32_t p16[kStreamRows / 4], ds16[kStreamRows / 4];
+#pragma unroll
+  for (int i = 0; i < kD / 2; ++i) dq[i] = 0.f;
+
+  // Rows past the end have a logarithm of infinity, so their probabilities are 0.
+  float logs[2], deltas[2];
+  {
+    const Work<kResidentRows>& work = KeyVisit::shared().work;
+    const int64_t statistics = work.batch * b.statistics_stride_batch * !packed +
+                               work.head * b.statistics_stride_head +
+                               statistics_row(packed, work.batch, work.q_offset);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = work.q_begin + warp_row + accumulator_row(lane, 2 * half);
+      const bool inside = row < work.seqlen_q;
+      logs[half] = inside ? b.negative_logs[statistics + row] : -CUDART_INF_F;
+      deltas[half] = inside ? b.deltas[statistics + row] : 0.f;
+    }
+  }
+  const uint32_t q = ptx::wgmma_low(smem + warpgroup * 64 * 128), d_o = q + (kResidentBytes >> 4);
+  const uint32_t k = ptx::wgmma_low(smem + kFirstOffset),
+                 k_rows = ptx::wgmma_low(smem + kFirstOffset, kStreamPanel),
+                 v = ptx::wgmma_low(smem + kSecondOffset);
+  const auto release = [&](uint32_t barriers_of_ring, int stage) {
+    if (lane == 0) ptx::mbarrier_arrive(barriers_of_ring + 8 * stage);
+  };
+  const auto load = [&](const float(&of_rows)[2]) {
+    return [&](int, float(&x)[2]) { x[0] = of_rows[0], x[1] = of_rows[1]; };
+  };
+
+  turns.open();
+  Position<kStages> k_at(0);
+  Position<kSecondStages> v_at(0);
+  int before = -1;  // stage of K of the tile before
+#pragma unroll 1
+  while (true) {
+    k_at.wait(barriers.first);
+    const int first_key = announced(smem, k_at.stage);
+    if (first_key < 0) break;
+    if (before < 0) ptx::mbarrier_wait(barriers.resident, 0);
+    const uint32_t k_stage = k_at.stage * (kStreamBytes >> 4);
+    ptx::wgmma_fence();
+    start_scores<kStreamRows>(s, q, kResidentPanel, k + k_stage, kStreamPanel);
+    // The scores are queued behind the gradient of the tile before, whose stage is now read.
+    ptx::wgmma_wait_group<1>();
+    ptx::wgmma_pin(dq);
+    if (before >= 0) release(barriers.first_empty, before);
+    v_at.wait(barriers.second);
+    if (before < 0) ptx::mbarrier_wait(barriers.resident + 8, 0);
+    ptx::wgmma_fence();
+    start_scores<kStreamRows>(dp, d_o, kResidentPanel, v + v_at.stage * (kStreamBytes >> 4),
+                              kStreamPanel);
+    turns.end();
+
+    const KeyVisit& visit = KeyVisit::shared();
+    const AttentionMask mask = visit.mask(p);
+    const KeyRange all = mask.keys_of_all(visit.work.q_begin, visit.q_last());
+    Visible visible;
+    visible.masked = first_key < all.begin || first_key + kStreamRows > all.end;
+    if (visible.masked) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const KeyRange keys =
+            mask.keys_of(visit.work.q_begin + warp_row + accumulator_row(lane, 2 * half));
+        const int first = first_key + accumulator_column(lane, 0);
+        visible.bits[half] = visible_keys(keys.begin - first, keys.end - first);
+      }
+    }
+    differentiate_scores<true>(s, dp, p16, ds16, scale, visible, load(logs), load(deltas),
+                               [&] { release(barriers.second_empty, v_at.stage); });
+
+    turns.begin();
+    ptx::wgmma_fence();
+    start_gradient<kStreamRows / 16>(dq, ds16, k_rows + k_stage);
+    ptx::wgmma_commit_group();
+    before = k_at.stage;
+    k_at.advance(), v_at.advance();
+  }
+  turns.close();
+  ptx::wgmma_wait_group<0>();
+  ptx::wgmma_pin(dq);
+
+  const Work<kResidentRows>& work = KeyVisit::shared().work;
+  Element* const out = static_cast<Element*>(b.dq) + work.batch * b.dq_stride_batch * !packed +
+                       work.head * b.dq_stride_head + work.q_offset * b.dq_stride_seq;
+  store_rows<Element>(reinterpret_cast<const float(&)[1][kD / 8][4]>(dq), p.softmax_scale, out,
+                      b.dq_stride_seq, work.q_begin + warp_row, work.seqlen_q, 0, p.head_dim, lane);
+}
+
+}  // namespace
+}  // namespace blockflash
+
+BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params params) {
+  using namespace blockflash;
+  extern __shared__ __align__(1024) unsigned char smem_bytes[];
+  const uint32_t smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem_bytes));
+  const Barriers barriers(smem);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+
+  if (threadIdx.x == 0) barriers.init();
+  const KeyVisit visit = KeyVisit::agreed(params.base.base);
+  if (visit.work.q_begin >= visit.work.seqlen_q) return;
+  if (warpgroup == 0) {
+    ptx::lower_registers<kProducerRegisters>();
+    if (threadIdx.x == 0) produce(params, visit, smem, barriers);
+  } else {
+    ptx::raise_registers<kConsumerRegisters>();
+    consume(params, smem, barriers, warpgroup - 1);
+  }
+}

@@ -1,0 +1,93 @@
+// What all kernels of the attention backward share: the probabilities and their gradients, the
+// row statistics in the workspace, and the rows of an output.
+//
+// With s = q·kᵀ·softmax_scale, p = exp(s - lse), dp = dO·vᵀ and delta = rowsum(dO∘o):
+// ds = p∘(dp - delta), dv = pᵀ·dO, dq = ds·k·softmax_scale, dk = dsᵀ·q·softmax_scale.
+#pragma once
+
+#include <math_constants.h>
+#include <stdint.h>
+
+#include "blockflash/attention/packed_rows.cuh"
+#include "blockflash/attention/soft_cap.cuh"
+#include "blockflash/mma/element.cuh"
+#include "blockflash/mma/fragment.cuh"
+#include "blockflash/params.h"
+#include "blockflash/ptx/math.cuh"
+
+namespace blockflash {
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+// Row statistics have room for whole tiles of so many queries in every sequence, so that a tile can
+// be copied without looking at its end.
+constexpr int kStatisticsTile = 64;
+
+// Where the statistics of a sequence begin in its head: packed sequences begin at a multiple of
+// kStatisticsTile behind the padded rows of the sequences before them.
+__device__ __forceinline__ int64_t statistics_row(bool packed, int batch, int q_offset) {
+  if (!packed) return 0;
+  return (static_cast<int64_t>(q_offset) + static_cast<int64_t>(batch) * kStatisticsTile) /
+         kStatisticsTile * kStatisticsTile;
+}
+
+// Factors of a score. With a softcap the score is capped before it becomes an exponent.
+struct ScoreScale {
+  float softcap, scale_over_cap, scale_log2;
+
+  __device__ __forceinline__ explicit ScoreScale(const blockflash_attention_fwd_params& p)
+      : softcap(p.softcap),
+        scale_over_cap(p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f),
+        scale_log2(p.softcap > 0.f ? kLog2e : kLog2e * p.softmax_scale) {}
+};
+
+// One pair of a query and a key: turns the score s = q·k into the probability and dp = dO·v into
+// the gradient of the (scaled) score. `negative_log` is -lse·log2(e) of the query. A masked pair
+// has both 0 by selection, since 0·NaN would be NaN.
+template <bool capped>
+__device__ __forceinline__ void differentiate(float& s, float& dp, const ScoreScale& scale,
+                                              float negative_log, float delta, bool visible) {
+  float slope = 1.f;
+  float x = s;
+  if constexpr (capped) {
+    const float y = ptx::ex2_approx(2.f * kLog2e * x * scale.scale_over_cap);
+    const float t = fmaf(-2.f, ptx::rcp_approx(y + 1.f), 1.f);
+    slope = fmaf(-t, t, 1.f);
+    x = soft_cap(x, scale.softcap, scale.scale_over_cap);
+  }
+  const float p = ptx::ex2_approx(fmaf(x, scale.scale_log2, negative_log));
+  const float ds = p * (dp - delta) * slope;
+  s = visible ? p : 0.f;
+  dp = visible ? ds : 0.f;
+}
+
+// Stores the accumulators of rows row0 + 16 m + g (g = lane / 4) and 8 further, 16 bytes per lane.
+// Columns count from `column0`.
+template <class Element, int m_tiles, int n_tiles>
+__device__ __forceinline__ void store_rows(const float (&acc)[m_tiles][n_tiles][4], float factor,
+                                           void* first, int64_t row_stride, int row0, int rows,
+                                           int column0, int columns, int lane) {
+  static_assert(n_tiles % 4 == 0, "four MMA tiles are stored at a time");
+#pragma unroll
+  for (int m = 0; m < m_tiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row0 + m * 16 + accumulator_row(lane, 2 * half);
+      Element* const out = static_cast<Element*>(first) + row * row_stride;
+#pragma unroll
+      for (int d = 0; d < n_tiles; d += 4) {
+        uint32_t piece[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          piece[i] = ElementTraits<Element>::pack(acc[m][d + i][2 * half] * factor,
+                                                  acc[m][d + i][2 * half + 1] * factor);
+        quad_transpose(piece, lane);
+        const int column = column0 + (d + (lane & 3)) * 8;
+        if (row < rows && column < columns)
+          *reinterpret_cast<uint4*>(out + column) =
+              make_uint4(piece[0], piece[1], piece[2], piece[3]);
+      }
+    }
+}
+
+}  // namespace blockflash

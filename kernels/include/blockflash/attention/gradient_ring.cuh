@@ -1,0 +1,232 @@
+// What the Hopper kernels of the attention backward share. A CTA keeps a pair of tiles in shared
+// memory (K and V, or Q and dO) and streams pairs of tiles of the other side past it. One thread of
+// the producer warpgroup reads all lists and issues all TMA loads; two consumer warpgroups compute.
+#pragma once
+
+#include "blockflash/attention/gradient.cuh"
+#include "blockflash/config.cuh"
+#include "blockflash/ptx/barrier.cuh"
+#include "blockflash/ptx/launch.cuh"
+#include "blockflash/ptx/mbarrier.cuh"
+#include "blockflash/ptx/shared.cuh"
+#include "blockflash/ptx/tensor_copy.cuh"
+#include "blockflash/ptx/wgmma.cuh"
+
+namespace blockflash {
+namespace {
+
+using Config = AttentionBwdHopperConfig;
+using Params = blockflash_attention_bwd_tma_params;
+using Element = Config::Element;
+using Traits = ElementTraits<Element>;
+
+constexpr int kD = Config::head_dim, kStages = Config::stages,
+              kSecondStages = Config::second_stages;
+constexpr int kResidentRows = Config::resident_rows, kStreamRows = Config::stream_rows;
+constexpr int kPanels = (kD + 63) / 64;  // 64 columns: rows of 128 bytes with the 128-byte swizzle
+// Warps of the producer warpgroup that add dq need more registers.
+constexpr int kProducerRegisters = Config::dq ? 40 : 24,
+              kConsumerRegisters = Config::dq ? 232 : 240;
+
+// Shared memory: the resident pair; the rings of first tiles (Q or K) and of second tiles (dO or
+// V); what a kernel adds; and a page of row statistics, announcements and mbarriers.
+constexpr int kResidentPanel = kResidentRows * 128, kStreamPanel = kStreamRows * 128;
+constexpr int kResidentBytes = kPanels * kResidentPanel, kStreamBytes = kPanels * kStreamPanel;
+constexpr int kFirstOffset = 2 * kResidentBytes,
+              kSecondOffset = kFirstOffset + kStages * kStreamBytes,
+              kRingEnd = kSecondOffset + kSecondStages * kStreamBytes;
+constexpr int kPageBytes = 2048;
+constexpr int kStatisticsOffset = Config::smem_bytes - kPageBytes, kStatisticsBytes = 64 * 4;
+constexpr int kTileOffset = kStatisticsOffset + (kStages + kSecondStages) * kStatisticsBytes;
+constexpr int kBarrierOffset = kTileOffset + 16,
+              kPageEnd = kBarrierOffset + 8 * (2 + 2 * (kStages + kSecondStages));
+static_assert(kPageEnd <= Config::smem_bytes, "the page is too small");
+
+// The mbarriers: the two resident tiles; and of each ring, the arrival of a stage and its release
+// by all consumer warps.
+struct Barriers {
+  uint32_t resident, first, second, first_empty, second_empty;
+
+  __device__ __forceinline__ explicit Barriers(uint32_t smem)
+      : resident(smem + kBarrierOffset),
+        first(resident + 16),
+        second(first + 8 * kStages),
+        first_empty(second + 8 * kSecondStages),
+        second_empty(first_empty + 8 * kStages) {}
+
+  __device__ __forceinline__ void init() const {
+    constexpr int kFull = kStages + kSecondStages;
+    for (int i = 0; i < 2 + kFull; ++i) ptx::mbarrier_init(resident + 8 * i, 1);
+    for (int i = 0; i < kFull; ++i) ptx::mbarrier_init(first_empty + 8 * i, 4 * Config::warpgroups);
+    ptx::fence_mbarrier_init();
+  }
+
+  // Releases a stage of both rings, by the lanes of a warp that have read it.
+  __device__ __forceinline__ void release(int stage) const {
+    if (threadIdx.x % 32 != 0) return;
+    ptx::mbarrier_arrive(first_empty + 8 * stage);
+    ptx::mbarrier_arrive(second_empty + 8 * stage);
+  }
+};
+
+// A position in a ring. A consumer starts with parity 0, a producer, whose stages are free at
+// first, with parity 1.
+template <int stages>
+struct Position {
+  int stage = 0;
+  uint32_t parity;
+
+  __device__ __forceinline__ explicit Position(uint32_t first_parity) : parity(first_parity) {}
+  __device__ __forceinline__ void wait(uint32_t barriers) const {
+    ptx::mbarrier_wait(barriers + 8 * stage, parity);
+  }
+  __device__ __forceinline__ void advance() {
+    if (stages == 1 || ++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
+// Where the statistics of a stage lie that belong to its first or its second tile.
+__device__ __forceinline__ uint32_t first_statistics(uint32_t smem, int stage) {
+  return smem + kStatisticsOffset + stage * kStatisticsBytes;
+}
+__device__ __forceinline__ uint32_t second_statistics(uint32_t smem, int stage) {
+  return first_statistics(smem, kStages + stage);
+}
+
+// Starts the TMA loads of all panels of a tile, in boxes of box_rows rows.
+template <int rows, int box_rows>
+__device__ __forceinline__ void copy_tile(uint32_t dst, const blockflash_tensor_map& map, int row,
+                                          int head, int batch, uint32_t barrier) {
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel)
+#pragma unroll
+    for (int at = 0; at < rows; at += box_rows)
+      ptx::tensor_copy_4d(dst + panel * rows * 128 + at * 128, &map, panel * 64, row + at, head,
+                          batch, barrier);
+}
+
+// The announcement of a tile by the producer: its first row, or -1 when there are no more tiles.
+__device__ __forceinline__ void announce(uint32_t smem, int stage, int first_row) {
+  ptx::store_shared(smem + kTileOffset + 4 * stage, static_cast<uint32_t>(first_row));
+}
+__device__ __forceinline__ int announced(uint32_t smem, int stage) {
+  return static_cast<int>(ptx::load_shared(smem + kTileOffset + 4 * stage));
+}
+
+// Consumers take turns in issuing their products, so that one differentiates its scores while the
+// tensor cores work for the other.
+struct Turns {
+  int warpgroup;
+  __device__ __forceinline__ void begin() const { ptx::named_barrier_sync(1 + warpgroup, 256); }
+  __device__ __forceinline__ void end() const { ptx::named_barrier_arrive(2 - warpgroup, 256); }
+  // The second consumer waits before its first product; the first one grants a last turn.
+  __device__ __forceinline__ void open() const {
+    if (warpgroup == 1) begin();
+  }
+  __device__ __forceinline__ void close() const {
+    if (warpgroup == 0) end();
+  }
+};
+
+// d[64, columns] = a·bᵀ over the head dimension: 64 rows of a and all rows of b, both K-major.
+template <int columns>
+__device__ __forceinline__ void start_scores(float (&d)[columns / 2], uint32_t a, int a_panel,
+                                             uint32_t b, int b_panel) {
+  using Product = ptx::Wgmma<columns, Element>;
+#pragma unroll
+  for (int k = 0; k < (kD + 15) / 16; ++k) {
+    const uint64_t a_step = ptx::wgmma_descriptor_of(a) + (k / 4 * a_panel >> 4) + k % 4 * 2,
+                   b_step = ptx::wgmma_descriptor_of(b) + (k / 4 * b_panel >> 4) + k % 4 * 2;
+    if (k == 0)
+      Product::template ss<false>(d, a_step, b_step);
+    else
+      Product::template ss<true>(d, a_step, b_step);
+  }
+  ptx::wgmma_commit_group();
+}
+
+// d[64, columns] += a·b: a in registers, with 16 · steps columns, and so many rows of b.
+template <int steps, int half_columns>
+__device__ __forceinline__ void start_gradient(float (&d)[half_columns], const uint32_t* a,
+                                               uint32_t b) {
+#pragma unroll
+  for (int k = 0; k < steps; ++k)
+    ptx::Wgmma<2 * half_columns, Element>::template rs<true, true>(
+        d, a + 4 * k, ptx::wgmma_descriptor_of(b) + k * 128);
+}
+
+// Which of a lane's pairs are visible, as bits per row: all of them unless the tile is masked.
+struct Visible {
+  uint32_t bits[2] = {~0u, ~0u};
+  bool masked;
+
+  template <int n>
+  __device__ __forceinline__ void hide(float (&x)[n], float value) const {
+    if (!masked) return;
+#pragma unroll
+    for (int i = 0; i < n; ++i)
+      if (!(bits[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1)) x[i] = value;
+  }
+};
+
+// Once the scores s and dp = dO·v of a lane are there, in this order: rounds the probabilities
+// and the gradients of the scores, both operands of the next products. `logs(j, x)`
+// and `deltas(j, x)` yield the statistics of s[4 j…]: of element i they are x[i / 2 % 2] where rows
+// are queries, and x[i % 2] where columns are. `read()` is called when dp is complete. A hidden
+// pair has both 0 by selection, since 0·NaN would be NaN.
+template <bool by_row, int n, class Logs, class Deltas, class Read>
+__device__ __forceinline__ void differentiate_scores(float (&s)[n], float (&dp)[n],
+                                                     uint32_t (&p16)[n / 2],
+                                                     uint32_t (&ds16)[n / 2],
+                                                     const ScoreScale& scale,
+                                                     const Visible& visible, const Logs& logs,
+                                                     const Deltas& deltas, const Read& read) {
+  const auto of = [](int i) { return by_row ? i / 2 % 2 : i % 2; };
+  const auto round = [](const float* x, uint32_t* words) {
+    words[0] = Traits::pack(x[0], x[1]), words[1] = Traits::pack(x[2], x[3]);
+  };
+  float negative_log[2], delta[2];
+  if (scale.softcap > 0.f) {
+    // Both at once, so that no register holds the slope beside dp.
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_pin(s), ptx::wgmma_pin(dp);
+    read();
+    visible.hide(s, -CUDART_INF_F);
+#pragma unroll
+    for (int j = 0; j < n / 4; ++j) {
+      logs(j, negative_log), deltas(j, delta);
+#pragma unroll
+      for (int i = 4 * j; i < 4 * j + 4; ++i)
+        differentiate<true>(s[i], dp[i], scale, negative_log[of(i)], delta[of(i)],
+                            s[i] != -CUDART_INF_F);
+      round(s + 4 * j, p16 + 2 * j), round(dp + 4 * j, ds16 + 2 * j);
+    }
+    return;
+  }
+  ptx::wgmma_wait_group<1>();
+  ptx::wgmma_pin(s);
+  visible.hide(s, -CUDART_INF_F);
+#pragma unroll
+  for (int j = 0; j < n / 4; ++j) {
+    logs(j, negative_log);
+#pragma unroll
+    for (int i = 4 * j; i < 4 * j + 4; ++i)
+      s[i] = ptx::ex2_approx(fmaf(s[i], scale.scale_log2, negative_log[of(i)]));
+    round(s + 4 * j, p16 + 2 * j);
+  }
+  ptx::wgmma_wait_group<0>();
+  ptx::wgmma_pin(dp);
+  read();
+#pragma unroll
+  for (int j = 0; j < n / 4; ++j) {
+    deltas(j, delta);
+#pragma unroll
+    for (int i = 4 * j; i < 4 * j + 4; ++i) dp[i] = s[i] * (dp[i] - delta[of(i)]);
+  }
+  visible.hide(dp, 0.f);
+#pragma unroll
+  for (int j = 0; j < n / 4; ++j) round(dp + 4 * j, ds16 + 2 * j);
+}
+
+}  // namespace
+}  // namespace blockflash
