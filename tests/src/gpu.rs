@@ -5,14 +5,16 @@ use blockflash_ops::{Device, Stream};
 use blockflash_safe::{CudaProperties, Event, cuda_status};
 use blockflash_sys::{Kernel, image, manifest};
 use sha2::{Digest, Sha256};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::io::Write;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 /// Longest time that a launch may take. The slowest correct one takes well under a second.
 const LAUNCH_LIMIT: Duration = Duration::from_secs(30);
 
 /// A usable GPU and a stream on it.
+#[derive(Clone)]
 pub struct Gpu {
     /// The GPU.
     pub device: Device,
@@ -105,6 +107,43 @@ impl Gpu {
         })
     }
 
+    /// Checks groups of kernels, as many at a time as the host has cores to compute references, each
+    /// group on a stream of its own. The passes of a group are recorded when it is done, so that an
+    /// interrupted run keeps them. No kernel may be in two groups. Kernels that failed `before` are
+    /// not recorded.
+    pub fn check_groups<T: Send>(
+        &self,
+        suite: &str,
+        before: &Report,
+        groups: impl IntoIterator<Item = T>,
+        check: impl Fn(T, &Self, &mut Report) + Sync,
+    ) {
+        let groups = Mutex::new(groups.into_iter().collect::<VecDeque<_>>());
+        let count = groups.lock().unwrap().len();
+        assert!(count > 0, "no kernel of the manifest runs on {}", self.properties.name);
+        let failures = Mutex::new(Vec::new());
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let work = || {
+            let stream = self.device.stream().expect("another stream");
+            let gpu = Self { stream, ..self.clone() };
+            // The lock is free while a group is checked.
+            while let Some(group) = { groups.lock().unwrap().pop_front() } {
+                let mut report = Report::default();
+                check(group, &gpu, &mut report);
+                for (image, outcome) in &before.0 {
+                    report.0.entry(image.clone()).and_modify(|later| later.add(outcome));
+                }
+                failures.lock().unwrap().extend(report.close(&gpu, suite));
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..cores.min(count) {
+                scope.spawn(work);
+            }
+        });
+        require_none(&failures.into_inner().unwrap(), self);
+    }
+
     /// Whether the GPU has this much memory; if not, one line says what is skipped.
     pub fn has_memory(&self, gigabytes: u64, what: &str) -> bool {
         let enough = self.properties.memory_bytes >= gigabytes << 30;
@@ -150,6 +189,13 @@ struct Outcome {
     failures: Vec<String>,
 }
 
+impl Outcome {
+    fn add(&mut self, other: &Self) {
+        self.compared += other.compared;
+        self.failures.extend_from_slice(&other.failures);
+    }
+}
+
 impl Report {
     /// Runs one check of a kernel, which returns the number of compared outputs. A kernel that has
     /// failed a few times is not run again.
@@ -167,8 +213,13 @@ impl Report {
     /// Records the kernels that passed everything, reports them, and fails with all failures if
     /// there are any.
     pub fn finish(self, gpu: &Gpu, suite: &str) {
-        let mut failures = Vec::new();
         assert!(!self.0.is_empty(), "no kernel of the manifest runs on {}", gpu.properties.name);
+        require_none(&self.close(gpu, suite), gpu);
+    }
+
+    /// Records the kernels that passed everything and returns the failures of the others.
+    fn close(self, gpu: &Gpu, suite: &str) -> Vec<String> {
+        let mut failures = Vec::new();
         for (image, outcome) in self.0 {
             match outcome.kernel {
                 Some(kernel) if outcome.failures.is_empty() && outcome.compared > 0 => {
@@ -178,14 +229,13 @@ impl Report {
                 _ => failures.push(format!("{image}:\n  {}", outcome.failures.join("\n  "))),
             }
         }
-        assert!(
-            failures.is_empty(),
-            "{} kernels failed on {}:\n{}",
-            failures.len(),
-            gpu.properties.name,
-            failures.join("\n")
-        );
+        failures
     }
+}
+
+fn require_none(failures: &[String], gpu: &Gpu) {
+    let (count, name) = (failures.len(), &gpu.properties.name);
+    assert!(failures.is_empty(), "{count} kernels failed on {name}:\n{}", failures.join("\n"));
 }
 
 /// SHA-256 of an image as the compiler wrote it, in lower-case hexadecimal.

@@ -10,18 +10,17 @@ use blockflash_tests::attention::{
     AttentionCase, BlockCase, BlockPattern, Choice, Lengths, MaskHeads,
 };
 use blockflash_tests::attention_bwd::{
-    BackwardData, BackwardInputs, BackwardOutputs, BackwardReference, backward_groups, cases_of,
-    run_case, run_or_refuse, same_gradients,
+    BackwardData, BackwardGroup, BackwardInputs, BackwardOutputs, BackwardReference,
+    backward_groups, cases_of, run_case, run_or_refuse, same_gradients,
 };
-use blockflash_tests::gpu::{Report, gpu, wait};
+use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
 use half::f16;
 
 #[test]
 fn every_kernel() {
     let Some(gpu) = gpu("attention_bwd_gpu::every_kernel") else { return };
-    let stream = &gpu.stream;
-    let mut report = Report::default();
-    for ((dtype, head_dim), kernels) in backward_groups(&gpu) {
+    let check = |((dtype, head_dim), kernels): BackwardGroup, gpu: &Gpu, report: &mut Report| {
+        let stream = &gpu.stream;
         for case in cases_of(dtype, head_dim) {
             let data = BackwardData::generate(&case);
             let reference = BackwardReference::compute(&case, &data);
@@ -40,8 +39,8 @@ fn every_kernel() {
                     .map_err(|error| story("offsets")(error.to_string()))
             });
         }
-    }
-    report.finish(&gpu, "attention_bwd_gpu");
+    };
+    gpu.check_groups("attention_bwd_gpu", &Report::default(), backward_groups(&gpu), check);
 }
 
 /// A case that a kernel takes, whatever its step is: packed where it only writes zeros.

@@ -6,8 +6,8 @@ use blockflash_sys::Kernel;
 use blockflash_sys::manifest::AttentionTile;
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, Choice,
-    Lengths, Limits, attention_cases, dims_of_tile, edge_cases, kernel_groups, many_heads,
-    run_and_check, run_or_refuse, same_bits, special_cases,
+    KernelGroup, Lengths, Limits, attention_cases, dims_of_tile, edge_cases, kernel_groups,
+    many_heads, run_and_check, run_or_refuse, same_bits, special_cases,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
 use blockflash_tests::number::{POISON, encode};
@@ -58,9 +58,8 @@ fn cases_of(
 #[test]
 fn every_kernel() {
     let Some(gpu) = gpu("attention_gpu::every_kernel") else { return };
-    let stream = &gpu.stream;
-    let mut report = Report::default();
-    for (key, kernels) in kernel_groups(&gpu) {
+    let check = |(key, kernels): KernelGroup, gpu: &Gpu, report: &mut Report| {
+        let stream = &gpu.stream;
         for case in cases_of(key, &kernels) {
             let data = AttentionData::generate(&case);
             let reference = AttentionReference::compute(&case, &data, BUDGET);
@@ -75,11 +74,12 @@ fn every_kernel() {
             report.run(kernel, || replays_a_graph(kernel, &tile, stream).map_err(story("graph")));
             report.run(kernel, || repeats_its_bits(kernel, &tile, stream).map_err(story("repeat")));
             report
-                .run(kernel, || runs_in_two_threads(kernel, &tile, &gpu).map_err(story("threads")));
+                .run(kernel, || runs_in_two_threads(kernel, &tile, gpu).map_err(story("threads")));
         }
-    }
-    beyond_31_bits(&gpu, &mut report);
-    report.finish(&gpu, "attention_gpu");
+    };
+    let mut before = Report::default();
+    beyond_31_bits(&gpu, &mut before);
+    gpu.check_groups("attention_gpu", &before, kernel_groups(&gpu), check);
 }
 
 fn prepared(case: &AttentionCase) -> (AttentionData, AttentionReference) {

@@ -28,8 +28,9 @@ fn every_hopper_kernel() {
         say("SKIPPED (no kernel for Hopper to run): attention_hopper_gpu::every_hopper_kernel");
         return;
     }
-    let mut report = Report::default();
-    for (kernel, tile) in kernels {
+    let check = |(kernel, tile): (&'static Kernel, AttentionTile),
+                 gpu: &Gpu,
+                 report: &mut Report| {
         let story =
             |what: &'static str| move |error| format!("{what} of {}: {error}", kernel.image_name());
         let (head_dim, block_q, block_kv) =
@@ -41,18 +42,18 @@ fn every_hopper_kernel() {
             });
         }
         report.run(kernel, || {
-            agrees_with_the_portable_kernel(kernel, &tile, &gpu).map_err(story("agreement"))
+            agrees_with_the_portable_kernel(kernel, &tile, gpu).map_err(story("agreement"))
         });
         for seed in [1, 2] {
             report.run(kernel, || {
-                repeats_its_bits(kernel, &tile, &gpu, seed).map_err(story("repeat"))
+                repeats_its_bits(kernel, &tile, gpu, seed).map_err(story("repeat"))
             });
         }
-        report.run(kernel, || has_the_bits_of_its_twin(kernel, &tile, &gpu).map_err(story("twin")));
-        report.run(kernel, || shares_the_gpu(kernel, &tile, &gpu).map_err(story("two streams")));
-        report.run(kernel, || replays_graphs(kernel, &tile, &gpu).map_err(story("graphs")));
-    }
-    report.finish(&gpu, "attention_hopper_gpu");
+        report.run(kernel, || has_the_bits_of_its_twin(kernel, &tile, gpu).map_err(story("twin")));
+        report.run(kernel, || shares_the_gpu(kernel, &tile, gpu).map_err(story("two streams")));
+        report.run(kernel, || replays_graphs(kernel, &tile, gpu).map_err(story("graphs")));
+    };
+    gpu.check_groups("attention_hopper_gpu", &Report::default(), kernels, check);
 }
 
 /// Scores of ±100, maxima that rise with every key, one key that outweighs all others.

@@ -7,10 +7,11 @@ use blockflash_sys::Kernel;
 use blockflash_sys::manifest::AttentionTile;
 use blockflash_tests::attention::{
     AttentionCase, AttentionData, AttentionInputs, AttentionOutputs, AttentionReference, BlockCase,
-    BlockPattern, Blocks, Choice, Lengths, Limits, MaskHeads, block_sparse_cases, block_tile_cases,
-    dims_of_tile, kernel_groups, run_case, run_or_refuse, same_bits, smallest_block,
+    BlockPattern, Blocks, Choice, KernelGroup, Lengths, Limits, MaskHeads, block_sparse_cases,
+    block_tile_cases, dims_of_tile, kernel_groups, run_case, run_or_refuse, same_bits,
+    smallest_block,
 };
-use blockflash_tests::gpu::{Report, gpu, wait};
+use blockflash_tests::gpu::{Gpu, Report, gpu, wait};
 use blockflash_tests::property;
 use std::collections::BTreeSet;
 
@@ -20,9 +21,8 @@ const BUDGET: f64 = 1e8;
 #[test]
 fn every_row_with_block_masks() {
     let Some(gpu) = gpu("block_sparse_gpu::every_row_with_block_masks") else { return };
-    let stream = &gpu.stream;
-    let mut report = Report::default();
-    for ((dtype, head_dim), kernels) in kernel_groups(&gpu) {
+    let check = |((dtype, head_dim), kernels): KernelGroup, gpu: &Gpu, report: &mut Report| {
+        let stream = &gpu.stream;
         let dims = dims_of_tile(head_dim);
         let tiles: BTreeSet<_> =
             kernels.iter().map(|(_, tile)| (tile.block_q, tile.block_kv)).collect();
@@ -56,8 +56,8 @@ fn every_row_with_block_masks() {
                 unvisited_nan_is_not_read(kernel, &tile, stream).map_err(story("NaN"))
             });
         }
-    }
-    report.finish(&gpu, "block_sparse_gpu");
+    };
+    gpu.check_groups("block_sparse_gpu", &Report::default(), kernel_groups(&gpu), check);
 }
 
 /// The smallest blocks that consist of whole tiles, times `multiples`.

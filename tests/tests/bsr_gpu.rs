@@ -19,6 +19,8 @@ const BUDGET: f64 = 2e8;
 
 /// Kernels that compute the same problems: they share cases and references. A kernel that takes any
 /// layout is there with each.
+type Group = ((DType, u32), Vec<(&'static Kernel, BsrMatmulTile)>);
+
 fn groups(gpu: &Gpu) -> BTreeMap<(DType, u32), Vec<(&'static Kernel, BsrMatmulTile)>> {
     let mut groups: BTreeMap<_, Vec<_>> = BTreeMap::new();
     for (kernel, tile) in
@@ -64,9 +66,8 @@ fn cases_of(
 #[test]
 fn every_kernel() {
     let Some(gpu) = gpu("bsr_gpu::every_kernel") else { return };
-    let stream = &gpu.stream;
-    let mut report = Report::default();
-    for (key, kernels) in groups(&gpu) {
+    let check = |(key, kernels): Group, gpu: &Gpu, report: &mut Report| {
+        let stream = &gpu.stream;
         for case in cases_of(key, &kernels) {
             let (data, reference) = prepared(&case);
             for (kernel, tile) in &kernels {
@@ -82,7 +83,7 @@ fn every_kernel() {
             report.run(kernel, || replays_a_graph(kernel, &tile, stream).map_err(story("graph")));
             report.run(kernel, || repeats_its_bits(kernel, &tile, stream).map_err(story("repeat")));
             report
-                .run(kernel, || runs_in_two_threads(kernel, &tile, &gpu).map_err(story("threads")));
+                .run(kernel, || runs_in_two_threads(kernel, &tile, gpu).map_err(story("threads")));
             if tile.a_transposed {
                 report.run(kernel, || {
                     is_the_transposed_matrix(kernel, &tile, &kernels, stream)
@@ -90,9 +91,10 @@ fn every_kernel() {
                 });
             }
         }
-    }
-    beyond_31_bits(&gpu, &mut report);
-    report.finish(&gpu, "bsr_gpu");
+    };
+    let mut before = Report::default();
+    beyond_31_bits(&gpu, &mut before);
+    gpu.check_groups("bsr_gpu", &before, groups(&gpu), check);
 }
 
 fn prepared(case: &BsrCase) -> (BsrData, BsrReference) {

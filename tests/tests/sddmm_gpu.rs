@@ -64,9 +64,11 @@ fn every_kernel() {
     let kernels: Vec<_> =
         gpu.kernels().filter_map(|kernel| Some((kernel, kernel.bsr_sddmm_tile()?))).collect();
     assert!(!kernels.is_empty());
-    let stream = &gpu.stream;
-    let mut report = Report::default();
-    for (kernel, tile) in &kernels {
+    let check = |(kernel, tile): (&'static Kernel, BsrSddmmTile),
+                 gpu: &Gpu,
+                 report: &mut Report| {
+        let stream = &gpu.stream;
+        let tile = &tile;
         for case in cases_of(tile) {
             let data = SddmmData::generate(&case);
             let reference = SddmmReference::compute(&case, &data, BUDGET);
@@ -76,9 +78,9 @@ fn every_kernel() {
             |what: &'static str| move |error| format!("{what} of {}: {error}", kernel.image_name());
         report.run(kernel, || replays_a_graph(kernel, tile, stream).map_err(story("graph")));
         report.run(kernel, || repeats_its_bits(kernel, tile, stream).map_err(story("repeat")));
-        report.run(kernel, || runs_in_two_threads(kernel, tile, &gpu).map_err(story("threads")));
-    }
-    report.finish(&gpu, "sddmm_gpu");
+        report.run(kernel, || runs_in_two_threads(kernel, tile, gpu).map_err(story("threads")));
+    };
+    gpu.check_groups("sddmm_gpu", &Report::default(), kernels, check);
 }
 
 /// Captures a call once and replays it with other matrices.

@@ -13,6 +13,9 @@ use std::collections::BTreeMap;
 
 /// Kernels with their tiles, by element type and head dimension. The kernels of a group compute the
 /// same problems, so they share cases and references.
+pub type KernelGroup = ((DType, u32), Vec<(&'static Kernel, AttentionTile)>);
+
+/// All groups.
 pub type KernelGroups = BTreeMap<(DType, u32), Vec<(&'static Kernel, AttentionTile)>>;
 
 /// The attention kernels that a GPU can run.

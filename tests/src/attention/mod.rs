@@ -16,7 +16,9 @@ pub use blocks::{BlockCase, BlockPattern, Blocks, MaskHeads, smallest_block};
 pub use case::{AttentionCase, Content, Lengths, Sequence};
 pub use data::AttentionData;
 pub use edges::{edge_cases, many_heads, special_cases, tile_cases};
-pub use kernels::{KernelGroups, dims_of_tile, kernel_groups, run_or_refuse, same_bits};
+pub use kernels::{
+    KernelGroup, KernelGroups, dims_of_tile, kernel_groups, run_or_refuse, same_bits,
+};
 pub use oracle::{AttentionReference, visible_keys};
 pub use run::{AttentionInputs, AttentionOutputs, Choice, run_and_check, run_case};
 pub(crate) use run::{placed, written};

@@ -17,6 +17,9 @@ use std::collections::BTreeMap;
 
 /// Kernels with their tiles, by element type and head dimension. The kernels of a group compute the
 /// same problems, so they share cases and references.
+pub type BackwardGroup = ((DType, u32), Vec<(&'static Kernel, AttentionBwdTile)>);
+
+/// All groups.
 pub type BackwardGroups = BTreeMap<(DType, u32), Vec<(&'static Kernel, AttentionBwdTile)>>;
 
 /// The kernels of the attention backward that a GPU can run.

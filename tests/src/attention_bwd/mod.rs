@@ -8,6 +8,8 @@ mod oracle;
 mod run;
 
 pub use data::BackwardData;
-pub use kernels::{BackwardGroups, backward_groups, cases_of, run_or_refuse, same_gradients};
+pub use kernels::{
+    BackwardGroup, BackwardGroups, backward_groups, cases_of, run_or_refuse, same_gradients,
+};
 pub use oracle::BackwardReference;
 pub use run::{BackwardInputs, BackwardOutputs, finite, run_and_check, run_case};
