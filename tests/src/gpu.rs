@@ -4,6 +4,7 @@
 use blockflash_ops::{Device, Stream};
 use blockflash_safe::{CudaProperties, Event, cuda_status};
 use blockflash_sys::{Kernel, image, manifest};
+use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, VecDeque};
 use std::io::Write;
@@ -200,13 +201,39 @@ impl Report {
     /// Runs one check of a kernel, which returns the number of compared outputs. A kernel that has
     /// failed a few times is not run again.
     pub fn run(&mut self, kernel: &'static Kernel, check: impl FnOnce() -> Result<usize, String>) {
+        if self.is_wanted(kernel) {
+            self.add(kernel, check());
+        }
+    }
+
+    /// The same check of several kernels, side by side, each with a stream of its own.
+    pub fn run_each<T: Sync>(
+        &mut self,
+        gpu: &Gpu,
+        kernels: &[(&'static Kernel, T)],
+        check: impl Fn(&'static Kernel, &T, &Stream) -> Result<usize, String> + Sync,
+    ) {
+        let stream = || gpu.device.stream().expect("another stream");
+        let wanted = kernels.par_iter().filter(|(kernel, _)| self.is_wanted(kernel));
+        let run = |stream: &mut Stream, (kernel, tile): &(&'static Kernel, T)| {
+            (*kernel, check(kernel, tile, stream))
+        };
+        let results: Vec<_> = wanted.map_init(stream, run).collect();
+        for (kernel, result) in results {
+            self.add(kernel, result);
+        }
+    }
+
+    fn is_wanted(&self, kernel: &Kernel) -> bool {
+        self.0.get(&kernel.image_name()).is_none_or(|outcome| outcome.failures.len() < 4)
+    }
+
+    fn add(&mut self, kernel: &'static Kernel, result: Result<usize, String>) {
         let outcome = self.0.entry(kernel.image_name()).or_default();
         outcome.kernel = Some(kernel);
-        if outcome.failures.len() < 4 {
-            match check() {
-                Ok(compared) => outcome.compared += compared,
-                Err(failure) => outcome.failures.push(failure),
-            }
+        match result {
+            Ok(compared) => outcome.compared += compared,
+            Err(failure) => outcome.failures.push(failure),
         }
     }
 

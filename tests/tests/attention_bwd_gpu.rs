@@ -20,25 +20,22 @@ use half::f16;
 fn every_kernel() {
     let Some(gpu) = gpu("attention_bwd_gpu::every_kernel") else { return };
     let check = |((dtype, head_dim), kernels): BackwardGroup, gpu: &Gpu, report: &mut Report| {
-        let stream = &gpu.stream;
         for case in cases_of(dtype, head_dim) {
             let data = BackwardData::generate(&case);
             let reference = BackwardReference::compute(&case, &data);
-            for &(kernel, _) in &kernels {
-                report.run(kernel, || run_or_refuse(&case, &data, &reference, kernel, stream));
-            }
+            report.run_each(gpu, &kernels, |kernel, _, stream| {
+                run_or_refuse(&case, &data, &reference, kernel, stream)
+            });
         }
-        for &(kernel, tile) in &kernels {
+        report.run_each(gpu, &kernels, |kernel, tile, stream| {
             let story = |what: &'static str| {
                 move |error| format!("{what} of {}: {error}", kernel.image_name())
             };
-            report.run(kernel, || replays_a_graph(kernel, &tile, stream).map_err(story("graph")));
-            report.run(kernel, || repeats_its_bits(kernel, &tile, stream).map_err(story("repeat")));
-            report.run(kernel, || {
-                survives_any_offsets(kernel, &tile, stream)
-                    .map_err(|error| story("offsets")(error.to_string()))
-            });
-        }
+            let survived = survives_any_offsets(kernel, tile, stream);
+            Ok(replays_a_graph(kernel, tile, stream).map_err(story("graph"))?
+                + repeats_its_bits(kernel, tile, stream).map_err(story("repeat"))?
+                + survived.map_err(|error| error.to_string()).map_err(story("offsets"))?)
+        });
     };
     gpu.check_groups("attention_bwd_gpu", &Report::default(), backward_groups(&gpu), check);
 }

@@ -59,23 +59,21 @@ fn cases_of(
 fn every_kernel() {
     let Some(gpu) = gpu("attention_gpu::every_kernel") else { return };
     let check = |(key, kernels): KernelGroup, gpu: &Gpu, report: &mut Report| {
-        let stream = &gpu.stream;
         for case in cases_of(key, &kernels) {
             let data = AttentionData::generate(&case);
             let reference = AttentionReference::compute(&case, &data, BUDGET);
-            for &(kernel, _) in &kernels {
-                report.run(kernel, || run_or_refuse(&case, &data, &reference, kernel, stream));
-            }
+            report.run_each(gpu, &kernels, |kernel, _, stream| {
+                run_or_refuse(&case, &data, &reference, kernel, stream)
+            });
         }
-        for &(kernel, tile) in &kernels {
+        report.run_each(gpu, &kernels, |kernel, tile, stream| {
             let story = |what: &'static str| {
                 move |error| format!("{what} of {}: {error}", kernel.image_name())
             };
-            report.run(kernel, || replays_a_graph(kernel, &tile, stream).map_err(story("graph")));
-            report.run(kernel, || repeats_its_bits(kernel, &tile, stream).map_err(story("repeat")));
-            report
-                .run(kernel, || runs_in_two_threads(kernel, &tile, gpu).map_err(story("threads")));
-        }
+            Ok(replays_a_graph(kernel, tile, stream).map_err(story("graph"))?
+                + repeats_its_bits(kernel, tile, stream).map_err(story("repeat"))?
+                + runs_in_two_threads(kernel, tile, gpu).map_err(story("threads"))?)
+        });
     };
     let mut before = Report::default();
     beyond_31_bits(&gpu, &mut before);

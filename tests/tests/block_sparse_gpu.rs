@@ -22,7 +22,6 @@ const BUDGET: f64 = 1e8;
 fn every_row_with_block_masks() {
     let Some(gpu) = gpu("block_sparse_gpu::every_row_with_block_masks") else { return };
     let check = |((dtype, head_dim), kernels): KernelGroup, gpu: &Gpu, report: &mut Report| {
-        let stream = &gpu.stream;
         let dims = dims_of_tile(head_dim);
         let tiles: BTreeSet<_> =
             kernels.iter().map(|(_, tile)| (tile.block_q, tile.block_kv)).collect();
@@ -41,21 +40,19 @@ fn every_row_with_block_masks() {
         for case in cases {
             let data = AttentionData::generate(&case);
             let reference = AttentionReference::compute(&case, &data, BUDGET);
-            for &(kernel, _) in &kernels {
-                report.run(kernel, || run_or_refuse(&case, &data, &reference, kernel, stream));
-            }
+            report.run_each(gpu, &kernels, |kernel, _, stream| {
+                run_or_refuse(&case, &data, &reference, kernel, stream)
+            });
         }
-        for &(kernel, tile) in &kernels {
+        report.run_each(gpu, &kernels, |kernel, tile, stream| {
             let story = |what: &'static str| {
                 move |error| format!("{what} of {}: {error}", kernel.image_name())
             };
-            report.run(kernel, || equals_dense(kernel, &tile, stream).map_err(story("dense")));
-            report.run(kernel, || repeats_its_bits(kernel, &tile, stream).map_err(story("repeat")));
-            report.run(kernel, || replays_a_graph(kernel, &tile, stream).map_err(story("graph")));
-            report.run(kernel, || {
-                unvisited_nan_is_not_read(kernel, &tile, stream).map_err(story("NaN"))
-            });
-        }
+            Ok(equals_dense(kernel, tile, stream).map_err(story("dense"))?
+                + repeats_its_bits(kernel, tile, stream).map_err(story("repeat"))?
+                + replays_a_graph(kernel, tile, stream).map_err(story("graph"))?
+                + unvisited_nan_is_not_read(kernel, tile, stream).map_err(story("NaN"))?)
+        });
     };
     gpu.check_groups("block_sparse_gpu", &Report::default(), kernel_groups(&gpu), check);
 }

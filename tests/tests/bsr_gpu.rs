@@ -67,30 +67,25 @@ fn cases_of(
 fn every_kernel() {
     let Some(gpu) = gpu("bsr_gpu::every_kernel") else { return };
     let check = |(key, kernels): Group, gpu: &Gpu, report: &mut Report| {
-        let stream = &gpu.stream;
         for case in cases_of(key, &kernels) {
             let (data, reference) = prepared(&case);
-            for (kernel, tile) in &kernels {
-                report.run(kernel, || {
-                    run_on_kernel(&case, &data, &reference, (kernel, tile), stream)
-                });
-            }
+            report.run_each(gpu, &kernels, |kernel, tile, stream| {
+                run_on_kernel(&case, &data, &reference, (kernel, tile), stream)
+            });
         }
-        for &(kernel, tile) in &kernels {
+        report.run_each(gpu, &kernels, |kernel, tile, stream| {
             let story = |what: &'static str| {
                 move |error| format!("{what} of {}: {error}", kernel.image_name())
             };
-            report.run(kernel, || replays_a_graph(kernel, &tile, stream).map_err(story("graph")));
-            report.run(kernel, || repeats_its_bits(kernel, &tile, stream).map_err(story("repeat")));
-            report
-                .run(kernel, || runs_in_two_threads(kernel, &tile, gpu).map_err(story("threads")));
-            if tile.a_transposed {
-                report.run(kernel, || {
-                    is_the_transposed_matrix(kernel, &tile, &kernels, stream)
-                        .map_err(story("transpose"))
-                });
-            }
-        }
+            let transposed = || match tile.a_transposed {
+                true => is_the_transposed_matrix(kernel, tile, &kernels, stream),
+                false => Ok(0),
+            };
+            Ok(replays_a_graph(kernel, tile, stream).map_err(story("graph"))?
+                + repeats_its_bits(kernel, tile, stream).map_err(story("repeat"))?
+                + runs_in_two_threads(kernel, tile, gpu).map_err(story("threads"))?
+                + transposed().map_err(story("transpose"))?)
+        });
     };
     let mut before = Report::default();
     beyond_31_bits(&gpu, &mut before);
@@ -284,6 +279,7 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
         let b = upload().expect("memory for a matrix beyond 2^31 elements");
         let mut spread = Tensor::empty(stream, dtype, &[ROWS, STRIDE])
             .expect("memory for C beyond 2^31 elements");
+        let mut prepared = BTreeMap::new();
         for (kernel, tile) in gpu
             .kernels()
             .filter_map(|kernel| Some((kernel, kernel.bsr_matmul_tile()?)))
@@ -293,11 +289,14 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
             if tile.a_transposed || tile.b_column_major {
                 continue;
             }
-            report.run(kernel, || {
+            let (case, data, reference) = prepared.entry(tile.block_size).or_insert_with(|| {
                 let case = case(tile.block_size as usize);
                 let data = BsrData { b: b_data.clone(), ..BsrData::generate(&case) };
                 let reference = BsrReference::compute(&case, &data, BUDGET);
-                let a = data.matrix(&case, stream)?;
+                (case, data, reference)
+            });
+            report.run(kernel, || {
+                let a = data.matrix(case, stream)?;
                 let b = b
                     .view()
                     .slice(1, STRIDE - COLUMNS..STRIDE)
@@ -308,7 +307,7 @@ fn beyond_31_bits(gpu: &Gpu, report: &mut Report) {
                     .run_with(kernel, c.view_mut(), stream)
                     .map_err(|error| error.to_string())?;
                 wait(stream, &|| format!("{} with B beyond 2^31 elements", kernel.image_name()))?;
-                check_output(&c, &case, &data, &reference, stream)?;
+                check_output(&c, case, data, reference, stream)?;
                 let expected = download(stream, &c)?;
 
                 spread.fill_bytes(stream, POISON).map_err(|error| error.to_string())?;

@@ -89,24 +89,36 @@ fn judge(
         exact.len()
     );
     check_classes(got, expected, &name)?;
-    let finite = |i: &usize| expected[*i].is_finite() && exact[*i].is_finite();
-    let largest = |values: &dyn Fn(usize) -> f64| {
-        (0..exact.len()).filter(finite).map(values).fold(0.0, f64::max)
+    // A number of which there is a result and an exact value: |error|, then what limits it.
+    let sizes_of = |i: usize| {
+        (expected[i].is_finite() && exact[i].is_finite()).then(|| {
+            let (plain, exact) = (plain[i], exact[i]);
+            assert!(plain.is_finite(), "the plain computation of {} gives {plain}", name(i));
+            [
+                (got[i] - expected[i]).abs(),
+                (plain - exact).abs(),
+                exact.abs(),
+                magnitude[i],
+                partial[i],
+            ]
+        })
     };
-    let plain_error = largest(&|i| {
-        assert!(plain[i].is_finite(), "the plain computation of {} gives {}", name(i), plain[i]);
-        (plain[i] - exact[i]).abs()
-    });
+    let largest =
+        (0..exact.len()).filter_map(sizes_of).fold([0.0; 5], |largest: [f64; 5], sizes| {
+            std::array::from_fn(|i| largest[i].max(sizes[i]))
+        });
+    let [error, plain_error, exact_size, magnitude_size, partial_size] = largest;
     let floor = rounding.largest(Sizes {
-        exact: largest(&|i| exact[i].abs()),
-        magnitude: largest(&|i| magnitude[i]),
-        partial: largest(&|i| partial[i]),
+        exact: exact_size,
+        magnitude: magnitude_size,
+        partial: partial_size,
     });
     let limit = computations * (2.0 * plain_error + floor);
-    let bad: Vec<usize> =
-        (0..exact.len()).filter(finite).filter(|&i| (got[i] - expected[i]).abs() > limit).collect();
-    if let Some(&first) = bad.first() {
+    if error > limit {
         let error = |i: usize| (got[i] - expected[i]).abs();
+        let off = |&i: &usize| sizes_of(i).is_some_and(|[error, ..]| error > limit);
+        let bad: Vec<usize> = (0..exact.len()).filter(off).collect();
+        let first = bad[0];
         let worst =
             bad.iter().copied().max_by(|&a, &b| error(a).total_cmp(&error(b))).unwrap_or(first);
         return Err(format!(
@@ -126,17 +138,11 @@ fn judge(
     }
     for row in (0..exact.len()).step_by((*width).max(1)) {
         let row = row..exact.len().min(row + (*width).max(1));
-        let norm = |values: &dyn Fn(usize) -> f64| {
-            row.clone().filter(finite).map(|i| values(i).powi(2)).sum::<f64>().sqrt()
-        };
-        let error = norm(&|i| got[i] - expected[i]);
-        let plain_error = norm(&|i| plain[i] - exact[i]);
-        let size = norm(&|i| exact[i]);
-        let sizes = Sizes {
-            exact: size,
-            magnitude: norm(&|i| magnitude[i]),
-            partial: norm(&|i| partial[i]),
-        };
+        let squares = row.clone().filter_map(sizes_of).fold([0.0; 5], |sums: [f64; 5], sizes| {
+            std::array::from_fn(|i| sums[i] + sizes[i].powi(2))
+        });
+        let [error, plain_error, size, magnitude, partial] = squares.map(f64::sqrt);
+        let sizes = Sizes { exact: size, magnitude, partial };
         let floor = rounding.norm(sizes, row.len());
         let limit = computations * (2.0 * plain_error + floor);
         if error > limit {
