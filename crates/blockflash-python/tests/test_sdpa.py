@@ -40,14 +40,25 @@ def _seed() -> Iterator[None]:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """Shapes of q of the calls that reached blockflash by the registry."""
-    seen = []
-    forward = sdpa._forward
+    return counted(monkeypatch, "_forward", lambda q, *rest: q.shape)
 
-    def counted(query: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        seen.append(query.shape)
-        return forward(query, *rest, **options)
 
-    monkeypatch.setattr(sdpa, "_forward", counted)
+@pytest.fixture
+def gradients(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Shapes of q of the gradients that blockflash computed by the registry."""
+    return counted(monkeypatch, "_backward", lambda tensors, *rest: tensors[1].shape)
+
+
+def counted(
+    monkeypatch: pytest.MonkeyPatch, name: str, shape: Callable[..., torch.Size]
+) -> list[torch.Size]:
+    seen, function = [], getattr(sdpa, name)
+
+    def count(*arguments: Any, **options: Any) -> Any:
+        seen.append(shape(*arguments))
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(sdpa, name, count)
     return seen
 
 
@@ -65,14 +76,17 @@ def assert_close(ours: list[Tensor], expected: list[Tensor], tolerance: float = 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_registry(calls: list[Any], lengths: Any, heads: Any, causal: bool) -> None:
+def test_registry(
+    calls: list[Any], gradients: list[Any], lengths: Any, heads: Any, causal: bool
+) -> None:
     inputs = qkv(lengths, heads)
     options = {"is_causal": causal, "enable_gqa": heads[0] != heads[1], "scale": 0.3}
-    expected = with_gradients(lambda *x: torchs(*x, **options), inputs)
+    exact = tuple(tensor.double() for tensor in inputs)
+    expected = with_gradients(lambda *x: torchs(*x, **options), exact)
     with activate_sdpa("cpu"):
         ours = with_gradients(lambda *x: torchs(*x, **options), inputs)
-    assert len(calls) == 1
-    assert_close(ours, expected)
+    assert len(calls) == len(gradients) == 1
+    assert_close([tensor.double() for tensor in ours], expected)
 
 
 def test_results_are_laid_out_as_torch_expects() -> None:
@@ -126,11 +140,11 @@ def train() -> list[float]:
     return losses
 
 
-def test_training(calls: list[Any]) -> None:
+def test_training(calls: list[Any], gradients: list[Any]) -> None:
     expected = train()
     with activate_sdpa("cpu"):
         losses = train()
-    assert len(calls) == 24
+    assert len(calls) == len(gradients) == 24
     assert losses[-1] < 0.9 * losses[0]
     assert losses == pytest.approx(expected, rel=1e-3)
 
@@ -218,7 +232,12 @@ def test_cudnn_gets_its_switch_back(cudnn: bool) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_registry_on_gpu(
-    calls: list[Any], dtype: Any, causal: bool, heads: tuple[int, int], dim: int
+    calls: list[Any],
+    gradients: list[Any],
+    dtype: Any,
+    causal: bool,
+    heads: tuple[int, int],
+    dim: int,
 ) -> None:
     shapes = [(2, heads[0], 777, dim), (2, heads[1], 777, dim), (2, heads[1], 777, dim)]
     inputs = tuple(torch.randn(*shape, device="cuda", dtype=dtype) for shape in shapes)
@@ -233,7 +252,7 @@ def test_registry_on_gpu(
         flash = run(*inputs)
     with activate_sdpa():
         ours = run(*inputs)
-    assert len(calls) == 1
+    assert len(calls) == len(gradients) == 1
     case, lengths = plain.Case(causal=causal, top_left=True), torch.full((2,), 777, device="cuda")
     visible = case.visible(lengths, lengths, 777, 777)
 

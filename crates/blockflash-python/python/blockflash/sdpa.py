@@ -22,12 +22,14 @@ from ._native import DeviceError, Unsupported
 
 _NAMES = {"cuda": "blockflash", "cpu": "blockflash-cpu"}
 """Names in torch's registry, by type of device."""
+_FLASH = "_scaled_dot_product_flash_attention"
+_FLASH_FOR_CPU = f"{_FLASH}_for_cpu"
 
 
 def activate_sdpa(device: Literal["cuda", "cpu"] = "cuda") -> Activation:
     """Lets `torch.nn.functional.scaled_dot_product_attention` run on blockflash.
 
-    The forward is ours wherever torch selects its flash backend, the backward stays torch's own.
+    Forward and backward are ours wherever torch selects its flash backend.
     On `"cuda"` torch selects it for f16 and bf16, head_dim up to 256, no `attn_mask`, and with
     `is_causal` equal lengths of query and key. Any other call runs on another backend of torch, as
     before. On Hopper torch prefers cuDNN to flash, so cuDNN's attention is switched off meanwhile.
@@ -101,17 +103,24 @@ class _Override:
                 raise DeviceError('there is no CUDA GPU; for CPU tensors say activate_sdpa("cpu")')
             self._cudnn = torch.backends.cuda.cudnn_sdp_enabled()
             torch.backends.cuda.enable_cudnn_sdp(False)
-            op, kernel = "_scaled_dot_product_flash_attention", _flash_attention
+            op, forward, backward = _FLASH, _flash_attention, _flash_attention_backward
         else:
-            op = "_scaled_dot_product_flash_attention_for_cpu"
-            kernel = partial(
-                _flash_attention_for_cpu, torch.library.get_kernel(f"aten::{op}", "CPU")
+            op, forward, backward = (
+                _FLASH_FOR_CPU,
+                *(
+                    partial(kernel, torch.library.get_kernel(f"aten::{op}", "CPU"))
+                    for op, kernel in (
+                        (_FLASH_FOR_CPU, _flash_attention_for_cpu),
+                        (f"{_FLASH_FOR_CPU}_backward", _flash_attention_for_cpu_backward),
+                    )
+                ),
             )
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             # torch warns of every override; this one is what the caller asked for.
             warnings.filterwarnings("ignore", message=".*only once for all operators")
-            self._library.impl(op, kernel, device.upper(), with_keyset=device == "cpu")
+            for name, kernel in ((op, forward), (f"{op}_backward", backward)):
+                self._library.impl(name, kernel, device.upper(), with_keyset=device == "cpu")
 
     def remove(self) -> None:
         """Gives the operator back to torch, and cuDNN its switch."""
@@ -139,11 +148,35 @@ def _flash_attention(
     if return_debug_mask:
         raise Unsupported("return_debug_mask is for dropout, which blockflash does not have")
     o, lse = _forward(query, key, value, is_causal, top_left=False, scale=scale)
-    # The backward reads the state of the random generator only for dropout.
+    # The state of the random generator is for dropout.
     rng_state = query.new_empty(2, dtype=torch.uint64)
     unused = query.new_empty((), dtype=torch.uint64)
     no_mask = query.new_empty(0)
     return o, lse, None, None, query.size(2), key.size(2), rng_state, unused, no_mask
+
+
+def _flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of `_flash_attention`."""
+    _refuse_dropout(dropout_p)
+    tensors = (grad_out, query, key, value, out)
+    return _backward(tensors, logsumexp, is_causal, top_left=False, scale=scale)
 
 
 def _flash_attention_for_cpu(
@@ -169,6 +202,30 @@ def _flash_attention_for_cpu(
     return _forward(query, key, value, is_causal, top_left=True, scale=scale)
 
 
+def _flash_attention_for_cpu_backward(
+    torchs_kernel: Any,
+    keyset: torch.DispatchKeySet,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of `_flash_attention_for_cpu`, by the same kernel as its forward."""
+    _refuse_dropout(dropout_p)
+    tensors = (grad_out, query, key, value, out)
+    if attn_mask is not None or query.dtype == torch.float64:
+        rest = {"attn_mask": attn_mask, "scale": scale}
+        return torchs_kernel.call_boxed(keyset, *tensors, logsumexp, dropout_p, is_causal, **rest)
+    return _backward(tensors, logsumexp, is_causal, top_left=True, scale=scale)
+
+
 def _refuse_dropout(dropout_p: float) -> None:
     if dropout_p != 0.0:
         raise Unsupported("blockflash has no dropout: set dropout_p to 0 or call restore_sdpa()")
@@ -181,11 +238,29 @@ def _forward(
     query, key, value = map(contiguous_rows, (query, key, value))
     o = torch.empty_like(query)
     q, k, v, out = (tensor.transpose(1, 2) for tensor in (query, key, value, o))
-    with torch.no_grad():  # below autograd, where torch's backward is attached already
+    with torch.no_grad():  # below autograd, where torch has attached its operator's backward
         _, lse = attention(
             q, k, v, causal=causal, top_left=top_left, scale=scale, return_lse=True, out=out
         )
     return o, lse
+
+
+def _backward(
+    tensors: tuple[Tensor, ...],
+    lse: Tensor,
+    causal: bool,
+    *,
+    top_left: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `[B, H, S, D]` tensors from those of the result, q, k, v and the result."""
+    grad_o, q, k, v, o = (contiguous_rows(tensor).transpose(1, 2) for tensor in tensors)
+    right = 0 if causal else -1
+    with torch.no_grad():
+        dq, dk, dv, _ = torch.ops.blockflash.attention_backward(
+            grad_o, None, q, k, v, o, lse, right=right, top_left=top_left, scale=scale
+        )
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 def scaled_dot_product_attention(
