@@ -105,6 +105,10 @@ pub struct Rounding {
     pub output: DType,
     /// Type of the probabilities, if there are any; they are rounded once.
     pub factor: Option<DType>,
+    /// Whether the rows that these factors multiply may be parallel. The errors of the factors are
+    /// the same for all elements of a row of the result. Where those rows point in all directions,
+    /// the norm is an average over the elements; where they are parallel, it is a single draw.
+    pub parallel: bool,
     /// Absolute error of the exponents of the probabilities.
     pub exponent: f64,
     /// Number of f32 roundings outside of tensor cores, in the epilogue.
@@ -118,24 +122,29 @@ impl Rounding {
     /// epilogue and the rounding of the output.
     pub fn of_products(products: usize, steps: usize, output: DType) -> Self {
         let additions = products.div_ceil(PRODUCTS);
-        Self { output, factor: None, exponent: 0.0, steps, additions }
+        Self { output, factor: None, parallel: false, exponent: 0.0, steps, additions }
     }
 
     /// The floor of the largest error of values with these sizes.
     pub fn largest(&self, sizes: Sizes) -> f64 {
-        self.floor(sizes, 1.0) + subnormal_roundoff(self.output)
+        self.floor(sizes, [1.0; 2]) + subnormal_roundoff(self.output)
     }
 
     /// The floor of the norm of the errors of several elements, from the norms of their sizes.
     pub fn norm(&self, sizes: Sizes, elements: usize) -> f64 {
-        self.floor(sizes, 3f64.sqrt().recip())
+        let deviation = 3f64.sqrt().recip();
+        // A single draw stays within three standard deviations.
+        let of_factors = if self.parallel { 3.0 * deviation } else { deviation };
+        self.floor(sizes, [deviation, of_factors])
             + subnormal_roundoff(self.output) * (elements as f64).sqrt()
     }
 
-    fn floor(&self, Sizes { exact, magnitude, partial }: Sizes, of_a_rounding: f64) -> f64 {
+    /// `parts` of the largest error of a rounding count for the result and for the factors.
+    fn floor(&self, Sizes { exact, magnitude, partial }: Sizes, parts: [f64; 2]) -> f64 {
         let factor = self.factor.map_or(0.0, unit_roundoff);
         let epilogue = self.steps as f64 * unit_roundoff(DType::F32);
-        of_a_rounding * (unit_roundoff(self.output) * exact + factor * magnitude)
+        parts[0] * unit_roundoff(self.output) * exact
+            + parts[1] * factor * magnitude
             + self.exponent * magnitude
             + epilogue * exact.max(magnitude)
             + self.additions as f64 * TRUNCATION * partial

@@ -16,8 +16,9 @@
 //! absolute error of an exponent is a relative one of the probability), the f32 roundings of the
 //! epilogue, and the bits that tensor cores cut off while they add (derived in `rounding.rs`). Each
 //! is a unit roundoff times the size of the rounded value; in the norm of a row, the first two
-//! count with their root mean square, a unit roundoff / √3. The floor has no tunable factor and is
-//! never widened. For f16 and bf16 outputs, all terms but the first two are small.
+//! count with their root mean square, a unit roundoff / √3; the second with three times as much
+//! where the rows that the factors multiply are parallel ([`Rounding::parallel`]). The floor has no
+//! tunable factor and is never widened. For f16 and bf16 outputs, all terms but the first two are small.
 
 use crate::elements::Element;
 use crate::rounding::{Rounding, Sizes};
@@ -201,8 +202,14 @@ mod tests {
             partial: vec![0.0; 8],
         }
     }
-    const F16: Rounding =
-        Rounding { output: DType::F16, factor: None, exponent: 0.0, steps: 1, additions: 0 };
+    const F16: Rounding = Rounding {
+        output: DType::F16,
+        factor: None,
+        parallel: false,
+        exponent: 0.0,
+        steps: 1,
+        additions: 0,
+    };
 
     fn verdict(change: impl Fn(&mut Vec<f64>)) -> Result<(), String> {
         let mut got = reference().exact;

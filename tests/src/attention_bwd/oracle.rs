@@ -1,7 +1,7 @@
 //! The gradients of an attention case, computed by the oracle.
 
 use super::BackwardData;
-use crate::attention::{AttentionCase, Blocks};
+use crate::attention::{AttentionCase, Blocks, Content};
 use crate::tolerance::Reference;
 use blockflash_oracle::{AttentionGradients, Element, PRODUCTS, Query, Rounding, Scores};
 use blockflash_sys::DType;
@@ -49,17 +49,21 @@ impl BackwardReference {
     }
 
     /// The roundings that a correct implementation may make in the gradients of q, k and v: as in
-    /// the forward pass, and in the products `d_o · v` and `d_o · o` before those.
+    /// the forward pass, and in the products `d_o · v` and `d_o · o` before those. The gradients of
+    /// the scores of a row add up to 0, so for parallel keys almost everything cancels but the
+    /// roundings.
     pub fn rounding(&self, case: &AttentionCase) -> [Rounding; 3] {
         let longest = |length: fn(&crate::attention::Sequence) -> usize| {
             case.sequences().iter().map(length).max().unwrap_or(0)
         };
         let (keys, queries) = (longest(|s| s.kv_len), longest(|s| s.q_len));
         let queries = queries * (case.heads_q / case.heads_kv);
-        [keys, queries, queries].map(|terms| {
+        let along = case.content == Content::GrowingMaxima;
+        [(keys, along), (queries, along), (queries, false)].map(|(terms, parallel)| {
             let rounding = Rounding::of_products(terms, 1, case.dtype);
             let additions = rounding.additions + case.head_dim.div_ceil(PRODUCTS);
-            Rounding { factor: Some(case.dtype), exponent: self.exponent, additions, ..rounding }
+            let factor = Some(case.dtype);
+            Rounding { factor, parallel, exponent: self.exponent, additions, ..rounding }
         })
     }
 
