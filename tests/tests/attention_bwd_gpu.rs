@@ -47,7 +47,7 @@ fn case_of(tile: &AttentionBwdTile, seed: u64, seqlen: usize) -> AttentionCase {
     let lengths = match tile.step {
         Step::Zeros => {
             // The lengths of a graph may change, but not beyond the longest ones that were captured.
-            let other = if seed % 2 == 0 { seqlen / 2 - 7 } else { seqlen / 2 + 7 };
+            let other = if seed.is_multiple_of(2) { seqlen / 2 - 7 } else { seqlen / 2 + 7 };
             let lengths = vec![(other, seqlen), (seqlen - other, 90)];
             Lengths::Packed { lengths, slack: (3, 5) }
         }
