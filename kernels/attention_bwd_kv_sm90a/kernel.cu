@@ -92,17 +92,18 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params pa
       return Keys(params.base);
   });
   if (work.k_begin >= work.seqlen_kv) {
-    if (Config::dq && threadIdx.x == 0) close_turns(params);
+    if constexpr (Config::dq)
+      if (threadIdx.x == 0) close_turns(params, kAdders);
     return;
   }
   if (warpgroup == 0) {
     ptx::lower_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) {
-      produce(params, smem, barriers);
-      if constexpr (Config::dq) close_turns(params);
-    }
+    if (threadIdx.x == 0) produce(params, smem, barriers);
     if constexpr (Config::dq)
-      if (threadIdx.x == 32 || threadIdx.x == 64) add_in_turn(params, smem, threadIdx.x / 32 - 1);
+      if (threadIdx.x == 32 || threadIdx.x == 64) {
+        add_in_turn(params, smem, threadIdx.x / 32 - 1);
+        close_turns(params, 1);
+      }
   } else {
     ptx::raise_registers<kConsumerRegisters>();
     if constexpr (Config::dq)

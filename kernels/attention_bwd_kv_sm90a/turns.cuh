@@ -38,11 +38,14 @@ __device__ __forceinline__ Keys keys_in_turn(const Params& params) {
 // In the second counter: somebody has given up waiting, so nobody waits any more.
 constexpr uint32_t kGivenUp = 1u << 31;
 
-// The last CTA resets the counters for the next launch.
-__device__ __forceinline__ void close_turns(const Params& params) {
+constexpr int kAdders = 2;
+
+// The adders of a CTA are counted when they wait no more, so that none of them gives up after the
+// last one has reset the counters for the next launch, which may be one of another kernel.
+__device__ __forceinline__ void close_turns(const Params& params, uint32_t adders) {
   __threadfence();
-  if ((atomicAdd(params.tile_counter + 1, 1u) & ~kGivenUp) == gridDim.x - 1)
-    params.tile_counter[0] = params.tile_counter[1] = 0;
+  const uint32_t before = atomicAdd(params.tile_counter + 1, adders) & ~kGivenUp;
+  if (before + adders == kAdders * gridDim.x) params.tile_counter[0] = params.tile_counter[1] = 0;
 }
 
 // How many blocks of keys come before this one at a query tile.
