@@ -211,10 +211,11 @@ impl<'r> Row<'r> {
 
     /// Our fastest kernel for the same shape without a block mask.
     fn dense_counterpart(&self, rows: &[Row<'r>]) -> Option<&'r Record> {
-        let Case::BlockSparseFwd(shape) = self.case()? else { return None };
-        let dense = Case::AttentionFwd(shape.dense());
+        let case = self.case()?;
+        let (shape, pass) = case.block_sparse_attention()?;
+        let dense = Some((&shape.dense(), pass));
         let same = |row: &&Row<'_>| {
-            row.case().as_ref() == Some(&dense)
+            row.case().is_some_and(|case| case.dense_attention() == dense)
                 && shape::is_cold(row.any) == shape::is_cold(self.any)
         };
         rows.iter().find(same)?.best()
