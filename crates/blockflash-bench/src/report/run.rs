@@ -231,6 +231,11 @@ impl<'r> Row<'r> {
         fastest(self.rivals())
     }
 
+    /// The fastest rival that gives the same bits at each launch, where rivals differ in that.
+    pub(crate) fn best_deterministic(&self) -> Option<&'r Record> {
+        fastest(self.rivals().filter(|rival| rival.deterministic))
+    }
+
     pub(crate) fn rivals(&self) -> impl Iterator<Item = &'r Record> {
         self.peers.iter().copied().filter(|peer| !peer.reference)
     }
@@ -246,7 +251,16 @@ impl<'r> Row<'r> {
 
     /// Speed-up of our fastest kernel over the fastest rival.
     pub(crate) fn ratio(&self) -> Option<f64> {
-        Some(self.best_rival()?.us? / self.best()?.us?)
+        self.ratio_to(self.best_rival())
+    }
+
+    /// Speed-up of our fastest kernel over the fastest deterministic rival.
+    pub(crate) fn deterministic_ratio(&self) -> Option<f64> {
+        self.ratio_to(self.best_deterministic())
+    }
+
+    fn ratio_to(&self, rival: Option<&Record>) -> Option<f64> {
+        Some(rival?.us? / self.best()?.us?)
     }
 }
 
