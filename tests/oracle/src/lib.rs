@@ -6,9 +6,9 @@
 //!   [`AttentionGradients`] what one query adds to gradients; what a correct computation is free to
 //!   round is in [`Rounding`].
 //! - [`tolerance`] judges whole tensors: the rule of the test suites.
-//! - [`attention`], [`attention_backward`], [`bsr_matmul`], [`bsr_sddmm`] and [`block_scores`] judge
-//!   results of any size by a sample of their rows: the rule of `--check`, which needs one row at a
-//!   time.
+//! - [`attention`], [`attention_backward`], [`bsr_matmul`], [`bsr_sddmm`] and [`block_scores`]
+//!   judge results of any size by a sample of their rows: the rule of `--check`, which needs one row
+//!   at a time.
 #![forbid(unsafe_code)]
 
 mod attention;

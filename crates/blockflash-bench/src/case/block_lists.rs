@@ -18,8 +18,8 @@ pub(super) struct BlockLists {
 }
 
 impl BlockLists {
-    /// The mask on the stream's device, validated by the library, with the transpose that a backward
-    /// pass reads.
+    /// The mask on the stream's device, validated by the library, with the transpose that a
+    /// backward pass reads.
     pub(super) fn mask(&self, stream: &Stream) -> Result<BlockMask> {
         let ([seqlen_q, seqlen_kv], [block_q, block_kv]) = (self.seqlens, self.block);
         let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;

@@ -173,7 +173,7 @@ impl Peers {
         self.hello.references.iter().any(|reference| reference == name)
     }
 
-    /// Whether the rival says that it gives the same bits at each launch, which preparing it checks.
+    /// Whether the rival gives the same bits at each launch, which preparing it checks.
     pub fn is_deterministic(&self, name: &str) -> bool {
         self.hello.deterministic.iter().any(|deterministic| deterministic == name)
     }
