@@ -7,8 +7,8 @@
 //!   round is in [`Rounding`].
 //! - [`tolerance`] judges whole tensors: the rule of the test suites.
 //! - [`attention`], [`attention_backward`], [`bsr_matmul`], [`bsr_sddmm`] and [`block_scores`]
-//!   judge results of any size by a sample of their rows: the rule of `--check`, which needs one row
-//!   at a time.
+//!   judge results of any size by a sample of their rows: the rule of `--check`, which needs one
+//!   row at a time.
 #![forbid(unsafe_code)]
 
 mod attention;
