@@ -20,6 +20,24 @@ from measure import Absent, Call, needs_cuda
 FEW_QUERIES = 1 / 8
 
 
+def arguments(operator, **known):
+    """Arguments of an operator. Builds differ in them, so each is given by the name in the schema,
+    the rest by its default."""
+    values = []
+    for argument in operator._schema.arguments:
+        if argument.name in known:
+            values.append(known[argument.name])
+        elif argument.has_default_value():
+            values.append(argument.default_value)
+        elif argument.type.kind() == "OptionalType":
+            values.append(None)
+        else:
+            raise TypeError(
+                f"{operator} wants {argument.name}: {argument.type}, which is not known here"
+            )
+    return values
+
+
 class FlashAttention3(Call):
     """FlashAttention-3's forward, for Hopper."""
 
@@ -60,30 +78,16 @@ class FlashAttention3(Call):
                 num_splits, self.settings = 0, "num_splits=0: the library chooses"
             else:
                 self.settings = "num_splits=1: this build has no kernels that split the keys"
-        known = {
-            "q": inputs.q,
-            "k": inputs.k,
-            "v": inputs.v,
-            "out": self.out,
-            "softmax_scale": inputs.scale,
-            "is_causal": inputs.causal,
-            "num_splits": num_splits,  # more than 1 needs a second kernel
-        }
-        # Builds differ in their arguments, so each is given by the name in the schema, the rest by
-        # its default.
-        self.arguments = []
-        for argument in self.operator._schema.arguments:
-            if argument.name in known:
-                self.arguments.append(known[argument.name])
-            elif argument.has_default_value():
-                self.arguments.append(argument.default_value)
-            elif argument.type.kind() == "OptionalType":
-                self.arguments.append(None)
-            else:
-                raise TypeError(
-                    f"flash_attn_3::fwd wants {argument.name}: {argument.type}, which is not "
-                    f"known here"
-                )
+        self.arguments = arguments(
+            self.operator,
+            q=inputs.q,
+            k=inputs.k,
+            v=inputs.v,
+            out=self.out,
+            softmax_scale=inputs.scale,
+            is_causal=inputs.causal,
+            num_splits=num_splits,  # more than 1 needs a second kernel
+        )
         if not any(argument is self.out for argument in self.arguments):
             raise TypeError(
                 "flash_attn_3::fwd takes no output tensor: " + str(self.operator._schema)

@@ -93,7 +93,7 @@ class FlexAttention(Call):
             self.run()
 
     def run(self):
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.q.requires_grad):
             self.out = self.attend(
                 self.q,
                 self.k,

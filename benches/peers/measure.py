@@ -1,9 +1,12 @@
 """What every rival shares: its interface, how its launches are captured and timed, and how its
 output is judged."""
 
+import contextlib
+import functools
 import math
 import statistics
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -23,6 +26,8 @@ class Call:
 
     Inputs = None
     settings = ""
+    # The same bits at each launch, where others of the operation do without; this is checked.
+    deterministic = False
 
     @classmethod
     def available(cls, device):
@@ -42,6 +47,12 @@ class Call:
     def poison(self):
         """NaN everywhere, so that an element that is not written is seen."""
         self.output().fill_(math.nan)
+
+    def repeats(self, capture: "Capture") -> bool:
+        """Whether another replay gives the same bits of all tensors of the output."""
+        first = [tensor.clone() for tensor in self.output()]
+        capture.replay()
+        return all(map(torch.equal, first, self.output()))
 
 
 def needs_cuda(device):
@@ -70,6 +81,26 @@ def relative(out, reference):
     return math.sqrt(difference / total)
 
 
+@functools.cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which launches are captured."""
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def on_capture_stream(device: torch.device) -> Iterator[None]:
+    """Queues work on that stream, in order with the current one. A backward pass runs on the
+    stream of its forward pass, so a forward pass whose backward pass is captured belongs here."""
+    if device.type != "cuda":
+        yield
+        return
+    stream, current = capture_stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
 class Capture:
     """Launches of one call in a CUDA graph, replayed and timed between events; on a CPU a timed
     loop.
@@ -89,12 +120,9 @@ class Capture:
             run()
             self.turn_us = (time.perf_counter() - start) * 1e6
             return
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        with on_capture_stream(device):
             for _ in range(3):
                 run()
-        torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.synchronize(device)
         if flush is not None:
             self._record(1)
@@ -110,7 +138,7 @@ class Capture:
 
     def _record(self, launches):
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, stream=capture_stream(self.device)):
             for _ in range(launches):
                 self.run()
         self.launches = launches

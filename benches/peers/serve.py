@@ -32,6 +32,20 @@ PEERS = {
         "flex_attention": ("flex", "FlexAttention"),
         "flex_attention_tuned": ("flex", "FlexAttentionTuned"),
     },
+    "attention_bwd": {
+        "fa3": ("backward", "Flash3"),
+        "fa3_deterministic": ("backward", "Flash3Deterministic"),
+        "fa4": ("backward", "Flash4"),
+        "fa4_deterministic": ("backward", "Flash4Deterministic"),
+        "cudnn": ("backward", "SdpaCudnn"),
+        "fa2": ("backward", "SdpaFlash"),
+        "fa2_deterministic": ("backward", "SdpaFlashDeterministic"),
+    },
+    "block_sparse_bwd": {
+        "fa4": ("backward", "Flash4BlockSparse"),
+        "fa4_deterministic": ("backward", "Flash4BlockSparseDeterministic"),
+        "flex": ("backward", "Flex"),
+    },
     "bsr_matmul": {
         "torch_triton_bsr": ("bsr", "TritonDefault"),
         "torch_triton_bsr_tuned": ("bsr", "TritonTuned"),
@@ -72,6 +86,7 @@ class Server:
             "ok": True,
             "python": sys.version.split()[0],
             "references": REFERENCES,
+            "deterministic": [],
             "peers": {},
             "absent": {},
         }
@@ -95,7 +110,10 @@ class Server:
                 reason = missing
                 if reason is None:
                     try:
-                        load(op, name).available(self.device)
+                        peer = load(op, name)
+                        peer.available(self.device)
+                        if peer.deterministic:
+                            answer["deterministic"].append(name)
                     except Exception as error:
                         if type(error).__name__ != "Absent":
                             traceback.print_exc()
@@ -132,6 +150,8 @@ class Server:
         call.poison()
         capture.replay()
         rel_err = call.relative_error(self.inputs)
+        if call.deterministic and not call.repeats(capture):
+            raise RuntimeError("another launch gave other bits, but this rival is deterministic")
         self.prepared[name] = (capture, call)
         self.give_back()
         limit = self.inputs.tolerance
@@ -233,82 +253,10 @@ def serve(device):
     return 0
 
 
-def cases():
-    """Small cases of every kind the suites hold, with the fields of the request that are not
-    `warm`."""
-    attention = dict(
-        op="attention_fwd",
-        batch=2,
-        seqlen_q=512,
-        seqlen_kv=512,
-        num_heads_q=4,
-        num_heads_kv=4,
-        seed=1,
-    )
-    warm, cold = {}, {"cache": "cold", "flush_bytes": 1 << 27}
-    yield dict(attention, head_dim=64, mask="full", dtype="bf16"), warm
-    yield dict(attention, head_dim=64, mask="full", dtype="bf16"), cold
-    yield dict(attention, head_dim=128, mask="causal", dtype="f16"), warm
-    yield dict(attention, head_dim=256, mask="causal", dtype="bf16"), warm
-    yield dict(attention, head_dim=128, mask="causal", dtype="bf16", num_heads_kv=2), warm
-    yield (
-        dict(attention, head_dim=128, mask="causal", dtype="bf16", seqlen_q=128, num_heads_kv=2),
-        warm,
-    )
-    for queries in (1, 16):
-        yield (
-            dict(
-                attention,
-                head_dim=128,
-                mask="full",
-                dtype="bf16",
-                seqlen_q=queries,
-                seqlen_kv=4096,
-                num_heads_kv=1,
-            ),
-            warm,
-        )
-    sparse = dict(
-        attention, op="block_sparse_fwd", pattern="uniform", mask="full", dtype="bf16", density=0.25
-    )
-    for block, head_dim, heads_kv in ((128, 64, 4), (128, 128, 4), (64, 64, 2), (64, 128, 4)):
-        row = dict(
-            block_q=block,
-            block_kv=block,
-            blocks_per_row=128 // block,
-            head_dim=head_dim,
-            num_heads_kv=heads_kv,
-        )
-        yield dict(sparse, **row), warm
-        yield dict(sparse, **{**row, "mask": "causal"}), warm
-    product = dict(op="bsr_matmul", m=1024, n=512, k=1024, dtype="f16", seed=1)
-    for block in (16, 32, 64, 128):
-        yield dict(product, block_size=block, blocks_per_row=256 // block), warm
-    yield dict(product, n=128, block_size=64, blocks_per_row=4), cold
-    yield dict(product, n=16, block_size=64, blocks_per_row=4, fresh_bytes=1 << 27), warm
-
-
-def refused(case, name):
-    """Why a rival cannot run a case: then an error is right."""
-    if name == "triton_flash" and case["seqlen_q"] < 64:
-        return "no tile for so few queries"
-    if case.get("fresh_bytes") and "cusparse" in name:
-        return "one matrix only"
-    if case["op"] != "attention_fwd":
-        return None
-    if name == "torch_sdpa_efficient" and case["num_heads_q"] != case["num_heads_kv"]:
-        return "no grouped heads"
-    if (
-        name == "torch_sdpa_cudnn"
-        and case["mask"] == "causal"
-        and case["seqlen_q"] != case["seqlen_kv"]
-    ):
-        return "no diagonal that ends at the last key"
-    return None
-
-
 def self_test(device, only):
     """Each rival on all cases of its operation."""
+    from cases import cases, refused
+
     server = Server(device)
     hello = server.hello({})
     print(json.dumps(hello, indent=1), flush=True)

@@ -22,8 +22,7 @@ pub struct Record {
     pub schema: u32,
     /// Name of the suite.
     pub suite: String,
-    /// `attention_fwd`, `block_sparse_fwd`, `block_mask_build` or `bsr_matmul`; `ceiling` for what
-    /// the machine can do.
+    /// Name of the operation, such as `attention_fwd`; `ceiling` for what the machine can do.
     pub op: String,
     /// The shape as one readable id.
     pub case: String,
@@ -36,6 +35,9 @@ pub struct Record {
     /// Whether this is a mark and not a rival: it computes something else, such as a dense product.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub reference: bool,
+    /// Whether a rival gives the same bits at each launch although others of the operation do not.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub deterministic: bool,
     /// Name of our kernel; `None` on a CPU and for rivals.
     pub symbol: Option<String>,
     /// Microseconds of a launch: the median over the rounds of the median within a window.

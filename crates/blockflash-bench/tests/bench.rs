@@ -48,12 +48,14 @@ fn a_suite_is_measured_recorded_and_reported() {
     let text = stdout(&output);
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
     assert!(
-        text.contains("this is the CPU backend") && text.contains("2 records appended"),
+        text.contains("this is the CPU backend") && text.contains("3 records appended"),
         "{text}"
     );
 
     let lines = std::fs::read_to_string(&record).unwrap();
-    assert_eq!(lines.lines().count(), 2);
+    assert_eq!(lines.lines().count(), 3);
+    let backward = "\"op\":\"attention_bwd\",\"case\":\"bwd_b1_s512_h4_d64_full_bf16\"";
+    assert!(lines.contains(backward), "{lines}");
     assert!(
         lines
             .lines()
@@ -119,14 +121,18 @@ fn lists_of_blocks_are_measured_recorded_and_reported() {
     let output = blockflash(&[&["bench", "smoke"], &options[..]].concat());
     let text = stdout(&output);
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
-    assert!(text.contains("2 records appended"), "{text}");
+    assert!(text.contains("4 records appended"), "{text}");
 
     let lines = std::fs::read_to_string(&record).unwrap();
     let case = "b1_s512_h4kv2m2_d64_q64kv64_d0.25_uniform_causal_bf16";
-    let found = format!("\"op\":\"block_sparse_fwd\",\"case\":\"{case}\"");
-    assert!(lines.contains(&found) && lines.matches("\"verified\":true").count() == 2, "{lines}");
+    assert_eq!(lines.matches("\"verified\":true").count(), 4, "{lines}");
     let table = stdout(&blockflash(&["report", out, "--full"]));
-    assert!(table.contains(&format!("| {case} |")), "{table}");
+    for (op, case) in
+        [("block_sparse_fwd", case.to_owned()), ("block_sparse_bwd", format!("bwd_{case}"))]
+    {
+        assert!(lines.contains(&format!("\"op\":\"{op}\",\"case\":\"{case}\"")), "{lines}");
+        assert!(table.contains(&format!("| {case} |")), "{table}");
+    }
     std::fs::remove_dir_all(&folder).unwrap();
 }
 

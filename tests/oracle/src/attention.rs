@@ -1,12 +1,11 @@
-use crate::attention_row::{AttentionRow, Scores, attention_row, visible};
+use crate::attention_row::{AttentionRow, attention_row};
 use crate::blocks::Sequence;
 use crate::comparison::{BUDGET, Comparison, Mismatch, Steps, rounding, sample};
 use crate::elements::Elements;
 use crate::rounding::{PRODUCTS, TRUNCATION};
-use crate::sequences::{AttentionCase, heads_of, sequences};
+use crate::sequences::{AttentionCase, heads_of, rows_of, sequences};
 use blockflash_sys::DType;
 use rayon::prelude::*;
-use std::ops::Range;
 
 /// Heads that a sample takes from a large problem.
 const SAMPLED_HEADS: usize = 16;
@@ -95,7 +94,8 @@ fn compare(
             let (sequence, head) = (&sequences[pair / heads], pair % heads);
             let head_kv = head / (heads / heads_kv);
             let kv = sequence.kv..sequence.kv + seqlen_kv;
-            let kv = [case.k, case.v].map(|tensor| rows_of(tensor, kv.clone(), head_kv));
+            let kv =
+                [case.k, case.v].map(|tensor| rows_of(tensor, kv.clone(), head_kv..head_kv + 1));
             let rows = sample(sampled_rows, seqlen_q, seed, 1 + pair as u64);
             let results: Vec<_> = rows
                 .par_iter()
@@ -111,13 +111,6 @@ fn merge(left: [Comparison; 2], right: [Comparison; 2]) -> [Comparison; 2] {
     [left[0].merge(right[0]), left[1].merge(right[1])]
 }
 
-/// `[rows, head_dim]` of one head.
-fn rows_of(array: &dyn Elements, rows: Range<usize>, head: usize) -> Vec<f32> {
-    let [heads, head_dim] = heads_of(array);
-    let start = |row: usize| (row * heads + head) * head_dim;
-    rows.flat_map(|row| array.to_f32(start(row)..start(row) + head_dim)).collect()
-}
-
 /// The query `row` of a head; keys and values belong to its head and sequence.
 fn compare_row(
     (case, o, lse): (&AttentionCase<'_>, &dyn Elements, Option<&dyn Elements>),
@@ -128,22 +121,10 @@ fn compare_row(
     let ([heads, head_dim], dtype) = (heads_of(case.q), o.dtype());
     let start = ((sequence.q + row) * heads + head) * head_dim;
     let elements = start..start + head_dim;
-    let lengths = [sequence.seqlen_q, sequence.seqlen_kv];
-    let shown = visible(row, lengths, [case.left, case.right], case.bottom_right);
-    let attended: Vec<usize> = match &case.blocks {
-        Some(blocks) => {
-            blocks.seen(row, [head, heads], sequence, shown).into_iter().flatten().collect()
-        }
-        None => shown.collect(),
-    };
-    let scores = Scores {
-        scale: case.softmax_scale,
-        softcap: case.softcap,
-        sink: case.sink.and_then(|sink| sink.to_f32(head..head + 1).first().copied()),
-    };
+    let attended = case.attended(sequence, [head, row], 0..sequence.seqlen_kv);
     let query = case.q.to_f32(elements.clone());
     let AttentionRow { o: expected, lse: expected_lse } =
-        attention_row(dtype, scores, &query, &attended, |at| {
+        attention_row(dtype, case.scores(head), &query, &attended, |at| {
             let element = |of: &'_ [f32]| at * head_dim..((at + 1) * head_dim).min(of.len());
             [&keys[element(keys)], &values[element(values)]]
         });

@@ -6,11 +6,13 @@
 //!   [`AttentionGradients`] what one query adds to gradients; what a correct computation is free to
 //!   round is in [`Rounding`].
 //! - [`tolerance`] judges whole tensors: the rule of the test suites.
-//! - [`attention`], [`bsr_matmul`], [`bsr_sddmm`] and [`block_scores`] judge results of any size by
-//!   a sample of their rows: the rule of `--check`, which needs one row at a time.
+//! - [`attention`], [`attention_backward`], [`bsr_matmul`], [`bsr_sddmm`] and [`block_scores`]
+//!   judge results of any size by a sample of their rows: the rule of `--check`, which needs one
+//!   row at a time.
 #![forbid(unsafe_code)]
 
 mod attention;
+mod attention_backward;
 mod attention_gradients;
 mod attention_row;
 mod block_scores;
@@ -25,6 +27,7 @@ mod sequences;
 pub mod tolerance;
 
 pub use attention::{attention, attention_output};
+pub use attention_backward::{AttentionBackwardCase, attention_backward};
 pub use attention_gradients::{AttentionGradients, GradientSums, Query};
 pub use attention_row::{AttentionRow, Scores, attention_row, visible};
 pub use block_scores::{BlockMean, block_scores};

@@ -1,9 +1,11 @@
 //! What attention is computed from, and where the rows of each sequence lie in dense and in packed
 //! tensors.
 
+use crate::attention_row::{Scores, visible};
 use crate::blocks::{Blocks, Sequence};
 use crate::comparison::{Mismatch, ensure};
 use crate::elements::Elements;
+use std::ops::Range;
 
 /// Attention: `q` is `[batch, seqlen_q, num_heads_q, head_dim]`, `k` and `v` are
 /// `[batch, seqlen_kv, num_heads_kv, head_dim]`; or all are packed, `[rows, heads, head_dim]`.
@@ -34,6 +36,36 @@ pub struct AttentionCase<'a> {
     pub softmax_scale: f32,
     /// Scores become `softcap · tanh(score / softcap)`.
     pub softcap: Option<f32>,
+}
+
+impl AttentionCase<'_> {
+    /// Which of some keys the query `row` of a head of q attends to.
+    pub(crate) fn attended(
+        &self,
+        sequence: &Sequence,
+        [head, row]: [usize; 2],
+        keys: Range<usize>,
+    ) -> Vec<usize> {
+        let lengths = [sequence.seqlen_q, sequence.seqlen_kv];
+        let shown = visible(row, lengths, [self.left, self.right], self.bottom_right);
+        let shown = shown.start.max(keys.start)..shown.end.min(keys.end);
+        let heads = heads_of(self.q)[0];
+        match &self.blocks {
+            Some(blocks) => {
+                blocks.seen(row, [head, heads], sequence, shown).into_iter().flatten().collect()
+            }
+            None => shown.collect(),
+        }
+    }
+
+    /// How the scores of a head of q are made.
+    pub(crate) fn scores(&self, head: usize) -> Scores {
+        Scores {
+            scale: self.softmax_scale,
+            softcap: self.softcap,
+            sink: self.sink.and_then(|sink| sink.to_f32(head..head + 1).first().copied()),
+        }
+    }
 }
 
 /// The sequences of a case, equally long unless it is packed.
@@ -71,6 +103,13 @@ pub(crate) fn heads_of(array: &dyn Elements) -> [usize; 2] {
         [.., heads, head_dim] => [heads, head_dim],
         _ => [0, 0],
     }
+}
+
+/// `[rows, heads, head_dim]` of neighbouring heads.
+pub(crate) fn rows_of(array: &dyn Elements, rows: Range<usize>, of: Range<usize>) -> Vec<f32> {
+    let [heads, head_dim] = heads_of(array);
+    let at = |row: usize, head: usize| (row * heads + head) * head_dim;
+    rows.flat_map(|row| array.to_f32(at(row, of.start)..at(row, of.end))).collect()
 }
 
 fn wrong(case: &AttentionCase<'_>, lse: Option<&dyn Elements>) -> Mismatch {

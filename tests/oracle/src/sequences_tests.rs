@@ -1,5 +1,5 @@
 use crate::tests::{array, case};
-use crate::{AttentionCase, Blocks, attention};
+use crate::{AttentionBackwardCase, AttentionCase, Blocks, attention, attention_backward};
 
 /// Of each sequence the last query is at its last key, also where there are more keys or more
 /// queries; blocks are its own.
@@ -80,4 +80,41 @@ fn packed_sequences_see_themselves_only() {
     let wrong = AttentionCase { lengths: Some([&[1, 1]; 2]), ..packed };
     assert!(attention(&wrong, &o, &lse, 0, |_| ()).is_err());
     assert!(attention(&AttentionCase { lengths: None, ..packed }, &o, &lse, 0, |_| ()).is_err());
+}
+
+/// Two queries that share a head of keys; the second one attends to the second key only.
+#[test]
+fn gradients_on_paper() {
+    let ln_3 = 3f32.ln();
+    let (q, k) = (array(&[1, 1, 2, 1], vec![1.0, 2.0]), array(&[1, 2, 1, 1], vec![0.0, ln_3]));
+    let (v, o) = (array(&[1, 2, 1, 1], vec![4.0, 8.0]), array(&[1, 1, 2, 1], vec![7.0, 8.0]));
+    let lse = array(&[1, 2, 1], vec![4f32.ln(), 2.0 * ln_3]);
+    let d_o = array(&[1, 1, 2, 1], vec![1.0, 3.0]);
+    let tensors = [q, k, v];
+    let blocks =
+        Blocks { block_q: 1, block_kv: 1, heads: 2, row_ptr: &[0, 2, 3], col_idx: &[0, 1, 1] };
+    let attention = AttentionCase { blocks: Some(blocks), ..case(&tensors, None) };
+    let case = AttentionBackwardCase { attention, o: &o, lse: &lse, d_o: &d_o };
+    // Weights 1/4 and 3/4 of the first query, whose gradients of the scores are -3/4 and 3/4; a
+    // single weight of 1 has none.
+    let right = [vec![0.75 * ln_3, 0.0], vec![-0.75, 0.75], vec![0.25, 0.75 + 3.0]];
+    let check = |[dq, dk, dv]: [Vec<f32>; 3]| {
+        let gradients =
+            [array(&[1, 1, 2, 1], dq), array(&[1, 2, 1, 1], dk), array(&[1, 2, 1, 1], dv)];
+        let [dq, dk, dv] = &gradients;
+        let compared = attention_backward(&case, [dq, dk, dv], 0, |_| ()).unwrap();
+        assert_eq!(compared.map(|of| (of.checked, of.total)), [(2, 2); 3]);
+        compared.map(|of| of.passed())
+    };
+    assert_eq!(check(right.clone()), [true; 3]);
+    for wrong in 0..3 {
+        for change in [1.001, f32::NAN] {
+            let mut gradients = right.clone();
+            gradients[wrong][0] *= change;
+            let expected: [bool; 3] = std::array::from_fn(|at| at != wrong);
+            assert_eq!(check(gradients), expected, "{wrong} {change}");
+        }
+    }
+    let error = attention_backward(&case, [&o, &o, &o], 0, |_| ()).unwrap_err();
+    assert!(error.to_string().contains("dk is [1, 1, 2, 1], not [1, 2, 1, 1]"), "{error}");
 }

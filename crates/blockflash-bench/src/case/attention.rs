@@ -1,6 +1,6 @@
 //! Dense attention.
 
-use super::attention_operands::AttentionOperands;
+use super::backward::Forward;
 use super::id::{self, dtype, mask, number};
 use super::mask_kind::MaskKind;
 use super::operands::Operands;
@@ -146,6 +146,6 @@ impl Shape for AttentionShape {
     }
 
     fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
-        Ok(Box::new(AttentionOperands::new(&self.problem(), None, None, stream, seed)?))
+        Ok(Box::new(self.forward(stream, seed)?))
     }
 }

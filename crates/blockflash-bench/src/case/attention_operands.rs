@@ -16,8 +16,8 @@ use blockflash_sys::manifest::Lse;
 #[derive(Debug)]
 pub(super) struct AttentionOperands {
     inputs: Inputs,
-    o: Tensor,
-    lse: Tensor,
+    pub(super) o: Tensor,
+    pub(super) lse: Tensor,
     /// q, k and v, for the oracle.
     host: [Array; 3],
     prepared: Option<PreparedAttention>,
@@ -119,6 +119,39 @@ impl AttentionOperands {
         Ok(Self { inputs, o, lse, host, prepared: None })
     }
 
+    /// Computes the output and the log-sum-exp.
+    pub(super) fn with_lse(&mut self, stream: &Stream) -> Result<()> {
+        let (o, lse) = (self.o.view_mut(), self.lse.view_mut());
+        Ok(self.inputs.call().forward_into(o, Some(lse), stream)?)
+    }
+
+    pub(super) fn call(&self) -> Attention<'_> {
+        self.inputs.call()
+    }
+
+    /// q, k and v.
+    pub(super) fn inputs(&self) -> [&Tensor; 3] {
+        [&self.inputs.q, &self.inputs.k, &self.inputs.v]
+    }
+
+    pub(super) fn for_oracle(&self) -> AttentionCase<'_> {
+        let Inputs { mask, softmax_scale, packed, blocks, .. } = &self.inputs;
+        let [q, k, v] = &self.host;
+        AttentionCase {
+            q,
+            k,
+            v,
+            sink: None,
+            lengths: packed.as_ref().map(|packed| [packed.lengths.as_slice(); 2]),
+            blocks: blocks.as_ref().map(|blocks| blocks.lists.for_oracle()),
+            bottom_right: true,
+            left: None,
+            right: (*mask != Mask::Full).then_some(0),
+            softmax_scale: *softmax_scale,
+            softcap: None,
+        }
+    }
+
     /// The problem that the given kernel, or the selected one, computes: the log-sum-exp is an
     /// output only if the kernel always writes it.
     fn problem_for(&mut self, kernel: Option<&Kernel>) -> Result<AttentionProblem> {
@@ -162,21 +195,7 @@ impl Operands for AttentionOperands {
     }
 
     fn compare(&self, outputs: &[Array], seed: u64) -> Result<Vec<Comparison>, Mismatch> {
-        let Inputs { mask, softmax_scale, packed, blocks, .. } = &self.inputs;
-        let [q, k, v] = &self.host;
-        let case = AttentionCase {
-            q,
-            k,
-            v,
-            sink: None,
-            lengths: packed.as_ref().map(|packed| [packed.lengths.as_slice(); 2]),
-            blocks: blocks.as_ref().map(|blocks| blocks.lists.for_oracle()),
-            bottom_right: true,
-            left: None,
-            right: (*mask != Mask::Full).then_some(0),
-            softmax_scale: *softmax_scale,
-            softcap: None,
-        };
+        let case = self.for_oracle();
         match outputs {
             [o, lse] => Ok(oracle::attention(&case, o, lse, seed, |_| ())?.to_vec()),
             [o, ..] => Ok(vec![oracle::attention_output(&case, o, seed, |_| ())?]),

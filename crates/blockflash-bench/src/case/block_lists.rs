@@ -18,11 +18,13 @@ pub(super) struct BlockLists {
 }
 
 impl BlockLists {
-    /// The mask on the stream's device, validated by the library.
+    /// The mask on the stream's device, validated by the library, with the transpose that a
+    /// backward pass reads.
     pub(super) fn mask(&self, stream: &Stream) -> Result<BlockMask> {
         let ([seqlen_q, seqlen_kv], [block_q, block_kv]) = (self.seqlens, self.block);
         let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;
-        Ok(from_rows(geometry, self.heads, &self.row_ptr, &self.col_idx)?.to(stream)?)
+        let mask = from_rows(geometry, self.heads, &self.row_ptr, &self.col_idx)?;
+        Ok(mask.with_transpose()?.to(stream)?)
     }
 
     pub(super) fn for_oracle(&self) -> Blocks<'_> {

@@ -1,7 +1,7 @@
 //! Attention over lists of blocks.
 
 use super::attention::AttentionShape;
-use super::attention_operands::AttentionOperands;
+use super::backward::Forward;
 use super::block_lists::BlockLists;
 use super::grid::{GridPeers, fraction, full, heads_kv, pairs, uniform};
 use super::id::{self, dtype, mask, number, pair, pattern};
@@ -294,9 +294,7 @@ impl Shape for BlockSparseShape {
     }
 
     fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
-        let problem = self.dense().problem();
-        let lists = Some(self.lists(seed));
-        Ok(Box::new(AttentionOperands::new(&problem, None, lists, stream, seed)?))
+        Ok(Box::new(self.forward(stream, seed)?))
     }
 }
 

@@ -3,6 +3,8 @@
 
 mod attention;
 mod attention_operands;
+mod backward;
+mod backward_operands;
 mod block_lists;
 mod block_mask;
 mod block_sparse;
@@ -21,6 +23,8 @@ mod varlen;
 mod work;
 
 pub use attention::AttentionShape;
+pub use backward::Backward;
+pub(crate) use backward::Pass;
 pub use block_lists::from_rows;
 pub(crate) use block_mask::BlockMaskGrid;
 pub use block_mask::{BlockMaskShape, MaskStep};
@@ -84,6 +88,12 @@ cases! {
     VarlenFwd(VarlenShape),
     /// Attention forward with a block mask.
     BlockSparseFwd(BlockSparseShape),
+    /// Gradients of dense attention.
+    AttentionBwd(Backward<AttentionShape>),
+    /// Gradients of attention over packed sequences; records name it like the dense operation.
+    VarlenBwd(Backward<VarlenShape>),
+    /// Gradients of attention with a block mask.
+    BlockSparseBwd(Backward<BlockSparseShape>),
     /// Scores of blocks, or a block mask from scores.
     BlockMaskBuild(BlockMaskShape),
     /// Block-sparse matrix times dense matrix.
@@ -127,8 +137,8 @@ impl FromStr for Case {
         case.filter(|case| case.to_string() == id).ok_or_else(|| {
             format!(
                 "{id:?} is not a case: expected for example b4_s4096_h32_d64_causal_bf16, \
-                 b1_q1_kv8192_h32kv8_d128_full_f16, varlen4096+512x2_h16_d128_causal_bf16 or \
-                 m8192_n1024_k8192_b64_d0.1_uniform_f16"
+                 b1_q1_kv8192_h32kv8_d128_full_f16, varlen4096+512x2_h16_d128_causal_bf16, \
+                 bwd_b4_s4096_h32_d64_causal_bf16 or m8192_n1024_k8192_b64_d0.1_uniform_f16"
             )
         })
     }

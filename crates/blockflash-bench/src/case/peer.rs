@@ -57,6 +57,12 @@ impl PeerCase {
         Ok(Self { op, shape, seed, pattern: None, fresh_bytes: 0 })
     }
 
+    /// The same sizes for another operation.
+    #[must_use]
+    pub fn with_op(self, op: &'static str) -> Self {
+        Self { op, ..self }
+    }
+
     /// The same with a pattern of blocks, which is written into `folder` under a name that begins
     /// with `stem`.
     ///

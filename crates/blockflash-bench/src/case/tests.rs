@@ -72,6 +72,13 @@ fn ids_are_readable_and_can_be_read_back() {
         (Case::BlockSparseFwd(BLOCK_SPARSE), "b1_s1024_h4kv2_d128_q64kv128_d0.25_uniform_full_f16"),
         (Case::BlockSparseFwd(shared), "b1_s1024_h4kv2m2_d128_q64kv128_d0.25_uniform_causal_f16"),
         (Case::BlockSparseFwd(of_one), "b1_s1024_h4m1_d128_q64kv128_d0.25_power_law_full_f16"),
+        (Backward(ATTENTION).into(), "bwd_b4_s4096_h32_d64_causal_bf16"),
+        (Backward(grouped).into(), "bwd_b4_q1_kv4096_h32kv8_d64_full_bf16"),
+        (
+            Backward(varlen(&[7, 2, 2], MaskKind::Full)).into(),
+            "bwd_varlen7+2x2_h4kv2_d64_full_bf16",
+        ),
+        (Backward(of_one).into(), "bwd_b1_s1024_h4m1_d128_q64kv128_d0.25_power_law_full_f16"),
         (Case::BlockMaskBuild(SCORES), "mask_s1000_h4_b128_scores_d64_bf16"),
         (
             Case::BlockMaskBuild(BlockMaskShape { step: CHOOSE, ..SCORES }),
@@ -107,6 +114,9 @@ fn ids_are_readable_and_can_be_read_back() {
         "b1_s100_h4_d64_q64kv64_d0.5_uniform_full_bf16",
         "b1_s128_h4_d64_q64kv64_d0_uniform_full_bf16",
         "b1_s128_h4_d64_q64kv64_d0.5_banded_causal_bf16",
+        "bwd",
+        "bwd_bwd_b4_s4096_h32_d64_causal_bf16",
+        "bwd_m8192_n1024_k8192_b64_d0.1_uniform_f16",
         "mask_s128_h4_b64",
         "mask_s128_h4_b64_top0",
         "mask_s128_h4_b64_top3_f32",
@@ -128,6 +138,8 @@ fn flops_count_what_is_needed() {
     // 2 of 8 blocks of keys for each of 16 blocks of queries and 4 heads.
     let sparse = Case::BlockSparseFwd(BLOCK_SPARSE).work();
     assert_eq!(sparse.flops, 4.0 * 128.0 * (4 * 16 * 2 * 64 * 128) as f64);
+    // The backward pass has five products of the size of these two.
+    assert_eq!(Case::from(Backward(BLOCK_SPARSE)).work().flops, 2.5 * sparse.flops);
     // 12.8 blocks of a row round to 13.
     assert_eq!(Case::BsrMatmul(BSR).work().flops, 2.0 * 128.0 * 13.0 * 4096.0 * 1024.0);
 }

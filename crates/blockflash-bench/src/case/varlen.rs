@@ -1,7 +1,7 @@
 //! Attention over packed sequences of different lengths, and grids of it and of dense attention.
 
 use super::attention::AttentionShape;
-use super::attention_operands::AttentionOperands;
+use super::backward::Forward;
 use super::grid::{GridPeers, heads_kv, pairs};
 use super::id::{self, dtype, mask, number};
 use super::lengths::Lengths;
@@ -120,8 +120,7 @@ impl Shape for VarlenShape {
     }
 
     fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
-        let lengths = Some(&self.lengths);
-        Ok(Box::new(AttentionOperands::new(&self.problem(), lengths, None, stream, seed)?))
+        Ok(Box::new(self.forward(stream, seed)?))
     }
 }
 

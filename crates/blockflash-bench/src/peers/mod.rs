@@ -31,6 +31,7 @@ struct Hello {
     peers: BTreeMap<String, Vec<String>>,
     absent: BTreeMap<String, String>,
     references: Vec<String>,
+    deterministic: Vec<String>,
     torch: Option<String>,
     cudnn: Option<Value>,
 }
@@ -170,6 +171,11 @@ impl Peers {
     /// Whether the rival is only a mark: it computes something else, such as a dense product.
     pub fn is_reference(&self, name: &str) -> bool {
         self.hello.references.iter().any(|reference| reference == name)
+    }
+
+    /// Whether the rival gives the same bits at each launch, which preparing it checks.
+    pub fn is_deterministic(&self, name: &str) -> bool {
+        self.hello.deterministic.iter().any(|deterministic| deterministic == name)
     }
 
     /// Sets the state of the L2 cache for rivals that are prepared from now on, and how many bytes

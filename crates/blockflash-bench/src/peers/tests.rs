@@ -1,11 +1,12 @@
 use super::*;
 use crate::case::{Case, PeerCase, PeerCaseError};
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 /// A server made of a shell script: `$line` is the request.
 fn fake(cases: &str) -> Command {
     let hello = concat!(
-        r#"{"ok":true,"torch":"9.9","references":["dense"],"#,
+        r#"{"ok":true,"torch":"9.9","references":["dense"],"deterministic":["good"],"#,
         r#""peers":{"attention_fwd":["good","bad"],"bsr_matmul":["dense"]},"#,
         r#""absent":{"a":"no x","b":"no x","c":"no y"}}"#
     );
@@ -38,6 +39,7 @@ fn a_rival_is_prepared_and_timed() {
     let mut peers = start(&format!("{PREPARED} {WINDOWED}"), "auto");
     assert_eq!(peers.of("attention_fwd"), ["good", "bad"]);
     assert!(peers.is_reference("dense") && !peers.is_reference("good"));
+    assert!(peers.is_deterministic("good") && !peers.is_deterministic("bad"));
     assert_eq!(peers.versions().as_deref(), Some("torch 9.9"));
     let prepared = peers.prepare(&case(), "good").unwrap();
     assert_eq!(prepared, Prepared { verified: true, rel_err: Some(0.001), settings: "s".into() });
@@ -129,12 +131,12 @@ fn the_real_server_speaks_the_protocol() {
     // reason.
     let absent = peers.absent();
     let counted = absent.iter().map(|(names, _)| names.len()).sum::<usize>();
-    let here: usize = ["attention_fwd", "block_sparse_fwd", "bsr_matmul"]
-        .iter()
-        .map(|op| peers.of(op).len())
-        .sum();
+    let ops =
+        ["attention_fwd", "block_sparse_fwd", "attention_bwd", "block_sparse_bwd", "bsr_matmul"];
+    // The two modes of one rival compute the backward pass with and without a block mask.
+    let here: BTreeSet<_> = ops.iter().flat_map(|op| peers.of(op)).collect();
     let nobody = absent.iter().any(|(names, _)| names == &[EVERYTHING]);
-    assert!(nobody || counted + here == 13, "{absent:?} {here}");
+    assert!(nobody || counted + here.len() == 21, "{absent:?} {here:?}");
     let marks = ["torch_matmul_dense", "torch_matmul_random"];
     assert!(nobody || marks.iter().all(|mark| peers.is_reference(mark)));
     assert!(!peers.is_reference("torch_triton_bsr"));

@@ -5,7 +5,7 @@ use super::series::{
     ABOUT_SPEED, SPEED, Sketch, highest, implementations, legend, lines, subtitle,
 };
 use super::style;
-use crate::case::{BlockSparseShape, BsrShape, Case, MaskKind, Pattern};
+use crate::case::{BlockSparseShape, BsrShape, Case, MaskKind, Pass, Pattern};
 use crate::report::run::{Row, Run};
 use crate::report::shape::is_cold;
 
@@ -23,15 +23,19 @@ pub(super) fn sketches(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<Sketch> {
         Case::BsrMatmul(shape) => Some((shape, row)),
         _ => None,
     });
-    let attention = rows.iter().filter_map(|row| match row.case()? {
-        Case::BlockSparseFwd(shape) => Some((shape, row)),
-        _ => None,
+    let attention = rows.iter().filter_map(|row| {
+        let case = row.case()?;
+        let (shape, pass) = case.block_sparse_attention()?;
+        Some((pass, (*shape, row)))
     });
     let products = grouped(products.collect(), |(shape, _)| [shape.m, shape.k, shape.n]);
-    let attention = grouped(attention.collect(), |(shape, _)| shape.head_dim);
+    let attention = grouped(attention.collect(), |(pass, (shape, _))| (*pass, shape.head_dim));
     let mut sketches: Vec<_> =
         products.into_iter().filter_map(|cases| product(run, cases)).collect();
-    sketches.extend(attention.into_iter().filter_map(|cases| sparse_attention(run, cases)));
+    sketches.extend(attention.into_iter().filter_map(|cases| {
+        let pass = cases.first()?.0;
+        sparse_attention(run, pass, cases.into_iter().map(|(_, case)| case).collect())
+    }));
     sketches
 }
 
@@ -96,7 +100,7 @@ fn product(run: &Run<'_>, cases: Vec<Product<'_, '_>>) -> Option<Sketch> {
 
 /// Lengths and densities form no grid, so cases stand side by side; cases of one length that differ
 /// in nothing else are joined by lines.
-fn sparse_attention(run: &Run<'_>, cases: Vec<Attention<'_, '_>>) -> Option<Sketch> {
+fn sparse_attention(run: &Run<'_>, pass: Pass, cases: Vec<Attention<'_, '_>>) -> Option<Sketch> {
     let head_dim = cases.first()?.0.head_dim;
     let title = |(shape, row): &Attention<'_, '_>| {
         let BlockSparseShape { block_q, block_kv, dtype, .. } = shape;
@@ -139,7 +143,7 @@ fn sparse_attention(run: &Run<'_>, cases: Vec<Attention<'_, '_>>) -> Option<Sket
         legend.push(("blockflash, dense".to_owned(), style::DENSE));
     }
     let figure = Figure {
-        title: format!("Block-sparse attention forward, head_dim {head_dim}"),
+        title: format!("Block-sparse attention {pass}, head_dim {head_dim}"),
         subtitle: subtitle(run, ABOUT_SPEED),
         legend: with_ceiling(legend, &panels),
         columns: 1,

@@ -6,7 +6,7 @@ use super::series::{
     ABOUT_SPEED, SPEED, Sketch, highest, implementations, legend, lines, subtitle,
 };
 use super::style;
-use crate::case::{AttentionShape, Case};
+use crate::case::{AttentionShape, Pass};
 use crate::report::run::{Row, Run};
 use crate::report::shape::is_cold;
 
@@ -15,36 +15,40 @@ const FEWEST: usize = 3;
 /// The head dimension of most models: its figure represents the suite.
 const USUAL: usize = 128;
 
-/// One figure per head dimension.
+/// One figure per pass and head dimension.
 pub(super) fn sketches(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<Sketch> {
     // Dense runs that are measured beside block-sparse attention as its reference get no plot of
     // their own.
     if rows.iter().any(|row| row.dense.is_some()) {
         return Vec::new();
     }
-    let dense: Vec<(AttentionShape, &Row<'_>)> =
+    let dense: Vec<((AttentionShape, Pass), &Row<'_>)> =
         rows.iter().filter_map(|row| Some((dense(row)?, row))).collect();
-    let mut head_dims: Vec<_> = dense.iter().map(|(shape, _)| shape.head_dim).collect();
-    head_dims.sort_unstable();
-    head_dims.dedup();
-    let of = |head_dim| {
-        let cases = dense.iter().filter(|(shape, _)| shape.head_dim == head_dim);
-        sketch(run, head_dim, cases.map(|(shape, row)| (shape, *row)).collect())
+    let kind = |&(shape, pass): &(AttentionShape, Pass)| (pass, shape.head_dim);
+    let mut kinds: Vec<_> = dense.iter().map(|(case, _)| kind(case)).collect();
+    kinds.sort_unstable();
+    kinds.dedup();
+    let of = |wanted| {
+        let cases = dense.iter().filter(|(case, _)| kind(case) == wanted);
+        sketch(run, wanted, cases.map(|((shape, _), row)| (shape, *row)).collect())
     };
-    head_dims.into_iter().filter_map(of).collect()
+    kinds.into_iter().filter_map(of).collect()
 }
 
-fn dense(row: &Row<'_>) -> Option<AttentionShape> {
-    match row.case()? {
-        // Decoding has few queries for any number of keys, and belongs in another plot.
-        Case::AttentionFwd(shape) if shape.seqlen_q == shape.seqlen_kv => Some(shape),
-        _ => None,
-    }
+fn dense(row: &Row<'_>) -> Option<(AttentionShape, Pass)> {
+    let case = row.case()?;
+    let (shape, pass) = case.dense_attention()?;
+    // Decoding has few queries for any number of keys, and belongs in another plot.
+    (shape.seqlen_q == shape.seqlen_kv).then_some((*shape, pass))
 }
 
 type Point<'a, 'r> = (&'a AttentionShape, &'a Row<'r>);
 
-fn sketch(run: &Run<'_>, head_dim: usize, cases: Vec<Point<'_, '_>>) -> Option<Sketch> {
+fn sketch(
+    run: &Run<'_>,
+    (pass, head_dim): (Pass, usize),
+    cases: Vec<Point<'_, '_>>,
+) -> Option<Sketch> {
     let all = series(cases);
     let rows: Vec<_> =
         all.iter().flat_map(|(_, cases)| cases.iter().map(|(_, row)| *row)).collect();
@@ -87,7 +91,7 @@ fn sketch(run: &Run<'_>, head_dim: usize, cases: Vec<Point<'_, '_>>) -> Option<S
     }
     panels.iter_mut().for_each(|panel| panel.y = Axis::from_zero(SPEED, most));
     let figure = Figure {
-        title: format!("Attention forward, head_dim {head_dim}"),
+        title: format!("Attention {pass}, head_dim {head_dim}"),
         subtitle: subtitle(run, ABOUT_SPEED),
         legend,
         columns: panels.len().min(2),

@@ -43,9 +43,15 @@ const ORANGE: RGBColor = RGBColor(0xe6, 0x9f, 0x00);
 const BLACK: RGBColor = RGBColor(0x00, 0x00, 0x00);
 
 /// The first entry that a name contains decides. Rivals of one operation differ in colour and mark.
-const KNOWN: [(&str, RGBColor, Marker); 14] = [
+const KNOWN: [(&str, RGBColor, Marker); 20] = [
     ("flash_attention_3", BLUE, Marker::Square),
     ("flash_attention_4", SKY, Marker::Triangle),
+    ("fa3_deterministic", BLUE, Marker::Cross),
+    ("fa3", BLUE, Marker::Square),
+    ("fa4_deterministic", SKY, Marker::Diamond),
+    ("fa4", SKY, Marker::Triangle),
+    ("fa2_deterministic", PURPLE, Marker::Square),
+    ("fa2", PURPLE, Marker::Circle),
     ("cudnn", GREEN, Marker::Diamond),
     ("sdpa_flash", PURPLE, Marker::Circle),
     ("sdpa_efficient", ORANGE, Marker::Cross),
@@ -182,11 +188,18 @@ mod tests {
             "flex_attention",
             "flex_attention_tuned",
         ];
-        for names in [&attention[..], &bsr, &sparse] {
+        let backward = [OURS, "fa3", "fa4", "cudnn", "fa2", "flex"];
+        for names in [&attention[..], &bsr, &sparse, &backward] {
             for (index, name) in names.iter().enumerate() {
                 let same = |other: &&str| of(other, false).colour == of(name, false).colour;
                 assert_eq!(names.iter().position(same), Some(index), "{name}");
             }
+        }
+        // The deterministic mode of a rival differs in the mark.
+        for name in ["fa2", "fa3", "fa4"] {
+            let [default, repeats] = [name, &format!("{name}_deterministic")].map(|n| of(n, false));
+            assert_eq!(default.colour, repeats.colour);
+            assert_ne!(default.marker, repeats.marker);
         }
         assert_ne!(of("cutlass_fmha_sm80", false), of("cutlass_fmha_sm90", false));
         assert_eq!(of("never heard of", false), of("never heard of", false));

@@ -34,11 +34,14 @@ pub fn cells(records: &[&Record]) -> Cells {
 pub(crate) fn table(rows: &[&Row<'_>], mark: fn(String) -> String) -> Cells {
     let columns = Columns::of(rows);
     let mut lines: Vec<_> = rows.iter().flat_map(|row| columns.lines(row, mark)).collect();
-    let ratios: Vec<_> = rows.iter().filter_map(|row| row.ratio()).collect();
-    if let Some(mean) = geometric_mean(&ratios).filter(|_| ratios.len() > 1) {
+    let of_all: Vec<_> = rows.iter().filter_map(|row| row.ratio()).collect();
+    let deterministic = rows.iter().filter_map(|row| row.deterministic_ratio());
+    if let Some(mean) = geometric_mean(&of_all).filter(|_| of_all.len() > 1) {
+        let deterministic = geometric_mean(&deterministic.collect::<Vec<_>>());
         let cell = |name: &String| match name.as_str() {
             "case" => "geometric mean".to_owned(),
-            RATIO => format!("{mean:.2}"),
+            RATIO => in_line(Some(mean)),
+            DETERMINISTIC_RATIO => in_line(deterministic),
             _ => String::new(),
         };
         lines.push(columns.header().iter().map(cell).collect());
@@ -46,7 +49,14 @@ pub(crate) fn table(rows: &[&Row<'_>], mark: fn(String) -> String) -> Cells {
     Cells { header: columns.header(), rows: lines }
 }
 
+/// A ratio, or the placeholder.
+fn in_line(ratio: Option<f64>) -> String {
+    ratio.map_or(NONE.to_owned(), |ratio| format!("{ratio:.2}"))
+}
+
 const RATIO: &str = "× best rival";
+/// Heading: the rival's time over ours, for the best of those that repeat their bits.
+pub(super) const DETERMINISTIC_RATIO: &str = "× best deterministic";
 /// Heading: TFLOP/s relative to dense attention.
 const OF_DENSE: &str = "of dense";
 
@@ -54,6 +64,7 @@ const OF_DENSE: &str = "of dense";
 struct Columns<'a> {
     peers: Vec<&'a str>,
     rivals: bool,
+    deterministic: bool,
     kernel: bool,
     dense: bool,
     ceiling: bool,
@@ -65,6 +76,7 @@ impl<'a> Columns<'a> {
         Self {
             peers: peer_names(peers().filter(|peer| peer.us.is_some())),
             rivals: rows.iter().any(|row| row.rivals().next().is_some()),
+            deterministic: rows.iter().any(|row| row.best_deterministic().is_some()),
             kernel: rows.iter().any(|row| row.ours.len() > 1),
             dense: rows.iter().any(|row| row.dense.is_some()),
             ceiling: rows.iter().flat_map(|row| &row.ours).any(|ours| ours.ceiling.is_some()),
@@ -77,6 +89,7 @@ impl<'a> Columns<'a> {
         header.extend(["µs", "blockflash"]);
         header.extend(&self.peers);
         header.extend(self.rivals.then_some(RATIO));
+        header.extend(self.deterministic.then_some(DETERMINISTIC_RATIO));
         header.extend(self.dense.then_some(OF_DENSE));
         header.extend(self.ceiling.then_some("ceiling"));
         header.push("verified");
@@ -112,12 +125,12 @@ impl<'a> Columns<'a> {
         line.push(us.map_or(NONE.to_owned(), number));
         line.push(speed(ours));
         line.extend(self.peers.iter().map(|&peer| speed(row.peer(peer))));
-        if self.rivals {
-            let ratio = rival.zip(us).map(|(rival, us)| rival / us);
-            line.push(ratio.map_or(NONE.to_owned(), |ratio| format!("{ratio:.2}")));
-        }
-        let part = || Some(format!("{:.2}", row.part_of_dense(ours?)?));
-        line.extend(self.dense.then(|| part().unwrap_or(NONE.to_owned())));
+        let ratio = |rival: Option<f64>| in_line(rival.zip(us).map(|(rival, us)| rival / us));
+        line.extend(self.rivals.then(|| ratio(rival)));
+        let deterministic = row.best_deterministic().and_then(|rival| rival.us);
+        line.extend(self.deterministic.then(|| ratio(deterministic)));
+        let part = || row.part_of_dense(ours?);
+        line.extend(self.dense.then(|| in_line(part())));
         line.extend(self.ceiling.then(|| ours.and_then(ceiling).unwrap_or(NONE.to_owned())));
         line.push(verified(row, ours).to_owned());
         line
@@ -183,6 +196,25 @@ mod tests {
         assert_eq!(cells.rows[0], ["a", "2.00", "50.0", "33.3", "25.0", "1000", "1.50", "yes"]);
         assert_eq!(cells.rows[1], ["b", "—", "error", "20.0", "—", "—", "—", "no"]);
         assert_eq!(cells.rows.len(), 2);
+    }
+
+    #[test]
+    fn the_best_deterministic_rival_has_a_column() {
+        let repeats = |record| Record { deterministic: true, ..record };
+        let mut records = vec![
+            record("a", OURS, Some(2.0)),
+            record("a", "fast", Some(1.0)),
+            repeats(record("a", "repeats", Some(3.0))),
+            repeats(record("a", "slow", Some(4.0))),
+            record("b", OURS, Some(2.0)),
+            record("b", "fast", Some(4.0)),
+        ];
+        let of = |records: &[Record]| cells(&records.iter().collect::<Vec<_>>());
+        assert_eq!(of(&records).header[6..8], ["× best rival", "× best deterministic"]);
+        let ratios: Vec<_> = of(&records).rows.iter().map(|row| row[6..8].to_vec()).collect();
+        assert_eq!(ratios, [["0.50", "1.50"], ["2.00", "—"], ["1.00", "1.50"]]);
+        records.push(repeats(record("b", "repeats", Some(12.0))));
+        assert_eq!(of(&records).rows[2][6..8], ["1.00", "3.00"]); // √(1.5 · 6)
     }
 
     #[test]

@@ -211,10 +211,11 @@ impl<'r> Row<'r> {
 
     /// Our fastest kernel for the same shape without a block mask.
     fn dense_counterpart(&self, rows: &[Row<'r>]) -> Option<&'r Record> {
-        let Case::BlockSparseFwd(shape) = self.case()? else { return None };
-        let dense = Case::AttentionFwd(shape.dense());
+        let case = self.case()?;
+        let (shape, pass) = case.block_sparse_attention()?;
+        let dense = Some((&shape.dense(), pass));
         let same = |row: &&Row<'_>| {
-            row.case().as_ref() == Some(&dense)
+            row.case().is_some_and(|case| case.dense_attention() == dense)
                 && shape::is_cold(row.any) == shape::is_cold(self.any)
         };
         rows.iter().find(same)?.best()
@@ -228,6 +229,11 @@ impl<'r> Row<'r> {
     /// The fastest rival. Marks compute something else and are no rivals.
     pub(crate) fn best_rival(&self) -> Option<&'r Record> {
         fastest(self.rivals())
+    }
+
+    /// The fastest rival that gives the same bits at each launch, where rivals differ in that.
+    pub(crate) fn best_deterministic(&self) -> Option<&'r Record> {
+        fastest(self.rivals().filter(|rival| rival.deterministic))
     }
 
     pub(crate) fn rivals(&self) -> impl Iterator<Item = &'r Record> {
@@ -245,7 +251,16 @@ impl<'r> Row<'r> {
 
     /// Speed-up of our fastest kernel over the fastest rival.
     pub(crate) fn ratio(&self) -> Option<f64> {
-        Some(self.best_rival()?.us? / self.best()?.us?)
+        self.ratio_to(self.best_rival())
+    }
+
+    /// Speed-up of our fastest kernel over the fastest deterministic rival.
+    pub(crate) fn deterministic_ratio(&self) -> Option<f64> {
+        self.ratio_to(self.best_deterministic())
+    }
+
+    fn ratio_to(&self, rival: Option<&Record>) -> Option<f64> {
+        Some(rival?.us? / self.best()?.us?)
     }
 }
 

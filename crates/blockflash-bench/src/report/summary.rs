@@ -1,7 +1,7 @@
 //! A suite in a few lines: the distance to the best rival, by groups of cases and by rival.
 
 use super::break_even::part;
-use super::cells::{Cells, NONE, number};
+use super::cells::{Cells, DETERMINISTIC_RATIO, NONE, number};
 use super::notes::counted;
 use super::run::{Row, geometric_mean, groups, peer_names, range};
 use crate::record::Record;
@@ -28,6 +28,11 @@ pub(crate) fn sentence(rows: &[Row<'_>]) -> String {
             ),
         };
     }
+    let ratios: Vec<_> = rows.iter().filter_map(Row::deterministic_ratio).collect();
+    if let Some(mean) = geometric_mean(&ratios) {
+        let spread = spread(&ratios);
+        text += &format!("; {mean:.2} × the best deterministic rival, {spread}");
+    }
     text + "."
 }
 
@@ -39,6 +44,10 @@ pub(crate) fn by_group(rows: &[Row<'_>]) -> Cells {
     let mut header = vec!["group", "cases", "blockflash TFLOP/s"];
     if rivals {
         header.extend(["best rival TFLOP/s", "× best rival", "least to most"]);
+    }
+    let deterministic = rows.iter().any(|row| row.deterministic_ratio().is_some());
+    if deterministic {
+        header.extend([DETERMINISTIC_RATIO, "least to most"]);
     }
     let dense = rows.iter().any(|row| row.dense.is_some());
     header.extend(dense.then_some("of dense"));
@@ -54,11 +63,10 @@ pub(crate) fn by_group(rows: &[Row<'_>]) -> Cells {
         let mut line = vec![label.to_owned(), rows.len().to_string(), speeds(ours.iter().copied())];
         if rivals {
             line.push(speeds(rows.iter().filter_map(|row| row.best_rival())));
-            let ratios: Vec<_> = rows.iter().filter_map(|row| row.ratio()).collect();
-            line.push(
-                geometric_mean(&ratios).map_or(NONE.to_owned(), |mean| format!("**{mean:.2}**")),
-            );
-            line.push(spread(&ratios));
+            line.extend(mean_and_spread(rows.iter().filter_map(|row| row.ratio())));
+        }
+        if deterministic {
+            line.extend(mean_and_spread(rows.iter().filter_map(|row| row.deterministic_ratio())));
         }
         let parts: Vec<_> = rows.iter().filter_map(|row| row.part_of_dense(row.best()?)).collect();
         line.extend(dense.then(|| spread(&parts)));
@@ -117,6 +125,13 @@ fn speeds<'r>(records: impl Iterator<Item = &'r Record>) -> String {
     }
 }
 
+/// `**1.03**`, and `0.98–1.10`.
+fn mean_and_spread(ratios: impl Iterator<Item = f64>) -> [String; 2] {
+    let ratios: Vec<_> = ratios.collect();
+    let mean = geometric_mean(&ratios).map_or(NONE.to_owned(), |mean| format!("**{mean:.2}**"));
+    [mean, spread(&ratios)]
+}
+
 fn spread(ratios: &[f64]) -> String {
     range(ratios.iter().copied())
         .map_or(NONE.to_owned(), |(least, most)| format!("{least:.2}–{most:.2}"))
@@ -163,6 +178,19 @@ mod tests {
         let text = ": 1.06 × the best rival as geometric mean, 0.75 to 1.50, faster than every \
                     rival in 1.";
         assert!(of(&twice).ends_with(text), "{}", of(&twice));
+    }
+
+    #[test]
+    fn deterministic_rivals_are_compared_apart() {
+        let repeats = Record { deterministic: true, ..record("a", "y", Some(4.0)) };
+        let records = [record("a", OURS, Some(2.0)), record("a", "x", Some(1.0)), repeats];
+        let rows = rows(&records.iter().collect::<Vec<_>>());
+        let expected = "1 case: 0.50 × the best rival; 2.00 × the best deterministic rival, \
+                        2.00–2.00.";
+        assert_eq!(sentence(&rows), expected);
+        let groups = by_group(&rows);
+        assert_eq!(groups.header[6..], ["× best deterministic", "least to most"]);
+        assert_eq!(groups.rows[0][4..], ["**0.50**", "0.50–0.50", "**2.00**", "2.00–2.00"]);
     }
 
     #[test]

@@ -142,6 +142,7 @@ impl Run {
             let mut contestant = self.contestant(case, cache, &name, Who::Peer(name.clone()));
             let record = &mut contestant.record;
             record.reference = peers.is_reference(&name);
+            record.deterministic = peers.is_deterministic(&name);
             let prepared = match &peer_case {
                 Ok(peer_case) => {
                     peers.prepare(peer_case, &name).map_err(|failure| failure.to_string())

@@ -50,6 +50,10 @@ struct File {
     #[serde(default)]
     block_sparse_fwd: Vec<BlockSparseGrid>,
     #[serde(default)]
+    attention_bwd: Vec<AttentionGrid>,
+    #[serde(default)]
+    block_sparse_bwd: Vec<BlockSparseGrid>,
+    #[serde(default)]
     block_mask_build: Vec<BlockMaskGrid>,
     #[serde(default)]
     bsr_matmul: Vec<BsrGrid>,
@@ -136,6 +140,12 @@ impl Suite {
         file.block_sparse_fwd
             .iter()
             .try_for_each(|grid| expand(grid.peers, &|cases| grid.expand(cases)))?;
+        file.attention_bwd.iter().try_for_each(|grid| {
+            expand(grid.peers, &|cases| backward(cases, |forward| grid.expand(forward)))
+        })?;
+        file.block_sparse_bwd.iter().try_for_each(|grid| {
+            expand(grid.peers, &|cases| backward(cases, |forward| grid.expand(forward)))
+        })?;
         file.block_mask_build.iter().try_for_each(|grid| grid.expand(&mut cases))?;
         file.bsr_matmul.iter().try_for_each(|grid| grid.expand(&mut cases))?;
         file.bsr_sddmm.iter().try_for_each(|grid| grid.expand(&mut cases))?;
@@ -158,6 +168,17 @@ impl Suite {
         }
         Ok(Self { name, description, rounds, window_ms, gap_ms, peers, cache, cases, alone })
     }
+}
+
+/// Adds the backward pass of each case that a grid of attention has.
+fn backward(
+    cases: &mut Vec<Case>,
+    grid: impl Fn(&mut Vec<Case>) -> Result<(), String>,
+) -> Result<(), String> {
+    let mut forward = Vec::new();
+    grid(&mut forward)?;
+    cases.extend(forward.into_iter().filter_map(Case::backward));
+    Ok(())
 }
 
 #[cfg(test)]

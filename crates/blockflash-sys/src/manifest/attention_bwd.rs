@@ -47,6 +47,13 @@ impl AttentionBwdTile {
         let size = Size::HeadDim(head_dim);
         (step == AttentionBwdStep::Keys).then_some(Support { operation, size, dtype })
     }
+
+    /// A case for the steps that multiply.
+    pub(super) fn profile_case(&self) -> Option<String> {
+        let Self { head_dim, dtype, block_kv, .. } = self;
+        let case = || format!("bwd_b4_s4096_h{}_d{head_dim}_full_{dtype}", 2048 / head_dim);
+        (*block_kv > 0).then(case)
+    }
 }
 
 impl Kernel {

@@ -160,4 +160,8 @@ impl Family for AttentionBwd {
     fn supports(&self) -> Option<Support> {
         self.tile().support()
     }
+
+    fn profile_case(&self) -> Option<String> {
+        self.tile().profile_case()
+    }
 }

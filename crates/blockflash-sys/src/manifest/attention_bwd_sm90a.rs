@@ -149,6 +149,10 @@ impl Family for AttentionBwdHopper {
     fn supports(&self) -> Option<Support> {
         self.tile().support()
     }
+
+    fn profile_case(&self) -> Option<String> {
+        self.tile().profile_case()
+    }
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use crate::output::print;
 use crate::progress::Progress;
 use crate::table::{self, Facts};
 use blockflash_bench::block_pattern::BlockPattern;
-use blockflash_bench::case::{BlockSparseShape, Case, from_rows};
+use blockflash_bench::case::{Backward, BlockSparseShape, Case, from_rows};
 use blockflash_bench::plot::{Drawing, MAX_SHOWN, MaskPicture};
 use blockflash_ops::{BlockGeometry, BlockMask, Mask};
 use serde_json::json;
@@ -144,7 +144,11 @@ impl Show {
                 let mask = pattern.mask(geometry, self.heads.unwrap_or(1), self.seed)?;
                 Ok(named(mask, pattern.to_string(), self.token_mask(pattern.token_mask())))
             }
-            (None, None, Some(Case::BlockSparseFwd(shape))) => {
+            (
+                None,
+                None,
+                Some(Case::BlockSparseFwd(shape) | Case::BlockSparseBwd(Backward(shape))),
+            ) => {
                 let BlockSparseShape { seqlen_q, seqlen_kv, block_q, block_kv, mask_heads, .. } =
                     *shape;
                 let geometry = BlockGeometry::new(seqlen_q, seqlen_kv, block_q, block_kv)?;

@@ -45,6 +45,28 @@ fn every_kind_of_plot_is_drawn() {
 }
 
 #[test]
+fn both_passes_of_attention_are_drawn_apart() {
+    let mut records = grid();
+    records.retain(|record| record.op != "bsr_matmul");
+    let forward = records.clone().into_iter().filter(|record| record.op.ends_with("_fwd"));
+    records.extend(forward.map(|record| Record {
+        op: record.op.replace("fwd", "bwd"),
+        case: format!("bwd_{}", record.case),
+        ..record
+    }));
+    let plots = plots(&records).unwrap();
+    let titles: Vec<_> = plots.iter().map(|plot| plot.alt.as_str()).collect();
+    for title in [
+        "Attention forward, head_dim 64",
+        "Attention backward, head_dim 64",
+        "Attention backward, head_dim 128",
+        "Block-sparse attention backward, head_dim 128",
+    ] {
+        assert!(titles.contains(&title), "{title}: {titles:?}");
+    }
+}
+
+#[test]
 fn a_plot_names_its_lines_axes_and_origin() {
     let plots = plots(&grid()).unwrap();
     let plot = named(&plots, "attention_fwd_d64.svg");

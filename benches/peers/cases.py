@@ -1,0 +1,84 @@
+"""The cases of the self-test of `serve.py`."""
+
+
+def cases():
+    """Small cases of every kind the suites hold, with the fields of the request that are not
+    `warm`."""
+    attention = dict(
+        op="attention_fwd",
+        batch=2,
+        seqlen_q=512,
+        seqlen_kv=512,
+        num_heads_q=4,
+        num_heads_kv=4,
+        seed=1,
+    )
+    warm, cold = {}, {"cache": "cold", "flush_bytes": 1 << 27}
+    yield dict(attention, head_dim=64, mask="full", dtype="bf16"), warm
+    yield dict(attention, head_dim=64, mask="full", dtype="bf16"), cold
+    yield dict(attention, head_dim=128, mask="causal", dtype="f16"), warm
+    yield dict(attention, head_dim=256, mask="causal", dtype="bf16"), warm
+    yield dict(attention, head_dim=128, mask="causal", dtype="bf16", num_heads_kv=2), warm
+    yield (
+        dict(attention, head_dim=128, mask="causal", dtype="bf16", seqlen_q=128, num_heads_kv=2),
+        warm,
+    )
+    for queries in (1, 16):
+        yield (
+            dict(
+                attention,
+                head_dim=128,
+                mask="full",
+                dtype="bf16",
+                seqlen_q=queries,
+                seqlen_kv=4096,
+                num_heads_kv=1,
+            ),
+            warm,
+        )
+    sparse = dict(
+        attention, op="block_sparse_fwd", pattern="uniform", mask="full", dtype="bf16", density=0.25
+    )
+    for block, head_dim, heads_kv in ((128, 64, 4), (128, 128, 4), (64, 64, 2), (64, 128, 4)):
+        row = dict(
+            block_q=block,
+            block_kv=block,
+            blocks_per_row=128 // block,
+            head_dim=head_dim,
+            num_heads_kv=heads_kv,
+        )
+        yield dict(sparse, **row), warm
+        yield dict(sparse, **{**row, "mask": "causal"}), warm
+    for case in (
+        dict(attention, head_dim=64, mask="full", dtype="bf16"),
+        dict(attention, head_dim=128, mask="causal", dtype="bf16", num_heads_kv=2),
+        dict(sparse, block_q=128, block_kv=128, blocks_per_row=2, head_dim=128),
+        dict(sparse, block_q=64, block_kv=64, blocks_per_row=3, head_dim=128, num_heads_kv=2),
+    ):
+        yield dict(case, op=case["op"].replace("fwd", "bwd")), warm
+    product = dict(op="bsr_matmul", m=1024, n=512, k=1024, dtype="f16", seed=1)
+    for block in (16, 32, 64, 128):
+        yield dict(product, block_size=block, blocks_per_row=256 // block), warm
+    yield dict(product, n=128, block_size=64, blocks_per_row=4), cold
+    yield dict(product, n=16, block_size=64, blocks_per_row=4, fresh_bytes=1 << 27), warm
+
+
+def refused(case, name):
+    """Why a rival cannot run a case: then an error is right."""
+    if name == "triton_flash" and case["seqlen_q"] < 64:
+        return "no tile for so few queries"
+    if case.get("fresh_bytes") and "cusparse" in name:
+        return "one matrix only"
+    if name.startswith("fa4") and case.get("block_kv") == 64:
+        return "no tile for so few keys"
+    if case["op"] != "attention_fwd":
+        return None
+    if name == "torch_sdpa_efficient" and case["num_heads_q"] != case["num_heads_kv"]:
+        return "no grouped heads"
+    if (
+        name == "torch_sdpa_cudnn"
+        and case["mask"] == "causal"
+        and case["seqlen_q"] != case["seqlen_kv"]
+    ):
+        return "no diagonal that ends at the last key"
+    return None

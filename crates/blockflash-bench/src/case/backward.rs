@@ -1,0 +1,193 @@
+//! The backward pass of attention: its gradients, for every shape of the forward pass.
+
+use super::Case;
+use super::attention::AttentionShape;
+use super::attention_operands::AttentionOperands;
+use super::backward_operands::BackwardOperands;
+use super::block_sparse::BlockSparseShape;
+use super::operands::Operands;
+use super::peer::{PeerCase, PeerCaseError};
+use super::shape::Shape;
+use super::varlen::VarlenShape;
+use super::work::Work;
+use crate::error::Result;
+use blockflash_ops::Stream;
+use blockflash_sys::DType;
+use serde::Serialize;
+use std::fmt;
+use std::path::Path;
+
+/// The gradients of q, k and v of attention of this shape. What the forward pass makes is there
+/// already. The id is the one of the forward pass after `bwd_`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(transparent)]
+pub struct Backward<S>(pub S);
+
+/// A shape of attention.
+pub(super) trait Forward: Shape {
+    /// Name of the backward pass in records.
+    const BACKWARD: &'static str;
+
+    /// Operands of the forward pass.
+    ///
+    /// # Errors
+    /// As [`Shape::operands`].
+    fn forward(&self, stream: &Stream, seed: u64) -> Result<AttentionOperands>;
+}
+
+/// Which pass of attention is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Pass {
+    Forward,
+    Backward,
+}
+
+impl fmt::Display for Pass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Pass::Forward => "forward",
+            Pass::Backward => "backward",
+        })
+    }
+}
+
+impl Case {
+    /// The backward pass of a forward pass; `None` for other operations.
+    pub(crate) fn backward(self) -> Option<Self> {
+        match self {
+            Case::AttentionFwd(shape) => Some(Backward(shape).into()),
+            Case::VarlenFwd(shape) => Some(Backward(shape).into()),
+            Case::BlockSparseFwd(shape) => Some(Backward(shape).into()),
+            _ => None,
+        }
+    }
+
+    /// A dense batch without a block mask.
+    pub(crate) fn dense_attention(&self) -> Option<(&AttentionShape, Pass)> {
+        match self {
+            Case::AttentionFwd(shape) => Some((shape, Pass::Forward)),
+            Case::AttentionBwd(Backward(shape)) => Some((shape, Pass::Backward)),
+            _ => None,
+        }
+    }
+
+    /// Attention with a block mask.
+    pub(crate) fn block_sparse_attention(&self) -> Option<(&BlockSparseShape, Pass)> {
+        match self {
+            Case::BlockSparseFwd(shape) => Some((shape, Pass::Forward)),
+            Case::BlockSparseBwd(Backward(shape)) => Some((shape, Pass::Backward)),
+            _ => None,
+        }
+    }
+}
+
+impl<S: Forward> fmt::Display for Backward<S> {
+    /// `bwd_b4_s4096_h32_d64_causal_bf16`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "bwd_{}", self.0)
+    }
+}
+
+impl<S: Forward> Shape for Backward<S> {
+    fn parse(parts: &[&str]) -> Option<Self> {
+        let (&"bwd", forward) = parts.split_first()? else { return None };
+        S::parse(forward).map(Self)
+    }
+
+    fn op(&self) -> &'static str {
+        S::BACKWARD
+    }
+
+    fn dtype(&self) -> DType {
+        self.0.dtype()
+    }
+
+    /// Five products in place of two. Exponentials are computed anew, and a tile of keys shares
+    /// each query and its gradient of o as one of queries shares keys and values before. To q, k,
+    /// v, o and lse come the gradients of the former four, and rowsum(d_o∘o), as large as lse.
+    fn work(&self) -> Work {
+        let forward = self.0.work();
+        Work { flops: 2.5 * forward.flops, bytes: 2.0 * forward.bytes, ..forward }
+    }
+
+    fn group(&self) -> String {
+        format!("{}, {}", Pass::Backward, self.0.group())
+    }
+
+    fn peer_case(&self, seed: u64, folder: &Path) -> Result<PeerCase, PeerCaseError> {
+        Ok(self.0.peer_case(seed, folder)?.with_op(self.op()))
+    }
+
+    fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
+        Ok(Box::new(BackwardOperands::new(self.0.forward(stream, seed)?, stream, seed)?))
+    }
+}
+
+impl Forward for AttentionShape {
+    const BACKWARD: &'static str = "attention_bwd";
+
+    fn forward(&self, stream: &Stream, seed: u64) -> Result<AttentionOperands> {
+        AttentionOperands::new(&self.problem(), None, None, stream, seed)
+    }
+}
+
+impl Forward for VarlenShape {
+    const BACKWARD: &'static str = "attention_bwd";
+
+    fn forward(&self, stream: &Stream, seed: u64) -> Result<AttentionOperands> {
+        AttentionOperands::new(&self.problem(), Some(&self.lengths), None, stream, seed)
+    }
+}
+
+impl Forward for BlockSparseShape {
+    const BACKWARD: &'static str = "block_sparse_bwd";
+
+    fn forward(&self, stream: &Stream, seed: u64) -> Result<AttentionOperands> {
+        let problem = self.dense().problem();
+        AttentionOperands::new(&problem, None, Some(self.lists(seed)), stream, seed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::case::Case;
+    use crate::ours::Ours;
+    use crate::timing::Cache;
+    use blockflash_ops::Device;
+
+    #[test]
+    fn gradients_are_verified_and_timed_on_the_cpu() {
+        let stream = Device::cpu().stream().unwrap();
+        for (id, op) in [
+            ("bwd_b2_q33_kv65_h4kv2_d16_causal_bf16", "attention_bwd"),
+            ("bwd_b1_s64_h12_d8_full_f16", "attention_bwd"),
+            ("bwd_varlen33+1+64x2_h4kv2_d16_causal_bf16", "attention_bwd"),
+            ("bwd_b2_q128_kv192_h4kv2_d16_q64kv64_d0.5_uniform_full_bf16", "block_sparse_bwd"),
+            ("bwd_b1_s256_h4kv2m2_d16_q64kv64_d0.5_uniform_causal_f16", "block_sparse_bwd"),
+        ] {
+            let case: Case = id.parse().unwrap();
+            assert_eq!(case.op(), op, "{id}");
+            let mut ours = Ours::new(&case, &stream, Cache::Warm, 5, None).unwrap();
+            let kernel = &ours.kernels[0];
+            let error = kernel.rel_err;
+            assert!(kernel.verified && error > 0.0 && error < 1e-2, "{id} {error}");
+            assert!(ours.window(0, 1.0).unwrap().us > 0.0);
+        }
+    }
+
+    #[test]
+    fn rivals_get_the_shape_and_the_lists_of_the_forward_pass() {
+        let folder = std::env::temp_dir();
+        let peer_case = |id: &str| {
+            let case: Case = id.parse().unwrap();
+            serde_json::to_value(case.shape().peer_case(3, &folder).unwrap()).unwrap()
+        };
+        for forward in ["b1_s8_h1_d8_full_bf16", "b1_s64_h2_d8_q32kv32_d0.5_uniform_full_bf16"] {
+            let [mut forward, backward] =
+                [peer_case(forward), peer_case(&format!("bwd_{forward}"))];
+            let op = forward["op"].as_str().unwrap().replace("fwd", "bwd");
+            forward["op"] = op.into();
+            assert_eq!(backward, forward);
+        }
+    }
+}
