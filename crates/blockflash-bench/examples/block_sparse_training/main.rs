@@ -17,7 +17,7 @@
 //! ```
 //!
 //! and new values for the matrices, `BsrMatrix::set_values`. `network.rs` says what the host does,
-//! `layer.rs` where the optimizer is. So on a GPU the host takes most of the time of a step; the
+//! `common/layer.rs` where the optimizer is. So on a GPU the host takes most of the time of a step; the
 //! products are timed apart. It runs on Hopper, with blocks of 64 and 128; another GPU ends with
 //! what is missing.
 //!
@@ -32,13 +32,16 @@
 
 mod data;
 mod gradient_check;
+#[path = "../common/layer.rs"]
 mod layer;
+mod momentum;
 mod network;
 #[path = "../common/program.rs"]
 mod program;
 mod report;
 #[path = "../common/results.rs"]
 mod results;
+#[path = "../common/sparsity.rs"]
 mod sparsity;
 mod training;
 
