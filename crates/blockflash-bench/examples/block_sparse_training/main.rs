@@ -91,7 +91,7 @@ struct Args {
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// f16, bf16 or, on a CPU, f32 [default: bf16 on a GPU, f32 on a CPU]
-    #[arg(long, value_parser = dtype)]
+    #[arg(long, value_parser = program::dtype)]
     dtype: Option<DType>,
     /// cpu, cuda or cuda:N [default: the first usable GPU, else cpu]
     #[arg(long)]
@@ -99,14 +99,6 @@ struct Args {
     /// Folder for the results
     #[arg(long, default_value = ".")]
     out: PathBuf,
-}
-
-fn dtype(name: &str) -> Result<DType, String> {
-    let types = [DType::F16, DType::BF16, DType::F32];
-    types
-        .into_iter()
-        .find(|dtype| dtype.name() == name)
-        .ok_or_else(|| "expected f16, bf16 or f32".to_owned())
 }
 
 fn main() -> ExitCode {

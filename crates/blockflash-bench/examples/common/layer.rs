@@ -90,11 +90,7 @@ impl Layer {
     ///
     /// # Errors
     /// A device that fails.
-    pub fn update(
-        &mut self,
-        stream: &Stream,
-        rule: impl FnOnce(&mut [f32], &[f32]),
-    ) -> Result<()> {
+    pub fn update(&mut self, stream: &Stream, rule: impl FnOnce(&mut [f32], &[f32])) -> Result<()> {
         let gradient = self.gradient(stream)?;
         rule(&mut self.exact, &gradient);
         self.round(stream)
