@@ -74,7 +74,6 @@ impl Call {
     }
 
     /// The call, its gradients and its workspace.
-    #[expect(clippy::type_complexity, reason = "the parts of one call")]
     fn parts(
         &mut self,
         mask: Mask,

@@ -138,11 +138,11 @@ pub fn cross_entropy(logits: &mut [f32], targets: &[u8]) -> f64 {
 
 /// `x += y`
 pub fn add(x: &mut [f32], y: &[f32]) {
-    x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
+    x.par_iter_mut().zip(y).with_min_len(1 << 14).for_each(|(x, y)| *x += y);
 }
 
 /// The gradient of `relu(x)` with respect to x, given its output.
 pub fn relu_backward(gradient: &mut [f32], output: &[f32]) {
-    let hidden = gradient.par_iter_mut().zip(output).filter(|&(_, &output)| output <= 0.0);
-    hidden.for_each(|(gradient, _)| *gradient = 0.0);
+    let pairs = gradient.par_iter_mut().zip(output).with_min_len(1 << 14);
+    pairs.filter(|&(_, &output)| output <= 0.0).for_each(|(gradient, _)| *gradient = 0.0);
 }

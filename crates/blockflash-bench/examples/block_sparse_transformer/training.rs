@@ -111,7 +111,7 @@ impl Options {
         let attended = match sizes.pattern {
             Pattern::Dense => "all blocks".to_owned(),
             Pattern::Blocks { block, local, stride } => {
-                format!("blocks of {block}: {local} before, then each {stride}th")
+                format!("blocks of {block}, {local} local, stride {stride}")
             }
         };
         format!(
@@ -144,6 +144,9 @@ impl Options {
         let Sizes { layers, heads, head_dim, .. } = self.sizes;
         if [layers, heads, head_dim, self.windows[0], self.windows[1], self.steps].contains(&0) {
             return refuse("layers, heads, features, windows and steps must be positive");
+        }
+        if layers > 64 || self.windows[0].saturating_mul(self.windows[1]) > 1 << 24 {
+            return refuse("at most 64 layers, and 2^24 bytes in the windows of a step");
         }
         if !(self.rate > 0.0 && self.rate.is_finite()) {
             return refuse("the rate must be positive");
@@ -179,10 +182,10 @@ pub fn run(options: &Options, text: &Text, say: impl Fn(&str)) -> Result<Study> 
 
 fn train(options: &Options, sizes: &Sizes, text: &Text, say: impl Fn(&str)) -> Result<Curve> {
     let &Options { windows, steps, seed, .. } = options;
+    let held_out = text.held_out(windows)?;
     let mut model = Transformer::new(sizes, windows, seed, &options.place()?)?;
     let mut parameters = 0;
     model.update(&mut |_, values, _| parameters += values.len())?;
-    let held_out = text.held_out(windows)?;
     let loss_of =
         |model: &mut Transformer| -> Result<f64> { Ok(model.forward(&held_out)?.0 / LN_2) };
     let first = model.forward(&text.draw(windows, seed, 1)?)?.0 / LN_2;

@@ -13,6 +13,7 @@ use blockflash_bench::{Error, Result};
 use blockflash_ops::{Activation, BsrMatmul, BsrMatrix, BsrSddmm, BsrTranspose, BsrWorkspace};
 use blockflash_ops::{DType, Device, Stream, Tensor, View, ViewMut};
 use half::{bf16, f16};
+use rayon::prelude::*;
 
 /// Weights and their gradient.
 pub struct Layer {
@@ -127,7 +128,8 @@ pub fn transposed(y: &mut Tensor) -> Result<ViewMut<'_>> {
 /// A type that is none of floating point, another number of values than the shape has.
 pub fn rounded(values: &[f32], shape: &[usize], dtype: DType) -> Result<Array> {
     fn round<T: Scalar>(values: &[f32], shape: &[usize]) -> Option<Array> {
-        Array::new(shape, values.iter().map(|&value| T::from_f32(value)).collect())
+        let values = values.par_iter().with_min_len(1 << 14);
+        Array::new(shape, values.map(|&value| T::from_f32(value)).collect())
     }
     let rounded = match dtype {
         DType::F16 => round::<f16>(values, shape),
