@@ -1,6 +1,6 @@
 //! Anything that safe programs may give to the attention backward, or do to its memory while it
-//! runs: no kernel leaves its tensors, and every launch ends. Under a memory checker, these programs
-//! give no report; `small_shapes` is small enough for a race checker, too.
+//! runs: no kernel leaves its tensors, and every launch ends. Under a memory checker, these
+//! programs give no report; `small_shapes` is small enough for a race checker, too.
 #![forbid(unsafe_code)]
 
 use blockflash_ops::attention_bwd::{accepts, workspace_bytes};

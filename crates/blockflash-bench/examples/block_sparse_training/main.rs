@@ -17,9 +17,9 @@
 //! ```
 //!
 //! and new values for the matrices, `BsrMatrix::set_values`. `network.rs` says what the host does,
-//! `common/layer.rs` where the optimizer is. So on a GPU the host takes most of the time of a step; the
-//! products are timed apart. It runs on Hopper, with blocks of 64 and 128; another GPU ends with
-//! what is missing.
+//! `common/layer.rs` where the optimizer is. So on a GPU the host takes most of the time of a step;
+//! the products are timed apart. It runs on Hopper, with blocks of 64 and 128; another GPU ends
+//! with what is missing.
 //!
 //! Before it trains, it holds gradients against differences of the loss. If those are wrong, or if
 //! the loss does not fall as far as `--goal` says, it fails.

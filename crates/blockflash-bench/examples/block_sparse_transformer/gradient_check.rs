@@ -119,7 +119,7 @@ fn against_differences(
 
 /// Distance of the gradients of each kind where training computes from those on the CPU in f32.
 fn on_device(options: &Options, sizes: Sizes, text: &Text) -> Result<BTreeMap<String, f64>> {
-    let windows = [options.windows[0].min(4), options.windows[1].min(512)];
+    let windows = [options.windows[0].min(4), options.windows[1].min(1024)];
     let cpu = Place { stream: Device::cpu().stream()?, dtype: DType::F32 };
     let place = options.place()?;
     let (_, expected) = gradients(&sizes, windows, options.seed, &cpu, text)?;

@@ -10,11 +10,12 @@
 //! back. Attention is this library's, forward and backward (`attention.rs`); so are the products of
 //! the MLP, whose weights are block-sparse, and all other products, whose weights have all blocks.
 //! Between them the host computes embeddings, norms, the loss and the optimizer (`host.rs`), so on
-//! a GPU it takes most of the time of a step; attention is timed apart, over the length of a window.
+//! a GPU it takes most of the time of a step; attention is timed apart, over the length of a
+//! window.
 //!
-//! Before it trains, gradients are compared with differences of the loss of an f64 forward pass that
-//! shares no code. If they are wrong, or if either network ends above `--goal`, it fails. Results
-//! do not depend on the number of threads, and repeats have the same bits.
+//! Before it trains, gradients are compared with differences of the loss of an f64 forward pass
+//! that shares no code with it. If they are wrong, or if either network ends above `--goal`, it
+//! fails. Losses do not depend on the number of threads, and repeats have the same bits.
 //!
 //! Writes `block_sparse_transformer.svg` (loss), `_time.svg`, `_memory.svg`, and
 //! `block_sparse_transformer.csv` (loss) and `.json` (everything).

@@ -86,8 +86,8 @@ impl Layer {
         Ok(self.gradient.to_vec(stream)?)
     }
 
-    /// One step of an optimizer: `rule` changes the weights (the f32 master copy) by the most recent
-    /// gradient. Both have the order of [`Sparsity::values`].
+    /// One step of an optimizer: `rule` changes the weights (the f32 master copy) by the most
+    /// recent gradient. Both have the order of [`Sparsity::values`].
     ///
     /// # Errors
     /// A device that fails.
