@@ -218,7 +218,7 @@ fn a_workspace_that_changes() {
     let (stream, other) = (&gpu.stream, gpu.device.stream().unwrap());
     let forward = attend(stream);
     let mask = Mask::Full;
-    let mut check = |kernel: &'static Kernel, mut call: Call| {
+    let check = |kernel: &'static Kernel, mut call: Call| {
         let what = || format!("{} with a workspace that changes", kernel.image_name());
         call.launch(mask, kernel, stream).unwrap();
         wait(stream, &what).unwrap();
