@@ -23,8 +23,15 @@ fn typed_errors_and_nothing_outside() {
     };
     let ended = fuzz("garbage_cpu", 1000, &Place::instead_of(gpu, Device::cpu().stream().unwrap()));
     if std::env::var_os("BLOCKFLASH_FUZZ_CASES").is_none() {
-        let kinds =
-            [Kind::Packed, Kind::PackedMasked, Kind::BuiltMask, Kind::Product, Kind::Sampled];
+        let kinds = [
+            Kind::Packed,
+            Kind::PackedMasked,
+            Kind::PackedGradients,
+            Kind::MaskedGradients,
+            Kind::BuiltMask,
+            Kind::Product,
+            Kind::Sampled,
+        ];
         for of in
             kinds.into_iter().flat_map(|kind| [(kind, Ended::Computed), (kind, Ended::Refused)])
         {

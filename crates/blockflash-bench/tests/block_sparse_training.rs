@@ -5,15 +5,17 @@
 mod data;
 #[path = "../examples/block_sparse_training/gradient_check.rs"]
 mod gradient_check;
-#[path = "../examples/block_sparse_training/layer.rs"]
+#[path = "../examples/common/layer.rs"]
 mod layer;
+#[path = "../examples/block_sparse_training/momentum.rs"]
+mod momentum;
 #[path = "../examples/block_sparse_training/network.rs"]
 mod network;
 #[path = "../examples/block_sparse_training/report.rs"]
 mod report;
 #[path = "../examples/common/results.rs"]
 mod results;
-#[path = "../examples/block_sparse_training/sparsity.rs"]
+#[path = "../examples/common/sparsity.rs"]
 mod sparsity;
 #[path = "../examples/block_sparse_training/training.rs"]
 mod training;
@@ -22,6 +24,7 @@ use approx::{abs_diff_eq, assert_abs_diff_eq};
 use blockflash_ops::{DType, Device, Stream};
 use gradient_check::Check;
 use layer::Layer;
+use momentum::Momentum;
 use sparsity::Sparsity;
 use training::{Options, Study};
 
@@ -116,6 +119,7 @@ fn a_wrong_gradient_does_not_pass() {
 fn a_step_changes_the_weights_that_are_multiplied() {
     let (stream, sparsity) = (cpu(), Sparsity::draw([20, 36], 16, 0.5, 5).unwrap());
     let mut layer = Layer::new(&sparsity, 1.0, 6, DType::F32, &stream).unwrap();
+    let mut momentum = Momentum::new(&sparsity);
     let (dy, x) = (vec![1.0f32; 4 * 20], vec![0.5f32; 4 * 36]);
     let [dy, x] =
         [layer::rounded(&dy, &[4, 20], DType::F32), layer::rounded(&x, &[4, 36], DType::F32)];
@@ -136,7 +140,7 @@ fn a_step_changes_the_weights_that_are_multiplied() {
     };
     let mut moved = 0.0;
     for step in [0.5, 0.5 + 0.9 * 0.5] {
-        layer.descend(0.1, 0.9, &stream).unwrap();
+        momentum.descend(&mut layer, 0.1, 0.9, &stream).unwrap();
         moved += 0.1 / sparsity.fan_in() as f32 * step;
         let expected = before.iter().enumerate();
         let expected = expected.map(|(at, before)| before - 0.5 * moved * inputs(at % 20));

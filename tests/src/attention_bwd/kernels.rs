@@ -34,7 +34,7 @@ pub fn backward_groups(gpu: &Gpu) -> BackwardGroups {
 }
 
 /// Head dimensions for which a tile is the narrowest.
-fn dims_of_tile(head_dim: u32) -> Vec<usize> {
+pub(crate) fn dims_of_tile(head_dim: u32) -> Vec<usize> {
     let widths =
         manifest::kernels().iter().filter_map(Kernel::attention_bwd_tile).map(|tile| tile.head_dim);
     let narrower = widths.filter(|&width| width < head_dim).max().unwrap_or(0);
@@ -127,16 +127,31 @@ pub fn same_gradients(
     kernel: &'static Kernel,
     stream: &Stream,
 ) -> Result<usize, String> {
+    repeated_gradients(case, Choice::This(kernel), 20, stream)
+}
+
+/// Runs a case so many times and requires the same bits every time, whatever gradients and
+/// workspace held before.
+pub fn repeated_gradients(
+    case: &AttentionCase,
+    kernel: Choice,
+    repeats: usize,
+    stream: &Stream,
+) -> Result<usize, String> {
     let inputs = BackwardInputs::upload(case, &BackwardData::generate(case), stream)?;
+    let mut outputs = match kernel {
+        Choice::Selected => BackwardOutputs::poisoned(&inputs, stream)?,
+        Choice::This(_) => BackwardOutputs::of_any_kernel(&inputs, stream)?,
+    };
     let mut first = None;
-    for repeat in 0..20 {
-        let mut outputs = BackwardOutputs::of_any_kernel(&inputs, stream)?;
-        outputs.launch(&inputs, Choice::This(kernel), stream).map_err(|error| error.to_string())?;
-        wait(stream, &|| format!("{} with {case:?}", kernel.image_name()))?;
+    for repeat in 0..repeats {
+        outputs.poison(stream)?;
+        outputs.launch(&inputs, kernel, stream).map_err(|error| error.to_string())?;
+        wait(stream, &|| format!("repeat {repeat} of {case:?}"))?;
         let bits = outputs.bits(stream)?;
         if *first.get_or_insert_with(|| bits.clone()) != bits {
             return Err(format!("repeat {repeat} differs from the first run\n    {case:?}"));
         }
     }
-    Ok(20)
+    Ok(repeats)
 }

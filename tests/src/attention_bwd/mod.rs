@@ -8,8 +8,10 @@ mod oracle;
 mod run;
 
 pub use data::BackwardData;
+pub(crate) use kernels::dims_of_tile;
 pub use kernels::{
-    BackwardGroup, BackwardGroups, backward_groups, cases_of, run_or_refuse, same_gradients,
+    BackwardGroup, BackwardGroups, backward_groups, cases_of, repeated_gradients, run_or_refuse,
+    same_gradients,
 };
 pub use oracle::BackwardReference;
 pub use run::{BackwardInputs, BackwardOutputs, finite, run_and_check, run_case};

@@ -3,7 +3,7 @@
 use super::guarded::{Guarded, Use};
 use super::operands::{Lengths, Operands, Options, Sizes};
 use super::values::{damaged, one_of, overwritten, token_mask};
-use super::{Checked, Ended, Turn, text};
+use super::{Checked, Ended, Place, Turn, text};
 use crate::number::POISON;
 use crate::placement::Placement;
 use blockflash_ops::{BlockGeometry, BlockMask, CuSeqlens, DType, Error, Mask};
@@ -13,21 +13,20 @@ use rand::rngs::StdRng;
 
 /// A packed batch. Its lengths are right, its offsets need not be.
 #[derive(Debug)]
-struct Packed {
-    sizes: Sizes,
+pub(super) struct Packed {
+    pub(super) sizes: Sizes,
     /// Queries and keys of each sequence, as the block mask has them.
     lengths: Vec<[usize; 2]>,
-    totals: [usize; 2],
+    pub(super) totals: [usize; 2],
     longest: [usize; 2],
     mask: Mask,
     offsets: [Vec<i32>; 2],
     /// What another stream overwrites the offsets with while kernels read them.
-    overwritten: Option<u8>,
+    pub(super) overwritten: Option<u8>,
 }
 
 impl Packed {
-    fn new(masked: bool, turn: &mut Turn<'_>) -> Self {
-        let sizes = Sizes::new(turn);
+    pub(super) fn new(sizes: Sizes, masked: bool, turn: &mut Turn<'_>) -> Self {
         let on_gpu = turn.place.other.is_some();
         let random = &mut turn.random;
         let (batch, most) = match random.random_range(0..12) {
@@ -75,7 +74,8 @@ impl Packed {
         }
     }
 
-    fn block_mask(&self, turn: &mut Turn<'_>) -> Result<BlockMask, Error> {
+    /// A packed block mask in host memory.
+    pub(super) fn block_mask(&self, turn: &mut Turn<'_>) -> Result<BlockMask, Error> {
         let (Sizes { blocks: [block_q, block_kv], mask_heads, .. }, random) =
             (self.sizes, &mut turn.random);
         let density = one_of(&[0.1, 0.5, 1.0], random);
@@ -88,52 +88,71 @@ impl Packed {
         };
         let masks =
             self.lengths.iter().map(of_sequence).collect::<Result<Vec<BlockMask>, Error>>()?;
-        BlockMask::packed(&masks.iter().collect::<Vec<_>>())?.to(&turn.place.stream)
+        BlockMask::packed(&masks.iter().collect::<Vec<_>>())
+    }
+
+    /// The offsets on the device, ready to be overwritten.
+    pub(super) fn offsets(&self, turn: &mut Turn<'_>) -> Checked<[Guarded; 2]> {
+        let padding = vec![(one_of(&[0, 1, 5], &mut turn.random), 3)];
+        let (beside, place) = (Placement { order: Vec::new(), padding }, turn.place);
+        let offsets = |name, entries: &[i32]| {
+            let place_of = (&[entries.len()][..], &beside, POISON);
+            let content = cast_slice(entries);
+            let mut offsets = Guarded::new(name, DType::I32, place_of, content, &place.stream)?;
+            offsets.used_on(place.other.as_ref()).map(|()| offsets)
+        };
+        let [q, kv] = &self.offsets;
+        Ok([offsets("cu_seqlens.q", q)?, offsets("cu_seqlens.kv", kv)?])
+    }
+
+    pub(super) fn options<'a>(
+        &self,
+        [q, kv]: &'a [Guarded; 2],
+        block_mask: Option<&'a BlockMask>,
+    ) -> Options<'a> {
+        let [max_seqlen_q, max_seqlen_kv] = self.longest;
+        let cu_seqlens = CuSeqlens { q: q.view(), kv: kv.view(), max_seqlen_q, max_seqlen_kv };
+        Options { mask: self.mask, cu_seqlens: Some(cu_seqlens), block_mask }
+    }
+
+    /// Checks the offsets, unless they were overwritten.
+    pub(super) fn judge(&self, offsets: &[Guarded; 2], place: &Place) -> Checked<()> {
+        match self.overwritten {
+            Some(_) => Ok(()),
+            None => offsets.iter().try_for_each(|one| one.judge(Use::Read, &place.stream)),
+        }
     }
 }
 
-/// Runs a case, under a packed block mask or none.
-pub(super) fn packed(turn: &mut Turn<'_>, masked: bool) -> Checked<Ended> {
-    let case = Packed::new(masked, turn);
-    attend(&case, masked, turn).map_err(|error| turn.story(&error, &case))
-}
-
-fn attend(case: &Packed, masked: bool, turn: &mut Turn<'_>) -> Checked<Ended> {
-    let place = turn.place;
-    let mut operands = Operands::new(&case.sizes, Lengths::Packed { totals: case.totals }, turn)?;
-    let block_mask = masked.then(|| case.block_mask(turn)).transpose().map_err(text)?;
-    let beside =
-        Placement { order: Vec::new(), padding: vec![(one_of(&[0, 1, 5], &mut turn.random), 3)] };
-    let offsets = |name, entries: &[i32]| {
-        let place_of = (&[entries.len()][..], &beside, POISON);
-        Guarded::new(name, DType::I32, place_of, cast_slice(entries), &place.stream)
-    };
-    let [mut q, mut kv] =
-        [offsets("cu_seqlens.q", &case.offsets[0])?, offsets("cu_seqlens.kv", &case.offsets[1])?];
-    [&mut q, &mut kv].into_iter().try_for_each(|offsets| offsets.used_on(place.other.as_ref()))?;
-    let options = Options {
-        mask: case.mask,
-        cu_seqlens: Some(CuSeqlens {
-            q: q.view(),
-            kv: kv.view(),
-            max_seqlen_q: case.longest[0],
-            max_seqlen_kv: case.longest[1],
-        }),
-        block_mask: block_mask.as_ref(),
-    };
-    let launched = operands.launch(&case.sizes, &options, place);
-    for offsets in [&mut q, &mut kv] {
-        offsets.overwrite(case.overwritten, place.other.as_ref())?;
-    }
-    turn.wait(case)?;
-    operands.judge(Use::Written, place)?;
-    if case.overwritten.is_none() {
-        [q, kv].iter().try_for_each(|offsets| offsets.judge(Use::Read, &place.stream))?;
-    }
+/// How a case on packed sequences ended.
+pub(super) fn ended(launched: Result<(), Error>, place: &Place) -> Checked<Ended> {
     match launched {
         Ok(()) => Ok(Ended::Computed),
         // A GPU does not look before it computes.
         Err(Error::InvalidCuSeqlens { .. }) if place.other.is_none() => Ok(Ended::Refused),
         Err(error) => Err(format!("refused: {error}")),
     }
+}
+
+/// Runs a case, under a packed block mask or none.
+pub(super) fn packed(turn: &mut Turn<'_>, masked: bool) -> Checked<Ended> {
+    let case = Packed::new(Sizes::new(turn), masked, turn);
+    attend(&case, masked, turn).map_err(|error| turn.story(&error, &case))
+}
+
+fn attend(case: &Packed, masked: bool, turn: &mut Turn<'_>) -> Checked<Ended> {
+    let place = turn.place;
+    let mut operands = Operands::new(&case.sizes, Lengths::Packed { totals: case.totals }, turn)?;
+    let block_mask = masked.then(|| case.block_mask(turn)?.to(&place.stream));
+    let block_mask = block_mask.transpose().map_err(text)?;
+    let mut offsets = case.offsets(turn)?;
+    let options = case.options(&offsets, block_mask.as_ref());
+    let launched = operands.launch(&case.sizes, &options, place);
+    for offsets in &mut offsets {
+        offsets.overwrite(case.overwritten, place.other.as_ref())?;
+    }
+    turn.wait(case)?;
+    operands.judge(Use::Written, place)?;
+    case.judge(&offsets, place)?;
+    ended(launched, place)
 }

@@ -1,12 +1,13 @@
 //! Random garbage in every device array that decides about addresses or loops: sequence offsets,
-//! index arrays, lists, scores. Whatever the arrays hold, no kernel reads or writes outside of the
-//! tensors, and every launch ends.
+//! index arrays, lists, scores; and in the log-sum-exp. Whatever the arrays hold, no kernel reads
+//! or writes outside of the tensors, and every launch ends.
 //!
 //! A case follows from its number alone, on a CPU as on a GPU. Tensors lie in larger allocations
 //! whose margins are NaN, so a write to a margin is noticed, and a read of a margin makes an output
 //! NaN.
 
 mod attention;
+mod attention_bwd;
 mod built_masks;
 mod guarded;
 mod operands;
@@ -16,7 +17,9 @@ mod values;
 use crate::gpu::{Gpu, say, wait};
 use crate::number::rng;
 use blockflash_ops::{CudaProperties, Stream};
-use blockflash_sys::manifest::{self, AttentionTile, BsrMatmulTile, BsrSddmmTile, Variant};
+use blockflash_sys::manifest::{
+    self, AttentionBwdTile, AttentionTile, BsrMatmulTile, BsrSddmmTile, Variant,
+};
 use blockflash_sys::{BlockMaskKernel, Kernel};
 use rand::rngs::StdRng;
 use std::collections::BTreeMap;
@@ -35,6 +38,12 @@ pub enum Kind {
     Packed,
     /// Attention with garbage in `cu_seqlens`, under a packed block mask.
     PackedMasked,
+    /// Gradients of attention with garbage in the log-sum-exp.
+    Gradients,
+    /// The same with garbage in `cu_seqlens`.
+    PackedGradients,
+    /// The same under a packed block mask.
+    MaskedGradients,
     /// A block mask built from garbage, and attention under it.
     BuiltMask,
     /// A matrix made of garbage index arrays; if they are valid, a product with it or with its
@@ -46,7 +55,7 @@ pub enum Kind {
 
 impl Kind {
     /// Kinds of consecutive case numbers.
-    const TURNS: [Self; 10] = [
+    const TURNS: [Self; 14] = [
         Self::Packed,
         Self::PackedMasked,
         Self::BuiltMask,
@@ -57,6 +66,10 @@ impl Kind {
         Self::PackedMasked,
         Self::Packed,
         Self::Sampled,
+        Self::Gradients,
+        Self::PackedGradients,
+        Self::MaskedGradients,
+        Self::PackedGradients,
     ];
 
     /// The kind of a case, and the number of earlier cases of this kind.
@@ -86,6 +99,7 @@ pub struct Place {
     /// problem.
     imagined: Option<CudaProperties>,
     attention: Vec<(&'static Kernel, AttentionTile)>,
+    gradients: Vec<(&'static Kernel, AttentionBwdTile)>,
     masks: Vec<&'static Kernel>,
     products: Vec<(&'static Kernel, BsrMatmulTile)>,
     sampled: Vec<(&'static Kernel, BsrSddmmTile)>,
@@ -129,6 +143,10 @@ impl Place {
                 .iter()
                 .filter_map(|kernel| Some((*kernel, kernel.attention_tile()?)))
                 .collect(),
+            gradients: kernels
+                .iter()
+                .filter_map(|kernel| Some((*kernel, kernel.attention_bwd_tile()?)))
+                .collect(),
             masks: kernels.iter().copied().filter(builds).collect(),
             products: kernels.iter().flat_map(with_layouts).collect(),
             sampled: kernels
@@ -136,10 +154,15 @@ impl Place {
                 .filter_map(|kernel| Some((*kernel, kernel.bsr_sddmm_tile()?)))
                 .collect(),
         };
-        let counts =
-            [place.attention.len(), place.masks.len(), place.products.len(), place.sampled.len()];
+        let counts = place.counts();
         assert!(!counts.contains(&0), "an operation has no kernel here: {counts:?}");
         place
+    }
+
+    /// Number of kernels of attention, its gradients, masks, products and sampled products.
+    fn counts(&self) -> [usize; 5] {
+        let Self { attention, gradients, masks, products, sampled, .. } = self;
+        [attention.len(), gradients.len(), masks.len(), products.len(), sampled.len()]
     }
 }
 
@@ -180,6 +203,9 @@ fn run(number: usize, place: &Place) -> Checked<(Kind, Ended)> {
     let ended = match kind {
         Kind::Packed => attention::packed(&mut turn, false),
         Kind::PackedMasked => attention::packed(&mut turn, true),
+        Kind::Gradients => attention_bwd::dense(&mut turn),
+        Kind::PackedGradients => attention_bwd::packed(&mut turn, false),
+        Kind::MaskedGradients => attention_bwd::packed(&mut turn, true),
         Kind::BuiltMask => built_masks::built(&mut turn),
         Kind::Product => products::product(&mut turn),
         Kind::Sampled => products::sampled(&mut turn),
@@ -203,9 +229,10 @@ fn numbers(usual: usize) -> Range<usize> {
 /// After the last case if some of them failed, or after the fourth one that did.
 pub fn fuzz(name: &str, usual: usize, place: &Place) -> BTreeMap<(Kind, Ended), usize> {
     let (mut ended, mut failures) = (BTreeMap::new(), Vec::new());
-    let Place { attention, masks, products, sampled, .. } = place;
-    let kernels = [attention.len(), masks.len(), products.len(), sampled.len()];
-    say(&format!("{name}: kernels of attention, masks, products, sampled products: {kernels:?}"));
+    say(&format!(
+        "{name}: kernels of attention, gradients, masks, products, sampled products: {:?}",
+        place.counts()
+    ));
     let mut count = 0;
     for number in numbers(usual) {
         count += 1;
@@ -234,12 +261,12 @@ mod tests {
     #[test]
     fn kinds_take_turns() {
         let mut next = BTreeMap::<Kind, usize>::new();
-        for number in 0..95 {
+        for number in 0..122 {
             let (kind, turn) = Kind::of(number);
             let next = next.entry(kind).or_default();
             assert_eq!(turn, *next);
             *next += 1;
         }
-        assert_eq!(next.len(), 5);
+        assert_eq!(next.len(), 8);
     }
 }

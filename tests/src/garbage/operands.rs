@@ -12,6 +12,7 @@ use blockflash_ops::{
 };
 use blockflash_sys::Kernel;
 use rand::Rng;
+use rand::rngs::StdRng;
 use std::fmt;
 
 /// A kernel of the manifest, or the one that the library selects.
@@ -37,8 +38,8 @@ pub(super) struct Sizes {
     /// Of a block mask that the kernel can share among heads.
     pub(super) mask_heads: usize,
     pub(super) softcap: Option<f32>,
-    sink: bool,
-    lse: bool,
+    pub(super) sink: bool,
+    pub(super) lse: bool,
 }
 
 /// Shapes of attention.
@@ -90,10 +91,18 @@ pub(super) struct Operands {
     lse: Option<Guarded>,
 }
 
-impl Operands {
-    pub(super) fn new(sizes: &Sizes, lengths: Lengths, turn: &mut Turn<'_>) -> Checked<Self> {
-        let Sizes { dtype, heads_q, heads_kv, head_dim, .. } = *sizes;
-        let (stream, random) = (&turn.place.stream, &mut turn.random);
+/// Shapes of tensors, and the margins around them.
+pub(super) struct Around {
+    /// Of q and o, and of k and v.
+    pub(super) shapes: [Vec<usize>; 2],
+    pub(super) rows: Placement,
+    pub(super) lse_shape: Vec<usize>,
+    pub(super) lse: Placement,
+}
+
+impl Around {
+    pub(super) fn new(sizes: &Sizes, lengths: Lengths, random: &mut StdRng) -> Self {
+        let Sizes { heads_q, heads_kv, head_dim, .. } = *sizes;
         // Rows before and after, and a head more: none, where a memory checker sees the ends.
         let margin = one_of(&[0, 0, 1, 70], random);
         let heads = random.random_range(0..=1) * margin.min(1);
@@ -113,21 +122,36 @@ impl Operands {
             ),
         };
         let placed = |padding| Placement { order: Vec::new(), padding };
-        let (around, around_lse) = (placed(padding), placed(lse_padding));
+        Self { shapes, rows: placed(padding), lse_shape, lse: placed(lse_padding) }
+    }
+}
+
+/// A logit per head.
+pub(super) fn sink_of(sizes: &Sizes, turn: &mut Turn<'_>) -> Checked<Option<Guarded>> {
+    let content = numbers(DType::F32, sizes.heads_q, &mut turn.random);
+    let beside = Placement { order: Vec::new(), padding: vec![(1, 1)] };
+    let place = (&[sizes.heads_q][..], &beside, POISON);
+    let sink = || Guarded::new("sink", DType::F32, place, &content, &turn.place.stream);
+    sizes.sink.then(sink).transpose()
+}
+
+impl Operands {
+    pub(super) fn new(sizes: &Sizes, lengths: Lengths, turn: &mut Turn<'_>) -> Checked<Self> {
+        let dtype = sizes.dtype;
+        let (stream, random) = (&turn.place.stream, &mut turn.random);
+        let around = Around::new(sizes, lengths, random);
         let mut input = |name, shape: &[usize]| {
             let content = numbers(dtype, shape.iter().product(), random);
-            Guarded::new(name, dtype, (shape, &around, POISON), &content, stream)
+            Guarded::new(name, dtype, (shape, &around.rows, POISON), &content, stream)
         };
-        let qkv = [input("q", &shapes[0])?, input("k", &shapes[1])?, input("v", &shapes[1])?];
-        let sink = numbers(DType::F32, heads_q, random);
-        let beside = placed(vec![(1, 1)]);
-        let sink =
-            || Guarded::new("sink", DType::F32, (&[heads_q], &beside, POISON), &sink, stream);
-        let lse = || Guarded::output("lse", DType::F32, (&lse_shape, &around_lse), stream);
+        let [of_q, of_kv] = &around.shapes;
+        let qkv = [input("q", of_q)?, input("k", of_kv)?, input("v", of_kv)?];
+        let sink = sink_of(sizes, turn)?;
+        let lse = || Guarded::output("lse", DType::F32, (&around.lse_shape, &around.lse), stream);
         Ok(Self {
             qkv,
-            sink: sizes.sink.then(sink).transpose()?,
-            o: Guarded::output("o", dtype, (&shapes[0], &around), stream)?,
+            sink,
+            o: Guarded::output("o", dtype, (of_q, &around.rows), stream)?,
             lse: sizes.lse.then(lse).transpose()?,
         })
     }

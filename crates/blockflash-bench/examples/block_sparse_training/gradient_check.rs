@@ -88,7 +88,8 @@ fn compare(
 ) -> Result<Vec<Difference>> {
     let cpu = Device::cpu().stream()?;
     let root_mean_square = |values: &[f32]| (squares(values) / values.len().max(1) as f64).sqrt();
-    let weights = inside.iter().map(|&at| network.layers()[layer].weight(at)).collect::<Vec<_>>();
+    let weights =
+        inside.iter().map(|&at| network.layers()[layer].weights()[at]).collect::<Vec<_>>();
     let (step, usual) = (STEP * root_mean_square(&weights) as f32, root_mean_square(gradients));
     let mut candidates = random::choose(4 * WEIGHTS, inside.len(), seed, layer as u64);
     random::shuffle(&mut candidates, seed);
@@ -96,7 +97,7 @@ fn compare(
     for candidate in candidates {
         let (at, weight) = (inside[candidate], weights[candidate]);
         let mut moved = |weight| -> Result<(f64, Vec<bool>)> {
-            network.layers()[layer].set_weight(at, weight, &cpu)?;
+            network.layers()[layer].update(&cpu, |weights, _| weights[at] = weight)?;
             Ok((network.loss(batch)?, network.active()?))
         };
         let (below, above) = (weight - step, weight + step);

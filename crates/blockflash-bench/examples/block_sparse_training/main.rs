@@ -17,9 +17,9 @@
 //! ```
 //!
 //! and new values for the matrices, `BsrMatrix::set_values`. `network.rs` says what the host does,
-//! `layer.rs` where the optimizer is. So on a GPU the host takes most of the time of a step; the
-//! products are timed apart. It runs on Hopper, with blocks of 64 and 128; another GPU ends with
-//! what is missing.
+//! `common/layer.rs` where the optimizer is. So on a GPU the host takes most of the time of a step;
+//! the products are timed apart. It runs on Hopper, with blocks of 64 and 128; another GPU ends
+//! with what is missing.
 //!
 //! Before it trains, it holds gradients against differences of the loss. If those are wrong, or if
 //! the loss does not fall as far as `--goal` says, it fails.
@@ -32,13 +32,16 @@
 
 mod data;
 mod gradient_check;
+#[path = "../common/layer.rs"]
 mod layer;
+mod momentum;
 mod network;
 #[path = "../common/program.rs"]
 mod program;
 mod report;
 #[path = "../common/results.rs"]
 mod results;
+#[path = "../common/sparsity.rs"]
 mod sparsity;
 mod training;
 
@@ -88,7 +91,7 @@ struct Args {
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// f16, bf16 or, on a CPU, f32 [default: bf16 on a GPU, f32 on a CPU]
-    #[arg(long, value_parser = dtype)]
+    #[arg(long, value_parser = program::dtype)]
     dtype: Option<DType>,
     /// cpu, cuda or cuda:N [default: the first usable GPU, else cpu]
     #[arg(long)]
@@ -96,14 +99,6 @@ struct Args {
     /// Folder for the results
     #[arg(long, default_value = ".")]
     out: PathBuf,
-}
-
-fn dtype(name: &str) -> Result<DType, String> {
-    let types = [DType::F16, DType::BF16, DType::F32];
-    types
-        .into_iter()
-        .find(|dtype| dtype.name() == name)
-        .ok_or_else(|| "expected f16, bf16 or f32".to_owned())
 }
 
 fn main() -> ExitCode {

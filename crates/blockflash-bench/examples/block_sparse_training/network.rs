@@ -7,6 +7,7 @@
 
 use super::data::Batch;
 use super::layer::{Layer, rounded, transposed};
+use super::momentum::Momentum;
 use super::sparsity::Sparsity;
 use blockflash_bench::Result;
 use blockflash_bench::io::Array;
@@ -18,6 +19,7 @@ use serde::Serialize;
 /// Both layers and their outputs for one batch.
 pub struct Network {
     layers: [Layer; 2],
+    momenta: [Momentum; 2],
     dtype: DType,
     stream: Stream,
     /// `[samples, hidden]`
@@ -60,6 +62,7 @@ impl Network {
                 Layer::new(first, 2.0, seed ^ 1 << 40, dtype, stream)?,
                 Layer::new(second, 1.0, seed ^ 2 << 40, dtype, stream)?,
             ],
+            momenta: [Momentum::new(first), Momentum::new(second)],
             dtype,
             stream: stream.clone(),
             hidden: empty(dtype, first.outputs)?,
@@ -109,7 +112,7 @@ impl Network {
     pub fn find_gradients(&mut self, batch: &Batch) -> Result<f64> {
         let y = self.forward(&batch.x)?;
         let errors = batch.errors(&y);
-        let Self { layers: [first, second], dtype, stream, hidden, y, dhidden } = self;
+        let Self { layers: [first, second], dtype, stream, hidden, y, dhidden, .. } = self;
         let dy = rounded(&errors, y.shape(), *dtype)?.upload(stream)?;
         second.find_gradient(dy.view(), hidden.view(), stream)?;
         second.backward(dy.view())?.matmul_into(transposed(dhidden)?, stream)?;
@@ -131,7 +134,9 @@ impl Network {
     /// # Errors
     /// A device that fails.
     pub fn descend(&mut self, rate: f32, momentum: f32) -> Result<()> {
-        self.layers.iter_mut().try_for_each(|layer| layer.descend(rate, momentum, &self.stream))
+        let Self { layers, momenta, stream, .. } = self;
+        let mut pairs = layers.iter_mut().zip(momenta);
+        pairs.try_for_each(|(layer, state)| state.descend(layer, rate, momentum, stream))
     }
 
     /// Times the products of a step and names their kernels. It runs before training, so that a
@@ -140,7 +145,7 @@ impl Network {
     /// # Errors
     /// A device that has no such kernels or fails.
     pub fn products(&mut self, x: &Tensor) -> Result<Vec<Product>> {
-        let Self { layers: [first, second], dtype, stream, hidden, y, dhidden } = self;
+        let Self { layers: [first, second], dtype, stream, hidden, y, dhidden, .. } = self;
         let dy = Tensor::zeros(stream, *dtype, y.shape())?;
         let matmul = |what, op: BsrMatmul<'_>, c: &mut Tensor| -> Result<Product> {
             let kernel = op.prepare(&transposed(c)?, stream)?.kernel().map(Kernel::symbol);

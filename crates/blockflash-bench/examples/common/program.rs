@@ -1,6 +1,7 @@
 //! How the examples start and end.
+#![allow(dead_code)] // Not every example calls everything.
 
-use blockflash_ops::Device;
+use blockflash_ops::{DType, Device};
 use clap::Parser;
 use std::process::ExitCode;
 
@@ -27,4 +28,16 @@ pub fn device(name: Option<&str>) -> Result<Device, Failure> {
         Some(name) => name.parse()?,
         None => Device::best(),
     })
+}
+
+/// The floating-point type of this name.
+///
+/// # Errors
+/// Any other name.
+pub fn dtype(name: &str) -> Result<DType, String> {
+    let types = [DType::F16, DType::BF16, DType::F32];
+    types
+        .into_iter()
+        .find(|dtype| dtype.name() == name)
+        .ok_or_else(|| "expected f16, bf16 or f32".to_owned())
 }

@@ -1,4 +1,5 @@
 //! What the examples say and leave behind.
+#![allow(dead_code)] // Not every example calls everything.
 
 use blockflash_bench::plot::Drawing;
 use blockflash_ops::Device;

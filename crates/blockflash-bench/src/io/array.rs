@@ -89,7 +89,7 @@ impl Array {
     pub fn to_f32(&self, range: Range<usize>) -> Vec<f32> {
         with!(&self.0, values => {
             let values = elements(values).get(range).unwrap_or_default();
-            values.iter().map(|value| value.to_f32()).collect()
+            values.par_iter().with_min_len(1 << 14).map(|value| value.to_f32()).collect()
         })
     }
 

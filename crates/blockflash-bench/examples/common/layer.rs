@@ -1,10 +1,11 @@
-//! A linear layer with block-sparse weights: the three products of training, and a step of gradient
-//! descent.
+//! A linear layer with block-sparse weights: the three products of training, and a step of an
+//! optimizer.
 //!
 //! The products take weights in the compute type. The sum of small steps needs more digits than
-//! bf16 has, so a master copy of the weights is kept in f32. Here this copy and the momentum lie in
-//! host memory and are rounded into the matrix after each step. That is simple but slow on a GPU,
-//! where an optimizer would run on the device and write through `BsrMatrix::values_mut`.
+//! bf16 has, so a master copy of the weights is kept in f32. Here this copy lies in host memory and
+//! is rounded into the matrix after each step. That is simple but slow on a GPU, where an optimizer
+//! would run on the device and write through `BsrMatrix::values_mut`.
+#![allow(dead_code)] // Not every example calls everything.
 
 use super::sparsity::Sparsity;
 use blockflash_bench::io::{Array, Scalar};
@@ -12,16 +13,15 @@ use blockflash_bench::{Error, Result};
 use blockflash_ops::{Activation, BsrMatmul, BsrMatrix, BsrSddmm, BsrTranspose, BsrWorkspace};
 use blockflash_ops::{DType, Device, Stream, Tensor, View, ViewMut};
 use half::{bf16, f16};
+use rayon::prelude::*;
 
-/// Weights, their gradient and the state of the optimizer.
+/// Weights and their gradient.
 pub struct Layer {
     weights: BsrMatrix,
     index: BsrTranspose,
-    /// Shape f32 `[blocks, block_size, block_size]`, also for the next two fields.
+    /// Shape f32 `[blocks, block_size, block_size]`, also for the next field.
     gradient: Tensor,
     exact: Vec<f32>,
-    velocity: Vec<f32>,
-    fan_in: usize,
     workspace: BsrWorkspace,
 }
 
@@ -44,10 +44,8 @@ impl Layer {
         Ok(Self {
             index: BsrTranspose::new(&weights, stream)?,
             gradient: Tensor::zeros(stream, DType::F32, weights.values().shape())?,
-            velocity: vec![0.0; exact.len()],
             exact,
             weights,
-            fan_in: sparsity.fan_in(),
             workspace: BsrWorkspace::new(stream)?,
         })
     }
@@ -88,35 +86,20 @@ impl Layer {
         Ok(self.gradient.to_vec(stream)?)
     }
 
-    /// One step of gradient descent with momentum. The rate applies to an output with one input; it
-    /// is divided for outputs with more inputs, which react to the sum of their steps.
+    /// One step of an optimizer: `rule` changes the weights (the f32 master copy) by the most
+    /// recent gradient. Both have the order of [`Sparsity::values`].
     ///
     /// # Errors
     /// A device that fails.
-    pub fn descend(&mut self, rate: f32, momentum: f32, stream: &Stream) -> Result<()> {
+    pub fn update(&mut self, stream: &Stream, rule: impl FnOnce(&mut [f32], &[f32])) -> Result<()> {
         let gradient = self.gradient(stream)?;
-        let rate = rate / self.fan_in as f32;
-        for ((weight, velocity), gradient) in
-            self.exact.iter_mut().zip(&mut self.velocity).zip(gradient)
-        {
-            *velocity = momentum * *velocity + gradient;
-            *weight -= rate * *velocity;
-        }
+        rule(&mut self.exact, &gradient);
         self.round(stream)
     }
 
-    /// Changes one weight.
-    ///
-    /// # Errors
-    /// A device that fails.
-    pub fn set_weight(&mut self, at: usize, value: f32, stream: &Stream) -> Result<()> {
-        self.exact[at] = value;
-        self.round(stream)
-    }
-
-    /// A weight of the f32 master copy.
-    pub fn weight(&self, at: usize) -> f32 {
-        self.exact[at]
+    /// The f32 master copy of the weights.
+    pub fn weights(&self) -> &[f32] {
+        &self.exact
     }
 
     /// Rounds the weights into the matrix; pattern and index stay.
@@ -145,7 +128,8 @@ pub fn transposed(y: &mut Tensor) -> Result<ViewMut<'_>> {
 /// A type that is none of floating point, another number of values than the shape has.
 pub fn rounded(values: &[f32], shape: &[usize], dtype: DType) -> Result<Array> {
     fn round<T: Scalar>(values: &[f32], shape: &[usize]) -> Option<Array> {
-        Array::new(shape, values.iter().map(|&value| T::from_f32(value)).collect())
+        let values = values.par_iter().with_min_len(1 << 14);
+        Array::new(shape, values.map(|&value| T::from_f32(value)).collect())
     }
     let rounded = match dtype {
         DType::F16 => round::<f16>(values, shape),

@@ -1,0 +1,73 @@
+//! The gradients of attention have the same bits in a thousand runs, whatever else the GPU does.
+#![forbid(unsafe_code)]
+
+use blockflash_ops::attention::Mask;
+use blockflash_ops::{DType, Stream, Tensor};
+use blockflash_tests::attention::{
+    AttentionCase, BlockCase, BlockPattern, Choice, Lengths, MaskHeads,
+};
+use blockflash_tests::attention_bwd::repeated_gradients;
+use blockflash_tests::gpu::gpu;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+const REPEATS: usize = 1000;
+
+/// Keeps some SMs busy with copies until it is told to stop.
+fn disturb(stop: &AtomicBool, stream: &Stream) {
+    let zeros = || Tensor::zeros(stream, DType::U8, &[32 << 20]).unwrap();
+    let (from, mut to) = (zeros(), zeros());
+    while !stop.load(Ordering::Relaxed) {
+        (0..8).for_each(|_| to.copy_from(stream, &from).unwrap());
+        stream.synchronize().unwrap();
+    }
+}
+
+/// Alone and beside copies of another stream.
+fn repeat(name: &str, case: &AttentionCase) {
+    let Some(gpu) = gpu(name) else { return };
+    repeated_gradients(case, Choice::Selected, REPEATS / 2, &gpu.stream).unwrap();
+    let (stop, other) = (AtomicBool::new(false), gpu.device.stream().unwrap());
+    std::thread::scope(|scope| {
+        scope.spawn(|| disturb(&stop, &other));
+        let beside = repeated_gradients(case, Choice::Selected, REPEATS / 2, &gpu.stream);
+        stop.store(true, Ordering::Relaxed);
+        beside.unwrap();
+    });
+}
+
+/// Enough keys for the scheme that sums dq in turns.
+fn dense(mask: Mask) -> AttentionCase {
+    let simple = AttentionCase::simple(DType::BF16, (4, 2), 128, (1100, 1300));
+    AttentionCase { mask, sink: true, ..simple }
+}
+
+#[test]
+fn dense_gradients() {
+    repeat("attention_bwd_repeats_gpu::dense_gradients", &dense(Mask::Full));
+}
+
+#[test]
+fn causal_gradients() {
+    repeat("attention_bwd_repeats_gpu::causal_gradients", &dense(Mask::causal()));
+}
+
+#[test]
+fn gradients_under_a_block_mask() {
+    let block_mask = Some(BlockCase {
+        block_q: 128,
+        block_kv: 128,
+        per_entry: true,
+        heads: MaskHeads::KeyValue,
+        pattern: BlockPattern::Random(0.4),
+    });
+    let case = AttentionCase { block_mask, ..dense(Mask::causal()) };
+    repeat("attention_bwd_repeats_gpu::gradients_under_a_block_mask", &case);
+}
+
+#[test]
+fn gradients_of_packed_sequences() {
+    let lengths = vec![(300, 500), (0, 40), (700, 1200), (1, 1)];
+    let lengths = Lengths::Packed { lengths, slack: (3, 5) };
+    let case = AttentionCase { lengths, ..dense(Mask::causal()) };
+    repeat("attention_bwd_repeats_gpu::gradients_of_packed_sequences", &case);
+}
