@@ -87,6 +87,7 @@ pub struct Place {
     imagined: Option<CudaProperties>,
     attention: Vec<(&'static Kernel, AttentionTile)>,
     masks: Vec<&'static Kernel>,
+    transposes: Vec<&'static Kernel>,
     products: Vec<(&'static Kernel, BsrMatmulTile)>,
     sampled: Vec<(&'static Kernel, BsrSddmmTile)>,
 }
@@ -117,6 +118,9 @@ impl Place {
         let builds = |kernel: &&Kernel| {
             matches!(kernel.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }))
         };
+        let transposes = |kernel: &&Kernel| {
+            matches!(kernel.variant, Variant::BlockMask(BlockMaskKernel::Transpose { .. }))
+        };
         let kernels: Vec<&'static Kernel> = kernels.collect();
         let with_layouts = |&kernel: &&'static Kernel| {
             crate::bsr::tiles(kernel).into_iter().map(move |tile| (kernel, tile))
@@ -130,14 +134,20 @@ impl Place {
                 .filter_map(|kernel| Some((*kernel, kernel.attention_tile()?)))
                 .collect(),
             masks: kernels.iter().copied().filter(builds).collect(),
+            transposes: kernels.iter().copied().filter(transposes).collect(),
             products: kernels.iter().flat_map(with_layouts).collect(),
             sampled: kernels
                 .iter()
                 .filter_map(|kernel| Some((*kernel, kernel.bsr_sddmm_tile()?)))
                 .collect(),
         };
-        let counts =
-            [place.attention.len(), place.masks.len(), place.products.len(), place.sampled.len()];
+        let counts = [
+            place.attention.len(),
+            place.masks.len(),
+            place.transposes.len(),
+            place.products.len(),
+            place.sampled.len(),
+        ];
         assert!(!counts.contains(&0), "an operation has no kernel here: {counts:?}");
         place
     }
