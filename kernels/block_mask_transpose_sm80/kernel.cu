@@ -18,26 +18,39 @@ using Params = blockflash_block_mask_transpose_params;
 using Config = BlockMaskTransposeConfig;
 constexpr int kThreads = Config::threads;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kWord = 32;  // rows per word of bits
-constexpr int kLoads = 4;  // loads in flight per thread
+constexpr int kWord = 32;   // rows per word of bits
+constexpr int kStrip = 32;  // columns per CTA of the second launch
+constexpr int kLoads = 4;   // loads in flight per thread while rows are read
+constexpr int kVector = 4;  // words of 16 bytes
+constexpr int kVectors = Config::chunk_cols / (kVector * kThreads);  // of each thread
+constexpr int kLaneWords = 4;                                        // of a lane in a tile
+constexpr int kTileWords = kLaneWords * kWarpSize;
+constexpr int kColumns = kStrip / kWarps;  // of each warp
 constexpr unsigned kAllLanes = 0xFFFFFFFF;
 static_assert(Config::slab_rows % kWord == 0, "a slab consists of whole words");
-static_assert(Config::chunk_cols % kWarpSize == 0, "a chunk consists of whole strips");
-static_assert(kWord == kWarpSize && kWarpSize % kWarps == 0,
-              "warps share the columns of a strip and the words of a tile evenly");
+static_assert(Config::chunk_cols % (kVector * kThreads) == 0,
+              "the threads share the columns of a chunk evenly");
+static_assert(kVector * kThreads % kStrip == 0, "eight neighbouring lanes have a strip");
+static_assert(kStrip == kWarpSize && kStrip % kWarps == 0, "warps share a strip evenly");
+static_assert(kColumns <= 2 && kTileWords * kWord < 1 << 16,
+              "the rows of a warp's columns in a tile are counted in halves of a register");
+static_assert(kTileWords * (kStrip + 1) <= Config::chunk_cols,
+              "the tile of the second launch fits where the first one has its words");
 
 // Sizes that follow from the parameters.
 struct Sizes {
   int words, slabs, strips;  // of one head
+  int64_t pitch;             // words from 32 rows to the next 32
 
   __device__ __forceinline__ explicit Sizes(const Params& p)
       : words((p.rows + kWord - 1) / kWord),
         slabs((p.rows + Config::slab_rows - 1) / Config::slab_rows),
-        strips((p.cols + kWarpSize - 1) / kWarpSize) {}
+        strips((p.cols + kStrip - 1) / kStrip),
+        pitch(static_cast<int64_t>(strips) * kStrip) {}
 
   // The words of one head.
   __device__ __forceinline__ uint32_t* bits(const Params& p, int head) const {
-    return p.bits + static_cast<int64_t>(head) * words * p.cols;
+    return p.bits + head * words * pitch;
   }
   // The numbers of blocks of one head, those of a strip next to each other.
   __device__ __forceinline__ int32_t* counts(const Params& p, int head) const {
@@ -45,9 +58,7 @@ struct Sizes {
   }
 };
 
-__device__ __forceinline__ void gather(const Params& p) {
-  __shared__ uint32_t words[Config::chunk_cols];  // the word of each column
-  __shared__ int counts[Config::chunk_cols / kWarpSize];
+__device__ __forceinline__ void gather(const Params& p, uint32_t* words) {
   const Sizes sizes(p);
   const int chunks = (p.cols + Config::chunk_cols - 1) / Config::chunk_cols;
   const int slab = blockIdx.x % sizes.slabs;
@@ -56,13 +67,19 @@ __device__ __forceinline__ void gather(const Params& p) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
 
   const int first_col = chunk * Config::chunk_cols;
-  const int cols = min(p.cols - first_col, Config::chunk_cols);
+  const uint32_t cols = min(p.cols - first_col, Config::chunk_cols);
   const int first_row = slab * Config::slab_rows;
   const int end_row = min(p.rows - first_row, Config::slab_rows) + first_row;
-  for (int col = threadIdx.x; col < cols; col += kThreads) words[col] = 0;
-  for (int strip = threadIdx.x; strip * kWarpSize < cols; strip += kThreads) counts[strip] = 0;
-  __syncthreads();
+  uint4* const own = reinterpret_cast<uint4*>(words) + threadIdx.x;  // every kThreads-th
+  const auto each_vector = [&](auto visit) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+      if ((i * kThreads + threadIdx.x) * kVector < cols) visit(i);
+  };
+  int blocks[kVectors] = {};  // in the columns of each vector
 
+  each_vector([&](int i) { own[i * kThreads] = make_uint4(0, 0, 0, 0); });
+  __syncthreads();
   for (int row_of_word = first_row; row_of_word < end_row; row_of_word += kWord) {
     for (int bit = warp; bit < min(end_row - row_of_word, kWord); bit += kWarps) {
       const int32_t* const ends =
@@ -78,37 +95,40 @@ __device__ __forceinline__ void gather(const Params& p) {
         }
 #pragma unroll
         for (int i = 0; i < kLoads; ++i)
-          if (cols_of_chunk[i] < static_cast<uint32_t>(cols))
-            atomicOr(words + cols_of_chunk[i], 1u << bit);
+          if (cols_of_chunk[i] < cols) atomicOr(words + cols_of_chunk[i], 1u << bit);
       }
     }
     __syncthreads();
-    uint32_t* const out =
-        sizes.bits(p, head) + static_cast<int64_t>(row_of_word / kWord) * p.cols + first_col;
-    for (int strip = warp; strip * kWarpSize < cols; strip += kWarps) {
-      const int col = strip * kWarpSize + lane;
-      uint32_t word = 0;
-      if (col < cols) {
-        out[col] = word = words[col];
-        words[col] = 0;
-      }
-      const int blocks = __reduce_add_sync(kAllLanes, __popc(word));
-      if (lane == 0) counts[strip] += blocks;
-    }
+    uint4* const out = reinterpret_cast<uint4*>(sizes.bits(p, head) +
+                                                row_of_word / kWord * sizes.pitch + first_col) +
+                       threadIdx.x;
+    each_vector([&](int i) {
+      const uint4 word = own[i * kThreads];
+      own[i * kThreads] = make_uint4(0, 0, 0, 0);
+      out[i * kThreads] = word;
+      blocks[i] += __popc(word.x) + __popc(word.y) + __popc(word.z) + __popc(word.w);
+    });
     __syncthreads();
   }
-  int32_t* const out =
-      sizes.counts(p, head) + static_cast<int64_t>(first_col / kWarpSize) * sizes.slabs + slab;
-  for (int strip = threadIdx.x; strip * kWarpSize < cols; strip += kThreads)
-    out[static_cast<int64_t>(strip) * sizes.slabs] = counts[strip];
+  constexpr int kLanes = kStrip / kVector;  // that have a strip
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    int sum = blocks[i];
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
+    const int strip = (first_col + (i * kThreads + threadIdx.x) * kVector) / kStrip;
+    if (lane % kLanes == 0 && strip < sizes.strips)
+      sizes.counts(p, head)[static_cast<int64_t>(strip) * sizes.slabs + slab] = sum;
+  }
 }
 
 // The sum of the first `count` numbers, for all threads.
 __device__ __forceinline__ int64_t sum_of(const int32_t* numbers, int64_t count) {
   __shared__ long long sums[kWarps];
+  const int32_t* const end = numbers + count;
   long long sum = 0;
-#pragma unroll 4
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) sum += numbers[i];
+#pragma unroll 8
+  for (const int32_t* at = numbers + threadIdx.x; at < end; at += kThreads) sum += *at;
 #pragma unroll
   for (int step = kWarpSize / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
   if (threadIdx.x % kWarpSize == 0) sums[threadIdx.x / kWarpSize] = sum;
@@ -120,31 +140,38 @@ __device__ __forceinline__ int64_t sum_of(const int32_t* numbers, int64_t count)
 }
 
 // The sum over this lane and the lanes before it.
-__device__ __forceinline__ int inclusive_sum(int value, int lane) {
+__device__ __forceinline__ uint32_t inclusive_sum(uint32_t value, int lane) {
 #pragma unroll
   for (int step = 1; step < kWarpSize; step *= 2) {
-    const int before = __shfl_up_sync(kAllLanes, value, step);
+    const uint32_t before = __shfl_up_sync(kAllLanes, value, step);
     if (lane >= step) value += before;
   }
   return value;
 }
 
-__device__ __forceinline__ void list(const Params& p) {
-  __shared__ int lengths[kWarpSize];                   // of the columns of the strip
-  __shared__ uint32_t tile[kWarpSize][kWarpSize + 1];  // [words][columns]
+// Words of a strip: those of a lane lie a warp's width apart, so that lanes read different banks.
+struct Tile {
+  uint32_t* words;  // [kTileWords][kStrip + 1]
+
+  __device__ __forceinline__ uint32_t& at(int word, int column) const {
+    return words[(word % kLaneWords * kWarpSize + word / kLaneWords) * (kStrip + 1) + column];
+  }
+};
+
+__device__ __forceinline__ void list(const Params& p, Tile tile) {
+  __shared__ int lengths[kStrip];  // of the columns
   const Sizes sizes(p);
   const int strip = blockIdx.x % sizes.strips, head = blockIdx.x / sizes.strips;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int first_col = strip * kWarpSize;
-  const bool exists = lane < p.cols - first_col;
+  const int first_col = strip * kStrip;
   const uint32_t* const column = sizes.bits(p, head) + first_col + lane;
 
   if (warp == 0) lengths[lane] = 0;
   const int64_t before = sum_of(sizes.counts(p, head), static_cast<int64_t>(strip) * sizes.slabs);
   int length = 0;
-#pragma unroll 4
+#pragma unroll 8
   for (int word = warp; word < sizes.words; word += kWarps)
-    length += exists ? __popc(column[static_cast<int64_t>(word) * p.cols]) : 0;
+    length += __popc(column[word * sizes.pitch]);
   atomicAdd(lengths + lane, length);
   __syncthreads();
 
@@ -156,31 +183,44 @@ __device__ __forceinline__ void list(const Params& p) {
     return static_cast<uint32_t>(min(at, static_cast<int64_t>(p.capacity)));
   };
   const uint32_t start = cut(end - length);
-  if (warp == 0 && exists) {
+  if (warp == 0 && lane < p.cols - first_col) {
     int32_t* const out = p.row_ptr_t + static_cast<int64_t>(head) * (p.cols + 1) + first_col + lane;
     out[0] = start;
     if (first_col + lane + 1 == p.cols) out[1] = cut(end);
   }
 
-  constexpr int kColumns = kWarpSize / kWarps;  // of each warp
-  uint32_t at[kColumns];                        // where the next row of each of them goes
+  uint32_t at[kColumns];  // where the next row of each of the warp's columns goes
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) at[i] = __shfl_sync(kAllLanes, start, warp + i * kWarps);
-  for (int first_word = 0; first_word < sizes.words; first_word += kWarpSize) {
-    for (int w = warp; w < kWarpSize; w += kWarps) {
-      const bool read = exists && w < sizes.words - first_word;
-      tile[w][lane] = read ? column[static_cast<int64_t>(first_word + w) * p.cols] : 0;
+  for (int first_word = 0; first_word < sizes.words; first_word += kTileWords) {
+#pragma unroll
+    for (int w = warp; w < kTileWords; w += kWarps) {
+      const int word = first_word + w;
+      tile.at(w, lane) = word < sizes.words ? column[word * sizes.pitch] : 0;
     }
     __syncthreads();
+    uint32_t words[kColumns][kLaneWords], rows = 0;  // 16 bits per column
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i)
+#pragma unroll
+      for (int j = 0; j < kLaneWords; ++j) {
+        words[i][j] = tile.at(lane * kLaneWords + j, warp + i * kWarps);
+        rows += __popc(words[i][j]) << 16 * i;
+      }
+    const uint32_t up_to = inclusive_sum(rows, lane);
+    const uint32_t all = __shfl_sync(kAllLanes, up_to, kWarpSize - 1);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      uint32_t word = tile[lane][warp + i * kWarps];
-      const int rows = __popc(word), last = inclusive_sum(rows, lane);
       // At most the capacity plus the number of rows, which fits into 32 bits.
-      for (uint32_t place = at[i] + last - rows; word != 0; word &= word - 1, ++place)
-        if (place < static_cast<uint32_t>(p.capacity))
-          p.col_idx_t[place] = (first_word + lane) * kWord + __ffs(word) - 1;
-      at[i] += __shfl_sync(kAllLanes, last, kWarpSize - 1);
+      uint32_t place = at[i] + ((up_to - rows) >> 16 * i & 0xFFFF);
+#pragma unroll
+      for (int j = 0; j < kLaneWords; ++j) {
+        const int first_row = (first_word + lane * kLaneWords + j) * kWord;
+        for (uint32_t word = words[i][j]; word != 0; word &= word - 1, ++place)
+          if (place < static_cast<uint32_t>(p.capacity))
+            p.col_idx_t[place] = first_row + __ffs(word) - 1;
+      }
+      at[i] += all >> 16 * i & 0xFFFF;
     }
     __syncthreads();
   }
@@ -191,8 +231,9 @@ __device__ __forceinline__ void list(const Params& p) {
 
 BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_block_mask_transpose_params p) {
   using namespace blockflash;
+  __shared__ __align__(16) uint32_t words[Config::chunk_cols];
   if (p.step == BLOCKFLASH_BLOCK_MASK_GATHER)
-    gather(p);
+    gather(p, words);
   else
-    list(p);
+    list(p, Tile{words});
 }

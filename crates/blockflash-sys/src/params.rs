@@ -974,8 +974,9 @@ const _: () = {
 };
 /** The transpose of a block mask: for each block column the block rows that visit it, in BSR.
 
- A slab is as many neighbouring rows of one head as the tile says, a strip 32 neighbouring columns;
- the last ones may have fewer. A head's part of col_idx_t starts where that of col_idx does.*/
+ A slab is as many neighbouring rows of one head as the tile says, a strip 32 neighbouring
+ columns; the last ones may have fewer. A head's part of col_idx_t starts where that of col_idx
+ does.*/
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct blockflash_block_mask_transpose_params {
@@ -983,8 +984,8 @@ pub struct blockflash_block_mask_transpose_params {
     pub row_ptr: *const i32,
     /// columns that do not exist are left out
     pub col_idx: *const i32,
-    /** \[batch, heads, ceil(rows / 32), cols\] rows of each column, 32 per word,
- the first in the lowest bit*/
+    /** \[batch, heads, ceil(rows / 32), 32·strips\] rows of each column, 32 per
+ word, the first in the lowest bit; 16-byte aligned*/
     pub bits: *mut u32,
     /// \[batch, heads, strips, slabs\] visited blocks
     pub counts: *mut i32,

@@ -300,8 +300,8 @@ typedef struct blockflash_block_mask_build_params {
 typedef struct blockflash_block_mask_transpose_params {
   const int32_t* row_ptr; /* [batch, heads, rows + 1] */
   const int32_t* col_idx; /* columns that do not exist are left out */
-  uint32_t* bits;         /* [batch, heads, ceil(rows / 32), cols] rows of each column, 32 per word,
-                             the first in the lowest bit */
+  uint32_t* bits;         /* [batch, heads, ceil(rows / 32), 32·strips] rows of each column, 32 per
+                             word, the first in the lowest bit; 16-byte aligned */
   int32_t* counts;        /* [batch, heads, strips, slabs] visited blocks */
   int32_t* row_ptr_t;     /* [batch, heads, cols + 1] */
   int32_t* col_idx_t;     /* [capacity] rows of each column, ascending */

@@ -5,7 +5,7 @@ use crate::{DType, Result, Stream, Tensor, View};
 /// never negative, and lists rows that exist, whatever ran before.
 #[derive(Debug)]
 pub struct BlockTransposeScratch {
-    /// i32 `[batch, heads, ceil(rows / 32), cols]`.
+    /// i32 `[batch, heads, ceil(rows / 32), cols rounded up to 32]`.
     bits: Tensor,
     /// i32 `[batch, heads, ceil(cols / 32), ceil(rows / slab_rows)]`.
     counts: Tensor,
@@ -27,7 +27,7 @@ impl BlockTransposeScratch {
         let zeros = |shape: &[usize]| Tensor::zeros(stream, DType::I32, shape);
         let slabs = rows.div_ceil(slab_rows.max(1));
         Ok(Self {
-            bits: zeros(&[batch, heads, rows.div_ceil(32), cols])?,
+            bits: zeros(&[batch, heads, rows.div_ceil(32), cols.next_multiple_of(32)])?,
             counts: zeros(&[batch, heads, cols.div_ceil(32), slabs])?,
         })
     }

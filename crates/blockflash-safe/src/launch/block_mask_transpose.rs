@@ -92,7 +92,8 @@ unsafe impl Launch for BlockMaskTranspose {
         fits("row_ptr of the transpose", &row_ptr, DType::I32, per_head(cols + 1))?;
         fits("col_idx of the transpose", &col_idx, DType::I32, [(p.capacity.into(), 1)])?;
         let [bits, counts] = operands.scratch.views();
-        fits("bits", &bits, DType::I32, matrix(words, cols))?;
+        fits("bits", &bits, DType::I32, matrix(words, 32 * strips))?;
+        require(bits.is_aligned(16), "the address of bits is not a multiple of 16")?;
         fits("counts", &counts, DType::I32, matrix(strips, slabs))?;
         match p.step {
             BLOCKFLASH_BLOCK_MASK_GATHER => {
