@@ -83,7 +83,7 @@ impl Family for BlockMaskKernel {
     fn contains(&self) -> &'static [&'static str] {
         match self {
             Self::Build { .. } => &["VOTE", "REDUX"],
-            Self::Transpose { .. } => &["ATOMS", "REDUX"],
+            Self::Transpose { .. } => &["ATOMS", "POPC"],
             Self::Scores { .. } => &["FFMA"],
         }
     }
