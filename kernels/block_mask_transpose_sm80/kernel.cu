@@ -23,19 +23,18 @@ constexpr int kStrip = 32;  // columns per CTA of the second launch
 constexpr int kLoads = 4;   // loads in flight per thread while rows are read
 constexpr int kVector = 4;  // words of 16 bytes
 constexpr int kVectors = Config::chunk_cols / (kVector * kThreads);  // of each thread
-constexpr int kLaneWords = 4;                                        // of a lane in a tile
-constexpr int kTileWords = kLaneWords * kWarpSize;
-constexpr int kColumns = kStrip / kWarps;  // of each warp
+constexpr int kTileRows = kWarpSize * kWord;                         // of a strip, read at a time
+constexpr int kShare = kStrip / kWarps;  // words of a tile, and columns, of each warp
 constexpr unsigned kAllLanes = 0xFFFFFFFF;
 static_assert(Config::slab_rows % kWord == 0, "a slab consists of whole words");
 static_assert(Config::chunk_cols % (kVector * kThreads) == 0,
               "the threads share the columns of a chunk evenly");
 static_assert(kVector * kThreads % kStrip == 0, "eight neighbouring lanes have a strip");
 static_assert(kStrip == kWarpSize && kStrip % kWarps == 0, "warps share a strip evenly");
-static_assert(kColumns <= 2 && kTileWords * kWord < 1 << 16,
+static_assert(kShare <= 2 && kTileRows < 1 << 16,
               "the rows of a warp's columns in a tile are counted in halves of a register");
-static_assert(kTileWords * (kStrip + 1) <= Config::chunk_cols,
-              "the tile of the second launch fits where the first one has its words");
+static_assert(kWarps * kTileRows * sizeof(uint16_t) <= Config::chunk_cols * sizeof(uint32_t),
+              "the rows of the second launch fit where the first one has its words");
 
 // Sizes that follow from the parameters.
 struct Sizes {
@@ -127,7 +126,7 @@ __device__ __forceinline__ int64_t sum_of(const int32_t* numbers, int64_t count)
   __shared__ long long sums[kWarps];
   const int32_t* const end = numbers + count;
   long long sum = 0;
-#pragma unroll 8
+#pragma unroll 4
   for (const int32_t* at = numbers + threadIdx.x; at < end; at += kThreads) sum += *at;
 #pragma unroll
   for (int step = kWarpSize / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
@@ -149,36 +148,30 @@ __device__ __forceinline__ uint32_t inclusive_sum(uint32_t value, int lane) {
   return value;
 }
 
-// Words of a strip: those of a lane lie a warp's width apart, so that lanes read different banks.
-struct Tile {
-  uint32_t* words;  // [kTileWords][kStrip + 1]
-
-  __device__ __forceinline__ uint32_t& at(int word, int column) const {
-    return words[(word % kLaneWords * kWarpSize + word / kLaneWords) * (kStrip + 1) + column];
-  }
-};
-
-__device__ __forceinline__ void list(const Params& p, Tile tile) {
-  __shared__ int lengths[kStrip];  // of the columns
+// `staged` has room for the rows of a tile, for each warp.
+__device__ __forceinline__ void list(const Params& p, uint16_t* staged) {
+  __shared__ int lengths[kWarps][kStrip];           // of the columns, as far as each warp counts
+  __shared__ uint32_t tile[kWarpSize][kStrip + 1];  // [words][columns]
   const Sizes sizes(p);
   const int strip = blockIdx.x % sizes.strips, head = blockIdx.x / sizes.strips;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int first_col = strip * kStrip;
   const uint32_t* const column = sizes.bits(p, head) + first_col + lane;
 
-  if (warp == 0) lengths[lane] = 0;
-  const int64_t before = sum_of(sizes.counts(p, head), static_cast<int64_t>(strip) * sizes.slabs);
   int length = 0;
 #pragma unroll 8
   for (int word = warp; word < sizes.words; word += kWarps)
     length += __popc(column[word * sizes.pitch]);
-  atomicAdd(lengths + lane, length);
-  __syncthreads();
+  lengths[warp][lane] = length;
+  const int first = p.row_ptr[static_cast<int64_t>(head) * (p.rows + 1)];
+  // Its barrier also completes the lengths.
+  const int64_t before = sum_of(sizes.counts(p, head), static_cast<int64_t>(strip) * sizes.slabs);
 
   // Each lane has the range of its column, the same in every warp.
-  length = lengths[lane];
-  const int64_t end =
-      p.row_ptr[static_cast<int64_t>(head) * (p.rows + 1)] + before + inclusive_sum(length, lane);
+  length = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) length += lengths[i][lane];
+  const int64_t end = first + before + inclusive_sum(length, lane);
   const auto cut = [&](int64_t at) {
     return static_cast<uint32_t>(min(at, static_cast<int64_t>(p.capacity)));
   };
@@ -189,38 +182,45 @@ __device__ __forceinline__ void list(const Params& p, Tile tile) {
     if (first_col + lane + 1 == p.cols) out[1] = cut(end);
   }
 
-  uint32_t at[kColumns];  // where the next row of each of the warp's columns goes
+  uint32_t at[kShare];  // where the next row of each of the warp's columns goes
 #pragma unroll
-  for (int i = 0; i < kColumns; ++i) at[i] = __shfl_sync(kAllLanes, start, warp + i * kWarps);
-  for (int first_word = 0; first_word < sizes.words; first_word += kTileWords) {
+  for (int i = 0; i < kShare; ++i) at[i] = __shfl_sync(kAllLanes, start, warp + i * kWarps);
+  staged += warp * kTileRows;
+  uint32_t loaded[kShare];  // words of the next tile
+  const auto load = [&](int first_word) {
 #pragma unroll
-    for (int w = warp; w < kTileWords; w += kWarps) {
-      const int word = first_word + w;
-      tile.at(w, lane) = word < sizes.words ? column[word * sizes.pitch] : 0;
+    for (int i = 0; i < kShare; ++i) {
+      const int word = first_word + warp + i * kWarps;
+      loaded[i] = word < sizes.words ? column[word * sizes.pitch] : 0;
     }
+  };
+  load(0);
+  for (int first_word = 0; first_word < sizes.words; first_word += kWarpSize) {
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) tile[warp + i * kWarps][lane] = loaded[i];
     __syncthreads();
-    uint32_t words[kColumns][kLaneWords], rows = 0;  // 16 bits per column
+    load(first_word + kWarpSize);
+    uint32_t words[kShare], rows = 0;  // 16 bits per column
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i)
-#pragma unroll
-      for (int j = 0; j < kLaneWords; ++j) {
-        words[i][j] = tile.at(lane * kLaneWords + j, warp + i * kWarps);
-        rows += __popc(words[i][j]) << 16 * i;
-      }
+    for (int i = 0; i < kShare; ++i) {
+      words[i] = tile[lane][warp + i * kWarps];
+      rows += __popc(words[i]) << 16 * i;
+    }
     const uint32_t up_to = inclusive_sum(rows, lane);
     const uint32_t all = __shfl_sync(kAllLanes, up_to, kWarpSize - 1);
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      // At most the capacity plus the number of rows, which fits into 32 bits.
-      uint32_t place = at[i] + ((up_to - rows) >> 16 * i & 0xFFFF);
-#pragma unroll
-      for (int j = 0; j < kLaneWords; ++j) {
-        const int first_row = (first_word + lane * kLaneWords + j) * kWord;
-        for (uint32_t word = words[i][j]; word != 0; word &= word - 1, ++place)
-          if (place < static_cast<uint32_t>(p.capacity))
-            p.col_idx_t[place] = first_row + __ffs(word) - 1;
-      }
-      at[i] += all >> 16 * i & 0xFFFF;
+    for (int i = 0; i < kShare; ++i) {
+      int place = (up_to - rows) >> 16 * i & 0xFFFF;
+      for (uint32_t word = words[i]; word != 0; word &= word - 1)
+        staged[place++] = lane * kWord + __ffs(word) - 1;
+      __syncwarp();
+      // Positions are at most the capacity plus the number of rows, which fits into 32 bits.
+      const uint32_t count = all >> 16 * i & 0xFFFF;
+      for (uint32_t row = lane; row < count; row += kWarpSize)
+        if (at[i] + row < static_cast<uint32_t>(p.capacity))
+          p.col_idx_t[at[i] + row] = first_word * kWord + staged[row];
+      at[i] += count;
+      __syncwarp();  // the next column takes the same place
     }
     __syncthreads();
   }
@@ -235,5 +235,5 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_block_mask_transpose_params
   if (p.step == BLOCKFLASH_BLOCK_MASK_GATHER)
     gather(p, words);
   else
-    list(p, Tile{words});
+    list(p, reinterpret_cast<uint16_t*>(words));
 }
