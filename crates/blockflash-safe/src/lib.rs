@@ -77,14 +77,16 @@ pub use graph::Graph;
 #[doc(hidden)]
 pub use host_gemm::host_gemm;
 pub use indices::{
-    BlockListArrays, BlockListScratch, BlockLists, BsrIndexArrays, BsrIndices, BsrStageArrays,
+    BlockListArrays, BlockListScratch, BlockLists, BlockTransposeScratch, BsrIndexArrays,
+    BsrIndices, BsrStageArrays,
 };
 #[doc(hidden)]
 pub use launch::{
     AttentionBwdOperands, AttentionBwdPlan, AttentionFwdOperands, BlockMaskBuild,
-    BlockMaskBuildOperands, BlockScores, BlockScoresOperands, BsrMatmulOperands, BsrParts,
-    BsrPartsMemory, BsrSddmmOperands, Launch, LaunchConfig, Operands, PROBE_CHUNK_BYTES,
-    STATISTICS_ROWS, attention_bwd_workspace, param_bytes,
+    BlockMaskBuildOperands, BlockMaskTranspose, BlockMaskTransposeOperands, BlockScores,
+    BlockScoresOperands, BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands, Launch,
+    LaunchConfig, Operands, PROBE_CHUNK_BYTES, STATISTICS_ROWS, attention_bwd_workspace,
+    param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use properties::{CudaDriver, CudaStatus, cuda_status};

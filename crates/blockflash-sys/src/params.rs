@@ -28,6 +28,8 @@ pub const BLOCKFLASH_BLOCK_PROBLEM_NO_COLUMN: i32 = 0;
 pub const BLOCKFLASH_BLOCK_PROBLEM_TWICE: i32 = 1;
 pub const BLOCKFLASH_BLOCK_PROBLEM_NAN: i32 = 2;
 pub const BLOCKFLASH_BLOCK_PROBLEM_CAPACITY: i32 = 3;
+pub const BLOCKFLASH_BLOCK_MASK_GATHER: i32 = 0;
+pub const BLOCKFLASH_BLOCK_MASK_LIST_T: i32 = 1;
 pub const BLOCKFLASH_BLOCK_SCORES_MEANS: i32 = 0;
 pub const BLOCKFLASH_BLOCK_SCORES_PRODUCTS: i32 = 1;
 /** The blocks of queries × keys that attention visits, in BSR. Block row r of group g has the
@@ -969,6 +971,83 @@ const _: () = {
         "Offset of field: blockflash_block_mask_build_params::align_bottom_right",
     ][::core::mem::offset_of!(blockflash_block_mask_build_params, align_bottom_right)
         - 176usize];
+};
+/** The transpose of a block mask: for each block column the block rows that visit it, in BSR.
+
+ A slab is as many neighbouring rows of one head as the tile says, a strip 32 neighbouring
+ columns; the last ones may have fewer. A head's part of col_idx_t starts where that of col_idx
+ does.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_block_mask_transpose_params {
+    /// \[batch, heads, rows + 1\]
+    pub row_ptr: *const i32,
+    /// columns that do not exist are left out
+    pub col_idx: *const i32,
+    /** \[batch, heads, ceil(rows / 32), 32·strips\] rows of each column, 32 per
+ word, the first in the lowest bit; 16-byte aligned*/
+    pub bits: *mut u32,
+    /// \[batch, heads, strips, slabs\] visited blocks
+    pub counts: *mut i32,
+    /// \[batch, heads, cols + 1\]
+    pub row_ptr_t: *mut i32,
+    /// \[capacity\] rows of each column, ascending
+    pub col_idx_t: *mut i32,
+    /// BLOCKFLASH_BLOCK_MASK_…
+    pub step: i32,
+    pub batch: i32,
+    pub heads: i32,
+    pub rows: i32,
+    pub cols: i32,
+    pub capacity: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_block_mask_transpose_params",
+    ][::core::mem::size_of::<blockflash_block_mask_transpose_params>() - 72usize];
+    [
+        "Alignment of blockflash_block_mask_transpose_params",
+    ][::core::mem::align_of::<blockflash_block_mask_transpose_params>() - 8usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::row_ptr",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, row_ptr) - 0usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::col_idx",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, col_idx) - 8usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::bits",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, bits) - 16usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::counts",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, counts) - 24usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::row_ptr_t",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, row_ptr_t)
+        - 32usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::col_idx_t",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, col_idx_t)
+        - 40usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::step",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, step) - 48usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::batch",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, batch) - 52usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::heads",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, heads) - 56usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::rows",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, rows) - 60usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::cols",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, cols) - 64usize];
+    [
+        "Offset of field: blockflash_block_mask_transpose_params::capacity",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, capacity)
+        - 68usize];
 };
 /// Scores of blocks: the mean query of each block row times the mean key of each block column.
 #[repr(C)]

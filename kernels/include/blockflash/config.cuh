@@ -139,6 +139,14 @@ struct BlockMaskConfig {
 };
 #endif
 
+#ifdef VARIANT_TRANSPOSE_ROWS
+struct BlockMaskTransposeConfig {
+  static constexpr int slab_rows = VARIANT_TRANSPOSE_ROWS;   // of one head, per CTA
+  static constexpr int chunk_cols = VARIANT_TRANSPOSE_COLS;  // whose bits are in shared memory
+  static constexpr int threads = VARIANT_THREADS;
+};
+#endif
+
 #ifdef VARIANT_SCORE_TILE
 struct BlockScoresConfig {
   using Element = ElementOf<VARIANT_DTYPE>::type;

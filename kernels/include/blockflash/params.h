@@ -288,6 +288,28 @@ typedef struct blockflash_block_mask_build_params {
   int32_t align_bottom_right;
 } blockflash_block_mask_build_params;
 
+/* Steps of transposing a block mask: one launch each, in this order. */
+#define BLOCKFLASH_BLOCK_MASK_GATHER 0 /* row_ptr and col_idx to bits and counts */
+#define BLOCKFLASH_BLOCK_MASK_LIST_T 1 /* these to row_ptr_t and col_idx_t */
+
+/* The transpose of a block mask: for each block column the block rows that visit it, in BSR.
+ *
+ * A slab is as many neighbouring rows of one head as the tile says, a strip 32 neighbouring
+ * columns; the last ones may have fewer. A head's part of col_idx_t starts where that of col_idx
+ * does. */
+typedef struct blockflash_block_mask_transpose_params {
+  const int32_t* row_ptr; /* [batch, heads, rows + 1] */
+  const int32_t* col_idx; /* columns that do not exist are left out */
+  uint32_t* bits;         /* [batch, heads, ceil(rows / 32), 32·strips] rows of each column, 32 per
+                             word, the first in the lowest bit; 16-byte aligned */
+  int32_t* counts;        /* [batch, heads, strips, slabs] visited blocks */
+  int32_t* row_ptr_t;     /* [batch, heads, cols + 1] */
+  int32_t* col_idx_t;     /* [capacity] rows of each column, ascending */
+  int32_t step;           /* BLOCKFLASH_BLOCK_MASK_… */
+  int32_t batch, heads, rows, cols;
+  int32_t capacity;
+} blockflash_block_mask_transpose_params;
+
 /* Steps of scoring blocks: one launch each, in this order. */
 #define BLOCKFLASH_BLOCK_SCORES_MEANS 0    /* q and k to q_means and k_means */
 #define BLOCKFLASH_BLOCK_SCORES_PRODUCTS 1 /* these to scores */

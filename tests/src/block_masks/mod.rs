@@ -5,4 +5,4 @@ mod case;
 mod run;
 
 pub use case::{MaskCase, MaskData, MaskSource, mask_cases};
-pub use run::{Arrays, MaskInputs, build_and_check, cut, prepare};
+pub use run::{Arrays, MaskInputs, build_and_check, compare_transposed, cut, prepare};

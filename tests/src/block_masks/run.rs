@@ -111,6 +111,41 @@ impl Arrays {
     }
 }
 
+/// Compares the transpose of a mask on a device, entry by entry, with the transpose that the host
+/// makes of `expected`. Returns how many entries were compared.
+pub fn compare_transposed(
+    mask: &BlockMask,
+    expected: BlockMask,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let text = |error: blockflash_safe::Error| error.to_string();
+    let expected = expected.with_transpose().map_err(|error| error.to_string())?;
+    let cpu = blockflash_ops::Device::cpu().stream().map_err(text)?;
+    let (Some(found), Some(expected)) = (mask.transposed_indices(), expected.transposed_indices())
+    else {
+        return Err("there is no transpose".into());
+    };
+    let mut compared = 0;
+    for (at, name) in ["row_ptr", "col_idx"].into_iter().enumerate() {
+        let mut found = found[at].to_vec::<i32>(stream).map_err(text)?;
+        let expected = expected[at].to_vec::<i32>(&cpu).map_err(text)?;
+        if name == "col_idx" {
+            // The rest of the capacity.
+            found.truncate(expected.len());
+        }
+        if let Some(i) =
+            (0..found.len().max(expected.len())).find(|&i| found.get(i) != expected.get(i))
+        {
+            let (found, expected) = (found.get(i), expected.get(i));
+            return Err(format!(
+                "{name}[{i}] of the transpose is {found:?}, expected {expected:?}"
+            ));
+        }
+        compared += found.len();
+    }
+    Ok(compared)
+}
+
 /// The part of a mask that fits into a capacity: rows end there, and keep their places in the
 /// order.
 pub fn cut(mask: &BlockMask, capacity: usize, stream: &Stream) -> Result<Arrays, Error> {

@@ -4,6 +4,7 @@ use super::guarded::{Guarded, Use};
 use super::operands::{Lengths, Operands, Options, Sizes};
 use super::values::{damaged, one_of, overwritten, scores, token_mask};
 use super::{Checked, Ended, Turn, text};
+use crate::block_masks::compare_transposed;
 use crate::placement::Placement;
 use blockflash_ops::{
     BlockChoice, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource, DType,
@@ -37,6 +38,8 @@ struct Built {
     capacity: usize,
     mask: Mask,
     always: bool,
+    /// Whether each build also makes the transpose.
+    transposed: bool,
     /// Data with which another stream overwrites the source while kernels read it.
     overwritten: Option<u8>,
 }
@@ -68,6 +71,7 @@ impl Built {
             capacity: if random.random_bool(0.7) { all } else { random.random_range(0..=all) },
             mask: token_mask(seqlens[0].max(seqlens[1]), random),
             always: random.random_bool(0.3),
+            transposed: random.random_bool(0.5),
             overwritten: overwritten(on_gpu && source != Source::Computed, random),
             sizes,
             geometry,
@@ -208,13 +212,19 @@ fn build(case: &Built, turn: &mut Turn<'_>) -> Checked<Ended> {
     let mut operands = Operands::new(&case.sizes, lengths, turn)?;
     let buffer = BlockMaskBuffer::new(case.geometry, batch, heads, case.capacity, stream);
     let mut buffer = buffer.map_err(text)?;
+    let kernels = if case.transposed {
+        buffer = buffer.with_transpose(stream).map_err(text)?;
+        &place.transposes
+    } else {
+        &place.masks
+    };
 
     source.used_on(place.other.as_ref())?;
     let view = computed.as_ref().map_or(source.view(), |scores| scores.scores().view());
     let choice = case.choice(view, always.as_ref());
     let with_row: bool = turn.random.random();
     let built = match with_row && place.other.is_some() {
-        true => buffer.build_with(turn.pick(&place.masks), &choice, stream),
+        true => buffer.build_with(turn.pick(kernels), &choice, stream),
         false => buffer.build(&choice, stream),
     };
     source.overwrite(case.overwritten, place.other.as_ref())?;
@@ -235,6 +245,10 @@ fn build(case: &Built, turn: &mut Turn<'_>) -> Checked<Ended> {
         };
     }
     source.judge(Use::Read, stream)?;
+    if case.transposed {
+        let host = found.to(&host).map_err(text)?;
+        compare_transposed(buffer.mask(), host, stream)?;
+    }
     match (said, case.on_host(&source_on_host, always_here.as_ref(), &host)) {
         (Ok(()), Ok(expected))
             if found.to_bool().map_err(text)? == expected.to_bool().map_err(text)? =>

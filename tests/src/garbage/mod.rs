@@ -101,6 +101,7 @@ pub struct Place {
     attention: Vec<(&'static Kernel, AttentionTile)>,
     gradients: Vec<(&'static Kernel, AttentionBwdTile)>,
     masks: Vec<&'static Kernel>,
+    transposes: Vec<&'static Kernel>,
     products: Vec<(&'static Kernel, BsrMatmulTile)>,
     sampled: Vec<(&'static Kernel, BsrSddmmTile)>,
 }
@@ -131,6 +132,9 @@ impl Place {
         let builds = |kernel: &&Kernel| {
             matches!(kernel.variant, Variant::BlockMask(BlockMaskKernel::Build { .. }))
         };
+        let transposes = |kernel: &&Kernel| {
+            matches!(kernel.variant, Variant::BlockMask(BlockMaskKernel::Transpose { .. }))
+        };
         let kernels: Vec<&'static Kernel> = kernels.collect();
         let with_layouts = |&kernel: &&'static Kernel| {
             crate::bsr::tiles(kernel).into_iter().map(move |tile| (kernel, tile))
@@ -148,6 +152,7 @@ impl Place {
                 .filter_map(|kernel| Some((*kernel, kernel.attention_bwd_tile()?)))
                 .collect(),
             masks: kernels.iter().copied().filter(builds).collect(),
+            transposes: kernels.iter().copied().filter(transposes).collect(),
             products: kernels.iter().flat_map(with_layouts).collect(),
             sampled: kernels
                 .iter()
@@ -159,10 +164,17 @@ impl Place {
         place
     }
 
-    /// Number of kernels of attention, its gradients, masks, products and sampled products.
-    fn counts(&self) -> [usize; 5] {
-        let Self { attention, gradients, masks, products, sampled, .. } = self;
-        [attention.len(), gradients.len(), masks.len(), products.len(), sampled.len()]
+    /// Number of kernels of attention, its gradients, masks, their transposes, products and sampled products.
+    fn counts(&self) -> [usize; 6] {
+        let Self { attention, gradients, masks, transposes, products, sampled, .. } = self;
+        [
+            attention.len(),
+            gradients.len(),
+            masks.len(),
+            transposes.len(),
+            products.len(),
+            sampled.len(),
+        ]
     }
 }
 
@@ -230,7 +242,7 @@ fn numbers(usual: usize) -> Range<usize> {
 pub fn fuzz(name: &str, usual: usize, place: &Place) -> BTreeMap<(Kind, Ended), usize> {
     let (mut ended, mut failures) = (BTreeMap::new(), Vec::new());
     say(&format!(
-        "{name}: kernels of attention, gradients, masks, products, sampled products: {:?}",
+        "{name}: kernels of attention, gradients, masks, transposes, products, sampled products: {:?}",
         place.counts()
     ));
     let mut count = 0;

@@ -171,8 +171,8 @@ const TRANSPOSE: BackwardRule = Rule {
         known || !walks(c.tile.step)
     },
     refuses: |_| {
-        "the block mask has no transpose: `BlockMask::with_transpose` makes it on the CPU, and \
-         masks that are built on a GPU cannot have one yet"
+        "the block mask has no transpose: `with_transpose` of `BlockMask` or `BlockMaskBuffer` \
+         makes it"
             .into()
     },
     excludes_all: None,

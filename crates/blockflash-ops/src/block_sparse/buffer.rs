@@ -1,11 +1,12 @@
 use super::build_plan::{STEPS, plan};
 use super::choice::{BlockChoice, BlockSource};
+use super::device_transpose::{TransposeSizes, Transposing};
 use super::problems::{NOTHING, describe, no_room};
 use super::validate::{Sizes, invalid};
 use super::{BlockGeometry, BlockMask};
 use crate::check::to_i32;
 use crate::operation::no_kernel_on_cpu;
-use crate::selection::{select, tile_of};
+use crate::selection::{Problem, select, tile_of, unsupported};
 use crate::{Error, Result};
 use blockflash_safe::{
     BlockListScratch, BlockLists, BlockMaskBuild, BlockMaskBuildOperands, CudaProperties, Stream,
@@ -18,7 +19,8 @@ use blockflash_sys::{DType, Kernel};
 /// a model.
 ///
 /// All memory is allocated at the start, with room for `capacity` visited blocks. On a GPU,
-/// [`build`](Self::build) is two launches that use neither host memory nor synchronisation. A graph
+/// [`build`](Self::build) is two launches, or four with a
+/// [transpose](Self::with_transpose), that use neither host memory nor synchronisation. A graph
 /// can therefore capture it together with the computation of the scores and the attention that
 /// follows. Errors in the data are detected on the device only, and [`check`](Self::check) reports
 /// them. Attention can run with the mask even then: columns that do not exist are left out, a
@@ -51,18 +53,20 @@ use blockflash_sys::{DType, Kernel};
 /// ```
 #[derive(Debug)]
 pub struct BlockMaskBuffer {
-    mask: BlockMask,
+    pub(super) mask: BlockMask,
     capacity: usize,
     /// `None` on the CPU.
-    workspace: Option<Workspace>,
+    pub(super) workspace: Option<Workspace>,
 }
 
 /// What a build on a GPU needs besides the mask.
 #[derive(Debug)]
-struct Workspace {
+pub(super) struct Workspace {
     kernel: &'static Kernel,
     scratch: BlockListScratch,
     problems: Tensor,
+    /// For a mask with a transpose.
+    pub(super) transposing: Option<Transposing>,
 }
 
 impl BlockMaskBuffer {
@@ -130,11 +134,12 @@ impl BlockMaskBuffer {
         }
     }
 
-    /// Like [`build`](Self::build) with this kernel: for tests and measurements.
+    /// Like [`build`](Self::build) with this kernel, which builds or transposes block masks: for
+    /// tests and measurements.
     ///
     /// # Errors
-    /// Also [`Error::Unsupported`] on the CPU, or if the kernel does not build block masks or does
-    /// not run on this GPU.
+    /// Also [`Error::Unsupported`] on the CPU, if the kernel does neither or does not run on this
+    /// GPU, or if it transposes and the mask has no transpose.
     pub fn build_with(
         &mut self,
         kernel: &Kernel,
@@ -170,13 +175,9 @@ impl BlockMaskBuffer {
         let row_ptr = self.mask.row_ptr().to_vec::<i32>(stream)?;
         let end = row_ptr.last().map_or(0, |&end| end as usize);
         let col_idx = self.mask.col_idx().view().slice(0, 0..end)?.to_vec::<i32>(stream)?;
-        BlockMask::from_parts(
-            self.mask.geometry,
-            self.mask.batch,
-            self.mask.heads,
-            &row_ptr,
-            &col_idx,
-        )
+        let BlockMask { geometry, batch, heads, .. } = self.mask;
+        BlockMask::from_parts(geometry, batch, heads, &row_ptr, &col_idx)?
+            .transposed_like(&self.mask)
     }
 
     fn sizes(&self) -> Result<Sizes> {
@@ -184,13 +185,19 @@ impl BlockMaskBuffer {
     }
 
     fn checked(&self, choice: &BlockChoice<'_>, stream: &Stream) -> Result<Sizes> {
+        self.expect(stream)?;
+        let sizes = self.sizes()?;
+        choice.check(&sizes, stream.device())?;
+        Ok(sizes)
+    }
+
+    /// Checks that the buffer is on the stream's device.
+    pub(super) fn expect(&self, stream: &Stream) -> Result<()> {
         let (expected, found) = (*stream.device(), self.mask.device());
         if expected != found {
             return Err(Error::DeviceMismatch { what: "buffer", expected, found });
         }
-        let sizes = self.sizes()?;
-        choice.check(&sizes, stream.device())?;
-        Ok(sizes)
+        Ok(())
     }
 
     fn build_on_host(&mut self, sizes: &Sizes, choice: &BlockChoice<'_>) -> Result<()> {
@@ -204,7 +211,7 @@ impl BlockMaskBuffer {
             let position = capacity - row_ptr[end - 1] as usize;
             return invalid(no_room(nnz as u64, capacity, &place, position as u64));
         }
-        self.mask = mask;
+        self.mask = mask.transposed_like(&self.mask)?;
         Ok(())
     }
 
@@ -218,6 +225,13 @@ impl BlockMaskBuffer {
         let Some(workspace) = &mut self.workspace else {
             return Err(no_kernel_on_cpu::<Sizes>(kernel));
         };
+        let transposes = TransposeSizes::tile(kernel).map(|_| kernel);
+        if transposes.is_some() && workspace.transposing.is_none() {
+            let what = format!("{}: the buffer has no transpose", kernel.symbol());
+            return Err(unsupported::<TransposeSizes>(&kernel.target, what));
+        }
+        // The selected kernel where the given one belongs to the other part.
+        let kernel = if transposes.is_some() { workspace.kernel } else { kernel };
         let (params, config) = plan(kernel, sizes, choice, self.capacity)?;
         if sizes.geometry.rows() == 0 {
             return Ok(());
@@ -227,7 +241,10 @@ impl BlockMaskBuffer {
             let operands = workspace.operands(&mut self.mask, choice);
             stream.launch::<BlockMaskBuild>(kernel, &config, &params, operands)?;
         }
-        Ok(())
+        match &mut workspace.transposing {
+            Some(transposing) => transposing.launch(transposes, &mut self.mask, stream),
+            None => Ok(()),
+        }
     }
 }
 
@@ -242,7 +259,7 @@ impl Workspace {
         let (groups, slab_rows) =
             ([mask.batch, mask.heads], tile_of::<Sizes>(kernel, &kernel.target)?);
         let scratch = BlockListScratch::new(groups, mask.rows(), mask.cols(), slab_rows, stream)?;
-        Ok(Self { kernel, scratch, problems })
+        Ok(Self { kernel, scratch, problems, transposing: None })
     }
 
     fn operands<'a>(

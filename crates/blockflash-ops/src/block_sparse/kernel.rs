@@ -1,5 +1,6 @@
-//! The kernels that build block masks, and scores for them, on a GPU.
+//! The kernels that build and transpose block masks, and compute scores for them, on a GPU.
 
+use super::device_transpose::TransposeSizes;
 use super::scores::ScoreSizes;
 use super::validate::Sizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule};
@@ -38,6 +39,41 @@ impl Problem for Sizes {
     }
 
     fn key_of(_: &usize) -> (DType, usize) {
+        (DType::I32, 0)
+    }
+}
+
+/// Transposes a mask. A tile is the numbers of neighbouring rows and columns of a head that a CTA
+/// reads.
+impl Problem for TransposeSizes {
+    const OP: &'static str = "block_mask";
+    const RULES: &'static [Rule<Self>] = &[Rule::shared_memory(None)];
+
+    type Tile = [usize; 2];
+    type Rank = ();
+
+    fn tile(kernel: &Kernel) -> Option<[usize; 2]> {
+        match kernel.variant {
+            Variant::BlockMask(BlockMaskKernel::Transpose { slab_rows, chunk_cols }) => {
+                Some([slab_rows as usize, chunk_cols as usize])
+            }
+            _ => None,
+        }
+    }
+
+    fn kernels() -> &'static [Peers<'static, Self>] {
+        static KERNELS: Kernels<TransposeSizes> = LazyLock::new(selection::all::<TransposeSizes>);
+        &KERNELS
+    }
+
+    fn rank(_: &Candidate<'_, Self>) {}
+
+    /// Every kernel takes every mask.
+    fn key(&self) -> (DType, usize) {
+        (DType::I32, 0)
+    }
+
+    fn key_of(_: &[usize; 2]) -> (DType, usize) {
         (DType::I32, 0)
     }
 }

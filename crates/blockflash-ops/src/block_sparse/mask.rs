@@ -145,7 +145,8 @@ impl BlockMask {
             let row_ptr = row_ptr.as_slice::<i32>()?;
             let end = row_ptr.last().map_or(0, |&end| end as usize);
             let col_idx = &col_idx.as_slice::<i32>()?[..end];
-            return Self::from_parts(self.geometry, self.batch, self.heads, row_ptr, col_idx);
+            return Self::from_parts(self.geometry, self.batch, self.heads, row_ptr, col_idx)?
+                .transposed_like(self);
         }
         let transpose = self.transpose.as_ref().map(|lists| lists.copy_to(stream)).transpose()?;
         Ok(Self { lists, packed: self.packed.clone(), transpose, ..*self })

@@ -41,6 +41,7 @@ mod build;
 mod build_plan;
 mod choice;
 mod combine;
+mod device_transpose;
 mod from_tensors;
 mod geometry;
 mod kernel;

@@ -4,21 +4,42 @@ use super::BlockMask;
 use crate::Result;
 use crate::attention::BlockMaskSizes;
 use crate::check::to_i32;
-use blockflash_safe::{BlockListArrays, BlockLists, Device};
+use blockflash_safe::{BlockListArrays, BlockLists, Device, Tensor};
 
 impl BlockMask {
     /// The same mask with its transpose: for each block of keys the blocks of queries that visit
     /// it. [`AttentionBackward`](crate::AttentionBackward) needs it on a GPU, where it walks the
     /// mask along the keys, too. Inference does not, so a mask is made without one. Copies by
     /// [`to`](Self::to) have it as well; masks [packed](Self::packed) or combined from this one do
-    /// not.
+    /// not. For a mask that is built again and again see
+    /// [`BlockMaskBuffer::with_transpose`](super::BlockMaskBuffer::with_transpose).
+    ///
+    /// For a mask on a GPU, kernels make it there, and the first use on a stream waits for them. A
+    /// packed mask is transposed on the CPU.
     ///
     /// # Errors
-    /// A mask that is not on the CPU; [`Error::TooLarge`](crate::Error::TooLarge) if indices do not
-    /// fit i32.
+    /// [`Error::TooLarge`](crate::Error::TooLarge) if indices do not fit i32;
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for a GPU without a kernel; a GPU on which
+    /// memory was allocated by a stream that is being captured; out of memory, or a failing device.
     pub fn with_transpose(self) -> Result<Self> {
+        if let Some(gpu) = self.device().cuda_properties() {
+            return self.with_transpose_on(gpu);
+        }
         let transpose = Some(self.transposed_lists()?);
         Ok(Self { transpose, ..self })
+    }
+
+    /// This mask, on the CPU, with a transpose if the other one has it.
+    pub(super) fn transposed_like(self, other: &Self) -> Result<Self> {
+        if other.transpose.is_some() { self.with_transpose() } else { Ok(self) }
+    }
+
+    /// The index arrays of the [transpose](Self::with_transpose), if the mask has one: `row_ptr`,
+    /// i32 `[batch, heads, cols + 1]`, and `col_idx`, the block rows that visit each block column,
+    /// ascending. Packed: `[heads, total cols + 1]`, where block rows count from the start of their
+    /// sequence.
+    pub fn transposed_indices(&self) -> Option<[&Tensor; 2]> {
+        self.transpose.as_ref().map(|lists| [lists.row_ptr(), lists.col_idx()])
     }
 
     /// The index arrays of the mask and of its transpose as kernel operands, if there is one.

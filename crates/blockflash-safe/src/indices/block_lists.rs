@@ -29,8 +29,8 @@ pub struct BlockListArrays<'a> {
 /// `row_ptr` stays within `col_idx`, and the columns and the rows in the order exist. `cu_rows`
 /// starts with 0, ascends, and ends with the number of rows. Lists that were uploaded from the host
 /// never change. Lists from [`with_capacity`](Self::with_capacity) are written by launches of
-/// `BlockMaskBuild`, and a reader on another stream may see half of an update: the result of
-/// attention is unspecified then, but the entries are in range at all times.
+/// `BlockMaskBuild` and `BlockMaskTranspose`, and a reader on another stream may see half of an
+/// update: the result of attention is unspecified then, but the entries are in range at all times.
 ///
 /// Safe code reads the lists but cannot write them, neither directly nor through a graph:
 /// ```compile_fail,E0596
@@ -93,7 +93,8 @@ impl BlockLists {
         })
     }
 
-    /// Empty lists that launches of `BlockMaskBuild` may fill with up to `capacity` columns.
+    /// Empty lists that launches of `BlockMaskBuild` and `BlockMaskTranspose` may fill with up to
+    /// `capacity` columns.
     ///
     /// # Errors
     /// The errors of [`Tensor::zeros`].

@@ -9,8 +9,9 @@ use std::ops::Deref;
 ///   own, or are zeros. Device memory of somebody else is never taken over: a copy into it may be
 ///   pending on another stream, or a captured graph that writes to it may be launched later.
 /// - **Handed out read-only.** There is no mutable view of the memory, so safe code can queue no
-///   write to it, also not into a graph. One launch of this crate writes such arrays, of a kernel
-///   that leaves entries below the limit at all times, whatever runs beside it.
+///   write to it, also not into a graph. Two launches of this crate write such arrays, which build
+///   and transpose block masks. Their kernels leave entries below the limit at all times, whatever
+///   runs beside them.
 /// - **Ordered.** The upload is waited for; zeros and copies are queued on the stream that the
 ///   memory was allocated with, and the first use on another stream waits for that one.
 #[derive(Debug)]

@@ -8,6 +8,7 @@ mod attention_fwd_tma;
 mod attention_sizes;
 mod block_mask;
 mod block_mask_build;
+mod block_mask_transpose;
 mod block_scores;
 mod bsr_matmul;
 mod bsr_matmul_any;
@@ -28,6 +29,7 @@ pub use attention_bwd::{
 };
 pub use attention_fwd::AttentionFwdOperands;
 pub use block_mask_build::{BlockMaskBuild, BlockMaskBuildOperands};
+pub use block_mask_transpose::{BlockMaskTranspose, BlockMaskTransposeOperands};
 pub use block_scores::{BlockScores, BlockScoresOperands};
 pub use bsr_matmul::BsrMatmulOperands;
 pub use bsr_parts::{BsrParts, BsrPartsMemory};
@@ -55,6 +57,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<manifest::BsrSddmm>,
         of::<manifest::BsrSddmmHopper>,
         of::<BlockMaskBuild>,
+        of::<BlockMaskTranspose>,
         of::<BlockScores>,
         of::<probe::ProbeTile>,
     ]

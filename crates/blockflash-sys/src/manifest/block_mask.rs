@@ -9,6 +9,13 @@ pub enum BlockMaskKernel {
         /// Rows of the mask per CTA, one per warp.
         slab_rows: u32,
     },
+    /// `block_mask_transpose_sm80`: index arrays of the transpose.
+    Transpose {
+        /// Rows of the mask per CTA, a multiple of 32.
+        slab_rows: u32,
+        /// Columns of the mask per CTA, a multiple of 32.
+        chunk_cols: u32,
+    },
     /// `block_scores_sm80`: scores from the means of queries and keys.
     Scores {
         /// Element type of q and k.
@@ -18,8 +25,9 @@ pub enum BlockMaskKernel {
     },
 }
 
-const KERNELS: [BlockMaskKernel; 3] = [
+const KERNELS: [BlockMaskKernel; 4] = [
     BlockMaskKernel::Build { slab_rows: 16 },
+    BlockMaskKernel::Transpose { slab_rows: 128, chunk_cols: 8192 },
     BlockMaskKernel::Scores { dtype: DType::F16, tile: 64 },
     BlockMaskKernel::Scores { dtype: DType::BF16, tile: 64 },
 ];
@@ -32,6 +40,7 @@ impl Family for BlockMaskKernel {
     fn source(&self) -> &'static str {
         match self {
             Self::Build { .. } => "block_mask_sm80",
+            Self::Transpose { .. } => "block_mask_transpose_sm80",
             Self::Scores { .. } => "block_scores_sm80",
         }
     }
@@ -39,6 +48,7 @@ impl Family for BlockMaskKernel {
     fn name(&self) -> String {
         match self {
             Self::Build { slab_rows } => format!("r{slab_rows}"),
+            Self::Transpose { slab_rows, chunk_cols } => format!("r{slab_rows}_c{chunk_cols}"),
             Self::Scores { dtype, tile } => format!("{dtype}_t{tile}"),
         }
     }
@@ -46,6 +56,7 @@ impl Family for BlockMaskKernel {
     fn warps(&self) -> u32 {
         match *self {
             Self::Build { slab_rows } => slab_rows,
+            Self::Transpose { .. } => 16,
             Self::Scores { .. } => 4,
         }
     }
@@ -55,6 +66,11 @@ impl Family for BlockMaskKernel {
             Self::Build { slab_rows } => {
                 define("VARIANT_SLAB_ROWS", slab_rows);
                 define("VARIANT_MIN_BLOCKS", 2);
+            }
+            Self::Transpose { slab_rows, chunk_cols } => {
+                define("VARIANT_TRANSPOSE_ROWS", slab_rows);
+                define("VARIANT_TRANSPOSE_COLS", chunk_cols);
+                define("VARIANT_MIN_BLOCKS", 3);
             }
             Self::Scores { dtype, tile } => {
                 define("VARIANT_DTYPE", dtype as u32);
@@ -67,6 +83,7 @@ impl Family for BlockMaskKernel {
     fn contains(&self) -> &'static [&'static str] {
         match self {
             Self::Build { .. } => &["VOTE", "REDUX"],
+            Self::Transpose { .. } => &["ATOMS", "POPC"],
             Self::Scores { .. } => &["FFMA"],
         }
     }

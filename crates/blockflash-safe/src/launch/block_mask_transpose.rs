@@ -1,0 +1,127 @@
+//! Transposing a block mask on the GPU.
+
+use super::checked::{Launch, Operands};
+use super::fit::{Fit, ceil_div, fits, pointer, require};
+use crate::{BlockLists, BlockTransposeScratch, DType, Kernel, Result, Tensor, View};
+use blockflash_sys::BlockMaskKernel;
+use blockflash_sys::manifest::Variant;
+use blockflash_sys::params::{
+    BLOCKFLASH_BLOCK_MASK_GATHER, BLOCKFLASH_BLOCK_MASK_LIST_T,
+    blockflash_block_mask_transpose_params,
+};
+
+/// A mask, intermediate memory, and the transpose of the mask.
+#[derive(Debug)]
+pub struct BlockMaskTransposeOperands<'a> {
+    /// The lists of the mask, `[batch, heads, rows]`.
+    pub lists: &'a BlockLists,
+    /// Results of the first step for the second one.
+    pub scratch: &'a mut BlockTransposeScratch,
+    /// The lists that the kernel fills, `[batch, heads, cols]` with room for `capacity` rows. Their
+    /// `row_order` stays as it is.
+    pub transpose: &'a mut BlockLists,
+}
+
+impl Operands for BlockMaskTransposeOperands<'_> {
+    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
+        let [a, b, ..] = self.lists.views();
+        let [c, d, ..] = self.transpose.views();
+        let [e, f] = self.scratch.views().map(Some);
+        [a, b, c, d, e, f]
+    }
+}
+
+/// A kernel that transposes block masks.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockMaskTranspose {
+    /// Rows of the mask per CTA of the first step.
+    slab_rows: u32,
+    /// Columns of the mask per CTA of the first step.
+    chunk_cols: u32,
+}
+
+// SAFETY:
+// 1. This is the parameter struct of these kernels.
+// 2. All pointers come from views. The kernel follows entries of `row_ptr`, which stay within
+//    `col_idx`, and compares columns with `cols` before it uses them. The second step adds up
+//    numbers that only the first step writes and that are never negative, and it ends with the
+//    capacity. The rows that it writes are numbers of bits, which the first step sets for existing
+//    rows only. So its writes stay within the transpose, and its values within the ranges of
+//    `BlockLists`, whatever other build or transposition runs at the same time.
+// 3. All tensors except `lists` are borrowed exclusively.
+unsafe impl Launch for BlockMaskTranspose {
+    type Operands<'a> = BlockMaskTransposeOperands<'a>;
+    type Plan = blockflash_block_mask_transpose_params;
+    type Params = blockflash_block_mask_transpose_params;
+    const FAMILY: &'static str = "transposing block masks";
+
+    fn of(kernel: &Kernel) -> Option<Self> {
+        match kernel.variant {
+            Variant::BlockMask(BlockMaskKernel::Transpose { slab_rows, chunk_cols }) => {
+                Some(Self { slab_rows, chunk_cols })
+            }
+            _ => None,
+        }
+    }
+
+    fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+        let [batch, heads, rows, cols] = [p.batch, p.heads, p.rows, p.cols].map(i64::from);
+        let positive = [batch, heads, rows, cols].iter().all(|&size| size > 0);
+        require(positive && p.capacity >= 0, "a size is not positive")?;
+        let groups = i128::from(batch) * i128::from(heads);
+        // The kernel rounds rows and columns up to whole slabs and chunks in 32 bits.
+        let counted = groups * i128::from(rows.max(cols) + 1);
+        let tile = i128::from(self.slab_rows.max(self.chunk_cols));
+        require(counted + tile <= i128::from(i32::MAX), "there are too many rows or columns")?;
+        let [words, strips] = [rows, cols].map(|size| ceil_div(size, 32) as i64);
+        let slabs = ceil_div(rows, self.slab_rows) as i64;
+
+        let lists = operands.lists;
+        require(lists.cu_rows().is_none(), "the mask is packed")?;
+        require(lists.has_columns_below(cols.into()), "the mask has more columns")?;
+        let fillable = operands.transpose.may_be_filled(rows.into());
+        require(fillable, "the transpose is not for kernels to fill with these rows")?;
+        let per_head = |count: i64| [(batch, heads * count), (heads, count), (count, 1)];
+        let matrix = |count: i64, size: i64| {
+            let [batch, heads, _] = per_head(count * size);
+            [batch, heads, (count, size), (size, 1)]
+        };
+        fits("row_ptr", &lists.row_ptr().view(), DType::I32, per_head(rows + 1))?;
+        let [row_ptr, col_idx] =
+            [operands.transpose.row_ptr(), operands.transpose.col_idx()].map(Tensor::view);
+        fits("row_ptr of the transpose", &row_ptr, DType::I32, per_head(cols + 1))?;
+        fits("col_idx of the transpose", &col_idx, DType::I32, [(p.capacity.into(), 1)])?;
+        let [bits, counts] = operands.scratch.views();
+        fits("bits", &bits, DType::I32, matrix(words, 32 * strips))?;
+        require(bits.is_aligned(16), "the address of bits is not a multiple of 16")?;
+        fits("counts", &counts, DType::I32, matrix(strips, slabs))?;
+        match p.step {
+            BLOCKFLASH_BLOCK_MASK_GATHER => {
+                Ok(groups * i128::from(slabs) * ceil_div(cols, self.chunk_cols))
+            }
+            BLOCKFLASH_BLOCK_MASK_LIST_T => Ok(groups * i128::from(strips)),
+            _ => Err("an unknown step".to_owned()),
+        }
+    }
+
+    fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
+        let BlockMaskTransposeOperands { lists, scratch, transpose } = operands;
+        let [bits, counts] = scratch.views();
+        let [row_ptr, col_idx, row_ptr_t, col_idx_t] =
+            [lists.row_ptr(), lists.col_idx(), transpose.row_ptr(), transpose.col_idx()]
+                .map(Tensor::view);
+        Ok(blockflash_block_mask_transpose_params {
+            row_ptr: pointer(&row_ptr).cast(),
+            col_idx: pointer(&col_idx).cast(),
+            bits: pointer(&bits).cast_mut().cast(),
+            counts: pointer(&counts).cast_mut().cast(),
+            row_ptr_t: pointer(&row_ptr_t).cast_mut().cast(),
+            col_idx_t: pointer(&col_idx_t).cast_mut().cast(),
+            ..*p
+        })
+    }
+}
+
+#[cfg(test)]
+#[path = "block_mask_transpose_tests.rs"]
+mod tests;
