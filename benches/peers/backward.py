@@ -3,17 +3,17 @@ the gradient of o to the gradients of q, k and v. Each runs its own forward pass
 measured. Tensors are [batch, seqlen, heads, head_dim], contiguous, as ours are measured."""
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.attention import flex_attention as torch_flex
 
 import attention
 import flash3
 import flex
-from measure import Absent, Call, needs_cuda, needs_triton, on_capture_stream, relative
+from measure import Call, needs_cuda, needs_triton, on_capture_stream, relative
 
 # Queries whose scores the reference holds at once.
 CHUNK = 1024
@@ -146,16 +146,35 @@ class SdpaCudnn(Autograd):
 
 
 class FlexForward(flex.FlexAttention):
-    """With tiles that fit into blocks of 64 where torch's own do not."""
+    """With tiles that fit into blocks of 64, where torch's own do not."""
+
+    torchs_tiles: Callable[..., list[Any]] | None = None
 
     def choose(self, _options: dict[str, Any]) -> None:
         torch._functorch.config.donated_buffer = False  # the backward pass runs more than once
         block = min(self.inputs.block_q, self.inputs.block_kv)
+        self.cut_tiles(block)
         if block < 128:
-            names = ("fwd_BLOCK_M", "fwd_BLOCK_N")
-            names += tuple(f"bwd_BLOCK_{axis}" for axis in ("M1", "N1", "M2", "N2"))
-            self.kernel_options = dict.fromkeys(names, min(block, 64))
-            self.settings = f"tiles of {min(block, 64)}, as torch's own do not fit into the blocks"
+            self.kernel_options = {"fwd_BLOCK_M": block, "fwd_BLOCK_N": block}
+            self.settings = f"tiles of at most {block}, as torch's own do not fit into the blocks"
+
+    @classmethod
+    def cut_tiles(cls, block: int) -> None:
+        """Cuts the tiles of the backward pass to the blocks, as torch 2.15 does itself. An older
+        one leaves out those that do not fit, whatever the options say, and has no other."""
+        from torch._inductor.choices import InductorChoices as Choices
+
+        torchs = cls.torchs_tiles or Choices.get_flex_attention_bwd_configs
+        FlexForward.torchs_tiles = staticmethod(torchs)
+        axes = ("block_m1", "block_n1", "block_m2", "block_n2")
+
+        def cut(*arguments: Any) -> list[Any]:
+            return [
+                dataclasses.replace(tile, **{at: min(getattr(tile, at), block) for at in axes})
+                for tile in torchs(*arguments)
+            ]
+
+        Choices.get_flex_attention_bwd_configs = cut
 
 
 class Flex(Autograd):
@@ -203,81 +222,4 @@ class Flash3(Backward):
 
 
 class Flash3Deterministic(Flash3):
-    deterministic = True
-
-
-class Flash4(Backward):
-    """FlashAttention-4, from the package flash-attn-4, whose first call compiles its kernels."""
-
-    @classmethod
-    def available(cls, device: torch.device) -> None:
-        needs_cuda(device)
-        if torch.cuda.get_device_capability(device)[0] < 9:
-            raise Absent("FlashAttention-4 is for Hopper and later")
-        try:
-            import flash_attn.cute.interface  # noqa: F401
-        except ImportError as error:
-            raise Absent(f"python3 has no flash-attn-4 ({error})") from error
-
-    def __init__(self, inputs: Inputs, _options: dict[str, Any]) -> None:
-        from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-
-        q, k, v = inputs.q, inputs.k, inputs.v
-        forward_blocks, backward_blocks = self.blocks(inputs)
-        common = dict(softmax_scale=inputs.scale, causal=inputs.causal)
-        o, lse, *_ = _flash_attn_fwd(
-            q, k, v, return_lse=True, block_sparse_tensors=forward_blocks, **common
-        )
-        self.gradients = tuple(torch.empty_like(t) for t in (q, k, v))
-        self.backward = _flash_attn_bwd
-        self.arguments = (q, k, v, o, inputs.d_o, lse)
-        self.options = dict(
-            zip(("dq", "dk", "dv"), self.gradients),
-            deterministic=self.deterministic,
-            block_sparse_tensors=backward_blocks,
-            **common,
-        )
-
-    def blocks(self, _inputs: Inputs) -> tuple[Any, Any]:
-        """Lists of blocks of the forward and of the backward pass."""
-        return None, None
-
-    def run(self) -> None:
-        self.backward(*self.arguments, **self.options)
-
-
-class Flash4Deterministic(Flash4):
-    deterministic = True
-
-
-class Flash4BlockSparse(Flash4):
-    """The backward pass walks the transposed lists. In a fixed order it also wants the place of
-    each block among those that add to the same rows of dq."""
-
-    Inputs = BlockSparseInputs
-
-    def blocks(self, inputs: BlockSparseInputs) -> tuple[Any, Any]:
-        from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, compute_dq_write_order
-
-        if inputs.causal:
-            raise ValueError("causal lists: only whole blocks are known here")
-        every = torch.ones_like(inputs.row, dtype=torch.bool)
-        of_rows = [t[None] for t in inputs.blocks(every)]
-        mask = torch_flex.BlockMask.from_kv_blocks(
-            *of_rows, BLOCK_SIZE=(inputs.block_q, inputs.block_kv)
-        )
-        of_columns = [mask.q_num_blocks, mask.q_indices]
-        none = [[torch.zeros_like(t) for t in lists] for lists in (of_rows, of_columns)]
-        more = {}
-        if self.deterministic:
-            order = compute_dq_write_order(*none[0], *of_rows, *none[1], *of_columns, spt=False)
-            more = dict(zip(("dq_write_order", "dq_write_order_full"), order), spt=False)
-        size = (inputs.block_q, inputs.block_kv)
-        return (
-            BlockSparseTensorsTorch(*none[0], *of_rows, block_size=size),
-            BlockSparseTensorsTorch(*none[1], *of_columns, block_size=size, **more),
-        )
-
-
-class Flash4BlockSparseDeterministic(Flash4BlockSparse):
     deterministic = True

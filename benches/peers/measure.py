@@ -138,7 +138,9 @@ class Capture:
 
     def _record(self, launches):
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=capture_stream(self.device)):
+        # Relaxed, since a library may still load a kernel.
+        options = dict(stream=capture_stream(self.device), capture_error_mode="relaxed")
+        with torch.cuda.graph(self.graph, **options):
             for _ in range(launches):
                 self.run()
         self.launches = launches

@@ -35,15 +35,15 @@ PEERS = {
     "attention_bwd": {
         "fa3": ("backward", "Flash3"),
         "fa3_deterministic": ("backward", "Flash3Deterministic"),
-        "fa4": ("backward", "Flash4"),
-        "fa4_deterministic": ("backward", "Flash4Deterministic"),
+        "fa4": ("flash4", "Flash4"),
+        "fa4_deterministic": ("flash4", "Flash4Deterministic"),
         "cudnn": ("backward", "SdpaCudnn"),
         "fa2": ("backward", "SdpaFlash"),
         "fa2_deterministic": ("backward", "SdpaFlashDeterministic"),
     },
     "block_sparse_bwd": {
-        "fa4": ("backward", "Flash4BlockSparse"),
-        "fa4_deterministic": ("backward", "Flash4BlockSparseDeterministic"),
+        "fa4": ("flash4", "Flash4BlockSparse"),
+        "fa4_deterministic": ("flash4", "Flash4BlockSparseDeterministic"),
         "flex": ("backward", "Flex"),
     },
     "bsr_matmul": {
