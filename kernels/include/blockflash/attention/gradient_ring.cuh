@@ -61,8 +61,9 @@ struct Barriers {
     ptx::fence_mbarrier_init();
   }
 
-  // Releases a stage of both rings, by the lanes of a warp that have read it.
+  // Releases a stage of both rings, which all lanes of the warp have read.
   __device__ __forceinline__ void release(int stage) const {
+    __syncwarp();
     if (threadIdx.x % 32 != 0) return;
     ptx::mbarrier_arrive(first_empty + 8 * stage);
     ptx::mbarrier_arrive(second_empty + 8 * stage);
