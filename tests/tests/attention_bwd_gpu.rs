@@ -46,7 +46,7 @@ fn case_of(tile: &AttentionBwdTile, seed: u64, seqlen: usize) -> AttentionCase {
         AttentionCase::simple(tile.dtype, (4, 2), tile.head_dim as usize, (seqlen, seqlen + 90));
     let lengths = match tile.step {
         Step::Zeros => {
-            // The lengths of a graph may change, but not beyond the longest ones that were captured.
+            // The lengths of a graph may change, but not beyond the longest that were captured.
             let other = if seed.is_multiple_of(2) { seqlen / 2 - 7 } else { seqlen / 2 + 7 };
             let lengths = vec![(other, seqlen), (seqlen - other, 90)];
             Lengths::Packed { lengths, slack: (3, 5) }

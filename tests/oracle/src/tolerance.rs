@@ -18,7 +18,8 @@
 //! is a unit roundoff times the size of the rounded value; in the norm of a row, the first two
 //! count with their root mean square, a unit roundoff / √3; the second with three times as much
 //! where the rows that the factors multiply are parallel ([`Rounding::parallel`]). The floor has no
-//! tunable factor and is never widened. For f16 and bf16 outputs, all terms but the first two are small.
+//! tunable factor and is never widened. For f16 and bf16 outputs, all terms but the first two are
+//! small.
 
 use crate::elements::Element;
 use crate::rounding::{Rounding, Sizes};

@@ -164,7 +164,8 @@ impl Place {
         place
     }
 
-    /// Number of kernels of attention, its gradients, masks, their transposes, products and sampled products.
+    /// Number of kernels of attention, its gradients, masks, their transposes, products and sampled
+    /// products.
     fn counts(&self) -> [usize; 6] {
         let Self { attention, gradients, masks, transposes, products, sampled, .. } = self;
         [
@@ -242,7 +243,7 @@ fn numbers(usual: usize) -> Range<usize> {
 pub fn fuzz(name: &str, usual: usize, place: &Place) -> BTreeMap<(Kind, Ended), usize> {
     let (mut ended, mut failures) = (BTreeMap::new(), Vec::new());
     say(&format!(
-        "{name}: kernels of attention, gradients, masks, transposes, products, sampled products: {:?}",
+        "{name}: kernels of attention, gradients, masks, transposes, products, samples: {:?}",
         place.counts()
     ));
     let mut count = 0;
