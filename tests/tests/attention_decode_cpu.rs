@@ -3,7 +3,8 @@
 use blockflash_ops::{DType, Device, Stream};
 use blockflash_tests::attention::{Choice, Limits, head_dims};
 use blockflash_tests::attention_decode::{
-    DecodeCase, decode_cases, decode_edges, decode_lengths, run_case,
+    DecodeCase, alone_as_in_a_batch, decode_cases, decode_edges, decode_lengths, merge_cases,
+    run_case, run_merge, same_bits, survives_garbage,
 };
 use blockflash_tests::property;
 
@@ -60,4 +61,39 @@ fn every_mask_and_option() {
     run_all(decode_edges(DType::F16, 64));
     run_all(decode_edges(DType::BF16, 24));
     run_all(decode_edges(DType::F32, 10));
+}
+
+/// Sequences of many lengths with equally many queries.
+fn batch(dtype: DType) -> DecodeCase {
+    let lengths = [70, 1, 0, 333, 64, 500].map(|keys| (2, keys));
+    DecodeCase { equal: true, ..DecodeCase::simple(dtype, (8, 2), 72, &lengths) }
+}
+
+#[test]
+fn a_sequence_does_not_depend_on_the_batch() {
+    for dtype in [DType::BF16, DType::F32] {
+        alone_as_in_a_batch(&batch(dtype), Choice::Selected, &cpu()).unwrap();
+    }
+}
+
+#[test]
+fn repeats_are_equal_bit_by_bit() {
+    same_bits(&batch(DType::F16), Choice::Selected, &cpu()).unwrap();
+}
+
+#[test]
+fn garbage_stays_inside() {
+    let stream = cpu();
+    for seed in 0..500 {
+        let error = survives_garbage([seed / 7, seed], 8, Choice::Selected, &stream).err();
+        assert_eq!(error, None);
+    }
+}
+
+#[test]
+fn random_merges() {
+    let stream = cpu();
+    property::check(300, merge_cases(vec![1, 5, 8, 64, 100]), |case| {
+        run_merge(&case, &stream).map(drop)
+    });
 }

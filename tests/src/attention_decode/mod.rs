@@ -4,6 +4,9 @@
 mod case;
 mod data;
 mod edges;
+mod garbage;
+mod kernels;
+mod merge;
 mod reference;
 mod run;
 mod strategy;
@@ -11,6 +14,11 @@ mod strategy;
 pub use case::{CacheLayout, DecodeCase, RotaryCase};
 pub use data::DecodeData;
 pub use edges::{decode_edges, decode_lengths};
+pub use garbage::survives_garbage;
+pub use kernels::{
+    DecodeGroup, alone_as_in_a_batch, decode_groups, replays, run_or_refuse, same_bits,
+};
+pub use merge::{MergeCase, merge_cases, run_merge};
 pub use reference::decode_reference;
 pub use run::{DecodeInputs, DecodeOutputs, run_case};
 pub use strategy::decode_cases;

@@ -8,11 +8,13 @@ use crate::host::{download, poisoned, refill, upload, view, view_mut};
 use crate::number::{decode, encode, poison};
 use crate::placement::Placed;
 use crate::tolerance::{Reference, check};
+use blockflash_ops::attention_decode::workspace_bytes;
 use blockflash_ops::{
     AppendKv, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess,
     DType, Error, KvCache, KvCacheMut, Operation, PackedTokens, PageLists, Rotary, Stream, Tensor,
 };
 use blockflash_oracle::Rounding;
+use blockflash_sys::manifest;
 
 /// The operands of a case on a device.
 pub struct DecodeInputs {
@@ -130,9 +132,7 @@ impl DecodeInputs {
             stand_ins: Some([ints(Vec::new(), &[0])?, ints(Vec::new(), &[0])?]),
         };
         if !stream.device().is_cpu() {
-            let bytes = inputs.decode().workspace_bytes(&inputs.cache(), stream.device());
-            let bytes = bytes.map_err(|error| error.to_string())?;
-            let workspace = AttentionDecodeWorkspace::new(stream, bytes);
+            let workspace = AttentionDecodeWorkspace::new(stream, inputs.most_bytes(stream)?);
             inputs.workspace = Some(workspace.map_err(|error| error.to_string())?);
         }
         Ok(inputs)
@@ -162,6 +162,15 @@ impl DecodeInputs {
         }
         self.case = case.clone();
         Ok(())
+    }
+
+    /// Bytes of workspace for any kernel that takes the problem, selected or not.
+    fn most_bytes(&self, stream: &Stream) -> Result<usize, String> {
+        let problem = self.decode().problem(&self.cache()).map_err(|error| error.to_string())?;
+        let Some(gpu) = stream.device().cuda_properties() else { return Ok(0) };
+        let kernels = manifest::kernels().iter();
+        let bytes = kernels.filter_map(|kernel| workspace_bytes(kernel, &problem, gpu).ok());
+        Ok(bytes.max().unwrap_or(0))
     }
 
     fn packed(&self) -> Option<PackedTokens<'_>> {

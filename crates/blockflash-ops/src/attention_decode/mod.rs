@@ -10,7 +10,7 @@ mod workspace;
 pub use pages::{PageListSizes, PageLists};
 pub use plan::{AttentionDecodePlan, plan, workspace_bytes};
 pub use problem::AttentionDecodeProblem;
-pub use select::{AttentionDecodeTile, accepts, select};
+pub use select::{AttentionDecodeTile, accepts, select, tile};
 pub use workspace::AttentionDecodeWorkspace;
 
 use crate::attention::{AttentionOutput, Mask};

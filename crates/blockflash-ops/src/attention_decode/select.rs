@@ -16,6 +16,12 @@ pub struct AttentionDecodeTile {
     pub rows: u32,
 }
 
+/// The tile of a kernel of attention to a cache; `None` for other kernels. No such kernel is made
+/// yet.
+pub fn tile(_: &Kernel) -> Option<AttentionDecodeTile> {
+    None
+}
+
 /// The kernel for attention to a cache on a GPU. Among the usable kernels it prefers machine code
 /// over PTX, then the smallest head_dim tile that fits, then the fewest rows that hold all queries
 /// of a group of heads, else the most rows.
@@ -47,9 +53,8 @@ impl Problem for AttentionDecodeProblem {
     type Tile = AttentionDecodeTile;
     type Rank = (bool, u32);
 
-    /// No kernel is made yet.
-    fn tile(_: &Kernel) -> Option<AttentionDecodeTile> {
-        None
+    fn tile(kernel: &Kernel) -> Option<AttentionDecodeTile> {
+        tile(kernel)
     }
 
     fn kernels() -> &'static [Peers<'static, Self>] {

@@ -1,0 +1,69 @@
+//! Every kernel of attention to caches that the GPU can run against the oracle.
+
+use blockflash_ops::attention_decode::AttentionDecodeTile;
+use blockflash_ops::{DType, Stream};
+use blockflash_sys::Kernel;
+use blockflash_tests::attention::{Choice, Limits, dims_of_tile};
+use blockflash_tests::attention_decode::{
+    DecodeCase, DecodeGroup, alone_as_in_a_batch, decode_cases, decode_edges, decode_groups,
+    decode_lengths, replays, run_or_refuse, same_bits, survives_garbage,
+};
+use blockflash_tests::gpu::{Gpu, Report, gpu, say};
+use blockflash_tests::property;
+
+fn cases_of(dtype: DType, head_dim: u32) -> Vec<DecodeCase> {
+    let (dims, wide) = (dims_of_tile(head_dim), head_dim as usize);
+    let mut cases = decode_lengths(dtype, wide, 4200);
+    cases.extend(decode_edges(dtype, dims[0]));
+    cases.extend(decode_edges(dtype, wide));
+    let limits =
+        Limits { dtypes: vec![dtype], head_dims: dims, seqlen: 500, alignment: 8, work: 0 };
+    cases.extend(property::samples(60, decode_cases(limits, vec![16, 48, 64, 256])));
+    cases
+}
+
+#[test]
+fn every_kernel() {
+    let Some(gpu) = gpu("attention_decode_gpu::every_kernel") else { return };
+    let groups = decode_groups(&gpu);
+    if groups.is_empty() {
+        say("SKIPPED (no kernel of attention to caches is made): attention_decode_gpu");
+        return;
+    }
+    let check = |((dtype, head_dim), kernels): DecodeGroup, gpu: &Gpu, report: &mut Report| {
+        let stream = &gpu.stream;
+        for case in cases_of(dtype, head_dim) {
+            for &(kernel, _) in &kernels {
+                report.run(kernel, || run_or_refuse(&case, kernel, stream));
+            }
+        }
+        for (kernel, tile) in kernels {
+            let story = |what: &'static str| {
+                move |error| format!("{what} of {}: {error}", kernel.image_name())
+            };
+            let d = head_dim as usize;
+            report.run(kernel, || replays(dtype, d, kernel, stream, 1000).map_err(story("graph")));
+            report.run(kernel, || same_bits_of(kernel, &tile, stream).map_err(story("repeat")));
+            report.run(kernel, || {
+                let seeds = 0..100;
+                let turn = usize::from(dtype == DType::F16);
+                let run = |seed| survives_garbage([turn, seed], d, Choice::This(kernel), stream);
+                seeds.map(run).sum::<Result<usize, _>>().map_err(story("garbage"))
+            });
+        }
+    };
+    gpu.check_groups("attention_decode_gpu", &Report::default(), groups, check);
+}
+
+/// Repeats, and each sequence alone, have the same bits; also where one sequence has many splits.
+fn same_bits_of(
+    kernel: &'static Kernel,
+    tile: &AttentionDecodeTile,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let lengths = [1, 0, 130, 4200, 777, 30_000].map(|keys| (1, keys));
+    let simple = DecodeCase::simple(tile.dtype, (8, 2), tile.head_dim as usize, &lengths);
+    let case = DecodeCase { equal: true, ..simple };
+    let choice = Choice::This(kernel);
+    Ok(same_bits(&case, choice, stream)? + alone_as_in_a_batch(&case, choice, stream)?)
+}
