@@ -6,7 +6,8 @@
 //!   sinks, variable length.
 //! - [`AttentionBackward`]: its gradients.
 //! - [`AttentionDecode`]: attention of new queries to a [`KvCache`], contiguous or in pages;
-//!   [`AppendKv`] appends to one. [`AttentionMerge`] joins attention over parts of the keys.
+//!   [`AppendKv`] appends to one, [`ChoosePages`] chooses the pages to visit. [`AttentionMerge`]
+//!   joins attention over parts of the keys.
 //! - [`BsrMatmul`]: a block-sparse [`BsrMatrix`], or its transpose, times a dense matrix or the
 //!   other way round, with bias and activation. A [`BsrView`] has values that somebody else owns.
 //! - [`BsrSddmm`]: a product of dense matrices at the stored blocks of a [`BsrPattern`] only, as
@@ -36,6 +37,7 @@ pub mod kv_append;
 pub mod kv_cache;
 mod math;
 mod operation;
+pub mod page_choice;
 mod selection;
 mod support;
 
@@ -64,6 +66,7 @@ pub use error::{Error, Result};
 pub use kv_append::{AppendKv, AppendKvProblem, PreparedAppendKv};
 pub use kv_cache::{KvCache, KvCacheMut, PackedTokens, Rotary, RotaryPairs};
 pub use operation::{Operation, Prepared};
+pub use page_choice::{ChoosePages, SummarizePages};
 pub use support::{Status, SupportRow, support, support_with};
 
 pub use blockflash_safe::{

@@ -157,10 +157,10 @@ impl DecodeCase {
                 table.copy_within(..shared, row);
             }
             let used = sequence.kv_len.div_ceil(page_size);
-            for column in row + used..row + max_pages {
-                if garbage {
+            if garbage {
+                for entry in &mut table[row + used..row + max_pages] {
                     let bad = [i32::MIN, -1, i32::MAX, pages as i32, 0];
-                    table[column] = bad[random.random_range(0..bad.len())];
+                    *entry = bad[random.random_range(0..bad.len())];
                 }
             }
         }

@@ -95,7 +95,7 @@ pub fn survives_garbage(
         let new = new.view().slice(0, inner.clone())?;
         let new = AppendKv { packed, ..AppendKv::new(new, new) };
         let cache = match append {
-            true => CacheAccess::Append(new, cache),
+            true => CacheAccess::Append(&new, cache),
             false => CacheAccess::Read(cache.as_cache()),
         };
         let o = o.view_mut().slice(0, inner.clone())?;

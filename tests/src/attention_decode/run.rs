@@ -259,7 +259,7 @@ impl DecodeInputs {
                 ..AppendKv::new(self.new[0].view(), self.new[1].view())
             };
             let cache = match self.case.append {
-                true => CacheAccess::Append(new, whole),
+                true => CacheAccess::Append(&new, whole),
                 false => CacheAccess::Read(whole.as_cache()),
             };
             let operands = AttentionDecodeOperands { cache, o, lse };

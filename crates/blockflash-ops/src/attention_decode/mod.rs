@@ -51,7 +51,7 @@ use blockflash_sys::{DType, Kernel};
 ///     ..KvCacheMut::new(k.view_mut(), v.view_mut())
 /// };
 /// let new = AppendKv { packed, ..AppendKv::new(new.view(), new.view()) };
-/// let output = decode.append(new, cache, &stream)?;
+/// let output = decode.append(&new, cache, &stream)?;
 /// assert_eq!((output.o.shape(), output.lse.shape()), (&[21, 4, 64][..], &[4, 21][..]));
 /// # Ok::<(), blockflash_ops::Error>(())
 /// ```
@@ -104,7 +104,7 @@ pub enum CacheAccess<'o> {
     /// Reads it.
     Read(KvCache<'o>),
     /// Appends to it first.
-    Append(AppendKv<'o>, KvCacheMut<'o>),
+    Append(&'o AppendKv<'o>, KvCacheMut<'o>),
 }
 
 /// See [`Operation::prepare`].
@@ -173,7 +173,7 @@ impl<'a> AttentionDecode<'a> {
     /// As [`forward`](Self::forward), and all checks of [`AppendKv::problem`].
     pub fn append(
         &self,
-        new: AppendKv<'_>,
+        new: &AppendKv<'_>,
         cache: KvCacheMut<'_>,
         stream: &Stream,
     ) -> Result<AttentionOutput> {

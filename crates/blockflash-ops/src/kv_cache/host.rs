@@ -35,17 +35,18 @@ impl HostCache {
         self.stored_length(entry).clamp(0, self.sizes.capacity as i64) as usize
     }
 
+    /// The page of a column of the table.
+    pub(crate) fn page(&self, entry: usize, column: usize) -> usize {
+        let (Some(table), Some(sizes)) = (&self.table, self.sizes.table) else { return entry };
+        let stored = i64::from(table[entry * sizes.max_pages + column]);
+        stored.clamp(0, self.sizes.pages as i64 - 1) as usize
+    }
+
     /// Start of the row of a key below the capacity, of a tensor with these strides.
     pub(crate) fn row(&self, strides: Strides, [entry, key, head]: [usize; 3]) -> usize {
-        let (page, slot) = match (&self.table, self.sizes.table) {
-            (Some(table), Some(sizes)) => {
-                let stored = table[entry * sizes.max_pages + key / self.sizes.page_size];
-                let last = self.sizes.pages as i64 - 1;
-                (i64::from(stored).clamp(0, last) as usize, key % self.sizes.page_size)
-            }
-            _ => (entry, key),
-        };
-        page * strides.batch + slot * strides.seq + head * strides.head
+        let page_size = self.sizes.page_size;
+        let page = self.page(entry, key / page_size);
+        page * strides.batch + key % page_size * strides.seq + head * strides.head
     }
 }
 
