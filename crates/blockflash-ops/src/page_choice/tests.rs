@@ -89,36 +89,51 @@ fn only_pages_of_new_tokens_are_written() {
     assert_eq!(written, [3, 5]);
 }
 
+/// The definition of a score, for a query and a page of sequence 0.
+fn score(fixture: &Fixture, statistics: usize, q: &[f32], page: usize, head: usize) -> f32 {
+    let keys: Vec<Vec<f32>> =
+        (page * 4..page * 4 + 4).map(|key| fixture.key([0, key, head])).collect();
+    let of_element = |i: usize| {
+        let products = keys.iter().map(|key| q[i] * key[i]);
+        if statistics == 1 {
+            products.sum::<f32>() / 4.0
+        } else {
+            products.fold(f32::NEG_INFINITY, f32::max)
+        }
+    };
+    (0..D).map(of_element).sum()
+}
+
 #[test]
 fn the_best_pages_and_the_ends_are_chosen() {
     let fixture = Fixture::new([16, 9]);
-    for statistics in [1, 2] {
+    for (statistics, seed) in [1, 2].into_iter().flat_map(|n| (0..10).map(move |s| (n, s))) {
         let summaries = fixture.summaries(statistics, 100);
-        // Queries along the mean of column 2, then along column 1, of each head of keys.
-        for (token, best) in [2usize, 1].into_iter().enumerate() {
-            let mut q = vec![0f32; 2 * 2 * D];
-            for head in 0..2 {
-                for key in best * 4..best * 4 + 4 {
-                    let key = fixture.key([0, key, head]);
-                    (0..D).for_each(|i| q[(token * 2 + head) * D + i] += 100.0 * key[i]);
-                }
-            }
-            let q = Tensor::from_slice(&cpu(), &q, &[2, 2, D]).unwrap();
-            let offsets = i32s(&[0, 2, 2], &[3]);
-            let packed = Some(PackedTokens { cu_seqlens: offsets.view(), max_seqlen: 2 });
-            let (mut lists, mut counts) = (i32s(&[-9; 12], &[2, 2, 3]), i32s(&[-9; 2], &[2]));
-            let summaries = summaries.view();
-            ChoosePages { q: q.view(), packed, cache: fixture.cache(), summaries }
-                .choose_into(lists.view_mut(), counts.view_mut(), &cpu())
-                .unwrap();
-            let best = best as i32;
-            let expected = [0, best, 3, 0, best, 3, 0, 1, 2, 0, 1, 2];
-            assert_eq!(lists.to_vec::<i32>(&cpu()).unwrap(), expected);
-            assert_eq!(counts.to_vec::<i32>(&cpu()).unwrap(), [3, 3]);
-            let pages = Some(PageLists { lists: lists.view(), counts: counts.view() });
-            let decode = AttentionDecode { packed, pages, ..AttentionDecode::new(q.view()) };
-            decode.forward(fixture.cache(), &cpu()).unwrap();
-        }
+        // Two queries of two heads for each head of keys, and none of sequence 1.
+        let numbers = values(2 * 4 * D, seed);
+        let q = Tensor::from_slice(&cpu(), &numbers, &[2, 4, D]).unwrap();
+        let offsets = i32s(&[0, 2, 2], &[3]);
+        let packed = Some(PackedTokens { cu_seqlens: offsets.view(), max_seqlen: 2 });
+        let (mut lists, mut counts) = (i32s(&[-9; 12], &[2, 2, 3]), i32s(&[-9; 2], &[2]));
+        let summaries = summaries.view();
+        ChoosePages { q: q.view(), packed, cache: fixture.cache(), summaries }
+            .choose_into(lists.view_mut(), counts.view_mut(), &cpu())
+            .unwrap();
+        let best = |head: usize| {
+            let rows = [2 * head, 2 * head + 1, 4 + 2 * head, 5 + 2 * head];
+            let of_page = |page| {
+                let q = rows.map(|row| &numbers[row * D..][..D]);
+                let scores = q.map(|q| score(&fixture, statistics, q, page, head));
+                scores.into_iter().fold(f32::NEG_INFINITY, f32::max)
+            };
+            if of_page(1) >= of_page(2) { 1 } else { 2 }
+        };
+        let expected = [0, best(0), 3, 0, best(1), 3, 0, 1, 2, 0, 1, 2];
+        assert_eq!(lists.to_vec::<i32>(&cpu()).unwrap(), expected, "{statistics} {seed}");
+        assert_eq!(counts.to_vec::<i32>(&cpu()).unwrap(), [3, 3]);
+        let pages = Some(PageLists { lists: lists.view(), counts: counts.view() });
+        let decode = AttentionDecode { packed, pages, ..AttentionDecode::new(q.view()) };
+        decode.forward(fixture.cache(), &cpu()).unwrap();
     }
 }
 
