@@ -67,7 +67,8 @@ impl DecodeData {
     }
 
     /// The bits of the cache before the call, `[pages, page_size, heads_kv, head_dim]` in the order
-    /// of the layout: keys, then values. Slots that no key takes, and those of new keys, are poison.
+    /// of the layout: keys, then values. Slots that no key takes are poison, and so are those of
+    /// new keys.
     pub fn cache(&self, case: &DecodeCase) -> [Vec<u32>; 2] {
         let call = &case.attention;
         let [page_size, _, pages] = case.pages();

@@ -7,6 +7,7 @@ mod edges;
 mod garbage;
 mod kernels;
 mod merge;
+mod outputs;
 mod reference;
 mod run;
 mod strategy;
@@ -19,6 +20,7 @@ pub use kernels::{
     DecodeGroup, alone_as_in_a_batch, decode_groups, replays, run_or_refuse, same_bits,
 };
 pub use merge::{MergeCase, merge_cases, run_merge};
+pub use outputs::{DecodeOutputs, run_case};
 pub use reference::decode_reference;
-pub use run::{DecodeInputs, DecodeOutputs, run_case};
+pub use run::DecodeInputs;
 pub use strategy::decode_cases;

@@ -76,8 +76,8 @@ pub struct AttentionDecode<'a> {
     /// f32 `[num_heads_q]`: a logit per head (attention sink) that joins the softmax denominator,
     /// and so the lse, but has no value.
     pub sink: Option<View<'a>>,
-    /// Turns the queries by their positions: query `i` of `n` by position `length - n + i`, or by 0
-    /// if that is negative. The keys in the cache are turned already, or by
+    /// Turns the queries by their positions: query `i` of `n` by position `seqused_kv - n + i`,
+    /// clamped to the positions of the tables. The keys in the cache are turned already, or by
     /// [`AppendKv::rotary`].
     pub rotary: Option<Rotary<'a>>,
     /// Visits only these pages of a paged cache; keys of others do not exist for the softmax.

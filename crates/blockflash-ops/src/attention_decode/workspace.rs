@@ -3,8 +3,8 @@ use crate::{Error, Result};
 use blockflash_safe::{BsrPartsMemory, Device, Stream, Tensor};
 use blockflash_sys::DType;
 
-/// Workspace in which the kernels of [`AttentionDecode`](super::AttentionDecode) keep the results of
-/// parts of a sequence until the last one arrives, which adds them up in a fixed order.
+/// Workspace in which the kernels of [`AttentionDecode`](super::AttentionDecode) keep the results
+/// of parts of a sequence until the last one arrives, which adds them up in a fixed order.
 ///
 /// Any number of calls, streams and captured graphs may share one, but they use it one after
 /// another: a call, or a launch of a graph, waits on its stream for the work queued on the stream

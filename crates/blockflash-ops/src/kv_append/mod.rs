@@ -16,7 +16,7 @@ use blockflash_safe::{CudaProperties, Device, Stream, View};
 use blockflash_sys::Kernel;
 
 /// New keys and values for a cache: one append without attention, or the first half of
-/// [`AttentionDecode::append_into`](crate::AttentionDecode::append_into).
+/// [`AttentionDecode::append`](crate::AttentionDecode::append).
 ///
 /// The lengths of the cache count the new tokens: of a sequence with `n` of them, token `i` goes to
 /// position `seqused_kv - n + i`. A token whose position is negative or beyond the capacity is
@@ -64,8 +64,9 @@ impl<'a> AppendKv<'a> {
     /// capture the call. On the CPU it returns when the cache is written.
     ///
     /// # Errors
-    /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) if an
-    /// operand is not on the stream's device; on the CPU [`Error::InvalidCuSeqlens`](crate::Error::InvalidCuSeqlens).
+    /// All checks of [`problem`](Self::problem) and [`select`];
+    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) if an operand is not on the stream's
+    /// device; on the CPU [`Error::InvalidCuSeqlens`](crate::Error::InvalidCuSeqlens).
     pub fn append_into(&self, cache: KvCacheMut<'_>, stream: &Stream) -> Result<()> {
         self.run(cache, stream)
     }
