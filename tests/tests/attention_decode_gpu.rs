@@ -6,7 +6,7 @@ use blockflash_sys::Kernel;
 use blockflash_tests::attention::{Choice, Limits, dims_of_tile};
 use blockflash_tests::attention_decode::{
     DecodeCase, DecodeGroup, alone_as_in_a_batch, decode_cases, decode_edges, decode_groups,
-    decode_lengths, replays, run_or_refuse, same_bits, survives_garbage,
+    decode_lengths, merge_cases, replays, run_merge, run_or_refuse, same_bits, survives_garbage,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu, say};
 use blockflash_tests::property;
@@ -53,6 +53,21 @@ fn every_kernel() {
         }
     };
     gpu.check_groups("attention_decode_gpu", &Report::default(), groups, check);
+}
+
+#[test]
+fn merges() {
+    let Some(gpu) = gpu("attention_decode_gpu::merges") else { return };
+    for case in property::samples(100, merge_cases(vec![8, 64, 128, 256])) {
+        match run_merge(&case, &gpu.stream) {
+            Ok(_) => {}
+            Err(error) if error.contains("there is no kernel") => {
+                say("SKIPPED (no kernel that merges is made): attention_decode_gpu::merges");
+                return;
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
 }
 
 /// Repeats, and each sequence alone, have the same bits; also where one sequence has many splits.
