@@ -1,5 +1,6 @@
 use super::select::AttentionDecodeTile;
 use super::{AttentionDecodeProblem, AttentionDecodeWorkspace};
+use crate::attention::check_strides;
 use crate::check::to_i32;
 use crate::selection::{fits, tile_of};
 use crate::{Error, Result};
@@ -43,8 +44,9 @@ impl AttentionDecodeProblem {
 /// Divides the work of a problem for a kernel that accepts it on this GPU.
 ///
 /// # Errors
-/// [`Error::TooLarge`] for more items than 32 bits count, [`Error::Unsupported`] if the kernel does
-/// not compute this problem.
+/// [`Error::Misaligned`] for a stride that is not a multiple of 8 elements, [`Error::TooLarge`] for
+/// more items than 32 bits count, [`Error::Unsupported`] if the kernel does not compute this
+/// problem.
 pub fn plan(
     kernel: &Kernel,
     problem: &AttentionDecodeProblem,
@@ -59,16 +61,22 @@ fn planned(
     tile: &AttentionDecodeTile,
     problem: &AttentionDecodeProblem,
 ) -> Result<AttentionDecodePlan> {
-    let attention = &problem.attention;
+    let (attention, cache) = (&problem.attention, &problem.cache);
+    let queries = [attention.batch, attention.seqlen_q, attention.num_heads_q];
+    let keys = [cache.pages, cache.page_size, cache.num_heads_kv];
+    check_strides(&[
+        ("q", attention.q, queries),
+        ("o", attention.o, queries),
+        ("cache.k", cache.k, keys),
+        ("cache.v", cache.v, keys),
+    ])?;
     let rows = (tile.rows as usize).max(1);
     let heads = attention.num_heads_kv.max(1);
     let [chunk_min, chunk_max] = CHUNK;
     let splits = (HEADS_AND_SPLITS / heads).max(1);
     let visited = match problem.pages {
         None => attention.seqlen_kv,
-        Some(pages) => {
-            pages.capacity.saturating_mul(problem.cache.page_size).min(attention.seqlen_kv)
-        }
+        Some(pages) => pages.capacity.saturating_mul(cache.page_size).min(attention.seqlen_kv),
     };
     // Splits begin at a multiple of 16 keys.
     let most_splits = most_splits(visited.next_multiple_of(16), splits);

@@ -71,6 +71,15 @@ fn packed_queries_listed_pages_and_turned_queries() {
 }
 
 #[test]
+fn rows_that_16_byte_accesses_cannot_reach_are_refused() {
+    let tile = AttentionDecodeTile { dtype: DType::BF16, head_dim: 128, rows: 8 };
+    let mut odd = problem(100, [32, 8], 1);
+    odd.cache.v.seq += 4;
+    let error = planned(&tile, &odd).unwrap_err();
+    assert!(matches!(error, Error::Misaligned { what: "cache.v", .. }), "{error}");
+}
+
+#[test]
 fn what_32_bits_cannot_count_is_refused() {
     let tile = AttentionDecodeTile { dtype: DType::BF16, head_dim: 128, rows: 8 };
     let error = planned(&tile, &problem(1 << 30, [1 << 20, 1 << 20], 1)).unwrap_err();
