@@ -55,6 +55,17 @@ struct AttentionFwdHopperConfig {
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
 };
+#elif defined(VARIANT_DECODE_ROWS)
+struct AttentionDecodeConfig {
+  using Element = ElementOf<VARIANT_DTYPE>::type;
+  static constexpr int head_dim = VARIANT_HEAD_DIM;
+  static constexpr int rows = VARIANT_DECODE_ROWS;  // queries times heads that share keys
+  static constexpr int warps = VARIANT_WARPS;       // each with keys and a ring of its own
+  static constexpr int stages = VARIANT_STAGES;
+  static constexpr int threads = warps * kWarpSize;
+  static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
+  static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
+};
 #elif defined(VARIANT_HEAD_DIM)
 struct AttentionPortableConfig {
   using Element = ElementOf<VARIANT_DTYPE>::type;
