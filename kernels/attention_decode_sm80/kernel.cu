@@ -48,27 +48,31 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
   // One warp takes the items for all, since lengths that change meanwhile could make warps disagree
   // about how often they meet at a barrier. Item n of this CTA is announced in slot n % 2 while item
   // n - 1 begins.
-  ItemWalk<Config::rows> walk;
-  int number = static_cast<int>(blockIdx.x);  // of the item that is announced next, in lane 0; -1: there is none
-  const auto take = [&] {
-    if (lane == 0 && number >= 0)
-      number = p.tile_counter == nullptr ? -1 : static_cast<int>(gridDim.x + atomicAdd(p.tile_counter, 1));
-  };
   const auto announce = [&](int n) {
     DecodeItem& slot = shared.items[n % 2];
-    const int taken = __shfl_sync(~0u, number, 0);
-    if (taken >= 0 && walk.find(p, taken, slot, lane)) return;
+    const int number = shared.number;
+    ItemWalk<Config::rows> walk = shared.walk;
+    const bool found = number >= 0 && walk.find(p, number, slot, lane);
     if (lane > 0) return;
+    shared.walk = walk;
+    if (found) return;
     slot.sequence = -1;
     // The last CTA that gets none leaves the counter as it was.
-    if (taken >= 0 && p.tile_counter != nullptr &&
+    if (number >= 0 && p.tile_counter != nullptr &&
         ptx::atomic_inc_acq_rel(p.tile_counter + 1, gridDim.x - 1) == gridDim.x - 1)
       p.tile_counter[0] = 0;
-    number = -1;
+  };
+  // The number of the item after those that were taken, in lane 0; -1: there are no more.
+  const auto take = [&] {
+    if (lane > 0 || p.tile_counter == nullptr || shared.number < 0) return -1;
+    return static_cast<int>(gridDim.x + atomicAdd(p.tile_counter, 1));
   };
   if (warp == 0) {
+    if (lane == 0) shared.number = blockIdx.x, shared.walk = {};
+    __syncwarp();
     announce(0);
-    take();
+    __syncwarp();
+    if (lane == 0) shared.number = shared.items[0].sequence < 0 ? -1 : take();
   }
   __syncthreads();
   if (shared.items[0].sequence < 0) return;
@@ -96,7 +100,12 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
     fill(consumed + kStages - 1);
     QueryCopy queries;
     queries.load(p, item);
-    if (warp == 0) announce(n + 1), take();
+    if (warp == 0) {
+      const int number = take();
+      announce(n + 1);
+      __syncwarp();
+      if (lane == 0) shared.number = shared.items[(n + 1) % 2].sequence < 0 ? -1 : number;
+    }
     queries.store(q_tile);
     __syncthreads();
     known = n + 1;

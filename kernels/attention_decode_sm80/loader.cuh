@@ -20,7 +20,7 @@ using TileLayout = Swizzle<kChunks>;
 
 // Copies the steps of a warp, every fourth of an item.
 struct Loader {
-  const Element *k, *v;       // of the key head, at this lane's chunk
+  int head_kv;
   KeyRange keys;              // those outside are not read
   int next, end;              // position of the next step; positions end
   int step;                   // that comes next
@@ -31,13 +31,7 @@ struct Loader {
     keys = item.any;
     next = item.positions.begin + warp * kStepKeys, end = item.positions.end;
     step = 0;
-    const int column = lane % kChunks * 8;
-    k = static_cast<const Element*>(p.cache.k) + item.head_kv * p.cache.k_stride_head;
-    v = static_cast<const Element*>(p.cache.v) + item.head_kv * p.cache.v_stride_head;
-    if (column < p.head_dim)
-      k += column, v += column;
-    else
-      keys.end = 0;
+    head_kv = item.head_kv;
   }
   __device__ __forceinline__ bool has_step() const { return next < end; }
 
@@ -73,28 +67,34 @@ struct Loader {
     const int key = __shfl_sync(~0u, first_key, step % 32);
     ++step, next += Config::warps * kStepKeys;
     const blockflash_kv_cache& cache = p.cache;
-    start_tile(stage_smem, k + at_page * cache.k_stride_page + at_slot * cache.k_stride_slot,
+    start_tile(p, stage_smem,
+               static_cast<const Element*>(cache.k) + head_kv * cache.k_stride_head +
+                   at_page * cache.k_stride_page + at_slot * cache.k_stride_slot,
                cache.k_stride_slot, key, lane);
-    start_tile(stage_smem + kTileBytes,
-               v + at_page * cache.v_stride_page + at_slot * cache.v_stride_slot,
+    start_tile(p, stage_smem + kTileBytes,
+               static_cast<const Element*>(cache.v) + head_kv * cache.v_stride_head +
+                   at_page * cache.v_stride_page + at_slot * cache.v_stride_slot,
                cache.v_stride_slot, key, lane);
     ptx::cp_async_commit_group();
     return key;
   }
 
   // A copy of no bytes fills its chunk with zeros. Its address, too, lies inside the page.
-  __device__ __forceinline__ void start_tile(uint32_t tile_smem, const Element* src, int64_t stride,
-                                             int key, int lane) const {
+  __device__ __forceinline__ void start_tile(const blockflash_attention_decode_params& p,
+                                             uint32_t tile_smem, const Element* src,
+                                             int64_t stride, int key, int lane) const {
     constexpr int kRowStep = kWarpSize / kChunks;
     static_assert(kRowStep * kChunks == kWarpSize, "a row is a whole fraction of a warp");
     lane = ptx::opaque(lane);
     stride = ptx::opaque(stride);
     const int chunk = lane % kChunks, first_row = lane / kChunks;
-    const Element* from = src + first_row * stride;
+    const bool column_exists = chunk * 8 < p.head_dim;
+    const Element* from = src + first_row * stride + chunk * 8;
 #pragma unroll
     for (int r = 0; r < kStepKeys; r += kRowStep) {
       const int row = first_row + r;
-      const bool valid = key + row >= keys.begin && key + row < keys.end;
+      const bool valid =
+          column_exists && key + row >= keys.begin && key + row < keys.end;
       ptx::cp_async_cg_16(tile_smem + TileLayout::offset(row, chunk), valid ? from : src,
                           valid ? 16 : 0);
       from += kRowStep * stride;

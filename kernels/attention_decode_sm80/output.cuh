@@ -17,6 +17,8 @@ static_assert(kPassRows * Config::head_dim * 4 <= kStageBytes,
 
 struct Shared {
   DecodeItem items[2];
+  ItemWalk<Config::rows> walk;  // of the warp that takes the items,
+  int number;                   // and the number of the item that it announces next; -1: none
   float2 logs[Config::warps][Config::rows];  // reference and denominator of a row
   int first_key[Config::warps][Config::stages];  // of the step in each stage
   int staging[Config::warps];                    // offsets in bytes
