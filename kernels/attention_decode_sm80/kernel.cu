@@ -46,8 +46,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
   ptx::wait_for_predecessors();
 
   // One warp takes the items for all, since lengths that change meanwhile could make warps disagree
-  // about how often they meet at a barrier. Item n of this CTA is announced in slot n % 2 while item
-  // n - 1 begins.
+  // about how often they meet at a barrier. Item n of this CTA is announced in slot n % 2 while
+  // item n - 1 begins.
   const auto announce = [&](int n) {
     DecodeItem& slot = shared.items[n % 2];
     const int number = shared.number;
@@ -88,8 +88,8 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
         loader.begin_item(p, shared.items[++loading % 2], warp, lane);
       }
       const int stage = issued++ % kStages;
-      const int key = loader.start_step(p, shared.items[loading % 2],
-                                        ring_smem + stage * kStageBytes, lane);
+      const int key =
+          loader.start_step(p, shared.items[loading % 2], ring_smem + stage * kStageBytes, lane);
       if (lane == 0) shared.first_key[warp][stage] = key;
     }
   };

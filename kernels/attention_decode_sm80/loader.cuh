@@ -51,16 +51,12 @@ struct Loader {
       column = min(max(list[column], 0), cache.capacity / cache.page_size - 1);
     }
     first_key = column * cache.page_size + slot;
-    page = item.sequence;
-    if (cache.block_table != nullptr)
-      page = cache.block_table[item.sequence * cache.block_table_stride + column];
-    page = min(max(page, 0), cache.pages - 1);
+    page = page_of_column(cache, item.sequence, column);
   }
 
   // Starts the copy of the next step as one group and returns its first key.
   __device__ __forceinline__ int start_step(const blockflash_attention_decode_params& p,
-                                            const DecodeItem& item, uint32_t stage_smem,
-                                            int lane) {
+                                            const DecodeItem& item, uint32_t stage_smem, int lane) {
     if (step % 32 == 0) look_up(p, item, lane);
     const int64_t at_page = __shfl_sync(~0u, page, step % 32);
     const int64_t at_slot = __shfl_sync(~0u, slot, step % 32);
@@ -81,8 +77,8 @@ struct Loader {
 
   // A copy of no bytes fills its chunk with zeros. Its address, too, lies inside the page.
   __device__ __forceinline__ void start_tile(const blockflash_attention_decode_params& p,
-                                             uint32_t tile_smem, const Element* src,
-                                             int64_t stride, int key, int lane) const {
+                                             uint32_t tile_smem, const Element* src, int64_t stride,
+                                             int key, int lane) const {
     constexpr int kRowStep = kWarpSize / kChunks;
     static_assert(kRowStep * kChunks == kWarpSize, "a row is a whole fraction of a warp");
     lane = ptx::opaque(lane);
@@ -93,8 +89,7 @@ struct Loader {
 #pragma unroll
     for (int r = 0; r < kStepKeys; r += kRowStep) {
       const int row = first_row + r;
-      const bool valid =
-          column_exists && key + row >= keys.begin && key + row < keys.end;
+      const bool valid = column_exists && key + row >= keys.begin && key + row < keys.end;
       ptx::cp_async_cg_16(tile_smem + TileLayout::offset(row, chunk), valid ? from : src,
                           valid ? 16 : 0);
       from += kRowStep * stride;

@@ -9,8 +9,8 @@
 namespace blockflash {
 namespace {
 
-constexpr int kGroup = 16;                            // splits that are combined at once
-constexpr int kColumns4 = Config::head_dim / 4;       // pieces of four columns
+constexpr int kGroup = 16;                       // splits that are combined at once
+constexpr int kColumns4 = Config::head_dim / 4;  // pieces of four columns
 constexpr int kPassRows = Config::rows < 16 ? Config::rows : 16;
 static_assert(kPassRows * Config::head_dim * 4 <= kStageBytes,
               "the sums of a pass lie in a free stage of each warp");
@@ -19,13 +19,12 @@ struct Shared {
   DecodeItem items[2];
   ItemWalk<Config::rows> walk;  // of the warp that takes the items,
   int number;                   // and the number of the item that it announces next; -1: none
-  float2 logs[Config::warps][Config::rows];  // reference and denominator of a row
+  float2 logs[Config::warps][Config::rows];      // reference and denominator of a row
   int first_key[Config::warps][Config::stages];  // of the step in each stage
   int staging[Config::warps];                    // offsets in bytes
   bool last;
 };
-static_assert(Config::smem_bytes ==
-                      Config::warps * Config::stages * kStageBytes + kQBytes + 2048 &&
+static_assert(Config::smem_bytes == Config::warps * Config::stages * kStageBytes + kQBytes + 2048 &&
                   sizeof(Shared) <= 2048,
               "manifest and kernel disagree on smem");
 
@@ -70,8 +69,7 @@ __device__ __forceinline__ void store_result(const blockflash_attention_decode_p
   const int query = row / group, head = item.head_kv * group + row % group;
   if (p.sink != nullptr) add_sink(x, p.sink[head] * kLog2e);
   const bool packed = p.cu_seqlens_q != nullptr;
-  Element* const o = static_cast<Element*>(p.o) +
-                     (packed ? 0 : item.sequence * p.o_stride_batch) +
+  Element* const o = static_cast<Element*>(p.o) + (packed ? 0 : item.sequence * p.o_stride_batch) +
                      static_cast<int64_t>(item.q_begin + query) * p.o_stride_seq +
                      head * p.o_stride_head;
   *reinterpret_cast<uint2*>(o + piece * 4) = quotient<Element>(x);
@@ -80,7 +78,8 @@ __device__ __forceinline__ void store_result(const blockflash_attention_decode_p
           item.q_begin + query] = log_sum_exp(x);
 }
 
-// Combines the slots first, first + step, …, `count` of them, into slot `first`, or into the output.
+// Combines the slots first, first + step, …, `count` of them, into slot `first`, or into the
+// output.
 __device__ __forceinline__ void combine_slots(const blockflash_attention_decode_params& p,
                                               const DecodeItem& item, int first, int step,
                                               int count, bool to_output) {
@@ -95,7 +94,9 @@ __device__ __forceinline__ void combine_slots(const blockflash_attention_decode_
     if (mine)
       x = combine<kGroup>(
           count, [&](int s) { return __ldcg(slot.logs + row + s * rows_apart); },
-          [&](int s) { return __ldcg(slot.sum(p, row, piece) + s * (rows_apart * p.head_dim / 4)); });
+          [&](int s) {
+            return __ldcg(slot.sum(p, row, piece) + s * (rows_apart * p.head_dim / 4));
+          });
     __syncthreads();  // all have read the logarithms of slot `first`
     if (!mine) continue;
     if (to_output)
@@ -164,8 +165,8 @@ __device__ __forceinline__ void finish_item(const blockflash_attention_decode_pa
       const Partial x = combine<Config::warps>(
           Config::warps, [&](int w) { return shared.logs[w][pass + row]; },
           [&](int w) {
-            return *reinterpret_cast<const float4*>(
-                smem + shared.staging[w] + staged(row, piece * 4) * 4);
+            return *reinterpret_cast<const float4*>(smem + shared.staging[w] +
+                                                    staged(row, piece * 4) * 4);
           });
       if (item.splits == 1)
         store_result(p, item, pass + row, piece, x);

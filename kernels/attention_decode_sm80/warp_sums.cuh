@@ -39,7 +39,8 @@ __device__ __forceinline__ float column_sum(float x) {
 // Where the queries stay: in registers where they fit beside the sums, else in shared memory.
 constexpr bool kQInRegisters = kRowTiles * kDSteps <= 16;
 constexpr int kQBytes = Config::rows * Config::head_dim * 2;
-constexpr int kQPieces = ceil_div(Config::rows * kChunks, Config::threads);  // of 16 bytes, per thread
+constexpr int kQPieces =
+    ceil_div(Config::rows * kChunks, Config::threads);  // of 16 bytes, per thread
 
 // The queries of an item on their way to shared memory.
 struct QueryCopy {
@@ -50,10 +51,9 @@ struct QueryCopy {
                                        const DecodeItem& item) {
     const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
     const int group = p.num_heads_q / p.num_heads_kv;
-    const Element* const of_sequence =
-        static_cast<const Element*>(p.q) +
-        (p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch
-                                   : item.q_begin * p.q_stride_seq);
+    const Element* const of_sequence = static_cast<const Element*>(p.q) +
+                                       (p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch
+                                                                  : item.q_begin * p.q_stride_seq);
 #pragma unroll
     for (int i = 0; i < kQPieces; ++i) {
       const int at = i * Config::threads + thread;
@@ -78,8 +78,8 @@ struct QueryCopy {
   }
 };
 
-// Lane (g, t) = (lane / 4, lane % 4) holds the keys or columns g and g + 8 of the rows 2t and 2t + 1
-// of each row tile of 8.
+// Lane (g, t) = (lane / 4, lane % 4) holds the keys or columns g and g + 8 of the rows 2t and 2t +
+// 1 of each row tile of 8.
 struct WarpSums {
   using QFragments = uint32_t[kRowTiles][2];
   QFragments q[kQInRegisters ? kDSteps : 1];
@@ -190,8 +190,8 @@ struct WarpSums {
       for (int e = 0; e < 2; ++e) denominator[n][e] += s[n][e] + s[n][e + 2];
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        probabilities[n][half] = ptx::movmatrix_trans(
-            ElementTraits<Element>::pack(s[n][2 * half], s[n][2 * half + 1]));
+        probabilities[n][half] =
+            ptx::movmatrix_trans(ElementTraits<Element>::pack(s[n][2 * half], s[n][2 * half + 1]));
     }
 #pragma unroll
     for (int d = 0; d < kDSteps; ++d) {
@@ -239,8 +239,7 @@ struct WarpSums {
                                                         int lane) {
     bool found = false;
     const auto element = [&](int key, int column) {
-      return reinterpret_cast<uint16_t*>(v_tile + TileLayout::offset(key, column / 8)) +
-             column % 8;
+      return reinterpret_cast<uint16_t*>(v_tile + TileLayout::offset(key, column / 8)) + column % 8;
     };
 #pragma unroll 1
     for (int i = lane; i < kStepKeys * Config::head_dim; i += kWarpSize)
@@ -259,7 +258,7 @@ struct WarpSums {
 #pragma unroll
           for (int n = 0; n < kRowTiles; ++n)
 #pragma unroll
-            for (int e = 0; e < 2; ++e) 
+            for (int e = 0; e < 2; ++e)
               o[d][n][2 * half + e] += see >> (2 * n + e) & 1 ? value : 0.f;
         }
     }

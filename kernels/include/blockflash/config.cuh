@@ -102,6 +102,20 @@ struct AttentionDeltaConfig {
 };
 #endif
 
+#ifdef VARIANT_APPEND_THREADS
+struct KvAppendConfig {
+  using Element = ElementOf<VARIANT_DTYPE>::type;
+  static constexpr int threads = VARIANT_THREADS;
+};
+#endif
+
+#ifdef VARIANT_MERGE_COLUMNS
+struct AttentionMergeConfig {
+  static constexpr int columns = VARIANT_MERGE_COLUMNS;  // of o, per thread
+  static constexpr int threads = VARIANT_THREADS;
+};
+#endif
+
 #ifdef VARIANT_BLOCK_SIZE
 using BsrMatmulElement = ElementOf<VARIANT_DTYPE>::type;
 #endif

@@ -209,8 +209,8 @@ typedef struct blockflash_kv_append_params {
                     are rotated */
   void* q_rotated;             /* like q */
   const int32_t* cu_seqlens_q; /* [batch + 1]; null: all sequences have seqlen_q */
-  const float* cos;            /* [positions, rotary_dim / 2]; null: nothing is rotated */
-  const float* sin;
+  const void* cos;             /* [positions, rotary_dim / 2]; null: nothing is rotated */
+  const void* sin;
   int64_t k_new_stride_batch, k_new_stride_seq, k_new_stride_head;
   int64_t v_new_stride_batch, v_new_stride_seq, v_new_stride_head;
   int64_t q_stride_batch, q_stride_seq, q_stride_head;
@@ -221,6 +221,7 @@ typedef struct blockflash_kv_append_params {
   int32_t positions;                                /* rows of cos and sin */
   int32_t rotary_dim;   /* a multiple of 16, at most head_dim; the dimensions beyond stay */
   int32_t rotary_order; /* BLOCKFLASH_ROTARY_… */
+  int32_t rotary_dtype; /* BLOCKFLASH_DTYPE_… of cos and sin */
 } blockflash_kv_append_params;
 
 /* A tensor map of the Tensor Memory Accelerator (CUtensorMap), encoded by the driver. */

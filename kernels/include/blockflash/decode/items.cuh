@@ -7,6 +7,7 @@
 
 #include "blockflash/attention/mask.cuh"
 #include "blockflash/attention/packed_rows.cuh"
+#include "blockflash/decode/pages.cuh"
 #include "blockflash/params.h"
 
 namespace blockflash {
@@ -42,12 +43,10 @@ struct DecodeSequence {
     s.queries = p.cu_seqlens_q == nullptr
                     ? PackedRows{0, p.seqlen_q}
                     : PackedRows::of(p.cu_seqlens_q, sequence, p.total_q, p.seqlen_q);
-    s.kv_length = p.cache.seqused == nullptr
-                      ? p.cache.capacity
-                      : min(max(p.cache.seqused[sequence], 0), p.cache.capacity);
+    s.kv_length = keys_of_sequence(p.cache, sequence);
     if (p.page_list == nullptr) {
-      const KeyRange any = mask(p, s.queries.length, s.kv_length)
-                               .keys_of_any(0, s.queries.length - 1);
+      const KeyRange any =
+          mask(p, s.queries.length, s.kv_length).keys_of_any(0, s.queries.length - 1);
       s.first = any.begin & ~(kStepKeys - 1);
       s.keys = max(any.end - s.first, 0);
     } else {

@@ -2,6 +2,7 @@
 // in ascending order, so that the result does not depend on who combines them.
 #pragma once
 
+#include <math_constants.h>
 #include <stdint.h>
 
 #include "blockflash/mma/element.cuh"
@@ -26,8 +27,7 @@ __device__ __forceinline__ Partial combine(int count, const Logs& logs_of, const
   constexpr int kBatch = limit < 8 ? limit : 8;
   float2 logs[limit];
 #pragma unroll
-  for (int i = 0; i < limit; ++i)
-    logs[i] = i < count ? logs_of(i) : make_float2(kNoReference, 0.f);
+  for (int i = 0; i < limit; ++i) logs[i] = i < count ? logs_of(i) : make_float2(kNoReference, 0.f);
   Partial all{make_float4(0.f, 0.f, 0.f, 0.f), kNoReference, 0.f};
 #pragma unroll
   for (int first = 0; first < limit; first += kBatch) {
@@ -52,11 +52,15 @@ __device__ __forceinline__ Partial combine(int count, const Logs& logs_of, const
   return all;
 }
 
-// The columns divided by the denominator. A row without keys has a denominator of exactly 0 and
-// becomes 0; NaN is not equal to 0 and passes through.
+// What the columns are multiplied by in the end. A row without keys has a denominator of exactly 0
+// and becomes 0; NaN is not equal to 0 and passes through.
+__device__ __forceinline__ float reciprocal(const Partial& x) {
+  return x.denominator == 0.f ? 0.f : 1.f / x.denominator;
+}
+
 template <class Element>
 __device__ __forceinline__ uint2 quotient(const Partial& x) {
-  const float scale = x.denominator == 0.f ? 0.f : 1.f / x.denominator;
+  const float scale = reciprocal(x);
   return make_uint2(ElementTraits<Element>::pack(x.sum.x * scale, x.sum.y * scale),
                     ElementTraits<Element>::pack(x.sum.z * scale, x.sum.w * scale));
 }
