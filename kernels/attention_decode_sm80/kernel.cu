@@ -37,79 +37,79 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
 
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   constexpr int kRingBytes = kStages * kStageBytes;
+  constexpr int kQOffset = Config::warps * kRingBytes;
   unsigned char* const ring = smem + warp * kRingBytes;
-  unsigned char* const q_tile = smem + Config::warps * kRingBytes;
-  Shared& shared = *reinterpret_cast<Shared*>(q_tile + kQBytes);
+  Shared& shared = *reinterpret_cast<Shared*>(smem + kQOffset + 2 * kQBytes);
   const uint32_t smem_at = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
   const uint32_t ring_smem = smem_at + warp * kRingBytes;
+  const auto item_of = [&](int n) -> DecodeItem& { return shared.items[n % 3]; };
 
   ptx::wait_for_predecessors();
 
   // One warp takes the items for all, since lengths that change meanwhile could make warps disagree
-  // about how often they meet at a barrier. Item n of this CTA is announced in slot n % 2 while
-  // item n - 1 begins.
+  // about how often they meet at a barrier. Item n of this CTA is announced during item n - 1.
   const auto announce = [&](int n) {
-    DecodeItem& slot = shared.items[n % 2];
     const int number = shared.number;
     ItemWalk<Config::rows> walk = shared.walk;
-    const bool found = number >= 0 && walk.find(p, number, slot, lane);
+    __syncwarp();
+    const int next = number < 0 || p.tile_counter == nullptr || lane > 0
+                         ? -1
+                         : static_cast<int>(gridDim.x + atomicAdd(p.tile_counter, 1));
+    const bool found = number >= 0 && walk.find(p, number, item_of(n), lane);
+    __syncwarp();
     if (lane > 0) return;
     shared.walk = walk;
-    if (found) return;
-    slot.sequence = -1;
+    shared.number = found ? next : -1;
+    if (!found) item_of(n).sequence = -1;
+    __threadfence_block();
+    shared.announced = n;
     // The last CTA that gets none leaves the counter as it was.
-    if (number >= 0 && p.tile_counter != nullptr &&
+    if (!found && number >= 0 && p.tile_counter != nullptr &&
         ptx::atomic_inc_acq_rel(p.tile_counter + 1, gridDim.x - 1) == gridDim.x - 1)
       p.tile_counter[0] = 0;
-  };
-  // The number of the item after those that were taken, in lane 0; -1: there are no more.
-  const auto take = [&] {
-    if (lane > 0 || p.tile_counter == nullptr || shared.number < 0) return -1;
-    return static_cast<int>(gridDim.x + atomicAdd(p.tile_counter, 1));
   };
   if (warp == 0) {
     if (lane == 0) shared.number = blockIdx.x, shared.walk = {};
     __syncwarp();
     announce(0);
-    __syncwarp();
-    if (lane == 0) shared.number = shared.items[0].sequence < 0 ? -1 : take();
   }
   __syncthreads();
-  if (shared.items[0].sequence < 0) return;
+  if (item_of(0).sequence < 0) return;
 
   Loader loader;
-  loader.begin_item(p, shared.items[0], warp, lane);
-  int loading = 0, known = 0;    // number of the item that is copied, and of the last announced one
+  int loading = -1;              // number of the item that is copied
   int issued = 0, consumed = 0;  // steps
+  loader.next = loader.end = 0;
+  // Copies steps of the items up to `limit`, as far as they are announced.
   const auto fill = [&](int limit) {
     while (issued < limit) {
       while (!loader.has_step()) {
-        if (loading == known || shared.items[(loading + 1) % 2].sequence < 0) return;
-        loader.begin_item(p, shared.items[++loading % 2], warp, lane);
+        const int announced = __shfl_sync(~0u, *const_cast<volatile int*>(&shared.announced), 0);
+        if (loading == announced) return;
+        __threadfence_block();
+        if (item_of(loading + 1).sequence < 0) return;
+        ++loading;
+        loader.begin_item(item_of(loading), warp);
+        copy_queries(p, item_of(loading), smem_at + kQOffset + loading % 2 * kQBytes);
       }
       const int stage = issued++ % kStages;
-      const int key =
-          loader.start_step(p, shared.items[loading % 2], ring_smem + stage * kStageBytes, lane);
+      const int key = loader.start_step(p, item_of(loading), ring_smem + stage * kStageBytes, lane);
       if (lane == 0) shared.first_key[warp][stage] = key;
     }
   };
 
-  WarpSums sums(ring_smem, smem_at + Config::warps * kRingBytes, lane);
-  for (int n = 0; shared.items[n % 2].sequence >= 0; ++n) {
-    const DecodeItem& item = shared.items[n % 2];
+  WarpSums sums(ring_smem, lane);
+  for (int n = 0; item_of(n).sequence >= 0; ++n) {
+    const DecodeItem& item = item_of(n);
     fill(consumed + kStages - 1);
-    QueryCopy queries;
-    queries.load(p, item);
-    if (warp == 0) {
-      const int number = take();
-      announce(n + 1);
-      __syncwarp();
-      if (lane == 0) shared.number = shared.items[(n + 1) % 2].sequence < 0 ? -1 : number;
-    }
-    queries.store(q_tile);
+    // The queries were copied before the first step.
+    if (item.positions.begin + warp * kStepKeys < item.positions.end)
+      wait_for_oldest<kStages - 2>(issued - consumed - 1);
+    else
+      ptx::cp_async_wait_all();
     __syncthreads();
-    known = n + 1;
-    sums.begin(lane);
+    if (warp == 0) announce(n + 1);
+    sums.begin(smem_at + kQOffset + n % 2 * kQBytes, lane);
 #pragma unroll 1
     for (int at = item.positions.begin + warp * kStepKeys; at < item.positions.end;
          at += Config::warps * kStepKeys, ++consumed) {
@@ -120,6 +120,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
       sums.add_step(p, item, ring, stage, shared.first_key[warp][stage], lane);
     }
     __syncwarp();
-    finish_item(p, item, sums, shared, smem, (consumed + kStages - 1) % kStages);
+    finish_item(p, n, sums, shared, smem, (consumed + kStages - 1) % kStages);
   }
 }

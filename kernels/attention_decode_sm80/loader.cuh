@@ -20,18 +20,13 @@ using TileLayout = Swizzle<kChunks>;
 
 // Copies the steps of a warp, every fourth of an item.
 struct Loader {
-  int head_kv;
-  KeyRange keys;              // those outside are not read
   int next, end;              // position of the next step; positions end
   int step;                   // that comes next
   int page, slot, first_key;  // this lane's step of the 32 that were looked up together
 
-  __device__ __forceinline__ void begin_item(const blockflash_attention_decode_params& p,
-                                             const DecodeItem& item, int warp, int lane) {
-    keys = item.any;
+  __device__ __forceinline__ void begin_item(const DecodeItem& item, int warp) {
     next = item.positions.begin + warp * kStepKeys, end = item.positions.end;
     step = 0;
-    head_kv = item.head_kv;
   }
   __device__ __forceinline__ bool has_step() const { return next < end; }
 
@@ -64,13 +59,13 @@ struct Loader {
     ++step, next += Config::warps * kStepKeys;
     const blockflash_kv_cache& cache = p.cache;
     start_tile(p, stage_smem,
-               static_cast<const Element*>(cache.k) + head_kv * cache.k_stride_head +
+               static_cast<const Element*>(cache.k) + item.head_kv * cache.k_stride_head +
                    at_page * cache.k_stride_page + at_slot * cache.k_stride_slot,
-               cache.k_stride_slot, key, lane);
+               cache.k_stride_slot, item.any, key, lane);
     start_tile(p, stage_smem + kTileBytes,
-               static_cast<const Element*>(cache.v) + head_kv * cache.v_stride_head +
+               static_cast<const Element*>(cache.v) + item.head_kv * cache.v_stride_head +
                    at_page * cache.v_stride_page + at_slot * cache.v_stride_slot,
-               cache.v_stride_slot, key, lane);
+               cache.v_stride_slot, item.any, key, lane);
     ptx::cp_async_commit_group();
     return key;
   }
@@ -78,7 +73,7 @@ struct Loader {
   // A copy of no bytes fills its chunk with zeros. Its address, too, lies inside the page.
   __device__ __forceinline__ void start_tile(const blockflash_attention_decode_params& p,
                                              uint32_t tile_smem, const Element* src, int64_t stride,
-                                             int key, int lane) const {
+                                             KeyRange keys, int key, int lane) const {
     constexpr int kRowStep = kWarpSize / kChunks;
     static_assert(kRowStep * kChunks == kWarpSize, "a row is a whole fraction of a warp");
     lane = ptx::opaque(lane);

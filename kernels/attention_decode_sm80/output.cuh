@@ -11,21 +11,25 @@ namespace {
 
 constexpr int kGroup = 16;                       // splits that are combined at once
 constexpr int kColumns4 = Config::head_dim / 4;  // pieces of four columns
-constexpr int kPassRows = Config::rows < 16 ? Config::rows : 16;
-static_assert(kPassRows * Config::head_dim * 4 <= kStageBytes,
-              "the sums of a pass lie in a free stage of each warp");
+constexpr int kPassRows = 8;                     // rows that warps exchange at once
+constexpr int kLogsOffset = kPassRows * Config::head_dim * 4;
+static_assert(
+    kLogsOffset + Config::rows * 8 <= kStageBytes,
+    "the sums of a pass, and reference and denominator of each row, lie in a free stage of "
+    "each warp");
 
 struct Shared {
-  DecodeItem items[2];
-  ItemWalk<Config::rows> walk;  // of the warp that takes the items,
+  DecodeItem items[3];
+  ItemWalk<Config::rows> walk;  // of the warp that announces items,
   int number;                   // and the number of the item that it announces next; -1: none
-  float2 logs[Config::warps][Config::rows];      // reference and denominator of a row
+  int announced;                // items 0 to `announced` are
   int first_key[Config::warps][Config::stages];  // of the step in each stage
-  int staging[Config::warps];                    // offsets in bytes
-  bool last;
+  int staging[Config::warps];                    // offset of a free stage
+  bool last[2];                                  // whether the item completed its group of splits
 };
-static_assert(Config::smem_bytes == Config::warps * Config::stages * kStageBytes + kQBytes + 2048 &&
-                  sizeof(Shared) <= 2048,
+static_assert(sizeof(Shared) <= 1024 &&
+                  Config::smem_bytes ==
+                      Config::warps * Config::stages * kStageBytes + 2 * kQBytes + 1024,
               "manifest and kernel disagree on smem");
 
 // Where a warp stages column `column` of row `row`. The permutation avoids bank conflicts.
@@ -106,43 +110,55 @@ __device__ __forceinline__ void combine_slots(const blockflash_attention_decode_
   }
 }
 
-// Whether this CTA is the last of `count` that arrive. Its threads see what the others stored.
-__device__ __forceinline__ bool arrives_last(Shared& shared, uint32_t* arrivals, int count) {
-  __syncthreads();  // all threads have stored
-  if (threadIdx.x == 0) shared.last = ptx::atomic_inc_acq_rel(arrivals, count - 1) == count - 1;
-  __syncthreads();
-  return shared.last;
+// The group of an item's split.
+struct SplitGroup {
+  int first, count;  // first slot, and splits
+
+  __device__ __forceinline__ explicit SplitGroup(const DecodeItem& item) {
+    const int group = item.split / kGroup;
+    first = item.slot + group * kGroup * item.slot_step;
+    count = min(item.splits - group * kGroup, kGroup);
+  }
+};
+
+// Whether this thread's CTA is the last of `count` that arrive. The CTA has met at a barrier since
+// it stored its results, and after another one its threads see those of the others.
+__device__ __forceinline__ bool arrives_last(uint32_t* arrivals, int count) {
+  return ptx::atomic_inc_acq_rel(arrivals, count - 1) == count - 1;
 }
 
-// Combines the splits of a row tile when they are complete.
-__device__ __forceinline__ void combine_splits(const blockflash_attention_decode_params& p,
-                                               const DecodeItem& item, Shared& shared) {
-  const int group = item.split / kGroup, groups = ceil_div(item.splits, kGroup);
-  const int first = item.slot + group * kGroup * item.slot_step;
-  const int count = min(item.splits - group * kGroup, kGroup);
-  if (!arrives_last(shared, p.arrivals + first, count)) return;
-  combine_slots(p, item, first, item.slot_step, count, groups == 1);
+// Combines the splits of a complete group, and the groups when they are complete.
+__device__ __forceinline__ void combine_group(const blockflash_attention_decode_params& p,
+                                              const DecodeItem& item, bool& last) {
+  const SplitGroup group(item);
+  const int groups = ceil_div(item.splits, kGroup);
+  combine_slots(p, item, group.first, item.slot_step, group.count, groups == 1);
   if (groups == 1) return;
+  __syncthreads();
   // With several groups there is a split 1, whose counter is not used by a group.
-  if (!arrives_last(shared, p.arrivals + item.slot + item.slot_step, groups)) return;
-  combine_slots(p, item, item.slot, kGroup * item.slot_step, groups, true);
+  if (threadIdx.x == 0) last = arrives_last(p.arrivals + item.slot + item.slot_step, groups);
+  __syncthreads();
+  if (last) combine_slots(p, item, item.slot, kGroup * item.slot_step, groups, true);
 }
 
-// Ends an item with all threads.
-__device__ __forceinline__ void finish_item(const blockflash_attention_decode_params& p,
-                                            const DecodeItem& item, WarpSums& sums, Shared& shared,
-                                            unsigned char* smem, int free_stage) {
+// Ends item n with all threads. Whether it completed its group is asked for here and looked at when
+// the next item ends, so that nobody waits for the answer.
+__device__ __forceinline__ void finish_item(const blockflash_attention_decode_params& p, int n,
+                                            WarpSums& sums, Shared& shared, unsigned char* smem,
+                                            int free_stage) {
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
   const int lane = thread % kWarpSize, warp = thread / kWarpSize;
   const int offset = (warp * Config::stages + free_stage) * kStageBytes;
+  const DecodeItem& item = shared.items[n % 3];
   if (lane == 0) shared.staging[warp] = offset;
 #pragma unroll
-  for (int n = 0; n < kRowTiles; ++n)
+  for (int row_tile = 0; row_tile < kRowTiles; ++row_tile)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const float denominator = column_sum(sums.denominator[n][e]);
+      const float denominator = column_sum(sums.denominator[row_tile][e]);
       if (lane < 4)
-        shared.logs[warp][n * 8 + lane * 2 + e] = make_float2(sums.reference[n][e], denominator);
+        reinterpret_cast<float2*>(smem + offset + kLogsOffset)[row_tile * 8 + lane * 2 + e] =
+            make_float2(sums.reference[row_tile][e], denominator);
     }
   float* const staging = reinterpret_cast<float*>(smem + offset);
   const int rows = rows_of(p, item);
@@ -150,20 +166,22 @@ __device__ __forceinline__ void finish_item(const blockflash_attention_decode_pa
   for (int pass = 0; pass < Config::rows; pass += kPassRows) {
     if (pass > 0) __syncthreads();  // all have read the pass before
 #pragma unroll
-    for (int n = 0; n < kPassRows / 8; ++n)
+    for (int d = 0; d < kDSteps; ++d)
 #pragma unroll
-      for (int d = 0; d < kDSteps; ++d)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          staging[staged(n * 8 + lane % 4 * 2 + i % 2, d * 16 + lane / 4 + i / 2 * 8)] =
-              sums.o[d][pass / 8 + n][i];
+      for (int i = 0; i < 4; ++i)
+        staging[staged(lane % 4 * 2 + i % 2, d * 16 + lane / 4 + i / 2 * 8)] =
+            sums.o[d][pass / 8][i];
     __syncthreads();
     const int pieces = min(rows - pass, kPassRows) * kColumns4;
     for (int at = thread; at < pieces; at += Config::threads) {
       const int row = at / kColumns4, piece = at % kColumns4;
       if (piece * 4 >= p.head_dim) continue;
       const Partial x = combine<Config::warps>(
-          Config::warps, [&](int w) { return shared.logs[w][pass + row]; },
+          Config::warps,
+          [&](int w) {
+            return reinterpret_cast<const float2*>(smem + shared.staging[w] +
+                                                   kLogsOffset)[pass + row];
+          },
           [&](int w) {
             return *reinterpret_cast<const float4*>(smem + shared.staging[w] +
                                                     staged(row, piece * 4) * 4);
@@ -174,10 +192,18 @@ __device__ __forceinline__ void finish_item(const blockflash_attention_decode_pa
         Slot(p, item.slot + item.split * item.slot_step).store(p, pass + row, piece, x);
     }
   }
-  if (item.splits == 1)
-    __syncthreads();  // the stages may be filled again
-  else
-    combine_splits(p, item, shared);
+  const bool ends = shared.items[(n + 1) % 3].sequence < 0;
+  if (ends) ptx::launch_dependents();
+  if (n > 0 && shared.last[(n - 1) % 2])
+    combine_group(p, shared.items[(n - 1) % 3], shared.last[(n - 1) % 2]);
+  __syncthreads();  // all have stored, and the stages may be filled again
+  if (thread == Config::threads - 1) {
+    const SplitGroup group(item);
+    shared.last[n % 2] = item.splits > 1 && arrives_last(p.arrivals + group.first, group.count);
+  }
+  if (!ends) return;
+  __syncthreads();
+  if (shared.last[n % 2]) combine_group(p, item, shared.last[n % 2]);
 }
 
 }  // namespace

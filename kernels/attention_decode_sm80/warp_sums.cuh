@@ -37,46 +37,33 @@ __device__ __forceinline__ float column_sum(float x) {
 }
 
 // Where the queries stay: in registers where they fit beside the sums, else in shared memory.
-constexpr bool kQInRegisters = kRowTiles * kDSteps <= 16;
+constexpr bool kQInRegisters = kRowTiles * kDSteps <= 16 && kDSteps <= 8;
 constexpr int kQBytes = Config::rows * Config::head_dim * 2;
-constexpr int kQPieces =
-    ceil_div(Config::rows * kChunks, Config::threads);  // of 16 bytes, per thread
 
-// The queries of an item on their way to shared memory.
-struct QueryCopy {
-  uint4 pieces[kQPieces];
-
-  // Rows and columns that do not exist are zeros.
-  __device__ __forceinline__ void load(const blockflash_attention_decode_params& p,
-                                       const DecodeItem& item) {
-    const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
-    const int group = p.num_heads_q / p.num_heads_kv;
-    const Element* const of_sequence = static_cast<const Element*>(p.q) +
-                                       (p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch
-                                                                  : item.q_begin * p.q_stride_seq);
-#pragma unroll
-    for (int i = 0; i < kQPieces; ++i) {
-      const int at = i * Config::threads + thread;
-      const int row = item.row_tile * Config::rows + at / kChunks, column = at % kChunks * 8;
-      const int query = row / group;
-      const Element* const from = of_sequence + query * p.q_stride_seq +
-                                  (item.head_kv * group + row - query * group) * p.q_stride_head;
-      pieces[i] = at < Config::rows * kChunks && query < item.q_length && column < p.head_dim
-                      ? __ldg(reinterpret_cast<const uint4*>(from + column))
-                      : make_uint4(0, 0, 0, 0);
-    }
+// Starts the copy of the queries of an item by all threads of the CTA, as a part of the group that
+// is committed next. Rows and columns that do not exist become zeros.
+__device__ __forceinline__ void copy_queries(const blockflash_attention_decode_params& p,
+                                             const DecodeItem& item, uint32_t q_smem) {
+  const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
+  const int group = small_quotient(p.num_heads_q, p.num_heads_kv);
+  const Element* const q = static_cast<const Element*>(p.q);
+  const Element* const of_sequence =
+      q + (p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch
+                                     : item.q_begin * p.q_stride_seq);
+#pragma unroll 1
+  for (int i = 0; i < Config::rows * kChunks; i += Config::threads) {
+    const int at = i + thread;
+    if (Config::rows * kChunks % Config::threads != 0 && at >= Config::rows * kChunks) break;
+    const int row = item.row_tile * Config::rows + at / kChunks, column = at % kChunks * 8;
+    const int query = small_quotient(row, group);
+    const bool exists = query < item.q_length && column < p.head_dim;
+    const Element* const from = of_sequence + query * p.q_stride_seq +
+                                (item.head_kv * group + row - query * group) * p.q_stride_head +
+                                column;
+    ptx::cp_async_cg_16(q_smem + TileLayout::offset(at / kChunks, at % kChunks), exists ? from : q,
+                        exists ? 16 : 0);
   }
-  __device__ __forceinline__ void store(unsigned char* q_tile) const {
-    const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
-#pragma unroll
-    for (int i = 0; i < kQPieces; ++i) {
-      const int at = i * Config::threads + thread;
-      if (at < Config::rows * kChunks)
-        *reinterpret_cast<uint4*>(q_tile + TileLayout::offset(at / kChunks, at % kChunks)) =
-            pieces[i];
-    }
-  }
-};
+}
 
 // Lane (g, t) = (lane / 4, lane % 4) holds the keys or columns g and g + 8 of the rows 2t and 2t +
 // 1 of each row tile of 8.
@@ -87,15 +74,15 @@ struct WarpSums {
   float reference[kRowTiles][2];    // log2 units, of a row
   float denominator[kRowTiles][2];  // this lane's share
   LaneAddress<kChunks> k_lane, v_lane;
-  uint32_t q_lane;
+  uint32_t q_tile;
 
-  __device__ __forceinline__ WarpSums(uint32_t ring_smem, uint32_t q_smem, int lane)
+  __device__ __forceinline__ WarpSums(uint32_t ring_smem, int lane)
       : k_lane(ring_smem, lane_row_major(lane).row, lane_row_major(lane).chunk),
-        v_lane(ring_smem + kTileBytes, lane_col_major(lane).row, lane_col_major(lane).chunk),
-        q_lane(q_smem) {}
+        v_lane(ring_smem + kTileBytes, lane_col_major(lane).row, lane_col_major(lane).chunk) {}
 
   // The queries are in shared memory.
-  __device__ __forceinline__ void begin(int lane) {
+  __device__ __forceinline__ void begin(uint32_t q_smem, int lane) {
+    q_tile = q_smem;
     if constexpr (kQInRegisters)
 #pragma unroll
       for (int d = 0; d < kDSteps; ++d) load_queries(q[d], d, lane);
@@ -115,13 +102,13 @@ struct WarpSums {
     if constexpr (kRowTiles == 1) {
       // Lanes 16 to 31 name rows that are not used.
       uint32_t pair[4];
-      ptx::ldmatrix_x4(pair, q_lane + TileLayout::offset(at.row % 8, 2 * d + at.chunk));
+      ptx::ldmatrix_x4(pair, q_tile + TileLayout::offset(at.row % 8, 2 * d + at.chunk));
       to[0][0] = pair[0], to[0][1] = pair[1];
     } else {
 #pragma unroll
       for (int n = 0; n < kRowTiles; n += 2) {
         uint32_t pair[4];
-        ptx::ldmatrix_x4(pair, q_lane + TileLayout::offset(n * 8 + at.row, 2 * d + at.chunk));
+        ptx::ldmatrix_x4(pair, q_tile + TileLayout::offset(n * 8 + at.row, 2 * d + at.chunk));
         to[n][0] = pair[0], to[n][1] = pair[1], to[n + 1][0] = pair[2], to[n + 1][1] = pair[3];
       }
     }

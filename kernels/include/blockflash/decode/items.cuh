@@ -9,10 +9,22 @@
 #include "blockflash/attention/packed_rows.cuh"
 #include "blockflash/decode/pages.cuh"
 #include "blockflash/params.h"
+#include "blockflash/ptx/math.cuh"
 
 namespace blockflash {
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// a / b for a >= 0, b > 0 and quotients below 2^20: far quicker than a division of integers, which
+// would delay the first load of a kernel.
+__device__ __forceinline__ int small_quotient(int a, int b) {
+  int q = static_cast<int>(static_cast<float>(a) * ptx::rcp_approx(static_cast<float>(b)));
+  // The factors are off by 2^-22 at most, the product by less than 1.
+  const int rest = a - q * b;
+  q += rest >= b;
+  q -= rest < 0;
+  return q;
+}
 
 // Keys that a warp takes at once.
 constexpr int kStepKeys = 16;
@@ -53,10 +65,11 @@ struct DecodeSequence {
       s.first = 0;
       s.keys = min(max(p.page_count[sequence], 0), p.page_list_capacity) * p.cache.page_size;
     }
-    const int medium = min(max(ceil_div(s.keys, p.splits), p.chunk_min), p.chunk_max);
-    s.chunk = (max(medium, ceil_div(s.keys, 256)) + 63) & ~63;
-    s.splits = max(ceil_div(s.keys, s.chunk), 1);
-    s.row_tiles = ceil_div(s.queries.length * (p.num_heads_q / p.num_heads_kv), rows);
+    const int medium = small_quotient(s.keys + p.splits - 1, p.splits);
+    const int clamped = min(max(medium, p.chunk_min), p.chunk_max);
+    s.chunk = (max(clamped, ceil_div(s.keys, 256)) + 63) & ~63;
+    s.splits = max(small_quotient(s.keys + s.chunk - 1, s.chunk), 1);
+    s.row_tiles = ceil_div(s.queries.length * small_quotient(p.num_heads_q, p.num_heads_kv), rows);
     return s;
   }
 
@@ -97,18 +110,19 @@ struct ItemWalk {
       if (lane == owner) {
         const int within = number - (end - items);
         item.sequence = sequence;
-        item.split = within / slot_step;
+        item.split = small_quotient(within, slot_step);
         const int of_split = within - item.split * slot_step;
-        item.row_tile = of_split / p.num_heads_kv;
+        item.row_tile = small_quotient(of_split, p.num_heads_kv);
         item.head_kv = of_split - item.row_tile * p.num_heads_kv;
         item.splits = s.splits;
         item.slot = end - items + of_split;
         item.slot_step = slot_step;
         item.q_begin = s.queries.begin, item.q_length = s.queries.length;
         item.kv_length = s.kv_length;
-        const int group = p.num_heads_q / p.num_heads_kv;
-        const int first = item.row_tile * rows / group;
-        const int last = min(((item.row_tile + 1) * rows - 1) / group, item.q_length - 1);
+        const int group = small_quotient(p.num_heads_q, p.num_heads_kv);
+        const int first = small_quotient(item.row_tile * rows, group);
+        const int last =
+            min(small_quotient((item.row_tile + 1) * rows - 1, group), item.q_length - 1);
         const AttentionMask mask = DecodeSequence::mask(p, item.q_length, item.kv_length);
         item.any = mask.keys_of_any(first, last);
         item.all = mask.keys_of_all(first, last);

@@ -24,7 +24,9 @@ __device__ __forceinline__ void wait_for_predecessors() {
 
 // Lets dependent kernels start their preamble once all CTAs have called this.
 __device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 }  // namespace blockflash::ptx
