@@ -48,11 +48,12 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
 
   // One warp takes the items for all, since lengths that change meanwhile could make warps disagree
   // about how often they meet at a barrier. Item n of this CTA is announced during item n - 1.
+  const bool one_each = gridDim.x >= static_cast<unsigned>(p.items);
   const auto announce = [&](int n) {
     const int number = shared.number;
     ItemWalk<Config::rows> walk = shared.walk;
     __syncwarp();
-    const int next = number < 0 || p.tile_counter == nullptr || lane > 0
+    const int next = number < 0 || one_each || lane > 0
                          ? -1
                          : static_cast<int>(gridDim.x + atomicAdd(p.tile_counter, 1));
     const bool found = number >= 0 && walk.find(p, number, item_of(n), lane);
@@ -64,7 +65,7 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
     __threadfence_block();
     shared.announced = n;
     // The last CTA that gets none leaves the counter as it was.
-    if (!found && number >= 0 && p.tile_counter != nullptr &&
+    if (!found && number >= 0 && !one_each &&
         ptx::atomic_inc_acq_rel(p.tile_counter + 1, gridDim.x - 1) == gridDim.x - 1)
       p.tile_counter[0] = 0;
   };

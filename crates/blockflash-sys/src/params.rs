@@ -553,8 +553,8 @@ pub struct blockflash_attention_decode_params {
     pub partial_logs: *mut f32,
     /// workspace, \[items\], zeros, left as zeros
     pub arrivals: *mut u32,
-    /** two zeros, left as zeros: {next item, CTAs that are done}; null: the
- grid has a CTA for each item*/
+    /** two zeros, left as zeros: {next item, CTAs that are done}; not used if
+ the grid has a CTA for each item*/
     pub tile_counter: *mut u32,
     pub q_stride_batch: i64,
     pub q_stride_seq: i64,

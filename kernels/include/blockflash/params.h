@@ -151,8 +151,8 @@ typedef struct blockflash_attention_decode_params {
   float* partial_sums;    /* workspace, [items, partial_rows, head_dim]; null if max_splits is 1 */
   float* partial_logs;    /* workspace, [items, partial_rows, 2]: log2 reference and denominator */
   uint32_t* arrivals;     /* workspace, [items], zeros, left as zeros */
-  uint32_t* tile_counter; /* two zeros, left as zeros: {next item, CTAs that are done}; null: the
-                             grid has a CTA for each item */
+  uint32_t* tile_counter; /* two zeros, left as zeros: {next item, CTAs that are done}; not used if
+                             the grid has a CTA for each item */
   int64_t q_stride_batch, q_stride_seq, q_stride_head;
   int64_t o_stride_batch, o_stride_seq, o_stride_head;
   int64_t lse_stride_batch, lse_stride_head;

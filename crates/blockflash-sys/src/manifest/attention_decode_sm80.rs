@@ -19,11 +19,7 @@ pub struct AttentionDecode {
     pub min_blocks: u32,
 }
 
-const fn tile(
-    head_dim: u32,
-    rows: u32,
-    [warps, stages, min_blocks]: [u32; 3],
-) -> AttentionDecode {
+const fn tile(head_dim: u32, rows: u32, [warps, stages, min_blocks]: [u32; 3]) -> AttentionDecode {
     AttentionDecode { dtype: DType::F16, head_dim, rows, warps, stages, min_blocks }
 }
 

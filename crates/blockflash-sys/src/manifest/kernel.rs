@@ -108,8 +108,8 @@ mod tests {
         for kernel in manifest::kernels() {
             let (source, family) = (kernel.source(), kernel.family());
             let one_tile_each = ["probe", "attention_bwd"].iter().any(|op| source.starts_with(op));
-            let persistent = source.ends_with("_sm90a") && !one_tile_each
-                || source == "attention_decode_sm80";
+            let persistent =
+                source.ends_with("_sm90a") && !one_tile_each || source == "attention_decode_sm80";
             assert_eq!(family.is_persistent(), persistent, "{}", kernel.symbol());
             assert!(!persistent || family.counts_tiles(), "{}", kernel.symbol());
         }
