@@ -3,6 +3,7 @@
 
 mod attention_bwd;
 mod attention_bwd_tma;
+mod attention_decode;
 mod attention_fwd;
 mod attention_fwd_tma;
 mod attention_sizes;
@@ -26,6 +27,7 @@ mod probe;
 pub use attention_bwd::{
     AttentionBwdOperands, AttentionBwdPlan, STATISTICS_ROWS, attention_bwd_workspace,
 };
+pub use attention_decode::{AttentionDecodeOperands, KvCacheViews};
 pub use attention_fwd::AttentionFwdOperands;
 pub use block_mask_build::{BlockMaskBuild, BlockMaskBuildOperands};
 pub use block_scores::{BlockScores, BlockScoresOperands};
@@ -49,6 +51,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<manifest::AttentionFwdHopper>,
         of::<manifest::AttentionBwd>,
         of::<manifest::AttentionBwdHopper>,
+        of::<manifest::AttentionDecode>,
         of::<manifest::BsrMatmul>,
         of::<manifest::BsrMatmulAny>,
         of::<manifest::BsrMatmulHopper>,
