@@ -1,8 +1,8 @@
 //! Every kernel of attention to caches that the GPU can run against the oracle.
 
-use blockflash_ops::attention_decode::AttentionDecodeTile;
 use blockflash_ops::{DType, Stream};
 use blockflash_sys::Kernel;
+use blockflash_sys::manifest::AttentionDecode as AttentionDecodeTile;
 use blockflash_tests::attention::{Choice, Limits, dims_of_tile};
 use blockflash_tests::attention_decode::{
     DecodeCase, DecodeGroup, alone_as_in_a_batch, decode_cases, decode_edges, decode_groups,

@@ -5,12 +5,13 @@ use crate::attention::Choice;
 use crate::gpu::{Gpu, wait};
 use crate::host::{download, refill};
 use crate::number::rng;
-use blockflash_ops::attention_decode::{AttentionDecodeTile, accepts, tile};
+use blockflash_ops::attention_decode::{accepts, tile};
 use blockflash_ops::{
     AttentionDecode, AttentionDecodeOperands, CacheAccess, DType, Error, KvCache, Operation,
     Stream, Tensor,
 };
 use blockflash_sys::Kernel;
+use blockflash_sys::manifest::AttentionDecode as AttentionDecodeTile;
 use rand::Rng;
 use std::collections::BTreeMap;
 

@@ -2,6 +2,7 @@
 
 mod cpu;
 mod pages;
+mod params;
 mod plan;
 mod problem;
 mod select;
@@ -10,18 +11,19 @@ mod workspace;
 pub use pages::{PageListSizes, PageLists};
 pub use plan::{AttentionDecodePlan, plan, workspace_bytes};
 pub use problem::AttentionDecodeProblem;
-pub use select::{AttentionDecodeTile, accepts, select, tile};
+pub use select::{accepts, select, tile};
 pub use workspace::AttentionDecodeWorkspace;
+
+pub(crate) use select::support;
 
 use crate::attention::{AttentionOutput, Mask};
 use crate::check::Operand;
 use crate::kv_append::AppendKv;
 use crate::kv_cache::{KvCache, KvCacheMut, PackedTokens, Rotary};
 use crate::operation::{Operation, Prepared, Steps};
-use crate::selection::unsupported;
 use crate::{Error, Result};
-use blockflash_safe::{CudaProperties, Device, Stream, Tensor, View, ViewMut};
-use blockflash_sys::{DType, Kernel};
+use blockflash_safe::{CudaProperties, Device, KvCacheViews, Stream, Tensor, View, ViewMut};
+use blockflash_sys::{DType, Kernel, manifest};
 
 /// Attention of the last tokens of each sequence to the keys and values in a cache: what
 /// [`Attention`](crate::Attention) computes with the keys of the sequence as `k` and `v`. A call
@@ -256,8 +258,8 @@ impl Steps for AttentionDecode<'_> {
         kernel: &Kernel,
         problem: &AttentionDecodeProblem,
         gpu: &CudaProperties,
-        _operands: AttentionDecodeOperands<'_>,
-        _stream: &Stream,
+        operands: AttentionDecodeOperands<'_>,
+        stream: &Stream,
     ) -> Result<()> {
         let needed = workspace_bytes(kernel, problem, gpu)?;
         let bytes = self.workspace.map_or(0, AttentionDecodeWorkspace::bytes);
@@ -265,8 +267,36 @@ impl Steps for AttentionDecode<'_> {
             let expected = format!("[at least {needed}]");
             return Err(Error::Shape { what: "workspace", expected, found: vec![bytes] });
         }
-        let what = format!("{}: this kernel cannot be launched yet", kernel.symbol());
-        Err(unsupported::<AttentionDecodeProblem>(&gpu.compute_capability, what))
+        let AttentionDecodePlan { params, config } = plan::plan(kernel, problem, gpu)?;
+        let AttentionDecodeOperands { cache, o, lse } = operands;
+        let cache = cache.as_cache();
+        let aligned = [
+            ("q", self.q.is_aligned(16)),
+            ("cache.k", cache.k.is_aligned(16)),
+            ("cache.v", cache.v.is_aligned(16)),
+            ("o", o.is_aligned(16)),
+        ];
+        if let Some(&(what, _)) = aligned.iter().find(|(_, aligned)| !aligned) {
+            let problem = "the address is not a multiple of 16".into();
+            return Err(Error::Misaligned { what, problem });
+        }
+        let operands = blockflash_safe::AttentionDecodeOperands {
+            q: self.q,
+            cache: KvCacheViews {
+                k: cache.k,
+                v: cache.v,
+                block_table: cache.block_table,
+                seqused: cache.seqused_kv,
+            },
+            o,
+            lse,
+            sink: self.sink,
+            cu_seqlens_q: self.packed.map(|packed| packed.cu_seqlens),
+            pages: self.pages.map(|pages| [pages.lists, pages.counts]),
+            workspace: self.workspace.map(AttentionDecodeWorkspace::memory),
+        };
+        stream.launch::<manifest::AttentionDecode>(kernel, &config, &params, operands)?;
+        Ok(())
     }
 
     fn compute(

@@ -1,11 +1,13 @@
-use super::select::AttentionDecodeTile;
+use super::params::params;
 use super::{AttentionDecodeProblem, AttentionDecodeWorkspace};
 use crate::attention::check_strides;
-use crate::check::to_i32;
+use crate::check::{grid_x, to_i32};
 use crate::selection::{fits, tile_of};
 use crate::{Error, Result};
-use blockflash_safe::CudaProperties;
-use blockflash_sys::Kernel;
+use blockflash_safe::{CudaProperties, LaunchConfig};
+use blockflash_sys::manifest::AttentionDecode as AttentionDecodeTile;
+use blockflash_sys::params::blockflash_attention_decode_params;
+use blockflash_sys::{Kernel, Target};
 
 /// Fewest and most keys of a split, as long as a sequence has at most [`MOST_SPLITS`].
 const CHUNK: [usize; 2] = [128, 4096];
@@ -14,23 +16,32 @@ const MOST_SPLITS: usize = 256;
 /// Key heads times splits of a sequence of medium length.
 const HEADS_AND_SPLITS: usize = 128;
 
+/// A launch as plain data, without pointers.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionDecodePlan {
+    /// The kernel argument.
+    pub params: blockflash_attention_decode_params,
+    /// Grid, block and shared memory.
+    pub config: LaunchConfig,
+}
+
 /// How the work of a call is divided. A sequence of `keys` keys has splits of `chunk` keys, a
 /// multiple of 64 that follows from the sequence alone, so its bits depend on no other sequence:
 /// the greater of `keys / splits`, but within `chunk_min..=chunk_max`, and of `keys / 256`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AttentionDecodePlan {
+pub(super) struct Division {
     /// Splits of a sequence of medium length.
-    pub splits: usize,
+    pub(super) splits: usize,
     /// Fewest keys of a split.
-    pub chunk_min: usize,
+    pub(super) chunk_min: usize,
     /// Most keys of a split, unless there are 256 splits.
-    pub chunk_max: usize,
+    pub(super) chunk_max: usize,
     /// Splits that a sequence can have within the capacity.
-    pub most_splits: usize,
+    pub(super) most_splits: usize,
     /// Rows of a tile that can be in use.
-    pub partial_rows: usize,
+    pub(super) partial_rows: usize,
     /// Splits of all row tiles of all heads that a call can have.
-    pub items: usize,
+    pub(super) items: usize,
 }
 
 impl AttentionDecodeProblem {
@@ -41,7 +52,8 @@ impl AttentionDecodeProblem {
     }
 }
 
-/// Divides the work of a problem for a kernel that accepts it on this GPU.
+/// Fills the kernel argument and the launch configuration of `kernel` for a problem that it accepts
+/// on this GPU.
 ///
 /// # Errors
 /// [`Error::Misaligned`] for a stride that is not a multiple of 8 elements, [`Error::TooLarge`] for
@@ -53,14 +65,23 @@ pub fn plan(
     gpu: &CudaProperties,
 ) -> Result<AttentionDecodePlan> {
     fits(kernel, problem, gpu)?;
-    planned(&tile_of::<AttentionDecodeProblem>(kernel, &gpu.compute_capability)?, problem)
+    let tile = tile_of::<AttentionDecodeProblem>(kernel, &gpu.compute_capability)?;
+    let division = divided(&tile, problem)?;
+    // CTAs are persistent and take item after item.
+    let per_multiprocessor = gpu.smem_per_multiprocessor / (kernel.smem_bytes() + 1024).max(1);
+    let per_multiprocessor = per_multiprocessor.clamp(1, tile.min_blocks.max(1));
+    let most = gpu.multiprocessors.max(1).saturating_mul(per_multiprocessor) as usize;
+    // Each CTA asks once for an item past the last one.
+    let blocks = grid_x(&[division.items.min(most)])?;
+    grid_x(&[division.items.saturating_add(2 * blocks as usize)])?;
+    // Machine code for Hopper waits for its predecessor itself.
+    let waits = kernel.target == Target::Sm90;
+    let config = LaunchConfig::of(kernel, blocks, waits);
+    Ok(AttentionDecodePlan { params: params(problem, &division)?, config })
 }
 
-/// Like [`plan`], for the tile of a kernel that is known to accept the problem.
-fn planned(
-    tile: &AttentionDecodeTile,
-    problem: &AttentionDecodeProblem,
-) -> Result<AttentionDecodePlan> {
+/// Divides the work of a problem among the items of a kernel with this tile.
+fn divided(tile: &AttentionDecodeTile, problem: &AttentionDecodeProblem) -> Result<Division> {
     let (attention, cache) = (&problem.attention, &problem.cache);
     let queries = [attention.batch, attention.seqlen_q, attention.num_heads_q];
     let keys = [cache.pages, cache.page_size, cache.num_heads_kv];
@@ -83,14 +104,16 @@ fn planned(
 
     let group_rows = problem.group_rows();
     let tiles = attention.batch.saturating_mul(group_rows.div_ceil(rows));
+    let per_tile = heads.saturating_mul(most_splits);
+    // Offsets of packed sequences that do not ascend may ask for all of them.
+    to_i32("items", tiles.saturating_mul(per_tile))?;
     let tiles = attention.packed.map_or(tiles, |packed| {
         let all = packed.total_q.saturating_mul(attention.num_heads_q / heads).div_ceil(rows);
         tiles.min(all.saturating_add(attention.batch))
     });
-    let items = tiles.saturating_mul(heads).saturating_mul(most_splits);
-    to_i32("items", items)?;
+    let items = tiles * per_tile;
     let partial_rows = rows.min(group_rows);
-    Ok(AttentionDecodePlan { splits, chunk_min, chunk_max, most_splits, partial_rows, items })
+    Ok(Division { splits, chunk_min, chunk_max, most_splits, partial_rows, items })
 }
 
 /// The most splits of a sequence of at most `capacity` keys.
@@ -115,15 +138,16 @@ pub fn workspace_bytes(
     problem: &AttentionDecodeProblem,
     gpu: &CudaProperties,
 ) -> Result<usize> {
-    let plan = plan(kernel, problem, gpu)?;
-    let bytes = plan.room(problem).and_then(|[sums, words]| {
+    fits(kernel, problem, gpu)?;
+    let tile = tile_of::<AttentionDecodeProblem>(kernel, &gpu.compute_capability)?;
+    let bytes = divided(&tile, problem)?.room(problem).and_then(|[sums, words]| {
         AttentionDecodeWorkspace::bytes_for(sums, words).filter(|&b| isize::try_from(b).is_ok())
     });
     let limit = isize::MAX as usize;
     bytes.ok_or(Error::TooLarge { what: "workspace", value: usize::MAX, limit })
 }
 
-impl AttentionDecodePlan {
+impl Division {
     /// Numbers of 32 bits, and words that count, of the workspace.
     fn room(&self, problem: &AttentionDecodeProblem) -> Option<[usize; 2]> {
         let attention = &problem.attention;

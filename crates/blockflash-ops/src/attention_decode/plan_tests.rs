@@ -23,14 +23,24 @@ fn no_length_has_more_splits_than_there_is_room_for() {
     assert_eq!([1024, 8192, 32_768, 131_072].map(|keys| splits_of(keys, 16)), [8, 16, 16, 32]);
 }
 
+fn tile(rows: u32) -> AttentionDecodeTile {
+    AttentionDecodeTile {
+        dtype: DType::BF16,
+        head_dim: 128,
+        rows,
+        warps: 4,
+        stages: 3,
+        min_blocks: 2,
+    }
+}
+
 fn problem(capacity: usize, heads: [usize; 2], seqlen_q: usize) -> AttentionDecodeProblem {
     let cache = CacheSizes::contiguous(DType::BF16, [64, capacity], heads[1], 128);
     AttentionDecodeProblem::of(cache, seqlen_q, heads[0])
 }
 
-fn of_rows(rows: u32, problem: &AttentionDecodeProblem) -> AttentionDecodePlan {
-    let tile = AttentionDecodeTile { dtype: DType::BF16, head_dim: 128, rows };
-    planned(&tile, problem).unwrap()
+fn of_rows(rows: u32, problem: &AttentionDecodeProblem) -> Division {
+    divided(&tile(rows), problem).unwrap()
 }
 
 #[test]
@@ -72,16 +82,14 @@ fn packed_queries_listed_pages_and_turned_queries() {
 
 #[test]
 fn rows_that_16_byte_accesses_cannot_reach_are_refused() {
-    let tile = AttentionDecodeTile { dtype: DType::BF16, head_dim: 128, rows: 8 };
     let mut odd = problem(100, [32, 8], 1);
     odd.cache.v.seq += 4;
-    let error = planned(&tile, &odd).unwrap_err();
+    let error = divided(&tile(8), &odd).unwrap_err();
     assert!(matches!(error, Error::Misaligned { what: "cache.v", .. }), "{error}");
 }
 
 #[test]
 fn what_32_bits_cannot_count_is_refused() {
-    let tile = AttentionDecodeTile { dtype: DType::BF16, head_dim: 128, rows: 8 };
-    let error = planned(&tile, &problem(1 << 30, [1 << 20, 1 << 20], 1)).unwrap_err();
+    let error = divided(&tile(8), &problem(1 << 30, [1 << 20, 1 << 20], 1)).unwrap_err();
     assert!(matches!(error, Error::TooLarge { what: "items", .. }), "{error}");
 }

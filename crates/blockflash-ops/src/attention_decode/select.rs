@@ -1,25 +1,15 @@
 use super::AttentionDecodeProblem;
 use crate::Result;
+use crate::kv_cache::CacheSizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
+use blockflash_sys::manifest::{AttentionDecode as AttentionDecodeTile, Variant};
 use blockflash_sys::{DType, Kernel};
 use std::sync::LazyLock;
 
-/// Tile of a kernel of attention to a cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AttentionDecodeTile {
-    /// Element type of q, cache and o.
-    pub dtype: DType,
-    /// Widest rows.
-    pub head_dim: u32,
-    /// Rows, which are queries times heads that share keys.
-    pub rows: u32,
-}
-
-/// The tile of a kernel of attention to a cache; `None` for other kernels. No such kernel is made
-/// yet.
-pub fn tile(_: &Kernel) -> Option<AttentionDecodeTile> {
-    None
+/// The tile of a kernel of attention to a cache; `None` for other kernels.
+pub fn tile(kernel: &Kernel) -> Option<AttentionDecodeTile> {
+    if let Variant::AttentionDecode(tile) = kernel.variant { Some(tile) } else { None }
 }
 
 /// The kernel for attention to a cache on a GPU. Among the usable kernels it prefers machine code
@@ -48,7 +38,8 @@ pub fn accepts(
 impl Problem for AttentionDecodeProblem {
     const OP: &'static str = "attention_decode";
     const INPUTS: &'static str = "queries and the cache";
-    const RULES: &'static [Rule<Self>] = &[HEAD_DIM, PAGE_SIZE, Rule::shared_memory(None)];
+    const RULES: &'static [Rule<Self>] =
+        &[HEAD_DIM, PAGE_SIZE, SLOTS, ROWS, APPEND, Rule::shared_memory(None)];
 
     type Tile = AttentionDecodeTile;
     type Rank = (bool, u32);
@@ -78,6 +69,22 @@ impl Problem for AttentionDecodeProblem {
     fn key_of(tile: &AttentionDecodeTile) -> (DType, usize) {
         (tile.dtype, 0)
     }
+}
+
+/// Lines of the support table: each tile's range of head dimensions, and one that no kernel takes.
+pub(crate) fn support(dtype: DType) -> Vec<(String, AttentionDecodeProblem)> {
+    let problem = |head_dim| {
+        let cache = CacheSizes::contiguous(dtype, [1, 16], 1, head_dim);
+        AttentionDecodeProblem::of(cache, 1, 1)
+    };
+    let mut lines = Vec::new();
+    let mut start = 8;
+    for widest in selection::sizes::<AttentionDecodeProblem>(|tile| tile.head_dim) {
+        lines.push((format!("head_dim {start}..={widest} by 8"), problem(widest as usize)));
+        start = widest + 8;
+    }
+    lines.push(("other head_dim (59)".into(), problem(59)));
+    lines
 }
 
 /// See [`select`].
@@ -112,6 +119,28 @@ const PAGE_SIZE: DecodeRule = Rule {
         cache.table.is_none_or(|table| table.max_pages <= 1) || cache.page_size.is_multiple_of(16)
     },
     refuses: |c| format!("pages of {} slots, not of a multiple of 16", c.problem.cache.page_size),
+    excludes_all: None,
+};
+
+/// Every sequence needs a page, and every list room for one, from which to read.
+const SLOTS: DecodeRule = Rule {
+    holds: |c| {
+        c.problem.cache.capacity > 0 && c.problem.pages.is_none_or(|pages| pages.capacity > 0)
+    },
+    refuses: |_| "the cache has no slot, or lists of pages have no room".into(),
+    excludes_all: None,
+};
+
+/// Kernels divide numbers of rows by reciprocals.
+const ROWS: DecodeRule = Rule {
+    holds: |c| c.problem.group_rows() < 1 << 20,
+    refuses: |c| format!("{} rows for a head of keys, not below 2^20", c.problem.group_rows()),
+    excludes_all: None,
+};
+
+const APPEND: DecodeRule = Rule {
+    holds: |c| c.problem.append.is_none() && c.problem.rotary.is_none(),
+    refuses: |_| "no kernel appends to a cache or turns queries yet".into(),
     excludes_all: None,
 };
 

@@ -65,6 +65,10 @@ impl AttentionDecodeWorkspace {
         self.memory.device()
     }
 
+    pub(super) fn memory(&self) -> &BsrPartsMemory {
+        &self.memory
+    }
+
     pub(super) fn on(&self, expected: &Device) -> Result<()> {
         let (what, expected, found) = ("workspace", *expected, self.device());
         if expected == found {

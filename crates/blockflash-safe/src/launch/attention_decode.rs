@@ -1,10 +1,12 @@
 //! Attention over a cache.
 
+use super::bsr_parts::BsrPartsMemory;
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
 use crate::{DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{AttentionDecode, Variant};
 use blockflash_sys::params::{blockflash_attention_decode_params, blockflash_kv_cache};
+use std::ptr::null_mut;
 
 /// Keys and values of a cache, one page per sequence or pages that a table names.
 #[derive(Clone, Copy, Debug)]
@@ -90,23 +92,19 @@ pub struct AttentionDecodeOperands<'a> {
     /// i32 `[batch, num_heads_kv, capacity]` columns of the block table and i32 `[batch]` counts,
     /// both contiguous and with any values: kernels clamp them.
     pub pages: Option<[View<'a>; 2]>,
-    /// f32 partial sums, f32 references and denominators, and u32 arrivals, which are zeros before
-    /// and after each launch; all contiguous.
-    pub workspace: Option<[ViewMut<'a>; 3]>,
+    /// Partial sums, then references and denominators, and a word of arrivals for each item.
+    pub workspace: Option<&'a BsrPartsMemory>,
 }
 
 impl Operands for AttentionDecodeOperands<'_> {
     fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
         let [k, v, table, seqused] = self.cache.views();
         let [list, count] = self.pages.map_or([None, None], |both| both.map(Some));
-        let [sums, logs, arrivals] = match &self.workspace {
-            None => [None; 3],
-            Some(parts) => parts.each_ref().map(|part| Some(part.as_view())),
-        };
+        let workspace = self.workspace.map(BsrPartsMemory::view);
         let lse = self.lse.as_ref().map(ViewMut::as_view);
         let [q, o] = [self.q, self.o.as_view()].map(Some);
         let first = [q, o, lse, self.sink, self.cu_seqlens_q, k, v, table, seqused];
-        let second = [list, count, sums, logs, arrivals];
+        let second = [list, count, workspace];
         first.into_iter().chain(second).collect::<Vec<_>>()
     }
 }
@@ -199,12 +197,10 @@ impl AttentionDecodeOperands<'_> {
         require(i64::from(p.partial_rows) == rows, "another number of rows")?;
         match &self.workspace {
             None => require(splits == 1, "the splits have no workspace")?,
-            Some([sums, logs, arrivals]) => {
-                let items = i64::from(p.items);
-                let (of_sums, of_logs) = (items * rows * head_dim, items * rows * 2);
-                fits("partial_sums", &sums.as_view(), DType::F32, [(of_sums, 1)])?;
-                fits("partial_logs", &logs.as_view(), DType::F32, [(of_logs, 1)])?;
-                fits("arrivals", &arrivals.as_view(), DType::I32, [(items, 1)])?;
+            Some(memory) => {
+                let sums = items * i128::from(rows * (head_dim + 2));
+                let room = sums <= memory.sums() as i128 && items <= memory.words() as i128;
+                require(splits == 1 || room, "the workspace is too small")?;
             }
         }
         Ok(items)
@@ -217,7 +213,8 @@ impl AttentionDecodeOperands<'_> {
 //    `fit` found to be those of the views, and from lengths, offsets and page numbers, each of
 //    which the kernel clamps to these sizes. It computes no item beyond `items`, for which the
 //    workspace has room, and one warp of a CTA decides for all how many items there are.
-// 3. `o`, `lse` and the workspace are `ViewMut`.
+// 3. `o` and `lse` are `ViewMut`. The workspace is used in turns, by kernels only, which leave its
+//    words at zero.
 unsafe impl Launch for AttentionDecode {
     type Operands<'a> = AttentionDecodeOperands<'a>;
     type Plan = blockflash_attention_decode_params;
@@ -235,10 +232,8 @@ unsafe impl Launch for AttentionDecode {
     fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
         let lse = operands.lse.as_ref().map(ViewMut::as_view);
         let [list, count] = operands.pages.map_or([None, None], |both| both.map(Some));
-        let [sums, logs, arrivals] = match &operands.workspace {
-            None => [None; 3],
-            Some(parts) => parts.each_ref().map(|part| Some(part.as_view())),
-        };
+        let sums = operands.workspace.map_or(null_mut(), BsrPartsMemory::sums_pointer);
+        let logs = p.items as usize * p.partial_rows as usize * p.head_dim as usize;
         Ok(blockflash_attention_decode_params {
             q: pointer(&operands.q),
             o: pointer_mut(&operands.o),
@@ -248,9 +243,9 @@ unsafe impl Launch for AttentionDecode {
             cache: operands.cache.pointers(&p.cache),
             page_list: optional(list.as_ref()).cast(),
             page_count: optional(count.as_ref()).cast(),
-            partial_sums: optional(sums.as_ref()).cast_mut().cast(),
-            partial_logs: optional(logs.as_ref()).cast_mut().cast(),
-            arrivals: optional(arrivals.as_ref()).cast_mut().cast(),
+            partial_sums: sums,
+            partial_logs: sums.wrapping_add(logs),
+            arrivals: operands.workspace.map_or(null_mut(), BsrPartsMemory::words_pointer),
             ..*p
         })
     }
