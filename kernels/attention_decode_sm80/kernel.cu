@@ -44,8 +44,6 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
   const uint32_t ring_smem = smem_at + warp * kRingBytes;
   const auto item_of = [&](int n) -> DecodeItem& { return shared.items[n % 3]; };
 
-  ptx::wait_for_predecessors();
-
   // One warp takes the items for all, since lengths that change meanwhile could make warps disagree
   // about how often they meet at a barrier. Item n of this CTA is announced during item n - 1.
   const bool one_each = gridDim.x >= static_cast<unsigned>(p.items);
@@ -63,23 +61,29 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
     shared.number = found ? next : -1;
     if (!found) item_of(n).sequence = -1;
     __threadfence_block();
-    shared.announced = n;
+    shared.announced = one_each ? 1 : n;
     // The last CTA that gets none leaves the counter as it was.
     if (!found && number >= 0 && !one_each &&
         ptx::atomic_inc_acq_rel(p.tile_counter + 1, gridDim.x - 1) == gridDim.x - 1)
       p.tile_counter[0] = 0;
   };
+  // The first item is found while predecessors are still running, if they have no say in it.
+  const bool is_early = one_each && are_sequences_equal(p);
+  if (!is_early) ptx::wait_for_predecessors();
   if (warp == 0) {
-    if (lane == 0) shared.number = blockIdx.x, shared.walk = {};
+    if (lane == 0) shared.number = blockIdx.x, shared.walk = {}, item_of(1).sequence = -1;
     __syncwarp();
     announce(0);
   }
   __syncthreads();
+  if (is_early) ptx::wait_for_predecessors();
   if (item_of(0).sequence < 0) return;
 
   Loader loader;
   int loading = -1;              // number of the item that is copied
-  int issued = 0, consumed = 0;  // steps
+  int issued = 0, consumed = 0;  // steps, and their stages:
+  int issue_stage = 0, stage = 0;
+  const auto next_stage = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
   loader.next = loader.end = 0;
   // Copies steps of the items up to `limit`, as far as they are announced.
   const auto fill = [&](int limit) {
@@ -93,9 +97,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
         loader.begin_item(item_of(loading), warp);
         copy_queries(p, item_of(loading), smem_at + kQOffset + loading % 2 * kQBytes);
       }
-      const int stage = issued++ % kStages;
-      const int key = loader.start_step(p, item_of(loading), ring_smem + stage * kStageBytes, lane);
-      if (lane == 0) shared.first_key[warp][stage] = key;
+      const int key =
+          loader.start_step(p, item_of(loading), ring_smem + issue_stage * kStageBytes, lane);
+      if (lane == 0) shared.first_key[warp][issue_stage] = key;
+      ++issued, issue_stage = next_stage(issue_stage);
     }
   };
 
@@ -109,18 +114,17 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
     else
       ptx::cp_async_wait_all();
     __syncthreads();
-    if (warp == 0) announce(n + 1);
+    if (warp == 0 && !one_each) announce(n + 1);
     sums.begin(smem_at + kQOffset + n % 2 * kQBytes, lane);
 #pragma unroll 1
     for (int at = item.positions.begin + warp * kStepKeys; at < item.positions.end;
-         at += Config::warps * kStepKeys, ++consumed) {
+         at += Config::warps * kStepKeys, ++consumed, stage = next_stage(stage)) {
       wait_for_oldest<kStages - 2>(issued - consumed - 1);
       __syncwarp();  // the step is visible to all lanes, and all have read the one before it
       fill(consumed + kStages);
-      const int stage = consumed % kStages;
       sums.add_step(p, item, ring, stage, shared.first_key[warp][stage], lane);
     }
     __syncwarp();
-    finish_item(p, n, sums, shared, smem, (consumed + kStages - 1) % kStages);
+    finish_item(p, n, sums, shared, smem, stage == 0 ? kStages - 1 : stage - 1);
   }
 }

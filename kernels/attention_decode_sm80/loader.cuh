@@ -52,45 +52,69 @@ struct Loader {
   // Starts the copy of the next step as one group and returns its first key.
   __device__ __forceinline__ int start_step(const blockflash_attention_decode_params& p,
                                             const DecodeItem& item, uint32_t stage_smem, int lane) {
-    if (step % 32 == 0) look_up(p, item, lane);
-    const int64_t at_page = __shfl_sync(~0u, page, step % 32);
-    const int64_t at_slot = __shfl_sync(~0u, slot, step % 32);
-    const int key = __shfl_sync(~0u, first_key, step % 32);
-    ++step, next += Config::warps * kStepKeys;
     const blockflash_kv_cache& cache = p.cache;
-    start_tile(p, stage_smem,
-               static_cast<const Element*>(cache.k) + item.head_kv * cache.k_stride_head +
-                   at_page * cache.k_stride_page + at_slot * cache.k_stride_slot,
-               cache.k_stride_slot, item.any, key, lane);
-    start_tile(p, stage_smem + kTileBytes,
-               static_cast<const Element*>(cache.v) + item.head_kv * cache.v_stride_head +
-                   at_page * cache.v_stride_page + at_slot * cache.v_stride_slot,
-               cache.v_stride_slot, item.any, key, lane);
+    int64_t at_page = item.sequence, at_slot = next;
+    int key = next;
+    if (cache.block_table != nullptr || p.page_list != nullptr) {
+      if (step % 32 == 0) look_up(p, item, lane);
+      at_page = __shfl_sync(~0u, page, step % 32);
+      at_slot = __shfl_sync(~0u, slot, step % 32);
+      key = __shfl_sync(~0u, first_key, step % 32);
+    }
+    ++step, next += Config::warps * kStepKeys;
+    const Element* const k = static_cast<const Element*>(cache.k) +
+                             item.head_kv * cache.k_stride_head + at_page * cache.k_stride_page +
+                             at_slot * cache.k_stride_slot;
+    const Element* const v = static_cast<const Element*>(cache.v) +
+                             item.head_kv * cache.v_stride_head + at_page * cache.v_stride_page +
+                             at_slot * cache.v_stride_slot;
+    const int rows_begin = item.any.begin - key, rows_end = item.any.end - key;
+    if (rows_begin <= 0 && rows_end >= kStepKeys && p.head_dim == Config::head_dim) {
+      start_tile(stage_smem, k, cache.k_stride_slot, lane);
+      start_tile(stage_smem + kTileBytes, v, cache.v_stride_slot, lane);
+    } else {
+      start_part(stage_smem, k, cache.k_stride_slot, rows_begin, rows_end, p.head_dim, lane);
+      start_part(stage_smem + kTileBytes, v, cache.v_stride_slot, rows_begin, rows_end, p.head_dim,
+                 lane);
+    }
     ptx::cp_async_commit_group();
     return key;
   }
 
-  // A copy of no bytes fills its chunk with zeros. Its address, too, lies inside the page.
-  __device__ __forceinline__ void start_tile(const blockflash_attention_decode_params& p,
-                                             uint32_t tile_smem, const Element* src, int64_t stride,
-                                             KeyRange keys, int key, int lane) const {
-    constexpr int kRowStep = kWarpSize / kChunks;
-    static_assert(kRowStep * kChunks == kWarpSize, "a row is a whole fraction of a warp");
-    lane = ptx::opaque(lane);
-    stride = ptx::opaque(stride);
-    const int chunk = lane % kChunks, first_row = lane / kChunks;
-    const bool column_exists = chunk * 8 < p.head_dim;
-    const Element* from = src + first_row * stride + chunk * 8;
+  // Lanes side by side copy a row.
+  static constexpr int kRowStep = kWarpSize / kChunks;
+  static_assert(kRowStep * kChunks == kWarpSize, "a row is a whole fraction of a warp");
+
+  __device__ __forceinline__ static void start_tile(uint32_t tile_smem, const Element* src,
+                                                    int64_t stride, int lane) {
+    const int first_row = lane / kChunks, chunk = lane % kChunks;
+    const uint32_t to = tile_smem + TileLayout::offset(first_row, chunk);
+    // Strides of slots have 31 bits.
+    const uint32_t row_bytes = ptx::opaque(static_cast<uint32_t>(stride) * 2);
+    const char* const from = reinterpret_cast<const char*>(src + chunk * 8) +
+                             static_cast<uint64_t>(row_bytes) * static_cast<uint32_t>(first_row);
+    // The swizzle of row first_row + r differs from that of first_row by r.
 #pragma unroll
-    for (int r = 0; r < kStepKeys; r += kRowStep) {
-      const int row = first_row + r;
-      const bool valid = column_exists && key + row >= keys.begin && key + row < keys.end;
-      ptx::cp_async_cg_16(tile_smem + TileLayout::offset(row, chunk), valid ? from : src,
-                          valid ? 16 : 0);
-      from += kRowStep * stride;
+    for (int r = 0; r < kStepKeys; r += kRowStep)
+      ptx::cp_async_cg_16((to ^ (r % TileLayout::period * 16)) + r * TileLayout::row_bytes,
+                          from + static_cast<uint64_t>(row_bytes) * static_cast<uint32_t>(r));
+  }
+
+  // The same for rows [rows_begin, rows_end) and columns that exist; the rest becomes zeros. A copy
+  // of no bytes, too, has an address inside the page. Rare, so small code.
+  __device__ __forceinline__ static void start_part(uint32_t tile_smem, const Element* src,
+                                                    int64_t stride, int rows_begin, int rows_end,
+                                                    int head_dim, int lane) {
+    const int chunk = lane % kChunks;
+#pragma unroll 1
+    for (int row = lane / kChunks; row < kStepKeys; row += kRowStep) {
+      const bool exists = row >= rows_begin && row < rows_end && chunk * 8 < head_dim;
+      ptx::cp_async_cg_16(tile_smem + TileLayout::offset(row, chunk),
+                          exists ? src + row * stride + chunk * 8 : src, exists ? 16 : 0);
     }
   }
 };
+static_assert(TileLayout::period == 8, "the swizzle of a row is its number modulo 8");
 
 }  // namespace
 }  // namespace blockflash

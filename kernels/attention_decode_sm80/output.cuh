@@ -40,7 +40,7 @@ __device__ __forceinline__ int staged(int row, int column) {
 // The rows of a row tile that exist.
 __device__ __forceinline__ int rows_of(const blockflash_attention_decode_params& p,
                                        const DecodeItem& item) {
-  const int rows = item.q_length * (p.num_heads_q / p.num_heads_kv);
+  const int rows = item.q_length * p.group;
   return min(rows - item.row_tile * Config::rows, Config::rows);
 }
 
@@ -68,9 +68,9 @@ __device__ __forceinline__ void store_result(const blockflash_attention_decode_p
                                              const DecodeItem& item, int row_in_tile, int piece,
                                              Partial x) {
   constexpr float kLog2e = 1.4426950408889634f;
-  const int group = p.num_heads_q / p.num_heads_kv;
   const int row = item.row_tile * Config::rows + row_in_tile;
-  const int query = row / group, head = item.head_kv * group + row % group;
+  const int query = small_quotient(row, p.group);
+  const int head = item.head_kv * p.group + row - query * p.group;
   if (p.sink != nullptr) add_sink(x, p.sink[head] * kLog2e);
   const bool packed = p.cu_seqlens_q != nullptr;
   Element* const o = static_cast<Element*>(p.o) + (packed ? 0 : item.sequence * p.o_stride_batch) +
@@ -96,7 +96,7 @@ __device__ __forceinline__ void combine_slots(const blockflash_attention_decode_
     const bool mine = at < pieces && piece * 4 < p.head_dim;
     Partial x;
     if (mine)
-      x = combine<kGroup>(
+      x = combine<8>(
           count, [&](int s) { return __ldcg(slot.logs + row + s * rows_apart); },
           [&](int s) {
             return __ldcg(slot.sum(p, row, piece) + s * (rows_apart * p.head_dim / 4));

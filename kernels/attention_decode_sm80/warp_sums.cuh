@@ -45,7 +45,6 @@ constexpr int kQBytes = Config::rows * Config::head_dim * 2;
 __device__ __forceinline__ void copy_queries(const blockflash_attention_decode_params& p,
                                              const DecodeItem& item, uint32_t q_smem) {
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
-  const int group = small_quotient(p.num_heads_q, p.num_heads_kv);
   const Element* const q = static_cast<const Element*>(p.q);
   const Element* const of_sequence =
       q + (p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch
@@ -55,10 +54,10 @@ __device__ __forceinline__ void copy_queries(const blockflash_attention_decode_p
     const int at = i + thread;
     if (Config::rows * kChunks % Config::threads != 0 && at >= Config::rows * kChunks) break;
     const int row = item.row_tile * Config::rows + at / kChunks, column = at % kChunks * 8;
-    const int query = small_quotient(row, group);
+    const int query = small_quotient(row, p.group);
     const bool exists = query < item.q_length && column < p.head_dim;
     const Element* const from = of_sequence + query * p.q_stride_seq +
-                                (item.head_kv * group + row - query * group) * p.q_stride_head +
+                                (item.head_kv * p.group + row - query * p.group) * p.q_stride_head +
                                 column;
     ptx::cp_async_cg_16(q_smem + TileLayout::offset(at / kChunks, at % kChunks), exists ? from : q,
                         exists ? 16 : 0);
@@ -123,7 +122,7 @@ struct WarpSums {
 #pragma unroll 1
     for (int i = 0; i < 2 * kRowTiles; ++i) {
       const int row = item.row_tile * Config::rows + i / 2 * 8 + lane % 4 * 2 + i % 2;
-      const KeyRange visible = mask.keys_of(row / (p.num_heads_q / p.num_heads_kv));
+      const KeyRange visible = mask.keys_of(small_quotient(row, p.group));
       bits |= static_cast<uint32_t>(key >= visible.begin && key < visible.end) << i;
     }
     return bits;

@@ -82,9 +82,10 @@ pub use indices::{
 #[doc(hidden)]
 pub use launch::{
     AttentionBwdOperands, AttentionBwdPlan, AttentionDecodeOperands, AttentionFwdOperands,
-    BlockMaskBuild, BlockMaskBuildOperands, BlockScores, BlockScoresOperands, BsrMatmulOperands,
-    BsrParts, BsrPartsMemory, BsrSddmmOperands, KvCacheViews, Launch, LaunchConfig, Operands,
-    PROBE_CHUNK_BYTES, STATISTICS_ROWS, attention_bwd_workspace, param_bytes,
+    AttentionMerge, AttentionMergeOperands, BlockMaskBuild, BlockMaskBuildOperands, BlockScores,
+    BlockScoresOperands, BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands, KvAppend,
+    KvAppendOperands, KvCacheViews, Launch, LaunchConfig, NewKeys, Operands, PROBE_CHUNK_BYTES,
+    RotatedQueries, STATISTICS_ROWS, attention_bwd_workspace, param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use properties::{CudaDriver, CudaStatus, cuda_status};

@@ -567,6 +567,8 @@ pub struct blockflash_attention_decode_params {
     pub batch: i32,
     pub num_heads_q: i32,
     pub num_heads_kv: i32,
+    /// num_heads_q / num_heads_kv
+    pub group: i32,
     /// the longest sequence of queries when packed
     pub seqlen_q: i32,
     /// rows of q and o when packed; offsets are clamped to them
@@ -686,53 +688,56 @@ const _: () = {
     ][::core::mem::offset_of!(blockflash_attention_decode_params, num_heads_kv)
         - 264usize];
     [
+        "Offset of field: blockflash_attention_decode_params::group",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, group) - 268usize];
+    [
         "Offset of field: blockflash_attention_decode_params::seqlen_q",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, seqlen_q) - 268usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, seqlen_q) - 272usize];
     [
         "Offset of field: blockflash_attention_decode_params::total_q",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, total_q) - 272usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, total_q) - 276usize];
     [
         "Offset of field: blockflash_attention_decode_params::head_dim",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, head_dim) - 276usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, head_dim) - 280usize];
     [
         "Offset of field: blockflash_attention_decode_params::window_left",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, window_left)
-        - 280usize];
+        - 284usize];
     [
         "Offset of field: blockflash_attention_decode_params::window_right",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, window_right)
-        - 284usize];
+        - 288usize];
     [
         "Offset of field: blockflash_attention_decode_params::align_bottom_right",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, align_bottom_right)
-        - 288usize];
+        - 292usize];
     [
         "Offset of field: blockflash_attention_decode_params::page_list_capacity",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, page_list_capacity)
-        - 292usize];
+        - 296usize];
     [
         "Offset of field: blockflash_attention_decode_params::items",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, items) - 296usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, items) - 300usize];
     [
         "Offset of field: blockflash_attention_decode_params::partial_rows",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_rows)
-        - 300usize];
+        - 304usize];
     [
         "Offset of field: blockflash_attention_decode_params::splits",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, splits) - 304usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, splits) - 308usize];
     [
         "Offset of field: blockflash_attention_decode_params::chunk_min",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_min) - 308usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_min) - 312usize];
     [
         "Offset of field: blockflash_attention_decode_params::chunk_max",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_max) - 312usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_max) - 316usize];
     [
         "Offset of field: blockflash_attention_decode_params::softmax_scale",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, softmax_scale)
-        - 316usize];
+        - 320usize];
     [
         "Offset of field: blockflash_attention_decode_params::softcap",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, softcap) - 320usize];
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, softcap) - 324usize];
 };
 /** Combines attention over disjoint sets of keys: o and lse of all keys from those of each set, in
  ascending order.*/

@@ -157,6 +157,7 @@ typedef struct blockflash_attention_decode_params {
   int64_t o_stride_batch, o_stride_seq, o_stride_head;
   int64_t lse_stride_batch, lse_stride_head;
   int32_t batch, num_heads_q, num_heads_kv;
+  int32_t group;    /* num_heads_q / num_heads_kv */
   int32_t seqlen_q; /* the longest sequence of queries when packed */
   int32_t total_q;  /* rows of q and o when packed; offsets are clamped to them */
   int32_t head_dim; /* multiple of 8, at most the tile's head_dim */

@@ -46,6 +46,8 @@ impl<'a> KvCacheViews<'a> {
         let aligned = [k, v].as_flattened().iter().all(|stride| stride % 8 == 0)
             && [&self.k, &self.v].iter().all(|view| pointer(view).addr().is_multiple_of(16));
         require(aligned, "keys and values are not aligned to 16 bytes")?;
+        // The kernel multiplies strides of slots, in bytes, as 32-bit numbers.
+        require(k[1].max(v[1]) < 1 << 30, "slots lie too far apart")?;
         let columns = match &self.block_table {
             None => 1,
             Some(table) => {
@@ -241,6 +243,7 @@ unsafe impl Launch for AttentionDecode {
             sink: optional(operands.sink.as_ref()).cast(),
             cu_seqlens_q: optional(operands.cu_seqlens_q.as_ref()).cast(),
             cache: operands.cache.pointers(&p.cache),
+            group: p.num_heads_q / p.num_heads_kv,
             page_list: optional(list.as_ref()).cast(),
             page_count: optional(count.as_ref()).cast(),
             partial_sums: sums,

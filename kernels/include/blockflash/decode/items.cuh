@@ -69,7 +69,7 @@ struct DecodeSequence {
     const int clamped = min(max(medium, p.chunk_min), p.chunk_max);
     s.chunk = (max(clamped, ceil_div(s.keys, 256)) + 63) & ~63;
     s.splits = max(small_quotient(s.keys + s.chunk - 1, s.chunk), 1);
-    s.row_tiles = ceil_div(s.queries.length * small_quotient(p.num_heads_q, p.num_heads_kv), rows);
+    s.row_tiles = ceil_div(s.queries.length * p.group, rows);
     return s;
   }
 
@@ -80,6 +80,11 @@ struct DecodeSequence {
   }
 };
 
+// Whether all sequences are divided alike, whatever device memory holds.
+__device__ __forceinline__ bool are_sequences_equal(const blockflash_attention_decode_params& p) {
+  return p.cu_seqlens_q == nullptr && p.cache.seqused == nullptr && p.page_count == nullptr;
+}
+
 // Finds items by number, in ascending order, with the lanes of a warp.
 template <int rows>
 struct ItemWalk {
@@ -89,10 +94,20 @@ struct ItemWalk {
   // Writes item `number` to `item` and returns true, or returns false behind the last one.
   __device__ __forceinline__ bool find(const blockflash_attention_decode_params& p, int number,
                                        DecodeItem& item, int lane) {
-    for (; first_sequence < p.batch; first_sequence += 32) {
-      const int sequence = first_sequence + lane;
-      const DecodeSequence s = DecodeSequence::of<rows>(p, min(sequence, p.batch - 1));
-      const int slot_step = s.row_tiles * p.num_heads_kv;
+    DecodeSequence s;
+    int sequence, first, slot_step, owner;
+    while (true) {
+      if (first_sequence >= p.batch) return false;
+      sequence = first_sequence + lane;
+      s = DecodeSequence::of<rows>(p, min(sequence, p.batch - 1));
+      slot_step = s.row_tiles * p.num_heads_kv;
+      if (are_sequences_equal(p)) {
+        sequence = small_quotient(number, s.splits * slot_step);
+        first = sequence * s.splits * slot_step;
+        owner = 0;
+        if (sequence >= p.batch) return false;
+        break;
+      }
       const int items = sequence < p.batch ? s.splits * slot_step : 0;
       int end = items;
 #pragma unroll
@@ -101,42 +116,41 @@ struct ItemWalk {
         if (lane >= distance) end += others;
       }
       end += before;
+      first = end - items;
       const unsigned later = __ballot_sync(~0u, number < end);
-      if (later == 0) {
-        before = __shfl_sync(~0u, end, 31);
-        continue;
+      if (later != 0) {
+        owner = __ffs(static_cast<int>(later)) - 1;
+        // The workspace has room for p.items.
+        if (__shfl_sync(~0u, end, owner) > p.items) return false;
+        break;
       }
-      const int owner = __ffs(static_cast<int>(later)) - 1;
-      if (lane == owner) {
-        const int within = number - (end - items);
-        item.sequence = sequence;
-        item.split = small_quotient(within, slot_step);
-        const int of_split = within - item.split * slot_step;
-        item.row_tile = small_quotient(of_split, p.num_heads_kv);
-        item.head_kv = of_split - item.row_tile * p.num_heads_kv;
-        item.splits = s.splits;
-        item.slot = end - items + of_split;
-        item.slot_step = slot_step;
-        item.q_begin = s.queries.begin, item.q_length = s.queries.length;
-        item.kv_length = s.kv_length;
-        const int group = small_quotient(p.num_heads_q, p.num_heads_kv);
-        const int first = small_quotient(item.row_tile * rows, group);
-        const int last =
-            min(small_quotient((item.row_tile + 1) * rows - 1, group), item.q_length - 1);
-        const AttentionMask mask = DecodeSequence::mask(p, item.q_length, item.kv_length);
-        item.any = mask.keys_of_any(first, last);
-        item.all = mask.keys_of_all(first, last);
-        const int begin = s.first + item.split * s.chunk;
-        item.positions = {begin, min(begin + s.chunk, s.first + s.keys)};
-        if (p.page_list == nullptr) {
-          item.positions.begin = max(begin, item.any.begin & ~(kStepKeys - 1));
-          item.positions.end = min(item.positions.end, item.any.end);
-        }
-      }
-      // The workspace has room for p.items.
-      return __shfl_sync(~0u, end, owner) <= p.items;
+      before = __shfl_sync(~0u, end, 31);
+      first_sequence += 32;
     }
-    return false;
+    if (lane != owner) return true;
+    const int within = number - first;
+    item.sequence = sequence;
+    item.split = small_quotient(within, slot_step);
+    const int of_split = within - item.split * slot_step;
+    item.row_tile = small_quotient(of_split, p.num_heads_kv);
+    item.head_kv = of_split - item.row_tile * p.num_heads_kv;
+    item.splits = s.splits;
+    item.slot = first + of_split, item.slot_step = slot_step;
+    item.q_begin = s.queries.begin, item.q_length = s.queries.length;
+    item.kv_length = s.kv_length;
+    const int first_query = small_quotient(item.row_tile * rows, p.group);
+    const int last_query =
+        min(small_quotient((item.row_tile + 1) * rows - 1, p.group), item.q_length - 1);
+    const AttentionMask mask = DecodeSequence::mask(p, item.q_length, item.kv_length);
+    item.any = mask.keys_of_any(first_query, last_query);
+    item.all = mask.keys_of_all(first_query, last_query);
+    const int begin = s.first + item.split * s.chunk;
+    item.positions = {begin, min(begin + s.chunk, s.first + s.keys)};
+    if (p.page_list == nullptr) {
+      item.positions.begin = max(begin, item.any.begin & ~(kStepKeys - 1));
+      item.positions.end = min(item.positions.end, item.any.end);
+    }
+    return true;
   }
 };
 

@@ -20,29 +20,30 @@ struct Partial {
   float reference, denominator;  // log2 units; sum of 2^(score - reference)
 };
 
-// The combination of `count` parts, at most `limit`. Loads are issued for several parts at once,
-// since each of them takes long.
-template <int limit, class Logs, class Sums>
+// The combination of `count` parts, of which `batch` are loaded at once, since a load takes long.
+template <int batch, class Logs, class Sums>
 __device__ __forceinline__ Partial combine(int count, const Logs& logs_of, const Sums& sum_of) {
-  constexpr int kBatch = limit < 8 ? limit : 8;
-  float2 logs[limit];
-#pragma unroll
-  for (int i = 0; i < limit; ++i) logs[i] = i < count ? logs_of(i) : make_float2(kNoReference, 0.f);
   Partial all{make_float4(0.f, 0.f, 0.f, 0.f), kNoReference, 0.f};
+#pragma unroll 1
+  for (int first = 0; first < count; first += batch) {
+    float2 logs[batch];
+    float4 sums[batch];
 #pragma unroll
-  for (int first = 0; first < limit; first += kBatch) {
-    if (first > 0 && first >= count) break;
-    float4 sums[kBatch];
+    for (int i = 0; i < batch; ++i) {
+      const bool exists = first + i < count;
+      logs[i] = exists ? logs_of(first + i) : make_float2(kNoReference, 0.f);
+      sums[i] = exists ? sum_of(first + i) : make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    const float before = all.reference;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i)
-      sums[i] = first + i < count ? sum_of(first + i) : make_float4(0.f, 0.f, 0.f, 0.f);
-    if (first == 0)
+    for (int i = 0; i < batch; ++i) all.reference = fmaxf(all.reference, logs[i].x);
+    const float rescale = ptx::ex2_approx(before - all.reference);
+    all.denominator *= rescale;
+    all.sum.x *= rescale, all.sum.y *= rescale, all.sum.z *= rescale, all.sum.w *= rescale;
 #pragma unroll
-      for (int i = 0; i < limit; ++i) all.reference = fmaxf(all.reference, logs[i].x);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const float weight = ptx::ex2_approx(logs[first + i].x - all.reference);
-      all.denominator = fmaf(weight, logs[first + i].y, all.denominator);
+    for (int i = 0; i < batch; ++i) {
+      const float weight = ptx::ex2_approx(logs[i].x - all.reference);
+      all.denominator = fmaf(weight, logs[i].y, all.denominator);
       all.sum.x = fmaf(weight, sums[i].x, all.sum.x);
       all.sum.y = fmaf(weight, sums[i].y, all.sum.y);
       all.sum.z = fmaf(weight, sums[i].z, all.sum.z);
@@ -55,7 +56,7 @@ __device__ __forceinline__ Partial combine(int count, const Logs& logs_of, const
 // What the columns are multiplied by in the end. A row without keys has a denominator of exactly 0
 // and becomes 0; NaN is not equal to 0 and passes through.
 __device__ __forceinline__ float reciprocal(const Partial& x) {
-  return x.denominator == 0.f ? 0.f : 1.f / x.denominator;
+  return x.denominator == 0.f ? 0.f : ptx::rcp_approx(x.denominator);
 }
 
 template <class Element>
