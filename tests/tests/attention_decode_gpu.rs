@@ -2,13 +2,14 @@
 
 use blockflash_ops::{DType, Stream};
 use blockflash_sys::Kernel;
-use blockflash_sys::manifest::AttentionDecode as AttentionDecodeTile;
+use blockflash_sys::manifest::{AttentionDecode as AttentionDecodeTile, KvCacheKernel, Variant};
 use blockflash_tests::attention::{Choice, Limits, dims_of_tile};
 use blockflash_tests::attention_decode::{
-    DecodeCase, DecodeGroup, alone_as_in_a_batch, decode_cases, decode_edges, decode_groups,
-    decode_lengths, merge_cases, replays, run_merge, run_or_refuse, same_bits, survives_garbage,
+    DecodeCase, DecodeData, DecodeGroup, alone_as_in_a_batch, decode_cases, decode_edges,
+    decode_groups, decode_lengths, decode_reference, merge_cases, replays, run_merge,
+    run_or_refuse, same_bits, survives_garbage,
 };
-use blockflash_tests::gpu::{Gpu, Report, gpu, say};
+use blockflash_tests::gpu::{Gpu, Report, gpu};
 use blockflash_tests::property;
 
 fn cases_of(dtype: DType, head_dim: u32) -> Vec<DecodeCase> {
@@ -25,16 +26,13 @@ fn cases_of(dtype: DType, head_dim: u32) -> Vec<DecodeCase> {
 #[test]
 fn every_kernel() {
     let Some(gpu) = gpu("attention_decode_gpu::every_kernel") else { return };
-    let groups = decode_groups(&gpu);
-    if groups.is_empty() {
-        say("SKIPPED (no kernel of attention to caches is made): attention_decode_gpu");
-        return;
-    }
     let check = |((dtype, head_dim), kernels): DecodeGroup, gpu: &Gpu, report: &mut Report| {
         let stream = &gpu.stream;
         for case in cases_of(dtype, head_dim) {
+            let data = DecodeData::generate(&case);
+            let reference = decode_reference(&case, &data, &data.attention.k);
             for &(kernel, _) in &kernels {
-                report.run(kernel, || run_or_refuse(&case, kernel, stream));
+                report.run(kernel, || run_or_refuse(&case, &data, &reference, kernel, stream));
             }
         }
         for (kernel, tile) in kernels {
@@ -52,22 +50,21 @@ fn every_kernel() {
             });
         }
     };
-    gpu.check_groups("attention_decode_gpu", &Report::default(), groups, check);
+    gpu.check_groups("attention_decode_gpu", &Report::default(), decode_groups(&gpu), check);
 }
 
 #[test]
-fn merges() {
-    let Some(gpu) = gpu("attention_decode_gpu::merges") else { return };
-    for case in property::samples(100, merge_cases(vec![8, 64, 128, 256])) {
-        match run_merge(&case, &gpu.stream) {
-            Ok(_) => {}
-            Err(error) if error.contains("there is no kernel") => {
-                say("SKIPPED (no kernel that merges is made): attention_decode_gpu::merges");
-                return;
-            }
-            Err(error) => panic!("{error}"),
+fn every_kernel_that_merges() {
+    let Some(gpu) = gpu("attention_decode_gpu::every_kernel_that_merges") else { return };
+    let merges =
+        |kernel: &&Kernel| matches!(kernel.variant, Variant::KvCache(KvCacheKernel::Merge { .. }));
+    let mut report = Report::default();
+    for kernel in gpu.kernels().filter(merges) {
+        for case in property::samples(100, merge_cases(1, vec![8, 64, 72, 128, 256])) {
+            report.run(kernel, || run_merge(&case, Choice::This(kernel), &gpu.stream));
         }
     }
+    report.finish(&gpu, "attention_decode_gpu");
 }
 
 /// Repeats, and each sequence alone, have the same bits; also where one sequence has many splits.

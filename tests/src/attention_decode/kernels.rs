@@ -1,7 +1,7 @@
 //! The kernels of the table that compute attention to caches, and what each of them must do.
 
-use super::{CacheLayout, DecodeCase, DecodeData, DecodeInputs, DecodeOutputs, run_case};
-use crate::attention::Choice;
+use super::{CacheLayout, DecodeCase, DecodeData, DecodeInputs, DecodeOutputs};
+use crate::attention::{AttentionReference, Choice};
 use crate::gpu::{Gpu, wait};
 use crate::host::{download, refill};
 use crate::number::rng;
@@ -27,24 +27,31 @@ pub fn decode_groups(gpu: &Gpu) -> Vec<DecodeGroup> {
     groups.into_iter().collect()
 }
 
-/// Runs a case. A kernel that does not accept it must refuse it.
+/// Runs a case whose data and reference are given. A kernel that does not accept it must refuse it.
 pub fn run_or_refuse(
     case: &DecodeCase,
+    data: &DecodeData,
+    reference: &AttentionReference,
     kernel: &'static Kernel,
     stream: &Stream,
 ) -> Result<usize, String> {
-    let data = DecodeData::generate(case);
-    let mut inputs = DecodeInputs::upload(case, &data, stream)?;
-    let problem = inputs.decode().problem(&inputs.cache()).map_err(|error| error.to_string())?;
+    let mut inputs = DecodeInputs::upload(case, data, stream)?;
     let gpu = stream.device().cuda_properties().ok_or("kernels run on GPUs")?;
-    if accepts(kernel, &problem, gpu).is_ok() {
-        return run_case(case, Choice::This(kernel), stream);
-    }
+    // What is appended is known only with the outputs; no kernel appends yet.
+    let problem = inputs.decode().problem(&inputs.cache()).map_err(|error| error.to_string())?;
+    let accepted = !case.append && accepts(kernel, &problem, gpu).is_ok();
     let mut outputs = DecodeOutputs::poisoned(case, stream)?;
     match inputs.launch(&mut outputs, Choice::This(kernel), stream) {
-        Err(Error::Unsupported { .. }) => Ok(0),
-        other => Err(format!("not refused: {other:?}\n    {case:?}")),
+        Ok(()) if accepted => {}
+        Err(Error::Unsupported { .. }) if !accepted => return Ok(0),
+        other => return Err(format!("accepted: {accepted}, but {other:?}\n    {case:?}")),
     }
+    let check = || {
+        wait(stream, &|| format!("{} with {case:?}", kernel.image_name()))?;
+        inputs.check_cache(data, stream)?;
+        outputs.0.check(&case.attention, reference, stream)
+    };
+    check().map_err(|error: String| format!("{error}\n    {case:?}"))
 }
 
 /// Runs a case 30 times and requires the same bits every time.

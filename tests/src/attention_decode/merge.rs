@@ -1,10 +1,11 @@
 //! Merging of attention over parts of the keys: random parts against the oracle.
 
+use crate::attention::Choice;
 use crate::gpu::wait;
 use crate::host::{download, upload};
 use crate::number::{decode, encode, normal_rounded, rng};
 use crate::tolerance::{Reference, check};
-use blockflash_ops::{AttentionMerge, DType, Stream, Tensor};
+use blockflash_ops::{AttentionMerge, DType, Operation, Stream, Tensor};
 use blockflash_oracle::{AttentionRow, Rounding, merged_row};
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -25,11 +26,11 @@ pub struct MergeCase {
     pub rows_first: bool,
 }
 
-/// Random merges.
-pub fn merge_cases(head_dims: Vec<usize>) -> impl Strategy<Value = MergeCase> {
+/// Random merges of `least` parts and more.
+pub fn merge_cases(least: usize, head_dims: Vec<usize>) -> impl Strategy<Value = MergeCase> {
     let dtype = || select(vec![DType::F16, DType::BF16, DType::F32]);
     let empty = prop_oneof![1 => Just(0.0), 2 => 0.0..1.0f64, 1 => Just(1.0)];
-    let sizes = (0..=9usize, 0..=5usize, 1..=4usize, select(head_dims));
+    let sizes = (least..=9usize, 0..=5usize, 1..=4usize, select(head_dims));
     (any::<u32>(), dtype(), dtype(), sizes, empty, any::<bool>()).prop_map(
         |(seed, parts, o, (count, rows, heads, head_dim), empty, rows_first)| MergeCase {
             seed: seed.into(),
@@ -42,7 +43,7 @@ pub fn merge_cases(head_dims: Vec<usize>) -> impl Strategy<Value = MergeCase> {
 }
 
 /// Uploads, merges, waits and checks. Returns the number of compared outputs.
-pub fn run_merge(case: &MergeCase, stream: &Stream) -> Result<usize, String> {
+pub fn run_merge(case: &MergeCase, kernel: Choice, stream: &Stream) -> Result<usize, String> {
     let [count, rows, heads, d] = case.shape;
     let [parts_dtype, o_dtype] = case.dtypes;
     let mut random = rng(case.seed);
@@ -73,9 +74,13 @@ pub fn run_merge(case: &MergeCase, stream: &Stream) -> Result<usize, String> {
     let tensor = |dtype, shape: &[usize]| crate::host::poisoned(stream, dtype, shape);
     let (mut merged, mut merged_lse) =
         (tensor(o_dtype, &[rows, heads, d])?, tensor(DType::F32, &[heads, rows])?);
-    AttentionMerge::new(o.view(), lse)
-        .merge_into(merged.view_mut(), Some(merged_lse.view_mut()), stream)
-        .map_err(text)?;
+    let merge = AttentionMerge::new(o.view(), lse);
+    let out = (merged.view_mut(), Some(merged_lse.view_mut()));
+    match kernel {
+        Choice::Selected => merge.run(out, stream),
+        Choice::This(kernel) => merge.run_with(kernel, out, stream),
+    }
+    .map_err(text)?;
     wait(stream, &|| format!("{case:?}"))?;
 
     let (mut o_reference, mut lse_reference) = (Reference::default(), Reference::default());

@@ -39,6 +39,7 @@ pub(super) fn params(
         batch: to_i32("batch", attention.batch)?,
         num_heads_q: to_i32("num_heads_q", attention.num_heads_q)?,
         num_heads_kv: to_i32("num_heads_kv", attention.num_heads_kv)?,
+        group: to_i32("num_heads_q", attention.num_heads_q / attention.num_heads_kv.max(1))?,
         seqlen_q: to_i32("seqlen_q", attention.seqlen_q)?,
         total_q: to_i32("total_q", attention.packed.map_or(0, |packed| packed.total_q))?,
         head_dim: to_i32("head_dim", attention.head_dim)?,

@@ -39,7 +39,7 @@ impl Problem for AttentionDecodeProblem {
     const OP: &'static str = "attention_decode";
     const INPUTS: &'static str = "queries and the cache";
     const RULES: &'static [Rule<Self>] =
-        &[HEAD_DIM, PAGE_SIZE, SLOTS, ROWS, APPEND, Rule::shared_memory(None)];
+        &[HEAD_DIM, PAGE_SIZE, SLOTS, STRIDES, ROWS, APPEND, Rule::shared_memory(None)];
 
     type Tile = AttentionDecodeTile;
     type Rank = (bool, u32);
@@ -128,6 +128,13 @@ const SLOTS: DecodeRule = Rule {
         c.problem.cache.capacity > 0 && c.problem.pages.is_none_or(|pages| pages.capacity > 0)
     },
     refuses: |_| "the cache has no slot, or lists of pages have no room".into(),
+    excludes_all: None,
+};
+
+/// Kernels multiply the strides of slots, in bytes, in 32 bits.
+const STRIDES: DecodeRule = Rule {
+    holds: |c| c.problem.cache.k.seq.max(c.problem.cache.v.seq) < 1 << 30,
+    refuses: |_| "the slots of the cache lie 2^30 elements and more apart".into(),
     excludes_all: None,
 };
 

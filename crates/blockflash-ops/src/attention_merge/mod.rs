@@ -1,17 +1,18 @@
 //! Merges attention over disjoint sets of keys.
 
 mod cpu;
+mod plan;
 mod problem;
 mod select;
 
+pub use plan::{AttentionMergePlan, plan};
 pub use problem::AttentionMergeProblem;
 pub use select::{accepts, select};
 
-use crate::Result;
 use crate::check::Operand;
 use crate::operation::{Operation, Prepared, Steps};
-use crate::selection::unsupported;
-use blockflash_safe::{CudaProperties, Stream, View, ViewMut};
+use crate::{Error, Result};
+use blockflash_safe::{AttentionMergeOperands, CudaProperties, Stream, View, ViewMut};
 use blockflash_sys::Kernel;
 
 /// The attention of queries to all keys from their attention to parts of the keys: of the parts of
@@ -59,7 +60,7 @@ impl<'a> AttentionMerge<'a> {
     ///
     /// # Errors
     /// All checks of [`problem`](Self::problem) and [`select`];
-    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) if an operand is not on the stream's
+    /// [`Error::DeviceMismatch`] if an operand is not on the stream's
     /// device.
     pub fn merge_into(
         &self,
@@ -92,13 +93,19 @@ impl Steps for AttentionMerge<'_> {
     fn launch(
         &self,
         kernel: &Kernel,
-        _problem: &AttentionMergeProblem,
+        problem: &AttentionMergeProblem,
         gpu: &CudaProperties,
-        _out: Self::Out<'_>,
-        _stream: &Stream,
+        (o, lse): Self::Out<'_>,
+        stream: &Stream,
     ) -> Result<()> {
-        let what = format!("{}: this kernel cannot be launched yet", kernel.symbol());
-        Err(unsupported::<AttentionMergeProblem>(&gpu.compute_capability, what))
+        let AttentionMergePlan { params, config } = plan::plan(kernel, problem, gpu)?;
+        if !o.is_aligned(16) {
+            let problem = "the address is not a multiple of 16".into();
+            return Err(Error::Misaligned { what: "o", problem });
+        }
+        let operands = AttentionMergeOperands { parts: self.o, parts_lse: self.lse, o, lse };
+        stream.launch::<blockflash_safe::AttentionMerge>(kernel, &config, &params, operands)?;
+        Ok(())
     }
 
     fn compute(

@@ -2,6 +2,7 @@ use super::AttentionMergeProblem;
 use crate::Result;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule};
 use blockflash_safe::CudaProperties;
+use blockflash_sys::manifest::{KvCacheKernel, Variant};
 use blockflash_sys::{DType, Kernel};
 use std::sync::LazyLock;
 
@@ -27,14 +28,17 @@ pub fn accepts(
 
 impl Problem for AttentionMergeProblem {
     const OP: &'static str = "attention_merge";
-    const RULES: &'static [Rule<Self>] = &[];
+    const RULES: &'static [Rule<Self>] = &[HEAD_DIM, PARTS];
 
-    /// The element type; no kernel is made yet.
-    type Tile = DType;
+    /// Columns of o per thread. Kernels take every element type.
+    type Tile = u32;
     type Rank = ();
 
-    fn tile(_: &Kernel) -> Option<DType> {
-        None
+    fn tile(kernel: &Kernel) -> Option<u32> {
+        match kernel.variant {
+            Variant::KvCache(KvCacheKernel::Merge { columns }) => Some(columns),
+            _ => None,
+        }
     }
 
     fn kernels() -> &'static [Peers<'static, Self>] {
@@ -46,10 +50,22 @@ impl Problem for AttentionMergeProblem {
     fn rank(_: &Candidate<'_, Self>) {}
 
     fn key(&self) -> (DType, usize) {
-        (self.parts_dtype, 0)
+        (DType::F32, 0)
     }
 
-    fn key_of(tile: &DType) -> (DType, usize) {
-        (*tile, 0)
+    fn key_of(_: &u32) -> (DType, usize) {
+        (DType::F32, 0)
     }
 }
+
+const HEAD_DIM: Rule<AttentionMergeProblem> = Rule {
+    holds: |c| c.problem.head_dim.is_multiple_of(8),
+    refuses: |c| format!("head_dim {} is not a multiple of 8", c.problem.head_dim),
+    excludes_all: None,
+};
+
+const PARTS: Rule<AttentionMergeProblem> = Rule {
+    holds: |c| c.problem.parts > 0,
+    refuses: |_| "there is no part".into(),
+    excludes_all: None,
+};

@@ -13,13 +13,14 @@ use blockflash_sys::params::{
 /// Tensors of merging attention.
 #[derive(Debug)]
 pub struct AttentionMergeOperands<'a> {
-    /// `[count, batch, seqlen_q, num_heads_q, head_dim]` in f16, bf16 or f32.
+    /// `[count, rows, num_heads_q, head_dim]` in f16, bf16 or f32; rows are a batch of sequences
+    /// with one query each.
     pub parts: View<'a>,
-    /// f32 `[count, batch, num_heads_q, seqlen_q]`.
+    /// f32 `[count, num_heads_q, rows]`.
     pub parts_lse: View<'a>,
-    /// `[batch, seqlen_q, num_heads_q, head_dim]` in f16, bf16 or f32.
+    /// `[rows, num_heads_q, head_dim]` in f16, bf16 or f32.
     pub o: ViewMut<'a>,
-    /// f32 `[batch, num_heads_q, seqlen_q]`.
+    /// f32 `[num_heads_q, rows]`.
     pub lse: Option<ViewMut<'a>>,
 }
 
@@ -72,33 +73,31 @@ unsafe impl Launch for AttentionMerge {
         let [count, batch, seqlen_q, heads, head_dim] = sizes;
         require(sizes.iter().all(|&size| size > 0), "a size is not positive")?;
         require(head_dim % 8 == 0, "the head dimension is no multiple of 8")?;
+        require(seqlen_q == 1, "rows are sequences of one query")?;
         let parts = [
             (count, p.parts_stride_part),
             (batch, p.parts_stride_batch),
-            (seqlen_q, p.parts_stride_seq),
             (heads, p.parts_stride_head),
             (head_dim, 1),
         ];
         fits("parts", &operands.parts, dtype_of(p.parts_dtype)?, parts)?;
         let logs = [
             (count, p.parts_lse_stride_part),
-            (batch, p.parts_lse_stride_batch),
             (heads, p.parts_lse_stride_head),
-            (seqlen_q, 1),
+            (batch, p.parts_lse_stride_batch),
         ];
         fits("parts_lse", &operands.parts_lse, DType::F32, logs)?;
-        let strides = [p.o_stride_batch, p.o_stride_seq, p.o_stride_head];
-        let [of_batch, of_seq, of_head] = strides;
-        let o = [(batch, of_batch), (seqlen_q, of_seq), (heads, of_head), (head_dim, 1)];
+        let strides = [p.o_stride_batch, p.o_stride_head];
+        let o = [(batch, p.o_stride_batch), (heads, p.o_stride_head), (head_dim, 1)];
         fits("o", &operands.o.as_view(), dtype_of(p.o_dtype)?, o)?;
         let address = pointer(&operands.o.as_view()).addr();
         let aligned = strides.iter().all(|stride| stride % 4 == 0) && address.is_multiple_of(16);
         require(aligned, "the output is not aligned to 16 bytes")?;
         if let Some(lse) = &operands.lse {
-            let logs = [(batch, p.lse_stride_batch), (heads, p.lse_stride_head), (seqlen_q, 1)];
+            let logs = [(heads, p.lse_stride_head), (batch, p.lse_stride_batch)];
             fits("lse", &lse.as_view(), DType::F32, logs)?;
         }
-        let threads = i128::from(batch * seqlen_q * heads) * ceil_div(head_dim, self.columns);
+        let threads = i128::from(batch * heads) * ceil_div(head_dim, self.columns);
         let blocks = (threads + i128::from(THREADS) - 1) / i128::from(THREADS);
         require(blocks <= i32::MAX.into(), "there are too many blocks")?;
         Ok(blocks)
