@@ -1,7 +1,7 @@
 //! What the test suites of blockflash share. There is one of each:
 //!
-//! - cases ([`attention::AttentionCase`], [`bsr::BsrCase`], [`sddmm::SddmmCase`]): a problem as
-//!   plain data, from which everything follows;
+//! - cases ([`attention::AttentionCase`], [`attention_decode::DecodeCase`], [`bsr::BsrCase`],
+//!   [`sddmm::SddmmCase`]): a problem as plain data, from which everything follows;
 //! - generators of cases (proptest strategies) and of N(0,1) numbers, never scaled down;
 //! - references: the rows of a case, computed by the oracle (`blockflash-oracle`), and the
 //!   [tolerance] rule, which compares a result with them;
@@ -20,6 +20,7 @@
 
 pub mod attention;
 pub mod attention_bwd;
+pub mod attention_decode;
 pub mod block_masks;
 pub mod bsr;
 pub mod garbage;

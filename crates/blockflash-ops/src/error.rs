@@ -55,7 +55,7 @@ pub enum Error {
     /// No kernel for this combination on this device.
     #[error("{op} is not supported on {arch}: {what}")]
     Unsupported {
-        /// `attention`, `attention_bwd`, `bsr_matmul`, `bsr_sddmm` or `block_mask`.
+        /// Name of the operation, such as `attention` or `bsr_matmul`.
         op: &'static str,
         /// `cpu` or the architecture of the GPU, `sm_90`.
         arch: String,
@@ -156,7 +156,7 @@ pub enum Error {
         "this {op} call differs from the prepared one in sizes, strides, types, options or device"
     )]
     NotPrepared {
-        /// `attention`, `attention_bwd`, `bsr_matmul`, `bsr_sddmm` or `block_mask`.
+        /// Name of the operation, such as `attention` or `bsr_matmul`.
         op: &'static str,
     },
 

@@ -5,6 +5,9 @@
 //! - [`Attention`]: softmax attention with causal and window [`Mask`]s, grouped heads, softcap,
 //!   sinks, variable length.
 //! - [`AttentionBackward`]: its gradients.
+//! - [`AttentionDecode`]: attention of new queries to a [`KvCache`], contiguous or in pages;
+//!   [`AppendKv`] appends to one, [`ChoosePages`] chooses the pages to visit. [`AttentionMerge`]
+//!   joins attention over parts of the keys.
 //! - [`BsrMatmul`]: a block-sparse [`BsrMatrix`], or its transpose, times a dense matrix or the
 //!   other way round, with bias and activation. A [`BsrView`] has values that somebody else owns.
 //! - [`BsrSddmm`]: a product of dense matrices at the stored blocks of a [`BsrPattern`] only, as
@@ -22,14 +25,19 @@
 
 pub mod attention;
 pub mod attention_bwd;
+pub mod attention_decode;
+pub mod attention_merge;
 pub mod block_sparse;
 pub mod bsr_matmul;
 pub mod bsr_sddmm;
 mod check;
 mod error;
 mod float;
+pub mod kv_append;
+pub mod kv_cache;
 mod math;
 mod operation;
+pub mod page_choice;
 mod selection;
 mod support;
 
@@ -41,6 +49,11 @@ pub use attention_bwd::{
     AttentionBackward, AttentionBackwardProblem, AttentionGradients, AttentionGradientsMut,
     PreparedAttentionBackward,
 };
+pub use attention_decode::{
+    AttentionDecode, AttentionDecodeOperands, AttentionDecodeProblem, AttentionDecodeWorkspace,
+    CacheAccess, PageLists, PreparedAttentionDecode,
+};
+pub use attention_merge::{AttentionMerge, AttentionMergeProblem, PreparedAttentionMerge};
 pub use block_sparse::{
     BlockChoice, BlockColumns, BlockGeometry, BlockMask, BlockMaskBuffer, BlockScores, BlockSource,
 };
@@ -50,7 +63,10 @@ pub use bsr_matmul::{
 };
 pub use bsr_sddmm::{BsrSddmm, BsrSddmmProblem, DenseLayout, PreparedBsrSddmm, bsr_sddmm_flops};
 pub use error::{Error, Result};
+pub use kv_append::{AppendKv, AppendKvProblem, PreparedAppendKv};
+pub use kv_cache::{KvCache, KvCacheMut, PackedTokens, Rotary, RotaryPairs};
 pub use operation::{Operation, Prepared};
+pub use page_choice::{ChoosePages, SummarizePages};
 pub use support::{Status, SupportRow, support, support_with};
 
 pub use blockflash_safe::{

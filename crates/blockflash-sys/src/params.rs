@@ -4,6 +4,8 @@ pub const BLOCKFLASH_DTYPE_F16: i32 = 0;
 pub const BLOCKFLASH_DTYPE_BF16: i32 = 1;
 pub const BLOCKFLASH_DTYPE_F32: i32 = 2;
 pub const BLOCKFLASH_WINDOW_UNBOUNDED: i32 = 2147483647;
+pub const BLOCKFLASH_ROTARY_HALVES: i32 = 0;
+pub const BLOCKFLASH_ROTARY_INTERLEAVED: i32 = 1;
 pub const BLOCKFLASH_ACTIVATION_NONE: i32 = 0;
 pub const BLOCKFLASH_ACTIVATION_RELU: i32 = 1;
 pub const BLOCKFLASH_ACTIVATION_GELU: i32 = 2;
@@ -430,6 +432,627 @@ const _: () = {
     [
         "Offset of field: blockflash_attention_bwd_params::block_mask_t",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, block_mask_t) - 464usize];
+};
+/** Keys and values of a cache: one page per sequence, or pages that a block table names.
+
+ Key j of sequence b lies in slot j % page_size of page block_table\[b, j / page_size\], or of page
+ b without a table. What the device alone knows is clamped: page numbers to \[0, pages), lengths to
+ \[0, capacity\]. Keys from the length on are never read.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_kv_cache {
+    /// \[pages, page_size, num_heads_kv, head_dim\], or any other order by strides
+    pub k: *const ::core::ffi::c_void,
+    pub v: *const ::core::ffi::c_void,
+    /// \[batch, ceil(capacity / page_size)\]; null: page b for sequence b
+    pub block_table: *const i32,
+    /// \[batch\] keys of each sequence; null: all have `capacity`
+    pub seqused: *const i32,
+    pub k_stride_page: i64,
+    pub k_stride_slot: i64,
+    pub k_stride_head: i64,
+    pub v_stride_page: i64,
+    pub v_stride_slot: i64,
+    pub v_stride_head: i64,
+    /// of sequences
+    pub block_table_stride: i64,
+    /// of k and v, at least 1 unless capacity is 0; `batch` without a table
+    pub pages: i32,
+    /// slots of a page: a multiple of 16 unless a sequence has one page only
+    pub page_size: i32,
+    /// the most keys of a sequence: page_size · columns of the table
+    pub capacity: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_kv_cache",
+    ][::core::mem::size_of::<blockflash_kv_cache>() - 104usize];
+    [
+        "Alignment of blockflash_kv_cache",
+    ][::core::mem::align_of::<blockflash_kv_cache>() - 8usize];
+    [
+        "Offset of field: blockflash_kv_cache::k",
+    ][::core::mem::offset_of!(blockflash_kv_cache, k) - 0usize];
+    [
+        "Offset of field: blockflash_kv_cache::v",
+    ][::core::mem::offset_of!(blockflash_kv_cache, v) - 8usize];
+    [
+        "Offset of field: blockflash_kv_cache::block_table",
+    ][::core::mem::offset_of!(blockflash_kv_cache, block_table) - 16usize];
+    [
+        "Offset of field: blockflash_kv_cache::seqused",
+    ][::core::mem::offset_of!(blockflash_kv_cache, seqused) - 24usize];
+    [
+        "Offset of field: blockflash_kv_cache::k_stride_page",
+    ][::core::mem::offset_of!(blockflash_kv_cache, k_stride_page) - 32usize];
+    [
+        "Offset of field: blockflash_kv_cache::k_stride_slot",
+    ][::core::mem::offset_of!(blockflash_kv_cache, k_stride_slot) - 40usize];
+    [
+        "Offset of field: blockflash_kv_cache::k_stride_head",
+    ][::core::mem::offset_of!(blockflash_kv_cache, k_stride_head) - 48usize];
+    [
+        "Offset of field: blockflash_kv_cache::v_stride_page",
+    ][::core::mem::offset_of!(blockflash_kv_cache, v_stride_page) - 56usize];
+    [
+        "Offset of field: blockflash_kv_cache::v_stride_slot",
+    ][::core::mem::offset_of!(blockflash_kv_cache, v_stride_slot) - 64usize];
+    [
+        "Offset of field: blockflash_kv_cache::v_stride_head",
+    ][::core::mem::offset_of!(blockflash_kv_cache, v_stride_head) - 72usize];
+    [
+        "Offset of field: blockflash_kv_cache::block_table_stride",
+    ][::core::mem::offset_of!(blockflash_kv_cache, block_table_stride) - 80usize];
+    [
+        "Offset of field: blockflash_kv_cache::pages",
+    ][::core::mem::offset_of!(blockflash_kv_cache, pages) - 88usize];
+    [
+        "Offset of field: blockflash_kv_cache::page_size",
+    ][::core::mem::offset_of!(blockflash_kv_cache, page_size) - 92usize];
+    [
+        "Offset of field: blockflash_kv_cache::capacity",
+    ][::core::mem::offset_of!(blockflash_kv_cache, capacity) - 96usize];
+};
+/** Attention of few queries to the keys of a cache. Options are those of attention forward.
+
+ Rows are the queries of a sequence times the num_heads_q / num_heads_kv heads that share a key
+ head, heads fastest; a row tile has the tile's `rows` of them. The keys that some query of a
+ sequence attends to, from a multiple of 16 on, are divided into splits of `chunk` keys:
+
+ chunk = ceil64(max(clamp(ceil(keys / splits), chunk_min, chunk_max), ceil(keys / 256)))
+ n     = max(1, ceil(keys / chunk))
+
+ An item is one split for one row tile of one key head. The items of a sequence are numbered as
+ (split · row tiles + row tile) · num_heads_kv + head, those of the next sequence follow. The
+ CTA that completes a row tile combines the results of its splits, in groups of 16.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_decode_params {
+    /// \[batch, seqlen_q, num_heads_q, head_dim\]; packed: \[total_q, …\]
+    pub q: *const ::core::ffi::c_void,
+    /// like q
+    pub o: *mut ::core::ffi::c_void,
+    /** \[batch, num_heads_q, seqlen_q\], natural logarithm; packed: \[num_heads_q, total_q\]
+ with a stride of 0 for the batch; may be null*/
+    pub lse: *mut f32,
+    /// \[num_heads_q\] logits that join the denominator; may be null
+    pub sink: *const f32,
+    /** \[batch + 1\] offsets into packed queries; null: all sequences have
+ seqlen_q*/
+    pub cu_seqlens_q: *const i32,
+    pub cache: blockflash_kv_cache,
+    /** \[batch, num_heads_kv, page_list_capacity\] columns of the block table
+ that each key head visits, ascending and without repeats; null: all.
+ Clamped to the columns of the table*/
+    pub page_list: *const i32,
+    /** \[batch\] listed pages, the same for all heads; clamped to
+ \[0, page_list_capacity\]*/
+    pub page_count: *const i32,
+    /// workspace, \[items, partial_rows, head_dim\]; null if max_splits is 1
+    pub partial_sums: *mut f32,
+    /// workspace, \[items, partial_rows, 2\]: log2 reference and denominator
+    pub partial_logs: *mut f32,
+    /// workspace, \[items\], zeros, left as zeros
+    pub arrivals: *mut u32,
+    /** two zeros, left as zeros: {next item, CTAs that are done}; not used if
+ the grid has a CTA for each item*/
+    pub tile_counter: *mut u32,
+    pub q_stride_batch: i64,
+    pub q_stride_seq: i64,
+    pub q_stride_head: i64,
+    pub o_stride_batch: i64,
+    pub o_stride_seq: i64,
+    pub o_stride_head: i64,
+    pub lse_stride_batch: i64,
+    pub lse_stride_head: i64,
+    pub batch: i32,
+    pub num_heads_q: i32,
+    pub num_heads_kv: i32,
+    /// num_heads_q / num_heads_kv
+    pub group: i32,
+    /// the longest sequence of queries when packed
+    pub seqlen_q: i32,
+    /// rows of q and o when packed; offsets are clamped to them
+    pub total_q: i32,
+    /// multiple of 8, at most the tile's head_dim
+    pub head_dim: i32,
+    pub window_left: i32,
+    pub window_right: i32,
+    pub align_bottom_right: i32,
+    pub page_list_capacity: i32,
+    /** room in the workspace. Items beyond it, which only offsets that do not
+ ascend can have, are not computed*/
+    pub items: i32,
+    /// min(rows, seqlen_q · num_heads_q / num_heads_kv)
+    pub partial_rows: i32,
+    /// of a sequence of medium length
+    pub splits: i32,
+    /// keys of a split, multiples of 64
+    pub chunk_min: i32,
+    /// keys of a split, multiples of 64
+    pub chunk_max: i32,
+    /// finite and positive
+    pub softmax_scale: f32,
+    /// 0 turns it off, else scores become softcap·tanh(score / softcap)
+    pub softcap: f32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_decode_params",
+    ][::core::mem::size_of::<blockflash_attention_decode_params>() - 328usize];
+    [
+        "Alignment of blockflash_attention_decode_params",
+    ][::core::mem::align_of::<blockflash_attention_decode_params>() - 8usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::q",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, q) - 0usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::o",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, o) - 8usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::lse",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, lse) - 16usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::sink",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, sink) - 24usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::cu_seqlens_q",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, cu_seqlens_q)
+        - 32usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::cache",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, cache) - 40usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::page_list",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, page_list) - 144usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::page_count",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, page_count)
+        - 152usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::partial_sums",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_sums)
+        - 160usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::partial_logs",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_logs)
+        - 168usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::arrivals",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, arrivals) - 176usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::tile_counter",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, tile_counter)
+        - 184usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::q_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, q_stride_batch)
+        - 192usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::q_stride_seq",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, q_stride_seq)
+        - 200usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::q_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, q_stride_head)
+        - 208usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::o_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, o_stride_batch)
+        - 216usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::o_stride_seq",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, o_stride_seq)
+        - 224usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::o_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, o_stride_head)
+        - 232usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::lse_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, lse_stride_batch)
+        - 240usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::lse_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, lse_stride_head)
+        - 248usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::batch",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, batch) - 256usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::num_heads_q",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, num_heads_q)
+        - 260usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::num_heads_kv",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, num_heads_kv)
+        - 264usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::group",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, group) - 268usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::seqlen_q",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, seqlen_q) - 272usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::total_q",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, total_q) - 276usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::head_dim",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, head_dim) - 280usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::window_left",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, window_left)
+        - 284usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::window_right",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, window_right)
+        - 288usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::align_bottom_right",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, align_bottom_right)
+        - 292usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::page_list_capacity",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, page_list_capacity)
+        - 296usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::items",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, items) - 300usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::partial_rows",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_rows)
+        - 304usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::splits",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, splits) - 308usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::chunk_min",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_min) - 312usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::chunk_max",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_max) - 316usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::softmax_scale",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, softmax_scale)
+        - 320usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::softcap",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, softcap) - 324usize];
+};
+/** Combines attention over disjoint sets of keys: o and lse of all keys from those of each set, in
+ ascending order.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_merge_params {
+    /// \[count, batch, seqlen_q, num_heads_q, head_dim\]
+    pub parts: *const ::core::ffi::c_void,
+    /// \[count, batch, num_heads_q, seqlen_q\], natural logarithm
+    pub parts_lse: *const f32,
+    /// \[batch, seqlen_q, num_heads_q, head_dim\]
+    pub o: *mut ::core::ffi::c_void,
+    /// \[batch, num_heads_q, seqlen_q\]; may be null
+    pub lse: *mut f32,
+    pub parts_stride_part: i64,
+    pub parts_stride_batch: i64,
+    pub parts_stride_seq: i64,
+    pub parts_stride_head: i64,
+    pub parts_lse_stride_part: i64,
+    pub parts_lse_stride_batch: i64,
+    pub parts_lse_stride_head: i64,
+    pub o_stride_batch: i64,
+    pub o_stride_seq: i64,
+    pub o_stride_head: i64,
+    pub lse_stride_batch: i64,
+    pub lse_stride_head: i64,
+    pub count: i32,
+    pub batch: i32,
+    pub seqlen_q: i32,
+    pub num_heads_q: i32,
+    /// a multiple of 8
+    pub head_dim: i32,
+    /// BLOCKFLASH_DTYPE_…
+    pub parts_dtype: i32,
+    /// BLOCKFLASH_DTYPE_…
+    pub o_dtype: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_merge_params",
+    ][::core::mem::size_of::<blockflash_attention_merge_params>() - 160usize];
+    [
+        "Alignment of blockflash_attention_merge_params",
+    ][::core::mem::align_of::<blockflash_attention_merge_params>() - 8usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts) - 0usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_lse",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse) - 8usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::o",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, o) - 16usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::lse",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, lse) - 24usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_stride_part",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_part)
+        - 32usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_batch)
+        - 40usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_stride_seq",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_seq)
+        - 48usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_head)
+        - 56usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_lse_stride_part",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_part)
+        - 64usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_lse_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_batch)
+        - 72usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_lse_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_head)
+        - 80usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::o_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_stride_batch)
+        - 88usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::o_stride_seq",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_stride_seq)
+        - 96usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::o_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_stride_head)
+        - 104usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::lse_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, lse_stride_batch)
+        - 112usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::lse_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, lse_stride_head)
+        - 120usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::count",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, count) - 128usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::batch",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, batch) - 132usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::seqlen_q",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, seqlen_q) - 136usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::num_heads_q",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, num_heads_q)
+        - 140usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::head_dim",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, head_dim) - 144usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_dtype",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_dtype)
+        - 148usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::o_dtype",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_dtype) - 152usize];
+};
+/** Appends new keys and values to a cache and rotates queries and new keys.
+
+ The new keys are the last ones of their sequence: cache.seqused counts them already. Key i of the
+ n new ones has position seqused - n + i; those at negative positions or beyond the capacity are
+ not written. Query i of m has position seqused - m + i, and positions are clamped to the rows of
+ cos and sin.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_kv_append_params {
+    /// k and v are written
+    pub cache: blockflash_kv_cache,
+    /** \[batch, seqlen_new, num_heads_kv, head_dim\]; packed: \[total_new, …\]; null:
+ nothing is appended*/
+    pub k_new: *const ::core::ffi::c_void,
+    pub v_new: *const ::core::ffi::c_void,
+    /// \[batch + 1\]; null: all sequences append seqlen_new
+    pub cu_seqlens_new: *const i32,
+    /** \[batch, seqlen_q, num_heads_q, head_dim\]; packed: \[total_q, …\]; null: no queries
+ are rotated*/
+    pub q: *const ::core::ffi::c_void,
+    /// like q
+    pub q_rotated: *mut ::core::ffi::c_void,
+    /// \[batch + 1\]; null: all sequences have seqlen_q
+    pub cu_seqlens_q: *const i32,
+    /// \[positions, rotary_dim / 2\]; null: nothing is rotated
+    pub cos: *const ::core::ffi::c_void,
+    pub sin: *const ::core::ffi::c_void,
+    pub k_new_stride_batch: i64,
+    pub k_new_stride_seq: i64,
+    pub k_new_stride_head: i64,
+    pub v_new_stride_batch: i64,
+    pub v_new_stride_seq: i64,
+    pub v_new_stride_head: i64,
+    pub q_stride_batch: i64,
+    pub q_stride_seq: i64,
+    pub q_stride_head: i64,
+    pub q_rotated_stride_batch: i64,
+    pub q_rotated_stride_seq: i64,
+    pub q_rotated_stride_head: i64,
+    /// of positions
+    pub cos_stride: i64,
+    /// of positions
+    pub sin_stride: i64,
+    pub batch: i32,
+    pub num_heads_q: i32,
+    pub num_heads_kv: i32,
+    pub head_dim: i32,
+    /// as for attention over packed sequences
+    pub seqlen_new: i32,
+    /// as for attention over packed sequences
+    pub total_new: i32,
+    /// as for attention over packed sequences
+    pub seqlen_q: i32,
+    /// as for attention over packed sequences
+    pub total_q: i32,
+    /// rows of cos and sin
+    pub positions: i32,
+    /// a multiple of 16, at most head_dim; the dimensions beyond stay
+    pub rotary_dim: i32,
+    /// BLOCKFLASH_ROTARY_…
+    pub rotary_order: i32,
+    /// BLOCKFLASH_DTYPE_… of cos and sin
+    pub rotary_dtype: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_kv_append_params",
+    ][::core::mem::size_of::<blockflash_kv_append_params>() - 328usize];
+    [
+        "Alignment of blockflash_kv_append_params",
+    ][::core::mem::align_of::<blockflash_kv_append_params>() - 8usize];
+    [
+        "Offset of field: blockflash_kv_append_params::cache",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, cache) - 0usize];
+    [
+        "Offset of field: blockflash_kv_append_params::k_new",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, k_new) - 104usize];
+    [
+        "Offset of field: blockflash_kv_append_params::v_new",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, v_new) - 112usize];
+    [
+        "Offset of field: blockflash_kv_append_params::cu_seqlens_new",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, cu_seqlens_new) - 120usize];
+    [
+        "Offset of field: blockflash_kv_append_params::q",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, q) - 128usize];
+    [
+        "Offset of field: blockflash_kv_append_params::q_rotated",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, q_rotated) - 136usize];
+    [
+        "Offset of field: blockflash_kv_append_params::cu_seqlens_q",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, cu_seqlens_q) - 144usize];
+    [
+        "Offset of field: blockflash_kv_append_params::cos",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, cos) - 152usize];
+    [
+        "Offset of field: blockflash_kv_append_params::sin",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, sin) - 160usize];
+    [
+        "Offset of field: blockflash_kv_append_params::k_new_stride_batch",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, k_new_stride_batch)
+        - 168usize];
+    [
+        "Offset of field: blockflash_kv_append_params::k_new_stride_seq",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, k_new_stride_seq) - 176usize];
+    [
+        "Offset of field: blockflash_kv_append_params::k_new_stride_head",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, k_new_stride_head)
+        - 184usize];
+    [
+        "Offset of field: blockflash_kv_append_params::v_new_stride_batch",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, v_new_stride_batch)
+        - 192usize];
+    [
+        "Offset of field: blockflash_kv_append_params::v_new_stride_seq",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, v_new_stride_seq) - 200usize];
+    [
+        "Offset of field: blockflash_kv_append_params::v_new_stride_head",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, v_new_stride_head)
+        - 208usize];
+    [
+        "Offset of field: blockflash_kv_append_params::q_stride_batch",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, q_stride_batch) - 216usize];
+    [
+        "Offset of field: blockflash_kv_append_params::q_stride_seq",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, q_stride_seq) - 224usize];
+    [
+        "Offset of field: blockflash_kv_append_params::q_stride_head",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, q_stride_head) - 232usize];
+    [
+        "Offset of field: blockflash_kv_append_params::q_rotated_stride_batch",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, q_rotated_stride_batch)
+        - 240usize];
+    [
+        "Offset of field: blockflash_kv_append_params::q_rotated_stride_seq",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, q_rotated_stride_seq)
+        - 248usize];
+    [
+        "Offset of field: blockflash_kv_append_params::q_rotated_stride_head",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, q_rotated_stride_head)
+        - 256usize];
+    [
+        "Offset of field: blockflash_kv_append_params::cos_stride",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, cos_stride) - 264usize];
+    [
+        "Offset of field: blockflash_kv_append_params::sin_stride",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, sin_stride) - 272usize];
+    [
+        "Offset of field: blockflash_kv_append_params::batch",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, batch) - 280usize];
+    [
+        "Offset of field: blockflash_kv_append_params::num_heads_q",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, num_heads_q) - 284usize];
+    [
+        "Offset of field: blockflash_kv_append_params::num_heads_kv",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, num_heads_kv) - 288usize];
+    [
+        "Offset of field: blockflash_kv_append_params::head_dim",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, head_dim) - 292usize];
+    [
+        "Offset of field: blockflash_kv_append_params::seqlen_new",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, seqlen_new) - 296usize];
+    [
+        "Offset of field: blockflash_kv_append_params::total_new",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, total_new) - 300usize];
+    [
+        "Offset of field: blockflash_kv_append_params::seqlen_q",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, seqlen_q) - 304usize];
+    [
+        "Offset of field: blockflash_kv_append_params::total_q",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, total_q) - 308usize];
+    [
+        "Offset of field: blockflash_kv_append_params::positions",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, positions) - 312usize];
+    [
+        "Offset of field: blockflash_kv_append_params::rotary_dim",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, rotary_dim) - 316usize];
+    [
+        "Offset of field: blockflash_kv_append_params::rotary_order",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, rotary_order) - 320usize];
+    [
+        "Offset of field: blockflash_kv_append_params::rotary_dtype",
+    ][::core::mem::offset_of!(blockflash_kv_append_params, rotary_dtype) - 324usize];
 };
 /// A tensor map of the Tensor Memory Accelerator (CUtensorMap), encoded by the driver.
 #[repr(C)]

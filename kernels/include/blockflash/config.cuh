@@ -55,6 +55,17 @@ struct AttentionFwdHopperConfig {
   static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
   static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
 };
+#elif defined(VARIANT_DECODE_ROWS)
+struct AttentionDecodeConfig {
+  using Element = ElementOf<VARIANT_DTYPE>::type;
+  static constexpr int head_dim = VARIANT_HEAD_DIM;
+  static constexpr int rows = VARIANT_DECODE_ROWS;  // queries times heads that share keys
+  static constexpr int warps = VARIANT_WARPS;       // each with keys and a ring of its own
+  static constexpr int stages = VARIANT_STAGES;
+  static constexpr int threads = warps * kWarpSize;
+  static constexpr int smem_bytes = VARIANT_SMEM_BYTES;
+  static_assert(threads == VARIANT_THREADS, "the manifest row and the kernel disagree on threads");
+};
 #elif defined(VARIANT_HEAD_DIM)
 struct AttentionPortableConfig {
   using Element = ElementOf<VARIANT_DTYPE>::type;
@@ -87,6 +98,20 @@ struct AttentionDeltaConfig {
   using Element = ElementOf<VARIANT_DTYPE>::type;
   static constexpr int step =
       VARIANT_STEP;  // 0: row statistics, 1: gradient of the sinks, 2: zeros
+  static constexpr int threads = VARIANT_THREADS;
+};
+#endif
+
+#ifdef VARIANT_APPEND_THREADS
+struct KvAppendConfig {
+  using Element = ElementOf<VARIANT_DTYPE>::type;
+  static constexpr int threads = VARIANT_THREADS;
+};
+#endif
+
+#ifdef VARIANT_MERGE_COLUMNS
+struct AttentionMergeConfig {
+  static constexpr int columns = VARIANT_MERGE_COLUMNS;  // of o, per thread
   static constexpr int threads = VARIANT_THREADS;
 };
 #endif

@@ -2,7 +2,8 @@
 //! f64, beside a plain computation in the precision of its tensors. The test suites and
 //! `blockflash … --check` share it.
 //!
-//! - [`attention_row`], [`ProductRow`], [`Dot`] and [`BlockMean`] compute one row or element,
+//! - [`attention_row`], [`merged_row`], [`rotated`], [`ProductRow`], [`Dot`] and [`BlockMean`]
+//!   compute one row or element,
 //!   [`AttentionGradients`] what one query adds to gradients; what a correct computation is free to
 //!   round is in [`Rounding`].
 //! - [`tolerance`] judges whole tensors: the rule of the test suites.
@@ -14,6 +15,7 @@
 mod attention;
 mod attention_backward;
 mod attention_gradients;
+mod attention_merge;
 mod attention_row;
 mod block_scores;
 mod blocks;
@@ -22,6 +24,7 @@ mod bsr_sddmm;
 mod comparison;
 mod elements;
 mod product;
+mod rotary;
 mod rounding;
 mod sequences;
 pub mod tolerance;
@@ -29,6 +32,7 @@ pub mod tolerance;
 pub use attention::{attention, attention_output};
 pub use attention_backward::{AttentionBackwardCase, attention_backward};
 pub use attention_gradients::{AttentionGradients, GradientSums, Query};
+pub use attention_merge::merged_row;
 pub use attention_row::{AttentionRow, Scores, attention_row, visible};
 pub use block_scores::{BlockMean, block_scores};
 pub use blocks::Blocks;
@@ -37,6 +41,7 @@ pub use bsr_sddmm::{SddmmCase, bsr_sddmm};
 pub use comparison::{Comparison, Mismatch};
 pub use elements::{Element, Elements, round};
 pub use product::{Activation, Dot, Epilogue, ProductRow};
+pub use rotary::rotated;
 pub use rounding::{
     PRODUCTS, PartialSums, ProductSum, Rounding, Sizes, TRUNCATION, subnormal_roundoff,
     unit_roundoff,

@@ -30,8 +30,8 @@ pub struct AttentionInputs {
 
 /// The outputs of a case on a device, poisoned when made.
 pub struct AttentionOutputs {
-    o: Tensor,
-    lse: Option<Tensor>,
+    pub(crate) o: Tensor,
+    pub(crate) lse: Option<Tensor>,
 }
 
 /// Placements of q, k, v and o, and of the log-sum-exp. Broadcast keys and values are there once.

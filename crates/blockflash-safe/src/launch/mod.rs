@@ -3,8 +3,10 @@
 
 mod attention_bwd;
 mod attention_bwd_tma;
+mod attention_decode;
 mod attention_fwd;
 mod attention_fwd_tma;
+mod attention_merge;
 mod attention_sizes;
 mod block_mask;
 mod block_mask_build;
@@ -22,12 +24,15 @@ mod bsr_sddmm_portable;
 mod checked;
 mod config;
 mod fit;
+mod kv_append;
 mod probe;
 
 pub use attention_bwd::{
     AttentionBwdOperands, AttentionBwdPlan, STATISTICS_ROWS, attention_bwd_workspace,
 };
+pub use attention_decode::{AttentionDecodeOperands, KvCacheViews};
 pub use attention_fwd::AttentionFwdOperands;
+pub use attention_merge::{AttentionMerge, AttentionMergeOperands};
 pub use block_mask_build::{BlockMaskBuild, BlockMaskBuildOperands};
 pub use block_mask_transpose::{BlockMaskTranspose, BlockMaskTransposeOperands};
 pub use block_scores::{BlockScores, BlockScoresOperands};
@@ -36,6 +41,7 @@ pub use bsr_parts::{BsrParts, BsrPartsMemory};
 pub use bsr_sddmm::BsrSddmmOperands;
 pub use checked::{Launch, Operands};
 pub use config::LaunchConfig;
+pub use kv_append::{KvAppend, KvAppendOperands, NewKeys, RotatedQueries};
 pub use probe::PROBE_CHUNK_BYTES;
 
 use crate::Kernel;
@@ -51,6 +57,9 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<manifest::AttentionFwdHopper>,
         of::<manifest::AttentionBwd>,
         of::<manifest::AttentionBwdHopper>,
+        of::<manifest::AttentionDecode>,
+        of::<AttentionMerge>,
+        of::<KvAppend>,
         of::<manifest::BsrMatmul>,
         of::<manifest::BsrMatmulAny>,
         of::<manifest::BsrMatmulHopper>,

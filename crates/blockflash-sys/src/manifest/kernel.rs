@@ -101,13 +101,15 @@ mod tests {
         assert_eq!(names.len(), manifest::kernels().len());
     }
 
-    /// The kernels of Hopper are persistent, apart from the probes and the attention backward.
+    /// The kernels of Hopper are persistent, apart from the probes and the attention backward, and
+    /// so is decoding.
     #[test]
     fn persistent_kernels_count_tiles() {
         for kernel in manifest::kernels() {
             let (source, family) = (kernel.source(), kernel.family());
             let one_tile_each = ["probe", "attention_bwd"].iter().any(|op| source.starts_with(op));
-            let persistent = source.ends_with("_sm90a") && !one_tile_each;
+            let persistent =
+                source.ends_with("_sm90a") && !one_tile_each || source == "attention_decode_sm80";
             assert_eq!(family.is_persistent(), persistent, "{}", kernel.symbol());
             assert!(!persistent || family.counts_tiles(), "{}", kernel.symbol());
         }

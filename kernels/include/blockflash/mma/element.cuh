@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "blockflash/params.h"
 #include "blockflash/ptx/math.cuh"
 
 namespace blockflash {
@@ -48,6 +49,14 @@ template <class Element>
 __device__ __forceinline__ bool is_nonfinite(uint32_t bits) {
   constexpr uint32_t mask = ElementTraits<Element>::exponent_mask;
   return (bits & mask) == mask;
+}
+
+// An element whose type is known at run time only.
+__device__ __forceinline__ float load_element(const void* at, int64_t i, int dtype) {
+  if (dtype == BLOCKFLASH_DTYPE_F32) return static_cast<const float*>(at)[i];
+  const uint16_t bits = static_cast<const uint16_t*>(at)[i];
+  return dtype == BLOCKFLASH_DTYPE_F16 ? ElementTraits<__half>::to_float(bits)
+                                       : ElementTraits<__nv_bfloat16>::to_float(bits);
 }
 
 }  // namespace blockflash

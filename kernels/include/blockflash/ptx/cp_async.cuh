@@ -14,6 +14,12 @@ __device__ __forceinline__ void cp_async_cg_16(uint32_t dst_smem, const void* sr
                : "memory");
 }
 
+// Copies 16 bytes, bypassing L1.
+__device__ __forceinline__ void cp_async_cg_16(uint32_t dst_smem, const void* src) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst_smem), "l"(src)
+               : "memory");
+}
+
 // Copies 4 bytes, through L1.
 __device__ __forceinline__ void cp_async_ca_4(uint32_t dst_smem, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst_smem), "l"(src) : "memory");
@@ -27,6 +33,11 @@ __device__ __forceinline__ void cp_async_commit_group() {
 template <int pending>
 __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// Waits for all copies of this thread, committed or not.
+__device__ __forceinline__ void cp_async_wait_all() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 }  // namespace blockflash::ptx

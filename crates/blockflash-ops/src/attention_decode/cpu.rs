@@ -1,0 +1,235 @@
+//! Attention to a cache on the CPU: each sequence is one call of ordinary attention to its keys,
+//! which are copied out of their pages. So its bits depend on no other sequence.
+
+use super::pages::HostPages;
+use super::{AttentionDecode, AttentionDecodeProblem};
+use crate::Result;
+use crate::attention::{Attention, CuSeqlens, Mask};
+use crate::float::Float;
+use crate::kv_cache::{HostCache, HostRotary, KvCache, token_ranges};
+use blockflash_safe::{Stream, Tensor, View, ViewMut};
+use blockflash_sys::DType;
+use half::{bf16, f16};
+use std::ops::Range;
+
+/// Computes a problem that was checked and has outputs.
+pub(super) fn forward(
+    op: &AttentionDecode<'_>,
+    problem: &AttentionDecodeProblem,
+    cache: &KvCache<'_>,
+    out: (ViewMut<'_>, Option<ViewMut<'_>>),
+    stream: &Stream,
+) -> Result<()> {
+    match problem.attention.dtype {
+        DType::F16 => Call::<f16>::new(op, problem, cache, stream)?.run(out),
+        DType::BF16 => Call::<bf16>::new(op, problem, cache, stream)?.run(out),
+        _ => Call::<f32>::new(op, problem, cache, stream)?.run(out),
+    }
+}
+
+/// A call whose tables, lengths and lists are in host memory.
+struct Call<'a, T> {
+    op: &'a AttentionDecode<'a>,
+    problem: &'a AttentionDecodeProblem,
+    cache: &'a KvCache<'a>,
+    host: HostCache,
+    pages: Option<HostPages>,
+    rotary: Option<HostRotary>,
+    stream: &'a Stream,
+    /// The elements of keys and values.
+    kv: [&'a [T]; 2],
+}
+
+/// Rows of one sequence: q and o `[rows, heads, head_dim]`, lse `[heads, rows]`.
+struct Rows<'r> {
+    q: View<'r>,
+    o: ViewMut<'r>,
+    lse: Option<ViewMut<'r>>,
+}
+
+impl<'a, T: Float> Call<'a, T> {
+    fn new(
+        op: &'a AttentionDecode<'a>,
+        problem: &'a AttentionDecodeProblem,
+        cache: &'a KvCache<'a>,
+        stream: &'a Stream,
+    ) -> Result<Self> {
+        let host = HostCache::new(cache, problem.cache, stream)?;
+        let pages = op.pages.map(|pages| HostPages::new(&pages, problem.cache, stream));
+        let rotary = op.rotary.map(|rotary| HostRotary::new(&rotary, stream));
+        let (pages, rotary) = (pages.transpose()?, rotary.transpose()?);
+        let kv = [cache.k.as_slice()?, cache.v.as_slice()?];
+        Ok(Self { op, problem, cache, host, pages, rotary, stream, kv })
+    }
+
+    fn run(&self, (mut o, mut lse): (ViewMut<'_>, Option<ViewMut<'_>>)) -> Result<()> {
+        let attention = &self.problem.attention;
+        let total = attention.packed.map(|packed| packed.total_q);
+        let sizes = [attention.batch, attention.seqlen_q];
+        let ranges = token_ranges(self.op.packed.as_ref(), sizes, total, self.stream)?;
+        for (entry, tokens) in ranges.into_iter().enumerate() {
+            if tokens.is_empty() || attention.num_heads_q == 0 {
+                continue;
+            }
+            let turned = self.turned(entry, &tokens)?;
+            let (q, o, lse) = (self.op.q, o.reborrow(), lse.as_mut().map(ViewMut::reborrow));
+            let rows = match total {
+                Some(_) => Rows {
+                    q: q.slice(0, tokens.clone())?,
+                    o: o.slice(0, tokens.clone())?,
+                    lse: lse.map(|lse| lse.slice(1, tokens)).transpose()?,
+                },
+                None => {
+                    let one = entry..entry + 1;
+                    Rows {
+                        q: q.slice(0, one.clone())?.flatten(0..2)?,
+                        o: o.slice(0, one.clone())?.flatten(0..2)?,
+                        lse: lse.map(|lse| lse.slice(0, one)?.flatten(0..2)).transpose()?,
+                    }
+                }
+            };
+            let q = turned.as_ref().map_or(rows.q, Tensor::view);
+            let rows = Rows { q, ..rows };
+            match &self.pages {
+                None => self.whole(entry, rows)?,
+                Some(pages) => self.listed(pages, entry, rows)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Attention to all keys of a sequence.
+    fn whole(&self, entry: usize, rows: Rows<'_>) -> Result<()> {
+        let length = self.host.length(entry);
+        let heads = 0..self.problem.cache.num_heads_kv;
+        if self.cache.block_table.is_none() {
+            let keys = |view: &View<'a>| -> Result<View<'a>> {
+                Ok(view.slice(0, entry..entry + 1)?.flatten(0..2)?.slice(0, 0..length)?)
+            };
+            let (k, v) = (keys(&self.cache.k)?, keys(&self.cache.v)?);
+            return self.attend(rows, [k, v], self.op.mask, 0);
+        }
+        let kv = self.gather(entry, 0..length, heads)?;
+        self.attend(rows, [kv[0].view(), kv[1].view()], self.op.mask, 0)
+    }
+
+    /// Attention to the keys in listed pages, head by head. Masks look at true positions, so
+    /// queries that see the same of these keys share a call without a mask.
+    fn listed(&self, pages: &HostPages, entry: usize, rows: Rows<'_>) -> Result<()> {
+        let Rows { q, mut o, mut lse } = rows;
+        let (length, attention) = (self.host.length(entry), &self.problem.attention);
+        let (tokens, group) = (q.shape()[0], attention.num_heads_q / attention.num_heads_kv);
+        for head in 0..attention.num_heads_kv {
+            let keys = pages.keys([entry, head], length);
+            let kv = self.gather(entry, keys.iter().copied(), head..head + 1)?;
+            let seen = |token: usize| {
+                let shown = attention.mask.visible(token, tokens, length);
+                let [start, end] =
+                    [shown.start, shown.end].map(|end| keys.partition_point(|&key| key < end));
+                start..end
+            };
+            let mut first = 0;
+            while first < tokens {
+                let shown = seen(first);
+                let next = (first + 1..tokens).find(|&token| seen(token) != shown);
+                let same = first..next.unwrap_or(tokens);
+                let heads = head * group..(head + 1) * group;
+                let rows = Rows {
+                    q: q.slice(0, same.clone())?.slice(1, heads.clone())?,
+                    o: o.reborrow().slice(0, same.clone())?.slice(1, heads.clone())?,
+                    lse: lse
+                        .as_mut()
+                        .map(ViewMut::reborrow)
+                        .map(|lse| lse.slice(0, heads.clone())?.slice(1, same.clone()))
+                        .transpose()?,
+                };
+                let kv = [kv[0].view().slice(0, shown.clone())?, kv[1].view().slice(0, shown)?];
+                self.attend(rows, kv, Mask::Full, heads.start)?;
+                first = same.end;
+            }
+        }
+        Ok(())
+    }
+
+    /// One call of attention; its first query head is `first_head` of the whole.
+    fn attend(
+        &self,
+        Rows { q, o, lse }: Rows<'_>,
+        [k, v]: [View<'_>; 2],
+        mask: Mask,
+        first_head: usize,
+    ) -> Result<()> {
+        let heads = first_head..first_head + q.shape()[1];
+        let [max_seqlen_q, max_seqlen_kv] = [q.shape()[0], k.shape()[0]];
+        let [cu_q, cu_kv] = [max_seqlen_q, max_seqlen_kv].map(|length| [0, length as i32]);
+        let attention = Attention {
+            mask,
+            softmax_scale: Some(self.problem.attention.softmax_scale),
+            softcap: self.op.softcap,
+            sink: self.op.sink.map(|sink| sink.slice(0, heads)).transpose()?,
+            cu_seqlens: Some(CuSeqlens {
+                q: View::from_slice(&cu_q, &[2])?,
+                kv: View::from_slice(&cu_kv, &[2])?,
+                max_seqlen_q,
+                max_seqlen_kv,
+            }),
+            ..Attention::new(q, k, v)
+        };
+        attention.forward_into(o, lse, self.stream)
+    }
+
+    /// Copies of the keys and values at these positions, `[keys, heads, head_dim]`.
+    fn gather(
+        &self,
+        entry: usize,
+        keys: impl ExactSizeIterator<Item = usize> + Clone,
+        heads: Range<usize>,
+    ) -> Result<[Tensor; 2]> {
+        let sizes = &self.problem.cache;
+        let width = sizes.head_dim;
+        let shape = [keys.len(), heads.len(), width];
+        let copy = |source: &[T], strides| -> Result<Tensor> {
+            let mut tensor = Tensor::empty(self.stream, T::DTYPE, &shape)?;
+            let mut view = tensor.view_mut();
+            let mut rows = view.as_mut_slice::<T>()?.chunks_exact_mut(width);
+            for key in keys.clone() {
+                for (head, row) in heads.clone().zip(&mut rows) {
+                    let start = self.host.row(strides, [entry, key, head]);
+                    row.copy_from_slice(&source[start..][..width]);
+                }
+            }
+            Ok(tensor)
+        };
+        Ok([copy(self.kv[0], sizes.k)?, copy(self.kv[1], sizes.v)?])
+    }
+
+    /// The queries of a sequence after rotation, `[rows, heads, head_dim]`, rounded to their type.
+    fn turned(&self, entry: usize, tokens: &Range<usize>) -> Result<Option<Tensor>> {
+        let (Some(rotary), Some(sizes)) = (&self.rotary, self.problem.rotary) else {
+            return Ok(None);
+        };
+        if sizes.positions == 0 {
+            // The capacity is 0, too: there are no keys to score.
+            return Ok(None);
+        }
+        let attention = &self.problem.attention;
+        let (width, heads) = (attention.head_dim, attention.num_heads_q);
+        let shape = [tokens.len(), heads, width];
+        let mut tensor = Tensor::empty(self.stream, T::DTYPE, &shape)?;
+        let mut view = tensor.view_mut();
+        let mut rows = view.as_mut_slice::<T>()?.chunks_exact_mut(width);
+        let (q, strides) = (self.op.q.as_slice::<T>()?, attention.q);
+        let first = self.host.stored_length(entry) - tokens.len() as i64;
+        let mut turned = vec![0.0; width];
+        for (token, position) in tokens.clone().zip(first..) {
+            let position = position.clamp(0, sizes.positions as i64 - 1) as usize;
+            for (head, row) in (0..heads).zip(&mut rows) {
+                let start = entry * strides.batch + token * strides.seq + head * strides.head;
+                T::widen(&q[start..][..width], &mut turned);
+                rotary.turn(&mut turned, position);
+                T::narrow(&turned, row);
+            }
+        }
+        Ok(Some(tensor))
+    }
+}

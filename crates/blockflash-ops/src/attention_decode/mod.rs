@@ -1,0 +1,324 @@
+//! Attention of new queries to a cache of keys and values.
+
+mod cpu;
+mod pages;
+mod params;
+mod plan;
+mod problem;
+mod select;
+mod workspace;
+
+pub use pages::{PageListSizes, PageLists};
+pub use plan::{AttentionDecodePlan, plan, workspace_bytes};
+pub use problem::AttentionDecodeProblem;
+pub use select::{accepts, select, tile};
+pub use workspace::AttentionDecodeWorkspace;
+
+pub(crate) use select::support;
+
+use crate::attention::{AttentionOutput, Mask};
+use crate::check::Operand;
+use crate::kv_append::AppendKv;
+use crate::kv_cache::{KvCache, KvCacheMut, PackedTokens, Rotary};
+use crate::operation::{Operation, Prepared, Steps};
+use crate::{Error, Result};
+use blockflash_safe::{CudaProperties, Device, KvCacheViews, Stream, Tensor, View, ViewMut};
+use blockflash_sys::{DType, Kernel, manifest};
+
+/// Attention of the last tokens of each sequence to the keys and values in a cache: what
+/// [`Attention`](crate::Attention) computes with the keys of the sequence as `k` and `v`. A call
+/// can also append the keys and values of these tokens first.
+///
+/// ```
+/// # use blockflash_ops::{
+/// #     AppendKv, AttentionDecode, Device, DType, KvCacheMut, Mask, PackedTokens, Tensor,
+/// # };
+/// # let stream = Device::cpu().stream()?;
+/// // 8 pages of 16 slots; two sequences.
+/// let mut k = Tensor::zeros(&stream, DType::F32, &[8, 16, 2, 64])?;
+/// let mut v = Tensor::zeros(&stream, DType::F32, &[8, 16, 2, 64])?;
+/// let block_table = Tensor::from_slice(&stream, &[4, 1, 7, 2], &[2, 2])?;
+/// // A prompt of 20 tokens, and one token after 9 that are in the cache.
+/// let cu_seqlens = Tensor::from_slice(&stream, &[0, 20, 21], &[3])?;
+/// let seqused_kv = Tensor::from_slice(&stream, &[20, 10], &[2])?;
+/// let q = Tensor::zeros(&stream, DType::F32, &[21, 4, 64])?;
+/// let new = Tensor::zeros(&stream, DType::F32, &[21, 2, 64])?;
+///
+/// let packed = Some(PackedTokens { cu_seqlens: cu_seqlens.view(), max_seqlen: 20 });
+/// let decode =
+///     AttentionDecode { mask: Mask::causal(), packed, ..AttentionDecode::new(q.view()) };
+/// let cache = KvCacheMut {
+///     block_table: Some(block_table.view()),
+///     seqused_kv: Some(seqused_kv.view()),
+///     ..KvCacheMut::new(k.view_mut(), v.view_mut())
+/// };
+/// let new = AppendKv { packed, ..AppendKv::new(new.view(), new.view()) };
+/// let output = decode.append(&new, cache, &stream)?;
+/// assert_eq!((output.o.shape(), output.lse.shape()), (&[21, 4, 64][..], &[4, 21][..]));
+/// # Ok::<(), blockflash_ops::Error>(())
+/// ```
+///
+/// Query `i` of `n` of a sequence with `length` keys stands at key `length - n + i` under a mask
+/// that is aligned bottom-right. What [`Attention`](crate::Attention) promises about NaN, about
+/// queries that see nothing and about precision holds here, whatever lies in slots beyond the
+/// length. The bits of a sequence depend on no other sequence of the batch.
+///
+/// A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8 up to 256, pages of a multiple of
+/// 16 slots, and pointers and strides of multiples of 16 bytes. It neither appends nor turns queries
+/// yet. The CPU takes every problem.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionDecode<'a> {
+    /// Queries, `[batch, seqlen_q, num_heads_q, head_dim]`, or packed
+    /// `[total_q, num_heads_q, head_dim]`, in the element type of the cache.
+    pub q: View<'a>,
+    /// Set when the sequences have unequal numbers of queries.
+    pub packed: Option<PackedTokens<'a>>,
+    /// Which keys a query attends.
+    pub mask: Mask,
+    /// Factor of q·kᵀ, finite and positive; `None` is `1 / sqrt(head_dim)`.
+    pub softmax_scale: Option<f32>,
+    /// Scores become `softcap * tanh(score / softcap)`; finite and positive.
+    pub softcap: Option<f32>,
+    /// f32 `[num_heads_q]`: a logit per head (attention sink) that joins the softmax denominator,
+    /// and so the lse, but has no value.
+    pub sink: Option<View<'a>>,
+    /// Turns the queries by their positions: query `i` of `n` by position `seqused_kv - n + i`,
+    /// clamped to the positions of the tables. The keys in the cache are turned already, or by
+    /// [`AppendKv::rotary`].
+    pub rotary: Option<Rotary<'a>>,
+    /// Visits only these pages of a paged cache; keys of others do not exist for the softmax.
+    pub pages: Option<PageLists<'a>>,
+    /// Memory for the results of parts of sequences, of at least
+    /// [`workspace_bytes`](Self::workspace_bytes). The same for any number of calls.
+    pub workspace: Option<&'a AttentionDecodeWorkspace>,
+}
+
+/// What a call of [`AttentionDecode`] works with besides the queries.
+#[derive(Debug)]
+pub struct AttentionDecodeOperands<'o> {
+    /// The cache.
+    pub cache: CacheAccess<'o>,
+    /// The output, in the shape and element type of q.
+    pub o: ViewMut<'o>,
+    /// The log-sum-exp, f32 `[batch, num_heads_q, seqlen_q]`, or `[num_heads_q, total_q]`.
+    pub lse: Option<ViewMut<'o>>,
+}
+
+/// What a call of [`AttentionDecode`] does with the cache.
+#[derive(Debug)]
+pub enum CacheAccess<'o> {
+    /// Reads it.
+    Read(KvCache<'o>),
+    /// Appends to it first.
+    Append(&'o AppendKv<'o>, KvCacheMut<'o>),
+}
+
+/// See [`Operation::prepare`].
+pub type PreparedAttentionDecode = Prepared<AttentionDecodeProblem>;
+
+impl CacheAccess<'_> {
+    fn as_cache(&self) -> KvCache<'_> {
+        match self {
+            Self::Read(cache) => *cache,
+            Self::Append(_, cache) => cache.as_cache(),
+        }
+    }
+
+    fn new_tokens(&self) -> Option<&AppendKv<'_>> {
+        match self {
+            Self::Read(_) => None,
+            Self::Append(new, _) => Some(new),
+        }
+    }
+}
+
+impl<'a> AttentionDecode<'a> {
+    /// Full attention with the default scale and equally many queries for every sequence.
+    pub const fn new(q: View<'a>) -> Self {
+        Self {
+            q,
+            packed: None,
+            mask: Mask::Full,
+            softmax_scale: None,
+            softcap: None,
+            sink: None,
+            rotary: None,
+            pages: None,
+            workspace: None,
+        }
+    }
+
+    /// Computes into the caller's tensors. On a GPU nothing is allocated and the stream is not
+    /// synchronised, so a graph can capture the call, and its replays follow the lengths. On the
+    /// CPU it returns when the result is there.
+    ///
+    /// # Errors
+    /// All checks of [`problem`](Self::problem) and [`select`]; [`Error::Shape`] for outputs that
+    /// do not fit and for a workspace that is too small; [`Error::DeviceMismatch`] if an operand is
+    /// not on the stream's device; on the CPU [`Error::InvalidCuSeqlens`].
+    pub fn forward_into(
+        &self,
+        operands: AttentionDecodeOperands<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.run(operands, stream)
+    }
+
+    /// Allocates the outputs, and a workspace if there is none, and computes. Packed rows that
+    /// belong to no sequence are 0.
+    ///
+    /// # Errors
+    /// As [`forward_into`](Self::forward_into), and out of memory.
+    pub fn forward(&self, cache: KvCache<'_>, stream: &Stream) -> Result<AttentionOutput> {
+        self.allocated(CacheAccess::Read(cache), stream)
+    }
+
+    /// Like [`forward`](Self::forward) after new keys and values are appended to the cache.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), and all checks of [`AppendKv::problem`].
+    pub fn append(
+        &self,
+        new: &AppendKv<'_>,
+        cache: KvCacheMut<'_>,
+        stream: &Stream,
+    ) -> Result<AttentionOutput> {
+        self.allocated(CacheAccess::Append(new, cache), stream)
+    }
+
+    fn allocated(&self, cache: CacheAccess<'_>, stream: &Stream) -> Result<AttentionOutput> {
+        let problem = self.problem(&cache.as_cache())?;
+        let attention = &problem.attention;
+        let mut o = Tensor::zeros(stream, attention.dtype, &attention.o_shape())?;
+        let mut lse = Tensor::zeros(stream, DType::F32, &attention.lse_shape())?;
+        let own = match (self.workspace, problem.workspace_bytes(stream.device())?) {
+            (None, bytes @ 1..) => Some(AttentionDecodeWorkspace::new(stream, bytes)?),
+            _ => None,
+        };
+        let workspace = self.workspace.or(own.as_ref());
+        let call = AttentionDecode { workspace, ..*self };
+        let operands =
+            AttentionDecodeOperands { cache, o: o.view_mut(), lse: Some(lse.view_mut()) };
+        call.forward_into(operands, stream)?;
+        Ok(AttentionOutput { o, lse })
+    }
+
+    /// Bytes of workspace that a call needs on a device; 0 on the CPU. They follow from the sizes
+    /// of q and from the capacity, not from the lengths.
+    ///
+    /// # Errors
+    /// All checks of [`problem`](Self::problem) and [`select`].
+    pub fn workspace_bytes(&self, cache: &KvCache<'_>, device: &Device) -> Result<usize> {
+        self.problem(cache)?.workspace_bytes(device)
+    }
+
+    /// Checks that every input is on this device.
+    fn on(&self, device: &Device) -> Result<()> {
+        let inputs = [
+            ("q", Some(&self.q)),
+            ("sink", self.sink.as_ref()),
+            ("cu_seqlens.q", self.packed.as_ref().map(|packed| &packed.cu_seqlens)),
+            ("pages.lists", self.pages.as_ref().map(|pages| &pages.lists)),
+            ("pages.counts", self.pages.as_ref().map(|pages| &pages.counts)),
+        ];
+        for (what, view) in inputs {
+            view.map_or(Ok(()), |view| Operand::new(what, view).on(device))?;
+        }
+        self.rotary.map_or(Ok(()), |rotary| rotary.on(device))?;
+        self.workspace.map_or(Ok(()), |workspace| workspace.on(device))
+    }
+}
+
+impl Steps for AttentionDecode<'_> {
+    type Problem = AttentionDecodeProblem;
+    type Out<'o> = AttentionDecodeOperands<'o>;
+
+    fn is_empty(problem: &AttentionDecodeProblem) -> bool {
+        problem.is_empty()
+    }
+
+    fn checked(
+        &self,
+        operands: &AttentionDecodeOperands<'_>,
+        stream: &Stream,
+    ) -> Result<AttentionDecodeProblem> {
+        let AttentionDecodeOperands { cache, o, lse } = operands;
+        let (read, device) = (cache.as_cache(), stream.device());
+        let mut problem = self.problem(&read)?;
+        problem.attention = problem.attention.with_outputs(o, lse.as_ref())?;
+        problem.append = match cache.new_tokens() {
+            Some(new) => Some(new.checked_with(&read, device)?),
+            None => None,
+        };
+        self.on(device)?;
+        read.on(device)?;
+        Operand::of_mut("o", o).on(device)?;
+        lse.as_ref().map_or(Ok(()), |lse| Operand::of_mut("lse", lse).on(device))?;
+        Ok(problem)
+    }
+
+    fn launch(
+        &self,
+        kernel: &Kernel,
+        problem: &AttentionDecodeProblem,
+        gpu: &CudaProperties,
+        operands: AttentionDecodeOperands<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let needed = workspace_bytes(kernel, problem, gpu)?;
+        let bytes = self.workspace.map_or(0, AttentionDecodeWorkspace::bytes);
+        if bytes < needed {
+            let expected = format!("[at least {needed}]");
+            return Err(Error::Shape { what: "workspace", expected, found: vec![bytes] });
+        }
+        let AttentionDecodePlan { params, config } = plan::plan(kernel, problem, gpu)?;
+        let AttentionDecodeOperands { cache, o, lse } = operands;
+        let cache = cache.as_cache();
+        let aligned = [
+            ("q", self.q.is_aligned(16)),
+            ("cache.k", cache.k.is_aligned(16)),
+            ("cache.v", cache.v.is_aligned(16)),
+            ("o", o.is_aligned(16)),
+        ];
+        if let Some(&(what, _)) = aligned.iter().find(|(_, aligned)| !aligned) {
+            let problem = "the address is not a multiple of 16".into();
+            return Err(Error::Misaligned { what, problem });
+        }
+        let operands = blockflash_safe::AttentionDecodeOperands {
+            q: self.q,
+            cache: KvCacheViews {
+                k: cache.k,
+                v: cache.v,
+                block_table: cache.block_table,
+                seqused: cache.seqused_kv,
+            },
+            o,
+            lse,
+            sink: self.sink,
+            cu_seqlens_q: self.packed.map(|packed| packed.cu_seqlens),
+            pages: self.pages.map(|pages| [pages.lists, pages.counts]),
+            workspace: self.workspace.map(AttentionDecodeWorkspace::memory),
+        };
+        stream.launch::<manifest::AttentionDecode>(kernel, &config, &params, operands)?;
+        Ok(())
+    }
+
+    fn compute(
+        &self,
+        problem: &AttentionDecodeProblem,
+        operands: AttentionDecodeOperands<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let AttentionDecodeOperands { cache, o, lse } = operands;
+        match cache {
+            CacheAccess::Read(cache) => cpu::forward(self, problem, &cache, (o, lse), stream),
+            CacheAccess::Append(new, mut cache) => {
+                new.run(cache.reborrow(), stream)?;
+                cpu::forward(self, problem, &cache.as_cache(), (o, lse), stream)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,78 @@
+use super::AttentionDecodeProblem;
+use super::plan::Division;
+use crate::Result;
+use crate::attention::{Align, window_side};
+use crate::check::{to_i32, to_i64};
+use crate::kv_cache::CacheSizes;
+use blockflash_sys::params::{blockflash_attention_decode_params, blockflash_kv_cache};
+use std::ptr::{null, null_mut};
+
+/// The sizes, strides and factors of a problem, with null pointers.
+pub(super) fn params(
+    problem: &AttentionDecodeProblem,
+    division: &Division,
+) -> Result<blockflash_attention_decode_params> {
+    let attention = &problem.attention;
+    let limits = attention.mask.limits(attention.seqlen_q, attention.seqlen_kv);
+    let stride = |value| to_i64("stride", value);
+    Ok(blockflash_attention_decode_params {
+        q: null(),
+        o: null_mut(),
+        lse: null_mut(),
+        sink: null(),
+        cu_seqlens_q: null(),
+        cache: cache_params(&problem.cache)?,
+        page_list: null(),
+        page_count: null(),
+        partial_sums: null_mut(),
+        partial_logs: null_mut(),
+        arrivals: null_mut(),
+        tile_counter: null_mut(),
+        q_stride_batch: stride(attention.q.batch)?,
+        q_stride_seq: stride(attention.q.seq)?,
+        q_stride_head: stride(attention.q.head)?,
+        o_stride_batch: stride(attention.o.batch)?,
+        o_stride_seq: stride(attention.o.seq)?,
+        o_stride_head: stride(attention.o.head)?,
+        lse_stride_batch: stride(attention.lse.map_or(0, |lse| lse.batch))?,
+        lse_stride_head: stride(attention.lse.map_or(0, |lse| lse.head))?,
+        batch: to_i32("batch", attention.batch)?,
+        num_heads_q: to_i32("num_heads_q", attention.num_heads_q)?,
+        num_heads_kv: to_i32("num_heads_kv", attention.num_heads_kv)?,
+        group: to_i32("num_heads_q", attention.num_heads_q / attention.num_heads_kv.max(1))?,
+        seqlen_q: to_i32("seqlen_q", attention.seqlen_q)?,
+        total_q: to_i32("total_q", attention.packed.map_or(0, |packed| packed.total_q))?,
+        head_dim: to_i32("head_dim", attention.head_dim)?,
+        window_left: window_side(limits.left),
+        window_right: window_side(limits.right),
+        align_bottom_right: i32::from(limits.align == Align::BottomRight),
+        page_list_capacity: to_i32("pages", problem.pages.map_or(0, |pages| pages.capacity))?,
+        items: to_i32("items", division.items)?,
+        partial_rows: to_i32("rows", division.partial_rows)?,
+        splits: to_i32("splits", division.splits)?,
+        chunk_min: to_i32("chunk", division.chunk_min)?,
+        chunk_max: to_i32("chunk", division.chunk_max)?,
+        softmax_scale: attention.softmax_scale,
+        softcap: attention.softcap.unwrap_or(0.0),
+    })
+}
+
+fn cache_params(cache: &CacheSizes) -> Result<blockflash_kv_cache> {
+    let stride = |value| to_i64("stride", value);
+    Ok(blockflash_kv_cache {
+        k: null(),
+        v: null(),
+        block_table: null(),
+        seqused: null(),
+        k_stride_page: stride(cache.k.batch)?,
+        k_stride_slot: stride(cache.k.seq)?,
+        k_stride_head: stride(cache.k.head)?,
+        v_stride_page: stride(cache.v.batch)?,
+        v_stride_slot: stride(cache.v.seq)?,
+        v_stride_head: stride(cache.v.head)?,
+        block_table_stride: stride(cache.table.map_or(0, |table| table.stride))?,
+        pages: to_i32("pages", cache.pages)?,
+        page_size: to_i32("page_size", cache.page_size)?,
+        capacity: to_i32("capacity", cache.capacity)?,
+    })
+}

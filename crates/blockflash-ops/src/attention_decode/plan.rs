@@ -1,0 +1,171 @@
+use super::params::params;
+use super::{AttentionDecodeProblem, AttentionDecodeWorkspace};
+use crate::attention::check_strides;
+use crate::check::{grid_x, to_i32};
+use crate::selection::{fits, tile_of};
+use crate::{Error, Result};
+use blockflash_safe::{CudaProperties, LaunchConfig};
+use blockflash_sys::manifest::AttentionDecode as AttentionDecodeTile;
+use blockflash_sys::params::blockflash_attention_decode_params;
+use blockflash_sys::{Kernel, Target};
+
+/// Fewest and most keys of a split, as long as a sequence has at most [`MOST_SPLITS`].
+const CHUNK: [usize; 2] = [128, 4096];
+/// Splits of the longest sequences.
+const MOST_SPLITS: usize = 256;
+/// Key heads times splits of a sequence of medium length.
+const HEADS_AND_SPLITS: usize = 128;
+
+/// A launch as plain data, without pointers.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionDecodePlan {
+    /// The kernel argument.
+    pub params: blockflash_attention_decode_params,
+    /// Grid, block and shared memory.
+    pub config: LaunchConfig,
+}
+
+/// How the work of a call is divided. A sequence of `keys` keys has splits of `chunk` keys, a
+/// multiple of 64 that follows from the sequence alone, so its bits depend on no other sequence:
+/// the greater of `keys / splits`, but within `chunk_min..=chunk_max`, and of `keys / 256`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Division {
+    /// Splits of a sequence of medium length.
+    pub(super) splits: usize,
+    /// Fewest keys of a split.
+    pub(super) chunk_min: usize,
+    /// Most keys of a split, unless there are 256 splits.
+    pub(super) chunk_max: usize,
+    /// Splits that a sequence can have within the capacity.
+    pub(super) most_splits: usize,
+    /// Rows of a tile that can be in use.
+    pub(super) partial_rows: usize,
+    /// Splits of all row tiles of all heads that a call can have.
+    pub(super) items: usize,
+}
+
+impl AttentionDecodeProblem {
+    /// Queries of a sequence times the heads that share a head of keys.
+    pub(super) fn group_rows(&self) -> usize {
+        let attention = &self.attention;
+        attention.seqlen_q.saturating_mul(attention.num_heads_q / attention.num_heads_kv.max(1))
+    }
+}
+
+/// Fills the kernel argument and the launch configuration of `kernel` for a problem that it accepts
+/// on this GPU.
+///
+/// # Errors
+/// [`Error::Misaligned`] for a stride that is not a multiple of 8 elements, [`Error::TooLarge`] for
+/// more items than 32 bits count, [`Error::Unsupported`] if the kernel does not compute this
+/// problem.
+pub fn plan(
+    kernel: &Kernel,
+    problem: &AttentionDecodeProblem,
+    gpu: &CudaProperties,
+) -> Result<AttentionDecodePlan> {
+    fits(kernel, problem, gpu)?;
+    let tile = tile_of::<AttentionDecodeProblem>(kernel, &gpu.compute_capability)?;
+    let division = divided(&tile, problem)?;
+    // CTAs are persistent and take item after item.
+    let per_multiprocessor = gpu.smem_per_multiprocessor / (kernel.smem_bytes() + 1024).max(1);
+    let per_multiprocessor = per_multiprocessor.clamp(1, tile.min_blocks.max(1));
+    let most = gpu.multiprocessors.max(1).saturating_mul(per_multiprocessor) as usize;
+    // Each CTA asks once for an item past the last one.
+    let blocks = grid_x(&[division.items.min(most)])?;
+    grid_x(&[division.items.saturating_add(2 * blocks as usize)])?;
+    // Machine code for Hopper waits for its predecessor itself.
+    let waits = kernel.target == Target::Sm90;
+    let config = LaunchConfig::of(kernel, blocks, waits);
+    Ok(AttentionDecodePlan { params: params(problem, &division)?, config })
+}
+
+/// Divides the work of a problem among the items of a kernel with this tile.
+fn divided(tile: &AttentionDecodeTile, problem: &AttentionDecodeProblem) -> Result<Division> {
+    let (attention, cache) = (&problem.attention, &problem.cache);
+    let queries = [attention.batch, attention.seqlen_q, attention.num_heads_q];
+    let keys = [cache.pages, cache.page_size, cache.num_heads_kv];
+    check_strides(&[
+        ("q", attention.q, queries),
+        ("o", attention.o, queries),
+        ("cache.k", cache.k, keys),
+        ("cache.v", cache.v, keys),
+    ])?;
+    let rows = (tile.rows as usize).max(1);
+    let heads = attention.num_heads_kv.max(1);
+    let [chunk_min, chunk_max] = CHUNK;
+    let splits = (HEADS_AND_SPLITS / heads).max(1);
+    let visited = match problem.pages {
+        None => attention.seqlen_kv,
+        Some(pages) => pages.capacity.saturating_mul(cache.page_size).min(attention.seqlen_kv),
+    };
+    // Splits begin at a multiple of 16 keys.
+    let most_splits = most_splits(visited.next_multiple_of(16), splits);
+
+    let group_rows = problem.group_rows();
+    let tiles = attention.batch.saturating_mul(group_rows.div_ceil(rows));
+    let per_tile = heads.saturating_mul(most_splits);
+    // Offsets of packed sequences that do not ascend may ask for all of them.
+    to_i32("items", tiles.saturating_mul(per_tile))?;
+    let tiles = attention.packed.map_or(tiles, |packed| {
+        let all = packed.total_q.saturating_mul(attention.num_heads_q / heads).div_ceil(rows);
+        tiles.min(all.saturating_add(attention.batch))
+    });
+    let items = tiles * per_tile;
+    let partial_rows = rows.min(group_rows);
+    Ok(Division { splits, chunk_min, chunk_max, most_splits, partial_rows, items })
+}
+
+/// The most splits of a sequence of at most `capacity` keys.
+fn most_splits(capacity: usize, splits: usize) -> usize {
+    let [chunk_min, chunk_max] = CHUNK;
+    let most = if capacity <= chunk_max * splits {
+        splits.min(capacity.div_ceil(chunk_min))
+    } else {
+        splits.max(capacity.div_ceil(chunk_max).min(MOST_SPLITS))
+    };
+    most.max(1)
+}
+
+/// Bytes of an [`AttentionDecodeWorkspace`] that a kernel needs for a problem that it accepts: for
+/// each item its partial outputs and two numbers per row in f32, and a word; and the queries, if
+/// they are turned.
+///
+/// # Errors
+/// As [`plan`]; [`Error::TooLarge`] beyond the address space.
+pub fn workspace_bytes(
+    kernel: &Kernel,
+    problem: &AttentionDecodeProblem,
+    gpu: &CudaProperties,
+) -> Result<usize> {
+    fits(kernel, problem, gpu)?;
+    let tile = tile_of::<AttentionDecodeProblem>(kernel, &gpu.compute_capability)?;
+    let bytes = divided(&tile, problem)?.room(problem).and_then(|[sums, words]| {
+        AttentionDecodeWorkspace::bytes_for(sums, words).filter(|&b| isize::try_from(b).is_ok())
+    });
+    let limit = isize::MAX as usize;
+    bytes.ok_or(Error::TooLarge { what: "workspace", value: usize::MAX, limit })
+}
+
+impl Division {
+    /// Numbers of 32 bits, and words that count, of the workspace.
+    fn room(&self, problem: &AttentionDecodeProblem) -> Option<[usize; 2]> {
+        let attention = &problem.attention;
+        let (mut sums, mut words) = (0usize, 0);
+        if self.most_splits > 1 {
+            words = self.items;
+            let row = attention.head_dim.checked_add(2)?;
+            sums = self.items.checked_mul(self.partial_rows)?.checked_mul(row)?;
+        }
+        if problem.rotary.is_some() {
+            let elements = attention.o_shape().into_iter().try_fold(1, usize::checked_mul)?;
+            let bytes = elements.checked_mul(attention.dtype.size())?;
+            sums = sums.checked_next_multiple_of(4)?.checked_add(bytes.div_ceil(4))?;
+        }
+        Some([sums, words])
+    }
+}
+
+#[cfg(test)]
+#[path = "plan_tests.rs"]
+mod tests;

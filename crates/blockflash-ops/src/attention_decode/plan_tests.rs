@@ -1,0 +1,95 @@
+use super::*;
+use crate::kv_cache::{CacheSizes, TableSizes};
+use blockflash_sys::DType;
+
+/// Keys of a split and splits of a sequence: the rule in `params.h`.
+fn splits_of(keys: usize, splits: usize) -> usize {
+    let [chunk_min, chunk_max] = CHUNK;
+    let chunk = keys.div_ceil(splits).clamp(chunk_min, chunk_max).max(keys.div_ceil(MOST_SPLITS));
+    keys.div_ceil(chunk.next_multiple_of(64)).max(1)
+}
+
+#[test]
+fn no_length_has_more_splits_than_there_is_room_for() {
+    for splits in [1, 4, 16, 64, 128] {
+        let mut most = 0;
+        for keys in (0..600_000).step_by(16).chain((600_000..4_000_000).step_by(4096)) {
+            most = most.max(splits_of(keys, splits));
+            let room = most_splits(keys, splits);
+            assert!(most <= room && room <= MOST_SPLITS, "{keys} keys: {most} of {room}");
+        }
+        assert_eq!(most, MOST_SPLITS);
+    }
+    assert_eq!([1024, 8192, 32_768, 131_072].map(|keys| splits_of(keys, 16)), [8, 16, 16, 32]);
+}
+
+fn tile(rows: u32) -> AttentionDecodeTile {
+    AttentionDecodeTile {
+        dtype: DType::BF16,
+        head_dim: 128,
+        rows,
+        warps: 4,
+        stages: 3,
+        min_blocks: 2,
+    }
+}
+
+fn problem(capacity: usize, heads: [usize; 2], seqlen_q: usize) -> AttentionDecodeProblem {
+    let cache = CacheSizes::contiguous(DType::BF16, [64, capacity], heads[1], 128);
+    AttentionDecodeProblem::of(cache, seqlen_q, heads[0])
+}
+
+fn of_rows(rows: u32, problem: &AttentionDecodeProblem) -> Division {
+    divided(&tile(rows), problem).unwrap()
+}
+
+#[test]
+fn room_for_every_item() {
+    let plan = of_rows(8, &problem(131_072, [32, 8], 1));
+    assert_eq!((plan.splits, plan.most_splits, plan.partial_rows), (16, 32, 4));
+    assert_eq!(plan.items, 64 * 8 * 32);
+    let [sums, words] = plan.room(&problem(131_072, [32, 8], 1)).unwrap();
+    assert_eq!((sums, words), (64 * 8 * 32 * 4 * 130, 64 * 8 * 32));
+    let bytes = AttentionDecodeWorkspace::bytes_for(sums, words).unwrap();
+    assert!((34_000_000..35_000_000).contains(&bytes), "{bytes}");
+    // Row tiles; and no room where a sequence is one split.
+    let long = problem(100, [32, 8], 16);
+    let plan = of_rows(32, &long);
+    assert_eq!((plan.items, plan.partial_rows, plan.most_splits), (64 * 2 * 8, 32, 1));
+    assert_eq!(plan.room(&long), Some([0, 0]));
+}
+
+#[test]
+fn packed_queries_listed_pages_and_turned_queries() {
+    let mut packed = problem(8192, [32, 8], 512);
+    packed.attention.packed = Some(crate::attention::PackedRows { total_q: 575, total_kv: 0 });
+    assert_eq!(of_rows(32, &packed).items, (72 + 64) * 8 * 16);
+    let mut listed = problem(131_072, [32, 8], 1);
+    listed.cache.table = Some(TableSizes { max_pages: 1024, stride: 1024 });
+    listed.cache.page_size = 128;
+    listed.pages = Some(super::super::PageListSizes { capacity: 8 });
+    assert_eq!(of_rows(8, &listed).most_splits, 8);
+    let mut turned = problem(100, [32, 8], 1);
+    turned.rotary = Some(crate::kv_cache::RotarySizes {
+        dtype: DType::F32,
+        positions: 100,
+        rotary_dim: 128,
+        strides: [64; 2],
+        pairs: crate::RotaryPairs::Halves,
+    });
+    assert_eq!(of_rows(8, &turned).room(&turned), Some([64 * 32 * 128 / 2, 0]));
+}
+
+#[test]
+fn rows_that_16_byte_accesses_cannot_reach_are_refused() {
+    let mut odd = problem(100, [32, 8], 1);
+    odd.cache.v.seq += 4;
+    let error = divided(&tile(8), &odd).unwrap_err();
+    assert!(matches!(error, Error::Misaligned { what: "cache.v", .. }), "{error}");
+}
+
+#[test]
+fn what_32_bits_cannot_count_is_refused() {
+    let error = divided(&tile(8), &problem(1 << 30, [1 << 20, 1 << 20], 1)).unwrap_err();
+    assert!(matches!(error, Error::TooLarge { what: "items", .. }), "{error}");
+}

@@ -1,0 +1,100 @@
+use super::{AttentionDecode, PageListSizes, plan, select};
+use crate::attention::{AttentionProblem, PackedRows, Strides};
+use crate::check::{Operand, finite_positive, vector};
+use crate::kv_append::AppendKvProblem;
+use crate::kv_cache::{CacheSizes, KvCache, RotarySizes, token_sizes};
+use crate::{Error, Result};
+use blockflash_safe::Device;
+use blockflash_sys::DType;
+
+/// A call of attention to a cache reduced to plain numbers: what [`select`](super::select) and
+/// [`plan`](super::plan) work on.
+///
+/// [`AttentionDecode::problem`] makes one from tensors, with all checks;
+/// [`AttentionDecodeProblem::of`] makes one without tensors.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionDecodeProblem {
+    /// Queries, outputs and options. `seqlen_kv` is the capacity, and `k` and `v` have the strides
+    /// of the cache, from page to page in place of the batch.
+    pub attention: AttentionProblem,
+    /// The cache.
+    pub cache: CacheSizes,
+    /// Set when queries are turned by their positions.
+    pub rotary: Option<RotarySizes>,
+    /// Set when only listed pages are visited.
+    pub pages: Option<PageListSizes>,
+    /// Set when the call appends first.
+    pub append: Option<AppendKvProblem>,
+}
+
+impl AttentionDecodeProblem {
+    /// Attention of `seqlen_q` queries of each sequence to a cache without any option: the start of
+    /// a plan without tensors. Not checked.
+    pub fn of(cache: CacheSizes, seqlen_q: usize, num_heads_q: usize) -> Self {
+        let CacheSizes { dtype, batch, capacity, num_heads_kv, head_dim, .. } = cache;
+        let sizes = [batch, seqlen_q, capacity];
+        let dense = AttentionProblem::dense(dtype, sizes, [num_heads_q, num_heads_kv], head_dim);
+        let attention = AttentionProblem { k: cache.k, v: cache.v, ..dense };
+        Self { attention, cache, rotary: None, pages: None, append: None }
+    }
+
+    /// Whether there is no output element to compute and nothing to append.
+    pub fn is_empty(&self) -> bool {
+        self.attention.is_empty() && self.append.is_none_or(|append| append.is_empty())
+    }
+
+    /// Bytes of workspace on a device.
+    pub(super) fn workspace_bytes(&self, device: &Device) -> Result<usize> {
+        match device.cuda_properties() {
+            Some(gpu) if !self.is_empty() => plan::workspace_bytes(select(self, gpu)?, self, gpu),
+            _ => Ok(0),
+        }
+    }
+}
+
+impl AttentionDecode<'_> {
+    /// Everything that can be checked without reading a tensor, and the result as plain numbers:
+    /// for a contiguous `o`, no `lse` and a cache that is only read.
+    ///
+    /// # Errors
+    /// All checks of [`KvCache::sizes`]; [`Error::DType`], [`Error::Shape`], [`Error::Stride`],
+    /// [`Error::HeadGroups`], [`Error::InvalidScale`] and [`Error::TooLarge`].
+    pub fn problem(&self, cache: &KvCache<'_>) -> Result<AttentionDecodeProblem> {
+        let cache = cache.sizes()?;
+        let q = Operand::new("q", &self.q);
+        q.dtype_in(&[cache.dtype])?;
+        let rows = token_sizes(&q, self.packed.as_ref())?;
+        if [rows.batch, rows.head_dim] != [cache.batch, cache.head_dim] {
+            let (batch, head_dim) = (cache.batch, cache.head_dim);
+            return Err(q.wrong_shape(match rows.packed {
+                None => format!("[{batch}, seqlen_q, num_heads_q, {head_dim}]"),
+                Some(_) => format!("[total_q, num_heads_q, {head_dim}] of {batch} sequences"),
+            }));
+        }
+        let (num_heads_q, num_heads_kv) = (rows.heads, cache.num_heads_kv);
+        if num_heads_q > 0 && (num_heads_kv == 0 || num_heads_q % num_heads_kv != 0) {
+            return Err(Error::HeadGroups { num_heads_q, num_heads_kv });
+        }
+        let mut problem = AttentionDecodeProblem::of(cache, rows.tokens, num_heads_q);
+        let attention = &mut problem.attention;
+        attention.q = rows.strides;
+        if let Some(total_q) = rows.packed {
+            attention.packed = Some(PackedRows { total_q, total_kv: 0 });
+            attention.o = Strides { batch: 0, ..attention.o };
+        }
+        attention.mask = self.mask;
+        let scale = self.softmax_scale.unwrap_or(attention.softmax_scale);
+        attention.softmax_scale = finite_positive("softmax_scale", scale)?;
+        attention.softcap =
+            self.softcap.map(|softcap| finite_positive("softcap", softcap)).transpose()?;
+        if let Some(sink) = &self.sink {
+            vector("sink", sink, DType::F32, &[num_heads_q])?;
+            attention.sink = true;
+        }
+        let rotary = self.rotary.as_ref();
+        let rotary = rotary.map(|r| r.sizes(cache.dtype, cache.head_dim, cache.capacity));
+        problem.rotary = rotary.transpose()?;
+        problem.pages = self.pages.as_ref().map(|pages| pages.sizes(&cache)).transpose()?;
+        Ok(problem)
+    }
+}

@@ -1,0 +1,80 @@
+use crate::check::aligned;
+use crate::{Error, Result};
+use blockflash_safe::{BsrPartsMemory, Device, Stream, Tensor};
+use blockflash_sys::DType;
+
+/// Workspace in which the kernels of [`AttentionDecode`](super::AttentionDecode) keep the results
+/// of parts of a sequence until the last one arrives, which adds them up in a fixed order.
+///
+/// Any number of calls, streams and captured graphs may share one, but they use it one after
+/// another: a call, or a launch of a graph, waits on its stream for the work queued on the stream
+/// that used the workspace last. Streams that should compute concurrently need a workspace each.
+/// While that last stream is being captured, other streams get
+/// [`InCapture`](blockflash_safe::Error::InCapture). The CPU ignores it.
+#[derive(Debug)]
+pub struct AttentionDecodeWorkspace {
+    memory: BsrPartsMemory,
+    bytes: usize,
+}
+
+impl AttentionDecodeWorkspace {
+    /// Numbers for each word that counts parts: about as many as the smallest part has in practice.
+    const SUMS_PER_WORD: usize = 64;
+
+    /// A workspace on the device of a stream. [`AttentionDecode::workspace_bytes`] says how many
+    /// bytes a call needs.
+    ///
+    /// # Errors
+    /// Out of memory, a stream that is being captured, or a failing device.
+    ///
+    /// [`AttentionDecode::workspace_bytes`]: super::AttentionDecode::workspace_bytes
+    pub fn new(stream: &Stream, bytes: usize) -> Result<Self> {
+        Self::from_tensor(Tensor::empty(stream, DType::U8, &[bytes])?)
+    }
+
+    /// A workspace in memory of the caller, for example of another library's allocator, of any
+    /// element type and shape. It is set to zero, after all work that is queued with the tensor by
+    /// now.
+    ///
+    /// # Errors
+    /// [`Error::Misaligned`] for memory that does not start at a multiple of 16 bytes;
+    /// [`InGraph`](blockflash_safe::Error::InGraph) for a tensor that a captured graph uses;
+    /// [`InCapture`](blockflash_safe::Error::InCapture); a failing device.
+    pub fn from_tensor(tensor: Tensor) -> Result<Self> {
+        let view = tensor.view();
+        aligned("workspace", &view)?;
+        let bytes = view.layout().elements() * view.dtype().size();
+        let words = bytes / size_of::<f32>() / (Self::SUMS_PER_WORD + 1);
+        Ok(Self { memory: BsrPartsMemory::from_tensor(tensor, words)?, bytes })
+    }
+
+    /// Bytes with room for so many numbers of 32 bits and so many words that count; `None` beyond
+    /// the address space.
+    pub(super) fn bytes_for(sums: usize, words: usize) -> Option<usize> {
+        let words = words.max(sums.div_ceil(Self::SUMS_PER_WORD));
+        words.checked_mul((Self::SUMS_PER_WORD + 1) * size_of::<f32>())
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Where the memory is.
+    pub fn device(&self) -> Device {
+        self.memory.device()
+    }
+
+    pub(super) fn memory(&self) -> &BsrPartsMemory {
+        &self.memory
+    }
+
+    pub(super) fn on(&self, expected: &Device) -> Result<()> {
+        let (what, expected, found) = ("workspace", *expected, self.device());
+        if expected == found {
+            Ok(())
+        } else {
+            Err(Error::DeviceMismatch { what, expected, found })
+        }
+    }
+}

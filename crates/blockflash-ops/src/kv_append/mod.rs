@@ -1,0 +1,132 @@
+//! Appends new keys and values to a cache, with rotary position embedding.
+
+mod cpu;
+mod problem;
+mod select;
+
+pub use problem::AppendKvProblem;
+pub use select::{accepts, select};
+
+use crate::Result;
+use crate::check::Operand;
+use crate::kv_cache::{KvCache, KvCacheMut, PackedTokens, Rotary};
+use crate::operation::{Operation, Prepared, Steps};
+use crate::selection::unsupported;
+use blockflash_safe::{CudaProperties, Device, Stream, View};
+use blockflash_sys::Kernel;
+
+/// New keys and values for a cache: one append without attention, or the first half of
+/// [`AttentionDecode::append`](crate::AttentionDecode::append).
+///
+/// The lengths of the cache count the new tokens: of a sequence with `n` of them, token `i` goes to
+/// position `seqused_kv - n + i`. A token whose position is negative or beyond the capacity is
+/// dropped. Sequences must not append to a page that they share: it would hold the token of either.
+///
+/// ```
+/// # use blockflash_ops::{AppendKv, Device, DType, KvCacheMut, Tensor};
+/// # let stream = Device::cpu().stream()?;
+/// let mut k = Tensor::zeros(&stream, DType::F32, &[1, 100, 2, 64])?; // room for 100 tokens
+/// let mut v = Tensor::zeros(&stream, DType::F32, &[1, 100, 2, 64])?;
+/// let seqused_kv = Tensor::from_slice(&stream, &[5], &[1])?; // three before, two new ones
+/// let new = Tensor::from_slice(&stream, &vec![1f32; 2 * 2 * 64], &[1, 2, 2, 64])?;
+///
+/// let cache = KvCacheMut {
+///     seqused_kv: Some(seqused_kv.view()),
+///     ..KvCacheMut::new(k.view_mut(), v.view_mut())
+/// };
+/// AppendKv::new(new.view(), new.view()).append_into(cache, &stream)?;
+/// assert_eq!(k.to_vec::<f32>(&stream)?[2 * 128..6 * 128].iter().sum::<f32>(), 256.0);
+/// # Ok::<(), blockflash_ops::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct AppendKv<'a> {
+    /// Keys, `[batch, tokens, num_heads_kv, head_dim]`, or packed
+    /// `[total, num_heads_kv, head_dim]`, in the element type of the cache.
+    pub k: View<'a>,
+    /// Values, in the shape of the keys.
+    pub v: View<'a>,
+    /// Set when the sequences have unequal numbers of new tokens.
+    pub packed: Option<PackedTokens<'a>>,
+    /// Turns the keys by their positions before they are stored.
+    pub rotary: Option<Rotary<'a>>,
+}
+
+/// See [`Operation::prepare`].
+pub type PreparedAppendKv = Prepared<AppendKvProblem>;
+
+impl<'a> AppendKv<'a> {
+    /// Equally many tokens for every sequence, stored as they are.
+    pub const fn new(k: View<'a>, v: View<'a>) -> Self {
+        Self { k, v, packed: None, rotary: None }
+    }
+
+    /// Appends. On a GPU nothing is allocated and the stream is not synchronised, so a graph can
+    /// capture the call. On the CPU it returns when the cache is written.
+    ///
+    /// # Errors
+    /// All checks of [`problem`](Self::problem) and [`select`];
+    /// [`Error::DeviceMismatch`](crate::Error::DeviceMismatch) if an operand is not on the stream's
+    /// device; on the CPU [`Error::InvalidCuSeqlens`](crate::Error::InvalidCuSeqlens).
+    pub fn append_into(&self, cache: KvCacheMut<'_>, stream: &Stream) -> Result<()> {
+        self.run(cache, stream)
+    }
+
+    /// Checks that every input is on this device.
+    pub(crate) fn on(&self, device: &Device) -> Result<()> {
+        Operand::new("new.k", &self.k).on(device)?;
+        Operand::new("new.v", &self.v).on(device)?;
+        if let Some(packed) = &self.packed {
+            Operand::new("cu_seqlens.q", &packed.cu_seqlens).on(device)?;
+        }
+        self.rotary.map_or(Ok(()), |rotary| rotary.on(device))
+    }
+
+    /// Everything of [`Steps::checked`].
+    pub(crate) fn checked_with(
+        &self,
+        cache: &KvCache<'_>,
+        device: &Device,
+    ) -> Result<AppendKvProblem> {
+        let problem = self.problem(cache)?;
+        self.on(device)?;
+        cache.on(device)?;
+        Ok(problem)
+    }
+}
+
+impl Steps for AppendKv<'_> {
+    type Problem = AppendKvProblem;
+    type Out<'o> = KvCacheMut<'o>;
+
+    fn is_empty(problem: &AppendKvProblem) -> bool {
+        problem.is_empty()
+    }
+
+    fn checked(&self, cache: &KvCacheMut<'_>, stream: &Stream) -> Result<AppendKvProblem> {
+        self.checked_with(&cache.as_cache(), stream.device())
+    }
+
+    fn launch(
+        &self,
+        kernel: &Kernel,
+        _problem: &AppendKvProblem,
+        gpu: &CudaProperties,
+        _cache: KvCacheMut<'_>,
+        _stream: &Stream,
+    ) -> Result<()> {
+        let what = format!("{}: this kernel cannot be launched yet", kernel.symbol());
+        Err(unsupported::<AppendKvProblem>(&gpu.compute_capability, what))
+    }
+
+    fn compute(
+        &self,
+        problem: &AppendKvProblem,
+        cache: KvCacheMut<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        cpu::append(self, problem, cache, stream)
+    }
+}
+
+#[cfg(test)]
+mod tests;

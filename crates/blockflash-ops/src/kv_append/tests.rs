@@ -1,0 +1,134 @@
+use super::*;
+use crate::{DType, Device, Error, RotaryPairs, Tensor, ViewMut};
+
+const SLOTS: usize = 6;
+
+fn cpu() -> Stream {
+    Device::cpu().stream().unwrap()
+}
+
+fn f32s(values: &[f32], shape: &[usize]) -> Tensor {
+    Tensor::from_slice(&cpu(), values, shape).unwrap()
+}
+
+fn i32s(values: &[i32], shape: &[usize]) -> Tensor {
+    Tensor::from_slice(&cpu(), values, shape).unwrap()
+}
+
+/// Appends tokens to two sequences of 6 slots, whose rows have one element, and returns the keys.
+fn appended(
+    lengths: &[i32; 2],
+    new: &Tensor,
+    packed: Option<PackedTokens<'_>>,
+) -> Result<Vec<f32>> {
+    let mut keys = vec![0f32; 2 * SLOTS];
+    let mut values = keys.clone();
+    let lengths = i32s(lengths, &[2]);
+    let shape = [2, SLOTS, 1, 1];
+    let cache = KvCacheMut {
+        seqused_kv: Some(lengths.view()),
+        ..KvCacheMut::new(
+            ViewMut::from_slice(&mut keys, &shape)?,
+            ViewMut::from_slice(&mut values, &shape)?,
+        )
+    };
+    AppendKv { packed, ..AppendKv::new(new.view(), new.view()) }.append_into(cache, &cpu())?;
+    assert_eq!(keys, values);
+    Ok(keys)
+}
+
+#[test]
+fn the_last_keys_are_the_new_ones() {
+    let new = f32s(&[1.0, 2.0, 3.0, 4.0], &[2, 2, 1, 1]);
+    let found = |lengths: &[i32; 2]| appended(lengths, &new, None).unwrap();
+    assert_eq!(found(&[2, 5]), [1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 3.0, 4.0, 0.0]);
+    // Before the first slot and beyond the last one there is nothing to write to.
+    assert_eq!(found(&[1, 7]), [2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 3.0]);
+    for lengths in [[0, 8], [-1, i32::MAX], [i32::MIN, 100]] {
+        assert_eq!(found(&lengths), [0.0; 12], "{lengths:?}");
+    }
+}
+
+#[test]
+fn packed_tokens() {
+    let new = f32s(&[1.0, 2.0, 3.0, 4.0, 5.0], &[5, 1, 1]);
+    let run = |offsets: &[i32; 3], lengths| {
+        let offsets = i32s(offsets, &[3]);
+        let packed = Some(PackedTokens { cu_seqlens: offsets.view(), max_seqlen: 4 });
+        appended(lengths, &new, packed)
+    };
+    let expected = [0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0];
+    assert_eq!(run(&[0, 3, 4], &[6, 1]).unwrap(), expected);
+    assert_eq!(run(&[0, 0, 0], &[6, 1]).unwrap(), [0.0; 12]);
+    for offsets in [[0, 5, 5], [1, 2, 3], [0, 3, 2], [0, 3, 6]] {
+        let error = run(&offsets, &[6, 6]).unwrap_err();
+        assert!(matches!(error, Error::InvalidCuSeqlens { .. }), "{error}");
+    }
+}
+
+#[test]
+fn pages_that_do_not_exist_are_the_first_and_the_last() {
+    let (mut k, mut v) = (f32s(&[0.0; 6], &[3, 2, 1, 1]), f32s(&[0.0; 6], &[3, 2, 1, 1]));
+    let (table, lengths) = (i32s(&[i32::MIN, 3, 1, i32::MAX], &[2, 2]), i32s(&[4, 3], &[2]));
+    let new = f32s(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], &[2, 3, 1, 1]);
+    let cache = KvCacheMut {
+        block_table: Some(table.view()),
+        seqused_kv: Some(lengths.view()),
+        ..KvCacheMut::new(k.view_mut(), v.view_mut())
+    };
+    AppendKv::new(new.view(), new.view()).append_into(cache, &cpu()).unwrap();
+    // Sequence 0 fills its slots 1 to 3 of pages 0 and 2, then sequence 1 its slots 0 to 2.
+    assert_eq!(k.to_vec::<f32>(&cpu()).unwrap(), [0.0, 1.0, 4.0, 5.0, 6.0, 3.0]);
+}
+
+#[test]
+fn keys_are_turned_by_their_positions() {
+    // One full turn in four positions, of the first two or three of four elements.
+    let (cos, sin) = (f32s(&[1.0, 0.0, -1.0, 0.0], &[4, 1]), f32s(&[0.0, 1.0, 0.0, -1.0], &[4, 1]));
+    let new = f32s(&[1.0, 2.0, 3.0, 4.0, 1.0, 2.0, 3.0, 4.0], &[1, 2, 1, 4]);
+    let lengths = i32s(&[4], &[1]);
+    for (pairs, expected) in [
+        (RotaryPairs::Interleaved, [-1.0, -2.0, 3.0, 4.0, 2.0, -1.0, 3.0, 4.0]),
+        (RotaryPairs::Halves, [-1.0, -2.0, 3.0, 4.0, 2.0, -1.0, 3.0, 4.0]),
+    ] {
+        let (mut k, mut v) = (f32s(&[0.0; 16], &[1, 4, 1, 4]), f32s(&[0.0; 16], &[1, 4, 1, 4]));
+        let cache = KvCacheMut {
+            seqused_kv: Some(lengths.view()),
+            ..KvCacheMut::new(k.view_mut(), v.view_mut())
+        };
+        let rotary = Some(Rotary { cos: cos.view(), sin: sin.view(), pairs });
+        let append = AppendKv { rotary, ..AppendKv::new(new.view(), new.view()) };
+        append.append_into(cache, &cpu()).unwrap();
+        assert_eq!(k.to_vec::<f32>(&cpu()).unwrap()[8..], expected, "{pairs:?}");
+        assert_eq!(v.to_vec::<f32>(&cpu()).unwrap()[8..], new.to_vec::<f32>(&cpu()).unwrap());
+    }
+}
+
+#[test]
+fn wrong_tokens_are_named() {
+    let k = f32s(&[0.0; 48], &[2, 3, 2, 4]);
+    let cache = KvCache::new(k.view(), k.view());
+    for (shape, what) in [
+        (&[1, 2, 2, 4][..], "expected [2, tokens, 2, 4]"),
+        (&[2, 2, 1, 4], "expected [2, tokens, 2, 4]"),
+        (&[2, 2, 2, 5], "expected [2, tokens, 2, 4]"),
+        (&[2, 2, 4], "[batch, seqlen, num_heads, head_dim]"),
+    ] {
+        let new = Tensor::zeros(&cpu(), DType::F32, shape).unwrap();
+        let message =
+            AppendKv::new(new.view(), new.view()).problem(&cache).unwrap_err().to_string();
+        assert!(message.contains("new.k") && message.contains(what), "{message}");
+    }
+    let (good, short) = (f32s(&[0.0; 32], &[2, 2, 2, 4]), f32s(&[0.0; 16], &[2, 1, 2, 4]));
+    let message = |op: AppendKv<'_>| op.problem(&cache).unwrap_err().to_string();
+    assert!(message(AppendKv::new(good.view(), short.view())).contains("new.v"));
+    let halves = Tensor::zeros(&cpu(), DType::F16, &[2, 2, 2, 4]).unwrap();
+    assert!(message(AppendKv::new(halves.view(), halves.view())).contains("new.k is f16"));
+    let offsets = i32s(&[0; 4], &[4]);
+    let packed = Some(PackedTokens { cu_seqlens: offsets.view(), max_seqlen: 1 });
+    let rows = f32s(&[0.0; 24], &[3, 2, 4]);
+    let op = AppendKv { packed, ..AppendKv::new(rows.view(), rows.view()) };
+    assert!(message(op).contains("of 2 sequences"));
+    let op = AppendKv { packed, ..AppendKv::new(good.view(), good.view()) };
+    assert!(message(op).contains("[total, num_heads, head_dim]"));
+}

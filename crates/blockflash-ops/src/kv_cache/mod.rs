@@ -1,0 +1,119 @@
+//! Keys and values that stay from call to call: contiguous or in pages, with lengths on the device.
+
+mod host;
+mod rotary;
+mod sizes;
+mod tokens;
+
+pub use rotary::{Rotary, RotaryPairs, RotarySizes};
+pub use sizes::{CacheSizes, TableSizes};
+pub use tokens::PackedTokens;
+
+pub(crate) use host::{HostCache, HostRotary};
+pub(crate) use tokens::{token_ranges, token_sizes};
+
+use crate::Result;
+use crate::check::Operand;
+use blockflash_safe::{Device, View, ViewMut};
+
+/// The keys and values of a batch for [`AttentionDecode`](crate::AttentionDecode), read-only.
+///
+/// ```
+/// # use blockflash_ops::{Device, KvCache, Tensor, DType};
+/// # let stream = Device::cpu().stream()?;
+/// // 40 pages of 16 slots for 2 heads of keys with head_dim 64.
+/// let k = Tensor::zeros(&stream, DType::BF16, &[40, 16, 2, 64])?;
+/// let v = Tensor::zeros(&stream, DType::BF16, &[40, 16, 2, 64])?;
+/// // Sequence 0 has 20 keys in the pages 7 and 3, sequence 1 has none yet.
+/// let block_table = Tensor::from_slice(&stream, &[7, 3, -1, -1, -1, -1], &[2, 3])?;
+/// let seqused_kv = Tensor::from_slice(&stream, &[20, 0], &[2])?;
+/// let cache = KvCache {
+///     block_table: Some(block_table.view()),
+///     seqused_kv: Some(seqused_kv.view()),
+///     ..KvCache::new(k.view(), v.view())
+/// };
+/// assert_eq!(cache.sizes()?.capacity, 48);
+/// # Ok::<(), blockflash_ops::Error>(())
+/// ```
+///
+/// Table and lengths are read on the device at each launch, so a captured graph follows them. A
+/// GPU reads only what the lengths cover: slots beyond may hold anything. Whatever table and
+/// lengths hold, nothing outside the tensors is touched:
+///
+/// - A length counts as 0 if it is negative, and as the capacity if it is greater.
+/// - Entries of the table count as page 0 if they are negative, and as the last page if there is no
+///   such page. Entries that belong to no key of the sequence are not used.
+#[derive(Clone, Copy, Debug)]
+pub struct KvCache<'a> {
+    /// Keys, `[batch, capacity, num_heads_kv, head_dim]`; with a [`block_table`](Self::block_table)
+    /// `[pages, page_size, num_heads_kv, head_dim]`. All strides but the last are free, so a cache
+    /// `[pages, num_heads_kv, page_size, head_dim]` is a permuted view.
+    pub k: View<'a>,
+    /// Values, in the shape and element type of the keys.
+    pub v: View<'a>,
+    /// i32 `[batch, max_pages]`: the pages of each sequence in the order of their keys. Sequences
+    /// may share pages. The capacity of a sequence is `max_pages * page_size`. A GPU needs pages of
+    /// a multiple of 16 slots.
+    pub block_table: Option<View<'a>>,
+    /// i32 `[batch]`: how many keys each sequence has; `None` is the whole capacity.
+    pub seqused_kv: Option<View<'a>>,
+}
+
+/// A [`KvCache`] that a call may append to.
+#[derive(Debug)]
+pub struct KvCacheMut<'a> {
+    /// See [`KvCache::k`].
+    pub k: ViewMut<'a>,
+    /// See [`KvCache::v`].
+    pub v: ViewMut<'a>,
+    /// See [`KvCache::block_table`].
+    pub block_table: Option<View<'a>>,
+    /// See [`KvCache::seqused_kv`].
+    pub seqused_kv: Option<View<'a>>,
+}
+
+impl<'a> KvCache<'a> {
+    /// A contiguous cache whose every slot is used.
+    pub const fn new(k: View<'a>, v: View<'a>) -> Self {
+        Self { k, v, block_table: None, seqused_kv: None }
+    }
+
+    /// Checks that every tensor is on this device.
+    pub(crate) fn on(&self, device: &Device) -> Result<()> {
+        let tensors = [
+            ("cache.k", Some(&self.k)),
+            ("cache.v", Some(&self.v)),
+            ("cache.block_table", self.block_table.as_ref()),
+            ("cache.seqused_kv", self.seqused_kv.as_ref()),
+        ];
+        tensors.into_iter().try_for_each(|(what, view)| {
+            view.map_or(Ok(()), |view| Operand::new(what, view).on(device))
+        })
+    }
+}
+
+impl<'a> KvCacheMut<'a> {
+    /// A contiguous cache whose every slot is used.
+    pub const fn new(k: ViewMut<'a>, v: ViewMut<'a>) -> Self {
+        Self { k, v, block_table: None, seqused_kv: None }
+    }
+
+    /// The same cache for reading.
+    pub fn as_cache(&self) -> KvCache<'_> {
+        KvCache {
+            k: self.k.as_view(),
+            v: self.v.as_view(),
+            block_table: self.block_table,
+            seqused_kv: self.seqused_kv,
+        }
+    }
+
+    /// The same cache for one of several calls.
+    pub fn reborrow(&mut self) -> KvCacheMut<'_> {
+        let (k, v) = (self.k.reborrow(), self.v.reborrow());
+        KvCacheMut { k, v, block_table: self.block_table, seqused_kv: self.seqused_kv }
+    }
+}
+
+#[cfg(test)]
+mod tests;

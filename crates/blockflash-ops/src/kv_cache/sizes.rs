@@ -1,0 +1,146 @@
+use super::KvCache;
+use crate::attention::{MAX_SEQLEN, Strides};
+use crate::check::{Operand, to_i32, vector};
+use crate::{Error, Result};
+use blockflash_safe::View;
+use blockflash_sys::DType;
+
+/// A [`KvCache`] reduced to plain numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheSizes {
+    /// Element type of keys and values.
+    pub dtype: DType,
+    /// Sequences.
+    pub batch: usize,
+    /// Most keys of a sequence.
+    pub capacity: usize,
+    /// Slots of a page. A contiguous cache is one page for each sequence.
+    pub page_size: usize,
+    /// Pages that exist.
+    pub pages: usize,
+    /// Heads of keys and values.
+    pub num_heads_kv: usize,
+    /// Elements of a row.
+    pub head_dim: usize,
+    /// Strides of the keys; that of the batch is from page to page.
+    pub k: Strides,
+    /// Strides of the values.
+    pub v: Strides,
+    /// Set when pages are found by a table.
+    pub table: Option<TableSizes>,
+    /// Whether the device knows how many keys each sequence has.
+    pub seqused_kv: bool,
+}
+
+/// The sizes of a block table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TableSizes {
+    /// Entries of a sequence.
+    pub max_pages: usize,
+    /// Elements from one sequence to the next.
+    pub stride: usize,
+}
+
+impl CacheSizes {
+    /// A contiguous cache with a length for each sequence: the start of a plan without tensors. Not
+    /// checked.
+    pub fn contiguous(
+        dtype: DType,
+        [batch, capacity]: [usize; 2],
+        num_heads_kv: usize,
+        head_dim: usize,
+    ) -> Self {
+        let seq = num_heads_kv.saturating_mul(head_dim);
+        let k = Strides { batch: capacity.saturating_mul(seq), seq, head: head_dim };
+        let (page_size, pages, seqused_kv) = (capacity, batch, true);
+        let (v, table) = (k, None);
+        Self {
+            dtype,
+            batch,
+            capacity,
+            page_size,
+            pages,
+            num_heads_kv,
+            head_dim,
+            k,
+            v,
+            table,
+            seqused_kv,
+        }
+    }
+}
+
+impl KvCache<'_> {
+    /// Everything that can be checked without reading a tensor, and the result as plain numbers.
+    ///
+    /// # Errors
+    /// [`Error::DType`], [`Error::Shape`] and [`Error::Stride`] for tensors that do not fit each
+    /// other, [`Error::TooLarge`] for a capacity beyond [`MAX_SEQLEN`].
+    pub fn sizes(&self) -> Result<CacheSizes> {
+        let (k, v) = (Operand::new("cache.k", &self.k), Operand::new("cache.v", &self.v));
+        k.dtype_in(&[DType::F16, DType::BF16, DType::F32])?;
+        v.dtype_in(&[k.dtype])?;
+        let &[pages, page_size, num_heads_kv, head_dim] = k.shape else {
+            return Err(k.wrong_shape(match self.block_table {
+                None => "[batch, capacity, num_heads_kv, head_dim]",
+                Some(_) => "[pages, page_size, num_heads_kv, head_dim]",
+            }));
+        };
+        if head_dim == 0 {
+            return Err(k.wrong_shape("a head_dim of at least 1"));
+        }
+        v.shape_is(k.shape)?;
+        k.last_dim_contiguous()?;
+        v.last_dim_contiguous()?;
+
+        let (mut batch, mut capacity, mut sizes) = (pages, page_size, None);
+        if let Some(block_table) = &self.block_table {
+            if page_size == 0 {
+                return Err(k.wrong_shape("a page_size of at least 1"));
+            }
+            let (entries, table) = table_sizes(block_table)?;
+            (batch, sizes) = (entries, Some(table));
+            let all = table.max_pages.saturating_mul(page_size);
+            // Without a page there is nothing that an entry could name.
+            capacity = if pages == 0 { 0 } else { all };
+        }
+        if let Some(seqused_kv) = &self.seqused_kv {
+            vector("cache.seqused_kv", seqused_kv, DType::I32, &[batch])?;
+        }
+        for (what, size) in [("batch", batch), ("pages", pages), ("num_heads_kv", num_heads_kv)] {
+            to_i32(what, size)?;
+        }
+        if capacity > MAX_SEQLEN {
+            return Err(Error::TooLarge { what: "capacity", value: capacity, limit: MAX_SEQLEN });
+        }
+        let strides = |of: &Operand<'_>| Strides {
+            batch: of.strides[0],
+            seq: of.strides[1],
+            head: of.strides[2],
+        };
+        Ok(CacheSizes {
+            dtype: k.dtype,
+            batch,
+            capacity,
+            page_size,
+            pages,
+            num_heads_kv,
+            head_dim,
+            k: strides(&k),
+            v: strides(&v),
+            table: sizes,
+            seqused_kv: self.seqused_kv.is_some(),
+        })
+    }
+}
+
+/// The sequences of a block table, and its sizes.
+fn table_sizes(block_table: &View<'_>) -> Result<(usize, TableSizes)> {
+    let operand = Operand::new("cache.block_table", block_table);
+    operand.dtype_in(&[DType::I32])?;
+    let &[batch, max_pages] = operand.shape else {
+        return Err(operand.wrong_shape("[batch, max_pages]"));
+    };
+    operand.last_dim_contiguous()?;
+    Ok((batch, TableSizes { max_pages, stride: operand.strides[0] }))
+}

@@ -1,0 +1,174 @@
+use super::{SummarySizes, cpu};
+use crate::attention::Strides;
+use crate::check::{Operand, contiguous, to_i32};
+use crate::kv_cache::{KvCache, PackedTokens, token_sizes};
+use crate::operation::{Operation, Steps};
+use crate::selection::unsupported;
+use crate::{Error, Result};
+use blockflash_safe::{CudaProperties, Stream, View, ViewMut};
+use blockflash_sys::{DType, Kernel};
+
+/// Chooses the pages that the queries of each sequence visit, for each head of keys: the lists of
+/// [`AttentionDecode::pages`](crate::AttentionDecode::pages).
+///
+/// ```
+/// # use blockflash_ops::{
+/// #     AttentionDecode, ChoosePages, DType, Device, KvCache, PageLists, SummarizePages, Tensor,
+/// # };
+/// # let stream = Device::cpu().stream()?;
+/// # let k = Tensor::zeros(&stream, DType::F32, &[64, 16, 2, 8])?;
+/// # let block_table =
+/// #     Tensor::from_slice(&stream, &(0..64).collect::<Vec<i32>>(), &[1, 64])?;
+/// # let cache = KvCache {
+/// #     block_table: Some(block_table.view()), ..KvCache::new(k.view(), k.view())
+/// # };
+/// # let q = Tensor::zeros(&stream, DType::F32, &[1, 1, 4, 8])?;
+/// // Once for the prompt, and then with every token.
+/// let mut summaries = Tensor::zeros(&stream, DType::F32, &[64, 1, 2, 8])?;
+/// SummarizePages { cache, tokens: 1024 }.summarize_into(summaries.view_mut(), &stream)?;
+///
+/// let mut lists = Tensor::zeros(&stream, DType::I32, &[1, 2, 8])?; // 8 pages of 64
+/// let mut counts = Tensor::zeros(&stream, DType::I32, &[1])?;
+/// ChoosePages { q: q.view(), packed: None, cache, summaries: summaries.view() }
+///     .choose_into(lists.view_mut(), counts.view_mut(), &stream)?;
+///
+/// let pages = Some(PageLists { lists: lists.view(), counts: counts.view() });
+/// let decode = AttentionDecode { pages, ..AttentionDecode::new(q.view()) };
+/// let output = decode.forward(cache, &stream)?;
+/// # Ok::<(), blockflash_ops::Error>(())
+/// ```
+///
+/// The first and the last page of a sequence are always chosen, and then those with the largest
+/// scores, of equal scores the first ones, until the list is full. The score of a page for a head
+/// of keys is the largest of the scores of all queries of the sequence in all heads that share it:
+/// q · mean, or `Σ max(q · minimum, q · maximum)`, which is an upper bound of q·k; in f32. A score
+/// that is NaN counts as −∞. Elements of a list beyond the count are 0.
+#[derive(Clone, Copy, Debug)]
+pub struct ChoosePages<'a> {
+    /// Queries, `[batch, seqlen_q, num_heads_q, head_dim]`, or packed
+    /// `[total_q, num_heads_q, head_dim]`, turned by their positions if the keys are.
+    pub q: View<'a>,
+    /// Set when the sequences have unequal numbers of queries.
+    pub packed: Option<PackedTokens<'a>>,
+    /// The cache, with a block table. Keys and values are not read.
+    pub cache: KvCache<'a>,
+    /// Written by [`SummarizePages`](super::SummarizePages).
+    pub summaries: View<'a>,
+}
+
+/// A call of [`ChoosePages`] reduced to plain numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChoosePagesProblem {
+    /// The cache and the summaries.
+    pub summaries: SummarySizes,
+    /// Queries of each sequence; at most so many when packed.
+    pub seqlen_q: usize,
+    /// Rows of packed queries.
+    pub total_q: Option<usize>,
+    /// Heads of q.
+    pub num_heads_q: usize,
+    /// Strides of q.
+    pub q: Strides,
+    /// Room of a list, at least 2.
+    pub capacity: usize,
+}
+
+impl ChoosePages<'_> {
+    /// Writes the lists, i32 `[batch, num_heads_kv, capacity]` with a capacity of at least 2, and
+    /// the counts, i32 `[batch]`. On a GPU nothing is allocated and the stream is not synchronised,
+    /// so a graph can capture the call. On the CPU it returns when the result is there.
+    ///
+    /// # Errors
+    /// All checks of [`problem`](Self::problem); [`Error::DeviceMismatch`] if an operand is not on
+    /// the stream's device; on the CPU [`Error::InvalidCuSeqlens`]; [`Error::Unsupported`] on a
+    /// GPU.
+    pub fn choose_into(
+        &self,
+        lists: ViewMut<'_>,
+        counts: ViewMut<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.run((lists, counts), stream)
+    }
+
+    /// Everything that can be checked without reading a tensor, and the result as plain numbers.
+    ///
+    /// # Errors
+    /// All checks of [`KvCache::sizes`]; [`Error::DType`], [`Error::Shape`], [`Error::Stride`] and
+    /// [`Error::HeadGroups`] for tensors that do not fit.
+    pub fn problem(&self, lists: &ViewMut<'_>, counts: &ViewMut<'_>) -> Result<ChoosePagesProblem> {
+        let summaries = SummarySizes::of(&self.cache, &Operand::new("summaries", &self.summaries))?;
+        let (cache, q) = (summaries.cache, Operand::new("q", &self.q));
+        q.dtype_in(&[cache.dtype])?;
+        let rows = token_sizes(&q, self.packed.as_ref())?;
+        if [rows.batch, rows.head_dim] != [cache.batch, cache.head_dim] {
+            let (batch, head_dim) = (cache.batch, cache.head_dim);
+            return Err(q.wrong_shape(match rows.packed {
+                None => format!("[{batch}, seqlen_q, num_heads_q, {head_dim}]"),
+                Some(_) => format!("[total_q, num_heads_q, {head_dim}] of {batch} sequences"),
+            }));
+        }
+        let (num_heads_q, num_heads_kv) = (rows.heads, cache.num_heads_kv);
+        if num_heads_kv == 0 || num_heads_q % num_heads_kv != 0 {
+            return Err(Error::HeadGroups { num_heads_q, num_heads_kv });
+        }
+        let operand = Operand::of_mut("lists", lists);
+        let &[_, _, capacity @ 2..=usize::MAX] = operand.shape else {
+            return Err(operand.wrong_shape("[batch, num_heads_kv, at least 2]"));
+        };
+        to_i32("lists", capacity)?;
+        let shape = [cache.batch, num_heads_kv, capacity];
+        contiguous("lists", &lists.as_view(), DType::I32, &shape)?;
+        contiguous("counts", &counts.as_view(), DType::I32, &[cache.batch])?;
+        let (seqlen_q, total_q, q) = (rows.tokens, rows.packed, rows.strides);
+        Ok(ChoosePagesProblem { summaries, seqlen_q, total_q, num_heads_q, q, capacity })
+    }
+}
+
+impl Steps for ChoosePages<'_> {
+    type Problem = ChoosePagesProblem;
+    type Out<'o> = (ViewMut<'o>, ViewMut<'o>);
+
+    fn is_empty(problem: &ChoosePagesProblem) -> bool {
+        problem.summaries.cache.batch == 0
+    }
+
+    fn checked(
+        &self,
+        (lists, counts): &Self::Out<'_>,
+        stream: &Stream,
+    ) -> Result<ChoosePagesProblem> {
+        let problem = self.problem(lists, counts)?;
+        let device = stream.device();
+        self.cache.on(device)?;
+        Operand::new("q", &self.q).on(device)?;
+        Operand::new("summaries", &self.summaries).on(device)?;
+        if let Some(packed) = &self.packed {
+            Operand::new("cu_seqlens.q", &packed.cu_seqlens).on(device)?;
+        }
+        Operand::of_mut("lists", lists).on(device)?;
+        Operand::of_mut("counts", counts).on(device)?;
+        Ok(problem)
+    }
+
+    fn launch(
+        &self,
+        kernel: &Kernel,
+        _problem: &ChoosePagesProblem,
+        gpu: &CudaProperties,
+        _out: Self::Out<'_>,
+        _stream: &Stream,
+    ) -> Result<()> {
+        let what = format!("{}: this kernel cannot be launched yet", kernel.symbol());
+        Err(unsupported::<ChoosePagesProblem>(&gpu.compute_capability, what))
+    }
+
+    fn compute(
+        &self,
+        problem: &ChoosePagesProblem,
+        (lists, counts): Self::Out<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        cpu::choose(self, problem, lists, counts, stream)
+    }
+}

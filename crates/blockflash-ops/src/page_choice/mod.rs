@@ -1,0 +1,94 @@
+//! Chooses the pages of a cache that queries visit, by what is kept of the keys of each page.
+
+mod choose;
+mod cpu;
+mod summarize;
+
+pub use choose::{ChoosePages, ChoosePagesProblem};
+pub use summarize::{SummarizePages, SummarizePagesProblem};
+
+use crate::Result;
+use crate::check::Operand;
+use crate::kv_cache::{CacheSizes, KvCache};
+use crate::operation::Prepared;
+use crate::{Error, selection};
+use blockflash_sys::{DType, Kernel};
+
+/// See [`Operation::prepare`](crate::Operation::prepare).
+pub type PreparedSummarizePages = Prepared<SummarizePagesProblem>;
+
+/// See [`Operation::prepare`](crate::Operation::prepare).
+pub type PreparedChoosePages = Prepared<ChoosePagesProblem>;
+
+/// Summaries of pages reduced to plain numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SummarySizes {
+    /// The cache, which has pages.
+    pub cache: CacheSizes,
+    /// Rows for each page and head of keys: 1 for their mean, 2 for their minimum and maximum.
+    pub statistics: usize,
+    /// Strides between pages, statistics and heads.
+    pub strides: [usize; 3],
+}
+
+impl SummarySizes {
+    /// The sizes of summaries `[pages, 1 or 2, num_heads_kv, head_dim]` in the element type of a
+    /// cache with pages, checked.
+    fn of(cache: &KvCache<'_>, summaries: &Operand<'_>) -> Result<Self> {
+        let cache = cache.sizes()?;
+        if cache.table.is_none() {
+            let expected = "a cache with a block table".into();
+            let found = summaries.shape.to_vec();
+            return Err(Error::Shape { what: summaries.what, expected, found });
+        }
+        summaries.dtype_in(&[cache.dtype])?;
+        let CacheSizes { pages, num_heads_kv, head_dim, .. } = cache;
+        let &[_, statistics @ 1..=2, _, _] = summaries.shape else {
+            let expected = format!("[{pages}, 1 or 2, {num_heads_kv}, {head_dim}]");
+            return Err(summaries.wrong_shape(expected));
+        };
+        summaries.shape_is(&[pages, statistics, num_heads_kv, head_dim])?;
+        summaries.last_dim_contiguous()?;
+        let strides = [summaries.strides[0], summaries.strides[1], summaries.strides[2]];
+        Ok(Self { cache, statistics, strides })
+    }
+
+    /// Start of a row.
+    fn row(&self, [page, statistic, head]: [usize; 3]) -> usize {
+        let [of_page, of_statistic, of_head] = self.strides;
+        page * of_page + statistic * of_statistic + head * of_head
+    }
+}
+
+/// Implements selection for an operation for which no kernel is made yet.
+macro_rules! without_kernels {
+    ($problem:ty, $op:literal, $dtype:expr) => {
+        impl selection::Problem for $problem {
+            const OP: &'static str = $op;
+            const RULES: &'static [selection::Rule<Self>] = &[];
+            type Tile = DType;
+            type Rank = ();
+
+            fn tile(_: &Kernel) -> Option<DType> {
+                None
+            }
+            fn kernels() -> &'static [selection::Peers<'static, Self>] {
+                &[]
+            }
+            fn rank(_: &selection::Candidate<'_, Self>) {}
+            fn key(&self) -> (DType, usize) {
+                let dtype: fn(&Self) -> DType = $dtype;
+                (dtype(self), 0)
+            }
+            fn key_of(tile: &DType) -> (DType, usize) {
+                (*tile, 0)
+            }
+        }
+    };
+}
+
+without_kernels!(SummarizePagesProblem, "page_summaries", |p| p.summaries.cache.dtype);
+without_kernels!(ChoosePagesProblem, "page_choice", |p| p.summaries.cache.dtype);
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,116 @@
+//! Attention over all keys from attention over parts of them.
+
+use super::checked::{Launch, Operands};
+use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
+use crate::{DType, Kernel, Result, View, ViewMut};
+use blockflash_sys::KvCacheKernel;
+use blockflash_sys::manifest::Variant;
+use blockflash_sys::params::{
+    BLOCKFLASH_DTYPE_BF16, BLOCKFLASH_DTYPE_F16, BLOCKFLASH_DTYPE_F32,
+    blockflash_attention_merge_params,
+};
+
+/// Tensors of merging attention.
+#[derive(Debug)]
+pub struct AttentionMergeOperands<'a> {
+    /// `[count, rows, num_heads_q, head_dim]` in f16, bf16 or f32; rows are a batch of sequences
+    /// with one query each.
+    pub parts: View<'a>,
+    /// f32 `[count, num_heads_q, rows]`.
+    pub parts_lse: View<'a>,
+    /// `[rows, num_heads_q, head_dim]` in f16, bf16 or f32.
+    pub o: ViewMut<'a>,
+    /// f32 `[num_heads_q, rows]`.
+    pub lse: Option<ViewMut<'a>>,
+}
+
+impl Operands for AttentionMergeOperands<'_> {
+    fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
+        let lse = self.lse.as_ref().map(ViewMut::as_view);
+        [Some(self.parts), Some(self.parts_lse), Some(self.o.as_view()), lse]
+    }
+}
+
+/// The kernel that merges attention.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionMerge {
+    /// Columns of o per thread.
+    columns: u32,
+}
+
+/// Threads per CTA.
+const THREADS: u32 = 128;
+
+/// The element type that a parameter names.
+pub(super) fn dtype_of(code: i32) -> Fit<DType> {
+    match code {
+        BLOCKFLASH_DTYPE_F16 => Ok(DType::F16),
+        BLOCKFLASH_DTYPE_BF16 => Ok(DType::BF16),
+        BLOCKFLASH_DTYPE_F32 => Ok(DType::F32),
+        _ => Err("an unknown element type".to_owned()),
+    }
+}
+
+// SAFETY:
+// 1. This is the parameter struct of the kernel that merges attention.
+// 2. As for attention forward; no address follows from the contents of a tensor.
+// 3. `o` and `lse` are `ViewMut`.
+unsafe impl Launch for AttentionMerge {
+    type Operands<'a> = AttentionMergeOperands<'a>;
+    type Plan = blockflash_attention_merge_params;
+    type Params = blockflash_attention_merge_params;
+    const FAMILY: &'static str = "merging attention";
+
+    fn of(kernel: &Kernel) -> Option<Self> {
+        match kernel.variant {
+            Variant::KvCache(KvCacheKernel::Merge { columns }) => Some(Self { columns }),
+            _ => None,
+        }
+    }
+
+    fn fit(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Fit<i128> {
+        let sizes = [p.count, p.batch, p.seqlen_q, p.num_heads_q, p.head_dim].map(i64::from);
+        let [count, batch, seqlen_q, heads, head_dim] = sizes;
+        require(sizes.iter().all(|&size| size > 0), "a size is not positive")?;
+        require(head_dim % 8 == 0, "the head dimension is no multiple of 8")?;
+        require(seqlen_q == 1, "rows are sequences of one query")?;
+        let parts = [
+            (count, p.parts_stride_part),
+            (batch, p.parts_stride_batch),
+            (heads, p.parts_stride_head),
+            (head_dim, 1),
+        ];
+        fits("parts", &operands.parts, dtype_of(p.parts_dtype)?, parts)?;
+        let logs = [
+            (count, p.parts_lse_stride_part),
+            (heads, p.parts_lse_stride_head),
+            (batch, p.parts_lse_stride_batch),
+        ];
+        fits("parts_lse", &operands.parts_lse, DType::F32, logs)?;
+        let strides = [p.o_stride_batch, p.o_stride_head];
+        let o = [(batch, p.o_stride_batch), (heads, p.o_stride_head), (head_dim, 1)];
+        fits("o", &operands.o.as_view(), dtype_of(p.o_dtype)?, o)?;
+        let address = pointer(&operands.o.as_view()).addr();
+        let aligned = strides.iter().all(|stride| stride % 4 == 0) && address.is_multiple_of(16);
+        require(aligned, "the output is not aligned to 16 bytes")?;
+        if let Some(lse) = &operands.lse {
+            let logs = [(heads, p.lse_stride_head), (batch, p.lse_stride_batch)];
+            fits("lse", &lse.as_view(), DType::F32, logs)?;
+        }
+        let threads = i128::from(batch * heads) * ceil_div(head_dim, self.columns);
+        let blocks = (threads + i128::from(THREADS) - 1) / i128::from(THREADS);
+        require(blocks <= i32::MAX.into(), "there are too many blocks")?;
+        Ok(blocks)
+    }
+
+    fn params(&self, p: &Self::Plan, operands: &Self::Operands<'_>) -> Result<Self::Params> {
+        let lse = operands.lse.as_ref().map(ViewMut::as_view);
+        Ok(blockflash_attention_merge_params {
+            parts: pointer(&operands.parts),
+            parts_lse: pointer(&operands.parts_lse).cast(),
+            o: pointer_mut(&operands.o),
+            lse: optional(lse.as_ref()).cast_mut().cast(),
+            ..*p
+        })
+    }
+}

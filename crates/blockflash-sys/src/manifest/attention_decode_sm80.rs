@@ -1,0 +1,110 @@
+use super::family::{Family, Size, Support, each_dtype};
+use crate::{DType, Target};
+
+/// Tiles of `attention_decode_sm80`: a CTA computes items, each a split of the keys for up to
+/// `rows` rows (queries times heads that share a key head).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AttentionDecode {
+    /// Element type of q, k, v and o.
+    pub dtype: DType,
+    /// Head dimension of the tile; smaller ones are padded with zeros on chip.
+    pub head_dim: u32,
+    /// Rows of a row tile.
+    pub rows: u32,
+    /// Warps per CTA, each with keys of its own.
+    pub warps: u32,
+    /// Steps of 16 keys in the ring of a warp.
+    pub stages: u32,
+    /// CTAs per SM that the register allocation must allow.
+    pub min_blocks: u32,
+}
+
+const fn tile(head_dim: u32, rows: u32, [warps, stages, min_blocks]: [u32; 3]) -> AttentionDecode {
+    AttentionDecode { dtype: DType::F16, head_dim, rows, warps, stages, min_blocks }
+}
+
+/// Rows by head dimension. With 32 rows of head_dim 256 the sums would not fit into registers.
+const ROWS: &[(u32, u32)] =
+    &[(64, 8), (64, 16), (64, 32), (128, 8), (128, 16), (128, 32), (256, 8), (256, 16)];
+
+/// The rings take what shared memory holds for two CTAs per SM, since the bytes in flight decide
+/// how fast a cache is read. At head_dim 256 one CTA per SM has as many.
+const fn ring(target: Target, head_dim: u32) -> [u32; 3] {
+    match (target, head_dim) {
+        (Target::Sm90, 64) => [4, 6, 2],
+        (Target::Sm90, 128) => [4, 3, 2],
+        (Target::Sm90, _) => [4, 3, 1],
+        (_, 64) => [4, 4, 2],
+        (_, 128) => [4, 2, 2],
+        (Target::Sm80, _) => [4, 2, 1],
+        _ => [2, 2, 1],
+    }
+}
+
+pub(super) fn tiles(target: Target) -> impl Iterator<Item = AttentionDecode> {
+    each_dtype(ROWS).filter(move |_| target.is_portable()).map(move |(dtype, (head_dim, rows))| {
+        AttentionDecode { dtype, ..tile(head_dim, rows, ring(target, head_dim)) }
+    })
+}
+
+impl Family for AttentionDecode {
+    fn source(&self) -> &'static str {
+        "attention_decode_sm80"
+    }
+
+    fn name(&self) -> String {
+        let Self { dtype, head_dim, rows, warps, stages, .. } = self;
+        format!("{dtype}_d{head_dim}_n{rows}_w{warps}_s{stages}")
+    }
+
+    fn warps(&self) -> u32 {
+        self.warps
+    }
+
+    /// The rings of K and V, the queries of two items, and what warps tell one another.
+    fn smem_bytes(&self) -> u32 {
+        let row = self.head_dim * self.dtype.size() as u32;
+        (self.warps * self.stages * 32 + 2 * self.rows) * row + 1024
+    }
+
+    fn counts_tiles(&self) -> bool {
+        true
+    }
+
+    fn macros(&self, define: &mut dyn FnMut(&'static str, u32)) {
+        define("VARIANT_DTYPE", self.dtype as u32);
+        define("VARIANT_HEAD_DIM", self.head_dim);
+        define("VARIANT_DECODE_ROWS", self.rows);
+        define("VARIANT_WARPS", self.warps);
+        define("VARIANT_STAGES", self.stages);
+        define("VARIANT_MIN_BLOCKS", self.min_blocks);
+    }
+
+    fn contains(&self) -> &'static [&'static str] {
+        &["HMMA", "LDGSTS", "LDSM", "MOVM", "MUFU"]
+    }
+
+    fn supports(&self) -> Option<Support> {
+        let Self { head_dim, dtype, .. } = *self;
+        Some(Support { operation: "attention over a cache", size: Size::HeadDim(head_dim), dtype })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::manifest::{Variant, kernels};
+
+    #[test]
+    fn two_ctas_fit_where_registers_allow_them() {
+        let of_sm = |limit: u32| (limit + 1024).next_multiple_of(4096);
+        let mut count = 0;
+        for kernel in kernels() {
+            let Variant::AttentionDecode(tile) = kernel.variant else { continue };
+            count += 1;
+            let ctas = if kernel.target.smem_limit() < 100 * 1024 { 1 } else { tile.min_blocks };
+            let room = of_sm(kernel.target.smem_limit());
+            assert!(ctas * (kernel.smem_bytes() + 1024) <= room, "{}", kernel.image_name());
+        }
+        assert_eq!(count, 5 * 2 * 8);
+    }
+}

@@ -1,0 +1,130 @@
+// Attention of few queries to the keys of a cache, contiguous or paged, for sm_80 and newer.
+//
+// The products are transposed: keys, then columns of V, are the M of mma.sync, and 8 to 32 rows
+// (queries times heads that share keys) are its N. A warp is alone with its keys: it copies, every
+// fourth step of 16, into a ring of its own and keeps sums of its own, so the main loop has no
+// barrier among warps. The README says why.
+#include "blockflash/attention/soft_cap.cuh"
+#include "blockflash/config.cuh"
+#include "blockflash/decode/items.cuh"
+#include "blockflash/decode/partials.cuh"
+#include "blockflash/mma/swizzle.cuh"
+#include "blockflash/ptx/global.cuh"
+#include "blockflash/ptx/launch.cuh"
+#include "loader.cuh"
+#include "output.cuh"
+#include "warp_sums.cuh"
+
+namespace blockflash {
+namespace {
+
+// Waits for the oldest step, behind which `younger` ones, at most `most`, were started.
+template <int most>
+__device__ __forceinline__ void wait_for_oldest(int younger) {
+  if (younger >= most)
+    ptx::cp_async_wait_group<most>();
+  else if constexpr (most > 0)
+    wait_for_oldest<most - 1>(younger);
+}
+
+}  // namespace
+}  // namespace blockflash
+
+BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) {
+  using namespace blockflash;
+  extern __shared__ __align__(128) unsigned char smem[];
+  constexpr int kStages = Config::stages;
+
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  constexpr int kRingBytes = kStages * kStageBytes;
+  constexpr int kQOffset = Config::warps * kRingBytes;
+  unsigned char* const ring = smem + warp * kRingBytes;
+  Shared& shared = *reinterpret_cast<Shared*>(smem + kQOffset + 2 * kQBytes);
+  const uint32_t smem_at = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
+  const uint32_t ring_smem = smem_at + warp * kRingBytes;
+  const auto item_of = [&](int n) -> DecodeItem& { return shared.items[n % 3]; };
+
+  // One warp takes the items for all, since lengths that change meanwhile could make warps disagree
+  // about how often they meet at a barrier. Item n of this CTA is announced during item n - 1.
+  const bool one_each = gridDim.x >= static_cast<unsigned>(p.items);
+  const auto announce = [&](int n) {
+    const int number = shared.number;
+    ItemWalk<Config::rows> walk = shared.walk;
+    __syncwarp();
+    const int next = number < 0 || one_each || lane > 0
+                         ? -1
+                         : static_cast<int>(gridDim.x + atomicAdd(p.tile_counter, 1));
+    const bool found = number >= 0 && walk.find(p, number, item_of(n), lane);
+    __syncwarp();
+    if (lane > 0) return;
+    shared.walk = walk;
+    shared.number = found ? next : -1;
+    if (!found) item_of(n).sequence = -1;
+    __threadfence_block();
+    shared.announced = one_each ? 1 : n;
+    // The last CTA that gets none leaves the counter as it was.
+    if (!found && number >= 0 && !one_each &&
+        ptx::atomic_inc_acq_rel(p.tile_counter + 1, gridDim.x - 1) == gridDim.x - 1)
+      p.tile_counter[0] = 0;
+  };
+  // The first item is found while predecessors are still running, if they have no say in it.
+  const bool is_early = one_each && are_sequences_equal(p);
+  if (!is_early) ptx::wait_for_predecessors();
+  if (warp == 0) {
+    if (lane == 0) shared.number = blockIdx.x, shared.walk = {}, item_of(1).sequence = -1;
+    __syncwarp();
+    announce(0);
+  }
+  __syncthreads();
+  if (is_early) ptx::wait_for_predecessors();
+  if (item_of(0).sequence < 0) return;
+
+  Loader loader;
+  int loading = -1;              // number of the item that is copied
+  int issued = 0, consumed = 0;  // steps, and their stages:
+  int issue_stage = 0, stage = 0;
+  const auto next_stage = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
+  loader.next = loader.end = 0;
+  // Copies steps of the items up to `limit`, as far as they are announced.
+  const auto fill = [&](int limit) {
+    while (issued < limit) {
+      while (!loader.has_step()) {
+        const int announced = __shfl_sync(~0u, *const_cast<volatile int*>(&shared.announced), 0);
+        if (loading == announced) return;
+        __threadfence_block();
+        if (item_of(loading + 1).sequence < 0) return;
+        ++loading;
+        loader.begin_item(item_of(loading), warp);
+        copy_queries(p, item_of(loading), smem_at + kQOffset + loading % 2 * kQBytes);
+      }
+      const int key =
+          loader.start_step(p, item_of(loading), ring_smem + issue_stage * kStageBytes, lane);
+      if (lane == 0) shared.first_key[warp][issue_stage] = key;
+      ++issued, issue_stage = next_stage(issue_stage);
+    }
+  };
+
+  WarpSums sums(ring_smem, lane);
+  for (int n = 0; item_of(n).sequence >= 0; ++n) {
+    const DecodeItem& item = item_of(n);
+    fill(consumed + kStages - 1);
+    // The queries were copied before the first step.
+    if (item.positions.begin + warp * kStepKeys < item.positions.end)
+      wait_for_oldest<kStages - 2>(issued - consumed - 1);
+    else
+      ptx::cp_async_wait_all();
+    __syncthreads();
+    if (warp == 0 && !one_each) announce(n + 1);
+    sums.begin(smem_at + kQOffset + n % 2 * kQBytes, lane);
+#pragma unroll 1
+    for (int at = item.positions.begin + warp * kStepKeys; at < item.positions.end;
+         at += Config::warps * kStepKeys, ++consumed, stage = next_stage(stage)) {
+      wait_for_oldest<kStages - 2>(issued - consumed - 1);
+      __syncwarp();  // the step is visible to all lanes, and all have read the one before it
+      fill(consumed + kStages);
+      sums.add_step(p, item, ring, stage, shared.first_key[warp][stage], lane);
+    }
+    __syncwarp();
+    finish_item(p, n, sums, shared, smem, stage == 0 ? kStages - 1 : stage - 1);
+  }
+}

@@ -1,0 +1,120 @@
+// The copies of keys and values into the ring of one warp.
+#pragma once
+
+#include "blockflash/config.cuh"
+#include "blockflash/decode/items.cuh"
+#include "blockflash/mma/swizzle.cuh"
+#include "blockflash/ptx/cp_async.cuh"
+#include "blockflash/ptx/opaque.cuh"
+
+namespace blockflash {
+namespace {
+
+using Config = AttentionDecodeConfig;
+using Element = Config::Element;
+
+constexpr int kChunks = Config::head_dim / 8;  // 16-byte chunks of a key
+constexpr int kTileBytes = kStepKeys * Config::head_dim * 2;
+constexpr int kStageBytes = 2 * kTileBytes;  // K, then V
+using TileLayout = Swizzle<kChunks>;
+
+// Copies the steps of a warp, every fourth of an item.
+struct Loader {
+  int next, end;              // position of the next step; positions end
+  int step;                   // that comes next
+  int page, slot, first_key;  // this lane's step of the 32 that were looked up together
+
+  __device__ __forceinline__ void begin_item(const DecodeItem& item, int warp) {
+    next = item.positions.begin + warp * kStepKeys, end = item.positions.end;
+    step = 0;
+  }
+  __device__ __forceinline__ bool has_step() const { return next < end; }
+
+  // Where the next 32 steps lie, one per lane. Numbers of pages are data on the device that nobody
+  // has validated.
+  __device__ __forceinline__ void look_up(const blockflash_attention_decode_params& p,
+                                          const DecodeItem& item, int lane) {
+    const blockflash_kv_cache& cache = p.cache;
+    const int position =
+        min(next + lane * (Config::warps * kStepKeys), (end - 1) & ~(kStepKeys - 1));
+    int column = position / cache.page_size;
+    slot = position - column * cache.page_size;
+    if (p.page_list != nullptr) {
+      const int32_t* const list =
+          p.page_list + (static_cast<int64_t>(item.sequence) * p.num_heads_kv + item.head_kv) *
+                            p.page_list_capacity;
+      column = min(max(list[column], 0), cache.capacity / cache.page_size - 1);
+    }
+    first_key = column * cache.page_size + slot;
+    page = page_of_column(cache, item.sequence, column);
+  }
+
+  // Starts the copy of the next step as one group and returns its first key.
+  __device__ __forceinline__ int start_step(const blockflash_attention_decode_params& p,
+                                            const DecodeItem& item, uint32_t stage_smem, int lane) {
+    const blockflash_kv_cache& cache = p.cache;
+    int64_t at_page = item.sequence, at_slot = next;
+    int key = next;
+    if (cache.block_table != nullptr || p.page_list != nullptr) {
+      if (step % 32 == 0) look_up(p, item, lane);
+      at_page = __shfl_sync(~0u, page, step % 32);
+      at_slot = __shfl_sync(~0u, slot, step % 32);
+      key = __shfl_sync(~0u, first_key, step % 32);
+    }
+    ++step, next += Config::warps * kStepKeys;
+    const Element* const k = static_cast<const Element*>(cache.k) +
+                             item.head_kv * cache.k_stride_head + at_page * cache.k_stride_page +
+                             at_slot * cache.k_stride_slot;
+    const Element* const v = static_cast<const Element*>(cache.v) +
+                             item.head_kv * cache.v_stride_head + at_page * cache.v_stride_page +
+                             at_slot * cache.v_stride_slot;
+    const int rows_begin = item.any.begin - key, rows_end = item.any.end - key;
+    if (rows_begin <= 0 && rows_end >= kStepKeys && p.head_dim == Config::head_dim) {
+      start_tile(stage_smem, k, cache.k_stride_slot, lane);
+      start_tile(stage_smem + kTileBytes, v, cache.v_stride_slot, lane);
+    } else {
+      start_part(stage_smem, k, cache.k_stride_slot, rows_begin, rows_end, p.head_dim, lane);
+      start_part(stage_smem + kTileBytes, v, cache.v_stride_slot, rows_begin, rows_end, p.head_dim,
+                 lane);
+    }
+    ptx::cp_async_commit_group();
+    return key;
+  }
+
+  // Lanes side by side copy a row.
+  static constexpr int kRowStep = kWarpSize / kChunks;
+  static_assert(kRowStep * kChunks == kWarpSize, "a row is a whole fraction of a warp");
+
+  __device__ __forceinline__ static void start_tile(uint32_t tile_smem, const Element* src,
+                                                    int64_t stride, int lane) {
+    const int first_row = lane / kChunks, chunk = lane % kChunks;
+    const uint32_t to = tile_smem + TileLayout::offset(first_row, chunk);
+    // Strides of slots have 31 bits.
+    const uint32_t row_bytes = ptx::opaque(static_cast<uint32_t>(stride) * 2);
+    const char* const from = reinterpret_cast<const char*>(src + chunk * 8) +
+                             static_cast<uint64_t>(row_bytes) * static_cast<uint32_t>(first_row);
+    // The swizzle of row first_row + r differs from that of first_row by r.
+#pragma unroll
+    for (int r = 0; r < kStepKeys; r += kRowStep)
+      ptx::cp_async_cg_16((to ^ (r % TileLayout::period * 16)) + r * TileLayout::row_bytes,
+                          from + static_cast<uint64_t>(row_bytes) * static_cast<uint32_t>(r));
+  }
+
+  // The same for rows [rows_begin, rows_end) and columns that exist; the rest becomes zeros. A copy
+  // of no bytes, too, has an address inside the page. Rare, so small code.
+  __device__ __forceinline__ static void start_part(uint32_t tile_smem, const Element* src,
+                                                    int64_t stride, int rows_begin, int rows_end,
+                                                    int head_dim, int lane) {
+    const int chunk = lane % kChunks;
+#pragma unroll 1
+    for (int row = lane / kChunks; row < kStepKeys; row += kRowStep) {
+      const bool exists = row >= rows_begin && row < rows_end && chunk * 8 < head_dim;
+      ptx::cp_async_cg_16(tile_smem + TileLayout::offset(row, chunk),
+                          exists ? src + row * stride + chunk * 8 : src, exists ? 16 : 0);
+    }
+  }
+};
+static_assert(TileLayout::period == 8, "the swizzle of a row is its number modulo 8");
+
+}  // namespace
+}  // namespace blockflash

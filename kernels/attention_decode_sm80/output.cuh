@@ -1,0 +1,210 @@
+// From the sums of the warps to the output: warps are combined through shared memory, splits
+// through the workspace, by the CTA that completes a row tile.
+#pragma once
+
+#include "blockflash/decode/partials.cuh"
+#include "blockflash/ptx/global.cuh"
+#include "warp_sums.cuh"
+
+namespace blockflash {
+namespace {
+
+constexpr int kGroup = 16;                       // splits that are combined at once
+constexpr int kColumns4 = Config::head_dim / 4;  // pieces of four columns
+constexpr int kPassRows = 8;                     // rows that warps exchange at once
+constexpr int kLogsOffset = kPassRows * Config::head_dim * 4;
+static_assert(
+    kLogsOffset + Config::rows * 8 <= kStageBytes,
+    "the sums of a pass, and reference and denominator of each row, lie in a free stage of "
+    "each warp");
+
+struct Shared {
+  DecodeItem items[3];
+  ItemWalk<Config::rows> walk;  // of the warp that announces items,
+  int number;                   // and the number of the item that it announces next; -1: none
+  int announced;                // items 0 to `announced` are
+  int first_key[Config::warps][Config::stages];  // of the step in each stage
+  int staging[Config::warps];                    // offset of a free stage
+  bool last[2];                                  // whether the item completed its group of splits
+};
+static_assert(sizeof(Shared) <= 1024 &&
+                  Config::smem_bytes ==
+                      Config::warps * Config::stages * kStageBytes + 2 * kQBytes + 1024,
+              "manifest and kernel disagree on smem");
+
+// Where a warp stages column `column` of row `row`. The permutation avoids bank conflicts.
+__device__ __forceinline__ int staged(int row, int column) {
+  return row * Config::head_dim + (column ^ (row / 2 % 4 * 8));
+}
+
+// The rows of a row tile that exist.
+__device__ __forceinline__ int rows_of(const blockflash_attention_decode_params& p,
+                                       const DecodeItem& item) {
+  const int rows = item.q_length * p.group;
+  return min(rows - item.row_tile * Config::rows, Config::rows);
+}
+
+// A partial result in the workspace.
+struct Slot {
+  float* sums;
+  float2* logs;
+  __device__ __forceinline__ Slot(const blockflash_attention_decode_params& p, int number)
+      : sums(p.partial_sums + static_cast<int64_t>(number) * p.partial_rows * p.head_dim),
+        logs(reinterpret_cast<float2*>(p.partial_logs) +
+             static_cast<int64_t>(number) * p.partial_rows) {}
+  __device__ __forceinline__ float4* sum(const blockflash_attention_decode_params& p, int row,
+                                         int piece) const {
+    return reinterpret_cast<float4*>(sums + row * p.head_dim) + piece;
+  }
+  __device__ __forceinline__ void store(const blockflash_attention_decode_params& p, int row,
+                                        int piece, const Partial& x) const {
+    __stcg(sum(p, row, piece), x.sum);
+    if (piece == 0) __stcg(logs + row, make_float2(x.reference, x.denominator));
+  }
+};
+
+// Four columns of o, and with the first ones the log-sum-exp.
+__device__ __forceinline__ void store_result(const blockflash_attention_decode_params& p,
+                                             const DecodeItem& item, int row_in_tile, int piece,
+                                             Partial x) {
+  constexpr float kLog2e = 1.4426950408889634f;
+  const int row = item.row_tile * Config::rows + row_in_tile;
+  const int query = small_quotient(row, p.group);
+  const int head = item.head_kv * p.group + row - query * p.group;
+  if (p.sink != nullptr) add_sink(x, p.sink[head] * kLog2e);
+  const bool packed = p.cu_seqlens_q != nullptr;
+  Element* const o = static_cast<Element*>(p.o) + (packed ? 0 : item.sequence * p.o_stride_batch) +
+                     static_cast<int64_t>(item.q_begin + query) * p.o_stride_seq +
+                     head * p.o_stride_head;
+  *reinterpret_cast<uint2*>(o + piece * 4) = quotient<Element>(x);
+  if (p.lse != nullptr && piece == 0)
+    p.lse[(packed ? 0 : item.sequence * p.lse_stride_batch) + head * p.lse_stride_head +
+          item.q_begin + query] = log_sum_exp(x);
+}
+
+// Combines the slots first, first + step, …, `count` of them, into slot `first`, or into the
+// output.
+__device__ __forceinline__ void combine_slots(const blockflash_attention_decode_params& p,
+                                              const DecodeItem& item, int first, int step,
+                                              int count, bool to_output) {
+  const Slot slot(p, first);
+  const int64_t rows_apart = static_cast<int64_t>(step) * p.partial_rows;
+  const int pieces = rows_of(p, item) * kColumns4;
+  for (int i = 0; i < pieces; i += Config::threads) {
+    const int at = i + ptx::opaque(static_cast<int>(threadIdx.x));
+    const int row = at / kColumns4, piece = at % kColumns4;
+    const bool mine = at < pieces && piece * 4 < p.head_dim;
+    Partial x;
+    if (mine)
+      x = combine<8>(
+          count, [&](int s) { return __ldcg(slot.logs + row + s * rows_apart); },
+          [&](int s) {
+            return __ldcg(slot.sum(p, row, piece) + s * (rows_apart * p.head_dim / 4));
+          });
+    __syncthreads();  // all have read the logarithms of slot `first`
+    if (!mine) continue;
+    if (to_output)
+      store_result(p, item, row, piece, x);
+    else
+      slot.store(p, row, piece, x);
+  }
+}
+
+// The group of an item's split.
+struct SplitGroup {
+  int first, count;  // first slot, and splits
+
+  __device__ __forceinline__ explicit SplitGroup(const DecodeItem& item) {
+    const int group = item.split / kGroup;
+    first = item.slot + group * kGroup * item.slot_step;
+    count = min(item.splits - group * kGroup, kGroup);
+  }
+};
+
+// Whether this thread's CTA is the last of `count` that arrive. The CTA has met at a barrier since
+// it stored its results, and after another one its threads see those of the others.
+__device__ __forceinline__ bool arrives_last(uint32_t* arrivals, int count) {
+  return ptx::atomic_inc_acq_rel(arrivals, count - 1) == count - 1;
+}
+
+// Combines the splits of a complete group, and the groups when they are complete.
+__device__ __forceinline__ void combine_group(const blockflash_attention_decode_params& p,
+                                              const DecodeItem& item, bool& last) {
+  const SplitGroup group(item);
+  const int groups = ceil_div(item.splits, kGroup);
+  combine_slots(p, item, group.first, item.slot_step, group.count, groups == 1);
+  if (groups == 1) return;
+  __syncthreads();
+  // With several groups there is a split 1, whose counter is not used by a group.
+  if (threadIdx.x == 0) last = arrives_last(p.arrivals + item.slot + item.slot_step, groups);
+  __syncthreads();
+  if (last) combine_slots(p, item, item.slot, kGroup * item.slot_step, groups, true);
+}
+
+// Ends item n with all threads. Whether it completed its group is asked for here and looked at when
+// the next item ends, so that nobody waits for the answer.
+__device__ __forceinline__ void finish_item(const blockflash_attention_decode_params& p, int n,
+                                            WarpSums& sums, Shared& shared, unsigned char* smem,
+                                            int free_stage) {
+  const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
+  const int lane = thread % kWarpSize, warp = thread / kWarpSize;
+  const int offset = (warp * Config::stages + free_stage) * kStageBytes;
+  const DecodeItem& item = shared.items[n % 3];
+  if (lane == 0) shared.staging[warp] = offset;
+#pragma unroll
+  for (int row_tile = 0; row_tile < kRowTiles; ++row_tile)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float denominator = column_sum(sums.denominator[row_tile][e]);
+      if (lane < 4)
+        reinterpret_cast<float2*>(smem + offset + kLogsOffset)[row_tile * 8 + lane * 2 + e] =
+            make_float2(sums.reference[row_tile][e], denominator);
+    }
+  float* const staging = reinterpret_cast<float*>(smem + offset);
+  const int rows = rows_of(p, item);
+#pragma unroll
+  for (int pass = 0; pass < Config::rows; pass += kPassRows) {
+    if (pass > 0) __syncthreads();  // all have read the pass before
+#pragma unroll
+    for (int d = 0; d < kDSteps; ++d)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        staging[staged(lane % 4 * 2 + i % 2, d * 16 + lane / 4 + i / 2 * 8)] =
+            sums.o[d][pass / 8][i];
+    __syncthreads();
+    const int pieces = min(rows - pass, kPassRows) * kColumns4;
+    for (int at = thread; at < pieces; at += Config::threads) {
+      const int row = at / kColumns4, piece = at % kColumns4;
+      if (piece * 4 >= p.head_dim) continue;
+      const Partial x = combine<Config::warps>(
+          Config::warps,
+          [&](int w) {
+            return reinterpret_cast<const float2*>(smem + shared.staging[w] +
+                                                   kLogsOffset)[pass + row];
+          },
+          [&](int w) {
+            return *reinterpret_cast<const float4*>(smem + shared.staging[w] +
+                                                    staged(row, piece * 4) * 4);
+          });
+      if (item.splits == 1)
+        store_result(p, item, pass + row, piece, x);
+      else
+        Slot(p, item.slot + item.split * item.slot_step).store(p, pass + row, piece, x);
+    }
+  }
+  const bool ends = shared.items[(n + 1) % 3].sequence < 0;
+  if (ends) ptx::launch_dependents();
+  if (n > 0 && shared.last[(n - 1) % 2])
+    combine_group(p, shared.items[(n - 1) % 3], shared.last[(n - 1) % 2]);
+  __syncthreads();  // all have stored, and the stages may be filled again
+  if (thread == Config::threads - 1) {
+    const SplitGroup group(item);
+    shared.last[n % 2] = item.splits > 1 && arrives_last(p.arrivals + group.first, group.count);
+  }
+  if (!ends) return;
+  __syncthreads();
+  if (shared.last[n % 2]) combine_group(p, item, shared.last[n % 2]);
+}
+
+}  // namespace
+}  // namespace blockflash

@@ -1,0 +1,262 @@
+// The products and the online softmax of one warp over its steps of 16 keys.
+#pragma once
+
+#include <math_constants.h>
+
+#include <type_traits>
+
+#include "blockflash/attention/soft_cap.cuh"
+#include "blockflash/decode/partials.cuh"
+#include "blockflash/mma/element.cuh"
+#include "blockflash/ptx/ldmatrix.cuh"
+#include "blockflash/ptx/mma.cuh"
+#include "blockflash/ptx/movmatrix.cuh"
+#include "blockflash/ptx/opaque.cuh"
+#include "loader.cuh"
+
+namespace blockflash {
+namespace {
+
+constexpr int kRowTiles = Config::rows / 8;     // MMA tiles along rows,
+constexpr int kDSteps = Config::head_dim / 16;  // and 16 columns of K or V each
+
+// By how many powers of two a score may exceed its row's reference before the reference moves.
+// 2^slack must not overflow the 16-bit probabilities.
+constexpr float kSlack = std::is_same_v<Element, __half> ? 8.f : 30.f;
+
+__device__ __forceinline__ float column_max(float x) {
+#pragma unroll
+  for (int distance = 4; distance < 32; distance *= 2)
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
+  return x;
+}
+__device__ __forceinline__ float column_sum(float x) {
+#pragma unroll
+  for (int distance = 4; distance < 32; distance *= 2) x += __shfl_xor_sync(~0u, x, distance);
+  return x;
+}
+
+// Where the queries stay: in registers where they fit beside the sums, else in shared memory.
+constexpr bool kQInRegisters = kRowTiles * kDSteps <= 16 && kDSteps <= 8;
+constexpr int kQBytes = Config::rows * Config::head_dim * 2;
+
+// Starts the copy of the queries of an item by all threads of the CTA, as a part of the group that
+// is committed next. Rows and columns that do not exist become zeros.
+__device__ __forceinline__ void copy_queries(const blockflash_attention_decode_params& p,
+                                             const DecodeItem& item, uint32_t q_smem) {
+  const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
+  const Element* const q = static_cast<const Element*>(p.q);
+  const Element* const of_sequence =
+      q + (p.cu_seqlens_q == nullptr ? item.sequence * p.q_stride_batch
+                                     : item.q_begin * p.q_stride_seq);
+#pragma unroll 1
+  for (int i = 0; i < Config::rows * kChunks; i += Config::threads) {
+    const int at = i + thread;
+    if (Config::rows * kChunks % Config::threads != 0 && at >= Config::rows * kChunks) break;
+    const int row = item.row_tile * Config::rows + at / kChunks, column = at % kChunks * 8;
+    const int query = small_quotient(row, p.group);
+    const bool exists = query < item.q_length && column < p.head_dim;
+    const Element* const from = of_sequence + query * p.q_stride_seq +
+                                (item.head_kv * p.group + row - query * p.group) * p.q_stride_head +
+                                column;
+    ptx::cp_async_cg_16(q_smem + TileLayout::offset(at / kChunks, at % kChunks), exists ? from : q,
+                        exists ? 16 : 0);
+  }
+}
+
+// Lane (g, t) = (lane / 4, lane % 4) holds the keys or columns g and g + 8 of the rows 2t and 2t +
+// 1 of each row tile of 8.
+struct WarpSums {
+  using QFragments = uint32_t[kRowTiles][2];
+  QFragments q[kQInRegisters ? kDSteps : 1];
+  float o[kDSteps][kRowTiles][4];   // sums of p·v, transposed
+  float reference[kRowTiles][2];    // log2 units, of a row
+  float denominator[kRowTiles][2];  // this lane's share
+  LaneAddress<kChunks> k_lane, v_lane;
+  uint32_t q_tile;
+
+  __device__ __forceinline__ WarpSums(uint32_t ring_smem, int lane)
+      : k_lane(ring_smem, lane_row_major(lane).row, lane_row_major(lane).chunk),
+        v_lane(ring_smem + kTileBytes, lane_col_major(lane).row, lane_col_major(lane).chunk) {}
+
+  // The queries are in shared memory.
+  __device__ __forceinline__ void begin(uint32_t q_smem, int lane) {
+    q_tile = q_smem;
+    if constexpr (kQInRegisters)
+#pragma unroll
+      for (int d = 0; d < kDSteps; ++d) load_queries(q[d], d, lane);
+#pragma unroll
+    for (int n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) reference[n][e] = kNoReference, denominator[n][e] = 0.f;
+#pragma unroll
+      for (int d = 0; d < kDSteps; ++d)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[d][n][i] = 0.f;
+    }
+  }
+
+  __device__ __forceinline__ void load_queries(QFragments& to, int d, int lane) const {
+    const LaneCoords at = lane_col_major(ptx::opaque(lane));
+    if constexpr (kRowTiles == 1) {
+      // Lanes 16 to 31 name rows that are not used.
+      uint32_t pair[4];
+      ptx::ldmatrix_x4(pair, q_tile + TileLayout::offset(at.row % 8, 2 * d + at.chunk));
+      to[0][0] = pair[0], to[0][1] = pair[1];
+    } else {
+#pragma unroll
+      for (int n = 0; n < kRowTiles; n += 2) {
+        uint32_t pair[4];
+        ptx::ldmatrix_x4(pair, q_tile + TileLayout::offset(n * 8 + at.row, 2 * d + at.chunk));
+        to[n][0] = pair[0], to[n][1] = pair[1], to[n + 1][0] = pair[2], to[n + 1][1] = pair[3];
+      }
+    }
+  }
+
+  // Bit 2·n + e is set where row 8·n + 2·(lane % 4) + e attends to the key. In a loop, because
+  // registers are short.
+  __device__ __forceinline__ static uint32_t rows_that_see(
+      const blockflash_attention_decode_params& p, const DecodeItem& item, int key, int lane) {
+    const AttentionMask mask = DecodeSequence::mask(p, item.q_length, item.kv_length);
+    uint32_t bits = 0;
+#pragma unroll 1
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
+      const int row = item.row_tile * Config::rows + i / 2 * 8 + lane % 4 * 2 + i % 2;
+      const KeyRange visible = mask.keys_of(small_quotient(row, p.group));
+      bits |= static_cast<uint32_t>(key >= visible.begin && key < visible.end) << i;
+    }
+    return bits;
+  }
+
+  __device__ __forceinline__ void add_step(const blockflash_attention_decode_params& p,
+                                           const DecodeItem& item, unsigned char* ring, int stage,
+                                           int first_key, int lane) {
+    const uint32_t offset = stage * kStageBytes;
+    float s[kRowTiles][4] = {};
+#pragma unroll
+    for (int d = 0; d < kDSteps; ++d) {
+      uint32_t k[4];
+      ptx::ldmatrix_x4(k, k_lane.at(0, d) + offset);
+      if constexpr (!kQInRegisters) load_queries(q[0], d, lane);
+      const QFragments& q_step = q[kQInRegisters ? d : 0];
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n)
+        ptx::mma_m16n8k16<Element>(s[n], k, q_step[n][0], q_step[n][1]);
+    }
+    constexpr float kLog2e = 1.4426950408889634f;
+    float scale = kLog2e * p.softmax_scale;
+    if (p.softcap > 0.f) {
+      const float scale_over_cap = p.softmax_scale / p.softcap;
+      scale = kLog2e;
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] = soft_cap(s[n][i], p.softcap, scale_over_cap);
+    }
+    if (first_key < item.all.begin || first_key + kStepKeys > item.all.end) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t see = rows_that_see(p, item, first_key + lane / 4 + half * 8, lane);
+#pragma unroll
+        for (int n = 0; n < kRowTiles; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (!(see >> (2 * n + e) & 1)) s[n][2 * half + e] = -CUDART_INF_F;
+      }
+      add_visible_nonfinite(p, item, ring + offset + kTileBytes, first_key, lane);
+    }
+    move_references(s, scale);
+    uint32_t probabilities[kRowTiles][2];
+#pragma unroll
+    for (int n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[n][i] = ptx::ex2_approx(fmaf(s[n][i], scale, -reference[n][i % 2]));
+#pragma unroll
+      for (int e = 0; e < 2; ++e) denominator[n][e] += s[n][e] + s[n][e + 2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        probabilities[n][half] =
+            ptx::movmatrix_trans(ElementTraits<Element>::pack(s[n][2 * half], s[n][2 * half + 1]));
+    }
+#pragma unroll
+    for (int d = 0; d < kDSteps; ++d) {
+      uint32_t v[4];
+      ptx::ldmatrix_x4_trans(v, v_lane.at(0, d) + offset);
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n)
+        ptx::mma_m16n8k16<Element>(o[d][n], v, probabilities[n][0], probabilities[n][1]);
+    }
+  }
+
+  // A reference moves when a score of its own row exceeds it by more than the slack. The result is
+  // exact either way, and independent of the other rows.
+  __device__ __forceinline__ void move_references(const float (&s)[kRowTiles][4], float scale) {
+    float largest[kRowTiles][2];
+    bool grew = false;
+#pragma unroll
+    for (int n = 0; n < kRowTiles; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        largest[n][e] = fmaxf(s[n][e], s[n][e + 2]) * scale;
+        grew |= largest[n][e] > reference[n][e] + kSlack;
+      }
+    if (!__any_sync(~0u, grew)) return;
+#pragma unroll
+    for (int n = 0; n < kRowTiles; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float all = column_max(largest[n][e]);
+        const float moved = all > reference[n][e] + kSlack ? all : reference[n][e];
+        const float rescale = ptx::ex2_approx(reference[n][e] - moved);
+        reference[n][e] = moved;
+        denominator[n][e] *= rescale;
+#pragma unroll
+        for (int d = 0; d < kDSteps; ++d) o[d][n][e] *= rescale, o[d][n][e + 2] *= rescale;
+      }
+  }
+
+  // A NaN or infinity in V reaches all rows of an MMA, also those whose probability for its key is
+  // 0. Where a step is masked, such values are therefore added here to the rows that attend to
+  // them, and then removed. Rare, so small code.
+  __device__ __forceinline__ void add_visible_nonfinite(const blockflash_attention_decode_params& p,
+                                                        const DecodeItem& item,
+                                                        unsigned char* v_tile, int first_key,
+                                                        int lane) {
+    bool found = false;
+    const auto element = [&](int key, int column) {
+      return reinterpret_cast<uint16_t*>(v_tile + TileLayout::offset(key, column / 8)) + column % 8;
+    };
+#pragma unroll 1
+    for (int i = lane; i < kStepKeys * Config::head_dim; i += kWarpSize)
+      found |= is_nonfinite<Element>(*element(i / Config::head_dim, i % Config::head_dim));
+    if (!__any_sync(~0u, found)) return;
+#pragma unroll 1
+    for (int key = 0; key < kStepKeys; ++key) {
+      const uint32_t see = rows_that_see(p, item, first_key + key, lane);
+#pragma unroll
+      for (int d = 0; d < kDSteps; ++d)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint16_t bits = *element(key, d * 16 + half * 8 + lane / 4);
+          const float value =
+              is_nonfinite<Element>(bits) ? ElementTraits<Element>::to_float(bits) : 0.f;
+#pragma unroll
+          for (int n = 0; n < kRowTiles; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+              o[d][n][2 * half + e] += see >> (2 * n + e) & 1 ? value : 0.f;
+        }
+    }
+    __syncwarp();  // all have read the tile before it is changed
+#pragma unroll 1
+    for (int i = lane; i < kStepKeys * Config::head_dim; i += kWarpSize) {
+      uint16_t* const x = element(i / Config::head_dim, i % Config::head_dim);
+      if (is_nonfinite<Element>(*x)) *x = 0;
+    }
+    __syncwarp();
+  }
+};
+
+}  // namespace
+}  // namespace blockflash

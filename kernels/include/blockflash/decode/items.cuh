@@ -1,0 +1,157 @@
+// How attention over a cache is divided into items: one split of the keys, for one row tile of one
+// key head. The division of a sequence depends on the sequence alone, so that its result does not
+// depend on the rest of the batch.
+#pragma once
+
+#include <stdint.h>
+
+#include "blockflash/attention/mask.cuh"
+#include "blockflash/attention/packed_rows.cuh"
+#include "blockflash/decode/pages.cuh"
+#include "blockflash/params.h"
+#include "blockflash/ptx/math.cuh"
+
+namespace blockflash {
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// a / b for a >= 0, b > 0 and quotients below 2^20: far quicker than a division of integers, which
+// would delay the first load of a kernel.
+__device__ __forceinline__ int small_quotient(int a, int b) {
+  int q = static_cast<int>(static_cast<float>(a) * ptx::rcp_approx(static_cast<float>(b)));
+  // The factors are off by 2^-22 at most, the product by less than 1.
+  const int rest = a - q * b;
+  q += rest >= b;
+  q -= rest < 0;
+  return q;
+}
+
+// Keys that a warp takes at once.
+constexpr int kStepKeys = 16;
+
+// One split of one row tile. Positions count keys, or the slots of listed pages where pages are
+// chosen.
+struct DecodeItem {
+  int sequence, head_kv, row_tile;
+  int split, splits;
+  int slot, slot_step;    // number of the item of split 0, and what the next split adds
+  int q_begin, q_length;  // queries of the sequence
+  int kv_length;          // keys of the sequence
+  KeyRange positions;     // that the row tile visits; they begin at a multiple of 16
+  KeyRange any, all;      // keys that some query of the row tile attends to, and every query
+};
+
+// How a sequence is divided.
+struct DecodeSequence {
+  PackedRows queries;
+  int kv_length;
+  int first, keys;  // positions that some query attends to, from a multiple of 16 on
+  int chunk, splits, row_tiles;
+
+  template <int rows>
+  static __device__ __forceinline__ DecodeSequence of(const blockflash_attention_decode_params& p,
+                                                      int sequence) {
+    DecodeSequence s;
+    s.queries = p.cu_seqlens_q == nullptr
+                    ? PackedRows{0, p.seqlen_q}
+                    : PackedRows::of(p.cu_seqlens_q, sequence, p.total_q, p.seqlen_q);
+    s.kv_length = keys_of_sequence(p.cache, sequence);
+    if (p.page_list == nullptr) {
+      const KeyRange any =
+          mask(p, s.queries.length, s.kv_length).keys_of_any(0, s.queries.length - 1);
+      s.first = any.begin & ~(kStepKeys - 1);
+      s.keys = max(any.end - s.first, 0);
+    } else {
+      s.first = 0;
+      s.keys = min(max(p.page_count[sequence], 0), p.page_list_capacity) * p.cache.page_size;
+    }
+    const int medium = small_quotient(s.keys + p.splits - 1, p.splits);
+    const int clamped = min(max(medium, p.chunk_min), p.chunk_max);
+    s.chunk = (max(clamped, ceil_div(s.keys, 256)) + 63) & ~63;
+    s.splits = max(small_quotient(s.keys + s.chunk - 1, s.chunk), 1);
+    s.row_tiles = ceil_div(s.queries.length * p.group, rows);
+    return s;
+  }
+
+  static __device__ __forceinline__ AttentionMask mask(const blockflash_attention_decode_params& p,
+                                                       int q_length, int kv_length) {
+    return {kv_length, p.align_bottom_right ? kv_length - q_length : 0, p.window_left,
+            p.window_right};
+  }
+};
+
+// Whether all sequences are divided alike, whatever device memory holds.
+__device__ __forceinline__ bool are_sequences_equal(const blockflash_attention_decode_params& p) {
+  return p.cu_seqlens_q == nullptr && p.cache.seqused == nullptr && p.page_count == nullptr;
+}
+
+// Finds items by number, in ascending order, with the lanes of a warp.
+template <int rows>
+struct ItemWalk {
+  int first_sequence = 0;  // of the 32 that the lanes look at
+  int before = 0;          // items of the sequences before it
+
+  // Writes item `number` to `item` and returns true, or returns false behind the last one.
+  __device__ __forceinline__ bool find(const blockflash_attention_decode_params& p, int number,
+                                       DecodeItem& item, int lane) {
+    DecodeSequence s;
+    int sequence, first, slot_step, owner;
+    while (true) {
+      if (first_sequence >= p.batch) return false;
+      sequence = first_sequence + lane;
+      s = DecodeSequence::of<rows>(p, min(sequence, p.batch - 1));
+      slot_step = s.row_tiles * p.num_heads_kv;
+      if (are_sequences_equal(p)) {
+        sequence = small_quotient(number, s.splits * slot_step);
+        first = sequence * s.splits * slot_step;
+        owner = 0;
+        if (sequence >= p.batch) return false;
+        break;
+      }
+      const int items = sequence < p.batch ? s.splits * slot_step : 0;
+      int end = items;
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int others = __shfl_up_sync(~0u, end, distance);
+        if (lane >= distance) end += others;
+      }
+      end += before;
+      first = end - items;
+      const unsigned later = __ballot_sync(~0u, number < end);
+      if (later != 0) {
+        owner = __ffs(static_cast<int>(later)) - 1;
+        // The workspace has room for p.items.
+        if (__shfl_sync(~0u, end, owner) > p.items) return false;
+        break;
+      }
+      before = __shfl_sync(~0u, end, 31);
+      first_sequence += 32;
+    }
+    if (lane != owner) return true;
+    const int within = number - first;
+    item.sequence = sequence;
+    item.split = small_quotient(within, slot_step);
+    const int of_split = within - item.split * slot_step;
+    item.row_tile = small_quotient(of_split, p.num_heads_kv);
+    item.head_kv = of_split - item.row_tile * p.num_heads_kv;
+    item.splits = s.splits;
+    item.slot = first + of_split, item.slot_step = slot_step;
+    item.q_begin = s.queries.begin, item.q_length = s.queries.length;
+    item.kv_length = s.kv_length;
+    const int first_query = small_quotient(item.row_tile * rows, p.group);
+    const int last_query =
+        min(small_quotient((item.row_tile + 1) * rows - 1, p.group), item.q_length - 1);
+    const AttentionMask mask = DecodeSequence::mask(p, item.q_length, item.kv_length);
+    item.any = mask.keys_of_any(first_query, last_query);
+    item.all = mask.keys_of_all(first_query, last_query);
+    const int begin = s.first + item.split * s.chunk;
+    item.positions = {begin, min(begin + s.chunk, s.first + s.keys)};
+    if (p.page_list == nullptr) {
+      item.positions.begin = max(begin, item.any.begin & ~(kStepKeys - 1));
+      item.positions.end = min(item.positions.end, item.any.end);
+    }
+    return true;
+  }
+};
+
+}  // namespace blockflash

@@ -1,0 +1,142 @@
+//! The numbers of a case, and the contents of its cache.
+
+use super::{CacheLayout, DecodeCase};
+use crate::attention::AttentionData;
+use crate::number::{encode, normal_rounded, poison, round_all};
+use blockflash_ops::RotaryPairs;
+use blockflash_oracle::Element;
+use blockflash_oracle::rotated;
+
+/// The numbers of a case.
+#[derive(Clone, Debug)]
+pub struct DecodeData {
+    /// Queries before rotation, and keys and values of all sequences, one after another. Of keys
+    /// that are appended these are the ones before rotation.
+    pub attention: AttentionData,
+    /// New keys and values, `[rows of q, heads_kv, head_dim]`.
+    pub new: [Vec<f32>; 2],
+    /// cos and sin, `[capacity, dim / 2]`.
+    pub tables: [Vec<f32>; 2],
+}
+
+impl DecodeData {
+    /// The data of a case.
+    pub fn generate(case: &DecodeCase) -> Self {
+        let call = &case.attention;
+        let mut attention = AttentionData::generate(call);
+        let width = call.heads_kv * call.head_dim;
+        let sequences = call.sequences();
+        if let CacheLayout::Paged { page_size, shared, .. } = case.layout {
+            for sequence in sequences.iter().skip(1).filter(|sequence| case.shares(sequence)) {
+                let (from, to) = (sequences[0].kv_start * width, sequence.kv_start * width);
+                let count = shared * page_size * width;
+                attention.k.copy_within(from..from + count, to);
+                attention.v.copy_within(from..from + count, to);
+            }
+        }
+        let rows = attention.q.len() / (call.heads_q * call.head_dim).max(1);
+        let mut new = [8, 9].map(|salt| normal_rounded(call.seed ^ salt, rows * width, call.dtype));
+        for (sequence, query) in
+            sequences.iter().flat_map(|s| (0..s.q_len).map(move |query| (s, query)))
+        {
+            let Ok(key) = usize::try_from(case.first_new(sequence) + query as i64) else {
+                continue;
+            };
+            let from = (sequence.kv_start + key) * width;
+            let to = (sequence.q_start + query) * width;
+            for (new, all) in new.iter_mut().zip([&attention.k, &attention.v]) {
+                new[to..to + width].copy_from_slice(&all[from..from + width]);
+            }
+        }
+        Self { attention, new, tables: tables(case) }
+    }
+
+    /// The row of a query or new key at a position after rotation.
+    pub fn turned(&self, case: &DecodeCase, row: &[f32], position: i64) -> Vec<Element> {
+        let half = case.rotary.map_or(0, |rotary| rotary.dim / 2);
+        let last = case.capacity() as i64 - 1;
+        let start = position.clamp(0, last.max(0)) as usize * half;
+        let [cos, sin] = &self.tables;
+        let tables = match last {
+            0.. => [&cos[start..start + half], &sin[start..start + half]],
+            _ => [&[][..]; 2],
+        };
+        let interleaved =
+            case.rotary.is_some_and(|rotary| rotary.pairs == RotaryPairs::Interleaved);
+        rotated(case.attention.dtype, row, tables, interleaved)
+    }
+
+    /// The bits of the cache before the call, `[pages, page_size, heads_kv, head_dim]` in the order
+    /// of the layout: keys, then values. Slots that no key takes are poison, and so are those of
+    /// new keys.
+    pub fn cache(&self, case: &DecodeCase) -> [Vec<u32>; 2] {
+        let call = &case.attention;
+        let [page_size, _, pages] = case.pages();
+        let size = pages * page_size * call.heads_kv * call.head_dim;
+        let mut bits = [(); 2].map(|()| vec![poison(call.dtype); size]);
+        let places = places(case);
+        let sequences = call.sequences();
+        for (b, sequence) in sequences.iter().enumerate() {
+            let old = if case.append { case.first_new(sequence).max(0) } else { i64::MAX };
+            for key in (0..sequence.kv_len).take_while(|&key| (key as i64) < old) {
+                for head in 0..call.heads_kv {
+                    let from = ((sequence.kv_start + key) * call.heads_kv + head) * call.head_dim;
+                    let to = places.of([b, key, head]);
+                    for (bits, values) in
+                        bits.iter_mut().zip([&self.attention.k, &self.attention.v])
+                    {
+                        for (bits, &x) in
+                            bits[to..].iter_mut().zip(&values[from..][..call.head_dim])
+                        {
+                            *bits = encode(call.dtype, x);
+                        }
+                    }
+                }
+            }
+        }
+        bits
+    }
+}
+
+/// cos and sin of the angles of each position, in the type of the tables.
+fn tables(case: &DecodeCase) -> [Vec<f32>; 2] {
+    let Some(rotary) = case.rotary else { return [Vec::new(), Vec::new()] };
+    let half = rotary.dim / 2;
+    let angle = |at: usize| {
+        let (position, i) = (at / half, at % half);
+        position as f64 * 10_000f64.powf(-(i as f64) / half as f64)
+    };
+    let of = |f: fn(f64) -> f64| {
+        let mut values: Vec<f32> =
+            (0..case.capacity() * half).map(|at| f(angle(at)) as f32).collect();
+        round_all(rotary.dtype, &mut values);
+        values
+    };
+    [of(f64::cos), of(f64::sin)]
+}
+
+/// Where keys lie in the physical cache.
+pub(super) struct Places<'a> {
+    case: &'a DecodeCase,
+    table: Vec<i32>,
+}
+
+pub(super) fn places(case: &DecodeCase) -> Places<'_> {
+    Places { case, table: case.table(false) }
+}
+
+impl Places<'_> {
+    /// First element of a key of a head of a sequence.
+    pub(super) fn of(&self, [b, key, head]: [usize; 3]) -> usize {
+        let [page_size, max_pages, _] = self.case.pages();
+        let (heads, d) = (self.case.attention.heads_kv, self.case.attention.head_dim);
+        let page = self.table[b * max_pages + key / page_size] as usize;
+        let slot = key % page_size;
+        let heads_first = matches!(self.case.layout, CacheLayout::Paged { heads_first: true, .. });
+        let row = match heads_first {
+            true => (page * heads + head) * page_size + slot,
+            false => (page * page_size + slot) * heads + head,
+        };
+        row * d
+    }
+}

@@ -1,0 +1,117 @@
+//! Calls at the edges: pages, lengths, masks, and the ones that broke other libraries.
+
+use super::{CacheLayout, DecodeCase, RotaryCase};
+use crate::attention::{AttentionCase, Content, Lengths};
+use crate::placement::Placement;
+use blockflash_ops::RotaryPairs;
+use blockflash_ops::attention::{Align, Mask};
+use blockflash_sys::DType;
+
+fn paged(page_size: usize, longest: usize) -> CacheLayout {
+    let max_pages = longest.div_ceil(page_size) + 1;
+    CacheLayout::Paged { page_size, max_pages, spare: 3, shared: 0, heads_first: false }
+}
+
+fn packed(lengths: &[(usize, usize)]) -> Lengths {
+    Lengths::Packed { lengths: lengths.to_vec(), slack: (0, 0) }
+}
+
+/// One query of each sequence against lengths about every boundary of steps, pages and splits, up
+/// to `longest`.
+pub fn decode_lengths(dtype: DType, head_dim: usize, longest: usize) -> Vec<DecodeCase> {
+    let around = |n: usize| [n.saturating_sub(1), n, n + 1];
+    let lengths: Vec<(usize, usize)> = [16, 32, 64, 128, 192, 256, 1024, 2048, 4096]
+        .into_iter()
+        .flat_map(around)
+        .chain([0, 1, 2, 5, 300, 777, 3000, 4200])
+        .filter(|&n| n <= longest)
+        .map(|n| (1, n))
+        .collect();
+    let mut cases = Vec::new();
+    for (heads, page_size) in [((4, 1), 16), ((3, 3), 48), ((8, 2), 256)] {
+        let simple = DecodeCase::simple(dtype, heads, head_dim, &lengths);
+        cases.push(DecodeCase { layout: paged(page_size, longest), ..simple.clone() });
+        let layout = CacheLayout::Contiguous { capacity: longest + 3 };
+        cases.push(DecodeCase { layout, equal: true, ..simple }.consistent());
+    }
+    cases
+}
+
+/// Every mask, number of queries and option, in turns.
+pub fn decode_edges(dtype: DType, head_dim: usize) -> Vec<DecodeCase> {
+    let window = |left, right| Mask::Window { left, right, align: Align::BottomRight };
+    let masks = [
+        Mask::causal(),
+        Mask::Full,
+        window(Some(40), Some(0)),
+        window(Some(0), Some(0)),
+        window(Some(100), Some(3)),
+        window(None, Some(2)),
+    ];
+    let heads = [(8, 1), (4, 4), (6, 2), (64, 1), (16, 2)];
+    let mixed = [(1, 70), (4, 4), (0, 33), (130, 130), (7, 3), (2, 0), (1, 1), (16, 300)];
+    let mut cases = Vec::new();
+    for (turn, mask) in masks.into_iter().cycle().take(24).enumerate() {
+        let equal = turn % 3 == 0;
+        let queries = [1, 2, 4, 5, 16, 33][turn / 3 % 6];
+        let lengths: Vec<(usize, usize)> = match equal {
+            true => [1, 16, 200, 0, 65, 333].map(|keys| (queries, keys)).to_vec(),
+            false => mixed.to_vec(),
+        };
+        let pairs = [RotaryPairs::Halves, RotaryPairs::Interleaved][turn % 2];
+        let dim = if turn % 4 < 2 { head_dim } else { head_dim / 2 };
+        let rotary = RotaryCase { dim: dim / 2 * 2, pairs, dtype: DType::F32 };
+        let order = if turn % 5 == 0 { vec![1, 0, 2] } else { Vec::new() };
+        let placement = || Placement { order: order.clone(), padding: Vec::new() };
+        let layout = match turn % 4 {
+            0 => CacheLayout::Contiguous { capacity: 350 },
+            1 => paged(16, 340),
+            2 => CacheLayout::Paged {
+                page_size: 32,
+                max_pages: 12,
+                spare: 1,
+                shared: 1,
+                heads_first: true,
+            },
+            _ => paged(128, 340),
+        };
+        let case = DecodeCase::simple(dtype, heads[turn % heads.len()], head_dim, &lengths);
+        let attention = AttentionCase {
+            seed: turn as u64,
+            mask,
+            softcap: (turn % 4 == 3).then_some(20.0),
+            sink: turn % 3 == 1,
+            lse: turn % 7 != 6,
+            placements: [placement(), Placement::default(), Placement::default(), placement()],
+            content: [Content::Normal, Content::UnseenNan, Content::NanInValues][turn % 3],
+            ..case.attention.clone()
+        };
+        let with_rotary = attention.content == Content::Normal && turn % 2 == 0;
+        let case = DecodeCase {
+            attention,
+            equal,
+            layout,
+            listed: (turn % 5 == 2).then_some(0.5),
+            rotary: with_rotary.then_some(rotary),
+            append: turn % 2 == 0,
+            ..case
+        };
+        cases.push(case.consistent());
+    }
+    // Nothing at all, nobody with a key, and a cache that is exactly full without lengths.
+    let simple = DecodeCase::simple(dtype, (4, 2), head_dim, &[(3, 0), (1, 0)]);
+    cases.push(simple.clone());
+    let empty = AttentionCase { lengths: packed(&[(0, 5), (0, 0)]), ..simple.attention.clone() };
+    cases.push(DecodeCase { attention: empty, ..simple.clone() });
+    let full = AttentionCase { lengths: packed(&[(2, 96), (2, 96)]), ..simple.attention.clone() };
+    for layout in [
+        CacheLayout::Contiguous { capacity: 96 },
+        CacheLayout::Paged { page_size: 32, max_pages: 3, spare: 0, shared: 2, heads_first: true },
+    ] {
+        let attention = full.clone();
+        let case = DecodeCase { attention, layout, seqused: false, equal: true, ..simple.clone() };
+        cases.push(DecodeCase { append: true, ..case.clone() }.consistent());
+        cases.push(case.consistent());
+    }
+    cases
+}

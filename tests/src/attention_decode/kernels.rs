@@ -1,0 +1,179 @@
+//! The kernels of the table that compute attention to caches, and what each of them must do.
+
+use super::{CacheLayout, DecodeCase, DecodeData, DecodeInputs, DecodeOutputs};
+use crate::attention::{AttentionReference, Choice};
+use crate::gpu::{Gpu, wait};
+use crate::host::{download, refill};
+use crate::number::rng;
+use blockflash_ops::attention_decode::{accepts, tile};
+use blockflash_ops::{
+    AttentionDecode, AttentionDecodeOperands, CacheAccess, DType, Error, KvCache, Operation,
+    Stream, Tensor,
+};
+use blockflash_sys::Kernel;
+use blockflash_sys::manifest::AttentionDecode as AttentionDecodeTile;
+use rand::Rng;
+use std::collections::BTreeMap;
+
+/// Kernels with their tiles, by element type and head dimension.
+pub type DecodeGroup = ((DType, u32), Vec<(&'static Kernel, AttentionDecodeTile)>);
+
+/// The kernels that a GPU can run.
+pub fn decode_groups(gpu: &Gpu) -> Vec<DecodeGroup> {
+    let mut groups: BTreeMap<_, Vec<_>> = BTreeMap::new();
+    for (kernel, tile) in gpu.kernels().filter_map(|kernel| Some((kernel, tile(kernel)?))) {
+        groups.entry((tile.dtype, tile.head_dim)).or_default().push((kernel, tile));
+    }
+    groups.into_iter().collect()
+}
+
+/// Runs a case whose data and reference are given. A kernel that does not accept it must refuse it.
+pub fn run_or_refuse(
+    case: &DecodeCase,
+    data: &DecodeData,
+    reference: &AttentionReference,
+    kernel: &'static Kernel,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let mut inputs = DecodeInputs::upload(case, data, stream)?;
+    let gpu = stream.device().cuda_properties().ok_or("kernels run on GPUs")?;
+    // What is appended is known only with the outputs; no kernel appends yet.
+    let problem = inputs.decode().problem(&inputs.cache()).map_err(|error| error.to_string())?;
+    let accepted = !case.append && accepts(kernel, &problem, gpu).is_ok();
+    let mut outputs = DecodeOutputs::poisoned(case, stream)?;
+    match inputs.launch(&mut outputs, Choice::This(kernel), stream) {
+        Ok(()) if accepted => {}
+        Err(Error::Unsupported { .. }) if !accepted => return Ok(0),
+        other => return Err(format!("accepted: {accepted}, but {other:?}\n    {case:?}")),
+    }
+    let check = || {
+        wait(stream, &|| format!("{} with {case:?}", kernel.image_name()))?;
+        inputs.check_cache(data, stream)?;
+        outputs.0.check(&case.attention, reference, stream)
+    };
+    check().map_err(|error: String| format!("{error}\n    {case:?}"))
+}
+
+/// Runs a case 30 times and requires the same bits every time.
+pub fn same_bits(case: &DecodeCase, kernel: Choice, stream: &Stream) -> Result<usize, String> {
+    let mut inputs = DecodeInputs::upload(case, &DecodeData::generate(case), stream)?;
+    let mut outputs = DecodeOutputs::poisoned(case, stream)?;
+    let mut first = None;
+    for repeat in 0..30 {
+        outputs.0.poison(stream)?;
+        inputs.launch(&mut outputs, kernel, stream).map_err(|error| error.to_string())?;
+        wait(stream, &|| format!("repeat of {case:?}"))?;
+        let bits = outputs.0.bits(stream)?;
+        if *first.get_or_insert_with(|| bits.clone()) != bits {
+            return Err(format!("repeat {repeat} differs from the first run\n    {case:?}"));
+        }
+    }
+    Ok(30)
+}
+
+/// Computes every sequence of a case with equally many queries alone, and requires the bits that it
+/// has in the batch.
+pub fn alone_as_in_a_batch(
+    case: &DecodeCase,
+    kernel: Choice,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let inputs = DecodeInputs::upload(case, &DecodeData::generate(case), stream)?;
+    let (decode, cache) = (inputs.decode(), inputs.cache());
+    let run = |decode: AttentionDecode<'_>, cache: KvCache<'_>| -> Result<Vec<u32>, Error> {
+        let mut o = Tensor::empty(stream, case.attention.dtype, decode.q.shape())?;
+        let o_view = o.view_mut();
+        let operands =
+            AttentionDecodeOperands { cache: CacheAccess::Read(cache), o: o_view, lse: None };
+        match kernel {
+            Choice::Selected => decode.forward_into(operands, stream)?,
+            Choice::This(kernel) => decode.run_with(kernel, operands, stream)?,
+        }
+        Ok(download(stream, &o).expect("a tensor of the stream's device"))
+    };
+    let whole = run(decode, cache).map_err(|error| error.to_string())?;
+    let batch = case.attention.sequences().len();
+    let of_one = whole.len() / batch.max(1);
+    for b in 0..batch {
+        let alone = || {
+            let one = b..b + 1;
+            let whole = cache.block_table.is_some();
+            let of = if whole { 0..cache.k.shape()[0] } else { one.clone() };
+            let cache = KvCache {
+                k: cache.k.slice(0, of.clone())?,
+                v: cache.v.slice(0, of)?,
+                block_table: cache.block_table.map(|t| t.slice(0, one.clone())).transpose()?,
+                seqused_kv: cache.seqused_kv.map(|t| t.slice(0, one.clone())).transpose()?,
+            };
+            run(AttentionDecode { q: decode.q.slice(0, one.clone())?, ..decode }, cache)
+        };
+        if alone().map_err(|error| error.to_string())? != whole[b * of_one..][..of_one] {
+            return Err(format!("sequence {b} alone differs\n    {case:?}"));
+        }
+    }
+    Ok(batch)
+}
+
+/// Captures a call while every sequence has one key, and replays it with other lengths up to the
+/// capacity. Each replay gives the bits of a call that is not captured, and some are compared with
+/// the oracle.
+pub fn replays(
+    dtype: DType,
+    head_dim: usize,
+    kernel: &'static Kernel,
+    stream: &Stream,
+    count: usize,
+) -> Result<usize, String> {
+    const LONGEST: usize = 4200;
+    let layout = CacheLayout::Paged {
+        page_size: 64,
+        max_pages: LONGEST.div_ceil(64),
+        spare: 0,
+        shared: 0,
+        heads_first: false,
+    };
+    let choice = Choice::This(kernel);
+    let case_of = |lengths: [usize; 3]| DecodeCase {
+        layout,
+        equal: true,
+        ..DecodeCase::simple(dtype, (8, 2), head_dim, &lengths.map(|keys| (1, keys)))
+    };
+    let (short, full) = (case_of([1; 3]), case_of([LONGEST; 3]));
+    let mut inputs = DecodeInputs::upload(&short, &DecodeData::generate(&short), stream)?;
+    let mut outputs = DecodeOutputs::poisoned(&short, stream)?;
+    let graph = stream
+        .capture(|stream| inputs.launch(&mut outputs, choice, stream))
+        .map_err(|error| format!("capture: {error}"))?;
+    let mut compared = 0;
+    for lengths in [[1, 2, 3], [0, 64, LONGEST], [1023, 1024, 1025], [777, 0, 3333]] {
+        let case = case_of(lengths);
+        let data = DecodeData::generate(&case);
+        inputs.refill(&case, &data, stream)?;
+        outputs.0.poison(stream)?;
+        graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
+        wait(stream, &|| format!("replay with lengths {lengths:?}"))?;
+        let k = inputs.check_cache(&data, stream)?;
+        let reference = super::decode_reference(&case, &data, &k);
+        compared += outputs.0.check(&case.attention, &reference, stream)?;
+    }
+    let mut random = rng(0x6EA9);
+    inputs.refill(&full, &DecodeData::generate(&full), stream)?;
+    for replay in 0..count {
+        let lengths: Vec<u32> = (0..3).map(|_| random.random_range(0..=LONGEST as u32)).collect();
+        if let Some(seqused) = &mut inputs.seqused {
+            refill(seqused, stream, &lengths)?;
+        }
+        outputs.0.poison(stream)?;
+        graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
+        wait(stream, &|| format!("replay {replay} with lengths {lengths:?}"))?;
+        let replayed = outputs.0.bits(stream)?;
+        outputs.0.poison(stream)?;
+        inputs.launch(&mut outputs, choice, stream).map_err(|error| error.to_string())?;
+        wait(stream, &|| format!("a call with lengths {lengths:?}"))?;
+        if replayed != outputs.0.bits(stream)? {
+            return Err(format!("replay {replay} with lengths {lengths:?} differs from a call"));
+        }
+        compared += 1;
+    }
+    Ok(compared)
+}

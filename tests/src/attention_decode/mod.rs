@@ -1,0 +1,26 @@
+//! Attention to caches of keys and values: cases, the contents of caches, the reference, and the
+//! harness that runs a case on a device and judges every output and every slot of the cache.
+
+mod case;
+mod data;
+mod edges;
+mod garbage;
+mod kernels;
+mod merge;
+mod outputs;
+mod reference;
+mod run;
+mod strategy;
+
+pub use case::{CacheLayout, DecodeCase, RotaryCase};
+pub use data::DecodeData;
+pub use edges::{decode_edges, decode_lengths};
+pub use garbage::survives_garbage;
+pub use kernels::{
+    DecodeGroup, alone_as_in_a_batch, decode_groups, replays, run_or_refuse, same_bits,
+};
+pub use merge::{MergeCase, merge_cases, run_merge};
+pub use outputs::{DecodeOutputs, run_case};
+pub use reference::decode_reference;
+pub use run::DecodeInputs;
+pub use strategy::decode_cases;

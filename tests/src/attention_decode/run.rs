@@ -1,0 +1,299 @@
+//! The operands of a case on a device, its call, and the check of every slot of the cache.
+
+use super::data::places;
+use super::outputs::with_batch;
+use super::{CacheLayout, DecodeCase, DecodeData, DecodeOutputs};
+use crate::attention::{Choice, placed};
+use crate::host::{download, refill, upload, view};
+use crate::number::{decode, encode, poison};
+use crate::tolerance::{Reference, check};
+use blockflash_ops::attention_decode::workspace_bytes;
+use blockflash_ops::{
+    AppendKv, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess,
+    DType, Error, KvCache, KvCacheMut, Operation, PackedTokens, PageLists, Rotary, Stream, Tensor,
+};
+use blockflash_oracle::Rounding;
+use blockflash_sys::manifest;
+
+/// The operands of a case on a device.
+pub struct DecodeInputs {
+    case: DecodeCase,
+    q: Tensor,
+    sink: Option<Tensor>,
+    cu_seqlens: Option<Tensor>,
+    /// Keys and values.
+    pub cache: [Tensor; 2],
+    /// i32 `[batch, max_pages]`.
+    pub table: Option<Tensor>,
+    /// i32 `[batch]`.
+    pub seqused: Option<Tensor>,
+    new: [Tensor; 2],
+    tables: Option<[Tensor; 2]>,
+    lists: Option<[Tensor; 2]>,
+    workspace: Option<AttentionDecodeWorkspace>,
+    /// Without elements: stand in for the cache while a call borrows it and the other operands.
+    stand_ins: Option<[Tensor; 2]>,
+}
+
+impl DecodeInputs {
+    /// Uploads the data of a case.
+    pub fn upload(case: &DecodeCase, data: &DecodeData, stream: &Stream) -> Result<Self, String> {
+        let call = &case.attention;
+        let ([q_placed, ..], _) = placed(call);
+        let encoded = |values: &[f32], dtype: DType| -> Vec<u32> {
+            values.iter().map(|&x| encode(dtype, x)).collect()
+        };
+        let [q, ..] = data.attention.bits(call);
+        let q = q_placed.scatter(q, poison(call.dtype));
+        let shape =
+            if case.equal { with_batch(case, &q_placed, 0).0 } else { q_placed.physical.clone() };
+        let q = upload(stream, call.dtype, &q, &shape)?;
+
+        let [page_size, max_pages, pages] = case.pages();
+        let (heads, d) = (call.heads_kv, call.head_dim);
+        let cache_shape = match case.layout {
+            CacheLayout::Paged { heads_first: true, .. } => [pages, heads, page_size, d],
+            _ => [pages, page_size, heads, d],
+        };
+        let [k, v] = data.cache(case).map(|bits| upload(stream, call.dtype, &bits, &cache_shape));
+        let batch = call.sequences().len();
+        let ints = |values: Vec<i32>, shape: &[usize]| {
+            Tensor::from_slice(stream, &values, shape).map_err(|error| error.to_string())
+        };
+        let lengths: Vec<i32> = call.sequences().iter().map(|s| s.kv_len as i32).collect();
+        let rows = data.new[0].len() / (heads * d).max(1);
+        let new_shape = if case.equal {
+            vec![batch, rows / batch.max(1), heads, d]
+        } else {
+            vec![rows, heads, d]
+        };
+        let new =
+            |values: &[f32]| upload(stream, call.dtype, &encoded(values, call.dtype), &new_shape);
+        let tables = case.rotary.map(|rotary| {
+            let shape = [case.capacity(), rotary.dim / 2];
+            let [cos, sin] = &data.tables;
+            let table = |x: &[f32]| upload(stream, rotary.dtype, &encoded(x, rotary.dtype), &shape);
+            Ok::<_, String>([table(cos)?, table(sin)?])
+        });
+        let lists = case.lists().map(|lists| {
+            let counts = lists.iter().map(|heads| heads.first().map_or(0, Vec::len) as i32);
+            let counts = ints(counts.collect(), &[batch])?;
+            let garbage = [i32::MIN, -1, i32::MAX, 0];
+            let padded = lists.iter().flatten().flat_map(|list| {
+                let rest = garbage.into_iter().cycle().take(max_pages - list.len());
+                list.iter().copied().chain(rest)
+            });
+            Ok::<_, String>([ints(padded.collect(), &[batch, heads, max_pages])?, counts])
+        });
+        let sink = call.sink.then(|| {
+            let bits = encoded(&data.attention.sink, DType::F32);
+            upload(stream, DType::F32, &bits, &[bits.len()])
+        });
+        let offsets = std::iter::once(0)
+            .chain(call.sequences().iter().map(|s| (s.q_start + s.q_len) as i32))
+            .collect();
+        let mut inputs = Self {
+            case: case.clone(),
+            q,
+            sink: sink.transpose()?,
+            cu_seqlens: match case.equal {
+                true => None,
+                false => Some(ints(offsets, &[batch + 1])?),
+            },
+            cache: [k?, v?],
+            table: match case.layout {
+                CacheLayout::Paged { .. } => Some(ints(case.table(true), &[batch, max_pages])?),
+                CacheLayout::Contiguous { .. } => None,
+            },
+            seqused: case.seqused.then(|| ints(lengths, &[batch])).transpose()?,
+            new: [new(&data.new[0])?, new(&data.new[1])?],
+            tables: tables.transpose()?,
+            lists: lists.transpose()?,
+            workspace: None,
+            stand_ins: Some([ints(Vec::new(), &[0])?, ints(Vec::new(), &[0])?]),
+        };
+        if !stream.device().is_cpu() {
+            let workspace = AttentionDecodeWorkspace::new(stream, inputs.most_bytes(stream)?);
+            inputs.workspace = Some(workspace.map_err(|error| error.to_string())?);
+        }
+        Ok(inputs)
+    }
+
+    /// Replaces all numbers in place, as a replayed graph needs it. The new case has the shapes of
+    /// the old one, and no sequence has more queries than a captured call announced.
+    pub fn refill(
+        &mut self,
+        case: &DecodeCase,
+        data: &DecodeData,
+        stream: &Stream,
+    ) -> Result<(), String> {
+        let fresh = Self::upload(case, data, stream)?;
+        let pairs = [(&mut self.q, &fresh.q)]
+            .into_iter()
+            .chain(self.cache.iter_mut().zip(&fresh.cache))
+            .chain(self.new.iter_mut().zip(&fresh.new))
+            .chain(self.sink.iter_mut().zip(&fresh.sink))
+            .chain(self.cu_seqlens.iter_mut().zip(&fresh.cu_seqlens))
+            .chain(self.table.iter_mut().zip(&fresh.table))
+            .chain(self.seqused.iter_mut().zip(&fresh.seqused))
+            .chain(self.lists.iter_mut().flatten().zip(fresh.lists.iter().flatten()));
+        for (tensor, fresh) in pairs {
+            assert_eq!(tensor.shape(), fresh.shape());
+            refill(tensor, stream, &download(stream, fresh)?)?;
+        }
+        self.case = case.clone();
+        Ok(())
+    }
+
+    /// Bytes of workspace for any kernel that takes the problem, selected or not.
+    fn most_bytes(&self, stream: &Stream) -> Result<usize, String> {
+        let problem = self.decode().problem(&self.cache()).map_err(|error| error.to_string())?;
+        let Some(gpu) = stream.device().cuda_properties() else { return Ok(0) };
+        let kernels = manifest::kernels().iter();
+        let bytes = kernels.filter_map(|kernel| workspace_bytes(kernel, &problem, gpu).ok());
+        Ok(bytes.max().unwrap_or(0))
+    }
+
+    fn packed(&self) -> Option<PackedTokens<'_>> {
+        let longest = self.case.attention.sequences().iter().map(|s| s.q_len).max().unwrap_or(0);
+        // Any upper bound will do.
+        let max_seqlen = longest + self.case.attention.seed as usize % 3;
+        let cu_seqlens = self.cu_seqlens.as_ref()?.view();
+        Some(PackedTokens { cu_seqlens, max_seqlen })
+    }
+
+    fn rotary(&self) -> Option<Rotary<'_>> {
+        let [cos, sin] = self.tables.as_ref()?;
+        let pairs = self.case.rotary?.pairs;
+        Some(Rotary { cos: cos.view(), sin: sin.view(), pairs })
+    }
+
+    /// The call.
+    pub fn decode(&self) -> AttentionDecode<'_> {
+        let call = &self.case.attention;
+        let ([q_placed, ..], _) = placed(call);
+        let q = match self.case.equal {
+            false => view(&self.q, &q_placed),
+            true => {
+                let order = with_batch(&self.case, &q_placed, 0).1;
+                self.q.view().permute(&order).expect("a permutation")
+            }
+        };
+        let pages = self.lists.as_ref().map(|[lists, counts]| {
+            let (lists, counts) = (lists.view(), counts.view());
+            PageLists { lists, counts }
+        });
+        AttentionDecode {
+            packed: self.packed(),
+            mask: call.mask,
+            softmax_scale: call.softmax_scale,
+            softcap: call.softcap,
+            sink: self.sink.as_ref().map(Tensor::view),
+            rotary: self.rotary(),
+            pages,
+            workspace: self.workspace.as_ref(),
+            ..AttentionDecode::new(q)
+        }
+    }
+
+    fn order(&self) -> [usize; 4] {
+        match self.case.layout {
+            CacheLayout::Paged { heads_first: true, .. } => [0, 2, 1, 3],
+            _ => [0, 1, 2, 3],
+        }
+    }
+
+    /// The cache for reading.
+    pub fn cache(&self) -> KvCache<'_> {
+        let [k, v] =
+            [0, 1].map(|i| self.cache[i].view().permute(&self.order()).expect("a permutation"));
+        KvCache {
+            block_table: self.table.as_ref().map(Tensor::view),
+            seqused_kv: self.seqused.as_ref().map(Tensor::view),
+            ..KvCache::new(k, v)
+        }
+    }
+
+    /// Queues the computation.
+    pub fn launch(
+        &mut self,
+        outputs: &mut DecodeOutputs,
+        kernel: Choice,
+        stream: &Stream,
+    ) -> Result<(), Error> {
+        let order = self.order();
+        let mut lent = self.stand_ins.take().expect("two tensors");
+        std::mem::swap(&mut self.cache, &mut lent);
+        let result = {
+            let (o, lse) = outputs.views(&self.case);
+            let [k, v] = lent
+                .each_mut()
+                .map(|tensor| tensor.view_mut().permute(&order).expect("a permutation"));
+            let whole = KvCacheMut {
+                block_table: self.table.as_ref().map(Tensor::view),
+                seqused_kv: self.seqused.as_ref().map(Tensor::view),
+                ..KvCacheMut::new(k, v)
+            };
+            let new = AppendKv {
+                packed: self.packed(),
+                rotary: self.rotary(),
+                ..AppendKv::new(self.new[0].view(), self.new[1].view())
+            };
+            let cache = match self.case.append {
+                true => CacheAccess::Append(&new, whole),
+                false => CacheAccess::Read(whole.as_cache()),
+            };
+            let operands = AttentionDecodeOperands { cache, o, lse };
+            match kernel {
+                Choice::Selected => self.decode().forward_into(operands, stream),
+                Choice::This(kernel) => self.decode().run_with(kernel, operands, stream),
+            }
+        };
+        std::mem::swap(&mut self.cache, &mut lent);
+        self.stand_ins = Some(lent);
+        result
+    }
+
+    /// Checks every slot of the cache, and returns the keys as they lie there, in the order of the
+    /// data.
+    pub fn check_cache(&self, data: &DecodeData, stream: &Stream) -> Result<Vec<f32>, String> {
+        let (case, call) = (&self.case, &self.case.attention);
+        let (d, dtype) = (call.head_dim, call.dtype);
+        let found = [download(stream, &self.cache[0])?, download(stream, &self.cache[1])?];
+        let (mut expected, places) = (data.cache(case), places(case));
+        let (mut k, mut turned) = (data.attention.k.clone(), Reference::default());
+        let mut got = Vec::new();
+        for (b, sequence) in call.sequences().iter().enumerate().filter(|_| case.append) {
+            let first = case.first_new(sequence);
+            for (key, head) in (first.max(0) as usize..sequence.kv_len)
+                .flat_map(|k| (0..call.heads_kv).map(move |h| (k, h)))
+            {
+                let token = sequence.q_start + (key as i64 - first) as usize;
+                let new = (token * call.heads_kv + head) * d;
+                let place = places.of([b, key, head]);
+                for (at, &x) in (place..).zip(&data.new[1][new..][..d]) {
+                    expected[1][at] = encode(dtype, x);
+                }
+                turned.extend(data.turned(case, &data.new[0][new..][..d], key as i64));
+                let row: Vec<f32> =
+                    found[0][place..][..d].iter().map(|&bits| decode(dtype, bits)).collect();
+                got.extend(row.iter().map(|&x| f64::from(x)));
+                expected[0][place..place + d].copy_from_slice(&found[0][place..][..d]);
+                k[((sequence.kv_start + key) * call.heads_kv + head) * d..][..d]
+                    .copy_from_slice(&row);
+            }
+        }
+        for (name, found, expected) in
+            [("k", &found[0], &expected[0]), ("v", &found[1], &expected[1])]
+        {
+            if let Some(at) = (0..found.len()).find(|&at| found[at] != expected[at]) {
+                let (found, expected) = (found[at], expected[at]);
+                return Err(format!("element {at} of {name}: {found:#x}, expected {expected:#x}"));
+            }
+        }
+        turned.width = d;
+        let rounding = Rounding::of_products(0, 3, dtype);
+        check(&got, &turned, &rounding, |at| format!("new key {}, element {}", at / d, at % d))?;
+        Ok(k)
+    }
+}

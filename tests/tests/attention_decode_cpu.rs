@@ -1,0 +1,99 @@
+//! Attention to caches on the CPU against the oracle.
+
+use blockflash_ops::{DType, Device, Stream};
+use blockflash_tests::attention::{Choice, Limits, head_dims};
+use blockflash_tests::attention_decode::{
+    DecodeCase, alone_as_in_a_batch, decode_cases, decode_edges, decode_lengths, merge_cases,
+    run_case, run_merge, same_bits, survives_garbage,
+};
+use blockflash_tests::property;
+
+fn cpu() -> Stream {
+    Device::cpu().stream().expect("the CPU has streams")
+}
+
+fn run_all(cases: Vec<DecodeCase>) {
+    let stream = cpu();
+    let failures: Vec<String> =
+        cases.iter().filter_map(|case| run_case(case, Choice::Selected, &stream).err()).collect();
+    let (count, all) = (failures.len(), cases.len());
+    assert!(failures.is_empty(), "{count} of {all} cases failed:\n{}", failures.join("\n"));
+}
+
+#[test]
+fn random_cases_in_half_precision() {
+    let limits = Limits {
+        dtypes: vec![DType::F16, DType::BF16],
+        head_dims: head_dims(8..=256),
+        seqlen: 300,
+        alignment: 8,
+        work: 0,
+    };
+    let stream = cpu();
+    property::check(200, decode_cases(limits, vec![16, 48, 64, 256]), |case| {
+        run_case(&case, Choice::Selected, &stream).map(drop)
+    });
+}
+
+#[test]
+fn random_cases_that_only_the_cpu_takes() {
+    let limits = Limits {
+        dtypes: vec![DType::F32, DType::F32, DType::F16, DType::BF16],
+        head_dims: vec![1, 2, 3, 5, 7, 12, 20, 33, 60, 100, 129],
+        seqlen: 150,
+        alignment: 1,
+        work: 0,
+    };
+    let stream = cpu();
+    property::check(150, decode_cases(limits, vec![1, 3, 16, 100]), |case| {
+        run_case(&case, Choice::Selected, &stream).map(drop)
+    });
+}
+
+#[test]
+fn lengths_about_every_boundary() {
+    run_all(decode_lengths(DType::BF16, 64, 4200));
+    run_all(decode_lengths(DType::F32, 20, 300));
+}
+
+#[test]
+fn every_mask_and_option() {
+    run_all(decode_edges(DType::F16, 64));
+    run_all(decode_edges(DType::BF16, 24));
+    run_all(decode_edges(DType::F32, 10));
+}
+
+/// Sequences of many lengths with equally many queries.
+fn batch(dtype: DType) -> DecodeCase {
+    let lengths = [70, 1, 0, 333, 64, 500].map(|keys| (2, keys));
+    DecodeCase { equal: true, ..DecodeCase::simple(dtype, (8, 2), 72, &lengths) }
+}
+
+#[test]
+fn a_sequence_does_not_depend_on_the_batch() {
+    for dtype in [DType::BF16, DType::F32] {
+        alone_as_in_a_batch(&batch(dtype), Choice::Selected, &cpu()).unwrap();
+    }
+}
+
+#[test]
+fn repeats_are_equal_bit_by_bit() {
+    same_bits(&batch(DType::F16), Choice::Selected, &cpu()).unwrap();
+}
+
+#[test]
+fn garbage_stays_inside() {
+    let stream = cpu();
+    for seed in 0..500 {
+        let error = survives_garbage([seed / 7, seed], 8, Choice::Selected, &stream).err();
+        assert_eq!(error, None);
+    }
+}
+
+#[test]
+fn random_merges() {
+    let stream = cpu();
+    property::check(300, merge_cases(0, vec![1, 5, 8, 64, 100]), |case| {
+        run_merge(&case, Choice::Selected, &stream).map(drop)
+    });
+}

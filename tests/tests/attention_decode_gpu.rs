@@ -1,0 +1,81 @@
+//! Every kernel of attention to caches that the GPU can run against the oracle.
+
+use blockflash_ops::{DType, Stream};
+use blockflash_sys::Kernel;
+use blockflash_sys::manifest::{AttentionDecode as AttentionDecodeTile, KvCacheKernel, Variant};
+use blockflash_tests::attention::{Choice, Limits, dims_of_tile};
+use blockflash_tests::attention_decode::{
+    DecodeCase, DecodeData, DecodeGroup, alone_as_in_a_batch, decode_cases, decode_edges,
+    decode_groups, decode_lengths, decode_reference, merge_cases, replays, run_merge,
+    run_or_refuse, same_bits, survives_garbage,
+};
+use blockflash_tests::gpu::{Gpu, Report, gpu};
+use blockflash_tests::property;
+
+fn cases_of(dtype: DType, head_dim: u32) -> Vec<DecodeCase> {
+    let (dims, wide) = (dims_of_tile(head_dim), head_dim as usize);
+    let mut cases = decode_lengths(dtype, wide, 4200);
+    cases.extend(decode_edges(dtype, dims[0]));
+    cases.extend(decode_edges(dtype, wide));
+    let limits =
+        Limits { dtypes: vec![dtype], head_dims: dims, seqlen: 500, alignment: 8, work: 0 };
+    cases.extend(property::samples(60, decode_cases(limits, vec![16, 48, 64, 256])));
+    cases
+}
+
+#[test]
+fn every_kernel() {
+    let Some(gpu) = gpu("attention_decode_gpu::every_kernel") else { return };
+    let check = |((dtype, head_dim), kernels): DecodeGroup, gpu: &Gpu, report: &mut Report| {
+        let stream = &gpu.stream;
+        for case in cases_of(dtype, head_dim) {
+            let data = DecodeData::generate(&case);
+            let reference = decode_reference(&case, &data, &data.attention.k);
+            for &(kernel, _) in &kernels {
+                report.run(kernel, || run_or_refuse(&case, &data, &reference, kernel, stream));
+            }
+        }
+        for (kernel, tile) in kernels {
+            let story = |what: &'static str| {
+                move |error| format!("{what} of {}: {error}", kernel.image_name())
+            };
+            let d = head_dim as usize;
+            report.run(kernel, || replays(dtype, d, kernel, stream, 1000).map_err(story("graph")));
+            report.run(kernel, || same_bits_of(kernel, &tile, stream).map_err(story("repeat")));
+            report.run(kernel, || {
+                let seeds = 0..100;
+                let turn = usize::from(dtype == DType::F16);
+                let run = |seed| survives_garbage([turn, seed], d, Choice::This(kernel), stream);
+                seeds.map(run).sum::<Result<usize, _>>().map_err(story("garbage"))
+            });
+        }
+    };
+    gpu.check_groups("attention_decode_gpu", &Report::default(), decode_groups(&gpu), check);
+}
+
+#[test]
+fn every_kernel_that_merges() {
+    let Some(gpu) = gpu("attention_decode_gpu::every_kernel_that_merges") else { return };
+    let merges =
+        |kernel: &&Kernel| matches!(kernel.variant, Variant::KvCache(KvCacheKernel::Merge { .. }));
+    let mut report = Report::default();
+    for kernel in gpu.kernels().filter(merges) {
+        for case in property::samples(100, merge_cases(1, vec![8, 64, 72, 128, 256])) {
+            report.run(kernel, || run_merge(&case, Choice::This(kernel), &gpu.stream));
+        }
+    }
+    report.finish(&gpu, "attention_decode_gpu");
+}
+
+/// Repeats, and each sequence alone, have the same bits; also where one sequence has many splits.
+fn same_bits_of(
+    kernel: &'static Kernel,
+    tile: &AttentionDecodeTile,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let lengths = [1, 0, 130, 4200, 777, 30_000].map(|keys| (1, keys));
+    let simple = DecodeCase::simple(tile.dtype, (8, 2), tile.head_dim as usize, &lengths);
+    let case = DecodeCase { equal: true, ..simple };
+    let choice = Choice::This(kernel);
+    Ok(same_bits(&case, choice, stream)? + alone_as_in_a_batch(&case, choice, stream)?)
+}
