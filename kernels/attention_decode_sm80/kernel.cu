@@ -42,7 +42,9 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
   Shared& shared = *reinterpret_cast<Shared*>(smem + kQOffset + 2 * kQBytes);
   const uint32_t smem_at = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
   const uint32_t ring_smem = smem_at + warp * kRingBytes;
-  const auto item_of = [&](int n) -> DecodeItem& { return shared.items[n % 3]; };
+  const auto item_of = [&](int n) -> DecodeItem& {
+    return shared.items[static_cast<unsigned>(n) % 4];
+  };
 
   // One warp takes the items for all, since lengths that change meanwhile could make warps disagree
   // about how often they meet at a barrier. Item n of this CTA is announced during item n - 1.

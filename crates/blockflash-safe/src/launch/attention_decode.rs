@@ -5,6 +5,7 @@ use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
 use crate::{DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{AttentionDecode, Variant};
 use blockflash_sys::params::{blockflash_attention_decode_params, blockflash_kv_cache};
+use std::f32::consts::LOG2_E;
 
 /// Keys and values of a cache, one page per sequence or pages that a table names.
 #[derive(Clone, Copy, Debug)]
@@ -249,6 +250,8 @@ unsafe impl Launch for AttentionDecode {
             cu_seqlens_q: optional(operands.cu_seqlens_q.as_ref()).cast(),
             cache: operands.cache.pointers(&p.cache),
             group: p.num_heads_q / p.num_heads_kv,
+            scale_log2: LOG2_E * if p.softcap > 0.0 { 1.0 } else { p.softmax_scale },
+            scale_over_cap: if p.softcap > 0.0 { p.softmax_scale / p.softcap } else { 0.0 },
             page_list: optional(list.as_ref()).cast(),
             page_count: optional(count.as_ref()).cast(),
             partial_sums: optional(sums.as_ref()).cast_mut().cast(),
