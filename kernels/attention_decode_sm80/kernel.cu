@@ -81,12 +81,11 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
   if (is_early) ptx::wait_for_predecessors();
   if (item_of(0).sequence < 0) return;
 
-  Loader loader;
+  Loader loader(p);
   int loading = -1;              // number of the item that is copied
   int issued = 0, consumed = 0;  // steps, and their stages:
   int issue_stage = 0, stage = 0;
   const auto next_stage = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
-  loader.next = loader.end = 0;
   // Copies steps of the items up to `limit`, as far as they are announced.
   const auto fill = [&](int limit) {
     while (issued < limit) {
