@@ -42,7 +42,9 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
   Shared& shared = *reinterpret_cast<Shared*>(smem + kQOffset + 2 * kQBytes);
   const uint32_t smem_at = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
   const uint32_t ring_smem = smem_at + warp * kRingBytes;
-  const auto item_of = [&](int n) -> DecodeItem& { return shared.items[n % 3]; };
+  const auto item_of = [&](int n) -> DecodeItem& {
+    return shared.items[static_cast<unsigned>(n) % 4];
+  };
 
   // One warp takes the items for all, since lengths that change meanwhile could make warps disagree
   // about how often they meet at a barrier. Item n of this CTA is announced during item n - 1.
@@ -79,12 +81,11 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_decode_params p) 
   if (is_early) ptx::wait_for_predecessors();
   if (item_of(0).sequence < 0) return;
 
-  Loader loader;
+  Loader loader(p);
   int loading = -1;              // number of the item that is copied
   int issued = 0, consumed = 0;  // steps, and their stages:
   int issue_stage = 0, stage = 0;
   const auto next_stage = [](int stage) { return stage + 1 == kStages ? 0 : stage + 1; };
-  loader.next = loader.end = 0;
   // Copies steps of the items up to `limit`, as far as they are announced.
   const auto fill = [&](int limit) {
     while (issued < limit) {

@@ -5,6 +5,7 @@
 #include "blockflash/decode/items.cuh"
 #include "blockflash/mma/swizzle.cuh"
 #include "blockflash/ptx/cp_async.cuh"
+#include "blockflash/ptx/eviction.cuh"
 #include "blockflash/ptx/opaque.cuh"
 
 namespace blockflash {
@@ -22,7 +23,14 @@ using TileLayout = Swizzle<kChunks>;
 struct Loader {
   int next, end;              // position of the next step; positions end
   int step;                   // that comes next
+  uint64_t policy;            // of L2
   int page, slot, first_key;  // this lane's step of the 32 that were looked up together
+
+  // Nothing that is read once should drive partial sums out of L2.
+  __device__ __forceinline__ explicit Loader(const blockflash_attention_decode_params& p)
+      : next(0),
+        end(0),
+        policy(p.seqlen_q * p.group <= Config::rows ? ptx::evict_first() : ptx::evict_normal()) {}
 
   __device__ __forceinline__ void begin_item(const DecodeItem& item, int warp) {
     next = item.positions.begin + warp * kStepKeys, end = item.positions.end;
@@ -70,8 +78,8 @@ struct Loader {
                              at_slot * cache.v_stride_slot;
     const int rows_begin = item.any.begin - key, rows_end = item.any.end - key;
     if (rows_begin <= 0 && rows_end >= kStepKeys && p.head_dim == Config::head_dim) {
-      start_tile(stage_smem, k, cache.k_stride_slot, lane);
-      start_tile(stage_smem + kTileBytes, v, cache.v_stride_slot, lane);
+      start_tile(stage_smem, k, cache.k_stride_slot, policy, lane);
+      start_tile(stage_smem + kTileBytes, v, cache.v_stride_slot, policy, lane);
     } else {
       start_part(stage_smem, k, cache.k_stride_slot, rows_begin, rows_end, p.head_dim, lane);
       start_part(stage_smem + kTileBytes, v, cache.v_stride_slot, rows_begin, rows_end, p.head_dim,
@@ -86,7 +94,7 @@ struct Loader {
   static_assert(kRowStep * kChunks == kWarpSize, "a row is a whole fraction of a warp");
 
   __device__ __forceinline__ static void start_tile(uint32_t tile_smem, const Element* src,
-                                                    int64_t stride, int lane) {
+                                                    int64_t stride, uint64_t policy, int lane) {
     const int first_row = lane / kChunks, chunk = lane % kChunks;
     const uint32_t to = tile_smem + TileLayout::offset(first_row, chunk);
     // Strides of slots have 31 bits.
@@ -96,8 +104,9 @@ struct Loader {
     // The swizzle of row first_row + r differs from that of first_row by r.
 #pragma unroll
     for (int r = 0; r < kStepKeys; r += kRowStep)
-      ptx::cp_async_cg_16((to ^ (r % TileLayout::period * 16)) + r * TileLayout::row_bytes,
-                          from + static_cast<uint64_t>(row_bytes) * static_cast<uint32_t>(r));
+      ptx::cp_async_cg_16_hinted((to ^ (r % TileLayout::period * 16)) + r * TileLayout::row_bytes,
+                                 from + static_cast<uint64_t>(row_bytes) * static_cast<uint32_t>(r),
+                                 policy);
   }
 
   // The same for rows [rows_begin, rows_end) and columns that exist; the rest becomes zeros. A copy

@@ -19,7 +19,7 @@ static_assert(
     "each warp");
 
 struct Shared {
-  DecodeItem items[3];
+  DecodeItem items[4];          // item n in slot n % 4; three are in use at a time
   ItemWalk<Config::rows> walk;  // of the warp that announces items,
   int number;                   // and the number of the item that it announces next; -1: none
   int announced;                // items 0 to `announced` are
@@ -132,13 +132,19 @@ __device__ __forceinline__ void combine_group(const blockflash_attention_decode_
                                               const DecodeItem& item, bool& last) {
   const SplitGroup group(item);
   const int groups = ceil_div(item.splits, kGroup);
-  combine_slots(p, item, group.first, item.slot_step, group.count, groups == 1);
-  if (groups == 1) return;
-  __syncthreads();
-  // With several groups there is a split 1, whose counter is not used by a group.
-  if (threadIdx.x == 0) last = arrives_last(p.arrivals + item.slot + item.slot_step, groups);
-  __syncthreads();
-  if (last) combine_slots(p, item, item.slot, kGroup * item.slot_step, groups, true);
+  int first = group.first, step = item.slot_step, count = group.count;
+  bool is_top = groups == 1;
+#pragma unroll 1
+  while (true) {
+    combine_slots(p, item, first, step, count, is_top);
+    if (is_top) return;
+    __syncthreads();
+    // With several groups there is a split 1, whose counter is not used by a group.
+    if (threadIdx.x == 0) last = arrives_last(p.arrivals + item.slot + item.slot_step, groups);
+    __syncthreads();
+    if (!last) return;
+    first = item.slot, step *= kGroup, count = groups, is_top = true;
+  }
 }
 
 // Ends item n with all threads. Whether it completed its group is asked for here and looked at when
@@ -149,7 +155,7 @@ __device__ __forceinline__ void finish_item(const blockflash_attention_decode_pa
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
   const int lane = thread % kWarpSize, warp = thread / kWarpSize;
   const int offset = (warp * Config::stages + free_stage) * kStageBytes;
-  const DecodeItem& item = shared.items[n % 3];
+  const DecodeItem& item = shared.items[n & 3];
   if (lane == 0) shared.staging[warp] = offset;
 #pragma unroll
   for (int row_tile = 0; row_tile < kRowTiles; ++row_tile)
@@ -192,18 +198,24 @@ __device__ __forceinline__ void finish_item(const blockflash_attention_decode_pa
         Slot(p, item.slot + item.split * item.slot_step).store(p, pass + row, piece, x);
     }
   }
-  const bool ends = shared.items[(n + 1) % 3].sequence < 0;
+  const bool ends = shared.items[(n + 1) & 3].sequence < 0;
   if (ends) ptx::launch_dependents();
-  if (n > 0 && shared.last[(n - 1) % 2])
-    combine_group(p, shared.items[(n - 1) % 3], shared.last[(n - 1) % 2]);
-  __syncthreads();  // all have stored, and the stages may be filled again
-  if (thread == Config::threads - 1) {
-    const SplitGroup group(item);
-    shared.last[n % 2] = item.splits > 1 && arrives_last(p.arrivals + group.first, group.count);
+  // First the item before this one; then, if no other follows, this one.
+  int ended = n - 1;
+#pragma unroll 1
+  while (true) {
+    bool& last = shared.last[ended & 1];
+    if (ended >= 0 && last) combine_group(p, shared.items[ended & 3], last);
+    if (ended == n) return;
+    __syncthreads();  // all have stored, and the stages may be filled again
+    if (thread == Config::threads - 1) {
+      const SplitGroup group(item);
+      shared.last[n & 1] = item.splits > 1 && arrives_last(p.arrivals + group.first, group.count);
+    }
+    if (!ends) return;
+    __syncthreads();
+    ended = n;
   }
-  if (!ends) return;
-  __syncthreads();
-  if (shared.last[n % 2]) combine_group(p, item, shared.last[n % 2]);
 }
 
 }  // namespace

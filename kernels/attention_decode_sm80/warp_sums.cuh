@@ -143,15 +143,12 @@ struct WarpSums {
       for (int n = 0; n < kRowTiles; ++n)
         ptx::mma_m16n8k16<Element>(s[n], k, q_step[n][0], q_step[n][1]);
     }
-    constexpr float kLog2e = 1.4426950408889634f;
-    float scale = kLog2e * p.softmax_scale;
+    const float scale = p.scale_log2;
     if (p.softcap > 0.f) {
-      const float scale_over_cap = p.softmax_scale / p.softcap;
-      scale = kLog2e;
 #pragma unroll
       for (int n = 0; n < kRowTiles; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] = soft_cap(s[n][i], p.softcap, scale_over_cap);
+        for (int i = 0; i < 4; ++i) s[n][i] = soft_cap(s[n][i], p.softcap, p.scale_over_cap);
     }
     if (first_key < item.all.begin || first_key + kStepKeys > item.all.end) {
 #pragma unroll

@@ -596,12 +596,16 @@ pub struct blockflash_attention_decode_params {
     pub softmax_scale: f32,
     /// 0 turns it off, else scores become softcap·tanh(score / softcap)
     pub softcap: f32,
+    /// log2(e)·softmax_scale, or log2(e) after a softcap
+    pub scale_log2: f32,
+    /// softmax_scale / softcap, 0 without a cap
+    pub scale_over_cap: f32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     [
         "Size of blockflash_attention_decode_params",
-    ][::core::mem::size_of::<blockflash_attention_decode_params>() - 328usize];
+    ][::core::mem::size_of::<blockflash_attention_decode_params>() - 336usize];
     [
         "Alignment of blockflash_attention_decode_params",
     ][::core::mem::align_of::<blockflash_attention_decode_params>() - 8usize];
@@ -740,6 +744,14 @@ const _: () = {
     [
         "Offset of field: blockflash_attention_decode_params::softcap",
     ][::core::mem::offset_of!(blockflash_attention_decode_params, softcap) - 324usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::scale_log2",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, scale_log2)
+        - 328usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::scale_over_cap",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, scale_over_cap)
+        - 332usize];
 };
 /** Combines attention over disjoint sets of keys: o and lse of all keys from those of each set, in
  ascending order.*/

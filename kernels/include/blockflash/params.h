@@ -170,7 +170,9 @@ typedef struct blockflash_attention_decode_params {
   int32_t splits;       /* of a sequence of medium length */
   int32_t chunk_min, chunk_max; /* keys of a split, multiples of 64 */
   float softmax_scale;          /* finite and positive */
-  float softcap; /* 0 turns it off, else scores become softcap·tanh(score / softcap) */
+  float softcap;        /* 0 turns it off, else scores become softcap·tanh(score / softcap) */
+  float scale_log2;     /* log2(e)·softmax_scale, or log2(e) after a softcap */
+  float scale_over_cap; /* softmax_scale / softcap, 0 without a cap */
 } blockflash_attention_decode_params;
 
 /* Combines attention over disjoint sets of keys: o and lse of all keys from those of each set, in

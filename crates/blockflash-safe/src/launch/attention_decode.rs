@@ -6,6 +6,7 @@ use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
 use crate::{DType, Kernel, Result, View, ViewMut};
 use blockflash_sys::manifest::{AttentionDecode, Variant};
 use blockflash_sys::params::{blockflash_attention_decode_params, blockflash_kv_cache};
+use std::f32::consts::LOG2_E;
 use std::ptr::null_mut;
 
 /// Keys and values of a cache, one page per sequence or pages that a table names.
@@ -111,12 +112,11 @@ impl Operands for AttentionDecodeOperands<'_> {
     }
 }
 
-/// The most splits that a sequence may have, as the kernel divides it.
-fn most_splits(p: &blockflash_attention_decode_params) -> i64 {
-    let [splits, shortest, longest] = [p.splits, p.chunk_min, p.chunk_max].map(i64::from);
-    let listed = i64::from(p.page_list_capacity) * i64::from(p.cache.page_size);
-    let keys = if p.page_list_capacity > 0 { listed } else { i64::from(p.cache.capacity) };
+/// The most splits that a sequence with up to `keys` keys may have, as the kernel divides it: the
+/// number of splits of a sequence of medium length, and the limits of a split.
+fn most_splits(keys: i64, [splits, shortest, longest]: [i64; 3]) -> i64 {
     let up = |a: i64, b: i64| (a + b - 1) / b;
+    // A window may begin anywhere in a step of 16 keys.
     let keys = up(keys, 16) * 16;
     let most = if keys <= longest * splits {
         splits.min(up(keys, shortest))
@@ -189,7 +189,11 @@ impl AttentionDecodeOperands<'_> {
             true => of_sequences.min(ceil_div(total_q * group, tile.rows) + i128::from(batch)),
             false => of_sequences,
         };
-        let splits = most_splits(p);
+        let keys = match &self.pages {
+            None => i64::from(p.cache.capacity),
+            Some(_) => listed * i64::from(p.cache.page_size),
+        };
+        let splits = most_splits(keys, [p.splits, p.chunk_min, p.chunk_max].map(i64::from));
         let per_row_tile = i128::from(heads_kv) * i128::from(splits);
         // Lengths that do not ascend may ask for all of them.
         require(of_sequences * per_row_tile <= i32::MAX.into(), "there are too many items")?;
@@ -244,6 +248,8 @@ unsafe impl Launch for AttentionDecode {
             cu_seqlens_q: optional(operands.cu_seqlens_q.as_ref()).cast(),
             cache: operands.cache.pointers(&p.cache),
             group: p.num_heads_q / p.num_heads_kv,
+            scale_log2: LOG2_E * if p.softcap > 0.0 { 1.0 } else { p.softmax_scale },
+            scale_over_cap: if p.softcap > 0.0 { p.softmax_scale / p.softcap } else { 0.0 },
             page_list: optional(list.as_ref()).cast(),
             page_count: optional(count.as_ref()).cast(),
             partial_sums: sums,
@@ -257,3 +263,7 @@ unsafe impl Launch for AttentionDecode {
         params.tile_counter = counter;
     }
 }
+
+#[cfg(test)]
+#[path = "attention_decode_tests.rs"]
+mod tests;

@@ -14,10 +14,13 @@ __device__ __forceinline__ void cp_async_cg_16(uint32_t dst_smem, const void* sr
                : "memory");
 }
 
-// Copies 16 bytes, bypassing L1.
-__device__ __forceinline__ void cp_async_cg_16(uint32_t dst_smem, const void* src) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst_smem), "l"(src)
-               : "memory");
+// Copies 16 bytes, bypassing L1, with a policy of L2.
+__device__ __forceinline__ void cp_async_cg_16_hinted(uint32_t dst_smem, const void* src,
+                                                      uint64_t policy) {
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(dst_smem),
+      "l"(src), "l"(policy)
+      : "memory");
 }
 
 // Copies 4 bytes, through L1.

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "blockflash/params.h"
+#include "blockflash/ptx/eviction.cuh"
 
 namespace blockflash::ptx {
 
@@ -23,6 +24,16 @@ __device__ __forceinline__ void tensor_copy_4d(uint32_t dst_smem, const blockfla
 // Prefetches a tensor map before its first use.
 __device__ __forceinline__ void prefetch_tensor_map(const blockflash_tensor_map* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+__device__ __forceinline__ void tensor_copy_3d(uint32_t dst_smem, const blockflash_tensor_map* map,
+                                               int x, int y, int z, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3, %4}], [%5];"
+      :
+      : "r"(dst_smem), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
 }
 
 __device__ __forceinline__ void tensor_copy_3d(uint32_t dst_smem, const blockflash_tensor_map* map,
