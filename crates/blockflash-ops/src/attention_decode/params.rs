@@ -54,6 +54,9 @@ pub(super) fn params(
         chunk_max: to_i32("chunk", division.chunk_max)?,
         softmax_scale: attention.softmax_scale,
         softcap: attention.softcap.unwrap_or(0.0),
+        // The launch derives them.
+        scale_log2: 0.0,
+        scale_over_cap: 0.0,
     })
 }
 
