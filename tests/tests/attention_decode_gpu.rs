@@ -2,7 +2,7 @@
 
 use blockflash_ops::{DType, Stream};
 use blockflash_sys::Kernel;
-use blockflash_sys::manifest::{AttentionDecode as AttentionDecodeTile, KvCacheKernel, Variant};
+use blockflash_sys::manifest::{AttentionDecode as AttentionDecodeTile, Variant};
 use blockflash_tests::attention::{Choice, Limits, dims_of_tile};
 use blockflash_tests::attention_decode::{
     DecodeCase, DecodeData, DecodeGroup, alone_as_in_a_batch, decode_cases, decode_edges,
@@ -56,8 +56,7 @@ fn every_kernel() {
 #[test]
 fn every_kernel_that_merges() {
     let Some(gpu) = gpu("attention_decode_gpu::every_kernel_that_merges") else { return };
-    let merges =
-        |kernel: &&Kernel| matches!(kernel.variant, Variant::KvCache(KvCacheKernel::Merge { .. }));
+    let merges = |kernel: &&Kernel| matches!(kernel.variant, Variant::AttentionMerge(_));
     let mut report = Report::default();
     for kernel in gpu.kernels().filter(merges) {
         for case in property::samples(100, merge_cases(1, vec![8, 64, 72, 128, 256])) {

@@ -16,5 +16,5 @@ mod target;
 
 pub use dtype::DType;
 pub use expect::Expect;
-pub use manifest::{BlockMaskKernel, Kernel, KvCacheKernel, Major, Probe};
+pub use manifest::{BlockMaskKernel, Kernel, Major, Probe};
 pub use target::{ComputeCapability, Target};

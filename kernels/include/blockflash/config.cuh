@@ -102,13 +102,6 @@ struct AttentionDeltaConfig {
 };
 #endif
 
-#ifdef VARIANT_APPEND_THREADS
-struct KvAppendConfig {
-  using Element = ElementOf<VARIANT_DTYPE>::type;
-  static constexpr int threads = VARIANT_THREADS;
-};
-#endif
-
 #ifdef VARIANT_MERGE_COLUMNS
 struct AttentionMergeConfig {
   static constexpr int columns = VARIANT_MERGE_COLUMNS;  // of o, per thread

@@ -192,41 +192,6 @@ typedef struct blockflash_attention_merge_params {
   int32_t o_dtype;     /* BLOCKFLASH_DTYPE_… */
 } blockflash_attention_merge_params;
 
-/* Order of the pairs that a rotary embedding turns. */
-#define BLOCKFLASH_ROTARY_HALVES 0      /* (i, i + rotary_dim / 2) */
-#define BLOCKFLASH_ROTARY_INTERLEAVED 1 /* (2i, 2i + 1) */
-
-/* Appends new keys and values to a cache and rotates queries and new keys.
- *
- * The new keys are the last ones of their sequence: cache.seqused counts them already. Key i of the
- * n new ones has position seqused - n + i; those at negative positions or beyond the capacity are
- * not written. Query i of m has position seqused - m + i, and positions are clamped to the rows of
- * cos and sin. */
-typedef struct blockflash_kv_append_params {
-  blockflash_kv_cache cache; /* k and v are written */
-  const void* k_new; /* [batch, seqlen_new, num_heads_kv, head_dim]; packed: [total_new, …]; null:
-                        nothing is appended */
-  const void* v_new;
-  const int32_t* cu_seqlens_new; /* [batch + 1]; null: all sequences append seqlen_new */
-  const void* q; /* [batch, seqlen_q, num_heads_q, head_dim]; packed: [total_q, …]; null: no queries
-                    are rotated */
-  void* q_rotated;             /* like q */
-  const int32_t* cu_seqlens_q; /* [batch + 1]; null: all sequences have seqlen_q */
-  const void* cos;             /* [positions, rotary_dim / 2]; null: nothing is rotated */
-  const void* sin;
-  int64_t k_new_stride_batch, k_new_stride_seq, k_new_stride_head;
-  int64_t v_new_stride_batch, v_new_stride_seq, v_new_stride_head;
-  int64_t q_stride_batch, q_stride_seq, q_stride_head;
-  int64_t q_rotated_stride_batch, q_rotated_stride_seq, q_rotated_stride_head;
-  int64_t cos_stride, sin_stride; /* of positions */
-  int32_t batch, num_heads_q, num_heads_kv, head_dim;
-  int32_t seqlen_new, total_new, seqlen_q, total_q; /* as for attention over packed sequences */
-  int32_t positions;                                /* rows of cos and sin */
-  int32_t rotary_dim;   /* a multiple of 16, at most head_dim; the dimensions beyond stay */
-  int32_t rotary_order; /* BLOCKFLASH_ROTARY_… */
-  int32_t rotary_dtype; /* BLOCKFLASH_DTYPE_… of cos and sin */
-} blockflash_kv_append_params;
-
 /* A tensor map of the Tensor Memory Accelerator (CUtensorMap), encoded by the driver. */
 typedef struct blockflash_tensor_map {
   BLOCKFLASH_ALIGNAS(64) uint64_t opaque[16];

@@ -2,7 +2,7 @@ use super::AttentionMergeProblem;
 use crate::Result;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::manifest::{KvCacheKernel, Variant};
+use blockflash_sys::manifest::{AttentionMerge as AttentionMergeTile, Variant};
 use blockflash_sys::{DType, Kernel};
 use std::sync::LazyLock;
 
@@ -36,7 +36,7 @@ impl Problem for AttentionMergeProblem {
 
     fn tile(kernel: &Kernel) -> Option<u32> {
         match kernel.variant {
-            Variant::KvCache(KvCacheKernel::Merge { columns }) => Some(columns),
+            Variant::AttentionMerge(AttentionMergeTile { columns }) => Some(columns),
             _ => None,
         }
     }

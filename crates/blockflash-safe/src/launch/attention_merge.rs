@@ -3,8 +3,7 @@
 use super::checked::{Launch, Operands};
 use super::fit::{Fit, ceil_div, fits, optional, pointer, pointer_mut, require};
 use crate::{DType, Kernel, Result, View, ViewMut};
-use blockflash_sys::KvCacheKernel;
-use blockflash_sys::manifest::Variant;
+use blockflash_sys::manifest::{AttentionMerge as AttentionMergeTile, Variant};
 use blockflash_sys::params::{
     BLOCKFLASH_DTYPE_BF16, BLOCKFLASH_DTYPE_F16, BLOCKFLASH_DTYPE_F32,
     blockflash_attention_merge_params,
@@ -63,7 +62,7 @@ unsafe impl Launch for AttentionMerge {
 
     fn of(kernel: &Kernel) -> Option<Self> {
         match kernel.variant {
-            Variant::KvCache(KvCacheKernel::Merge { columns }) => Some(Self { columns }),
+            Variant::AttentionMerge(AttentionMergeTile { columns }) => Some(Self { columns }),
             _ => None,
         }
     }

@@ -24,7 +24,6 @@ mod bsr_sddmm_portable;
 mod checked;
 mod config;
 mod fit;
-mod kv_append;
 mod probe;
 
 pub use attention_bwd::{
@@ -41,7 +40,6 @@ pub use bsr_parts::{BsrParts, BsrPartsMemory};
 pub use bsr_sddmm::BsrSddmmOperands;
 pub use checked::{Launch, Operands};
 pub use config::LaunchConfig;
-pub use kv_append::{KvAppend, KvAppendOperands, NewKeys, RotatedQueries};
 pub use probe::PROBE_CHUNK_BYTES;
 
 use crate::Kernel;
@@ -59,7 +57,6 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<manifest::AttentionBwdHopper>,
         of::<manifest::AttentionDecode>,
         of::<AttentionMerge>,
-        of::<KvAppend>,
         of::<manifest::BsrMatmul>,
         of::<manifest::BsrMatmulAny>,
         of::<manifest::BsrMatmulHopper>,

@@ -1,8 +1,8 @@
 use super::family::Family;
 use super::{
     attention_bwd_sm80, attention_bwd_sm90a, attention_decode_sm80, attention_fwd_sm80,
-    attention_fwd_sm90a, block_mask, bsr_matmul_any_sm80, bsr_matmul_sm80, bsr_matmul_sm90a,
-    bsr_sddmm_sm80, bsr_sddmm_sm90a, kv_cache, probe,
+    attention_fwd_sm90a, attention_merge_sm80, block_mask, bsr_matmul_any_sm80, bsr_matmul_sm80,
+    bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, probe,
 };
 use crate::Target;
 
@@ -20,8 +20,8 @@ pub enum Variant {
     AttentionBwdHopper(attention_bwd_sm90a::AttentionBwdHopper),
     /// Attention of few queries to the keys of a cache, with the instructions of Ampere and later.
     AttentionDecode(attention_decode_sm80::AttentionDecode),
-    /// What goes with attention over a cache: appending, and merging of partial attention.
-    KvCache(kv_cache::KvCacheKernel),
+    /// Attention over all keys from attention over parts of them.
+    AttentionMerge(attention_merge_sm80::AttentionMerge),
     /// BSR matrix times dense matrix, with the instructions of Ampere and later.
     BsrMatmul(bsr_matmul_sm80::BsrMatmul),
     /// The same with A as stored or transposed, and with row-major or column-major B and C: the
@@ -50,7 +50,7 @@ impl Variant {
             Variant::AttentionBwd(tile) => tile,
             Variant::AttentionBwdHopper(tile) => tile,
             Variant::AttentionDecode(tile) => tile,
-            Variant::KvCache(kernel) => kernel,
+            Variant::AttentionMerge(kernel) => kernel,
             Variant::BsrMatmul(tile) => tile,
             Variant::BsrMatmulAny(tile) => tile,
             Variant::BsrMatmulHopper(tile) => tile,
@@ -69,7 +69,7 @@ impl Variant {
         variants.extend(attention_bwd_sm90a::tiles(target).map(Variant::AttentionBwdHopper));
         variants.extend(attention_bwd_sm80::tiles(target).map(Variant::AttentionBwd));
         variants.extend(attention_decode_sm80::tiles(target).map(Variant::AttentionDecode));
-        variants.extend(kv_cache::tiles(target).map(Variant::KvCache));
+        variants.extend(attention_merge_sm80::tiles(target).map(Variant::AttentionMerge));
         variants.extend(bsr_matmul_sm90a::tiles(target).map(Variant::BsrMatmulHopper));
         variants.extend(bsr_sddmm_sm90a::tiles(target).map(Variant::BsrSddmmHopper));
         variants.extend(bsr_sddmm_sm80::tiles(target).map(Variant::BsrSddmm));
