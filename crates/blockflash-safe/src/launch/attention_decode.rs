@@ -182,8 +182,9 @@ impl AttentionDecodeOperands<'_> {
         let chunks = p.splits > 0 && p.splits <= 256 && p.chunk_min > 0 && p.chunk_min % 64 == 0;
         require(chunks && p.chunk_max >= p.chunk_min && p.chunk_max % 64 == 0, "no such splits")?;
         let group = heads_q / heads_kv;
-        // The kernel divides rows by reciprocals.
+        // The kernel divides by reciprocals, which is exact for quotients of 20 bits.
         require(seqlen_q * group < 1 << 20, "there are too many rows")?;
+        require(batch < 1 << 20, "there are too many sequences")?;
         let of_sequences = i128::from(batch) * ceil_div(seqlen_q * group, tile.rows);
         let row_tiles = match packed {
             true => of_sequences.min(ceil_div(total_q * group, tile.rows) + i128::from(batch)),
@@ -193,6 +194,7 @@ impl AttentionDecodeOperands<'_> {
             None => i64::from(p.cache.capacity),
             Some(_) => listed * i64::from(p.cache.page_size),
         };
+        require(keys <= 1 << 30, "the lists name too many keys")?;
         let splits = most_splits(keys, [p.splits, p.chunk_min, p.chunk_max].map(i64::from));
         let per_row_tile = i128::from(heads_kv) * i128::from(splits);
         // Lengths that do not ascend may ask for all of them.
