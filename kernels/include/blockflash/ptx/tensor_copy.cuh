@@ -37,28 +37,6 @@ __device__ __forceinline__ void tensor_copy_3d(uint32_t dst_smem, const blockfla
 }
 
 __device__ __forceinline__ void tensor_copy_3d(uint32_t dst_smem, const blockflash_tensor_map* map,
-                                               int x, int y, int z, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-      "%3, %4}], [%5];"
-      :
-      : "r"(dst_smem), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
-      : "memory");
-}
-
-// L2 eviction policies: normal, or evicted before everything else.
-__device__ __forceinline__ uint64_t evict_normal() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ uint64_t evict_first() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ void tensor_copy_3d(uint32_t dst_smem, const blockflash_tensor_map* map,
                                                int x, int y, int z, uint32_t barrier,
                                                uint64_t policy) {
   asm volatile(
