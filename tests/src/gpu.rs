@@ -109,9 +109,9 @@ impl Gpu {
     }
 
     /// Checks groups of kernels, as many at a time as the host has cores to compute references,
-    /// each group on a stream of its own. The passes of a group are recorded when it is done, so that an
-    /// interrupted run keeps them. No kernel may be in two groups. Kernels that failed `before` are
-    /// not recorded.
+    /// each group on a stream of its own. The passes of a group are recorded when it is done, so
+    /// that an interrupted run keeps them. No kernel may be in two groups. Kernels that failed
+    /// `before` are not recorded.
     pub fn check_groups<T: Send>(
         &self,
         suite: &str,

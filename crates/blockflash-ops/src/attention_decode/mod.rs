@@ -63,9 +63,9 @@ use blockflash_sys::{DType, Kernel, manifest};
 /// queries that see nothing and about precision holds here, whatever lies in slots beyond the
 /// length. The bits of a sequence depend on no other sequence of the batch.
 ///
-/// A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8 up to 256, pages of a multiple of
-/// 16 slots, and pointers and strides of multiples of 16 bytes. It neither appends nor turns queries
-/// yet. The CPU takes every problem.
+/// A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8 up to 256, pages of a multiple
+/// of 16 slots, and pointers and strides of multiples of 16 bytes. It neither appends nor turns
+/// queries yet. The CPU takes every problem.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionDecode<'a> {
     /// Queries, `[batch, seqlen_q, num_heads_q, head_dim]`, or packed

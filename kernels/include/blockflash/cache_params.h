@@ -1,0 +1,95 @@
+/* Parameters of the kernels for key-value caches: a part of params.h. */
+#ifndef BLOCKFLASH_CACHE_PARAMS_H
+#define BLOCKFLASH_CACHE_PARAMS_H
+
+#include <stdint.h>
+
+/* Keys and values of a cache: one page per sequence, or pages that a block table names.
+ *
+ * Key j of sequence b lies in slot j % page_size of page block_table[b, j / page_size], or of page
+ * b without a table. What the device alone knows is clamped: page numbers to [0, pages), lengths to
+ * [0, capacity]. Keys from the length on are never read. */
+typedef struct blockflash_kv_cache {
+  const void* k; /* [pages, page_size, num_heads_kv, head_dim], or any other order by strides */
+  const void* v;
+  const int32_t* block_table; /* [batch, ceil(capacity / page_size)]; null: page b for sequence b */
+  const int32_t* seqused;     /* [batch] keys of each sequence; null: all have `capacity` */
+  int64_t k_stride_page, k_stride_slot, k_stride_head;
+  int64_t v_stride_page, v_stride_slot, v_stride_head;
+  int64_t block_table_stride; /* of sequences */
+  int32_t pages;     /* of k and v, at least 1 unless capacity is 0; `batch` without a table */
+  int32_t page_size; /* slots of a page: a multiple of 16 unless a sequence has one page only */
+  int32_t capacity;  /* the most keys of a sequence: page_size · columns of the table */
+} blockflash_kv_cache;
+
+/* Attention of few queries to the keys of a cache. Options are those of attention forward.
+ *
+ * Rows are the queries of a sequence times the num_heads_q / num_heads_kv heads that share a key
+ * head, heads fastest; a row tile has the tile's `rows` of them. The keys that some query of a
+ * sequence attends to, from a multiple of 16 on, are divided into splits of `chunk` keys:
+ *
+ *   chunk = ceil64(max(clamp(ceil(keys / splits), chunk_min, chunk_max), ceil(keys / 256)))
+ *   n     = max(1, ceil(keys / chunk))
+ *
+ * An item is one split for one row tile of one key head. The items of a sequence are numbered as
+ * (split · row tiles + row tile) · num_heads_kv + head, those of the next sequence follow. The
+ * CTA that completes a row tile combines the results of its splits, in groups of 16. */
+typedef struct blockflash_attention_decode_params {
+  const void* q; /* [batch, seqlen_q, num_heads_q, head_dim]; packed: [total_q, …] */
+  void* o;       /* like q */
+  float* lse; /* [batch, num_heads_q, seqlen_q], natural logarithm; packed: [num_heads_q, total_q]
+                 with a stride of 0 for the batch; may be null */
+  const float* sink;           /* [num_heads_q] logits that join the denominator; may be null */
+  const int32_t* cu_seqlens_q; /* [batch + 1] offsets into packed queries; null: all sequences have
+                                  seqlen_q */
+  blockflash_kv_cache cache;
+  const int32_t* page_list;  /* [batch, num_heads_kv, page_list_capacity] columns of the block table
+                                that each key head visits, ascending and without repeats; null: all.
+                                Clamped to the columns of the table */
+  const int32_t* page_count; /* [batch] listed pages, the same for all heads; clamped to
+                                [0, page_list_capacity] */
+  float* partial_sums;    /* workspace, [items, partial_rows, head_dim]; null if max_splits is 1 */
+  float* partial_logs;    /* workspace, [items, partial_rows, 2]: log2 reference and denominator */
+  uint32_t* arrivals;     /* workspace, [items], zeros, left as zeros */
+  uint32_t* tile_counter; /* two zeros, left as zeros: {next item, CTAs that are done}; not used if
+                             the grid has a CTA for each item */
+  int64_t q_stride_batch, q_stride_seq, q_stride_head;
+  int64_t o_stride_batch, o_stride_seq, o_stride_head;
+  int64_t lse_stride_batch, lse_stride_head;
+  int32_t batch, num_heads_q, num_heads_kv;
+  int32_t group;    /* num_heads_q / num_heads_kv */
+  int32_t seqlen_q; /* the longest sequence of queries when packed */
+  int32_t total_q;  /* rows of q and o when packed; offsets are clamped to them */
+  int32_t head_dim; /* multiple of 8, at most the tile's head_dim */
+  int32_t window_left, window_right;
+  int32_t align_bottom_right;
+  int32_t page_list_capacity;
+  int32_t items;        /* room in the workspace. Items beyond it, which only offsets that do not
+                           ascend can have, are not computed */
+  int32_t partial_rows; /* min(rows, seqlen_q · num_heads_q / num_heads_kv) */
+  int32_t splits;       /* of a sequence of medium length */
+  int32_t chunk_min, chunk_max; /* keys of a split, multiples of 64 */
+  float softmax_scale;          /* finite and positive */
+  float softcap;        /* 0 turns it off, else scores become softcap·tanh(score / softcap) */
+  float scale_log2;     /* log2(e)·softmax_scale, or log2(e) after a softcap */
+  float scale_over_cap; /* softmax_scale / softcap, 0 without a cap */
+} blockflash_attention_decode_params;
+
+/* Combines attention over disjoint sets of keys: o and lse of all keys from those of each set, in
+ * ascending order. */
+typedef struct blockflash_attention_merge_params {
+  const void* parts;      /* [count, batch, seqlen_q, num_heads_q, head_dim] */
+  const float* parts_lse; /* [count, batch, num_heads_q, seqlen_q], natural logarithm */
+  void* o;                /* [batch, seqlen_q, num_heads_q, head_dim] */
+  float* lse;             /* [batch, num_heads_q, seqlen_q]; may be null */
+  int64_t parts_stride_part, parts_stride_batch, parts_stride_seq, parts_stride_head;
+  int64_t parts_lse_stride_part, parts_lse_stride_batch, parts_lse_stride_head;
+  int64_t o_stride_batch, o_stride_seq, o_stride_head;
+  int64_t lse_stride_batch, lse_stride_head;
+  int32_t count, batch, seqlen_q, num_heads_q;
+  int32_t head_dim;    /* a multiple of 8 */
+  int32_t parts_dtype; /* BLOCKFLASH_DTYPE_… */
+  int32_t o_dtype;     /* BLOCKFLASH_DTYPE_… */
+} blockflash_attention_merge_params;
+
+#endif
