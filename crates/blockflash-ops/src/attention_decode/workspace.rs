@@ -11,6 +11,10 @@ use blockflash_sys::DType;
 /// that used the workspace last. Streams that should compute concurrently need a workspace each.
 /// While that last stream is being captured, other streams get
 /// [`InCapture`](blockflash_safe::Error::InCapture). The CPU ignores it.
+///
+/// Kernels count the parts of a sequence by its length. If lengths, offsets or page counts on the
+/// device change while a call runs, its outputs are unspecified, and so are those of later calls
+/// with this workspace: continue with a new one. No call reads or writes outside its tensors.
 #[derive(Debug)]
 pub struct AttentionDecodeWorkspace {
     memory: BsrPartsMemory,

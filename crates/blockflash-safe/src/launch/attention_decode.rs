@@ -221,8 +221,9 @@ impl AttentionDecodeOperands<'_> {
 //    `fit` found to be those of the views, and from lengths, offsets and page numbers, each of
 //    which the kernel clamps to these sizes. It computes no item beyond `items`, for which the
 //    workspace has room, and one warp of a CTA decides for all how many items there are.
-// 3. `o` and `lse` are `ViewMut`. The workspace is used in turns, by kernels only, which leave its
-//    words at zero.
+// 3. `o` and `lse` are `ViewMut`. The workspace is used in turns, by kernels only. They leave its
+//    words at zero unless lengths change while they run. Whatever the words hold, they decide only
+//    which CTA combines parts and when: nobody waits for them, and no address follows from them.
 unsafe impl Launch for AttentionDecode {
     type Operands<'a> = AttentionDecodeOperands<'a>;
     type Plan = blockflash_attention_decode_params;
