@@ -8,7 +8,8 @@
 // Step 2, zeros in all rows of dq, dk and dv, where some rows belong to no sequence: a CTA has 64
 // rows, counted through dq and then through dk and dv.
 #include "blockflash/attention/gradient.cuh"
-#include "blockflash/config.cuh"
+#include "blockflash/config/attention.cuh"
+#include "blockflash/params/attention_bwd.h"
 
 namespace blockflash {
 namespace {

@@ -3,7 +3,8 @@
 // A CTA has 64 queries of a head. The sums lie in the order of the accumulators that they come
 // from: eight warps have 16 queries and half of the columns each.
 #include "blockflash/attention/gradient.cuh"
-#include "blockflash/config.cuh"
+#include "blockflash/config/attention.cuh"
+#include "blockflash/params/attention_bwd.h"
 
 BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params params) {
   using namespace blockflash;

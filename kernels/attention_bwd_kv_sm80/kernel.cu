@@ -10,9 +10,10 @@
 #include "blockflash/attention/gradient.cuh"
 #include "blockflash/attention/mask.cuh"
 #include "blockflash/attention/query_walk.cuh"
-#include "blockflash/config.cuh"
+#include "blockflash/config/attention.cuh"
 #include "blockflash/mma/products.cuh"
 #include "blockflash/mma/tile_copy.cuh"
+#include "blockflash/params/attention_bwd.h"
 #include "blockflash/ptx/barrier.cuh"
 #include "blockflash/ptx/shared.cuh"
 

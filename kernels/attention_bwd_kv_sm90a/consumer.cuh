@@ -1,6 +1,7 @@
 // A consumer warpgroup with 64 keys of its own.
 #pragma once
 
+#include "blockflash/params/attention_bwd.h"
 #include "tiles.cuh"
 
 namespace blockflash {

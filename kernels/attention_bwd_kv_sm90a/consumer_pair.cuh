@@ -4,6 +4,7 @@
 // gradients of the scores of the first. They exchange them through shared memory.
 #pragma once
 
+#include "blockflash/params/attention_bwd.h"
 #include "blockflash/ptx/stmatrix.cuh"
 #include "tiles.cuh"
 

@@ -1,6 +1,7 @@
 // A consumer warpgroup with 64 keys of its own that also computes half of the columns of dq.
 #pragma once
 
+#include "blockflash/params/attention_bwd.h"
 #include "blockflash/ptx/stmatrix.cuh"
 #include "turns.cuh"
 

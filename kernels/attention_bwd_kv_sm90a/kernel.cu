@@ -6,6 +6,7 @@
 // along the rows, so that probabilities and their gradients are operands of both products in the
 // registers where they arise. Nothing is shared between CTAs, so the result has one order of
 // summation.
+#include "blockflash/params/attention_bwd.h"
 #include "consumer.cuh"
 #include "consumer_pair.cuh"
 #include "consumer_turns.cuh"

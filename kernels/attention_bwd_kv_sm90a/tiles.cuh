@@ -4,6 +4,7 @@
 #include "blockflash/attention/gradient_ring.cuh"
 #include "blockflash/attention/query_walk.cuh"
 #include "blockflash/attention/visible.cuh"
+#include "blockflash/params/attention_bwd.h"
 
 namespace blockflash {
 namespace {

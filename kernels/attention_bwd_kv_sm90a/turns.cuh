@@ -8,6 +8,7 @@
 // The first in turn stores instead of adding, so nothing has to be cleared.
 #pragma once
 
+#include "blockflash/params/attention_bwd.h"
 #include "blockflash/ptx/global.cuh"
 #include "tiles.cuh"
 

@@ -6,9 +6,10 @@
 // the result has one order of summation.
 #include "blockflash/attention/gradient.cuh"
 #include "blockflash/attention/visit.cuh"
-#include "blockflash/config.cuh"
+#include "blockflash/config/attention.cuh"
 #include "blockflash/mma/products.cuh"
 #include "blockflash/mma/tile_copy.cuh"
+#include "blockflash/params/attention_bwd.h"
 
 namespace blockflash {
 namespace {

@@ -6,6 +6,7 @@
 #include "blockflash/attention/gradient_ring.cuh"
 #include "blockflash/attention/visible.cuh"
 #include "blockflash/attention/visit.cuh"
+#include "blockflash/params/attention_bwd.h"
 
 namespace blockflash {
 namespace {

@@ -5,10 +5,11 @@
 // fourth step of 16, into a ring of its own and keeps sums of its own, so the main loop has no
 // barrier among warps. The README says why.
 #include "blockflash/attention/soft_cap.cuh"
-#include "blockflash/config.cuh"
+#include "blockflash/config/kv_cache.cuh"
 #include "blockflash/decode/items.cuh"
 #include "blockflash/decode/partials.cuh"
 #include "blockflash/mma/swizzle.cuh"
+#include "blockflash/params/kv_cache.h"
 #include "blockflash/ptx/global.cuh"
 #include "blockflash/ptx/launch.cuh"
 #include "loader.cuh"

@@ -1,9 +1,10 @@
 // The copies of keys and values into the ring of one warp.
 #pragma once
 
-#include "blockflash/config.cuh"
+#include "blockflash/config/kv_cache.cuh"
 #include "blockflash/decode/items.cuh"
 #include "blockflash/mma/swizzle.cuh"
+#include "blockflash/params/kv_cache.h"
 #include "blockflash/ptx/cp_async.cuh"
 #include "blockflash/ptx/eviction.cuh"
 #include "blockflash/ptx/opaque.cuh"

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "blockflash/decode/partials.cuh"
+#include "blockflash/params/kv_cache.h"
 #include "blockflash/ptx/global.cuh"
 #include "warp_sums.cuh"
 

@@ -8,6 +8,7 @@
 #include "blockflash/attention/soft_cap.cuh"
 #include "blockflash/decode/partials.cuh"
 #include "blockflash/mma/element.cuh"
+#include "blockflash/params/kv_cache.h"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"
 #include "blockflash/ptx/movmatrix.cuh"

@@ -6,10 +6,11 @@
 // are shared. Follows FlashAttention-2 (Dao, 2023).
 #include "blockflash/attention/soft_cap.cuh"
 #include "blockflash/attention/visit.cuh"
-#include "blockflash/config.cuh"
+#include "blockflash/config/attention.cuh"
 #include "blockflash/mma/fragment.cuh"
 #include "blockflash/mma/swizzle.cuh"
 #include "blockflash/mma/tile_copy.cuh"
+#include "blockflash/params/attention_fwd.h"
 #include "blockflash/ptx/cp_async.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"

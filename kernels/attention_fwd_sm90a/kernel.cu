@@ -7,6 +7,7 @@
 // last P·V of a query tile overlaps with the first scores of the next tile. Follows
 // FlashAttention-3 (Shah et al., 2024). The softmax moves its reference only when a score exceeds
 // it by a margin, and the tensor cores sum the denominator over columns of ones.
+#include "blockflash/params/attention_fwd.h"
 #include "consumer.cuh"
 #include "pipeline.cuh"
 #include "values.cuh"

@@ -3,6 +3,7 @@
 
 #include "blockflash/mma/element.cuh"
 #include "blockflash/mma/fragment.cuh"
+#include "blockflash/params/attention_fwd.h"
 #include "blockflash/ptx/shared.cuh"
 #include "blockflash/ptx/stmatrix.cuh"
 #include "pipeline.cuh"

@@ -1,7 +1,8 @@
 // Shared memory, mbarriers and the producer warpgroup of the Hopper attention kernel.
 #pragma once
 
-#include "blockflash/config.cuh"
+#include "blockflash/config/attention.cuh"
+#include "blockflash/params/attention_fwd.h"
 #include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/mbarrier.cuh"
 #include "blockflash/ptx/tensor_copy.cuh"

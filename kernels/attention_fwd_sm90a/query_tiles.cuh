@@ -5,7 +5,7 @@
 #include "blockflash/attention/block_walk.cuh"
 #include "blockflash/attention/mask.cuh"
 #include "blockflash/attention/packed_rows.cuh"
-#include "blockflash/params.h"
+#include "blockflash/params/attention_fwd.h"
 #include "blockflash/ptx/shared.cuh"
 
 namespace blockflash {

@@ -1,7 +1,8 @@
 // Combines attention over disjoint sets of keys, as between GPUs that hold parts of a cache or
 // sequences that share a prefix. A thread computes four columns of a row of o, in one fixed order.
-#include "blockflash/config.cuh"
+#include "blockflash/config/kv_cache.cuh"
 #include "blockflash/decode/partials.cuh"
+#include "blockflash/params/kv_cache.h"
 #include "blockflash/ptx/launch.cuh"
 
 BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_merge_params p) {

@@ -8,7 +8,8 @@
 // place in the order of lengths. Results do not depend on the order of CTAs or lanes.
 #include "blockflash/attention/block_walk.cuh"
 #include "blockflash/attention/mask.cuh"
-#include "blockflash/config.cuh"
+#include "blockflash/config/block_mask.cuh"
+#include "blockflash/params/block_mask_build.h"
 
 namespace blockflash {
 namespace {

@@ -9,7 +9,8 @@
 //
 // The lists may change meanwhile, so nothing here relies on their order or on equal sums: every
 // access is bounded by sizes that are parameters, or by an entry that is read once.
-#include "blockflash/config.cuh"
+#include "blockflash/config/block_mask.cuh"
+#include "blockflash/params/block_mask_build.h"
 
 namespace blockflash {
 namespace {

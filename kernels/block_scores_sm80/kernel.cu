@@ -4,8 +4,9 @@
 // In the first launch a CTA computes one mean; every byte of q and k is read once, and this is
 // bound by memory. In the second launch a CTA computes a tile of scores in f32 on the CUDA cores,
 // since tensor cores would round the f32 means. All sums have one fixed order.
-#include "blockflash/config.cuh"
+#include "blockflash/config/block_mask.cuh"
 #include "blockflash/mma/element.cuh"
+#include "blockflash/params/block_mask_build.h"
 
 namespace blockflash {
 namespace {

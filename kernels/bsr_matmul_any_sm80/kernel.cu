@@ -8,8 +8,9 @@
 // same space.
 #include "blockflash/bsr/epilogue_columns.cuh"
 #include "blockflash/bsr/tile_order.cuh"
-#include "blockflash/config.cuh"
+#include "blockflash/config/bsr.cuh"
 #include "blockflash/mma/swizzle.cuh"
+#include "blockflash/params/bsr.h"
 #include "blockflash/ptx/cp_async.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"

@@ -10,6 +10,7 @@
 // undone, since a missing block contributes nothing.
 #include "blockflash/bsr/epilogue.cuh"
 #include "blockflash/bsr/epilogue_copy.cuh"
+#include "blockflash/params/bsr.h"
 #include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/wgmma.cuh"
 #include "copy.cuh"

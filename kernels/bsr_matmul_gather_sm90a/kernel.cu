@@ -8,6 +8,7 @@
 // between launches. Long tiles may be split along K (bsr/parts.cuh), and neighbouring tiles may
 // share A within a cluster (bsr/cluster.cuh).
 #include "blockflash/bsr/epilogue.cuh"
+#include "blockflash/params/bsr.h"
 #include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"

@@ -4,8 +4,9 @@
 // end are the depth of a multistage matmul, whose rows of B are gathered by the column indices. No
 // missing block is ever multiplied, and nothing is planned ahead.
 #include "blockflash/bsr/epilogue.cuh"
-#include "blockflash/config.cuh"
+#include "blockflash/config/bsr.cuh"
 #include "blockflash/mma/swizzle.cuh"
+#include "blockflash/params/bsr.h"
 #include "blockflash/ptx/cp_async.cuh"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"

@@ -11,6 +11,7 @@
 #include "blockflash/bsr/epilogue.cuh"
 #include "blockflash/bsr/epilogue_columns.cuh"
 #include "blockflash/bsr/epilogue_copy.cuh"
+#include "blockflash/params/bsr.h"
 #include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/wgmma.cuh"
 #include "pipeline.cuh"

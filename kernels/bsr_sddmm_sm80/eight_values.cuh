@@ -6,7 +6,7 @@
 
 #include "blockflash/mma/element.cuh"
 #include "blockflash/mma/staging.cuh"
-#include "blockflash/params.h"
+#include "blockflash/params/bsr.h"
 
 namespace blockflash {
 

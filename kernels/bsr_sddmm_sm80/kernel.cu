@@ -6,8 +6,9 @@
 // memory. The layouts of A and B are run-time arguments, uniform for all threads, on which only
 // copies and the loads of fragments depend.
 #include "blockflash/bsr/stored_blocks.cuh"
-#include "blockflash/config.cuh"
+#include "blockflash/config/bsr.cuh"
 #include "blockflash/mma/staging.cuh"
+#include "blockflash/params/bsr.h"
 #include "blockflash/ptx/ldmatrix.cuh"
 #include "blockflash/ptx/mma.cuh"
 #include "core_matrices.cuh"

@@ -10,6 +10,7 @@
 
 #include "blockflash/mma/element.cuh"
 #include "blockflash/mma/fragment.cuh"
+#include "blockflash/params/bsr.h"
 #include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/wgmma.cuh"
 #include "pipeline.cuh"

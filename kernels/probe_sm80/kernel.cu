@@ -3,7 +3,8 @@
 //
 // Each probe keeps its unit busy and all others idle, on real data since zeros would save power,
 // and writes its result so that the work can neither be skipped nor go wrong unnoticed.
-#include "blockflash/config.cuh"
+#include "blockflash/config/probe.cuh"
+#include "blockflash/params/probe.h"
 #include "blockflash/ptx/math.cuh"
 #include "blockflash/ptx/mma.cuh"
 

@@ -1,6 +1,7 @@
 // Measures the peak rate of one unit of a Hopper GPU: WGMMA from shared memory, bulk copies from L2
 // to shared memory. See probe_sm80.
-#include "blockflash/config.cuh"
+#include "blockflash/config/probe.cuh"
+#include "blockflash/params/probe.h"
 #include "blockflash/ptx/mbarrier.cuh"
 #include "blockflash/ptx/wgmma.cuh"
 

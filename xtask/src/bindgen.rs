@@ -74,7 +74,7 @@ mod generate {
         let bindings = Builder::default()
             .header(root().join("kernels/include/blockflash/params.h").to_string_lossy())
             .allowlist_item("(blockflash|BLOCKFLASH)_.*")
-            .clang_args(["-std=c11", "-fparse-all-comments"])
+            .clang_args(["-std=c11", "-fparse-all-comments", "-Ikernels/include"])
             .parse_callbacks(Box::new(Comments))
             .default_macro_constant_type(bindgen::MacroTypeVariation::Signed)
             .use_core()

@@ -32,6 +32,25 @@ pub const BLOCKFLASH_BLOCK_MASK_GATHER: i32 = 0;
 pub const BLOCKFLASH_BLOCK_MASK_LIST_T: i32 = 1;
 pub const BLOCKFLASH_BLOCK_SCORES_MEANS: i32 = 0;
 pub const BLOCKFLASH_BLOCK_SCORES_PRODUCTS: i32 = 1;
+/// A tensor map of the Tensor Memory Accelerator (CUtensorMap), encoded by the driver.
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_tensor_map {
+    pub opaque: [u64; 16usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_tensor_map",
+    ][::core::mem::size_of::<blockflash_tensor_map>() - 128usize];
+    [
+        "Alignment of blockflash_tensor_map",
+    ][::core::mem::align_of::<blockflash_tensor_map>() - 64usize];
+    [
+        "Offset of field: blockflash_tensor_map::opaque",
+    ][::core::mem::offset_of!(blockflash_tensor_map, opaque) - 0usize];
+};
 /** The blocks of queries × keys that attention visits, in BSR. Block row r of group g has the
  block columns col_idx\[row_ptr\[g·(rows + 1) + r\]\] up to, not including, col_idx\[row_ptr\[g·(rows
  \+ 1) + r + 1\]\], ascending. A batch entry and head of q belong to the group
@@ -288,6 +307,79 @@ const _: () = {
         "Offset of field: blockflash_attention_fwd_params::block_mask",
     ][::core::mem::offset_of!(blockflash_attention_fwd_params, block_mask) - 232usize];
 };
+/** Attention forward by persistent CTAs that load tiles by TMA.
+
+ The maps have the dimensions (head_dim, sequence, head, batch), boxes of 64 columns and 64
+ rows (q), the tile's block_kv rows (k, v) or 16 rows (o), and a swizzle of 128 bytes. Packed
+ sequences are one sequence of a batch of 1.*/
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_fwd_tma_params {
+    pub q: blockflash_tensor_map,
+    /// zeros when there are no keys
+    pub k: blockflash_tensor_map,
+    /// zeros when there are no keys
+    pub v: blockflash_tensor_map,
+    pub o: blockflash_tensor_map,
+    pub base: blockflash_attention_fwd_params,
+    /** two zeros, left as zeros: {next tile, CTAs that are done}; null: a
+ fixed order of tiles*/
+    pub tile_counter: *mut u32,
+    /// heads computed together, whose keys and values should fit into L2
+    pub heads_per_section: i32,
+    /** factor of the score in the exponent of 2: log2(e)·softmax_scale, or log2(e)
+ after a softcap*/
+    pub scale_log2: f32,
+    /// 1 / scale_log2
+    pub inverse_scale_log2: f32,
+    /// softmax_scale / softcap, 0 without a cap
+    pub scale_over_cap: f32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_fwd_tma_params",
+    ][::core::mem::size_of::<blockflash_attention_fwd_tma_params>() - 832usize];
+    [
+        "Alignment of blockflash_attention_fwd_tma_params",
+    ][::core::mem::align_of::<blockflash_attention_fwd_tma_params>() - 64usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::q",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, q) - 0usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::k",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, k) - 128usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::v",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, v) - 256usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::o",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, o) - 384usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::base",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, base) - 512usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::tile_counter",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, tile_counter)
+        - 800usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::heads_per_section",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, heads_per_section)
+        - 808usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::scale_log2",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, scale_log2)
+        - 812usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::inverse_scale_log2",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, inverse_scale_log2)
+        - 816usize];
+    [
+        "Offset of field: blockflash_attention_fwd_tma_params::scale_over_cap",
+    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, scale_over_cap)
+        - 820usize];
+};
 /** Attention backward: the gradients of attention forward with the same options.
 
  In `base`, o and lse are results of the forward pass and are read. The workspace holds two f32
@@ -430,6 +522,61 @@ const _: () = {
     [
         "Offset of field: blockflash_attention_bwd_params::block_mask_t",
     ][::core::mem::offset_of!(blockflash_attention_bwd_params, block_mask_t) - 464usize];
+};
+/** Attention backward by CTAs that load tiles by TMA. The maps have the dimensions of the forward
+ pass and boxes of 64 columns and 64 rows (q, d_o) or 128 rows (k, v).*/
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_bwd_tma_params {
+    pub q: blockflash_tensor_map,
+    pub d_o: blockflash_tensor_map,
+    /// zeros when there are no keys
+    pub k: blockflash_tensor_map,
+    /// zeros when there are no keys
+    pub v: blockflash_tensor_map,
+    pub base: blockflash_attention_bwd_params,
+    /// workspace, \[tiles, 64·head_dim of the tile\] in the kernel's own order
+    pub dq_sums: *mut f32,
+    /// two zeros, left as zeros: {next block of keys, CTAs that are done}
+    pub tile_counter: *mut u32,
+    /// key heads whose blocks of keys start together
+    pub heads_per_section: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_bwd_tma_params",
+    ][::core::mem::size_of::<blockflash_attention_bwd_tma_params>() - 1088usize];
+    [
+        "Alignment of blockflash_attention_bwd_tma_params",
+    ][::core::mem::align_of::<blockflash_attention_bwd_tma_params>() - 64usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_params::q",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, q) - 0usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_params::d_o",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, d_o) - 128usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_params::k",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, k) - 256usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_params::v",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, v) - 384usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_params::base",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, base) - 512usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_params::dq_sums",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, dq_sums) - 1032usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_params::tile_counter",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, tile_counter)
+        - 1040usize];
+    [
+        "Offset of field: blockflash_attention_bwd_tma_params::heads_per_section",
+    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, heads_per_section)
+        - 1048usize];
 };
 /** Keys and values of a cache: one page per sequence, or pages that a block table names.
 
@@ -879,153 +1026,6 @@ const _: () = {
         "Offset of field: blockflash_attention_merge_params::o_dtype",
     ][::core::mem::offset_of!(blockflash_attention_merge_params, o_dtype) - 152usize];
 };
-/// A tensor map of the Tensor Memory Accelerator (CUtensorMap), encoded by the driver.
-#[repr(C)]
-#[repr(align(64))]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_tensor_map {
-    pub opaque: [u64; 16usize],
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_tensor_map",
-    ][::core::mem::size_of::<blockflash_tensor_map>() - 128usize];
-    [
-        "Alignment of blockflash_tensor_map",
-    ][::core::mem::align_of::<blockflash_tensor_map>() - 64usize];
-    [
-        "Offset of field: blockflash_tensor_map::opaque",
-    ][::core::mem::offset_of!(blockflash_tensor_map, opaque) - 0usize];
-};
-/** Attention forward by persistent CTAs that load tiles by TMA.
-
- The maps have the dimensions (head_dim, sequence, head, batch), boxes of 64 columns and 64
- rows (q), the tile's block_kv rows (k, v) or 16 rows (o), and a swizzle of 128 bytes. Packed
- sequences are one sequence of a batch of 1.*/
-#[repr(C)]
-#[repr(align(64))]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_attention_fwd_tma_params {
-    pub q: blockflash_tensor_map,
-    /// zeros when there are no keys
-    pub k: blockflash_tensor_map,
-    /// zeros when there are no keys
-    pub v: blockflash_tensor_map,
-    pub o: blockflash_tensor_map,
-    pub base: blockflash_attention_fwd_params,
-    /** two zeros, left as zeros: {next tile, CTAs that are done}; null: a
- fixed order of tiles*/
-    pub tile_counter: *mut u32,
-    /// heads computed together, whose keys and values should fit into L2
-    pub heads_per_section: i32,
-    /** factor of the score in the exponent of 2: log2(e)·softmax_scale, or log2(e)
- after a softcap*/
-    pub scale_log2: f32,
-    /// 1 / scale_log2
-    pub inverse_scale_log2: f32,
-    /// softmax_scale / softcap, 0 without a cap
-    pub scale_over_cap: f32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_attention_fwd_tma_params",
-    ][::core::mem::size_of::<blockflash_attention_fwd_tma_params>() - 832usize];
-    [
-        "Alignment of blockflash_attention_fwd_tma_params",
-    ][::core::mem::align_of::<blockflash_attention_fwd_tma_params>() - 64usize];
-    [
-        "Offset of field: blockflash_attention_fwd_tma_params::q",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, q) - 0usize];
-    [
-        "Offset of field: blockflash_attention_fwd_tma_params::k",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, k) - 128usize];
-    [
-        "Offset of field: blockflash_attention_fwd_tma_params::v",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, v) - 256usize];
-    [
-        "Offset of field: blockflash_attention_fwd_tma_params::o",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, o) - 384usize];
-    [
-        "Offset of field: blockflash_attention_fwd_tma_params::base",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, base) - 512usize];
-    [
-        "Offset of field: blockflash_attention_fwd_tma_params::tile_counter",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, tile_counter)
-        - 800usize];
-    [
-        "Offset of field: blockflash_attention_fwd_tma_params::heads_per_section",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, heads_per_section)
-        - 808usize];
-    [
-        "Offset of field: blockflash_attention_fwd_tma_params::scale_log2",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, scale_log2)
-        - 812usize];
-    [
-        "Offset of field: blockflash_attention_fwd_tma_params::inverse_scale_log2",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, inverse_scale_log2)
-        - 816usize];
-    [
-        "Offset of field: blockflash_attention_fwd_tma_params::scale_over_cap",
-    ][::core::mem::offset_of!(blockflash_attention_fwd_tma_params, scale_over_cap)
-        - 820usize];
-};
-/** Attention backward by CTAs that load tiles by TMA. The maps have the dimensions of the forward
- pass and boxes of 64 columns and 64 rows (q, d_o) or 128 rows (k, v).*/
-#[repr(C)]
-#[repr(align(64))]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_attention_bwd_tma_params {
-    pub q: blockflash_tensor_map,
-    pub d_o: blockflash_tensor_map,
-    /// zeros when there are no keys
-    pub k: blockflash_tensor_map,
-    /// zeros when there are no keys
-    pub v: blockflash_tensor_map,
-    pub base: blockflash_attention_bwd_params,
-    /// workspace, \[tiles, 64·head_dim of the tile\] in the kernel's own order
-    pub dq_sums: *mut f32,
-    /// two zeros, left as zeros: {next block of keys, CTAs that are done}
-    pub tile_counter: *mut u32,
-    /// key heads whose blocks of keys start together
-    pub heads_per_section: i32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_attention_bwd_tma_params",
-    ][::core::mem::size_of::<blockflash_attention_bwd_tma_params>() - 1088usize];
-    [
-        "Alignment of blockflash_attention_bwd_tma_params",
-    ][::core::mem::align_of::<blockflash_attention_bwd_tma_params>() - 64usize];
-    [
-        "Offset of field: blockflash_attention_bwd_tma_params::q",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, q) - 0usize];
-    [
-        "Offset of field: blockflash_attention_bwd_tma_params::d_o",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, d_o) - 128usize];
-    [
-        "Offset of field: blockflash_attention_bwd_tma_params::k",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, k) - 256usize];
-    [
-        "Offset of field: blockflash_attention_bwd_tma_params::v",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, v) - 384usize];
-    [
-        "Offset of field: blockflash_attention_bwd_tma_params::base",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, base) - 512usize];
-    [
-        "Offset of field: blockflash_attention_bwd_tma_params::dq_sums",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, dq_sums) - 1032usize];
-    [
-        "Offset of field: blockflash_attention_bwd_tma_params::tile_counter",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, tile_counter)
-        - 1040usize];
-    [
-        "Offset of field: blockflash_attention_bwd_tma_params::heads_per_section",
-    ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, heads_per_section)
-        - 1048usize];
-};
 /** BSR matmul: c = activation(alpha·a·b + beta·c + bias), a block-sparse \[m, k\], b and c dense.
 
  Kernels for a transposed a take the index of the transposed pattern in row_ptr and col_idx and
@@ -1250,6 +1250,227 @@ const _: () = {
         "Offset of field: blockflash_bsr_matmul_tma_params::part_arrived",
     ][::core::mem::offset_of!(blockflash_bsr_matmul_tma_params, part_arrived)
         - 720usize];
+};
+/** Sampled dense-dense product (SDDMM): values = alpha·a·b + beta·values at the stored blocks of
+ a BSR matrix, a \[m, k\] and b \[k, n\] dense, each row- or column-major as the kernel was
+ compiled. The maps have a swizzle of 128 bytes; they are zeros if k is 0.*/
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_bsr_sddmm_params {
+    /** row-major: (k, m), boxes of 64 columns and the rows of a block;
+ column-major: (m, k), boxes of 64 × 64*/
+    pub a: blockflash_tensor_map,
+    /** column-major: (k, n), boxes of 64 rows and the columns of a block;
+ row-major: (n, k), boxes of 64 × 64*/
+    pub b: blockflash_tensor_map,
+    /// \[ceil(m / block) + 1\]
+    pub row_ptr: *const i32,
+    /// \[nnz_blocks\]
+    pub col_idx: *const i32,
+    /// \[nnz_blocks, block, block\], 16-byte aligned; elements beyond m and n become zero
+    pub values: *mut ::core::ffi::c_void,
+    /** two zeros, left as zeros: {next tile, CTAs that are done}; null: a
+ fixed order of tiles*/
+    pub tile_counter: *mut u32,
+    pub m: i32,
+    pub n: i32,
+    pub k: i32,
+    pub nnz_blocks: i32,
+    /// BLOCKFLASH_DTYPE_…
+    pub values_dtype: i32,
+    pub alpha: f32,
+    /// 0: values are not read
+    pub beta: f32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_bsr_sddmm_params",
+    ][::core::mem::size_of::<blockflash_bsr_sddmm_params>() - 320usize];
+    [
+        "Alignment of blockflash_bsr_sddmm_params",
+    ][::core::mem::align_of::<blockflash_bsr_sddmm_params>() - 64usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::a",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, a) - 0usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::b",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, b) - 128usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::row_ptr",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, row_ptr) - 256usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::col_idx",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, col_idx) - 264usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::values",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, values) - 272usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::tile_counter",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, tile_counter) - 280usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::m",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, m) - 288usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::n",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, n) - 292usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::k",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, k) - 296usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::nnz_blocks",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, nnz_blocks) - 300usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::values_dtype",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, values_dtype) - 304usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::alpha",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, alpha) - 308usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_params::beta",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, beta) - 312usize];
+};
+/// BSR matmul for operands in any layout, chosen at run time.
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_bsr_matmul_any_params {
+    pub base: blockflash_bsr_matmul_params,
+    /** \[nnz_blocks\] index of each block among the values where a is
+ transposed; else null*/
+    pub block_idx: *const i32,
+    /// 1: each block of the values is a block of the transpose of a
+    pub a_transposed: i32,
+    /// 1: columns of b are contiguous
+    pub b_column_major: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_bsr_matmul_any_params",
+    ][::core::mem::size_of::<blockflash_bsr_matmul_any_params>() - 144usize];
+    [
+        "Alignment of blockflash_bsr_matmul_any_params",
+    ][::core::mem::align_of::<blockflash_bsr_matmul_any_params>() - 8usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_any_params::base",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, base) - 0usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_any_params::block_idx",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, block_idx) - 128usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_any_params::a_transposed",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, a_transposed)
+        - 136usize];
+    [
+        "Offset of field: blockflash_bsr_matmul_any_params::b_column_major",
+    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, b_column_major)
+        - 140usize];
+};
+/** Sampled dense-dense product (SDDMM) by kernels that take a and b in every layout: values =
+ alpha·a·b + beta·values, as above.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_bsr_sddmm_portable_params {
+    /// \[ceil(m / block) + 1\]
+    pub row_ptr: *const i32,
+    /// \[nnz_blocks\]
+    pub col_idx: *const i32,
+    /// \[m, k\]
+    pub a: *const ::core::ffi::c_void,
+    /// \[k, n\]
+    pub b: *const ::core::ffi::c_void,
+    /// \[nnz_blocks, block, block\]; elements beyond m and n become zero
+    pub values: *mut ::core::ffi::c_void,
+    /// elements between rows, or between columns where columns are contiguous
+    pub lda: i64,
+    /// elements between rows, or between columns where columns are contiguous
+    pub ldb: i64,
+    pub m: i32,
+    pub n: i32,
+    pub k: i32,
+    /// 1: columns are contiguous, 0: rows
+    pub a_column_major: i32,
+    pub b_column_major: i32,
+    /// a and lda allow 16-byte loads
+    pub a_vectorized: i32,
+    pub b_vectorized: i32,
+    /// values allow 16-byte stores
+    pub values_vectorized: i32,
+    /// BLOCKFLASH_DTYPE_…
+    pub values_dtype: i32,
+    pub alpha: f32,
+    /// 0: values are not read
+    pub beta: f32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_bsr_sddmm_portable_params",
+    ][::core::mem::size_of::<blockflash_bsr_sddmm_portable_params>() - 104usize];
+    [
+        "Alignment of blockflash_bsr_sddmm_portable_params",
+    ][::core::mem::align_of::<blockflash_bsr_sddmm_portable_params>() - 8usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::row_ptr",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, row_ptr) - 0usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::col_idx",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, col_idx) - 8usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::a",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, a) - 16usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::b",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, b) - 24usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::values",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, values) - 32usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::lda",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, lda) - 40usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::ldb",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, ldb) - 48usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::m",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, m) - 56usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::n",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, n) - 60usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::k",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, k) - 64usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::a_column_major",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, a_column_major)
+        - 68usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::b_column_major",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, b_column_major)
+        - 72usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::a_vectorized",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, a_vectorized)
+        - 76usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::b_vectorized",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, b_vectorized)
+        - 80usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::values_vectorized",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, values_vectorized)
+        - 84usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::values_dtype",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, values_dtype)
+        - 88usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::alpha",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, alpha) - 92usize];
+    [
+        "Offset of field: blockflash_bsr_sddmm_portable_params::beta",
+    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, beta) - 96usize];
 };
 /// Probe: one unit of the GPU at its peak rate, as a ceiling for measurements.
 #[repr(C)]
@@ -1607,225 +1828,4 @@ const _: () = {
     [
         "Offset of field: blockflash_block_scores_params::head_dim",
     ][::core::mem::offset_of!(blockflash_block_scores_params, head_dim) - 128usize];
-};
-/** Sampled dense-dense product (SDDMM): values = alpha·a·b + beta·values at the stored blocks of
- a BSR matrix, a \[m, k\] and b \[k, n\] dense, each row- or column-major as the kernel was
- compiled. The maps have a swizzle of 128 bytes; they are zeros if k is 0.*/
-#[repr(C)]
-#[repr(align(64))]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_bsr_sddmm_params {
-    /** row-major: (k, m), boxes of 64 columns and the rows of a block;
- column-major: (m, k), boxes of 64 × 64*/
-    pub a: blockflash_tensor_map,
-    /** column-major: (k, n), boxes of 64 rows and the columns of a block;
- row-major: (n, k), boxes of 64 × 64*/
-    pub b: blockflash_tensor_map,
-    /// \[ceil(m / block) + 1\]
-    pub row_ptr: *const i32,
-    /// \[nnz_blocks\]
-    pub col_idx: *const i32,
-    /// \[nnz_blocks, block, block\], 16-byte aligned; elements beyond m and n become zero
-    pub values: *mut ::core::ffi::c_void,
-    /** two zeros, left as zeros: {next tile, CTAs that are done}; null: a
- fixed order of tiles*/
-    pub tile_counter: *mut u32,
-    pub m: i32,
-    pub n: i32,
-    pub k: i32,
-    pub nnz_blocks: i32,
-    /// BLOCKFLASH_DTYPE_…
-    pub values_dtype: i32,
-    pub alpha: f32,
-    /// 0: values are not read
-    pub beta: f32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_bsr_sddmm_params",
-    ][::core::mem::size_of::<blockflash_bsr_sddmm_params>() - 320usize];
-    [
-        "Alignment of blockflash_bsr_sddmm_params",
-    ][::core::mem::align_of::<blockflash_bsr_sddmm_params>() - 64usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_params::a",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, a) - 0usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_params::b",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, b) - 128usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_params::row_ptr",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, row_ptr) - 256usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_params::col_idx",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, col_idx) - 264usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_params::values",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, values) - 272usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_params::tile_counter",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, tile_counter) - 280usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_params::m",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, m) - 288usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_params::n",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, n) - 292usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_params::k",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, k) - 296usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_params::nnz_blocks",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, nnz_blocks) - 300usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_params::values_dtype",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, values_dtype) - 304usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_params::alpha",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, alpha) - 308usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_params::beta",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_params, beta) - 312usize];
-};
-/// BSR matmul for operands in any layout, chosen at run time.
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_bsr_matmul_any_params {
-    pub base: blockflash_bsr_matmul_params,
-    /** \[nnz_blocks\] index of each block among the values where a is
- transposed; else null*/
-    pub block_idx: *const i32,
-    /// 1: each block of the values is a block of the transpose of a
-    pub a_transposed: i32,
-    /// 1: columns of b are contiguous
-    pub b_column_major: i32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_bsr_matmul_any_params",
-    ][::core::mem::size_of::<blockflash_bsr_matmul_any_params>() - 144usize];
-    [
-        "Alignment of blockflash_bsr_matmul_any_params",
-    ][::core::mem::align_of::<blockflash_bsr_matmul_any_params>() - 8usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_any_params::base",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, base) - 0usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_any_params::block_idx",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, block_idx) - 128usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_any_params::a_transposed",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, a_transposed)
-        - 136usize];
-    [
-        "Offset of field: blockflash_bsr_matmul_any_params::b_column_major",
-    ][::core::mem::offset_of!(blockflash_bsr_matmul_any_params, b_column_major)
-        - 140usize];
-};
-/** Sampled dense-dense product (SDDMM) by kernels that take a and b in every layout: values =
- alpha·a·b + beta·values, as above.*/
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_bsr_sddmm_portable_params {
-    /// \[ceil(m / block) + 1\]
-    pub row_ptr: *const i32,
-    /// \[nnz_blocks\]
-    pub col_idx: *const i32,
-    /// \[m, k\]
-    pub a: *const ::core::ffi::c_void,
-    /// \[k, n\]
-    pub b: *const ::core::ffi::c_void,
-    /// \[nnz_blocks, block, block\]; elements beyond m and n become zero
-    pub values: *mut ::core::ffi::c_void,
-    /// elements between rows, or between columns where columns are contiguous
-    pub lda: i64,
-    /// elements between rows, or between columns where columns are contiguous
-    pub ldb: i64,
-    pub m: i32,
-    pub n: i32,
-    pub k: i32,
-    /// 1: columns are contiguous, 0: rows
-    pub a_column_major: i32,
-    pub b_column_major: i32,
-    /// a and lda allow 16-byte loads
-    pub a_vectorized: i32,
-    pub b_vectorized: i32,
-    /// values allow 16-byte stores
-    pub values_vectorized: i32,
-    /// BLOCKFLASH_DTYPE_…
-    pub values_dtype: i32,
-    pub alpha: f32,
-    /// 0: values are not read
-    pub beta: f32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_bsr_sddmm_portable_params",
-    ][::core::mem::size_of::<blockflash_bsr_sddmm_portable_params>() - 104usize];
-    [
-        "Alignment of blockflash_bsr_sddmm_portable_params",
-    ][::core::mem::align_of::<blockflash_bsr_sddmm_portable_params>() - 8usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::row_ptr",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, row_ptr) - 0usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::col_idx",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, col_idx) - 8usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::a",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, a) - 16usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::b",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, b) - 24usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::values",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, values) - 32usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::lda",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, lda) - 40usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::ldb",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, ldb) - 48usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::m",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, m) - 56usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::n",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, n) - 60usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::k",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, k) - 64usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::a_column_major",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, a_column_major)
-        - 68usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::b_column_major",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, b_column_major)
-        - 72usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::a_vectorized",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, a_vectorized)
-        - 76usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::b_vectorized",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, b_vectorized)
-        - 80usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::values_vectorized",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, values_vectorized)
-        - 84usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::values_dtype",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, values_dtype)
-        - 88usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::alpha",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, alpha) - 92usize];
-    [
-        "Offset of field: blockflash_bsr_sddmm_portable_params::beta",
-    ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, beta) - 96usize];
 };

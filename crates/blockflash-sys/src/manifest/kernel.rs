@@ -56,7 +56,7 @@ impl Kernel {
         self.family().smem_bytes()
     }
 
-    /// Preprocessor definitions of this kernel; `config.cuh` is their only reader.
+    /// Preprocessor definitions of this kernel; `config/` is their only reader.
     pub fn macros(&self) -> Vec<(&'static str, String)> {
         let mut macros = vec![
             ("VARIANT_SYMBOL", self.symbol()),

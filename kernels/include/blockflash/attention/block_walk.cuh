@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#include "blockflash/params.h"
+#include "blockflash/params/block_mask.h"
 #include "blockflash/ptx/shared.cuh"
 
 namespace blockflash {

@@ -12,7 +12,7 @@
 #include "blockflash/attention/soft_cap.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/mma/fragment.cuh"
-#include "blockflash/params.h"
+#include "blockflash/params/attention_bwd.h"
 #include "blockflash/ptx/math.cuh"
 
 namespace blockflash {

@@ -4,7 +4,8 @@
 #pragma once
 
 #include "blockflash/attention/gradient.cuh"
-#include "blockflash/config.cuh"
+#include "blockflash/config/attention.cuh"
+#include "blockflash/params/attention_bwd.h"
 #include "blockflash/ptx/barrier.cuh"
 #include "blockflash/ptx/launch.cuh"
 #include "blockflash/ptx/mbarrier.cuh"

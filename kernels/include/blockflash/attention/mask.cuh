@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-#include "blockflash/params.h"
+#include "blockflash/params/attention_fwd.h"
 
 namespace blockflash {
 

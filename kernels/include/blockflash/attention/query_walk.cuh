@@ -5,6 +5,7 @@
 #include "blockflash/attention/block_walk.cuh"
 #include "blockflash/attention/mask.cuh"
 #include "blockflash/attention/packed_rows.cuh"
+#include "blockflash/params/attention_bwd.h"
 
 namespace blockflash {
 namespace {

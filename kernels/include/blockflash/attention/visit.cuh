@@ -4,6 +4,7 @@
 #include "blockflash/attention/block_walk.cuh"
 #include "blockflash/attention/mask.cuh"
 #include "blockflash/attention/packed_rows.cuh"
+#include "blockflash/params/attention_fwd.h"
 
 namespace blockflash {
 namespace {

@@ -1,7 +1,7 @@
 // Activations of the matmul epilogue, in f32.
 #pragma once
 
-#include "blockflash/params.h"
+#include "blockflash/params/bsr.h"
 
 namespace blockflash {
 

@@ -8,10 +8,11 @@
 #include <type_traits>
 
 #include "blockflash/bsr/activation.cuh"
-#include "blockflash/config.cuh"
+#include "blockflash/config/bsr.cuh"
 #include "blockflash/mma/element.cuh"
 #include "blockflash/mma/fragment.cuh"
 #include "blockflash/mma/staging.cuh"
+#include "blockflash/params/bsr.h"
 
 namespace blockflash {
 namespace {

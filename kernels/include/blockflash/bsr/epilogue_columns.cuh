@@ -2,6 +2,7 @@
 #pragma once
 
 #include "blockflash/bsr/epilogue.cuh"
+#include "blockflash/params/bsr.h"
 #include "blockflash/ptx/movmatrix.cuh"
 
 namespace blockflash {

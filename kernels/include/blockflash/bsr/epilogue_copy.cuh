@@ -3,6 +3,7 @@
 #pragma once
 
 #include "blockflash/bsr/epilogue.cuh"
+#include "blockflash/params/bsr.h"
 #include "blockflash/ptx/mbarrier.cuh"
 #include "blockflash/ptx/shared.cuh"
 #include "blockflash/ptx/stmatrix.cuh"

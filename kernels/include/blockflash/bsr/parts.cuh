@@ -9,7 +9,8 @@
 #pragma once
 
 #include "blockflash/bsr/tile_order.cuh"
-#include "blockflash/config.cuh"
+#include "blockflash/config/bsr.cuh"
+#include "blockflash/params/bsr.h"
 #include "blockflash/ptx/global.cuh"
 #include "blockflash/ptx/shared.cuh"
 

@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-#include "blockflash/params.h"
+#include "blockflash/params/bsr.h"
 
 namespace blockflash {
 

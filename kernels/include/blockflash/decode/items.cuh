@@ -8,7 +8,7 @@
 #include "blockflash/attention/mask.cuh"
 #include "blockflash/attention/packed_rows.cuh"
 #include "blockflash/decode/pages.cuh"
-#include "blockflash/params.h"
+#include "blockflash/params/kv_cache.h"
 #include "blockflash/ptx/math.cuh"
 
 namespace blockflash {

@@ -5,7 +5,7 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
-#include "blockflash/params.h"
+#include "blockflash/params/base.h"
 #include "blockflash/ptx/math.cuh"
 
 namespace blockflash {

@@ -6,7 +6,7 @@
 
 #include "blockflash/mma/element.cuh"
 #include "blockflash/mma/fragment.cuh"
-#include "blockflash/params.h"
+#include "blockflash/params/base.h"
 
 namespace blockflash {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#include "blockflash/params.h"
+#include "blockflash/params/base.h"
 
 namespace blockflash::ptx {
 

@@ -1,6 +1,6 @@
-/* Parameters of the kernels for key-value caches: a part of params.h. */
-#ifndef BLOCKFLASH_CACHE_PARAMS_H
-#define BLOCKFLASH_CACHE_PARAMS_H
+/* Parameters of the kernels for key-value caches. */
+#ifndef BLOCKFLASH_PARAMS_KV_CACHE_H
+#define BLOCKFLASH_PARAMS_KV_CACHE_H
 
 #include <stdint.h>
 

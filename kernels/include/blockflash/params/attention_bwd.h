@@ -1,0 +1,48 @@
+/* Parameters of the attention backward kernels. */
+#ifndef BLOCKFLASH_PARAMS_ATTENTION_BWD_H
+#define BLOCKFLASH_PARAMS_ATTENTION_BWD_H
+
+#include <stdint.h>
+
+#include "blockflash/params/attention_fwd.h"
+
+/* Attention backward: the gradients of attention forward with the same options.
+ *
+ * In `base`, o and lse are results of the forward pass and are read. The workspace holds two f32
+ * numbers per query and head: -lse·log2(e) (-inf for a query that sees nothing) and
+ * delta = rowsum(d_o∘o). Each sequence has room for its length rounded up to 64 rows; packed
+ * sequences begin at the multiple of 64 below their first row + 64·(number of the sequence). */
+typedef struct blockflash_attention_bwd_params {
+  blockflash_attention_fwd_params base;
+  const void* d_o;      /* [batch, seqlen_q, num_heads_q, head_dim] */
+  void* dq;             /* [batch, seqlen_q, num_heads_q, head_dim] */
+  void* dk;             /* [batch, seqlen_kv, num_heads_kv, head_dim] */
+  void* dv;             /* [batch, seqlen_kv, num_heads_kv, head_dim] */
+  float* d_sink;        /* [num_heads_q], null exactly when base.sink is */
+  float* negative_logs; /* workspace, [batch, num_heads_q, padded rows] */
+  float* deltas;        /* the same */
+  uint32_t* turns; /* workspace, per 64 rows of the statistics: how many blocks of keys have been
+                      added to dq; null where dq has a kernel of its own */
+  int64_t d_o_stride_batch, d_o_stride_seq, d_o_stride_head;
+  int64_t dq_stride_batch, dq_stride_seq, dq_stride_head;
+  int64_t dk_stride_batch, dk_stride_seq, dk_stride_head;
+  int64_t dv_stride_batch, dv_stride_seq, dv_stride_head;
+  int64_t statistics_stride_batch, statistics_stride_head; /* of both arrays of the workspace */
+  blockflash_block_mask block_mask_t; /* base.block_mask transposed: rows are blocks of keys,
+                                         columns blocks of queries; row_order is ignored */
+} blockflash_attention_bwd_params;
+
+/* Attention backward by CTAs that load tiles by TMA. The maps have the dimensions of the forward
+ * pass and boxes of 64 columns and 64 rows (q, d_o) or 128 rows (k, v). */
+typedef struct blockflash_attention_bwd_tma_params {
+  blockflash_tensor_map q, d_o;
+  blockflash_tensor_map k, v; /* zeros when there are no keys */
+  blockflash_attention_bwd_params base;
+  /* For the kernel that computes dq beside dk and dv, in tiles of 64 queries that lie in the order
+   * of the statistics. */
+  float* dq_sums; /* workspace, [tiles, 64·head_dim of the tile] in the kernel's own order */
+  uint32_t* tile_counter; /* two zeros, left as zeros: {next block of keys, CTAs that are done} */
+  int32_t heads_per_section; /* key heads whose blocks of keys start together */
+} blockflash_attention_bwd_tma_params;
+
+#endif
