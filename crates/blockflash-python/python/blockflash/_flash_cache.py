@@ -113,7 +113,9 @@ def _attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`blockflash.attention_decode` with flash-attn's conventions."""
     if q.size(-1) != v_cache.size(-1):
-        raise Unsupported(f"head_dim of v is {v_cache.size(-1)}, of q {q.size(-1)}; they must agree")
+        raise Unsupported(
+            f"head_dim of v is {v_cache.size(-1)}, of q {q.size(-1)}; they must agree"
+        )
     left, right = (None if size == -1 else size for size in map(int, window_size))
     return attention_decode(
         contiguous_rows(q),
