@@ -17,8 +17,8 @@ function takes these arguments, apart from its tensors:
 - `return_attn_probs`: returns `(out, softmax_lse)`: softmax_lse is f32,
   `[batch, heads, seqlen_q]` or `[heads, total_q]`.
 
-What `blockflash.flash_attn` says about rows without keys, head_dim, caches and gradients holds here,
-too.
+What `blockflash.flash_attn` says about rows without keys, head_dim, caches and gradients holds
+here, too.
 """
 
 from __future__ import annotations
