@@ -120,7 +120,8 @@ def attention(
     lse = None
     try:
         if out is not None:
-            _refuse_types(out=out)
+            if not isinstance(out, Tensor):
+                _refuse_types(out=out)
             refuse_to_lose(q, k, v, sink, out)
             o, lse = out, _ops.empty_lse(q, cu_seqlens_q) if return_lse else None
             _OPS.attention_out.default(q, k, v, o, lse, **options)

@@ -118,7 +118,7 @@ def attention_decode(
     if k is not None and k.dim() == 3 and cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     lists, counts = (None, None) if pages is None else pages
-    options = {
+    given = {
         "seqused_k": seqused_k,
         "block_table": block_table,
         "cu_seqlens_q": cu_seqlens_q,
@@ -128,13 +128,15 @@ def attention_decode(
         "rotary_sin": rotary_sin,
         "page_lists": lists,
         "page_counts": counts,
-        "max_q": 0 if max_seqlen_q is None else max_seqlen_q,
-        "left": left,
-        "right": right,
+        "max_q": max_seqlen_q,
+        "left": None if left == -1 else left,
+        "right": None if right == -1 else right,
         "scale": scale,
-        "softcap": 0.0 if softcap is None else softcap,
-        "interleaved": rotary_interleaved,
+        "softcap": softcap,
+        "interleaved": rotary_interleaved or None,
     }
+    # The operators have defaults: what is not passed costs nothing.
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if k is None:
         o, lse = _OPS.attention_decode.default(q, k_cache, v_cache, **options)
     else:
