@@ -45,8 +45,8 @@ impl Kept {
             return Ok(mask);
         }
         if stream.is_capturing()? {
-            let text = "the first backward pass with a block mask transposes the mask, which a CUDA \
-                        graph cannot capture: run one before the capture";
+            let text = "the first backward pass with a block mask transposes the mask, which a \
+                        CUDA graph cannot capture: run one before the capture";
             return Err(Failure { kind: Kind::Unsupported, text: text.into() });
         }
         let mask = self.mask().to(stream)?.with_transpose()?;
