@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from blockflash import _transformers_mask
 from blockflash.transformers import NAME
@@ -222,6 +223,35 @@ def test_compiled_decoding(name: str) -> None:
             rows = [step(ids[:, i : i + 1], past_key_values=cache).logits for i in range(-3, -1)]
         logits.append(torch.cat(rows, 1))
     check(logits[1], logits[0], logits[0])
+    assert not _transformers_mask._warned
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_compiled_generation(name: str) -> None:
+    """`generate` compiles its steps and makes the masks outside: the graph serves all lengths."""
+    model, results = model_of(DECODERS[name]), []
+    model.set_attn_implementation("eager")
+    for implementation in ("eager", NAME):
+        torch._dynamo.reset()
+        counters.clear()
+        config = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+        config._compile_all_devices = True
+        result = model.generate(
+            tokens(),
+            attention_mask=torch.ones_like(PADDED),
+            max_new_tokens=8,
+            do_sample=False,
+            cache_implementation="static",
+            compile_config=config,
+            disable_compile=implementation == "eager",
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        results.append(torch.stack(result.logits))
+        model.set_attn_implementation(NAME)
+    check(results[1], results[0], results[0])
+    # Windows make two graphs: before and after the cache of the window is full.
+    assert counters["stats"]["unique_graphs"] == (1 if name == "llama" else 2)
     assert not _transformers_mask._warned
 
 

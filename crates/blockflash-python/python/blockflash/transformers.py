@@ -3,8 +3,8 @@
 Importing this module registers two functions: one makes masks, the other computes attention.
 The mask function decides what runs on our kernels. It takes the model's mask function apart, and
 only a pattern that it recognizes completely becomes a `Mask` for our kernels: causal and full
-attention, sliding windows, padding, and sequences packed by `position_ids`. For every other
-pattern it makes the dense mask that SDPA takes, and warns once for each reason.
+attention, sliding windows, padding, static caches, and sequences packed by `position_ids`. For
+every other pattern it makes the dense mask that SDPA takes, and warns once for each reason.
 
 The attention function obeys the mask and nothing else. It does not read `sliding_window` among its
 arguments, because a model may pass a window to a layer that has another mask.
