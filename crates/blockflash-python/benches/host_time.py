@@ -69,7 +69,9 @@ def cases(
     qkv, by_head = (q, k, v), [t.transpose(1, 2) for t in (q, k, v)]
     leaves_by_head = [t.transpose(1, 2) for t in leaves]
     op, slow = torch.ops.blockflash, torch.ops.blockflash_library
-    ours = blockflash.scaled_dot_product_attention
+    ours, decode = blockflash.scaled_dot_product_attention, blockflash.attention_decode
+    one = q[:, :1].contiguous()
+    used = torch.full((batch,), seqlen, device=device, dtype=torch.int32)
     gqa = {"enable_gqa": True} if heads != heads_k else {}
     for name, call in (
         ("torch.add", lambda: torch.add(q, q)),
@@ -85,6 +87,7 @@ def cases(
         ("blockflash.attention, causal", lambda: blockflash.attention(q, k, v, causal=True)),
         ("blockflash.attention, out=", lambda: blockflash.attention(q, k, v, out=o)),
         ("blockflash.scaled_dot_product_attention", lambda: ours(*by_head, **gqa)),
+        ("blockflash.attention_decode", lambda: decode(one, k, v, seqused_k=used)),
     ):
         yield name, call, torch.no_grad
     with_gradient = "blockflash.attention, with a gradient"

@@ -5,7 +5,7 @@
 //! current stream of a tensor and owns nothing, so a [`Foreign`] borrows the Python object.
 
 use crate::error::{Failure, Result};
-use blockflash_ops::{DType, Device, Layout, Stream, View, ViewMut};
+use blockflash_ops::{DType, Device, Layout, Stream, Tensor, View, ViewMut};
 use blockflash_safe::MAX_RANK;
 use dlpark::ffi::{DLDataType, DLDataTypeCode, DLDevice, DLDeviceType, DLTensor};
 use dlpark::python::consumer::exchange::ExchangeApi;
@@ -132,8 +132,22 @@ impl<'a> Foreign<'a> {
         // of torch live as long as the process. 3. torch keeps the memory of the graphs that it
         // captures, masks and patterns outlive them (`Entry::outlive_capture`), launches are
         // ordered by the user as for every operator of torch, and captured work uses no memory in
-        // turns (`pattern::workspace`).
+        // turns (`pattern::workspace`) but what torch has allocated in the capture for one call
+        // (`scratch`).
         Ok(unsafe { Stream::from_raw(&self.device, with_exposed_provenance_mut(self.stream)) }?)
+    }
+
+    /// The memory of this tensor as a workspace of work that is queued on the stream, torch's
+    /// current one, while `self` exists.
+    pub(crate) fn scratch(&self, stream: &Stream) -> Result<Tensor> {
+        let pointer = with_exposed_provenance_mut(self.address);
+        // SAFETY: 1. The memory is valid for work that is queued during `'a`, and no other work
+        // uses the tensor, which the caller drops when its call is queued. After that, torch reuses
+        // the memory in the order of the same stream, and so does a graph. 2. torch has just
+        // allocated the memory for this call alone.
+        let tensor =
+            unsafe { Tensor::from_raw(stream, pointer, self.dtype, self.layout.shape(), ()) };
+        Ok(tensor?)
     }
 
     /// Addresses from the first element to the end of the last one.

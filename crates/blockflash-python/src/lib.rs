@@ -6,6 +6,7 @@
 
 mod attention;
 mod attention_backward;
+mod decode;
 #[cfg(target_os = "linux")]
 mod dispatcher;
 mod error;
@@ -25,6 +26,8 @@ mod _native {
     use crate::attention::attention;
     #[pymodule_export]
     use crate::attention_backward::attention_backward;
+    #[pymodule_export]
+    use crate::decode::{attention_decode, attention_merge};
     #[pymodule_export]
     use crate::error::{DeviceError, Misaligned, Unsupported};
     #[pymodule_export]

@@ -35,8 +35,8 @@ impl Kept {
         }
     }
 
-    /// The mask for a backward pass. On a GPU it has a transpose, which the first call makes on the
-    /// host: that call waits for the GPU, and no graph can capture it.
+    /// The mask for a backward pass. On a GPU it has a transpose, which the first call makes there,
+    /// in memory that no graph can allocate.
     pub(crate) fn for_backward(&self, stream: &Stream) -> Result<&BlockMask> {
         if self.mask().device().is_cpu() {
             return Ok(self.mask());
@@ -45,11 +45,11 @@ impl Kept {
             return Ok(mask);
         }
         if stream.is_capturing()? {
-            let text = "the first backward pass with a block mask prepares the mask on the host, \
-                        which a CUDA graph cannot capture: run one before the capture";
+            let text = "the first backward pass with a block mask transposes the mask, which a \
+                        CUDA graph cannot capture: run one before the capture";
             return Err(Failure { kind: Kind::Unsupported, text: text.into() });
         }
-        let mask = self.mask().to(&Device::cpu().stream()?)?.with_transpose()?.to(stream)?;
+        let mask = self.mask().to(stream)?.with_transpose()?;
         Ok(self.for_backward.get_or_init(|| mask))
     }
 }

@@ -22,3 +22,9 @@ def test_example(name: str, says: str, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 0 and says in done.stdout
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+
+
+def test_generate(tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "generate.py", "--small"]
+    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 0 and "100.0% of the tokens" in done.stdout

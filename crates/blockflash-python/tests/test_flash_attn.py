@@ -122,7 +122,6 @@ REFUSED = [
     (fa2.flash_attn_func, {"alibi_slopes": torch.ones(4)}),
     (fa2.flash_attn_varlen_func, {"dropout_p": 0.1}),
     (fa2.flash_attn_varlen_func, {"alibi_slopes": torch.ones(4)}),
-    (fa2.flash_attn_varlen_func, {"block_table": torch.zeros(1, 1, dtype=torch.int32)}),
     *(
         (function, {name: value})
         for function in (fa3.flash_attn_func, fa3.flash_attn_varlen_func)
@@ -134,8 +133,6 @@ REFUSED = [
             ("attention_chunk", 128),
         )
     ),
-    (fa3.flash_attn_varlen_func, {"seqused_q": CU[1:]}),
-    (fa3.flash_attn_varlen_func, {"seqused_k": CU[1:]}),
 ]
 
 
@@ -173,15 +170,6 @@ def test_deterministic_gradient() -> None:
         assert all(map(torch.equal, first, again))
 
 
-@pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])
-def test_no_decoding(module: Any) -> None:
-    assert not hasattr(module, "flash_attn_with_kvcache")
-    with pytest.raises(AttributeError, match="no decoding kernel yet"):
-        module.flash_attn_with_kvcache  # noqa: B018
-    with pytest.raises(AttributeError, match="has no attribute"):
-        module.something  # noqa: B018
-
-
 _DESCALES = "q_descale=None, k_descale=None, v_descale=None"
 _FA2 = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
@@ -208,6 +196,20 @@ SIGNATURES = {
         f"(qkv, softmax_scale=None, causal=False, {_DESCALES}, window_size=(-1, -1), "
         "attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, "
         "return_attn_probs=False)"
+    ),
+    (fa2, "flash_attn_with_kvcache"): (
+        "(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
+        "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, "
+        "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+        "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False)"
+    ),
+    (fa3, "flash_attn_with_kvcache"): (
+        "(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, "
+        "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None, "
+        "cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, "
+        f"{_DESCALES}, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, "
+        "softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, "
+        "pack_gqa=None, sm_margin=0, return_softmax_lse=False)"
     ),
 }
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from blockflash import _transformers_mask
 from blockflash.transformers import NAME
@@ -170,7 +171,7 @@ def test_generation(
     (_, expected), (eager, same), (ours, actual) = results
     assert dtype != torch.float32 or torch.equal(eager, ours)
     check(actual, expected, same)
-    if cache == "dynamic" and padding is None:
+    if padding is None:
         assert not _transformers_mask._warned
 
 
@@ -187,6 +188,71 @@ def test_continued(name: str, padding: Tensor | None) -> None:
         second["past_key_values"] = first.past_key_values
         results.append(run(model, implementation, **second).logits)
     check(results[1], results[0], results[0])
+
+
+def test_static_cache_with_gradients() -> None:
+    """Attention over a cache has no gradient: a warning, and SDPA's."""
+    model, ids = model_of(DECODERS["llama"]), tokens()
+    logits = []
+    for implementation in ("eager", NAME):
+        model.set_attn_implementation(implementation)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+        run(model, implementation, input_ids=ids[:, :-1], past_key_values=cache)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            output = model(input_ids=ids[:, -1:], past_key_values=cache)
+        output.logits.sum().backward()
+        logits.append(output.logits.detach())
+    assert any("no gradient" in str(warning.message) for warning in caught)
+    check(logits[1], logits[0], logits[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_compiled_decoding(name: str) -> None:
+    """A compiled step of generation with a static cache, masks and lengths in the graph."""
+    torch._dynamo.reset()
+    model, ids = model_of(DECODERS[name]), tokens()
+    logits = []
+    for implementation in ("eager", NAME):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+        run(model, implementation, input_ids=ids[:, :-3], past_key_values=cache)
+        step = model.forward
+        if implementation == NAME:
+            step = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+        with torch.no_grad():
+            rows = [step(ids[:, i : i + 1], past_key_values=cache).logits for i in range(-3, -1)]
+        logits.append(torch.cat(rows, 1))
+    check(logits[1], logits[0], logits[0])
+    assert not _transformers_mask._warned
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_compiled_generation(name: str) -> None:
+    """`generate` compiles its steps and makes the masks outside: the graph serves all lengths."""
+    model, results = model_of(DECODERS[name]), []
+    model.set_attn_implementation("eager")
+    for implementation in ("eager", NAME):
+        torch._dynamo.reset()
+        counters.clear()
+        config = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+        config._compile_all_devices = True
+        result = model.generate(
+            tokens(),
+            attention_mask=torch.ones_like(PADDED),
+            max_new_tokens=8,
+            do_sample=False,
+            cache_implementation="static",
+            compile_config=config,
+            disable_compile=implementation == "eager",
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        results.append(torch.stack(result.logits))
+        model.set_attn_implementation(NAME)
+    check(results[1], results[0], results[0])
+    # Windows make two graphs: before and after the cache of the window is full.
+    assert counters["stats"]["unique_graphs"] == (1 if name == "llama" else 2)
+    assert not _transformers_mask._warned
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])

@@ -136,6 +136,61 @@ def test_masks(pattern: str, padding: Tensor | None, lengths: tuple[int, int, in
     _check(arguments, causal, softcap=2.0, s_aux=torch.tensor([0.5, -1.0, 2.0, 0.0]))
 
 
+# Number of queries, number of keys, position of the first query and of the first key.
+STATIC = {
+    "one token": (1, KEYS, torch.tensor(9), 0),
+    "one token, full": (1, KEYS, torch.tensor(KEYS - 1), 0),
+    "tokens": (4, KEYS, torch.tensor(6), 0),
+    "sliding": (1, KEYS, 9, 0),
+    "sliding, full": (1, 5, KEYS - 1, KEYS - 5),
+}
+
+
+@pytest.mark.parametrize("lengths", STATIC.values(), ids=STATIC)
+@pytest.mark.parametrize("padding", PADDINGS.values(), ids=PADDINGS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_static_caches(pattern: str, padding: Tensor | None, lengths: tuple[Any, ...]) -> None:
+    """Queries that continue a static cache, which transformers asks dense masks for."""
+    q_length, kv_length, q_offset, kv_offset = lengths
+    end = int(q_offset) + q_length
+    arguments = {
+        "batch_size": 2,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": PATTERNS[pattern],
+        # It ends with the last token.
+        "attention_mask": None if padding is None else padding.bool()[:, :end],
+        "allow_is_causal_skip": q_length > 1 and pattern not in ("or", "and", "its own"),
+    }
+    mask = _check(arguments, True)
+    _check(arguments, True, softcap=2.0, s_aux=torch.tensor([0.5, -1.0, 2.0, 0.0]))
+    known = pattern in ("causal", "window", "wide window", "two windows")
+    seen = arguments["attention_mask"]
+    if known and (seen is None or seen[:, kv_offset:].all()):
+        assert (
+            isinstance(mask, Mask) and mask.options["seqused_k"].tolist() == [end - kv_offset] * 2
+        )
+    else:
+        assert isinstance(mask, Tensor)
+    if isinstance(q_offset, Tensor) and isinstance(mask, Mask):
+        dense = mask.dense()
+        q_offset += 1  # the cache does so when it is updated
+        assert torch.equal(mask.dense(), dense)
+        q_offset -= 1
+
+
+def test_models_that_compute_with_masks() -> None:
+    """They get tensors, also for one query."""
+    for kind, expected in (("llama", Mask), ("falcon", Tensor), ("doge", Tensor)):
+        config = SimpleNamespace(model_type=kind)
+        mask = block_attention_mask(
+            1, 1, 8, torch.tensor(3), allow_is_causal_skip=False, config=config
+        )
+        assert isinstance(mask, expected)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("create", ["causal", "sliding_window_causal"])
 def test_packed(create: str, batch: int) -> None:

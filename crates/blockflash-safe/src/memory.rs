@@ -166,6 +166,13 @@ impl DeviceMemory {
         &self.home
     }
 
+    /// Whether the memory was used on its home alone, which another library is capturing.
+    pub(crate) fn is_captured_elsewhere(&self) -> Result<bool> {
+        let alone = lock(&self.users).is_empty();
+        let Some(session) = self.home.session()? else { return Ok(false) };
+        Ok(alone && session.capture_number().is_none() && session.is_capturing()?)
+    }
+
     /// Makes the home stream wait for all work on other streams that may use the memory.
     pub(crate) fn gather(&self, what: &'static str) -> Result<()> {
         let users = lock(&self.users).clone();

@@ -51,7 +51,10 @@ impl Tensor {
     /// [`Error::InCapture`] while a stream that used the tensor is captured; [`Error::Cuda`].
     pub(crate) fn into_turns(mut self) -> Result<Tensor> {
         if let Memory::Cuda(memory) = &self.memory {
-            memory.gather("zeroing")?;
+            // A graph of another library may contain the zeroing, where nothing comes before it.
+            if !memory.is_captured_elsewhere()? {
+                memory.gather("zeroing")?;
+            }
             let home = memory.home().clone();
             self.fill_bytes(&home, 0)?;
         }

@@ -38,7 +38,7 @@ impl AttentionDecodeWorkspace {
 
     /// A workspace in memory of the caller, for example of another library's allocator, of any
     /// element type and shape. It is set to zero, after all work that is queued with the tensor by
-    /// now.
+    /// now; a graph that another library is capturing on the tensor's only stream contains that.
     ///
     /// # Errors
     /// [`Error::Misaligned`] for memory that does not start at a multiple of 16 bytes;

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from . import sparse as sparse
     from ._attention import attention
+    from ._decode import attention_decode, attention_merge
     from ._info import info, usable
     from .block_mask import BlockMask, block_sparse_attention
     from .sdpa import activate_sdpa, restore_sdpa, scaled_dot_product_attention
@@ -24,6 +25,8 @@ _MODULES = {
     "BlockMask": ".block_mask",
     "activate_sdpa": ".sdpa",
     "attention": "._attention",
+    "attention_decode": "._decode",
+    "attention_merge": "._decode",
     "block_sparse_attention": ".block_mask",
     "info": "._info",
     "restore_sdpa": ".sdpa",
@@ -38,6 +41,8 @@ __all__ = [
     "Unsupported",
     "activate_sdpa",
     "attention",
+    "attention_decode",
+    "attention_merge",
     "block_sparse_attention",
     "info",
     "restore_sdpa",

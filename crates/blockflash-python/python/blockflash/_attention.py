@@ -49,7 +49,7 @@ def attention(
 
     Gradients of q, k, v, sink and lse are our own, and the same bit for bit in repeats. There is no
     gradient of a gradient, and none with `out`: both raise `Unsupported`. The first gradient with a
-    block mask on a GPU waits for the GPU and prepares the mask, so it comes before a CUDA graph is
+    block mask on a GPU transposes the mask in new memory, so it comes before a CUDA graph is
     captured. A compiled function that is differentiated does not keep the mask: keep it until then.
 
     Args:
@@ -120,7 +120,8 @@ def attention(
     lse = None
     try:
         if out is not None:
-            _refuse_types(out=out)
+            if not isinstance(out, Tensor):
+                _refuse_types(out=out)
             refuse_to_lose(q, k, v, sink, out)
             o, lse = out, _ops.empty_lse(q, cu_seqlens_q) if return_lse else None
             _OPS.attention_out.default(q, k, v, o, lse, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._attention import attention
@@ -13,14 +14,13 @@ from ._native import Unsupported
 _REFUSED: dict[str, tuple[Any, str]] = {
     "dropout_p": (0.0, "dropout"),
     "alibi_slopes": (None, "ALiBi"),
-    "block_table": (None, "a paged cache"),
+    "cache_leftpad": (None, "padding on the left of a cache"),
+    "rotary_seqlens": (None, "positions apart from those in the cache"),
     "qv": (None, "a second query for the values"),
     "q_descale": (None, "8-bit queries"),
     "k_descale": (None, "8-bit keys"),
     "v_descale": (None, "8-bit values"),
     "attention_chunk": (0, "chunked attention"),
-    "seqused_q": (None, "sequences that use a part of their rows"),
-    "seqused_k": (None, "sequences that use a part of their rows"),
 }
 """Arguments that must keep their default, with the feature that is missing."""
 
@@ -73,15 +73,26 @@ def attend(
     )
 
 
+def used_parts(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, used_q: Tensor | None, used_k: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Offsets of packed sequences of which only the first `used` rows count.
+
+    Each sequence becomes three: the rows in use, the other queries, and the other keys.
+    """
+    queries, keys = ((cu[:-1], cu[1:]) for cu in (cu_seqlens_q, cu_seqlens_k))
+
+    def end(rows: tuple[Tensor, Tensor], used: Tensor | None) -> Tensor:
+        start, stop = rows
+        return stop if used is None else (start + used.clamp(0)).minimum(stop)
+
+    q = torch.stack([queries[0], end(queries, used_q), queries[1]], 1)
+    k = torch.stack([keys[0], end(keys, used_k), end(keys, used_k)], 1)
+    last = (cu_seqlens_q[-1:], cu_seqlens_k[-1:])
+    q, k = (torch.cat([t.flatten(), end]) for t, end in zip((q, k), last, strict=True))
+    return q, k
+
+
 def contiguous_rows(tensor: Tensor) -> Tensor:
     """The tensor with a contiguous last dimension, copied if need be."""
     return tensor if tensor.dim() == 0 or tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def no_decoding(module: str, name: str) -> AttributeError:
-    """The error for a name that is looked up in one of the two modules and is not there."""
-    if name == "flash_attn_with_kvcache":
-        return AttributeError(
-            f"{module}.{name} is not there: blockflash has no decoding kernel yet"
-        )
-    return AttributeError(f"module {module!r} has no attribute {name!r}")

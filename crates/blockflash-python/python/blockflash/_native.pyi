@@ -52,6 +52,32 @@ def attention_backward(
     softcap: float = 0.0,
     block_mask: int = 0,
 ) -> None: ...
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    o: Tensor,
+    lse: Tensor | None,
+    allocate: Callable[[int], Tensor],
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    sink: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    page_lists: Tensor | None = None,
+    page_counts: Tensor | None = None,
+    max_q: int = 0,
+    left: int = -1,
+    right: int = -1,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    interleaved: bool = False,
+) -> None: ...
+def attention_merge(parts_o: Tensor, parts_lse: Tensor, o: Tensor, lse: Tensor) -> None: ...
 def bsr_linear(
     x: Tensor, values: Tensor, bias: Tensor | None, y: Tensor, pattern: int, activation: int = 0
 ) -> None: ...

@@ -37,7 +37,7 @@ _DEFAULTS = {
 """The options after the sink, in their order."""
 
 
-def _empty_o(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+def empty_o(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
     """An output; zeros where rows may belong to no sequence."""
     empty = torch.empty_like if cu_seqlens_q is None else torch.zeros_like
     return empty(q, memory_format=torch.contiguous_format)
@@ -79,7 +79,7 @@ def _attention(
     cu_seqlens_q: Tensor | None = None,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    o, lse = _empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
+    o, lse = empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
     _attention_out(q, k, v, o, lse, sink, cu_seqlens_q, *options)
     return o, lse
 
@@ -102,7 +102,7 @@ class Differentiable(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """`(o, lse)` by the operator `attention_out`, with its options but the sink."""
         cu_seqlens_q = options.get("cu_seqlens_q")
-        o, lse = _empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
+        o, lse = empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
         attention_out(q, k, v, o, lse, sink, **options)
         given = (options.get(name, default) for name, default in _DEFAULTS.items())
         _gradient.setup_context(ctx, (q, k, v, sink, *given), (o, lse))
@@ -122,7 +122,7 @@ def _attention_forward(
     cu_seqlens_q: Tensor | None = None,
     *options: Any,
 ) -> Tensor:
-    o = _empty_o(q, cu_seqlens_q)
+    o = empty_o(q, cu_seqlens_q)
     _attention_out(q, k, v, o, None, sink, cu_seqlens_q, *options)
     return o
 
@@ -137,7 +137,7 @@ def _fake_attention_forward(
 ) -> Tensor:
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v are on {q.device}, {k.device} and {v.device}")
-    return _empty_o(q, cu_seqlens_q)
+    return empty_o(q, cu_seqlens_q)
 
 
 def _fake_attention(

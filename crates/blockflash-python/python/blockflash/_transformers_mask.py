@@ -24,7 +24,8 @@ class Mask:
 
     shape: tuple[int, int, int, int]
     options: dict[str, Any]
-    """The arguments of `blockflash.attention` that describe the mask."""
+    """The arguments of `blockflash.attention` that describe the mask, or with `seqused_k` those of
+    `blockflash.attention_decode`."""
     dense: Callable[[], Tensor | None]
     """Makes the mask that SDPA takes; None has the meaning that SDPA gives to it."""
 
@@ -57,6 +58,8 @@ def block_attention_mask(
     """
     if isinstance(attention_mask, Mask):  # made by `generate` before the model asks for its mask
         return attention_mask
+    if isinstance(q_offset, Tensor):  # the cache adds to it before attention runs
+        q_offset = q_offset.clone()
     constraints = _constraints(mask_function)
     # What SDPA itself knows to do without a mask; its own test for it trusts `local_size`.
     simple = constraints in ({}, {"right": 0})
@@ -74,14 +77,23 @@ def block_attention_mask(
         **kwargs,
     )
     packed = constraints is not None and "segments" in constraints
+    cached = (
+        constraints is not None
+        and constraints.get("right") == 0
+        and not packed
+        and _is_static_cache(q_length, q_offset, allow_is_causal_skip, kwargs.get("config"))
+    )
     if constraints is None:
         options = "the model has a mask function of its own"
-    elif not (allow_is_causal_skip or allow_is_bidirectional_skip or packed):
-        options = "transformers asks for a dense mask (decoding with a static cache does)"
-    elif isinstance(q_offset, Tensor):
+    elif not (allow_is_causal_skip or allow_is_bidirectional_skip or packed or cached):
+        options = "transformers asks for a dense mask"
+    elif isinstance(q_offset, Tensor) and not cached:
         options = "the position in a static cache is known on the device only"
     elif (packed or attention_mask is not None) and is_tracing(attention_mask):
         options = "padding and packing by position_ids cannot be read while a graph is traced"
+    elif cached:
+        shape, device = (batch_size, q_length, kv_length), kwargs.get("device", "cpu")
+        options = _cached(constraints, shape, (q_offset, kv_offset), attention_mask, device)
     elif packed:
         options = _packed(constraints, (batch_size, q_length, kv_length), attention_mask)
     else:
@@ -165,6 +177,57 @@ def _sides(left: int | None, right: int | None) -> dict[str, Any]:
             {} if right is None else {"causal": True} if right == 0 else {"window": (None, right)}
         )
     return {"window": (left, right)}
+
+
+_NEED_TENSORS = (
+    "diffusion_gemma",
+    "doge",
+    "dots3_note",
+    "falcon",
+    "mistral_large4",
+    "unlimited_ocr",
+)
+"""Types of models that ask for a dense mask because they compute with it."""
+
+
+def _is_static_cache(q_length: int, q_offset: int | Tensor, may_skip: bool, config: Any) -> bool:
+    """Whether queries continue a static cache, which has slots behind the last key.
+
+    transformers counts such a cache on the device, and asks for a dense mask for one query, as some
+    models always do.
+    """
+    if not may_skip:
+        model = getattr(config, "model_type", "")
+        return q_length == 1 and not model.startswith(_NEED_TENSORS)
+    return isinstance(q_offset, Tensor)
+
+
+def _cached(
+    constraints: dict[str, Any],
+    shape: tuple[int, int, int],
+    offset: tuple[int | Tensor, int],
+    padding: Tensor | None,
+    device: torch.device | str,
+) -> dict[str, Any] | str:
+    """The options for queries that are the last tokens in a static cache, or the reason why not.
+
+    Only a mask with padding synchronizes.
+    """
+    batch, q_length, kv_length = shape
+    length = offset[0] + (q_length - offset[1])
+    if padding is not None:
+        if padding.ndim != 2 or padding.shape[0] != batch:
+            return "the attention mask is not [batch, positions]"
+        padding = padding[:, offset[1] : offset[1] + kv_length].bool()
+        padding = F.pad(padding, (0, kv_length - padding.shape[1]))
+        beyond = torch.arange(kv_length, device=padding.device) >= length
+        if not (padding | beyond).all():
+            return "there is padding in a static cache"
+    if isinstance(length, Tensor):
+        lengths = length.to(device, torch.int32).reshape(1).expand(batch).contiguous()
+    else:
+        lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
+    return {**_sides(constraints.get("left"), 0), "seqused_k": lengths}
 
 
 def _packed(

@@ -16,17 +16,20 @@ Every function takes these arguments, apart from its tensors:
 - `return_attn_probs`: returns `(out, softmax_lse, S_dmask)` instead of `out`: softmax_lse is f32,
   `[batch, heads, seqlen_q]` or `[heads, total_q]`; S_dmask is empty, as flash-attn's is without
   dropout.
-- `dropout_p`, `alibi_slopes` and `block_table` raise `Unsupported` unless at their defaults.
+- `dropout_p` and `alibi_slopes` raise `Unsupported` unless at their defaults.
 
 A query without keys gives 0 and softmax_lse -inf (flash-attn: +inf). head_dim is any up to 256 (a
-multiple of 8 spares a copy), and equal in q, k and v. Every call has gradients.
+multiple of 8 spares a copy), and equal in q, k and v. Every call has gradients but those with a
+cache: `flash_attn_with_kvcache`, and `flash_attn_varlen_func` with a `block_table`. On a GPU these
+need a head_dim that is a multiple of 8, and pages of a multiple of 16 slots.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ._flash import attend, no_decoding, refuse, unpack
+from ._flash import attend, refuse, unpack
+from ._flash_cache import paged, with_kvcache
 
 __all__ = [
     "flash_attn_func",
@@ -35,6 +38,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 
 _Result = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -108,6 +112,9 @@ def flash_attn_varlen_func(
         cu_seqlens_k: the same for k and v.
         max_seqlen_q: the longest sequence of q.
         max_seqlen_k: the longest sequence of k.
+        block_table: i32 `[batch, max_pages]`: the keys and values of each sequence are in these
+            pages, and k and v are `[pages, page_size, heads_k, head_dim]`. cu_seqlens_k says only
+            how many there are.
 
     The other arguments are described at the top of this module.
 
@@ -115,8 +122,9 @@ def flash_attn_varlen_func(
         `[total_q, heads, head_dim]`, or a tuple with `return_attn_probs`.
 
     """
-    refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
-    result = attend(
+    refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    pages = {"max_seqlen_k": max_seqlen_k} if block_table is None else {"block_table": block_table}
+    result = (attend if block_table is None else paged)(
         q,
         k,
         v,
@@ -128,7 +136,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
+        **pages,
     )
     return (*result, q.new_empty(0)) if return_attn_probs else result
 
@@ -261,5 +269,76 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
-def __getattr__(name: str) -> Tensor:
-    raise no_decoding(__name__, name)
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention to a cache, to which new keys and values are appended first, if there are any.
+
+    Args:
+        q: `[batch, seqlen_q, heads, head_dim]`.
+        k_cache: `[batch, capacity, heads_k, head_dim]`, or with a block_table
+            `[pages, page_size, heads_k, head_dim]`. Written in place with `k`.
+        v_cache: as k_cache.
+        k: new keys, `[batch, seqlen_new, heads_k, head_dim]`. Those beyond the capacity are lost.
+        v: as k.
+        rotary_cos: `[positions, rotary_dim / 2]`, in the type of q or f32: turns new keys, and as
+            many queries, by their positions. Queries without `causal` and `window_size` must be
+            one for each sequence.
+        rotary_sin: as rotary_cos.
+        cache_seqlens: how many keys each sequence had before this call, i32 `[batch]` or one
+            number; needed with `k`. Without it, the cache is full.
+        cache_batch_idx: i32 `[batch]`: the entry of the cache for each sequence.
+        cache_leftpad: must be None.
+        block_table: i32 `[batch, max_pages]`: the pages of each sequence.
+        softmax_scale: as for the other functions, like `causal`, `window_size` and `softcap`.
+        causal: query i attends to keys up to `i + length - seqlen_q`.
+        window_size: relative to the same position.
+        softcap: 0.0 is none.
+        rotary_interleaved: elements 2 i and 2 i + 1 are turned together, else i and
+            i + rotary_dim / 2.
+        alibi_slopes: must be None.
+        num_splits: any number is accepted and none changes anything: how keys are split follows
+            from the length of a sequence alone, as with flash-attn's 0.
+        return_softmax_lse: returns `(out, softmax_lse)`, with softmax_lse f32
+            `[batch, heads, seqlen_q]`.
+
+    Returns:
+        `[batch, seqlen_q, heads, head_dim]`, or a pair with `return_softmax_lse`.
+
+    """
+    refuse(cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes)
+    return with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary=(rotary_cos, rotary_sin),
+        rotary_interleaved=rotary_interleaved,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        table=block_table,
+        causal=causal,
+        window_size=window_size,
+        return_lse=return_softmax_lse,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+    )

@@ -10,23 +10,30 @@ function takes these arguments, apart from its tensors:
 
 - `softmax_scale`, `causal`, `window_size`, `softcap`, `deterministic`: as in
   `blockflash.flash_attn`.
-- `num_splits`, `pack_gqa`, `sm_margin`: steer only the speed of FlashAttention's own kernels. Any
-  value is accepted and none changes anything here.
-- `qv`, `q_descale`, `k_descale`, `v_descale`, `attention_chunk`, `seqused_q` and `seqused_k` raise
-  `Unsupported` unless at their defaults.
+- `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`: steer only the speed of
+  FlashAttention's own kernels. Any value is accepted and none changes anything here.
+- `qv`, `q_descale`, `k_descale`, `v_descale` and `attention_chunk` raise `Unsupported` unless at
+  their defaults.
 - `return_attn_probs`: returns `(out, softmax_lse)`: softmax_lse is f32,
   `[batch, heads, seqlen_q]` or `[heads, total_q]`.
 
-What `blockflash.flash_attn` says about rows without keys, head_dim and gradients holds here, too.
+What `blockflash.flash_attn` says about rows without keys, head_dim, caches and gradients holds
+here, too.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ._flash import attend, no_decoding, refuse, unpack
+from ._flash import attend, refuse, unpack, used_parts
+from ._flash_cache import with_kvcache
 
-__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"]
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+]
 
 _Result = Tensor | tuple[Tensor, Tensor]
 
@@ -117,6 +124,9 @@ def flash_attn_varlen_func(
         cu_seqlens_k: the same for k and v.
         max_seqlen_q: the longest sequence of q.
         max_seqlen_k: the longest sequence of k.
+        seqused_q: i32 `[batch]`: how many of the rows of each sequence are queries. The others get
+            the output 0.
+        seqused_k: the same for keys.
 
     The other arguments are described at the top of this module.
 
@@ -125,14 +135,14 @@ def flash_attn_varlen_func(
 
     """
     refuse(
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
         qv=qv,
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
         attention_chunk=attention_chunk,
     )
+    if seqused_q is not None or seqused_k is not None:
+        cu_seqlens_q, cu_seqlens_k = used_parts(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     return attend(
         q,
         k,
@@ -198,5 +208,79 @@ def flash_attn_qkvpacked_func(
     )
 
 
-def __getattr__(name: str) -> Tensor:
-    raise no_decoding(__name__, name)
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> _Result:
+    """Attention to a cache, to which new keys and values are appended first, if there are any.
+
+    What `blockflash.flash_attn.flash_attn_with_kvcache` says holds here, with `page_table` for
+    `block_table`. `cache_leftpad` and `rotary_seqlens` raise `Unsupported`, too.
+
+    Args that flash-attn 2 does not have:
+        cu_seqlens_q: i32 `[batch + 1]`: q is packed, `[total_q, heads, head_dim]`.
+        cu_seqlens_k_new: i32 `[batch + 1]`: k and v are packed, `[total_new, heads_k, head_dim]`.
+        max_seqlen_q: the most queries of a sequence, needed with cu_seqlens_q.
+
+    Returns:
+        `[batch, seqlen_q, heads, head_dim]` or `[total_q, heads, head_dim]`, or a pair with
+        `return_softmax_lse` (FlashAttention 3 adds the results of its splits to it).
+
+    """
+    refuse(
+        qv=qv,
+        cache_leftpad=cache_leftpad,
+        rotary_seqlens=rotary_seqlens,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+    )
+    return with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary=(rotary_cos, rotary_sin),
+        rotary_interleaved=rotary_interleaved,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        table=page_table,
+        causal=causal,
+        window_size=window_size,
+        return_lse=return_softmax_lse,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        max_seqlen_q=max_seqlen_q,
+    )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import attention as registry
 
+from . import _ops
 from ._attention import attention
 from ._flash import contiguous_rows
 from ._native import DeviceError, Unsupported
@@ -238,10 +239,15 @@ def _forward(
     query, key, value = map(contiguous_rows, (query, key, value))
     o = torch.empty_like(query)
     q, k, v, out = (tensor.transpose(1, 2) for tensor in (query, key, value, o))
-    with torch.no_grad():  # below autograd, where torch has attached its operator's backward
-        _, lse = attention(
-            q, k, v, causal=causal, top_left=top_left, scale=scale, return_lse=True, out=out
-        )
+    lse = _ops.empty_lse(q, None)
+    right = 0 if causal else -1
+    try:
+        with torch.no_grad():  # below autograd, where torch has attached its operator's backward
+            torch.ops.blockflash.attention_out.default(
+                q, k, v, out, lse, right=right, top_left=top_left, scale=scale
+            )
+    except RuntimeError as error:
+        raise _ops.typed(error) from None
     return o, lse
 
 

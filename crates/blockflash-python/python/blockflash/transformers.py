@@ -3,8 +3,8 @@
 Importing this module registers two functions: one makes masks, the other computes attention.
 The mask function decides what runs on our kernels. It takes the model's mask function apart, and
 only a pattern that it recognizes completely becomes a `Mask` for our kernels: causal and full
-attention, sliding windows, padding, and sequences packed by `position_ids`. For every other
-pattern it makes the dense mask that SDPA takes, and warns once for each reason.
+attention, sliding windows, padding, static caches, and sequences packed by `position_ids`. For
+every other pattern it makes the dense mask that SDPA takes, and warns once for each reason.
 
 The attention function obeys the mask and nothing else. It does not read `sliding_window` among its
 arguments, because a model may pass a window to a layer that has another mask.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from . import Unsupported, attention
+from . import Unsupported, attention, attention_decode
 from ._transformers_mask import Mask, block_attention_mask, warn
 
 NAME = "block_attention"
@@ -70,11 +70,13 @@ def block_attention(
         is_causal = getattr(module, "is_causal", True)
     is_causal = is_causal and query.shape[2] > 1
     lost = next((name for name in _SDPA_ONLY if kwargs.get(name) is not None), None)
-    if isinstance(mask, Tensor) or dropout or lost:
+    cached = isinstance(mask, Mask) and "seqused_k" in mask.options
+    refused = _no_decoding(query, key, value, s_aux) if cached else None
+    if isinstance(mask, Tensor) or dropout or lost or refused:
         if isinstance(mask, Tensor):
             warn("the model was given a dense mask", unless_known=True)
         else:
-            warn(f"the model uses {lost or 'dropout'}")
+            warn(refused or f"the model uses {lost or 'dropout'}")
         dense = mask.dense() if isinstance(mask, Mask) else mask
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(
@@ -96,18 +98,26 @@ def block_attention(
     v = F.pad(v, (0, q.shape[3] - v.shape[3])) if v.shape[3] < q.shape[3] else v
     if packed:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-        offsets = ("cu_seqlens_q", "cu_seqlens_k")  # a layer may be on another device than the mask
-        options = options | {name: options[name].to(q.device) for name in offsets}
-    o = attention(
+    # A layer may be on another device than the mask.
+    tensors = {name: t.to(q.device) for name, t in options.items() if isinstance(t, Tensor)}
+    o = (attention_decode if cached else attention)(
         q,
         k,
         v,
         scale=scaling,
         softcap=softcap,
         sink=None if s_aux is None else s_aux.float(),
-        **options,
+        **(options | tensors),
     )
     return o.unflatten(0, (query.shape[0], -1)) if packed else o, None
+
+
+def _no_decoding(*tensors: Tensor | None) -> str | None:
+    """Why `attention_decode` does not take these tensors, if it does not."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return "attention over a static cache has no gradient"
+    wrong = tensors[0].shape[3] % 8
+    return "attention over a cache needs a head_dim of a multiple of 8" if wrong else None
 
 
 def _explicit(

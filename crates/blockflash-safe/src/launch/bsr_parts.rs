@@ -35,7 +35,8 @@ pub struct BsrPartsMemory {
 impl BsrPartsMemory {
     /// The memory of a tensor of any element type: at its end `words` words, one per consumer warp
     /// of a tile, and before them partial sums of 32 bits, one per element of a tile. Whatever was
-    /// queued with the tensor, on any stream, comes before its use here.
+    /// queued with the tensor, on any stream, comes before its use here. If another library is
+    /// capturing the only stream that has used the tensor, its graph contains the zeroing.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`] for a tensor with fewer words; [`Error::InGraph`] if a captured graph

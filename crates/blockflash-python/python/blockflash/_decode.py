@@ -1,0 +1,268 @@
+"""Attention over a cache of keys and values, and the merge of attention over parts of the keys.
+
+| operator | what it is |
+|---|---|
+| `attention_decode` | `(o, lse)` of queries that attend to a cache |
+| `attention_append` | the same after new keys and values were written into the cache |
+| `attention_merge` | `(o, lse)` of the `(o, lse)` of parts |
+
+They are operators of torch like those of `_ops`, and have no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _native
+from ._attention import sides
+from ._gradient import refuse_to_lose
+from ._ops import empty_lse, empty_o
+
+_OPS = torch.ops.blockflash
+_OPTIONS = (
+    "Tensor? seqused_k=None, Tensor? block_table=None, Tensor? cu_seqlens_q=None, "
+    "Tensor? cu_seqlens_k=None, Tensor? sink=None, Tensor? rotary_cos=None, "
+    "Tensor? rotary_sin=None, Tensor? page_lists=None, Tensor? page_counts=None, "
+    "SymInt max_q=0, int left=-1, int right=-1, float? scale=None, float softcap=0.0, "
+    "bool interleaved=False"
+)
+
+
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    pages: tuple[Tensor, Tensor] | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the last tokens of each sequence to the keys and values in a cache.
+
+    Query `i` of `n` of a sequence with `length` keys stands at key `length - n + i`. Lengths, table
+    and lists are read on the device at each call, so a CUDA graph follows them: it holds the call,
+    not the lengths. Whatever they hold, nothing outside of the tensors is touched. A length counts
+    at most as the capacity, and what lies in slots beyond a length does not matter. The bits of a
+    sequence depend on no other sequence. They must not change while a call runs: results of this
+    call, and of later ones on the same stream, are unspecified then.
+
+    On a GPU the element types are float16 and bfloat16, the head dimension is a multiple of 8 up to
+    256, and pages have a multiple of 16 slots. The CPU takes every call, also in float32. There is
+    no gradient.
+
+    Args:
+        q: Queries, `[B, Sq, Hq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`.
+        k_cache: Keys, `[B, capacity, Hk, D]`, or `[pages, page_size, Hk, D]` with `block_table`;
+            Hq is a multiple of Hk. Any strides but a contiguous last dimension.
+        v_cache: Values, in the shape of the keys.
+        k: New keys, `[B, Sn, Hk, D]` or packed `[Tn, Hk, D]`, which are written into the cache
+            first, as the last ones of `seqused_k`. Those beyond the capacity are dropped.
+        v: New values, in the shape of `k`.
+        seqused_k: int32 `[B]`: how many keys each sequence has, new ones included. By default the
+            cache is full.
+        block_table: int32 `[B, max_pages]`: the pages of each sequence in the order of their keys.
+        causal: A query attends the keys up to its own.
+        window: A query at key `p` attends the keys `p - window[0]` to `p + window[1]`; None is
+            unlimited.
+        scale: Factor of `q @ k.T`; `1 / sqrt(D)` by default.
+        softcap: Scores become `softcap * tanh(score / softcap)`.
+        sink: float32 `[Hq]`, a logit per head that joins the denominator of the softmax.
+        cu_seqlens_q: int32 `[B + 1]`: sequence `i` has the queries `cu_seqlens_q[i]` to
+            `cu_seqlens_q[i + 1]`. Rows of no sequence get the output 0.
+        cu_seqlens_k: The same for packed `k` and `v`; `cu_seqlens_q` by default.
+        max_seqlen_q: The most queries of a sequence, needed with `cu_seqlens_q`.
+        rotary_cos: `[positions, rotary_dim / 2]`, float32 or in the type of q, with at least as
+            many positions as the capacity: queries and new keys are turned by their positions.
+        rotary_sin: As `rotary_cos`.
+        rotary_interleaved: Elements 2 i and 2 i + 1 are turned together; by default elements i and
+            i + rotary_dim / 2.
+        pages: `(lists, counts)`, int32 `[B, Hk, room]` and `[B]`: for each head of keys, only the
+            first `counts` columns of the block table in its list are visited; they ascend.
+        return_lse: Return `(o, lse)`: lse is float32, `[B, Hq, Sq]` or `[Hq, Tq]`.
+
+    Returns:
+        The output in the shape and element type of q, contiguous, or a pair with the lse.
+
+    Raises:
+        Unsupported: No kernel takes the call, or a gradient would be lost.
+        ValueError: Shapes, types, devices or numbers are wrong.
+        DeviceError: The driver failed.
+
+    """
+    left, right = sides(causal, window)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}, but must be positive; None is no softcap")
+    if (cu_seqlens_q is None) != (max_seqlen_q is None):
+        raise ValueError("cu_seqlens_q and max_seqlen_q come together or not at all")
+    if (k is None) != (v is None):
+        raise ValueError("k and v come together or not at all")
+    if k is not None and k.dim() == 3 and cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    lists, counts = (None, None) if pages is None else pages
+    given = {
+        "seqused_k": seqused_k,
+        "block_table": block_table,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "sink": sink,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "page_lists": lists,
+        "page_counts": counts,
+        "max_q": max_seqlen_q,
+        "left": None if left == -1 else left,
+        "right": None if right == -1 else right,
+        "scale": scale,
+        "softcap": softcap,
+        "interleaved": rotary_interleaved or None,
+    }
+    # The operators have defaults: what is not passed costs nothing.
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if k is None:
+        o, lse = _OPS.attention_decode.default(q, k_cache, v_cache, **options)
+    else:
+        o, lse = _OPS.attention_append.default(q, k_cache, v_cache, k, v, **options)
+    return (o, lse) if return_lse else o
+
+
+def attention_merge(
+    o: Tensor | Sequence[Tensor], lse: Tensor | Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Attention to all keys from the attention to parts of the keys.
+
+    A part in which a query sees no key, of lse -inf, does not count. At most one part may have a
+    sink. There is no gradient.
+
+    Args:
+        o: The outputs, `[parts, B, S, H, D]` or `[parts, T, H, D]`, or a sequence of tensors, which
+            are copied.
+        lse: Their log-sum-exps, float32 `[parts, B, H, S]` or `[parts, H, T]`.
+
+    Returns:
+        `(o, lse)` without the first dimension.
+
+    """
+    o, lse = (t if isinstance(t, Tensor) else torch.stack(tuple(t)) for t in (o, lse))
+    if o.dim() not in (4, 5) or lse.dim() != o.dim() - 1:
+        raise ValueError(
+            f"o has shape {list(o.shape)} and lse {list(lse.shape)}, not [parts, B, S, H, D] and "
+            "[parts, B, H, S], nor [parts, T, H, D] and [parts, H, T]"
+        )
+    if o.dim() == 4:
+        return _OPS.attention_merge.default(o, lse)
+    batches = o.shape[1:3]
+    o, lse = _OPS.attention_merge.default(o.flatten(1, 2), lse.transpose(1, 2).flatten(2))
+    return o.unflatten(0, batches), lse.unflatten(1, batches).transpose(0, 1)
+
+
+def _compute(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    sink: Tensor | None = None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor]:
+    """The kernel of both operators.
+
+    GPU kernels read rows in units of 16 bytes: queries and new keys that are not aligned so are
+    copied, but a cache never is.
+    """
+    refuse_to_lose(q, k_cache, v_cache, k, v, sink)
+    o, lse = empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
+    allocate = partial(torch.empty, dtype=torch.uint8, device=q.device)
+    options = (seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, sink, *rest)
+    try:
+        _native.attention_decode(q, k_cache, v_cache, o, lse, allocate, k, v, *options)
+    except _native.Misaligned:
+        q, k, v = (
+            None if t is None else t.clone(memory_format=torch.contiguous_format) for t in (q, k, v)
+        )
+        _native.attention_decode(q, k_cache, v_cache, o, lse, allocate, k, v, *options)
+    return o, lse
+
+
+def _attention_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    return _compute(q, k_cache, v_cache, None, None, *options)
+
+
+def _fake_append(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor]:
+    return empty_o(q, cu_seqlens_q), empty_lse(q, cu_seqlens_q)
+
+
+def _fake_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    return _fake_append(q, k_cache, v_cache, None, None, *options)
+
+
+def _merge(parts_o: Tensor, parts_lse: Tensor) -> tuple[Tensor, Tensor]:
+    refuse_to_lose(parts_o, parts_lse)
+    o, lse = _fake_merge(parts_o, parts_lse)
+    try:
+        _native.attention_merge(parts_o, parts_lse, o, lse)
+    except _native.Misaligned:
+        parts_o = parts_o.clone(memory_format=torch.contiguous_format)
+        _native.attention_merge(parts_o, parts_lse, o, lse)
+    return o, lse
+
+
+def _fake_merge(parts_o: Tensor, parts_lse: Tensor) -> tuple[Tensor, Tensor]:
+    return parts_o.new_empty(parts_o.shape[1:]), parts_lse.new_empty(parts_lse.shape[1:])
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library("blockflash", "FRAGMENT")
+    cache = "Tensor q, Tensor k_cache, Tensor v_cache"
+    written = "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v"
+    results = "(Tensor o, Tensor lse)"
+    for schema, kernel, fake in (
+        (f"attention_decode({cache}, {_OPTIONS}) -> {results}", _attention_decode, _fake_decode),
+        (f"attention_append({written}, {_OPTIONS}) -> {results}", _compute, _fake_append),
+        (f"attention_merge(Tensor parts_o, Tensor parts_lse) -> {results}", _merge, _fake_merge),
+    ):
+        name = schema.partition("(")[0]
+        library.define(schema)
+        for key in ("CPU", "CUDA"):
+            library.impl(name, kernel, key)
+        torch.library.register_fake(f"blockflash::{name}", fake, lib=library)
+    return library
+
+
+_LIBRARY = _register()
