@@ -12,6 +12,7 @@ use candle_core::cuda_backend::cudarc::driver::{
     CudaEvent, CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop, result, sys,
 };
 use candle_core::cuda_backend::{CudaDType, WrapErr};
+use candle_core::backend::BackendStorage;
 use candle_core::{CudaDevice, CudaStorage, Layout, Result, bail};
 use half::{bf16, f16};
 use std::cell::RefCell;
@@ -89,7 +90,7 @@ impl Fork {
         }
     }
 
-    fn view<'a, T: CudaDType>(
+    fn view<'a, T: CudaDType + 'a>(
         &'a self,
         what: &'static str,
         storage: &'a CudaStorage,
@@ -161,7 +162,7 @@ impl Fork {
         }
     }
 
-    fn view_mut<'a, T: CudaDType>(
+    fn view_mut<'a, T: CudaDType + 'a>(
         &'a self,
         storage: &'a mut CudaStorage,
         shape: &[usize],

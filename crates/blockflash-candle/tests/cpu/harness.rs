@@ -54,7 +54,11 @@ pub(crate) fn sides(mask: Mask) -> [Option<usize>; 2] {
 }
 
 /// q, k and v as the oracle's case, with default options.
-pub(crate) fn case<'a>([q, k, v]: [&'a Array; 3], mask: Mask, softmax_scale: f32) -> AttentionCase<'a> {
+pub(crate) fn case<'a>(
+    [q, k, v]: [&'a Array; 3],
+    mask: Mask,
+    softmax_scale: f32,
+) -> AttentionCase<'a> {
     let [left, right] = sides(mask);
     AttentionCase {
         q,
