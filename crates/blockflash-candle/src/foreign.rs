@@ -8,11 +8,11 @@
 use crate::error::refused;
 use crate::memory::{Reading, Writing, unsupported};
 use blockflash_ops::{DType, Device, Stream, View, ViewMut};
+use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaEvent, CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop, result, sys,
 };
 use candle_core::cuda_backend::{CudaDType, WrapErr};
-use candle_core::backend::BackendStorage;
 use candle_core::{CudaDevice, CudaStorage, Layout, Result, bail};
 use half::{bf16, f16};
 use std::cell::RefCell;

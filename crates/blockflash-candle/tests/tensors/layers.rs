@@ -1,4 +1,4 @@
-use crate::harness::{Array, normal, passed};
+use crate::harness::{Array, devices, normal, normal_on, passed, types};
 use blockflash_candle::{Activation, BsrLinear, BsrPattern};
 use blockflash_oracle::{BsrCase, bsr_matmul};
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
@@ -13,13 +13,17 @@ fn pattern() -> BsrPattern {
 
 #[test]
 fn block_sparse_layers_are_exact() -> Result<()> {
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
+    devices()?.iter().try_for_each(layers)
+}
+
+fn layers(device: &Device) -> Result<()> {
+    for &dtype in types(device) {
         for (activation, as_oracle) in [
             (Activation::None, blockflash_oracle::Activation::None),
             (Activation::Silu, blockflash_oracle::Activation::Silu),
         ] {
-            let (values, bias) = (normal(&[3, 16, 16], dtype)?, normal(&[48], dtype)?);
-            let x = normal(&[5, 7, 32], dtype)?;
+            let new = |shape: &[usize]| normal_on(device, shape, dtype);
+            let (values, bias, x) = (new(&[3, 16, 16])?, new(&[48])?, new(&[5, 7, 32])?);
             let layer = BsrLinear::new(pattern(), values.clone())?;
             let layer = layer.with_bias(bias.clone()).with_activation(activation);
             let y = layer.forward(&x)?;

@@ -20,7 +20,8 @@ impl Array {
             DType::F32 => blockflash_ops::DType::F32,
             dtype => bail!("{dtype:?}"),
         };
-        let data = tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
+        let data = tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+        let data = data.flatten_all()?.to_vec1()?;
         Ok(Self { shape: tensor.dims().to_vec(), dtype, data })
     }
 }
@@ -39,9 +40,29 @@ impl Elements for Array {
     }
 }
 
-/// N(0, 1).
+/// Where the tests run: with the feature `cuda` on a GPU, too, which then must be there.
+pub(crate) fn devices() -> Result<Vec<Device>> {
+    let mut devices = vec![Device::Cpu];
+    if cfg!(feature = "cuda") {
+        devices.push(Device::new_cuda(0)?);
+    }
+    Ok(devices)
+}
+
+/// Element types that a device takes.
+pub(crate) fn types(device: &Device) -> &'static [DType] {
+    let all = &[DType::F16, DType::BF16, DType::F32];
+    if device.is_cpu() { all } else { &all[..2] }
+}
+
+/// N(0, 1) on the CPU.
 pub(crate) fn normal(shape: &[usize], dtype: DType) -> Result<Tensor> {
-    Tensor::randn(0f32, 1., shape, &Device::Cpu)?.to_dtype(dtype)
+    normal_on(&Device::Cpu, shape, dtype)
+}
+
+/// N(0, 1).
+pub(crate) fn normal_on(device: &Device, shape: &[usize], dtype: DType) -> Result<Tensor> {
+    Tensor::randn(0f32, 1., shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
 }
 
 /// The two sides of a mask that is aligned at the last query and key.
