@@ -65,7 +65,7 @@ impl Fork {
     ) -> Result<R> {
         let event = self.candle.record_event(None).w()?;
         let wait = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-        // SAFETY: 1. The stream lives as long as `own`. 2. The event lives. Both are of the device's
+        // SAFETY: the stream lives as long as `own`, and the event lives. Both are of the device's
         // primary context, which `record_event` has made current.
         unsafe { result::stream::wait_event(self.own.raw().cast(), event.cu_event(), wait) }.w()?;
         // Dropped after the work was queued, whatever came of it.
@@ -108,9 +108,9 @@ impl Fork {
         let device = device.map_err(|error| refused(error.into()))?;
         let (start, in_use) = slice.device_ptr(&self.candle);
         let address = start as usize + offset * dtype.size();
-        // SAFETY: 1. The span lies within the slice, which is memory of this device. 2. candle frees
-        // it, and others write to it, in the order of its stream, which waits for the work (`run`);
-        // `in_use` tells other streams of candle.
+        // SAFETY: 1. The span lies within the slice, which is memory of this device. 2. candle
+        // frees it, and others write to it, in the order of its stream, which waits for the work
+        // (`run`); `in_use` tells other streams of candle.
         let view = unsafe {
             View::from_raw(&device, with_exposed_provenance::<c_void>(address), dtype, own)
         };

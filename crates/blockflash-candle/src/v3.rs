@@ -1,6 +1,6 @@
 //! The functions of candle-flash-attn-v3: those of this crate with a last argument
-//! `use_gqa_packing`. There it chooses among kernels; here either value gives the same result in the
-//! same time.
+//! `use_gqa_packing`. There it chooses among kernels; here either value gives the same result in
+//! the same time.
 
 use candle_core::{Result, Tensor};
 

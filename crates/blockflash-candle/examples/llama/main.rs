@@ -2,10 +2,10 @@
 //! blockflash's cache; and once more by candle's own operations, for comparison.
 //!
 //! ```sh
-//! cargo run --release -p blockflash-candle --example llama -- --make /tmp/small-llama
-//! cargo run --release -p blockflash-candle --example llama -- /tmp/small-llama
-//! cargo run --release -p blockflash-candle --example llama -- /tmp/small-llama --prompt 4000 --sparse
-//! cargo run --release -p blockflash-candle --features cuda --example llama -- LLAMA --device cuda
+//! alias llama="cargo run --release -p blockflash-candle --example llama"
+//! llama -- --make /tmp/small-llama
+//! llama -- /tmp/small-llama --prompt 4000 --sparse
+//! llama --features cuda -- LLAMA --device cuda
 //! ```
 
 mod attention;
@@ -131,4 +131,23 @@ fn generate(
     }
     progress.finish();
     Ok((tokens, [prefill, started.elapsed()]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn args(model: &std::path::Path, sparse: bool) -> Args {
+        let (model, device) = (model.to_path_buf(), Place::Cpu);
+        Args { model, make: !sparse, prompt: 300, tokens: 6, sparse, blocks: 2, device }
+    }
+
+    #[test]
+    fn both_attentions_give_the_same_tokens() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        assert!(run(&args(folder.path(), false))?);
+        assert!(run(&args(folder.path(), true))?);
+        assert!(run(&args(&folder.path().join("none"), true)).is_err());
+        Ok(())
+    }
 }

@@ -1,5 +1,5 @@
-//! Everything against the f64 oracle, on the CPU and with the feature `cuda` on a GPU, too; and what
-//! is refused.
+//! Everything against the f64 oracle, on the CPU and with the feature `cuda` on a GPU, too; and
+//! what is refused.
 
 mod attention;
 mod cache;
