@@ -45,6 +45,5 @@ pub(crate) fn gradients(
             })
         })?;
     }
-    drop((q_read, k_read, v_read));
     Ok([tensor(dq, q.dims()), tensor(dk, k.dims()), tensor(dv, v.dims())])
 }

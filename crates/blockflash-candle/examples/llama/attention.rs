@@ -17,7 +17,7 @@ pub(crate) enum Kind {
 pub(crate) enum Cache {
     /// `[1, tokens, heads, head_dim]`
     Candle(Option<[Tensor; 2]>),
-    Blockflash(KvCache, Option<BlockTopK>),
+    Blockflash(Box<KvCache>, Option<BlockTopK>),
 }
 
 impl Cache {
@@ -32,7 +32,7 @@ impl Cache {
             Kind::Candle => Self::Candle(None),
             Kind::Blockflash { blocks } => {
                 let cache = KvCache::new(device, dtype, [1, capacity], heads, head_dim)?;
-                Self::Blockflash(cache, blocks)
+                Self::Blockflash(Box::new(cache), blocks)
             }
         })
     }

@@ -45,7 +45,8 @@ impl Config {
         let config: Self = serde_json::from_str(&text)
             .map_err(|error| Error::msg(format!("{}: {error}", path.display())))?;
         let (heads, heads_kv) = (config.num_attention_heads, config.num_key_value_heads);
-        if heads_kv == 0 || heads % heads_kv != 0 || config.hidden_size % (2 * heads.max(1)) != 0 {
+        let even = heads > 0 && config.hidden_size.is_multiple_of(2 * heads);
+        if !even || heads_kv == 0 || heads % heads_kv != 0 {
             bail!("{heads} heads, {heads_kv} of keys, do not fit {}", config.hidden_size);
         }
         match &config.rope_scaling {
