@@ -98,14 +98,17 @@ impl Fork {
         dtype: DType,
     ) -> Result<Reading<'a>> {
         let slice = storage.as_cuda_slice::<T>()?;
+        let (found, ordinal) = (slice.ordinal(), self.candle.context().ordinal());
+        if found != ordinal {
+            bail!("{what} is on GPU {found}, but the call runs on GPU {ordinal}");
+        }
         let own = blockflash_ops::Layout::strided(layout.dims(), layout.stride());
         let own = own.map_err(|error| candle_core::Error::msg(format!("{what}: {error}")))?;
         let offset = layout.start_offset();
         if offset.checked_add(own.span()).is_none_or(|end| end > slice.len()) {
             bail!("{what}: the layout {layout:?} reaches beyond {} elements", slice.len());
         }
-        let device = Device::cuda(self.candle.context().ordinal());
-        let device = device.map_err(|error| refused(error.into()))?;
+        let device = Device::cuda(ordinal).map_err(|error| refused(error.into()))?;
         let (start, in_use) = slice.device_ptr(&self.candle);
         let address = start as usize + offset * dtype.size();
         // SAFETY: 1. The span lies within the slice, which is memory of this device. 2. candle
