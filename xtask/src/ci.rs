@@ -1,6 +1,6 @@
 //! `cargo xtask ci`: everything that continuous integration checks, cheap checks first.
 
-use crate::{bindgen, deny, fmt, kernels, package, python, sass, test, tidy, workspace};
+use crate::{bindgen, candle, deny, fmt, kernels, package, python, sass, test, tidy, workspace};
 use anyhow::{Result, bail};
 use blockflash_sys::Target;
 use std::time::{Duration, Instant};
@@ -29,6 +29,7 @@ pub fn run(args: &Args) -> Result<()> {
         let arguments = ["doc", "--locked", "--workspace", "--no-deps"];
         workspace::run(workspace::cargo().args(arguments).env("RUSTDOCFLAGS", "--deny warnings"))
     });
+    steps.run("candle", || candle::run(&candle::Args::default()));
     steps.run("dependencies", || deny::run(&deny::Args::default()));
     steps.run("bindgen", || bindgen::run(&bindgen::Args { check: true }));
     steps.run("kernels", || kernels::run(&kernels::Args::checking(&args.arch)));

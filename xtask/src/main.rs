@@ -4,6 +4,7 @@
 mod artifacts;
 mod bindgen;
 mod bundle;
+mod candle;
 mod ci;
 mod deny;
 mod fmt;
@@ -40,6 +41,7 @@ enum Command {
     Sass(sass::Args),
     Test(test::Args),
     Python(python::Args),
+    Candle(candle::Args),
     Fmt(fmt::Args),
     Tidy(tidy::Args),
     Bundle(bundle::Args),
@@ -58,6 +60,7 @@ fn main() -> ExitCode {
         Command::Sass(args) => sass::run(&args),
         Command::Test(args) => test::run(&args),
         Command::Python(args) => python::run(&args),
+        Command::Candle(args) => candle::run(&args),
         Command::Fmt(args) => fmt::run(&args),
         Command::Tidy(args) => tidy::run(&args),
         Command::Record(args) => record::run(&args),

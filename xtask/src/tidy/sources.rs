@@ -9,10 +9,11 @@ use std::path::{Path, PathBuf};
 /// Written by `cargo xtask bindgen`.
 const GENERATED: &str = "crates/blockflash-sys/src/params.rs";
 /// The one crate that may contain unsafe code, and files of front ends that take foreign pointers.
-const UNSAFE_PLACES: [&str; 3] = [
+const UNSAFE_PLACES: [&str; 4] = [
     "crates/blockflash-safe/",
     "crates/blockflash-python/src/foreign.rs",
     "crates/blockflash-python/src/dispatcher/",
+    "crates/blockflash-candle/src/foreign.rs",
 ];
 /// The one folder with inline PTX.
 const PTX_FOLDER: &str = "kernels/include/blockflash/ptx/";
