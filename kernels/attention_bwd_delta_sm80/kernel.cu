@@ -5,8 +5,8 @@
 // the end of a sequence get the statistics of a query that sees nothing.
 // Step 1, the gradient of the sinks: a CTA has a head and sums -exp(sink - lse)·delta over all of
 // its queries in a fixed order. The sink is a logit without a value, so its dp is 0.
-// Step 2, zeros in all rows of dq, dk and dv, where some rows belong to no sequence: a CTA has 64
-// rows, counted through dq and then through dk and dv.
+// Step 2, zeros in the rows of dq, dk and dv that belong to no sequence: a CTA has 64 rows, counted
+// through dq and then through dk and dv.
 #include "blockflash/attention/gradient.cuh"
 #include "blockflash/config/attention.cuh"
 #include "blockflash/params/attention_bwd.h"
@@ -110,6 +110,21 @@ __device__ __forceinline__ void store_sink_gradient(const Params& params) {
   if (threadIdx.x == 0) params.d_sink[head] = partial[0];
 }
 
+// Whether a row belongs to a sequence, so that another step writes it. The sequence that bisection
+// finds is looked at, so where offsets do not ascend, zeros are written in vain and none is
+// missing.
+__device__ __forceinline__ bool in_sequence(const int32_t* cu_seqlens, int sequences, int64_t row,
+                                            int total, int longest) {
+  if (cu_seqlens == nullptr || sequences == 0) return false;
+  int sequence = 0, end = sequences;
+  while (end - sequence > 1) {
+    const int middle = sequence + (end - sequence) / 2;
+    (cu_seqlens[middle] <= row ? sequence : end) = middle;
+  }
+  const PackedRows rows = PackedRows::of(cu_seqlens, sequence, total, longest);
+  return row >= rows.begin && row - rows.begin < rows.length;
+}
+
 // Every row of a tensor counts once, whatever the sequences are.
 __device__ __forceinline__ void store_zeros(const Params& params) {
   const blockflash_attention_fwd_params& p = params.base;
@@ -129,12 +144,14 @@ __device__ __forceinline__ void store_zeros(const Params& params) {
   for (int r = threadIdx.x / 32; r < kStatisticsTile; r += Config::threads / 32) {
     int64_t row = static_cast<int64_t>(blockIdx.x) * kStatisticsTile + r;
     if (row < rows_q) {
+      if (in_sequence(p.cu_seqlens_q, p.batch, row, p.total_q, p.seqlen_q)) continue;
       clear(params.dq, row, params.dq_stride_batch, params.dq_stride_seq, params.dq_stride_head,
             p.seqlen_q, p.num_heads_q);
       continue;
     }
     row -= rows_q;
     if (row >= rows_kv) return;
+    if (in_sequence(p.cu_seqlens_kv, p.batch, row, p.total_kv, p.seqlen_kv)) continue;
     clear(params.dk, row, params.dk_stride_batch, params.dk_stride_seq, params.dk_stride_head,
           p.seqlen_kv, p.num_heads_kv);
     clear(params.dv, row, params.dv_stride_batch, params.dv_stride_seq, params.dv_stride_head,

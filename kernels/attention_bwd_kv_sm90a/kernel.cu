@@ -22,13 +22,15 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
   const bool packed = p.cu_seqlens_q != nullptr;
   const int batch = packed ? 0 : work.batch;
   const int head_group = p.num_heads_q / p.num_heads_kv;
-  const auto copy_resident = [&](int which, const blockflash_tensor_map& map) {
-    ptx::mbarrier_arrive_expect_tx(barriers.resident + 8 * which, kResidentBytes);
+  const auto copy_resident = [&](int which, const blockflash_tensor_map& map, uint32_t barrier) {
+    ptx::mbarrier_arrive_expect_tx(barrier, kResidentBytes);
     copy_tile<kResidentRows, kResidentRows>(smem + which * kResidentBytes, map,
                                             static_cast<int>(work.kv_offset) + work.k_begin,
-                                            work.head_kv, batch, barriers.resident + 8 * which);
+                                            work.head_kv, batch, barrier);
   };
-  copy_resident(0, params.k);
+  const uint32_t first_arrives = packed ? barriers.cut_first : barriers.first,
+                 second_arrives = packed ? barriers.cut_second : barriers.second;
+  copy_resident(0, params.k, packed ? barriers.cut_resident : barriers.resident);
   bool values_wanted = true;
   Position<kStages> at(1);
   int n = 0;  // number of the tile
@@ -55,10 +57,10 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
       if constexpr (Config::dq)
         TurnBarriers(smem).announce(n++, static_cast<int>((statistics + first) / kStatisticsTile),
                                     first);
-      copy(barriers.first + 8 * at.stage, smem + kFirstOffset + at.stage * kStreamBytes, params.q,
+      copy(first_arrives + 8 * at.stage, smem + kFirstOffset + at.stage * kStreamBytes, params.q,
            first_statistics(smem, at.stage), b.negative_logs);
-      if (values_wanted) copy_resident(1, params.v), values_wanted = false;
-      copy(barriers.second + 8 * at.stage, smem + kSecondOffset + at.stage * kStreamBytes,
+      if (values_wanted) copy_resident(1, params.v, barriers.resident + 8), values_wanted = false;
+      copy(second_arrives + 8 * at.stage, smem + kSecondOffset + at.stage * kStreamBytes,
            params.d_o, second_statistics(smem, at.stage), b.deltas);
       at.advance();
     }
@@ -69,7 +71,7 @@ __device__ __forceinline__ void produce(const Params& params, uint32_t smem,
   announce(smem, at.stage, -1);
   if constexpr (Config::dq)
     TurnBarriers(smem).announce(n, -1, 0), TurnBarriers(smem).announce(n + 1, -1, 0);
-  ptx::mbarrier_arrive(barriers.first + 8 * at.stage);
+  ptx::mbarrier_arrive(first_arrives + 8 * at.stage);
 }
 
 }  // namespace
@@ -100,6 +102,9 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params pa
   if (warpgroup == 0) {
     ptx::lower_registers<kProducerRegisters>();
     if (threadIdx.x == 0) produce(params, smem, barriers);
+    // Only dq sums over keys, but rows of keys are cleared all the same.
+    if (threadIdx.x >= 96 && params.base.base.cu_seqlens_q != nullptr)
+      cut_tiles<true>(smem, barriers, work.seqlen_kv - work.k_begin, work.seqlen_q);
     if constexpr (Config::dq)
       if (threadIdx.x == 32 || threadIdx.x == 64) {
         add_in_turn(params, smem, threadIdx.x / 32 - 1);

@@ -97,7 +97,7 @@ __device__ __forceinline__ void wait_for_turn(const uint32_t* turn, uint32_t ran
                                               uint32_t* counter) {
   constexpr uint32_t kPolls = 1u << 21, kBetween = 1u << 10;
 #pragma unroll 1
-  for (uint32_t poll = 1; ptx::load_acquire(turn) != rank; ++poll) {
+  for (uint32_t poll = 1; ptx::load_acquire(turn) < rank; ++poll) {
     if (poll % kBetween != 0) continue;
     if (ptx::load_acquire(counter) & kGivenUp) return;
     if (poll >= kPolls) {
@@ -133,7 +133,7 @@ __device__ __forceinline__ void add_in_turn(const Params& params, uint32_t smem,
     ptx::mbarrier_arrive(barriers.staged_empty + 8 * which);
     ptx::tensor_store_wait();
     ptx::fence_proxy_async_global();
-    ptx::store_release(turn, rank + 1);
+    ptx::max_release(turn, rank + 1);
   }
 }
 

@@ -17,14 +17,16 @@ __device__ __forceinline__ void produce(const Params& params, const KeyVisit& vi
                                         const Barriers& barriers) {
   const blockflash_attention_fwd_params& p = params.base.base;
   const Work<kResidentRows>& work = visit.work;
-  const int batch = p.cu_seqlens_q != nullptr ? 0 : work.batch;
-  const auto copy_resident = [&](int which, const blockflash_tensor_map& map) {
-    ptx::mbarrier_arrive_expect_tx(barriers.resident + 8 * which, kResidentBytes);
+  const bool packed = p.cu_seqlens_q != nullptr;
+  const int batch = packed ? 0 : work.batch;
+  const auto copy_resident = [&](int which, const blockflash_tensor_map& map, uint32_t barrier) {
+    ptx::mbarrier_arrive_expect_tx(barrier, kResidentBytes);
     copy_tile<kResidentRows, 64>(smem + which * kResidentBytes, map,
                                  static_cast<int>(work.q_offset) + work.q_begin, work.head, batch,
-                                 barriers.resident + 8 * which);
+                                 barrier);
   };
-  copy_resident(0, params.q);
+  const uint32_t k_arrives = packed ? barriers.cut_first : barriers.first;
+  copy_resident(0, params.q, packed ? barriers.cut_resident : barriers.resident);
   Position<kStages> k_at(1);
   Position<kSecondStages> v_at(1);
 #pragma unroll 1
@@ -37,9 +39,8 @@ __device__ __forceinline__ void produce(const Params& params, const KeyVisit& vi
     };
     k_at.wait(barriers.first_empty);
     announce(smem, k_at.stage, first);
-    copy(barriers.first + 8 * k_at.stage, smem + kFirstOffset + k_at.stage * kStreamBytes,
-         params.k);
-    if (i == 0) copy_resident(1, params.d_o);
+    copy(k_arrives + 8 * k_at.stage, smem + kFirstOffset + k_at.stage * kStreamBytes, params.k);
+    if (i == 0) copy_resident(1, params.d_o, barriers.resident + 8);
     v_at.wait(barriers.second_empty);
     copy(barriers.second + 8 * v_at.stage, smem + kSecondOffset + v_at.stage * kStreamBytes,
          params.v);
@@ -49,7 +50,7 @@ __device__ __forceinline__ void produce(const Params& params, const KeyVisit& vi
   if (visit.tiles <= 0) ptx::mbarrier_wait(barriers.resident, 0);
   k_at.wait(barriers.first_empty);
   announce(smem, k_at.stage, -1);
-  ptx::mbarrier_arrive(barriers.first + 8 * k_at.stage);
+  ptx::mbarrier_arrive(k_arrives + 8 * k_at.stage);
 }
 
 // One consumer warpgroup: 64 queries. Of the 16 queries of a warp, a lane holds g and g + 8
@@ -169,6 +170,10 @@ BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_attention_bwd_tma_params pa
   if (warpgroup == 0) {
     ptx::lower_registers<kProducerRegisters>();
     if (threadIdx.x == 0) produce(params, visit, smem, barriers);
+    // The products with V do not sum over keys. Rows of queries are cleared without need.
+    const Work<kResidentRows>& work = KeyVisit::shared().work;
+    if (threadIdx.x >= 96 && params.base.base.cu_seqlens_q != nullptr)
+      cut_tiles<false>(smem, barriers, work.seqlen_q - work.q_begin, work.seqlen_kv);
   } else {
     ptx::raise_registers<kConsumerRegisters>();
     consume(params, smem, barriers, warpgroup - 1);

@@ -1,11 +1,12 @@
 //! Every kernel of the attention backward that the GPU can run against the oracle.
 
 use blockflash_ops::attention::{CuSeqlens, Mask};
+use blockflash_ops::attention_bwd::workspace_bytes;
 use blockflash_ops::{
     Attention, AttentionBackward, AttentionGradientsMut, DType, Error, Operation, Stream, Tensor,
 };
 use blockflash_sys::Kernel;
-use blockflash_sys::manifest::{AttentionBwdStep as Step, AttentionBwdTile, Variant};
+use blockflash_sys::manifest::{AttentionBwdStep as Step, AttentionBwdTile};
 use blockflash_tests::attention::{
     AttentionCase, BlockCase, BlockPattern, Choice, Lengths, MaskHeads,
 };
@@ -34,7 +35,8 @@ fn every_kernel() {
             let survived = survives_any_offsets(kernel, tile, stream);
             Ok(replays_a_graph(kernel, tile, stream).map_err(story("graph"))?
                 + repeats_its_bits(kernel, tile, stream).map_err(story("repeat"))?
-                + survived.map_err(|error| error.to_string()).map_err(story("offsets"))?)
+                + survived.map_err(|error| error.to_string()).map_err(story("offsets"))?
+                + keeps_sequences_apart(kernel, tile, stream).map_err(story("sequences"))?)
         });
     };
     gpu.check_groups("attention_bwd_gpu", &Report::default(), backward_groups(&gpu), check);
@@ -105,9 +107,6 @@ fn survives_any_offsets(
 ) -> Result<usize, Error> {
     const ROWS: usize = 150;
     const MARGIN: usize = 70;
-    if matches!(kernel.variant, Variant::AttentionBwdHopper(_)) {
-        return Ok(0);
-    }
     let (heads, d) = ([2, 1], tile.head_dim as usize);
     let shape = |heads| [ROWS + 2 * MARGIN, heads, d];
     let poisoned = |dtype, shape: &[usize]| {
@@ -157,7 +156,7 @@ fn survives_any_offsets(
         let attention =
             Attention { mask, cu_seqlens, sink: Some(sink.view()), ..Attention::new(q, kv, kv) };
         let call = AttentionBackward { attention, o: q, lse: lse.view(), d_o: q };
-        let bytes = call.workspace_bytes(stream.device())?;
+        let bytes = workspace_bytes(kernel, &call.problem()?)?;
         let mut dq = poisoned(tile.dtype, &shape(heads[0]))?;
         let [mut dk, mut dv] = [(); 2].map(|()| poisoned(tile.dtype, &shape(heads[1])).unwrap());
         let mut d_sink = Tensor::zeros(stream, DType::F32, &[heads[0]])?;
@@ -182,6 +181,53 @@ fn survives_any_offsets(
         }
     }
     Ok(compared)
+}
+
+/// NaN in one packed sequence reaches no gradient of another one.
+fn keeps_sequences_apart(
+    kernel: &'static Kernel,
+    tile: &AttentionBwdTile,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let lengths = vec![(100, 150), (30, 70), (65, 129), (0, 9), (130, 5), (1, 1)];
+    let simple = case_of(tile, 9, 300);
+    for mask in [Mask::Full, Mask::causal()] {
+        let lengths = Lengths::Packed { lengths: lengths.clone(), slack: (3, 5) };
+        let case = AttentionCase { lengths, mask, sink: false, ..simple.clone() };
+        let run = |data: &BackwardData| {
+            let inputs = BackwardInputs::upload(&case, data, stream)?;
+            let mut outputs = BackwardOutputs::of_any_kernel(&inputs, stream)?;
+            let launched = outputs.launch(&inputs, Choice::This(kernel), stream);
+            launched.map_err(|error| error.to_string())?;
+            wait(stream, &|| format!("NaN in {case:?}"))?;
+            outputs.values(stream)
+        };
+        let right = BackwardData::generate(&case);
+        let expected = run(&right)?;
+        for (turn, nan) in case.sequences().into_iter().enumerate() {
+            let mut data = right.clone();
+            let rows =
+                [nan.q_start..nan.q_start + nan.q_len, nan.kv_start..nan.kv_start + nan.kv_len];
+            let width = [case.heads_q, case.heads_kv].map(|heads| heads * case.head_dim);
+            let [of_q, of_kv] = [0, 1].map(|i| rows[i].start * width[i]..rows[i].end * width[i]);
+            let forward = &mut data.forward;
+            for values in [&mut forward.q, &mut data.o, &mut data.d_o] {
+                values[of_q.clone()].fill(f32::NAN);
+            }
+            for values in [&mut forward.k, &mut forward.v] {
+                values[of_kv.clone()].fill(f32::NAN);
+            }
+            let own = [&of_q, &of_kv, &of_kv];
+            for (i, got) in run(&data)?.iter().enumerate() {
+                let differs = |&at: &usize| got[at] != expected[i][at] && !own[i].contains(&at);
+                if let Some(at) = (0..got.len()).find(differs) {
+                    let (got, name) = (got[at], ["dq", "dk", "dv"][i]);
+                    return Err(format!("{name}[{at}] is {got} where sequence {turn} is NaN"));
+                }
+            }
+        }
+    }
+    Ok(3)
 }
 
 /// The scheme that the library selects, with its workspace and with the smallest one.

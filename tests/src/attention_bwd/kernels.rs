@@ -108,9 +108,6 @@ fn refusal(case: &AttentionCase, kernel: &Kernel) -> Option<&'static str> {
             return Some("divide");
         }
     }
-    if hopper && packed {
-        return Some("packed sequences");
-    }
     // Tensor maps cannot describe repeated entries.
     let repeated = case.broadcast_kv
         && matches!(case.lengths, Lengths::Dense { batch: 2.., seqlen_kv: 1.., .. });

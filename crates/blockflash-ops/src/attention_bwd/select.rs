@@ -57,7 +57,7 @@ impl AttentionBackwardProblem {
 impl Problem for AttentionBackwardProblem {
     const OP: &'static str = "attention_bwd";
     const RULES: &'static [Rule<Self>] =
-        &[STEP, HEAD_DIM, WIDTH, SHARED_MEMORY, TRANSPOSE, BLOCKS, SEQUENCES, TENSOR_MAPS, SUMS];
+        &[STEP, HEAD_DIM, WIDTH, SHARED_MEMORY, TRANSPOSE, BLOCKS, TENSOR_MAPS, SUMS];
 
     type Tile = AttentionBwdTile;
     type Rank = ();
@@ -207,14 +207,6 @@ fn blocks(c: &Backward<'_>) -> [u32; 2] {
     c.problem.forward.block_mask.map_or([0; 2], |mask| [mask.block_q, mask.block_kv])
 }
 
-/// A Hopper kernel loads whole tiles, and what follows a packed sequence belongs to another one: a
-/// NaN there would reach the gradients of this one.
-const SEQUENCES: BackwardRule = Rule {
-    holds: |c| !is_hopper(c) || c.problem.forward.packed.is_none(),
-    refuses: |_| "the kernel takes no packed sequences".into(),
-    excludes_all: None,
-};
-
 /// Tensor maps describe q, k, v and d_o, so their strides must be positive and not too large.
 const TENSOR_MAPS: BackwardRule = Rule {
     holds: |c| !is_hopper(c) || without_tensor_map(c.problem).is_none(),
@@ -225,16 +217,17 @@ const TENSOR_MAPS: BackwardRule = Rule {
     excludes_all: None,
 };
 
-/// The first stride of a dense problem that a tensor map cannot have: operand, dimension, stride in
-/// elements.
+/// The first stride that a tensor map cannot have: operand, dimension, stride in elements.
 fn without_tensor_map(
     problem: &AttentionBackwardProblem,
 ) -> Option<(&'static str, &'static str, usize)> {
     let forward = &problem.forward;
-    let [queries, keys] = [
-        [forward.batch, forward.seqlen_q, forward.num_heads_q],
-        [forward.batch, forward.seqlen_kv, forward.num_heads_kv],
-    ];
+    let [batch, rows_q, rows_kv] = match forward.packed {
+        Some(packed) => [1, packed.total_q, packed.total_kv],
+        None => [forward.batch, forward.seqlen_q, forward.seqlen_kv],
+    };
+    let [queries, keys] =
+        [[batch, rows_q, forward.num_heads_q], [batch, rows_kv, forward.num_heads_kv]];
     let operands = [
         ("q", forward.q, queries),
         ("d_o", problem.d_o, queries),

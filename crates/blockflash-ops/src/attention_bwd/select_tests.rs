@@ -75,10 +75,12 @@ fn dq_is_summed_where_that_pays() {
 }
 
 #[test]
-fn packed_sequences_and_small_blocks_take_portable_kernels() {
+fn packed_sequences_take_hopper_kernels_and_small_blocks_portable_ones() {
     let packed = Some(PackedRows { total_q: 5000, total_kv: 5000 });
     let forward = AttentionProblem { packed, ..dense(4096, 128).forward };
-    assert_eq!(lead(&AttentionBackwardProblem::of(forward)), (Step::Keys, Target::Sm90));
+    let packed = AttentionBackwardProblem::of(forward);
+    assert_eq!(lead(&packed), (Step::KeysAndSums, Target::Sm90a));
+    assert_eq!(lead(&packed.with_workspace(0)), (Step::Keys, Target::Sm90a));
     assert_eq!(lead(&masked(64, 64, 128)), (Step::Keys, Target::Sm90));
     assert_eq!(lead(&masked(128, 128, 128)), (Step::Keys, Target::Sm90a));
     // 64 keys of a CTA, but 128 queries where it computes dq.

@@ -8,7 +8,7 @@ use crate::DType;
 /// steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum AttentionBwdStep {
-    /// Zeros in every row of dq, dk and dv.
+    /// Zeros in the rows of dq, dk and dv that belong to no sequence.
     Zeros,
     /// -lse·log2(e) and delta = rowsum(d_o∘o) of every query, which all other steps read.
     Statistics,

@@ -25,9 +25,7 @@ constexpr int kD = Config::head_dim, kStages = Config::stages,
               kSecondStages = Config::second_stages;
 constexpr int kResidentRows = Config::resident_rows, kStreamRows = Config::stream_rows;
 constexpr int kPanels = (kD + 63) / 64;  // 64 columns: rows of 128 bytes with the 128-byte swizzle
-// Warps of the producer warpgroup that add dq need more registers.
-constexpr int kProducerRegisters = Config::dq ? 40 : 24,
-              kConsumerRegisters = Config::dq ? 232 : 240;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
 // Shared memory: the resident pair; the rings of first tiles (Q or K) and of second tiles (dO or
 // V); what a kernel adds; and a page of row statistics, announcements and mbarriers.
@@ -40,25 +38,31 @@ constexpr int kPageBytes = 2048;
 constexpr int kStatisticsOffset = Config::smem_bytes - kPageBytes, kStatisticsBytes = 64 * 4;
 constexpr int kTileOffset = kStatisticsOffset + (kStages + kSecondStages) * kStatisticsBytes;
 constexpr int kBarrierOffset = kTileOffset + 16,
-              kPageEnd = kBarrierOffset + 8 * (2 + 2 * (kStages + kSecondStages));
+              kPageEnd = kBarrierOffset + 8 * (3 + 3 * (kStages + kSecondStages));
 static_assert(kPageEnd <= Config::smem_bytes, "the page is too small");
 
-// The mbarriers: the two resident tiles; and of each ring, the arrival of a stage and its release
-// by all consumer warps.
+// The mbarriers: the two resident tiles; of each ring, the arrival of a stage and its release by
+// all consumer warps; and the arrival of tiles that are cut before they are passed on, see
+// `cut_tiles`.
 struct Barriers {
   uint32_t resident, first, second, first_empty, second_empty;
+  uint32_t cut_resident, cut_first, cut_second;
 
   __device__ __forceinline__ explicit Barriers(uint32_t smem)
       : resident(smem + kBarrierOffset),
         first(resident + 16),
         second(first + 8 * kStages),
         first_empty(second + 8 * kSecondStages),
-        second_empty(first_empty + 8 * kStages) {}
+        second_empty(first_empty + 8 * kStages),
+        cut_resident(second_empty + 8 * kSecondStages),
+        cut_first(cut_resident + 8),
+        cut_second(cut_first + 8 * kStages) {}
 
   __device__ __forceinline__ void init() const {
     constexpr int kFull = kStages + kSecondStages;
     for (int i = 0; i < 2 + kFull; ++i) ptx::mbarrier_init(resident + 8 * i, 1);
     for (int i = 0; i < kFull; ++i) ptx::mbarrier_init(first_empty + 8 * i, 4 * Config::warpgroups);
+    for (int i = 0; i < 1 + kFull; ++i) ptx::mbarrier_init(cut_resident + 8 * i, 1);
     ptx::fence_mbarrier_init();
   }
 
@@ -113,6 +117,52 @@ __device__ __forceinline__ void announce(uint32_t smem, int stage, int first_row
 }
 __device__ __forceinline__ int announced(uint32_t smem, int stage) {
   return static_cast<int>(ptx::load_shared(smem + kTileOffset + 4 * stage));
+}
+
+// Waits until a tile has arrived, clears its rows from `end` on, and passes it on. By a whole warp.
+template <int rows>
+__device__ __forceinline__ void cut_tile(uint32_t arrived, uint32_t parity, uint32_t tile, int end,
+                                         uint32_t passed) {
+  const int lane = threadIdx.x % 32;
+  ptx::mbarrier_wait(arrived, parity);
+#pragma unroll 1
+  for (int panel = 0; panel < kPanels; ++panel)
+#pragma unroll 1
+    for (int at = max(end, 0) * 128 + lane * 16; at < rows * 128; at += 32 * 16)
+      ptx::store_shared_int4(tile + panel * rows * 128 + at, make_int4(0, 0, 0, 0));
+  ptx::fence_proxy_async();
+  __syncwarp();
+  if (lane == 0) ptx::mbarrier_arrive(passed);
+}
+
+// A tile of a packed batch may reach into the next sequence. Where a product sums over its rows, a
+// NaN there would spread, since 0·NaN is NaN. So one warp follows the producer in packed batches
+// and clears the rows behind the sequence: of the first resident tile, whose sequence ends
+// `resident_end` rows after its first one, of all first tiles that pass and, if `both`, of all
+// second ones, whose sequence has `length` rows.
+template <bool both>
+__device__ __forceinline__ void cut_tiles(uint32_t smem, const Barriers& barriers, int resident_end,
+                                          int length) {
+  cut_tile<kResidentRows>(barriers.cut_resident, 0, smem, resident_end, barriers.resident);
+  Position<kStages> at(0);
+#pragma unroll 1
+  while (true) {
+    at.wait(barriers.cut_first);
+    const int first = announced(smem, at.stage);
+    const uint32_t barrier = 8 * at.stage;
+    if (first < 0) {
+      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barriers.first + barrier);
+      return;
+    }
+    const uint32_t tile = smem + kFirstOffset + at.stage * kStreamBytes;
+    cut_tile<kStreamRows>(barriers.cut_first + barrier, at.parity, tile, length - first,
+                          barriers.first + barrier);
+    if constexpr (both)
+      cut_tile<kStreamRows>(barriers.cut_second + barrier, at.parity,
+                            tile + (kSecondOffset - kFirstOffset), length - first,
+                            barriers.second + barrier);
+    at.advance();
+  }
 }
 
 // Consumers take turns in issuing their products, so that one differentiates its scores while the
