@@ -30,7 +30,7 @@ fn every_kernel() {
         let stream = &gpu.stream;
         for case in cases_of(dtype, head_dim) {
             let data = DecodeData::generate(&case);
-            let reference = decode_reference(&case, &data, &data.attention.k);
+            let reference = decode_reference(&case, &data);
             for &(kernel, _) in &kernels {
                 report.run(kernel, || run_or_refuse(&case, &data, &reference, kernel, stream));
             }

@@ -1,6 +1,6 @@
 //! The operands of a case on a device, its call, and the check of every slot of the cache.
 
-use super::data::places;
+use super::data::{NewKey, places};
 use super::outputs::with_batch;
 use super::{CacheLayout, DecodeCase, DecodeData, DecodeOutputs};
 use crate::attention::{Choice, placed};
@@ -265,37 +265,21 @@ impl DecodeInputs {
         result
     }
 
-    /// Checks every slot of the cache, bit by bit, and returns the keys as they lie there, in the
-    /// order of the data. New keys are also compared with the oracle.
-    pub fn check_cache(&self, data: &DecodeData, stream: &Stream) -> Result<Vec<f32>, String> {
+    /// Checks every slot of the cache, bit by bit. New keys are also compared with the oracle.
+    pub fn check_cache(&self, data: &DecodeData, stream: &Stream) -> Result<(), String> {
         let (case, call) = (&self.case, &self.case.attention);
         let (d, dtype) = (call.head_dim, call.dtype);
         let found = [download(stream, &self.cache[0])?, download(stream, &self.cache[1])?];
         let (mut expected, places) = (data.cache(case), places(case));
-        let (mut k, mut turned) = (data.attention.k.clone(), Reference::default());
-        let mut got = Vec::new();
-        for (b, sequence) in call.sequences().iter().enumerate().filter(|_| case.append) {
-            let first = case.first_new(sequence);
-            for (key, head) in (first.max(0) as usize..sequence.kv_len)
-                .flat_map(|k| (0..call.heads_kv).map(move |h| (k, h)))
-            {
-                let token = sequence.q_start + (key as i64 - first) as usize;
-                let new = (token * call.heads_kv + head) * d;
-                let place = places.of([b, key, head]);
-                for (at, &x) in (place..).zip(&data.new[1][new..][..d]) {
-                    expected[1][at] = encode(dtype, x);
-                }
-                let after = data.turned(case, &data.new[0][new..][..d], key as i64);
-                for (at, element) in (place..).zip(&after) {
-                    expected[0][at] = encode(dtype, element.plain as f32);
-                }
-                turned.extend(after);
-                let row: Vec<f32> =
-                    found[0][place..][..d].iter().map(|&bits| decode(dtype, bits)).collect();
-                got.extend(row.iter().map(|&x| f64::from(x)));
-                k[((sequence.kv_start + key) * call.heads_kv + head) * d..][..d]
-                    .copy_from_slice(&row);
+        let (mut turned, mut got) = (Reference { width: d, ..Reference::default() }, Vec::new());
+        for NewKey { at, new, turned: key } in data.new_keys(case) {
+            let slot = places.of(at)..places.of(at) + d;
+            for (at, (key, &value)) in slot.clone().zip(key.iter().zip(&data.new[1][new..][..d])) {
+                expected[0][at] = encode(dtype, key.plain as f32);
+                expected[1][at] = encode(dtype, value);
             }
+            turned.extend(key);
+            got.extend(found[0][slot].iter().map(|&bits| f64::from(decode(dtype, bits))));
         }
         for (name, found, expected) in
             [("k", &found[0], &expected[0]), ("v", &found[1], &expected[1])]
@@ -311,9 +295,8 @@ impl DecodeInputs {
                 return Err(format!("element {at} of {name}: {found:#x}, expected {expected:#x}"));
             }
         }
-        turned.width = d;
         let rounding = Rounding::of_products(0, 3, dtype);
         check(&got, &turned, &rounding, |at| format!("new key {}, element {}", at / d, at % d))?;
-        Ok(k)
+        Ok(())
     }
 }

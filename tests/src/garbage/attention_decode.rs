@@ -133,7 +133,7 @@ impl Tensors {
         let (stream, random) = (&turn.place.stream, &mut turn.random);
         let Cached { dtype, head_dim, max_pages, heads: [heads_q, heads_kv], .. } = *case;
         let (batch, total) = (case.lengths.len(), case.tokens[0]);
-        let around = Placement { order: Vec::new(), padding: vec![(1, 2), (1, 0), (0, 1)] };
+        let around = Placement { order: Vec::new(), padding: vec![(1, 2), (1, 0)] };
         let mut rows = |name, shape: &[usize]| {
             let content = numbers(dtype, shape.iter().product(), random);
             Guarded::new(name, dtype, (shape, &around, POISON), &content, stream)

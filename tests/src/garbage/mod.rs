@@ -254,7 +254,8 @@ fn numbers(usual: usize) -> Range<usize> {
 pub fn fuzz(name: &str, usual: usize, place: &Place) -> BTreeMap<(Kind, Ended), usize> {
     let (mut ended, mut failures) = (BTreeMap::new(), Vec::new());
     say(&format!(
-        "{name}: kernels of attention, gradients, caches, masks, transposes, products, samples: {:?}",
+        "{name}: kernels of attention, gradients, caches, masks, transposes, products, samples: \
+         {:?}",
         place.counts()
     ));
     let mut count = 0;

@@ -80,8 +80,8 @@ impl<'a> KvCacheViews<'a> {
 /// Tensors of attention over a cache. With `cu_seqlens_q` the queries are packed.
 #[derive(Debug)]
 pub struct AttentionDecodeOperands<'a> {
-    /// `[batch, seqlen_q, num_heads_q, head_dim]`, packed `[total_q, num_heads_q, head_dim]`; `None`
-    /// if `o` holds the queries.
+    /// `[batch, seqlen_q, num_heads_q, head_dim]`, packed `[total_q, num_heads_q, head_dim]`.
+    /// `None` if `o` holds the queries.
     pub q: Option<View<'a>>,
     /// The keys and values.
     pub cache: KvCacheViews<'a>,
