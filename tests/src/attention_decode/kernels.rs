@@ -54,11 +54,11 @@ pub fn run_or_refuse(
 /// Runs the append of a case without attention. A kernel that does not accept it must refuse it.
 pub fn append_or_refuse(
     case: &DecodeCase,
+    data: &DecodeData,
     kernel: &'static Kernel,
     stream: &Stream,
 ) -> Result<usize, String> {
-    let data = DecodeData::generate(case);
-    let mut inputs = DecodeInputs::upload(case, &data, stream)?;
+    let mut inputs = DecodeInputs::upload(case, data, stream)?;
     let gpu = stream.device().cuda_properties().ok_or("kernels run on GPUs")?;
     let accepted = inputs.append_alone(|new, cache| {
         let accepted = kv_append::accepts(kernel, &new.problem(&cache.as_cache())?, gpu).is_ok();
@@ -69,7 +69,7 @@ pub fn append_or_refuse(
     });
     if accepted.map_err(|error| format!("{error}\n    {case:?}"))? {
         wait(stream, &|| format!("{} with {case:?}", kernel.image_name()))?;
-        inputs.check_cache(&data, stream).map_err(|error| format!("{error}\n    {case:?}"))?;
+        inputs.check_cache(data, stream).map_err(|error| format!("{error}\n    {case:?}"))?;
     }
     Ok(2)
 }
