@@ -68,7 +68,7 @@ __device__ __forceinline__ float turned_element(const blockflash_rotary& rotary,
   const bool is_second = interleaved ? column % 2 == 1 : column >= half;
   const int apart = interleaved ? 1 : half;
   const int partner = is_second ? column - apart : column + apart;
-  const int pair = interleaved ? column / 2 : column % half;
+  const int pair = interleaved ? column / 2 : is_second ? partner : column;
   const auto value = [&](int i) {
     return Traits::to_float(reinterpret_cast<const uint16_t*>(row)[i]);
   };

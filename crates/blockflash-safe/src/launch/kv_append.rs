@@ -220,3 +220,7 @@ unsafe impl Launch for KvAppend {
         })
     }
 }
+
+#[cfg(test)]
+#[path = "kv_append_tests.rs"]
+mod tests;
