@@ -2,11 +2,11 @@
 
 use blockflash_ops::{DType, Stream};
 use blockflash_sys::Kernel;
-use blockflash_sys::manifest::{AttentionDecode as AttentionDecodeTile, Variant};
+use blockflash_sys::manifest::{AttentionDecode as AttentionDecodeTile, KvAppend, Variant};
 use blockflash_tests::attention::{Choice, Limits, dims_of_tile};
 use blockflash_tests::attention_decode::{
-    DecodeCase, DecodeData, DecodeGroup, alone_as_in_a_batch, decode_cases, decode_edges,
-    decode_groups, decode_lengths, decode_reference, merge_cases, replays, run_merge,
+    DecodeCase, DecodeData, DecodeGroup, alone_as_in_a_batch, append_or_refuse, decode_cases,
+    decode_edges, decode_groups, decode_lengths, decode_reference, merge_cases, replays, run_merge,
     run_or_refuse, same_bits, survives_garbage,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu};
@@ -30,7 +30,7 @@ fn every_kernel() {
         let stream = &gpu.stream;
         for case in cases_of(dtype, head_dim) {
             let data = DecodeData::generate(&case);
-            let reference = decode_reference(&case, &data, &data.attention.k);
+            let reference = decode_reference(&case, &data);
             for &(kernel, _) in &kernels {
                 report.run(kernel, || run_or_refuse(&case, &data, &reference, kernel, stream));
             }
@@ -40,7 +40,11 @@ fn every_kernel() {
                 move |error| format!("{what} of {}: {error}", kernel.image_name())
             };
             let d = head_dim as usize;
-            report.run(kernel, || replays(dtype, d, kernel, stream, 1000).map_err(story("graph")));
+            for append in [false, true] {
+                report.run(kernel, || {
+                    replays(dtype, d, append, kernel, stream, 1000).map_err(story("graph"))
+                });
+            }
             report.run(kernel, || same_bits_of(kernel, &tile, stream).map_err(story("repeat")));
             report.run(kernel, || {
                 let seeds = 0..100;
@@ -61,6 +65,28 @@ fn every_kernel_that_merges() {
     for kernel in gpu.kernels().filter(merges) {
         for case in property::samples(100, merge_cases(1, vec![8, 64, 72, 128, 256])) {
             report.run(kernel, || run_merge(&case, Choice::This(kernel), &gpu.stream));
+        }
+    }
+    report.finish(&gpu, "attention_decode_gpu");
+}
+
+#[test]
+fn every_kernel_that_appends() {
+    let Some(gpu) = gpu("attention_decode_gpu::every_kernel_that_appends") else { return };
+    let appends = |kernel: &Kernel, dtype| kernel.variant == Variant::KvAppend(KvAppend { dtype });
+    let mut report = Report::default();
+    for dtype in [DType::F16, DType::BF16] {
+        let kernels: Vec<_> = gpu.kernels().filter(|kernel| appends(kernel, dtype)).collect();
+        let head_dims = vec![8, 24, 64, 128, 264];
+        let mut cases: Vec<_> = head_dims.iter().flat_map(|&d| decode_edges(dtype, d)).collect();
+        let limits = Limits { dtypes: vec![dtype], head_dims, seqlen: 500, alignment: 8, work: 0 };
+        cases.extend(property::samples(100, decode_cases(limits, vec![1, 16, 48, 256])));
+        for case in cases.iter().filter(|_| !kernels.is_empty()) {
+            let case = DecodeCase { append: true, ..case.clone() }.consistent();
+            let data = DecodeData::generate(&case);
+            for &kernel in &kernels {
+                report.run(kernel, || append_or_refuse(&case, &data, kernel, &gpu.stream));
+            }
         }
     }
     report.finish(&gpu, "attention_decode_gpu");

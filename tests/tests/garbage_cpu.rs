@@ -28,6 +28,7 @@ fn typed_errors_and_nothing_outside() {
             Kind::PackedMasked,
             Kind::PackedGradients,
             Kind::MaskedGradients,
+            Kind::Cached,
             Kind::BuiltMask,
             Kind::Product,
             Kind::Sampled,

@@ -85,9 +85,9 @@ pub use launch::{
     AttentionBwdOperands, AttentionBwdPlan, AttentionDecodeOperands, AttentionFwdOperands,
     AttentionMerge, AttentionMergeOperands, BlockMaskBuild, BlockMaskBuildOperands,
     BlockMaskTranspose, BlockMaskTransposeOperands, BlockScores, BlockScoresOperands,
-    BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands, KvCacheViews, Launch,
-    LaunchConfig, Operands, PROBE_CHUNK_BYTES, STATISTICS_ROWS, attention_bwd_workspace,
-    param_bytes,
+    BsrMatmulOperands, BsrParts, BsrPartsMemory, BsrSddmmOperands, KvAppendOperands, KvCacheViews,
+    Launch, LaunchConfig, NewKeys, Operands, PROBE_CHUNK_BYTES, STATISTICS_ROWS, TurnedQueries,
+    attention_bwd_workspace, param_bytes,
 };
 pub use layout::{Layout, MAX_RANK};
 pub use properties::{CudaDriver, CudaStatus, cuda_status};

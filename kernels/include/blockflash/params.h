@@ -12,6 +12,7 @@
 #include "blockflash/params/base.h"
 #include "blockflash/params/block_mask_build.h"
 #include "blockflash/params/bsr.h"
+#include "blockflash/params/kv_append.h"
 #include "blockflash/params/kv_cache.h"
 #include "blockflash/params/probe.h"
 

@@ -66,6 +66,37 @@ impl DecodeData {
         rotated(case.attention.dtype, row, tables, interleaved)
     }
 
+    /// The keys that a call appends, after rotation.
+    pub(super) fn new_keys(&self, case: &DecodeCase) -> Vec<NewKey> {
+        let call = &case.attention;
+        let mut keys = Vec::new();
+        for (b, sequence) in call.sequences().iter().enumerate().filter(|_| case.append) {
+            let first = case.first_new(sequence);
+            for (key, head) in (first.max(0) as usize..sequence.kv_len)
+                .flat_map(|k| (0..call.heads_kv).map(move |h| (k, h)))
+            {
+                let token = sequence.q_start + (key as i64 - first) as usize;
+                let new = (token * call.heads_kv + head) * call.head_dim;
+                let row = &self.new[0][new..][..call.head_dim];
+                let turned = self.turned(case, row, key as i64);
+                keys.push(NewKey { at: [b, key, head], new, turned });
+            }
+        }
+        keys
+    }
+
+    /// The keys as they lie in the cache after the call.
+    pub fn keys(&self, case: &DecodeCase) -> Vec<f32> {
+        let (call, sequences) = (&case.attention, case.attention.sequences());
+        let mut keys = self.attention.k.clone();
+        for NewKey { at: [b, key, head], turned, .. } in self.new_keys(case) {
+            let row = (sequences[b].kv_start + key) * call.heads_kv + head;
+            let row = &mut keys[row * call.head_dim..][..call.head_dim];
+            row.iter_mut().zip(turned).for_each(|(to, key)| *to = key.plain as f32);
+        }
+        keys
+    }
+
     /// The bits of the cache before the call, `[pages, page_size, heads_kv, head_dim]` in the order
     /// of the layout: keys, then values. Slots that no key takes are poison, and so are those of
     /// new keys.
@@ -96,6 +127,15 @@ impl DecodeData {
         }
         bits
     }
+}
+
+/// A row that is appended to the keys.
+pub(super) struct NewKey {
+    /// Sequence, key and head.
+    pub(super) at: [usize; 3],
+    /// Its first element before rotation.
+    pub(super) new: usize,
+    pub(super) turned: Vec<Element>,
 }
 
 /// cos and sin of the angles of each position, in the type of the tables.

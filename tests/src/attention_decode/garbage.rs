@@ -6,7 +6,8 @@ use crate::host::{download, poisoned, upload};
 use crate::number::{decode, encode, normal, poison, rng};
 use blockflash_ops::{
     AppendKv, AttentionDecode, AttentionDecodeOperands, AttentionDecodeWorkspace, CacheAccess,
-    DType, Error, KvCacheMut, Mask, Operation, PackedTokens, PageLists, Stream, Tensor,
+    DType, Error, KvCacheMut, Mask, Operation, PackedTokens, PageLists, Rotary, RotaryPairs,
+    Stream, Tensor,
 };
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -39,7 +40,8 @@ pub fn survives_garbage(
     let heads_q = heads_kv * [1, 4][seed % 2];
     let (page_size, max_pages, pages) = (16, random.random_range(1..9), random.random_range(1..9));
     let packed = seed % 3 == 0 && !stream.device().is_cpu();
-    let (listed, append) = (seed % 4 == 1, seed % 5 == 2 && stream.device().is_cpu());
+    let (listed, append, turns) = (seed % 4 == 1, seed % 5 < 3, seed % 7 < 3);
+    let (capacity, half) = (max_pages * page_size, head_dim / [2, 4][seed % 2]);
 
     let ints = |random: &mut StdRng, shape: &[usize], near: usize| {
         let values: Vec<i32> =
@@ -61,10 +63,11 @@ pub fn survives_garbage(
     let token_shape = |heads| [batch * tokens + 2 * MARGIN, heads, head_dim];
     let q = rows(3, batch * tokens, heads_q * head_dim, &token_shape(heads_q))?;
     let new = rows(4, batch * tokens, heads_kv * head_dim, &token_shape(heads_kv))?;
+    let angles = rows(5, capacity, half, &[capacity + 2 * MARGIN, half])?;
     let mut o = poisoned(stream, dtype, &token_shape(heads_q))?;
 
     let table = ints(&mut random, &[batch, max_pages], pages)?;
-    let lengths = ints(&mut random, &[batch], max_pages * page_size)?;
+    let lengths = ints(&mut random, &[batch], capacity)?;
     let lists = ints(&mut random, &[batch, heads_kv, max_pages], max_pages)?;
     let counts = ints(&mut random, &[batch], max_pages)?;
     let offsets = match packed {
@@ -79,7 +82,10 @@ pub fn survives_garbage(
         let pages = listed.then(|| PageLists { lists: lists.view(), counts: counts.view() });
         let mask = if seed % 2 == 0 { Mask::causal() } else { Mask::Full };
         let q = q.view().slice(0, inner.clone())?;
-        let mut decode = AttentionDecode { packed, pages, mask, ..AttentionDecode::new(q) };
+        let angles = angles.view().slice(0, MARGIN..MARGIN + capacity)?;
+        let pairs = [RotaryPairs::Halves, RotaryPairs::Interleaved][seed / 2 % 2];
+        let rotary = turns.then_some(Rotary { cos: angles, sin: angles, pairs });
+        let mut decode = AttentionDecode { packed, pages, mask, rotary, ..AttentionDecode::new(q) };
         let page_range = MARGIN..page_shape[0] - MARGIN;
         let cache = KvCacheMut {
             block_table: Some(table.view()),
@@ -93,7 +99,7 @@ pub fn survives_garbage(
         let workspace = AttentionDecodeWorkspace::new(stream, 4 * bytes)?;
         decode.workspace = Some(&workspace);
         let new = new.view().slice(0, inner.clone())?;
-        let new = AppendKv { packed, ..AppendKv::new(new, new) };
+        let new = AppendKv { packed, rotary, ..AppendKv::new(new, new) };
         let cache = match append {
             true => CacheAccess::Append(&new, cache),
             false => CacheAccess::Read(cache.as_cache()),

@@ -1,18 +1,16 @@
 //! The kernels of the table that compute attention to caches, and what each of them must do.
 
-use super::{CacheLayout, DecodeCase, DecodeData, DecodeInputs, DecodeOutputs};
+use super::{DecodeCase, DecodeData, DecodeInputs, DecodeOutputs};
 use crate::attention::{AttentionReference, Choice};
 use crate::gpu::{Gpu, wait};
-use crate::host::{download, refill};
-use crate::number::rng;
+use crate::host::download;
 use blockflash_ops::attention_decode::{accepts, tile};
 use blockflash_ops::{
     AttentionDecode, AttentionDecodeOperands, CacheAccess, DType, Error, KvCache, Operation,
-    Stream, Tensor,
+    Stream, Tensor, kv_append,
 };
 use blockflash_sys::Kernel;
 use blockflash_sys::manifest::AttentionDecode as AttentionDecodeTile;
-use rand::Rng;
 use std::collections::BTreeMap;
 
 /// Kernels with their tiles, by element type and head dimension.
@@ -37,9 +35,8 @@ pub fn run_or_refuse(
 ) -> Result<usize, String> {
     let mut inputs = DecodeInputs::upload(case, data, stream)?;
     let gpu = stream.device().cuda_properties().ok_or("kernels run on GPUs")?;
-    // What is appended is known only with the outputs; no kernel appends yet.
     let problem = inputs.decode().problem(&inputs.cache()).map_err(|error| error.to_string())?;
-    let accepted = !case.append && accepts(kernel, &problem, gpu).is_ok();
+    let accepted = accepts(kernel, &problem, gpu).is_ok();
     let mut outputs = DecodeOutputs::poisoned(case, stream)?;
     match inputs.launch(&mut outputs, Choice::This(kernel), stream) {
         Ok(()) if accepted => {}
@@ -52,6 +49,29 @@ pub fn run_or_refuse(
         outputs.0.check(&case.attention, reference, stream)
     };
     check().map_err(|error: String| format!("{error}\n    {case:?}"))
+}
+
+/// Runs the append of a case without attention. A kernel that does not accept it must refuse it.
+pub fn append_or_refuse(
+    case: &DecodeCase,
+    data: &DecodeData,
+    kernel: &'static Kernel,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let mut inputs = DecodeInputs::upload(case, data, stream)?;
+    let gpu = stream.device().cuda_properties().ok_or("kernels run on GPUs")?;
+    let accepted = inputs.append_alone(|new, cache| {
+        let accepted = kv_append::accepts(kernel, &new.problem(&cache.as_cache())?, gpu).is_ok();
+        match new.run_with(kernel, cache, stream) {
+            Err(Error::Unsupported { .. }) if !accepted => Ok(false),
+            result => result.map(|()| true),
+        }
+    });
+    if accepted.map_err(|error| format!("{error}\n    {case:?}"))? {
+        wait(stream, &|| format!("{} with {case:?}", kernel.image_name()))?;
+        inputs.check_cache(data, stream).map_err(|error| format!("{error}\n    {case:?}"))?;
+    }
+    Ok(2)
 }
 
 /// Runs a case 30 times and requires the same bits every time.
@@ -112,68 +132,4 @@ pub fn alone_as_in_a_batch(
         }
     }
     Ok(batch)
-}
-
-/// Captures a call while every sequence has one key, and replays it with other lengths up to the
-/// capacity. Each replay gives the bits of a call that is not captured, and some are compared with
-/// the oracle.
-pub fn replays(
-    dtype: DType,
-    head_dim: usize,
-    kernel: &'static Kernel,
-    stream: &Stream,
-    count: usize,
-) -> Result<usize, String> {
-    const LONGEST: usize = 4200;
-    let layout = CacheLayout::Paged {
-        page_size: 64,
-        max_pages: LONGEST.div_ceil(64),
-        spare: 0,
-        shared: 0,
-        heads_first: false,
-    };
-    let choice = Choice::This(kernel);
-    let case_of = |lengths: [usize; 3]| DecodeCase {
-        layout,
-        equal: true,
-        ..DecodeCase::simple(dtype, (8, 2), head_dim, &lengths.map(|keys| (1, keys)))
-    };
-    let (short, full) = (case_of([1; 3]), case_of([LONGEST; 3]));
-    let mut inputs = DecodeInputs::upload(&short, &DecodeData::generate(&short), stream)?;
-    let mut outputs = DecodeOutputs::poisoned(&short, stream)?;
-    let graph = stream
-        .capture(|stream| inputs.launch(&mut outputs, choice, stream))
-        .map_err(|error| format!("capture: {error}"))?;
-    let mut compared = 0;
-    for lengths in [[1, 2, 3], [0, 64, LONGEST], [1023, 1024, 1025], [777, 0, 3333]] {
-        let case = case_of(lengths);
-        let data = DecodeData::generate(&case);
-        inputs.refill(&case, &data, stream)?;
-        outputs.0.poison(stream)?;
-        graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
-        wait(stream, &|| format!("replay with lengths {lengths:?}"))?;
-        let k = inputs.check_cache(&data, stream)?;
-        let reference = super::decode_reference(&case, &data, &k);
-        compared += outputs.0.check(&case.attention, &reference, stream)?;
-    }
-    let mut random = rng(0x6EA9);
-    inputs.refill(&full, &DecodeData::generate(&full), stream)?;
-    for replay in 0..count {
-        let lengths: Vec<u32> = (0..3).map(|_| random.random_range(0..=LONGEST as u32)).collect();
-        if let Some(seqused) = &mut inputs.seqused {
-            refill(seqused, stream, &lengths)?;
-        }
-        outputs.0.poison(stream)?;
-        graph.launch(stream).map_err(|error| format!("replay: {error}"))?;
-        wait(stream, &|| format!("replay {replay} with lengths {lengths:?}"))?;
-        let replayed = outputs.0.bits(stream)?;
-        outputs.0.poison(stream)?;
-        inputs.launch(&mut outputs, choice, stream).map_err(|error| error.to_string())?;
-        wait(stream, &|| format!("a call with lengths {lengths:?}"))?;
-        if replayed != outputs.0.bits(stream)? {
-            return Err(format!("replay {replay} with lengths {lengths:?} differs from a call"));
-        }
-        compared += 1;
-    }
-    Ok(compared)
 }

@@ -9,6 +9,7 @@ mod kernels;
 mod merge;
 mod outputs;
 mod reference;
+mod replays;
 mod run;
 mod strategy;
 
@@ -17,10 +18,11 @@ pub use data::DecodeData;
 pub use edges::{decode_edges, decode_lengths};
 pub use garbage::survives_garbage;
 pub use kernels::{
-    DecodeGroup, alone_as_in_a_batch, decode_groups, replays, run_or_refuse, same_bits,
+    DecodeGroup, alone_as_in_a_batch, append_or_refuse, decode_groups, run_or_refuse, same_bits,
 };
 pub use merge::{MergeCase, merge_cases, run_merge};
 pub use outputs::{DecodeOutputs, run_case};
 pub use reference::decode_reference;
+pub use replays::replays;
 pub use run::DecodeInputs;
 pub use strategy::decode_cases;

@@ -5,9 +5,9 @@ use crate::attention::{AttentionReference, visible_keys};
 use blockflash_oracle::{AttentionRow, Scores, attention_row};
 use rayon::prelude::*;
 
-/// Exact and plain values of all rows of a case. `k` are the keys as they lie in the cache after
-/// the call, in the order of the data.
-pub fn decode_reference(case: &DecodeCase, data: &DecodeData, k: &[f32]) -> AttentionReference {
+/// Exact and plain values of all rows of a case.
+pub fn decode_reference(case: &DecodeCase, data: &DecodeData) -> AttentionReference {
+    let k = data.keys(case);
     let (call, sequences, lists) = (&case.attention, case.attention.sequences(), case.lists());
     let rows: Vec<[usize; 3]> = sequences
         .iter()

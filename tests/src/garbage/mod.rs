@@ -8,6 +8,7 @@
 
 mod attention;
 mod attention_bwd;
+mod attention_decode;
 mod built_masks;
 mod guarded;
 mod operands;
@@ -16,9 +17,10 @@ mod values;
 
 use crate::gpu::{Gpu, say, wait};
 use crate::number::rng;
+use blockflash_ops::attention_decode::tile;
 use blockflash_ops::{CudaProperties, Stream};
 use blockflash_sys::manifest::{
-    self, AttentionBwdTile, AttentionTile, BsrMatmulTile, BsrSddmmTile, Variant,
+    self, AttentionBwdTile, AttentionDecode, AttentionTile, BsrMatmulTile, BsrSddmmTile, Variant,
 };
 use blockflash_sys::{BlockMaskKernel, Kernel};
 use rand::rngs::StdRng;
@@ -44,6 +46,9 @@ pub enum Kind {
     PackedGradients,
     /// The same under a packed block mask.
     MaskedGradients,
+    /// Attention over a cache with garbage in lengths, block table, lists of pages and
+    /// `cu_seqlens`, which may also append and turn queries.
+    Cached,
     /// A block mask built from garbage, and attention under it.
     BuiltMask,
     /// A matrix made of garbage index arrays; if they are valid, a product with it or with its
@@ -55,7 +60,7 @@ pub enum Kind {
 
 impl Kind {
     /// Kinds of consecutive case numbers.
-    const TURNS: [Self; 14] = [
+    const TURNS: [Self; 16] = [
         Self::Packed,
         Self::PackedMasked,
         Self::BuiltMask,
@@ -70,6 +75,8 @@ impl Kind {
         Self::PackedGradients,
         Self::MaskedGradients,
         Self::PackedGradients,
+        Self::Cached,
+        Self::Cached,
     ];
 
     /// The kind of a case, and the number of earlier cases of this kind.
@@ -100,6 +107,7 @@ pub struct Place {
     imagined: Option<CudaProperties>,
     attention: Vec<(&'static Kernel, AttentionTile)>,
     gradients: Vec<(&'static Kernel, AttentionBwdTile)>,
+    caches: Vec<(&'static Kernel, AttentionDecode)>,
     masks: Vec<&'static Kernel>,
     transposes: Vec<&'static Kernel>,
     products: Vec<(&'static Kernel, BsrMatmulTile)>,
@@ -151,6 +159,7 @@ impl Place {
                 .iter()
                 .filter_map(|kernel| Some((*kernel, kernel.attention_bwd_tile()?)))
                 .collect(),
+            caches: kernels.iter().filter_map(|kernel| Some((*kernel, tile(kernel)?))).collect(),
             masks: kernels.iter().copied().filter(builds).collect(),
             transposes: kernels.iter().copied().filter(transposes).collect(),
             products: kernels.iter().flat_map(with_layouts).collect(),
@@ -164,13 +173,14 @@ impl Place {
         place
     }
 
-    /// Number of kernels of attention, its gradients, masks, their transposes, products and sampled
-    /// products.
-    fn counts(&self) -> [usize; 6] {
-        let Self { attention, gradients, masks, transposes, products, sampled, .. } = self;
+    /// Number of kernels of attention, its gradients, attention over caches, masks, their
+    /// transposes, products and sampled products.
+    fn counts(&self) -> [usize; 7] {
+        let Self { attention, gradients, caches, masks, transposes, products, sampled, .. } = self;
         [
             attention.len(),
             gradients.len(),
+            caches.len(),
             masks.len(),
             transposes.len(),
             products.len(),
@@ -219,6 +229,7 @@ fn run(number: usize, place: &Place) -> Checked<(Kind, Ended)> {
         Kind::Gradients => attention_bwd::dense(&mut turn),
         Kind::PackedGradients => attention_bwd::packed(&mut turn, false),
         Kind::MaskedGradients => attention_bwd::packed(&mut turn, true),
+        Kind::Cached => attention_decode::cached(&mut turn),
         Kind::BuiltMask => built_masks::built(&mut turn),
         Kind::Product => products::product(&mut turn),
         Kind::Sampled => products::sampled(&mut turn),
@@ -243,7 +254,8 @@ fn numbers(usual: usize) -> Range<usize> {
 pub fn fuzz(name: &str, usual: usize, place: &Place) -> BTreeMap<(Kind, Ended), usize> {
     let (mut ended, mut failures) = (BTreeMap::new(), Vec::new());
     say(&format!(
-        "{name}: kernels of attention, gradients, masks, transposes, products, samples: {:?}",
+        "{name}: kernels of attention, gradients, caches, masks, transposes, products, samples: \
+         {:?}",
         place.counts()
     ));
     let mut count = 0;
@@ -280,6 +292,6 @@ mod tests {
             assert_eq!(turn, *next);
             *next += 1;
         }
-        assert_eq!(next.len(), 8);
+        assert_eq!(next.len(), 9);
     }
 }

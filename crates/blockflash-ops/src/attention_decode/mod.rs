@@ -17,12 +17,14 @@ pub use workspace::AttentionDecodeWorkspace;
 pub(crate) use select::support;
 
 use crate::attention::{AttentionOutput, Mask};
-use crate::check::Operand;
-use crate::kv_append::AppendKv;
+use crate::check::{Operand, aligned};
+use crate::kv_append::{self, AppendKv};
 use crate::kv_cache::{KvCache, KvCacheMut, PackedTokens, Rotary};
 use crate::operation::{Operation, Prepared, Steps};
 use crate::{Error, Result};
-use blockflash_safe::{CudaProperties, Device, KvCacheViews, Stream, Tensor, View, ViewMut};
+use blockflash_safe::{
+    CudaProperties, Device, KvCacheViews, Stream, Tensor, TurnedQueries, View, ViewMut,
+};
 use blockflash_sys::{DType, Kernel, manifest};
 
 /// Attention of the last tokens of each sequence to the keys and values in a cache: what
@@ -64,8 +66,7 @@ use blockflash_sys::{DType, Kernel, manifest};
 /// length. The bits of a sequence depend on no other sequence of the batch.
 ///
 /// A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8 up to 256, pages of a multiple
-/// of 16 slots, and pointers and strides of multiples of 16 bytes. It neither appends nor turns
-/// queries yet. The CPU takes every problem.
+/// of 16 slots, and pointers and strides of multiples of 16 bytes. The CPU takes every problem.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionDecode<'a> {
     /// Queries, `[batch, seqlen_q, num_heads_q, head_dim]`, or packed
@@ -116,11 +117,26 @@ pub enum CacheAccess<'o> {
 /// See [`Operation::prepare`].
 pub type PreparedAttentionDecode = Prepared<AttentionDecodeProblem>;
 
-impl CacheAccess<'_> {
+impl<'o> CacheAccess<'o> {
     fn as_cache(&self) -> KvCache<'_> {
         match self {
             Self::Read(cache) => *cache,
             Self::Append(_, cache) => cache.as_cache(),
+        }
+    }
+
+    fn seqused_kv(&self) -> Option<View<'o>> {
+        match self {
+            Self::Read(cache) => cache.seqused_kv,
+            Self::Append(_, cache) => cache.seqused_kv,
+        }
+    }
+
+    /// What is appended, and to what.
+    fn appended(&mut self) -> Option<(&AppendKv<'_>, KvCacheMut<'_>)> {
+        match self {
+            Self::Read(_) => None,
+            Self::Append(new, cache) => Some((new, cache.reborrow())),
         }
     }
 
@@ -257,6 +273,15 @@ impl Steps for AttentionDecode<'_> {
         Ok(problem)
     }
 
+    fn kernels<'k>(
+        kernel: &'k Kernel,
+        problem: &AttentionDecodeProblem,
+        gpu: &CudaProperties,
+    ) -> Result<Vec<&'k Kernel>> {
+        let first = problem.first_step(kernel.target, gpu)?.map(|(kernel, _)| kernel);
+        Ok(first.into_iter().chain([kernel]).collect())
+    }
+
     fn launch(
         &self,
         kernel: &Kernel,
@@ -271,21 +296,37 @@ impl Steps for AttentionDecode<'_> {
             let expected = format!("[at least {needed}]");
             return Err(Error::Shape { what: "workspace", expected, found: vec![bytes] });
         }
-        let AttentionDecodePlan { params, config } = plan::plan(kernel, problem, gpu)?;
-        let AttentionDecodeOperands { cache, o, lse } = operands;
-        let cache = cache.as_cache();
-        let aligned = [
-            ("q", self.q.is_aligned(16)),
-            ("cache.k", cache.k.is_aligned(16)),
-            ("cache.v", cache.v.is_aligned(16)),
-            ("o", o.is_aligned(16)),
-        ];
-        if let Some(&(what, _)) = aligned.iter().find(|(_, aligned)| !aligned) {
-            let problem = "the address is not a multiple of 16".into();
-            return Err(Error::Misaligned { what, problem });
+        // Nothing is queued before everything is planned and checked.
+        let first_step = problem.first_step(kernel.target, gpu)?;
+        let attends = !problem.attention.is_empty();
+        let planned = attends.then(|| plan::plan(kernel, problem, gpu)).transpose()?;
+        let AttentionDecodeOperands { mut cache, mut o, lse } = operands;
+        aligned("q", &self.q)?;
+        aligned("cache.k", &cache.as_cache().k)?;
+        aligned("cache.v", &cache.as_cache().v)?;
+        aligned("o", &o.as_view())?;
+        if let CacheAccess::Append(new, cache) = &cache {
+            new.aligned(cache)?;
         }
+        let cu_seqlens_q = self.packed.map(|packed| packed.cu_seqlens);
+        let rotary = self.rotary.filter(|_| attends);
+        if let Some((kernel, plan)) = first_step {
+            let queries = rotary.map(|rotary| TurnedQueries {
+                q: self.q,
+                turned: o.reborrow(),
+                cu_seqlens: cu_seqlens_q,
+                rotary: [rotary.cos, rotary.sin],
+            });
+            let appends = problem.append.is_some_and(|append| !append.is_empty());
+            let seqused = cache.seqused_kv();
+            let new = cache.appended().filter(|_| appends);
+            kv_append::launch(kernel, &plan, seqused, new, queries, stream)?;
+        }
+        let Some(AttentionDecodePlan { params, config }) = planned else { return Ok(()) };
+        let cache = cache.as_cache();
         let operands = blockflash_safe::AttentionDecodeOperands {
-            q: self.q,
+            // The output holds turned queries.
+            q: rotary.is_none().then_some(self.q),
             cache: KvCacheViews {
                 k: cache.k,
                 v: cache.v,
@@ -295,7 +336,7 @@ impl Steps for AttentionDecode<'_> {
             o,
             lse,
             sink: self.sink,
-            cu_seqlens_q: self.packed.map(|packed| packed.cu_seqlens),
+            cu_seqlens_q,
             pages: self.pages.map(|pages| [pages.lists, pages.counts]),
             workspace: self.workspace.map(AttentionDecodeWorkspace::memory),
         };

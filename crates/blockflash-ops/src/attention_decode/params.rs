@@ -3,8 +3,7 @@ use super::plan::Division;
 use crate::Result;
 use crate::attention::{Align, window_side};
 use crate::check::{to_i32, to_i64};
-use crate::kv_cache::CacheSizes;
-use blockflash_sys::params::{blockflash_attention_decode_params, blockflash_kv_cache};
+use blockflash_sys::params::blockflash_attention_decode_params;
 use std::ptr::{null, null_mut};
 
 /// The sizes, strides and factors of a problem, with null pointers.
@@ -15,22 +14,24 @@ pub(super) fn params(
     let attention = &problem.attention;
     let limits = attention.mask.limits(attention.seqlen_q, attention.seqlen_kv);
     let stride = |value| to_i64("stride", value);
+    // The output holds the queries after they are turned.
+    let q = if problem.rotary.is_some() { attention.o } else { attention.q };
     Ok(blockflash_attention_decode_params {
         q: null(),
         o: null_mut(),
         lse: null_mut(),
         sink: null(),
         cu_seqlens_q: null(),
-        cache: cache_params(&problem.cache)?,
+        cache: problem.cache.params()?,
         page_list: null(),
         page_count: null(),
         partial_sums: null_mut(),
         partial_logs: null_mut(),
         arrivals: null_mut(),
         tile_counter: null_mut(),
-        q_stride_batch: stride(attention.q.batch)?,
-        q_stride_seq: stride(attention.q.seq)?,
-        q_stride_head: stride(attention.q.head)?,
+        q_stride_batch: stride(q.batch)?,
+        q_stride_seq: stride(q.seq)?,
+        q_stride_head: stride(q.head)?,
         o_stride_batch: stride(attention.o.batch)?,
         o_stride_seq: stride(attention.o.seq)?,
         o_stride_head: stride(attention.o.head)?,
@@ -57,25 +58,5 @@ pub(super) fn params(
         // The launch derives them.
         scale_log2: 0.0,
         scale_over_cap: 0.0,
-    })
-}
-
-fn cache_params(cache: &CacheSizes) -> Result<blockflash_kv_cache> {
-    let stride = |value| to_i64("stride", value);
-    Ok(blockflash_kv_cache {
-        k: null(),
-        v: null(),
-        block_table: null(),
-        seqused: null(),
-        k_stride_page: stride(cache.k.batch)?,
-        k_stride_slot: stride(cache.k.seq)?,
-        k_stride_head: stride(cache.k.head)?,
-        v_stride_page: stride(cache.v.batch)?,
-        v_stride_slot: stride(cache.v.seq)?,
-        v_stride_head: stride(cache.v.head)?,
-        block_table_stride: stride(cache.table.map_or(0, |table| table.stride))?,
-        pages: to_i32("pages", cache.pages)?,
-        page_size: to_i32("page_size", cache.page_size)?,
-        capacity: to_i32("capacity", cache.capacity)?,
     })
 }

@@ -5,9 +5,9 @@ use crate::check::{grid_x, to_i32};
 use crate::selection::{fits, tile_of};
 use crate::{Error, Result};
 use blockflash_safe::{CudaProperties, LaunchConfig};
+use blockflash_sys::Kernel;
 use blockflash_sys::manifest::AttentionDecode as AttentionDecodeTile;
 use blockflash_sys::params::blockflash_attention_decode_params;
-use blockflash_sys::{Kernel, Target};
 
 /// Fewest and most keys of a split, as long as a sequence has at most [`MOST_SPLITS`].
 const CHUNK: [usize; 2] = [128, 4096];
@@ -74,9 +74,7 @@ pub fn plan(
     // Each CTA asks once for an item past the last one.
     let blocks = grid_x(&[division.items.min(most)])?;
     grid_x(&[division.items.saturating_add(2 * blocks as usize)])?;
-    // Machine code for Hopper waits for its predecessor itself.
-    let waits = kernel.target == Target::Sm90;
-    let config = LaunchConfig::of(kernel, blocks, waits);
+    let config = LaunchConfig::of(kernel, blocks, kernel.waits_for_predecessor());
     Ok(AttentionDecodePlan { params: params(problem, &division)?, config })
 }
 
@@ -128,8 +126,7 @@ fn most_splits(capacity: usize, splits: usize) -> usize {
 }
 
 /// Bytes of an [`AttentionDecodeWorkspace`] that a kernel needs for a problem that it accepts: for
-/// each item its partial outputs and two numbers per row in f32, and a word; and the queries, if
-/// they are turned.
+/// each item its partial outputs and two numbers per row in f32, and a word.
 ///
 /// # Errors
 /// As [`plan`]; [`Error::TooLarge`] beyond the address space.
@@ -150,19 +147,12 @@ pub fn workspace_bytes(
 impl Division {
     /// Numbers of 32 bits, and words that count, of the workspace.
     fn room(&self, problem: &AttentionDecodeProblem) -> Option<[usize; 2]> {
-        let attention = &problem.attention;
-        let (mut sums, mut words) = (0usize, 0);
-        if self.most_splits > 1 {
-            words = self.items;
-            let row = attention.head_dim.checked_add(2)?;
-            sums = self.items.checked_mul(self.partial_rows)?.checked_mul(row)?;
+        if self.most_splits == 1 {
+            return Some([0, 0]);
         }
-        if problem.rotary.is_some() {
-            let elements = attention.o_shape().into_iter().try_fold(1, usize::checked_mul)?;
-            let bytes = elements.checked_mul(attention.dtype.size())?;
-            sums = sums.checked_next_multiple_of(4)?.checked_add(bytes.div_ceil(4))?;
-        }
-        Some([sums, words])
+        let row = problem.attention.head_dim.checked_add(2)?;
+        let sums = self.items.checked_mul(self.partial_rows)?.checked_mul(row)?;
+        Some([sums, self.items])
     }
 }
 

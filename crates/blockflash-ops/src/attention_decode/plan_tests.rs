@@ -60,7 +60,7 @@ fn room_for_every_item() {
 }
 
 #[test]
-fn packed_queries_listed_pages_and_turned_queries() {
+fn packed_queries_and_listed_pages() {
     let mut packed = problem(8192, [32, 8], 512);
     packed.attention.packed = Some(crate::attention::PackedRows { total_q: 575, total_kv: 0 });
     assert_eq!(of_rows(32, &packed).items, (72 + 64) * 8 * 16);
@@ -69,15 +69,6 @@ fn packed_queries_listed_pages_and_turned_queries() {
     listed.cache.page_size = 128;
     listed.pages = Some(super::super::PageListSizes { capacity: 8 });
     assert_eq!(of_rows(8, &listed).most_splits, 8);
-    let mut turned = problem(100, [32, 8], 1);
-    turned.rotary = Some(crate::kv_cache::RotarySizes {
-        dtype: DType::F32,
-        positions: 100,
-        rotary_dim: 128,
-        strides: [64; 2],
-        pairs: crate::RotaryPairs::Halves,
-    });
-    assert_eq!(of_rows(8, &turned).room(&turned), Some([64 * 32 * 128 / 2, 0]));
 }
 
 #[test]

@@ -1,11 +1,11 @@
 use super::{AttentionDecode, PageListSizes, plan, select};
 use crate::attention::{AttentionProblem, PackedRows, Strides};
 use crate::check::{Operand, finite_positive, vector};
-use crate::kv_append::AppendKvProblem;
+use crate::kv_append::{self, AppendKvPlan, AppendKvProblem};
 use crate::kv_cache::{CacheSizes, KvCache, RotarySizes, token_sizes};
 use crate::{Error, Result};
-use blockflash_safe::Device;
-use blockflash_sys::DType;
+use blockflash_safe::{CudaProperties, Device};
+use blockflash_sys::{DType, Kernel, Target};
 
 /// A call of attention to a cache reduced to plain numbers: what [`select`](super::select) and
 /// [`plan`](super::plan) work on.
@@ -41,6 +41,24 @@ impl AttentionDecodeProblem {
     /// Whether there is no output element to compute and nothing to append.
     pub fn is_empty(&self) -> bool {
         self.attention.is_empty() && self.append.is_none_or(|append| append.is_empty())
+    }
+
+    /// The append and the turning of queries, if there are any, with a kernel that is compiled for
+    /// the same target as that of the attention.
+    pub(super) fn first_step(
+        &self,
+        target: Target,
+        gpu: &CudaProperties,
+    ) -> Result<Option<(&'static Kernel, AppendKvPlan)>> {
+        let append = self.append.filter(|append| !append.is_empty());
+        let rotary = self.rotary.filter(|_| !self.attention.is_empty());
+        if append.is_none() && rotary.is_none() {
+            return Ok(None);
+        }
+        let append = append.unwrap_or_else(|| AppendKvProblem::nothing(self.cache));
+        let kernel = kv_append::select_for(target, &append, gpu)?;
+        let queries = rotary.map(|rotary| (&self.attention, rotary));
+        Ok(Some((kernel, kv_append::plan_with(kernel, &append, queries, gpu)?)))
     }
 
     /// Bytes of workspace on a device.

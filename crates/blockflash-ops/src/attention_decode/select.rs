@@ -39,7 +39,7 @@ impl Problem for AttentionDecodeProblem {
     const OP: &'static str = "attention_decode";
     const INPUTS: &'static str = "queries and the cache";
     const RULES: &'static [Rule<Self>] =
-        &[HEAD_DIM, PAGE_SIZE, SLOTS, STRIDES, ROWS, APPEND, Rule::shared_memory(None)];
+        &[HEAD_DIM, PAGE_SIZE, SLOTS, STRIDES, ROWS, Rule::shared_memory(None)];
 
     type Tile = AttentionDecodeTile;
     type Rank = (bool, u32);
@@ -114,10 +114,7 @@ const HEAD_DIM: DecodeRule = Rule {
 /// Kernels load 16 keys at a time, which must lie in one page. The only page of a sequence may be
 /// of any size.
 const PAGE_SIZE: DecodeRule = Rule {
-    holds: |c| {
-        let cache = &c.problem.cache;
-        cache.table.is_none_or(|table| table.max_pages <= 1) || cache.page_size.is_multiple_of(16)
-    },
+    holds: |c| c.problem.cache.has_whole_steps(),
     refuses: |c| format!("pages of {} slots, not of a multiple of 16", c.problem.cache.page_size),
     excludes_all: None,
 };
@@ -133,7 +130,7 @@ const SLOTS: DecodeRule = Rule {
 
 /// Kernels multiply the strides of slots, in bytes, in 32 bits.
 const STRIDES: DecodeRule = Rule {
-    holds: |c| c.problem.cache.k.seq.max(c.problem.cache.v.seq) < 1 << 30,
+    holds: |c| c.problem.cache.has_near_slots(),
     refuses: |_| "the slots of the cache lie 2^30 elements and more apart".into(),
     excludes_all: None,
 };
@@ -142,12 +139,6 @@ const STRIDES: DecodeRule = Rule {
 const ROWS: DecodeRule = Rule {
     holds: |c| c.problem.group_rows() < 1 << 20,
     refuses: |c| format!("{} rows for a head of keys, not below 2^20", c.problem.group_rows()),
-    excludes_all: None,
-};
-
-const APPEND: DecodeRule = Rule {
-    holds: |c| c.problem.append.is_none() && c.problem.rotary.is_none(),
-    refuses: |_| "no kernel appends to a cache or turns queries yet".into(),
     excludes_all: None,
 };
 

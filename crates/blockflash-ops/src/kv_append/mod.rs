@@ -1,19 +1,25 @@
 //! Appends new keys and values to a cache, with rotary position embedding.
 
 mod cpu;
+mod plan;
 mod problem;
 mod select;
 
+pub use plan::{AppendKvPlan, plan};
 pub use problem::AppendKvProblem;
 pub use select::{accepts, select};
 
+pub(crate) use plan::plan_with;
+pub(crate) use select::select_for;
+
 use crate::Result;
-use crate::check::Operand;
+use crate::check::{Operand, aligned};
 use crate::kv_cache::{KvCache, KvCacheMut, PackedTokens, Rotary};
 use crate::operation::{Operation, Prepared, Steps};
-use crate::selection::unsupported;
-use blockflash_safe::{CudaProperties, Device, Stream, View};
-use blockflash_sys::Kernel;
+use blockflash_safe::{
+    CudaProperties, Device, KvAppendOperands, NewKeys, Stream, TurnedQueries, View,
+};
+use blockflash_sys::{Kernel, manifest};
 
 /// New keys and values for a cache: one append without attention, or the first half of
 /// [`AttentionDecode::append`](crate::AttentionDecode::append).
@@ -21,6 +27,12 @@ use blockflash_sys::Kernel;
 /// The lengths of the cache count the new tokens: of a sequence with `n` of them, token `i` goes to
 /// position `seqused_kv - n + i`. A token whose position is negative or beyond the capacity is
 /// dropped. Sequences must not append to a page that they share: it would hold the token of either.
+/// Lengths and offsets are read on the device, and whatever they hold, nothing outside the cache is
+/// written.
+///
+/// A GPU takes f16 and bf16 with a `head_dim` of any multiple of 8, pages of a multiple of 16
+/// slots, and pointers and strides of multiples of 16 bytes. The CPU takes every problem, and
+/// stores the same bits.
 ///
 /// ```
 /// # use blockflash_ops::{AppendKv, Device, DType, KvCacheMut, Tensor};
@@ -81,6 +93,14 @@ impl<'a> AppendKv<'a> {
         self.rotary.map_or(Ok(()), |rotary| rotary.on(device))
     }
 
+    /// Checks addresses for a kernel.
+    pub(crate) fn aligned(&self, cache: &KvCacheMut<'_>) -> Result<()> {
+        aligned("new.k", &self.k)?;
+        aligned("new.v", &self.v)?;
+        aligned("cache.k", &cache.k.as_view())?;
+        aligned("cache.v", &cache.v.as_view())
+    }
+
     /// Everything of [`Steps::checked`].
     pub(crate) fn checked_with(
         &self,
@@ -92,6 +112,29 @@ impl<'a> AppendKv<'a> {
         cache.on(device)?;
         Ok(problem)
     }
+}
+
+/// Queues a planned append, and the turning of queries that was planned with it.
+pub(crate) fn launch(
+    kernel: &Kernel,
+    AppendKvPlan { params, config }: &AppendKvPlan,
+    seqused: Option<View<'_>>,
+    new: Option<(&AppendKv<'_>, KvCacheMut<'_>)>,
+    queries: Option<TurnedQueries<'_>>,
+    stream: &Stream,
+) -> Result<()> {
+    let new = new.map(|(new, cache)| NewKeys {
+        cache_k: cache.k,
+        cache_v: cache.v,
+        block_table: cache.block_table,
+        k: new.k,
+        v: new.v,
+        cu_seqlens: new.packed.map(|packed| packed.cu_seqlens),
+        rotary: new.rotary.map(|rotary| [rotary.cos, rotary.sin]),
+    });
+    let operands = KvAppendOperands { seqused, new, queries };
+    stream.launch::<manifest::KvAppend>(kernel, config, params, operands)?;
+    Ok(())
 }
 
 impl Steps for AppendKv<'_> {
@@ -109,13 +152,15 @@ impl Steps for AppendKv<'_> {
     fn launch(
         &self,
         kernel: &Kernel,
-        _problem: &AppendKvProblem,
+        problem: &AppendKvProblem,
         gpu: &CudaProperties,
-        _cache: KvCacheMut<'_>,
-        _stream: &Stream,
+        cache: KvCacheMut<'_>,
+        stream: &Stream,
     ) -> Result<()> {
-        let what = format!("{}: this kernel cannot be launched yet", kernel.symbol());
-        Err(unsupported::<AppendKvProblem>(&gpu.compute_capability, what))
+        let plan = plan::plan(kernel, problem, gpu)?;
+        self.aligned(&cache)?;
+        let seqused = cache.seqused_kv;
+        launch(kernel, &plan, seqused, Some((self, cache)), None, stream)
     }
 
     fn compute(

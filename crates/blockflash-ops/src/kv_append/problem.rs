@@ -23,6 +23,12 @@ pub struct AppendKvProblem {
 }
 
 impl AppendKvProblem {
+    /// No token for this cache.
+    pub(crate) fn nothing(cache: CacheSizes) -> Self {
+        let none = Strides { batch: 0, seq: 0, head: 0 };
+        Self { cache, tokens: 0, packed: None, k: none, v: none, rotary: None }
+    }
+
     /// Whether there is nothing to store.
     pub fn is_empty(&self) -> bool {
         let rows = self.packed.map_or(self.tokens, |total| total.min(self.tokens));

@@ -2,15 +2,29 @@ use super::AppendKvProblem;
 use crate::Result;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule};
 use blockflash_safe::CudaProperties;
-use blockflash_sys::{DType, Kernel};
+use blockflash_sys::manifest::{KvAppend, Variant};
+use blockflash_sys::{DType, Kernel, Target};
 use std::sync::LazyLock;
 
 /// The kernel for an append on a GPU.
 ///
 /// # Errors
-/// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers.
+/// [`Error::Unsupported`](crate::Error::Unsupported) names what no kernel offers: the element type,
+/// the head dimension, the page size, the architecture.
 pub fn select(problem: &AppendKvProblem, gpu: &CudaProperties) -> Result<&'static Kernel> {
     selection::select(problem, gpu)
+}
+
+/// The kernel for an append that is compiled for this target.
+pub(crate) fn select_for(
+    target: Target,
+    problem: &AppendKvProblem,
+    gpu: &CudaProperties,
+) -> Result<&'static Kernel> {
+    let kernels = AppendKvProblem::kernels().iter().flat_map(|peers| &peers.kernels);
+    let of_target = kernels.map(|&(kernel, _)| kernel).filter(|kernel| kernel.target == target);
+    let found = of_target.into_iter().find(|kernel| accepts(kernel, problem, gpu).is_ok());
+    found.map_or_else(|| select(problem, gpu), Ok)
 }
 
 /// Whether this kernel can do the append on this GPU.
@@ -23,14 +37,18 @@ pub fn accepts(kernel: &Kernel, problem: &AppendKvProblem, gpu: &CudaProperties)
 
 impl Problem for AppendKvProblem {
     const OP: &'static str = "kv_append";
-    const RULES: &'static [Rule<Self>] = &[];
+    const INPUTS: &'static str = "new keys and the cache";
+    const RULES: &'static [Rule<Self>] = &[HEAD_DIM, PAGE_SIZE, STRIDES];
 
-    /// The element type; no kernel is made yet.
+    /// The element type.
     type Tile = DType;
     type Rank = ();
 
-    fn tile(_: &Kernel) -> Option<DType> {
-        None
+    fn tile(kernel: &Kernel) -> Option<DType> {
+        match kernel.variant {
+            Variant::KvAppend(KvAppend { dtype }) => Some(dtype),
+            _ => None,
+        }
     }
 
     fn kernels() -> &'static [Peers<'static, Self>] {
@@ -48,3 +66,24 @@ impl Problem for AppendKvProblem {
         (*tile, 0)
     }
 }
+
+type AppendRule = Rule<AppendKvProblem>;
+
+const HEAD_DIM: AppendRule = Rule {
+    holds: |c| c.problem.cache.head_dim.is_multiple_of(8),
+    refuses: |c| format!("head_dim {} is not a multiple of 8", c.problem.cache.head_dim),
+    excludes_all: None,
+};
+
+/// What attention over the cache takes.
+const PAGE_SIZE: AppendRule = Rule {
+    holds: |c| c.problem.cache.has_whole_steps(),
+    refuses: |c| format!("pages of {} slots, not of a multiple of 16", c.problem.cache.page_size),
+    excludes_all: None,
+};
+
+const STRIDES: AppendRule = Rule {
+    holds: |c| c.problem.cache.has_near_slots(),
+    refuses: |_| "the slots of the cache lie 2^30 elements and more apart".into(),
+    excludes_all: None,
+};

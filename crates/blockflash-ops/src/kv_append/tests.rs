@@ -132,3 +132,37 @@ fn wrong_tokens_are_named() {
     let op = AppendKv { packed, ..AppendKv::new(good.view(), good.view()) };
     assert!(message(op).contains("[total, num_heads, head_dim]"));
 }
+
+/// On each GPU there is a kernel, planned within its checks, for what attention over a cache takes.
+#[test]
+fn gpus_have_kernels() {
+    use crate::fixtures::gpus;
+    use crate::kv_cache::{CacheSizes, TableSizes};
+    let of = |dtype, head_dim| {
+        let cache = CacheSizes::contiguous(dtype, [3, 1000], 2, head_dim);
+        let new =
+            crate::attention::Strides { batch: 8 * head_dim, seq: 2 * head_dim, head: head_dim };
+        AppendKvProblem { tokens: 4, k: new, v: new, ..AppendKvProblem::nothing(cache) }
+    };
+    for gpu in gpus() {
+        for (head_dim, dtype) in [(8, DType::F16), (72, DType::BF16), (512, DType::BF16)] {
+            let problem = of(dtype, head_dim);
+            let kernel = select(&problem, &gpu).unwrap();
+            let AppendKvPlan { params, config } = plan(kernel, &problem, &gpu).unwrap();
+            assert_eq!(config.grid[0] as usize, (3 * 4 * 2 * head_dim / 8).div_ceil(256));
+            assert_eq!(config.programmatic_dependent_launch, kernel.waits_for_predecessor());
+            assert_eq!((params.seqlen_new, params.cache.capacity), (4, 1000));
+            assert_eq!(select_for(kernel.target, &problem, &gpu).unwrap(), kernel);
+        }
+        let message = |problem: &AppendKvProblem| select(problem, &gpu).unwrap_err().to_string();
+        assert!(message(&of(DType::F32, 64)).contains("f32"));
+        assert!(message(&of(DType::F16, 60)).contains("multiple of 8"));
+        let mut paged = of(DType::F16, 64);
+        paged.cache.table = Some(TableSizes { max_pages: 2, stride: 2 });
+        assert!(message(&paged).contains("multiple of 16"));
+        let mut odd = of(DType::F16, 64);
+        odd.k.seq += 4;
+        let error = plan(select(&odd, &gpu).unwrap(), &odd, &gpu).unwrap_err();
+        assert!(matches!(error, Error::Misaligned { what: "new.k", .. }), "{error}");
+    }
+}

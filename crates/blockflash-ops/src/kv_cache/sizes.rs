@@ -1,9 +1,11 @@
 use super::KvCache;
 use crate::attention::{MAX_SEQLEN, Strides};
-use crate::check::{Operand, to_i32, vector};
+use crate::check::{Operand, to_i32, to_i64, vector};
 use crate::{Error, Result};
 use blockflash_safe::View;
 use blockflash_sys::DType;
+use blockflash_sys::params::blockflash_kv_cache;
+use std::ptr::null;
 
 /// A [`KvCache`] reduced to plain numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,6 +69,38 @@ impl CacheSizes {
             table,
             seqused_kv,
         }
+    }
+
+    /// Sizes and strides for kernels, with null pointers.
+    pub(crate) fn params(&self) -> Result<blockflash_kv_cache> {
+        let stride = |value| to_i64("stride", value);
+        Ok(blockflash_kv_cache {
+            k: null(),
+            v: null(),
+            block_table: null(),
+            seqused: null(),
+            k_stride_page: stride(self.k.batch)?,
+            k_stride_slot: stride(self.k.seq)?,
+            k_stride_head: stride(self.k.head)?,
+            v_stride_page: stride(self.v.batch)?,
+            v_stride_slot: stride(self.v.seq)?,
+            v_stride_head: stride(self.v.head)?,
+            block_table_stride: stride(self.table.map_or(0, |table| table.stride))?,
+            pages: to_i32("pages", self.pages)?,
+            page_size: to_i32("page_size", self.page_size)?,
+            capacity: to_i32("capacity", self.capacity)?,
+        })
+    }
+
+    /// Whether 16 keys from a multiple of 16 on lie in one page. The only page of a sequence may be
+    /// of any size.
+    pub(crate) fn has_whole_steps(&self) -> bool {
+        self.table.is_none_or(|table| table.max_pages <= 1) || self.page_size.is_multiple_of(16)
+    }
+
+    /// Whether 32 bits hold the strides of slots in bytes.
+    pub(crate) fn has_near_slots(&self) -> bool {
+        self.k.seq.max(self.v.seq) < 1 << 30
     }
 }
 

@@ -81,7 +81,8 @@ impl<'a> KvCacheViews<'a> {
 #[derive(Debug)]
 pub struct AttentionDecodeOperands<'a> {
     /// `[batch, seqlen_q, num_heads_q, head_dim]`, packed `[total_q, num_heads_q, head_dim]`.
-    pub q: View<'a>,
+    /// `None` if `o` holds the queries.
+    pub q: Option<View<'a>>,
     /// The keys and values.
     pub cache: KvCacheViews<'a>,
     /// As `q`.
@@ -99,14 +100,30 @@ pub struct AttentionDecodeOperands<'a> {
     pub workspace: Option<&'a BsrPartsMemory>,
 }
 
+impl AttentionDecodeOperands<'_> {
+    /// The queries. A row tile is read before its output is written.
+    fn queries(&self) -> View<'_> {
+        self.q.unwrap_or_else(|| self.o.as_view())
+    }
+}
+
 impl Operands for AttentionDecodeOperands<'_> {
     fn views(&self) -> impl AsRef<[Option<View<'_>>]> {
         let [k, v, table, seqused] = self.cache.views();
         let [list, count] = self.pages.map_or([None, None], |both| both.map(Some));
         let workspace = self.workspace.map(BsrPartsMemory::view);
         let lse = self.lse.as_ref().map(ViewMut::as_view);
-        let [q, o] = [self.q, self.o.as_view()].map(Some);
-        let first = [q, o, lse, self.sink, self.cu_seqlens_q, k, v, table, seqused];
+        let first = [
+            self.q,
+            Some(self.o.as_view()),
+            lse,
+            self.sink,
+            self.cu_seqlens_q,
+            k,
+            v,
+            table,
+            seqused,
+        ];
         let second = [list, count, workspace];
         first.into_iter().chain(second).collect::<Vec<_>>()
     }
@@ -157,7 +174,7 @@ impl AttentionDecodeOperands<'_> {
                 }
             }
         };
-        rows("q", &self.q, [p.q_stride_batch, p.q_stride_seq, p.q_stride_head])?;
+        rows("q", &self.queries(), [p.q_stride_batch, p.q_stride_seq, p.q_stride_head])?;
         rows("o", &self.o.as_view(), [p.o_stride_batch, p.o_stride_seq, p.o_stride_head])?;
         if let Some(lse) = &self.lse {
             let (lse, head) = (lse.as_view(), (heads_q, p.lse_stride_head));
@@ -244,7 +261,7 @@ unsafe impl Launch for AttentionDecode {
         let sums = operands.workspace.map_or(null_mut(), BsrPartsMemory::sums_pointer);
         let logs = p.items as usize * p.partial_rows as usize * p.head_dim as usize;
         Ok(blockflash_attention_decode_params {
-            q: pointer(&operands.q),
+            q: pointer(&operands.queries()),
             o: pointer_mut(&operands.o),
             lse: optional(lse.as_ref()).cast_mut().cast(),
             sink: optional(operands.sink.as_ref()).cast(),

@@ -41,7 +41,7 @@ pub struct AttentionMerge {
 const THREADS: u32 = 128;
 
 /// The element type that a parameter names.
-fn dtype_of(code: i32) -> Fit<DType> {
+pub(super) fn dtype_of(code: i32) -> Fit<DType> {
     match code {
         BLOCKFLASH_DTYPE_F16 => Ok(DType::F16),
         BLOCKFLASH_DTYPE_BF16 => Ok(DType::BF16),

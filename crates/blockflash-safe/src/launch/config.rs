@@ -33,8 +33,7 @@ impl LaunchConfig {
     }
 
     /// Checks the geometry against the kernel and the number of tiles. Persistent kernels share the
-    /// tiles among any number of CTAs up to one per tile. All others have one CTA per tile and do
-    /// not wait for their predecessor.
+    /// tiles among any number of CTAs up to one per tile. All others have one CTA per tile.
     pub(super) fn fits(&self, kernel: &Kernel, tiles: i128, persistent: bool) -> Fit {
         let [x, y, z] = self.grid;
         let blocks = if persistent { 1..=tiles } else { tiles..=tiles };
@@ -52,14 +51,14 @@ impl LaunchConfig {
         };
         require(self.cluster == kernel.cluster(), expected)?;
         require(x % blocks == 0, "the last cluster is not whole")?;
+        let early = self.programmatic_dependent_launch && !kernel.waits_for_predecessor();
+        require(!early, "the kernel does not wait for its predecessor itself")?;
         if persistent {
             // Each CTA looks for a tile past the last one, and the counter has 32 bits.
             let past = tiles + 2 * i128::from(x);
-            require(past <= i128::from(i32::MAX), "there are too many tiles")
-        } else {
-            let pdl = self.programmatic_dependent_launch;
-            require(!pdl, "the kernel does not wait for its predecessor itself")
+            require(past <= i128::from(i32::MAX), "there are too many tiles")?;
         }
+        Ok(())
     }
 
     /// The launch attributes that the configuration asks for, and their number.

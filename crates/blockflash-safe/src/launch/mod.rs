@@ -24,6 +24,7 @@ mod bsr_sddmm_portable;
 mod checked;
 mod config;
 mod fit;
+mod kv_append;
 mod probe;
 
 pub use attention_bwd::{
@@ -40,6 +41,7 @@ pub use bsr_parts::{BsrParts, BsrPartsMemory};
 pub use bsr_sddmm::BsrSddmmOperands;
 pub use checked::{Launch, Operands};
 pub use config::LaunchConfig;
+pub use kv_append::{KvAppendOperands, NewKeys, TurnedQueries};
 pub use probe::PROBE_CHUNK_BYTES;
 
 use crate::Kernel;
@@ -57,6 +59,7 @@ pub fn param_bytes(kernel: &Kernel) -> Option<usize> {
         of::<manifest::AttentionBwdHopper>,
         of::<manifest::AttentionDecode>,
         of::<AttentionMerge>,
+        of::<manifest::KvAppend>,
         of::<manifest::BsrMatmul>,
         of::<manifest::BsrMatmulAny>,
         of::<manifest::BsrMatmulHopper>,

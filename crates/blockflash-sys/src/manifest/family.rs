@@ -29,10 +29,15 @@ pub trait Family {
         false
     }
 
-    /// Whether CTAs take one tile after another. Such a kernel itself waits for the one before it
-    /// on the stream. CTAs of all other kernels have one tile each.
+    /// Whether CTAs take one tile after another. CTAs of all other kernels have one tile each.
     fn is_persistent(&self) -> bool {
         self.counts_tiles()
+    }
+
+    /// Whether the source waits itself for the kernel before it on the stream, which machine code
+    /// for Hopper can ([`Kernel::waits_for_predecessor`](super::Kernel::waits_for_predecessor)).
+    fn waits_for_predecessor(&self) -> bool {
+        self.is_persistent()
     }
 
     /// Calls `define` with the name and the value of each preprocessor definition, except for the

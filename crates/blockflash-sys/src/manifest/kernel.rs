@@ -56,6 +56,13 @@ impl Kernel {
         self.family().smem_bytes()
     }
 
+    /// Whether the machine code waits for the kernel before it on the stream, so that it may start
+    /// before that kernel ends (programmatic dependent launch).
+    pub fn waits_for_predecessor(&self) -> bool {
+        let can_wait = matches!(self.target, Target::Sm90 | Target::Sm90a);
+        can_wait && self.family().waits_for_predecessor()
+    }
+
     /// Preprocessor definitions of this kernel; `config/` is their only reader.
     pub fn macros(&self) -> Vec<(&'static str, String)> {
         let mut macros = vec![

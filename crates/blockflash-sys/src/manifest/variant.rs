@@ -2,7 +2,7 @@ use super::family::Family;
 use super::{
     attention_bwd_sm80, attention_bwd_sm90a, attention_decode_sm80, attention_fwd_sm80,
     attention_fwd_sm90a, attention_merge_sm80, block_mask, bsr_matmul_any_sm80, bsr_matmul_sm80,
-    bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, probe,
+    bsr_matmul_sm90a, bsr_sddmm_sm80, bsr_sddmm_sm90a, kv_append_sm80, probe,
 };
 use crate::Target;
 
@@ -22,6 +22,8 @@ pub enum Variant {
     AttentionDecode(attention_decode_sm80::AttentionDecode),
     /// Attention over all keys from attention over parts of them.
     AttentionMerge(attention_merge_sm80::AttentionMerge),
+    /// Appending to a cache, and rotary embeddings.
+    KvAppend(kv_append_sm80::KvAppend),
     /// BSR matrix times dense matrix, with the instructions of Ampere and later.
     BsrMatmul(bsr_matmul_sm80::BsrMatmul),
     /// The same with A as stored or transposed, and with row-major or column-major B and C: the
@@ -51,6 +53,7 @@ impl Variant {
             Variant::AttentionBwdHopper(tile) => tile,
             Variant::AttentionDecode(tile) => tile,
             Variant::AttentionMerge(kernel) => kernel,
+            Variant::KvAppend(kernel) => kernel,
             Variant::BsrMatmul(tile) => tile,
             Variant::BsrMatmulAny(tile) => tile,
             Variant::BsrMatmulHopper(tile) => tile,
@@ -70,6 +73,7 @@ impl Variant {
         variants.extend(attention_bwd_sm80::tiles(target).map(Variant::AttentionBwd));
         variants.extend(attention_decode_sm80::tiles(target).map(Variant::AttentionDecode));
         variants.extend(attention_merge_sm80::tiles(target).map(Variant::AttentionMerge));
+        variants.extend(kv_append_sm80::tiles(target).map(Variant::KvAppend));
         variants.extend(bsr_matmul_sm90a::tiles(target).map(Variant::BsrMatmulHopper));
         variants.extend(bsr_sddmm_sm90a::tiles(target).map(Variant::BsrSddmmHopper));
         variants.extend(bsr_sddmm_sm80::tiles(target).map(Variant::BsrSddmm));

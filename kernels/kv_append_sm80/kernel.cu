@@ -1,0 +1,163 @@
+// Appends keys and values to a cache, and turns them and queries by their positions (rotary
+// embedding).
+//
+// A row is one head of one token of new keys or of queries, and a thread writes 8 elements of it.
+#include "blockflash/attention/packed_rows.cuh"
+#include "blockflash/config/kv_append.cuh"
+#include "blockflash/decode/pages.cuh"
+#include "blockflash/mma/element.cuh"
+#include "blockflash/params/kv_append.h"
+#include "blockflash/ptx/launch.cuh"
+
+namespace blockflash {
+namespace {
+
+using Config = KvAppendConfig;
+using Element = Config::Element;
+using Traits = ElementTraits<Element>;
+using Params = blockflash_kv_append_params;
+
+constexpr int kPiece = 8;  // elements of 16 bytes
+
+// A token of a batch, packed or not.
+struct Token {
+  int sequence, index, count;  // its place among the tokens of its sequence
+  int batch, row;              // factors of the strides
+
+  static __device__ __forceinline__ Token of(const int32_t* cu_seqlens, int token, int batch,
+                                             int seqlen, int total) {
+    if (cu_seqlens == nullptr) {
+      const int sequence = token / seqlen, index = token - sequence * seqlen;
+      return {sequence, index, seqlen, sequence, index};
+    }
+    // The last sequence that begins at or before the token. Offsets that do not ascend lead to some
+    // sequence, which need not hold the token.
+    int first = 0, last = batch - 1;
+    while (first < last) {
+      const int middle = last - (last - first) / 2;
+      if (cu_seqlens[middle] <= token)
+        first = middle;
+      else
+        last = middle - 1;
+    }
+    const PackedRows rows = PackedRows::of(cu_seqlens, first, total, seqlen);
+    return {first, token - rows.begin, rows.length, 0, token};
+  }
+  __device__ __forceinline__ bool exists() const { return index >= 0 && index < count; }
+  // Lengths are not clamped here: a token that does not fit keeps its position.
+  __device__ __forceinline__ int64_t position(const blockflash_kv_cache& cache) const {
+    const int64_t length = cache.seqused == nullptr ? cache.capacity : cache.seqused[sequence];
+    return length - count + index;
+  }
+};
+
+__device__ __forceinline__ uint4 load_piece(const Element* row, int column) {
+  return *reinterpret_cast<const uint4*>(row + column);
+}
+
+__device__ __forceinline__ void store_piece(Element* row, int column, const uint4& piece) {
+  *reinterpret_cast<uint4*>(row + column) = piece;
+}
+
+// Element `column` of a row, turned together with its partner. Products and sums are rounded one by
+// one, as on the CPU.
+__device__ __forceinline__ float turned_element(const blockflash_rotary& rotary, const Element* row,
+                                                int column, int64_t position) {
+  const int half = rotary.dim / 2;
+  const bool interleaved = rotary.pairs == BLOCKFLASH_ROTARY_INTERLEAVED;
+  const bool is_second = interleaved ? column % 2 == 1 : column >= half;
+  const int apart = interleaved ? 1 : half;
+  const int partner = is_second ? column - apart : column + apart;
+  const int pair = interleaved ? column / 2 : is_second ? partner : column;
+  const auto value = [&](int i) {
+    return Traits::to_float(reinterpret_cast<const uint16_t*>(row)[i]);
+  };
+  const float cos = load_element(rotary.cos, position * rotary.cos_stride + pair, rotary.dtype);
+  const float sin = load_element(rotary.sin, position * rotary.sin_stride + pair, rotary.dtype);
+  const float along = __fmul_rn(value(column), cos), across = __fmul_rn(value(partner), sin);
+  return is_second ? __fadd_rn(across, along) : __fsub_rn(along, across);
+}
+
+// Eight elements of a row that are turned by the angles of a position.
+__device__ __forceinline__ uint4 turned(const blockflash_rotary& rotary, const Element* row,
+                                        int column, int64_t position) {
+  uint4 piece = load_piece(row, column);
+  if (rotary.cos == nullptr) return piece;
+  position = min(max(position, int64_t{0}), int64_t{rotary.positions - 1});
+  uint32_t* const words[] = {&piece.x, &piece.y, &piece.z, &piece.w};
+#pragma unroll
+  for (int i = 0; i < kPiece / 2; ++i) {
+    const int at = column + i * 2;
+    if (at >= rotary.dim) break;
+    *words[i] = Traits::pack(turned_element(rotary, row, at, position),
+                             turned_element(rotary, row, at + 1, position));
+  }
+  return piece;
+}
+
+__device__ __forceinline__ void append(const Params& p, int row, int column) {
+  const int number = row / p.num_heads_kv, head = row - number * p.num_heads_kv;
+  const Token token = Token::of(p.cu_seqlens_new, number, p.batch, p.seqlen_new, p.total_new);
+  if (!token.exists()) return;
+  const blockflash_kv_cache& cache = p.cache;
+  const int64_t position = token.position(cache);
+  if (position < 0 || position >= cache.capacity) return;
+  const int key = static_cast<int>(position);
+  const int page_column = key / cache.page_size;
+  const int64_t slot = key - page_column * cache.page_size;
+  const int64_t page = page_of_column(cache, token.sequence, page_column);
+  Element* const k = static_cast<Element*>(const_cast<void*>(cache.k)) +
+                     page * cache.k_stride_page + slot * cache.k_stride_slot +
+                     head * cache.k_stride_head;
+  Element* const v = static_cast<Element*>(const_cast<void*>(cache.v)) +
+                     page * cache.v_stride_page + slot * cache.v_stride_slot +
+                     head * cache.v_stride_head;
+  const Element* const k_new = static_cast<const Element*>(p.k_new) +
+                               token.batch * p.k_new_stride_batch + token.row * p.k_new_stride_seq +
+                               head * p.k_new_stride_head;
+  const Element* const v_new = static_cast<const Element*>(p.v_new) +
+                               token.batch * p.v_new_stride_batch + token.row * p.v_new_stride_seq +
+                               head * p.v_new_stride_head;
+  store_piece(k, column, turned(p.rotary_new, k_new, column, position));
+  store_piece(v, column, load_piece(v_new, column));
+}
+
+__device__ __forceinline__ void turn_query(const Params& p, int row, int column) {
+  const int number = row / p.num_heads_q, head = row - number * p.num_heads_q;
+  const Token token = Token::of(p.cu_seqlens_q, number, p.batch, p.seqlen_q, p.total_q);
+  if (!token.exists()) return;
+  const Element* const from = static_cast<const Element*>(p.q) + token.batch * p.q_stride_batch +
+                              token.row * p.q_stride_seq + head * p.q_stride_head;
+  Element* const to = static_cast<Element*>(p.q_turned) + token.batch * p.q_turned_stride_batch +
+                      token.row * p.q_turned_stride_seq + head * p.q_turned_stride_head;
+  store_piece(to, column, turned(p.rotary_q, from, column, token.position(p.cache)));
+}
+
+// Rows of all tokens of a batch, which 32 bits count.
+__device__ __forceinline__ int rows_of(const int32_t* cu_seqlens, int batch, int seqlen, int total,
+                                       int heads) {
+  return (cu_seqlens == nullptr ? batch * seqlen : total) * heads;
+}
+
+}  // namespace
+}  // namespace blockflash
+
+BLOCKFLASH_KERNEL(const __grid_constant__ blockflash_kv_append_params p) {
+  using namespace blockflash;
+  ptx::wait_for_predecessors();
+  // Attention waits for all of this kernel itself.
+  ptx::launch_dependents();
+  const int pieces = p.head_dim / kPiece;
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * Config::threads + threadIdx.x;
+  const int64_t row = thread / pieces;
+  const int column = static_cast<int>(thread - row * pieces) * kPiece;
+  const int new_rows = p.k_new == nullptr ? 0
+                                          : rows_of(p.cu_seqlens_new, p.batch, p.seqlen_new,
+                                                    p.total_new, p.num_heads_kv);
+  const int query_rows =
+      p.q == nullptr ? 0 : rows_of(p.cu_seqlens_q, p.batch, p.seqlen_q, p.total_q, p.num_heads_q);
+  if (row < new_rows)
+    append(p, static_cast<int>(row), column);
+  else if (row - new_rows < query_rows)
+    turn_query(p, static_cast<int>(row - new_rows), column);
+}
