@@ -46,6 +46,11 @@ PEERS = {
         "fa4_deterministic": ("flash4", "Flash4BlockSparseDeterministic"),
         "flex": ("backward", "Flex"),
     },
+    "attention_decode": {
+        "cudnn": ("decode", "SdpaCudnn"),
+        "fa2": ("decode", "SdpaFlash"),
+        "fa3": ("decode", "Flash3"),
+    },
     "bsr_matmul": {
         "torch_triton_bsr": ("bsr", "TritonDefault"),
         "torch_triton_bsr_tuned": ("bsr", "TritonTuned"),
@@ -137,6 +142,10 @@ class Server:
             self.drop({})
             self.inputs = peer.Inputs(case, self.device)
             self.case = case
+        if request.get("cache") == "rotated":
+            if not hasattr(self.inputs, "rotate"):
+                raise ValueError("launches take copies in turn only of a cache of keys and values")
+            self.inputs.rotate(request.get("flush_bytes", 0))
         if case.get("fresh_bytes", 0) > 0 and not getattr(peer, "takes_fresh", False):
             raise ValueError("this rival multiplies one and the same a, which may be in a cache")
         call = peer(self.inputs, request.get("options", {}))
@@ -169,12 +178,12 @@ class Server:
     def flush(self, request):
         """A tensor to overwrite before each launch if the L2 cache shall be cold, else None."""
         cache, size = request.get("cache", "warm"), request.get("flush_bytes", 0)
-        if cache == "warm":
+        if cache in ("warm", "rotated"):
             return None
         if cache != "cold" or size <= 0:
             raise ValueError(
-                f"cache {cache!r} with flush_bytes {size}: it is warm, or cold with bytes to "
-                f"overwrite"
+                f"cache {cache!r} with flush_bytes {size}: it is warm, rotated, or cold with "
+                f"bytes to overwrite"
             )
         if self.scratch is None or self.scratch.numel() < size:
             import torch

@@ -7,6 +7,7 @@ mod host;
 mod limits;
 mod markdown;
 mod notes;
+mod rate;
 pub(crate) mod run;
 #[cfg(test)]
 pub(crate) mod sample;
@@ -17,6 +18,7 @@ pub use against::{Against, AgainstError, against};
 pub use break_even::{BreakEven, break_even};
 pub use cells::{Cells, Detail, cells};
 pub use markdown::{Image, align, markdown};
+pub use rate::{rate, unit};
 pub(crate) use notes::day;
 pub(crate) use run::fastest;
 
