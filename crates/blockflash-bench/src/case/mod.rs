@@ -39,6 +39,7 @@ pub(crate) use bsr_sddmm::SddmmGrid;
 pub use bsr_sddmm::SddmmShape;
 pub(crate) use decode::DecodeGrid;
 pub use decode::{DecodeShape, Fill};
+pub use decode_rows::{CacheRows, QueryRows};
 pub(crate) use grid::GridPeers;
 pub use lengths::{Lengths, LengthsError};
 pub use mask_kind::MaskKind;
