@@ -1,5 +1,5 @@
-"""Rivals of attention to a cache of keys and values. Queries are [batch, seqlen_q, heads, head_dim],
-the last ones of their sequences; a cache is [batch, seqlen_kv, heads, head_dim] or, in pages,
+"""Rivals of attention to a cache of keys and values. Queries are the last ones of their sequences,
+[batch, seqlen_q, heads, head_dim]; a cache is [batch, seqlen_kv, heads, head_dim] or, in pages,
 [pages, page_size, heads, head_dim] with a random table."""
 
 import math

@@ -240,7 +240,7 @@ impl Report {
         cases.par_iter().for_each_init(stream, |stream, case| {
             let prepared = prepare(case);
             for (kernel, tile) in kernels {
-                if { report.lock().unwrap().is_wanted(kernel) } {
+                if report.lock().unwrap().is_wanted(kernel) {
                     let result = check(case, &prepared, (kernel, tile), stream);
                     report.lock().unwrap().add(kernel, result);
                 }

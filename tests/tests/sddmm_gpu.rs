@@ -85,12 +85,11 @@ fn every_kernel() {
     let Some(gpu) = gpu("sddmm_gpu::every_kernel") else { return };
     let check = |(_, kernels): Group, gpu: &Gpu, report: &mut Report| {
         let cases = cases_of(&kernels[0].1);
-        let check = |case: &SddmmCase,
-                     (data, reference): &(SddmmData, SddmmReference),
-                     (kernel, _): (&'static Kernel, &BsrSddmmTile),
-                     stream: &Stream| {
-            run_on_kernel(case, data, reference, kernel, stream)
-        };
+        let check =
+            |case: &SddmmCase,
+             (data, reference): &(SddmmData, SddmmReference),
+             (kernel, _): (&'static Kernel, &BsrSddmmTile),
+             stream: &Stream| { run_on_kernel(case, data, reference, kernel, stream) };
         report.run_cases(gpu, &cases, &kernels, prepared, check);
         report.run_each(gpu, &kernels, |kernel, tile, stream| {
             let story = |what: &'static str| {

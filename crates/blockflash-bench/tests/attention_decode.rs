@@ -38,11 +38,8 @@ impl Files {
     fn new(name: &str) -> Self {
         let folder = Folder::new(name);
         let random = |shape: &[usize], lane| normal(DType::F16, shape, 1, lane, |_| ()).unwrap();
-        let arrays = [
-            random(&[2, 2, 4, 8], 0),
-            random(&[6, 16, 2, 8], 1),
-            random(&[6, 16, 2, 8], 2),
-        ];
+        let arrays =
+            [random(&[2, 2, 4, 8], 0), random(&[6, 16, 2, 8], 1), random(&[6, 16, 2, 8], 2)];
         for (name, array) in ["q", "k", "v"].into_iter().zip(&arrays) {
             write(&folder.path(&format!("{name}.npy")), &[("", array)]).unwrap();
         }
@@ -74,8 +71,7 @@ fn texts(arguments: &[String]) -> Vec<&str> {
 fn pages_in_files_are_what_the_table_says() {
     let files = Files::new("pages");
     let [o, lse] = ["o.safetensors", "contiguous.npy"].map(|name| files.folder.path(name));
-    let paged =
-        files.arguments(&["--seqused-kv", "40,17", "--check", "--out", &o, "--lse", &o]);
+    let paged = files.arguments(&["--seqused-kv", "40,17", "--check", "--out", &o, "--lse", &o]);
     let report = json(&texts(&paged));
     assert_eq!(report["check"]["passed"], true, "{report}");
     assert_eq!(report["written"].as_array().unwrap().len(), 1);
@@ -85,7 +81,8 @@ fn pages_in_files_are_what_the_table_says() {
 
     // The same keys in their order, without a table.
     let in_order = |array: &Array| {
-        let pages = [5, 0, 2, 4, 3, 1].map(|page: usize| array.to_f32(page * 256..(page + 1) * 256));
+        let pages =
+            [5, 0, 2, 4, 3, 1].map(|page: usize| array.to_f32(page * 256..(page + 1) * 256));
         Array::new(&[2, 48, 2, 8], pages.concat()).unwrap()
     };
     let input = files.folder.path("input.safetensors");

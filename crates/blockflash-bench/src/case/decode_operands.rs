@@ -50,10 +50,8 @@ impl Inputs {
         let pages = self.chosen.as_ref();
         AttentionDecode {
             mask: Mask::causal(),
-            pages: pages.map(|[lists, counts]| PageLists {
-                lists: lists.view(),
-                counts: counts.view(),
-            }),
+            pages: pages
+                .map(|[lists, counts]| PageLists { lists: lists.view(), counts: counts.view() }),
             workspace: self.workspace.as_ref(),
             ..AttentionDecode::new(self.q.view())
         }
@@ -118,7 +116,8 @@ impl DecodeOperands {
         }
         let mut slots = Vec::new();
         if shape.page_size.is_none() {
-            let of_entry = |(entry, length): (usize, usize)| (0..length).map(move |key| (entry, key));
+            let of_entry =
+                |(entry, length): (usize, usize)| (0..length).map(move |key| (entry, key));
             let all = lengths.into_iter().enumerate().flat_map(of_entry);
             slots.extend(all.map(|(entry, key)| entry * seqlen_kv + key));
         } else {

@@ -147,7 +147,8 @@ impl FromStr for Case {
                 "{id:?} is not a case: expected for example b4_s4096_h32_d64_causal_bf16, \
                  b1_q1_kv8192_h32kv8_d128_full_f16, varlen4096+512x2_h16_d128_causal_bf16, \
                  bwd_b4_s4096_h32_d64_causal_bf16, \
-                 decode_b8_q1_kv8192_h32kv8_d128_page16_full_bf16 or m8192_n1024_k8192_b64_d0.1_uniform_f16"
+                 decode_b8_q1_kv8192_h32kv8_d128_page16_full_bf16 or \
+                 m8192_n1024_k8192_b64_d0.1_uniform_f16"
             )
         })
     }

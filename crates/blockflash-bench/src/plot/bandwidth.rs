@@ -1,5 +1,5 @@
-//! Attention to a cache: bytes per second over the size of the cache, with a panel for each group of
-//! cases.
+//! Attention to a cache: bytes per second over the size of the cache, with a panel for each group
+//! of cases.
 
 use super::figure::{Axis, Figure, Line, Note, Panel, Side};
 use super::series::{Sketch, highest, implementations, legend, subtitle};

@@ -18,8 +18,8 @@ pub use against::{Against, AgainstError, against};
 pub use break_even::{BreakEven, break_even};
 pub use cells::{Cells, Detail, cells};
 pub use markdown::{Image, align, markdown};
-pub use rate::{rate, unit};
 pub(crate) use notes::day;
+pub use rate::{rate, unit};
 pub(crate) use run::fastest;
 
 /// Start marker of the part that `blockflash report --into` replaces.

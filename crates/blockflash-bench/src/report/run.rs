@@ -195,8 +195,8 @@ impl<'r> Row<'r> {
             && self.any.cache == record.cache
     }
 
-    /// The case id, with a note if caches were cold, or warm where launches take copies in turn as a
-    /// rule.
+    /// The case id, with a note if caches were cold, or warm where launches take copies in turn as
+    /// a rule.
     pub(crate) fn name(&self) -> String {
         let note = match (self.any.cache.as_str(), self.decode()) {
             ("cold", _) => " (cold)",

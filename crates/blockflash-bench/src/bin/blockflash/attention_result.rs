@@ -54,7 +54,10 @@ pub fn details(
         Some(packed) => packed.lengths[0] != packed.lengths[1],
         None => problem.seqlen_q != problem.seqlen_kv,
     };
-    let mut details = vec![("mask", mask_words(problem.mask, differ)), ("scale", format!("{}", problem.softmax_scale))];
+    let mut details = vec![
+        ("mask", mask_words(problem.mask, differ)),
+        ("scale", format!("{}", problem.softmax_scale)),
+    ];
     if let Some(softcap) = problem.softcap {
         details.push(("softcap", format!("{softcap}")));
     }

@@ -100,10 +100,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(report.exit_code())
 }
 
-fn details(
-    operands: &Operands,
-    problem: &AttentionDecodeProblem,
-) -> Vec<(&'static str, String)> {
+fn details(operands: &Operands, problem: &AttentionDecodeProblem) -> Vec<(&'static str, String)> {
     let attention = &problem.attention;
     let mut details = vec![
         ("mask", mask_words(attention.mask, true)),

@@ -36,7 +36,8 @@ impl Operands {
             Some(sizes) => drawn(args, sizes)?,
             None => read(args)?,
         };
-        let seqused_kv = args.seqused_kv.as_ref().map(|list| list.load("seqused_kv")).transpose()?;
+        let seqused_kv =
+            args.seqused_kv.as_ref().map(|list| list.load("seqused_kv")).transpose()?;
         let sink = args.sink.as_deref().map(|path| sink(path, &q, args.common.seed)).transpose()?;
         let &[pages, page_size, _, _] = k.shape() else {
             let text = format!("k is {:?}, expected four sizes: see --help", k.shape());
@@ -140,11 +141,12 @@ fn slots(
         let columns = capacity / page_size.max(1);
         for (column, first) in (0..length).step_by(page_size.max(1)).enumerate() {
             let page = table[entry * columns + column];
-            let page = usize::try_from(page).ok().filter(|&page| page < pages).ok_or_else(|| {
-                Failure::new(format!(
-                    "page {column} of sequence {entry} is {page}, but there are {pages}"
-                ))
-            })?;
+            let page =
+                usize::try_from(page).ok().filter(|&page| page < pages).ok_or_else(|| {
+                    Failure::new(format!(
+                        "page {column} of sequence {entry} is {page}, but there are {pages}"
+                    ))
+                })?;
             let used = page_size.min(length - first);
             slots.extend((0..used).map(|slot| page * page_size + slot));
         }
