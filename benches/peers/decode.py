@@ -34,22 +34,23 @@ class Inputs:
         self.group = self.heads_q // self.heads_kv
         self.scale, self.tolerance = 1 / math.sqrt(self.head_dim), TOLERANCE[case["dtype"]]
         self.q = self.draw(self.batch, self.seqlen_q, self.heads_q)
-        self.table = self.lengths = None
+        table = self.lengths = None
         if self.page_size is None:
             kv = (self.batch, self.seqlen_kv, self.heads_kv)
         else:
             pages = self.seqlen_kv // self.page_size
             kv = (self.batch * pages, self.page_size, self.heads_kv)
             table = torch.randperm(kv[0], device=device, generator=self.generator)
-            self.table = table.int().view(self.batch, pages)
-        self.copies = [(self.draw(*kv), self.draw(*kv))]
-        lengths = case.get("lengths")
-        chosen = case.get("chosen")
-        if chosen is not None:
+            table = table.int().view(self.batch, pages)
+        # Keys, values and the table of a launch.
+        self.copies = [(self.draw(*kv), self.draw(*kv), table)]
+        lengths, self.chosen = case.get("lengths"), case.get("chosen")
+        if self.chosen is not None:
             # All heads visit the same pages: to a rival, a sequence of these pages.
-            self.table = torch.stack([self.some(row, chosen) for row in self.table])
+            self.pages, k, v = table, *self.copies[0][:2]
+            self.copies = [(k, v, self.some())]
             if lengths is not None:
-                lengths = [chosen * self.page_size] * self.batch
+                lengths = [self.chosen * self.page_size] * self.batch
         if lengths is not None:
             self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
 
@@ -57,45 +58,57 @@ class Inputs:
         shape = (*shape, self.head_dim)
         return torch.randn(shape, device=self.device, dtype=self.dtype, generator=self.generator)
 
-    def some(self, pages: torch.Tensor, count: int) -> torch.Tensor:
-        """The last page and others at random, in their order."""
-        others = torch.randperm(len(pages) - 1, device=self.device, generator=self.generator)
-        return pages[torch.cat([others[: count - 1].sort().values, others.new_tensor([-1])])]
+    def some(self) -> torch.Tensor:
+        """The last page of each sequence and others at random, in their order."""
+
+        def of(pages: torch.Tensor) -> torch.Tensor:
+            others = torch.randperm(len(pages) - 1, device=self.device, generator=self.generator)
+            others = others[: self.chosen - 1].sort().values
+            return pages[torch.cat([others, others.new_tensor([len(pages) - 1])])]
+
+        return torch.stack([of(pages) for pages in self.pages])
 
     def rotate(self, size: int) -> None:
-        """So many copies that together they have `size` bytes of what a launch reads."""
-        keys = self.batch * self.seqlen_kv if self.table is None else self.table.numel()
-        if self.table is not None:
-            keys *= self.page_size
+        """So many copies that together they have `size` bytes of what a launch reads. Where pages
+        are chosen, other pages of as many copies as have that size as a whole."""
+        k, v, table = self.copies[0]
+        keys = k[..., 0, 0].numel() if self.chosen is None else table.numel() * self.page_size
         if self.lengths is not None:
             keys = int(self.lengths.sum())
         row = 2 * self.heads_kv * self.head_dim * self.q.element_size()
+        whole = math.ceil(size / (k[..., 0, 0].numel() * row))
         count = min(MAX_COPIES, math.ceil(size / (keys * row)))
         while len(self.copies) < count:
-            self.copies.append(tuple(t.clone() for t in self.copies[0]))
+            if self.chosen is None or len(self.copies) < whole:
+                k, v = k.clone(), v.clone()
+            else:
+                k, v, _ = self.copies[len(self.copies) % whole]
+            self.copies.append((k, v, table if self.chosen is None else self.some()))
 
-    def sequence(self, entry: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def sequence(
+        self, copy: tuple[torch.Tensor, ...], entry: int, head: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that a sequence visits, of one head, in f64."""
+        k, v, table = copy
 
         def rows(cache: torch.Tensor) -> torch.Tensor:
-            if self.table is None:
+            if table is None:
                 of_head = cache[entry, :, head]
             else:
-                of_head = cache[self.table[entry].long(), :, head].flatten(0, 1)
+                of_head = cache[table[entry].long(), :, head].flatten(0, 1)
             end = None if self.lengths is None else int(self.lengths[entry])
             return of_head[:end].double()
 
-        k, v = self.copies[0]
         return rows(k), rows(v)
 
-    def relative_error(self, out: torch.Tensor) -> float:
+    def relative_error(self, out: torch.Tensor, copy: tuple[torch.Tensor, ...]) -> float:
         """Largest over these heads; NaN anywhere in the output counts."""
         if torch.isnan(out).any():
             return math.nan
         worst = 0.0
         for entry in {0, self.batch - 1}:
             for head in {0, self.heads_kv - 1}:
-                k, v = self.sequence(entry, head)
+                k, v = self.sequence(copy, entry, head)
                 members = slice(head * self.group, (head + 1) * self.group)
                 scores = self.q[entry, :, members].double() @ k.T * self.scale
                 last = torch.arange(self.seqlen_q, device=self.device) + len(k) - self.seqlen_q
@@ -113,11 +126,17 @@ class Decode(Call):
     def __init__(self, inputs: Inputs, _options: dict[str, Any]) -> None:
         self.inputs, self.turn = inputs, 0
 
-    def cache(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def cache(self) -> tuple[torch.Tensor, ...]:
         """The copy for the next launch."""
-        copies = self.inputs.copies
         self.turn += 1
-        return copies[self.turn % len(copies)]
+        return self.current()
+
+    def current(self) -> tuple[torch.Tensor, ...]:
+        """The copy of the last launch, and so of the last one in a graph."""
+        return self.inputs.copies[self.turn % len(self.inputs.copies)]
+
+    def relative_error(self, inputs: Inputs) -> float:
+        return inputs.relative_error(self.output(), self.current())
 
 
 class Sdpa(Decode):
@@ -131,7 +150,7 @@ class Sdpa(Decode):
 
     def __init__(self, inputs: Inputs, options: dict[str, Any]) -> None:
         super().__init__(inputs, options)
-        if inputs.table is not None or inputs.lengths is not None:
+        if inputs.page_size is not None or inputs.lengths is not None:
             raise ValueError("torch's attention takes neither pages nor lengths")
         self.options = dict(scale=inputs.scale, enable_gqa=inputs.group > 1)
         if inputs.seqlen_q > 1:
@@ -141,7 +160,7 @@ class Sdpa(Decode):
         return causal_lower_right(inputs.seqlen_q, inputs.seqlen_kv)
 
     def run(self) -> None:
-        k, v = (t.transpose(1, 2) for t in self.cache())
+        k, v = (t.transpose(1, 2) for t in self.cache()[:2])
         with sdpa_kernel(self.forward.backend):
             self.out = torch.nn.functional.scaled_dot_product_attention(
                 self.inputs.q.transpose(1, 2), k, v, **self.options
@@ -185,14 +204,13 @@ class Flash3(Decode):
             softmax_scale=inputs.scale,
             is_causal=inputs.seqlen_q > 1,
             num_splits=0,
-            page_table=inputs.table,
             seqused_k=inputs.lengths,
         )
         if inputs.lengths is not None:
             self.settings += "; scheduler metadata computed beforehand"
             keys = inputs.seqlen_kv
-            if inputs.table is not None:
-                keys = inputs.table.shape[1] * inputs.page_size
+            if inputs.chosen is not None:
+                keys = inputs.chosen * inputs.page_size
             self.known["scheduler_metadata"] = operators.get_scheduler_metadata(
                 inputs.batch,
                 inputs.seqlen_q,
@@ -209,8 +227,9 @@ class Flash3(Decode):
             )
 
     def run(self) -> None:
-        k, v = self.cache()
-        self.operator(*flash3.arguments(self.operator, k=k, v=v, **self.known))
+        k, v, table = self.cache()
+        known = dict(self.known, k=k, v=v, page_table=table)
+        self.operator(*flash3.arguments(self.operator, **known))
 
     def output(self) -> torch.Tensor:
         return self.out

@@ -41,7 +41,7 @@ impl Files {
         let arrays =
             [random(&[2, 2, 4, 8], 0), random(&[6, 16, 2, 8], 1), random(&[6, 16, 2, 8], 2)];
         for (name, array) in ["q", "k", "v"].into_iter().zip(&arrays) {
-            write(&folder.path(&format!("{name}.npy")), &[("", array)]).unwrap();
+            write(folder.path(&format!("{name}.npy")), &[("", array)]).unwrap();
         }
         let files = Self { folder, arrays };
         files.table([5, 0, 2, 4, 3, 1]);
@@ -50,7 +50,7 @@ impl Files {
 
     fn table(&self, pages: [i32; 6]) {
         let table = Array::new(&[2, 3], pages.to_vec()).unwrap();
-        write(&self.folder.path("table.npy"), &[("", &table)]).unwrap();
+        write(self.folder.path("table.npy"), &[("", &table)]).unwrap();
     }
 
     /// Runs on these files with more options.

@@ -22,9 +22,10 @@ const MAX_COPIES: usize = 256;
 #[derive(Debug)]
 pub(super) struct DecodeOperands {
     shape: DecodeShape,
+    seed: u64,
     inputs: Inputs,
     o: Tensor,
-    /// The copy that the next launch reads.
+    /// Number of the next launch.
     next: usize,
     prepared: Option<PreparedAttentionDecode>,
     /// q, keys and values as they lie in memory, for the oracle.
@@ -38,7 +39,9 @@ struct Inputs {
     q: Tensor,
     /// Keys and values: at least one copy.
     copies: Vec<[Tensor; 2]>,
-    block_table: Option<Tensor>,
+    /// Block tables of a cache in pages: more than one if pages are chosen, so that the chosen ones
+    /// lie elsewhere.
+    block_tables: Vec<Tensor>,
     lengths: Option<Tensor>,
     /// Lists of chosen pages, and how many each sequence has.
     chosen: Option<[Tensor; 2]>,
@@ -57,21 +60,27 @@ impl Inputs {
         }
     }
 
-    fn cache(&self, copy: usize) -> KvCache<'_> {
-        let [k, v] = &self.copies[copy % self.copies.len()];
+    /// What the launch with this number reads.
+    fn cache(&self, launch: usize) -> KvCache<'_> {
+        let [k, v] = &self.copies[launch % self.copies.len()];
+        let block_table = self.block_tables.get(launch % self.block_tables.len().max(1));
         KvCache {
-            block_table: self.block_table.as_ref().map(Tensor::view),
+            block_table: block_table.map(Tensor::view),
             seqused_kv: self.lengths.as_ref().map(Tensor::view),
             ..KvCache::new(k.view(), v.view())
         }
     }
 }
 
-/// The pages of all sequences in a random order, and those that each sequence visits: numbers of
-/// its own pages, ascending.
-fn draw_pages(shape: &DecodeShape, pages: usize, seed: u64) -> (Vec<i32>, Vec<Vec<usize>>) {
-    let mut table: Vec<_> = (0..(shape.batch * pages) as i32).collect();
+/// The pages of all sequences in a random order.
+fn block_table(pages: usize, seed: u64) -> Vec<i32> {
+    let mut table: Vec<_> = (0..pages as i32).collect();
     random::shuffle(&mut table, seed);
+    table
+}
+
+/// Those that each sequence visits: numbers of its own pages, ascending.
+fn visited_pages(shape: &DecodeShape, pages: usize, seed: u64) -> Vec<Vec<usize>> {
     let visited = |entry: usize| match shape.chosen {
         None => (0..pages).collect(),
         Some(chosen) => {
@@ -80,11 +89,7 @@ fn draw_pages(shape: &DecodeShape, pages: usize, seed: u64) -> (Vec<i32>, Vec<Ve
             some
         }
     };
-    (table, (0..shape.batch).map(visited).collect())
-}
-
-fn i32s(stream: &Stream, values: &[i32], shape: &[usize]) -> Result<Option<Tensor>> {
-    Ok(Some(Tensor::from_slice(stream, values, shape)?))
+    (0..shape.batch).map(visited).collect()
 }
 
 impl DecodeOperands {
@@ -104,7 +109,7 @@ impl DecodeOperands {
         let mut inputs = Inputs {
             q: host[0].upload(stream)?,
             copies: vec![[host[1].upload(stream)?, host[2].upload(stream)?]],
-            block_table: None,
+            block_tables: Vec::new(),
             lengths: None,
             chosen: None,
             workspace: None,
@@ -112,7 +117,7 @@ impl DecodeOperands {
         let lengths = shape.lengths();
         if shape.fill != Fill::Full {
             let lengths: Vec<_> = lengths.iter().map(|&length| length as i32).collect();
-            inputs.lengths = i32s(stream, &lengths, &[batch])?;
+            inputs.lengths = Some(Tensor::from_slice(stream, &lengths, &[batch])?);
         }
         let mut slots = Vec::new();
         if shape.page_size.is_none() {
@@ -121,14 +126,15 @@ impl DecodeOperands {
             let all = lengths.into_iter().enumerate().flat_map(of_entry);
             slots.extend(all.map(|(entry, key)| entry * seqlen_kv + key));
         } else {
-            let (table, visited) = draw_pages(shape, pages, seed);
+            let (table, visited) =
+                (block_table(batch * pages, seed), visited_pages(shape, pages, seed));
             for (entry, (columns, length)) in visited.iter().zip(lengths).enumerate() {
                 let keys = columns.iter().flat_map(|page| page * page_size..(page + 1) * page_size);
                 slots.extend(keys.filter(|&key| key < length).map(|key| {
                     table[entry * pages + key / page_size] as usize * page_size + key % page_size
                 }));
             }
-            inputs.block_table = i32s(stream, &table, &[batch, pages])?;
+            inputs.block_tables.push(Tensor::from_slice(stream, &table, &[batch, pages])?);
             if let Some(chosen) = shape.chosen {
                 let heads = |columns: &Vec<usize>| columns.repeat(num_heads_kv);
                 let lists: Vec<_> =
@@ -140,7 +146,7 @@ impl DecodeOperands {
         }
         let o = Tensor::empty(stream, shape.dtype, &q_shape)?;
         let (shape, next, prepared) = (*shape, 0, None);
-        let mut operands = Self { shape, inputs, o, next, prepared, host, slots };
+        let mut operands = Self { shape, seed, inputs, o, next, prepared, host, slots };
         let bytes = operands.workspace_bytes(stream)?;
         if bytes > 0 {
             operands.inputs.workspace = Some(AttentionDecodeWorkspace::new(stream, bytes)?);
@@ -167,8 +173,8 @@ impl DecodeOperands {
     }
 }
 
-fn operands<'o>(inputs: &'o Inputs, copy: usize, o: ViewMut<'o>) -> AttentionDecodeOperands<'o> {
-    AttentionDecodeOperands { cache: CacheAccess::Read(inputs.cache(copy)), o, lse: None }
+fn operands<'o>(inputs: &'o Inputs, launch: usize, o: ViewMut<'o>) -> AttentionDecodeOperands<'o> {
+    AttentionDecodeOperands { cache: CacheAccess::Read(inputs.cache(launch)), o, lse: None }
 }
 
 impl Operands for DecodeOperands {
@@ -191,8 +197,19 @@ impl Operands for DecodeOperands {
     }
 
     fn rotate(&mut self, stream: &Stream) -> Result<()> {
-        let copies = rotation_bytes(stream).div_ceil(self.shape.cache_bytes());
-        for _ in 1..copies.min(MAX_COPIES) {
+        let most = |bytes: usize| rotation_bytes(stream).div_ceil(bytes).min(MAX_COPIES);
+        let visited = self.shape.cache_bytes();
+        let all = 2 * self.host[1].bytes().len();
+        if self.shape.chosen.is_some() {
+            for turn in 1..most(visited) {
+                let first = &self.inputs.block_tables[0];
+                let pages = first.shape().iter().product();
+                let table = block_table(pages, self.seed.wrapping_add(turn as u64));
+                let table = Tensor::from_slice(stream, &table, first.shape())?;
+                self.inputs.block_tables.push(table);
+            }
+        }
+        for _ in 1..most(if self.shape.chosen.is_some() { all } else { visited }) {
             let [k, v] = &self.inputs.copies[0];
             let copy = [k.copy_to(stream)?, v.copy_to(stream)?];
             self.inputs.copies.push(copy);
