@@ -137,23 +137,15 @@ class Capture:
         self.turn_us = min(self._timed_turn() for _ in range(2))
 
     def _record(self, launches):
-        try:
-            self._capture(launches)
-        except RuntimeError:
-            # cuDNN may fail to capture its first launches in a process; another error repeats.
-            torch.cuda.synchronize(self.device)
-            self._capture(launches)
-        self.launches = launches
-        self.graph.replay()
-        torch.cuda.synchronize(self.device)
-
-    def _capture(self, launches):
         self.graph = torch.cuda.CUDAGraph()
         # Relaxed, since a library may still load a kernel.
         options = dict(stream=capture_stream(self.device), capture_error_mode="relaxed")
         with torch.cuda.graph(self.graph, **options):
             for _ in range(launches):
                 self.run()
+        self.launches = launches
+        self.graph.replay()
+        torch.cuda.synchronize(self.device)
 
     def _overwrite(self):
         if self.flush is not None:

@@ -132,8 +132,6 @@ class Server:
     def prepare(self, request):
         """Builds the inputs of the case (once), makes the rival's call, captures it, and
         verifies what the replay wrote."""
-        import measure
-
         case, name = request["case"], request["peer"]
         op = case["op"]
         peer, flush = load(op, name), self.flush(request)
@@ -148,14 +146,7 @@ class Server:
             self.inputs.rotate(request.get("flush_bytes", 0))
         if case.get("fresh_bytes", 0) > 0 and not getattr(peer, "takes_fresh", False):
             raise ValueError("this rival multiplies one and the same a, which may be in a cache")
-        call = peer(self.inputs, request.get("options", {}))
-        capture = measure.Capture(
-            call.run,
-            self.device,
-            request.get("graph_us", 3000),
-            request.get("max_launches", 512),
-            flush,
-        )
+        call, capture = self.captured(peer, request, flush)
         call.poison()
         capture.replay()
         rel_err = call.relative_error(self.inputs)
@@ -174,6 +165,21 @@ class Server:
             "settings": call.settings,
             "launches": capture.launches,
         }
+
+    def captured(self, peer, request, flush):
+        """The rival's call and its graph. The first backward pass of a process cannot be captured:
+        torch makes its stream and the default one wait for each other. A second call can."""
+        import measure
+
+        limits = request.get("graph_us", 3000), request.get("max_launches", 512)
+        for attempt in (1, 2):
+            call = peer(self.inputs, request.get("options", {}))
+            try:
+                return call, measure.Capture(call.run, self.device, *limits, flush)
+            except RuntimeError as error:
+                if attempt == 2 or "capture" not in str(error):
+                    raise
+                traceback.print_exc()
 
     def flush(self, request):
         """A tensor to overwrite before each launch if the L2 cache shall be cold, else None."""
