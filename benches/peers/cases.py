@@ -56,6 +56,26 @@ def cases():
         dict(sparse, block_q=64, block_kv=64, blocks_per_row=3, head_dim=128, num_heads_kv=2),
     ):
         yield dict(case, op=case["op"].replace("fwd", "bwd")), warm
+    decode = dict(
+        op="attention_decode",
+        batch=3,
+        seqlen_q=1,
+        seqlen_kv=2048,
+        num_heads_q=8,
+        num_heads_kv=2,
+        head_dim=128,
+        dtype="bf16",
+        seed=1,
+    )
+    rotated = {"cache": "rotated", "flush_bytes": 1 << 24}
+    for head_dim in (64, 128, 256):
+        yield dict(decode, head_dim=head_dim), rotated
+    yield dict(decode, seqlen_q=4), rotated
+    yield dict(decode, lengths=[2048, 300, 5]), rotated
+    for page in (16, 256):
+        yield dict(decode, page_size=page, lengths=[2048, 300, 5]), rotated
+    yield dict(decode, seqlen_q=16, page_size=64, lengths=[2048] * 3), warm
+    yield dict(decode, page_size=64, chosen=5, lengths=[2048] * 3), rotated
     product = dict(op="bsr_matmul", m=1024, n=512, k=1024, dtype="f16", seed=1)
     for block in (16, 32, 64, 128):
         yield dict(product, block_size=block, blocks_per_row=256 // block), warm
@@ -71,6 +91,11 @@ def refused(case, name):
         return "one matrix only"
     if name.startswith("fa4") and case.get("block_kv") == 64:
         return "no tile for so few keys"
+    if case["op"] == "attention_decode" and name in ("cudnn", "fa2"):
+        if case.get("lengths") or case.get("page_size"):
+            return "neither pages nor lengths"
+        if name == "cudnn" and case["seqlen_q"] > 1:
+            return "no diagonal that ends at the last key"
     if case["op"] != "attention_fwd":
         return None
     if name == "torch_sdpa_efficient" and case["num_heads_q"] != case["num_heads_kv"]:

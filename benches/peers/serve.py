@@ -46,6 +46,11 @@ PEERS = {
         "fa4_deterministic": ("flash4", "Flash4BlockSparseDeterministic"),
         "flex": ("backward", "Flex"),
     },
+    "attention_decode": {
+        "cudnn": ("decode", "SdpaCudnn"),
+        "fa2": ("decode", "SdpaFlash"),
+        "fa3": ("decode", "Flash3"),
+    },
     "bsr_matmul": {
         "torch_triton_bsr": ("bsr", "TritonDefault"),
         "torch_triton_bsr_tuned": ("bsr", "TritonTuned"),
@@ -127,8 +132,6 @@ class Server:
     def prepare(self, request):
         """Builds the inputs of the case (once), makes the rival's call, captures it, and
         verifies what the replay wrote."""
-        import measure
-
         case, name = request["case"], request["peer"]
         op = case["op"]
         peer, flush = load(op, name), self.flush(request)
@@ -137,16 +140,13 @@ class Server:
             self.drop({})
             self.inputs = peer.Inputs(case, self.device)
             self.case = case
+        if request.get("cache") == "rotated":
+            if not hasattr(self.inputs, "rotate"):
+                raise ValueError("launches take copies in turn only of a cache of keys and values")
+            self.inputs.rotate(request.get("flush_bytes", 0))
         if case.get("fresh_bytes", 0) > 0 and not getattr(peer, "takes_fresh", False):
             raise ValueError("this rival multiplies one and the same a, which may be in a cache")
-        call = peer(self.inputs, request.get("options", {}))
-        capture = measure.Capture(
-            call.run,
-            self.device,
-            request.get("graph_us", 3000),
-            request.get("max_launches", 512),
-            flush,
-        )
+        call, capture = self.captured(peer, request, flush)
         call.poison()
         capture.replay()
         rel_err = call.relative_error(self.inputs)
@@ -166,15 +166,30 @@ class Server:
             "launches": capture.launches,
         }
 
+    def captured(self, peer, request, flush):
+        """The rival's call and its graph. The first backward pass of a process cannot be captured:
+        torch makes its stream and the default one wait for each other. A second call can."""
+        import measure
+
+        limits = request.get("graph_us", 3000), request.get("max_launches", 512)
+        for attempt in (1, 2):
+            call = peer(self.inputs, request.get("options", {}))
+            try:
+                return call, measure.Capture(call.run, self.device, *limits, flush)
+            except RuntimeError as error:
+                if attempt == 2 or "capture" not in str(error):
+                    raise
+                traceback.print_exc()
+
     def flush(self, request):
         """A tensor to overwrite before each launch if the L2 cache shall be cold, else None."""
         cache, size = request.get("cache", "warm"), request.get("flush_bytes", 0)
-        if cache == "warm":
+        if cache in ("warm", "rotated"):
             return None
         if cache != "cold" or size <= 0:
             raise ValueError(
-                f"cache {cache!r} with flush_bytes {size}: it is warm, or cold with bytes to "
-                f"overwrite"
+                f"cache {cache!r} with flush_bytes {size}: it is warm, rotated, or cold with "
+                f"bytes to overwrite"
             )
         if self.scratch is None or self.scratch.numel() < size:
             import torch

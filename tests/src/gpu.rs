@@ -224,6 +224,30 @@ impl Report {
         }
     }
 
+    /// Several cases with several kernels. As many cases at a time as the host has cores, each on a
+    /// stream of its own: what `prepare` makes of a case, its reference above all, is shared by the
+    /// kernels.
+    pub fn run_cases<C: Sync, T: Sync, P>(
+        &mut self,
+        gpu: &Gpu,
+        cases: &[C],
+        kernels: &[(&'static Kernel, T)],
+        prepare: impl Fn(&C) -> P + Sync,
+        check: impl Fn(&C, &P, (&'static Kernel, &T), &Stream) -> Result<usize, String> + Sync,
+    ) {
+        let report = Mutex::new(self);
+        let stream = || gpu.device.stream().expect("another stream");
+        cases.par_iter().for_each_init(stream, |stream, case| {
+            let prepared = prepare(case);
+            for (kernel, tile) in kernels {
+                if report.lock().unwrap().is_wanted(kernel) {
+                    let result = check(case, &prepared, (kernel, tile), stream);
+                    report.lock().unwrap().add(kernel, result);
+                }
+            }
+        });
+    }
+
     fn is_wanted(&self, kernel: &Kernel) -> bool {
         self.0.get(&kernel.image_name()).is_none_or(|outcome| outcome.failures.len() < 4)
     }

@@ -67,12 +67,16 @@ fn cases_of(
 fn every_kernel() {
     let Some(gpu) = gpu("bsr_gpu::every_kernel") else { return };
     let check = |(key, kernels): Group, gpu: &Gpu, report: &mut Report| {
-        for case in cases_of(key, &kernels) {
-            let (data, reference) = prepared(&case);
-            report.run_each(gpu, &kernels, |kernel, tile, stream| {
-                run_on_kernel(&case, &data, &reference, (kernel, tile), stream)
-            });
-        }
+        let cases = cases_of(key, &kernels);
+        report.run_cases(
+            gpu,
+            &cases,
+            &kernels,
+            prepared,
+            |case, (data, reference), tile, stream| {
+                run_on_kernel(case, data, reference, tile, stream)
+            },
+        );
         report.run_each(gpu, &kernels, |kernel, tile, stream| {
             let story = |what: &'static str| {
                 move |error| format!("{what} of {}: {error}", kernel.image_name())

@@ -58,29 +58,49 @@ fn cases_of(tile: &BsrSddmmTile) -> Vec<SddmmCase> {
     cases
 }
 
+/// Kernels that compute the same problems: they share cases and references.
+type Group = ((DType, u32, Vec<[Major; 2]>), Vec<(&'static Kernel, BsrSddmmTile)>);
+
+fn groups(gpu: &Gpu) -> Vec<Group> {
+    let mut groups: Vec<Group> = Vec::new();
+    for kernel in gpu.kernels() {
+        let Some(tile) = kernel.bsr_sddmm_tile() else { continue };
+        let key = (tile.dtype, tile.block_size, layouts(&tile));
+        match groups.iter_mut().find(|group| group.0 == key) {
+            Some(group) => group.1.push((kernel, tile)),
+            None => groups.push((key, vec![(kernel, tile)])),
+        }
+    }
+    groups
+}
+
+fn prepared(case: &SddmmCase) -> (SddmmData, SddmmReference) {
+    let data = SddmmData::generate(case);
+    let reference = SddmmReference::compute(case, &data, BUDGET);
+    (data, reference)
+}
+
 #[test]
 fn every_kernel() {
     let Some(gpu) = gpu("sddmm_gpu::every_kernel") else { return };
-    let kernels: Vec<_> =
-        gpu.kernels().filter_map(|kernel| Some((kernel, kernel.bsr_sddmm_tile()?))).collect();
-    assert!(!kernels.is_empty());
-    let check = |(kernel, tile): (&'static Kernel, BsrSddmmTile),
-                 gpu: &Gpu,
-                 report: &mut Report| {
-        let stream = &gpu.stream;
-        let tile = &tile;
-        for case in cases_of(tile) {
-            let data = SddmmData::generate(&case);
-            let reference = SddmmReference::compute(&case, &data, BUDGET);
-            report.run(kernel, || run_on_kernel(&case, &data, &reference, kernel, stream));
-        }
-        let story =
-            |what: &'static str| move |error| format!("{what} of {}: {error}", kernel.image_name());
-        report.run(kernel, || replays_a_graph(kernel, tile, stream).map_err(story("graph")));
-        report.run(kernel, || repeats_its_bits(kernel, tile, stream).map_err(story("repeat")));
-        report.run(kernel, || runs_in_two_threads(kernel, tile, gpu).map_err(story("threads")));
+    let check = |(_, kernels): Group, gpu: &Gpu, report: &mut Report| {
+        let cases = cases_of(&kernels[0].1);
+        let check =
+            |case: &SddmmCase,
+             (data, reference): &(SddmmData, SddmmReference),
+             (kernel, _): (&'static Kernel, &BsrSddmmTile),
+             stream: &Stream| { run_on_kernel(case, data, reference, kernel, stream) };
+        report.run_cases(gpu, &cases, &kernels, prepared, check);
+        report.run_each(gpu, &kernels, |kernel, tile, stream| {
+            let story = |what: &'static str| {
+                move |error| format!("{what} of {}: {error}", kernel.image_name())
+            };
+            Ok(replays_a_graph(kernel, tile, stream).map_err(story("graph"))?
+                + repeats_its_bits(kernel, tile, stream).map_err(story("repeat"))?
+                + runs_in_two_threads(kernel, tile, gpu).map_err(story("threads"))?)
+        });
     };
-    gpu.check_groups("sddmm_gpu", &Report::default(), kernels, check);
+    gpu.check_groups("sddmm_gpu", &Report::default(), groups(&gpu), check);
 }
 
 /// Captures a call once and replays it with other matrices.
@@ -146,8 +166,7 @@ fn runs_in_two_threads(
         for seed in 0..6 {
             let case =
                 SddmmCase { seed, ..simple(tile, [9 + thread, 11], 200, Pattern::Random(0.4)) };
-            let data = SddmmData::generate(&case);
-            let reference = SddmmReference::compute(&case, &data, BUDGET);
+            let (data, reference) = prepared(&case);
             compared += run_and_check(&case, &data, &reference, Choice::This(kernel), &stream)?;
         }
         Ok(compared)
@@ -172,8 +191,7 @@ fn selection() {
     }) {
         let base = SddmmCase::simple(DType::F16, size, [3 * size, 2 * size, 64], Pattern::Full);
         let case = SddmmCase { majors: [a, b], ..base };
-        let data = SddmmData::generate(&case);
-        let reference = SddmmReference::compute(&case, &data, BUDGET);
+        let (data, reference) = prepared(&case);
         let found = run_and_check(&case, &data, &reference, Choice::Selected, &gpu.stream);
         let taken = tiles.iter().any(|tile| tile.block_size as usize == size);
         match found {

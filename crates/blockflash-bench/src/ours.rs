@@ -52,6 +52,9 @@ impl Ours {
         names: Option<&[String]>,
     ) -> Result<Self> {
         let mut operands = case.shape().operands(stream, seed)?;
+        if cache == Cache::Rotated {
+            operands.rotate(stream)?;
+        }
         let mut kernels = Vec::new();
         for Candidate { kernel, forced } in candidates(&mut *operands, stream, names)? {
             let load_us = match kernel {

@@ -123,7 +123,8 @@ pub struct Record {
     /// GPU temperature during the windows (highest).
     pub temperature_c: Option<f64>,
     /// `warm`: launches follow each other on the same data, so what fits into the L2 cache stays
-    /// there. `cold`: the cache is overwritten before each launch.
+    /// there. `cold`: the cache is overwritten before each launch. `rotated`: launches take copies
+    /// of what they read in turn.
     pub cache: String,
     /// UTC, RFC 3339.
     pub date: String,

@@ -205,7 +205,7 @@ pub fn run_on_kernel(
         let hopper = matches!(kernel.variant, Variant::BsrMatmulHopper(_));
         let aligned = problem.b_vectorized || problem.n == 0 || problem.k == 0 || !hopper;
         if lies && aligned {
-            return run_and_check(&case, data, reference, Choice::This(kernel), stream);
+            return run_and_check_on(&inputs, c, data, reference, Choice::This(kernel), stream);
         }
         let reason = if lies { "tensor map" } else { "-major b" };
         match inputs.launch(&mut c, Choice::This(kernel), stream) {
@@ -227,21 +227,41 @@ pub fn run_and_check(
     kernel: Choice,
     stream: &Stream,
 ) -> Result<usize, String> {
-    let story = |what: &str| {
-        let kernel = match kernel {
-            Choice::Selected => format!("bsr_matmul on {}", stream.device()),
-            Choice::This(kernel) => kernel.image_name(),
-        };
-        format!("{kernel}: {what}\n    {} stored blocks of {case:?}", data.col_idx.len())
-    };
-    let run = || {
+    let uploaded = || {
         let inputs = BsrInputs::upload(case, data, stream)?;
-        let mut c = inputs.old_c(data, stream)?;
+        let c = inputs.old_c(data, stream)?;
+        Ok((inputs, c))
+    };
+    let (inputs, c) = uploaded().map_err(|error| story(case, data, kernel, stream, error))?;
+    run_and_check_on(&inputs, c, data, reference, kernel, stream)
+}
+
+/// The same with the operands on the device, and C as it is before the product.
+fn run_and_check_on(
+    inputs: &BsrInputs,
+    mut c: Tensor,
+    data: &BsrData,
+    reference: &BsrReference,
+    kernel: Choice,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let case = &inputs.case;
+    let story = |what: String| story(case, data, kernel, stream, what);
+    let mut run = || {
         inputs.launch(&mut c, kernel, stream).map_err(|error| format!("refused: {error}"))?;
-        wait(stream, &|| story("hangs"))?;
+        wait(stream, &|| story("hangs".to_owned()))?;
         check_output(&c, case, data, reference, stream)
     };
-    run().map_err(|error| story(&error))
+    run().map_err(story)
+}
+
+/// A complete description of a failure.
+fn story(case: &BsrCase, data: &BsrData, kernel: Choice, stream: &Stream, what: String) -> String {
+    let kernel = match kernel {
+        Choice::Selected => format!("bsr_matmul on {}", stream.device()),
+        Choice::This(kernel) => kernel.image_name(),
+    };
+    format!("{kernel}: {what}\n    {} stored blocks of {case:?}", data.col_idx.len())
 }
 
 /// The same from the case alone.

@@ -8,13 +8,13 @@ use crate::host::{download, poisoned, refill, upload, view, view_mut};
 use crate::number::{encode, poison};
 use crate::placement::{Placed, Placement};
 use crate::tolerance::check;
-use blockflash_ops::{BsrMatrix, BsrSddmm, DType, Error, Operation, Stream, Tensor};
+use blockflash_ops::{BsrPattern, BsrSddmm, DType, Error, Operation, Stream, Tensor};
 use blockflash_sys::{Kernel, Major};
 
 /// The operands of a sampled product on a device.
 pub struct SddmmInputs {
     case: SddmmCase,
-    pattern: BsrMatrix,
+    pattern: BsrPattern,
     /// A and B.
     dense: [Tensor; 2],
 }
@@ -40,13 +40,21 @@ fn scattered(case: &SddmmCase, data: &SddmmData) -> [Vec<u32>; 2] {
     [a.scatter(bits(case.dtype, &data.a), filler), b.scatter(bits(case.dtype, &data.b), filler)]
 }
 
+/// The pattern, without values that nothing would read.
+fn pattern(case: &SddmmCase, data: &SddmmData, stream: &Stream) -> Result<BsrPattern, String> {
+    let ([m, n, _], structure) = (case.mnk, &data.structure);
+    BsrPattern::from_parts(m, n, case.block_size, &structure.row_ptr, &structure.col_idx)
+        .and_then(|pattern| pattern.to(stream))
+        .map_err(|error| format!("pattern: {error}"))
+}
+
 impl SddmmInputs {
     /// Uploads the data of a case; the gaps of A and B hold NaN.
     pub fn upload(case: &SddmmCase, data: &SddmmData, stream: &Stream) -> Result<Self, String> {
         let (placed, [a, b]) = (placed(case), scattered(case, data));
         Ok(Self {
             case: case.clone(),
-            pattern: data.structure.matrix(&case.structure(), stream)?,
+            pattern: pattern(case, data, stream)?,
             dense: [
                 upload(stream, case.dtype, &a, &placed[0].physical)?,
                 upload(stream, case.dtype, &b, &placed[1].physical)?,
@@ -81,6 +89,26 @@ impl SddmmInputs {
             beta: self.case.beta,
             ..BsrSddmm::new(&self.pattern, a, b)
         }
+    }
+
+    /// The refusal that is due from a kernel for matrices of these layouts.
+    fn refusal(
+        &self,
+        values: &mut Tensor,
+        data: &SddmmData,
+        majors: [Major; 2],
+    ) -> Result<Option<&'static str>, String> {
+        let case = &self.case;
+        let problem = self.product().problem(&view_mut(values, &placed_values(case, data)));
+        let problem = problem.map_err(|error| format!("{error}\n    {case:?}"))?;
+        Ok(if [problem.a.major, problem.b.major] != majors {
+            Some("the kernel takes a ")
+        } else if !(problem.a.aligned && problem.b.aligned || problem.k == 0) {
+            // Matrices without elements need no tensor map.
+            Some("tensor map")
+        } else {
+            None
+        })
     }
 
     /// Queues the computation.
@@ -145,46 +173,36 @@ pub fn run_on_kernel(
     let Some(tile) = kernel.bsr_sddmm_tile() else {
         return Err(format!("{kernel:?} is another kernel"));
     };
-    let Some(majors) = tile.majors else {
-        return run_and_check(case, data, reference, Choice::This(kernel), stream);
+    let (inputs, mut values) = uploaded(case, data, stream)?;
+    let run = |inputs, values| {
+        run_and_check_on(inputs, values, data, reference, Choice::This(kernel), stream)
     };
-    if let Some(expected) = refusal(case, data, majors, stream)? {
-        let inputs = SddmmInputs::upload(case, data, stream)?;
-        let mut values = inputs.old_values(data, stream)?;
+    let Some(majors) = tile.majors else { return run(&inputs, values) };
+    if let Some(expected) = inputs.refusal(&mut values, data, majors)? {
         match inputs.launch(&mut values, data, Choice::This(kernel), stream) {
             Err(Error::Unsupported { what, .. }) if what.contains(expected) => {}
             other => {
                 return Err(format!("not refused for its {expected}: {other:?}\n    {case:?}"));
             }
         }
-        let aligned = case.clone().aligned();
-        return match refusal(&aligned, data, majors, stream)? {
-            None => run_and_check(&aligned, data, reference, Choice::This(kernel), stream),
+        let (inputs, mut values) = uploaded(&case.clone().aligned(), data, stream)?;
+        return match inputs.refusal(&mut values, data, majors)? {
+            None => run(&inputs, values),
             Some(_) => Ok(0),
         };
     }
-    run_and_check(case, data, reference, Choice::This(kernel), stream)
+    run(&inputs, values)
 }
 
-/// The refusal that is due from the kernel for the case.
-fn refusal(
+/// The operands on the device, and the values as they are before the product.
+fn uploaded(
     case: &SddmmCase,
     data: &SddmmData,
-    majors: [Major; 2],
     stream: &Stream,
-) -> Result<Option<&'static str>, String> {
+) -> Result<(SddmmInputs, Tensor), String> {
     let inputs = SddmmInputs::upload(case, data, stream)?;
-    let mut values = inputs.old_values(data, stream)?;
-    let problem = inputs.product().problem(&view_mut(&mut values, &placed_values(case, data)));
-    let problem = problem.map_err(|error| format!("{error}\n    {case:?}"))?;
-    Ok(if [problem.a.major, problem.b.major] != majors {
-        Some("the kernel takes a ")
-    } else if !(problem.a.aligned && problem.b.aligned || problem.k == 0) {
-        // Matrices without elements need no tensor map.
-        Some("tensor map")
-    } else {
-        None
-    })
+    let values = inputs.old_values(data, stream)?;
+    Ok((inputs, values))
 }
 
 /// Uploads, runs, waits and checks a case whose data and reference are given. Returns the number of
@@ -196,6 +214,21 @@ pub fn run_and_check(
     kernel: Choice,
     stream: &Stream,
 ) -> Result<usize, String> {
+    let (inputs, values) =
+        uploaded(case, data, stream).map_err(|error| format!("{error}\n    {case:?}"))?;
+    run_and_check_on(&inputs, values, data, reference, kernel, stream)
+}
+
+/// The same with the operands on the device.
+fn run_and_check_on(
+    inputs: &SddmmInputs,
+    mut values: Tensor,
+    data: &SddmmData,
+    reference: &SddmmReference,
+    kernel: Choice,
+    stream: &Stream,
+) -> Result<usize, String> {
+    let case = &inputs.case;
     let story = |what: &str| {
         let kernel = match kernel {
             Choice::Selected => format!("bsr_sddmm on {}", stream.device()),
@@ -203,9 +236,7 @@ pub fn run_and_check(
         };
         format!("{kernel}: {what}\n    {} blocks of {case:?}", data.structure.col_idx.len())
     };
-    let run = || {
-        let inputs = SddmmInputs::upload(case, data, stream)?;
-        let mut values = inputs.old_values(data, stream)?;
+    let mut run = || {
         inputs
             .launch(&mut values, data, kernel, stream)
             .map_err(|error| format!("refused: {error}"))?;

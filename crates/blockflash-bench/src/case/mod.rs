@@ -10,6 +10,9 @@ mod block_mask;
 mod block_sparse;
 mod bsr_matmul;
 mod bsr_sddmm;
+mod decode;
+mod decode_operands;
+mod decode_rows;
 mod grid;
 mod id;
 mod lengths;
@@ -34,6 +37,9 @@ pub(crate) use bsr_matmul::BsrGrid;
 pub use bsr_matmul::BsrShape;
 pub(crate) use bsr_sddmm::SddmmGrid;
 pub use bsr_sddmm::SddmmShape;
+pub(crate) use decode::DecodeGrid;
+pub use decode::{DecodeShape, Fill};
+pub use decode_rows::{CacheRows, QueryRows};
 pub(crate) use grid::GridPeers;
 pub use lengths::{Lengths, LengthsError};
 pub use mask_kind::MaskKind;
@@ -94,6 +100,8 @@ cases! {
     VarlenBwd(Backward<VarlenShape>),
     /// Gradients of attention with a block mask.
     BlockSparseBwd(Backward<BlockSparseShape>),
+    /// Attention of the last queries of sequences to a cache.
+    AttentionDecode(DecodeShape),
     /// Scores of blocks, or a block mask from scores.
     BlockMaskBuild(BlockMaskShape),
     /// Block-sparse matrix times dense matrix.
@@ -138,7 +146,9 @@ impl FromStr for Case {
             format!(
                 "{id:?} is not a case: expected for example b4_s4096_h32_d64_causal_bf16, \
                  b1_q1_kv8192_h32kv8_d128_full_f16, varlen4096+512x2_h16_d128_causal_bf16, \
-                 bwd_b4_s4096_h32_d64_causal_bf16 or m8192_n1024_k8192_b64_d0.1_uniform_f16"
+                 bwd_b4_s4096_h32_d64_causal_bf16, \
+                 decode_b8_q1_kv8192_h32kv8_d128_page16_full_bf16 or \
+                 m8192_n1024_k8192_b64_d0.1_uniform_f16"
             )
         })
     }

@@ -31,6 +31,13 @@ pub(crate) trait Operands: Debug {
         self.launch(None, stream)
     }
 
+    /// Makes so many copies of what a launch reads that an L2 cache does not hold them; launches
+    /// take them in turn.
+    fn rotate(&mut self, _stream: &Stream) -> Result<()> {
+        let message = "launches take copies in turn only of a cache of keys and values";
+        Err(Error::Option(message.to_owned()))
+    }
+
     /// Whether allocating the memory already loaded the kernel: its load time is unknown then.
     fn is_loaded(&self) -> bool {
         false

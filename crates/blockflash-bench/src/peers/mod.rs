@@ -179,7 +179,7 @@ impl Peers {
     }
 
     /// Sets the state of the L2 cache for rivals that are prepared from now on, and how many bytes
-    /// they overwrite to make the cache cold.
+    /// they overwrite to make the cache cold, or take in turn.
     pub fn set_cache(&mut self, cache: Cache, flush_bytes: usize) {
         (self.cache, self.flush_bytes) = (cache, flush_bytes);
     }

@@ -1,6 +1,7 @@
 //! Plots. From records: speed over lengths and densities, the ratio to the best rival, and
 //! rooflines. Also block masks, cost and gain of sparsity, and training curves.
 
+mod bandwidth;
 mod curves;
 mod density;
 mod drawing;

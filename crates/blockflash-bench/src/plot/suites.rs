@@ -3,7 +3,7 @@
 use super::drawing::Drawing;
 use super::error::PlotError;
 use super::series::Sketch;
-use super::{density, lengths, ratio, roofline};
+use super::{bandwidth, density, lengths, ratio, roofline};
 use crate::record::Record;
 use crate::report::run::newest;
 
@@ -32,6 +32,7 @@ pub fn plots(records: &[Record]) -> Result<Vec<Plot>, PlotError> {
     for run in newest(records) {
         let rows = run.rows();
         let mut sketches = lengths::sketches(&run, &rows);
+        sketches.extend(bandwidth::sketch(&run, &rows));
         sketches.extend(density::sketches(&run, &rows));
         sketches.extend(ratio::sketch(&run, &rows));
         sketches.extend(roofline::sketch(&run, &rows));

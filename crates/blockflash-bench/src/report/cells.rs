@@ -1,5 +1,6 @@
 //! The table of cases: one line per kernel of ours, one column per rival.
 
+use super::rate::rate;
 use super::run::{Row, geometric_mean, peer_names, rows};
 use crate::record::Record;
 
@@ -115,7 +116,7 @@ impl<'a> Columns<'a> {
         let best = [us, rival].into_iter().flatten().reduce(f64::min);
         let speed = |record: Option<&Record>| match record {
             None => NONE.to_owned(),
-            Some(record) if !record.reference && record.tflops.is_some() && record.us == best => {
+            Some(record) if !record.reference && rate(record).is_some() && record.us == best => {
                 mark(speed(record))
             }
             Some(record) => speed(record),
@@ -160,10 +161,10 @@ fn verified(row: &Row<'_>, ours: Option<&Record>) -> &'static str {
     }
 }
 
-/// TFLOP/s if there are any, or the fact that it failed.
+/// The rate if there is one, or the fact that it failed.
 fn speed(record: &Record) -> String {
     match record.us {
-        Some(_) => record.tflops.map_or(NONE.to_owned(), number),
+        Some(_) => rate(record).map_or(NONE.to_owned(), number),
         None => "error".to_owned(),
     }
 }

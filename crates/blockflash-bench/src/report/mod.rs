@@ -7,6 +7,7 @@ mod host;
 mod limits;
 mod markdown;
 mod notes;
+mod rate;
 pub(crate) mod run;
 #[cfg(test)]
 pub(crate) mod sample;
@@ -18,6 +19,7 @@ pub use break_even::{BreakEven, break_even};
 pub use cells::{Cells, Detail, cells};
 pub use markdown::{Image, align, markdown};
 pub(crate) use notes::day;
+pub use rate::{rate, unit};
 pub(crate) use run::fastest;
 
 /// Start marker of the part that `blockflash report --into` replaces.

@@ -1,8 +1,10 @@
 //! Notes below a table: how it was measured, what failed, and what it does not show.
 
+use super::rate::unit;
 use super::run::{Fuller, Row, Run, Size, peer_names, range};
 use super::shape::is_cold;
 use crate::record::Record;
+use crate::timing::Cache;
 
 /// Paragraphs of notes.
 pub(crate) fn notes(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<String> {
@@ -28,10 +30,16 @@ pub(crate) fn notes(run: &Run<'_>, rows: &[Row<'_>]) -> Vec<String> {
 fn measured(run: &Run<'_>, rows: &[Row<'_>]) -> String {
     let first = run.first();
     let mut parts = vec![
-        "TFLOP/s by useful operations".to_owned(),
+        match unit(rows.iter().map(|row| row.any)) {
+            "TB/s" => "TB/s of keys, values, queries and outputs, each once".to_owned(),
+            unit => format!("{unit} by useful operations"),
+        },
         "× is the rival's time over ours".to_owned(),
     ];
     let caches = match rows.iter().filter(|row| is_cold(row.any)).count() {
+        0 if rows.iter().any(|row| row.any.cache == Cache::Rotated.name()) => {
+            "cold: launches take copies of what they read in turn"
+        }
         0 => "warm",
         cold if cold == rows.len() => "cold",
         _ => "warm where not called cold",

@@ -2,7 +2,7 @@
 //! implementation.
 
 use super::shape;
-use crate::case::Case;
+use crate::case::{Case, DecodeShape};
 use crate::record::{OURS, Record};
 use blockflash_sys::DType;
 
@@ -192,16 +192,30 @@ pub(crate) fn groups<'a, 'r>(rows: &'a [Row<'r>]) -> Vec<(String, Vec<&'a Row<'r
 impl<'r> Row<'r> {
     fn is_of(&self, record: &Record) -> bool {
         (&self.any.op, &self.any.case) == (&record.op, &record.case)
-            && shape::is_cold(self.any) == shape::is_cold(record)
+            && self.any.cache == record.cache
     }
 
-    /// The case id, with a note if caches were cold.
+    /// The case id, with a note if caches were cold, or warm where launches take copies in turn as
+    /// a rule.
     pub(crate) fn name(&self) -> String {
-        format!("{}{}", self.any.case, if shape::is_cold(self.any) { " (cold)" } else { "" })
+        let note = match (self.any.cache.as_str(), self.decode()) {
+            ("cold", _) => " (cold)",
+            ("warm", Some(_)) => " (warm)",
+            _ => "",
+        };
+        format!("{}{note}", self.any.case)
     }
 
     pub(crate) fn case(&self) -> Option<Case> {
         shape::case(self.any)
+    }
+
+    /// The shape of attention to a cache.
+    pub(crate) fn decode(&self) -> Option<DecodeShape> {
+        match self.case()? {
+            Case::AttentionDecode(shape) => Some(shape),
+            _ => None,
+        }
     }
 
     /// Our fastest kernel.

@@ -3,6 +3,7 @@
 use super::break_even::part;
 use super::cells::{Cells, DETERMINISTIC_RATIO, NONE, number};
 use super::notes::counted;
+use super::rate::{rate, unit};
 use super::run::{Row, geometric_mean, groups, peer_names, range};
 use crate::record::Record;
 
@@ -41,9 +42,11 @@ pub(crate) fn by_group(rows: &[Row<'_>]) -> Cells {
     let groups = groups(rows);
     let rivals = rows.iter().any(|row| row.best_rival().is_some());
     let ceilings = rows.iter().filter_map(Row::best).any(|ours| ours.ceiling.is_some());
-    let mut header = vec!["group", "cases", "blockflash TFLOP/s"];
+    let unit = unit(rows.iter().map(|row| row.any));
+    let [ours, best] = ["blockflash", "best rival"].map(|name| format!("{name} {unit}"));
+    let mut header = vec!["group", "cases", &ours];
     if rivals {
-        header.extend(["best rival TFLOP/s", "× best rival", "least to most"]);
+        header.extend([&best, "× best rival", "least to most"]);
     }
     let deterministic = rows.iter().any(|row| row.deterministic_ratio().is_some());
     if deterministic {
@@ -88,7 +91,8 @@ fn parts_of(rows: &[&Row<'_>], mark: &str) -> Vec<f64> {
 
 /// One line per rival, with ratios over the cases that both have measured.
 pub(crate) fn by_rival(rows: &[Row<'_>]) -> Cells {
-    let header = ["rival", "cases", "TFLOP/s", "× rival", "least to most", "blockflash faster in"];
+    let unit = unit(rows.iter().map(|row| row.any));
+    let header = ["rival", "cases", unit, "× rival", "least to most", "blockflash faster in"];
     let line = |name: &str| {
         let timed: Vec<_> = rows
             .iter()
@@ -118,7 +122,7 @@ pub(crate) fn by_rival(rows: &[Row<'_>]) -> Cells {
 
 /// `303–627`.
 fn speeds<'r>(records: impl Iterator<Item = &'r Record>) -> String {
-    match range(records.filter_map(|record| record.tflops)) {
+    match range(records.filter_map(rate)) {
         None => NONE.to_owned(),
         Some((least, most)) if number(least) == number(most) => number(most),
         Some((least, most)) => format!("{}–{}", number(least), number(most)),

@@ -9,7 +9,7 @@ use crate::peers::Peers;
 use crate::record::{OURS, Protocol, Record, SCHEMA, now};
 use crate::suite::Suite;
 use crate::telemetry::Telemetry;
-use crate::timing::{Cache, Window, flush_bytes, median};
+use crate::timing::{Cache, Window, flush_bytes, median, rotation_bytes};
 use crate::turns::Turns;
 use crate::{machine::Machine, record};
 use blockflash_ops::Stream;
@@ -135,7 +135,11 @@ impl Run {
         if names.is_empty() {
             return;
         }
-        peers.set_cache(cache, flush_bytes(&self.stream));
+        let bytes = match cache {
+            Cache::Warm | Cache::Cold => flush_bytes(&self.stream),
+            Cache::Rotated => rotation_bytes(&self.stream),
+        };
+        peers.set_cache(cache, bytes);
         let peer_case = case.shape().peer_case(self.seed, &self.scratch);
         for name in names {
             step(&format!("{name}: inputs and check"));

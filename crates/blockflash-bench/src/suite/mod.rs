@@ -1,7 +1,7 @@
 //! Suites: files that list the cases to measure, as grids.
 
 use crate::case::{
-    AttentionGrid, BlockMaskGrid, BlockSparseGrid, BsrGrid, Case, GridPeers, SddmmGrid,
+    AttentionGrid, BlockMaskGrid, BlockSparseGrid, BsrGrid, Case, DecodeGrid, GridPeers, SddmmGrid,
 };
 use crate::error::{Error, Result};
 use crate::timing::Cache;
@@ -53,6 +53,8 @@ struct File {
     attention_bwd: Vec<AttentionGrid>,
     #[serde(default)]
     block_sparse_bwd: Vec<BlockSparseGrid>,
+    #[serde(default)]
+    attention_decode: Vec<DecodeGrid>,
     #[serde(default)]
     block_mask_build: Vec<BlockMaskGrid>,
     #[serde(default)]
@@ -146,6 +148,9 @@ impl Suite {
         file.block_sparse_bwd.iter().try_for_each(|grid| {
             expand(grid.peers, &|cases| backward(cases, |forward| grid.expand(forward)))
         })?;
+        file.attention_decode
+            .iter()
+            .try_for_each(|grid| expand(grid.peers, &|cases| grid.expand(cases)))?;
         file.block_mask_build.iter().try_for_each(|grid| grid.expand(&mut cases))?;
         file.bsr_matmul.iter().try_for_each(|grid| grid.expand(&mut cases))?;
         file.bsr_sddmm.iter().try_for_each(|grid| grid.expand(&mut cases))?;
@@ -164,7 +169,7 @@ impl Suite {
         }
         if cache.is_empty() || (1..cache.len()).any(|index| cache[..index].contains(&cache[index]))
         {
-            return Err("cache lists warm, cold or both, each once".to_owned());
+            return Err("cache lists warm, cold and rotated, each at most once".to_owned());
         }
         Ok(Self { name, description, rounds, window_ms, gap_ms, peers, cache, cases, alone })
     }

@@ -131,7 +131,7 @@ fn kernel(
 }
 
 /// The token mask; `of_words` is what the words of a block mask say of it.
-fn mask(name: Option<MaskName>, window: Option<Window>, of_words: Mask) -> Result<Mask> {
+pub fn mask(name: Option<MaskName>, window: Option<Window>, of_words: Mask) -> Result<Mask> {
     let name =
         name.unwrap_or(if of_words == Mask::Full { MaskName::Full } else { MaskName::Causal });
     let align = if name == MaskName::CausalTopLeft { Align::TopLeft } else { Align::BottomRight };

@@ -35,18 +35,20 @@ impl Operands {
             .as_ref()
             .map(|offsets| Packed::new(args, offsets, &q, &k))
             .transpose()?;
-        let sink = match args.sink.as_deref() {
-            None => None,
-            Some(path) if path == Path::new("random") => {
-                let &[.., heads, _] = q.shape() else {
-                    return Err(Failure::new(format!("q is {:?}, which has no heads", q.shape())));
-                };
-                Some(random("sink", DType::F32, &[heads], args.common.seed, 3)?)
-            }
-            Some(path) => Some(Source::open(path, "sink")?.load(DType::F32)?),
-        };
+        let sink = args.sink.as_deref().map(|path| sink(path, &q, args.common.seed)).transpose()?;
         Ok(Self { q, k, v, sink, packed })
     }
+}
+
+/// Attention sinks of the heads of q, from a file or random.
+pub fn sink(path: &Path, q: &Array, seed: u64) -> Result<Array> {
+    if path != Path::new("random") {
+        return Source::open(path, "sink")?.load(DType::F32);
+    }
+    let &[.., heads, _] = q.shape() else {
+        return Err(Failure::new(format!("q is {:?}, which has no heads", q.shape())));
+    };
+    random("sink", DType::F32, &[heads], seed, 3)
 }
 
 fn tensors(args: &Args) -> Result<[Array; 3]> {

@@ -9,16 +9,8 @@ use blockflash_bench::io::Array;
 use blockflash_ops::{Align, AttentionProblem, BlockMask, Mask};
 use blockflash_oracle::{self as oracle, AttentionCase, Blocks, Comparison};
 
-/// The options, in words.
-pub fn details(
-    operands: &Operands,
-    problem: &AttentionProblem,
-    block_mask: Option<&BlockMask>,
-) -> Vec<(&'static str, String)> {
-    let differ = match &operands.packed {
-        Some(packed) => packed.lengths[0] != packed.lengths[1],
-        None => problem.seqlen_q != problem.seqlen_kv,
-    };
+/// A mask in words. Where queries and keys `differ` in number, its alignment matters.
+pub fn mask_words(mask: Mask, differ: bool) -> String {
     let aligned = |align| match align {
         Align::BottomRight if differ => ", bottom-right",
         Align::TopLeft if differ => ", top-left",
@@ -26,7 +18,7 @@ pub fn details(
     };
     let keys =
         |side: Option<usize>| side.map_or("all".to_owned(), |keys| table::count(keys as u64));
-    let mask = match problem.mask {
+    match mask {
         Mask::Full => "full".to_owned(),
         Mask::Causal { align } => format!("causal{}", aligned(align)),
         Mask::Window { left, right, align } => {
@@ -38,8 +30,34 @@ pub fn details(
             )
         }
         other => format!("{other:?}"),
+    }
+}
+
+/// The keys before and after the aligned one that a mask shows, `None` for all, and the
+/// alignment.
+pub fn sides(mask: Mask) -> Result<(Option<usize>, Option<usize>, Align)> {
+    match mask {
+        Mask::Full => Ok((None, None, Align::TopLeft)),
+        Mask::Causal { align } => Ok((None, Some(0), align)),
+        Mask::Window { left, right, align } => Ok((left, right, align)),
+        other => Err(Failure::new(format!("--check has no reference for the mask {other:?}"))),
+    }
+}
+
+/// The options, in words.
+pub fn details(
+    operands: &Operands,
+    problem: &AttentionProblem,
+    block_mask: Option<&BlockMask>,
+) -> Vec<(&'static str, String)> {
+    let differ = match &operands.packed {
+        Some(packed) => packed.lengths[0] != packed.lengths[1],
+        None => problem.seqlen_q != problem.seqlen_kv,
     };
-    let mut details = vec![("mask", mask), ("scale", format!("{}", problem.softmax_scale))];
+    let mut details = vec![
+        ("mask", mask_words(problem.mask, differ)),
+        ("scale", format!("{}", problem.softmax_scale)),
+    ];
     if let Some(softcap) = problem.softcap {
         details.push(("softcap", format!("{softcap}")));
     }
@@ -83,14 +101,7 @@ pub fn check(
     [o, lse]: [&Array; 2],
     seed: u64,
 ) -> Result<Vec<(&'static str, Comparison)>> {
-    let (left, right, align) = match problem.mask {
-        Mask::Full => (None, None, Align::TopLeft),
-        Mask::Causal { align } => (None, Some(0), align),
-        Mask::Window { left, right, align } => (left, right, align),
-        other => {
-            return Err(Failure::new(format!("--check has no reference for the mask {other:?}")));
-        }
-    };
+    let (left, right, align) = sides(problem.mask)?;
     let lists = match block_mask {
         Some(mask) => Some((mask, attention_mask::lists(mask)?)),
         None => None,

@@ -54,7 +54,9 @@ pub struct Args {
     /// Record nothing, but report by how much ratios change when the order of a round is reversed
     #[arg(long, conflicts_with = "out")]
     pub swap_check: bool,
-    /// State of the L2 cache before a launch: warm, cold or warm,cold [default: as the suite says]
+    /// State of the L2 cache before a launch, one or more with commas between: warm, cold, or
+    /// rotated for launches that take copies of a cache of keys and values in turn [default: as
+    /// the suite says]
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub cache: Vec<CacheArg>,
     /// Measure only cases whose id contains one of these texts, separated by commas
@@ -85,6 +87,7 @@ pub struct Args {
 pub enum CacheArg {
     Warm,
     Cold,
+    Rotated,
 }
 
 impl From<CacheArg> for Cache {
@@ -92,6 +95,7 @@ impl From<CacheArg> for Cache {
         match cache {
             CacheArg::Warm => Cache::Warm,
             CacheArg::Cold => Cache::Cold,
+            CacheArg::Rotated => Cache::Rotated,
         }
     }
 }
@@ -102,12 +106,12 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut suite = args.suite(&benches)?;
     let device = args.device.open()?;
     if device.is_cpu() && suite.cache.contains(&Cache::Cold) {
-        suite.cache.retain(|&cache| cache == Cache::Warm);
+        suite.cache.retain(|&cache| cache != Cache::Cold);
         let message = "a cold L2 cache can only be measured on a GPU, and none is used";
         if suite.cache.is_empty() {
             return Err(Failure::new(message));
         }
-        print(&format!("{message}: only the warm cache is measured"))?;
+        print(&format!("{message}: the others are measured"))?;
     }
     let machine = Machine::of(&device, &benches);
     let kernels = args.kernel.as_deref().map(words);
@@ -174,7 +178,8 @@ impl Args {
         if !self.cache.is_empty() {
             let wanted =
                 |cache: &Cache| self.cache.iter().any(|&other| Cache::from(other) == *cache);
-            suite.cache = [Cache::Warm, Cache::Cold].into_iter().filter(wanted).collect();
+            let all = [Cache::Warm, Cache::Cold, Cache::Rotated];
+            suite.cache = all.into_iter().filter(wanted).collect();
         }
         if let Some(filter) = &self.filter {
             let parts = words(filter);
@@ -260,9 +265,9 @@ fn measure(run: &Run, peers: &mut Peers, writer: &mut Writer) -> Result<Vec<Reco
 
 /// One case as it is measured, for a log without a terminal.
 fn line(records: &[Record]) -> String {
-    let speed = |record: &Record| match (record.us, record.tflops) {
-        (Some(us), Some(tflops)) => {
-            format!("{} {} TFLOP/s", table::time(us), table::number(tflops))
+    let speed = |record: &Record| match (record.us, report::rate(record)) {
+        (Some(us), Some(rate)) => {
+            format!("{} {} {}", table::time(us), table::number(rate), report::unit([record]))
         }
         (Some(us), None) => table::time(us),
         _ => "error".to_owned(),

@@ -14,6 +14,9 @@ mod bench;
 mod bsr_args;
 mod bsr_matmul;
 mod bsr_operands;
+mod decode;
+mod decode_args;
+mod decode_operands;
 mod failure;
 mod info;
 mod launch;
@@ -51,6 +54,8 @@ enum Command {
     Info(info::Args),
     /// Run attention on tensors from files or on random ones
     Attention(Box<attention_args::Args>),
+    /// Run attention of the last queries of sequences to a cache of keys and values
+    AttentionDecode(Box<decode_args::Args>),
     /// Multiply a block-sparse (BSR) matrix with a dense one
     BsrMatmul(Box<bsr_args::Args>),
     /// Run a dense times dense product at the blocks of a block-sparse matrix
@@ -69,6 +74,7 @@ fn main() -> ExitCode {
     let result = match Cli::try_parse() {
         Ok(Cli { command: Command::Info(args) }) => info::run(args),
         Ok(Cli { command: Command::Attention(args) }) => attention::run(*args),
+        Ok(Cli { command: Command::AttentionDecode(args) }) => decode::run(*args),
         Ok(Cli { command: Command::BsrMatmul(args) }) => bsr_matmul::run(*args),
         Ok(Cli { command: Command::Sddmm(args) }) => sddmm::run(*args),
         Ok(Cli { command: Command::Bench(args) }) => bench::run(args),

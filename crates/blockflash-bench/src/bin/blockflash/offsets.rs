@@ -23,7 +23,7 @@ impl Offsets {
         let list: std::result::Result<_, _> =
             text.split(',').map(|offset| offset.trim().parse()).collect();
         list.map(Self::List).map_err(|_| {
-            "expected offsets with commas between, for example 0,100,250, or a .npy or \
+            "expected integers with commas between, for example 0,100,250, or a .npy or \
              .safetensors file"
                 .to_owned()
         })

@@ -1,0 +1,235 @@
+"""Rivals of attention to a cache of keys and values. Queries are the last ones of their sequences,
+[batch, seqlen_q, heads, head_dim]; a cache is [batch, seqlen_kv, heads, head_dim] or, in pages,
+[pages, page_size, heads, head_dim] with a random table."""
+
+import math
+from typing import Any
+
+import torch
+from torch.nn.attention import sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+import attention
+import flash3
+from measure import DTYPES, TOLERANCE, Call, relative
+
+# Most copies of a cache.
+MAX_COPIES = 256
+
+
+class Inputs:
+    """q, k, v ~ N(0, 1), the table and the lengths. The f64 reference is of the first and the last
+    sequence, each with its first and last head of keys."""
+
+    def __init__(self, case: dict[str, Any], device: torch.device) -> None:
+        self.generator = torch.Generator(device=device).manual_seed(case.get("seed", 0))
+        self.device, self.dtype = device, DTYPES[case["dtype"]]
+        self.batch, self.seqlen_q, self.seqlen_kv = (
+            case["batch"],
+            case["seqlen_q"],
+            case["seqlen_kv"],
+        )
+        self.heads_q, self.heads_kv = case["num_heads_q"], case["num_heads_kv"]
+        self.head_dim, self.page_size = case["head_dim"], case.get("page_size")
+        self.group = self.heads_q // self.heads_kv
+        self.scale, self.tolerance = 1 / math.sqrt(self.head_dim), TOLERANCE[case["dtype"]]
+        self.q = self.draw(self.batch, self.seqlen_q, self.heads_q)
+        table = self.lengths = None
+        if self.page_size is None:
+            kv = (self.batch, self.seqlen_kv, self.heads_kv)
+        else:
+            pages = self.seqlen_kv // self.page_size
+            kv = (self.batch * pages, self.page_size, self.heads_kv)
+            table = torch.randperm(kv[0], device=device, generator=self.generator)
+            table = table.int().view(self.batch, pages)
+        # Keys, values and the table of a launch.
+        self.copies = [(self.draw(*kv), self.draw(*kv), table)]
+        lengths, self.chosen = case.get("lengths"), case.get("chosen")
+        if self.chosen is not None:
+            # All heads visit the same pages: to a rival, a sequence of these pages.
+            self.pages, k, v = table, *self.copies[0][:2]
+            self.copies = [(k, v, self.some())]
+            if lengths is not None:
+                lengths = [self.chosen * self.page_size] * self.batch
+        if lengths is not None:
+            self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        shape = (*shape, self.head_dim)
+        return torch.randn(shape, device=self.device, dtype=self.dtype, generator=self.generator)
+
+    def some(self) -> torch.Tensor:
+        """The last page of each sequence and others at random, in their order."""
+
+        def of(pages: torch.Tensor) -> torch.Tensor:
+            others = torch.randperm(len(pages) - 1, device=self.device, generator=self.generator)
+            others = others[: self.chosen - 1].sort().values
+            return pages[torch.cat([others, others.new_tensor([len(pages) - 1])])]
+
+        return torch.stack([of(pages) for pages in self.pages])
+
+    def rotate(self, size: int) -> None:
+        """So many copies that together they have `size` bytes of what a launch reads. Where pages
+        are chosen, other pages of as many copies as have that size as a whole."""
+        k, v, table = self.copies[0]
+        keys = k[..., 0, 0].numel() if self.chosen is None else table.numel() * self.page_size
+        if self.lengths is not None:
+            keys = int(self.lengths.sum())
+        row = 2 * self.heads_kv * self.head_dim * self.q.element_size()
+        whole = math.ceil(size / (k[..., 0, 0].numel() * row))
+        count = min(MAX_COPIES, math.ceil(size / (keys * row)))
+        while len(self.copies) < count:
+            if self.chosen is None or len(self.copies) < whole:
+                k, v = k.clone(), v.clone()
+            else:
+                k, v, _ = self.copies[len(self.copies) % whole]
+            self.copies.append((k, v, table if self.chosen is None else self.some()))
+
+    def sequence(
+        self, copy: tuple[torch.Tensor, ...], entry: int, head: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that a sequence visits, of one head, in f64."""
+        k, v, table = copy
+
+        def rows(cache: torch.Tensor) -> torch.Tensor:
+            if table is None:
+                of_head = cache[entry, :, head]
+            else:
+                of_head = cache[table[entry].long(), :, head].flatten(0, 1)
+            end = None if self.lengths is None else int(self.lengths[entry])
+            return of_head[:end].double()
+
+        return rows(k), rows(v)
+
+    def relative_error(self, out: torch.Tensor, copy: tuple[torch.Tensor, ...]) -> float:
+        """Largest over these heads; NaN anywhere in the output counts."""
+        if torch.isnan(out).any():
+            return math.nan
+        worst = 0.0
+        for entry in {0, self.batch - 1}:
+            for head in {0, self.heads_kv - 1}:
+                k, v = self.sequence(copy, entry, head)
+                members = slice(head * self.group, (head + 1) * self.group)
+                scores = self.q[entry, :, members].double() @ k.T * self.scale
+                last = torch.arange(self.seqlen_q, device=self.device) + len(k) - self.seqlen_q
+                hidden = torch.arange(len(k), device=self.device)[None] > last[:, None]
+                exact = torch.softmax(scores.masked_fill(hidden[:, None], -math.inf), -1) @ v
+                worst = max(worst, relative(out[entry, :, members], exact))
+        return worst
+
+
+class Decode(Call):
+    """A call whose launches take the copies of the cache in turn."""
+
+    Inputs = Inputs
+
+    def __init__(self, inputs: Inputs, _options: dict[str, Any]) -> None:
+        self.inputs, self.turn = inputs, 0
+
+    def cache(self) -> tuple[torch.Tensor, ...]:
+        """The copy for the next launch."""
+        self.turn += 1
+        return self.current()
+
+    def current(self) -> tuple[torch.Tensor, ...]:
+        """The copy of the last launch, and so of the last one in a graph."""
+        return self.inputs.copies[self.turn % len(self.inputs.copies)]
+
+    def relative_error(self, inputs: Inputs) -> float:
+        return inputs.relative_error(self.output(), self.current())
+
+
+class Sdpa(Decode):
+    """torch's scaled_dot_product_attention, held to one backend."""
+
+    forward: type[attention.Sdpa]
+
+    @classmethod
+    def available(cls, device: torch.device) -> None:
+        cls.forward.available(device)
+
+    def __init__(self, inputs: Inputs, options: dict[str, Any]) -> None:
+        super().__init__(inputs, options)
+        if inputs.page_size is not None or inputs.lengths is not None:
+            raise ValueError("torch's attention takes neither pages nor lengths")
+        self.options = dict(scale=inputs.scale, enable_gqa=inputs.group > 1)
+        if inputs.seqlen_q > 1:
+            self.options["attn_mask"] = self.diagonal(inputs)
+
+    def diagonal(self, inputs: Inputs) -> Any:
+        return causal_lower_right(inputs.seqlen_q, inputs.seqlen_kv)
+
+    def run(self) -> None:
+        k, v = (t.transpose(1, 2) for t in self.cache()[:2])
+        with sdpa_kernel(self.forward.backend):
+            self.out = torch.nn.functional.scaled_dot_product_attention(
+                self.inputs.q.transpose(1, 2), k, v, **self.options
+            )
+
+    def output(self) -> torch.Tensor:
+        return self.out.transpose(1, 2)
+
+
+class SdpaFlash(Sdpa):
+    """FlashAttention-2 on a GPU."""
+
+    forward = attention.SdpaFlash
+
+
+class SdpaCudnn(Sdpa):
+    forward = attention.SdpaCudnn
+
+    def diagonal(self, inputs: Inputs) -> Any:
+        raise ValueError("torch's cuDNN attention has no causal diagonal that ends at the last key")
+
+
+class Flash3(Decode):
+    """FlashAttention-3, which chooses the number of splits itself. With lengths, what its scheduler
+    needs is computed beforehand, as serving engines do."""
+
+    @classmethod
+    def available(cls, device: torch.device) -> None:
+        flash3.FlashAttention3.available(device)
+
+    def __init__(self, inputs: Inputs, options: dict[str, Any]) -> None:
+        super().__init__(inputs, options)
+        flash3.FlashAttention3.load()
+        if not flash3.FlashAttention3.can_split(inputs):
+            raise ValueError("this build of FlashAttention-3 has no kernels that split the keys")
+        operators, self.settings = torch.ops.flash_attn_3, "num_splits=0: the library chooses"
+        self.operator, self.out = operators.fwd.default, torch.empty_like(inputs.q)
+        self.known = dict(
+            q=inputs.q,
+            out=self.out,
+            softmax_scale=inputs.scale,
+            is_causal=inputs.seqlen_q > 1,
+            num_splits=0,
+            seqused_k=inputs.lengths,
+        )
+        if inputs.lengths is not None:
+            self.settings += "; scheduler metadata computed beforehand"
+            keys = inputs.seqlen_kv
+            if inputs.chosen is not None:
+                keys = inputs.chosen * inputs.page_size
+            self.known["scheduler_metadata"] = operators.get_scheduler_metadata(
+                inputs.batch,
+                inputs.seqlen_q,
+                keys,
+                inputs.heads_q,
+                inputs.heads_kv,
+                inputs.head_dim,
+                inputs.head_dim,
+                inputs.dtype,
+                inputs.lengths,
+                page_size=inputs.page_size,
+                is_causal=inputs.seqlen_q > 1,
+                num_splits=0,
+            )
+
+    def run(self) -> None:
+        k, v, table = self.cache()
+        known = dict(self.known, k=k, v=v, page_table=table)
+        self.operator(*flash3.arguments(self.operator, **known))
+
+    def output(self) -> torch.Tensor:
+        return self.out

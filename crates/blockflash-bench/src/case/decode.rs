@@ -1,0 +1,293 @@
+//! Attention of the last queries of each sequence to a cache of keys and values.
+
+use super::decode_operands::DecodeOperands;
+use super::grid::{GridPeers, heads_kv, pairs};
+use super::id::{self, dtype, number};
+use super::operands::Operands;
+use super::peer::{PeerCase, PeerCaseError};
+use super::shape::Shape;
+use super::work::{TILE_ROWS, Work};
+use crate::error::Result;
+use blockflash_ops::Stream;
+use blockflash_sys::DType;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::path::Path;
+
+/// Queries `[batch, seqlen_q, num_heads_q, head_dim]`, the last ones of their sequences, under a
+/// causal mask, and a cache of at most `seqlen_kv` keys for each sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[allow(missing_docs)]
+pub struct DecodeShape {
+    pub batch: usize,
+    pub seqlen_q: usize,
+    pub seqlen_kv: usize,
+    pub num_heads_q: usize,
+    pub num_heads_kv: usize,
+    pub head_dim: usize,
+    /// Keys of a page, whose order in memory is random; `None` is a contiguous cache.
+    pub page_size: Option<usize>,
+    /// Pages of a sequence that its queries visit, the last one among them; `None` is all. All
+    /// heads visit the same.
+    pub chosen: Option<usize>,
+    pub fill: Fill,
+    pub dtype: DType,
+}
+
+/// How many of its `seqlen_kv` keys each sequence has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Fill {
+    /// All of them, and the call is given no lengths.
+    #[default]
+    Full,
+    /// All of them, by a length on the device for each sequence.
+    Equal,
+    /// By lengths on the device: the longest sequence has all, and the one of rank r a part of 1/r.
+    /// The longest is the last.
+    Power,
+}
+
+impl Fill {
+    const ALL: [Fill; 3] = [Fill::Full, Fill::Equal, Fill::Power];
+}
+
+impl fmt::Display for Fill {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Fill::Full => "full",
+            Fill::Equal => "equal",
+            Fill::Power => "power",
+        })
+    }
+}
+
+impl DecodeShape {
+    /// Checks that the case can be drawn.
+    ///
+    /// # Errors
+    /// One line that says which field is wrong.
+    pub fn check(&self) -> Result<(), String> {
+        let Self { batch, seqlen_q, seqlen_kv, head_dim, .. } = *self;
+        if [batch, seqlen_q, seqlen_kv, head_dim].contains(&0) {
+            return Err("a case of attention to a cache has a size of 0".to_owned());
+        }
+        if self.lengths().iter().any(|&length| length < seqlen_q) {
+            return Err(format!("a sequence has fewer keys than {seqlen_q} queries"));
+        }
+        let pages = match self.page_size {
+            Some(size) if size == 0 || !seqlen_kv.is_multiple_of(size) => {
+                return Err(format!("{seqlen_kv} keys are no pages of {size}"));
+            }
+            size => size.map(|size| seqlen_kv / size),
+        };
+        match (self.chosen, pages) {
+            (None, _) => Ok(()),
+            (Some(_), None) => Err("a contiguous cache has no pages to choose".to_owned()),
+            (Some(chosen), Some(pages)) if chosen == 0 || chosen > pages => {
+                Err(format!("{chosen} of {pages} pages cannot be chosen"))
+            }
+            // Queries see the keys before them by their rank among the chosen ones.
+            (Some(_), _) if self.fill == Fill::Power || Some(seqlen_q) > self.page_size => {
+                Err("chosen pages need full sequences and queries within a page".to_owned())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Keys of each sequence.
+    pub fn lengths(&self) -> Vec<usize> {
+        let length = |entry: usize| match self.fill {
+            Fill::Full | Fill::Equal => self.seqlen_kv,
+            Fill::Power => (self.seqlen_kv / (self.batch - entry)).max(self.seqlen_q),
+        };
+        (0..self.batch).map(length).collect()
+    }
+
+    /// Keys of each sequence that its last query visits.
+    pub fn visited(&self) -> Vec<usize> {
+        match (self.chosen, self.page_size) {
+            (Some(chosen), Some(size)) => vec![chosen * size; self.batch],
+            _ => self.lengths(),
+        }
+    }
+
+    /// Bytes of a key or value of all heads.
+    fn row_bytes(&self) -> usize {
+        self.num_heads_kv * self.head_dim * self.dtype.size()
+    }
+
+    /// Bytes of the keys and values that a launch reads.
+    pub fn cache_bytes(&self) -> usize {
+        2 * self.row_bytes() * self.visited().iter().sum::<usize>()
+    }
+}
+
+impl fmt::Display for DecodeShape {
+    /// `decode_b8_q1_kv8192_h32kv8_d128_contiguous_full_bf16`,
+    /// `decode_b1_q1_kv131072_h32kv8_d128_page64top32_equal_bf16`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "decode_b{}_q{}_kv{}", self.batch, self.seqlen_q, self.seqlen_kv)?;
+        id::shared(f, [self.num_heads_q, self.num_heads_kv])?;
+        write!(f, "_d{}_", self.head_dim)?;
+        match (self.page_size, self.chosen) {
+            (None, _) => write!(f, "contiguous")?,
+            (Some(size), None) => write!(f, "page{size}")?,
+            (Some(size), Some(chosen)) => write!(f, "page{size}top{chosen}")?,
+        }
+        write!(f, "_{}_{}", self.fill, self.dtype)
+    }
+}
+
+/// What rivals are told besides the shape.
+#[derive(Serialize)]
+struct ForPeers<'a> {
+    #[serde(flatten)]
+    shape: &'a DecodeShape,
+    lengths: Option<Vec<usize>>,
+}
+
+impl Shape for DecodeShape {
+    fn parse(parts: &[&str]) -> Option<Self> {
+        let &["decode", batch, q, kv, heads, d, layout, fill, dtype_name] = parts else {
+            return None;
+        };
+        let [num_heads_q, num_heads_kv] = id::heads(heads)?;
+        let (page_size, chosen) = match layout.strip_prefix("page") {
+            None => (None, None),
+            Some(pages) => match pages.split_once("top") {
+                None => (Some(pages.parse().ok()?), None),
+                Some((size, chosen)) => (Some(size.parse().ok()?), Some(chosen.parse().ok()?)),
+            },
+        };
+        let shape = Self {
+            batch: number(batch, "b")?,
+            seqlen_q: number(q, "q")?,
+            seqlen_kv: number(kv, "kv")?,
+            num_heads_q,
+            num_heads_kv,
+            head_dim: number(d, "d")?,
+            page_size,
+            chosen,
+            fill: Fill::ALL.into_iter().find(|kind| kind.to_string() == fill)?,
+            dtype: dtype(dtype_name)?,
+        };
+        shape.check().ok().map(|()| shape)
+    }
+
+    fn op(&self) -> &'static str {
+        "attention_decode"
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The cache is read once, for all the heads of a group and as many queries as fit into a tile.
+    fn work(&self) -> Work {
+        let Self { seqlen_q, num_heads_q, num_heads_kv, head_dim, .. } = *self;
+        // The last query of a sequence visits all of its keys, the one before it one less.
+        let pairs = |&keys: &usize| seqlen_q * keys - seqlen_q * (seqlen_q - 1) / 2;
+        let pairs = num_heads_q * self.visited().iter().map(pairs).sum::<usize>();
+        let queries = self.batch * seqlen_q * num_heads_q * head_dim * self.dtype.size();
+        let tiles = (seqlen_q * num_heads_q).div_ceil(num_heads_kv.max(1) * TILE_ROWS);
+        let cache = self.cache_bytes() as f64;
+        Work {
+            flops: (4 * pairs * head_dim) as f64,
+            exps: pairs as f64,
+            bytes: cache + 2.0 * queries as f64,
+            l2_bytes: tiles as f64 * cache + queries as f64,
+        }
+    }
+
+    fn group(&self) -> String {
+        let queries = match self.seqlen_q {
+            1 => "one query".to_owned(),
+            queries => format!("{queries} queries"),
+        };
+        let heads = format!("{} heads on {}", self.num_heads_q, self.num_heads_kv);
+        let layout = match (self.page_size, self.chosen) {
+            (None, _) => "contiguous".to_owned(),
+            (Some(size), None) => format!("pages of {size}"),
+            (Some(size), Some(_)) => format!("chosen pages of {size}"),
+        };
+        let fill = match self.fill {
+            Fill::Full => "",
+            Fill::Equal => ", with lengths",
+            Fill::Power => ", unequal lengths",
+        };
+        format!("head_dim {}, {heads}, {queries}, {layout}{fill}", self.head_dim)
+    }
+
+    fn peer_case(&self, seed: u64, _folder: &Path) -> Result<PeerCase, PeerCaseError> {
+        let lengths = (self.fill != Fill::Full).then(|| self.lengths());
+        PeerCase::new(self.op(), &ForPeers { shape: self, lengths }, seed)
+    }
+
+    fn operands(&self, stream: &Stream, seed: u64) -> Result<Box<dyn Operands>> {
+        Ok(Box::new(DecodeOperands::new(self, stream, seed)?))
+    }
+}
+
+/// Every combination of the lists is a case, except that `most_keys` leaves out those with more
+/// keys in the batch.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct DecodeGrid {
+    batch: Vec<usize>,
+    #[serde(default = "one")]
+    seqlen_q: Vec<usize>,
+    seqlen_kv: Vec<usize>,
+    most_keys: Option<usize>,
+    num_heads_q: usize,
+    num_heads_kv: Option<usize>,
+    head_dim: usize,
+    page_size: Option<Vec<usize>>,
+    chosen: Option<usize>,
+    #[serde(default = "full")]
+    fill: Vec<Fill>,
+    dtype: Vec<DType>,
+    #[serde(default)]
+    pub(crate) peers: GridPeers,
+}
+
+fn one() -> Vec<usize> {
+    vec![1]
+}
+
+fn full() -> Vec<Fill> {
+    vec![Fill::Full]
+}
+
+impl DecodeGrid {
+    pub(crate) fn expand<C: From<DecodeShape>>(&self, cases: &mut Vec<C>) -> Result<(), String> {
+        let Self { num_heads_q, head_dim, chosen, .. } = *self;
+        let num_heads_kv = heads_kv(num_heads_q, self.num_heads_kv)?;
+        let page_sizes = match &self.page_size {
+            None => vec![None],
+            Some(sizes) => sizes.iter().copied().map(Some).collect(),
+        };
+        let variants = pairs(&pairs(&self.dtype, &page_sizes), &self.fill);
+        let sizes = pairs(&pairs(&self.seqlen_q, &self.seqlen_kv), &self.batch);
+        for (((dtype, page_size), fill), ((seqlen_q, seqlen_kv), batch)) in pairs(&variants, &sizes)
+        {
+            let shape = DecodeShape {
+                batch,
+                seqlen_q,
+                seqlen_kv,
+                num_heads_q,
+                num_heads_kv,
+                head_dim,
+                page_size,
+                chosen,
+                fill,
+                dtype,
+            };
+            shape.check()?;
+            if self.most_keys.is_none_or(|most| batch.saturating_mul(seqlen_kv) <= most) {
+                cases.push(shape.into());
+            }
+        }
+        Ok(())
+    }
+}
