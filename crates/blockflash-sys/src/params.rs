@@ -4,6 +4,19 @@ pub const BLOCKFLASH_DTYPE_F16: i32 = 0;
 pub const BLOCKFLASH_DTYPE_BF16: i32 = 1;
 pub const BLOCKFLASH_DTYPE_F32: i32 = 2;
 pub const BLOCKFLASH_WINDOW_UNBOUNDED: i32 = 2147483647;
+pub const BLOCKFLASH_BLOCK_SOURCE_BOOL: i32 = 0;
+pub const BLOCKFLASH_BLOCK_SOURCE_LISTS: i32 = 1;
+pub const BLOCKFLASH_BLOCK_SOURCE_SCORES: i32 = 2;
+pub const BLOCKFLASH_BLOCK_MASK_CHOOSE: i32 = 0;
+pub const BLOCKFLASH_BLOCK_MASK_LIST: i32 = 1;
+pub const BLOCKFLASH_BLOCK_PROBLEM_NO_COLUMN: i32 = 0;
+pub const BLOCKFLASH_BLOCK_PROBLEM_TWICE: i32 = 1;
+pub const BLOCKFLASH_BLOCK_PROBLEM_NAN: i32 = 2;
+pub const BLOCKFLASH_BLOCK_PROBLEM_CAPACITY: i32 = 3;
+pub const BLOCKFLASH_BLOCK_MASK_GATHER: i32 = 0;
+pub const BLOCKFLASH_BLOCK_MASK_LIST_T: i32 = 1;
+pub const BLOCKFLASH_BLOCK_SCORES_MEANS: i32 = 0;
+pub const BLOCKFLASH_BLOCK_SCORES_PRODUCTS: i32 = 1;
 pub const BLOCKFLASH_ACTIVATION_NONE: i32 = 0;
 pub const BLOCKFLASH_ACTIVATION_RELU: i32 = 1;
 pub const BLOCKFLASH_ACTIVATION_GELU: i32 = 2;
@@ -19,19 +32,6 @@ pub const BLOCKFLASH_PROBE_WGMMA_F16: i32 = 6;
 pub const BLOCKFLASH_PROBE_WGMMA_BF16: i32 = 7;
 pub const BLOCKFLASH_PROBE_WGMMA_E4M3: i32 = 8;
 pub const BLOCKFLASH_PROBE_BULK: i32 = 9;
-pub const BLOCKFLASH_BLOCK_SOURCE_BOOL: i32 = 0;
-pub const BLOCKFLASH_BLOCK_SOURCE_LISTS: i32 = 1;
-pub const BLOCKFLASH_BLOCK_SOURCE_SCORES: i32 = 2;
-pub const BLOCKFLASH_BLOCK_MASK_CHOOSE: i32 = 0;
-pub const BLOCKFLASH_BLOCK_MASK_LIST: i32 = 1;
-pub const BLOCKFLASH_BLOCK_PROBLEM_NO_COLUMN: i32 = 0;
-pub const BLOCKFLASH_BLOCK_PROBLEM_TWICE: i32 = 1;
-pub const BLOCKFLASH_BLOCK_PROBLEM_NAN: i32 = 2;
-pub const BLOCKFLASH_BLOCK_PROBLEM_CAPACITY: i32 = 3;
-pub const BLOCKFLASH_BLOCK_MASK_GATHER: i32 = 0;
-pub const BLOCKFLASH_BLOCK_MASK_LIST_T: i32 = 1;
-pub const BLOCKFLASH_BLOCK_SCORES_MEANS: i32 = 0;
-pub const BLOCKFLASH_BLOCK_SCORES_PRODUCTS: i32 = 1;
 /// A tensor map of the Tensor Memory Accelerator (CUtensorMap), encoded by the driver.
 #[repr(C)]
 #[repr(align(64))]
@@ -578,453 +578,328 @@ const _: () = {
     ][::core::mem::offset_of!(blockflash_attention_bwd_tma_params, heads_per_section)
         - 1048usize];
 };
-/** Keys and values of a cache: one page per sequence, or pages that a block table names.
+/** Block mask: the source's blocks and the blocks of `always`, without the blocks that the token
+ mask hides entirely, as index arrays in BSR.
 
- Key j of sequence b lies in slot j % page_size of page block_table\[b, j / page_size\], or of page
- b without a table. What the device alone knows is clamped: page numbers to \[0, pages), lengths to
- \[0, capacity\]. Keys from the length on are never read.*/
+ Row r of a batch entry and head is row (batch·heads + head)·rows + r of all rows. A slab is as
+ many neighbouring rows of one head as a CTA has warps; the last slab of a head may have fewer.*/
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
-pub struct blockflash_kv_cache {
-    /// \[pages, page_size, num_heads_kv, head_dim\], or any other order by strides
-    pub k: *const ::core::ffi::c_void,
-    pub v: *const ::core::ffi::c_void,
-    /// \[batch, ceil(capacity / page_size)\]; null: page b for sequence b
-    pub block_table: *const i32,
-    /// \[batch\] keys of each sequence; null: all have `capacity`
-    pub seqused: *const i32,
-    pub k_stride_page: i64,
-    pub k_stride_slot: i64,
-    pub k_stride_head: i64,
-    pub v_stride_page: i64,
-    pub v_stride_slot: i64,
-    pub v_stride_head: i64,
-    /// of sequences
-    pub block_table_stride: i64,
-    /// of k and v, at least 1 unless capacity is 0; `batch` without a table
-    pub pages: i32,
-    /// slots of a page: a multiple of 16 unless a sequence has one page only
-    pub page_size: i32,
-    /// the most keys of a sequence: page_size · columns of the table
+pub struct blockflash_block_mask_build_params {
+    pub source: *const ::core::ffi::c_void,
+    /// visited whatever the source says; none if row_ptr is null
+    pub always: blockflash_block_mask,
+    /** \[batch, heads, rows, ceil(cols / 32)\] columns of each row, the first in the
+ lowest bit*/
+    pub bits: *mut u32,
+    /// \[batch, heads, rows\] columns of each row, whatever the capacity
+    pub lengths: *mut i32,
+    /// \[batch, heads, slabs\] sums of lengths
+    pub slab_lengths: *mut i32,
+    /// \[batch, heads, rows + 1\]
+    pub row_ptr: *mut i32,
+    /// \[capacity\]
+    pub col_idx: *mut i32,
+    /** \[batch, heads, rows\] rows by descending length, the last one first among
+ equally long rows*/
+    pub row_order: *mut i32,
+    /** \[2\], lowered by every launch: {row << 33 | position << 2 | problem,
+ ~(number of blocks that col_idx would have to hold)}*/
+    pub problems: *mut u64,
+    /// BLOCKFLASH_BLOCK_MASK_…
+    pub step: i32,
+    /// BLOCKFLASH_BLOCK_SOURCE_…
+    pub source_kind: i32,
+    /// unused for booleans
+    pub k: i32,
+    pub batch: i32,
+    pub heads: i32,
+    pub rows: i32,
+    pub cols: i32,
+    pub capacity: i32,
+    pub seqlen_q: i32,
+    pub seqlen_kv: i32,
+    pub block_q: i32,
+    pub block_kv: i32,
+    /// the token mask, as for attention
+    pub window_left: i32,
+    /// the token mask, as for attention
+    pub window_right: i32,
+    pub align_bottom_right: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_block_mask_build_params",
+    ][::core::mem::size_of::<blockflash_block_mask_build_params>() - 184usize];
+    [
+        "Alignment of blockflash_block_mask_build_params",
+    ][::core::mem::align_of::<blockflash_block_mask_build_params>() - 8usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::source",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, source) - 0usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::always",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, always) - 8usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::bits",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, bits) - 64usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::lengths",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, lengths) - 72usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::slab_lengths",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, slab_lengths)
+        - 80usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::row_ptr",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, row_ptr) - 88usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::col_idx",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, col_idx) - 96usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::row_order",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, row_order) - 104usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::problems",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, problems) - 112usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::step",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, step) - 120usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::source_kind",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, source_kind)
+        - 124usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::k",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, k) - 128usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::batch",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, batch) - 132usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::heads",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, heads) - 136usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::rows",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, rows) - 140usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::cols",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, cols) - 144usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::capacity",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, capacity) - 148usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::seqlen_q",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, seqlen_q) - 152usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::seqlen_kv",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, seqlen_kv) - 156usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::block_q",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, block_q) - 160usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::block_kv",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, block_kv) - 164usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::window_left",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, window_left)
+        - 168usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::window_right",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, window_right)
+        - 172usize];
+    [
+        "Offset of field: blockflash_block_mask_build_params::align_bottom_right",
+    ][::core::mem::offset_of!(blockflash_block_mask_build_params, align_bottom_right)
+        - 176usize];
+};
+/** The transpose of a block mask: for each block column the block rows that visit it, in BSR.
+
+ A slab is as many neighbouring rows of one head as the tile says, a strip 32 neighbouring
+ columns; the last ones may have fewer. A head's part of col_idx_t starts where that of col_idx
+ does.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_block_mask_transpose_params {
+    /// \[batch, heads, rows + 1\]
+    pub row_ptr: *const i32,
+    /// columns that do not exist are left out
+    pub col_idx: *const i32,
+    /** \[batch, heads, ceil(rows / 32), 32·strips\] rows of each column, 32 per
+ word, the first in the lowest bit; 16-byte aligned*/
+    pub bits: *mut u32,
+    /// \[batch, heads, strips, slabs\] visited blocks
+    pub counts: *mut i32,
+    /// \[batch, heads, cols + 1\]
+    pub row_ptr_t: *mut i32,
+    /// \[capacity\] rows of each column, ascending
+    pub col_idx_t: *mut i32,
+    /// BLOCKFLASH_BLOCK_MASK_…
+    pub step: i32,
+    pub batch: i32,
+    pub heads: i32,
+    pub rows: i32,
+    pub cols: i32,
     pub capacity: i32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     [
-        "Size of blockflash_kv_cache",
-    ][::core::mem::size_of::<blockflash_kv_cache>() - 104usize];
+        "Size of blockflash_block_mask_transpose_params",
+    ][::core::mem::size_of::<blockflash_block_mask_transpose_params>() - 72usize];
     [
-        "Alignment of blockflash_kv_cache",
-    ][::core::mem::align_of::<blockflash_kv_cache>() - 8usize];
+        "Alignment of blockflash_block_mask_transpose_params",
+    ][::core::mem::align_of::<blockflash_block_mask_transpose_params>() - 8usize];
     [
-        "Offset of field: blockflash_kv_cache::k",
-    ][::core::mem::offset_of!(blockflash_kv_cache, k) - 0usize];
+        "Offset of field: blockflash_block_mask_transpose_params::row_ptr",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, row_ptr) - 0usize];
     [
-        "Offset of field: blockflash_kv_cache::v",
-    ][::core::mem::offset_of!(blockflash_kv_cache, v) - 8usize];
+        "Offset of field: blockflash_block_mask_transpose_params::col_idx",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, col_idx) - 8usize];
     [
-        "Offset of field: blockflash_kv_cache::block_table",
-    ][::core::mem::offset_of!(blockflash_kv_cache, block_table) - 16usize];
+        "Offset of field: blockflash_block_mask_transpose_params::bits",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, bits) - 16usize];
     [
-        "Offset of field: blockflash_kv_cache::seqused",
-    ][::core::mem::offset_of!(blockflash_kv_cache, seqused) - 24usize];
+        "Offset of field: blockflash_block_mask_transpose_params::counts",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, counts) - 24usize];
     [
-        "Offset of field: blockflash_kv_cache::k_stride_page",
-    ][::core::mem::offset_of!(blockflash_kv_cache, k_stride_page) - 32usize];
+        "Offset of field: blockflash_block_mask_transpose_params::row_ptr_t",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, row_ptr_t)
+        - 32usize];
     [
-        "Offset of field: blockflash_kv_cache::k_stride_slot",
-    ][::core::mem::offset_of!(blockflash_kv_cache, k_stride_slot) - 40usize];
+        "Offset of field: blockflash_block_mask_transpose_params::col_idx_t",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, col_idx_t)
+        - 40usize];
     [
-        "Offset of field: blockflash_kv_cache::k_stride_head",
-    ][::core::mem::offset_of!(blockflash_kv_cache, k_stride_head) - 48usize];
+        "Offset of field: blockflash_block_mask_transpose_params::step",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, step) - 48usize];
     [
-        "Offset of field: blockflash_kv_cache::v_stride_page",
-    ][::core::mem::offset_of!(blockflash_kv_cache, v_stride_page) - 56usize];
+        "Offset of field: blockflash_block_mask_transpose_params::batch",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, batch) - 52usize];
     [
-        "Offset of field: blockflash_kv_cache::v_stride_slot",
-    ][::core::mem::offset_of!(blockflash_kv_cache, v_stride_slot) - 64usize];
+        "Offset of field: blockflash_block_mask_transpose_params::heads",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, heads) - 56usize];
     [
-        "Offset of field: blockflash_kv_cache::v_stride_head",
-    ][::core::mem::offset_of!(blockflash_kv_cache, v_stride_head) - 72usize];
+        "Offset of field: blockflash_block_mask_transpose_params::rows",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, rows) - 60usize];
     [
-        "Offset of field: blockflash_kv_cache::block_table_stride",
-    ][::core::mem::offset_of!(blockflash_kv_cache, block_table_stride) - 80usize];
+        "Offset of field: blockflash_block_mask_transpose_params::cols",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, cols) - 64usize];
     [
-        "Offset of field: blockflash_kv_cache::pages",
-    ][::core::mem::offset_of!(blockflash_kv_cache, pages) - 88usize];
-    [
-        "Offset of field: blockflash_kv_cache::page_size",
-    ][::core::mem::offset_of!(blockflash_kv_cache, page_size) - 92usize];
-    [
-        "Offset of field: blockflash_kv_cache::capacity",
-    ][::core::mem::offset_of!(blockflash_kv_cache, capacity) - 96usize];
+        "Offset of field: blockflash_block_mask_transpose_params::capacity",
+    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, capacity)
+        - 68usize];
 };
-/** Attention of few queries to the keys of a cache. Options are those of attention forward.
-
- Rows are the queries of a sequence times the num_heads_q / num_heads_kv heads that share a key
- head, heads fastest; a row tile has the tile's `rows` of them. The keys that some query of a
- sequence attends to, from a multiple of 16 on, are divided into splits of `chunk` keys:
-
- chunk = ceil64(max(clamp(ceil(keys / splits), chunk_min, chunk_max), ceil(keys / 256)))
- n     = max(1, ceil(keys / chunk))
-
- An item is one split for one row tile of one key head. The items of a sequence are numbered as
- (split · row tiles + row tile) · num_heads_kv + head, those of the next sequence follow. The
- CTA that completes a row tile combines the results of its splits, in groups of 16.*/
+/// Scores of blocks: the mean query of each block row times the mean key of each block column.
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
-pub struct blockflash_attention_decode_params {
-    /// \[batch, seqlen_q, num_heads_q, head_dim\]; packed: \[total_q, …\]
+pub struct blockflash_block_scores_params {
+    /// \[batch, seqlen_q, num_heads_q, head_dim\]
     pub q: *const ::core::ffi::c_void,
-    /// like q
-    pub o: *mut ::core::ffi::c_void,
-    /** \[batch, num_heads_q, seqlen_q\], natural logarithm; packed: \[num_heads_q, total_q\]
- with a stride of 0 for the batch; may be null*/
-    pub lse: *mut f32,
-    /// \[num_heads_q\] logits that join the denominator; may be null
-    pub sink: *const f32,
-    /** \[batch + 1\] offsets into packed queries; null: all sequences have
- seqlen_q*/
-    pub cu_seqlens_q: *const i32,
-    pub cache: blockflash_kv_cache,
-    /** \[batch, num_heads_kv, page_list_capacity\] columns of the block table
- that each key head visits, ascending and without repeats; null: all.
- Clamped to the columns of the table*/
-    pub page_list: *const i32,
-    /** \[batch\] listed pages, the same for all heads; clamped to
- \[0, page_list_capacity\]*/
-    pub page_count: *const i32,
-    /// workspace, \[items, partial_rows, head_dim\]; null if max_splits is 1
-    pub partial_sums: *mut f32,
-    /// workspace, \[items, partial_rows, 2\]: log2 reference and denominator
-    pub partial_logs: *mut f32,
-    /// workspace, \[items\], zeros, left as zeros
-    pub arrivals: *mut u32,
-    /** two zeros, left as zeros: {next item, CTAs that are done}; not used if
- the grid has a CTA for each item*/
-    pub tile_counter: *mut u32,
+    /// \[batch, seqlen_kv, num_heads_kv, head_dim\]
+    pub k: *const ::core::ffi::c_void,
+    /// \[batch, num_heads_q, rows, head_dim\]
+    pub q_means: *mut f32,
+    /// \[batch, num_heads_kv, cols, head_dim\]
+    pub k_means: *mut f32,
+    /// \[batch, num_heads_q, rows, cols\]
+    pub scores: *mut f32,
     pub q_stride_batch: i64,
     pub q_stride_seq: i64,
     pub q_stride_head: i64,
-    pub o_stride_batch: i64,
-    pub o_stride_seq: i64,
-    pub o_stride_head: i64,
-    pub lse_stride_batch: i64,
-    pub lse_stride_head: i64,
+    pub k_stride_batch: i64,
+    pub k_stride_seq: i64,
+    pub k_stride_head: i64,
+    /// BLOCKFLASH_BLOCK_SCORES_…
+    pub step: i32,
     pub batch: i32,
     pub num_heads_q: i32,
     pub num_heads_kv: i32,
-    /// num_heads_q / num_heads_kv
-    pub group: i32,
-    /// the longest sequence of queries when packed
     pub seqlen_q: i32,
-    /// rows of q and o when packed; offsets are clamped to them
-    pub total_q: i32,
-    /// multiple of 8, at most the tile's head_dim
+    pub seqlen_kv: i32,
+    pub block_q: i32,
+    pub block_kv: i32,
+    /// ceil(seqlen_q / block_q), ceil(seqlen_kv / block_kv)
+    pub rows: i32,
+    /// ceil(seqlen_q / block_q), ceil(seqlen_kv / block_kv)
+    pub cols: i32,
+    /// a multiple of 8, at most 256
     pub head_dim: i32,
-    pub window_left: i32,
-    pub window_right: i32,
-    pub align_bottom_right: i32,
-    pub page_list_capacity: i32,
-    /** room in the workspace. Items beyond it, which only offsets that do not
- ascend can have, are not computed*/
-    pub items: i32,
-    /// min(rows, seqlen_q · num_heads_q / num_heads_kv)
-    pub partial_rows: i32,
-    /// of a sequence of medium length
-    pub splits: i32,
-    /// keys of a split, multiples of 64
-    pub chunk_min: i32,
-    /// keys of a split, multiples of 64
-    pub chunk_max: i32,
-    /// finite and positive
-    pub softmax_scale: f32,
-    /// 0 turns it off, else scores become softcap·tanh(score / softcap)
-    pub softcap: f32,
-    /// log2(e)·softmax_scale, or log2(e) after a softcap
-    pub scale_log2: f32,
-    /// softmax_scale / softcap, 0 without a cap
-    pub scale_over_cap: f32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     [
-        "Size of blockflash_attention_decode_params",
-    ][::core::mem::size_of::<blockflash_attention_decode_params>() - 336usize];
+        "Size of blockflash_block_scores_params",
+    ][::core::mem::size_of::<blockflash_block_scores_params>() - 136usize];
     [
-        "Alignment of blockflash_attention_decode_params",
-    ][::core::mem::align_of::<blockflash_attention_decode_params>() - 8usize];
+        "Alignment of blockflash_block_scores_params",
+    ][::core::mem::align_of::<blockflash_block_scores_params>() - 8usize];
     [
-        "Offset of field: blockflash_attention_decode_params::q",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, q) - 0usize];
+        "Offset of field: blockflash_block_scores_params::q",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, q) - 0usize];
     [
-        "Offset of field: blockflash_attention_decode_params::o",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, o) - 8usize];
+        "Offset of field: blockflash_block_scores_params::k",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, k) - 8usize];
     [
-        "Offset of field: blockflash_attention_decode_params::lse",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, lse) - 16usize];
+        "Offset of field: blockflash_block_scores_params::q_means",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, q_means) - 16usize];
     [
-        "Offset of field: blockflash_attention_decode_params::sink",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, sink) - 24usize];
+        "Offset of field: blockflash_block_scores_params::k_means",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, k_means) - 24usize];
     [
-        "Offset of field: blockflash_attention_decode_params::cu_seqlens_q",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, cu_seqlens_q)
-        - 32usize];
+        "Offset of field: blockflash_block_scores_params::scores",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, scores) - 32usize];
     [
-        "Offset of field: blockflash_attention_decode_params::cache",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, cache) - 40usize];
+        "Offset of field: blockflash_block_scores_params::q_stride_batch",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, q_stride_batch) - 40usize];
     [
-        "Offset of field: blockflash_attention_decode_params::page_list",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, page_list) - 144usize];
+        "Offset of field: blockflash_block_scores_params::q_stride_seq",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, q_stride_seq) - 48usize];
     [
-        "Offset of field: blockflash_attention_decode_params::page_count",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, page_count)
-        - 152usize];
+        "Offset of field: blockflash_block_scores_params::q_stride_head",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, q_stride_head) - 56usize];
     [
-        "Offset of field: blockflash_attention_decode_params::partial_sums",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_sums)
-        - 160usize];
+        "Offset of field: blockflash_block_scores_params::k_stride_batch",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, k_stride_batch) - 64usize];
     [
-        "Offset of field: blockflash_attention_decode_params::partial_logs",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_logs)
-        - 168usize];
+        "Offset of field: blockflash_block_scores_params::k_stride_seq",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, k_stride_seq) - 72usize];
     [
-        "Offset of field: blockflash_attention_decode_params::arrivals",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, arrivals) - 176usize];
+        "Offset of field: blockflash_block_scores_params::k_stride_head",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, k_stride_head) - 80usize];
     [
-        "Offset of field: blockflash_attention_decode_params::tile_counter",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, tile_counter)
-        - 184usize];
+        "Offset of field: blockflash_block_scores_params::step",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, step) - 88usize];
     [
-        "Offset of field: blockflash_attention_decode_params::q_stride_batch",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, q_stride_batch)
-        - 192usize];
+        "Offset of field: blockflash_block_scores_params::batch",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, batch) - 92usize];
     [
-        "Offset of field: blockflash_attention_decode_params::q_stride_seq",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, q_stride_seq)
-        - 200usize];
+        "Offset of field: blockflash_block_scores_params::num_heads_q",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, num_heads_q) - 96usize];
     [
-        "Offset of field: blockflash_attention_decode_params::q_stride_head",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, q_stride_head)
-        - 208usize];
+        "Offset of field: blockflash_block_scores_params::num_heads_kv",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, num_heads_kv) - 100usize];
     [
-        "Offset of field: blockflash_attention_decode_params::o_stride_batch",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, o_stride_batch)
-        - 216usize];
+        "Offset of field: blockflash_block_scores_params::seqlen_q",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, seqlen_q) - 104usize];
     [
-        "Offset of field: blockflash_attention_decode_params::o_stride_seq",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, o_stride_seq)
-        - 224usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::o_stride_head",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, o_stride_head)
-        - 232usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::lse_stride_batch",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, lse_stride_batch)
-        - 240usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::lse_stride_head",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, lse_stride_head)
-        - 248usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::batch",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, batch) - 256usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::num_heads_q",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, num_heads_q)
-        - 260usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::num_heads_kv",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, num_heads_kv)
-        - 264usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::group",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, group) - 268usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::seqlen_q",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, seqlen_q) - 272usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::total_q",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, total_q) - 276usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::head_dim",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, head_dim) - 280usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::window_left",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, window_left)
-        - 284usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::window_right",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, window_right)
-        - 288usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::align_bottom_right",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, align_bottom_right)
-        - 292usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::page_list_capacity",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, page_list_capacity)
-        - 296usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::items",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, items) - 300usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::partial_rows",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_rows)
-        - 304usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::splits",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, splits) - 308usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::chunk_min",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_min) - 312usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::chunk_max",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_max) - 316usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::softmax_scale",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, softmax_scale)
-        - 320usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::softcap",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, softcap) - 324usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::scale_log2",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, scale_log2)
-        - 328usize];
-    [
-        "Offset of field: blockflash_attention_decode_params::scale_over_cap",
-    ][::core::mem::offset_of!(blockflash_attention_decode_params, scale_over_cap)
-        - 332usize];
-};
-/** Combines attention over disjoint sets of keys: o and lse of all keys from those of each set, in
- ascending order.*/
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_attention_merge_params {
-    /// \[count, batch, seqlen_q, num_heads_q, head_dim\]
-    pub parts: *const ::core::ffi::c_void,
-    /// \[count, batch, num_heads_q, seqlen_q\], natural logarithm
-    pub parts_lse: *const f32,
-    /// \[batch, seqlen_q, num_heads_q, head_dim\]
-    pub o: *mut ::core::ffi::c_void,
-    /// \[batch, num_heads_q, seqlen_q\]; may be null
-    pub lse: *mut f32,
-    pub parts_stride_part: i64,
-    pub parts_stride_batch: i64,
-    pub parts_stride_seq: i64,
-    pub parts_stride_head: i64,
-    pub parts_lse_stride_part: i64,
-    pub parts_lse_stride_batch: i64,
-    pub parts_lse_stride_head: i64,
-    pub o_stride_batch: i64,
-    pub o_stride_seq: i64,
-    pub o_stride_head: i64,
-    pub lse_stride_batch: i64,
-    pub lse_stride_head: i64,
-    pub count: i32,
-    pub batch: i32,
-    pub seqlen_q: i32,
-    pub num_heads_q: i32,
-    /// a multiple of 8
-    pub head_dim: i32,
-    /// BLOCKFLASH_DTYPE_…
-    pub parts_dtype: i32,
-    /// BLOCKFLASH_DTYPE_…
-    pub o_dtype: i32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_attention_merge_params",
-    ][::core::mem::size_of::<blockflash_attention_merge_params>() - 160usize];
-    [
-        "Alignment of blockflash_attention_merge_params",
-    ][::core::mem::align_of::<blockflash_attention_merge_params>() - 8usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts) - 0usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts_lse",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse) - 8usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::o",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, o) - 16usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::lse",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, lse) - 24usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts_stride_part",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_part)
-        - 32usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts_stride_batch",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_batch)
-        - 40usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts_stride_seq",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_seq)
-        - 48usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts_stride_head",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_head)
-        - 56usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts_lse_stride_part",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_part)
-        - 64usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts_lse_stride_batch",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_batch)
-        - 72usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts_lse_stride_head",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_head)
-        - 80usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::o_stride_batch",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_stride_batch)
-        - 88usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::o_stride_seq",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_stride_seq)
-        - 96usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::o_stride_head",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_stride_head)
-        - 104usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::lse_stride_batch",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, lse_stride_batch)
-        - 112usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::lse_stride_head",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, lse_stride_head)
-        - 120usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::count",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, count) - 128usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::batch",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, batch) - 132usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::seqlen_q",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, seqlen_q) - 136usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::num_heads_q",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, num_heads_q)
-        - 140usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::head_dim",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, head_dim) - 144usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::parts_dtype",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_dtype)
-        - 148usize];
-    [
-        "Offset of field: blockflash_attention_merge_params::o_dtype",
-    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_dtype) - 152usize];
+        "Offset of field: blockflash_block_scores_params::seqlen_kv",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, seqlen_kv) - 108usize];
+    [
+        "Offset of field: blockflash_block_scores_params::block_q",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, block_q) - 112usize];
+    [
+        "Offset of field: blockflash_block_scores_params::block_kv",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, block_kv) - 116usize];
+    [
+        "Offset of field: blockflash_block_scores_params::rows",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, rows) - 120usize];
+    [
+        "Offset of field: blockflash_block_scores_params::cols",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, cols) - 124usize];
+    [
+        "Offset of field: blockflash_block_scores_params::head_dim",
+    ][::core::mem::offset_of!(blockflash_block_scores_params, head_dim) - 128usize];
 };
 /** BSR matmul: c = activation(alpha·a·b + beta·c + bias), a block-sparse \[m, k\], b and c dense.
 
@@ -1472,6 +1347,499 @@ const _: () = {
         "Offset of field: blockflash_bsr_sddmm_portable_params::beta",
     ][::core::mem::offset_of!(blockflash_bsr_sddmm_portable_params, beta) - 96usize];
 };
+/** Keys and values of a cache: one page per sequence, or pages that a block table names.
+
+ Key j of sequence b lies in slot j % page_size of page block_table\[b, j / page_size\], or of page
+ b without a table. What the device alone knows is clamped: page numbers to \[0, pages), lengths to
+ \[0, capacity\]. Keys from the length on are never read.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_kv_cache {
+    /// \[pages, page_size, num_heads_kv, head_dim\], or any other order by strides
+    pub k: *const ::core::ffi::c_void,
+    pub v: *const ::core::ffi::c_void,
+    /// \[batch, ceil(capacity / page_size)\]; null: page b for sequence b
+    pub block_table: *const i32,
+    /// \[batch\] keys of each sequence; null: all have `capacity`
+    pub seqused: *const i32,
+    pub k_stride_page: i64,
+    pub k_stride_slot: i64,
+    pub k_stride_head: i64,
+    pub v_stride_page: i64,
+    pub v_stride_slot: i64,
+    pub v_stride_head: i64,
+    /// of sequences
+    pub block_table_stride: i64,
+    /// of k and v, at least 1 unless capacity is 0; `batch` without a table
+    pub pages: i32,
+    /// slots of a page: a multiple of 16 unless a sequence has one page only
+    pub page_size: i32,
+    /// the most keys of a sequence: page_size · columns of the table
+    pub capacity: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_kv_cache",
+    ][::core::mem::size_of::<blockflash_kv_cache>() - 104usize];
+    [
+        "Alignment of blockflash_kv_cache",
+    ][::core::mem::align_of::<blockflash_kv_cache>() - 8usize];
+    [
+        "Offset of field: blockflash_kv_cache::k",
+    ][::core::mem::offset_of!(blockflash_kv_cache, k) - 0usize];
+    [
+        "Offset of field: blockflash_kv_cache::v",
+    ][::core::mem::offset_of!(blockflash_kv_cache, v) - 8usize];
+    [
+        "Offset of field: blockflash_kv_cache::block_table",
+    ][::core::mem::offset_of!(blockflash_kv_cache, block_table) - 16usize];
+    [
+        "Offset of field: blockflash_kv_cache::seqused",
+    ][::core::mem::offset_of!(blockflash_kv_cache, seqused) - 24usize];
+    [
+        "Offset of field: blockflash_kv_cache::k_stride_page",
+    ][::core::mem::offset_of!(blockflash_kv_cache, k_stride_page) - 32usize];
+    [
+        "Offset of field: blockflash_kv_cache::k_stride_slot",
+    ][::core::mem::offset_of!(blockflash_kv_cache, k_stride_slot) - 40usize];
+    [
+        "Offset of field: blockflash_kv_cache::k_stride_head",
+    ][::core::mem::offset_of!(blockflash_kv_cache, k_stride_head) - 48usize];
+    [
+        "Offset of field: blockflash_kv_cache::v_stride_page",
+    ][::core::mem::offset_of!(blockflash_kv_cache, v_stride_page) - 56usize];
+    [
+        "Offset of field: blockflash_kv_cache::v_stride_slot",
+    ][::core::mem::offset_of!(blockflash_kv_cache, v_stride_slot) - 64usize];
+    [
+        "Offset of field: blockflash_kv_cache::v_stride_head",
+    ][::core::mem::offset_of!(blockflash_kv_cache, v_stride_head) - 72usize];
+    [
+        "Offset of field: blockflash_kv_cache::block_table_stride",
+    ][::core::mem::offset_of!(blockflash_kv_cache, block_table_stride) - 80usize];
+    [
+        "Offset of field: blockflash_kv_cache::pages",
+    ][::core::mem::offset_of!(blockflash_kv_cache, pages) - 88usize];
+    [
+        "Offset of field: blockflash_kv_cache::page_size",
+    ][::core::mem::offset_of!(blockflash_kv_cache, page_size) - 92usize];
+    [
+        "Offset of field: blockflash_kv_cache::capacity",
+    ][::core::mem::offset_of!(blockflash_kv_cache, capacity) - 96usize];
+};
+/** Attention of few queries to the keys of a cache. Options are those of attention forward.
+
+ Rows are the queries of a sequence times the num_heads_q / num_heads_kv heads that share a key
+ head, heads fastest; a row tile has the tile's `rows` of them. The keys that some query of a
+ sequence attends to, from a multiple of 16 on, are divided into splits of `chunk` keys:
+
+ chunk = ceil64(max(clamp(ceil(keys / splits), chunk_min, chunk_max), ceil(keys / 256)))
+ n     = max(1, ceil(keys / chunk))
+
+ An item is one split for one row tile of one key head. The items of a sequence are numbered as
+ (split · row tiles + row tile) · num_heads_kv + head, those of the next sequence follow. The
+ CTA that completes a row tile combines the results of its splits, in groups of 16.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_decode_params {
+    /// \[batch, seqlen_q, num_heads_q, head_dim\]; packed: \[total_q, …\]
+    pub q: *const ::core::ffi::c_void,
+    /// like q
+    pub o: *mut ::core::ffi::c_void,
+    /** \[batch, num_heads_q, seqlen_q\], natural logarithm; packed: \[num_heads_q, total_q\]
+ with a stride of 0 for the batch; may be null*/
+    pub lse: *mut f32,
+    /// \[num_heads_q\] logits that join the denominator; may be null
+    pub sink: *const f32,
+    /** \[batch + 1\] offsets into packed queries; null: all sequences have
+ seqlen_q*/
+    pub cu_seqlens_q: *const i32,
+    pub cache: blockflash_kv_cache,
+    /** \[batch, num_heads_kv, page_list_capacity\] columns of the block table
+ that each key head visits, ascending and without repeats; null: all.
+ Clamped to the columns of the table*/
+    pub page_list: *const i32,
+    /** \[batch\] listed pages, the same for all heads; clamped to
+ \[0, page_list_capacity\]*/
+    pub page_count: *const i32,
+    /// workspace, \[items, partial_rows, head_dim\]; null if max_splits is 1
+    pub partial_sums: *mut f32,
+    /// workspace, \[items, partial_rows, 2\]: log2 reference and denominator
+    pub partial_logs: *mut f32,
+    /// workspace, \[items\], zeros, left as zeros
+    pub arrivals: *mut u32,
+    /** two zeros, left as zeros: {next item, CTAs that are done}; not used if
+ the grid has a CTA for each item*/
+    pub tile_counter: *mut u32,
+    pub q_stride_batch: i64,
+    pub q_stride_seq: i64,
+    pub q_stride_head: i64,
+    pub o_stride_batch: i64,
+    pub o_stride_seq: i64,
+    pub o_stride_head: i64,
+    pub lse_stride_batch: i64,
+    pub lse_stride_head: i64,
+    pub batch: i32,
+    pub num_heads_q: i32,
+    pub num_heads_kv: i32,
+    /// num_heads_q / num_heads_kv
+    pub group: i32,
+    /// the longest sequence of queries when packed
+    pub seqlen_q: i32,
+    /// rows of q and o when packed; offsets are clamped to them
+    pub total_q: i32,
+    /// multiple of 8, at most the tile's head_dim
+    pub head_dim: i32,
+    /// sequences with more queries belong to another kernel and are left alone
+    pub most_queries: i32,
+    pub window_left: i32,
+    pub window_right: i32,
+    pub align_bottom_right: i32,
+    pub page_list_capacity: i32,
+    /** room in the workspace. Items beyond it, which only offsets that do not
+ ascend can have, are not computed*/
+    pub items: i32,
+    /// min(rows, seqlen_q · num_heads_q / num_heads_kv)
+    pub partial_rows: i32,
+    /// of a sequence of medium length
+    pub splits: i32,
+    /// keys of a split, multiples of 64
+    pub chunk_min: i32,
+    /// keys of a split, multiples of 64
+    pub chunk_max: i32,
+    /// finite and positive
+    pub softmax_scale: f32,
+    /// 0 turns it off, else scores become softcap·tanh(score / softcap)
+    pub softcap: f32,
+    /// log2(e)·softmax_scale, or log2(e) after a softcap
+    pub scale_log2: f32,
+    /// softmax_scale / softcap, 0 without a cap
+    pub scale_over_cap: f32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_decode_params",
+    ][::core::mem::size_of::<blockflash_attention_decode_params>() - 344usize];
+    [
+        "Alignment of blockflash_attention_decode_params",
+    ][::core::mem::align_of::<blockflash_attention_decode_params>() - 8usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::q",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, q) - 0usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::o",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, o) - 8usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::lse",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, lse) - 16usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::sink",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, sink) - 24usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::cu_seqlens_q",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, cu_seqlens_q)
+        - 32usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::cache",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, cache) - 40usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::page_list",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, page_list) - 144usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::page_count",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, page_count)
+        - 152usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::partial_sums",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_sums)
+        - 160usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::partial_logs",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_logs)
+        - 168usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::arrivals",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, arrivals) - 176usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::tile_counter",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, tile_counter)
+        - 184usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::q_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, q_stride_batch)
+        - 192usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::q_stride_seq",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, q_stride_seq)
+        - 200usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::q_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, q_stride_head)
+        - 208usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::o_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, o_stride_batch)
+        - 216usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::o_stride_seq",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, o_stride_seq)
+        - 224usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::o_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, o_stride_head)
+        - 232usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::lse_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, lse_stride_batch)
+        - 240usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::lse_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, lse_stride_head)
+        - 248usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::batch",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, batch) - 256usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::num_heads_q",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, num_heads_q)
+        - 260usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::num_heads_kv",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, num_heads_kv)
+        - 264usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::group",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, group) - 268usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::seqlen_q",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, seqlen_q) - 272usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::total_q",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, total_q) - 276usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::head_dim",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, head_dim) - 280usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::most_queries",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, most_queries)
+        - 284usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::window_left",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, window_left)
+        - 288usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::window_right",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, window_right)
+        - 292usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::align_bottom_right",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, align_bottom_right)
+        - 296usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::page_list_capacity",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, page_list_capacity)
+        - 300usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::items",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, items) - 304usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::partial_rows",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, partial_rows)
+        - 308usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::splits",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, splits) - 312usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::chunk_min",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_min) - 316usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::chunk_max",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, chunk_max) - 320usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::softmax_scale",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, softmax_scale)
+        - 324usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::softcap",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, softcap) - 328usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::scale_log2",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, scale_log2)
+        - 332usize];
+    [
+        "Offset of field: blockflash_attention_decode_params::scale_over_cap",
+    ][::core::mem::offset_of!(blockflash_attention_decode_params, scale_over_cap)
+        - 336usize];
+};
+/** Attention of many queries to the keys of a cache, with the tiles of attention forward.
+
+ In `fwd`, cu_seqlens_q tells whether queries are packed, seqlen_kv is the capacity, and k, v,
+ cu_seqlens_kv and the block mask are null. The maps of k and v have the dimensions (head_dim,
+ slot, head, page) and boxes of 64 columns and `box_rows` slots, which lie in one page.*/
+#[repr(C)]
+#[repr(align(64))]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_cache_params {
+    pub fwd: blockflash_attention_fwd_tma_params,
+    pub cache: blockflash_kv_cache,
+    /// sequences with fewer queries belong to another kernel
+    pub fewest_queries: i32,
+    /** a divisor of the tile's block_kv and, with several pages per sequence,
+ of page_size*/
+    pub box_rows: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_cache_params",
+    ][::core::mem::size_of::<blockflash_attention_cache_params>() - 960usize];
+    [
+        "Alignment of blockflash_attention_cache_params",
+    ][::core::mem::align_of::<blockflash_attention_cache_params>() - 64usize];
+    [
+        "Offset of field: blockflash_attention_cache_params::fwd",
+    ][::core::mem::offset_of!(blockflash_attention_cache_params, fwd) - 0usize];
+    [
+        "Offset of field: blockflash_attention_cache_params::cache",
+    ][::core::mem::offset_of!(blockflash_attention_cache_params, cache) - 832usize];
+    [
+        "Offset of field: blockflash_attention_cache_params::fewest_queries",
+    ][::core::mem::offset_of!(blockflash_attention_cache_params, fewest_queries)
+        - 936usize];
+    [
+        "Offset of field: blockflash_attention_cache_params::box_rows",
+    ][::core::mem::offset_of!(blockflash_attention_cache_params, box_rows) - 940usize];
+};
+/** Combines attention over disjoint sets of keys: o and lse of all keys from those of each set, in
+ ascending order.*/
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct blockflash_attention_merge_params {
+    /// \[count, batch, seqlen_q, num_heads_q, head_dim\]
+    pub parts: *const ::core::ffi::c_void,
+    /// \[count, batch, num_heads_q, seqlen_q\], natural logarithm
+    pub parts_lse: *const f32,
+    /// \[batch, seqlen_q, num_heads_q, head_dim\]
+    pub o: *mut ::core::ffi::c_void,
+    /// \[batch, num_heads_q, seqlen_q\]; may be null
+    pub lse: *mut f32,
+    pub parts_stride_part: i64,
+    pub parts_stride_batch: i64,
+    pub parts_stride_seq: i64,
+    pub parts_stride_head: i64,
+    pub parts_lse_stride_part: i64,
+    pub parts_lse_stride_batch: i64,
+    pub parts_lse_stride_head: i64,
+    pub o_stride_batch: i64,
+    pub o_stride_seq: i64,
+    pub o_stride_head: i64,
+    pub lse_stride_batch: i64,
+    pub lse_stride_head: i64,
+    pub count: i32,
+    pub batch: i32,
+    pub seqlen_q: i32,
+    pub num_heads_q: i32,
+    /// a multiple of 8
+    pub head_dim: i32,
+    /// BLOCKFLASH_DTYPE_…
+    pub parts_dtype: i32,
+    /// BLOCKFLASH_DTYPE_…
+    pub o_dtype: i32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    [
+        "Size of blockflash_attention_merge_params",
+    ][::core::mem::size_of::<blockflash_attention_merge_params>() - 160usize];
+    [
+        "Alignment of blockflash_attention_merge_params",
+    ][::core::mem::align_of::<blockflash_attention_merge_params>() - 8usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts) - 0usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_lse",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse) - 8usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::o",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, o) - 16usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::lse",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, lse) - 24usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_stride_part",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_part)
+        - 32usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_batch)
+        - 40usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_stride_seq",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_seq)
+        - 48usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_stride_head)
+        - 56usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_lse_stride_part",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_part)
+        - 64usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_lse_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_batch)
+        - 72usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_lse_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_lse_stride_head)
+        - 80usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::o_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_stride_batch)
+        - 88usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::o_stride_seq",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_stride_seq)
+        - 96usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::o_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_stride_head)
+        - 104usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::lse_stride_batch",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, lse_stride_batch)
+        - 112usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::lse_stride_head",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, lse_stride_head)
+        - 120usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::count",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, count) - 128usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::batch",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, batch) - 132usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::seqlen_q",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, seqlen_q) - 136usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::num_heads_q",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, num_heads_q)
+        - 140usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::head_dim",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, head_dim) - 144usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::parts_dtype",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, parts_dtype)
+        - 148usize];
+    [
+        "Offset of field: blockflash_attention_merge_params::o_dtype",
+    ][::core::mem::offset_of!(blockflash_attention_merge_params, o_dtype) - 152usize];
+};
 /// Probe: one unit of the GPU at its peak rate, as a ceiling for measurements.
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -1505,327 +1873,4 @@ const _: () = {
     [
         "Offset of field: blockflash_probe_params::iterations",
     ][::core::mem::offset_of!(blockflash_probe_params, iterations) - 24usize];
-};
-/** Block mask: the source's blocks and the blocks of `always`, without the blocks that the token
- mask hides entirely, as index arrays in BSR.
-
- Row r of a batch entry and head is row (batch·heads + head)·rows + r of all rows. A slab is as
- many neighbouring rows of one head as a CTA has warps; the last slab of a head may have fewer.*/
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_block_mask_build_params {
-    pub source: *const ::core::ffi::c_void,
-    /// visited whatever the source says; none if row_ptr is null
-    pub always: blockflash_block_mask,
-    /** \[batch, heads, rows, ceil(cols / 32)\] columns of each row, the first in the
- lowest bit*/
-    pub bits: *mut u32,
-    /// \[batch, heads, rows\] columns of each row, whatever the capacity
-    pub lengths: *mut i32,
-    /// \[batch, heads, slabs\] sums of lengths
-    pub slab_lengths: *mut i32,
-    /// \[batch, heads, rows + 1\]
-    pub row_ptr: *mut i32,
-    /// \[capacity\]
-    pub col_idx: *mut i32,
-    /** \[batch, heads, rows\] rows by descending length, the last one first among
- equally long rows*/
-    pub row_order: *mut i32,
-    /** \[2\], lowered by every launch: {row << 33 | position << 2 | problem,
- ~(number of blocks that col_idx would have to hold)}*/
-    pub problems: *mut u64,
-    /// BLOCKFLASH_BLOCK_MASK_…
-    pub step: i32,
-    /// BLOCKFLASH_BLOCK_SOURCE_…
-    pub source_kind: i32,
-    /// unused for booleans
-    pub k: i32,
-    pub batch: i32,
-    pub heads: i32,
-    pub rows: i32,
-    pub cols: i32,
-    pub capacity: i32,
-    pub seqlen_q: i32,
-    pub seqlen_kv: i32,
-    pub block_q: i32,
-    pub block_kv: i32,
-    /// the token mask, as for attention
-    pub window_left: i32,
-    /// the token mask, as for attention
-    pub window_right: i32,
-    pub align_bottom_right: i32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_block_mask_build_params",
-    ][::core::mem::size_of::<blockflash_block_mask_build_params>() - 184usize];
-    [
-        "Alignment of blockflash_block_mask_build_params",
-    ][::core::mem::align_of::<blockflash_block_mask_build_params>() - 8usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::source",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, source) - 0usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::always",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, always) - 8usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::bits",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, bits) - 64usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::lengths",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, lengths) - 72usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::slab_lengths",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, slab_lengths)
-        - 80usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::row_ptr",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, row_ptr) - 88usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::col_idx",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, col_idx) - 96usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::row_order",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, row_order) - 104usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::problems",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, problems) - 112usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::step",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, step) - 120usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::source_kind",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, source_kind)
-        - 124usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::k",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, k) - 128usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::batch",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, batch) - 132usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::heads",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, heads) - 136usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::rows",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, rows) - 140usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::cols",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, cols) - 144usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::capacity",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, capacity) - 148usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::seqlen_q",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, seqlen_q) - 152usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::seqlen_kv",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, seqlen_kv) - 156usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::block_q",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, block_q) - 160usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::block_kv",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, block_kv) - 164usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::window_left",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, window_left)
-        - 168usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::window_right",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, window_right)
-        - 172usize];
-    [
-        "Offset of field: blockflash_block_mask_build_params::align_bottom_right",
-    ][::core::mem::offset_of!(blockflash_block_mask_build_params, align_bottom_right)
-        - 176usize];
-};
-/** The transpose of a block mask: for each block column the block rows that visit it, in BSR.
-
- A slab is as many neighbouring rows of one head as the tile says, a strip 32 neighbouring
- columns; the last ones may have fewer. A head's part of col_idx_t starts where that of col_idx
- does.*/
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_block_mask_transpose_params {
-    /// \[batch, heads, rows + 1\]
-    pub row_ptr: *const i32,
-    /// columns that do not exist are left out
-    pub col_idx: *const i32,
-    /** \[batch, heads, ceil(rows / 32), 32·strips\] rows of each column, 32 per
- word, the first in the lowest bit; 16-byte aligned*/
-    pub bits: *mut u32,
-    /// \[batch, heads, strips, slabs\] visited blocks
-    pub counts: *mut i32,
-    /// \[batch, heads, cols + 1\]
-    pub row_ptr_t: *mut i32,
-    /// \[capacity\] rows of each column, ascending
-    pub col_idx_t: *mut i32,
-    /// BLOCKFLASH_BLOCK_MASK_…
-    pub step: i32,
-    pub batch: i32,
-    pub heads: i32,
-    pub rows: i32,
-    pub cols: i32,
-    pub capacity: i32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_block_mask_transpose_params",
-    ][::core::mem::size_of::<blockflash_block_mask_transpose_params>() - 72usize];
-    [
-        "Alignment of blockflash_block_mask_transpose_params",
-    ][::core::mem::align_of::<blockflash_block_mask_transpose_params>() - 8usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::row_ptr",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, row_ptr) - 0usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::col_idx",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, col_idx) - 8usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::bits",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, bits) - 16usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::counts",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, counts) - 24usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::row_ptr_t",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, row_ptr_t)
-        - 32usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::col_idx_t",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, col_idx_t)
-        - 40usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::step",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, step) - 48usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::batch",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, batch) - 52usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::heads",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, heads) - 56usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::rows",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, rows) - 60usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::cols",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, cols) - 64usize];
-    [
-        "Offset of field: blockflash_block_mask_transpose_params::capacity",
-    ][::core::mem::offset_of!(blockflash_block_mask_transpose_params, capacity)
-        - 68usize];
-};
-/// Scores of blocks: the mean query of each block row times the mean key of each block column.
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct blockflash_block_scores_params {
-    /// \[batch, seqlen_q, num_heads_q, head_dim\]
-    pub q: *const ::core::ffi::c_void,
-    /// \[batch, seqlen_kv, num_heads_kv, head_dim\]
-    pub k: *const ::core::ffi::c_void,
-    /// \[batch, num_heads_q, rows, head_dim\]
-    pub q_means: *mut f32,
-    /// \[batch, num_heads_kv, cols, head_dim\]
-    pub k_means: *mut f32,
-    /// \[batch, num_heads_q, rows, cols\]
-    pub scores: *mut f32,
-    pub q_stride_batch: i64,
-    pub q_stride_seq: i64,
-    pub q_stride_head: i64,
-    pub k_stride_batch: i64,
-    pub k_stride_seq: i64,
-    pub k_stride_head: i64,
-    /// BLOCKFLASH_BLOCK_SCORES_…
-    pub step: i32,
-    pub batch: i32,
-    pub num_heads_q: i32,
-    pub num_heads_kv: i32,
-    pub seqlen_q: i32,
-    pub seqlen_kv: i32,
-    pub block_q: i32,
-    pub block_kv: i32,
-    /// ceil(seqlen_q / block_q), ceil(seqlen_kv / block_kv)
-    pub rows: i32,
-    /// ceil(seqlen_q / block_q), ceil(seqlen_kv / block_kv)
-    pub cols: i32,
-    /// a multiple of 8, at most 256
-    pub head_dim: i32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of blockflash_block_scores_params",
-    ][::core::mem::size_of::<blockflash_block_scores_params>() - 136usize];
-    [
-        "Alignment of blockflash_block_scores_params",
-    ][::core::mem::align_of::<blockflash_block_scores_params>() - 8usize];
-    [
-        "Offset of field: blockflash_block_scores_params::q",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, q) - 0usize];
-    [
-        "Offset of field: blockflash_block_scores_params::k",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, k) - 8usize];
-    [
-        "Offset of field: blockflash_block_scores_params::q_means",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, q_means) - 16usize];
-    [
-        "Offset of field: blockflash_block_scores_params::k_means",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, k_means) - 24usize];
-    [
-        "Offset of field: blockflash_block_scores_params::scores",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, scores) - 32usize];
-    [
-        "Offset of field: blockflash_block_scores_params::q_stride_batch",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, q_stride_batch) - 40usize];
-    [
-        "Offset of field: blockflash_block_scores_params::q_stride_seq",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, q_stride_seq) - 48usize];
-    [
-        "Offset of field: blockflash_block_scores_params::q_stride_head",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, q_stride_head) - 56usize];
-    [
-        "Offset of field: blockflash_block_scores_params::k_stride_batch",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, k_stride_batch) - 64usize];
-    [
-        "Offset of field: blockflash_block_scores_params::k_stride_seq",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, k_stride_seq) - 72usize];
-    [
-        "Offset of field: blockflash_block_scores_params::k_stride_head",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, k_stride_head) - 80usize];
-    [
-        "Offset of field: blockflash_block_scores_params::step",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, step) - 88usize];
-    [
-        "Offset of field: blockflash_block_scores_params::batch",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, batch) - 92usize];
-    [
-        "Offset of field: blockflash_block_scores_params::num_heads_q",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, num_heads_q) - 96usize];
-    [
-        "Offset of field: blockflash_block_scores_params::num_heads_kv",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, num_heads_kv) - 100usize];
-    [
-        "Offset of field: blockflash_block_scores_params::seqlen_q",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, seqlen_q) - 104usize];
-    [
-        "Offset of field: blockflash_block_scores_params::seqlen_kv",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, seqlen_kv) - 108usize];
-    [
-        "Offset of field: blockflash_block_scores_params::block_q",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, block_q) - 112usize];
-    [
-        "Offset of field: blockflash_block_scores_params::block_kv",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, block_kv) - 116usize];
-    [
-        "Offset of field: blockflash_block_scores_params::rows",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, rows) - 120usize];
-    [
-        "Offset of field: blockflash_block_scores_params::cols",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, cols) - 124usize];
-    [
-        "Offset of field: blockflash_block_scores_params::head_dim",
-    ][::core::mem::offset_of!(blockflash_block_scores_params, head_dim) - 128usize];
 };

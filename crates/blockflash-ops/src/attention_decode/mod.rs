@@ -1,6 +1,7 @@
 //! Attention of new queries to a cache of keys and values.
 
 mod cpu;
+mod many;
 mod pages;
 mod params;
 mod plan;
@@ -9,9 +10,10 @@ mod select;
 mod workspace;
 
 pub use pages::{PageListSizes, PageLists};
+pub use many::AttentionPrefillPlan;
 pub use plan::{AttentionDecodePlan, plan, workspace_bytes};
 pub use problem::AttentionDecodeProblem;
-pub use select::{accepts, select, tile};
+pub use select::{CacheTile, accepts, select, tile};
 pub use workspace::AttentionDecodeWorkspace;
 
 pub(crate) use select::support;
@@ -212,6 +214,24 @@ impl<'a> AttentionDecode<'a> {
         self.problem(cache)?.workspace_bytes(device)
     }
 
+    fn operands<'s>(
+        &'s self,
+        cache: KvCacheViews<'s>,
+        o: ViewMut<'s>,
+        lse: Option<ViewMut<'s>>,
+    ) -> blockflash_safe::AttentionDecodeOperands<'s> {
+        blockflash_safe::AttentionDecodeOperands {
+            q: self.q,
+            cache,
+            o,
+            lse,
+            sink: self.sink,
+            cu_seqlens_q: self.packed.map(|packed| packed.cu_seqlens),
+            pages: self.pages.map(|pages| [pages.lists, pages.counts]),
+            workspace: self.workspace.map(AttentionDecodeWorkspace::memory),
+        }
+    }
+
     /// Checks that every input is on this device.
     fn on(&self, device: &Device) -> Result<()> {
         let inputs = [
@@ -271,8 +291,7 @@ impl Steps for AttentionDecode<'_> {
             let expected = format!("[at least {needed}]");
             return Err(Error::Shape { what: "workspace", expected, found: vec![bytes] });
         }
-        let AttentionDecodePlan { params, config } = plan::plan(kernel, problem, gpu)?;
-        let AttentionDecodeOperands { cache, o, lse } = operands;
+        let AttentionDecodeOperands { cache, mut o, mut lse } = operands;
         let cache = cache.as_cache();
         let aligned = [
             ("q", self.q.is_aligned(16)),
@@ -284,23 +303,36 @@ impl Steps for AttentionDecode<'_> {
             let problem = "the address is not a multiple of 16".into();
             return Err(Error::Misaligned { what, problem });
         }
-        let operands = blockflash_safe::AttentionDecodeOperands {
-            q: self.q,
-            cache: KvCacheViews {
-                k: cache.k,
-                v: cache.v,
-                block_table: cache.block_table,
-                seqused: cache.seqused_kv,
-            },
-            o,
-            lse,
-            sink: self.sink,
-            cu_seqlens_q: self.packed.map(|packed| packed.cu_seqlens),
-            pages: self.pages.map(|pages| [pages.lists, pages.counts]),
-            workspace: self.workspace.map(AttentionDecodeWorkspace::memory),
+        let cache = KvCacheViews {
+            k: cache.k,
+            v: cache.v,
+            block_table: cache.block_table,
+            seqused: cache.seqused_kv,
         };
+        if many::is_many(kernel) {
+            let AttentionPrefillPlan { params, config, others } = many::plan(kernel, problem, gpu)?;
+            let both = self.operands(cache, o.reborrow(), lse.as_mut().map(ViewMut::reborrow));
+            stream.launch::<manifest::AttentionCacheHopper>(kernel, &config, &params, both)?;
+            let Some((kernel, AttentionDecodePlan { params, config })) = others else {
+                return Ok(());
+            };
+            let operands = self.operands(cache, o, lse);
+            stream.launch::<manifest::AttentionDecode>(kernel, &config, &params, operands)?;
+            return Ok(());
+        }
+        let AttentionDecodePlan { params, config } = plan::plan(kernel, problem, gpu)?;
+        let operands = self.operands(cache, o, lse);
         stream.launch::<manifest::AttentionDecode>(kernel, &config, &params, operands)?;
         Ok(())
+    }
+
+    fn kernels<'k>(
+        kernel: &'k Kernel,
+        problem: &AttentionDecodeProblem,
+        gpu: &CudaProperties,
+    ) -> Result<Vec<&'k Kernel>> {
+        let others = many::others(kernel, problem, gpu)?.map(|(others, _)| others);
+        Ok([kernel].into_iter().chain(others).collect())
     }
 
     fn compute(

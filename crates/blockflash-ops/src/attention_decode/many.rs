@@ -1,0 +1,128 @@
+//! Sequences with many queries, as in the prefill of a cache: they have kernels with the tiles of
+//! attention forward.
+
+use super::plan::{AttentionDecodePlan, plan_few};
+use super::params::cache_params;
+use super::select::{CacheTile, few};
+use super::AttentionDecodeProblem;
+use crate::Result;
+use crate::attention::{base_params, check_strides, heads_per_section, hopper_params};
+use crate::check::{grid_x, to_i32};
+use crate::selection::{fits, tile_of};
+use blockflash_safe::{CudaProperties, LaunchConfig};
+use blockflash_sys::Kernel;
+use blockflash_sys::manifest::Variant;
+use blockflash_sys::params::blockflash_attention_cache_params;
+
+/// Tiles of queries, times heads, from which on their own kernel is the faster one. It does not
+/// split keys, so with fewer too many SMs would have nothing to do. A property of the sequence
+/// alone: its bits do not depend on the batch.
+const FEWEST_TILES: usize = 64;
+/// Queries of the tiles that this is counted in.
+const TILE_QUERIES: usize = 128;
+/// Slots of the boxes that TMA loads at least.
+const FEWEST_SLOTS: usize = 16;
+
+/// The launches of a call with many queries as plain data, without pointers.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionPrefillPlan<'k> {
+    /// The kernel argument.
+    pub params: blockflash_attention_cache_params,
+    /// Grid, block and shared memory.
+    pub config: LaunchConfig,
+    /// The kernel for the packed sequences with few queries.
+    pub others: Option<(&'k Kernel, AttentionDecodePlan)>,
+}
+
+impl AttentionDecodeProblem {
+    /// The fewest queries for which a sequence has a kernel of its own.
+    pub(super) fn fewest_queries(&self) -> usize {
+        FEWEST_TILES.div_ceil(self.attention.num_heads_q.max(1)) * TILE_QUERIES
+    }
+
+    /// Whether a sequence can have so many.
+    pub(super) fn has_many(&self) -> bool {
+        self.attention.seqlen_q >= self.fewest_queries()
+    }
+}
+
+/// Whether a kernel is one for many queries.
+pub(super) fn is_many(kernel: &Kernel) -> bool {
+    matches!(kernel.variant, Variant::AttentionCacheHopper(_))
+}
+
+/// The kernel for the sequences that `kernel` leaves, and the most queries of one. Only packed
+/// sequences have unequal numbers of queries.
+pub(super) fn others(
+    kernel: &Kernel,
+    problem: &AttentionDecodeProblem,
+    gpu: &CudaProperties,
+) -> Result<Option<(&'static Kernel, usize)>> {
+    if !is_many(kernel) || problem.attention.packed.is_none() || !problem.has_many() {
+        return Ok(None);
+    }
+    Ok(Some((few(problem, gpu)?, problem.fewest_queries() - 1)))
+}
+
+/// Plans the launches of a kernel for many queries and a problem that it accepts on this GPU.
+///
+/// # Errors
+/// [`Error::Misaligned`](crate::Error::Misaligned) for a stride that is not a multiple of 8
+/// elements, [`Error::TooLarge`](crate::Error::TooLarge) for a grid or size beyond 32 bits,
+/// [`Error::Unsupported`](crate::Error::Unsupported) if the kernel does not compute this problem.
+pub(super) fn plan(
+    kernel: &Kernel,
+    problem: &AttentionDecodeProblem,
+    gpu: &CudaProperties,
+) -> Result<AttentionPrefillPlan<'static>> {
+    fits(kernel, problem, gpu)?;
+    let tile = tile_of::<AttentionDecodeProblem>(kernel, &gpu.compute_capability)?;
+    let (attention, cache) = (&problem.attention, &problem.cache);
+    let queries = [attention.batch, attention.seqlen_q, attention.num_heads_q];
+    let keys = [cache.pages, cache.page_size, cache.num_heads_kv];
+    check_strides(&[
+        ("q", attention.q, queries),
+        ("o", attention.o, queries),
+        ("cache.k", cache.k, keys),
+        ("cache.v", cache.v, keys),
+    ])?;
+    let (block_q, block_kv) = match tile {
+        CacheTile::Many(tile) => (tile.tile.block_q() as usize, tile.tile.block_kv as usize),
+        CacheTile::Few(tile) => (tile.rows as usize, FEWEST_SLOTS),
+    };
+    let tiles_q = attention.seqlen_q.div_ceil(block_q.max(1));
+    let tiles = grid_x(&[tiles_q, attention.num_heads_q, attention.batch])?;
+    let blocks = tiles.min(gpu.multiprocessors.max(1));
+    // Each CTA asks once for a tile past the last one.
+    grid_x(&[tiles as usize + 2 * blocks as usize])?;
+
+    let others = others(kernel, problem, gpu)?;
+    let fewest_queries = others.map_or(0, |(_, most)| most + 1);
+    let others = match others {
+        None => None,
+        Some((kernel, most)) => Some((kernel, plan_few(kernel, problem, gpu, most)?)),
+    };
+    let base = base_params(attention)?;
+    // Sequences have lengths of their own, so sections of heads lie within one.
+    let sections = heads_per_section(&base, true);
+    let params = blockflash_attention_cache_params {
+        fwd: hopper_params(attention, base, sections),
+        cache: cache_params(cache)?,
+        fewest_queries: to_i32("seqlen_q", fewest_queries)?,
+        box_rows: to_i32("box", box_rows(cache.page_size, cache.capacity, block_kv))?,
+    };
+    Ok(AttentionPrefillPlan { params, config: LaunchConfig::of(kernel, blocks, true), others })
+}
+
+/// Slots that one TMA load takes: as many as a key tile and a page have in whole parts. The only
+/// page of a sequence may end anywhere.
+fn box_rows(page_size: usize, capacity: usize, block_kv: usize) -> usize {
+    if capacity <= page_size {
+        return block_kv;
+    }
+    let mut rows = block_kv;
+    while rows > FEWEST_SLOTS && !page_size.is_multiple_of(rows) {
+        rows /= 2;
+    }
+    rows
+}
