@@ -47,8 +47,14 @@ struct CacheQueue : QueueCounter {
         const int owner = __ffs(static_cast<int>(later)) - 1;
         // Lengths may change meanwhile, so one lane decides for all.
         const int length = __shfl_sync(~0u, keys_of_sequence(all.cache, sequence), owner);
-        tile = {sequences + owner, 0, 0, __shfl_sync(~0u, queries.begin, owner),
-                __shfl_sync(~0u, queries.length, owner), length, 0, 0};
+        tile = {sequences + owner,
+                0,
+                0,
+                __shfl_sync(~0u, queries.begin, owner),
+                __shfl_sync(~0u, queries.length, owner),
+                length,
+                0,
+                0};
         at = index - __shfl_sync(~0u, end - tiles, owner);
         tiles_q = __shfl_sync(~0u, tiles_q, owner);
         break;

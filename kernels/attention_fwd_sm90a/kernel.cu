@@ -1,5 +1,6 @@
-// Attention forward for Hopper, dense, under a block mask or over a cache: TMA, WGMMA, and persistent CTAs of one
-// producer warpgroup and one to three consumer warpgroups, each with 64 queries.
+// Attention forward for Hopper, dense, under a block mask or over a cache: TMA, WGMMA, and
+// persistent CTAs of one producer warpgroup and one to three consumer warpgroups, each with 64
+// queries.
 //
 // The producer streams Q, K and V into rings in shared memory. Each consumer walks the key tiles of
 // its queries from the last to the first and continues with its next queries without draining the

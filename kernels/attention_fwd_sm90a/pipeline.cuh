@@ -129,10 +129,9 @@ __device__ __forceinline__ bool announce(Queue& queue, uint32_t slot) {
     if (lane == 0) QueryTile{0, 0, 0, 0, 0, 0, 0, -1}.store(slot);
     return false;
   }
-  const TileList list =
-      Origin::has_block_masks
-          ? TileList::of(p.block_mask, kBlockKv, tile.batch, tile.head, tile.q_begin)
-          : TileList{nullptr, 0, 1};
+  const TileList list = Origin::has_block_masks ? TileList::of(p.block_mask, kBlockKv, tile.batch,
+                                                               tile.head, tile.q_begin)
+                                                : TileList{nullptr, 0, 1};
   // Lanes 0 and 1 find the ends of the whole tile, lanes 4 w + 4 to 4 w + 7 the walk of warpgroup
   // w.
   const int warpgroup = lane / 4 - 1, word = lane % 4;
@@ -186,9 +185,11 @@ __device__ __forceinline__ void schedule(Queue& queue, uint32_t smem, const Barr
 
 // One thread issues all TMA loads. V of a key tile follows K of the next one, also across query
 // tiles. Over a cache a whole warp is here, to look up pages.
-template <class Given>  // KernelParams, as a template so that what the other origin has is discarded
-__device__ __forceinline__ void produce(const Given& kernel_params, uint32_t smem,
-                                        const Barriers& barriers) {
+template <class Given>  // KernelParams, as a template so that what the other origin has is
+                        // discarded
+                        __device__ __forceinline__ void produce(const Given& kernel_params,
+                                                                uint32_t smem,
+                                                                const Barriers& barriers) {
   const Params& params = forward_params(kernel_params);
   const bool issues = Origin::producers == 1 || threadIdx.x == 0;
   Phases empty = {~0u};  // every stage is empty at first

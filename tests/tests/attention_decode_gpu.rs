@@ -7,8 +7,8 @@ use blockflash_sys::manifest::Variant;
 use blockflash_tests::attention::{Choice, Limits, dims_of_tile};
 use blockflash_tests::attention_decode::{
     DecodeCase, DecodeData, DecodeGroup, alone_as_in_a_batch, decode_cases, decode_edges,
-    decode_groups, decode_lengths, decode_prefills, decode_reference, merge_cases, replays, run_merge,
-    run_or_refuse, same_bits, survives_garbage,
+    decode_groups, decode_lengths, decode_prefills, decode_reference, merge_cases, replays,
+    run_merge, run_or_refuse, same_bits, survives_garbage,
 };
 use blockflash_tests::gpu::{Gpu, Report, gpu};
 use blockflash_tests::property;
@@ -62,8 +62,7 @@ fn every_kernel_with_many_queries() {
             let data = DecodeData::generate(&case);
             let reference = decode_reference(&case, &data, &data.attention.k);
             for &(kernel, _) in &kernels {
-                report
-                    .run(kernel, || run_or_refuse(&case, &data, &reference, kernel, &gpu.stream));
+                report.run(kernel, || run_or_refuse(&case, &data, &reference, kernel, &gpu.stream));
             }
         }
         for (kernel, _) in kernels {

@@ -69,8 +69,12 @@ pub fn decode_prefills(dtype: DType, head_dim: usize) -> Vec<DecodeCase> {
             softcap: (turn % 4 == 2).then_some(15.0),
             sink: turn % 5 == 1,
             lse: turn % 6 != 5,
-            content: [Content::Normal, Content::UnseenNan, Content::LargeScores, Content::NanInValues]
-                [turn % 4],
+            content: [
+                Content::Normal,
+                Content::UnseenNan,
+                Content::LargeScores,
+                Content::NanInValues,
+            ][turn % 4],
             ..case.attention.clone()
         };
         cases.push(DecodeCase { attention, equal, layout, ..case }.consistent());

@@ -1,10 +1,10 @@
 //! Sequences with many queries, as in the prefill of a cache: they have kernels with the tiles of
 //! attention forward.
 
-use super::plan::{AttentionDecodePlan, plan_few};
-use super::params::cache_params;
-use super::select::{CacheTile, few};
 use super::AttentionDecodeProblem;
+use super::params::cache_params;
+use super::plan::{AttentionDecodePlan, plan_few};
+use super::select::{CacheTile, few};
 use crate::Result;
 use crate::attention::{base_params, check_strides, heads_per_section, hopper_params};
 use crate::check::{grid_x, to_i32};
@@ -25,13 +25,13 @@ const FEWEST_SLOTS: usize = 16;
 
 /// The launches of a call with many queries as plain data, without pointers.
 #[derive(Clone, Copy, Debug)]
-pub struct AttentionPrefillPlan<'k> {
+pub(super) struct PrefillPlan<'k> {
     /// The kernel argument.
-    pub params: blockflash_attention_cache_params,
+    pub(super) params: blockflash_attention_cache_params,
     /// Grid, block and shared memory.
-    pub config: LaunchConfig,
+    pub(super) config: LaunchConfig,
     /// The kernel for the packed sequences with few queries.
-    pub others: Option<(&'k Kernel, AttentionDecodePlan)>,
+    pub(super) others: Option<(&'k Kernel, AttentionDecodePlan)>,
 }
 
 impl AttentionDecodeProblem {
@@ -74,7 +74,7 @@ pub(super) fn plan(
     kernel: &Kernel,
     problem: &AttentionDecodeProblem,
     gpu: &CudaProperties,
-) -> Result<AttentionPrefillPlan<'static>> {
+) -> Result<PrefillPlan<'static>> {
     fits(kernel, problem, gpu)?;
     let tile = tile_of::<AttentionDecodeProblem>(kernel, &gpu.compute_capability)?;
     let (attention, cache) = (&problem.attention, &problem.cache);
@@ -111,7 +111,7 @@ pub(super) fn plan(
         fewest_queries: to_i32("seqlen_q", fewest_queries)?,
         box_rows: to_i32("box", box_rows(cache.page_size, cache.capacity, block_kv))?,
     };
-    Ok(AttentionPrefillPlan { params, config: LaunchConfig::of(kernel, blocks, true), others })
+    Ok(PrefillPlan { params, config: LaunchConfig::of(kernel, blocks, true), others })
 }
 
 /// Slots that one TMA load takes: as many as a key tile and a page have in whole parts. The only
@@ -126,3 +126,7 @@ fn box_rows(page_size: usize, capacity: usize, block_kv: usize) -> usize {
     }
     rows
 }
+
+#[cfg(test)]
+#[path = "many_tests.rs"]
+mod tests;

@@ -10,7 +10,6 @@ mod select;
 mod workspace;
 
 pub use pages::{PageListSizes, PageLists};
-pub use many::AttentionPrefillPlan;
 pub use plan::{AttentionDecodePlan, plan, workspace_bytes};
 pub use problem::AttentionDecodeProblem;
 pub use select::{CacheTile, accepts, select, tile};
@@ -18,6 +17,7 @@ pub use workspace::AttentionDecodeWorkspace;
 
 pub(crate) use select::support;
 
+use self::many::PrefillPlan;
 use crate::attention::{AttentionOutput, Mask};
 use crate::check::Operand;
 use crate::kv_append::AppendKv;
@@ -310,7 +310,7 @@ impl Steps for AttentionDecode<'_> {
             seqused: cache.seqused_kv,
         };
         if many::is_many(kernel) {
-            let AttentionPrefillPlan { params, config, others } = many::plan(kernel, problem, gpu)?;
+            let PrefillPlan { params, config, others } = many::plan(kernel, problem, gpu)?;
             let both = self.operands(cache, o.reborrow(), lse.as_mut().map(ViewMut::reborrow));
             stream.launch::<manifest::AttentionCacheHopper>(kernel, &config, &params, both)?;
             let Some((kernel, AttentionDecodePlan { params, config })) = others else {

@@ -1,5 +1,5 @@
-use super::params::params;
 use super::many::{self, is_many};
+use super::params::params;
 use super::select::CacheTile;
 use super::{AttentionDecodeProblem, AttentionDecodeWorkspace};
 use crate::attention::check_strides;

@@ -1,8 +1,8 @@
 use super::AttentionDecodeProblem;
 use crate::Result;
 use crate::attention::Strides;
-use crate::kv_cache::CacheSizes;
 use crate::check::is_tensor_map_stride;
+use crate::kv_cache::CacheSizes;
 use crate::selection::{self, Candidate, Kernels, Peers, Problem, Rule, preference};
 use blockflash_safe::CudaProperties;
 use blockflash_sys::manifest::{AttentionCacheHopper, AttentionDecode as FewTile, Variant};
@@ -211,11 +211,9 @@ const MANY: DecodeRule = Rule {
         CacheTile::Many(_) => {
             let (attention, cache) = (&c.problem.attention, &c.problem.cache);
             let fits = |strides: Strides, [batch, rows]: [usize; 2], heads| {
-                [(strides.batch, batch), (strides.seq, rows), (strides.head, heads)]
-                    .iter()
-                    .all(|&(stride, size)| {
-                        size <= 1 || is_tensor_map_stride(stride, attention.dtype)
-                    })
+                [(strides.batch, batch), (strides.seq, rows), (strides.head, heads)].iter().all(
+                    |&(stride, size)| size <= 1 || is_tensor_map_stride(stride, attention.dtype),
+                )
             };
             let rows = match attention.packed {
                 Some(packed) => [1, packed.total_q],
@@ -226,11 +224,14 @@ const MANY: DecodeRule = Rule {
                 && [attention.q, attention.o]
                     .iter()
                     .all(|&strides| fits(strides, rows, attention.num_heads_q))
-                && [cache.k, cache.v].iter().all(|&strides| fits(strides, pages, cache.num_heads_kv))
+                && [cache.k, cache.v]
+                    .iter()
+                    .all(|&strides| fits(strides, pages, cache.num_heads_kv))
         }
     },
     refuses: |_| {
-        "it visits all pages, by tensor maps, which cannot have a stride of 0 or of 2^40 bytes".into()
+        "it visits all pages, by tensor maps, which cannot have a stride of 0 or of 2^40 bytes"
+            .into()
     },
     excludes_all: None,
 };

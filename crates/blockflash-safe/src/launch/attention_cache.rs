@@ -59,7 +59,10 @@ unsafe impl Launch for AttentionCacheHopper {
         // The 32 lanes of a warp look up the pages of a key tile. Boxes begin where the swizzle
         // does.
         let (rows, block_kv) = (plan.box_rows, tile.block_kv as i32);
-        require(rows >= 16 && rows % 16 == 0 && block_kv % rows == 0, "boxes are no part of a tile")?;
+        require(
+            rows >= 16 && rows % 16 == 0 && block_kv % rows == 0,
+            "boxes are no part of a tile",
+        )?;
         let one_page = cache.capacity <= cache.page_size;
         require(one_page || cache.page_size % rows == 0, "boxes reach beyond a page")?;
         let tiles = ceil_div(p.seqlen_q.into(), tile.block_q);

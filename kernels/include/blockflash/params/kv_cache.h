@@ -63,7 +63,8 @@ typedef struct blockflash_attention_decode_params {
   int32_t seqlen_q; /* the longest sequence of queries when packed */
   int32_t total_q;  /* rows of q and o when packed; offsets are clamped to them */
   int32_t head_dim; /* multiple of 8, at most the tile's head_dim */
-  int32_t most_queries; /* sequences with more queries belong to another kernel and are left alone */
+  int32_t
+      most_queries; /* sequences with more queries belong to another kernel and are left alone */
   int32_t window_left, window_right;
   int32_t align_bottom_right;
   int32_t page_list_capacity;
