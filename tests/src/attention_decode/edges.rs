@@ -41,23 +41,25 @@ pub fn decode_lengths(dtype: DType, head_dim: usize, longest: usize) -> Vec<Deco
 pub fn decode_prefills(dtype: DType, head_dim: usize) -> Vec<DecodeCase> {
     let window = |left, right| Mask::Window { left, right, align: Align::BottomRight };
     let masks = [Mask::causal(), Mask::Full, window(Some(140), Some(0)), window(Some(60), Some(9))];
-    let mixed = [(200, 333), (1, 70), (130, 130), (0, 9), (257, 700), (64, 0), (300, 5), (3, 512)];
+    let mixed = [(200, 333), (1, 70), (130, 130), (0, 9), (140, 400), (64, 0), (300, 5)];
+    // With 64 heads, 128 queries are many; with fewer heads the kernel takes all sequences.
+    let two_kernels = [(129, 100), (1, 70), (3, 200), (0, 30), (127, 60)];
     let pages = [None, Some(16), Some(64), Some(48), Some(128), Some(256), Some(32)];
     let mut cases = Vec::new();
     for (turn, mask) in masks.into_iter().cycle().take(21).enumerate() {
         let equal = turn % 3 == 2;
         let lengths: Vec<(usize, usize)> = match equal {
-            true => [200, 333, 0, 700, 129].map(|keys| (150 + turn, keys)).to_vec(),
+            true => [200, 333, 0, 129].map(|keys| (150 + turn, keys)).to_vec(),
+            false if turn % 3 == 1 => two_kernels.to_vec(),
             false => mixed.to_vec(),
         };
-        // With 64 heads, 128 queries are many; with fewer, the kernel takes all sequences.
         let heads = [(4, 2), (64, 16), (3, 1)][turn % 3];
         let case = DecodeCase::simple(dtype, heads, head_dim, &lengths);
         let layout = match pages[turn % pages.len()] {
-            None => CacheLayout::Contiguous { capacity: 711 },
+            None => CacheLayout::Contiguous { capacity: 411 },
             Some(page_size) => CacheLayout::Paged {
                 page_size,
-                max_pages: 700usize.div_ceil(page_size) + turn % 2,
+                max_pages: 400usize.div_ceil(page_size) + turn % 2,
                 spare: turn % 4,
                 shared: turn % 5 / 4,
                 heads_first: turn % 4 == 3,
