@@ -187,9 +187,8 @@ __device__ __forceinline__ void schedule(Queue& queue, uint32_t smem, const Barr
 // tiles. Over a cache a whole warp is here, to look up pages.
 template <class Given>  // KernelParams, as a template so that what the other origin has is
                         // discarded
-                        __device__ __forceinline__ void produce(const Given& kernel_params,
-                                                                uint32_t smem,
-                                                                const Barriers& barriers) {
+__device__ __forceinline__ void produce(const Given& kernel_params, uint32_t smem,
+                                        const Barriers& barriers) {
   const Params& params = forward_params(kernel_params);
   const bool issues = Origin::producers == 1 || threadIdx.x == 0;
   Phases empty = {~0u};  // every stage is empty at first
